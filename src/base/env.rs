@@ -1,0 +1,41 @@
+//! The only reader of environment variables. Each variable has one accessor here, with its meaning.
+
+use super::error::{Result, bail};
+
+fn text(name: &str) -> Option<String> {
+    std::env::var(name)
+        .ok()
+        .map(|s| s.trim().to_owned())
+        .filter(|s| !s.is_empty())
+}
+
+/// `NVFP4_CPU`: the ISA level to use instead of the best one present (`scalar`, `avx2`, `avx512`, `neon`).
+pub fn cpu_level() -> Option<String> {
+    text("NVFP4_CPU")
+}
+
+/// `NVFP4_THREADS`: the default number of CPU threads; unset means one per available core.
+pub fn threads() -> Result<Option<usize>> {
+    match text("NVFP4_THREADS") {
+        None => Ok(None),
+        Some(s) => match s.parse::<usize>() {
+            Ok(n) if (1..=1024).contains(&n) => Ok(Some(n)),
+            _ => bail!(
+                InvalidArgument,
+                "NVFP4_THREADS is '{s}'; it takes a whole number from 1 to 1024"
+            ),
+        },
+    }
+}
+
+/// `NVFP4_REQUIRE`: comma-separated names of ISA levels and devices whose absence is a test failure rather than a skip.
+pub fn required_capabilities() -> Vec<String> {
+    text("NVFP4_REQUIRE")
+        .map(|s| {
+            s.split(',')
+                .map(|p| p.trim().to_ascii_lowercase())
+                .filter(|p| !p.is_empty())
+                .collect()
+        })
+        .unwrap_or_default()
+}

@@ -1,0 +1,260 @@
+//! Accounted host memory: every large allocation of the library is a [`Buffer`] with a [`Tag`], counted towards current and
+//! peak use and checked against one hard budget. Passing the budget is an error the host can catch.
+//!
+//! Counters are process-wide atomics: a budget protects the process, not one model. All functions may be called from any
+//! thread.
+
+use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::ops::{Deref, DerefMut};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use super::error::{Result, bail, err};
+
+/// What an allocation is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(usize)]
+pub enum Tag {
+    /// Model weights in the form the kernels read.
+    Weights,
+    /// Cached keys and values of sessions.
+    KvCache,
+    /// Activations and workspaces.
+    Scratch,
+    /// Tensors created through the tensor API.
+    Tensor,
+}
+
+impl Tag {
+    /// Every tag, in counter order.
+    pub const ALL: [Tag; 4] = [Tag::Weights, Tag::KvCache, Tag::Scratch, Tag::Tensor];
+
+    /// Lower-case name used in reports.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Tag::Weights => "weights",
+            Tag::KvCache => "kv_cache",
+            Tag::Scratch => "scratch",
+            Tag::Tensor => "tensor",
+        }
+    }
+}
+
+struct Counter {
+    current: AtomicU64,
+    peak: AtomicU64,
+}
+
+impl Counter {
+    const fn new() -> Self {
+        Counter {
+            current: AtomicU64::new(0),
+            peak: AtomicU64::new(0),
+        }
+    }
+
+    fn add(&self, bytes: u64) {
+        let now = self.current.fetch_add(bytes, Relaxed) + bytes;
+        self.peak.fetch_max(now, Relaxed);
+    }
+}
+
+static BY_TAG: [Counter; Tag::ALL.len()] = [const { Counter::new() }; Tag::ALL.len()];
+static TOTAL: Counter = Counter::new();
+static BUDGET: AtomicU64 = AtomicU64::new(u64::MAX);
+
+/// Bytes in use now and at most since the start or the last [`reset_peak`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// Bytes in use now.
+    pub current: u64,
+    /// The largest `current` seen.
+    pub peak: u64,
+}
+
+/// Use under one tag.
+pub fn usage(tag: Tag) -> Usage {
+    let c = &BY_TAG[tag as usize];
+    Usage {
+        current: c.current.load(Relaxed),
+        peak: c.peak.load(Relaxed),
+    }
+}
+
+/// Use under all tags together. Its peak is that of the sum, not the sum of the tags' peaks.
+pub fn total() -> Usage {
+    Usage {
+        current: TOTAL.current.load(Relaxed),
+        peak: TOTAL.peak.load(Relaxed),
+    }
+}
+
+/// Starts the peaks again from current use.
+pub fn reset_peak() {
+    for c in BY_TAG.iter().chain([&TOTAL]) {
+        c.peak.store(c.current.load(Relaxed), Relaxed);
+    }
+}
+
+/// Sets the hard budget in bytes for all tags together; `None` removes it. What is already allocated stays.
+pub fn set_budget(bytes: Option<u64>) {
+    BUDGET.store(bytes.unwrap_or(u64::MAX), Relaxed);
+}
+
+/// The hard budget in bytes, if one is set.
+pub fn budget() -> Option<u64> {
+    match BUDGET.load(Relaxed) {
+        u64::MAX => None,
+        b => Some(b),
+    }
+}
+
+fn reserve(tag: Tag, bytes: u64) -> Result<()> {
+    let budget = BUDGET.load(Relaxed);
+    let claimed = TOTAL.current.fetch_update(Relaxed, Relaxed, |now| {
+        now.checked_add(bytes).filter(|&sum| sum <= budget)
+    });
+    match claimed {
+        Ok(before) => {
+            TOTAL.peak.fetch_max(before + bytes, Relaxed);
+            BY_TAG[tag as usize].add(bytes);
+            Ok(())
+        }
+        Err(now) => bail!(
+            OverBudget,
+            "{bytes} bytes for {} would pass the memory budget: {now} of {budget} bytes are in use; free something or raise the budget",
+            tag.name()
+        ),
+    }
+}
+
+fn release(tag: Tag, bytes: u64) {
+    TOTAL.current.fetch_sub(bytes, Relaxed);
+    BY_TAG[tag as usize].current.fetch_sub(bytes, Relaxed);
+}
+
+/// Element types a [`Buffer`] may hold.
+///
+/// # Safety
+/// All-zero bytes must be a valid value, and the type must not need dropping.
+pub unsafe trait Plain: Copy + Send + Sync + 'static {}
+// SAFETY: integers and IEEE floats are valid for every bit pattern and need no drop.
+unsafe impl Plain for u8 {}
+// SAFETY: as above.
+unsafe impl Plain for i8 {}
+// SAFETY: as above.
+unsafe impl Plain for u16 {}
+// SAFETY: as above.
+unsafe impl Plain for u32 {}
+// SAFETY: as above.
+unsafe impl Plain for i32 {}
+// SAFETY: as above.
+unsafe impl Plain for f32 {}
+
+/// A zero-initialised, 64-byte aligned, accounted array of fixed length.
+pub struct Buffer<T: Plain> {
+    data: NonNull<T>,
+    len: usize,
+    tag: Tag,
+}
+
+// SAFETY: a Buffer owns its memory exclusively, and T is Send + Sync by the bound on Plain.
+unsafe impl<T: Plain> Send for Buffer<T> {}
+// SAFETY: as above; shared access only reads.
+unsafe impl<T: Plain> Sync for Buffer<T> {}
+
+impl<T: Plain> Buffer<T> {
+    /// Alignment of the first element, in bytes: a cache line and the widest vector register.
+    pub const ALIGN: usize = 64;
+
+    fn layout(len: usize) -> Result<Layout> {
+        len.checked_mul(size_of::<T>())
+            .and_then(|bytes| Layout::from_size_align(bytes, Self::ALIGN).ok())
+            .ok_or_else(|| {
+                err!(
+                    OutOfMemory,
+                    "an array of {len} elements of {} bytes is too large",
+                    size_of::<T>()
+                )
+            })
+    }
+
+    /// `len` zeros, counted under `tag`.
+    pub fn zeroed(tag: Tag, len: usize) -> Result<Self> {
+        let layout = Self::layout(len)?;
+        if layout.size() == 0 {
+            return Ok(Buffer {
+                data: NonNull::dangling(),
+                len,
+                tag,
+            });
+        }
+        reserve(tag, layout.size() as u64)?;
+        // SAFETY: the layout has a non-zero size.
+        let data = unsafe { alloc_zeroed(layout) };
+        match NonNull::new(data.cast::<T>()) {
+            Some(data) => Ok(Buffer { data, len, tag }),
+            None => {
+                release(tag, layout.size() as u64);
+                bail!(
+                    OutOfMemory,
+                    "the system refused {} bytes for {}",
+                    layout.size(),
+                    tag.name()
+                )
+            }
+        }
+    }
+
+    /// A copy of `values`, counted under `tag`.
+    pub fn from_slice(tag: Tag, values: &[T]) -> Result<Self> {
+        let mut buffer = Self::zeroed(tag, values.len())?;
+        buffer.copy_from_slice(values);
+        Ok(buffer)
+    }
+
+    /// Bytes held.
+    pub fn bytes(&self) -> usize {
+        self.len * size_of::<T>()
+    }
+}
+
+impl<T: Plain> Drop for Buffer<T> {
+    fn drop(&mut self) {
+        let bytes = self.bytes();
+        if bytes > 0 {
+            release(self.tag, bytes as u64);
+            let layout =
+                Self::layout(self.len).expect("the layout was valid when the buffer was made");
+            // SAFETY: `data` came from `alloc_zeroed` with this same layout and is not used again.
+            unsafe { dealloc(self.data.as_ptr().cast(), layout) }
+        }
+    }
+}
+
+impl<T: Plain> Deref for Buffer<T> {
+    type Target = [T];
+    fn deref(&self) -> &[T] {
+        // SAFETY: `data` is valid for `len` initialised elements (or dangling with len * size == 0), borrowed from self.
+        unsafe { std::slice::from_raw_parts(self.data.as_ptr(), self.len) }
+    }
+}
+
+impl<T: Plain> DerefMut for Buffer<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        // SAFETY: as in `deref`, and the borrow is exclusive.
+        unsafe { std::slice::from_raw_parts_mut(self.data.as_ptr(), self.len) }
+    }
+}
+
+impl<T: Plain> std::fmt::Debug for Buffer<T> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(
+            f,
+            "Buffer<{}>[{}] ({})",
+            std::any::type_name::<T>(),
+            self.len,
+            self.tag.name()
+        )
+    }
+}

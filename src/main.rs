@@ -1,0 +1,2 @@
+//! The `nvfp4` command.
+fn main() {}
