@@ -48,6 +48,11 @@ pub struct Nf4 {
     pub absmax: Vec<f32>,
 }
 
+/// How far a code stands from the bottom of its byte.
+const fn shift(index: usize) -> usize {
+    4 * (1 - index % 2)
+}
+
 fn check_block(block: usize) -> Result<()> {
     if block == 0 {
         bail!(InvalidArgument, "the NF4 block size is 0; 64 is usual");
@@ -77,7 +82,7 @@ pub fn quantize(x: &[f32], block: usize) -> Result<Nf4> {
                 encode(v / largest)
             };
             let at = b * block + i;
-            codes[at / 2] |= if at % 2 == 0 { code << 4 } else { code };
+            codes[at / 2] |= code << shift(at);
         }
     }
     Ok(Nf4 { codes, absmax })
@@ -106,11 +111,7 @@ pub fn dequantize(
     for (b, values) in out.chunks_mut(block).enumerate() {
         for (i, value) in values.iter_mut().enumerate() {
             let at = b * block + i;
-            let code = if at % 2 == 0 {
-                codes[at / 2] >> 4
-            } else {
-                codes[at / 2] & 15
-            };
+            let code = codes[at / 2] >> shift(at) & 15;
             *value = map[usize::from(code)] * absmax[b];
         }
     }

@@ -367,22 +367,26 @@ fn legacy_block(x: &Values, amax: f32, index: usize, options: &QuantizeOptions) 
 
 #[inline(always)]
 fn encode_block(quotients: &Values, index: usize, options: &QuantizeOptions) -> Packed {
-    let signed = |magnitude: fn(f32) -> u32| {
-        let codes = quotients.map(|q| magnitude(q.abs()) | e2m1::sign(q));
-        pack_block(&codes)
-    };
+    let mut codes = [0; BLOCK];
     match options.rounding {
-        Rounding::NearestEven => signed(e2m1::nearest_even),
-        Rounding::HalfAway => signed(e2m1::half_away),
+        Rounding::NearestEven => {
+            for (code, &q) in codes.iter_mut().zip(quotients) {
+                *code = e2m1::nearest_even(q.abs()) | e2m1::sign(q);
+            }
+        }
+        Rounding::HalfAway => {
+            for (code, &q) in codes.iter_mut().zip(quotients) {
+                *code = e2m1::half_away(q.abs()) | e2m1::sign(q);
+            }
+        }
         Rounding::Stochastic => {
-            let mut codes = [0; BLOCK];
             for (i, (code, &q)) in codes.iter_mut().zip(quotients).enumerate() {
                 let random = (random::bits(options.seed, (index + i) as u64) >> 32) as u32;
                 *code = e2m1::stochastic(q.abs(), random) | e2m1::sign(q);
             }
-            pack_block(&codes)
         }
     }
+    pack_block(&codes)
 }
 
 #[inline(always)]
@@ -473,4 +477,390 @@ fn squared_error(x: &Values, scale: u8, global: f32) -> f64 {
 fn magnitude(code: u32) -> f32 {
     let doubled = code + u32::from(code > 4) + u32::from(code > 5) + 3 * u32::from(code > 6);
     doubled as i32 as f32 * 0.5
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const RECIPES: [Recipe; 3] = [Recipe::Amax, Recipe::FourOverSix, Recipe::Sweep];
+
+    fn options(recipe: Recipe) -> QuantizeOptions {
+        QuantizeOptions {
+            recipe,
+            ..QuantizeOptions::default()
+        }
+    }
+
+    fn legacy(rounding: Rounding) -> QuantizeOptions {
+        QuantizeOptions {
+            levels: Levels::Legacy,
+            rounding,
+            ..QuantizeOptions::default()
+        }
+    }
+
+    /// The squared error against the exact decoded values.
+    fn error(x: &[f32], q: &Nvfp4) -> f64 {
+        let codes = unpack(&q.codes);
+        x.iter()
+            .enumerate()
+            .map(|(i, &v)| {
+                let scale = f64::from(e4m3::decode(q.scales[i / BLOCK])) * f64::from(q.global);
+                (f64::from(v) - f64::from(e2m1::decode(codes[i])) * scale).powi(2)
+            })
+            .sum()
+    }
+
+    /// Values whose magnitudes spread over many powers of two, with zeros of both signs among them.
+    fn value() -> impl Strategy<Value = f32> {
+        prop_oneof![
+            4 => (-1f32..1.0, -20i32..20).prop_map(|(m, e)| m * (e as f32).exp2()),
+            4 => -1f32..1.0,
+            1 => Just(0.0),
+            1 => Just(-0.0),
+            1 => any::<f32>().prop_filter("finite", |v| v.is_finite()),
+        ]
+    }
+
+    /// One tensor of up to 5 rows of up to 4 blocks.
+    fn matrix() -> impl Strategy<Value = (Vec<f32>, usize, usize)> {
+        (1usize..6, 1usize..5).prop_flat_map(|(rows, blocks)| {
+            let cols = blocks * BLOCK;
+            prop::collection::vec(value(), rows * cols).prop_map(move |x| (x, rows, cols))
+        })
+    }
+
+    /// A tensor whose values lie within a few powers of two of each other, as weights do.
+    fn weights() -> impl Strategy<Value = Vec<f32>> {
+        prop::collection::vec(-1f32..1.0, BLOCK * 4)
+    }
+
+    fn any_options() -> impl Strategy<Value = QuantizeOptions> {
+        let levels = prop_oneof![
+            Just(Levels::Two),
+            Just(Levels::Single),
+            Just(Levels::Legacy)
+        ];
+        let rounding = prop_oneof![
+            Just(Rounding::NearestEven),
+            Just(Rounding::HalfAway),
+            Just(Rounding::Stochastic)
+        ];
+        (levels, 0usize..3, rounding, any::<u64>()).prop_map(|(levels, recipe, rounding, seed)| {
+            let recipe = match levels {
+                Levels::Legacy => Recipe::Amax,
+                Levels::Two | Levels::Single => RECIPES[recipe],
+            };
+            QuantizeOptions {
+                levels,
+                recipe,
+                rounding,
+                seed,
+                ..QuantizeOptions::default()
+            }
+        })
+    }
+
+    #[test]
+    fn packing_puts_the_even_index_low() {
+        assert_eq!(pack(&[1, 2, 0xff, 0]).unwrap(), [0x21, 0x0f]);
+        assert_eq!(unpack(&[0x21, 0x0f]), [1, 2, 15, 0]);
+        assert!(pack(&[1]).is_err());
+    }
+
+    #[test]
+    fn a_tensor_of_zeros_has_global_one_and_zero_scales() {
+        let q = quantize(&[-0.0; 32], 2, 16, &QuantizeOptions::default()).unwrap();
+        assert_eq!(
+            q,
+            Nvfp4 {
+                rows: 2,
+                cols: 16,
+                codes: vec![0; 16],
+                scales: vec![0; 2],
+                global: 1.0
+            }
+        );
+    }
+
+    #[test]
+    fn a_block_that_underflows_keeps_its_values() {
+        // The first block sets the global scale to 1; the second one's scale, 0.003 / 6, is nearest to zero.
+        let mut x = [0f32; 32];
+        x[0] = 2688.0;
+        x[16..].fill(0.003);
+        x[17] = -0.0004;
+        for recipe in RECIPES {
+            let q = quantize(&x, 1, 32, &options(recipe)).unwrap();
+            assert_ne!(q.scales[1], 0, "{recipe:?}");
+            assert!(q.dequantize().unwrap()[16] > 0.0);
+        }
+        // Below half of the smallest step all codes are zero, and then so is the scale, and the signs go.
+        x[16..].fill(-0.0004);
+        for recipe in RECIPES {
+            let q = quantize(&x, 1, 32, &options(recipe)).unwrap();
+            assert_eq!(q.scales[1], 0, "{recipe:?}");
+            assert_eq!(q.codes[8..], [0; 8]);
+        }
+    }
+
+    #[test]
+    fn the_smallest_and_largest_floats_survive() {
+        for amax in [f32::from_bits(1), 1e-40, f32::MIN_POSITIVE, f32::MAX] {
+            let mut x = [0f32; 16];
+            x[3] = -amax;
+            for recipe in RECIPES {
+                let q = quantize(&x, 1, 16, &options(recipe)).unwrap();
+                let back = q.dequantize().unwrap()[3];
+                assert!(q.global.is_normal());
+                assert!(back.is_finite());
+                // 2^-149 is far below half a step of the smallest global scale; everything else keeps two digits.
+                if amax > 1e-40 {
+                    assert!(
+                        (back / -amax - 1.0).abs() < 0.07,
+                        "{recipe:?} {amax}: {back}"
+                    );
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn legacy_follows_the_host_where_it_differs() {
+        // A block below the scale's range keeps saturated codes beside a scale of zero, as the host's reference does.
+        let mut x = [0f32; 16];
+        x[0] = 1e-4;
+        x[1] = -1e-4;
+        x[2] = -0.0;
+        let q = quantize(&x, 1, 16, &legacy(Rounding::NearestEven)).unwrap();
+        assert_eq!(q.scales, [0]);
+        assert_eq!(q.codes[..2], [0xf7, 0x00]);
+        // Scale 1: ties at 0.25 and 5, one to even and one away; tiny negatives keep their sign.
+        let mut x = [0f32; 16];
+        (x[0], x[1], x[2], x[3]) = (6.0, 5.0, -0.25, -1e-9);
+        let even = quantize(&x, 1, 16, &legacy(Rounding::NearestEven)).unwrap();
+        let away = quantize(&x, 1, 16, &legacy(Rounding::HalfAway)).unwrap();
+        assert_eq!(even.scales, [0x38]);
+        assert_eq!(even.codes[..2], [0x67, 0x88]);
+        assert_eq!(away.codes[..2], [0x77, 0x89]);
+        // Beyond the largest scale the values saturate.
+        let q = quantize(&[1e6; 16], 1, 16, &legacy(Rounding::NearestEven)).unwrap();
+        assert_eq!(q.dequantize().unwrap(), [2688.0; 16]);
+    }
+
+    #[test]
+    fn nan_and_infinity_are_named_or_saturate() {
+        let mut x = vec![1f32; 64];
+        (x[37], x[40], x[41]) = (f32::NAN, f32::INFINITY, f32::NEG_INFINITY);
+        let e = quantize(&x, 2, 32, &QuantizeOptions::default()).unwrap_err();
+        assert!(e.message().contains("index 37"), "{e}");
+        let (mut codes, mut scales) = ([0; 16], [0; 2]);
+        let e = quantize_rows(
+            &x[32..],
+            32,
+            1,
+            1.0,
+            &QuantizeOptions::default(),
+            &mut codes,
+            &mut scales,
+        )
+        .unwrap_err();
+        assert!(e.message().contains("index 37 (row 1, column 5)"), "{e}");
+
+        for levels in [Levels::Two, Levels::Single, Levels::Legacy] {
+            let saturate = QuantizeOptions {
+                levels,
+                nonfinite: NonFinite::Saturate,
+                ..QuantizeOptions::default()
+            };
+            let q = quantize(&x, 2, 32, &saturate).unwrap();
+            let back = q.dequantize().unwrap();
+            let largest = 2688.0 * q.global;
+            assert_eq!(back[37], 0.0, "{levels:?}");
+            assert_eq!((back[40], back[41]), (largest, -largest), "{levels:?}");
+            assert!(back.iter().all(|v| v.is_finite()));
+        }
+    }
+
+    #[test]
+    fn arguments_that_do_not_fit_are_errors() {
+        let good = QuantizeOptions::default();
+        let message = |r: Result<Nvfp4>| r.unwrap_err().message().to_owned();
+        assert!(message(quantize(&[0.0; 24], 1, 24, &good)).contains("K = 24"));
+        assert!(message(quantize(&[], 3, 0, &good)).contains("K = 0"));
+        assert!(message(quantize(&[0.0; 16], 2, 16, &good)).contains("32 values, not 16"));
+        assert!(quantize(&[], usize::MAX, 16, &good).is_err());
+        assert_eq!(quantize(&[], 0, 16, &good).unwrap().codes.len(), 0);
+        let mixed = QuantizeOptions {
+            recipe: Recipe::Sweep,
+            ..legacy(Rounding::NearestEven)
+        };
+        assert!(message(quantize(&[0.0; 16], 1, 16, &mixed)).contains("Sweep"));
+
+        let rows = |global: f32, options: &QuantizeOptions, codes: usize, scales: usize| {
+            quantize_rows(
+                &[1.0; 16],
+                16,
+                0,
+                global,
+                options,
+                &mut vec![0; codes],
+                &mut vec![0; scales],
+            )
+        };
+        assert!(rows(1.0, &good, 8, 1).is_ok());
+        assert!(rows(1.0, &good, 7, 1).is_err());
+        assert!(rows(1.0, &good, 8, 2).is_err());
+        for global in [0.0, -1.0, f32::NAN, f32::INFINITY] {
+            assert!(rows(global, &good, 8, 1).is_err());
+        }
+        assert!(rows(2.0, &legacy(Rounding::NearestEven), 8, 1).is_err());
+        assert!(dequantize(&[0; 8], &[0; 2], 1.0, &mut [0.0; 16]).is_err());
+        assert!(dequantize(&[0; 4], &[0; 0], 1.0, &mut [0.0; 8]).is_err());
+    }
+
+    #[test]
+    fn stochastic_rounding_is_right_on_average() {
+        // Scale 1, so the values are the quotients; each stands a thousand times in a row of its own.
+        for value in [0.1f32, 0.6, 1.2, 2.25, 3.9, 4.5] {
+            let mut x = vec![value; 1024 * 16];
+            x.iter_mut().step_by(16).for_each(|v| *v = 6.0);
+            let options = QuantizeOptions {
+                levels: Levels::Single,
+                rounding: Rounding::Stochastic,
+                seed: 11,
+                ..QuantizeOptions::default()
+            };
+            let back = quantize(&x, 1024, 16, &options)
+                .unwrap()
+                .dequantize()
+                .unwrap();
+            let n = 1024.0 * 15.0;
+            let mean = (back.iter().map(|&v| f64::from(v)).sum::<f64>() - 6.0 * 1024.0) / n;
+            // Five standard deviations: the widest gap is 2, so one value's deviation is at most 1.
+            assert!(
+                (mean - f64::from(value)).abs() < 5.0 / n.sqrt(),
+                "{value}: {mean}"
+            );
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn rows_in_ranges_give_the_bytes_of_the_whole(
+            (x, rows, cols) in matrix(), options in any_options(), cut in 0usize..6,
+        ) {
+            let whole = quantize(&x, rows, cols, &options).unwrap();
+            let cut = cut.min(rows);
+            let (mut codes, mut scales) = (vec![0; x.len() / 2], vec![0; x.len() / 16]);
+            for (from, to) in [(cut, rows), (0, cut)] {
+                quantize_rows(
+                    &x[from * cols..to * cols], cols, from, whole.global, &options,
+                    &mut codes[from * cols / 2..to * cols / 2],
+                    &mut scales[from * cols / 16..to * cols / 16],
+                ).unwrap();
+            }
+            prop_assert_eq!(codes, whole.codes);
+            prop_assert_eq!(scales, whole.scales);
+        }
+
+        #[test]
+        fn the_first_bad_value_is_the_one_named(
+            (mut x, rows, cols) in matrix(), at in any::<prop::sample::Index>(),
+            bad in prop::sample::select(vec![f32::NAN, f32::INFINITY, f32::NEG_INFINITY]),
+        ) {
+            let at = at.index(x.len());
+            x[at] = bad;
+            for levels in [Levels::Two, Levels::Single, Levels::Legacy] {
+                let options = QuantizeOptions { levels, ..QuantizeOptions::default() };
+                let e = quantize(&x, rows, cols, &options).unwrap_err();
+                let start = format!("the value at index {at} ");
+                prop_assert!(e.message().starts_with(&start), "{}", e);
+            }
+        }
+
+        #[test]
+        fn errors_are_bounded_by_the_step((x, rows, cols) in matrix(), recipe in 0usize..2) {
+            let q = quantize(&x, rows, cols, &options(RECIPES[recipe])).unwrap();
+            let back = q.dequantize().unwrap();
+            for (b, (v, w)) in x.chunks(BLOCK).zip(back.chunks(BLOCK)).enumerate() {
+                // The widest gap is 2 steps, so rounding costs 1 at most. Where the scale itself was rounded down, clipping
+                // costs 6 times that: 6/16 of a step for a normal scale, 6 times half the spacing for a subnormal one.
+                let step = exact_step(q.scales[b], q.global);
+                let clipping = 3.0 * exact_step(1, q.global);
+                let bound = step.max(clipping) * (1.0 + 1e-6);
+                for (a, b) in v.iter().zip(w) {
+                    let error = (f64::from(*a) - f64::from(*b)).abs();
+                    prop_assert!(error <= bound, "{} -> {} with a step of {}", a, b, step);
+                }
+            }
+        }
+
+        #[test]
+        fn a_scale_of_zero_means_a_block_of_zeros(
+            (x, rows, cols) in matrix(),
+            options in any_options().prop_filter("native", |o| o.levels != Levels::Legacy),
+        ) {
+            let q = quantize(&x, rows, cols, &options).unwrap();
+            for (codes, &scale) in q.codes.chunks(8).zip(&q.scales) {
+                let zero = codes.iter().all(|c| c & 0x77 == 0);
+                prop_assert_eq!(scale == 0, zero);
+                prop_assert!(scale <= e4m3::MAX_BYTE);
+            }
+        }
+
+        #[test]
+        fn values_of_the_format_are_kept_exactly(
+            codes in prop::collection::vec(0u8..16, 16), scale in 1u8..=e4m3::MAX_BYTE,
+        ) {
+            let codes = pack(&codes).unwrap();
+            let mut x = [0f32; 16];
+            dequantize(&codes, &[scale], 1.0, &mut x).unwrap();
+            let single = QuantizeOptions {
+                levels: Levels::Single, recipe: Recipe::Sweep, ..QuantizeOptions::default()
+            };
+            let q = quantize(&x, 1, 16, &single).unwrap();
+            prop_assert_eq!(q.dequantize().unwrap(), x);
+        }
+
+        #[test]
+        fn searched_scales_are_never_worse(x in weights()) {
+            // Under one global scale: four-over-six's own leaves the other recipes' largest scales out.
+            for global in [1.0, 1.0 / (6.0 * 256.0), 1.0 / 2688.0] {
+                let [amax, four_over_six, sweep] = RECIPES.map(|recipe| {
+                    let mut q = Nvfp4 {
+                        rows: 1,
+                        cols: x.len(),
+                        codes: vec![0; x.len() / 2],
+                        scales: vec![0; x.len() / BLOCK],
+                        global,
+                    };
+                    let options = options(recipe);
+                    quantize_rows(&x, q.cols, 0, global, &options, &mut q.codes, &mut q.scales)
+                        .unwrap();
+                    error(&x, &q)
+                });
+                // Summed in another order than the recipe's, so equal within rounding.
+                prop_assert!(sweep <= four_over_six * (1.0 + 1e-12));
+                prop_assert!(four_over_six <= amax * (1.0 + 1e-12));
+            }
+        }
+
+        #[test]
+        fn the_bounded_sweep_finds_what_all_scales_would(
+            (x, _, _) in matrix(), global in prop_oneof![Just(1f32), 1e-6f32..1e3],
+        ) {
+            let block: &Values = x[..BLOCK].try_into().unwrap();
+            let amax = amax(block, 0, NonFinite::Error).unwrap();
+            prop_assume!(amax > 0.0);
+            let best = (1..=e4m3::MAX_BYTE)
+                .min_by(|&a, &b| {
+                    squared_error(block, a, global).total_cmp(&squared_error(block, b, global))
+                })
+                .unwrap();
+            prop_assert_eq!(sweep(block, amax, global), best);
+        }
+    }
 }
