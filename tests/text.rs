@@ -108,8 +108,6 @@ fn sentencepiece() -> VocabularySpec {
         unknown: Some(0),
         bos: Some(1),
         eos: Some(2),
-        add_bos: true,
-        add_space_prefix: true,
         ..VocabularySpec::default()
     }
 }
@@ -306,7 +304,7 @@ fn unknown_and_damaged_vocabularies_are_named() {
     assert!(error(&spec).message().contains("no tokens"));
 
     let mut spec = vocabulary("gpt-2");
-    spec.add_bos = true;
+    spec.add_bos = Some(true);
     assert!(error(&spec).message().contains("names none"));
     spec.bos = Some(620);
     assert!(error(&spec).message().contains("620"));
