@@ -132,7 +132,7 @@ impl Cpu {
 
     fn gemv(&self, x: &[f32], outputs: &mut [(&Packed, &mut [f32])]) {
         let work = Work::new(outputs);
-        // Enough parts that a thread held up elsewhere does not hold up the rest; an even number of groups each.
+        // Enough parts that a thread held up elsewhere does not hold up the rest; whole runs of groups for the kernel.
         let grain = (work.groups / (self.pool.threads() * 8))
             .clamp(2, 32)
             .next_multiple_of(2);
