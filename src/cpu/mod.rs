@@ -1,1 +1,28 @@
-//! (floor being built)
+//! Floor 3: the CPU backend and the oracle of every other. A [`Cpu`] is a level's kernels and a pool of threads; its methods
+//! check their arguments, split the work by index and call the kernels.
+//!
+//! Results do not depend on the level, on the number of threads or on how many tokens share a call: see
+//! `generic::linear` and `simd`. Knows nothing of models, sessions or files.
+
+mod engine;
+mod generic;
+mod kv;
+mod level;
+mod packed;
+mod scalar;
+mod simd;
+mod table;
+mod workspace;
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+#[cfg(target_arch = "aarch64")]
+mod neon;
+
+pub use engine::Cpu;
+pub use kv::{KvLayer, KvType, PAGE};
+pub use level::Level;
+pub use packed::{Kind, Packed, ReadDense, ReadNvfp4};
+pub use workspace::Workspace;

@@ -1,1 +1,13 @@
-//! (floor being built)
+//! Floor 4: one file per operation. An operation checks its arguments, chooses the device once, and calls it; forward
+//! stands here now, backward will stand beside it. Knows nothing of models or sessions.
+
+pub mod activation;
+pub mod attention;
+mod device;
+pub mod linear;
+pub mod norm;
+pub mod quantize;
+pub mod rope;
+
+pub use crate::cpu::Workspace;
+pub use device::Device;

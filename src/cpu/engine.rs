@@ -1,0 +1,541 @@
+//! The safe face of the kernels: checks, splitting over threads, and scratch.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+use super::kv::{KvLayer, KvType, PAGE};
+use super::level::Level;
+use super::packed::{GROUP, Kind, Packed};
+use super::table::{INT8_SCALE_BLOCKS, INT8_TILE, Query, Table};
+use super::workspace::{Workspace, grow};
+use crate::base::error::{Result, bail};
+use crate::base::threads::Pool;
+use crate::format::nvfp4::BLOCK;
+
+/// Elements under which a pointwise operation is not worth a second thread.
+const POINTWISE_GRAIN: usize = 16 * 1024;
+/// Tokens of one key/value head that a thread takes at a time.
+const ATTENTION_TOKENS: usize = 8;
+
+/// A level's kernels and the threads they run on. Cheap to share; calls from several threads take turns on the pool.
+pub struct Cpu {
+    table: &'static Table,
+    pool: Pool,
+}
+
+/// An output pointer that threads write disjoint parts of.
+#[derive(Clone, Copy)]
+struct Out<T>(*mut T);
+// SAFETY: every use writes a part that no other thread touches; the uses say which.
+unsafe impl<T> Send for Out<T> {}
+// SAFETY: as above.
+unsafe impl<T> Sync for Out<T> {}
+
+impl<T> Out<T> {
+    /// # Safety
+    /// As for pointer addition.
+    unsafe fn at(self, i: usize) -> *mut T {
+        // SAFETY: forwarded.
+        unsafe { self.0.add(i) }
+    }
+}
+
+impl Cpu {
+    /// The best level present (or the one `NVFP4_CPU` names) on `threads` threads; `None` takes `NVFP4_THREADS`, or one
+    /// thread for each available core.
+    pub fn new(threads: Option<usize>) -> Result<Arc<Self>> {
+        Self::with_level(Level::choose()?, threads)
+    }
+
+    /// A given level, which must be present.
+    pub fn with_level(level: Level, threads: Option<usize>) -> Result<Arc<Self>> {
+        if !level.is_present() {
+            bail!(Unsupported, "this machine does not have {}", level.name());
+        }
+        let threads = match threads {
+            Some(n) => n,
+            None => Pool::default_threads()?,
+        };
+        Ok(Arc::new(Cpu {
+            table: Table::of(level),
+            pool: Pool::new(threads)?,
+        }))
+    }
+
+    /// The level in use.
+    pub fn level(&self) -> Level {
+        self.table.level
+    }
+
+    /// The pool the kernels run on.
+    pub fn pool(&self) -> &Pool {
+        &self.pool
+    }
+
+    /// `x` `[m, K]` times each weight `[N, K]` transposed, into its output `[m, N]`. Exact but for the order of summation in
+    /// f32. With `int8`, activations are first rounded to 8 bits, one scale for each 32 along K, where the weight is
+    /// NVFP4; dense weights stay exact.
+    pub fn linear(
+        &self,
+        x: &[f32],
+        m: usize,
+        outputs: &mut [(&Packed, &mut [f32])],
+        int8: bool,
+        workspace: &mut Workspace,
+    ) -> Result<()> {
+        let Some(k) = outputs.first().map(|(w, _)| w.cols()) else {
+            return Ok(());
+        };
+        for (w, y) in outputs.iter() {
+            if w.cols() != k || x.len() != m * k || y.len() != m * w.rows() {
+                bail!(
+                    InvalidArgument,
+                    "linear: {} inputs and {} outputs for {m} tokens and a weight [{}, {}]; they must be m * K and m * N",
+                    x.len(),
+                    y.len(),
+                    w.rows(),
+                    w.cols()
+                );
+            }
+        }
+        if m == 0 {
+            return Ok(());
+        }
+        if int8 {
+            let (mut quantized, mut dense): (Vec<_>, Vec<_>) = outputs
+                .iter_mut()
+                .map(|(w, y)| (*w, &mut **y))
+                .partition(|(w, _)| w.kind() == Kind::Nvfp4);
+            self.linear_int8(x, m, &mut quantized, workspace)?;
+            self.linear_exact(x, m, &mut dense, workspace)
+        } else {
+            self.linear_exact(x, m, outputs, workspace)
+        }
+    }
+
+    fn linear_exact(
+        &self,
+        x: &[f32],
+        m: usize,
+        outputs: &mut [(&Packed, &mut [f32])],
+        workspace: &mut Workspace,
+    ) -> Result<()> {
+        match m {
+            _ if outputs.is_empty() => Ok(()),
+            1 => {
+                self.gemv(x, outputs);
+                Ok(())
+            }
+            _ => self.gemm(x, m, outputs, workspace),
+        }
+    }
+
+    fn gemv(&self, x: &[f32], outputs: &mut [(&Packed, &mut [f32])]) {
+        let work = Work::new(outputs);
+        // Enough parts that a thread held up elsewhere does not hold up the rest; an even number of groups each.
+        let grain = (work.groups / (self.pool.threads() * 8))
+            .clamp(2, 32)
+            .next_multiple_of(2);
+        self.pool.run(work.groups.div_ceil(grain), |part| {
+            work.for_each(
+                part * grain..work.groups.min((part + 1) * grain),
+                |w, out, groups| {
+                    let (stride, blocks) = (w.group_stride(), w.blocks());
+                    let whole = groups.start..groups.end.min(w.rows() / GROUP);
+                    let gemv = self.table.gemv(w.kind());
+                    // SAFETY: the level is present. `x` has 16 * blocks elements and the weight has these groups. Each part
+                    // writes rows of its own groups only; the last group, if partial, goes through `ragged`.
+                    unsafe {
+                        if !whole.is_empty() {
+                            let data = w.data().as_ptr().add(whole.start * stride);
+                            let out = out.at(whole.start * GROUP);
+                            gemv(
+                                data,
+                                stride,
+                                whole.len(),
+                                blocks,
+                                x.as_ptr(),
+                                w.global(),
+                                out,
+                            );
+                        }
+                        if groups.end > whole.end.max(groups.start) {
+                            let last = groups.end - 1;
+                            let mut ragged = [0.0; GROUP];
+                            let data = w.data().as_ptr().add(last * stride);
+                            gemv(
+                                data,
+                                stride,
+                                1,
+                                blocks,
+                                x.as_ptr(),
+                                w.global(),
+                                ragged.as_mut_ptr(),
+                            );
+                            let rows = w.rows() - last * GROUP;
+                            std::ptr::copy_nonoverlapping(
+                                ragged.as_ptr(),
+                                out.at(last * GROUP),
+                                rows,
+                            );
+                        }
+                    }
+                },
+            );
+        });
+    }
+
+    fn gemm(
+        &self,
+        x: &[f32],
+        m: usize,
+        outputs: &mut [(&Packed, &mut [f32])],
+        workspace: &mut Workspace,
+    ) -> Result<()> {
+        let k = x.len() / m;
+        let blocks = k / BLOCK;
+        let widest = self.table.widest;
+        let last = self.table.width(m % widest);
+        let tiles = m.div_ceil(widest);
+        let width = |tile: usize| {
+            if (tile + 1) * widest <= m {
+                widest
+            } else {
+                last
+            }
+        };
+        let threads = self.pool.threads();
+        let panel_len = (k + blocks) * GROUP;
+        grow(&mut workspace.tiles, tiles * widest * k)?;
+        grow(&mut workspace.panels, threads * panel_len)?;
+
+        let packed = Out(workspace.tiles.as_mut_ptr());
+        self.pool.run(tiles, |tile| {
+            let width = width(tile);
+            let tokens = tile * widest..m.min(tile * widest + width);
+            // SAFETY: each part fills its own tile, which has room for `widest` tokens.
+            let out =
+                unsafe { std::slice::from_raw_parts_mut(packed.at(tile * widest * k), width * k) };
+            for (i, out) in out.chunks_exact_mut(width).enumerate() {
+                for (t, out) in out.iter_mut().enumerate() {
+                    *out = if tokens.start + t < tokens.end {
+                        x[(tokens.start + t) * k + i]
+                    } else {
+                        0.0
+                    };
+                }
+            }
+        });
+
+        let work = Work::new(outputs);
+        let panels = Out(workspace.panels.as_mut_ptr());
+        let next = AtomicUsize::new(0);
+        self.pool.run(threads, |thread| {
+            // SAFETY: each part has its own panel; each group's rows are written by the one part that took it. Sizes are
+            // those grown above, and the level is present.
+            unsafe {
+                let panel = panels.at(thread * panel_len);
+                let scales = panel.add(k * GROUP);
+                let mut result = [0.0; 12 * GROUP];
+                debug_assert!(widest * GROUP <= result.len());
+                loop {
+                    let group = next.fetch_add(1, Relaxed);
+                    if group >= work.groups {
+                        break;
+                    }
+                    work.for_each(group..group + 1, |w, out, groups| {
+                        let group = groups.start;
+                        let rows = GROUP.min(w.rows() - group * GROUP);
+                        self.table.unpack(w.kind())(
+                            w.data().as_ptr().add(group * w.group_stride()),
+                            blocks,
+                            panel,
+                            scales,
+                        );
+                        for tile in 0..tiles {
+                            let x = packed.at(tile * widest * k);
+                            (self.table.tile)(
+                                width(tile),
+                                panel,
+                                scales,
+                                blocks,
+                                x,
+                                w.global(),
+                                result.as_mut_ptr(),
+                            );
+                            for t in 0..widest.min(m - tile * widest) {
+                                let out = out.at((tile * widest + t) * w.rows() + group * GROUP);
+                                std::ptr::copy_nonoverlapping(
+                                    result.as_ptr().add(t * GROUP),
+                                    out,
+                                    rows,
+                                );
+                            }
+                        }
+                    });
+                }
+            }
+        });
+        Ok(())
+    }
+
+    fn linear_int8(
+        &self,
+        x: &[f32],
+        m: usize,
+        outputs: &mut [(&Packed, &mut [f32])],
+        workspace: &mut Workspace,
+    ) -> Result<()> {
+        if outputs.is_empty() {
+            return Ok(());
+        }
+        let k = x.len() / m;
+        let blocks = k / BLOCK;
+        let scale_row = blocks.div_ceil(INT8_SCALE_BLOCKS);
+        let threads = self.pool.threads();
+        // A panel's bytes, counted in floats, then its scales.
+        let panel_len = blocks * (BLOCK * GROUP / 4 + GROUP);
+        grow(&mut workspace.codes, m * k)?;
+        grow(&mut workspace.scales, m * scale_row)?;
+        grow(&mut workspace.offsets, m * blocks)?;
+        grow(&mut workspace.panels, threads * panel_len)?;
+
+        let codes = Out(workspace.codes.as_mut_ptr());
+        let scales = Out(workspace.scales.as_mut_ptr());
+        let offsets = Out(workspace.offsets.as_mut_ptr());
+        self.pool.run(m, |t| {
+            // SAFETY: the level is present; each part fills the row of its own token.
+            unsafe {
+                let x = x.as_ptr().add(t * k);
+                let (codes, scales) = (codes.at(t * k), scales.at(t * scale_row));
+                (self.table.quantize_row)(x, blocks, codes, scales, offsets.at(t * blocks));
+            }
+        });
+
+        let work = Work::new(outputs);
+        let panels = Out(workspace.panels.as_mut_ptr());
+        let next = AtomicUsize::new(0);
+        self.pool.run(threads, |thread| {
+            // SAFETY: as in `gemm`.
+            unsafe {
+                let panel_scales = panels.at(thread * panel_len);
+                let panel = panel_scales.add(blocks * GROUP).cast::<u8>();
+                let mut result = [0.0; INT8_TILE * GROUP];
+                loop {
+                    let group = next.fetch_add(1, Relaxed);
+                    if group >= work.groups {
+                        break;
+                    }
+                    work.for_each(group..group + 1, |w, out, groups| {
+                        let group = groups.start;
+                        let rows = GROUP.min(w.rows() - group * GROUP);
+                        let data = w.data().as_ptr().add(group * w.group_stride());
+                        (self.table.unpack_int8)(data, blocks, panel, panel_scales);
+                        for first in (0..m).step_by(INT8_TILE) {
+                            let tokens = INT8_TILE.min(m - first);
+                            (self.table.tile_int8)(
+                                tokens,
+                                panel,
+                                panel_scales,
+                                blocks,
+                                codes.at(first * k),
+                                scales.at(first * scale_row),
+                                offsets.at(first * blocks),
+                                // Codes are doubled values.
+                                w.global() * 0.5,
+                                result.as_mut_ptr(),
+                            );
+                            for t in 0..tokens {
+                                let out = out.at((first + t) * w.rows() + group * GROUP);
+                                std::ptr::copy_nonoverlapping(
+                                    result.as_ptr().add(t * GROUP),
+                                    out,
+                                    rows,
+                                );
+                            }
+                        }
+                    });
+                }
+            }
+        });
+        Ok(())
+    }
+
+    /// Causal attention of queries `[m, heads, dim]` over a layer's cache. Query row `i` sees positions
+    /// `0..=first + i`. Query heads are shared evenly among key/value heads (GQA).
+    pub fn attention(
+        &self,
+        q: &[f32],
+        heads: usize,
+        kv: &KvLayer,
+        first: usize,
+        scale: f32,
+        out: &mut [f32],
+        workspace: &mut Workspace,
+    ) -> Result<()> {
+        let dim = kv.dim();
+        let row = heads * dim;
+        if heads == 0 || heads % kv.heads() != 0 || q.len() % row != 0 || out.len() != q.len() {
+            bail!(
+                InvalidArgument,
+                "attention: {} query and {} output elements for {heads} heads of {dim} over {} key/value heads",
+                q.len(),
+                out.len(),
+                kv.heads()
+            );
+        }
+        let m = q.len() / row;
+        if kv.allocated() < first + m {
+            bail!(
+                InvalidArgument,
+                "attention over {} positions; the cache holds {}",
+                first + m,
+                kv.allocated()
+            );
+        }
+        let shared = heads / kv.heads();
+        let room = (first + m).next_multiple_of(PAGE);
+        let threads = self.pool.threads();
+        grow(&mut workspace.scores, threads * 2 * room)?;
+        let scores = Out(workspace.scores.as_mut_ptr());
+        let out = Out(out.as_mut_ptr());
+        let pages: Vec<Out<u8>> = (0..(first + m).div_ceil(PAGE))
+            .map(|i| Out(kv.page(i).as_ptr().cast_mut()))
+            .collect();
+        let head_bytes = 2 * PAGE * dim * kv.kind().size();
+        let attend = match kv.kind() {
+            KvType::F16 => self.table.attend_f16,
+            KvType::F32 => self.table.attend_f32,
+        };
+        let spans = m.div_ceil(ATTENTION_TOKENS);
+        let next = AtomicUsize::new(0);
+        self.pool.run(threads, |thread| {
+            let pages: Vec<*const u8> = pages.iter().map(|p| p.0.cast_const()).collect();
+            loop {
+                let part = next.fetch_add(1, Relaxed);
+                if part >= spans * kv.heads() {
+                    break;
+                }
+                // The last tokens see the most positions: taking them first evens out the threads.
+                let (span, kv_head) = (spans - 1 - part / kv.heads(), part % kv.heads());
+                let tokens = span * ATTENTION_TOKENS..m.min((span + 1) * ATTENTION_TOKENS);
+                let mut pair = [Query {
+                    q: q.as_ptr(),
+                    len: 0,
+                    scores: scores.0,
+                    out: out.0,
+                }; 2];
+                let mut filled = 0;
+                for t in tokens {
+                    for head in kv_head * shared..(kv_head + 1) * shared {
+                        // SAFETY: indices lie within the checked lengths; each (token, head) is this part's alone, as is
+                        // the thread's score room. Pages cover every position; the level is present.
+                        unsafe {
+                            let at = t * row + head * dim;
+                            pair[filled] = Query {
+                                q: q.as_ptr().add(at),
+                                len: first + t + 1,
+                                scores: scores.at((thread * 2 + filled) * room),
+                                out: out.at(at),
+                            };
+                            filled += 1;
+                            if filled == 2 {
+                                attend(&pair, &pages, kv_head * head_bytes, dim, scale);
+                                filled = 0;
+                            }
+                        }
+                    }
+                }
+                if filled == 1 {
+                    // SAFETY: as above.
+                    unsafe { attend(&pair[..1], &pages, kv_head * head_bytes, dim, scale) }
+                }
+            }
+        });
+        Ok(())
+    }
+
+    /// RMSNorm of each row of `x`, in place; rows have `weight.len()` elements.
+    pub fn rms_norm(&self, x: &mut [f32], weight: &[f32], eps: f32) -> Result<()> {
+        let n = weight.len();
+        if n == 0 || x.len() % n != 0 {
+            bail!(
+                InvalidArgument,
+                "rms_norm: {} elements are not whole rows of {n}",
+                x.len()
+            );
+        }
+        let out = Out(x.as_mut_ptr());
+        self.by_rows(x.len() / n, n, |row| {
+            // SAFETY: the level is present; each row is normalized by one thread, within its `n` elements.
+            unsafe {
+                (self.table.rms_norm)(out.at(row * n), weight.as_ptr(), eps, n, out.at(row * n))
+            }
+        });
+        Ok(())
+    }
+
+    /// `gate = silu(gate) * up`.
+    pub fn swiglu(&self, gate: &mut [f32], up: &[f32]) -> Result<()> {
+        if gate.len() != up.len() {
+            bail!(
+                InvalidArgument,
+                "swiglu: {} gate and {} up elements must be equal in number",
+                gate.len(),
+                up.len()
+            );
+        }
+        let (n, out) = (gate.len(), Out(gate.as_mut_ptr()));
+        self.by_rows(n.div_ceil(1024), 1024, |row| {
+            let len = 1024.min(n - row * 1024);
+            // SAFETY: the level is present; each run of 1024 elements is one thread's.
+            unsafe { (self.table.swiglu)(out.at(row * 1024), up.as_ptr().add(row * 1024), len) }
+        });
+        Ok(())
+    }
+
+    /// Calls `each` for every row, over threads where rows of `n` elements make that worth while.
+    pub fn by_rows(&self, rows: usize, n: usize, each: impl Fn(usize) + Sync) {
+        let grain = (POINTWISE_GRAIN / n.max(1)).max(1);
+        self.pool.run(rows.div_ceil(grain), |part| {
+            (part * grain..rows.min((part + 1) * grain)).for_each(&each);
+        });
+    }
+}
+
+/// The row groups of several weights as one range, so that they share a parallel region.
+struct Work<'a> {
+    weights: Vec<(&'a Packed, Out<f32>)>,
+    groups: usize,
+}
+
+impl<'a> Work<'a> {
+    fn new(outputs: &mut [(&'a Packed, &mut [f32])]) -> Self {
+        let weights: Vec<_> = outputs
+            .iter_mut()
+            .map(|(w, y)| (*w, Out(y.as_mut_ptr())))
+            .collect();
+        let groups = weights.iter().map(|(w, _)| w.groups()).sum();
+        Work { weights, groups }
+    }
+
+    /// Calls `each` with the parts of `range` that lie in each weight.
+    fn for_each(
+        &self,
+        range: std::ops::Range<usize>,
+        mut each: impl FnMut(&Packed, Out<f32>, std::ops::Range<usize>),
+    ) {
+        let mut start = 0;
+        for &(w, out) in &self.weights {
+            let end = start + w.groups();
+            if range.start < end && range.end > start {
+                each(
+                    w,
+                    out,
+                    range.start.max(start) - start..range.end.min(end) - start,
+                );
+            }
+            start = end;
+        }
+    }
+}

@@ -1,0 +1,341 @@
+//! Products of packed weights with activations: a GEMV that reads the packed form directly, and a tiled GEMM that first
+//! unpacks sixteen rows into a panel.
+//!
+//! Both compute each output in the same order: the sixteen k of a block by a chain of fused multiply-adds, then that partial
+//! sum times the block scale, fused onto the running sum. So a token gives the same bits alone or in a batch.
+
+use crate::cpu::packed::{CHUNK_BLOCKS, NVFP4_CHUNK_BYTES, UNIT_BYTES};
+use crate::cpu::simd::Simd;
+
+/// How one kind of packed row group is read.
+///
+/// # Safety
+/// As for [`Simd`]; `group` must point to a whole row group of that kind with more than `block` blocks.
+pub(in crate::cpu) unsafe trait Source<S: Simd> {
+    /// The values of k `4 * quarter ..` of a block, one vector of 16 rows each.
+    unsafe fn four(group: *const u8, block: usize, quarter: usize) -> [S::V; 4];
+    /// The block scale of each of the 16 rows.
+    unsafe fn scale(group: *const u8, block: usize) -> S::V;
+}
+
+pub(in crate::cpu) struct Nvfp4;
+pub(in crate::cpu) struct F32;
+pub(in crate::cpu) struct F16;
+pub(in crate::cpu) struct Bf16;
+
+/// Where a block's codes and its scales start.
+#[inline(always)]
+unsafe fn nvfp4_block(group: *const u8, block: usize) -> (*const u8, *const u8) {
+    // SAFETY: within the row group, by the trait's contract.
+    unsafe {
+        let chunk = group.add(block / CHUNK_BLOCKS * NVFP4_CHUNK_BYTES);
+        let within = block % CHUNK_BLOCKS;
+        (
+            chunk.add(within * 2 * UNIT_BYTES),
+            chunk.add(CHUNK_BLOCKS * 2 * UNIT_BYTES + within * 16),
+        )
+    }
+}
+
+// SAFETY: reads within the group, as the layout in `packed` lays it out.
+unsafe impl<S: Simd> Source<S> for Nvfp4 {
+    #[inline(always)]
+    unsafe fn four(group: *const u8, block: usize, quarter: usize) -> [S::V; 4] {
+        // SAFETY: as above.
+        unsafe {
+            let (codes, _) = nvfp4_block(group, block);
+            S::decode(S::nibbles(
+                codes.add(quarter / 2 * UNIT_BYTES),
+                quarter % 2 == 1,
+            ))
+        }
+    }
+    #[inline(always)]
+    unsafe fn scale(group: *const u8, block: usize) -> S::V {
+        // SAFETY: as above; packing rejects negative and NaN scales.
+        unsafe { S::load_e4m3(nvfp4_block(group, block).1) }
+    }
+}
+
+macro_rules! dense_source {
+    ($name:ident, $element:ty, $load:ident) => {
+        // SAFETY: reads within the group: 16 elements for each k.
+        unsafe impl<S: Simd> Source<S> for $name {
+            #[inline(always)]
+            unsafe fn four(group: *const u8, block: usize, quarter: usize) -> [S::V; 4] {
+                // SAFETY: as above.
+                unsafe {
+                    let p = group
+                        .cast::<$element>()
+                        .add((block * 16 + quarter * 4) * 16);
+                    [
+                        S::$load(p),
+                        S::$load(p.add(16)),
+                        S::$load(p.add(32)),
+                        S::$load(p.add(48)),
+                    ]
+                }
+            }
+            #[inline(always)]
+            unsafe fn scale(_group: *const u8, _block: usize) -> S::V {
+                // SAFETY: registers only.
+                unsafe { S::splat(1.0) }
+            }
+        }
+    };
+}
+dense_source!(F32, f32, load);
+dense_source!(F16, u16, load_f16);
+dense_source!(Bf16, u16, load_bf16);
+
+/// One input row times `groups` row groups, `stride` bytes apart from `data`; `out` takes 16 floats a group.
+///
+/// # Safety
+/// As for [`Source`]; `x` holds `16 * blocks` floats and `out` room for `16 * groups`.
+#[inline(always)]
+pub(in crate::cpu) unsafe fn gemv<S: Simd, W: Source<S>>(
+    data: *const u8,
+    stride: usize,
+    groups: usize,
+    blocks: usize,
+    x: *const f32,
+    global: f32,
+    out: *mut f32,
+) {
+    // SAFETY: forwarded.
+    unsafe {
+        let mut g = 0;
+        while g + 2 <= groups {
+            gemv_groups::<S, W, 2>(
+                data.add(g * stride),
+                stride,
+                blocks,
+                x,
+                global,
+                out.add(g * 16),
+            );
+            g += 2;
+        }
+        if g < groups {
+            gemv_groups::<S, W, 1>(
+                data.add(g * stride),
+                stride,
+                blocks,
+                x,
+                global,
+                out.add(g * 16),
+            );
+        }
+    }
+}
+
+/// `G` row groups at once: that many more independent chains to hide the latency of a multiply-add.
+#[inline(always)]
+unsafe fn gemv_groups<S: Simd, W: Source<S>, const G: usize>(
+    data: *const u8,
+    stride: usize,
+    blocks: usize,
+    x: *const f32,
+    global: f32,
+    out: *mut f32,
+) {
+    // SAFETY: forwarded.
+    unsafe {
+        let zero = S::splat(0.0);
+        let mut sum = [zero; G];
+        for block in 0..blocks {
+            let x = x.add(block * 16);
+            let mut part = [zero; G];
+            for quarter in 0..4 {
+                let mut w = [[zero; 4]; G];
+                for g in 0..G {
+                    w[g] = W::four(data.add(g * stride), block, quarter);
+                }
+                for k in 0..4 {
+                    let x = S::splat(*x.add(quarter * 4 + k));
+                    for g in 0..G {
+                        part[g] = S::fma(w[g][k], x, part[g]);
+                    }
+                }
+            }
+            for g in 0..G {
+                sum[g] = S::fma(part[g], W::scale(data.add(g * stride), block), sum[g]);
+            }
+        }
+        for g in 0..G {
+            S::store(out.add(g * 16), S::mul(sum[g], S::splat(global)));
+        }
+    }
+}
+
+/// Unpacks one row group: `panel` takes `[16 * blocks][16]` unscaled values, `scales` takes `[blocks][16]`.
+///
+/// # Safety
+/// As for [`Source`], with that much room in `panel` and `scales`.
+#[inline(always)]
+pub(in crate::cpu) unsafe fn unpack<S: Simd, W: Source<S>>(
+    group: *const u8,
+    blocks: usize,
+    panel: *mut f32,
+    scales: *mut f32,
+) {
+    // SAFETY: forwarded.
+    unsafe {
+        for block in 0..blocks {
+            for quarter in 0..4 {
+                let w = W::four(group, block, quarter);
+                for k in 0..4 {
+                    S::store(panel.add((block * 16 + quarter * 4 + k) * 16), w[k]);
+                }
+            }
+            S::store(scales.add(block * 16), W::scale(group, block));
+        }
+    }
+}
+
+/// A panel times a tile of `T` tokens, `x` being `[16 * blocks][T]`; `out` takes `[T][16]`.
+///
+/// # Safety
+/// As for [`unpack`], with that much in `x` and room in `out`.
+#[inline(always)]
+pub(in crate::cpu) unsafe fn tile<S: Simd, const T: usize>(
+    panel: *const f32,
+    scales: *const f32,
+    blocks: usize,
+    x: *const f32,
+    global: f32,
+    out: *mut f32,
+) {
+    // SAFETY: forwarded.
+    unsafe {
+        let zero = S::splat(0.0);
+        let mut sum = [zero; T];
+        for block in 0..blocks {
+            let mut part = [zero; T];
+            for k in block * 16..block * 16 + 16 {
+                let w = S::load(panel.add(k * 16));
+                for t in 0..T {
+                    part[t] = S::fma(w, S::splat(*x.add(k * T + t)), part[t]);
+                }
+            }
+            let scale = S::load(scales.add(block * 16));
+            for t in 0..T {
+                sum[t] = S::fma(part[t], scale, sum[t]);
+            }
+        }
+        let global = S::splat(global);
+        for t in 0..T {
+            S::store(out.add(t * 16), S::mul(sum[t], global));
+        }
+    }
+}
+
+/// Blocks that share one activation scale in the int8 form.
+pub(in crate::cpu) const INT8_SCALE_BLOCKS: usize = 2;
+
+/// One activation row as int8: `codes` takes `16 * blocks`, `scales` one for each [`INT8_SCALE_BLOCKS`] blocks, and
+/// `offsets` for each block `CODE_OFFSET` times the sum of its codes.
+///
+/// # Safety
+/// As for [`Simd`], with that much in `x` and room in the outputs.
+#[inline(always)]
+pub(in crate::cpu) unsafe fn quantize_row<S: Simd>(
+    x: *const f32,
+    blocks: usize,
+    codes: *mut i8,
+    scales: *mut f32,
+    offsets: *mut i32,
+) {
+    // SAFETY: forwarded.
+    unsafe {
+        let mut first = 0;
+        while first < blocks {
+            let end = blocks.min(first + INT8_SCALE_BLOCKS);
+            let mut amax = S::splat(0.0);
+            for block in first..end {
+                amax = S::max(S::abs(S::load(x.add(block * 16))), amax);
+            }
+            let amax = S::largest(amax);
+            *scales.add(first / INT8_SCALE_BLOCKS) = amax / 127.0;
+            let inverse = S::splat(if amax > 0.0 { 127.0 / amax } else { 0.0 });
+            for block in first..end {
+                let rounded = S::round(S::mul(S::load(x.add(block * 16)), inverse));
+                let rounded = S::max(S::min(rounded, S::splat(127.0)), S::splat(-127.0));
+                S::store_i8(codes.add(block * 16), rounded);
+                // At most 16 * 127: exact in f32 in any order.
+                *offsets.add(block) = S::CODE_OFFSET * S::sum(rounded) as i32;
+            }
+            first = end;
+        }
+    }
+}
+
+/// Unpacks one NVFP4 row group for [`tile_int8`]: `panel` takes `[blocks][256]` bytes, `scales` `[blocks][16]`.
+///
+/// # Safety
+/// As for [`unpack`].
+#[inline(always)]
+pub(in crate::cpu) unsafe fn unpack_int8<S: Simd>(
+    group: *const u8,
+    blocks: usize,
+    panel: *mut u8,
+    scales: *mut f32,
+) {
+    // SAFETY: forwarded.
+    unsafe {
+        for block in 0..blocks {
+            let (codes, _) = nvfp4_block(group, block);
+            for quarter in 0..4 {
+                let half = S::nibbles(codes.add(quarter / 2 * UNIT_BYTES), quarter % 2 == 1);
+                S::store_codes(panel.add(block * 256 + quarter * 64), half);
+            }
+            S::store(
+                scales.add(block * 16),
+                <Nvfp4 as Source<S>>::scale(group, block),
+            );
+        }
+    }
+}
+
+/// An int8 panel times `T` quantized tokens; token `t` is at `t` times the row lengths of `codes`, `scales` and
+/// `offsets` as [`quantize_row`] fills them. `out` takes `[T][16]`.
+///
+/// # Safety
+/// As for [`unpack_int8`], with that much in the inputs and room in `out`.
+#[inline(always)]
+#[allow(
+    clippy::too_many_arguments,
+    reason = "the tile's operands, each a plain pointer"
+)]
+pub(in crate::cpu) unsafe fn tile_int8<S: Simd, const T: usize>(
+    panel: *const u8,
+    panel_scales: *const f32,
+    blocks: usize,
+    codes: *const i8,
+    scales: *const f32,
+    offsets: *const i32,
+    half_global: f32,
+    out: *mut f32,
+) {
+    // SAFETY: forwarded.
+    unsafe {
+        let scale_row = blocks.div_ceil(INT8_SCALE_BLOCKS);
+        let mut sum = [S::splat(0.0); T];
+        for block in 0..blocks {
+            let scale = S::load(panel_scales.add(block * 16));
+            for t in 0..T {
+                let dot = S::dot(
+                    panel.add(block * 256),
+                    codes.add((t * blocks + block) * 16),
+                    *offsets.add(t * blocks + block),
+                );
+                let x = S::splat(*scales.add(t * scale_row + block / INT8_SCALE_BLOCKS));
+                sum[t] = S::fma(dot, S::mul(scale, x), sum[t]);
+            }
+        }
+        let half_global = S::splat(half_global);
+        for t in 0..T {
+            S::store(out.add(t * 16), S::mul(sum[t], half_global));
+        }
+    }
+}

@@ -1,0 +1,6 @@
+//! Kernel bodies, each written once over [`super::simd::Simd`] and stamped per level by `super::table`. Nothing here knows
+//! about threads, models or files: a body does one part of one operation on memory it is given.
+
+pub(super) mod attention;
+pub(super) mod linear;
+pub(super) mod pointwise;

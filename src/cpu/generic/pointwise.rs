@@ -1,0 +1,159 @@
+//! RMSNorm, softmax and SwiGLU over rows of any length: whole vectors first, then a tail through a padded one, which gives
+//! the same sums because the padding adds zeros.
+
+use crate::cpu::simd::Simd;
+
+/// e^x for x <= 88, by range reduction to |r| <= ln(2)/2 and the Taylor series to r^7 (its remainder is below half an ulp).
+/// Below -87 the result is that of -87, 1.6e-38.
+#[inline(always)]
+unsafe fn exp<S: Simd>(x: S::V) -> S::V {
+    // ln(2) in two parts, the first with trailing zeros so that n * LN2_HIGH is exact.
+    const LN2_HIGH: f32 = 0.693_145_75;
+    const LN2_LOW: f32 = 1.428_606_8e-6;
+    const SERIES: [f32; 7] = [
+        1.0 / 5040.0,
+        1.0 / 720.0,
+        1.0 / 120.0,
+        1.0 / 24.0,
+        1.0 / 6.0,
+        0.5,
+        1.0,
+    ];
+    // SAFETY: registers only.
+    unsafe {
+        let x = S::max(S::min(x, S::splat(88.0)), S::splat(-87.0));
+        let n = S::round(S::mul(x, S::splat(std::f32::consts::LOG2_E)));
+        let r = S::fma(n, S::splat(-LN2_LOW), S::fma(n, S::splat(-LN2_HIGH), x));
+        let mut sum = S::splat(SERIES[0]);
+        for c in &SERIES[1..] {
+            sum = S::fma(sum, r, S::splat(*c));
+        }
+        S::scale_by_power(S::fma(sum, r, S::splat(1.0)), n)
+    }
+}
+
+#[inline(always)]
+unsafe fn load_tail<S: Simd>(p: *const f32, n: usize) -> S::V {
+    let mut lanes = [0.0; 16];
+    // SAFETY: `n` < 16 elements are readable.
+    unsafe {
+        std::ptr::copy_nonoverlapping(p, lanes.as_mut_ptr(), n);
+        S::load(lanes.as_ptr())
+    }
+}
+
+#[inline(always)]
+unsafe fn store_tail<S: Simd>(p: *mut f32, v: S::V, n: usize) {
+    let mut lanes = [0.0; 16];
+    // SAFETY: `n` < 16 elements are writable.
+    unsafe {
+        S::store(lanes.as_mut_ptr(), v);
+        std::ptr::copy_nonoverlapping(lanes.as_ptr(), p, n);
+    }
+}
+
+/// `out = x / sqrt(mean(x^2) + eps) * weight` for one row of `n`; `out` may be `x`.
+///
+/// # Safety
+/// As for [`Simd`], with `n` elements behind each pointer.
+#[inline(always)]
+pub(in crate::cpu) unsafe fn rms_norm<S: Simd>(
+    x: *const f32,
+    weight: *const f32,
+    eps: f32,
+    n: usize,
+    out: *mut f32,
+) {
+    // SAFETY: forwarded.
+    unsafe {
+        let whole = n / 16 * 16;
+        let mut squares = S::splat(0.0);
+        for i in (0..whole).step_by(16) {
+            let v = S::load(x.add(i));
+            squares = S::fma(v, v, squares);
+        }
+        if whole < n {
+            let v = load_tail::<S>(x.add(whole), n - whole);
+            squares = S::fma(v, v, squares);
+        }
+        let factor = S::splat(1.0 / (S::sum(squares) / n as f32 + eps).sqrt());
+        for i in (0..whole).step_by(16) {
+            let v = S::mul(S::load(x.add(i)), factor);
+            S::store(out.add(i), S::mul(v, S::load(weight.add(i))));
+        }
+        if whole < n {
+            let v = S::mul(load_tail::<S>(x.add(whole), n - whole), factor);
+            let v = S::mul(v, load_tail::<S>(weight.add(whole), n - whole));
+            store_tail::<S>(out.add(whole), v, n - whole);
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn gated<S: Simd>(gate: S::V, up: S::V) -> S::V {
+    // SAFETY: registers only.
+    unsafe {
+        let denominator = S::add(S::splat(1.0), exp::<S>(S::sub(S::splat(0.0), gate)));
+        S::mul(S::div(gate, denominator), up)
+    }
+}
+
+/// `gate = gate / (1 + e^-gate) * up`, over `n` elements.
+///
+/// # Safety
+/// As for [`Simd`], with `n` elements behind each pointer.
+#[inline(always)]
+pub(in crate::cpu) unsafe fn swiglu<S: Simd>(gate: *mut f32, up: *const f32, n: usize) {
+    // SAFETY: forwarded.
+    unsafe {
+        let whole = n / 16 * 16;
+        for i in (0..whole).step_by(16) {
+            S::store(
+                gate.add(i),
+                gated::<S>(S::load(gate.add(i)), S::load(up.add(i))),
+            );
+        }
+        if whole < n {
+            let (g, u) = (
+                load_tail::<S>(gate.add(whole), n - whole),
+                load_tail::<S>(up.add(whole), n - whole),
+            );
+            store_tail::<S>(gate.add(whole), gated::<S>(g, u), n - whole);
+        }
+    }
+}
+
+/// Replaces `n` scores by e^(score - largest) and returns their sum. Elements from `n` to the next multiple of 16 are
+/// writable and become 0.
+///
+/// # Safety
+/// As for [`Simd`], with `n` rounded up to 16 elements behind `scores`, and `n` > 0.
+#[inline(always)]
+pub(in crate::cpu) unsafe fn softmax<S: Simd>(scores: *mut f32, n: usize) -> f32 {
+    // SAFETY: forwarded.
+    unsafe {
+        let padded = n.next_multiple_of(16);
+        for i in n..padded {
+            *scores.add(i) = f32::NEG_INFINITY;
+        }
+        let mut largest = S::splat(f32::NEG_INFINITY);
+        for i in (0..padded).step_by(16) {
+            largest = S::max(S::load(scores.add(i)), largest);
+        }
+        let largest = S::splat(S::largest(largest));
+        let mut sum = S::splat(0.0);
+        for i in (0..padded).step_by(16) {
+            S::store(
+                scores.add(i),
+                exp::<S>(S::sub(S::load(scores.add(i)), largest)),
+            );
+            if i + 16 > n {
+                for j in n..padded {
+                    *scores.add(j) = 0.0;
+                }
+            }
+            sum = S::add(sum, S::load(scores.add(i)));
+        }
+        S::sum(sum)
+    }
+}

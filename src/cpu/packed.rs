@@ -1,0 +1,421 @@
+//! Weights in the form the kernels read, made once at load. Sixteen rows form a group, stored one after another, so that a
+//! vector lane is a row and no sum crosses lanes.
+//!
+//! An NVFP4 group is a run of chunks of four blocks (64 k): the codes of each block, then the block scales, `[4][16]`. A
+//! block's codes are two units of 8 k by 16 rows in 64 bytes. Within a unit, each four rows have 16 bytes: eight for
+//! k 0, 1 (low nibbles) and 4, 5 (high nibbles), row by row, then eight for k 2, 3 and 6, 7. A dense group is `[k][16]`.
+//! Rows past the last are zeros, as are blocks past the last of a chunk.
+
+use std::ops::Range;
+
+use crate::base::error::{Result, bail, err};
+use crate::base::memory::{Buffer, Plain, Tag};
+use crate::base::size::product;
+use crate::format::nvfp4::BLOCK;
+use crate::format::{e2m1, e4m3};
+
+use half::{bf16, f16};
+
+/// Rows in a group.
+pub(super) const GROUP: usize = 16;
+/// Bytes of a unit: 8 k by 16 rows.
+pub(super) const UNIT_BYTES: usize = 64;
+/// Blocks in a chunk, so that its scales fill a cache line.
+pub(super) const CHUNK_BLOCKS: usize = 4;
+/// Bytes of a chunk: a multiple of a cache line.
+pub(super) const NVFP4_CHUNK_BYTES: usize = CHUNK_BLOCKS * (2 * UNIT_BYTES + GROUP);
+const _: () = assert!(NVFP4_CHUNK_BYTES % 64 == 0 && BLOCK == 16 && CHUNK_BLOCKS * GROUP == 64);
+
+/// Rows read from the source at a time.
+const READ_ROWS: usize = 16 * GROUP;
+
+/// How a packed weight is stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Kind {
+    /// e2m1 codes with an e4m3 scale per 16 along K and one global scale.
+    Nvfp4,
+    /// IEEE single precision.
+    F32,
+    /// IEEE half precision.
+    F16,
+    /// bfloat16.
+    Bf16,
+}
+
+impl Kind {
+    /// Lower-case name used in reports.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Kind::Nvfp4 => "nvfp4",
+            Kind::F32 => "f32",
+            Kind::F16 => "f16",
+            Kind::Bf16 => "bf16",
+        }
+    }
+}
+
+/// A weight of shape `[rows, cols]`, packed.
+#[derive(Debug)]
+pub struct Packed {
+    rows: usize,
+    cols: usize,
+    kind: Kind,
+    global: f32,
+    data: Buffer<u8>,
+}
+
+/// Reads e2m1 codes `[rows, cols / 2]` and e4m3 block scales `[rows, cols / 16]` of a range of rows.
+pub type ReadNvfp4<'a> = dyn FnMut(Range<usize>, &mut [u8], &mut [u8]) -> Result<()> + 'a;
+/// Reads the values `[rows, cols]` of a range of rows.
+pub type ReadDense<'a> = dyn FnMut(Range<usize>, &mut [f32]) -> Result<()> + 'a;
+
+/// The 8 codes of one row and unit, low nibble first, as the unit's four bytes: k and k + 4 in one byte.
+const fn to_unit(codes: u32) -> u32 {
+    const fn spread(nibbles: u32) -> u32 {
+        let bytes = (nibbles | nibbles << 8) & 0x00ff_00ff;
+        (bytes | bytes << 4) & 0x0f0f_0f0f
+    }
+    spread(codes & 0xffff) | spread(codes >> 16) << 4
+}
+
+/// The inverse of [`to_unit`].
+const fn from_unit(bytes: u32) -> u32 {
+    const fn gather(bytes: u32) -> u32 {
+        let pairs = (bytes | bytes >> 4) & 0x00ff_00ff;
+        (pairs | pairs >> 8) & 0xffff
+    }
+    gather(bytes & 0x0f0f_0f0f) | gather(bytes >> 4 & 0x0f0f_0f0f) << 16
+}
+
+/// Where the two byte pairs of a row start in a unit.
+const fn unit_offsets(row: usize) -> (usize, usize) {
+    let first = row / 4 * 16 + row % 4 * 2;
+    (first, first + 8)
+}
+
+impl Packed {
+    fn check(rows: usize, cols: usize) -> Result<()> {
+        if rows == 0 || cols == 0 || cols % BLOCK != 0 {
+            bail!(
+                InvalidArgument,
+                "a weight of shape [{rows}, {cols}] cannot be packed: rows must be positive and K a positive multiple of {BLOCK}"
+            );
+        }
+        Ok(())
+    }
+
+    fn group_bytes(kind: Kind, cols: usize) -> Result<usize> {
+        match kind {
+            Kind::Nvfp4 => product(
+                "packed weight",
+                &[(cols / BLOCK).div_ceil(CHUNK_BLOCKS), NVFP4_CHUNK_BYTES],
+            ),
+            Kind::F32 => product("packed weight", &[cols, GROUP, 4]),
+            Kind::F16 | Kind::Bf16 => product("packed weight", &[cols, GROUP, 2]),
+        }
+    }
+
+    fn zeroed(rows: usize, cols: usize, kind: Kind, global: f32) -> Result<Packed> {
+        Self::check(rows, cols)?;
+        let bytes = product(
+            "packed weight",
+            &[rows.div_ceil(GROUP), Self::group_bytes(kind, cols)?],
+        )?;
+        Ok(Packed {
+            rows,
+            cols,
+            kind,
+            global,
+            data: Buffer::zeroed(Tag::Weights, bytes)?,
+        })
+    }
+
+    /// Packs an NVFP4 weight, read a few rows at a time. A block scale that is NaN or negative, or a global scale that is
+    /// not finite, is an error.
+    pub fn nvfp4(rows: usize, cols: usize, global: f32, read: &mut ReadNvfp4) -> Result<Packed> {
+        if !global.is_finite() {
+            bail!(
+                CorruptFile,
+                "the global scale is {global}; it must be finite"
+            );
+        }
+        let mut packed = Self::zeroed(rows, cols, Kind::Nvfp4, global)?;
+        let (row_codes, blocks) = (cols / 2, cols / BLOCK);
+        let batch = READ_ROWS.min(rows);
+        let mut codes = Buffer::<u8>::zeroed(Tag::Scratch, batch * row_codes)?;
+        let mut scales = Buffer::<u8>::zeroed(Tag::Scratch, batch * blocks)?;
+        for first in (0..rows).step_by(batch) {
+            let n = batch.min(rows - first);
+            let (codes, scales) = (&mut codes[..n * row_codes], &mut scales[..n * blocks]);
+            read(first..first + n, codes, scales)?;
+            if let Some(bad) = scales.iter().position(|&s| s >= 0x7f) {
+                bail!(
+                    CorruptFile,
+                    "block scale [{}, {}] is byte {:#04x}; block scales must be finite and not negative",
+                    first + bad / blocks,
+                    bad % blocks,
+                    scales[bad]
+                );
+            }
+            for i in 0..n {
+                let row = first + i;
+                packed.put_nvfp4(
+                    row,
+                    &codes[i * row_codes..][..row_codes],
+                    &scales[i * blocks..][..blocks],
+                );
+            }
+        }
+        Ok(packed)
+    }
+
+    fn put_nvfp4(&mut self, row: usize, codes: &[u8], scales: &[u8]) {
+        let stride = self.data.len() / self.rows.div_ceil(GROUP);
+        let group = &mut self.data[row / GROUP * stride..][..stride];
+        let (low, high) = unit_offsets(row % GROUP);
+        for (block, (codes, &scale)) in codes.chunks_exact(BLOCK / 2).zip(scales).enumerate() {
+            let chunk = &mut group[block / CHUNK_BLOCKS * NVFP4_CHUNK_BYTES..][..NVFP4_CHUNK_BYTES];
+            let within = block % CHUNK_BLOCKS;
+            for (i, codes) in codes.chunks_exact(4).enumerate() {
+                let bytes = to_unit(u32::from_le_bytes([codes[0], codes[1], codes[2], codes[3]]))
+                    .to_le_bytes();
+                let unit = &mut chunk[(within * 2 + i) * UNIT_BYTES..][..UNIT_BYTES];
+                unit[low..low + 2].copy_from_slice(&bytes[..2]);
+                unit[high..high + 2].copy_from_slice(&bytes[2..]);
+            }
+            chunk[CHUNK_BLOCKS * 2 * UNIT_BYTES + within * GROUP + row % GROUP] = scale;
+        }
+    }
+
+    /// Packs a dense weight, read a few rows at a time and rounded to nearest even where `kind` is narrower than the
+    /// source. NaN, infinity and values that `kind` cannot hold are errors that name their index.
+    pub fn dense(rows: usize, cols: usize, kind: Kind, read: &mut ReadDense) -> Result<Packed> {
+        let mut packed = Self::zeroed(rows, cols, kind, 1.0)?;
+        let batch = READ_ROWS.min(rows);
+        let mut values = Buffer::<f32>::zeroed(Tag::Scratch, batch * cols)?;
+        for first in (0..rows).step_by(batch) {
+            let n = batch.min(rows - first);
+            let values = &mut values[..n * cols];
+            read(first..first + n, values)?;
+            for (i, values) in values.chunks_exact(cols).enumerate() {
+                let put = match kind {
+                    Kind::F32 => packed.put(first + i, values, f32::to_bits, |b| {
+                        f32::from_bits(b).is_finite()
+                    }),
+                    Kind::F16 => packed.put(
+                        first + i,
+                        values,
+                        |x| f16::from_f32(x).to_bits(),
+                        |b| f16::from_bits(b).is_finite(),
+                    ),
+                    Kind::Bf16 => packed.put(
+                        first + i,
+                        values,
+                        |x| bf16::from_f32(x).to_bits(),
+                        |b| bf16::from_bits(b).is_finite(),
+                    ),
+                    Kind::Nvfp4 => bail!(
+                        InvalidArgument,
+                        "NVFP4 is not a dense kind; pack codes and scales instead"
+                    ),
+                };
+                put.map_err(|k| {
+                    err!(
+                        InvalidArgument,
+                        "element [{}, {k}] is {}, which {} cannot hold; weights must be finite",
+                        first + i,
+                        values[k],
+                        kind.name()
+                    )
+                })?;
+            }
+        }
+        Ok(packed)
+    }
+
+    fn put<T: Plain>(
+        &mut self,
+        row: usize,
+        values: &[f32],
+        encode: impl Fn(f32) -> T,
+        is_finite: impl Fn(T) -> bool,
+    ) -> std::result::Result<(), usize> {
+        let group = row / GROUP * self.cols * GROUP;
+        let elements = self.elements_mut::<T>();
+        for (k, &x) in values.iter().enumerate() {
+            let bits = encode(x);
+            if !is_finite(bits) {
+                return Err(k);
+            }
+            elements[group + k * GROUP + row % GROUP] = bits;
+        }
+        Ok(())
+    }
+
+    fn elements_mut<T: Plain>(&mut self) -> &mut [T] {
+        let len = self.data.len() / size_of::<T>();
+        // SAFETY: the buffer is 64-byte aligned, holds `len` whole elements, and any bytes are a valid Plain integer.
+        unsafe { std::slice::from_raw_parts_mut(self.data.as_mut_ptr().cast(), len) }
+    }
+
+    fn elements<T: Plain>(&self) -> &[T] {
+        // SAFETY: as in `elements_mut`.
+        unsafe {
+            std::slice::from_raw_parts(self.data.as_ptr().cast(), self.data.len() / size_of::<T>())
+        }
+    }
+
+    /// The exact values of one row: `out` takes `cols` floats.
+    pub fn row(&self, row: usize, out: &mut [f32]) -> Result<()> {
+        if row >= self.rows || out.len() != self.cols {
+            bail!(
+                InvalidArgument,
+                "row {row} into {} floats: the weight has {} rows of {}",
+                out.len(),
+                self.rows,
+                self.cols
+            );
+        }
+        let first = row / GROUP * self.cols * GROUP + row % GROUP;
+        match self.kind {
+            Kind::F32 => out
+                .iter_mut()
+                .zip(self.elements::<u32>()[first..].iter().step_by(GROUP))
+                .for_each(|(o, &b)| *o = f32::from_bits(b)),
+            Kind::F16 => out
+                .iter_mut()
+                .zip(self.elements::<u16>()[first..].iter().step_by(GROUP))
+                .for_each(|(o, &b)| *o = f16::from_bits(b).to_f32()),
+            Kind::Bf16 => out
+                .iter_mut()
+                .zip(self.elements::<u16>()[first..].iter().step_by(GROUP))
+                .for_each(|(o, &b)| *o = bf16::from_bits(b).to_f32()),
+            Kind::Nvfp4 => self.nvfp4_row(row, out),
+        }
+        Ok(())
+    }
+
+    fn nvfp4_row(&self, row: usize, out: &mut [f32]) {
+        let stride = self.data.len() / self.rows.div_ceil(GROUP);
+        let group = &self.data[row / GROUP * stride..][..stride];
+        let (low, high) = unit_offsets(row % GROUP);
+        for (block, out) in out.chunks_exact_mut(BLOCK).enumerate() {
+            let chunk = &group[block / CHUNK_BLOCKS * NVFP4_CHUNK_BYTES..][..NVFP4_CHUNK_BYTES];
+            let within = block % CHUNK_BLOCKS;
+            let scale =
+                e4m3::decode(chunk[CHUNK_BLOCKS * 2 * UNIT_BYTES + within * GROUP + row % GROUP]);
+            for (i, out) in out.chunks_exact_mut(8).enumerate() {
+                let unit = &chunk[(within * 2 + i) * UNIT_BYTES..][..UNIT_BYTES];
+                let codes = from_unit(u32::from_le_bytes([
+                    unit[low],
+                    unit[low + 1],
+                    unit[high],
+                    unit[high + 1],
+                ]));
+                for (k, out) in out.iter_mut().enumerate() {
+                    *out = e2m1::decode((codes >> (4 * k) & 15) as u8) * scale * self.global;
+                }
+            }
+        }
+    }
+
+    /// Output features.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Input features, K.
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// How it is stored.
+    pub fn kind(&self) -> Kind {
+        self.kind
+    }
+
+    /// The per-tensor multiplier; 1 for dense weights.
+    pub fn global(&self) -> f32 {
+        self.global
+    }
+
+    /// Bytes in memory.
+    pub fn bytes(&self) -> usize {
+        self.data.bytes()
+    }
+
+    pub(super) fn blocks(&self) -> usize {
+        self.cols / BLOCK
+    }
+
+    pub(super) fn groups(&self) -> usize {
+        self.rows.div_ceil(GROUP)
+    }
+
+    pub(super) fn group_stride(&self) -> usize {
+        self.data.len() / self.groups()
+    }
+
+    pub(super) fn data(&self) -> &[u8] {
+        &self.data
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn units_round_trip() {
+        for codes in [0, 0x7654_3210, 0xfedc_ba98, 0x1234_5678, u32::MAX] {
+            assert_eq!(from_unit(to_unit(codes)), codes);
+        }
+        assert_eq!(to_unit(0x7654_3210).to_le_bytes(), [0x40, 0x51, 0x62, 0x73]);
+    }
+
+    #[test]
+    fn rows_come_back_exactly() {
+        let (rows, cols) = (37, 80);
+        let code = |r: usize, k: usize| ((r * 7 + k * 3) % 16) as u8;
+        let scale = |r: usize, b: usize| (0x20 + (r * 5 + b) % 64) as u8;
+        let packed = Packed::nvfp4(rows, cols, 0.5, &mut |range, codes, scales| {
+            for (i, r) in range.enumerate() {
+                for j in 0..cols / 2 {
+                    codes[i * cols / 2 + j] = code(r, 2 * j) | code(r, 2 * j + 1) << 4;
+                }
+                for b in 0..cols / 16 {
+                    scales[i * cols / 16 + b] = scale(r, b);
+                }
+            }
+            Ok(())
+        })
+        .unwrap();
+        let mut out = vec![0.0; cols];
+        for r in 0..rows {
+            packed.row(r, &mut out).unwrap();
+            for k in 0..cols {
+                assert_eq!(
+                    out[k],
+                    e2m1::decode(code(r, k)) * e4m3::decode(scale(r, k / 16)) * 0.5
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn bad_weights_are_named() {
+        let e = Packed::nvfp4(20, 32, 1.0, &mut |_, _, scales| {
+            scales[35] = 0x7f;
+            Ok(())
+        })
+        .unwrap_err();
+        assert!(e.message().contains("[17, 1]"), "{e}");
+        let e = Packed::dense(3, 16, Kind::F16, &mut |_, values| {
+            values[40] = 1e6;
+            Ok(())
+        })
+        .unwrap_err();
+        assert!(e.message().contains("[2, 8]"), "{e}");
+        assert!(Packed::dense(3, 20, Kind::F32, &mut |_, _| Ok(())).is_err());
+    }
+}

@@ -1,0 +1,237 @@
+//! The functions of each level, stamped from the generic bodies: one static table per level, chosen once at run time.
+
+use super::generic::{attention, linear, pointwise};
+use super::level::Level;
+use super::packed::Kind;
+use super::simd::Simd;
+
+pub(super) use attention::Query;
+pub(super) use linear::INT8_SCALE_BLOCKS;
+
+/// Row groups times one token: see [`linear::gemv`].
+pub(super) type Gemv = unsafe fn(*const u8, usize, usize, usize, *const f32, f32, *mut f32);
+/// See [`linear::unpack`].
+pub(super) type Unpack = unsafe fn(*const u8, usize, *mut f32, *mut f32);
+/// See [`linear::tile`], after the tile's width, one of [`Table::tiles`].
+pub(super) type Tile = unsafe fn(usize, *const f32, *const f32, usize, *const f32, f32, *mut f32);
+/// See [`linear::quantize_row`].
+pub(super) type QuantizeRow = unsafe fn(*const f32, usize, *mut i8, *mut f32, *mut i32);
+/// See [`linear::unpack_int8`].
+pub(super) type UnpackInt8 = unsafe fn(*const u8, usize, *mut u8, *mut f32);
+/// See [`linear::tile_int8`], after the number of tokens, 1 to [`INT8_TILE`].
+pub(super) type TileInt8 = unsafe fn(
+    usize,
+    *const u8,
+    *const f32,
+    usize,
+    *const i8,
+    *const f32,
+    *const i32,
+    f32,
+    *mut f32,
+);
+/// See [`attention::attend`]: one or two queries, then pages' addresses, a head's byte offset in a page, dim and scale.
+pub(super) type Attend = unsafe fn(&[Query], &[*const u8], usize, usize, f32);
+/// See [`pointwise::rms_norm`].
+pub(super) type RmsNorm = unsafe fn(*const f32, *const f32, f32, usize, *mut f32);
+/// See [`pointwise::swiglu`].
+pub(super) type Swiglu = unsafe fn(*mut f32, *const f32, usize);
+
+/// Tokens in an int8 tile.
+pub(super) const INT8_TILE: usize = 4;
+
+/// Every tile width that is stamped; a level uses those up to its own.
+const WIDTHS: [usize; 7] = [1, 2, 3, 4, 6, 8, 12];
+
+/// The kernels of one level.
+///
+/// # Safety
+/// Every function may be called only where the table's level is present; further obligations are those of its body.
+pub(super) struct Table {
+    pub level: Level,
+    /// The widest tile.
+    pub widest: usize,
+    gemv: [Gemv; 4],
+    unpack: [Unpack; 4],
+    pub tile: Tile,
+    pub quantize_row: QuantizeRow,
+    pub unpack_int8: UnpackInt8,
+    pub tile_int8: TileInt8,
+    pub attend_f16: Attend,
+    pub attend_f32: Attend,
+    pub rms_norm: RmsNorm,
+    pub swiglu: Swiglu,
+}
+
+impl Table {
+    /// The table of `level`, which must be present.
+    pub(super) fn of(level: Level) -> &'static Table {
+        debug_assert!(level.is_present());
+        match level {
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx2 => &avx2::TABLE,
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx512 => &avx512::TABLE,
+            #[cfg(target_arch = "aarch64")]
+            Level::Neon => &neon::TABLE,
+            _ => &scalar::TABLE,
+        }
+    }
+
+    pub(super) fn gemv(&self, kind: Kind) -> Gemv {
+        self.gemv[kind as usize]
+    }
+
+    pub(super) fn unpack(&self, kind: Kind) -> Unpack {
+        self.unpack[kind as usize]
+    }
+
+    /// The narrowest stamped tile that holds `tokens`, or the level's widest.
+    pub(super) fn width(&self, tokens: usize) -> usize {
+        WIDTHS
+            .into_iter()
+            .find(|&w| w >= tokens && w <= self.widest)
+            .unwrap_or(self.widest)
+    }
+}
+
+/// Stamps the table of one level: each function is a body of `generic` compiled with the level's target features, under
+/// the obligations of that body.
+macro_rules! stamp {
+    ($module:ident, $level:ident, $shell:path, $(#[$features:meta])?) => {
+        mod $module {
+            #![allow(clippy::undocumented_unsafe_blocks, clippy::missing_safety_doc, reason = "forwards: the body's own")]
+            #![allow(clippy::too_many_arguments, reason = "plain operands of a kernel")]
+            use super::*;
+            use $shell as Shell;
+
+            $(#[$features])?
+            unsafe fn gemv<W: linear::Source<Shell>>(
+                data: *const u8, stride: usize, groups: usize, blocks: usize, x: *const f32, global: f32, out: *mut f32,
+            ) {
+                unsafe { linear::gemv::<Shell, W>(data, stride, groups, blocks, x, global, out) }
+            }
+
+            $(#[$features])?
+            unsafe fn unpack<W: linear::Source<Shell>>(
+                group: *const u8, blocks: usize, panel: *mut f32, scales: *mut f32,
+            ) {
+                unsafe { linear::unpack::<Shell, W>(group, blocks, panel, scales) }
+            }
+
+            $(#[$features])?
+            unsafe fn tile_of<const T: usize>(
+                panel: *const f32, scales: *const f32, blocks: usize, x: *const f32, global: f32, out: *mut f32,
+            ) {
+                unsafe { linear::tile::<Shell, T>(panel, scales, blocks, x, global, out) }
+            }
+
+            unsafe fn tile(
+                width: usize, panel: *const f32, scales: *const f32, blocks: usize, x: *const f32, global: f32,
+                out: *mut f32,
+            ) {
+                let tile = match width {
+                    1 => tile_of::<1>,
+                    2 => tile_of::<2>,
+                    3 => tile_of::<3>,
+                    4 => tile_of::<4>,
+                    6 => tile_of::<6>,
+                    8 => tile_of::<8>,
+                    12 => tile_of::<12>,
+                    _ => unreachable!("width {width} is not among {WIDTHS:?}"),
+                };
+                unsafe { tile(panel, scales, blocks, x, global, out) }
+            }
+
+            $(#[$features])?
+            unsafe fn quantize_row(x: *const f32, blocks: usize, codes: *mut i8, scales: *mut f32, offsets: *mut i32) {
+                unsafe { linear::quantize_row::<Shell>(x, blocks, codes, scales, offsets) }
+            }
+
+            $(#[$features])?
+            unsafe fn unpack_int8(group: *const u8, blocks: usize, panel: *mut u8, scales: *mut f32) {
+                unsafe { linear::unpack_int8::<Shell>(group, blocks, panel, scales) }
+            }
+
+            $(#[$features])?
+            unsafe fn tile_int8(
+                tokens: usize, panel: *const u8, panel_scales: *const f32, blocks: usize, codes: *const i8,
+                scales: *const f32, offsets: *const i32, half_global: f32, out: *mut f32,
+            ) {
+                unsafe {
+                    match tokens {
+                        INT8_TILE => linear::tile_int8::<Shell, INT8_TILE>(
+                            panel, panel_scales, blocks, codes, scales, offsets, half_global, out,
+                        ),
+                        _ => {
+                            let scale_row = blocks.div_ceil(INT8_SCALE_BLOCKS);
+                            for t in 0..tokens {
+                                linear::tile_int8::<Shell, 1>(
+                                    panel, panel_scales, blocks, codes.add(t * blocks * 16), scales.add(t * scale_row),
+                                    offsets.add(t * blocks), half_global, out.add(t * 16),
+                                );
+                            }
+                        }
+                    }
+                }
+            }
+
+            $(#[$features])?
+            unsafe fn attend<E: attention::Element<Shell>>(
+                queries: &[Query], pages: &[*const u8], head: usize, dim: usize, scale: f32,
+            ) {
+                unsafe {
+                    let page = |i: usize| pages[i].add(head).cast::<E>();
+                    match *queries {
+                        [a, b] => attention::attend::<Shell, E, 2>([a, b], page, dim, scale),
+                        _ => {
+                            for &q in queries {
+                                attention::attend::<Shell, E, 1>([q], page, dim, scale);
+                            }
+                        }
+                    }
+                }
+            }
+
+            $(#[$features])?
+            unsafe fn rms_norm(x: *const f32, weight: *const f32, eps: f32, n: usize, out: *mut f32) {
+                unsafe { pointwise::rms_norm::<Shell>(x, weight, eps, n, out) }
+            }
+
+            $(#[$features])?
+            unsafe fn swiglu(gate: *mut f32, up: *const f32, n: usize) {
+                unsafe { pointwise::swiglu::<Shell>(gate, up, n) }
+            }
+
+            pub(super) static TABLE: Table = Table {
+                level: Level::$level,
+                widest: <Shell as Simd>::TILE,
+                gemv: [gemv::<linear::Nvfp4>, gemv::<linear::F32>, gemv::<linear::F16>, gemv::<linear::Bf16>],
+                unpack: [
+                    unpack::<linear::Nvfp4>, unpack::<linear::F32>, unpack::<linear::F16>, unpack::<linear::Bf16>,
+                ],
+                tile,
+                quantize_row,
+                unpack_int8,
+                tile_int8,
+                attend_f16: attend::<u16>,
+                attend_f32: attend::<f32>,
+                rms_norm,
+                swiglu,
+            };
+        }
+    };
+}
+
+stamp!(scalar, Scalar, crate::cpu::scalar::Scalar,);
+#[cfg(target_arch = "x86_64")]
+stamp!(avx2, Avx2, crate::cpu::avx2::Avx2, #[target_feature(enable = "avx2,fma,f16c")]);
+#[cfg(target_arch = "x86_64")]
+stamp!(
+    avx512,
+    Avx512,
+    crate::cpu::avx512::Avx512,
+    #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni")]
+);
+#[cfg(target_arch = "aarch64")]
+stamp!(neon, Neon, crate::cpu::neon::Neon,);

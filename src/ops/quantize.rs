@@ -1,0 +1,68 @@
+//! Quantize, dequantize and the W4A4 product on host memory.
+
+use super::linear::{Activations, Linear, linear};
+use super::{Device, Workspace};
+use crate::base::error::{Result, bail};
+use crate::base::size::product;
+use crate::format::nvfp4::{self, BLOCK, Nvfp4, QuantizeOptions};
+
+/// Quantizes `x` `[rows, cols]`; see [`nvfp4::quantize`].
+pub fn quantize(x: &[f32], rows: usize, cols: usize, options: &QuantizeOptions) -> Result<Nvfp4> {
+    nvfp4::quantize(x, rows, cols, options)
+}
+
+/// The values of `a`, `[rows, cols]`.
+pub fn dequantize(a: &Nvfp4) -> Result<Vec<f32>> {
+    let mut out = vec![0.0; a.rows * a.cols];
+    nvfp4::dequantize(&a.codes, &a.scales, a.global, &mut out)?;
+    Ok(out)
+}
+
+/// `a` `[M, K]` times `b` `[N, K]` transposed, both NVFP4, into `out` `[M, N]`: the exact product of the decoded values but
+/// for the order of summation in f32.
+pub fn scaled_mm(
+    device: &Device,
+    a: &Nvfp4,
+    b: &Nvfp4,
+    out: &mut [f32],
+    workspace: &mut Workspace,
+) -> Result<()> {
+    if a.cols != b.cols
+        || a.cols == 0
+        || a.cols % BLOCK != 0
+        || out.len() != product("output", &[a.rows, b.rows])?
+    {
+        bail!(
+            InvalidArgument,
+            "scaled_mm of [{}, {}] and [{}, {}] into {} elements: K must be equal and a positive multiple of {BLOCK}, the output M * N",
+            a.rows,
+            a.cols,
+            b.rows,
+            b.cols,
+            out.len()
+        );
+    }
+    if out.is_empty() {
+        return Ok(());
+    }
+    let (row_codes, row_scales) = (b.cols / 2, b.cols / BLOCK);
+    let weight = Linear::nvfp4(
+        device,
+        b.rows,
+        b.cols,
+        b.global,
+        &mut |rows, codes, scales| {
+            codes.copy_from_slice(&b.codes[rows.start * row_codes..rows.end * row_codes]);
+            scales.copy_from_slice(&b.scales[rows.start * row_scales..rows.end * row_scales]);
+            Ok(())
+        },
+    )?;
+    linear(
+        device,
+        &dequantize(a)?,
+        a.rows,
+        &mut [(&weight, out)],
+        Activations::Exact,
+        workspace,
+    )
+}

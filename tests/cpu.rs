@@ -1,0 +1,450 @@
+//! The CPU kernels: every level against an f64 oracle computed from decoded codes, and against the others bit for bit.
+//! A level this machine lacks prints SKIPPED, and fails the test if `NVFP4_REQUIRE` names it.
+
+use std::sync::Arc;
+
+use NVFP4::base::env;
+use NVFP4::cpu::{Cpu, Kind, KvLayer, KvType, Level, Packed, Workspace};
+use NVFP4::format::nvfp4::{self, Nvfp4, QuantizeOptions};
+use NVFP4::format::random;
+use NVFP4::ops::{self, Device};
+
+/// Standard normal values from counter-based bits.
+fn normal(seed: u64, n: usize) -> Vec<f32> {
+    (0..n as u64)
+        .map(|i| {
+            let unit = |c| (random::bits(seed, c) >> 40) as f64 / (1u64 << 24) as f64;
+            ((-2.0 * (1.0 - unit(2 * i)).ln()).sqrt()
+                * (std::f64::consts::TAU * unit(2 * i + 1)).cos()) as f32
+        })
+        .collect()
+}
+
+/// One CPU for each level present, with one and with two threads.
+fn cpus() -> Vec<Arc<Cpu>> {
+    let required = env::required_capabilities();
+    let mut cpus = Vec::new();
+    for level in Level::ALL {
+        if level.is_present() {
+            cpus.extend([1, 2].map(|n| Cpu::with_level(level, Some(n)).unwrap()));
+        } else {
+            assert!(
+                !required.iter().any(|r| r == level.name()),
+                "NVFP4_REQUIRE names {}, which this machine lacks",
+                level.name()
+            );
+            println!("SKIPPED: no {} on this machine", level.name());
+        }
+    }
+    cpus
+}
+
+fn quantized(seed: u64, rows: usize, cols: usize) -> Nvfp4 {
+    nvfp4::quantize(
+        &normal(seed, rows * cols),
+        rows,
+        cols,
+        &QuantizeOptions::default(),
+    )
+    .unwrap()
+}
+
+fn pack(w: &Nvfp4) -> Packed {
+    let (c, s) = (w.cols / 2, w.cols / 16);
+    Packed::nvfp4(w.rows, w.cols, w.global, &mut |rows, codes, scales| {
+        codes.copy_from_slice(&w.codes[rows.start * c..rows.end * c]);
+        scales.copy_from_slice(&w.scales[rows.start * s..rows.end * s]);
+        Ok(())
+    })
+    .unwrap()
+}
+
+fn pack_dense(w: &[f32], rows: usize, cols: usize, kind: Kind) -> Packed {
+    Packed::dense(rows, cols, kind, &mut |range, out| {
+        out.copy_from_slice(&w[range.start * cols..range.end * cols]);
+        Ok(())
+    })
+    .unwrap()
+}
+
+fn relative_l2(out: &[f32], reference: &[f64]) -> f64 {
+    assert_eq!(out.len(), reference.len());
+    let error: f64 = out
+        .iter()
+        .zip(reference)
+        .map(|(&a, b)| (f64::from(a) - b).powi(2))
+        .sum();
+    let norm: f64 = reference.iter().map(|b| b * b).sum();
+    (error / norm).sqrt()
+}
+
+fn product(x: &[f32], w: &[f32], k: usize) -> Vec<f64> {
+    x.chunks_exact(k)
+        .flat_map(|x| {
+            w.chunks_exact(k).map(|w| {
+                x.iter()
+                    .zip(w)
+                    .map(|(&a, &b)| f64::from(a) * f64::from(b))
+                    .sum::<f64>()
+            })
+        })
+        .collect()
+}
+
+fn run(cpu: &Cpu, x: &[f32], m: usize, w: &Packed, int8: bool) -> Vec<f32> {
+    let mut y = vec![f32::NAN; m * w.rows()];
+    cpu.linear(x, m, &mut [(w, &mut y)], int8, &mut Workspace::new())
+        .unwrap();
+    y
+}
+
+#[test]
+fn exact_linear_is_exact_and_the_same_everywhere() {
+    // Ragged rows, K of whole and broken chunks, and batches that fill tiles and do not.
+    for (seed, (rows, cols)) in [(16, 16), (33, 64), (50, 80), (129, 1024), (7, 208)]
+        .into_iter()
+        .enumerate()
+    {
+        let w = quantized(seed as u64, rows, cols);
+        let dense = w.dequantize().unwrap();
+        let packed = [
+            (pack(&w), dense.clone()),
+            (pack_dense(&dense, rows, cols, Kind::F32), dense.clone()),
+            (
+                pack_dense(&dense, rows, cols, Kind::Bf16),
+                dense
+                    .iter()
+                    .map(|&x| half::bf16::from_f32(x).to_f32())
+                    .collect(),
+            ),
+            (
+                pack_dense(&dense, rows, cols, Kind::F16),
+                dense
+                    .iter()
+                    .map(|&x| half::f16::from_f32(x).to_f32())
+                    .collect(),
+            ),
+        ];
+        for (packed, values) in &packed {
+            let m = 29;
+            let x = normal(100 + seed as u64, m * cols);
+            let reference = product(&x, values, cols);
+            let mut first: Option<Vec<f32>> = None;
+            for cpu in cpus() {
+                for batch in [1, 2, 3, 5, 7, 13, 29] {
+                    let mut y = Vec::new();
+                    for x in x.chunks(batch * cols) {
+                        y.extend(run(&cpu, x, x.len() / cols, packed, false));
+                    }
+                    let error = relative_l2(&y, &reference);
+                    assert!(
+                        error <= 1e-6,
+                        "{} {:?} [{rows}, {cols}] m={batch}: {error:e}",
+                        cpu.level().name(),
+                        packed.kind()
+                    );
+                    match &first {
+                        None => first = Some(y),
+                        Some(f) => assert!(
+                            f.iter().zip(&y).all(|(a, b)| a.to_bits() == b.to_bits()),
+                            "{} {:?} [{rows}, {cols}] m={batch} differs in bits",
+                            cpu.level().name(),
+                            packed.kind()
+                        ),
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn int8_linear_is_the_product_of_rounded_activations() {
+    for (seed, (rows, cols)) in [(16, 16), (33, 64), (50, 80), (129, 1024)]
+        .into_iter()
+        .enumerate()
+    {
+        let w = quantized(seed as u64, rows, cols);
+        let packed = pack(&w);
+        let m = 13;
+        let x = normal(200 + seed as u64, m * cols);
+        let rounded: Vec<f32> = x
+            .chunks_exact(cols)
+            .flat_map(|x| x.chunks(32))
+            .flat_map(|x| {
+                let amax = x.iter().fold(0f32, |a, x| a.max(x.abs()));
+                x.iter()
+                    .map(move |x| (x * (127.0 / amax)).round_ties_even() * (amax / 127.0))
+            })
+            .collect();
+        let reference = product(&rounded, &w.dequantize().unwrap(), cols);
+        let mut first: Option<Vec<f32>> = None;
+        for cpu in cpus() {
+            for batch in [1, 4, 13] {
+                let mut y = Vec::new();
+                for x in x.chunks(batch * cols) {
+                    y.extend(run(&cpu, x, x.len() / cols, &packed, true));
+                }
+                let error = relative_l2(&y, &reference);
+                assert!(
+                    error <= 1e-6,
+                    "{} [{rows}, {cols}] m={batch}: {error:e}",
+                    cpu.level().name()
+                );
+                let first = first.get_or_insert_with(|| y.clone());
+                assert!(
+                    first
+                        .iter()
+                        .zip(&y)
+                        .all(|(a, b)| a.to_bits() == b.to_bits()),
+                    "{}",
+                    cpu.level().name()
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn a_zero_activation_row_gives_zero() {
+    for cpu in cpus() {
+        for int8 in [false, true] {
+            let y = run(&cpu, &[0.0; 64 * 2], 2, &pack(&quantized(1, 20, 64)), int8);
+            assert!(y.iter().all(|&y| y == 0.0), "{}", cpu.level().name());
+        }
+    }
+}
+
+fn attend_f64(
+    q: &[f32],
+    k: &[f32],
+    v: &[f32],
+    heads: usize,
+    kv_heads: usize,
+    dim: usize,
+    first: usize,
+) -> Vec<f64> {
+    let m = q.len() / (heads * dim);
+    let mut out = Vec::new();
+    for t in 0..m {
+        for h in 0..heads {
+            let kv = h / (heads / kv_heads);
+            let at = |x: &[f32], p: usize, d: usize| f64::from(x[(p * kv_heads + kv) * dim + d]);
+            let scores: Vec<f64> = (0..=first + t)
+                .map(|p| {
+                    (0..dim)
+                        .map(|d| f64::from(q[(t * heads + h) * dim + d]) * at(k, p, d))
+                        .sum::<f64>()
+                        * 0.25
+                })
+                .collect();
+            let largest = scores.iter().copied().fold(f64::MIN, f64::max);
+            let weights: Vec<f64> = scores.iter().map(|s| (s - largest).exp()).collect();
+            let sum: f64 = weights.iter().sum();
+            out.extend((0..dim).map(|d| {
+                weights
+                    .iter()
+                    .enumerate()
+                    .map(|(p, w)| w * at(v, p, d))
+                    .sum::<f64>()
+                    / sum
+            }));
+        }
+    }
+    out
+}
+
+#[test]
+fn attention_agrees_with_f64_and_is_the_same_everywhere() {
+    for (heads, kv_heads, dim, total) in [
+        (4, 2, 16, 37),
+        (3, 1, 48, 20),
+        (2, 2, 64, 50),
+        (8, 2, 32, 16),
+    ] {
+        let q = normal(1, total * heads * dim);
+        let (k, v) = (
+            normal(2, total * kv_heads * dim),
+            normal(3, total * kv_heads * dim),
+        );
+        let half = |x: &[f32]| {
+            x.iter()
+                .map(|&x| half::f16::from_f32(x).to_f32())
+                .collect::<Vec<_>>()
+        };
+        for kind in [KvType::F32, KvType::F16] {
+            let (ks, vs) = if kind == KvType::F32 {
+                (k.clone(), v.clone())
+            } else {
+                (half(&k), half(&v))
+            };
+            let reference = attend_f64(&q, &ks, &vs, heads, kv_heads, dim, 0);
+            let mut first: Option<Vec<f32>> = None;
+            for cpu in cpus() {
+                for batch in [1, 5, total] {
+                    let mut kv = KvLayer::new(kv_heads, dim, kind).unwrap();
+                    let mut out = vec![f32::NAN; q.len()];
+                    for t in (0..total).step_by(batch) {
+                        let end = total.min(t + batch);
+                        let row = kv_heads * dim;
+                        kv.write(t, &k[t * row..end * row], &v[t * row..end * row])
+                            .unwrap();
+                        let (q, out) = (
+                            &q[t * heads * dim..end * heads * dim],
+                            &mut out[t * heads * dim..end * heads * dim],
+                        );
+                        cpu.attention(q, heads, &kv, t, 0.25, out, &mut Workspace::new())
+                            .unwrap();
+                    }
+                    let error = relative_l2(&out, &reference);
+                    assert!(
+                        error <= 1e-6,
+                        "{} {kind:?} batch {batch}: {error:e}",
+                        cpu.level().name()
+                    );
+                    let first = first.get_or_insert_with(|| out.clone());
+                    assert!(
+                        first
+                            .iter()
+                            .zip(&out)
+                            .all(|(a, b)| a.to_bits() == b.to_bits()),
+                        "{}",
+                        cpu.level().name()
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_cloned_cache_shares_pages_until_written() {
+    let mut a = KvLayer::new(1, 16, KvType::F32).unwrap();
+    a.write(0, &normal(1, 20 * 16), &normal(2, 20 * 16))
+        .unwrap();
+    let b = a.clone();
+    assert_eq!(a.page(0).as_ptr(), b.page(0).as_ptr());
+    let before = b.page(1).to_vec();
+    a.write(20, &[9.0; 16], &[9.0; 16]).unwrap();
+    assert_eq!(b.page(1), &before[..]);
+    assert_ne!(a.page(1), &before[..]);
+    assert_eq!(a.page(0).as_ptr(), b.page(0).as_ptr());
+}
+
+#[test]
+fn norm_and_swiglu_agree_with_f64_and_are_the_same_everywhere() {
+    for n in [16, 24, 128, 1000] {
+        let (x, w) = (normal(4, 3 * n), normal(5, n));
+        let norm: Vec<f64> = x
+            .chunks_exact(n)
+            .flat_map(|x| {
+                let mean = x.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>() / n as f64;
+                x.iter()
+                    .zip(&w)
+                    .map(move |(&x, &w)| f64::from(x) / (mean + 1e-6).sqrt() * f64::from(w))
+                    .collect::<Vec<_>>()
+            })
+            .collect();
+        let up = normal(6, 3 * n);
+        let gate: Vec<f32> = x.iter().map(|x| x * 8.0).collect();
+        let silu: Vec<f64> = gate
+            .iter()
+            .zip(&up)
+            .map(|(&g, &u)| f64::from(g) / (1.0 + (-f64::from(g)).exp()) * f64::from(u))
+            .collect();
+        let mut first: Option<(Vec<f32>, Vec<f32>)> = None;
+        for cpu in cpus() {
+            let (mut y, mut z) = (x.clone(), gate.clone());
+            cpu.rms_norm(&mut y, &w, 1e-6).unwrap();
+            cpu.swiglu(&mut z, &up).unwrap();
+            assert!(relative_l2(&y, &norm) <= 1e-6);
+            assert!(
+                relative_l2(&z, &silu) <= 1e-6,
+                "{:e}",
+                relative_l2(&z, &silu)
+            );
+            let first = first.get_or_insert_with(|| (y.clone(), z.clone()));
+            assert_eq!(first, &(y, z), "{}", cpu.level().name());
+        }
+    }
+}
+
+#[test]
+fn swiglu_and_attention_survive_extreme_inputs() {
+    for cpu in cpus() {
+        let mut gate = vec![-1e30, -200.0, -88.0, 0.0, 88.0, 200.0, 1e30, 5.0];
+        cpu.swiglu(&mut gate, &[1.0; 8]).unwrap();
+        assert!(gate.iter().all(|g| g.is_finite()), "{gate:?}");
+        assert_eq!(gate[6], 1e30);
+        let mut kv = KvLayer::new(1, 16, KvType::F32).unwrap();
+        kv.write(0, &[&[1e4f32; 16][..], &[-1e4; 16]].concat(), &[1.0; 32])
+            .unwrap();
+        let mut out = [0.0; 16];
+        cpu.attention(&[1e3; 16], 1, &kv, 1, 1.0, &mut out, &mut Workspace::new())
+            .unwrap();
+        assert!(out.iter().all(|x| (x - 1.0).abs() < 1e-6), "{out:?}");
+    }
+}
+
+#[test]
+fn scaled_mm_is_the_product_of_decoded_values() {
+    let device = Device::cpu(None).unwrap();
+    for (m, n, k) in [(1, 16, 32), (45, 48, 64), (127, 33, 96)] {
+        let (a, b) = (quantized(7, m, k), quantized(8, n, k));
+        let mut out = vec![f32::NAN; m * n];
+        ops::quantize::scaled_mm(&device, &a, &b, &mut out, &mut Workspace::new()).unwrap();
+        assert!(
+            relative_l2(
+                &out,
+                &product(&a.dequantize().unwrap(), &b.dequantize().unwrap(), k)
+            ) <= 1e-6
+        );
+    }
+}
+
+#[test]
+fn wrong_shapes_are_errors_that_name_them() {
+    let cpu = Cpu::new(Some(1)).unwrap();
+    let w = pack(&quantized(1, 16, 32));
+    let e = cpu
+        .linear(
+            &[0.0; 48],
+            1,
+            &mut [(&w, &mut [0.0; 16])],
+            false,
+            &mut Workspace::new(),
+        )
+        .unwrap_err();
+    assert!(
+        e.message().contains("[16, 32]") && e.message().contains("48"),
+        "{e}"
+    );
+    assert!(cpu.rms_norm(&mut [0.0; 5], &[1.0; 2], 1e-6).is_err());
+    assert!(cpu.swiglu(&mut [0.0; 5], &[1.0; 2]).is_err());
+    let kv = KvLayer::new(2, 16, KvType::F16).unwrap();
+    assert!(
+        cpu.attention(
+            &[0.0; 48],
+            3,
+            &kv,
+            0,
+            1.0,
+            &mut [0.0; 48],
+            &mut Workspace::new()
+        )
+        .is_err()
+    );
+    assert!(
+        cpu.attention(
+            &[0.0; 32],
+            2,
+            &kv,
+            0,
+            1.0,
+            &mut [0.0; 32],
+            &mut Workspace::new()
+        )
+        .is_err()
+    );
+    assert!(KvLayer::new(2, 24, KvType::F16).is_err());
+}
