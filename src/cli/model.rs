@@ -26,4 +26,3 @@ pub(super) fn resolve(model: &str) -> Result<PathBuf> {
         None => hub::pull(&id, Duration::from_secs(30)),
     }
 }
-
