@@ -158,7 +158,7 @@ const HUGE: usize = 2 << 20;
 
 /// `bytes` zeroed bytes from the system, aligned to [`HUGE`] and not resident until touched.
 fn map(bytes: usize) -> Option<NonNull<u8>> {
-    let padded = bytes.checked_add(HUGE)?;
+    let padded = mapped_len(bytes).checked_add(HUGE)?;
     // SAFETY: an anonymous private mapping at an address of the system's choice.
     let start = unsafe {
         libc::mmap(
@@ -283,8 +283,14 @@ impl<T: Plain> Drop for Buffer<T> {
             release(self.tag, bytes as u64);
             let layout =
                 Self::layout(self.len).expect("the layout was valid when the buffer was made");
-            // SAFETY: `data` came from `alloc_zeroed` with this same layout and is not used again.
-            unsafe { dealloc(self.data.as_ptr().cast(), layout) }
+            // SAFETY: `data` came from `map` or from `alloc_zeroed` with this same layout, and is not used again.
+            unsafe {
+                if bytes >= HUGE {
+                    libc::munmap(self.data.as_ptr().cast(), mapped_len(bytes));
+                } else {
+                    dealloc(self.data.as_ptr().cast(), layout);
+                }
+            }
         }
     }
 }
