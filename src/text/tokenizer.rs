@@ -65,6 +65,7 @@ impl Tokenizer {
             inner,
             spelling,
             leading_spaces,
+            usual_bos,
         } = vocabulary::build(spec)?;
         let tokens: Vec<Token<'_>> = spec
             .tokens
@@ -80,22 +81,23 @@ impl Tokenizer {
                 }
             })
             .collect();
-        let wanted = |add: bool, id: Option<u32>, name: &str| match (add, id) {
-            (false, _) => Ok(None),
-            (true, Some(id)) if (id as usize) < tokens.len() => Ok(Some(id)),
-            (true, Some(id)) => Err(err!(
+        let wanted = |add: Option<bool>, usual: bool, id: Option<u32>, name: &str| match id {
+            _ if add == Some(false) || (add.is_none() && !usual) => Ok(None),
+            Some(id) if (id as usize) < tokens.len() => Ok(Some(id)),
+            Some(id) => Err(err!(
                 CorruptFile,
                 "the {name} token is {id}, but the vocabulary has {} tokens",
                 tokens.len()
             )),
-            (true, None) => Err(err!(
+            None if add.is_none() => Ok(None),
+            None => Err(err!(
                 CorruptFile,
                 "the vocabulary asks for a {name} token around each text but names none"
             )),
         };
         Ok(Tokenizer {
-            before: wanted(spec.add_bos, spec.bos, "bos")?,
-            after: wanted(spec.add_eos, spec.eos, "eos")?,
+            before: wanted(spec.add_bos, usual_bos, spec.bos, "bos")?,
+            after: wanted(spec.add_eos, false, spec.eos, "eos")?,
             pieces: Pieces::new(&spelling, &tokens)?,
             inner,
             leading_spaces,

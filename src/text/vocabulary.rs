@@ -40,12 +40,12 @@ pub struct VocabularySpec {
     pub eos: Option<u32>,
     /// Token for text that the vocabulary cannot spell. Used by `llama` only.
     pub unknown: Option<u32>,
-    /// Whether each text starts with `bos`.
-    pub add_bos: bool,
-    /// Whether each text ends with `eos`.
-    pub add_eos: bool,
-    /// Whether each text gets a space in front. Used by `llama` only.
-    pub add_space_prefix: bool,
+    /// Whether each text starts with `bos`; `None` takes what is usual for the model and pre-tokenizer.
+    pub add_bos: Option<bool>,
+    /// Whether each text ends with `eos`; `None` means no.
+    pub add_eos: Option<bool>,
+    /// Whether each text gets a space in front; `None` means yes. Used by `llama` only.
+    pub add_space_prefix: Option<bool>,
 }
 
 /// What a token is for: GGUF's token types.
@@ -93,6 +93,8 @@ pub(super) struct Built {
     pub(super) inner: tokenizers::Tokenizer,
     pub(super) spelling: Spelling,
     pub(super) leading_spaces: usize,
+    /// Whether texts usually start with the beginning-of-text token.
+    pub(super) usual_bos: bool,
 }
 
 /// How one family of models cuts text into words.
@@ -105,53 +107,37 @@ struct PreTokenizer {
     nfc: bool,
     /// Whether a word that is a token as a whole skips the merges.
     whole_words: bool,
+    /// Whether texts start with the beginning-of-text token unless the file says otherwise.
+    usual_bos: bool,
 }
 
 const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
+
+const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+
+const PLAIN: PreTokenizer = PreTokenizer {
+    names: &[],
+    patterns: &[],
+    nfc: false,
+    whole_words: false,
+    usual_bos: false,
+};
 
 const PRE_TOKENIZERS: &[PreTokenizer] = &[
     PreTokenizer {
         names: &["default"],
         patterns: &[r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"],
-        nfc: false,
-        whole_words: false,
+        ..PLAIN
     },
     PreTokenizer {
-        names: &[
-            "gpt-2",
-            "gpt2",
-            "phi-2",
-            "mpt",
-            "olmo",
-            "jais",
-            "trillion",
-            "granite-docling",
-            "jina-es",
-            "jina-de",
-            "jina-v2-es",
-            "jina-v2-de",
-            "jina-v2-code",
-            "a.x-4.0",
-            "mellum",
-            "modern-bert",
-        ],
+        names: &["gpt-2", "phi-2", "olmo", "exaone4"],
         patterns: &[GPT2],
-        nfc: false,
-        whole_words: false,
+        ..PLAIN
     },
     PreTokenizer {
-        names: &[
-            "smollm",
-            "starcoder",
-            "refact",
-            "command-r",
-            "codeshell",
-            "exaone",
-            "minerva-7b",
-        ],
+        names: &["smollm", "starcoder", "refact", "command-r", "exaone"],
         patterns: &[r"\p{N}", GPT2],
-        nfc: false,
-        whole_words: false,
+        ..PLAIN
     },
     PreTokenizer {
         names: &[
@@ -163,30 +149,24 @@ const PRE_TOKENIZERS: &[PreTokenizer] = &[
             "pixtral",
             "midm-2.0",
             "lfm2",
-            "dbrx",
-            "smaug-bpe",
-            "glm4",
-            "chatglm-bpe",
         ],
-        patterns: &[
-            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-        ],
-        nfc: false,
+        patterns: &[LLAMA3],
         whole_words: true,
+        usual_bos: true,
+        ..PLAIN
     },
     PreTokenizer {
-        names: &[
-            "qwen2",
-            "deepseek-r1-qwen",
-            "stablelm2",
-            "hunyuan",
-            "megrez",
-        ],
+        names: &["dbrx", "smaug-bpe", "glm4", "chatglm-bpe"],
+        patterns: &[LLAMA3],
+        ..PLAIN
+    },
+    PreTokenizer {
+        names: &["qwen2", "deepseek-r1-qwen", "megrez"],
         patterns: &[
             r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
         ],
         nfc: true,
-        whole_words: false,
+        ..PLAIN
     },
     PreTokenizer {
         names: &["qwen35"],
@@ -194,23 +174,23 @@ const PRE_TOKENIZERS: &[PreTokenizer] = &[
             r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
         ],
         nfc: true,
-        whole_words: false,
+        ..PLAIN
     },
     PreTokenizer {
         names: &["tekken"],
         patterns: &[
             r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
         ],
-        nfc: false,
         whole_words: true,
+        usual_bos: true,
+        ..PLAIN
     },
     PreTokenizer {
-        names: &["gpt-4o", "llama4", "kanana2"],
+        names: &["gpt-4o", "llama4"],
         patterns: &[
             r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
         ],
-        nfc: false,
-        whole_words: false,
+        ..PLAIN
     },
 ];
 
@@ -336,6 +316,7 @@ fn byte_level(spec: &VocabularySpec) -> Result<Built> {
         inner,
         spelling: Spelling::ByteLevel,
         leading_spaces: 0,
+        usual_bos: rule.usual_bos,
     })
 }
 
@@ -384,7 +365,8 @@ fn sentencepiece(spec: &VocabularySpec) -> Result<Built> {
     let space = Replace::new(" ", SPACE.to_string())
         .map_err(|e| err!(Internal, "replacing spaces: {e}"))?;
     let mut steps: Vec<NormalizerWrapper> = Vec::new();
-    if spec.add_space_prefix {
+    let prefix = spec.add_space_prefix.unwrap_or(true);
+    if prefix {
         steps.push(Prepend::new(SPACE.to_string()).into());
     }
     steps.push(space.into());
@@ -395,7 +377,8 @@ fn sentencepiece(spec: &VocabularySpec) -> Result<Built> {
             space: Some(SPACE),
             bytes: true,
         },
-        leading_spaces: usize::from(spec.add_space_prefix),
+        leading_spaces: usize::from(prefix),
+        usual_bos: true,
     })
 }
 
@@ -420,4 +403,30 @@ fn merges_by_score(spec: &VocabularySpec, ids: &HashMap<String, u32>) -> Vec<(St
         }
     }
     merges
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_rule_builds_and_keeps_the_text() {
+        let alphabet = (0..0x200)
+            .filter_map(char::from_u32)
+            .filter(|&c| super::super::pieces::byte_of(c).is_some())
+            .map(String::from);
+        let mut spec = VocabularySpec {
+            model: "gpt2".into(),
+            tokens: alphabet.chain(["th".to_owned()]).collect(),
+            merges: vec!["t h".to_owned()],
+            ..VocabularySpec::default()
+        };
+        let text = "The year 2024: it's\tÀ l'été 東京😀 \r\n  path/to/THing!?  ";
+        for name in PRE_TOKENIZERS.iter().flat_map(|p| p.names) {
+            spec.pre = (*name).to_owned();
+            let tokenizer = super::super::Tokenizer::from_vocabulary(&spec).unwrap();
+            let tokens = tokenizer.encode(text, false).unwrap();
+            assert_eq!(tokenizer.decode(&tokens, false).unwrap(), text, "{name}");
+        }
+    }
 }
