@@ -166,6 +166,55 @@ fn sentencepiece_vocabulary_agrees_with_python() {
 }
 
 #[test]
+fn a_vocabulary_survives_as_tokenizer_json() {
+    let encodings = json("encodings.json");
+    let mut llama = vocabulary("llama-bpe");
+    llama.bos = llama
+        .tokens
+        .iter()
+        .position(|t| t == "<|im_start|>")
+        .map(|i| i as u32);
+    llama.eos = llama
+        .tokens
+        .iter()
+        .position(|t| t == "<|im_end|>")
+        .map(|i| i as u32);
+    llama.add_eos = Some(true);
+    for spec in [llama, vocabulary("qwen2"), sentencepiece()] {
+        let first = Tokenizer::from_vocabulary(&spec).unwrap();
+        let again = Tokenizer::from_json(first.to_json().unwrap().as_bytes()).unwrap();
+        assert_eq!(first.vocab_size(), again.vocab_size());
+        for sample in samples(&encodings) {
+            for special in [false, true] {
+                let tokens = first.encode(&sample, special).unwrap();
+                assert_eq!(
+                    again.encode(&sample, special).unwrap(),
+                    tokens,
+                    "{sample:?}"
+                );
+                let text = first.decode(&tokens, true).unwrap();
+                assert_eq!(again.decode(&tokens, true).unwrap(), text);
+            }
+        }
+        for id in 0..first.vocab_size() as u32 {
+            assert_eq!(first.bytes_of(id).unwrap(), again.bytes_of(id).unwrap());
+            assert_eq!(first.is_special(id), again.is_special(id));
+        }
+    }
+    let tokens = Tokenizer::from_vocabulary(&VocabularySpec {
+        bos: Some(5),
+        ..vocabulary("llama-bpe")
+    })
+    .unwrap()
+    .encode("x", true)
+    .unwrap();
+    assert_eq!(
+        tokens[0], 5,
+        "llama-bpe starts texts with bos unless told otherwise"
+    );
+}
+
+#[test]
 fn special_and_user_defined_tokens() {
     for tokenizer in [
         Tokenizer::from_file(&golden("tokenizer.json")).unwrap(),

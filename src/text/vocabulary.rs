@@ -4,7 +4,11 @@
 
 use std::collections::{HashMap, HashSet};
 
+use tokenizers::decoders::byte_fallback::ByteFallback;
 use tokenizers::decoders::byte_level::ByteLevel;
+use tokenizers::decoders::fuse::Fuse;
+use tokenizers::decoders::sequence::Sequence as Decoders;
+use tokenizers::decoders::strip::Strip;
 use tokenizers::models::bpe::{BPE, Vocab};
 use tokenizers::normalizers::prepend::Prepend;
 use tokenizers::normalizers::replace::Replace;
@@ -13,6 +17,7 @@ use tokenizers::normalizers::{NormalizerWrapper, Sequence as Normalizers};
 use tokenizers::pre_tokenizers::PreTokenizerWrapper;
 use tokenizers::pre_tokenizers::sequence::Sequence as PreTokenizers;
 use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
+use tokenizers::processors::template::{SpecialToken, TemplateProcessing};
 use tokenizers::{AddedToken, SplitDelimiterBehavior};
 
 use super::pieces::Spelling;
@@ -67,7 +72,7 @@ pub enum TokenKind {
 
 impl TokenKind {
     pub(super) fn is_added(self) -> bool {
-        matches!(self, TokenKind::Control | TokenKind::UserDefined)
+        self.is_special() || self == TokenKind::UserDefined
     }
 
     pub(super) fn is_special(self) -> bool {
@@ -93,8 +98,6 @@ pub(super) struct Built {
     pub(super) inner: tokenizers::Tokenizer,
     pub(super) spelling: Spelling,
     pub(super) leading_spaces: usize,
-    /// Whether texts usually start with the beginning-of-text token.
-    pub(super) usual_bos: bool,
 }
 
 /// How one family of models cuts text into words.
@@ -238,12 +241,15 @@ pub(super) fn build(spec: &VocabularySpec) -> Result<Built> {
             "the vocabulary is of model '{other}'; gpt2 (byte-level BPE) and llama (sentencepiece BPE) work"
         ),
     };
-    for (special, add) in [(true, TokenKind::Control), (false, TokenKind::UserDefined)] {
+    for special in [true, false] {
         let tokens: Vec<AddedToken> = spec
             .tokens
             .iter()
             .enumerate()
-            .filter(|(i, text)| spec.kind(*i) == add && !text.is_empty())
+            .filter(|(i, text)| {
+                let kind = spec.kind(*i);
+                kind.is_added() && kind.is_special() == special && !text.is_empty()
+            })
             .map(|(_, text)| AddedToken::from(text.as_str(), special).normalized(false))
             .collect();
         if special {
@@ -309,6 +315,8 @@ fn byte_level(spec: &VocabularySpec) -> Result<Built> {
     steps.push(ByteLevel::new(false, true, false).into());
     let mut inner = tokenizers::Tokenizer::new(model);
     inner.with_pre_tokenizer(Some(PreTokenizers::new(steps)));
+    inner.with_decoder(Some(ByteLevel::default()));
+    add_ends(&mut inner, spec, rule.usual_bos)?;
     if rule.nfc {
         inner.with_normalizer(Some(NFC));
     }
@@ -316,8 +324,58 @@ fn byte_level(spec: &VocabularySpec) -> Result<Built> {
         inner,
         spelling: Spelling::ByteLevel,
         leading_spaces: 0,
-        usual_bos: rule.usual_bos,
     })
+}
+
+/// Makes `inner` put the tokens around each text that the vocabulary asks for.
+fn add_ends(
+    inner: &mut tokenizers::Tokenizer,
+    spec: &VocabularySpec,
+    usual_bos: bool,
+) -> Result<()> {
+    let wanted = |add: Option<bool>, usual: bool, id: Option<u32>, name: &str| match id {
+        _ if add == Some(false) || (add.is_none() && !usual) => Ok(None),
+        Some(id) => match spec.tokens.get(id as usize) {
+            Some(text) => Ok(Some((id, text.clone()))),
+            None => Err(err!(
+                CorruptFile,
+                "the {name} token is {id}, but the vocabulary has {} tokens",
+                spec.tokens.len()
+            )),
+        },
+        None if add.is_none() => Ok(None),
+        None => Err(err!(
+            CorruptFile,
+            "the vocabulary asks for a {name} token around each text but names none"
+        )),
+    };
+    let mut template = vec!["$A"];
+    let mut tokens = Vec::new();
+    if let Some(token) = wanted(spec.add_bos, usual_bos, spec.bos, "bos")? {
+        template.insert(0, "bos");
+        tokens.push(("bos", token));
+    }
+    if let Some(token) = wanted(spec.add_eos, false, spec.eos, "eos")? {
+        template.push("eos");
+        tokens.push(("eos", token));
+    }
+    if tokens.is_empty() {
+        return Ok(());
+    }
+    let failed = |e: &dyn std::fmt::Display| err!(Internal, "the tokens around a text: {e}");
+    let tokens = tokens
+        .into_iter()
+        .map(|(name, (id, text))| SpecialToken::new(name.to_owned(), vec![id], vec![text]))
+        .collect::<std::result::Result<Vec<_>, _>>()
+        .map_err(|e| failed(&e))?;
+    let around = TemplateProcessing::builder()
+        .try_single(template.join(" "))
+        .map_err(|e| failed(&e))?
+        .special_tokens(tokens)
+        .build()
+        .map_err(|e| failed(&e))?;
+    inner.with_post_processor(Some(around));
+    Ok(())
 }
 
 /// The character that sentencepiece writes for a space.
@@ -371,6 +429,15 @@ fn sentencepiece(spec: &VocabularySpec) -> Result<Built> {
     }
     steps.push(space.into());
     inner.with_normalizer(Some(Normalizers::new(steps)));
+    inner.with_decoder(Some(Decoders::new(vec![
+        Replace::new(SPACE.to_string(), " ")
+            .map_err(|e| err!(Internal, "replacing spaces: {e}"))?
+            .into(),
+        ByteFallback::new().into(),
+        Fuse::new().into(),
+        Strip::new(' ', usize::from(prefix), 0).into(),
+    ])));
+    add_ends(&mut inner, spec, true)?;
     Ok(Built {
         inner,
         spelling: Spelling::Plain {
@@ -378,7 +445,6 @@ fn sentencepiece(spec: &VocabularySpec) -> Result<Built> {
             bytes: true,
         },
         leading_spaces: usize::from(prefix),
-        usual_bos: true,
     })
 }
 
