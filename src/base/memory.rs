@@ -186,7 +186,11 @@ fn map(bytes: usize) -> Option<NonNull<u8>> {
             libc::munmap(data.add(mapped_len(bytes)).cast::<c_void>(), after);
         }
         #[cfg(target_os = "linux")]
-        libc::madvise(data.cast::<c_void>(), mapped_len(bytes), libc::MADV_HUGEPAGE);
+        libc::madvise(
+            data.cast::<c_void>(),
+            mapped_len(bytes),
+            libc::MADV_HUGEPAGE,
+        );
         NonNull::new(data)
     }
 }
@@ -242,7 +246,11 @@ impl<T: Plain> Buffer<T> {
             NonNull::new(unsafe { alloc_zeroed(layout) })
         };
         match data {
-            Some(data) => Ok(Buffer { data: data.cast(), len, tag }),
+            Some(data) => Ok(Buffer {
+                data: data.cast(),
+                len,
+                tag,
+            }),
             None => {
                 release(tag, layout.size() as u64);
                 bail!(
@@ -320,7 +328,10 @@ mod tests {
             assert!(buffer.iter().all(|&b| b == 0));
             if len > 0 {
                 assert!(buffer.as_ptr().addr().is_multiple_of(Buffer::<u8>::ALIGN));
-                assert!(usage(Tag::Tensor).current >= len as u64 && usage(Tag::Tensor).peak >= len as u64);
+                assert!(
+                    usage(Tag::Tensor).current >= len as u64
+                        && usage(Tag::Tensor).peak >= len as u64
+                );
                 buffer[len - 1] = 7;
             }
         }
