@@ -1,0 +1,52 @@
+//! From what a checkpoint says about text to a tokenizer and a template. `checkpoint` and `text` stand on one floor and do
+//! not know each other; this is where they meet.
+
+use std::sync::Arc;
+
+use crate::base::Result;
+use crate::checkpoint::{TokenizerSource, Vocabulary};
+use crate::text::{ChatTemplate, TextFiles, Tokenizer, VocabularySpec, read_directory};
+
+/// The text side of a checkpoint; empty where it has none.
+pub(super) fn text(source: &TokenizerSource) -> Result<TextFiles> {
+    match source {
+        TokenizerSource::None => Ok(TextFiles::default()),
+        TokenizerSource::Directory(directory) => read_directory(directory),
+        TokenizerSource::Vocabulary(vocabulary) => {
+            let spelled = |id: Option<u32>| {
+                id.and_then(|id| vocabulary.tokens.get(id as usize))
+                    .cloned()
+            };
+            let (bos, eos) = (spelled(vocabulary.bos), spelled(vocabulary.eos));
+            let template = vocabulary
+                .chat_template
+                .as_deref()
+                .map(|s| ChatTemplate::from_jinja(s, bos.as_deref(), eos.as_deref()))
+                .transpose()?;
+            Ok(TextFiles {
+                tokenizer: Some(Arc::new(Tokenizer::from_vocabulary(&spec(vocabulary))?)),
+                template,
+                bos,
+                eos,
+            })
+        }
+    }
+}
+
+/// The vocabulary of a checkpoint as the text floor takes it.
+pub(super) fn spec(v: &Vocabulary) -> VocabularySpec {
+    VocabularySpec {
+        model: v.model.clone(),
+        pre: v.pre.clone().unwrap_or_default(),
+        tokens: v.tokens.clone(),
+        token_types: v.token_types.clone(),
+        merges: v.merges.clone(),
+        scores: v.scores.clone(),
+        bos: v.bos,
+        eos: v.eos,
+        unknown: v.unk,
+        add_bos: v.add_bos,
+        add_eos: v.add_eos,
+        add_space_prefix: v.add_space_prefix,
+    }
+}
