@@ -291,10 +291,6 @@ pub(in crate::cpu) unsafe fn unpack_int8<S: Simd>(
 /// # Safety
 /// As for [`unpack_int8`], with that much in the inputs and room in `out`.
 #[inline(always)]
-#[allow(
-    clippy::too_many_arguments,
-    reason = "the tile's operands, each a plain pointer"
-)]
 pub(in crate::cpu) unsafe fn tile_int8<S: Simd, const T: usize>(
     panel: *const u8,
     panel_scales: *const f32,
