@@ -663,7 +663,7 @@ fn what_was_loaded() {
     assert!(info.tokenizer && !info.chat_template && info.tied);
     assert_eq!(info.formats["bf16"].tensors, 1);
     assert_eq!(info.formats["nvfp4"].tensors, 14);
-    assert_eq!(model.kv_bytes_per_token(KvType::F16), 2 * 2 * 2 * 32 * 2);
+    assert_eq!(model.info().kv_bytes_per_token, 2 * 2 * 2 * 32 * 2);
     let stops = model.stop_tokens();
     assert_eq!(stops, [0, 2]);
     assert!(serde_json::to_string(info).unwrap().contains("\"nvfp4\""));

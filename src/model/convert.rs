@@ -14,10 +14,12 @@ use crate::base::error::{bail, err};
 use crate::base::threads::Pool;
 use crate::checkpoint::{
     Checkpoint, DatWriter, Encoding, Entry, Metadata, ModelOptWriter, Planned, TokenizerSource,
-    Vocabulary, Writer, write_companions,
+    Writer, write_companions,
 };
 use crate::format::nvfp4::{self, BLOCK, Levels, QuantizeOptions, Recipe};
-use crate::text::{Tokenizer, VocabularySpec};
+use crate::text::Tokenizer;
+
+use super::text;
 
 /// What kind of model is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -510,7 +512,7 @@ fn description(source: &Metadata, head_added: bool) -> Result<(Metadata, Files)>
     }
     let mut files = Vec::new();
     if let TokenizerSource::Vocabulary(vocabulary) = &source.tokenizer {
-        let tokenizer = Tokenizer::from_vocabulary(&vocabulary_spec(vocabulary))
+        let tokenizer = Tokenizer::from_vocabulary(&text::spec(vocabulary))
             .map_err(|e| e.within("the tokenizer"))?;
         let text = |id: Option<u32>| id.and_then(|id| vocabulary.tokens.get(id as usize));
         let mut config = json!({
@@ -553,22 +555,4 @@ fn description(source: &Metadata, head_added: bool) -> Result<(Metadata, Files)>
         }
     }
     Ok((metadata, files))
-}
-
-/// The vocabulary of a checkpoint as the text floor takes it.
-pub(super) fn vocabulary_spec(vocabulary: &Vocabulary) -> VocabularySpec {
-    VocabularySpec {
-        model: vocabulary.model.clone(),
-        pre: vocabulary.pre.clone().unwrap_or_default(),
-        tokens: vocabulary.tokens.clone(),
-        token_types: vocabulary.token_types.clone(),
-        merges: vocabulary.merges.clone(),
-        scores: vocabulary.scores.clone(),
-        bos: vocabulary.bos,
-        eos: vocabulary.eos,
-        unknown: vocabulary.unk,
-        add_bos: vocabulary.add_bos,
-        add_eos: vocabulary.add_eos,
-        add_space_prefix: vocabulary.add_space_prefix,
-    }
 }

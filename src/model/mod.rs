@@ -7,7 +7,7 @@ mod forward;
 mod kv_cache;
 mod load;
 mod rope;
-mod text_side;
+mod text;
 pub mod weights;
 
 use std::collections::BTreeMap;
@@ -138,6 +138,8 @@ pub struct ModelInfo {
     pub tokenizer: bool,
     /// Whether the model brought its own chat template; ChatML is used where it did not.
     pub chat_template: bool,
+    /// Bytes that one cached position takes in f16; twice that in f32.
+    pub kv_bytes_per_token: u64,
 }
 
 /// A loaded model. Immutable, and shared by everything that runs it.
@@ -199,7 +201,7 @@ impl Model {
             checkpoint.rows_f32(factors, 0..1, &mut values)?;
             rope::divide(&mut config.rope, &values)?;
         }
-        let text = text_side::read(&metadata.tokenizer)?;
+        let text = text::text(&metadata.tokenizer)?;
         if let Some(tokenizer) = &text.tokenizer
             && tokenizer.vocab_size() > config.vocab_size
         {
@@ -276,17 +278,6 @@ impl Model {
     /// What was loaded.
     pub fn info(&self) -> &ModelInfo {
         &self.info
-    }
-
-    /// Bytes of weights that decoding one token reads: all but the embedding where that is a table of its own.
-    pub fn decode_bytes(&self) -> u64 {
-        self.weights.bytes() as u64
-    }
-
-    /// Bytes that one cached position takes.
-    pub fn kv_bytes_per_token(&self, kind: KvType) -> u64 {
-        let c = &self.config;
-        (2 * c.layers * c.kv_heads * c.head_dim * kind.size()) as u64
     }
 
     /// A number that tells this model, as loaded, from others.
@@ -375,5 +366,7 @@ fn describe(config: &Config, weights: &Weights, options: &LoadOptions<'_>) -> Mo
         sampling_only: options.sampling_only,
         tokenizer: false,
         chat_template: false,
+        kv_bytes_per_token: (2 * config.layers * config.kv_heads * config.head_dim) as u64
+            * KvType::F16.size() as u64,
     }
 }

@@ -3,13 +3,12 @@
 
 use std::sync::Arc;
 
-use super::convert::vocabulary_spec;
 use crate::base::Result;
-use crate::checkpoint::TokenizerSource;
-use crate::text::{ChatTemplate, TextFiles, Tokenizer, read_directory};
+use crate::checkpoint::{TokenizerSource, Vocabulary};
+use crate::text::{ChatTemplate, TextFiles, Tokenizer, VocabularySpec, read_directory};
 
 /// The text side of a checkpoint; empty where it has none.
-pub(super) fn read(source: &TokenizerSource) -> Result<TextFiles> {
+pub(super) fn text(source: &TokenizerSource) -> Result<TextFiles> {
     match source {
         TokenizerSource::None => Ok(TextFiles::default()),
         TokenizerSource::Directory(directory) => read_directory(directory),
@@ -25,13 +24,29 @@ pub(super) fn read(source: &TokenizerSource) -> Result<TextFiles> {
                 .map(|s| ChatTemplate::from_jinja(s, bos.as_deref(), eos.as_deref()))
                 .transpose()?;
             Ok(TextFiles {
-                tokenizer: Some(Arc::new(Tokenizer::from_vocabulary(&vocabulary_spec(
-                    vocabulary,
-                ))?)),
+                tokenizer: Some(Arc::new(Tokenizer::from_vocabulary(&spec(vocabulary))?)),
                 template,
                 bos,
                 eos,
             })
         }
+    }
+}
+
+/// The vocabulary of a checkpoint as the text floor takes it.
+pub(super) fn spec(v: &Vocabulary) -> VocabularySpec {
+    VocabularySpec {
+        model: v.model.clone(),
+        pre: v.pre.clone().unwrap_or_default(),
+        tokens: v.tokens.clone(),
+        token_types: v.token_types.clone(),
+        merges: v.merges.clone(),
+        scores: v.scores.clone(),
+        bos: v.bos,
+        eos: v.eos,
+        unknown: v.unk,
+        add_bos: v.add_bos,
+        add_eos: v.add_eos,
+        add_space_prefix: v.add_space_prefix,
     }
 }
