@@ -6,7 +6,7 @@ use std::time::Instant;
 use NVFP4::base::error::bail;
 use NVFP4::base::{Result, memory};
 use NVFP4::format::random;
-use NVFP4::ops::Device;
+use NVFP4::model::{Activations, Device, KvType};
 use NVFP4::session::{self, Session, SessionOptions};
 use serde::Serialize;
 
@@ -15,7 +15,7 @@ use super::{bandwidth, model, output};
 #[derive(clap::Args)]
 pub(super) struct Args {
     #[command(flatten)]
-    model: model::Args,
+    model: model::ModelArgs,
     /// Length of the prompt
     #[arg(long, default_value_t = 512)]
     prompt_tokens: usize,
@@ -131,9 +131,12 @@ pub(super) fn run(args: &Args) -> Result<()> {
     // The cache grows while decoding; half-way through it holds this share of its final length.
     let positions = (args.prompt_tokens + args.gen_tokens) as f64;
     let held = (args.prompt_tokens as f64 + args.gen_tokens as f64 / 2.0) / positions;
-    let read = model.decode_bytes() as f64
+    let kv: KvType = args.model.kv.into();
+    let kv_bytes_per_token =
+        (info.kv_bytes_per_token as usize * kv.size() / KvType::F16.size()) as f64;
+    let read = info.weight_bytes as f64
         + args.batch as f64
-            * model.kv_bytes_per_token(args.model.kv.into()) as f64
+            * kv_bytes_per_token
             * positions
             * held;
     let steps = args.gen_tokens as f64 / decode;
@@ -141,8 +144,8 @@ pub(super) fn run(args: &Args) -> Result<()> {
         model: args.model.model.clone(),
         device: model.device().name(),
         activations: match args.model.activations() {
-            NVFP4::ops::linear::Activations::Exact => "exact",
-            NVFP4::ops::linear::Activations::Int8 => "int8",
+            Activations::Exact => "exact",
+            Activations::Int8 => "int8",
         },
         prompt_tokens: args.prompt_tokens,
         gen_tokens: args.gen_tokens,

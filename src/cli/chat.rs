@@ -10,14 +10,14 @@ use NVFP4::base::{Error, Result};
 use NVFP4::model::Model;
 use NVFP4::session::{Generation, Piece, Session, SessionOptions};
 
-use super::{model, output};
+use super::{model, output, sampling};
 
 #[derive(clap::Args)]
 pub(super) struct Args {
     #[command(flatten)]
-    model: model::Args,
+    model: model::ModelArgs,
     #[command(flatten)]
-    sampling: model::Sampling,
+    sampling: sampling::SamplingArgs,
     /// What the model is told about its role
     #[arg(long)]
     system: Option<String>,

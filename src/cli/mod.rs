@@ -7,6 +7,7 @@ mod hub;
 mod inspect;
 mod model;
 mod output;
+mod perplexity;
 mod pull;
 mod quantize;
 mod synth;
@@ -37,6 +38,8 @@ enum Command {
     Inspect(inspect::Args),
     /// Write a model of a known shape with random weights, for benchmarks
     Synth(synth::Args),
+    /// Measure how well a model predicts a text, and how far it is from a reference model
+    Perplexity(perplexity::Args),
     /// Tell what this machine and build can do
     Diagnose(diagnose::Args),
 }
@@ -60,6 +63,18 @@ fn dispatch(command: Command) -> Result<()> {
         Command::Quantize(args) => quantize::run(&args),
         Command::Inspect(args) => inspect::run(&args),
         Command::Synth(args) => synth::run(&args),
+        Command::Perplexity(args) => perplexity::run(&args),
         Command::Diagnose(args) => diagnose::run(&args),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_arguments_fit_together() {
+        use clap::CommandFactory;
+        Cli::command().debug_assert();
     }
 }

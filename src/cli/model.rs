@@ -1,13 +1,18 @@
-//! What subcommands share about models: a path or hub id to a file, a device by name, loading with a progress bar, and the
-//! arguments of sampling.
+//! What subcommands share about models: a path or hub id to a file, a device by name, loading with a progress bar.
 
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use NVFP4::base::Result;
-use NVFP4::base::error::bail;
+use NVFP4::base::error::{bail, err};
+use NVFP4::format::nvfp4::{QuantizeOptions, Recipe};
+use NVFP4::model::{Activations, Device, KvType, LoadOptions, Model, Progress};
+use clap::ValueEnum;
 
-use super::hub;
+use super::quantize::RecipeName;
+use super::{hub, output};
 
 /// Where `model` lies: a path that exists, or a model of the hub, fetched if the cache does not hold it.
 pub(super) fn resolve(model: &str) -> Result<PathBuf> {
@@ -25,4 +30,125 @@ pub(super) fn resolve(model: &str) -> Result<PathBuf> {
         Some(path) => Ok(path),
         None => hub::pull(&id, Duration::from_secs(30)),
     }
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum ActivationsName {
+    /// As they are
+    Exact,
+    /// Rounded to 8 bits
+    Int8,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+pub(super) enum KvName {
+    F16,
+    F32,
+}
+
+impl From<KvName> for KvType {
+    fn from(name: KvName) -> Self {
+        match name {
+            KvName::F16 => KvType::F16,
+            KvName::F32 => KvType::F32,
+        }
+    }
+}
+
+#[derive(clap::Args)]
+pub(super) struct ModelArgs {
+    /// The model: a file, a directory, or ORG/NAME[@REVISION][:FILE] on the hub
+    #[arg(long)]
+    pub(super) model: String,
+    /// Where to run: cpu
+    #[arg(long, default_value = "cpu")]
+    device: String,
+    /// CPU threads; one for each core without it
+    #[arg(long)]
+    threads: Option<usize>,
+    /// How activations enter products with NVFP4 weights
+    #[arg(long, value_enum, default_value_t = ActivationsName::Exact)]
+    activations: ActivationsName,
+    /// Quantize dense linear weights to NVFP4 while loading
+    #[arg(long, value_enum)]
+    quantize: Option<RecipeName>,
+    /// How keys and values are cached
+    #[arg(long, value_enum, default_value_t = KvName::F16)]
+    pub(super) kv: KvName,
+}
+
+impl ModelArgs {
+    pub(super) fn device(&self) -> Result<Device> {
+        if self.device == "cpu" {
+            Device::cpu(self.threads)
+        } else if self.device.starts_with("cuda") {
+            bail!(
+                DeviceUnavailable,
+                "device '{}': this build has no CUDA backend; use cpu",
+                self.device
+            )
+        } else {
+            bail!(
+                InvalidArgument,
+                "device '{}' is not known; use cpu",
+                self.device
+            )
+        }
+    }
+
+    pub(super) fn activations(&self) -> Activations {
+        match self.activations {
+            ActivationsName::Exact => Activations::Exact,
+            ActivationsName::Int8 => Activations::Int8,
+        }
+    }
+
+    pub(super) fn load(&self) -> Result<Arc<Model>> {
+        self.load_from(&self.model, &self.device()?)
+    }
+
+    /// Loads `model` with the other options given.
+    pub(super) fn load_from(&self, model: &str, device: &Device) -> Result<Arc<Model>> {
+        let path = resolve(model)?;
+        let bar = output::byte_bar("loading", 0);
+        let progress = |p: Progress| {
+            bar.set_length(p.total);
+            bar.set_position(p.done);
+            ControlFlow::Continue(())
+        };
+        let model = Model::load(
+            &path,
+            &LoadOptions {
+                device: device.clone(),
+                quantize: self.quantize.map(|recipe| QuantizeOptions {
+                    recipe: Recipe::from(recipe),
+                    ..QuantizeOptions::default()
+                }),
+                activations: self.activations(),
+                sampling_only: false,
+                progress: Some(&progress),
+            },
+        );
+        bar.finish_and_clear();
+        model
+    }
+}
+
+/// The context to use: what was asked for, or 4096, but not more than the model can do.
+pub(super) fn context(asked: Option<usize>, model: &Model) -> usize {
+    asked.unwrap_or_else(|| model.config().max_positions.min(4096))
+}
+
+/// The text of a file, which must be UTF-8; `-` is standard input.
+pub(super) fn read_text(path: &Path) -> Result<String> {
+    let bytes = if path == Path::new("-") {
+        let mut bytes = Vec::new();
+        std::io::Read::read_to_end(&mut std::io::stdin().lock(), &mut bytes)
+            .map_err(|e| err!(Io, "reading standard input: {e}"))?;
+        bytes
+    } else {
+        std::fs::read(path)
+            .map_err(|e| NVFP4::base::Error::io(format_args!("reading {}", path.display()), e))?
+    };
+    Ok(NVFP4::text::utf8(&path.display().to_string(), &bytes)?.to_owned())
 }

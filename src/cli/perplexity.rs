@@ -6,8 +6,7 @@ use std::sync::Arc;
 
 use NVFP4::base::Result;
 use NVFP4::base::error::bail;
-use NVFP4::model::{KvCache, Logits, Model, Scratch};
-use NVFP4::ops::attention::KvType;
+use NVFP4::model::{KvCache, KvType, Logits, Model, Scratch};
 use serde::Serialize;
 
 use super::{model, output};
@@ -15,7 +14,7 @@ use super::{model, output};
 #[derive(clap::Args)]
 pub(super) struct Args {
     #[command(flatten)]
-    model: model::Args,
+    model: model::ModelArgs,
     /// The text to predict, in UTF-8; - is standard input
     #[arg(long)]
     text: PathBuf,

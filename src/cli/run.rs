@@ -10,14 +10,14 @@ use NVFP4::base::memory;
 use NVFP4::session::{Session, SessionOptions};
 use serde_json::json;
 
-use super::{model, output};
+use super::{model, output, sampling};
 
 #[derive(clap::Args)]
 pub(super) struct Args {
     #[command(flatten)]
-    model: model::Args,
+    model: model::ModelArgs,
     #[command(flatten)]
-    sampling: model::Sampling,
+    sampling: sampling::SamplingArgs,
     /// What to say
     #[arg(long, required_unless_present = "prompt_file")]
     prompt: Option<OsString>,
