@@ -13,8 +13,8 @@ use std::thread::JoinHandle;
 use super::env;
 use super::error::{Result, bail, err};
 
-/// How many times a worker looks for the next region before it sleeps: about 50 microseconds on the machines measured.
-const SPINS: u32 = 20_000;
+/// How many times a thread looks again before it gives up its core: some tens of microseconds.
+const SPINS: u32 = 4_000;
 
 type Task = *const (dyn Fn(usize) + Sync);
 
@@ -118,8 +118,15 @@ impl Pool {
             shared.wake.notify_all();
         }
         take_parts(shared, task, parts);
+        let mut spins = 0;
         while shared.active.load(Ordering::Acquire) != 0 {
-            std::hint::spin_loop();
+            spins += 1;
+            if spins < SPINS {
+                std::hint::spin_loop();
+            } else {
+                // A worker lost its core to somebody else: let it have this one.
+                std::thread::yield_now();
+            }
         }
         let panic = lock(&shared.panic).take();
         if let Some(panic) = panic {

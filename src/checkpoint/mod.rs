@@ -1,1 +1,295 @@
-//! (floor being built)
+//! Checkpoint files: readers and writers behind one trait, memory-mapped and validated before anything is allocated. What is
+//! stored as several tensors (codes, block scales, global scale) appears as one logical entry under its Hugging Face name.
+//! Knows nothing of models or devices; no other folder knows a file format.
+
+mod companion;
+mod dat;
+mod gguf;
+mod layout;
+mod safetensors;
+mod source;
+mod tensors;
+mod write;
+
+use std::fmt;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use crate::base::Result;
+use crate::base::error::{Error, bail};
+use source::Source;
+
+pub use gguf::GgmlType;
+pub use write::{DatWriter, ModelOptWriter, Planned, Writer, write_companions};
+
+/// How the values of an entry are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Encoding {
+    /// IEEE binary32.
+    F32,
+    /// IEEE binary16.
+    F16,
+    /// bfloat16.
+    BF16,
+    /// IEEE binary64.
+    F64,
+    /// Unsigned byte.
+    U8,
+    /// Signed byte.
+    I8,
+    /// 16-bit signed integer.
+    I16,
+    /// 32-bit signed integer.
+    I32,
+    /// 64-bit signed integer.
+    I64,
+    /// One byte, zero or not.
+    Bool,
+    /// float8 e4m3fn, with an outer scale where the file has one.
+    F8E4M3,
+    /// NVFP4: 4-bit codes, an e4m3 scale per 16 elements, one multiplier.
+    Nvfp4,
+    /// bitsandbytes NF4: 4-bit codes into a table, a scale per block of the flattened tensor.
+    Nf4,
+    /// A GGUF block type.
+    Ggml(GgmlType),
+}
+
+impl Encoding {
+    /// Bytes per element of a dense encoding; `None` for the block encodings.
+    pub const fn element_bytes(self) -> Option<usize> {
+        match self {
+            Encoding::U8 | Encoding::I8 | Encoding::Bool | Encoding::F8E4M3 => Some(1),
+            Encoding::F16 | Encoding::BF16 | Encoding::I16 => Some(2),
+            Encoding::F32 | Encoding::I32 => Some(4),
+            Encoding::F64 | Encoding::I64 => Some(8),
+            Encoding::Nvfp4 | Encoding::Nf4 | Encoding::Ggml(_) => None,
+        }
+    }
+
+    /// The usual name, as reports print it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Encoding::F32 => "F32",
+            Encoding::F16 => "F16",
+            Encoding::BF16 => "BF16",
+            Encoding::F64 => "F64",
+            Encoding::U8 => "U8",
+            Encoding::I8 => "I8",
+            Encoding::I16 => "I16",
+            Encoding::I32 => "I32",
+            Encoding::I64 => "I64",
+            Encoding::Bool => "BOOL",
+            Encoding::F8E4M3 => "F8_E4M3",
+            Encoding::Nvfp4 => "NVFP4",
+            Encoding::Nf4 => "NF4",
+            Encoding::Ggml(t) => t.name(),
+        }
+    }
+}
+
+impl fmt::Display for Encoding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// One logical tensor.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Entry {
+    /// The Hugging Face name, `model.layers.0.mlp.up_proj.weight`, however many stored tensors make it up.
+    pub name: String,
+    /// The logical shape, outermost dimension first; empty for a scalar. No dimension is zero.
+    pub shape: Vec<usize>,
+    /// How the values are stored.
+    pub encoding: Encoding,
+    /// Bytes in the file, scales included.
+    pub bytes: u64,
+}
+
+impl Entry {
+    /// Rows when seen as a matrix: the product of all dimensions but the last; 1 for a vector or a scalar.
+    pub fn rows(&self) -> usize {
+        self.shape[..self.shape.len().saturating_sub(1)]
+            .iter()
+            .product()
+    }
+
+    /// Columns when seen as a matrix: the last dimension; 1 for a scalar.
+    pub fn cols(&self) -> usize {
+        self.shape.last().copied().unwrap_or(1)
+    }
+}
+
+/// One tensor as it lies in the file; a logical [`Entry`] is made of one or more.
+#[derive(Clone, Copy, Debug)]
+pub struct Part<'a> {
+    /// The key in the file.
+    pub key: &'a str,
+    /// The file format's own number for the element type: `.dat` elemType, GGUF type; 0 where the format uses names.
+    pub type_code: u32,
+    /// Where its bytes start in the file.
+    pub offset: usize,
+    /// The stored shape, outermost dimension first: packed dimensions where values are packed.
+    pub shape: &'a [usize],
+    /// The stored bytes.
+    pub bytes: &'a [u8],
+}
+
+/// What a checkpoint says beside its tensors.
+#[derive(Clone, Debug, Default)]
+pub struct Metadata {
+    /// The model's description with the keys of a Hugging Face `config.json`; GGUF metadata is translated to them.
+    pub config: Option<serde_json::Value>,
+    /// Where the tokenizer is.
+    pub tokenizer: TokenizerSource,
+}
+
+/// Where a checkpoint's tokenizer is.
+#[derive(Clone, Debug, Default)]
+pub enum TokenizerSource {
+    /// Nowhere: the checkpoint has none.
+    #[default]
+    None,
+    /// A directory with `tokenizer.json`, and perhaps `tokenizer_config.json`, `chat_template.jinja` and
+    /// `generation_config.json`.
+    Directory(PathBuf),
+    /// Inside the file.
+    Vocabulary(Vocabulary),
+}
+
+/// A tokenizer as a GGUF file holds it: plain data, one element per token where it is a list.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Vocabulary {
+    /// `tokenizer.ggml.model`: "gpt2" for byte-level BPE, "llama" for SentencePiece.
+    pub model: String,
+    /// `tokenizer.ggml.pre`: the name of the pre-tokenizer, where given.
+    pub pre: Option<String>,
+    /// Token texts; the index is the id.
+    pub tokens: Vec<String>,
+    /// Token types: 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte. Empty or one per token.
+    pub token_types: Vec<i32>,
+    /// BPE merges, "left right", best first.
+    pub merges: Vec<String>,
+    /// Token scores. Empty or one per token.
+    pub scores: Vec<f32>,
+    /// Beginning of sequence.
+    pub bos: Option<u32>,
+    /// End of sequence.
+    pub eos: Option<u32>,
+    /// End of turn, where it differs from the end of sequence.
+    pub eot: Option<u32>,
+    /// Unknown token.
+    pub unk: Option<u32>,
+    /// Padding.
+    pub pad: Option<u32>,
+    /// Whether encoding puts `bos` in front; `None` where the file does not say.
+    pub add_bos: Option<bool>,
+    /// Whether encoding puts `eos` at the end; `None` where the file does not say.
+    pub add_eos: Option<bool>,
+    /// Whether SentencePiece puts a space in front of the text; `None` where the file does not say.
+    pub add_space_prefix: Option<bool>,
+    /// The chat template (Jinja), where the file has one.
+    pub chat_template: Option<String>,
+}
+
+/// An opened checkpoint. All reads are from `&self` and may come from any thread.
+pub trait Checkpoint: Send + Sync {
+    /// The layout found: "dat", "safetensors", "modelopt", "compressed-tensors", "torchao", "bitsandbytes" or "gguf".
+    fn format(&self) -> &'static str;
+
+    /// Every logical tensor, in file order.
+    fn entries(&self) -> &[Entry];
+
+    /// The entry called `name`.
+    fn find(&self, name: &str) -> Option<&Entry>;
+
+    /// Writes the values of `rows` to `out`, whatever the encoding. `entry` is seen as a matrix of [`Entry::rows`] by
+    /// [`Entry::cols`]; `out` holds exactly the rows asked for.
+    fn rows_f32(&self, entry: &Entry, rows: Range<usize>, out: &mut [f32]) -> Result<()>;
+
+    /// Copies the codes (low nibble = even column) and linear e4m3 block scales of `rows` of an NVFP4 entry: `cols / 2` and
+    /// `cols / 16` bytes a row.
+    fn rows_nvfp4(
+        &self,
+        entry: &Entry,
+        rows: Range<usize>,
+        codes: &mut [u8],
+        scales: &mut [u8],
+    ) -> Result<()>;
+
+    /// The multiplier of an NVFP4 entry; 1.0 where the file stores none.
+    fn global_scale(&self, entry: &Entry) -> Result<f32>;
+
+    /// The stored bytes, where the entry is one tensor that lies in the file in logical order.
+    fn bytes(&self, entry: &Entry) -> Option<&[u8]>;
+
+    /// The tensors of the file that make up `entry`.
+    fn parts(&self, entry: &Entry) -> Result<Vec<Part<'_>>>;
+
+    /// Tells that the stored bytes of `rows` have been used. They leave resident memory, so that loading a large file does
+    /// not hold it twice; reading them again is allowed and costs a page fault.
+    fn release(&self, entry: &Entry, rows: Range<usize>);
+
+    /// What the checkpoint says beside its tensors.
+    fn metadata(&self) -> &Metadata;
+}
+
+/// Opens a checkpoint: a `.dat`, `.safetensors` or `.gguf` file, a `model.safetensors.index.json`, or a directory that holds
+/// one of them. `config.json` and the tokenizer are picked up from the file's directory; a GGUF file carries its own.
+pub fn open(path: &Path) -> Result<Box<dyn Checkpoint>> {
+    let info = std::fs::metadata(path)
+        .map_err(|e| Error::io(format_args!("opening {}", path.display()), e))?;
+    let file = if info.is_dir() {
+        companion::find_in_directory(path)?
+    } else {
+        path.to_owned()
+    };
+    let directory = match file.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent.to_owned(),
+        _ => PathBuf::from("."),
+    };
+    if file.extension().is_some_and(|e| e == "json") {
+        let metadata = companion::read(&directory)?;
+        return Ok(Box::new(safetensors::open_index(
+            &file, &directory, metadata,
+        )?));
+    }
+    let source = Source::map(&file)?;
+    open_source(source, Some(&directory))
+}
+
+/// Opens the content of one `.dat`, `.safetensors` or `.gguf` file that is already in memory. `name` stands for the file in
+/// messages, and its extension tells `.dat` apart, which has no magic number.
+pub fn open_bytes(name: &str, bytes: Vec<u8>) -> Result<Box<dyn Checkpoint>> {
+    open_source(Source::owned(name, bytes)?, None)
+}
+
+fn open_source(source: Source, directory: Option<&Path>) -> Result<Box<dyn Checkpoint>> {
+    let extension = Path::new(source.name())
+        .extension()
+        .map(|e| e.to_ascii_lowercase());
+    let extension = extension.as_deref().and_then(|e| e.to_str()).unwrap_or("");
+    if gguf::recognises(source.bytes()) || extension == "gguf" {
+        return Ok(Box::new(gguf::open(source)?));
+    }
+    let is_safetensors = match extension {
+        "safetensors" => true,
+        "dat" => false,
+        _ if safetensors::recognises(source.bytes()) => true,
+        _ => bail!(
+            Unsupported,
+            "{} is no checkpoint known here: it has neither the GGUF magic nor a safetensors header, and its name does not end in .dat",
+            source.name()
+        ),
+    };
+    let metadata = match directory {
+        Some(directory) => companion::read(directory)?,
+        None => Metadata::default(),
+    };
+    Ok(Box::new(if is_safetensors {
+        safetensors::open(source, metadata)?
+    } else {
+        dat::open(source, metadata)?
+    }))
+}

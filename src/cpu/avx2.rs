@@ -15,19 +15,87 @@ unsafe fn table(bytes: &[u8; 16]) -> __m256i {
     unsafe { _mm256_broadcastsi128_si256(_mm_loadu_si128(bytes.as_ptr().cast())) }
 }
 
-#[inline(always)]
-fn both(a: V, b: V, f: impl Fn(__m256, __m256) -> __m256) -> V {
-    [f(a[0], b[0]), f(a[1], b[1])]
-}
+// The halves of the trait's operations. Plain functions rather than closures and iterators: only what is always inlined
+// is compiled with the level's features.
 
-/// Sums or maxima along the trait's tree, the first step being done.
 #[inline(always)]
-unsafe fn fold(a: __m256, f: impl Fn(__m128, __m128) -> __m128) -> f32 {
+unsafe fn scale_by_power(a: __m256, n: __m256) -> __m256 {
     // SAFETY: AVX2 by the trait's contract; registers only.
     unsafe {
-        let a = f(_mm256_castps256_ps128(a), _mm256_extractf128_ps::<1>(a));
-        let a = f(a, _mm_movehl_ps(a, a));
-        _mm_cvtss_f32(f(a, _mm_shuffle_ps::<1>(a, a)))
+        let n = _mm256_slli_epi32::<23>(_mm256_cvtps_epi32(n));
+        _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), n))
+    }
+}
+
+#[inline(always)]
+unsafe fn widen_bf16(p: *const u16) -> __m256 {
+    // SAFETY: AVX2 by the trait's contract, as are the 8 elements at `p`.
+    unsafe {
+        let bits = _mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast()));
+        _mm256_castsi256_ps(_mm256_slli_epi32::<16>(bits))
+    }
+}
+
+/// A byte's exponent and mantissa, moved under f32's, read as the value over 2^120; subnormals too.
+#[inline(always)]
+unsafe fn widen_e4m3(p: *const u8) -> __m256 {
+    // SAFETY: AVX2 by the trait's contract, as are the 8 bytes at `p`.
+    unsafe {
+        let rebias = _mm256_set1_ps(f32::from_bits((127 + 120) << 23));
+        let bits = _mm256_cvtepu8_epi32(_mm_loadl_epi64(p.cast()));
+        _mm256_mul_ps(_mm256_castsi256_ps(_mm256_slli_epi32::<20>(bits)), rebias)
+    }
+}
+
+#[inline(always)]
+unsafe fn nibbles(p: *const u8, last: bool) -> __m256i {
+    // SAFETY: AVX2 by the trait's contract, as are the 32 bytes at `p`.
+    unsafe {
+        let codes = _mm256_loadu_si256(p.cast());
+        _mm256_and_si256(
+            if last {
+                _mm256_srli_epi16::<4>(codes)
+            } else {
+                codes
+            },
+            _mm256_set1_epi8(15),
+        )
+    }
+}
+
+#[inline(always)]
+unsafe fn decode(n: __m256i) -> [__m256; 4] {
+    // SAFETY: AVX2 by the trait's contract; registers only.
+    unsafe {
+        let high = _mm256_shuffle_epi8(table(&value_bytes(24)), n);
+        let low = _mm256_shuffle_epi8(table(&value_bytes(16)), n);
+        // One row's even k in the low half of its lane, the odd k in the high half.
+        let (k01, k23) = (
+            _mm256_unpacklo_epi8(low, high),
+            _mm256_unpackhi_epi8(low, high),
+        );
+        let odd = _mm256_set1_epi32(0xffff_0000_u32 as i32);
+        [
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(k01)),
+            _mm256_castsi256_ps(_mm256_and_si256(k01, odd)),
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(k23)),
+            _mm256_castsi256_ps(_mm256_and_si256(k23, odd)),
+        ]
+    }
+}
+
+#[inline(always)]
+unsafe fn dot(codes: *const u8, x: *const i8, offset: i32) -> __m256 {
+    // SAFETY: AVX2 by the trait's contract, as are the bytes at `codes` and `x`.
+    unsafe {
+        let mut pairs = _mm256_setzero_si256();
+        for q in 0..4 {
+            let x = _mm256_set1_epi32(x.add(4 * q).cast::<i32>().read_unaligned());
+            let codes = _mm256_loadu_si256(codes.add(64 * q).cast());
+            pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(codes, x));
+        }
+        let sum = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+        _mm256_cvtepi32_ps(_mm256_sub_epi32(sum, _mm256_set1_epi32(offset)))
     }
 }
 
@@ -62,32 +130,34 @@ unsafe impl Simd for Avx2 {
     }
     #[inline(always)]
     unsafe fn add(a: V, b: V) -> V {
-        both(a, b, |a, b| unsafe { _mm256_add_ps(a, b) })
+        unsafe { [_mm256_add_ps(a[0], b[0]), _mm256_add_ps(a[1], b[1])] }
     }
     #[inline(always)]
     unsafe fn sub(a: V, b: V) -> V {
-        both(a, b, |a, b| unsafe { _mm256_sub_ps(a, b) })
+        unsafe { [_mm256_sub_ps(a[0], b[0]), _mm256_sub_ps(a[1], b[1])] }
     }
     #[inline(always)]
     unsafe fn mul(a: V, b: V) -> V {
-        both(a, b, |a, b| unsafe { _mm256_mul_ps(a, b) })
+        unsafe { [_mm256_mul_ps(a[0], b[0]), _mm256_mul_ps(a[1], b[1])] }
     }
     #[inline(always)]
     unsafe fn div(a: V, b: V) -> V {
-        both(a, b, |a, b| unsafe { _mm256_div_ps(a, b) })
+        unsafe { [_mm256_div_ps(a[0], b[0]), _mm256_div_ps(a[1], b[1])] }
     }
     #[inline(always)]
     unsafe fn max(a: V, b: V) -> V {
-        both(a, b, |a, b| unsafe { _mm256_max_ps(a, b) })
+        unsafe { [_mm256_max_ps(a[0], b[0]), _mm256_max_ps(a[1], b[1])] }
     }
     #[inline(always)]
     unsafe fn min(a: V, b: V) -> V {
-        both(a, b, |a, b| unsafe { _mm256_min_ps(a, b) })
+        unsafe { [_mm256_min_ps(a[0], b[0]), _mm256_min_ps(a[1], b[1])] }
     }
     #[inline(always)]
     unsafe fn abs(a: V) -> V {
-        let sign = unsafe { _mm256_set1_ps(-0.0) };
-        a.map(|a| unsafe { _mm256_andnot_ps(sign, a) })
+        unsafe {
+            let sign = _mm256_set1_ps(-0.0);
+            [_mm256_andnot_ps(sign, a[0]), _mm256_andnot_ps(sign, a[1])]
+        }
     }
     #[inline(always)]
     unsafe fn fma(a: V, b: V, c: V) -> V {
@@ -100,24 +170,30 @@ unsafe impl Simd for Avx2 {
     }
     #[inline(always)]
     unsafe fn round(a: V) -> V {
-        a.map(|a| unsafe {
-            _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a)
-        })
+        const MODE: i32 = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+        unsafe { [_mm256_round_ps::<MODE>(a[0]), _mm256_round_ps::<MODE>(a[1])] }
     }
     #[inline(always)]
     unsafe fn scale_by_power(a: V, n: V) -> V {
-        both(a, n, |a, n| unsafe {
-            let n = _mm256_slli_epi32::<23>(_mm256_cvtps_epi32(n));
-            _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), n))
-        })
+        unsafe { [scale_by_power(a[0], n[0]), scale_by_power(a[1], n[1])] }
     }
     #[inline(always)]
     unsafe fn sum(a: V) -> f32 {
-        unsafe { fold(_mm256_add_ps(a[0], a[1]), |a, b| _mm_add_ps(a, b)) }
+        unsafe {
+            let a = _mm256_add_ps(a[0], a[1]);
+            let a = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps::<1>(a));
+            let a = _mm_add_ps(a, _mm_movehl_ps(a, a));
+            _mm_cvtss_f32(_mm_add_ss(a, _mm_shuffle_ps::<1>(a, a)))
+        }
     }
     #[inline(always)]
     unsafe fn largest(a: V) -> f32 {
-        unsafe { fold(_mm256_max_ps(a[0], a[1]), |a, b| _mm_max_ps(a, b)) }
+        unsafe {
+            let a = _mm256_max_ps(a[0], a[1]);
+            let a = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps::<1>(a));
+            let a = _mm_max_ps(a, _mm_movehl_ps(a, a));
+            _mm_cvtss_f32(_mm_max_ss(a, _mm_shuffle_ps::<1>(a, a)))
+        }
     }
 
     #[inline(always)]
@@ -131,23 +207,11 @@ unsafe impl Simd for Avx2 {
     }
     #[inline(always)]
     unsafe fn load_bf16(p: *const u16) -> V {
-        unsafe {
-            [p, p.add(8)].map(|p| {
-                let bits = _mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast()));
-                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(bits))
-            })
-        }
+        unsafe { [widen_bf16(p), widen_bf16(p.add(8))] }
     }
     #[inline(always)]
     unsafe fn load_e4m3(p: *const u8) -> V {
-        unsafe {
-            // The byte's exponent and mantissa, moved under f32's, read as the value over 2^120; subnormals too.
-            let rebias = _mm256_set1_ps(f32::from_bits((127 + 120) << 23));
-            [p, p.add(8)].map(|p| {
-                let bits = _mm256_cvtepu8_epi32(_mm_loadl_epi64(p.cast()));
-                _mm256_mul_ps(_mm256_castsi256_ps(_mm256_slli_epi32::<20>(bits)), rebias)
-            })
-        }
+        unsafe { [widen_e4m3(p), widen_e4m3(p.add(8))] }
     }
     #[inline(always)]
     unsafe fn store_i8(p: *mut i8, v: V) {
@@ -164,42 +228,13 @@ unsafe impl Simd for Avx2 {
 
     #[inline(always)]
     unsafe fn nibbles(p: *const u8, last: bool) -> [__m256i; 2] {
-        unsafe {
-            let low = _mm256_set1_epi8(15);
-            [p, p.add(32)].map(|p| {
-                let codes = _mm256_loadu_si256(p.cast());
-                _mm256_and_si256(
-                    if last {
-                        _mm256_srli_epi16::<4>(codes)
-                    } else {
-                        codes
-                    },
-                    low,
-                )
-            })
-        }
+        unsafe { [nibbles(p, last), nibbles(p.add(32), last)] }
     }
     #[inline(always)]
     unsafe fn decode(n: [__m256i; 2]) -> [V; 4] {
         unsafe {
-            let (high, low) = (table(&value_bytes(24)), table(&value_bytes(16)));
-            let odd = _mm256_set1_epi32(0xffff_0000_u32 as i32);
-            let halves = n.map(|n| {
-                let (high, low) = (_mm256_shuffle_epi8(high, n), _mm256_shuffle_epi8(low, n));
-                // One row's even k in the low half of its lane, the odd k in the high half.
-                let (k01, k23) = (
-                    _mm256_unpacklo_epi8(low, high),
-                    _mm256_unpackhi_epi8(low, high),
-                );
-                [
-                    _mm256_slli_epi32::<16>(k01),
-                    _mm256_and_si256(k01, odd),
-                    _mm256_slli_epi32::<16>(k23),
-                    _mm256_and_si256(k23, odd),
-                ]
-                .map(|bits| _mm256_castsi256_ps(bits))
-            });
-            std::array::from_fn(|k| [halves[0][k], halves[1][k]])
+            let (a, b) = (decode(n[0]), decode(n[1]));
+            [[a[0], b[0]], [a[1], b[1]], [a[2], b[2]], [a[3], b[3]]]
         }
     }
     #[inline(always)]
@@ -215,21 +250,6 @@ unsafe impl Simd for Avx2 {
     }
     #[inline(always)]
     unsafe fn dot(codes: *const u8, x: *const i8, offset: i32) -> V {
-        unsafe {
-            let x: [__m256i; 4] = std::array::from_fn(|q| {
-                _mm256_set1_epi32(x.add(4 * q).cast::<i32>().read_unaligned())
-            });
-            let (ones, offset) = (_mm256_set1_epi16(1), _mm256_set1_epi32(offset));
-            [codes, codes.add(32)].map(|codes| {
-                let pairs: [__m256i; 4] = std::array::from_fn(|q| {
-                    _mm256_maddubs_epi16(_mm256_loadu_si256(codes.add(64 * q).cast()), x[q])
-                });
-                let pairs = _mm256_add_epi16(
-                    _mm256_add_epi16(pairs[0], pairs[1]),
-                    _mm256_add_epi16(pairs[2], pairs[3]),
-                );
-                _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_madd_epi16(pairs, ones), offset))
-            })
-        }
+        unsafe { [dot(codes, x, offset), dot(codes.add(32), x, offset)] }
     }
 }

@@ -13,21 +13,10 @@ unsafe fn table(bytes: &[u8; 16]) -> __m512i {
     unsafe { _mm512_broadcast_i32x4(_mm_loadu_si128(bytes.as_ptr().cast())) }
 }
 
-/// Sums or maxima along the trait's tree.
 #[inline(always)]
-unsafe fn fold(
-    a: __m512,
-    wide: impl Fn(__m256, __m256) -> __m256,
-    f: impl Fn(__m128, __m128) -> __m128,
-) -> f32 {
+unsafe fn upper(a: __m512) -> __m256 {
     // SAFETY: AVX-512 by the trait's contract; registers only.
-    unsafe {
-        let upper = _mm256_castpd_ps(_mm512_extractf64x4_pd::<1>(_mm512_castps_pd(a)));
-        let a = wide(_mm512_castps512_ps256(a), upper);
-        let a = f(_mm256_castps256_ps128(a), _mm256_extractf128_ps::<1>(a));
-        let a = f(a, _mm_movehl_ps(a, a));
-        _mm_cvtss_f32(f(a, _mm_shuffle_ps::<1>(a, a)))
-    }
+    unsafe { _mm256_castpd_ps(_mm512_extractf64x4_pd::<1>(_mm512_castps_pd(a))) }
 }
 
 // SAFETY: every intrinsic used belongs to the features `Level::Avx512` requires; pointers are the trait's.
@@ -101,11 +90,21 @@ unsafe impl Simd for Avx512 {
     }
     #[inline(always)]
     unsafe fn sum(a: __m512) -> f32 {
-        unsafe { fold(a, |a, b| _mm256_add_ps(a, b), |a, b| _mm_add_ps(a, b)) }
+        unsafe {
+            let a = _mm256_add_ps(_mm512_castps512_ps256(a), upper(a));
+            let a = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps::<1>(a));
+            let a = _mm_add_ps(a, _mm_movehl_ps(a, a));
+            _mm_cvtss_f32(_mm_add_ss(a, _mm_shuffle_ps::<1>(a, a)))
+        }
     }
     #[inline(always)]
     unsafe fn largest(a: __m512) -> f32 {
-        unsafe { fold(a, |a, b| _mm256_max_ps(a, b), |a, b| _mm_max_ps(a, b)) }
+        unsafe {
+            let a = _mm256_max_ps(_mm512_castps512_ps256(a), upper(a));
+            let a = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps::<1>(a));
+            let a = _mm_max_ps(a, _mm_movehl_ps(a, a));
+            _mm_cvtss_f32(_mm_max_ss(a, _mm_shuffle_ps::<1>(a, a)))
+        }
     }
 
     #[inline(always)]
@@ -157,12 +156,11 @@ unsafe impl Simd for Avx512 {
             );
             let odd = _mm512_set1_epi32(0xffff_0000_u32 as i32);
             [
-                _mm512_slli_epi32::<16>(k01),
-                _mm512_and_si512(k01, odd),
-                _mm512_slli_epi32::<16>(k23),
-                _mm512_and_si512(k23, odd),
+                _mm512_castsi512_ps(_mm512_slli_epi32::<16>(k01)),
+                _mm512_castsi512_ps(_mm512_and_si512(k01, odd)),
+                _mm512_castsi512_ps(_mm512_slli_epi32::<16>(k23)),
+                _mm512_castsi512_ps(_mm512_and_si512(k23, odd)),
             ]
-            .map(|bits| _mm512_castsi512_ps(bits))
         }
     }
     #[inline(always)]

@@ -1,1 +1,48 @@
-//! (floor being built)
+//! Floor 3: text in and out of tokens. Tokenizers from `tokenizer.json` or from a GGUF vocabulary, chat templates, and a
+//! detokenizer that never emits half a character. Knows nothing of models, weights or sessions.
+
+mod detokenizer;
+mod directory;
+mod pieces;
+mod template;
+mod tokenizer;
+mod vocabulary;
+
+pub use detokenizer::Detokenizer;
+pub use directory::{TextFiles, read_directory};
+pub use template::{ChatTemplate, Message};
+pub use tokenizer::Tokenizer;
+pub use vocabulary::{TokenKind, VocabularySpec};
+
+use crate::base::Result;
+use crate::base::error::err;
+
+/// `bytes` as text, or an error that names `what` and the offset of the first byte that is not UTF-8.
+pub fn utf8<'a>(what: &str, bytes: &'a [u8]) -> Result<&'a str> {
+    std::str::from_utf8(bytes).map_err(|e| {
+        let at = e.valid_up_to();
+        err!(
+            InvalidArgument,
+            "{what} is not valid UTF-8: byte {at} of {} is 0x{:02x}; pass text encoded as UTF-8",
+            bytes.len(),
+            bytes[at]
+        )
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn invalid_utf8_names_the_offset() {
+        assert_eq!(utf8("prompt", "naïve".as_bytes()).unwrap(), "naïve");
+        let e = utf8("prompt", b"ab\xffcd").unwrap_err();
+        assert_eq!(
+            e.message(),
+            "prompt is not valid UTF-8: byte 2 of 5 is 0xff; pass text encoded as UTF-8"
+        );
+        let cut = utf8("prompt", &"ab€".as_bytes()[..4]).unwrap_err();
+        assert!(cut.message().contains("byte 2 of 4"), "{cut}");
+    }
+}

@@ -89,6 +89,15 @@ pub(in crate::cpu) unsafe fn rms_norm<S: Simd>(
     }
 }
 
+#[inline(always)]
+unsafe fn gated<S: Simd>(gate: S::V, up: S::V) -> S::V {
+    // SAFETY: registers only.
+    unsafe {
+        let denominator = S::add(S::splat(1.0), exp::<S>(S::sub(S::splat(0.0), gate)));
+        S::mul(S::div(gate, denominator), up)
+    }
+}
+
 /// `gate = gate / (1 + e^-gate) * up`, over `n` elements.
 ///
 /// # Safety
@@ -97,21 +106,19 @@ pub(in crate::cpu) unsafe fn rms_norm<S: Simd>(
 pub(in crate::cpu) unsafe fn swiglu<S: Simd>(gate: *mut f32, up: *const f32, n: usize) {
     // SAFETY: forwarded.
     unsafe {
-        let one = S::splat(1.0);
-        let act = |g: S::V, u: S::V| {
-            let silu = S::div(g, S::add(one, exp::<S>(S::sub(S::splat(0.0), g))));
-            S::mul(silu, u)
-        };
         let whole = n / 16 * 16;
         for i in (0..whole).step_by(16) {
-            S::store(gate.add(i), act(S::load(gate.add(i)), S::load(up.add(i))));
+            S::store(
+                gate.add(i),
+                gated::<S>(S::load(gate.add(i)), S::load(up.add(i))),
+            );
         }
         if whole < n {
             let (g, u) = (
                 load_tail::<S>(gate.add(whole), n - whole),
                 load_tail::<S>(up.add(whole), n - whole),
             );
-            store_tail::<S>(gate.add(whole), act(g, u), n - whole);
+            store_tail::<S>(gate.add(whole), gated::<S>(g, u), n - whole);
         }
     }
 }

@@ -1,0 +1,147 @@
+//! Reads TorchSharp's `.dat`: LEB128 headers and raw payloads in sequence, with no magic number and no alignment. Knows the
+//! container; which entries belong together is `layout`'s business.
+
+use super::layout;
+use super::source::{Cursor, Source, Span};
+use super::tensors::{Raw, Tensors};
+use super::{Encoding, Metadata};
+use crate::base::Result;
+use crate::base::error::{bail, err};
+
+/// elemType of float8 e4m3fn bytes, as the exporting scripts write it.
+pub(super) const E4M3: u32 = 101;
+
+/// elemType of packed 4-bit codes.
+pub(super) const PACKED: u32 = 0;
+
+/// The smallest possible entry: lengths of key, elemType, ndim and a one-byte payload of one dimension.
+const SMALLEST_ENTRY: usize = 5;
+
+/// More dimensions than any tensor here has.
+const MAX_DIMS: u64 = 8;
+
+/// How the values of an elemType are encoded. Types 0 to 45 are torch's own numbers.
+fn encoding(elem_type: u64) -> Option<Encoding> {
+    Some(match elem_type {
+        0 | 45 | 100 => Encoding::U8,
+        1 => Encoding::I8,
+        2 => Encoding::I16,
+        3 => Encoding::I32,
+        4 => Encoding::I64,
+        5 => Encoding::F16,
+        6 => Encoding::F32,
+        7 => Encoding::F64,
+        11 => Encoding::Bool,
+        15 => Encoding::BF16,
+        24 | 101 => Encoding::F8E4M3,
+        _ => return None,
+    })
+}
+
+/// The elemType that a dense encoding is written with.
+pub(super) fn elem_type(encoding: Encoding) -> Option<u32> {
+    Some(match encoding {
+        Encoding::U8 => 0,
+        Encoding::I8 => 1,
+        Encoding::I16 => 2,
+        Encoding::I32 => 3,
+        Encoding::I64 => 4,
+        Encoding::F16 => 5,
+        Encoding::F32 => 6,
+        Encoding::F64 => 7,
+        Encoding::Bool => 11,
+        Encoding::BF16 => 15,
+        Encoding::F8E4M3 => E4M3,
+        Encoding::Nvfp4 | Encoding::Nf4 | Encoding::Ggml(_) => return None,
+    })
+}
+
+pub(super) fn open(source: Source, metadata: Metadata) -> Result<Tensors> {
+    let raws = entries(&source)?;
+    let sources = vec![source];
+    let layout = layout::group(&sources, &raws, true)?;
+    Tensors::new("dat", sources, raws, layout.logical, metadata)
+}
+
+fn entries(source: &Source) -> Result<Vec<Raw>> {
+    let file = source.name();
+    let mut cursor = Cursor::new(source);
+    let count = cursor.leb128("the entry count")?;
+    if count == 0 || count > (cursor.left() / SMALLEST_ENTRY) as u64 {
+        bail!(
+            CorruptFile,
+            "{file}: {count} entries do not fit in the {} bytes after the entry count",
+            cursor.left()
+        );
+    }
+    let mut raws = Vec::with_capacity(count as usize);
+    for number in 0..count {
+        let raw = entry(&mut cursor, number)
+            .map_err(|e| e.within(format_args!("entry {number} of {count}")))?;
+        raws.push(raw);
+    }
+    if cursor.left() > 0 {
+        bail!(
+            CorruptFile,
+            "{file}: {} bytes follow the last of its {count} entries",
+            cursor.left()
+        );
+    }
+    Ok(raws)
+}
+
+fn entry(cursor: &mut Cursor<'_>, number: u64) -> Result<Raw> {
+    let key_len = cursor.leb128("the key length")?;
+    let key = cursor.text(key_len, "the key")?.to_owned();
+    if key.is_empty() {
+        bail!(CorruptFile, "the key of entry {number} is empty");
+    }
+    let elem_type = cursor
+        .leb128("the elemType")
+        .map_err(|e| e.within(format_args!("'{key}'")))?;
+    let Some(encoding) = encoding(elem_type) else {
+        bail!(
+            CorruptFile,
+            "'{key}': elemType {elem_type} is none of 0-7, 11, 15, 24, 45, 100 and 101"
+        );
+    };
+    let ndim = cursor.leb128("the number of dimensions")?;
+    if ndim > MAX_DIMS {
+        bail!(
+            CorruptFile,
+            "'{key}': it has {ndim} dimensions; at most {MAX_DIMS} are possible"
+        );
+    }
+    let mut shape = Vec::with_capacity(ndim as usize);
+    let mut bytes = encoding.element_bytes().unwrap_or(1);
+    for d in 0..ndim {
+        let dim = cursor
+            .leb128("a dimension")
+            .map_err(|e| e.within(format_args!("'{key}'")))?;
+        let size = usize::try_from(dim)
+            .ok()
+            .filter(|&s| s > 0)
+            .ok_or_else(|| err!(CorruptFile, "'{key}': dimension {d} is {}", dim as i64))?;
+        bytes = bytes.checked_mul(size).ok_or_else(|| {
+            err!(
+                CorruptFile,
+                "'{key}': dimensions {shape:?} and {size} overflow the size of memory"
+            )
+        })?;
+        shape.push(size);
+    }
+    let start = cursor.position();
+    cursor
+        .take(bytes as u64, "the payload")
+        .map_err(|e| e.within(format_args!("'{key}' of shape {shape:?}")))?;
+    Ok(Raw {
+        key,
+        type_code: elem_type as u32,
+        encoding,
+        shape,
+        span: Span {
+            source: 0,
+            range: start..start + bytes,
+        },
+    })
+}

@@ -1,0 +1,517 @@
+//! Reads GGUF versions 2 and 3, little-endian: the header's key-value pairs and tensor directory. Block decoding is in
+//! `blocks`, the translation to Hugging Face names and config in `translate`.
+
+pub(super) mod blocks;
+mod translate;
+
+use std::collections::HashMap;
+
+use super::source::{Cursor, Source, Span};
+use super::tensors::{Raw, Stored, Tensors};
+use super::{Encoding, Entry, Metadata, TokenizerSource};
+use crate::base::Result;
+use crate::base::error::{bail, err};
+
+pub use blocks::GgmlType;
+
+const MAGIC: &[u8] = b"GGUF";
+
+/// More dimensions than GGUF allows (4).
+const MAX_DIMS: u32 = 4;
+
+/// Arrays may hold arrays; real files never go deeper than this.
+const MAX_DEPTH: u32 = 4;
+
+pub(super) fn recognises(bytes: &[u8]) -> bool {
+    bytes.starts_with(MAGIC)
+}
+
+/// A metadata value. Arrays keep only the kinds that are looked at.
+#[derive(Debug)]
+enum Value {
+    Unsigned(u64),
+    Signed(i64),
+    Float(f64),
+    Bool(bool),
+    Text(String),
+    Texts(Vec<String>),
+    Integers(Vec<i64>),
+    Floats(Vec<f32>),
+    Other,
+}
+
+/// The key-value pairs of a header.
+struct Pairs<'a> {
+    file: &'a str,
+    values: HashMap<String, Value>,
+}
+
+pub(super) fn open(source: Source) -> Result<Tensors> {
+    let mut cursor = Cursor::new(&source);
+    let file = source.name();
+    let magic = cursor.take(4, "the magic number")?;
+    if magic != MAGIC {
+        bail!(CorruptFile, "{file}: it does not start with 'GGUF'");
+    }
+    let version = cursor.u32("the version")?;
+    match version {
+        2 | 3 => {}
+        _ if version.swap_bytes() <= 0xffff => bail!(
+            Unsupported,
+            "{file}: it is a big-endian GGUF file; convert it to little-endian first"
+        ),
+        _ => bail!(
+            Unsupported,
+            "{file}: GGUF version {version} is not supported; 2 and 3 are"
+        ),
+    }
+    let tensor_count = cursor.u64("the tensor count")?;
+    let pair_count = cursor.u64("the key-value count")?;
+    let pairs = read_pairs(&mut cursor, file, pair_count)?;
+    let alignment = pairs.integer("general.alignment")?.unwrap_or(32);
+    if !alignment.is_power_of_two() || alignment > 1 << 20 {
+        bail!(
+            CorruptFile,
+            "{file}: general.alignment is {alignment}; it is a power of two"
+        );
+    }
+    let raws = read_tensors(&mut cursor, file, tensor_count, alignment as usize)?;
+    let translation = translate::Translation::new(&pairs, &raws)?;
+    let logical = logical(&source, &raws, &translation)?;
+    let metadata = Metadata {
+        config: Some(translation.config(&pairs)?),
+        tokenizer: match translate::vocabulary(&pairs)? {
+            Some(vocabulary) => TokenizerSource::Vocabulary(vocabulary),
+            None => TokenizerSource::None,
+        },
+    };
+    Tensors::new("gguf", vec![source], raws, logical, metadata)
+}
+
+/// The entries, with the multiplier tensors of NVFP4 weights folded into them.
+fn logical(
+    source: &Source,
+    raws: &[Raw],
+    translation: &translate::Translation,
+) -> Result<Vec<(Entry, Stored)>> {
+    let file = source.name();
+    let by_key: HashMap<&str, usize> = raws
+        .iter()
+        .enumerate()
+        .map(|(i, r)| (r.key.as_str(), i))
+        .collect();
+    let mut multiplier_of: HashMap<usize, usize> = HashMap::new();
+    for (i, raw) in raws.iter().enumerate() {
+        let Some(base) = raw.key.strip_suffix(".scale") else {
+            continue;
+        };
+        let weight = by_key
+            .get(base)
+            .filter(|_| base.ends_with(".weight"))
+            .or_else(|| by_key.get(format!("{base}.weight").as_str()));
+        match weight {
+            Some(&w) if raws[w].encoding == Encoding::Nvfp4 => {
+                if multiplier_of.insert(w, i).is_some() {
+                    bail!(
+                        CorruptFile,
+                        "{file}: '{}' has two scale tensors",
+                        raws[w].key
+                    );
+                }
+            }
+            Some(_) => bail!(
+                Unsupported,
+                "{file}: '{}' scales a tensor that is not NVFP4",
+                raw.key
+            ),
+            None => bail!(
+                CorruptFile,
+                "{file}: '{}': there is no '{base}.weight' for it",
+                raw.key
+            ),
+        }
+    }
+    let mut logical = Vec::with_capacity(raws.len() - multiplier_of.len());
+    for (i, raw) in raws.iter().enumerate() {
+        if multiplier_of.values().any(|&m| m == i) {
+            continue;
+        }
+        let (name, heads) = translation.name(file, raw)?;
+        let mut bytes = raw.span.len() as u64;
+        let stored = if raw.encoding == Encoding::Nvfp4 {
+            let also = multiplier_of.get(&i).copied();
+            let global = match also {
+                None => 1.0,
+                Some(m) => {
+                    bytes += raws[m].span.len() as u64;
+                    multiplier(source, &raws[m])?
+                }
+            };
+            Stored::GgufNvfp4 {
+                raw: i,
+                heads,
+                global,
+                also,
+            }
+        } else {
+            Stored::Plain { raw: i, heads }
+        };
+        logical.push((
+            Entry {
+                name,
+                shape: raw.shape.clone(),
+                encoding: raw.encoding,
+                bytes,
+            },
+            stored,
+        ));
+    }
+    Ok(logical)
+}
+
+fn multiplier(source: &Source, raw: &Raw) -> Result<f32> {
+    let file = source.name();
+    if raw.encoding != Encoding::F32 || raw.elements() != 1 {
+        bail!(
+            Unsupported,
+            "{file}: '{}' is {} of shape {:?}; only one F32 scale per tensor is supported",
+            raw.key,
+            raw.encoding,
+            raw.shape
+        );
+    }
+    let b = &source.bytes()[raw.span.range.clone()];
+    let value = f32::from_le_bytes([b[0], b[1], b[2], b[3]]);
+    if !(value.is_finite() && value >= 0.0) {
+        bail!(
+            CorruptFile,
+            "{file}: '{}' is {value}; it is a finite multiplier, not negative",
+            raw.key
+        );
+    }
+    Ok(value)
+}
+
+fn read_pairs<'a>(cursor: &mut Cursor<'_>, file: &'a str, count: u64) -> Result<Pairs<'a>> {
+    // A pair takes at least a key length, a value type and one byte.
+    if count > (cursor.left() / 13) as u64 {
+        bail!(
+            CorruptFile,
+            "{file}: {count} key-value pairs do not fit in the {} bytes after the counts",
+            cursor.left()
+        );
+    }
+    let mut values = HashMap::with_capacity(count as usize);
+    for number in 0..count {
+        let key = text(cursor, "a metadata key")
+            .map_err(|e| e.within(format_args!("key-value pair {number} of {count}")))?;
+        let value = cursor
+            .u32("the value type")
+            .and_then(|kind| value(cursor, kind, &key, 0))
+            .map_err(|e| e.within(format_args!("'{key}'")))?;
+        if values.contains_key(&key) {
+            bail!(CorruptFile, "{file}: the key '{key}' stands twice");
+        }
+        values.insert(key, value);
+    }
+    Ok(Pairs { file, values })
+}
+
+fn text(cursor: &mut Cursor<'_>, what: &str) -> Result<String> {
+    let len = cursor.u64(what)?;
+    cursor.text(len, what).map(str::to_owned)
+}
+
+/// Bytes of a fixed-size value type.
+fn width(kind: u32) -> Option<u64> {
+    match kind {
+        0 | 1 | 7 => Some(1),
+        2 | 3 => Some(2),
+        4..=6 => Some(4),
+        10..=12 => Some(8),
+        _ => None,
+    }
+}
+
+fn number(kind: u32, bytes: &[u8]) -> Value {
+    let mut wide = [0; 8];
+    wide[..bytes.len()].copy_from_slice(bytes);
+    let unsigned = u64::from_le_bytes(wide);
+    match kind {
+        0 | 2 | 4 | 10 => Value::Unsigned(unsigned),
+        1 => Value::Signed(i64::from(unsigned as i8)),
+        3 => Value::Signed(i64::from(unsigned as i16)),
+        5 => Value::Signed(i64::from(unsigned as i32)),
+        6 => Value::Float(f64::from(f32::from_bits(unsigned as u32))),
+        7 => Value::Bool(unsigned != 0),
+        11 => Value::Signed(unsigned as i64),
+        _ => Value::Float(f64::from_bits(unsigned)),
+    }
+}
+
+fn value(cursor: &mut Cursor<'_>, kind: u32, key: &str, depth: u32) -> Result<Value> {
+    if let Some(width) = width(kind) {
+        return Ok(number(kind, cursor.take(width, "a value")?));
+    }
+    match kind {
+        8 => text(cursor, "a text value").map(Value::Text),
+        9 if depth < MAX_DEPTH => array(cursor, key, depth),
+        9 => bail!(
+            CorruptFile,
+            "'{key}': arrays lie more than {MAX_DEPTH} deep"
+        ),
+        _ => bail!(CorruptFile, "'{key}': value type {kind} is none of 0 to 12"),
+    }
+}
+
+fn array(cursor: &mut Cursor<'_>, key: &str, depth: u32) -> Result<Value> {
+    let kind = cursor.u32("an array's element type")?;
+    let len = cursor.u64("an array's length")?;
+    if let Some(width) = width(kind) {
+        let bytes = len
+            .checked_mul(width)
+            .ok_or_else(|| err!(CorruptFile, "'{key}': an array of {len} elements"))?;
+        let bytes = cursor.take(bytes, "an array")?;
+        let items = bytes.chunks_exact(width as usize).map(|b| number(kind, b));
+        return Ok(match kind {
+            6 | 12 => Value::Floats(
+                items
+                    .map(|v| match v {
+                        Value::Float(f) => f as f32,
+                        _ => f32::NAN,
+                    })
+                    .collect(),
+            ),
+            _ => Value::Integers(
+                items
+                    .map(|v| match v {
+                        Value::Unsigned(u) => u as i64,
+                        Value::Signed(i) => i,
+                        Value::Bool(b) => i64::from(b),
+                        _ => 0,
+                    })
+                    .collect(),
+            ),
+        });
+    }
+    // A text takes at least its length, an array its type and length.
+    if len > (cursor.left() / 8) as u64 {
+        bail!(
+            CorruptFile,
+            "'{key}': an array of {len} elements does not fit in the {} bytes left",
+            cursor.left()
+        );
+    }
+    if kind == 8 {
+        let mut texts = Vec::with_capacity(len as usize);
+        for i in 0..len {
+            texts.push(
+                text(cursor, "a text")
+                    .map_err(|e| e.within(format_args!("element {i} of {len}")))?,
+            );
+        }
+        return Ok(Value::Texts(texts));
+    }
+    for _ in 0..len {
+        value(cursor, kind, key, depth + 1)?;
+    }
+    Ok(Value::Other)
+}
+
+fn read_tensors(
+    cursor: &mut Cursor<'_>,
+    file: &str,
+    count: u64,
+    alignment: usize,
+) -> Result<Vec<Raw>> {
+    // A tensor takes at least a name length, a dimension count, one dimension, a type and an offset.
+    if count == 0 || count > (cursor.left() / 32) as u64 {
+        bail!(
+            CorruptFile,
+            "{file}: {count} tensors do not fit in the {} bytes after the metadata",
+            cursor.left()
+        );
+    }
+    let mut raws = Vec::with_capacity(count as usize);
+    for number in 0..count {
+        let name = text(cursor, "a tensor name")
+            .map_err(|e| e.within(format_args!("tensor {number} of {count}")))?;
+        let raw = tensor(cursor, name, alignment)
+            .map_err(|e| e.within(format_args!("{file}: tensor {number} of {count}")))?;
+        raws.push(raw);
+    }
+    let header_end = cursor.position();
+    let data_start = header_end
+        .checked_next_multiple_of(alignment)
+        .ok_or_else(|| err!(CorruptFile, "{file}: the header is too long"))?;
+    let file_len = header_end + cursor.left();
+    for raw in &mut raws {
+        let range = &mut raw.span.range;
+        let end = range.end.checked_add(data_start);
+        match end.filter(|&end| end <= file_len) {
+            Some(end) => *range = range.start + data_start..end,
+            None => bail!(
+                CorruptFile,
+                "{file}: '{}': its {} bytes at offset {} of the data end past the file's {file_len} bytes",
+                raw.key,
+                range.len(),
+                range.start
+            ),
+        }
+    }
+    let mut names = std::collections::HashSet::with_capacity(raws.len());
+    if let Some(twice) = raws.iter().find(|r| !names.insert(r.key.as_str())) {
+        bail!(
+            CorruptFile,
+            "{file}: the tensor '{}' stands twice",
+            twice.key
+        );
+    }
+    let mut by_start: Vec<&Raw> = raws.iter().collect();
+    by_start.sort_by_key(|r| r.span.range.start);
+    if let Some(pair) = by_start
+        .windows(2)
+        .find(|p| p[0].span.range.end > p[1].span.range.start)
+    {
+        bail!(
+            CorruptFile,
+            "{file}: the data of '{}' and '{}' overlap",
+            pair[0].key,
+            pair[1].key
+        );
+    }
+    Ok(raws)
+}
+
+/// One line of the tensor directory. The span is relative to the start of the data until the directory has been read.
+fn tensor(cursor: &mut Cursor<'_>, name: String, alignment: usize) -> Result<Raw> {
+    let ndim = cursor.u32("the number of dimensions")?;
+    if ndim == 0 || ndim > MAX_DIMS {
+        bail!(
+            CorruptFile,
+            "'{name}': it has {ndim} dimensions; 1 to {MAX_DIMS} are possible"
+        );
+    }
+    let mut shape = Vec::with_capacity(ndim as usize);
+    let mut elements = 1usize;
+    for d in 0..ndim {
+        let dim = cursor.u64("a dimension")?;
+        let size = usize::try_from(dim)
+            .ok()
+            .filter(|&s| s > 0)
+            .ok_or_else(|| err!(CorruptFile, "'{name}': dimension {d} is {}", dim as i64))?;
+        elements = elements.checked_mul(size).ok_or_else(|| {
+            err!(
+                CorruptFile,
+                "'{name}': its dimensions overflow the size of memory"
+            )
+        })?;
+        shape.push(size);
+    }
+    // GGUF lists the innermost dimension first.
+    shape.reverse();
+    let code = cursor.u32("the tensor type")?;
+    let Some((encoding, block, block_bytes)) = blocks::encoding(code) else {
+        bail!(
+            Unsupported,
+            "'{name}': its type {code} ({}) is not supported",
+            blocks::unsupported_name(code)
+        );
+    };
+    let cols = shape.last().copied().unwrap_or(1);
+    if !cols.is_multiple_of(block) {
+        bail!(
+            CorruptFile,
+            "'{name}': its rows of {cols} elements are not whole {encoding} blocks of {block}"
+        );
+    }
+    let bytes = (elements / block)
+        .checked_mul(block_bytes)
+        .ok_or_else(|| err!(CorruptFile, "'{name}': its size overflows"))?;
+    let offset = cursor.u64("the data offset")?;
+    let range = usize::try_from(offset)
+        .ok()
+        .and_then(|start| Some(start..start.checked_add(bytes)?))
+        .ok_or_else(|| err!(CorruptFile, "'{name}': its data offset is {offset}"))?;
+    if !range.start.is_multiple_of(alignment) {
+        bail!(
+            CorruptFile,
+            "'{name}': its data offset {offset} is not a multiple of the alignment {alignment}"
+        );
+    }
+    Ok(Raw {
+        key: name,
+        type_code: code,
+        encoding,
+        shape,
+        span: Span { source: 0, range },
+    })
+}
+
+impl Pairs<'_> {
+    fn get(&self, key: &str) -> Option<&Value> {
+        self.values.get(key)
+    }
+
+    fn wrong<T>(&self, key: &str, want: &str) -> Result<T> {
+        Err(err!(
+            CorruptFile,
+            "{}: the metadata key '{key}' is not {want}",
+            self.file
+        ))
+    }
+
+    fn integer(&self, key: &str) -> Result<Option<u64>> {
+        match self.get(key) {
+            None => Ok(None),
+            Some(Value::Unsigned(u)) => Ok(Some(*u)),
+            Some(Value::Signed(i)) if *i >= 0 => Ok(Some(*i as u64)),
+            // Some converters write one number per layer where all are the same.
+            Some(Value::Integers(all)) => match all.first() {
+                Some(&first) if first >= 0 && all.iter().all(|&i| i == first) => {
+                    Ok(Some(first as u64))
+                }
+                _ => Err(err!(
+                    Unsupported,
+                    "{}: '{key}' differs between layers, which is not supported",
+                    self.file
+                )),
+            },
+            Some(_) => self.wrong(key, "a whole number"),
+        }
+    }
+
+    fn float(&self, key: &str) -> Result<Option<f64>> {
+        match self.get(key) {
+            None => Ok(None),
+            Some(Value::Float(f)) => Ok(Some(*f)),
+            Some(Value::Unsigned(u)) => Ok(Some(*u as f64)),
+            Some(Value::Signed(i)) => Ok(Some(*i as f64)),
+            Some(_) => self.wrong(key, "a number"),
+        }
+    }
+
+    fn boolean(&self, key: &str) -> Result<Option<bool>> {
+        match self.get(key) {
+            None => Ok(None),
+            Some(Value::Bool(b)) => Ok(Some(*b)),
+            Some(_) => self.wrong(key, "a truth value"),
+        }
+    }
+
+    fn text(&self, key: &str) -> Result<Option<&str>> {
+        match self.get(key) {
+            None => Ok(None),
+            Some(Value::Text(t)) => Ok(Some(t)),
+            Some(_) => self.wrong(key, "text"),
+        }
+    }
+
+    fn texts(&self, key: &str) -> Result<Option<&[String]>> {
+        match self.get(key) {
+            None => Ok(None),
+            Some(Value::Texts(t)) => Ok(Some(t)),
+            Some(_) => self.wrong(key, "a list of texts"),
+        }
+    }
+}

@@ -1,0 +1,490 @@
+//! How conventions spread one weight over several tensors, and the rules that tell them apart: `.qdata/.scale` (TorchSharp),
+//! ModelOpt, compressed-tensors, torchao, bitsandbytes NF4 and scaled float8. Works on any named tensors, so every container
+//! shares it. A convention that is only half there is an error that names the missing half, never a guess.
+
+use std::collections::HashMap;
+
+use super::source::Source;
+use super::tensors::{Nested, Nf4, Raw, Scales, Stored};
+use super::{Encoding, Entry};
+use crate::base::Result;
+use crate::base::error::{bail, err};
+use crate::base::size::round_up;
+use crate::format::nvfp4::BLOCK;
+use crate::format::swizzle;
+
+/// Logical entries in file order, and the name of the convention found (`None` when every tensor is plain).
+pub(super) struct Layout {
+    pub(super) logical: Vec<(Entry, Stored)>,
+    pub(super) convention: Option<&'static str>,
+}
+
+/// Groups `raws` into logical entries. `strict` says that a `.scale` can only be the partner of a `.qdata`, as in `.dat`.
+pub(super) fn group(sources: &[Source], raws: &[Raw], strict: bool) -> Result<Layout> {
+    let mut by_key = HashMap::with_capacity(raws.len());
+    for (i, raw) in raws.iter().enumerate() {
+        if by_key.insert(raw.key.as_str(), i).is_some() {
+            bail!(
+                CorruptFile,
+                "{}: the key '{}' stands twice",
+                sources[raw.span.source].name(),
+                raw.key
+            );
+        }
+    }
+    Grouping {
+        sources,
+        raws,
+        by_key,
+        used: vec![false; raws.len()],
+        convention: None,
+    }
+    .run(strict)
+}
+
+struct Grouping<'a> {
+    sources: &'a [Source],
+    raws: &'a [Raw],
+    by_key: HashMap<&'a str, usize>,
+    /// Tensors that already belong to an entry.
+    used: Vec<bool>,
+    convention: Option<&'static str>,
+}
+
+impl Grouping<'_> {
+    fn run(mut self, strict: bool) -> Result<Layout> {
+        let mut found: Vec<Option<(Entry, Stored)>> = Vec::with_capacity(self.raws.len());
+        for i in 0..self.raws.len() {
+            found.push(self.weight(i)?);
+        }
+        let mut logical = Vec::with_capacity(self.raws.len());
+        for (i, weight) in found.into_iter().enumerate() {
+            if let Some(weight) = weight {
+                logical.push(weight);
+            } else if !self.used[i] {
+                let raw = &self.raws[i];
+                if strict && let Some(base) = raw.key.strip_suffix(".scale") {
+                    bail!(
+                        CorruptFile,
+                        "{}: there is no '{base}.qdata' for it",
+                        self.place(i)
+                    );
+                }
+                logical.push((
+                    Entry {
+                        name: raw.key.clone(),
+                        shape: raw.shape.clone(),
+                        encoding: raw.encoding,
+                        bytes: raw.span.len() as u64,
+                    },
+                    Stored::Plain {
+                        raw: i,
+                        heads: None,
+                    },
+                ));
+            }
+        }
+        Ok(Layout {
+            logical,
+            convention: self.convention,
+        })
+    }
+
+    fn place(&self, i: usize) -> String {
+        let raw = &self.raws[i];
+        format!("{}: '{}'", self.sources[raw.span.source].name(), raw.key)
+    }
+
+    fn get(&self, key: &str) -> Option<usize> {
+        self.by_key.get(key).copied()
+    }
+
+    /// The tensor `key`, which `i` cannot do without.
+    fn partner(&self, i: usize, key: &str) -> Result<usize> {
+        self.get(key)
+            .ok_or_else(|| err!(CorruptFile, "{}: there is no '{key}' for it", self.place(i)))
+    }
+
+    fn bytes(&self, i: usize) -> &[u8] {
+        let span = &self.raws[i].span;
+        &self.sources[span.source].bytes()[span.range.clone()]
+    }
+
+    /// The entry whose values tensor `i` holds, if it is the values tensor of a convention.
+    fn weight(&mut self, i: usize) -> Result<Option<(Entry, Stored)>> {
+        let key = self.raws[i].key.as_str();
+        if let Some(base) = key.strip_suffix(".qdata") {
+            let scales = self.partner(i, &format!("{base}.scale"))?;
+            let name = if base.ends_with(".weight") {
+                base.to_owned()
+            } else {
+                format!("{base}.weight")
+            };
+            return self.nvfp4(name, "dat", i, scales, None, 1.0).map(Some);
+        }
+        if let Some(module) = key.strip_suffix(".weight_packed") {
+            let scales = self.partner(i, &format!("{module}.weight_scale"))?;
+            let divisor = self.partner(i, &format!("{module}.weight_global_scale"))?;
+            let global = self.reciprocal(divisor)?;
+            let name = format!("{module}.weight");
+            return self
+                .nvfp4(name, "compressed-tensors", i, scales, Some(divisor), global)
+                .map(Some);
+        }
+        if let Some(module) = key.strip_suffix("._weight_qdata") {
+            let scales = self.partner(i, &format!("{module}._weight_scale"))?;
+            let multiplier = self.get(&format!("{module}._weight_per_tensor_scale"));
+            let global = multiplier.map_or(Ok(1.0), |m| self.multiplier(m))?;
+            let name = format!("{module}.weight");
+            return self
+                .nvfp4(name, "torchao", i, scales, multiplier, global)
+                .map(Some);
+        }
+        let Some(module) = key.strip_suffix(".weight") else {
+            return Ok(None);
+        };
+        if self.get(&format!("{key}.absmax")).is_some() {
+            return self.nf4(i).map(Some);
+        }
+        let Some(scales) = self.get(&format!("{module}.weight_scale")) else {
+            return Ok(None);
+        };
+        for other in ["pre_quant_scale", "svdquant_lora_a"] {
+            if let Some(other) = self.get(&format!("{module}.{other}")) {
+                bail!(
+                    Unsupported,
+                    "{}: weights that need their inputs changed first are not supported; export the model as plain NVFP4",
+                    self.place(other)
+                );
+            }
+        }
+        let name = key.to_owned();
+        match self.raws[i].encoding {
+            Encoding::U8 => {
+                let multiplier = self.partner(i, &format!("{module}.weight_scale_2"))?;
+                let global = self.multiplier(multiplier)?;
+                self.nvfp4(name, "modelopt", i, scales, Some(multiplier), global)
+                    .map(Some)
+            }
+            Encoding::F8E4M3 => self.scaled_f8(name, i, scales).map(Some),
+            _ => Ok(None),
+        }
+    }
+
+    fn nvfp4(
+        &mut self,
+        name: String,
+        convention: &'static str,
+        codes: usize,
+        scales: usize,
+        global_raw: Option<usize>,
+        global: f32,
+    ) -> Result<(Entry, Stored)> {
+        let (raw, scale_raw) = (&self.raws[codes], &self.raws[scales]);
+        if !raw.is_bytes() {
+            bail!(
+                CorruptFile,
+                "{}: packed 4-bit codes are bytes, not {}",
+                self.place(codes),
+                raw.encoding
+            );
+        }
+        let Some((&packed, leading)) = raw.shape.split_last().filter(|(_, l)| !l.is_empty()) else {
+            bail!(
+                CorruptFile,
+                "{}: packed 4-bit codes have at least two dimensions, not shape {:?}",
+                self.place(codes),
+                raw.shape
+            );
+        };
+        // The span holds `packed` bytes, so doubling cannot pass 64 bits.
+        let cols = packed * 2;
+        if cols % BLOCK != 0 {
+            bail!(
+                CorruptFile,
+                "{}: K = {cols} is not a multiple of {BLOCK}",
+                self.place(codes)
+            );
+        }
+        let rows: usize = leading.iter().product();
+        let blocks = cols / BLOCK;
+        let linear: Vec<usize> = leading.iter().copied().chain([blocks]).collect();
+        let tiled = [round_up(rows, 128) / 4, round_up(blocks, 4) * 4];
+        let form = if scale_raw.shape == linear {
+            match scale_raw.encoding {
+                Encoding::F16 if convention == "dat" => Scales::F16,
+                Encoding::F32 if convention == "dat" => Scales::F32,
+                _ => Scales::Linear,
+            }
+        } else if convention == "torchao"
+            && scale_raw.shape == tiled
+            && scale_raw.elements() == swizzle::len(rows, blocks)?
+        {
+            Scales::Swizzled
+        } else {
+            bail!(
+                CorruptFile,
+                "{}: its shape is {:?}, but codes of shape {:?} take scales of shape {linear:?}",
+                self.place(scales),
+                scale_raw.shape,
+                raw.shape
+            );
+        };
+        if matches!(form, Scales::Linear | Scales::Swizzled) && !scale_raw.is_bytes() {
+            bail!(
+                CorruptFile,
+                "{}: block scales are e4m3 bytes, not {}",
+                self.place(scales),
+                scale_raw.encoding
+            );
+        }
+        let also: Vec<usize> = global_raw.into_iter().collect();
+        let mut bytes = 0;
+        for &i in [codes, scales].iter().chain(&also) {
+            self.used[i] = true;
+            bytes += self.raws[i].span.len() as u64;
+        }
+        self.convention.get_or_insert(convention);
+        let shape = leading.iter().copied().chain([cols]).collect();
+        Ok((
+            Entry {
+                name,
+                shape,
+                encoding: Encoding::Nvfp4,
+                bytes,
+            },
+            Stored::Nvfp4 {
+                codes,
+                scales,
+                form,
+                global,
+                also,
+            },
+        ))
+    }
+
+    /// The one value of a global scale tensor.
+    fn scalar(&self, i: usize) -> Result<f32> {
+        let raw = &self.raws[i];
+        if raw.encoding != Encoding::F32 {
+            bail!(
+                CorruptFile,
+                "{}: a global scale is F32, not {}",
+                self.place(i),
+                raw.encoding
+            );
+        }
+        if raw.elements() != 1 {
+            bail!(
+                Unsupported,
+                "{}: its shape is {:?}; only one global scale per tensor is supported",
+                self.place(i),
+                raw.shape
+            );
+        }
+        let values = f32s(self.bytes(i));
+        Ok(values[0])
+    }
+
+    fn multiplier(&self, i: usize) -> Result<f32> {
+        let value = self.scalar(i)?;
+        if !(value.is_finite() && value >= 0.0) {
+            bail!(
+                CorruptFile,
+                "{}: the global scale is {value}; it is a finite multiplier, not negative",
+                self.place(i)
+            );
+        }
+        Ok(value)
+    }
+
+    fn reciprocal(&self, i: usize) -> Result<f32> {
+        let divisor = self.scalar(i)?;
+        let multiplier = 1.0 / divisor;
+        if !(divisor.is_finite() && divisor > 0.0 && multiplier.is_finite()) {
+            bail!(
+                CorruptFile,
+                "{}: the global scale is {divisor}; it is a finite divisor above zero",
+                self.place(i)
+            );
+        }
+        Ok(multiplier)
+    }
+
+    fn scaled_f8(&mut self, name: String, i: usize, scales: usize) -> Result<(Entry, Stored)> {
+        let (raw, scale_raw) = (&self.raws[i], &self.raws[scales]);
+        let rows: usize = raw.shape[..raw.shape.len().saturating_sub(1)]
+            .iter()
+            .product();
+        let per_row = scale_raw.shape == [rows] || scale_raw.shape == [rows, 1];
+        if !(scale_raw.elements() == 1 || per_row) {
+            bail!(
+                Unsupported,
+                "{}: its shape is {:?}; float8 weights take one scale, or one per row",
+                self.place(scales),
+                scale_raw.shape
+            );
+        }
+        let multipliers = match scale_raw.encoding {
+            Encoding::F32 => f32s(self.bytes(scales)),
+            Encoding::BF16 => self
+                .bytes(scales)
+                .as_chunks::<2>()
+                .0
+                .iter()
+                .map(|b| f32::from_bits(u32::from(u16::from_le_bytes(*b)) << 16))
+                .collect(),
+            other => bail!(
+                Unsupported,
+                "{}: scales of float8 weights are F32 or BF16, not {other}",
+                self.place(scales)
+            ),
+        };
+        self.used[i] = true;
+        self.used[scales] = true;
+        Ok((
+            Entry {
+                name,
+                shape: raw.shape.clone(),
+                encoding: Encoding::F8E4M3,
+                bytes: (raw.span.len() + scale_raw.span.len()) as u64,
+            },
+            Stored::ScaledF8 {
+                raw: i,
+                scales,
+                multipliers,
+            },
+        ))
+    }
+
+    fn nf4(&mut self, i: usize) -> Result<(Entry, Stored)> {
+        let key = &self.raws[i].key;
+        let absmax = self.partner(i, &format!("{key}.absmax"))?;
+        let quant_map = self.partner(i, &format!("{key}.quant_map"))?;
+        if let Some(fp4) = self.get(&format!("{key}.quant_state.bitsandbytes__fp4")) {
+            bail!(
+                Unsupported,
+                "{}: the FP4 type of bitsandbytes is not supported; NF4 is",
+                self.place(fp4)
+            );
+        }
+        let state_raw = self.partner(i, &format!("{key}.quant_state.bitsandbytes__nf4"))?;
+        let state: QuantState = serde_json::from_slice(self.bytes(state_raw))
+            .map_err(|e| err!(CorruptFile, "{}: {e}", self.place(state_raw)))?;
+        let elements = state
+            .shape
+            .iter()
+            .try_fold(1usize, |n, &d| n.checked_mul(d))
+            .filter(|&n| n > 0 && n.div_ceil(2) == self.raws[i].span.len())
+            .ok_or_else(|| {
+                err!(
+                    CorruptFile,
+                    "{}: {} bytes of 4-bit codes do not hold shape {:?}",
+                    self.place(i),
+                    self.raws[i].span.len(),
+                    state.shape
+                )
+            })?;
+        if state.blocksize == 0 {
+            bail!(CorruptFile, "{}: blocksize is 0", self.place(state_raw));
+        }
+        let table = self.table(quant_map)?;
+        let blocks = elements.div_ceil(state.blocksize);
+        let mut also = vec![quant_map, state_raw];
+        let nested_absmax = self.get(&format!("{key}.nested_absmax"));
+        let nested = match nested_absmax {
+            None => {
+                self.expect(absmax, Encoding::F32, blocks)?;
+                None
+            }
+            Some(nested_absmax) => {
+                let nested_map = self.partner(i, &format!("{key}.nested_quant_map"))?;
+                let (Some(block), Some(offset)) = (state.nested_blocksize, state.nested_offset)
+                else {
+                    bail!(
+                        CorruptFile,
+                        "{}: it lacks nested_blocksize or nested_offset",
+                        self.place(state_raw)
+                    );
+                };
+                if block == 0 {
+                    bail!(
+                        CorruptFile,
+                        "{}: nested_blocksize is 0",
+                        self.place(state_raw)
+                    );
+                }
+                self.expect(absmax, Encoding::U8, blocks)?;
+                self.expect(nested_absmax, Encoding::F32, blocks.div_ceil(block))?;
+                also.extend([nested_absmax, nested_map]);
+                Some(Nested {
+                    absmax: f32s(self.bytes(nested_absmax)),
+                    table: Box::new(self.table(nested_map)?),
+                    block,
+                    offset,
+                })
+            }
+        };
+        let mut bytes = 0;
+        for &used in [i, absmax].iter().chain(&also) {
+            self.used[used] = true;
+            bytes += self.raws[used].span.len() as u64;
+        }
+        self.convention.get_or_insert("bitsandbytes");
+        Ok((
+            Entry {
+                name: key.clone(),
+                shape: state.shape,
+                encoding: Encoding::Nf4,
+                bytes,
+            },
+            Stored::Nf4(Box::new(Nf4 {
+                codes: i,
+                absmax,
+                block: state.blocksize,
+                table,
+                nested,
+                also,
+            })),
+        ))
+    }
+
+    fn expect(&self, i: usize, encoding: Encoding, elements: usize) -> Result<()> {
+        let raw = &self.raws[i];
+        if raw.encoding != encoding || raw.elements() != elements {
+            bail!(
+                CorruptFile,
+                "{}: it is {} of shape {:?}, where {elements} elements of {encoding} are needed",
+                self.place(i),
+                raw.encoding,
+                raw.shape
+            );
+        }
+        Ok(())
+    }
+
+    fn table<const N: usize>(&self, i: usize) -> Result<[f32; N]> {
+        self.expect(i, Encoding::F32, N)?;
+        let mut table = [0.0; N];
+        table.copy_from_slice(&f32s(self.bytes(i)));
+        Ok(table)
+    }
+}
+
+/// The JSON that bitsandbytes stores beside an NF4 weight.
+#[derive(serde::Deserialize)]
+struct QuantState {
+    blocksize: usize,
+    shape: Vec<usize>,
+    nested_blocksize: Option<usize>,
+    nested_offset: Option<f32>,
+}
+
+fn f32s(bytes: &[u8]) -> Vec<f32> {
+    bytes
+        .as_chunks::<4>()
+        .0
+        .iter()
+        .map(|b| f32::from_le_bytes(*b))
+        .collect()
+}

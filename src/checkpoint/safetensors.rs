@@ -1,0 +1,259 @@
+//! Reads safetensors: one file, or several behind an index. The header is parsed here rather than by the `safetensors` crate
+//! because duplicate keys must be found and messages must name the tensor. Which tensors belong together is `layout`'s.
+
+use std::fmt;
+use std::path::{Component, Path};
+
+use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};
+
+use super::layout;
+use super::source::{Cursor, Source, Span};
+use super::tensors::{Raw, Tensors};
+use super::{Encoding, Metadata};
+use crate::base::error::{Error, bail, err};
+use crate::base::{Result, size};
+
+/// The header length that the format's own implementation allows.
+const MAX_HEADER: u64 = 100_000_000;
+
+/// Whether `bytes` starts like a safetensors file: a plausible header length, then a JSON object.
+pub(super) fn recognises(bytes: &[u8]) -> bool {
+    match bytes.first_chunk::<8>() {
+        Some(len) => {
+            let len = u64::from_le_bytes(*len);
+            (2..=MAX_HEADER).contains(&len) && bytes.get(8) == Some(&b'{')
+        }
+        None => false,
+    }
+}
+
+pub(super) fn open(source: Source, metadata: Metadata) -> Result<Tensors> {
+    let raws = tensors(&source, 0)?;
+    assemble(vec![source], raws, metadata)
+}
+
+/// Opens the shards that the index at `path` names; they lie in `directory`.
+pub(super) fn open_index(path: &Path, directory: &Path, metadata: Metadata) -> Result<Tensors> {
+    let name = path.display();
+    let text = std::fs::read(path).map_err(|e| Error::io(format_args!("reading {name}"), e))?;
+    let index: Index =
+        serde_json::from_slice(&text).map_err(|e| err!(CorruptFile, "{name}: {e}"))?;
+    let mut shards: Vec<&str> = index.weight_map.0.iter().map(|(_, f)| f.as_str()).collect();
+    shards.sort_unstable();
+    shards.dedup();
+    if shards.is_empty() {
+        bail!(CorruptFile, "{name}: its weight_map is empty");
+    }
+    let mut sources = Vec::with_capacity(shards.len());
+    let mut raws = Vec::with_capacity(index.weight_map.0.len());
+    for (i, shard) in shards.iter().enumerate() {
+        let mut parts = Path::new(shard).components();
+        if !matches!(
+            (parts.next(), parts.next()),
+            (Some(Component::Normal(_)), None)
+        ) {
+            bail!(
+                CorruptFile,
+                "{name}: the shard '{shard}' is not a file name in the same directory"
+            );
+        }
+        let source = Source::map(&directory.join(shard))?;
+        raws.extend(tensors(&source, i)?);
+        sources.push(source);
+    }
+    let held: std::collections::HashMap<&str, usize> = raws
+        .iter()
+        .map(|r| (r.key.as_str(), r.span.source))
+        .collect();
+    let missing: Vec<&str> = index
+        .weight_map
+        .0
+        .iter()
+        .filter(|(key, file)| held.get(key.as_str()).is_none_or(|&s| shards[s] != file))
+        .map(|(key, _)| key.as_str())
+        .collect();
+    if !missing.is_empty() {
+        bail!(
+            CorruptFile,
+            "{name}: {} tensors are not in the shard it names for them: {}",
+            missing.len(),
+            missing.join(", ")
+        );
+    }
+    assemble(sources, raws, metadata)
+}
+
+fn assemble(sources: Vec<Source>, raws: Vec<Raw>, metadata: Metadata) -> Result<Tensors> {
+    let layout = layout::group(&sources, &raws, false)?;
+    let format = match layout.convention {
+        None | Some("dat") => "safetensors",
+        Some(convention) => convention,
+    };
+    Tensors::new(format, sources, raws, layout.logical, metadata)
+}
+
+fn tensors(source: &Source, number: usize) -> Result<Vec<Raw>> {
+    let file = source.name();
+    let mut cursor = Cursor::new(source);
+    let header_len = cursor.u64("the header length")?;
+    if header_len > MAX_HEADER {
+        bail!(
+            CorruptFile,
+            "{file}: its header claims {header_len} bytes; at most {MAX_HEADER} are allowed"
+        );
+    }
+    let header = cursor.text(header_len, "the header")?;
+    let header: Map<Item> =
+        serde_json::from_str(header).map_err(|e| err!(CorruptFile, "{file}: header: {e}"))?;
+    let data_start = cursor.position();
+    let data_len = cursor.left();
+    let mut raws = Vec::with_capacity(header.0.len());
+    for (key, item) in header.0 {
+        if key == "__metadata__" {
+            continue;
+        }
+        let place = format!("{file}: '{key}'");
+        let Item::Tensor {
+            dtype,
+            shape,
+            data_offsets: [start, end],
+        } = item
+        else {
+            bail!(
+                CorruptFile,
+                "{place}: it takes dtype, shape and data_offsets"
+            );
+        };
+        let Some(encoding) = encoding(&dtype) else {
+            bail!(
+                Unsupported,
+                "{place}: dtype '{dtype}' is not supported; F64, F32, F16, BF16, F8_E4M3, I64, I32, I16, I8, U8 and BOOL are"
+            );
+        };
+        if shape.contains(&0) {
+            bail!(CorruptFile, "{place}: a dimension of {shape:?} is 0");
+        }
+        let width = encoding.element_bytes().unwrap_or(1);
+        let bytes = size::product(&place, &shape)
+            .and_then(|n| size::product(&place, &[n, width]))
+            .map_err(|e| err!(CorruptFile, "{e}"))?;
+        if start > end || end > data_len {
+            bail!(
+                CorruptFile,
+                "{place}: data_offsets [{start}, {end}] are not within the {data_len} bytes of data"
+            );
+        }
+        if end - start != bytes {
+            bail!(
+                CorruptFile,
+                "{place}: {dtype} of shape {shape:?} takes {bytes} bytes, but data_offsets [{start}, {end}] span {}",
+                end - start
+            );
+        }
+        raws.push(Raw {
+            key,
+            type_code: 0,
+            encoding,
+            shape,
+            span: Span {
+                source: number,
+                range: data_start + start..data_start + end,
+            },
+        });
+    }
+    raws.sort_by_key(|r| r.span.range.start);
+    let mut expected = data_start;
+    for raw in &raws {
+        if raw.span.range.start != expected {
+            bail!(
+                CorruptFile,
+                "{file}: '{}': its data starts at {}, but the tensor before it ends at {}",
+                raw.key,
+                raw.span.range.start - data_start,
+                expected - data_start
+            );
+        }
+        expected = raw.span.range.end;
+    }
+    if expected != data_start + data_len {
+        bail!(
+            CorruptFile,
+            "{file}: {} bytes follow the last tensor",
+            data_start + data_len - expected
+        );
+    }
+    Ok(raws)
+}
+
+fn encoding(dtype: &str) -> Option<Encoding> {
+    Some(match dtype {
+        "F64" => Encoding::F64,
+        "F32" => Encoding::F32,
+        "F16" => Encoding::F16,
+        "BF16" => Encoding::BF16,
+        "F8_E4M3" => Encoding::F8E4M3,
+        "I64" => Encoding::I64,
+        "I32" => Encoding::I32,
+        "I16" => Encoding::I16,
+        "I8" => Encoding::I8,
+        "U8" => Encoding::U8,
+        "BOOL" => Encoding::Bool,
+        _ => return None,
+    })
+}
+
+/// The name of a dense encoding in a header.
+pub(super) fn dtype(encoding: Encoding) -> Option<&'static str> {
+    encoding.element_bytes().map(|_| encoding.name())
+}
+
+#[derive(serde::Deserialize)]
+struct Index {
+    weight_map: Map<String>,
+}
+
+/// A value of the header: a tensor, or the free-form `__metadata__`.
+#[derive(serde::Deserialize)]
+#[serde(untagged)]
+enum Item {
+    Tensor {
+        dtype: String,
+        shape: Vec<usize>,
+        data_offsets: [usize; 2],
+    },
+    Other(serde::de::IgnoredAny),
+}
+
+/// A JSON object in file order that refuses a key standing twice.
+struct Map<T>(Vec<(String, T)>);
+
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for Map<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        struct InOrder<T>(std::marker::PhantomData<T>);
+        impl<'de, T: Deserialize<'de>> Visitor<'de> for InOrder<T> {
+            type Value = Map<T>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a JSON object")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(
+                self,
+                mut map: A,
+            ) -> std::result::Result<Map<T>, A::Error> {
+                let mut items = Vec::new();
+                let mut seen = std::collections::HashSet::new();
+                while let Some(key) = map.next_key::<String>()? {
+                    if !seen.insert(key.clone()) {
+                        return Err(serde::de::Error::custom(format_args!(
+                            "the key '{key}' stands twice"
+                        )));
+                    }
+                    items.push((key, map.next_value()?));
+                }
+                Ok(Map(items))
+            }
+        }
+        deserializer.deserialize_map(InOrder(std::marker::PhantomData))
+    }
+}

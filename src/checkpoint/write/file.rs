@@ -1,0 +1,144 @@
+//! A file that appears whole or not at all: written under a temporary name beside its place, synced, then renamed.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use crate::base::Result;
+use crate::base::error::{Error, bail};
+
+/// A file not yet in its place. Dropping it uncommitted removes it.
+pub(super) struct Temporary {
+    file: File,
+    temporary: PathBuf,
+    place: PathBuf,
+    /// Whether it is in its place or gone, so that nothing is left to remove.
+    settled: bool,
+}
+
+impl Temporary {
+    /// Creates the temporary file for `place` with `len` bytes of space reserved, so that a disk that is too small is found
+    /// out before the work rather than after it.
+    pub(super) fn create(place: &Path, len: u64) -> Result<Self> {
+        let Some(name) = place.file_name().filter(|_| !place.is_dir()) else {
+            bail!(
+                InvalidArgument,
+                "{} is not a place for a file",
+                place.display()
+            );
+        };
+        let mut attempt = 0;
+        loop {
+            let temporary = place.with_file_name(format!(
+                ".{}.{}-{attempt}.partial",
+                name.display(),
+                std::process::id()
+            ));
+            match OpenOptions::new()
+                .write(true)
+                .create_new(true)
+                .open(&temporary)
+            {
+                Ok(file) => {
+                    let new = Temporary {
+                        file,
+                        temporary,
+                        place: place.to_owned(),
+                        settled: false,
+                    };
+                    new.reserve(len)?;
+                    return Ok(new);
+                }
+                Err(e) if e.kind() == io::ErrorKind::AlreadyExists && attempt < 1000 => {
+                    attempt += 1;
+                }
+                Err(e) => {
+                    return Err(Error::io(
+                        format_args!("creating {}", temporary.display()),
+                        e,
+                    ));
+                }
+            }
+        }
+    }
+
+    /// The error of an action on this file, under the name it is to have.
+    fn failed(&self, action: &str, error: io::Error) -> Error {
+        Error::io(format_args!("{action} {}", self.place.display()), error)
+    }
+
+    fn reserve(&self, len: u64) -> Result<()> {
+        if len == 0 {
+            return Ok(());
+        }
+        #[cfg(target_os = "linux")]
+        {
+            use std::os::fd::AsRawFd;
+            let Ok(wanted) = i64::try_from(len) else {
+                bail!(
+                    InvalidArgument,
+                    "{} would take {len} bytes",
+                    self.place.display()
+                );
+            };
+            // SAFETY: the descriptor is open for as long as `self.file`; the call takes no pointers.
+            if unsafe { libc::fallocate(self.file.as_raw_fd(), 0, 0, wanted) } == 0 {
+                return Ok(());
+            }
+            let error = io::Error::last_os_error();
+            // File systems that cannot reserve say so; on those a full disk is found out when it is full.
+            if error.raw_os_error() != Some(libc::EOPNOTSUPP) {
+                return Err(self.failed("reserving space for", error));
+            }
+        }
+        self.file
+            .set_len(len)
+            .map_err(|e| self.failed("reserving space for", e))
+    }
+
+    pub(super) fn write_at(&self, bytes: &[u8], offset: u64) -> Result<()> {
+        self.file
+            .write_all_at(bytes, offset)
+            .map_err(|e| self.failed("writing", e))
+    }
+
+    pub(super) fn sync(&self) -> Result<()> {
+        self.file.sync_all().map_err(|e| self.failed("syncing", e))
+    }
+
+    /// Puts the file in its place. It must have been synced.
+    pub(super) fn commit(&mut self) -> Result<()> {
+        std::fs::rename(&self.temporary, &self.place).map_err(|e| self.failed("renaming to", e))?;
+        self.settled = true;
+        let directory = match self.place.parent() {
+            Some(parent) if !parent.as_os_str().is_empty() => parent,
+            _ => Path::new("."),
+        };
+        File::open(directory)
+            .and_then(|d| d.sync_all())
+            .map_err(|e| self.failed("syncing the directory of", e))
+    }
+
+    /// Removes the file unless it is in its place.
+    pub(super) fn discard(&mut self) {
+        if !std::mem::replace(&mut self.settled, true) {
+            // Nothing better can be done with a failure here; the error that led here is already on its way.
+            let _ = std::fs::remove_file(&self.temporary);
+        }
+    }
+}
+
+impl Drop for Temporary {
+    fn drop(&mut self) {
+        self.discard();
+    }
+}
+
+/// Writes a small file in one go, but does not put it in its place yet.
+pub(super) fn stage(place: &Path, content: &[u8]) -> Result<Temporary> {
+    let file = Temporary::create(place, 0)?;
+    file.write_at(content, 0)?;
+    file.sync()?;
+    Ok(file)
+}

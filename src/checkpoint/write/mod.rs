@@ -1,0 +1,418 @@
+//! Writers: a plan fixes every tensor's place first, then tensors are written in plan order, a run of rows at a time, into a
+//! temporary file that replaces the old one only when it is complete and synced.
+
+mod dat;
+mod file;
+mod modelopt;
+
+use std::path::Path;
+
+use half::{bf16, f16};
+
+use super::companion::TOKENIZER_FILES;
+use super::{Checkpoint, Encoding, Entry, Metadata, TokenizerSource};
+use crate::base::error::{Error, bail, err};
+use crate::base::{Result, size};
+use crate::format::nvfp4::BLOCK;
+use file::Temporary;
+
+pub use dat::DatWriter;
+pub use modelopt::ModelOptWriter;
+
+/// A tensor to be written.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Planned {
+    /// Its Hugging Face name.
+    pub name: String,
+    /// Its logical shape, outermost dimension first.
+    pub shape: Vec<usize>,
+    /// [`Encoding::Nvfp4`] or a dense encoding.
+    pub encoding: Encoding,
+}
+
+impl From<&Entry> for Planned {
+    fn from(entry: &Entry) -> Self {
+        Planned {
+            name: entry.name.clone(),
+            shape: entry.shape.clone(),
+            encoding: entry.encoding,
+        }
+    }
+}
+
+/// Writes the tensors of a plan, in its order. Dropping a writer that has not finished removes what it wrote and leaves an
+/// older file as it was.
+pub trait Writer: Send {
+    /// Starts the next planned tensor, which must be `name`. `global` is the multiplier of an NVFP4 tensor, 1.0 for others.
+    fn begin(&mut self, name: &str, global: f32) -> Result<()>;
+
+    /// Appends values to a dense tensor, converting them to the planned float encoding.
+    fn values(&mut self, values: &[f32]) -> Result<()>;
+
+    /// Appends stored bytes to a dense tensor.
+    fn raw(&mut self, bytes: &[u8]) -> Result<()>;
+
+    /// Appends whole rows to an NVFP4 tensor: codes with the even column in the low nibble, and linear e4m3 scales.
+    fn nvfp4(&mut self, codes: &[u8], scales: &[u8]) -> Result<()>;
+
+    /// Writes the next planned tensor from `entry` of `source`, a run of rows at a time: NVFP4 stays NVFP4, the rest keeps its
+    /// bytes where the plan has its encoding and is converted to F32, F16 or BF16 otherwise.
+    fn copy(&mut self, source: &dyn Checkpoint, entry: &Entry) -> Result<()>;
+
+    /// Completes the file: checks that every planned tensor is whole, syncs, and puts it in its place.
+    fn finish(self: Box<Self>) -> Result<()>;
+}
+
+/// Where one planned tensor goes. `at` is the position in the file of the values or codes, `scales_at` of block scales.
+struct Slot {
+    name: String,
+    encoding: Encoding,
+    at: u64,
+    bytes: u64,
+    scales_at: u64,
+    scale_bytes: u64,
+    /// Where an NVFP4 tensor's multiplier goes, if the format has one.
+    global_at: Option<u64>,
+}
+
+/// The state that every writer shares: the temporary file and how far the current tensor is.
+struct Progress {
+    file: Temporary,
+    slots: Vec<Slot>,
+    /// Tensors begun so far; the last of them is the current one.
+    begun: usize,
+    written: u64,
+    scales_written: u64,
+}
+
+/// Bytes of codes (or dense values) and of block scales that a planned tensor takes.
+fn sizes(planned: &Planned) -> Result<(u64, u64)> {
+    let name = &planned.name;
+    if planned.shape.contains(&0) {
+        bail!(
+            InvalidArgument,
+            "'{name}': a dimension of {:?} is 0",
+            planned.shape
+        );
+    }
+    let elements = size::product(name, &planned.shape)?;
+    if let Some(width) = planned.encoding.element_bytes() {
+        return Ok((size::product(name, &[elements, width])? as u64, 0));
+    }
+    let cols = planned.shape.last().copied().unwrap_or(1);
+    match planned.encoding {
+        Encoding::Nvfp4 if planned.shape.len() < 2 => bail!(
+            InvalidArgument,
+            "'{name}': NVFP4 tensors have at least two dimensions, not shape {:?}",
+            planned.shape
+        ),
+        Encoding::Nvfp4 if !cols.is_multiple_of(BLOCK) => bail!(
+            InvalidArgument,
+            "'{name}': K = {cols} is not a multiple of {BLOCK}"
+        ),
+        Encoding::Nvfp4 => Ok(((elements / 2) as u64, (elements / BLOCK) as u64)),
+        other => bail!(
+            Unsupported,
+            "'{name}': {other} cannot be written; NVFP4 and the dense encodings can"
+        ),
+    }
+}
+
+/// Refuses plans that name a tensor twice.
+fn check_names(plan: &[Planned]) -> Result<()> {
+    let mut seen = std::collections::HashSet::with_capacity(plan.len());
+    if plan.is_empty() {
+        bail!(InvalidArgument, "the plan has no tensors");
+    }
+    match plan.iter().find(|p| !seen.insert(p.name.as_str())) {
+        Some(twice) => Err(err!(
+            InvalidArgument,
+            "the plan names '{}' twice",
+            twice.name
+        )),
+        None => Ok(()),
+    }
+}
+
+impl Progress {
+    fn new(file: Temporary, slots: Vec<Slot>) -> Self {
+        Progress {
+            file,
+            slots,
+            begun: 0,
+            written: 0,
+            scales_written: 0,
+        }
+    }
+
+    fn check_whole(&self) -> Result<()> {
+        let Some(slot) = self.begun.checked_sub(1).map(|i| &self.slots[i]) else {
+            return Ok(());
+        };
+        if self.written != slot.bytes || self.scales_written != slot.scale_bytes {
+            bail!(
+                InvalidArgument,
+                "'{}' is not whole: {} of {} bytes and {} of {} scales were written",
+                slot.name,
+                self.written,
+                slot.bytes,
+                self.scales_written,
+                slot.scale_bytes
+            );
+        }
+        Ok(())
+    }
+
+    fn begin(&mut self, name: &str, global: f32) -> Result<()> {
+        self.check_whole()?;
+        self.next_encoding(name)?;
+        let slot = &self.slots[self.begun];
+        match (slot.encoding, slot.global_at) {
+            (Encoding::Nvfp4, _) if !(global.is_finite() && global >= 0.0) => bail!(
+                InvalidArgument,
+                "'{name}': the global scale is {global}; it is a finite multiplier, not negative"
+            ),
+            (Encoding::Nvfp4, Some(at)) => self.file.write_at(&global.to_le_bytes(), at)?,
+            (Encoding::Nvfp4, None) if global != 1.0 => bail!(
+                InvalidArgument,
+                "'{name}': the global scale is {global}, but .dat holds none; quantize with a single-level scale"
+            ),
+            (encoding, _) if encoding != Encoding::Nvfp4 && global != 1.0 => bail!(
+                InvalidArgument,
+                "'{name}': {encoding} tensors have no global scale, and {global} was given"
+            ),
+            _ => {}
+        }
+        self.begun += 1;
+        self.written = 0;
+        self.scales_written = 0;
+        Ok(())
+    }
+
+    /// The current slot, checked to take dense data or not, as asked.
+    fn current(&self, dense: bool) -> Result<&Slot> {
+        let Some(slot) = self.begun.checked_sub(1).map(|i| &self.slots[i]) else {
+            bail!(InvalidArgument, "no tensor was begun");
+        };
+        if (slot.encoding != Encoding::Nvfp4) != dense {
+            bail!(
+                InvalidArgument,
+                "'{}' was planned as {}",
+                slot.name,
+                slot.encoding
+            );
+        }
+        Ok(slot)
+    }
+
+    fn append(&mut self, bytes: &[u8], scales: &[u8]) -> Result<()> {
+        let slot = &self.slots[self.begun - 1];
+        let (end, scales_end) = (
+            self.written + bytes.len() as u64,
+            self.scales_written + scales.len() as u64,
+        );
+        if end > slot.bytes || scales_end > slot.scale_bytes {
+            bail!(
+                InvalidArgument,
+                "'{}' takes {} bytes and {} scales; {end} and {scales_end} were given",
+                slot.name,
+                slot.bytes,
+                slot.scale_bytes
+            );
+        }
+        self.file.write_at(bytes, slot.at + self.written)?;
+        self.file
+            .write_at(scales, slot.scales_at + self.scales_written)?;
+        self.written = end;
+        self.scales_written = scales_end;
+        Ok(())
+    }
+
+    fn raw(&mut self, bytes: &[u8]) -> Result<()> {
+        self.current(true)?;
+        self.append(bytes, &[])
+    }
+
+    fn values(&mut self, values: &[f32]) -> Result<()> {
+        let slot = self.current(true)?;
+        let name = &slot.name;
+        let bytes: Vec<u8> = match slot.encoding {
+            Encoding::F32 => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
+            Encoding::BF16 => values
+                .iter()
+                .flat_map(|&v| bf16::from_f32(v).to_le_bytes())
+                .collect(),
+            Encoding::F16 => {
+                if let Some(large) = values
+                    .iter()
+                    .find(|v| v.is_finite() && f16::from_f32(**v).is_infinite())
+                {
+                    bail!(InvalidArgument, "'{name}': {large} does not fit in F16");
+                }
+                values
+                    .iter()
+                    .flat_map(|&v| f16::from_f32(v).to_le_bytes())
+                    .collect()
+            }
+            other => bail!(
+                InvalidArgument,
+                "'{name}': values are converted to F32, F16 or BF16, not {other}"
+            ),
+        };
+        self.append(&bytes, &[])
+    }
+
+    fn nvfp4(&mut self, codes: &[u8], scales: &[u8]) -> Result<()> {
+        let slot = self.current(false)?;
+        if codes.len() != scales.len() * BLOCK / 2 {
+            bail!(
+                InvalidArgument,
+                "'{}': {} code bytes take {} scales, not {}",
+                slot.name,
+                codes.len(),
+                codes.len() * 2 / BLOCK,
+                scales.len()
+            );
+        }
+        self.append(codes, scales)
+    }
+
+    /// The encoding planned for the next tensor, which must be `name`.
+    fn next_encoding(&self, name: &str) -> Result<Encoding> {
+        match self.slots.get(self.begun) {
+            Some(slot) if slot.name == name => Ok(slot.encoding),
+            Some(slot) => bail!(
+                InvalidArgument,
+                "'{name}' was begun where the plan has '{}'",
+                slot.name
+            ),
+            None => bail!(
+                InvalidArgument,
+                "'{name}' comes after all {} planned tensors",
+                self.slots.len()
+            ),
+        }
+    }
+
+    /// Checks that everything is written, and syncs; the file can then be put in its place.
+    fn check_complete(&self) -> Result<()> {
+        self.check_whole()?;
+        if let Some(next) = self.slots.get(self.begun) {
+            bail!(
+                InvalidArgument,
+                "{} of {} planned tensors were not written, the first is '{}'",
+                self.slots.len() - self.begun,
+                self.slots.len(),
+                next.name
+            );
+        }
+        self.file.sync()
+    }
+}
+
+/// Does [`Writer::copy`] with the other methods.
+fn copy_entry(
+    writer: &mut dyn Writer,
+    planned: Encoding,
+    source: &dyn Checkpoint,
+    entry: &Entry,
+) -> Result<()> {
+    if planned == Encoding::Nvfp4 {
+        writer.begin(&entry.name, source.global_scale(entry)?)?;
+    } else {
+        writer.begin(&entry.name, 1.0)?;
+    }
+    if planned == entry.encoding
+        && let Some(bytes) = source.bytes(entry)
+    {
+        return writer.raw(bytes);
+    }
+    let (all, cols) = (entry.rows(), entry.cols());
+    // About a megabyte of f32 at a time.
+    let step = ((1 << 18) / cols).clamp(1, all);
+    for first in (0..all).step_by(step) {
+        let rows = first..all.min(first + step);
+        if planned == Encoding::Nvfp4 {
+            let mut codes = vec![0; rows.len() * cols / 2];
+            let mut scales = vec![0; rows.len() * cols / BLOCK];
+            source.rows_nvfp4(entry, rows.clone(), &mut codes, &mut scales)?;
+            writer.nvfp4(&codes, &scales)?;
+        } else {
+            let mut values = vec![0.0; rows.len() * cols];
+            source.rows_f32(entry, rows.clone(), &mut values)?;
+            writer.values(&values)?;
+        }
+        source.release(entry, rows);
+    }
+    Ok(())
+}
+
+/// The config and the tokenizer's files that go with a model when it is rewritten: name and content.
+fn companion_files(metadata: &Metadata) -> Result<Vec<(String, Vec<u8>)>> {
+    let mut files = Vec::new();
+    if let TokenizerSource::Directory(directory) = &metadata.tokenizer {
+        for name in TOKENIZER_FILES {
+            let path = directory.join(name);
+            match std::fs::read(&path) {
+                Ok(content) => files.push((name.to_owned(), content)),
+                Err(e) if e.kind() == std::io::ErrorKind::NotFound => {}
+                Err(e) => return Err(Error::io(format_args!("reading {}", path.display()), e)),
+            }
+        }
+    }
+    Ok(files)
+}
+
+/// Writes the files that a `.dat` in `directory` needs beside it: `config.json` from `metadata`, its tokenizer's files, and
+/// `extra` ones, which come first where names are the same. Files that are already there must be the same; another model's
+/// are never replaced.
+pub fn write_companions(
+    directory: &Path,
+    metadata: &Metadata,
+    extra: &[(String, Vec<u8>)],
+) -> Result<()> {
+    let mut files = extra.to_vec();
+    let mut offered = companion_files(metadata)?;
+    if let Some(config) = &metadata.config {
+        let mut config = config.clone();
+        if let Some(config) = config.as_object_mut() {
+            // It described how the source was quantized.
+            config.shift_remove("quantization_config");
+        }
+        let text = serde_json::to_vec_pretty(&config)
+            .map_err(|e| err!(Internal, "writing config.json: {e}"))?;
+        offered.push(("config.json".to_owned(), text));
+    }
+    for (name, content) in offered {
+        if files.iter().all(|(taken, _)| *taken != name) {
+            files.push((name, content));
+        }
+    }
+    let mut staged = Vec::with_capacity(files.len());
+    for (name, content) in &files {
+        let path = directory.join(name);
+        match std::fs::read(&path) {
+            Ok(existing) if same_content(&existing, content) => {}
+            Ok(_) => bail!(
+                InvalidArgument,
+                "{} is already there and differs; write to another directory",
+                path.display()
+            ),
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
+                staged.push(file::stage(&path, content)?);
+            }
+            Err(e) => return Err(Error::io(format_args!("reading {}", path.display()), e)),
+        }
+    }
+    staged.iter_mut().try_for_each(Temporary::commit)
+}
+
+/// Whether two files say the same: equal bytes, or equal JSON but for how their source was quantized.
+fn same_content(a: &[u8], b: &[u8]) -> bool {
+    let json = |bytes: &[u8]| {
+        let mut value: serde_json::Value = serde_json::from_slice(bytes).ok()?;
+        value.as_object_mut()?.shift_remove("quantization_config");
+        Some(value)
+    };
+    a == b || json(a).is_some_and(|a| json(b) == Some(a))
+}

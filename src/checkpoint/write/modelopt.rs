@@ -1,0 +1,331 @@
+//! Writes a model directory in ModelOpt's NVFP4 layout: one safetensors file, `config.json` with its quantization_config,
+//! `hf_quant_config.json`, and the tokenizer's files.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::{Map, Value, json};
+
+use super::{
+    Planned, Progress, Slot, Temporary, Writer, check_names, companion_files, copy_entry, file,
+    sizes,
+};
+use crate::base::Result;
+use crate::base::error::{Error, bail, err};
+use crate::checkpoint::{Checkpoint, Encoding, Entry, Metadata, TokenizerSource, safetensors};
+use crate::format::nvfp4::BLOCK;
+
+/// Writes a ModelOpt-style directory; see [`Writer`].
+pub struct ModelOptWriter {
+    progress: Progress,
+    directory: PathBuf,
+    /// Whether this writer made the directory, which then goes away with an unfinished one.
+    made: Option<PathBuf>,
+    files: Vec<(String, Vec<u8>)>,
+}
+
+/// A tensor of the safetensors file.
+struct Item {
+    key: String,
+    dtype: &'static str,
+    width: usize,
+    shape: Vec<usize>,
+    bytes: u64,
+    tensor: usize,
+    role: Role,
+}
+
+#[derive(Clone, Copy)]
+enum Role {
+    Values,
+    Scales,
+    Global,
+}
+
+impl ModelOptWriter {
+    /// Starts a directory at `path`, which is made if need be. `metadata` is the source's: its config and tokenizer go along.
+    pub fn create(path: &Path, plan: &[Planned], metadata: &Metadata) -> Result<Self> {
+        check_names(plan)?;
+        if let TokenizerSource::Directory(source) = &metadata.tokenizer
+            && same_directory(source, path)
+        {
+            bail!(
+                InvalidArgument,
+                "{} is the directory of the model being read; name another",
+                path.display()
+            );
+        }
+        let items = items(plan)?;
+        let (header, slots, len) = layout(plan, &items)?;
+        let existed = path.is_dir();
+        std::fs::create_dir_all(path)
+            .map_err(|e| Error::io(format_args!("making {}", path.display()), e))?;
+        refuse_other_weights(path)?;
+        let made = (!existed).then(|| path.to_owned());
+        let temporary =
+            Temporary::create(&path.join("model.safetensors"), len).inspect_err(|_| {
+                if let Some(made) = &made {
+                    let _ = std::fs::remove_dir(made);
+                }
+            })?;
+        let mut writer = ModelOptWriter {
+            progress: Progress::new(temporary, slots),
+            directory: path.to_owned(),
+            made,
+            files: companion_files(metadata)?,
+        };
+        writer.progress.file.write_at(&header, 0)?;
+        writer.describe(plan, metadata)?;
+        Ok(writer)
+    }
+
+    /// Adds a small file to the directory, instead of the source's file of that name if it has one.
+    pub fn add_file(&mut self, name: &str, content: Vec<u8>) -> Result<()> {
+        if name.is_empty() || name.contains('/') || name == "model.safetensors" {
+            bail!(InvalidArgument, "'{name}' is not the name of a file to add");
+        }
+        self.files.retain(|(existing, _)| existing != name);
+        self.files.push((name.to_owned(), content));
+        Ok(())
+    }
+
+    /// Adds `hf_quant_config.json` and, where the source has a config, `config.json`.
+    fn describe(&mut self, plan: &[Planned], metadata: &Metadata) -> Result<()> {
+        // Linear layers left dense must be listed, or a reader would look for their scales.
+        let mut excluded: Vec<&str> = plan
+            .iter()
+            .filter(|p| p.encoding != Encoding::Nvfp4 && p.shape.len() == 2)
+            .filter_map(|p| p.name.strip_suffix(".weight"))
+            .collect();
+        if !plan.iter().any(|p| p.name == "lm_head.weight") {
+            excluded.push("lm_head");
+        }
+        let activations = plan.iter().any(|p| p.name.ends_with(".input_scale"));
+        let algorithm = if activations { "NVFP4" } else { "W4A16_NVFP4" };
+        let producer = json!({"name": "libNVFP4", "version": env!("CARGO_PKG_VERSION")});
+        let group = json!({"dynamic": false, "num_bits": 4, "type": "float", "group_size": BLOCK});
+        let mut groups = Map::new();
+        groups.insert("weights".into(), group.clone());
+        if activations {
+            groups.insert("input_activations".into(), group);
+        }
+        groups.insert("targets".into(), json!(["Linear"]));
+        let description = json!({
+            "producer": producer,
+            "quantization": {
+                "quant_algo": algorithm,
+                "kv_cache_quant_algo": null,
+                "group_size": BLOCK,
+                "exclude_modules": excluded,
+            },
+        });
+        self.add_file("hf_quant_config.json", pretty(&description)?)?;
+        if let Some(Value::Object(config)) = &metadata.config {
+            let mut config = config.clone();
+            config.insert(
+                "quantization_config".into(),
+                json!({
+                    "quant_method": "modelopt",
+                    "quant_algo": algorithm,
+                    "config_groups": {"group_0": groups},
+                    "ignore": excluded,
+                    "producer": producer,
+                }),
+            );
+            self.add_file("config.json", pretty(&Value::Object(config))?)?;
+        }
+        Ok(())
+    }
+}
+
+fn pretty(value: &Value) -> Result<Vec<u8>> {
+    serde_json::to_vec_pretty(value).map_err(|e| err!(Internal, "writing JSON: {e}"))
+}
+
+fn same_directory(a: &Path, b: &Path) -> bool {
+    matches!((a.canonicalize(), b.canonicalize()), (Ok(a), Ok(b)) if a == b)
+}
+
+/// Refuses a directory whose other weights a reader would find first or besides.
+fn refuse_other_weights(directory: &Path) -> Result<()> {
+    let listing = |e| Error::io(format_args!("listing {}", directory.display()), e);
+    for item in std::fs::read_dir(directory).map_err(listing)? {
+        let name = item.map_err(listing)?.file_name();
+        let name = name.to_string_lossy();
+        let other = name.ends_with(".safetensors") && name != "model.safetensors";
+        if other || name == "model.safetensors.index.json" {
+            bail!(
+                InvalidArgument,
+                "{} already holds another model ({name}); name an empty directory",
+                directory.display()
+            );
+        }
+    }
+    Ok(())
+}
+
+fn items(plan: &[Planned]) -> Result<Vec<Item>> {
+    let mut items = Vec::with_capacity(plan.len() * 3);
+    for (tensor, planned) in plan.iter().enumerate() {
+        let (bytes, scale_bytes) = sizes(planned)?;
+        let name = &planned.name;
+        if let (Some(dtype), Some(width)) = (
+            safetensors::dtype(planned.encoding),
+            planned.encoding.element_bytes(),
+        ) {
+            items.push(Item {
+                key: name.clone(),
+                dtype,
+                width,
+                shape: planned.shape.clone(),
+                bytes,
+                tensor,
+                role: Role::Values,
+            });
+            continue;
+        }
+        let Some(module) = name.strip_suffix(".weight") else {
+            bail!(
+                InvalidArgument,
+                "'{name}': the ModelOpt layout holds NVFP4 tensors whose names end in .weight"
+            );
+        };
+        let with_last = |divisor: usize| {
+            let mut shape = planned.shape.clone();
+            if let Some(dim) = shape.last_mut() {
+                *dim /= divisor;
+            }
+            shape
+        };
+        let mut item = |key, dtype, width, shape, bytes, role| {
+            items.push(Item {
+                key,
+                dtype,
+                width,
+                shape,
+                bytes,
+                tensor,
+                role,
+            });
+        };
+        item(name.clone(), "U8", 1, with_last(2), bytes, Role::Values);
+        item(
+            format!("{module}.weight_scale"),
+            "F8_E4M3",
+            1,
+            with_last(BLOCK),
+            scale_bytes,
+            Role::Scales,
+        );
+        item(
+            format!("{module}.weight_scale_2"),
+            "F32",
+            4,
+            Vec::new(),
+            4,
+            Role::Global,
+        );
+    }
+    Ok(items)
+}
+
+/// The header, where everything goes, and the length of the file. Wide elements come first, so that every tensor is aligned
+/// to its element, which torch relies on.
+fn layout(plan: &[Planned], items: &[Item]) -> Result<(Vec<u8>, Vec<Slot>, u64)> {
+    let mut order: Vec<&Item> = items.iter().collect();
+    order.sort_by_key(|i| std::cmp::Reverse(i.width));
+    let mut entries = Map::new();
+    entries.insert("__metadata__".into(), json!({"format": "pt"}));
+    let mut ends = Vec::with_capacity(order.len());
+    let mut position = 0u64;
+    for item in &order {
+        let end = position
+            .checked_add(item.bytes)
+            .ok_or_else(|| err!(InvalidArgument, "the plan takes more than 2^64 bytes"))?;
+        let description = json!({
+            "dtype": item.dtype,
+            "shape": item.shape,
+            "data_offsets": [position, end],
+        });
+        if entries.insert(item.key.clone(), description).is_some() {
+            bail!(InvalidArgument, "the plan names '{}' twice", item.key);
+        }
+        ends.push(end);
+        position = end;
+    }
+    let mut json = serde_json::to_vec(&Value::Object(entries))
+        .map_err(|e| err!(Internal, "writing the header: {e}"))?;
+    json.resize(json.len().next_multiple_of(8), b' ');
+    let mut header = (json.len() as u64).to_le_bytes().to_vec();
+    header.append(&mut json);
+    let data = header.len() as u64;
+    let mut slots: Vec<Slot> = plan
+        .iter()
+        .map(|p| Slot {
+            name: p.name.clone(),
+            encoding: p.encoding,
+            at: 0,
+            bytes: 0,
+            scales_at: 0,
+            scale_bytes: 0,
+            global_at: None,
+        })
+        .collect();
+    for (item, end) in order.iter().zip(ends) {
+        let at = data + end - item.bytes;
+        let slot = &mut slots[item.tensor];
+        match item.role {
+            Role::Values => (slot.at, slot.bytes) = (at, item.bytes),
+            Role::Scales => (slot.scales_at, slot.scale_bytes) = (at, item.bytes),
+            Role::Global => slot.global_at = Some(at),
+        }
+    }
+    Ok((header, slots, data + position))
+}
+
+impl Writer for ModelOptWriter {
+    fn begin(&mut self, name: &str, global: f32) -> Result<()> {
+        self.progress.begin(name, global)
+    }
+
+    fn values(&mut self, values: &[f32]) -> Result<()> {
+        self.progress.values(values)
+    }
+
+    fn raw(&mut self, bytes: &[u8]) -> Result<()> {
+        self.progress.raw(bytes)
+    }
+
+    fn nvfp4(&mut self, codes: &[u8], scales: &[u8]) -> Result<()> {
+        self.progress.nvfp4(codes, scales)
+    }
+
+    fn copy(&mut self, source: &dyn Checkpoint, entry: &Entry) -> Result<()> {
+        let planned = self.progress.next_encoding(&entry.name)?;
+        copy_entry(self, planned, source, entry)
+    }
+
+    fn finish(mut self: Box<Self>) -> Result<()> {
+        // The weights come last: their presence says that the rest is there.
+        let staged = std::mem::take(&mut self.files)
+            .iter()
+            .map(|(name, content)| file::stage(&self.directory.join(name), content))
+            .collect::<Result<Vec<_>>>()?;
+        self.progress.check_complete()?;
+        for mut file in staged {
+            file.commit()?;
+        }
+        self.progress.file.commit()?;
+        self.made = None;
+        Ok(())
+    }
+}
+
+impl Drop for ModelOptWriter {
+    fn drop(&mut self) {
+        self.progress.file.discard();
+        if let Some(made) = &self.made {
+            // Fails, as it should, if something else was put there meanwhile.
+            let _ = std::fs::remove_dir(made);
+        }
+    }
+}

@@ -1,0 +1,91 @@
+//! Tokens to text as they come. A character may be spread over several tokens, so bytes wait until they are a whole
+//! character or cannot become one.
+
+use std::sync::Arc;
+
+use super::Tokenizer;
+use crate::base::Result;
+
+/// Turns a stream of token ids into text, whole characters only.
+#[derive(Clone)]
+pub struct Detokenizer {
+    tokenizer: Arc<Tokenizer>,
+    keep_special: bool,
+    /// The beginning of a character whose end has not come yet: at most three bytes between calls.
+    pending: Vec<u8>,
+    /// Leading spaces still to be dropped, for vocabularies that put one before the first word.
+    strip: usize,
+}
+
+impl Detokenizer {
+    /// A detokenizer at the start of a text. Special tokens give no text.
+    pub fn new(tokenizer: &Arc<Tokenizer>) -> Self {
+        Detokenizer {
+            strip: tokenizer.leading_spaces(),
+            tokenizer: tokenizer.clone(),
+            keep_special: false,
+            pending: Vec::new(),
+        }
+    }
+
+    /// The same, with special tokens shown as their text if `keep`.
+    pub fn with_special(mut self, keep: bool) -> Self {
+        self.keep_special = keep;
+        self
+    }
+
+    /// The text that `token` completes; empty while a character is unfinished. Bytes that can no longer become a character
+    /// come out as U+FFFD.
+    pub fn push(&mut self, token: u32) -> Result<String> {
+        let bytes = self.tokenizer.bytes_of(token)?;
+        if self.tokenizer.is_special(token) && !self.keep_special {
+            return Ok(String::new());
+        }
+        let spaces = bytes
+            .iter()
+            .take(self.strip)
+            .take_while(|&&b| b == b' ')
+            .count();
+        if !bytes.is_empty() {
+            self.strip = if spaces == bytes.len() {
+                self.strip - spaces
+            } else {
+                0
+            };
+        }
+        self.pending.extend_from_slice(&bytes[spaces..]);
+        Ok(self.take_whole())
+    }
+
+    /// The text of what is left, an unfinished character as U+FFFD; the detokenizer is then at the start of a text again.
+    pub fn finish(&mut self) -> String {
+        self.strip = self.tokenizer.leading_spaces();
+        let rest = String::from_utf8_lossy(&self.pending).into_owned();
+        self.pending.clear();
+        rest
+    }
+
+    fn take_whole(&mut self) -> String {
+        let mut text = String::new();
+        let mut done = 0;
+        loop {
+            match std::str::from_utf8(&self.pending[done..]) {
+                Ok(rest) => {
+                    text.push_str(rest);
+                    done = self.pending.len();
+                    break;
+                }
+                Err(e) => {
+                    let valid = &self.pending[done..done + e.valid_up_to()];
+                    text.push_str(&String::from_utf8_lossy(valid));
+                    done += e.valid_up_to();
+                    let Some(bad) = e.error_len() else { break };
+                    text.push(char::REPLACEMENT_CHARACTER);
+                    done += bad;
+                }
+            }
+        }
+        self.pending.drain(..done);
+        text
+    }
+}

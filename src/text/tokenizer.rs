@@ -1,0 +1,242 @@
+//! Text to tokens by the crate `tokenizers`, and back by our own table of bytes, which the incremental detokenizer needs and
+//! which makes both directions agree.
+
+use std::path::Path;
+
+use tokenizers::DecoderWrapper;
+use tokenizers::pre_tokenizers::metaspace::PrependScheme;
+
+use super::pieces::{Pieces, Spelling, Token};
+use super::vocabulary::{self, VocabularySpec};
+use crate::base::error::{bail, err};
+use crate::base::{Error, Result};
+
+/// A tokenizer: immutable, and usable from several threads at once.
+pub struct Tokenizer {
+    inner: tokenizers::Tokenizer,
+    pieces: Pieces,
+    leading_spaces: usize,
+    /// Tokens put before and after a text where the tokenizer itself has no post-processor for it.
+    before: Option<u32>,
+    after: Option<u32>,
+}
+
+impl Tokenizer {
+    /// The tokenizer in a `tokenizer.json` file.
+    pub fn from_file(path: &Path) -> Result<Self> {
+        let json = std::fs::read(path)
+            .map_err(|e| Error::io(format_args!("reading {}", path.display()), e))?;
+        Self::from_json(&json).map_err(|e| e.within(path.display()))
+    }
+
+    /// The tokenizer in the text of a `tokenizer.json`.
+    pub fn from_json(json: &[u8]) -> Result<Self> {
+        let mut inner = tokenizers::Tokenizer::from_bytes(json)
+            .map_err(|e| err!(CorruptFile, "not a tokenizer.json: {e}"))?;
+        // Prompts are neither cut nor padded behind the caller's back, whatever the training set-up left in the file.
+        inner.with_padding(None);
+        inner
+            .with_truncation(None)
+            .map_err(|e| err!(CorruptFile, "tokenizer.json: {e}"))?;
+        let (spelling, leading_spaces) = spelling(inner.get_decoder())?;
+        let vocabulary = inner.get_vocab(true);
+        let added = inner.get_added_tokens_decoder();
+        let tokens: Vec<Token<'_>> = vocabulary
+            .iter()
+            .map(|(text, &id)| Token {
+                id,
+                text,
+                literal: added.contains_key(&id),
+                special: added.get(&id).is_some_and(|a| a.special),
+            })
+            .collect();
+        Ok(Tokenizer {
+            pieces: Pieces::new(&spelling, &tokens)?,
+            inner,
+            leading_spaces,
+            before: None,
+            after: None,
+        })
+    }
+
+    /// The tokenizer of a GGUF vocabulary.
+    pub fn from_vocabulary(spec: &VocabularySpec) -> Result<Self> {
+        let vocabulary::Built {
+            inner,
+            spelling,
+            leading_spaces,
+        } = vocabulary::build(spec)?;
+        let tokens: Vec<Token<'_>> = spec
+            .tokens
+            .iter()
+            .enumerate()
+            .map(|(i, text)| {
+                let kind = spec.kind(i);
+                Token {
+                    id: i as u32,
+                    text,
+                    literal: kind.is_added(),
+                    special: kind.is_special(),
+                }
+            })
+            .collect();
+        let wanted = |add: bool, id: Option<u32>, name: &str| match (add, id) {
+            (false, _) => Ok(None),
+            (true, Some(id)) if (id as usize) < tokens.len() => Ok(Some(id)),
+            (true, Some(id)) => Err(err!(
+                CorruptFile,
+                "the {name} token is {id}, but the vocabulary has {} tokens",
+                tokens.len()
+            )),
+            (true, None) => Err(err!(
+                CorruptFile,
+                "the vocabulary asks for a {name} token around each text but names none"
+            )),
+        };
+        Ok(Tokenizer {
+            before: wanted(spec.add_bos, spec.bos, "bos")?,
+            after: wanted(spec.add_eos, spec.eos, "eos")?,
+            pieces: Pieces::new(&spelling, &tokens)?,
+            inner,
+            leading_spaces,
+        })
+    }
+
+    /// The tokens of `text`. Special tokens spelled out in the text become those tokens. With `add_special`, the tokens that
+    /// the model expects around every text (often a beginning-of-sequence token) are added.
+    pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>> {
+        let encoding = self.inner.encode_fast(text, add_special).map_err(|e| {
+            err!(
+                InvalidArgument,
+                "encoding {} bytes of text: {e}",
+                text.len()
+            )
+        })?;
+        let ids = encoding.get_ids();
+        let mut tokens = Vec::with_capacity(ids.len() + 2);
+        if add_special {
+            tokens.extend(self.before);
+        }
+        tokens.extend_from_slice(ids);
+        if add_special {
+            tokens.extend(self.after);
+        }
+        Ok(tokens)
+    }
+
+    /// The text of `tokens`. Bytes that are not UTF-8 become U+FFFD; special tokens are left out if `skip_special`.
+    pub fn decode(&self, tokens: &[u32], skip_special: bool) -> Result<String> {
+        let mut bytes = Vec::new();
+        for &id in tokens {
+            let piece = self.pieces.get(id)?;
+            if !(skip_special && self.is_special(id)) {
+                bytes.extend_from_slice(piece);
+            }
+        }
+        let spaces = bytes
+            .iter()
+            .take(self.leading_spaces)
+            .take_while(|&&b| b == b' ')
+            .count();
+        Ok(String::from_utf8_lossy(&bytes[spaces..]).into_owned())
+    }
+
+    /// The bytes that `token` stands for, which need not be whole characters.
+    pub fn bytes_of(&self, token: u32) -> Result<&[u8]> {
+        self.pieces.get(token)
+    }
+
+    /// The largest token id + 1. A model's embedding may have more rows, but not fewer.
+    pub fn vocab_size(&self) -> usize {
+        self.pieces.len()
+    }
+
+    /// The id of the token spelled `token` in the vocabulary (`<|im_end|>`, `Ġthe`).
+    pub fn id_of(&self, token: &str) -> Option<u32> {
+        self.inner.token_to_id(token)
+    }
+
+    /// Whether `token` marks structure (end of text, turn borders) rather than text.
+    pub fn is_special(&self, token: u32) -> bool {
+        self.pieces.is_special(token)
+    }
+
+    pub(super) fn leading_spaces(&self) -> usize {
+        self.leading_spaces
+    }
+}
+
+impl std::fmt::Debug for Tokenizer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Tokenizer({} ids)", self.vocab_size())
+    }
+}
+
+/// How the vocabulary's strings stand for bytes, and how many leading spaces a text loses, from the decoder of a
+/// tokenizer.json.
+fn spelling(decoder: Option<&DecoderWrapper>) -> Result<(Spelling, usize)> {
+    let steps = match decoder {
+        None => bail!(
+            Unsupported,
+            "tokenizer.json has no decoder, so token strings cannot be told from text; ByteLevel or sentencepiece-like decoders work"
+        ),
+        Some(DecoderWrapper::Sequence(steps)) => steps.get_decoders(),
+        Some(one) => std::slice::from_ref(one),
+    };
+    let mut byte_level = false;
+    let (mut space, mut bytes, mut leading) = (None, false, 0);
+    for step in steps {
+        match step {
+            DecoderWrapper::ByteLevel(_) => byte_level = true,
+            DecoderWrapper::Fuse(_) => {}
+            DecoderWrapper::ByteFallback(_) => bytes = true,
+            DecoderWrapper::Strip(strip) if strip.content == ' ' && strip.stop == 0 => {
+                leading = strip.start;
+            }
+            DecoderWrapper::Metaspace(meta) => {
+                space = Some(meta.get_replacement());
+                leading = usize::from(meta.get_prepend_scheme() != PrependScheme::Never);
+            }
+            DecoderWrapper::Replace(_) => space = Some(replaced_by_space(step)?),
+            other => bail!(
+                Unsupported,
+                "tokenizer.json has decoder {}; ByteLevel and sequences of Replace, ByteFallback, Fuse, Strip and Metaspace work",
+                name_of(other)
+            ),
+        }
+    }
+    if byte_level && (space.is_some() || bytes) {
+        bail!(
+            Unsupported,
+            "tokenizer.json mixes a ByteLevel decoder with sentencepiece-like steps"
+        );
+    }
+    let spelling = if byte_level {
+        Spelling::ByteLevel
+    } else {
+        Spelling::Plain { space, bytes }
+    };
+    Ok((spelling, leading))
+}
+
+/// The character that a Replace decoder turns into a space.
+fn replaced_by_space(step: &DecoderWrapper) -> Result<char> {
+    let json =
+        serde_json::to_value(step).map_err(|e| err!(CorruptFile, "tokenizer.json decoder: {e}"))?;
+    let pattern = json["pattern"]["String"].as_str().unwrap_or_default();
+    let mut chars = pattern.chars();
+    match (chars.next(), chars.next(), json["content"].as_str()) {
+        (Some(c), None, Some(" ")) => Ok(c),
+        _ => bail!(
+            Unsupported,
+            "tokenizer.json has decoder {json}; only replacing one character by a space works"
+        ),
+    }
+}
+
+fn name_of(decoder: &DecoderWrapper) -> String {
+    serde_json::to_value(decoder)
+        .ok()
+        .and_then(|v| v["type"].as_str().map(str::to_owned))
+        .unwrap_or_else(|| "of unknown type".to_owned())
+}
