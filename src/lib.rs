@@ -11,7 +11,7 @@
 //! | 4 | [`ops`] |
 //! | 3 | [`cpu`], [`checkpoint`], [`text`] |
 //! | 2 | [`tensor`] |
-//! | 1 | [`format`] |
+//! | 1 | [`mod@format`] |
 //! | 0 | [`base`] |
 
 // The file must be called libNVFP4.so, so the crate takes its name from the file rather than from Rust's convention.

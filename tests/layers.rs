@@ -26,6 +26,10 @@ const FLOORS: &[(&str, u32)] = &[
 /// Names that `base` puts at the crate root: macros are exported there.
 const MACROS: &[&str] = &["bail", "err"];
 
+/// Files outside `abi` that define a C function, because they hand a callback to another library and export nothing: DLPack
+/// calls a tensor's deleter.
+const CALLBACKS: &[&str] = &["tensor/dlpack.rs"];
+
 fn floor(module: &str) -> Option<u32> {
     FLOORS
         .iter()
@@ -339,6 +343,7 @@ impl<'a> File<'a> {
                 && self.word(i + 2) == Some("fn")
                 && self.word(i + 3).is_some()
                 && room != "abi"
+                && !CALLBACKS.contains(&self.path)
             {
                 complain(line, "a C function is defined outside abi".to_owned());
             }

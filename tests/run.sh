@@ -6,8 +6,9 @@
 # executable tests/*/run.sh. Those start in the repository's root and find libNVFP4.so and nvfp4 in the folder $NVFP4_BUILD;
 # each may close with a line "N passed, N failed, N skipped", and counts as one test if it does not.
 #
-# A test that cannot run here prints a line starting with SKIPPED and passes; the lines are listed at the end. Name what must
-# not be skipped in NVFP4_REQUIRE (avx512, cuda, ...). The last line is "N passed, N failed, N skipped".
+# A test that cannot run here, or not all of it, prints a line starting with SKIPPED and passes; such tests are counted as
+# skipped too, and listed at the end. Name what must not be skipped in NVFP4_REQUIRE (avx512, cuda, ...). The last line is
+# "N passed, N failed, N skipped".
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -26,11 +27,24 @@ add() { passed=$((passed + $1)) failed=$((failed + $2)) skipped=$((skipped + $3)
 # Prints the number before a word in a summary line; 0 if there is none.
 number() { grep -oE "[0-9]+ $1" <<<"$2" | head -1 | grep -oE '^[0-9]+' || echo 0; }
 
-# Prints the reasons for skipping in a log; nextest indents them.
-skips() { grep -hE '^[[:space:]]*SKIPPED' "$@" | sed 's/^[[:space:]]*//'; }
+# Leaves out what passing tests print.
+quiet() {
+    awk '/^ *[A-Z-]+ \[ *[0-9.]+s\]/ { hide = $1 == "PASS" }
+         /^ *Summary \[/ { hide = 0 }
+         !hide || /^ *PASS \[/ { print; fflush() }'
+}
+
+# Appends "NAME: SKIPPED reason" for the skips in a log to the list, and prints how many tests skipped something. In nextest's
+# log the name is that of the test whose output this is, else it is the one given.
+skips() {
+    awk -v name="$2" '/^ *[A-Z-]+ \[.*\] *\(/ { failed = $1 != "PASS"; name = $0; sub(/^[^)]*\) */, "", name) }
+                      /^ *SKIPPED/ && !failed { sub(/^ */, ""); print name ": " $0 }' "$1" | sort -u >"$1.skips"
+    cat "$1.skips" >>"$logs/skipped"
+    sed 's/: SKIPPED.*//' "$1.skips" | sort -u | wc -l
+}
 
 install_system_tools() {
-    local tool package missing=()
+    local tool missing=()
     for tool in g++ cmake pkg-config valgrind; do
         command -v "$tool" >/dev/null || missing+=("$tool")
     done
@@ -59,12 +73,12 @@ install_nextest() {
 rust_tests() {
     title "Rust tests"
     local log=$logs/rust summary run ok
-    cargo nextest run --locked --no-fail-fast --color never --status-level fail --success-output immediate 2>&1 | tee "$log"
+    cargo nextest run --locked --no-fail-fast --color never --status-level pass --success-output immediate 2>&1 | tee "$log" | quiet
     local code=${PIPESTATUS[0]}
     summary=$(grep -E '^ *Summary \[' "$log" | tail -1)
     run=$(number 'tests? run' "${summary//\// }")
     ok=$(number passed "$summary")
-    add "$ok" $((run - ok)) $(($(number skipped "$summary") + $(skips "$log" | wc -l)))
+    add "$ok" $((run - ok)) $(($(number skipped "$summary") + $(skips "$log" rust)))
     # Without a summary nothing ran: the tests did not compile, or nextest itself failed.
     [ "$code" -ne 0 ] && [ "$run" -eq "$ok" ] && add 0 1 0
 }
@@ -85,13 +99,14 @@ script_tests() {
     log=$logs/script-$name
     title "$script"
     "./$script" 2>&1 </dev/null | tee "$log"
-    local code=${PIPESTATUS[0]}
+    local code=${PIPESTATUS[0]} skips
+    skips=$(skips "$log" "$script")
     summary=$(grep -E '^[0-9]+ passed, [0-9]+ failed(, [0-9]+ skipped)?$' "$log" | tail -1)
     if [ -n "$summary" ]; then
         add "$(number passed "$summary")" "$(number failed "$summary")" "$(number skipped "$summary")"
         [ "$code" -ne 0 ] && [ "$(number failed "$summary")" -eq 0 ] && add 0 1 0
     elif [ "$code" -eq 0 ]; then
-        add 1 0 "$(skips "$log" | wc -l)"
+        add 1 0 "$skips"
     else
         echo "$script failed with exit code $code"
         add 0 1 0
@@ -116,9 +131,9 @@ else
     add 0 1 0
 fi
 
-if skips "$logs"/* >"$logs/skipped"; then
+if [ -s "$logs/skipped" ]; then
     title "skipped"
-    sort "$logs/skipped" | uniq -c
+    cat "$logs/skipped"
 fi
 echo
 echo "$passed passed, $failed failed, $skipped skipped"

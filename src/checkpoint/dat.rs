@@ -57,44 +57,43 @@ pub(super) fn elem_type(encoding: Encoding) -> Option<u32> {
 }
 
 pub(super) fn open(source: Source, metadata: Metadata) -> Result<Tensors> {
-    let raws = entries(&source)?;
+    let raws = entries(&source).map_err(|e| e.within(source.name()))?;
     let sources = vec![source];
     let layout = layout::group(&sources, &raws, true)?;
     Tensors::new("dat", sources, raws, layout.logical, metadata)
 }
 
 fn entries(source: &Source) -> Result<Vec<Raw>> {
-    let file = source.name();
     let mut cursor = Cursor::new(source);
     let count = cursor.leb128("the entry count")?;
     if count == 0 || count > (cursor.left() / SMALLEST_ENTRY) as u64 {
         bail!(
             CorruptFile,
-            "{file}: {count} entries do not fit in the {} bytes after the entry count",
+            "{count} entries do not fit in the {} bytes after the entry count",
             cursor.left()
         );
     }
     let mut raws = Vec::with_capacity(count as usize);
     for number in 0..count {
-        let raw = entry(&mut cursor, number)
-            .map_err(|e| e.within(format_args!("entry {number} of {count}")))?;
+        let raw =
+            entry(&mut cursor).map_err(|e| e.within(format_args!("entry {number} of {count}")))?;
         raws.push(raw);
     }
     if cursor.left() > 0 {
         bail!(
             CorruptFile,
-            "{file}: {} bytes follow the last of its {count} entries",
+            "{} bytes follow the last of its {count} entries",
             cursor.left()
         );
     }
     Ok(raws)
 }
 
-fn entry(cursor: &mut Cursor<'_>, number: u64) -> Result<Raw> {
+fn entry(cursor: &mut Cursor<'_>) -> Result<Raw> {
     let key_len = cursor.leb128("the key length")?;
     let key = cursor.text(key_len, "the key")?.to_owned();
     if key.is_empty() {
-        bail!(CorruptFile, "the key of entry {number} is empty");
+        bail!(CorruptFile, "its key is empty");
     }
     let elem_type = cursor
         .leb128("the elemType")
@@ -105,7 +104,9 @@ fn entry(cursor: &mut Cursor<'_>, number: u64) -> Result<Raw> {
             "'{key}': elemType {elem_type} is none of 0-7, 11, 15, 24, 45, 100 and 101"
         );
     };
-    let ndim = cursor.leb128("the number of dimensions")?;
+    let ndim = cursor
+        .leb128("the number of dimensions")
+        .map_err(|e| e.within(format_args!("'{key}'")))?;
     if ndim > MAX_DIMS {
         bail!(
             CorruptFile,
@@ -120,7 +121,7 @@ fn entry(cursor: &mut Cursor<'_>, number: u64) -> Result<Raw> {
             .map_err(|e| e.within(format_args!("'{key}'")))?;
         let size = usize::try_from(dim)
             .ok()
-            .filter(|&s| s > 0)
+            .filter(|&s| s > 0 && s <= isize::MAX as usize)
             .ok_or_else(|| err!(CorruptFile, "'{key}': dimension {d} is {}", dim as i64))?;
         bytes = bytes.checked_mul(size).ok_or_else(|| {
             err!(

@@ -28,7 +28,7 @@ pub(super) fn recognises(bytes: &[u8]) -> bool {
 }
 
 pub(super) fn open(source: Source, metadata: Metadata) -> Result<Tensors> {
-    let raws = tensors(&source, 0)?;
+    let raws = tensors(&source, 0).map_err(|e| e.within(source.name()))?;
     assemble(vec![source], raws, metadata)
 }
 
@@ -58,7 +58,7 @@ pub(super) fn open_index(path: &Path, directory: &Path, metadata: Metadata) -> R
             );
         }
         let source = Source::map(&directory.join(shard))?;
-        raws.extend(tensors(&source, i)?);
+        raws.extend(tensors(&source, i).map_err(|e| e.within(source.name()))?);
         sources.push(source);
     }
     let held: std::collections::HashMap<&str, usize> = raws
@@ -93,18 +93,17 @@ fn assemble(sources: Vec<Source>, raws: Vec<Raw>, metadata: Metadata) -> Result<
 }
 
 fn tensors(source: &Source, number: usize) -> Result<Vec<Raw>> {
-    let file = source.name();
     let mut cursor = Cursor::new(source);
     let header_len = cursor.u64("the header length")?;
     if header_len > MAX_HEADER {
         bail!(
             CorruptFile,
-            "{file}: its header claims {header_len} bytes; at most {MAX_HEADER} are allowed"
+            "its header claims {header_len} bytes; at most {MAX_HEADER} are allowed"
         );
     }
     let header = cursor.text(header_len, "the header")?;
     let header: Map<Item> =
-        serde_json::from_str(header).map_err(|e| err!(CorruptFile, "{file}: header: {e}"))?;
+        serde_json::from_str(header).map_err(|e| err!(CorruptFile, "header: {e}"))?;
     let data_start = cursor.position();
     let data_len = cursor.left();
     let mut raws = Vec::with_capacity(header.0.len());
@@ -112,7 +111,7 @@ fn tensors(source: &Source, number: usize) -> Result<Vec<Raw>> {
         if key == "__metadata__" {
             continue;
         }
-        let place = format!("{file}: '{key}'");
+        let place = format!("'{key}'");
         let Item::Tensor {
             dtype,
             shape,
@@ -167,7 +166,7 @@ fn tensors(source: &Source, number: usize) -> Result<Vec<Raw>> {
         if raw.span.range.start != expected {
             bail!(
                 CorruptFile,
-                "{file}: '{}': its data starts at {}, but the tensor before it ends at {}",
+                "'{}': its data starts at {}, but the tensor before it ends at {}",
                 raw.key,
                 raw.span.range.start - data_start,
                 expected - data_start
@@ -178,7 +177,7 @@ fn tensors(source: &Source, number: usize) -> Result<Vec<Raw>> {
     if expected != data_start + data_len {
         bail!(
             CorruptFile,
-            "{file}: {} bytes follow the last tensor",
+            "{} bytes follow the last tensor",
             data_start + data_len - expected
         );
     }

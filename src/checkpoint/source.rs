@@ -118,9 +118,8 @@ fn page_size() -> usize {
     }
 }
 
-/// Reads little-endian header fields in order. Every read checks what is left; errors name the file and the byte offset.
+/// Reads little-endian header fields in order. Every read checks what is left; errors name the field and the byte offset.
 pub(super) struct Cursor<'a> {
-    name: &'a str,
     bytes: &'a [u8],
     position: usize,
 }
@@ -128,7 +127,6 @@ pub(super) struct Cursor<'a> {
 impl<'a> Cursor<'a> {
     pub(super) fn new(source: &'a Source) -> Self {
         Cursor {
-            name: source.name(),
             bytes: source.bytes(),
             position: 0,
         }
@@ -153,8 +151,7 @@ impl<'a> Cursor<'a> {
             }
             _ => bail!(
                 CorruptFile,
-                "{}: {what} takes {len} bytes at offset {}, but {left} are left",
-                self.name,
+                "{what} takes {len} bytes at offset {}, but {left} are left",
                 self.position
             ),
         }
@@ -195,8 +192,7 @@ impl<'a> Cursor<'a> {
         }
         Err(err!(
             CorruptFile,
-            "{}: {what} at offset {start} is a LEB128 number of more than 64 bits",
-            self.name
+            "{what} at offset {start} is a LEB128 number of more than 64 bits"
         ))
     }
 
@@ -204,13 +200,8 @@ impl<'a> Cursor<'a> {
     pub(super) fn text(&mut self, len: u64, what: &str) -> Result<&'a str> {
         let start = self.position;
         let bytes = self.take(len, what)?;
-        std::str::from_utf8(bytes).map_err(|e| {
-            err!(
-                CorruptFile,
-                "{}: {what} at offset {start} is not UTF-8: {e}",
-                self.name
-            )
-        })
+        std::str::from_utf8(bytes)
+            .map_err(|e| err!(CorruptFile, "{what} at offset {start} is not UTF-8: {e}"))
     }
 }
 

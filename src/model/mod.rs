@@ -1,1 +1,3 @@
 //! (floor being built)
+
+pub mod convert;

@@ -16,9 +16,6 @@ pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
     pieces: Pieces,
     leading_spaces: usize,
-    /// Tokens put before and after a text where the tokenizer itself has no post-processor for it.
-    before: Option<u32>,
-    after: Option<u32>,
 }
 
 impl Tokenizer {
@@ -54,8 +51,6 @@ impl Tokenizer {
             pieces: Pieces::new(&spelling, &tokens)?,
             inner,
             leading_spaces,
-            before: None,
-            after: None,
         })
     }
 
@@ -80,26 +75,18 @@ impl Tokenizer {
                 }
             })
             .collect();
-        let wanted = |add: bool, id: Option<u32>, name: &str| match (add, id) {
-            (false, _) => Ok(None),
-            (true, Some(id)) if (id as usize) < tokens.len() => Ok(Some(id)),
-            (true, Some(id)) => Err(err!(
-                CorruptFile,
-                "the {name} token is {id}, but the vocabulary has {} tokens",
-                tokens.len()
-            )),
-            (true, None) => Err(err!(
-                CorruptFile,
-                "the vocabulary asks for a {name} token around each text but names none"
-            )),
-        };
         Ok(Tokenizer {
-            before: wanted(spec.add_bos, spec.bos, "bos")?,
-            after: wanted(spec.add_eos, spec.eos, "eos")?,
             pieces: Pieces::new(&spelling, &tokens)?,
             inner,
             leading_spaces,
         })
+    }
+
+    /// The text of a `tokenizer.json` that makes this tokenizer, whatever it was made from.
+    pub fn to_json(&self) -> Result<String> {
+        self.inner
+            .to_string(false)
+            .map_err(|e| err!(Internal, "writing tokenizer.json: {e}"))
     }
 
     /// The tokens of `text`. Special tokens spelled out in the text become those tokens. With `add_special`, the tokens that
@@ -112,16 +99,7 @@ impl Tokenizer {
                 text.len()
             )
         })?;
-        let ids = encoding.get_ids();
-        let mut tokens = Vec::with_capacity(ids.len() + 2);
-        if add_special {
-            tokens.extend(self.before);
-        }
-        tokens.extend_from_slice(ids);
-        if add_special {
-            tokens.extend(self.after);
-        }
-        Ok(tokens)
+        Ok(encoding.get_ids().to_vec())
     }
 
     /// The text of `tokens`. Bytes that are not UTF-8 become U+FFFD; special tokens are left out if `skip_special`.

@@ -4,7 +4,11 @@
 
 use std::collections::{HashMap, HashSet};
 
+use tokenizers::decoders::byte_fallback::ByteFallback;
 use tokenizers::decoders::byte_level::ByteLevel;
+use tokenizers::decoders::fuse::Fuse;
+use tokenizers::decoders::sequence::Sequence as Decoders;
+use tokenizers::decoders::strip::Strip;
 use tokenizers::models::bpe::{BPE, Vocab};
 use tokenizers::normalizers::prepend::Prepend;
 use tokenizers::normalizers::replace::Replace;
@@ -13,6 +17,7 @@ use tokenizers::normalizers::{NormalizerWrapper, Sequence as Normalizers};
 use tokenizers::pre_tokenizers::PreTokenizerWrapper;
 use tokenizers::pre_tokenizers::sequence::Sequence as PreTokenizers;
 use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
+use tokenizers::processors::template::{SpecialToken, TemplateProcessing};
 use tokenizers::{AddedToken, SplitDelimiterBehavior};
 
 use super::pieces::Spelling;
@@ -40,12 +45,12 @@ pub struct VocabularySpec {
     pub eos: Option<u32>,
     /// Token for text that the vocabulary cannot spell. Used by `llama` only.
     pub unknown: Option<u32>,
-    /// Whether each text starts with `bos`.
-    pub add_bos: bool,
-    /// Whether each text ends with `eos`.
-    pub add_eos: bool,
-    /// Whether each text gets a space in front. Used by `llama` only.
-    pub add_space_prefix: bool,
+    /// Whether each text starts with `bos`; `None` takes what is usual for the model and pre-tokenizer.
+    pub add_bos: Option<bool>,
+    /// Whether each text ends with `eos`; `None` means no.
+    pub add_eos: Option<bool>,
+    /// Whether each text gets a space in front; `None` means yes. Used by `llama` only.
+    pub add_space_prefix: Option<bool>,
 }
 
 /// What a token is for: GGUF's token types.
@@ -67,7 +72,7 @@ pub enum TokenKind {
 
 impl TokenKind {
     pub(super) fn is_added(self) -> bool {
-        matches!(self, TokenKind::Control | TokenKind::UserDefined)
+        self.is_special() || self == TokenKind::UserDefined
     }
 
     pub(super) fn is_special(self) -> bool {
@@ -105,53 +110,37 @@ struct PreTokenizer {
     nfc: bool,
     /// Whether a word that is a token as a whole skips the merges.
     whole_words: bool,
+    /// Whether texts start with the beginning-of-text token unless the file says otherwise.
+    usual_bos: bool,
 }
 
 const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
+
+const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+
+const PLAIN: PreTokenizer = PreTokenizer {
+    names: &[],
+    patterns: &[],
+    nfc: false,
+    whole_words: false,
+    usual_bos: false,
+};
 
 const PRE_TOKENIZERS: &[PreTokenizer] = &[
     PreTokenizer {
         names: &["default"],
         patterns: &[r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"],
-        nfc: false,
-        whole_words: false,
+        ..PLAIN
     },
     PreTokenizer {
-        names: &[
-            "gpt-2",
-            "gpt2",
-            "phi-2",
-            "mpt",
-            "olmo",
-            "jais",
-            "trillion",
-            "granite-docling",
-            "jina-es",
-            "jina-de",
-            "jina-v2-es",
-            "jina-v2-de",
-            "jina-v2-code",
-            "a.x-4.0",
-            "mellum",
-            "modern-bert",
-        ],
+        names: &["gpt-2", "phi-2", "olmo", "exaone4"],
         patterns: &[GPT2],
-        nfc: false,
-        whole_words: false,
+        ..PLAIN
     },
     PreTokenizer {
-        names: &[
-            "smollm",
-            "starcoder",
-            "refact",
-            "command-r",
-            "codeshell",
-            "exaone",
-            "minerva-7b",
-        ],
+        names: &["smollm", "starcoder", "refact", "command-r", "exaone"],
         patterns: &[r"\p{N}", GPT2],
-        nfc: false,
-        whole_words: false,
+        ..PLAIN
     },
     PreTokenizer {
         names: &[
@@ -163,30 +152,24 @@ const PRE_TOKENIZERS: &[PreTokenizer] = &[
             "pixtral",
             "midm-2.0",
             "lfm2",
-            "dbrx",
-            "smaug-bpe",
-            "glm4",
-            "chatglm-bpe",
         ],
-        patterns: &[
-            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-        ],
-        nfc: false,
+        patterns: &[LLAMA3],
         whole_words: true,
+        usual_bos: true,
+        ..PLAIN
     },
     PreTokenizer {
-        names: &[
-            "qwen2",
-            "deepseek-r1-qwen",
-            "stablelm2",
-            "hunyuan",
-            "megrez",
-        ],
+        names: &["dbrx", "smaug-bpe", "glm4", "chatglm-bpe"],
+        patterns: &[LLAMA3],
+        ..PLAIN
+    },
+    PreTokenizer {
+        names: &["qwen2", "deepseek-r1-qwen", "megrez"],
         patterns: &[
             r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
         ],
         nfc: true,
-        whole_words: false,
+        ..PLAIN
     },
     PreTokenizer {
         names: &["qwen35"],
@@ -194,23 +177,23 @@ const PRE_TOKENIZERS: &[PreTokenizer] = &[
             r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
         ],
         nfc: true,
-        whole_words: false,
+        ..PLAIN
     },
     PreTokenizer {
         names: &["tekken"],
         patterns: &[
             r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
         ],
-        nfc: false,
         whole_words: true,
+        usual_bos: true,
+        ..PLAIN
     },
     PreTokenizer {
-        names: &["gpt-4o", "llama4", "kanana2"],
+        names: &["gpt-4o", "llama4"],
         patterns: &[
             r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
         ],
-        nfc: false,
-        whole_words: false,
+        ..PLAIN
     },
 ];
 
@@ -258,12 +241,15 @@ pub(super) fn build(spec: &VocabularySpec) -> Result<Built> {
             "the vocabulary is of model '{other}'; gpt2 (byte-level BPE) and llama (sentencepiece BPE) work"
         ),
     };
-    for (special, add) in [(true, TokenKind::Control), (false, TokenKind::UserDefined)] {
+    for special in [true, false] {
         let tokens: Vec<AddedToken> = spec
             .tokens
             .iter()
             .enumerate()
-            .filter(|(i, text)| spec.kind(*i) == add && !text.is_empty())
+            .filter(|(i, text)| {
+                let kind = spec.kind(*i);
+                kind.is_added() && kind.is_special() == special && !text.is_empty()
+            })
             .map(|(_, text)| AddedToken::from(text.as_str(), special).normalized(false))
             .collect();
         if special {
@@ -329,6 +315,8 @@ fn byte_level(spec: &VocabularySpec) -> Result<Built> {
     steps.push(ByteLevel::new(false, true, false).into());
     let mut inner = tokenizers::Tokenizer::new(model);
     inner.with_pre_tokenizer(Some(PreTokenizers::new(steps)));
+    inner.with_decoder(Some(ByteLevel::default()));
+    add_ends(&mut inner, spec, rule.usual_bos)?;
     if rule.nfc {
         inner.with_normalizer(Some(NFC));
     }
@@ -337,6 +325,57 @@ fn byte_level(spec: &VocabularySpec) -> Result<Built> {
         spelling: Spelling::ByteLevel,
         leading_spaces: 0,
     })
+}
+
+/// Makes `inner` put the tokens around each text that the vocabulary asks for.
+fn add_ends(
+    inner: &mut tokenizers::Tokenizer,
+    spec: &VocabularySpec,
+    usual_bos: bool,
+) -> Result<()> {
+    let wanted = |add: Option<bool>, usual: bool, id: Option<u32>, name: &str| match id {
+        _ if add == Some(false) || (add.is_none() && !usual) => Ok(None),
+        Some(id) => match spec.tokens.get(id as usize) {
+            Some(text) => Ok(Some((id, text.clone()))),
+            None => Err(err!(
+                CorruptFile,
+                "the {name} token is {id}, but the vocabulary has {} tokens",
+                spec.tokens.len()
+            )),
+        },
+        None if add.is_none() => Ok(None),
+        None => Err(err!(
+            CorruptFile,
+            "the vocabulary asks for a {name} token around each text but names none"
+        )),
+    };
+    let mut template = vec!["$A"];
+    let mut tokens = Vec::new();
+    if let Some(token) = wanted(spec.add_bos, usual_bos, spec.bos, "bos")? {
+        template.insert(0, "bos");
+        tokens.push(("bos", token));
+    }
+    if let Some(token) = wanted(spec.add_eos, false, spec.eos, "eos")? {
+        template.push("eos");
+        tokens.push(("eos", token));
+    }
+    if tokens.is_empty() {
+        return Ok(());
+    }
+    let failed = |e: &dyn std::fmt::Display| err!(Internal, "the tokens around a text: {e}");
+    let tokens = tokens
+        .into_iter()
+        .map(|(name, (id, text))| SpecialToken::new(name.to_owned(), vec![id], vec![text]))
+        .collect::<std::result::Result<Vec<_>, _>>()
+        .map_err(|e| failed(&e))?;
+    let around = TemplateProcessing::builder()
+        .try_single(template.join(" "))
+        .map_err(|e| failed(&e))?
+        .special_tokens(tokens)
+        .build()
+        .map_err(|e| failed(&e))?;
+    inner.with_post_processor(Some(around));
+    Ok(())
 }
 
 /// The character that sentencepiece writes for a space.
@@ -384,18 +423,28 @@ fn sentencepiece(spec: &VocabularySpec) -> Result<Built> {
     let space = Replace::new(" ", SPACE.to_string())
         .map_err(|e| err!(Internal, "replacing spaces: {e}"))?;
     let mut steps: Vec<NormalizerWrapper> = Vec::new();
-    if spec.add_space_prefix {
+    let prefix = spec.add_space_prefix.unwrap_or(true);
+    if prefix {
         steps.push(Prepend::new(SPACE.to_string()).into());
     }
     steps.push(space.into());
     inner.with_normalizer(Some(Normalizers::new(steps)));
+    inner.with_decoder(Some(Decoders::new(vec![
+        Replace::new(SPACE.to_string(), " ")
+            .map_err(|e| err!(Internal, "replacing spaces: {e}"))?
+            .into(),
+        ByteFallback::new().into(),
+        Fuse::new().into(),
+        Strip::new(' ', usize::from(prefix), 0).into(),
+    ])));
+    add_ends(&mut inner, spec, true)?;
     Ok(Built {
         inner,
         spelling: Spelling::Plain {
             space: Some(SPACE),
             bytes: true,
         },
-        leading_spaces: usize::from(spec.add_space_prefix),
+        leading_spaces: usize::from(prefix),
     })
 }
 
@@ -420,4 +469,30 @@ fn merges_by_score(spec: &VocabularySpec, ids: &HashMap<String, u32>) -> Vec<(St
         }
     }
     merges
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_rule_builds_and_keeps_the_text() {
+        let alphabet = (0..0x200)
+            .filter_map(char::from_u32)
+            .filter(|&c| super::super::pieces::byte_of(c).is_some())
+            .map(String::from);
+        let mut spec = VocabularySpec {
+            model: "gpt2".into(),
+            tokens: alphabet.chain(["th".to_owned()]).collect(),
+            merges: vec!["t h".to_owned()],
+            ..VocabularySpec::default()
+        };
+        let text = "The year 2024: it's\tÀ l'été 東京😀 \r\n  path/to/THing!?  ";
+        for name in PRE_TOKENIZERS.iter().flat_map(|p| p.names) {
+            spec.pre = (*name).to_owned();
+            let tokenizer = super::super::Tokenizer::from_vocabulary(&spec).unwrap();
+            let tokens = tokenizer.encode(text, false).unwrap();
+            assert_eq!(tokenizer.decode(&tokens, false).unwrap(), text, "{name}");
+        }
+    }
 }

@@ -41,43 +41,59 @@ enum Value {
 }
 
 /// The key-value pairs of a header.
-struct Pairs<'a> {
-    file: &'a str,
+struct Pairs {
     values: HashMap<String, Value>,
 }
 
+/// Everything that a file holds but its bytes.
+struct Content {
+    raws: Vec<Raw>,
+    logical: Vec<(Entry, Stored)>,
+    metadata: Metadata,
+}
+
 pub(super) fn open(source: Source) -> Result<Tensors> {
-    let mut cursor = Cursor::new(&source);
-    let file = source.name();
+    let content = read(&source).map_err(|e| e.within(source.name()))?;
+    Tensors::new(
+        "gguf",
+        vec![source],
+        content.raws,
+        content.logical,
+        content.metadata,
+    )
+}
+
+fn read(source: &Source) -> Result<Content> {
+    let mut cursor = Cursor::new(source);
     let magic = cursor.take(4, "the magic number")?;
     if magic != MAGIC {
-        bail!(CorruptFile, "{file}: it does not start with 'GGUF'");
+        bail!(CorruptFile, "it does not start with 'GGUF'");
     }
     let version = cursor.u32("the version")?;
     match version {
         2 | 3 => {}
         _ if version.swap_bytes() <= 0xffff => bail!(
             Unsupported,
-            "{file}: it is a big-endian GGUF file; convert it to little-endian first"
+            "it is a big-endian GGUF file; convert it to little-endian first"
         ),
         _ => bail!(
             Unsupported,
-            "{file}: GGUF version {version} is not supported; 2 and 3 are"
+            "GGUF version {version} is not supported; 2 and 3 are"
         ),
     }
     let tensor_count = cursor.u64("the tensor count")?;
     let pair_count = cursor.u64("the key-value count")?;
-    let pairs = read_pairs(&mut cursor, file, pair_count)?;
+    let pairs = read_pairs(&mut cursor, pair_count)?;
     let alignment = pairs.integer("general.alignment")?.unwrap_or(32);
     if !alignment.is_power_of_two() || alignment > 1 << 20 {
         bail!(
             CorruptFile,
-            "{file}: general.alignment is {alignment}; it is a power of two"
+            "general.alignment is {alignment}; it is a power of two"
         );
     }
-    let raws = read_tensors(&mut cursor, file, tensor_count, alignment as usize)?;
+    let raws = read_tensors(&mut cursor, tensor_count, alignment as usize)?;
     let translation = translate::Translation::new(&pairs, &raws)?;
-    let logical = logical(&source, &raws, &translation)?;
+    let logical = logical(source, &raws, &translation)?;
     let metadata = Metadata {
         config: Some(translation.config(&pairs)?),
         tokenizer: match translate::vocabulary(&pairs)? {
@@ -85,7 +101,11 @@ pub(super) fn open(source: Source) -> Result<Tensors> {
             None => TokenizerSource::None,
         },
     };
-    Tensors::new("gguf", vec![source], raws, logical, metadata)
+    Ok(Content {
+        raws,
+        logical,
+        metadata,
+    })
 }
 
 /// The entries, with the multiplier tensors of NVFP4 weights folded into them.
@@ -94,7 +114,6 @@ fn logical(
     raws: &[Raw],
     translation: &translate::Translation,
 ) -> Result<Vec<(Entry, Stored)>> {
-    let file = source.name();
     let by_key: HashMap<&str, usize> = raws
         .iter()
         .enumerate()
@@ -112,21 +131,17 @@ fn logical(
         match weight {
             Some(&w) if raws[w].encoding == Encoding::Nvfp4 => {
                 if multiplier_of.insert(w, i).is_some() {
-                    bail!(
-                        CorruptFile,
-                        "{file}: '{}' has two scale tensors",
-                        raws[w].key
-                    );
+                    bail!(CorruptFile, "'{}' has two scale tensors", raws[w].key);
                 }
             }
             Some(_) => bail!(
                 Unsupported,
-                "{file}: '{}' scales a tensor that is not NVFP4",
+                "'{}' scales a tensor that is not NVFP4",
                 raw.key
             ),
             None => bail!(
                 CorruptFile,
-                "{file}: '{}': there is no '{base}.weight' for it",
+                "'{}': there is no '{base}.weight' for it",
                 raw.key
             ),
         }
@@ -136,7 +151,7 @@ fn logical(
         if multiplier_of.values().any(|&m| m == i) {
             continue;
         }
-        let (name, heads) = translation.name(file, raw)?;
+        let (name, heads) = translation.name(raw)?;
         let mut bytes = raw.span.len() as u64;
         let stored = if raw.encoding == Encoding::Nvfp4 {
             let also = multiplier_of.get(&i).copied();
@@ -170,11 +185,10 @@ fn logical(
 }
 
 fn multiplier(source: &Source, raw: &Raw) -> Result<f32> {
-    let file = source.name();
     if raw.encoding != Encoding::F32 || raw.elements() != 1 {
         bail!(
             Unsupported,
-            "{file}: '{}' is {} of shape {:?}; only one F32 scale per tensor is supported",
+            "'{}' is {} of shape {:?}; only one F32 scale per tensor is supported",
             raw.key,
             raw.encoding,
             raw.shape
@@ -185,19 +199,19 @@ fn multiplier(source: &Source, raw: &Raw) -> Result<f32> {
     if !(value.is_finite() && value >= 0.0) {
         bail!(
             CorruptFile,
-            "{file}: '{}' is {value}; it is a finite multiplier, not negative",
+            "'{}' is {value}; it is a finite multiplier, not negative",
             raw.key
         );
     }
     Ok(value)
 }
 
-fn read_pairs<'a>(cursor: &mut Cursor<'_>, file: &'a str, count: u64) -> Result<Pairs<'a>> {
+fn read_pairs(cursor: &mut Cursor<'_>, count: u64) -> Result<Pairs> {
     // A pair takes at least a key length, a value type and one byte.
     if count > (cursor.left() / 13) as u64 {
         bail!(
             CorruptFile,
-            "{file}: {count} key-value pairs do not fit in the {} bytes after the counts",
+            "{count} key-value pairs do not fit in the {} bytes after the counts",
             cursor.left()
         );
     }
@@ -207,14 +221,14 @@ fn read_pairs<'a>(cursor: &mut Cursor<'_>, file: &'a str, count: u64) -> Result<
             .map_err(|e| e.within(format_args!("key-value pair {number} of {count}")))?;
         let value = cursor
             .u32("the value type")
-            .and_then(|kind| value(cursor, kind, &key, 0))
+            .and_then(|kind| value(cursor, kind, 0))
             .map_err(|e| e.within(format_args!("'{key}'")))?;
         if values.contains_key(&key) {
-            bail!(CorruptFile, "{file}: the key '{key}' stands twice");
+            bail!(CorruptFile, "the key '{key}' stands twice");
         }
         values.insert(key, value);
     }
-    Ok(Pairs { file, values })
+    Ok(Pairs { values })
 }
 
 fn text(cursor: &mut Cursor<'_>, what: &str) -> Result<String> {
@@ -249,28 +263,25 @@ fn number(kind: u32, bytes: &[u8]) -> Value {
     }
 }
 
-fn value(cursor: &mut Cursor<'_>, kind: u32, key: &str, depth: u32) -> Result<Value> {
+fn value(cursor: &mut Cursor<'_>, kind: u32, depth: u32) -> Result<Value> {
     if let Some(width) = width(kind) {
         return Ok(number(kind, cursor.take(width, "a value")?));
     }
     match kind {
         8 => text(cursor, "a text value").map(Value::Text),
-        9 if depth < MAX_DEPTH => array(cursor, key, depth),
-        9 => bail!(
-            CorruptFile,
-            "'{key}': arrays lie more than {MAX_DEPTH} deep"
-        ),
-        _ => bail!(CorruptFile, "'{key}': value type {kind} is none of 0 to 12"),
+        9 if depth < MAX_DEPTH => array(cursor, depth),
+        9 => bail!(CorruptFile, "arrays lie more than {MAX_DEPTH} deep"),
+        _ => bail!(CorruptFile, "value type {kind} is none of 0 to 12"),
     }
 }
 
-fn array(cursor: &mut Cursor<'_>, key: &str, depth: u32) -> Result<Value> {
+fn array(cursor: &mut Cursor<'_>, depth: u32) -> Result<Value> {
     let kind = cursor.u32("an array's element type")?;
     let len = cursor.u64("an array's length")?;
     if let Some(width) = width(kind) {
         let bytes = len
             .checked_mul(width)
-            .ok_or_else(|| err!(CorruptFile, "'{key}': an array of {len} elements"))?;
+            .ok_or_else(|| err!(CorruptFile, "an array of {len} elements"))?;
         let bytes = cursor.take(bytes, "an array")?;
         let items = bytes.chunks_exact(width as usize).map(|b| number(kind, b));
         return Ok(match kind {
@@ -298,7 +309,7 @@ fn array(cursor: &mut Cursor<'_>, key: &str, depth: u32) -> Result<Value> {
     if len > (cursor.left() / 8) as u64 {
         bail!(
             CorruptFile,
-            "'{key}': an array of {len} elements does not fit in the {} bytes left",
+            "an array of {len} elements does not fit in the {} bytes left",
             cursor.left()
         );
     }
@@ -313,22 +324,17 @@ fn array(cursor: &mut Cursor<'_>, key: &str, depth: u32) -> Result<Value> {
         return Ok(Value::Texts(texts));
     }
     for _ in 0..len {
-        value(cursor, kind, key, depth + 1)?;
+        value(cursor, kind, depth + 1)?;
     }
     Ok(Value::Other)
 }
 
-fn read_tensors(
-    cursor: &mut Cursor<'_>,
-    file: &str,
-    count: u64,
-    alignment: usize,
-) -> Result<Vec<Raw>> {
+fn read_tensors(cursor: &mut Cursor<'_>, count: u64, alignment: usize) -> Result<Vec<Raw>> {
     // A tensor takes at least a name length, a dimension count, one dimension, a type and an offset.
     if count == 0 || count > (cursor.left() / 32) as u64 {
         bail!(
             CorruptFile,
-            "{file}: {count} tensors do not fit in the {} bytes after the metadata",
+            "{count} tensors do not fit in the {} bytes after the metadata",
             cursor.left()
         );
     }
@@ -337,13 +343,13 @@ fn read_tensors(
         let name = text(cursor, "a tensor name")
             .map_err(|e| e.within(format_args!("tensor {number} of {count}")))?;
         let raw = tensor(cursor, name, alignment)
-            .map_err(|e| e.within(format_args!("{file}: tensor {number} of {count}")))?;
+            .map_err(|e| e.within(format_args!("tensor {number} of {count}")))?;
         raws.push(raw);
     }
     let header_end = cursor.position();
     let data_start = header_end
         .checked_next_multiple_of(alignment)
-        .ok_or_else(|| err!(CorruptFile, "{file}: the header is too long"))?;
+        .ok_or_else(|| err!(CorruptFile, "the header is too long"))?;
     let file_len = header_end + cursor.left();
     for raw in &mut raws {
         let range = &mut raw.span.range;
@@ -352,7 +358,7 @@ fn read_tensors(
             Some(end) => *range = range.start + data_start..end,
             None => bail!(
                 CorruptFile,
-                "{file}: '{}': its {} bytes at offset {} of the data end past the file's {file_len} bytes",
+                "'{}': its {} bytes at offset {} of the data end past the file's {file_len} bytes",
                 raw.key,
                 range.len(),
                 range.start
@@ -361,11 +367,7 @@ fn read_tensors(
     }
     let mut names = std::collections::HashSet::with_capacity(raws.len());
     if let Some(twice) = raws.iter().find(|r| !names.insert(r.key.as_str())) {
-        bail!(
-            CorruptFile,
-            "{file}: the tensor '{}' stands twice",
-            twice.key
-        );
+        bail!(CorruptFile, "the tensor '{}' stands twice", twice.key);
     }
     let mut by_start: Vec<&Raw> = raws.iter().collect();
     by_start.sort_by_key(|r| r.span.range.start);
@@ -375,7 +377,7 @@ fn read_tensors(
     {
         bail!(
             CorruptFile,
-            "{file}: the data of '{}' and '{}' overlap",
+            "the data of '{}' and '{}' overlap",
             pair[0].key,
             pair[1].key
         );
@@ -398,7 +400,7 @@ fn tensor(cursor: &mut Cursor<'_>, name: String, alignment: usize) -> Result<Raw
         let dim = cursor.u64("a dimension")?;
         let size = usize::try_from(dim)
             .ok()
-            .filter(|&s| s > 0)
+            .filter(|&s| s > 0 && s <= isize::MAX as usize)
             .ok_or_else(|| err!(CorruptFile, "'{name}': dimension {d} is {}", dim as i64))?;
         elements = elements.checked_mul(size).ok_or_else(|| {
             err!(
@@ -448,17 +450,13 @@ fn tensor(cursor: &mut Cursor<'_>, name: String, alignment: usize) -> Result<Raw
     })
 }
 
-impl Pairs<'_> {
+impl Pairs {
     fn get(&self, key: &str) -> Option<&Value> {
         self.values.get(key)
     }
 
     fn wrong<T>(&self, key: &str, want: &str) -> Result<T> {
-        Err(err!(
-            CorruptFile,
-            "{}: the metadata key '{key}' is not {want}",
-            self.file
-        ))
+        Err(err!(CorruptFile, "the metadata key '{key}' is not {want}"))
     }
 
     fn integer(&self, key: &str) -> Result<Option<u64>> {
@@ -473,8 +471,7 @@ impl Pairs<'_> {
                 }
                 _ => Err(err!(
                     Unsupported,
-                    "{}: '{key}' differs between layers, which is not supported",
-                    self.file
+                    "'{key}' differs between layers, which is not supported"
                 )),
             },
             Some(_) => self.wrong(key, "a whole number"),

@@ -50,23 +50,17 @@ pub(super) struct Translation {
 }
 
 impl Translation {
-    pub(super) fn new(pairs: &Pairs<'_>, raws: &[Raw]) -> Result<Self> {
+    pub(super) fn new(pairs: &Pairs, raws: &[Raw]) -> Result<Self> {
         let architecture = pairs
             .text("general.architecture")?
-            .ok_or_else(|| {
-                err!(
-                    CorruptFile,
-                    "{}: it has no general.architecture",
-                    pairs.file
-                )
-            })?
+            .ok_or_else(|| err!(CorruptFile, "it has no general.architecture",))?
             .to_owned();
         let known = ARCHITECTURES.iter().any(|(a, _)| *a == architecture);
         let count = |key: &str| -> Result<Option<usize>> {
             let key = format!("{architecture}.attention.{key}");
             match pairs.integer(&key)? {
                 Some(n) if !(1..=65536).contains(&n) => {
-                    bail!(CorruptFile, "{}: '{key}' is {n}", pairs.file)
+                    bail!(CorruptFile, "'{key}' is {n}")
                 }
                 n => Ok(n.map(|n| n as usize)),
             }
@@ -74,11 +68,7 @@ impl Translation {
         let heads = count("head_count")?;
         let kv_heads = count("head_count_kv")?.or(heads);
         if known && heads.is_none() {
-            bail!(
-                CorruptFile,
-                "{}: it has no {architecture}.attention.head_count",
-                pairs.file
-            );
+            bail!(CorruptFile, "it has no {architecture}.attention.head_count",);
         }
         let find = |key: &str| raws.iter().find(|r| r.key == key);
         Ok(Translation {
@@ -93,7 +83,7 @@ impl Translation {
     }
 
     /// The Hugging Face name of a tensor, and the number of heads whose rows lie interleaved in it.
-    pub(super) fn name(&self, file: &str, raw: &Raw) -> Result<(String, Option<usize>)> {
+    pub(super) fn name(&self, raw: &Raw) -> Result<(String, Option<usize>)> {
         let key = raw.key.as_str();
         let plain = Ok((key.to_owned(), None));
         if !self.known {
@@ -127,7 +117,7 @@ impl Translation {
         {
             bail!(
                 CorruptFile,
-                "{file}: '{key}' of shape {:?} does not divide into {heads} heads of even width",
+                "'{key}' of shape {:?} does not divide into {heads} heads of even width",
                 raw.shape
             );
         }
@@ -136,7 +126,7 @@ impl Translation {
 
     /// The metadata with the keys of `config.json`. What the file does not say is left out rather than guessed, except where
     /// GGUF defines a default.
-    pub(super) fn config(&self, pairs: &Pairs<'_>) -> Result<Json> {
+    pub(super) fn config(&self, pairs: &Pairs) -> Result<Json> {
         let a = &self.architecture;
         let mut config = Map::new();
         if let Some((_, class)) = ARCHITECTURES.iter().find(|(name, _)| name == a) {
@@ -195,7 +185,7 @@ impl Translation {
         Ok(Json::Object(config))
     }
 
-    fn rope_scaling(&self, pairs: &Pairs<'_>) -> Result<Option<Json>> {
+    fn rope_scaling(&self, pairs: &Pairs) -> Result<Option<Json>> {
         let key = |name: &str| format!("{}.rope.scaling.{name}", self.architecture);
         let kind = pairs.text(&key("type"))?;
         let old_linear = pairs.float(&format!("{}.rope.scale_linear", self.architecture))?;
@@ -236,7 +226,7 @@ fn shortest(value: f64) -> f64 {
 }
 
 /// The vocabulary, if the file has one.
-pub(super) fn vocabulary(pairs: &Pairs<'_>) -> Result<Option<Vocabulary>> {
+pub(super) fn vocabulary(pairs: &Pairs) -> Result<Option<Vocabulary>> {
     let key = |name: &str| format!("tokenizer.ggml.{name}");
     let Some(tokens) = pairs.texts(&key("tokens"))? else {
         return Ok(None);
@@ -250,19 +240,13 @@ pub(super) fn vocabulary(pairs: &Pairs<'_>) -> Result<Option<Vocabulary>> {
             Some(id) if id < tokens.len() as u64 => Ok(Some(id as u32)),
             Some(id) => bail!(
                 CorruptFile,
-                "{}: '{key}' is {id}, but there are {} tokens",
-                pairs.file,
+                "'{key}' is {id}, but there are {} tokens",
                 tokens.len()
             ),
         }
     };
-    let model = text("model")?.ok_or_else(|| {
-        err!(
-            CorruptFile,
-            "{}: it has tokens but no tokenizer.ggml.model",
-            pairs.file
-        )
-    })?;
+    let model = text("model")?
+        .ok_or_else(|| err!(CorruptFile, "it has tokens but no tokenizer.ggml.model",))?;
     let token_types = match pairs.get(&key("token_type")) {
         None => Vec::new(),
         Some(super::Value::Integers(types)) => types.iter().map(|&t| t as i32).collect(),
@@ -277,8 +261,7 @@ pub(super) fn vocabulary(pairs: &Pairs<'_>) -> Result<Option<Vocabulary>> {
         if len != 0 && len != tokens.len() {
             bail!(
                 CorruptFile,
-                "{}: 'tokenizer.ggml.{name}' has {len} elements for {} tokens",
-                pairs.file,
+                "'tokenizer.ggml.{name}' has {len} elements for {} tokens",
                 tokens.len()
             );
         }

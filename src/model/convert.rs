@@ -1,0 +1,574 @@
+//! A model on disk to the same model in NVFP4 on disk, one tensor at a time: linear weights are quantized, the rest keeps the
+//! encoding it has. Peak memory is a few megabytes, whatever the model. Knows no file format and runs nothing.
+
+use std::collections::HashMap;
+use std::ops::{ControlFlow, Range};
+use std::path::Path;
+use std::sync::Mutex;
+
+use serde::Serialize;
+use serde_json::json;
+
+use crate::base::Result;
+use crate::base::error::{bail, err};
+use crate::base::threads::Pool;
+use crate::checkpoint::{
+    Checkpoint, DatWriter, Encoding, Entry, Metadata, ModelOptWriter, Planned, TokenizerSource,
+    Vocabulary, Writer, write_companions,
+};
+use crate::format::nvfp4::{self, BLOCK, Levels, QuantizeOptions, Recipe};
+use crate::text::{Tokenizer, VocabularySpec};
+
+/// What kind of model is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Container {
+    /// A directory in ModelOpt's layout: safetensors with two-level scales, config and tokenizer.
+    ModelOpt,
+    /// TorchSharp's `.dat` with single-level scales, and config and tokenizer beside it.
+    Dat,
+}
+
+/// How to convert.
+#[derive(Clone, Debug)]
+pub struct ConvertOptions {
+    /// What is written.
+    pub container: Container,
+    /// How weights are quantized.
+    pub quantize: QuantizeOptions,
+}
+
+impl ConvertOptions {
+    /// Options for `container`, with the levels of scales that it holds.
+    pub fn new(container: Container, recipe: Recipe) -> Self {
+        ConvertOptions {
+            container,
+            quantize: QuantizeOptions {
+                recipe,
+                levels: match container {
+                    Container::ModelOpt => Levels::Two,
+                    Container::Dat => Levels::Single,
+                },
+                ..QuantizeOptions::default()
+            },
+        }
+    }
+}
+
+/// How far a conversion is.
+#[derive(Clone, Copy, Debug)]
+pub struct ConvertProgress<'a> {
+    /// The tensor at hand.
+    pub tensor: &'a str,
+    /// Source bytes dealt with.
+    pub done: u64,
+    /// Source bytes in all.
+    pub total: u64,
+}
+
+/// What a conversion did.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct ConvertReport {
+    /// Tensors written.
+    pub tensors: usize,
+    /// Of these, tensors quantized now.
+    pub quantized: usize,
+    /// Of these, tensors that were NVFP4 already.
+    pub kept_nvfp4: usize,
+    /// Whether the tied head was written as a tensor of its own.
+    pub head_added: bool,
+    /// Bytes of tensors read.
+    pub bytes_in: u64,
+    /// Bytes of tensors written.
+    pub bytes_out: u64,
+    /// Root mean square of the quantization error over that of the weights quantized now.
+    pub relative_error: f64,
+}
+
+/// What happens to one tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Action {
+    Copy,
+    Quantize,
+}
+
+struct Step<'a> {
+    /// Differs from the entry's name for a head that is tied to the embedding.
+    name: &'a str,
+    entry: &'a Entry,
+    action: Action,
+    encoding: Encoding,
+}
+
+const EMBEDDING: &str = "model.embed_tokens.weight";
+const HEAD: &str = "lm_head.weight";
+
+/// Weights that serving engines fuse into one matrix, which then has one global scale.
+const FUSED: [&[&str]; 2] = [
+    &["q_proj.weight", "k_proj.weight", "v_proj.weight"],
+    &["gate_proj.weight", "up_proj.weight"],
+];
+
+const ALONE: [&str; 2] = ["o_proj.weight", "down_proj.weight"];
+
+/// Whether `entry` is a weight of a linear layer, by name and shape.
+fn is_linear(entry: &Entry) -> bool {
+    let last_two = |suffix: &&str| {
+        entry
+            .name
+            .strip_suffix(*suffix)
+            .is_some_and(|rest| rest.ends_with('.'))
+    };
+    entry.shape.len() == 2
+        && (entry.name == HEAD || FUSED.concat().iter().chain(&ALONE).any(last_two))
+}
+
+/// Converts `source` to `destination`: a directory, or a `.dat` file for [`Container::Dat`]. Embeddings, norms and biases
+/// stay dense; a head tied to the embedding becomes an NVFP4 tensor of its own. `progress` may stop the work, which leaves
+/// nothing behind.
+pub fn convert(
+    source: &dyn Checkpoint,
+    destination: &Path,
+    options: &ConvertOptions,
+    pool: &Pool,
+    progress: &mut dyn FnMut(ConvertProgress<'_>) -> ControlFlow<()>,
+) -> Result<ConvertReport> {
+    options.quantize.check()?;
+    if options.container == Container::Dat && options.quantize.levels == Levels::Two {
+        bail!(
+            InvalidArgument,
+            ".dat holds no global scale; quantize with a single-level scale"
+        );
+    }
+    let steps = plan(source, options)?;
+    let head_added = steps.iter().any(|s| s.name != s.entry.name);
+    let planned: Vec<Planned> = steps
+        .iter()
+        .map(|s| Planned {
+            name: s.name.to_owned(),
+            shape: s.entry.shape.clone(),
+            encoding: s.encoding,
+        })
+        .collect();
+    let (metadata, files) = description(source.metadata(), head_added)?;
+    let mut writer: Box<dyn Writer> = match options.container {
+        Container::ModelOpt => {
+            let mut writer = ModelOptWriter::create(destination, &planned, &metadata)?;
+            for (name, content) in &files {
+                writer.add_file(name, content.clone())?;
+            }
+            Box::new(writer)
+        }
+        Container::Dat => Box::new(DatWriter::create(destination, &planned)?),
+    };
+
+    let mut work = Work {
+        rows: Rows {
+            source,
+            pool,
+            options: &options.quantize,
+        },
+        largest: HashMap::new(),
+        done: 0,
+        total: steps.iter().map(|s| s.entry.bytes).sum(),
+        progress,
+    };
+    let mut report = ConvertReport {
+        tensors: steps.len(),
+        head_added,
+        bytes_in: source.entries().iter().map(|e| e.bytes).sum(),
+        ..ConvertReport::default()
+    };
+    let (mut squares, mut errors) = (0.0, 0.0);
+    for step in &steps {
+        work.tell(step.name)?;
+        let values = (step.entry.rows() * step.entry.cols()) as u64;
+        report.bytes_out += match step.encoding.element_bytes() {
+            Some(width) => values * width as u64,
+            None => values / 2 + values / BLOCK as u64,
+        };
+        match step.action {
+            Action::Copy => {
+                writer
+                    .copy(source, step.entry)
+                    .map_err(|e| e.within(&step.entry.name))?;
+                work.done += step.entry.bytes;
+                report.kept_nvfp4 += usize::from(step.encoding == Encoding::Nvfp4);
+            }
+            Action::Quantize => {
+                let sums = work
+                    .quantize(step, &steps, &mut *writer)
+                    .map_err(|e| e.within(&step.entry.name))?;
+                squares += sums.0;
+                errors += sums.1;
+                report.quantized += 1;
+            }
+        }
+    }
+    if squares > 0.0 {
+        report.relative_error = (errors / squares).sqrt();
+    }
+    if options.container == Container::Dat {
+        let directory = match destination.parent() {
+            Some(parent) if !parent.as_os_str().is_empty() => parent,
+            _ => Path::new("."),
+        };
+        write_companions(directory, &metadata, &files)?;
+    }
+    writer.finish()?;
+    Ok(report)
+}
+
+fn plan<'a>(source: &'a dyn Checkpoint, options: &ConvertOptions) -> Result<Vec<Step<'a>>> {
+    let mut steps = Vec::with_capacity(source.entries().len() + 1);
+    for entry in source.entries() {
+        let keeps = entry.encoding == Encoding::Nvfp4
+            && (options.container == Container::ModelOpt || source.global_scale(entry)? == 1.0);
+        let (action, encoding) = if keeps {
+            (Action::Copy, Encoding::Nvfp4)
+        } else if is_linear(entry) || entry.encoding == Encoding::Nvfp4 {
+            (Action::Quantize, Encoding::Nvfp4)
+        } else {
+            let dense = match entry.encoding {
+                Encoding::Nf4 | Encoding::F8E4M3 | Encoding::Ggml(_) if entry.shape.len() > 1 => {
+                    Encoding::BF16
+                }
+                Encoding::Nf4 | Encoding::F8E4M3 | Encoding::Ggml(_) | Encoding::F64 => {
+                    Encoding::F32
+                }
+                same => same,
+            };
+            (Action::Copy, dense)
+        };
+        if encoding == Encoding::Nvfp4 && !entry.cols().is_multiple_of(BLOCK) {
+            bail!(
+                InvalidArgument,
+                "'{}' has K = {}, which is not a multiple of {BLOCK}; NVFP4 cannot hold it",
+                entry.name,
+                entry.cols()
+            );
+        }
+        steps.push(Step {
+            name: &entry.name,
+            entry,
+            action,
+            encoding,
+        });
+    }
+    let tied = source
+        .metadata()
+        .config
+        .as_ref()
+        .is_some_and(|c| c["tie_word_embeddings"] == true);
+    if tied
+        && source.find(HEAD).is_none()
+        && let Some(entry) = source.find(EMBEDDING)
+        && entry.shape.len() == 2
+        && entry.cols().is_multiple_of(BLOCK)
+    {
+        steps.push(Step {
+            name: HEAD,
+            entry,
+            action: Action::Quantize,
+            encoding: Encoding::Nvfp4,
+        });
+    }
+    if steps.iter().all(|s| s.encoding != Encoding::Nvfp4) {
+        bail!(
+            InvalidArgument,
+            "none of the {} tensors is a linear weight (…q_proj.weight, …down_proj.weight, {HEAD}, …); the first is '{}'",
+            steps.len(),
+            steps.first().map_or("", |s| s.name)
+        );
+    }
+    Ok(steps)
+}
+
+/// What is done to rows in parallel.
+#[derive(Clone, Copy)]
+struct Rows<'a> {
+    source: &'a dyn Checkpoint,
+    pool: &'a Pool,
+    options: &'a QuantizeOptions,
+}
+
+/// The state that the steps of a conversion share.
+struct Work<'a> {
+    rows: Rows<'a>,
+    /// The largest magnitude of each tensor looked at so far, by name.
+    largest: HashMap<&'a str, f32>,
+    done: u64,
+    total: u64,
+    progress: &'a mut dyn FnMut(ConvertProgress<'_>) -> ControlFlow<()>,
+}
+
+/// Values in one part of a parallel region, about.
+const PART: usize = 1 << 16;
+
+/// Parts in one region: enough to keep many threads busy, few enough to keep memory small.
+const PARTS: usize = 64;
+
+impl<'a> Work<'a> {
+    fn tell(&mut self, tensor: &str) -> Result<()> {
+        let at = ConvertProgress {
+            tensor,
+            done: self.done,
+            total: self.total,
+        };
+        match (self.progress)(at) {
+            ControlFlow::Continue(()) => Ok(()),
+            ControlFlow::Break(()) => bail!(Cancelled, "the conversion was stopped at '{tensor}'"),
+        }
+    }
+
+    /// The global scale for `step`, common to the weights that are fused with it.
+    fn global(&mut self, step: &Step<'a>, steps: &[Step<'a>]) -> Result<f32> {
+        if self.rows.options.levels != Levels::Two {
+            return Ok(1.0);
+        }
+        let fused = FUSED
+            .iter()
+            .find_map(|group| {
+                let prefix = group.iter().find_map(|s| step.name.strip_suffix(s))?;
+                Some(
+                    group
+                        .iter()
+                        .map(|s| format!("{prefix}{s}"))
+                        .collect::<Vec<_>>(),
+                )
+            })
+            .unwrap_or_else(|| vec![step.name.to_owned()]);
+        let mut largest = 0f32;
+        for other in steps {
+            if other.action != Action::Quantize || !fused.iter().any(|n| n == other.name) {
+                continue;
+            }
+            let amax = match self.largest.get(other.name) {
+                Some(&amax) => amax,
+                None => {
+                    let amax = self
+                        .rows
+                        .amax(other.entry)
+                        .map_err(|e| e.within(format_args!("'{}'", other.name)))?;
+                    self.largest.insert(other.name, amax);
+                    amax
+                }
+            };
+            largest = largest.max(amax);
+        }
+        Ok(nvfp4::global_scale(largest, self.rows.options))
+    }
+
+    /// Writes `step` quantized. Returns the sum of squares of the weights and of their errors.
+    fn quantize(
+        &mut self,
+        step: &Step<'a>,
+        steps: &[Step<'a>],
+        writer: &mut dyn Writer,
+    ) -> Result<(f64, f64)> {
+        let global = self.global(step, steps)?;
+        writer.begin(step.name, global)?;
+        let entry = step.entry;
+        let (rows, cols) = (entry.rows(), entry.cols());
+        let per_part = (PART / cols).max(1);
+        let per_region = per_part * PARTS;
+        let before = self.done;
+        let (mut squares, mut errors) = (0.0, 0.0);
+        for first in (0..rows).step_by(per_region) {
+            let region = first..rows.min(first + per_region);
+            let mut codes = vec![0; region.len() * cols / 2];
+            let mut scales = vec![0; region.len() * cols / BLOCK];
+            let sums = self.rows.region(
+                entry,
+                region.clone(),
+                per_part,
+                global,
+                &mut codes,
+                &mut scales,
+            )?;
+            squares += sums.0;
+            errors += sums.1;
+            writer.nvfp4(&codes, &scales)?;
+            self.rows.source.release(entry, region.clone());
+            self.done = before + (entry.bytes as u128 * region.end as u128 / rows as u128) as u64;
+            self.tell(step.name)?;
+        }
+        Ok((squares, errors))
+    }
+}
+
+impl Rows<'_> {
+    fn amax(&self, entry: &Entry) -> Result<f32> {
+        let cols = entry.cols();
+        let step = (PART / cols).max(1);
+        let starts: Vec<usize> = (0..entry.rows()).step_by(step).collect();
+        let found = Mutex::new(Vec::new());
+        self.pool.run(starts.len(), |part| {
+            let rows = starts[part]..entry.rows().min(starts[part] + step);
+            let mut values = vec![0.0; rows.len() * cols];
+            let first = rows.start * cols;
+            let amax = self
+                .source
+                .rows_f32(entry, rows, &mut values)
+                .and_then(|()| nvfp4::amax(&values, first, self.options.nonfinite));
+            lock(&found).push((part, amax));
+        });
+        let mut largest = 0f32;
+        for amax in in_order(found) {
+            largest = largest.max(amax?);
+        }
+        Ok(largest)
+    }
+
+    fn region(
+        &self,
+        entry: &Entry,
+        region: Range<usize>,
+        per_part: usize,
+        global: f32,
+        codes: &mut [u8],
+        scales: &mut [u8],
+    ) -> Result<(f64, f64)> {
+        let cols = entry.cols();
+        let parts: Vec<_> = codes
+            .chunks_mut(per_part * cols / 2)
+            .zip(scales.chunks_mut(per_part * cols / BLOCK))
+            .map(Mutex::new)
+            .collect();
+        let found = Mutex::new(Vec::new());
+        self.pool.run(parts.len(), |part| {
+            let mut out = lock(&parts[part]);
+            let (codes, scales) = &mut *out;
+            let first = region.start + part * per_part;
+            let rows = first..region.end.min(first + per_part);
+            let sums = self.part(entry, rows, global, codes, scales);
+            lock(&found).push((part, sums));
+        });
+        let (mut squares, mut errors) = (0.0, 0.0);
+        for sums in in_order(found) {
+            let (s, e) = sums?;
+            squares += s;
+            errors += e;
+        }
+        Ok((squares, errors))
+    }
+
+    fn part(
+        &self,
+        entry: &Entry,
+        rows: Range<usize>,
+        global: f32,
+        codes: &mut [u8],
+        scales: &mut [u8],
+    ) -> Result<(f64, f64)> {
+        let cols = entry.cols();
+        let mut values = vec![0.0; rows.len() * cols];
+        self.source.rows_f32(entry, rows.clone(), &mut values)?;
+        nvfp4::quantize_rows(
+            &values,
+            cols,
+            rows.start,
+            global,
+            self.options,
+            codes,
+            scales,
+        )?;
+        let mut held = vec![0.0; values.len()];
+        nvfp4::dequantize(codes, scales, global, &mut held)?;
+        let (mut squares, mut errors) = (0.0, 0.0);
+        for (&value, &held) in values.iter().zip(&held) {
+            if value.is_finite() {
+                squares += f64::from(value) * f64::from(value);
+                errors += f64::from(value - held) * f64::from(value - held);
+            }
+        }
+        Ok((squares, errors))
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex
+        .lock()
+        .unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+/// What the parts found, by part, so that neither sums nor the error reported depend on timing.
+fn in_order<T>(found: Mutex<Vec<(usize, T)>>) -> impl Iterator<Item = T> {
+    let mut found = found
+        .into_inner()
+        .unwrap_or_else(std::sync::PoisonError::into_inner);
+    found.sort_by_key(|(part, _)| *part);
+    found.into_iter().map(|(_, value)| value)
+}
+
+type Files = Vec<(String, Vec<u8>)>;
+
+/// The metadata to write, and the tokenizer's files where the source holds its tokenizer inside.
+fn description(source: &Metadata, head_added: bool) -> Result<(Metadata, Files)> {
+    let mut metadata = source.clone();
+    if head_added && let Some(config) = metadata.config.as_mut().and_then(|c| c.as_object_mut()) {
+        config.insert("tie_word_embeddings".to_owned(), false.into());
+    }
+    let mut files = Vec::new();
+    if let TokenizerSource::Vocabulary(vocabulary) = &source.tokenizer {
+        let tokenizer = Tokenizer::from_vocabulary(&vocabulary_spec(vocabulary))
+            .map_err(|e| e.within("the tokenizer"))?;
+        let text = |id: Option<u32>| id.and_then(|id| vocabulary.tokens.get(id as usize));
+        let mut config = json!({
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": false,
+        });
+        for (key, id) in [
+            ("bos_token", vocabulary.bos),
+            ("eos_token", vocabulary.eos),
+            ("unk_token", vocabulary.unk),
+            ("pad_token", vocabulary.pad),
+        ] {
+            if let Some(token) = text(id) {
+                config[key] = json!(token);
+            }
+        }
+        if let Some(template) = &vocabulary.chat_template {
+            config["chat_template"] = json!(template);
+        }
+        let mut ends: Vec<u32> = [vocabulary.eos, vocabulary.eot]
+            .into_iter()
+            .flatten()
+            .collect();
+        ends.dedup();
+        let mut generation = json!({ "eos_token_id": ends });
+        if let Some(bos) = vocabulary.bos {
+            generation["bos_token_id"] = json!(bos);
+        }
+        files.push((
+            "tokenizer.json".to_owned(),
+            tokenizer.to_json()?.into_bytes(),
+        ));
+        for (name, value) in [
+            ("tokenizer_config.json", config),
+            ("generation_config.json", generation),
+        ] {
+            let text = serde_json::to_vec_pretty(&value)
+                .map_err(|e| err!(Internal, "writing {name}: {e}"))?;
+            files.push((name.to_owned(), text));
+        }
+    }
+    Ok((metadata, files))
+}
+
+/// The vocabulary of a checkpoint as the text floor takes it.
+pub(super) fn vocabulary_spec(vocabulary: &Vocabulary) -> VocabularySpec {
+    VocabularySpec {
+        model: vocabulary.model.clone(),
+        pre: vocabulary.pre.clone().unwrap_or_default(),
+        tokens: vocabulary.tokens.clone(),
+        token_types: vocabulary.token_types.clone(),
+        merges: vocabulary.merges.clone(),
+        scores: vocabulary.scores.clone(),
+        bos: vocabulary.bos,
+        eos: vocabulary.eos,
+        unknown: vocabulary.unk,
+        add_bos: vocabulary.add_bos,
+        add_eos: vocabulary.add_eos,
+        add_space_prefix: vocabulary.add_space_prefix,
+    }
+}

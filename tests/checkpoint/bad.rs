@@ -1,0 +1,836 @@
+//! Files that lie: each is an error that names the file and the entry, before anything large is allocated.
+
+use std::path::Path;
+
+use NVFP4::base::{Error, ErrorKind};
+use NVFP4::checkpoint::{self, Checkpoint};
+
+use super::files::{Gguf, Scratch, dat, dat_entry, leb128, safetensors, tensors};
+
+/// Opens `bytes` as `name`, which must fail with a message that holds the name and every needle.
+fn refused(name: &str, bytes: Vec<u8>, needles: &[&str]) -> Error {
+    match checkpoint::open_bytes(name, bytes) {
+        Ok(_) => panic!("{name} was opened; wanted an error with {needles:?}"),
+        Err(error) => {
+            let message = error.message();
+            for needle in [name].iter().chain(needles) {
+                assert!(message.contains(needle), "'{message}' lacks '{needle}'");
+            }
+            assert!(
+                matches!(
+                    error.kind(),
+                    ErrorKind::CorruptFile | ErrorKind::Unsupported
+                ),
+                "{:?}: {message}",
+                error.kind()
+            );
+            error
+        }
+    }
+}
+
+/// Reads everything there is to read. Errors are fine here, panics are not.
+fn walk(checkpoint: &dyn Checkpoint) {
+    for entry in checkpoint.entries() {
+        let rows = entry.rows();
+        let mut row = vec![0.0; entry.cols()];
+        for r in [0, rows - 1] {
+            let _ = checkpoint.rows_f32(entry, r..r + 1, &mut row);
+        }
+        let mut codes = vec![0; entry.cols() / 2];
+        let mut scales = vec![0; entry.cols() / 16];
+        let _ = checkpoint.rows_nvfp4(entry, rows - 1..rows, &mut codes, &mut scales);
+        let _ = checkpoint.global_scale(entry);
+        assert!(checkpoint.parts(entry).is_ok());
+        checkpoint.release(entry, 0..rows);
+    }
+}
+
+const HEADS: u32 = 2;
+
+fn number_pair(key: &str, value: u32) -> Vec<u8> {
+    Gguf::pair(key, 4, &value.to_le_bytes())
+}
+
+fn llama() -> Gguf {
+    Gguf::new("llama").with_pair(number_pair("llama.attention.head_count", HEADS))
+}
+
+/// One small correct file per format and convention.
+fn good() -> Vec<(&'static str, Vec<u8>)> {
+    let zeros = |n: usize| vec![0x30u8; n];
+    let state = br#"{"quant_type":"nf4","blocksize":64,"shape":[4,32],"nested_blocksize":256,"nested_offset":0.5}"#;
+    let state_shape = format!("[{}]", state.len());
+    vec![
+        (
+            "a.dat",
+            dat(&[
+                dat_entry("x.weight.qdata", 0, &[2, 16], &zeros(32)),
+                dat_entry("x.weight.scale", 101, &[2, 2], &zeros(4)),
+                dat_entry("norm", 6, &[3], &zeros(12)),
+                dat_entry("h", 5, &[2, 2], &zeros(8)),
+            ]),
+        ),
+        (
+            "modelopt.safetensors",
+            tensors(&[
+                (
+                    "a.weight_scale_2",
+                    "F32",
+                    "[]",
+                    0.5f32.to_le_bytes().to_vec(),
+                ),
+                ("a.weight", "U8", "[2,8]", zeros(16)),
+                ("a.weight_scale", "F8_E4M3", "[2,1]", zeros(2)),
+                ("b", "BF16", "[3]", zeros(6)),
+            ]),
+        ),
+        (
+            "compressed.safetensors",
+            tensors(&[
+                (
+                    "a.weight_global_scale",
+                    "F32",
+                    "[1]",
+                    2.0f32.to_le_bytes().to_vec(),
+                ),
+                ("a.weight_packed", "U8", "[2,8]", zeros(16)),
+                ("a.weight_scale", "F8_E4M3", "[2,1]", zeros(2)),
+            ]),
+        ),
+        (
+            "nf4.safetensors",
+            tensors(&[
+                ("a.weight.nested_absmax", "F32", "[1]", zeros(4)),
+                ("a.weight.nested_quant_map", "F32", "[256]", zeros(1024)),
+                ("a.weight.quant_map", "F32", "[16]", zeros(64)),
+                ("a.weight", "U8", "[64,1]", zeros(64)),
+                ("a.weight.absmax", "U8", "[2]", zeros(2)),
+                (
+                    "a.weight.quant_state.bitsandbytes__nf4",
+                    "U8",
+                    &state_shape,
+                    state.to_vec(),
+                ),
+            ]),
+        ),
+        (
+            "a.gguf",
+            llama()
+                .with_pair(Gguf::array_pair("tokenizer.ggml.tokens", 8, 1, &{
+                    let mut text = 1u64.to_le_bytes().to_vec();
+                    text.push(b'a');
+                    text
+                }))
+                .with_pair(Gguf::text_pair("tokenizer.ggml.model", "gpt2"))
+                .tensor("blk.0.attn_q.weight", &[64, 4], 40, 0)
+                .tensor("blk.0.attn_q.scale", &[1], 0, 160)
+                .tensor("blk.0.attn_k.weight", &[32, 4], 3, 192)
+                .with_data(zeros(192 + 80))
+                .build(),
+        ),
+    ]
+}
+
+#[test]
+fn the_good_files_are_good() {
+    for (name, bytes) in good() {
+        let opened = checkpoint::open_bytes(name, bytes).unwrap_or_else(|e| panic!("{name}: {e}"));
+        let entry = &opened.entries()[0];
+        assert!(
+            opened
+                .rows_f32(entry, 0..1, &mut vec![0.0; entry.cols()])
+                .is_ok()
+        );
+        walk(&*opened);
+    }
+}
+
+#[test]
+fn truncation_at_any_byte_is_an_error() {
+    for (name, bytes) in good() {
+        for len in 0..bytes.len() {
+            refused(name, bytes[..len].to_vec(), &[]);
+        }
+        let mut longer = bytes.clone();
+        longer.push(0);
+        if !name.ends_with("gguf") {
+            refused(name, longer, &["1 bytes follow"]);
+        }
+    }
+}
+
+#[test]
+fn any_flipped_bit_is_survived() {
+    for (name, bytes) in good() {
+        for at in 0..bytes.len() {
+            for bit in 0..8 {
+                let mut flipped = bytes.clone();
+                flipped[at] ^= 1 << bit;
+                if let Ok(opened) = checkpoint::open_bytes(name, flipped) {
+                    walk(&*opened);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn empty_missing_and_foreign_files() {
+    for name in ["a.dat", "a.safetensors", "a.gguf", "a.bin"] {
+        refused(name, Vec::new(), &["is empty"]);
+        let scratch = Scratch::new();
+        let path = scratch.0.join(name);
+        let error = checkpoint::open(&path).map(|_| ()).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::NotFound);
+        std::fs::write(&path, b"").unwrap();
+        let error = checkpoint::open(&path).map(|_| ()).unwrap_err();
+        assert!(error.message().contains("is empty"), "{error}");
+    }
+    refused(
+        "a.bin",
+        b"neither this nor that".to_vec(),
+        &["no checkpoint known"],
+    );
+    refused(
+        "a.gguf",
+        b"neither this nor that".to_vec(),
+        &["does not start with 'GGUF'"],
+    );
+    let scratch = Scratch::new();
+    let error = checkpoint::open(&scratch.0).map(|_| ()).unwrap_err();
+    assert!(error.message().contains("holds no model"), "{error}");
+    for name in ["a.gguf", "b.gguf"] {
+        std::fs::write(scratch.0.join(name), b"GGUF").unwrap();
+    }
+    let error = checkpoint::open(&scratch.0).map(|_| ()).unwrap_err();
+    assert!(error.message().contains("2 .gguf files"), "{error}");
+    assert!(checkpoint::open(Path::new("/dev/null")).is_err());
+}
+
+#[test]
+fn a_broken_config_is_named() {
+    let scratch = Scratch::new();
+    let (_, bytes) = &good()[0];
+    std::fs::write(scratch.0.join("model.dat"), bytes).unwrap();
+    std::fs::write(scratch.0.join("config.json"), b"{\"a\":").unwrap();
+    let error = checkpoint::open(&scratch.0).map(|_| ()).unwrap_err();
+    assert!(error.message().contains("config.json"), "{error}");
+    assert_eq!(error.kind(), ErrorKind::CorruptFile);
+}
+
+mod dat_files {
+    use super::*;
+
+    #[test]
+    fn lying_headers() {
+        let file = "x.dat";
+        let one = |entry: Vec<u8>| dat(&[entry]);
+        refused(file, leb128(0), &["0 entries"]);
+        refused(file, leb128(u64::MAX), &["entries do not fit"]);
+        refused(file, vec![0x80; 20], &["the entry count", "64 bits"]);
+        let mut long_key = leb128(1);
+        long_key.extend(leb128(u64::MAX));
+        long_key.extend([0; 8]);
+        refused(
+            file,
+            long_key,
+            &["entry 0", "the key takes 18446744073709551615 bytes"],
+        );
+        refused(
+            file,
+            one(dat_entry("", 0, &[1], &[0; 4])),
+            &["entry 0", "empty"],
+        );
+        refused(
+            file,
+            one(dat_entry("w", 4711, &[1], &[0])),
+            &["'w'", "elemType 4711"],
+        );
+        refused(
+            file,
+            one(dat_entry("w", 0, &[2, 0], &[0; 4])),
+            &["'w'", "dimension 1 is 0"],
+        );
+        let negative = (-3i64) as u64;
+        refused(
+            file,
+            one(dat_entry("w", 0, &[negative], &[0; 4])),
+            &["'w'", "dimension 0 is -3"],
+        );
+        refused(
+            file,
+            one(dat_entry("w", 6, &[1 << 40, 1 << 40], &[0])),
+            &["'w'", "overflow"],
+        );
+        refused(
+            file,
+            one(dat_entry("w", 6, &[1 << 20, 1 << 20], &[0])),
+            &["'w'", "payload"],
+        );
+        refused(
+            file,
+            one(dat_entry("w", 0, &[1; 9], &[0])),
+            &["'w'", "9 dimensions"],
+        );
+        let mut not_text = dat(&[dat_entry("w", 0, &[1], &[0])]);
+        not_text[2] = 0xff;
+        refused(file, not_text, &["entry 0", "not UTF-8"]);
+    }
+
+    #[test]
+    fn pairs_that_do_not_fit() {
+        let file = "x.dat";
+        let codes = dat_entry("w.qdata", 0, &[2, 16], &[0; 32]);
+        let scale = |dims: &[u64], n: usize| dat_entry("w.scale", 101, dims, &vec![0; n]);
+        refused(
+            file,
+            dat(std::slice::from_ref(&codes)),
+            &["'w.qdata'", "no 'w.scale'"],
+        );
+        refused(
+            file,
+            dat(&[scale(&[2, 2], 4)]),
+            &["'w.scale'", "no 'w.qdata'"],
+        );
+        refused(
+            file,
+            dat(&[codes.clone(), scale(&[2, 3], 6)]),
+            &["'w.scale'", "[2, 3]", "[2, 2]"],
+        );
+        refused(
+            file,
+            dat(&[codes.clone(), scale(&[4], 4)]),
+            &["'w.scale'", "[4]", "[2, 2]"],
+        );
+        let odd = dat_entry("w.qdata", 0, &[2, 12], &[0; 24]);
+        refused(
+            file,
+            dat(&[odd, scale(&[2, 1], 2)]),
+            &["'w.qdata'", "K = 24", "multiple of 16"],
+        );
+        let flat = dat_entry("w.qdata", 0, &[32], &[0; 32]);
+        refused(
+            file,
+            dat(&[flat, scale(&[4], 4)]),
+            &["'w.qdata'", "two dimensions"],
+        );
+        let wide = dat_entry("w.qdata", 5, &[2, 16], &[0; 64]);
+        refused(
+            file,
+            dat(&[wide, scale(&[2, 2], 4)]),
+            &["'w.qdata'", "bytes, not F16"],
+        );
+        refused(
+            file,
+            dat(&[codes.clone(), scale(&[2, 2], 4), codes.clone()]),
+            &["'w.qdata'", "twice"],
+        );
+        let dense = dat_entry("w.weight", 6, &[1], &[0; 4]);
+        refused(
+            file,
+            dat(&[codes, scale(&[2, 2], 4), dense]),
+            &["'w.weight'", "two tensors"],
+        );
+    }
+
+    #[test]
+    fn scales_that_are_no_scales() {
+        let codes = dat_entry("w.qdata", 0, &[1, 16], &[0; 16]);
+        let read = |scale: Vec<u8>| {
+            let opened = checkpoint::open_bytes("x.dat", dat(&[codes.clone(), scale])).unwrap();
+            let entry = &opened.entries()[0];
+            let values = opened.rows_f32(entry, 0..1, &mut [0.0; 32]);
+            let packed = opened.rows_nvfp4(entry, 0..1, &mut [0; 16], &mut [0; 2]);
+            assert_eq!(values.is_ok(), packed.is_ok());
+            values
+        };
+        assert!(read(dat_entry("w.scale", 101, &[1, 2], &[0x7e, 0])).is_ok());
+        for bad in [0x7f, 0x80, 0xff] {
+            let error = read(dat_entry("w.scale", 101, &[1, 2], &[0, bad])).unwrap_err();
+            assert!(error.message().contains("'w.scale'"), "{error}");
+        }
+        let half = |v: f32| half::f16::from_f32(v).to_le_bytes();
+        let pair = |a: f32, b: f32| [half(a), half(b)].concat();
+        assert!(read(dat_entry("w.scale", 5, &[1, 2], &pair(1.0, 448.0))).is_ok());
+        for bad in [0.3, 500.0, -1.0, f32::NAN] {
+            let error = read(dat_entry("w.scale", 5, &[1, 2], &pair(1.0, bad))).unwrap_err();
+            assert!(error.message().contains("'w.scale'"), "{error}");
+        }
+    }
+}
+
+mod safetensors_files {
+    use super::*;
+
+    #[test]
+    fn lying_headers() {
+        let file = "x.safetensors";
+        let mut long = u64::MAX.to_le_bytes().to_vec();
+        long.extend(b"{}");
+        refused(file, long.clone(), &["18446744073709551615"]);
+        long[..8].copy_from_slice(&99u64.to_le_bytes());
+        refused(file, long, &["the header takes 99 bytes"]);
+        refused(file, safetensors("{", b""), &["header"]);
+        refused(file, safetensors("[]", b""), &["header"]);
+        let one =
+            |fields: &str, data: &[u8]| safetensors(&format!(r#"{{"w":{{{fields}}}}}"#), data);
+        let w = |dtype: &str, shape: &str, offsets: &str| {
+            one(
+                &format!(r#""dtype":"{dtype}","shape":{shape},"data_offsets":{offsets}"#),
+                &[0; 8],
+            )
+        };
+        assert!(checkpoint::open_bytes(file, w("F32", "[2]", "[0,8]")).is_ok());
+        refused(file, w("F32", "[-2]", "[0,8]"), &["'w'", "shape"]);
+        refused(file, w("F32", "[0]", "[0,0]"), &["'w'", "is 0"]);
+        refused(
+            file,
+            w("F32", "[2]", "[0,800]"),
+            &["'w'", "not within the 8 bytes"],
+        );
+        refused(file, w("F32", "[2]", "[8,0]"), &["'w'", "[8, 0]"]);
+        refused(file, w("F32", "[3]", "[0,8]"), &["'w'", "takes 12 bytes"]);
+        refused(
+            file,
+            w("F32", "[4294967296,4294967296]", "[0,8]"),
+            &["'w'", "overflows"],
+        );
+        refused(
+            file,
+            w("F32", "[4611686018427387905]", "[0,8]"),
+            &["'w'", "overflows"],
+        );
+        refused(file, w("F32", "[99999999999999999999]", "[0,8]"), &["'w'"]);
+        refused(file, w("F4", "[2]", "[0,8]"), &["'w'", "dtype 'F4'"]);
+        refused(
+            file,
+            one(r#""dtype":"F32""#, &[0; 8]),
+            &["'w'", "data_offsets"],
+        );
+        let fields = r#"{"dtype":"F32","shape":[1],"data_offsets":[0,4]}"#;
+        let twice = format!(r#"{{"w":{fields},"w":{fields}}}"#);
+        refused(file, safetensors(&twice, &[0; 4]), &["'w'", "twice"]);
+        let overlap = format!(r#"{{"w":{fields},"v":{fields}}}"#);
+        refused(
+            file,
+            safetensors(&overlap, &[0; 4]),
+            &["starts at 0", "ends at 4"],
+        );
+        let gap = r#"{"w":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}}"#;
+        refused(file, safetensors(gap, &[0; 2]), &["'w'", "starts at 1"]);
+    }
+
+    #[test]
+    fn incomplete_conventions() {
+        let file = "x.safetensors";
+        let scale = ("a.weight_scale", "F8_E4M3", "[2,1]", vec![0; 2]);
+        let weight = ("a.weight", "U8", "[2,8]", vec![0; 16]);
+        let global = |value: f32| {
+            (
+                "a.weight_scale_2",
+                "F32",
+                "[]",
+                value.to_le_bytes().to_vec(),
+            )
+        };
+        let make = tensors;
+        refused(
+            file,
+            make(&[weight.clone(), scale.clone()]),
+            &["'a.weight'", "no 'a.weight_scale_2'"],
+        );
+        for bad in [f32::NAN, f32::INFINITY, -1.0] {
+            refused(
+                file,
+                make(&[global(bad), weight.clone(), scale.clone()]),
+                &["'a.weight_scale_2'", "finite"],
+            );
+        }
+        let many = ("a.weight_scale_2", "F32", "[2]", vec![0; 8]);
+        refused(
+            file,
+            make(&[many, weight.clone(), scale.clone()]),
+            &["'a.weight_scale_2'", "one global scale"],
+        );
+        let short = ("a.weight_scale", "F8_E4M3", "[1,2]", vec![0; 2]);
+        refused(
+            file,
+            make(&[global(1.0), weight.clone(), short]),
+            &["'a.weight_scale'", "[1, 2]", "[2, 1]"],
+        );
+        let awq = ("a.pre_quant_scale", "F32", "[16]", vec![0; 64]);
+        refused(
+            file,
+            make(&[global(1.0), awq, weight.clone(), scale.clone()]),
+            &["'a.pre_quant_scale'", "not supported"],
+        );
+        let packed = ("a.weight_packed", "U8", "[2,8]", vec![0; 16]);
+        refused(
+            file,
+            make(&[packed.clone(), scale.clone()]),
+            &["'a.weight_packed'", "no 'a.weight_global_scale'"],
+        );
+        for bad in [0.0, 1e-45, f32::NAN, f32::INFINITY, -1.0] {
+            let divisor = (
+                "a.weight_global_scale",
+                "F32",
+                "[1]",
+                bad.to_le_bytes().to_vec(),
+            );
+            refused(
+                file,
+                make(&[divisor, packed.clone(), scale.clone()]),
+                &["'a.weight_global_scale'", "divisor"],
+            );
+        }
+        let block_scales = ("a.weight_scale", "F32", "[2,2]", vec![0; 16]);
+        let f8 = ("a.weight", "F8_E4M3", "[2,8]", vec![0; 16]);
+        refused(
+            file,
+            make(&[block_scales, f8]),
+            &["'a.weight_scale'", "one per row"],
+        );
+    }
+
+    #[test]
+    fn bad_nf4() {
+        let file = "x.safetensors";
+        let make = |state: &str, absmax: usize, map: usize, codes: usize| {
+            tensors(&[
+                (
+                    "a.weight.absmax",
+                    "F32",
+                    &format!("[{absmax}]"),
+                    vec![0; 4 * absmax],
+                ),
+                (
+                    "a.weight.quant_map",
+                    "F32",
+                    &format!("[{map}]"),
+                    vec![0; 4 * map],
+                ),
+                ("a.weight", "U8", &format!("[{codes},1]"), vec![0; codes]),
+                (
+                    "a.weight.quant_state.bitsandbytes__nf4",
+                    "U8",
+                    &format!("[{}]", state.len()),
+                    state.as_bytes().to_vec(),
+                ),
+            ])
+        };
+        let good = r#"{"blocksize":64,"shape":[2,64]}"#;
+        assert!(checkpoint::open_bytes(file, make(good, 2, 16, 64)).is_ok());
+        refused(
+            file,
+            make(good, 3, 16, 64),
+            &["'a.weight.absmax'", "2 elements"],
+        );
+        refused(
+            file,
+            make(good, 2, 15, 64),
+            &["'a.weight.quant_map'", "16 elements"],
+        );
+        refused(
+            file,
+            make(good, 2, 16, 63),
+            &["'a.weight'", "63 bytes", "[2, 64]"],
+        );
+        let cases = [
+            (r#"{"blocksize":0,"shape":[2,64]}"#, "blocksize is 0"),
+            (r#"{"blocksize":64}"#, "shape"),
+            (r#"{"blocksize":64,"shape":[0]}"#, "[0]"),
+            (
+                r#"{"blocksize":64,"shape":[4294967296,4294967296]}"#,
+                "4294967296",
+            ),
+            (r#"{"blocksize":64,"shape":[-1]}"#, "-1"),
+            ("{", "quant_state"),
+        ];
+        for (state, needle) in cases {
+            refused(file, make(state, 2, 16, 64), &["'a.weight", needle]);
+        }
+        let fp4 = tensors(&[
+            ("a.weight.absmax", "F32", "[1]", vec![0; 4]),
+            ("a.weight.quant_map", "F32", "[16]", vec![0; 64]),
+            ("a.weight", "U8", "[8,1]", vec![0; 8]),
+            (
+                "a.weight.quant_state.bitsandbytes__fp4",
+                "U8",
+                "[2]",
+                b"{}".to_vec(),
+            ),
+        ]);
+        refused(file, fp4, &["bitsandbytes__fp4", "not supported"]);
+        let lone = tensors(&[
+            ("a.weight.absmax", "F32", "[1]", vec![0; 4]),
+            ("a.weight", "U8", "[8,1]", vec![0; 8]),
+        ]);
+        refused(file, lone, &["'a.weight'", "no 'a.weight.quant_map'"]);
+    }
+
+    #[test]
+    fn indices() {
+        let shard = |name: &str| tensors(&[(name, "U8", "[1]", vec![7])]);
+        let attempt = |index: &str, shards: &[(&str, Vec<u8>)]| {
+            let scratch = Scratch::new();
+            std::fs::write(scratch.0.join("model.safetensors.index.json"), index).unwrap();
+            for (name, bytes) in shards {
+                std::fs::write(scratch.0.join(name), bytes).unwrap();
+            }
+            checkpoint::open(&scratch.0).map(|c| c.entries().len())
+        };
+        let two = r#"{"metadata":{},"weight_map":{"a":"1.safetensors","b":"2.safetensors"}}"#;
+        let both = [("1.safetensors", shard("a")), ("2.safetensors", shard("b"))];
+        assert_eq!(attempt(two, &both).unwrap(), 2);
+        let error = attempt(two, &both[..1]).unwrap_err();
+        assert!(error.message().contains("2.safetensors"), "{error}");
+        let swapped = [("1.safetensors", shard("b")), ("2.safetensors", shard("a"))];
+        let error = attempt(two, &swapped).unwrap_err();
+        assert!(
+            error.message().contains("2 tensors") && error.message().contains("a, b"),
+            "{error}"
+        );
+        let twice = [("1.safetensors", shard("a")), ("2.safetensors", shard("a"))];
+        let error = attempt(r#"{"weight_map":{"a":"1.safetensors"}}"#, &both).map(|_| ());
+        assert!(error.is_ok());
+        assert!(attempt(two, &twice).is_err());
+        for outside in [
+            "../1.safetensors",
+            "/etc/passwd",
+            "d/1.safetensors",
+            "..",
+            "",
+        ] {
+            let index = format!(r#"{{"weight_map":{{"a":"{outside}"}}}}"#);
+            let error = attempt(&index, &[]).unwrap_err();
+            assert!(error.message().contains("same directory"), "{error}");
+        }
+        assert!(attempt(r#"{"weight_map":{}}"#, &[]).is_err());
+        assert!(attempt("{", &[]).is_err());
+        let double = r#"{"weight_map":{"a":"1.safetensors","a":"2.safetensors"}}"#;
+        assert!(
+            attempt(double, &both)
+                .unwrap_err()
+                .message()
+                .contains("'a' stands twice")
+        );
+    }
+}
+
+mod gguf_files {
+    use super::*;
+
+    const F32: u32 = 0;
+    const NVFP4: u32 = 40;
+
+    #[test]
+    fn lying_headers() {
+        let file = "x.gguf";
+        let base = llama().tensor("w", &[8], F32, 0).with_data(vec![0; 32]);
+        assert!(checkpoint::open_bytes(file, base.build()).is_ok());
+        let with = |change: &dyn Fn(&mut Gguf)| {
+            let mut gguf = base.clone();
+            change(&mut gguf);
+            gguf.build()
+        };
+        refused(file, with(&|g| g.version = 1), &["version 1"]);
+        refused(file, with(&|g| g.version = 4), &["version 4"]);
+        refused(
+            file,
+            with(&|g| g.version = 3u32.swap_bytes()),
+            &["big-endian"],
+        );
+        refused(
+            file,
+            with(&|g| g.tensor_count = Some(u64::MAX)),
+            &["18446744073709551615 tensors"],
+        );
+        refused(file, with(&|g| g.tensor_count = Some(0)), &["0 tensors"]);
+        refused(
+            file,
+            with(&|g| g.pair_count = Some(u64::MAX)),
+            &["key-value pairs"],
+        );
+        refused(file, with(&|g| g.pairs.clear()), &["general.architecture"]);
+        refused(
+            file,
+            with(&|g| g.pairs.push(g.pairs[0].clone())),
+            &["'general.architecture'", "twice"],
+        );
+        refused(
+            file,
+            with(&|g| g.tensors.push(g.tensors[0].clone())),
+            &["'w'", "twice"],
+        );
+        refused(
+            file,
+            with(&|g| {
+                g.pairs.pop();
+            }),
+            &["llama.attention.head_count"],
+        );
+        let pair = |pair: Vec<u8>| base.clone().with_pair(pair).build();
+        refused(
+            file,
+            pair(Gguf::pair("k", 13, &[0; 8])),
+            &["'k'", "value type 13"],
+        );
+        refused(
+            file,
+            pair(Gguf::pair("k", 8, &u64::MAX.to_le_bytes())),
+            &["'k'", "18446744073709551615"],
+        );
+        for kind in [0, 12] {
+            refused(
+                file,
+                pair(Gguf::array_pair("k", kind, u64::MAX, &[])),
+                &["'k'"],
+            );
+        }
+        for kind in [8, 9] {
+            refused(
+                file,
+                pair(Gguf::array_pair("k", kind, u64::MAX, &[])),
+                &["'k'", "does not fit"],
+            );
+        }
+        let deep: Vec<u8> = (0..9)
+            .flat_map(|_| [9u32.to_le_bytes().to_vec(), 1u64.to_le_bytes().to_vec()].concat())
+            .collect();
+        refused(
+            file,
+            pair(Gguf::array_pair("k", 9, 1, &deep)),
+            &["'k'", "deep"],
+        );
+        let alignment = |n: u32| pair(number_pair("general.alignment", n));
+        refused(file, alignment(0), &["general.alignment is 0"]);
+        refused(file, alignment(24), &["general.alignment is 24"]);
+        refused(
+            file,
+            pair(Gguf::text_pair("general.alignment", "32")),
+            &["'general.alignment'"],
+        );
+    }
+
+    #[test]
+    fn lying_tensors() {
+        let file = "x.gguf";
+        let one = |dims: &[u64], kind: u32, offset: u64| {
+            llama()
+                .tensor("w", dims, kind, offset)
+                .with_data(vec![0; 64])
+                .build()
+        };
+        refused(file, one(&[], F32, 0), &["'w'", "0 dimensions"]);
+        refused(file, one(&[1; 5], F32, 0), &["'w'", "5 dimensions"]);
+        refused(file, one(&[4, 0], F32, 0), &["'w'", "dimension 1 is 0"]);
+        refused(
+            file,
+            one(&[-4i64 as u64], F32, 0),
+            &["'w'", "dimension 0 is -4"],
+        );
+        refused(file, one(&[1 << 40, 1 << 40], F32, 0), &["'w'", "overflow"]);
+        refused(file, one(&[1 << 62], F32, 0), &["'w'", "overflows"]);
+        refused(file, one(&[1 << 20], F32, 0), &["'w'", "past the file"]);
+        refused(file, one(&[8], F32, 1 << 40), &["'w'", "past the file"]);
+        refused(file, one(&[8], F32, u64::MAX), &["'w'", "data offset"]);
+        refused(
+            file,
+            one(&[8], F32, 16),
+            &["'w'", "multiple of the alignment"],
+        );
+        refused(file, one(&[48], 2, 0), &["'w'", "whole Q4_0 blocks"]);
+        refused(
+            file,
+            one(&[48], NVFP4, 0),
+            &["'w'", "whole NVFP4 blocks of 64"],
+        );
+        refused(file, one(&[256], 16, 0), &["'w'", "IQ2_XXS"]);
+        refused(file, one(&[8], 4, 0), &["'w'", "type 4"]);
+        refused(file, one(&[8], 999, 0), &["'w'", "type 999"]);
+        let overlap = llama()
+            .tensor("v", &[16], F32, 0)
+            .tensor("w", &[8], F32, 32)
+            .with_data(vec![0; 64]);
+        refused(file, overlap.build(), &["'v'", "'w'", "overlap"]);
+    }
+
+    #[test]
+    fn scales_without_weights_and_odd_heads() {
+        let file = "x.gguf";
+        let data = vec![0; 512];
+        let make = |gguf: Gguf| gguf.with_data(data.clone()).build();
+        let scale = |dims: &[u64]| llama().tensor("a.scale", dims, F32, 0);
+        refused(file, make(scale(&[1])), &["'a.scale'", "no 'a.weight'"]);
+        refused(
+            file,
+            make(scale(&[1]).tensor("a.weight", &[8], F32, 32)),
+            &["'a.scale'", "not NVFP4"],
+        );
+        refused(
+            file,
+            make(scale(&[2]).tensor("a.weight", &[64], NVFP4, 32)),
+            &["'a.scale'", "one F32"],
+        );
+        let nan = llama()
+            .tensor("a.scale", &[1], F32, 0)
+            .tensor("a.weight", &[64], NVFP4, 32)
+            .with_data([f32::NAN.to_le_bytes().to_vec(), vec![0; 64]].concat());
+        refused(file, nan.build(), &["'a.scale'", "finite"]);
+        let two = scale(&[1]).tensor("a.weight.scale", &[1], F32, 32).tensor(
+            "a.weight",
+            &[64],
+            NVFP4,
+            64,
+        );
+        refused(file, make(two), &["'a.weight'", "two scale tensors"]);
+        let odd = llama().tensor("blk.0.attn_q.weight", &[8, 6], F32, 0);
+        refused(file, make(odd), &["'blk.0.attn_q.weight'", "2 heads"]);
+        let same =
+            llama()
+                .tensor("output.weight", &[8], F32, 0)
+                .tensor("lm_head.weight", &[8], F32, 32);
+        refused(file, make(same), &["'lm_head.weight'", "two tensors"]);
+    }
+
+    #[test]
+    fn bad_vocabularies() {
+        let file = "x.gguf";
+        let text = |s: &str| [(s.len() as u64).to_le_bytes().to_vec(), s.into()].concat();
+        let base = || {
+            llama()
+                .tensor("w", &[8], F32, 0)
+                .with_data(vec![0; 32])
+                .with_pair(Gguf::array_pair(
+                    "tokenizer.ggml.tokens",
+                    8,
+                    2,
+                    &[text("a"), text("b")].concat(),
+                ))
+        };
+        refused(file, base().build(), &["tokenizer.ggml.model"]);
+        let base = || base().with_pair(Gguf::text_pair("tokenizer.ggml.model", "gpt2"));
+        assert!(checkpoint::open_bytes(file, base().build()).is_ok());
+        let with = |pair: Vec<u8>| base().with_pair(pair).build();
+        let id = |n: u32| number_pair("tokenizer.ggml.eos_token_id", n);
+        refused(file, with(id(2)), &["eos_token_id", "2 tokens"]);
+        assert!(checkpoint::open_bytes(file, with(id(u32::MAX))).is_ok());
+        let types = Gguf::array_pair("tokenizer.ggml.token_type", 5, 1, &[1, 0, 0, 0]);
+        refused(
+            file,
+            with(types),
+            &["token_type", "1 elements for 2 tokens"],
+        );
+        let scores = Gguf::text_pair("tokenizer.ggml.scores", "many");
+        refused(file, with(scores), &["scores", "a list of numbers"]);
+        let merges = Gguf::array_pair("tokenizer.ggml.merges", 5, 1, &[1, 0, 0, 0]);
+        refused(file, with(merges), &["merges", "a list of texts"]);
+        let layers = Gguf::array_pair("llama.feed_forward_length", 4, 2, &[1, 0, 0, 0, 2, 0, 0, 0]);
+        refused(
+            file,
+            with(layers),
+            &["llama.feed_forward_length", "differs between layers"],
+        );
+    }
+}

@@ -1,0 +1,217 @@
+//! Reading against files and values that other implementations made; see `tests/golden/checkpoint/make.py`.
+
+use std::path::{Path, PathBuf};
+
+use NVFP4::checkpoint::{self, Checkpoint, Encoding, TokenizerSource};
+use safetensors::SafeTensors;
+
+fn directory() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/checkpoint")
+}
+
+fn values(checkpoint: &dyn Checkpoint, name: &str) -> Vec<f32> {
+    let entry = checkpoint
+        .find(name)
+        .unwrap_or_else(|| panic!("there is no '{name}'"));
+    let mut out = vec![f32::NAN; entry.rows() * entry.cols()];
+    checkpoint
+        .rows_f32(entry, 0..entry.rows(), &mut out)
+        .unwrap();
+    out
+}
+
+/// Reads every tensor that has expected values, whole and by row ranges, and compares bit for bit (`tolerance` 0) or
+/// relatively. Returns the number of NVFP4 entries whose codes and scales were compared as well.
+fn compare(file: &str, format: &str, tolerance: f32) -> usize {
+    let checkpoint = checkpoint::open(&directory().join(file)).unwrap();
+    assert_eq!(checkpoint.format(), format);
+    let expected = std::fs::read(directory().join(format!("{file}.expected.safetensors"))).unwrap();
+    let expected = SafeTensors::deserialize(&expected).unwrap();
+    let mut packed = 0;
+    assert!(!expected.is_empty());
+    for (name, want) in expected.tensors() {
+        let want_values: Vec<f32> = want
+            .data()
+            .chunks_exact(4)
+            .map(|b| f32::from_le_bytes(b.try_into().unwrap()))
+            .collect();
+        if let Some((name, what)) = name.split_once('/') {
+            let entry = checkpoint.find(name).unwrap();
+            let mut codes = vec![0; entry.rows() * entry.cols() / 2];
+            let mut scales = vec![0; entry.rows() * entry.cols() / 16];
+            let middle = entry.rows() / 3;
+            let (c, s) = (middle * entry.cols() / 2, middle * entry.cols() / 16);
+            checkpoint
+                .rows_nvfp4(entry, 0..middle, &mut codes[..c], &mut scales[..s])
+                .unwrap();
+            checkpoint
+                .rows_nvfp4(
+                    entry,
+                    middle..entry.rows(),
+                    &mut codes[c..],
+                    &mut scales[s..],
+                )
+                .unwrap();
+            let got = if what == "codes" { codes } else { scales };
+            let got: Vec<f32> = got.into_iter().map(f32::from).collect();
+            assert_eq!(got, want_values, "{file}: {name} {what}");
+            packed += 1;
+            continue;
+        }
+        let entry = checkpoint
+            .find(&name)
+            .unwrap_or_else(|| panic!("{file}: '{name}' is not among its entries"));
+        assert_eq!(entry.shape, want.shape(), "{file}: {name}");
+        let got = values(&*checkpoint, &name);
+        for (i, (got, want)) in got.iter().zip(&want_values).enumerate() {
+            let same = got.to_bits() == want.to_bits()
+                || (*got == 0.0 && *want == 0.0)
+                || (got.is_nan() && want.is_nan())
+                || (got - want).abs() <= tolerance * want.abs();
+            assert!(same, "{file}: {name}[{i}] is {got}, not {want}");
+        }
+        for row in 0..entry.rows() {
+            let mut one = vec![0.0; entry.cols()];
+            checkpoint.rows_f32(entry, row..row + 1, &mut one).unwrap();
+            let whole = &got[row * entry.cols()..][..entry.cols()];
+            assert!(
+                one.iter()
+                    .zip(whole)
+                    .all(|(a, b)| a.to_bits() == b.to_bits()),
+                "{file}: row {row} of {name} differs when read alone"
+            );
+            checkpoint.release(entry, row..row + 1);
+        }
+    }
+    packed / 2
+}
+
+#[test]
+fn every_gguf_type_decodes_as_the_gguf_package_does() {
+    compare("blocks.gguf", "gguf", 0.0);
+    let checkpoint = checkpoint::open(&directory().join("blocks.gguf")).unwrap();
+    assert_eq!(checkpoint.entries().len(), 18);
+    for entry in checkpoint.entries() {
+        assert_eq!(entry.encoding.name(), entry.name);
+    }
+}
+
+#[test]
+fn a_llama_gguf_reads_in_hugging_face_terms() {
+    assert_eq!(compare("llama.gguf", "gguf", 0.0), 5);
+    let checkpoint = checkpoint::open(&directory().join("llama.gguf")).unwrap();
+    assert_eq!(checkpoint.entries().len(), 13);
+    let scale = |name: &str| {
+        let entry = checkpoint.find(name).unwrap();
+        assert_eq!(entry.encoding, Encoding::Nvfp4);
+        checkpoint.global_scale(entry).unwrap()
+    };
+    assert_eq!(scale("model.layers.0.self_attn.q_proj.weight"), 0.0123);
+    assert_eq!(scale("model.layers.0.self_attn.o_proj.weight"), 1.0);
+    let config = checkpoint.metadata().config.as_ref().unwrap();
+    let want = serde_json::json!({
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 512,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "rope_theta": 500000.0,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+        "rms_norm_eps": 1e-6,
+        "vocab_size": 10,
+        "hidden_act": "silu",
+        "tie_word_embeddings": true,
+        "attention_bias": false,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    });
+    assert_eq!(config, &want);
+    let TokenizerSource::Vocabulary(vocabulary) = &checkpoint.metadata().tokenizer else {
+        panic!("the vocabulary is missing");
+    };
+    assert_eq!(vocabulary.model, "gpt2");
+    assert_eq!(vocabulary.pre.as_deref(), Some("qwen2"));
+    assert_eq!(vocabulary.tokens.len(), 10);
+    assert_eq!(vocabulary.tokens[7], "é");
+    assert_eq!(vocabulary.token_types[8], 2);
+    assert_eq!(vocabulary.merges, ["a b"]);
+    assert_eq!((vocabulary.bos, vocabulary.eos), (Some(0), Some(1)));
+    assert_eq!((vocabulary.unk, vocabulary.pad), (Some(8), Some(9)));
+    assert_eq!((vocabulary.add_bos, vocabulary.add_eos), (Some(true), None));
+    assert_eq!(vocabulary.chat_template.as_deref(), Some("{{ messages }}"));
+}
+
+#[test]
+fn plain_safetensors_of_every_dtype() {
+    compare("plain.safetensors", "safetensors", 0.0);
+}
+
+#[test]
+fn modelopt() {
+    assert_eq!(compare("modelopt.safetensors", "modelopt", 0.0), 1);
+    let checkpoint = checkpoint::open(&directory().join("modelopt.safetensors")).unwrap();
+    let entry = checkpoint.find("a.weight").unwrap();
+    assert_eq!(checkpoint.global_scale(entry).unwrap(), 0.00321);
+    assert_eq!(entry.bytes, 6 * 24 + 6 * 3 + 4);
+    assert!(checkpoint.find("a.input_scale").is_some());
+    assert!(checkpoint.find("a.weight_scale").is_none());
+}
+
+/// The divisor becomes a multiplier, which costs one rounding of the reciprocal and one of each product.
+#[test]
+fn compressed_tensors() {
+    let ulps = 2.0 * f32::EPSILON;
+    assert_eq!(
+        compare("compressed.safetensors", "compressed-tensors", ulps),
+        1
+    );
+}
+
+#[test]
+fn torchao_linear_and_swizzled() {
+    assert_eq!(compare("torchao.safetensors", "torchao", 0.0), 2);
+}
+
+#[test]
+fn bitsandbytes_nf4_plain_and_nested() {
+    compare("nf4.safetensors", "bitsandbytes", 0.0);
+}
+
+#[test]
+fn dat_as_the_host_writes_it() {
+    assert_eq!(compare("host.dat", "dat", 0.0), 2);
+    let checkpoint = checkpoint::open(&directory().join("host.dat")).unwrap();
+    let entry = checkpoint.find("other.weight").unwrap();
+    let parts = checkpoint.parts(entry).unwrap();
+    let seen: Vec<_> = parts.iter().map(|p| (p.key, p.type_code)).collect();
+    assert_eq!(seen, [("other.qdata", 100), ("other.scale", 5)]);
+}
+
+#[test]
+fn rows_and_buffers_are_checked() {
+    let checkpoint = checkpoint::open(&directory().join("modelopt.safetensors")).unwrap();
+    let entry = checkpoint.find("a.weight").unwrap();
+    let mut out = vec![0.0; 48];
+    for rows in [6..7, 0..7, usize::MAX..usize::MAX] {
+        let error = checkpoint.rows_f32(entry, rows, &mut out).unwrap_err();
+        assert!(error.message().contains("not within its 6 rows"), "{error}");
+    }
+    let error = checkpoint.rows_f32(entry, 0..2, &mut out).unwrap_err();
+    assert!(
+        error.message().contains("takes 96 elements, not 48"),
+        "{error}"
+    );
+    let norm = checkpoint.find("norm.weight").unwrap();
+    let error = checkpoint
+        .rows_nvfp4(norm, 0..1, &mut [0; 24], &mut [0; 3])
+        .unwrap_err();
+    assert!(error.message().contains("BF16, not NVFP4"), "{error}");
+    assert!(checkpoint.global_scale(norm).is_err());
+    let mut foreign = entry.clone();
+    foreign.name = "elsewhere".into();
+    assert!(checkpoint.rows_f32(&foreign, 0..1, &mut out).is_err());
+}

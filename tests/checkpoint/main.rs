@@ -1,0 +1,6 @@
+//! Checkpoint readers and writers through their public interface.
+
+mod bad;
+mod files;
+mod golden;
+mod write;

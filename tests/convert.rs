@@ -1,0 +1,284 @@
+//! Conversion of a model on disk to NVFP4 on disk, against quantizing each tensor in memory.
+
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+
+use NVFP4::base::ErrorKind;
+use NVFP4::base::threads::Pool;
+use NVFP4::checkpoint::{
+    self, Checkpoint, Encoding, Metadata, ModelOptWriter, Planned, TokenizerSource, Writer,
+};
+use NVFP4::format::nvfp4::{self, Levels, QuantizeOptions, Recipe};
+use NVFP4::format::random;
+use NVFP4::model::convert::{Container, ConvertOptions, ConvertReport, convert};
+
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn new(name: &str) -> Self {
+        let path =
+            std::env::temp_dir().join(format!("nvfp4-convert-{name}-{}", std::process::id()));
+        let _ = std::fs::remove_dir_all(&path);
+        std::fs::create_dir_all(&path).unwrap();
+        Scratch(path)
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+const LAYER: &str = "model.layers.0.";
+
+fn plan() -> Vec<Planned> {
+    let tensor = |name: &str, shape: &[usize], encoding| Planned {
+        name: name.to_owned(),
+        shape: shape.to_vec(),
+        encoding,
+    };
+    let layer =
+        |name: &str, shape: &[usize]| tensor(&format!("{LAYER}{name}"), shape, Encoding::BF16);
+    vec![
+        tensor("model.embed_tokens.weight", &[40, 32], Encoding::BF16),
+        layer("self_attn.q_proj.weight", &[32, 32]),
+        layer("self_attn.k_proj.weight", &[16, 32]),
+        layer("self_attn.v_proj.weight", &[16, 32]),
+        layer("self_attn.q_proj.bias", &[32]),
+        layer("self_attn.o_proj.weight", &[32, 32]),
+        // More than one region of parts.
+        layer("mlp.gate_proj.weight", &[140_000, 32]),
+        layer("mlp.up_proj.weight", &[48, 32]),
+        layer("mlp.down_proj.weight", &[32, 48]),
+        tensor("model.norm.weight", &[32], Encoding::F32),
+    ]
+}
+
+/// A dense model whose weights differ in size from tensor to tensor; `broken` gets a NaN.
+fn write_source(directory: &Path, broken: Option<&str>, plan: &[Planned]) {
+    let metadata = Metadata {
+        config: Some(serde_json::json!({"model_type": "qwen2", "tie_word_embeddings": true})),
+        tokenizer: TokenizerSource::None,
+    };
+    let mut writer = Box::new(ModelOptWriter::create(directory, plan, &metadata).unwrap());
+    for (t, tensor) in plan.iter().enumerate() {
+        let n: usize = tensor.shape.iter().product();
+        let mut values: Vec<f32> = (0..n as u64)
+            .map(|i| {
+                let bits = random::bits(t as u64, i);
+                (bits as i64 as f64 / 2f64.powi(63) * f64::from(1 + t as u32)) as f32
+            })
+            .collect();
+        if broken == Some(tensor.name.as_str()) {
+            values[n - 5] = f32::NAN;
+        }
+        writer.begin(&tensor.name, 1.0).unwrap();
+        writer.values(&values).unwrap();
+    }
+    writer.finish().unwrap();
+}
+
+fn values(checkpoint: &dyn Checkpoint, name: &str) -> Vec<f32> {
+    let entry = checkpoint.find(name).unwrap();
+    let mut out = vec![0.0; entry.rows() * entry.cols()];
+    checkpoint
+        .rows_f32(entry, 0..entry.rows(), &mut out)
+        .unwrap();
+    out
+}
+
+fn run(source: &Path, out: &Path, options: &ConvertOptions) -> NVFP4::base::Result<ConvertReport> {
+    let source = checkpoint::open(source)?;
+    let pool = Pool::new(3)?;
+    convert(&*source, out, options, &pool, &mut |_| {
+        ControlFlow::Continue(())
+    })
+}
+
+/// Checks `name` of `out` against `values` quantized in memory with `global`.
+fn check(out: &dyn Checkpoint, name: &str, values: &[f32], global: f32, options: &QuantizeOptions) {
+    let entry = out
+        .find(name)
+        .unwrap_or_else(|| panic!("{name} is missing"));
+    assert_eq!(entry.encoding, Encoding::Nvfp4, "{name}");
+    let (rows, cols) = (entry.rows(), entry.cols());
+    let (mut codes, mut scales) = (vec![0; rows * cols / 2], vec![0; rows * cols / 16]);
+    nvfp4::quantize_rows(values, cols, 0, global, options, &mut codes, &mut scales).unwrap();
+    let (mut got_codes, mut got_scales) = (vec![0; codes.len()], vec![0; scales.len()]);
+    out.rows_nvfp4(entry, 0..rows, &mut got_codes, &mut got_scales)
+        .unwrap();
+    assert_eq!(out.global_scale(entry).unwrap(), global, "{name}");
+    assert!(codes == got_codes && scales == got_scales, "{name}");
+}
+
+#[test]
+fn weights_are_quantized_and_the_rest_is_kept() {
+    let scratch = Scratch::new("kept");
+    let plan = plan();
+    write_source(&scratch.0.join("in"), None, &plan);
+    let source = checkpoint::open(&scratch.0.join("in")).unwrap();
+    for (container, out) in [
+        (Container::ModelOpt, "out"),
+        (Container::Dat, "dat/model.dat"),
+    ] {
+        for recipe in [Recipe::Amax, Recipe::FourOverSix, Recipe::Sweep] {
+            let options = ConvertOptions::new(container, recipe);
+            let path = scratch.0.join(out);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            let report = run(&scratch.0.join("in"), &path, &options).unwrap();
+            assert_eq!(
+                (report.tensors, report.quantized, report.kept_nvfp4),
+                (11, 8, 0)
+            );
+            assert!(report.head_added);
+            assert!((0.05..0.15).contains(&report.relative_error), "{report:?}");
+            let converted = checkpoint::open(&path).unwrap();
+            assert_eq!(converted.entries().len(), 11);
+            let config = converted.metadata().config.as_ref().unwrap();
+            assert_eq!(config["tie_word_embeddings"], false);
+            assert_eq!(config["model_type"], "qwen2");
+
+            let global = |names: &[&str]| {
+                let amax =
+                    |n: &&str| nvfp4::amax(&values(&*source, n), 0, Default::default()).unwrap();
+                nvfp4::global_scale(
+                    names.iter().map(amax).fold(0.0, f32::max),
+                    &options.quantize,
+                )
+            };
+            let name = |n: &str| format!("{LAYER}{n}");
+            let qkv = ["q", "k", "v"].map(|p| name(&format!("self_attn.{p}_proj.weight")));
+            let mlp = ["gate", "up"].map(|p| name(&format!("mlp.{p}_proj.weight")));
+            let single = ["self_attn.o_proj.weight", "mlp.down_proj.weight"].map(name);
+            let groups = [&qkv[..], &mlp[..], &single[..1], &single[1..]];
+            for group in groups {
+                let names: Vec<&str> = group.iter().map(String::as_str).collect();
+                let global = global(&names);
+                for n in names {
+                    check(
+                        &*converted,
+                        n,
+                        &values(&*source, n),
+                        global,
+                        &options.quantize,
+                    );
+                }
+            }
+            let embedding = "model.embed_tokens.weight";
+            check(
+                &*converted,
+                "lm_head.weight",
+                &values(&*source, embedding),
+                global(&[embedding]),
+                &options.quantize,
+            );
+            for kept in [
+                embedding,
+                &name("self_attn.q_proj.bias"),
+                "model.norm.weight",
+            ] {
+                let entry = converted.find(kept).unwrap();
+                assert_eq!(
+                    entry.encoding,
+                    source.find(kept).unwrap().encoding,
+                    "{kept}"
+                );
+                assert_eq!(values(&*converted, kept), values(&*source, kept), "{kept}");
+            }
+        }
+    }
+    // What is NVFP4 already stays bit for bit, unless the container cannot hold its global scale.
+    let again = run(
+        &scratch.0.join("out"),
+        &scratch.0.join("again"),
+        &ConvertOptions::new(Container::ModelOpt, Recipe::Amax),
+    )
+    .unwrap();
+    assert_eq!(
+        (again.quantized, again.kept_nvfp4, again.relative_error),
+        (0, 8, 0.0)
+    );
+    let bytes = |d: &str| std::fs::read(scratch.0.join(d).join("model.safetensors")).unwrap();
+    assert!(bytes("out") == bytes("again"));
+    std::fs::create_dir_all(scratch.0.join("dat2")).unwrap();
+    let single = run(
+        &scratch.0.join("out"),
+        &scratch.0.join("dat2/model.dat"),
+        &ConvertOptions::new(Container::Dat, Recipe::Amax),
+    )
+    .unwrap();
+    assert_eq!((single.quantized, single.kept_nvfp4), (8, 0));
+}
+
+#[test]
+fn failures_are_named_and_leave_nothing() {
+    let scratch = Scratch::new("failures");
+    let options = ConvertOptions::new(Container::ModelOpt, Recipe::Amax);
+    let (source, out) = (scratch.0.join("in"), scratch.0.join("out"));
+    let victim = format!("{LAYER}mlp.down_proj.weight");
+    write_source(&source, Some(&victim), &plan());
+    let e = run(&source, &out, &options).unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::InvalidArgument);
+    assert!(
+        e.message().contains(&victim) && e.message().contains("NaN"),
+        "{e}"
+    );
+    assert!(!out.exists());
+
+    let mut plan = plan();
+    plan[5].shape = vec![32, 24];
+    let odd = scratch.0.join("odd");
+    write_source(&odd, None, &plan);
+    let e = run(&odd, &out, &options).unwrap_err();
+    assert!(
+        e.message().contains("o_proj") && e.message().contains("K = 24"),
+        "{e}"
+    );
+    assert!(!out.exists());
+
+    plan.retain(|p| p.name.contains("norm"));
+    let norms = scratch.0.join("norms");
+    write_source(&norms, None, &plan);
+    assert!(
+        run(&norms, &out, &options)
+            .unwrap_err()
+            .message()
+            .contains("linear")
+    );
+
+    let mut two = ConvertOptions::new(Container::Dat, Recipe::Amax);
+    two.quantize.levels = Levels::Two;
+    assert!(run(&source, &out, &two).is_err());
+}
+
+#[test]
+fn progress_reaches_the_end_and_may_stop() {
+    let scratch = Scratch::new("progress");
+    let (source, out) = (scratch.0.join("in"), scratch.0.join("out"));
+    write_source(&source, None, &plan());
+    let source = checkpoint::open(&source).unwrap();
+    let pool = Pool::new(2).unwrap();
+    let options = ConvertOptions::new(Container::ModelOpt, Recipe::Amax);
+    let mut calls = 0;
+    let e = convert(&*source, &out, &options, &pool, &mut |p| {
+        calls += 1;
+        assert!(p.done <= p.total);
+        if calls == 9 {
+            ControlFlow::Break(())
+        } else {
+            ControlFlow::Continue(())
+        }
+    })
+    .unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::Cancelled);
+    assert!(!out.exists());
+    let mut last = (0, 0);
+    convert(&*source, &out, &options, &pool, &mut |p| {
+        assert!(p.done >= last.0);
+        last = (p.done, p.total);
+        ControlFlow::Continue(())
+    })
+    .unwrap();
+    assert_eq!(last.0, last.1);
+}

@@ -1,0 +1,445 @@
+//! Tokenizers, templates and the detokenizer against golden data made by the Python packages `tokenizers` and
+//! `transformers` (`tests/golden/text/make.py`).
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use NVFP4::base::ErrorKind;
+use NVFP4::text::{ChatTemplate, Detokenizer, Message, Tokenizer, VocabularySpec, read_directory};
+use serde_json::Value;
+
+fn golden(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/golden/text")
+        .join(name)
+}
+
+fn json(name: &str) -> Value {
+    serde_json::from_slice(&std::fs::read(golden(name)).unwrap()).unwrap()
+}
+
+fn ids(value: &Value) -> Vec<u32> {
+    value
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|v| v.as_u64().unwrap() as u32)
+        .collect()
+}
+
+fn samples(encodings: &Value) -> Vec<String> {
+    encodings["samples"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|s| s.as_str().unwrap().to_owned())
+        .collect()
+}
+
+fn check_encodings(tokenizer: &Tokenizer, encodings: &Value, key: &str) {
+    for (i, sample) in samples(encodings).iter().enumerate() {
+        assert_eq!(
+            tokenizer.encode(sample, false).unwrap(),
+            ids(&encodings[key][i]),
+            "{key}: {sample:?}"
+        );
+    }
+}
+
+/// The vocabulary of tokenizer.json as a GGUF file would hold it.
+fn vocabulary(pre: &str) -> VocabularySpec {
+    let file = json("tokenizer.json");
+    let mut tokens: Vec<(u64, String)> = file["model"]["vocab"]
+        .as_object()
+        .unwrap()
+        .iter()
+        .map(|(t, id)| (id.as_u64().unwrap(), t.clone()))
+        .collect();
+    let mut types = vec![1; tokens.len()];
+    for added in file["added_tokens"].as_array().unwrap() {
+        tokens.push((
+            added["id"].as_u64().unwrap(),
+            added["content"].as_str().unwrap().to_owned(),
+        ));
+        types.push(if added["special"].as_bool().unwrap() {
+            3
+        } else {
+            4
+        });
+    }
+    tokens.sort();
+    assert!(
+        tokens
+            .iter()
+            .enumerate()
+            .all(|(i, (id, _))| i as u64 == *id)
+    );
+    let merges = file["model"]["merges"].as_array().unwrap();
+    VocabularySpec {
+        model: "gpt2".into(),
+        pre: pre.into(),
+        tokens: tokens.into_iter().map(|(_, t)| t).collect(),
+        token_types: types,
+        merges: merges
+            .iter()
+            .map(|m| format!("{} {}", m[0].as_str().unwrap(), m[1].as_str().unwrap()))
+            .collect(),
+        ..VocabularySpec::default()
+    }
+}
+
+fn sentencepiece() -> VocabularySpec {
+    let file = json("spm.json");
+    let list = |key: &str| file[key].as_array().unwrap().clone();
+    VocabularySpec {
+        model: "llama".into(),
+        tokens: list("tokens")
+            .iter()
+            .map(|t| t.as_str().unwrap().to_owned())
+            .collect(),
+        token_types: list("types")
+            .iter()
+            .map(|t| t.as_i64().unwrap() as i32)
+            .collect(),
+        scores: list("scores")
+            .iter()
+            .map(|t| t.as_f64().unwrap() as f32)
+            .collect(),
+        unknown: Some(0),
+        bos: Some(1),
+        eos: Some(2),
+        ..VocabularySpec::default()
+    }
+}
+
+#[test]
+fn tokenizer_json_agrees_with_python() {
+    let encodings = json("encodings.json");
+    let tokenizer = Tokenizer::from_file(&golden("tokenizer.json")).unwrap();
+    assert_eq!(tokenizer.vocab_size(), 620);
+    check_encodings(&tokenizer, &encodings, "tokenizer.json");
+    for (i, sample) in samples(&encodings).iter().enumerate() {
+        let tokens = ids(&encodings["tokenizer.json"][i]);
+        assert_eq!(
+            tokenizer.decode(&tokens, true).unwrap(),
+            encodings["decoded"][i].as_str().unwrap(),
+            "{sample:?}"
+        );
+    }
+}
+
+#[test]
+fn vocabularies_agree_with_python_under_every_rule() {
+    let encodings = json("encodings.json");
+    for pre in ["default", "gpt-2", "smollm", "llama-bpe", "qwen2"] {
+        let tokenizer = Tokenizer::from_vocabulary(&vocabulary(pre)).unwrap();
+        assert_eq!(tokenizer.vocab_size(), 620);
+        check_encodings(&tokenizer, &encodings, pre);
+    }
+    // The rules must differ on the samples, or the comparison above says nothing about which was used.
+    for (a, b) in [
+        ("default", "gpt-2"),
+        ("gpt-2", "smollm"),
+        ("smollm", "llama-bpe"),
+        ("llama-bpe", "qwen2"),
+    ] {
+        assert!(encodings[a] != encodings[b], "{a} and {b}");
+    }
+}
+
+#[test]
+fn sentencepiece_vocabulary_agrees_with_python() {
+    let encodings = json("encodings.json");
+    let tokenizer = Tokenizer::from_vocabulary(&sentencepiece()).unwrap();
+    check_encodings(&tokenizer, &encodings, "spm");
+    let same = Tokenizer::from_json(json("spm.json")["json"].as_str().unwrap().as_bytes()).unwrap();
+    check_encodings(&same, &encodings, "spm");
+    for i in 0..samples(&encodings).len() {
+        let tokens = ids(&encodings["spm"][i]);
+        let expected = encodings["spm_decoded"][i].as_str().unwrap();
+        assert_eq!(tokenizer.decode(&tokens, true).unwrap(), expected);
+        assert_eq!(same.decode(&tokens, true).unwrap(), expected);
+    }
+    let with_bos = tokenizer.encode("hello", true).unwrap();
+    assert_eq!(with_bos[0], 1);
+    assert_eq!(with_bos[1..], tokenizer.encode("hello", false).unwrap());
+}
+
+#[test]
+fn a_vocabulary_survives_as_tokenizer_json() {
+    let encodings = json("encodings.json");
+    let mut llama = vocabulary("llama-bpe");
+    llama.bos = llama
+        .tokens
+        .iter()
+        .position(|t| t == "<|im_start|>")
+        .map(|i| i as u32);
+    llama.eos = llama
+        .tokens
+        .iter()
+        .position(|t| t == "<|im_end|>")
+        .map(|i| i as u32);
+    llama.add_eos = Some(true);
+    for spec in [llama, vocabulary("qwen2"), sentencepiece()] {
+        let first = Tokenizer::from_vocabulary(&spec).unwrap();
+        let again = Tokenizer::from_json(first.to_json().unwrap().as_bytes()).unwrap();
+        assert_eq!(first.vocab_size(), again.vocab_size());
+        for sample in samples(&encodings) {
+            for special in [false, true] {
+                let tokens = first.encode(&sample, special).unwrap();
+                assert_eq!(
+                    again.encode(&sample, special).unwrap(),
+                    tokens,
+                    "{sample:?}"
+                );
+                let text = first.decode(&tokens, true).unwrap();
+                assert_eq!(again.decode(&tokens, true).unwrap(), text);
+            }
+        }
+        for id in 0..first.vocab_size() as u32 {
+            assert_eq!(first.bytes_of(id).unwrap(), again.bytes_of(id).unwrap());
+            assert_eq!(first.is_special(id), again.is_special(id));
+        }
+    }
+    let tokens = Tokenizer::from_vocabulary(&VocabularySpec {
+        bos: Some(5),
+        ..vocabulary("llama-bpe")
+    })
+    .unwrap()
+    .encode("x", true)
+    .unwrap();
+    assert_eq!(
+        tokens[0], 5,
+        "llama-bpe starts texts with bos unless told otherwise"
+    );
+}
+
+#[test]
+fn special_and_user_defined_tokens() {
+    for tokenizer in [
+        Tokenizer::from_file(&golden("tokenizer.json")).unwrap(),
+        Tokenizer::from_vocabulary(&vocabulary("qwen2")).unwrap(),
+    ] {
+        let end = tokenizer.id_of("<|im_end|>").unwrap();
+        let think = tokenizer.id_of("<think>").unwrap();
+        assert!(tokenizer.is_special(end));
+        assert!(!tokenizer.is_special(think));
+        assert!(!tokenizer.is_special(u32::MAX));
+        let tokens = tokenizer.encode("a<think>b<|im_end|>", false).unwrap();
+        assert!(tokens.contains(&think) && tokens.contains(&end));
+        assert_eq!(tokenizer.decode(&tokens, true).unwrap(), "a<think>b");
+        assert_eq!(
+            tokenizer.decode(&tokens, false).unwrap(),
+            "a<think>b<|im_end|>"
+        );
+        let e = tokenizer.decode(&[5, 620], true).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::InvalidArgument);
+        assert!(
+            e.message().contains("620") && e.message().contains("below 620"),
+            "{e}"
+        );
+    }
+}
+
+#[test]
+fn the_detokenizer_gives_whole_characters_and_the_whole_text() {
+    let encodings = json("encodings.json");
+    let tokenizers = [
+        Tokenizer::from_file(&golden("tokenizer.json")).unwrap(),
+        Tokenizer::from_vocabulary(&sentencepiece()).unwrap(),
+    ];
+    let mut waited = 0;
+    for tokenizer in tokenizers.map(Arc::new) {
+        for sample in samples(&encodings) {
+            let tokens = tokenizer.encode(&sample, false).unwrap();
+            for keep in [false, true] {
+                let mut detokenizer = Detokenizer::new(&tokenizer).with_special(keep);
+                let mut text = String::new();
+                for &token in &tokens {
+                    let piece = detokenizer.push(token).unwrap();
+                    assert!(!piece.contains('\u{fffd}'), "{sample:?}");
+                    waited += usize::from(piece.is_empty());
+                    text.push_str(&piece);
+                }
+                text.push_str(&detokenizer.finish());
+                assert_eq!(
+                    text,
+                    tokenizer.decode(&tokens, !keep).unwrap(),
+                    "{sample:?}"
+                );
+            }
+        }
+    }
+    assert!(
+        waited > 50,
+        "the samples hold characters spread over tokens"
+    );
+}
+
+#[test]
+fn broken_bytes_become_replacement_characters_only_when_proven() {
+    let tokenizer = Arc::new(Tokenizer::from_vocabulary(&sentencepiece()).unwrap());
+    let byte = |b: u8| tokenizer.id_of(&format!("<0x{b:02X}>")).unwrap();
+    let mut d = Detokenizer::new(&tokenizer);
+    // The first two bytes of a three-byte character may still become one.
+    assert_eq!(d.push(byte(0xe6)).unwrap(), "");
+    assert_eq!(d.push(byte(0x9d)).unwrap(), "");
+    assert_eq!(d.push(byte(b'x')).unwrap(), "\u{fffd}x");
+    // A continuation byte with nothing before it cannot.
+    assert_eq!(d.push(byte(0x80)).unwrap(), "\u{fffd}");
+    for b in [0xf0, 0x9f, 0x98] {
+        assert_eq!(d.push(byte(b)).unwrap(), "");
+    }
+    assert_eq!(d.push(byte(0x80)).unwrap(), "😀");
+    assert_eq!(d.push(byte(0xf0)).unwrap(), "");
+    assert_eq!(d.finish(), "\u{fffd}");
+    assert_eq!(d.finish(), "");
+    assert!(d.push(1_000_000).is_err());
+}
+
+#[test]
+fn templates_agree_with_transformers() {
+    let golden = json("templates.json");
+    let mut compared = 0;
+    for case in golden["rendered"].as_array().unwrap() {
+        let name = case["template"].as_str().unwrap();
+        let template = ChatTemplate::from_jinja(
+            golden["templates"][name].as_str().unwrap(),
+            Some("<|im_start|>"),
+            Some("<|im_end|>"),
+        )
+        .unwrap();
+        let messages: Vec<Message> = serde_json::from_value(case["messages"].clone()).unwrap();
+        let text = template
+            .render_with(
+                &messages,
+                case["prompt"].as_bool().unwrap(),
+                case["extra"].as_object().unwrap(),
+            )
+            .unwrap();
+        assert_eq!(text, case["text"].as_str().unwrap(), "{name}: {messages:?}");
+        compared += 1;
+    }
+    assert!(compared >= 40);
+}
+
+#[test]
+fn unknown_and_damaged_vocabularies_are_named() {
+    let error = |spec: &VocabularySpec| Tokenizer::from_vocabulary(spec).unwrap_err();
+    let e = error(&vocabulary("no-such-rule"));
+    assert_eq!(e.kind(), ErrorKind::Unsupported);
+    assert!(e.message().contains("'no-such-rule'") && e.message().contains("llama-bpe"));
+
+    let mut spec = vocabulary("gpt-2");
+    spec.model = "bert".into();
+    let e = error(&spec);
+    assert_eq!(e.kind(), ErrorKind::Unsupported);
+    assert!(e.message().contains("'bert'"));
+
+    let mut spec = vocabulary("gpt-2");
+    spec.merges[3] = "nope zilch".into();
+    let e = error(&spec);
+    assert_eq!(e.kind(), ErrorKind::CorruptFile);
+    assert!(e.message().contains("merge 3"), "{e}");
+    spec.merges[3] = "nospace".into();
+    assert_eq!(error(&spec).kind(), ErrorKind::CorruptFile);
+    spec.merges.clear();
+    assert!(error(&spec).message().contains("needs merges"));
+
+    let mut spec = vocabulary("gpt-2");
+    spec.token_types.pop();
+    assert!(error(&spec).message().contains("619 token types"));
+    spec.tokens.clear();
+    assert!(error(&spec).message().contains("no tokens"));
+
+    let mut spec = vocabulary("gpt-2");
+    spec.add_bos = Some(true);
+    assert!(error(&spec).message().contains("names none"));
+    spec.bos = Some(620);
+    assert!(error(&spec).message().contains("620"));
+
+    let mut spec = sentencepiece();
+    spec.scores[7] = f32::NAN;
+    assert!(error(&spec).message().contains("token 7"));
+    spec.scores.clear();
+    assert!(error(&spec).message().contains("needs scores"));
+    let mut spec = sentencepiece();
+    spec.unknown = Some(1 << 30);
+    assert!(error(&spec).message().contains("unknown token"));
+    let mut spec = sentencepiece();
+    spec.tokens[10] = "<0xZZ>".into();
+    assert!(error(&spec).message().contains("has 255"));
+}
+
+#[test]
+fn broken_tokenizer_files_are_errors() {
+    for bytes in [
+        &b""[..],
+        b"{",
+        b"[]",
+        b"{\"model\":{}}",
+        b"\xff\xfe",
+        b"null",
+    ] {
+        assert_eq!(
+            Tokenizer::from_json(bytes).unwrap_err().kind(),
+            ErrorKind::CorruptFile
+        );
+    }
+    let missing = Tokenizer::from_file(&golden("none.json")).unwrap_err();
+    assert_eq!(missing.kind(), ErrorKind::NotFound);
+    assert!(missing.message().contains("none.json"));
+    let mut file = json("tokenizer.json");
+    file["decoder"] = serde_json::json!({"type": "WordPiece", "prefix": "##", "cleanup": true});
+    let e = Tokenizer::from_json(file.to_string().as_bytes()).unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::Unsupported);
+    assert!(e.message().contains("WordPiece"), "{e}");
+}
+
+#[test]
+fn directories() {
+    let directory = std::env::temp_dir().join(format!("nvfp4-text-{}", std::process::id()));
+    std::fs::create_dir_all(&directory).unwrap();
+    let write = |name: &str, text: &str| std::fs::write(directory.join(name), text).unwrap();
+    let render = || {
+        let files = read_directory(&directory).unwrap();
+        files
+            .template
+            .unwrap()
+            .render(&[Message::new("user", "x")], false)
+            .unwrap()
+    };
+
+    let nothing = read_directory(&directory).unwrap();
+    assert!(nothing.tokenizer.is_none() && nothing.template.is_none());
+
+    std::fs::copy(golden("tokenizer.json"), directory.join("tokenizer.json")).unwrap();
+    write(
+        "tokenizer_config.json",
+        r#"{"bos_token": null, "eos_token": {"content": "<|im_end|>"}, "chat_template":
+            [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "list {{ eos_token }}"}]}"#,
+    );
+    let files = read_directory(&directory).unwrap();
+    assert!(files.tokenizer.is_some());
+    assert_eq!(
+        (files.bos, files.eos.as_deref()),
+        (None, Some("<|im_end|>"))
+    );
+    assert_eq!(render(), "list <|im_end|>");
+
+    write(
+        "chat_template.json",
+        r#"{"chat_template": "json {{ messages[0].content }}"}"#,
+    );
+    assert_eq!(render(), "json x");
+    write("chat_template.jinja", "jinja {{ messages[0].role }}\n");
+    assert_eq!(render(), "jinja user");
+
+    write("chat_template.jinja", "{% if %}");
+    assert!(read_directory(&directory).is_err());
+    write("chat_template.jinja", "fine");
+    write("tokenizer_config.json", "{");
+    let e = read_directory(&directory).unwrap_err();
+    assert!(e.message().contains("tokenizer_config.json"), "{e}");
+    std::fs::remove_dir_all(&directory).unwrap();
+}
