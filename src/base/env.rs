@@ -39,3 +39,8 @@ pub fn required_capabilities() -> Vec<String> {
         })
         .unwrap_or_default()
 }
+
+/// `HF_TOKEN`: the access token for the Hugging Face hub.
+pub fn hf_token() -> Option<String> {
+    text("HF_TOKEN")
+}

@@ -5,6 +5,7 @@
 //! thread.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::ffi::c_void;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -151,6 +152,54 @@ unsafe impl Plain for i32 {}
 // SAFETY: as above.
 unsafe impl Plain for f32 {}
 
+/// Size and alignment from which memory comes from the system in huge pages where it has them: weights are read from end
+/// to end for every token, and small pages would spend a good part of that in address translation.
+const HUGE: usize = 2 << 20;
+
+/// `bytes` zeroed bytes from the system, aligned to [`HUGE`] and not resident until touched.
+fn map(bytes: usize) -> Option<NonNull<u8>> {
+    let padded = bytes.checked_add(HUGE)?;
+    // SAFETY: an anonymous private mapping at an address of the system's choice.
+    let start = unsafe {
+        libc::mmap(
+            std::ptr::null_mut(),
+            padded,
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+            -1,
+            0,
+        )
+    };
+    if start == libc::MAP_FAILED {
+        return None;
+    }
+    let before = start.align_offset(HUGE);
+    let after = padded - before - mapped_len(bytes);
+    // SAFETY: both trimmed parts lie within the mapping just made, start and end on pages, and hold nothing. The advice is
+    // a hint: where huge pages are not to be had, small ones serve.
+    unsafe {
+        let data = start.cast::<u8>().add(before);
+        if before > 0 {
+            libc::munmap(start, before);
+        }
+        if after > 0 {
+            libc::munmap(data.add(mapped_len(bytes)).cast::<c_void>(), after);
+        }
+        #[cfg(target_os = "linux")]
+        libc::madvise(
+            data.cast::<c_void>(),
+            mapped_len(bytes),
+            libc::MADV_HUGEPAGE,
+        );
+        NonNull::new(data)
+    }
+}
+
+/// What [`map`] keeps for `bytes`: whole pages of any size in use.
+const fn mapped_len(bytes: usize) -> usize {
+    bytes.next_multiple_of(64 << 10)
+}
+
 /// A zero-initialised, 64-byte aligned, accounted array of fixed length.
 pub struct Buffer<T: Plain> {
     data: NonNull<T>,
@@ -190,10 +239,18 @@ impl<T: Plain> Buffer<T> {
             });
         }
         reserve(tag, layout.size() as u64)?;
-        // SAFETY: the layout has a non-zero size.
-        let data = unsafe { alloc_zeroed(layout) };
-        match NonNull::new(data.cast::<T>()) {
-            Some(data) => Ok(Buffer { data, len, tag }),
+        let data = if layout.size() >= HUGE {
+            map(layout.size())
+        } else {
+            // SAFETY: the layout has a non-zero size.
+            NonNull::new(unsafe { alloc_zeroed(layout) })
+        };
+        match data {
+            Some(data) => Ok(Buffer {
+                data: data.cast(),
+                len,
+                tag,
+            }),
             None => {
                 release(tag, layout.size() as u64);
                 bail!(
@@ -256,5 +313,28 @@ impl<T: Plain> std::fmt::Debug for Buffer<T> {
             self.len,
             self.tag.name()
         )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buffers_are_zeroed_aligned_and_accounted() {
+        for len in [0, 1, 1000, HUGE - 1, HUGE, HUGE + 1, 3 * HUGE + 12345] {
+            let mut buffer = Buffer::<u8>::zeroed(Tag::Tensor, len).unwrap();
+            assert_eq!(buffer.len(), len);
+            assert!(buffer.iter().all(|&b| b == 0));
+            if len > 0 {
+                assert!(buffer.as_ptr().addr().is_multiple_of(Buffer::<u8>::ALIGN));
+                assert!(
+                    usage(Tag::Tensor).current >= len as u64
+                        && usage(Tag::Tensor).peak >= len as u64
+                );
+                buffer[len - 1] = 7;
+            }
+        }
+        assert!(Buffer::<f32>::zeroed(Tag::Tensor, usize::MAX / 2).is_err());
     }
 }

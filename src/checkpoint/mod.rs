@@ -139,7 +139,9 @@ pub struct Part<'a> {
 /// What a checkpoint says beside its tensors.
 #[derive(Clone, Debug, Default)]
 pub struct Metadata {
-    /// The model's description with the keys of a Hugging Face `config.json`; GGUF metadata is translated to them.
+    /// The model's description with the keys of a Hugging Face `config.json`; GGUF metadata is translated to them. A GGUF
+    /// file with llama3 rope scaling has no `rope_scaling` here but a tensor `rope_freqs.weight`: the number that divides
+    /// each rotary frequency.
     pub config: Option<serde_json::Value>,
     /// Where the tokenizer is.
     pub tokenizer: TokenizerSource,

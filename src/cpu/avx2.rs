@@ -110,6 +110,8 @@ unsafe impl Simd for Avx2 {
 
     // 12 accumulators, 2 weights, 1 activation: 15 of 16 registers.
     const TILE: usize = 6;
+    // A row group is two registers; a second one would spill.
+    const GEMV_GROUPS: usize = 1;
     // Makes codes unsigned for vpmaddubsw; 4 * 2 * 24 * 127 still fits in 16 bits.
     const CODE_OFFSET: i32 = 12;
 

@@ -30,6 +30,8 @@ unsafe impl Simd for Avx512 {
 
     // Wide enough that the two FMA pipes, not the one weight load, are the limit; 24 of 32 registers with main sums.
     const TILE: usize = 12;
+    // 16 decoded weights and 8 sums of 32 registers.
+    const GEMV_GROUPS: usize = 4;
     // Makes codes unsigned for vpdpbusd.
     const CODE_OFFSET: i32 = 12;
 

@@ -132,7 +132,7 @@ impl Cpu {
 
     fn gemv(&self, x: &[f32], outputs: &mut [(&Packed, &mut [f32])]) {
         let work = Work::new(outputs);
-        // Enough parts that a thread held up elsewhere does not hold up the rest; an even number of groups each.
+        // Enough parts that a thread held up elsewhere does not hold up the rest; whole runs of groups for the kernel.
         let grain = (work.groups / (self.pool.threads() * 8))
             .clamp(2, 32)
             .next_multiple_of(2);
@@ -375,7 +375,11 @@ impl Cpu {
     ) -> Result<()> {
         let dim = kv.dim();
         let row = heads * dim;
-        if heads == 0 || heads % kv.heads() != 0 || q.len() % row != 0 || out.len() != q.len() {
+        if heads == 0
+            || !heads.is_multiple_of(kv.heads())
+            || !q.len().is_multiple_of(row)
+            || out.len() != q.len()
+        {
             bail!(
                 InvalidArgument,
                 "attention: {} query and {} output elements for {heads} heads of {dim} over {} key/value heads",
@@ -458,7 +462,7 @@ impl Cpu {
     /// RMSNorm of each row of `x`, in place; rows have `weight.len()` elements.
     pub fn rms_norm(&self, x: &mut [f32], weight: &[f32], eps: f32) -> Result<()> {
         let n = weight.len();
-        if n == 0 || x.len() % n != 0 {
+        if n == 0 || !x.len().is_multiple_of(n) {
             bail!(
                 InvalidArgument,
                 "rms_norm: {} elements are not whole rows of {n}",

@@ -53,7 +53,7 @@ pub struct KvLayer {
 impl KvLayer {
     /// An empty cache for `heads` key/value heads of `dim`, a multiple of 16.
     pub fn new(heads: usize, dim: usize, kind: KvType) -> Result<Self> {
-        if heads == 0 || dim == 0 || dim % 16 != 0 {
+        if heads == 0 || dim == 0 || !dim.is_multiple_of(16) {
             bail!(
                 Unsupported,
                 "a KV cache of {heads} heads of {dim}: heads must be positive and head_dim a positive multiple of 16"
@@ -125,7 +125,7 @@ impl KvLayer {
     /// Writes keys and values, each `[m, heads, dim]`, at positions `first..first + m`.
     pub fn write(&mut self, first: usize, keys: &[f32], values: &[f32]) -> Result<()> {
         let row = self.heads * self.dim;
-        if keys.len() != values.len() || keys.len() % row != 0 {
+        if keys.len() != values.len() || !keys.len().is_multiple_of(row) {
             bail!(
                 InvalidArgument,
                 "{} keys and {} values for {} heads of {}: both must be whole rows of {row}",

@@ -24,6 +24,8 @@ unsafe impl Simd for Neon {
 
     // 24 accumulators, 4 weights and an activation: 29 of 32 registers.
     const TILE: usize = 6;
+    // A row group is four registers, four chains.
+    const GEMV_GROUPS: usize = 1;
     const CODE_OFFSET: i32 = 0;
 
     #[inline(always)]

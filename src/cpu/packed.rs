@@ -24,7 +24,8 @@ pub(super) const UNIT_BYTES: usize = 64;
 pub(super) const CHUNK_BLOCKS: usize = 4;
 /// Bytes of a chunk: a multiple of a cache line.
 pub(super) const NVFP4_CHUNK_BYTES: usize = CHUNK_BLOCKS * (2 * UNIT_BYTES + GROUP);
-const _: () = assert!(NVFP4_CHUNK_BYTES % 64 == 0 && BLOCK == 16 && CHUNK_BLOCKS * GROUP == 64);
+const _: () =
+    assert!(NVFP4_CHUNK_BYTES.is_multiple_of(64) && BLOCK == 16 && CHUNK_BLOCKS * GROUP == 64);
 
 /// Rows read from the source at a time.
 const READ_ROWS: usize = 16 * GROUP;
@@ -95,7 +96,7 @@ const fn unit_offsets(row: usize) -> (usize, usize) {
 
 impl Packed {
     fn check(rows: usize, cols: usize) -> Result<()> {
-        if rows == 0 || cols == 0 || cols % BLOCK != 0 {
+        if rows == 0 || cols == 0 || !cols.is_multiple_of(BLOCK) {
             bail!(
                 InvalidArgument,
                 "a weight of shape [{rows}, {cols}] cannot be packed: rows must be positive and K a positive multiple of {BLOCK}"

@@ -31,6 +31,7 @@ unsafe impl Simd for Scalar {
     type N = [u8; 64];
 
     const TILE: usize = 4;
+    const GEMV_GROUPS: usize = 1;
     const CODE_OFFSET: i32 = 0;
 
     #[inline(always)]

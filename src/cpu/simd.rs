@@ -18,6 +18,8 @@ pub(super) unsafe trait Simd {
 
     /// Tokens per tile of the blocked products, so that the accumulators fill the register file.
     const TILE: usize;
+    /// Row groups whose chains a GEMV interleaves: enough to hide the latency of a multiply-add, if registers allow.
+    const GEMV_GROUPS: usize;
     /// What is added to a doubled code in integer panels, so that it suits the level's dot instruction.
     const CODE_OFFSET: i32;
 

@@ -101,7 +101,6 @@ macro_rules! stamp {
     ($module:ident, $level:ident, $shell:path, $(#[$features:meta])?) => {
         mod $module {
             #![allow(clippy::undocumented_unsafe_blocks, clippy::missing_safety_doc, reason = "forwards: the body's own")]
-            #![allow(clippy::too_many_arguments, reason = "plain operands of a kernel")]
             use super::*;
             use $shell as Shell;
 

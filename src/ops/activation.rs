@@ -12,7 +12,7 @@ pub fn swiglu(device: &Device, gate: &mut [f32], up: &[f32]) -> Result<()> {
 
 /// `x += y`, element by element; `y` may be one row that is added to each row of `x` (a bias).
 pub fn add(x: &mut [f32], y: &[f32]) -> Result<()> {
-    if y.is_empty() || x.len() % y.len() != 0 {
+    if y.is_empty() || !x.len().is_multiple_of(y.len()) {
         bail!(
             InvalidArgument,
             "add: {} elements are not whole rows of {}",

@@ -7,7 +7,6 @@ pub use crate::cpu::{KvLayer, KvType, PAGE};
 
 /// Attention of queries `[m, heads, head_dim]` over a layer's cache: softmax(q k^T * scale) v in f32. Query row `i` stands at
 /// position `first_position + i` and sees positions up to its own, whose keys and values must be written already.
-#[allow(clippy::too_many_arguments, reason = "the operands of one operation")]
 pub fn attention(
     device: &Device,
     q: &[f32],

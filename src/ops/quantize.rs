@@ -29,7 +29,7 @@ pub fn scaled_mm(
 ) -> Result<()> {
     if a.cols != b.cols
         || a.cols == 0
-        || a.cols % BLOCK != 0
+        || !a.cols.is_multiple_of(BLOCK)
         || out.len() != product("output", &[a.rows, b.rows])?
     {
         bail!(

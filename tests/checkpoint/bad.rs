@@ -703,6 +703,11 @@ mod gguf_files {
             pair(Gguf::array_pair("k", 9, 1, &deep)),
             &["'k'", "deep"],
         );
+        refused(
+            file,
+            pair(number_pair("split.count", 3)),
+            &["one of 3 parts"],
+        );
         let alignment = |n: u32| pair(number_pair("general.alignment", n));
         refused(file, alignment(0), &["general.alignment is 0"]);
         refused(file, alignment(24), &["general.alignment is 24"]);

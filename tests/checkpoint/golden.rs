@@ -5,6 +5,8 @@ use std::path::{Path, PathBuf};
 use NVFP4::checkpoint::{self, Checkpoint, Encoding, TokenizerSource};
 use safetensors::SafeTensors;
 
+use super::files::Gguf;
+
 fn directory() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/checkpoint")
 }
@@ -214,4 +216,63 @@ fn rows_and_buffers_are_checked() {
     let mut foreign = entry.clone();
     foreign.name = "elsewhere".into();
     assert!(checkpoint.rows_f32(&foreign, 0..1, &mut out).is_err());
+}
+
+/// A GGUF file with the f32 values 0 to 31 as a `[4, 8]` query projection of one head, and a query norm.
+fn small_gguf(architecture: &str) -> Gguf {
+    let heads = format!("{architecture}.attention.head_count");
+    Gguf::new(architecture)
+        .with_pair(Gguf::pair(&heads, 4, &1u32.to_le_bytes()))
+        .tensor("blk.7.attn_q.weight", &[8, 4], 0, 0)
+        .tensor("blk.7.attn_q_norm.weight", &[8], 0, 128)
+        .with_data((0..40).flat_map(|i| (i as f32).to_le_bytes()).collect())
+}
+
+#[test]
+fn only_llama_stores_rotated_rows_interleaved() {
+    let in_order = [0.0, 8.0, 16.0, 24.0];
+    let interleaved = [0.0, 16.0, 8.0, 24.0];
+    for (architecture, starts) in [
+        ("llama", interleaved),
+        ("qwen2", in_order),
+        ("qwen3", in_order),
+    ] {
+        let mut gguf = small_gguf(architecture);
+        gguf.version = 2;
+        let opened = checkpoint::open_bytes("x.gguf", gguf.build()).unwrap();
+        let query = values(&*opened, "model.layers.7.self_attn.q_proj.weight");
+        let got: Vec<f32> = query.chunks(8).map(|row| row[0]).collect();
+        assert_eq!(got, starts, "{architecture}");
+        let norm = values(&*opened, "model.layers.7.self_attn.q_norm.weight");
+        assert_eq!(norm[0], 32.0);
+    }
+}
+
+#[test]
+fn rope_scaling_and_unknown_architectures() {
+    let config = |gguf: Gguf| {
+        let opened = checkpoint::open_bytes("x.gguf", gguf.build()).unwrap();
+        opened.metadata().config.clone().unwrap()
+    };
+    let float = |key: &str, value: f32| Gguf::pair(key, 6, &value.to_le_bytes());
+    assert!(config(small_gguf("qwen2")).get("rope_scaling").is_none());
+    let linear = small_gguf("qwen2")
+        .with_pair(Gguf::text_pair("qwen2.rope.scaling.type", "linear"))
+        .with_pair(float("qwen2.rope.scaling.factor", 2.5));
+    let want = serde_json::json!({"rope_type": "linear", "factor": 2.5});
+    assert_eq!(config(linear)["rope_scaling"], want);
+    let old = small_gguf("llama").with_pair(float("llama.rope.scale_linear", 4.0));
+    let want = serde_json::json!({"rope_type": "linear", "factor": 4.0});
+    assert_eq!(config(old)["rope_scaling"], want);
+    let none = small_gguf("llama")
+        .with_pair(Gguf::text_pair("llama.rope.scaling.type", "none"))
+        .with_pair(float("llama.rope.scaling.factor", 1.0));
+    assert!(config(none).get("rope_scaling").is_none());
+
+    let opened = checkpoint::open_bytes("x.gguf", small_gguf("mamba").build()).unwrap();
+    assert_eq!(
+        opened.metadata().config.as_ref().unwrap()["model_type"],
+        "mamba"
+    );
+    assert!(opened.find("blk.7.attn_q.weight").is_some());
 }

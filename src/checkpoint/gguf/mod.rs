@@ -83,7 +83,13 @@ fn read(source: &Source) -> Result<Content> {
     }
     let tensor_count = cursor.u64("the tensor count")?;
     let pair_count = cursor.u64("the key-value count")?;
-    let pairs = read_pairs(&mut cursor, pair_count)?;
+    let mut pairs = read_pairs(&mut cursor, pair_count)?;
+    if let Some(parts) = pairs.integer("split.count")?.filter(|&n| n > 1) {
+        bail!(
+            Unsupported,
+            "it is one of {parts} parts of a model; join them with llama-gguf-split first"
+        );
+    }
     let alignment = pairs.integer("general.alignment")?.unwrap_or(32);
     if !alignment.is_power_of_two() || alignment > 1 << 20 {
         bail!(
@@ -94,12 +100,14 @@ fn read(source: &Source) -> Result<Content> {
     let raws = read_tensors(&mut cursor, tensor_count, alignment as usize)?;
     let translation = translate::Translation::new(&pairs, &raws)?;
     let logical = logical(source, &raws, &translation)?;
+    let config = translation.config(&pairs)?;
+    let tokenizer = match translate::vocabulary(&mut pairs)? {
+        Some(vocabulary) => TokenizerSource::Vocabulary(vocabulary),
+        None => TokenizerSource::None,
+    };
     let metadata = Metadata {
-        config: Some(translation.config(&pairs)?),
-        tokenizer: match translate::vocabulary(&pairs)? {
-            Some(vocabulary) => TokenizerSource::Vocabulary(vocabulary),
-            None => TokenizerSource::None,
-        },
+        config: Some(config),
+        tokenizer,
     };
     Ok(Content {
         raws,
@@ -119,7 +127,8 @@ fn logical(
         .enumerate()
         .map(|(i, r)| (r.key.as_str(), i))
         .collect();
-    let mut multiplier_of: HashMap<usize, usize> = HashMap::new();
+    let mut multiplier_of = vec![None; raws.len()];
+    let mut is_multiplier = vec![false; raws.len()];
     for (i, raw) in raws.iter().enumerate() {
         let Some(base) = raw.key.strip_suffix(".scale") else {
             continue;
@@ -130,7 +139,8 @@ fn logical(
             .or_else(|| by_key.get(format!("{base}.weight").as_str()));
         match weight {
             Some(&w) if raws[w].encoding == Encoding::Nvfp4 => {
-                if multiplier_of.insert(w, i).is_some() {
+                is_multiplier[i] = true;
+                if multiplier_of[w].replace(i).is_some() {
                     bail!(CorruptFile, "'{}' has two scale tensors", raws[w].key);
                 }
             }
@@ -146,15 +156,15 @@ fn logical(
             ),
         }
     }
-    let mut logical = Vec::with_capacity(raws.len() - multiplier_of.len());
+    let mut logical = Vec::with_capacity(raws.len());
     for (i, raw) in raws.iter().enumerate() {
-        if multiplier_of.values().any(|&m| m == i) {
+        if is_multiplier[i] {
             continue;
         }
         let (name, heads) = translation.name(raw)?;
         let mut bytes = raw.span.len() as u64;
         let stored = if raw.encoding == Encoding::Nvfp4 {
-            let also = multiplier_of.get(&i).copied();
+            let also = multiplier_of[i];
             let global = match also {
                 None => 1.0,
                 Some(m) => {
@@ -504,11 +514,29 @@ impl Pairs {
         }
     }
 
-    fn texts(&self, key: &str) -> Result<Option<&[String]>> {
-        match self.get(key) {
+    // Lists are long, so they are moved out.
+
+    fn take_texts(&mut self, key: &str) -> Result<Option<Vec<String>>> {
+        match self.values.remove(key) {
             None => Ok(None),
             Some(Value::Texts(t)) => Ok(Some(t)),
             Some(_) => self.wrong(key, "a list of texts"),
+        }
+    }
+
+    fn take_integers(&mut self, key: &str) -> Result<Option<Vec<i64>>> {
+        match self.values.remove(key) {
+            None => Ok(None),
+            Some(Value::Integers(i)) => Ok(Some(i)),
+            Some(_) => self.wrong(key, "a list of whole numbers"),
+        }
+    }
+
+    fn take_floats(&mut self, key: &str) -> Result<Option<Vec<f32>>> {
+        match self.values.remove(key) {
+            None => Ok(None),
+            Some(Value::Floats(f)) => Ok(Some(f)),
+            Some(_) => self.wrong(key, "a list of numbers"),
         }
     }
 }

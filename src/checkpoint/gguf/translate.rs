@@ -225,13 +225,25 @@ fn shortest(value: f64) -> f64 {
     }
 }
 
-/// The vocabulary, if the file has one.
-pub(super) fn vocabulary(pairs: &Pairs) -> Result<Option<Vocabulary>> {
+/// The vocabulary, if the file has one; it is moved out of `pairs`.
+pub(super) fn vocabulary(pairs: &mut Pairs) -> Result<Option<Vocabulary>> {
     let key = |name: &str| format!("tokenizer.ggml.{name}");
-    let Some(tokens) = pairs.texts(&key("tokens"))? else {
+    let Some(tokens) = pairs.take_texts(&key("tokens"))? else {
         return Ok(None);
     };
-    let text = |name: &str| Ok(pairs.text(&key(name))?.map(str::to_owned));
+    let merges = pairs.take_texts(&key("merges"))?.unwrap_or_default();
+    let token_types = pairs.take_integers(&key("token_type"))?.unwrap_or_default();
+    let scores = pairs.take_floats(&key("scores"))?.unwrap_or_default();
+    for (name, len) in [("token_type", token_types.len()), ("scores", scores.len())] {
+        if len != 0 && len != tokens.len() {
+            bail!(
+                CorruptFile,
+                "'tokenizer.ggml.{name}' has {len} elements for {} tokens",
+                tokens.len()
+            );
+        }
+    }
+    let text = |key: &str| Ok(pairs.text(key)?.map(str::to_owned));
     let id = |name: &str| -> Result<Option<u32>> {
         let key = key(&format!("{name}_token_id"));
         match pairs.integer(&key)? {
@@ -245,36 +257,12 @@ pub(super) fn vocabulary(pairs: &Pairs) -> Result<Option<Vocabulary>> {
             ),
         }
     };
-    let model = text("model")?
-        .ok_or_else(|| err!(CorruptFile, "it has tokens but no tokenizer.ggml.model",))?;
-    let token_types = match pairs.get(&key("token_type")) {
-        None => Vec::new(),
-        Some(super::Value::Integers(types)) => types.iter().map(|&t| t as i32).collect(),
-        Some(_) => return pairs.wrong(&key("token_type"), "a list of whole numbers"),
-    };
-    let scores = match pairs.get(&key("scores")) {
-        None => Vec::new(),
-        Some(super::Value::Floats(scores)) => scores.clone(),
-        Some(_) => return pairs.wrong(&key("scores"), "a list of numbers"),
-    };
-    for (name, len) in [("token_type", token_types.len()), ("scores", scores.len())] {
-        if len != 0 && len != tokens.len() {
-            bail!(
-                CorruptFile,
-                "'tokenizer.ggml.{name}' has {len} elements for {} tokens",
-                tokens.len()
-            );
-        }
-    }
     Ok(Some(Vocabulary {
-        model,
-        pre: text("pre")?,
-        tokens: tokens.to_vec(),
-        token_types,
-        merges: pairs
-            .texts(&key("merges"))?
-            .map(<[String]>::to_vec)
-            .unwrap_or_default(),
+        model: text(&key("model"))?
+            .ok_or_else(|| err!(CorruptFile, "it has tokens but no tokenizer.ggml.model"))?,
+        pre: text(&key("pre"))?,
+        token_types: token_types.iter().map(|&t| t as i32).collect(),
+        merges,
         scores,
         bos: id("bos")?,
         eos: id("eos")?,
@@ -284,6 +272,7 @@ pub(super) fn vocabulary(pairs: &Pairs) -> Result<Option<Vocabulary>> {
         add_bos: pairs.boolean(&key("add_bos_token"))?,
         add_eos: pairs.boolean(&key("add_eos_token"))?,
         add_space_prefix: pairs.boolean(&key("add_space_prefix"))?,
-        chat_template: pairs.text("tokenizer.chat_template")?.map(str::to_owned),
+        chat_template: text("tokenizer.chat_template")?,
+        tokens,
     }))
 }

@@ -5,7 +5,10 @@
 use super::pointwise::softmax;
 use crate::cpu::simd::Simd;
 
-/// How cached keys and values are stored.
+/// How cached keys and values are read.
+///
+/// # Safety
+/// As for [`Simd`]: implementations read exactly 16 elements with instructions of its level.
 pub(in crate::cpu) unsafe trait Element<S: Simd>: Copy {
     /// Reads 16 elements as `f32`.
     unsafe fn load(p: *const Self) -> S::V;

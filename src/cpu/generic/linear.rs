@@ -105,31 +105,18 @@ pub(in crate::cpu) unsafe fn gemv<S: Simd, W: Source<S>>(
     // SAFETY: forwarded.
     unsafe {
         let mut g = 0;
-        while g + 2 <= groups {
-            gemv_groups::<S, W, 2>(
-                data.add(g * stride),
-                stride,
-                blocks,
-                x,
-                global,
-                out.add(g * 16),
-            );
-            g += 2;
-        }
-        if g < groups {
-            gemv_groups::<S, W, 1>(
-                data.add(g * stride),
-                stride,
-                blocks,
-                x,
-                global,
-                out.add(g * 16),
-            );
+        while g < groups {
+            let (data, out) = (data.add(g * stride), out.add(g * 16));
+            g += match (S::GEMV_GROUPS, groups - g) {
+                (4.., 4..) => gemv_groups::<S, W, 4>(data, stride, blocks, x, global, out),
+                (2.., 2..) => gemv_groups::<S, W, 2>(data, stride, blocks, x, global, out),
+                _ => gemv_groups::<S, W, 1>(data, stride, blocks, x, global, out),
+            };
         }
     }
 }
 
-/// `G` row groups at once: that many more independent chains to hide the latency of a multiply-add.
+/// `G` row groups at once, so that their independent chains hide the latency of a multiply-add. Returns `G`.
 #[inline(always)]
 unsafe fn gemv_groups<S: Simd, W: Source<S>, const G: usize>(
     data: *const u8,
@@ -138,7 +125,7 @@ unsafe fn gemv_groups<S: Simd, W: Source<S>, const G: usize>(
     x: *const f32,
     global: f32,
     out: *mut f32,
-) {
+) -> usize {
     // SAFETY: forwarded.
     unsafe {
         let zero = S::splat(0.0);
@@ -166,6 +153,7 @@ unsafe fn gemv_groups<S: Simd, W: Source<S>, const G: usize>(
             S::store(out.add(g * 16), S::mul(sum[g], S::splat(global)));
         }
     }
+    G
 }
 
 /// Unpacks one row group: `panel` takes `[16 * blocks][16]` unscaled values, `scales` takes `[blocks][16]`.
@@ -303,10 +291,6 @@ pub(in crate::cpu) unsafe fn unpack_int8<S: Simd>(
 /// # Safety
 /// As for [`unpack_int8`], with that much in the inputs and room in `out`.
 #[inline(always)]
-#[allow(
-    clippy::too_many_arguments,
-    reason = "the tile's operands, each a plain pointer"
-)]
 pub(in crate::cpu) unsafe fn tile_int8<S: Simd, const T: usize>(
     panel: *const u8,
     panel_scales: *const f32,

@@ -1,0 +1,259 @@
+//! `nvfp4 bench`: prefill and decode speed, memory, and how close decoding comes to what memory allows. Medians of repeated
+//! runs after a warm-up.
+
+use std::time::Instant;
+
+use NVFP4::base::error::bail;
+use NVFP4::base::{Result, memory};
+use NVFP4::format::random;
+use NVFP4::ops::Device;
+use NVFP4::session::{self, Session, SessionOptions};
+use serde::Serialize;
+
+use super::{bandwidth, model, output};
+
+#[derive(clap::Args)]
+pub(super) struct Args {
+    #[command(flatten)]
+    model: model::Args,
+    /// Length of the prompt
+    #[arg(long, default_value_t = 512)]
+    prompt_tokens: usize,
+    /// Tokens decoded after it
+    #[arg(long, default_value_t = 128)]
+    gen_tokens: usize,
+    /// Sequences decoded together
+    #[arg(long, default_value_t = 1)]
+    batch: usize,
+    /// Measured runs
+    #[arg(long, default_value_t = 5)]
+    repeat: usize,
+    /// Runs before them
+    #[arg(long, default_value_t = 1)]
+    warmup: usize,
+    /// Print the result as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Serialize)]
+struct Report {
+    model: String,
+    device: String,
+    activations: &'static str,
+    prompt_tokens: usize,
+    gen_tokens: usize,
+    batch: usize,
+    repeat: usize,
+    /// Prompt tokens per second, of one sequence.
+    prefill_tok_s: f64,
+    /// Tokens per second of all sequences together.
+    decode_tok_s: f64,
+    /// From the prompt to the first token.
+    ttft_ms: f64,
+    /// The most memory in accounted use at any time, loading included.
+    peak_bytes: u64,
+    /// The most memory the process was seen to occupy.
+    peak_resident_bytes: Option<u64>,
+    weight_bytes: u64,
+    kv_bytes: u64,
+    /// What decoding one token has to read: weights, and half-way through, keys and values.
+    bytes_per_step: u64,
+    /// Measured reading speed of memory, bytes per second.
+    bandwidth: f64,
+    /// Decode speed over what the bandwidth allows.
+    roofline: f64,
+    load_seconds: f64,
+}
+
+struct Sample {
+    prefill: f64,
+    first_token: f64,
+    decode: f64,
+}
+
+pub(super) fn run(args: &Args) -> Result<()> {
+    for (name, value) in [
+        ("--prompt-tokens", args.prompt_tokens),
+        ("--gen-tokens", args.gen_tokens),
+        ("--batch", args.batch),
+        ("--repeat", args.repeat),
+    ] {
+        if value == 0 {
+            bail!(InvalidArgument, "{name} must be at least 1");
+        }
+    }
+    let start = Instant::now();
+    let model = args.model.load()?;
+    let load_seconds = start.elapsed().as_secs_f64();
+    let options = SessionOptions {
+        context: args.prompt_tokens + args.gen_tokens + 1,
+        kv: args.model.kv.into(),
+        ..SessionOptions::default()
+    };
+    let mut sessions = (0..args.batch)
+        .map(|_| Session::new(model.clone(), &options))
+        .collect::<Result<Vec<_>>>()?;
+
+    let vocabulary = model.config().vocab_size as u64;
+    let prompts: Vec<Vec<u32>> = (0..args.batch as u64)
+        .map(|s| {
+            (0..args.prompt_tokens as u64)
+                .map(|i| (random::bits(s, i) % vocabulary) as u32)
+                .collect()
+        })
+        .collect();
+    let bar = output::count_bar("measuring", (args.warmup + args.repeat) as u64);
+    let mut samples = Vec::with_capacity(args.repeat);
+    for i in 0..args.warmup + args.repeat {
+        let sample = measure(&mut sessions, &prompts, args.gen_tokens)?;
+        if i >= args.warmup {
+            samples.push(sample);
+        }
+        bar.inc(1);
+    }
+    bar.finish_and_clear();
+    let kv_bytes: u64 = sessions.iter().map(|s| s.kv_bytes() as u64).sum();
+    let peak_bytes = memory::total().peak;
+    let peak_resident_bytes = peak_resident();
+    let info = model.info();
+
+    let Device::Cpu(cpu) = model.device() else {
+        bail!(
+            Unsupported,
+            "the bandwidth of {} cannot be measured",
+            model.device().name()
+        )
+    };
+    let bandwidth = bandwidth::read(cpu.pool())?;
+    let prefill = median(samples.iter().map(|s| s.prefill));
+    let decode = median(samples.iter().map(|s| s.decode));
+    // The cache grows while decoding; half-way through it holds this share of its final length.
+    let positions = (args.prompt_tokens + args.gen_tokens) as f64;
+    let held = (args.prompt_tokens as f64 + args.gen_tokens as f64 / 2.0) / positions;
+    let read = model.decode_bytes() as f64
+        + args.batch as f64
+            * model.kv_bytes_per_token(args.model.kv.into()) as f64
+            * positions
+            * held;
+    let steps = args.gen_tokens as f64 / decode;
+    let report = Report {
+        model: args.model.model.clone(),
+        device: model.device().name(),
+        activations: match args.model.activations() {
+            NVFP4::ops::linear::Activations::Exact => "exact",
+            NVFP4::ops::linear::Activations::Int8 => "int8",
+        },
+        prompt_tokens: args.prompt_tokens,
+        gen_tokens: args.gen_tokens,
+        batch: args.batch,
+        repeat: args.repeat,
+        prefill_tok_s: args.prompt_tokens as f64 / prefill,
+        decode_tok_s: steps * args.batch as f64,
+        ttft_ms: median(samples.iter().map(|s| s.first_token)) * 1e3,
+        peak_bytes,
+        peak_resident_bytes,
+        weight_bytes: info.weight_bytes as u64,
+        kv_bytes,
+        bytes_per_step: read as u64,
+        bandwidth,
+        roofline: steps * read / bandwidth,
+        load_seconds,
+    };
+    if args.json {
+        return output::json(&report);
+    }
+    output::line(format_args!(
+        "{}: prefill {:.1} tok/s at {}, decode {:.1} tok/s at batch {}, first token after {:.1} ms",
+        report.device,
+        report.prefill_tok_s,
+        report.prompt_tokens,
+        report.decode_tok_s,
+        report.batch,
+        report.ttft_ms
+    ))?;
+    output::line(format_args!(
+        "{} of weights, {} of keys and values, peak {}; {:.1} GB/s of memory, of which decoding uses {:.0} %",
+        output::size(report.weight_bytes),
+        output::size(report.kv_bytes),
+        output::size(report.peak_bytes),
+        report.bandwidth / 1e9,
+        report.roofline * 100.0
+    ))
+}
+
+fn measure(sessions: &mut [Session], prompts: &[Vec<u32>], tokens: usize) -> Result<Sample> {
+    let mut prefill = 0.0;
+    let mut first_token = 0.0;
+    let mut next = Vec::with_capacity(sessions.len());
+    for (session, prompt) in sessions.iter_mut().zip(prompts) {
+        session.reset()?;
+        let start = Instant::now();
+        session.prefill(prompt)?;
+        prefill += start.elapsed().as_secs_f64();
+        next.push(likeliest(session.logits()?));
+        first_token += start.elapsed().as_secs_f64();
+    }
+    let n = sessions.len() as f64;
+    let start = Instant::now();
+    if let ([session], [token]) = (&mut *sessions, &mut next[..]) {
+        for _ in 0..tokens {
+            session.decode(*token)?;
+            *token = likeliest(session.logits()?);
+        }
+    } else {
+        for _ in 0..tokens {
+            let mut all: Vec<&mut Session> = sessions.iter_mut().collect();
+            session::step(&mut all, &next)?;
+            for (session, token) in sessions.iter().zip(&mut next) {
+                *token = likeliest(session.logits()?);
+            }
+        }
+    }
+    Ok(Sample {
+        prefill: prefill / n,
+        first_token: first_token / n,
+        decode: start.elapsed().as_secs_f64(),
+    })
+}
+
+fn likeliest(logits: &[f32]) -> u32 {
+    let mut best = 0;
+    for (i, &logit) in logits.iter().enumerate() {
+        if logit > logits[best] {
+            best = i;
+        }
+    }
+    best as u32
+}
+
+fn median(values: impl Iterator<Item = f64>) -> f64 {
+    let mut values: Vec<f64> = values.collect();
+    values.sort_by(f64::total_cmp);
+    let n = values.len();
+    (values[(n - 1) / 2] + values[n / 2]) / 2.0
+}
+
+/// The high-water mark of resident memory, where the system tells it.
+fn peak_resident() -> Option<u64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = status.lines().find_map(|l| l.strip_prefix("VmHWM:"))?;
+    let kilobytes: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    Some(kilobytes * 1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn medians() {
+        assert_eq!(median([3.0, 1.0, 2.0].into_iter()), 2.0);
+        assert_eq!(median([4.0, 1.0, 2.0, 3.0].into_iter()), 2.5);
+    }
+
+    #[test]
+    fn the_first_of_equal_logits_is_taken() {
+        assert_eq!(likeliest(&[0.0, 2.0, 2.0, -1.0]), 1);
+    }
+}

@@ -1,0 +1,85 @@
+//! `nvfp4 inspect`: what a model file holds.
+
+use std::collections::BTreeMap;
+
+use NVFP4::base::Result;
+use NVFP4::checkpoint::{self, TokenizerSource};
+use serde_json::json;
+
+use super::{model, output};
+
+#[derive(clap::Args)]
+pub(super) struct Args {
+    /// A file, a directory, or ORG/NAME on the hub
+    file: String,
+    /// Print everything as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+pub(super) fn run(args: &Args) -> Result<()> {
+    let checkpoint = checkpoint::open(&model::resolve(&args.file)?)?;
+    let entries = checkpoint.entries();
+    let mut encodings: BTreeMap<&str, (usize, u64)> = BTreeMap::new();
+    let (mut bytes, mut values) = (0, 0);
+    for entry in entries {
+        let sums = encodings.entry(entry.encoding.name()).or_default();
+        sums.0 += 1;
+        sums.1 += entry.bytes;
+        bytes += entry.bytes;
+        values += entry.shape.iter().product::<usize>() as u64;
+    }
+    let metadata = checkpoint.metadata();
+    let tokenizer = match &metadata.tokenizer {
+        TokenizerSource::None => "none".to_owned(),
+        TokenizerSource::Directory(_) => "tokenizer.json".to_owned(),
+        TokenizerSource::Vocabulary(v) => format!(
+            "{} with {} tokens, pre-tokenizer {}",
+            v.model,
+            v.tokens.len(),
+            v.pre.as_deref().unwrap_or("default")
+        ),
+    };
+    if args.json {
+        let tensors: Vec<_> = entries
+            .iter()
+            .map(|e| json!({"name": e.name, "shape": e.shape, "encoding": e.encoding.name(), "bytes": e.bytes}))
+            .collect();
+        return output::json(&json!({
+            "format": checkpoint.format(),
+            "bytes": bytes,
+            "values": values,
+            "tokenizer": tokenizer,
+            "config": metadata.config,
+            "tensors": tensors,
+        }));
+    }
+    let width = entries.iter().map(|e| e.name.len()).max().unwrap_or(0);
+    for e in entries {
+        let shape: Vec<String> = e.shape.iter().map(usize::to_string).collect();
+        output::line(format_args!(
+            "{:width$}  {:8}  {:>16}  {:>10}",
+            e.name,
+            e.encoding,
+            shape.join(" x "),
+            output::size(e.bytes)
+        ))?;
+    }
+    output::line(format_args!(
+        "{}: {} tensors, {:.3} billion values, {}",
+        checkpoint.format(),
+        entries.len(),
+        values as f64 / 1e9,
+        output::size(bytes)
+    ))?;
+    for (name, (count, bytes)) in encodings {
+        output::line(format_args!("  {count} in {name}, {}", output::size(bytes)))?;
+    }
+    output::line(format_args!("tokenizer: {tokenizer}"))?;
+    if let Some(config) = metadata.config.as_ref().and_then(|c| c.as_object()) {
+        for (key, value) in config {
+            output::line(format_args!("  {key}: {value}"))?;
+        }
+    }
+    Ok(())
+}

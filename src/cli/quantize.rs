@@ -1,0 +1,96 @@
+//! `nvfp4 quantize`: a model on disk to NVFP4 on disk.
+
+use std::ops::ControlFlow;
+use std::path::PathBuf;
+
+use NVFP4::base::Result;
+use NVFP4::base::threads::Pool;
+use NVFP4::checkpoint;
+use NVFP4::format::nvfp4::Recipe;
+use NVFP4::model::convert::{Container, ConvertOptions, convert};
+use clap::ValueEnum;
+
+use super::{model, output};
+
+#[derive(clap::Args)]
+pub(super) struct Args {
+    /// The model to read: a file, a directory, or ORG/NAME on the hub
+    input: String,
+    /// Where to write: a directory for safetensors, a file for dat
+    output: PathBuf,
+    /// How block scales are chosen
+    #[arg(long, value_enum, default_value_t = RecipeName::Amax)]
+    recipe: RecipeName,
+    /// What to write; without it, dat if OUTPUT ends in .dat and safetensors otherwise
+    #[arg(long, value_enum)]
+    format: Option<Format>,
+    /// CPU threads; one for each core without it
+    #[arg(long)]
+    threads: Option<usize>,
+    /// Print the result as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Format {
+    Dat,
+    Safetensors,
+}
+
+/// A recipe as the command line names it.
+#[derive(Clone, Copy, ValueEnum)]
+pub(super) enum RecipeName {
+    /// The largest magnitude of a block becomes 6
+    Amax,
+    /// The better of 6 and 4 for the largest magnitude
+    FourOverSix,
+    /// The best of all scales
+    Sweep,
+}
+
+impl From<RecipeName> for Recipe {
+    fn from(name: RecipeName) -> Self {
+        match name {
+            RecipeName::Amax => Recipe::Amax,
+            RecipeName::FourOverSix => Recipe::FourOverSix,
+            RecipeName::Sweep => Recipe::Sweep,
+        }
+    }
+}
+
+pub(super) fn run(args: &Args) -> Result<()> {
+    let container = match args.format {
+        Some(Format::Dat) => Container::Dat,
+        Some(Format::Safetensors) => Container::ModelOpt,
+        None if args.output.extension().is_some_and(|e| e == "dat") => Container::Dat,
+        None => Container::ModelOpt,
+    };
+    let source = checkpoint::open(&model::resolve(&args.input)?)?;
+    let pool = Pool::new(match args.threads {
+        Some(threads) => threads,
+        None => Pool::default_threads()?,
+    })?;
+    let options = ConvertOptions::new(container, args.recipe.into());
+    let bar = output::byte_bar("quantizing", 0);
+    let report = convert(&*source, &args.output, &options, &pool, &mut |p| {
+        bar.set_length(p.total);
+        bar.set_position(p.done);
+        ControlFlow::Continue(())
+    });
+    bar.finish_and_clear();
+    let report = report?;
+    if args.json {
+        return output::json(&report);
+    }
+    output::line(format_args!(
+        "{}: {} of {} tensors quantized, {} already NVFP4; {} -> {}, relative error {:.4}",
+        args.output.display(),
+        report.quantized,
+        report.tensors,
+        report.kept_nvfp4,
+        output::size(report.bytes_in),
+        output::size(report.bytes_out),
+        report.relative_error
+    ))
+}

@@ -1,0 +1,94 @@
+//! `nvfp4 run`: one prompt, one answer, streamed.
+
+use std::ffi::OsString;
+use std::ops::ControlFlow;
+use std::os::unix::ffi::OsStrExt;
+use std::path::PathBuf;
+
+use NVFP4::base::Result;
+use NVFP4::base::memory;
+use NVFP4::session::{Session, SessionOptions};
+use serde_json::json;
+
+use super::{model, output};
+
+#[derive(clap::Args)]
+pub(super) struct Args {
+    #[command(flatten)]
+    model: model::Args,
+    #[command(flatten)]
+    sampling: model::Sampling,
+    /// What to say
+    #[arg(long, required_unless_present = "prompt_file")]
+    prompt: Option<OsString>,
+    /// A file with what to say; - is standard input
+    #[arg(long, conflicts_with = "prompt")]
+    prompt_file: Option<PathBuf>,
+    /// What the model is told about its role
+    #[arg(long)]
+    system: Option<String>,
+    /// Continue the prompt as it stands, without the model's chat template
+    #[arg(long, conflicts_with = "system")]
+    raw: bool,
+    /// Tokens of room for prompt and answer
+    #[arg(long)]
+    context: Option<usize>,
+    /// Print the answer and its timings as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+pub(super) fn run(args: &Args) -> Result<()> {
+    let prompt = match (&args.prompt, &args.prompt_file) {
+        (Some(prompt), _) => NVFP4::text::utf8("the prompt", prompt.as_bytes())?.to_owned(),
+        (None, Some(file)) => model::read_text(file)?,
+        (None, None) => unreachable!("clap requires one of them"),
+    };
+    let model = args.model.load()?;
+    let mut session = Session::new(
+        model.clone(),
+        &SessionOptions {
+            context: model::context(args.context, &model),
+            kv: args.model.kv.into(),
+            system: args.system.clone(),
+            ..SessionOptions::default()
+        },
+    )?;
+    let options = args.sampling.options();
+    let mut failed = None;
+    let mut show = |piece: NVFP4::session::Piece<'_>| {
+        if args.json {
+            return ControlFlow::Continue(());
+        }
+        match output::print(piece.text) {
+            Ok(()) => ControlFlow::Continue(()),
+            Err(e) => {
+                failed = Some(e);
+                ControlFlow::Break(())
+            }
+        }
+    };
+    let answer = if args.raw {
+        let tokens = model.tokenizer()?.encode(&prompt, true)?;
+        session.prefill(&tokens)?;
+        session.generate(&options, &mut show)
+    } else {
+        session.chat(&prompt, &options, &mut show)
+    };
+    if let Some(e) = failed {
+        return Err(e);
+    }
+    let answer = answer?;
+    if args.json {
+        return output::json(&json!({
+            "text": answer.text,
+            "tokens": answer.tokens,
+            "finish": answer.finish,
+            "prompt_tokens": answer.prompt_tokens,
+            "timings": answer.timings,
+            "memory": {"peak_bytes": memory::total().peak, "kv_bytes": session.kv_bytes()},
+            "model": model.info(),
+        }));
+    }
+    output::line("")
+}
