@@ -265,7 +265,7 @@ typedef int32_t (*NVFP4_LogCallback)(void *user, int32_t level, const char *mess
 typedef void (*NVFP4_Deleter)(void *data, void *user);
 
 /** How to quantize. Fill with NVFP4_quantize_options_init(), then change what is to differ. */
-typedef struct {
+typedef struct NVFP4_QuantizeOptions {
     /** sizeof(NVFP4_QuantizeOptions) as the caller knows it. */
     uint32_t struct_size;
     /** One of NVFP4_LEVELS_*. Default: two. */
@@ -512,7 +512,9 @@ NVFP4_Status NVFP4_tensor_to_dlpack(const NVFP4_Tensor *tensor,
  */
 
 /** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_QuantizeOptions). */
-NVFP4_API NVFP4_Status NVFP4_quantize_options_init(NVFP4_QuantizeOptions *options, uint32_t struct_size);
+NVFP4_API
+NVFP4_Status NVFP4_quantize_options_init(NVFP4_QuantizeOptions *options,
+                                         uint32_t struct_size);
 
 /**
  * Quantizes a tensor along its last dimension K to NVFP4.
@@ -599,7 +601,9 @@ NVFP4_Status NVFP4_weight_create(const NVFP4_Tensor *codes,
                                  NVFP4_Weight **out);
 
 /** Prepares the dense weight `[N, K]` of a floating type for products. K must be a multiple of 16. */
-NVFP4_API NVFP4_Status NVFP4_weight_create_dense(const NVFP4_Tensor *weight, NVFP4_Weight **out);
+NVFP4_API
+NVFP4_Status NVFP4_weight_create_dense(const NVFP4_Tensor *weight,
+                                       NVFP4_Weight **out);
 
 /** Adds a reference to a weight. */
 NVFP4_API NVFP4_Status NVFP4_weight_retain(NVFP4_Weight *weight);
@@ -608,7 +612,11 @@ NVFP4_API NVFP4_Status NVFP4_weight_retain(NVFP4_Weight *weight);
 NVFP4_API NVFP4_Status NVFP4_weight_release(NVFP4_Weight *weight);
 
 /** Writes a weight's N (output features), K (input features) and bytes in memory. */
-NVFP4_API NVFP4_Status NVFP4_weight_size(const NVFP4_Weight *weight, int64_t *n, int64_t *k, uint64_t *bytes);
+NVFP4_API
+NVFP4_Status NVFP4_weight_size(const NVFP4_Weight *weight,
+                               int64_t *n,
+                               int64_t *k,
+                               uint64_t *bytes);
 
 /**
  * Multiplies: `input` `[.., K]` times `weight` `[N, K]` transposed, summed in float.

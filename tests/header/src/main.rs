@@ -18,11 +18,11 @@ fn generate(root: &Path) -> Result<String, Box<dyn Error>> {
         .generate()?
         .write(&mut header);
     let header = String::from_utf8(header)?;
-    chapters(&root.join("src/abi"), short_comments(&header))
+    chapters(&root.join("src/abi"), tidy(&header))
 }
 
-/// Comments of one line in one line.
-fn short_comments(header: &str) -> String {
+/// Comments of one line in one line, and types by their typedef alone.
+fn tidy(header: &str) -> String {
     let lines: Vec<&str> = header.lines().collect();
     let mut out = String::new();
     let mut i = 0;
@@ -33,6 +33,10 @@ fn short_comments(header: &str) -> String {
                 let text = only.trim_start().trim_start_matches('*');
                 out.push_str(&format!("{:indent$}/**{text} */", ""));
                 i += 3;
+            }
+            [line, ..] if !line.starts_with("typedef struct") => {
+                out.push_str(&line.replace("struct NVFP4_", "NVFP4_"));
+                i += 1;
             }
             _ => {
                 out.push_str(lines[i]);
