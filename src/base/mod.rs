@@ -1,7 +1,9 @@
 //! Floor 0: what every other floor stands on. Imports nothing of this crate.
 
+pub mod checksum;
 pub mod env;
 pub mod error;
+pub mod file;
 pub mod memory;
 pub mod size;
 pub mod threads;

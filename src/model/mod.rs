@@ -1,3 +1,379 @@
-//! (floor being built)
+//! Floor 5: decoder models. Config, weights (immutable, shared), the forward pass, and the KV cache (owned by its user).
+//! Architectures are data. Knows nothing of conversations, sampling or training.
 
+pub mod config;
 pub mod convert;
+mod forward;
+mod kv_cache;
+mod load;
+mod rope;
+mod text_side;
+pub mod weights;
+
+use std::collections::BTreeMap;
+use std::ops::ControlFlow;
+use std::path::Path;
+use std::sync::Arc;
+
+use serde::Serialize;
+
+use crate::base::checksum::Checksum;
+use crate::base::error::{bail, err};
+use crate::base::{Error, Result};
+use crate::checkpoint::{self, Checkpoint, TokenizerSource};
+use crate::format::nvfp4::QuantizeOptions;
+use crate::text::{ChatTemplate, Tokenizer};
+
+pub use crate::ops::Device;
+pub use crate::ops::attention::KvType;
+pub use crate::ops::linear::Activations;
+pub use config::Config;
+pub use forward::Scratch;
+pub use kv_cache::KvCache;
+pub use weights::Weights;
+
+/// Tokens that end an assistant's turn in the templates of the known families, where the vocabulary has them.
+const TURN_ENDS: [&str; 3] = ["<|im_end|>", "<|endoftext|>", "<|eot_id|>"];
+
+/// Which logits a forward pass computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Logits {
+    /// None: the tokens only enter the cache.
+    None,
+    /// Those of the last token.
+    Last,
+    /// Those of every token.
+    All,
+}
+
+/// How far loading is, in bytes of the checkpoint.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Progress {
+    /// Bytes read.
+    pub done: u64,
+    /// Bytes to read in all.
+    pub total: u64,
+}
+
+/// How to load a model.
+#[derive(Clone)]
+pub struct LoadOptions<'a> {
+    /// Where it runs.
+    pub device: Device,
+    /// Quantizes dense weight matrices to NVFP4 while loading. Without, weights are held as they are stored, and those in
+    /// other block formats as f32.
+    pub quantize: Option<QuantizeOptions>,
+    /// How activations enter products with NVFP4 weights.
+    pub activations: Activations,
+    /// Leaves out the layers: tokenizer, embedding, final norm and head only.
+    pub sampling_only: bool,
+    /// Called now and then on the calling thread; [`ControlFlow::Break`] cancels.
+    pub progress: Option<&'a dyn Fn(Progress) -> ControlFlow<()>>,
+}
+
+impl LoadOptions<'_> {
+    /// Everything as stored, activations exact.
+    pub fn new(device: Device) -> Self {
+        LoadOptions {
+            device,
+            quantize: None,
+            activations: Activations::Exact,
+            sampling_only: false,
+            progress: None,
+        }
+    }
+}
+
+/// Weight matrices held in one format.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct FormatUse {
+    /// How many.
+    pub tensors: usize,
+    /// Their weights in number.
+    pub parameters: u64,
+    /// Their bytes in memory.
+    pub bytes: u64,
+}
+
+/// What was loaded, for reports.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct ModelInfo {
+    /// `llama`, `qwen2`, ...
+    pub architecture: &'static str,
+    /// The layout of the file it came from.
+    pub file_format: &'static str,
+    /// Where it runs.
+    pub device: String,
+    /// Parameters, a tied head counted once.
+    pub parameters: u64,
+    /// Bytes of weights in memory.
+    pub weight_bytes: u64,
+    /// Matrices by the format they are held in.
+    pub formats: BTreeMap<&'static str, FormatUse>,
+    /// How activations enter products with NVFP4 weights: `exact` or `int8`.
+    pub activations: &'static str,
+    /// Decoder blocks.
+    pub layers: usize,
+    /// Width of the residual stream.
+    pub hidden_size: usize,
+    /// Width of the MLP.
+    pub intermediate_size: usize,
+    /// Query heads.
+    pub heads: usize,
+    /// Key/value heads.
+    pub kv_heads: usize,
+    /// Elements of one head.
+    pub head_dim: usize,
+    /// Rows of the embedding.
+    pub vocab_size: usize,
+    /// Positions the model was made for.
+    pub max_positions: usize,
+    /// Whether embedding and head are one table in the file.
+    pub tied: bool,
+    /// Whether the embedding is read from the mapped file rather than from memory.
+    pub embedding_mapped: bool,
+    /// Whether the layers were left out.
+    pub sampling_only: bool,
+    /// Whether there is a tokenizer.
+    pub tokenizer: bool,
+    /// Whether the model brought its own chat template; ChatML is used where it did not.
+    pub chat_template: bool,
+}
+
+/// A loaded model. Immutable, and shared by everything that runs it.
+pub struct Model {
+    config: Config,
+    weights: Weights,
+    device: Device,
+    activations: Activations,
+    tokenizer: Option<Arc<Tokenizer>>,
+    template: ChatTemplate,
+    stop_tokens: Vec<u32>,
+    info: ModelInfo,
+    fingerprint: u64,
+}
+
+impl std::fmt::Debug for Model {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(
+            f,
+            "Model({}, {} layers, {} bytes of weights)",
+            self.info.architecture, self.info.layers, self.info.weight_bytes
+        )
+    }
+}
+
+impl Model {
+    /// Loads the model at `path`: a directory, or a `.safetensors`, `.dat` or `.gguf` file.
+    pub fn load(path: &Path, options: &LoadOptions<'_>) -> Result<Arc<Model>> {
+        let checkpoint = Arc::from(checkpoint::open(path)?);
+        Self::from_checkpoint(checkpoint, options).map_err(|e| e.within(path.display()))
+    }
+
+    /// Loads the model in an opened checkpoint.
+    pub fn from_checkpoint(
+        checkpoint: Arc<dyn Checkpoint>,
+        options: &LoadOptions<'_>,
+    ) -> Result<Arc<Model>> {
+        if let Some(quantize) = &options.quantize {
+            quantize.check()?;
+        }
+        let metadata = checkpoint.metadata();
+        let mut config = match &metadata.config {
+            Some(config) => Config::from_json(config)?,
+            None => bail!(
+                NotFound,
+                "there is no config.json beside the weights to say what the model is"
+            ),
+        };
+        if let Some(factors) = checkpoint.find("rope_freqs.weight") {
+            let expected = config.rope.frequencies.len();
+            if factors.shape != [expected] {
+                bail!(
+                    CorruptFile,
+                    "rope_freqs.weight has shape {:?}, expected [{expected}]",
+                    factors.shape
+                );
+            }
+            let mut values = vec![0.0; expected];
+            checkpoint.rows_f32(factors, 0..1, &mut values)?;
+            rope::divide(&mut config.rope, &values)?;
+        }
+        let text = text_side::read(&metadata.tokenizer)?;
+        if let Some(tokenizer) = &text.tokenizer
+            && tokenizer.vocab_size() > config.vocab_size
+        {
+            bail!(
+                CorruptFile,
+                "the tokenizer has ids up to {}, but the embedding has only {} rows",
+                tokenizer.vocab_size() - 1,
+                config.vocab_size
+            );
+        }
+        let stop_tokens = stop_tokens(&config, &metadata.tokenizer, text.tokenizer.as_deref())?;
+        let weights = load::load(checkpoint.clone(), &config, options)?;
+        let mut sum = Checksum::new();
+        sum.update(format!("{config:?}").as_bytes());
+        sum.update(&weights.fingerprint()?.to_le_bytes());
+        let mut info = describe(&config, &weights, options);
+        info.file_format = checkpoint.format();
+        info.tokenizer = text.tokenizer.is_some();
+        info.chat_template = text.template.is_some();
+        Ok(Arc::new(Model {
+            config,
+            weights,
+            device: options.device.clone(),
+            activations: options.activations,
+            tokenizer: text.tokenizer,
+            template: text.template.unwrap_or_else(ChatTemplate::chatml),
+            stop_tokens,
+            info,
+            fingerprint: sum.finish(),
+        }))
+    }
+
+    /// Its shape and constants.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// Its weights.
+    pub fn weights(&self) -> &Weights {
+        &self.weights
+    }
+
+    /// Where it runs.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// How activations enter products with NVFP4 weights.
+    pub fn activations(&self) -> Activations {
+        self.activations
+    }
+
+    /// Its tokenizer; an error if it came without one.
+    pub fn tokenizer(&self) -> Result<&Arc<Tokenizer>> {
+        self.tokenizer.as_ref().ok_or_else(|| {
+            err!(
+                NotFound,
+                "the model has no tokenizer; put tokenizer.json beside its weights"
+            )
+        })
+    }
+
+    /// Its chat template; ChatML where it came without one.
+    pub fn chat_template(&self) -> &ChatTemplate {
+        &self.template
+    }
+
+    /// The tokens that end a generation: those of the config and of `generation_config.json`, and the turn ends that the
+    /// tokenizer knows.
+    pub fn stop_tokens(&self) -> &[u32] {
+        &self.stop_tokens
+    }
+
+    /// What was loaded.
+    pub fn info(&self) -> &ModelInfo {
+        &self.info
+    }
+
+    /// Bytes of weights that decoding one token reads: all but the embedding where that is a table of its own.
+    pub fn decode_bytes(&self) -> u64 {
+        self.weights.bytes() as u64
+    }
+
+    /// Bytes that one cached position takes.
+    pub fn kv_bytes_per_token(&self, kind: KvType) -> u64 {
+        let c = &self.config;
+        (2 * c.layers * c.kv_heads * c.head_dim * kind.size()) as u64
+    }
+
+    /// A number that tells this model, as loaded, from others.
+    pub fn fingerprint(&self) -> u64 {
+        self.fingerprint
+    }
+}
+
+fn stop_tokens(
+    config: &Config,
+    source: &TokenizerSource,
+    tokenizer: Option<&Tokenizer>,
+) -> Result<Vec<u32>> {
+    let mut stops = config.eos.clone();
+    match source {
+        TokenizerSource::Directory(directory) => {
+            stops.extend(generation_config_eos(
+                &directory.join("generation_config.json"),
+            )?);
+        }
+        TokenizerSource::Vocabulary(v) => stops.extend(v.eos.into_iter().chain(v.eot)),
+        TokenizerSource::None => {}
+    }
+    if let Some(tokenizer) = tokenizer {
+        let ends = TURN_ENDS.iter().filter_map(|t| tokenizer.id_of(t));
+        stops.extend(ends.filter(|&id| tokenizer.is_special(id)));
+    }
+    stops.sort_unstable();
+    stops.dedup();
+    Ok(stops)
+}
+
+fn generation_config_eos(path: &Path) -> Result<Vec<u32>> {
+    let bytes = match std::fs::read(path) {
+        Ok(bytes) => bytes,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(e) => return Err(Error::io(format_args!("reading {}", path.display()), e)),
+    };
+    let json: serde_json::Value =
+        serde_json::from_slice(&bytes).map_err(|e| err!(CorruptFile, "{}: {e}", path.display()))?;
+    match &json["eos_token_id"] {
+        serde_json::Value::Null => Ok(Vec::new()),
+        value => config::token_ids(value).ok_or_else(|| {
+            err!(
+                CorruptFile,
+                "{}: 'eos_token_id' is {value}; expected token ids",
+                path.display()
+            )
+        }),
+    }
+}
+
+fn describe(config: &Config, weights: &Weights, options: &LoadOptions<'_>) -> ModelInfo {
+    let mut formats: BTreeMap<&'static str, FormatUse> = BTreeMap::new();
+    for linear in weights.linears() {
+        let format = formats.entry(linear.kind().name()).or_default();
+        format.tensors += 1;
+        format.parameters += linear.rows() as u64 * linear.cols() as u64;
+        format.bytes += linear.bytes() as u64;
+    }
+    let table = (config.vocab_size * config.hidden_size) as u64;
+    let vectors = config.hidden_size * (2 * weights.layers.len() + 1);
+    let matrices: u64 = formats.values().map(|f| f.parameters).sum();
+    let own_table = if config.tied { 0 } else { table };
+    ModelInfo {
+        architecture: config.architecture.name,
+        file_format: "",
+        device: options.device.name(),
+        parameters: matrices + own_table + vectors as u64,
+        weight_bytes: weights.bytes() as u64,
+        formats,
+        activations: match options.activations {
+            Activations::Exact => "exact",
+            Activations::Int8 => "int8",
+        },
+        layers: config.layers,
+        hidden_size: config.hidden_size,
+        intermediate_size: config.intermediate_size,
+        heads: config.heads,
+        kv_heads: config.kv_heads,
+        head_dim: config.head_dim,
+        vocab_size: config.vocab_size,
+        max_positions: config.max_positions,
+        tied: config.tied,
+        embedding_mapped: matches!(weights.embedding, weights::Embedding::Mapped { .. }),
+        sampling_only: options.sampling_only,
+        tokenizer: false,
+        chat_template: false,
+    }
+}

@@ -20,6 +20,13 @@ impl Device {
         Ok(Device::Cpu(Cpu::new(threads)?))
     }
 
+    /// Threads of the host that the device computes with, or that may prepare work for it.
+    pub fn threads(&self) -> usize {
+        match self {
+            Device::Cpu(cpu) => cpu.pool().threads(),
+        }
+    }
+
     /// A name for reports: `cpu (avx2, 2 threads)`.
     pub fn name(&self) -> String {
         match self {

@@ -2,7 +2,6 @@
 //! temporary file that replaces the old one only when it is complete and synced.
 
 mod dat;
-mod file;
 mod modelopt;
 
 use std::path::Path;
@@ -12,9 +11,9 @@ use half::{bf16, f16};
 use super::companion::TOKENIZER_FILES;
 use super::{Checkpoint, Encoding, Entry, Metadata, TokenizerSource};
 use crate::base::error::{Error, bail, err};
+use crate::base::file::{self, Temporary};
 use crate::base::{Result, size};
 use crate::format::nvfp4::BLOCK;
-use file::Temporary;
 
 pub use dat::DatWriter;
 pub use modelopt::ModelOptWriter;

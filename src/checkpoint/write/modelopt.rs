@@ -6,11 +6,11 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value, json};
 
 use super::{
-    Planned, Progress, Slot, Temporary, Writer, check_names, companion_files, copy_entry, file,
-    sizes,
+    Planned, Progress, Slot, Temporary, Writer, check_names, companion_files, copy_entry, sizes,
 };
 use crate::base::Result;
 use crate::base::error::{Error, bail, err};
+use crate::base::file;
 use crate::checkpoint::{Checkpoint, Encoding, Entry, Metadata, TokenizerSource, safetensors};
 use crate::format::nvfp4::BLOCK;
 

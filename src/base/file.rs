@@ -5,11 +5,11 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use crate::base::Result;
-use crate::base::error::{Error, bail};
+use super::Result;
+use super::error::{Error, bail};
 
 /// A file not yet in its place. Dropping it uncommitted removes it.
-pub(super) struct Temporary {
+pub struct Temporary {
     file: File,
     temporary: PathBuf,
     place: PathBuf,
@@ -20,7 +20,7 @@ pub(super) struct Temporary {
 impl Temporary {
     /// Creates the temporary file for `place` with `len` bytes of space reserved, so that a disk that is too small is found
     /// out before the work rather than after it.
-    pub(super) fn create(place: &Path, len: u64) -> Result<Self> {
+    pub fn create(place: &Path, len: u64) -> Result<Self> {
         let Some(name) = place.file_name().filter(|_| !place.is_dir()) else {
             bail!(
                 InvalidArgument,
@@ -97,18 +97,20 @@ impl Temporary {
             .map_err(|e| self.failed("reserving space for", e))
     }
 
-    pub(super) fn write_at(&self, bytes: &[u8], offset: u64) -> Result<()> {
+    /// Writes `bytes` at `offset`.
+    pub fn write_at(&self, bytes: &[u8], offset: u64) -> Result<()> {
         self.file
             .write_all_at(bytes, offset)
             .map_err(|e| self.failed("writing", e))
     }
 
-    pub(super) fn sync(&self) -> Result<()> {
+    /// Waits until what was written is on the disk.
+    pub fn sync(&self) -> Result<()> {
         self.file.sync_all().map_err(|e| self.failed("syncing", e))
     }
 
     /// Puts the file in its place. It must have been synced.
-    pub(super) fn commit(&mut self) -> Result<()> {
+    pub fn commit(&mut self) -> Result<()> {
         std::fs::rename(&self.temporary, &self.place).map_err(|e| self.failed("renaming to", e))?;
         self.settled = true;
         let directory = match self.place.parent() {
@@ -121,7 +123,7 @@ impl Temporary {
     }
 
     /// Removes the file unless it is in its place.
-    pub(super) fn discard(&mut self) {
+    pub fn discard(&mut self) {
         if !std::mem::replace(&mut self.settled, true) {
             // Nothing better can be done with a failure here; the error that led here is already on its way.
             let _ = std::fs::remove_file(&self.temporary);
@@ -136,7 +138,7 @@ impl Drop for Temporary {
 }
 
 /// Writes a small file in one go, but does not put it in its place yet.
-pub(super) fn stage(place: &Path, content: &[u8]) -> Result<Temporary> {
+pub fn stage(place: &Path, content: &[u8]) -> Result<Temporary> {
     let file = Temporary::create(place, 0)?;
     file.write_at(content, 0)?;
     file.sync()?;

@@ -1,0 +1,154 @@
+//! The keys and values of one sequence, owned by whoever runs it. Memory comes in pages of sixteen positions as the sequence
+//! grows; a clone shares its pages until either side writes. Knows shapes, not weights.
+
+use super::config::Config;
+use crate::base::Result;
+use crate::base::error::bail;
+use crate::ops::attention::{KvLayer, KvType, PAGE};
+
+/// The cache of one sequence over all layers.
+#[derive(Clone, Debug)]
+pub struct KvCache {
+    layers: Vec<KvLayer>,
+    kind: KvType,
+    len: usize,
+    capacity: usize,
+}
+
+impl KvCache {
+    /// An empty cache with room for `capacity` positions of a model of this shape. Nothing is allocated yet.
+    pub fn new(config: &Config, capacity: usize, kind: KvType) -> Result<Self> {
+        if capacity == 0 || capacity > config.max_positions {
+            bail!(
+                InvalidArgument,
+                "a context of {capacity} positions; the model was made for 1 to {}",
+                config.max_positions
+            );
+        }
+        Ok(KvCache {
+            layers: (0..config.layers)
+                .map(|_| KvLayer::new(config.kv_heads, config.head_dim, kind))
+                .collect::<Result<_>>()?,
+            kind,
+            len: 0,
+            capacity,
+        })
+    }
+
+    /// Positions held.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether no position is held.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Positions that fit.
+    pub fn capacity(&self) -> usize {
+        self.capacity
+    }
+
+    /// How keys and values are stored.
+    pub fn kind(&self) -> KvType {
+        self.kind
+    }
+
+    /// Bytes of the pages in use, shared with clones or not.
+    pub fn bytes(&self) -> usize {
+        self.layers.iter().map(KvLayer::bytes).sum()
+    }
+
+    /// Forgets the positions from `len` on and frees their pages.
+    pub fn truncate(&mut self, len: usize) -> Result<()> {
+        if len > self.len {
+            bail!(
+                InvalidArgument,
+                "cannot cut {} positions to {len}, which is more",
+                self.len
+            );
+        }
+        self.len = len;
+        self.roll_back();
+        Ok(())
+    }
+
+    /// Frees pages that hold no finished position: what a call that failed had made.
+    pub(super) fn roll_back(&mut self) {
+        self.layers.iter_mut().for_each(|l| l.truncate(self.len));
+    }
+
+    /// Makes room for `count` further positions in every layer, so that running out of memory is found out before the work.
+    pub(super) fn reserve(&mut self, count: usize) -> Result<()> {
+        if count > self.capacity - self.len {
+            bail!(
+                ContextFull,
+                "{count} tokens do not fit: {} of {} positions are in use",
+                self.len,
+                self.capacity
+            );
+        }
+        let (first, len) = (self.len, self.len + count);
+        self.layers
+            .iter_mut()
+            .try_for_each(|l| l.reserve(first, len))
+    }
+
+    pub(super) fn layer(&mut self, index: usize) -> &mut KvLayer {
+        &mut self.layers[index]
+    }
+
+    /// Tells that every layer now holds `count` further positions.
+    pub(super) fn advance(&mut self, count: usize) {
+        self.len += count;
+    }
+
+    /// The pages of all layers, layer by layer, as [`KvCache::read_pages`] takes them.
+    pub fn for_each_page(&self, mut each: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
+        for layer in &self.layers {
+            (0..self.pages()).try_for_each(|i| each(layer.page(i)))?;
+        }
+        Ok(())
+    }
+
+    /// Pages of each layer.
+    fn pages(&self) -> usize {
+        self.len.div_ceil(PAGE)
+    }
+
+    /// Bytes that [`KvCache::for_each_page`] gives for `len` positions, where that is a number at all.
+    pub fn page_bytes(&self, len: usize) -> Option<u64> {
+        let pages = len.div_ceil(PAGE) as u64;
+        let each = self.layers.first().map_or(0, KvLayer::page_bytes) as u64;
+        (self.layers.len() as u64)
+            .checked_mul(each)?
+            .checked_mul(pages)
+    }
+
+    /// Fills an empty cache with `len` positions; `next` gives the pages in the order of [`KvCache::for_each_page`].
+    pub fn read_pages(
+        &mut self,
+        len: usize,
+        mut next: impl FnMut(&mut [u8]) -> Result<()>,
+    ) -> Result<()> {
+        if self.len != 0 || len > self.capacity {
+            bail!(
+                InvalidArgument,
+                "{len} positions into a cache that holds {} of {}; it must be empty and large enough",
+                self.len,
+                self.capacity
+            );
+        }
+        let pages = len.div_ceil(PAGE);
+        let mut bytes = vec![0; self.layers.first().map_or(0, KvLayer::page_bytes)];
+        for layer in &mut self.layers {
+            for i in 0..pages {
+                next(&mut bytes)?;
+                layer.set_page(i, &bytes)?;
+            }
+        }
+        self.len = len;
+        Ok(())
+    }
+}

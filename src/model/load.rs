@@ -1,0 +1,524 @@
+//! Weights out of a checkpoint. Everything is looked up and its shape checked before anything is read; then tensors are
+//! packed on several threads, a run of rows at a time, while the calling thread reports progress and hears about cancelling.
+
+use std::collections::HashMap;
+use std::ops::ControlFlow;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use super::config::Config;
+use super::weights::{Embedding, Layer, Projection, Weights};
+use super::{LoadOptions, Progress};
+use crate::base::Result;
+use crate::base::error::{Error, bail, err};
+use crate::base::memory::{Buffer, Tag};
+use crate::checkpoint::{Checkpoint, Encoding, Entry};
+use crate::format::nvfp4::{self, BLOCK, NonFinite, QuantizeOptions};
+use crate::ops::Device;
+use crate::ops::linear::{DenseType, Linear};
+
+const EMBEDDING: &str = "model.embed_tokens.weight";
+const HEAD: &str = "lm_head.weight";
+const NORM: &str = "model.norm.weight";
+
+/// Rows read at a time where this file reads them itself.
+const ROWS: usize = 256;
+/// How often the calling thread looks up from waiting.
+const REPORT: Duration = Duration::from_millis(50);
+/// Missing names that a message spells out.
+const NAMED: usize = 64;
+
+/// A tensor that a model has.
+struct Wanted {
+    name: String,
+    shape: Vec<usize>,
+    required: bool,
+}
+
+fn layer_name(layer: usize, name: &str) -> String {
+    format!("model.layers.{layer}.{name}")
+}
+
+/// Everything that one layer has.
+fn layer_tensors(config: &Config) -> Vec<(String, Vec<usize>, bool)> {
+    let (hidden, wide) = (config.hidden_size, config.intermediate_size);
+    let (q, kv) = (
+        config.heads * config.head_dim,
+        config.kv_heads * config.head_dim,
+    );
+    let mut out = vec![
+        ("input_layernorm.weight".to_owned(), vec![hidden], true),
+        (
+            "post_attention_layernorm.weight".to_owned(),
+            vec![hidden],
+            true,
+        ),
+    ];
+    for (name, rows, cols, bias) in [
+        ("self_attn.q_proj", q, hidden, config.qkv_bias),
+        ("self_attn.k_proj", kv, hidden, config.qkv_bias),
+        ("self_attn.v_proj", kv, hidden, config.qkv_bias),
+        ("self_attn.o_proj", hidden, q, config.o_bias),
+        ("mlp.gate_proj", wide, hidden, config.mlp_bias),
+        ("mlp.up_proj", wide, hidden, config.mlp_bias),
+        ("mlp.down_proj", hidden, wide, config.mlp_bias),
+    ] {
+        out.push((format!("{name}.weight"), vec![rows, cols], true));
+        out.push((format!("{name}.bias"), vec![rows], bias));
+    }
+    if config.architecture.qk_norm {
+        for name in ["self_attn.q_norm.weight", "self_attn.k_norm.weight"] {
+            out.push((name.to_owned(), vec![config.head_dim], true));
+        }
+    }
+    out
+}
+
+/// What a job makes of its entry.
+enum Job {
+    Matrix,
+    Vector,
+    /// Only looks whether all values are finite.
+    Check,
+}
+
+enum Loaded {
+    Matrix(Linear),
+    Vector(Buffer<f32>),
+}
+
+/// Finds every tensor that the model needs. All missing names, and then all wrong shapes, are reported together.
+fn find<'a>(
+    checkpoint: &'a dyn Checkpoint,
+    config: &Config,
+    sampling_only: bool,
+) -> Result<Vec<(String, &'a Entry)>> {
+    let mut wanted: Vec<Wanted> = Vec::new();
+    let mut want = |name: String, shape: Vec<usize>, required| {
+        wanted.push(Wanted {
+            name,
+            shape,
+            required,
+        });
+    };
+    let table = vec![config.vocab_size, config.hidden_size];
+    want(EMBEDDING.to_owned(), table.clone(), true);
+    want(HEAD.to_owned(), table, !config.tied);
+    want(NORM.to_owned(), vec![config.hidden_size], true);
+    if !sampling_only {
+        // GGUF has one flag for attention biases, and leaves the output's out where there is none.
+        let lenient = checkpoint.format() == "gguf";
+        let tensors = layer_tensors(config);
+        for layer in 0..config.layers {
+            for (name, shape, required) in &tensors {
+                let required = *required && !(lenient && name == "self_attn.o_proj.bias");
+                want(layer_name(layer, name), shape.clone(), required);
+            }
+        }
+    }
+    let (mut found, mut missing, mut wrong) = (Vec::new(), Vec::new(), Vec::new());
+    for w in wanted {
+        match checkpoint.find(&w.name) {
+            None if w.required => missing.push(w.name),
+            None => {}
+            Some(entry) if entry.shape != w.shape => wrong.push(format!(
+                "{} has shape {:?}, expected {:?}",
+                w.name, entry.shape, w.shape
+            )),
+            Some(entry) => found.push((w.name, entry)),
+        }
+    }
+    if !missing.is_empty() {
+        bail!(
+            NotFound,
+            "{} tensors of this {} model are missing: {}",
+            missing.len(),
+            config.architecture.name,
+            listed(&missing)
+        );
+    }
+    if !wrong.is_empty() {
+        bail!(CorruptFile, "{}", listed(&wrong));
+    }
+    if !sampling_only {
+        check_nothing_left_out(checkpoint, config, &found)?;
+    }
+    Ok(found)
+}
+
+fn listed(names: &[String]) -> String {
+    let more = names.len().saturating_sub(NAMED);
+    let named = names[..names.len() - more].join(", ");
+    match more {
+        0 => named,
+        _ => format!("{named} and {more} more"),
+    }
+}
+
+/// A weight or bias in a layer that the forward pass would not use means that the model is not what its config says.
+fn check_nothing_left_out(
+    checkpoint: &dyn Checkpoint,
+    config: &Config,
+    found: &[(String, &Entry)],
+) -> Result<()> {
+    let used: std::collections::HashSet<&str> = found.iter().map(|(n, _)| n.as_str()).collect();
+    let extra: Vec<String> = checkpoint
+        .entries()
+        .iter()
+        .map(|e| e.name.as_str())
+        .filter(|n| n.starts_with("model.layers.") && !used.contains(n))
+        .filter(|n| n.ends_with(".weight") || n.ends_with(".bias"))
+        .map(str::to_owned)
+        .collect();
+    if !extra.is_empty() {
+        bail!(
+            Unsupported,
+            "{} tensors have no place in a {} model of {} layers: {}",
+            extra.len(),
+            config.architecture.name,
+            config.layers,
+            listed(&extra)
+        );
+    }
+    Ok(())
+}
+
+/// What the packing threads share.
+struct Shared<'a> {
+    checkpoint: &'a dyn Checkpoint,
+    device: &'a Device,
+    quantize: Option<&'a QuantizeOptions>,
+    next: AtomicUsize,
+    done: AtomicU64,
+    stop: AtomicBool,
+    cancelled: AtomicBool,
+}
+
+impl Shared<'_> {
+    /// Tells that `bytes` more of the checkpoint have been read; an error once loading is to stop.
+    fn advance(&self, bytes: u64) -> Result<()> {
+        self.done.fetch_add(bytes, Ordering::Relaxed);
+        if self.stop.load(Ordering::Relaxed) {
+            bail!(Cancelled, "loading was cancelled");
+        }
+        Ok(())
+    }
+
+    fn vector(&self, entry: &Entry) -> Result<Buffer<f32>> {
+        let mut values = Buffer::zeroed(Tag::Weights, entry.cols())?;
+        self.checkpoint.rows_f32(entry, 0..1, &mut values)?;
+        check_finite(&values, 0, entry.cols())?;
+        self.advance(entry.bytes)?;
+        Ok(values)
+    }
+
+    /// Reads a run of rows and gives their pages back.
+    fn rows(&self, entry: &Entry, rows: std::ops::Range<usize>, out: &mut [f32]) -> Result<()> {
+        self.checkpoint.rows_f32(entry, rows.clone(), out)?;
+        self.checkpoint.release(entry, rows);
+        Ok(())
+    }
+
+    fn check(&self, entry: &Entry) -> Result<()> {
+        self.each_run(entry, |first, values| {
+            check_finite(values, first, entry.cols())?;
+            let rows = (values.len() / entry.cols()) as u64;
+            self.advance(entry.bytes * rows / entry.rows() as u64)
+        })
+    }
+
+    fn each_run(
+        &self,
+        entry: &Entry,
+        mut each: impl FnMut(usize, &[f32]) -> Result<()>,
+    ) -> Result<()> {
+        let (rows, cols) = (entry.rows(), entry.cols());
+        let mut values = Buffer::<f32>::zeroed(Tag::Scratch, ROWS.min(rows) * cols)?;
+        for first in (0..rows).step_by(ROWS) {
+            let n = ROWS.min(rows - first);
+            let values = &mut values[..n * cols];
+            self.rows(entry, first..first + n, values)?;
+            each(first, values)?;
+        }
+        Ok(())
+    }
+
+    fn matrix(&self, entry: &Entry) -> Result<Linear> {
+        let (rows, cols) = (entry.rows(), entry.cols());
+        let bytes = |n: usize| entry.bytes * n as u64 / rows as u64;
+        if entry.encoding == Encoding::Nvfp4 {
+            let global = self.checkpoint.global_scale(entry)?;
+            return Linear::nvfp4(
+                self.device,
+                rows,
+                cols,
+                global,
+                &mut |range, codes, scales| {
+                    let n = range.len();
+                    self.checkpoint
+                        .rows_nvfp4(entry, range.clone(), codes, scales)?;
+                    self.checkpoint.release(entry, range);
+                    self.advance(bytes(n))
+                },
+            );
+        }
+        if let Some(options) = self.quantize {
+            let mut amax = 0f32;
+            self.each_run(entry, |first, values| {
+                amax = amax.max(nvfp4::amax(values, first * cols, options.nonfinite)?);
+                self.advance(0)
+            })?;
+            let global = nvfp4::global_scale(amax, options);
+            let mut values = Buffer::<f32>::zeroed(Tag::Scratch, ROWS.min(rows) * cols)?;
+            return Linear::nvfp4(
+                self.device,
+                rows,
+                cols,
+                global,
+                &mut |range, codes, scales| {
+                    // The packer may take more rows at a time than this thread has room for.
+                    for first in range.clone().step_by(ROWS) {
+                        let (at, n) = (first - range.start, ROWS.min(range.end - first));
+                        let values = &mut values[..n * cols];
+                        self.rows(entry, first..first + n, values)?;
+                        nvfp4::quantize_rows(
+                            values,
+                            cols,
+                            first,
+                            global,
+                            options,
+                            &mut codes[at * cols / 2..(at + n) * cols / 2],
+                            &mut scales[at * cols / BLOCK..(at + n) * cols / BLOCK],
+                        )?;
+                    }
+                    self.advance(bytes(range.len()))
+                },
+            );
+        }
+        let dtype = match entry.encoding {
+            Encoding::BF16 => DenseType::BF16,
+            Encoding::F16 => DenseType::F16,
+            _ => DenseType::F32,
+        };
+        Linear::dense(self.device, rows, cols, dtype, &mut |range, values| {
+            let n = range.len();
+            self.rows(entry, range, values)?;
+            self.advance(bytes(n))
+        })
+    }
+}
+
+fn check_finite(values: &[f32], first_row: usize, cols: usize) -> Result<()> {
+    match values.iter().position(|v| !v.is_finite()) {
+        None => Ok(()),
+        Some(i) => bail!(
+            CorruptFile,
+            "element [{}, {}] is {}; weights must be finite",
+            first_row + i / cols,
+            i % cols,
+            values[i]
+        ),
+    }
+}
+
+/// Loads all weights of `config` from `checkpoint`.
+pub(super) fn load(
+    checkpoint: Arc<dyn Checkpoint>,
+    config: &Config,
+    options: &LoadOptions<'_>,
+) -> Result<Weights> {
+    let found = find(&*checkpoint, config, options.sampling_only)?;
+    let table = found[0].1;
+    let tied = !found.iter().any(|(name, _)| name == HEAD);
+    // The head holds the embedding's exact values unless it was quantized on the way.
+    let shared = tied && (table.encoding == Encoding::Nvfp4 || options.quantize.is_none());
+    let checked_by_head = tied
+        && options
+            .quantize
+            .as_ref()
+            .is_none_or(|q| q.nonfinite == NonFinite::Error);
+
+    let mut jobs: Vec<(String, &Entry, Job)> = Vec::new();
+    for (name, entry) in found {
+        if name == EMBEDDING {
+            if tied {
+                jobs.push((HEAD.to_owned(), entry, Job::Matrix));
+            }
+            if !checked_by_head {
+                jobs.push((name, entry, Job::Check));
+            }
+        } else if entry.shape.len() == 1 {
+            jobs.push((name, entry, Job::Vector));
+        } else {
+            jobs.push((name, entry, Job::Matrix));
+        }
+    }
+    let mut loaded = run(&*checkpoint, &jobs, options)?;
+
+    let embedding = if shared {
+        Embedding::Head
+    } else {
+        let entry = table.clone();
+        Embedding::Mapped {
+            checkpoint: checkpoint.clone(),
+            entry,
+        }
+    };
+    let layers = match options.sampling_only {
+        true => 0,
+        false => config.layers,
+    };
+    Ok(Weights {
+        embedding,
+        layers: (0..layers)
+            .map(|i| loaded.layer(i))
+            .collect::<Result<_>>()?,
+        norm: loaded.vector(NORM)?,
+        head: loaded.projection("lm_head")?,
+    })
+}
+
+/// Runs the jobs on the device's threads and reports progress on this one.
+fn run(
+    checkpoint: &dyn Checkpoint,
+    jobs: &[(String, &Entry, Job)],
+    options: &LoadOptions<'_>,
+) -> Result<Parts> {
+    let shared = Shared {
+        checkpoint,
+        device: &options.device,
+        quantize: options.quantize.as_ref(),
+        next: AtomicUsize::new(0),
+        done: AtomicU64::new(0),
+        stop: AtomicBool::new(false),
+        cancelled: AtomicBool::new(false),
+    };
+    let total = jobs.iter().map(|(_, e, _)| e.bytes).sum();
+    let parts = Mutex::new(HashMap::new());
+    // The error of the first job in order, so that a broken file gives the same message every time.
+    let failure: Mutex<Option<(usize, Error)>> = Mutex::new(None);
+    let (finished, waiting) = channel::<()>();
+    let work = || {
+        while !shared.stop.load(Ordering::Relaxed) {
+            let index = shared.next.fetch_add(1, Ordering::Relaxed);
+            let Some((name, entry, job)) = jobs.get(index) else {
+                break;
+            };
+            let made = match job {
+                Job::Matrix => shared.matrix(entry).map(|m| Some(Loaded::Matrix(m))),
+                Job::Vector => shared.vector(entry).map(|v| Some(Loaded::Vector(v))),
+                Job::Check => shared.check(entry).map(|()| None),
+            };
+            match made {
+                Ok(None) => {}
+                Ok(Some(loaded)) => {
+                    let mut parts = parts.lock().unwrap_or_else(PoisonError::into_inner);
+                    parts.insert(name.clone(), loaded);
+                }
+                Err(e) => {
+                    let stopped = shared.stop.swap(true, Ordering::Relaxed);
+                    let mut failure = failure.lock().unwrap_or_else(PoisonError::into_inner);
+                    let is_echo = stopped && e.kind() == crate::base::ErrorKind::Cancelled;
+                    if !is_echo && failure.as_ref().is_none_or(|(at, _)| index < *at) {
+                        *failure = Some((index, e.within(&entry.name)));
+                    }
+                }
+            }
+        }
+    };
+    let report = || {
+        let done = shared.done.load(Ordering::Relaxed).min(total);
+        if let Some(progress) = options.progress
+            && progress(Progress { done, total }) == ControlFlow::Break(())
+        {
+            shared.cancelled.store(true, Ordering::Relaxed);
+            shared.stop.store(true, Ordering::Relaxed);
+        }
+    };
+    std::thread::scope(|scope| -> Result<()> {
+        let mut started = 0;
+        for i in 0..options.device.threads().min(jobs.len()) {
+            let finished = finished.clone();
+            let spawned = std::thread::Builder::new()
+                .name(format!("nvfp4-load-{i}"))
+                .spawn_scoped(scope, move || {
+                    work();
+                    // The receiver outlives the scope; there is nobody else to tell.
+                    let _ = finished.send(());
+                });
+            match spawned {
+                Ok(_) => started += 1,
+                // Fewer threads only take longer.
+                Err(_) if started > 0 => break,
+                Err(e) => bail!(OutOfMemory, "starting a thread to load with: {e}"),
+            }
+        }
+        while started > 0 {
+            match waiting.recv_timeout(REPORT) {
+                Ok(()) => started -= 1,
+                Err(RecvTimeoutError::Timeout) => report(),
+                Err(RecvTimeoutError::Disconnected) => break,
+            }
+        }
+        Ok(())
+    })?;
+    if let Some((_, e)) = failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        return Err(e);
+    }
+    if !shared.cancelled.load(Ordering::Relaxed) {
+        shared.done.store(total, Ordering::Relaxed);
+        report();
+    }
+    if shared.cancelled.load(Ordering::Relaxed) {
+        bail!(Cancelled, "loading was cancelled");
+    }
+    Ok(Parts(
+        parts.into_inner().unwrap_or_else(PoisonError::into_inner),
+    ))
+}
+
+/// Loaded tensors, taken out by name as the model is put together.
+struct Parts(HashMap<String, Loaded>);
+
+impl Parts {
+    fn vector(&mut self, name: &str) -> Result<Buffer<f32>> {
+        self.optional(name)
+            .ok_or_else(|| err!(Internal, "{name} was not loaded"))
+    }
+
+    fn optional(&mut self, name: &str) -> Option<Buffer<f32>> {
+        match self.0.remove(name) {
+            Some(Loaded::Vector(v)) => Some(v),
+            _ => None,
+        }
+    }
+
+    fn projection(&mut self, name: &str) -> Result<Projection> {
+        match self.0.remove(&format!("{name}.weight")) {
+            Some(Loaded::Matrix(linear)) => Ok(Projection {
+                linear,
+                bias: self.optional(&format!("{name}.bias")),
+            }),
+            _ => bail!(Internal, "{name}.weight was not loaded"),
+        }
+    }
+
+    fn layer(&mut self, i: usize) -> Result<Layer> {
+        let name = |n: &str| layer_name(i, n);
+        Ok(Layer {
+            input_norm: self.vector(&name("input_layernorm.weight"))?,
+            q: self.projection(&name("self_attn.q_proj"))?,
+            k: self.projection(&name("self_attn.k_proj"))?,
+            v: self.projection(&name("self_attn.v_proj"))?,
+            q_norm: self.optional(&name("self_attn.q_norm.weight")),
+            k_norm: self.optional(&name("self_attn.k_norm.weight")),
+            o: self.projection(&name("self_attn.o_proj"))?,
+            post_norm: self.vector(&name("post_attention_layernorm.weight"))?,
+            gate: self.projection(&name("mlp.gate_proj"))?,
+            up: self.projection(&name("mlp.up_proj"))?,
+            down: self.projection(&name("mlp.down_proj"))?,
+        })
+    }
+}

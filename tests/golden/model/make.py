@@ -1,0 +1,163 @@
+"""Makes the model goldens: small seeded models in ModelOpt's NVFP4 layout, and the logits that transformers computes from
+the same dequantized weights in f32. Run with torch, transformers, tokenizers and safetensors installed:
+
+    python tests/golden/model/make.py
+
+Each case is a directory with config.json, model.safetensors and expected.safetensors: for each length L, `tokens_L` and
+`logits_L` (of the last positions). The quantizer here is written from the format's description, not from this library.
+"""
+
+import json
+import pathlib
+import shutil
+
+import torch
+import transformers
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+HERE = pathlib.Path(__file__).parent
+MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+# Midpoints between neighbours; a tie at an odd index's upper border goes up to the even code.
+MIDPOINTS = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+TIES_UP = torch.tensor([False, True, False, True, False, True, False])
+
+
+def quantize(w):
+    """Codes (low nibble = even column), e4m3 scales and multiplier of a matrix, and the values they stand for."""
+    rows, cols = w.shape
+    blocks = w.reshape(rows, cols // 16, 16)
+    multiplier = w.abs().max() / (448 * 6)
+    scales = (blocks.abs().amax(-1) / 6 / multiplier).to(torch.float8_e4m3fn)
+    x = blocks / (scales.float() * multiplier)[..., None]
+    distance = x.abs()[..., None]
+    code = ((distance > MIDPOINTS) | ((distance == MIDPOINTS) & TIES_UP)).sum(-1)
+    values = MAGNITUDES[code] * x.sign() * scales.float()[..., None] * multiplier
+    code = (code + 8 * ((x < 0) & (code > 0))).reshape(rows, cols).to(torch.uint8)
+    packed = code[:, 0::2] | (code[:, 1::2] << 4)
+    return packed, scales, multiplier.float(), values.reshape(rows, cols)
+
+
+SMALL = dict(
+    hidden_size=48,
+    intermediate_size=80,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    vocab_size=150,
+    max_position_embeddings=256,
+    rms_norm_eps=1e-6,
+)
+MEDIUM = dict(
+    SMALL,
+    hidden_size=64,
+    intermediate_size=96,
+    head_dim=32,
+    vocab_size=320,
+)
+
+
+def rope(**parameters):
+    return dict(rope_parameters=parameters)
+
+
+CASES = {
+    "qwen3_tied": ("Qwen3", dict(MEDIUM, tie_word_embeddings=True, **rope(rope_theta=1e6, rope_type="default"))),
+    "qwen3_untied": ("Qwen3", dict(SMALL, num_attention_heads=6, num_key_value_heads=3, tie_word_embeddings=False, **rope(rope_theta=5e6, rope_type="default"))),
+    "qwen2_untied": ("Qwen2", dict(MEDIUM, head_dim=None, num_key_value_heads=1, tie_word_embeddings=False, **rope(rope_theta=1e6, rope_type="default"))),
+    "qwen2_tied": ("Qwen2", dict(SMALL, hidden_size=64, head_dim=None, tie_word_embeddings=True, **rope(rope_theta=1e4, rope_type="default"))),
+    "llama_tied": ("Llama", dict(SMALL, rms_norm_eps=1e-5, tie_word_embeddings=True, **rope(rope_theta=1e4, rope_type="default"))),
+    "llama_biased": ("Llama", dict(SMALL, attention_bias=True, mlp_bias=True, num_key_value_heads=4, tie_word_embeddings=False, **rope(rope_theta=1e4, rope_type="default"))),
+    "llama_llama3": ("Llama", dict(SMALL, tie_word_embeddings=False, **rope(
+        rope_theta=5e5, rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32))),
+    "llama_linear": ("Llama", dict(SMALL, tie_word_embeddings=True, **rope(rope_theta=1e4, rope_type="linear", factor=4.0))),
+    "qwen3_yarn": ("Qwen3", dict(SMALL, head_dim=32, tie_word_embeddings=True, **rope(
+        rope_theta=1e4, rope_type="yarn", factor=4.0, original_max_position_embeddings=64))),
+    "qwen2_yarn": ("Qwen2", dict(SMALL, hidden_size=64, head_dim=None, tie_word_embeddings=True, **rope(
+        rope_theta=1e4, rope_type="yarn", factor=8.0, original_max_position_embeddings=32, attention_factor=0.9, beta_fast=16.0, beta_slow=2.0))),
+}
+# In these the config is written with the words of older files.
+OLD_WORDS = {"qwen2_untied", "llama_linear", "qwen2_yarn", "llama_llama3"}
+LENGTHS = [7, 33]
+KEPT = 3
+
+
+def make(name, family, settings, seed):
+    settings = {k: v for k, v in settings.items() if v is not None}
+    config = getattr(transformers, family + "Config")(**settings)
+    config._attn_implementation = "eager"
+    generator = torch.Generator().manual_seed(seed)
+    random = lambda shape: torch.randn(shape, generator=generator)
+    model = getattr(transformers, family + "ForCausalLM")(config).eval().float()
+    stored = {}
+    state = model.state_dict()
+    for key, value in state.items():
+        if key == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if key.endswith("norm.weight"):
+            w = 1 + 0.2 * random(value.shape)
+            stored[key] = w
+        elif key.endswith(".bias"):
+            w = (0.3 * random(value.shape)).bfloat16().float()
+            stored[key] = w.bfloat16()
+        elif key == "model.embed_tokens.weight":
+            w = (random(value.shape) * 0.3).bfloat16().float()
+            stored[key] = w.bfloat16()
+        else:
+            packed, scales, multiplier, w = quantize(random(value.shape) * (2.0 / value.shape[1] ** 0.5))
+            stored[key] = packed
+            stored[key + "_scale"] = scales
+            stored[key + "_scale_2"] = multiplier
+        value.copy_(w)
+    expected = {}
+    for length in LENGTHS:
+        tokens = torch.randint(0, config.vocab_size, (length,), generator=generator)
+        with torch.no_grad():
+            logits = model(tokens[None]).logits[0]
+        expected[f"tokens_{length}"] = tokens
+        kept = length if length < 10 and "tied" in name else KEPT
+        expected[f"logits_{length}"] = logits[-kept:].contiguous()
+
+    out = HERE / name
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir()
+    save_file(stored, out / "model.safetensors")
+    save_file(expected, out / "expected.safetensors")
+    written = {"architectures": [family + "ForCausalLM"], "model_type": family.lower(), "hidden_act": "silu", **settings}
+    if name in OLD_WORDS:
+        parameters = dict(written.pop("rope_parameters"))
+        written["rope_theta"] = parameters.pop("rope_theta")
+        kind = parameters.pop("rope_type")
+        written["rope_scaling"] = {("type" if kind == "linear" else "rope_type"): kind, **parameters} if parameters else None
+    (out / "config.json").write_text(json.dumps(written, indent=1) + "\n")
+    spread = expected[f"logits_{LENGTHS[-1]}"].std().item()
+    print(f"{name}: logits vary by {spread:.2f}, {(out / 'model.safetensors').stat().st_size} bytes")
+
+
+TEXT = """The quick brown fox jumps over the lazy dog. Hello, world! How are you today? I am fine, thank you.
+The user asks the assistant and the assistant answers the user. What is the name of the thing that you see here?"""
+
+
+def make_text(out):
+    """A byte-level tokenizer with the marks of ChatML, for the first case."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=316,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([TEXT] * 4, trainer)
+    tokenizer.save(str(out / "tokenizer.json"), pretty=False)
+    (out / "generation_config.json").write_text('{"eos_token_id": [2, 0]}\n')
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    for seed, (name, (family, settings)) in enumerate(CASES.items(), start=1):
+        make(name, family, settings, seed)
+    make_text(HERE / "qwen3_tied")

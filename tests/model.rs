@@ -1,0 +1,674 @@
+//! Models against transformers, and the promises of the forward pass: the same bits however tokens are split over calls and
+//! sequences, and errors that name what is wrong. Goldens and the script that made them are in `tests/golden/model`.
+
+use std::cell::Cell;
+use std::fs;
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use NVFP4::base::ErrorKind;
+use NVFP4::format::nvfp4::QuantizeOptions;
+use NVFP4::model::{Activations, Device, KvCache, KvType, LoadOptions, Logits, Model, Scratch};
+use safetensors::SafeTensors;
+use safetensors::tensor::{Dtype, TensorView};
+use serde_json::{Value, json};
+
+/// The bar of the parity tests, in f32 with a cache in f32: some hundred rounding errors of logits that reach 8.
+const TOLERANCE: f32 = 2e-4;
+
+const CASES: [&str; 10] = [
+    "qwen3_tied",
+    "qwen3_untied",
+    "qwen3_yarn",
+    "qwen2_tied",
+    "qwen2_untied",
+    "qwen2_yarn",
+    "llama_tied",
+    "llama_biased",
+    "llama_linear",
+    "llama_llama3",
+];
+
+fn golden(case: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/golden/model")
+        .join(case)
+}
+
+fn options() -> LoadOptions<'static> {
+    LoadOptions::new(Device::cpu(Some(2)).unwrap())
+}
+
+fn load(case: &str) -> Arc<Model> {
+    Model::load(&golden(case), &options()).unwrap()
+}
+
+fn cache(model: &Model) -> KvCache {
+    KvCache::new(model.config(), 128, KvType::F32).unwrap()
+}
+
+/// The logits asked for after running `tokens` on an empty cache.
+fn run(model: &Model, tokens: &[u32], wanted: Logits) -> Vec<f32> {
+    let mut logits = Vec::new();
+    model
+        .forward(
+            tokens,
+            &mut cache(model),
+            &mut Scratch::new(),
+            wanted,
+            &mut logits,
+        )
+        .unwrap();
+    logits
+}
+
+/// Tokens and the logits of the last positions, for each stored length.
+fn expected(case: &str) -> Vec<(Vec<u32>, Vec<f32>)> {
+    let bytes = fs::read(golden(case).join("expected.safetensors")).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    [7, 33]
+        .iter()
+        .map(|n| {
+            let tokens = file.tensor(&format!("tokens_{n}")).unwrap();
+            let logits = file.tensor(&format!("logits_{n}")).unwrap();
+            let (tokens, _) = tokens.data().as_chunks::<8>();
+            let (logits, _) = logits.data().as_chunks::<4>();
+            (
+                tokens
+                    .iter()
+                    .map(|b| i64::from_le_bytes(*b) as u32)
+                    .collect(),
+                logits.iter().map(|b| f32::from_le_bytes(*b)).collect(),
+            )
+        })
+        .collect()
+}
+
+fn some_tokens(model: &Model, n: usize) -> Vec<u32> {
+    let vocab = model.config().vocab_size as u32;
+    (0..n as u32).map(|i| (i * 37 + 11) % vocab).collect()
+}
+
+#[test]
+fn logits_agree_with_transformers() {
+    for case in CASES {
+        let model = load(case);
+        for (tokens, want) in expected(case) {
+            let got = run(&model, &tokens, Logits::All);
+            let got = &got[got.len() - want.len()..];
+            let worst = got
+                .iter()
+                .zip(&want)
+                .map(|(a, b)| (a - b).abs())
+                .fold(0.0, f32::max);
+            println!("{case}, {} tokens: {worst:e}", tokens.len());
+            assert!(
+                worst <= TOLERANCE,
+                "{case}, {} tokens: {worst}",
+                tokens.len()
+            );
+        }
+    }
+}
+
+#[test]
+fn tokens_give_the_same_bits_however_they_are_split() {
+    for case in CASES {
+        let model = load(case);
+        let tokens = some_tokens(&model, 41);
+        let vocab = model.config().vocab_size;
+        let whole = run(&model, &tokens, Logits::All);
+        assert_eq!(whole.len(), tokens.len() * vocab);
+        assert!(whole.iter().all(|x| x.is_finite()));
+        assert!(run(&model, &tokens, Logits::None).is_empty());
+        assert_eq!(
+            run(&model, &tokens, Logits::Last),
+            whole[whole.len() - vocab..]
+        );
+        for sizes in [vec![1; 41], vec![5, 1, 19, 16], vec![17, 24]] {
+            let (mut cache, mut scratch) = (cache(&model), Scratch::new());
+            let (mut all, mut logits) = (Vec::new(), Vec::new());
+            let mut rest = &tokens[..];
+            for n in sizes {
+                let (now, later) = rest.split_at(n);
+                rest = later;
+                model
+                    .forward(now, &mut cache, &mut scratch, Logits::All, &mut logits)
+                    .unwrap();
+                all.extend_from_slice(&logits);
+            }
+            assert_eq!(cache.len(), 41);
+            assert!(all == whole, "{case}");
+        }
+    }
+}
+
+#[test]
+fn more_tokens_than_go_through_together() {
+    let mut config: Value =
+        serde_json::from_slice(&fs::read(golden("llama_tied").join("config.json")).unwrap())
+            .unwrap();
+    config["max_position_embeddings"] = json!(2048);
+    let dir = Copy::of("llama_tied", "long");
+    dir.write("config.json", config.to_string().as_bytes());
+    let model = Model::load(&dir.0, &options()).unwrap();
+    let tokens = some_tokens(&model, 1030);
+    let mut cache = KvCache::new(model.config(), 1030, KvType::F16).unwrap();
+    let (mut scratch, mut whole, mut last) = (Scratch::new(), Vec::new(), Vec::new());
+    model
+        .forward(&tokens, &mut cache, &mut scratch, Logits::All, &mut whole)
+        .unwrap();
+    cache.truncate(1000).unwrap();
+    model
+        .forward(
+            &tokens[1000..],
+            &mut cache,
+            &mut scratch,
+            Logits::Last,
+            &mut last,
+        )
+        .unwrap();
+    assert!(whole.ends_with(&last) && whole.len() == 1030 * 150);
+}
+
+#[test]
+fn threads_and_int8_activations() {
+    let tokens: Vec<u32> = (0..20).collect();
+    let one = LoadOptions::new(Device::cpu(Some(1)).unwrap());
+    let alone = Model::load(&golden("qwen3_untied"), &one).unwrap();
+    let exact = run(&load("qwen3_untied"), &tokens, Logits::All);
+    assert!(run(&alone, &tokens, Logits::All) == exact);
+    let int8 = LoadOptions {
+        activations: Activations::Int8,
+        ..options()
+    };
+    let int8 = Model::load(&golden("qwen3_untied"), &int8).unwrap();
+    assert_eq!(int8.info().activations, "int8");
+    let rounded = run(&int8, &tokens, Logits::All);
+    let (mut error, mut size) = (0.0, 0.0);
+    for (a, b) in rounded.iter().zip(&exact) {
+        error += (a - b) * (a - b);
+        size += b * b;
+    }
+    let relative = (error / size).sqrt();
+    // Eight bits leave about 0.4 % in each product; two blocks add up.
+    assert!((1e-4..0.05).contains(&relative), "{relative}");
+}
+
+#[test]
+fn a_batch_gives_each_sequence_its_own_bits() {
+    for case in ["qwen3_tied", "qwen2_untied"] {
+        let model = load(case);
+        let vocab = model.config().vocab_size;
+        let prompts: Vec<Vec<u32>> = [3, 17, 1, 30]
+            .map(|n| some_tokens(&model, n))
+            .into_iter()
+            .collect();
+        let next = [5, 6, 7, 8];
+        let mut scratch = Scratch::new();
+        let (mut alone, mut caches, mut logits) = (Vec::new(), Vec::new(), Vec::new());
+        for (prompt, &token) in prompts.iter().zip(&next) {
+            let mut cache = cache(&model);
+            model
+                .forward(prompt, &mut cache, &mut scratch, Logits::None, &mut logits)
+                .unwrap();
+            caches.push(cache.clone());
+            model
+                .forward(
+                    &[token],
+                    &mut cache,
+                    &mut scratch,
+                    Logits::Last,
+                    &mut logits,
+                )
+                .unwrap();
+            alone.extend_from_slice(&logits);
+        }
+        let mut refs: Vec<&mut KvCache> = caches.iter_mut().collect();
+        model
+            .forward_batch(&next, &mut refs, &mut scratch, &mut logits)
+            .unwrap();
+        assert!(logits == alone && logits.len() == 4 * vocab);
+        assert_eq!(caches.each_len(), [4, 18, 2, 31]);
+    }
+}
+
+trait Lens {
+    fn each_len(&self) -> Vec<usize>;
+}
+
+impl Lens for Vec<KvCache> {
+    fn each_len(&self) -> Vec<usize> {
+        self.iter().map(KvCache::len).collect()
+    }
+}
+
+#[test]
+fn clones_share_pages_and_do_not_disturb_each_other() {
+    let model = load("qwen3_tied");
+    let (mut scratch, mut logits) = (Scratch::new(), Vec::new());
+    let mut first = cache(&model);
+    let prompt = some_tokens(&model, 21);
+    let mut forward = |cache: &mut KvCache, tokens: &[u32]| {
+        model
+            .forward(tokens, cache, &mut scratch, Logits::Last, &mut logits)
+            .unwrap();
+        logits.clone()
+    };
+    forward(&mut first, &prompt);
+    let mut second = first.clone();
+    let a = forward(&mut first, &[1, 2, 3]);
+    let b = forward(&mut second, &[4, 5]);
+    let with = |more: &[u32]| run(&model, &[&prompt, more].concat(), Logits::Last);
+    assert!(a == with(&[1, 2, 3]) && b == with(&[4, 5]));
+    first.truncate(21).unwrap();
+    assert!(forward(&mut first, &[4, 5]) == b);
+    assert_eq!(first.bytes(), second.bytes());
+    first.truncate(0).unwrap();
+    assert_eq!(first.bytes(), 0);
+    assert_eq!(
+        first.truncate(1).unwrap_err().kind(),
+        ErrorKind::InvalidArgument
+    );
+}
+
+#[test]
+fn quantizing_while_loading_is_what_the_file_holds() {
+    // The golden's own dequantized values, stored dense, quantize back to something close; held dense they agree exactly
+    // enough, and a tied table is looked up unquantized.
+    let dense = dense_copy("qwen3_tied");
+    let tokens = some_tokens(&load("qwen3_tied"), 12);
+    let reference = run(&load("qwen3_tied"), &tokens, Logits::All);
+    let as_stored = Model::load(&dense.0, &options()).unwrap();
+    let worst = |got: &[f32]| {
+        got.iter()
+            .zip(&reference)
+            .map(|(a, b)| (a - b).abs())
+            .fold(0.0, f32::max)
+    };
+    let exact = worst(&run(&as_stored, &tokens, Logits::All));
+    assert!(exact <= TOLERANCE, "{exact}");
+    assert_eq!(as_stored.info().formats["f32"].tensors, 14);
+    assert!(!as_stored.info().embedding_mapped);
+
+    let quantized = LoadOptions {
+        quantize: Some(QuantizeOptions::default()),
+        ..options()
+    };
+    let quantized = Model::load(&dense.0, &quantized).unwrap();
+    let info = quantized.info();
+    assert_eq!(info.formats["nvfp4"].tensors, 15);
+    assert!(info.embedding_mapped && info.formats.len() == 1);
+    assert!(info.weight_bytes < as_stored.info().weight_bytes / 4);
+    let mut row = vec![0.0; 64];
+    let mut original = vec![0.0; 64];
+    quantized.embed(&[9], &mut row).unwrap();
+    as_stored.embed(&[9], &mut original).unwrap();
+    assert_eq!(row, original);
+    assert!(
+        run(&quantized, &tokens, Logits::All)
+            .iter()
+            .all(|x| x.is_finite())
+    );
+}
+
+#[test]
+fn sampling_only() {
+    let whole = load("qwen3_untied");
+    let only = LoadOptions {
+        sampling_only: true,
+        ..options()
+    };
+    let only = Model::load(&golden("qwen3_untied"), &only).unwrap();
+    assert!(only.info().weight_bytes < whole.info().weight_bytes / 2);
+    let mut hidden = vec![0.0; 2 * 48];
+    only.embed(&[3, 149], &mut hidden).unwrap();
+    let (mut a, mut b) = (Vec::new(), Vec::new());
+    let mut scratch = Scratch::new();
+    only.logits_of(&hidden, &mut scratch, &mut a).unwrap();
+    whole.logits_of(&hidden, &mut scratch, &mut b).unwrap();
+    assert!(a == b && a.len() == 300);
+    let e = only
+        .forward(&[1], &mut cache(&only), &mut scratch, Logits::Last, &mut a)
+        .unwrap_err();
+    assert!(e.message().contains("sampling only"), "{e}");
+    assert!(only.embed(&[150], &mut hidden[..48]).is_err());
+}
+
+#[test]
+fn refused_calls_leave_the_cache_as_it_was() {
+    let model = load("qwen3_tied");
+    let flag = Arc::new(AtomicBool::new(false));
+    let mut scratch = Scratch::new().interrupted_by(flag.clone());
+    let mut cache = KvCache::new(model.config(), 20, KvType::F32).unwrap();
+    let mut logits = Vec::new();
+    model
+        .forward(
+            &[1, 2, 3],
+            &mut cache,
+            &mut scratch,
+            Logits::Last,
+            &mut logits,
+        )
+        .unwrap();
+    let bytes = cache.bytes();
+    let mut refused = |tokens: &[u32], kind: ErrorKind| {
+        let e = model
+            .forward(tokens, &mut cache, &mut scratch, Logits::Last, &mut logits)
+            .unwrap_err();
+        assert_eq!(e.kind(), kind, "{e}");
+        assert_eq!((cache.len(), cache.bytes(), logits.len()), (3, bytes, 0));
+    };
+    refused(&[4; 18], ErrorKind::ContextFull);
+    refused(&[4, 320], ErrorKind::InvalidArgument);
+    flag.store(true, std::sync::atomic::Ordering::Relaxed);
+    refused(&[4; 17], ErrorKind::Cancelled);
+    flag.store(false, std::sync::atomic::Ordering::Relaxed);
+    model
+        .forward(&[4], &mut cache, &mut scratch, Logits::Last, &mut logits)
+        .unwrap();
+    assert!(logits == run(&model, &[1, 2, 3, 4], Logits::Last));
+    assert!(KvCache::new(model.config(), 257, KvType::F32).is_err());
+    assert!(KvCache::new(model.config(), 0, KvType::F32).is_err());
+
+    let mut full = KvCache::new(model.config(), 4, KvType::F32).unwrap();
+    model
+        .forward(&[1; 4], &mut full, &mut scratch, Logits::None, &mut logits)
+        .unwrap();
+    let e = model
+        .forward_batch(
+            &[1, 1],
+            &mut [&mut cache, &mut full],
+            &mut scratch,
+            &mut logits,
+        )
+        .unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::ContextFull);
+    assert!(e.message().starts_with("sequence 1"), "{e}");
+    assert_eq!((cache.len(), full.len()), (4, 4));
+}
+
+#[test]
+fn progress_and_cancel() {
+    let (last, calls) = (Cell::new((0, 0)), Cell::new(0));
+    let progress = |p: NVFP4::model::Progress| {
+        assert!(p.done <= p.total);
+        last.set((p.done, p.total));
+        calls.set(calls.get() + 1);
+        ControlFlow::Continue(())
+    };
+    let watched = LoadOptions {
+        progress: Some(&progress),
+        ..options()
+    };
+    Model::load(&golden("qwen3_tied"), &watched).unwrap();
+    let (done, total) = last.get();
+    assert!(calls.get() > 0 && done == total && total > 80_000);
+    let cancel = |_| ControlFlow::Break(());
+    let cancelled = LoadOptions {
+        progress: Some(&cancel),
+        ..options()
+    };
+    let e = Model::load(&golden("qwen3_tied"), &cancelled).unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::Cancelled);
+}
+
+/// A stored tensor: type, shape, bytes.
+type Stored = (Dtype, Vec<usize>, Vec<u8>);
+
+/// A copy of a golden directory to break, removed at the end.
+struct Copy(PathBuf);
+
+impl Copy {
+    fn of(case: &str, name: &str) -> Copy {
+        let dir = std::env::temp_dir().join(format!("nvfp4-model-{}-{name}", std::process::id()));
+        let _ = fs::remove_dir_all(&dir);
+        fs::create_dir_all(&dir).unwrap();
+        for file in fs::read_dir(golden(case)).unwrap() {
+            let path = file.unwrap().path();
+            fs::copy(&path, dir.join(path.file_name().unwrap())).unwrap();
+        }
+        Copy(dir)
+    }
+
+    fn write(&self, name: &str, bytes: &[u8]) {
+        // A golden may be read-only; a new file is not.
+        let _ = fs::remove_file(self.0.join(name));
+        fs::write(self.0.join(name), bytes).unwrap();
+    }
+
+    /// Rewrites the weights with `change` applied to each tensor; `None` leaves it out.
+    fn weights(&self, change: impl Fn(&str, Dtype, Vec<usize>, Vec<u8>) -> Option<Stored>) {
+        let bytes = fs::read(self.0.join("model.safetensors")).unwrap();
+        let file = SafeTensors::deserialize(&bytes).unwrap();
+        let tensors: Vec<(String, Stored)> = file
+            .tensors()
+            .into_iter()
+            .filter_map(|(name, t)| {
+                let changed = change(&name, t.dtype(), t.shape().to_vec(), t.data().to_vec())?;
+                Some((name, changed))
+            })
+            .collect();
+        let views = tensors
+            .iter()
+            .map(|(n, (d, s, b))| (n.clone(), TensorView::new(*d, s.clone(), b).unwrap()));
+        self.write(
+            "model.safetensors",
+            &safetensors::serialize(views, None).unwrap(),
+        );
+    }
+
+    fn config(&self, key: &str, value: Value) {
+        let mut config: Value =
+            serde_json::from_slice(&fs::read(self.0.join("config.json")).unwrap()).unwrap();
+        config[key] = value;
+        self.write("config.json", config.to_string().as_bytes());
+    }
+
+    fn refused(&self, kind: ErrorKind, parts: &[&str]) {
+        let e = Model::load(&self.0, &options()).unwrap_err();
+        assert_eq!(e.kind(), kind, "{e}");
+        for part in parts {
+            assert!(e.message().contains(part), "'{part}' is not in: {e}");
+        }
+    }
+}
+
+impl Drop for Copy {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// A golden with its NVFP4 matrices stored as f32.
+fn dense_copy(case: &str) -> Copy {
+    let dir = Copy::of(case, "dense");
+    let checkpoint = NVFP4::checkpoint::open(&golden(case)).unwrap();
+    let tensors: Vec<(String, Dtype, Vec<usize>, Vec<u8>)> = checkpoint
+        .entries()
+        .iter()
+        .map(|e| {
+            if let Some(bytes) = checkpoint.bytes(e) {
+                let dtype = match e.encoding.name() {
+                    "BF16" => Dtype::BF16,
+                    _ => Dtype::F32,
+                };
+                return (e.name.clone(), dtype, e.shape.clone(), bytes.to_vec());
+            }
+            let mut values = vec![0.0f32; e.rows() * e.cols()];
+            checkpoint.rows_f32(e, 0..e.rows(), &mut values).unwrap();
+            let bytes = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+            (e.name.clone(), Dtype::F32, e.shape.clone(), bytes)
+        })
+        .collect();
+    let views = tensors
+        .iter()
+        .map(|(n, d, s, b)| (n.clone(), TensorView::new(*d, s.clone(), b).unwrap()));
+    dir.write(
+        "model.safetensors",
+        &safetensors::serialize(views, None).unwrap(),
+    );
+    dir
+}
+
+#[test]
+fn missing_tensors_are_named_together() {
+    let dir = Copy::of("qwen3_untied", "missing");
+    dir.weights(|name, d, s, b| {
+        let gone = name.starts_with("lm_head")
+            || name == "model.layers.1.self_attn.q_norm.weight"
+            || name.starts_with("model.layers.0.mlp.up_proj");
+        (!gone).then_some((d, s, b))
+    });
+    dir.refused(
+        ErrorKind::NotFound,
+        &[
+            "3 tensors of this qwen3 model are missing",
+            "lm_head.weight, model.layers.0.mlp.up_proj.weight, model.layers.1.self_attn.q_norm.weight",
+        ],
+    );
+    // With layers that do not exist, the list is long but bounded.
+    let dir = Copy::of("qwen3_untied", "many");
+    dir.config("num_hidden_layers", json!(4000));
+    dir.refused(ErrorKind::NotFound, &["43978 tensors", "and 43914 more"]);
+    dir.config("num_hidden_layers", json!(1 << 27));
+    dir.refused(ErrorKind::CorruptFile, &["num_hidden_layers is 134217728"]);
+}
+
+#[test]
+fn wrong_shapes_and_leftovers_are_named() {
+    let dir = Copy::of("llama_tied", "shapes");
+    dir.config("intermediate_size", json!(96));
+    dir.config("num_key_value_heads", json!(1));
+    dir.refused(
+        ErrorKind::CorruptFile,
+        &[
+            "model.layers.0.mlp.down_proj.weight has shape [48, 80], expected [48, 96]",
+            "model.layers.1.self_attn.v_proj.weight has shape [32, 48], expected [16, 48]",
+        ],
+    );
+    let dir = Copy::of("llama_tied", "fewer");
+    dir.config("num_hidden_layers", json!(1));
+    dir.refused(
+        ErrorKind::Unsupported,
+        &[
+            "9 tensors have no place",
+            "model.layers.1.mlp.down_proj.weight",
+        ],
+    );
+    let dir = Copy::of("qwen3_untied", "norms");
+    dir.config("model_type", json!("llama"));
+    dir.refused(
+        ErrorKind::Unsupported,
+        &["model.layers.0.self_attn.k_norm.weight"],
+    );
+    let dir = Copy::of("qwen2_untied", "biases");
+    dir.weights(|name, d, s, b| (!name.ends_with("k_proj.bias")).then_some((d, s, b)));
+    dir.refused(
+        ErrorKind::NotFound,
+        &["2 tensors", "model.layers.0.self_attn.k_proj.bias"],
+    );
+}
+
+#[test]
+fn weights_that_are_not_finite_are_named() {
+    for (tensor, at, what) in [
+        (
+            "model.embed_tokens.weight",
+            2 * (48 * 5 + 7),
+            "[5, 7] is NaN",
+        ),
+        ("model.norm.weight", 4 * 3, "[0, 3]"),
+        (
+            "model.layers.1.mlp.down_proj.weight_scale",
+            4,
+            "block scale",
+        ),
+        ("lm_head.weight_scale_2", 0, "scale"),
+    ] {
+        let dir = Copy::of("qwen3_untied", "nan");
+        dir.weights(|name, d, s, mut b| {
+            if name == tensor {
+                let nan: &[u8] = match d {
+                    Dtype::BF16 => &[0xc0, 0x7f],
+                    Dtype::F32 => &[0, 0, 0xc0, 0x7f],
+                    _ => &[0x7f],
+                };
+                b[at..at + nan.len()].copy_from_slice(nan);
+            }
+            Some((d, s, b))
+        });
+        let logical = tensor.split("_scale").next().unwrap();
+        dir.refused(ErrorKind::CorruptFile, &[logical, what]);
+    }
+    let dir = dense_copy("qwen3_untied");
+    dir.weights(|name, d, s, mut b| {
+        if name == "model.layers.0.self_attn.k_proj.weight" {
+            b[4 * 50..4 * 51].copy_from_slice(&f32::INFINITY.to_le_bytes());
+        }
+        Some((d, s, b))
+    });
+    let e = Model::load(&dir.0, &options()).unwrap_err();
+    assert!(
+        e.message()
+            .contains("model.layers.0.self_attn.k_proj.weight")
+            && e.message().contains("[1, 2]"),
+        "{e}"
+    );
+    let quantized = LoadOptions {
+        quantize: Some(QuantizeOptions::default()),
+        ..options()
+    };
+    let e = Model::load(&dir.0, &quantized).unwrap_err();
+    assert!(
+        e.message()
+            .contains("model.layers.0.self_attn.k_proj.weight"),
+        "{e}"
+    );
+}
+
+#[test]
+fn configs_and_tokenizers_that_do_not_fit() {
+    let dir = Copy::of("qwen3_tied", "config");
+    dir.config("model_type", json!("gpt_neox"));
+    dir.refused(
+        ErrorKind::Unsupported,
+        &["'gpt_neox'", "known are llama, qwen2, qwen3"],
+    );
+    fs::remove_file(dir.0.join("config.json")).unwrap();
+    dir.refused(ErrorKind::NotFound, &["config.json"]);
+
+    let dir = Copy::of("qwen3_tied", "tokenizer");
+    let text = fs::read_to_string(dir.0.join("tokenizer.json")).unwrap();
+    let mut tokenizer: Value = serde_json::from_str(&text).unwrap();
+    let first = tokenizer["model"]["vocab"].as_object().unwrap().len();
+    let added = tokenizer["added_tokens"].as_array_mut().unwrap();
+    for id in first..=320 {
+        let mut one = added[0].clone();
+        one["id"] = json!(id);
+        one["content"] = json!(format!("<|{id}|>"));
+        added.push(one);
+    }
+    dir.write("tokenizer.json", tokenizer.to_string().as_bytes());
+    dir.refused(ErrorKind::CorruptFile, &["ids up to 320", "only 320 rows"]);
+}
+
+#[test]
+fn what_was_loaded() {
+    let model = load("qwen3_tied");
+    let info = model.info();
+    assert_eq!((info.architecture, info.file_format), ("qwen3", "modelopt"));
+    assert!(info.tokenizer && !info.chat_template && info.tied);
+    assert_eq!(info.formats["bf16"].tensors, 1);
+    assert_eq!(info.formats["nvfp4"].tensors, 14);
+    assert_eq!(model.kv_bytes_per_token(KvType::F16), 2 * 2 * 2 * 32 * 2);
+    let stops = model.stop_tokens();
+    assert_eq!(stops, [0, 2]);
+    assert!(serde_json::to_string(info).unwrap().contains("\"nvfp4\""));
+    assert_eq!(model.fingerprint(), load("qwen3_tied").fingerprint());
+    assert_ne!(model.fingerprint(), load("qwen3_yarn").fingerprint());
+    let e = load("llama_tied").tokenizer().unwrap_err();
+    assert!(e.message().contains("tokenizer.json"), "{e}");
+}
