@@ -26,4 +26,6 @@ pub mod quantize;
 
 pub mod linear;
 
+pub mod model;
+
 pub mod torchsharp;

@@ -5,11 +5,12 @@
 use std::ffi::{c_char, c_void};
 use std::ops::ControlFlow;
 use std::path::Path;
-use std::sync::Arc;
 
 use serde_json::json;
 
-use super::arguments::{Growing, Out, choice, copy_items, copy_text, fill, flag, options, slice, text};
+use super::arguments::{
+    Growing, Out, choice, copy_items, copy_text, fill, flag, options, slice, text,
+};
 use super::guard::{User, answer, enter};
 use super::handle::{self, Object};
 use super::library::thread_count;
@@ -103,7 +104,10 @@ pub unsafe extern "C" fn NVFP4_load_options_init(
     })
 }
 
-fn progress(callback: NVFP4_ProgressCallback, user: *mut c_void) -> impl Fn(u64, u64) -> ControlFlow<()> {
+fn progress(
+    callback: NVFP4_ProgressCallback,
+    user: *mut c_void,
+) -> impl Fn(u64, u64) -> ControlFlow<()> {
     let user = User(user);
     move |done, total| match callback {
         // SAFETY: the host's callback, called while the call it was given to runs, on the same thread.
