@@ -1,1 +1,31 @@
-//! (floor being built)
+//! Floor 7: the C ABI, one file per chapter of `nvfp4.h`. A function here checks what C gave it, converts, and calls; there
+//! is no arithmetic. This is the only place with `extern "C"`. The order of the `mod` lines is that of the header.
+//!
+//! What makes each chapter short stands in four files: `guard` (panics and errors become a status), `handle` (the registry
+//! of live handles), `arguments` (pointers, text and options from C) and `shared` (the device of calls that name none).
+
+// Names are those of the header.
+#![allow(non_camel_case_types)]
+// The header states what every pointer must be; repeating it as a Safety section of each function would not add to it.
+#![allow(clippy::missing_safety_doc)]
+
+mod arguments;
+mod guard;
+mod handle;
+mod shared;
+
+pub mod status;
+
+pub mod library;
+
+pub mod memory;
+
+pub mod tensor;
+
+pub mod quantize;
+
+pub mod linear;
+
+pub mod model;
+
+pub mod torchsharp;

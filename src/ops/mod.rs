@@ -8,6 +8,7 @@ pub mod linear;
 pub mod norm;
 pub mod quantize;
 pub mod rope;
+pub mod tensors;
 
 pub use crate::cpu::Workspace;
 pub use device::Device;

@@ -1,1 +1,13 @@
-//! (floor being built)
+//! Floor 2: tensors as memory with a type and a shape, and their exchange with others by DLPack. A [`Tensor`] is a view:
+//! cheap to clone, keeping its storage alive. It knows nothing of devices' kernels, of checkpoints or of models, and does
+//! no arithmetic beyond the conversion of element types.
+
+mod dlpack;
+mod dtype;
+mod shape;
+mod storage;
+
+pub use dlpack::{DLDataType, DLDevice, DLManagedTensor, DLTensor};
+pub use dtype::DType;
+pub use shape::{MAX_RANK, Shape};
+pub use storage::{Release, Tensor};

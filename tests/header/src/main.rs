@@ -1,5 +1,6 @@
 //! Compares `include/nvfp4.h` with what cbindgen makes of `src/abi` under the settings of `include/cbindgen.toml`, or, given
-//! `--bless`, writes it anew.
+//! `--bless`, writes it anew. cbindgen keeps the comments of functions but not those of files, so the chapters' headings are
+//! put in here.
 
 use std::error::Error;
 use std::fs;
@@ -16,7 +17,85 @@ fn generate(root: &Path) -> Result<String, Box<dyn Error>> {
         .with_src(root.join("src/abi/mod.rs"))
         .generate()?
         .write(&mut header);
-    Ok(String::from_utf8(header)?)
+    let header = String::from_utf8(header)?;
+    chapters(&root.join("src/abi"), tidy(&header))
+}
+
+/// Comments of one line in one line, and types by their typedef alone.
+fn tidy(header: &str) -> String {
+    let lines: Vec<&str> = header.lines().collect();
+    let mut out = String::new();
+    let mut i = 0;
+    while i < lines.len() {
+        let indent = lines[i].len() - lines[i].trim_start().len();
+        match lines[i..] {
+            [first, only, last, ..] if first.trim() == "/**" && last.trim() == "*/" => {
+                let text = only.trim_start().trim_start_matches('*');
+                out.push_str(&format!("{:indent$}/**{text} */", ""));
+                i += 3;
+            }
+            [line, ..] if !line.starts_with("typedef struct") => {
+                out.push_str(&line.replace("struct NVFP4_", "NVFP4_"));
+                i += 1;
+            }
+            _ => {
+                out.push_str(lines[i]);
+                i += 1;
+            }
+        }
+        out.push('\n');
+    }
+    out
+}
+
+/// Puts the opening comment of each file of `src/abi` before the first function that the file exports.
+fn chapters(abi: &Path, mut header: String) -> Result<String, Box<dyn Error>> {
+    let modules = fs::read_to_string(abi.join("mod.rs"))?;
+    for name in modules
+        .lines()
+        .filter_map(|l| l.strip_prefix("pub mod ")?.strip_suffix(';'))
+    {
+        let source = fs::read_to_string(abi.join(format!("{name}.rs")))?;
+        let function = source
+            .split("extern \"C\" fn ")
+            .skip(1)
+            .find(|rest| rest.starts_with("NVFP4_"))
+            .and_then(|rest| rest.split('(').next())
+            .ok_or_else(|| format!("src/abi/{name}.rs exports no function"))?;
+        let call = format!("{function}(");
+        let declaration = header
+            .match_indices(&call)
+            .map(|(at, _)| at)
+            .find(|&at| !in_comment(&header[..at]))
+            .ok_or_else(|| format!("{function} is not in the header"))?;
+        let before = header[..declaration]
+            .rfind("\n\n")
+            .ok_or_else(|| format!("{function} has no empty line before it"))?;
+        let mut heading = format!("\n\n/**\n * @defgroup {name} ");
+        for (i, line) in source
+            .lines()
+            .map_while(|l| l.strip_prefix("//!"))
+            .enumerate()
+        {
+            if i > 0 {
+                heading.push_str("\n *");
+            }
+            heading.push_str(if i > 0 {
+                line
+            } else {
+                line.trim().trim_end_matches('.')
+            });
+        }
+        heading.push_str("\n */");
+        header.insert_str(before, &heading);
+    }
+    Ok(header)
+}
+
+/// Whether the last line of `text` is inside a comment.
+fn in_comment(text: &str) -> bool {
+    let line = text.rsplit('\n').next().unwrap_or_default();
+    line.trim_start().starts_with(['*', '/'])
 }
 
 fn first_difference(a: &str, b: &str) -> usize {

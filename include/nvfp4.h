@@ -1,0 +1,711 @@
+/*
+ * libNVFP4: 4-bit floating point with block scales (NVFP4) for any host language. Quantize, multiply, and run Qwen3-class
+ * language models whose weights stay in 4 bits.
+ *
+ *     NVFP4_Model *model = NULL;
+ *     NVFP4_Session *session = NULL;
+ *     if (NVFP4_model_load(path, strlen(path), NULL, NULL, NULL, NULL, &model) ||
+ *         NVFP4_session_create(model, NULL, &session) ||
+ *         NVFP4_session_chat(session, question, strlen(question), NULL, print_piece, NULL, NULL))
+ *         fprintf(stderr, "%s\n", NVFP4_last_error());
+ *
+ * This file is the authority on the C interface: what is not in it is not part of it. It is generated from the library's
+ * source; change it there.
+ *
+ * ERRORS. A function that can fail returns an NVFP4_Status: NVFP4_OK (0) or a positive number. NVFP4_last_error() then has
+ * one line for people: what was wrong, with the values and names, and what would be right. Results go through pointers, at
+ * the end of the parameters, and are untouched on failure unless the function says otherwise. Nothing but values crosses this
+ * interface: no exception, no panic, no signal, no exit.
+ *
+ * HANDLES. NVFP4_Tensor, NVFP4_Weight, NVFP4_Model and NVFP4_Session are never defined and never dereferenced. Each is
+ * counted: what creates one gives the caller a reference, _retain adds one, _release gives one up. Handles keep what they
+ * need alive inside (a session its model, a view its memory), so any order of release is right. A handle that is NULL, was
+ * released, is of another type or is no handle at all gives NVFP4_INVALID_HANDLE. Handles are not reused.
+ *
+ * THREADS. Every function may be called from any thread. Where a handle parameter is const, calls may overlap. Where it is
+ * not, the call needs the handle for itself: while another call has it, the result is NVFP4_BUSY. Retain, release and
+ * NVFP4_session_cancel() never do. Different handles are independent.
+ *
+ * TEXT is UTF-8. In: a pointer and a length in bytes; no NUL is needed. Out: the caller's buffer and its capacity; the length
+ * in bytes is always written, the text is copied if it fits, and a NUL follows it if that fits too; else the result is
+ * NVFP4_BUFFER_TOO_SMALL. A NULL buffer with capacity 0 asks for the length alone. ARRAYS OUT are the same, in elements.
+ *
+ * STRUCTS start with struct_size, sizeof the struct as the caller was compiled. The _init function sets it with the defaults.
+ * Structs grow at their end in later versions: a caller with a smaller struct gets the defaults for the rest, and a caller
+ * with a larger one is refused with NVFP4_ABI_MISMATCH only if it uses what the library does not know. Where options are
+ * taken, NULL means the defaults. Flags are int32_t, 0 or 1.
+ *
+ * CALLBACKS take the caller's word (void *user) first and return an int32_t: 0 to go on, anything else to cancel, which gives
+ * NVFP4_CANCELLED. They run on the thread that made the call and never after it returns, must not throw or longjmp, and may
+ * call the library, but not with the handle that is in use.
+ *
+ * NOTHING TO START OR STOP. There is no init and no shutdown; the library may be loaded and unloaded at any time.
+ *
+ * VERSIONS. NVFP4_ABI_VERSION changes only when a program built with an older header would break.
+ */
+
+
+#ifndef NVFP4_H
+#define NVFP4_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__GNUC__) || defined(__clang__)
+#define NVFP4_API __attribute__((visibility("default")))
+#else
+#define NVFP4_API
+#endif
+
+/* From dlpack.h, which is only needed by those who use it. */
+struct DLManagedTensor;
+
+/** Success. */
+#define NVFP4_OK 0
+
+/** An argument is outside what the function accepts: NULL, wrong shape, wrong dtype, out of range. */
+#define NVFP4_INVALID_ARGUMENT 1
+
+/** The request is well formed, but this build, device, format or architecture cannot do it. */
+#define NVFP4_UNSUPPORTED 2
+
+/** The system refused memory. */
+#define NVFP4_OUT_OF_MEMORY 3
+
+/** The allocation would pass the budget of NVFP4_memory_set_budget(). */
+#define NVFP4_OVER_BUDGET 4
+
+/** Reading or writing a file failed. */
+#define NVFP4_IO 5
+
+/** A file's content contradicts itself or its format. */
+#define NVFP4_CORRUPT_FILE 6
+
+/** A named thing (file, tensor, key) is not there. */
+#define NVFP4_NOT_FOUND 7
+
+/** The tokens would not fit in the context. */
+#define NVFP4_CONTEXT_FULL 8
+
+/** The handle is in use by another call. */
+#define NVFP4_BUSY 9
+
+/** A callback or a cancel call stopped the work. */
+#define NVFP4_CANCELLED 10
+
+/** The caller's buffer is too small; the required length was written. */
+#define NVFP4_BUFFER_TOO_SMALL 11
+
+/** A handle is NULL, stale, foreign or of another type. */
+#define NVFP4_INVALID_HANDLE 12
+
+/** A struct_size or version does not fit this library. */
+#define NVFP4_ABI_MISMATCH 13
+
+/** No such device, or its driver is missing. */
+#define NVFP4_DEVICE_UNAVAILABLE 14
+
+/** A defect in this library; the message is the panic's. The handle that was in exclusive use, if any, stays unusable. */
+#define NVFP4_INTERNAL 15
+
+/** Version of the library this header belongs to. */
+#define NVFP4_VERSION_MAJOR 0
+
+/** See #NVFP4_VERSION_MAJOR. */
+#define NVFP4_VERSION_MINOR 1
+
+/** See #NVFP4_VERSION_MAJOR. */
+#define NVFP4_VERSION_PATCH 0
+
+/**
+ * Version of the binary interface this header describes. A program built with one number runs with any library that
+ * reports the same one.
+ */
+#define NVFP4_ABI_VERSION 1
+
+/** Log nothing. */
+#define NVFP4_LOG_OFF 0
+
+/** Log what went wrong inside the library. */
+#define NVFP4_LOG_ERROR 1
+
+/** Log what may surprise, and more severe messages. */
+#define NVFP4_LOG_WARN 2
+
+/** Log milestones, and more severe messages. */
+#define NVFP4_LOG_INFO 3
+
+/** Log details, every error returned among them, and more severe messages. */
+#define NVFP4_LOG_DEBUG 4
+
+/** Log everything. */
+#define NVFP4_LOG_TRACE 5
+
+/** All tags together. Its peak is that of the sum. */
+#define NVFP4_MEMORY_TOTAL 0
+
+/** Weights in the form the kernels read. */
+#define NVFP4_MEMORY_WEIGHTS 1
+
+/** Cached keys and values of sessions. */
+#define NVFP4_MEMORY_KV_CACHE 2
+
+/** Activations and workspaces. */
+#define NVFP4_MEMORY_SCRATCH 3
+
+/** Tensors made through the tensor chapter or as results. */
+#define NVFP4_MEMORY_TENSOR 4
+
+/** Unsigned byte; also a pair of packed 4-bit codes. All NVFP4_DTYPE_* are libtorch's numbers. */
+#define NVFP4_DTYPE_UINT8 0
+
+/** Signed byte. */
+#define NVFP4_DTYPE_INT8 1
+
+/** 16-bit integer. */
+#define NVFP4_DTYPE_INT16 2
+
+/** 32-bit integer. */
+#define NVFP4_DTYPE_INT32 3
+
+/** 64-bit integer. */
+#define NVFP4_DTYPE_INT64 4
+
+/** IEEE half precision. */
+#define NVFP4_DTYPE_FLOAT16 5
+
+/** IEEE single precision. */
+#define NVFP4_DTYPE_FLOAT32 6
+
+/** IEEE double precision. */
+#define NVFP4_DTYPE_FLOAT64 7
+
+/** A byte that is 0 or 1. */
+#define NVFP4_DTYPE_BOOL 11
+
+/** bfloat16. */
+#define NVFP4_DTYPE_BFLOAT16 15
+
+/** E4M3 without infinities, the type of NVFP4 block scales. */
+#define NVFP4_DTYPE_FLOAT8_E4M3FN 24
+
+/** Two E2M1 codes in one byte; an element is the pair. */
+#define NVFP4_DTYPE_FLOAT4_E2M1FN_X2 45
+
+/** The host's memory. All NVFP4_DEVICE_* are libtorch's numbers. */
+#define NVFP4_DEVICE_CPU 0
+
+/** A CUDA device. */
+#define NVFP4_DEVICE_CUDA 1
+
+/** A multiplier for the whole tensor above the block scales. */
+#define NVFP4_LEVELS_TWO 0
+
+/** Block scales alone; the multiplier is 1. */
+#define NVFP4_LEVELS_SINGLE 1
+
+/** The single-level rule of NVFP4_quantize(). */
+#define NVFP4_LEVELS_LEGACY 2
+
+/** The largest magnitude of a block becomes 6. */
+#define NVFP4_RECIPE_AMAX 0
+
+/** The largest magnitude of a block becomes 6 or 4, whichever has the smaller squared error. */
+#define NVFP4_RECIPE_FOUR_OVER_SIX 1
+
+/** The scale, of all there are, with the smallest squared error. */
+#define NVFP4_RECIPE_SWEEP 2
+
+/** To the nearer code; a tie goes to the even one. What the hardware does. */
+#define NVFP4_ROUNDING_NEAREST_EVEN 0
+
+/** To the nearer code; a tie goes away from zero. */
+#define NVFP4_ROUNDING_HALF_AWAY 1
+
+/** Up or down by chance, so that the expected result is the value. The seed fixes the chance. */
+#define NVFP4_ROUNDING_STOCHASTIC 2
+
+/** NaN and infinity are errors that name the first index. */
+#define NVFP4_NONFINITE_ERROR 0
+
+/** NaN counts as 0, an infinity as the largest value that fits. */
+#define NVFP4_NONFINITE_SATURATE 1
+
+/** Scales row-major, `[.., K / 16]`. */
+#define NVFP4_SCALES_LINEAR 0
+
+/** Scales in the 128 x 4 tiles that tensor cores read, padded with zeros, as one run of bytes. */
+#define NVFP4_SCALES_SWIZZLED 1
+
+/** Activations as they are, in float (W4A16 with an NVFP4 weight). */
+#define NVFP4_ACTIVATIONS_EXACT 0
+
+/** Activations rounded to 8 bits, one scale for each 32 along K (W4A8). Faster, and not exact. Dense weights ignore it. */
+#define NVFP4_ACTIVATIONS_INT8 1
+
+/** A tensor. See the tensor chapter. */
+typedef struct NVFP4_Tensor NVFP4_Tensor;
+
+/** A weight `[N, K]` prepared for products. Immutable; several threads may use it at once. */
+typedef struct NVFP4_Weight NVFP4_Weight;
+
+/** What a call came to: #NVFP4_OK, or #NVFP4_INVALID_ARGUMENT and the numbers after it, which are never reused. */
+typedef int32_t NVFP4_Status;
+
+/**
+ * Takes a log message: one line of UTF-8, `length` bytes without a NUL. Unlike other callbacks it is kept, and called on
+ * whichever thread has something to say; it must not call into the library. Its result is ignored; return 0.
+ */
+typedef int32_t (*NVFP4_LogCallback)(void *user, int32_t level, const char *message, size_t length);
+
+/**
+ * Takes back memory that the host lent: called once with the data pointer and the host's word, on whichever thread gives up
+ * the last use of the memory.
+ */
+typedef void (*NVFP4_Deleter)(void *data, void *user);
+
+/** How to quantize. Fill with NVFP4_quantize_options_init(), then change what is to differ. */
+typedef struct NVFP4_QuantizeOptions {
+    /** sizeof(NVFP4_QuantizeOptions) as the caller knows it. */
+    uint32_t struct_size;
+    /** One of NVFP4_LEVELS_*. Default: two. */
+    int32_t levels;
+    /** One of NVFP4_RECIPE_*. Default: amax. */
+    int32_t recipe;
+    /** One of NVFP4_ROUNDING_*. Default: to nearest even. */
+    int32_t rounding;
+    /** One of NVFP4_NONFINITE_*. Default: error. */
+    int32_t nonfinite;
+    /** One of NVFP4_SCALES_*. Default: linear. */
+    int32_t scale_layout;
+    /** For stochastic rounding. Default: 0. */
+    uint64_t seed;
+} NVFP4_QuantizeOptions;
+
+#ifdef __cplusplus
+extern "C" {
+#endif // __cplusplus
+
+/**
+ * @defgroup status Status numbers and the last error
+ *
+ * Every function that can fail returns an #NVFP4_Status. On any value but #NVFP4_OK outputs are untouched (unless the
+ * function says otherwise) and a message for people is kept for the calling thread.
+ */
+
+/** The name of a status without its prefix ("INVALID_ARGUMENT"), or "unknown". The text is static. */
+NVFP4_API const char *NVFP4_status_name(NVFP4_Status status);
+
+/**
+ * The message of the last call that failed on this thread: one line, what was wrong and what would be right. Empty if none
+ * failed yet. Never NULL. Valid until the next call on this thread that fails or is one of the drop-in chapter; never free it.
+ */
+NVFP4_API
+const char *NVFP4_last_error(void);
+
+/**
+ * The status that belongs to NVFP4_last_error(): the way to tell success from failure after the functions of the drop-in
+ * chapter, which have no status of their own.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_last_status(void);
+
+/**
+ * Copies the message of NVFP4_last_error() into `buffer`, for hosts that may change threads between two calls. For the
+ * buffer see TEXT above.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_last_error_copy(char *buffer,
+                                   size_t capacity,
+                                   size_t *length);
+
+/**
+ * @defgroup library The library itself: versions, logging, threads and what this machine offers
+ */
+
+/** Version of the library that runs, as "major.minor.patch". The text is static. */
+NVFP4_API const char *NVFP4_version(void);
+
+/**
+ * The #NVFP4_ABI_VERSION of the library that runs. A host that loads the library by name compares it with the one it was
+ * built with.
+ */
+NVFP4_API
+int32_t NVFP4_abi_version(void);
+
+/**
+ * Sends log messages of `level` and more severe ones to `callback`, for the whole process; NULL or #NVFP4_LOG_OFF stops
+ * that. When the call returns, the callback set before it is not running and will not be called again.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_set_log_callback(NVFP4_LogCallback callback,
+                                    void *user,
+                                    int32_t level);
+
+/**
+ * Sets how many CPU threads calls and objects made from now on use, where they are not told otherwise. 0 leaves it to the
+ * environment variable NVFP4_THREADS, or one thread per core. Results do not depend on it.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_set_threads(int32_t threads);
+
+/**
+ * What this library can do on this machine, as JSON: version, CPU levels with the one in use, the CUDA backend and why it
+ * is unavailable, memory, and the environment variables that are set. Keys may be added in later versions.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_diagnose(char *buffer,
+                            size_t capacity,
+                            size_t *length);
+
+/**
+ * @defgroup memory Memory: what is in use and for what, and a limit
+ *
+ * All of it is the library's own account of its large allocations, for the whole process.
+ */
+
+/**
+ * Writes the bytes in use under `tag`, one of NVFP4_MEMORY_*, now and at most since the start or the last
+ * NVFP4_memory_reset_peak().
+ */
+NVFP4_API NVFP4_Status NVFP4_memory_stats(int32_t tag, uint64_t *current, uint64_t *peak);
+
+/** Starts the peaks again from what is in use now. */
+NVFP4_API NVFP4_Status NVFP4_memory_reset_peak(void);
+
+/**
+ * Sets the most bytes all tags together may use; 0 removes the limit. An allocation that would pass it fails with
+ * #NVFP4_OVER_BUDGET. What is allocated already stays.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_memory_set_budget(uint64_t bytes);
+
+/** Writes the limit set by NVFP4_memory_set_budget(), or 0 if there is none. */
+NVFP4_API NVFP4_Status NVFP4_memory_get_budget(uint64_t *bytes);
+
+/**
+ * @defgroup tensor Tensors: typed, shaped views of memory
+ *
+ * A tensor is immutable in type and shape and may be used by several threads at once. Its memory is the host's to keep
+ * readable and unchanging while a call uses it.
+ */
+
+/**
+ * Makes a tensor over memory of the host, without a copy.
+ *
+ * - `data`: the first element, aligned to its type.
+ * - `shape`, `rank`: sizes, outermost first; at most 8 dimensions; NULL and 0 for a scalar.
+ * - `strides`: `rank` strides in elements, none negative, or NULL for row-major without gaps.
+ * - `dtype`: one of NVFP4_DTYPE_*.
+ * - `deleter`, `user`: called when the library is done with the memory, which may be after the release of the tensor: other
+ *   objects may share it. NULL when the memory outlives every use. Not called if this function fails.
+ * - `out`: the tensor, one reference for the caller.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_tensor_from_host(void *data,
+                                    const int64_t *shape,
+                                    int32_t rank,
+                                    const int64_t *strides,
+                                    int32_t dtype,
+                                    NVFP4_Deleter deleter,
+                                    void *user,
+                                    NVFP4_Tensor **out);
+
+/** Makes a tensor of zeros in memory of the library, aligned to 64 bytes. */
+NVFP4_API
+NVFP4_Status NVFP4_tensor_empty(const int64_t *shape,
+                                int32_t rank,
+                                int32_t dtype,
+                                int32_t device_type,
+                                int32_t device_index,
+                                NVFP4_Tensor **out);
+
+/**
+ * Makes another view of a tensor's memory, which it keeps alive: a transpose, a slice, another shape. `offset` counts
+ * elements from the first one of `tensor`; `strides` may be NULL for row-major. A view that would leave the tensor's memory
+ * is refused.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_tensor_view(const NVFP4_Tensor *tensor,
+                               const int64_t *shape,
+                               int32_t rank,
+                               const int64_t *strides,
+                               int64_t offset,
+                               NVFP4_Tensor **out);
+
+/** Adds a reference to a tensor. */
+NVFP4_API NVFP4_Status NVFP4_tensor_retain(NVFP4_Tensor *tensor);
+
+/** Gives up a reference to a tensor. After the last one the handle is stale. */
+NVFP4_API NVFP4_Status NVFP4_tensor_release(NVFP4_Tensor *tensor);
+
+/** Writes the element type, one of NVFP4_DTYPE_*. */
+NVFP4_API NVFP4_Status NVFP4_tensor_dtype(const NVFP4_Tensor *tensor, int32_t *dtype);
+
+/** Writes where the memory is: one of NVFP4_DEVICE_*, and which device of that type. */
+NVFP4_API
+NVFP4_Status NVFP4_tensor_device(const NVFP4_Tensor *tensor,
+                                 int32_t *device_type,
+                                 int32_t *device_index);
+
+/** Copies the sizes, outermost first. Writes the number of dimensions to `rank`; see ARRAYS OUT above. */
+NVFP4_API
+NVFP4_Status NVFP4_tensor_shape(const NVFP4_Tensor *tensor,
+                                int64_t *shape,
+                                size_t capacity,
+                                size_t *rank);
+
+/** Copies the strides in elements. Writes the number of dimensions to `rank`; see ARRAYS OUT above. */
+NVFP4_API
+NVFP4_Status NVFP4_tensor_strides(const NVFP4_Tensor *tensor,
+                                  int64_t *strides,
+                                  size_t capacity,
+                                  size_t *rank);
+
+/**
+ * Writes the address of the first element, valid as long as the caller has a reference to the tensor. Do not write through
+ * it while a call uses the tensor. Of no use when the tensor has no elements.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_tensor_data(const NVFP4_Tensor *tensor,
+                               void **data);
+
+/** Writes the bytes that the elements take without gaps: what NVFP4_tensor_copy_to_host() copies. */
+NVFP4_API NVFP4_Status NVFP4_tensor_bytes(const NVFP4_Tensor *tensor, uint64_t *bytes);
+
+/** Copies the elements to `destination`, row-major without gaps. `bytes` must be exactly what NVFP4_tensor_bytes() says. */
+NVFP4_API
+NVFP4_Status NVFP4_tensor_copy_to_host(const NVFP4_Tensor *tensor,
+                                       void *destination,
+                                       size_t bytes);
+
+/**
+ * Copies the elements to `destination` as float, whatever their type, row-major without gaps. `elements` must be exactly
+ * the tensor's number of elements. Packed 4-bit codes have no values of their own: dequantize them.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_tensor_copy_as_float(const NVFP4_Tensor *tensor,
+                                        float *destination,
+                                        size_t elements);
+
+/**
+ * Takes over a DLPack tensor in host memory, without a copy: its deleter is called when the library is done with the
+ * memory, on whichever thread that is. If this function fails, the tensor stays the caller's.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_tensor_from_dlpack(struct DLManagedTensor *managed,
+                                      NVFP4_Tensor **out);
+
+/**
+ * Makes a DLPack tensor over the tensor's memory, without a copy. It keeps the memory alive until its consumer calls its
+ * deleter, which may be after the release of `tensor`.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_tensor_to_dlpack(const NVFP4_Tensor *tensor,
+                                    struct DLManagedTensor **out);
+
+/**
+ * @defgroup quantize Number formats: NVFP4 and NF4, both ways
+ *
+ * NVFP4 is two 4-bit codes (E2M1) to a byte, the even index in the low nibble; a scale (E4M3) for each 16 values along the
+ * last dimension K; and one float that multiplies every value of the tensor.
+ */
+
+/** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_QuantizeOptions). */
+NVFP4_API
+NVFP4_Status NVFP4_quantize_options_init(NVFP4_QuantizeOptions *options,
+                                         uint32_t struct_size);
+
+/**
+ * Quantizes a tensor along its last dimension K to NVFP4.
+ *
+ * - `input`: `[.., K]` of a floating type, any strides; K a multiple of 16.
+ * - `options`: NULL for the defaults.
+ * - `codes`: uint8 `[.., K / 2]`.
+ * - `scales`: float8_e4m3fn `[.., K / 16]`, or one dimension if swizzled.
+ * - `global_scale`: the multiplier; 1 when single-level.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_tensor_quantize(const NVFP4_Tensor *input,
+                                   const NVFP4_QuantizeOptions *options,
+                                   NVFP4_Tensor **codes,
+                                   NVFP4_Tensor **scales,
+                                   float *global_scale);
+
+/**
+ * Expands NVFP4 to `[.., K]` of the floating type `dtype`: code x block scale x global_scale.
+ *
+ * - `codes`: uint8 or float4_e2m1fn_x2 `[.., K / 2]`.
+ * - `scales`: float8_e4m3fn, or uint8 holding its bytes, in the order `scale_layout` names.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_tensor_dequantize(const NVFP4_Tensor *codes,
+                                     const NVFP4_Tensor *scales,
+                                     float global_scale,
+                                     int32_t scale_layout,
+                                     int32_t dtype,
+                                     NVFP4_Tensor **out);
+
+/**
+ * Quantizes a tensor, flattened, to NF4 in the layout of bitsandbytes: blocks of `block` values (64 is usual), two codes to
+ * a byte, the first in the high nibble.
+ *
+ * - `codes`: uint8 `[ceil(n / 2)]`.
+ * - `absmax`: float32 `[ceil(n / block)]`, the largest magnitude of each block.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_tensor_quantize_nf4(const NVFP4_Tensor *input,
+                                       int64_t block,
+                                       NVFP4_Tensor **codes,
+                                       NVFP4_Tensor **absmax);
+
+/**
+ * Expands NF4 to a tensor of the given shape and floating type. `quant_map` holds the 16 values of the codes; NULL takes
+ * the usual ones.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_tensor_dequantize_nf4(const NVFP4_Tensor *codes,
+                                         const NVFP4_Tensor *absmax,
+                                         const NVFP4_Tensor *quant_map,
+                                         int64_t block,
+                                         const int64_t *shape,
+                                         int32_t rank,
+                                         int32_t dtype,
+                                         NVFP4_Tensor **out);
+
+/** Reorders row-major block scales `[rows, K / 16]` to #NVFP4_SCALES_SWIZZLED. */
+NVFP4_API NVFP4_Status NVFP4_scales_swizzle(const NVFP4_Tensor *scales, NVFP4_Tensor **out);
+
+/** Reorders swizzled block scales to row-major `[rows, k_blocks]`, where k_blocks is K / 16. */
+NVFP4_API
+NVFP4_Status NVFP4_scales_unswizzle(const NVFP4_Tensor *scales,
+                                    int64_t rows,
+                                    int64_t k_blocks,
+                                    NVFP4_Tensor **out);
+
+/**
+ * @defgroup linear Products with weights in NVFP4
+ *
+ * What is computed is what was asked for: activations are quantized only by option.
+ */
+
+/**
+ * Prepares the NVFP4 weight `[N, K]` for products: a copy in the order that the kernels read. The tensors may be released
+ * afterwards.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_weight_create(const NVFP4_Tensor *codes,
+                                 const NVFP4_Tensor *scales,
+                                 float global_scale,
+                                 int32_t scale_layout,
+                                 NVFP4_Weight **out);
+
+/** Prepares the dense weight `[N, K]` of a floating type for products. K must be a multiple of 16. */
+NVFP4_API
+NVFP4_Status NVFP4_weight_create_dense(const NVFP4_Tensor *weight,
+                                       NVFP4_Weight **out);
+
+/** Adds a reference to a weight. */
+NVFP4_API NVFP4_Status NVFP4_weight_retain(NVFP4_Weight *weight);
+
+/** Gives up a reference to a weight. After the last one the handle is stale. */
+NVFP4_API NVFP4_Status NVFP4_weight_release(NVFP4_Weight *weight);
+
+/** Writes a weight's N (output features), K (input features) and bytes in memory. */
+NVFP4_API
+NVFP4_Status NVFP4_weight_size(const NVFP4_Weight *weight,
+                               int64_t *n,
+                               int64_t *k,
+                               uint64_t *bytes);
+
+/**
+ * Multiplies: `input` `[.., K]` times `weight` `[N, K]` transposed, summed in float.
+ *
+ * - `input`: of a floating type, any strides.
+ * - `activations`: one of NVFP4_ACTIVATIONS_*.
+ * - `dtype`: floating type of the result `[.., N]`.
+ *
+ * A row of the result has the same bits whatever other rows are in the call, and on any number of threads.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_linear(const NVFP4_Weight *weight,
+                          const NVFP4_Tensor *input,
+                          int32_t activations,
+                          int32_t dtype,
+                          NVFP4_Tensor **out);
+
+/**
+ * Multiplies two NVFP4 matrices (W4A4): a `[M, K]` times b `[N, K]` transposed, as `[M, N]` of the floating type `dtype`.
+ * The exact product of the decoded values but for the order of summation, in float. NVFP4_scaled_mm() is the same without
+ * multipliers.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_matmul(const NVFP4_Tensor *a_codes,
+                          const NVFP4_Tensor *a_scales,
+                          float a_global_scale,
+                          const NVFP4_Tensor *b_codes,
+                          const NVFP4_Tensor *b_scales,
+                          float b_global_scale,
+                          int32_t scale_layout,
+                          int32_t dtype,
+                          NVFP4_Tensor **out);
+
+/**
+ * @defgroup torchsharp Drop-in functions for TorchSharp hosts, with the signatures those hosts bind
+ *
+ * They take tensor handles as `void *` and have no status: after a call, NVFP4_last_status() is #NVFP4_OK or says why a
+ * result is NULL. In this version a handle is an #NVFP4_Tensor; handles of libtorch are refused.
+ */
+
+/**
+ * Quantizes `input` `[.., K]` (float16, bfloat16 or float32; K a multiple of 16) with block scales alone.
+ *
+ * - `qdata`: uint8 `[.., K / 2]`, the even index in the low nibble; NULL on failure.
+ * - `scale`: float8_e4m3fn `[.., K / 16]`, row-major: amax / 6, clamped to [2^-16, 448]; NULL on failure.
+ */
+NVFP4_API void NVFP4_quantize(void *input, void **qdata, void **scale);
+
+/**
+ * Multiplies two NVFP4 matrices: `[M, N]` of `out_dtype` (5 float16, 15 bfloat16 or 6 float32), or NULL on failure.
+ *
+ * - `mat1`: uint8 `[M, K / 2]`.
+ * - `mat2`: uint8 `[K / 2, N]`, the transposed view of `[N, K / 2]`.
+ * - `scale_a`, `scale_b`: float8_e4m3fn, or uint8 holding its bytes, in swizzled order (#NVFP4_SCALES_SWIZZLED) for M and for
+ *   N rows.
+ */
+NVFP4_API
+void *NVFP4_scaled_mm(void *mat1,
+                      void *mat2,
+                      void *scale_a,
+                      void *scale_b,
+                      int8_t out_dtype);
+
+/**
+ * Frees what the library keeps for reuse: workspaces, and the threads of calls that name no device. Objects that are in use
+ * keep what they need. Nothing has to be freed this way before the process ends.
+ */
+NVFP4_API
+void NVFP4_empty_cache(void);
+
+/** Whether managed (unified) memory can be used: 1 or 0. */
+NVFP4_API int32_t NVFP4_can_use_managed(void);
+
+/** Whether a tensor is in managed memory: 1 or 0, 0 also for what is no tensor. */
+NVFP4_API int32_t NVFP4_is_managed_tensor(void *tensor);
+
+/**
+ * A copy of `input` in managed memory, or NULL where that cannot be used.
+ *
+ * - `prefetch_device`: the CUDA device to bring it to, or -1.
+ * - `read_mostly`: non-zero if it will be read far more than written.
+ */
+NVFP4_API void *NVFP4_to_managed(void *input, int32_t prefetch_device, int32_t read_mostly);
+
+/** Brings a tensor in managed memory to a device ahead of its use. */
+NVFP4_API void NVFP4_managed_prefetch(void *tensor, int32_t device_index);
+
+#ifdef __cplusplus
+}  // extern "C"
+#endif  // __cplusplus
+
+#endif  /* NVFP4_H */

@@ -1,0 +1,406 @@
+//! What C passes, checked and made into Rust: output places, slices, text, numbers that name a choice, and structs that grow
+//! with the library. The rules are those that the header's opening states.
+
+use std::ffi::c_char;
+use std::mem::size_of;
+
+use crate::base::error::{Result, bail, err};
+use crate::text::utf8;
+
+/// A place that C gave for a result.
+pub(super) struct Out<T>(*mut T);
+
+impl<T> Out<T> {
+    /// # Safety
+    /// `place`, unless NULL, must be writable for a `T`, at any alignment.
+    pub(super) unsafe fn new(name: &str, place: *mut T) -> Result<Self> {
+        match place.is_null() {
+            true => bail!(
+                InvalidArgument,
+                "{name} is NULL; pass where the result goes"
+            ),
+            false => Ok(Out(place)),
+        }
+    }
+
+    pub(super) fn set(self, value: T) {
+        // SAFETY: promised at construction.
+        unsafe { self.0.write_unaligned(value) }
+    }
+}
+
+fn check_array<T>(name: &str, data: *const T, len: usize) -> Result<()> {
+    if data.is_null() {
+        bail!(InvalidArgument, "{name} is NULL, but its length is {len}");
+    }
+    if !data.is_aligned() {
+        bail!(
+            InvalidArgument,
+            "{name} is not aligned to its elements of {} bytes",
+            size_of::<T>()
+        );
+    }
+    if len
+        .checked_mul(size_of::<T>())
+        .is_none_or(|n| n > isize::MAX as usize)
+    {
+        bail!(
+            InvalidArgument,
+            "{name} cannot have {len} elements of {} bytes",
+            size_of::<T>()
+        );
+    }
+    Ok(())
+}
+
+/// An array from C; NULL is an empty one when `len` is 0.
+///
+/// # Safety
+/// `data`, unless NULL, must be readable for `len` elements during `'a`, and nobody may write them meanwhile.
+pub(super) unsafe fn slice<'a, T>(name: &str, data: *const T, len: usize) -> Result<&'a [T]> {
+    if len == 0 {
+        return Ok(&[]);
+    }
+    check_array(name, data, len)?;
+    // SAFETY: not NULL, aligned, of a possible size, and readable by the caller's promise.
+    Ok(unsafe { std::slice::from_raw_parts(data, len) })
+}
+
+/// A byte buffer from C to write; NULL is an empty one when `len` is 0.
+///
+/// # Safety
+/// `data`, unless NULL, must be writable for `len` elements during `'a`, and nobody else may use them meanwhile.
+pub(super) unsafe fn slice_mut<'a, T>(name: &str, data: *mut T, len: usize) -> Result<&'a mut [T]> {
+    if len == 0 {
+        return Ok(&mut []);
+    }
+    check_array(name, data, len)?;
+    // SAFETY: not NULL, aligned, of a possible size, and the caller's alone by its promise.
+    Ok(unsafe { std::slice::from_raw_parts_mut(data, len) })
+}
+
+/// UTF-8 text from C.
+///
+/// # Safety
+/// As for [`slice`].
+pub(super) unsafe fn text<'a>(name: &str, data: *const c_char, len: usize) -> Result<&'a str> {
+    // SAFETY: promised by the caller.
+    utf8(name, unsafe { slice(name, data.cast::<u8>(), len) }?)
+}
+
+/// Text to C: writes the length in bytes, then copies if there is room, with a NUL behind if there is room for that too. A
+/// NULL buffer of capacity 0 asks for the length alone.
+///
+/// # Safety
+/// `buffer`, unless NULL, must be writable for `capacity` bytes, and `length`, unless NULL, for a `usize`.
+pub(super) unsafe fn copy_text(
+    value: &str,
+    buffer: *mut c_char,
+    capacity: usize,
+    length: *mut usize,
+) -> Result<()> {
+    // SAFETY: promised by the caller.
+    unsafe {
+        copy_items(value.as_bytes(), buffer.cast::<u8>(), capacity, length)?;
+        if !buffer.is_null() && capacity > value.len() {
+            buffer.add(value.len()).write(0);
+        }
+    }
+    Ok(())
+}
+
+/// An array to C: writes the number of items, then copies if there is room. A NULL buffer of capacity 0 asks for the number
+/// alone.
+///
+/// # Safety
+/// `buffer`, unless NULL, must be writable for `capacity` items, and `count`, unless NULL, for a `usize`.
+pub(super) unsafe fn copy_items<T: Copy>(
+    items: &[T],
+    buffer: *mut T,
+    capacity: usize,
+    count: *mut usize,
+) -> Result<()> {
+    // SAFETY: promised by the caller.
+    let buffer = unsafe {
+        Out::new("the place for the length", count)?.set(items.len());
+        if buffer.is_null() && capacity == 0 {
+            return Ok(());
+        }
+        slice_mut("buffer", buffer, capacity)?
+    };
+    match buffer.get_mut(..items.len()) {
+        Some(buffer) => buffer.copy_from_slice(items),
+        None => bail!(
+            BufferTooSmall,
+            "the buffer has room for {capacity}, and {} are needed",
+            items.len()
+        ),
+    }
+    Ok(())
+}
+
+/// One of the named numbers in `table`.
+pub(super) fn choice<T: Copy>(name: &str, value: i32, table: &[(i32, &str, T)]) -> Result<T> {
+    match table.iter().find(|(number, ..)| *number == value) {
+        Some(&(.., choice)) => Ok(choice),
+        None => {
+            let known: Vec<_> = table.iter().map(|(n, s, _)| format!("{n} ({s})")).collect();
+            bail!(
+                InvalidArgument,
+                "{name} is {value}; it takes {}",
+                known.join(", ")
+            )
+        }
+    }
+}
+
+/// 0 or 1.
+pub(super) fn flag(name: &str, value: i32) -> Result<bool> {
+    choice(name, value, &[(0, "no", false), (1, "yes", true)])
+}
+
+/// A number that is not negative.
+pub(super) fn count(name: &str, value: i64) -> Result<usize> {
+    usize::try_from(value)
+        .map_err(|_| err!(InvalidArgument, "{name} is {value}; it cannot be negative"))
+}
+
+/// Sizes from C.
+///
+/// # Safety
+/// As for [`slice`].
+pub(super) unsafe fn sizes(name: &str, data: *const i64, len: i32) -> Result<Vec<usize>> {
+    let len = count("rank", len.into())?;
+    // SAFETY: promised by the caller.
+    unsafe { slice(name, data, len) }?
+        .iter()
+        .map(|&n| count(name, n))
+        .collect()
+}
+
+/// A struct that the caller fills or reads and that may grow at its end in later versions. Its first field is its size as
+/// the caller knows it.
+///
+/// # Safety
+/// `repr(C)`, the first field `struct_size: u32`, valid for every bit pattern, and without padding.
+pub(super) unsafe trait Growing: Copy {
+    /// Its name in the header.
+    const NAME: &'static str;
+    /// The defaults, whose `struct_size` is that of this library.
+    fn defaults() -> Self;
+}
+
+/// More is taken for a struct_size that was never set.
+const LARGEST_STRUCT: usize = 4096;
+
+fn check_size<T: Growing>(size: usize) -> Result<()> {
+    // Fields are naturally aligned, so a multiple of the struct's alignment never cuts one.
+    if size < size_of::<u64>() || size > LARGEST_STRUCT || !size.is_multiple_of(align_of::<T>()) {
+        bail!(
+            AbiMismatch,
+            "the struct_size of {} is {size}; set it to sizeof({}), which is {} in this version",
+            T::NAME,
+            T::NAME,
+            size_of::<T>()
+        );
+    }
+    Ok(())
+}
+
+/// Options from C: NULL means the defaults, fields past the caller's size have their defaults, and fields past ours must be
+/// zero.
+///
+/// # Safety
+/// `options`, unless NULL, must be readable for a `u32` and then for as many bytes as that says.
+pub(super) unsafe fn options<T: Growing>(options: *const T) -> Result<T> {
+    let mut out = T::defaults();
+    if options.is_null() {
+        return Ok(out);
+    }
+    let bytes = options.cast::<u8>();
+    // SAFETY: the first field is a u32.
+    let size = unsafe { bytes.cast::<u32>().read_unaligned() } as usize;
+    check_size::<T>(size)?;
+    // SAFETY: readable for `size` bytes; T takes any bits.
+    unsafe {
+        let known = size.min(size_of::<T>());
+        std::ptr::copy_nonoverlapping(bytes, (&raw mut out).cast::<u8>(), known);
+        let unknown = std::slice::from_raw_parts(bytes.add(known), size - known);
+        if let Some(at) = unknown.iter().position(|&b| b != 0) {
+            bail!(
+                AbiMismatch,
+                "{} has a field at byte {} that this version does not know and that is not zero; update the library, or leave the field alone",
+                T::NAME,
+                known + at
+            );
+        }
+    }
+    Ok(out)
+}
+
+/// Fills a caller's struct of `struct_size` bytes with `value`, as far as it goes, and with zeros beyond what is known here.
+///
+/// # Safety
+/// `place`, unless NULL, must be writable for `struct_size` bytes.
+pub(super) unsafe fn fill<T: Growing>(place: *mut T, struct_size: u32, value: T) -> Result<()> {
+    let size = struct_size as usize;
+    if place.is_null() {
+        bail!(InvalidArgument, "the {} is NULL; pass where it is", T::NAME);
+    }
+    check_size::<T>(size)?;
+    let bytes = place.cast::<u8>();
+    // SAFETY: writable for `size` bytes.
+    unsafe {
+        let known = size.min(size_of::<T>());
+        std::ptr::copy_nonoverlapping((&raw const value).cast::<u8>(), bytes, known);
+        std::ptr::write_bytes(bytes.add(known), 0, size - known);
+        bytes.cast::<u32>().write_unaligned(struct_size);
+    }
+    Ok(())
+}
+
+/// Fills a struct for results whose `struct_size` the caller has set. NULL means that the caller does not want it.
+///
+/// # Safety
+/// `place`, unless NULL, must be readable for a `u32` and then writable for as many bytes as that says.
+pub(super) unsafe fn results<T: Growing>(place: *mut T) -> Result<Option<impl FnOnce(T)>> {
+    if place.is_null() {
+        return Ok(None);
+    }
+    // SAFETY: the first field is a u32.
+    let size = unsafe { place.cast::<u32>().read_unaligned() };
+    check_size::<T>(size as usize)?;
+    Ok(Some(move |value| {
+        // SAFETY: writable for `size` bytes; the size was checked above, and the place is not NULL.
+        let filled = unsafe { fill(place, size, value) };
+        debug_assert!(filled.is_ok());
+    }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::base::ErrorKind;
+
+    #[repr(C)]
+    #[derive(Clone, Copy, Debug, PartialEq)]
+    struct Old {
+        struct_size: u32,
+        a: i32,
+    }
+    #[repr(C)]
+    #[derive(Clone, Copy, Debug, PartialEq)]
+    struct New {
+        struct_size: u32,
+        a: i32,
+        b: u64,
+    }
+    // SAFETY: integers without padding, the first a u32 size.
+    unsafe impl Growing for Old {
+        const NAME: &'static str = "Options";
+        fn defaults() -> Self {
+            Old {
+                struct_size: 8,
+                a: 1,
+            }
+        }
+    }
+    // SAFETY: as above.
+    unsafe impl Growing for New {
+        const NAME: &'static str = "Options";
+        fn defaults() -> Self {
+            New {
+                struct_size: 16,
+                a: 1,
+                b: 2,
+            }
+        }
+    }
+
+    #[test]
+    fn an_older_host_gets_defaults_for_what_it_does_not_know() {
+        let host = Old {
+            struct_size: 8,
+            a: 5,
+        };
+        // SAFETY: 8 bytes are there, as the size says.
+        let read = unsafe { options::<New>((&raw const host).cast()) }.unwrap();
+        assert_eq!((read.a, read.b), (5, 2));
+        let mut place = [host, host];
+        // SAFETY: as above.
+        unsafe { fill::<New>((&raw mut place[0]).cast(), 8, New::defaults()) }.unwrap();
+        assert_eq!((place[0], place[1]), (Old::defaults(), host));
+    }
+
+    #[test]
+    fn a_newer_host_may_leave_new_fields_zero() {
+        let mut host = New {
+            struct_size: 16,
+            a: 5,
+            b: 0,
+        };
+        // SAFETY: 16 bytes are there, as the size says.
+        let read = |host: &New| unsafe { options::<Old>((&raw const *host).cast()) };
+        assert_eq!(read(&host).unwrap().a, 5);
+        host.b = 1 << 32;
+        let e = read(&host).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::AbiMismatch);
+        assert!(e.message().contains("byte 12"), "{e}");
+        // SAFETY: as above.
+        unsafe { fill::<Old>((&raw mut host).cast(), 16, Old::defaults()) }.unwrap();
+        assert_eq!((host.struct_size, host.a, host.b), (16, 1, 0));
+    }
+
+    #[test]
+    fn a_size_that_was_never_set_is_refused() {
+        for size in [0, 4, 7, 12, 4104, u32::MAX] {
+            let host = New {
+                struct_size: size,
+                ..New::defaults()
+            };
+            // SAFETY: sizes that do not fit are refused before more is read.
+            let e = unsafe { options::<New>(&host) }.unwrap_err();
+            assert_eq!(e.kind(), ErrorKind::AbiMismatch);
+            assert!(e.message().contains("16 in this version"), "{e}");
+        }
+    }
+
+    #[test]
+    fn text_is_copied_with_its_length() {
+        let mut buffer = [b'x' as c_char; 8];
+        let mut length = 0;
+        let mut copy = |capacity: usize| {
+            // SAFETY: the buffer is larger than any capacity passed.
+            let r = unsafe { copy_text("abc", buffer.as_mut_ptr(), capacity, &mut length) };
+            (r.map_err(|e| e.kind()), buffer[3], length)
+        };
+        let x = b'x' as c_char;
+        assert_eq!(copy(2), (Err(ErrorKind::BufferTooSmall), x, 3));
+        assert_eq!(copy(3), (Ok(()), x, 3));
+        assert_eq!(copy(4), (Ok(()), 0, 3));
+        // SAFETY: a NULL buffer is never written.
+        unsafe {
+            copy_text("abc", std::ptr::null_mut(), 0, &mut length).unwrap();
+            assert!(copy_text("abc", std::ptr::null_mut(), 3, &mut length).is_err());
+            assert!(copy_text("abc", buffer.as_mut_ptr(), 8, std::ptr::null_mut()).is_err());
+        }
+    }
+
+    #[test]
+    fn arrays_are_checked_before_they_are_read() {
+        // SAFETY: all of these are refused before anything is read.
+        unsafe {
+            assert!(slice::<u32>("x", std::ptr::null(), 1).is_err());
+            assert!(slice::<u32>("x", std::ptr::without_provenance(3), 1).is_err());
+            assert!(slice::<u32>("x", std::ptr::without_provenance(4), usize::MAX).is_err());
+            assert_eq!(slice::<u32>("x", std::ptr::null(), 0).unwrap(), []);
+            assert!(sizes("shape", std::ptr::null(), -1).is_err());
+        }
+        assert!(
+            flag("x", 2)
+                .unwrap_err()
+                .message()
+                .contains("0 (no), 1 (yes)")
+        );
+    }
+}

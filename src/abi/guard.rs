@@ -1,0 +1,148 @@
+//! The boundary that every entry passes: a panic stops here and, like every error, becomes a status and this thread's last
+//! message.
+
+use std::any::Any;
+use std::cell::RefCell;
+use std::ffi::{c_char, c_void};
+use std::ops::ControlFlow;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use super::status::{NVFP4_OK, NVFP4_Status};
+use crate::base::{Error, ErrorKind, Result};
+
+struct Last {
+    status: NVFP4_Status,
+    /// With a terminating NUL, and none before it.
+    text: Vec<u8>,
+}
+
+thread_local! {
+    static LAST: RefCell<Last> = const { RefCell::new(Last { status: NVFP4_OK, text: Vec::new() }) };
+}
+
+/// Runs the body of the entry `function`.
+pub(super) fn enter(function: &'static str, body: impl FnOnce() -> Result<()>) -> NVFP4_Status {
+    match caught(function, body) {
+        Ok(()) => NVFP4_OK,
+        Err(status) => status,
+    }
+}
+
+/// Runs the body of an entry without a status of its own: success clears the last error, so that the caller can tell.
+pub(super) fn enter_drop_in<T>(
+    function: &'static str,
+    otherwise: T,
+    body: impl FnOnce() -> Result<T>,
+) -> T {
+    remember(NVFP4_OK, "");
+    caught(function, body).unwrap_or(otherwise)
+}
+
+fn caught<T>(
+    function: &'static str,
+    body: impl FnOnce() -> Result<T>,
+) -> std::result::Result<T, NVFP4_Status> {
+    // What a panic leaves half done is only reachable through an exclusive handle, which stays locked out after it.
+    let error = match catch_unwind(AssertUnwindSafe(body)) {
+        Ok(Ok(value)) => return Ok(value),
+        Ok(Err(error)) => error,
+        Err(panic) => Error::new(ErrorKind::Internal, panic_text(&*panic)),
+    };
+    let status = error.kind().status();
+    remember(status, error.message());
+    // A subscriber is foreign code.
+    let _ = catch_unwind(AssertUnwindSafe(|| {
+        tracing::debug!(status, "{function}: {}", error.message());
+    }));
+    Err(status)
+}
+
+fn panic_text(panic: &(dyn Any + Send)) -> &str {
+    if let Some(text) = panic.downcast_ref::<&str>() {
+        text
+    } else if let Some(text) = panic.downcast_ref::<String>() {
+        text
+    } else {
+        "a panic without a message"
+    }
+}
+
+fn remember(status: NVFP4_Status, message: &str) {
+    // The thread's storage may be gone when a destructor of the host calls in late; then there is nobody left to read it.
+    let _ = LAST.try_with(|last| {
+        let mut last = last.borrow_mut();
+        last.status = status;
+        last.text.clear();
+        last.text
+            .extend(message.bytes().map(|b| if b == 0 { b' ' } else { b }));
+        last.text.push(0);
+    });
+}
+
+pub(super) fn last_status() -> NVFP4_Status {
+    LAST.try_with(|last| last.borrow().status)
+        .unwrap_or(NVFP4_OK)
+}
+
+pub(super) fn last_pointer() -> *const c_char {
+    LAST.try_with(|last| match &last.borrow().text {
+        text if text.is_empty() => c"".as_ptr(),
+        text => text.as_ptr().cast(),
+    })
+    .unwrap_or(c"".as_ptr())
+}
+
+pub(super) fn last_text() -> String {
+    LAST.try_with(|last| match last.borrow().text.split_last() {
+        Some((_, text)) => String::from_utf8_lossy(text).into_owned(),
+        None => String::new(),
+    })
+    .unwrap_or_default()
+}
+
+/// The host's word that travels with its callback.
+#[derive(Clone, Copy)]
+pub(super) struct User(pub(super) *mut c_void);
+// SAFETY: the library never looks behind the pointer; the header says on which thread a callback runs.
+unsafe impl Send for User {}
+// SAFETY: as above.
+unsafe impl Sync for User {}
+
+/// What a callback's answer means: non-zero cancels.
+pub(super) fn answer(callback: i32) -> ControlFlow<()> {
+    match callback {
+        0 => ControlFlow::Continue(()),
+        _ => ControlFlow::Break(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::err;
+
+    #[test]
+    fn a_panic_becomes_a_status_with_its_message() {
+        let number = 41;
+        let status = enter("f", || panic!("part {number}"));
+        assert_eq!(status, ErrorKind::Internal.status());
+        assert_eq!(last_text(), "part 41");
+        let status = enter("f", || std::panic::panic_any(3));
+        assert_eq!(status, ErrorKind::Internal.status());
+        assert_eq!(last_text(), "a panic without a message");
+    }
+
+    #[test]
+    fn success_keeps_the_message_and_a_drop_in_clears_it() {
+        assert_eq!(enter("f", || Err(err!(Io, "a\0b"))), ErrorKind::Io.status());
+        assert_eq!(enter("f", || Ok(())), NVFP4_OK);
+        assert_eq!(last_text(), "a b");
+        assert_eq!(enter_drop_in("f", 7, || Err(err!(Io, "c"))), 7);
+        assert_eq!(last_status(), ErrorKind::Io.status());
+        assert_eq!(enter_drop_in("f", 7, || Ok(8)), 8);
+        assert_eq!((last_status(), last_text()), (NVFP4_OK, String::new()));
+        std::thread::spawn(|| assert_eq!(last_text(), ""))
+            .join()
+            .unwrap();
+    }
+}

@@ -1,0 +1,203 @@
+//! The registry of live handles. A handle is a number that looks like a pointer: never reused, and never a valid address, so
+//! a stale or foreign one is found out and never followed, and a libtorch tensor is never mistaken for ours.
+
+use std::any::Any;
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, TryLockError};
+
+use crate::base::error::{Result, bail, err};
+
+/// Something that C holds by handle.
+pub(super) trait Object: Send + Sync + 'static {
+    /// The opaque type in the header.
+    type Handle;
+    /// Its name there.
+    const NAME: &'static str;
+}
+
+struct Live {
+    /// References that C holds.
+    references: usize,
+    object: Arc<dyn Any + Send + Sync>,
+    name: &'static str,
+}
+
+/// High bits of every handle. They are no valid address on x86-64 (not canonical) or AArch64 (outside the user range, tag
+/// byte or not).
+const MARK: usize = 0x4e46 << 48;
+/// Handles are multiples of this, as pointers to anything would be.
+const STEP: usize = 16;
+
+static NEXT: AtomicUsize = AtomicUsize::new(MARK + STEP);
+static LIVE: RwLock<BTreeMap<usize, Live>> = RwLock::new(BTreeMap::new());
+
+/// Registers `object` with one reference.
+pub(super) fn insert<T: Object>(object: Arc<T>) -> *mut T::Handle {
+    let handle = NEXT.fetch_add(STEP, Ordering::Relaxed);
+    let live = Live {
+        references: 1,
+        object,
+        name: T::NAME,
+    };
+    LIVE.write()
+        .unwrap_or_else(PoisonError::into_inner)
+        .insert(handle, live);
+    std::ptr::without_provenance_mut(handle)
+}
+
+fn unknown<T: Object>(argument: &str, handle: *const T::Handle) -> crate::base::Error {
+    let what = match handle.addr() {
+        0 => "NULL",
+        a if a & MARK == MARK && a < NEXT.load(Ordering::Relaxed) => "stale: it was released",
+        _ => "not a handle of this library",
+    };
+    err!(
+        InvalidHandle,
+        "{argument} is {what}; pass a live {}",
+        T::NAME
+    )
+}
+
+fn of_kind<T: Object>(argument: &str, live: &Live) -> Result<()> {
+    if live.name != T::NAME {
+        bail!(
+            InvalidHandle,
+            "{argument} is a handle of type {}; pass a {}",
+            live.name,
+            T::NAME
+        );
+    }
+    Ok(())
+}
+
+/// The object behind `handle`, kept alive by the result. `argument` is the parameter's name in the header.
+pub(super) fn get<T: Object>(argument: &str, handle: *const T::Handle) -> Result<Arc<T>> {
+    let live = LIVE.read().unwrap_or_else(PoisonError::into_inner);
+    let Some(live) = live.get(&handle.addr()) else {
+        return Err(unknown::<T>(argument, handle));
+    };
+    of_kind::<T>(argument, live)?;
+    live.object
+        .clone()
+        .downcast()
+        .map_err(|_| err!(Internal, "two kinds of handle are called {}", T::NAME))
+}
+
+/// Adds a reference.
+pub(super) fn retain<T: Object>(argument: &str, handle: *const T::Handle) -> Result<()> {
+    let mut live = LIVE.write().unwrap_or_else(PoisonError::into_inner);
+    let Some(live) = live.get_mut(&handle.addr()) else {
+        return Err(unknown::<T>(argument, handle));
+    };
+    of_kind::<T>(argument, live)?;
+    live.references += 1;
+    Ok(())
+}
+
+/// Gives a reference up; the last one ends the handle. The object itself goes when nothing else uses it.
+pub(super) fn release<T: Object>(argument: &str, handle: *const T::Handle) -> Result<()> {
+    let mut all = LIVE.write().unwrap_or_else(PoisonError::into_inner);
+    let Some(live) = all.get_mut(&handle.addr()) else {
+        return Err(unknown::<T>(argument, handle));
+    };
+    of_kind::<T>(argument, live)?;
+    live.references -= 1;
+    if live.references == 0 {
+        let ended = all.remove(&handle.addr());
+        // Dropping may run a host's deleter, which may call in here.
+        drop(all);
+        drop(ended);
+    }
+    Ok(())
+}
+
+/// An object that one call at a time may use.
+pub(super) struct Exclusive<T>(Mutex<T>);
+
+impl<T> Exclusive<T> {
+    pub(super) fn new(value: T) -> Self {
+        Exclusive(Mutex::new(value))
+    }
+
+    /// Takes the object for this call. In use elsewhere, or further up this thread's stack, is `Busy`.
+    pub(super) fn take(&self, argument: &str) -> Result<MutexGuard<'_, T>> {
+        match self.0.try_lock() {
+            Ok(guard) => Ok(guard),
+            Err(TryLockError::WouldBlock) => bail!(
+                Busy,
+                "{argument} is in use by another call; wait for that call to return"
+            ),
+            Err(TryLockError::Poisoned(_)) => bail!(
+                Internal,
+                "{argument} was left unusable by an earlier internal error; release it"
+            ),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::base::ErrorKind;
+
+    struct A(u32);
+    struct B;
+    struct HandleA;
+    struct HandleB;
+    impl Object for A {
+        type Handle = HandleA;
+        const NAME: &'static str = "A";
+    }
+    impl Object for B {
+        type Handle = HandleB;
+        const NAME: &'static str = "B";
+    }
+
+    #[test]
+    fn a_handle_lives_until_its_last_release() {
+        let a = insert(Arc::new(A(7)));
+        retain::<A>("a", a).unwrap();
+        release::<A>("a", a).unwrap();
+        let object = get::<A>("a", a).unwrap();
+        release::<A>("a", a).unwrap();
+        assert_eq!(object.0, 7);
+        for e in [
+            get::<A>("a", a).err().unwrap(),
+            release::<A>("a", a).unwrap_err(),
+            retain::<A>("a", a).unwrap_err(),
+        ] {
+            assert_eq!(e.kind(), ErrorKind::InvalidHandle);
+            assert!(e.message().contains("stale"), "{e}");
+        }
+        assert_ne!(insert(Arc::new(A(8))), a);
+    }
+
+    #[test]
+    fn null_foreign_and_wrong_kinds_are_told_apart() {
+        let text = |h: *mut HandleA| get::<A>("x", h).err().unwrap().message().to_owned();
+        assert_eq!(text(std::ptr::null_mut()), "x is NULL; pass a live A");
+        let mut foreign = 0u64;
+        assert!(text((&raw mut foreign).cast()).contains("not a handle"));
+        let b = insert(Arc::new(B));
+        assert!(text(b.cast()).contains("a handle of type B; pass a A"));
+        assert!(release::<A>("x", b.cast()).is_err());
+        release::<B>("x", b).unwrap();
+    }
+
+    #[test]
+    fn an_exclusive_object_is_busy_while_taken_and_unusable_after_a_panic() {
+        let x = Arc::new(Exclusive::new(1));
+        let taken = x.take("x").unwrap();
+        assert_eq!(x.take("x").err().unwrap().kind(), ErrorKind::Busy);
+        drop(taken);
+        let other = x.clone();
+        let panicked = std::thread::spawn(move || {
+            let _taken = other.take("x").unwrap();
+            panic!("while in use");
+        })
+        .join();
+        assert!(panicked.is_err());
+        assert_eq!(x.take("x").err().unwrap().kind(), ErrorKind::Internal);
+    }
+}

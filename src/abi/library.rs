@@ -1,0 +1,306 @@
+//! The library itself: versions, logging, threads and what this machine offers.
+
+use std::cell::Cell;
+use std::ffi::{CStr, c_char, c_void};
+use std::fmt::{self, Write};
+use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::{Once, PoisonError, RwLock};
+
+use serde_json::json;
+use tracing::field::{Field, Visit};
+use tracing::span;
+use tracing::{Event, Level, Metadata, Subscriber};
+
+use super::arguments::{choice, copy_text, count};
+use super::guard::{User, enter};
+use super::shared;
+use super::status::NVFP4_Status;
+use crate::base::error::{Result, bail, err};
+use crate::base::{env, memory};
+use crate::cpu::Level as Isa;
+use crate::ops::Device;
+
+/// Version of the library this header belongs to.
+pub const NVFP4_VERSION_MAJOR: i32 = 0;
+/// See #NVFP4_VERSION_MAJOR.
+pub const NVFP4_VERSION_MINOR: i32 = 1;
+/// See #NVFP4_VERSION_MAJOR.
+pub const NVFP4_VERSION_PATCH: i32 = 0;
+/// Version of the binary interface this header describes. A program built with one number runs with any library that
+/// reports the same one.
+pub const NVFP4_ABI_VERSION: i32 = 1;
+
+/// Log nothing.
+pub const NVFP4_LOG_OFF: i32 = 0;
+/// Log what went wrong inside the library.
+pub const NVFP4_LOG_ERROR: i32 = 1;
+/// Log what may surprise, and more severe messages.
+pub const NVFP4_LOG_WARN: i32 = 2;
+/// Log milestones, and more severe messages.
+pub const NVFP4_LOG_INFO: i32 = 3;
+/// Log details, every error returned among them, and more severe messages.
+pub const NVFP4_LOG_DEBUG: i32 = 4;
+/// Log everything.
+pub const NVFP4_LOG_TRACE: i32 = 5;
+
+/// Takes a log message: one line of UTF-8, `length` bytes without a NUL. Unlike other callbacks it is kept, and called on
+/// whichever thread has something to say; it must not call into the library. Its result is ignored; return 0.
+pub type NVFP4_LogCallback = Option<
+    unsafe extern "C" fn(
+        user: *mut c_void,
+        level: i32,
+        message: *const c_char,
+        length: usize,
+    ) -> i32,
+>;
+
+const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), "\0");
+
+/// Version of the library that runs, as "major.minor.patch". The text is static.
+#[unsafe(no_mangle)]
+pub extern "C" fn NVFP4_version() -> *const c_char {
+    VERSION.as_ptr().cast()
+}
+
+/// The #NVFP4_ABI_VERSION of the library that runs. A host that loads the library by name compares it with the one it was
+/// built with.
+#[unsafe(no_mangle)]
+pub extern "C" fn NVFP4_abi_version() -> i32 {
+    NVFP4_ABI_VERSION
+}
+
+struct Sink {
+    callback: unsafe extern "C" fn(*mut c_void, i32, *const c_char, usize) -> i32,
+    user: User,
+}
+
+static SINK: RwLock<Option<Sink>> = RwLock::new(None);
+static LEVEL: AtomicI32 = AtomicI32::new(NVFP4_LOG_OFF);
+static INSTALL: Once = Once::new();
+
+thread_local! {
+    /// Whether this thread is inside the log callback.
+    static LOGGING: Cell<bool> = const { Cell::new(false) };
+}
+
+fn number(level: &Level) -> i32 {
+    match *level {
+        Level::ERROR => NVFP4_LOG_ERROR,
+        Level::WARN => NVFP4_LOG_WARN,
+        Level::INFO => NVFP4_LOG_INFO,
+        Level::DEBUG => NVFP4_LOG_DEBUG,
+        Level::TRACE => NVFP4_LOG_TRACE,
+    }
+}
+
+/// Hands the events of this crate to the host's callback.
+struct ToHost;
+
+impl Subscriber for ToHost {
+    fn register_callsite(
+        &self,
+        metadata: &'static Metadata<'static>,
+    ) -> tracing::subscriber::Interest {
+        match metadata.is_event() && metadata.target().starts_with("NVFP4") {
+            // The level may change at any time, so every event asks.
+            true => tracing::subscriber::Interest::sometimes(),
+            false => tracing::subscriber::Interest::never(),
+        }
+    }
+
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        number(metadata.level()) <= LEVEL.load(Ordering::Relaxed)
+    }
+
+    fn new_span(&self, _: &span::Attributes<'_>) -> span::Id {
+        span::Id::from_u64(1)
+    }
+
+    fn record(&self, _: &span::Id, _: &span::Record<'_>) {}
+
+    fn record_follows_from(&self, _: &span::Id, _: &span::Id) {}
+
+    fn enter(&self, _: &span::Id) {}
+
+    fn exit(&self, _: &span::Id) {}
+
+    fn event(&self, event: &Event<'_>) {
+        if LOGGING.replace(true) {
+            return;
+        }
+        let mut line = Line::default();
+        event.record(&mut line);
+        let text = line.message + &line.fields;
+        if let Some(sink) = &*SINK.read().unwrap_or_else(PoisonError::into_inner) {
+            let level = number(event.metadata().level());
+            // SAFETY: the host keeps the callback and its word valid until it sets another; the lock holds that off.
+            unsafe { (sink.callback)(sink.user.0, level, text.as_ptr().cast(), text.len()) };
+        }
+        LOGGING.set(false);
+    }
+}
+
+/// An event as one line: the message, then ` name=value` for each field.
+#[derive(Default)]
+struct Line {
+    message: String,
+    fields: String,
+}
+
+impl Visit for Line {
+    fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
+        // Writing to a String cannot fail.
+        let _ = match field.name() {
+            "message" => write!(self.message, "{value:?}"),
+            name => write!(self.fields, " {name}={value:?}"),
+        };
+    }
+}
+
+/// Sends log messages of `level` and more severe ones to `callback`, for the whole process; NULL or #NVFP4_LOG_OFF stops
+/// that. When the call returns, the callback set before it is not running and will not be called again.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_set_log_callback(
+    callback: NVFP4_LogCallback,
+    user: *mut c_void,
+    level: i32,
+) -> NVFP4_Status {
+    enter("NVFP4_set_log_callback", || {
+        let level = choice(
+            "level",
+            level,
+            &[
+                (NVFP4_LOG_OFF, "off", NVFP4_LOG_OFF),
+                (NVFP4_LOG_ERROR, "error", NVFP4_LOG_ERROR),
+                (NVFP4_LOG_WARN, "warn", NVFP4_LOG_WARN),
+                (NVFP4_LOG_INFO, "info", NVFP4_LOG_INFO),
+                (NVFP4_LOG_DEBUG, "debug", NVFP4_LOG_DEBUG),
+                (NVFP4_LOG_TRACE, "trace", NVFP4_LOG_TRACE),
+            ],
+        )?;
+        if LOGGING.get() {
+            bail!(
+                Busy,
+                "the log callback cannot be changed from within itself"
+            );
+        }
+        let sink = callback.filter(|_| level > NVFP4_LOG_OFF);
+        if sink.is_some() {
+            let mut installed = Ok(());
+            INSTALL.call_once(|| {
+                installed = tracing::subscriber::set_global_default(ToHost).map_err(|_| {
+                    err!(
+                        Unsupported,
+                        "the process has a tracing subscriber of its own; read this library's events there"
+                    )
+                });
+            });
+            installed?;
+        }
+        LEVEL.store(
+            if sink.is_some() { level } else { NVFP4_LOG_OFF },
+            Ordering::Relaxed,
+        );
+        *SINK.write().unwrap_or_else(PoisonError::into_inner) = sink.map(|callback| Sink {
+            callback,
+            user: User(user),
+        });
+        Ok(())
+    })
+}
+
+/// Sets how many CPU threads calls and objects made from now on use, where they are not told otherwise. 0 leaves it to the
+/// environment variable NVFP4_THREADS, or one thread per core. Results do not depend on it.
+#[unsafe(no_mangle)]
+pub extern "C" fn NVFP4_set_threads(threads: i32) -> NVFP4_Status {
+    enter("NVFP4_set_threads", || {
+        let threads = thread_count(threads)?;
+        shared::set_threads(threads);
+        Ok(())
+    })
+}
+
+/// A number of threads from C; 0 is the default.
+pub(super) fn thread_count(threads: i32) -> Result<Option<usize>> {
+    match count("threads", threads.into())? {
+        0 => Ok(None),
+        n if n <= 1024 => Ok(Some(n)),
+        n => bail!(InvalidArgument, "threads is {n}; it takes 0 to 1024"),
+    }
+}
+
+/// What this library can do on this machine, as JSON: version, CPU levels with the one in use, the CUDA backend and why it
+/// is unavailable, memory, and the environment variables that are set. Keys may be added in later versions.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_diagnose(
+    buffer: *mut c_char,
+    capacity: usize,
+    length: *mut usize,
+) -> NVFP4_Status {
+    enter("NVFP4_diagnose", || {
+        let text = diagnosis().to_string();
+        // SAFETY: the pointers are as the header asks.
+        unsafe { copy_text(&text, buffer, capacity, length) }
+    })
+}
+
+fn diagnosis() -> serde_json::Value {
+    let chosen = Isa::choose();
+    let device: Result<Device> = shared::device();
+    let levels: Vec<_> = Isa::ALL
+        .iter()
+        .map(|l| json!({ "name": l.name(), "present": l.is_present(), "in_use": chosen.as_ref().is_ok_and(|c| c == l) }))
+        .collect();
+    let tags: serde_json::Map<_, _> = memory::Tag::ALL
+        .iter()
+        .map(|&t| {
+            let usage = memory::usage(t);
+            (
+                t.name().to_owned(),
+                json!({ "current": usage.current, "peak": usage.peak }),
+            )
+        })
+        .collect();
+    let total = memory::total();
+    json!({
+        "version": env!("CARGO_PKG_VERSION"),
+        "abi_version": NVFP4_ABI_VERSION,
+        "target": { "arch": std::env::consts::ARCH, "os": std::env::consts::OS },
+        "backends": {
+            "cpu": {
+                "available": device.is_ok(),
+                "device": device.as_ref().ok().map(Device::name),
+                "reason": device.as_ref().err().map(|e| e.message()),
+                "levels": levels,
+                "cores": std::thread::available_parallelism().map_or(1, usize::from),
+            },
+            "cuda": {
+                "available": false,
+                "devices": [],
+                "reason": CUDA_ABSENT,
+            },
+        },
+        "managed_memory": { "available": false, "reason": CUDA_ABSENT },
+        "memory": {
+            "total": { "current": total.current, "peak": total.peak },
+            "by_tag": tags,
+            "budget": memory::budget(),
+        },
+        "environment": {
+            "NVFP4_CPU": env::cpu_level(),
+            "NVFP4_THREADS": env::threads().ok().flatten(),
+        },
+    })
+}
+
+/// Why there is no CUDA device.
+pub(super) const CUDA_ABSENT: &str = "this build has no CUDA backend";
+
+/// The text that a version number was printed from must be the header's numbers.
+const _: () = {
+    let text = VERSION.as_bytes();
+    assert!(text[0] as i32 - 48 == NVFP4_VERSION_MAJOR);
+    assert!(text[2] as i32 - 48 == NVFP4_VERSION_MINOR);
+    assert!(text[4] as i32 - 48 == NVFP4_VERSION_PATCH);
+    assert!(CStr::from_bytes_with_nul(text).is_ok() && text.len() == 6);
+};

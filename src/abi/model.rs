@@ -1,0 +1,374 @@
+//! Models: weights on disk, and weights, tokenizer and chat template in memory.
+//!
+//! A model is immutable. Any number of sessions, on any threads, may run it at once.
+
+use std::ffi::{c_char, c_void};
+use std::ops::ControlFlow;
+use std::path::Path;
+
+use serde_json::json;
+
+use super::arguments::{
+    Growing, Out, choice, copy_items, copy_text, fill, flag, options, slice, text,
+};
+use super::guard::{User, answer, enter};
+use super::handle::{self, Object};
+use super::library::thread_count;
+use super::linear::{NVFP4_ACTIVATIONS_EXACT, activations};
+use super::quantize::NVFP4_QuantizeOptions;
+use super::shared;
+use super::status::NVFP4_Status;
+use super::tensor::{NVFP4_DEVICE_CPU, check_device};
+use crate::base::error::{Result, err};
+use crate::checkpoint;
+use crate::model::convert::{self, Container, ConvertOptions};
+use crate::model::{LoadOptions, Model};
+use crate::ops::Device;
+use crate::text::Message;
+
+/// A loaded model. See the model chapter.
+pub struct NVFP4_Model {
+    _private: [u8; 0],
+}
+
+impl Object for Model {
+    type Handle = NVFP4_Model;
+    const NAME: &'static str = "NVFP4_Model";
+}
+
+/// Is told how far a long call is, in bytes, now and then. Returns 0 to go on, anything else to cancel.
+pub type NVFP4_ProgressCallback =
+    Option<unsafe extern "C" fn(user: *mut c_void, done: u64, total: u64) -> i32>;
+
+/// How to load a model. Fill with NVFP4_load_options_init(), then change what is to differ.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct NVFP4_LoadOptions {
+    /// sizeof(NVFP4_LoadOptions) as the caller knows it.
+    pub struct_size: u32,
+    /// One of NVFP4_DEVICE_*. Default: CPU.
+    pub device_type: i32,
+    /// Which device of that type. Default: 0.
+    pub device_index: i32,
+    /// CPU threads of this model, or 0 for those of NVFP4_set_threads(), which models share. Default: 0.
+    pub threads: i32,
+    /// One of NVFP4_ACTIVATIONS_*. Default: exact.
+    pub activations: i32,
+    /// 1 to leave out the layers: tokenizer, embedding, final norm and head only. Default: 0.
+    pub sampling_only: i32,
+}
+
+// SAFETY: integers without padding, the first a u32 size.
+unsafe impl Growing for NVFP4_LoadOptions {
+    const NAME: &'static str = "NVFP4_LoadOptions";
+    fn defaults() -> Self {
+        NVFP4_LoadOptions {
+            struct_size: size_of::<Self>() as u32,
+            device_type: NVFP4_DEVICE_CPU,
+            device_index: 0,
+            threads: 0,
+            activations: NVFP4_ACTIVATIONS_EXACT,
+            sampling_only: 0,
+        }
+    }
+}
+
+/// A message of a conversation.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct NVFP4_Message {
+    /// Who speaks: "system", "user", "assistant".
+    pub role: *const c_char,
+    /// Bytes of `role`.
+    pub role_length: usize,
+    /// What is said.
+    pub content: *const c_char,
+    /// Bytes of `content`.
+    pub content_length: usize,
+}
+
+/// A directory of safetensors in ModelOpt's layout, with config and tokenizer.
+pub const NVFP4_CONTAINER_MODELOPT: i32 = 0;
+/// TorchSharp's `.dat` with single-level scales, and config and tokenizer beside it.
+pub const NVFP4_CONTAINER_DAT: i32 = 1;
+
+/// Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_LoadOptions).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_load_options_init(
+    options: *mut NVFP4_LoadOptions,
+    struct_size: u32,
+) -> NVFP4_Status {
+    enter("NVFP4_load_options_init", || {
+        // SAFETY: the pointer is as the header asks.
+        unsafe { fill(options, struct_size, NVFP4_LoadOptions::defaults()) }
+    })
+}
+
+fn progress(
+    callback: NVFP4_ProgressCallback,
+    user: *mut c_void,
+) -> impl Fn(u64, u64) -> ControlFlow<()> {
+    let user = User(user);
+    move |done, total| match callback {
+        // SAFETY: the host's callback, called while the call it was given to runs, on the same thread.
+        Some(callback) => answer(unsafe { callback({ user }.0, done, total) }),
+        None => ControlFlow::Continue(()),
+    }
+}
+
+/// Loads a model: a directory, or a `.safetensors`, `.dat` or `.gguf` file.
+///
+/// - `path`, `path_length`: UTF-8.
+/// - `options`: NULL for the defaults.
+/// - `quantize`: how to quantize dense weights to NVFP4 while loading; NULL holds weights as they are stored.
+/// - `progress`, `user`: may be NULL.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_model_load(
+    path: *const c_char,
+    path_length: usize,
+    options: *const NVFP4_LoadOptions,
+    quantize: *const NVFP4_QuantizeOptions,
+    progress: NVFP4_ProgressCallback,
+    user: *mut c_void,
+    out: *mut *mut NVFP4_Model,
+) -> NVFP4_Status {
+    enter("NVFP4_model_load", || {
+        // SAFETY: the pointers are as the header asks.
+        let (out, path, options, quantize) = unsafe {
+            (
+                Out::new("out", out)?,
+                text("path", path, path_length)?,
+                self::options(options)?,
+                match quantize.is_null() {
+                    true => None,
+                    false => Some(self::options(quantize)?.read()?.0),
+                },
+            )
+        };
+        check_device(options.device_type, options.device_index)?;
+        let device = match thread_count(options.threads)? {
+            None => shared::device()?,
+            threads => Device::cpu(threads)?,
+        };
+        let progress = self::progress(progress, user);
+        let model = Model::load(
+            Path::new(path),
+            &LoadOptions {
+                device,
+                quantize,
+                activations: activations(options.activations)?,
+                sampling_only: flag("sampling_only", options.sampling_only)?,
+                progress: Some(&|p| progress(p.done, p.total)),
+            },
+        )?;
+        tracing::info!(path, "loaded {model:?}");
+        out.set(handle::insert(model));
+        Ok(())
+    })
+}
+
+/// Adds a reference to a model.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_model_retain(model: *mut NVFP4_Model) -> NVFP4_Status {
+    enter("NVFP4_model_retain", || {
+        handle::retain::<Model>("model", model)
+    })
+}
+
+/// Gives up a reference to a model. After the last one the handle is stale; sessions keep the weights.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_model_release(model: *mut NVFP4_Model) -> NVFP4_Status {
+    enter("NVFP4_model_release", || {
+        handle::release::<Model>("model", model)
+    })
+}
+
+/// What was loaded, as JSON: architecture, device, parameters, weight_bytes, formats, sizes, kv_bytes_per_token,
+/// stop_tokens. Keys may be added in later versions.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_model_info(
+    model: *const NVFP4_Model,
+    buffer: *mut c_char,
+    capacity: usize,
+    length: *mut usize,
+) -> NVFP4_Status {
+    enter("NVFP4_model_info", || {
+        let model = handle::get::<Model>("model", model)?;
+        let mut info = serde_json::to_value(model.info())
+            .map_err(|e| err!(Internal, "the model's description: {e}"))?;
+        info["stop_tokens"] = json!(model.stop_tokens());
+        // SAFETY: the pointers are as the header asks.
+        unsafe { copy_text(&info.to_string(), buffer, capacity, length) }
+    })
+}
+
+/// Writes the number of token ids, which is the number of logits.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_model_vocab_size(
+    model: *const NVFP4_Model,
+    size: *mut usize,
+) -> NVFP4_Status {
+    enter("NVFP4_model_vocab_size", || {
+        // SAFETY: the pointer is as the header asks.
+        let out = unsafe { Out::new("size", size) }?;
+        out.set(handle::get::<Model>("model", model)?.info().vocab_size);
+        Ok(())
+    })
+}
+
+/// Token ids as the core has them.
+pub(super) fn tokens_in(tokens: &[i32]) -> Result<Vec<u32>> {
+    tokens
+        .iter()
+        .enumerate()
+        .map(|(i, &t)| {
+            u32::try_from(t)
+                .map_err(|_| err!(InvalidArgument, "token {i} is {t}; ids are not negative"))
+        })
+        .collect()
+}
+
+/// Token ids as C has them.
+pub(super) fn token_out(token: u32) -> Result<i32> {
+    i32::try_from(token).map_err(|_| err!(Internal, "token id {token} is past int32_t"))
+}
+
+/// Text to token ids. `add_special` 1 adds what the model wants around a text (a first token, often); a rendered chat has it
+/// already. Writes the number of tokens to `count`; see ARRAYS OUT above.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_model_tokenize(
+    model: *const NVFP4_Model,
+    text: *const c_char,
+    text_length: usize,
+    add_special: i32,
+    tokens: *mut i32,
+    capacity: usize,
+    count: *mut usize,
+) -> NVFP4_Status {
+    enter("NVFP4_model_tokenize", || {
+        let model = handle::get::<Model>("model", model)?;
+        // SAFETY: the pointers are as the header asks.
+        let text = unsafe { self::text("text", text, text_length) }?;
+        let ids = model
+            .tokenizer()?
+            .encode(text, flag("add_special", add_special)?)?
+            .into_iter()
+            .map(token_out)
+            .collect::<Result<Vec<_>>>()?;
+        // SAFETY: as above.
+        unsafe { copy_items(&ids, tokens, capacity, count) }
+    })
+}
+
+/// Token ids to text. `skip_special` 1 leaves out tokens such as `<|im_end|>`. Bytes that are no character become U+FFFD:
+/// for a stream of tokens use the text that generation gives, which waits for whole characters.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_model_detokenize(
+    model: *const NVFP4_Model,
+    tokens: *const i32,
+    count: usize,
+    skip_special: i32,
+    buffer: *mut c_char,
+    capacity: usize,
+    length: *mut usize,
+) -> NVFP4_Status {
+    enter("NVFP4_model_detokenize", || {
+        let model = handle::get::<Model>("model", model)?;
+        // SAFETY: the pointers are as the header asks.
+        let tokens = tokens_in(unsafe { slice("tokens", tokens, count) }?)?;
+        let text = model
+            .tokenizer()?
+            .decode(&tokens, flag("skip_special", skip_special)?)?;
+        // SAFETY: as above.
+        unsafe { copy_text(&text, buffer, capacity, length) }
+    })
+}
+
+/// Renders a conversation with the model's chat template (ChatML if it has none). `add_generation_prompt` 1 opens the
+/// assistant's next turn.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_model_render_chat(
+    model: *const NVFP4_Model,
+    messages: *const NVFP4_Message,
+    count: usize,
+    add_generation_prompt: i32,
+    buffer: *mut c_char,
+    capacity: usize,
+    length: *mut usize,
+) -> NVFP4_Status {
+    enter("NVFP4_model_render_chat", || {
+        let model = handle::get::<Model>("model", model)?;
+        // SAFETY: the pointers are as the header asks.
+        let messages = unsafe { slice("messages", messages, count) }?
+            .iter()
+            .map(|m| {
+                // SAFETY: as above.
+                let (role, content) = unsafe {
+                    (
+                        text("role", m.role, m.role_length)?,
+                        text("content", m.content, m.content_length)?,
+                    )
+                };
+                Ok(Message::new(role, content))
+            })
+            .collect::<Result<Vec<_>>>()?;
+        let prompt = flag("add_generation_prompt", add_generation_prompt)?;
+        let text = model.chat_template().render(&messages, prompt)?;
+        // SAFETY: as above.
+        unsafe { copy_text(&text, buffer, capacity, length) }
+    })
+}
+
+/// Converts a model on disk to NVFP4 on disk, one tensor at a time: linear weights are quantized, the rest is kept. A file
+/// that was there is replaced only when the new one is whole.
+///
+/// - `source`: what NVFP4_model_load() takes.
+/// - `container`: one of NVFP4_CONTAINER_*; says what `destination` becomes.
+/// - `options`: NULL for the defaults, which are two-level scales for ModelOpt and single-level ones for `.dat`.
+/// - `progress`, `user`: may be NULL.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_model_convert(
+    source: *const c_char,
+    source_length: usize,
+    destination: *const c_char,
+    destination_length: usize,
+    container: i32,
+    options: *const NVFP4_QuantizeOptions,
+    progress: NVFP4_ProgressCallback,
+    user: *mut c_void,
+) -> NVFP4_Status {
+    enter("NVFP4_model_convert", || {
+        // SAFETY: the pointers are as the header asks.
+        let (source, destination) = unsafe {
+            (
+                text("source", source, source_length)?,
+                text("destination", destination, destination_length)?,
+            )
+        };
+        let container = choice(
+            "container",
+            container,
+            &[
+                (NVFP4_CONTAINER_MODELOPT, "modelopt", Container::ModelOpt),
+                (NVFP4_CONTAINER_DAT, "dat", Container::Dat),
+            ],
+        )?;
+        let mut convert = ConvertOptions::new(container, Default::default());
+        if !options.is_null() {
+            // SAFETY: as above.
+            convert.quantize = unsafe { self::options(options) }?.read()?.0;
+        }
+        let checkpoint = checkpoint::open(Path::new(source))?;
+        let Device::Cpu(cpu) = shared::device()?;
+        let progress = self::progress(progress, user);
+        convert::convert(
+            &*checkpoint,
+            Path::new(destination),
+            &convert,
+            cpu.pool(),
+            &mut |p| progress(p.done, p.total),
+        )
+        .map_err(|e| e.within(source))?;
+        Ok(())
+    })
+}

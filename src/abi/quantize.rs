@@ -1,0 +1,338 @@
+//! Number formats: NVFP4 and NF4, both ways.
+//!
+//! NVFP4 is two 4-bit codes (E2M1) to a byte, the even index in the low nibble; a scale (E4M3) for each 16 values along the
+//! last dimension K; and one float that multiplies every value of the tensor.
+
+use std::sync::Arc;
+
+use super::arguments::{Growing, Out, choice, count, fill, options, sizes};
+use super::guard::enter;
+use super::handle;
+use super::shared;
+use super::status::NVFP4_Status;
+use super::tensor::NVFP4_Tensor;
+use crate::base::error::Result;
+use crate::format::Rounding;
+use crate::format::nvfp4::{Levels, NonFinite, QuantizeOptions, Recipe};
+use crate::ops::tensors::{self, Nvfp4Tensor, ScaleLayout};
+use crate::tensor::{DType, Tensor};
+
+/// A multiplier for the whole tensor above the block scales.
+pub const NVFP4_LEVELS_TWO: i32 = 0;
+/// Block scales alone; the multiplier is 1.
+pub const NVFP4_LEVELS_SINGLE: i32 = 1;
+/// The single-level rule of NVFP4_quantize().
+pub const NVFP4_LEVELS_LEGACY: i32 = 2;
+
+/// The largest magnitude of a block becomes 6.
+pub const NVFP4_RECIPE_AMAX: i32 = 0;
+/// The largest magnitude of a block becomes 6 or 4, whichever has the smaller squared error.
+pub const NVFP4_RECIPE_FOUR_OVER_SIX: i32 = 1;
+/// The scale, of all there are, with the smallest squared error.
+pub const NVFP4_RECIPE_SWEEP: i32 = 2;
+
+/// To the nearer code; a tie goes to the even one. What the hardware does.
+pub const NVFP4_ROUNDING_NEAREST_EVEN: i32 = 0;
+/// To the nearer code; a tie goes away from zero.
+pub const NVFP4_ROUNDING_HALF_AWAY: i32 = 1;
+/// Up or down by chance, so that the expected result is the value. The seed fixes the chance.
+pub const NVFP4_ROUNDING_STOCHASTIC: i32 = 2;
+
+/// NaN and infinity are errors that name the first index.
+pub const NVFP4_NONFINITE_ERROR: i32 = 0;
+/// NaN counts as 0, an infinity as the largest value that fits.
+pub const NVFP4_NONFINITE_SATURATE: i32 = 1;
+
+/// Scales row-major, `[.., K / 16]`.
+pub const NVFP4_SCALES_LINEAR: i32 = 0;
+/// Scales in the 128 x 4 tiles that tensor cores read, padded with zeros, as one run of bytes.
+pub const NVFP4_SCALES_SWIZZLED: i32 = 1;
+
+/// How to quantize. Fill with NVFP4_quantize_options_init(), then change what is to differ.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct NVFP4_QuantizeOptions {
+    /// sizeof(NVFP4_QuantizeOptions) as the caller knows it.
+    pub struct_size: u32,
+    /// One of NVFP4_LEVELS_*. Default: two.
+    pub levels: i32,
+    /// One of NVFP4_RECIPE_*. Default: amax.
+    pub recipe: i32,
+    /// One of NVFP4_ROUNDING_*. Default: to nearest even.
+    pub rounding: i32,
+    /// One of NVFP4_NONFINITE_*. Default: error.
+    pub nonfinite: i32,
+    /// One of NVFP4_SCALES_*. Default: linear.
+    pub scale_layout: i32,
+    /// For stochastic rounding. Default: 0.
+    pub seed: u64,
+}
+
+// SAFETY: integers without padding, the first a u32 size.
+unsafe impl Growing for NVFP4_QuantizeOptions {
+    const NAME: &'static str = "NVFP4_QuantizeOptions";
+    fn defaults() -> Self {
+        NVFP4_QuantizeOptions {
+            struct_size: size_of::<Self>() as u32,
+            levels: NVFP4_LEVELS_TWO,
+            recipe: NVFP4_RECIPE_AMAX,
+            rounding: NVFP4_ROUNDING_NEAREST_EVEN,
+            nonfinite: NVFP4_NONFINITE_ERROR,
+            scale_layout: NVFP4_SCALES_LINEAR,
+            seed: 0,
+        }
+    }
+}
+
+impl NVFP4_QuantizeOptions {
+    pub(super) fn read(&self) -> Result<(QuantizeOptions, ScaleLayout)> {
+        let options = QuantizeOptions {
+            levels: choice(
+                "levels",
+                self.levels,
+                &[
+                    (NVFP4_LEVELS_TWO, "two", Levels::Two),
+                    (NVFP4_LEVELS_SINGLE, "single", Levels::Single),
+                    (NVFP4_LEVELS_LEGACY, "legacy", Levels::Legacy),
+                ],
+            )?,
+            recipe: choice(
+                "recipe",
+                self.recipe,
+                &[
+                    (NVFP4_RECIPE_AMAX, "amax", Recipe::Amax),
+                    (
+                        NVFP4_RECIPE_FOUR_OVER_SIX,
+                        "four-over-six",
+                        Recipe::FourOverSix,
+                    ),
+                    (NVFP4_RECIPE_SWEEP, "sweep", Recipe::Sweep),
+                ],
+            )?,
+            rounding: choice(
+                "rounding",
+                self.rounding,
+                &[
+                    (
+                        NVFP4_ROUNDING_NEAREST_EVEN,
+                        "nearest even",
+                        Rounding::NearestEven,
+                    ),
+                    (NVFP4_ROUNDING_HALF_AWAY, "half away", Rounding::HalfAway),
+                    (
+                        NVFP4_ROUNDING_STOCHASTIC,
+                        "stochastic",
+                        Rounding::Stochastic,
+                    ),
+                ],
+            )?,
+            nonfinite: choice(
+                "nonfinite",
+                self.nonfinite,
+                &[
+                    (NVFP4_NONFINITE_ERROR, "error", NonFinite::Error),
+                    (NVFP4_NONFINITE_SATURATE, "saturate", NonFinite::Saturate),
+                ],
+            )?,
+            seed: self.seed,
+        };
+        options.check()?;
+        Ok((options, layout(self.scale_layout)?))
+    }
+}
+
+fn layout(value: i32) -> Result<ScaleLayout> {
+    choice(
+        "scale_layout",
+        value,
+        &[
+            (NVFP4_SCALES_LINEAR, "linear", ScaleLayout::Linear),
+            (NVFP4_SCALES_SWIZZLED, "swizzled", ScaleLayout::Swizzled),
+        ],
+    )
+}
+
+/// An NVFP4 tensor from its parts.
+pub(super) fn parts(
+    names: [&str; 2],
+    codes: *const NVFP4_Tensor,
+    scales: *const NVFP4_Tensor,
+    global_scale: f32,
+    scale_layout: i32,
+) -> Result<Nvfp4Tensor> {
+    Ok(Nvfp4Tensor {
+        codes: Tensor::clone(&*handle::get::<Tensor>(names[0], codes)?),
+        scales: Tensor::clone(&*handle::get::<Tensor>(names[1], scales)?),
+        global: global_scale,
+        layout: layout(scale_layout)?,
+    })
+}
+
+/// Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_QuantizeOptions).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_quantize_options_init(
+    options: *mut NVFP4_QuantizeOptions,
+    struct_size: u32,
+) -> NVFP4_Status {
+    enter("NVFP4_quantize_options_init", || {
+        // SAFETY: the pointer is as the header asks.
+        unsafe { fill(options, struct_size, NVFP4_QuantizeOptions::defaults()) }
+    })
+}
+
+/// Quantizes a tensor along its last dimension K to NVFP4.
+///
+/// - `input`: `[.., K]` of a floating type, any strides; K a multiple of 16.
+/// - `options`: NULL for the defaults.
+/// - `codes`: uint8 `[.., K / 2]`.
+/// - `scales`: float8_e4m3fn `[.., K / 16]`, or one dimension if swizzled.
+/// - `global_scale`: the multiplier; 1 when single-level.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_tensor_quantize(
+    input: *const NVFP4_Tensor,
+    options: *const NVFP4_QuantizeOptions,
+    codes: *mut *mut NVFP4_Tensor,
+    scales: *mut *mut NVFP4_Tensor,
+    global_scale: *mut f32,
+) -> NVFP4_Status {
+    enter("NVFP4_tensor_quantize", || {
+        // SAFETY: the pointers are as the header asks.
+        let (codes, scales, global_scale, options) = unsafe {
+            (
+                Out::new("codes", codes)?,
+                Out::new("scales", scales)?,
+                Out::new("global_scale", global_scale)?,
+                self::options(options)?,
+            )
+        };
+        let (options, layout) = options.read()?;
+        let input = handle::get::<Tensor>("input", input)?;
+        let q = tensors::quantize(&shared::device()?, &input, &options, layout)?;
+        codes.set(handle::insert(Arc::new(q.codes)));
+        scales.set(handle::insert(Arc::new(q.scales)));
+        global_scale.set(q.global);
+        Ok(())
+    })
+}
+
+/// Expands NVFP4 to `[.., K]` of the floating type `dtype`: code x block scale x global_scale.
+///
+/// - `codes`: uint8 or float4_e2m1fn_x2 `[.., K / 2]`.
+/// - `scales`: float8_e4m3fn, or uint8 holding its bytes, in the order `scale_layout` names.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_tensor_dequantize(
+    codes: *const NVFP4_Tensor,
+    scales: *const NVFP4_Tensor,
+    global_scale: f32,
+    scale_layout: i32,
+    dtype: i32,
+    out: *mut *mut NVFP4_Tensor,
+) -> NVFP4_Status {
+    enter("NVFP4_tensor_dequantize", || {
+        // SAFETY: the pointer is as the header asks.
+        let out = unsafe { Out::new("out", out) }?;
+        let q = parts(
+            ["codes", "scales"],
+            codes,
+            scales,
+            global_scale,
+            scale_layout,
+        )?;
+        let dtype = DType::from_code(dtype)?;
+        let tensor = tensors::dequantize(&shared::device()?, &q, dtype)?;
+        out.set(handle::insert(Arc::new(tensor)));
+        Ok(())
+    })
+}
+
+/// Quantizes a tensor, flattened, to NF4 in the layout of bitsandbytes: blocks of `block` values (64 is usual), two codes to
+/// a byte, the first in the high nibble.
+///
+/// - `codes`: uint8 `[ceil(n / 2)]`.
+/// - `absmax`: float32 `[ceil(n / block)]`, the largest magnitude of each block.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_tensor_quantize_nf4(
+    input: *const NVFP4_Tensor,
+    block: i64,
+    codes: *mut *mut NVFP4_Tensor,
+    absmax: *mut *mut NVFP4_Tensor,
+) -> NVFP4_Status {
+    enter("NVFP4_tensor_quantize_nf4", || {
+        // SAFETY: the pointers are as the header asks.
+        let (codes, absmax) = unsafe { (Out::new("codes", codes)?, Out::new("absmax", absmax)?) };
+        let input = handle::get::<Tensor>("input", input)?;
+        let (c, a) = tensors::quantize_nf4(&input, count("block", block)?)?;
+        codes.set(handle::insert(Arc::new(c)));
+        absmax.set(handle::insert(Arc::new(a)));
+        Ok(())
+    })
+}
+
+/// Expands NF4 to a tensor of the given shape and floating type. `quant_map` holds the 16 values of the codes; NULL takes
+/// the usual ones.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_tensor_dequantize_nf4(
+    codes: *const NVFP4_Tensor,
+    absmax: *const NVFP4_Tensor,
+    quant_map: *const NVFP4_Tensor,
+    block: i64,
+    shape: *const i64,
+    rank: i32,
+    dtype: i32,
+    out: *mut *mut NVFP4_Tensor,
+) -> NVFP4_Status {
+    enter("NVFP4_tensor_dequantize_nf4", || {
+        // SAFETY: the pointers are as the header asks.
+        let (out, shape) = unsafe { (Out::new("out", out)?, sizes("shape", shape, rank)?) };
+        let map = match quant_map.is_null() {
+            true => None,
+            false => Some(handle::get::<Tensor>("quant_map", quant_map)?),
+        };
+        let tensor = tensors::dequantize_nf4(
+            &*handle::get::<Tensor>("codes", codes)?,
+            &*handle::get::<Tensor>("absmax", absmax)?,
+            map.as_deref(),
+            count("block", block)?,
+            &shape,
+            DType::from_code(dtype)?,
+        )?;
+        out.set(handle::insert(Arc::new(tensor)));
+        Ok(())
+    })
+}
+
+/// Reorders row-major block scales `[rows, K / 16]` to #NVFP4_SCALES_SWIZZLED.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_scales_swizzle(
+    scales: *const NVFP4_Tensor,
+    out: *mut *mut NVFP4_Tensor,
+) -> NVFP4_Status {
+    enter("NVFP4_scales_swizzle", || {
+        // SAFETY: the pointer is as the header asks.
+        let out = unsafe { Out::new("out", out) }?;
+        let tensor = tensors::swizzle_scales(&*handle::get::<Tensor>("scales", scales)?)?;
+        out.set(handle::insert(Arc::new(tensor)));
+        Ok(())
+    })
+}
+
+/// Reorders swizzled block scales to row-major `[rows, k_blocks]`, where k_blocks is K / 16.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_scales_unswizzle(
+    scales: *const NVFP4_Tensor,
+    rows: i64,
+    k_blocks: i64,
+    out: *mut *mut NVFP4_Tensor,
+) -> NVFP4_Status {
+    enter("NVFP4_scales_unswizzle", || {
+        // SAFETY: the pointer is as the header asks.
+        let out = unsafe { Out::new("out", out) }?;
+        let tensor = tensors::unswizzle_scales(
+            &*handle::get::<Tensor>("scales", scales)?,
+            count("rows", rows)?,
+            count("k_blocks", k_blocks)?,
+        )?;
+        out.set(handle::insert(Arc::new(tensor)));
+        Ok(())
+    })
+}

@@ -1,0 +1,379 @@
+//! Tensors: typed, shaped views of memory.
+//!
+//! A tensor is immutable in type and shape and may be used by several threads at once. Its memory is the host's to keep
+//! readable and unchanging while a call uses it.
+
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use super::arguments::{Out, copy_items, count, sizes, slice_mut};
+use super::guard::{User, enter};
+use super::handle::{self, Object};
+use super::library::CUDA_ABSENT;
+use super::status::NVFP4_Status;
+use crate::base::error::{Result, bail};
+use crate::tensor::{DLManagedTensor, DType, Release, Shape, Tensor};
+
+/// A tensor. See the tensor chapter.
+pub struct NVFP4_Tensor {
+    _private: [u8; 0],
+}
+
+impl Object for Tensor {
+    type Handle = NVFP4_Tensor;
+    const NAME: &'static str = "NVFP4_Tensor";
+}
+
+/// Unsigned byte; also a pair of packed 4-bit codes. All NVFP4_DTYPE_* are libtorch's numbers.
+pub const NVFP4_DTYPE_UINT8: i32 = 0;
+/// Signed byte.
+pub const NVFP4_DTYPE_INT8: i32 = 1;
+/// 16-bit integer.
+pub const NVFP4_DTYPE_INT16: i32 = 2;
+/// 32-bit integer.
+pub const NVFP4_DTYPE_INT32: i32 = 3;
+/// 64-bit integer.
+pub const NVFP4_DTYPE_INT64: i32 = 4;
+/// IEEE half precision.
+pub const NVFP4_DTYPE_FLOAT16: i32 = 5;
+/// IEEE single precision.
+pub const NVFP4_DTYPE_FLOAT32: i32 = 6;
+/// IEEE double precision.
+pub const NVFP4_DTYPE_FLOAT64: i32 = 7;
+/// A byte that is 0 or 1.
+pub const NVFP4_DTYPE_BOOL: i32 = 11;
+/// bfloat16.
+pub const NVFP4_DTYPE_BFLOAT16: i32 = 15;
+/// E4M3 without infinities, the type of NVFP4 block scales.
+pub const NVFP4_DTYPE_FLOAT8_E4M3FN: i32 = 24;
+/// Two E2M1 codes in one byte; an element is the pair.
+pub const NVFP4_DTYPE_FLOAT4_E2M1FN_X2: i32 = 45;
+
+/// The host's memory. All NVFP4_DEVICE_* are libtorch's numbers.
+pub const NVFP4_DEVICE_CPU: i32 = 0;
+/// A CUDA device.
+pub const NVFP4_DEVICE_CUDA: i32 = 1;
+
+const _: () = assert!(
+    DType::U8.code() == NVFP4_DTYPE_UINT8
+        && DType::I8.code() == NVFP4_DTYPE_INT8
+        && DType::I16.code() == NVFP4_DTYPE_INT16
+        && DType::I32.code() == NVFP4_DTYPE_INT32
+        && DType::I64.code() == NVFP4_DTYPE_INT64
+        && DType::F16.code() == NVFP4_DTYPE_FLOAT16
+        && DType::F32.code() == NVFP4_DTYPE_FLOAT32
+        && DType::F64.code() == NVFP4_DTYPE_FLOAT64
+        && DType::Bool.code() == NVFP4_DTYPE_BOOL
+        && DType::BF16.code() == NVFP4_DTYPE_BFLOAT16
+        && DType::F8E4M3.code() == NVFP4_DTYPE_FLOAT8_E4M3FN
+        && DType::F4E2M1x2.code() == NVFP4_DTYPE_FLOAT4_E2M1FN_X2
+        && DType::ALL.len() == 12
+);
+
+/// Takes back memory that the host lent: called once with the data pointer and the host's word, on whichever thread gives up
+/// the last use of the memory.
+pub type NVFP4_Deleter = Option<unsafe extern "C" fn(data: *mut c_void, user: *mut c_void)>;
+
+/// Refuses devices that this build does not have.
+pub(super) fn check_device(device_type: i32, device_index: i32) -> Result<()> {
+    match device_type {
+        NVFP4_DEVICE_CPU if device_index <= 0 => Ok(()),
+        NVFP4_DEVICE_CPU => bail!(
+            InvalidArgument,
+            "device_index is {device_index}; the CPU has 0 (or -1)"
+        ),
+        NVFP4_DEVICE_CUDA => bail!(
+            DeviceUnavailable,
+            "CUDA device {device_index}: {CUDA_ABSENT}"
+        ),
+        _ => bail!(
+            InvalidArgument,
+            "device_type is {device_type}; it takes 0 (CPU) or 1 (CUDA)"
+        ),
+    }
+}
+
+/// Makes a tensor over memory of the host, without a copy.
+///
+/// - `data`: the first element, aligned to its type.
+/// - `shape`, `rank`: sizes, outermost first; at most 8 dimensions; NULL and 0 for a scalar.
+/// - `strides`: `rank` strides in elements, none negative, or NULL for row-major without gaps.
+/// - `dtype`: one of NVFP4_DTYPE_*.
+/// - `deleter`, `user`: called when the library is done with the memory, which may be after the release of the tensor: other
+///   objects may share it. NULL when the memory outlives every use. Not called if this function fails.
+/// - `out`: the tensor, one reference for the caller.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_tensor_from_host(
+    data: *mut c_void,
+    shape: *const i64,
+    rank: i32,
+    strides: *const i64,
+    dtype: i32,
+    deleter: NVFP4_Deleter,
+    user: *mut c_void,
+    out: *mut *mut NVFP4_Tensor,
+) -> NVFP4_Status {
+    enter("NVFP4_tensor_from_host", || {
+        // SAFETY: the pointers are as the header asks.
+        unsafe {
+            let out = Out::new("out", out)?;
+            let shape = read_shape(shape, rank, strides)?;
+            let dtype = DType::from_code(dtype)?;
+            let release = deleter.map(|deleter| -> Release {
+                let (data, user) = (User(data), User(user));
+                Box::new(move || {
+                    let (User(data), User(user)) = ({ data }, { user });
+                    deleter(data, user);
+                })
+            });
+            let tensor = Tensor::lent(data.cast(), shape, dtype, release)?;
+            out.set(handle::insert(Arc::new(tensor)));
+        }
+        Ok(())
+    })
+}
+
+/// # Safety
+/// As for `arguments::slice`.
+unsafe fn read_shape(shape: *const i64, rank: i32, strides: *const i64) -> Result<Shape> {
+    // SAFETY: promised by the caller.
+    unsafe {
+        let shape = sizes("shape", shape, rank)?;
+        match strides.is_null() {
+            true => Shape::contiguous(&shape),
+            false => Shape::strided(&shape, &sizes("strides", strides, rank)?),
+        }
+    }
+}
+
+/// Makes a tensor of zeros in memory of the library, aligned to 64 bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_tensor_empty(
+    shape: *const i64,
+    rank: i32,
+    dtype: i32,
+    device_type: i32,
+    device_index: i32,
+    out: *mut *mut NVFP4_Tensor,
+) -> NVFP4_Status {
+    enter("NVFP4_tensor_empty", || {
+        // SAFETY: the pointers are as the header asks.
+        unsafe {
+            let out = Out::new("out", out)?;
+            check_device(device_type, device_index)?;
+            let tensor = Tensor::zeros(&sizes("shape", shape, rank)?, DType::from_code(dtype)?)?;
+            out.set(handle::insert(Arc::new(tensor)));
+        }
+        Ok(())
+    })
+}
+
+/// Makes another view of a tensor's memory, which it keeps alive: a transpose, a slice, another shape. `offset` counts
+/// elements from the first one of `tensor`; `strides` may be NULL for row-major. A view that would leave the tensor's memory
+/// is refused.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_tensor_view(
+    tensor: *const NVFP4_Tensor,
+    shape: *const i64,
+    rank: i32,
+    strides: *const i64,
+    offset: i64,
+    out: *mut *mut NVFP4_Tensor,
+) -> NVFP4_Status {
+    enter("NVFP4_tensor_view", || {
+        // SAFETY: the pointers are as the header asks.
+        unsafe {
+            let out = Out::new("out", out)?;
+            let tensor = handle::get::<Tensor>("tensor", tensor)?;
+            let view = tensor.view(read_shape(shape, rank, strides)?, count("offset", offset)?)?;
+            out.set(handle::insert(Arc::new(view)));
+        }
+        Ok(())
+    })
+}
+
+/// Adds a reference to a tensor.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_tensor_retain(tensor: *mut NVFP4_Tensor) -> NVFP4_Status {
+    enter("NVFP4_tensor_retain", || {
+        handle::retain::<Tensor>("tensor", tensor)
+    })
+}
+
+/// Gives up a reference to a tensor. After the last one the handle is stale.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_tensor_release(tensor: *mut NVFP4_Tensor) -> NVFP4_Status {
+    enter("NVFP4_tensor_release", || {
+        handle::release::<Tensor>("tensor", tensor)
+    })
+}
+
+/// Writes the element type, one of NVFP4_DTYPE_*.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_tensor_dtype(
+    tensor: *const NVFP4_Tensor,
+    dtype: *mut i32,
+) -> NVFP4_Status {
+    enter("NVFP4_tensor_dtype", || {
+        // SAFETY: the pointer is as the header asks.
+        let out = unsafe { Out::new("dtype", dtype) }?;
+        out.set(handle::get::<Tensor>("tensor", tensor)?.dtype().code());
+        Ok(())
+    })
+}
+
+/// Writes where the memory is: one of NVFP4_DEVICE_*, and which device of that type.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_tensor_device(
+    tensor: *const NVFP4_Tensor,
+    device_type: *mut i32,
+    device_index: *mut i32,
+) -> NVFP4_Status {
+    enter("NVFP4_tensor_device", || {
+        // SAFETY: the pointers are as the header asks.
+        let (device_type, device_index) = unsafe {
+            (
+                Out::new("device_type", device_type)?,
+                Out::new("device_index", device_index)?,
+            )
+        };
+        handle::get::<Tensor>("tensor", tensor)?;
+        device_type.set(NVFP4_DEVICE_CPU);
+        device_index.set(0);
+        Ok(())
+    })
+}
+
+fn as_i64(values: &[usize]) -> Vec<i64> {
+    // A shape's sizes and strides fit in isize.
+    values.iter().map(|&n| n as i64).collect()
+}
+
+/// Copies the sizes, outermost first. Writes the number of dimensions to `rank`; see ARRAYS OUT above.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_tensor_shape(
+    tensor: *const NVFP4_Tensor,
+    shape: *mut i64,
+    capacity: usize,
+    rank: *mut usize,
+) -> NVFP4_Status {
+    enter("NVFP4_tensor_shape", || {
+        let tensor = handle::get::<Tensor>("tensor", tensor)?;
+        // SAFETY: the pointers are as the header asks.
+        unsafe { copy_items(&as_i64(tensor.shape().sizes()), shape, capacity, rank) }
+    })
+}
+
+/// Copies the strides in elements. Writes the number of dimensions to `rank`; see ARRAYS OUT above.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_tensor_strides(
+    tensor: *const NVFP4_Tensor,
+    strides: *mut i64,
+    capacity: usize,
+    rank: *mut usize,
+) -> NVFP4_Status {
+    enter("NVFP4_tensor_strides", || {
+        let tensor = handle::get::<Tensor>("tensor", tensor)?;
+        // SAFETY: the pointers are as the header asks.
+        unsafe { copy_items(&as_i64(tensor.shape().strides()), strides, capacity, rank) }
+    })
+}
+
+/// Writes the address of the first element, valid as long as the caller has a reference to the tensor. Do not write through
+/// it while a call uses the tensor. Of no use when the tensor has no elements.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_tensor_data(
+    tensor: *const NVFP4_Tensor,
+    data: *mut *mut c_void,
+) -> NVFP4_Status {
+    enter("NVFP4_tensor_data", || {
+        // SAFETY: the pointer is as the header asks.
+        let out = unsafe { Out::new("data", data) }?;
+        out.set(handle::get::<Tensor>("tensor", tensor)?.data().cast());
+        Ok(())
+    })
+}
+
+/// Writes the bytes that the elements take without gaps: what NVFP4_tensor_copy_to_host() copies.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_tensor_bytes(
+    tensor: *const NVFP4_Tensor,
+    bytes: *mut u64,
+) -> NVFP4_Status {
+    enter("NVFP4_tensor_bytes", || {
+        // SAFETY: the pointer is as the header asks.
+        let out = unsafe { Out::new("bytes", bytes) }?;
+        out.set(handle::get::<Tensor>("tensor", tensor)?.bytes() as u64);
+        Ok(())
+    })
+}
+
+/// Copies the elements to `destination`, row-major without gaps. `bytes` must be exactly what NVFP4_tensor_bytes() says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_tensor_copy_to_host(
+    tensor: *const NVFP4_Tensor,
+    destination: *mut c_void,
+    bytes: usize,
+) -> NVFP4_Status {
+    enter("NVFP4_tensor_copy_to_host", || {
+        let tensor = handle::get::<Tensor>("tensor", tensor)?;
+        // SAFETY: the pointer is as the header asks.
+        tensor.copy_to(unsafe { slice_mut("destination", destination.cast::<u8>(), bytes) }?)
+    })
+}
+
+/// Copies the elements to `destination` as float, whatever their type, row-major without gaps. `elements` must be exactly
+/// the tensor's number of elements. Packed 4-bit codes have no values of their own: dequantize them.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_tensor_copy_as_float(
+    tensor: *const NVFP4_Tensor,
+    destination: *mut f32,
+    elements: usize,
+) -> NVFP4_Status {
+    enter("NVFP4_tensor_copy_as_float", || {
+        let tensor = handle::get::<Tensor>("tensor", tensor)?;
+        // SAFETY: the pointer is as the header asks.
+        let destination = unsafe { slice_mut("destination", destination, elements) }?;
+        if elements != tensor.shape().elements() {
+            bail!(
+                InvalidArgument,
+                "the tensor has {} elements and the destination {elements}",
+                tensor.shape().elements()
+            );
+        }
+        tensor.rows_f32(0..tensor.shape().matrix().0, destination)
+    })
+}
+
+/// Takes over a DLPack tensor in host memory, without a copy: its deleter is called when the library is done with the
+/// memory, on whichever thread that is. If this function fails, the tensor stays the caller's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_tensor_from_dlpack(
+    managed: *mut DLManagedTensor,
+    out: *mut *mut NVFP4_Tensor,
+) -> NVFP4_Status {
+    enter("NVFP4_tensor_from_dlpack", || {
+        // SAFETY: the pointers are as the header asks.
+        unsafe {
+            let out = Out::new("out", out)?;
+            out.set(handle::insert(Arc::new(Tensor::from_dlpack(managed)?)));
+        }
+        Ok(())
+    })
+}
+
+/// Makes a DLPack tensor over the tensor's memory, without a copy. It keeps the memory alive until its consumer calls its
+/// deleter, which may be after the release of `tensor`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_tensor_to_dlpack(
+    tensor: *const NVFP4_Tensor,
+    out: *mut *mut DLManagedTensor,
+) -> NVFP4_Status {
+    enter("NVFP4_tensor_to_dlpack", || {
+        // SAFETY: the pointer is as the header asks.
+        let out = unsafe { Out::new("out", out) }?;
+        let tensor = handle::get::<Tensor>("tensor", tensor)?;
+        out.set(Box::into_raw(Tensor::clone(&tensor).into_dlpack()));
+        Ok(())
+    })
+}

@@ -1,0 +1,172 @@
+//! Drop-in functions for TorchSharp hosts, with the signatures those hosts bind.
+//!
+//! They take tensor handles as `void *` and have no status: after a call, NVFP4_last_status() is #NVFP4_OK or says why a
+//! result is NULL. In this version a handle is an #NVFP4_Tensor; handles of libtorch are refused.
+
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use super::guard::enter_drop_in;
+use super::handle;
+use super::library::CUDA_ABSENT;
+use super::shared;
+use crate::base::ErrorKind;
+use crate::base::error::{Result, bail};
+use crate::format::nvfp4::{Levels, QuantizeOptions};
+use crate::ops::tensors::{self, Nvfp4Tensor, ScaleLayout};
+use crate::tensor::{DType, Shape, Tensor};
+
+/// The tensor behind a handle that may also be libtorch's.
+fn tensor(name: &str, handle: *const c_void) -> Result<Arc<Tensor>> {
+    handle::get::<Tensor>(name, handle.cast()).map_err(|e| {
+        match e.kind() == ErrorKind::InvalidHandle && !handle.is_null() {
+            true => e.within("TorchSharp tensors are not supported by this version"),
+            false => e,
+        }
+    })
+}
+
+fn give(tensor: Tensor) -> *mut c_void {
+    handle::insert(Arc::new(tensor)).cast()
+}
+
+/// Quantizes `input` `[.., K]` (float16, bfloat16 or float32; K a multiple of 16) with block scales alone.
+///
+/// - `qdata`: uint8 `[.., K / 2]`, the even index in the low nibble; NULL on failure.
+/// - `scale`: float8_e4m3fn `[.., K / 16]`, row-major: amax / 6, clamped to [2^-16, 448]; NULL on failure.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_quantize(
+    input: *mut c_void,
+    qdata: *mut *mut c_void,
+    scale: *mut *mut c_void,
+) {
+    enter_drop_in("NVFP4_quantize", (), || {
+        for place in [qdata, scale] {
+            if !place.is_null() {
+                // SAFETY: the header asks for places of a pointer's size.
+                unsafe { place.write_unaligned(std::ptr::null_mut()) };
+            }
+        }
+        if qdata.is_null() || scale.is_null() {
+            bail!(
+                InvalidArgument,
+                "qdata or scale is NULL; pass where the results go"
+            );
+        }
+        let x = tensor("input", input)?;
+        if !matches!(x.dtype(), DType::F16 | DType::BF16 | DType::F32) {
+            bail!(
+                InvalidArgument,
+                "input is {}; it must be float16, bfloat16 or float32",
+                x.dtype().name()
+            );
+        }
+        let options = QuantizeOptions {
+            levels: Levels::Legacy,
+            ..QuantizeOptions::default()
+        };
+        let q = tensors::quantize(&shared::device()?, &x, &options, ScaleLayout::Linear)?;
+        // SAFETY: as above.
+        unsafe {
+            qdata.write_unaligned(give(q.codes));
+            scale.write_unaligned(give(q.scales));
+        }
+        Ok(())
+    });
+}
+
+/// Multiplies two NVFP4 matrices: `[M, N]` of `out_dtype` (5 float16, 15 bfloat16 or 6 float32), or NULL on failure.
+///
+/// - `mat1`: uint8 `[M, K / 2]`.
+/// - `mat2`: uint8 `[K / 2, N]`, the transposed view of `[N, K / 2]`.
+/// - `scale_a`, `scale_b`: float8_e4m3fn, or uint8 holding its bytes, in swizzled order (#NVFP4_SCALES_SWIZZLED) for M and for
+///   N rows.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_scaled_mm(
+    mat1: *mut c_void,
+    mat2: *mut c_void,
+    scale_a: *mut c_void,
+    scale_b: *mut c_void,
+    out_dtype: i8,
+) -> *mut c_void {
+    enter_drop_in("NVFP4_scaled_mm", std::ptr::null_mut(), || {
+        let swizzled = |codes: Tensor, scales: Arc<Tensor>| Nvfp4Tensor {
+            codes,
+            scales: Tensor::clone(&scales),
+            global: 1.0,
+            layout: ScaleLayout::Swizzled,
+        };
+        let (mat1, mat2) = (tensor("mat1", mat1)?, tensor("mat2", mat2)?);
+        for (name, mat) in [("mat1", &mat1), ("mat2", &mat2)] {
+            if mat.shape().rank() != 2 {
+                bail!(
+                    InvalidArgument,
+                    "{name} has shape {:?}; it must be a matrix",
+                    mat.shape().sizes()
+                );
+            }
+        }
+        let dtype = DType::from_code(out_dtype.into())?;
+        let (sizes, strides) = (mat2.shape().sizes(), mat2.shape().strides());
+        let rows = Shape::strided(&[sizes[1], sizes[0]], &[strides[1], strides[0]])?;
+        let a = swizzled(Tensor::clone(&mat1), tensor("scale_a", scale_a)?);
+        let b = swizzled(mat2.view(rows, 0)?, tensor("scale_b", scale_b)?);
+        let device = shared::device()?;
+        shared::with_workspace(|ws| tensors::scaled_mm(&device, &a, &b, dtype, ws)).map(give)
+    })
+}
+
+/// Frees what the library keeps for reuse: workspaces, and the threads of calls that name no device. Objects that are in use
+/// keep what they need. Nothing has to be freed this way before the process ends.
+#[unsafe(no_mangle)]
+pub extern "C" fn NVFP4_empty_cache() {
+    enter_drop_in("NVFP4_empty_cache", (), || {
+        shared::empty();
+        Ok(())
+    });
+}
+
+/// Whether managed (unified) memory can be used: 1 or 0.
+#[unsafe(no_mangle)]
+pub extern "C" fn NVFP4_can_use_managed() -> i32 {
+    0
+}
+
+/// Whether a tensor is in managed memory: 1 or 0, 0 also for what is no tensor.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_is_managed_tensor(tensor: *mut c_void) -> i32 {
+    // Without a managed allocator there is nothing that `tensor` could be.
+    let _ = tensor;
+    0
+}
+
+/// A copy of `input` in managed memory, or NULL where that cannot be used.
+///
+/// - `prefetch_device`: the CUDA device to bring it to, or -1.
+/// - `read_mostly`: non-zero if it will be read far more than written.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_to_managed(
+    input: *mut c_void,
+    prefetch_device: i32,
+    read_mostly: i32,
+) -> *mut c_void {
+    enter_drop_in("NVFP4_to_managed", std::ptr::null_mut(), || {
+        tensor("input", input)?;
+        bail!(
+            Unsupported,
+            "there is no managed memory to bring to device {prefetch_device} (read mostly: {read_mostly}): {CUDA_ABSENT}; NVFP4_can_use_managed tells beforehand"
+        )
+    })
+}
+
+/// Brings a tensor in managed memory to a device ahead of its use.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_managed_prefetch(tensor: *mut c_void, device_index: i32) {
+    enter_drop_in("NVFP4_managed_prefetch", (), || {
+        self::tensor("tensor", tensor)?;
+        bail!(
+            Unsupported,
+            "the tensor is not in managed memory and cannot be brought to device {device_index}: {CUDA_ABSENT}"
+        )
+    });
+}

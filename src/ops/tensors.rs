@@ -1,0 +1,636 @@
+//! The number formats and the products on [`Tensor`]s of any element type and stride: what the C API's quant and linear
+//! chapters call. Rows are converted a bounded number at a time, so a large tensor never has a dense copy.
+//!
+//! Shapes: values `[.., K]`; codes `[.., K / 2]` as bytes; linear scales `[.., K / 16]`; swizzled scales one run of bytes.
+
+use std::ops::Range;
+use std::sync::Mutex;
+
+use super::linear::{Activations, DenseType, Linear, linear as multiply};
+use super::{Device, Workspace};
+use crate::base::error::{Result, bail};
+use crate::base::memory::{Buffer, Tag};
+use crate::base::size::product;
+use crate::format::nvfp4::{self, BLOCK, Levels, QuantizeOptions};
+use crate::format::{nf4, swizzle};
+use crate::tensor::{DType, Shape, Tensor};
+
+/// Values converted to f32 at a time.
+const CHUNK: usize = 64 * 1024;
+
+/// The order of block scales in memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum ScaleLayout {
+    /// Row-major, one row of scales for each row of values.
+    #[default]
+    Linear,
+    /// In the 128 x 4 tiles that the tensor cores read, with padding.
+    Swizzled,
+}
+
+/// A tensor in NVFP4, its parts as tensors.
+#[derive(Clone, Debug)]
+pub struct Nvfp4Tensor {
+    /// Packed codes `[.., K / 2]`, uint8.
+    pub codes: Tensor,
+    /// Block scales, `float8_e4m3fn`, or as uint8 from hosts that have no such type.
+    pub scales: Tensor,
+    /// The multiplier of every value.
+    pub global: f32,
+    /// How `scales` are ordered.
+    pub layout: ScaleLayout,
+}
+
+impl Nvfp4Tensor {
+    /// Rows and K, after every check on types and sizes.
+    pub fn dims(&self) -> Result<(usize, usize)> {
+        if !matches!(self.codes.dtype(), DType::U8 | DType::F4E2M1x2) {
+            bail!(
+                InvalidArgument,
+                "NVFP4 codes are packed in uint8 or float4_e2m1fn_x2, not {}",
+                self.codes.dtype().name()
+            );
+        }
+        if !matches!(self.scales.dtype(), DType::F8E4M3 | DType::U8) {
+            bail!(
+                InvalidArgument,
+                "NVFP4 block scales are float8_e4m3fn, or uint8 holding its bytes, not {}",
+                self.scales.dtype().name()
+            );
+        }
+        let (rows, packed) = self.codes.shape().matrix();
+        let cols = product("K", &[packed, 2])?;
+        if self.codes.shape().rank() == 0 || cols == 0 || !cols.is_multiple_of(BLOCK) {
+            bail!(
+                InvalidArgument,
+                "codes of shape {:?} hold K = {cols}; K must be a positive multiple of {BLOCK}",
+                self.codes.shape().sizes()
+            );
+        }
+        let blocks = cols / BLOCK;
+        let (fits, wanted) = match self.layout {
+            ScaleLayout::Linear => (
+                self.scales.shape().matrix() == (rows, blocks),
+                rows * blocks,
+            ),
+            ScaleLayout::Swizzled => {
+                let wanted = swizzle::len(rows, blocks)?;
+                (self.scales.shape().elements() == wanted, wanted)
+            }
+        };
+        if !fits {
+            bail!(
+                InvalidArgument,
+                "scales of shape {:?} do not belong to codes of shape {:?}: {rows} rows of {blocks} blocks take {wanted} {} scales",
+                self.scales.shape().sizes(),
+                self.codes.shape().sizes(),
+                match self.layout {
+                    ScaleLayout::Linear => "row-major",
+                    ScaleLayout::Swizzled => "swizzled",
+                }
+            );
+        }
+        if !self.global.is_finite() || self.global <= 0.0 {
+            bail!(
+                InvalidArgument,
+                "the global scale is {}; it must be positive and finite",
+                self.global
+            );
+        }
+        Ok((rows, cols))
+    }
+
+    /// A reader of row ranges: codes, and scales in row-major order.
+    fn reader(&self) -> Result<impl Fn(Range<usize>, &mut [u8], &mut [u8]) -> Result<()> + Sync> {
+        let (_, cols) = self.dims()?;
+        let blocks = cols / BLOCK;
+        let mut swizzled = Vec::new();
+        if self.layout == ScaleLayout::Swizzled {
+            swizzled = vec![0; self.scales.bytes()];
+            self.scales.copy_to(&mut swizzled)?;
+        }
+        Ok(
+            move |rows: Range<usize>, codes: &mut [u8], scales: &mut [u8]| {
+                self.codes.copy_rows(rows.clone(), codes)?;
+                match self.layout {
+                    ScaleLayout::Linear => self.scales.copy_rows(rows, scales),
+                    ScaleLayout::Swizzled => {
+                        for (row, scales) in rows.zip(scales.chunks_exact_mut(blocks)) {
+                            for (block, scale) in scales.iter_mut().enumerate() {
+                                *scale = swizzled[swizzle::offset(row, block, blocks)];
+                            }
+                        }
+                        Ok(())
+                    }
+                }
+            },
+        )
+    }
+}
+
+/// Calls `each` for ranges of rows of about [`CHUNK`] values, spread over the device's threads, and gives the results in
+/// order; of several errors, the first in that order.
+fn by_chunks<T: Send>(
+    device: &Device,
+    rows: usize,
+    cols: usize,
+    each: impl Fn(usize, Range<usize>) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
+    let step = chunk_rows(cols);
+    let parts = rows.div_ceil(step);
+    let results: Vec<Mutex<Option<Result<T>>>> = (0..parts).map(|_| Mutex::new(None)).collect();
+    match device {
+        Device::Cpu(cpu) => cpu.pool().run(parts, |part| {
+            let start = part * step;
+            let result = each(part, start..(start + step).min(rows));
+            if let Ok(mut slot) = results[part].lock() {
+                *slot = Some(result);
+            }
+        }),
+    }
+    results
+        .into_iter()
+        .filter_map(|slot| slot.into_inner().ok().flatten())
+        .collect()
+}
+
+fn chunk_rows(cols: usize) -> usize {
+    (CHUNK / cols.max(1)).max(1)
+}
+
+/// The parts of an output that [`by_chunks`] fills, each behind a lock that only its own part takes.
+fn split<T>(out: &mut [T], row: usize, cols: usize) -> Vec<Mutex<&mut [T]>> {
+    out.chunks_mut((row * chunk_rows(cols)).max(1))
+        .map(Mutex::new)
+        .collect()
+}
+
+fn part<'a, 'b, T>(
+    parts: &'a [Mutex<&'b mut [T]>],
+    i: usize,
+) -> std::sync::MutexGuard<'a, &'b mut [T]> {
+    parts[i]
+        .lock()
+        .unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+fn float_input(x: &Tensor, what: &str) -> Result<(usize, usize)> {
+    if !x.dtype().is_float() {
+        bail!(
+            InvalidArgument,
+            "{what} is {}; it must be float16, bfloat16, float32 or float64",
+            x.dtype().name()
+        );
+    }
+    if x.shape().rank() == 0 {
+        bail!(
+            InvalidArgument,
+            "{what} is a scalar; it needs a dimension K"
+        );
+    }
+    Ok(x.shape().matrix())
+}
+
+/// Quantizes `x` `[.., K]` along K. Codes take its leading dimensions, as do linear scales.
+pub fn quantize(
+    device: &Device,
+    x: &Tensor,
+    options: &QuantizeOptions,
+    layout: ScaleLayout,
+) -> Result<Nvfp4Tensor> {
+    options.check()?;
+    let (rows, cols) = float_input(x, "the input")?;
+    if cols == 0 || !cols.is_multiple_of(BLOCK) {
+        bail!(
+            InvalidArgument,
+            "the input of shape {:?} has K = {cols}, which is not a positive multiple of {BLOCK}",
+            x.shape().sizes()
+        );
+    }
+    let read = |range: Range<usize>| -> Result<Vec<f32>> {
+        let mut values = vec![0.0; range.len() * cols];
+        x.rows_f32(range, &mut values)?;
+        Ok(values)
+    };
+    let global = match options.levels {
+        Levels::Two => {
+            let amax = by_chunks(device, rows, cols, |_, range| {
+                let first = range.start * cols;
+                nvfp4::amax(&read(range)?, first, options.nonfinite)
+            })?;
+            nvfp4::global_scale(amax.into_iter().fold(0.0, f32::max), options)
+        }
+        Levels::Single | Levels::Legacy => 1.0,
+    };
+    let blocks = cols / BLOCK;
+    let mut linear = Buffer::<u8>::zeroed(Tag::Scratch, product("scales", &[rows, blocks])?)?;
+    let codes = Tensor::build(&x.shape().with_last(cols / 2), DType::U8, |codes| {
+        let codes = split(codes, cols / 2, cols);
+        let scales = split(&mut linear, blocks, cols);
+        by_chunks(device, rows, cols, |i, range| {
+            let first = range.start;
+            let values = read(range)?;
+            let (mut codes, mut scales) = (part(&codes, i), part(&scales, i));
+            nvfp4::quantize_rows(
+                &values,
+                cols,
+                first,
+                global,
+                options,
+                &mut codes,
+                &mut scales,
+            )
+        })?;
+        Ok(())
+    })?;
+    let scales = match layout {
+        ScaleLayout::Linear => {
+            Tensor::build(&x.shape().with_last(blocks), DType::F8E4M3, |bytes| {
+                bytes.copy_from_slice(&linear);
+                Ok(())
+            })?
+        }
+        ScaleLayout::Swizzled => from_bytes(&swizzle::swizzle(&linear, rows, blocks)?)?,
+    };
+    Ok(Nvfp4Tensor {
+        codes,
+        scales,
+        global,
+        layout,
+    })
+}
+
+fn from_bytes(scales: &[u8]) -> Result<Tensor> {
+    Tensor::build(&[scales.len()], DType::F8E4M3, |bytes| {
+        bytes.copy_from_slice(scales);
+        Ok(())
+    })
+}
+
+/// Builds a tensor of a floating `dtype` whose rows `fill` gives as f32.
+fn fill_rows(
+    device: &Device,
+    sizes: &[usize],
+    dtype: DType,
+    fill: impl Fn(Range<usize>, &mut [f32]) -> Result<()> + Sync,
+) -> Result<Tensor> {
+    let (rows, cols) = Shape::contiguous(sizes)?.matrix();
+    Tensor::build(sizes, dtype, |bytes| {
+        let parts = split(bytes, cols * dtype.bytes(), cols);
+        by_chunks(device, rows, cols, |i, range| {
+            let mut values = vec![0.0; range.len() * cols];
+            fill(range, &mut values)?;
+            dtype.from_f32(&values, &mut part(&parts, i))
+        })?;
+        Ok(())
+    })
+}
+
+/// The values of `a`, `[.., K]`, in a floating `dtype`.
+pub fn dequantize(device: &Device, a: &Nvfp4Tensor, dtype: DType) -> Result<Tensor> {
+    let (_, cols) = a.dims()?;
+    let read = a.reader()?;
+    fill_rows(
+        device,
+        &a.codes.shape().with_last(cols),
+        dtype,
+        |range, values| {
+            let mut codes = vec![0; values.len() / 2];
+            let mut scales = vec![0; values.len() / BLOCK];
+            read(range, &mut codes, &mut scales)?;
+            nvfp4::dequantize(&codes, &scales, a.global, values)
+        },
+    )
+}
+
+/// Quantizes `x`, flattened, to NF4 blocks of `block` values: codes `[ceil(n / 2)]` as uint8 and `absmax` as float32.
+pub fn quantize_nf4(x: &Tensor, block: usize) -> Result<(Tensor, Tensor)> {
+    float_input(x, "the input")?;
+    let packed = nf4::quantize(&x.to_f32()?, block)?;
+    let codes = Tensor::build(&[packed.codes.len()], DType::U8, |bytes| {
+        bytes.copy_from_slice(&packed.codes);
+        Ok(())
+    })?;
+    let absmax = Tensor::from_f32(&packed.absmax, &[packed.absmax.len()], DType::F32)?;
+    Ok((codes, absmax))
+}
+
+/// Expands NF4 to a tensor of shape `sizes`; `map` are the 16 values of the codes, if not the usual ones.
+pub fn dequantize_nf4(
+    codes: &Tensor,
+    absmax: &Tensor,
+    map: Option<&Tensor>,
+    block: usize,
+    sizes: &[usize],
+    dtype: DType,
+) -> Result<Tensor> {
+    if codes.dtype() != DType::U8 || absmax.dtype() != DType::F32 {
+        bail!(
+            InvalidArgument,
+            "NF4 takes codes as uint8 and absmax as float32, not {} and {}",
+            codes.dtype().name(),
+            absmax.dtype().name()
+        );
+    }
+    let values = match map {
+        None => nf4::VALUES,
+        Some(map) => <[f32; 16]>::try_from(&map.to_f32()?[..]).map_err(|_| {
+            crate::err!(
+                InvalidArgument,
+                "the quant map has shape {:?}; NF4 has 16 values",
+                map.shape().sizes()
+            )
+        })?,
+    };
+    let mut bytes = vec![0; codes.bytes()];
+    codes.copy_to(&mut bytes)?;
+    let mut out = Buffer::zeroed(Tag::Scratch, Shape::contiguous(sizes)?.elements())?;
+    nf4::dequantize(&bytes, &absmax.to_f32()?, &values, block, &mut out)?;
+    Tensor::from_f32(&out, sizes, dtype)
+}
+
+fn scale_bytes(scales: &Tensor) -> Result<Vec<u8>> {
+    if scales.dtype().bytes() != 1 {
+        bail!(
+            InvalidArgument,
+            "block scales are bytes (float8_e4m3fn or uint8), not {}",
+            scales.dtype().name()
+        );
+    }
+    let mut bytes = vec![0; scales.bytes()];
+    scales.copy_to(&mut bytes)?;
+    Ok(bytes)
+}
+
+/// Row-major scales `[rows, K / 16]` in swizzled order.
+pub fn swizzle_scales(scales: &Tensor) -> Result<Tensor> {
+    let (rows, blocks) = scales.shape().matrix();
+    from_bytes(&swizzle::swizzle(&scale_bytes(scales)?, rows, blocks)?)
+}
+
+/// Swizzled scales in row-major order, `[rows, blocks]`.
+pub fn unswizzle_scales(scales: &Tensor, rows: usize, blocks: usize) -> Result<Tensor> {
+    let linear = swizzle::unswizzle(&scale_bytes(scales)?, rows, blocks)?;
+    Tensor::build(&[rows, blocks], DType::F8E4M3, |bytes| {
+        bytes.copy_from_slice(&linear);
+        Ok(())
+    })
+}
+
+/// Prepares the NVFP4 weight `w` `[N, K]` for products on `device`.
+pub fn weight(device: &Device, w: &Nvfp4Tensor) -> Result<Linear> {
+    let (rows, cols) = w.dims()?;
+    let read = w.reader()?;
+    Linear::nvfp4(device, rows, cols, w.global, &mut |range, codes, scales| {
+        read(range, codes, scales)
+    })
+}
+
+/// Prepares the dense weight `w` `[N, K]`, held in its own type (float64 as float32).
+pub fn dense_weight(device: &Device, w: &Tensor) -> Result<Linear> {
+    let (rows, cols) = float_input(w, "the weight")?;
+    let dtype = match w.dtype() {
+        DType::F16 => DenseType::F16,
+        DType::BF16 => DenseType::BF16,
+        _ => DenseType::F32,
+    };
+    Linear::dense(device, rows, cols, dtype, &mut |range, values| {
+        w.rows_f32(range, values)
+    })
+}
+
+/// `x` `[.., K]` times `weight` `[N, K]` transposed: `[.., N]` in a floating `dtype`.
+pub fn linear(
+    device: &Device,
+    x: &Tensor,
+    weight: &Linear,
+    activations: Activations,
+    dtype: DType,
+    workspace: &mut Workspace,
+) -> Result<Tensor> {
+    let (rows, cols) = float_input(x, "the input")?;
+    if cols != weight.cols() {
+        bail!(
+            InvalidArgument,
+            "the input of shape {:?} has K = {cols} and the weight [{}, {}] has K = {}; they must be equal",
+            x.shape().sizes(),
+            weight.rows(),
+            weight.cols(),
+            weight.cols()
+        );
+    }
+    let values = x.to_f32()?;
+    let mut out = Buffer::zeroed(Tag::Scratch, product("output", &[rows, weight.rows()])?)?;
+    multiply(
+        device,
+        &values,
+        rows,
+        &mut [(weight, &mut out)],
+        activations,
+        workspace,
+    )?;
+    Tensor::from_f32(&out, &x.shape().with_last(weight.rows()), dtype)
+}
+
+/// The W4A4 product: `a` `[M, K]` times `b` `[N, K]` transposed, both NVFP4, as `[M, N]` in a floating `dtype`. Exact on the
+/// decoded values but for the order of summation in f32, and for the rounding to `dtype`.
+pub fn scaled_mm(
+    device: &Device,
+    a: &Nvfp4Tensor,
+    b: &Nvfp4Tensor,
+    dtype: DType,
+    workspace: &mut Workspace,
+) -> Result<Tensor> {
+    let ((m, k), (n, k_b)) = (a.dims()?, b.dims()?);
+    if k != k_b {
+        bail!(
+            InvalidArgument,
+            "scaled_mm of [{m}, {k}] and [{n}, {k_b}]: K must be equal"
+        );
+    }
+    if m == 0 || n == 0 {
+        return Tensor::zeros(&[m, n], dtype);
+    }
+    let weight = weight(device, b)?;
+    let values = dequantize(device, a, DType::F32)?;
+    let flat = values.view(Shape::contiguous(&[m, k])?, 0)?;
+    linear(device, &flat, &weight, Activations::Exact, dtype, workspace)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::random;
+
+    fn device() -> Device {
+        Device::cpu(Some(2)).unwrap()
+    }
+
+    fn random(sizes: &[usize], seed: u64, dtype: DType) -> Tensor {
+        let n = sizes.iter().product::<usize>();
+        let values: Vec<f32> = (0..n as u64)
+            .map(|i| random::uniform(seed, i) - 0.5)
+            .collect();
+        Tensor::from_f32(&values, sizes, dtype).unwrap()
+    }
+
+    fn bytes(t: &Tensor) -> Vec<u8> {
+        let mut out = vec![0; t.bytes()];
+        t.copy_to(&mut out).unwrap();
+        out
+    }
+
+    #[test]
+    fn chunks_and_strides_give_the_bytes_of_the_whole() {
+        let (rows, cols) = (70, 2048);
+        let x = random(&[rows, cols], 1, DType::F32);
+        let whole = nvfp4::quantize(
+            &x.to_f32().unwrap(),
+            rows,
+            cols,
+            &QuantizeOptions::default(),
+        )
+        .unwrap();
+        let q = quantize(
+            &device(),
+            &x,
+            &QuantizeOptions::default(),
+            ScaleLayout::Linear,
+        )
+        .unwrap();
+        assert_eq!(bytes(&q.codes), whole.codes);
+        assert_eq!(bytes(&q.scales), whole.scales);
+        assert_eq!(q.global, whole.global);
+        let dense = dequantize(&device(), &q, DType::F32).unwrap();
+        assert_eq!(&dense.to_f32().unwrap()[..], whole.dequantize().unwrap());
+
+        let wide = random(&[rows, cols + 16], 2, DType::BF16);
+        let view = wide
+            .view(Shape::strided(&[rows, cols], &[cols + 16, 1]).unwrap(), 16)
+            .unwrap();
+        let values = view.to_f32().unwrap();
+        let whole = nvfp4::quantize(&values, rows, cols, &QuantizeOptions::default()).unwrap();
+        let q = quantize(
+            &device(),
+            &view,
+            &QuantizeOptions::default(),
+            ScaleLayout::Swizzled,
+        )
+        .unwrap();
+        assert_eq!(bytes(&q.codes), whole.codes);
+        let linear = unswizzle_scales(&q.scales, rows, cols / 16).unwrap();
+        assert_eq!(bytes(&linear), whole.scales);
+        assert_eq!(bytes(&swizzle_scales(&linear).unwrap()), bytes(&q.scales));
+    }
+
+    #[test]
+    fn an_error_names_the_first_index_of_the_tensor() {
+        let mut values = vec![1.0f32; 128 * 2048];
+        values[100 * 2048 + 3] = f32::NAN;
+        values[120 * 2048] = f32::INFINITY;
+        let x = Tensor::from_f32(&values, &[128, 2048], DType::F32).unwrap();
+        for levels in [Levels::Two, Levels::Single] {
+            let options = QuantizeOptions {
+                levels,
+                ..Default::default()
+            };
+            let e = quantize(&device(), &x, &options, ScaleLayout::Linear).unwrap_err();
+            assert!(e.message().contains("204803"), "{e}");
+        }
+    }
+
+    #[test]
+    fn products_agree_with_f64() {
+        let (m, n, k) = (3, 20, 64);
+        let d = device();
+        let mut ws = Workspace::new();
+        let options = QuantizeOptions::default();
+        let a = quantize(
+            &d,
+            &random(&[m, k], 3, DType::F16),
+            &options,
+            ScaleLayout::Linear,
+        )
+        .unwrap();
+        let b = quantize(
+            &d,
+            &random(&[n, k], 4, DType::F32),
+            &options,
+            ScaleLayout::Swizzled,
+        )
+        .unwrap();
+        let (da, db) = (
+            dequantize(&d, &a, DType::F32).unwrap().to_f32().unwrap(),
+            dequantize(&d, &b, DType::F32).unwrap().to_f32().unwrap(),
+        );
+        let exact = |i: usize, j: usize| -> f64 {
+            (0..k)
+                .map(|c| f64::from(da[i * k + c]) * f64::from(db[j * k + c]))
+                .sum()
+        };
+        let out = scaled_mm(&d, &a, &b, DType::F32, &mut ws).unwrap();
+        assert_eq!(out.shape().sizes(), [m, n]);
+        let out = out.to_f32().unwrap();
+        let (mut error, mut norm) = (0.0, 0.0);
+        for i in 0..m {
+            for j in 0..n {
+                error += (f64::from(out[i * n + j]) - exact(i, j)).powi(2);
+                norm += exact(i, j).powi(2);
+            }
+        }
+        // The design's bound for f32 accumulation.
+        assert!(error.sqrt() <= 1e-6 * norm.sqrt(), "{error} {norm}");
+
+        let dense = dequantize(&d, &b, DType::F32).unwrap();
+        let x = dequantize(&d, &a, DType::F32).unwrap();
+        let w = dense_weight(&d, &dense).unwrap();
+        let again = linear(&d, &x, &w, Activations::Exact, DType::F32, &mut ws).unwrap();
+        for (p, q) in again.to_f32().unwrap().iter().zip(&out[..]) {
+            assert!((p - q).abs() <= 1e-5, "{p} {q}");
+        }
+    }
+
+    #[test]
+    fn nf4_goes_both_ways() {
+        let x = random(&[5, 13], 5, DType::F32);
+        let (codes, absmax) = quantize_nf4(&x, 64).unwrap();
+        assert_eq!(codes.shape().sizes(), [33]);
+        assert_eq!(absmax.shape().sizes(), [2]);
+        let y = dequantize_nf4(&codes, &absmax, None, 64, &[5, 13], DType::F32).unwrap();
+        let packed = nf4::quantize(&x.to_f32().unwrap(), 64).unwrap();
+        let mut wanted = vec![0.0; 65];
+        nf4::dequantize(&packed.codes, &packed.absmax, &nf4::VALUES, 64, &mut wanted).unwrap();
+        assert_eq!(&y.to_f32().unwrap()[..], wanted);
+        assert!(dequantize_nf4(&codes, &absmax, Some(&absmax), 64, &[5, 13], DType::F32).is_err());
+        assert!(dequantize_nf4(&codes, &absmax, None, 64, &[5, 16], DType::F32).is_err());
+    }
+
+    #[test]
+    fn parts_that_do_not_belong_together_are_refused() {
+        let d = device();
+        let q = quantize(
+            &d,
+            &random(&[4, 32], 6, DType::F32),
+            &QuantizeOptions::default(),
+            ScaleLayout::Linear,
+        )
+        .unwrap();
+        let refused = |change: &dyn Fn(&mut Nvfp4Tensor)| {
+            let mut other = q.clone();
+            change(&mut other);
+            dequantize(&d, &other, DType::F32).unwrap_err()
+        };
+        let zeros = |sizes: &[usize], dtype| Tensor::zeros(sizes, dtype).unwrap();
+        refused(&|q| q.layout = ScaleLayout::Swizzled);
+        refused(&|q| q.scales = zeros(&[4, 3], DType::U8));
+        refused(&|q| q.scales = zeros(&[4, 2], DType::F16));
+        refused(&|q| q.codes = zeros(&[4, 16], DType::F32));
+        refused(&|q| q.codes = zeros(&[4, 7], DType::U8));
+        refused(&|q| q.global = f32::NAN);
+        assert!(dequantize(&d, &q, DType::I32).is_err());
+        let x = zeros(&[4, 17], DType::F32);
+        assert!(quantize(&d, &x, &QuantizeOptions::default(), ScaleLayout::Linear).is_err());
+        let x = zeros(&[4, 16], DType::I32);
+        assert!(quantize(&d, &x, &QuantizeOptions::default(), ScaleLayout::Linear).is_err());
+    }
+}

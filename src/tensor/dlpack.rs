@@ -1,0 +1,282 @@
+//! DLPack 0.x and 1.x in its unversioned form (`DLManagedTensor`): the structs, and tensors made from and into them.
+
+use std::ffi::c_void;
+
+use super::{DType, Release, Shape, Tensor};
+use crate::base::error::{Result, bail, err};
+
+/// Memory of the host.
+const CPU: i32 = 1;
+
+/// Where the memory is.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DLDevice {
+    /// 1 for host memory.
+    pub device_type: i32,
+    /// Which device of that type.
+    pub device_id: i32,
+}
+
+/// The type of an element.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DLDataType {
+    /// Kind: 0 int, 1 uint, 2 float, 4 bfloat, 6 bool, 10 float8_e4m3fn, 17 float4_e2m1fn.
+    pub code: u8,
+    /// Bits of one lane.
+    pub bits: u8,
+    /// Lanes of one element.
+    pub lanes: u16,
+}
+
+/// A strided tensor that someone else owns.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct DLTensor {
+    /// Start of the allocation.
+    pub data: *mut c_void,
+    /// Where it is.
+    pub device: DLDevice,
+    /// Number of dimensions.
+    pub ndim: i32,
+    /// Element type.
+    pub dtype: DLDataType,
+    /// `ndim` sizes.
+    pub shape: *mut i64,
+    /// `ndim` strides in elements, or NULL for row-major without gaps.
+    pub strides: *mut i64,
+    /// Bytes from `data` to the first element.
+    pub byte_offset: u64,
+}
+
+/// A [`DLTensor`] with the way to give it back.
+#[repr(C)]
+#[derive(Debug)]
+pub struct DLManagedTensor {
+    /// The tensor.
+    pub dl_tensor: DLTensor,
+    /// For the producer.
+    pub manager_ctx: *mut c_void,
+    /// Called once by the consumer when it is done; may be NULL.
+    pub deleter: Option<unsafe extern "C" fn(*mut DLManagedTensor)>,
+}
+
+/// The one table of element types: DLPack's (code, bits, lanes) and ours.
+const TYPES: [(u8, u8, u16, DType); 12] = [
+    (1, 8, 1, DType::U8),
+    (0, 8, 1, DType::I8),
+    (0, 16, 1, DType::I16),
+    (0, 32, 1, DType::I32),
+    (0, 64, 1, DType::I64),
+    (2, 16, 1, DType::F16),
+    (2, 32, 1, DType::F32),
+    (2, 64, 1, DType::F64),
+    (6, 8, 1, DType::Bool),
+    (4, 16, 1, DType::BF16),
+    (10, 8, 1, DType::F8E4M3),
+    (17, 4, 2, DType::F4E2M1x2),
+];
+
+fn sizes(what: &str, values: &[i64]) -> Result<Vec<usize>> {
+    values
+        .iter()
+        .map(|&n| {
+            usize::try_from(n).map_err(|_| {
+                err!(
+                    InvalidArgument,
+                    "DLPack {what} {values:?}: negative values are not supported"
+                )
+            })
+        })
+        .collect()
+}
+
+impl Tensor {
+    /// Takes over a DLPack tensor in host memory; its deleter runs when the last view is gone. On an error it stays the
+    /// caller's.
+    ///
+    /// # Safety
+    /// `managed` must point to a valid `DLManagedTensor` whose memory stays readable and unchanging, from any thread, until
+    /// its deleter is called, which any thread may do.
+    pub unsafe fn from_dlpack(managed: *mut DLManagedTensor) -> Result<Tensor> {
+        if managed.is_null() {
+            bail!(InvalidArgument, "the DLPack tensor is NULL");
+        }
+        // SAFETY: valid by the caller's promise.
+        let t = unsafe { (*managed).dl_tensor };
+        if t.device.device_type != CPU {
+            bail!(
+                DeviceUnavailable,
+                "the DLPack tensor is on device type {}; only host memory (1) is supported",
+                t.device.device_type
+            );
+        }
+        let DLDataType { code, bits, lanes } = t.dtype;
+        let Some(&(.., dtype)) = TYPES
+            .iter()
+            .find(|&&(c, b, l, _)| (c, b, l) == (code, bits, lanes))
+        else {
+            bail!(
+                Unsupported,
+                "DLPack type code {code} with {bits} bits and {lanes} lanes has no counterpart here"
+            );
+        };
+        let rank = usize::try_from(t.ndim)
+            .ok()
+            .filter(|&n| n <= super::MAX_RANK)
+            .ok_or_else(|| {
+                err!(
+                    InvalidArgument,
+                    "the DLPack tensor has {} dimensions; 0 to {} are supported",
+                    t.ndim,
+                    super::MAX_RANK
+                )
+            })?;
+        if rank > 0 && t.shape.is_null() {
+            bail!(InvalidArgument, "the DLPack tensor's shape is NULL");
+        }
+        // SAFETY: a valid DLTensor has `ndim` sizes, and `ndim` strides unless the pointer is NULL.
+        let slice = |p: *mut i64| match rank {
+            0 => &[][..],
+            _ => unsafe { std::slice::from_raw_parts(p, rank) },
+        };
+        let shape = sizes("shape", slice(t.shape))?;
+        let shape = if t.strides.is_null() {
+            Shape::contiguous(&shape)?
+        } else {
+            Shape::strided(&shape, &sizes("strides", slice(t.strides))?)?
+        };
+        let offset = usize::try_from(t.byte_offset).map_err(|_| {
+            err!(
+                InvalidArgument,
+                "the DLPack byte offset {} is too large",
+                t.byte_offset
+            )
+        })?;
+
+        struct Taken(*mut DLManagedTensor);
+        // SAFETY: the caller promised that any thread may call the deleter.
+        unsafe impl Send for Taken {}
+        let taken = Taken(managed);
+        let release: Release = Box::new(move || {
+            let Taken(managed) = { taken };
+            // SAFETY: the struct is valid until its deleter is called, which happens here, once.
+            unsafe {
+                if let Some(deleter) = (*managed).deleter {
+                    deleter(managed);
+                }
+            }
+        });
+        // SAFETY: the memory is as the caller promised.
+        unsafe {
+            Tensor::lent(
+                t.data.cast::<u8>().wrapping_add(offset),
+                shape,
+                dtype,
+                Some(release),
+            )
+        }
+    }
+
+    /// A DLPack tensor over this one's memory, which it keeps alive until the consumer calls its deleter.
+    pub fn into_dlpack(self) -> Box<DLManagedTensor> {
+        struct Context {
+            _tensor: Tensor,
+            shape: Vec<i64>,
+            strides: Vec<i64>,
+        }
+        unsafe extern "C" fn delete(managed: *mut DLManagedTensor) {
+            if managed.is_null() {
+                return;
+            }
+            // SAFETY: `managed` and its context are the boxes made below, given back here once.
+            unsafe {
+                let managed = Box::from_raw(managed);
+                drop(Box::from_raw(managed.manager_ctx.cast::<Context>()));
+            }
+        }
+        let to_i64 = |values: &[usize]| values.iter().map(|&n| n as i64).collect::<Vec<_>>();
+        let dtype = self.dtype();
+        let (code, bits, lanes, _) = TYPES[TYPES
+            .iter()
+            .position(|&(.., d)| d == dtype)
+            .expect("every dtype is in the table: tested")];
+        let data = self.data().cast::<c_void>();
+        let mut context = Box::new(Context {
+            shape: to_i64(self.shape().sizes()),
+            strides: to_i64(self.shape().strides()),
+            _tensor: self,
+        });
+        let dl_tensor = DLTensor {
+            data,
+            device: DLDevice {
+                device_type: CPU,
+                device_id: 0,
+            },
+            ndim: context.shape.len() as i32,
+            dtype: DLDataType { code, bits, lanes },
+            shape: context.shape.as_mut_ptr(),
+            strides: context.strides.as_mut_ptr(),
+            byte_offset: 0,
+        };
+        Box::new(DLManagedTensor {
+            dl_tensor,
+            manager_ctx: Box::into_raw(context).cast(),
+            deleter: Some(delete),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_dtype_survives_the_round_trip() {
+        for &dtype in DType::ALL {
+            let t = Tensor::build(&[2, 3], dtype, |bytes| {
+                bytes.iter_mut().enumerate().for_each(|(i, b)| *b = i as u8);
+                Ok(())
+            })
+            .unwrap();
+            let view = t
+                .view(Shape::strided(&[3, 2], &[1, 3]).unwrap(), 0)
+                .unwrap();
+            let managed = Box::into_raw(view.into_dlpack());
+            // SAFETY: just made, and given away here.
+            let back = unsafe { Tensor::from_dlpack(managed) }.unwrap();
+            assert_eq!(back.dtype(), dtype);
+            assert_eq!(back.shape().strides(), [1, 3]);
+            let original = t.data();
+            drop(t);
+            assert_eq!(back.data(), original);
+            let mut bytes = vec![0; back.bytes()];
+            back.copy_to(&mut bytes).unwrap();
+            assert_eq!(bytes[0], 0);
+            assert_eq!(usize::from(bytes[dtype.bytes()]), 3 * dtype.bytes());
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_taken_stays_the_callers() {
+        let mut managed = Tensor::zeros(&[2], DType::F32).unwrap().into_dlpack();
+        let mut refused = |change: &dyn Fn(&mut DLTensor)| {
+            let keep = managed.dl_tensor;
+            change(&mut managed.dl_tensor);
+            // SAFETY: the struct is valid, or refused before the broken part is read.
+            let e = unsafe { Tensor::from_dlpack(&mut *managed) }.unwrap_err();
+            managed.dl_tensor = keep;
+            e.message().to_owned()
+        };
+        assert!(refused(&|t| t.device.device_type = 2).contains("device type 2"));
+        assert!(refused(&|t| t.dtype.bits = 7).contains("7 bits"));
+        assert!(refused(&|t| t.ndim = 99).contains("99 dimensions"));
+        assert!(refused(&|t| t.ndim = -1).contains("-1 dimensions"));
+        assert!(refused(&|t| t.shape = std::ptr::null_mut()).contains("NULL"));
+        assert!(refused(&|t| t.data = std::ptr::null_mut()).contains("NULL"));
+        let deleter = managed.deleter.unwrap();
+        // SAFETY: never taken over, so it is deleted here, once.
+        unsafe { deleter(Box::into_raw(managed)) };
+    }
+}

@@ -1,0 +1,343 @@
+//! A tensor over memory that this library allocated or that a host lent, with the host's way to take it back.
+
+use std::fmt;
+use std::ops::Range;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use super::{DType, Shape};
+use crate::base::error::{Result, bail};
+use crate::base::memory::{Buffer, Tag};
+
+/// Called with nothing, once, when the last view of lent memory is gone.
+pub type Release = Box<dyn FnOnce() + Send>;
+
+enum Storage {
+    Owned(Buffer<u8>),
+    Lent {
+        data: *mut u8,
+        release: Option<Release>,
+    },
+}
+
+// SAFETY: lent memory is readable from any thread until it is released; that is the contract of `Tensor::lent`.
+unsafe impl Send for Storage {}
+// SAFETY: as above; this library writes to a storage only before it shares it.
+unsafe impl Sync for Storage {}
+
+impl Drop for Storage {
+    fn drop(&mut self) {
+        if let Storage::Lent { release, .. } = self
+            && let Some(release) = release.take()
+        {
+            release();
+        }
+    }
+}
+
+impl Storage {
+    fn base(&self) -> *mut u8 {
+        match self {
+            Storage::Owned(buffer) => buffer.as_ptr().cast_mut(),
+            Storage::Lent { data, .. } => *data,
+        }
+    }
+}
+
+/// A typed, shaped view of memory on the host. Clones share the memory.
+#[derive(Clone)]
+pub struct Tensor {
+    storage: Arc<Storage>,
+    /// Bytes from the start of the storage to the first element.
+    offset: usize,
+    /// Bytes of the storage that views may reach.
+    bytes: usize,
+    shape: Shape,
+    dtype: DType,
+}
+
+impl fmt::Debug for Tensor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Tensor({}, {:?})", self.dtype.name(), self.shape.sizes())
+    }
+}
+
+impl Tensor {
+    /// A contiguous tensor of zeros.
+    pub fn zeros(sizes: &[usize], dtype: DType) -> Result<Tensor> {
+        Tensor::build(sizes, dtype, |_| Ok(()))
+    }
+
+    /// A contiguous tensor whose bytes, zero at first, `fill` writes.
+    pub fn build(
+        sizes: &[usize],
+        dtype: DType,
+        fill: impl FnOnce(&mut [u8]) -> Result<()>,
+    ) -> Result<Tensor> {
+        let shape = Shape::contiguous(sizes)?;
+        let bytes = shape.elements() * dtype.bytes();
+        let mut buffer = Buffer::zeroed(Tag::Tensor, bytes)?;
+        fill(&mut buffer)?;
+        Ok(Tensor {
+            storage: Arc::new(Storage::Owned(buffer)),
+            offset: 0,
+            bytes,
+            shape,
+            dtype,
+        })
+    }
+
+    /// A contiguous tensor of `values` rounded to a floating `dtype`.
+    pub fn from_f32(values: &[f32], sizes: &[usize], dtype: DType) -> Result<Tensor> {
+        Tensor::build(sizes, dtype, |bytes| dtype.from_f32(values, bytes))
+    }
+
+    /// A view of memory that a host lends; `release` runs when the last view is gone, on whichever thread drops it. On an
+    /// error `release` is dropped uncalled and the memory stays the host's.
+    ///
+    /// # Safety
+    /// From `data` on, the extent of `shape` must be readable and unchanging, from any thread, until `release` is called.
+    pub unsafe fn lent(
+        data: *mut u8,
+        shape: Shape,
+        dtype: DType,
+        release: Option<Release>,
+    ) -> Result<Tensor> {
+        let bytes = shape.extent() * dtype.bytes();
+        if bytes > 0 && data.is_null() {
+            bail!(
+                InvalidArgument,
+                "the data pointer of a {} tensor of shape {:?} is NULL",
+                dtype.name(),
+                shape.sizes()
+            );
+        }
+        if !data.addr().is_multiple_of(dtype.bytes()) {
+            bail!(
+                InvalidArgument,
+                "the data pointer of a {} tensor is not aligned to its element of {} bytes",
+                dtype.name(),
+                dtype.bytes()
+            );
+        }
+        Ok(Tensor {
+            storage: Arc::new(Storage::Lent { data, release }),
+            offset: 0,
+            bytes,
+            shape,
+            dtype,
+        })
+    }
+
+    /// A view of the same memory with another shape, `offset` elements after this one's first.
+    pub fn view(&self, shape: Shape, offset: usize) -> Result<Tensor> {
+        let end = shape
+            .extent()
+            .checked_add(offset)
+            .and_then(|n| n.checked_mul(self.dtype.bytes()))
+            .and_then(|n| n.checked_add(self.offset));
+        match end {
+            Some(end) if end <= self.bytes => Ok(Tensor {
+                storage: self.storage.clone(),
+                offset: self.offset + offset * self.dtype.bytes(),
+                bytes: self.bytes,
+                shape,
+                dtype: self.dtype,
+            }),
+            _ => bail!(
+                InvalidArgument,
+                "a view of shape {:?}, strides {:?} and offset {offset} reaches past the {} elements of its tensor's memory",
+                shape.sizes(),
+                shape.strides(),
+                (self.bytes - self.offset) / self.dtype.bytes()
+            ),
+        }
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Sizes and strides.
+    pub fn shape(&self) -> &Shape {
+        &self.shape
+    }
+
+    /// Bytes of the elements when they stand without gaps.
+    pub fn bytes(&self) -> usize {
+        self.shape.elements() * self.dtype.bytes()
+    }
+
+    /// The address of the first element; of no use when there is none.
+    pub fn data(&self) -> *mut u8 {
+        // SAFETY: `offset` stays within the storage, by the checks of `view`.
+        unsafe { self.storage.base().add(self.offset) }
+    }
+
+    /// The memory as bytes, when the elements stand in row-major order without gaps.
+    pub fn as_bytes(&self) -> Option<&[u8]> {
+        if !self.shape.is_contiguous() {
+            return None;
+        }
+        let data = match self.bytes() {
+            0 => NonNull::dangling().as_ptr(),
+            _ => self.data(),
+        };
+        // SAFETY: contiguous elements fill exactly `bytes` bytes of a storage that `self` keeps alive and that does not
+        // change; an empty slice gets a dangling pointer.
+        Some(unsafe { std::slice::from_raw_parts(data, self.bytes()) })
+    }
+
+    /// Copies rows of [`Shape::matrix`] in row-major order into `out`.
+    pub fn copy_rows(&self, rows: Range<usize>, out: &mut [u8]) -> Result<()> {
+        let (all, cols) = self.shape.matrix();
+        let element = self.dtype.bytes();
+        let row_bytes = cols * element;
+        if rows.start > rows.end || rows.end > all || out.len() != rows.len() * row_bytes {
+            bail!(
+                InvalidArgument,
+                "rows {rows:?} of {all} rows of {row_bytes} bytes do not go into {} bytes",
+                out.len()
+            );
+        }
+        if let Some(bytes) = self.as_bytes() {
+            out.copy_from_slice(&bytes[rows.start * row_bytes..rows.end * row_bytes]);
+            return Ok(());
+        }
+        if out.is_empty() {
+            return Ok(());
+        }
+        let stride = self.shape.strides().last().copied().unwrap_or(1);
+        for (row, out) in rows.zip(out.chunks_exact_mut(row_bytes)) {
+            let start = self.shape.row_offset(row);
+            for (i, out) in out.chunks_exact_mut(element).enumerate() {
+                // SAFETY: the element is within the shape's extent, which the storage holds; `out` has `element` bytes and
+                // is memory of the caller's own.
+                unsafe {
+                    let from = self.data().add((start + i * stride) * element);
+                    std::ptr::copy_nonoverlapping(from, out.as_mut_ptr(), element);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies all elements in row-major order into `out`, which must be exactly as large.
+    pub fn copy_to(&self, out: &mut [u8]) -> Result<()> {
+        if out.len() != self.bytes() {
+            bail!(
+                InvalidArgument,
+                "the tensor has {} bytes and the destination {}",
+                self.bytes(),
+                out.len()
+            );
+        }
+        self.copy_rows(0..self.shape.matrix().0, out)
+    }
+
+    /// Rows of [`Shape::matrix`] as f32.
+    pub fn rows_f32(&self, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
+        let row_bytes = self.shape.matrix().1 * self.dtype.bytes();
+        if let Some(bytes) = self.as_bytes()
+            && let Some(bytes) = bytes.get(rows.start * row_bytes..rows.end * row_bytes)
+        {
+            return self.dtype.to_f32(bytes, out);
+        }
+        let mut bytes = vec![0; rows.len() * row_bytes];
+        self.copy_rows(rows, &mut bytes)?;
+        self.dtype.to_f32(&bytes, out)
+    }
+
+    /// All elements as f32, row-major.
+    pub fn to_f32(&self) -> Result<Buffer<f32>> {
+        let mut out = Buffer::zeroed(Tag::Scratch, self.shape.elements())?;
+        self.rows_f32(0..self.shape.matrix().0, &mut out)?;
+        Ok(out)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    #[test]
+    fn a_transposed_view_reads_in_its_own_order() {
+        let t = Tensor::from_f32(&[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], &[2, 3], DType::F32).unwrap();
+        let v = t
+            .view(Shape::strided(&[3, 2], &[1, 3]).unwrap(), 0)
+            .unwrap();
+        assert_eq!(&v.to_f32().unwrap()[..], [1.0, 4.0, 2.0, 5.0, 3.0, 6.0]);
+        assert!(v.as_bytes().is_none());
+        let last = t.view(Shape::contiguous(&[2]).unwrap(), 4).unwrap();
+        assert_eq!(&last.to_f32().unwrap()[..], [5.0, 6.0]);
+        assert!(t.view(Shape::contiguous(&[2]).unwrap(), 5).is_err());
+        assert!(
+            t.view(Shape::contiguous(&[1]).unwrap(), usize::MAX)
+                .is_err()
+        );
+    }
+
+    #[test]
+    fn a_row_range_of_a_strided_tensor() {
+        let values: Vec<f32> = (0..24).map(|i| i as f32).collect();
+        let t = Tensor::from_f32(&values, &[4, 6], DType::BF16).unwrap();
+        let v = t
+            .view(Shape::strided(&[4, 3], &[6, 2]).unwrap(), 1)
+            .unwrap();
+        let mut out = [0.0; 6];
+        v.rows_f32(1..3, &mut out).unwrap();
+        assert_eq!(out, [7.0, 9.0, 11.0, 13.0, 15.0, 17.0]);
+        assert!(v.rows_f32(3..5, &mut out).is_err());
+    }
+
+    #[test]
+    fn lent_memory_is_released_once_after_the_last_view() {
+        static RELEASED: AtomicU32 = AtomicU32::new(0);
+        let mut data = [1.0f32, 2.0];
+        let release: Release = Box::new(|| {
+            RELEASED.fetch_add(1, Ordering::Relaxed);
+        });
+        let shape = Shape::contiguous(&[2]).unwrap();
+        // SAFETY: `data` outlives the tensor and does not change.
+        let t = unsafe {
+            Tensor::lent(
+                data.as_mut_ptr().cast(),
+                shape.clone(),
+                DType::F32,
+                Some(release),
+            )
+        }
+        .unwrap();
+        let v = t.view(Shape::contiguous(&[1]).unwrap(), 1).unwrap();
+        drop(t);
+        assert_eq!(RELEASED.load(Ordering::Relaxed), 0);
+        assert_eq!(v.to_f32().unwrap()[0], 2.0);
+        drop(v);
+        assert_eq!(RELEASED.load(Ordering::Relaxed), 1);
+        // SAFETY: refused before anything is read.
+        let odd = unsafe {
+            Tensor::lent(
+                data.as_mut_ptr().cast::<u8>().wrapping_add(1),
+                shape,
+                DType::F32,
+                None,
+            )
+        };
+        assert!(odd.unwrap_err().message().contains("aligned"));
+    }
+
+    #[test]
+    fn an_empty_tensor_has_no_memory() {
+        let t = Tensor::zeros(&[0, 16], DType::F32).unwrap();
+        assert_eq!(t.bytes(), 0);
+        assert_eq!(t.as_bytes(), Some(&[][..]));
+        assert!(t.to_f32().unwrap().is_empty());
+        t.copy_to(&mut []).unwrap();
+        let v = t
+            .view(Shape::strided(&[0, 3], &[5, 2]).unwrap(), 0)
+            .unwrap();
+        v.copy_to(&mut []).unwrap();
+    }
+}

@@ -1,0 +1,63 @@
+/* Checks for the tests in C: each prints what failed and where, and main returns how many did. */
+#ifndef CHECK_H
+#define CHECK_H
+
+#include <nvfp4.h>
+#include <stdio.h>
+#include <string.h>
+
+static int checks, failures;
+
+#define CHECK(condition)                                                          \
+    do {                                                                          \
+        checks++;                                                                 \
+        if (!(condition)) {                                                       \
+            failures++;                                                           \
+            printf("%s:%d: not so: %s\n", __FILE__, __LINE__, #condition);        \
+        }                                                                         \
+    } while (0)
+
+/* The call succeeds. */
+#define OK(call)                                                                                             \
+    do {                                                                                                     \
+        NVFP4_Status status_ = (call);                                                                       \
+        checks++;                                                                                            \
+        if (status_ != NVFP4_OK) {                                                                           \
+            failures++;                                                                                      \
+            printf("%s:%d: %s\n    %s: %s\n", __FILE__, __LINE__, #call, NVFP4_status_name(status_),         \
+                   NVFP4_last_error());                                                                      \
+        }                                                                                                    \
+    } while (0)
+
+/* The call fails with `expected` and a message of one line that is not empty and names no address. */
+#define FAILS(expected, call)                                                                                \
+    do {                                                                                                     \
+        NVFP4_Status status_ = (call);                                                                       \
+        const char *text_ = NVFP4_last_error();                                                              \
+        checks++;                                                                                            \
+        if (status_ != (expected) || text_[0] == '\0' || strchr(text_, '\n') != NULL ||                      \
+            strstr(text_, "0x7f") != NULL || NVFP4_last_status() != status_) {                               \
+            failures++;                                                                                      \
+            printf("%s:%d: %s\n    gave %s (%s), expected %s\n", __FILE__, __LINE__, #call,                  \
+                   NVFP4_status_name(status_), text_, NVFP4_status_name(expected));                          \
+        }                                                                                                    \
+    } while (0)
+
+/* The message of the last failure has `part` in it. */
+#define SAYS(part)                                                                                           \
+    do {                                                                                                     \
+        checks++;                                                                                            \
+        if (strstr(NVFP4_last_error(), (part)) == NULL) {                                                    \
+            failures++;                                                                                      \
+            printf("%s:%d: '%s' is not in: %s\n", __FILE__, __LINE__, (part), NVFP4_last_error());           \
+        }                                                                                                    \
+    } while (0)
+
+static int report(const char *name)
+{
+    printf("%s: %d checks, %d failed\n", name, checks, failures);
+    NVFP4_empty_cache();
+    return failures != 0;
+}
+
+#endif

@@ -1,0 +1,154 @@
+/* The seven functions of TorchSharp hosts, with the library's own tensors, called as those hosts call them. */
+#include "check.h"
+#include <math.h>
+
+enum { M = 33, N = 48, K = 96 };
+
+/* What hosts do to a row-major scale [rows, k_blocks] before NVFP4_scaled_mm. */
+static size_t swizzle(const uint8_t *scale, size_t rows, size_t k_blocks, uint8_t *out)
+{
+    size_t tiles = (k_blocks + 3) / 4, length = (rows + 127) / 128 * tiles * 512;
+    memset(out, 0, length);
+    for (size_t r = 0; r < rows; r++)
+        for (size_t c = 0; c < k_blocks; c++)
+            out[(r / 128 * tiles + c / 4) * 512 + r % 32 * 16 + r % 128 / 32 * 4 + c % 4] = scale[r * k_blocks + c];
+    return length;
+}
+
+static double e2m1(unsigned code)
+{
+    static const double values[8] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
+    return code & 8 ? -values[code & 7] : values[code & 7];
+}
+
+static double e4m3(unsigned byte)
+{
+    unsigned exponent = byte >> 3 & 15, mantissa = byte & 7;
+    return exponent == 0 ? ldexp(mantissa, -9) : ldexp(8 + mantissa, (int)exponent - 10);
+}
+
+static double decode(const uint8_t *codes, const uint8_t *scales, size_t row, size_t k)
+{
+    uint8_t pair = codes[(row * K + k) / 2];
+    return e2m1(k % 2 ? pair >> 4 : pair & 15) * e4m3(scales[row * (K / 16) + k / 16]);
+}
+
+/* Quantizes x [rows, K] and copies the parts out. */
+static void quantize(float *x, int64_t rows, void **qdata, uint8_t *codes, uint8_t *scales)
+{
+    const int64_t shape[] = {rows, K};
+    NVFP4_Tensor *input;
+    void *scale = NULL;
+    int32_t dtype;
+    int64_t sizes[2];
+    size_t rank;
+    OK(NVFP4_tensor_from_host(x, shape, 2, NULL, NVFP4_DTYPE_FLOAT32, NULL, NULL, &input));
+    NVFP4_quantize(input, qdata, &scale);
+    CHECK(*qdata != NULL && scale != NULL && *qdata != (void *)input && NVFP4_last_status() == NVFP4_OK);
+    OK(NVFP4_tensor_dtype(*qdata, &dtype));
+    CHECK(dtype == NVFP4_DTYPE_UINT8);
+    OK(NVFP4_tensor_dtype(scale, &dtype));
+    CHECK(dtype == NVFP4_DTYPE_FLOAT8_E4M3FN);
+    OK(NVFP4_tensor_shape(*qdata, sizes, 2, &rank));
+    CHECK(rank == 2 && sizes[0] == rows && sizes[1] == K / 2);
+    OK(NVFP4_tensor_shape(scale, sizes, 2, &rank));
+    CHECK(rank == 2 && sizes[0] == rows && sizes[1] == K / 16);
+    OK(NVFP4_tensor_copy_to_host(*qdata, codes, (size_t)rows * K / 2));
+    OK(NVFP4_tensor_copy_to_host(scale, scales, (size_t)rows * K / 16));
+    OK(NVFP4_tensor_release(scale));
+    OK(NVFP4_tensor_release(input));
+}
+
+int main(void)
+{
+    static float a[M * K], b[N * K], out[M * N];
+    static uint8_t a_codes[M * K / 2], a_scales[M * K / 16], b_codes[N * K / 2], b_scales[N * K / 16];
+    static uint8_t a_swizzled[1024], b_swizzled[1024];
+    for (int i = 0; i < M * K; i++)
+        a[i] = sinf(0.9f * (float)i) * 3;
+    for (int i = 0; i < N * K; i++)
+        b[i] = cosf(0.4f * (float)i) * 0.05f;
+    /* A block of zeros has scale 0. */
+    for (int i = 16; i < 32; i++)
+        a[i] = 0;
+    void *qa = NULL, *qb = NULL;
+    quantize(a, M, &qa, a_codes, a_scales);
+    quantize(b, N, &qb, b_codes, b_scales);
+    CHECK(a_scales[1] == 0 && a_codes[8] == 0 && a_codes[15] == 0);
+    for (size_t i = 0; i < M * K; i++) {
+        /* Half of the widest gap, 1, and the largest value pushed past 6 by a scale that was rounded down. */
+        double off = fabs(decode(a_codes, a_scales, i / K, i % K) - (double)a[i]);
+        CHECK(off <= 1.01 * e4m3(a_scales[i / 16]));
+    }
+
+    size_t a_length = swizzle(a_scales, M, K / 16, a_swizzled), b_length = swizzle(b_scales, N, K / 16, b_swizzled);
+    const int64_t a_shape[] = {(int64_t)a_length}, b_shape[] = {(int64_t)b_length};
+    const int64_t t_shape[] = {K / 2, N}, t_strides[] = {1, K / 2};
+    NVFP4_Tensor *scale_a, *scale_b, *qb_t;
+    OK(NVFP4_tensor_from_host(a_swizzled, a_shape, 1, NULL, NVFP4_DTYPE_FLOAT8_E4M3FN, NULL, NULL, &scale_a));
+    /* Scales of weights out of a .dat file come as bytes. */
+    OK(NVFP4_tensor_from_host(b_swizzled, b_shape, 1, NULL, NVFP4_DTYPE_UINT8, NULL, NULL, &scale_b));
+    OK(NVFP4_tensor_view(qb, t_shape, 2, t_strides, 0, &qb_t));
+
+    const int8_t dtypes[] = {NVFP4_DTYPE_FLOAT32, NVFP4_DTYPE_BFLOAT16, NVFP4_DTYPE_FLOAT16};
+    const double bounds[] = {1e-6, 3e-3, 1e-3};
+    for (int d = 0; d < 3; d++) {
+        void *product = NVFP4_scaled_mm(qa, qb_t, scale_a, scale_b, dtypes[d]);
+        CHECK(product != NULL && NVFP4_last_status() == NVFP4_OK);
+        int32_t dtype;
+        OK(NVFP4_tensor_dtype(product, &dtype));
+        CHECK(dtype == dtypes[d]);
+        OK(NVFP4_tensor_copy_as_float(product, out, M * N));
+        OK(NVFP4_tensor_release(product));
+        double error = 0, norm = 0;
+        for (size_t i = 0; i < M; i++) {
+            for (size_t j = 0; j < N; j++) {
+                double sum = 0;
+                for (size_t k = 0; k < K; k++)
+                    sum += decode(a_codes, a_scales, i, k) * decode(b_codes, b_scales, j, k);
+                error += pow((double)out[i * N + j] - sum, 2);
+                norm += sum * sum;
+            }
+        }
+        CHECK(sqrt(error) <= bounds[d] * sqrt(norm));
+    }
+
+    /* What is wrong gives NULL and a reason, and never a crash. */
+    void *q = qa, *s = qa;
+    int foreign = 0;
+    NVFP4_quantize(&foreign, &q, &s);
+    CHECK(q == NULL && s == NULL && NVFP4_last_status() == NVFP4_INVALID_HANDLE);
+    SAYS("TorchSharp");
+    NVFP4_quantize(NULL, &q, &s);
+    CHECK(q == NULL && s == NULL && NVFP4_last_status() == NVFP4_INVALID_HANDLE);
+    NVFP4_quantize(qa, &q, &s);
+    CHECK(q == NULL && NVFP4_last_status() == NVFP4_INVALID_ARGUMENT);
+    SAYS("uint8");
+    NVFP4_quantize(scale_a, NULL, NULL);
+    CHECK(NVFP4_last_status() == NVFP4_INVALID_ARGUMENT);
+    CHECK(NVFP4_scaled_mm(qa, qb, scale_a, scale_b, NVFP4_DTYPE_FLOAT32) == NULL);
+    CHECK(NVFP4_last_status() == NVFP4_INVALID_ARGUMENT);
+    CHECK(NVFP4_scaled_mm(qa, qb_t, scale_a, qa, NVFP4_DTYPE_FLOAT32) == NULL);
+    SAYS("swizzled");
+    CHECK(NVFP4_scaled_mm(qa, qb_t, scale_a, scale_b, NVFP4_DTYPE_INT8) == NULL);
+    SAYS("int8");
+    CHECK(NVFP4_scaled_mm(qa, NULL, scale_a, scale_b, NVFP4_DTYPE_FLOAT32) == NULL);
+    CHECK(NVFP4_scaled_mm(qa, qb_t, &foreign, scale_b, NVFP4_DTYPE_FLOAT32) == NULL);
+    SAYS("scale_a");
+
+    CHECK(NVFP4_can_use_managed() == 0);
+    CHECK(NVFP4_is_managed_tensor(qa) == 0 && NVFP4_is_managed_tensor(NULL) == 0 && NVFP4_is_managed_tensor(&foreign) == 0);
+    CHECK(NVFP4_to_managed(qa, -1, 0) == NULL && NVFP4_last_status() == NVFP4_UNSUPPORTED);
+    SAYS("CUDA");
+    NVFP4_managed_prefetch(qa, 0);
+    CHECK(NVFP4_last_status() == NVFP4_UNSUPPORTED);
+    NVFP4_empty_cache();
+    CHECK(NVFP4_last_status() == NVFP4_OK);
+
+    OK(NVFP4_tensor_release(qb_t));
+    OK(NVFP4_tensor_release(scale_a));
+    OK(NVFP4_tensor_release(scale_b));
+    OK(NVFP4_tensor_release(qa));
+    OK(NVFP4_tensor_release(qb));
+    return report("drop_in");
+}

@@ -1,0 +1,236 @@
+/* Tensors over lent memory, views, DLPack in and out, and the number formats. */
+#include "check.h"
+#include <math.h>
+#include <stdlib.h>
+
+/* DLPack's structs, as dlpack.h has them: the header under test must not need that file. */
+typedef struct {
+    void *data;
+    struct { int32_t device_type, device_id; } device;
+    int32_t ndim;
+    struct { uint8_t code, bits; uint16_t lanes; } dtype;
+    int64_t *shape, *strides;
+    uint64_t byte_offset;
+} DLTensor;
+struct DLManagedTensor {
+    DLTensor dl_tensor;
+    void *manager_ctx;
+    void (*deleter)(struct DLManagedTensor *);
+};
+
+static int deleted;
+static void *deleted_data, *deleted_user;
+
+static void deleter(void *data, void *user)
+{
+    deleted++;
+    deleted_data = data;
+    deleted_user = user;
+}
+
+static void lent_memory(void)
+{
+    float data[6] = {1, 2, 3, 4, 5, 6}, out[6];
+    const int64_t shape[] = {2, 3}, transposed[] = {3, 2}, strides[] = {1, 3}, too_far[] = {4, 2};
+    NVFP4_Tensor *t, *v, *bad = NULL;
+    OK(NVFP4_tensor_from_host(data, shape, 2, NULL, NVFP4_DTYPE_FLOAT32, deleter, out, &t));
+    OK(NVFP4_tensor_view(t, transposed, 2, strides, 0, &v));
+
+    int64_t read[8] = {0};
+    size_t rank = 0;
+    OK(NVFP4_tensor_shape(v, NULL, 0, &rank));
+    CHECK(rank == 2);
+    FAILS(NVFP4_BUFFER_TOO_SMALL, NVFP4_tensor_shape(v, read, 1, &rank));
+    OK(NVFP4_tensor_shape(v, read, 8, &rank));
+    CHECK(rank == 2 && read[0] == 3 && read[1] == 2);
+    OK(NVFP4_tensor_strides(v, read, 2, &rank));
+    CHECK(read[0] == 1 && read[1] == 3);
+    int32_t dtype = -1, device_type = -1, device_index = -1;
+    OK(NVFP4_tensor_dtype(v, &dtype));
+    OK(NVFP4_tensor_device(v, &device_type, &device_index));
+    CHECK(dtype == NVFP4_DTYPE_FLOAT32 && device_type == NVFP4_DEVICE_CPU && device_index == 0);
+    void *address;
+    OK(NVFP4_tensor_data(t, &address));
+    CHECK(address == data);
+    uint64_t bytes;
+    OK(NVFP4_tensor_bytes(v, &bytes));
+    CHECK(bytes == sizeof data);
+    OK(NVFP4_tensor_copy_to_host(v, out, sizeof out));
+    CHECK(out[0] == 1 && out[1] == 4 && out[2] == 2 && out[5] == 6);
+    OK(NVFP4_tensor_copy_as_float(t, out, 6));
+    CHECK(out[1] == 2);
+
+    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_tensor_view(t, too_far, 2, NULL, 0, &bad));
+    CHECK(bad == NULL);
+    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_tensor_copy_to_host(v, out, sizeof out - 4));
+    SAYS("24");
+    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_tensor_copy_as_float(v, out, 5));
+    FAILS(NVFP4_INVALID_ARGUMENT,
+          NVFP4_tensor_from_host((char *)data + 2, shape, 2, NULL, NVFP4_DTYPE_FLOAT32, deleter, NULL, &bad));
+    SAYS("aligned");
+
+    /* The memory goes back once, when the last view of it is gone. */
+    OK(NVFP4_tensor_retain(t));
+    OK(NVFP4_tensor_release(t));
+    OK(NVFP4_tensor_release(t));
+    CHECK(deleted == 0);
+    OK(NVFP4_tensor_copy_to_host(v, out, sizeof out));
+    OK(NVFP4_tensor_release(v));
+    CHECK(deleted == 1 && deleted_data == data && deleted_user == out);
+    FAILS(NVFP4_INVALID_HANDLE, NVFP4_tensor_retain(v));
+    SAYS("stale");
+}
+
+static void dlpack_delete(struct DLManagedTensor *managed)
+{
+    deleted++;
+    free(managed);
+}
+
+static void dlpack(void)
+{
+    static uint16_t halves[4] = {0x3c00, 0x4000, 0xc200, 0};
+    static int64_t shape[] = {4};
+    struct DLManagedTensor *managed = calloc(1, sizeof *managed);
+    managed->dl_tensor.data = (char *)halves - 2;
+    managed->dl_tensor.byte_offset = 2;
+    managed->dl_tensor.device.device_type = 1;
+    managed->dl_tensor.ndim = 1;
+    managed->dl_tensor.dtype.code = 2;
+    managed->dl_tensor.dtype.bits = 16;
+    managed->dl_tensor.dtype.lanes = 1;
+    managed->dl_tensor.shape = shape;
+    managed->deleter = dlpack_delete;
+    deleted = 0;
+
+    NVFP4_Tensor *t = NULL;
+    managed->dl_tensor.device.device_type = 2;
+    FAILS(NVFP4_DEVICE_UNAVAILABLE, NVFP4_tensor_from_dlpack(managed, &t));
+    managed->dl_tensor.device.device_type = 1;
+    OK(NVFP4_tensor_from_dlpack(managed, &t));
+    float out[4];
+    OK(NVFP4_tensor_copy_as_float(t, out, 4));
+    CHECK(out[0] == 1 && out[1] == 2 && out[2] == -3 && out[3] == 0);
+
+    struct DLManagedTensor *exported;
+    OK(NVFP4_tensor_to_dlpack(t, &exported));
+    OK(NVFP4_tensor_release(t));
+    CHECK(deleted == 0);
+    CHECK(exported->dl_tensor.data == halves && exported->dl_tensor.ndim == 1 && exported->dl_tensor.shape[0] == 4);
+    CHECK(exported->dl_tensor.dtype.code == 2 && exported->dl_tensor.dtype.bits == 16);
+    exported->deleter(exported);
+    CHECK(deleted == 1);
+}
+
+static void formats(void)
+{
+    float x[2 * 32], y[2 * 32];
+    for (int i = 0; i < 64; i++)
+        x[i] = (float)((i * 37) % 13 - 6);
+    const int64_t shape[] = {2, 32};
+    NVFP4_Tensor *t, *codes, *scales, *swizzled, *linear, *back, *absmax;
+    OK(NVFP4_tensor_from_host(x, shape, 2, NULL, NVFP4_DTYPE_FLOAT32, NULL, NULL, &t));
+
+    NVFP4_QuantizeOptions options;
+    OK(NVFP4_quantize_options_init(&options, sizeof options));
+    CHECK(options.struct_size == sizeof options && options.levels == NVFP4_LEVELS_TWO);
+    options.levels = NVFP4_LEVELS_SINGLE;
+    float global = 0;
+    OK(NVFP4_tensor_quantize(t, &options, &codes, &scales, &global));
+    CHECK(global == 1);
+    size_t rank;
+    int64_t sizes[2];
+    OK(NVFP4_tensor_shape(codes, sizes, 2, &rank));
+    CHECK(sizes[0] == 2 && sizes[1] == 16);
+    OK(NVFP4_tensor_shape(scales, sizes, 2, &rank));
+    CHECK(sizes[0] == 2 && sizes[1] == 2);
+    /* Every block's largest value is 6, so every scale is 1.0 and whole numbers up to 4 are exact. */
+    uint8_t bytes[4];
+    OK(NVFP4_tensor_copy_to_host(scales, bytes, 4));
+    CHECK(bytes[0] == 0x38 && bytes[3] == 0x38);
+    OK(NVFP4_tensor_dequantize(codes, scales, global, NVFP4_SCALES_LINEAR, NVFP4_DTYPE_FLOAT32, &back));
+    OK(NVFP4_tensor_copy_to_host(back, y, sizeof y));
+    for (int i = 0; i < 64; i++)
+        CHECK(fabsf(x[i]) == 5 ? fabsf(y[i]) == 4 : y[i] == x[i]);
+    OK(NVFP4_tensor_release(back));
+
+    OK(NVFP4_scales_swizzle(scales, &swizzled));
+    OK(NVFP4_tensor_shape(swizzled, sizes, 2, &rank));
+    CHECK(rank == 1 && sizes[0] == 512);
+    OK(NVFP4_scales_unswizzle(swizzled, 2, 2, &linear));
+    OK(NVFP4_tensor_copy_to_host(linear, bytes, 4));
+    CHECK(bytes[0] == 0x38 && bytes[3] == 0x38);
+    OK(NVFP4_tensor_dequantize(codes, swizzled, global, NVFP4_SCALES_SWIZZLED, NVFP4_DTYPE_BFLOAT16, &back));
+    OK(NVFP4_tensor_copy_as_float(back, y, 64));
+    CHECK(y[0] == -6);
+    OK(NVFP4_tensor_release(back));
+    OK(NVFP4_tensor_release(linear));
+    OK(NVFP4_tensor_release(swizzled));
+    OK(NVFP4_tensor_release(codes));
+    OK(NVFP4_tensor_release(scales));
+
+    /* An older host's struct ends before the seed. */
+    options.struct_size = 24;
+    options.rounding = NVFP4_ROUNDING_STOCHASTIC;
+    OK(NVFP4_tensor_quantize(t, &options, &codes, &scales, &global));
+    OK(NVFP4_tensor_release(codes));
+    OK(NVFP4_tensor_release(scales));
+    /* A newer host's struct has more at its end, zero where it is not used. */
+    struct { NVFP4_QuantizeOptions known; uint64_t unknown; } newer = {options, 0};
+    newer.known.struct_size = sizeof newer;
+    OK(NVFP4_tensor_quantize(t, &newer.known, &codes, &scales, &global));
+    OK(NVFP4_tensor_release(codes));
+    OK(NVFP4_tensor_release(scales));
+    newer.unknown = 1;
+    FAILS(NVFP4_ABI_MISMATCH, NVFP4_tensor_quantize(t, &newer.known, &codes, &scales, &global));
+
+    x[40] = NAN;
+    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_tensor_quantize(t, NULL, &codes, &scales, &global));
+    SAYS("index 40");
+    x[40] = 0;
+
+    OK(NVFP4_tensor_quantize_nf4(t, 64, &codes, &absmax));
+    OK(NVFP4_tensor_dequantize_nf4(codes, absmax, NULL, 64, shape, 2, NVFP4_DTYPE_FLOAT32, &back));
+    OK(NVFP4_tensor_copy_to_host(back, y, sizeof y));
+    CHECK(y[0] == -6);
+    OK(NVFP4_tensor_release(back));
+    OK(NVFP4_tensor_release(codes));
+    OK(NVFP4_tensor_release(absmax));
+    OK(NVFP4_tensor_release(t));
+}
+
+static void memory(void)
+{
+    const int64_t shape[] = {1024};
+    NVFP4_Tensor *t = NULL;
+    uint64_t before, now, peak, budget;
+    OK(NVFP4_memory_stats(NVFP4_MEMORY_TENSOR, &before, &peak));
+    OK(NVFP4_tensor_empty(shape, 1, NVFP4_DTYPE_FLOAT32, NVFP4_DEVICE_CPU, 0, &t));
+    OK(NVFP4_memory_stats(NVFP4_MEMORY_TENSOR, &now, &peak));
+    CHECK(now == before + 4096 && peak >= now);
+    OK(NVFP4_tensor_release(t));
+    OK(NVFP4_memory_reset_peak());
+    OK(NVFP4_memory_stats(NVFP4_MEMORY_TENSOR, &now, &peak));
+    CHECK(now == before && peak == now);
+
+    OK(NVFP4_memory_stats(NVFP4_MEMORY_TOTAL, &now, &peak));
+    OK(NVFP4_memory_set_budget(now + 1000));
+    OK(NVFP4_memory_get_budget(&budget));
+    CHECK(budget == now + 1000);
+    FAILS(NVFP4_OVER_BUDGET, NVFP4_tensor_empty(shape, 1, NVFP4_DTYPE_FLOAT32, NVFP4_DEVICE_CPU, 0, &t));
+    SAYS("4096");
+    OK(NVFP4_memory_set_budget(0));
+    OK(NVFP4_memory_get_budget(&budget));
+    CHECK(budget == 0);
+    OK(NVFP4_tensor_empty(shape, 1, NVFP4_DTYPE_FLOAT32, NVFP4_DEVICE_CPU, 0, &t));
+    OK(NVFP4_tensor_release(t));
+}
+
+int main(void)
+{
+    lent_memory();
+    dlpack();
+    formats();
+    memory();
+    return report("tensors");
+}
