@@ -393,7 +393,7 @@ mod tests {
             assert!(slice::<u32>("x", std::ptr::null(), 1).is_err());
             assert!(slice::<u32>("x", std::ptr::without_provenance(3), 1).is_err());
             assert!(slice::<u32>("x", std::ptr::without_provenance(4), usize::MAX).is_err());
-            assert_eq!(slice::<u32>("x", std::ptr::null(), 0).unwrap(), []);
+            assert_eq!(slice::<u32>("x", std::ptr::null(), 0).unwrap(), [0u32; 0]);
             assert!(sizes("shape", std::ptr::null(), -1).is_err());
         }
         assert!(
