@@ -99,6 +99,31 @@ unsafe fn dot(codes: *const u8, x: *const i8, offset: i32) -> __m256 {
     }
 }
 
+/// [`dot`] of eight rows of a block, `units` pointing to their half of the first unit.
+#[inline(always)]
+unsafe fn block_dot(units: *const u8, x: *const i8, offset: i32) -> __m256 {
+    // SAFETY: AVX2 by the trait's contract, as are the bytes at `units` and `x`.
+    unsafe {
+        let codes = table(&doubled_codes(Avx2::CODE_OFFSET));
+        // The activations of k 0, 1 beside four rows' codes of k 0, 1; then those of k 2, 3.
+        let spread = table(&[0, 1, 0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3, 2, 3]);
+        let mut pairs = _mm256_setzero_si256();
+        for q in 0..4 {
+            let n = nibbles(units.add(q / 2 * 64), q % 2 == 1);
+            let x = _mm256_set1_epi32(x.add(4 * q).cast::<i32>().read_unaligned());
+            let products = _mm256_maddubs_epi16(
+                _mm256_shuffle_epi8(codes, n),
+                _mm256_shuffle_epi8(x, spread),
+            );
+            pairs = _mm256_add_epi16(pairs, products);
+        }
+        // A row's two sums side by side.
+        let order = table(&[0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]);
+        let sum = _mm256_madd_epi16(_mm256_shuffle_epi8(pairs, order), _mm256_set1_epi16(1));
+        _mm256_cvtepi32_ps(_mm256_sub_epi32(sum, _mm256_set1_epi32(offset)))
+    }
+}
+
 // SAFETY: every intrinsic used belongs to AVX2, FMA or F16C, which `Level::Avx2` requires; pointers are the trait's.
 #[allow(
     clippy::undocumented_unsafe_blocks,
@@ -110,8 +135,8 @@ unsafe impl Simd for Avx2 {
 
     // 12 accumulators, 2 weights, 1 activation: 15 of 16 registers.
     const TILE: usize = 6;
-    // A row group is two registers; a second one would spill.
-    const GEMV_GROUPS: usize = 1;
+    // Four chains; more would not leave registers for decoding.
+    const GEMV_GROUPS: usize = 2;
     // Makes codes unsigned for vpmaddubsw; 4 * 2 * 24 * 127 still fits in 16 bits.
     const CODE_OFFSET: i32 = 12;
 
@@ -253,5 +278,19 @@ unsafe impl Simd for Avx2 {
     #[inline(always)]
     unsafe fn dot(codes: *const u8, x: *const i8, offset: i32) -> V {
         unsafe { [dot(codes, x, offset), dot(codes.add(32), x, offset)] }
+    }
+    #[inline(always)]
+    unsafe fn block_dot(units: *const u8, x: *const i8, offset: i32) -> V {
+        unsafe {
+            [
+                block_dot(units, x, offset),
+                block_dot(units.add(32), x, offset),
+            ]
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn prefetch(p: *const u8) {
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
     }
 }

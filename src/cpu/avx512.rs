@@ -19,6 +19,17 @@ unsafe fn upper(a: __m512) -> __m256 {
     unsafe { _mm256_castpd_ps(_mm512_extractf64x4_pd::<1>(_mm512_castps_pd(a))) }
 }
 
+/// The codes of a half unit as [`Simd::store_codes`] writes them.
+#[inline(always)]
+unsafe fn ordered_codes(n: __m512i) -> __m512i {
+    // SAFETY: AVX-512 by the trait's contract; registers only.
+    unsafe {
+        let codes = _mm512_shuffle_epi8(table(&doubled_codes(Avx512::CODE_OFFSET)), n);
+        let order = table(&[0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]);
+        _mm512_shuffle_epi8(codes, order)
+    }
+}
+
 // SAFETY: every intrinsic used belongs to the features `Level::Avx512` requires; pointers are the trait's.
 #[allow(
     clippy::undocumented_unsafe_blocks,
@@ -167,11 +178,7 @@ unsafe impl Simd for Avx512 {
     }
     #[inline(always)]
     unsafe fn store_codes(p: *mut u8, n: __m512i) {
-        unsafe {
-            let codes = _mm512_shuffle_epi8(table(&doubled_codes(Self::CODE_OFFSET)), n);
-            let order = table(&[0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]);
-            _mm512_storeu_si512(p.cast(), _mm512_shuffle_epi8(codes, order));
-        }
+        unsafe { _mm512_storeu_si512(p.cast(), ordered_codes(n)) }
     }
     #[inline(always)]
     unsafe fn dot(codes: *const u8, x: *const i8, offset: i32) -> __m512 {
@@ -183,5 +190,22 @@ unsafe impl Simd for Avx512 {
             }
             _mm512_cvtepi32_ps(sum)
         }
+    }
+    #[inline(always)]
+    unsafe fn block_dot(units: *const u8, x: *const i8, offset: i32) -> __m512 {
+        unsafe {
+            let mut sum = _mm512_set1_epi32(-offset);
+            for q in 0..4 {
+                let n = Self::nibbles(units.add(q / 2 * 64), q % 2 == 1);
+                let x = _mm512_set1_epi32(x.add(4 * q).cast::<i32>().read_unaligned());
+                sum = _mm512_dpbusd_epi32(sum, ordered_codes(n), x);
+            }
+            _mm512_cvtepi32_ps(sum)
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn prefetch(p: *const u8) {
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
     }
 }

@@ -131,6 +131,30 @@ impl Cpu {
     }
 
     fn gemv(&self, x: &[f32], outputs: &mut [(&Packed, &mut [f32])]) {
+        self.gemv_by(outputs, &|w, data, groups, out| {
+            // SAFETY: the level is present, `x` has 16 * blocks elements, and the rest is as `gemv_by` says.
+            unsafe {
+                let (stride, blocks) = (w.group_stride(), w.blocks());
+                self.table.gemv(w.kind())(
+                    data,
+                    stride,
+                    groups,
+                    blocks,
+                    x.as_ptr(),
+                    w.global(),
+                    out,
+                );
+            }
+        });
+    }
+
+    /// Splits the row groups of `outputs` over threads. `kernel` is called with a weight, where some of its row groups start,
+    /// their number, and where their outputs go, 16 floats each.
+    fn gemv_by(
+        &self,
+        outputs: &mut [(&Packed, &mut [f32])],
+        kernel: &(dyn Fn(&Packed, *const u8, usize, *mut f32) + Sync),
+    ) {
         let work = Work::new(outputs);
         // Enough parts that a thread held up elsewhere does not hold up the rest; whole runs of groups for the kernel.
         let grain = (work.groups / (self.pool.threads() * 8))
@@ -140,44 +164,22 @@ impl Cpu {
             work.for_each(
                 part * grain..work.groups.min((part + 1) * grain),
                 |w, out, groups| {
-                    let (stride, blocks) = (w.group_stride(), w.blocks());
-                    let whole = groups.start..groups.end.min(w.rows() / GROUP);
-                    let gemv = self.table.gemv(w.kind());
-                    // SAFETY: the level is present. `x` has 16 * blocks elements and the weight has these groups. Each part
-                    // writes rows of its own groups only; the last group, if partial, goes through `ragged`.
+                    // SAFETY: the weight has these groups. Each part writes rows of its own groups only; the last group, if
+                    // partial, goes through `ragged`.
                     unsafe {
+                        let data = |group: usize| w.data().as_ptr().add(group * w.group_stride());
+                        let whole = groups.start..groups.end.min(w.rows() / GROUP);
                         if !whole.is_empty() {
-                            let data = w.data().as_ptr().add(whole.start * stride);
                             let out = out.at(whole.start * GROUP);
-                            gemv(
-                                data,
-                                stride,
-                                whole.len(),
-                                blocks,
-                                x.as_ptr(),
-                                w.global(),
-                                out,
-                            );
+                            kernel(w, data(whole.start), whole.len(), out);
                         }
                         if groups.end > whole.end.max(groups.start) {
                             let last = groups.end - 1;
                             let mut ragged = [0.0; GROUP];
-                            let data = w.data().as_ptr().add(last * stride);
-                            gemv(
-                                data,
-                                stride,
-                                1,
-                                blocks,
-                                x.as_ptr(),
-                                w.global(),
-                                ragged.as_mut_ptr(),
-                            );
+                            kernel(w, data(last), 1, ragged.as_mut_ptr());
                             let rows = w.rows() - last * GROUP;
-                            std::ptr::copy_nonoverlapping(
-                                ragged.as_ptr(),
-                                out.at(last * GROUP),
-                                rows,
-                            );
+                            let out = out.at(last * GROUP);
+                            std::ptr::copy_nonoverlapping(ragged.as_ptr(), out, rows);
                         }
                     }
                 },
@@ -311,6 +313,27 @@ impl Cpu {
                 (self.table.quantize_row)(x, blocks, codes, scales, offsets.at(t * blocks));
             }
         });
+
+        if m == 1 {
+            self.gemv_by(outputs, &|w, data, groups, out| {
+                // SAFETY: the level is present, the token was quantized above, and the rest is as `gemv_by` says.
+                unsafe {
+                    (self.table.gemv_int8)(
+                        data,
+                        w.group_stride(),
+                        groups,
+                        blocks,
+                        codes.at(0),
+                        scales.at(0),
+                        offsets.at(0),
+                        // Codes are doubled values.
+                        w.global() * 0.5,
+                        out,
+                    );
+                }
+            });
+            return Ok(());
+        }
 
         let work = Work::new(outputs);
         let panels = Out(workspace.panels.as_mut_ptr());

@@ -2,6 +2,7 @@
 //! registers that takes. Because every level has the same sixteen lanes, uses fused multiply-adds in the same order and
 //! reduces along the same tree, every level gives the same bits.
 
+use super::packed::UNIT_BYTES;
 use crate::format::e2m1::VALUES;
 
 /// Operations on sixteen `f32` lanes.
@@ -64,6 +65,23 @@ pub(super) unsafe trait Simd {
     /// For 16 rows, the exact sum over 16 k of code times activation, as `f32`. `codes` holds 256 bytes from
     /// [`Simd::store_codes`], `x` 16 bytes, and `offset` is `CODE_OFFSET` times the sum of `x`.
     unsafe fn dot(codes: *const u8, x: *const i8, offset: i32) -> Self::V;
+    /// [`Simd::dot`] of a packed block: two units.
+    #[inline(always)]
+    unsafe fn block_dot(units: *const u8, x: *const i8, offset: i32) -> Self::V {
+        let mut codes = [0; 256];
+        // SAFETY: forwarded; the four halves fill `codes`.
+        unsafe {
+            for quarter in 0..4 {
+                let half = Self::nibbles(units.add(quarter / 2 * UNIT_BYTES), quarter % 2 == 1);
+                Self::store_codes(codes.as_mut_ptr().add(quarter * 64), half);
+            }
+            Self::dot(codes.as_ptr(), x, offset)
+        }
+    }
+
+    /// Brings the cache line at `p` near, if there is memory; any address will do.
+    #[inline(always)]
+    unsafe fn prefetch(_p: *const u8) {}
 }
 
 /// One byte of each e2m1 value's `f32` bit pattern, for table look-ups that build values bytewise. The two low bytes of

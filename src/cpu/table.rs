@@ -16,6 +16,9 @@ pub(super) type Unpack = unsafe fn(*const u8, usize, *mut f32, *mut f32);
 pub(super) type Tile = unsafe fn(usize, *const f32, *const f32, usize, *const f32, f32, *mut f32);
 /// See [`linear::quantize_row`].
 pub(super) type QuantizeRow = unsafe fn(*const f32, usize, *mut i8, *mut f32, *mut i32);
+/// See [`linear::gemv_int8`].
+pub(super) type GemvInt8 =
+    unsafe fn(*const u8, usize, usize, usize, *const i8, *const f32, *const i32, f32, *mut f32);
 /// See [`linear::unpack_int8`].
 pub(super) type UnpackInt8 = unsafe fn(*const u8, usize, *mut u8, *mut f32);
 /// See [`linear::tile_int8`], after the number of tokens, 1 to [`INT8_TILE`].
@@ -55,6 +58,7 @@ pub(super) struct Table {
     unpack: [Unpack; 4],
     pub tile: Tile,
     pub quantize_row: QuantizeRow,
+    pub gemv_int8: GemvInt8,
     pub unpack_int8: UnpackInt8,
     pub tile_int8: TileInt8,
     pub attend_f16: Attend,
@@ -148,6 +152,16 @@ macro_rules! stamp {
             }
 
             $(#[$features])?
+            unsafe fn gemv_int8(
+                data: *const u8, stride: usize, groups: usize, blocks: usize, codes: *const i8, scales: *const f32,
+                offsets: *const i32, half_global: f32, out: *mut f32,
+            ) {
+                unsafe {
+                    linear::gemv_int8::<Shell>(data, stride, groups, blocks, codes, scales, offsets, half_global, out)
+                }
+            }
+
+            $(#[$features])?
             unsafe fn unpack_int8(group: *const u8, blocks: usize, panel: *mut u8, scales: *mut f32) {
                 unsafe { linear::unpack_int8::<Shell>(group, blocks, panel, scales) }
             }
@@ -211,6 +225,7 @@ macro_rules! stamp {
                 ],
                 tile,
                 quantize_row,
+                gemv_int8,
                 unpack_int8,
                 tile_int8,
                 attend_f16: attend::<u16>,

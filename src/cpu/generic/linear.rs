@@ -12,6 +12,9 @@ use crate::cpu::simd::Simd;
 /// # Safety
 /// As for [`Simd`]; `group` must point to a whole row group of that kind with more than `block` blocks.
 pub(in crate::cpu) unsafe trait Source<S: Simd> {
+    /// Bytes that a block takes, scales included.
+    const BLOCK_BYTES: usize;
+
     /// The values of k `4 * quarter ..` of a block, one vector of 16 rows each.
     unsafe fn four(group: *const u8, block: usize, quarter: usize) -> [S::V; 4];
     /// The block scale of each of the 16 rows.
@@ -39,6 +42,8 @@ unsafe fn nvfp4_block(group: *const u8, block: usize) -> (*const u8, *const u8) 
 
 // SAFETY: reads within the group, as the layout in `packed` lays it out.
 unsafe impl<S: Simd> Source<S> for Nvfp4 {
+    const BLOCK_BYTES: usize = NVFP4_CHUNK_BYTES / CHUNK_BLOCKS;
+
     #[inline(always)]
     unsafe fn four(group: *const u8, block: usize, quarter: usize) -> [S::V; 4] {
         // SAFETY: as above.
@@ -61,6 +66,8 @@ macro_rules! dense_source {
     ($name:ident, $element:ty, $load:ident) => {
         // SAFETY: reads within the group: 16 elements for each k.
         unsafe impl<S: Simd> Source<S> for $name {
+            const BLOCK_BYTES: usize = 256 * size_of::<$element>();
+
             #[inline(always)]
             unsafe fn four(group: *const u8, block: usize, quarter: usize) -> [S::V; 4] {
                 // SAFETY: as above.
@@ -116,6 +123,53 @@ pub(in crate::cpu) unsafe fn gemv<S: Simd, W: Source<S>>(
     }
 }
 
+/// How far ahead of its use a GEMV asks for memory, in bytes of each row group it reads: as much as arrives in the time that
+/// memory takes to answer. What the hardware prefetches by itself is not enough beside this much computing.
+const PREFETCH_BYTES: usize = 4096;
+
+/// Asks for what a GEMV will read of each of `G` row groups some blocks after `block`, or of the `G` groups after those.
+#[inline(always)]
+unsafe fn prefetch<S: Simd, W: Source<S>, const G: usize>(
+    data: *const u8,
+    stride: usize,
+    block: usize,
+    blocks: usize,
+) {
+    let ahead = block + PREFETCH_BYTES / W::BLOCK_BYTES;
+    // Wrapping, because this may lie past the weight's end.
+    let first = if ahead < blocks {
+        data.wrapping_add(ahead * W::BLOCK_BYTES)
+    } else {
+        data.wrapping_add(G * stride + (ahead - blocks) * W::BLOCK_BYTES)
+    };
+    for g in 0..G {
+        for line in (0..W::BLOCK_BYTES).step_by(64) {
+            // SAFETY: any address may be asked for.
+            unsafe { S::prefetch(first.wrapping_add(g * stride + line)) };
+        }
+    }
+}
+
+/// Four k of a block, from `4 * Q`, onto the partial sums of `G` row groups.
+#[inline(always)]
+unsafe fn gemv_four<S: Simd, W: Source<S>, const G: usize, const Q: usize>(
+    data: *const u8,
+    stride: usize,
+    block: usize,
+    x: *const f32,
+    part: &mut [S::V; G],
+) {
+    // SAFETY: forwarded.
+    unsafe {
+        for g in 0..G {
+            let w = W::four(data.add(g * stride), block, Q);
+            for k in 0..4 {
+                part[g] = S::fma(w[k], S::splat(*x.add(4 * Q + k)), part[g]);
+            }
+        }
+    }
+}
+
 /// `G` row groups at once, so that their independent chains hide the latency of a multiply-add. Returns `G`.
 #[inline(always)]
 unsafe fn gemv_groups<S: Simd, W: Source<S>, const G: usize>(
@@ -128,23 +182,16 @@ unsafe fn gemv_groups<S: Simd, W: Source<S>, const G: usize>(
 ) -> usize {
     // SAFETY: forwarded.
     unsafe {
-        let zero = S::splat(0.0);
-        let mut sum = [zero; G];
+        let mut sum = [S::splat(0.0); G];
         for block in 0..blocks {
+            prefetch::<S, W, G>(data, stride, block, blocks);
             let x = x.add(block * 16);
-            let mut part = [zero; G];
-            for quarter in 0..4 {
-                let mut w = [[zero; 4]; G];
-                for g in 0..G {
-                    w[g] = W::four(data.add(g * stride), block, quarter);
-                }
-                for k in 0..4 {
-                    let x = S::splat(*x.add(quarter * 4 + k));
-                    for g in 0..G {
-                        part[g] = S::fma(w[g][k], x, part[g]);
-                    }
-                }
-            }
+            let mut part = [S::splat(0.0); G];
+            // Written out: as a loop it stays one, with a branch on the quarter inside.
+            gemv_four::<S, W, G, 0>(data, stride, block, x, &mut part);
+            gemv_four::<S, W, G, 1>(data, stride, block, x, &mut part);
+            gemv_four::<S, W, G, 2>(data, stride, block, x, &mut part);
+            gemv_four::<S, W, G, 3>(data, stride, block, x, &mut part);
             for g in 0..G {
                 sum[g] = S::fma(part[g], W::scale(data.add(g * stride), block), sum[g]);
             }
@@ -320,6 +367,41 @@ pub(in crate::cpu) unsafe fn tile_int8<S: Simd, const T: usize>(
         let half_global = S::splat(half_global);
         for t in 0..T {
             S::store(out.add(t * 16), S::mul(sum[t], half_global));
+        }
+    }
+}
+
+/// One quantized token, as [`quantize_row`] fills it, times `groups` NVFP4 row groups, `stride` bytes apart from `data`; `out`
+/// takes 16 floats a group. The bits are those of [`tile_int8`].
+///
+/// # Safety
+/// As for [`gemv`], with that much in the inputs.
+#[inline(always)]
+pub(in crate::cpu) unsafe fn gemv_int8<S: Simd>(
+    data: *const u8,
+    stride: usize,
+    groups: usize,
+    blocks: usize,
+    codes: *const i8,
+    scales: *const f32,
+    offsets: *const i32,
+    half_global: f32,
+    out: *mut f32,
+) {
+    // SAFETY: forwarded.
+    unsafe {
+        for g in 0..groups {
+            let group = data.add(g * stride);
+            let mut sum = S::splat(0.0);
+            for block in 0..blocks {
+                prefetch::<S, Nvfp4, 1>(group, stride, block, blocks);
+                let (units, _) = nvfp4_block(group, block);
+                let dot = S::block_dot(units, codes.add(block * 16), *offsets.add(block));
+                let scale = <Nvfp4 as Source<S>>::scale(group, block);
+                let x = S::splat(*scales.add(block / INT8_SCALE_BLOCKS));
+                sum = S::fma(dot, S::mul(scale, x), sum);
+            }
+            S::store(out.add(g * 16), S::mul(sum, S::splat(half_global)));
         }
     }
 }
