@@ -84,13 +84,13 @@ impl Session {
         let turns = &self.conversation.turns;
         let mut messages: Vec<Message> = self.system().collect();
         for (i, turn) in turns.iter().enumerate() {
+            let tokenizer = self.model.tokenizer()?;
             let end = turns.get(i + 1).map_or(self.len(), |next| next.start);
-            let answer = &self.tokens[turn.answer..end];
+            let mut answer = self.tokens[turn.answer..end].to_vec();
+            // A model may have rows for ids that its tokenizer has no text for.
+            answer.retain(|&t| tokenizer.bytes_of(t).is_ok());
             messages.push(Message::new("user", &*turn.user));
-            messages.push(Message::new(
-                "assistant",
-                self.model.tokenizer()?.decode(answer, true)?,
-            ));
+            messages.push(Message::new("assistant", tokenizer.decode(&answer, true)?));
         }
         Ok(messages)
     }

@@ -262,7 +262,8 @@ impl<'a> Text<'a> {
     /// Adds a token. Whether that completes a stop string, which is then cut off.
     fn push(&mut self, token: u32) -> bool {
         if let Some(detokenizer) = &mut self.detokenizer {
-            self.all.push_str(&text_of(detokenizer, token));
+            let text = text_of(detokenizer, token);
+            self.all.push_str(&text);
         }
         self.look()
     }
@@ -301,4 +302,70 @@ impl<'a> Text<'a> {
 /// The text that `token` completes; none for ids that a model has rows for, but its tokenizer no text.
 fn text_of(detokenizer: &mut Detokenizer, token: u32) -> String {
     detokenizer.push(token).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// What is shown of `pieces`, and whether a stop string ended it.
+    fn show(pieces: &[String], stops: &[String]) -> (Vec<String>, bool) {
+        let mut text = Text {
+            detokenizer: None,
+            stops,
+            all: String::new(),
+            free: 0,
+            shown: 0,
+        };
+        let mut shown = Vec::new();
+        for piece in pieces {
+            text.all.push_str(piece);
+            let stopped = text.look();
+            shown.push(text.next().to_owned());
+            if stopped {
+                return (shown, true);
+            }
+        }
+        text.finish();
+        shown.push(text.next().to_owned());
+        assert_eq!(text.all, shown.concat());
+        (shown, false)
+    }
+
+    fn strings(parts: &[&str]) -> Vec<String> {
+        parts.iter().map(|&p| p.to_owned()).collect()
+    }
+
+    #[test]
+    fn what_may_begin_a_stop_string_waits() {
+        let stops = strings(&["</end>", "STOP"]);
+        let (shown, stopped) = show(&strings(&["a <", "/e", "n</", "end", "> b"]), &stops);
+        assert_eq!(shown, ["a ", "", "</en", "", ""]);
+        assert!(stopped);
+        let (shown, stopped) = show(&strings(&["é</", "é S", "TO"]), &stops);
+        assert_eq!(shown, ["é", "</é ", "", "STO"]);
+        assert!(!stopped);
+    }
+
+    proptest! {
+        #[test]
+        fn streaming_shows_what_stands_before_the_first_stop_string(
+            pieces in proptest::collection::vec("[abé]{0,3}", 0..12),
+            stops in proptest::collection::vec("[abé]{1,4}", 0..3),
+        ) {
+            let mut whole = String::new();
+            let mut cut = None;
+            for piece in &pieces {
+                whole.push_str(piece);
+                cut = stops.iter().filter_map(|s| whole.find(&**s)).min();
+                if cut.is_some() {
+                    break;
+                }
+            }
+            let (shown, stopped) = show(&pieces, &stops);
+            prop_assert_eq!(stopped, cut.is_some());
+            prop_assert_eq!(shown.concat(), &whole[..cut.unwrap_or(whole.len())]);
+        }
+    }
 }
