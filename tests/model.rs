@@ -1,16 +1,18 @@
 //! Models against transformers, and the promises of the forward pass: the same bits however tokens are split over calls and
 //! sequences, and errors that name what is wrong. Goldens and the script that made them are in `tests/golden/model`.
 
+mod common;
+
 use std::cell::Cell;
 use std::fs;
 use std::ops::ControlFlow;
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use NVFP4::base::ErrorKind;
 use NVFP4::format::nvfp4::QuantizeOptions;
 use NVFP4::model::{Activations, Device, KvCache, KvType, LoadOptions, Logits, Model, Scratch};
+use common::{Copy, golden, load, options, some_tokens};
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Value, json};
@@ -30,20 +32,6 @@ const CASES: [&str; 10] = [
     "llama_linear",
     "llama_llama3",
 ];
-
-fn golden(case: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("tests/golden/model")
-        .join(case)
-}
-
-fn options() -> LoadOptions<'static> {
-    LoadOptions::new(Device::cpu(Some(2)).unwrap())
-}
-
-fn load(case: &str) -> Arc<Model> {
-    Model::load(&golden(case), &options()).unwrap()
-}
 
 fn cache(model: &Model) -> KvCache {
     KvCache::new(model.config(), 128, KvType::F32).unwrap()
@@ -84,11 +72,6 @@ fn expected(case: &str) -> Vec<(Vec<u32>, Vec<f32>)> {
             )
         })
         .collect()
-}
-
-fn some_tokens(model: &Model, n: usize) -> Vec<u32> {
-    let vocab = model.config().vocab_size as u32;
-    (0..n as u32).map(|i| (i * 37 + 11) % vocab).collect()
 }
 
 #[test]
@@ -418,27 +401,7 @@ fn progress_and_cancel() {
 /// A stored tensor: type, shape, bytes.
 type Stored = (Dtype, Vec<usize>, Vec<u8>);
 
-/// A copy of a golden directory to break, removed at the end.
-struct Copy(PathBuf);
-
 impl Copy {
-    fn of(case: &str, name: &str) -> Copy {
-        let dir = std::env::temp_dir().join(format!("nvfp4-model-{}-{name}", std::process::id()));
-        let _ = fs::remove_dir_all(&dir);
-        fs::create_dir_all(&dir).unwrap();
-        for file in fs::read_dir(golden(case)).unwrap() {
-            let path = file.unwrap().path();
-            fs::copy(&path, dir.join(path.file_name().unwrap())).unwrap();
-        }
-        Copy(dir)
-    }
-
-    fn write(&self, name: &str, bytes: &[u8]) {
-        // A golden may be read-only; a new file is not.
-        let _ = fs::remove_file(self.0.join(name));
-        fs::write(self.0.join(name), bytes).unwrap();
-    }
-
     /// Rewrites the weights with `change` applied to each tensor; `None` leaves it out.
     fn weights(&self, change: impl Fn(&str, Dtype, Vec<usize>, Vec<u8>) -> Option<Stored>) {
         let bytes = fs::read(self.0.join("model.safetensors")).unwrap();
@@ -473,12 +436,6 @@ impl Copy {
         for part in parts {
             assert!(e.message().contains(part), "'{part}' is not in: {e}");
         }
-    }
-}
-
-impl Drop for Copy {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
     }
 }
 

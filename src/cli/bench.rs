@@ -27,10 +27,13 @@ pub(super) struct Args {
     batch: usize,
     /// Measured runs
     #[arg(long, default_value_t = 5)]
-    repeat: usize,
+    runs: usize,
     /// Runs before them
     #[arg(long, default_value_t = 1)]
     warmup: usize,
+    /// Decode after one token instead of after the prompt
+    #[arg(long)]
+    decode_from_empty: bool,
     /// Print the result as JSON
     #[arg(long)]
     json: bool,
@@ -44,7 +47,8 @@ struct Report {
     prompt_tokens: usize,
     gen_tokens: usize,
     batch: usize,
-    repeat: usize,
+    runs: usize,
+    decode_from_empty: bool,
     /// Prompt tokens per second, of one sequence.
     prefill_tok_s: f64,
     /// Tokens per second of all sequences together.
@@ -77,7 +81,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
         ("--prompt-tokens", args.prompt_tokens),
         ("--gen-tokens", args.gen_tokens),
         ("--batch", args.batch),
-        ("--repeat", args.repeat),
+        ("--runs", args.runs),
     ] {
         if value == 0 {
             bail!(InvalidArgument, "{name} must be at least 1");
@@ -103,10 +107,10 @@ pub(super) fn run(args: &Args) -> Result<()> {
                 .collect()
         })
         .collect();
-    let bar = output::count_bar("measuring", (args.warmup + args.repeat) as u64);
-    let mut samples = Vec::with_capacity(args.repeat);
-    for i in 0..args.warmup + args.repeat {
-        let sample = measure(&mut sessions, &prompts, args.gen_tokens)?;
+    let bar = output::count_bar("measuring", (args.warmup + args.runs) as u64);
+    let mut samples = Vec::with_capacity(args.runs);
+    for i in 0..args.warmup + args.runs {
+        let sample = measure(&mut sessions, &prompts, args)?;
         if i >= args.warmup {
             samples.push(sample);
         }
@@ -128,17 +132,17 @@ pub(super) fn run(args: &Args) -> Result<()> {
     let bandwidth = bandwidth::read(cpu.pool())?;
     let prefill = median(samples.iter().map(|s| s.prefill));
     let decode = median(samples.iter().map(|s| s.decode));
-    // The cache grows while decoding; half-way through it holds this share of its final length.
-    let positions = (args.prompt_tokens + args.gen_tokens) as f64;
-    let held = (args.prompt_tokens as f64 + args.gen_tokens as f64 / 2.0) / positions;
+    // The cache grows while decoding; this many positions are read on average.
+    let before = if args.decode_from_empty {
+        1
+    } else {
+        args.prompt_tokens
+    };
+    let positions = before as f64 + args.gen_tokens as f64 / 2.0;
     let kv: KvType = args.model.kv.into();
     let kv_bytes_per_token =
         (info.kv_bytes_per_token as usize * kv.size() / KvType::F16.size()) as f64;
-    let read = info.weight_bytes as f64
-        + args.batch as f64
-            * kv_bytes_per_token
-            * positions
-            * held;
+    let read = info.weight_bytes as f64 + args.batch as f64 * kv_bytes_per_token * positions;
     let steps = args.gen_tokens as f64 / decode;
     let report = Report {
         model: args.model.model.clone(),
@@ -150,7 +154,8 @@ pub(super) fn run(args: &Args) -> Result<()> {
         prompt_tokens: args.prompt_tokens,
         gen_tokens: args.gen_tokens,
         batch: args.batch,
-        repeat: args.repeat,
+        runs: args.runs,
+        decode_from_empty: args.decode_from_empty,
         prefill_tok_s: args.prompt_tokens as f64 / prefill,
         decode_tok_s: steps * args.batch as f64,
         ttft_ms: median(samples.iter().map(|s| s.first_token)) * 1e3,
@@ -185,7 +190,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
     ))
 }
 
-fn measure(sessions: &mut [Session], prompts: &[Vec<u32>], tokens: usize) -> Result<Sample> {
+fn measure(sessions: &mut [Session], prompts: &[Vec<u32>], args: &Args) -> Result<Sample> {
     let mut prefill = 0.0;
     let mut first_token = 0.0;
     let mut next = Vec::with_capacity(sessions.len());
@@ -196,19 +201,22 @@ fn measure(sessions: &mut [Session], prompts: &[Vec<u32>], tokens: usize) -> Res
         prefill += start.elapsed().as_secs_f64();
         next.push(likeliest(session.logits()?));
         first_token += start.elapsed().as_secs_f64();
+        if args.decode_from_empty {
+            session.truncate(1)?;
+        }
     }
     let n = sessions.len() as f64;
     let start = Instant::now();
     if let ([session], [token]) = (&mut *sessions, &mut next[..]) {
-        for _ in 0..tokens {
+        for _ in 0..args.gen_tokens {
             session.decode(*token)?;
             *token = likeliest(session.logits()?);
         }
     } else {
-        for _ in 0..tokens {
+        for _ in 0..args.gen_tokens {
             let mut all: Vec<&mut Session> = sessions.iter_mut().collect();
             session::step(&mut all, &next)?;
-            for (session, token) in sessions.iter().zip(&mut next) {
+            for (session, token) in sessions.iter_mut().zip(&mut next) {
                 *token = likeliest(session.logits()?);
             }
         }

@@ -133,7 +133,8 @@ impl Chat {
                 last.prompt_tokens,
                 rate(last.prompt_tokens, t.prefill_seconds),
                 last.tokens.len(),
-                rate(last.tokens.len(), t.decode_seconds)
+                // The first token belongs to the prompt's time.
+                rate(last.tokens.len().saturating_sub(1), t.decode_seconds)
             ))?;
         }
         Ok(())

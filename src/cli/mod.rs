@@ -2,6 +2,8 @@
 //! usage. No arithmetic of models here.
 
 mod bandwidth;
+mod bench;
+mod chat;
 mod diagnose;
 mod hub;
 mod inspect;
@@ -10,6 +12,8 @@ mod output;
 mod perplexity;
 mod pull;
 mod quantize;
+mod run;
+mod sampling;
 mod synth;
 
 use std::process::ExitCode;
@@ -30,6 +34,10 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
+    /// Answer one prompt
+    Run(run::Args),
+    /// Hold a conversation
+    Chat(chat::Args),
     /// Fetch a model from the Hugging Face hub into the usual cache
     Pull(pull::Args),
     /// Convert a model to NVFP4 on disk
@@ -38,6 +46,8 @@ enum Command {
     Inspect(inspect::Args),
     /// Write a model of a known shape with random weights, for benchmarks
     Synth(synth::Args),
+    /// Measure how fast a model reads and writes
+    Bench(bench::Args),
     /// Measure how well a model predicts a text, and how far it is from a reference model
     Perplexity(perplexity::Args),
     /// Tell what this machine and build can do
@@ -59,10 +69,13 @@ pub(crate) fn main() -> ExitCode {
 
 fn dispatch(command: Command) -> Result<()> {
     match command {
+        Command::Run(args) => run::run(&args),
+        Command::Chat(args) => chat::run(&args),
         Command::Pull(args) => pull::run(&args),
         Command::Quantize(args) => quantize::run(&args),
         Command::Inspect(args) => inspect::run(&args),
         Command::Synth(args) => synth::run(&args),
+        Command::Bench(args) => bench::run(&args),
         Command::Perplexity(args) => perplexity::run(&args),
         Command::Diagnose(args) => diagnose::run(&args),
     }

@@ -4,6 +4,7 @@ use std::ffi::OsString;
 use std::ops::ControlFlow;
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
+use std::time::Instant;
 
 use NVFP4::base::Result;
 use NVFP4::base::memory;
@@ -69,9 +70,15 @@ pub(super) fn run(args: &Args) -> Result<()> {
         }
     };
     let answer = if args.raw {
+        let start = Instant::now();
         let tokens = model.tokenizer()?.encode(&prompt, true)?;
         session.prefill(&tokens)?;
-        session.generate(&options, &mut show)
+        let prefill = start.elapsed().as_secs_f64();
+        session.generate(&options, &mut show).map(|mut answer| {
+            answer.timings.prefill_seconds += prefill;
+            answer.timings.first_token_seconds += prefill;
+            answer
+        })
     } else {
         session.chat(&prompt, &options, &mut show)
     };

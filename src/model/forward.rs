@@ -248,7 +248,8 @@ impl Model {
         Ok(())
     }
 
-    fn check_tokens(&self, tokens: &[u32]) -> Result<()> {
+    /// Refuses tokens that cannot be run.
+    pub(crate) fn check_tokens(&self, tokens: &[u32]) -> Result<()> {
         if self.weights().layers.is_empty() {
             bail!(
                 Unsupported,

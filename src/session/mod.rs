@@ -1,1 +1,359 @@
-//! (floor being built)
+//! Floor 6: conversations. A session is one sequence of tokens run by a shared model: its cache of keys and values, the logits
+//! of its last token, and the conversation that chat turns make of it. Knows nothing of weights, kernels or training.
+
+mod batch;
+mod chat;
+mod generate;
+mod sampler;
+mod state_file;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use crate::base::Result;
+use crate::base::error::bail;
+use crate::model::{KvCache, KvType, Logits, Model, Scratch};
+
+pub use batch::step;
+pub use generate::{Finish, GenerateOptions, Generation, Piece, Timings};
+pub use sampler::{Sampler, SamplingOptions};
+
+use chat::Conversation;
+
+/// The context of a session that asks for none, unless its model was made for less.
+const DEFAULT_CONTEXT: usize = 4096;
+
+/// What to do when tokens no longer fit in the context.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Eviction {
+    /// Refuse them: [`ErrorKind::ContextFull`](crate::base::ErrorKind::ContextFull), or the end of a generation.
+    #[default]
+    Error,
+    /// Forget the older half of what stands between the first `keep` tokens and the end, or more if that is not enough. Keys
+    /// carry their positions, so what stays is computed anew: the session is then what a fresh one given those tokens would
+    /// be. A conversation keeps what stands before its first user's words in any case.
+    DropOldest {
+        /// How many tokens at the beginning are never forgotten.
+        keep: usize,
+    },
+}
+
+/// How to make a session.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct SessionOptions {
+    /// Tokens it can hold; 0 takes 4096, or what the model was made for if that is less.
+    pub context: usize,
+    /// How keys and values are stored.
+    pub kv: KvType,
+    /// What chat turns tell the model first about its role.
+    pub system: Option<String>,
+    /// What to do when the context is full.
+    pub eviction: Eviction,
+}
+
+/// Ends the running call of one session, from any thread; nothing if none runs. Handed out by [`Session::canceller`].
+#[derive(Clone, Debug, Default)]
+pub struct Canceller(Arc<AtomicBool>);
+
+impl Canceller {
+    /// Ends the running call: a generation keeps what it has, anything else fails with
+    /// [`ErrorKind::Cancelled`](crate::base::ErrorKind::Cancelled) and changes nothing.
+    pub fn cancel(&self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+
+    fn clear(&self) {
+        self.0.store(false, Ordering::Relaxed);
+    }
+
+    fn is_set(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+/// One sequence of tokens and what is needed to continue it.
+///
+/// A call that fails leaves the session as it was. The tokens at its end may not have been run yet: the last one of a
+/// generation is run by the call that needs its logits, together with whatever follows it.
+pub struct Session {
+    model: Arc<Model>,
+    options: SessionOptions,
+    tokens: Vec<u32>,
+    /// Holds the first tokens; those after are pending.
+    cache: KvCache,
+    scratch: Scratch,
+    /// Those that follow the last token; empty where they are not known, and then no promise is made about the last token's
+    /// place in the cache.
+    logits: Vec<f32>,
+    conversation: Conversation,
+    canceller: Canceller,
+}
+
+/// What a session was, to go back to.
+struct Saved {
+    tokens: Vec<u32>,
+    cache: KvCache,
+    conversation: Conversation,
+}
+
+impl Session {
+    /// An empty session of `model`.
+    pub fn new(model: Arc<Model>, options: &SessionOptions) -> Result<Session> {
+        let most = model.config().max_positions;
+        let mut options = options.clone();
+        if options.context == 0 {
+            options.context = most.min(DEFAULT_CONTEXT);
+        }
+        if let Eviction::DropOldest { keep } = options.eviction
+            && keep >= options.context
+        {
+            bail!(
+                InvalidArgument,
+                "keeping the first {keep} tokens of a context of {} leaves nothing to drop; keep fewer",
+                options.context
+            );
+        }
+        let cache = KvCache::new(model.config(), options.context, options.kv)?;
+        let canceller = Canceller::default();
+        Ok(Session {
+            model,
+            options,
+            tokens: Vec::new(),
+            cache,
+            scratch: Scratch::new().interrupted_by(canceller.0.clone()),
+            logits: Vec::new(),
+            conversation: Conversation::default(),
+            canceller,
+        })
+    }
+
+    /// The model that runs it.
+    pub fn model(&self) -> &Arc<Model> {
+        &self.model
+    }
+
+    /// Tokens it holds.
+    pub fn len(&self) -> usize {
+        self.tokens.len()
+    }
+
+    /// Whether it holds no token.
+    pub fn is_empty(&self) -> bool {
+        self.tokens.is_empty()
+    }
+
+    /// Tokens it can hold.
+    pub fn context(&self) -> usize {
+        self.options.context
+    }
+
+    /// The tokens it holds.
+    pub fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+
+    /// Bytes of its cached keys and values, those shared with forks included.
+    pub fn kv_bytes(&self) -> usize {
+        self.cache.bytes()
+    }
+
+    /// What ends its running call from another thread.
+    pub fn canceller(&self) -> Canceller {
+        self.canceller.clone()
+    }
+
+    /// Appends `tokens` and runs them in blocks. Gives the same bits as [`Session::prefill_token_by_token`].
+    pub fn prefill(&mut self, tokens: &[u32]) -> Result<()> {
+        self.canceller.clear();
+        self.append(tokens, tokens.len())
+    }
+
+    /// Appends `tokens` and runs them one after the other.
+    pub fn prefill_token_by_token(&mut self, tokens: &[u32]) -> Result<()> {
+        self.canceller.clear();
+        self.append(tokens, 1)
+    }
+
+    /// Appends one token and runs it.
+    pub fn decode(&mut self, token: u32) -> Result<()> {
+        self.canceller.clear();
+        self.append(&[token], 1)
+    }
+
+    /// The logits of the token to come, one for each row of the model's vocabulary.
+    pub fn logits(&mut self) -> Result<&[f32]> {
+        self.canceller.clear();
+        self.settle()?;
+        Ok(&self.logits)
+    }
+
+    /// Chooses the token to come, without appending it.
+    pub fn sample(&mut self, sampler: &mut Sampler) -> Result<u32> {
+        self.canceller.clear();
+        self.settle()?;
+        sampler.sample(&self.logits, &self.tokens)
+    }
+
+    /// Forgets the tokens from `len` on. A conversation goes on from the answer that `len` lies in or at the end of; cut
+    /// within a user's turn it is over, and [`Session::chat`] fails until a reset.
+    pub fn truncate(&mut self, len: usize) -> Result<()> {
+        if len > self.tokens.len() {
+            bail!(
+                InvalidArgument,
+                "cannot cut {} tokens to {len}, which is more",
+                self.tokens.len()
+            );
+        }
+        if len == self.tokens.len() {
+            return Ok(());
+        }
+        self.cache.truncate(len.min(self.cache.len()))?;
+        self.tokens.truncate(len);
+        self.logits.clear();
+        self.conversation.truncate(len);
+        Ok(())
+    }
+
+    /// Forgets everything but the options.
+    pub fn reset(&mut self) -> Result<()> {
+        self.truncate(0)
+    }
+
+    /// A second session in the same state. They share the pages of their caches until either writes to one.
+    pub fn fork(&self) -> Result<Session> {
+        let mut fork = Session::new(self.model.clone(), &self.options)?;
+        fork.tokens.clone_from(&self.tokens);
+        fork.cache = self.cache.clone();
+        fork.logits.clone_from(&self.logits);
+        fork.conversation = self.conversation.clone();
+        Ok(fork)
+    }
+
+    /// Appends `tokens` and runs them, `step` at a time; evicts where that is wanted and needed.
+    fn append(&mut self, tokens: &[u32], step: usize) -> Result<()> {
+        self.model.check_tokens(tokens)?;
+        if self.fits(tokens.len()) {
+            return self.run(tokens, step);
+        }
+        self.undone_on_error(|session| {
+            session.make_room(tokens.len())?;
+            session.run(tokens, step)
+        })
+    }
+
+    fn run(&mut self, tokens: &[u32], step: usize) -> Result<()> {
+        let before = self.tokens.len();
+        for part in tokens.chunks(step.max(1)) {
+            self.push(part);
+            if let Err(e) = self.settle() {
+                self.cache.truncate(before.min(self.cache.len()))?;
+                self.tokens.truncate(before);
+                return Err(e);
+            }
+        }
+        Ok(())
+    }
+
+    /// Appends tokens to be run later.
+    fn push(&mut self, tokens: &[u32]) {
+        self.tokens.extend_from_slice(tokens);
+        self.logits.clear();
+    }
+
+    /// Runs what has to be run for the logits to be those after the last token.
+    fn settle(&mut self) -> Result<()> {
+        if self.tokens.is_empty() {
+            bail!(
+                InvalidArgument,
+                "the session is empty, so nothing says what comes next; prefill a prompt first"
+            );
+        }
+        if !self.logits.is_empty() {
+            return Ok(());
+        }
+        let cached = self.cache.len().min(self.tokens.len() - 1);
+        self.cache.truncate(cached)?;
+        self.model.forward(
+            &self.tokens[cached..],
+            &mut self.cache,
+            &mut self.scratch,
+            Logits::Last,
+            &mut self.logits,
+        )
+    }
+
+    fn fits(&self, count: usize) -> bool {
+        count <= self.options.context - self.tokens.len()
+    }
+
+    /// Forgets old tokens until `count` more fit, where the options say so. What stays after the kept ones is pending then.
+    fn make_room(&mut self, count: usize) -> Result<()> {
+        if self.fits(count) {
+            return Ok(());
+        }
+        let (context, len) = (self.options.context, self.tokens.len());
+        if count > context {
+            bail!(
+                ContextFull,
+                "{count} tokens do not fit in a context of {context}"
+            );
+        }
+        let Eviction::DropOldest { keep } = self.options.eviction else {
+            bail!(
+                ContextFull,
+                "{count} tokens do not fit: {len} of {context} are in use"
+            );
+        };
+        let keep = keep.max(self.conversation.head).min(len);
+        let needed = len + count - context;
+        if needed > len - keep {
+            bail!(
+                ContextFull,
+                "{count} tokens do not fit in a context of {context} beside the {keep} that are kept"
+            );
+        }
+        let dropped = needed.max((len - keep).div_ceil(2));
+        self.tokens.drain(keep..keep + dropped);
+        self.cache.truncate(keep.min(self.cache.len()))?;
+        self.logits.clear();
+        self.conversation.forget(keep..keep + dropped);
+        Ok(())
+    }
+
+    fn saved(&self) -> Saved {
+        Saved {
+            tokens: self.tokens.clone(),
+            cache: self.cache.clone(),
+            conversation: self.conversation.clone(),
+        }
+    }
+
+    fn go_back(&mut self, saved: Saved) {
+        self.tokens = saved.tokens;
+        self.cache = saved.cache;
+        self.conversation = saved.conversation;
+        self.logits.clear();
+    }
+
+    /// Calls `change`; if it fails, the session is as it was before.
+    fn undone_on_error<T>(&mut self, change: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
+        let saved = self.saved();
+        let result = change(self);
+        if result.is_err() {
+            self.go_back(saved);
+        }
+        result
+    }
+}
+
+impl std::fmt::Debug for Session {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(
+            f,
+            "Session({} of {} tokens, {:?})",
+            self.tokens.len(),
+            self.options.context,
+            self.model
+        )
+    }
+}

@@ -102,6 +102,43 @@ impl Tokenizer {
         Ok(encoding.get_ids().to_vec())
     }
 
+    /// The tokens of `text` as nothing but text: special tokens spelled out in it are cut, so that they become ordinary
+    /// tokens. One that is a single character cannot be cut and stays.
+    pub fn encode_plain(&self, text: &str) -> Result<Vec<u32>> {
+        let mut tokens = Vec::new();
+        let mut parts = vec![text];
+        while let Some(part) = parts.pop() {
+            let encoding = self.inner.encode(part, false).map_err(|e| {
+                err!(
+                    InvalidArgument,
+                    "encoding {} bytes of text: {e}",
+                    part.len()
+                )
+            })?;
+            let ids = encoding.get_ids();
+            let cuts = ids
+                .iter()
+                .zip(encoding.get_offsets())
+                .filter_map(|(&id, &(start, end))| {
+                    let spelled = part.get(start..end).filter(|_| self.is_special(id))?;
+                    let first = spelled.chars().next()?.len_utf8();
+                    (first < spelled.len()).then_some(start + first)
+                });
+            let mut ends: Vec<usize> = cuts.collect();
+            if ends.is_empty() {
+                tokens.extend_from_slice(ids);
+                continue;
+            }
+            ends.push(part.len());
+            let mut end = part.len();
+            for start in ends.iter().rev().skip(1).copied().chain([0]) {
+                parts.push(&part[start..end]);
+                end = start;
+            }
+        }
+        Ok(tokens)
+    }
+
     /// The text of `tokens`. Bytes that are not UTF-8 become U+FFFD; special tokens are left out if `skip_special`.
     pub fn decode(&self, tokens: &[u32], skip_special: bool) -> Result<String> {
         let mut bytes = Vec::new();

@@ -1,0 +1,312 @@
+//! Session files: everything a session is, so that it goes on elsewhere as if it had never stopped. A file holds a magic
+//! number, a JSON header, the tokens, the logits, the cache's pages, and a checksum of all that; numbers are little-endian.
+//! Nothing in it is believed before it was checked against the size of the file, the model, and the checksum.
+
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+use super::chat::{Conversation, Turn};
+use super::{Eviction, Session, SessionOptions};
+use crate::base::checksum::Checksum;
+use crate::base::error::{bail, err};
+use crate::base::file::Temporary;
+use crate::base::{Error, Result};
+use crate::model::{KvCache, KvType, Model};
+
+const MAGIC: [u8; 8] = *b"NVFP4SES";
+const VERSION: u32 = 1;
+/// Bytes of magic, version and the header's length.
+const FRONT: u64 = 16;
+const CHECKSUM: u64 = 8;
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Header {
+    model: u64,
+    activations: String,
+    context: usize,
+    kv: String,
+    system: Option<String>,
+    /// Tokens that eviction keeps; none where there is no eviction.
+    keep: Option<usize>,
+    tokens: usize,
+    /// How many of them are in the cache.
+    cached: usize,
+    /// Logits stored: all or none.
+    logits: usize,
+    open: bool,
+    head: usize,
+    turns: Vec<(usize, usize, String)>,
+}
+
+impl Session {
+    /// Writes the session to a file, which appears whole or not at all.
+    pub fn save(&self, path: &Path) -> Result<()> {
+        let conversation = &self.conversation;
+        let header = Header {
+            model: self.model.fingerprint(),
+            activations: self.model.info().activations.to_owned(),
+            context: self.options.context,
+            kv: self.options.kv.name().to_owned(),
+            system: self.options.system.clone(),
+            keep: match self.options.eviction {
+                Eviction::Error => None,
+                Eviction::DropOldest { keep } => Some(keep),
+            },
+            tokens: self.tokens.len(),
+            cached: self.cache.len(),
+            logits: self.logits.len(),
+            open: conversation.open,
+            head: conversation.head,
+            turns: conversation
+                .turns
+                .iter()
+                .map(|t| (t.start, t.answer, t.user.clone()))
+                .collect(),
+        };
+        let json = serde_json::to_vec(&header)
+            .map_err(|e| err!(Internal, "writing the session's header: {e}"))?;
+        let length = u32::try_from(json.len()).map_err(|_| {
+            err!(
+                InvalidArgument,
+                "the conversation's texts take {} bytes; a session file holds 4 GB of them",
+                json.len()
+            )
+        })?;
+        let size = header
+            .file_size(length, &self.cache)
+            .ok_or_else(|| err!(InvalidArgument, "the session is too large for a file"))?;
+
+        let mut file = Temporary::create(path, size)?;
+        let mut out = Writer {
+            file: &file,
+            at: 0,
+            sum: Checksum::new(),
+        };
+        out.write(&MAGIC)?;
+        out.write(&VERSION.to_le_bytes())?;
+        out.write(&length.to_le_bytes())?;
+        out.write(&json)?;
+        out.write(&words(self.tokens.iter().copied()))?;
+        out.write(&words(self.logits.iter().map(|x| x.to_bits())))?;
+        self.cache.for_each_page(|page| out.write(page))?;
+        let sum = out.sum.finish();
+        out.write(&sum.to_le_bytes())?;
+        file.sync()?;
+        file.commit()
+    }
+
+    /// The session in a file, run by `model`, which must be the one that ran it before.
+    pub fn restore(model: Arc<Model>, path: &Path) -> Result<Session> {
+        let file = File::open(path)
+            .map_err(|e| Error::io(format_args!("opening {}", path.display()), e))?;
+        restore(model, file).map_err(|e| e.within(path.display()))
+    }
+}
+
+fn restore(model: Arc<Model>, file: File) -> Result<Session> {
+    let size = file
+        .metadata()
+        .map_err(|e| Error::io("reading its size", e))?
+        .len();
+    if size < FRONT + CHECKSUM {
+        bail!(CorruptFile, "{size} bytes are too few for a session file");
+    }
+    let mut input = Reader {
+        file: std::io::BufReader::new(file),
+        sum: Checksum::new(),
+    };
+    if input.array()? != MAGIC {
+        bail!(CorruptFile, "it is not a session file");
+    }
+    let version = u32::from_le_bytes(input.array()?);
+    if version != VERSION {
+        bail!(
+            Unsupported,
+            "session files of version {version} are not known; this library reads version {VERSION}"
+        );
+    }
+    let length = u32::from_le_bytes(input.array()?);
+    if u64::from(length) > size - FRONT - CHECKSUM {
+        bail!(
+            CorruptFile,
+            "its header of {length} bytes does not fit in its {size} bytes"
+        );
+    }
+    let header: Header = serde_json::from_slice(&input.bytes(length as usize)?)
+        .map_err(|e| err!(CorruptFile, "its header: {e}"))?;
+    header.check(&model)?;
+    let mut session = Session::new(model, &header.options()?)
+        .map_err(|e| err!(CorruptFile, "its header: {e}"))?;
+    let expected = header.file_size(length, &session.cache);
+    if expected != Some(size) {
+        bail!(
+            CorruptFile,
+            "it has {size} bytes, but by its header it would have {}; it is damaged or cut off",
+            expected.map_or("too many".to_owned(), |n| n.to_string())
+        );
+    }
+    session.tokens = input.words(header.tokens)?;
+    session.logits = input
+        .words(header.logits)?
+        .into_iter()
+        .map(f32::from_bits)
+        .collect();
+    session
+        .cache
+        .read_pages(header.cached, |page| input.read(page))?;
+    let sum = input.sum.finish();
+    if u64::from_le_bytes(input.array()?) != sum {
+        bail!(
+            CorruptFile,
+            "its checksum is not that of its content; it is damaged"
+        );
+    }
+    session
+        .model
+        .check_tokens(&session.tokens)
+        .map_err(|e| err!(CorruptFile, "{e}"))?;
+    session.conversation = Conversation {
+        open: header.open,
+        head: header.head,
+        turns: header
+            .turns
+            .into_iter()
+            .map(|(start, answer, user)| Turn {
+                start,
+                answer,
+                user,
+            })
+            .collect(),
+    };
+    Ok(session)
+}
+
+impl Header {
+    fn check(&self, model: &Model) -> Result<()> {
+        if self.model != model.fingerprint() {
+            bail!(
+                InvalidArgument,
+                "the session was run by another model: its fingerprint is {:016x}, this one's {:016x}",
+                self.model,
+                model.fingerprint()
+            );
+        }
+        if self.activations != model.info().activations {
+            bail!(
+                InvalidArgument,
+                "the session was run with {} activations; load the model with those, not with {}",
+                self.activations,
+                model.info().activations
+            );
+        }
+        let vocabulary = model.config().vocab_size;
+        let settled = self.logits == vocabulary && self.tokens > 0 && self.cached == self.tokens;
+        let mut end = 0;
+        let in_order = self.turns.iter().all(|(start, answer, _)| {
+            let fits = end <= *start && start <= answer;
+            end = *answer;
+            fits
+        });
+        if self.tokens > self.context
+            || self.cached > self.tokens
+            || !(settled || self.logits == 0)
+            || !in_order
+            || end > self.tokens
+            || self.head > self.tokens
+        {
+            bail!(
+                CorruptFile,
+                "its header contradicts itself: {} tokens in a context of {}, {} of them cached, {} logits, {} turns up to {end}",
+                self.tokens,
+                self.context,
+                self.cached,
+                self.logits,
+                self.turns.len()
+            );
+        }
+        Ok(())
+    }
+
+    fn options(&self) -> Result<SessionOptions> {
+        let kv = [KvType::F16, KvType::F32]
+            .into_iter()
+            .find(|k| k.name() == self.kv)
+            .ok_or_else(|| err!(CorruptFile, "its header names '{}' for keys", self.kv))?;
+        Ok(SessionOptions {
+            context: self.context,
+            kv,
+            system: self.system.clone(),
+            eviction: match self.keep {
+                None => Eviction::Error,
+                Some(keep) => Eviction::DropOldest { keep },
+            },
+        })
+    }
+
+    /// The size of the whole file, where that is a number at all.
+    fn file_size(&self, header: u32, cache: &KvCache) -> Option<u64> {
+        let numbers = (self.tokens as u64).checked_add(self.logits as u64)?;
+        (FRONT + CHECKSUM + u64::from(header))
+            .checked_add(numbers.checked_mul(4)?)?
+            .checked_add(cache.page_bytes(self.cached)?)
+    }
+}
+
+fn words(numbers: impl Iterator<Item = u32>) -> Vec<u8> {
+    numbers.flat_map(u32::to_le_bytes).collect()
+}
+
+struct Writer<'a> {
+    file: &'a Temporary,
+    at: u64,
+    sum: Checksum,
+}
+
+impl Writer<'_> {
+    fn write(&mut self, bytes: &[u8]) -> Result<()> {
+        self.file.write_at(bytes, self.at)?;
+        self.sum.update(bytes);
+        self.at += bytes.len() as u64;
+        Ok(())
+    }
+}
+
+struct Reader {
+    file: std::io::BufReader<File>,
+    sum: Checksum,
+}
+
+impl Reader {
+    fn read(&mut self, out: &mut [u8]) -> Result<()> {
+        self.file
+            .read_exact(out)
+            .map_err(|e| Error::io("reading", e))?;
+        self.sum.update(out);
+        Ok(())
+    }
+
+    fn array<const N: usize>(&mut self) -> Result<[u8; N]> {
+        let mut out = [0; N];
+        self.read(&mut out)?;
+        Ok(out)
+    }
+
+    /// Must have been checked to be in the file.
+    fn bytes(&mut self, len: usize) -> Result<Vec<u8>> {
+        let mut out = vec![0; len];
+        self.read(&mut out)?;
+        Ok(out)
+    }
+
+    /// As [`Reader::bytes`].
+    fn words(&mut self, len: usize) -> Result<Vec<u32>> {
+        let bytes = self.bytes(len * 4)?;
+        let (words, _) = bytes.as_chunks::<4>();
+        Ok(words.iter().map(|w| u32::from_le_bytes(*w)).collect())
+    }
+}

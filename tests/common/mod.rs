@@ -1,0 +1,59 @@
+//! The golden models that tests of several floors run.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use NVFP4::model::{Device, LoadOptions, Model};
+
+/// The directory of a golden model.
+pub(crate) fn golden(case: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/golden/model")
+        .join(case)
+}
+
+/// Everything as stored, on two threads.
+pub(crate) fn options() -> LoadOptions<'static> {
+    LoadOptions::new(Device::cpu(Some(2)).unwrap())
+}
+
+/// A golden model.
+pub(crate) fn load(case: &str) -> Arc<Model> {
+    Model::load(&golden(case), &options()).unwrap()
+}
+
+/// Tokens that any golden model knows.
+pub(crate) fn some_tokens(model: &Model, n: usize) -> Vec<u32> {
+    let vocab = model.config().vocab_size as u32;
+    (0..n as u32).map(|i| (i * 37 + 11) % vocab).collect()
+}
+
+/// A copy of a golden directory to change, removed at the end.
+pub(crate) struct Copy(pub(crate) PathBuf);
+
+impl Copy {
+    /// `name` must be the only one of its test program.
+    pub(crate) fn of(case: &str, name: &str) -> Copy {
+        let dir = std::env::temp_dir().join(format!("nvfp4-model-{}-{name}", std::process::id()));
+        let _ = fs::remove_dir_all(&dir);
+        fs::create_dir_all(&dir).unwrap();
+        for file in fs::read_dir(golden(case)).unwrap() {
+            let path = file.unwrap().path();
+            fs::copy(&path, dir.join(path.file_name().unwrap())).unwrap();
+        }
+        Copy(dir)
+    }
+
+    pub(crate) fn write(&self, name: &str, bytes: &[u8]) {
+        // A golden may be read-only; a new file is not.
+        let _ = fs::remove_file(self.0.join(name));
+        fs::write(self.0.join(name), bytes).unwrap();
+    }
+}
+
+impl Drop for Copy {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
