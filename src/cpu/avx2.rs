@@ -2,6 +2,7 @@
 
 use std::arch::x86_64::*;
 
+use super::generic::linear::{INT8_SCALE_BLOCKS, Int8Tile};
 use super::simd::{Simd, doubled_codes, value_bytes};
 
 pub(super) struct Avx2;
@@ -84,22 +85,46 @@ unsafe fn decode(n: __m256i) -> [__m256; 4] {
     }
 }
 
+/// Eight rows of a block from the panel, a register for each four k.
 #[inline(always)]
-unsafe fn dot(codes: *const u8, x: *const i8, offset: i32) -> __m256 {
-    // SAFETY: AVX2 by the trait's contract, as are the bytes at `codes` and `x`.
+unsafe fn panel_half(first: *const u8) -> [__m256i; 4] {
+    let w = first.cast::<__m256i>();
+    // SAFETY: AVX2 by the trait's contract; the panel's block holds these.
+    unsafe {
+        [
+            _mm256_loadu_si256(w),
+            _mm256_loadu_si256(w.add(2)),
+            _mm256_loadu_si256(w.add(4)),
+            _mm256_loadu_si256(w.add(6)),
+        ]
+    }
+}
+
+/// Eight rows of a block, a register for each four k, times `x`.
+#[inline(always)]
+unsafe fn dot(w: [__m256i; 4], x: *const i8, offset: i32) -> __m256 {
+    // SAFETY: AVX2 by the trait's contract, as are the 16 bytes at `x`.
     unsafe {
         let mut pairs = _mm256_setzero_si256();
         for q in 0..4 {
             let x = _mm256_set1_epi32(x.add(4 * q).cast::<i32>().read_unaligned());
-            let codes = _mm256_loadu_si256(codes.add(64 * q).cast());
-            pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(codes, x));
+            pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(w[q], x));
         }
+        finish_dot(pairs, offset)
+    }
+}
+
+/// From sums of pairs of k, which fit 16 bits, to the sums of rows.
+#[inline(always)]
+unsafe fn finish_dot(pairs: __m256i, offset: i32) -> __m256 {
+    // SAFETY: AVX2 by the trait's contract; registers only.
+    unsafe {
         let sum = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
         _mm256_cvtepi32_ps(_mm256_sub_epi32(sum, _mm256_set1_epi32(offset)))
     }
 }
 
-/// [`dot`] of eight rows of a block, `units` pointing to their half of the first unit.
+/// The same from the packed form, `units` pointing to the eight rows' half of the first unit.
 #[inline(always)]
 unsafe fn block_dot(units: *const u8, x: *const i8, offset: i32) -> __m256 {
     // SAFETY: AVX2 by the trait's contract, as are the bytes at `units` and `x`.
@@ -119,8 +144,7 @@ unsafe fn block_dot(units: *const u8, x: *const i8, offset: i32) -> __m256 {
         }
         // A row's two sums side by side.
         let order = table(&[0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]);
-        let sum = _mm256_madd_epi16(_mm256_shuffle_epi8(pairs, order), _mm256_set1_epi16(1));
-        _mm256_cvtepi32_ps(_mm256_sub_epi32(sum, _mm256_set1_epi32(offset)))
+        finish_dot(_mm256_shuffle_epi8(pairs, order), offset)
     }
 }
 
@@ -277,7 +301,12 @@ unsafe impl Simd for Avx2 {
     }
     #[inline(always)]
     unsafe fn dot(codes: *const u8, x: *const i8, offset: i32) -> V {
-        unsafe { [dot(codes, x, offset), dot(codes.add(32), x, offset)] }
+        unsafe {
+            [
+                dot(panel_half(codes), x, offset),
+                dot(panel_half(codes.add(32)), x, offset),
+            ]
+        }
     }
     #[inline(always)]
     unsafe fn block_dot(units: *const u8, x: *const i8, offset: i32) -> V {
@@ -292,5 +321,44 @@ unsafe impl Simd for Avx2 {
     #[inline(always)]
     unsafe fn prefetch(p: *const u8) {
         unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
+    }
+}
+
+// SAFETY: as above.
+unsafe impl Int8Tile for Avx2 {
+    // Eight rows at a time: with sixteen, the codes of a block and the sums of four tokens do not fit the registers.
+    #[inline(always)]
+    unsafe fn tile_int8<const T: usize>(
+        panel: *const u8,
+        panel_scales: *const f32,
+        blocks: usize,
+        codes: *const i8,
+        scales: *const f32,
+        offsets: *const i32,
+        half_global: f32,
+        out: *mut f32,
+    ) {
+        // SAFETY: forwarded.
+        unsafe {
+            let scale_row = blocks.div_ceil(INT8_SCALE_BLOCKS);
+            for half in 0..2 {
+                let mut sum = [_mm256_setzero_ps(); T];
+                for block in 0..blocks {
+                    let w = panel_half(panel.add(block * 256 + half * 32));
+                    let scale = _mm256_loadu_ps(panel_scales.add(block * 16 + half * 8));
+                    for t in 0..T {
+                        let row = t * blocks + block;
+                        let dot = dot(w, codes.add(row * 16), *offsets.add(row));
+                        let x =
+                            _mm256_set1_ps(*scales.add(t * scale_row + block / INT8_SCALE_BLOCKS));
+                        sum[t] = _mm256_fmadd_ps(dot, _mm256_mul_ps(scale, x), sum[t]);
+                    }
+                }
+                for t in 0..T {
+                    let y = _mm256_mul_ps(sum[t], _mm256_set1_ps(half_global));
+                    _mm256_storeu_ps(out.add(t * 16 + half * 8), y);
+                }
+            }
+        }
     }
 }

@@ -2,6 +2,7 @@
 
 use std::arch::x86_64::*;
 
+use super::generic::linear::Int8Tile;
 use super::simd::{Simd, doubled_codes, value_bytes};
 
 pub(super) struct Avx512;
@@ -209,3 +210,6 @@ unsafe impl Simd for Avx512 {
         unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
     }
 }
+
+// SAFETY: the body given.
+unsafe impl Int8Tile for Avx512 {}

@@ -2,6 +2,7 @@
 
 use std::arch::aarch64::*;
 
+use super::generic::linear::Int8Tile;
 use super::simd::{Simd, doubled_codes, value_bytes};
 
 pub(super) struct Neon;
@@ -205,3 +206,6 @@ unsafe impl Simd for Neon {
         })
     }
 }
+
+// SAFETY: the body given.
+unsafe impl Int8Tile for Neon {}

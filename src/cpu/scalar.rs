@@ -2,6 +2,7 @@
 
 use half::{bf16, f16};
 
+use super::generic::linear::Int8Tile;
 use super::simd::Simd;
 use crate::format::{e2m1, e4m3};
 
@@ -151,3 +152,6 @@ unsafe impl Simd for Scalar {
         })
     }
 }
+
+// SAFETY: the body given.
+unsafe impl Int8Tile for Scalar {}

@@ -21,7 +21,7 @@ pub(super) type GemvInt8 =
     unsafe fn(*const u8, usize, usize, usize, *const i8, *const f32, *const i32, f32, *mut f32);
 /// See [`linear::unpack_int8`].
 pub(super) type UnpackInt8 = unsafe fn(*const u8, usize, *mut u8, *mut f32);
-/// See [`linear::tile_int8`], after the number of tokens, 1 to [`INT8_TILE`].
+/// See [`linear::Int8Tile::tile_int8`], after the number of tokens, 1 to [`INT8_TILE`].
 pub(super) type TileInt8 = unsafe fn(
     usize,
     *const u8,
@@ -106,6 +106,7 @@ macro_rules! stamp {
         mod $module {
             #![allow(clippy::undocumented_unsafe_blocks, clippy::missing_safety_doc, reason = "forwards: the body's own")]
             use super::*;
+            use super::linear::Int8Tile;
             use $shell as Shell;
 
             $(#[$features])?
@@ -173,13 +174,13 @@ macro_rules! stamp {
             ) {
                 unsafe {
                     match tokens {
-                        INT8_TILE => linear::tile_int8::<Shell, INT8_TILE>(
+                        INT8_TILE => Shell::tile_int8::<INT8_TILE>(
                             panel, panel_scales, blocks, codes, scales, offsets, half_global, out,
                         ),
                         _ => {
                             let scale_row = blocks.div_ceil(INT8_SCALE_BLOCKS);
                             for t in 0..tokens {
-                                linear::tile_int8::<Shell, 1>(
+                                Shell::tile_int8::<1>(
                                     panel, panel_scales, blocks, codes.add(t * blocks * 16), scales.add(t * scale_row),
                                     offsets.add(t * blocks), half_global, out.add(t * 16),
                                 );
