@@ -30,14 +30,14 @@
  * in bytes is always written, the text is copied if it fits, and a NUL follows it if that fits too; else the result is
  * NVFP4_BUFFER_TOO_SMALL. A NULL buffer with capacity 0 asks for the length alone. ARRAYS OUT are the same, in elements.
  *
- * STRUCTS start with struct_size, sizeof the struct as the caller was compiled. The _init function sets it with the defaults.
- * Structs grow at their end in later versions: a caller with a smaller struct gets the defaults for the rest, and a caller
- * with a larger one is refused with NVFP4_ABI_MISMATCH only if it uses what the library does not know. Where options are
- * taken, NULL means the defaults. Flags are int32_t, 0 or 1.
+ * STRUCTS start with struct_size, sizeof the struct as the caller was compiled. Options have an _init function that sets it
+ * with the defaults, and where they are taken NULL means the defaults. For results the caller sets it before the call. Such
+ * structs grow at their end in later versions: a caller with a smaller one gets the defaults for the rest, and a caller with
+ * a larger one is refused with NVFP4_ABI_MISMATCH only if it uses what the library does not know. Flags are int32_t, 0 or 1.
  *
  * CALLBACKS take the caller's word (void *user) first and return an int32_t: 0 to go on, anything else to cancel, which gives
- * NVFP4_CANCELLED. They run on the thread that made the call and never after it returns, must not throw or longjmp, and may
- * call the library, but not with the handle that is in use.
+ * NVFP4_CANCELLED; only a generation then succeeds with what it has. They run on the thread that made the call and never
+ * after it returns, must not throw or longjmp, and may call the library, but not with a handle that is in exclusive use.
  *
  * NOTHING TO START OR STOP. There is no init and no shutdown; the library may be loaded and unloaded at any time.
  *
@@ -243,6 +243,45 @@ struct DLManagedTensor;
 /** Activations rounded to 8 bits, one scale for each 32 along K (W4A8). Faster, and not exact. Dense weights ignore it. */
 #define NVFP4_ACTIVATIONS_INT8 1
 
+/** A directory of safetensors in ModelOpt's layout, with config and tokenizer. */
+#define NVFP4_CONTAINER_MODELOPT 0
+
+/** TorchSharp's `.dat` with single-level scales, and config and tokenizer beside it. */
+#define NVFP4_CONTAINER_DAT 1
+
+/** Cached keys and values in IEEE half precision. */
+#define NVFP4_KV_FLOAT16 0
+
+/** Cached keys and values in IEEE single precision: unrounded, in twice the memory. */
+#define NVFP4_KV_FLOAT32 1
+
+/** Refuse tokens that do not fit: #NVFP4_CONTEXT_FULL, or #NVFP4_FINISH_CONTEXT within a generation. */
+#define NVFP4_EVICTION_ERROR 0
+
+/** Forget old tokens: the older half of those after the first `keep`, or more if that is not enough. What stays is run anew. */
+#define NVFP4_EVICTION_DROP_OLDEST 1
+
+/** A stop token ended the text. */
+#define NVFP4_FINISH_STOP 0
+
+/** A stop string ended the text. */
+#define NVFP4_FINISH_STOP_STRING 1
+
+/** As many tokens were generated as were allowed. */
+#define NVFP4_FINISH_LENGTH 2
+
+/** The context is full. */
+#define NVFP4_FINISH_CONTEXT 3
+
+/** The callback or NVFP4_session_cancel() ended it. What was generated until then is kept. */
+#define NVFP4_FINISH_CANCELLED 4
+
+/** A loaded model. See the model chapter. */
+typedef struct NVFP4_Model NVFP4_Model;
+
+/** A session. See the session chapter. */
+typedef struct NVFP4_Session NVFP4_Session;
+
 /** A tensor. See the tensor chapter. */
 typedef struct NVFP4_Tensor NVFP4_Tensor;
 
@@ -281,6 +320,120 @@ typedef struct NVFP4_QuantizeOptions {
     /** For stochastic rounding. Default: 0. */
     uint64_t seed;
 } NVFP4_QuantizeOptions;
+
+/** How to load a model. Fill with NVFP4_load_options_init(), then change what is to differ. */
+typedef struct NVFP4_LoadOptions {
+    /** sizeof(NVFP4_LoadOptions) as the caller knows it. */
+    uint32_t struct_size;
+    /** One of NVFP4_DEVICE_*. Default: CPU. */
+    int32_t device_type;
+    /** Which device of that type. Default: 0. */
+    int32_t device_index;
+    /** CPU threads of this model, or 0 for those of NVFP4_set_threads(), which models share. Default: 0. */
+    int32_t threads;
+    /** One of NVFP4_ACTIVATIONS_*. Default: exact. */
+    int32_t activations;
+    /** 1 to leave out the layers: tokenizer, embedding, final norm and head only. Default: 0. */
+    int32_t sampling_only;
+} NVFP4_LoadOptions;
+
+/** Is told how far a long call is, in bytes, now and then. Returns 0 to go on, anything else to cancel. */
+typedef int32_t (*NVFP4_ProgressCallback)(void *user, uint64_t done, uint64_t total);
+
+/** A message of a conversation. */
+typedef struct NVFP4_Message {
+    /** Who speaks: "system", "user", "assistant". */
+    const char *role;
+    /** Bytes of `role`. */
+    size_t role_length;
+    /** What is said. */
+    const char *content;
+    /** Bytes of `content`. */
+    size_t content_length;
+} NVFP4_Message;
+
+/** How to make a session. Fill with NVFP4_session_options_init(), then change what is to differ. */
+typedef struct NVFP4_SessionOptions {
+    /** sizeof(NVFP4_SessionOptions) as the caller knows it. */
+    uint32_t struct_size;
+    /** One of NVFP4_KV_*. Default: half precision. */
+    int32_t kv_type;
+    /** One of NVFP4_EVICTION_*. Default: error. */
+    int32_t eviction;
+    /** Leave it 0. */
+    int32_t reserved;
+    /** Tokens to hold at most. 0, the default, is 4096, or what the model was made for if that is less. */
+    size_t context;
+    /** Tokens at the beginning that eviction never forgets. Default: 0. A chat's system prompt stays in any case. */
+    size_t keep;
+    /** What chat turns tell the model first about its role. Default: NULL, nothing. Copied. */
+    const char *system;
+    /** Bytes of `system`. */
+    size_t system_length;
+} NVFP4_SessionOptions;
+
+/**
+ * How to generate. Fill with NVFP4_generate_options_init(), then change what is to differ. Arrays and texts are read during
+ * the call only.
+ */
+typedef struct NVFP4_GenerateOptions {
+    /** sizeof(NVFP4_GenerateOptions) as the caller knows it. */
+    uint32_t struct_size;
+    /** Divides the logits before a draw. 0, the default, takes the likeliest token. */
+    float temperature;
+    /** Draws from this many of the likeliest tokens. Default: 0, all. */
+    int32_t top_k;
+    /** Draws from the fewest of the likeliest tokens whose probabilities reach this sum. Default: 1, all. */
+    float top_p;
+    /** Leaves out tokens less likely than this share of the likeliest. Default: 0, none. */
+    float min_p;
+    /** Makes tokens that have occurred less likely. Default: 1, not at all. */
+    float repetition_penalty;
+    /** 1 takes the model's own stop tokens like any other. Default: 0. */
+    int32_t ignore_model_stops;
+    /** 1 computes each token from the whole sequence without the cache, for comparison; slow. Default: 0. */
+    int32_t replay;
+    /** Tokens to generate at most. Default: 512. */
+    size_t max_tokens;
+    /** Fixes the draws: the same seed at the same place gives the same token. Default: 0. */
+    uint64_t seed;
+    /** Tokens that end the text, besides the model's own. The one that did is not appended. Default: NULL. */
+    const int32_t *stop_tokens;
+    /** Elements of `stop_tokens`. */
+    size_t stop_token_count;
+    /** Texts that end the text and are not part of it, in UTF-8. Default: NULL. */
+    const char *const *stop_strings;
+    /** Bytes of each of `stop_strings`. */
+    const size_t *stop_string_lengths;
+    /** Elements of `stop_strings` and of `stop_string_lengths`. */
+    size_t stop_string_count;
+} NVFP4_GenerateOptions;
+
+/**
+ * Is given each token as it comes, and the text that it completes: `length` bytes of whole UTF-8 characters without a NUL
+ * behind, none while a character or what may be a stop string is incomplete. All texts together are the generation's. A
+ * token may come a second time, at the end, with text that was held back. Returns 0 to go on, anything else to end the
+ * generation.
+ */
+typedef int32_t (*NVFP4_TokenCallback)(void *user, int32_t token, const char *text, size_t length);
+
+/** What a generation came to. Set `struct_size` before the call. */
+typedef struct NVFP4_GenerationResult {
+    /** sizeof(NVFP4_GenerationResult) as the caller knows it. */
+    uint32_t struct_size;
+    /** One of NVFP4_FINISH_*. */
+    int32_t finish;
+    /** Tokens before the first generated one: all that the session held, or those that a chat turn added. */
+    size_t prompt_tokens;
+    /** Tokens generated. They are the session's last ones. */
+    size_t generated_tokens;
+    /** Time for the prompt, as far as it had not been run. */
+    double prefill_seconds;
+    /** Time from the call to the first token. */
+    double first_token_seconds;
+    /** Time from the first token to the end. */
+    double decode_seconds;
+} NVFP4_GenerationResult;
 
 #ifdef __cplusplus
 extern "C" {
@@ -649,6 +802,278 @@ NVFP4_Status NVFP4_matmul(const NVFP4_Tensor *a_codes,
                           int32_t scale_layout,
                           int32_t dtype,
                           NVFP4_Tensor **out);
+
+/**
+ * @defgroup model Models: weights on disk, and weights, tokenizer and chat template in memory
+ *
+ * A model is immutable. Any number of sessions, on any threads, may run it at once.
+ */
+
+/** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_LoadOptions). */
+NVFP4_API NVFP4_Status NVFP4_load_options_init(NVFP4_LoadOptions *options, uint32_t struct_size);
+
+/**
+ * Loads a model: a directory, or a `.safetensors`, `.dat` or `.gguf` file.
+ *
+ * - `path`, `path_length`: UTF-8.
+ * - `options`: NULL for the defaults.
+ * - `quantize`: how to quantize dense weights to NVFP4 while loading; NULL holds weights as they are stored.
+ * - `progress`, `user`: may be NULL.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_model_load(const char *path,
+                              size_t path_length,
+                              const NVFP4_LoadOptions *options,
+                              const NVFP4_QuantizeOptions *quantize,
+                              NVFP4_ProgressCallback progress,
+                              void *user,
+                              NVFP4_Model **out);
+
+/** Adds a reference to a model. */
+NVFP4_API NVFP4_Status NVFP4_model_retain(NVFP4_Model *model);
+
+/** Gives up a reference to a model. After the last one the handle is stale; sessions keep the weights. */
+NVFP4_API NVFP4_Status NVFP4_model_release(NVFP4_Model *model);
+
+/**
+ * What was loaded, as JSON: architecture, device, parameters, weight_bytes, formats, sizes, kv_bytes_per_token,
+ * stop_tokens. Keys may be added in later versions.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_model_info(const NVFP4_Model *model,
+                              char *buffer,
+                              size_t capacity,
+                              size_t *length);
+
+/** Writes the number of token ids, which is the number of logits. */
+NVFP4_API NVFP4_Status NVFP4_model_vocab_size(const NVFP4_Model *model, size_t *size);
+
+/**
+ * Text to token ids. `add_special` 1 adds what the model wants around a text (a first token, often); a rendered chat has it
+ * already. Writes the number of tokens to `count`; see ARRAYS OUT above.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_model_tokenize(const NVFP4_Model *model,
+                                  const char *text,
+                                  size_t text_length,
+                                  int32_t add_special,
+                                  int32_t *tokens,
+                                  size_t capacity,
+                                  size_t *count);
+
+/**
+ * Token ids to text. `skip_special` 1 leaves out tokens such as `<|im_end|>`. Bytes that are no character become U+FFFD:
+ * for a stream of tokens use the text that generation gives, which waits for whole characters.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_model_detokenize(const NVFP4_Model *model,
+                                    const int32_t *tokens,
+                                    size_t count,
+                                    int32_t skip_special,
+                                    char *buffer,
+                                    size_t capacity,
+                                    size_t *length);
+
+/**
+ * Renders a conversation with the model's chat template (ChatML if it has none). `add_generation_prompt` 1 opens the
+ * assistant's next turn.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_model_render_chat(const NVFP4_Model *model,
+                                     const NVFP4_Message *messages,
+                                     size_t count,
+                                     int32_t add_generation_prompt,
+                                     char *buffer,
+                                     size_t capacity,
+                                     size_t *length);
+
+/**
+ * Converts a model on disk to NVFP4 on disk, one tensor at a time: linear weights are quantized, the rest is kept. A file
+ * that was there is replaced only when the new one is whole.
+ *
+ * - `source`: what NVFP4_model_load() takes.
+ * - `container`: one of NVFP4_CONTAINER_*; says what `destination` becomes.
+ * - `options`: NULL for the defaults, which are two-level scales for ModelOpt and single-level ones for `.dat`.
+ * - `progress`, `user`: may be NULL.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_model_convert(const char *source,
+                                 size_t source_length,
+                                 const char *destination,
+                                 size_t destination_length,
+                                 int32_t container,
+                                 const NVFP4_QuantizeOptions *options,
+                                 NVFP4_ProgressCallback progress,
+                                 void *user);
+
+/**
+ * @defgroup session Sessions: conversations and other sequences of tokens, run by a model
+ *
+ * A session holds its tokens with their cached keys and values, so that a call runs only what is new. It keeps its model
+ * alive. One call at a time may use it: another one meanwhile, from a callback too, gets #NVFP4_BUSY. A call that fails
+ * leaves the session as it was.
+ */
+
+/** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_SessionOptions). */
+NVFP4_API NVFP4_Status NVFP4_session_options_init(NVFP4_SessionOptions *options, uint32_t struct_size);
+
+/** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_GenerateOptions). */
+NVFP4_API
+NVFP4_Status NVFP4_generate_options_init(NVFP4_GenerateOptions *options,
+                                         uint32_t struct_size);
+
+/** Makes an empty session of a model. `options`: NULL for the defaults. */
+NVFP4_API
+NVFP4_Status NVFP4_session_create(const NVFP4_Model *model,
+                                  const NVFP4_SessionOptions *options,
+                                  NVFP4_Session **out);
+
+/** Adds a reference to a session. */
+NVFP4_API NVFP4_Status NVFP4_session_retain(NVFP4_Session *session);
+
+/** Gives up a reference to a session. After the last one the handle is stale; a call that is using it ends undisturbed. */
+NVFP4_API
+NVFP4_Status NVFP4_session_release(NVFP4_Session *session);
+
+/** Appends tokens and runs them, a whole prompt in blocks. */
+NVFP4_API
+NVFP4_Status NVFP4_session_prefill(NVFP4_Session *session,
+                                   const int32_t *tokens,
+                                   size_t count);
+
+/** Appends tokens and runs them one after the other, which gives the same bits more slowly. */
+NVFP4_API
+NVFP4_Status NVFP4_session_prefill_token_by_token(NVFP4_Session *session,
+                                                  const int32_t *tokens,
+                                                  size_t count);
+
+/** Appends one token and runs it. */
+NVFP4_API NVFP4_Status NVFP4_session_decode(NVFP4_Session *session, int32_t token);
+
+/** Copies the logits of the token to come, one for each token id. Writes their number to `count`; see ARRAYS OUT above. */
+NVFP4_API
+NVFP4_Status NVFP4_session_logits(NVFP4_Session *session,
+                                  float *logits,
+                                  size_t capacity,
+                                  size_t *count);
+
+/**
+ * Chooses the token to come as NVFP4_session_generate() would, and does not append it. `options`: NULL for the likeliest
+ * one; what concerns stops and lengths has no part in it.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_session_sample(NVFP4_Session *session,
+                                  const NVFP4_GenerateOptions *options,
+                                  int32_t *token);
+
+/**
+ * Generates from where the session stands, which takes a prefilled prompt. Cancelling it is no failure: see
+ * #NVFP4_FINISH_CANCELLED.
+ *
+ * - `options`: NULL for the defaults.
+ * - `callback`, `user`: may be NULL; NVFP4_session_text() has the text afterwards.
+ * - `result`: what it came to; may be NULL.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_session_generate(NVFP4_Session *session,
+                                    const NVFP4_GenerateOptions *options,
+                                    NVFP4_TokenCallback callback,
+                                    void *user,
+                                    NVFP4_GenerationResult *result);
+
+/**
+ * Says something to the model in a conversation and generates the answer, spelled as the model's chat template says. Only
+ * what the turn adds is run. The first turn takes an empty session. Names of special tokens within the text count as
+ * plain text.
+ *
+ * - `text`, `text_length`: what the user says, in UTF-8.
+ * - The rest is as for NVFP4_session_generate(). Cancelled before its first token is due, it fails with #NVFP4_CANCELLED.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_session_chat(NVFP4_Session *session,
+                                const char *text,
+                                size_t text_length,
+                                const NVFP4_GenerateOptions *options,
+                                NVFP4_TokenCallback callback,
+                                void *user,
+                                NVFP4_GenerationResult *result);
+
+/** Copies the text of the last generation, which is empty before the first. For the buffer see TEXT above. */
+NVFP4_API
+NVFP4_Status NVFP4_session_text(NVFP4_Session *session,
+                                char *buffer,
+                                size_t capacity,
+                                size_t *length);
+
+/**
+ * Copies the conversation of the chat turns, as a JSON array of objects with `role` and `content`. For the buffer see TEXT
+ * above.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_session_messages(NVFP4_Session *session,
+                                    char *buffer,
+                                    size_t capacity,
+                                    size_t *length);
+
+/** Writes how many tokens the session holds. */
+NVFP4_API NVFP4_Status NVFP4_session_length(NVFP4_Session *session, size_t *length);
+
+/** Writes how many tokens the session can hold. */
+NVFP4_API NVFP4_Status NVFP4_session_context(const NVFP4_Session *session, size_t *context);
+
+/** Writes the bytes of the session's cached keys and values, those it shares with forks included. */
+NVFP4_API NVFP4_Status NVFP4_session_memory(NVFP4_Session *session, uint64_t *bytes);
+
+/** Copies the tokens that the session holds. Writes their number to `count`; see ARRAYS OUT above. */
+NVFP4_API
+NVFP4_Status NVFP4_session_tokens(NVFP4_Session *session,
+                                  int32_t *tokens,
+                                  size_t capacity,
+                                  size_t *count);
+
+/** Forgets the tokens from `length` on. A conversation goes on if the cut is in an answer or at its end. */
+NVFP4_API NVFP4_Status NVFP4_session_truncate(NVFP4_Session *session, size_t length);
+
+/** Forgets all tokens and the conversation. The options stay. */
+NVFP4_API NVFP4_Status NVFP4_session_reset(NVFP4_Session *session);
+
+/** Makes a second session in the same state. The two share their cache's memory as far as neither writes to it. */
+NVFP4_API
+NVFP4_Status NVFP4_session_fork(NVFP4_Session *session,
+                                NVFP4_Session **out);
+
+/**
+ * Writes the session to a file, cache and conversation included. A file that was there is replaced only when the new one
+ * is whole.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_session_save(NVFP4_Session *session,
+                                const char *path,
+                                size_t path_length);
+
+/** Makes a session as it was when it was written to a file. `model` must be the model that ran it. */
+NVFP4_API
+NVFP4_Status NVFP4_session_restore(const NVFP4_Model *model,
+                                   const char *path,
+                                   size_t path_length,
+                                   NVFP4_Session **out);
+
+/**
+ * Ends the call that uses the session, if there is one, soon: a generation with what it has, anything else with
+ * #NVFP4_CANCELLED. From any thread, and from a callback.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_session_cancel(const NVFP4_Session *session);
+
+/**
+ * Appends `tokens[i]` to `sessions[i]`, `count` of both, and runs them in one pass over the weights, which takes little
+ * longer than one of them. Each gets the bits that NVFP4_session_decode() would give. The sessions are different ones of
+ * the same model handle. If it fails, all are as they were. NVFP4_session_cancel() of the first one ends it.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_session_step(NVFP4_Session *const *sessions,
+                                const int32_t *tokens,
+                                size_t count);
 
 /**
  * @defgroup torchsharp Drop-in functions for TorchSharp hosts, with the signatures those hosts bind

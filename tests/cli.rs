@@ -1,7 +1,8 @@
 //! The `nvfp4` command from outside: output, JSON and exit codes.
 
+use std::io::Write;
 use std::path::PathBuf;
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 
 use serde_json::Value;
 
@@ -92,6 +93,113 @@ fn diagnose_names_backends_and_reasons() {
         );
     }
     assert!(text(&["diagnose"]).contains("cpu"));
+}
+
+const MODEL: &str = "tests/golden/model/qwen3_tied";
+
+#[test]
+fn run_gives_the_same_tokens_with_and_without_the_cache() {
+    let prompt = ["run", "--model", MODEL, "--prompt", "Hello there"];
+    let tokens = |more: &[&str]| {
+        let sampled = ["--max-tokens", "20", "--ignore-stops", "--temp", "1.5"];
+        let out = json(&[&prompt[..], &sampled, more].concat());
+        assert_eq!(out["finish"], "length");
+        assert!(out["timings"]["prefill_seconds"].as_f64().unwrap() > 0.0);
+        (out["prompt_tokens"].clone(), out["tokens"].clone())
+    };
+    let cached = tokens(&[]);
+    assert_eq!(cached.1.as_array().unwrap().len(), 20);
+    assert_eq!(tokens(&["--replay"]), cached);
+    assert_ne!(tokens(&["--seed", "1"]), cached);
+    let raw = tokens(&["--raw"]);
+    assert_ne!(raw, cached);
+    assert_eq!(tokens(&["--raw", "--token-by-token"]), raw);
+    assert_eq!(tokens(&["--raw", "--replay"]), raw);
+
+    let e = failure(&["run", "--model", MODEL, "--prompt", "x", "--context", "4"]);
+    assert!(e.contains("do not fit in a context of 4"), "{e}");
+    let e = failure(&["run", "--model", MODEL, "--prompt", "x", "--top-p", "2"]);
+    assert!(e.contains("top_p is 2"), "{e}");
+    for args in [
+        &["run", "--model", MODEL][..],
+        &["run", "--model", MODEL, "--prompt", "x", "--token-by-token"],
+    ] {
+        assert_eq!(nvfp4(args).status.code(), Some(2), "{args:?}");
+    }
+}
+
+#[test]
+fn chat_takes_turns_from_a_pipe() {
+    let scratch = Scratch::new("chat");
+    let saved = scratch.path("saved");
+    let chat = |lines: &str| {
+        let mut child = Command::new(env!("CARGO_BIN_EXE_nvfp4"))
+            .args([
+                "chat",
+                "--model",
+                MODEL,
+                "--max-tokens",
+                "6",
+                "--ignore-stops",
+            ])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut input = child.stdin.take().unwrap();
+        input.write_all(lines.as_bytes()).unwrap();
+        drop(input);
+        let output = child.wait_with_output().unwrap();
+        let errors = String::from_utf8_lossy(&output.stderr).into_owned();
+        (
+            String::from_utf8_lossy(&output.stdout).into_owned(),
+            errors,
+            output.status.code(),
+        )
+    };
+    let (both, errors, code) = chat(&format!("Hi\n/save {saved}\nAnd you?\n/stats\n"));
+    assert_eq!(code, Some(0), "{errors}");
+    assert!(both.contains("tokens in the cache"), "{both}");
+    let (second, errors, code) = chat(&format!("x\n/reset\n\n/load {saved}\nAnd you?\n/exit\nx\n"));
+    assert_eq!(code, Some(0), "{errors}");
+    // What follows the loaded turn is what followed it the first time. Answers may hold line breaks of their own.
+    let answers = both
+        .lines()
+        .take_while(|l| !l.contains("tokens in the cache"));
+    let answers = answers.collect::<Vec<_>>().join("\n");
+    let last = second.trim_end_matches('\n').lines().next_back().unwrap();
+    assert!(
+        answers.trim_end_matches('\n').ends_with(last),
+        "{last:?} in {answers:?}"
+    );
+
+    let (_, errors, code) = chat("/load /no/such/file\n");
+    assert_eq!(code, Some(1));
+    assert!(errors.contains("/no/such/file"), "{errors}");
+}
+
+#[test]
+fn bench_measures() {
+    let args = ["--prompt-tokens", "20", "--gen-tokens", "4", "--runs", "2"];
+    for more in [&[][..], &["--batch", "3"], &["--decode-from-empty"]] {
+        let report = json(&[&["bench", "--model", MODEL][..], &args, more].concat());
+        for name in [
+            "prefill_tok_s",
+            "decode_tok_s",
+            "ttft_ms",
+            "peak_bytes",
+            "weight_bytes",
+            "kv_bytes",
+            "roofline",
+        ] {
+            assert!(report[name].as_f64().unwrap() > 0.0, "{name} in {report}");
+        }
+    }
+    let said = text(&[&["bench", "--model", MODEL][..], &args].concat());
+    assert!(said.contains("tok/s"), "{said}");
+    let e = failure(&["bench", "--model", MODEL, "--batch", "0"]);
+    assert!(e.contains("--batch must be at least 1"), "{e}");
 }
 
 #[test]

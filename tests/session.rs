@@ -13,8 +13,8 @@ use NVFP4::base::ErrorKind;
 use NVFP4::base::checksum::Checksum;
 use NVFP4::model::{Activations, KvType, LoadOptions, Model};
 use NVFP4::session::{
-    Eviction, Finish, GenerateOptions, Generation, Piece, Sampler, SamplingOptions, Session,
-    SessionOptions, step,
+    Canceller, Eviction, Finish, GenerateOptions, Generation, Piece, Sampler, SamplingOptions,
+    Session, SessionOptions, step,
 };
 use NVFP4::text::Message;
 use common::{Copy, golden, load, options, some_tokens};
@@ -68,6 +68,11 @@ fn state(session: &mut Session) -> (Vec<u32>, Vec<f32>) {
     (session.tokens().to_vec(), logits)
 }
 
+/// The state of a session, without running what it has not run yet.
+fn seen(session: &Session) -> (Vec<u32>, Vec<f32>) {
+    state(&mut session.fork().unwrap())
+}
+
 /// The state of a new session that was given `tokens`.
 fn fresh(like: &Session, tokens: &[u32]) -> (Vec<u32>, Vec<f32>) {
     let mut session = session(like.model());
@@ -82,11 +87,19 @@ fn refused<T: std::fmt::Debug>(
     part: &str,
     call: impl FnOnce(&mut Session) -> NVFP4::base::Result<T>,
 ) {
-    let before = state(session);
+    let before = seen(session);
     let e = call(session).unwrap_err();
     assert_eq!(e.kind(), kind, "{e}");
     assert!(e.message().contains(part), "'{part}' is not in: {e}");
-    assert!(state(session) == before, "changed by: {e}");
+    assert!(seen(session) == before, "changed by: {e}");
+}
+
+#[test]
+fn sessions_move_between_threads() {
+    fn sends<T: Send>() {}
+    fn shares<T: Send + Sync + Clone>() {}
+    sends::<Session>();
+    shares::<Canceller>();
 }
 
 #[test]
@@ -227,7 +240,7 @@ fn stop_strings_and_special_tokens_are_not_shown() {
     assert_eq!(session.tokens()[6..], out.tokens);
     assert!(free.tokens.starts_with(&out.tokens));
 
-    // Special tokens give tokens, but no text. Their ids come from a sampler that is made to choose them.
+    // Special tokens are drawn, but give no text.
     let mut shown = String::new();
     let out = filled(&model, 6)
         .generate(&drawn(200), &mut |piece| {
@@ -851,22 +864,10 @@ fn a_batch_that_fails_changes_no_session() {
         small(Eviction::Error),
     ];
     generate(&mut sessions[0], &drawn(1));
-    let before: Vec<_> = sessions
-        .iter_mut()
-        .map(|s| {
-            let mut fork = s.fork().unwrap();
-            state(&mut fork)
-        })
-        .collect();
+    let before: Vec<_> = sessions.iter().map(seen).collect();
     let fail = |sessions: &mut [Session], tokens: &[u32]| {
         let e = step(&mut sessions.iter_mut().collect::<Vec<_>>(), tokens).unwrap_err();
-        let now: Vec<_> = sessions
-            .iter()
-            .map(|s| {
-                let mut fork = s.fork().unwrap();
-                state(&mut fork)
-            })
-            .collect();
+        let now: Vec<_> = sessions.iter().map(seen).collect();
         assert!(now == before, "changed by: {e}");
         e
     };

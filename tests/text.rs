@@ -242,6 +242,30 @@ fn special_and_user_defined_tokens() {
 }
 
 #[test]
+fn plain_text_holds_no_special_tokens() {
+    for tokenizer in [
+        Tokenizer::from_file(&golden("tokenizer.json")).unwrap(),
+        Tokenizer::from_vocabulary(&vocabulary("gpt-2")).unwrap(),
+    ] {
+        for text in [
+            "",
+            "plain",
+            "<|im_end|>",
+            "a<|im_end|><|im_start|>system\né<|endoftext|>",
+            "<|im_<|im_end|>end|>",
+            "<|im_end|",
+        ] {
+            let tokens = tokenizer.encode_plain(text).unwrap();
+            assert!(!tokens.iter().any(|&t| tokenizer.is_special(t)), "{text}");
+            assert_eq!(tokenizer.decode(&tokens, false).unwrap(), text);
+            if !text.contains("<|im_end|>") {
+                assert_eq!(tokens, tokenizer.encode(text, false).unwrap());
+            }
+        }
+    }
+}
+
+#[test]
 fn the_detokenizer_gives_whole_characters_and_the_whole_text() {
     let encodings = json("encodings.json");
     let tokenizers = [

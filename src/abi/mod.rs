@@ -2,7 +2,8 @@
 //! is no arithmetic. This is the only place with `extern "C"`. The order of the `mod` lines is that of the header.
 //!
 //! What makes each chapter short stands in four files: `guard` (panics and errors become a status), `handle` (the registry
-//! of live handles), `arguments` (pointers, text and options from C) and `shared` (the device of calls that name none).
+//! of live handles), `arguments` (pointers, text and options from C) and `shared` (the device of calls that name none). A
+//! fifth, `layout`, fixes the structs.
 
 // Names are those of the header.
 #![allow(non_camel_case_types)]
@@ -12,6 +13,7 @@
 mod arguments;
 mod guard;
 mod handle;
+mod layout;
 mod shared;
 
 pub mod status;
@@ -27,5 +29,7 @@ pub mod quantize;
 pub mod linear;
 
 pub mod model;
+
+pub mod session;
 
 pub mod torchsharp;

@@ -21,9 +21,9 @@ pub(super) struct Args {
     /// What the model is told about its role
     #[arg(long)]
     system: Option<String>,
-    /// Tokens of room for the conversation
-    #[arg(long)]
-    context: Option<usize>,
+    /// Tokens of room for the conversation; 0 takes 4096, or what the model was made for if that is less
+    #[arg(long, default_value_t = 0)]
+    context: usize,
 }
 
 const HELP: &str = "/save FILE keeps the conversation, /load FILE takes it up again, /reset forgets it, /stats shows numbers, /exit ends";
@@ -31,7 +31,7 @@ const HELP: &str = "/save FILE keeps the conversation, /load FILE takes it up ag
 pub(super) fn run(args: &Args) -> Result<()> {
     let model = args.model.load()?;
     let options = SessionOptions {
-        context: model::context(args.context, &model),
+        context: args.context,
         kv: args.model.kv.into(),
         system: args.system.clone(),
         ..SessionOptions::default()

@@ -134,11 +134,6 @@ impl ModelArgs {
     }
 }
 
-/// The context to use: what was asked for, or 4096, but not more than the model can do.
-pub(super) fn context(asked: Option<usize>, model: &Model) -> usize {
-    asked.unwrap_or_else(|| model.config().max_positions.min(4096))
-}
-
 /// The text of a file, which must be UTF-8; `-` is standard input.
 pub(super) fn read_text(path: &Path) -> Result<String> {
     let bytes = if path == Path::new("-") {

@@ -31,9 +31,12 @@ pub(super) struct Args {
     /// Continue the prompt as it stands, without the model's chat template
     #[arg(long, conflicts_with = "system")]
     raw: bool,
-    /// Tokens of room for prompt and answer
-    #[arg(long)]
-    context: Option<usize>,
+    /// Run the prompt one token after the other, for comparison
+    #[arg(long, requires = "raw")]
+    token_by_token: bool,
+    /// Tokens of room for prompt and answer; 0 takes 4096, or what the model was made for if that is less
+    #[arg(long, default_value_t = 0)]
+    context: usize,
     /// Print the answer and its timings as JSON
     #[arg(long)]
     json: bool,
@@ -49,7 +52,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
     let mut session = Session::new(
         model.clone(),
         &SessionOptions {
-            context: model::context(args.context, &model),
+            context: args.context,
             kv: args.model.kv.into(),
             system: args.system.clone(),
             ..SessionOptions::default()
@@ -72,7 +75,11 @@ pub(super) fn run(args: &Args) -> Result<()> {
     let answer = if args.raw {
         let start = Instant::now();
         let tokens = model.tokenizer()?.encode(&prompt, true)?;
-        session.prefill(&tokens)?;
+        if args.token_by_token {
+            session.prefill_token_by_token(&tokens)?;
+        } else {
+            session.prefill(&tokens)?;
+        }
         let prefill = start.elapsed().as_secs_f64();
         session.generate(&options, &mut show).map(|mut answer| {
             answer.timings.prefill_seconds += prefill;

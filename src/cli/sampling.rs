@@ -28,6 +28,9 @@ pub(super) struct SamplingArgs {
     /// Stop before this text; may be given several times
     #[arg(long)]
     stop: Vec<String>,
+    /// Go on past the tokens that end a text
+    #[arg(long)]
+    ignore_stops: bool,
     /// Compute every token from the whole sequence, without the cache, for comparison
     #[arg(long)]
     replay: bool,
@@ -46,8 +49,9 @@ impl SamplingArgs {
                 seed: self.seed,
             },
             stop_strings: self.stop.clone(),
+            stop_tokens: Vec::new(),
+            ignore_model_stops: self.ignore_stops,
             replay: self.replay,
-            ..GenerateOptions::default()
         }
     }
 }

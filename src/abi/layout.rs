@@ -1,0 +1,25 @@
+//! Sizes and offsets of the structs in the header, which hosts in other languages mirror: changing one breaks them. The same
+//! numbers stand in `tests/c/layout.c`, so a compiler of either language that lays structs out differently is found out.
+
+use std::mem::offset_of;
+
+use super::model::{NVFP4_LoadOptions, NVFP4_Message};
+use super::quantize::NVFP4_QuantizeOptions;
+use super::session::{NVFP4_GenerateOptions, NVFP4_GenerationResult, NVFP4_SessionOptions};
+
+/// The size of a struct on a 64-bit machine, and the offsets of its fields.
+macro_rules! layout {
+    ($name:ty, $size:literal, $($field:ident: $offset:literal),+) => {
+        const _: () = assert!(size_of::<usize>() != 8 || (size_of::<$name>() == $size $(&& offset_of!($name, $field) == $offset)+));
+    };
+}
+
+layout!(NVFP4_QuantizeOptions, 32, struct_size: 0, levels: 4, recipe: 8, rounding: 12, nonfinite: 16, scale_layout: 20, seed: 24);
+layout!(NVFP4_LoadOptions, 24, struct_size: 0, device_type: 4, device_index: 8, threads: 12, activations: 16, sampling_only: 20);
+layout!(NVFP4_Message, 32, role: 0, role_length: 8, content: 16, content_length: 24);
+layout!(NVFP4_SessionOptions, 48, struct_size: 0, kv_type: 4, eviction: 8, reserved: 12, context: 16, keep: 24, system: 32, system_length: 40);
+layout!(NVFP4_GenerateOptions, 88, struct_size: 0, temperature: 4, top_k: 8, top_p: 12, min_p: 16, repetition_penalty: 20,
+    ignore_model_stops: 24, replay: 28, max_tokens: 32, seed: 40, stop_tokens: 48, stop_token_count: 56, stop_strings: 64,
+    stop_string_lengths: 72, stop_string_count: 80);
+layout!(NVFP4_GenerationResult, 48, struct_size: 0, finish: 4, prompt_tokens: 8, generated_tokens: 16, prefill_seconds: 24,
+    first_token_seconds: 32, decode_seconds: 40);
