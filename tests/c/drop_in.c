@@ -126,8 +126,10 @@ int main(void)
     SAYS("uint8");
     NVFP4_quantize(scale_a, NULL, NULL);
     CHECK(NVFP4_last_status() == NVFP4_INVALID_ARGUMENT);
+    /* The weight is square in bytes, so only its strides tell that it was not transposed. */
     CHECK(NVFP4_scaled_mm(qa, qb, scale_a, scale_b, NVFP4_DTYPE_FLOAT32) == NULL);
     CHECK(NVFP4_last_status() == NVFP4_INVALID_ARGUMENT);
+    SAYS("transposed");
     CHECK(NVFP4_scaled_mm(qa, qb_t, scale_a, qa, NVFP4_DTYPE_FLOAT32) == NULL);
     SAYS("swizzled");
     CHECK(NVFP4_scaled_mm(qa, qb_t, scale_a, scale_b, NVFP4_DTYPE_INT8) == NULL);
