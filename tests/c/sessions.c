@@ -161,7 +161,7 @@ typedef struct {
     size_t bytes, calls, break_at;
     int32_t tokens[MOST];
     NVFP4_Status within;
-    int cancel, release, wait;
+    int cancel, release, wait, done;
 } Seen;
 
 static void *another_thread(void *session)
@@ -297,6 +297,40 @@ static void streaming(void)
     FAILS(NVFP4_ABI_MISMATCH, NVFP4_session_generate(session, &options, NULL, NULL, &result));
     CHECK(length_of(session) == PROMPT + 4);
     OK(NVFP4_session_release(session));
+}
+
+static void *cancel_often(void *user)
+{
+    Seen *seen = user;
+    while (!__atomic_load_n(&seen->done, __ATOMIC_ACQUIRE))
+        if (NVFP4_session_cancel(seen->session) != NVFP4_OK)
+            return user;
+    return NULL;
+}
+
+/* Anything but a generation fails when it is cancelled, and has changed nothing. */
+static void cancelled_prefill(void)
+{
+    static Seen seen;
+    static int32_t tokens[240];
+    for (int i = 0; i < 240; i++)
+        tokens[i] = prompt[i % PROMPT];
+    seen.session = create(NULL);
+    pthread_t thread;
+    CHECK(pthread_create(&thread, NULL, cancel_often, &seen) == 0);
+    NVFP4_Status status = NVFP4_OK;
+    /* A cancel call may come too early or too late for any one prefill, not for all of them. */
+    for (int i = 0; i < 1000 && status == NVFP4_OK; i++) {
+        OK(NVFP4_session_reset(seen.session));
+        status = NVFP4_session_prefill(seen.session, tokens, 240);
+    }
+    FAILS(NVFP4_CANCELLED, status);
+    CHECK(length_of(seen.session) == 0);
+    __atomic_store_n(&seen.done, 1, __ATOMIC_RELEASE);
+    void *failed = &seen;
+    CHECK(pthread_join(thread, &failed) == 0 && failed == NULL);
+    OK(NVFP4_session_prefill(seen.session, tokens, 240));
+    OK(NVFP4_session_release(seen.session));
 }
 
 static void chat(void)
@@ -463,6 +497,7 @@ int main(int argc, char **argv)
     models(argv[1]);
     prefill_and_decode();
     streaming();
+    cancelled_prefill();
     chat();
     full_contexts();
     forks_and_files(argv[2]);
