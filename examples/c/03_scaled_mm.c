@@ -18,6 +18,14 @@ static void check(NVFP4_Status status)
     }
 }
 
+/* Numbers in [-1, 1) without a pattern. */
+static float noise(void)
+{
+    static uint32_t state = 1;
+    state = state * 1664525u + 1013904223u;
+    return (float)(state >> 8) / 8388608.0f - 1.0f;
+}
+
 /* A matrix in NVFP4, and its decoded values. */
 typedef struct {
     NVFP4_Tensor *codes, *scales;
@@ -62,9 +70,9 @@ int main(void)
     static float x[M * K], w[N * K];
     static Matrix a, b;
     for (int i = 0; i < M * K; i++)
-        x[i] = sinf(1.3f * (float)i);
+        x[i] = noise();
     for (int i = 0; i < N * K; i++)
-        w[i] = 0.02f * cosf(0.7f * (float)i + 0.1f);
+        w[i] = 0.02f * noise();
     quantize(x, M, &a);
     quantize(w, N, &b);
 

@@ -97,12 +97,20 @@ pub unsafe extern "C" fn NVFP4_scaled_mm(
             layout: ScaleLayout::Swizzled,
         };
         let (mat1, mat2) = (tensor("mat1", mat1)?, tensor("mat2", mat2)?);
-        for (name, mat) in [("mat1", &mat1), ("mat2", &mat2)] {
-            if mat.shape().rank() != 2 {
+        // The dimension along K, whose elements must be neighbours: as torch has it, a forgotten transpose of a square weight
+        // is an error and not a wrong result.
+        for (name, mat, along_k) in [("mat1", &mat1, 1), ("mat2", &mat2, 0)] {
+            let (sizes, strides) = (mat.shape().sizes(), mat.shape().strides());
+            if sizes.len() != 2 {
                 bail!(
                     InvalidArgument,
-                    "{name} has shape {:?}; it must be a matrix",
-                    mat.shape().sizes()
+                    "{name} has shape {sizes:?}; it must be a matrix"
+                );
+            }
+            if sizes[along_k] > 1 && strides[along_k] != 1 {
+                bail!(
+                    InvalidArgument,
+                    "{name} has shape {sizes:?} and strides {strides:?}; mat1 must be [M, K / 2] row-major, and mat2 the transposed view of [N, K / 2]"
                 );
             }
         }

@@ -101,6 +101,8 @@ impl Nvfp4Tensor {
     }
 
     /// A reader of row ranges: codes, and scales in row-major order.
+    // A closure's type can only be spelled where it is returned.
+    #[allow(clippy::type_complexity)]
     fn reader(&self) -> Result<impl Fn(Range<usize>, &mut [u8], &mut [u8]) -> Result<()> + Sync> {
         let (_, cols) = self.dims()?;
         let blocks = cols / BLOCK;

@@ -136,9 +136,9 @@ impl Tensor {
         if rank > 0 && t.shape.is_null() {
             bail!(InvalidArgument, "the DLPack tensor's shape is NULL");
         }
-        // SAFETY: a valid DLTensor has `ndim` sizes, and `ndim` strides unless the pointer is NULL.
         let slice = |p: *mut i64| match rank {
             0 => &[][..],
+            // SAFETY: a valid DLTensor has `ndim` sizes, and `ndim` strides unless the pointer is NULL.
             _ => unsafe { std::slice::from_raw_parts(p, rank) },
         };
         let shape = sizes("shape", slice(t.shape))?;

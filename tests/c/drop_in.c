@@ -59,8 +59,103 @@ static void quantize(float *x, int64_t rows, void **qdata, uint8_t *codes, uint8
     OK(NVFP4_tensor_release(input));
 }
 
+/* The E4M3 byte nearest to a value in [0, 448]; a tie goes to the even one. */
+static uint8_t nearest_e4m3(double value)
+{
+    uint8_t best = 0;
+    for (uint8_t byte = 1; byte <= 0x7e; byte++) {
+        double a = fabs(e4m3(byte) - value), b = fabs(e4m3(best) - value);
+        if (a < b || (a <= b && byte % 2 == 0))
+            best = byte;
+    }
+    return best;
+}
+
+/* The E2M1 code nearest to a value; a tie goes to the even one, and what is above 6 to 6. */
+static uint8_t nearest_e2m1(float value)
+{
+    uint8_t best = 0;
+    for (uint8_t code = 1; code < 8; code++) {
+        double a = fabs(e2m1(code) - fabs((double)value)), b = fabs(e2m1(best) - fabs((double)value));
+        if (a < b || (a <= b && code % 2 == 0))
+            best = code;
+    }
+    return value < 0 ? best | 8 : best;
+}
+
+/* The rule of the hosts' reference, in another hand: the scale is amax / 6, clamped to [2^-16, 448] and cast to E4M3, where
+ * it may become 0; values are divided by it plus 1e-12. Leading dimensions are folded, and strides are followed. */
+static void the_rule(void)
+{
+    enum { A = 2, B = 3, WIDTH = 64, COUNT = A * B * WIDTH };
+    static float x[COUNT], transposed[COUNT];
+    static uint16_t halves[COUNT];
+    static uint8_t codes[3][COUNT / 2], scales[3][COUNT / 16];
+    for (int i = 0; i < COUNT; i++) {
+        /* bfloat16 values of both signs, in blocks of very different magnitudes: 2^-22 to 2^13. */
+        uint32_t bits = (uint32_t)i * 2654435761u & 0x807f0000u, value;
+        value = bits | (uint32_t)(105 + i / 16 * 3 / 2) << 23;
+        memcpy(&x[i], &value, 4);
+        halves[i] = (uint16_t)(value >> 16);
+    }
+    for (int i = 32; i < 48; i++) {
+        x[i] = i % 2 ? -0.0f : 0.0f;
+        halves[i] = i % 2 ? 0x8000u : 0;
+    }
+    for (int r = 0; r < A * B; r++)
+        for (int c = 0; c < WIDTH; c++)
+            transposed[c * A * B + r] = x[r * WIDTH + c];
+
+    const int64_t folded[] = {A, B, WIDTH}, strides[] = {B, 1, A * B};
+    void *inputs[3] = {x, transposed, halves};
+    for (int i = 0; i < 3; i++) {
+        NVFP4_Tensor *input = NULL;
+        void *q = NULL, *s = NULL;
+        int64_t sizes[3];
+        size_t rank;
+        OK(NVFP4_tensor_from_host(inputs[i], folded, 3, i == 1 ? strides : NULL,
+                                  i == 2 ? NVFP4_DTYPE_BFLOAT16 : NVFP4_DTYPE_FLOAT32, NULL, NULL, &input));
+        NVFP4_quantize(input, &q, &s);
+        OK(NVFP4_last_status());
+        OK(NVFP4_tensor_shape(q, sizes, 3, &rank));
+        CHECK(rank == 3 && sizes[0] == A && sizes[1] == B && sizes[2] == WIDTH / 2);
+        OK(NVFP4_tensor_shape(s, sizes, 3, &rank));
+        CHECK(rank == 3 && sizes[0] == A && sizes[1] == B && sizes[2] == WIDTH / 16);
+        OK(NVFP4_tensor_copy_to_host(q, codes[i], COUNT / 2));
+        OK(NVFP4_tensor_copy_to_host(s, scales[i], COUNT / 16));
+        OK(NVFP4_tensor_release(q));
+        OK(NVFP4_tensor_release(s));
+        OK(NVFP4_tensor_release(input));
+        CHECK(memcmp(codes[i], codes[0], COUNT / 2) == 0 && memcmp(scales[i], scales[0], COUNT / 16) == 0);
+    }
+    for (int b = 0; b < COUNT / 16; b++) {
+        float amax = 0;
+        for (int i = 16 * b; i < 16 * b + 16; i++)
+            amax = fmaxf(amax, fabsf(x[i]));
+        uint8_t scale = nearest_e4m3((double)fminf(fmaxf(amax / 6, 0x1p-16f), 448));
+        CHECK(scales[0][b] == scale);
+        for (int i = 16 * b; i < 16 * b + 16; i++) {
+            uint8_t code = nearest_e2m1(x[i] / ((float)e4m3(scale) + 1e-12f));
+            CHECK((i % 2 ? codes[0][i / 2] >> 4 : codes[0][i / 2] & 15) == code);
+        }
+    }
+    /* The rows have blocks below the clamp, one of zeros and ones above it, so all of the rule was seen. */
+    CHECK(scales[0][0] == 0 && scales[0][2] == 0 && codes[0][16] == 0 && scales[0][COUNT / 16 - 1] == 0x7e);
+
+    const int64_t odd[] = {2, 24};
+    NVFP4_Tensor *input = NULL;
+    void *q = x, *s = x;
+    OK(NVFP4_tensor_from_host(x, odd, 2, NULL, NVFP4_DTYPE_FLOAT32, NULL, NULL, &input));
+    NVFP4_quantize(input, &q, &s);
+    CHECK(q == NULL && s == NULL);
+    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_last_status());
+    SAYS("24");
+    OK(NVFP4_tensor_release(input));
+}
+
 int main(void)
 {
+    the_rule();
     static float a[M * K], b[N * K], out[M * N];
     static uint8_t a_codes[M * K / 2], a_scales[M * K / 16], b_codes[N * K / 2], b_scales[N * K / 16];
     static uint8_t a_swizzled[1024], b_swizzled[1024];
@@ -126,8 +221,10 @@ int main(void)
     SAYS("uint8");
     NVFP4_quantize(scale_a, NULL, NULL);
     CHECK(NVFP4_last_status() == NVFP4_INVALID_ARGUMENT);
+    /* The weight is square in bytes, so only its strides tell that it was not transposed. */
     CHECK(NVFP4_scaled_mm(qa, qb, scale_a, scale_b, NVFP4_DTYPE_FLOAT32) == NULL);
     CHECK(NVFP4_last_status() == NVFP4_INVALID_ARGUMENT);
+    SAYS("transposed");
     CHECK(NVFP4_scaled_mm(qa, qb_t, scale_a, qa, NVFP4_DTYPE_FLOAT32) == NULL);
     SAYS("swizzled");
     CHECK(NVFP4_scaled_mm(qa, qb_t, scale_a, scale_b, NVFP4_DTYPE_INT8) == NULL);

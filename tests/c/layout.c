@@ -34,5 +34,41 @@ int main(void)
     AT(NVFP4_Message, content, 16);
     AT(NVFP4_Message, content_length, 24);
 
+    SIZE(NVFP4_SessionOptions, 48);
+    AT(NVFP4_SessionOptions, struct_size, 0);
+    AT(NVFP4_SessionOptions, kv_type, 4);
+    AT(NVFP4_SessionOptions, eviction, 8);
+    AT(NVFP4_SessionOptions, reserved, 12);
+    AT(NVFP4_SessionOptions, context, 16);
+    AT(NVFP4_SessionOptions, keep, 24);
+    AT(NVFP4_SessionOptions, system, 32);
+    AT(NVFP4_SessionOptions, system_length, 40);
+
+    SIZE(NVFP4_GenerateOptions, 88);
+    AT(NVFP4_GenerateOptions, struct_size, 0);
+    AT(NVFP4_GenerateOptions, temperature, 4);
+    AT(NVFP4_GenerateOptions, top_k, 8);
+    AT(NVFP4_GenerateOptions, top_p, 12);
+    AT(NVFP4_GenerateOptions, min_p, 16);
+    AT(NVFP4_GenerateOptions, repetition_penalty, 20);
+    AT(NVFP4_GenerateOptions, ignore_model_stops, 24);
+    AT(NVFP4_GenerateOptions, replay, 28);
+    AT(NVFP4_GenerateOptions, max_tokens, 32);
+    AT(NVFP4_GenerateOptions, seed, 40);
+    AT(NVFP4_GenerateOptions, stop_tokens, 48);
+    AT(NVFP4_GenerateOptions, stop_token_count, 56);
+    AT(NVFP4_GenerateOptions, stop_strings, 64);
+    AT(NVFP4_GenerateOptions, stop_string_lengths, 72);
+    AT(NVFP4_GenerateOptions, stop_string_count, 80);
+
+    SIZE(NVFP4_GenerationResult, 48);
+    AT(NVFP4_GenerationResult, struct_size, 0);
+    AT(NVFP4_GenerationResult, finish, 4);
+    AT(NVFP4_GenerationResult, prompt_tokens, 8);
+    AT(NVFP4_GenerationResult, generated_tokens, 16);
+    AT(NVFP4_GenerationResult, prefill_seconds, 24);
+    AT(NVFP4_GenerationResult, first_token_seconds, 32);
+    AT(NVFP4_GenerationResult, decode_seconds, 40);
+
     return report("layout");
 }

@@ -1,0 +1,80 @@
+/* Talk with a language model.
+ *
+ *     cc chat.c $(pkg-config --cflags --libs nvfp4) -o chat
+ *     ./chat MODEL "Why is the sky blue?"     answers and ends
+ *     ./chat MODEL                            a conversation, one turn per line
+ *
+ * MODEL is a directory or file that `nvfp4 quantize` wrote, or any other that NVFP4_model_load() takes.
+ */
+#include <nvfp4.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* Every call that can fail returns a status, and leaves one line that says why. */
+static void check(NVFP4_Status status)
+{
+    if (status != NVFP4_OK) {
+        fprintf(stderr, "%s: %s\n", NVFP4_status_name(status), NVFP4_last_error());
+        exit(1);
+    }
+}
+
+/* Called with each token as it comes. Its text is whole characters, perhaps none, and has no NUL behind. */
+static int32_t print_piece(void *user, int32_t token, const char *text, size_t length)
+{
+    (void)user, (void)token;
+    fwrite(text, 1, length, stdout);
+    /* Anything but 0 ends the answer: here, when nobody reads it any more. */
+    return fflush(stdout);
+}
+
+/* The session holds the conversation, so only what is new is run. */
+static void answer(NVFP4_Session *session, const NVFP4_GenerateOptions *options, const char *text, size_t length)
+{
+    NVFP4_GenerationResult result = {.struct_size = sizeof result};
+    check(NVFP4_session_chat(session, text, length, options, print_piece, NULL, &result));
+    printf("\n");
+    double seconds = result.decode_seconds > 0 ? result.decode_seconds : 1;
+    fprintf(stderr, "[%zu tokens after %.2f s, then %.1f per second%s]\n", result.generated_tokens,
+            result.first_token_seconds, (double)result.generated_tokens / seconds,
+            result.finish == NVFP4_FINISH_CONTEXT ? "; the context is full" : "");
+}
+
+int main(int argc, char **argv)
+{
+    if (argc != 2 && argc != 3) {
+        fprintf(stderr, "usage: %s MODEL [PROMPT]\n", argv[0]);
+        return 2;
+    }
+    NVFP4_Model *model;
+    check(NVFP4_model_load(argv[1], strlen(argv[1]), NULL, NULL, NULL, NULL, &model));
+
+    /* A long conversation forgets its oldest turns rather than end. */
+    NVFP4_SessionOptions session_options;
+    check(NVFP4_session_options_init(&session_options, sizeof session_options));
+    session_options.eviction = NVFP4_EVICTION_DROP_OLDEST;
+    NVFP4_Session *session;
+    check(NVFP4_session_create(model, &session_options, &session));
+    /* The session keeps what it needs of the model. */
+    check(NVFP4_model_release(model));
+
+    NVFP4_GenerateOptions options;
+    check(NVFP4_generate_options_init(&options, sizeof options));
+    options.temperature = 0.7f;
+    options.top_p = 0.8f;
+    options.repetition_penalty = 1.1f;
+
+    if (argc == 3)
+        answer(session, &options, argv[2], strlen(argv[2]));
+    char line[8192];
+    while (argc == 2 && fputs("> ", stderr) >= 0 && fgets(line, sizeof line, stdin) != NULL) {
+        size_t length = strcspn(line, "\n");
+        if (length > 0)
+            answer(session, &options, line, length);
+    }
+
+    check(NVFP4_session_release(session));
+    NVFP4_empty_cache();
+    return 0;
+}

@@ -1,0 +1,49 @@
+/* Talk with a language model, in C++.
+ *
+ *     c++ -std=c++17 chat.cpp $(pkg-config --cflags --libs nvfp4) -o chat
+ *     ./chat MODEL "Why is the sky blue?"     answers and ends
+ *     ./chat MODEL                            a conversation, one turn per line
+ */
+#include <nvfp4.hpp>
+
+#include <iostream>
+#include <string>
+
+int main(int argc, char **argv)
+try {
+    if (argc != 2 && argc != 3) {
+        std::cerr << "usage: " << argv[0] << " MODEL [PROMPT]\n";
+        return 2;
+    }
+    nvfp4::SessionOptions session_options("You are a helpful assistant.");
+    session_options.eviction = NVFP4_EVICTION_DROP_OLDEST;
+    nvfp4::Session session(nvfp4::Model(argv[1]), session_options);
+
+    nvfp4::GenerateOptions options;
+    options.temperature = 0.7f;
+    options.top_p = 0.8f;
+    options.repetition_penalty = 1.1f;
+    auto answer = [&](const std::string &text) {
+        /* The callback gets the text as it comes. Returning false ends the answer, and so does throwing. */
+        nvfp4::Generation result = session.chat(text, options, [](std::string_view piece) {
+            std::cout << piece << std::flush;
+            return std::cout.good();
+        });
+        std::cout << std::endl;
+        std::cerr << '[' << result.generated_tokens << " tokens, the first after " << result.first_token_seconds
+                  << " s]\n";
+    };
+
+    if (argc == 3)
+        answer(argv[2]);
+    std::string line;
+    while (argc == 2 && std::cerr << "> " && std::getline(std::cin, line))
+        if (!line.empty())
+            answer(line);
+
+    nvfp4::empty_cache();
+    return 0;
+} catch (const nvfp4::Error &error) {
+    std::cerr << error.name() << ": " << error.what() << '\n';
+    return 1;
+}

@@ -1,0 +1,470 @@
+/* Every function of the header, called wrongly: errors NAMES MODEL_DIR. Each wrong call gives the status it should, one line that
+ * says why, and no result. The file NAMES has the names that the header declares, so that a function without a case here is
+ * found out. */
+#include "check.h"
+#include <stdlib.h>
+
+static const char *covered[256];
+static size_t covered_count;
+
+static void cover(const char *name)
+{
+    for (size_t i = 0; i < covered_count; i++)
+        if (strcmp(covered[i], name) == 0)
+            return;
+    covered[covered_count++] = name;
+}
+
+/* The call of the function fails like this. */
+#define BAD(expected, function, ...)                                                                         \
+    do {                                                                                                     \
+        cover(#function);                                                                                    \
+        FAILS(expected, function(__VA_ARGS__));                                                              \
+    } while (0)
+
+/* The call, which has the handle `h` in it, refuses what is no handle of its type. */
+static void *no_handles[4];
+#define HANDLE(function, ...)                                                                                \
+    do {                                                                                                     \
+        for (int i_ = 0; i_ < 4; i_++) {                                                                     \
+            void *h = no_handles[i_];                                                                        \
+            BAD(NVFP4_INVALID_HANDLE, function, __VA_ARGS__);                                                \
+        }                                                                                                    \
+    } while (0)
+
+/* The function cannot fail: it is called to see that it can be. */
+#define SURE(function, result)                                                                               \
+    do {                                                                                                     \
+        cover(#function);                                                                                    \
+        CHECK(result);                                                                                       \
+    } while (0)
+
+/* The function has no status; the one it leaves behind is this. */
+#define LEAVES(expected, function, ...)                                                                      \
+    do {                                                                                                     \
+        cover(#function);                                                                                    \
+        function(__VA_ARGS__);                                                                               \
+        FAILS(expected, NVFP4_last_status());                                                                \
+    } while (0)
+
+static char text[65536];
+static size_t length;
+static float floats[64];
+static const int64_t shape[] = {2, 32};
+static NVFP4_Tensor *out;
+
+static void library(void)
+{
+    SURE(NVFP4_version, NVFP4_version()[0] != '\0');
+    SURE(NVFP4_abi_version, NVFP4_abi_version() == NVFP4_ABI_VERSION);
+    SURE(NVFP4_status_name, strcmp(NVFP4_status_name(NVFP4_BUSY), "BUSY") == 0 && NVFP4_status_name(-7) != NULL);
+    BAD(NVFP4_INVALID_ARGUMENT, NVFP4_set_log_callback, NULL, NULL, 6);
+    BAD(NVFP4_INVALID_ARGUMENT, NVFP4_set_log_callback, NULL, NULL, -1);
+    BAD(NVFP4_INVALID_ARGUMENT, NVFP4_set_threads, -1);
+    BAD(NVFP4_INVALID_ARGUMENT, NVFP4_set_threads, 1025);
+    SURE(NVFP4_last_error, strstr(NVFP4_last_error(), "1025") != NULL);
+    SURE(NVFP4_last_status, NVFP4_last_status() == NVFP4_INVALID_ARGUMENT);
+
+    BAD(NVFP4_INVALID_ARGUMENT, NVFP4_diagnose, text, sizeof text, NULL);
+    BAD(NVFP4_INVALID_ARGUMENT, NVFP4_diagnose, NULL, 1, &length);
+    BAD(NVFP4_BUFFER_TOO_SMALL, NVFP4_diagnose, text, 1, &length);
+    CHECK(length > 1);
+    OK(NVFP4_diagnose(text, sizeof text, &length));
+    CHECK(strlen(text) == length && strstr(text, "\"cuda\"") != NULL);
+
+    /* The copy is of the message before, also where it fails itself. */
+    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_set_threads(-17));
+    OK(NVFP4_last_error_copy(text, sizeof text, &length));
+    CHECK(strstr(text, "-17") != NULL && strlen(text) == length);
+    BAD(NVFP4_INVALID_ARGUMENT, NVFP4_last_error_copy, text, sizeof text, NULL);
+    BAD(NVFP4_BUFFER_TOO_SMALL, NVFP4_last_error_copy, text, 1, &length);
+
+    uint64_t current, peak;
+    BAD(NVFP4_INVALID_ARGUMENT, NVFP4_memory_stats, 99, &current, &peak);
+    BAD(NVFP4_INVALID_ARGUMENT, NVFP4_memory_stats, 0, NULL, &peak);
+    BAD(NVFP4_INVALID_ARGUMENT, NVFP4_memory_stats, 0, &current, NULL);
+    BAD(NVFP4_INVALID_ARGUMENT, NVFP4_memory_get_budget, NULL);
+    SURE(NVFP4_memory_set_budget, NVFP4_memory_set_budget(0) == NVFP4_OK);
+    SURE(NVFP4_memory_reset_peak, NVFP4_memory_reset_peak() == NVFP4_OK);
+}
+
+static void tensors(NVFP4_Tensor *t)
+{
+    const int64_t negative[] = {2, -1}, huge[] = {INT64_MAX, 4}, nine[9] = {1, 1, 1, 1, 1, 1, 1, 1, 1};
+    const int32_t f32 = NVFP4_DTYPE_FLOAT32, cpu = NVFP4_DEVICE_CPU, invalid = NVFP4_INVALID_ARGUMENT;
+    BAD(invalid, NVFP4_tensor_from_host, floats, shape, 2, NULL, f32, NULL, NULL, NULL);
+    BAD(invalid, NVFP4_tensor_from_host, NULL, shape, 2, NULL, f32, NULL, NULL, &out);
+    BAD(invalid, NVFP4_tensor_from_host, floats, NULL, 2, NULL, f32, NULL, NULL, &out);
+    BAD(invalid, NVFP4_tensor_from_host, floats, shape, -1, NULL, f32, NULL, NULL, &out);
+    BAD(invalid, NVFP4_tensor_from_host, floats, negative, 2, NULL, f32, NULL, NULL, &out);
+    BAD(invalid, NVFP4_tensor_from_host, floats, huge, 2, NULL, f32, NULL, NULL, &out);
+    BAD(invalid, NVFP4_tensor_from_host, floats, nine, 9, NULL, f32, NULL, NULL, &out);
+    BAD(invalid, NVFP4_tensor_from_host, floats, shape, 2, negative, f32, NULL, NULL, &out);
+    BAD(invalid, NVFP4_tensor_from_host, floats, shape, 2, NULL, 8, NULL, NULL, &out);
+    BAD(invalid, NVFP4_tensor_empty, shape, 2, f32, cpu, 0, NULL);
+    BAD(invalid, NVFP4_tensor_empty, shape, 2, f32, cpu, 1, &out);
+    BAD(invalid, NVFP4_tensor_empty, shape, 2, f32, 7, 0, &out);
+    BAD(NVFP4_DEVICE_UNAVAILABLE, NVFP4_tensor_empty, shape, 2, f32, NVFP4_DEVICE_CUDA, 0, &out);
+    BAD(invalid, NVFP4_tensor_empty, NULL, 2, f32, cpu, 0, &out);
+    BAD(invalid, NVFP4_tensor_empty, huge, 2, f32, cpu, 0, &out);
+    BAD(invalid, NVFP4_tensor_empty, shape, 2, 99, cpu, 0, &out);
+    const int64_t much[] = {INT64_MAX / 16};
+    BAD(NVFP4_OUT_OF_MEMORY, NVFP4_tensor_empty, much, 1, f32, cpu, 0, &out);
+    HANDLE(NVFP4_tensor_view, h, shape, 2, NULL, 0, &out);
+    BAD(invalid, NVFP4_tensor_view, t, shape, 2, NULL, 0, NULL);
+    BAD(invalid, NVFP4_tensor_view, t, shape, 2, NULL, -1, &out);
+    BAD(invalid, NVFP4_tensor_view, t, shape, 2, NULL, 1, &out);
+    BAD(invalid, NVFP4_tensor_view, t, NULL, 2, NULL, 0, &out);
+    HANDLE(NVFP4_tensor_retain, h);
+    HANDLE(NVFP4_tensor_release, h);
+
+    int32_t a, b;
+    int64_t sizes[2];
+    uint64_t bytes;
+    void *data;
+    HANDLE(NVFP4_tensor_dtype, h, &a);
+    BAD(invalid, NVFP4_tensor_dtype, t, NULL);
+    HANDLE(NVFP4_tensor_device, h, &a, &b);
+    BAD(invalid, NVFP4_tensor_device, t, NULL, &b);
+    BAD(invalid, NVFP4_tensor_device, t, &a, NULL);
+    HANDLE(NVFP4_tensor_shape, h, sizes, 2, &length);
+    BAD(invalid, NVFP4_tensor_shape, t, sizes, 2, NULL);
+    BAD(NVFP4_BUFFER_TOO_SMALL, NVFP4_tensor_shape, t, sizes, 1, &length);
+    HANDLE(NVFP4_tensor_strides, h, sizes, 2, &length);
+    BAD(invalid, NVFP4_tensor_strides, t, sizes, 2, NULL);
+    BAD(NVFP4_BUFFER_TOO_SMALL, NVFP4_tensor_strides, t, sizes, 1, &length);
+    HANDLE(NVFP4_tensor_data, h, &data);
+    BAD(invalid, NVFP4_tensor_data, t, NULL);
+    HANDLE(NVFP4_tensor_bytes, h, &bytes);
+    BAD(invalid, NVFP4_tensor_bytes, t, NULL);
+    HANDLE(NVFP4_tensor_copy_to_host, h, floats, sizeof floats);
+    BAD(invalid, NVFP4_tensor_copy_to_host, t, NULL, sizeof floats);
+    BAD(invalid, NVFP4_tensor_copy_to_host, t, floats, sizeof floats - 1);
+    HANDLE(NVFP4_tensor_copy_as_float, h, floats, 64);
+    BAD(invalid, NVFP4_tensor_copy_as_float, t, NULL, 64);
+    BAD(invalid, NVFP4_tensor_copy_as_float, t, floats, 63);
+    struct DLManagedTensor *managed = NULL;
+    BAD(invalid, NVFP4_tensor_from_dlpack, NULL, &out);
+    BAD(invalid, NVFP4_tensor_from_dlpack, NULL, NULL);
+    HANDLE(NVFP4_tensor_to_dlpack, h, &managed);
+    BAD(invalid, NVFP4_tensor_to_dlpack, t, NULL);
+    CHECK(out == NULL && managed == NULL);
+}
+
+static void formats(NVFP4_Tensor *t, NVFP4_Tensor *codes, NVFP4_Tensor *scales)
+{
+    const int32_t f32 = NVFP4_DTYPE_FLOAT32, linear = NVFP4_SCALES_LINEAR, invalid = NVFP4_INVALID_ARGUMENT;
+    NVFP4_Tensor *second = NULL;
+    float global = 0;
+    NVFP4_QuantizeOptions options;
+    BAD(invalid, NVFP4_quantize_options_init, NULL, sizeof options);
+    BAD(NVFP4_ABI_MISMATCH, NVFP4_quantize_options_init, &options, 4);
+    OK(NVFP4_quantize_options_init(&options, sizeof options));
+    HANDLE(NVFP4_tensor_quantize, h, NULL, &out, &second, &global);
+    BAD(invalid, NVFP4_tensor_quantize, t, NULL, NULL, &second, &global);
+    BAD(invalid, NVFP4_tensor_quantize, t, NULL, &out, NULL, &global);
+    BAD(invalid, NVFP4_tensor_quantize, t, NULL, &out, &second, NULL);
+    options.recipe = 9;
+    BAD(invalid, NVFP4_tensor_quantize, t, &options, &out, &second, &global);
+    options.struct_size = 0;
+    BAD(NVFP4_ABI_MISMATCH, NVFP4_tensor_quantize, t, &options, &out, &second, &global);
+    BAD(invalid, NVFP4_tensor_quantize, codes, NULL, &out, &second, &global);
+    HANDLE(NVFP4_tensor_dequantize, h, scales, 1, linear, f32, &out);
+    HANDLE(NVFP4_tensor_dequantize, codes, h, 1, linear, f32, &out);
+    BAD(invalid, NVFP4_tensor_dequantize, codes, scales, 1, 5, f32, &out);
+    BAD(invalid, NVFP4_tensor_dequantize, codes, scales, 1, linear, NVFP4_DTYPE_INT64, &out);
+    BAD(invalid, NVFP4_tensor_dequantize, codes, scales, 1, linear, f32, NULL);
+    BAD(invalid, NVFP4_tensor_dequantize, codes, codes, 1, linear, f32, &out);
+    HANDLE(NVFP4_tensor_quantize_nf4, h, 64, &out, &second);
+    BAD(invalid, NVFP4_tensor_quantize_nf4, t, 0, &out, &second);
+    BAD(invalid, NVFP4_tensor_quantize_nf4, t, 64, NULL, &second);
+    BAD(invalid, NVFP4_tensor_quantize_nf4, t, 64, &out, NULL);
+    HANDLE(NVFP4_tensor_dequantize_nf4, h, t, NULL, 64, shape, 2, f32, &out);
+    HANDLE(NVFP4_tensor_dequantize_nf4, codes, h, NULL, 64, shape, 2, f32, &out);
+    BAD(invalid, NVFP4_tensor_dequantize_nf4, codes, t, codes, 64, shape, 2, f32, &out);
+    BAD(invalid, NVFP4_tensor_dequantize_nf4, codes, t, NULL, -64, shape, 2, f32, &out);
+    BAD(invalid, NVFP4_tensor_dequantize_nf4, codes, t, NULL, 64, NULL, 2, f32, &out);
+    BAD(invalid, NVFP4_tensor_dequantize_nf4, codes, t, NULL, 64, shape, 2, f32, NULL);
+    HANDLE(NVFP4_scales_swizzle, h, &out);
+    BAD(invalid, NVFP4_scales_swizzle, scales, NULL);
+    BAD(invalid, NVFP4_scales_swizzle, t, &out);
+    HANDLE(NVFP4_scales_unswizzle, h, 2, 2, &out);
+    BAD(invalid, NVFP4_scales_unswizzle, scales, 2, 2, &out);
+    BAD(invalid, NVFP4_scales_unswizzle, scales, -2, 2, &out);
+    BAD(invalid, NVFP4_scales_unswizzle, scales, INT64_MAX, INT64_MAX, &out);
+    BAD(invalid, NVFP4_scales_unswizzle, scales, 2, 2, NULL);
+    CHECK(out == NULL && second == NULL);
+}
+
+static void products(NVFP4_Tensor *t, NVFP4_Tensor *codes, NVFP4_Tensor *scales)
+{
+    const int32_t f32 = NVFP4_DTYPE_FLOAT32, linear = NVFP4_SCALES_LINEAR, invalid = NVFP4_INVALID_ARGUMENT;
+    NVFP4_Weight *weight = NULL, *none = NULL;
+    HANDLE(NVFP4_weight_create, h, scales, 1, linear, &none);
+    HANDLE(NVFP4_weight_create, codes, h, 1, linear, &none);
+    BAD(invalid, NVFP4_weight_create, codes, scales, 1, 5, &none);
+    BAD(invalid, NVFP4_weight_create, codes, scales, 1, linear, NULL);
+    BAD(invalid, NVFP4_weight_create, t, scales, 1, linear, &none);
+    HANDLE(NVFP4_weight_create_dense, h, &none);
+    BAD(invalid, NVFP4_weight_create_dense, t, NULL);
+    BAD(invalid, NVFP4_weight_create_dense, codes, &none);
+    HANDLE(NVFP4_weight_retain, h);
+    HANDLE(NVFP4_weight_release, h);
+    OK(NVFP4_weight_create(codes, scales, 1, linear, &weight));
+    int64_t n, k;
+    uint64_t bytes;
+    HANDLE(NVFP4_weight_size, h, &n, &k, &bytes);
+    BAD(invalid, NVFP4_weight_size, weight, NULL, &k, &bytes);
+    BAD(invalid, NVFP4_weight_size, weight, &n, NULL, &bytes);
+    BAD(invalid, NVFP4_weight_size, weight, &n, &k, NULL);
+    HANDLE(NVFP4_linear, h, t, 0, f32, &out);
+    HANDLE(NVFP4_linear, weight, h, 0, f32, &out);
+    BAD(invalid, NVFP4_linear, weight, t, 2, f32, &out);
+    BAD(invalid, NVFP4_linear, weight, t, 0, NVFP4_DTYPE_UINT8, &out);
+    BAD(invalid, NVFP4_linear, weight, t, 0, f32, NULL);
+    BAD(invalid, NVFP4_linear, weight, codes, 0, f32, &out);
+    HANDLE(NVFP4_matmul, h, scales, 1, codes, scales, 1, linear, f32, &out);
+    HANDLE(NVFP4_matmul, codes, h, 1, codes, scales, 1, linear, f32, &out);
+    HANDLE(NVFP4_matmul, codes, scales, 1, h, scales, 1, linear, f32, &out);
+    HANDLE(NVFP4_matmul, codes, scales, 1, codes, h, 1, linear, f32, &out);
+    BAD(invalid, NVFP4_matmul, codes, scales, 1, codes, scales, 1, 5, f32, &out);
+    BAD(invalid, NVFP4_matmul, codes, scales, 1, codes, scales, 1, linear, 4, &out);
+    BAD(invalid, NVFP4_matmul, codes, scales, 1, codes, scales, 1, linear, f32, NULL);
+    CHECK(out == NULL && none == NULL);
+    OK(NVFP4_weight_release(weight));
+}
+
+static void models(NVFP4_Model *model, const char *path)
+{
+    const int32_t invalid = NVFP4_INVALID_ARGUMENT;
+    NVFP4_Model *none = NULL;
+    NVFP4_LoadOptions options;
+    NVFP4_QuantizeOptions quantize;
+    BAD(invalid, NVFP4_load_options_init, NULL, sizeof options);
+    BAD(NVFP4_ABI_MISMATCH, NVFP4_load_options_init, &options, 0);
+    OK(NVFP4_load_options_init(&options, sizeof options));
+    OK(NVFP4_quantize_options_init(&quantize, sizeof quantize));
+    BAD(invalid, NVFP4_model_load, NULL, 4, NULL, NULL, NULL, NULL, &none);
+    BAD(invalid, NVFP4_model_load, path, strlen(path), NULL, NULL, NULL, NULL, NULL);
+    BAD(invalid, NVFP4_model_load, "\xff", 1, NULL, NULL, NULL, NULL, &none);
+    BAD(NVFP4_NOT_FOUND, NVFP4_model_load, "/nowhere", 8, NULL, NULL, NULL, NULL, &none);
+    options.activations = 9;
+    BAD(invalid, NVFP4_model_load, path, strlen(path), &options, NULL, NULL, NULL, &none);
+    options.device_type = NVFP4_DEVICE_CUDA;
+    BAD(NVFP4_DEVICE_UNAVAILABLE, NVFP4_model_load, path, strlen(path), &options, NULL, NULL, NULL, &none);
+    options.struct_size = 4;
+    BAD(NVFP4_ABI_MISMATCH, NVFP4_model_load, path, strlen(path), &options, NULL, NULL, NULL, &none);
+    quantize.struct_size = 4;
+    BAD(NVFP4_ABI_MISMATCH, NVFP4_model_load, path, strlen(path), NULL, &quantize, NULL, NULL, &none);
+    HANDLE(NVFP4_model_retain, h);
+    HANDLE(NVFP4_model_release, h);
+
+    int32_t token = 3;
+    const NVFP4_Message message = {"user", 4, NULL, 2};
+    HANDLE(NVFP4_model_info, h, text, sizeof text, &length);
+    BAD(invalid, NVFP4_model_info, model, text, sizeof text, NULL);
+    BAD(NVFP4_BUFFER_TOO_SMALL, NVFP4_model_info, model, text, 1, &length);
+    HANDLE(NVFP4_model_vocab_size, h, &length);
+    BAD(invalid, NVFP4_model_vocab_size, model, NULL);
+    HANDLE(NVFP4_model_tokenize, h, "a", 1, 0, &token, 1, &length);
+    BAD(invalid, NVFP4_model_tokenize, model, NULL, 1, 0, &token, 1, &length);
+    BAD(invalid, NVFP4_model_tokenize, model, "a", 1, 2, &token, 1, &length);
+    BAD(invalid, NVFP4_model_tokenize, model, "a", 1, 0, &token, 1, NULL);
+    HANDLE(NVFP4_model_detokenize, h, &token, 1, 0, text, sizeof text, &length);
+    BAD(invalid, NVFP4_model_detokenize, model, NULL, 1, 0, text, sizeof text, &length);
+    BAD(invalid, NVFP4_model_detokenize, model, &token, 1, 2, text, sizeof text, &length);
+    BAD(invalid, NVFP4_model_detokenize, model, &token, 1, 0, text, sizeof text, NULL);
+    token = -3;
+    BAD(invalid, NVFP4_model_detokenize, model, &token, 1, 0, text, sizeof text, &length);
+    HANDLE(NVFP4_model_render_chat, h, NULL, 0, 1, text, sizeof text, &length);
+    BAD(invalid, NVFP4_model_render_chat, model, NULL, 1, 1, text, sizeof text, &length);
+    BAD(invalid, NVFP4_model_render_chat, model, &message, 1, 1, text, sizeof text, &length);
+    BAD(invalid, NVFP4_model_render_chat, model, NULL, 0, 2, text, sizeof text, &length);
+    BAD(invalid, NVFP4_model_convert, NULL, 1, "/tmp", 4, 0, NULL, NULL, NULL);
+    BAD(invalid, NVFP4_model_convert, path, strlen(path), NULL, 4, 0, NULL, NULL, NULL);
+    BAD(invalid, NVFP4_model_convert, path, strlen(path), "/dev/null/x", 11, 9, NULL, NULL, NULL);
+    BAD(NVFP4_ABI_MISMATCH, NVFP4_model_convert, path, strlen(path), "/dev/null/x", 11, 0, &quantize, NULL, NULL);
+    BAD(NVFP4_NOT_FOUND, NVFP4_model_convert, "/nowhere", 8, "/dev/null/x", 11, 0, NULL, NULL, NULL);
+    CHECK(none == NULL);
+}
+
+static void sessions(NVFP4_Model *model)
+{
+    const int32_t invalid = NVFP4_INVALID_ARGUMENT;
+    NVFP4_Session *session = NULL, *none = NULL;
+    NVFP4_SessionOptions options;
+    NVFP4_GenerateOptions generate;
+    NVFP4_GenerationResult result = {.struct_size = 4};
+    BAD(invalid, NVFP4_session_options_init, NULL, sizeof options);
+    BAD(NVFP4_ABI_MISMATCH, NVFP4_session_options_init, &options, 12);
+    OK(NVFP4_session_options_init(&options, sizeof options));
+    BAD(invalid, NVFP4_generate_options_init, NULL, sizeof generate);
+    BAD(NVFP4_ABI_MISMATCH, NVFP4_generate_options_init, &generate, 0);
+    OK(NVFP4_generate_options_init(&generate, sizeof generate));
+    HANDLE(NVFP4_session_create, h, NULL, &none);
+    BAD(invalid, NVFP4_session_create, model, NULL, NULL);
+    options.kv_type = 7;
+    BAD(invalid, NVFP4_session_create, model, &options, &none);
+    options.struct_size = 4;
+    BAD(NVFP4_ABI_MISMATCH, NVFP4_session_create, model, &options, &none);
+    OK(NVFP4_session_options_init(&options, sizeof options));
+    options.system = "\xff";
+    options.system_length = 1;
+    BAD(invalid, NVFP4_session_create, model, &options, &none);
+    HANDLE(NVFP4_session_retain, h);
+    HANDLE(NVFP4_session_release, h);
+    OK(NVFP4_session_create(model, NULL, &session));
+
+    int32_t token = 3;
+    uint64_t bytes;
+    HANDLE(NVFP4_session_prefill, h, &token, 1);
+    BAD(invalid, NVFP4_session_prefill, session, NULL, 1);
+    token = -1;
+    BAD(invalid, NVFP4_session_prefill, session, &token, 1);
+    BAD(invalid, NVFP4_session_prefill_token_by_token, session, &token, 1);
+    BAD(invalid, NVFP4_session_prefill_token_by_token, session, NULL, 1);
+    token = 3;
+    HANDLE(NVFP4_session_prefill_token_by_token, h, &token, 1);
+    HANDLE(NVFP4_session_decode, h, 3);
+    BAD(invalid, NVFP4_session_decode, session, -3);
+    HANDLE(NVFP4_session_logits, h, floats, 64, &length);
+    HANDLE(NVFP4_session_sample, h, NULL, &token);
+    HANDLE(NVFP4_session_generate, h, NULL, NULL, NULL, NULL);
+    HANDLE(NVFP4_session_chat, h, "a", 1, NULL, NULL, NULL, NULL);
+    BAD(invalid, NVFP4_session_chat, session, NULL, 1, NULL, NULL, NULL, NULL);
+    BAD(invalid, NVFP4_session_sample, session, NULL, &token);
+    OK(NVFP4_session_prefill(session, &token, 1));
+    BAD(invalid, NVFP4_session_logits, session, floats, 64, NULL);
+    BAD(NVFP4_BUFFER_TOO_SMALL, NVFP4_session_logits, session, floats, 64, &length);
+    CHECK(length == 320);
+    BAD(invalid, NVFP4_session_sample, session, NULL, NULL);
+    BAD(NVFP4_ABI_MISMATCH, NVFP4_session_generate, session, NULL, NULL, NULL, &result);
+    generate.top_p = 2;
+    BAD(invalid, NVFP4_session_sample, session, &generate, &token);
+    BAD(invalid, NVFP4_session_generate, session, &generate, NULL, NULL, NULL);
+    OK(NVFP4_generate_options_init(&generate, sizeof generate));
+    generate.top_k = -1;
+    BAD(invalid, NVFP4_session_generate, session, &generate, NULL, NULL, NULL);
+    OK(NVFP4_generate_options_init(&generate, sizeof generate));
+    generate.stop_token_count = 1;
+    BAD(invalid, NVFP4_session_generate, session, &generate, NULL, NULL, NULL);
+    generate.struct_size = 4;
+    BAD(NVFP4_ABI_MISMATCH, NVFP4_session_generate, session, &generate, NULL, NULL, NULL);
+    HANDLE(NVFP4_session_text, h, text, sizeof text, &length);
+    BAD(invalid, NVFP4_session_text, session, text, sizeof text, NULL);
+    HANDLE(NVFP4_session_messages, h, text, sizeof text, &length);
+    BAD(invalid, NVFP4_session_messages, session, text, sizeof text, NULL);
+    HANDLE(NVFP4_session_length, h, &length);
+    BAD(invalid, NVFP4_session_length, session, NULL);
+    HANDLE(NVFP4_session_context, h, &length);
+    BAD(invalid, NVFP4_session_context, session, NULL);
+    HANDLE(NVFP4_session_memory, h, &bytes);
+    BAD(invalid, NVFP4_session_memory, session, NULL);
+    HANDLE(NVFP4_session_tokens, h, &token, 1, &length);
+    BAD(invalid, NVFP4_session_tokens, session, &token, 1, NULL);
+    BAD(invalid, NVFP4_session_tokens, session, NULL, 1, &length);
+    HANDLE(NVFP4_session_truncate, h, 0);
+    BAD(invalid, NVFP4_session_truncate, session, 2);
+    HANDLE(NVFP4_session_reset, h);
+    HANDLE(NVFP4_session_fork, h, &none);
+    BAD(invalid, NVFP4_session_fork, session, NULL);
+    HANDLE(NVFP4_session_save, h, "/dev/null/x", 11);
+    BAD(invalid, NVFP4_session_save, session, NULL, 1);
+    HANDLE(NVFP4_session_restore, h, "/dev/null/x", 11, &none);
+    BAD(invalid, NVFP4_session_restore, model, NULL, 1, &none);
+    BAD(invalid, NVFP4_session_restore, model, "/dev/null/x", 11, NULL);
+    HANDLE(NVFP4_session_cancel, h);
+    for (int i = 0; i < 4; i++) {
+        NVFP4_Session *some[1];
+        some[0] = no_handles[i];
+        BAD(NVFP4_INVALID_HANDLE, NVFP4_session_step, some, &token, 1);
+    }
+    BAD(invalid, NVFP4_session_step, NULL, &token, 1);
+    BAD(invalid, NVFP4_session_step, &session, NULL, 1);
+
+    /* A failed call has changed nothing. */
+    OK(NVFP4_session_length(session, &length));
+    CHECK(length == 1 && none == NULL);
+    OK(NVFP4_session_release(session));
+}
+
+static void drop_in(NVFP4_Tensor *t)
+{
+    for (int i = 0; i < 4; i++) {
+        void *h = no_handles[i], *q = t, *s = t;
+        LEAVES(NVFP4_INVALID_HANDLE, NVFP4_quantize, h, &q, &s);
+        CHECK(q == NULL && s == NULL);
+        LEAVES(NVFP4_INVALID_HANDLE, NVFP4_scaled_mm, h, t, t, t, 5);
+        LEAVES(NVFP4_INVALID_HANDLE, NVFP4_to_managed, h, -1, 0);
+        LEAVES(NVFP4_INVALID_HANDLE, NVFP4_managed_prefetch, h, 0);
+        SURE(NVFP4_is_managed_tensor, NVFP4_is_managed_tensor(h) == 0);
+    }
+    LEAVES(NVFP4_INVALID_ARGUMENT, NVFP4_quantize, t, NULL, NULL);
+    LEAVES(NVFP4_INVALID_ARGUMENT, NVFP4_scaled_mm, t, t, t, t, 5);
+    SURE(NVFP4_can_use_managed, NVFP4_can_use_managed() == 0);
+    NVFP4_empty_cache();
+    SURE(NVFP4_empty_cache, NVFP4_last_status() == NVFP4_OK && NVFP4_last_error()[0] == '\0');
+}
+
+/* Whether every name in the file has a case above, and nothing else has. */
+static void all_covered(const char *path)
+{
+    FILE *file = fopen(path, "r");
+    CHECK(file != NULL);
+    if (file == NULL)
+        return;
+    char line[128];
+    size_t declared = 0;
+    while (fgets(line, sizeof line, file) != NULL) {
+        size_t i = 0;
+        line[strcspn(line, "\n")] = '\0';
+        while (i < covered_count && strcmp(covered[i], line) != 0)
+            i++;
+        if (i == covered_count)
+            printf("%s: no case in %s\n", line, __FILE__);
+        CHECK(i < covered_count);
+        declared++;
+    }
+    fclose(file);
+    CHECK(declared == covered_count && declared > 70);
+}
+
+int main(int argc, char **argv)
+{
+    if (argc != 3) {
+        fprintf(stderr, "usage: errors NAMES MODEL_DIR\n");
+        return 2;
+    }
+    NVFP4_Tensor *t = NULL, *codes = NULL, *scales = NULL, *stale = NULL;
+    NVFP4_Weight *weight = NULL;
+    NVFP4_Model *model = NULL;
+    float global;
+    int64_t local = 0;
+    OK(NVFP4_tensor_from_host(floats, shape, 2, NULL, NVFP4_DTYPE_FLOAT32, NULL, NULL, &t));
+    OK(NVFP4_tensor_quantize(t, NULL, &codes, &scales, &global));
+    OK(NVFP4_model_load(argv[2], strlen(argv[2]), NULL, NULL, NULL, NULL, &model));
+
+    library();
+    /* NULL, one that was released, an address that is no handle, and, for now, a weight: no function under test takes it. */
+    OK(NVFP4_tensor_empty(shape, 2, NVFP4_DTYPE_UINT8, NVFP4_DEVICE_CPU, 0, &stale));
+    OK(NVFP4_tensor_release(stale));
+    OK(NVFP4_weight_create(codes, scales, global, NVFP4_SCALES_LINEAR, &weight));
+    no_handles[1] = stale;
+    no_handles[2] = &local;
+    no_handles[3] = weight;
+    tensors(t);
+    formats(t, codes, scales);
+    models(model, argv[2]);
+    sessions(model);
+    drop_in(t);
+    no_handles[3] = model;
+    products(t, codes, scales);
+    all_covered(argv[1]);
+
+    OK(NVFP4_weight_release(weight));
+    OK(NVFP4_model_release(model));
+    OK(NVFP4_tensor_release(scales));
+    OK(NVFP4_tensor_release(codes));
+    OK(NVFP4_tensor_release(t));
+    return report("errors");
+}

@@ -1,0 +1,178 @@
+#!/usr/bin/env bash
+# The C interface from outside: bash tests/c/run.sh, with libNVFP4.so in $NVFP4_BUILD (target/release if unset).
+#
+# The headers alone; the library's symbols against the header; the tests of this folder as pedantic C99, C11 and C++17; an
+# installation that CMake and pkg-config find; the examples built against it. Then all of that that runs, runs, and again
+# under valgrind, where nothing may be lost. The last line is "N passed, N failed, N skipped".
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+
+build=$(cd "${NVFP4_BUILD:-target/release}" && pwd) || exit 1
+library=$build/libNVFP4.so
+model=$PWD/tests/golden/model/qwen3_tied
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+mkdir "$work/scratch"
+passed=0 failed=0 skipped=0
+
+# check NAME COMMAND...: a test. The beginning of what the command prints is shown if it fails.
+check() {
+    local name=$1
+    shift
+    if "$@" >"$work/log" 2>&1; then
+        echo "ok      $name"
+        passed=$((passed + 1))
+    else
+        echo "FAILED  $name"
+        head -60 "$work/log" | sed 's/^/    /'
+        failed=$((failed + 1))
+    fi
+}
+
+# skip NAME REASON
+skip() {
+    echo "SKIPPED $1: $2"
+    skipped=$((skipped + 1))
+}
+
+warnings=(-pedantic-errors -Wall -Wextra -Wconversion -Wshadow -Wundef -Werror)
+link=(-L"$build" -lNVFP4 "-Wl,-rpath,$build" -lm -pthread)
+
+# alone HEADER COMPILER...: compiles the header when it is the only one included.
+alone() {
+    local header=$1
+    shift
+    "$@" "${warnings[@]}" -fsyntax-only -Iinclude - <<<"#include <$header>"
+}
+
+# A line for each function that the header declares.
+declared() {
+    gcc -E -P -Iinclude -xc - <<<"#include <nvfp4.h>" | grep -oE '\bNVFP4_[A-Za-z0-9_]+[[:space:]]*\(' | tr -d '( \t' | sort -u
+}
+
+# The library exports what the header declares and nothing else, under a soname, and stays loaded once loaded.
+symbols() {
+    local dynamic
+    nm -D --defined-only "$library" | awk '{ print $NF }' | sort -u >"$work/exported" || return 1
+    dynamic=$(readelf -dW "$library") || return 1
+    diff --label "exported by libNVFP4.so" --label "declared in nvfp4.h" -u "$work/exported" "$work/declared" || return 1
+    grep -q 'SONAME.*\[libNVFP4\.so\]' <<<"$dynamic" || { echo "no soname libNVFP4.so"; return 1; }
+    grep -q 'FLAGS_1.*NODELETE' <<<"$dynamic" || { echo "not linked with -z nodelete"; return 1; }
+}
+
+# compile STANDARD NAME SOURCE...: a test program.
+compile() {
+    local std=$1 name=$2 sources=()
+    shift 2
+    sources=("${@/#/tests/c/}")
+    local compiler=gcc
+    [[ $std == c++* ]] && compiler=g++
+    $compiler -std="$std" -g "${warnings[@]}" -Iinclude "${sources[@]}" -o "$work/$name-$std" "${link[@]}"
+}
+
+install_tree() {
+    cmake -S cmake -B "$work/install" -DNVFP4_BUILD_DIR="$build" -DCMAKE_INSTALL_PREFIX="$work/first" &&
+        cmake --install "$work/install" && mv "$work/first" "$work/prefix"
+}
+
+# A program built with pkg-config alone, from the tree that was moved after its installation.
+with_pkg_config() {
+    local directory flags
+    directory=$(dirname "$(find "$work/prefix" -name nvfp4.pc)")
+    export PKG_CONFIG_PATH=$directory
+    flags=$(pkg-config --cflags --libs nvfp4) || return 1
+    # shellcheck disable=SC2086 # The flags are several arguments.
+    gcc -std=c99 examples/c/01_version.c $flags -Wl,-rpath,"$(pkg-config --variable=libdir nvfp4)" -o "$work/with-pkg-config" &&
+        "$work/with-pkg-config" && [ "$(pkg-config --modversion nvfp4)" = "$(sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -1)" ]
+}
+
+build_examples() {
+    cmake -S examples -B "$work/examples" -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_PREFIX_PATH="$work/prefix" \
+        -DNVFP4_EXAMPLE_MODEL="$model" -DCMAKE_C_FLAGS=-Werror -DCMAKE_CXX_FLAGS=-Werror &&
+        cmake --build "$work/examples"
+}
+
+# chat COMMAND...: a conversation of two turns through standard input; the answers come on standard output.
+converse() {
+    printf 'Hello\n\nAnd you?\n' | "$@" "$model" >"$work/answers" && [ "$(wc -c <"$work/answers")" -gt 20 ]
+}
+
+# fails COMMAND...: the command says what is wrong and exits with 1.
+fails() {
+    "$@" 2>"$work/said"
+    [ $? -eq 1 ] && cat "$work/said" && grep -q '/nowhere' "$work/said"
+}
+
+for compiler in "gcc -std=c99 -xc" "gcc -std=c11 -xc" "g++ -std=c++17 -xc++"; do
+    # shellcheck disable=SC2086 # The compiler is a command with arguments.
+    check "nvfp4.h alone, $compiler" alone nvfp4.h $compiler
+done
+for std in c++17 c++20; do
+    check "nvfp4.hpp alone, $std" alone nvfp4.hpp g++ -std=$std -xc++ -Wsign-conversion -Wold-style-cast
+done
+declared >"$work/declared"
+check "symbols" symbols
+
+# What runs, each as NAME and then its command. The tests in C are compiled as two languages, and run as one.
+programs=()
+for std in c99 c11; do
+    for name in layout tensors drop_in sessions errors; do
+        check "$name compiles as $std" compile $std $name $name.c
+    done
+    check "two units as $std" compile $std two_units two_units_a.c two_units_b.c
+done
+check "nvfp4.hpp in two units as c++17" compile c++17 wrapper wrapper.cpp wrapper_unit.cpp
+programs+=("layout $work/layout-c11" "tensors $work/tensors-c11" "drop_in $work/drop_in-c11" "two_units $work/two_units-c11"
+    "errors $work/errors-c11 $work/declared $model" "sessions $work/sessions-c11 $model $work/scratch"
+    "wrapper $work/wrapper-c++17 $model $work/scratch")
+
+if command -v cmake >/dev/null; then
+    check "installation" install_tree
+    check "examples build with find_package" build_examples
+    check "examples run with ctest" ctest --test-dir "$work/examples" --output-on-failure
+    examples=$work/examples
+    for name in 01_version 02_quantize 03_scaled_mm quantize_cpp; do
+        programs+=("example-$name $examples/$name")
+    done
+    programs+=("example-dlopen $examples/dlopen $library")
+    for name in chat chat_cpp; do
+        programs+=("example-$name converse $examples/$name" "example-$name-without-model fails $examples/$name /nowhere")
+    done
+    if command -v pkg-config >/dev/null; then
+        check "a program with pkg-config" with_pkg_config
+    else
+        skip "a program with pkg-config" "pkg-config is missing"
+    fi
+else
+    skip "installation and examples" "cmake is missing"
+fi
+
+for program in "${programs[@]}"; do
+    # shellcheck disable=SC2086 # Neither the programs nor their arguments have spaces in them.
+    set -- $program
+    check "$@"
+done
+
+# What is still in use at the end is not lost: the list of handles, for one, is never taken down. Anything else is lost, also
+# what only pointers into its middle reach; valgrind.supp says for which globals that is not so.
+if command -v valgrind >/dev/null; then
+    under=(valgrind --quiet --leak-check=full --errors-for-leak-kinds=definite,indirect,possible
+        --suppressions=tests/c/valgrind.supp --error-exitcode=9)
+    # Not every valgrind knows the instructions of every level.
+    export NVFP4_CPU=${NVFP4_VALGRIND_CPU:-avx2}
+    for program in "${programs[@]}"; do
+        # shellcheck disable=SC2086 # As above.
+        set -- $program
+        name=$1
+        shift
+        case $1 in
+        converse | fails) helper=$1 && shift && check "$name under valgrind" "$helper" "${under[@]}" "$@" ;;
+        *) check "$name under valgrind" "${under[@]}" "$@" ;;
+        esac
+    done
+else
+    skip "everything under valgrind" "valgrind is missing"
+fi
+
+echo "$passed passed, $failed failed, $skipped skipped"
+[ "$failed" -eq 0 ]

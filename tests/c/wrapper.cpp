@@ -1,0 +1,267 @@
+/* nvfp4.hpp: wrapper MODEL_DIR SCRATCH_DIR. Ownership, exceptions through callbacks, and every wrapper once. */
+#include <nvfp4.hpp>
+
+#include <atomic>
+#include <cmath>
+#include <cstdio>
+#include <functional>
+#include <thread>
+
+extern "C" std::size_t other_unit_cpp(const nvfp4::Tensor &tensor);
+
+namespace {
+
+int checks, failures;
+
+#define CHECK(condition)                                                          \
+    do {                                                                          \
+        checks++;                                                                 \
+        if (!(condition)) {                                                       \
+            failures++;                                                           \
+            std::printf("%s:%d: not so: %s\n", __FILE__, __LINE__, #condition);   \
+        }                                                                         \
+    } while (0)
+
+/* What `f` throws: its status, or #NVFP4_OK if it does not. */
+template <class F>
+NVFP4_Status status_of(F &&f)
+{
+    try {
+        f();
+        return NVFP4_OK;
+    } catch (const nvfp4::Error &error) {
+        CHECK(error.what()[0] != '\0');
+        return error.status();
+    }
+}
+
+void tensors()
+{
+    static_assert(!std::is_copy_constructible_v<nvfp4::Tensor> && !std::is_copy_assignable_v<nvfp4::Session>);
+    static_assert(std::is_nothrow_move_constructible_v<nvfp4::Model> && std::is_nothrow_move_assignable_v<nvfp4::Weight>);
+
+    float data[] = {1, 2, 3, 4, 5, 6};
+    nvfp4::Tensor t = nvfp4::Tensor::borrow(data, {2, 3});
+    CHECK((t.shape() == std::vector<std::int64_t>{2, 3} && t.elements() == 6 && t.bytes() == sizeof data));
+    CHECK(t.dtype() == NVFP4_DTYPE_FLOAT32 && t.data() == data && other_unit_cpp(t) == 6);
+    nvfp4::Tensor transposed = t.view({3, 2}, {1, 3});
+    CHECK((transposed.to_floats() == std::vector<float>{1, 4, 2, 5, 3, 6}));
+    CHECK((transposed.strides() == std::vector<std::int64_t>{1, 3}));
+    CHECK(status_of([&] { t.view({3, 2}, {1}); }) == NVFP4_INVALID_ARGUMENT);
+    CHECK(status_of([&] { t.view({3, 2}, {1, 9}); }) == NVFP4_INVALID_ARGUMENT);
+
+    /* Moving leaves nothing behind; cloning makes a second owner. */
+    nvfp4::Tensor moved = std::move(t);
+    CHECK(!t && moved && status_of([&] { t.shape(); }) == NVFP4_INVALID_HANDLE);
+    nvfp4::Tensor twin = moved.clone();
+    CHECK(twin.get() == moved.get());
+    moved.reset();
+    CHECK(twin.elements() == 6);
+    NVFP4_Tensor *raw = twin.release();
+    CHECK(!twin);
+    twin = nvfp4::Tensor(raw);
+    twin = nvfp4::Tensor::zeros({4});
+    CHECK(twin.to_vector<float>() == std::vector<float>(4));
+    CHECK(NVFP4_tensor_release(raw) == NVFP4_INVALID_HANDLE);
+    CHECK(status_of([&] { twin.to_vector<std::int32_t>(); }) == NVFP4_INVALID_ARGUMENT);
+    CHECK(status_of([] { nvfp4::Tensor::zeros({-1}); }) == NVFP4_INVALID_ARGUMENT);
+    CHECK(nvfp4::Tensor::zeros({}).elements() == 1);
+
+    /* A vector lives as long as the last view of it. */
+    nvfp4::Tensor kept;
+    {
+        nvfp4::Tensor whole = nvfp4::Tensor::adopt(std::vector<std::int64_t>{7, 8, 9}, {3});
+        kept = whole.view({2}, {}, 1);
+    }
+    CHECK((kept.to_vector<std::int64_t>() == std::vector<std::int64_t>{8, 9}));
+    CHECK(status_of([] { nvfp4::Tensor::adopt(std::vector<float>(3), {4}); }) == NVFP4_INVALID_ARGUMENT);
+    nvfp4::Tensor imported = nvfp4::Tensor::from_dlpack(kept.to_dlpack());
+    kept.reset();
+    CHECK((imported.to_vector<std::int64_t>() == std::vector<std::int64_t>{8, 9}));
+}
+
+double distance(const std::vector<float> &a, const std::vector<float> &b)
+{
+    double error = 0, norm = 0;
+    for (std::size_t i = 0; i < a.size(); i++) {
+        error += std::pow(static_cast<double>(a[i]) - static_cast<double>(b[i]), 2);
+        norm += std::pow(static_cast<double>(b[i]), 2);
+    }
+    return std::sqrt(error / norm);
+}
+
+void formats()
+{
+    std::vector<float> x(8 * 64);
+    for (std::size_t i = 0; i < x.size(); i++)
+        x[i] = std::sin(static_cast<float>(i));
+    const nvfp4::Tensor input = nvfp4::Tensor::borrow(x.data(), {8, 64});
+    nvfp4::QuantizeOptions options;
+    options.recipe = NVFP4_RECIPE_SWEEP;
+    const nvfp4::Quantized q = nvfp4::quantize(input, options);
+    CHECK(distance(nvfp4::dequantize(q).to_floats(), x) < 0.12);
+    CHECK(q.scales.dtype() == NVFP4_DTYPE_FLOAT8_E4M3FN && q.scales.to_vector<std::uint8_t>().size() == 32);
+
+    options.scale_layout = NVFP4_SCALES_SWIZZLED;
+    const nvfp4::Quantized s = nvfp4::quantize(input, options);
+    const std::vector<std::uint8_t> swizzled = s.scales.to_vector<std::uint8_t>();
+    CHECK(nvfp4::swizzle(q.scales).to_vector<std::uint8_t>() == swizzled);
+    CHECK(nvfp4::unswizzle(s.scales, 8, 4).to_vector<std::uint8_t>() == q.scales.to_vector<std::uint8_t>());
+    CHECK(status_of([&] { nvfp4::scaled_mm(q, s); }) == NVFP4_INVALID_ARGUMENT);
+
+    const std::vector<float> product = nvfp4::scaled_mm(q, q).to_floats();
+    const nvfp4::Weight weight(q), dense(nvfp4::dequantize(q)), twin = weight.clone();
+    CHECK(twin.size().n == 8 && twin.size().k == 64 && twin.size().bytes > 0);
+    const nvfp4::Tensor decoded = nvfp4::dequantize(q);
+    CHECK(distance(weight.linear(decoded).to_floats(), product) < 1e-6);
+    CHECK(distance(dense.linear(decoded).to_floats(), product) < 1e-6);
+    CHECK(distance(weight.linear(decoded, NVFP4_ACTIVATIONS_INT8).to_floats(), product) < 1e-2);
+
+    const nvfp4::Nf4 nf4 = nvfp4::quantize_nf4(input);
+    CHECK(distance(nvfp4::dequantize(nf4, {8, 64}).to_floats(), x) < 0.12);
+    options.recipe = 17;
+    CHECK(status_of([&] { nvfp4::quantize(input, options); }) == NVFP4_INVALID_ARGUMENT);
+}
+
+struct Own {
+    int number;
+};
+
+void sessions(const std::string &path, const std::string &scratch)
+{
+    nvfp4::LoadOptions load;
+    load.threads = 1;
+    const nvfp4::QuantizeOptions quantize;
+    int calls = 0;
+    nvfp4::Model model(path, load, &quantize, [&](std::uint64_t done, std::uint64_t total) {
+        CHECK(done <= total);
+        calls++;
+    });
+    CHECK(calls > 0 && model.vocab_size() == 320 && model.info().find("nvfp4") != std::string::npos);
+    CHECK(status_of([] { nvfp4::Model("/nowhere"); }) == NVFP4_NOT_FOUND);
+    CHECK(status_of([&] {
+              nvfp4::Model(path, load, nullptr, [](std::uint64_t, std::uint64_t) { return false; });
+          }) == NVFP4_CANCELLED);
+    try {
+        nvfp4::Model(path, load, nullptr, [](std::uint64_t, std::uint64_t) { throw Own{41}; });
+        CHECK(false);
+    } catch (const Own &own) {
+        CHECK(own.number == 41);
+    }
+    const std::vector<std::int32_t> prompt = model.tokenize("Hello there");
+    CHECK(!prompt.empty() && model.detokenize(prompt) == "Hello there");
+    CHECK(model.render_chat(std::vector<nvfp4::Message>{{"user", "Hi"}}) ==
+          "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n");
+
+    nvfp4::Session session(model, nvfp4::SessionOptions("Be brief."));
+    CHECK(session.context() == 256 && session.length() == 0);
+    nvfp4::GenerateOptions options;
+    options.max_tokens = 12;
+    options.ignore_model_stops = 1;
+    std::string streamed;
+    nvfp4::Generation first = session.chat("Hi", options, [&](std::string_view text) { streamed += text; });
+    CHECK(first.text == streamed && first.generated_tokens == 12 && first.finish == NVFP4_FINISH_LENGTH);
+    CHECK(session.length() == first.prompt_tokens + 12 && session.memory() > 0);
+    CHECK(session.messages().find("Be brief.") != std::string::npos);
+
+    /* The model outlives its handle. */
+    nvfp4::Model other(path, load);
+    nvfp4::Session of_other(other);
+    const nvfp4::Model kept = other.clone();
+    other.reset();
+
+    nvfp4::Session fork = session.fork();
+    session.save(scratch + "/wrapper.nvfp4session");
+    nvfp4::Session restored = nvfp4::Session::restore(model, scratch + "/wrapper.nvfp4session");
+    std::remove((scratch + "/wrapper.nvfp4session").c_str());
+    const std::vector<float> expected = session.logits();
+    CHECK(fork.logits() == expected && restored.logits() == expected && fork.tokens() == session.tokens());
+
+    /* A callback may be a std::function, take the token too, stop, and throw. */
+    std::vector<std::int32_t> tokens;
+    std::function<bool(const nvfp4::Piece &)> three = [&](const nvfp4::Piece &piece) {
+        tokens.push_back(piece.token);
+        return tokens.size() < 3;
+    };
+    nvfp4::Generation stopped = fork.generate(options, three);
+    CHECK(stopped.finish == NVFP4_FINISH_CANCELLED && stopped.generated_tokens == 3 && tokens.size() == 3);
+    const std::size_t before = restored.length();
+    try {
+        restored.generate(options, [&](std::string_view) {
+            CHECK(status_of([&] { restored.length(); }) == NVFP4_BUSY);
+            throw Own{42};
+        });
+        CHECK(false);
+    } catch (const Own &own) {
+        CHECK(own.number == 42 && restored.length() == before + 1);
+    }
+    restored.truncate(before);
+    options.stop_ids = {tokens[1]};
+    nvfp4::Generation at_stop = restored.generate(options);
+    CHECK(at_stop.generated_tokens == (tokens[0] == tokens[1] ? 0 : 1) && at_stop.finish == NVFP4_FINISH_STOP);
+    options.stop_ids.clear();
+    options.stop_texts = {""};
+    CHECK(status_of([&] { restored.generate(options); }) == NVFP4_INVALID_ARGUMENT);
+    options.stop_texts = {"never to be seen", "nor this"};
+    restored.truncate(before);
+    CHECK(restored.generate(options).finish == NVFP4_FINISH_LENGTH);
+
+    /* Cancelled from another thread, which can only be told from the end of the generation by its reason. */
+    options.max_tokens = 200;
+    std::atomic<bool> running{false};
+    std::thread canceller([&] {
+        while (!running)
+            std::this_thread::yield();
+        session.cancel();
+        running = false;
+    });
+    nvfp4::Generation cancelled = session.generate(options, [&](std::string_view) {
+        if (tokens.empty())
+            return;
+        tokens.clear();
+        running = true;
+        while (running)
+            std::this_thread::yield();
+    });
+    canceller.join();
+    CHECK(cancelled.finish == NVFP4_FINISH_CANCELLED && cancelled.generated_tokens == 1);
+
+    session.clear();
+    fork.clear();
+    session.prefill(prompt);
+    fork.prefill_token_by_token(prompt);
+    const std::int32_t a = session.sample(), b = fork.sample(options);
+    nvfp4::step({&session, &fork}, {a, b});
+    of_other.prefill(prompt);
+    of_other.decode(a);
+    CHECK(session.length() == prompt.size() + 1 && fork.logits() == session.logits());
+    CHECK(status_of([&] { nvfp4::step({&session, &session}, {1, 2}); }) == NVFP4_INVALID_ARGUMENT);
+    CHECK(status_of([&] { nvfp4::step({&session, &of_other}, {1, 2}); }) == NVFP4_INVALID_ARGUMENT);
+    CHECK(status_of([&] { nvfp4::step({&session, nullptr}, {1, 2}); }) == NVFP4_INVALID_HANDLE);
+    CHECK(status_of([&] { nvfp4::step({&session}, {1, 2}); }) == NVFP4_INVALID_ARGUMENT);
+    CHECK(nvfp4::memory(NVFP4_MEMORY_KV_CACHE).current > 0);
+    CHECK(status_of([&] { nvfp4::convert(path, "/dev/null/x"); }) == NVFP4_IO);
+}
+
+} // namespace
+
+int main(int argc, char **argv)
+{
+    if (argc != 3) {
+        std::fprintf(stderr, "usage: wrapper MODEL_DIR SCRATCH_DIR\n");
+        return 2;
+    }
+    nvfp4::check_abi();
+    nvfp4::set_threads(1);
+    CHECK(nvfp4::version()[0] != '\0' && nvfp4::diagnose().front() == '{');
+    tensors();
+    formats();
+    sessions(argv[1], argv[2]);
+    nvfp4::set_memory_budget(1);
+    CHECK(status_of([] { nvfp4::Tensor::zeros({1024}); }) == NVFP4_OVER_BUDGET);
+    nvfp4::set_memory_budget(0);
+    CHECK(nvfp4::memory(NVFP4_MEMORY_KV_CACHE).current == 0);
+    nvfp4::empty_cache();
+    std::printf("wrapper: %d checks, %d failed\n", checks, failures);
+    return failures != 0;
+}
