@@ -265,9 +265,19 @@ fn chat_takes_turns_from_a_pipe() {
         "{last:?} in {answers:?}"
     );
 
-    let (_, errors, code) = chat("/load /no/such/file\n");
-    assert_eq!(code, Some(1));
-    assert!(errors.contains("/no/such/file"), "{errors}");
+    fs::write(&saved, &fs::read(&saved).unwrap()[..700]).unwrap();
+    for (lines, needle) in [
+        ("/load /no/such/file\n".to_owned(), "/no/such/file"),
+        (format!("/load {saved}\n"), "damaged or cut off"),
+        (
+            format!("{}\n", "many words ".repeat(200)),
+            "in a context of 256",
+        ),
+    ] {
+        let (said, errors, code) = chat(&lines);
+        assert_eq!(code, Some(1), "{said}");
+        assert!(said.is_empty() && errors.contains(needle), "{errors}");
+    }
 }
 
 #[test]
@@ -490,4 +500,65 @@ fn a_full_disk_leaves_nothing_half_written() {
         let said = failed(&output, args);
         assert!(said.contains("standard output"), "{said}");
     }
+}
+
+#[test]
+fn numbers_out_of_range() {
+    let scratch = Scratch::new("numbers");
+    let words = scratch.file("words.txt", b"some words to read");
+    let one = scratch.file("one.txt", b"");
+    let huge = usize::MAX.to_string();
+    let run = ["run", "--model", MODEL, "--prompt", "x"];
+    let bench = ["bench", "--model", MODEL];
+    let perplexity = ["perplexity", "--model", MODEL, "--text"];
+    for (args, more, needle) in [
+        (&run[..], &["--context", &*huge][..], "made for 1 to 256"),
+        (&run, &["--threads", "0"], "thread"),
+        (&run, &["--threads", &huge], "thread"),
+        (&run, &["--temp", "nan"], "temperature is NaN"),
+        (&run, &["--temp", "inf"], "temperature is inf"),
+        (&run, &["--min-p", "1.5"], "min_p is 1.5"),
+        (
+            &run,
+            &["--repetition-penalty", "0"],
+            "repetition_penalty is 0",
+        ),
+        (&run, &["--stop", ""], "a stop string is empty"),
+        (&run, &["--device", "cuda:0"], "cuda:0"),
+        (&run, &["--device", "tpu"], "'tpu' is not known"),
+        (&bench, &["--prompt-tokens", &huge], "made for 1 to 256"),
+        (&bench, &["--gen-tokens", &huge], "made for 1 to 256"),
+        (
+            &bench,
+            &["--gen-tokens", "0"],
+            "--gen-tokens must be at least 1",
+        ),
+        (
+            &perplexity,
+            &[&words, "--window", "1"],
+            "--window must be at least 2",
+        ),
+        (
+            &perplexity,
+            &[&words, "--window", &huge],
+            "made for 1 to 256",
+        ),
+        (
+            &perplexity,
+            &[&words, "--windows", "0"],
+            "--windows must be at least 1",
+        ),
+        (&perplexity, &[&one], "0 tokens; at least 2"),
+        (&perplexity, &["/no/such/text"], "/no/such/text"),
+    ] {
+        let args = [args, more].concat();
+        let said = failure(&args);
+        assert!(said.contains(needle), "{args:?}: {said}");
+    }
+    let said = failure(&["quantize", MODEL, &scratch.path("out"), "--threads", "0"]);
+    assert!(said.contains("thread"), "{said}");
+    assert!(!scratch.0.join("out").exists());
+    let greedy = ["--max-tokens", &huge, "--top-k", &huge, "--ignore-stops"];
+    let answer = json(&[&run[..], &greedy].concat());
+    assert_eq!(answer["finish"], "context");
 }
