@@ -10,6 +10,8 @@ use NVFP4::checkpoint;
 use NVFP4::format::nvfp4::Recipe;
 use NVFP4::model::convert::{Container, ConvertOptions, convert};
 use NVFP4::model::{Device, LoadOptions, Model};
+use NVFP4::session::{GenerateOptions, Session, SessionOptions};
+use proptest::prelude::*;
 use serde_json::{Value, json};
 
 use super::files::{Gguf, Scratch, dat, dat_entry, tensors};
@@ -401,4 +403,46 @@ fn integers_are_no_weights() {
     named("load", &error, &[name, "is stored as I8"]);
     let error = quantize(&path).unwrap_err();
     named("quantize", &error, &[name, "is stored as I8"]);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(100))]
+
+    /// Loaded or refused, run or refused: anything but a panic.
+    #[test]
+    fn flipped_bits_in_a_model_are_survived(
+        format in 0..FORMATS.len(),
+        in_config in any::<bool>(),
+        near in any::<bool>(),
+        flips in proptest::collection::vec((0usize..1 << 16, 0u8..8), 1..4),
+    ) {
+        let scratch = Scratch::new();
+        let mut model = good();
+        model.tokenizer = FORMATS[format] == "gguf" && flips[0].1 == 0;
+        if model.tokenizer {
+            model.reshape("embed_tokens.weight", &[96, HIDDEN]);
+            model.reshape("lm_head.weight", &[96, HIDDEN]);
+        }
+        let path = model.write(FORMATS[format], &scratch);
+        let config = scratch.0.join("config.json");
+        let file = if in_config && config.exists() { &config } else { &path };
+        let mut bytes = std::fs::read(file).unwrap();
+        // Headers are small, and where the lies are.
+        let reach = if near { bytes.len().min(1500) } else { bytes.len() };
+        for (at, bit) in flips {
+            bytes[at % reach] ^= 1 << bit;
+        }
+        std::fs::write(file, bytes).unwrap();
+        let _ = quantize(&path);
+        if let Ok(model) = load(&path) {
+            let mut session = Session::new(model, &SessionOptions::default()).unwrap();
+            let options = GenerateOptions {
+                max_tokens: 2,
+                ..GenerateOptions::default()
+            };
+            if session.prefill(&[1, 2, 3]).is_ok() {
+                let _ = session.generate(&options, &mut |_| ControlFlow::Continue(()));
+            }
+        }
+    }
 }
