@@ -23,7 +23,10 @@ pub(super) fn table(config: &Keys<'_>, head_dim: usize, max_positions: usize) ->
 
 /// Refuses what would turn every logit into NaN.
 fn check(table: &RopeTable) -> Result<()> {
-    let bad = table.frequencies.iter().find(|&&f| !(f.abs() <= HIGHEST));
+    let bad = table
+        .frequencies
+        .iter()
+        .find(|f| !f.is_finite() || f.abs() > HIGHEST);
     if let Some(bad) = bad {
         bail!(
             CorruptFile,
