@@ -246,6 +246,14 @@ fn plan<'a>(source: &'a dyn Checkpoint, options: &ConvertOptions) -> Result<Vec<
             };
             (Action::Copy, dense)
         };
+        if action == Action::Quantize && entry.encoding.is_integer() {
+            bail!(
+                Unsupported,
+                "'{}' is stored as {}, and nothing says how weights come of that",
+                entry.name,
+                entry.encoding
+            );
+        }
         if encoding == Encoding::Nvfp4 && !entry.cols().is_multiple_of(BLOCK) {
             bail!(
                 InvalidArgument,
