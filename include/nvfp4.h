@@ -411,9 +411,9 @@ typedef struct NVFP4_GenerateOptions {
 
 /**
  * Is given each token as it comes, and the text that it completes: `length` bytes of whole UTF-8 characters without a NUL
- * behind, none while a character or what may be a stop string is incomplete. All texts together are the generation's. A
- * token may come a second time, at the end, with text that was held back. Returns 0 to go on, anything else to end the
- * generation.
+ * behind, none while a character or what may be a stop string is incomplete. All texts together are the generation's,
+ * unless the callback ends it. A token may come a second time, at the end, with text that was held back. Returns 0 to go
+ * on, anything else to end the generation.
  */
 typedef int32_t (*NVFP4_TokenCallback)(void *user, int32_t token, const char *text, size_t length);
 

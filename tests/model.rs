@@ -4,6 +4,7 @@
 mod common;
 
 use std::cell::Cell;
+use std::collections::BTreeSet;
 use std::fs;
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -76,24 +77,53 @@ fn expected(case: &str) -> Vec<(Vec<u32>, Vec<f32>)> {
 
 #[test]
 fn logits_agree_with_transformers() {
+    let mut largest = 0f32;
     for case in CASES {
-        let model = load(case);
-        for (tokens, want) in expected(case) {
-            let got = run(&model, &tokens, Logits::All);
-            let got = &got[got.len() - want.len()..];
-            let worst = got
-                .iter()
-                .zip(&want)
-                .map(|(a, b)| (a - b).abs())
-                .fold(0.0, f32::max);
-            println!("{case}, {} tokens: {worst:e}", tokens.len());
-            assert!(
-                worst <= TOLERANCE,
-                "{case}, {} tokens: {worst}",
-                tokens.len()
-            );
+        let dense = dense_copy(case);
+        let dense = Model::load(&dense.0, &options()).unwrap();
+        assert!(!dense.info().formats.contains_key("nvfp4"));
+        let packed = load(case);
+        assert!(packed.info().formats["nvfp4"].tensors >= 14);
+        for (weights, model) in [("nvfp4", packed), ("dense", dense)] {
+            for (tokens, want) in expected(case) {
+                let got = run(&model, &tokens, Logits::All);
+                let got = &got[got.len() - want.len()..];
+                let worst = got
+                    .iter()
+                    .zip(&want)
+                    .map(|(a, b)| (a - b).abs())
+                    .fold(0.0, f32::max);
+                println!("{case}, {weights}, {} tokens: {worst:e}", tokens.len());
+                assert!(
+                    worst <= TOLERANCE,
+                    "{case}, {weights}, {} tokens: {worst}",
+                    tokens.len()
+                );
+                largest = largest.max(worst);
+            }
         }
     }
+    println!("largest difference: {largest:e}");
+}
+
+/// Every case has an odd length; together they have every family with a tied and an own head, and with grouped queries.
+#[test]
+fn the_cases_cover_families_and_heads() {
+    let mut seen = BTreeSet::new();
+    for case in CASES {
+        let lengths: Vec<usize> = expected(case).iter().map(|(t, _)| t.len()).collect();
+        assert!(lengths.iter().all(|n| n % 2 == 1), "{case}: {lengths:?}");
+        let model = load(case);
+        let info = model.info();
+        let grouped = info.heads > info.kv_heads;
+        seen.insert((info.architecture, info.tied, grouped));
+    }
+    for family in ["qwen3", "qwen2", "llama"] {
+        for tied in [true, false] {
+            assert!(seen.contains(&(family, tied, true)), "{family} {tied}");
+        }
+    }
+    assert!(seen.contains(&("llama", false, false)));
 }
 
 #[test]

@@ -61,8 +61,8 @@ int main(int argc, char **argv)
 
     NVFP4_GenerateOptions options;
     check(NVFP4_generate_options_init(&options, sizeof options));
-    options.temperature = 0.7f;
-    options.top_p = 0.8f;
+    options.temperature = 0.3f;
+    options.top_p = 0.9f;
     options.repetition_penalty = 1.1f;
 
     if (argc == 3)

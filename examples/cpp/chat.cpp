@@ -20,8 +20,8 @@ try {
     nvfp4::Session session(nvfp4::Model(argv[1]), session_options);
 
     nvfp4::GenerateOptions options;
-    options.temperature = 0.7f;
-    options.top_p = 0.8f;
+    options.temperature = 0.3f;
+    options.top_p = 0.9f;
     options.repetition_penalty = 1.1f;
     auto answer = [&](const std::string &text) {
         /* The callback gets the text as it comes. Returning false ends the answer, and so does throwing. */

@@ -307,9 +307,9 @@ impl NVFP4_GenerationResult {
 }
 
 /// Is given each token as it comes, and the text that it completes: `length` bytes of whole UTF-8 characters without a NUL
-/// behind, none while a character or what may be a stop string is incomplete. All texts together are the generation's. A
-/// token may come a second time, at the end, with text that was held back. Returns 0 to go on, anything else to end the
-/// generation.
+/// behind, none while a character or what may be a stop string is incomplete. All texts together are the generation's,
+/// unless the callback ends it. A token may come a second time, at the end, with text that was held back. Returns 0 to go
+/// on, anything else to end the generation.
 pub type NVFP4_TokenCallback = Option<
     unsafe extern "C" fn(user: *mut c_void, token: i32, text: *const c_char, length: usize) -> i32,
 >;

@@ -133,7 +133,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
             model.device().name()
         )
     };
-    let bandwidth = bandwidth::read(cpu.pool())?;
+    let bandwidth = bandwidth::read(cpu)?;
     let prefill = median(samples.iter().map(|s| s.prefill));
     let decode = median(samples.iter().map(|s| s.decode));
     // The cache grows while decoding; this many positions are read on average.

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use super::kv::{KvLayer, KvType, PAGE};
 use super::level::Level;
 use super::packed::{GROUP, Kind, Packed};
-use super::table::{INT8_SCALE_BLOCKS, INT8_TILE, Query, Table};
+use super::table::{ATTENTION_QUERIES, INT8_SCALE_BLOCKS, INT8_TILE, Query, Table};
 use super::workspace::{Workspace, grow};
 use crate::base::error::{Result, bail};
 use crate::base::threads::Pool;
@@ -423,7 +423,7 @@ impl Cpu {
         let shared = heads / kv.heads();
         let room = (first + m).next_multiple_of(PAGE);
         let threads = self.pool.threads();
-        grow(&mut workspace.scores, threads * 2 * room)?;
+        grow(&mut workspace.scores, threads * ATTENTION_QUERIES * room)?;
         let scores = Out(workspace.scores.as_mut_ptr());
         let out = Out(out.as_mut_ptr());
         let pages: Vec<Out<u8>> = (0..(first + m).div_ceil(PAGE))
@@ -446,12 +446,12 @@ impl Cpu {
                 // The last tokens see the most positions: taking them first evens out the threads.
                 let (span, kv_head) = (spans - 1 - part / kv.heads(), part % kv.heads());
                 let tokens = span * ATTENTION_TOKENS..m.min((span + 1) * ATTENTION_TOKENS);
-                let mut pair = [Query {
+                let mut queries = [Query {
                     q: q.as_ptr(),
                     len: 0,
                     scores: scores.0,
                     out: out.0,
-                }; 2];
+                }; ATTENTION_QUERIES];
                 let mut filled = 0;
                 for t in tokens {
                     for head in kv_head * shared..(kv_head + 1) * shared {
@@ -459,23 +459,23 @@ impl Cpu {
                         // the thread's score room. Pages cover every position; the level is present.
                         unsafe {
                             let at = t * row + head * dim;
-                            pair[filled] = Query {
+                            queries[filled] = Query {
                                 q: q.as_ptr().add(at),
                                 len: first + t + 1,
-                                scores: scores.at((thread * 2 + filled) * room),
+                                scores: scores.at((thread * ATTENTION_QUERIES + filled) * room),
                                 out: out.at(at),
                             };
                             filled += 1;
-                            if filled == 2 {
-                                attend(&pair, &pages, kv_head * head_bytes, dim, scale);
+                            if filled == ATTENTION_QUERIES {
+                                attend(&queries, &pages, kv_head * head_bytes, dim, scale);
                                 filled = 0;
                             }
                         }
                     }
                 }
-                if filled == 1 {
-                    // SAFETY: as above.
-                    unsafe { attend(&pair[..1], &pages, kv_head * head_bytes, dim, scale) }
+                // SAFETY: as above.
+                unsafe {
+                    attend(&queries[..filled], &pages, kv_head * head_bytes, dim, scale);
                 }
             }
         });
@@ -519,6 +519,26 @@ impl Cpu {
             unsafe { (self.table.swiglu)(out.at(row * 1024), up.as_ptr().add(row * 1024), len) }
         });
         Ok(())
+    }
+
+    /// Bytes per second at which this level's instructions and threads read memory: `buffer`, which must be larger than the
+    /// caches, and written, in the better of two ways, the best of some passes. Other load only slows reading down.
+    pub fn read_bandwidth(&self, buffer: &[f32]) -> f64 {
+        /// Floats of one part; threads take parts as they get free.
+        const PART: usize = 1 << 19;
+        let parts = buffer.len() / PART;
+        let mut best = f64::MAX;
+        // Whether the processor reads ahead well by itself depends on its make.
+        for ahead in [0, 4096, 0, 4096, 0, 4096, 0, 4096] {
+            let start = std::time::Instant::now();
+            self.pool.run(parts, |part| {
+                let x = &buffer[part * PART..(part + 1) * PART];
+                // SAFETY: the level is present, and PART is a multiple of 64.
+                std::hint::black_box(unsafe { (self.table.sum)(x.as_ptr(), PART, ahead) });
+            });
+            best = best.min(start.elapsed().as_secs_f64());
+        }
+        (parts * PART * size_of::<f32>()) as f64 / best
     }
 
     /// Calls `each` for every row, over threads where rows of `n` elements make that worth while.

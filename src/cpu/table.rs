@@ -33,12 +33,19 @@ pub(super) type TileInt8 = unsafe fn(
     f32,
     *mut f32,
 );
-/// See [`attention::attend`]: one or two queries, then pages' addresses, a head's byte offset in a page, dim and scale.
+/// See [`attention::attend`]: up to [`ATTENTION_QUERIES`], then pages' addresses, a head's byte offset in a page, dim and
+/// scale.
 pub(super) type Attend = unsafe fn(&[Query], &[*const u8], usize, usize, f32);
 /// See [`pointwise::rms_norm`].
 pub(super) type RmsNorm = unsafe fn(*const f32, *const f32, f32, usize, *mut f32);
 /// See [`pointwise::swiglu`].
 pub(super) type Swiglu = unsafe fn(*mut f32, *const f32, usize);
+
+/// See [`pointwise::sum`].
+pub(super) type Sum = unsafe fn(*const f32, usize, usize) -> f32;
+
+/// Queries that attend together, so that a key or value is read and converted once for all.
+pub(super) const ATTENTION_QUERIES: usize = 4;
 
 /// Tokens in an int8 tile.
 pub(super) const INT8_TILE: usize = 4;
@@ -65,6 +72,7 @@ pub(super) struct Table {
     pub attend_f32: Attend,
     pub rms_norm: RmsNorm,
     pub swiglu: Swiglu,
+    pub sum: Sum,
 }
 
 impl Table {
@@ -196,12 +204,13 @@ macro_rules! stamp {
             ) {
                 unsafe {
                     let page = |i: usize| pages[i].add(head).cast::<E>();
-                    match *queries {
-                        [a, b] => attention::attend::<Shell, E, 2>([a, b], page, dim, scale),
-                        _ => {
-                            for &q in queries {
-                                attention::attend::<Shell, E, 1>([q], page, dim, scale);
-                            }
+                    if let Ok(all) = <[Query; ATTENTION_QUERIES]>::try_from(queries) {
+                        return attention::attend::<Shell, E, ATTENTION_QUERIES>(all, page, dim, scale);
+                    }
+                    for part in queries.chunks(2) {
+                        match *part {
+                            [a, b] => attention::attend::<Shell, E, 2>([a, b], page, dim, scale),
+                            _ => attention::attend::<Shell, E, 1>([part[0]], page, dim, scale),
                         }
                     }
                 }
@@ -215,6 +224,11 @@ macro_rules! stamp {
             $(#[$features])?
             unsafe fn swiglu(gate: *mut f32, up: *const f32, n: usize) {
                 unsafe { pointwise::swiglu::<Shell>(gate, up, n) }
+            }
+
+            $(#[$features])?
+            unsafe fn sum(x: *const f32, n: usize, ahead: usize) -> f32 {
+                unsafe { pointwise::sum::<Shell>(x, n, ahead) }
             }
 
             pub(super) static TABLE: Table = Table {
@@ -233,6 +247,7 @@ macro_rules! stamp {
                 attend_f32: attend::<f32>,
                 rms_norm,
                 swiglu,
+                sum,
             };
         }
     };

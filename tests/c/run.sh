@@ -50,7 +50,8 @@ declared() {
     gcc -E -P -Iinclude -xc - <<<"#include <nvfp4.h>" | grep -oE '\bNVFP4_[A-Za-z0-9_]+[[:space:]]*\(' | tr -d '( \t' | sort -u
 }
 
-# The library exports what the header declares and nothing else, under a soname, and stays loaded once loaded.
+# The library exports what the header declares and nothing else, under a soname, stays loaded once loaded, and needs nothing
+# that a bare system lacks.
 symbols() {
     local dynamic
     nm -D --defined-only "$library" | awk '{ print $NF }' | sort -u >"$work/exported" || return 1
@@ -58,6 +59,7 @@ symbols() {
     diff --label "exported by libNVFP4.so" --label "declared in nvfp4.h" -u "$work/exported" "$work/declared" || return 1
     grep -q 'SONAME.*\[libNVFP4\.so\]' <<<"$dynamic" || { echo "no soname libNVFP4.so"; return 1; }
     grep -q 'FLAGS_1.*NODELETE' <<<"$dynamic" || { echo "not linked with -z nodelete"; return 1; }
+    ! grep NEEDED <<<"$dynamic" | grep -vE '\[(lib(c|m|gcc_s|dl|pthread|rt)\.so\.[0-9]+|ld-linux[^]]*)\]'
 }
 
 # compile STANDARD NAME SOURCE...: a test program.
@@ -92,7 +94,7 @@ build_examples() {
         cmake --build "$work/examples"
 }
 
-# chat COMMAND...: a conversation of two turns through standard input; the answers come on standard output.
+# converse COMMAND...: a conversation of two turns through standard input; the answers come on standard output.
 converse() {
     printf 'Hello\n\nAnd you?\n' | "$@" "$model" >"$work/answers" && [ "$(wc -c <"$work/answers")" -gt 20 ]
 }
@@ -158,8 +160,8 @@ done
 if command -v valgrind >/dev/null; then
     under=(valgrind --quiet --leak-check=full --errors-for-leak-kinds=definite,indirect,possible
         --suppressions=tests/c/valgrind.supp --error-exitcode=9)
-    # Not every valgrind knows the instructions of every level.
-    export NVFP4_CPU=${NVFP4_VALGRIND_CPU:-avx2}
+    # Valgrind does not know AVX-512.
+    grep -q avx512f /proc/cpuinfo && export NVFP4_CPU=avx2
     for program in "${programs[@]}"; do
         # shellcheck disable=SC2086 # As above.
         set -- $program

@@ -3,6 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use NVFP4::model::{Device, LoadOptions, Model};
 
@@ -33,9 +34,12 @@ pub(crate) fn some_tokens(model: &Model, n: usize) -> Vec<u32> {
 pub(crate) struct Copy(pub(crate) PathBuf);
 
 impl Copy {
-    /// `name` must be the only one of its test program.
+    /// `name` tells what it is for.
     pub(crate) fn of(case: &str, name: &str) -> Copy {
-        let dir = std::env::temp_dir().join(format!("nvfp4-model-{}-{name}", std::process::id()));
+        static COPIES: AtomicUsize = AtomicUsize::new(0);
+        let count = COPIES.fetch_add(1, Ordering::Relaxed);
+        let dir =
+            std::env::temp_dir().join(format!("nvfp4-model-{}-{count}-{name}", std::process::id()));
         let _ = fs::remove_dir_all(&dir);
         fs::create_dir_all(&dir).unwrap();
         for file in fs::read_dir(golden(case)).unwrap() {

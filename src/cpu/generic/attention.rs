@@ -79,7 +79,8 @@ pub(in crate::cpu) unsafe fn attend<S: Simd, E: Element<S>, const Q: usize>(
         let shortest = queries.iter().map(|q| q.len).min().unwrap_or(0);
         let mut d = 0;
         while d < dim {
-            if d + 32 <= dim {
+            // Twice the sums where there are registers for them.
+            if 2 * Q <= S::TILE && d + 32 <= dim {
                 weigh::<S, E, Q, 2>(&queries, &page, dim, d, shortest, &inverse);
                 d += 32;
             } else {
