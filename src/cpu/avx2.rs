@@ -2,7 +2,6 @@
 
 use std::arch::x86_64::*;
 
-use super::generic::linear::{INT8_SCALE_BLOCKS, Int8Tile};
 use super::simd::{Simd, doubled_codes, value_bytes};
 
 pub(super) struct Avx2;
@@ -159,6 +158,8 @@ unsafe impl Simd for Avx2 {
 
     // 12 accumulators, 2 weights, 1 activation: 15 of 16 registers.
     const TILE: usize = 6;
+    // 4 sums, 4 sums of pairs, 2 codes; with more tokens they do not stay in registers.
+    const INT8_TILE: usize = 2;
     // Four chains; more would not leave registers for decoding.
     const GEMV_GROUPS: usize = 2;
     // Makes codes unsigned for vpmaddubsw; 4 * 2 * 24 * 127 still fits in 16 bits.
@@ -321,44 +322,5 @@ unsafe impl Simd for Avx2 {
     #[inline(always)]
     unsafe fn prefetch(p: *const u8) {
         unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
-    }
-}
-
-// SAFETY: as above.
-unsafe impl Int8Tile for Avx2 {
-    // Eight rows at a time: with sixteen, the codes of a block and the sums of four tokens do not fit the registers.
-    #[inline(always)]
-    unsafe fn tile_int8<const T: usize>(
-        panel: *const u8,
-        panel_scales: *const f32,
-        blocks: usize,
-        codes: *const i8,
-        scales: *const f32,
-        offsets: *const i32,
-        half_global: f32,
-        out: *mut f32,
-    ) {
-        // SAFETY: forwarded.
-        unsafe {
-            let scale_row = blocks.div_ceil(INT8_SCALE_BLOCKS);
-            for half in 0..2 {
-                let mut sum = [_mm256_setzero_ps(); T];
-                for block in 0..blocks {
-                    let w = panel_half(panel.add(block * 256 + half * 32));
-                    let scale = _mm256_loadu_ps(panel_scales.add(block * 16 + half * 8));
-                    for t in 0..T {
-                        let row = t * blocks + block;
-                        let dot = dot(w, codes.add(row * 16), *offsets.add(row));
-                        let x =
-                            _mm256_set1_ps(*scales.add(t * scale_row + block / INT8_SCALE_BLOCKS));
-                        sum[t] = _mm256_fmadd_ps(dot, _mm256_mul_ps(scale, x), sum[t]);
-                    }
-                }
-                for t in 0..T {
-                    let y = _mm256_mul_ps(sum[t], _mm256_set1_ps(half_global));
-                    _mm256_storeu_ps(out.add(t * 16 + half * 8), y);
-                }
-            }
-        }
     }
 }

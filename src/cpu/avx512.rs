@@ -2,7 +2,6 @@
 
 use std::arch::x86_64::*;
 
-use super::generic::linear::Int8Tile;
 use super::simd::{Simd, doubled_codes, value_bytes};
 
 pub(super) struct Avx512;
@@ -42,6 +41,7 @@ unsafe impl Simd for Avx512 {
 
     // Wide enough that the two FMA pipes, not the one weight load, are the limit; 24 of 32 registers with main sums.
     const TILE: usize = 12;
+    const INT8_TILE: usize = 4;
     // 16 decoded weights and 8 sums of 32 registers.
     const GEMV_GROUPS: usize = 4;
     // Makes codes unsigned for vpdpbusd.
@@ -210,6 +210,3 @@ unsafe impl Simd for Avx512 {
         unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
     }
 }
-
-// SAFETY: the body given.
-unsafe impl Int8Tile for Avx512 {}

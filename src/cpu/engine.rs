@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use super::kv::{KvLayer, KvType, PAGE};
 use super::level::Level;
 use super::packed::{GROUP, Kind, Packed};
-use super::table::{ATTENTION_QUERIES, INT8_SCALE_BLOCKS, INT8_TILE, Query, Table};
+use super::table::{ATTENTION_QUERIES, INT8_SCALE_BLOCKS, MOST_INT8_TILE, Query, Table};
 use super::workspace::{Workspace, grow};
 use crate::base::error::{Result, bail};
 use crate::base::threads::Pool;
@@ -343,7 +343,7 @@ impl Cpu {
             unsafe {
                 let panel_scales = panels.at(thread * panel_len);
                 let panel = panel_scales.add(blocks * GROUP).cast::<u8>();
-                let mut result = [0.0; INT8_TILE * GROUP];
+                let mut result = [0.0; MOST_INT8_TILE * GROUP];
                 loop {
                     let group = next.fetch_add(1, Relaxed);
                     if group >= work.groups {
@@ -354,8 +354,8 @@ impl Cpu {
                         let rows = GROUP.min(w.rows() - group * GROUP);
                         let data = w.data().as_ptr().add(group * w.group_stride());
                         (self.table.unpack_int8)(data, blocks, panel, panel_scales);
-                        for first in (0..m).step_by(INT8_TILE) {
-                            let tokens = INT8_TILE.min(m - first);
+                        for first in (0..m).step_by(self.table.int8_tile) {
+                            let tokens = self.table.int8_tile.min(m - first);
                             (self.table.tile_int8)(
                                 tokens,
                                 panel,

@@ -2,7 +2,6 @@
 
 use std::arch::aarch64::*;
 
-use super::generic::linear::Int8Tile;
 use super::simd::{Simd, doubled_codes, value_bytes};
 
 pub(super) struct Neon;
@@ -25,6 +24,7 @@ unsafe impl Simd for Neon {
 
     // 24 accumulators, 4 weights and an activation: 29 of 32 registers.
     const TILE: usize = 6;
+    const INT8_TILE: usize = 4;
     // A row group is four registers, four chains.
     const GEMV_GROUPS: usize = 1;
     const CODE_OFFSET: i32 = 0;
@@ -206,6 +206,3 @@ unsafe impl Simd for Neon {
         })
     }
 }
-
-// SAFETY: the body given.
-unsafe impl Int8Tile for Neon {}

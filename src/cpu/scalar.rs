@@ -2,7 +2,6 @@
 
 use half::{bf16, f16};
 
-use super::generic::linear::Int8Tile;
 use super::simd::Simd;
 use crate::format::{e2m1, e4m3};
 
@@ -32,6 +31,7 @@ unsafe impl Simd for Scalar {
     type N = [u8; 64];
 
     const TILE: usize = 4;
+    const INT8_TILE: usize = 4;
     const GEMV_GROUPS: usize = 1;
     const CODE_OFFSET: i32 = 0;
 
@@ -152,6 +152,3 @@ unsafe impl Simd for Scalar {
         })
     }
 }
-
-// SAFETY: the body given.
-unsafe impl Int8Tile for Scalar {}

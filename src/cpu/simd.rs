@@ -19,6 +19,8 @@ pub(super) unsafe trait Simd {
 
     /// Tokens per tile of the blocked products, so that the accumulators fill the register file.
     const TILE: usize;
+    /// Tokens per tile of the int8 products.
+    const INT8_TILE: usize;
     /// Row groups whose chains a GEMV interleaves: enough to hide the latency of a multiply-add, if registers allow.
     const GEMV_GROUPS: usize;
     /// What is added to a doubled code in integer panels, so that it suits the level's dot instruction.

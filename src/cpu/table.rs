@@ -21,7 +21,7 @@ pub(super) type GemvInt8 =
     unsafe fn(*const u8, usize, usize, usize, *const i8, *const f32, *const i32, f32, *mut f32);
 /// See [`linear::unpack_int8`].
 pub(super) type UnpackInt8 = unsafe fn(*const u8, usize, *mut u8, *mut f32);
-/// See [`linear::Int8Tile::tile_int8`], after the number of tokens, 1 to [`INT8_TILE`].
+/// See [`linear::tile_int8`], after the number of tokens, 1 to [`Table::int8_tile`].
 pub(super) type TileInt8 = unsafe fn(
     usize,
     *const u8,
@@ -47,8 +47,8 @@ pub(super) type Sum = unsafe fn(*const f32, usize, usize) -> f32;
 /// Queries that attend together, so that a key or value is read and converted once for all.
 pub(super) const ATTENTION_QUERIES: usize = 4;
 
-/// Tokens in an int8 tile.
-pub(super) const INT8_TILE: usize = 4;
+/// The widest int8 tile of any level.
+pub(super) const MOST_INT8_TILE: usize = 4;
 
 /// Every tile width that is stamped; a level uses those up to its own.
 const WIDTHS: [usize; 7] = [1, 2, 3, 4, 6, 8, 12];
@@ -67,6 +67,8 @@ pub(super) struct Table {
     pub quantize_row: QuantizeRow,
     pub gemv_int8: GemvInt8,
     pub unpack_int8: UnpackInt8,
+    /// Tokens in an int8 tile, [`MOST_INT8_TILE`] at most.
+    pub int8_tile: usize,
     pub tile_int8: TileInt8,
     pub attend_f16: Attend,
     pub attend_f32: Attend,
@@ -114,7 +116,6 @@ macro_rules! stamp {
         mod $module {
             #![allow(clippy::undocumented_unsafe_blocks, clippy::missing_safety_doc, reason = "forwards: the body's own")]
             use super::*;
-            use super::linear::Int8Tile;
             use $shell as Shell;
 
             $(#[$features])?
@@ -182,13 +183,13 @@ macro_rules! stamp {
             ) {
                 unsafe {
                     match tokens {
-                        INT8_TILE => Shell::tile_int8::<INT8_TILE>(
+                        <Shell as Simd>::INT8_TILE => linear::tile_int8::<Shell, { <Shell as Simd>::INT8_TILE }>(
                             panel, panel_scales, blocks, codes, scales, offsets, half_global, out,
                         ),
                         _ => {
                             let scale_row = blocks.div_ceil(INT8_SCALE_BLOCKS);
                             for t in 0..tokens {
-                                Shell::tile_int8::<1>(
+                                linear::tile_int8::<Shell, 1>(
                                     panel, panel_scales, blocks, codes.add(t * blocks * 16), scales.add(t * scale_row),
                                     offsets.add(t * blocks), half_global, out.add(t * 16),
                                 );
@@ -242,6 +243,10 @@ macro_rules! stamp {
                 quantize_row,
                 gemv_int8,
                 unpack_int8,
+                int8_tile: {
+                    assert!(<Shell as Simd>::INT8_TILE <= MOST_INT8_TILE);
+                    <Shell as Simd>::INT8_TILE
+                },
                 tile_int8,
                 attend_f16: attend::<u16>,
                 attend_f32: attend::<f32>,

@@ -305,7 +305,7 @@ pub(in crate::cpu) unsafe fn quantize_row<S: Simd>(
     }
 }
 
-/// Unpacks one NVFP4 row group for [`Int8Tile::tile_int8`]: `panel` takes `[blocks][256]` bytes, `scales` `[blocks][16]`.
+/// Unpacks one NVFP4 row group for [`tile_int8`]: `panel` takes `[blocks][256]` bytes, `scales` `[blocks][16]`.
 ///
 /// # Safety
 /// As for [`unpack`].
@@ -332,50 +332,48 @@ pub(in crate::cpu) unsafe fn unpack_int8<S: Simd>(
     }
 }
 
-/// The int8 product of a panel, which a level whose registers ask for another order of work replaces.
+/// An int8 panel times `T` quantized tokens; token `t` is at `t` times the row lengths of `codes`, `scales` and
+/// `offsets` as [`quantize_row`] fills them. `out` takes `[T][16]`.
 ///
 /// # Safety
-/// As for [`Simd`].
-pub(in crate::cpu) unsafe trait Int8Tile: Simd {
-    /// An int8 panel times `T` quantized tokens; token `t` is at `t` times the row lengths of `codes`, `scales` and
-    /// `offsets` as [`quantize_row`] fills them. `out` takes `[T][16]`.
-    ///
-    /// # Safety
-    /// As for [`unpack_int8`], with that much in the inputs and room in `out`.
-    #[inline(always)]
-    unsafe fn tile_int8<const T: usize>(
-        panel: *const u8,
-        panel_scales: *const f32,
-        blocks: usize,
-        codes: *const i8,
-        scales: *const f32,
-        offsets: *const i32,
-        half_global: f32,
-        out: *mut f32,
-    ) {
-        // SAFETY: forwarded.
-        unsafe {
-            let scale_row = blocks.div_ceil(INT8_SCALE_BLOCKS);
-            let mut sum = [Self::splat(0.0); T];
-            for block in 0..blocks {
-                let scale = Self::load(panel_scales.add(block * 16));
-                for t in 0..T {
-                    let row = t * blocks + block;
-                    let codes = codes.add(row * 16);
-                    let dot = Self::dot(panel.add(block * 256), codes, *offsets.add(row));
-                    let x = *scales.add(t * scale_row + block / INT8_SCALE_BLOCKS);
-                    sum[t] = Self::fma(dot, Self::mul(scale, Self::splat(x)), sum[t]);
-                }
-            }
+/// As for [`unpack_int8`], with that much in the inputs and room in `out`.
+#[inline(always)]
+pub(in crate::cpu) unsafe fn tile_int8<S: Simd, const T: usize>(
+    panel: *const u8,
+    panel_scales: *const f32,
+    blocks: usize,
+    codes: *const i8,
+    scales: *const f32,
+    offsets: *const i32,
+    half_global: f32,
+    out: *mut f32,
+) {
+    // SAFETY: forwarded.
+    unsafe {
+        let scale_row = blocks.div_ceil(INT8_SCALE_BLOCKS);
+        let mut sum = [S::splat(0.0); T];
+        for block in 0..blocks {
+            let scale = S::load(panel_scales.add(block * 16));
             for t in 0..T {
-                Self::store(out.add(t * 16), Self::mul(sum[t], Self::splat(half_global)));
+                let row = t * blocks + block;
+                let dot = S::dot(
+                    panel.add(block * 256),
+                    codes.add(row * 16),
+                    *offsets.add(row),
+                );
+                let x = S::splat(*scales.add(t * scale_row + block / INT8_SCALE_BLOCKS));
+                sum[t] = S::fma(dot, S::mul(scale, x), sum[t]);
             }
+        }
+        let half_global = S::splat(half_global);
+        for t in 0..T {
+            S::store(out.add(t * 16), S::mul(sum[t], half_global));
         }
     }
 }
 
 /// One quantized token, as [`quantize_row`] fills it, times `groups` NVFP4 row groups, `stride` bytes apart from `data`; `out`
-/// takes 16 floats a group. The bits are those of [`Int8Tile::tile_int8`].
+/// takes 16 floats a group. The bits are those of [`tile_int8`].
 ///
 /// # Safety
 /// As for [`gemv`], with that much in the inputs.
