@@ -69,7 +69,7 @@ fn main() {
     let x: Vec<f32> = (0..512 * 3072)
         .map(|i| random::uniform(9, i) - 0.5)
         .collect();
-    let buffer: Vec<u64> = (0..(512 << 20) / 8).collect();
+    let buffer = vec![1f32; (512 << 20) / 4];
     println!(
         "{:.0} MB of weights in rotation; medians of {RUNS}",
         bytes as f64 / 1e6
@@ -91,17 +91,7 @@ fn main() {
                 }
                 black_box(&y);
             };
-            let read = time(|| {
-                cpu.pool().run(threads * 8, |part| {
-                    let n = buffer.len() / (threads * 8);
-                    let mut sums = [0u64; 16];
-                    for c in buffer[part * n..(part + 1) * n].chunks_exact(16) {
-                        sums.iter_mut().zip(c).for_each(|(s, c)| *s ^= c);
-                    }
-                    black_box(sums);
-                });
-            });
-            let read = buffer.len() as f64 * 8.0 / read / 1e9;
+            let read = cpu.read_bandwidth(&buffer) / 1e9;
             let gemv = time(|| all(1, false, weights.len()));
             let gemv8 = time(|| all(1, true, weights.len()));
             let few = 4 * LAYER.len();

@@ -134,6 +134,13 @@ def ours(model, activations, threads, prompt, generate):
     return result["prefill_tok_s"], result["decode_tok_s"], result["roofline"]
 
 
+def processor():
+    """The CPU by name, family and model."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    field = lambda name: next((l.split(":", 1)[1].strip() for l in lines if l.startswith(name)), "?")
+    return f"{field('model name')} (family {field('cpu family')}, model {field('model')})"
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--threads", type=int, default=os.cpu_count())
@@ -159,12 +166,13 @@ def main():
             for kind, peer in peers.items():
                 rows.setdefault(f"llama.cpp {kind}", []).append((*peer.measure(args.generate), float("nan")))
     medians = {name: [statistics.median(column) for column in zip(*runs)] for name, runs in rows.items()}
+    print(f"{processor()}, {args.threads} threads, {args.rounds} rounds")
     print(f"{'':18} {'prefill tok/s':>14} {'decode tok/s':>13} {'roofline':>9}")
     for name, (prefill, decode, roofline) in medians.items():
         print(f"{name:18} {prefill:14.1f} {decode:13.1f} {roofline:9.2f}")
     exact, int8 = medians["libNVFP4 exact"], medians["libNVFP4 int8"]
     q4, nvfp4 = medians["llama.cpp q4_0"], medians["llama.cpp nvfp4"]
-    print(f"decode, exact / llama.cpp Q4_0: {exact[1] / q4[1]:.2f}")
+    print(f"decode / llama.cpp Q4_0: exact {exact[1] / q4[1]:.2f}, int8 {int8[1] / q4[1]:.2f}")
     print(f"prefill, int8 / llama.cpp Q4_0: {int8[0] / q4[0]:.2f}; int8 / llama.cpp NVFP4: {int8[0] / nvfp4[0]:.2f}")
     print(f"prefill, exact / int8: {exact[0] / int8[0]:.2f}")
     if args.json:

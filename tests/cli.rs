@@ -1,6 +1,9 @@
 //! The `nvfp4` command from outside: output, JSON and exit codes.
 
+use std::ffi::OsStr;
+use std::fs;
 use std::io::Write;
+use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 use std::process::{Command, Output, Stdio};
 
@@ -18,6 +21,36 @@ impl Scratch {
 
     fn path(&self, name: &str) -> String {
         self.0.join(name).to_str().unwrap().to_owned()
+    }
+
+    /// A file with this content, by its path.
+    fn file(&self, name: &str, content: &[u8]) -> String {
+        let path = self.path(name);
+        fs::create_dir_all(self.0.join(name).parent().unwrap()).unwrap();
+        fs::write(&path, content).unwrap();
+        path
+    }
+
+    /// A copy of the golden model with one file changed: its content with `change` applied.
+    fn model(&self, name: &str, changed: &str, change: impl Fn(Vec<u8>) -> Vec<u8>) -> String {
+        for file in ["config.json", "tokenizer.json", "model.safetensors"] {
+            let content = fs::read(format!("{MODEL}/{file}")).unwrap();
+            self.file(&format!("{name}/{file}"), &content);
+        }
+        let path = format!("{name}/{changed}");
+        let old = fs::read(self.path(&path)).unwrap_or_default();
+        self.file(&path, &change(old));
+        self.path(name)
+    }
+
+    /// The names of the files inside, sorted.
+    fn names(&self) -> Vec<String> {
+        let mut names: Vec<String> = fs::read_dir(&self.0)
+            .unwrap()
+            .map(|e| e.unwrap().file_name().into_string().unwrap())
+            .collect();
+        names.sort();
+        names
     }
 }
 
@@ -47,10 +80,40 @@ fn json(args: &[&str]) -> Value {
 
 /// The message of a call that must fail with exit code 1.
 fn failure(args: &[&str]) -> String {
-    let output = nvfp4(args);
-    assert_eq!(output.status.code(), Some(1), "{args:?}");
-    assert!(output.stdout.is_empty(), "{args:?}");
-    String::from_utf8(output.stderr).unwrap()
+    failed(&nvfp4(args), args)
+}
+
+/// The message of an output that must be a failure: exit code 1, one line on standard error, nothing on standard output.
+fn failed(output: &Output, what: impl std::fmt::Debug) -> String {
+    let said = String::from_utf8(output.stderr.clone()).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{what:?}: {said}");
+    assert!(output.stdout.is_empty(), "{what:?}");
+    let line = said.strip_suffix('\n').unwrap_or_default();
+    assert!(
+        line.starts_with("nvfp4: ") && !line.contains('\n'),
+        "{what:?}: {said}"
+    );
+    line.to_owned()
+}
+
+/// What `args` gives where no file may grow beyond `kilobytes`: to the command it is a full disk.
+fn on_a_full_disk(kilobytes: u32, args: &[&str], input: &str) -> Output {
+    let mut child = Command::new("sh")
+        .arg("-c")
+        .arg(format!(
+            "trap '' XFSZ; ulimit -f {}; exec \"$0\" \"$@\"",
+            2 * kilobytes
+        ))
+        .arg(env!("CARGO_BIN_EXE_nvfp4"))
+        .args(args)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    // A command that needs no input may be gone already.
+    let _ = child.stdin.take().unwrap().write_all(input.as_bytes());
+    child.wait_with_output().unwrap()
 }
 
 #[test]
@@ -61,8 +124,36 @@ fn wrong_usage_exits_with_2() {
         &["quantize", "only-one"],
         &["synth", "--arch", "gpt-5", "--out", "x"],
         &["pull", "a/b", "--timeout", "-1"],
+        &["run", "--prompt", "x"],
+        &[
+            "run",
+            "--model",
+            MODEL,
+            "--prompt",
+            "x",
+            "--prompt-file",
+            "f",
+        ],
+        &[
+            "run",
+            "--model",
+            MODEL,
+            "--prompt",
+            "x",
+            "--max-tokens",
+            "-1",
+        ],
+        &["run", "--model", MODEL, "--prompt", "x", "--temp", "warm"],
+        &["run", "--model", MODEL, "--prompt", "x", "--kv", "f64"],
+        &["run", "--model", MODEL, "--prompt", "x", "--context", "1e3"],
+        &["quantize", "a", "b", "--format", "gguf"],
     ] {
-        assert_eq!(nvfp4(args).status.code(), Some(2), "{args:?}");
+        let output = nvfp4(args);
+        assert_eq!(output.status.code(), Some(2), "{args:?}");
+        assert!(
+            output.stdout.is_empty() && !output.stderr.is_empty(),
+            "{args:?}"
+        );
     }
     assert!(text(&["--help"]).contains("quantize"));
     assert!(text(&["--version"]).contains(env!("CARGO_PKG_VERSION")));
@@ -174,9 +265,19 @@ fn chat_takes_turns_from_a_pipe() {
         "{last:?} in {answers:?}"
     );
 
-    let (_, errors, code) = chat("/load /no/such/file\n");
-    assert_eq!(code, Some(1));
-    assert!(errors.contains("/no/such/file"), "{errors}");
+    fs::write(&saved, &fs::read(&saved).unwrap()[..700]).unwrap();
+    for (lines, needle) in [
+        ("/load /no/such/file\n".to_owned(), "/no/such/file"),
+        (format!("/load {saved}\n"), "damaged or cut off"),
+        (
+            format!("{}\n", "many words ".repeat(200)),
+            "in a context of 256",
+        ),
+    ] {
+        let (said, errors, code) = chat(&lines);
+        assert_eq!(code, Some(1), "{said}");
+        assert!(said.is_empty() && errors.contains(needle), "{errors}");
+    }
 }
 
 #[test]
@@ -241,4 +342,223 @@ fn synth_is_seeded_and_quantize_keeps_it() {
     assert_eq!(listed["format"], "dat");
     assert_eq!(head(&listed)["encoding"], "NVFP4");
     assert!(text(&["inspect", &dat]).contains("lm_head.weight"));
+}
+
+/// `nvfp4 run` with a prompt, on `model`; it must fail.
+fn run_failure(model: &str) -> String {
+    let args = ["run", "--model", model, "--prompt", "Hi"];
+    let said = failure(&args);
+    assert_eq!(failure(&[&args[..], &["--json"]].concat()), said);
+    said
+}
+
+#[test]
+fn models_that_cannot_be_run() {
+    let scratch = Scratch::new("broken");
+    let half = |bytes: Vec<u8>| bytes[..bytes.len() / 2].to_vec();
+    for (name, file, needle) in [
+        ("weights", "model.safetensors", "not within"),
+        ("config", "config.json", "EOF"),
+        ("tokenizer", "tokenizer.json", "EOF"),
+    ] {
+        let said = run_failure(&scratch.model(&format!("half-{name}"), file, half));
+        assert!(said.contains(file) && said.contains(needle), "{said}");
+        let said = run_failure(&scratch.model(&format!("no-{name}"), file, |_| Vec::new()));
+        assert!(said.contains(file), "{said}");
+    }
+    for template in [
+        "{% if %}\n{% endif %}",
+        "{{ raise_exception('no\nusers') }}",
+    ] {
+        let dir = scratch.model("template", "chat_template.jinja", |_| template.into());
+        let said = run_failure(&dir);
+        assert!(said.contains("chat template"), "{said}");
+    }
+
+    let dat = scratch.path("dat.dat");
+    text(&["quantize", MODEL, &dat]);
+    let gguf = "tests/golden/checkpoint/llama.gguf";
+    for (from, to, needle) in [
+        (&*dat, "half/m.dat", "are left"),
+        (gguf, "half/m.gguf", "past the file"),
+    ] {
+        let bytes = fs::read(from).unwrap();
+        let cut = scratch.file(to, &bytes[..bytes.len() * 9 / 10]);
+        let said = run_failure(&cut);
+        assert!(said.contains(to) && said.contains(needle), "{said}");
+        let said = run_failure(&scratch.file(to, b""));
+        assert!(said.contains(to) && said.contains("is empty"), "{said}");
+    }
+    let foreign = scratch.file("notes.txt", b"neither this nor that");
+    assert!(run_failure(&foreign).contains("no checkpoint known"));
+    fs::create_dir(scratch.path("nothing")).unwrap();
+    assert!(run_failure(&scratch.path("nothing")).contains("holds no model"));
+    assert!(run_failure("no-such-model").contains("'no-such-model'"));
+
+    let mute = "tests/golden/model/llama_tied";
+    assert!(run_failure(mute).contains("has no tokenizer"));
+    let said = failure(&["run", "--model", mute, "--prompt", "Hi", "--raw"]);
+    assert!(said.contains("has no tokenizer"), "{said}");
+}
+
+#[test]
+fn prompts_that_cannot_be_answered() {
+    let scratch = Scratch::new("prompts");
+    let long = "many words ".repeat(200);
+    for (more, needle) in [
+        (&["--context", "32"][..], "do not fit in a context of 32"),
+        (
+            &["--context", "32", "--raw"],
+            "do not fit in a context of 32",
+        ),
+        (&[], "do not fit in a context of 256"),
+        (&["--context", "257"], "made for 1 to 256"),
+    ] {
+        let args = [&["run", "--model", MODEL, "--prompt", &long][..], more].concat();
+        let said = failure(&args);
+        assert!(said.contains(needle), "{said}");
+        assert_eq!(failure(&[&args[..], &["--json"]].concat()), said);
+    }
+
+    let bad = b"good until \xff here";
+    let file = scratch.file("prompt.txt", bad);
+    let run = |args: &[&OsStr], input: &[u8]| {
+        let mut child = Command::new(env!("CARGO_BIN_EXE_nvfp4"))
+            .args(["run", "--model", MODEL])
+            .args(args)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let _ = child.stdin.take().unwrap().write_all(input);
+        failed(&child.wait_with_output().unwrap(), args)
+    };
+    let s = OsStr::new;
+    for said in [
+        run(&[s("--prompt"), OsStr::from_bytes(bad)], b""),
+        run(&[s("--prompt-file"), s(&file)], b""),
+        run(&[s("--prompt-file"), s("-")], bad),
+    ] {
+        assert!(
+            said.contains("not valid UTF-8: byte 11 of 17 is 0xff"),
+            "{said}"
+        );
+    }
+    assert!(run(&[s("--prompt-file"), s(&file)], b"").contains("prompt.txt"));
+    let missing = run(&[s("--prompt-file"), s("/no/such/prompt")], b"");
+    assert!(missing.contains("/no/such/prompt"), "{missing}");
+    let empty = run(&[s("--prompt"), s(""), s("--raw")], b"");
+    assert!(empty.contains("prefill a prompt first"), "{empty}");
+}
+
+#[test]
+fn a_full_disk_leaves_nothing_half_written() {
+    let scratch = Scratch::new("full");
+    let (out, dat) = (scratch.path("out"), scratch.path("m.dat"));
+    for kilobytes in [0, 1, 16] {
+        let said = failed(
+            &on_a_full_disk(kilobytes, &["quantize", MODEL, &out], ""),
+            &out,
+        );
+        assert!(said.contains("model.safetensors"), "{said}");
+        let said = failed(
+            &on_a_full_disk(kilobytes, &["quantize", MODEL, &dat], ""),
+            &dat,
+        );
+        assert!(said.contains("m.dat"), "{said}");
+        assert_eq!(scratch.names(), Vec::<String>::new(), "{kilobytes}");
+        let synth = ["synth", "--arch", "tiny", "--out", &out];
+        failed(&on_a_full_disk(kilobytes, &synth, ""), synth);
+        assert_eq!(scratch.names(), Vec::<String>::new(), "{kilobytes}");
+    }
+    // What was there before stays as it was.
+    scratch.file("m.dat", b"the old file");
+    failed(&on_a_full_disk(16, &["quantize", MODEL, &dat], ""), &dat);
+    assert_eq!(scratch.names(), ["m.dat"]);
+    assert_eq!(fs::read(&dat).unwrap(), b"the old file");
+
+    let saved = scratch.file("saved", b"the old session");
+    let chat = ["chat", "--model", MODEL, "--max-tokens", "1"];
+    let output = on_a_full_disk(1, &chat, &format!("Hi\n/save {saved}\n"));
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains(&saved), "{said}");
+    assert_eq!(scratch.names(), ["m.dat", "saved"]);
+    assert_eq!(fs::read(&saved).unwrap(), b"the old session");
+
+    for args in [
+        &["run", "--model", MODEL, "--prompt", "Hi"][..],
+        &["run", "--model", MODEL, "--prompt", "Hi", "--json"],
+        &["inspect", MODEL],
+    ] {
+        let output = Command::new(env!("CARGO_BIN_EXE_nvfp4"))
+            .args(args)
+            .stdout(fs::File::options().write(true).open("/dev/full").unwrap())
+            .output()
+            .unwrap();
+        let said = failed(&output, args);
+        assert!(said.contains("standard output"), "{said}");
+    }
+}
+
+#[test]
+fn numbers_out_of_range() {
+    let scratch = Scratch::new("numbers");
+    let words = scratch.file("words.txt", b"some words to read");
+    let one = scratch.file("one.txt", b"");
+    let huge = usize::MAX.to_string();
+    let run = ["run", "--model", MODEL, "--prompt", "x"];
+    let bench = ["bench", "--model", MODEL];
+    let perplexity = ["perplexity", "--model", MODEL, "--text"];
+    for (args, more, needle) in [
+        (&run[..], &["--context", &*huge][..], "made for 1 to 256"),
+        (&run, &["--threads", "0"], "thread"),
+        (&run, &["--threads", &huge], "thread"),
+        (&run, &["--temp", "nan"], "temperature is NaN"),
+        (&run, &["--temp", "inf"], "temperature is inf"),
+        (&run, &["--min-p", "1.5"], "min_p is 1.5"),
+        (
+            &run,
+            &["--repetition-penalty", "0"],
+            "repetition_penalty is 0",
+        ),
+        (&run, &["--stop", ""], "a stop string is empty"),
+        (&run, &["--device", "cuda:0"], "cuda:0"),
+        (&run, &["--device", "tpu"], "'tpu' is not known"),
+        (&bench, &["--prompt-tokens", &huge], "made for 1 to 256"),
+        (&bench, &["--gen-tokens", &huge], "made for 1 to 256"),
+        (
+            &bench,
+            &["--gen-tokens", "0"],
+            "--gen-tokens must be at least 1",
+        ),
+        (
+            &perplexity,
+            &[&words, "--window", "1"],
+            "--window must be at least 2",
+        ),
+        (
+            &perplexity,
+            &[&words, "--window", &huge],
+            "made for 1 to 256",
+        ),
+        (
+            &perplexity,
+            &[&words, "--windows", "0"],
+            "--windows must be at least 1",
+        ),
+        (&perplexity, &[&one], "0 tokens; at least 2"),
+        (&perplexity, &["/no/such/text"], "/no/such/text"),
+    ] {
+        let args = [args, more].concat();
+        let said = failure(&args);
+        assert!(said.contains(needle), "{args:?}: {said}");
+    }
+    let said = failure(&["quantize", MODEL, &scratch.path("out"), "--threads", "0"]);
+    assert!(said.contains("thread"), "{said}");
+    assert!(!scratch.0.join("out").exists());
+    let greedy = ["--max-tokens", &huge, "--top-k", &huge, "--ignore-stops"];
+    let answer = json(&[&run[..], &greedy].concat());
+    assert_eq!(answer["finish"], "context");
 }

@@ -212,6 +212,38 @@ fn weights_are_quantized_and_the_rest_is_kept() {
 }
 
 #[test]
+fn a_head_is_kept_where_that_is_asked_for() {
+    let scratch = Scratch::new("head");
+    let mut plan = plan();
+    plan.retain(|p| !p.name.contains("mlp"));
+    let options = ConvertOptions {
+        keep_head: true,
+        ..ConvertOptions::new(Container::ModelOpt, Recipe::Amax)
+    };
+    let (tied, own) = (scratch.0.join("tied"), scratch.0.join("own"));
+    let out = scratch.0.join("out");
+    write_source(&tied, None, &plan);
+    let report = run(&tied, &out, &options).unwrap();
+    assert_eq!((report.quantized, report.head_added), (4, false));
+    let converted = checkpoint::open(&out).unwrap();
+    assert!(converted.find("lm_head.weight").is_none());
+    let config = converted.metadata().config.as_ref().unwrap();
+    assert_eq!(config["tie_word_embeddings"], true);
+
+    plan.push(Planned {
+        name: "lm_head.weight".to_owned(),
+        shape: vec![40, 32],
+        encoding: Encoding::BF16,
+    });
+    write_source(&own, None, &plan);
+    let report = run(&own, &scratch.0.join("out2"), &options).unwrap();
+    assert_eq!((report.quantized, report.head_added), (4, false));
+    let converted = checkpoint::open(&scratch.0.join("out2")).unwrap();
+    let head = converted.find("lm_head.weight").unwrap();
+    assert_eq!(head.encoding, Encoding::BF16);
+}
+
+#[test]
 fn failures_are_named_and_leave_nothing() {
     let scratch = Scratch::new("failures");
     let options = ConvertOptions::new(Container::ModelOpt, Recipe::Amax);

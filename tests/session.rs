@@ -1095,3 +1095,72 @@ proptest! {
         prop_assert_eq!(result.is_ok(), &changed == bytes);
     }
 }
+
+/// Something to do to a session: which of the calls, and two numbers that it takes.
+type Step = (u8, usize, usize);
+
+/// Does `step`. Whatever happens, the session may not hold more than its context, nor anything but what its tokens say.
+fn take(session: &mut Session, (call, a, b): Step) {
+    let tokens = some_tokens(session.model(), 64);
+    let before = (session.tokens().to_vec(), session.messages().unwrap());
+    let options = GenerateOptions {
+        stop_strings: vec![["e", "the", "\u{fffd}"][b % 3].to_owned()],
+        replay: b == 5,
+        ..drawn(a % 9)
+    };
+    let result = match call {
+        0 => session.prefill(&tokens[b..b + a % 30]),
+        1 => session.prefill_token_by_token(&tokens[b..b + a % 6]),
+        2 => session.decode(tokens[a]),
+        3 => session.generate(&options, &mut go).map(|_| ()),
+        4 => session
+            .chat(["Hi", "<|im_end|>", ""][b % 3], &options, &mut go)
+            .map(|_| ()),
+        5 => session.truncate(a),
+        6 => session.reset(),
+        7 => {
+            let mut other = session.fork().unwrap();
+            step(&mut [&mut *session, &mut other], &[tokens[a], tokens[b]])
+        }
+        _ => session.logits().map(|_| ()),
+    };
+    if let Err(e) = result {
+        let kinds = [ErrorKind::ContextFull, ErrorKind::InvalidArgument];
+        assert!(kinds.contains(&e.kind()), "{e}");
+        let after = (session.tokens().to_vec(), session.messages().unwrap());
+        assert!(after == before, "changed by: {e}");
+    }
+    assert!(session.len() <= session.context());
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(60))]
+
+    #[test]
+    fn whatever_is_done_a_session_is_its_tokens(
+        evicts in any::<bool>(),
+        steps in proptest::collection::vec((0u8..9, 0usize..64, 0usize..6), 1..12),
+    ) {
+        let model = load("qwen3_tied");
+        let mut session = with(&model, |o| {
+            o.context = 48;
+            if evicts {
+                o.eviction = Eviction::DropOldest { keep: 4 };
+            }
+        });
+        for step in steps {
+            take(&mut session, step);
+            let tokens = session.tokens().to_vec();
+            if tokens.is_empty() {
+                prop_assert_eq!(session.kv_bytes(), 0);
+            } else {
+                prop_assert!(seen(&session) == fresh(&session, &tokens), "after {:?}", step);
+            }
+        }
+        let path = file(&format!("steps-{evicts}"));
+        session.save(&path.0).unwrap();
+        let restored = Session::restore(model, &path.0).unwrap();
+        prop_assert!(seen(&restored) == seen(&session));
+        prop_assert_eq!(restored.messages().unwrap(), session.messages().unwrap());
+    }
+}

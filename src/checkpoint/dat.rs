@@ -73,7 +73,7 @@ fn entries(source: &Source) -> Result<Vec<Raw>> {
             cursor.left()
         );
     }
-    let mut raws = Vec::with_capacity(count as usize);
+    let mut raws = Vec::new();
     for number in 0..count {
         let raw =
             entry(&mut cursor).map_err(|e| e.within(format_args!("entry {number} of {count}")))?;

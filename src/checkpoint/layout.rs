@@ -143,11 +143,37 @@ impl Grouping<'_> {
         let Some(module) = key.strip_suffix(".weight") else {
             return Ok(None);
         };
-        if self.get(&format!("{key}.absmax")).is_some() {
+        let bitsandbytes = [
+            "absmax",
+            "quant_map",
+            "quant_state.bitsandbytes__nf4",
+            "quant_state.bitsandbytes__fp4",
+        ];
+        if bitsandbytes
+            .iter()
+            .any(|part| self.get(&format!("{key}.{part}")).is_some())
+        {
             return self.nf4(i).map(Some);
         }
-        let Some(scales) = self.get(&format!("{module}.weight_scale")) else {
-            return Ok(None);
+        for (scale, what) in [
+            ("weight_scale_inv", "float8 weights scaled block by block"),
+            ("SCB", "the 8-bit integers of bitsandbytes"),
+        ] {
+            if let Some(scale) = self.get(&format!("{module}.{scale}")) {
+                bail!(
+                    Unsupported,
+                    "{}: {what} are not supported; export the model in BF16 or NVFP4",
+                    self.place(scale)
+                );
+            }
+        }
+        let scale_name = format!("{module}.weight_scale");
+        let is_codes = self.raws[i].encoding == Encoding::U8
+            && self.get(&format!("{module}.weight_scale_2")).is_some();
+        let scales = match self.get(&scale_name) {
+            None if is_codes => self.partner(i, &scale_name)?,
+            None => return Ok(None),
+            Some(scales) => scales,
         };
         for other in ["pre_quant_scale", "svdquant_lora_a"] {
             if let Some(other) = self.get(&format!("{module}.{other}")) {

@@ -67,6 +67,19 @@ impl Encoding {
         }
     }
 
+    /// Whether the values are whole numbers or truth values, which no model has as weights: codes whose scales are missing.
+    pub const fn is_integer(self) -> bool {
+        matches!(
+            self,
+            Encoding::U8
+                | Encoding::I8
+                | Encoding::I16
+                | Encoding::I32
+                | Encoding::I64
+                | Encoding::Bool
+        )
+    }
+
     /// The usual name, as reports print it.
     pub const fn name(self) -> &'static str {
         match self {

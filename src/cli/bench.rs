@@ -91,7 +91,10 @@ pub(super) fn run(args: &Args) -> Result<()> {
     let model = args.model.load()?;
     let load_seconds = start.elapsed().as_secs_f64();
     let options = SessionOptions {
-        context: args.prompt_tokens + args.gen_tokens + 1,
+        context: args
+            .prompt_tokens
+            .saturating_add(args.gen_tokens)
+            .saturating_add(1),
         kv: args.model.kv.into(),
         ..SessionOptions::default()
     };
@@ -107,9 +110,10 @@ pub(super) fn run(args: &Args) -> Result<()> {
                 .collect()
         })
         .collect();
-    let bar = output::count_bar("measuring", (args.warmup + args.runs) as u64);
-    let mut samples = Vec::with_capacity(args.runs);
-    for i in 0..args.warmup + args.runs {
+    let rounds = args.warmup.saturating_add(args.runs);
+    let bar = output::count_bar("measuring", rounds as u64);
+    let mut samples = Vec::new();
+    for i in 0..rounds {
         let sample = measure(&mut sessions, &prompts, args)?;
         if i >= args.warmup {
             samples.push(sample);
@@ -129,7 +133,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
             model.device().name()
         )
     };
-    let bandwidth = bandwidth::read(cpu.pool())?;
+    let bandwidth = bandwidth::read(cpu)?;
     let prefill = median(samples.iter().map(|s| s.prefill));
     let decode = median(samples.iter().map(|s| s.decode));
     // The cache grows while decoding; this many positions are read on average.

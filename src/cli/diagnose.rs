@@ -3,7 +3,7 @@
 use NVFP4::base::Result;
 use NVFP4::base::memory;
 use NVFP4::base::threads::Pool;
-use NVFP4::cpu::Level;
+use NVFP4::cpu::{Cpu, Level};
 use serde_json::json;
 
 use super::{bandwidth, output};
@@ -26,7 +26,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
         .map(|l| json!({"name": l.name(), "present": l.is_present(), "chosen": l == chosen}))
         .collect();
     let bandwidth = match args.bandwidth {
-        true => Some(bandwidth::read(&Pool::new(threads)?)?),
+        true => Some(bandwidth::read(&*Cpu::new(Some(threads))?)?),
         false => None,
     };
     if args.json {

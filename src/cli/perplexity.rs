@@ -107,6 +107,9 @@ pub(super) fn run(args: &Args) -> Result<()> {
     if args.window < 2 {
         bail!(InvalidArgument, "--window must be at least 2");
     }
+    if args.windows == Some(0) {
+        bail!(InvalidArgument, "--windows must be at least 1");
+    }
     let device = args.model.device()?;
     let model = args.model.load_from(&args.model.model, &device)?;
     let reference = match &args.reference {

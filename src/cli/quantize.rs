@@ -24,6 +24,9 @@ pub(super) struct Args {
     /// What to write; without it, dat if OUTPUT ends in .dat and safetensors otherwise
     #[arg(long, value_enum)]
     format: Option<Format>,
+    /// Leave the output head as it is: better answers, above all of small models, for a larger and slower model
+    #[arg(long)]
+    keep_head: bool,
     /// CPU threads; one for each core without it
     #[arg(long)]
     threads: Option<usize>,
@@ -71,7 +74,10 @@ pub(super) fn run(args: &Args) -> Result<()> {
         Some(threads) => threads,
         None => Pool::default_threads()?,
     })?;
-    let options = ConvertOptions::new(container, args.recipe.into());
+    let options = ConvertOptions {
+        keep_head: args.keep_head,
+        ..ConvertOptions::new(container, args.recipe.into())
+    };
     let bar = output::byte_bar("quantizing", 0);
     let report = convert(&*source, &args.output, &options, &pool, &mut |p| {
         bar.set_length(p.total);

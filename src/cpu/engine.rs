@@ -521,6 +521,26 @@ impl Cpu {
         Ok(())
     }
 
+    /// Bytes per second at which this level's instructions and threads read memory: `buffer`, which must be larger than the
+    /// caches, and written, in the better of two ways, the best of some passes. Other load only slows reading down.
+    pub fn read_bandwidth(&self, buffer: &[f32]) -> f64 {
+        /// Floats of one part; threads take parts as they get free.
+        const PART: usize = 1 << 19;
+        let parts = buffer.len() / PART;
+        let mut best = f64::MAX;
+        // Whether the processor reads ahead well by itself depends on its make.
+        for ahead in [0, 4096, 0, 4096, 0, 4096, 0, 4096] {
+            let start = std::time::Instant::now();
+            self.pool.run(parts, |part| {
+                let x = &buffer[part * PART..(part + 1) * PART];
+                // SAFETY: the level is present, and PART is a multiple of 64.
+                std::hint::black_box(unsafe { (self.table.sum)(x.as_ptr(), PART, ahead) });
+            });
+            best = best.min(start.elapsed().as_secs_f64());
+        }
+        (parts * PART * size_of::<f32>()) as f64 / best
+    }
+
     /// Calls `each` for every row, over threads where rows of `n` elements make that worth while.
     pub fn by_rows(&self, rows: usize, n: usize, each: impl Fn(usize) + Sync) {
         let grain = (POINTWISE_GRAIN / n.max(1)).max(1);

@@ -41,6 +41,9 @@ pub(super) type RmsNorm = unsafe fn(*const f32, *const f32, f32, usize, *mut f32
 /// See [`pointwise::swiglu`].
 pub(super) type Swiglu = unsafe fn(*mut f32, *const f32, usize);
 
+/// See [`pointwise::sum`].
+pub(super) type Sum = unsafe fn(*const f32, usize, usize) -> f32;
+
 /// Queries that attend together, so that a key or value is read and converted once for all.
 pub(super) const ATTENTION_QUERIES: usize = 4;
 
@@ -69,6 +72,7 @@ pub(super) struct Table {
     pub attend_f32: Attend,
     pub rms_norm: RmsNorm,
     pub swiglu: Swiglu,
+    pub sum: Sum,
 }
 
 impl Table {
@@ -222,6 +226,11 @@ macro_rules! stamp {
                 unsafe { pointwise::swiglu::<Shell>(gate, up, n) }
             }
 
+            $(#[$features])?
+            unsafe fn sum(x: *const f32, n: usize, ahead: usize) -> f32 {
+                unsafe { pointwise::sum::<Shell>(x, n, ahead) }
+            }
+
             pub(super) static TABLE: Table = Table {
                 level: Level::$level,
                 widest: <Shell as Simd>::TILE,
@@ -238,6 +247,7 @@ macro_rules! stamp {
                 attend_f32: attend::<f32>,
                 rms_norm,
                 swiglu,
+                sum,
             };
         }
     };

@@ -37,6 +37,8 @@ pub struct ConvertOptions {
     pub container: Container,
     /// How weights are quantized.
     pub quantize: QuantizeOptions,
+    /// Leaves the head as it is, and tied if it is tied: it is the weight that quantizing harms most, and a large one.
+    pub keep_head: bool,
 }
 
 impl ConvertOptions {
@@ -52,6 +54,7 @@ impl ConvertOptions {
                 },
                 ..QuantizeOptions::default()
             },
+            keep_head: false,
         }
     }
 }
@@ -125,8 +128,8 @@ fn is_linear(entry: &Entry) -> bool {
 }
 
 /// Converts `source` to `destination`: a directory, or a `.dat` file for [`Container::Dat`]. Embeddings, norms and biases
-/// stay dense; a head tied to the embedding becomes an NVFP4 tensor of its own. `progress` may stop the work, which leaves
-/// nothing behind.
+/// stay dense; a head tied to the embedding becomes an NVFP4 tensor of its own, unless it is to be kept. `progress` may
+/// stop the work, which leaves nothing behind.
 pub fn convert(
     source: &dyn Checkpoint,
     destination: &Path,
@@ -227,7 +230,9 @@ fn plan<'a>(source: &'a dyn Checkpoint, options: &ConvertOptions) -> Result<Vec<
             && (options.container == Container::ModelOpt || source.global_scale(entry)? == 1.0);
         let (action, encoding) = if keeps {
             (Action::Copy, Encoding::Nvfp4)
-        } else if is_linear(entry) || entry.encoding == Encoding::Nvfp4 {
+        } else if entry.encoding == Encoding::Nvfp4
+            || is_linear(entry) && !(options.keep_head && entry.name == HEAD)
+        {
             (Action::Quantize, Encoding::Nvfp4)
         } else {
             let dense = match entry.encoding {
@@ -241,6 +246,14 @@ fn plan<'a>(source: &'a dyn Checkpoint, options: &ConvertOptions) -> Result<Vec<
             };
             (Action::Copy, dense)
         };
+        if action == Action::Quantize && entry.encoding.is_integer() {
+            bail!(
+                Unsupported,
+                "'{}' is stored as {}, and nothing says how weights come of that",
+                entry.name,
+                entry.encoding
+            );
+        }
         if encoding == Encoding::Nvfp4 && !entry.cols().is_multiple_of(BLOCK) {
             bail!(
                 InvalidArgument,
@@ -262,6 +275,7 @@ fn plan<'a>(source: &'a dyn Checkpoint, options: &ConvertOptions) -> Result<Vec<
         .as_ref()
         .is_some_and(|c| c["tie_word_embeddings"] == true);
     if tied
+        && !options.keep_head
         && source.find(HEAD).is_none()
         && let Some(entry) = source.find(EMBEDDING)
         && entry.shape.len() == 2

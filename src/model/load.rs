@@ -11,9 +11,9 @@ use std::time::Duration;
 use super::config::Config;
 use super::weights::{Embedding, Layer, Projection, Weights};
 use super::{LoadOptions, Progress};
-use crate::base::Result;
 use crate::base::error::{Error, bail, err};
 use crate::base::memory::{Buffer, Tag};
+use crate::base::{ErrorKind, Result};
 use crate::checkpoint::{Checkpoint, Encoding, Entry};
 use crate::format::nvfp4::{self, BLOCK, NonFinite, QuantizeOptions};
 use crate::ops::Device;
@@ -126,6 +126,10 @@ fn find<'a>(
             Some(entry) if entry.shape != w.shape => wrong.push(format!(
                 "{} has shape {:?}, expected {:?}",
                 w.name, entry.shape, w.shape
+            )),
+            Some(entry) if entry.encoding.is_integer() => wrong.push(format!(
+                "{} is stored as {}, and nothing says how weights come of that",
+                w.name, entry.encoding
             )),
             Some(entry) => found.push((w.name, entry)),
         }
@@ -310,6 +314,14 @@ impl Shared<'_> {
     }
 }
 
+/// Values that packing refuses are no fault of the caller's: the file holds them.
+fn of_the_file(error: Error) -> Error {
+    match error.kind() {
+        ErrorKind::InvalidArgument => Error::new(ErrorKind::CorruptFile, error.message()),
+        _ => error,
+    }
+}
+
 fn check_finite(values: &[f32], first_row: usize, cols: usize) -> Result<()> {
     match values.iter().position(|v| !v.is_finite()) {
         None => Ok(()),
@@ -420,9 +432,9 @@ fn run(
                 Err(e) => {
                     let stopped = shared.stop.swap(true, Ordering::Relaxed);
                     let mut failure = failure.lock().unwrap_or_else(PoisonError::into_inner);
-                    let is_echo = stopped && e.kind() == crate::base::ErrorKind::Cancelled;
+                    let is_echo = stopped && e.kind() == ErrorKind::Cancelled;
                     if !is_echo && failure.as_ref().is_none_or(|(at, _)| index < *at) {
-                        *failure = Some((index, e.within(&entry.name)));
+                        *failure = Some((index, of_the_file(e).within(&entry.name)));
                     }
                 }
             }

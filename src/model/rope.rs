@@ -11,8 +11,39 @@ use crate::ops::rope::RopeTable;
 /// The scalings that are known, as errors list them.
 const KNOWN: &str = "default, linear, llama3, yarn";
 
+/// More than any frequency, which is 1 before scaling; times a position it is still a number.
+const HIGHEST: f32 = 1e20;
+
 /// The table that `config` describes, in the old words (`rope_theta`, `rope_scaling`) or the new (`rope_parameters`).
 pub(super) fn table(config: &Keys<'_>, head_dim: usize, max_positions: usize) -> Result<RopeTable> {
+    let table = scaled(config, head_dim, max_positions)?;
+    check(&table)?;
+    Ok(table)
+}
+
+/// Refuses what would turn every logit into NaN.
+fn check(table: &RopeTable) -> Result<()> {
+    let bad = table
+        .frequencies
+        .iter()
+        .find(|f| !f.is_finite() || f.abs() > HIGHEST);
+    if let Some(bad) = bad {
+        bail!(
+            CorruptFile,
+            "config: rope_theta and rope scaling give a frequency of {bad}, which is no rotation"
+        );
+    }
+    if !table.attention_factor.is_finite() {
+        bail!(
+            CorruptFile,
+            "config: rope scaling gives an attention factor of {}",
+            table.attention_factor
+        );
+    }
+    Ok(())
+}
+
+fn scaled(config: &Keys<'_>, head_dim: usize, max_positions: usize) -> Result<RopeTable> {
     let scaling = match config.object("rope_parameters")? {
         Some(parameters) => Some(parameters),
         None => config.object("rope_scaling")?,
@@ -185,7 +216,7 @@ pub(super) fn divide(table: &mut RopeTable, factors: &[f32]) -> Result<()> {
     for (frequency, factor) in table.frequencies.iter_mut().zip(factors) {
         *frequency /= factor;
     }
-    Ok(())
+    check(table)
 }
 
 #[cfg(test)]
@@ -229,6 +260,19 @@ mod tests {
                 "partial_rotary_factor is 0.5",
             ),
             (json!({"rope_theta": -1}), "'rope_theta' is -1"),
+            (json!({"rope_theta": 1e-60}), "a frequency of inf"),
+            (
+                json!({"rope_scaling": {"rope_type": "linear", "factor": 1e-30}}),
+                "a frequency of 1",
+            ),
+            (
+                json!({"rope_theta": 1, "rope_scaling": {"rope_type": "yarn", "factor": 4}}),
+                "a frequency of NaN",
+            ),
+            (
+                json!({"rope_scaling": {"rope_type": "yarn", "factor": 4, "attention_factor": 1e60}}),
+                "an attention factor of inf",
+            ),
             (
                 json!({"rope_parameters": {"full_attention": {}}}),
                 "full_attention",
@@ -251,5 +295,6 @@ mod tests {
                 .all(|(a, b)| a * 2.0 == *b)
         );
         assert!(divide(&mut t, &[0.0; 16]).is_err());
+        assert!(divide(&mut t, &[1e-40; 16]).is_err());
     }
 }

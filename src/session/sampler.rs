@@ -139,7 +139,11 @@ impl Sampler {
                 && !std::mem::replace(seen, true)
             {
                 let x = &mut self.logits[token as usize];
-                *x = if *x > 0.0 { *x / penalty } else { *x * penalty };
+                let penalized = if *x > 0.0 { *x / penalty } else { *x * penalty };
+                // An extreme penalty neither rules a token out nor makes a logit that nothing can be compared with.
+                if x.is_finite() {
+                    *x = penalized.clamp(f32::MIN, f32::MAX);
+                }
             }
         }
     }
@@ -368,6 +372,23 @@ mod tests {
         .unwrap();
         assert_eq!(penalized.sample(&[1.0, 3.0, 2.0], &[1, 1, 9]).unwrap(), 2);
         assert_eq!(penalized.sample(&[-1.5, -1.0, -9.0], &[1]).unwrap(), 0);
+        for (penalty, logits, want) in [
+            (1e-40, [1.0, 3.0, 2.0], 2),
+            (f32::MAX, [-2.0, -2.0, -2.0], 1),
+        ] {
+            for temperature in [0.0, 0.5] {
+                let options = SamplingOptions {
+                    repetition_penalty: penalty,
+                    temperature,
+                    ..SamplingOptions::default()
+                };
+                let mut extreme = Sampler::new(&options).unwrap();
+                let history: &[u32] = if want == 2 { &[2] } else { &[0, 2] };
+                assert_eq!(extreme.sample(&logits, history).unwrap(), want);
+                let all = extreme.sample(&logits, &[0, 1, 2]);
+                assert!(all.is_ok(), "{all:?}");
+            }
+        }
         let ruled = [f32::NEG_INFINITY, 0.0, f32::NEG_INFINITY];
         assert_eq!(counts(warm(), &ruled, 50), [0, 50, 0]);
         assert_eq!(

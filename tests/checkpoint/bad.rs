@@ -115,6 +115,35 @@ fn good() -> Vec<(&'static str, Vec<u8>)> {
             ]),
         ),
         (
+            "plain-nf4.safetensors",
+            tensors(&[
+                ("a.weight.absmax", "F32", "[2]", zeros(8)),
+                ("a.weight.quant_map", "F32", "[16]", zeros(64)),
+                ("a.weight", "U8", "[64,1]", zeros(64)),
+                (
+                    "a.weight.quant_state.bitsandbytes__nf4",
+                    "U8",
+                    "[31]",
+                    br#"{"blocksize":64,"shape":[4,32]}"#.to_vec(),
+                ),
+            ]),
+        ),
+        (
+            "torchao.safetensors",
+            tensors(&[
+                ("a._weight_per_tensor_scale", "F32", "[]", zeros(4)),
+                ("a._weight_qdata", "U8", "[2,8]", zeros(16)),
+                ("a._weight_scale", "F8_E4M3", "[32,16]", zeros(128 * 4)),
+            ]),
+        ),
+        (
+            "float8.safetensors",
+            tensors(&[
+                ("a.weight_scale", "F32", "[2,1]", zeros(8)),
+                ("a.weight", "F8_E4M3", "[2,16]", zeros(32)),
+            ]),
+        ),
+        (
             "a.gguf",
             llama()
                 .with_pair(Gguf::array_pair("tokenizer.ggml.tokens", 8, 1, &{
@@ -217,6 +246,46 @@ fn a_broken_config_is_named() {
     let error = checkpoint::open(&scratch.0).map(|_| ()).unwrap_err();
     assert!(error.message().contains("config.json"), "{error}");
     assert_eq!(error.kind(), ErrorKind::CorruptFile);
+}
+
+/// A count that a large file could hold must not be believed before its items are there. The file is a hole.
+#[test]
+fn counts_that_lie_in_large_files() {
+    const LEN: u64 = 1 << 40;
+    let gguf = |tensors: u64, pairs: Vec<u8>| {
+        let mut gguf = Gguf::new("llama");
+        gguf.pairs.push(pairs);
+        gguf.tensor_count = Some(tensors);
+        gguf.build()
+    };
+    let mut pairs = Gguf::new("llama");
+    pairs.pair_count = Some(LEN / 16);
+    let one = || number_pair("k", 1);
+    let texts = |n| gguf(1, Gguf::array_pair("k", 8, n, &[]));
+    for (name, start, needle) in [
+        ("x.dat", leb128(LEN / 6), "its key is empty"),
+        ("pairs.gguf", pairs.build(), "stands twice"),
+        ("tensors.gguf", gguf(LEN / 40, one()), "0 dimensions"),
+        (
+            "texts.gguf",
+            texts(LEN / 10),
+            "an array of 109951162777 elements",
+        ),
+        (
+            "bytes.gguf",
+            gguf(1, Gguf::array_pair("k", 0, LEN / 2, &[])),
+            "an array of 549755813888 elements",
+        ),
+    ] {
+        let scratch = Scratch::new();
+        let path = scratch.0.join(name);
+        std::fs::write(&path, start).unwrap();
+        let file = std::fs::File::options().write(true).open(&path).unwrap();
+        file.set_len(LEN).unwrap();
+        let error = checkpoint::open(&path).map(|_| ()).unwrap_err();
+        assert!(error.message().contains(needle), "{name}: {error}");
+        assert_eq!(error.kind(), ErrorKind::CorruptFile, "{name}");
+    }
 }
 
 mod dat_files {
@@ -488,9 +557,70 @@ mod safetensors_files {
         let f8 = ("a.weight", "F8_E4M3", "[2,8]", vec![0; 16]);
         refused(
             file,
-            make(&[block_scales, f8]),
+            make(&[block_scales, f8.clone()]),
             &["'a.weight_scale'", "one per row"],
         );
+        // Weights whose scales go unread would load, and be wrong.
+        let by_block = ("a.weight_scale_inv", "F32", "[1,1]", vec![0; 4]);
+        refused(
+            file,
+            make(&[by_block, f8]),
+            &["'a.weight_scale_inv'", "not supported"],
+        );
+        let int8 = ("a.weight", "I8", "[2,16]", vec![0; 32]);
+        let by_row = ("a.SCB", "F32", "[2]", vec![0; 8]);
+        refused(
+            file,
+            make(&[by_row, int8]),
+            &["'a.SCB'", "8-bit", "not supported"],
+        );
+        refused(
+            file,
+            make(&[global(1.0), weight.clone()]),
+            &["'a.weight'", "no 'a.weight_scale'"],
+        );
+        refused(
+            file,
+            make(std::slice::from_ref(&packed)),
+            &["'a.weight_packed'", "no 'a.weight_scale'"],
+        );
+        let torchao = ("a._weight_qdata", "U8", "[2,8]", vec![0; 16]);
+        refused(
+            file,
+            make(std::slice::from_ref(&torchao)),
+            &["'a._weight_qdata'", "no 'a._weight_scale'"],
+        );
+        let short = ("a._weight_scale", "F8_E4M3", "[2]", vec![0; 2]);
+        refused(
+            file,
+            make(&[torchao, short]),
+            &["'a._weight_scale'", "[2]", "[2, 1]"],
+        );
+    }
+
+    #[test]
+    fn conventions_whose_k_is_no_multiple_of_16() {
+        for (codes, scale, global) in [
+            ("a.weight", "a.weight_scale", "a.weight_scale_2"),
+            ("a.weight_packed", "a.weight_scale", "a.weight_global_scale"),
+            (
+                "a._weight_qdata",
+                "a._weight_scale",
+                "a._weight_per_tensor_scale",
+            ),
+            ("a.qdata", "a.scale", "b"),
+        ] {
+            let file = tensors(&[
+                (global, "F32", "[1]", 1.0f32.to_le_bytes().to_vec()),
+                (codes, "U8", "[2,12]", vec![0; 24]),
+                (scale, "F8_E4M3", "[2,1]", vec![0; 2]),
+            ]);
+            refused(
+                "x.safetensors",
+                file,
+                &[&format!("'{codes}'"), "K = 24 is not a multiple of 16"],
+            );
+        }
     }
 
     #[test]
@@ -545,6 +675,10 @@ mod safetensors_files {
                 "4294967296",
             ),
             (r#"{"blocksize":64,"shape":[-1]}"#, "-1"),
+            (
+                r#"{"blocksize":64,"blocksize":32,"shape":[2,64]}"#,
+                "duplicate",
+            ),
             ("{", "quant_state"),
         ];
         for (state, needle) in cases {
@@ -567,6 +701,85 @@ mod safetensors_files {
             ("a.weight", "U8", "[8,1]", vec![0; 8]),
         ]);
         refused(file, lone, &["'a.weight'", "no 'a.weight.quant_map'"]);
+        let without_scales = tensors(&[
+            ("a.weight.quant_map", "F32", "[16]", vec![0; 64]),
+            ("a.weight", "U8", "[8,1]", vec![0; 8]),
+        ]);
+        refused(
+            file,
+            without_scales,
+            &["'a.weight'", "no 'a.weight.absmax'"],
+        );
+    }
+
+    #[test]
+    fn bad_nested_nf4() {
+        let file = "x.safetensors";
+        let make = |state: &str, dtype: &str, nested: usize, map: usize| {
+            let width = if dtype == "U8" { 1 } else { 4 };
+            tensors(&[
+                (
+                    "a.weight.nested_absmax",
+                    "F32",
+                    &format!("[{nested}]"),
+                    vec![0; 4 * nested],
+                ),
+                (
+                    "a.weight.nested_quant_map",
+                    "F32",
+                    &format!("[{map}]"),
+                    vec![0; 4 * map],
+                ),
+                ("a.weight.quant_map", "F32", "[16]", vec![0; 64]),
+                ("a.weight.absmax", dtype, "[4]", vec![0; 4 * width]),
+                ("a.weight", "U8", "[128,1]", vec![0; 128]),
+                (
+                    "a.weight.quant_state.bitsandbytes__nf4",
+                    "U8",
+                    &format!("[{}]", state.len()),
+                    state.as_bytes().to_vec(),
+                ),
+            ])
+        };
+        let state = |block: &str| {
+            format!(
+                r#"{{"blocksize":64,"shape":[4,64],"nested_blocksize":{block},"nested_offset":0}}"#
+            )
+        };
+        let good = state("2");
+        assert!(checkpoint::open_bytes(file, make(&good, "U8", 2, 256)).is_ok());
+        let state_key = "'a.weight.quant_state.bitsandbytes__nf4'";
+        for (bytes, needles) in [
+            (
+                make(&good, "U8", 3, 256),
+                ["'a.weight.nested_absmax'", "2 elements"],
+            ),
+            (
+                make(&good, "U8", 2, 255),
+                ["'a.weight.nested_quant_map'", "256 elements"],
+            ),
+            (make(&good, "F32", 2, 256), ["'a.weight.absmax'", "of U8"]),
+            (
+                make(&state("0"), "U8", 2, 256),
+                [state_key, "nested_blocksize is 0"],
+            ),
+            (make(&state("-1"), "U8", 2, 256), [state_key, "-1"]),
+            (
+                make(&state("null"), "U8", 2, 256),
+                [state_key, "lacks nested_blocksize"],
+            ),
+        ] {
+            refused(file, bytes, &needles);
+        }
+        let whole = format!(
+            r#"{{"blocksize":64,"shape":[4,64],"nested_blocksize":{}}}"#,
+            u64::MAX
+        );
+        refused(
+            file,
+            make(&whole, "U8", 1, 256),
+            &[state_key, "nested_offset"],
+        );
     }
 
     #[test]
@@ -607,7 +820,22 @@ mod safetensors_files {
             assert!(error.message().contains("same directory"), "{error}");
         }
         assert!(attempt(r#"{"weight_map":{}}"#, &[]).is_err());
-        assert!(attempt("{", &[]).is_err());
+        for index in ["", "{"] {
+            let error = attempt(index, &[]).unwrap_err();
+            assert!(error.message().contains("index.json"), "{error}");
+        }
+        let truncated = [
+            ("1.safetensors", shard("a")[..20].to_vec()),
+            both[1].clone(),
+        ];
+        let error = attempt(two, &truncated).unwrap_err();
+        assert!(error.message().contains("1.safetensors"), "{error}");
+        let empty = [both[0].clone(), ("2.safetensors", Vec::new())];
+        let error = attempt(two, &empty).unwrap_err();
+        assert!(
+            error.message().contains("2.safetensors is empty"),
+            "{error}"
+        );
         let double = r#"{"weight_map":{"a":"1.safetensors","a":"2.safetensors"}}"#;
         assert!(
             attempt(double, &both)

@@ -3,4 +3,5 @@
 mod bad;
 mod files;
 mod golden;
+mod models;
 mod write;

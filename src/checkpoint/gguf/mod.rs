@@ -19,6 +19,10 @@ const MAGIC: &[u8] = b"GGUF";
 /// More dimensions than GGUF allows (4).
 const MAX_DIMS: u32 = 4;
 
+/// More elements than the longest array of a real file, its list of tokens or merges. Elements take more room in memory than in
+/// the file.
+const MAX_ELEMENTS: u64 = 1 << 24;
+
 /// Arrays may hold arrays; real files never go deeper than this.
 const MAX_DEPTH: u32 = 4;
 
@@ -225,7 +229,7 @@ fn read_pairs(cursor: &mut Cursor<'_>, count: u64) -> Result<Pairs> {
             cursor.left()
         );
     }
-    let mut values = HashMap::with_capacity(count as usize);
+    let mut values = HashMap::new();
     for number in 0..count {
         let key = text(cursor, "a metadata key")
             .map_err(|e| e.within(format_args!("key-value pair {number} of {count}")))?;
@@ -285,6 +289,16 @@ fn value(cursor: &mut Cursor<'_>, kind: u32, depth: u32) -> Result<Value> {
     }
 }
 
+fn check_elements(len: u64) -> Result<()> {
+    if len > MAX_ELEMENTS {
+        bail!(
+            CorruptFile,
+            "an array of {len} elements; at most {MAX_ELEMENTS} are possible"
+        );
+    }
+    Ok(())
+}
+
 fn array(cursor: &mut Cursor<'_>, depth: u32) -> Result<Value> {
     let kind = cursor.u32("an array's element type")?;
     let len = cursor.u64("an array's length")?;
@@ -293,6 +307,7 @@ fn array(cursor: &mut Cursor<'_>, depth: u32) -> Result<Value> {
             .checked_mul(width)
             .ok_or_else(|| err!(CorruptFile, "an array of {len} elements"))?;
         let bytes = cursor.take(bytes, "an array")?;
+        check_elements(len)?;
         let items = bytes.chunks_exact(width as usize).map(|b| number(kind, b));
         return Ok(match kind {
             6 | 12 => Value::Floats(
@@ -323,8 +338,9 @@ fn array(cursor: &mut Cursor<'_>, depth: u32) -> Result<Value> {
             cursor.left()
         );
     }
+    check_elements(len)?;
     if kind == 8 {
-        let mut texts = Vec::with_capacity(len as usize);
+        let mut texts = Vec::new();
         for i in 0..len {
             texts.push(
                 text(cursor, "a text")
@@ -348,7 +364,7 @@ fn read_tensors(cursor: &mut Cursor<'_>, count: u64, alignment: usize) -> Result
             cursor.left()
         );
     }
-    let mut raws = Vec::with_capacity(count as usize);
+    let mut raws = Vec::new();
     for number in 0..count {
         let name = text(cursor, "a tensor name")
             .map_err(|e| e.within(format_args!("tensor {number} of {count}")))?;

@@ -157,3 +157,28 @@ pub(in crate::cpu) unsafe fn softmax<S: Simd>(scores: *mut f32, n: usize) -> f32
         S::sum(sum)
     }
 }
+
+/// The sum of `n` floats, `n` a multiple of 64, in some order: what costs nothing but reading them. Memory is asked for
+/// `ahead` bytes early, or not at all if that is 0.
+///
+/// # Safety
+/// As for [`Simd`], with that much at `x`.
+#[inline(always)]
+pub(in crate::cpu) unsafe fn sum<S: Simd>(x: *const f32, n: usize, ahead: usize) -> f32 {
+    // SAFETY: forwarded; any address may be asked for.
+    unsafe {
+        let mut sums = [S::splat(0.0); 4];
+        for i in (0..n).step_by(64) {
+            let x = x.add(i);
+            if ahead > 0 {
+                for line in 0..4 {
+                    S::prefetch(x.cast::<u8>().wrapping_add(ahead + line * 64));
+                }
+            }
+            for j in 0..4 {
+                sums[j] = S::add(sums[j], S::load(x.add(j * 16)));
+            }
+        }
+        S::sum(S::add(S::add(sums[0], sums[1]), S::add(sums[2], sums[3])))
+    }
+}

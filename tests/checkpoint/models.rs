@@ -1,0 +1,448 @@
+//! Models that are wrong in one way each, in every format: the readers find nothing amiss, so the loader and the converter
+//! must.
+
+use std::ops::ControlFlow;
+use std::path::PathBuf;
+
+use NVFP4::base::threads::Pool;
+use NVFP4::base::{Error, ErrorKind};
+use NVFP4::checkpoint;
+use NVFP4::format::nvfp4::Recipe;
+use NVFP4::model::convert::{Container, ConvertOptions, convert};
+use NVFP4::model::{Device, LoadOptions, Model};
+use NVFP4::session::{GenerateOptions, Session, SessionOptions};
+use proptest::prelude::*;
+use serde_json::{Value, json};
+
+use super::files::{Gguf, Scratch, dat, dat_entry, tensors};
+
+#[derive(Clone)]
+struct Tensor {
+    name: String,
+    gguf: String,
+    shape: Vec<usize>,
+    values: Vec<f32>,
+}
+
+/// A small Qwen3 model, in no format yet.
+#[derive(Clone)]
+struct Description {
+    config: Value,
+    tensors: Vec<Tensor>,
+    tokenizer: bool,
+}
+
+const HIDDEN: usize = 32;
+const WIDE: usize = 48;
+const ROWS: usize = 40;
+
+fn good() -> Description {
+    let tensor = |name: &str, gguf: &str, shape: &[usize]| Tensor {
+        name: format!("{name}.weight"),
+        gguf: format!("{gguf}.weight"),
+        shape: shape.to_vec(),
+        values: vec![0.5; shape.iter().product()],
+    };
+    let layer = |name: &str, gguf: &str, shape: &[usize]| {
+        tensor(
+            &format!("model.layers.0.{name}"),
+            &format!("blk.0.{gguf}"),
+            shape,
+        )
+    };
+    Description {
+        config: json!({
+            "model_type": "qwen3", "hidden_size": HIDDEN, "intermediate_size": WIDE, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": ROWS,
+            "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
+        }),
+        tensors: vec![
+            tensor("model.embed_tokens", "token_embd", &[ROWS, HIDDEN]),
+            layer("input_layernorm", "attn_norm", &[HIDDEN]),
+            layer("self_attn.q_proj", "attn_q", &[32, HIDDEN]),
+            layer("self_attn.k_proj", "attn_k", &[16, HIDDEN]),
+            layer("self_attn.v_proj", "attn_v", &[16, HIDDEN]),
+            layer("self_attn.o_proj", "attn_output", &[HIDDEN, 32]),
+            layer("self_attn.q_norm", "attn_q_norm", &[16]),
+            layer("self_attn.k_norm", "attn_k_norm", &[16]),
+            layer("post_attention_layernorm", "ffn_norm", &[HIDDEN]),
+            layer("mlp.gate_proj", "ffn_gate", &[WIDE, HIDDEN]),
+            layer("mlp.up_proj", "ffn_up", &[WIDE, HIDDEN]),
+            layer("mlp.down_proj", "ffn_down", &[HIDDEN, WIDE]),
+            tensor("model.norm", "output_norm", &[HIDDEN]),
+            tensor("lm_head", "output", &[ROWS, HIDDEN]),
+        ],
+        tokenizer: false,
+    }
+}
+
+const FORMATS: [&str; 4] = ["dat", "safetensors", "nf4", "gguf"];
+
+fn bytes(values: &[f32]) -> Vec<u8> {
+    values.iter().flat_map(|v| v.to_le_bytes()).collect()
+}
+
+impl Description {
+    fn tensor(&mut self, name: &str) -> &mut Tensor {
+        let found = self.tensors.iter_mut().find(|t| t.name.ends_with(name));
+        found.unwrap_or_else(|| panic!("{name}"))
+    }
+
+    fn reshape(&mut self, name: &str, shape: &[usize]) {
+        let tensor = self.tensor(name);
+        tensor.shape = shape.to_vec();
+        tensor.values = vec![0.5; shape.iter().product()];
+    }
+
+    /// Writes the model and gives the path to open.
+    fn write(&self, format: &str, scratch: &Scratch) -> PathBuf {
+        let (name, content) = match format {
+            "dat" => ("model.dat", self.dat()),
+            "safetensors" => ("model.safetensors", self.safetensors(false)),
+            "nf4" => ("model.safetensors", self.safetensors(true)),
+            _ => ("model.gguf", self.gguf()),
+        };
+        let path = scratch.0.join(name);
+        std::fs::write(&path, content).unwrap();
+        if format != "gguf" {
+            std::fs::write(scratch.0.join("config.json"), self.config.to_string()).unwrap();
+            if self.tokenizer {
+                let from = concat!(
+                    env!("CARGO_MANIFEST_DIR"),
+                    "/tests/golden/text/tokenizer.json"
+                );
+                std::fs::copy(from, scratch.0.join("tokenizer.json")).unwrap();
+            }
+        }
+        path
+    }
+
+    fn dat(&self) -> Vec<u8> {
+        let entry = |t: &Tensor| {
+            let dims: Vec<u64> = t.shape.iter().map(|&d| d as u64).collect();
+            dat_entry(&t.name, 6, &dims, &bytes(&t.values))
+        };
+        dat(&self.tensors.iter().map(entry).collect::<Vec<_>>())
+    }
+
+    /// With `nf4`, the matrices of the layers as bitsandbytes stores them; a value that is not finite becomes the scale of
+    /// its block.
+    fn safetensors(&self, nf4: bool) -> Vec<u8> {
+        let mut items: Vec<(String, &str, String, Vec<u8>)> = Vec::new();
+        for t in &self.tensors {
+            let shape = format!("{:?}", t.shape);
+            if !(nf4 && t.shape.len() == 2 && t.name.contains("layers")) {
+                items.push((t.name.clone(), "F32", shape, bytes(&t.values)));
+                continue;
+            }
+            let scale = |block: &[f32]| block.iter().copied().find(|v| !v.is_finite());
+            let absmax: Vec<f32> = t
+                .values
+                .chunks(64)
+                .map(|b| scale(b).unwrap_or(1.0))
+                .collect();
+            let state = json!({"blocksize": 64, "shape": t.shape}).to_string();
+            let codes = t.values.len().div_ceil(2);
+            let part = |name: &str| format!("{}.{name}", t.name);
+            let list = |n: usize| format!("[{n}]");
+            items.extend([
+                (part("absmax"), "F32", list(absmax.len()), bytes(&absmax)),
+                (part("quant_map"), "F32", list(16), bytes(&[0.5; 16])),
+                (t.name.clone(), "U8", format!("[{codes},1]"), vec![0; codes]),
+                (
+                    part("quant_state.bitsandbytes__nf4"),
+                    "U8",
+                    list(state.len()),
+                    state.into_bytes(),
+                ),
+            ]);
+        }
+        let items: Vec<_> = items
+            .iter()
+            .map(|(n, d, s, b)| (n.as_str(), *d, s.as_str(), b.clone()))
+            .collect();
+        tensors(&items)
+    }
+
+    fn gguf(&self) -> Vec<u8> {
+        let architecture = self.config["model_type"].as_str().unwrap();
+        let mut gguf = Gguf::new(architecture);
+        for (key, name) in [
+            ("embedding_length", "hidden_size"),
+            ("feed_forward_length", "intermediate_size"),
+            ("block_count", "num_hidden_layers"),
+            ("attention.head_count", "num_attention_heads"),
+            ("attention.head_count_kv", "num_key_value_heads"),
+            ("attention.key_length", "head_dim"),
+            ("context_length", "max_position_embeddings"),
+        ] {
+            let value = self.config[name].as_u64().unwrap() as u32;
+            let key = format!("{architecture}.{key}");
+            gguf = gguf.with_pair(Gguf::pair(&key, 4, &value.to_le_bytes()));
+        }
+        let eps = format!("{architecture}.attention.layer_norm_rms_epsilon");
+        gguf = gguf.with_pair(Gguf::pair(&eps, 6, &1e-6f32.to_le_bytes()));
+        if self.tokenizer {
+            let texts = |all: &[String]| -> Vec<u8> {
+                let text =
+                    |t: &String| [&(t.len() as u64).to_le_bytes()[..], t.as_bytes()].concat();
+                all.iter().flat_map(text).collect()
+            };
+            let mut words: Vec<String> = (b'!'..=b'~').map(|b| char::from(b).into()).collect();
+            words.push("ab".to_owned());
+            let merges = texts(&["a b".to_owned()]);
+            gguf = gguf
+                .with_pair(Gguf::array_pair(
+                    "tokenizer.ggml.tokens",
+                    8,
+                    words.len() as u64,
+                    &texts(&words),
+                ))
+                .with_pair(Gguf::array_pair("tokenizer.ggml.merges", 8, 1, &merges))
+                .with_pair(Gguf::text_pair("tokenizer.ggml.model", "gpt2"))
+                .with_pair(Gguf::text_pair("tokenizer.ggml.pre", "gpt-2"));
+        }
+        let mut data = Vec::new();
+        for t in &self.tensors {
+            let dims: Vec<u64> = t.shape.iter().rev().map(|&d| d as u64).collect();
+            gguf = gguf.tensor(&t.gguf, &dims, 0, data.len() as u64);
+            data.extend(bytes(&t.values));
+            data.resize(data.len().next_multiple_of(32), 0);
+        }
+        gguf.with_data(data).build()
+    }
+}
+
+fn load(path: &std::path::Path) -> NVFP4::base::Result<std::sync::Arc<Model>> {
+    Model::load(path, &LoadOptions::new(Device::cpu(Some(2)).unwrap()))
+}
+
+/// Converts the model at `path`, which must leave nothing behind if it fails.
+fn quantize(path: &std::path::Path) -> NVFP4::base::Result<()> {
+    let scratch = Scratch::new();
+    for (container, name) in [(Container::ModelOpt, "out"), (Container::Dat, "out.dat")] {
+        let options = ConvertOptions::new(container, Recipe::Amax);
+        let source = checkpoint::open(path)?;
+        let pool = Pool::new(2).unwrap();
+        let result = convert(
+            &*source,
+            &scratch.0.join(name),
+            &options,
+            &pool,
+            &mut |_| ControlFlow::Continue(()),
+        );
+        if let Err(e) = result {
+            assert_eq!(scratch.names(), Vec::<String>::new(), "{e}");
+            return Err(e);
+        }
+        for made in std::fs::read_dir(&scratch.0).unwrap() {
+            let made = made.unwrap().path();
+            let _ = std::fs::remove_dir_all(&made);
+            let _ = std::fs::remove_file(&made);
+        }
+    }
+    Ok(())
+}
+
+/// In every format, `model` must be refused with a message that names the file and holds every needle.
+fn refused(model: &Description, kind: ErrorKind, needles: &[&str]) {
+    for format in FORMATS {
+        let scratch = Scratch::new();
+        let path = model.write(format, &scratch);
+        let error = load(&path).map(|_| ()).unwrap_err();
+        named(format, &error, needles);
+        let message = error.message();
+        assert!(
+            message.contains(path.to_str().unwrap()),
+            "{format}: {error}"
+        );
+        assert_eq!(error.kind(), kind, "{format}: {error}");
+    }
+}
+
+fn named(format: &str, error: &Error, needles: &[&str]) {
+    for needle in needles {
+        assert!(
+            error.message().contains(needle),
+            "{format}: '{error}' lacks '{needle}'"
+        );
+    }
+    assert!(!error.message().contains('\n'), "{format}: {error}");
+}
+
+#[test]
+fn the_good_model_loads_and_converts() {
+    for format in FORMATS {
+        let scratch = Scratch::new();
+        let path = good().write(format, &scratch);
+        let model = load(&path).unwrap_or_else(|e| panic!("{format}: {e}"));
+        assert_eq!(model.config().vocab_size, ROWS, "{format}");
+        quantize(&path).unwrap_or_else(|e| panic!("{format}: {e}"));
+    }
+}
+
+#[test]
+fn missing_tensors_are_named_together() {
+    let mut model = good();
+    let gone = ["down_proj.weight", "q_norm.weight", "model.norm.weight"];
+    model
+        .tensors
+        .retain(|t| !gone.iter().any(|g| t.name.ends_with(g)));
+    let all = "model.norm.weight, model.layers.0.mlp.down_proj.weight, model.layers.0.self_attn.q_norm.weight";
+    refused(
+        &model,
+        ErrorKind::NotFound,
+        &["3 tensors of this qwen3 model are missing", all],
+    );
+}
+
+#[test]
+fn wrong_shapes_are_named_together() {
+    let mut model = good();
+    model.reshape("up_proj.weight", &[WIDE, 16]);
+    model.reshape("k_norm.weight", &[32]);
+    refused(
+        &model,
+        ErrorKind::CorruptFile,
+        &[
+            "mlp.up_proj.weight has shape [48, 16], expected [48, 32]",
+            "self_attn.k_norm.weight has shape [32], expected [16]",
+        ],
+    );
+}
+
+#[test]
+fn weights_that_are_not_finite() {
+    for name in [
+        "q_proj.weight",
+        "input_layernorm.weight",
+        "embed_tokens.weight",
+    ] {
+        for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            let mut model = good();
+            model.tensor(name).values[9] = value;
+            refused(&model, ErrorKind::CorruptFile, &[name, "must be finite"]);
+        }
+    }
+    for format in FORMATS {
+        for value in [f32::NAN, f32::INFINITY] {
+            let mut model = good();
+            model.tensor("q_proj.weight").values[9] = value;
+            let scratch = Scratch::new();
+            let error = quantize(&model.write(format, &scratch)).unwrap_err();
+            named(format, &error, &["self_attn.q_proj.weight"]);
+        }
+    }
+}
+
+#[test]
+fn k_that_is_no_multiple_of_16() {
+    let mut model = good();
+    model.config["intermediate_size"] = json!(40);
+    model.reshape("gate_proj.weight", &[40, HIDDEN]);
+    model.reshape("up_proj.weight", &[40, HIDDEN]);
+    model.reshape("down_proj.weight", &[HIDDEN, 40]);
+    refused(
+        &model,
+        ErrorKind::Unsupported,
+        &["intermediate_size is 40; it must be a multiple of 16"],
+    );
+    for format in FORMATS {
+        let scratch = Scratch::new();
+        let error = quantize(&model.write(format, &scratch)).unwrap_err();
+        named(format, &error, &["mlp.down_proj.weight", "K = 40"]);
+    }
+}
+
+#[test]
+fn unknown_architectures() {
+    let mut model = good();
+    model.config["model_type"] = json!("mamba");
+    refused(
+        &model,
+        ErrorKind::Unsupported,
+        &["'mamba'", "known are llama, qwen2, qwen3"],
+    );
+}
+
+#[test]
+fn tokenizers_larger_than_the_embedding() {
+    let mut model = good();
+    model.tokenizer = true;
+    refused(
+        &model,
+        ErrorKind::CorruptFile,
+        &["the tokenizer has ids up to", "only 40 rows"],
+    );
+}
+
+/// Codes whose scales are missing are no weights, however well their shape fits.
+#[test]
+fn integers_are_no_weights() {
+    let scratch = Scratch::new();
+    let path = good().write("safetensors", &scratch);
+    let name = "model.layers.0.mlp.up_proj.weight";
+    let items: Vec<_> = good()
+        .tensors
+        .into_iter()
+        .map(|t| {
+            let shape = format!("{:?}", t.shape);
+            if t.name == name {
+                (t.name, "I8", shape, vec![1; WIDE * HIDDEN])
+            } else {
+                (t.name, "F32", shape, bytes(&t.values))
+            }
+        })
+        .collect();
+    let items: Vec<_> = items
+        .iter()
+        .map(|(n, d, s, b)| (n.as_str(), *d, s.as_str(), b.clone()))
+        .collect();
+    std::fs::write(&path, tensors(&items)).unwrap();
+    let error = load(&path).map(|_| ()).unwrap_err();
+    named("load", &error, &[name, "is stored as I8"]);
+    let error = quantize(&path).unwrap_err();
+    named("quantize", &error, &[name, "is stored as I8"]);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(100))]
+
+    /// Loaded or refused, run or refused: anything but a panic.
+    #[test]
+    fn flipped_bits_in_a_model_are_survived(
+        format in 0..FORMATS.len(),
+        in_config in any::<bool>(),
+        near in any::<bool>(),
+        flips in proptest::collection::vec((0usize..1 << 16, 0u8..8), 1..4),
+    ) {
+        let scratch = Scratch::new();
+        let mut model = good();
+        model.tokenizer = FORMATS[format] == "gguf" && flips[0].1 == 0;
+        if model.tokenizer {
+            model.reshape("embed_tokens.weight", &[96, HIDDEN]);
+            model.reshape("lm_head.weight", &[96, HIDDEN]);
+        }
+        let path = model.write(FORMATS[format], &scratch);
+        let config = scratch.0.join("config.json");
+        let file = if in_config && config.exists() { &config } else { &path };
+        let mut bytes = std::fs::read(file).unwrap();
+        // Headers are small, and where the lies are.
+        let reach = if near { bytes.len().min(1500) } else { bytes.len() };
+        for (at, bit) in flips {
+            bytes[at % reach] ^= 1 << bit;
+        }
+        std::fs::write(file, bytes).unwrap();
+        let _ = quantize(&path);
+        if let Ok(model) = load(&path) {
+            let mut session = Session::new(model, &SessionOptions::default()).unwrap();
+            let options = GenerateOptions {
+                max_tokens: 2,
+                ..GenerateOptions::default()
+            };
+            if session.prefill(&[1, 2, 3]).is_ok() {
+                let _ = session.generate(&options, &mut |_| ControlFlow::Continue(()));
+            }
+        }
+    }
+}
