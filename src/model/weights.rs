@@ -10,6 +10,10 @@ use crate::base::memory::Buffer;
 use crate::checkpoint::{Checkpoint, Entry};
 use crate::ops::linear::Linear;
 
+/// Rows of a mapped embedding that are looked up before its pages are given back. Touching one byte may map as much as a huge
+/// page around it, so that a prompt would soon hold the whole table.
+const RUN: usize = 16;
+
 /// A linear map and its bias, where it has one.
 #[derive(Debug)]
 pub struct Projection {
@@ -48,7 +52,7 @@ pub struct Layer {
 
 /// Where the rows of the embedding come from.
 pub enum Embedding {
-    /// The checkpoint, which stays mapped: only the pages of rows that are looked up come into memory.
+    /// The checkpoint, which stays mapped: the system brings in what surrounds a row that is looked up, and gets it back.
     Mapped {
         /// The opened file.
         checkpoint: Arc<dyn Checkpoint>,
@@ -135,13 +139,18 @@ impl Weights {
                 tokens.len()
             );
         }
-        for (&token, row) in tokens.iter().zip(out.chunks_exact_mut(hidden)) {
-            let token = token as usize;
-            match &self.embedding {
-                Embedding::Head => self.head.linear.row(token, row)?,
-                Embedding::Mapped { checkpoint, entry } => {
-                    checkpoint.rows_f32(entry, token..token + 1, row)?;
+        for (tokens, rows) in tokens.chunks(RUN).zip(out.chunks_mut(RUN * hidden)) {
+            for (&token, row) in tokens.iter().zip(rows.chunks_exact_mut(hidden)) {
+                let token = token as usize;
+                match &self.embedding {
+                    Embedding::Head => self.head.linear.row(token, row)?,
+                    Embedding::Mapped { checkpoint, entry } => {
+                        checkpoint.rows_f32(entry, token..token + 1, row)?;
+                    }
                 }
+            }
+            if let Embedding::Mapped { checkpoint, entry } = &self.embedding {
+                checkpoint.release(entry, 0..entry.rows());
             }
         }
         Ok(())

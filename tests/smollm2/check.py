@@ -102,9 +102,9 @@ def check_reference(build, gguf, quantized):
 
 
 def check_memory(program, model):
-    # The answer fills the cache, so that all of it is touched.
+    # Text and answer nearly fill the cache, so that it is touched, and look up many rows of the embedding.
     got, resident = nvfp4(
-        program, "run", "--model", model, "--prompt", "Tell me about the sea.", "--context", 512, "--max-tokens", 400, "--ignore-stops"
+        program, "run", "--model", model, "--raw", "--prompt-file", TEXT, "--context", 1024, "--max-tokens", 128, "--ignore-stops"
     )
     memory, weights = got["memory"], got["model"]["weight_bytes"]
     needed = weights + memory["kv_bytes"]
