@@ -84,30 +84,16 @@ unsafe fn decode(n: __m256i) -> [__m256; 4] {
     }
 }
 
-/// Eight rows of a block from the panel, a register for each four k.
+/// Eight rows of a block of the panel times `x`.
 #[inline(always)]
-unsafe fn panel_half(first: *const u8) -> [__m256i; 4] {
-    let w = first.cast::<__m256i>();
-    // SAFETY: AVX2 by the trait's contract; the panel's block holds these.
-    unsafe {
-        [
-            _mm256_loadu_si256(w),
-            _mm256_loadu_si256(w.add(2)),
-            _mm256_loadu_si256(w.add(4)),
-            _mm256_loadu_si256(w.add(6)),
-        ]
-    }
-}
-
-/// Eight rows of a block, a register for each four k, times `x`.
-#[inline(always)]
-unsafe fn dot(w: [__m256i; 4], x: *const i8, offset: i32) -> __m256 {
-    // SAFETY: AVX2 by the trait's contract, as are the 16 bytes at `x`.
+unsafe fn dot(codes: *const u8, x: *const i8, offset: i32) -> __m256 {
+    // SAFETY: AVX2 by the trait's contract, as are the bytes at `codes` and `x`.
     unsafe {
         let mut pairs = _mm256_setzero_si256();
         for q in 0..4 {
             let x = _mm256_set1_epi32(x.add(4 * q).cast::<i32>().read_unaligned());
-            pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(w[q], x));
+            let codes = _mm256_loadu_si256(codes.add(64 * q).cast());
+            pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(codes, x));
         }
         finish_dot(pairs, offset)
     }
@@ -302,12 +288,7 @@ unsafe impl Simd for Avx2 {
     }
     #[inline(always)]
     unsafe fn dot(codes: *const u8, x: *const i8, offset: i32) -> V {
-        unsafe {
-            [
-                dot(panel_half(codes), x, offset),
-                dot(panel_half(codes.add(32)), x, offset),
-            ]
-        }
+        unsafe { [dot(codes, x, offset), dot(codes.add(32), x, offset)] }
     }
     #[inline(always)]
     unsafe fn block_dot(units: *const u8, x: *const i8, offset: i32) -> V {
