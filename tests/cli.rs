@@ -223,7 +223,7 @@ fn run_gives_the_same_tokens_with_and_without_the_cache() {
 fn chat_takes_turns_from_a_pipe() {
     let scratch = Scratch::new("chat");
     let saved = scratch.path("saved");
-    let chat = |lines: &str| {
+    let chat = |lines: &[u8]| {
         let mut child = Command::new(env!("CARGO_BIN_EXE_nvfp4"))
             .args([
                 "chat",
@@ -239,7 +239,7 @@ fn chat_takes_turns_from_a_pipe() {
             .spawn()
             .unwrap();
         let mut input = child.stdin.take().unwrap();
-        input.write_all(lines.as_bytes()).unwrap();
+        input.write_all(lines).unwrap();
         drop(input);
         let output = child.wait_with_output().unwrap();
         let errors = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -249,10 +249,11 @@ fn chat_takes_turns_from_a_pipe() {
             output.status.code(),
         )
     };
-    let (both, errors, code) = chat(&format!("Hi\n/save {saved}\nAnd you?\n/stats\n"));
+    let (both, errors, code) = chat(format!("Hi\n/save {saved}\nAnd you?\n/stats\n").as_bytes());
     assert_eq!(code, Some(0), "{errors}");
     assert!(both.contains("tokens in the cache"), "{both}");
-    let (second, errors, code) = chat(&format!("x\n/reset\n\n/load {saved}\nAnd you?\n/exit\nx\n"));
+    let (second, errors, code) =
+        chat(format!("x\n/reset\n\n/load {saved}\nAnd you?\n/exit\nx\n").as_bytes());
     assert_eq!(code, Some(0), "{errors}");
     // What follows the loaded turn is what followed it the first time. Answers may hold line breaks of their own.
     let answers = both
@@ -267,11 +268,15 @@ fn chat_takes_turns_from_a_pipe() {
 
     fs::write(&saved, &fs::read(&saved).unwrap()[..700]).unwrap();
     for (lines, needle) in [
-        ("/load /no/such/file\n".to_owned(), "/no/such/file"),
-        (format!("/load {saved}\n"), "damaged or cut off"),
+        (b"/load /no/such/file\n".to_vec(), "/no/such/file"),
         (
-            format!("{}\n", "many words ".repeat(200)),
-            "in a context of 256",
+            format!("/load {saved}\n").into_bytes(),
+            "damaged or cut off",
+        ),
+        (b"many words ".repeat(200), "in a context of 256"),
+        (
+            b"Hi\xff\n".to_vec(),
+            "the line is not valid UTF-8: byte 2 of 4",
         ),
     ] {
         let (said, errors, code) = chat(&lines);
@@ -450,6 +455,30 @@ fn prompts_that_cannot_be_answered() {
     assert!(missing.contains("/no/such/prompt"), "{missing}");
     let empty = run(&[s("--prompt"), s(""), s("--raw")], b"");
     assert!(empty.contains("prefill a prompt first"), "{empty}");
+    let said = failure(&["perplexity", "--model", MODEL, "--text", &file]);
+    assert!(
+        said.contains("prompt.txt is not valid UTF-8: byte 11 of 17"),
+        "{said}"
+    );
+}
+
+#[test]
+fn a_model_is_not_converted_onto_itself() {
+    let scratch = Scratch::new("itself");
+    let dir = scratch.model("m", "config.json", |config| config);
+    let weights = || fs::read(scratch.path("m/model.safetensors")).unwrap();
+    let before = weights();
+    let said = failure(&["quantize", &dir, &dir]);
+    assert!(said.contains("name another"), "{said}");
+    let said = failure(&["quantize", &dir, &dir, "--format", "dat"]);
+    assert!(said.contains("not a place for a file"), "{said}");
+    assert!(weights() == before);
+    // A single file is read from where it was until the new one takes its name.
+    let dat = scratch.path("m.dat");
+    text(&["quantize", &dir, &dat]);
+    let first = fs::read(&dat).unwrap();
+    text(&["quantize", &dat, &dat]);
+    assert!(fs::read(&dat).unwrap() == first);
 }
 
 #[test]

