@@ -9,7 +9,7 @@
 //! | 6 | [`session`] |
 //! | 5 | [`model`] |
 //! | 4 | [`ops`] |
-//! | 3 | [`cpu`], [`checkpoint`], [`text`] |
+//! | 3 | [`cpu`], [`cuda`], [`checkpoint`], [`text`] |
 //! | 2 | [`tensor`] |
 //! | 1 | [`mod@format`] |
 //! | 0 | [`base`] |
@@ -23,6 +23,7 @@ pub mod tensor;
 
 pub mod checkpoint;
 pub mod cpu;
+pub mod cuda;
 pub mod text;
 
 pub mod ops;

@@ -35,7 +35,7 @@ const CASES: [&str; 10] = [
 ];
 
 fn cache(model: &Model) -> KvCache {
-    KvCache::new(model.config(), 128, KvType::F32).unwrap()
+    KvCache::new(model.device(), model.config(), 128, KvType::F32).unwrap()
 }
 
 /// The logits asked for after running `tokens` on an empty cache.
@@ -168,7 +168,7 @@ fn more_tokens_than_go_through_together() {
     dir.write("config.json", config.to_string().as_bytes());
     let model = Model::load(&dir.0, &options()).unwrap();
     let tokens = some_tokens(&model, 1030);
-    let mut cache = KvCache::new(model.config(), 1030, KvType::F16).unwrap();
+    let mut cache = KvCache::new(model.device(), model.config(), 1030, KvType::F16).unwrap();
     let (mut scratch, mut whole, mut last) = (Scratch::new(), Vec::new(), Vec::new());
     model
         .forward(&tokens, &mut cache, &mut scratch, Logits::All, &mut whole)
@@ -355,7 +355,7 @@ fn refused_calls_leave_the_cache_as_it_was() {
     let model = load("qwen3_tied");
     let flag = Arc::new(AtomicBool::new(false));
     let mut scratch = Scratch::new().interrupted_by(flag.clone());
-    let mut cache = KvCache::new(model.config(), 20, KvType::F32).unwrap();
+    let mut cache = KvCache::new(model.device(), model.config(), 20, KvType::F32).unwrap();
     let mut logits = Vec::new();
     model
         .forward(
@@ -383,10 +383,10 @@ fn refused_calls_leave_the_cache_as_it_was() {
         .forward(&[4], &mut cache, &mut scratch, Logits::Last, &mut logits)
         .unwrap();
     assert!(logits == run(&model, &[1, 2, 3, 4], Logits::Last));
-    assert!(KvCache::new(model.config(), 257, KvType::F32).is_err());
-    assert!(KvCache::new(model.config(), 0, KvType::F32).is_err());
+    assert!(KvCache::new(model.device(), model.config(), 257, KvType::F32).is_err());
+    assert!(KvCache::new(model.device(), model.config(), 0, KvType::F32).is_err());
 
-    let mut full = KvCache::new(model.config(), 4, KvType::F32).unwrap();
+    let mut full = KvCache::new(model.device(), model.config(), 4, KvType::F32).unwrap();
     model
         .forward(&[1; 4], &mut full, &mut scratch, Logits::None, &mut logits)
         .unwrap();

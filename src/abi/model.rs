@@ -359,13 +359,13 @@ pub unsafe extern "C" fn NVFP4_model_convert(
             convert.quantize = unsafe { self::options(options) }?.read()?.0;
         }
         let checkpoint = checkpoint::open(Path::new(source))?;
-        let Device::Cpu(cpu) = shared::device()?;
+        let device = shared::device()?;
         let progress = self::progress(progress, user);
         convert::convert(
             &*checkpoint,
             Path::new(destination),
             &convert,
-            cpu.pool(),
+            device.host()?.pool(),
             &mut |p| progress(p.done, p.total),
         )
         .map_err(|e| e.within(source))?;

@@ -1,5 +1,7 @@
 //! The only reader of environment variables. Each variable has one accessor here, with its meaning.
 
+use std::path::PathBuf;
+
 use super::error::{Result, bail};
 
 fn text(name: &str) -> Option<String> {
@@ -43,4 +45,22 @@ pub fn required_capabilities() -> Vec<String> {
 /// `HF_TOKEN`: the access token for the Hugging Face hub.
 pub fn hf_token() -> Option<String> {
     text("HF_TOKEN")
+}
+
+/// `NVFP4_NVRTC`: the library that compiles GPU kernels, where the loader does not find it.
+pub fn nvrtc() -> Option<PathBuf> {
+    text("NVFP4_NVRTC").map(PathBuf::from)
+}
+
+/// Where compiled GPU kernels are kept: `NVFP4_CACHE`, or `nvfp4` in the user's folder for caches. `None` where there is no
+/// such folder, or `NVFP4_CACHE` is `off`.
+pub fn kernel_cache() -> Option<PathBuf> {
+    match text("NVFP4_CACHE").as_deref() {
+        Some("off") => None,
+        Some(path) => Some(PathBuf::from(path)),
+        None => text("XDG_CACHE_HOME")
+            .map(PathBuf::from)
+            .or_else(|| text("HOME").map(|home| PathBuf::from(home).join(".cache")))
+            .map(|caches| caches.join("nvfp4")),
+    }
 }

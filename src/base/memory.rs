@@ -24,11 +24,28 @@ pub enum Tag {
     Scratch,
     /// Tensors created through the tensor API.
     Tensor,
+    /// Model weights on a GPU.
+    DeviceWeights,
+    /// Cached keys and values on a GPU.
+    DeviceKvCache,
+    /// Activations and workspaces on a GPU.
+    DeviceScratch,
+    /// Tensors on a GPU.
+    DeviceTensor,
 }
 
 impl Tag {
     /// Every tag, in counter order.
-    pub const ALL: [Tag; 4] = [Tag::Weights, Tag::KvCache, Tag::Scratch, Tag::Tensor];
+    pub const ALL: [Tag; 8] = [
+        Tag::Weights,
+        Tag::KvCache,
+        Tag::Scratch,
+        Tag::Tensor,
+        Tag::DeviceWeights,
+        Tag::DeviceKvCache,
+        Tag::DeviceScratch,
+        Tag::DeviceTensor,
+    ];
 
     /// Lower-case name used in reports.
     pub const fn name(self) -> &'static str {
@@ -37,6 +54,10 @@ impl Tag {
             Tag::KvCache => "kv_cache",
             Tag::Scratch => "scratch",
             Tag::Tensor => "tensor",
+            Tag::DeviceWeights => "device_weights",
+            Tag::DeviceKvCache => "device_kv_cache",
+            Tag::DeviceScratch => "device_scratch",
+            Tag::DeviceTensor => "device_tensor",
         }
     }
 }
@@ -134,6 +155,28 @@ fn release(tag: Tag, bytes: u64) {
     BY_TAG[tag as usize].current.fetch_sub(bytes, Relaxed);
 }
 
+/// Memory that was allocated elsewhere, counted like a [`Buffer`] for as long as this lives.
+#[derive(Debug)]
+pub struct Claim {
+    tag: Tag,
+    bytes: u64,
+}
+
+impl Claim {
+    /// Counts `bytes` under `tag`, or fails because they would pass the budget. To be made before the allocation.
+    pub fn new(tag: Tag, bytes: usize) -> Result<Claim> {
+        let bytes = bytes as u64;
+        reserve(tag, bytes)?;
+        Ok(Claim { tag, bytes })
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        release(self.tag, self.bytes);
+    }
+}
+
 /// Element types a [`Buffer`] may hold.
 ///
 /// # Safety
@@ -149,6 +192,8 @@ unsafe impl Plain for u16 {}
 unsafe impl Plain for u32 {}
 // SAFETY: as above.
 unsafe impl Plain for i32 {}
+// SAFETY: as above.
+unsafe impl Plain for u64 {}
 // SAFETY: as above.
 unsafe impl Plain for f32 {}
 

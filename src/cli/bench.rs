@@ -126,14 +126,11 @@ pub(super) fn run(args: &Args) -> Result<()> {
     let peak_resident_bytes = peak_resident();
     let info = model.info();
 
-    let Device::Cpu(cpu) = model.device() else {
-        bail!(
-            Unsupported,
-            "the bandwidth of {} cannot be measured",
-            model.device().name()
-        )
+    let bandwidth = match model.device() {
+        Device::Cpu(cpu) => bandwidth::read(cpu)?,
+        Device::Cuda(gpu) => NVFP4::cuda::read_bandwidth(gpu)?,
+        device => bail!(Unsupported, "the bandwidth of {} cannot be measured", device.name()),
     };
-    let bandwidth = bandwidth::read(cpu)?;
     let prefill = median(samples.iter().map(|s| s.prefill));
     let decode = median(samples.iter().map(|s| s.decode));
     // The cache grows while decoding; this many positions are read on average.
@@ -203,7 +200,7 @@ fn measure(sessions: &mut [Session], prompts: &[Vec<u32>], args: &Args) -> Resul
         let start = Instant::now();
         session.prefill(prompt)?;
         prefill += start.elapsed().as_secs_f64();
-        next.push(likeliest(session.logits()?));
+        next.push(session.likeliest()?);
         first_token += start.elapsed().as_secs_f64();
         if args.decode_from_empty {
             session.truncate(1)?;
@@ -211,35 +208,15 @@ fn measure(sessions: &mut [Session], prompts: &[Vec<u32>], args: &Args) -> Resul
     }
     let n = sessions.len() as f64;
     let start = Instant::now();
-    if let ([session], [token]) = (&mut *sessions, &mut next[..]) {
-        for _ in 0..args.gen_tokens {
-            session.decode(*token)?;
-            *token = likeliest(session.logits()?);
-        }
-    } else {
-        for _ in 0..args.gen_tokens {
-            let mut all: Vec<&mut Session> = sessions.iter_mut().collect();
-            session::step(&mut all, &next)?;
-            for (session, token) in sessions.iter_mut().zip(&mut next) {
-                *token = likeliest(session.logits()?);
-            }
-        }
+    for i in 0..args.gen_tokens {
+        let mut all: Vec<&mut Session> = sessions.iter_mut().collect();
+        next = session::step_likeliest(&mut all, &next, i + 1 < args.gen_tokens)?;
     }
     Ok(Sample {
         prefill: prefill / n,
         first_token: first_token / n,
         decode: start.elapsed().as_secs_f64(),
     })
-}
-
-fn likeliest(logits: &[f32]) -> u32 {
-    let mut best = 0;
-    for (i, &logit) in logits.iter().enumerate() {
-        if logit > logits[best] {
-            best = i;
-        }
-    }
-    best as u32
 }
 
 fn median(values: impl Iterator<Item = f64>) -> f64 {
@@ -265,10 +242,5 @@ mod tests {
     fn medians() {
         assert_eq!(median([3.0, 1.0, 2.0].into_iter()), 2.0);
         assert_eq!(median([4.0, 1.0, 2.0, 3.0].into_iter()), 2.5);
-    }
-
-    #[test]
-    fn the_first_of_equal_logits_is_taken() {
-        assert_eq!(likeliest(&[0.0, 2.0, 2.0, -1.0]), 1);
     }
 }

@@ -60,7 +60,7 @@ pub(super) struct ModelArgs {
     /// The model: a file, a directory, or ORG/NAME[@REVISION][:FILE] on the hub
     #[arg(long)]
     pub(super) model: String,
-    /// Where to run: cpu
+    /// Where to run: cpu, or cuda:N
     #[arg(long, default_value = "cpu")]
     device: String,
     /// CPU threads; one for each core without it
@@ -81,16 +81,12 @@ impl ModelArgs {
     pub(super) fn device(&self) -> Result<Device> {
         if self.device == "cpu" {
             Device::cpu(self.threads)
-        } else if self.device.starts_with("cuda") {
-            bail!(
-                DeviceUnavailable,
-                "device '{}': this build has no CUDA backend; use cpu",
-                self.device
-            )
+        } else if let Some(ordinal) = cuda_ordinal(&self.device) {
+            Device::cuda(ordinal).map_err(|e| e.within(format_args!("device '{}'", self.device)))
         } else {
             bail!(
                 InvalidArgument,
-                "device '{}' is not known; use cpu",
+                "device '{}' is not known; use cpu, cuda or cuda:N",
                 self.device
             )
         }
@@ -131,6 +127,14 @@ impl ModelArgs {
         );
         bar.finish_and_clear();
         model
+    }
+}
+
+/// The number in `cuda:N`; `cuda` is the first.
+fn cuda_ordinal(device: &str) -> Option<usize> {
+    match device.strip_prefix("cuda")? {
+        "" => Some(0),
+        rest => rest.strip_prefix(':')?.parse().ok(),
     }
 }
 

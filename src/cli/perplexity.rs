@@ -71,7 +71,7 @@ struct Reader {
 impl Reader {
     fn new(model: Arc<Model>, window: usize, kv: KvType) -> Result<Self> {
         Ok(Reader {
-            cache: KvCache::new(model.config(), window, kv)?,
+            cache: KvCache::new(model.device(), model.config(), window, kv)?,
             scratch: Scratch::default(),
             logits: Vec::new(),
             model,

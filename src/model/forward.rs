@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use super::gpu::{self, Executor};
 use super::kv_cache::KvCache;
 use super::weights::{Layer, Projection};
 use super::{Logits, Model};
@@ -102,6 +103,31 @@ fn sized<T: Plain>(buffer: &mut Buffer<T>, len: usize) -> Result<&mut [T]> {
     Ok(&mut buffer[..len])
 }
 
+fn reserve_each(caches: &mut [&mut KvCache], count: usize) -> Result<()> {
+    for (i, cache) in caches.iter_mut().enumerate() {
+        cache
+            .reserve(count)
+            .map_err(|e| e.within(format_args!("sequence {i}")))?;
+    }
+    Ok(())
+}
+
+/// Counts the tokens of a batch that ran, or takes back what one that did not had made.
+fn finish_batch(caches: &mut [&mut KvCache], ran: bool) {
+    for cache in caches.iter_mut() {
+        match ran {
+            true => cache.advance(1),
+            false => cache.roll_back(),
+        }
+    }
+}
+
+/// The index of the largest logit, the first of equals.
+fn likeliest(logits: &[f32]) -> u32 {
+    let best = (0..logits.len()).reduce(|best, i| if logits[i] > logits[best] { i } else { best });
+    best.unwrap_or(0) as u32
+}
+
 /// Rows of one sequence within a pass.
 struct Segment<'a> {
     cache: &'a mut KvCache,
@@ -123,7 +149,10 @@ impl Model {
     ) -> Result<()> {
         logits.clear();
         let before = cache.len();
-        let result = self.forward_in_parts(tokens, cache, scratch, wanted, logits);
+        let result = match &self.executor {
+            None => self.forward_in_parts(tokens, cache, scratch, wanted, logits),
+            Some(executor) => self.forward_on_gpu(executor, tokens, cache, scratch, wanted, logits),
+        };
         if result.is_err() {
             logits.clear();
             cache.truncate(before)?;
@@ -160,6 +189,93 @@ impl Model {
         Ok(())
     }
 
+    fn forward_on_gpu(
+        &self,
+        executor: &Executor,
+        tokens: &[u32],
+        cache: &mut KvCache,
+        scratch: &mut Scratch,
+        wanted: Logits,
+        logits: &mut Vec<f32>,
+    ) -> Result<()> {
+        self.check_tokens(tokens)?;
+        cache.reserve(tokens.len())?;
+        let (config, weights) = (self.config(), self.weights());
+        if tokens.len() == 1 && wanted != Logits::None {
+            executor.step_logits(config, weights, tokens, &[&*cache], logits)?;
+        } else {
+            let mut before = 0;
+            executor.run(config, weights, tokens, cache, |done, pass| {
+                scratch.check_interrupt()?;
+                match wanted {
+                    Logits::All => pass.logits(0, done - before, logits)?,
+                    Logits::Last if done == tokens.len() => {
+                        pass.logits(done - before - 1, 1, logits)?;
+                    }
+                    Logits::Last | Logits::None => pass.finish()?,
+                }
+                before = done;
+                Ok(())
+            })?;
+        }
+        cache.advance(tokens.len());
+        Ok(())
+    }
+
+    /// Runs one token of each of several sequences, like [`Model::forward_batch`], and gives the likeliest next tokens, the
+    /// first of equals. On a GPU the logits stay there, and with `ahead` the device goes on with those tokens before it is
+    /// asked to: the right thing where they will be run next, and harmless where they will not.
+    pub fn forward_likeliest(
+        &self,
+        tokens: &[u32],
+        caches: &mut [&mut KvCache],
+        scratch: &mut Scratch,
+        ahead: bool,
+    ) -> Result<Vec<u32>> {
+        let Some(executor) = &self.executor else {
+            let mut logits = Vec::new();
+            self.forward_batch(tokens, caches, scratch, &mut logits)?;
+            let rows = logits.chunks_exact(self.config().vocab_size);
+            return Ok(rows.map(likeliest).collect());
+        };
+        self.check_batch(tokens, caches)?;
+        if tokens.is_empty() {
+            return Ok(Vec::new());
+        }
+        let result = reserve_each(caches, 1).and_then(|()| {
+            if ahead {
+                // Room for the step after is welcome, not needed.
+                for cache in caches.iter_mut().filter(|c| c.capacity() - c.len() > 1) {
+                    let _ = cache.reserve(2);
+                }
+            }
+            let caches: Vec<&KvCache> = caches.iter().map(|c| &**c).collect();
+            executor.step_likeliest(self.config(), self.weights(), tokens, &caches, ahead)
+        });
+        finish_batch(caches, result.is_ok());
+        result
+    }
+
+    fn check_batch(&self, tokens: &[u32], caches: &[&mut KvCache]) -> Result<()> {
+        if tokens.len() != caches.len() {
+            bail!(
+                InvalidArgument,
+                "{} tokens for {} sequences; a batch takes one for each",
+                tokens.len(),
+                caches.len()
+            );
+        }
+        if self.executor.is_some() && tokens.len() > gpu::BATCH {
+            bail!(
+                Unsupported,
+                "a batch of {} sequences on a GPU; at most {} are stepped together",
+                tokens.len(),
+                gpu::BATCH
+            );
+        }
+        self.check_tokens(tokens)
+    }
+
     /// Runs one token of each of several sequences in one pass over the weights: `tokens[i]` after what `caches[i]` holds.
     /// `logits` becomes one row for each. On an error every cache is as it was before.
     pub fn forward_batch(
@@ -170,22 +286,16 @@ impl Model {
         logits: &mut Vec<f32>,
     ) -> Result<()> {
         logits.clear();
-        if tokens.len() != caches.len() {
-            bail!(
-                InvalidArgument,
-                "{} tokens for {} sequences; a batch takes one for each",
-                tokens.len(),
-                caches.len()
-            );
-        }
-        self.check_tokens(tokens)?;
-        let result = self.batch(tokens, caches, scratch, logits);
-        for cache in caches.iter_mut() {
-            match result {
-                Ok(()) => cache.advance(1),
-                Err(_) => cache.roll_back(),
-            }
-        }
+        self.check_batch(tokens, caches)?;
+        let result = match &self.executor {
+            None => self.batch(tokens, caches, scratch, logits),
+            Some(_) if tokens.is_empty() => Ok(()),
+            Some(executor) => reserve_each(caches, 1).and_then(|()| {
+                let caches: Vec<&KvCache> = caches.iter().map(|c| &**c).collect();
+                executor.step_logits(self.config(), self.weights(), tokens, &caches, logits)
+            }),
+        };
+        finish_batch(caches, result.is_ok());
         if result.is_err() {
             logits.clear();
         }
@@ -199,11 +309,7 @@ impl Model {
         scratch: &mut Scratch,
         logits: &mut Vec<f32>,
     ) -> Result<()> {
-        for (i, cache) in caches.iter_mut().enumerate() {
-            cache
-                .reserve(1)
-                .map_err(|e| e.within(format_args!("sequence {i}")))?;
-        }
+        reserve_each(caches, 1)?;
         for (part, caches) in tokens.chunks(ROWS).zip(caches.chunks_mut(ROWS)) {
             let mut segments: Vec<Segment<'_>> = caches
                 .iter_mut()
@@ -343,7 +449,7 @@ impl Model {
             let (first, rows) = (segment.cache.len(), segment.rows.clone());
             let kv_rows = rows.start * kv_row..rows.end * kv_row;
             let q_rows = rows.start * q_row..rows.end * q_row;
-            let cache = segment.cache.layer(index);
+            let cache = segment.cache.layer(index)?;
             cache.write(first, &k[kv_rows.clone()], &v[kv_rows])?;
             attention(
                 device,

@@ -2,22 +2,32 @@
 //! grows; a clone shares its pages until either side writes. Knows shapes, not weights.
 
 use super::config::Config;
+use super::gpu_cache::GpuCache;
 use crate::base::Result;
 use crate::base::error::bail;
+use crate::ops::Device;
 use crate::ops::attention::{KvLayer, KvType, PAGE};
+
+/// Where keys and values are.
+#[derive(Clone, Debug)]
+enum Store {
+    Host(Vec<KvLayer>),
+    Gpu(GpuCache),
+}
 
 /// The cache of one sequence over all layers.
 #[derive(Clone, Debug)]
 pub struct KvCache {
-    layers: Vec<KvLayer>,
+    store: Store,
     kind: KvType,
     len: usize,
     capacity: usize,
 }
 
 impl KvCache {
-    /// An empty cache with room for `capacity` positions of a model of this shape. Nothing is allocated yet.
-    pub fn new(config: &Config, capacity: usize, kind: KvType) -> Result<Self> {
+    /// An empty cache with room for `capacity` positions of a model of this shape on its device. Nothing is allocated yet.
+    /// A GPU keeps f16.
+    pub fn new(device: &Device, config: &Config, capacity: usize, kind: KvType) -> Result<Self> {
         if capacity == 0 || capacity > config.max_positions {
             bail!(
                 InvalidArgument,
@@ -25,10 +35,22 @@ impl KvCache {
                 config.max_positions
             );
         }
+        let store = match device {
+            Device::Cpu(_) => Store::Host(
+                (0..config.layers)
+                    .map(|_| KvLayer::new(config.kv_heads, config.head_dim, kind))
+                    .collect::<Result<_>>()?,
+            ),
+            Device::Cuda(gpu) if kind == KvType::F16 => Store::Gpu(GpuCache::new(gpu, config)),
+            Device::Cuda(_) => bail!(
+                Unsupported,
+                "keys and values as {} on {}; a GPU keeps them as f16",
+                kind.name(),
+                device.name()
+            ),
+        };
         Ok(KvCache {
-            layers: (0..config.layers)
-                .map(|_| KvLayer::new(config.kv_heads, config.head_dim, kind))
-                .collect::<Result<_>>()?,
+            store,
             kind,
             len: 0,
             capacity,
@@ -57,7 +79,10 @@ impl KvCache {
 
     /// Bytes of the pages in use, shared with clones or not.
     pub fn bytes(&self) -> usize {
-        self.layers.iter().map(KvLayer::bytes).sum()
+        match &self.store {
+            Store::Host(layers) => layers.iter().map(KvLayer::bytes).sum(),
+            Store::Gpu(cache) => cache.bytes(),
+        }
     }
 
     /// Forgets the positions from `len` on and frees their pages.
@@ -76,7 +101,10 @@ impl KvCache {
 
     /// Frees pages that hold no finished position: what a call that failed had made.
     pub(super) fn roll_back(&mut self) {
-        self.layers.iter_mut().for_each(|l| l.truncate(self.len));
+        match &mut self.store {
+            Store::Host(layers) => layers.iter_mut().for_each(|l| l.truncate(self.len)),
+            Store::Gpu(cache) => cache.truncate(self.len),
+        }
     }
 
     /// Makes room for `count` further positions in every layer, so that running out of memory is found out before the work.
@@ -90,13 +118,26 @@ impl KvCache {
             );
         }
         let (first, len) = (self.len, self.len + count);
-        self.layers
-            .iter_mut()
-            .try_for_each(|l| l.reserve(first, len))
+        match &mut self.store {
+            Store::Host(layers) => layers.iter_mut().try_for_each(|l| l.reserve(first, len)),
+            Store::Gpu(cache) => cache.reserve(first, len),
+        }
     }
 
-    pub(super) fn layer(&mut self, index: usize) -> &mut KvLayer {
-        &mut self.layers[index]
+    /// A layer in host memory.
+    pub(super) fn layer(&mut self, index: usize) -> Result<&mut KvLayer> {
+        match &mut self.store {
+            Store::Host(layers) => Ok(&mut layers[index]),
+            Store::Gpu(_) => bail!(InvalidArgument, "the cache is on a GPU, and its model is not"),
+        }
+    }
+
+    /// The pages on a GPU.
+    pub(super) fn gpu(&self) -> Result<&GpuCache> {
+        match &self.store {
+            Store::Gpu(cache) => Ok(cache),
+            Store::Host(_) => bail!(InvalidArgument, "the cache is in host memory, and its model is on a GPU"),
+        }
     }
 
     /// Tells that every layer now holds `count` further positions.
@@ -106,10 +147,15 @@ impl KvCache {
 
     /// The pages of all layers, layer by layer, as [`KvCache::read_pages`] takes them.
     pub fn for_each_page(&self, mut each: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
-        for layer in &self.layers {
-            (0..self.pages()).try_for_each(|i| each(layer.page(i)))?;
+        match &self.store {
+            Store::Host(layers) => {
+                for layer in layers {
+                    (0..self.pages()).try_for_each(|i| each(layer.page(i)))?;
+                }
+                Ok(())
+            }
+            Store::Gpu(cache) => cache.for_each_file_page(self.pages(), each),
         }
-        Ok(())
     }
 
     /// Pages of each layer.
@@ -120,9 +166,12 @@ impl KvCache {
     /// Bytes that [`KvCache::for_each_page`] gives for `len` positions, where that is a number at all.
     pub fn page_bytes(&self, len: usize) -> Option<u64> {
         let pages = len.div_ceil(PAGE) as u64;
-        let each = self.layers.first().map_or(0, KvLayer::page_bytes) as u64;
-        (self.layers.len() as u64)
-            .checked_mul(each)?
+        let (layers, each) = match &self.store {
+            Store::Host(layers) => (layers.len(), layers.first().map_or(0, KvLayer::page_bytes)),
+            Store::Gpu(cache) => (cache.layers(), cache.file_page_bytes()),
+        };
+        (layers as u64)
+            .checked_mul(each as u64)?
             .checked_mul(pages)
     }
 
@@ -141,12 +190,17 @@ impl KvCache {
             );
         }
         let pages = len.div_ceil(PAGE);
-        let mut bytes = vec![0; self.layers.first().map_or(0, KvLayer::page_bytes)];
-        for layer in &mut self.layers {
-            for i in 0..pages {
-                next(&mut bytes)?;
-                layer.set_page(i, &bytes)?;
+        match &mut self.store {
+            Store::Host(layers) => {
+                let mut bytes = vec![0; layers.first().map_or(0, KvLayer::page_bytes)];
+                for layer in layers {
+                    for i in 0..pages {
+                        next(&mut bytes)?;
+                        layer.set_page(i, &bytes)?;
+                    }
+                }
             }
+            Store::Gpu(cache) => cache.read_file_pages(pages, next)?,
         }
         self.len = len;
         Ok(())

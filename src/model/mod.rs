@@ -4,6 +4,8 @@
 pub mod config;
 pub mod convert;
 mod forward;
+mod gpu;
+mod gpu_cache;
 mod kv_cache;
 mod load;
 mod rope;
@@ -147,6 +149,8 @@ pub struct Model {
     config: Config,
     weights: Weights,
     device: Device,
+    /// What runs it, if that is a GPU.
+    executor: Option<gpu::Executor>,
     activations: Activations,
     tokenizer: Option<Arc<Tokenizer>>,
     template: ChatTemplate,
@@ -214,17 +218,23 @@ impl Model {
         }
         let stop_tokens = stop_tokens(&config, &metadata.tokenizer, text.tokenizer.as_deref())?;
         let weights = load::load(checkpoint.clone(), &config, options)?;
+        let executor = match &options.device {
+            Device::Cuda(gpu) => Some(gpu::Executor::new(gpu, &config, &weights)?),
+            _ => None,
+        };
         let mut sum = Checksum::new();
         sum.update(format!("{config:?}").as_bytes());
         sum.update(&weights.fingerprint()?.to_le_bytes());
         let mut info = describe(&config, &weights, options);
         info.file_format = checkpoint.format();
+        info.weight_bytes += executor.as_ref().map_or(0, |e| e.bytes() as u64);
         info.tokenizer = text.tokenizer.is_some();
         info.chat_template = text.template.is_some();
         Ok(Arc::new(Model {
             config,
             weights,
             device: options.device.clone(),
+            executor,
             activations: options.activations,
             tokenizer: text.tokenizer,
             template: text.template.unwrap_or_else(ChatTemplate::chatml),

@@ -5,9 +5,7 @@ use crate::base::error::{Result, bail};
 
 /// `gate = silu(gate) * up`, with `silu(x) = x / (1 + e^-x)`.
 pub fn swiglu(device: &Device, gate: &mut [f32], up: &[f32]) -> Result<()> {
-    match device {
-        Device::Cpu(cpu) => cpu.swiglu(gate, up),
-    }
+    device.host()?.swiglu(gate, up)
 }
 
 /// `x += y`, element by element; `y` may be one row that is added to each row of `x` (a bias).

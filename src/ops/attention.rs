@@ -17,7 +17,7 @@ pub fn attention(
     out: &mut [f32],
     workspace: &mut Workspace,
 ) -> Result<()> {
-    match device {
-        Device::Cpu(cpu) => cpu.attention(q, heads, kv, first_position, scale, out, workspace),
-    }
+    device
+        .host()?
+        .attention(q, heads, kv, first_position, scale, out, workspace)
 }

@@ -3,8 +3,10 @@
 use std::fmt;
 use std::sync::Arc;
 
-use crate::base::error::Result;
+use crate::base::error::{Result, bail};
+use crate::base::threads::Pool;
 use crate::cpu::Cpu;
+use crate::cuda::Gpu;
 
 /// A device, cheap to clone. Weights and caches made for one device are used with that device.
 #[derive(Clone)]
@@ -12,6 +14,8 @@ use crate::cpu::Cpu;
 pub enum Device {
     /// The processor, through the kernels of one instruction-set level and a pool of threads.
     Cpu(Arc<Cpu>),
+    /// A CUDA device.
+    Cuda(Arc<Gpu>),
 }
 
 impl Device {
@@ -20,10 +24,32 @@ impl Device {
         Ok(Device::Cpu(Cpu::new(threads)?))
     }
 
+    /// The CUDA device numbered `ordinal`; an error says why there is none.
+    pub fn cuda(ordinal: usize) -> Result<Device> {
+        Ok(Device::Cuda(Gpu::open(ordinal)?))
+    }
+
+    /// The processor, for operations on host memory.
+    pub(crate) fn host(&self) -> Result<&Arc<Cpu>> {
+        match self {
+            Device::Cpu(cpu) => Ok(cpu),
+            Device::Cuda(gpu) => bail!(
+                Unsupported,
+                "an operation on host memory was asked of {gpu:?}; use the cpu device for it"
+            ),
+        }
+    }
+
+    /// Whether this is a CUDA device.
+    pub fn is_cuda(&self) -> bool {
+        matches!(self, Device::Cuda(_))
+    }
+
     /// Threads of the host that the device computes with, or that may prepare work for it.
     pub fn threads(&self) -> usize {
         match self {
             Device::Cpu(cpu) => cpu.pool().threads(),
+            Device::Cuda(_) => Pool::default_threads().unwrap_or(1),
         }
     }
 
@@ -35,6 +61,7 @@ impl Device {
                 cpu.level().name(),
                 cpu.pool().threads()
             ),
+            Device::Cuda(gpu) => format!("{gpu:?}"),
         }
     }
 }

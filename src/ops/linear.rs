@@ -1,8 +1,13 @@
 //! Products with weights: W4A16 for NVFP4, dense for the others, and W4A8 by option.
 
+use std::sync::Arc;
+
 use super::{Device, Workspace};
-use crate::base::error::Result;
+use crate::base::error::{Result, bail};
 use crate::cpu::{Kind, Packed, ReadDense, ReadNvfp4};
+use crate::cuda::{Gpu, Matrix, Storage};
+use crate::format::nvfp4;
+use crate::tensor::DType;
 
 /// How activations enter a product with an NVFP4 weight.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -34,6 +39,7 @@ pub struct Linear {
 #[derive(Debug)]
 enum Weight {
     Cpu(Packed),
+    Cuda(Matrix),
 }
 
 impl Linear {
@@ -48,6 +54,9 @@ impl Linear {
         match device {
             Device::Cpu(_) => Ok(Linear {
                 weight: Weight::Cpu(Packed::nvfp4(rows, cols, global, read)?),
+            }),
+            Device::Cuda(gpu) => Ok(Linear {
+                weight: Weight::Cuda(Matrix::nvfp4(gpu, rows, cols, global, read)?),
             }),
         }
     }
@@ -69,38 +78,95 @@ impl Linear {
             Device::Cpu(_) => Ok(Linear {
                 weight: Weight::Cpu(Packed::dense(rows, cols, kind, read)?),
             }),
-        }
-    }
-
-    fn packed(&self) -> &Packed {
-        match &self.weight {
-            Weight::Cpu(packed) => packed,
+            Device::Cuda(gpu) => Ok(Linear {
+                weight: Weight::Cuda(dense_matrix(gpu, rows, cols, dtype, read)?),
+            }),
         }
     }
 
     /// Output features.
     pub fn rows(&self) -> usize {
-        self.packed().rows()
+        match &self.weight {
+            Weight::Cpu(packed) => packed.rows(),
+            Weight::Cuda(matrix) => matrix.rows(),
+        }
     }
 
     /// Input features, K.
     pub fn cols(&self) -> usize {
-        self.packed().cols()
+        match &self.weight {
+            Weight::Cpu(packed) => packed.cols(),
+            Weight::Cuda(matrix) => matrix.cols(),
+        }
     }
 
     /// Bytes held on the device.
     pub fn bytes(&self) -> usize {
-        self.packed().bytes()
+        match &self.weight {
+            Weight::Cpu(packed) => packed.bytes(),
+            Weight::Cuda(matrix) => matrix.bytes(),
+        }
     }
 
     /// How the values are held.
     pub fn kind(&self) -> Kind {
-        self.packed().kind()
+        match &self.weight {
+            Weight::Cpu(packed) => packed.kind(),
+            Weight::Cuda(matrix) => match matrix.storage() {
+                Storage::Nvfp4 => Kind::Nvfp4,
+                Storage::F32 => Kind::F32,
+                Storage::F16 => Kind::F16,
+                Storage::BF16 => Kind::Bf16,
+            },
+        }
     }
 
     /// The exact values of one row, for an embedding look-up: `out` takes `cols` floats.
     pub fn row(&self, row: usize, out: &mut [f32]) -> Result<()> {
-        self.packed().row(row, out)
+        match &self.weight {
+            Weight::Cpu(packed) => packed.row(row, out),
+            Weight::Cuda(matrix) => matrix_row(matrix, row, out),
+        }
+    }
+
+    /// The matrix, of a weight on a GPU.
+    pub fn matrix(&self) -> Option<&Matrix> {
+        match &self.weight {
+            Weight::Cpu(_) => None,
+            Weight::Cuda(matrix) => Some(matrix),
+        }
+    }
+}
+
+/// A dense matrix on a GPU, of values rounded to nearest even where its type is narrower than the source.
+fn dense_matrix(gpu: &Arc<Gpu>, rows: usize, cols: usize, dtype: DenseType, read: &mut ReadDense) -> Result<Matrix> {
+    let (storage, dtype) = match dtype {
+        DenseType::F32 => (Storage::F32, DType::F32),
+        DenseType::F16 => (Storage::F16, DType::F16),
+        DenseType::BF16 => (Storage::BF16, DType::BF16),
+    };
+    let mut values = Vec::new();
+    Matrix::dense(gpu, rows, cols, storage, &mut |range, bytes| {
+        let first = range.start * cols;
+        values.resize(range.len() * cols, 0.0);
+        read(range, &mut values)?;
+        if let Some(i) = values.iter().position(|v| !v.is_finite()) {
+            bail!(CorruptFile, "the weight at row {}, column {} is {}", (first + i) / cols, (first + i) % cols, values[i]);
+        }
+        dtype.from_f32(&values, bytes)
+    })
+}
+
+fn matrix_row(matrix: &Matrix, row: usize, out: &mut [f32]) -> Result<()> {
+    if out.len() != matrix.cols() {
+        bail!(InvalidArgument, "{} floats for a row of {}", out.len(), matrix.cols());
+    }
+    let (values, scales) = matrix.read_row(row)?;
+    match matrix.storage() {
+        Storage::Nvfp4 => nvfp4::dequantize(&values, &scales, matrix.global(), out),
+        Storage::F32 => DType::F32.to_f32(&values, out),
+        Storage::F16 => DType::F16.to_f32(&values, out),
+        Storage::BF16 => DType::BF16.to_f32(&values, out),
     }
 }
 
@@ -114,19 +180,24 @@ pub fn linear(
     activations: Activations,
     workspace: &mut Workspace,
 ) -> Result<()> {
-    match device {
-        Device::Cpu(cpu) => {
-            let mut outputs: Vec<(&Packed, &mut [f32])> = outputs
-                .iter_mut()
-                .map(|(w, y)| (w.packed(), &mut **y))
-                .collect();
-            cpu.linear(
-                x,
-                m,
-                &mut outputs,
-                activations == Activations::Int8,
-                workspace,
-            )
+    let cpu = device.host()?;
+    let mut packed: Vec<(&Packed, &mut [f32])> = Vec::with_capacity(outputs.len());
+    for (w, y) in outputs.iter_mut() {
+        match &w.weight {
+            Weight::Cpu(weight) => packed.push((weight, &mut **y)),
+            Weight::Cuda(matrix) => bail!(
+                InvalidArgument,
+                "a weight on {:?} was given to {}; prepare it for that device",
+                matrix.gpu(),
+                device.name()
+            ),
         }
     }
+    cpu.linear(
+        x,
+        m,
+        &mut packed,
+        activations == Activations::Int8,
+        workspace,
+    )
 }

@@ -5,9 +5,7 @@ use crate::base::error::{Result, bail};
 
 /// Normalizes each row of `x` in place; rows have `weight.len()` elements (the hidden size, or head_dim for q/k norm).
 pub fn rms_norm_in_place(device: &Device, x: &mut [f32], weight: &[f32], eps: f32) -> Result<()> {
-    match device {
-        Device::Cpu(cpu) => cpu.rms_norm(x, weight, eps),
-    }
+    device.host()?.rms_norm(x, weight, eps)
 }
 
 /// Normalizes each row of `x` into `out`.

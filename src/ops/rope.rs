@@ -50,8 +50,7 @@ pub fn apply(device: &Device, x: &mut [f32], heads: usize, angles: &Angles) -> R
             2 * half
         );
     }
-    match device {
-        Device::Cpu(cpu) => {
+    let cpu = device.host()?;
             for_each_row(cpu, x, row, |i, x| {
                 let (cos, sin) = (
                     &angles.cos[i * half..][..half],
@@ -65,8 +64,6 @@ pub fn apply(device: &Device, x: &mut [f32], heads: usize, angles: &Angles) -> R
                 }
             });
             Ok(())
-        }
-    }
 }
 
 /// Calls `each(i, row)` for every row of `x`, over the device's threads.

@@ -141,15 +141,13 @@ fn by_chunks<T: Send>(
     let step = chunk_rows(cols);
     let parts = rows.div_ceil(step);
     let results: Vec<Mutex<Option<Result<T>>>> = (0..parts).map(|_| Mutex::new(None)).collect();
-    match device {
-        Device::Cpu(cpu) => cpu.pool().run(parts, |part| {
+    device.host()?.pool().run(parts, |part| {
             let start = part * step;
             let result = each(part, start..(start + step).min(rows));
             if let Ok(mut slot) = results[part].lock() {
                 *slot = Some(result);
             }
-        }),
-    }
+        });
     results
         .into_iter()
         .filter_map(|slot| slot.into_inner().ok().flatten())

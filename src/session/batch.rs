@@ -5,12 +5,43 @@ use std::sync::Arc;
 use super::Session;
 use crate::base::Result;
 use crate::base::error::bail;
-use crate::model::{KvCache, Logits};
+use crate::model::{KvCache, Logits, Model, Scratch};
 
 /// Appends `tokens[i]` to `sessions[i]` and runs all of them in one pass over the weights. Each session gets the bits that
 /// decoding it alone would give. If anything fails, all of them are as they were. The first session's canceller ends the
 /// call.
 pub fn step(sessions: &mut [&mut Session], tokens: &[u32]) -> Result<()> {
+    let mut logits = Vec::new();
+    stepped(sessions, tokens, &mut |model, caches, scratch| {
+        model.forward_batch(tokens, caches, scratch, &mut logits)
+    })?;
+    if let Some(first) = sessions.first() {
+        let rows = logits.chunks_exact(first.model.config().vocab_size).map(<[f32]>::to_vec).collect::<Vec<_>>();
+        for (session, row) in sessions.iter_mut().zip(rows) {
+            session.logits = row;
+        }
+    }
+    Ok(())
+}
+
+/// Like [`step`], and gives the likeliest token to come of each session, the first of equals; on a GPU the logits stay there.
+/// With `ahead` the device goes on with those tokens before it is asked to.
+pub fn step_likeliest(sessions: &mut [&mut Session], tokens: &[u32], ahead: bool) -> Result<Vec<u32>> {
+    let mut next = Vec::new();
+    stepped(sessions, tokens, &mut |model, caches, scratch| {
+        next = model.forward_likeliest(tokens, caches, scratch, ahead)?;
+        Ok(())
+    })?;
+    for (session, &token) in sessions.iter_mut().zip(&next) {
+        session.likeliest = Some(token);
+    }
+    Ok(next)
+}
+
+/// One pass over the weights for several sessions' caches.
+type Pass<'a> = dyn FnMut(&Model, &mut [&mut KvCache], &mut Scratch) -> Result<()> + 'a;
+
+fn stepped(sessions: &mut [&mut Session], tokens: &[u32], pass: &mut Pass<'_>) -> Result<()> {
     if sessions.len() != tokens.len() {
         bail!(
             InvalidArgument,
@@ -39,7 +70,7 @@ pub fn step(sessions: &mut [&mut Session], tokens: &[u32]) -> Result<()> {
         .iter()
         .map(|s| (s.len(), (!s.fits(1)).then(|| s.saved())))
         .collect();
-    let result = run(sessions, tokens);
+    let result = run(sessions, tokens, pass);
     if result.is_err() {
         for (session, (len, saved)) in sessions.iter_mut().zip(saved) {
             match saved {
@@ -51,7 +82,7 @@ pub fn step(sessions: &mut [&mut Session], tokens: &[u32]) -> Result<()> {
     result
 }
 
-fn run(sessions: &mut [&mut Session], tokens: &[u32]) -> Result<()> {
+fn run(sessions: &mut [&mut Session], tokens: &[u32], pass: &mut Pass<'_>) -> Result<()> {
     let first = &mut *sessions[0];
     let model = first.model.clone();
     let mut scratch = std::mem::take(&mut first.scratch);
@@ -61,7 +92,8 @@ fn run(sessions: &mut [&mut Session], tokens: &[u32]) -> Result<()> {
             let numbered = |e: crate::base::Error| e.within(format_args!("session {i}"));
             session.make_room(1).map_err(numbered)?;
             let pending = session.cache.len().min(session.tokens.len());
-            model
+            if pending < session.tokens.len() {
+                model
                 .forward(
                     &session.tokens[pending..],
                     &mut session.cache,
@@ -70,16 +102,12 @@ fn run(sessions: &mut [&mut Session], tokens: &[u32]) -> Result<()> {
                     &mut logits,
                 )
                 .map_err(numbered)?;
+            }
             session.push(&[token]);
         }
         let mut caches: Vec<&mut KvCache> = sessions.iter_mut().map(|s| &mut s.cache).collect();
-        model.forward_batch(tokens, &mut caches, &mut scratch, &mut logits)
+        pass(&model, &mut caches, &mut scratch)
     })();
     sessions[0].scratch = scratch;
-    result?;
-    let rows = logits.chunks_exact(model.config().vocab_size);
-    for (session, row) in sessions.iter_mut().zip(rows) {
-        session.logits.extend_from_slice(row);
-    }
-    Ok(())
+    result
 }

@@ -126,15 +126,21 @@ impl Session {
             timings: Timings::default(),
         };
         let mut replayed = Vec::new();
+        // A GPU finds the likeliest token itself, and the host reads that instead of the logits.
+        let greedy = options.sampling.temperature == 0.0 && options.sampling.repetition_penalty == 1.0;
+        let on_device = greedy && !options.replay && self.model.device().is_cuda();
         let mut broke = false;
         let mut first = None;
         while out.tokens.len() < options.max_tokens {
-            let logits = if options.replay {
+            let settled = if options.replay {
                 self.logits_from_scratch(&mut replayed)
+            } else if on_device {
+                let ahead = out.tokens.len() + 1 < options.max_tokens;
+                self.settle_likeliest(ahead).map(|_| ())
             } else {
                 self.settle()
             };
-            if let Err(e) = logits {
+            if let Err(e) = settled {
                 if e.kind() == ErrorKind::Cancelled {
                     out.finish = Finish::Cancelled;
                     break;
@@ -148,12 +154,11 @@ impl Session {
                 out.finish = Finish::Cancelled;
                 break;
             }
-            let logits = if options.replay {
-                &replayed
-            } else {
-                &self.logits
+            let token = match self.likeliest.filter(|_| on_device) {
+                Some(token) => token,
+                None if options.replay => sampler.sample(&replayed, &self.tokens)?,
+                None => sampler.sample(&self.logits, &self.tokens)?,
             };
-            let token = sampler.sample(logits, &self.tokens)?;
             if first.is_none() {
                 out.timings.first_token_seconds = start.elapsed().as_secs_f64();
                 first = Some(Instant::now());
@@ -209,7 +214,7 @@ impl Session {
         if self.tokens.is_empty() {
             return self.settle();
         }
-        let mut cache = KvCache::new(self.model.config(), self.options.context, self.options.kv)?;
+        let mut cache = KvCache::new(self.model.device(), self.model.config(), self.options.context, self.options.kv)?;
         self.model.forward(
             &self.tokens,
             &mut cache,

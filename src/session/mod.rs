@@ -11,10 +11,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::base::Result;
-use crate::base::error::bail;
+use crate::base::error::{bail, err};
 use crate::model::{KvCache, KvType, Logits, Model, Scratch};
 
-pub use batch::step;
+pub use batch::{step, step_likeliest};
 pub use generate::{Finish, GenerateOptions, Generation, Piece, Timings};
 pub use sampler::{Sampler, SamplingOptions};
 
@@ -85,6 +85,8 @@ pub struct Session {
     /// Those that follow the last token; empty where they are not known, and then no promise is made about the last token's
     /// place in the cache.
     logits: Vec<f32>,
+    /// The likeliest token to come, where the device told it and kept the logits.
+    likeliest: Option<u32>,
     conversation: Conversation,
     canceller: Canceller,
 }
@@ -113,7 +115,7 @@ impl Session {
                 options.context
             );
         }
-        let cache = KvCache::new(model.config(), options.context, options.kv)?;
+        let cache = KvCache::new(model.device(), model.config(), options.context, options.kv)?;
         let canceller = Canceller::default();
         Ok(Session {
             model,
@@ -122,6 +124,7 @@ impl Session {
             cache,
             scratch: Scratch::new().interrupted_by(canceller.0.clone()),
             logits: Vec::new(),
+            likeliest: None,
             conversation: Conversation::default(),
             canceller,
         })
@@ -187,6 +190,12 @@ impl Session {
         Ok(&self.logits)
     }
 
+    /// The likeliest token to come, the first of equals: what a greedy sampler chooses, without the logits leaving a GPU.
+    pub fn likeliest(&mut self) -> Result<u32> {
+        self.canceller.clear();
+        self.settle_likeliest(false)
+    }
+
     /// Chooses the token to come, without appending it.
     pub fn sample(&mut self, sampler: &mut Sampler) -> Result<u32> {
         self.canceller.clear();
@@ -209,7 +218,7 @@ impl Session {
         }
         self.cache.truncate(len.min(self.cache.len()))?;
         self.tokens.truncate(len);
-        self.logits.clear();
+        self.forget_logits();
         self.conversation.truncate(len);
         Ok(())
     }
@@ -225,6 +234,7 @@ impl Session {
         fork.tokens.clone_from(&self.tokens);
         fork.cache = self.cache.clone();
         fork.logits.clone_from(&self.logits);
+        fork.likeliest = self.likeliest;
         fork.conversation = self.conversation.clone();
         Ok(fork)
     }
@@ -257,7 +267,32 @@ impl Session {
     /// Appends tokens to be run later.
     fn push(&mut self, tokens: &[u32]) {
         self.tokens.extend_from_slice(tokens);
+        self.forget_logits();
+    }
+
+    fn forget_logits(&mut self) {
         self.logits.clear();
+        self.likeliest = None;
+    }
+
+    /// The likeliest token to come, the first of equals. On a GPU the logits stay there, and with `ahead` it goes on with that
+    /// token before it is asked to.
+    fn settle_likeliest(&mut self, ahead: bool) -> Result<u32> {
+        if let Some(token) = self.likeliest {
+            return Ok(token);
+        }
+        let pending = self.cache.len().min(self.tokens.len());
+        if let &[token] = &self.tokens[pending..]
+            && self.logits.is_empty()
+        {
+            let mut caches = [&mut self.cache];
+            let next = self.model.forward_likeliest(&[token], &mut caches, &mut self.scratch, ahead)?;
+            self.likeliest = next.first().copied();
+        } else {
+            self.settle()?;
+            self.likeliest = sampler::likeliest(&self.logits).map(|i| i as u32);
+        }
+        self.likeliest.ok_or_else(|| err!(Internal, "there are no logits to choose from"))
     }
 
     /// Runs what has to be run for the logits to be those after the last token.
@@ -315,7 +350,7 @@ impl Session {
         let dropped = needed.max((len - keep).div_ceil(2));
         self.tokens.drain(keep..keep + dropped);
         self.cache.truncate(keep.min(self.cache.len()))?;
-        self.logits.clear();
+        self.forget_logits();
         self.conversation.forget(keep..keep + dropped);
         Ok(())
     }
@@ -332,7 +367,7 @@ impl Session {
         self.tokens = saved.tokens;
         self.cache = saved.cache;
         self.conversation = saved.conversation;
-        self.logits.clear();
+        self.forget_logits();
     }
 
     /// Calls `change`; if it fails, the session is as it was before.

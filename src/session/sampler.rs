@@ -237,7 +237,7 @@ impl<'a> Ranking<'a> {
 }
 
 /// The index of the largest logit, the first of equals.
-fn likeliest(logits: &[f32]) -> Option<usize> {
+pub(super) fn likeliest(logits: &[f32]) -> Option<usize> {
     (0..logits.len()).reduce(|best, i| if logits[i] > logits[best] { i } else { best })
 }
 

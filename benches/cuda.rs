@@ -1,0 +1,193 @@
+//! Micro-benchmarks of the GPU kernels that decoding stands on, at the shapes of Qwen3-4B: `cargo bench --bench cuda -- [plans]`.
+//!
+//! Each kernel runs over as many different weights as make its inputs larger than the caches, as one recorded graph, so that
+//! launches follow each other as they do in a token. Medians of repeated replays; rates are weight bytes over time.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use NVFP4::base::memory::Tag;
+use NVFP4::cuda::{self, DeviceBuffer, Gpu, Graph, Heads, Input, LinearScratch, Matrix, Output, PAGE, PageTable, Plan, Rows};
+use NVFP4::format::nvfp4::BLOCK;
+use NVFP4::format::random;
+
+/// Several times the second-level cache.
+const ROTATION: usize = 400 << 20;
+const REPLAYS: usize = 21;
+
+/// A kernel of a token: its name, output features of each matrix, K, and what becomes of the product.
+struct Shape {
+    name: &'static str,
+    rows: &'static [usize],
+    k: usize,
+    output: Output,
+    normed: bool,
+}
+
+const SHAPES: [Shape; 5] = [
+    Shape { name: "qkv", rows: &[4096, 1024, 1024], k: 2560, output: Output::F32, normed: true },
+    Shape { name: "o", rows: &[2560], k: 4096, output: Output::Add, normed: false },
+    Shape { name: "gate_up", rows: &[9728, 9728], k: 2560, output: Output::Swiglu, normed: true },
+    Shape { name: "down", rows: &[2560], k: 9728, output: Output::Add, normed: false },
+    Shape { name: "lm_head", rows: &[151_936], k: 2560, output: Output::F32, normed: true },
+];
+
+fn matrix(gpu: &Arc<Gpu>, rows: usize, k: usize, seed: u64) -> Matrix {
+    Matrix::nvfp4(gpu, rows, k, 1.0, &mut |range, codes, scales| {
+        let start = (range.start * k / 16) as u64;
+        for (i, out) in codes.chunks_exact_mut(8).enumerate() {
+            out.copy_from_slice(&random::bits(seed, start + i as u64).to_le_bytes());
+        }
+        // Scales between 1/4 and 4, as weights have them.
+        for (i, out) in scales.iter_mut().enumerate() {
+            *out = 0x28 + (random::bits(seed + 1, start + i as u64) % 0x20) as u8;
+        }
+        Ok(())
+    })
+    .unwrap()
+}
+
+fn floats(gpu: &Arc<Gpu>, count: usize, seed: u64) -> DeviceBuffer {
+    let values: Vec<f32> = (0..count as u64).map(|i| (random::bits(seed, i) % 2001) as f32 / 1000.0 - 1.0).collect();
+    DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, &values).unwrap()
+}
+
+/// Seconds of one replay, the median.
+fn time(gpu: &Gpu, graph: &Graph) -> f64 {
+    let mut times: Vec<f64> = (0..REPLAYS + 2)
+        .map(|_| {
+            gpu.synchronize().unwrap();
+            let start = Instant::now();
+            graph.launch().unwrap();
+            gpu.synchronize().unwrap();
+            start.elapsed().as_secs_f64()
+        })
+        .skip(2)
+        .collect();
+    times.sort_by(f64::total_cmp);
+    times[REPLAYS / 2]
+}
+
+fn main() {
+    let all_plans = std::env::args().any(|a| a == "plans");
+    let gpu = match Gpu::open(0) {
+        Ok(gpu) => gpu,
+        Err(e) => return println!("SKIPPED no CUDA device: {e}"),
+    };
+    let bandwidth = cuda::read_bandwidth(&gpu).unwrap();
+    println!("{gpu:?}: reads {:.0} GB/s", bandwidth / 1e9);
+    products(&gpu, bandwidth, all_plans);
+    attention(&gpu);
+}
+
+fn products(gpu: &Arc<Gpu>, bandwidth: f64, all_plans: bool) {
+    println!("{:8} {:>3} {:>22} {:>9} {:>7}", "kernel", "m", "plan", "us", "of read");
+    for shape in &SHAPES {
+        let bytes: usize = shape.rows.iter().map(|n| n * shape.k / 2 + n * shape.k / BLOCK).sum();
+        let copies = ROTATION.div_ceil(bytes).max(2);
+        let weights: Vec<Vec<Matrix>> = (0..copies)
+            .map(|c| shape.rows.iter().enumerate().map(|(i, &n)| matrix(gpu, n, shape.k, (c * 8 + i) as u64)).collect())
+            .collect();
+        let features: usize = match shape.output {
+            Output::Swiglu => shape.rows[0],
+            _ => shape.rows.iter().sum(),
+        };
+        let norm = floats(gpu, shape.k, 1);
+        let x = floats(gpu, 16 * shape.k, 2);
+        let out = floats(gpu, 16 * features, 3);
+        for m in [1, 8, 16] {
+            let tiles = features / 8;
+            let together = if shape.output == Output::Swiglu { 2 } else { 1 };
+            let chosen = Plan::choose(m, shape.k, tiles, together, gpu.multiprocessors(), gpu.shared_limit()).unwrap();
+            let mut plans = vec![chosen];
+            if all_plans {
+                for split in [1, 2, 4, 8] {
+                    for groups in 1..=24 / split {
+                        for waves in 1..=4 {
+                            let warps = split * groups * waves;
+                            if (8..=32).contains(&warps) {
+                                plans.push(Plan { split, groups, blocks: gpu.multiprocessors() * waves, ..chosen });
+                            }
+                        }
+                    }
+                }
+            }
+            let mut results: Vec<(f64, Plan)> = Vec::new();
+            for plan in plans {
+                let enqueue = || -> NVFP4::base::Result<()> {
+                    for set in &weights {
+                        let matrices: Vec<_> = set.iter().map(|w| (w, None)).collect();
+                        let input = if shape.normed { Input::Normed(&x, &norm, 1e-6) } else { Input::Plain(&x) };
+                        cuda::small(gpu, input, m, &matrices, shape.output, &out, features, plan)?;
+                    }
+                    Ok(())
+                };
+                // A plan that asks for more shared memory than there is fails here.
+                if enqueue().is_err() {
+                    continue;
+                }
+                let graph = Graph::record(gpu, enqueue).unwrap();
+                results.push((time(gpu, &graph) / copies as f64, plan));
+            }
+            let chosen = results[0];
+            let mut best = results.clone();
+            best.sort_by(|a, b| a.0.total_cmp(&b.0));
+            for (seconds, plan) in [chosen].into_iter().chain(best.into_iter().take(if all_plans { 4 } else { 0 })) {
+                println!(
+                    "{:8} {m:3} {:>22} {:9.2} {:6.0}%",
+                    shape.name,
+                    format!("{}x{}x{} r{}", plan.split, plan.groups, plan.blocks, plan.rows),
+                    seconds * 1e6,
+                    100.0 * bytes as f64 / seconds / bandwidth
+                );
+            }
+        }
+    }
+    let _ = LinearScratch::new(gpu, 0);
+}
+
+fn attention(gpu: &Arc<Gpu>) {
+    println!("{:10} {:>5} {:>6} {:>6} {:>9} {:>9}", "attention", "batch", "length", "parts", "us", "GB/s");
+    let (heads, kv_heads, dim) = (32, 8, 128);
+    let frequencies = floats(gpu, dim / 2, 4);
+    let norm = floats(gpu, dim, 5);
+    let h = Heads {
+        heads,
+        kv_heads,
+        dim,
+        q_norm: Some(&norm),
+        k_norm: Some(&norm),
+        frequencies: &frequencies,
+        attention_factor: 1.0,
+        eps: 1e-6,
+        scale: 0.088,
+    };
+    for (batch, length) in [(1, 128), (1, 512), (1, 1024), (1, 4096), (1, 32768), (8, 128), (8, 4096), (64, 128), (64, 4096)] {
+        let layers = (ROTATION / (batch * length * kv_heads * dim * 4)).clamp(1, 36);
+        let count = (length as usize).div_ceil(PAGE) + 1;
+        let pages: Vec<DeviceBuffer> = (0..batch * count)
+            .map(|_| DeviceBuffer::zeroed(gpu, Tag::DeviceKvCache, layers * h.page_bytes()).unwrap())
+            .collect();
+        let addresses: Vec<u64> = pages.iter().map(DeviceBuffer::address).collect();
+        let table = DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, &addresses).unwrap();
+        let positions = DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, &vec![length as u32; batch]).unwrap();
+        let qkv = floats(gpu, batch * (heads + 2 * kv_heads) * dim, 6);
+        let out = floats(gpu, batch * heads * dim / 2, 7);
+        let rows = Rows::new(gpu, heads, kv_heads, dim, batch).unwrap();
+        let chosen = cuda::parts(gpu, heads, kv_heads, batch, length);
+        for parts in [chosen, 1, 2, 4, 8, 16, 32] {
+            let enqueue = || -> NVFP4::base::Result<()> {
+                for layer in 0..layers {
+                    let pages = PageTable { table: &table, stride: count, first: 0, layer };
+                    cuda::decode(gpu, &h, &pages, &qkv, &positions, batch, parts, &rows, &out)?;
+                }
+                Ok(())
+            };
+            enqueue().unwrap();
+            let graph = Graph::record(gpu, enqueue).unwrap();
+            let seconds = time(gpu, &graph) / layers as f64;
+            let bytes = batch * length * kv_heads * dim * 4;
+            println!("{:10} {batch:5} {length:6} {parts:6} {:9.2} {:9.0}", "decode", seconds * 1e6, bytes as f64 / seconds / 1e9);
+        }
+    }
+}

@@ -1,0 +1,112 @@
+// Inline PTX, and the only place for it. Each function is one instruction, or what stands for it where an architecture lacks
+// it. All matrix products are warp-wide m16n8k16 with f32 accumulation; lane l holds, with g = l / 4 and t = l % 4:
+//   A: rows g, g + 8, g, g + 8; columns 2t, 2t, 2t + 8, 2t + 8 (two neighbours in each word)
+//   B: column g; rows 2t and 2t + 8 (two neighbours in each word)
+//   C: (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1)
+#pragma once
+#include "common/types.cuh"
+
+// Rounding to nearest even; `low` goes to the low half.
+__device__ __forceinline__ u32 pack_bf16(float low, float high) {
+    u32 r;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+__device__ __forceinline__ u32 pack_f16(float low, float high) {
+    u32 r;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+__device__ __forceinline__ u16 to_f16(float x) {
+    u16 r;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r) : "f"(x));
+    return r;
+}
+__device__ __forceinline__ float f16_to_float(u16 x) {
+    float r;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(x));
+    return r;
+}
+__device__ __forceinline__ float f16_low(u32 pair) { return f16_to_float((u16)pair); }
+__device__ __forceinline__ float f16_high(u32 pair) { return f16_to_float((u16)(pair >> 16)); }
+
+// A pair of bf16 products, subnormals kept.
+__device__ __forceinline__ u32 mul_bf16(u32 a, u32 b) {
+    u32 r;
+#if __CUDA_ARCH__ >= 900
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+#else
+    // Adding -0 changes no product, not even a -0.
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(0x80008000u));
+#endif
+    return r;
+}
+
+__device__ __forceinline__ float exp2_approx(float x) {
+    float r;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+
+__device__ __forceinline__ void mma_bf16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void mma_f16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Four 8 x 8 matrices of 16-bit elements; lanes 8i to 8i + 7 give the addresses of the rows of matrix i.
+__device__ __forceinline__ void load_matrices(u32 (&r)[4], u32 shared) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared)
+                 : "memory");
+}
+// The transpose of an 8 x 8 matrix of 16-bit elements held as an accumulator fragment.
+__device__ __forceinline__ u32 transpose_matrix(u32 x) {
+    u32 r;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(x));
+    return r;
+}
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// Asynchronous copies to shared memory: `bytes` of them from global memory, the rest zeros.
+__device__ __forceinline__ void copy_async_16(u32 shared, const void* global, int bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void copy_async_8(u32 shared, const void* global, int bytes) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void copy_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// A barrier of `threads` threads of the block, a multiple of the warp; 0 is __syncthreads().
+__device__ __forceinline__ void barrier(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Programmatic dependent launch. Nothing that an earlier kernel wrote or reads may be touched before the wait.
+__device__ __forceinline__ void wait_for_earlier_kernels() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void let_later_kernels_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ u32 atomic_add_release_acquire(u32* p, u32 value) {
+    u32 r;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(r) : "l"(p), "r"(value) : "memory");
+    return r;
+}

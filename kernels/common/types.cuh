@@ -1,0 +1,21 @@
+// Short names for fixed-width integers, and the reinterpretations that every kernel needs. No arithmetic of formats here.
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define INFINITY __int_as_float(0x7f800000)
+
+constexpr int WARP = 32;
+constexpr u32 ALL_LANES = 0xffffffffu;
+
+__device__ __forceinline__ int lane_id() { return threadIdx.x & (WARP - 1); }
+
+// The two bf16 of a word as floats, exactly.
+__device__ __forceinline__ float bf16_low(u32 pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float bf16_high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
+__device__ __forceinline__ float bf16_to_float(u16 x) { return __uint_as_float((u32)x << 16); }
+
+__host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }

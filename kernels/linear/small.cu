@@ -1,0 +1,347 @@
+// Products of few rows, 1 to 16, with NVFP4 weights: y[m, n] = sum over k of x[m, k] w[n, k]. Bound by reading the weights
+// once, and almost as much by the instructions that decode them.
+//
+// Weights are the A operand of the matrix instruction, whose 16 rows are what the lanes' two pieces of 32 codes make them:
+//   ROWS  16 output features
+//   PAIR   8 output features of one matrix and the same of another (gate and up)
+//   SPLIT  8 output features twice, 128 elements of K apart; activations of the first half stand in columns 0 to 3 of B, those
+//          of the second in columns 4 to 7, and only the quarters of the result that belong together count. For up to 4 rows:
+//          a tile is half as large, and small matrices keep all multiprocessors busy.
+// Activations are the B operand: up to 8 rows in its 8 columns, up to 16 in two of them.
+//
+// A group of warps takes a tile at a time and divides K among its warps, each of which streams its share through a ring in
+// shared memory of its own: no barrier stands between a load and its use. The ring fills before the kernel waits for the one
+// before it, since weights depend on nothing. Sums over the warps of a group are made in a fixed order.
+//
+// x stands in shared memory as bf16, its rows padded with zeros to whole steps. K must be a multiple of 16.
+#include "common/ptx.cuh"
+#include "common/reduce.cuh"
+#include "format/nvfp4.cuh"
+
+enum Tile { ROWS, PAIR, SPLIT };
+enum Input { PLAIN, NORMED };
+enum Output { STORE_F32, STORE_BF16, ADD_F32, SWIGLU_BF16 };
+
+constexpr int PIECE = 32;                   // codes of a lane's piece: 16 bytes
+constexpr int RUN = 4 * PIECE;              // elements of K that the four lanes of a row hold together
+constexpr int CODE_BYTES = 2 * WARP * PIECE / 2;
+constexpr int SCALE_BYTES = 2 * 8 * RUN / BLOCK;
+constexpr int STAGE_BYTES = CODE_BYTES + SCALE_BYTES;
+static_assert(STAGE_BYTES % 16 == 0, "stages start where a 16-byte copy may");
+constexpr int STAGES = 6;
+constexpr int SUMS = 16 * 8;                // of a tile and 8 rows of activations
+constexpr int MATRICES = 3;
+constexpr int MAX_THREADS = 768;            // leaves each of them 80 registers
+
+struct Matrix {
+    const u8* codes;    // [rows, k / 2]
+    const u8* scales;   // [rows, k / 16]
+    const float* bias;  // [rows] or null
+    float global;
+    int rows;
+};
+
+struct Arguments {
+    const void* x;              // PLAIN: bf16 [m, k]; NORMED: f32 [m, k]
+    const float* norm_weight;   // NORMED: [k]
+    void* out;                  // [m, out_stride]; the matrices' features follow each other
+    Matrix matrix[MATRICES];    // SWIGLU: gate and up, of equal rows
+    int matrices;
+    int m;
+    int k;
+    int out_stride;
+    float eps;
+};
+
+// Where eight activations of row m from k on stand: pieces of 16 bytes, exchanged so that neither the four lanes of a row nor
+// neighbouring rows meet in a bank.
+__device__ __forceinline__ int piece_offset(int m, int k, int row_bytes) {
+    int lane = k / PIECE % 4, piece = k / 8 % 4;
+    return m * row_bytes + k / RUN * (RUN * 2) + lane * (PIECE * 2) + ((piece ^ lane ^ (m & 1)) * 16);
+}
+
+// Eight normalised activations in the order that decode_pairs() gives weights in: elements j and j + 4 together.
+__device__ __forceinline__ uint4 normed_piece(float4 p, float4 q, float4 v, float4 w, float f) {
+    return make_uint4(pack_bf16(p.x * f * v.x, q.x * f * w.x), pack_bf16(p.y * f * v.y, q.y * f * w.y),
+                      pack_bf16(p.z * f * v.z, q.z * f * w.z), pack_bf16(p.w * f * v.w, q.w * f * w.w));
+}
+__device__ __forceinline__ float square_sum(float4 v) { return v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w; }
+
+// Brings x into shared memory. Ends with everything written, but not with a barrier.
+template <Input INPUT>
+__device__ __forceinline__ void load_activations(const Arguments& a, char* xs, int row_bytes, float* sums) {
+    int threads = blockDim.x * blockDim.y * blockDim.z;
+    int thread = threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
+    int pieces = a.k / 8, warps = threads / WARP, warp = thread / WARP;
+    if (INPUT == NORMED) {
+        const float4* weight = (const float4*)a.norm_weight;
+        if (a.m == 1) {
+            // All threads share the row, and most hold what they have of it from the sum to the product.
+            const float4* x = (const float4*)a.x;
+            float4 p = make_float4(0, 0, 0, 0), q = p, v = p, w = p;
+            if (thread < pieces) {
+                p = x[2 * thread];
+                q = x[2 * thread + 1];
+                v = weight[2 * thread];
+                w = weight[2 * thread + 1];
+            }
+            float sum = square_sum(p) + square_sum(q);
+            for (int i = thread + threads; i < pieces; i += threads) sum += square_sum(x[2 * i]) + square_sum(x[2 * i + 1]);
+            sum = warp_sum(sum);
+            if (lane_id() == 0) sums[warp] = sum;
+            __syncthreads();
+            sum = 0;
+            for (int i = 0; i < warps; i++) sum += sums[i];
+            float factor = rsqrtf(sum / a.k + a.eps);
+            if (thread < pieces) *(uint4*)(xs + piece_offset(0, 8 * thread, row_bytes)) = normed_piece(p, q, v, w, factor);
+            for (int i = thread + threads; i < pieces; i += threads) {
+                *(uint4*)(xs + piece_offset(0, 8 * i, row_bytes)) = normed_piece(x[2 * i], x[2 * i + 1], weight[2 * i], weight[2 * i + 1], factor);
+            }
+        } else {
+            // A warp to a row.
+            for (int m = warp; m < a.m; m += warps) {
+                const float4* x = (const float4*)a.x + (size_t)m * (a.k / 4);
+                float sum = 0;
+#pragma unroll 8
+                for (int i = lane_id(); i < a.k / 4; i += WARP) sum += square_sum(x[i]);
+                float factor = rsqrtf(warp_sum(sum) / a.k + a.eps);
+#pragma unroll 4
+                for (int i = lane_id(); i < pieces; i += WARP) {
+                    *(uint4*)(xs + piece_offset(m, 8 * i, row_bytes)) = normed_piece(x[2 * i], x[2 * i + 1], weight[2 * i], weight[2 * i + 1], factor);
+                }
+            }
+        }
+    } else {
+        const uint4* x = (const uint4*)a.x;
+#pragma unroll 4
+        for (int i = thread; i < pieces * a.m; i += threads) {
+            uint4 v = x[i];
+            uint4 r = make_uint4(__byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632), __byte_perm(v.y, v.w, 0x5410),
+                                 __byte_perm(v.y, v.w, 0x7632));
+            *(uint4*)(xs + piece_offset(i / pieces, i % pieces * 8, row_bytes)) = r;
+        }
+    }
+    int padding = (row_bytes / 16) - pieces;
+    for (int i = thread; i < padding * a.m; i += threads) {
+        *(uint4*)(xs + piece_offset(i / padding, 8 * (pieces + i % padding), row_bytes)) = make_uint4(0, 0, 0, 0);
+    }
+}
+
+// What a group's loads walk along: the tiles of the group, and within a tile the steps of K of one warp.
+template <Tile TILE>
+struct Walk {
+    static constexpr int FEATURES = TILE == ROWS ? 16 : 8;      // of a tile
+    static constexpr int STEP = TILE == SPLIT ? 2 * RUN : RUN;  // of K, for a warp
+};
+
+// MANY: 9 to 16 rows of activations. WHOLE: K is a multiple of the step.
+template <Tile TILE, Input INPUT, Output OUTPUT, bool MANY, bool WHOLE>
+__device__ __forceinline__ void run(const Arguments& a) {
+    constexpr int FEATURES = Walk<TILE>::FEATURES, STEP = Walk<TILE>::STEP, COLUMNS = MANY ? 2 : 1;
+    extern __shared__ __align__(128) char shared[];
+    int split = blockDim.y, groups = blockDim.z;
+    int warps = split * groups, part = threadIdx.y, group = threadIdx.z;
+    int warp = part + split * group, lane = threadIdx.x;
+    int g = lane / 4, t = lane % 4;
+    int steps = ceil_div(a.k, STEP), row_bytes = steps * STEP * 2;
+
+    char* ring = shared + warp * (STAGES * STAGE_BYTES);
+    char* xs = shared + warps * (STAGES * STAGE_BYTES);
+    float* partial = (float*)(xs + a.m * row_bytes);    // [2][groups][split][COLUMNS][SUMS]
+    int partial_size = groups * split * COLUMNS * SUMS;
+    float* sums = partial + 2 * partial_size;
+
+    int end0 = ceil_div(a.matrix[0].rows, FEATURES), end1 = end0, tiles = end0;
+    if (TILE != PAIR) {
+        if (a.matrices > 1) end1 = tiles += ceil_div(a.matrix[1].rows, FEATURES);
+        if (a.matrices > 2) tiles += ceil_div(a.matrix[2].rows, FEATURES);
+    }
+    int first = blockIdx.x * groups + group, stride = gridDim.x * groups;
+    int my_steps = part < steps ? (steps - part - 1) / split + 1 : 0;
+    int my_tiles = first < tiles ? (tiles - first - 1) / stride + 1 : 0;
+
+    // The matrix of a tile and its first feature there.
+    auto locate = [&](int tile, int& row) -> const Matrix& {
+        int index = TILE == PAIR || tile < end0 ? 0 : tile < end1 ? 1 : 2;
+        row = (tile - (index == 0 ? 0 : index == 1 ? end0 : end1)) * FEATURES;
+        return a.matrix[index];
+    };
+
+    // Loads run ahead of the products, across tiles.
+    int load_tile = first, load_left = 0, load_k = 0;
+    u32 load_to = shared_address(ring), ring_end = load_to + STAGES * STAGE_BYTES;
+    const u8 *low = nullptr, *high = nullptr, *scales = nullptr;
+    int units = my_tiles * my_steps;
+    auto load = [&]() {
+        if (units > 0) {
+            units--;
+            if (load_left == 0) {
+                int row;
+                const Matrix& w = locate(load_tile, row);
+                const Matrix& other = TILE == PAIR ? a.matrix[1] : w;
+                // Features past the end repeat the last; their sums are dropped.
+                int row_low = min(row + g, w.rows - 1), row_high = TILE == ROWS ? min(row + g + 8, w.rows - 1) : row_low;
+                load_k = part * STEP + t * PIECE;
+                low = w.codes + (size_t)row_low * (a.k / 2) + load_k / 2;
+                high = other.codes + (size_t)row_high * (a.k / 2) + (load_k + (TILE == SPLIT ? RUN : 0)) / 2;
+                // Lanes 0 and 1 of a row bring its scales, of the low and of the high piece.
+                scales = t == 0 ? w.scales + (size_t)row_low * (a.k / BLOCK) : other.scales + (size_t)row_high * (a.k / BLOCK);
+                scales += (part * STEP + (TILE == SPLIT && t == 1 ? RUN : 0)) / BLOCK;
+                if (!WHOLE) scales = w.scales + (size_t)row_low * (a.k / BLOCK) + load_k / BLOCK;
+                load_left = my_steps;
+                load_tile += stride;
+            }
+            if (WHOLE) {
+                copy_async_16(load_to + lane * 16, low, 16);
+                copy_async_16(load_to + WARP * 16 + lane * 16, high, 16);
+                if (t < 2) copy_async_8(load_to + CODE_BYTES + t * 64 + g * 8, scales, 8);
+            } else {
+                // Pieces may end early and begin at any eighth byte; scales come one at a time.
+                static_assert(WHOLE || TILE != SPLIT, "halves of K that are not whole");
+                int left = min(max(a.k - load_k, 0), PIECE) / 2;
+                const u8* high_scales = scales;
+                {
+                    int row;
+                    const Matrix& w = locate(load_tile - stride, row);
+                    const Matrix& other = TILE == PAIR ? a.matrix[1] : w;
+                    int row_high = TILE == ROWS ? min(row + g + 8, w.rows - 1) : min(row + g, w.rows - 1);
+                    high_scales = other.scales + (size_t)row_high * (a.k / BLOCK) + load_k / BLOCK;
+                }
+                char* to = ring + (load_to - shared_address(ring));
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    const u8* codes = h ? high : low;
+                    const u8* s = h ? high_scales : scales;
+                    copy_async_8(load_to + h * (WARP * 16) + lane * 16, codes - (left > 0 ? 0 : load_k / 2), min(left, 8));
+                    copy_async_8(load_to + h * (WARP * 16) + lane * 16 + 8, codes - (left > 8 ? -8 : load_k / 2), max(left - 8, 0));
+                    u16 pair = left > 0 ? s[0] : 0;
+                    if (left > 8) pair |= (u16)s[1] << 8;
+                    *(u16*)(to + CODE_BYTES + h * 64 + g * 8 + t * 2) = pair;
+                }
+            }
+            load_left--;
+            load_k += split * STEP;
+            low += split * STEP / 2;
+            high += split * STEP / 2;
+            scales += split * STEP / BLOCK;
+            load_to += STAGE_BYTES;
+            if (load_to == ring_end) load_to = shared_address(ring);
+        }
+        copy_async_commit();
+    };
+
+#pragma unroll
+    for (int i = 0; i < STAGES - 1; i++) load();
+    wait_for_earlier_kernels();
+    let_later_kernels_start();
+    load_activations<INPUT>(a, xs, row_bytes, sums);
+    __syncthreads();
+
+    // Rows past the last repeat it; their sums are dropped.
+    const char* x_lane[COLUMNS];
+    int turn[COLUMNS];
+#pragma unroll
+    for (int c = 0; c < COLUMNS; c++) {
+        int m = min(TILE == SPLIT ? g % 4 : g + 8 * c, a.m - 1);
+        x_lane[c] = xs + m * row_bytes + part * (STEP * 2) + (TILE == SPLIT && g >= 4 ? RUN * 2 : 0) + t * (PIECE * 2);
+        turn[c] = (t ^ (m & 1)) * 16;
+    }
+
+    const char* stage = ring;
+    const char* stages_end = ring + STAGES * STAGE_BYTES;
+    int buffer = 0;
+    for (int n = 0; n < my_tiles; n++) {
+        float c[COLUMNS][2][4] = {};
+        int x_step = 0;
+        for (int i = 0; i < my_steps; i++) {
+            load();
+            copy_async_wait<STAGES - 1>();
+            __syncwarp();
+            uint4 codes_low = *(const uint4*)(stage + lane * 16), codes_high = *(const uint4*)(stage + WARP * 16 + lane * 16);
+            u32 scale_low = scale_pair(*(const u16*)(stage + CODE_BYTES + g * 8 + t * 2));
+            u32 scale_high = scale_pair(*(const u16*)(stage + CODE_BYTES + 64 + g * 8 + t * 2));
+            stage += STAGE_BYTES;
+            if (stage == stages_end) stage = ring;
+            u32 words_low[4] = {codes_low.x, codes_low.y, codes_low.z, codes_low.w};
+            u32 words_high[4] = {codes_high.x, codes_high.y, codes_high.z, codes_high.w};
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                u32 u[4], v[4];
+                u32 su = j < 2 ? both_low(scale_low) : both_high(scale_low), sv = j < 2 ? both_low(scale_high) : both_high(scale_high);
+                decode_pairs(words_low[j], u);
+                decode_pairs(words_high[j], v);
+#pragma unroll
+                for (int p = 0; p < 4; p++) {
+                    u[p] = mul_bf16(u[p], su);
+                    v[p] = mul_bf16(v[p], sv);
+                }
+#pragma unroll
+                for (int column = 0; column < COLUMNS; column++) {
+                    uint4 x = *(const uint4*)(x_lane[column] + x_step + ((j * 16) ^ turn[column]));
+                    mma_bf16(c[column][0], u[0], v[0], u[1], v[1], x.x, x.y);
+                    mma_bf16(c[column][1], u[2], v[2], u[3], v[3], x.z, x.w);
+                }
+            }
+            x_step += split * (STEP * 2);
+            // The stage is loaded anew by this warp's next turn.
+            __syncwarp();
+        }
+        // [part][column][16 rows of the tile][8 rows of activations]
+        float* mine = partial + buffer * partial_size + group * (split * COLUMNS * SUMS);
+#pragma unroll
+        for (int column = 0; column < COLUMNS; column++) {
+            float* to = mine + (part * COLUMNS + column) * SUMS;
+            const float(&s)[2][4] = c[column];
+            *(float2*)(to + g * 8 + 2 * t) = make_float2(s[0][0] + s[1][0], s[0][1] + s[1][1]);
+            *(float2*)(to + (g + 8) * 8 + 2 * t) = make_float2(s[0][2] + s[1][2], s[0][3] + s[1][3]);
+        }
+        barrier(1 + group, split * WARP);
+        int row;
+        const Matrix& w = locate(first + n * stride, row);
+        int column_of_row = (&w == a.matrix ? 0 : &w == a.matrix + 1 ? a.matrix[0].rows : a.matrix[0].rows + a.matrix[1].rows);
+        for (int i = part * WARP + lane; i < a.m * FEATURES; i += split * WARP) {
+            int m = i / FEATURES, r = i % FEATURES;
+            const float* from = mine + m / 8 * SUMS + r * 8 + m % 8;
+            float sum = 0, second = 0;
+            for (int p = 0; p < split; p++) {
+                sum += from[p * (COLUMNS * SUMS)];
+                if (TILE == PAIR) second += from[p * (COLUMNS * SUMS) + 64];
+                if (TILE == SPLIT) second += from[p * (COLUMNS * SUMS) + 64 + 4];
+            }
+            if (TILE == SPLIT) sum += second;
+            if (row + r >= w.rows) continue;
+            sum *= w.global * WEIGHT_FACTOR;
+            if (w.bias) sum += w.bias[row + r];
+            size_t at = (size_t)m * a.out_stride + column_of_row + row + r;
+            if (OUTPUT == STORE_F32) ((float*)a.out)[at] = sum;
+            if (OUTPUT == ADD_F32) ((float*)a.out)[at] += sum;
+            if (OUTPUT == STORE_BF16) ((u16*)a.out)[at] = (u16)pack_bf16(sum, 0);
+            if (OUTPUT == SWIGLU_BF16) {
+                const Matrix& up = a.matrix[1];
+                second *= up.global * WEIGHT_FACTOR;
+                if (up.bias) second += up.bias[row + r];
+                ((u16*)a.out)[at] = (u16)pack_bf16(sum / (1 + __expf(-sum)) * second, 0);
+            }
+        }
+        // Two buffers take turns, so a warp that runs ahead writes where nobody reads any more.
+        buffer ^= 1;
+    }
+}
+
+#define KERNEL(NAME, TILE, INPUT, OUTPUT, MANY, WHOLE)                                                        \
+    extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) NAME(const __grid_constant__ Arguments a) {  \
+        run<TILE, INPUT, OUTPUT, MANY, WHOLE>(a);                                                             \
+    }
+#define KERNELS(NAME, INPUT, OUTPUT)                        \
+    KERNEL(NAME##_4, SPLIT, INPUT, OUTPUT, false, true)     \
+    KERNEL(NAME##_8, ROWS, INPUT, OUTPUT, false, true)      \
+    KERNEL(NAME##_16, ROWS, INPUT, OUTPUT, true, true)      \
+    KERNEL(NAME##_ragged, ROWS, INPUT, OUTPUT, true, false)
+
+KERNELS(linear_f32, PLAIN, STORE_F32)
+KERNELS(linear_bf16, PLAIN, STORE_BF16)
+KERNELS(linear_add, PLAIN, ADD_F32)
+KERNELS(linear_normed_f32, NORMED, STORE_F32)
+KERNEL(linear_normed_swiglu_8, PAIR, NORMED, SWIGLU_BF16, false, true)
+KERNEL(linear_normed_swiglu_16, PAIR, NORMED, SWIGLU_BF16, true, true)
+KERNEL(linear_normed_swiglu_ragged, PAIR, NORMED, SWIGLU_BF16, true, false)

@@ -1,0 +1,79 @@
+// The likeliest token of each row of logits, the first of equals, and the step to the next token of a sequence: what decoding
+// needs so that the host reads one number. Blocks find the best of their share; the last to arrive compares them.
+#include "common/ptx.cuh"
+
+struct Arguments {
+    const float* logits;    // [rows, vocabulary]
+    float* best_value;      // [rows, blocks]
+    int* best_token;        // [rows, blocks]
+    u32* arrived;           // [rows], zero; left zero
+    int* tokens;            // [rows]: the result, where the embedding reads it
+    int* positions;         // [rows]: of the tokens that gave the logits; moved on by one. Or null
+    int* history;           // [history_steps, rows]: results by their position, modulo the steps. With positions only
+    int vocabulary;
+    int history_steps;
+};
+
+constexpr int THREADS = 256;
+
+__device__ __forceinline__ void take_better(float& value, int& token, float other_value, int other_token) {
+    if (other_value > value || (other_value == value && other_token < token)) {
+        value = other_value;
+        token = other_token;
+    }
+}
+
+// Leaves the best of the block in thread 0.
+__device__ __forceinline__ void best_of_block(float& value, int& token) {
+    __shared__ float values[THREADS / WARP];
+    __shared__ int tokens[THREADS / WARP];
+#pragma unroll
+    for (int d = WARP / 2; d > 0; d /= 2) {
+        take_better(value, token, __shfl_xor_sync(ALL_LANES, value, d), __shfl_xor_sync(ALL_LANES, token, d));
+    }
+    __syncthreads();
+    if (lane_id() == 0) {
+        values[threadIdx.x / WARP] = value;
+        tokens[threadIdx.x / WARP] = token;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        for (int i = 1; i < THREADS / WARP; i++) take_better(value, token, values[i], tokens[i]);
+    }
+}
+
+// Grid: (blocks, rows)
+extern "C" __global__ void __launch_bounds__(THREADS) argmax(const __grid_constant__ Arguments a) {
+    __shared__ bool last;
+    let_later_kernels_start();
+    wait_for_earlier_kernels();
+    int row = blockIdx.y, blocks = gridDim.x;
+    const float* logits = a.logits + (size_t)row * a.vocabulary;
+    float value = -INFINITY;
+    int token = 0x7fffffff;
+    for (int i = blockIdx.x * THREADS + threadIdx.x; i < a.vocabulary; i += blocks * THREADS) take_better(value, token, logits[i], i);
+    best_of_block(value, token);
+    if (threadIdx.x == 0) {
+        a.best_value[row * blocks + blockIdx.x] = value;
+        a.best_token[row * blocks + blockIdx.x] = token;
+        last = atomic_add_release_acquire(a.arrived + row, 1) == blocks - 1;
+    }
+    __syncthreads();
+    if (!last) return;
+    value = -INFINITY;
+    token = 0x7fffffff;
+    for (int i = threadIdx.x; i < blocks; i += THREADS) {
+        take_better(value, token, __ldcg(a.best_value + row * blocks + i), __ldcg(a.best_token + row * blocks + i));
+    }
+    best_of_block(value, token);
+    if (threadIdx.x == 0) {
+        a.arrived[row] = 0;
+        // Logits that are all NaN have no best; token 0 is as wrong as any, and the host is told by the logits.
+        if (token == 0x7fffffff) token = 0;
+        a.tokens[row] = token;
+        if (a.positions) {
+            int position = ++a.positions[row];
+            a.history[(size_t)(position % a.history_steps) * gridDim.y + row] = token;
+        }
+    }
+}

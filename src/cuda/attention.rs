@@ -1,0 +1,312 @@
+//! Attention over cached keys and values in pages: one new token for each of several sequences, or many rows of one.
+
+use std::sync::Arc;
+
+use super::compile::Unit;
+use super::gpu::{Gpu, int};
+use super::launch::Launch;
+use super::memory::DeviceBuffer;
+use crate::base::Result;
+use crate::base::error::bail;
+use crate::base::memory::Tag;
+
+/// Positions in a page of the cache.
+pub const PAGE: usize = 64;
+/// Query heads of a block of the decode kernel.
+const BLOCK_HEADS: usize = 8;
+/// Rows of a block of the prefill kernel.
+const BLOCK_ROWS: usize = 128;
+/// Positions below which dividing a sequence does not pay.
+const SHORT: usize = 512;
+/// Parts of a sequence at most.
+const MOST_PARTS: usize = 32;
+
+/// The heads of a layer and what happens to them before attention.
+#[derive(Clone, Copy)]
+pub struct Heads<'a> {
+    /// Query heads.
+    pub heads: usize,
+    /// Key/value heads.
+    pub kv_heads: usize,
+    /// Elements of one head: 32, 64 or 128.
+    pub dim: usize,
+    /// RMSNorm of each query head, f32 `[dim]`.
+    pub q_norm: Option<&'a DeviceBuffer>,
+    /// RMSNorm of each key head.
+    pub k_norm: Option<&'a DeviceBuffer>,
+    /// Rotary frequencies, f32 `[dim / 2]`.
+    pub frequencies: &'a DeviceBuffer,
+    /// Multiplies cosines and sines.
+    pub attention_factor: f32,
+    /// Of the norms.
+    pub eps: f32,
+    /// Of the scores.
+    pub scale: f32,
+}
+
+impl Heads<'_> {
+    /// Refuses shapes that the kernels do not know.
+    pub fn check(&self) -> Result<()> {
+        if !matches!(self.dim, 32 | 64 | 128) || self.kv_heads == 0 || !self.heads.is_multiple_of(self.kv_heads) {
+            bail!(
+                Unsupported,
+                "attention of {} query and {} key/value heads of {} on a GPU; head_dim must be 32, 64 or 128, and the query heads a multiple of the others",
+                self.heads,
+                self.kv_heads,
+                self.dim
+            );
+        }
+        Ok(())
+    }
+
+    /// Bytes of one layer in a page.
+    pub fn page_bytes(&self) -> usize {
+        2 * self.kv_heads * PAGE * self.dim * 2
+    }
+
+    fn options(&self) -> HeadOptions {
+        HeadOptions {
+            frequencies: self.frequencies.address(),
+            attention_factor: self.attention_factor,
+            eps: self.eps,
+        }
+    }
+
+    fn norms(&self) -> (u64, u64) {
+        let address = |b: Option<&DeviceBuffer>| b.map_or(0, DeviceBuffer::address);
+        (address(self.q_norm), address(self.k_norm))
+    }
+
+    /// The kernels take powers of two.
+    fn scale_log2(&self) -> f32 {
+        self.scale * std::f32::consts::LOG2_E
+    }
+}
+
+/// Where the pages of sequences are: u64 addresses `[sequences, stride]` on the device.
+#[derive(Clone, Copy)]
+pub struct PageTable<'a> {
+    /// The addresses.
+    pub table: &'a DeviceBuffer,
+    /// Pages that a sequence has room for.
+    pub stride: usize,
+    /// The first of the sequences.
+    pub first: usize,
+    /// The layer.
+    pub layer: usize,
+}
+
+impl PageTable<'_> {
+    fn argument(&self, heads: &Heads<'_>, sequences: usize) -> Result<Pages> {
+        if self.table.bytes() < (self.first + sequences) * self.stride * 8 {
+            bail!(Internal, "a page table of {} bytes for {sequences} sequences of {}", self.table.bytes(), self.stride);
+        }
+        Ok(Pages {
+            table: self.table.address() + (self.first * self.stride * 8) as u64,
+            stride: int("pages", self.stride)?,
+            kv_heads: int("key/value heads", heads.kv_heads)?,
+            layer_offset: (self.layer * heads.page_bytes()) as u64,
+        })
+    }
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct HeadOptions {
+    frequencies: u64,
+    attention_factor: f32,
+    eps: f32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Pages {
+    table: u64,
+    stride: i32,
+    kv_heads: i32,
+    layer_offset: u64,
+}
+
+#[repr(C)]
+struct DecodeArguments {
+    qkv: u64,
+    q_norm: u64,
+    k_norm: u64,
+    positions: u64,
+    out: u64,
+    partial: u64,
+    arrived: u64,
+    head: HeadOptions,
+    pages: Pages,
+    group: i32,
+    scale: f32,
+}
+
+/// Parts that sequences of up to `positions` are divided into, so that the device is busy.
+pub fn parts(gpu: &Gpu, heads: usize, kv_heads: usize, sequences: usize, positions: usize) -> usize {
+    let blocks = kv_heads * (heads / kv_heads).div_ceil(BLOCK_HEADS) * sequences;
+    let useful = positions.div_ceil(SHORT / 2).next_power_of_two();
+    let busy = (2 * gpu.multiprocessors()).div_ceil(blocks);
+    if positions <= SHORT { 1 } else { useful.min(busy).clamp(1, MOST_PARTS) }
+}
+
+/// Memory in which the decode kernel brings parts together.
+#[derive(Debug)]
+pub struct Rows {
+    partial: DeviceBuffer,
+    arrived: DeviceBuffer,
+}
+
+impl Rows {
+    /// Room for `sequences` sequences.
+    pub fn new(gpu: &Arc<Gpu>, heads: usize, kv_heads: usize, dim: usize, sequences: usize) -> Result<Rows> {
+        let blocks = kv_heads * (heads / kv_heads).div_ceil(BLOCK_HEADS) * sequences;
+        Ok(Rows {
+            partial: DeviceBuffer::uninit(gpu, Tag::DeviceScratch, blocks * MOST_PARTS * BLOCK_HEADS * (dim + 2) * 4)?,
+            arrived: DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, blocks * 4)?,
+        })
+    }
+}
+
+/// Attention of one new token for each of `sequences` sequences, whose keys and values it stores: from f32 `qkv`
+/// `[sequences, (heads + 2 kv_heads) dim]` to bf16 `out` `[sequences, heads dim]`. `positions` (i32) say where the tokens
+/// stand; pages must exist up to there.
+pub fn decode(
+    gpu: &Gpu,
+    heads: &Heads<'_>,
+    pages: &PageTable<'_>,
+    qkv: &DeviceBuffer,
+    positions: &DeviceBuffer,
+    sequences: usize,
+    parts: usize,
+    rows: &Rows,
+    out: &DeviceBuffer,
+) -> Result<()> {
+    heads.check()?;
+    let width = (heads.heads + 2 * heads.kv_heads) * heads.dim;
+    let group = heads.heads / heads.kv_heads;
+    let blocks = heads.kv_heads * group.div_ceil(BLOCK_HEADS);
+    if qkv.bytes() < sequences * width * 4
+        || positions.bytes() < sequences * 4
+        || out.bytes() < sequences * heads.heads * heads.dim * 2
+        || rows.arrived.bytes() < sequences * blocks * 4
+        || !(1..=MOST_PARTS).contains(&parts)
+    {
+        bail!(Internal, "buffers of the decode kernel are too small for {sequences} sequences in {parts} parts");
+    }
+    let (q_norm, k_norm) = heads.norms();
+    let arguments = DecodeArguments {
+        qkv: qkv.address(),
+        q_norm,
+        k_norm,
+        positions: positions.address(),
+        out: out.address(),
+        partial: rows.partial.address(),
+        arrived: rows.arrived.address(),
+        head: heads.options(),
+        pages: pages.argument(heads, sequences)?,
+        group: group as i32,
+        scale: heads.scale_log2(),
+    };
+    let launch = Launch::new([blocks as u32, sequences as u32, parts as u32], 256);
+    // SAFETY: the struct is the kernel's; sizes were checked; pages and positions are the caller's word.
+    unsafe { launch.run(gpu, Unit::AttentionDecode, &format!("attention_decode_{}", heads.dim), &arguments) }
+}
+
+#[repr(C)]
+struct StoreArguments {
+    qkv: u64,
+    q_norm: u64,
+    k_norm: u64,
+    q: u64,
+    head: HeadOptions,
+    pages: Pages,
+    heads: i32,
+    rows: i32,
+    first_position: i32,
+    scale: f32,
+}
+
+/// Norm and rotation of `rows` rows of one sequence from `first_position` on: f32 `qkv` to f16 `q` `[rows, heads, dim]`, keys
+/// and values to the cache.
+pub fn store(
+    gpu: &Gpu,
+    heads: &Heads<'_>,
+    pages: &PageTable<'_>,
+    qkv: &DeviceBuffer,
+    at: usize,
+    rows: usize,
+    first_position: usize,
+    q: &DeviceBuffer,
+) -> Result<()> {
+    heads.check()?;
+    let width = (heads.heads + 2 * heads.kv_heads) * heads.dim;
+    if qkv.bytes() < (at + rows) * width * 4 || q.bytes() < (at + rows) * heads.heads * heads.dim * 2 {
+        bail!(Internal, "buffers of the rotation are too small for {rows} rows");
+    }
+    let (q_norm, k_norm) = heads.norms();
+    let arguments = StoreArguments {
+        qkv: qkv.address() + (at * width * 4) as u64,
+        q_norm,
+        k_norm,
+        q: q.address() + (at * heads.heads * heads.dim * 2) as u64,
+        head: heads.options(),
+        pages: pages.argument(heads, 1)?,
+        heads: heads.heads as i32,
+        rows: int("rows", rows)?,
+        first_position: int("the position", first_position)?,
+        scale: heads.scale_log2(),
+    };
+    let by_head = Launch::new([rows as u32, (heads.heads + heads.kv_heads).div_ceil(4) as u32, 1], 128);
+    let groups = (first_position + rows).div_ceil(8) - first_position / 8;
+    let by_value = Launch::new([groups as u32, heads.kv_heads as u32, 1], heads.dim as u32);
+    // SAFETY: the struct is both kernels'; sizes were checked; pages are the caller's word.
+    unsafe {
+        by_head.run(gpu, Unit::RopeStore, &format!("rope_store_heads_{}", heads.dim), &arguments)?;
+        by_value.run(gpu, Unit::RopeStore, &format!("rope_store_values_{}", heads.dim), &arguments)
+    }
+}
+
+#[repr(C)]
+struct PrefillArguments {
+    q: u64,
+    out: u64,
+    pages: Pages,
+    heads: i32,
+    rows: i32,
+    first_position: i32,
+}
+
+/// Attention of `rows` rows of one sequence, from row `at` of `q` and `out` on; see [`store`] for `q`. `out` is bf16
+/// `[rows, heads dim]`.
+pub fn prefill(
+    gpu: &Gpu,
+    heads: &Heads<'_>,
+    pages: &PageTable<'_>,
+    q: &DeviceBuffer,
+    at: usize,
+    rows: usize,
+    first_position: usize,
+    out: &DeviceBuffer,
+) -> Result<()> {
+    heads.check()?;
+    let row = heads.heads * heads.dim * 2;
+    if q.bytes() < (at + rows) * row || out.bytes() < (at + rows) * row {
+        bail!(Internal, "buffers of attention are too small for {rows} rows");
+    }
+    let arguments = PrefillArguments {
+        q: q.address() + (at * row) as u64,
+        out: out.address() + (at * row) as u64,
+        pages: pages.argument(heads, 1)?,
+        heads: heads.heads as i32,
+        rows: int("rows", rows)?,
+        first_position: int("the position", first_position)?,
+    };
+    let launch = Launch {
+        grid: [heads.heads as u32, rows.div_ceil(BLOCK_ROWS) as u32, 1],
+        block: [256, 1, 1],
+        shared: (2 * 2 * PAGE * heads.dim * 2) as u32,
+    };
+    // SAFETY: the struct is the kernel's; sizes were checked; pages are the caller's word.
+    unsafe { launch.run(gpu, Unit::AttentionPrefill, &format!("attention_prefill_{}", heads.dim), &arguments) }
+}

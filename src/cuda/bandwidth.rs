@@ -1,0 +1,52 @@
+//! How fast the device reads its memory.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::compile::Unit;
+use super::gpu::Gpu;
+use super::launch::Launch;
+use super::memory::DeviceBuffer;
+use crate::base::Result;
+use crate::base::memory::Tag;
+use crate::format::random;
+
+/// Many times what caches hold.
+const BYTES: usize = 2 << 30;
+const RUNS: usize = 15;
+
+#[repr(C)]
+struct Arguments {
+    data: u64,
+    count: u64,
+    sink: u64,
+}
+
+/// Bytes per second, the median of several runs over two gigabytes of random bits.
+pub fn read_bandwidth(gpu: &Arc<Gpu>) -> Result<f64> {
+    let mut data = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, BYTES)?;
+    let block: Vec<u64> = (0..(64 << 20) / 8).map(|i| random::bits(0, i)).collect();
+    for at in (0..BYTES).step_by(64 << 20) {
+        data.write(at, &block)?;
+    }
+    let sink = DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, 4)?;
+    let arguments = Arguments {
+        data: data.address(),
+        count: (BYTES / 16) as u64,
+        sink: sink.address(),
+    };
+    let launch = Launch::new([8 * gpu.multiprocessors() as u32, 1, 1], 512);
+    let mut rates = Vec::with_capacity(RUNS);
+    for run in 0..=RUNS {
+        gpu.synchronize()?;
+        let start = Instant::now();
+        // SAFETY: the struct is the kernel's, and the buffers live through the wait below.
+        unsafe { launch.run(gpu, Unit::ReadAll, "read_all", &arguments)? };
+        gpu.synchronize()?;
+        if run > 0 {
+            rates.push(BYTES as f64 / start.elapsed().as_secs_f64());
+        }
+    }
+    rates.sort_by(f64::total_cmp);
+    Ok(rates[RUNS / 2])
+}

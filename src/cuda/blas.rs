@@ -1,0 +1,183 @@
+//! Large bf16 products through cuBLASLt, loaded at run time where it is installed.
+
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::sync::{Mutex, PoisonError};
+
+use cudarc::cublaslt::result::{self, CublasError};
+use cudarc::cublaslt::sys;
+
+use super::gpu::Gpu;
+use super::linear::Output;
+use super::memory::DeviceBuffer;
+use crate::base::Result;
+use crate::base::error::{bail, err};
+
+/// `CUBLAS_OP_N` and `CUBLAS_OP_T`.
+const AS_IT_IS: i32 = 0;
+const TRANSPOSED: i32 = 1;
+
+/// What an algorithm was chosen for.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+struct Shape {
+    m: usize,
+    n: usize,
+    k: usize,
+    stride: usize,
+    output: u8,
+}
+
+/// The library's handle and the algorithms it has chosen.
+pub(super) struct Blas {
+    handle: sys::cublasLtHandle_t,
+    chosen: Mutex<HashMap<Shape, sys::cublasLtMatmulAlgo_t>>,
+}
+
+// SAFETY: the library's handle may be used from any thread.
+unsafe impl Send for Blas {}
+// SAFETY: as above; the table is behind a lock.
+unsafe impl Sync for Blas {}
+
+fn check<T>(result: std::result::Result<T, CublasError>, doing: &str) -> Result<T> {
+    result.map_err(|e| err!(Internal, "cuBLASLt, {doing}: {e}"))
+}
+
+/// A descriptor that is given back when it goes.
+struct Owned<T: Copy>(T, unsafe fn(T) -> std::result::Result<(), CublasError>);
+
+impl<T: Copy> Drop for Owned<T> {
+    fn drop(&mut self) {
+        // SAFETY: made by the library and given back once.
+        let _ = unsafe { (self.1)(self.0) };
+    }
+}
+
+impl Blas {
+    pub(super) fn new(gpu: &Gpu) -> Result<Blas> {
+        // SAFETY: looking for a library runs its initialisers, which cuBLASLt's allow at any time.
+        if !unsafe { sys::is_culib_present() } {
+            bail!(
+                DeviceUnavailable,
+                "cuBLASLt (libcublasLt.so.13 or .so.12) was not found: prefill uses this library's own kernels, which are slower"
+            );
+        }
+        gpu.bind()?;
+        Ok(Blas {
+            handle: check(result::create_handle(), "starting")?,
+            chosen: Mutex::default(),
+        })
+    }
+
+    /// `out[m, n] (+)= alpha * x[m, k] w[n, k]^T` with rows of `out` `stride` apart.
+    pub(super) fn product(
+        &self,
+        gpu: &Gpu,
+        w: u64,
+        n: usize,
+        k: usize,
+        alpha: f32,
+        x: u64,
+        m: usize,
+        output: Output,
+        out: u64,
+        stride: usize,
+        workspace: &DeviceBuffer,
+    ) -> Result<()> {
+        use sys::cublasLtMatmulDescAttributes_t::{CUBLASLT_MATMUL_DESC_TRANSA, CUBLASLT_MATMUL_DESC_TRANSB};
+        gpu.bind()?;
+        let (to, beta) = match output {
+            Output::F32 => (sys::cudaDataType_t::CUDA_R_32F, 0f32),
+            Output::Add => (sys::cudaDataType_t::CUDA_R_32F, 1.0),
+            Output::Bf16 => (sys::cudaDataType_t::CUDA_R_16BF, 0.0),
+            Output::Swiglu => bail!(Internal, "only the fused kernel applies SwiGLU"),
+        };
+        let layout = |kind, rows: usize, cols: usize, stride: usize| -> Result<_> {
+            let layout = result::create_matrix_layout(kind, rows as u64, cols as u64, stride as i64);
+            Ok(Owned(check(layout, "describing a matrix")?, result::destroy_matrix_layout))
+        };
+        // The library counts in columns: its view of our row-major operands is transposed, and so is its result.
+        let bf16 = sys::cudaDataType_t::CUDA_R_16BF;
+        let (a, b, c) = (layout(bf16, k, n, k)?, layout(bf16, k, m, k)?, layout(to, n, m, stride)?);
+        let operation = Owned(
+            check(
+                result::create_matmul_desc(sys::cublasComputeType_t::CUBLAS_COMPUTE_32F, sys::cudaDataType_t::CUDA_R_32F),
+                "describing a product",
+            )?,
+            result::destroy_matmul_desc,
+        );
+        for (which, value) in [
+            (CUBLASLT_MATMUL_DESC_TRANSA, TRANSPOSED),
+            (CUBLASLT_MATMUL_DESC_TRANSB, AS_IT_IS),
+        ] {
+            // SAFETY: the attribute is one such value.
+            let set = unsafe {
+                result::set_matmul_desc_attribute(operation.0, which, (&raw const value).cast::<c_void>(), size_of_val(&value))
+            };
+            check(set, "describing a product")?;
+        }
+        let shape = Shape {
+            m,
+            n,
+            k,
+            stride,
+            output: output as u8,
+        };
+        let known = self.chosen.lock().unwrap_or_else(PoisonError::into_inner).get(&shape).copied();
+        let algorithm = match known {
+            Some(algorithm) => algorithm,
+            None => {
+                let preference = Owned(check(result::create_matmul_pref(), "choosing an algorithm")?, result::destroy_matmul_pref);
+                let most = workspace.bytes();
+                // SAFETY: the attribute is a size; the descriptors are alive.
+                let found = unsafe {
+                    check(
+                        result::set_matmul_pref_attribute(
+                            preference.0,
+                            sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+                            (&raw const most).cast::<c_void>(),
+                            size_of_val(&most),
+                        ),
+                        "choosing an algorithm",
+                    )?;
+                    check(
+                        result::get_matmul_algo_heuristic(self.handle, operation.0, a.0, b.0, c.0, c.0, preference.0),
+                        "choosing an algorithm",
+                    )
+                    .map_err(|e| e.within(format_args!("a product of [{m}, {k}] and [{n}, {k}]")))?
+                };
+                self.chosen.lock().unwrap_or_else(PoisonError::into_inner).insert(shape, found.algo);
+                found.algo
+            }
+        };
+        // SAFETY: the operands are device memory of the sizes described, by the caller's checks; alpha and beta are read
+        // before the call returns.
+        let done = unsafe {
+            result::matmul(
+                self.handle,
+                operation.0,
+                (&raw const alpha).cast(),
+                (&raw const beta).cast(),
+                w as *const c_void,
+                a.0,
+                x as *const c_void,
+                b.0,
+                out as *const c_void,
+                c.0,
+                out as *mut c_void,
+                c.0,
+                &raw const algorithm,
+                workspace.address() as *mut c_void,
+                workspace.bytes(),
+                gpu.stream().cast(),
+            )
+        };
+        check(done, "multiplying")
+    }
+}
+
+impl Drop for Blas {
+    fn drop(&mut self) {
+        // SAFETY: made in `new`, and given back once.
+        let _ = unsafe { result::destroy_handle(self.handle) };
+    }
+}

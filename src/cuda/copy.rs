@@ -1,0 +1,181 @@
+//! Copies between host and device, in the order of the device's stream.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use cudarc::driver::{result, sys};
+
+use super::gpu::{Gpu, check};
+use super::memory::{DeviceBuffer, Pinned};
+use crate::base::Result;
+use crate::base::error::bail;
+use crate::base::memory::{Plain, Tag};
+
+/// Bytes of a staging buffer: long enough for full speed, and few of them are held.
+const STAGING: usize = 4 << 20;
+/// Staging buffers kept for the next caller.
+const KEPT: usize = 4;
+
+/// The bytes of plain values.
+pub(super) fn as_bytes<T: Plain>(values: &[T]) -> &[u8] {
+    // SAFETY: plain values have no padding and any byte may be read.
+    unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) }
+}
+
+/// The bytes of plain values, to be written.
+fn as_bytes_mut<T: Plain>(values: &mut [T]) -> &mut [u8] {
+    // SAFETY: as above, and any bytes are a valid value.
+    unsafe { std::slice::from_raw_parts_mut(values.as_mut_ptr().cast(), size_of_val(values)) }
+}
+
+fn within(buffer: &DeviceBuffer, range: &Range<usize>) -> Result<()> {
+    if range.start > range.end || range.end > buffer.bytes() {
+        bail!(Internal, "bytes {range:?} of a device buffer of {}", buffer.bytes());
+    }
+    Ok(())
+}
+
+impl DeviceBuffer {
+    /// A copy of `values`.
+    pub fn from_slice<T: Plain>(gpu: &Arc<Gpu>, tag: Tag, values: &[T]) -> Result<DeviceBuffer> {
+        let mut buffer = DeviceBuffer::uninit(gpu, tag, size_of_val(values))?;
+        buffer.write(0, values)?;
+        Ok(buffer)
+    }
+
+    /// Copies `values` to byte `at` on; they may be changed when this returns.
+    pub fn write<T: Plain>(&mut self, at: usize, values: &[T]) -> Result<()> {
+        let bytes = as_bytes(values);
+        self.write_with(at, bytes.len(), |range, out| {
+            out.copy_from_slice(&bytes[range]);
+            Ok(())
+        })
+    }
+
+    /// Writes `len` bytes from byte `at` on; `fill` writes ranges of them, in order, to page-locked memory.
+    pub fn write_with(&mut self, at: usize, len: usize, mut fill: impl FnMut(Range<usize>, &mut [u8]) -> Result<()>) -> Result<()> {
+        within(self, &(at..at.saturating_add(len)))?;
+        let gpu = self.gpu().clone();
+        // Two buffers: one is filled while the other is copied.
+        let mut staging = [take(&gpu)?, take(&gpu)?];
+        let mut busy = [None, None];
+        let mut result = Ok(());
+        for (i, start) in (0..len).step_by(STAGING).enumerate() {
+            let n = STAGING.min(len - start);
+            let (pinned, busy) = (&mut staging[i % 2], &mut busy[i % 2]);
+            result = wait(busy)
+                .and_then(|()| fill(start..start + n, &mut pinned.bytes_mut()[..n]))
+                .and_then(|()| {
+                    gpu.bind()?;
+                    // SAFETY: the range lies within this buffer; the staging memory stays unchanged until the event
+                    // recorded next has passed, which `wait` sees to before it is filled or given back.
+                    check(
+                        unsafe {
+                            result::memcpy_htod_async(self.address() + (at + start) as u64, &pinned.bytes()[..n], gpu.stream())
+                        },
+                        "copying to the device",
+                    )?;
+                    *busy = Some(Event::record(&gpu)?);
+                    Ok(())
+                });
+            if result.is_err() {
+                break;
+            }
+        }
+        let waited = busy.iter_mut().try_for_each(wait);
+        let mut kept = gpu.staging();
+        for pinned in staging {
+            if kept.len() < KEPT {
+                kept.push(pinned);
+            }
+        }
+        result.and(waited)
+    }
+
+    /// Copies from byte `at` on to `out`, when everything enqueued before has run.
+    pub fn read<T: Plain>(&self, at: usize, out: &mut [T]) -> Result<()> {
+        let out = as_bytes_mut(out);
+        within(self, &(at..at.saturating_add(out.len())))?;
+        self.gpu().bind()?;
+        if !out.is_empty() {
+            // SAFETY: the range lies within the buffer, and `out` is not touched before the wait.
+            check(
+                unsafe { result::memcpy_dtoh_async(out, self.address() + at as u64, self.gpu().stream()) },
+                "copying from the device",
+            )?;
+        }
+        self.gpu().synchronize()
+    }
+
+    /// Copies `len` bytes from byte `from` of `source` to byte `at` of this.
+    pub fn copy_from(&mut self, at: usize, source: &DeviceBuffer, from: usize, len: usize) -> Result<()> {
+        within(self, &(at..at.saturating_add(len)))?;
+        within(source, &(from..from.saturating_add(len)))?;
+        self.gpu().bind()?;
+        if len == 0 {
+            return Ok(());
+        }
+        // SAFETY: both ranges were checked.
+        check(
+            unsafe {
+                result::memcpy_dtod_async(self.address() + at as u64, source.address() + from as u64, len, self.gpu().stream())
+            },
+            "copying on the device",
+        )
+    }
+}
+
+fn take(gpu: &Arc<Gpu>) -> Result<Pinned> {
+    let kept = gpu.staging().pop();
+    match kept {
+        Some(pinned) => Ok(pinned),
+        None => Pinned::new(gpu, STAGING),
+    }
+}
+
+fn wait(event: &mut Option<Event>) -> Result<()> {
+    match event.take() {
+        Some(event) => event.wait(),
+        None => Ok(()),
+    }
+}
+
+/// A point in the device's stream.
+pub struct Event {
+    gpu: Arc<Gpu>,
+    event: sys::CUevent,
+}
+
+// SAFETY: a driver's handle, used under a bound context.
+unsafe impl Send for Event {}
+
+impl Event {
+    /// The point that everything enqueued so far has run.
+    pub fn record(gpu: &Arc<Gpu>) -> Result<Event> {
+        gpu.bind()?;
+        let event = check(
+            result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING),
+            "creating an event",
+        )?;
+        let event = Event { gpu: gpu.clone(), event };
+        // SAFETY: event and stream are the device's own.
+        check(unsafe { result::event::record(event.event, gpu.stream()) }, "recording an event")?;
+        Ok(event)
+    }
+
+    /// Waits for it.
+    pub fn wait(&self) -> Result<()> {
+        self.gpu.bind()?;
+        // SAFETY: the event is alive.
+        check(unsafe { result::event::synchronize(self.event) }, "waiting for the device")
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        if self.gpu.bind().is_ok() {
+            // SAFETY: made in `record` and not used again.
+            let _ = unsafe { result::event::destroy(self.event) };
+        }
+    }
+}

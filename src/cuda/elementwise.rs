@@ -1,0 +1,135 @@
+//! Small kernels around the products: embedding, norm, activation, bias.
+
+use std::sync::Arc;
+
+use super::compile::Unit;
+use super::gpu::{Gpu, int};
+use super::launch::Launch;
+use super::linear::{Matrix, Storage};
+use super::memory::DeviceBuffer;
+use crate::base::Result;
+use crate::base::error::bail;
+
+const THREADS: u32 = 256;
+
+fn holds(buffer: &DeviceBuffer, what: &str, bytes: usize) -> Result<()> {
+    if buffer.bytes() < bytes {
+        bail!(Internal, "{what} takes {bytes} bytes, and its buffer has {}", buffer.bytes());
+    }
+    Ok(())
+}
+
+fn blocks(elements: usize) -> u32 {
+    (elements as u32).div_ceil(THREADS)
+}
+
+#[repr(C)]
+struct EmbedArguments {
+    tokens: u64,
+    table: u64,
+    scales: u64,
+    out: u64,
+    global: f32,
+    kind: i32,
+    width: i32,
+}
+
+/// Looks up `rows` tokens (i32, each less than the table's rows) into f32 `out` `[rows, width]`.
+pub fn embed(gpu: &Gpu, table: &Matrix, tokens: &DeviceBuffer, rows: usize, out: &DeviceBuffer) -> Result<()> {
+    let width = table.cols();
+    holds(tokens, "tokens", rows * 4)?;
+    holds(out, "embeddings", rows * width * 4)?;
+    let (values, scales) = table.addresses();
+    let arguments = EmbedArguments {
+        tokens: tokens.address(),
+        table: values,
+        scales,
+        out: out.address(),
+        global: table.global(),
+        kind: match table.storage() {
+            Storage::F32 => 0,
+            Storage::F16 => 1,
+            Storage::BF16 => 2,
+            Storage::Nvfp4 => 3,
+        },
+        width: int("the hidden size", width)?,
+    };
+    let launch = Launch::new([blocks(width), rows as u32, 1], THREADS);
+    // SAFETY: the struct is the kernel's; sizes were checked; tokens are the caller's word, checked before they are written.
+    unsafe { launch.run(gpu, Unit::Embed, "embed", &arguments) }
+}
+
+#[repr(C)]
+struct NormArguments {
+    x: u64,
+    weight: u64,
+    y: u64,
+    width: i32,
+    eps: f32,
+}
+
+/// RMSNorm of f32 rows of `width` from byte `at` of `x` on, to bf16 `y`.
+pub fn rms_norm(gpu: &Gpu, x: &DeviceBuffer, at: usize, weight: &DeviceBuffer, eps: f32, rows: usize, width: usize, y: &DeviceBuffer) -> Result<()> {
+    holds(x, "rows", at + rows * width * 4)?;
+    holds(weight, "a norm", width * 4)?;
+    holds(y, "normalised rows", rows * width * 2)?;
+    if !width.is_multiple_of(4) {
+        bail!(Unsupported, "rows of {width}; the norm takes multiples of 4");
+    }
+    let arguments = NormArguments {
+        x: x.address() + at as u64,
+        weight: weight.address(),
+        y: y.address(),
+        width: int("the hidden size", width)?,
+        eps,
+    };
+    // SAFETY: the struct is the kernel's; sizes were checked.
+    unsafe { Launch::new([rows as u32, 1, 1], THREADS).run(gpu, Unit::RmsNorm, "rms_norm", &arguments) }
+}
+
+#[repr(C)]
+struct SwigluArguments {
+    gate_up: u64,
+    y: u64,
+    width: i32,
+}
+
+/// silu(gate) * up: bf16 `[rows, 2 width]` to bf16 `[rows, width]`.
+pub fn swiglu(gpu: &Arc<Gpu>, gate_up: &DeviceBuffer, rows: usize, width: usize, y: &DeviceBuffer) -> Result<()> {
+    holds(gate_up, "gate and up", rows * width * 4)?;
+    holds(y, "activations", rows * width * 2)?;
+    if !width.is_multiple_of(8) {
+        bail!(Unsupported, "rows of {width}; SwiGLU takes multiples of 8");
+    }
+    let arguments = SwigluArguments {
+        gate_up: gate_up.address(),
+        y: y.address(),
+        width: int("the intermediate size", width)?,
+    };
+    let launch = Launch::new([blocks(width / 8), rows as u32, 1], THREADS);
+    // SAFETY: the struct is the kernel's; sizes were checked.
+    unsafe { launch.run(gpu, Unit::Swiglu, "swiglu", &arguments) }
+}
+
+#[repr(C)]
+struct BiasArguments {
+    y: u64,
+    bias: u64,
+    width: i32,
+    stride: i32,
+    is_bf16: i32,
+}
+
+pub(super) fn add_bias_at(gpu: &Gpu, y: u64, is_bf16: bool, rows: usize, width: usize, stride: usize, bias: &DeviceBuffer) -> Result<()> {
+    holds(bias, "a bias", width * 4)?;
+    let arguments = BiasArguments {
+        y,
+        bias: bias.address(),
+        width: int("the width", width)?,
+        stride: int("the stride", stride)?,
+        is_bf16: i32::from(is_bf16),
+    };
+    let launch = Launch::new([blocks(width), rows as u32, 1], THREADS);
+    // SAFETY: the struct is the kernel's; the caller checked the rows.
+    unsafe { launch.run(gpu, Unit::Swiglu, "add_bias", &arguments) }
+}

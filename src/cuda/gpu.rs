@@ -1,0 +1,372 @@
+//! A GPU: its primary context, which the process's other users of CUDA share, one stream, a memory pool, and what kernels
+//! need to know about it.
+
+use std::collections::HashMap;
+use std::ffi::c_int;
+use std::fmt;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+
+use cudarc::driver::{result, sys};
+
+use super::blas::Blas;
+use super::compile::{Module, Unit};
+use super::memory::Pinned;
+use crate::base::error::{Error, bail, err};
+use crate::base::{ErrorKind, Result};
+
+/// The oldest driver interface that has what the launcher uses.
+const OLDEST_DRIVER: i32 = 12_000;
+/// The oldest architecture with bf16 matrix instructions.
+const OLDEST_ARCH: (i32, i32) = (8, 0);
+
+/// Turns a driver's answer into an error that says what was being done.
+pub(super) fn check<T>(
+    result: std::result::Result<T, result::DriverError>,
+    doing: &str,
+) -> Result<T> {
+    result.map_err(|e| driver_error(e, doing))
+}
+
+fn driver_error(error: result::DriverError, doing: &str) -> Error {
+    use sys::CUresult::*;
+    let text = |get: std::result::Result<&std::ffi::CStr, result::DriverError>| {
+        get.map_or_else(
+            |_| format!("{:?}", error.0),
+            |s| s.to_string_lossy().into_owned(),
+        )
+    };
+    let (name, text) = (text(error.error_name()), text(error.error_string()));
+    let (kind, advice) = match error.0 {
+        CUDA_ERROR_OUT_OF_MEMORY => (ErrorKind::OutOfMemory, ""),
+        CUDA_ERROR_ILLEGAL_ADDRESS
+        | CUDA_ERROR_LAUNCH_FAILED
+        | CUDA_ERROR_HARDWARE_STACK_ERROR
+        | CUDA_ERROR_ILLEGAL_INSTRUCTION
+        | CUDA_ERROR_MISALIGNED_ADDRESS
+        | CUDA_ERROR_INVALID_ADDRESS_SPACE
+        | CUDA_ERROR_INVALID_PC
+        | CUDA_ERROR_LAUNCH_TIMEOUT
+        | CUDA_ERROR_ECC_UNCORRECTABLE
+        | CUDA_ERROR_CONTEXT_IS_DESTROYED => (
+            ErrorKind::DeviceUnavailable,
+            "; the process can no longer use this GPU and must be restarted",
+        ),
+        CUDA_ERROR_NO_DEVICE | CUDA_ERROR_INVALID_DEVICE | CUDA_ERROR_DEINITIALIZED => {
+            (ErrorKind::DeviceUnavailable, "")
+        }
+        _ => (ErrorKind::Internal, ""),
+    };
+    Error::new(kind, format_args!("{doing}: {name}: {text}{advice}"))
+}
+
+/// Why no GPU can be used at all, or nothing.
+pub fn unavailable() -> Option<String> {
+    driver().err().map(|e| e.message().to_owned())
+}
+
+/// Devices there are.
+pub fn count() -> Result<usize> {
+    driver()?;
+    let count = check(result::device::get_count(), "counting CUDA devices")?;
+    Ok(usize::try_from(count).unwrap_or(0))
+}
+
+/// Loads and starts the driver once.
+fn driver() -> Result<()> {
+    static STATE: OnceLock<Result<()>> = OnceLock::new();
+    STATE
+        .get_or_init(|| {
+            // SAFETY: looking for a library runs its initialisers, which the driver's allow at any time.
+            if !unsafe { sys::is_culib_present() } {
+                bail!(
+                    DeviceUnavailable,
+                    "the CUDA driver (libcuda.so.1) was not found; install the NVIDIA driver, or put its folder in LD_LIBRARY_PATH"
+                );
+            }
+            result::init().map_err(|e| {
+                let inner = driver_error(e, "starting the CUDA driver");
+                Error::new(ErrorKind::DeviceUnavailable, inner.message())
+            })?;
+            let mut version: c_int = 0;
+            // SAFETY: writes the one integer it is given.
+            check(unsafe { sys::cuDriverGetVersion(&mut version) }.result(), "asking the CUDA driver's version")?;
+            if version < OLDEST_DRIVER {
+                bail!(
+                    DeviceUnavailable,
+                    "the driver speaks CUDA {}.{}; {}.0 is needed: update the NVIDIA driver",
+                    version / 1000,
+                    version % 1000 / 10,
+                    OLDEST_DRIVER / 1000
+                );
+            }
+            Ok(())
+        })
+        .clone()
+}
+
+/// One CUDA device, opened. Shared by everything that uses it; work of all of it goes to one stream in order.
+pub struct Gpu {
+    ordinal: usize,
+    name: String,
+    arch: (i32, i32),
+    multiprocessors: usize,
+    shared_limit: usize,
+    managed: bool,
+    driver_version: i32,
+    device: sys::CUdevice,
+    context: sys::CUcontext,
+    stream: sys::CUstream,
+    pool: sys::CUmemoryPool,
+    modules: Mutex<HashMap<Unit, Arc<Module>>>,
+    staging: Mutex<Vec<Pinned>>,
+    blas: OnceLock<Result<Blas>>,
+}
+
+// SAFETY: the driver's handles may be used from any thread whose current context is theirs, which `bind` sees to.
+unsafe impl Send for Gpu {}
+// SAFETY: as above; the driver serialises calls on one stream, and the rest is behind locks.
+unsafe impl Sync for Gpu {}
+
+impl Gpu {
+    /// The device numbered `ordinal`. Opened once however often it is asked for.
+    pub fn open(ordinal: usize) -> Result<Arc<Gpu>> {
+        static OPEN: Mutex<Vec<(usize, Weak<Gpu>)>> = Mutex::new(Vec::new());
+        let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = open.iter().find(|(o, _)| *o == ordinal);
+        if let Some(gpu) = known.and_then(|(_, gpu)| gpu.upgrade()) {
+            return Ok(gpu);
+        }
+        let gpu = Arc::new(Gpu::new(ordinal)?);
+        open.retain(|(o, _)| *o != ordinal);
+        open.push((ordinal, Arc::downgrade(&gpu)));
+        Ok(gpu)
+    }
+
+    fn new(ordinal: usize) -> Result<Gpu> {
+        let devices = count()?;
+        if ordinal >= devices {
+            bail!(
+                DeviceUnavailable,
+                "there is no device cuda:{ordinal}; {devices} CUDA {} there{}",
+                if devices == 1 { "device is" } else { "devices are" },
+                if devices == 0 { "" } else { ", numbered from 0" }
+            );
+        }
+        let device = check(result::device::get(ordinal as c_int), "opening the device")?;
+        let attribute = |which| {
+            // SAFETY: `device` is a device that the driver gave.
+            check(unsafe { result::device::get_attribute(device, which) }, "asking about the device")
+        };
+        use sys::CUdevice_attribute::*;
+        let arch = (
+            attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+            attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+        );
+        let name = check(result::device::get_name(device), "asking the device's name")?;
+        if arch < OLDEST_ARCH {
+            bail!(
+                DeviceUnavailable,
+                "cuda:{ordinal} ({name}) has compute capability {}.{}; {}.{} is needed",
+                arch.0,
+                arch.1,
+                OLDEST_ARCH.0,
+                OLDEST_ARCH.1
+            );
+        }
+        let multiprocessors = attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize;
+        let shared_limit = attribute(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize;
+        let managed = attribute(CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS)? != 0;
+        let mut driver_version = 0;
+        // SAFETY: writes the one integer it is given.
+        check(unsafe { sys::cuDriverGetVersion(&mut driver_version) }.result(), "asking the CUDA driver's version")?;
+        // SAFETY: retained once here and released once in `drop`.
+        let context = check(unsafe { result::primary_ctx::retain(device) }, "retaining the device's context")?;
+        let ready = Gpu::stream_and_pool(ordinal, context);
+        let (stream, pool) = match ready {
+            Ok(ready) => ready,
+            Err(e) => {
+                // SAFETY: gives back what was retained above; nothing was made in it that is still used.
+                let _ = unsafe { result::primary_ctx::release(device) };
+                return Err(e);
+            }
+        };
+        Ok(Gpu {
+            ordinal,
+            name,
+            arch,
+            multiprocessors,
+            shared_limit,
+            managed,
+            driver_version,
+            device,
+            context,
+            stream,
+            pool,
+            modules: Mutex::default(),
+            staging: Mutex::default(),
+            blas: OnceLock::new(),
+        })
+    }
+
+    fn stream_and_pool(ordinal: usize, context: sys::CUcontext) -> Result<(sys::CUstream, sys::CUmemoryPool)> {
+        // SAFETY: the context was just retained.
+        check(unsafe { result::ctx::set_current(context) }, "entering the device's context")?;
+        let stream = check(
+            result::stream::create(result::stream::StreamKind::NonBlocking),
+            "creating a stream",
+        )?;
+        // SAFETY: a plain C struct of integers and pointers, all of which may be zero.
+        let mut properties: sys::CUmemPoolProps = unsafe { std::mem::zeroed() };
+        properties.allocType = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
+        properties.location.type_ = sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;
+        properties.location.id = ordinal as c_int;
+        // SAFETY: the properties are complete.
+        let pool = check(unsafe { result::mem_pool::create(&properties) }, "creating a memory pool")?;
+        let mut keep = u64::MAX;
+        // SAFETY: the attribute is a u64, and the pool was just made.
+        check(
+            unsafe {
+                result::mem_pool::set_attribute(
+                    pool,
+                    sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD,
+                    (&raw mut keep).cast(),
+                )
+            },
+            "setting up the memory pool",
+        )?;
+        Ok((stream, pool))
+    }
+
+    /// Its number.
+    pub fn ordinal(&self) -> usize {
+        self.ordinal
+    }
+
+    /// Its name, as the driver has it.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Compute capability.
+    pub fn arch(&self) -> (i32, i32) {
+        self.arch
+    }
+
+    /// What the driver speaks: 13000 is CUDA 13.0.
+    pub fn driver_version(&self) -> i32 {
+        self.driver_version
+    }
+
+    /// Multiprocessors.
+    pub fn multiprocessors(&self) -> usize {
+        self.multiprocessors
+    }
+
+    /// Shared memory that a block may ask for.
+    pub fn shared_limit(&self) -> usize {
+        self.shared_limit
+    }
+
+    /// Whether managed memory may be used by host and device at once.
+    pub fn concurrent_managed_access(&self) -> bool {
+        self.managed
+    }
+
+    pub(super) fn stream(&self) -> sys::CUstream {
+        self.stream
+    }
+
+    pub(super) fn pool(&self) -> sys::CUmemoryPool {
+        self.pool
+    }
+
+    /// Makes the device's context this thread's.
+    pub(super) fn bind(&self) -> Result<()> {
+        // SAFETY: the context lives as long as `self`.
+        check(unsafe { result::ctx::set_current(self.context) }, "entering the device's context")
+    }
+
+    /// Waits until everything enqueued has run. A fault of earlier work comes out here.
+    pub fn synchronize(&self) -> Result<()> {
+        self.bind()?;
+        // SAFETY: the stream lives as long as `self`.
+        check(unsafe { result::stream::synchronize(self.stream) }, "waiting for the device")
+    }
+
+    /// Free and total bytes of the device.
+    pub fn memory(&self) -> Result<(usize, usize)> {
+        self.bind()?;
+        check(result::mem_get_info(), "asking for the device's free memory")
+    }
+
+    /// Gives cached memory back to the driver.
+    pub fn empty_cache(&self) -> Result<()> {
+        self.staging().clear();
+        self.synchronize()?;
+        // SAFETY: the pool lives as long as `self`.
+        check(unsafe { result::mem_pool::trim_to(self.pool, 0) }, "emptying the memory pool")
+    }
+
+    pub(super) fn staging(&self) -> std::sync::MutexGuard<'_, Vec<Pinned>> {
+        self.staging.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The library for large products, if there is one.
+    pub(super) fn blas(&self) -> Option<&Blas> {
+        self.blas.get_or_init(|| Blas::new(self)).as_ref().ok()
+    }
+
+    /// Why there is no library for large products.
+    pub fn blas_unavailable(&self) -> Option<String> {
+        self.blas
+            .get_or_init(|| Blas::new(self))
+            .as_ref()
+            .err()
+            .map(|e| e.message().to_owned())
+    }
+
+    /// A kernel, compiled for this device when first asked for.
+    pub(super) fn function(&self, unit: Unit, name: &str) -> Result<sys::CUfunction> {
+        let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
+        let module = match modules.get(&unit) {
+            Some(module) => module.clone(),
+            None => {
+                self.bind()?;
+                let module = Arc::new(Module::load(unit, self.arch)?);
+                modules.insert(unit, module.clone());
+                module
+            }
+        };
+        module.function(name)
+    }
+}
+
+impl Drop for Gpu {
+    fn drop(&mut self) {
+        self.staging().clear();
+        if self.bind().is_err() {
+            return;
+        }
+        self.modules.get_mut().unwrap_or_else(PoisonError::into_inner).clear();
+        drop(self.blas.take());
+        // SAFETY: nothing made in the context outlives `self`, which every buffer and graph keeps alive. Failures have no
+        // one to hear of them, and the driver frees the rest with the process.
+        unsafe {
+            let _ = result::stream::synchronize(self.stream);
+            let _ = result::mem_pool::destroy(self.pool);
+            let _ = result::stream::destroy(self.stream);
+            let _ = result::primary_ctx::release(self.device);
+        }
+    }
+}
+
+impl fmt::Debug for Gpu {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "cuda:{} ({})", self.ordinal, self.name)
+    }
+}
+
+/// What a size must be for a kernel's 32-bit integer.
+pub(super) fn int(what: &str, value: usize) -> Result<i32> {
+    i32::try_from(value).map_err(|_| err!(Unsupported, "{what} is {value}; a GPU kernel takes less than 2^31"))
+}

@@ -1,0 +1,157 @@
+//! Accounted device memory, ordered with the device's stream, and page-locked host memory for copies.
+
+use std::fmt;
+use std::sync::Arc;
+
+use cudarc::driver::result;
+
+use super::gpu::{Gpu, check};
+use crate::base::Result;
+use crate::base::memory::{Claim, Tag};
+
+/// Device memory. Freed in stream order: work enqueued before may still use it.
+pub struct DeviceBuffer {
+    gpu: Arc<Gpu>,
+    address: u64,
+    bytes: usize,
+    _claim: Claim,
+}
+
+impl DeviceBuffer {
+    /// `bytes` of memory that hold anything.
+    pub fn uninit(gpu: &Arc<Gpu>, tag: Tag, bytes: usize) -> Result<DeviceBuffer> {
+        let claim = Claim::new(tag, bytes)?;
+        gpu.bind()?;
+        let address = match bytes {
+            0 => 0,
+            // SAFETY: pool and stream live as long as the GPU, which the buffer keeps alive.
+            _ => check(
+                unsafe { result::mem_pool::alloc_async(gpu.pool(), bytes, gpu.stream()) },
+                "allocating device memory",
+            )
+            .map_err(|e| e.within(format_args!("{bytes} bytes for {}", tag.name())))?,
+        };
+        Ok(DeviceBuffer {
+            gpu: gpu.clone(),
+            address,
+            bytes,
+            _claim: claim,
+        })
+    }
+
+    /// `bytes` of zeros.
+    pub fn zeroed(gpu: &Arc<Gpu>, tag: Tag, bytes: usize) -> Result<DeviceBuffer> {
+        let buffer = Self::uninit(gpu, tag, bytes)?;
+        if bytes > 0 {
+            // SAFETY: the memory was just allocated on this stream.
+            check(
+                unsafe { result::memset_d8_async(buffer.address, 0, bytes, gpu.stream()) },
+                "clearing device memory",
+            )?;
+        }
+        Ok(buffer)
+    }
+
+    /// The device it is on.
+    pub fn gpu(&self) -> &Arc<Gpu> {
+        &self.gpu
+    }
+
+    /// Its address on the device; 0 if it is empty.
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// Its size.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+}
+
+impl Drop for DeviceBuffer {
+    fn drop(&mut self) {
+        if self.address != 0 && self.gpu.bind().is_ok() {
+            // SAFETY: allocated from the pool and not used by anything enqueued later. A failure means that the context is
+            // broken, which every further call reports.
+            let _ = unsafe { result::free_async(self.address, self.gpu.stream()) };
+        }
+    }
+}
+
+impl fmt::Debug for DeviceBuffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "DeviceBuffer[{}] on {:?}", self.bytes, self.gpu)
+    }
+}
+
+/// Page-locked host memory, which the device copies from and to without the driver's help.
+pub struct Pinned {
+    data: *mut u8,
+    bytes: usize,
+    _claim: Claim,
+}
+
+// SAFETY: memory that this alone owns.
+unsafe impl Send for Pinned {}
+// SAFETY: shared access only reads.
+unsafe impl Sync for Pinned {}
+
+impl Pinned {
+    /// `bytes` zero bytes.
+    pub fn new(gpu: &Gpu, bytes: usize) -> Result<Pinned> {
+        let claim = Claim::new(Tag::Scratch, bytes)?;
+        gpu.bind()?;
+        // SAFETY: a plain allocation; no flags.
+        let data = check(
+            unsafe { result::malloc_host(bytes.max(1), 0) },
+            "allocating page-locked memory",
+        )?
+        .cast::<u8>();
+        // SAFETY: freshly allocated for `bytes` bytes.
+        unsafe { data.write_bytes(0, bytes) };
+        Ok(Pinned {
+            data,
+            bytes,
+            _claim: claim,
+        })
+    }
+
+    /// The bytes.
+    pub fn bytes(&self) -> &[u8] {
+        // SAFETY: initialised when made, owned by `self`.
+        unsafe { std::slice::from_raw_parts(self.data, self.bytes) }
+    }
+
+    /// Where the device sees it: the same address as the host.
+    pub(super) fn address(&self) -> u64 {
+        self.data.expose_provenance() as u64
+    }
+
+    /// Number `index` of those that a kernel writes, once its work is known to be done.
+    pub fn read_i32(&self, index: usize) -> Option<i32> {
+        if (index + 1).checked_mul(4)? > self.bytes {
+            return None;
+        }
+        // SAFETY: within the allocation, which is aligned to more; volatile, since the device wrote it.
+        Some(unsafe { self.data.cast::<i32>().add(index).read_volatile() })
+    }
+
+    /// The bytes, to be written.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as above, borrowed exclusively.
+        unsafe { std::slice::from_raw_parts_mut(self.data, self.bytes) }
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        // SAFETY: allocated by `malloc_host`; whoever enqueued a copy has waited for it.
+        let _ = unsafe { result::free_host(self.data.cast()) };
+    }
+}
+
+impl fmt::Debug for Pinned {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Pinned[{}]", self.bytes)
+    }
+}

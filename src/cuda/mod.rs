@@ -1,0 +1,29 @@
+//! Floor 3: NVIDIA GPUs through the driver, which is loaded at run time: without one, opening a device says why and nothing
+//! else changes. Device memory, launches, graphs, kernels compiled for the device at hand, and one safe launcher per kernel
+//! family. Knows shapes and pointers, not models.
+//!
+//! Every launcher enqueues on the device's one stream and returns; [`Gpu::synchronize`] or a copy to the host waits.
+
+mod attention;
+mod bandwidth;
+mod blas;
+mod compile;
+mod copy;
+mod elementwise;
+mod gpu;
+mod graph;
+mod launch;
+mod linear;
+mod memory;
+mod sample;
+
+pub use attention::{Heads, PAGE, PageTable, Rows, decode, parts, prefill, store};
+pub use bandwidth::read_bandwidth;
+pub use compile::{Unit, compile, target};
+pub use elementwise::{embed, rms_norm, swiglu};
+pub use gpu::{Gpu, count, unavailable};
+pub use graph::Graph;
+pub use linear::{Biased, Input, LinearScratch, Matrix, Output, Plan, SMALL, Storage, is_fused, linear, small};
+pub use copy::Event;
+pub use memory::{DeviceBuffer, Pinned};
+pub use sample::{Best, argmax};

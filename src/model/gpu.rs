@@ -1,0 +1,546 @@
+//! The decoder forward on a GPU: the same blocks as `forward`, as kernels enqueued in order. One new token for each of up to
+//! [`BATCH`] sequences is a recorded graph, which ends with the choice of the likeliest token and leaves the device ready for
+//! the next step; longer runs go through in chunks.
+//!
+//! One caller at a time: the working memory belongs to the model.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use half::{bf16, f16};
+
+use super::config::Config;
+use super::gpu_cache::GpuCache;
+use super::kv_cache::KvCache;
+use super::weights::{Embedding, Layer, Projection, Weights};
+use crate::base::Result;
+use crate::base::error::{bail, err};
+use crate::base::memory::{Buffer, Tag};
+use crate::checkpoint::Encoding;
+use crate::cuda::{
+    self, Best, Biased, DeviceBuffer, Event, Gpu, Graph, Heads, Input, LinearScratch, Matrix, Output, PageTable, Pinned, Rows, Storage,
+};
+
+/// Sequences that are stepped together at most.
+pub(super) const BATCH: usize = 256;
+/// Rows that go through the blocks together.
+const ROWS: usize = 2048;
+/// Rows whose logits are computed together.
+const HEAD_ROWS: usize = 64;
+/// Steps that the host may lag behind.
+const HISTORY: usize = 8;
+
+/// A layer's vectors on the device.
+struct Vectors {
+    input_norm: DeviceBuffer,
+    post_norm: DeviceBuffer,
+    q_norm: Option<DeviceBuffer>,
+    k_norm: Option<DeviceBuffer>,
+    /// Of q, k, v, o, gate, up, down.
+    bias: [Option<DeviceBuffer>; 7],
+}
+
+/// What the forward pass needs beside the weight matrices.
+pub(super) struct Executor {
+    gpu: Arc<Gpu>,
+    layers: Vec<Vectors>,
+    norm: DeviceBuffer,
+    head_bias: Option<DeviceBuffer>,
+    frequencies: DeviceBuffer,
+    /// The embedding, unless the head serves for it.
+    table: Option<Matrix>,
+    state: Mutex<State>,
+}
+
+/// Working memory, and what of it is ready for a step.
+struct State {
+    rows: usize,
+    head_rows: usize,
+    batch: usize,
+    pages: usize,
+    residual: DeviceBuffer,
+    normed: DeviceBuffer,
+    qkv: DeviceBuffer,
+    q: DeviceBuffer,
+    attended: DeviceBuffer,
+    gate_up: DeviceBuffer,
+    mlp: DeviceBuffer,
+    logits: DeviceBuffer,
+    tokens: DeviceBuffer,
+    positions: DeviceBuffer,
+    table: DeviceBuffer,
+    best: Best,
+    parts: Rows,
+    linear: LinearScratch,
+    history: Pinned,
+    graphs: HashMap<(usize, usize), Graph>,
+    /// The sequences that the device is ready to step, and where they stand.
+    ready: Vec<Ready>,
+    /// A step that was enqueued before anyone asked for it.
+    ahead: Option<Event>,
+}
+
+/// A sequence that the device holds: its pages and the position of its next token.
+#[derive(Clone, Copy, PartialEq)]
+struct Ready {
+    version: u64,
+    position: usize,
+}
+
+impl Executor {
+    /// Brings to the device what of `weights` is not there yet.
+    pub(super) fn new(gpu: &Arc<Gpu>, config: &Config, weights: &Weights) -> Result<Executor> {
+        let upload = |values: &[f32]| DeviceBuffer::from_slice(gpu, Tag::DeviceWeights, values);
+        let optional = |b: &Option<Buffer<f32>>| b.as_ref().map(|b| upload(b)).transpose();
+        let mut layers = Vec::with_capacity(weights.layers.len());
+        for layer in &weights.layers {
+            let mut bias = [const { None }; 7];
+            for (bias, (_, projection)) in bias.iter_mut().zip(layer.projections()) {
+                *bias = optional(&projection.bias)?;
+            }
+            layers.push(Vectors {
+                input_norm: upload(&layer.input_norm)?,
+                post_norm: upload(&layer.post_norm)?,
+                q_norm: optional(&layer.q_norm)?,
+                k_norm: optional(&layer.k_norm)?,
+                bias,
+            });
+        }
+        let executor = Executor {
+            gpu: gpu.clone(),
+            layers,
+            norm: upload(&weights.norm)?,
+            head_bias: optional(&weights.head.bias)?,
+            frequencies: upload(&config.rope.frequencies)?,
+            table: table(gpu, config, weights)?,
+            state: Mutex::new(State::new(gpu, config, 0, 0, 1, 1)?),
+        };
+        executor.heads(config, None).check()?;
+        Ok(executor)
+    }
+
+    /// Bytes of weights that are here rather than with the matrices.
+    pub(super) fn bytes(&self) -> usize {
+        let vectors = self.layers.iter().flat_map(|l| {
+            let norms = [Some(&l.input_norm), Some(&l.post_norm), l.q_norm.as_ref(), l.k_norm.as_ref()];
+            norms.into_iter().chain(l.bias.iter().map(Option::as_ref)).flatten()
+        });
+        vectors.chain([&self.norm]).map(DeviceBuffer::bytes).sum::<usize>() + self.table.as_ref().map_or(0, Matrix::bytes)
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn heads<'a>(&'a self, config: &Config, layer: Option<&'a Vectors>) -> Heads<'a> {
+        Heads {
+            heads: config.heads,
+            kv_heads: config.kv_heads,
+            dim: config.head_dim,
+            q_norm: layer.and_then(|l| l.q_norm.as_ref()),
+            k_norm: layer.and_then(|l| l.k_norm.as_ref()),
+            frequencies: &self.frequencies,
+            attention_factor: config.rope.attention_factor,
+            eps: config.rms_norm_eps,
+            scale: 1.0 / (config.head_dim as f32).sqrt(),
+        }
+    }
+
+    /// Runs `tokens` of one sequence after what `cache` holds, whose pages exist already, in chunks; after each, `each` gets
+    /// the chunk's rows and the device is asked for their logits through [`Pass::logits`].
+    pub(super) fn run(
+        &self,
+        config: &Config,
+        weights: &Weights,
+        tokens: &[u32],
+        cache: &mut KvCache,
+        mut each: impl FnMut(usize, &mut Pass<'_>) -> Result<()>,
+    ) -> Result<()> {
+        let mut state = self.state();
+        state.ready.clear();
+        state.ahead = None;
+        let mut done = 0;
+        for chunk in tokens.chunks(ROWS) {
+            let first = cache.len() + done;
+            state.fit(&self.gpu, config, chunk.len(), 0, 1, (first + chunk.len()).div_ceil(cuda::PAGE))?;
+            let ids: Vec<i32> = chunk.iter().map(|&t| t as i32).collect();
+            state.tokens.write(0, &ids)?;
+            state.write_pages(&[cache.gpu()?])?;
+            cuda::embed(&self.gpu, self.table(weights)?, &state.tokens, chunk.len(), &state.residual)?;
+            for index in 0..weights.layers.len() {
+                self.block(config, weights, index, chunk.len(), &state, Attention::Rows(first))?;
+            }
+            done += chunk.len();
+            let mut pass = Pass {
+                executor: self,
+                config,
+                weights,
+                state: &mut state,
+            };
+            each(done, &mut pass)?;
+        }
+        Ok(())
+    }
+
+    /// Runs one token of each of several sequences, whose pages exist already, and leaves the likeliest next tokens and the
+    /// logits on the device.
+    fn step(&self, config: &Config, weights: &Weights, tokens: &[u32], caches: &[&GpuCache], positions: &[usize], state: &mut State) -> Result<()> {
+        let batch = tokens.len();
+        let last = positions.iter().copied().max().unwrap_or(0);
+        state.fit(&self.gpu, config, batch, batch, batch, last / cuda::PAGE + 1)?;
+        let wanted: Vec<Ready> = caches
+            .iter()
+            .zip(positions)
+            .map(|(cache, &position)| Ready { version: cache.version(), position })
+            .collect();
+        // The device has gone on by itself if these sequences go on with the tokens that it chose.
+        let chosen = state.ready == wanted && (0..batch).all(|row| state.chosen(row, batch, positions[row]) == Some(tokens[row]));
+        if !chosen {
+            let ids: Vec<i32> = tokens.iter().map(|&t| t as i32).collect();
+            let places: Vec<i32> = positions.iter().map(|&p| p as i32).collect();
+            state.tokens.write(0, &ids)?;
+            state.positions.write(0, &places)?;
+            state.write_pages(caches)?;
+        }
+        self.launch(config, weights, batch, last, state)?;
+        state.ready = wanted;
+        for ready in &mut state.ready {
+            ready.position += 1;
+        }
+        Ok(())
+    }
+
+    /// Enqueues a step of what the device is ready for.
+    fn launch(&self, config: &Config, weights: &Weights, batch: usize, last: usize, state: &mut State) -> Result<()> {
+        let parts = cuda::parts(&self.gpu, config.heads, config.kv_heads, batch, last + 1);
+        let key = (batch, parts);
+        if let Some(graph) = state.graphs.get(&key) {
+            return graph.launch();
+        }
+        // The first step of its kind runs as it is enqueued, which also loads the kernels: no graph may be recorded before.
+        self.enqueue_step(config, weights, batch, parts, state)?;
+        let graph = Graph::record(&self.gpu, || self.enqueue_step(config, weights, batch, parts, state))?;
+        state.graphs.insert(key, graph);
+        Ok(())
+    }
+
+    fn enqueue_step(&self, config: &Config, weights: &Weights, batch: usize, parts: usize, state: &State) -> Result<()> {
+        cuda::embed(&self.gpu, self.table(weights)?, &state.tokens, batch, &state.residual)?;
+        for index in 0..weights.layers.len() {
+            self.block(config, weights, index, batch, state, Attention::Step(parts))?;
+        }
+        self.head(config, weights, 0, batch, state)?;
+        cuda::argmax(
+            &self.gpu,
+            &state.logits,
+            batch,
+            config.vocab_size,
+            &state.best,
+            &state.tokens,
+            Some((&state.positions, &state.history)),
+        )
+    }
+
+    fn table<'a>(&'a self, weights: &'a Weights) -> Result<&'a Matrix> {
+        match &self.table {
+            Some(table) => Ok(table),
+            None => matrix(&weights.head),
+        }
+    }
+
+    fn block(&self, config: &Config, weights: &Weights, index: usize, rows: usize, s: &State, attention: Attention) -> Result<()> {
+        let (gpu, hidden, wide) = (&self.gpu, config.hidden_size, config.intermediate_size);
+        let (layer, vectors) = (&weights.layers[index], &self.layers[index]);
+        let [q, k, v, o, gate, up, down] = biased(layer, vectors)?;
+        let qkv = (config.heads + 2 * config.kv_heads) * config.head_dim;
+        let normed = |norm| Input::Normed(&s.residual, norm, config.rms_norm_eps);
+        let plain_normed = |norm| {
+            cuda::rms_norm(gpu, &s.residual, 0, norm, config.rms_norm_eps, rows, hidden, &s.normed)?;
+            Ok(Input::Plain(&s.normed))
+        };
+
+        let input = match cuda::is_fused(gpu, rows, &[q, k, v], Output::F32) {
+            true => normed(&vectors.input_norm),
+            false => plain_normed(&vectors.input_norm)?,
+        };
+        cuda::linear(gpu, input, rows, &[q, k, v], Output::F32, &s.qkv, qkv, &s.linear)?;
+        let heads = self.heads(config, Some(vectors));
+        let pages = PageTable {
+            table: &s.table,
+            stride: s.pages,
+            first: 0,
+            layer: index,
+        };
+        match attention {
+            Attention::Step(parts) => cuda::decode(gpu, &heads, &pages, &s.qkv, &s.positions, rows, parts, &s.parts, &s.attended)?,
+            Attention::Rows(first) => {
+                cuda::store(gpu, &heads, &pages, &s.qkv, 0, rows, first, &s.q)?;
+                cuda::prefill(gpu, &heads, &pages, &s.q, 0, rows, first, &s.attended)?;
+            }
+        }
+        cuda::linear(gpu, Input::Plain(&s.attended), rows, &[o], Output::Add, &s.residual, hidden, &s.linear)?;
+        if cuda::is_fused(gpu, rows, &[gate, up], Output::Swiglu) {
+            cuda::linear(gpu, normed(&vectors.post_norm), rows, &[gate, up], Output::Swiglu, &s.mlp, wide, &s.linear)?;
+        } else {
+            let input = plain_normed(&vectors.post_norm)?;
+            cuda::linear(gpu, input, rows, &[gate, up], Output::Bf16, &s.gate_up, 2 * wide, &s.linear)?;
+            cuda::swiglu(gpu, &s.gate_up, rows, wide, &s.mlp)?;
+        }
+        cuda::linear(gpu, Input::Plain(&s.mlp), rows, &[down], Output::Add, &s.residual, hidden, &s.linear)
+    }
+
+    /// Logits of `rows` rows of the residual from `first` on.
+    fn head(&self, config: &Config, weights: &Weights, first: usize, rows: usize, s: &State) -> Result<()> {
+        let (gpu, hidden) = (&self.gpu, config.hidden_size);
+        let head: Biased<'_> = (matrix(&weights.head)?, self.head_bias.as_ref());
+        let input = if first == 0 && cuda::is_fused(gpu, rows, &[head], Output::F32) {
+            Input::Normed(&s.residual, &self.norm, config.rms_norm_eps)
+        } else {
+            cuda::rms_norm(gpu, &s.residual, first * hidden * 4, &self.norm, config.rms_norm_eps, rows, hidden, &s.normed)?;
+            Input::Plain(&s.normed)
+        };
+        cuda::linear(gpu, input, rows, &[head], Output::F32, &s.logits, config.vocab_size, &s.linear)
+    }
+
+    /// One token of each of several sequences; the logits, one row for each, are appended to `logits`.
+    pub(super) fn step_logits(&self, config: &Config, weights: &Weights, tokens: &[u32], caches: &[&KvCache], logits: &mut Vec<f32>) -> Result<()> {
+        let (gpus, positions) = on_gpu(caches)?;
+        let mut state = self.state();
+        state.settle()?;
+        self.step(config, weights, tokens, &gpus, &positions, &mut state)?;
+        read_logits(&state.logits, tokens.len() * config.vocab_size, logits)
+    }
+
+    /// One token of each of several sequences; the likeliest next tokens. With `ahead`, the step after is enqueued at once, in
+    /// the hope that these sequences go on with those tokens; their pages must reach that far.
+    pub(super) fn step_likeliest(&self, config: &Config, weights: &Weights, tokens: &[u32], caches: &[&KvCache], ahead: bool) -> Result<Vec<u32>> {
+        let (gpus, positions) = on_gpu(caches)?;
+        let batch = tokens.len();
+        let mut state = self.state();
+        let next: Vec<Ready> = gpus
+            .iter()
+            .zip(&positions)
+            .map(|(cache, &position)| Ready { version: cache.version(), position: position + 1 })
+            .collect();
+        let foreseen = state.ahead.is_some()
+            && state.ready == next
+            && (0..batch).all(|row| state.chosen(row, batch, positions[row]) == Some(tokens[row]));
+        let done = match state.ahead.take() {
+            Some(event) if foreseen => event,
+            before => {
+                if let Some(event) = before {
+                    event.wait()?;
+                }
+                self.step(config, weights, tokens, &gpus, &positions, &mut state)?;
+                Event::record(&self.gpu)?
+            }
+        };
+        let room = gpus.iter().zip(&positions).all(|(cache, &position)| position + 1 < cache.allocated());
+        if ahead && room && positions.iter().all(|p| (p + 1) / cuda::PAGE < state.pages) {
+            let last = positions.iter().copied().max().unwrap_or(0) + 1;
+            self.launch(config, weights, batch, last, &mut state)?;
+            for ready in &mut state.ready {
+                ready.position += 1;
+            }
+            state.ahead = Some(Event::record(&self.gpu)?);
+        }
+        done.wait()?;
+        (0..batch)
+            .map(|row| {
+                let token = state.chosen(row, batch, positions[row] + 1);
+                token.ok_or_else(|| err!(Internal, "the device chose no token"))
+            })
+            .collect()
+    }
+}
+
+/// Rows that have gone through the blocks.
+pub(super) struct Pass<'a> {
+    executor: &'a Executor,
+    config: &'a Config,
+    weights: &'a Weights,
+    state: &'a mut State,
+}
+
+impl Pass<'_> {
+    /// Appends the logits of `rows` rows from `first` on.
+    pub(super) fn logits(&mut self, first: usize, rows: usize, logits: &mut Vec<f32>) -> Result<()> {
+        for start in (first..first + rows).step_by(HEAD_ROWS) {
+            let n = HEAD_ROWS.min(first + rows - start);
+            let pages = self.state.pages;
+            self.state.fit(&self.executor.gpu, self.config, self.state.rows, n, 1, pages)?;
+            self.executor.head(self.config, self.weights, start, n, self.state)?;
+            read_logits(&self.state.logits, n * self.config.vocab_size, logits)?;
+        }
+        Ok(())
+    }
+
+    /// Waits for the device, so that a fault comes out here.
+    pub(super) fn finish(&self) -> Result<()> {
+        self.executor.gpu.synchronize()
+    }
+}
+
+#[derive(Clone, Copy)]
+enum Attention {
+    /// One token of each sequence, its keys in so many parts.
+    Step(usize),
+    /// Rows of one sequence from this position on.
+    Rows(usize),
+}
+
+impl State {
+    fn new(gpu: &Arc<Gpu>, config: &Config, rows: usize, head_rows: usize, batch: usize, pages: usize) -> Result<State> {
+        let (hidden, wide, dim) = (config.hidden_size, config.intermediate_size, config.head_dim);
+        let (q, qkv) = (config.heads * dim, (config.heads + 2 * config.kv_heads) * dim);
+        let scratch = |elements: usize, bytes: usize| DeviceBuffer::uninit(gpu, Tag::DeviceScratch, elements * bytes);
+        // The widest weight but the head, whose rows are taken in parts: logits of many rows are rarely wanted.
+        let widest = (q + 2 * config.kv_heads * dim).max(wide) * hidden * 2;
+        let large = rows > cuda::SMALL || head_rows > cuda::SMALL;
+        Ok(State {
+            rows,
+            head_rows,
+            batch,
+            pages,
+            residual: scratch(rows * hidden, 4)?,
+            normed: scratch(rows * hidden, 2)?,
+            qkv: scratch(rows * qkv, 4)?,
+            q: scratch(rows * q, 2)?,
+            attended: scratch(rows * q, 2)?,
+            gate_up: scratch(rows * 2 * wide, 2)?,
+            mlp: scratch(rows * wide, 2)?,
+            logits: scratch(head_rows * config.vocab_size, 4)?,
+            tokens: scratch(rows.max(batch), 4)?,
+            positions: scratch(batch, 4)?,
+            table: scratch(batch * pages, 8)?,
+            best: Best::new(gpu, batch)?,
+            parts: Rows::new(gpu, config.heads, config.kv_heads, dim, batch)?,
+            linear: LinearScratch::new(gpu, if large { widest } else { 0 })?,
+            history: Pinned::new(gpu, HISTORY * batch * 4)?,
+            graphs: HashMap::new(),
+            ready: Vec::new(),
+            ahead: None,
+        })
+    }
+
+    /// Makes the memory large enough. What it held is lost if it was not.
+    fn fit(&mut self, gpu: &Arc<Gpu>, config: &Config, rows: usize, head_rows: usize, batch: usize, pages: usize) -> Result<()> {
+        if rows <= self.rows && head_rows <= self.head_rows && batch <= self.batch && pages <= self.pages {
+            return Ok(());
+        }
+        if head_rows > self.head_rows && rows <= self.rows && batch <= self.batch && pages <= self.pages && head_rows <= cuda::SMALL {
+            // Rows wait in the residual for their logits.
+            self.settle()?;
+            self.graphs.clear();
+            self.logits = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, head_rows * config.vocab_size * 4)?;
+            self.head_rows = head_rows;
+            return Ok(());
+        }
+        self.settle()?;
+        let keep = std::mem::replace(self, State::new(gpu, config, 0, 0, 1, 1)?);
+        let (rows, head_rows) = (rows.max(keep.rows), head_rows.max(keep.head_rows));
+        // Pages come one at a time; the table grows by leaps.
+        let pages = if pages > keep.pages { pages.next_power_of_two().max(64) } else { keep.pages };
+        let batch = batch.max(keep.batch);
+        let residual = keep.residual;
+        let mut new = State::new(gpu, config, rows, head_rows, batch, pages)?;
+        let len = residual.bytes();
+        new.residual.copy_from(0, &residual, 0, len)?;
+        let (table, bytes) = (keep.table, keep.pages.min(pages) * 8);
+        for row in 0..keep.batch {
+            new.table.copy_from(row * pages * 8, &table, row * keep.pages * 8, bytes)?;
+        }
+        *self = new;
+        Ok(())
+    }
+
+    /// Waits for a step that was enqueued ahead.
+    fn settle(&mut self) -> Result<()> {
+        match self.ahead.take() {
+            Some(event) => event.wait(),
+            None => Ok(()),
+        }
+    }
+
+    fn write_pages(&mut self, caches: &[&GpuCache]) -> Result<()> {
+        let mut all = vec![0u64; caches.len() * self.pages];
+        for (row, cache) in all.chunks_exact_mut(self.pages).zip(caches) {
+            for (slot, address) in row.iter_mut().zip(cache.addresses()) {
+                *slot = address;
+            }
+        }
+        self.table.write(0, &all)
+    }
+
+    /// The token that the device chose for a position of a sequence.
+    fn chosen(&self, row: usize, batch: usize, position: usize) -> Option<u32> {
+        let token = self.history.read_i32(position % self.steps(batch) * batch + row)?;
+        u32::try_from(token).ok()
+    }
+
+    /// Steps that the history holds for a batch: what the kernel makes of its size.
+    fn steps(&self, batch: usize) -> usize {
+        self.history.bytes().len() / 4 / batch
+    }
+}
+
+fn on_gpu<'a>(caches: &[&'a KvCache]) -> Result<(Vec<&'a GpuCache>, Vec<usize>)> {
+    let gpus = caches.iter().map(|c| c.gpu()).collect::<Result<_>>()?;
+    Ok((gpus, caches.iter().map(|c| c.len()).collect()))
+}
+
+fn read_logits(from: &DeviceBuffer, count: usize, logits: &mut Vec<f32>) -> Result<()> {
+    let before = logits.len();
+    logits
+        .try_reserve(count)
+        .map_err(|e| err!(OutOfMemory, "{count} logits: {e}"))?;
+    logits.resize(before + count, 0.0);
+    from.read(0, &mut logits[before..])
+}
+
+fn matrix(projection: &Projection) -> Result<&Matrix> {
+    projection
+        .linear
+        .matrix()
+        .ok_or_else(|| err!(Internal, "a weight of a model on a GPU is in host memory"))
+}
+
+fn biased<'a>(layer: &'a Layer, vectors: &'a Vectors) -> Result<[Biased<'a>; 7]> {
+    let mut out = Vec::with_capacity(7);
+    for ((_, projection), bias) in layer.projections().into_iter().zip(&vectors.bias) {
+        out.push((matrix(projection)?, bias.as_ref()));
+    }
+    out.try_into().map_err(|_| err!(Internal, "a layer has seven projections"))
+}
+
+/// The embedding on the device, in the type of the file where that has 16 or 32 bits, else as f32.
+fn table(gpu: &Arc<Gpu>, config: &Config, weights: &Weights) -> Result<Option<Matrix>> {
+    let Embedding::Mapped { checkpoint, entry } = &weights.embedding else {
+        return Ok(None);
+    };
+    let storage = match entry.encoding {
+        Encoding::BF16 => Storage::BF16,
+        Encoding::F16 => Storage::F16,
+        _ => Storage::F32,
+    };
+    let mut values = Vec::new();
+    let table = Matrix::dense(gpu, entry.rows(), config.hidden_size, storage, &mut |rows, bytes| {
+        values.resize(rows.len() * config.hidden_size, 0f32);
+        checkpoint.rows_f32(entry, rows.clone(), &mut values)?;
+        checkpoint.release(entry, rows);
+        match storage {
+            Storage::BF16 => fill(bytes, &values, |v| bf16::from_f32(v).to_le_bytes()),
+            Storage::F16 => fill(bytes, &values, |v| f16::from_f32(v).to_le_bytes()),
+            Storage::F32 => fill(bytes, &values, f32::to_le_bytes),
+            Storage::Nvfp4 => bail!(Internal, "an embedding is dense"),
+        }
+        Ok(())
+    })?;
+    Ok(Some(table))
+}
+
+fn fill<const N: usize>(bytes: &mut [u8], values: &[f32], each: impl Fn(f32) -> [u8; N]) {
+    for (out, &value) in bytes.chunks_exact_mut(N).zip(values) {
+        out.copy_from_slice(&each(value));
+    }
+}

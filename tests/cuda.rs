@@ -1,0 +1,468 @@
+//! The GPU against the processor and against f64: each kernel family on random data of ragged shapes, with outputs poisoned
+//! first, and whole models. Without a CUDA device every test says SKIPPED, unless NVFP4_REQUIRE names `cuda`.
+
+mod common;
+
+use std::sync::Arc;
+
+use NVFP4::base::env;
+use NVFP4::base::memory::Tag;
+use NVFP4::cuda::{self, Biased, DeviceBuffer, Gpu, Heads, Input, LinearScratch, Matrix, Output, PAGE, PageTable, Rows, Storage};
+use NVFP4::format::nvfp4::{self, BLOCK, Nvfp4, QuantizeOptions};
+use NVFP4::format::random;
+use NVFP4::model::{Device, KvCache, KvType, LoadOptions, Logits, Model, Scratch};
+use common::{golden, options, some_tokens};
+use half::{bf16, f16};
+
+/// The first CUDA device; without one the test is skipped.
+fn gpu() -> Option<Arc<Gpu>> {
+    match Gpu::open(0) {
+        Ok(gpu) => Some(gpu),
+        Err(e) => {
+            assert!(!env::required_capabilities().iter().any(|c| c == "cuda"), "NVFP4_REQUIRE names cuda: {e}");
+            println!("SKIPPED no CUDA device: {e}");
+            None
+        }
+    }
+}
+
+/// Numbers around zero, of about unit variance, that depend on the seed alone.
+fn normal(seed: u64, count: usize) -> Vec<f32> {
+    (0..count as u64)
+        .map(|i| {
+            let bits = random::bits(seed, i);
+            let uniform = |b: u64| (b & 0xffff) as f32 / 65536.0;
+            // Three uniforms: near enough to a bell, and bounded.
+            (uniform(bits) + uniform(bits >> 16) + uniform(bits >> 32) - 1.5) * 2.0
+        })
+        .collect()
+}
+
+fn as_bf16(values: &[f32]) -> Vec<u16> {
+    values.iter().map(|&v| bf16::from_f32(v).to_bits()).collect()
+}
+
+fn rounded(values: &[f32]) -> Vec<f64> {
+    values.iter().map(|&v| f64::from(bf16::from_f32(v))).collect()
+}
+
+fn upload<T: NVFP4::base::memory::Plain>(gpu: &Arc<Gpu>, values: &[T]) -> DeviceBuffer {
+    DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, values).unwrap()
+}
+
+/// NaNs, which no kernel may leave behind or read.
+fn poisoned(gpu: &Arc<Gpu>, bytes: usize) -> DeviceBuffer {
+    upload(gpu, &vec![0xffu8; bytes])
+}
+
+fn read_f32(buffer: &DeviceBuffer, count: usize) -> Vec<f32> {
+    let mut out = vec![0f32; count];
+    buffer.read(0, &mut out).unwrap();
+    out
+}
+
+fn read_bf16(buffer: &DeviceBuffer, count: usize) -> Vec<f32> {
+    let mut out = vec![0u16; count];
+    buffer.read(0, &mut out).unwrap();
+    out.into_iter().map(|b| bf16::from_bits(b).to_f32()).collect()
+}
+
+/// ‖got − want‖ / ‖want‖; a NaN anywhere makes it a NaN, which passes no bar.
+fn relative_l2(got: &[f32], want: &[f64]) -> f64 {
+    assert_eq!(got.len(), want.len());
+    let (mut difference, mut norm) = (0.0, 0.0);
+    for (&g, &w) in got.iter().zip(want) {
+        difference += (f64::from(g) - w).powi(2);
+        norm += w * w;
+    }
+    (difference / norm).sqrt()
+}
+
+#[track_caller]
+fn assert_close(got: &[f32], want: &[f64], bar: f64, what: &str) {
+    let error = relative_l2(got, want);
+    assert!(error <= bar, "{what}: relative L2 {error:e}, at most {bar:e}");
+}
+
+struct Weight {
+    host: Nvfp4,
+    values: Vec<f32>,
+    device: Matrix,
+    bias: Vec<f32>,
+    device_bias: DeviceBuffer,
+}
+
+fn weight(gpu: &Arc<Gpu>, rows: usize, cols: usize, seed: u64) -> Weight {
+    let values: Vec<f32> = normal(seed, rows * cols).iter().map(|v| v * 0.05).collect();
+    let host = nvfp4::quantize(&values, rows, cols, &QuantizeOptions::default()).unwrap();
+    let values = host.dequantize().unwrap();
+    let device = Matrix::nvfp4(gpu, rows, cols, host.global, &mut |range, codes, scales| {
+        codes.copy_from_slice(&host.codes[range.start * cols / 2..range.end * cols / 2]);
+        scales.copy_from_slice(&host.scales[range.start * cols / BLOCK..range.end * cols / BLOCK]);
+        Ok(())
+    })
+    .unwrap();
+    let bias = normal(seed + 1000, rows);
+    let device_bias = upload(gpu, &bias);
+    Weight { host, values, device, bias, device_bias }
+}
+
+/// x w^T in f64.
+fn product(x: &[f64], m: usize, w: &Weight, bias: bool) -> Vec<f64> {
+    let (n, k) = (w.host.rows, w.host.cols);
+    let mut out = Vec::with_capacity(m * n);
+    for row in x.chunks_exact(k).take(m) {
+        for (j, w_row) in w.values.chunks_exact(k).enumerate() {
+            let sum: f64 = row.iter().zip(w_row).map(|(a, b)| a * f64::from(*b)).sum();
+            out.push(sum + if bias { f64::from(w.bias[j]) } else { 0.0 });
+        }
+    }
+    out
+}
+
+/// Summation in f32 of products that are exact.
+const EXACT: f64 = 1e-6;
+/// Half a unit in the last place of bf16, which the output is rounded to.
+const BF16: f64 = 3e-3;
+
+#[test]
+fn products_of_few_rows_agree_with_f64() {
+    let Some(gpu) = gpu() else { return };
+    let scratch = LinearScratch::new(&gpu, 0).unwrap();
+    for (i, &(m, n, k)) in [
+        (1, 64, 128), (1, 8, 16), (2, 7, 48), (3, 130, 272), (5, 257, 576), (8, 96, 1024), (9, 40, 640), (16, 1000, 2560), (1, 2048, 9728), (16, 72, 9728),
+        (13, 33, 1552),
+    ]
+    .iter()
+    .enumerate()
+    {
+        let what = format!("[{m}, {k}] x [{n}, {k}]");
+        let w = weight(&gpu, n, k, i as u64);
+        let x = normal(100 + i as u64, m * k);
+        let want = product(&rounded(&x), m, &w, false);
+        let device_x = upload(&gpu, &as_bf16(&x));
+
+        let out = poisoned(&gpu, m * n * 4);
+        cuda::linear(&gpu, Input::Plain(&device_x), m, &[(&w.device, None)], Output::F32, &out, n, &scratch).unwrap();
+        let first = read_f32(&out, m * n);
+        assert_close(&first, &want, EXACT, &what);
+        let again = poisoned(&gpu, m * n * 4);
+        cuda::linear(&gpu, Input::Plain(&device_x), m, &[(&w.device, None)], Output::F32, &again, n, &scratch).unwrap();
+        assert!(first.iter().zip(read_f32(&again, m * n)).all(|(a, b)| a.to_bits() == b.to_bits()), "{what}: two runs differ");
+
+        let biased = product(&rounded(&x), m, &w, true);
+        let out = poisoned(&gpu, m * n * 2);
+        cuda::linear(&gpu, Input::Plain(&device_x), m, &[(&w.device, Some(&w.device_bias))], Output::Bf16, &out, n, &scratch).unwrap();
+        assert_close(&read_bf16(&out, m * n), &biased, BF16, &what);
+
+        let before = normal(7, m * n);
+        let out = upload(&gpu, &before);
+        cuda::linear(&gpu, Input::Plain(&device_x), m, &[(&w.device, None)], Output::Add, &out, n, &scratch).unwrap();
+        let added: Vec<f64> = want.iter().zip(&before).map(|(a, b)| a + f64::from(*b)).collect();
+        assert_close(&read_f32(&out, m * n), &added, EXACT, &what);
+    }
+}
+
+fn rms_norm(x: &[f32], weight: &[f32], eps: f32) -> Vec<f32> {
+    x.chunks_exact(weight.len())
+        .flat_map(|row| {
+            let mean = row.iter().map(|&v| f64::from(v).powi(2)).sum::<f64>() / row.len() as f64;
+            let factor = 1.0 / (mean + f64::from(eps)).sqrt();
+            row.iter().zip(weight).map(move |(&v, &w)| (f64::from(v) * factor * f64::from(w)) as f32).collect::<Vec<_>>()
+        })
+        .collect()
+}
+
+#[test]
+fn fused_norms_and_activations_agree_with_f64() {
+    let Some(gpu) = gpu() else { return };
+    let scratch = LinearScratch::new(&gpu, 0).unwrap();
+    for (i, &(m, k, rows)) in [(1, 2560, [512, 128, 120]), (4, 576, [72, 40, 33]), (16, 256, [64, 8, 16]), (11, 1024, [256, 64, 64])].iter().enumerate() {
+        let seed = 50 * i as u64;
+        let weights: Vec<Weight> = rows.iter().zip(0..).map(|(&n, j)| weight(&gpu, n, k, seed + j)).collect();
+        let (x, norm) = (normal(seed + 10, m * k), normal(seed + 11, k));
+        let normed = rms_norm(&x, &norm, 1e-6);
+        let (device_x, device_norm) = (upload(&gpu, &x), upload(&gpu, &norm));
+        let input = Input::Normed(&device_x, &device_norm, 1e-6);
+
+        let all: usize = rows.iter().sum();
+        let matrices: Vec<Biased<'_>> = weights.iter().map(|w| (&w.device, Some(&w.device_bias))).collect();
+        let out = poisoned(&gpu, m * all * 4);
+        cuda::linear(&gpu, input, m, &matrices, Output::F32, &out, all, &scratch).unwrap();
+        let parts: Vec<Vec<f64>> = weights.iter().map(|w| product(&rounded(&normed), m, w, true)).collect();
+        let want: Vec<f64> = (0..m)
+            .flat_map(|r| parts.iter().zip(rows).flat_map(move |(p, n)| p[r * n..(r + 1) * n].to_vec()).collect::<Vec<_>>())
+            .collect();
+        // A norm in f32 rounds some values to the other neighbour in bf16.
+        assert_close(&read_f32(&out, m * all), &want, 2e-4, "norm and three products");
+
+        let gate = weight(&gpu, rows[0], k, seed + 20);
+        let up = weight(&gpu, rows[0], k, seed + 21);
+        let out = poisoned(&gpu, m * rows[0] * 2);
+        let both = [(&gate.device, None), (&up.device, None)];
+        cuda::linear(&gpu, input, m, &both, Output::Swiglu, &out, rows[0], &scratch).unwrap();
+        let g = product(&rounded(&normed), m, &gate, false);
+        let u = product(&rounded(&normed), m, &up, false);
+        let want: Vec<f64> = g.iter().zip(&u).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect();
+        assert_close(&read_bf16(&out, m * rows[0]), &want, BF16, "norm, gate, up");
+    }
+}
+
+#[test]
+fn products_of_many_rows_agree_with_f64() {
+    let Some(gpu) = gpu() else { return };
+    for (i, &(m, n, k)) in [(17, 64, 128), (100, 200, 256), (300, 136, 576)].iter().enumerate() {
+        // Room for some rows only, so that the copy is made in parts.
+        let scratch = LinearScratch::new(&gpu, 50 * k * 2).unwrap();
+        let w = weight(&gpu, n, k, 500 + i as u64);
+        let x = normal(600 + i as u64, m * k);
+        let want = product(&rounded(&x), m, &w, true);
+        let device_x = upload(&gpu, &as_bf16(&x));
+        let out = poisoned(&gpu, m * n * 4);
+        cuda::linear(&gpu, Input::Plain(&device_x), m, &[(&w.device, Some(&w.device_bias))], Output::F32, &out, n, &scratch).unwrap();
+        assert_close(&read_f32(&out, m * n), &want, EXACT, "many rows");
+    }
+}
+
+#[test]
+fn dense_products_agree_with_f64() {
+    let Some(gpu) = gpu() else { return };
+    let (m, n, k) = (5, 100, 96);
+    let values = normal(1, n * k);
+    let x = normal(2, m * k);
+    let device_x = upload(&gpu, &as_bf16(&x));
+    let scratch = LinearScratch::new(&gpu, 0).unwrap();
+    for storage in [Storage::F32, Storage::F16, Storage::BF16] {
+        let (bytes, exact): (Vec<u8>, Vec<f64>) = match storage {
+            Storage::F32 => (values.iter().flat_map(|v| v.to_le_bytes()).collect(), values.iter().map(|&v| v.into()).collect()),
+            Storage::F16 => (values.iter().flat_map(|&v| f16::from_f32(v).to_le_bytes()).collect(), values.iter().map(|&v| f16::from_f32(v).into()).collect()),
+            _ => (values.iter().flat_map(|&v| bf16::from_f32(v).to_le_bytes()).collect(), rounded(&values)),
+        };
+        let row = bytes.len() / n;
+        let w = Matrix::dense(&gpu, n, k, storage, &mut |range, out| {
+            out.copy_from_slice(&bytes[range.start * row..range.end * row]);
+            Ok(())
+        })
+        .unwrap();
+        let out = poisoned(&gpu, m * n * 4);
+        cuda::linear(&gpu, Input::Plain(&device_x), m, &[(&w, None)], Output::F32, &out, n, &scratch).unwrap();
+        let want: Vec<f64> = rounded(&x)
+            .chunks_exact(k)
+            .flat_map(|r| exact.chunks_exact(k).map(|w| r.iter().zip(w).map(|(a, b)| a * b).sum()).collect::<Vec<f64>>())
+            .collect();
+        assert_close(&read_f32(&out, m * n), &want, EXACT, &format!("{storage:?}"));
+    }
+}
+
+/// What attention is checked with: one sequence's projections, and the answer in f64.
+struct Sequence {
+    heads: usize,
+    kv_heads: usize,
+    dim: usize,
+    qkv: Vec<f32>,
+    q_norm: Vec<f32>,
+    k_norm: Vec<f32>,
+    frequencies: Vec<f32>,
+}
+
+impl Sequence {
+    fn new(heads: usize, kv_heads: usize, dim: usize, len: usize, seed: u64) -> Sequence {
+        let norm = |seed| normal(seed, dim).iter().map(|v| 1.0 + 0.2 * v).collect();
+        Sequence {
+            heads,
+            kv_heads,
+            dim,
+            qkv: normal(seed, len * (heads + 2 * kv_heads) * dim),
+            q_norm: norm(seed + 1),
+            k_norm: norm(seed + 2),
+            frequencies: (0..dim / 2).map(|i| 10_000f32.powf(-(2.0 * i as f32) / dim as f32)).collect(),
+        }
+    }
+
+    fn row(&self) -> usize {
+        (self.heads + 2 * self.kv_heads) * self.dim
+    }
+
+    fn head(&self, position: usize, head: usize, norm: Option<&[f32]>) -> Vec<f64> {
+        let x = &self.qkv[position * self.row() + head * self.dim..][..self.dim];
+        let Some(norm) = norm else {
+            return x.iter().map(|&v| v.into()).collect();
+        };
+        let normed: Vec<f64> = rms_norm(x, norm, 1e-6).into_iter().map(f64::from).collect();
+        let half = self.dim / 2;
+        let mut y = normed.clone();
+        for i in 0..half {
+            let (sin, cos) = f64::from(position as f32 * self.frequencies[i]).sin_cos();
+            y[i] = normed[i] * cos - normed[i + half] * sin;
+            y[i + half] = normed[i + half] * cos + normed[i] * sin;
+        }
+        y
+    }
+
+    /// The answer for the row at `position`.
+    fn attend(&self, position: usize) -> Vec<f64> {
+        let mut out = Vec::new();
+        for head in 0..self.heads {
+            let kv = head / (self.heads / self.kv_heads);
+            let q = self.head(position, head, Some(&self.q_norm));
+            let scores: Vec<f64> = (0..=position)
+                .map(|p| {
+                    let k = self.head(p, self.heads + kv, Some(&self.k_norm));
+                    q.iter().zip(&k).map(|(a, b)| a * b).sum::<f64>() / (self.dim as f64).sqrt()
+                })
+                .collect();
+            let top = scores.iter().copied().fold(f64::MIN, f64::max);
+            let weights: Vec<f64> = scores.iter().map(|s| (s - top).exp()).collect();
+            let total: f64 = weights.iter().sum();
+            let mut sum = vec![0.0; self.dim];
+            for (p, w) in weights.iter().enumerate() {
+                let v = self.head(p, self.heads + self.kv_heads + kv, None);
+                sum.iter_mut().zip(&v).for_each(|(s, v)| *s += w / total * v);
+            }
+            out.extend(sum);
+        }
+        out
+    }
+}
+
+/// Queries, keys, values and weights in f16, sums in f32, the output in bf16.
+const ATTENTION: f64 = 4e-3;
+
+#[test]
+fn attention_agrees_with_f64() {
+    let Some(gpu) = gpu() else { return };
+    for (i, &(heads, kv_heads, dim, len, prefix)) in [
+        (4, 2, 32, 70, 1), (9, 3, 64, 200, 63), (8, 2, 128, 150, 64), (2, 2, 64, 33, 0), (20, 2, 128, 40, 5), (4, 1, 128, 700, 690),
+    ]
+    .iter()
+    .enumerate()
+    {
+        let s = Sequence::new(heads, kv_heads, dim, len, 10 * i as u64);
+        let (q_norm, k_norm) = (upload(&gpu, &s.q_norm), upload(&gpu, &s.k_norm));
+        let frequencies = upload(&gpu, &s.frequencies);
+        let h = Heads {
+            heads,
+            kv_heads,
+            dim,
+            q_norm: Some(&q_norm),
+            k_norm: Some(&k_norm),
+            frequencies: &frequencies,
+            attention_factor: 1.0,
+            eps: 1e-6,
+            scale: 1.0 / (dim as f32).sqrt(),
+        };
+        // Two layers, of which the second is used, and pages in no order.
+        let count = len.div_ceil(PAGE);
+        let pages: Vec<DeviceBuffer> = (0..count).map(|_| DeviceBuffer::zeroed(&gpu, Tag::DeviceKvCache, 2 * h.page_bytes()).unwrap()).collect();
+        let addresses: Vec<u64> = pages.iter().map(DeviceBuffer::address).collect();
+        let table = upload(&gpu, &addresses);
+        let pages = PageTable { table: &table, stride: count, first: 0, layer: 1 };
+        let width = heads * dim;
+        let q = poisoned(&gpu, len * width * 2);
+        let out = poisoned(&gpu, len * width * 2);
+        let qkv = upload(&gpu, &s.qkv);
+
+        // A prefix in one call, then rows after it, then the last token by the decode kernel.
+        let last = len - 1;
+        if prefix > 0 {
+            cuda::store(&gpu, &h, &pages, &qkv, 0, prefix, 0, &q).unwrap();
+            cuda::prefill(&gpu, &h, &pages, &q, 0, prefix, 0, &out).unwrap();
+        }
+        cuda::store(&gpu, &h, &pages, &qkv, prefix, last - prefix, prefix, &q).unwrap();
+        cuda::prefill(&gpu, &h, &pages, &q, prefix, last - prefix, prefix, &out).unwrap();
+        let got = read_bf16(&out, last * width);
+        for position in [0, prefix.saturating_sub(1), prefix, (prefix + last) / 2, last - 1] {
+            let what = format!("prefill {heads}/{kv_heads} heads of {dim}, position {position}");
+            assert_close(&got[position * width..(position + 1) * width], &s.attend(position), ATTENTION, &what);
+        }
+        assert!(got.iter().all(|v| v.is_finite()), "a row was not written");
+
+        let want = s.attend(last);
+        let new = upload(&gpu, &s.qkv[last * s.row()..]);
+        let positions = upload(&gpu, &[last as u32]);
+        let rows = Rows::new(&gpu, heads, kv_heads, dim, 1).unwrap();
+        for parts in [1, 2, 3, 8] {
+            let out = poisoned(&gpu, width * 2);
+            cuda::decode(&gpu, &h, &pages, &new, &positions, 1, parts, &rows, &out).unwrap();
+            let what = format!("decode {heads}/{kv_heads} heads of {dim}, position {last}, {parts} parts");
+            assert_close(&read_bf16(&out, width), &want, ATTENTION, &what);
+        }
+    }
+}
+
+#[test]
+fn the_likeliest_token_is_the_first_of_equals() {
+    let Some(gpu) = gpu() else { return };
+    let (rows, vocabulary) = (3, 5000);
+    let mut logits = normal(3, rows * vocabulary);
+    for (row, at) in [(0, 4999), (1, 0), (2, 77)] {
+        logits[row * vocabulary + at] = 100.0;
+    }
+    logits[2 * vocabulary + 4000] = 100.0;
+    let best = cuda::Best::new(&gpu, rows).unwrap();
+    let tokens = poisoned(&gpu, rows * 4);
+    for _ in 0..2 {
+        cuda::argmax(&gpu, &upload(&gpu, &logits), rows, vocabulary, &best, &tokens, None).unwrap();
+        let mut got = [0u32; 3];
+        tokens.read(0, &mut got).unwrap();
+        assert_eq!(got, [4999, 0, 77]);
+    }
+}
+
+/// Logits of every position, from one call and token by token.
+fn logits(model: &Model, tokens: &[u32]) -> (Vec<f32>, Vec<f32>) {
+    let (mut scratch, mut all, mut each, mut one) = (Scratch::new(), Vec::new(), Vec::new(), Vec::new());
+    let new = || KvCache::new(model.device(), model.config(), 4 * tokens.len(), KvType::F16).unwrap();
+    model.forward(tokens, &mut new(), &mut scratch, Logits::All, &mut all).unwrap();
+    let mut cache = new();
+    for &token in tokens {
+        model.forward(&[token], &mut cache, &mut scratch, Logits::Last, &mut one).unwrap();
+        each.extend_from_slice(&one);
+    }
+    (all, each)
+}
+
+#[test]
+fn models_agree_with_the_processor() {
+    let Some(gpu) = gpu() else { return };
+    let mut tested = 0;
+    for case in ["qwen3_tied", "qwen3_untied", "qwen3_yarn", "qwen2_tied", "qwen2_untied", "qwen2_yarn", "llama_tied", "llama_biased", "llama_linear", "llama_llama3"] {
+        for quantize in [Some(QuantizeOptions::default()), None] {
+            let cpu = Model::load(&golden(case), &LoadOptions { quantize: quantize.clone(), ..options() }).unwrap();
+            let on_gpu = LoadOptions { device: Device::Cuda(gpu.clone()), quantize, ..options() };
+            if !matches!(cpu.config().head_dim, 32 | 64 | 128) {
+                let error = Model::load(&golden(case), &on_gpu).unwrap_err();
+                assert!(error.message().contains("head_dim must be 32, 64 or 128"), "{error}");
+                continue;
+            }
+            let model = Model::load(&golden(case), &on_gpu).unwrap();
+            let tokens = some_tokens(&cpu, 60);
+            let (want, _) = logits(&cpu, &tokens);
+            let want: Vec<f64> = want.into_iter().map(f64::from).collect();
+            let (all, each) = logits(&model, &tokens);
+            assert_close(&all, &want, 5e-3, &format!("{case}, one call"));
+            assert_close(&each, &want, 5e-3, &format!("{case}, token by token"));
+            tested += 1;
+        }
+    }
+    assert!(tested > 0, "no golden model has heads that the GPU takes");
+}
+
+#[test]
+fn memory_comes_back() {
+    let Some(gpu) = gpu() else { return };
+    let case = "qwen3_tied";
+    let load = || Model::load(&golden(case), &LoadOptions { device: Device::Cuda(gpu.clone()), ..options() });
+    let Ok(model) = load() else { return };
+    let tokens = some_tokens(&model, 40);
+    logits(&model, &tokens);
+    drop(model);
+    gpu.empty_cache().unwrap();
+    let (before, _) = gpu.memory().unwrap();
+    for _ in 0..100 {
+        logits(&load().unwrap(), &tokens);
+    }
+    gpu.empty_cache().unwrap();
+    let (after, _) = gpu.memory().unwrap();
+    assert!(before.saturating_sub(after) < 4 << 20, "{} bytes of device memory were lost", before - after);
+}
