@@ -70,19 +70,25 @@ fn time(gpu: &Gpu, graph: &Graph) -> f64 {
 
 fn main() {
     let all_plans = std::env::args().any(|a| a == "plans");
+    let only: Vec<String> = std::env::args().skip(1).filter(|a| a != "plans" && !a.starts_with('-')).collect();
     let gpu = match Gpu::open(0) {
         Ok(gpu) => gpu,
         Err(e) => return println!("SKIPPED no CUDA device: {e}"),
     };
     let bandwidth = cuda::read_bandwidth(&gpu).unwrap();
     println!("{gpu:?}: reads {:.0} GB/s", bandwidth / 1e9);
-    products(&gpu, bandwidth, all_plans);
-    attention(&gpu);
+    products(&gpu, bandwidth, all_plans, &only);
+    if only.is_empty() || only.iter().any(|o| o == "chain") {
+        chain(&gpu);
+    }
+    if only.is_empty() || only.iter().any(|o| o == "attention") {
+        attention(&gpu);
+    }
 }
 
-fn products(gpu: &Arc<Gpu>, bandwidth: f64, all_plans: bool) {
+fn products(gpu: &Arc<Gpu>, bandwidth: f64, all_plans: bool, only: &[String]) {
     println!("{:8} {:>3} {:>22} {:>9} {:>7}", "kernel", "m", "plan", "us", "of read");
-    for shape in &SHAPES {
+    for shape in SHAPES.iter().filter(|s| only.is_empty() || only.iter().any(|o| o == s.name)) {
         let bytes: usize = shape.rows.iter().map(|n| n * shape.k / 2 + n * shape.k / BLOCK).sum();
         let copies = ROTATION.div_ceil(bytes).max(2);
         let weights: Vec<Vec<Matrix>> = (0..copies)
@@ -95,10 +101,8 @@ fn products(gpu: &Arc<Gpu>, bandwidth: f64, all_plans: bool) {
         let norm = floats(gpu, shape.k, 1);
         let x = floats(gpu, 16 * shape.k, 2);
         let out = floats(gpu, 16 * features, 3);
-        for m in [1, 8, 16] {
-            let tiles = features / 8;
-            let together = if shape.output == Output::Swiglu { 2 } else { 1 };
-            let chosen = Plan::choose(m, shape.k, tiles, together, gpu.multiprocessors(), gpu.shared_limit()).unwrap();
+        for m in [1, 4, 8, 16] {
+            let chosen = Plan::choose(m, shape.k, shape.rows, shape.output, gpu.multiprocessors(), gpu.shared_limit()).unwrap();
             let mut plans = vec![chosen];
             if all_plans {
                 for split in [1, 2, 4, 8] {
@@ -117,7 +121,7 @@ fn products(gpu: &Arc<Gpu>, bandwidth: f64, all_plans: bool) {
                 let enqueue = || -> NVFP4::base::Result<()> {
                     for set in &weights {
                         let matrices: Vec<_> = set.iter().map(|w| (w, None)).collect();
-                        let input = if shape.normed { Input::Normed(&x, &norm, 1e-6) } else { Input::Plain(&x) };
+                        let input = if shape.normed { Input::Normed(&x, &norm, 1e-6) } else { Input::Plain(&x, 1.0) };
                         cuda::small(gpu, input, m, &matrices, shape.output, &out, features, plan)?;
                     }
                     Ok(())
@@ -144,6 +148,73 @@ fn products(gpu: &Arc<Gpu>, bandwidth: f64, all_plans: bool) {
         }
     }
     let _ = LinearScratch::new(gpu, 0);
+}
+
+/// The kernels of 36 layers in the order of a token, and with kinds of them left out: what each costs where it stands.
+fn chain(gpu: &Arc<Gpu>) {
+    const LAYERS: usize = 36;
+    let weights: Vec<Vec<Vec<Matrix>>> = (0..LAYERS)
+        .map(|layer| {
+            let kinds = SHAPES[..4].iter().enumerate();
+            kinds.map(|(s, shape)| (0..shape.rows.len()).map(|i| matrix(gpu, shape.rows[i], shape.k, (layer * 64 + s * 8 + i) as u64)).collect()).collect()
+        })
+        .collect();
+    let (heads, kv_heads, dim, length) = (32, 8, 128, 64);
+    let (frequencies, norm, hidden_norm) = (floats(gpu, dim / 2, 4), floats(gpu, dim, 5), floats(gpu, 2560, 5));
+    let h = Heads {
+        heads,
+        kv_heads,
+        dim,
+        q_norm: Some(&norm),
+        k_norm: Some(&norm),
+        frequencies: &frequencies,
+        attention_factor: 1.0,
+        eps: 1e-6,
+        scale: 0.088,
+    };
+    for batch in [1, 8] {
+        let pages: Vec<DeviceBuffer> = (0..2 * batch).map(|_| DeviceBuffer::zeroed(gpu, Tag::DeviceKvCache, LAYERS * h.page_bytes()).unwrap()).collect();
+        let addresses: Vec<u64> = pages.iter().map(DeviceBuffer::address).collect();
+        let table = DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, &addresses).unwrap();
+        let positions = DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, &vec![length as u32; batch]).unwrap();
+        let rows = Rows::new(gpu, heads, kv_heads, dim, batch).unwrap();
+        let (x, qkv, attended, mlp) = (floats(gpu, batch * 2560, 1), floats(gpu, batch * 6144, 2), floats(gpu, batch * 2048, 3), floats(gpu, batch * 4864, 4));
+        let scratch = LinearScratch::new(gpu, 0).unwrap();
+        let enqueue = |wanted: [bool; 5]| -> NVFP4::base::Result<()> {
+            for (layer, w) in weights.iter().enumerate() {
+                let normed = Input::Normed(&x, &hidden_norm, 1e-6);
+                let all = |i: usize| w[i].iter().map(|w| (w, None)).collect::<Vec<_>>();
+                if wanted[0] {
+                    cuda::linear(gpu, normed, batch, &all(0), Output::F32, &qkv, 6144, &scratch)?;
+                }
+                if wanted[1] {
+                    let pages = PageTable { table: &table, stride: 2, first: 0, layer };
+                    cuda::decode(gpu, &h, &pages, &qkv, &positions, batch, 1, &rows, &attended)?;
+                }
+                if wanted[2] {
+                    cuda::linear(gpu, Input::Plain(&attended, 1.0), batch, &all(1), Output::Add, &x, 2560, &scratch)?;
+                }
+                if wanted[3] {
+                    cuda::linear(gpu, normed, batch, &all(2), Output::Swiglu, &mlp, 9728, &scratch)?;
+                }
+                if wanted[4] {
+                    cuda::linear(gpu, Input::Plain(&mlp, 1.0), batch, &all(3), Output::Add, &x, 2560, &scratch)?;
+                }
+            }
+            Ok(())
+        };
+        let measure = |wanted| {
+            enqueue(wanted).unwrap();
+            time(gpu, &Graph::record(gpu, || enqueue(wanted)).unwrap()) / LAYERS as f64 * 1e6
+        };
+        let whole = measure([true; 5]);
+        println!("layer at batch {batch}: {whole:.2} us");
+        for (i, name) in ["qkv", "attention", "o", "gate_up", "down"].into_iter().enumerate() {
+            let (mut without, mut only) = ([true; 5], [false; 5]);
+            (without[i], only[i]) = (false, true);
+            println!("  {name:10} costs {:6.2} us there, {:6.2} us by itself", whole - measure(without), measure(only));
+        }
+    }
 }
 
 fn attention(gpu: &Arc<Gpu>) {

@@ -1,17 +1,18 @@
-// silu(gate) * up, and the addition of a bias to rows.
+// silu(gate) * up, the addition of a bias to rows, and a change of type.
 #include "common/ptx.cuh"
 
 struct SwigluArguments {
-    const u16* gate_up;     // bf16 [rows, 2 width]: gate, then up
-    u16* y;                 // bf16 [rows, width]
+    const u16* gate_up;     // f16 [rows, 2 width]: gate, then up
+    u16* y;                 // f16 [rows, width]
     int width;              // a multiple of 8
+    float scale;            // of the result, which may be large
 };
 
 constexpr int THREADS = 256;
 
 __device__ __forceinline__ float silu(float x) { return x / (1 + __expf(-x)); }
-__device__ __forceinline__ u32 product(u32 gate, u32 up) {
-    return pack_bf16(silu(bf16_low(gate)) * bf16_low(up), silu(bf16_high(gate)) * bf16_high(up));
+__device__ __forceinline__ u32 product(u32 gate, u32 up, float scale) {
+    return pack_f16(silu(f16_low(gate)) * f16_low(up) * scale, silu(f16_high(gate)) * f16_high(up) * scale);
 }
 
 // Grid: (ceil(width / 8 / THREADS), rows)
@@ -21,15 +22,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) swiglu(const __grid_consta
     if (i >= pieces) return;
     const uint4* row = (const uint4*)a.gate_up + (size_t)blockIdx.y * 2 * pieces;
     uint4 g = row[i], u = row[pieces + i];
-    ((uint4*)a.y)[(size_t)blockIdx.y * pieces + i] = make_uint4(product(g.x, u.x), product(g.y, u.y), product(g.z, u.z), product(g.w, u.w));
+    uint4 y = make_uint4(product(g.x, u.x, a.scale), product(g.y, u.y, a.scale), product(g.z, u.z, a.scale), product(g.w, u.w, a.scale));
+    ((uint4*)a.y)[(size_t)blockIdx.y * pieces + i] = y;
 }
 
 struct BiasArguments {
-    void* y;                // f32 or bf16 [rows, stride]
+    void* y;                // f32 or f16 [rows, stride]
     const float* bias;      // [width]
     int width;
     int stride;
-    int is_bf16;
+    int is_f16;
 };
 
 // Grid: (ceil(width / THREADS), rows)
@@ -38,10 +40,22 @@ extern "C" __global__ void __launch_bounds__(THREADS) add_bias(const __grid_cons
     int i = blockIdx.x * THREADS + threadIdx.x;
     if (i >= a.width) return;
     size_t at = (size_t)blockIdx.y * a.stride + i;
-    if (a.is_bf16) {
+    if (a.is_f16) {
         u16* y = (u16*)a.y + at;
-        *y = (u16)pack_bf16(bf16_to_float(*y) + a.bias[i], 0);
+        *y = to_f16(f16_to_float(*y) + a.bias[i]);
     } else {
         ((float*)a.y)[at] += a.bias[i];
     }
+}
+
+struct ConvertArguments {
+    const u32* x;           // pairs of f16
+    u32* y;                 // pairs of bf16
+    u64 pairs;
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS) f16_to_bf16(const __grid_constant__ ConvertArguments a) {
+    wait_for_earlier_kernels();
+    u64 i = (u64)blockIdx.x * THREADS + threadIdx.x;
+    if (i < a.pairs) a.y[i] = pack_bf16(f16_low(a.x[i]), f16_high(a.x[i]));
 }

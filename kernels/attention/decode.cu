@@ -19,7 +19,7 @@ struct Arguments {
     const float* q_norm;        // [D] or null
     const float* k_norm;
     const int* positions;       // [sequences]: of the new token
-    u16* out;                   // bf16 [sequences, heads D]
+    u16* out;                   // f16 [sequences, heads D]
     float* partial;             // [sequences, head blocks, parts, HEADS, D + 2]
     u32* arrived;               // [sequences, head blocks], zero; left zero
     HeadOptions head;
@@ -42,24 +42,29 @@ __device__ __forceinline__ void run(const Arguments& a) {
     int sequence = blockIdx.y, part = blockIdx.z, parts = gridDim.z;
     first_head += kv_head * a.group;
 
-    let_later_kernels_start();
-    wait_for_earlier_kernels();
-
+    // Positions change between steps only, and pages and norms not even then: kernels let the next one start when they have
+    // waited themselves, so everything before the last one is done by now.
     int position = a.positions[sequence], length = position + 1;
+    Rotation<D> rotation(a.head, position);
+    float q_weight[D / WARP], k_weight[D / WARP];
+    load_norm<D>(a.q_norm, q_weight);
+    load_norm<D>(warp == 0 ? a.k_norm : nullptr, k_weight);
     int share = ceil_div(ceil_div(length, parts), STEP) * STEP;
     int begin = part * share, end = min(length, begin + share);
 
+    wait_for_earlier_kernels();
+    let_later_kernels_start();
     const float* row = a.qkv + (size_t)sequence * (all_heads + 2 * a.pages.kv_heads) * D;
     float y[D / WARP];
     {
         int h = min(warp, heads - 1);
-        norm_and_rotate<D>(row + (first_head + h) * D, a.q_norm, a.head, position, a.scale, y);
+        norm_and_rotate<D>(row + (first_head + h) * D, a.q_norm != nullptr, q_weight, a.head.eps, rotation, a.scale, y);
 #pragma unroll
         for (int j = 0; j < D / WARP; j++) q[warp][lane + WARP * j] = to_f16(y[j]);
     }
     if (position >= begin && position < end) {
         if (warp == 0) {
-            norm_and_rotate<D>(row + (all_heads + kv_head) * D, a.k_norm, a.head, position, 1, y);
+            norm_and_rotate<D>(row + (all_heads + kv_head) * D, a.k_norm != nullptr, k_weight, a.head.eps, rotation, 1, y);
             u16* k = keys<D>(a.pages, sequence, position, kv_head);
 #pragma unroll
             for (int j = 0; j < D / WARP; j++) k[lane + WARP * j] = to_f16(y[j]);
@@ -187,7 +192,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
     if (warp < heads) {
         u16* out = a.out + ((size_t)sequence * all_heads + first_head + warp) * D;
 #pragma unroll
-        for (int j = 0; j < D / WARP; j++) out[lane + WARP * j] = (u16)pack_bf16(y[j] / total, 0);
+        for (int j = 0; j < D / WARP; j++) out[lane + WARP * j] = to_f16(y[j] / total);
     }
 }
 

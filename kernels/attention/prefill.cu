@@ -13,7 +13,7 @@ constexpr int ROWS = WARPS * 16;
 
 struct Arguments {
     const u16* q;           // f16 [rows, heads, D], scaled by the scores' scale times log2(e)
-    u16* out;               // bf16 [rows, heads, D]
+    u16* out;               // f16 [rows, heads, D]
     Pages pages;            // of the one sequence
     int heads;
     int rows;
@@ -135,7 +135,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
         u16* out = a.out + ((size_t)rows[r] * a.heads + head) * D;
         float factor = 1 / weight[r];
 #pragma unroll
-        for (int n = 0; n < D / 8; n++) *(u32*)(out + n * 8 + 2 * t) = pack_bf16(sums[n][2 * r] * factor, sums[n][2 * r + 1] * factor);
+        for (int n = 0; n < D / 8; n++) *(u32*)(out + n * 8 + 2 * t) = pack_f16(sums[n][2 * r] * factor, sums[n][2 * r + 1] * factor);
     }
 }
 

@@ -30,15 +30,10 @@ __device__ __forceinline__ float f16_to_float(u16 x) {
 __device__ __forceinline__ float f16_low(u32 pair) { return f16_to_float((u16)pair); }
 __device__ __forceinline__ float f16_high(u32 pair) { return f16_to_float((u16)(pair >> 16)); }
 
-// A pair of bf16 products, subnormals kept.
-__device__ __forceinline__ u32 mul_bf16(u32 a, u32 b) {
+// A pair of f16 products, subnormals kept.
+__device__ __forceinline__ u32 mul_f16(u32 a, u32 b) {
     u32 r;
-#if __CUDA_ARCH__ >= 900
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-#else
-    // Adding -0 changes no product, not even a -0.
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(0x80008000u));
-#endif
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
     return r;
 }
 
@@ -48,11 +43,6 @@ __device__ __forceinline__ float exp2_approx(float x) {
     return r;
 }
 
-__device__ __forceinline__ void mma_bf16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
 __device__ __forceinline__ void mma_f16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
@@ -93,7 +83,8 @@ __device__ __forceinline__ void barrier(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Programmatic dependent launch. Nothing that an earlier kernel wrote or reads may be touched before the wait.
+// Programmatic dependent launch. Nothing that the kernel before wrote or reads may be touched before the wait; and since a
+// kernel lets the next one start only after its own wait, everything before that one is done already.
 __device__ __forceinline__ void wait_for_earlier_kernels() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -18,8 +18,8 @@ constexpr int THREADS = 256;
 
 // Grid: (ceil(width / THREADS), rows)
 extern "C" __global__ void __launch_bounds__(THREADS) embed(const __grid_constant__ Arguments a) {
-    let_later_kernels_start();
     wait_for_earlier_kernels();
+    let_later_kernels_start();
     int i = blockIdx.x * THREADS + threadIdx.x;
     if (i >= a.width) return;
     size_t at = (size_t)a.tokens[blockIdx.y] * a.width + i;

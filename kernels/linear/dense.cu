@@ -5,13 +5,14 @@
 #include "common/reduce.cuh"
 
 enum Kind { F32, F16, BF16 };
-enum Output { STORE_F32, STORE_BF16, ADD_F32 };
+enum Output { STORE_F32, STORE_F16, ADD_F32 };
 
 struct Arguments {
-    const u16* x;           // bf16 [m, k]
+    const u16* x;           // f16 [m, k]
     const void* weight;     // [rows, k]
     const float* bias;      // [rows] or null
     void* out;              // [m, out_stride]
+    float factor;           // of the product
     int kind;
     int output;
     int m;
@@ -33,8 +34,8 @@ __device__ __forceinline__ float at(const void* p, int kind, size_t i) {
 
 // Grid: (ceil(rows / WARPS), ceil(m / TOKENS))
 extern "C" __global__ void __launch_bounds__(WARPS* WARP) linear_dense(const __grid_constant__ Arguments a) {
-    let_later_kernels_start();
     wait_for_earlier_kernels();
+    let_later_kernels_start();
     int row = blockIdx.x * WARPS + threadIdx.x / WARP, first = blockIdx.y * TOKENS, lane = lane_id();
     if (row >= a.rows) return;
     int tokens = min(TOKENS, a.m - first);
@@ -43,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP) linear_dense(const __g
         float w = at(a.weight, a.kind, (size_t)row * a.k + i);
 #pragma unroll
         for (int m = 0; m < TOKENS; m++) {
-            if (m < tokens) sums[m] += w * bf16_to_float(a.x[(size_t)(first + m) * a.k + i]);
+            if (m < tokens) sums[m] += w * f16_to_float(a.x[(size_t)(first + m) * a.k + i]);
         }
     }
 #pragma unroll
@@ -52,10 +53,10 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP) linear_dense(const __g
 #pragma unroll
     for (int m = 0; m < TOKENS; m++) {
         if (m >= tokens) continue;
-        float y = sums[m] + (a.bias ? a.bias[row] : 0);
+        float y = sums[m] * a.factor + (a.bias ? a.bias[row] : 0);
         size_t to = (size_t)(first + m) * a.out_stride + row;
         if (a.output == STORE_F32) ((float*)a.out)[to] = y;
         if (a.output == ADD_F32) ((float*)a.out)[to] += y;
-        if (a.output == STORE_BF16) ((u16*)a.out)[to] = (u16)pack_bf16(y, 0);
+        if (a.output == STORE_F16) ((u16*)a.out)[to] = to_f16(y);
     }
 }

@@ -13,14 +13,14 @@
 // shared memory of its own: no barrier stands between a load and its use. The ring fills before the kernel waits for the one
 // before it, since weights depend on nothing. Sums over the warps of a group are made in a fixed order.
 //
-// x stands in shared memory as bf16, its rows padded with zeros to whole steps. K must be a multiple of 16.
+// x stands in shared memory as f16, its rows padded with zeros to whole steps. K must be a multiple of 16.
 #include "common/ptx.cuh"
 #include "common/reduce.cuh"
 #include "format/nvfp4.cuh"
 
 enum Tile { ROWS, PAIR, SPLIT };
 enum Input { PLAIN, NORMED };
-enum Output { STORE_F32, STORE_BF16, ADD_F32, SWIGLU_BF16 };
+enum Output { STORE_F32, STORE_F16, ADD_F32, SWIGLU_F16 };
 
 constexpr int PIECE = 32;                   // codes of a lane's piece: 16 bytes
 constexpr int RUN = 4 * PIECE;              // elements of K that the four lanes of a row hold together
@@ -31,7 +31,7 @@ static_assert(STAGE_BYTES % 16 == 0, "stages start where a 16-byte copy may");
 constexpr int STAGES = 6;
 constexpr int SUMS = 16 * 8;                // of a tile and 8 rows of activations
 constexpr int MATRICES = 3;
-constexpr int MAX_THREADS = 768;            // leaves each of them 80 registers
+constexpr int MAX_THREADS = 768;            // leaves each of them 80 registers, and room for a block of the next kernel
 
 struct Matrix {
     const u8* codes;    // [rows, k / 2]
@@ -42,7 +42,7 @@ struct Matrix {
 };
 
 struct Arguments {
-    const void* x;              // PLAIN: bf16 [m, k]; NORMED: f32 [m, k]
+    const void* x;              // PLAIN: f16 [m, k]; NORMED: f32 [m, k]
     const float* norm_weight;   // NORMED: [k]
     void* out;                  // [m, out_stride]; the matrices' features follow each other
     Matrix matrix[MATRICES];    // SWIGLU: gate and up, of equal rows
@@ -51,6 +51,7 @@ struct Arguments {
     int k;
     int out_stride;
     float eps;
+    float out_scale;            // SWIGLU: of the result, which may be large
 };
 
 // Where eight activations of row m from k on stand: pieces of 16 bytes, exchanged so that neither the four lanes of a row nor
@@ -62,8 +63,8 @@ __device__ __forceinline__ int piece_offset(int m, int k, int row_bytes) {
 
 // Eight normalised activations in the order that decode_pairs() gives weights in: elements j and j + 4 together.
 __device__ __forceinline__ uint4 normed_piece(float4 p, float4 q, float4 v, float4 w, float f) {
-    return make_uint4(pack_bf16(p.x * f * v.x, q.x * f * w.x), pack_bf16(p.y * f * v.y, q.y * f * w.y),
-                      pack_bf16(p.z * f * v.z, q.z * f * w.z), pack_bf16(p.w * f * v.w, q.w * f * w.w));
+    return make_uint4(pack_f16(p.x * f * v.x, q.x * f * w.x), pack_f16(p.y * f * v.y, q.y * f * w.y),
+                      pack_f16(p.z * f * v.z, q.z * f * w.z), pack_f16(p.w * f * v.w, q.w * f * w.w));
 }
 __device__ __forceinline__ float square_sum(float4 v) { return v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w; }
 
@@ -102,10 +103,10 @@ __device__ __forceinline__ void load_activations(const Arguments& a, char* xs, i
             for (int m = warp; m < a.m; m += warps) {
                 const float4* x = (const float4*)a.x + (size_t)m * (a.k / 4);
                 float sum = 0;
-#pragma unroll 8
+#pragma unroll 2
                 for (int i = lane_id(); i < a.k / 4; i += WARP) sum += square_sum(x[i]);
                 float factor = rsqrtf(warp_sum(sum) / a.k + a.eps);
-#pragma unroll 4
+#pragma unroll 1
                 for (int i = lane_id(); i < pieces; i += WARP) {
                     *(uint4*)(xs + piece_offset(m, 8 * i, row_bytes)) = normed_piece(x[2 * i], x[2 * i + 1], weight[2 * i], weight[2 * i + 1], factor);
                 }
@@ -156,7 +157,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
         if (a.matrices > 1) end1 = tiles += ceil_div(a.matrix[1].rows, FEATURES);
         if (a.matrices > 2) tiles += ceil_div(a.matrix[2].rows, FEATURES);
     }
-    int first = blockIdx.x * groups + group, stride = gridDim.x * groups;
+    int first = blockIdx.x + group * gridDim.x, stride = gridDim.x * groups;
     int my_steps = part < steps ? (steps - part - 1) / split + 1 : 0;
     int my_tiles = first < tiles ? (tiles - first - 1) / stride + 1 : 0;
 
@@ -272,14 +273,14 @@ __device__ __forceinline__ void run(const Arguments& a) {
                 decode_pairs(words_high[j], v);
 #pragma unroll
                 for (int p = 0; p < 4; p++) {
-                    u[p] = mul_bf16(u[p], su);
-                    v[p] = mul_bf16(v[p], sv);
+                    u[p] = mul_f16(u[p], su);
+                    v[p] = mul_f16(v[p], sv);
                 }
 #pragma unroll
                 for (int column = 0; column < COLUMNS; column++) {
                     uint4 x = *(const uint4*)(x_lane[column] + x_step + ((j * 16) ^ turn[column]));
-                    mma_bf16(c[column][0], u[0], v[0], u[1], v[1], x.x, x.y);
-                    mma_bf16(c[column][1], u[2], v[2], u[3], v[3], x.z, x.w);
+                    mma_f16(c[column][0], u[0], v[0], u[1], v[1], x.x, x.y);
+                    mma_f16(c[column][1], u[2], v[2], u[3], v[3], x.z, x.w);
                 }
             }
             x_step += split * (STEP * 2);
@@ -315,12 +316,12 @@ __device__ __forceinline__ void run(const Arguments& a) {
             size_t at = (size_t)m * a.out_stride + column_of_row + row + r;
             if (OUTPUT == STORE_F32) ((float*)a.out)[at] = sum;
             if (OUTPUT == ADD_F32) ((float*)a.out)[at] += sum;
-            if (OUTPUT == STORE_BF16) ((u16*)a.out)[at] = (u16)pack_bf16(sum, 0);
-            if (OUTPUT == SWIGLU_BF16) {
+            if (OUTPUT == STORE_F16) ((u16*)a.out)[at] = (u16)pack_f16(sum, 0);
+            if (OUTPUT == SWIGLU_F16) {
                 const Matrix& up = a.matrix[1];
                 second *= up.global * WEIGHT_FACTOR;
                 if (up.bias) second += up.bias[row + r];
-                ((u16*)a.out)[at] = (u16)pack_bf16(sum / (1 + __expf(-sum)) * second, 0);
+                ((u16*)a.out)[at] = (u16)pack_f16(sum / (1 + __expf(-sum)) * second * a.out_scale, 0);
             }
         }
         // Two buffers take turns, so a warp that runs ahead writes where nobody reads any more.
@@ -339,9 +340,9 @@ __device__ __forceinline__ void run(const Arguments& a) {
     KERNEL(NAME##_ragged, ROWS, INPUT, OUTPUT, true, false)
 
 KERNELS(linear_f32, PLAIN, STORE_F32)
-KERNELS(linear_bf16, PLAIN, STORE_BF16)
+KERNELS(linear_f16, PLAIN, STORE_F16)
 KERNELS(linear_add, PLAIN, ADD_F32)
 KERNELS(linear_normed_f32, NORMED, STORE_F32)
-KERNEL(linear_normed_swiglu_8, PAIR, NORMED, SWIGLU_BF16, false, true)
-KERNEL(linear_normed_swiglu_16, PAIR, NORMED, SWIGLU_BF16, true, true)
-KERNEL(linear_normed_swiglu_ragged, PAIR, NORMED, SWIGLU_BF16, true, false)
+KERNEL(linear_normed_swiglu_8, PAIR, NORMED, SWIGLU_F16, false, true)
+KERNEL(linear_normed_swiglu_16, PAIR, NORMED, SWIGLU_F16, true, true)
+KERNEL(linear_normed_swiglu_ragged, PAIR, NORMED, SWIGLU_F16, true, false)

@@ -5,7 +5,7 @@
 struct Arguments {
     const float* x;         // [rows, width]
     const float* weight;    // [width]
-    u16* y;                 // bf16 [rows, width]
+    u16* y;                 // f16 [rows, width]
     int width;              // a multiple of 4
     float eps;
 };
@@ -31,6 +31,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(const __grid_cons
     uint2* y = (uint2*)a.y + (size_t)blockIdx.x * (a.width / 4);
     for (int i = threadIdx.x; i < a.width / 4; i += THREADS) {
         float4 v = x[i], w = ((const float4*)a.weight)[i];
-        y[i] = make_uint2(pack_bf16(v.x * factor * w.x, v.y * factor * w.y), pack_bf16(v.z * factor * w.z, v.w * factor * w.w));
+        y[i] = make_uint2(pack_f16(v.x * factor * w.x, v.y * factor * w.y), pack_f16(v.z * factor * w.z, v.w * factor * w.w));
     }
 }

@@ -1,4 +1,4 @@
-// NVFP4 to values: exact in bf16 without the global scale, and rounded once with it.
+// NVFP4 to f16 without the global scale, which is exact.
 #include "common/ptx.cuh"
 #include "format/nvfp4.cuh"
 
@@ -6,28 +6,25 @@ struct Arguments {
     const u8* codes;        // [rows, k / 2]
     const u8* scales;       // [rows, k / 16]
     void* out;              // [rows, k]
-    float global;
     u64 blocks;             // rows k / 16
 };
 
 constexpr int THREADS = 256;
 
-// One thread a block of 16; the bf16 of code times scale, which is exact.
+// One thread to a block of 16.
 extern "C" __global__ void __launch_bounds__(THREADS) dequantize_folded(const __grid_constant__ Arguments a) {
     wait_for_earlier_kernels();
     u64 i = (u64)blockIdx.x * THREADS + threadIdx.x;
     if (i >= a.blocks) return;
     uint2 codes = ((const uint2*)a.codes)[i];
-    // 2^118 from scale_pair() times 2^-126 from the codes leaves 2^-8, which one more exact product takes away.
     u32 scale = both_low(scale_pair(a.scales[i]));
     u32 low[4], high[4];
     decode_pairs(codes.x, low);
     decode_pairs(codes.y, high);
-    constexpr u32 TWO_8 = (127 + 8) << 7 | (127 + 8) << 23;
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-        low[j] = mul_bf16(mul_bf16(low[j], scale), TWO_8);
-        high[j] = mul_bf16(mul_bf16(high[j], scale), TWO_8);
+        low[j] = mul_f16(mul_f16(low[j], scale), TWO_8);
+        high[j] = mul_f16(mul_f16(high[j], scale), TWO_8);
     }
     uint4* out = (uint4*)a.out + 2 * i;
     // Pair j holds elements j and j + 4 of its word.

@@ -27,8 +27,10 @@ __device__ __forceinline__ void heads(const Arguments& a) {
     int position = a.first_position + row;
     bool is_key = head >= a.heads;
     const float* x = a.qkv + ((size_t)row * (a.heads + 2 * a.pages.kv_heads) + head) * D;
-    float y[D / WARP];
-    norm_and_rotate<D>(x, is_key ? a.k_norm : a.q_norm, a.head, position, is_key ? 1 : a.scale, y);
+    const float* norm = is_key ? a.k_norm : a.q_norm;
+    float weight[D / WARP], y[D / WARP];
+    load_norm<D>(norm, weight);
+    norm_and_rotate<D>(x, norm != nullptr, weight, a.head.eps, Rotation<D>(a.head, position), is_key ? 1 : a.scale, y);
     u16* to = is_key ? keys<D>(a.pages, 0, position, head - a.heads) : a.q + ((size_t)row * a.heads + head) * D;
 #pragma unroll
     for (int j = 0; j < D / WARP; j++) to[lane + WARP * j] = to_f16(y[j]);

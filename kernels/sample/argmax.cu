@@ -45,8 +45,8 @@ __device__ __forceinline__ void best_of_block(float& value, int& token) {
 // Grid: (blocks, rows)
 extern "C" __global__ void __launch_bounds__(THREADS) argmax(const __grid_constant__ Arguments a) {
     __shared__ bool last;
-    let_later_kernels_start();
     wait_for_earlier_kernels();
+    let_later_kernels_start();
     int row = blockIdx.y, blocks = gridDim.x;
     const float* logits = a.logits + (size_t)row * a.vocabulary;
     float value = -INFINITY;

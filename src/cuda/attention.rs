@@ -169,7 +169,7 @@ impl Rows {
 }
 
 /// Attention of one new token for each of `sequences` sequences, whose keys and values it stores: from f32 `qkv`
-/// `[sequences, (heads + 2 kv_heads) dim]` to bf16 `out` `[sequences, heads dim]`. `positions` (i32) say where the tokens
+/// `[sequences, (heads + 2 kv_heads) dim]` to f16 `out` `[sequences, heads dim]`. `positions` (i32) say where the tokens
 /// stand; pages must exist up to there.
 pub fn decode(
     gpu: &Gpu,
@@ -277,7 +277,7 @@ struct PrefillArguments {
     first_position: i32,
 }
 
-/// Attention of `rows` rows of one sequence, from row `at` of `q` and `out` on; see [`store`] for `q`. `out` is bf16
+/// Attention of `rows` rows of one sequence, from row `at` of `q` and `out` on; see [`store`] for `q`. `out` is f16
 /// `[rows, heads dim]`.
 pub fn prefill(
     gpu: &Gpu,

@@ -1,4 +1,4 @@
-//! Large bf16 products through cuBLASLt, loaded at run time where it is installed.
+//! Large products of 16-bit floats through cuBLASLt, loaded at run time where it is installed.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -17,9 +17,17 @@ use crate::base::error::{bail, err};
 const AS_IT_IS: i32 = 0;
 const TRANSPOSED: i32 = 1;
 
+/// The type of both operands.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) enum Element {
+    F16,
+    Bf16,
+}
+
 /// What an algorithm was chosen for.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct Shape {
+    element: Element,
     m: usize,
     n: usize,
     k: usize,
@@ -72,6 +80,7 @@ impl Blas {
     pub(super) fn product(
         &self,
         gpu: &Gpu,
+        element: Element,
         w: u64,
         n: usize,
         k: usize,
@@ -88,7 +97,7 @@ impl Blas {
         let (to, beta) = match output {
             Output::F32 => (sys::cudaDataType_t::CUDA_R_32F, 0f32),
             Output::Add => (sys::cudaDataType_t::CUDA_R_32F, 1.0),
-            Output::Bf16 => (sys::cudaDataType_t::CUDA_R_16BF, 0.0),
+            Output::F16 => (sys::cudaDataType_t::CUDA_R_16F, 0.0),
             Output::Swiglu => bail!(Internal, "only the fused kernel applies SwiGLU"),
         };
         let layout = |kind, rows: usize, cols: usize, stride: usize| -> Result<_> {
@@ -96,8 +105,11 @@ impl Blas {
             Ok(Owned(check(layout, "describing a matrix")?, result::destroy_matrix_layout))
         };
         // The library counts in columns: its view of our row-major operands is transposed, and so is its result.
-        let bf16 = sys::cudaDataType_t::CUDA_R_16BF;
-        let (a, b, c) = (layout(bf16, k, n, k)?, layout(bf16, k, m, k)?, layout(to, n, m, stride)?);
+        let from = match element {
+            Element::F16 => sys::cudaDataType_t::CUDA_R_16F,
+            Element::Bf16 => sys::cudaDataType_t::CUDA_R_16BF,
+        };
+        let (a, b, c) = (layout(from, k, n, k)?, layout(from, k, m, k)?, layout(to, n, m, stride)?);
         let operation = Owned(
             check(
                 result::create_matmul_desc(sys::cublasComputeType_t::CUBLAS_COMPUTE_32F, sys::cudaDataType_t::CUDA_R_32F),
@@ -116,6 +128,7 @@ impl Blas {
             check(set, "describing a product")?;
         }
         let shape = Shape {
+            element,
             m,
             n,
             k,

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::compile::Unit;
 use super::gpu::{Gpu, int};
 use super::launch::Launch;
-use super::linear::{Matrix, Storage};
+use super::linear::{MLP_SCALE, Matrix, Storage};
 use super::memory::DeviceBuffer;
 use crate::base::Result;
 use crate::base::error::bail;
@@ -68,7 +68,7 @@ struct NormArguments {
     eps: f32,
 }
 
-/// RMSNorm of f32 rows of `width` from byte `at` of `x` on, to bf16 `y`.
+/// RMSNorm of f32 rows of `width` from byte `at` of `x` on, to f16 `y`.
 pub fn rms_norm(gpu: &Gpu, x: &DeviceBuffer, at: usize, weight: &DeviceBuffer, eps: f32, rows: usize, width: usize, y: &DeviceBuffer) -> Result<()> {
     holds(x, "rows", at + rows * width * 4)?;
     holds(weight, "a norm", width * 4)?;
@@ -92,9 +92,10 @@ struct SwigluArguments {
     gate_up: u64,
     y: u64,
     width: i32,
+    scale: f32,
 }
 
-/// silu(gate) * up: bf16 `[rows, 2 width]` to bf16 `[rows, width]`.
+/// silu(gate) * up: f16 `[rows, 2 width]` to f16 `[rows, width]`, divided by [`MLP_SCALE`].
 pub fn swiglu(gpu: &Arc<Gpu>, gate_up: &DeviceBuffer, rows: usize, width: usize, y: &DeviceBuffer) -> Result<()> {
     holds(gate_up, "gate and up", rows * width * 4)?;
     holds(y, "activations", rows * width * 2)?;
@@ -105,6 +106,7 @@ pub fn swiglu(gpu: &Arc<Gpu>, gate_up: &DeviceBuffer, rows: usize, width: usize,
         gate_up: gate_up.address(),
         y: y.address(),
         width: int("the intermediate size", width)?,
+        scale: 1.0 / MLP_SCALE,
     };
     let launch = Launch::new([blocks(width / 8), rows as u32, 1], THREADS);
     // SAFETY: the struct is the kernel's; sizes were checked.
@@ -117,19 +119,39 @@ struct BiasArguments {
     bias: u64,
     width: i32,
     stride: i32,
-    is_bf16: i32,
+    is_f16: i32,
 }
 
-pub(super) fn add_bias_at(gpu: &Gpu, y: u64, is_bf16: bool, rows: usize, width: usize, stride: usize, bias: &DeviceBuffer) -> Result<()> {
+pub(super) fn add_bias_at(gpu: &Gpu, y: u64, is_f16: bool, rows: usize, width: usize, stride: usize, bias: &DeviceBuffer) -> Result<()> {
     holds(bias, "a bias", width * 4)?;
     let arguments = BiasArguments {
         y,
         bias: bias.address(),
         width: int("the width", width)?,
         stride: int("the stride", stride)?,
-        is_bf16: i32::from(is_bf16),
+        is_f16: i32::from(is_f16),
     };
     let launch = Launch::new([blocks(width), rows as u32, 1], THREADS);
     // SAFETY: the struct is the kernel's; the caller checked the rows.
     unsafe { launch.run(gpu, Unit::Swiglu, "add_bias", &arguments) }
+}
+
+#[repr(C)]
+struct ConvertArguments {
+    x: u64,
+    y: u64,
+    pairs: u64,
+}
+
+/// Rounds `count` f16, an even number, to bf16.
+pub(super) fn f16_to_bf16(gpu: &Gpu, x: &DeviceBuffer, count: usize, y: &DeviceBuffer) -> Result<()> {
+    holds(x, "activations", 2 * count)?;
+    holds(y, "activations", 2 * count)?;
+    let arguments = ConvertArguments {
+        x: x.address(),
+        y: y.address(),
+        pairs: (count / 2) as u64,
+    };
+    // SAFETY: the struct is the kernel's; sizes were checked.
+    unsafe { Launch::new([blocks(count / 2), 1, 1], THREADS).run(gpu, Unit::Swiglu, "f16_to_bf16", &arguments) }
 }

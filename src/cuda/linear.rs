@@ -1,8 +1,9 @@
 //! Weight matrices on the device, and products with them: one fused kernel for up to [`SMALL`] rows and NVFP4 weights, a
-//! library for many rows over a bounded bf16 copy of one weight at a time, and plain kernels for the rest.
+//! library for many rows over a bounded f16 copy of one weight at a time, and plain kernels for the rest.
 
 use std::sync::Arc;
 
+use super::blas::Element;
 use super::compile::Unit;
 use super::gpu::{Gpu, int};
 use super::launch::Launch;
@@ -14,6 +15,8 @@ use crate::base::size::product;
 use crate::format::e4m3;
 use crate::format::nvfp4::BLOCK;
 
+/// What activations between gate and down are divided by: they are the largest of a model, and f16 ends at 65504.
+pub const MLP_SCALE: f32 = 16.0;
 /// Rows of activations that the fused kernel takes at once.
 pub const SMALL: usize = 16;
 
@@ -188,8 +191,8 @@ impl Matrix {
 /// What enters a product.
 #[derive(Clone, Copy)]
 pub enum Input<'a> {
-    /// bf16 `[m, k]`.
-    Plain(&'a DeviceBuffer),
+    /// f16 `[m, k]`, and the factor that they were divided by to keep them small.
+    Plain(&'a DeviceBuffer, f32),
     /// f32 `[m, k]`, to be normalised by RMSNorm with this weight and epsilon on the way in.
     Normed(&'a DeviceBuffer, &'a DeviceBuffer, f32),
 }
@@ -199,11 +202,11 @@ pub enum Input<'a> {
 pub enum Output {
     /// Stored as f32.
     F32,
-    /// Stored as bf16.
-    Bf16,
+    /// Stored as f16.
+    F16,
     /// Added to f32.
     Add,
-    /// silu of the first matrix's times the second's, as bf16.
+    /// silu of the first matrix's times the second's, as f16, divided by [`MLP_SCALE`].
     Swiglu,
 }
 
@@ -211,7 +214,7 @@ impl Output {
     const fn bytes(self) -> usize {
         match self {
             Output::F32 | Output::Add => 4,
-            Output::Bf16 | Output::Swiglu => 2,
+            Output::F16 | Output::Swiglu => 2,
         }
     }
 }
@@ -237,21 +240,66 @@ struct SmallArguments {
     k: i32,
     out_stride: i32,
     eps: f32,
+    out_scale: f32,
 }
 
-/// Output features of a tile of the fused kernel.
-const TILE: usize = 8;
-/// Elements of K that a warp takes at a time.
-const CHUNK: usize = 128;
-/// Chunks that a warp keeps in shared memory, and the bytes of each.
-const STAGES: usize = 8;
-const STAGE_BYTES: usize = TILE * CHUNK / 2 + TILE * CHUNK / BLOCK;
-/// Threads that the fused kernel was compiled for.
+/// Elements of K that a warp takes at a time, for one set of output features.
+const RUN: usize = 128;
+/// What a warp keeps in shared memory: stages of codes and scales of sixteen rows.
+const STAGES: usize = 6;
+const STAGE_BYTES: usize = 16 * RUN / 2 + 16 * RUN / BLOCK;
+/// Sums of a warp's tile, for eight rows of activations.
+const SUMS: usize = 16 * 8;
+/// Warps with tiles of their own, or shares of one, that keep a multiprocessor busy.
+const BUSY: usize = 9;
+/// Warps of the fused kernel that take half of a multiprocessor's registers.
+const HALF_THE_REGISTERS: usize = 12;
+/// Warps that the fused kernel was compiled for.
 const MOST_WARPS: usize = 24;
+
+/// What the sixteen rows of a tile of the fused kernel are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Tile {
+    /// Sixteen output features.
+    Rows,
+    /// Eight output features of each of two matrices.
+    Pair,
+    /// Eight output features, in two halves of K; for up to four rows of activations.
+    Split,
+}
+
+impl Tile {
+    /// The tile for `m` rows of activations.
+    fn of(output: Output, m: usize, k: usize) -> Tile {
+        match output {
+            Output::Swiglu => Tile::Pair,
+            _ if m <= 4 && k.is_multiple_of(2 * RUN) => Tile::Split,
+            _ => Tile::Rows,
+        }
+    }
+
+    /// Output features of a tile, of each matrix.
+    const fn features(self) -> usize {
+        match self {
+            Tile::Rows => 16,
+            Tile::Pair | Tile::Split => 8,
+        }
+    }
+
+    /// Elements of K that a warp takes at a time.
+    const fn step(self) -> usize {
+        match self {
+            Tile::Rows | Tile::Pair => RUN,
+            Tile::Split => 2 * RUN,
+        }
+    }
+}
 
 /// How the fused kernel is launched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Plan {
+    /// What a tile is.
+    pub tile: Tile,
     /// Warps that divide K among them.
     pub split: usize,
     /// Groups of such warps in a block; each takes tiles of its own.
@@ -263,34 +311,38 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// The plan for `m` rows, `tiles` tiles of output features (of `matrices` matrices at a time) and K = `k` on a device
-    /// with this many multiprocessors and this much shared memory; `None` where a single row does not fit.
+    /// The plan for `m` rows and matrices of `features` output features and K = `k`, on a device with this many
+    /// multiprocessors and this much shared memory; `None` where a single row does not fit.
     ///
-    /// Warps share K in runs of at least four chunks. Then as many groups to a multiprocessor as leave the fewest idle in
-    /// the last round, more of them where that is equal.
-    pub fn choose(m: usize, k: usize, tiles: usize, matrices: usize, multiprocessors: usize, shared: usize) -> Option<Plan> {
-        let chunks = k.div_ceil(CHUNK);
-        let split = match chunks {
-            0..8 => 1,
-            8..16 => 2,
-            16..48 => 4,
-            _ => 8,
+    /// Warps share K no further than keeps a multiprocessor busy, since each share costs a sum. Then as many groups to a
+    /// multiprocessor as leave the fewest idle in the last round, more of them where that is equal; but fewer, if all rows
+    /// of activations fit beside them only then.
+    pub fn choose(m: usize, k: usize, features: &[usize], output: Output, multiprocessors: usize, shared: usize) -> Option<Plan> {
+        let tile = Tile::of(output, m, k);
+        let tiles: usize = match tile {
+            Tile::Pair => features[0].div_ceil(tile.features()),
+            _ => features.iter().map(|n| n.div_ceil(tile.features())).sum(),
         };
+        let steps = k.div_ceil(tile.step());
+        let mut split = 1;
+        while split < 8 && tiles * split < BUSY * multiprocessors && 2 * split <= steps {
+            split *= 2;
+        }
         let mut best: Option<(f64, Plan)> = None;
         for groups in 1..=MOST_WARPS / split {
             let slots = multiprocessors * groups;
-            let rounds = tiles.div_ceil(slots);
-            let used = tiles as f64 / (rounds * slots) as f64;
-            let blocks = multiprocessors.min(tiles.div_ceil(groups));
-            let mut plan = Plan { split, groups, blocks, rows: m.min(SMALL) };
-            while plan.rows > 1 && plan.shared(k, matrices) > shared {
+            let used = tiles as f64 / (tiles.div_ceil(slots) * slots) as f64;
+            let blocks = multiprocessors.min(tiles);
+            let mut plan = Plan { tile, split, groups, blocks, rows: m.min(SMALL) };
+            while plan.rows > 1 && plan.shared(k) > shared {
                 plan.rows = plan.rows.div_ceil(2);
             }
-            if plan.shared(k, matrices) > shared {
+            if plan.shared(k) > shared {
                 continue;
             }
-            // A few more warps hide more latency than a few idle slots cost.
-            let score = used + 0.01 * (groups * split) as f64;
+            // A few more warps hide more latency than a few idle slots cost, as long as the next kernel's find room beside them.
+            let warps = (groups * split).min(HALF_THE_REGISTERS);
+            let score = used / m.div_ceil(plan.rows) as f64 + 0.01 * warps as f64;
             if best.is_none_or(|(s, _)| score > s) {
                 best = Some((score, plan));
             }
@@ -299,11 +351,12 @@ impl Plan {
     }
 
     /// Shared memory of a block.
-    fn shared(&self, k: usize, matrices: usize) -> usize {
+    fn shared(&self, k: usize) -> usize {
         let warps = self.split * self.groups;
-        let x = self.rows * k.div_ceil(CHUNK) * CHUNK * 2;
-        let partial = 2 * warps * matrices * SMALL * TILE * 4;
-        warps * STAGES * STAGE_BYTES + x + partial + self.rows * warps * 4
+        let x = self.rows * k.next_multiple_of(self.tile.step()) * 2;
+        // Where K is ragged, one kernel serves all numbers of rows.
+        let columns = if k.is_multiple_of(RUN) { self.rows.div_ceil(8) } else { SMALL / 8 };
+        warps * STAGES * STAGE_BYTES + x + 2 * warps * columns * SUMS * 4 + warps * 4
     }
 }
 
@@ -319,7 +372,7 @@ fn holds(buffer: &DeviceBuffer, what: &str, sizes: &[usize]) -> Result<()> {
 pub type Biased<'a> = (&'a Matrix, Option<&'a DeviceBuffer>);
 
 /// Products of `m` rows with up to three matrices that share their input; their features follow each other in the rows of
-/// `out`, `stride` elements apart. Scratch memory holds a bf16 copy of one weight where that is needed.
+/// `out`, `stride` elements apart. Scratch memory holds an f16 copy of one weight where that is needed.
 pub fn linear(
     gpu: &Arc<Gpu>,
     input: Input<'_>,
@@ -345,7 +398,7 @@ pub fn linear(
     }
     holds(out, "a product", &[m - 1, stride, output.bytes()])?;
     match input {
-        Input::Plain(x) => holds(x, "activations", &[m, k, 2])?,
+        Input::Plain(x, _) => holds(x, "activations", &[m, k, 2])?,
         Input::Normed(x, weight, _) => {
             holds(x, "activations", &[m, k, 4])?;
             holds(weight, "a norm", &[k, 4])?;
@@ -356,7 +409,7 @@ pub fn linear(
     if fused && let Some(plan) = plan(gpu, m, matrices, output) {
         return small(gpu, input, m, matrices, output, out, stride, plan);
     }
-    let Input::Plain(x) = input else {
+    let Input::Plain(x, factor) = input else {
         bail!(Internal, "only the fused kernel normalises on the way in");
     };
     if output == Output::Swiglu {
@@ -365,13 +418,13 @@ pub fn linear(
     let mut column = 0;
     for (w, bias) in matrices {
         let at = out.address() + (column * output.bytes()) as u64;
-        if w.storage == Storage::Nvfp4 || w.storage == Storage::BF16 {
-            scratch.product(gpu, w, x, m, output, at, stride)?;
+        if w.storage == Storage::Nvfp4 || (m > SMALL && w.storage != Storage::F32) {
+            scratch.product(gpu, w, x, factor, m, output, at, stride)?;
             if let Some(bias) = bias {
-                super::elementwise::add_bias_at(gpu, at, output == Output::Bf16, m, w.rows, stride, bias)?;
+                super::elementwise::add_bias_at(gpu, at, output == Output::F16, m, w.rows, stride, bias)?;
             }
         } else {
-            dense(gpu, w, *bias, x, m, output, at, stride)?;
+            dense(gpu, w, *bias, x, factor, m, output, at, stride)?;
         }
         column += w.rows;
     }
@@ -385,11 +438,8 @@ pub fn is_fused(gpu: &Gpu, m: usize, matrices: &[Biased<'_>], output: Output) ->
 
 fn plan(gpu: &Gpu, m: usize, matrices: &[Biased<'_>], output: Output) -> Option<Plan> {
     let k = matrices[0].0.cols;
-    let (tiles, together) = match output {
-        Output::Swiglu => (matrices[0].0.rows.div_ceil(TILE), 2),
-        _ => (matrices.iter().map(|(w, _)| w.rows.div_ceil(TILE)).sum(), 1),
-    };
-    Plan::choose(m, k, tiles, together, gpu.multiprocessors(), gpu.shared_limit())
+    let features: Vec<usize> = matrices.iter().map(|(w, _)| w.rows).collect();
+    Plan::choose(m, k, &features, output, gpu.multiprocessors(), gpu.shared_limit())
 }
 
 /// The fused kernel with a plan of the caller's.
@@ -419,21 +469,25 @@ pub fn small(
         };
     }
     let (x, norm_weight, eps, x_bytes, prefix) = match input {
-        Input::Plain(x) => (x.address(), 0, 0.0, 2, ""),
+        Input::Plain(x, factor) => {
+            matrix.iter_mut().for_each(|w| w.global *= factor);
+            (x.address(), 0, 0.0, 2, "")
+        }
         Input::Normed(x, weight, eps) => (x.address(), weight.address(), eps, 4, "normed_"),
     };
     let kind = match output {
         Output::F32 => "f32",
-        Output::Bf16 => "bf16",
+        Output::F16 => "f16",
         Output::Add => "add",
         Output::Swiglu => "swiglu",
     };
     for first in (0..m).step_by(plan.rows) {
         let rows = plan.rows.min(m - first);
-        let tail = match (k.is_multiple_of(CHUNK), rows > 8) {
-            (false, _) => "ragged",
-            (true, false) => "8",
-            (true, true) => "16",
+        let tail = match (plan.tile, k.is_multiple_of(RUN), rows > 8) {
+            (Tile::Split, ..) => "4",
+            (_, false, _) => "ragged",
+            (_, true, false) => "8",
+            (_, true, true) => "16",
         };
         let arguments = SmallArguments {
             x: x + (first * k * x_bytes) as u64,
@@ -445,11 +499,12 @@ pub fn small(
             k: int("K", k)?,
             out_stride: int("the stride of a product", stride)?,
             eps,
+            out_scale: 1.0 / MLP_SCALE,
         };
         let launch = Launch {
             grid: [plan.blocks as u32, 1, 1],
             block: [32, plan.split as u32, plan.groups as u32],
-            shared: Plan { rows, ..plan }.shared(k, if output == Output::Swiglu { 2 } else { 1 }) as u32,
+            shared: Plan { rows, ..plan }.shared(k) as u32,
         };
         // SAFETY: the struct is the kernel's; sizes were checked, and buffers outlive work on their stream.
         unsafe { launch.run(gpu, Unit::LinearSmall, &format!("linear_{prefix}{kind}_{tail}"), &arguments)? };
@@ -463,6 +518,7 @@ struct DenseArguments {
     weight: u64,
     bias: u64,
     out: u64,
+    factor: f32,
     kind: i32,
     output: i32,
     m: i32,
@@ -476,6 +532,7 @@ fn dense(
     w: &Matrix,
     bias: Option<&DeviceBuffer>,
     x: &DeviceBuffer,
+    factor: f32,
     m: usize,
     output: Output,
     out: u64,
@@ -486,6 +543,7 @@ fn dense(
         weight: w.values.address(),
         bias: bias.map_or(0, DeviceBuffer::address),
         out,
+        factor,
         kind: match w.storage {
             Storage::F32 => 0,
             Storage::F16 => 1,
@@ -494,7 +552,7 @@ fn dense(
         },
         output: match output {
             Output::F32 => 0,
-            Output::Bf16 => 1,
+            Output::F16 => 1,
             Output::Add => 2,
             Output::Swiglu => bail!(Internal, "only the fused kernel applies SwiGLU"),
         },
@@ -511,7 +569,7 @@ fn dense(
 /// Bytes that the library for large products may use beside its operands.
 const WORKSPACE: usize = 32 << 20;
 
-/// Memory for large products: a bf16 copy of one weight, or of some of its rows, and the library's workspace.
+/// Memory for large products: an f16 copy of one weight, or of some of its rows, and the library's workspace.
 #[derive(Debug)]
 pub struct LinearScratch {
     copy: DeviceBuffer,
@@ -523,7 +581,6 @@ struct DequantizeArguments {
     codes: u64,
     scales: u64,
     out: u64,
-    global: f32,
     blocks: u64,
 }
 
@@ -542,15 +599,23 @@ impl LinearScratch {
         self.copy.bytes() + self.workspace.bytes()
     }
 
-    fn product(&self, gpu: &Arc<Gpu>, w: &Matrix, x: &DeviceBuffer, m: usize, output: Output, out: u64, stride: usize) -> Result<()> {
+    fn product(&self, gpu: &Arc<Gpu>, w: &Matrix, x: &DeviceBuffer, factor: f32, m: usize, output: Output, out: u64, stride: usize) -> Result<()> {
         let Some(blas) = gpu.blas().filter(|_| self.workspace.bytes() > 0) else {
             if w.storage == Storage::Nvfp4 {
                 bail!(Internal, "a weight with K = {} fits no kernel of this device", w.cols);
             }
-            return dense(gpu, w, None, x, m, output, out, stride);
+            return dense(gpu, w, None, x, factor, m, output, out, stride);
         };
-        if w.storage == Storage::BF16 {
-            return blas.product(gpu, w.values.address(), w.rows, w.cols, 1.0, x.address(), m, output, out, stride, &self.workspace);
+        if matches!(w.storage, Storage::BF16 | Storage::F16) {
+            // The library multiplies operands of one type.
+            let (kind, x) = match w.storage {
+                Storage::F16 => (Element::F16, x.address()),
+                _ => {
+                    super::elementwise::f16_to_bf16(gpu, x, m * w.cols, &self.copy)?;
+                    (Element::Bf16, self.copy.address())
+                }
+            };
+            return blas.product(gpu, kind, w.values.address(), w.rows, w.cols, factor, x, m, output, out, stride, &self.workspace);
         }
         let (codes, scales) = w.addresses();
         let step = (self.copy.bytes() / (2 * w.cols)).min(w.rows);
@@ -563,14 +628,13 @@ impl LinearScratch {
                 codes: codes + (first * w.cols / 2) as u64,
                 scales: scales + (first * w.cols / BLOCK) as u64,
                 out: self.copy.address(),
-                global: w.global,
                 blocks: (rows * w.cols / BLOCK) as u64,
             };
             let launch = Launch::new([arguments.blocks.div_ceil(256) as u32, 1, 1], 256);
             // SAFETY: the struct is the kernel's; the copy has room for `rows` rows.
             unsafe { launch.run(gpu, Unit::Dequantize, "dequantize_folded", &arguments)? };
             let at = out + (first * output.bytes()) as u64;
-            blas.product(gpu, self.copy.address(), rows, w.cols, w.global, x.address(), m, output, at, stride, &self.workspace)?;
+            blas.product(gpu, Element::F16, self.copy.address(), rows, w.cols, w.global * factor, x.address(), m, output, at, stride, &self.workspace)?;
         }
         Ok(())
     }
@@ -582,18 +646,24 @@ mod tests {
 
     #[test]
     fn plans_fit_the_device_and_keep_it_busy() {
-        let hopper = |m, k, tiles, matrices| Plan::choose(m, k, tiles, matrices, 132, 227 << 10).unwrap();
-        for (k, tiles, matrices) in [(2560, 768, 1), (4096, 320, 1), (2560, 1216, 2), (9728, 320, 1), (2560, 18992, 1), (576, 120, 1)] {
+        let shapes: [(usize, &[usize], Output); 6] = [
+            (2560, &[4096, 1024, 1024], Output::F32),
+            (4096, &[2560], Output::Add),
+            (2560, &[9728, 9728], Output::Swiglu),
+            (9728, &[2560], Output::Add),
+            (2560, &[151_936], Output::F32),
+            (576, &[576, 192, 192], Output::F32),
+        ];
+        for (k, features, output) in shapes {
             for m in 1..=SMALL {
-                let plan = hopper(m, k, tiles, matrices);
-                assert!(plan.shared(k, matrices) <= 227 << 10, "{plan:?}");
+                let plan = Plan::choose(m, k, features, output, 132, 227 << 10).unwrap();
+                assert!(plan.shared(k) <= 227 << 10, "{plan:?}");
                 assert!(plan.split * plan.groups <= MOST_WARPS && plan.rows >= 1 && plan.rows <= m, "{plan:?}");
-                let rounds = tiles.div_ceil(plan.blocks * plan.groups);
-                assert!(rounds * plan.blocks * plan.groups >= tiles, "{plan:?}");
+                assert!(plan.tile != Tile::Split || m <= 4, "{plan:?}");
             }
         }
         // GB10: 48 multiprocessors and 99 KB.
-        assert!(Plan::choose(1, 9728, 320, 1, 48, 99 << 10).is_some());
-        assert!(Plan::choose(1, 1 << 20, 320, 1, 48, 99 << 10).is_none());
+        assert!(Plan::choose(1, 9728, &[2560], Output::Add, 48, 99 << 10).is_some());
+        assert!(Plan::choose(1, 1 << 20, &[2560], Output::Add, 48, 99 << 10).is_none());
     }
 }

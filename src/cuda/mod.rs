@@ -23,7 +23,7 @@ pub use compile::{Unit, compile, target};
 pub use elementwise::{embed, rms_norm, swiglu};
 pub use gpu::{Gpu, count, unavailable};
 pub use graph::Graph;
-pub use linear::{Biased, Input, LinearScratch, Matrix, Output, Plan, SMALL, Storage, is_fused, linear, small};
+pub use linear::{Biased, Input, LinearScratch, MLP_SCALE, Matrix, Output, Plan, SMALL, Storage, Tile, is_fused, linear, small};
 pub use copy::Event;
 pub use memory::{DeviceBuffer, Pinned};
 pub use sample::{Best, argmax};

@@ -256,7 +256,7 @@ impl Executor {
         let normed = |norm| Input::Normed(&s.residual, norm, config.rms_norm_eps);
         let plain_normed = |norm| {
             cuda::rms_norm(gpu, &s.residual, 0, norm, config.rms_norm_eps, rows, hidden, &s.normed)?;
-            Ok(Input::Plain(&s.normed))
+            Ok(Input::Plain(&s.normed, 1.0))
         };
 
         let input = match cuda::is_fused(gpu, rows, &[q, k, v], Output::F32) {
@@ -278,15 +278,15 @@ impl Executor {
                 cuda::prefill(gpu, &heads, &pages, &s.q, 0, rows, first, &s.attended)?;
             }
         }
-        cuda::linear(gpu, Input::Plain(&s.attended), rows, &[o], Output::Add, &s.residual, hidden, &s.linear)?;
+        cuda::linear(gpu, Input::Plain(&s.attended, 1.0), rows, &[o], Output::Add, &s.residual, hidden, &s.linear)?;
         if cuda::is_fused(gpu, rows, &[gate, up], Output::Swiglu) {
             cuda::linear(gpu, normed(&vectors.post_norm), rows, &[gate, up], Output::Swiglu, &s.mlp, wide, &s.linear)?;
         } else {
             let input = plain_normed(&vectors.post_norm)?;
-            cuda::linear(gpu, input, rows, &[gate, up], Output::Bf16, &s.gate_up, 2 * wide, &s.linear)?;
+            cuda::linear(gpu, input, rows, &[gate, up], Output::F16, &s.gate_up, 2 * wide, &s.linear)?;
             cuda::swiglu(gpu, &s.gate_up, rows, wide, &s.mlp)?;
         }
-        cuda::linear(gpu, Input::Plain(&s.mlp), rows, &[down], Output::Add, &s.residual, hidden, &s.linear)
+        cuda::linear(gpu, Input::Plain(&s.mlp, cuda::MLP_SCALE), rows, &[down], Output::Add, &s.residual, hidden, &s.linear)
     }
 
     /// Logits of `rows` rows of the residual from `first` on.
@@ -297,7 +297,7 @@ impl Executor {
             Input::Normed(&s.residual, &self.norm, config.rms_norm_eps)
         } else {
             cuda::rms_norm(gpu, &s.residual, first * hidden * 4, &self.norm, config.rms_norm_eps, rows, hidden, &s.normed)?;
-            Input::Plain(&s.normed)
+            Input::Plain(&s.normed, 1.0)
         };
         cuda::linear(gpu, input, rows, &[head], Output::F32, &s.logits, config.vocab_size, &s.linear)
     }
@@ -396,6 +396,8 @@ impl State {
         let scratch = |elements: usize, bytes: usize| DeviceBuffer::uninit(gpu, Tag::DeviceScratch, elements * bytes);
         // The widest weight but the head, whose rows are taken in parts: logits of many rows are rarely wanted.
         let widest = (q + 2 * config.kv_heads * dim).max(wide) * hidden * 2;
+        // Dense weights share the copy with activations of another type.
+        let widest = widest.max(rows * wide.max(hidden).max(q) * 2);
         let large = rows > cuda::SMALL || head_rows > cuda::SMALL;
         Ok(State {
             rows,

@@ -1,4 +1,5 @@
-//! The golden models that tests of several floors run.
+//! The golden models that tests of several floors run. Not every test uses all of it.
+#![allow(dead_code)]
 
 use std::fs;
 use std::path::{Path, PathBuf};
