@@ -23,15 +23,23 @@ const NF4_BLOCKS: [usize; 8] = [32, 64, 128, 256, 512, 1024, 2048, 4096];
 pub struct Named<'a> {
     /// Its name.
     pub name: &'a str,
-    /// The type of its elements.
-    pub dtype: DType,
+    /// The type of its elements; `None` for one that this library does not have.
+    pub dtype: Option<DType>,
     /// Its sizes.
     pub shape: Shape,
 }
 
-impl Named<'_> {
-    fn encoding(&self) -> Encoding {
-        match self.dtype {
+/// Type and shape of a tensor.
+#[derive(Clone, Copy)]
+struct Seen<'a> {
+    dtype: DType,
+    shape: &'a Shape,
+}
+
+impl<'a> Seen<'a> {
+    /// As the readers see it.
+    fn described(self) -> (Encoding, &'a [usize]) {
+        let encoding = match self.dtype {
             // Packed codes are bytes to a file.
             DType::U8 | DType::F4E2M1x2 => Encoding::U8,
             DType::I8 => Encoding::I8,
@@ -44,11 +52,8 @@ impl Named<'_> {
             DType::Bool => Encoding::Bool,
             DType::BF16 => Encoding::BF16,
             DType::F8E4M3 => Encoding::F8E4M3,
-        }
-    }
-
-    fn described(&self) -> (Encoding, &[usize]) {
-        (self.encoding(), self.shape.sizes())
+        };
+        (encoding, self.shape.sizes())
     }
 }
 
@@ -219,7 +224,7 @@ impl Set<'_> {
     /// The weight that the tensor `key` is the first part of.
     fn weight(&self, key: &str, tensor: &Named) -> Option<Weight> {
         if let Some(keys) = keys::nvfp4(key) {
-            return Some(self.nvfp4(key, tensor, keys));
+            return Some(self.nvfp4(key, keys));
         }
         if let Some(module) = keys::nf4_module(key)
             && !self.has(&keys::weight(module))
@@ -233,21 +238,25 @@ impl Set<'_> {
         }
         let modelopt = keys::modelopt(module);
         let global = modelopt.global.iter().any(|g| self.has(&g.key));
-        if tensor.encoding() == Encoding::U8 && (global || self.has(&modelopt.scales)) {
-            return Some(self.nvfp4(key, tensor, modelopt));
+        if tensor.dtype == Some(DType::U8) && (global || self.has(&modelopt.scales)) {
+            return Some(self.nvfp4(key, modelopt));
         }
         None
     }
 
-    fn nvfp4(&self, key: &str, codes: &Named, keys: keys::Nvfp4) -> Weight {
+    fn nvfp4(&self, key: &str, keys: keys::Nvfp4) -> Weight {
         let mut found = Found::new(self, &keys.module, Encoding::Nvfp4, keys.convention);
-        found.tensor("codes", key, true);
-        found.codes(key, codes);
-        if let &[rows, packed] = codes.shape.sizes() {
-            (found.weight.out_features, found.weight.in_features) = (Some(rows), Some(packed * 2));
+        let codes = found.tensor("codes", key, true);
+        if let Some(codes) = codes {
+            found.codes(key, codes);
+            if let &[rows, packed] = codes.shape.sizes() {
+                (found.weight.out_features, found.weight.in_features) =
+                    (Some(rows), Some(packed * 2));
+            }
         }
         found.weight.block = Some(BLOCK);
-        if let Some(scales) = found.tensor("scales", &keys.scales, true) {
+        let scales = found.tensor("scales", &keys.scales, true);
+        if let (Some(codes), Some(scales)) = (codes, scales) {
             let form = nvfp4_form(keys.convention, codes.described(), scales.described());
             for fault in form.err().into_iter().flatten() {
                 match fault {
@@ -375,15 +384,22 @@ impl<'a> Found<'a> {
     }
 
     /// Takes the tensor `key` as the weight's `role`.
-    fn tensor(&mut self, role: &'static str, key: &str, required: bool) -> Option<&'a Named<'a>> {
-        let tensor = self.set.0.get(key).copied();
-        if tensor.is_some() {
-            self.weight.tensors.push((role, key.to_owned()));
-            self.weight.extra.retain(|extra| extra != key);
-        } else if required {
-            self.weight.missing.push(key.to_owned());
+    fn tensor(&mut self, role: &'static str, key: &str, required: bool) -> Option<Seen<'a>> {
+        let Some(tensor) = self.set.0.get(key) else {
+            if required {
+                self.weight.missing.push(key.to_owned());
+            }
+            return None;
+        };
+        self.weight.tensors.push((role, key.to_owned()));
+        self.weight.extra.retain(|extra| extra != key);
+        if tensor.dtype.is_none() {
+            self.fault(key, "its type is none that this library has");
         }
-        tensor
+        Some(Seen {
+            dtype: tensor.dtype?,
+            shape: &tensor.shape,
+        })
     }
 
     /// Takes the tensor `key`, which has `elements` floats.
@@ -402,7 +418,7 @@ impl<'a> Found<'a> {
     }
 
     /// What codes of either format must be.
-    fn codes(&mut self, key: &str, codes: &Named) {
+    fn codes(&mut self, key: &str, codes: Seen) {
         let sizes = codes.shape.sizes();
         match *sizes {
             [rows, packed] if rows > 0 && packed > 0 => {
@@ -432,7 +448,7 @@ mod tests {
             .iter()
             .map(|&(name, dtype, sizes)| Named {
                 name,
-                dtype,
+                dtype: Some(dtype),
                 shape: Shape::contiguous(sizes).unwrap(),
             })
             .collect()
@@ -653,6 +669,10 @@ mod tests {
             ("l.absmax", F32, &[2]),
             ("l.quant_map", F32, &[16]),
         ]);
+        let mut unknown = set(&[("l.qdata", q.0, q.1), ("l.scale", s.0, s.1)]);
+        unknown[1].dtype = None;
+        let e = detect(&unknown, "").unwrap().check().unwrap_err();
+        assert!(e.message().contains("'l.scale': its type"), "{e}");
         let same = set(&[("l.qdata", q.0, q.1), ("l.qdata", q.0, q.1)]);
         assert!(
             detect(&same, "")
