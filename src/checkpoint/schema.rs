@@ -443,6 +443,9 @@ impl<'a> Found<'a> {
 mod tests {
     use super::*;
 
+    /// Type and sizes.
+    type Kind<'a> = (DType, &'a [usize]);
+
     fn set<'a>(tensors: &[(&'a str, DType, &[usize])]) -> Vec<Named<'a>> {
         tensors
             .iter()
@@ -582,10 +585,7 @@ mod tests {
                 assert!(e.message().contains(part), "'{part}' is not in: {e}");
             }
         };
-        let nf4 = |weight: (DType, &[usize]),
-                   absmax: (DType, &[usize]),
-                   map: (DType, &[usize]),
-                   parts: &[&str]| {
+        let nf4 = |weight: Kind, absmax: Kind, map: Kind, parts: &[&str]| {
             let tensors = [
                 ("l.weight", weight.0, weight.1),
                 ("l.absmax", absmax.0, absmax.1),
@@ -612,7 +612,7 @@ mod tests {
             &[("l.qdata", U8, &[2, 8, 16]), ("l.scale", U8, &[2, 8, 2])],
             &["two dimensions"],
         );
-        let (weight, map): ((DType, &[usize]), (DType, &[usize])) = ((U8, &[16, 64]), (F32, &[16]));
+        let (weight, map): (Kind, Kind) = ((U8, &[16, 64]), (F32, &[16]));
         nf4(
             (F16, &[7, 9]),
             (F16, &[1]),
@@ -648,7 +648,7 @@ mod tests {
 
     #[test]
     fn a_weight_that_is_stored_twice_is_a_fault_once() {
-        let (q, s): ((DType, &[usize]), (DType, &[usize])) = ((U8, &[8, 8]), (U8, &[8, 1]));
+        let (q, s): (Kind, Kind) = ((U8, &[8, 8]), (U8, &[8, 1]));
         let twice = |others: &[(&str, DType, &[usize])]| {
             let mut tensors = vec![("l.qdata", q.0, q.1), ("l.scale", s.0, s.1)];
             tensors.extend(others);
