@@ -198,6 +198,9 @@ struct DLManagedTensor;
 /** A CUDA device. */
 #define NVFP4_DEVICE_CUDA 1
 
+/** The library's choice, where a device is chosen for work: a CUDA device if there is one, or else the CPU. */
+#define NVFP4_DEVICE_AUTO -1
+
 /** A multiplier for the whole tensor above the block scales. */
 #define NVFP4_LEVELS_TWO 0
 
@@ -242,6 +245,33 @@ struct DLManagedTensor;
 
 /** Activations rounded to 8 bits, one scale for each 32 along K (W4A8). Faster, and not exact. Dense weights ignore it. */
 #define NVFP4_ACTIVATIONS_INT8 1
+
+/**
+ * A kernel for the weight's format if the device has one, or else the decoded weight: today the same as
+ * #NVFP4_COMPUTE_PATH_KERNEL_OR_FALLBACK, but a later version may choose what is faster.
+ */
+#define NVFP4_COMPUTE_PATH_AUTO 0
+
+/** A kernel for the weight's format, or #NVFP4_UNSUPPORTED. */
+#define NVFP4_COMPUTE_PATH_KERNEL_ONLY 1
+
+/** A kernel for the weight's format if the device has one, or else the decoded weight. */
+#define NVFP4_COMPUTE_PATH_KERNEL_OR_FALLBACK 2
+
+/** The decoded weight. */
+#define NVFP4_COMPUTE_PATH_DEQUANT_MATMUL_ONLY 3
+
+/** No weight in 4 bits. */
+#define NVFP4_FORMAT_NONE 0
+
+/** Codes of E2M1 with a scale for each 16 along K. */
+#define NVFP4_FORMAT_NVFP4 1
+
+/** NF4 of bitsandbytes. */
+#define NVFP4_FORMAT_NF4 2
+
+/** Weights of several formats. */
+#define NVFP4_FORMAT_MIXED 3
 
 /** A directory of safetensors in ModelOpt's layout, with config and tokenizer. */
 #define NVFP4_CONTAINER_MODELOPT 0
@@ -320,6 +350,70 @@ typedef struct NVFP4_QuantizeOptions {
     /** For stochastic rounding. Default: 0. */
     uint64_t seed;
 } NVFP4_QuantizeOptions;
+
+/** How to prepare a weight. Fill with NVFP4_weight_options_init(), then change what is to differ. */
+typedef struct NVFP4_WeightOptions {
+    /** sizeof(NVFP4_WeightOptions) as the caller knows it. */
+    uint32_t struct_size;
+    /** One of NVFP4_COMPUTE_PATH_*. Default: auto. */
+    int32_t compute_path;
+    /** One of NVFP4_DEVICE_*. Default: CPU. */
+    int32_t device_type;
+    /** Which device of that type. Default: 0. */
+    int32_t device_index;
+    /** One of NVFP4_SCALES_*, for NVFP4 weights. Default: linear. */
+    int32_t scale_layout;
+    /**
+     * What a decoded weight is held as: #NVFP4_DTYPE_FLOAT32, which is what decoding gives, or #NVFP4_DTYPE_FLOAT16 or
+     * #NVFP4_DTYPE_BFLOAT16, to which that is rounded, to nearest even. Default: float32.
+     */
+    int32_t dense_dtype;
+    /**
+     * 1 to count only a GPU's kernels as kernels, which is how TorchSharp.Q4.Extension understands a CPU target: the
+     * kernel-only path is an error there, and the other paths decode. Default: 0.
+     */
+    int32_t exclude_cpu_kernels;
+    /** Must be 0. */
+    int32_t reserved;
+    /** The name of the only backend that will do, in UTF-8, or NULL. Default: NULL. */
+    const char *backend;
+    /** Bytes of `backend`. */
+    size_t backend_length;
+} NVFP4_WeightOptions;
+
+/** A tensor as its host describes it. Nothing is read but the description. */
+typedef struct NVFP4_NamedTensor {
+    /** Its name, in UTF-8. */
+    const char *name;
+    /** Bytes of `name`. */
+    size_t name_length;
+    /** The type of its elements, as NVFP4_DTYPE_* number it. Tensors of other types may be in the set, but in no 4-bit weight. */
+    int32_t dtype;
+    /** Dimensions, at most 8. */
+    int32_t rank;
+    /** `rank` sizes, outermost first. */
+    const int64_t *sizes;
+} NVFP4_NamedTensor;
+
+/** What a set of tensors holds, in short. NVFP4_schema_report() has all of it. */
+typedef struct NVFP4_SchemaResult {
+    /** sizeof(NVFP4_SchemaResult) as the caller knows it. */
+    uint32_t struct_size;
+    /** One of NVFP4_FORMAT_*. */
+    int32_t format;
+    /** Tensors looked at: those under the prefix. */
+    size_t tensors;
+    /** 4-bit weights among them. */
+    size_t weights;
+    /** What NVFP4_schema_validate() would complain of; 0 if it would not. */
+    size_t problems;
+    /** If there is exactly one weight, its output features, N; or 0 where the shapes do not tell. */
+    int64_t out_features;
+    /** If there is exactly one weight, its input features, K; or 0 where the shapes do not tell. */
+    int64_t in_features;
+    /** If there is exactly one weight, the values that share a scale; or 0 where the shapes do not tell. */
+    int64_t block;
+} NVFP4_SchemaResult;
 
 /** How to load a model. Fill with NVFP4_load_options_init(), then change what is to differ. */
 typedef struct NVFP4_LoadOptions {
@@ -503,8 +597,9 @@ NVFP4_API
 NVFP4_Status NVFP4_set_threads(int32_t threads);
 
 /**
- * What this library can do on this machine, as JSON: version, CPU levels with the one in use, the CUDA backend and why it
- * is unavailable, memory, and the environment variables that are set. Keys may be added in later versions.
+ * What this library can do on this machine, as JSON: version, CPU levels with the one in use, the backends of linear layers,
+ * the CUDA backend and why it is unavailable, memory, and the environment variables that are set. Keys may be added in later
+ * versions.
  */
 NVFP4_API
 NVFP4_Status NVFP4_diagnose(char *buffer,
@@ -737,14 +832,37 @@ NVFP4_Status NVFP4_scales_unswizzle(const NVFP4_Tensor *scales,
                                     NVFP4_Tensor **out);
 
 /**
- * @defgroup linear Products with weights in NVFP4
+ * @defgroup linear Products with weights in 4 bits
  *
- * What is computed is what was asked for: activations are quantized only by option.
+ * What is computed is what was asked for: activations are quantized only by option, and a weight is decoded to a dense one
+ * only where the compute path allows that. What was chosen is reported, with the reason where one backend stands in for
+ * another. There are three backends: "nvfp4-kernel" and "nf4-kernel" read the 4-bit codes, "dequant-matmul" decodes the weight
+ * once, when it is prepared, and holds it dense. In this version the CPU has "nvfp4-kernel" and "dequant-matmul".
  */
+
+/** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_WeightOptions). */
+NVFP4_API NVFP4_Status NVFP4_weight_options_init(NVFP4_WeightOptions *options, uint32_t struct_size);
+
+/**
+ * Says which backend a weight of `format` (#NVFP4_FORMAT_NVFP4 or #NVFP4_FORMAT_NF4) would have with these options, as JSON,
+ * or fails as its preparation would. `options` may be NULL for the defaults.
+ *
+ * - "format": "nvfp4" or "nf4".
+ * - "backend": "nvfp4-kernel", "nf4-kernel" or "dequant-matmul".
+ * - "path": "Auto", "KernelOnly", "KernelOrFallback" or "DequantMatmulOnly".
+ * - "device": its name, as in NVFP4_diagnose().
+ * - "fallback_reason": why it is not the kernel of the format, where that was wanted; or null.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_backend_select(int32_t format,
+                                  const NVFP4_WeightOptions *options,
+                                  char *buffer,
+                                  size_t capacity,
+                                  size_t *length);
 
 /**
  * Prepares the NVFP4 weight `[N, K]` for products: a copy in the order that the kernels read. The tensors may be released
- * afterwards.
+ * afterwards. NVFP4_weight_create_nvfp4() is the same with options.
  */
 NVFP4_API
 NVFP4_Status NVFP4_weight_create(const NVFP4_Tensor *codes,
@@ -753,10 +871,53 @@ NVFP4_Status NVFP4_weight_create(const NVFP4_Tensor *codes,
                                  int32_t scale_layout,
                                  NVFP4_Weight **out);
 
+/**
+ * Prepares the NVFP4 weight `[N, K]` for products, as `options` say; NULL for the defaults. The tensors may be released
+ * afterwards. A weight that was decoded takes 16 or 32 bits for each value: see NVFP4_weight_size().
+ *
+ * - `codes`, `scales`, `global_scale`: as NVFP4_tensor_dequantize() takes them.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_weight_create_nvfp4(const NVFP4_Tensor *codes,
+                                       const NVFP4_Tensor *scales,
+                                       float global_scale,
+                                       const NVFP4_WeightOptions *options,
+                                       NVFP4_Weight **out);
+
+/**
+ * Prepares the NF4 weight `[n, k]` for products, as `options` say; NULL for the defaults. K must be a multiple of 16. The
+ * tensors may be released afterwards. In this version no device has a kernel for NF4: the weight is decoded, 16 or 32 bits for
+ * each value, or refused where the compute path is kernel only.
+ *
+ * - `codes`: uint8, `n * k / 2` of them in any shape, the first of two in the high nibble.
+ * - `absmax`: of a floating type, one for each `block` values of the flattened weight.
+ * - `quant_map`: the 16 values of the codes; NULL takes the usual ones.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_weight_create_nf4(const NVFP4_Tensor *codes,
+                                     const NVFP4_Tensor *absmax,
+                                     const NVFP4_Tensor *quant_map,
+                                     int64_t block,
+                                     int64_t n,
+                                     int64_t k,
+                                     const NVFP4_WeightOptions *options,
+                                     NVFP4_Weight **out);
+
 /** Prepares the dense weight `[N, K]` of a floating type for products. K must be a multiple of 16. */
 NVFP4_API
 NVFP4_Status NVFP4_weight_create_dense(const NVFP4_Tensor *weight,
                                        NVFP4_Weight **out);
+
+/**
+ * Says what multiplies with a weight, as JSON: the keys of NVFP4_backend_select(), and "n", "k", "stored" ("nvfp4", "f32",
+ * "f16" or "bf16") and "bytes" in memory. A weight that was dense from the start has format "dense", backend "dense-matmul"
+ * and no path. Keys may be added in later versions.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_weight_report(const NVFP4_Weight *weight,
+                                 char *buffer,
+                                 size_t capacity,
+                                 size_t *length);
 
 /** Adds a reference to a weight. */
 NVFP4_API NVFP4_Status NVFP4_weight_retain(NVFP4_Weight *weight);
@@ -802,6 +963,56 @@ NVFP4_Status NVFP4_matmul(const NVFP4_Tensor *a_codes,
                           int32_t scale_layout,
                           int32_t dtype,
                           NVFP4_Tensor **out);
+
+/**
+ * @defgroup schema Schemas: which 4-bit weights a set of named tensors holds, and what is wrong with them
+ *
+ * Names, types and shapes tell, so hosts may keep the tensors themselves. Known are NVFP4 as TorchSharp hosts keep it
+ * (`.qdata` and `.scale`, with or without `.weight` before), of ModelOpt, compressed-tensors and torchao, and NF4 of
+ * TorchSharp hosts (`.weight`, `.absmax` and `.quant_map`) and of bitsandbytes (`.weight`, `.weight.absmax` and so on). One
+ * part is enough for a weight to be found; what it lacks is then a problem.
+ */
+
+/**
+ * Finds the 4-bit weights of a set of tensors.
+ *
+ * - `tensors`, `count`: the set; no two of one name.
+ * - `prefix`: looks at the tensor of this name and at those whose names begin with it and a dot, such as one layer's; NULL
+ *   and 0 for all.
+ * - `result`: its struct_size is set by the caller. A set without 4-bit weights has #NVFP4_FORMAT_NONE.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_schema_detect(const NVFP4_NamedTensor *tensors,
+                                 size_t count,
+                                 const char *prefix,
+                                 size_t prefix_length,
+                                 NVFP4_SchemaResult *result);
+
+/**
+ * Describes the 4-bit weights of a set of tensors, as JSON: "format" ("none", "nvfp4", "nf4" or "mixed"), "tensors" looked at,
+ * "problems", and "weights", each with its "name", "format", "convention", "keys" by what they are for, "missing" keys,
+ * "extra" keys of its module, "out_features", "in_features", "block" (null where the shapes do not tell) and "faults". The
+ * parameters are those of NVFP4_schema_detect(). Keys may be added in later versions.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_schema_report(const NVFP4_NamedTensor *tensors,
+                                 size_t count,
+                                 const char *prefix,
+                                 size_t prefix_length,
+                                 char *buffer,
+                                 size_t capacity,
+                                 size_t *length);
+
+/**
+ * Checks the 4-bit weights of a set of tensors: no part is missing, and types and shapes fit together. All that is wrong is in
+ * the one message, the missing tensors first. #NVFP4_NOT_FOUND if there is no 4-bit weight, #NVFP4_INVALID_ARGUMENT if one is
+ * wrong. The parameters are those of NVFP4_schema_detect().
+ */
+NVFP4_API
+NVFP4_Status NVFP4_schema_validate(const NVFP4_NamedTensor *tensors,
+                                   size_t count,
+                                   const char *prefix,
+                                   size_t prefix_length);
 
 /**
  * @defgroup model Models: weights on disk, and weights, tokenizer and chat template in memory

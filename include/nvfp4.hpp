@@ -28,6 +28,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <initializer_list>
 #include <memory>
 #include <stdexcept>
@@ -261,6 +262,38 @@ inline std::string diagnose()
     });
 }
 
+/**
+ * Takes the library's log messages as long as it lives. There is one for the whole process: a second one takes the place of the
+ * first, and whichever ends first ends the logging.
+ */
+class Log {
+public:
+    /** Takes one of NVFP4_LOG_* and a line of text, on whichever thread has something to say. May throw, for nothing. */
+    using Function = std::function<void(std::int32_t level, std::string_view message)>;
+
+    /** Takes messages of `level` and more severe ones. */
+    Log(std::int32_t level, Function function) : function_(std::move(function))
+    {
+        check(NVFP4_set_log_callback(take, this, level));
+    }
+    Log(const Log &) = delete;
+    Log &operator=(const Log &) = delete;
+    ~Log() { NVFP4_set_log_callback(nullptr, nullptr, NVFP4_LOG_OFF); }
+
+private:
+    static std::int32_t take(void *user, std::int32_t level, const char *message, std::size_t length) noexcept
+    {
+        try {
+            static_cast<Log *>(user)->function_(level, std::string_view(message, length));
+        } catch (...) {
+            return 1;
+        }
+        return 0;
+    }
+
+    Function function_;
+};
+
 /** CPU threads of what is made from now on; 0 leaves it to the environment and the machine. */
 inline void set_threads(std::int32_t threads) { check(NVFP4_set_threads(threads)); }
 
@@ -280,8 +313,14 @@ inline Memory memory(std::int32_t tag = NVFP4_MEMORY_TOTAL)
     return out;
 }
 
+/** Starts the peaks again from what is in use now. */
+inline void reset_memory_peak() { check(NVFP4_memory_reset_peak()); }
+
 /** The most bytes that may be in use; 0 removes the limit. */
 inline void set_memory_budget(std::uint64_t bytes) { check(NVFP4_memory_set_budget(bytes)); }
+
+/** The limit, or 0 if there is none. */
+inline std::uint64_t memory_budget() { return detail::value<std::uint64_t>(NVFP4_memory_get_budget); }
 
 /** The NVFP4_DTYPE_* of a C++ type. */
 template <class T>
@@ -527,6 +566,32 @@ inline Tensor dequantize(const Nf4 &input, Shape shape, std::int32_t dtype = NVF
     return out;
 }
 
+/** How to prepare a weight; the fields of the C struct, with their defaults. */
+struct WeightOptions : NVFP4_WeightOptions {
+    WeightOptions() { check(NVFP4_weight_options_init(this, sizeof(NVFP4_WeightOptions))); }
+
+    /** The only backend that will do; empty for any. Stands for `backend`. */
+    std::string backend_name;
+
+    /** As C takes it, as long as this lives. */
+    NVFP4_WeightOptions plain() const
+    {
+        NVFP4_WeightOptions out = *this;
+        out.backend = backend_name.empty() ? nullptr : backend_name.data();
+        out.backend_length = backend_name.size();
+        return out;
+    }
+};
+
+/** Which backend a weight of one of NVFP4_FORMAT_* would have, as JSON. */
+inline std::string select_backend(std::int32_t format, const WeightOptions &options = WeightOptions())
+{
+    const NVFP4_WeightOptions plain = options.plain();
+    return detail::text([&](char *buffer, std::size_t capacity, std::size_t *length) {
+        return NVFP4_backend_select(format, &plain, buffer, capacity, length);
+    });
+}
+
 /** A weight `[N, K]` prepared for products. */
 class Weight : public detail::Handle<NVFP4_Weight, NVFP4_weight_retain, NVFP4_weight_release> {
 public:
@@ -536,6 +601,19 @@ public:
     {
         check(NVFP4_weight_create(weight.codes.get(), weight.scales.get(), weight.global_scale, weight.scale_layout,
                                   put()));
+    }
+    /** As `options` say, but for the layout of the scales, which the weight has with it. */
+    Weight(const Quantized &weight, const WeightOptions &options)
+    {
+        NVFP4_WeightOptions plain = options.plain();
+        plain.scale_layout = weight.scale_layout;
+        check(NVFP4_weight_create_nvfp4(weight.codes.get(), weight.scales.get(), weight.global_scale, &plain, put()));
+    }
+    Weight(const Nf4 &weight, std::int64_t n, std::int64_t k, const WeightOptions &options = WeightOptions())
+    {
+        const NVFP4_WeightOptions plain = options.plain();
+        check(NVFP4_weight_create_nf4(weight.codes.get(), weight.absmax.get(), weight.quant_map.get(), weight.block, n, k,
+                                      &plain, put()));
     }
     /** Of a floating type. */
     explicit Weight(const Tensor &weight) { check(NVFP4_weight_create_dense(weight.get(), put())); }
@@ -555,6 +633,14 @@ public:
         return out;
     }
 
+    /** What multiplies with it and why, as JSON. */
+    std::string report() const
+    {
+        return detail::text([&](char *buffer, std::size_t capacity, std::size_t *length) {
+            return NVFP4_weight_report(get(), buffer, capacity, length);
+        });
+    }
+
     /** `input` `[.., K]` times the weight, transposed: `[.., N]`. */
     Tensor linear(const Tensor &input, std::int32_t activations = NVFP4_ACTIVATIONS_EXACT,
                   std::int32_t dtype = NVFP4_DTYPE_FLOAT32) const
@@ -564,6 +650,52 @@ public:
         return out;
     }
 };
+
+/** A name, one of NVFP4_DTYPE_*, and sizes. */
+struct NamedTensor {
+    std::string name;
+    std::int32_t dtype;
+    std::vector<std::int64_t> shape;
+};
+
+namespace detail {
+
+inline std::vector<NVFP4_NamedTensor> plain(Span<NamedTensor> tensors)
+{
+    std::vector<NVFP4_NamedTensor> out;
+    out.reserve(tensors.size());
+    for (const NamedTensor &t : tensors)
+        out.push_back({t.name.data(), t.name.size(), t.dtype, rank(t.shape), t.shape.data()});
+    return out;
+}
+
+} // namespace detail
+
+/** The 4-bit weights among the tensors that are called `prefix` or whose names begin with it and a dot, in short. */
+inline NVFP4_SchemaResult detect_schema(Span<NamedTensor> tensors, std::string_view prefix = {})
+{
+    const std::vector<NVFP4_NamedTensor> plain = detail::plain(tensors);
+    NVFP4_SchemaResult out{};
+    out.struct_size = sizeof out;
+    check(NVFP4_schema_detect(plain.data(), plain.size(), prefix.data(), prefix.size(), &out));
+    return out;
+}
+
+/** All about them, as JSON. */
+inline std::string schema_report(Span<NamedTensor> tensors, std::string_view prefix = {})
+{
+    const std::vector<NVFP4_NamedTensor> plain = detail::plain(tensors);
+    return detail::text([&](char *buffer, std::size_t capacity, std::size_t *length) {
+        return NVFP4_schema_report(plain.data(), plain.size(), prefix.data(), prefix.size(), buffer, capacity, length);
+    });
+}
+
+/** Throws what is wrong with them, all at once. */
+inline void validate_schema(Span<NamedTensor> tensors, std::string_view prefix = {})
+{
+    const std::vector<NVFP4_NamedTensor> plain = detail::plain(tensors);
+    check(NVFP4_schema_validate(plain.data(), plain.size(), prefix.data(), prefix.size()));
+}
 
 /** How to load a model; the fields of the C struct, with their defaults. */
 struct LoadOptions : NVFP4_LoadOptions {

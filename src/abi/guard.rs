@@ -49,11 +49,11 @@ fn caught<T>(
         Err(panic) => Error::new(ErrorKind::Internal, panic_text(&*panic)),
     };
     let status = error.kind().status();
-    remember(status, error.message());
-    // A subscriber is foreign code.
+    // A subscriber is foreign code: it may panic, or call in here and fail, and neither may cost the caller the message.
     let _ = catch_unwind(AssertUnwindSafe(|| {
         tracing::debug!(status, "{function}: {}", error.message());
     }));
+    remember(status, error.message());
     Err(status)
 }
 

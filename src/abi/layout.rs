@@ -3,8 +3,10 @@
 
 use std::mem::offset_of;
 
+use super::linear::NVFP4_WeightOptions;
 use super::model::{NVFP4_LoadOptions, NVFP4_Message};
 use super::quantize::NVFP4_QuantizeOptions;
+use super::schema::{NVFP4_NamedTensor, NVFP4_SchemaResult};
 use super::session::{NVFP4_GenerateOptions, NVFP4_GenerationResult, NVFP4_SessionOptions};
 
 /// The size of a struct on a 64-bit machine, and the offsets of its fields.
@@ -15,6 +17,11 @@ macro_rules! layout {
 }
 
 layout!(NVFP4_QuantizeOptions, 32, struct_size: 0, levels: 4, recipe: 8, rounding: 12, nonfinite: 16, scale_layout: 20, seed: 24);
+layout!(NVFP4_WeightOptions, 48, struct_size: 0, compute_path: 4, device_type: 8, device_index: 12, scale_layout: 16, dense_dtype: 20,
+    exclude_cpu_kernels: 24, reserved: 28, backend: 32, backend_length: 40);
+layout!(NVFP4_NamedTensor, 32, name: 0, name_length: 8, dtype: 16, rank: 20, sizes: 24);
+layout!(NVFP4_SchemaResult, 56, struct_size: 0, format: 4, tensors: 8, weights: 16, problems: 24, out_features: 32, in_features: 40,
+    block: 48);
 layout!(NVFP4_LoadOptions, 24, struct_size: 0, device_type: 4, device_index: 8, threads: 12, activations: 16, sampling_only: 20);
 layout!(NVFP4_Message, 32, role: 0, role_length: 8, content: 16, content_length: 24);
 layout!(NVFP4_SessionOptions, 48, struct_size: 0, kv_type: 4, eviction: 8, reserved: 12, context: 16, keep: 24, system: 32, system_length: 40);

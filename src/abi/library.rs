@@ -19,6 +19,7 @@ use crate::base::error::{Result, bail, err};
 use crate::base::{env, memory};
 use crate::cpu::Level as Isa;
 use crate::ops::Device;
+use crate::ops::backend::present;
 
 /// Version of the library this header belongs to.
 pub const NVFP4_VERSION_MAJOR: i32 = 0;
@@ -229,8 +230,9 @@ pub(super) fn thread_count(threads: i32) -> Result<Option<usize>> {
     }
 }
 
-/// What this library can do on this machine, as JSON: version, CPU levels with the one in use, the CUDA backend and why it
-/// is unavailable, memory, and the environment variables that are set. Keys may be added in later versions.
+/// What this library can do on this machine, as JSON: version, CPU levels with the one in use, the backends of linear layers,
+/// the CUDA backend and why it is unavailable, memory, and the environment variables that are set. Keys may be added in later
+/// versions.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_diagnose(
     buffer: *mut c_char,
@@ -261,6 +263,12 @@ fn diagnosis() -> serde_json::Value {
             )
         })
         .collect();
+    let linear: Vec<_> = device
+        .as_ref()
+        .map_or(&[][..], present)
+        .iter()
+        .map(|b| b.name())
+        .collect();
     let total = memory::total();
     json!({
         "version": env!("CARGO_PKG_VERSION"),
@@ -272,6 +280,7 @@ fn diagnosis() -> serde_json::Value {
                 "device": device.as_ref().ok().map(Device::name),
                 "reason": device.as_ref().err().map(|e| e.message()),
                 "levels": levels,
+                "linear": linear,
                 "cores": std::thread::available_parallelism().map_or(1, usize::from),
             },
             "cuda": {

@@ -1,20 +1,31 @@
-//! Products with weights in NVFP4.
+//! Products with weights in 4 bits.
 //!
-//! What is computed is what was asked for: activations are quantized only by option.
+//! What is computed is what was asked for: activations are quantized only by option, and a weight is decoded to a dense one
+//! only where the compute path allows that. What was chosen is reported, with the reason where one backend stands in for
+//! another. There are three backends: "nvfp4-kernel" and "nf4-kernel" read the 4-bit codes, "dequant-matmul" decodes the weight
+//! once, when it is prepared, and holds it dense. In this version the CPU has "nvfp4-kernel" and "dequant-matmul".
 
+use std::ffi::c_char;
+use std::ptr;
 use std::sync::Arc;
 
-use super::arguments::{Out, choice};
+use serde_json::{Value, json};
+
+use super::arguments::{Growing, Out, choice, copy_text, count, fill, flag, options, text};
 use super::guard::enter;
 use super::handle::{self, Object};
-use super::quantize::parts;
+use super::quantize::{NVFP4_SCALES_LINEAR, layout, nf4_parts, parts};
 use super::shared;
 use super::status::NVFP4_Status;
-use super::tensor::NVFP4_Tensor;
+use super::tensor::{
+    NVFP4_DEVICE_CPU, NVFP4_DTYPE_BFLOAT16, NVFP4_DTYPE_FLOAT16, NVFP4_DTYPE_FLOAT32, NVFP4_Tensor,
+};
 use crate::base::Result;
+use crate::base::error::bail;
 use crate::ops::Device;
-use crate::ops::linear::{Activations, Linear};
-use crate::ops::tensors;
+use crate::ops::backend::{self, Backend, Choice, ComputePath, Request, WeightFormat};
+use crate::ops::linear::{Activations, DenseType, Linear};
+use crate::ops::tensors::{self, Nvfp4Tensor, ScaleLayout};
 use crate::tensor::{DType, Tensor};
 
 /// A weight `[N, K]` prepared for products. Immutable; several threads may use it at once.
@@ -22,10 +33,22 @@ pub struct NVFP4_Weight {
     _private: [u8; 0],
 }
 
-/// A prepared weight and the device it was prepared for.
+/// A prepared weight, the device it was prepared for, and what NVFP4_weight_report() says of that.
 struct Weight {
     linear: Linear,
     device: Device,
+    report: Value,
+}
+
+impl Weight {
+    fn report(&self) -> Value {
+        let mut report = self.report.clone();
+        report["n"] = self.linear.rows().into();
+        report["k"] = self.linear.cols().into();
+        report["stored"] = self.linear.kind().name().into();
+        report["bytes"] = self.linear.bytes().into();
+        report
+    }
 }
 
 impl Object for Weight {
@@ -49,8 +72,224 @@ pub(super) fn activations(value: i32) -> Result<Activations> {
     )
 }
 
+/// A kernel for the weight's format if the device has one, or else the decoded weight: today the same as
+/// #NVFP4_COMPUTE_PATH_KERNEL_OR_FALLBACK, but a later version may choose what is faster.
+pub const NVFP4_COMPUTE_PATH_AUTO: i32 = 0;
+/// A kernel for the weight's format, or #NVFP4_UNSUPPORTED.
+pub const NVFP4_COMPUTE_PATH_KERNEL_ONLY: i32 = 1;
+/// A kernel for the weight's format if the device has one, or else the decoded weight.
+pub const NVFP4_COMPUTE_PATH_KERNEL_OR_FALLBACK: i32 = 2;
+/// The decoded weight.
+pub const NVFP4_COMPUTE_PATH_DEQUANT_MATMUL_ONLY: i32 = 3;
+
+/// No weight in 4 bits.
+pub const NVFP4_FORMAT_NONE: i32 = 0;
+/// Codes of E2M1 with a scale for each 16 along K.
+pub const NVFP4_FORMAT_NVFP4: i32 = 1;
+/// NF4 of bitsandbytes.
+pub const NVFP4_FORMAT_NF4: i32 = 2;
+/// Weights of several formats.
+pub const NVFP4_FORMAT_MIXED: i32 = 3;
+
+/// How to prepare a weight. Fill with NVFP4_weight_options_init(), then change what is to differ.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct NVFP4_WeightOptions {
+    /// sizeof(NVFP4_WeightOptions) as the caller knows it.
+    pub struct_size: u32,
+    /// One of NVFP4_COMPUTE_PATH_*. Default: auto.
+    pub compute_path: i32,
+    /// One of NVFP4_DEVICE_*. Default: CPU.
+    pub device_type: i32,
+    /// Which device of that type. Default: 0.
+    pub device_index: i32,
+    /// One of NVFP4_SCALES_*, for NVFP4 weights. Default: linear.
+    pub scale_layout: i32,
+    /// What a decoded weight is held as: #NVFP4_DTYPE_FLOAT32, which is what decoding gives, or #NVFP4_DTYPE_FLOAT16 or
+    /// #NVFP4_DTYPE_BFLOAT16, to which that is rounded, to nearest even. Default: float32.
+    pub dense_dtype: i32,
+    /// 1 to count only a GPU's kernels as kernels, which is how TorchSharp.Q4.Extension understands a CPU target: the
+    /// kernel-only path is an error there, and the other paths decode. Default: 0.
+    pub exclude_cpu_kernels: i32,
+    /// Must be 0.
+    pub reserved: i32,
+    /// The name of the only backend that will do, in UTF-8, or NULL. Default: NULL.
+    pub backend: *const c_char,
+    /// Bytes of `backend`.
+    pub backend_length: usize,
+}
+
+// SAFETY: integers and a pointer without padding, the first a u32 size.
+unsafe impl Growing for NVFP4_WeightOptions {
+    const NAME: &'static str = "NVFP4_WeightOptions";
+    fn defaults() -> Self {
+        NVFP4_WeightOptions {
+            struct_size: size_of::<Self>() as u32,
+            compute_path: NVFP4_COMPUTE_PATH_AUTO,
+            device_type: NVFP4_DEVICE_CPU,
+            device_index: 0,
+            scale_layout: NVFP4_SCALES_LINEAR,
+            dense_dtype: NVFP4_DTYPE_FLOAT32,
+            exclude_cpu_kernels: 0,
+            reserved: 0,
+            backend: ptr::null(),
+            backend_length: 0,
+        }
+    }
+}
+
+/// What a caller's options say.
+struct Plan {
+    request: Request,
+    device: Device,
+    dense: DenseType,
+    layout: ScaleLayout,
+}
+
+impl Plan {
+    /// # Safety
+    /// `given`, unless NULL, must be as the header asks.
+    unsafe fn read(format: WeightFormat, given: *const NVFP4_WeightOptions) -> Result<Plan> {
+        // SAFETY: promised by the caller.
+        let given = unsafe { options(given) }?;
+        let named = match given.backend.is_null() && given.backend_length == 0 {
+            true => None,
+            // SAFETY: as above.
+            false => Some(unsafe { text("backend", given.backend, given.backend_length) }?),
+        };
+        if given.reserved != 0 {
+            bail!(
+                InvalidArgument,
+                "reserved is {}; it must be 0",
+                given.reserved
+            );
+        }
+        Ok(Plan {
+            request: Request {
+                format,
+                path: compute_path(given.compute_path)?,
+                backend: named.map(Backend::from_name).transpose()?,
+                exclude_cpu_kernels: flag("exclude_cpu_kernels", given.exclude_cpu_kernels)?,
+            },
+            dense: choice(
+                "dense_dtype",
+                given.dense_dtype,
+                &[
+                    (NVFP4_DTYPE_FLOAT32, "float32", DenseType::F32),
+                    (NVFP4_DTYPE_FLOAT16, "float16", DenseType::F16),
+                    (NVFP4_DTYPE_BFLOAT16, "bfloat16", DenseType::BF16),
+                ],
+            )?,
+            layout: layout(given.scale_layout)?,
+            device: shared::device_of(given.device_type, given.device_index)?,
+        })
+    }
+
+    fn choose(&self) -> Result<Choice> {
+        backend::choose(&self.request, &self.device)
+    }
+
+    fn report(&self, choice: &Choice) -> Value {
+        json!({
+            "format": self.request.format.name(),
+            "backend": choice.backend.name(),
+            "path": self.request.path.name(),
+            "device": self.device.name(),
+            "fallback_reason": choice.fallback_reason,
+        })
+    }
+
+    /// Prepares the weight as chosen, and says what that was.
+    fn prepare(self, make: impl FnOnce(&Plan, Backend) -> Result<Linear>) -> Result<Weight> {
+        let choice = self.choose()?;
+        if let Some(reason) = &choice.fallback_reason {
+            tracing::warn!("a weight falls back to {}: {reason}", choice.backend.name());
+        }
+        Ok(Weight {
+            linear: make(&self, choice.backend)?,
+            report: self.report(&choice),
+            device: self.device,
+        })
+    }
+
+    fn nvfp4(self, q: &Nvfp4Tensor) -> Result<Weight> {
+        self.prepare(|plan, backend| tensors::weight_for(&plan.device, q, backend, plan.dense))
+    }
+}
+
+fn compute_path(value: i32) -> Result<ComputePath> {
+    choice(
+        "compute_path",
+        value,
+        &[
+            (NVFP4_COMPUTE_PATH_AUTO, "auto", ComputePath::Auto),
+            (
+                NVFP4_COMPUTE_PATH_KERNEL_ONLY,
+                "kernel only",
+                ComputePath::KernelOnly,
+            ),
+            (
+                NVFP4_COMPUTE_PATH_KERNEL_OR_FALLBACK,
+                "kernel or fallback",
+                ComputePath::KernelOrFallback,
+            ),
+            (
+                NVFP4_COMPUTE_PATH_DEQUANT_MATMUL_ONLY,
+                "dequant-matmul only",
+                ComputePath::DequantMatmulOnly,
+            ),
+        ],
+    )
+}
+
+/// Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_WeightOptions).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_weight_options_init(
+    options: *mut NVFP4_WeightOptions,
+    struct_size: u32,
+) -> NVFP4_Status {
+    enter("NVFP4_weight_options_init", || {
+        // SAFETY: the pointer is as the header asks.
+        unsafe { fill(options, struct_size, NVFP4_WeightOptions::defaults()) }
+    })
+}
+
+/// Says which backend a weight of `format` (#NVFP4_FORMAT_NVFP4 or #NVFP4_FORMAT_NF4) would have with these options, as JSON,
+/// or fails as its preparation would. `options` may be NULL for the defaults.
+///
+/// - "format": "nvfp4" or "nf4".
+/// - "backend": "nvfp4-kernel", "nf4-kernel" or "dequant-matmul".
+/// - "path": "Auto", "KernelOnly", "KernelOrFallback" or "DequantMatmulOnly".
+/// - "device": its name, as in NVFP4_diagnose().
+/// - "fallback_reason": why it is not the kernel of the format, where that was wanted; or null.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_backend_select(
+    format: i32,
+    options: *const NVFP4_WeightOptions,
+    buffer: *mut c_char,
+    capacity: usize,
+    length: *mut usize,
+) -> NVFP4_Status {
+    enter("NVFP4_backend_select", || {
+        let format = choice(
+            "format",
+            format,
+            &[
+                (NVFP4_FORMAT_NVFP4, "NVFP4", WeightFormat::Nvfp4),
+                (NVFP4_FORMAT_NF4, "NF4", WeightFormat::Nf4),
+            ],
+        )?;
+        // SAFETY: the pointers are as the header asks.
+        unsafe {
+            let plan = Plan::read(format, options)?;
+            let report = plan.report(&plan.choose()?).to_string();
+            copy_text(&report, buffer, capacity, length)
+        }
+    })
+}
+
 /// Prepares the NVFP4 weight `[N, K]` for products: a copy in the order that the kernels read. The tensors may be released
-/// afterwards.
+/// afterwards. NVFP4_weight_create_nvfp4() is the same with options.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_weight_create(
     codes: *const NVFP4_Tensor,
@@ -60,18 +299,89 @@ pub unsafe extern "C" fn NVFP4_weight_create(
     out: *mut *mut NVFP4_Weight,
 ) -> NVFP4_Status {
     enter("NVFP4_weight_create", || {
-        // SAFETY: the pointer is as the header asks.
-        let out = unsafe { Out::new("out", out) }?;
+        // SAFETY: the pointer is as the header asks; NULL options are the defaults.
+        let (out, plan) = unsafe {
+            (
+                Out::new("out", out)?,
+                Plan::read(WeightFormat::Nvfp4, ptr::null())?,
+            )
+        };
         let q = parts(
             ["codes", "scales"],
             codes,
             scales,
             global_scale,
-            scale_layout,
+            layout(scale_layout)?,
         )?;
-        let device = shared::device()?;
-        let linear = tensors::weight(&device, &q)?;
-        out.set(handle::insert(Arc::new(Weight { linear, device })));
+        out.set(handle::insert(Arc::new(plan.nvfp4(&q)?)));
+        Ok(())
+    })
+}
+
+/// Prepares the NVFP4 weight `[N, K]` for products, as `options` say; NULL for the defaults. The tensors may be released
+/// afterwards. A weight that was decoded takes 16 or 32 bits for each value: see NVFP4_weight_size().
+///
+/// - `codes`, `scales`, `global_scale`: as NVFP4_tensor_dequantize() takes them.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_weight_create_nvfp4(
+    codes: *const NVFP4_Tensor,
+    scales: *const NVFP4_Tensor,
+    global_scale: f32,
+    options: *const NVFP4_WeightOptions,
+    out: *mut *mut NVFP4_Weight,
+) -> NVFP4_Status {
+    enter("NVFP4_weight_create_nvfp4", || {
+        // SAFETY: the pointers are as the header asks.
+        let (out, plan) = unsafe {
+            (
+                Out::new("out", out)?,
+                Plan::read(WeightFormat::Nvfp4, options)?,
+            )
+        };
+        let q = parts(
+            ["codes", "scales"],
+            codes,
+            scales,
+            global_scale,
+            plan.layout,
+        )?;
+        out.set(handle::insert(Arc::new(plan.nvfp4(&q)?)));
+        Ok(())
+    })
+}
+
+/// Prepares the NF4 weight `[n, k]` for products, as `options` say; NULL for the defaults. K must be a multiple of 16. The
+/// tensors may be released afterwards. In this version no device has a kernel for NF4: the weight is decoded, 16 or 32 bits for
+/// each value, or refused where the compute path is kernel only.
+///
+/// - `codes`: uint8, `n * k / 2` of them in any shape, the first of two in the high nibble.
+/// - `absmax`: of a floating type, one for each `block` values of the flattened weight.
+/// - `quant_map`: the 16 values of the codes; NULL takes the usual ones.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_weight_create_nf4(
+    codes: *const NVFP4_Tensor,
+    absmax: *const NVFP4_Tensor,
+    quant_map: *const NVFP4_Tensor,
+    block: i64,
+    n: i64,
+    k: i64,
+    options: *const NVFP4_WeightOptions,
+    out: *mut *mut NVFP4_Weight,
+) -> NVFP4_Status {
+    enter("NVFP4_weight_create_nf4", || {
+        // SAFETY: the pointers are as the header asks.
+        let (out, plan) = unsafe {
+            (
+                Out::new("out", out)?,
+                Plan::read(WeightFormat::Nf4, options)?,
+            )
+        };
+        let q = nf4_parts(codes, absmax, quant_map, block)?;
+        let size = (count("n", n)?, count("k", k)?);
+        let weight = plan.prepare(|plan, backend| {
+            tensors::nf4_weight_for(&plan.device, &q, size, backend, plan.dense)
+        })?;
+        out.set(handle::insert(Arc::new(weight)));
         Ok(())
     })
 }
@@ -88,8 +398,38 @@ pub unsafe extern "C" fn NVFP4_weight_create_dense(
         let tensor = handle::get::<Tensor>("weight", weight)?;
         let device = shared::device()?;
         let linear = tensors::dense_weight(&device, &tensor)?;
-        out.set(handle::insert(Arc::new(Weight { linear, device })));
+        let report = json!({
+            "format": "dense",
+            "backend": "dense-matmul",
+            "path": null,
+            "device": device.name(),
+            "fallback_reason": null,
+        });
+        out.set(handle::insert(Arc::new(Weight {
+            linear,
+            device,
+            report,
+        })));
         Ok(())
+    })
+}
+
+/// Says what multiplies with a weight, as JSON: the keys of NVFP4_backend_select(), and "n", "k", "stored" ("nvfp4", "f32",
+/// "f16" or "bf16") and "bytes" in memory. A weight that was dense from the start has format "dense", backend "dense-matmul"
+/// and no path. Keys may be added in later versions.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_weight_report(
+    weight: *const NVFP4_Weight,
+    buffer: *mut c_char,
+    capacity: usize,
+    length: *mut usize,
+) -> NVFP4_Status {
+    enter("NVFP4_weight_report", || {
+        let report = handle::get::<Weight>("weight", weight)?
+            .report()
+            .to_string();
+        // SAFETY: the pointers are as the header asks.
+        unsafe { copy_text(&report, buffer, capacity, length) }
     })
 }
 
@@ -194,14 +534,14 @@ pub unsafe extern "C" fn NVFP4_matmul(
             a_codes,
             a_scales,
             a_global_scale,
-            scale_layout,
+            layout(scale_layout)?,
         )?;
         let b = parts(
             ["b_codes", "b_scales"],
             b_codes,
             b_scales,
             b_global_scale,
-            scale_layout,
+            layout(scale_layout)?,
         )?;
         let dtype = DType::from_code(dtype)?;
         let device = shared::device()?;

@@ -28,6 +28,8 @@ pub mod quantize;
 
 pub mod linear;
 
+pub mod schema;
+
 pub mod model;
 
 pub mod session;

@@ -14,7 +14,7 @@ use super::tensor::NVFP4_Tensor;
 use crate::base::error::Result;
 use crate::format::Rounding;
 use crate::format::nvfp4::{Levels, NonFinite, QuantizeOptions, Recipe};
-use crate::ops::tensors::{self, Nvfp4Tensor, ScaleLayout};
+use crate::ops::tensors::{self, Nf4Tensor, Nvfp4Tensor, ScaleLayout};
 use crate::tensor::{DType, Tensor};
 
 /// A multiplier for the whole tensor above the block scales.
@@ -141,7 +141,7 @@ impl NVFP4_QuantizeOptions {
     }
 }
 
-fn layout(value: i32) -> Result<ScaleLayout> {
+pub(super) fn layout(value: i32) -> Result<ScaleLayout> {
     choice(
         "scale_layout",
         value,
@@ -158,13 +158,34 @@ pub(super) fn parts(
     codes: *const NVFP4_Tensor,
     scales: *const NVFP4_Tensor,
     global_scale: f32,
-    scale_layout: i32,
+    layout: ScaleLayout,
 ) -> Result<Nvfp4Tensor> {
     Ok(Nvfp4Tensor {
         codes: Tensor::clone(&*handle::get::<Tensor>(names[0], codes)?),
         scales: Tensor::clone(&*handle::get::<Tensor>(names[1], scales)?),
         global: global_scale,
-        layout: layout(scale_layout)?,
+        layout,
+    })
+}
+
+/// An NF4 tensor from its parts.
+pub(super) fn nf4_parts(
+    codes: *const NVFP4_Tensor,
+    absmax: *const NVFP4_Tensor,
+    quant_map: *const NVFP4_Tensor,
+    block: i64,
+) -> Result<Nf4Tensor> {
+    Ok(Nf4Tensor {
+        codes: Tensor::clone(&*handle::get::<Tensor>("codes", codes)?),
+        absmax: Tensor::clone(&*handle::get::<Tensor>("absmax", absmax)?),
+        map: match quant_map.is_null() {
+            true => None,
+            false => Some(Tensor::clone(&*handle::get::<Tensor>(
+                "quant_map",
+                quant_map,
+            )?)),
+        },
+        block: count("block", block)?,
     })
 }
 
@@ -236,7 +257,7 @@ pub unsafe extern "C" fn NVFP4_tensor_dequantize(
             codes,
             scales,
             global_scale,
-            scale_layout,
+            layout(scale_layout)?,
         )?;
         let dtype = DType::from_code(dtype)?;
         let tensor = tensors::dequantize(&shared::device()?, &q, dtype)?;
@@ -284,18 +305,8 @@ pub unsafe extern "C" fn NVFP4_tensor_dequantize_nf4(
     enter("NVFP4_tensor_dequantize_nf4", || {
         // SAFETY: the pointers are as the header asks.
         let (out, shape) = unsafe { (Out::new("out", out)?, sizes("shape", shape, rank)?) };
-        let map = match quant_map.is_null() {
-            true => None,
-            false => Some(handle::get::<Tensor>("quant_map", quant_map)?),
-        };
-        let tensor = tensors::dequantize_nf4(
-            &*handle::get::<Tensor>("codes", codes)?,
-            &*handle::get::<Tensor>("absmax", absmax)?,
-            map.as_deref(),
-            count("block", block)?,
-            &shape,
-            DType::from_code(dtype)?,
-        )?;
+        let q = nf4_parts(codes, absmax, quant_map, block)?;
+        let tensor = tensors::dequantize_nf4(&q, &shape, DType::from_code(dtype)?)?;
         out.set(handle::insert(Arc::new(tensor)));
         Ok(())
     })

@@ -3,6 +3,7 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use super::tensor::{NVFP4_DEVICE_AUTO, check_device};
 use crate::base::Result;
 use crate::ops::{Device, Workspace};
 
@@ -35,6 +36,14 @@ pub(super) fn device() -> Result<Device> {
     let device = Device::cpu(shared.threads)?;
     shared.device = Some(device.clone());
     Ok(device)
+}
+
+/// The device that `device_type` and `device_index` name for work.
+pub(super) fn device_of(device_type: i32, device_index: i32) -> Result<Device> {
+    if device_type != NVFP4_DEVICE_AUTO {
+        check_device(device_type, device_index)?;
+    }
+    device()
 }
 
 /// Sets the number of threads of devices made from now on.

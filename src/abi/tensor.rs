@@ -53,6 +53,8 @@ pub const NVFP4_DTYPE_FLOAT4_E2M1FN_X2: i32 = 45;
 pub const NVFP4_DEVICE_CPU: i32 = 0;
 /// A CUDA device.
 pub const NVFP4_DEVICE_CUDA: i32 = 1;
+/// The library's choice, where a device is chosen for work: a CUDA device if there is one, or else the CPU.
+pub const NVFP4_DEVICE_AUTO: i32 = -1;
 
 const _: () = assert!(
     DType::U8.code() == NVFP4_DTYPE_UINT8

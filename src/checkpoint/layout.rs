@@ -4,6 +4,7 @@
 
 use std::collections::HashMap;
 
+use super::keys::{self, Convention};
 use super::source::Source;
 use super::tensors::{Nested, Nf4, Raw, Scales, Stored};
 use super::{Encoding, Entry};
@@ -113,47 +114,16 @@ impl Grouping<'_> {
     /// The entry whose values tensor `i` holds, if it is the values tensor of a convention.
     fn weight(&mut self, i: usize) -> Result<Option<(Entry, Stored)>> {
         let key = self.raws[i].key.as_str();
-        if let Some(base) = key.strip_suffix(".qdata") {
-            let scales = self.partner(i, &format!("{base}.scale"))?;
-            let name = if base.ends_with(".weight") {
-                base.to_owned()
-            } else {
-                format!("{base}.weight")
-            };
-            return self.nvfp4(name, "dat", i, scales, None, 1.0).map(Some);
-        }
-        if let Some(module) = key.strip_suffix(".weight_packed") {
-            let scales = self.partner(i, &format!("{module}.weight_scale"))?;
-            let divisor = self.partner(i, &format!("{module}.weight_global_scale"))?;
-            let global = self.reciprocal(divisor)?;
-            let name = format!("{module}.weight");
-            return self
-                .nvfp4(name, "compressed-tensors", i, scales, Some(divisor), global)
-                .map(Some);
-        }
-        if let Some(module) = key.strip_suffix("._weight_qdata") {
-            let scales = self.partner(i, &format!("{module}._weight_scale"))?;
-            let multiplier = self.get(&format!("{module}._weight_per_tensor_scale"));
-            let global = multiplier.map_or(Ok(1.0), |m| self.multiplier(m))?;
-            let name = format!("{module}.weight");
-            return self
-                .nvfp4(name, "torchao", i, scales, multiplier, global)
-                .map(Some);
+        if let Some(keys) = keys::nvfp4(key) {
+            return self.nvfp4(i, &keys).map(Some);
         }
         let Some(module) = key.strip_suffix(".weight") else {
             return Ok(None);
         };
-        let bitsandbytes = [
-            "absmax",
-            "quant_map",
-            "quant_state.bitsandbytes__nf4",
-            "quant_state.bitsandbytes__fp4",
-        ];
-        if bitsandbytes
-            .iter()
-            .any(|part| self.get(&format!("{key}.{part}")).is_some())
+        if let Some(keys) = keys::nf4(module, |key| self.get(key).is_some())
+            && let Some(extra) = &keys.extra
         {
-            return self.nf4(i).map(Some);
+            return self.nf4(i, &keys, extra).map(Some);
         }
         for (scale, what) in [
             ("weight_scale_inv", "float8 weights scaled block by block"),
@@ -167,11 +137,11 @@ impl Grouping<'_> {
                 );
             }
         }
-        let scale_name = format!("{module}.weight_scale");
+        let modelopt = keys::modelopt(module);
         let is_codes = self.raws[i].encoding == Encoding::U8
-            && self.get(&format!("{module}.weight_scale_2")).is_some();
-        let scales = match self.get(&scale_name) {
-            None if is_codes => self.partner(i, &scale_name)?,
+            && (modelopt.global.iter()).any(|global| self.get(&global.key).is_some());
+        let scales = match self.get(&modelopt.scales) {
+            None if is_codes => self.partner(i, &modelopt.scales)?,
             None => return Ok(None),
             Some(scales) => scales,
         };
@@ -184,97 +154,47 @@ impl Grouping<'_> {
                 );
             }
         }
-        let name = key.to_owned();
         match self.raws[i].encoding {
-            Encoding::U8 => {
-                let multiplier = self.partner(i, &format!("{module}.weight_scale_2"))?;
-                let global = self.multiplier(multiplier)?;
-                self.nvfp4(name, "modelopt", i, scales, Some(multiplier), global)
-                    .map(Some)
-            }
-            Encoding::F8E4M3 => self.scaled_f8(name, i, scales).map(Some),
+            Encoding::U8 => self.nvfp4(i, &modelopt).map(Some),
+            Encoding::F8E4M3 => self.scaled_f8(key.to_owned(), i, scales).map(Some),
             _ => Ok(None),
         }
     }
 
-    fn nvfp4(
-        &mut self,
-        name: String,
-        convention: &'static str,
-        codes: usize,
-        scales: usize,
-        global_raw: Option<usize>,
-        global: f32,
-    ) -> Result<(Entry, Stored)> {
-        let (raw, scale_raw) = (&self.raws[codes], &self.raws[scales]);
-        if !raw.is_bytes() {
-            bail!(
-                CorruptFile,
-                "{}: packed 4-bit codes are bytes, not {}",
-                self.place(codes),
-                raw.encoding
-            );
+    fn nvfp4(&mut self, codes: usize, keys: &keys::Nvfp4) -> Result<(Entry, Stored)> {
+        let scales = self.partner(codes, &keys.scales)?;
+        let (mut global_raw, mut global) = (None, 1.0);
+        if let Some(stored) = &keys.global {
+            global_raw = match stored.required {
+                true => Some(self.partner(codes, &stored.key)?),
+                false => self.get(&stored.key),
+            };
+            global = match global_raw {
+                None => 1.0,
+                Some(i) if stored.divides => self.reciprocal(i)?,
+                Some(i) => self.multiplier(i)?,
+            };
         }
-        let Some((&packed, leading)) = raw.shape.split_last().filter(|(_, l)| !l.is_empty()) else {
-            bail!(
-                CorruptFile,
-                "{}: packed 4-bit codes have at least two dimensions, not shape {:?}",
-                self.place(codes),
-                raw.shape
-            );
-        };
-        // The span holds `packed` bytes, so doubling cannot pass 64 bits.
-        let cols = packed * 2;
-        if cols % BLOCK != 0 {
-            bail!(
-                CorruptFile,
-                "{}: K = {cols} is not a multiple of {BLOCK}",
-                self.place(codes)
-            );
-        }
-        let rows: usize = leading.iter().product();
-        let blocks = cols / BLOCK;
-        let linear: Vec<usize> = leading.iter().copied().chain([blocks]).collect();
-        let tiled = [round_up(rows, 128) / 4, round_up(blocks, 4) * 4];
-        let form = if scale_raw.shape == linear {
-            match scale_raw.encoding {
-                Encoding::F16 if convention == "dat" => Scales::F16,
-                Encoding::F32 if convention == "dat" => Scales::F32,
-                _ => Scales::Linear,
-            }
-        } else if convention == "torchao"
-            && scale_raw.shape == tiled
-            && scale_raw.elements() == swizzle::len(rows, blocks)?
-        {
-            Scales::Swizzled
-        } else {
-            bail!(
-                CorruptFile,
-                "{}: its shape is {:?}, but codes of shape {:?} take scales of shape {linear:?}",
-                self.place(scales),
-                scale_raw.shape,
-                raw.shape
-            );
-        };
-        if matches!(form, Scales::Linear | Scales::Swizzled) && !scale_raw.is_bytes() {
-            bail!(
-                CorruptFile,
-                "{}: block scales are e4m3 bytes, not {}",
-                self.place(scales),
-                scale_raw.encoding
-            );
-        }
+        let (form, shape) = nvfp4_form(
+            keys.convention,
+            self.raws[codes].described(),
+            self.raws[scales].described(),
+        )
+        .map_err(|faults| match faults.into_iter().next() {
+            Some(Fault::Codes(text)) => err!(CorruptFile, "{}: {text}", self.place(codes)),
+            Some(Fault::Scales(text)) => err!(CorruptFile, "{}: {text}", self.place(scales)),
+            None => err!(Internal, "codes and scales are refused without a reason"),
+        })?;
         let also: Vec<usize> = global_raw.into_iter().collect();
         let mut bytes = 0;
         for &i in [codes, scales].iter().chain(&also) {
             self.used[i] = true;
             bytes += self.raws[i].span.len() as u64;
         }
-        self.convention.get_or_insert(convention);
-        let shape = leading.iter().copied().chain([cols]).collect();
+        self.convention.get_or_insert(keys.convention.name());
         Ok((
             Entry {
-                name,
+                name: keys::weight(&keys.module),
                 shape,
                 encoding: Encoding::Nvfp4,
                 bytes,
@@ -383,18 +303,22 @@ impl Grouping<'_> {
         ))
     }
 
-    fn nf4(&mut self, i: usize) -> Result<(Entry, Stored)> {
-        let key = &self.raws[i].key;
-        let absmax = self.partner(i, &format!("{key}.absmax"))?;
-        let quant_map = self.partner(i, &format!("{key}.quant_map"))?;
-        if let Some(fp4) = self.get(&format!("{key}.quant_state.bitsandbytes__fp4")) {
+    fn nf4(
+        &mut self,
+        i: usize,
+        keys: &keys::Nf4,
+        extra: &keys::BitsAndBytes,
+    ) -> Result<(Entry, Stored)> {
+        let absmax = self.partner(i, &keys.absmax)?;
+        let quant_map = self.partner(i, &keys.quant_map)?;
+        if let Some(fp4) = self.get(&extra.fp4_state) {
             bail!(
                 Unsupported,
                 "{}: the FP4 type of bitsandbytes is not supported; NF4 is",
                 self.place(fp4)
             );
         }
-        let state_raw = self.partner(i, &format!("{key}.quant_state.bitsandbytes__nf4"))?;
+        let state_raw = self.partner(i, &extra.state)?;
         let state: QuantState = serde_json::from_slice(self.bytes(state_raw))
             .map_err(|e| err!(CorruptFile, "{}: {e}", self.place(state_raw)))?;
         let elements = state
@@ -417,14 +341,14 @@ impl Grouping<'_> {
         let table = self.table(quant_map)?;
         let blocks = elements.div_ceil(state.blocksize);
         let mut also = vec![quant_map, state_raw];
-        let nested_absmax = self.get(&format!("{key}.nested_absmax"));
+        let nested_absmax = self.get(&extra.nested_absmax);
         let nested = match nested_absmax {
             None => {
                 self.expect(absmax, Encoding::F32, blocks)?;
                 None
             }
             Some(nested_absmax) => {
-                let nested_map = self.partner(i, &format!("{key}.nested_quant_map"))?;
+                let nested_map = self.partner(i, &extra.nested_quant_map)?;
                 let (Some(block), Some(offset)) = (state.nested_blocksize, state.nested_offset)
                 else {
                     bail!(
@@ -456,10 +380,10 @@ impl Grouping<'_> {
             self.used[used] = true;
             bytes += self.raws[used].span.len() as u64;
         }
-        self.convention.get_or_insert("bitsandbytes");
+        self.convention.get_or_insert(keys.convention.name());
         Ok((
             Entry {
-                name: key.clone(),
+                name: keys::weight(&keys.module),
                 shape: state.shape,
                 encoding: Encoding::Nf4,
                 bytes,
@@ -494,6 +418,70 @@ impl Grouping<'_> {
         let mut table = [0.0; N];
         table.copy_from_slice(&f32s(self.bytes(i)));
         Ok(table)
+    }
+}
+
+/// What is wrong with the tensors of a weight, and with which of them.
+pub(super) enum Fault {
+    Codes(String),
+    Scales(String),
+}
+
+/// How the scales of an NVFP4 weight lie, and the logical shape of the weight, from the stored encodings and shapes.
+pub(super) fn nvfp4_form(
+    convention: Convention,
+    codes: (Encoding, &[usize]),
+    scales: (Encoding, &[usize]),
+) -> std::result::Result<(Scales, Vec<usize>), Vec<Fault>> {
+    let is_bytes = |encoding: Encoding| encoding.element_bytes() == Some(1);
+    let mut faults = Vec::new();
+    if !is_bytes(codes.0) {
+        let text = format!("packed 4-bit codes are bytes, not {}", codes.0);
+        faults.push(Fault::Codes(text));
+    }
+    let Some((&packed, leading)) = codes.1.split_last().filter(|(_, l)| !l.is_empty()) else {
+        faults.push(Fault::Codes(format!(
+            "packed 4-bit codes have at least two dimensions, not shape {:?}",
+            codes.1
+        )));
+        return Err(faults);
+    };
+    // Shapes have been checked to fit in memory, so doubling cannot pass 64 bits.
+    let cols = packed * 2;
+    if cols % BLOCK != 0 {
+        let text = format!("K = {cols} is not a multiple of {BLOCK}");
+        faults.push(Fault::Codes(text));
+        return Err(faults);
+    }
+    let rows: usize = leading.iter().product();
+    let blocks = cols / BLOCK;
+    let linear: Vec<usize> = leading.iter().copied().chain([blocks]).collect();
+    let tiled = [round_up(rows, 128) / 4, round_up(blocks, 4) * 4];
+    let form = if scales.1 == linear {
+        match scales.0 {
+            Encoding::F16 if convention == Convention::Dat => Scales::F16,
+            Encoding::F32 if convention == Convention::Dat => Scales::F32,
+            _ => Scales::Linear,
+        }
+    } else if convention == Convention::TorchAo
+        && scales.1 == tiled
+        && swizzle::len(rows, blocks).is_ok_and(|len| len == scales.1.iter().product::<usize>())
+    {
+        Scales::Swizzled
+    } else {
+        faults.push(Fault::Scales(format!(
+            "its shape is {:?}, but codes of shape {:?} take scales of shape {linear:?}",
+            scales.1, codes.1
+        )));
+        Scales::Linear
+    };
+    if matches!(form, Scales::Linear | Scales::Swizzled) && !is_bytes(scales.0) {
+        let text = format!("block scales are e4m3 bytes, not {}", scales.0);
+        faults.push(Fault::Scales(text));
+    }
+    match faults.is_empty() {
+        true => Ok((form, leading.iter().copied().chain([cols]).collect())),
+        false => Err(faults),
     }
 }
 

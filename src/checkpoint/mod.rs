@@ -5,8 +5,10 @@
 mod companion;
 mod dat;
 mod gguf;
+mod keys;
 mod layout;
 mod safetensors;
+pub mod schema;
 mod source;
 mod tensors;
 mod write;

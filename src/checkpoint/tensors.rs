@@ -25,8 +25,8 @@ pub(super) struct Raw {
 }
 
 impl Raw {
-    pub(super) fn is_bytes(&self) -> bool {
-        self.encoding.element_bytes() == Some(1)
+    pub(super) fn described(&self) -> (Encoding, &[usize]) {
+        (self.encoding, &self.shape)
     }
 
     pub(super) fn elements(&self) -> usize {

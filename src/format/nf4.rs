@@ -96,8 +96,13 @@ pub fn dequantize(
     block: usize,
     out: &mut [f32],
 ) -> Result<()> {
+    check(out.len(), codes, absmax, block)?;
+    dequantize_from(0, codes, absmax, map, block, out)
+}
+
+/// Checks that `n` values in blocks of `block` take these codes and scales.
+pub fn check(n: usize, codes: &[u8], absmax: &[f32], block: usize) -> Result<()> {
     check_block(block)?;
-    let n = out.len();
     if codes.len() != n.div_ceil(2) || absmax.len() != n.div_ceil(block) {
         bail!(
             InvalidArgument,
@@ -108,12 +113,39 @@ pub fn dequantize(
             absmax.len()
         );
     }
-    for (b, values) in out.chunks_mut(block).enumerate() {
-        for (i, value) in values.iter_mut().enumerate() {
-            let at = b * block + i;
-            let code = codes[at / 2] >> shift(at) & 15;
-            *value = map[usize::from(code)] * absmax[b];
+    Ok(())
+}
+
+/// Expands the values from index `first` on into `out`. `codes` and `absmax` are those of the whole tensor.
+pub fn dequantize_from(
+    first: usize,
+    codes: &[u8],
+    absmax: &[f32],
+    map: &[f32; 16],
+    block: usize,
+    out: &mut [f32],
+) -> Result<()> {
+    check_block(block)?;
+    let held = codes.len().saturating_mul(2);
+    let end = first.saturating_add(out.len());
+    if end > held || end.div_ceil(block) > absmax.len() {
+        bail!(
+            InvalidArgument,
+            "NF4 values {first}..{end} are not among the {held} that {} code bytes and {} absmax values in blocks of {block} hold",
+            codes.len(),
+            absmax.len()
+        );
+    }
+    let (mut at, mut rest) = (first, out);
+    while !rest.is_empty() {
+        let scale = absmax[at / block];
+        let (now, later) = rest.split_at_mut((block - at % block).min(rest.len()));
+        for (i, value) in (at..).zip(&mut *now) {
+            let code = codes[i / 2] >> shift(i) & 15;
+            *value = map[usize::from(code)] * scale;
         }
+        at += now.len();
+        rest = later;
     }
     Ok(())
 }
@@ -179,6 +211,23 @@ mod tests {
         (map[3], map[200]) = (0.5, -1.0);
         let got = dequantize_absmax(&[3, 200, 3], &[2.0, 10.0], &map, 2, 0.25).unwrap();
         assert_eq!(got, [1.25, -1.75, 5.25]);
+    }
+
+    #[test]
+    fn any_run_of_values_expands_as_in_the_whole() {
+        let x: Vec<f32> = (0..37).map(|i| (i * 7 % 11) as f32 - 5.0).collect();
+        let q = quantize(&x, 5).unwrap();
+        let mut whole = [0.0; 37];
+        dequantize(&q.codes, &q.absmax, &VALUES, 5, &mut whole).unwrap();
+        let part = |first: usize, n: usize| {
+            let mut out = vec![0.0; n];
+            dequantize_from(first, &q.codes, &q.absmax, &VALUES, 5, &mut out).map(|()| out)
+        };
+        for (first, n) in [(0, 37), (3, 9), (4, 1), (36, 1), (37, 0)] {
+            assert_eq!(part(first, n).unwrap(), whole[first..first + n]);
+        }
+        assert!(part(30, 9).is_err());
+        assert!(part(usize::MAX, 2).is_err());
     }
 
     proptest! {

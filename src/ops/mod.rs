@@ -3,6 +3,7 @@
 
 pub mod activation;
 pub mod attention;
+pub mod backend;
 mod device;
 pub mod linear;
 pub mod norm;

@@ -3,9 +3,11 @@
 //!
 //! Shapes: values `[.., K]`; codes `[.., K / 2]` as bytes; linear scales `[.., K / 16]`; swizzled scales one run of bytes.
 
+use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Mutex;
 
+use super::backend::Backend;
 use super::linear::{Activations, DenseType, Linear, linear as multiply};
 use super::{Device, Workspace};
 use crate::base::error::{Result, bail};
@@ -315,37 +317,82 @@ pub fn quantize_nf4(x: &Tensor, block: usize) -> Result<(Tensor, Tensor)> {
     Ok((codes, absmax))
 }
 
-/// Expands NF4 to a tensor of shape `sizes`; `map` are the 16 values of the codes, if not the usual ones.
-pub fn dequantize_nf4(
-    codes: &Tensor,
-    absmax: &Tensor,
-    map: Option<&Tensor>,
+/// A tensor in NF4, flattened, its parts as tensors.
+#[derive(Clone, Debug)]
+pub struct Nf4Tensor {
+    /// Packed codes, two to a byte, the first in the high nibble; uint8 of any shape.
+    pub codes: Tensor,
+    /// The largest magnitude of each block, of a floating type and any shape.
+    pub absmax: Tensor,
+    /// The 16 values of the codes, if not the usual ones.
+    pub map: Option<Tensor>,
+    /// Values in a block.
+    pub block: usize,
+}
+
+/// The parts of an [`Nf4Tensor`] as plain numbers.
+struct Nf4Parts<'a> {
+    codes: Cow<'a, [u8]>,
+    absmax: Buffer<f32>,
+    map: [f32; 16],
     block: usize,
-    sizes: &[usize],
-    dtype: DType,
-) -> Result<Tensor> {
-    if codes.dtype() != DType::U8 || absmax.dtype() != DType::F32 {
-        bail!(
-            InvalidArgument,
-            "NF4 takes codes as uint8 and absmax as float32, not {} and {}",
-            codes.dtype().name(),
-            absmax.dtype().name()
-        );
-    }
-    let values = match map {
-        None => nf4::VALUES,
-        Some(map) => <[f32; 16]>::try_from(&map.to_f32()?[..]).map_err(|_| {
-            crate::err!(
+}
+
+impl Nf4Tensor {
+    /// Reads the parts, which must be those of `values` values.
+    fn read(&self, values: usize) -> Result<Nf4Parts<'_>> {
+        if self.codes.dtype() != DType::U8 || !self.absmax.dtype().is_float() {
+            bail!(
                 InvalidArgument,
-                "the quant map has shape {:?}; NF4 has 16 values",
+                "NF4 takes codes as uint8 and absmax of a floating type, not {} and {}",
+                self.codes.dtype().name(),
+                self.absmax.dtype().name()
+            );
+        }
+        let map = match &self.map {
+            None => nf4::VALUES,
+            Some(map) if map.dtype().is_float() && map.shape().elements() == 16 => {
+                let mut values = [0.0; 16];
+                values.copy_from_slice(&map.to_f32()?);
+                values
+            }
+            Some(map) => bail!(
+                InvalidArgument,
+                "the quant map is {} of shape {:?}; NF4 has 16 values of a floating type",
+                map.dtype().name(),
                 map.shape().sizes()
-            )
-        })?,
-    };
-    let mut bytes = vec![0; codes.bytes()];
-    codes.copy_to(&mut bytes)?;
+            ),
+        };
+        let codes = match self.codes.as_bytes() {
+            Some(bytes) => Cow::Borrowed(bytes),
+            None => {
+                let mut bytes = vec![0; self.codes.bytes()];
+                self.codes.copy_to(&mut bytes)?;
+                Cow::Owned(bytes)
+            }
+        };
+        let absmax = self.absmax.to_f32()?;
+        nf4::check(values, &codes, &absmax, self.block)?;
+        Ok(Nf4Parts {
+            codes,
+            absmax,
+            map,
+            block: self.block,
+        })
+    }
+}
+
+impl Nf4Parts<'_> {
+    /// The values from index `first` on.
+    fn expand(&self, first: usize, out: &mut [f32]) -> Result<()> {
+        nf4::dequantize_from(first, &self.codes, &self.absmax, &self.map, self.block, out)
+    }
+}
+
+/// Expands NF4 to a tensor of shape `sizes` and a floating `dtype`.
+pub fn dequantize_nf4(x: &Nf4Tensor, sizes: &[usize], dtype: DType) -> Result<Tensor> {
     let mut out = Buffer::zeroed(Tag::Scratch, Shape::contiguous(sizes)?.elements())?;
-    nf4::dequantize(&bytes, &absmax.to_f32()?, &values, block, &mut out)?;
+    x.read(out.len())?.expand(0, &mut out)?;
     Tensor::from_f32(&out, sizes, dtype)
 }
 
@@ -384,6 +431,55 @@ pub fn weight(device: &Device, w: &Nvfp4Tensor) -> Result<Linear> {
     Linear::nvfp4(device, rows, cols, w.global, &mut |range, codes, scales| {
         read(range, codes, scales)
     })
+}
+
+/// Prepares the NVFP4 weight `w` `[N, K]` for `backend`; where that decodes, the values are held as `dense`.
+pub fn weight_for(
+    device: &Device,
+    w: &Nvfp4Tensor,
+    backend: Backend,
+    dense: DenseType,
+) -> Result<Linear> {
+    match backend {
+        Backend::Nvfp4Kernel => weight(device, w),
+        Backend::DequantMatmul => {
+            let (rows, cols) = w.dims()?;
+            let read = w.reader()?;
+            let mut codes = Vec::new();
+            let mut scales = Vec::new();
+            Linear::dense(device, rows, cols, dense, &mut |range, values| {
+                codes.resize(values.len() / 2, 0);
+                scales.resize(values.len() / BLOCK, 0);
+                read(range, &mut codes, &mut scales)?;
+                nvfp4::dequantize(&codes, &scales, w.global, values)
+            })
+        }
+        Backend::Nf4Kernel => bail!(InvalidArgument, "{} is not for NVFP4", backend.name()),
+    }
+}
+
+/// Prepares the NF4 weight `w` `[rows, cols]` for `backend`; where that decodes, the values are held as `dense`.
+pub fn nf4_weight_for(
+    device: &Device,
+    w: &Nf4Tensor,
+    (rows, cols): (usize, usize),
+    backend: Backend,
+    dense: DenseType,
+) -> Result<Linear> {
+    match backend {
+        Backend::DequantMatmul => {
+            let parts = w.read(product("weight", &[rows, cols])?)?;
+            Linear::dense(device, rows, cols, dense, &mut |range, values| {
+                parts.expand(range.start * cols, values)
+            })
+        }
+        Backend::Nf4Kernel | Backend::Nvfp4Kernel => bail!(
+            Unsupported,
+            "{} cannot multiply with NF4 on {}",
+            backend.name(),
+            device.name()
+        ),
+    }
 }
 
 /// Prepares the dense weight `w` `[N, K]`, held in its own type (float64 as float32).
@@ -596,13 +692,64 @@ mod tests {
         let (codes, absmax) = quantize_nf4(&x, 64).unwrap();
         assert_eq!(codes.shape().sizes(), [33]);
         assert_eq!(absmax.shape().sizes(), [2]);
-        let y = dequantize_nf4(&codes, &absmax, None, 64, &[5, 13], DType::F32).unwrap();
+        let mut q = Nf4Tensor {
+            codes,
+            absmax,
+            map: None,
+            block: 64,
+        };
+        let y = dequantize_nf4(&q, &[5, 13], DType::F32).unwrap();
         let packed = nf4::quantize(&x.to_f32().unwrap(), 64).unwrap();
         let mut wanted = vec![0.0; 65];
         nf4::dequantize(&packed.codes, &packed.absmax, &nf4::VALUES, 64, &mut wanted).unwrap();
         assert_eq!(&y.to_f32().unwrap()[..], wanted);
-        assert!(dequantize_nf4(&codes, &absmax, Some(&absmax), 64, &[5, 13], DType::F32).is_err());
-        assert!(dequantize_nf4(&codes, &absmax, None, 64, &[5, 16], DType::F32).is_err());
+        assert!(dequantize_nf4(&q, &[5, 16], DType::F32).is_err());
+        q.map = Some(q.absmax.clone());
+        assert!(dequantize_nf4(&q, &[5, 13], DType::F32).is_err());
+    }
+
+    #[test]
+    fn a_decoded_weight_has_the_values_of_its_format() {
+        let (n, k) = (300, 48);
+        let d = device();
+        let x = random(&[n, k], 7, DType::F32);
+        let options = QuantizeOptions::default();
+        let q = quantize(&d, &x, &options, ScaleLayout::Swizzled).unwrap();
+        let (codes, absmax) = quantize_nf4(&x, 64).unwrap();
+        let nf4 = Nf4Tensor {
+            codes,
+            absmax,
+            map: None,
+            block: 64,
+        };
+        let dense = Backend::DequantMatmul;
+        for (weight, wanted) in [
+            (
+                weight_for(&d, &q, dense, DenseType::F32).unwrap(),
+                dequantize(&d, &q, DType::F32).unwrap(),
+            ),
+            (
+                nf4_weight_for(&d, &nf4, (n, k), dense, DenseType::F32).unwrap(),
+                dequantize_nf4(&nf4, &[n, k], DType::F32).unwrap(),
+            ),
+        ] {
+            let wanted = wanted.to_f32().unwrap();
+            let mut row = vec![0.0; k];
+            for (r, wanted) in wanted.chunks_exact(k).enumerate() {
+                weight.row(r, &mut row).unwrap();
+                assert_eq!(row, wanted, "row {r}");
+            }
+        }
+        let kernel = weight_for(&d, &q, Backend::Nvfp4Kernel, DenseType::F32).unwrap();
+        assert_eq!(kernel.kind().name(), "nvfp4");
+        assert!(weight_for(&d, &q, Backend::Nf4Kernel, DenseType::F32).is_err());
+        let kernel = nf4_weight_for(&d, &nf4, (n, k), Backend::Nf4Kernel, DenseType::F32);
+        assert_eq!(
+            kernel.unwrap_err().kind(),
+            crate::base::ErrorKind::Unsupported
+        );
+        let short = nf4_weight_for(&d, &nf4, (n - 1, k), dense, DenseType::F32);
+        assert!(short.is_err());
     }
 
     #[test]

@@ -217,6 +217,9 @@ static void products(NVFP4_Tensor *t, NVFP4_Tensor *codes, NVFP4_Tensor *scales)
     BAD(invalid, NVFP4_weight_size, weight, NULL, &k, &bytes);
     BAD(invalid, NVFP4_weight_size, weight, &n, NULL, &bytes);
     BAD(invalid, NVFP4_weight_size, weight, &n, &k, NULL);
+    HANDLE(NVFP4_weight_report, h, text, sizeof text, &length);
+    BAD(invalid, NVFP4_weight_report, weight, text, sizeof text, NULL);
+    BAD(NVFP4_BUFFER_TOO_SMALL, NVFP4_weight_report, weight, text, 1, &length);
     HANDLE(NVFP4_linear, h, t, 0, f32, &out);
     HANDLE(NVFP4_linear, weight, h, 0, f32, &out);
     BAD(invalid, NVFP4_linear, weight, t, 2, f32, &out);
@@ -232,6 +235,116 @@ static void products(NVFP4_Tensor *t, NVFP4_Tensor *codes, NVFP4_Tensor *scales)
     BAD(invalid, NVFP4_matmul, codes, scales, 1, codes, scales, 1, linear, f32, NULL);
     CHECK(out == NULL && none == NULL);
     OK(NVFP4_weight_release(weight));
+}
+
+/* What preparing a weight refuses of its options. */
+static void weight_options(NVFP4_Tensor *codes, NVFP4_Tensor *scales)
+{
+    const int32_t invalid = NVFP4_INVALID_ARGUMENT;
+    static uint8_t bytes[32];
+    static const int64_t flat[] = {32}, one[] = {1};
+    NVFP4_WeightOptions good, bad;
+    NVFP4_Weight *none = NULL;
+    NVFP4_Tensor *nf4, *absmax;
+    BAD(invalid, NVFP4_weight_options_init, NULL, sizeof good);
+    BAD(NVFP4_ABI_MISMATCH, NVFP4_weight_options_init, &good, 3);
+    OK(NVFP4_weight_options_init(&good, sizeof good));
+    OK(NVFP4_tensor_from_host(bytes, flat, 1, NULL, NVFP4_DTYPE_UINT8, NULL, NULL, &nf4));
+    OK(NVFP4_tensor_from_host(floats, one, 1, NULL, NVFP4_DTYPE_FLOAT32, NULL, NULL, &absmax));
+
+    HANDLE(NVFP4_weight_create_nvfp4, h, scales, 1, &good, &none);
+    HANDLE(NVFP4_weight_create_nvfp4, codes, h, 1, &good, &none);
+    BAD(invalid, NVFP4_weight_create_nvfp4, codes, scales, 0, &good, &none);
+    BAD(invalid, NVFP4_weight_create_nvfp4, codes, scales, 1, &good, NULL);
+    HANDLE(NVFP4_weight_create_nf4, h, absmax, NULL, 64, 4, 16, &good, &none);
+    HANDLE(NVFP4_weight_create_nf4, nf4, h, NULL, 64, 4, 16, &good, &none);
+    for (int i = 1; i < 4; i++)
+        BAD(NVFP4_INVALID_HANDLE, NVFP4_weight_create_nf4, nf4, absmax, no_handles[i], 64, 4, 16, &good, &none);
+    BAD(invalid, NVFP4_weight_create_nf4, nf4, absmax, NULL, 64, 4, 16, &good, NULL);
+    BAD(invalid, NVFP4_weight_create_nf4, nf4, absmax, absmax, 64, 4, 16, &good, &none);
+    BAD(invalid, NVFP4_weight_create_nf4, nf4, nf4, NULL, 64, 4, 16, &good, &none);
+    BAD(invalid, NVFP4_weight_create_nf4, absmax, absmax, NULL, 64, 4, 16, &good, &none);
+    BAD(invalid, NVFP4_weight_create_nf4, nf4, absmax, NULL, 0, 4, 16, &good, &none);
+    BAD(invalid, NVFP4_weight_create_nf4, nf4, absmax, NULL, -64, 4, 16, &good, &none);
+    BAD(invalid, NVFP4_weight_create_nf4, nf4, absmax, NULL, 32, 4, 16, &good, &none);
+    BAD(invalid, NVFP4_weight_create_nf4, nf4, absmax, NULL, 64, 5, 16, &good, &none);
+    BAD(invalid, NVFP4_weight_create_nf4, nf4, absmax, NULL, 64, 8, 8, &good, &none);
+    BAD(invalid, NVFP4_weight_create_nf4, nf4, absmax, NULL, 64, -4, 16, &good, &none);
+    BAD(invalid, NVFP4_weight_create_nf4, nf4, absmax, NULL, 64, INT64_MAX, INT64_MAX, &good, &none);
+
+    BAD(invalid, NVFP4_backend_select, NVFP4_FORMAT_NONE, &good, text, sizeof text, &length);
+    BAD(invalid, NVFP4_backend_select, NVFP4_FORMAT_MIXED, &good, text, sizeof text, &length);
+    BAD(invalid, NVFP4_backend_select, NVFP4_FORMAT_NF4, &good, text, sizeof text, NULL);
+    BAD(NVFP4_BUFFER_TOO_SMALL, NVFP4_backend_select, NVFP4_FORMAT_NF4, &good, text, 1, &length);
+#define OPTION(expected, field, value)                                                                       \
+    do {                                                                                                     \
+        bad = good;                                                                                          \
+        bad.field = (value);                                                                                 \
+        BAD(expected, NVFP4_backend_select, NVFP4_FORMAT_NVFP4, &bad, text, sizeof text, &length);           \
+        BAD(expected, NVFP4_weight_create_nvfp4, codes, scales, 1, &bad, &none);                             \
+        BAD(expected, NVFP4_weight_create_nf4, nf4, absmax, NULL, 64, 4, 16, &bad, &none);                   \
+    } while (0)
+    OPTION(NVFP4_ABI_MISMATCH, struct_size, 0);
+    OPTION(invalid, compute_path, 4);
+    OPTION(invalid, compute_path, -1);
+    OPTION(invalid, device_type, 2);
+    OPTION(NVFP4_DEVICE_UNAVAILABLE, device_type, NVFP4_DEVICE_CUDA);
+    OPTION(invalid, device_index, 1);
+    OPTION(invalid, scale_layout, 2);
+    OPTION(invalid, dense_dtype, NVFP4_DTYPE_FLOAT64);
+    OPTION(invalid, exclude_cpu_kernels, 2);
+    OPTION(invalid, reserved, 1);
+    OPTION(invalid, backend_length, 3);
+    OPTION(invalid, backend, "");
+    CHECK(none == NULL);
+    OK(NVFP4_tensor_release(absmax));
+    OK(NVFP4_tensor_release(nf4));
+}
+
+static void schemas(void)
+{
+    const int32_t invalid = NVFP4_INVALID_ARGUMENT;
+    const int64_t negative[] = {2, -1}, huge[] = {INT64_MAX, 4};
+    NVFP4_NamedTensor good = {"a.qdata", 7, NVFP4_DTYPE_UINT8, 2, shape}, bad;
+    NVFP4_SchemaResult result;
+    result.struct_size = sizeof result;
+    BAD(invalid, NVFP4_schema_detect, &good, 1, NULL, 0, NULL);
+    BAD(invalid, NVFP4_schema_report, &good, 1, NULL, 0, text, sizeof text, NULL);
+    BAD(NVFP4_BUFFER_TOO_SMALL, NVFP4_schema_report, &good, 1, NULL, 0, text, 1, &length);
+    BAD(invalid, NVFP4_schema_validate, &good, 1, NULL, 0);
+    BAD(NVFP4_NOT_FOUND, NVFP4_schema_validate, NULL, 0, NULL, 0);
+    result.struct_size = 0;
+    BAD(NVFP4_ABI_MISMATCH, NVFP4_schema_detect, &good, 1, NULL, 0, &result);
+    result.struct_size = sizeof result;
+#define TENSORS(expected, ...)                                                                               \
+    do {                                                                                                     \
+        BAD(expected, NVFP4_schema_detect, __VA_ARGS__, &result);                                            \
+        BAD(expected, NVFP4_schema_report, __VA_ARGS__, text, sizeof text, &length);                         \
+        BAD(expected, NVFP4_schema_validate, __VA_ARGS__);                                                   \
+    } while (0)
+    const NVFP4_NamedTensor twice[] = {good, good};
+    TENSORS(invalid, NULL, 1, NULL, 0);
+    TENSORS(invalid, &good, 1, NULL, 3);
+    TENSORS(invalid, &good, 1, "\xff", 1);
+    TENSORS(invalid, twice, 2, NULL, 0);
+    bad = good;
+    bad.name = NULL;
+    TENSORS(invalid, &bad, 1, NULL, 0);
+    bad.name = "a.qdat\xff";
+    TENSORS(invalid, &bad, 1, NULL, 0);
+    bad = good;
+    bad.rank = -1;
+    TENSORS(invalid, &bad, 1, NULL, 0);
+    bad.rank = 9;
+    bad.sizes = (const int64_t[]){1, 1, 1, 1, 1, 1, 1, 1, 1};
+    TENSORS(invalid, &bad, 1, NULL, 0);
+    bad = good;
+    bad.sizes = NULL;
+    TENSORS(invalid, &bad, 1, NULL, 0);
+    bad.sizes = negative;
+    TENSORS(invalid, &bad, 1, NULL, 0);
+    bad.sizes = huge;
+    TENSORS(invalid, &bad, 1, NULL, 0);
 }
 
 static void models(NVFP4_Model *model, const char *path)
@@ -459,6 +572,8 @@ int main(int argc, char **argv)
     drop_in(t);
     no_handles[3] = model;
     products(t, codes, scales);
+    weight_options(codes, scales);
+    schemas();
     all_covered(argv[1]);
 
     OK(NVFP4_weight_release(weight));

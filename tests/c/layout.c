@@ -20,6 +20,35 @@ int main(void)
     AT(NVFP4_QuantizeOptions, scale_layout, 20);
     AT(NVFP4_QuantizeOptions, seed, 24);
 
+    SIZE(NVFP4_WeightOptions, 48);
+    AT(NVFP4_WeightOptions, struct_size, 0);
+    AT(NVFP4_WeightOptions, compute_path, 4);
+    AT(NVFP4_WeightOptions, device_type, 8);
+    AT(NVFP4_WeightOptions, device_index, 12);
+    AT(NVFP4_WeightOptions, scale_layout, 16);
+    AT(NVFP4_WeightOptions, dense_dtype, 20);
+    AT(NVFP4_WeightOptions, exclude_cpu_kernels, 24);
+    AT(NVFP4_WeightOptions, reserved, 28);
+    AT(NVFP4_WeightOptions, backend, 32);
+    AT(NVFP4_WeightOptions, backend_length, 40);
+
+    SIZE(NVFP4_NamedTensor, 32);
+    AT(NVFP4_NamedTensor, name, 0);
+    AT(NVFP4_NamedTensor, name_length, 8);
+    AT(NVFP4_NamedTensor, dtype, 16);
+    AT(NVFP4_NamedTensor, rank, 20);
+    AT(NVFP4_NamedTensor, sizes, 24);
+
+    SIZE(NVFP4_SchemaResult, 56);
+    AT(NVFP4_SchemaResult, struct_size, 0);
+    AT(NVFP4_SchemaResult, format, 4);
+    AT(NVFP4_SchemaResult, tensors, 8);
+    AT(NVFP4_SchemaResult, weights, 16);
+    AT(NVFP4_SchemaResult, problems, 24);
+    AT(NVFP4_SchemaResult, out_features, 32);
+    AT(NVFP4_SchemaResult, in_features, 40);
+    AT(NVFP4_SchemaResult, block, 48);
+
     SIZE(NVFP4_LoadOptions, 24);
     AT(NVFP4_LoadOptions, struct_size, 0);
     AT(NVFP4_LoadOptions, device_type, 4);

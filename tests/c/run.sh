@@ -118,13 +118,14 @@ check "symbols" symbols
 # What runs, each as NAME and then its command. The tests in C are compiled as two languages, and run as one.
 programs=()
 for std in c99 c11; do
-    for name in layout tensors drop_in sessions errors; do
+    for name in layout logging tensors linear schema drop_in sessions errors; do
         check "$name compiles as $std" compile $std $name $name.c
     done
     check "two units as $std" compile $std two_units two_units_a.c two_units_b.c
 done
 check "nvfp4.hpp in two units as c++17" compile c++17 wrapper wrapper.cpp wrapper_unit.cpp
-programs+=("layout $work/layout-c11" "tensors $work/tensors-c11" "drop_in $work/drop_in-c11" "two_units $work/two_units-c11"
+programs+=("layout $work/layout-c11" "logging $work/logging-c11" "tensors $work/tensors-c11" "linear $work/linear-c11"
+    "schema $work/schema-c11" "drop_in $work/drop_in-c11" "two_units $work/two_units-c11"
     "errors $work/errors-c11 $work/declared $model" "sessions $work/sessions-c11 $model $work/scratch"
     "wrapper $work/wrapper-c++17 $model $work/scratch")
 

@@ -123,6 +123,66 @@ void formats()
     CHECK(status_of([&] { nvfp4::quantize(input, options); }) == NVFP4_INVALID_ARGUMENT);
 }
 
+bool has(const std::string &text, const char *part) { return text.find(part) != std::string::npos; }
+
+void weights()
+{
+    std::vector<float> x(16 * 64);
+    for (std::size_t i = 0; i < x.size(); i++)
+        x[i] = std::sin(static_cast<float>(i));
+    const nvfp4::Tensor input = nvfp4::Tensor::borrow(x.data(), {16, 64});
+    nvfp4::QuantizeOptions quantize;
+    quantize.scale_layout = NVFP4_SCALES_SWIZZLED;
+    const nvfp4::Quantized q = nvfp4::quantize(input, quantize);
+
+    nvfp4::WeightOptions options;
+    options.compute_path = NVFP4_COMPUTE_PATH_KERNEL_ONLY;
+    const nvfp4::Weight kernel(q, options);
+    CHECK(has(kernel.report(), "\"backend\":\"nvfp4-kernel\"") && has(kernel.report(), "\"path\":\"KernelOnly\""));
+    options.backend_name = "dequant-matmul";
+    CHECK(status_of([&] { nvfp4::Weight(q, options); }) == NVFP4_INVALID_ARGUMENT);
+    options.compute_path = NVFP4_COMPUTE_PATH_AUTO;
+    const nvfp4::Weight decoded(q, options);
+    CHECK(has(decoded.report(), "\"backend\":\"dequant-matmul\"") && decoded.size().bytes == 16 * 64 * 4);
+    CHECK(distance(decoded.linear(input).to_floats(), kernel.linear(input).to_floats()) < 1e-6);
+
+    const nvfp4::Nf4 nf4 = nvfp4::quantize_nf4(input);
+    const nvfp4::Weight of_nf4(nf4, 16, 64), dense(nvfp4::dequantize(nf4, {16, 64}));
+    CHECK(has(of_nf4.report(), "no nf4-kernel"));
+    CHECK(of_nf4.linear(input).to_floats() == dense.linear(input).to_floats());
+    CHECK(status_of([&] { nvfp4::Weight(nf4, 16, 80); }) == NVFP4_INVALID_ARGUMENT);
+
+    CHECK(has(nvfp4::select_backend(NVFP4_FORMAT_NVFP4), "\"nvfp4-kernel\""));
+    options.backend_name = "nf4-kernel";
+    CHECK(status_of([&] { nvfp4::select_backend(NVFP4_FORMAT_NF4, options); }) == NVFP4_UNSUPPORTED);
+
+    const std::vector<nvfp4::NamedTensor> set{{"l.qdata", NVFP4_DTYPE_UINT8, q.codes.shape()},
+                                              {"l.scale", NVFP4_DTYPE_FLOAT8_E4M3FN, {16, 4}},
+                                              {"m.qdata", NVFP4_DTYPE_UINT8, {16, 32}}};
+    const NVFP4_SchemaResult found = nvfp4::detect_schema(set);
+    CHECK(found.format == NVFP4_FORMAT_NVFP4 && found.weights == 2 && found.problems == 1);
+    CHECK(nvfp4::detect_schema(set, "l").in_features == 64);
+    nvfp4::validate_schema(set, "l");
+    CHECK(status_of([&] { nvfp4::validate_schema(set); }) == NVFP4_INVALID_ARGUMENT);
+    CHECK(has(nvfp4::schema_report(set, "m"), "\"missing\":[\"m.scale\"]"));
+}
+
+void log()
+{
+    std::vector<std::string> lines;
+    {
+        const nvfp4::Log log(NVFP4_LOG_DEBUG, [&](std::int32_t level, std::string_view line) {
+            CHECK(level == NVFP4_LOG_DEBUG);
+            lines.emplace_back(line);
+            throw 1;
+        });
+        CHECK(status_of([] { nvfp4::set_threads(-5); }) == NVFP4_INVALID_ARGUMENT);
+        CHECK(lines.size() == 1 && has(lines[0], "threads is -5"));
+    }
+    CHECK(status_of([] { nvfp4::set_threads(-5); }) == NVFP4_INVALID_ARGUMENT && lines.size() == 1);
+    CHECK(status_of([] { nvfp4::Log(17, nullptr); }) == NVFP4_INVALID_ARGUMENT);
+}
+
 struct Own {
     int number;
 };
@@ -256,8 +316,13 @@ int main(int argc, char **argv)
     CHECK(nvfp4::version()[0] != '\0' && nvfp4::diagnose().front() == '{');
     tensors();
     formats();
+    weights();
+    log();
     sessions(argv[1], argv[2]);
+    nvfp4::reset_memory_peak();
+    CHECK(nvfp4::memory().peak == nvfp4::memory().current && nvfp4::memory_budget() == 0);
     nvfp4::set_memory_budget(1);
+    CHECK(nvfp4::memory_budget() == 1);
     CHECK(status_of([] { nvfp4::Tensor::zeros({1024}); }) == NVFP4_OVER_BUDGET);
     nvfp4::set_memory_budget(0);
     CHECK(nvfp4::memory(NVFP4_MEMORY_KV_CACHE).current == 0);

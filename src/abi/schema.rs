@@ -1,0 +1,235 @@
+//! Schemas: which 4-bit weights a set of named tensors holds, and what is wrong with them.
+//!
+//! Names, types and shapes tell, so hosts may keep the tensors themselves. Known are NVFP4 as TorchSharp hosts keep it
+//! (`.qdata` and `.scale`, with or without `.weight` before), of ModelOpt, compressed-tensors and torchao, and NF4 of
+//! TorchSharp hosts (`.weight`, `.absmax` and `.quant_map`) and of bitsandbytes (`.weight`, `.weight.absmax` and so on). One
+//! part is enough for a weight to be found; what it lacks is then a problem.
+
+use std::ffi::c_char;
+
+use serde_json::{Value, json};
+
+use super::arguments::{Growing, copy_text, results, sizes, slice, text};
+use super::guard::enter;
+use super::linear::{NVFP4_FORMAT_MIXED, NVFP4_FORMAT_NF4, NVFP4_FORMAT_NONE, NVFP4_FORMAT_NVFP4};
+use super::status::NVFP4_Status;
+use crate::base::Result;
+use crate::base::error::err;
+use crate::checkpoint::schema::{self, Format, Named, Schema, Weight};
+use crate::tensor::{DType, Shape};
+
+/// A tensor as its host describes it. Nothing is read but the description.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct NVFP4_NamedTensor {
+    /// Its name, in UTF-8.
+    pub name: *const c_char,
+    /// Bytes of `name`.
+    pub name_length: usize,
+    /// The type of its elements, as NVFP4_DTYPE_* number it. Tensors of other types may be in the set, but in no 4-bit weight.
+    pub dtype: i32,
+    /// Dimensions, at most 8.
+    pub rank: i32,
+    /// `rank` sizes, outermost first.
+    pub sizes: *const i64,
+}
+
+/// What a set of tensors holds, in short. NVFP4_schema_report() has all of it.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct NVFP4_SchemaResult {
+    /// sizeof(NVFP4_SchemaResult) as the caller knows it.
+    pub struct_size: u32,
+    /// One of NVFP4_FORMAT_*.
+    pub format: i32,
+    /// Tensors looked at: those under the prefix.
+    pub tensors: usize,
+    /// 4-bit weights among them.
+    pub weights: usize,
+    /// What NVFP4_schema_validate() would complain of; 0 if it would not.
+    pub problems: usize,
+    /// If there is exactly one weight, its output features, N; or 0 where the shapes do not tell.
+    pub out_features: i64,
+    /// If there is exactly one weight, its input features, K; or 0 where the shapes do not tell.
+    pub in_features: i64,
+    /// If there is exactly one weight, the values that share a scale; or 0 where the shapes do not tell.
+    pub block: i64,
+}
+
+// SAFETY: integers without padding, the first a u32 size.
+unsafe impl Growing for NVFP4_SchemaResult {
+    const NAME: &'static str = "NVFP4_SchemaResult";
+    fn defaults() -> Self {
+        NVFP4_SchemaResult {
+            struct_size: size_of::<Self>() as u32,
+            format: NVFP4_FORMAT_NONE,
+            tensors: 0,
+            weights: 0,
+            problems: 0,
+            out_features: 0,
+            in_features: 0,
+            block: 0,
+        }
+    }
+}
+
+/// # Safety
+/// The pointers must be as the header asks.
+unsafe fn detect(
+    tensors: *const NVFP4_NamedTensor,
+    count: usize,
+    prefix: *const c_char,
+    prefix_length: usize,
+) -> Result<Schema> {
+    // SAFETY: promised by the caller.
+    let (tensors, prefix) = unsafe {
+        (
+            slice("tensors", tensors, count)?,
+            text("prefix", prefix, prefix_length)?,
+        )
+    };
+    let named: Vec<_> = tensors
+        .iter()
+        .enumerate()
+        .map(|(i, tensor)| {
+            // SAFETY: as above.
+            let (name, sizes) = unsafe {
+                let name = text("name", tensor.name, tensor.name_length);
+                (name, sizes("sizes", tensor.sizes, tensor.rank))
+            };
+            let within = |e: crate::base::Error| e.within(format_args!("tensor {i}"));
+            Ok(Named {
+                name: name.map_err(within)?,
+                dtype: DType::from_code(tensor.dtype).ok(),
+                shape: sizes
+                    .and_then(|sizes| Shape::contiguous(&sizes))
+                    .map_err(within)?,
+            })
+        })
+        .collect::<Result<_>>()?;
+    schema::detect(&named, prefix)
+}
+
+fn summary(schema: &Schema) -> NVFP4_SchemaResult {
+    let only = |value: fn(&Weight) -> Option<usize>| match &*schema.weights {
+        [weight] => value(weight).map_or(0, |n| n as i64),
+        _ => 0,
+    };
+    NVFP4_SchemaResult {
+        format: match schema.format() {
+            Format::None => NVFP4_FORMAT_NONE,
+            Format::Nvfp4 => NVFP4_FORMAT_NVFP4,
+            Format::Nf4 => NVFP4_FORMAT_NF4,
+            Format::Mixed => NVFP4_FORMAT_MIXED,
+        },
+        tensors: schema.tensors,
+        weights: schema.weights.len(),
+        problems: schema.problems(),
+        out_features: only(|w| w.out_features),
+        in_features: only(|w| w.in_features),
+        block: only(|w| w.block),
+        ..NVFP4_SchemaResult::defaults()
+    }
+}
+
+fn report(schema: &Schema) -> Value {
+    let weights: Vec<_> = schema
+        .weights
+        .iter()
+        .map(|w| {
+            let keys: serde_json::Map<_, _> = (w.tensors.iter())
+                .map(|(role, key)| ((*role).to_owned(), key.clone().into()))
+                .collect();
+            json!({
+                "name": w.name,
+                "format": w.format.name().to_ascii_lowercase(),
+                "convention": w.convention,
+                "keys": keys,
+                "missing": w.missing,
+                "extra": w.extra,
+                "out_features": w.out_features,
+                "in_features": w.in_features,
+                "block": w.block,
+                "faults": w.faults,
+            })
+        })
+        .collect();
+    json!({
+        "format": schema.format().name(),
+        "tensors": schema.tensors,
+        "problems": schema.problems(),
+        "weights": weights,
+    })
+}
+
+/// Finds the 4-bit weights of a set of tensors.
+///
+/// - `tensors`, `count`: the set; no two of one name.
+/// - `prefix`: looks at the tensor of this name and at those whose names begin with it and a dot, such as one layer's; NULL
+///   and 0 for all.
+/// - `result`: its struct_size is set by the caller. A set without 4-bit weights has #NVFP4_FORMAT_NONE.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_schema_detect(
+    tensors: *const NVFP4_NamedTensor,
+    count: usize,
+    prefix: *const c_char,
+    prefix_length: usize,
+    result: *mut NVFP4_SchemaResult,
+) -> NVFP4_Status {
+    enter("NVFP4_schema_detect", || {
+        // SAFETY: the pointers are as the header asks.
+        let (result, schema) = unsafe {
+            (
+                results(result)?,
+                detect(tensors, count, prefix, prefix_length)?,
+            )
+        };
+        let result = result.ok_or_else(|| {
+            err!(
+                InvalidArgument,
+                "result is NULL; pass where the result goes"
+            )
+        })?;
+        result(summary(&schema));
+        Ok(())
+    })
+}
+
+/// Describes the 4-bit weights of a set of tensors, as JSON: "format" ("none", "nvfp4", "nf4" or "mixed"), "tensors" looked at,
+/// "problems", and "weights", each with its "name", "format", "convention", "keys" by what they are for, "missing" keys,
+/// "extra" keys of its module, "out_features", "in_features", "block" (null where the shapes do not tell) and "faults". The
+/// parameters are those of NVFP4_schema_detect(). Keys may be added in later versions.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_schema_report(
+    tensors: *const NVFP4_NamedTensor,
+    count: usize,
+    prefix: *const c_char,
+    prefix_length: usize,
+    buffer: *mut c_char,
+    capacity: usize,
+    length: *mut usize,
+) -> NVFP4_Status {
+    enter("NVFP4_schema_report", || {
+        // SAFETY: the pointers are as the header asks.
+        unsafe {
+            let schema = detect(tensors, count, prefix, prefix_length)?;
+            copy_text(&report(&schema).to_string(), buffer, capacity, length)
+        }
+    })
+}
+
+/// Checks the 4-bit weights of a set of tensors: no part is missing, and types and shapes fit together. All that is wrong is in
+/// the one message, the missing tensors first. #NVFP4_NOT_FOUND if there is no 4-bit weight, #NVFP4_INVALID_ARGUMENT if one is
+/// wrong. The parameters are those of NVFP4_schema_detect().
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_schema_validate(
+    tensors: *const NVFP4_NamedTensor,
+    count: usize,
+    prefix: *const c_char,
+    prefix_length: usize,
+) -> NVFP4_Status {
+    enter("NVFP4_schema_validate", || {
+        // SAFETY: the pointers are as the header asks.
+        unsafe { detect(tensors, count, prefix, prefix_length) }?.check()
+    })
+}

@@ -1,0 +1,152 @@
+#!/usr/bin/env bash
+# The library on AArch64, from a machine that is not: bash tests/aarch64/run.sh
+#
+# Cross-compiles without a warning and runs under qemu-user: the CPU kernels, NEON against the portable level bit for bit;
+# the golden values of number formats and models; the library's symbols, and C programs linked with it. Installs what is
+# missing (the target with rustup; gcc, its C library and qemu with apt-get, where that is allowed); what cannot be had is
+# SKIPPED, or fails if NVFP4_REQUIRE names aarch64. An AArch64 machine runs all tests itself and has nothing to do here.
+# The last line is "N passed, N failed, N skipped".
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+
+triple=aarch64-unknown-linux-gnu
+compiler=aarch64-linux-gnu-gcc
+emulator=(qemu-aarch64 -L /usr/aarch64-linux-gnu)
+model=tests/golden/model/qwen3_tied
+target=${CARGO_TARGET_DIR:-target}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+mkdir "$work/scratch"
+passed=0 failed=0 skipped=0
+
+# finish: the closing line, and the exit code it stands for.
+finish() {
+    echo "$passed passed, $failed failed, $skipped skipped"
+    [ "$failed" -eq 0 ]
+    exit
+}
+
+# check NAME COMMAND...: a test. The beginning of what the command prints is shown if it fails.
+check() {
+    local name=$1
+    shift
+    if "$@" >"$work/log" 2>&1; then
+        echo "ok      $name"
+        passed=$((passed + 1))
+    else
+        echo "FAILED  $name"
+        head -60 "$work/log" | sed 's/^/    /'
+        failed=$((failed + 1))
+    fi
+}
+
+# Prints the Debian packages of what is missing.
+missing_packages() {
+    command -v "$compiler" >/dev/null || echo gcc-aarch64-linux-gnu
+    [ -e /usr/aarch64-linux-gnu/lib/libc.so ] || echo libc6-dev-arm64-cross
+    command -v "${emulator[0]}" >/dev/null || echo qemu-user
+}
+
+has_target() { [ -d "$(rustc --print target-libdir --target $triple)" ]; }
+
+install() {
+    local packages root=()
+    mapfile -t packages < <(missing_packages)
+    if [ ${#packages[@]} -gt 0 ] && command -v apt-get >/dev/null; then
+        [ "$(id -u)" -eq 0 ] || root=(sudo -n)
+        export DEBIAN_FRONTEND=noninteractive
+        "${root[@]}" apt-get update -qq && "${root[@]}" apt-get install -y -qq --no-install-recommends "${packages[@]}" >/dev/null
+    fi
+    if ! has_target && command -v rustup >/dev/null; then
+        rustup --quiet target add $triple
+    fi
+}
+
+# Little optimisation: compiling costs more than the tests take, even emulated.
+cross() {
+    local command=$1
+    shift
+    cargo "$command" --locked --color never --target $triple --config 'profile.dev.package."*".opt-level=0' \
+        --config profile.dev.opt-level=1 --config profile.dev.debug=false "$@"
+}
+
+# Runs test files and counts their tests.
+rust_tests() {
+    local log=$work/rust code result ok=0 bad=0
+    cross test --no-fail-fast "$@" 2>&1 | tee "$log"
+    code=${PIPESTATUS[0]}
+    while read -r result; do
+        ok=$((ok + $(grep -oE '[0-9]+ passed' <<<"$result" | grep -oE '[0-9]+')))
+        bad=$((bad + $(grep -oE '[0-9]+ failed' <<<"$result" | grep -oE '[0-9]+')))
+    done < <(grep '^test result:' "$log")
+    # Not compiled, or killed.
+    [ "$code" -ne 0 ] && [ "$bad" -eq 0 ] && bad=1
+    [ "$ok" -eq 0 ] && [ "$bad" -eq 0 ] && bad=1
+    passed=$((passed + ok)) failed=$((failed + bad))
+}
+
+neon_is_chosen() {
+    local said
+    said=$("${emulator[@]}" "$build/nvfp4" diagnose) && echo "$said" && grep -q 'kernels neon' <<<"$said"
+}
+
+# The library exports what the header declares and nothing else, and stays loaded once loaded.
+symbols() {
+    local dynamic
+    aarch64-linux-gnu-nm -D --defined-only "$build/libNVFP4.so" | awk '{ print $NF }' | sort -u >"$work/exported" || return 1
+    diff --label "exported by libNVFP4.so" --label "declared in nvfp4.h" -u "$work/exported" "$work/declared" || return 1
+    dynamic=$(aarch64-linux-gnu-readelf -dW "$build/libNVFP4.so") || return 1
+    grep -q 'SONAME.*\[libNVFP4\.so\]' <<<"$dynamic" || { echo "no soname libNVFP4.so"; return 1; }
+    grep -q 'FLAGS_1.*NODELETE' <<<"$dynamic" || { echo "not linked with -z nodelete"; return 1; }
+}
+
+# program SOURCE ARGUMENT...: compiles a C program and runs it.
+program() {
+    local source=$1
+    shift
+    $compiler -std=c11 -Wall -Wextra -Werror -Iinclude "$source" -o "$work/program" \
+        -L"$build" -lNVFP4 "-Wl,-rpath,$build" -lm -pthread && "${emulator[@]}" "$work/program" "$@"
+}
+
+if [ "$(uname -m)" = aarch64 ]; then
+    echo "This machine is AArch64: the other tests are those of its kernels."
+    finish
+fi
+install
+mapfile -t lacking < <(missing_packages; has_target || echo "rustc's $triple")
+if [ ${#lacking[@]} -gt 0 ]; then
+    needs="running AArch64 code needs ${lacking[*]}"
+    if [[ ",${NVFP4_REQUIRE:-}," == *,aarch64,* ]]; then
+        echo "NVFP4_REQUIRE names aarch64, and $needs"
+        failed=1
+    else
+        echo "SKIPPED: $needs"
+        skipped=1
+    fi
+    finish
+fi
+
+export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=$compiler
+export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="${emulator[*]}"
+export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUSTFLAGS=-Dwarnings
+export NVFP4_REQUIRE=neon
+unset NVFP4_CPU RUSTFLAGS
+
+rust_tests --test cpu --test format_golden --test model
+# Nothing is left to compile: this puts libNVFP4.so beside the command.
+if cross build --lib; then
+    build=$(cd "$target/$triple/debug" && pwd)
+    $compiler -E -P -Iinclude -xc - <<<"#include <nvfp4.h>" | grep -oE '\bNVFP4_[A-Za-z0-9_]+[[:space:]]*\(' | tr -d '( \t' |
+        sort -u >"$work/declared"
+    check "nvfp4 diagnose chooses NEON" neon_is_chosen
+    check "symbols" symbols
+    check "layout" program tests/c/layout.c
+    check "tensors" program tests/c/tensors.c
+    check "drop_in" program tests/c/drop_in.c
+    check "errors" program tests/c/errors.c "$work/declared" "$model"
+    check "sessions" program tests/c/sessions.c "$model" "$work/scratch"
+    check "dlopen" program examples/c/dlopen.c "$build/libNVFP4.so"
+else
+    failed=$((failed + 1))
+fi
+finish
