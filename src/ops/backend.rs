@@ -132,7 +132,7 @@ pub struct Choice {
 /// What `device` has, best first.
 pub const fn present(device: &Device) -> &'static [Backend] {
     match device {
-        Device::Cpu(_) => &[Backend::Nvfp4Kernel, Backend::DequantMatmul],
+        Device::Cpu(_) | Device::Cuda(_) => &[Backend::Nvfp4Kernel, Backend::DequantMatmul],
     }
 }
 
