@@ -172,6 +172,7 @@ fn chain(gpu: &Arc<Gpu>) {
         eps: 1e-6,
         scale: 0.088,
     };
+    let head = matrix(gpu, SHAPES[4].rows[0], SHAPES[4].k, 9999);
     for batch in [1, 8] {
         let pages: Vec<DeviceBuffer> = (0..2 * batch).map(|_| DeviceBuffer::zeroed(gpu, Tag::DeviceKvCache, LAYERS * h.page_bytes()).unwrap()).collect();
         let addresses: Vec<u64> = pages.iter().map(DeviceBuffer::address).collect();
@@ -209,6 +210,27 @@ fn chain(gpu: &Arc<Gpu>) {
         };
         let whole = measure([true; 5]);
         println!("layer at batch {batch}: {whole:.2} us");
+        let vocabulary = head.rows();
+        let logits = floats(gpu, batch * vocabulary, 8);
+        let tokens = DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, 4 * batch).unwrap();
+        let best = cuda::Best::new(gpu, batch).unwrap();
+        let token = || -> NVFP4::base::Result<()> {
+            cuda::embed(gpu, &head, &tokens, batch, &x)?;
+            enqueue([true; 5])?;
+            cuda::linear(gpu, Input::Normed(&x, &hidden_norm, 1e-6), batch, &[(&head, None)], Output::F32, &logits, vocabulary, &scratch)?;
+            cuda::argmax(gpu, &logits, batch, vocabulary, &best, &tokens, None)
+        };
+        token().unwrap();
+        let graph = Graph::record(gpu, token).unwrap();
+        println!("token at batch {batch}: {:.1} us", time(gpu, &graph) * 1e6);
+        gpu.synchronize().unwrap();
+        let start = Instant::now();
+        for _ in 0..50 {
+            graph.launch().unwrap();
+        }
+        let launched = start.elapsed().as_secs_f64();
+        gpu.synchronize().unwrap();
+        println!("  50 in a row: {:.1} us each, {:.1} us to launch", start.elapsed().as_secs_f64() / 50.0 * 1e6, launched / 50.0 * 1e6);
         for (i, name) in ["qkv", "attention", "o", "gate_up", "down"].into_iter().enumerate() {
             let (mut without, mut only) = ([true; 5], [false; 5]);
             (without[i], only[i]) = (false, true);
