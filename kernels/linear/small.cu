@@ -168,71 +168,62 @@ __device__ __forceinline__ void run(const Arguments& a) {
         return a.matrix[index];
     };
 
-    // Loads run ahead of the products, across tiles.
+    // Loads run ahead of the products, across tiles; a stage is filled again as soon as its codes are in registers.
     int load_tile = first, load_left = 0, load_k = 0;
-    u32 load_to = shared_address(ring), ring_end = load_to + STAGES * STAGE_BYTES;
-    const u8 *low = nullptr, *high = nullptr, *scales = nullptr;
-    int units = my_tiles * my_steps;
-    auto load = [&]() {
-        if (units > 0) {
-            units--;
-            if (load_left == 0) {
-                int row;
-                const Matrix& w = locate(load_tile, row);
-                const Matrix& other = TILE == PAIR ? a.matrix[1] : w;
-                // Features past the end repeat the last; their sums are dropped.
-                int row_low = min(row + g, w.rows - 1), row_high = TILE == ROWS ? min(row + g + 8, w.rows - 1) : row_low;
-                load_k = part * STEP + t * PIECE;
-                low = w.codes + (size_t)row_low * (a.k / 2) + load_k / 2;
-                high = other.codes + (size_t)row_high * (a.k / 2) + (load_k + (TILE == SPLIT ? RUN : 0)) / 2;
-                // Lanes 0 and 1 of a row bring its scales, of the low and of the high piece.
-                scales = t == 0 ? w.scales + (size_t)row_low * (a.k / BLOCK) : other.scales + (size_t)row_high * (a.k / BLOCK);
-                scales += (part * STEP + (TILE == SPLIT && t == 1 ? RUN : 0)) / BLOCK;
-                if (!WHOLE) scales = w.scales + (size_t)row_low * (a.k / BLOCK) + load_k / BLOCK;
-                load_left = my_steps;
-                load_tile += stride;
-            }
+    const u8 *low = nullptr, *high = nullptr, *scales = nullptr, *other_scales = nullptr;
+    auto aim = [&]() {
+        if (load_tile >= tiles) return;
+        int row;
+        const Matrix& w = locate(load_tile, row);
+        const Matrix& other = TILE == PAIR ? a.matrix[1] : w;
+        // Features past the end repeat the last; their sums are dropped.
+        int row_low = min(row + g, w.rows - 1), row_high = TILE == ROWS ? min(row + g + 8, w.rows - 1) : row_low;
+        int k = part * STEP, k_high = k + (TILE == SPLIT ? RUN : 0);
+        load_k = k + t * PIECE;
+        low = w.codes + (size_t)row_low * (a.k / 2) + load_k / 2;
+        high = other.codes + (size_t)row_high * (a.k / 2) + (k_high + t * PIECE) / 2;
+        scales = w.scales + (size_t)row_low * (a.k / BLOCK) + k / BLOCK;
+        other_scales = other.scales + (size_t)row_high * (a.k / BLOCK) + k_high / BLOCK;
+        // Lanes 0 and 1 of a row bring its scales, of the low and of the high piece.
+        if (WHOLE && t == 1) scales = other_scales;
+        load_left = my_steps;
+        load_tile += stride;
+    };
+    auto load = [&](char* stage) {
+        if (load_left > 0) {
+            u32 to = shared_address(stage);
             if (WHOLE) {
-                copy_async_16(load_to + lane * 16, low, 16);
-                copy_async_16(load_to + WARP * 16 + lane * 16, high, 16);
-                if (t < 2) copy_async_8(load_to + CODE_BYTES + t * 64 + g * 8, scales, 8);
+                copy_async_16(to + lane * 16, low, 16);
+                copy_async_16(to + WARP * 16 + lane * 16, high, 16);
+                if (t < 2) copy_async_8(to + CODE_BYTES + t * 64 + g * 8, scales, 8);
             } else {
                 // Pieces may end early and begin at any eighth byte; scales come one at a time.
                 static_assert(WHOLE || TILE != SPLIT, "halves of K that are not whole");
                 int left = min(max(a.k - load_k, 0), PIECE) / 2;
-                const u8* high_scales = scales;
-                {
-                    int row;
-                    const Matrix& w = locate(load_tile - stride, row);
-                    const Matrix& other = TILE == PAIR ? a.matrix[1] : w;
-                    int row_high = TILE == ROWS ? min(row + g + 8, w.rows - 1) : min(row + g, w.rows - 1);
-                    high_scales = other.scales + (size_t)row_high * (a.k / BLOCK) + load_k / BLOCK;
-                }
-                char* to = ring + (load_to - shared_address(ring));
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
                     const u8* codes = h ? high : low;
-                    const u8* s = h ? high_scales : scales;
-                    copy_async_8(load_to + h * (WARP * 16) + lane * 16, codes - (left > 0 ? 0 : load_k / 2), min(left, 8));
-                    copy_async_8(load_to + h * (WARP * 16) + lane * 16 + 8, codes - (left > 8 ? -8 : load_k / 2), max(left - 8, 0));
+                    const u8* s = (h ? other_scales : scales) + t * (PIECE / BLOCK);
+                    copy_async_8(to + h * (WARP * 16) + lane * 16, codes - (left > 0 ? 0 : load_k / 2), min(left, 8));
+                    copy_async_8(to + h * (WARP * 16) + lane * 16 + 8, codes - (left > 8 ? -8 : load_k / 2), max(left - 8, 0));
                     u16 pair = left > 0 ? s[0] : 0;
                     if (left > 8) pair |= (u16)s[1] << 8;
-                    *(u16*)(to + CODE_BYTES + h * 64 + g * 8 + t * 2) = pair;
+                    *(u16*)(stage + CODE_BYTES + h * 64 + g * 8 + t * 2) = pair;
                 }
+                load_k += split * STEP;
+                other_scales += split * STEP / BLOCK;
             }
-            load_left--;
-            load_k += split * STEP;
-            low += split * STEP / 2;
-            high += split * STEP / 2;
-            scales += split * STEP / BLOCK;
-            load_to += STAGE_BYTES;
-            if (load_to == ring_end) load_to = shared_address(ring);
+            low += split * (STEP / 2);
+            high += split * (STEP / 2);
+            scales += split * (STEP / BLOCK);
+            if (--load_left == 0) aim();
         }
         copy_async_commit();
     };
 
-#pragma unroll
-    for (int i = 0; i < STAGES - 1; i++) load();
+    if (my_steps > 0) aim();
+#pragma unroll 1
+    for (int i = 0; i < STAGES; i++) load(ring + i * STAGE_BYTES);
     wait_for_earlier_kernels();
     let_later_kernels_start();
     load_activations<INPUT>(a, xs, row_bytes, sums);
@@ -248,19 +239,21 @@ __device__ __forceinline__ void run(const Arguments& a) {
         turn[c] = (t ^ (m & 1)) * 16;
     }
 
-    const char* stage = ring;
-    const char* stages_end = ring + STAGES * STAGE_BYTES;
+    char* stage = ring;
+    char* stages_end = ring + STAGES * STAGE_BYTES;
     int buffer = 0;
     for (int n = 0; n < my_tiles; n++) {
         float c[COLUMNS][2][4] = {};
         int x_step = 0;
+#pragma unroll 1
         for (int i = 0; i < my_steps; i++) {
-            load();
             copy_async_wait<STAGES - 1>();
             __syncwarp();
             uint4 codes_low = *(const uint4*)(stage + lane * 16), codes_high = *(const uint4*)(stage + WARP * 16 + lane * 16);
             u32 scale_low = scale_pair(*(const u16*)(stage + CODE_BYTES + g * 8 + t * 2));
             u32 scale_high = scale_pair(*(const u16*)(stage + CODE_BYTES + 64 + g * 8 + t * 2));
+            __syncwarp();
+            load(stage);
             stage += STAGE_BYTES;
             if (stage == stages_end) stage = ring;
             u32 words_low[4] = {codes_low.x, codes_low.y, codes_low.z, codes_low.w};
@@ -284,8 +277,6 @@ __device__ __forceinline__ void run(const Arguments& a) {
                 }
             }
             x_step += split * (STEP * 2);
-            // The stage is loaded anew by this warp's next turn.
-            __syncwarp();
         }
         // [part][column][16 rows of the tile][8 rows of activations]
         float* mine = partial + buffer * partial_size + group * (split * COLUMNS * SUMS);

@@ -504,7 +504,9 @@ pub fn small(
         let launch = Launch {
             grid: [plan.blocks as u32, 1, 1],
             block: [32, plan.split as u32, plan.groups as u32],
-            shared: Plan { rows, ..plan }.shared(k) as u32,
+            // More than half of a multiprocessor's, so that it holds one block: blocks of the next kernel start early where
+            // one has ended, and two of them on one multiprocessor would leave another idle.
+            shared: Plan { rows, ..plan }.shared(k).max(gpu.shared_limit() / 2 + 2048) as u32,
         };
         // SAFETY: the struct is the kernel's; sizes were checked, and buffers outlive work on their stream.
         unsafe { launch.run(gpu, Unit::LinearSmall, &format!("linear_{prefix}{kind}_{tail}"), &arguments)? };
