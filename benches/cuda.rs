@@ -106,10 +106,10 @@ fn products(gpu: &Arc<Gpu>, bandwidth: f64, all_plans: bool, only: &[String]) {
             let mut plans = vec![chosen];
             if all_plans {
                 for split in [1, 2, 4, 8] {
-                    for groups in 1..=24 / split {
-                        for waves in 1..=4 {
+                    for groups in 1..=16 / split {
+                        for waves in 1..=1 {
                             let warps = split * groups * waves;
-                            if (8..=32).contains(&warps) {
+                            if (6..=16).contains(&warps) {
                                 plans.push(Plan { split, groups, blocks: gpu.multiprocessors() * waves, ..chosen });
                             }
                         }

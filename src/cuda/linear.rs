@@ -243,19 +243,18 @@ struct SmallArguments {
     out_scale: f32,
 }
 
-/// Elements of K that a warp takes at a time, for one set of output features.
-const RUN: usize = 128;
-/// What a warp keeps in shared memory: stages of codes and scales of sixteen rows.
-const STAGES: usize = 6;
-const STAGE_BYTES: usize = 16 * RUN / 2 + 16 * RUN / BLOCK;
+/// Elements of K that a warp of the fused kernel takes at a time.
+const STEP: usize = 256;
+/// What a warp keeps in shared memory: codes and scales of 48 rows.
+const WARP_BYTES: usize = 48 * (STEP / 2 + STEP / BLOCK);
 /// Sums of a warp's tile, for eight rows of activations.
 const SUMS: usize = 16 * 8;
 /// Warps with tiles of their own, or shares of one, that keep a multiprocessor busy.
 const BUSY: usize = 9;
 /// Warps of the fused kernel that take half of a multiprocessor's registers.
-const HALF_THE_REGISTERS: usize = 12;
+const HALF_THE_REGISTERS: usize = 16;
 /// Warps that the fused kernel was compiled for.
-const MOST_WARPS: usize = 24;
+const MOST_WARPS: usize = 16;
 
 /// What the sixteen rows of a tile of the fused kernel are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -273,7 +272,7 @@ impl Tile {
     fn of(output: Output, m: usize, k: usize) -> Tile {
         match output {
             Output::Swiglu => Tile::Pair,
-            _ if m <= 4 && k.is_multiple_of(2 * RUN) => Tile::Split,
+            _ if m <= 4 && k.is_multiple_of(STEP) => Tile::Split,
             _ => Tile::Rows,
         }
     }
@@ -283,14 +282,6 @@ impl Tile {
         match self {
             Tile::Rows => 16,
             Tile::Pair | Tile::Split => 8,
-        }
-    }
-
-    /// Elements of K that a warp takes at a time.
-    const fn step(self) -> usize {
-        match self {
-            Tile::Rows | Tile::Pair => RUN,
-            Tile::Split => 2 * RUN,
         }
     }
 }
@@ -323,7 +314,7 @@ impl Plan {
             Tile::Pair => features[0].div_ceil(tile.features()),
             _ => features.iter().map(|n| n.div_ceil(tile.features())).sum(),
         };
-        let steps = k.div_ceil(tile.step());
+        let steps = k.div_ceil(STEP);
         let mut split = 1;
         while split < 8 && tiles * split < BUSY * multiprocessors && 2 * split <= steps {
             split *= 2;
@@ -353,10 +344,10 @@ impl Plan {
     /// Shared memory of a block.
     fn shared(&self, k: usize) -> usize {
         let warps = self.split * self.groups;
-        let x = self.rows * k.next_multiple_of(self.tile.step()) * 2;
+        let x = self.rows * k.next_multiple_of(STEP) * 2;
         // Where K is ragged, one kernel serves all numbers of rows.
-        let columns = if k.is_multiple_of(RUN) { self.rows.div_ceil(8) } else { SMALL / 8 };
-        warps * STAGES * STAGE_BYTES + x + 2 * warps * columns * SUMS * 4 + warps * 4
+        let columns = if k.is_multiple_of(STEP) { self.rows.div_ceil(8) } else { SMALL / 8 };
+        warps * WARP_BYTES + x + 2 * warps * columns * SUMS * 4 + warps * 4
     }
 }
 
@@ -483,7 +474,7 @@ pub fn small(
     };
     for first in (0..m).step_by(plan.rows) {
         let rows = plan.rows.min(m - first);
-        let tail = match (plan.tile, k.is_multiple_of(RUN), rows > 8) {
+        let tail = match (plan.tile, k.is_multiple_of(STEP), rows > 8) {
             (Tile::Split, ..) => "4",
             (_, false, _) => "ragged",
             (_, true, false) => "8",
