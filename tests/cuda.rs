@@ -3,14 +3,16 @@
 
 mod common;
 
+use std::ops::ControlFlow;
 use std::sync::Arc;
 
-use NVFP4::base::env;
-use NVFP4::base::memory::Tag;
+use NVFP4::base::memory::{self, Tag};
+use NVFP4::base::{ErrorKind, env};
 use NVFP4::cuda::{self, Biased, DeviceBuffer, Gpu, Heads, Input, LinearScratch, Matrix, Output, PAGE, PageTable, Rows, Storage};
 use NVFP4::format::nvfp4::{self, BLOCK, Nvfp4, QuantizeOptions};
 use NVFP4::format::random;
 use NVFP4::model::{Device, KvCache, KvType, LoadOptions, Logits, Model, Scratch};
+use NVFP4::session::{self, GenerateOptions, Session, SessionOptions};
 use common::{golden, options, some_tokens};
 use half::{bf16, f16};
 
@@ -491,4 +493,150 @@ fn memory_comes_back() {
     gpu.empty_cache().unwrap();
     let (after, _) = gpu.memory().unwrap();
     assert!(before.saturating_sub(after) < 4 << 20, "{} bytes of device memory were lost", before - after);
+}
+
+/// A model's greedy answers to the prompts of the SmolLM2 test.
+fn greedy(model: &Arc<Model>, prompts: &[String]) -> Vec<(Vec<u32>, Vec<u32>)> {
+    let options = GenerateOptions { max_tokens: 64, ignore_model_stops: true, ..GenerateOptions::default() };
+    prompts
+        .iter()
+        .map(|prompt| {
+            let prompt = model.tokenizer().unwrap().encode(prompt, true).unwrap();
+            let mut session = Session::new(model.clone(), &SessionOptions::default()).unwrap();
+            session.prefill(&prompt).unwrap();
+            let answer = session.generate(&options, &mut |_| ControlFlow::Continue(())).unwrap();
+            (prompt, answer.tokens)
+        })
+        .collect()
+}
+
+/// How far the two likeliest tokens are apart where two answers part, or nothing if they do not.
+fn parting(model: &Arc<Model>, prompt: &[u32], one: &[u32], other: &[u32]) -> Option<f32> {
+    let at = one.iter().zip(other).position(|(a, b)| a != b)?;
+    let mut session = Session::new(model.clone(), &SessionOptions::default()).unwrap();
+    session.prefill(&[prompt, &one[..at]].concat()).unwrap();
+    let logits = session.logits().unwrap();
+    Some((logits[one[at] as usize] - logits[other[at] as usize]).abs())
+}
+
+#[test]
+fn greedy_tokens_of_a_named_model_agree_or_part_at_a_tie() {
+    let Some(gpu) = gpu() else { return };
+    let Ok(path) = std::env::var("NVFP4_TEST_CHAT_MODEL") else {
+        println!("SKIPPED NVFP4_TEST_CHAT_MODEL names no model");
+        return;
+    };
+    let prompts: Vec<String> = serde_json::from_str(include_str!("smollm2/prompts.json")).unwrap();
+    // As stored and, if that is dense, as NVFP4.
+    for quantize in [Some(QuantizeOptions::default()), None] {
+        let load = |device| {
+            let options = LoadOptions { device, quantize: quantize.clone(), ..options() };
+            Model::load(path.as_ref(), &options).unwrap()
+        };
+        let (cpu, model) = (load(Device::cpu(None).unwrap()), load(Device::Cuda(gpu.clone())));
+        let (want, got, again) = (greedy(&cpu, &prompts), greedy(&model, &prompts), greedy(&model, &prompts));
+        assert!(got == again, "two runs on the GPU differ");
+        let mut parted = 0;
+        for ((prompt, want), (_, got)) in want.iter().zip(&got) {
+            if let Some(gap) = parting(&cpu, prompt, want, got) {
+                println!("an answer parts where the two logits are {gap:.1e} apart");
+                assert!(gap <= 1e-2, "answers part at no tie: {gap}");
+                parted += 1;
+            }
+        }
+        println!("{} of {} answers of 64 tokens agree", want.len() - parted, want.len());
+    }
+}
+
+#[test]
+fn a_step_ahead_changes_nothing() {
+    let Some(gpu) = gpu() else { return };
+    let device = Device::Cuda(gpu);
+    let model = Model::load(&golden("qwen3_tied"), &LoadOptions { device, ..options() }).unwrap();
+    let prompt = some_tokens(&model, 30);
+    let session = || {
+        let mut session = Session::new(model.clone(), &SessionOptions { context: 200, ..SessionOptions::default() }).unwrap();
+        session.prefill(&prompt).unwrap();
+        session
+    };
+    // The tokens by logits on the host, one after the other.
+    let mut one = session();
+    let mut want = Vec::new();
+    for _ in 0..120 {
+        let logits = one.logits().unwrap();
+        let best = (0..logits.len()).reduce(|b, i| if logits[i] > logits[b] { i } else { b }).unwrap() as u32;
+        want.push(best);
+        one.decode(best).unwrap();
+    }
+    let options = |max_tokens| GenerateOptions { max_tokens, ignore_model_stops: true, ..GenerateOptions::default() };
+    let mut whole = session();
+    assert_eq!(whole.generate(&options(120), &mut |_| ControlFlow::Continue(())).unwrap().tokens, want);
+
+    // In pieces, with forks, cuts and other sessions between them: the device has often gone on in vain.
+    let (mut s, mut other) = (session(), session());
+    let mut got = Vec::new();
+    while got.len() < 120 {
+        let n = 1 + got.len() % 17;
+        got.extend(s.generate(&options(n.min(120 - got.len())), &mut |_| ControlFlow::Continue(())).unwrap().tokens);
+        let mut fork = s.fork().unwrap();
+        fork.decode(want[0]).unwrap();
+        other.generate(&options(3), &mut |_| ControlFlow::Continue(())).unwrap();
+        if got.len() % 3 == 0 {
+            let len = s.len() - 1;
+            s.truncate(len).unwrap();
+            s.decode(*got.last().unwrap()).unwrap();
+        }
+        let mut broken = 0;
+        fork.generate(&options(9), &mut |_| {
+            broken += 1;
+            if broken == 4 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        })
+        .unwrap();
+    }
+    assert_eq!(got, want);
+
+    // Several together get what each would get alone.
+    let mut sessions = [session(), session(), session()];
+    let mut next: Vec<u32> = sessions.iter_mut().map(|s| s.likeliest().unwrap()).collect();
+    for &token in &want[1..100] {
+        let mut all: Vec<&mut Session> = sessions.iter_mut().collect();
+        next = session::step_likeliest(&mut all, &next, true).unwrap();
+        assert_eq!(next, [token; 3]);
+    }
+}
+
+#[test]
+fn sessions_are_saved_on_one_device_and_restored_on_the_other() {
+    let Some(gpu) = gpu() else { return };
+    let load = |device| Model::load(&golden("qwen3_tied"), &LoadOptions { device, ..options() }).unwrap();
+    let (cpu, model) = (load(Device::cpu(Some(1)).unwrap()), load(Device::Cuda(gpu)));
+    let tokens = some_tokens(&cpu, 90);
+    let path = std::env::temp_dir().join(format!("nvfp4-cuda-{}.session", std::process::id()));
+    for (from, to) in [(&model, &cpu), (&cpu, &model), (&model, &model)] {
+        let mut session = Session::new(from.clone(), &SessionOptions { context: 128, ..SessionOptions::default() }).unwrap();
+        session.prefill(&tokens).unwrap();
+        session.save(&path).unwrap();
+        let mut restored = Session::restore(to.clone(), &path).unwrap();
+        session.decode(3).unwrap();
+        restored.decode(3).unwrap();
+        let want: Vec<f64> = session.logits().unwrap().iter().map(|&v| v.into()).collect();
+        assert_close(restored.logits().unwrap(), &want, 5e-3, "a restored session");
+    }
+    std::fs::remove_file(&path).unwrap();
+}
+
+#[test]
+fn running_out_of_device_memory_leaves_the_session_usable() {
+    let Some(gpu) = gpu() else { return };
+    let model = Model::load(&golden("qwen3_tied"), &LoadOptions { device: Device::Cuda(gpu), ..options() }).unwrap();
+    let mut session = Session::new(model.clone(), &SessionOptions { context: 256, ..SessionOptions::default() }).unwrap();
+    session.prefill(&some_tokens(&model, 60)).unwrap();
+    let want = session.logits().unwrap().to_vec();
+    memory::set_budget(Some(memory::total().current));
+    let error = session.prefill(&some_tokens(&model, 100)).unwrap_err();
+    memory::set_budget(None);
+    assert_eq!(error.kind(), ErrorKind::OverBudget, "{error}");
+    assert_eq!(session.len(), 60);
+    assert_eq!(session.logits().unwrap(), want);
+    session.prefill(&some_tokens(&model, 100)).unwrap();
 }
