@@ -64,8 +64,8 @@ pub fn target((major, minor): (i32, i32)) -> String {
     format!("sm_{major}{minor}{special}")
 }
 
-/// Loads NVRTC once; an error says what to do.
-fn compiler() -> Result<(i32, i32)> {
+/// Loads NVRTC once; its version, major and minor. An error says what to do.
+pub fn compiler() -> Result<(i32, i32)> {
     static STATE: Mutex<Option<Result<(i32, i32)>>> = Mutex::new(None);
     let mut state = STATE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     state

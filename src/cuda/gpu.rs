@@ -71,9 +71,9 @@ pub fn count() -> Result<usize> {
     Ok(usize::try_from(count).unwrap_or(0))
 }
 
-/// Loads and starts the driver once.
-fn driver() -> Result<()> {
-    static STATE: OnceLock<Result<()>> = OnceLock::new();
+/// Loads and starts the driver once; what it speaks, as 13000 for CUDA 13.0.
+pub(super) fn driver() -> Result<i32> {
+    static STATE: OnceLock<Result<i32>> = OnceLock::new();
     STATE
         .get_or_init(|| {
             // SAFETY: looking for a library runs its initialisers, which the driver's allow at any time.
@@ -99,9 +99,18 @@ fn driver() -> Result<()> {
                     OLDEST_DRIVER / 1000
                 );
             }
-            Ok(())
+            Ok(version)
         })
         .clone()
+}
+
+/// The devices that are open, or were.
+static OPEN: Mutex<Vec<(usize, Weak<Gpu>)>> = Mutex::new(Vec::new());
+
+/// The devices that are open: something uses each.
+pub fn open_gpus() -> Vec<Arc<Gpu>> {
+    let open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+    open.iter().filter_map(|(_, gpu)| gpu.upgrade()).collect()
 }
 
 /// One CUDA device, opened. Shared by everything that uses it; work of all of it goes to one stream in order.
@@ -130,7 +139,6 @@ unsafe impl Sync for Gpu {}
 impl Gpu {
     /// The device numbered `ordinal`. Opened once however often it is asked for.
     pub fn open(ordinal: usize) -> Result<Arc<Gpu>> {
-        static OPEN: Mutex<Vec<(usize, Weak<Gpu>)>> = Mutex::new(Vec::new());
         let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
         let known = open.iter().find(|(o, _)| *o == ordinal);
         if let Some(gpu) = known.and_then(|(_, gpu)| gpu.upgrade()) {
@@ -176,9 +184,7 @@ impl Gpu {
         let multiprocessors = attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize;
         let shared_limit = attribute(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize;
         let managed = attribute(CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS)? != 0;
-        let mut driver_version = 0;
-        // SAFETY: writes the one integer it is given.
-        check(unsafe { sys::cuDriverGetVersion(&mut driver_version) }.result(), "asking the CUDA driver's version")?;
+        let driver_version = driver()?;
         // SAFETY: retained once here and released once in `drop`.
         let context = check(unsafe { result::primary_ctx::retain(device) }, "retaining the device's context")?;
         let ready = Gpu::stream_and_pool(ordinal, context);

@@ -568,6 +568,8 @@ fn dense(
 
 /// Bytes that the library for large products may use beside its operands.
 const WORKSPACE: usize = 32 << 20;
+/// Bytes of a weight's f16 copy, of as many rows as that is, in a product by itself.
+const COPY: usize = 64 << 20;
 
 /// Memory for large products: an f16 copy of one weight, or of some of its rows, and the library's workspace.
 #[derive(Debug)]
@@ -594,6 +596,20 @@ impl LinearScratch {
         })
     }
 
+    /// Room for a product of `m` rows with `w` alone.
+    pub fn for_product(gpu: &Arc<Gpu>, w: &Matrix, m: usize) -> Result<LinearScratch> {
+        let row = 2 * w.cols;
+        let bytes = match w.storage {
+            Storage::F32 => 0,
+            // Activations of the weight's type.
+            Storage::F16 | Storage::BF16 if m > SMALL => product("activations", &[m, row])?,
+            Storage::F16 | Storage::BF16 => 0,
+            Storage::Nvfp4 if gpu.blas().is_none() || is_fused(gpu, m, &[(w, None)], Output::F32) => 0,
+            Storage::Nvfp4 => row * w.rows.min((COPY / row).max(1)),
+        };
+        Self::new(gpu, bytes)
+    }
+
     /// Bytes held.
     pub fn bytes(&self) -> usize {
         self.copy.bytes() + self.workspace.bytes()
@@ -602,7 +618,7 @@ impl LinearScratch {
     fn product(&self, gpu: &Arc<Gpu>, w: &Matrix, x: &DeviceBuffer, factor: f32, m: usize, output: Output, out: u64, stride: usize) -> Result<()> {
         let Some(blas) = gpu.blas().filter(|_| self.workspace.bytes() > 0) else {
             if w.storage == Storage::Nvfp4 {
-                bail!(Internal, "a weight with K = {} fits no kernel of this device", w.cols);
+                bail!(Unsupported, "a weight with K = {} fits no kernel of this device, and there is no cuBLASLt", w.cols);
             }
             return dense(gpu, w, None, x, factor, m, output, out, stride);
         };
