@@ -235,7 +235,7 @@ fn attention(gpu: &Arc<Gpu>) {
     };
     for (batch, length) in [(1, 128), (1, 512), (1, 1024), (1, 4096), (1, 32768), (8, 128), (8, 4096), (64, 128), (64, 4096)] {
         let layers = (ROTATION / (batch * length * kv_heads * dim * 4)).clamp(1, 36);
-        let count = (length as usize).div_ceil(PAGE) + 1;
+        let count = length.div_ceil(PAGE) + 1;
         let pages: Vec<DeviceBuffer> = (0..batch * count)
             .map(|_| DeviceBuffer::zeroed(gpu, Tag::DeviceKvCache, layers * h.page_bytes()).unwrap())
             .collect();

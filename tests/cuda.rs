@@ -10,7 +10,10 @@ use NVFP4::base::memory::Tag;
 use NVFP4::cuda::{self, Biased, DeviceBuffer, Gpu, Heads, Input, LinearScratch, Matrix, Output, PAGE, PageTable, Rows, Storage};
 use NVFP4::format::nvfp4::{self, BLOCK, Nvfp4, QuantizeOptions};
 use NVFP4::format::random;
-use NVFP4::model::{Device, KvCache, KvType, LoadOptions, Logits, Model, Scratch};
+use NVFP4::cpu::Kind;
+use NVFP4::model::{Activations, Device, KvCache, KvType, LoadOptions, Logits, Model, Scratch};
+use NVFP4::ops::Workspace;
+use NVFP4::ops::linear::{DenseType, Linear, linear};
 use common::{golden, options, some_tokens};
 use half::{bf16, f16};
 
@@ -222,6 +225,63 @@ fn products_of_many_rows_agree_with_f64() {
         let out = poisoned(&gpu, m * n * 4);
         cuda::linear(&gpu, Input::Plain(&device_x, 1.0), m, &[(&w.device, Some(&w.device_bias))], Output::F32, &out, n, &scratch).unwrap();
         assert_close(&read_f32(&out, m * n), &want, EXACT, "many rows");
+    }
+}
+
+/// Host memory in and out, in parts, with rows of any magnitude.
+#[test]
+fn products_of_host_memory_agree_with_f64() {
+    let Some(gpu) = gpu() else { return };
+    let device = Device::Cuda(gpu.clone());
+    let mut workspace = Workspace::new();
+    for (i, &(m, n, k)) in [(1, 33, 64), (16, 100, 576), (17, 136, 128), (300, 64, 256), (2100, 24, 32)].iter().enumerate() {
+        let seed = 900 + i as u64;
+        let values: Vec<f32> = normal(seed, n * k).iter().map(|v| v * 0.05).collect();
+        let host = nvfp4::quantize(&values, n, k, &QuantizeOptions::default()).unwrap();
+        let quantized = Linear::nvfp4(&device, n, k, host.global, &mut |range, codes, scales| {
+            codes.copy_from_slice(&host.codes[range.start * k / 2..range.end * k / 2]);
+            scales.copy_from_slice(&host.scales[range.start * k / BLOCK..range.end * k / BLOCK]);
+            Ok(())
+        })
+        .unwrap();
+        let mut x: Vec<f32> = rounded(&normal(seed + 50, m * k)).iter().map(|&v| v as f32).collect();
+        for (r, row) in x.chunks_exact_mut(k).enumerate() {
+            let factor = 2f32.powi([0, 40, -60][r % 3]);
+            row.iter_mut().for_each(|v| *v *= factor);
+        }
+        let product = |values: &[f32]| -> Vec<f64> {
+            let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum::<f64>();
+            x.chunks_exact(k).flat_map(|row| values.chunks_exact(k).map(move |w| dot(row, w))).collect()
+        };
+        let mut wanted = vec![(quantized, product(&host.dequantize().unwrap()))];
+        for dtype in [DenseType::F32, DenseType::F16, DenseType::BF16] {
+            // Values that each type holds.
+            let values: Vec<f32> = values.iter().map(|&v| bf16::from_f32(v).to_f32()).map(|v| f16::from_f32(v).to_f32()).collect();
+            let values: Vec<f32> = values.iter().map(|&v| bf16::from_f32(v).to_f32()).collect();
+            let dense = Linear::dense(&device, n, k, dtype, &mut |range, out| {
+                out.copy_from_slice(&values[range.start * k..range.end * k]);
+                Ok(())
+            })
+            .unwrap();
+            wanted.push((dense, product(&values)));
+        }
+        let mut results = vec![vec![f32::NAN; m * n]; wanted.len()];
+        let mut outputs: Vec<(&Linear, &mut [f32])> = wanted.iter().zip(&mut results).map(|((w, _), y)| (w, &mut y[..])).collect();
+        linear(&device, &x, m, &mut outputs, Activations::Exact, &mut workspace).unwrap();
+        for ((w, want), got) in wanted.iter().zip(&results) {
+            // Rows differ by many orders of magnitude, so each is compared by itself. For many rows and a bf16 weight the
+            // library multiplies activations in bf16.
+            let bar = if w.kind() == Kind::Bf16 && m > cuda::SMALL { 4e-3 } else { EXACT };
+            for (got, want) in got.chunks_exact(n).zip(want.chunks_exact(n)) {
+                assert_close(got, want, bar, &format!("{:?} [{m}, {k}] x [{n}, {k}]", w.kind()));
+            }
+        }
+        let mut y = vec![0.0; m * n];
+        let e = linear(&device, &x, m, &mut [(&wanted[0].0, &mut y)], Activations::Int8, &mut workspace).unwrap_err();
+        assert!(e.message().contains("ask for exact"), "{e}");
+        let cpu = Device::cpu(Some(1)).unwrap();
+        let e = linear(&cpu, &x, m, &mut [(&wanted[0].0, &mut y)], Activations::Exact, &mut workspace).unwrap_err();
+        assert!(e.message().contains("prepare it for that device"), "{e}");
     }
 }
 

@@ -1,8 +1,8 @@
 //! Memory: what is in use and for what, and a limit.
 //!
 //! All of it is the library's own account of its large allocations, for the whole process, in host memory and on GPUs. One
-//! budget covers them all together. What a GPU's driver, libraries and compiled kernels take is not in it, nor what is freed
-//! and kept for reuse, which NVFP4_empty_cache() gives back.
+//! budget covers them all together. What a GPU's driver, libraries and compiled kernels take is not in it, nor memory of
+//! GPUs that is free and kept for reuse, which NVFP4_empty_cache() gives back.
 
 use super::arguments::{Out, choice};
 use super::guard::enter;
@@ -88,8 +88,8 @@ pub extern "C" fn NVFP4_memory_reset_peak() -> NVFP4_Status {
     })
 }
 
-/// Sets the most bytes all tags together may use, host and GPUs; 0 removes the limit. An allocation that would pass it fails with
-/// #NVFP4_OVER_BUDGET. What is allocated already stays.
+/// Sets the most bytes all tags together may use, of the host and of GPUs; 0 removes the limit. An allocation that would pass
+/// it fails with #NVFP4_OVER_BUDGET. What is allocated already stays.
 #[unsafe(no_mangle)]
 pub extern "C" fn NVFP4_memory_set_budget(bytes: u64) -> NVFP4_Status {
     enter("NVFP4_memory_set_budget", || {

@@ -127,15 +127,15 @@ pub unsafe extern "C" fn NVFP4_scaled_mm(
     })
 }
 
-/// Frees what the library keeps for reuse: workspaces, the threads of calls that name no device, and memory of GPUs that are in
-/// use. Objects that are in use
-/// keep what they need. Nothing has to be freed this way before the process ends.
+/// Frees what the library keeps for reuse: workspaces, the threads of calls that name no device, and memory of the GPUs that
+/// are in use, for which it waits. Objects that are in use keep what they need. Nothing has to be freed this way before the
+/// process ends.
 #[unsafe(no_mangle)]
 pub extern "C" fn NVFP4_empty_cache() {
     enter_drop_in("NVFP4_empty_cache", (), shared::empty);
 }
 
-/// Whether tensors can be in managed (unified) memory: 1 or 0. In this version 0, for the reason that NVFP4_diagnose() gives.
+/// Whether tensors can be in managed (unified) memory: 1 or 0. NVFP4_diagnose() says why not.
 #[unsafe(no_mangle)]
 pub extern "C" fn NVFP4_can_use_managed() -> i32 {
     0

@@ -67,9 +67,9 @@ impl DeviceBuffer {
                 .and_then(|()| fill(start..start + n, &mut pinned.bytes_mut()[..n]))
                 .and_then(|()| {
                     gpu.bind()?;
-                    // SAFETY: the range lies within this buffer; the staging memory stays unchanged until the event
-                    // recorded next has passed, which `wait` sees to before it is filled or given back.
                     check(
+                        // SAFETY: the range lies within this buffer; the staging memory stays unchanged until the event
+                        // recorded next has passed, which `wait` sees to before it is filled or given back.
                         unsafe {
                             result::memcpy_htod_async(self.address() + (at + start) as u64, &pinned.bytes()[..n], gpu.stream())
                         },
@@ -98,8 +98,8 @@ impl DeviceBuffer {
         within(self, &(at..at.saturating_add(out.len())))?;
         self.gpu().bind()?;
         if !out.is_empty() {
-            // SAFETY: the range lies within the buffer, and `out` is not touched before the wait.
             check(
+                // SAFETY: the range lies within the buffer, and `out` is not touched before the wait.
                 unsafe { result::memcpy_dtoh_async(out, self.address() + at as u64, self.gpu().stream()) },
                 "copying from the device",
             )?;

@@ -229,8 +229,8 @@ impl Gpu {
         // SAFETY: the properties are complete.
         let pool = check(unsafe { result::mem_pool::create(&properties) }, "creating a memory pool")?;
         let mut keep = u64::MAX;
-        // SAFETY: the attribute is a u64, and the pool was just made.
         check(
+            // SAFETY: the attribute is a u64, and the pool was just made.
             unsafe {
                 result::mem_pool::set_attribute(
                     pool,

@@ -22,8 +22,8 @@ impl Graph {
     pub fn record(gpu: &Arc<Gpu>, enqueue: impl FnOnce() -> Result<()>) -> Result<Graph> {
         gpu.bind()?;
         // Kernels used by `enqueue` must be loaded by now: loading is not allowed while recording in this mode on this thread.
-        // SAFETY: the stream is the device's own.
         check(
+            // SAFETY: the stream is the device's own.
             unsafe { result::stream::begin_capture(gpu.stream(), sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL) },
             "starting to record a graph",
         )?;

@@ -40,8 +40,8 @@ impl Launch {
         let function = gpu.function(unit, name)?;
         gpu.bind()?;
         if self.shared > DEFAULT_SHARED {
-            // SAFETY: the function was loaded by this GPU.
             check(
+                // SAFETY: the function was loaded by this GPU.
                 unsafe {
                     result::function::set_function_attribute(
                         function,

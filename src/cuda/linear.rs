@@ -1,6 +1,7 @@
 //! Weight matrices on the device, and products with them: one fused kernel for up to [`SMALL`] rows and NVFP4 weights, a
 //! library for many rows over a bounded f16 copy of one weight at a time, and plain kernels for the rest.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::blas::Element;
@@ -45,6 +46,11 @@ pub struct Matrix {
     global: f32,
 }
 
+/// Gives the codes and the block scales of a range of rows.
+pub type ReadNvfp4<'a> = dyn FnMut(Range<usize>, &mut [u8], &mut [u8]) -> Result<()> + 'a;
+/// Gives the bytes of a range of rows.
+pub type ReadBytes<'a> = dyn FnMut(Range<usize>, &mut [u8]) -> Result<()> + 'a;
+
 /// Rows of a weight that are brought to the device at a time.
 fn rows_at_a_time(row_bytes: usize) -> usize {
     ((4 << 20) / row_bytes.max(1)).max(1)
@@ -57,7 +63,7 @@ impl Matrix {
         rows: usize,
         cols: usize,
         global: f32,
-        read: &mut dyn FnMut(std::ops::Range<usize>, &mut [u8], &mut [u8]) -> Result<()>,
+        read: &mut ReadNvfp4,
     ) -> Result<Matrix> {
         if rows == 0 || cols == 0 || !cols.is_multiple_of(BLOCK) {
             bail!(
@@ -107,7 +113,7 @@ impl Matrix {
         rows: usize,
         cols: usize,
         storage: Storage,
-        read: &mut dyn FnMut(std::ops::Range<usize>, &mut [u8]) -> Result<()>,
+        read: &mut ReadBytes,
     ) -> Result<Matrix> {
         let element = match storage {
             Storage::F32 => 4,

@@ -24,7 +24,7 @@ pub use compile::{Unit, compile, compiler, target};
 pub use elementwise::{embed, rms_norm, swiglu};
 pub use gpu::{Gpu, count, open_gpus, unavailable};
 pub use graph::Graph;
-pub use linear::{Biased, Input, LinearScratch, MLP_SCALE, Matrix, Output, Plan, SMALL, Storage, Tile, is_fused, linear, small};
+pub use linear::{Biased, Input, LinearScratch, MLP_SCALE, Matrix, Output, Plan, ReadBytes, ReadNvfp4, SMALL, Storage, Tile, is_fused, linear, small};
 pub use copy::Event;
 pub use memory::{DeviceBuffer, Pinned};
 pub use report::{Details, DeviceReport, Presence, Report, report};
