@@ -16,12 +16,30 @@ use crate::base::{Result, env, file};
 
 /// Headers, by the name that sources include them by.
 const HEADERS: &[(&str, &str)] = &[
-    ("common/types.cuh", include_str!("../../kernels/common/types.cuh")),
-    ("common/ptx.cuh", include_str!("../../kernels/common/ptx.cuh")),
-    ("common/reduce.cuh", include_str!("../../kernels/common/reduce.cuh")),
-    ("common/heads.cuh", include_str!("../../kernels/common/heads.cuh")),
-    ("common/pages.cuh", include_str!("../../kernels/common/pages.cuh")),
-    ("format/nvfp4.cuh", include_str!("../../kernels/format/nvfp4.cuh")),
+    (
+        "common/types.cuh",
+        include_str!("../../kernels/common/types.cuh"),
+    ),
+    (
+        "common/ptx.cuh",
+        include_str!("../../kernels/common/ptx.cuh"),
+    ),
+    (
+        "common/reduce.cuh",
+        include_str!("../../kernels/common/reduce.cuh"),
+    ),
+    (
+        "common/heads.cuh",
+        include_str!("../../kernels/common/heads.cuh"),
+    ),
+    (
+        "common/pages.cuh",
+        include_str!("../../kernels/common/pages.cuh"),
+    ),
+    (
+        "format/nvfp4.cuh",
+        include_str!("../../kernels/format/nvfp4.cuh"),
+    ),
 ];
 
 macro_rules! units {
@@ -64,10 +82,12 @@ pub fn target((major, minor): (i32, i32)) -> String {
     format!("sm_{major}{minor}{special}")
 }
 
-/// Loads NVRTC once; an error says what to do.
-fn compiler() -> Result<(i32, i32)> {
+/// Loads NVRTC once; its version, major and minor. An error says what to do.
+pub fn compiler() -> Result<(i32, i32)> {
     static STATE: Mutex<Option<Result<(i32, i32)>>> = Mutex::new(None);
-    let mut state = STATE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let mut state = STATE
+        .lock()
+        .unwrap_or_else(std::sync::PoisonError::into_inner);
     state
         .get_or_insert_with(|| {
             if let Some(path) = env::nvrtc() {
@@ -90,8 +110,15 @@ fn compiler() -> Result<(i32, i32)> {
 
 /// Loads NVRTC from a path of the user's choice, together with the library beside it that it asks for by its bare name.
 fn preload(path: &std::path::Path) -> Result<()> {
-    let folder = path.parent().map(std::path::Path::to_owned).unwrap_or_default();
-    let beside = std::fs::read_dir(&folder).into_iter().flatten().flatten().map(|e| e.path());
+    let folder = path
+        .parent()
+        .map(std::path::Path::to_owned)
+        .unwrap_or_default();
+    let beside = std::fs::read_dir(&folder)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .map(|e| e.path());
     let builtins = beside.filter(|p| {
         p.file_name().is_some_and(|n| {
             let n = n.to_string_lossy();
@@ -131,7 +158,8 @@ pub fn compile(unit: Unit, target: &str) -> Result<(Vec<u8>, String)> {
     let (source, name) = (text(unit.source()), text(unit.path()));
     let names: Vec<CString> = HEADERS.iter().map(|(name, _)| text(name)).collect();
     let sources: Vec<CString> = HEADERS.iter().map(|(_, source)| text(source)).collect();
-    let pointers = |all: &[CString]| -> Vec<*const c_char> { all.iter().map(|s| s.as_ptr()).collect() };
+    let pointers =
+        |all: &[CString]| -> Vec<*const c_char> { all.iter().map(|s| s.as_ptr()).collect() };
     let options = options(target);
     let mut program = std::ptr::null_mut();
     // SAFETY: all strings end in zero and live until the program is destroyed below; each call writes what it is given
@@ -149,19 +177,37 @@ pub fn compile(unit: Unit, target: &str) -> Result<(Vec<u8>, String)> {
             .result(),
             unit.path(),
         )?;
-        let done = nvrtc::nvrtcCompileProgram(program, options.len() as i32, pointers(&options).as_ptr()).result();
+        let done =
+            nvrtc::nvrtcCompileProgram(program, options.len() as i32, pointers(&options).as_ptr())
+                .result();
         let mut len = 0;
         let _ = nvrtc::nvrtcGetProgramLogSize(program, &mut len);
         let mut log = vec![0u8; len.max(1)];
         let _ = nvrtc::nvrtcGetProgramLog(program, log.as_mut_ptr().cast());
-        let log = String::from_utf8_lossy(&log).trim_end_matches('\0').to_owned();
-        let image = done.map_err(|e| err!(Internal, "compiling {} for {target}: {e}: {log}", unit.path())).and_then(|()| {
-            let mut len = 0;
-            compiled(nvrtc::nvrtcGetCUBINSize(program, &mut len).result(), unit.path())?;
-            let mut image = vec![0u8; len];
-            compiled(nvrtc::nvrtcGetCUBIN(program, image.as_mut_ptr().cast()).result(), unit.path())?;
-            Ok(image)
-        });
+        let log = String::from_utf8_lossy(&log)
+            .trim_end_matches('\0')
+            .to_owned();
+        let image = done
+            .map_err(|e| {
+                err!(
+                    Internal,
+                    "compiling {} for {target}: {e}: {log}",
+                    unit.path()
+                )
+            })
+            .and_then(|()| {
+                let mut len = 0;
+                compiled(
+                    nvrtc::nvrtcGetCUBINSize(program, &mut len).result(),
+                    unit.path(),
+                )?;
+                let mut image = vec![0u8; len];
+                compiled(
+                    nvrtc::nvrtcGetCUBIN(program, image.as_mut_ptr().cast()).result(),
+                    unit.path(),
+                )?;
+                Ok(image)
+            });
         let _ = nvrtc::nvrtcDestroyProgram(&mut program);
         Ok((image?, log))
     }
@@ -199,10 +245,16 @@ fn image(unit: Unit, target: &str) -> Result<Vec<u8>> {
     let Some(folder) = env::kernel_cache() else {
         return Ok(compile(unit, target)?.0);
     };
-    let name = format!("{}-{target}-{:016x}.cubin", unit.path().replace(['/', '.'], "-"), key(unit, target, version));
+    let name = format!(
+        "{}-{target}-{:016x}.cubin",
+        unit.path().replace(['/', '.'], "-"),
+        key(unit, target, version)
+    );
     let path: PathBuf = folder.join(name);
     if let Ok(image) = std::fs::read(&path)
-        && let Some((image, sum)) = image.split_last_chunk::<8>().map(|(i, s)| (i, u64::from_le_bytes(*s)))
+        && let Some((image, sum)) = image
+            .split_last_chunk::<8>()
+            .map(|(i, s)| (i, u64::from_le_bytes(*s)))
         && checksum(image) == sum
     {
         return Ok(image.to_vec());
@@ -211,8 +263,14 @@ fn image(unit: Unit, target: &str) -> Result<Vec<u8>> {
     let mut kept = image.clone();
     kept.extend(checksum(&image).to_le_bytes());
     // A cache that cannot be written costs time, not results.
-    if let Err(e) = std::fs::create_dir_all(&folder).map_err(|e| err!(Io, "{e}")).and_then(|()| file::stage(&path, &kept)?.commit()) {
-        tracing::warn!("kernels are compiled anew each time: {}: {e}", path.display());
+    if let Err(e) = std::fs::create_dir_all(&folder)
+        .map_err(|e| err!(Io, "{e}"))
+        .and_then(|()| file::stage(&path, &kept)?.commit())
+    {
+        tracing::warn!(
+            "kernels are compiled anew each time: {}: {e}",
+            path.display()
+        );
     }
     Ok(image)
 }
@@ -239,7 +297,10 @@ impl Module {
     pub(super) fn load(unit: Unit, arch: (i32, i32)) -> Result<Module> {
         let image = image(unit, &target(arch))?;
         // SAFETY: a complete image of machine code; the driver copies it.
-        let module = check(unsafe { result::module::load_data(image.as_ptr().cast()) }, unit.path())?;
+        let module = check(
+            unsafe { result::module::load_data(image.as_ptr().cast()) },
+            unit.path(),
+        )?;
         Ok(Module {
             module,
             unit,
@@ -248,13 +309,19 @@ impl Module {
     }
 
     pub(super) fn function(&self, name: &str) -> Result<sys::CUfunction> {
-        let mut functions = self.functions.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut functions = self
+            .functions
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner);
         if let Some(&function) = functions.get(name) {
             return Ok(function as sys::CUfunction);
         }
         // SAFETY: the module is loaded.
-        let function = check(unsafe { result::module::get_function(self.module, text(name)) }, name)
-            .map_err(|e| e.within(self.unit.path()))?;
+        let function = check(
+            unsafe { result::module::get_function(self.module, text(name)) },
+            name,
+        )
+        .map_err(|e| e.within(self.unit.path()))?;
         functions.insert(name.to_owned(), function as usize);
         Ok(function)
     }

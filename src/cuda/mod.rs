@@ -15,15 +15,20 @@ mod graph;
 mod launch;
 mod linear;
 mod memory;
+mod report;
 mod sample;
 
 pub use attention::{Heads, PAGE, PageTable, Rows, decode, parts, prefill, store};
 pub use bandwidth::read_bandwidth;
-pub use compile::{Unit, compile, target};
-pub use elementwise::{embed, rms_norm, swiglu};
-pub use gpu::{Gpu, count, unavailable};
-pub use graph::Graph;
-pub use linear::{Biased, Input, LinearScratch, MLP_SCALE, Matrix, Output, Plan, SMALL, Storage, Tile, is_fused, linear, small};
+pub use compile::{Unit, compile, compiler, target};
 pub use copy::Event;
+pub use elementwise::{embed, rms_norm, swiglu};
+pub use gpu::{Gpu, KeepContext, count, open_gpus, unavailable};
+pub use graph::Graph;
+pub use linear::{
+    Biased, Input, LinearScratch, MLP_SCALE, Matrix, Output, Plan, ReadBytes, ReadNvfp4, SMALL,
+    Storage, Tile, is_fused, linear, small,
+};
 pub use memory::{DeviceBuffer, Pinned};
+pub use report::{Details, DeviceReport, Presence, Report, report};
 pub use sample::{Best, argmax};

@@ -60,8 +60,15 @@ pub fn argmax(
     next: Option<(&DeviceBuffer, &Pinned)>,
 ) -> Result<()> {
     let steps = next.map_or(0, |(_, history)| history.bytes().len() / 4 / rows.max(1));
-    if rows > best.rows || logits.bytes() < rows * vocabulary * 4 || tokens.bytes() < rows * 4 || (next.is_some() && steps == 0) {
-        bail!(Internal, "buffers of the sampler are too small for {rows} rows");
+    if rows > best.rows
+        || logits.bytes() < rows * vocabulary * 4
+        || tokens.bytes() < rows * 4
+        || (next.is_some() && steps == 0)
+    {
+        bail!(
+            Internal,
+            "buffers of the sampler are too small for {rows} rows"
+        );
     }
     let arguments = Arguments {
         logits: logits.address(),
@@ -75,5 +82,12 @@ pub fn argmax(
         history_steps: int("steps", steps)?,
     };
     // SAFETY: the struct is the kernel's; sizes were checked.
-    unsafe { Launch::new([BLOCKS as u32, rows as u32, 1], 256).run(gpu, Unit::Argmax, "argmax", &arguments) }
+    unsafe {
+        Launch::new([BLOCKS as u32, rows as u32, 1], 256).run(
+            gpu,
+            Unit::Argmax,
+            "argmax",
+            &arguments,
+        )
+    }
 }
