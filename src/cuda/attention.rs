@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use super::compile::Unit;
 use super::gpu::{Gpu, int};
 use super::launch::Launch;
 use super::memory::DeviceBuffer;
+use super::nvrtc::Unit;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::Tag;

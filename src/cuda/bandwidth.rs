@@ -3,10 +3,10 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::compile::Unit;
 use super::gpu::Gpu;
 use super::launch::Launch;
 use super::memory::DeviceBuffer;
+use super::nvrtc::Unit;
 use crate::base::Result;
 use crate::base::memory::Tag;
 use crate::format::random;

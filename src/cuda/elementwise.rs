@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use super::compile::Unit;
 use super::gpu::{Gpu, int};
 use super::launch::Launch;
 use super::linear::{MLP_SCALE, Matrix, Storage};
 use super::memory::DeviceBuffer;
+use super::nvrtc::Unit;
 use crate::base::Result;
 use crate::base::error::bail;
 

@@ -9,8 +9,9 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 use cudarc::driver::{result, sys};
 
 use super::blas::Blas;
-use super::compile::{Module, Unit};
+use super::compile::Module;
 use super::memory::Pinned;
+use super::nvrtc::Unit;
 use crate::base::error::{Error, bail, err};
 use crate::base::{ErrorKind, Result};
 

@@ -4,8 +4,8 @@ use std::ffi::c_void;
 
 use cudarc::driver::{result, sys};
 
-use super::compile::Unit;
 use super::gpu::{Gpu, check};
+use super::nvrtc::Unit;
 use crate::base::Result;
 
 /// Shared memory that a block gets without asking.

@@ -15,15 +15,17 @@ mod graph;
 mod launch;
 mod linear;
 mod memory;
+mod nvrtc;
 mod sample;
 
 pub use attention::{Heads, PAGE, PageTable, Rows, decode, parts, prefill, store};
 pub use bandwidth::read_bandwidth;
-pub use compile::{Unit, compile, target};
+pub use compile::compile;
 pub use elementwise::{embed, rms_norm, swiglu};
 pub use gpu::{Gpu, count, unavailable};
 pub use graph::Graph;
 pub use linear::{Biased, Input, LinearScratch, MLP_SCALE, Matrix, Output, Plan, SMALL, Storage, Tile, is_fused, linear, small};
 pub use copy::Event;
 pub use memory::{DeviceBuffer, Pinned};
+pub use nvrtc::{TARGETS, Unit, target};
 pub use sample::{Best, argmax};
