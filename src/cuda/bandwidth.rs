@@ -15,6 +15,11 @@ use crate::format::random;
 const BYTES: usize = 2 << 30;
 const RUNS: usize = 15;
 
+/// What the kernels of this file are passed, by the start of their names.
+pub(super) const ARGUMENTS: &[(&str, usize)] = &[
+    ("read_all", size_of::<Arguments>()),
+];
+
 #[repr(C)]
 struct Arguments {
     data: u64,

@@ -12,6 +12,15 @@ use crate::base::error::bail;
 
 const THREADS: u32 = 256;
 
+/// What the kernels of this file are passed, by the start of their names.
+pub(super) const ARGUMENTS: &[(&str, usize)] = &[
+    ("embed", size_of::<EmbedArguments>()),
+    ("rms_norm", size_of::<NormArguments>()),
+    ("swiglu", size_of::<SwigluArguments>()),
+    ("add_bias", size_of::<BiasArguments>()),
+    ("f16_to_bf16", size_of::<ConvertArguments>()),
+];
+
 fn holds(buffer: &DeviceBuffer, what: &str, bytes: usize) -> Result<()> {
     if buffer.bytes() < bytes {
         bail!(Internal, "{what} takes {bytes} bytes, and its buffer has {}", buffer.bytes());

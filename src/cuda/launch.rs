@@ -37,6 +37,7 @@ impl Launch {
         if self.grid.contains(&0) {
             return Ok(());
         }
+        debug_assert_eq!(super::argument_bytes(name), Some(size_of::<T>()), "{name}");
         let function = gpu.function(unit, name)?;
         gpu.bind()?;
         if self.shared > DEFAULT_SHARED {

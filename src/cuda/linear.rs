@@ -20,6 +20,13 @@ pub const MLP_SCALE: f32 = 16.0;
 /// Rows of activations that the fused kernel takes at once.
 pub const SMALL: usize = 16;
 
+/// What the kernels of this file are passed, by the start of their names.
+pub(super) const ARGUMENTS: &[(&str, usize)] = &[
+    ("linear_", size_of::<SmallArguments>()),
+    ("linear_dense", size_of::<DenseArguments>()),
+    ("dequantize_folded", size_of::<DequantizeArguments>()),
+];
+
 /// How a matrix is held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Storage {

@@ -29,3 +29,10 @@ pub use copy::Event;
 pub use memory::{DeviceBuffer, Pinned};
 pub use nvrtc::{TARGETS, Unit, target};
 pub use sample::{Best, argmax};
+
+/// Bytes of the one argument that a kernel's launcher passes, which its parameter must have too.
+pub fn argument_bytes(kernel: &str) -> Option<usize> {
+    let all = [attention::ARGUMENTS, bandwidth::ARGUMENTS, elementwise::ARGUMENTS, linear::ARGUMENTS, sample::ARGUMENTS];
+    let named = all.into_iter().flatten().filter(|(start, _)| kernel.starts_with(start));
+    named.max_by_key(|(start, _)| start.len()).map(|&(_, bytes)| bytes)
+}

@@ -13,6 +13,11 @@ use crate::base::memory::Tag;
 /// Blocks that share a row of logits.
 const BLOCKS: usize = 64;
 
+/// What the kernels of this file are passed, by the start of their names.
+pub(super) const ARGUMENTS: &[(&str, usize)] = &[
+    ("argmax", size_of::<Arguments>()),
+];
+
 #[repr(C)]
 struct Arguments {
     logits: u64,
