@@ -46,32 +46,52 @@ fn embed_kernels() {
             println!("cargo::rustc-cfg=embedded_kernels");
             compile_all(&folder).unwrap_or_else(|e| panic!("NVFP4_EMBED_KERNELS=1: {e}"))
         }
-        Ok(other) => panic!("NVFP4_EMBED_KERNELS is '{other}'; it takes 1, or 0 for kernels that are compiled when first used"),
+        Ok(other) => panic!(
+            "NVFP4_EMBED_KERNELS is '{other}'; it takes 1, or 0 for kernels that are compiled when first used"
+        ),
     };
-    std::fs::write(folder.join("kernels.rs"), format!("&[\n{entries}]\n")).expect("writing kernels.rs");
+    std::fs::write(folder.join("kernels.rs"), format!("&[\n{entries}]\n"))
+        .expect("writing kernels.rs");
 }
 
 /// Compiles everything into the folder, and returns the entries of the table.
 fn compile_all(folder: &Path) -> Result<String, String> {
-    let path = std::env::var_os("NVFP4_NVRTC").filter(|p| !p.is_empty()).map(PathBuf::from);
+    let path = std::env::var_os("NVFP4_NVRTC")
+        .filter(|p| !p.is_empty())
+        .map(PathBuf::from);
     let compiler = Compiler::load(path.as_deref())?;
-    let jobs: Vec<(Unit, &str)> = Unit::ALL.iter().flat_map(|&unit| TARGETS.iter().map(move |&target| (unit, target))).collect();
+    let jobs: Vec<(Unit, &str)> = Unit::ALL
+        .iter()
+        .flat_map(|&unit| TARGETS.iter().map(move |&target| (unit, target)))
+        .collect();
     let (next, done) = (AtomicUsize::new(0), Mutex::new(vec![None; jobs.len()]));
     let work = || {
         loop {
             let at = next.fetch_add(1, Ordering::Relaxed);
-            let Some(&(unit, target)) = jobs.get(at) else { return };
+            let Some(&(unit, target)) = jobs.get(at) else {
+                return;
+            };
             let image = compiler.compile(unit, target).map(|(image, _)| image);
             done.lock().expect("no thread panicked")[at] = Some(image);
         }
     };
-    let threads = std::env::var("NUM_JOBS").ok().and_then(|n| n.parse().ok()).unwrap_or(1);
+    let threads = std::env::var("NUM_JOBS")
+        .ok()
+        .and_then(|n| n.parse().ok())
+        .unwrap_or(1);
     std::thread::scope(|scope| (0..threads).for_each(|_| drop(scope.spawn(work))));
 
     let mut entries = String::new();
-    for ((unit, target), image) in jobs.iter().zip(done.into_inner().expect("no thread panicked")) {
-        let path = folder.join(format!("{}-{target}.cubin", unit.path().replace(['/', '.'], "-")));
-        std::fs::write(&path, image.expect("every job is done")?).map_err(|e| format!("writing {}: {e}", path.display()))?;
+    for ((unit, target), image) in jobs
+        .iter()
+        .zip(done.into_inner().expect("no thread panicked"))
+    {
+        let path = folder.join(format!(
+            "{}-{target}.cubin",
+            unit.path().replace(['/', '.'], "-")
+        ));
+        std::fs::write(&path, image.expect("every job is done")?)
+            .map_err(|e| format!("writing {}: {e}", path.display()))?;
         let sum = nvrtc::fingerprint(*unit, target);
         writeln!(
             entries,

@@ -12,18 +12,47 @@ use NVFP4::base::{ErrorKind, env};
 use NVFP4::cuda::{self, TARGETS, Unit};
 
 /// Units whose every kernel multiplies on tensor cores.
-const TENSOR_CORES: &[Unit] = &[Unit::LinearSmall, Unit::AttentionDecode, Unit::AttentionPrefill];
+const TENSOR_CORES: &[Unit] = &[
+    Unit::LinearSmall,
+    Unit::AttentionDecode,
+    Unit::AttentionPrefill,
+];
 /// Their instruction, on all architectures that there are.
 const MULTIPLY: &str = "HMMA.16816.F32";
 
 /// Spills that a kernel may have: the end of its name, the architecture (all, if empty), bytes of stores and loads together, and
 /// why. All other kernels must have none.
 const SPILLS: &[(&str, &str, usize, &str)] = &[
-    ("_ragged", "", 64, "K that is no multiple of 128 is rare, and the check of every piece takes registers that 24 warps do not leave"),
-    ("linear_normed_f32_16", "sm_100a", 32, "not looked into on such a GPU yet"),
-    ("linear_normed_swiglu_16", "sm_100a", 48, "not looked into on such a GPU yet"),
-    ("attention_decode_128", "sm_120a", 32, "not looked into on such a GPU yet"),
-    ("attention_decode_128", "sm_121a", 32, "not looked into on such a GPU yet"),
+    (
+        "_ragged",
+        "",
+        64,
+        "K that is no multiple of 128 is rare, and checking every piece takes registers that 24 warps do not leave",
+    ),
+    (
+        "linear_normed_f32_16",
+        "sm_100a",
+        32,
+        "put away and taken back in the norm, before the loop over K",
+    ),
+    (
+        "linear_normed_swiglu_16",
+        "sm_100a",
+        48,
+        "put away in the norm and taken back outside the loop over K",
+    ),
+    (
+        "attention_decode_128",
+        "sm_120a",
+        32,
+        "put away before the loop over positions and taken back after it",
+    ),
+    (
+        "attention_decode_128",
+        "sm_121a",
+        32,
+        "put away before the loop over positions and taken back after it",
+    ),
 ];
 
 fn is_required(tool: &str) -> bool {
@@ -55,11 +84,16 @@ fn usage(report: &str) -> BTreeMap<String, Usage> {
     let mut all = BTreeMap::new();
     let mut lines = report.lines();
     while let Some(line) = lines.next() {
-        let Some((_, name)) = line.split_once("Function properties for ") else { continue };
+        let Some((_, name)) = line.split_once("Function properties for ") else {
+            continue;
+        };
         let numbers = lines.next().unwrap_or_default();
         let bytes = |what: &str| -> usize {
-            let text = numbers.split(',').find_map(|part| part.trim().strip_suffix(what));
-            text.and_then(|n| n.split_whitespace().last()?.parse().ok()).unwrap_or_else(|| panic!("no number of{what} for {name} in '{numbers}'"))
+            let text = numbers
+                .split(',')
+                .find_map(|part| part.trim().strip_suffix(what));
+            text.and_then(|n| n.split_whitespace().last()?.parse().ok())
+                .unwrap_or_else(|| panic!("no number of{what} for {name} in '{numbers}'"))
         };
         let usage = Usage {
             stack: bytes(" bytes stack frame"),
@@ -79,17 +113,45 @@ fn number<const N: usize>(bytes: &[u8], at: usize) -> usize {
 
 /// The sections of a 64-bit ELF file.
 fn sections(image: &[u8]) -> Vec<(String, &[u8])> {
-    assert!(image.starts_with(b"\x7fELF\x02\x01"), "not a 64-bit ELF file");
-    let (table, size, count, names) = (number::<8>(image, 0x28), number::<2>(image, 0x3a), number::<2>(image, 0x3c), number::<2>(image, 0x3e));
+    assert!(
+        image.starts_with(b"\x7fELF\x02\x01"),
+        "not a 64-bit ELF file"
+    );
+    let (table, size, count, names) = (
+        number::<8>(image, 0x28),
+        number::<2>(image, 0x3a),
+        number::<2>(image, 0x3c),
+        number::<2>(image, 0x3e),
+    );
     let section = |i: usize| -> (usize, &[u8]) {
         let header = &image[table + i * size..][..size];
-        let (kind, offset, length) = (number::<4>(header, 4), number::<8>(header, 0x18), number::<8>(header, 0x20));
+        let (kind, offset, length) = (
+            number::<4>(header, 4),
+            number::<8>(header, 0x18),
+            number::<8>(header, 0x20),
+        );
         const NO_BITS: usize = 8;
-        (number::<4>(header, 0), if kind == NO_BITS { &[] } else { &image[offset..offset + length] })
+        (
+            number::<4>(header, 0),
+            if kind == NO_BITS {
+                &[]
+            } else {
+                &image[offset..offset + length]
+            },
+        )
     };
     let (_, names) = section(names);
-    let name = |at: usize| names[at..].iter().take_while(|&&b| b != 0).map(|&b| char::from(b)).collect();
-    (0..count).map(section).map(|(at, bytes)| (name(at), bytes)).collect()
+    let name = |at: usize| {
+        names[at..]
+            .iter()
+            .take_while(|&&b| b != 0)
+            .map(|&b| char::from(b))
+            .collect()
+    };
+    (0..count)
+        .map(section)
+        .map(|(at, bytes)| (name(at), bytes))
+        .collect()
 }
 
 /// Bytes of parameters by kernel, from the attributes that the driver reads too.
@@ -101,10 +163,16 @@ fn parameter_bytes(image: &[u8]) -> BTreeMap<String, usize> {
     const SIZED: u8 = 4;
     let mut all = BTreeMap::new();
     for (name, attributes) in sections(image) {
-        let Some(kernel) = name.strip_prefix(".nv.info.") else { continue };
+        let Some(kernel) = name.strip_prefix(".nv.info.") else {
+            continue;
+        };
         let mut at = 0;
         while at < attributes.len() {
-            let (format, attribute, value) = (attributes[at], attributes[at + 1], number::<2>(attributes, at + 2));
+            let (format, attribute, value) = (
+                attributes[at],
+                attributes[at + 1],
+                number::<2>(attributes, at + 2),
+            );
             if (format, attribute) == (HALF_WORD, PARAMETER_SIZE) {
                 all.insert(kernel.to_owned(), value);
             }
@@ -116,19 +184,27 @@ fn parameter_bytes(image: &[u8]) -> BTreeMap<String, usize> {
 
 /// Names of functions that have the instruction; nothing where there is no disassembler.
 fn functions_with(instruction: &str, image: &[u8], name: &str) -> Option<BTreeSet<String>> {
-    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-{}.cubin", std::process::id()));
+    let path =
+        Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-{}.cubin", std::process::id()));
     std::fs::write(&path, image).unwrap();
     let output = Command::new("nvdisasm").arg("-c").arg(&path).output();
     std::fs::remove_file(&path).unwrap();
     let output = match output {
         Ok(output) => output,
         Err(e) => {
-            assert!(!is_required("nvdisasm"), "NVFP4_REQUIRE names nvdisasm: {e}");
+            assert!(
+                !is_required("nvdisasm"),
+                "NVFP4_REQUIRE names nvdisasm: {e}"
+            );
             println!("SKIPPED instructions: nvdisasm: {e}");
             return None;
         }
     };
-    assert!(output.status.success(), "nvdisasm: {}", String::from_utf8_lossy(&output.stderr));
+    assert!(
+        output.status.success(),
+        "nvdisasm: {}",
+        String::from_utf8_lossy(&output.stderr)
+    );
     let (mut function, mut found) = ("", BTreeSet::new());
     let text = String::from_utf8(output.stdout).unwrap();
     for line in text.lines() {
@@ -143,7 +219,9 @@ fn functions_with(instruction: &str, image: &[u8], name: &str) -> Option<BTreeSe
 
 /// Complaints about a kernel's spills.
 fn spills(kernel: &str, target: &str, usage: &Usage) -> Option<String> {
-    let allowed = SPILLS.iter().find(|(end, on, ..)| kernel.ends_with(end) && (on.is_empty() || *on == target));
+    let allowed = SPILLS
+        .iter()
+        .find(|(end, on, ..)| kernel.ends_with(end) && (on.is_empty() || *on == target));
     let most = allowed.map_or(0, |&(_, _, bytes, _)| bytes);
     let bytes = usage.spill_stores + usage.spill_loads;
     (bytes > most).then(|| format!("spills {bytes} bytes, at most {most}: {usage:?}"))
@@ -152,12 +230,19 @@ fn spills(kernel: &str, target: &str, usage: &Usage) -> Option<String> {
 fn check(target: &str) {
     let mut complaints = String::new();
     for &unit in Unit::ALL {
-        let Some((image, report)) = compile(unit, target) else { return };
+        let Some((image, report)) = compile(unit, target) else {
+            return;
+        };
         let usage = usage(&report);
         let kernels = parameter_bytes(&image);
         assert!(!kernels.is_empty(), "{}: no kernels", unit.path());
-        let multiplying = TENSOR_CORES.contains(&unit).then(|| functions_with(MULTIPLY, &image, &format!("{unit:?}-{target}"))).flatten();
-        let mut complain = |kernel: &str, what: &str| writeln!(complaints, "  {}: {kernel}: {what}", unit.path()).unwrap();
+        let multiplying = TENSOR_CORES
+            .contains(&unit)
+            .then(|| functions_with(MULTIPLY, &image, &format!("{unit:?}-{target}")))
+            .flatten();
+        let mut complain = |kernel: &str, what: &str| {
+            writeln!(complaints, "  {}: {kernel}: {what}", unit.path()).unwrap()
+        };
         for (function, usage) in &usage {
             if usage.stack > 0 {
                 println!("{target} {function}: {} bytes of local memory", usage.stack);
@@ -172,7 +257,10 @@ fn check(target: &str) {
             }
             match cuda::argument_bytes(kernel) {
                 Some(passed) if passed == bytes => {}
-                Some(passed) => complain(kernel, &format!("takes {bytes} bytes of arguments, and its launcher passes {passed}")),
+                Some(passed) => complain(
+                    kernel,
+                    &format!("takes {bytes} bytes of arguments, and its launcher passes {passed}"),
+                ),
                 None => complain(kernel, "no launcher's ARGUMENTS in src/cuda name it"),
             }
             if multiplying.as_ref().is_some_and(|m| !m.contains(kernel)) {
@@ -195,3 +283,31 @@ macro_rules! targets {
 }
 
 targets! { sm_80 sm_89 sm_90a sm_100a sm_120a sm_121a }
+
+#[test]
+fn reports_are_read_and_spills_refused() {
+    let report = "ptxas info    : Compiling entry function 'f' for 'sm_80'\n\
+                  ptxas info    : Function properties for f\n\
+                  ptxas         .     48 bytes stack frame, 16 bytes spill stores, 20 bytes spill loads\n\
+                  ptxas info    : Used 32 registers, 400 bytes cmem[0]\n";
+    let read = usage(report);
+    let f = Usage {
+        stack: 48,
+        spill_stores: 16,
+        spill_loads: 20,
+    };
+    assert_eq!(read.into_iter().collect::<Vec<_>>(), [("f".to_owned(), f)]);
+    let of = |spill_loads| Usage {
+        stack: 0,
+        spill_stores: 0,
+        spill_loads,
+    };
+    assert!(spills("f", "sm_80", &of(4)).is_some());
+    assert!(spills("f", "sm_80", &of(0)).is_none());
+    for (end, target, bytes, _) in SPILLS {
+        let target = if target.is_empty() { "sm_80" } else { target };
+        assert!(spills(end, target, &of(*bytes)).is_none());
+        assert!(spills(end, target, &of(bytes + 1)).is_some());
+    }
+    assert!(spills("attention_decode_128", "sm_90a", &of(4)).is_some());
+}

@@ -26,7 +26,9 @@ struct Embedded {
 const EMBEDDED: &[Embedded] = include!(concat!(env!("OUT_DIR"), "/kernels.rs"));
 
 fn embedded(unit: Unit, target: &str) -> Option<&'static [u8]> {
-    let found = EMBEDDED.iter().find(|e| e.unit == unit && e.target == target)?;
+    let found = EMBEDDED
+        .iter()
+        .find(|e| e.unit == unit && e.target == target)?;
     (found.fingerprint == fingerprint(unit, target)).then_some(found.image)
 }
 
@@ -40,7 +42,9 @@ fn compiler() -> Result<&'static Compiler> {
 /// Compiles a unit for an architecture, given as [`target`] names it. Needs no GPU. Returns machine code and the assembler's
 /// report on registers and spills.
 pub fn compile(unit: Unit, target: &str) -> Result<(Vec<u8>, String)> {
-    compiler()?.compile(unit, target).map_err(|e| err!(Internal, "{e}"))
+    compiler()?
+        .compile(unit, target)
+        .map_err(|e| err!(Internal, "{e}"))
 }
 
 /// Machine code of a unit: what is embedded, else from the cache on disk, else compiled and put there.
@@ -55,10 +59,16 @@ fn image(unit: Unit, target: &str) -> Result<Cow<'static, [u8]>> {
     let mut key = Checksum::new();
     key.update(&fingerprint(unit, target).to_le_bytes());
     key.update(format!("{version:?}").as_bytes());
-    let name = format!("{}-{target}-{:016x}.cubin", unit.path().replace(['/', '.'], "-"), key.finish());
+    let name = format!(
+        "{}-{target}-{:016x}.cubin",
+        unit.path().replace(['/', '.'], "-"),
+        key.finish()
+    );
     let path: PathBuf = folder.join(name);
     if let Ok(image) = std::fs::read(&path)
-        && let Some((image, sum)) = image.split_last_chunk::<8>().map(|(i, s)| (i, u64::from_le_bytes(*s)))
+        && let Some((image, sum)) = image
+            .split_last_chunk::<8>()
+            .map(|(i, s)| (i, u64::from_le_bytes(*s)))
         && checksum(image) == sum
     {
         return Ok(Cow::Owned(image.to_vec()));
@@ -67,8 +77,14 @@ fn image(unit: Unit, target: &str) -> Result<Cow<'static, [u8]>> {
     let mut kept = image.clone();
     kept.extend(checksum(&image).to_le_bytes());
     // A cache that cannot be written costs time, not results.
-    if let Err(e) = std::fs::create_dir_all(&folder).map_err(|e| err!(Io, "{e}")).and_then(|()| file::stage(&path, &kept)?.commit()) {
-        tracing::warn!("kernels are compiled anew each time: {}: {e}", path.display());
+    if let Err(e) = std::fs::create_dir_all(&folder)
+        .map_err(|e| err!(Io, "{e}"))
+        .and_then(|()| file::stage(&path, &kept)?.commit())
+    {
+        tracing::warn!(
+            "kernels are compiled anew each time: {}: {e}",
+            path.display()
+        );
     }
     Ok(Cow::Owned(image))
 }
@@ -95,7 +111,10 @@ impl Module {
     pub(super) fn load(unit: Unit, arch: (i32, i32)) -> Result<Module> {
         let image = image(unit, &target(arch))?;
         // SAFETY: a complete image of machine code; the driver copies it.
-        let module = check(unsafe { result::module::load_data(image.as_ptr().cast()) }, unit.path())?;
+        let module = check(
+            unsafe { result::module::load_data(image.as_ptr().cast()) },
+            unit.path(),
+        )?;
         Ok(Module {
             module,
             unit,
@@ -104,14 +123,20 @@ impl Module {
     }
 
     pub(super) fn function(&self, name: &str) -> Result<sys::CUfunction> {
-        let mut functions = self.functions.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut functions = self
+            .functions
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner);
         if let Some(&function) = functions.get(name) {
             return Ok(function as sys::CUfunction);
         }
         let symbol = CString::new(name).expect("a kernel's name has no zero byte");
         // SAFETY: the module is loaded.
-        let function = check(unsafe { result::module::get_function(self.module, symbol) }, name)
-            .map_err(|e| e.within(self.unit.path()))?;
+        let function = check(
+            unsafe { result::module::get_function(self.module, symbol) },
+            name,
+        )
+        .map_err(|e| e.within(self.unit.path()))?;
         functions.insert(name.to_owned(), function as usize);
         Ok(function)
     }
@@ -134,8 +159,16 @@ mod tests {
         for &target in TARGETS {
             for &unit in Unit::ALL {
                 let image = image(unit, target).unwrap();
-                assert!(matches!(image, Cow::Borrowed(_)), "{} for {target} is not embedded", unit.path());
-                assert!(image.starts_with(b"\x7fELF"), "{} for {target} is no machine code", unit.path());
+                assert!(
+                    matches!(image, Cow::Borrowed(_)),
+                    "{} for {target} is not embedded",
+                    unit.path()
+                );
+                assert!(
+                    image.starts_with(b"\x7fELF"),
+                    "{} for {target} is no machine code",
+                    unit.path()
+                );
             }
         }
         assert!(embedded(Unit::Embed, "sm_75").is_none());

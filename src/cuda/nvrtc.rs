@@ -9,12 +9,30 @@ use crate::base::checksum::Checksum;
 
 /// Headers, by the name that sources include them by.
 const HEADERS: &[(&str, &str)] = &[
-    ("common/types.cuh", include_str!("../../kernels/common/types.cuh")),
-    ("common/ptx.cuh", include_str!("../../kernels/common/ptx.cuh")),
-    ("common/reduce.cuh", include_str!("../../kernels/common/reduce.cuh")),
-    ("common/heads.cuh", include_str!("../../kernels/common/heads.cuh")),
-    ("common/pages.cuh", include_str!("../../kernels/common/pages.cuh")),
-    ("format/nvfp4.cuh", include_str!("../../kernels/format/nvfp4.cuh")),
+    (
+        "common/types.cuh",
+        include_str!("../../kernels/common/types.cuh"),
+    ),
+    (
+        "common/ptx.cuh",
+        include_str!("../../kernels/common/ptx.cuh"),
+    ),
+    (
+        "common/reduce.cuh",
+        include_str!("../../kernels/common/reduce.cuh"),
+    ),
+    (
+        "common/heads.cuh",
+        include_str!("../../kernels/common/heads.cuh"),
+    ),
+    (
+        "common/pages.cuh",
+        include_str!("../../kernels/common/pages.cuh"),
+    ),
+    (
+        "format/nvfp4.cuh",
+        include_str!("../../kernels/format/nvfp4.cuh"),
+    ),
 ];
 
 macro_rules! units {
@@ -137,7 +155,9 @@ fn loader_error() -> String {
     match why.is_null() {
         true => "no reason given".into(),
         // SAFETY: not NULL, and valid until this thread's next call of the loader.
-        false => unsafe { CStr::from_ptr(why) }.to_string_lossy().into_owned(),
+        false => unsafe { CStr::from_ptr(why) }
+            .to_string_lossy()
+            .into_owned(),
     }
 }
 
@@ -145,16 +165,24 @@ fn loader_error() -> String {
 fn open(name: &CStr) -> Result<*mut c_void, String> {
     // SAFETY: loading a library runs its initialisers, and NVRTC's allow that at any time. It stays loaded.
     let library = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL) };
-    if library.is_null() { Err(loader_error()) } else { Ok(library) }
+    if library.is_null() {
+        Err(loader_error())
+    } else {
+        Ok(library)
+    }
 }
 
 /// Loads NVRTC from a path of the user's choice, after the library beside it that it asks for by its bare name.
 fn open_path(path: &Path) -> Result<*mut c_void, String> {
     let open = |path: &Path| {
-        let name = CString::new(path.as_os_str().as_encoded_bytes()).map_err(|_| format!("{}: the path has a zero byte", path.display()))?;
+        let name = CString::new(path.as_os_str().as_encoded_bytes())
+            .map_err(|_| format!("{}: the path has a zero byte", path.display()))?;
         open(&name).map_err(|why| format!("loading {}: {why}", path.display()))
     };
-    let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let folder = path
+        .parent()
+        .filter(|p| !p.as_os_str().is_empty())
+        .unwrap_or(Path::new("."));
     for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
         let name = entry.file_name();
         let name = name.to_string_lossy();
@@ -182,10 +210,14 @@ impl Compiler {
         };
         // SAFETY: what has NVRTC's name, or what the user calls NVRTC, is taken to be NVRTC.
         let functions = unsafe { Functions::find(library) }?;
-        let mut compiler = Compiler { functions, version: (0, 0) };
+        let mut compiler = Compiler {
+            functions,
+            version: (0, 0),
+        };
         let (mut major, mut minor) = (0, 0);
         // SAFETY: writes the two integers it is given.
-        compiler.check(unsafe { (compiler.functions.version)(&mut major, &mut minor) }, "asking NVRTC's version")?;
+        let answer = unsafe { (compiler.functions.version)(&mut major, &mut minor) };
+        compiler.check(answer, "asking NVRTC's version")?;
         compiler.version = (major, minor);
         Ok(compiler)
     }
@@ -210,27 +242,44 @@ impl Compiler {
         let names: Vec<CString> = HEADERS.iter().map(|(name, _)| text(name)).collect();
         let sources: Vec<CString> = HEADERS.iter().map(|(_, source)| text(source)).collect();
         let options = options(target);
-        let pointers = |all: &[CString]| -> Vec<*const c_char> { all.iter().map(|s| s.as_ptr()).collect() };
-        let (all_sources, all_names, all_options) = (pointers(&sources), pointers(&names), pointers(&options));
+        let pointers =
+            |all: &[CString]| -> Vec<*const c_char> { all.iter().map(|s| s.as_ptr()).collect() };
+        let (all_sources, all_names, all_options) =
+            (pointers(&sources), pointers(&names), pointers(&options));
         let mut program = std::ptr::null_mut();
         // SAFETY: all strings end in zero and live to the end of this function; each call writes what it is given room for,
         // and the program is destroyed once.
         unsafe {
             let count = HEADERS.len() as c_int;
-            self.check((f.create)(&mut program, source.as_ptr(), name.as_ptr(), count, all_sources.as_ptr(), all_names.as_ptr()), unit.path())?;
+            self.check(
+                (f.create)(
+                    &mut program,
+                    source.as_ptr(),
+                    name.as_ptr(),
+                    count,
+                    all_sources.as_ptr(),
+                    all_names.as_ptr(),
+                ),
+                unit.path(),
+            )?;
             let done = (f.compile)(program, all_options.len() as c_int, all_options.as_ptr());
             let mut size = 0;
             let _ = (f.log_size)(program, &mut size);
             let mut log = vec![0u8; size.max(1)];
             let _ = (f.log)(program, log.as_mut_ptr().cast());
-            let log = String::from_utf8_lossy(&log).trim_end_matches('\0').to_owned();
-            let image = self.check(done, "the compiler says").map_err(|e| format!("compiling {} for {target}: {e}: {log}", unit.path())).and_then(|()| {
-                let mut size = 0;
-                self.check((f.image_size)(program, &mut size), unit.path())?;
-                let mut image = vec![0u8; size];
-                self.check((f.image)(program, image.as_mut_ptr().cast()), unit.path())?;
-                Ok(image)
-            });
+            let log = String::from_utf8_lossy(&log)
+                .trim_end_matches('\0')
+                .to_owned();
+            let image = self
+                .check(done, "the compiler says")
+                .map_err(|e| format!("compiling {} for {target}: {e}: {log}", unit.path()))
+                .and_then(|()| {
+                    let mut size = 0;
+                    self.check((f.image_size)(program, &mut size), unit.path())?;
+                    let mut image = vec![0u8; size];
+                    self.check((f.image)(program, image.as_mut_ptr().cast()), unit.path())?;
+                    Ok(image)
+                });
             let _ = (f.destroy)(&mut program);
             Ok((image?, log))
         }
