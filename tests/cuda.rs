@@ -8,7 +8,6 @@ use std::sync::Arc;
 
 use NVFP4::base::memory::{self, Tag};
 use NVFP4::base::{ErrorKind, env};
-use NVFP4::cpu::Kind;
 use NVFP4::cuda::{
     self, Biased, DeviceBuffer, Gpu, Heads, Input, LinearScratch, Matrix, Output, PAGE, PageTable,
     Rows, Storage,
@@ -147,6 +146,8 @@ fn product(x: &[f64], m: usize, w: &Weight, bias: bool) -> Vec<f64> {
 
 /// Summation in f32 of products that are exact.
 const EXACT: f64 = 1e-6;
+/// The same for one row, whose terms may nearly cancel.
+const ROW: f64 = 1e-5;
 /// Half a unit in the last place of f16, which the output is rounded to.
 const F16: f64 = 4e-4;
 
@@ -401,7 +402,8 @@ fn products_of_host_memory_agree_with_f64() {
             let factor = 2f32.powi([0, 40, -60][r % 3]);
             row.iter_mut().for_each(|v| *v *= factor);
         }
-        let product = |values: &[f32]| -> Vec<f64> {
+        let in_bf16: Vec<f32> = x.iter().map(|&v| bf16::from_f32(v).to_f32()).collect();
+        let product = |x: &[f32], values: &[f32]| -> Vec<f64> {
             let dot = |a: &[f32], b: &[f32]| {
                 a.iter()
                     .zip(b)
@@ -412,7 +414,7 @@ fn products_of_host_memory_agree_with_f64() {
                 .flat_map(|row| values.chunks_exact(k).map(move |w| dot(row, w)))
                 .collect()
         };
-        let mut wanted = vec![(quantized, product(&host.dequantize().unwrap()))];
+        let mut wanted = vec![(quantized, product(&x, &host.dequantize().unwrap()))];
         for dtype in [DenseType::F32, DenseType::F16, DenseType::BF16] {
             // Values that each type holds.
             let values: Vec<f32> = values
@@ -426,7 +428,13 @@ fn products_of_host_memory_agree_with_f64() {
                 Ok(())
             })
             .unwrap();
-            wanted.push((dense, product(&values)));
+            // For many rows and a bf16 weight the library multiplies activations in bf16.
+            let x = if dtype == DenseType::BF16 && m > cuda::SMALL {
+                &in_bf16
+            } else {
+                &x
+            };
+            wanted.push((dense, product(x, &values)));
         }
         let mut results = vec![vec![f32::NAN; m * n]; wanted.len()];
         let mut outputs: Vec<(&Linear, &mut [f32])> = wanted
@@ -444,18 +452,12 @@ fn products_of_host_memory_agree_with_f64() {
         )
         .unwrap();
         for ((w, want), got) in wanted.iter().zip(&results) {
-            // Rows differ by many orders of magnitude, so each is compared by itself. For many rows and a bf16 weight the
-            // library multiplies activations in bf16.
-            let bar = if w.kind() == Kind::Bf16 && m > cuda::SMALL {
-                4e-3
-            } else {
-                EXACT
-            };
+            // Rows differ by many orders of magnitude, so each is compared by itself.
             for (got, want) in got.chunks_exact(n).zip(want.chunks_exact(n)) {
                 assert_close(
                     got,
                     want,
-                    bar,
+                    ROW,
                     &format!("{:?} [{m}, {k}] x [{n}, {k}]", w.kind()),
                 );
             }
@@ -1122,6 +1124,8 @@ fn running_out_of_device_memory_leaves_the_session_usable() {
     memory::set_budget(None);
     assert_eq!(error.kind(), ErrorKind::OverBudget, "{error}");
     assert_eq!(session.len(), 60);
-    assert_eq!(session.logits().unwrap(), want);
+    // The last token is run again by itself, in another order of summation.
+    let want: Vec<f64> = want.into_iter().map(f64::from).collect();
+    assert_close(session.logits().unwrap(), &want, 5e-3, "logits afterwards");
     session.prefill(&some_tokens(&model, 100)).unwrap();
 }

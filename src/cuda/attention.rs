@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use super::compile::Unit;
 use super::gpu::{Gpu, int};
 use super::launch::Launch;
 use super::memory::DeviceBuffer;
+use super::nvrtc::Unit;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::Tag;
@@ -20,6 +20,13 @@ const BLOCK_ROWS: usize = 128;
 const SHORT: usize = 512;
 /// Parts of a sequence at most.
 const MOST_PARTS: usize = 32;
+
+/// What the kernels of this file are passed, by the start of their names.
+pub(super) const ARGUMENTS: &[(&str, usize)] = &[
+    ("attention_decode_", size_of::<DecodeArguments>()),
+    ("rope_store_", size_of::<StoreArguments>()),
+    ("attention_prefill_", size_of::<PrefillArguments>()),
+];
 
 /// The heads of a layer and what happens to them before attention.
 #[derive(Clone, Copy)]

@@ -3,10 +3,10 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::compile::Unit;
 use super::gpu::Gpu;
 use super::launch::Launch;
 use super::memory::DeviceBuffer;
+use super::nvrtc::Unit;
 use crate::base::Result;
 use crate::base::memory::Tag;
 use crate::format::random;
@@ -14,6 +14,9 @@ use crate::format::random;
 /// Many times what caches hold.
 const BYTES: usize = 2 << 30;
 const RUNS: usize = 15;
+
+/// What the kernels of this file are passed, by the start of their names.
+pub(super) const ARGUMENTS: &[(&str, usize)] = &[("read_all", size_of::<Arguments>())];
 
 #[repr(C)]
 struct Arguments {

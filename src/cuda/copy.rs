@@ -136,8 +136,8 @@ impl DeviceBuffer {
         if len == 0 {
             return Ok(());
         }
-        // SAFETY: both ranges were checked.
         check(
+            // SAFETY: both ranges were checked.
             unsafe {
                 result::memcpy_dtod_async(
                     self.address() + at as u64,
@@ -187,8 +187,8 @@ impl Event {
             gpu: gpu.clone(),
             event,
         };
-        // SAFETY: event and stream are the device's own.
         check(
+            // SAFETY: event and stream are the device's own.
             unsafe { result::event::record(event.event, gpu.stream()) },
             "recording an event",
         )?;
@@ -198,8 +198,8 @@ impl Event {
     /// Waits for it.
     pub fn wait(&self) -> Result<()> {
         self.gpu.bind()?;
-        // SAFETY: the event is alive.
         check(
+            // SAFETY: the event is alive.
             unsafe { result::event::synchronize(self.event) },
             "waiting for the device",
         )

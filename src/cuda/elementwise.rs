@@ -2,15 +2,24 @@
 
 use std::sync::Arc;
 
-use super::compile::Unit;
 use super::gpu::{Gpu, int};
 use super::launch::Launch;
 use super::linear::{MLP_SCALE, Matrix, Storage};
 use super::memory::DeviceBuffer;
+use super::nvrtc::Unit;
 use crate::base::Result;
 use crate::base::error::bail;
 
 const THREADS: u32 = 256;
+
+/// What the kernels of this file are passed, by the start of their names.
+pub(super) const ARGUMENTS: &[(&str, usize)] = &[
+    ("embed", size_of::<EmbedArguments>()),
+    ("rms_norm", size_of::<NormArguments>()),
+    ("swiglu", size_of::<SwigluArguments>()),
+    ("add_bias", size_of::<BiasArguments>()),
+    ("f16_to_bf16", size_of::<ConvertArguments>()),
+];
 
 fn holds(buffer: &DeviceBuffer, what: &str, bytes: usize) -> Result<()> {
     if buffer.bytes() < bytes {

@@ -10,9 +10,10 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 use cudarc::driver::{result, sys};
 
 use super::blas::Blas;
-use super::compile::{Module, Unit};
+use super::compile::Module;
 use super::graph;
 use super::memory::Pinned;
+use super::nvrtc::Unit;
 use crate::base::error::{Error, bail, err};
 use crate::base::{ErrorKind, Result};
 
@@ -216,8 +217,8 @@ impl Gpu {
         }
         let device = check(result::device::get(ordinal as c_int), "opening the device")?;
         let attribute = |which| {
-            // SAFETY: `device` is a device that the driver gave.
             check(
+                // SAFETY: `device` is a device that the driver gave.
                 unsafe { result::device::get_attribute(device, which) },
                 "asking about the device",
             )
@@ -279,8 +280,8 @@ impl Gpu {
         ordinal: usize,
         context: sys::CUcontext,
     ) -> Result<(sys::CUstream, sys::CUmemoryPool)> {
-        // SAFETY: the context was just retained.
         check(
+            // SAFETY: the context was just retained.
             unsafe { result::ctx::set_current(context) },
             "entering the device's context",
         )?;
@@ -359,8 +360,8 @@ impl Gpu {
 
     /// Makes the device's context this thread's.
     pub(super) fn bind(&self) -> Result<()> {
-        // SAFETY: the context lives as long as `self`.
         check(
+            // SAFETY: the context lives as long as `self`.
             unsafe { result::ctx::set_current(self.context) },
             "entering the device's context",
         )
@@ -369,8 +370,8 @@ impl Gpu {
     /// Waits until everything enqueued has run. A fault of earlier work comes out here.
     pub fn synchronize(&self) -> Result<()> {
         self.bind()?;
-        // SAFETY: the stream lives as long as `self`.
         check(
+            // SAFETY: the stream lives as long as `self`.
             unsafe { result::stream::synchronize(self.stream) },
             "waiting for the device",
         )
@@ -389,8 +390,8 @@ impl Gpu {
     pub fn empty_cache(&self) -> Result<()> {
         self.staging().clear();
         self.synchronize()?;
-        // SAFETY: the pool lives as long as `self`.
         check(
+            // SAFETY: the pool lives as long as `self`.
             unsafe { result::mem_pool::trim_to(self.pool, 0) },
             "emptying the memory pool",
         )

@@ -93,8 +93,8 @@ impl Graph {
     /// Enqueues the sequence.
     pub fn launch(&self) -> Result<()> {
         self.gpu.bind()?;
-        // SAFETY: the graph is alive.
         check(
+            // SAFETY: the graph is alive.
             unsafe { result::graph::launch(self.exec, self.gpu.stream()) },
             "launching a graph",
         )

@@ -4,8 +4,8 @@ use std::ffi::c_void;
 
 use cudarc::driver::{result, sys};
 
-use super::compile::Unit;
 use super::gpu::{Gpu, check};
+use super::nvrtc::Unit;
 use crate::base::Result;
 
 /// Shared memory that a block gets without asking.
@@ -43,6 +43,7 @@ impl Launch {
         if self.grid.contains(&0) {
             return Ok(());
         }
+        debug_assert_eq!(super::argument_bytes(name), Some(size_of::<T>()), "{name}");
         let function = gpu.function(unit, name)?;
         gpu.bind()?;
         if self.shared > DEFAULT_SHARED {

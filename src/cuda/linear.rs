@@ -5,10 +5,10 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::blas::Element;
-use super::compile::Unit;
 use super::gpu::{Gpu, int};
 use super::launch::Launch;
 use super::memory::DeviceBuffer;
+use super::nvrtc::Unit;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::Tag;
@@ -20,6 +20,13 @@ use crate::format::nvfp4::BLOCK;
 pub const MLP_SCALE: f32 = 16.0;
 /// Rows of activations that the fused kernel takes at once.
 pub const SMALL: usize = 16;
+
+/// What the kernels of this file are passed, by the start of their names.
+pub(super) const ARGUMENTS: &[(&str, usize)] = &[
+    ("linear_", size_of::<SmallArguments>()),
+    ("linear_dense", size_of::<DenseArguments>()),
+    ("dequantize_folded", size_of::<DequantizeArguments>()),
+];
 
 /// How a matrix is held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

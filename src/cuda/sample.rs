@@ -2,16 +2,19 @@
 
 use std::sync::Arc;
 
-use super::compile::Unit;
 use super::gpu::{Gpu, int};
 use super::launch::Launch;
 use super::memory::{DeviceBuffer, Pinned};
+use super::nvrtc::Unit;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::Tag;
 
 /// Blocks that share a row of logits.
 const BLOCKS: usize = 64;
+
+/// What the kernels of this file are passed, by the start of their names.
+pub(super) const ARGUMENTS: &[(&str, usize)] = &[("argmax", size_of::<Arguments>())];
 
 #[repr(C)]
 struct Arguments {

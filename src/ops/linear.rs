@@ -197,7 +197,12 @@ fn matrix_row(matrix: &Matrix, row: usize, out: &mut [f32]) -> Result<()> {
     }
     let (values, scales) = matrix.read_row(row)?;
     match matrix.storage() {
-        Storage::Nvfp4 => nvfp4::dequantize(&values, &scales, matrix.global(), out),
+        Storage::Nvfp4 => {
+            // In the order of the processor's, which a model's fingerprint sees.
+            nvfp4::dequantize(&values, &scales, 1.0, out)?;
+            out.iter_mut().for_each(|v| *v *= matrix.global());
+            Ok(())
+        }
         Storage::F32 => DType::F32.to_f32(&values, out),
         Storage::F16 => DType::F16.to_f32(&values, out),
         Storage::BF16 => DType::BF16.to_f32(&values, out),

@@ -1,0 +1,287 @@
+//! Kernels from source to machine code: the sources, the compiler, and what machine code depends on. NVRTC is looked for when
+//! it is needed, like the driver; it needs no GPU. `build.rs` has this file as a module too, so it knows libc and the checksum
+//! alone, its errors are text, and it does not read the environment.
+
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::path::Path;
+
+use crate::base::checksum::Checksum;
+
+/// Headers, by the name that sources include them by.
+const HEADERS: &[(&str, &str)] = &[
+    (
+        "common/types.cuh",
+        include_str!("../../kernels/common/types.cuh"),
+    ),
+    (
+        "common/ptx.cuh",
+        include_str!("../../kernels/common/ptx.cuh"),
+    ),
+    (
+        "common/reduce.cuh",
+        include_str!("../../kernels/common/reduce.cuh"),
+    ),
+    (
+        "common/heads.cuh",
+        include_str!("../../kernels/common/heads.cuh"),
+    ),
+    (
+        "common/pages.cuh",
+        include_str!("../../kernels/common/pages.cuh"),
+    ),
+    (
+        "format/nvfp4.cuh",
+        include_str!("../../kernels/format/nvfp4.cuh"),
+    ),
+];
+
+macro_rules! units {
+    ($($name:ident = $path:literal),+ $(,)?) => {
+        /// A source file that is compiled by itself.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        pub enum Unit { $(#[doc = $path] $name,)+ }
+
+        impl Unit {
+            /// All of them.
+            pub const ALL: &'static [Unit] = &[$(Unit::$name,)+];
+
+            /// Path under `kernels/`.
+            pub const fn path(self) -> &'static str { match self { $(Unit::$name => $path,)+ } }
+
+            const fn source(self) -> &'static str {
+                match self { $(Unit::$name => include_str!(concat!("../../kernels/", $path)),)+ }
+            }
+        }
+    };
+}
+
+units! {
+    ReadAll = "bandwidth/read.cu",
+    Swiglu = "activation/swiglu.cu",
+    AttentionDecode = "attention/decode.cu",
+    AttentionPrefill = "attention/prefill.cu",
+    Embed = "embed/embed.cu",
+    LinearDense = "linear/dense.cu",
+    LinearSmall = "linear/small.cu",
+    RmsNorm = "norm/rms_norm.cu",
+    Dequantize = "quantize/dequantize.cu",
+    RopeStore = "rope/store.cu",
+    Argmax = "sample/argmax.cu",
+}
+
+/// Architectures that every kernel is tested for and that packages embed, as [`target`] names them.
+pub const TARGETS: &[&str] = &["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a", "sm_121a"];
+
+/// The compiler's name of an architecture: `sm_90a`. From Hopper on, with the features that only this architecture has.
+pub fn target((major, minor): (i32, i32)) -> String {
+    let special = if major >= 9 { "a" } else { "" };
+    format!("sm_{major}{minor}{special}")
+}
+
+fn options(target: &str) -> Vec<CString> {
+    [
+        format!("--gpu-architecture={target}").as_str(),
+        "--std=c++17",
+        "--device-as-default-execution-space",
+        "--ptxas-options=-v",
+    ]
+    .map(text)
+    .into()
+}
+
+/// Tells sources and options apart; machine code depends on them and the compiler's version.
+pub(super) fn fingerprint(unit: Unit, target: &str) -> u64 {
+    let mut sum = Checksum::new();
+    for (name, source) in HEADERS {
+        sum.update(name.as_bytes());
+        sum.update(source.as_bytes());
+    }
+    sum.update(unit.source().as_bytes());
+    for option in options(target) {
+        sum.update(option.as_bytes());
+    }
+    sum.finish()
+}
+
+fn text(s: &str) -> CString {
+    CString::new(s).expect("sources and options have no zero byte")
+}
+
+type Program = *mut c_void;
+
+/// NVRTC's answer that all is well.
+const SUCCESS: c_int = 0;
+
+macro_rules! functions {
+    ($($name:ident = $symbol:literal: fn($($argument:ty),*) -> $result:ty),+ $(,)?) => {
+        /// What is used of the library.
+        struct Functions { $($name: unsafe extern "C" fn($($argument),*) -> $result,)+ }
+
+        impl Functions {
+            /// # Safety
+            /// The library is NVRTC.
+            unsafe fn find(library: *mut c_void) -> Result<Functions, String> {
+                Ok(Functions {
+                    $($name: {
+                        // SAFETY: the library was loaded and is never closed.
+                        let function = unsafe { libc::dlsym(library, $symbol.as_ptr()) };
+                        if function.is_null() {
+                            return Err(format!("NVRTC lacks {}: {}", $symbol.to_string_lossy(), loader_error()));
+                        }
+                        // SAFETY: NVRTC's function of this name has this type.
+                        unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($argument),*) -> $result>(function) }
+                    },)+
+                })
+            }
+        }
+    };
+}
+
+functions! {
+    version = c"nvrtcVersion": fn(*mut c_int, *mut c_int) -> c_int,
+    error_string = c"nvrtcGetErrorString": fn(c_int) -> *const c_char,
+    create = c"nvrtcCreateProgram": fn(*mut Program, *const c_char, *const c_char, c_int, *const *const c_char, *const *const c_char) -> c_int,
+    compile = c"nvrtcCompileProgram": fn(Program, c_int, *const *const c_char) -> c_int,
+    log_size = c"nvrtcGetProgramLogSize": fn(Program, *mut usize) -> c_int,
+    log = c"nvrtcGetProgramLog": fn(Program, *mut c_char) -> c_int,
+    image_size = c"nvrtcGetCUBINSize": fn(Program, *mut usize) -> c_int,
+    image = c"nvrtcGetCUBIN": fn(Program, *mut c_char) -> c_int,
+    destroy = c"nvrtcDestroyProgram": fn(*mut Program) -> c_int,
+}
+
+fn loader_error() -> String {
+    // SAFETY: dlerror gives a string or NULL.
+    let why = unsafe { libc::dlerror() };
+    match why.is_null() {
+        true => "no reason given".into(),
+        // SAFETY: not NULL, and valid until this thread's next call of the loader.
+        false => unsafe { CStr::from_ptr(why) }
+            .to_string_lossy()
+            .into_owned(),
+    }
+}
+
+/// Loads a library for good.
+fn open(name: &CStr) -> Result<*mut c_void, String> {
+    // SAFETY: loading a library runs its initialisers, and NVRTC's allow that at any time. It stays loaded.
+    let library = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL) };
+    if library.is_null() {
+        Err(loader_error())
+    } else {
+        Ok(library)
+    }
+}
+
+/// Loads NVRTC from a path of the user's choice, after the library beside it that it asks for by its bare name.
+fn open_path(path: &Path) -> Result<*mut c_void, String> {
+    let open = |path: &Path| {
+        let name = CString::new(path.as_os_str().as_encoded_bytes())
+            .map_err(|_| format!("{}: the path has a zero byte", path.display()))?;
+        open(&name).map_err(|why| format!("loading {}: {why}", path.display()))
+    };
+    let folder = path
+        .parent()
+        .filter(|p| !p.as_os_str().is_empty())
+        .unwrap_or(Path::new("."));
+    for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        let name = name.to_string_lossy();
+        if name.starts_with("libnvrtc-builtins.so") && !name.contains("alt") {
+            open(&entry.path())?;
+        }
+    }
+    open(path)
+}
+
+/// NVRTC, loaded.
+pub(super) struct Compiler {
+    functions: Functions,
+    version: (c_int, c_int),
+}
+
+impl Compiler {
+    /// Loads the library: this one, or the one that the loader finds. An error says what to do.
+    pub(super) fn load(path: Option<&Path>) -> Result<Compiler, String> {
+        let library = match path {
+            Some(path) => open_path(path)?,
+            None => [c"libnvrtc.so.13", c"libnvrtc.so.12", c"libnvrtc.so"].iter().find_map(|name| open(name).ok()).ok_or(
+                "no compiler for GPU kernels: libnvrtc.so.13 (or .so.12) was not found; install the CUDA toolkit or the Python package nvidia-cuda-nvrtc, and name the library in NVFP4_NVRTC or its folder in LD_LIBRARY_PATH",
+            )?,
+        };
+        // SAFETY: what has NVRTC's name, or what the user calls NVRTC, is taken to be NVRTC.
+        let functions = unsafe { Functions::find(library) }?;
+        let mut compiler = Compiler {
+            functions,
+            version: (0, 0),
+        };
+        let (mut major, mut minor) = (0, 0);
+        // SAFETY: writes the two integers it is given.
+        let answer = unsafe { (compiler.functions.version)(&mut major, &mut minor) };
+        compiler.check(answer, "asking NVRTC's version")?;
+        compiler.version = (major, minor);
+        Ok(compiler)
+    }
+
+    pub(super) fn version(&self) -> (i32, i32) {
+        self.version
+    }
+
+    fn check(&self, result: c_int, doing: &str) -> Result<(), String> {
+        if result == SUCCESS {
+            return Ok(());
+        }
+        // SAFETY: gives a static string for any number.
+        let why = unsafe { CStr::from_ptr((self.functions.error_string)(result)) };
+        Err(format!("{doing}: {}", why.to_string_lossy()))
+    }
+
+    /// Machine code of a unit, and the assembler's report on registers and spills.
+    pub(super) fn compile(&self, unit: Unit, target: &str) -> Result<(Vec<u8>, String), String> {
+        let f = &self.functions;
+        let (source, name) = (text(unit.source()), text(unit.path()));
+        let names: Vec<CString> = HEADERS.iter().map(|(name, _)| text(name)).collect();
+        let sources: Vec<CString> = HEADERS.iter().map(|(_, source)| text(source)).collect();
+        let options = options(target);
+        let pointers =
+            |all: &[CString]| -> Vec<*const c_char> { all.iter().map(|s| s.as_ptr()).collect() };
+        let (all_sources, all_names, all_options) =
+            (pointers(&sources), pointers(&names), pointers(&options));
+        let mut program = std::ptr::null_mut();
+        // SAFETY: all strings end in zero and live to the end of this function; each call writes what it is given room for,
+        // and the program is destroyed once.
+        unsafe {
+            let count = HEADERS.len() as c_int;
+            self.check(
+                (f.create)(
+                    &mut program,
+                    source.as_ptr(),
+                    name.as_ptr(),
+                    count,
+                    all_sources.as_ptr(),
+                    all_names.as_ptr(),
+                ),
+                unit.path(),
+            )?;
+            let done = (f.compile)(program, all_options.len() as c_int, all_options.as_ptr());
+            let mut size = 0;
+            let _ = (f.log_size)(program, &mut size);
+            let mut log = vec![0u8; size.max(1)];
+            let _ = (f.log)(program, log.as_mut_ptr().cast());
+            let log = String::from_utf8_lossy(&log)
+                .trim_end_matches('\0')
+                .to_owned();
+            let image = self
+                .check(done, "the compiler says")
+                .map_err(|e| format!("compiling {} for {target}: {e}: {log}", unit.path()))
+                .and_then(|()| {
+                    let mut size = 0;
+                    self.check((f.image_size)(program, &mut size), unit.path())?;
+                    let mut image = vec![0u8; size];
+                    self.check((f.image)(program, image.as_mut_ptr().cast()), unit.path())?;
+                    Ok(image)
+                });
+            let _ = (f.destroy)(&mut program);
+            Ok((image?, log))
+        }
+    }
+}

@@ -1,0 +1,313 @@
+//! Every kernel for every architecture, compiled without a GPU: what the assembler reports, that tensor cores are used where
+//! they should be, and that a launcher passes as many bytes as its kernel takes. Without NVRTC every test says SKIPPED, unless
+//! NVFP4_REQUIRE names `nvrtc`; what disassembles is skipped without nvdisasm, unless it names `nvdisasm`.
+//! `tests/kernels/run.sh` installs both.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write as _;
+use std::path::Path;
+use std::process::Command;
+
+use NVFP4::base::{ErrorKind, env};
+use NVFP4::cuda::{self, TARGETS, Unit};
+
+/// Units whose every kernel multiplies on tensor cores.
+const TENSOR_CORES: &[Unit] = &[
+    Unit::LinearSmall,
+    Unit::AttentionDecode,
+    Unit::AttentionPrefill,
+];
+/// Their instruction, on all architectures that there are.
+const MULTIPLY: &str = "HMMA.16816.F32";
+
+/// Spills that a kernel may have: the end of its name, the architecture (all, if empty), bytes of stores and loads together, and
+/// why. All other kernels must have none.
+const SPILLS: &[(&str, &str, usize, &str)] = &[
+    (
+        "_ragged",
+        "",
+        64,
+        "K that is no multiple of 128 is rare, and checking every piece takes registers that 24 warps do not leave",
+    ),
+    (
+        "linear_normed_f32_16",
+        "sm_100a",
+        32,
+        "put away and taken back in the norm, before the loop over K",
+    ),
+    (
+        "linear_normed_swiglu_16",
+        "sm_100a",
+        48,
+        "put away in the norm and taken back outside the loop over K",
+    ),
+    (
+        "attention_decode_128",
+        "sm_120a",
+        32,
+        "put away before the loop over positions and taken back after it",
+    ),
+    (
+        "attention_decode_128",
+        "sm_121a",
+        32,
+        "put away before the loop over positions and taken back after it",
+    ),
+];
+
+fn is_required(tool: &str) -> bool {
+    env::required_capabilities().iter().any(|c| c == tool)
+}
+
+/// Machine code and the assembler's report; nothing where there is no compiler.
+fn compile(unit: Unit, target: &str) -> Option<(Vec<u8>, String)> {
+    match cuda::compile(unit, target) {
+        Ok(compiled) => Some(compiled),
+        Err(e) if e.kind() == ErrorKind::DeviceUnavailable && !is_required("nvrtc") => {
+            println!("SKIPPED {e}");
+            None
+        }
+        Err(e) => panic!("{e}"),
+    }
+}
+
+/// What the assembler says of a function.
+#[derive(Debug, Default, PartialEq)]
+struct Usage {
+    stack: usize,
+    spill_stores: usize,
+    spill_loads: usize,
+}
+
+/// Reads a report: `Function properties for NAME`, and in the next line numbers of bytes.
+fn usage(report: &str) -> BTreeMap<String, Usage> {
+    let mut all = BTreeMap::new();
+    let mut lines = report.lines();
+    while let Some(line) = lines.next() {
+        let Some((_, name)) = line.split_once("Function properties for ") else {
+            continue;
+        };
+        let numbers = lines.next().unwrap_or_default();
+        let bytes = |what: &str| -> usize {
+            let text = numbers
+                .split(',')
+                .find_map(|part| part.trim().strip_suffix(what));
+            text.and_then(|n| n.split_whitespace().last()?.parse().ok())
+                .unwrap_or_else(|| panic!("no number of{what} for {name} in '{numbers}'"))
+        };
+        let usage = Usage {
+            stack: bytes(" bytes stack frame"),
+            spill_stores: bytes(" bytes spill stores"),
+            spill_loads: bytes(" bytes spill loads"),
+        };
+        all.insert(name.trim().to_owned(), usage);
+    }
+    all
+}
+
+fn number<const N: usize>(bytes: &[u8], at: usize) -> usize {
+    let mut word = [0; 8];
+    word[..N].copy_from_slice(&bytes[at..at + N]);
+    u64::from_le_bytes(word) as usize
+}
+
+/// The sections of a 64-bit ELF file.
+fn sections(image: &[u8]) -> Vec<(String, &[u8])> {
+    assert!(
+        image.starts_with(b"\x7fELF\x02\x01"),
+        "not a 64-bit ELF file"
+    );
+    let (table, size, count, names) = (
+        number::<8>(image, 0x28),
+        number::<2>(image, 0x3a),
+        number::<2>(image, 0x3c),
+        number::<2>(image, 0x3e),
+    );
+    let section = |i: usize| -> (usize, &[u8]) {
+        let header = &image[table + i * size..][..size];
+        let (kind, offset, length) = (
+            number::<4>(header, 4),
+            number::<8>(header, 0x18),
+            number::<8>(header, 0x20),
+        );
+        const NO_BITS: usize = 8;
+        (
+            number::<4>(header, 0),
+            if kind == NO_BITS {
+                &[]
+            } else {
+                &image[offset..offset + length]
+            },
+        )
+    };
+    let (_, names) = section(names);
+    let name = |at: usize| {
+        names[at..]
+            .iter()
+            .take_while(|&&b| b != 0)
+            .map(|&b| char::from(b))
+            .collect()
+    };
+    (0..count)
+        .map(section)
+        .map(|(at, bytes)| (name(at), bytes))
+        .collect()
+}
+
+/// Bytes of parameters by kernel, from the attributes that the driver reads too.
+fn parameter_bytes(image: &[u8]) -> BTreeMap<String, usize> {
+    /// An attribute whose value is two bytes long, and its number.
+    const HALF_WORD: u8 = 3;
+    const PARAMETER_SIZE: u8 = 0x19;
+    /// An attribute whose value is as long as its two bytes say.
+    const SIZED: u8 = 4;
+    let mut all = BTreeMap::new();
+    for (name, attributes) in sections(image) {
+        let Some(kernel) = name.strip_prefix(".nv.info.") else {
+            continue;
+        };
+        let mut at = 0;
+        while at < attributes.len() {
+            let (format, attribute, value) = (
+                attributes[at],
+                attributes[at + 1],
+                number::<2>(attributes, at + 2),
+            );
+            if (format, attribute) == (HALF_WORD, PARAMETER_SIZE) {
+                all.insert(kernel.to_owned(), value);
+            }
+            at += if format == SIZED { 4 + value } else { 4 };
+        }
+    }
+    all
+}
+
+/// Names of functions that have the instruction; nothing where there is no disassembler.
+fn functions_with(instruction: &str, image: &[u8], name: &str) -> Option<BTreeSet<String>> {
+    let path =
+        Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-{}.cubin", std::process::id()));
+    std::fs::write(&path, image).unwrap();
+    let output = Command::new("nvdisasm").arg("-c").arg(&path).output();
+    std::fs::remove_file(&path).unwrap();
+    let output = match output {
+        Ok(output) => output,
+        Err(e) => {
+            assert!(
+                !is_required("nvdisasm"),
+                "NVFP4_REQUIRE names nvdisasm: {e}"
+            );
+            println!("SKIPPED instructions: nvdisasm: {e}");
+            return None;
+        }
+    };
+    assert!(
+        output.status.success(),
+        "nvdisasm: {}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    let (mut function, mut found) = ("", BTreeSet::new());
+    let text = String::from_utf8(output.stdout).unwrap();
+    for line in text.lines() {
+        if let Some(rest) = line.strip_prefix(".text.") {
+            function = rest.trim_end_matches(':');
+        } else if line.split_whitespace().any(|word| word == instruction) {
+            found.insert(function.to_owned());
+        }
+    }
+    Some(found)
+}
+
+/// Complaints about a kernel's spills.
+fn spills(kernel: &str, target: &str, usage: &Usage) -> Option<String> {
+    let allowed = SPILLS
+        .iter()
+        .find(|(end, on, ..)| kernel.ends_with(end) && (on.is_empty() || *on == target));
+    let most = allowed.map_or(0, |&(_, _, bytes, _)| bytes);
+    let bytes = usage.spill_stores + usage.spill_loads;
+    (bytes > most).then(|| format!("spills {bytes} bytes, at most {most}: {usage:?}"))
+}
+
+fn check(target: &str) {
+    let mut complaints = String::new();
+    for &unit in Unit::ALL {
+        let Some((image, report)) = compile(unit, target) else {
+            return;
+        };
+        let usage = usage(&report);
+        let kernels = parameter_bytes(&image);
+        assert!(!kernels.is_empty(), "{}: no kernels", unit.path());
+        let multiplying = TENSOR_CORES
+            .contains(&unit)
+            .then(|| functions_with(MULTIPLY, &image, &format!("{unit:?}-{target}")))
+            .flatten();
+        let mut complain = |kernel: &str, what: &str| {
+            writeln!(complaints, "  {}: {kernel}: {what}", unit.path()).unwrap()
+        };
+        for (function, usage) in &usage {
+            if usage.stack > 0 {
+                println!("{target} {function}: {} bytes of local memory", usage.stack);
+            }
+            if let Some(complaint) = spills(function, target, usage) {
+                complain(function, &complaint);
+            }
+        }
+        for (kernel, &bytes) in &kernels {
+            if !usage.contains_key(kernel) {
+                complain(kernel, "not in the assembler's report");
+            }
+            match cuda::argument_bytes(kernel) {
+                Some(passed) if passed == bytes => {}
+                Some(passed) => complain(
+                    kernel,
+                    &format!("takes {bytes} bytes of arguments, and its launcher passes {passed}"),
+                ),
+                None => complain(kernel, "no launcher's ARGUMENTS in src/cuda name it"),
+            }
+            if multiplying.as_ref().is_some_and(|m| !m.contains(kernel)) {
+                complain(kernel, &format!("has no {MULTIPLY}"));
+            }
+        }
+    }
+    assert!(complaints.is_empty(), "for {target}:\n{complaints}");
+}
+
+macro_rules! targets {
+    ($($name:ident)+) => {
+        $(#[test] fn $name() { check(stringify!($name)); })+
+
+        #[test]
+        fn every_target_has_a_test() {
+            assert_eq!(TARGETS, [$(stringify!($name),)+]);
+        }
+    };
+}
+
+targets! { sm_80 sm_89 sm_90a sm_100a sm_120a sm_121a }
+
+#[test]
+fn reports_are_read_and_spills_refused() {
+    let report = "ptxas info    : Compiling entry function 'f' for 'sm_80'\n\
+                  ptxas info    : Function properties for f\n\
+                  ptxas         .     48 bytes stack frame, 16 bytes spill stores, 20 bytes spill loads\n\
+                  ptxas info    : Used 32 registers, 400 bytes cmem[0]\n";
+    let read = usage(report);
+    let f = Usage {
+        stack: 48,
+        spill_stores: 16,
+        spill_loads: 20,
+    };
+    assert_eq!(read.into_iter().collect::<Vec<_>>(), [("f".to_owned(), f)]);
+    let of = |spill_loads| Usage {
+        stack: 0,
+        spill_stores: 0,
+        spill_loads,
+    };
+    assert!(spills("f", "sm_80", &of(4)).is_some());
+    assert!(spills("f", "sm_80", &of(0)).is_none());
+    for (end, target, bytes, _) in SPILLS {
+        let target = if target.is_empty() { "sm_80" } else { target };
+        assert!(spills(end, target, &of(*bytes)).is_none());
+        assert!(spills(end, target, &of(bytes + 1)).is_some());
+    }
+    assert!(spills("attention_decode_128", "sm_90a", &of(4)).is_some());
+}

@@ -1,0 +1,66 @@
+#!/usr/bin/env bash
+# GPU kernels on a machine without a GPU: bash tests/kernels/run.sh
+#
+# Fetches NVIDIA's compiler library and disassembler from PyPI into the target folder, builds with every kernel embedded for
+# every architecture, and runs tests/kernels.rs and the test of what is embedded. Installs pip with apt-get where it is missing
+# and that is allowed. What cannot be fetched is SKIPPED, or fails if NVFP4_REQUIRE names nvrtc. Takes three minutes of
+# processor time. The last line is "N passed, N failed, N skipped".
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+
+# The spills and instructions that the test expects are those of this compiler.
+readonly packages=(nvidia-cuda-nvrtc==13.0.88 nvidia-cuda-nvdisasm==13.5.37)
+target=${CARGO_TARGET_DIR:-target}
+tools=$target/kernels/$(IFS=+; echo "${packages[*]}")
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+
+has_pip() { python3 -m pip --version >/dev/null 2>&1; }
+
+install_pip() {
+    has_pip && return
+    local root=()
+    [ "$(id -u)" -eq 0 ] || root=(sudo -n)
+    command -v apt-get >/dev/null || return
+    export DEBIAN_FRONTEND=noninteractive
+    "${root[@]}" apt-get update -qq && "${root[@]}" apt-get install -y -qq --no-install-recommends python3-pip >/dev/null
+}
+
+# The folder gets its name when it is whole.
+fetch() {
+    [ -d "$tools" ] && return
+    install_pip
+    mkdir -p "$target/kernels" && rm -rf "$tools.part" &&
+        python3 -m pip install --quiet --disable-pip-version-check --no-deps --target "$tools.part" "${packages[@]}" >&2 &&
+        mv "$tools.part" "$tools"
+}
+
+if ! fetch; then
+    needs="compiling kernels needs ${packages[*]}, which pip could not install"
+    if [[ ",${NVFP4_REQUIRE:-}," == *,nvrtc,* ]]; then
+        echo "NVFP4_REQUIRE names nvrtc, and $needs"
+        echo "0 passed, 1 failed, 0 skipped"
+        exit 1
+    fi
+    echo "SKIPPED: $needs"
+    echo "0 passed, 0 failed, 1 skipped"
+    exit 0
+fi
+
+tools=$(cd "$tools/nvidia/cu13" && pwd)
+export NVFP4_NVRTC=$tools/lib/libnvrtc.so.13 PATH=$tools/bin:$PATH
+export NVFP4_EMBED_KERNELS=1 NVFP4_REQUIRE=nvrtc,nvdisasm
+
+# Without optimisation, and so beside the build of the other tests, which embeds nothing.
+cargo test --locked --color never --no-fail-fast --config profile.dev.opt-level=0 --lib --test kernels -- \
+    --show-output cuda::compile:: sm_ every_target reports_are 2>&1 | tee "$log"
+code=${PIPESTATUS[0]}
+count() { grep '^test result:' "$log" | grep -oE "[0-9]+ $1" | awk '{ sum += $1 } END { print sum + 0 }'; }
+passed=$(count passed) failed=$(count failed)
+# Not compiled, or killed; or the names of the tests have changed.
+if [ "$failed" -eq 0 ] && { [ "$code" -ne 0 ] || [ "$passed" -lt 9 ]; }; then
+    echo "9 tests were expected, and $passed ran"
+    failed=1
+fi
+echo "$passed passed, $failed failed, 0 skipped"
+[ "$failed" -eq 0 ]
