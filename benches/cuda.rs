@@ -7,7 +7,10 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use NVFP4::base::memory::Tag;
-use NVFP4::cuda::{self, DeviceBuffer, Gpu, Graph, Heads, Input, LinearScratch, Matrix, Output, PAGE, PageTable, Plan, Rows};
+use NVFP4::cuda::{
+    self, DeviceBuffer, Gpu, Graph, Heads, Input, LinearScratch, Matrix, Output, PAGE, PageTable,
+    Plan, Rows,
+};
 use NVFP4::format::nvfp4::BLOCK;
 use NVFP4::format::random;
 
@@ -25,11 +28,41 @@ struct Shape {
 }
 
 const SHAPES: [Shape; 5] = [
-    Shape { name: "qkv", rows: &[4096, 1024, 1024], k: 2560, output: Output::F32, normed: true },
-    Shape { name: "o", rows: &[2560], k: 4096, output: Output::Add, normed: false },
-    Shape { name: "gate_up", rows: &[9728, 9728], k: 2560, output: Output::Swiglu, normed: true },
-    Shape { name: "down", rows: &[2560], k: 9728, output: Output::Add, normed: false },
-    Shape { name: "lm_head", rows: &[151_936], k: 2560, output: Output::F32, normed: true },
+    Shape {
+        name: "qkv",
+        rows: &[4096, 1024, 1024],
+        k: 2560,
+        output: Output::F32,
+        normed: true,
+    },
+    Shape {
+        name: "o",
+        rows: &[2560],
+        k: 4096,
+        output: Output::Add,
+        normed: false,
+    },
+    Shape {
+        name: "gate_up",
+        rows: &[9728, 9728],
+        k: 2560,
+        output: Output::Swiglu,
+        normed: true,
+    },
+    Shape {
+        name: "down",
+        rows: &[2560],
+        k: 9728,
+        output: Output::Add,
+        normed: false,
+    },
+    Shape {
+        name: "lm_head",
+        rows: &[151_936],
+        k: 2560,
+        output: Output::F32,
+        normed: true,
+    },
 ];
 
 fn matrix(gpu: &Arc<Gpu>, rows: usize, k: usize, seed: u64) -> Matrix {
@@ -48,7 +81,9 @@ fn matrix(gpu: &Arc<Gpu>, rows: usize, k: usize, seed: u64) -> Matrix {
 }
 
 fn floats(gpu: &Arc<Gpu>, count: usize, seed: u64) -> DeviceBuffer {
-    let values: Vec<f32> = (0..count as u64).map(|i| (random::bits(seed, i) % 2001) as f32 / 1000.0 - 1.0).collect();
+    let values: Vec<f32> = (0..count as u64)
+        .map(|i| (random::bits(seed, i) % 2001) as f32 / 1000.0 - 1.0)
+        .collect();
     DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, &values).unwrap()
 }
 
@@ -70,7 +105,10 @@ fn time(gpu: &Gpu, graph: &Graph) -> f64 {
 
 fn main() {
     let all_plans = std::env::args().any(|a| a == "plans");
-    let only: Vec<String> = std::env::args().skip(1).filter(|a| a != "plans" && !a.starts_with('-')).collect();
+    let only: Vec<String> = std::env::args()
+        .skip(1)
+        .filter(|a| a != "plans" && !a.starts_with('-'))
+        .collect();
     let gpu = match Gpu::open(0) {
         Ok(gpu) => gpu,
         Err(e) => return println!("SKIPPED no CUDA device: {e}"),
@@ -87,12 +125,29 @@ fn main() {
 }
 
 fn products(gpu: &Arc<Gpu>, bandwidth: f64, all_plans: bool, only: &[String]) {
-    println!("{:8} {:>3} {:>22} {:>9} {:>7}", "kernel", "m", "plan", "us", "of read");
-    for shape in SHAPES.iter().filter(|s| only.is_empty() || only.iter().any(|o| o == s.name)) {
-        let bytes: usize = shape.rows.iter().map(|n| n * shape.k / 2 + n * shape.k / BLOCK).sum();
+    println!(
+        "{:8} {:>3} {:>22} {:>9} {:>7}",
+        "kernel", "m", "plan", "us", "of read"
+    );
+    for shape in SHAPES
+        .iter()
+        .filter(|s| only.is_empty() || only.iter().any(|o| o == s.name))
+    {
+        let bytes: usize = shape
+            .rows
+            .iter()
+            .map(|n| n * shape.k / 2 + n * shape.k / BLOCK)
+            .sum();
         let copies = ROTATION.div_ceil(bytes).max(2);
         let weights: Vec<Vec<Matrix>> = (0..copies)
-            .map(|c| shape.rows.iter().enumerate().map(|(i, &n)| matrix(gpu, n, shape.k, (c * 8 + i) as u64)).collect())
+            .map(|c| {
+                shape
+                    .rows
+                    .iter()
+                    .enumerate()
+                    .map(|(i, &n)| matrix(gpu, n, shape.k, (c * 8 + i) as u64))
+                    .collect()
+            })
             .collect();
         let features: usize = match shape.output {
             Output::Swiglu => shape.rows[0],
@@ -102,15 +157,28 @@ fn products(gpu: &Arc<Gpu>, bandwidth: f64, all_plans: bool, only: &[String]) {
         let x = floats(gpu, 16 * shape.k, 2);
         let out = floats(gpu, 16 * features, 3);
         for m in [1, 4, 8, 16] {
-            let chosen = Plan::choose(m, shape.k, shape.rows, shape.output, gpu.multiprocessors(), gpu.shared_limit()).unwrap();
+            let chosen = Plan::choose(
+                m,
+                shape.k,
+                shape.rows,
+                shape.output,
+                gpu.multiprocessors(),
+                gpu.shared_limit(),
+            )
+            .unwrap();
             let mut plans = vec![chosen];
             if all_plans {
                 for split in [1, 2, 4, 8] {
-                    for groups in 1..=24 / split {
-                        for waves in 1..=4 {
+                    for groups in 1..=16 / split {
+                        for waves in 1..=1 {
                             let warps = split * groups * waves;
-                            if (8..=32).contains(&warps) {
-                                plans.push(Plan { split, groups, blocks: gpu.multiprocessors() * waves, ..chosen });
+                            if (6..=16).contains(&warps) {
+                                plans.push(Plan {
+                                    split,
+                                    groups,
+                                    blocks: gpu.multiprocessors() * waves,
+                                    ..chosen
+                                });
                             }
                         }
                     }
@@ -121,7 +189,11 @@ fn products(gpu: &Arc<Gpu>, bandwidth: f64, all_plans: bool, only: &[String]) {
                 let enqueue = || -> NVFP4::base::Result<()> {
                     for set in &weights {
                         let matrices: Vec<_> = set.iter().map(|w| (w, None)).collect();
-                        let input = if shape.normed { Input::Normed(&x, &norm, 1e-6) } else { Input::Plain(&x, 1.0) };
+                        let input = if shape.normed {
+                            Input::Normed(&x, &norm, 1e-6)
+                        } else {
+                            Input::Plain(&x, 1.0)
+                        };
                         cuda::small(gpu, input, m, &matrices, shape.output, &out, features, plan)?;
                     }
                     Ok(())
@@ -136,11 +208,17 @@ fn products(gpu: &Arc<Gpu>, bandwidth: f64, all_plans: bool, only: &[String]) {
             let chosen = results[0];
             let mut best = results.clone();
             best.sort_by(|a, b| a.0.total_cmp(&b.0));
-            for (seconds, plan) in [chosen].into_iter().chain(best.into_iter().take(if all_plans { 4 } else { 0 })) {
+            for (seconds, plan) in [chosen]
+                .into_iter()
+                .chain(best.into_iter().take(if all_plans { 4 } else { 0 }))
+            {
                 println!(
                     "{:8} {m:3} {:>22} {:9.2} {:6.0}%",
                     shape.name,
-                    format!("{}x{}x{} r{}", plan.split, plan.groups, plan.blocks, plan.rows),
+                    format!(
+                        "{}x{}x{} r{}",
+                        plan.split, plan.groups, plan.blocks, plan.rows
+                    ),
                     seconds * 1e6,
                     100.0 * bytes as f64 / seconds / bandwidth
                 );
@@ -156,11 +234,23 @@ fn chain(gpu: &Arc<Gpu>) {
     let weights: Vec<Vec<Vec<Matrix>>> = (0..LAYERS)
         .map(|layer| {
             let kinds = SHAPES[..4].iter().enumerate();
-            kinds.map(|(s, shape)| (0..shape.rows.len()).map(|i| matrix(gpu, shape.rows[i], shape.k, (layer * 64 + s * 8 + i) as u64)).collect()).collect()
+            kinds
+                .map(|(s, shape)| {
+                    (0..shape.rows.len())
+                        .map(|i| {
+                            matrix(gpu, shape.rows[i], shape.k, (layer * 64 + s * 8 + i) as u64)
+                        })
+                        .collect()
+                })
+                .collect()
         })
         .collect();
     let (heads, kv_heads, dim, length) = (32, 8, 128, 64);
-    let (frequencies, norm, hidden_norm) = (floats(gpu, dim / 2, 4), floats(gpu, dim, 5), floats(gpu, 2560, 5));
+    let (frequencies, norm, hidden_norm) = (
+        floats(gpu, dim / 2, 4),
+        floats(gpu, dim, 5),
+        floats(gpu, 2560, 5),
+    );
     let h = Heads {
         heads,
         kv_heads,
@@ -172,33 +262,87 @@ fn chain(gpu: &Arc<Gpu>) {
         eps: 1e-6,
         scale: 0.088,
     };
+    let head = matrix(gpu, SHAPES[4].rows[0], SHAPES[4].k, 9999);
     for batch in [1, 8] {
-        let pages: Vec<DeviceBuffer> = (0..2 * batch).map(|_| DeviceBuffer::zeroed(gpu, Tag::DeviceKvCache, LAYERS * h.page_bytes()).unwrap()).collect();
+        let pages: Vec<DeviceBuffer> = (0..2 * batch)
+            .map(|_| {
+                DeviceBuffer::zeroed(gpu, Tag::DeviceKvCache, LAYERS * h.page_bytes()).unwrap()
+            })
+            .collect();
         let addresses: Vec<u64> = pages.iter().map(DeviceBuffer::address).collect();
         let table = DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, &addresses).unwrap();
-        let positions = DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, &vec![length as u32; batch]).unwrap();
+        let positions =
+            DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, &vec![length as u32; batch]).unwrap();
         let rows = Rows::new(gpu, heads, kv_heads, dim, batch).unwrap();
-        let (x, qkv, attended, mlp) = (floats(gpu, batch * 2560, 1), floats(gpu, batch * 6144, 2), floats(gpu, batch * 2048, 3), floats(gpu, batch * 4864, 4));
+        let (x, qkv, attended, mlp) = (
+            floats(gpu, batch * 2560, 1),
+            floats(gpu, batch * 6144, 2),
+            floats(gpu, batch * 2048, 3),
+            floats(gpu, batch * 4864, 4),
+        );
         let scratch = LinearScratch::new(gpu, 0).unwrap();
         let enqueue = |wanted: [bool; 5]| -> NVFP4::base::Result<()> {
             for (layer, w) in weights.iter().enumerate() {
                 let normed = Input::Normed(&x, &hidden_norm, 1e-6);
                 let all = |i: usize| w[i].iter().map(|w| (w, None)).collect::<Vec<_>>();
                 if wanted[0] {
-                    cuda::linear(gpu, normed, batch, &all(0), Output::F32, &qkv, 6144, &scratch)?;
+                    cuda::linear(
+                        gpu,
+                        normed,
+                        batch,
+                        &all(0),
+                        Output::F32,
+                        &qkv,
+                        6144,
+                        &scratch,
+                    )?;
                 }
                 if wanted[1] {
-                    let pages = PageTable { table: &table, stride: 2, first: 0, layer };
-                    cuda::decode(gpu, &h, &pages, &qkv, &positions, batch, 1, &rows, &attended)?;
+                    let pages = PageTable {
+                        table: &table,
+                        stride: 2,
+                        first: 0,
+                        layer,
+                    };
+                    cuda::decode(
+                        gpu, &h, &pages, &qkv, &positions, batch, 1, &rows, &attended,
+                    )?;
                 }
                 if wanted[2] {
-                    cuda::linear(gpu, Input::Plain(&attended, 1.0), batch, &all(1), Output::Add, &x, 2560, &scratch)?;
+                    cuda::linear(
+                        gpu,
+                        Input::Plain(&attended, 1.0),
+                        batch,
+                        &all(1),
+                        Output::Add,
+                        &x,
+                        2560,
+                        &scratch,
+                    )?;
                 }
                 if wanted[3] {
-                    cuda::linear(gpu, normed, batch, &all(2), Output::Swiglu, &mlp, 9728, &scratch)?;
+                    cuda::linear(
+                        gpu,
+                        normed,
+                        batch,
+                        &all(2),
+                        Output::Swiglu,
+                        &mlp,
+                        9728,
+                        &scratch,
+                    )?;
                 }
                 if wanted[4] {
-                    cuda::linear(gpu, Input::Plain(&mlp, 1.0), batch, &all(3), Output::Add, &x, 2560, &scratch)?;
+                    cuda::linear(
+                        gpu,
+                        Input::Plain(&mlp, 1.0),
+                        batch,
+                        &all(3),
+                        Output::Add,
+                        &x,
+                        2560,
+                        &scratch,
+                    )?;
                 }
             }
             Ok(())
@@ -209,16 +353,60 @@ fn chain(gpu: &Arc<Gpu>) {
         };
         let whole = measure([true; 5]);
         println!("layer at batch {batch}: {whole:.2} us");
-        for (i, name) in ["qkv", "attention", "o", "gate_up", "down"].into_iter().enumerate() {
+        let vocabulary = head.rows();
+        let logits = floats(gpu, batch * vocabulary, 8);
+        let tokens = DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, 4 * batch).unwrap();
+        let best = cuda::Best::new(gpu, batch).unwrap();
+        let token = || -> NVFP4::base::Result<()> {
+            cuda::embed(gpu, &head, &tokens, batch, &x)?;
+            enqueue([true; 5])?;
+            cuda::linear(
+                gpu,
+                Input::Normed(&x, &hidden_norm, 1e-6),
+                batch,
+                &[(&head, None)],
+                Output::F32,
+                &logits,
+                vocabulary,
+                &scratch,
+            )?;
+            cuda::argmax(gpu, &logits, batch, vocabulary, &best, &tokens, None)
+        };
+        token().unwrap();
+        let graph = Graph::record(gpu, token).unwrap();
+        println!("token at batch {batch}: {:.1} us", time(gpu, &graph) * 1e6);
+        gpu.synchronize().unwrap();
+        let start = Instant::now();
+        for _ in 0..50 {
+            graph.launch().unwrap();
+        }
+        let launched = start.elapsed().as_secs_f64();
+        gpu.synchronize().unwrap();
+        println!(
+            "  50 in a row: {:.1} us each, {:.1} us to launch",
+            start.elapsed().as_secs_f64() / 50.0 * 1e6,
+            launched / 50.0 * 1e6
+        );
+        for (i, name) in ["qkv", "attention", "o", "gate_up", "down"]
+            .into_iter()
+            .enumerate()
+        {
             let (mut without, mut only) = ([true; 5], [false; 5]);
             (without[i], only[i]) = (false, true);
-            println!("  {name:10} costs {:6.2} us there, {:6.2} us by itself", whole - measure(without), measure(only));
+            println!(
+                "  {name:10} costs {:6.2} us there, {:6.2} us by itself",
+                whole - measure(without),
+                measure(only)
+            );
         }
     }
 }
 
 fn attention(gpu: &Arc<Gpu>) {
-    println!("{:10} {:>5} {:>6} {:>6} {:>9} {:>9}", "attention", "batch", "length", "parts", "us", "GB/s");
+    println!(
+        "{:10} {:>5} {:>6} {:>6} {:>9} {:>9}",
+        "attention", "batch", "length", "parts", "us", "GB/s"
+    );
     let (heads, kv_heads, dim) = (32, 8, 128);
     let frequencies = floats(gpu, dim / 2, 4);
     let norm = floats(gpu, dim, 5);
@@ -233,15 +421,28 @@ fn attention(gpu: &Arc<Gpu>) {
         eps: 1e-6,
         scale: 0.088,
     };
-    for (batch, length) in [(1, 128), (1, 512), (1, 1024), (1, 4096), (1, 32768), (8, 128), (8, 4096), (64, 128), (64, 4096)] {
+    for (batch, length) in [
+        (1, 128),
+        (1, 512),
+        (1, 1024),
+        (1, 4096),
+        (1, 32768),
+        (8, 128),
+        (8, 4096),
+        (64, 128),
+        (64, 4096),
+    ] {
         let layers = (ROTATION / (batch * length * kv_heads * dim * 4)).clamp(1, 36);
-        let count = (length as usize).div_ceil(PAGE) + 1;
+        let count = length.div_ceil(PAGE) + 1;
         let pages: Vec<DeviceBuffer> = (0..batch * count)
-            .map(|_| DeviceBuffer::zeroed(gpu, Tag::DeviceKvCache, layers * h.page_bytes()).unwrap())
+            .map(|_| {
+                DeviceBuffer::zeroed(gpu, Tag::DeviceKvCache, layers * h.page_bytes()).unwrap()
+            })
             .collect();
         let addresses: Vec<u64> = pages.iter().map(DeviceBuffer::address).collect();
         let table = DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, &addresses).unwrap();
-        let positions = DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, &vec![length as u32; batch]).unwrap();
+        let positions =
+            DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, &vec![length as u32; batch]).unwrap();
         let qkv = floats(gpu, batch * (heads + 2 * kv_heads) * dim, 6);
         let out = floats(gpu, batch * heads * dim / 2, 7);
         let rows = Rows::new(gpu, heads, kv_heads, dim, batch).unwrap();
@@ -249,7 +450,12 @@ fn attention(gpu: &Arc<Gpu>) {
         for parts in [chosen, 1, 2, 4, 8, 16, 32] {
             let enqueue = || -> NVFP4::base::Result<()> {
                 for layer in 0..layers {
-                    let pages = PageTable { table: &table, stride: count, first: 0, layer };
+                    let pages = PageTable {
+                        table: &table,
+                        stride: count,
+                        first: 0,
+                        layer,
+                    };
                     cuda::decode(gpu, &h, &pages, &qkv, &positions, batch, parts, &rows, &out)?;
                 }
                 Ok(())
@@ -258,7 +464,12 @@ fn attention(gpu: &Arc<Gpu>) {
             let graph = Graph::record(gpu, enqueue).unwrap();
             let seconds = time(gpu, &graph) / layers as f64;
             let bytes = batch * length * kv_heads * dim * 4;
-            println!("{:10} {batch:5} {length:6} {parts:6} {:9.2} {:9.0}", "decode", seconds * 1e6, bytes as f64 / seconds / 1e9);
+            println!(
+                "{:10} {batch:5} {length:6} {parts:6} {:9.2} {:9.0}",
+                "decode",
+                seconds * 1e6,
+                bytes as f64 / seconds / 1e9
+            );
         }
     }
 }

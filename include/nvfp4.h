@@ -156,6 +156,18 @@ struct DLManagedTensor;
 /** Tensors made through the tensor chapter or as results. */
 #define NVFP4_MEMORY_TENSOR 4
 
+/** Weights on GPUs. All NVFP4_MEMORY_DEVICE_* are of GPUs, and the others of the host. */
+#define NVFP4_MEMORY_DEVICE_WEIGHTS 5
+
+/** Cached keys and values of sessions on GPUs. */
+#define NVFP4_MEMORY_DEVICE_KV_CACHE 6
+
+/** Activations and workspaces on GPUs. */
+#define NVFP4_MEMORY_DEVICE_SCRATCH 7
+
+/** Tensors on GPUs. */
+#define NVFP4_MEMORY_DEVICE_TENSOR 8
+
 /** Unsigned byte; also a pair of packed 4-bit codes. All NVFP4_DTYPE_* are libtorch's numbers. */
 #define NVFP4_DTYPE_UINT8 0
 
@@ -195,7 +207,7 @@ struct DLManagedTensor;
 /** The host's memory. All NVFP4_DEVICE_* are libtorch's numbers. */
 #define NVFP4_DEVICE_CPU 0
 
-/** A CUDA device. */
+/** A CUDA device, numbered from 0. Weights and models may be on one; tensors, in this version, are in host memory. */
 #define NVFP4_DEVICE_CUDA 1
 
 /** The library's choice, where a device is chosen for work: a CUDA device if there is one, or else the CPU. */
@@ -240,10 +252,16 @@ struct DLManagedTensor;
 /** Scales in the 128 x 4 tiles that tensor cores read, padded with zeros, as one run of bytes. */
 #define NVFP4_SCALES_SWIZZLED 1
 
-/** Activations as they are, in float (W4A16 with an NVFP4 weight). */
+/**
+ * Activations as they are (W4A16 with an NVFP4 weight): on the CPU in float; on a GPU in float16, each row scaled by a power of
+ * two that keeps it in range, or in bfloat16 where the weight is.
+ */
 #define NVFP4_ACTIVATIONS_EXACT 0
 
-/** Activations rounded to 8 bits, one scale for each 32 along K (W4A8). Faster, and not exact. Dense weights ignore it. */
+/**
+ * Activations rounded to 8 bits, one scale for each 32 along K (W4A8). Faster, and not exact. Dense weights ignore it.
+ * For the CPU only: with an NVFP4 weight on a GPU it is #NVFP4_UNSUPPORTED.
+ */
 #define NVFP4_ACTIVATIONS_INT8 1
 
 /**
@@ -423,9 +441,12 @@ typedef struct NVFP4_LoadOptions {
     int32_t device_type;
     /** Which device of that type. Default: 0. */
     int32_t device_index;
-    /** CPU threads of this model, or 0 for those of NVFP4_set_threads(), which models share. Default: 0. */
+    /**
+     * CPU threads of this model, or 0 for those of NVFP4_set_threads(), which models share. A model on a GPU has no use for
+     * them. Default: 0.
+     */
     int32_t threads;
-    /** One of NVFP4_ACTIVATIONS_*. Default: exact. */
+    /** One of NVFP4_ACTIVATIONS_*; a GPU has only the exact ones. Default: exact. */
     int32_t activations;
     /** 1 to leave out the layers: tokenizer, embedding, final norm and head only. Default: 0. */
     int32_t sampling_only;
@@ -598,8 +619,8 @@ NVFP4_Status NVFP4_set_threads(int32_t threads);
 
 /**
  * What this library can do on this machine, as JSON: version, CPU levels with the one in use, the backends of linear layers,
- * the CUDA backend and why it is unavailable, memory, and the environment variables that are set. Keys may be added in later
- * versions.
+ * the CUDA backend (driver, devices, compiler of kernels) and why what of it is unavailable, memory, and the environment
+ * variables that are set. Opens each GPU for a moment. Keys may be added in later versions.
  */
 NVFP4_API
 NVFP4_Status NVFP4_diagnose(char *buffer,
@@ -609,7 +630,9 @@ NVFP4_Status NVFP4_diagnose(char *buffer,
 /**
  * @defgroup memory Memory: what is in use and for what, and a limit
  *
- * All of it is the library's own account of its large allocations, for the whole process.
+ * All of it is the library's own account of its large allocations, for the whole process, in host memory and on GPUs. One
+ * budget covers them all together. What a GPU's driver, libraries and compiled kernels take is not in it, nor memory of
+ * GPUs that is free and kept for reuse, which NVFP4_empty_cache() gives back.
  */
 
 /**
@@ -622,8 +645,8 @@ NVFP4_API NVFP4_Status NVFP4_memory_stats(int32_t tag, uint64_t *current, uint64
 NVFP4_API NVFP4_Status NVFP4_memory_reset_peak(void);
 
 /**
- * Sets the most bytes all tags together may use; 0 removes the limit. An allocation that would pass it fails with
- * #NVFP4_OVER_BUDGET. What is allocated already stays.
+ * Sets the most bytes all tags together may use, of the host and of GPUs; 0 removes the limit. An allocation that would pass
+ * it fails with #NVFP4_OVER_BUDGET. What is allocated already stays.
  */
 NVFP4_API
 NVFP4_Status NVFP4_memory_set_budget(uint64_t bytes);
@@ -659,7 +682,10 @@ NVFP4_Status NVFP4_tensor_from_host(void *data,
                                     void *user,
                                     NVFP4_Tensor **out);
 
-/** Makes a tensor of zeros in memory of the library, aligned to 64 bytes. */
+/**
+ * Makes a tensor of zeros in memory of the library, aligned to 64 bytes. In this version tensors are in host memory only:
+ * `device_type` is #NVFP4_DEVICE_CPU and `device_index` 0.
+ */
 NVFP4_API
 NVFP4_Status NVFP4_tensor_empty(const int64_t *shape,
                                 int32_t rank,
@@ -837,7 +863,8 @@ NVFP4_Status NVFP4_scales_unswizzle(const NVFP4_Tensor *scales,
  * What is computed is what was asked for: activations are quantized only by option, and a weight is decoded to a dense one
  * only where the compute path allows that. What was chosen is reported, with the reason where one backend stands in for
  * another. There are three backends: "nvfp4-kernel" and "nf4-kernel" read the 4-bit codes, "dequant-matmul" decodes the weight
- * once, when it is prepared, and holds it dense. In this version the CPU has "nvfp4-kernel" and "dequant-matmul".
+ * once, when it is prepared, and holds it dense. In this version the CPU and CUDA devices have "nvfp4-kernel"
+ * and "dequant-matmul".
  */
 
 /** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_WeightOptions). */
@@ -939,7 +966,8 @@ NVFP4_Status NVFP4_weight_size(const NVFP4_Weight *weight,
  * - `activations`: one of NVFP4_ACTIVATIONS_*.
  * - `dtype`: floating type of the result `[.., N]`.
  *
- * A row of the result has the same bits whatever other rows are in the call, and on any number of threads.
+ * On the CPU, a row of the result has the same bits whatever other rows are in the call, and on any number of threads. On a
+ * GPU the same call on the same machine gives the same bits.
  */
 NVFP4_API
 NVFP4_Status NVFP4_linear(const NVFP4_Weight *weight,
@@ -1317,13 +1345,14 @@ void *NVFP4_scaled_mm(void *mat1,
                       int8_t out_dtype);
 
 /**
- * Frees what the library keeps for reuse: workspaces, and the threads of calls that name no device. Objects that are in use
- * keep what they need. Nothing has to be freed this way before the process ends.
+ * Frees what the library keeps for reuse: workspaces, the threads of calls that name no device, and memory of the GPUs that
+ * are in use, for which it waits. Objects that are in use keep what they need. Nothing has to be freed this way before the
+ * process ends.
  */
 NVFP4_API
 void NVFP4_empty_cache(void);
 
-/** Whether managed (unified) memory can be used: 1 or 0. */
+/** Whether tensors can be in managed (unified) memory: 1 or 0. NVFP4_diagnose() says why not. */
 NVFP4_API int32_t NVFP4_can_use_managed(void);
 
 /** Whether a tensor is in managed memory: 1 or 0, 0 also for what is no tensor. */

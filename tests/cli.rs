@@ -175,6 +175,7 @@ fn failures_exit_with_1_and_name_the_cause() {
 fn diagnose_names_backends_and_reasons() {
     let report = json(&["diagnose"]);
     let backends = report["backends"].as_array().unwrap();
+    assert_eq!(backends[1]["name"], "cuda");
     assert_eq!(backends[0]["name"], "cpu");
     assert_eq!(backends[0]["available"], true);
     for backend in backends {
@@ -183,7 +184,25 @@ fn diagnose_names_backends_and_reasons() {
             "{backend}"
         );
     }
-    assert!(text(&["diagnose"]).contains("cpu"));
+    let said = text(&["diagnose"]);
+    assert!(said.contains("cpu"));
+    let cuda = &backends[1];
+    for part in [&cuda["nvrtc"], cuda] {
+        assert_ne!(part["available"] == true, part["reason"].is_string());
+    }
+    match cuda["reason"].as_str() {
+        Some(reason) => assert!(
+            said.contains(&format!("cuda: unavailable, {reason}")),
+            "{said}"
+        ),
+        None => {
+            let device = &cuda["devices"][0];
+            assert!(device["total_bytes"].as_u64() >= device["free_bytes"].as_u64());
+            for known in [&device["name"], &cuda["driver_version"]] {
+                assert!(said.contains(known.as_str().unwrap()), "{said}");
+            }
+        }
+    }
 }
 
 const MODEL: &str = "tests/golden/model/qwen3_tied";
@@ -553,7 +572,7 @@ fn numbers_out_of_range() {
             "repetition_penalty is 0",
         ),
         (&run, &["--stop", ""], "a stop string is empty"),
-        (&run, &["--device", "cuda:0"], "cuda:0"),
+        (&run, &["--device", "cuda:99"], "cuda:99"),
         (&run, &["--device", "tpu"], "'tpu' is not known"),
         (&bench, &["--prompt-tokens", &huge], "made for 1 to 256"),
         (&bench, &["--gen-tokens", &huge], "made for 1 to 256"),
@@ -583,6 +602,15 @@ fn numbers_out_of_range() {
         let args = [args, more].concat();
         let said = failure(&args);
         assert!(said.contains(needle), "{args:?}: {said}");
+    }
+    if NVFP4::cuda::count().is_ok_and(|n| n > 0) {
+        println!("SKIPPED cuda:0 without a GPU: there is one");
+    } else {
+        let said = failure(&[&run[..], &["--device", "cuda:0"]].concat());
+        assert!(
+            said.contains("'cuda:0'") && said.contains("driver"),
+            "{said}"
+        );
     }
     let said = failure(&["quantize", MODEL, &scratch.path("out"), "--threads", "0"]);
     assert!(said.contains("thread"), "{said}");

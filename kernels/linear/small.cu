@@ -24,14 +24,15 @@ enum Output { STORE_F32, STORE_F16, ADD_F32, SWIGLU_F16 };
 
 constexpr int PIECE = 32;                   // codes of a lane's piece: 16 bytes
 constexpr int RUN = 4 * PIECE;              // elements of K that the four lanes of a row hold together
-constexpr int CODE_BYTES = 2 * WARP * PIECE / 2;
-constexpr int SCALE_BYTES = 2 * 8 * RUN / BLOCK;
-constexpr int STAGE_BYTES = CODE_BYTES + SCALE_BYTES;
-static_assert(STAGE_BYTES % 16 == 0, "stages start where a 16-byte copy may");
-constexpr int STAGES = 6;
+constexpr int STEP = 2 * RUN;               // elements of K that a warp takes at a time: a row's codes are a cache line
+constexpr int LINE = STEP / 2;
+constexpr int SCALE_LINE = STEP / BLOCK;
+constexpr int ROW_BYTES = LINE + SCALE_LINE;
+constexpr int WARP_BYTES = 6 * 8 * ROW_BYTES;  // of a warp's ring: six stages of 8 rows, or three of 16
+static_assert(LINE == 128 && SCALE_LINE == 16, "a line of codes and a piece of scales");
 constexpr int SUMS = 16 * 8;                // of a tile and 8 rows of activations
 constexpr int MATRICES = 3;
-constexpr int MAX_THREADS = 768;            // leaves each of them 80 registers, and room for a block of the next kernel
+constexpr int MAX_THREADS = 512;            // leaves each of them 128 registers
 
 struct Matrix {
     const u8* codes;    // [rows, k / 2]
@@ -128,17 +129,11 @@ __device__ __forceinline__ void load_activations(const Arguments& a, char* xs, i
     }
 }
 
-// What a group's loads walk along: the tiles of the group, and within a tile the steps of K of one warp.
-template <Tile TILE>
-struct Walk {
-    static constexpr int FEATURES = TILE == ROWS ? 16 : 8;      // of a tile
-    static constexpr int STEP = TILE == SPLIT ? 2 * RUN : RUN;  // of K, for a warp
-};
-
 // MANY: 9 to 16 rows of activations. WHOLE: K is a multiple of the step.
 template <Tile TILE, Input INPUT, Output OUTPUT, bool MANY, bool WHOLE>
 __device__ __forceinline__ void run(const Arguments& a) {
-    constexpr int FEATURES = Walk<TILE>::FEATURES, STEP = Walk<TILE>::STEP, COLUMNS = MANY ? 2 : 1;
+    constexpr int FEATURES = TILE == ROWS ? 16 : 8, COLUMNS = MANY ? 2 : 1;
+    constexpr int STAGE_ROWS = TILE == SPLIT ? 8 : 16, STAGE_BYTES = STAGE_ROWS * ROW_BYTES, STAGES = WARP_BYTES / STAGE_BYTES;
     extern __shared__ __align__(128) char shared[];
     int split = blockDim.y, groups = blockDim.z;
     int warps = split * groups, part = threadIdx.y, group = threadIdx.z;
@@ -146,8 +141,8 @@ __device__ __forceinline__ void run(const Arguments& a) {
     int g = lane / 4, t = lane % 4;
     int steps = ceil_div(a.k, STEP), row_bytes = steps * STEP * 2;
 
-    char* ring = shared + warp * (STAGES * STAGE_BYTES);
-    char* xs = shared + warps * (STAGES * STAGE_BYTES);
+    char* ring = shared + warp * WARP_BYTES;
+    char* xs = shared + warps * WARP_BYTES;
     float* partial = (float*)(xs + a.m * row_bytes);    // [2][groups][split][COLUMNS][SUMS]
     int partial_size = groups * split * COLUMNS * SUMS;
     float* sums = partial + 2 * partial_size;
@@ -168,71 +163,79 @@ __device__ __forceinline__ void run(const Arguments& a) {
         return a.matrix[index];
     };
 
-    // Loads run ahead of the products, across tiles.
+    // Loads run ahead of the products, across tiles; a stage is filled again as soon as its codes are in registers.
+    // Lanes copy lines, four rows at a time, and not what they will read: rows stand apart by a line, their pieces exchanged
+    // between odd and even rows so that neighbours meet in no bank.
+    auto piece_at = [](int row, int piece) { return row * LINE + ((piece ^ (row % 2 * 4)) * 16); };
     int load_tile = first, load_left = 0, load_k = 0;
-    u32 load_to = shared_address(ring), ring_end = load_to + STAGES * STAGE_BYTES;
-    const u8 *low = nullptr, *high = nullptr, *scales = nullptr;
-    int units = my_tiles * my_steps;
-    auto load = [&]() {
-        if (units > 0) {
-            units--;
-            if (load_left == 0) {
-                int row;
-                const Matrix& w = locate(load_tile, row);
-                const Matrix& other = TILE == PAIR ? a.matrix[1] : w;
-                // Features past the end repeat the last; their sums are dropped.
-                int row_low = min(row + g, w.rows - 1), row_high = TILE == ROWS ? min(row + g + 8, w.rows - 1) : row_low;
-                load_k = part * STEP + t * PIECE;
-                low = w.codes + (size_t)row_low * (a.k / 2) + load_k / 2;
-                high = other.codes + (size_t)row_high * (a.k / 2) + (load_k + (TILE == SPLIT ? RUN : 0)) / 2;
-                // Lanes 0 and 1 of a row bring its scales, of the low and of the high piece.
-                scales = t == 0 ? w.scales + (size_t)row_low * (a.k / BLOCK) : other.scales + (size_t)row_high * (a.k / BLOCK);
-                scales += (part * STEP + (TILE == SPLIT && t == 1 ? RUN : 0)) / BLOCK;
-                if (!WHOLE) scales = w.scales + (size_t)row_low * (a.k / BLOCK) + load_k / BLOCK;
-                load_left = my_steps;
-                load_tile += stride;
+    const u8 *codes[2] = {}, *scales = nullptr, *high_scales = nullptr;
+    int next_rows[2] = {};
+    auto aim = [&]() {
+        if (load_tile >= tiles) return;
+        int row;
+        const Matrix& w = locate(load_tile, row);
+        const Matrix& other = TILE == PAIR ? a.matrix[1] : w;
+        int code_row = a.k / 2, scale_row = a.k / BLOCK, last = w.rows - 1, high = TILE == ROWS ? row + 8 : row;
+        // Features past the end repeat the last; their sums are dropped.
+        if (WHOLE) {
+            int r = lane / 8;
+            codes[0] = w.codes + (size_t)min(row + r, last) * code_row + part * LINE + lane % 8 * 16;
+            next_rows[0] = (min(row + r + 4, last) - min(row + r, last)) * code_row;
+            if (STAGE_ROWS == 16) {
+                codes[1] = other.codes + (size_t)min(high + r, last) * code_row + part * LINE + lane % 8 * 16;
+                next_rows[1] = (min(high + r + 4, last) - min(high + r, last)) * code_row;
             }
+            scales = lane < 8 ? w.scales + (size_t)min(row + lane, last) * scale_row : other.scales + (size_t)min(high + lane % 8, last) * scale_row;
+            scales += part * SCALE_LINE;
+        } else {
+            load_k = part * STEP + t * PIECE;
+            codes[0] = w.codes + (size_t)min(row + g, last) * code_row;
+            codes[1] = other.codes + (size_t)min(high + g, last) * code_row;
+            scales = w.scales + (size_t)min(row + g, last) * scale_row;
+            high_scales = other.scales + (size_t)min(high + g, last) * scale_row;
+        }
+        load_left = my_steps;
+        load_tile += stride;
+    };
+    auto load = [&](char* stage) {
+        if (load_left > 0) {
+            u32 to = shared_address(stage);
             if (WHOLE) {
-                copy_async_16(load_to + lane * 16, low, 16);
-                copy_async_16(load_to + WARP * 16 + lane * 16, high, 16);
-                if (t < 2) copy_async_8(load_to + CODE_BYTES + t * 64 + g * 8, scales, 8);
+#pragma unroll
+                for (int h = 0; h < STAGE_ROWS / 8; h++) {
+                    int r = h * 8 + lane / 8;
+                    copy_async_16(to + piece_at(r, lane % 8), codes[h], 16);
+                    copy_async_16(to + piece_at(r + 4, lane % 8), codes[h] + next_rows[h], 16);
+                    codes[h] += split * LINE;
+                }
+                if (lane < STAGE_ROWS) copy_async_16(to + STAGE_ROWS * LINE + lane * SCALE_LINE, scales, 16);
+                scales += split * SCALE_LINE;
             } else {
                 // Pieces may end early and begin at any eighth byte; scales come one at a time.
                 static_assert(WHOLE || TILE != SPLIT, "halves of K that are not whole");
-                int left = min(max(a.k - load_k, 0), PIECE) / 2;
-                const u8* high_scales = scales;
-                {
-                    int row;
-                    const Matrix& w = locate(load_tile - stride, row);
-                    const Matrix& other = TILE == PAIR ? a.matrix[1] : w;
-                    int row_high = TILE == ROWS ? min(row + g + 8, w.rows - 1) : min(row + g, w.rows - 1);
-                    high_scales = other.scales + (size_t)row_high * (a.k / BLOCK) + load_k / BLOCK;
-                }
-                char* to = ring + (load_to - shared_address(ring));
 #pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    const u8* codes = h ? high : low;
-                    const u8* s = h ? high_scales : scales;
-                    copy_async_8(load_to + h * (WARP * 16) + lane * 16, codes - (left > 0 ? 0 : load_k / 2), min(left, 8));
-                    copy_async_8(load_to + h * (WARP * 16) + lane * 16 + 8, codes - (left > 8 ? -8 : load_k / 2), max(left - 8, 0));
+                for (int i = 0; i < 4; i++) {
+                    int h = i / 2, half = i % 2, k = load_k + half * RUN, row = h * 8 + g;
+                    int left = min(max(a.k - k, 0), PIECE) / 2;
+                    const u8* from = codes[h] + (left > 0 ? k / 2 : 0);
+                    u32 piece = to + piece_at(row, half * 4 + t);
+                    copy_async_8(piece, from, min(left, 8));
+                    copy_async_8(piece + 8, left > 8 ? from + 8 : from, max(left - 8, 0));
+                    const u8* s = (h ? high_scales : scales) + k / BLOCK;
                     u16 pair = left > 0 ? s[0] : 0;
                     if (left > 8) pair |= (u16)s[1] << 8;
-                    *(u16*)(to + CODE_BYTES + h * 64 + g * 8 + t * 2) = pair;
+                    *(u16*)(stage + STAGE_ROWS * LINE + row * SCALE_LINE + half * 8 + t * 2) = pair;
                 }
+                load_k += split * STEP;
             }
-            load_left--;
-            load_k += split * STEP;
-            low += split * STEP / 2;
-            high += split * STEP / 2;
-            scales += split * STEP / BLOCK;
-            load_to += STAGE_BYTES;
-            if (load_to == ring_end) load_to = shared_address(ring);
+            if (--load_left == 0) aim();
         }
         copy_async_commit();
     };
 
-#pragma unroll
-    for (int i = 0; i < STAGES - 1; i++) load();
+    if (my_steps > 0) aim();
+#pragma unroll 1
+    for (int i = 0; i < STAGES; i++) load(ring + i * STAGE_BYTES);
     wait_for_earlier_kernels();
     let_later_kernels_start();
     load_activations<INPUT>(a, xs, row_bytes, sums);
@@ -248,44 +251,58 @@ __device__ __forceinline__ void run(const Arguments& a) {
         turn[c] = (t ^ (m & 1)) * 16;
     }
 
-    const char* stage = ring;
-    const char* stages_end = ring + STAGES * STAGE_BYTES;
+    char* stage = ring;
+    char* stages_end = ring + STAGES * STAGE_BYTES;
     int buffer = 0;
     for (int n = 0; n < my_tiles; n++) {
         float c[COLUMNS][2][4] = {};
         int x_step = 0;
+#pragma unroll 1
         for (int i = 0; i < my_steps; i++) {
-            load();
             copy_async_wait<STAGES - 1>();
             __syncwarp();
-            uint4 codes_low = *(const uint4*)(stage + lane * 16), codes_high = *(const uint4*)(stage + WARP * 16 + lane * 16);
-            u32 scale_low = scale_pair(*(const u16*)(stage + CODE_BYTES + g * 8 + t * 2));
-            u32 scale_high = scale_pair(*(const u16*)(stage + CODE_BYTES + 64 + g * 8 + t * 2));
+            // The halves of K, of 8 and of 8 more rows; or for SPLIT both halves of 8 rows at once.
+            constexpr int TURNS = STAGE_ROWS / 8;
+            uint4 low[TURNS], high[TURNS];
+            u32 scale_low[TURNS], scale_high[TURNS];
+#pragma unroll
+            for (int h = 0; h < TURNS; h++) {
+                int high_row = TILE == SPLIT ? g : g + 8, high_half = TILE == SPLIT ? 1 : h;
+                const char* s = stage + STAGE_ROWS * LINE + t * 2;
+                low[h] = *(const uint4*)(stage + piece_at(g, 4 * h + t));
+                high[h] = *(const uint4*)(stage + piece_at(high_row, 4 * high_half + t));
+                scale_low[h] = *(const u16*)(s + g * SCALE_LINE + h * 8);
+                scale_high[h] = *(const u16*)(s + high_row * SCALE_LINE + high_half * 8);
+            }
+            __syncwarp();
+            load(stage);
             stage += STAGE_BYTES;
             if (stage == stages_end) stage = ring;
-            u32 words_low[4] = {codes_low.x, codes_low.y, codes_low.z, codes_low.w};
-            u32 words_high[4] = {codes_high.x, codes_high.y, codes_high.z, codes_high.w};
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
-                u32 u[4], v[4];
-                u32 su = j < 2 ? both_low(scale_low) : both_high(scale_low), sv = j < 2 ? both_low(scale_high) : both_high(scale_high);
-                decode_pairs(words_low[j], u);
-                decode_pairs(words_high[j], v);
+            for (int h = 0; h < TURNS; h++) {
+                u32 words_low[4] = {low[h].x, low[h].y, low[h].z, low[h].w};
+                u32 words_high[4] = {high[h].x, high[h].y, high[h].z, high[h].w};
+                u32 pair_low = scale_pair(scale_low[h]), pair_high = scale_pair(scale_high[h]);
 #pragma unroll
-                for (int p = 0; p < 4; p++) {
-                    u[p] = mul_f16(u[p], su);
-                    v[p] = mul_f16(v[p], sv);
-                }
+                for (int j = 0; j < 4; j++) {
+                    u32 u[4], v[4];
+                    u32 su = j < 2 ? both_low(pair_low) : both_high(pair_low), sv = j < 2 ? both_low(pair_high) : both_high(pair_high);
+                    decode_pairs(words_low[j], u);
+                    decode_pairs(words_high[j], v);
 #pragma unroll
-                for (int column = 0; column < COLUMNS; column++) {
-                    uint4 x = *(const uint4*)(x_lane[column] + x_step + ((j * 16) ^ turn[column]));
-                    mma_f16(c[column][0], u[0], v[0], u[1], v[1], x.x, x.y);
-                    mma_f16(c[column][1], u[2], v[2], u[3], v[3], x.z, x.w);
+                    for (int p = 0; p < 4; p++) {
+                        u[p] = mul_f16(u[p], su);
+                        v[p] = mul_f16(v[p], sv);
+                    }
+#pragma unroll
+                    for (int column = 0; column < COLUMNS; column++) {
+                        uint4 x = *(const uint4*)(x_lane[column] + x_step + h * (RUN * 2) + ((j * 16) ^ turn[column]));
+                        mma_f16(c[column][0], u[0], v[0], u[1], v[1], x.x, x.y);
+                        mma_f16(c[column][1], u[2], v[2], u[3], v[3], x.z, x.w);
+                    }
                 }
             }
             x_step += split * (STEP * 2);
-            // The stage is loaded anew by this warp's next turn.
-            __syncwarp();
         }
         // [part][column][16 rows of the tile][8 rows of activations]
         float* mine = partial + buffer * partial_size + group * (split * COLUMNS * SUMS);

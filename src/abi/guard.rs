@@ -9,6 +9,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use super::status::{NVFP4_OK, NVFP4_Status};
 use crate::base::{Error, ErrorKind, Result};
+use crate::cuda::KeepContext;
 
 struct Last {
     status: NVFP4_Status,
@@ -42,6 +43,8 @@ fn caught<T>(
     function: &'static str,
     body: impl FnOnce() -> Result<T>,
 ) -> std::result::Result<T, NVFP4_Status> {
+    // Declared first, so that it goes last.
+    let _context = KeepContext::new();
     // What a panic leaves half done is only reachable through an exclusive handle, which stays locked out after it.
     let error = match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(value)) => return Ok(value),

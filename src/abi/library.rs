@@ -15,9 +15,11 @@ use super::arguments::{choice, copy_text, count};
 use super::guard::{User, enter};
 use super::shared;
 use super::status::NVFP4_Status;
+use super::torchsharp::NO_MANAGED;
 use crate::base::error::{Result, bail, err};
 use crate::base::{env, memory};
 use crate::cpu::Level as Isa;
+use crate::cuda;
 use crate::ops::Device;
 use crate::ops::backend::present;
 
@@ -231,8 +233,8 @@ pub(super) fn thread_count(threads: i32) -> Result<Option<usize>> {
 }
 
 /// What this library can do on this machine, as JSON: version, CPU levels with the one in use, the backends of linear layers,
-/// the CUDA backend and why it is unavailable, memory, and the environment variables that are set. Keys may be added in later
-/// versions.
+/// the CUDA backend (driver, devices, compiler of kernels) and why what of it is unavailable, memory, and the environment
+/// variables that are set. Opens each GPU for a moment. Keys may be added in later versions.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_diagnose(
     buffer: *mut c_char,
@@ -263,12 +265,14 @@ fn diagnosis() -> serde_json::Value {
             )
         })
         .collect();
-    let linear: Vec<_> = device
-        .as_ref()
-        .map_or(&[][..], present)
-        .iter()
-        .map(|b| b.name())
-        .collect();
+    let names = |device: Option<&Device>| -> serde_json::Value {
+        let backends = device.map_or(&[][..], present);
+        backends.iter().map(|b| b.name()).collect()
+    };
+    // Held, so that the report does not open it once more.
+    let gpu = Device::cuda(0).ok();
+    let mut cuda = json!(cuda::report());
+    cuda["linear"] = names(gpu.as_ref());
     let total = memory::total();
     json!({
         "version": env!("CARGO_PKG_VERSION"),
@@ -280,16 +284,12 @@ fn diagnosis() -> serde_json::Value {
                 "device": device.as_ref().ok().map(Device::name),
                 "reason": device.as_ref().err().map(|e| e.message()),
                 "levels": levels,
-                "linear": linear,
+                "linear": names(device.as_ref().ok()),
                 "cores": std::thread::available_parallelism().map_or(1, usize::from),
             },
-            "cuda": {
-                "available": false,
-                "devices": [],
-                "reason": CUDA_ABSENT,
-            },
+            "cuda": cuda,
         },
-        "managed_memory": { "available": false, "reason": CUDA_ABSENT },
+        "managed_memory": { "available": false, "reason": NO_MANAGED },
         "memory": {
             "total": { "current": total.current, "peak": total.peak },
             "by_tag": tags,
@@ -298,12 +298,10 @@ fn diagnosis() -> serde_json::Value {
         "environment": {
             "NVFP4_CPU": env::cpu_level(),
             "NVFP4_THREADS": env::threads().ok().flatten(),
+            "NVFP4_NVRTC": env::nvrtc().map(|p| p.display().to_string()),
         },
     })
 }
-
-/// Why there is no CUDA device.
-pub(super) const CUDA_ABSENT: &str = "this build has no CUDA backend";
 
 /// The text that a version number was printed from must be the header's numbers.
 const _: () = {

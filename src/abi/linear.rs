@@ -3,7 +3,8 @@
 //! What is computed is what was asked for: activations are quantized only by option, and a weight is decoded to a dense one
 //! only where the compute path allows that. What was chosen is reported, with the reason where one backend stands in for
 //! another. There are three backends: "nvfp4-kernel" and "nf4-kernel" read the 4-bit codes, "dequant-matmul" decodes the weight
-//! once, when it is prepared, and holds it dense. In this version the CPU has "nvfp4-kernel" and "dequant-matmul".
+//! once, when it is prepared, and holds it dense. In this version the CPU and CUDA devices have "nvfp4-kernel"
+//! and "dequant-matmul".
 
 use std::ffi::c_char;
 use std::ptr;
@@ -56,9 +57,11 @@ impl Object for Weight {
     const NAME: &'static str = "NVFP4_Weight";
 }
 
-/// Activations as they are, in float (W4A16 with an NVFP4 weight).
+/// Activations as they are (W4A16 with an NVFP4 weight): on the CPU in float; on a GPU in float16, each row scaled by a power of
+/// two that keeps it in range, or in bfloat16 where the weight is.
 pub const NVFP4_ACTIVATIONS_EXACT: i32 = 0;
 /// Activations rounded to 8 bits, one scale for each 32 along K (W4A8). Faster, and not exact. Dense weights ignore it.
+/// For the CPU only: with an NVFP4 weight on a GPU it is #NVFP4_UNSUPPORTED.
 pub const NVFP4_ACTIVATIONS_INT8: i32 = 1;
 
 pub(super) fn activations(value: i32) -> Result<Activations> {
@@ -181,7 +184,7 @@ impl Plan {
                 ],
             )?,
             layout: layout(given.scale_layout)?,
-            device: shared::device_of(given.device_type, given.device_index)?,
+            device: shared::device_of(given.device_type, given.device_index, None)?,
         })
     }
 
@@ -480,7 +483,8 @@ pub unsafe extern "C" fn NVFP4_weight_size(
 /// - `activations`: one of NVFP4_ACTIVATIONS_*.
 /// - `dtype`: floating type of the result `[.., N]`.
 ///
-/// A row of the result has the same bits whatever other rows are in the call, and on any number of threads.
+/// On the CPU, a row of the result has the same bits whatever other rows are in the call, and on any number of threads. On a
+/// GPU the same call on the same machine gives the same bits.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_linear(
     weight: *const NVFP4_Weight,

@@ -18,12 +18,11 @@ use super::linear::{NVFP4_ACTIVATIONS_EXACT, activations};
 use super::quantize::NVFP4_QuantizeOptions;
 use super::shared;
 use super::status::NVFP4_Status;
-use super::tensor::{NVFP4_DEVICE_CPU, check_device};
+use super::tensor::NVFP4_DEVICE_CPU;
 use crate::base::error::{Result, err};
 use crate::checkpoint;
 use crate::model::convert::{self, Container, ConvertOptions};
 use crate::model::{LoadOptions, Model};
-use crate::ops::Device;
 use crate::text::Message;
 
 /// A loaded model. See the model chapter.
@@ -50,9 +49,10 @@ pub struct NVFP4_LoadOptions {
     pub device_type: i32,
     /// Which device of that type. Default: 0.
     pub device_index: i32,
-    /// CPU threads of this model, or 0 for those of NVFP4_set_threads(), which models share. Default: 0.
+    /// CPU threads of this model, or 0 for those of NVFP4_set_threads(), which models share. A model on a GPU has no use for
+    /// them. Default: 0.
     pub threads: i32,
-    /// One of NVFP4_ACTIVATIONS_*. Default: exact.
+    /// One of NVFP4_ACTIVATIONS_*; a GPU has only the exact ones. Default: exact.
     pub activations: i32,
     /// 1 to leave out the layers: tokenizer, embedding, final norm and head only. Default: 0.
     pub sampling_only: i32,
@@ -145,11 +145,11 @@ pub unsafe extern "C" fn NVFP4_model_load(
                 },
             )
         };
-        check_device(options.device_type, options.device_index)?;
-        let device = match thread_count(options.threads)? {
-            None => shared::device()?,
-            threads => Device::cpu(threads)?,
-        };
+        let device = shared::device_of(
+            options.device_type,
+            options.device_index,
+            thread_count(options.threads)?,
+        )?;
         let progress = self::progress(progress, user);
         let model = Model::load(
             Path::new(path),

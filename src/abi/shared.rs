@@ -3,8 +3,10 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::tensor::{NVFP4_DEVICE_AUTO, check_device};
-use crate::base::Result;
+use super::tensor::{NVFP4_DEVICE_AUTO, NVFP4_DEVICE_CPU, NVFP4_DEVICE_CUDA};
+use crate::base::ErrorKind;
+use crate::base::error::{Result, bail};
+use crate::cuda;
 use crate::ops::{Device, Workspace};
 
 /// Workspaces kept for reuse, at most.
@@ -27,7 +29,7 @@ fn shared() -> MutexGuard<'static, Shared> {
     SHARED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The device that calls share.
+/// The CPU that calls share.
 pub(super) fn device() -> Result<Device> {
     let mut shared = shared();
     if let Some(device) = &shared.device {
@@ -38,12 +40,43 @@ pub(super) fn device() -> Result<Device> {
     Ok(device)
 }
 
-/// The device that `device_type` and `device_index` name for work.
-pub(super) fn device_of(device_type: i32, device_index: i32) -> Result<Device> {
-    if device_type != NVFP4_DEVICE_AUTO {
-        check_device(device_type, device_index)?;
+/// The device that `device_type` and `device_index` name for work; a CPU of its own where `threads` are asked for.
+pub(super) fn device_of(
+    device_type: i32,
+    device_index: i32,
+    threads: Option<usize>,
+) -> Result<Device> {
+    let cpu = || match threads {
+        None => device(),
+        threads => Device::cpu(threads),
+    };
+    match device_type {
+        NVFP4_DEVICE_CPU if (-1..=0).contains(&device_index) => cpu(),
+        NVFP4_DEVICE_CPU => bail!(
+            InvalidArgument,
+            "device_index is {device_index}; the CPU has 0 (or -1)"
+        ),
+        NVFP4_DEVICE_CUDA => match usize::try_from(device_index) {
+            Ok(ordinal) => Device::cuda(ordinal)
+                .map_err(|e| e.within(format_args!("CUDA device {device_index}"))),
+            Err(_) => bail!(
+                InvalidArgument,
+                "device_index is {device_index}; CUDA devices are numbered from 0"
+            ),
+        },
+        // What cannot compile kernels is no device to choose unasked.
+        NVFP4_DEVICE_AUTO => match Device::cuda(0).and_then(|d| cuda::compiler().map(|_| d)) {
+            Err(e) if e.kind() == ErrorKind::DeviceUnavailable => {
+                tracing::debug!("the CPU is chosen: {e}");
+                cpu()
+            }
+            chosen => chosen,
+        },
+        _ => bail!(
+            InvalidArgument,
+            "device_type is {device_type}; it takes 0 (CPU), 1 (CUDA) or -1 (the library's choice)"
+        ),
     }
-    device()
 }
 
 /// Sets the number of threads of devices made from now on.
@@ -68,11 +101,14 @@ pub(super) fn with_workspace<T>(f: impl FnOnce(&mut Workspace) -> Result<T>) -> 
     result
 }
 
-/// Gives up everything that is kept for reuse. Objects in use keep what they need.
-pub(super) fn empty() {
+/// Gives up everything that is kept for reuse, on GPUs too. Objects in use keep what they need.
+pub(super) fn empty() -> Result<()> {
     let mut shared = shared();
     let (device, idle) = (shared.device.take(), std::mem::take(&mut shared.idle));
     // Ending the threads takes a moment.
     drop(shared);
     drop((device, idle));
+    cuda::open_gpus()
+        .iter()
+        .try_for_each(|gpu| gpu.empty_cache())
 }

@@ -9,7 +9,6 @@ use std::sync::Arc;
 use super::arguments::{Out, copy_items, count, sizes, slice_mut};
 use super::guard::{User, enter};
 use super::handle::{self, Object};
-use super::library::CUDA_ABSENT;
 use super::status::NVFP4_Status;
 use crate::base::error::{Result, bail};
 use crate::tensor::{DLManagedTensor, DType, Release, Shape, Tensor};
@@ -51,7 +50,7 @@ pub const NVFP4_DTYPE_FLOAT4_E2M1FN_X2: i32 = 45;
 
 /// The host's memory. All NVFP4_DEVICE_* are libtorch's numbers.
 pub const NVFP4_DEVICE_CPU: i32 = 0;
-/// A CUDA device.
+/// A CUDA device, numbered from 0. Weights and models may be on one; tensors, in this version, are in host memory.
 pub const NVFP4_DEVICE_CUDA: i32 = 1;
 /// The library's choice, where a device is chosen for work: a CUDA device if there is one, or else the CPU.
 pub const NVFP4_DEVICE_AUTO: i32 = -1;
@@ -76,21 +75,21 @@ const _: () = assert!(
 /// the last use of the memory.
 pub type NVFP4_Deleter = Option<unsafe extern "C" fn(data: *mut c_void, user: *mut c_void)>;
 
-/// Refuses devices that this build does not have.
-pub(super) fn check_device(device_type: i32, device_index: i32) -> Result<()> {
+/// Refuses memory that tensors cannot have.
+fn check_memory(device_type: i32, device_index: i32) -> Result<()> {
     match device_type {
-        NVFP4_DEVICE_CPU if device_index <= 0 => Ok(()),
+        NVFP4_DEVICE_CPU if (-1..=0).contains(&device_index) => Ok(()),
         NVFP4_DEVICE_CPU => bail!(
             InvalidArgument,
             "device_index is {device_index}; the CPU has 0 (or -1)"
         ),
         NVFP4_DEVICE_CUDA => bail!(
-            DeviceUnavailable,
-            "CUDA device {device_index}: {CUDA_ABSENT}"
+            Unsupported,
+            "tensors in the memory of CUDA device {device_index} are not there yet; make host tensors, which weights and models on a GPU take and give"
         ),
         _ => bail!(
             InvalidArgument,
-            "device_type is {device_type}; it takes 0 (CPU) or 1 (CUDA)"
+            "device_type is {device_type}; a tensor takes 0 (CPU)"
         ),
     }
 }
@@ -148,7 +147,8 @@ unsafe fn read_shape(shape: *const i64, rank: i32, strides: *const i64) -> Resul
     }
 }
 
-/// Makes a tensor of zeros in memory of the library, aligned to 64 bytes.
+/// Makes a tensor of zeros in memory of the library, aligned to 64 bytes. In this version tensors are in host memory only:
+/// `device_type` is #NVFP4_DEVICE_CPU and `device_index` 0.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_tensor_empty(
     shape: *const i64,
@@ -162,7 +162,7 @@ pub unsafe extern "C" fn NVFP4_tensor_empty(
         // SAFETY: the pointers are as the header asks.
         unsafe {
             let out = Out::new("out", out)?;
-            check_device(device_type, device_index)?;
+            check_memory(device_type, device_index)?;
             let tensor = Tensor::zeros(&sizes("shape", shape, rank)?, DType::from_code(dtype)?)?;
             out.set(handle::insert(Arc::new(tensor)));
         }

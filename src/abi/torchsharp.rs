@@ -8,13 +8,16 @@ use std::sync::Arc;
 
 use super::guard::enter_drop_in;
 use super::handle;
-use super::library::CUDA_ABSENT;
 use super::shared;
 use crate::base::ErrorKind;
 use crate::base::error::{Result, bail};
 use crate::format::nvfp4::{Levels, QuantizeOptions};
 use crate::ops::tensors::{self, Nvfp4Tensor, ScaleLayout};
 use crate::tensor::{DType, Shape, Tensor};
+
+/// Why managed memory cannot be used.
+pub(super) const NO_MANAGED: &str =
+    "tensors in CUDA managed memory are not there yet: nothing would free one that a host lets go";
 
 /// The tensor behind a handle that may also be libtorch's.
 fn tensor(name: &str, handle: *const c_void) -> Result<Arc<Tensor>> {
@@ -124,17 +127,15 @@ pub unsafe extern "C" fn NVFP4_scaled_mm(
     })
 }
 
-/// Frees what the library keeps for reuse: workspaces, and the threads of calls that name no device. Objects that are in use
-/// keep what they need. Nothing has to be freed this way before the process ends.
+/// Frees what the library keeps for reuse: workspaces, the threads of calls that name no device, and memory of the GPUs that
+/// are in use, for which it waits. Objects that are in use keep what they need. Nothing has to be freed this way before the
+/// process ends.
 #[unsafe(no_mangle)]
 pub extern "C" fn NVFP4_empty_cache() {
-    enter_drop_in("NVFP4_empty_cache", (), || {
-        shared::empty();
-        Ok(())
-    });
+    enter_drop_in("NVFP4_empty_cache", (), shared::empty);
 }
 
-/// Whether managed (unified) memory can be used: 1 or 0.
+/// Whether tensors can be in managed (unified) memory: 1 or 0. NVFP4_diagnose() says why not.
 #[unsafe(no_mangle)]
 pub extern "C" fn NVFP4_can_use_managed() -> i32 {
     0
@@ -162,7 +163,7 @@ pub unsafe extern "C" fn NVFP4_to_managed(
         tensor("input", input)?;
         bail!(
             Unsupported,
-            "there is no managed memory to bring to device {prefetch_device} (read mostly: {read_mostly}): {CUDA_ABSENT}; NVFP4_can_use_managed tells beforehand"
+            "the copy for device {prefetch_device} (read mostly: {read_mostly}): {NO_MANAGED}; NVFP4_can_use_managed tells beforehand"
         )
     })
 }
@@ -174,7 +175,7 @@ pub unsafe extern "C" fn NVFP4_managed_prefetch(tensor: *mut c_void, device_inde
         self::tensor("tensor", tensor)?;
         bail!(
             Unsupported,
-            "the tensor is not in managed memory and cannot be brought to device {device_index}: {CUDA_ABSENT}"
+            "the tensor is not in managed memory and cannot be brought to device {device_index}: {NO_MANAGED}"
         )
     });
 }

@@ -129,7 +129,11 @@ pub(super) fn run(args: &Args) -> Result<()> {
     let bandwidth = match model.device() {
         Device::Cpu(cpu) => bandwidth::read(cpu)?,
         Device::Cuda(gpu) => NVFP4::cuda::read_bandwidth(gpu)?,
-        device => bail!(Unsupported, "the bandwidth of {} cannot be measured", device.name()),
+        device => bail!(
+            Unsupported,
+            "the bandwidth of {} cannot be measured",
+            device.name()
+        ),
     };
     let prefill = median(samples.iter().map(|s| s.prefill));
     let decode = median(samples.iter().map(|s| s.decode));

@@ -4,7 +4,8 @@ use NVFP4::base::Result;
 use NVFP4::base::memory;
 use NVFP4::base::threads::Pool;
 use NVFP4::cpu::{Cpu, Level};
-use serde_json::json;
+use NVFP4::cuda::{self, DeviceReport, Report};
+use serde_json::{Value, json};
 
 use super::{bandwidth, output};
 
@@ -29,14 +30,19 @@ pub(super) fn run(args: &Args) -> Result<()> {
         true => Some(bandwidth::read(&*Cpu::new(Some(threads))?)?),
         false => None,
     };
+    let cuda = cuda::report();
     if args.json {
+        let mut named = json!({"name": "cuda"});
+        if let (Value::Object(named), Value::Object(report)) = (&mut named, json!(cuda)) {
+            named.extend(report);
+        }
         return output::json(&json!({
             "version": env!("CARGO_PKG_VERSION"),
             "target": {"arch": std::env::consts::ARCH, "os": std::env::consts::OS},
             "backends": [
                 {"name": "cpu", "available": true, "threads": threads, "levels": levels,
                  "read_bandwidth": bandwidth},
-                {"name": "cuda", "available": false, "reason": NO_CUDA},
+                named,
             ],
             "memory": {"current": memory::total().current, "budget": memory::budget()},
         }));
@@ -63,7 +69,41 @@ pub(super) fn run(args: &Args) -> Result<()> {
     if let Some(b) = bandwidth {
         output::line(format_args!("  reads memory at {:.1} GB/s", b / 1e9))?;
     }
-    output::line(format_args!("cuda: unavailable, {NO_CUDA}"))
+    print_cuda(&cuda)
 }
 
-const NO_CUDA: &str = "this build has no CUDA backend";
+fn print_cuda(cuda: &Report) -> Result<()> {
+    match (&cuda.reason, &cuda.driver_version) {
+        (Some(reason), _) => output::line(format_args!("cuda: unavailable, {reason}"))?,
+        (None, driver) => output::line(format_args!(
+            "cuda: driver for CUDA {}, NVRTC {}",
+            driver.as_deref().unwrap_or("unknown"),
+            cuda.nvrtc.version.as_deref().unwrap_or("unknown")
+        ))?,
+    }
+    cuda.devices.iter().try_for_each(print_device)
+}
+
+fn print_device(device: &DeviceReport) -> Result<()> {
+    let index = device.index;
+    let Some(d) = &device.details else {
+        let reason = device.reason.as_deref().unwrap_or("no reason given");
+        return output::line(format_args!("  cuda:{index}: unavailable, {reason}"));
+    };
+    output::line(format_args!(
+        "  cuda:{index}: {}, compute capability {}, {} multiprocessors, {:.1} of {:.1} GB free, managed memory {}",
+        d.name,
+        d.compute_capability,
+        d.multiprocessors,
+        d.free_bytes as f64 / 1e9,
+        d.total_bytes as f64 / 1e9,
+        match d.concurrent_managed_access {
+            true => "shared with the host",
+            false => "not shared with the host",
+        },
+    ))?;
+    match &d.cublaslt.reason {
+        Some(reason) => output::line(format_args!("    {reason}")),
+        None => Ok(()),
+    }
+}

@@ -54,7 +54,10 @@ pub struct Heads<'a> {
 impl Heads<'_> {
     /// Refuses shapes that the kernels do not know.
     pub fn check(&self) -> Result<()> {
-        if !matches!(self.dim, 32 | 64 | 128) || self.kv_heads == 0 || !self.heads.is_multiple_of(self.kv_heads) {
+        if !matches!(self.dim, 32 | 64 | 128)
+            || self.kv_heads == 0
+            || !self.heads.is_multiple_of(self.kv_heads)
+        {
             bail!(
                 Unsupported,
                 "attention of {} query and {} key/value heads of {} on a GPU; head_dim must be 32, 64 or 128, and the query heads a multiple of the others",
@@ -106,7 +109,12 @@ pub struct PageTable<'a> {
 impl PageTable<'_> {
     fn argument(&self, heads: &Heads<'_>, sequences: usize) -> Result<Pages> {
         if self.table.bytes() < (self.first + sequences) * self.stride * 8 {
-            bail!(Internal, "a page table of {} bytes for {sequences} sequences of {}", self.table.bytes(), self.stride);
+            bail!(
+                Internal,
+                "a page table of {} bytes for {sequences} sequences of {}",
+                self.table.bytes(),
+                self.stride
+            );
         }
         Ok(Pages {
             table: self.table.address() + (self.first * self.stride * 8) as u64,
@@ -150,11 +158,21 @@ struct DecodeArguments {
 }
 
 /// Parts that sequences of up to `positions` are divided into, so that the device is busy.
-pub fn parts(gpu: &Gpu, heads: usize, kv_heads: usize, sequences: usize, positions: usize) -> usize {
+pub fn parts(
+    gpu: &Gpu,
+    heads: usize,
+    kv_heads: usize,
+    sequences: usize,
+    positions: usize,
+) -> usize {
     let blocks = kv_heads * (heads / kv_heads).div_ceil(BLOCK_HEADS) * sequences;
     let useful = positions.div_ceil(SHORT / 2).next_power_of_two();
     let busy = (2 * gpu.multiprocessors()).div_ceil(blocks);
-    if positions <= SHORT { 1 } else { useful.min(busy).clamp(1, MOST_PARTS) }
+    if positions <= SHORT {
+        1
+    } else {
+        useful.min(busy).clamp(1, MOST_PARTS)
+    }
 }
 
 /// Memory in which the decode kernel brings parts together.
@@ -166,10 +184,20 @@ pub struct Rows {
 
 impl Rows {
     /// Room for `sequences` sequences.
-    pub fn new(gpu: &Arc<Gpu>, heads: usize, kv_heads: usize, dim: usize, sequences: usize) -> Result<Rows> {
+    pub fn new(
+        gpu: &Arc<Gpu>,
+        heads: usize,
+        kv_heads: usize,
+        dim: usize,
+        sequences: usize,
+    ) -> Result<Rows> {
         let blocks = kv_heads * (heads / kv_heads).div_ceil(BLOCK_HEADS) * sequences;
         Ok(Rows {
-            partial: DeviceBuffer::uninit(gpu, Tag::DeviceScratch, blocks * MOST_PARTS * BLOCK_HEADS * (dim + 2) * 4)?,
+            partial: DeviceBuffer::uninit(
+                gpu,
+                Tag::DeviceScratch,
+                blocks * MOST_PARTS * BLOCK_HEADS * (dim + 2) * 4,
+            )?,
             arrived: DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, blocks * 4)?,
         })
     }
@@ -199,7 +227,10 @@ pub fn decode(
         || rows.arrived.bytes() < sequences * blocks * 4
         || !(1..=MOST_PARTS).contains(&parts)
     {
-        bail!(Internal, "buffers of the decode kernel are too small for {sequences} sequences in {parts} parts");
+        bail!(
+            Internal,
+            "buffers of the decode kernel are too small for {sequences} sequences in {parts} parts"
+        );
     }
     let (q_norm, k_norm) = heads.norms();
     let arguments = DecodeArguments {
@@ -217,7 +248,14 @@ pub fn decode(
     };
     let launch = Launch::new([blocks as u32, sequences as u32, parts as u32], 256);
     // SAFETY: the struct is the kernel's; sizes were checked; pages and positions are the caller's word.
-    unsafe { launch.run(gpu, Unit::AttentionDecode, &format!("attention_decode_{}", heads.dim), &arguments) }
+    unsafe {
+        launch.run(
+            gpu,
+            Unit::AttentionDecode,
+            &format!("attention_decode_{}", heads.dim),
+            &arguments,
+        )
+    }
 }
 
 #[repr(C)]
@@ -248,8 +286,13 @@ pub fn store(
 ) -> Result<()> {
     heads.check()?;
     let width = (heads.heads + 2 * heads.kv_heads) * heads.dim;
-    if qkv.bytes() < (at + rows) * width * 4 || q.bytes() < (at + rows) * heads.heads * heads.dim * 2 {
-        bail!(Internal, "buffers of the rotation are too small for {rows} rows");
+    if qkv.bytes() < (at + rows) * width * 4
+        || q.bytes() < (at + rows) * heads.heads * heads.dim * 2
+    {
+        bail!(
+            Internal,
+            "buffers of the rotation are too small for {rows} rows"
+        );
     }
     let (q_norm, k_norm) = heads.norms();
     let arguments = StoreArguments {
@@ -264,13 +307,30 @@ pub fn store(
         first_position: int("the position", first_position)?,
         scale: heads.scale_log2(),
     };
-    let by_head = Launch::new([rows as u32, (heads.heads + heads.kv_heads).div_ceil(4) as u32, 1], 128);
+    let by_head = Launch::new(
+        [
+            rows as u32,
+            (heads.heads + heads.kv_heads).div_ceil(4) as u32,
+            1,
+        ],
+        128,
+    );
     let groups = (first_position + rows).div_ceil(8) - first_position / 8;
     let by_value = Launch::new([groups as u32, heads.kv_heads as u32, 1], heads.dim as u32);
     // SAFETY: the struct is both kernels'; sizes were checked; pages are the caller's word.
     unsafe {
-        by_head.run(gpu, Unit::RopeStore, &format!("rope_store_heads_{}", heads.dim), &arguments)?;
-        by_value.run(gpu, Unit::RopeStore, &format!("rope_store_values_{}", heads.dim), &arguments)
+        by_head.run(
+            gpu,
+            Unit::RopeStore,
+            &format!("rope_store_heads_{}", heads.dim),
+            &arguments,
+        )?;
+        by_value.run(
+            gpu,
+            Unit::RopeStore,
+            &format!("rope_store_values_{}", heads.dim),
+            &arguments,
+        )
     }
 }
 
@@ -299,7 +359,10 @@ pub fn prefill(
     heads.check()?;
     let row = heads.heads * heads.dim * 2;
     if q.bytes() < (at + rows) * row || out.bytes() < (at + rows) * row {
-        bail!(Internal, "buffers of attention are too small for {rows} rows");
+        bail!(
+            Internal,
+            "buffers of attention are too small for {rows} rows"
+        );
     }
     let arguments = PrefillArguments {
         q: q.address() + (at * row) as u64,
@@ -315,5 +378,12 @@ pub fn prefill(
         shared: (2 * 2 * PAGE * heads.dim * 2) as u32,
     };
     // SAFETY: the struct is the kernel's; sizes were checked; pages are the caller's word.
-    unsafe { launch.run(gpu, Unit::AttentionPrefill, &format!("attention_prefill_{}", heads.dim), &arguments) }
+    unsafe {
+        launch.run(
+            gpu,
+            Unit::AttentionPrefill,
+            &format!("attention_prefill_{}", heads.dim),
+            &arguments,
+        )
+    }
 }

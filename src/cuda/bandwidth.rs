@@ -16,9 +16,7 @@ const BYTES: usize = 2 << 30;
 const RUNS: usize = 15;
 
 /// What the kernels of this file are passed, by the start of their names.
-pub(super) const ARGUMENTS: &[(&str, usize)] = &[
-    ("read_all", size_of::<Arguments>()),
-];
+pub(super) const ARGUMENTS: &[(&str, usize)] = &[("read_all", size_of::<Arguments>())];
 
 #[repr(C)]
 struct Arguments {

@@ -92,7 +92,9 @@ impl Blas {
         stride: usize,
         workspace: &DeviceBuffer,
     ) -> Result<()> {
-        use sys::cublasLtMatmulDescAttributes_t::{CUBLASLT_MATMUL_DESC_TRANSA, CUBLASLT_MATMUL_DESC_TRANSB};
+        use sys::cublasLtMatmulDescAttributes_t::{
+            CUBLASLT_MATMUL_DESC_TRANSA, CUBLASLT_MATMUL_DESC_TRANSB,
+        };
         gpu.bind()?;
         let (to, beta) = match output {
             Output::F32 => (sys::cudaDataType_t::CUDA_R_32F, 0f32),
@@ -101,18 +103,29 @@ impl Blas {
             Output::Swiglu => bail!(Internal, "only the fused kernel applies SwiGLU"),
         };
         let layout = |kind, rows: usize, cols: usize, stride: usize| -> Result<_> {
-            let layout = result::create_matrix_layout(kind, rows as u64, cols as u64, stride as i64);
-            Ok(Owned(check(layout, "describing a matrix")?, result::destroy_matrix_layout))
+            let layout =
+                result::create_matrix_layout(kind, rows as u64, cols as u64, stride as i64);
+            Ok(Owned(
+                check(layout, "describing a matrix")?,
+                result::destroy_matrix_layout,
+            ))
         };
         // The library counts in columns: its view of our row-major operands is transposed, and so is its result.
         let from = match element {
             Element::F16 => sys::cudaDataType_t::CUDA_R_16F,
             Element::Bf16 => sys::cudaDataType_t::CUDA_R_16BF,
         };
-        let (a, b, c) = (layout(from, k, n, k)?, layout(from, k, m, k)?, layout(to, n, m, stride)?);
+        let (a, b, c) = (
+            layout(from, k, n, k)?,
+            layout(from, k, m, k)?,
+            layout(to, n, m, stride)?,
+        );
         let operation = Owned(
             check(
-                result::create_matmul_desc(sys::cublasComputeType_t::CUBLAS_COMPUTE_32F, sys::cudaDataType_t::CUDA_R_32F),
+                result::create_matmul_desc(
+                    sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+                    sys::cudaDataType_t::CUDA_R_32F,
+                ),
                 "describing a product",
             )?,
             result::destroy_matmul_desc,
@@ -123,7 +136,12 @@ impl Blas {
         ] {
             // SAFETY: the attribute is one such value.
             let set = unsafe {
-                result::set_matmul_desc_attribute(operation.0, which, (&raw const value).cast::<c_void>(), size_of_val(&value))
+                result::set_matmul_desc_attribute(
+                    operation.0,
+                    which,
+                    (&raw const value).cast::<c_void>(),
+                    size_of_val(&value),
+                )
             };
             check(set, "describing a product")?;
         }
@@ -135,11 +153,19 @@ impl Blas {
             stride,
             output: output as u8,
         };
-        let known = self.chosen.lock().unwrap_or_else(PoisonError::into_inner).get(&shape).copied();
+        let known = self
+            .chosen
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .get(&shape)
+            .copied();
         let algorithm = match known {
             Some(algorithm) => algorithm,
             None => {
-                let preference = Owned(check(result::create_matmul_pref(), "choosing an algorithm")?, result::destroy_matmul_pref);
+                let preference = Owned(
+                    check(result::create_matmul_pref(), "choosing an algorithm")?,
+                    result::destroy_matmul_pref,
+                );
                 let most = workspace.bytes();
                 // SAFETY: the attribute is a size; the descriptors are alive.
                 let found = unsafe {
@@ -153,12 +179,23 @@ impl Blas {
                         "choosing an algorithm",
                     )?;
                     check(
-                        result::get_matmul_algo_heuristic(self.handle, operation.0, a.0, b.0, c.0, c.0, preference.0),
+                        result::get_matmul_algo_heuristic(
+                            self.handle,
+                            operation.0,
+                            a.0,
+                            b.0,
+                            c.0,
+                            c.0,
+                            preference.0,
+                        ),
                         "choosing an algorithm",
                     )
                     .map_err(|e| e.within(format_args!("a product of [{m}, {k}] and [{n}, {k}]")))?
                 };
-                self.chosen.lock().unwrap_or_else(PoisonError::into_inner).insert(shape, found.algo);
+                self.chosen
+                    .lock()
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .insert(shape, found.algo);
                 found.algo
             }
         };

@@ -32,17 +32,30 @@ fn embedded(unit: Unit, target: &str) -> Option<&'static [u8]> {
     (found.fingerprint == fingerprint(unit, target)).then_some(found.image)
 }
 
-/// Loads the compiler once.
-fn compiler() -> Result<&'static Compiler> {
+/// Whether every kernel for an architecture is embedded, so that it needs no compiler.
+pub(super) fn is_embedded(arch: (i32, i32)) -> bool {
+    let target = target(arch);
+    Unit::ALL
+        .iter()
+        .all(|&unit| embedded(unit, &target).is_some())
+}
+
+/// Loads NVRTC once.
+fn loaded() -> Result<&'static Compiler> {
     static STATE: OnceLock<std::result::Result<Compiler, String>> = OnceLock::new();
     let state = STATE.get_or_init(|| Compiler::load(env::nvrtc().as_deref()));
     state.as_ref().map_err(|e| err!(DeviceUnavailable, "{e}"))
 }
 
+/// Loads NVRTC; its version, major and minor. An error says what to do.
+pub fn compiler() -> Result<(i32, i32)> {
+    Ok(loaded()?.version())
+}
+
 /// Compiles a unit for an architecture, given as [`target`] names it. Needs no GPU. Returns machine code and the assembler's
 /// report on registers and spills.
 pub fn compile(unit: Unit, target: &str) -> Result<(Vec<u8>, String)> {
-    compiler()?
+    loaded()?
         .compile(unit, target)
         .map_err(|e| err!(Internal, "{e}"))
 }
@@ -52,7 +65,7 @@ fn image(unit: Unit, target: &str) -> Result<Cow<'static, [u8]>> {
     if let Some(image) = embedded(unit, target) {
         return Ok(Cow::Borrowed(image));
     }
-    let version = compiler()?.version();
+    let version = compiler()?;
     let Some(folder) = env::kernel_cache() else {
         return Ok(Cow::Owned(compile(unit, target)?.0));
     };
@@ -171,6 +184,6 @@ mod tests {
                 );
             }
         }
-        assert!(embedded(Unit::Embed, "sm_75").is_none());
+        assert!(is_embedded((9, 0)) && !is_embedded((7, 5)));
     }
 }

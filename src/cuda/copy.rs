@@ -30,7 +30,11 @@ fn as_bytes_mut<T: Plain>(values: &mut [T]) -> &mut [u8] {
 
 fn within(buffer: &DeviceBuffer, range: &Range<usize>) -> Result<()> {
     if range.start > range.end || range.end > buffer.bytes() {
-        bail!(Internal, "bytes {range:?} of a device buffer of {}", buffer.bytes());
+        bail!(
+            Internal,
+            "bytes {range:?} of a device buffer of {}",
+            buffer.bytes()
+        );
     }
     Ok(())
 }
@@ -53,7 +57,12 @@ impl DeviceBuffer {
     }
 
     /// Writes `len` bytes from byte `at` on; `fill` writes ranges of them, in order, to page-locked memory.
-    pub fn write_with(&mut self, at: usize, len: usize, mut fill: impl FnMut(Range<usize>, &mut [u8]) -> Result<()>) -> Result<()> {
+    pub fn write_with(
+        &mut self,
+        at: usize,
+        len: usize,
+        mut fill: impl FnMut(Range<usize>, &mut [u8]) -> Result<()>,
+    ) -> Result<()> {
         within(self, &(at..at.saturating_add(len)))?;
         let gpu = self.gpu().clone();
         // Two buffers: one is filled while the other is copied.
@@ -67,11 +76,15 @@ impl DeviceBuffer {
                 .and_then(|()| fill(start..start + n, &mut pinned.bytes_mut()[..n]))
                 .and_then(|()| {
                     gpu.bind()?;
-                    // SAFETY: the range lies within this buffer; the staging memory stays unchanged until the event
-                    // recorded next has passed, which `wait` sees to before it is filled or given back.
                     check(
+                        // SAFETY: the range lies within this buffer; the staging memory stays unchanged until the event
+                        // recorded next has passed, which `wait` sees to before it is filled or given back.
                         unsafe {
-                            result::memcpy_htod_async(self.address() + (at + start) as u64, &pinned.bytes()[..n], gpu.stream())
+                            result::memcpy_htod_async(
+                                self.address() + (at + start) as u64,
+                                &pinned.bytes()[..n],
+                                gpu.stream(),
+                            )
                         },
                         "copying to the device",
                     )?;
@@ -98,9 +111,11 @@ impl DeviceBuffer {
         within(self, &(at..at.saturating_add(out.len())))?;
         self.gpu().bind()?;
         if !out.is_empty() {
-            // SAFETY: the range lies within the buffer, and `out` is not touched before the wait.
             check(
-                unsafe { result::memcpy_dtoh_async(out, self.address() + at as u64, self.gpu().stream()) },
+                // SAFETY: the range lies within the buffer, and `out` is not touched before the wait.
+                unsafe {
+                    result::memcpy_dtoh_async(out, self.address() + at as u64, self.gpu().stream())
+                },
                 "copying from the device",
             )?;
         }
@@ -108,7 +123,13 @@ impl DeviceBuffer {
     }
 
     /// Copies `len` bytes from byte `from` of `source` to byte `at` of this.
-    pub fn copy_from(&mut self, at: usize, source: &DeviceBuffer, from: usize, len: usize) -> Result<()> {
+    pub fn copy_from(
+        &mut self,
+        at: usize,
+        source: &DeviceBuffer,
+        from: usize,
+        len: usize,
+    ) -> Result<()> {
         within(self, &(at..at.saturating_add(len)))?;
         within(source, &(from..from.saturating_add(len)))?;
         self.gpu().bind()?;
@@ -118,7 +139,12 @@ impl DeviceBuffer {
         // SAFETY: both ranges were checked.
         check(
             unsafe {
-                result::memcpy_dtod_async(self.address() + at as u64, source.address() + from as u64, len, self.gpu().stream())
+                result::memcpy_dtod_async(
+                    self.address() + at as u64,
+                    source.address() + from as u64,
+                    len,
+                    self.gpu().stream(),
+                )
             },
             "copying on the device",
         )
@@ -157,9 +183,15 @@ impl Event {
             result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING),
             "creating an event",
         )?;
-        let event = Event { gpu: gpu.clone(), event };
-        // SAFETY: event and stream are the device's own.
-        check(unsafe { result::event::record(event.event, gpu.stream()) }, "recording an event")?;
+        let event = Event {
+            gpu: gpu.clone(),
+            event,
+        };
+        check(
+            // SAFETY: event and stream are the device's own.
+            unsafe { result::event::record(event.event, gpu.stream()) },
+            "recording an event",
+        )?;
         Ok(event)
     }
 
@@ -167,7 +199,10 @@ impl Event {
     pub fn wait(&self) -> Result<()> {
         self.gpu.bind()?;
         // SAFETY: the event is alive.
-        check(unsafe { result::event::synchronize(self.event) }, "waiting for the device")
+        check(
+            unsafe { result::event::synchronize(self.event) },
+            "waiting for the device",
+        )
     }
 }
 

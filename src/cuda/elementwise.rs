@@ -23,7 +23,11 @@ pub(super) const ARGUMENTS: &[(&str, usize)] = &[
 
 fn holds(buffer: &DeviceBuffer, what: &str, bytes: usize) -> Result<()> {
     if buffer.bytes() < bytes {
-        bail!(Internal, "{what} takes {bytes} bytes, and its buffer has {}", buffer.bytes());
+        bail!(
+            Internal,
+            "{what} takes {bytes} bytes, and its buffer has {}",
+            buffer.bytes()
+        );
     }
     Ok(())
 }
@@ -44,7 +48,13 @@ struct EmbedArguments {
 }
 
 /// Looks up `rows` tokens (i32, each less than the table's rows) into f32 `out` `[rows, width]`.
-pub fn embed(gpu: &Gpu, table: &Matrix, tokens: &DeviceBuffer, rows: usize, out: &DeviceBuffer) -> Result<()> {
+pub fn embed(
+    gpu: &Gpu,
+    table: &Matrix,
+    tokens: &DeviceBuffer,
+    rows: usize,
+    out: &DeviceBuffer,
+) -> Result<()> {
     let width = table.cols();
     holds(tokens, "tokens", rows * 4)?;
     holds(out, "embeddings", rows * width * 4)?;
@@ -78,12 +88,24 @@ struct NormArguments {
 }
 
 /// RMSNorm of f32 rows of `width` from byte `at` of `x` on, to f16 `y`.
-pub fn rms_norm(gpu: &Gpu, x: &DeviceBuffer, at: usize, weight: &DeviceBuffer, eps: f32, rows: usize, width: usize, y: &DeviceBuffer) -> Result<()> {
+pub fn rms_norm(
+    gpu: &Gpu,
+    x: &DeviceBuffer,
+    at: usize,
+    weight: &DeviceBuffer,
+    eps: f32,
+    rows: usize,
+    width: usize,
+    y: &DeviceBuffer,
+) -> Result<()> {
     holds(x, "rows", at + rows * width * 4)?;
     holds(weight, "a norm", width * 4)?;
     holds(y, "normalised rows", rows * width * 2)?;
     if !width.is_multiple_of(4) {
-        bail!(Unsupported, "rows of {width}; the norm takes multiples of 4");
+        bail!(
+            Unsupported,
+            "rows of {width}; the norm takes multiples of 4"
+        );
     }
     let arguments = NormArguments {
         x: x.address() + at as u64,
@@ -93,7 +115,9 @@ pub fn rms_norm(gpu: &Gpu, x: &DeviceBuffer, at: usize, weight: &DeviceBuffer, e
         eps,
     };
     // SAFETY: the struct is the kernel's; sizes were checked.
-    unsafe { Launch::new([rows as u32, 1, 1], THREADS).run(gpu, Unit::RmsNorm, "rms_norm", &arguments) }
+    unsafe {
+        Launch::new([rows as u32, 1, 1], THREADS).run(gpu, Unit::RmsNorm, "rms_norm", &arguments)
+    }
 }
 
 #[repr(C)]
@@ -105,7 +129,13 @@ struct SwigluArguments {
 }
 
 /// silu(gate) * up: f16 `[rows, 2 width]` to f16 `[rows, width]`, divided by [`MLP_SCALE`].
-pub fn swiglu(gpu: &Arc<Gpu>, gate_up: &DeviceBuffer, rows: usize, width: usize, y: &DeviceBuffer) -> Result<()> {
+pub fn swiglu(
+    gpu: &Arc<Gpu>,
+    gate_up: &DeviceBuffer,
+    rows: usize,
+    width: usize,
+    y: &DeviceBuffer,
+) -> Result<()> {
     holds(gate_up, "gate and up", rows * width * 4)?;
     holds(y, "activations", rows * width * 2)?;
     if !width.is_multiple_of(8) {
@@ -131,7 +161,15 @@ struct BiasArguments {
     is_f16: i32,
 }
 
-pub(super) fn add_bias_at(gpu: &Gpu, y: u64, is_f16: bool, rows: usize, width: usize, stride: usize, bias: &DeviceBuffer) -> Result<()> {
+pub(super) fn add_bias_at(
+    gpu: &Gpu,
+    y: u64,
+    is_f16: bool,
+    rows: usize,
+    width: usize,
+    stride: usize,
+    bias: &DeviceBuffer,
+) -> Result<()> {
     holds(bias, "a bias", width * 4)?;
     let arguments = BiasArguments {
         y,
@@ -153,7 +191,12 @@ struct ConvertArguments {
 }
 
 /// Rounds `count` f16, an even number, to bf16.
-pub(super) fn f16_to_bf16(gpu: &Gpu, x: &DeviceBuffer, count: usize, y: &DeviceBuffer) -> Result<()> {
+pub(super) fn f16_to_bf16(
+    gpu: &Gpu,
+    x: &DeviceBuffer,
+    count: usize,
+    y: &DeviceBuffer,
+) -> Result<()> {
     holds(x, "activations", 2 * count)?;
     holds(y, "activations", 2 * count)?;
     let arguments = ConvertArguments {
@@ -162,5 +205,12 @@ pub(super) fn f16_to_bf16(gpu: &Gpu, x: &DeviceBuffer, count: usize, y: &DeviceB
         pairs: (count / 2) as u64,
     };
     // SAFETY: the struct is the kernel's; sizes were checked.
-    unsafe { Launch::new([blocks(count / 2), 1, 1], THREADS).run(gpu, Unit::Swiglu, "f16_to_bf16", &arguments) }
+    unsafe {
+        Launch::new([blocks(count / 2), 1, 1], THREADS).run(
+            gpu,
+            Unit::Swiglu,
+            "f16_to_bf16",
+            &arguments,
+        )
+    }
 }

@@ -4,12 +4,14 @@
 use std::collections::HashMap;
 use std::ffi::c_int;
 use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
 use cudarc::driver::{result, sys};
 
 use super::blas::Blas;
 use super::compile::Module;
+use super::graph;
 use super::memory::Pinned;
 use super::nvrtc::Unit;
 use crate::base::error::{Error, bail, err};
@@ -72,9 +74,9 @@ pub fn count() -> Result<usize> {
     Ok(usize::try_from(count).unwrap_or(0))
 }
 
-/// Loads and starts the driver once.
-fn driver() -> Result<()> {
-    static STATE: OnceLock<Result<()>> = OnceLock::new();
+/// Loads and starts the driver once; what it speaks, as 13000 for CUDA 13.0.
+pub(super) fn driver() -> Result<i32> {
+    static STATE: OnceLock<Result<i32>> = OnceLock::new();
     STATE
         .get_or_init(|| {
             // SAFETY: looking for a library runs its initialisers, which the driver's allow at any time.
@@ -100,9 +102,61 @@ fn driver() -> Result<()> {
                     OLDEST_DRIVER / 1000
                 );
             }
-            Ok(())
+            Ok(version)
         })
         .clone()
+}
+
+/// The devices that are open, or were.
+static OPEN: Mutex<Vec<(usize, Weak<Gpu>)>> = Mutex::new(Vec::new());
+
+/// The devices that are open: something uses each.
+pub fn open_gpus() -> Vec<Arc<Gpu>> {
+    let open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+    open.iter().filter_map(|(_, gpu)| gpu.upgrade()).collect()
+}
+
+/// The calling thread's current context, made current again when this goes: a host that uses CUDA itself finds its thread as
+/// it left it. Does nothing in a process without the driver.
+pub struct KeepContext(Option<sys::CUcontext>);
+
+/// Whether the host has loaded the driver before us.
+fn driver_in_process() -> bool {
+    // SAFETY: only looks whether the library is there; the reference that it takes is given back.
+    unsafe {
+        let library = libc::dlopen(
+            c"libcuda.so.1".as_ptr(),
+            libc::RTLD_LAZY | libc::RTLD_NOLOAD,
+        );
+        !library.is_null() && libc::dlclose(library) == 0
+    }
+}
+
+/// Whether any device has been opened, so that the driver is there to be asked.
+static OPENED: AtomicBool = AtomicBool::new(false);
+
+impl KeepContext {
+    /// Notes the current context.
+    pub fn new() -> KeepContext {
+        let present = OPENED.load(Ordering::Relaxed) || driver_in_process();
+        let current = present.then(|| result::ctx::get_current().ok().flatten());
+        KeepContext(current.map(|c| c.unwrap_or(std::ptr::null_mut())))
+    }
+}
+
+impl Default for KeepContext {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Drop for KeepContext {
+    fn drop(&mut self) {
+        if let Some(context) = self.0 {
+            // SAFETY: it was this thread's current context when the call began, or none.
+            let _ = unsafe { result::ctx::set_current(context) };
+        }
+    }
 }
 
 /// One CUDA device, opened. Shared by everything that uses it; work of all of it goes to one stream in order.
@@ -131,12 +185,12 @@ unsafe impl Sync for Gpu {}
 impl Gpu {
     /// The device numbered `ordinal`. Opened once however often it is asked for.
     pub fn open(ordinal: usize) -> Result<Arc<Gpu>> {
-        static OPEN: Mutex<Vec<(usize, Weak<Gpu>)>> = Mutex::new(Vec::new());
         let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
         let known = open.iter().find(|(o, _)| *o == ordinal);
         if let Some(gpu) = known.and_then(|(_, gpu)| gpu.upgrade()) {
             return Ok(gpu);
         }
+        OPENED.store(true, Ordering::Relaxed);
         let gpu = Arc::new(Gpu::new(ordinal)?);
         open.retain(|(o, _)| *o != ordinal);
         open.push((ordinal, Arc::downgrade(&gpu)));
@@ -149,14 +203,25 @@ impl Gpu {
             bail!(
                 DeviceUnavailable,
                 "there is no device cuda:{ordinal}; {devices} CUDA {} there{}",
-                if devices == 1 { "device is" } else { "devices are" },
-                if devices == 0 { "" } else { ", numbered from 0" }
+                if devices == 1 {
+                    "device is"
+                } else {
+                    "devices are"
+                },
+                if devices == 0 {
+                    ""
+                } else {
+                    ", numbered from 0"
+                }
             );
         }
         let device = check(result::device::get(ordinal as c_int), "opening the device")?;
         let attribute = |which| {
             // SAFETY: `device` is a device that the driver gave.
-            check(unsafe { result::device::get_attribute(device, which) }, "asking about the device")
+            check(
+                unsafe { result::device::get_attribute(device, which) },
+                "asking about the device",
+            )
         };
         use sys::CUdevice_attribute::*;
         let arch = (
@@ -175,13 +240,15 @@ impl Gpu {
             );
         }
         let multiprocessors = attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize;
-        let shared_limit = attribute(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize;
+        let shared_limit =
+            attribute(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize;
         let managed = attribute(CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS)? != 0;
-        let mut driver_version = 0;
-        // SAFETY: writes the one integer it is given.
-        check(unsafe { sys::cuDriverGetVersion(&mut driver_version) }.result(), "asking the CUDA driver's version")?;
+        let driver_version = driver()?;
         // SAFETY: retained once here and released once in `drop`.
-        let context = check(unsafe { result::primary_ctx::retain(device) }, "retaining the device's context")?;
+        let context = check(
+            unsafe { result::primary_ctx::retain(device) },
+            "retaining the device's context",
+        )?;
         let ready = Gpu::stream_and_pool(ordinal, context);
         let (stream, pool) = match ready {
             Ok(ready) => ready,
@@ -209,9 +276,15 @@ impl Gpu {
         })
     }
 
-    fn stream_and_pool(ordinal: usize, context: sys::CUcontext) -> Result<(sys::CUstream, sys::CUmemoryPool)> {
-        // SAFETY: the context was just retained.
-        check(unsafe { result::ctx::set_current(context) }, "entering the device's context")?;
+    fn stream_and_pool(
+        ordinal: usize,
+        context: sys::CUcontext,
+    ) -> Result<(sys::CUstream, sys::CUmemoryPool)> {
+        check(
+            // SAFETY: the context was just retained.
+            unsafe { result::ctx::set_current(context) },
+            "entering the device's context",
+        )?;
         let stream = check(
             result::stream::create(result::stream::StreamKind::NonBlocking),
             "creating a stream",
@@ -222,10 +295,13 @@ impl Gpu {
         properties.location.type_ = sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;
         properties.location.id = ordinal as c_int;
         // SAFETY: the properties are complete.
-        let pool = check(unsafe { result::mem_pool::create(&properties) }, "creating a memory pool")?;
+        let pool = check(
+            unsafe { result::mem_pool::create(&properties) },
+            "creating a memory pool",
+        )?;
         let mut keep = u64::MAX;
-        // SAFETY: the attribute is a u64, and the pool was just made.
         check(
+            // SAFETY: the attribute is a u64, and the pool was just made.
             unsafe {
                 result::mem_pool::set_attribute(
                     pool,
@@ -273,8 +349,9 @@ impl Gpu {
         self.managed
     }
 
+    /// Where this thread's work goes: the device's stream, or the one that is being recorded.
     pub(super) fn stream(&self) -> sys::CUstream {
-        self.stream
+        graph::recorded().unwrap_or(self.stream)
     }
 
     pub(super) fn pool(&self) -> sys::CUmemoryPool {
@@ -284,20 +361,29 @@ impl Gpu {
     /// Makes the device's context this thread's.
     pub(super) fn bind(&self) -> Result<()> {
         // SAFETY: the context lives as long as `self`.
-        check(unsafe { result::ctx::set_current(self.context) }, "entering the device's context")
+        check(
+            unsafe { result::ctx::set_current(self.context) },
+            "entering the device's context",
+        )
     }
 
     /// Waits until everything enqueued has run. A fault of earlier work comes out here.
     pub fn synchronize(&self) -> Result<()> {
         self.bind()?;
         // SAFETY: the stream lives as long as `self`.
-        check(unsafe { result::stream::synchronize(self.stream) }, "waiting for the device")
+        check(
+            unsafe { result::stream::synchronize(self.stream) },
+            "waiting for the device",
+        )
     }
 
     /// Free and total bytes of the device.
     pub fn memory(&self) -> Result<(usize, usize)> {
         self.bind()?;
-        check(result::mem_get_info(), "asking for the device's free memory")
+        check(
+            result::mem_get_info(),
+            "asking for the device's free memory",
+        )
     }
 
     /// Gives cached memory back to the driver.
@@ -305,7 +391,10 @@ impl Gpu {
         self.staging().clear();
         self.synchronize()?;
         // SAFETY: the pool lives as long as `self`.
-        check(unsafe { result::mem_pool::trim_to(self.pool, 0) }, "emptying the memory pool")
+        check(
+            unsafe { result::mem_pool::trim_to(self.pool, 0) },
+            "emptying the memory pool",
+        )
     }
 
     pub(super) fn staging(&self) -> std::sync::MutexGuard<'_, Vec<Pinned>> {
@@ -348,7 +437,10 @@ impl Drop for Gpu {
         if self.bind().is_err() {
             return;
         }
-        self.modules.get_mut().unwrap_or_else(PoisonError::into_inner).clear();
+        self.modules
+            .get_mut()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clear();
         drop(self.blas.take());
         // SAFETY: nothing made in the context outlives `self`, which every buffer and graph keeps alive. Failures have no
         // one to hear of them, and the driver frees the rest with the process.
@@ -369,5 +461,10 @@ impl fmt::Debug for Gpu {
 
 /// What a size must be for a kernel's 32-bit integer.
 pub(super) fn int(what: &str, value: usize) -> Result<i32> {
-    i32::try_from(value).map_err(|_| err!(Unsupported, "{what} is {value}; a GPU kernel takes less than 2^31"))
+    i32::try_from(value).map_err(|_| {
+        err!(
+            Unsupported,
+            "{what} is {value}; a GPU kernel takes less than 2^31"
+        )
+    })
 }

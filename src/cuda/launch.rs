@@ -33,7 +33,13 @@ impl Launch {
     /// # Safety
     /// `arguments` is the kernel's one parameter, laid out as it has it, and what it points to is valid device memory until
     /// the kernel has run.
-    pub(super) unsafe fn run<T>(&self, gpu: &Gpu, unit: Unit, name: &str, arguments: &T) -> Result<()> {
+    pub(super) unsafe fn run<T>(
+        &self,
+        gpu: &Gpu,
+        unit: Unit,
+        name: &str,
+        arguments: &T,
+    ) -> Result<()> {
         if self.grid.contains(&0) {
             return Ok(());
         }
@@ -41,8 +47,8 @@ impl Launch {
         let function = gpu.function(unit, name)?;
         gpu.bind()?;
         if self.shared > DEFAULT_SHARED {
-            // SAFETY: the function was loaded by this GPU.
             check(
+                // SAFETY: the function was loaded by this GPU.
                 unsafe {
                     result::function::set_function_attribute(
                         function,
@@ -55,7 +61,8 @@ impl Launch {
         }
         // SAFETY: a plain C struct that may be zero.
         let mut overlap: sys::CUlaunchAttribute = unsafe { std::mem::zeroed() };
-        overlap.id = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+        overlap.id =
+            sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
         overlap.value.programmaticStreamSerializationAllowed = 1;
         let config = sys::CUlaunchConfig {
             gridDimX: self.grid[0],
@@ -72,7 +79,15 @@ impl Launch {
         let mut parameters = [std::ptr::from_ref(arguments).cast::<c_void>().cast_mut()];
         // SAFETY: the parameters are the caller's word; the driver copies them before it returns.
         check(
-            unsafe { sys::cuLaunchKernelEx(&config, function, parameters.as_mut_ptr(), std::ptr::null_mut()) }.result(),
+            unsafe {
+                sys::cuLaunchKernelEx(
+                    &config,
+                    function,
+                    parameters.as_mut_ptr(),
+                    std::ptr::null_mut(),
+                )
+            }
+            .result(),
             name,
         )
     }

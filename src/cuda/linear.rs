@@ -1,6 +1,7 @@
 //! Weight matrices on the device, and products with them: one fused kernel for up to [`SMALL`] rows and NVFP4 weights, a
 //! library for many rows over a bounded f16 copy of one weight at a time, and plain kernels for the rest.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::blas::Element;
@@ -52,6 +53,11 @@ pub struct Matrix {
     global: f32,
 }
 
+/// Gives the codes and the block scales of a range of rows.
+pub type ReadNvfp4<'a> = dyn FnMut(Range<usize>, &mut [u8], &mut [u8]) -> Result<()> + 'a;
+/// Gives the bytes of a range of rows.
+pub type ReadBytes<'a> = dyn FnMut(Range<usize>, &mut [u8]) -> Result<()> + 'a;
+
 /// Rows of a weight that are brought to the device at a time.
 fn rows_at_a_time(row_bytes: usize) -> usize {
     ((4 << 20) / row_bytes.max(1)).max(1)
@@ -64,7 +70,7 @@ impl Matrix {
         rows: usize,
         cols: usize,
         global: f32,
-        read: &mut dyn FnMut(std::ops::Range<usize>, &mut [u8], &mut [u8]) -> Result<()>,
+        read: &mut ReadNvfp4,
     ) -> Result<Matrix> {
         if rows == 0 || cols == 0 || !cols.is_multiple_of(BLOCK) {
             bail!(
@@ -73,11 +79,22 @@ impl Matrix {
             );
         }
         if !global.is_finite() {
-            bail!(CorruptFile, "the global scale is {global}; it must be finite");
+            bail!(
+                CorruptFile,
+                "the global scale is {global}; it must be finite"
+            );
         }
         let (code_row, scale_row) = (cols / 2, cols / BLOCK);
-        let mut codes = DeviceBuffer::uninit(gpu, Tag::DeviceWeights, product("codes", &[rows, code_row])?)?;
-        let mut scales = DeviceBuffer::uninit(gpu, Tag::DeviceWeights, product("scales", &[rows, scale_row])?)?;
+        let mut codes = DeviceBuffer::uninit(
+            gpu,
+            Tag::DeviceWeights,
+            product("codes", &[rows, code_row])?,
+        )?;
+        let mut scales = DeviceBuffer::uninit(
+            gpu,
+            Tag::DeviceWeights,
+            product("scales", &[rows, scale_row])?,
+        )?;
         let step = rows_at_a_time(code_row);
         let mut some_scales = vec![0; step.min(rows) * scale_row];
         for first in (0..rows).step_by(step) {
@@ -114,7 +131,7 @@ impl Matrix {
         rows: usize,
         cols: usize,
         storage: Storage,
-        read: &mut dyn FnMut(std::ops::Range<usize>, &mut [u8]) -> Result<()>,
+        read: &mut ReadBytes,
     ) -> Result<Matrix> {
         let element = match storage {
             Storage::F32 => 4,
@@ -128,7 +145,8 @@ impl Matrix {
             );
         }
         let row = cols * element;
-        let mut values = DeviceBuffer::uninit(gpu, Tag::DeviceWeights, product("weight", &[rows, row])?)?;
+        let mut values =
+            DeviceBuffer::uninit(gpu, Tag::DeviceWeights, product("weight", &[rows, row])?)?;
         let step = rows_at_a_time(row);
         for first in (0..rows).step_by(step) {
             let n = step.min(rows - first);
@@ -178,7 +196,10 @@ impl Matrix {
 
     /// Addresses of values and scales, for kernels.
     pub(super) fn addresses(&self) -> (u64, u64) {
-        (self.values.address(), self.scales.as_ref().map_or(0, DeviceBuffer::address))
+        (
+            self.values.address(),
+            self.scales.as_ref().map_or(0, DeviceBuffer::address),
+        )
     }
 
     /// The stored bytes of a row: values or codes, and scales.
@@ -191,7 +212,10 @@ impl Matrix {
             buffer.read(row * bytes.len(), &mut bytes)?;
             Ok(bytes)
         };
-        Ok((part(&self.values)?, self.scales.as_ref().map_or(Ok(Vec::new()), part)?))
+        Ok((
+            part(&self.values)?,
+            self.scales.as_ref().map_or(Ok(Vec::new()), part)?,
+        ))
     }
 }
 
@@ -250,19 +274,18 @@ struct SmallArguments {
     out_scale: f32,
 }
 
-/// Elements of K that a warp takes at a time, for one set of output features.
-const RUN: usize = 128;
-/// What a warp keeps in shared memory: stages of codes and scales of sixteen rows.
-const STAGES: usize = 6;
-const STAGE_BYTES: usize = 16 * RUN / 2 + 16 * RUN / BLOCK;
+/// Elements of K that a warp of the fused kernel takes at a time.
+const STEP: usize = 256;
+/// What a warp keeps in shared memory: codes and scales of 48 rows.
+const WARP_BYTES: usize = 48 * (STEP / 2 + STEP / BLOCK);
 /// Sums of a warp's tile, for eight rows of activations.
 const SUMS: usize = 16 * 8;
 /// Warps with tiles of their own, or shares of one, that keep a multiprocessor busy.
 const BUSY: usize = 9;
 /// Warps of the fused kernel that take half of a multiprocessor's registers.
-const HALF_THE_REGISTERS: usize = 12;
+const HALF_THE_REGISTERS: usize = 16;
 /// Warps that the fused kernel was compiled for.
-const MOST_WARPS: usize = 24;
+const MOST_WARPS: usize = 16;
 
 /// What the sixteen rows of a tile of the fused kernel are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -280,7 +303,7 @@ impl Tile {
     fn of(output: Output, m: usize, k: usize) -> Tile {
         match output {
             Output::Swiglu => Tile::Pair,
-            _ if m <= 4 && k.is_multiple_of(2 * RUN) => Tile::Split,
+            _ if m <= 4 && k.is_multiple_of(STEP) => Tile::Split,
             _ => Tile::Rows,
         }
     }
@@ -290,14 +313,6 @@ impl Tile {
         match self {
             Tile::Rows => 16,
             Tile::Pair | Tile::Split => 8,
-        }
-    }
-
-    /// Elements of K that a warp takes at a time.
-    const fn step(self) -> usize {
-        match self {
-            Tile::Rows | Tile::Pair => RUN,
-            Tile::Split => 2 * RUN,
         }
     }
 }
@@ -324,13 +339,20 @@ impl Plan {
     /// Warps share K no further than keeps a multiprocessor busy, since each share costs a sum. Then as many groups to a
     /// multiprocessor as leave the fewest idle in the last round, more of them where that is equal; but fewer, if all rows
     /// of activations fit beside them only then.
-    pub fn choose(m: usize, k: usize, features: &[usize], output: Output, multiprocessors: usize, shared: usize) -> Option<Plan> {
+    pub fn choose(
+        m: usize,
+        k: usize,
+        features: &[usize],
+        output: Output,
+        multiprocessors: usize,
+        shared: usize,
+    ) -> Option<Plan> {
         let tile = Tile::of(output, m, k);
         let tiles: usize = match tile {
             Tile::Pair => features[0].div_ceil(tile.features()),
             _ => features.iter().map(|n| n.div_ceil(tile.features())).sum(),
         };
-        let steps = k.div_ceil(tile.step());
+        let steps = k.div_ceil(STEP);
         let mut split = 1;
         while split < 8 && tiles * split < BUSY * multiprocessors && 2 * split <= steps {
             split *= 2;
@@ -340,7 +362,13 @@ impl Plan {
             let slots = multiprocessors * groups;
             let used = tiles as f64 / (tiles.div_ceil(slots) * slots) as f64;
             let blocks = multiprocessors.min(tiles);
-            let mut plan = Plan { tile, split, groups, blocks, rows: m.min(SMALL) };
+            let mut plan = Plan {
+                tile,
+                split,
+                groups,
+                blocks,
+                rows: m.min(SMALL),
+            };
             while plan.rows > 1 && plan.shared(k) > shared {
                 plan.rows = plan.rows.div_ceil(2);
             }
@@ -360,17 +388,25 @@ impl Plan {
     /// Shared memory of a block.
     fn shared(&self, k: usize) -> usize {
         let warps = self.split * self.groups;
-        let x = self.rows * k.next_multiple_of(self.tile.step()) * 2;
+        let x = self.rows * k.next_multiple_of(STEP) * 2;
         // Where K is ragged, one kernel serves all numbers of rows.
-        let columns = if k.is_multiple_of(RUN) { self.rows.div_ceil(8) } else { SMALL / 8 };
-        warps * STAGES * STAGE_BYTES + x + 2 * warps * columns * SUMS * 4 + warps * 4
+        let columns = if k.is_multiple_of(STEP) {
+            self.rows.div_ceil(8)
+        } else {
+            SMALL / 8
+        };
+        warps * WARP_BYTES + x + 2 * warps * columns * SUMS * 4 + warps * 4
     }
 }
 
 fn holds(buffer: &DeviceBuffer, what: &str, sizes: &[usize]) -> Result<()> {
     let wanted = product(what, sizes)?;
     if buffer.bytes() < wanted {
-        bail!(Internal, "{what} takes {wanted} bytes, and its buffer has {}", buffer.bytes());
+        bail!(
+            Internal,
+            "{what} takes {wanted} bytes, and its buffer has {}",
+            buffer.bytes()
+        );
     }
     Ok(())
 }
@@ -395,7 +431,11 @@ pub fn linear(
     };
     let k = first.cols;
     if matrices.len() > 3 || matrices.iter().any(|(w, _)| w.cols != k) {
-        bail!(Internal, "{} matrices of different K in one product", matrices.len());
+        bail!(
+            Internal,
+            "{} matrices of different K in one product",
+            matrices.len()
+        );
     }
     if output == Output::Swiglu && (matrices.len() != 2 || matrices[1].0.rows != first.rows) {
         bail!(Internal, "SwiGLU takes two matrices of one shape");
@@ -412,7 +452,8 @@ pub fn linear(
         }
     }
     let all_nvfp4 = matrices.iter().all(|(w, _)| w.storage == Storage::Nvfp4);
-    let fused = all_nvfp4 && (m <= SMALL || (gpu.blas().is_none() && !matches!(input, Input::Normed(..))));
+    let fused =
+        all_nvfp4 && (m <= SMALL || (gpu.blas().is_none() && !matches!(input, Input::Normed(..))));
     if fused && let Some(plan) = plan(gpu, m, matrices, output) {
         return small(gpu, input, m, matrices, output, out, stride, plan);
     }
@@ -428,7 +469,15 @@ pub fn linear(
         if w.storage == Storage::Nvfp4 || (m > SMALL && w.storage != Storage::F32) {
             scratch.product(gpu, w, x, factor, m, output, at, stride)?;
             if let Some(bias) = bias {
-                super::elementwise::add_bias_at(gpu, at, output == Output::F16, m, w.rows, stride, bias)?;
+                super::elementwise::add_bias_at(
+                    gpu,
+                    at,
+                    output == Output::F16,
+                    m,
+                    w.rows,
+                    stride,
+                    bias,
+                )?;
             }
         } else {
             dense(gpu, w, *bias, x, factor, m, output, at, stride)?;
@@ -440,13 +489,22 @@ pub fn linear(
 
 /// Whether the fused kernel serves `m` rows of these matrices.
 pub fn is_fused(gpu: &Gpu, m: usize, matrices: &[Biased<'_>], output: Output) -> bool {
-    m <= SMALL && matrices.iter().all(|(w, _)| w.storage == Storage::Nvfp4) && plan(gpu, m, matrices, output).is_some()
+    m <= SMALL
+        && matrices.iter().all(|(w, _)| w.storage == Storage::Nvfp4)
+        && plan(gpu, m, matrices, output).is_some()
 }
 
 fn plan(gpu: &Gpu, m: usize, matrices: &[Biased<'_>], output: Output) -> Option<Plan> {
     let k = matrices[0].0.cols;
     let features: Vec<usize> = matrices.iter().map(|(w, _)| w.rows).collect();
-    Plan::choose(m, k, &features, output, gpu.multiprocessors(), gpu.shared_limit())
+    Plan::choose(
+        m,
+        k,
+        &features,
+        output,
+        gpu.multiprocessors(),
+        gpu.shared_limit(),
+    )
 }
 
 /// The fused kernel with a plan of the caller's.
@@ -490,7 +548,7 @@ pub fn small(
     };
     for first in (0..m).step_by(plan.rows) {
         let rows = plan.rows.min(m - first);
-        let tail = match (plan.tile, k.is_multiple_of(RUN), rows > 8) {
+        let tail = match (plan.tile, k.is_multiple_of(STEP), rows > 8) {
             (Tile::Split, ..) => "4",
             (_, false, _) => "ragged",
             (_, true, false) => "8",
@@ -511,10 +569,21 @@ pub fn small(
         let launch = Launch {
             grid: [plan.blocks as u32, 1, 1],
             block: [32, plan.split as u32, plan.groups as u32],
-            shared: Plan { rows, ..plan }.shared(k) as u32,
+            // More than half of a multiprocessor's, so that it holds one block: blocks of the next kernel start early where
+            // one has ended, and two of them on one multiprocessor would leave another idle.
+            shared: Plan { rows, ..plan }
+                .shared(k)
+                .max(gpu.shared_limit() / 2 + 2048) as u32,
         };
         // SAFETY: the struct is the kernel's; sizes were checked, and buffers outlive work on their stream.
-        unsafe { launch.run(gpu, Unit::LinearSmall, &format!("linear_{prefix}{kind}_{tail}"), &arguments)? };
+        unsafe {
+            launch.run(
+                gpu,
+                Unit::LinearSmall,
+                &format!("linear_{prefix}{kind}_{tail}"),
+                &arguments,
+            )?
+        };
     }
     Ok(())
 }
@@ -575,6 +644,8 @@ fn dense(
 
 /// Bytes that the library for large products may use beside its operands.
 const WORKSPACE: usize = 32 << 20;
+/// Bytes of a weight's f16 copy, of as many rows as that is, in a product by itself.
+const COPY: usize = 64 << 20;
 
 /// Memory for large products: an f16 copy of one weight, or of some of its rows, and the library's workspace.
 #[derive(Debug)]
@@ -594,11 +665,33 @@ struct DequantizeArguments {
 impl LinearScratch {
     /// Room for a copy of `bytes`; nothing for small products only.
     pub fn new(gpu: &Arc<Gpu>, bytes: usize) -> Result<LinearScratch> {
-        let workspace = if bytes > 0 && gpu.blas().is_some() { WORKSPACE } else { 0 };
+        let workspace = if bytes > 0 && gpu.blas().is_some() {
+            WORKSPACE
+        } else {
+            0
+        };
         Ok(LinearScratch {
             copy: DeviceBuffer::uninit(gpu, Tag::DeviceScratch, bytes)?,
             workspace: DeviceBuffer::uninit(gpu, Tag::DeviceScratch, workspace)?,
         })
+    }
+
+    /// Room for a product of `m` rows with `w` alone.
+    pub fn for_product(gpu: &Arc<Gpu>, w: &Matrix, m: usize) -> Result<LinearScratch> {
+        let row = 2 * w.cols;
+        let bytes = match w.storage {
+            Storage::F32 => 0,
+            // Activations of the weight's type.
+            Storage::F16 | Storage::BF16 if m > SMALL => product("activations", &[m, row])?,
+            Storage::F16 | Storage::BF16 => 0,
+            Storage::Nvfp4
+                if gpu.blas().is_none() || is_fused(gpu, m, &[(w, None)], Output::F32) =>
+            {
+                0
+            }
+            Storage::Nvfp4 => row * w.rows.min((COPY / row).max(1)),
+        };
+        Self::new(gpu, bytes)
     }
 
     /// Bytes held.
@@ -606,10 +699,24 @@ impl LinearScratch {
         self.copy.bytes() + self.workspace.bytes()
     }
 
-    fn product(&self, gpu: &Arc<Gpu>, w: &Matrix, x: &DeviceBuffer, factor: f32, m: usize, output: Output, out: u64, stride: usize) -> Result<()> {
+    fn product(
+        &self,
+        gpu: &Arc<Gpu>,
+        w: &Matrix,
+        x: &DeviceBuffer,
+        factor: f32,
+        m: usize,
+        output: Output,
+        out: u64,
+        stride: usize,
+    ) -> Result<()> {
         let Some(blas) = gpu.blas().filter(|_| self.workspace.bytes() > 0) else {
             if w.storage == Storage::Nvfp4 {
-                bail!(Internal, "a weight with K = {} fits no kernel of this device", w.cols);
+                bail!(
+                    Unsupported,
+                    "a weight with K = {} fits no kernel of this device, and there is no cuBLASLt",
+                    w.cols
+                );
             }
             return dense(gpu, w, None, x, factor, m, output, out, stride);
         };
@@ -622,12 +729,30 @@ impl LinearScratch {
                     (Element::Bf16, self.copy.address())
                 }
             };
-            return blas.product(gpu, kind, w.values.address(), w.rows, w.cols, factor, x, m, output, out, stride, &self.workspace);
+            return blas.product(
+                gpu,
+                kind,
+                w.values.address(),
+                w.rows,
+                w.cols,
+                factor,
+                x,
+                m,
+                output,
+                out,
+                stride,
+                &self.workspace,
+            );
         }
         let (codes, scales) = w.addresses();
         let step = (self.copy.bytes() / (2 * w.cols)).min(w.rows);
         if step == 0 {
-            bail!(Internal, "scratch of {} bytes for rows of {}", self.copy.bytes(), 2 * w.cols);
+            bail!(
+                Internal,
+                "scratch of {} bytes for rows of {}",
+                self.copy.bytes(),
+                2 * w.cols
+            );
         }
         for first in (0..w.rows).step_by(step) {
             let rows = step.min(w.rows - first);
@@ -641,7 +766,20 @@ impl LinearScratch {
             // SAFETY: the struct is the kernel's; the copy has room for `rows` rows.
             unsafe { launch.run(gpu, Unit::Dequantize, "dequantize_folded", &arguments)? };
             let at = out + (first * output.bytes()) as u64;
-            blas.product(gpu, Element::F16, self.copy.address(), rows, w.cols, w.global * factor, x.address(), m, output, at, stride, &self.workspace)?;
+            blas.product(
+                gpu,
+                Element::F16,
+                self.copy.address(),
+                rows,
+                w.cols,
+                w.global * factor,
+                x.address(),
+                m,
+                output,
+                at,
+                stride,
+                &self.workspace,
+            )?;
         }
         Ok(())
     }
@@ -665,7 +803,10 @@ mod tests {
             for m in 1..=SMALL {
                 let plan = Plan::choose(m, k, features, output, 132, 227 << 10).unwrap();
                 assert!(plan.shared(k) <= 227 << 10, "{plan:?}");
-                assert!(plan.split * plan.groups <= MOST_WARPS && plan.rows >= 1 && plan.rows <= m, "{plan:?}");
+                assert!(
+                    plan.split * plan.groups <= MOST_WARPS && plan.rows >= 1 && plan.rows <= m,
+                    "{plan:?}"
+                );
                 assert!(plan.tile != Tile::Split || m <= 4, "{plan:?}");
             }
         }

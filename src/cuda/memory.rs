@@ -24,8 +24,8 @@ impl DeviceBuffer {
         gpu.bind()?;
         let address = match bytes {
             0 => 0,
-            // SAFETY: pool and stream live as long as the GPU, which the buffer keeps alive.
             _ => check(
+                // SAFETY: pool and stream live as long as the GPU, which the buffer keeps alive.
                 unsafe { result::mem_pool::alloc_async(gpu.pool(), bytes, gpu.stream()) },
                 "allocating device memory",
             )
@@ -43,8 +43,8 @@ impl DeviceBuffer {
     pub fn zeroed(gpu: &Arc<Gpu>, tag: Tag, bytes: usize) -> Result<DeviceBuffer> {
         let buffer = Self::uninit(gpu, tag, bytes)?;
         if bytes > 0 {
-            // SAFETY: the memory was just allocated on this stream.
             check(
+                // SAFETY: the memory was just allocated on this stream.
                 unsafe { result::memset_d8_async(buffer.address, 0, bytes, gpu.stream()) },
                 "clearing device memory",
             )?;

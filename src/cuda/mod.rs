@@ -16,23 +16,39 @@ mod launch;
 mod linear;
 mod memory;
 mod nvrtc;
+mod report;
 mod sample;
 
 pub use attention::{Heads, PAGE, PageTable, Rows, decode, parts, prefill, store};
 pub use bandwidth::read_bandwidth;
-pub use compile::compile;
-pub use elementwise::{embed, rms_norm, swiglu};
-pub use gpu::{Gpu, count, unavailable};
-pub use graph::Graph;
-pub use linear::{Biased, Input, LinearScratch, MLP_SCALE, Matrix, Output, Plan, SMALL, Storage, Tile, is_fused, linear, small};
+pub use compile::{compile, compiler};
 pub use copy::Event;
+pub use elementwise::{embed, rms_norm, swiglu};
+pub use gpu::{Gpu, KeepContext, count, open_gpus, unavailable};
+pub use graph::Graph;
+pub use linear::{
+    Biased, Input, LinearScratch, MLP_SCALE, Matrix, Output, Plan, ReadBytes, ReadNvfp4, SMALL,
+    Storage, Tile, is_fused, linear, small,
+};
 pub use memory::{DeviceBuffer, Pinned};
 pub use nvrtc::{TARGETS, Unit, target};
+pub use report::{Details, DeviceReport, Presence, Report, report};
 pub use sample::{Best, argmax};
 
 /// Bytes of the one argument that a kernel's launcher passes, which its parameter must have too.
 pub fn argument_bytes(kernel: &str) -> Option<usize> {
-    let all = [attention::ARGUMENTS, bandwidth::ARGUMENTS, elementwise::ARGUMENTS, linear::ARGUMENTS, sample::ARGUMENTS];
-    let named = all.into_iter().flatten().filter(|(start, _)| kernel.starts_with(start));
-    named.max_by_key(|(start, _)| start.len()).map(|&(_, bytes)| bytes)
+    let all = [
+        attention::ARGUMENTS,
+        bandwidth::ARGUMENTS,
+        elementwise::ARGUMENTS,
+        linear::ARGUMENTS,
+        sample::ARGUMENTS,
+    ];
+    let named = all
+        .into_iter()
+        .flatten()
+        .filter(|(start, _)| kernel.starts_with(start));
+    named
+        .max_by_key(|(start, _)| start.len())
+        .map(|&(_, bytes)| bytes)
 }

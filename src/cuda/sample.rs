@@ -14,9 +14,7 @@ use crate::base::memory::Tag;
 const BLOCKS: usize = 64;
 
 /// What the kernels of this file are passed, by the start of their names.
-pub(super) const ARGUMENTS: &[(&str, usize)] = &[
-    ("argmax", size_of::<Arguments>()),
-];
+pub(super) const ARGUMENTS: &[(&str, usize)] = &[("argmax", size_of::<Arguments>())];
 
 #[repr(C)]
 struct Arguments {
@@ -65,8 +63,15 @@ pub fn argmax(
     next: Option<(&DeviceBuffer, &Pinned)>,
 ) -> Result<()> {
     let steps = next.map_or(0, |(_, history)| history.bytes().len() / 4 / rows.max(1));
-    if rows > best.rows || logits.bytes() < rows * vocabulary * 4 || tokens.bytes() < rows * 4 || (next.is_some() && steps == 0) {
-        bail!(Internal, "buffers of the sampler are too small for {rows} rows");
+    if rows > best.rows
+        || logits.bytes() < rows * vocabulary * 4
+        || tokens.bytes() < rows * 4
+        || (next.is_some() && steps == 0)
+    {
+        bail!(
+            Internal,
+            "buffers of the sampler are too small for {rows} rows"
+        );
     }
     let arguments = Arguments {
         logits: logits.address(),
@@ -80,5 +85,12 @@ pub fn argmax(
         history_steps: int("steps", steps)?,
     };
     // SAFETY: the struct is the kernel's; sizes were checked.
-    unsafe { Launch::new([BLOCKS as u32, rows as u32, 1], 256).run(gpu, Unit::Argmax, "argmax", &arguments) }
+    unsafe {
+        Launch::new([BLOCKS as u32, rows as u32, 1], 256).run(
+            gpu,
+            Unit::Argmax,
+            "argmax",
+            &arguments,
+        )
+    }
 }

@@ -18,7 +18,8 @@ use crate::base::error::{bail, err};
 use crate::base::memory::{Buffer, Tag};
 use crate::checkpoint::Encoding;
 use crate::cuda::{
-    self, Best, Biased, DeviceBuffer, Event, Gpu, Graph, Heads, Input, LinearScratch, Matrix, Output, PageTable, Pinned, Rows, Storage,
+    self, Best, Biased, DeviceBuffer, Event, Gpu, Graph, Heads, Input, LinearScratch, Matrix,
+    Output, PageTable, Pinned, Rows, Storage,
 };
 
 /// Sequences that are stepped together at most.
@@ -122,10 +123,22 @@ impl Executor {
     /// Bytes of weights that are here rather than with the matrices.
     pub(super) fn bytes(&self) -> usize {
         let vectors = self.layers.iter().flat_map(|l| {
-            let norms = [Some(&l.input_norm), Some(&l.post_norm), l.q_norm.as_ref(), l.k_norm.as_ref()];
-            norms.into_iter().chain(l.bias.iter().map(Option::as_ref)).flatten()
+            let norms = [
+                Some(&l.input_norm),
+                Some(&l.post_norm),
+                l.q_norm.as_ref(),
+                l.k_norm.as_ref(),
+            ];
+            norms
+                .into_iter()
+                .chain(l.bias.iter().map(Option::as_ref))
+                .flatten()
         });
-        vectors.chain([&self.norm]).map(DeviceBuffer::bytes).sum::<usize>() + self.table.as_ref().map_or(0, Matrix::bytes)
+        vectors
+            .chain([&self.norm])
+            .map(DeviceBuffer::bytes)
+            .sum::<usize>()
+            + self.table.as_ref().map_or(0, Matrix::bytes)
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -162,13 +175,33 @@ impl Executor {
         let mut done = 0;
         for chunk in tokens.chunks(ROWS) {
             let first = cache.len() + done;
-            state.fit(&self.gpu, config, chunk.len(), 0, 1, (first + chunk.len()).div_ceil(cuda::PAGE))?;
+            state.fit(
+                &self.gpu,
+                config,
+                chunk.len(),
+                0,
+                1,
+                (first + chunk.len()).div_ceil(cuda::PAGE),
+            )?;
             let ids: Vec<i32> = chunk.iter().map(|&t| t as i32).collect();
             state.tokens.write(0, &ids)?;
             state.write_pages(&[cache.gpu()?])?;
-            cuda::embed(&self.gpu, self.table(weights)?, &state.tokens, chunk.len(), &state.residual)?;
+            cuda::embed(
+                &self.gpu,
+                self.table(weights)?,
+                &state.tokens,
+                chunk.len(),
+                &state.residual,
+            )?;
             for index in 0..weights.layers.len() {
-                self.block(config, weights, index, chunk.len(), &state, Attention::Rows(first))?;
+                self.block(
+                    config,
+                    weights,
+                    index,
+                    chunk.len(),
+                    &state,
+                    Attention::Rows(first),
+                )?;
             }
             done += chunk.len();
             let mut pass = Pass {
@@ -184,17 +217,36 @@ impl Executor {
 
     /// Runs one token of each of several sequences, whose pages exist already, and leaves the likeliest next tokens and the
     /// logits on the device.
-    fn step(&self, config: &Config, weights: &Weights, tokens: &[u32], caches: &[&GpuCache], positions: &[usize], state: &mut State) -> Result<()> {
+    fn step(
+        &self,
+        config: &Config,
+        weights: &Weights,
+        tokens: &[u32],
+        caches: &[&GpuCache],
+        positions: &[usize],
+        state: &mut State,
+    ) -> Result<()> {
         let batch = tokens.len();
         let last = positions.iter().copied().max().unwrap_or(0);
-        state.fit(&self.gpu, config, batch, batch, batch, last / cuda::PAGE + 1)?;
+        state.fit(
+            &self.gpu,
+            config,
+            batch,
+            batch,
+            batch,
+            last / cuda::PAGE + 1,
+        )?;
         let wanted: Vec<Ready> = caches
             .iter()
             .zip(positions)
-            .map(|(cache, &position)| Ready { version: cache.version(), position })
+            .map(|(cache, &position)| Ready {
+                version: cache.version(),
+                position,
+            })
             .collect();
         // The device has gone on by itself if these sequences go on with the tokens that it chose.
-        let chosen = state.ready == wanted && (0..batch).all(|row| state.chosen(row, batch, positions[row]) == Some(tokens[row]));
+        let chosen = state.ready == wanted
+            && (0..batch).all(|row| state.chosen(row, batch, positions[row]) == Some(tokens[row]));
         if !chosen {
             let ids: Vec<i32> = tokens.iter().map(|&t| t as i32).collect();
             let places: Vec<i32> = positions.iter().map(|&p| p as i32).collect();
@@ -211,7 +263,14 @@ impl Executor {
     }
 
     /// Enqueues a step of what the device is ready for.
-    fn launch(&self, config: &Config, weights: &Weights, batch: usize, last: usize, state: &mut State) -> Result<()> {
+    fn launch(
+        &self,
+        config: &Config,
+        weights: &Weights,
+        batch: usize,
+        last: usize,
+        state: &mut State,
+    ) -> Result<()> {
         let parts = cuda::parts(&self.gpu, config.heads, config.kv_heads, batch, last + 1);
         let key = (batch, parts);
         if let Some(graph) = state.graphs.get(&key) {
@@ -219,13 +278,28 @@ impl Executor {
         }
         // The first step of its kind runs as it is enqueued, which also loads the kernels: no graph may be recorded before.
         self.enqueue_step(config, weights, batch, parts, state)?;
-        let graph = Graph::record(&self.gpu, || self.enqueue_step(config, weights, batch, parts, state))?;
+        let graph = Graph::record(&self.gpu, || {
+            self.enqueue_step(config, weights, batch, parts, state)
+        })?;
         state.graphs.insert(key, graph);
         Ok(())
     }
 
-    fn enqueue_step(&self, config: &Config, weights: &Weights, batch: usize, parts: usize, state: &State) -> Result<()> {
-        cuda::embed(&self.gpu, self.table(weights)?, &state.tokens, batch, &state.residual)?;
+    fn enqueue_step(
+        &self,
+        config: &Config,
+        weights: &Weights,
+        batch: usize,
+        parts: usize,
+        state: &State,
+    ) -> Result<()> {
+        cuda::embed(
+            &self.gpu,
+            self.table(weights)?,
+            &state.tokens,
+            batch,
+            &state.residual,
+        )?;
         for index in 0..weights.layers.len() {
             self.block(config, weights, index, batch, state, Attention::Step(parts))?;
         }
@@ -248,14 +322,31 @@ impl Executor {
         }
     }
 
-    fn block(&self, config: &Config, weights: &Weights, index: usize, rows: usize, s: &State, attention: Attention) -> Result<()> {
+    fn block(
+        &self,
+        config: &Config,
+        weights: &Weights,
+        index: usize,
+        rows: usize,
+        s: &State,
+        attention: Attention,
+    ) -> Result<()> {
         let (gpu, hidden, wide) = (&self.gpu, config.hidden_size, config.intermediate_size);
         let (layer, vectors) = (&weights.layers[index], &self.layers[index]);
         let [q, k, v, o, gate, up, down] = biased(layer, vectors)?;
         let qkv = (config.heads + 2 * config.kv_heads) * config.head_dim;
         let normed = |norm| Input::Normed(&s.residual, norm, config.rms_norm_eps);
         let plain_normed = |norm| {
-            cuda::rms_norm(gpu, &s.residual, 0, norm, config.rms_norm_eps, rows, hidden, &s.normed)?;
+            cuda::rms_norm(
+                gpu,
+                &s.residual,
+                0,
+                norm,
+                config.rms_norm_eps,
+                rows,
+                hidden,
+                &s.normed,
+            )?;
             Ok(Input::Plain(&s.normed, 1.0))
         };
 
@@ -263,7 +354,16 @@ impl Executor {
             true => normed(&vectors.input_norm),
             false => plain_normed(&vectors.input_norm)?,
         };
-        cuda::linear(gpu, input, rows, &[q, k, v], Output::F32, &s.qkv, qkv, &s.linear)?;
+        cuda::linear(
+            gpu,
+            input,
+            rows,
+            &[q, k, v],
+            Output::F32,
+            &s.qkv,
+            qkv,
+            &s.linear,
+        )?;
         let heads = self.heads(config, Some(vectors));
         let pages = PageTable {
             table: &s.table,
@@ -272,38 +372,116 @@ impl Executor {
             layer: index,
         };
         match attention {
-            Attention::Step(parts) => cuda::decode(gpu, &heads, &pages, &s.qkv, &s.positions, rows, parts, &s.parts, &s.attended)?,
+            Attention::Step(parts) => cuda::decode(
+                gpu,
+                &heads,
+                &pages,
+                &s.qkv,
+                &s.positions,
+                rows,
+                parts,
+                &s.parts,
+                &s.attended,
+            )?,
             Attention::Rows(first) => {
                 cuda::store(gpu, &heads, &pages, &s.qkv, 0, rows, first, &s.q)?;
                 cuda::prefill(gpu, &heads, &pages, &s.q, 0, rows, first, &s.attended)?;
             }
         }
-        cuda::linear(gpu, Input::Plain(&s.attended, 1.0), rows, &[o], Output::Add, &s.residual, hidden, &s.linear)?;
+        cuda::linear(
+            gpu,
+            Input::Plain(&s.attended, 1.0),
+            rows,
+            &[o],
+            Output::Add,
+            &s.residual,
+            hidden,
+            &s.linear,
+        )?;
         if cuda::is_fused(gpu, rows, &[gate, up], Output::Swiglu) {
-            cuda::linear(gpu, normed(&vectors.post_norm), rows, &[gate, up], Output::Swiglu, &s.mlp, wide, &s.linear)?;
+            cuda::linear(
+                gpu,
+                normed(&vectors.post_norm),
+                rows,
+                &[gate, up],
+                Output::Swiglu,
+                &s.mlp,
+                wide,
+                &s.linear,
+            )?;
         } else {
             let input = plain_normed(&vectors.post_norm)?;
-            cuda::linear(gpu, input, rows, &[gate, up], Output::F16, &s.gate_up, 2 * wide, &s.linear)?;
+            cuda::linear(
+                gpu,
+                input,
+                rows,
+                &[gate, up],
+                Output::F16,
+                &s.gate_up,
+                2 * wide,
+                &s.linear,
+            )?;
             cuda::swiglu(gpu, &s.gate_up, rows, wide, &s.mlp)?;
         }
-        cuda::linear(gpu, Input::Plain(&s.mlp, cuda::MLP_SCALE), rows, &[down], Output::Add, &s.residual, hidden, &s.linear)
+        cuda::linear(
+            gpu,
+            Input::Plain(&s.mlp, cuda::MLP_SCALE),
+            rows,
+            &[down],
+            Output::Add,
+            &s.residual,
+            hidden,
+            &s.linear,
+        )
     }
 
     /// Logits of `rows` rows of the residual from `first` on.
-    fn head(&self, config: &Config, weights: &Weights, first: usize, rows: usize, s: &State) -> Result<()> {
+    fn head(
+        &self,
+        config: &Config,
+        weights: &Weights,
+        first: usize,
+        rows: usize,
+        s: &State,
+    ) -> Result<()> {
         let (gpu, hidden) = (&self.gpu, config.hidden_size);
         let head: Biased<'_> = (matrix(&weights.head)?, self.head_bias.as_ref());
         let input = if first == 0 && cuda::is_fused(gpu, rows, &[head], Output::F32) {
             Input::Normed(&s.residual, &self.norm, config.rms_norm_eps)
         } else {
-            cuda::rms_norm(gpu, &s.residual, first * hidden * 4, &self.norm, config.rms_norm_eps, rows, hidden, &s.normed)?;
+            cuda::rms_norm(
+                gpu,
+                &s.residual,
+                first * hidden * 4,
+                &self.norm,
+                config.rms_norm_eps,
+                rows,
+                hidden,
+                &s.normed,
+            )?;
             Input::Plain(&s.normed, 1.0)
         };
-        cuda::linear(gpu, input, rows, &[head], Output::F32, &s.logits, config.vocab_size, &s.linear)
+        cuda::linear(
+            gpu,
+            input,
+            rows,
+            &[head],
+            Output::F32,
+            &s.logits,
+            config.vocab_size,
+            &s.linear,
+        )
     }
 
     /// One token of each of several sequences; the logits, one row for each, are appended to `logits`.
-    pub(super) fn step_logits(&self, config: &Config, weights: &Weights, tokens: &[u32], caches: &[&KvCache], logits: &mut Vec<f32>) -> Result<()> {
+    pub(super) fn step_logits(
+        &self,
+        config: &Config,
+        weights: &Weights,
+        tokens: &[u32],
+        caches: &[&KvCache],
+        logits: &mut Vec<f32>,
+    ) -> Result<()> {
         let (gpus, positions) = on_gpu(caches)?;
         let mut state = self.state();
         state.settle()?;
@@ -313,14 +491,24 @@ impl Executor {
 
     /// One token of each of several sequences; the likeliest next tokens. With `ahead`, the step after is enqueued at once, in
     /// the hope that these sequences go on with those tokens; their pages must reach that far.
-    pub(super) fn step_likeliest(&self, config: &Config, weights: &Weights, tokens: &[u32], caches: &[&KvCache], ahead: bool) -> Result<Vec<u32>> {
+    pub(super) fn step_likeliest(
+        &self,
+        config: &Config,
+        weights: &Weights,
+        tokens: &[u32],
+        caches: &[&KvCache],
+        ahead: bool,
+    ) -> Result<Vec<u32>> {
         let (gpus, positions) = on_gpu(caches)?;
         let batch = tokens.len();
         let mut state = self.state();
         let next: Vec<Ready> = gpus
             .iter()
             .zip(&positions)
-            .map(|(cache, &position)| Ready { version: cache.version(), position: position + 1 })
+            .map(|(cache, &position)| Ready {
+                version: cache.version(),
+                position: position + 1,
+            })
             .collect();
         let foreseen = state.ahead.is_some()
             && state.ready == next
@@ -335,7 +523,10 @@ impl Executor {
                 Event::record(&self.gpu)?
             }
         };
-        let room = gpus.iter().zip(&positions).all(|(cache, &position)| position + 1 < cache.allocated());
+        let room = gpus
+            .iter()
+            .zip(&positions)
+            .all(|(cache, &position)| position + 1 < cache.allocated());
         if ahead && room && positions.iter().all(|p| (p + 1) / cuda::PAGE < state.pages) {
             let last = positions.iter().copied().max().unwrap_or(0) + 1;
             self.launch(config, weights, batch, last, &mut state)?;
@@ -364,12 +555,25 @@ pub(super) struct Pass<'a> {
 
 impl Pass<'_> {
     /// Appends the logits of `rows` rows from `first` on.
-    pub(super) fn logits(&mut self, first: usize, rows: usize, logits: &mut Vec<f32>) -> Result<()> {
+    pub(super) fn logits(
+        &mut self,
+        first: usize,
+        rows: usize,
+        logits: &mut Vec<f32>,
+    ) -> Result<()> {
         for start in (first..first + rows).step_by(HEAD_ROWS) {
             let n = HEAD_ROWS.min(first + rows - start);
             let pages = self.state.pages;
-            self.state.fit(&self.executor.gpu, self.config, self.state.rows, n, 1, pages)?;
-            self.executor.head(self.config, self.weights, start, n, self.state)?;
+            self.state.fit(
+                &self.executor.gpu,
+                self.config,
+                self.state.rows,
+                n,
+                1,
+                pages,
+            )?;
+            self.executor
+                .head(self.config, self.weights, start, n, self.state)?;
             read_logits(&self.state.logits, n * self.config.vocab_size, logits)?;
         }
         Ok(())
@@ -390,10 +594,26 @@ enum Attention {
 }
 
 impl State {
-    fn new(gpu: &Arc<Gpu>, config: &Config, rows: usize, head_rows: usize, batch: usize, pages: usize) -> Result<State> {
-        let (hidden, wide, dim) = (config.hidden_size, config.intermediate_size, config.head_dim);
-        let (q, qkv) = (config.heads * dim, (config.heads + 2 * config.kv_heads) * dim);
-        let scratch = |elements: usize, bytes: usize| DeviceBuffer::uninit(gpu, Tag::DeviceScratch, elements * bytes);
+    fn new(
+        gpu: &Arc<Gpu>,
+        config: &Config,
+        rows: usize,
+        head_rows: usize,
+        batch: usize,
+        pages: usize,
+    ) -> Result<State> {
+        let (hidden, wide, dim) = (
+            config.hidden_size,
+            config.intermediate_size,
+            config.head_dim,
+        );
+        let (q, qkv) = (
+            config.heads * dim,
+            (config.heads + 2 * config.kv_heads) * dim,
+        );
+        let scratch = |elements: usize, bytes: usize| {
+            DeviceBuffer::uninit(gpu, Tag::DeviceScratch, elements * bytes)
+        };
         // The widest weight but the head, whose rows are taken in parts: logits of many rows are rarely wanted.
         let widest = (q + 2 * config.kv_heads * dim).max(wide) * hidden * 2;
         // Dense weights share the copy with activations of another type.
@@ -426,15 +646,33 @@ impl State {
     }
 
     /// Makes the memory large enough. What it held is lost if it was not.
-    fn fit(&mut self, gpu: &Arc<Gpu>, config: &Config, rows: usize, head_rows: usize, batch: usize, pages: usize) -> Result<()> {
-        if rows <= self.rows && head_rows <= self.head_rows && batch <= self.batch && pages <= self.pages {
+    fn fit(
+        &mut self,
+        gpu: &Arc<Gpu>,
+        config: &Config,
+        rows: usize,
+        head_rows: usize,
+        batch: usize,
+        pages: usize,
+    ) -> Result<()> {
+        if rows <= self.rows
+            && head_rows <= self.head_rows
+            && batch <= self.batch
+            && pages <= self.pages
+        {
             return Ok(());
         }
-        if head_rows > self.head_rows && rows <= self.rows && batch <= self.batch && pages <= self.pages && head_rows <= cuda::SMALL {
+        if head_rows > self.head_rows
+            && rows <= self.rows
+            && batch <= self.batch
+            && pages <= self.pages
+            && head_rows <= cuda::SMALL
+        {
             // Rows wait in the residual for their logits.
             self.settle()?;
             self.graphs.clear();
-            self.logits = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, head_rows * config.vocab_size * 4)?;
+            self.logits =
+                DeviceBuffer::uninit(gpu, Tag::DeviceScratch, head_rows * config.vocab_size * 4)?;
             self.head_rows = head_rows;
             return Ok(());
         }
@@ -442,7 +680,11 @@ impl State {
         let keep = std::mem::replace(self, State::new(gpu, config, 0, 0, 1, 1)?);
         let (rows, head_rows) = (rows.max(keep.rows), head_rows.max(keep.head_rows));
         // Pages come one at a time; the table grows by leaps.
-        let pages = if pages > keep.pages { pages.next_power_of_two().max(64) } else { keep.pages };
+        let pages = if pages > keep.pages {
+            pages.next_power_of_two().max(64)
+        } else {
+            keep.pages
+        };
         let batch = batch.max(keep.batch);
         let residual = keep.residual;
         let mut new = State::new(gpu, config, rows, head_rows, batch, pages)?;
@@ -450,7 +692,8 @@ impl State {
         new.residual.copy_from(0, &residual, 0, len)?;
         let (table, bytes) = (keep.table, keep.pages.min(pages) * 8);
         for row in 0..keep.batch {
-            new.table.copy_from(row * pages * 8, &table, row * keep.pages * 8, bytes)?;
+            new.table
+                .copy_from(row * pages * 8, &table, row * keep.pages * 8, bytes)?;
         }
         *self = new;
         Ok(())
@@ -476,7 +719,9 @@ impl State {
 
     /// The token that the device chose for a position of a sequence.
     fn chosen(&self, row: usize, batch: usize, position: usize) -> Option<u32> {
-        let token = self.history.read_i32(position % self.steps(batch) * batch + row)?;
+        let token = self
+            .history
+            .read_i32(position % self.steps(batch) * batch + row)?;
         u32::try_from(token).ok()
     }
 
@@ -512,7 +757,8 @@ fn biased<'a>(layer: &'a Layer, vectors: &'a Vectors) -> Result<[Biased<'a>; 7]>
     for ((_, projection), bias) in layer.projections().into_iter().zip(&vectors.bias) {
         out.push((matrix(projection)?, bias.as_ref()));
     }
-    out.try_into().map_err(|_| err!(Internal, "a layer has seven projections"))
+    out.try_into()
+        .map_err(|_| err!(Internal, "a layer has seven projections"))
 }
 
 /// The embedding on the device, in the type of the file where that has 16 or 32 bits, else as f32.
@@ -526,18 +772,24 @@ fn table(gpu: &Arc<Gpu>, config: &Config, weights: &Weights) -> Result<Option<Ma
         _ => Storage::F32,
     };
     let mut values = Vec::new();
-    let table = Matrix::dense(gpu, entry.rows(), config.hidden_size, storage, &mut |rows, bytes| {
-        values.resize(rows.len() * config.hidden_size, 0f32);
-        checkpoint.rows_f32(entry, rows.clone(), &mut values)?;
-        checkpoint.release(entry, rows);
-        match storage {
-            Storage::BF16 => fill(bytes, &values, |v| bf16::from_f32(v).to_le_bytes()),
-            Storage::F16 => fill(bytes, &values, |v| f16::from_f32(v).to_le_bytes()),
-            Storage::F32 => fill(bytes, &values, f32::to_le_bytes),
-            Storage::Nvfp4 => bail!(Internal, "an embedding is dense"),
-        }
-        Ok(())
-    })?;
+    let table = Matrix::dense(
+        gpu,
+        entry.rows(),
+        config.hidden_size,
+        storage,
+        &mut |rows, bytes| {
+            values.resize(rows.len() * config.hidden_size, 0f32);
+            checkpoint.rows_f32(entry, rows.clone(), &mut values)?;
+            checkpoint.release(entry, rows);
+            match storage {
+                Storage::BF16 => fill(bytes, &values, |v| bf16::from_f32(v).to_le_bytes()),
+                Storage::F16 => fill(bytes, &values, |v| f16::from_f32(v).to_le_bytes()),
+                Storage::F32 => fill(bytes, &values, f32::to_le_bytes),
+                Storage::Nvfp4 => bail!(Internal, "an embedding is dense"),
+            }
+            Ok(())
+        },
+    )?;
     Ok(Some(table))
 }
 

@@ -123,15 +123,28 @@ impl GpuCache {
     }
 
     /// Gives the pages of all layers in the processor's order, `count` for each layer.
-    pub(super) fn for_each_file_page(&self, count: usize, mut each: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
-        let (mut layer_page, mut file_page) = (vec![0u8; self.layer_bytes()], vec![0u8; self.file_page_bytes()]);
+    pub(super) fn for_each_file_page(
+        &self,
+        count: usize,
+        mut each: impl FnMut(&[u8]) -> Result<()>,
+    ) -> Result<()> {
+        let (mut layer_page, mut file_page) = (
+            vec![0u8; self.layer_bytes()],
+            vec![0u8; self.file_page_bytes()],
+        );
         for layer in 0..self.layers {
             for index in 0..count {
-                let (page, part) = (index * FILE_PAGE / cuda::PAGE, index * FILE_PAGE % cuda::PAGE);
+                let (page, part) = (
+                    index * FILE_PAGE / cuda::PAGE,
+                    index * FILE_PAGE % cuda::PAGE,
+                );
                 if part == 0 {
                     self.pages[page].read(layer * self.layer_bytes(), &mut layer_page)?;
                 }
-                self.exchange(part, |device, file| file_page[file..file + ELEMENT].copy_from_slice(&layer_page[device..device + ELEMENT]));
+                self.exchange(part, |device, file| {
+                    file_page[file..file + ELEMENT]
+                        .copy_from_slice(&layer_page[device..device + ELEMENT])
+                });
                 each(&file_page)?;
             }
         }
@@ -139,18 +152,32 @@ impl GpuCache {
     }
 
     /// Fills an empty cache from pages in the order of [`GpuCache::for_each_file_page`].
-    pub(super) fn read_file_pages(&mut self, count: usize, mut next: impl FnMut(&mut [u8]) -> Result<()>) -> Result<()> {
+    pub(super) fn read_file_pages(
+        &mut self,
+        count: usize,
+        mut next: impl FnMut(&mut [u8]) -> Result<()>,
+    ) -> Result<()> {
         if !self.pages.is_empty() {
-            bail!(Internal, "a cache with {} pages is filled anew", self.pages.len());
+            bail!(
+                Internal,
+                "a cache with {} pages is filled anew",
+                self.pages.len()
+            );
         }
         self.reserve(0, count * FILE_PAGE)?;
         let mut file_page = vec![0u8; self.file_page_bytes()];
         for layer in 0..self.layers {
             let mut layer_page = vec![0u8; self.layer_bytes()];
             for index in 0..count {
-                let (page, part) = (index * FILE_PAGE / cuda::PAGE, index * FILE_PAGE % cuda::PAGE);
+                let (page, part) = (
+                    index * FILE_PAGE / cuda::PAGE,
+                    index * FILE_PAGE % cuda::PAGE,
+                );
                 next(&mut file_page)?;
-                self.exchange(part, |device, file| layer_page[device..device + ELEMENT].copy_from_slice(&file_page[file..file + ELEMENT]));
+                self.exchange(part, |device, file| {
+                    layer_page[device..device + ELEMENT]
+                        .copy_from_slice(&file_page[file..file + ELEMENT])
+                });
                 if part + FILE_PAGE == cuda::PAGE || index + 1 == count {
                     let at = layer * self.layer_bytes();
                     let Some(page) = Arc::get_mut(&mut self.pages[page]) else {
@@ -175,7 +202,10 @@ impl GpuCache {
                     let value = ((self.kv_heads + head) * dim + d) * page + part + p;
                     let file = head * 2 * dim * FILE_PAGE;
                     each(key * ELEMENT, (file + d * FILE_PAGE + p) * ELEMENT);
-                    each(value * ELEMENT, (file + (FILE_PAGE + p) * dim + d) * ELEMENT);
+                    each(
+                        value * ELEMENT,
+                        (file + (FILE_PAGE + p) * dim + d) * ELEMENT,
+                    );
                 }
             }
         }

@@ -128,7 +128,10 @@ impl KvCache {
     pub(super) fn layer(&mut self, index: usize) -> Result<&mut KvLayer> {
         match &mut self.store {
             Store::Host(layers) => Ok(&mut layers[index]),
-            Store::Gpu(_) => bail!(InvalidArgument, "the cache is on a GPU, and its model is not"),
+            Store::Gpu(_) => bail!(
+                InvalidArgument,
+                "the cache is on a GPU, and its model is not"
+            ),
         }
     }
 
@@ -136,7 +139,10 @@ impl KvCache {
     pub(super) fn gpu(&self) -> Result<&GpuCache> {
         match &self.store {
             Store::Gpu(cache) => Ok(cache),
-            Store::Host(_) => bail!(InvalidArgument, "the cache is in host memory, and its model is on a GPU"),
+            Store::Host(_) => bail!(
+                InvalidArgument,
+                "the cache is in host memory, and its model is on a GPU"
+            ),
         }
     }
 
@@ -170,9 +176,7 @@ impl KvCache {
             Store::Host(layers) => (layers.len(), layers.first().map_or(0, KvLayer::page_bytes)),
             Store::Gpu(cache) => (cache.layers(), cache.file_page_bytes()),
         };
-        (layers as u64)
-            .checked_mul(each as u64)?
-            .checked_mul(pages)
+        (layers as u64).checked_mul(each as u64)?.checked_mul(pages)
     }
 
     /// Fills an empty cache with `len` positions; `next` gives the pages in the order of [`KvCache::for_each_page`].

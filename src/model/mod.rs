@@ -184,6 +184,7 @@ impl Model {
         if let Some(quantize) = &options.quantize {
             quantize.check()?;
         }
+        options.activations.check(&options.device)?;
         let metadata = checkpoint.metadata();
         let mut config = match &metadata.config {
             Some(config) => Config::from_json(config)?,

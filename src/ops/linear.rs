@@ -2,21 +2,38 @@
 
 use std::sync::Arc;
 
+use half::f16;
+
 use super::{Device, Workspace};
-use crate::base::error::{Result, bail};
+use crate::base::error::{Result, bail, err};
+use crate::base::memory::Tag;
+use crate::base::size::product;
 use crate::cpu::{Kind, Packed, ReadDense, ReadNvfp4};
-use crate::cuda::{Gpu, Matrix, Storage};
+use crate::cuda::{self, DeviceBuffer, Gpu, Input, LinearScratch, Matrix, Output, Storage};
 use crate::format::nvfp4;
 use crate::tensor::DType;
 
 /// How activations enter a product with an NVFP4 weight.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Activations {
-    /// As they are, in f32 (W4A16).
+    /// As they are (W4A16): in f32 on the CPU, in f16 on a GPU.
     #[default]
     Exact,
     /// Rounded to 8 bits with one scale for each 32 along K (W4A8). Faster for prefill, and not exact.
     Int8,
+}
+
+impl Activations {
+    /// Refuses what `device` does not compute with.
+    pub fn check(self, device: &Device) -> Result<()> {
+        match (self, device) {
+            (Activations::Int8, Device::Cuda(gpu)) => bail!(
+                Unsupported,
+                "8-bit activations were asked for on {gpu:?}, which has exact ones; ask for exact activations"
+            ),
+            _ => Ok(()),
+        }
+    }
 }
 
 /// The types a dense weight may be held in.
@@ -139,7 +156,13 @@ impl Linear {
 }
 
 /// A dense matrix on a GPU, of values rounded to nearest even where its type is narrower than the source.
-fn dense_matrix(gpu: &Arc<Gpu>, rows: usize, cols: usize, dtype: DenseType, read: &mut ReadDense) -> Result<Matrix> {
+fn dense_matrix(
+    gpu: &Arc<Gpu>,
+    rows: usize,
+    cols: usize,
+    dtype: DenseType,
+    read: &mut ReadDense,
+) -> Result<Matrix> {
     let (storage, dtype) = match dtype {
         DenseType::F32 => (Storage::F32, DType::F32),
         DenseType::F16 => (Storage::F16, DType::F16),
@@ -151,7 +174,13 @@ fn dense_matrix(gpu: &Arc<Gpu>, rows: usize, cols: usize, dtype: DenseType, read
         values.resize(range.len() * cols, 0.0);
         read(range, &mut values)?;
         if let Some(i) = values.iter().position(|v| !v.is_finite()) {
-            bail!(CorruptFile, "the weight at row {}, column {} is {}", (first + i) / cols, (first + i) % cols, values[i]);
+            bail!(
+                CorruptFile,
+                "the weight at row {}, column {} is {}",
+                (first + i) / cols,
+                (first + i) % cols,
+                values[i]
+            );
         }
         dtype.from_f32(&values, bytes)
     })
@@ -159,7 +188,12 @@ fn dense_matrix(gpu: &Arc<Gpu>, rows: usize, cols: usize, dtype: DenseType, read
 
 fn matrix_row(matrix: &Matrix, row: usize, out: &mut [f32]) -> Result<()> {
     if out.len() != matrix.cols() {
-        bail!(InvalidArgument, "{} floats for a row of {}", out.len(), matrix.cols());
+        bail!(
+            InvalidArgument,
+            "{} floats for a row of {}",
+            out.len(),
+            matrix.cols()
+        );
     }
     let (values, scales) = matrix.read_row(row)?;
     match matrix.storage() {
@@ -171,7 +205,7 @@ fn matrix_row(matrix: &Matrix, row: usize, out: &mut [f32]) -> Result<()> {
 }
 
 /// `x` `[m, K]` times each weight `[N, K]` transposed, into its output `[m, N]`, f32 accumulate. Weights that share an input
-/// (q, k, v; gate, up) go together and share one pass. Each output row has the same bits whatever `m` is.
+/// (q, k, v; gate, up) go together and share one pass. On the CPU each output row has the same bits whatever `m` is.
 pub fn linear(
     device: &Device,
     x: &[f32],
@@ -180,24 +214,173 @@ pub fn linear(
     activations: Activations,
     workspace: &mut Workspace,
 ) -> Result<()> {
-    let cpu = device.host()?;
-    let mut packed: Vec<(&Packed, &mut [f32])> = Vec::with_capacity(outputs.len());
-    for (w, y) in outputs.iter_mut() {
-        match &w.weight {
-            Weight::Cpu(weight) => packed.push((weight, &mut **y)),
-            Weight::Cuda(matrix) => bail!(
-                InvalidArgument,
-                "a weight on {:?} was given to {}; prepare it for that device",
-                matrix.gpu(),
-                device.name()
-            ),
+    let foreign = |place: &dyn std::fmt::Debug| {
+        err!(
+            InvalidArgument,
+            "a weight on {place:?} was given to {}; prepare it for that device",
+            device.name()
+        )
+    };
+    match device {
+        Device::Cpu(cpu) => {
+            let mut packed: Vec<(&Packed, &mut [f32])> = Vec::with_capacity(outputs.len());
+            for (w, y) in outputs.iter_mut() {
+                match &w.weight {
+                    Weight::Cpu(weight) => packed.push((weight, &mut **y)),
+                    Weight::Cuda(matrix) => return Err(foreign(matrix.gpu())),
+                }
+            }
+            let int8 = activations == Activations::Int8;
+            cpu.linear(x, m, &mut packed, int8, workspace)
+        }
+        Device::Cuda(gpu) => {
+            let mut matrices: Vec<(&Matrix, &mut [f32])> = Vec::with_capacity(outputs.len());
+            for (w, y) in outputs.iter_mut() {
+                match &w.weight {
+                    Weight::Cuda(matrix) if Arc::ptr_eq(matrix.gpu(), gpu) => {
+                        matrices.push((matrix, &mut **y));
+                    }
+                    Weight::Cuda(matrix) => return Err(foreign(matrix.gpu())),
+                    Weight::Cpu(_) => return Err(foreign(&format_args!("the cpu"))),
+                }
+            }
+            // As on the CPU, dense weights take activations as they are.
+            if matrices.iter().any(|(w, _)| w.storage() == Storage::Nvfp4) {
+                activations.check(device)?;
+            }
+            on_gpu(gpu, x, m, &mut matrices)
         }
     }
-    cpu.linear(
-        x,
-        m,
-        &mut packed,
-        activations == Activations::Int8,
-        workspace,
-    )
+}
+
+/// Rows that a GPU multiplies together, of an input and an output of at most so many elements.
+const GPU_ROWS: usize = 2048;
+const GPU_ELEMENTS: usize = 16 << 20;
+
+/// Products of host memory with weights on a GPU: a part of the rows at a time goes there as f16 and comes back as f32.
+fn on_gpu(
+    gpu: &Arc<Gpu>,
+    x: &[f32],
+    m: usize,
+    outputs: &mut [(&Matrix, &mut [f32])],
+) -> Result<()> {
+    let Some(k) = outputs.first().map(|(w, _)| w.cols()) else {
+        return Ok(());
+    };
+    let mut widest = k;
+    for (w, y) in outputs.iter() {
+        let (n, whole) = (w.rows(), product("outputs", &[m, w.rows()])?);
+        if w.cols() != k || x.len() != product("inputs", &[m, k])? || y.len() != whole {
+            bail!(
+                InvalidArgument,
+                "linear: {} inputs and {} outputs for {m} tokens and a weight [{n}, {}]; they must be m * K and m * N",
+                x.len(),
+                y.len(),
+                w.cols()
+            );
+        }
+        widest = widest.max(n);
+    }
+    let step = (GPU_ELEMENTS / widest).clamp(1, GPU_ROWS);
+    for first in (0..m).step_by(step) {
+        let rows = step.min(m - first);
+        let (halves, factors) = scaled_halves(&x[first * k..(first + rows) * k], k);
+        let input = DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, &halves)?;
+        for (w, y) in outputs.iter_mut() {
+            let n = w.rows();
+            let y = &mut y[first * n..(first + rows) * n];
+            let scratch = LinearScratch::for_product(gpu, w, rows)?;
+            let out = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, size_of_val(y))?;
+            cuda::linear(
+                gpu,
+                Input::Plain(&input, 1.0),
+                rows,
+                &[(w, None)],
+                Output::F32,
+                &out,
+                n,
+                &scratch,
+            )?;
+            out.read(0, y)?;
+            for (row, factor) in y.chunks_exact_mut(n).zip(&factors) {
+                row.iter_mut().for_each(|v| *v *= factor);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The rows of `x` `[.., k]` in f16, each divided by a power of two that brings its largest magnitude near the top of f16, and
+/// those powers. Rows that f16 can hold come through unchanged, and rows of any magnitude keep f16's precision.
+fn scaled_halves(x: &[f32], k: usize) -> (Vec<u16>, Vec<f32>) {
+    let mut halves = Vec::with_capacity(x.len());
+    let mut factors = Vec::with_capacity(x.len() / k);
+    for row in x.chunks_exact(k) {
+        let largest = row.iter().fold(0f32, |most, v| most.max(v.abs()));
+        let power = |e: i32| f32::from_bits(((127 + e) as u32) << 23);
+        let mut exponent = match largest {
+            // What is infinite stays so, whatever it is divided by.
+            0.0 | f32::INFINITY => 0,
+            // Of the exponents whose power of two and its inverse are both normal.
+            _ => (largest.log2().floor() as i32 - 15).clamp(-126, 126),
+        };
+        if largest.is_finite() && largest * power(-exponent) > f16::MAX.to_f32() {
+            exponent += 1;
+        }
+        let (factor, inverse) = (power(exponent), power(-exponent));
+        halves.extend(row.iter().map(|v| f16::from_f32(v * inverse).to_bits()));
+        factors.push(factor);
+    }
+    (halves, factors)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::random;
+
+    /// What comes of values on their way through f16.
+    fn through(row: &[f32]) -> Vec<f32> {
+        let (halves, factors) = scaled_halves(row, row.len());
+        let back = |&h: &u16| f16::from_bits(h).to_f32() * factors[0];
+        halves.iter().map(back).collect()
+    }
+
+    #[test]
+    fn what_f16_holds_comes_through_it_unchanged() {
+        let row: Vec<f32> = (0..1024u64)
+            .map(|i| f16::from_f32((random::uniform(1, i) - 0.5) * 100.0).to_f32())
+            .collect();
+        assert_eq!(through(&row), row);
+        for row in [
+            vec![65504.0, -1.0, 6e-8, 0.0],
+            vec![6e-8, 0.0],
+            vec![0.0; 16],
+            vec![f32::INFINITY, 1.0, f32::NEG_INFINITY],
+        ] {
+            let row: Vec<f32> = row.iter().map(|&v| f16::from_f32(v).to_f32()).collect();
+            assert_eq!(through(&row), row);
+        }
+        assert!(through(&[1.0, f32::NAN])[1].is_nan());
+    }
+
+    /// Each row by itself, up to the ends of f32.
+    #[test]
+    fn rows_of_any_magnitude_keep_the_precision_of_f16() {
+        let k = 64;
+        let scales = [f32::MAX, 1e30, 3e5, 65536.0, 1.0, 1e-6, 1e-30, 1.2e-34];
+        let x: Vec<f32> = (0..(k * scales.len()) as u64)
+            .map(|i| (random::uniform(2, i) - 0.5) * 2.0 * scales[i as usize / k])
+            .collect();
+        let (halves, factors) = scaled_halves(&x, k);
+        for (i, (&h, &v)) in halves.iter().zip(&x).enumerate() {
+            let back = f16::from_bits(h).to_f32() * factors[i / k];
+            assert!(
+                (back - v).abs() <= v.abs() / 2048.0,
+                "{v:e} became {back:e}"
+            );
+        }
+        let alone = scaled_halves(&x[k..2 * k], k);
+        assert_eq!((&alone.0[..], alone.1[0]), (&halves[k..2 * k], factors[1]));
+    }
 }

@@ -51,19 +51,19 @@ pub fn apply(device: &Device, x: &mut [f32], heads: usize, angles: &Angles) -> R
         );
     }
     let cpu = device.host()?;
-            for_each_row(cpu, x, row, |i, x| {
-                let (cos, sin) = (
-                    &angles.cos[i * half..][..half],
-                    &angles.sin[i * half..][..half],
-                );
-                for head in x.chunks_exact_mut(2 * half) {
-                    let (low, high) = head.split_at_mut(half);
-                    for (((a, b), c), s) in low.iter_mut().zip(high).zip(cos).zip(sin) {
-                        (*a, *b) = (*a * c - *b * s, *b * c + *a * s);
-                    }
-                }
-            });
-            Ok(())
+    for_each_row(cpu, x, row, |i, x| {
+        let (cos, sin) = (
+            &angles.cos[i * half..][..half],
+            &angles.sin[i * half..][..half],
+        );
+        for head in x.chunks_exact_mut(2 * half) {
+            let (low, high) = head.split_at_mut(half);
+            for (((a, b), c), s) in low.iter_mut().zip(high).zip(cos).zip(sin) {
+                (*a, *b) = (*a * c - *b * s, *b * c + *a * s);
+            }
+        }
+    });
+    Ok(())
 }
 
 /// Calls `each(i, row)` for every row of `x`, over the device's threads.

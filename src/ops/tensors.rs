@@ -144,12 +144,12 @@ fn by_chunks<T: Send>(
     let parts = rows.div_ceil(step);
     let results: Vec<Mutex<Option<Result<T>>>> = (0..parts).map(|_| Mutex::new(None)).collect();
     device.host()?.pool().run(parts, |part| {
-            let start = part * step;
-            let result = each(part, start..(start + step).min(rows));
-            if let Ok(mut slot) = results[part].lock() {
-                *slot = Some(result);
-            }
-        });
+        let start = part * step;
+        let result = each(part, start..(start + step).min(rows));
+        if let Ok(mut slot) = results[part].lock() {
+            *slot = Some(result);
+        }
+    });
     results
         .into_iter()
         .filter_map(|slot| slot.into_inner().ok().flatten())

@@ -16,7 +16,10 @@ pub fn step(sessions: &mut [&mut Session], tokens: &[u32]) -> Result<()> {
         model.forward_batch(tokens, caches, scratch, &mut logits)
     })?;
     if let Some(first) = sessions.first() {
-        let rows = logits.chunks_exact(first.model.config().vocab_size).map(<[f32]>::to_vec).collect::<Vec<_>>();
+        let rows = logits
+            .chunks_exact(first.model.config().vocab_size)
+            .map(<[f32]>::to_vec)
+            .collect::<Vec<_>>();
         for (session, row) in sessions.iter_mut().zip(rows) {
             session.logits = row;
         }
@@ -26,7 +29,11 @@ pub fn step(sessions: &mut [&mut Session], tokens: &[u32]) -> Result<()> {
 
 /// Like [`step`], and gives the likeliest token to come of each session, the first of equals; on a GPU the logits stay there.
 /// With `ahead` the device goes on with those tokens before it is asked to.
-pub fn step_likeliest(sessions: &mut [&mut Session], tokens: &[u32], ahead: bool) -> Result<Vec<u32>> {
+pub fn step_likeliest(
+    sessions: &mut [&mut Session],
+    tokens: &[u32],
+    ahead: bool,
+) -> Result<Vec<u32>> {
     let mut next = Vec::new();
     stepped(sessions, tokens, &mut |model, caches, scratch| {
         next = model.forward_likeliest(tokens, caches, scratch, ahead)?;
@@ -94,14 +101,14 @@ fn run(sessions: &mut [&mut Session], tokens: &[u32], pass: &mut Pass<'_>) -> Re
             let pending = session.cache.len().min(session.tokens.len());
             if pending < session.tokens.len() {
                 model
-                .forward(
-                    &session.tokens[pending..],
-                    &mut session.cache,
-                    &mut scratch,
-                    Logits::None,
-                    &mut logits,
-                )
-                .map_err(numbered)?;
+                    .forward(
+                        &session.tokens[pending..],
+                        &mut session.cache,
+                        &mut scratch,
+                        Logits::None,
+                        &mut logits,
+                    )
+                    .map_err(numbered)?;
             }
             session.push(&[token]);
         }

@@ -127,7 +127,8 @@ impl Session {
         };
         let mut replayed = Vec::new();
         // A GPU finds the likeliest token itself, and the host reads that instead of the logits.
-        let greedy = options.sampling.temperature == 0.0 && options.sampling.repetition_penalty == 1.0;
+        let greedy =
+            options.sampling.temperature == 0.0 && options.sampling.repetition_penalty == 1.0;
         let on_device = greedy && !options.replay && self.model.device().is_cuda();
         let mut broke = false;
         let mut first = None;
@@ -214,7 +215,12 @@ impl Session {
         if self.tokens.is_empty() {
             return self.settle();
         }
-        let mut cache = KvCache::new(self.model.device(), self.model.config(), self.options.context, self.options.kv)?;
+        let mut cache = KvCache::new(
+            self.model.device(),
+            self.model.config(),
+            self.options.context,
+            self.options.kv,
+        )?;
         self.model.forward(
             &self.tokens,
             &mut cache,

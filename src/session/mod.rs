@@ -286,13 +286,16 @@ impl Session {
             && self.logits.is_empty()
         {
             let mut caches = [&mut self.cache];
-            let next = self.model.forward_likeliest(&[token], &mut caches, &mut self.scratch, ahead)?;
+            let next =
+                self.model
+                    .forward_likeliest(&[token], &mut caches, &mut self.scratch, ahead)?;
             self.likeliest = next.first().copied();
         } else {
             self.settle()?;
             self.likeliest = sampler::likeliest(&self.logits).map(|i| i as u32);
         }
-        self.likeliest.ok_or_else(|| err!(Internal, "there are no logits to choose from"))
+        self.likeliest
+            .ok_or_else(|| err!(Internal, "there are no logits to choose from"))
     }
 
     /// Runs what has to be run for the logits to be those after the last token.

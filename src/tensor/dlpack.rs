@@ -107,7 +107,7 @@ impl Tensor {
         let t = unsafe { (*managed).dl_tensor };
         if t.device.device_type != CPU {
             bail!(
-                DeviceUnavailable,
+                Unsupported,
                 "the DLPack tensor is on device type {}; only host memory (1) is supported",
                 t.device.device_type
             );

@@ -53,6 +53,23 @@ static int checks, failures;
         }                                                                                                    \
     } while (0)
 
+/* Whether there is a CUDA device 0. Where there is none, the error says why: the driver is missing or shows none, or the
+ * device is too old. */
+static inline int cuda_device(void)
+{
+    NVFP4_WeightOptions options;
+    char buffer[4096];
+    size_t length;
+    OK(NVFP4_weight_options_init(&options, sizeof options));
+    options.device_type = NVFP4_DEVICE_CUDA;
+    if (NVFP4_backend_select(NVFP4_FORMAT_NVFP4, &options, buffer, sizeof buffer, &length) == NVFP4_OK)
+        return 1;
+    CHECK(NVFP4_last_status() == NVFP4_DEVICE_UNAVAILABLE);
+    SAYS("CUDA device 0");
+    CHECK(strstr(NVFP4_last_error(), "driver") != NULL || strstr(NVFP4_last_error(), "compute capability") != NULL);
+    return 0;
+}
+
 static int report(const char *name)
 {
     printf("%s: %d checks, %d failed\n", name, checks, failures);

@@ -52,6 +52,7 @@ static size_t length;
 static float floats[64];
 static const int64_t shape[] = {2, 32};
 static NVFP4_Tensor *out;
+static int cuda;
 
 static void library(void)
 {
@@ -70,7 +71,7 @@ static void library(void)
     BAD(NVFP4_BUFFER_TOO_SMALL, NVFP4_diagnose, text, 1, &length);
     CHECK(length > 1);
     OK(NVFP4_diagnose(text, sizeof text, &length));
-    CHECK(strlen(text) == length && strstr(text, "\"cuda\"") != NULL);
+    CHECK(strlen(text) == length && strstr(text, cuda ? "\"compute_capability\":" : "\"cuda\":{\"available\":false") != NULL);
 
     /* The copy is of the message before, also where it fails itself. */
     FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_set_threads(-17));
@@ -104,7 +105,10 @@ static void tensors(NVFP4_Tensor *t)
     BAD(invalid, NVFP4_tensor_empty, shape, 2, f32, cpu, 0, NULL);
     BAD(invalid, NVFP4_tensor_empty, shape, 2, f32, cpu, 1, &out);
     BAD(invalid, NVFP4_tensor_empty, shape, 2, f32, 7, 0, &out);
-    BAD(NVFP4_DEVICE_UNAVAILABLE, NVFP4_tensor_empty, shape, 2, f32, NVFP4_DEVICE_CUDA, 0, &out);
+    BAD(invalid, NVFP4_tensor_empty, shape, 2, f32, cpu, -2, &out);
+    BAD(invalid, NVFP4_tensor_empty, shape, 2, f32, NVFP4_DEVICE_AUTO, 0, &out);
+    BAD(NVFP4_UNSUPPORTED, NVFP4_tensor_empty, shape, 2, f32, NVFP4_DEVICE_CUDA, 0, &out);
+    SAYS("host tensors");
     BAD(invalid, NVFP4_tensor_empty, NULL, 2, f32, cpu, 0, &out);
     BAD(invalid, NVFP4_tensor_empty, huge, 2, f32, cpu, 0, &out);
     BAD(invalid, NVFP4_tensor_empty, shape, 2, 99, cpu, 0, &out);
@@ -288,8 +292,18 @@ static void weight_options(NVFP4_Tensor *codes, NVFP4_Tensor *scales)
     OPTION(invalid, compute_path, 4);
     OPTION(invalid, compute_path, -1);
     OPTION(invalid, device_type, 2);
-    OPTION(NVFP4_DEVICE_UNAVAILABLE, device_type, NVFP4_DEVICE_CUDA);
+    if (cuda)
+        printf("SKIPPED weights without a GPU: there is one\n");
+    else
+        OPTION(NVFP4_DEVICE_UNAVAILABLE, device_type, NVFP4_DEVICE_CUDA);
     OPTION(invalid, device_index, 1);
+    OPTION(invalid, device_index, -2);
+    NVFP4_WeightOptions on_cuda = good;
+    on_cuda.device_type = NVFP4_DEVICE_CUDA;
+    on_cuda.device_index = -1;
+    BAD(invalid, NVFP4_backend_select, NVFP4_FORMAT_NVFP4, &on_cuda, text, sizeof text, &length);
+    on_cuda.device_index = INT32_MAX;
+    BAD(NVFP4_DEVICE_UNAVAILABLE, NVFP4_backend_select, NVFP4_FORMAT_NVFP4, &on_cuda, text, sizeof text, &length);
     OPTION(invalid, scale_layout, 2);
     OPTION(invalid, dense_dtype, NVFP4_DTYPE_FLOAT64);
     OPTION(invalid, exclude_cpu_kernels, 2);
@@ -363,8 +377,17 @@ static void models(NVFP4_Model *model, const char *path)
     BAD(NVFP4_NOT_FOUND, NVFP4_model_load, "/nowhere", 8, NULL, NULL, NULL, NULL, &none);
     options.activations = 9;
     BAD(invalid, NVFP4_model_load, path, strlen(path), &options, NULL, NULL, NULL, &none);
+    options.activations = NVFP4_ACTIVATIONS_INT8;
+    options.device_type = 2;
+    BAD(invalid, NVFP4_model_load, path, strlen(path), &options, NULL, NULL, NULL, &none);
+    /* A GPU has no 8-bit activations. */
     options.device_type = NVFP4_DEVICE_CUDA;
-    BAD(NVFP4_DEVICE_UNAVAILABLE, NVFP4_model_load, path, strlen(path), &options, NULL, NULL, NULL, &none);
+    BAD(cuda ? NVFP4_UNSUPPORTED : NVFP4_DEVICE_UNAVAILABLE, NVFP4_model_load, path, strlen(path), &options, NULL, NULL, NULL,
+        &none);
+    if (cuda)
+        printf("SKIPPED models without a GPU: there is one\n");
+    else
+        SAYS("driver");
     options.struct_size = 4;
     BAD(NVFP4_ABI_MISMATCH, NVFP4_model_load, path, strlen(path), &options, NULL, NULL, NULL, &none);
     quantize.struct_size = 4;
@@ -557,6 +580,7 @@ int main(int argc, char **argv)
     OK(NVFP4_tensor_quantize(t, NULL, &codes, &scales, &global));
     OK(NVFP4_model_load(argv[2], strlen(argv[2]), NULL, NULL, NULL, NULL, &model));
 
+    cuda = cuda_device();
     library();
     /* NULL, one that was released, an address that is no handle, and, for now, a weight: no function under test takes it. */
     OK(NVFP4_tensor_empty(shape, 2, NVFP4_DTYPE_UINT8, NVFP4_DEVICE_CPU, 0, &stale));

@@ -63,6 +63,56 @@ static float nvfp4_value(int r, int k)
 
 static uint8_t nvfp4_codes[16 * 8], nvfp4_scales[16];
 
+/* The weight on a GPU, with its codes and decoded: what the CPU computes, to the bit, as the sums are exact. */
+static void on_cuda(NVFP4_Tensor *codes, NVFP4_Tensor *scales)
+{
+    static char diagnosis[65536];
+    const int32_t kernel = NVFP4_COMPUTE_PATH_KERNEL_ONLY, decoded = NVFP4_COMPUTE_PATH_DEQUANT_MATMUL_ONLY;
+    const struct {
+        int32_t path, type;
+        const char *stored;
+    } ways[] = {{kernel, NVFP4_DTYPE_FLOAT32, "\"nvfp4\""},
+                {decoded, NVFP4_DTYPE_FLOAT32, "\"f32\""},
+                {decoded, NVFP4_DTYPE_FLOAT16, "\"f16\""},
+                {decoded, NVFP4_DTYPE_BFLOAT16, "\"bf16\""}};
+    static float ones[256];
+    NVFP4_Weight *weight = NULL;
+    NVFP4_Tensor *x, *y = NULL;
+    uint64_t before, now, peak;
+    size_t length;
+    OK(NVFP4_diagnose(diagnosis, sizeof diagnosis, &length));
+    if (strstr(diagnosis, "\"cuda\":{\"available\":true") == NULL) {
+        printf("SKIPPED weights on a GPU: NVFP4_diagnose says why there is none\n");
+        return;
+    }
+    for (int i = 0; i < 256; i++)
+        ones[i] = 1;
+    OK(NVFP4_tensor_from_host(ones, square, 2, NULL, NVFP4_DTYPE_FLOAT32, NULL, NULL, &x));
+    for (int i = 0; i < 4; i++) {
+        NVFP4_WeightOptions options = path(ways[i].path);
+        options.device_type = NVFP4_DEVICE_CUDA;
+        options.dense_dtype = ways[i].type;
+        OK(NVFP4_memory_stats(NVFP4_MEMORY_DEVICE_WEIGHTS, &before, &peak));
+        OK(NVFP4_weight_create_nvfp4(codes, scales, 0.5F, &options, &weight));
+        OK(NVFP4_memory_stats(NVFP4_MEMORY_DEVICE_WEIGHTS, &now, &peak));
+        CHECK(now > before && peak >= now);
+        report_of(weight);
+        CHECK(strstr(text, "\"device\":\"cuda:0 (") != NULL && has("stored", ways[i].stored) && has("fallback_reason", "null"));
+        decodes_to(weight, nvfp4_value);
+        NVFP4_empty_cache();
+        CHECK(NVFP4_last_status() == NVFP4_OK);
+        decodes_to(weight, nvfp4_value);
+        if (ways[i].path == kernel) {
+            FAILS(NVFP4_UNSUPPORTED, NVFP4_linear(weight, x, NVFP4_ACTIVATIONS_INT8, NVFP4_DTYPE_FLOAT32, &y));
+            SAYS("exact");
+        }
+        OK(NVFP4_weight_release(weight));
+        OK(NVFP4_memory_stats(NVFP4_MEMORY_DEVICE_WEIGHTS, &now, &peak));
+        CHECK(now == before && y == NULL);
+    }
+    OK(NVFP4_tensor_release(x));
+}
+
 static void nvfp4(void)
 {
     for (int r = 0; r < 16; r++) {
@@ -90,6 +140,7 @@ static void nvfp4(void)
         decodes_to(weight, nvfp4_value);
         OK(NVFP4_weight_release(weight));
     }
+    on_cuda(codes, scales);
     OK(NVFP4_weight_create_nvfp4(codes, scales, 0.5F, NULL, &weight));
     decodes_to(weight, nvfp4_value);
     OK(NVFP4_weight_release(weight));
@@ -238,8 +289,12 @@ static void selection(void)
     options.device_type = NVFP4_DEVICE_AUTO;
     OK(select_for(NVFP4_FORMAT_NVFP4, &options));
     FAILS(NVFP4_UNSUPPORTED, select_for(NVFP4_FORMAT_NF4, &options));
-    options.device_type = NVFP4_DEVICE_CUDA;
-    FAILS(NVFP4_DEVICE_UNAVAILABLE, select_for(NVFP4_FORMAT_NVFP4, &options));
+    if (cuda_device()) {
+        options.device_type = NVFP4_DEVICE_CUDA;
+        OK(select_for(NVFP4_FORMAT_NVFP4, &options));
+        CHECK(has("backend", "\"nvfp4-kernel\"") && strstr(text, "\"device\":\"cuda:0 (") != NULL);
+        FAILS(NVFP4_UNSUPPORTED, select_for(NVFP4_FORMAT_NF4, &options));
+    }
 
     /* By name, in any case. What the name and the path say must go together. */
     options = path(NVFP4_COMPUTE_PATH_AUTO);

@@ -105,7 +105,7 @@ static void dlpack(void)
 
     NVFP4_Tensor *t = NULL;
     managed->dl_tensor.device.device_type = 2;
-    FAILS(NVFP4_DEVICE_UNAVAILABLE, NVFP4_tensor_from_dlpack(managed, &t));
+    FAILS(NVFP4_UNSUPPORTED, NVFP4_tensor_from_dlpack(managed, &t));
     managed->dl_tensor.device.device_type = 1;
     OK(NVFP4_tensor_from_dlpack(managed, &t));
     float out[4];
@@ -212,6 +212,11 @@ static void memory(void)
     OK(NVFP4_memory_reset_peak());
     OK(NVFP4_memory_stats(NVFP4_MEMORY_TENSOR, &now, &peak));
     CHECK(now == before && peak == now);
+
+    for (int32_t tag = NVFP4_MEMORY_TOTAL; tag <= NVFP4_MEMORY_DEVICE_TENSOR; tag++)
+        OK(NVFP4_memory_stats(tag, &now, &peak));
+    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_memory_stats(NVFP4_MEMORY_DEVICE_TENSOR + 1, &now, &peak));
+    SAYS("device_tensor");
 
     OK(NVFP4_memory_stats(NVFP4_MEMORY_TOTAL, &now, &peak));
     OK(NVFP4_memory_set_budget(now + 1000));

@@ -25,28 +25,7 @@ REFERENCE = json.loads((HERE / "reference.json").read_text())
 
 TOKENS = 64
 
-PROMPTS = [
-    "The capital of France is",
-    "Once upon a time, in a village by the sea,",
-    "def fibonacci(n):\n    ",
-    "1, 1, 2, 3, 5, 8,",
-    "Water boils at",
-    "Dear Sir or Madam,\n\n",
-    "The three laws of motion are",
-    "Q: Why is the sky blue?\nA:",
-    "Ingredients:\n- 2 eggs\n- 100 g flour\n",
-    "In 1969,",
-    "La capitale de l'Italie est",
-    "Die Würde des Menschen ist",
-    "日本の首都は",
-    "🙂🙂",
-    '{"name": "Ada", "born":',
-    "a",
-    "    ",
-    "<|im_start|>user\nHello!<|im_end|>\n<|im_start|>assistant\n",
-    "It was the best of times, it was the worst of times,",
-    "The quick brown fox jumps over the lazy dog. Then",
-]
+PROMPTS = json.loads((HERE / "prompts.json").read_text())
 
 def tokenize(library, path, text):
     library.NVFP4_last_error.restype = ctypes.c_char_p
