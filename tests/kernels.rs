@@ -24,24 +24,6 @@ const MULTIPLY: &str = "HMMA.16816.F32";
 /// why. All other kernels must have none.
 const SPILLS: &[(&str, &str, usize, &str)] = &[
     (
-        "_ragged",
-        "",
-        64,
-        "K that is no multiple of 128 is rare, and checking every piece takes registers that 24 warps do not leave",
-    ),
-    (
-        "linear_normed_f32_16",
-        "sm_100a",
-        32,
-        "put away and taken back in the norm, before the loop over K",
-    ),
-    (
-        "linear_normed_swiglu_16",
-        "sm_100a",
-        48,
-        "put away in the norm and taken back outside the loop over K",
-    ),
-    (
         "attention_decode_128",
         "sm_120a",
         32,

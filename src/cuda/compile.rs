@@ -32,24 +32,32 @@ fn embedded(unit: Unit, target: &str) -> Option<&'static [u8]> {
     (found.fingerprint == fingerprint(unit, target)).then_some(found.image)
 }
 
+/// Whether every kernel for an architecture is embedded, so that it needs no compiler.
+pub(super) fn is_embedded(arch: (i32, i32)) -> bool {
+    let target = target(arch);
+    Unit::ALL
+        .iter()
+        .all(|&unit| embedded(unit, &target).is_some())
+}
+
 /// Whether kernels for this architecture can be had at all: embedded, or by a compiler.
 pub fn have_kernels(arch: (i32, i32)) -> Result<()> {
-    match embedded(Unit::ALL[0], &target(arch)) {
-        Some(_) => Ok(()),
-        None => compiler().map(|_| ()),
+    match is_embedded(arch) {
+        true => Ok(()),
+        false => compiler().map(|_| ()),
     }
 }
 
-/// The compiler's version, major and minor; an error says what to do to have one.
-pub fn compiler() -> Result<(i32, i32)> {
-    loaded().map(Compiler::version)
-}
-
-/// Loads the compiler once.
+/// Loads NVRTC once.
 fn loaded() -> Result<&'static Compiler> {
     static STATE: OnceLock<std::result::Result<Compiler, String>> = OnceLock::new();
     let state = STATE.get_or_init(|| Compiler::load(env::nvrtc().as_deref()));
     state.as_ref().map_err(|e| err!(DeviceUnavailable, "{e}"))
+}
+
+/// Loads NVRTC; its version, major and minor. An error says what to do.
+pub fn compiler() -> Result<(i32, i32)> {
+    Ok(loaded()?.version())
 }
 
 /// Compiles a unit for an architecture, given as [`target`] names it. Needs no GPU. Returns machine code and the assembler's
@@ -184,6 +192,6 @@ mod tests {
                 );
             }
         }
-        assert!(embedded(Unit::Embed, "sm_75").is_none());
+        assert!(is_embedded((9, 0)) && !is_embedded((7, 5)));
     }
 }

@@ -3,7 +3,7 @@
 
 use serde::Serialize;
 
-use super::compile::compiler;
+use super::compile::{compiler, is_embedded};
 use super::gpu::{Gpu, count, driver};
 use crate::base::{Result, env};
 
@@ -32,6 +32,12 @@ pub struct DeviceReport {
     pub details: Option<Details>,
 }
 
+impl DeviceReport {
+    fn has_kernels(&self) -> bool {
+        self.details.as_ref().is_some_and(|d| d.embedded_kernels)
+    }
+}
+
 /// What a device is like.
 #[derive(Clone, Debug, Serialize)]
 pub struct Details {
@@ -47,6 +53,8 @@ pub struct Details {
     pub free_bytes: usize,
     /// Whether managed memory may be used by host and device at once.
     pub concurrent_managed_access: bool,
+    /// Whether the library brings its kernels for this device along, and needs no compiler.
+    pub embedded_kernels: bool,
     /// The library for products of many rows.
     pub cublaslt: Presence,
 }
@@ -81,6 +89,7 @@ fn device(index: usize) -> DeviceReport {
             total_bytes,
             free_bytes,
             concurrent_managed_access: gpu.concurrent_managed_access(),
+            embedded_kernels: is_embedded(gpu.arch()),
             cublaslt: Presence {
                 available: missing.is_none(),
                 version: None,
@@ -114,6 +123,7 @@ pub fn report() -> Report {
     let unusable = || match devices.first() {
         None => Some("the driver shows no device".to_owned()),
         Some(first) if devices.iter().all(|d| !d.available) => first.reason.clone(),
+        Some(_) if devices.iter().any(DeviceReport::has_kernels) => None,
         Some(_) => nvrtc.reason.clone(),
     };
     let reason = match count {
@@ -146,7 +156,10 @@ mod tests {
             assert_eq!(device.available, device.reason.is_none());
             assert_eq!(device.available, device.details.is_some());
         }
-        let usable = report.devices.iter().any(|d| d.available) && report.nvrtc.available;
+        let usable = report
+            .devices
+            .iter()
+            .any(|d| d.available && (report.nvrtc.available || d.has_kernels()));
         assert_eq!(report.available, usable);
         assert!(report.driver_version.is_some() || report.devices.is_empty());
     }
