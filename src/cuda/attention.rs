@@ -166,8 +166,8 @@ pub fn parts(
     positions: usize,
 ) -> usize {
     let blocks = kv_heads * (heads / kv_heads).div_ceil(BLOCK_HEADS) * sequences;
-    let useful = positions.div_ceil(SHORT / 2).next_power_of_two();
-    let busy = (2 * gpu.multiprocessors()).div_ceil(blocks);
+    let useful = positions.div_ceil(SHORT / 4).next_power_of_two();
+    let busy = 2 * gpu.multiprocessors() / blocks;
     if positions <= SHORT {
         1
     } else {
