@@ -13,9 +13,7 @@ constexpr u32 ALL_LANES = 0xffffffffu;
 
 __device__ __forceinline__ int lane_id() { return threadIdx.x & (WARP - 1); }
 
-// The two bf16 of a word as floats, exactly.
-__device__ __forceinline__ float bf16_low(u32 pair) { return __uint_as_float(pair << 16); }
-__device__ __forceinline__ float bf16_high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
+// A bf16 as a float, exactly.
 __device__ __forceinline__ float bf16_to_float(u16 x) { return __uint_as_float((u32)x << 16); }
 
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }

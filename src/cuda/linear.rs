@@ -282,8 +282,6 @@ const WARP_BYTES: usize = 48 * (STEP / 2 + STEP / BLOCK);
 const SUMS: usize = 16 * 8;
 /// Warps with tiles of their own, or shares of one, that keep a multiprocessor busy.
 const BUSY: usize = 9;
-/// Warps of the fused kernel that take half of a multiprocessor's registers.
-const HALF_THE_REGISTERS: usize = 16;
 /// Warps that the fused kernel was compiled for.
 const MOST_WARPS: usize = 16;
 
@@ -375,9 +373,8 @@ impl Plan {
             if plan.shared(k) > shared {
                 continue;
             }
-            // A few more warps hide more latency than a few idle slots cost, as long as the next kernel's find room beside them.
-            let warps = (groups * split).min(HALF_THE_REGISTERS);
-            let score = used / m.div_ceil(plan.rows) as f64 + 0.01 * warps as f64;
+            // A few more warps hide more latency than a few idle slots cost.
+            let score = used / m.div_ceil(plan.rows) as f64 + 0.01 * (groups * split) as f64;
             if best.is_none_or(|(s, _)| score > s) {
                 best = Some((score, plan));
             }
