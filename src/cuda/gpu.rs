@@ -190,7 +190,6 @@ impl Gpu {
         if let Some(gpu) = known.and_then(|(_, gpu)| gpu.upgrade()) {
             return Ok(gpu);
         }
-        OPENED.store(true, Ordering::Relaxed);
         let gpu = Arc::new(Gpu::new(ordinal)?);
         open.retain(|(o, _)| *o != ordinal);
         open.push((ordinal, Arc::downgrade(&gpu)));
