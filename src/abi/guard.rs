@@ -43,10 +43,11 @@ fn caught<T>(
     function: &'static str,
     body: impl FnOnce() -> Result<T>,
 ) -> std::result::Result<T, NVFP4_Status> {
-    // Declared first, so that it goes last.
-    let _context = KeepContext::new();
     // What a panic leaves half done is only reachable through an exclusive handle, which stays locked out after it.
-    let error = match catch_unwind(AssertUnwindSafe(body)) {
+    let error = match catch_unwind(AssertUnwindSafe(|| {
+        let _context = KeepContext::new();
+        body()
+    })) {
         Ok(Ok(value)) => return Ok(value),
         Ok(Err(error)) => error,
         Err(panic) => Error::new(ErrorKind::Internal, panic_text(&*panic)),

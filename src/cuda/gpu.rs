@@ -102,6 +102,7 @@ pub(super) fn driver() -> Result<i32> {
                     OLDEST_DRIVER / 1000
                 );
             }
+            STARTED.store(true, Ordering::Relaxed);
             Ok(version)
         })
         .clone()
@@ -132,13 +133,13 @@ fn driver_in_process() -> bool {
     }
 }
 
-/// Whether any device has been opened, so that the driver is there to be asked.
-static OPENED: AtomicBool = AtomicBool::new(false);
+/// Whether the driver has been loaded and started here.
+static STARTED: AtomicBool = AtomicBool::new(false);
 
 impl KeepContext {
     /// Notes the current context.
     pub fn new() -> KeepContext {
-        let present = OPENED.load(Ordering::Relaxed) || driver_in_process();
+        let present = STARTED.load(Ordering::Relaxed) || driver_in_process();
         let current = present.then(|| result::ctx::get_current().ok().flatten());
         KeepContext(current.map(|c| c.unwrap_or(std::ptr::null_mut())))
     }
