@@ -17,6 +17,10 @@ use NVFP4::format::random;
 /// Several times the second-level cache.
 const ROTATION: usize = 400 << 20;
 const REPLAYS: usize = 21;
+/// Query heads, key/value heads, and elements of one.
+const HEADS: usize = 32;
+const KV_HEADS: usize = 8;
+const DIM: usize = 128;
 
 /// A kernel of a token: its name, output features of each matrix, K, and what becomes of the product.
 struct Shape {
@@ -245,23 +249,13 @@ fn chain(gpu: &Arc<Gpu>) {
                 .collect()
         })
         .collect();
-    let (heads, kv_heads, dim, length) = (32, 8, 128, 64);
+    let length = 64;
     let (frequencies, norm, hidden_norm) = (
-        floats(gpu, dim / 2, 4),
-        floats(gpu, dim, 5),
+        floats(gpu, DIM / 2, 4),
+        floats(gpu, DIM, 5),
         floats(gpu, 2560, 5),
     );
-    let h = Heads {
-        heads,
-        kv_heads,
-        dim,
-        q_norm: Some(&norm),
-        k_norm: Some(&norm),
-        frequencies: &frequencies,
-        attention_factor: 1.0,
-        eps: 1e-6,
-        scale: 0.088,
-    };
+    let h = layer_heads(&norm, &frequencies);
     let head = matrix(gpu, SHAPES[4].rows[0], SHAPES[4].k, 9999);
     for batch in [1, 8] {
         let pages: Vec<DeviceBuffer> = (0..2 * batch)
@@ -273,7 +267,7 @@ fn chain(gpu: &Arc<Gpu>) {
         let table = DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, &addresses).unwrap();
         let positions =
             DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, &vec![length as u32; batch]).unwrap();
-        let rows = Rows::new(gpu, heads, kv_heads, dim, batch).unwrap();
+        let rows = Rows::new(gpu, HEADS, KV_HEADS, DIM, batch).unwrap();
         let (x, qkv, attended, mlp) = (
             floats(gpu, batch * 2560, 1),
             floats(gpu, batch * 6144, 2),
@@ -301,7 +295,6 @@ fn chain(gpu: &Arc<Gpu>) {
                     let pages = PageTable {
                         table: &table,
                         stride: 2,
-                        first: 0,
                         layer,
                     };
                     cuda::decode(
@@ -402,25 +395,29 @@ fn chain(gpu: &Arc<Gpu>) {
     }
 }
 
+/// The heads of a layer, with the same norm for queries and keys.
+fn layer_heads<'a>(norm: &'a DeviceBuffer, frequencies: &'a DeviceBuffer) -> Heads<'a> {
+    Heads {
+        heads: HEADS,
+        kv_heads: KV_HEADS,
+        dim: DIM,
+        q_norm: Some(norm),
+        k_norm: Some(norm),
+        frequencies,
+        attention_factor: 1.0,
+        eps: 1e-6,
+        scale: 0.088,
+    }
+}
+
 fn attention(gpu: &Arc<Gpu>) {
     println!(
         "{:10} {:>5} {:>6} {:>6} {:>9} {:>9}",
         "attention", "batch", "length", "parts", "us", "GB/s"
     );
-    let (heads, kv_heads, dim) = (32, 8, 128);
-    let frequencies = floats(gpu, dim / 2, 4);
-    let norm = floats(gpu, dim, 5);
-    let h = Heads {
-        heads,
-        kv_heads,
-        dim,
-        q_norm: Some(&norm),
-        k_norm: Some(&norm),
-        frequencies: &frequencies,
-        attention_factor: 1.0,
-        eps: 1e-6,
-        scale: 0.088,
-    };
+    let frequencies = floats(gpu, DIM / 2, 4);
+    let norm = floats(gpu, DIM, 5);
+    let h = layer_heads(&norm, &frequencies);
     for (batch, length) in [
         (1, 128),
         (1, 512),
@@ -432,7 +429,7 @@ fn attention(gpu: &Arc<Gpu>) {
         (64, 128),
         (64, 4096),
     ] {
-        let layers = (ROTATION / (batch * length * kv_heads * dim * 4)).clamp(1, 36);
+        let layers = (ROTATION / (batch * length * KV_HEADS * DIM * 4)).clamp(1, 36);
         let count = length.div_ceil(PAGE) + 1;
         let pages: Vec<DeviceBuffer> = (0..batch * count)
             .map(|_| {
@@ -443,17 +440,16 @@ fn attention(gpu: &Arc<Gpu>) {
         let table = DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, &addresses).unwrap();
         let positions =
             DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, &vec![length as u32; batch]).unwrap();
-        let qkv = floats(gpu, batch * (heads + 2 * kv_heads) * dim, 6);
-        let out = floats(gpu, batch * heads * dim / 2, 7);
-        let rows = Rows::new(gpu, heads, kv_heads, dim, batch).unwrap();
-        let chosen = cuda::parts(gpu, heads, kv_heads, batch, length);
+        let qkv = floats(gpu, batch * (HEADS + 2 * KV_HEADS) * DIM, 6);
+        let out = floats(gpu, batch * HEADS * DIM / 2, 7);
+        let rows = Rows::new(gpu, HEADS, KV_HEADS, DIM, batch).unwrap();
+        let chosen = cuda::parts(gpu, HEADS, KV_HEADS, batch, length);
         for parts in [chosen, 1, 2, 4, 8, 16, 32] {
             let enqueue = || -> NVFP4::base::Result<()> {
                 for layer in 0..layers {
                     let pages = PageTable {
                         table: &table,
                         stride: count,
-                        first: 0,
                         layer,
                     };
                     cuda::decode(gpu, &h, &pages, &qkv, &positions, batch, parts, &rows, &out)?;
@@ -463,7 +459,7 @@ fn attention(gpu: &Arc<Gpu>) {
             enqueue().unwrap();
             let graph = Graph::record(gpu, enqueue).unwrap();
             let seconds = time(gpu, &graph) / layers as f64;
-            let bytes = batch * length * kv_heads * dim * 4;
+            let bytes = batch * length * KV_HEADS * DIM * 4;
             println!(
                 "{:10} {batch:5} {length:6} {parts:6} {:9.2} {:9.0}",
                 "decode",

@@ -668,7 +668,6 @@ fn attention_agrees_with_f64() {
         let pages = PageTable {
             table: &table,
             stride: count,
-            first: 0,
             layer: 1,
         };
         let width = heads * dim;

@@ -100,15 +100,13 @@ pub struct PageTable<'a> {
     pub table: &'a DeviceBuffer,
     /// Pages that a sequence has room for.
     pub stride: usize,
-    /// The first of the sequences.
-    pub first: usize,
     /// The layer.
     pub layer: usize,
 }
 
 impl PageTable<'_> {
     fn argument(&self, heads: &Heads<'_>, sequences: usize) -> Result<Pages> {
-        if self.table.bytes() < (self.first + sequences) * self.stride * 8 {
+        if self.table.bytes() < sequences * self.stride * 8 {
             bail!(
                 Internal,
                 "a page table of {} bytes for {sequences} sequences of {}",
@@ -117,7 +115,7 @@ impl PageTable<'_> {
             );
         }
         Ok(Pages {
-            table: self.table.address() + (self.first * self.stride * 8) as u64,
+            table: self.table.address(),
             stride: int("pages", self.stride)?,
             kv_heads: int("key/value heads", heads.kv_heads)?,
             layer_offset: (self.layer * heads.page_bytes()) as u64,
@@ -157,6 +155,11 @@ struct DecodeArguments {
     scale: f32,
 }
 
+/// Blocks of the decode kernel for a sequence that is not divided.
+fn blocks(heads: usize, kv_heads: usize) -> usize {
+    kv_heads * (heads / kv_heads).div_ceil(BLOCK_HEADS)
+}
+
 /// Parts that sequences of up to `positions` are divided into, so that the device is busy.
 pub fn parts(
     gpu: &Gpu,
@@ -165,7 +168,7 @@ pub fn parts(
     sequences: usize,
     positions: usize,
 ) -> usize {
-    let blocks = kv_heads * (heads / kv_heads).div_ceil(BLOCK_HEADS) * sequences;
+    let blocks = blocks(heads, kv_heads) * sequences;
     let useful = positions.div_ceil(SHORT / 4).next_power_of_two();
     let busy = 2 * gpu.multiprocessors() / blocks;
     if positions <= SHORT {
@@ -191,7 +194,7 @@ impl Rows {
         dim: usize,
         sequences: usize,
     ) -> Result<Rows> {
-        let blocks = kv_heads * (heads / kv_heads).div_ceil(BLOCK_HEADS) * sequences;
+        let blocks = blocks(heads, kv_heads) * sequences;
         Ok(Rows {
             partial: DeviceBuffer::uninit(
                 gpu,
@@ -220,7 +223,7 @@ pub fn decode(
     heads.check()?;
     let width = (heads.heads + 2 * heads.kv_heads) * heads.dim;
     let group = heads.heads / heads.kv_heads;
-    let blocks = heads.kv_heads * group.div_ceil(BLOCK_HEADS);
+    let blocks = blocks(heads.heads, heads.kv_heads);
     if qkv.bytes() < sequences * width * 4
         || positions.bytes() < sequences * 4
         || out.bytes() < sequences * heads.heads * heads.dim * 2

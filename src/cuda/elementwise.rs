@@ -21,17 +21,6 @@ pub(super) const ARGUMENTS: &[(&str, usize)] = &[
     ("f16_to_bf16", size_of::<ConvertArguments>()),
 ];
 
-fn holds(buffer: &DeviceBuffer, what: &str, bytes: usize) -> Result<()> {
-    if buffer.bytes() < bytes {
-        bail!(
-            Internal,
-            "{what} takes {bytes} bytes, and its buffer has {}",
-            buffer.bytes()
-        );
-    }
-    Ok(())
-}
-
 fn blocks(elements: usize) -> u32 {
     (elements as u32).div_ceil(THREADS)
 }
@@ -56,8 +45,8 @@ pub fn embed(
     out: &DeviceBuffer,
 ) -> Result<()> {
     let width = table.cols();
-    holds(tokens, "tokens", rows * 4)?;
-    holds(out, "embeddings", rows * width * 4)?;
+    tokens.holds("tokens", &[rows * 4])?;
+    out.holds("embeddings", &[rows * width * 4])?;
     let (values, scales) = table.addresses();
     let arguments = EmbedArguments {
         tokens: tokens.address(),
@@ -98,9 +87,9 @@ pub fn rms_norm(
     width: usize,
     y: &DeviceBuffer,
 ) -> Result<()> {
-    holds(x, "rows", at + rows * width * 4)?;
-    holds(weight, "a norm", width * 4)?;
-    holds(y, "normalised rows", rows * width * 2)?;
+    x.holds("rows", &[at + rows * width * 4])?;
+    weight.holds("a norm", &[width * 4])?;
+    y.holds("normalised rows", &[rows * width * 2])?;
     if !width.is_multiple_of(4) {
         bail!(
             Unsupported,
@@ -136,8 +125,8 @@ pub fn swiglu(
     width: usize,
     y: &DeviceBuffer,
 ) -> Result<()> {
-    holds(gate_up, "gate and up", rows * width * 4)?;
-    holds(y, "activations", rows * width * 2)?;
+    gate_up.holds("gate and up", &[rows * width * 4])?;
+    y.holds("activations", &[rows * width * 2])?;
     if !width.is_multiple_of(8) {
         bail!(Unsupported, "rows of {width}; SwiGLU takes multiples of 8");
     }
@@ -170,7 +159,7 @@ pub(super) fn add_bias_at(
     stride: usize,
     bias: &DeviceBuffer,
 ) -> Result<()> {
-    holds(bias, "a bias", width * 4)?;
+    bias.holds("a bias", &[width * 4])?;
     let arguments = BiasArguments {
         y,
         bias: bias.address(),
@@ -197,8 +186,8 @@ pub(super) fn f16_to_bf16(
     count: usize,
     y: &DeviceBuffer,
 ) -> Result<()> {
-    holds(x, "activations", 2 * count)?;
-    holds(y, "activations", 2 * count)?;
+    x.holds("activations", &[2 * count])?;
+    y.holds("activations", &[2 * count])?;
     let arguments = ConvertArguments {
         x: x.address(),
         y: y.address(),

@@ -396,18 +396,6 @@ impl Plan {
     }
 }
 
-fn holds(buffer: &DeviceBuffer, what: &str, sizes: &[usize]) -> Result<()> {
-    let wanted = product(what, sizes)?;
-    if buffer.bytes() < wanted {
-        bail!(
-            Internal,
-            "{what} takes {wanted} bytes, and its buffer has {}",
-            buffer.bytes()
-        );
-    }
-    Ok(())
-}
-
 /// A weight and its bias, f32 `[rows]`.
 pub type Biased<'a> = (&'a Matrix, Option<&'a DeviceBuffer>);
 
@@ -440,12 +428,19 @@ pub fn linear(
     if m == 0 {
         return Ok(());
     }
-    holds(out, "a product", &[m - 1, stride, output.bytes()])?;
+    let features: usize = match output {
+        Output::Swiglu => first.rows,
+        _ => matrices.iter().map(|(w, _)| w.rows).sum(),
+    };
+    if stride < features {
+        bail!(Internal, "rows of {features} features {stride} apart");
+    }
+    out.holds("a product", &[(m - 1) * stride + features, output.bytes()])?;
     match input {
-        Input::Plain(x, _) => holds(x, "activations", &[m, k, 2])?,
+        Input::Plain(x, _) => x.holds("activations", &[m, k, 2])?,
         Input::Normed(x, weight, _) => {
-            holds(x, "activations", &[m, k, 4])?;
-            holds(weight, "a norm", &[k, 4])?;
+            x.holds("activations", &[m, k, 4])?;
+            weight.holds("a norm", &[k, 4])?;
         }
     }
     let all_nvfp4 = matrices.iter().all(|(w, _)| w.storage == Storage::Nvfp4);
@@ -519,7 +514,7 @@ pub fn small(
     let mut matrix = [MatrixArgument::default(); 3];
     for (argument, (w, bias)) in matrix.iter_mut().zip(matrices) {
         if let Some(bias) = bias {
-            holds(bias, "a bias", &[w.rows, 4])?;
+            bias.holds("a bias", &[w.rows, 4])?;
         }
         let (codes, scales) = w.addresses();
         *argument = MatrixArgument {
@@ -689,11 +684,6 @@ impl LinearScratch {
             Storage::Nvfp4 => row * w.rows.min((COPY / row).max(1)),
         };
         Self::new(gpu, bytes)
-    }
-
-    /// Bytes held.
-    pub fn bytes(&self) -> usize {
-        self.copy.bytes() + self.workspace.bytes()
     }
 
     fn product(

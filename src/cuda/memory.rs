@@ -7,7 +7,9 @@ use cudarc::driver::result;
 
 use super::gpu::{Gpu, check};
 use crate::base::Result;
+use crate::base::error::bail;
 use crate::base::memory::{Claim, Tag};
+use crate::base::size::product;
 
 /// Device memory. Freed in stream order: work enqueued before may still use it.
 pub struct DeviceBuffer {
@@ -65,6 +67,19 @@ impl DeviceBuffer {
     /// Its size.
     pub fn bytes(&self) -> usize {
         self.bytes
+    }
+
+    /// Refuses to be taken for `what`, the product of `sizes` in bytes, if it is smaller.
+    pub(super) fn holds(&self, what: &str, sizes: &[usize]) -> Result<()> {
+        let wanted = product(what, sizes)?;
+        if self.bytes < wanted {
+            bail!(
+                Internal,
+                "{what} takes {wanted} bytes, and its buffer has {}",
+                self.bytes
+            );
+        }
+        Ok(())
     }
 }
 

@@ -171,7 +171,7 @@ impl Executor {
     ) -> Result<()> {
         let mut state = self.state();
         state.ready.clear();
-        state.ahead = None;
+        state.settle()?;
         let mut done = 0;
         for chunk in tokens.chunks(ROWS) {
             let first = cache.len() + done;
@@ -368,7 +368,6 @@ impl Executor {
         let pages = PageTable {
             table: &s.table,
             stride: s.pages,
-            first: 0,
             layer: index,
         };
         match attention {
@@ -542,6 +541,13 @@ impl Executor {
                 token.ok_or_else(|| err!(Internal, "the device chose no token"))
             })
             .collect()
+    }
+}
+
+impl Drop for Executor {
+    fn drop(&mut self) {
+        // A step enqueued ahead still writes to page-locked memory. If waiting fails, the device is lost and writes no more.
+        let _ = self.state().settle();
     }
 }
 
