@@ -147,7 +147,8 @@ pub(super) fn run(args: &Args) -> Result<()> {
     let kv: KvType = args.model.kv.into();
     let kv_bytes_per_token =
         (info.kv_bytes_per_token as usize * kv.size() / KvType::F16.size()) as f64;
-    let read = info.weight_bytes as f64 + args.batch as f64 * kv_bytes_per_token * positions;
+    // A GPU holds the embedding too, of which a step reads a row.
+    let read = model.weights().bytes() as f64 + args.batch as f64 * kv_bytes_per_token * positions;
     let steps = args.gen_tokens as f64 / decode;
     let report = Report {
         model: args.model.model.clone(),
