@@ -1,4 +1,5 @@
-//! Micro-benchmarks of the GPU kernels that decoding stands on, at the shapes of Qwen3-4B: `cargo bench --bench cuda -- [plans]`.
+//! Micro-benchmarks of the GPU kernels that decoding stands on, at the shapes of Qwen3-4B: `cargo bench --bench cuda -- [NAME ...]`, where names are
+//! those of products, `chain` and `attention`.
 //!
 //! Each kernel runs over as many different weights as make its inputs larger than the caches, as one recorded graph, so that
 //! launches follow each other as they do in a token. Medians of repeated replays; rates are weight bytes over time.
@@ -108,10 +109,9 @@ fn time(gpu: &Gpu, graph: &Graph) -> f64 {
 }
 
 fn main() {
-    let all_plans = std::env::args().any(|a| a == "plans");
     let only: Vec<String> = std::env::args()
         .skip(1)
-        .filter(|a| a != "plans" && !a.starts_with('-'))
+        .filter(|a| !a.starts_with('-'))
         .collect();
     let gpu = match Gpu::open(0) {
         Ok(gpu) => gpu,
@@ -119,7 +119,7 @@ fn main() {
     };
     let bandwidth = cuda::read_bandwidth(&gpu).unwrap();
     println!("{gpu:?}: reads {:.0} GB/s", bandwidth / 1e9);
-    products(&gpu, bandwidth, all_plans, &only);
+    products(&gpu, bandwidth, &only);
     if only.is_empty() || only.iter().any(|o| o == "chain") {
         chain(&gpu);
     }
@@ -128,10 +128,10 @@ fn main() {
     }
 }
 
-fn products(gpu: &Arc<Gpu>, bandwidth: f64, all_plans: bool, only: &[String]) {
+fn products(gpu: &Arc<Gpu>, bandwidth: f64, only: &[String]) {
     println!(
         "{:8} {:>3} {:>22} {:>9} {:>7}",
-        "kernel", "m", "plan", "us", "of read"
+        "kernel", "m", "how", "us", "of read"
     );
     for shape in SHAPES
         .iter()
@@ -158,10 +158,31 @@ fn products(gpu: &Arc<Gpu>, bandwidth: f64, all_plans: bool, only: &[String]) {
             _ => shape.rows.iter().sum(),
         };
         let norm = floats(gpu, shape.k, 1);
-        let x = floats(gpu, 16 * shape.k, 2);
-        let out = floats(gpu, 16 * features, 3);
+        let x = floats(gpu, 128 * shape.k, 2);
+        let out = DeviceBuffer::zeroed(
+            gpu,
+            Tag::DeviceScratch,
+            128 * shape.rows.iter().sum::<usize>() * 4,
+        )
+        .unwrap();
+        let scratch = LinearScratch::new(gpu, 64 << 20).unwrap();
+        let matrices: Vec<Vec<_>> = weights
+            .iter()
+            .map(|set| set.iter().map(|w| (w, None)).collect())
+            .collect();
+        let report = |m: usize, how: &str, enqueue: &dyn Fn() -> NVFP4::base::Result<()>| {
+            enqueue().unwrap();
+            let graph = Graph::record(gpu, enqueue).unwrap();
+            let seconds = time(gpu, &graph) / copies as f64;
+            println!(
+                "{:8} {m:3} {how:>22} {:9.2} {:6.0}%",
+                shape.name,
+                seconds * 1e6,
+                100.0 * bytes as f64 / seconds / bandwidth
+            );
+        };
         for m in [1, 4, 8, 16] {
-            let chosen = Plan::choose(
+            let plan = Plan::choose(
                 m,
                 shape.k,
                 shape.rows,
@@ -170,66 +191,34 @@ fn products(gpu: &Arc<Gpu>, bandwidth: f64, all_plans: bool, only: &[String]) {
                 gpu.shared_limit(),
             )
             .unwrap();
-            let mut plans = vec![chosen];
-            if all_plans {
-                for split in [1, 2, 4, 8] {
-                    for groups in 1..=16 / split {
-                        for waves in 1..=1 {
-                            let warps = split * groups * waves;
-                            if (6..=16).contains(&warps) {
-                                plans.push(Plan {
-                                    split,
-                                    groups,
-                                    blocks: gpu.multiprocessors() * waves,
-                                    ..chosen
-                                });
-                            }
-                        }
-                    }
+            let how = format!("fused, {} rows", plan.rows);
+            report(m, &how, &|| {
+                for set in &matrices {
+                    let input = if shape.normed {
+                        Input::Normed(&x, &norm, 1e-6)
+                    } else {
+                        Input::Plain(&x, 1.0)
+                    };
+                    cuda::small(gpu, input, m, set, shape.output, &out, features, plan)?;
                 }
-            }
-            let mut results: Vec<(f64, Plan)> = Vec::new();
-            for plan in plans {
-                let enqueue = || -> NVFP4::base::Result<()> {
-                    for set in &weights {
-                        let matrices: Vec<_> = set.iter().map(|w| (w, None)).collect();
-                        let input = if shape.normed {
-                            Input::Normed(&x, &norm, 1e-6)
-                        } else {
-                            Input::Plain(&x, 1.0)
-                        };
-                        cuda::small(gpu, input, m, &matrices, shape.output, &out, features, plan)?;
-                    }
-                    Ok(())
-                };
-                // A plan that asks for more shared memory than there is fails here.
-                if enqueue().is_err() {
-                    continue;
+                Ok(())
+            });
+        }
+        // Where the kernels before and after are others than the fused one's.
+        let output = match shape.output {
+            Output::Swiglu => Output::F16,
+            other => other,
+        };
+        let stride: usize = shape.rows.iter().sum();
+        for m in [8, 16, 32, 64, 128] {
+            report(m, "tiled", &|| {
+                for set in &matrices {
+                    cuda::tiled(gpu, &x, 1.0, m, set, output, &out, stride, &scratch)?;
                 }
-                let graph = Graph::record(gpu, enqueue).unwrap();
-                results.push((time(gpu, &graph) / copies as f64, plan));
-            }
-            let chosen = results[0];
-            let mut best = results.clone();
-            best.sort_by(|a, b| a.0.total_cmp(&b.0));
-            for (seconds, plan) in [chosen]
-                .into_iter()
-                .chain(best.into_iter().take(if all_plans { 4 } else { 0 }))
-            {
-                println!(
-                    "{:8} {m:3} {:>22} {:9.2} {:6.0}%",
-                    shape.name,
-                    format!(
-                        "{}x{}x{} r{}",
-                        plan.split, plan.groups, plan.blocks, plan.rows
-                    ),
-                    seconds * 1e6,
-                    100.0 * bytes as f64 / seconds / bandwidth
-                );
-            }
+                Ok(())
+            });
         }
     }
-    let _ = LinearScratch::new(gpu, 0);
 }
 
 /// The kernels of 36 layers in the order of a token, and with kinds of them left out: what each costs where it stands.
@@ -351,7 +340,7 @@ fn chain(gpu: &Arc<Gpu>) {
         let tokens = DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, 4 * batch).unwrap();
         let best = cuda::Best::new(gpu, batch).unwrap();
         let token = || -> NVFP4::base::Result<()> {
-            cuda::embed(gpu, &head, &tokens, batch, &x)?;
+            cuda::embed(gpu, cuda::Table::Device(&head), &tokens, batch, &x)?;
             enqueue([true; 5])?;
             cuda::linear(
                 gpu,

@@ -343,9 +343,18 @@ fn fused_norms_and_activations_agree_with_f64() {
 #[test]
 fn products_of_many_rows_agree_with_f64() {
     let Some(gpu) = gpu() else { return };
-    for (i, &(m, n, k)) in [(17, 64, 128), (100, 200, 256), (300, 136, 576)]
-        .iter()
-        .enumerate()
+    // By the tiled kernel with one block to a tile and with several, and by the library.
+    for (i, &(m, n, k)) in [
+        (17, 64, 128),
+        (17, 72, 48),
+        (33, 40, 4096),
+        (64, 2560, 1040),
+        (100, 200, 256),
+        (128, 130, 2560),
+        (300, 136, 576),
+    ]
+    .iter()
+    .enumerate()
     {
         // Room for some rows only, so that the copy is made in parts.
         let scratch = LinearScratch::new(&gpu, 50 * k * 2).unwrap();

@@ -14,6 +14,7 @@ use NVFP4::cuda::{self, TARGETS, Unit};
 /// Units whose every kernel multiplies on tensor cores.
 const TENSOR_CORES: &[Unit] = &[
     Unit::LinearSmall,
+    Unit::LinearTiled,
     Unit::AttentionDecode,
     Unit::AttentionPrefill,
 ];
@@ -23,6 +24,18 @@ const MULTIPLY: &str = "HMMA.16816.F32";
 /// Spills that a kernel may have: the end of its name, the architecture (all, if empty), bytes of stores and loads together, and
 /// why. All other kernels must have none.
 const SPILLS: &[(&str, &str, usize, &str)] = &[
+    (
+        "linear_add_4",
+        "sm_80",
+        24,
+        "two registers put away before the products",
+    ),
+    (
+        "linear_normed_swiglu_8",
+        "sm_90a",
+        8,
+        "a register put away before the products",
+    ),
     (
         "attention_decode_128",
         "sm_120a",

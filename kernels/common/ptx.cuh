@@ -37,6 +37,15 @@ __device__ __forceinline__ u32 mul_f16(u32 a, u32 b) {
     return r;
 }
 
+#if __CUDA_ARCH__ >= 890
+// A pair of e4m3 as f16, exactly.
+__device__ __forceinline__ u32 e4m3_to_f16(u16 pair) {
+    u32 r;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(r) : "h"(pair));
+    return r;
+}
+#endif
+
 __device__ __forceinline__ float exp2_approx(float x) {
     float r;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
@@ -76,6 +85,18 @@ __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.com
 template <int PENDING>
 __device__ __forceinline__ void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// Shared memory by address.
+__device__ __forceinline__ uint4 load_shared_16(u32 shared) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(shared) : "memory");
+    return v;
+}
+__device__ __forceinline__ uint2 load_shared_8(u32 shared) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(shared) : "memory");
+    return v;
 }
 
 // A barrier of `threads` threads of the block, a multiple of the warp; 0 is __syncthreads().

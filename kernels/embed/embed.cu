@@ -1,13 +1,12 @@
 // Rows of the embedding: tokens to the residual stream.
 #include "common/ptx.cuh"
-#include "format/nvfp4.cuh"
+#include "format/packed.cuh"
 
 enum Kind { F32, F16, BF16, NVFP4 };
 
 struct Arguments {
     const int* tokens;      // [rows]
-    const void* table;      // [vocabulary, width]; NVFP4: the codes
-    const u8* scales;       // NVFP4: [vocabulary, width / 16]
+    const void* table;      // [vocabulary, width]; NVFP4: see format/packed.cuh
     float* out;             // [rows, width]
     float global;           // NVFP4
     int kind;
@@ -29,8 +28,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) embed(const __grid_constan
         case F16: value = f16_to_float(((const u16*)a.table)[at]); break;
         case BF16: value = bf16_to_float(((const u16*)a.table)[at]); break;
         default: {
-            u32 byte = ((const u8*)a.table)[at / 2];
-            value = code_to_float(at % 2 ? byte >> 4 : byte & 15) * scale_to_float(a.scales[at / BLOCK]) * a.global;
+            int row = a.tokens[blockIdx.y], g = row % CHUNK_ROWS, block = i % CHUNK_K / BLOCK, e = i % BLOCK;
+            const u8* chunk = chunk_of((const u8*)a.table, ceil_div(a.width, CHUNK_K), row, i);
+            u32 half = ((const u16*)chunk)[(4 * g + e / 4) * 8 + block];
+            value = code_to_float(code_of_half(half, e % 4)) * scale_to_float(chunk[CHUNK_CODES + g * CHUNK_BLOCKS + block]) * a.global;
         }
     }
     a.out[(size_t)blockIdx.y * a.width + i] = value;

@@ -1,37 +1,32 @@
 // NVFP4 to f16 without the global scale, which is exact.
 #include "common/ptx.cuh"
-#include "format/nvfp4.cuh"
+#include "format/packed.cuh"
 
 struct Arguments {
-    const u8* codes;        // [rows, k / 2]
-    const u8* scales;       // [rows, k / 16]
-    void* out;              // [rows, k]
-    u64 blocks;             // rows k / 16
+    const u8* chunks;   // see format/packed.cuh
+    u16* out;           // [rows, k]
+    int rows;
+    int k;
 };
 
 constexpr int THREADS = 256;
+constexpr int WORDS = CHUNK_CODES / 4;
 
-// One thread to a block of 16.
+// A thread to a word. Grid: (words of the chunks along k / THREADS, rows / 8)
 extern "C" __global__ void __launch_bounds__(THREADS) dequantize_folded(const __grid_constant__ Arguments a) {
     wait_for_earlier_kernels();
-    u64 i = (u64)blockIdx.x * THREADS + threadIdx.x;
-    if (i >= a.blocks) return;
-    uint2 codes = ((const uint2*)a.codes)[i];
-    u32 scale = both_low(scale_pair(a.scales[i]));
-    u32 low[4], high[4];
-    decode_pairs(codes.x, low);
-    decode_pairs(codes.y, high);
+    int chunks = ceil_div(a.k, CHUNK_K), index = blockIdx.x * THREADS + threadIdx.x;
+    int chunk = index / WORDS, word = index % WORDS, lane = word / 4, j = word % 4;
+    int row = blockIdx.y * CHUNK_ROWS + lane / 4, k = chunk * CHUNK_K + 2 * j * BLOCK + lane % 4 * 4;
+    if (row >= a.rows || k >= a.k) return;
+    const u8* from = a.chunks + ((size_t)blockIdx.y * chunks + chunk) * CHUNK_BYTES;
+    u32 pairs[4], scales = scale_pair(*(const u16*)(from + CHUNK_CODES + lane / 4 * CHUNK_BLOCKS + 2 * j));
+    decode_word(((const u32*)from)[word], pairs);
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-        low[j] = mul_f16(mul_f16(low[j], scale), TWO_8);
-        high[j] = mul_f16(mul_f16(high[j], scale), TWO_8);
+    for (int i = 0; i < 4; i++) pairs[i] = mul_f16(mul_f16(pairs[i], scales), TWO_14);
+    u16* out = a.out + (size_t)row * a.k + k;
+    *(uint2*)out = make_uint2(__byte_perm(pairs[0], pairs[1], 0x5410), __byte_perm(pairs[2], pairs[3], 0x5410));
+    if (k + BLOCK < a.k) {
+        *(uint2*)(out + BLOCK) = make_uint2(__byte_perm(pairs[0], pairs[1], 0x7632), __byte_perm(pairs[2], pairs[3], 0x7632));
     }
-    uint4* out = (uint4*)a.out + 2 * i;
-    // Pair j holds elements j and j + 4 of its word.
-    auto ordered = [](const u32 (&p)[4]) {
-        return make_uint4(__byte_perm(p[0], p[1], 0x5410), __byte_perm(p[2], p[3], 0x5410), __byte_perm(p[0], p[1], 0x7632),
-                          __byte_perm(p[2], p[3], 0x7632));
-    };
-    out[0] = ordered(low);
-    out[1] = ordered(high);
 }

@@ -158,6 +158,19 @@ impl Module {
             name,
         )
         .map_err(|e| e.within(self.unit.path()))?;
+        // A multiprocessor must be empty before it divides its memory between cache and blocks in another way: kernels that are
+        // to overlap ask for the same.
+        check(
+            // SAFETY: the function was just found.
+            unsafe {
+                result::function::set_function_attribute(
+                    function,
+                    sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT,
+                    sys::CUshared_carveout::CU_SHAREDMEM_CARVEOUT_MAX_SHARED as i32,
+                )
+            },
+            name,
+        )?;
         functions.insert(name.to_owned(), function as usize);
         Ok(function)
     }

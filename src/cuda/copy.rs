@@ -155,7 +155,7 @@ fn take(gpu: &Arc<Gpu>) -> Result<Pinned> {
     let kept = gpu.staging().pop();
     match kept {
         Some(pinned) => Ok(pinned),
-        None => Pinned::new(gpu, STAGING),
+        None => Pinned::new(gpu, Tag::Scratch, STAGING),
     }
 }
 

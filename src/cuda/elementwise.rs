@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::gpu::{Gpu, int};
 use super::launch::Launch;
-use super::linear::{MLP_SCALE, Matrix, Storage};
+use super::linear::{MLP_SCALE, Storage};
 use super::memory::DeviceBuffer;
 use super::nvrtc::Unit;
 use crate::base::Result;
@@ -29,32 +29,37 @@ fn blocks(elements: usize) -> u32 {
 struct EmbedArguments {
     tokens: u64,
     table: u64,
-    scales: u64,
     out: u64,
     global: f32,
     kind: i32,
     width: i32,
 }
 
-/// Looks up `rows` tokens (i32, each less than the table's rows) into f32 `out` `[rows, width]`.
-pub fn embed(
+/// A table of rows of `width` values.
+pub(super) struct TableArgument {
+    pub(super) address: u64,
+    pub(super) global: f32,
+    pub(super) storage: Storage,
+    pub(super) width: usize,
+}
+
+/// See `table`.
+pub(super) fn embed(
     gpu: &Gpu,
-    table: &Matrix,
+    table: &TableArgument,
     tokens: &DeviceBuffer,
     rows: usize,
     out: &DeviceBuffer,
 ) -> Result<()> {
-    let width = table.cols();
+    let width = table.width;
     tokens.holds("tokens", &[rows * 4])?;
     out.holds("embeddings", &[rows * width * 4])?;
-    let (values, scales) = table.addresses();
     let arguments = EmbedArguments {
         tokens: tokens.address(),
-        table: values,
-        scales,
+        table: table.address,
         out: out.address(),
-        global: table.global(),
-        kind: match table.storage() {
+        global: table.global,
+        kind: match table.storage {
             Storage::F32 => 0,
             Storage::F16 => 1,
             Storage::BF16 => 2,

@@ -1,5 +1,6 @@
-//! Weight matrices on the device, and products with them: one fused kernel for up to [`SMALL`] rows and NVFP4 weights, a
-//! library for many rows over a bounded f16 copy of one weight at a time, and plain kernels for the rest.
+//! Weight matrices on the device, and products with them. For NVFP4 weights one fused kernel serves up to [`SMALL`] rows, a tiled
+//! one up to [`TILED`], and a library more than that, over a bounded f16 copy of one weight at a time; without the library the
+//! tiled one serves all. Plain kernels do the rest.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -20,11 +21,15 @@ use crate::format::nvfp4::BLOCK;
 pub const MLP_SCALE: f32 = 16.0;
 /// Rows of activations that the fused kernel takes at once.
 pub const SMALL: usize = 16;
+/// Rows of activations up to which the tiled kernel is faster than the library.
+pub const TILED: usize = 128;
 
 /// What the kernels of this file are passed, by the start of their names.
 pub(super) const ARGUMENTS: &[(&str, usize)] = &[
     ("linear_", size_of::<SmallArguments>()),
     ("linear_dense", size_of::<DenseArguments>()),
+    ("linear_pack", size_of::<PackArguments>()),
+    ("linear_tiled", size_of::<TiledArguments>()),
     ("dequantize_folded", size_of::<DequantizeArguments>()),
 ];
 
@@ -37,8 +42,19 @@ pub enum Storage {
     F16,
     /// bfloat16.
     BF16,
-    /// Codes and block scales in the order of the file, and a multiplier.
+    /// Codes and block scales in an order of the kernels' own, and a multiplier.
     Nvfp4,
+}
+
+impl Storage {
+    /// Bytes of a value, of storage that is values one after the other.
+    pub(super) const fn element_bytes(self) -> Option<usize> {
+        match self {
+            Storage::F32 => Some(4),
+            Storage::F16 | Storage::BF16 => Some(2),
+            Storage::Nvfp4 => None,
+        }
+    }
 }
 
 /// A weight `[rows, cols]` on a device. Immutable.
@@ -47,10 +63,36 @@ pub struct Matrix {
     storage: Storage,
     rows: usize,
     cols: usize,
-    /// Values, or codes.
+    /// Rows of values; of NVFP4, chunks of codes and scales.
     values: DeviceBuffer,
-    scales: Option<DeviceBuffer>,
     global: f32,
+}
+
+/// Rows and elements of K of a chunk of an NVFP4 weight, and its bytes, as `kernels/format/packed.cuh` has them.
+const CHUNK_ROWS: usize = 8;
+const CHUNK_K: usize = 128;
+const CHUNK_BYTES: usize = CHUNK_ROWS * (CHUNK_K / 2 + CHUNK_K / BLOCK);
+/// Threads of a block of the kernels that take a 32-bit word of codes each.
+const WORD_THREADS: usize = 256;
+
+#[repr(C)]
+struct PackArguments {
+    codes: u64,
+    scales: u64,
+    chunks: u64,
+    rows: i32,
+    k: i32,
+}
+
+/// A launch of a thread to each 32-bit word of codes of so many rows.
+fn by_words(rows: usize, k: usize) -> Launch {
+    let words = k.div_ceil(CHUNK_K) * CHUNK_ROWS * CHUNK_K / 8;
+    let grid = [
+        words.div_ceil(WORD_THREADS) as u32,
+        rows.div_ceil(CHUNK_ROWS) as u32,
+        1,
+    ];
+    Launch::new(grid, WORD_THREADS as u32)
 }
 
 /// Gives the codes and the block scales of a range of rows.
@@ -85,23 +127,22 @@ impl Matrix {
             );
         }
         let (code_row, scale_row) = (cols / 2, cols / BLOCK);
-        let mut codes = DeviceBuffer::uninit(
+        let chunk_row = cols.div_ceil(CHUNK_K) * CHUNK_BYTES;
+        let values = DeviceBuffer::uninit(
             gpu,
             Tag::DeviceWeights,
-            product("codes", &[rows, code_row])?,
+            product("an NVFP4 weight", &[rows.div_ceil(CHUNK_ROWS), chunk_row])?,
         )?;
-        let mut scales = DeviceBuffer::uninit(
-            gpu,
-            Tag::DeviceWeights,
-            product("scales", &[rows, scale_row])?,
-        )?;
-        let step = rows_at_a_time(code_row);
+        let step = rows_at_a_time(code_row).next_multiple_of(CHUNK_ROWS);
+        let mut codes = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, step.min(rows) * code_row)?;
+        let mut scales = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, step.min(rows) * scale_row)?;
+        let mut some_codes = vec![0; step.min(rows) * code_row];
         let mut some_scales = vec![0; step.min(rows) * scale_row];
         for first in (0..rows).step_by(step) {
             let n = step.min(rows - first);
+            let some_codes = &mut some_codes[..n * code_row];
             let some_scales = &mut some_scales[..n * scale_row];
-            let mut some_codes = vec![0; n * code_row];
-            read(first..first + n, &mut some_codes, some_scales)?;
+            read(first..first + n, some_codes, some_scales)?;
             // Past the largest scale come NaN and the negative ones.
             if let Some(i) = some_scales.iter().position(|&s| s > e4m3::MAX_BYTE) {
                 bail!(
@@ -112,15 +153,23 @@ impl Matrix {
                     some_scales[i]
                 );
             }
-            codes.write(first * code_row, &some_codes)?;
-            scales.write(first * scale_row, some_scales)?;
+            codes.write(0, some_codes)?;
+            scales.write(0, some_scales)?;
+            let arguments = PackArguments {
+                codes: codes.address(),
+                scales: scales.address(),
+                chunks: values.address() + (first / CHUNK_ROWS * chunk_row) as u64,
+                rows: int("rows", n)?,
+                k: int("K", cols)?,
+            };
+            // SAFETY: the struct is the kernel's; all three have room for `n` rows.
+            unsafe { by_words(n, cols).run(gpu, Unit::LinearPack, "linear_pack", &arguments)? };
         }
         Ok(Matrix {
             storage: Storage::Nvfp4,
             rows,
             cols,
-            values: codes,
-            scales: Some(scales),
+            values,
             global,
         })
     }
@@ -133,10 +182,8 @@ impl Matrix {
         storage: Storage,
         read: &mut ReadBytes,
     ) -> Result<Matrix> {
-        let element = match storage {
-            Storage::F32 => 4,
-            Storage::F16 | Storage::BF16 => 2,
-            Storage::Nvfp4 => bail!(Internal, "an NVFP4 matrix has scales"),
+        let Some(element) = storage.element_bytes() else {
+            bail!(Internal, "an NVFP4 matrix has scales");
         };
         if rows == 0 || cols == 0 || !cols.is_multiple_of(BLOCK) {
             bail!(
@@ -148,18 +195,18 @@ impl Matrix {
         let mut values =
             DeviceBuffer::uninit(gpu, Tag::DeviceWeights, product("weight", &[rows, row])?)?;
         let step = rows_at_a_time(row);
+        let mut bytes = vec![0; step.min(rows) * row];
         for first in (0..rows).step_by(step) {
             let n = step.min(rows - first);
-            let mut bytes = vec![0; n * row];
-            read(first..first + n, &mut bytes)?;
-            values.write(first * row, &bytes)?;
+            let bytes = &mut bytes[..n * row];
+            read(first..first + n, bytes)?;
+            values.write(first * row, bytes)?;
         }
         Ok(Matrix {
             storage,
             rows,
             cols,
             values,
-            scales: None,
             global: 1.0,
         })
     }
@@ -181,7 +228,7 @@ impl Matrix {
 
     /// Bytes on the device.
     pub fn bytes(&self) -> usize {
-        self.values.bytes() + self.scales.as_ref().map_or(0, DeviceBuffer::bytes)
+        self.values.bytes()
     }
 
     /// Its device.
@@ -194,28 +241,9 @@ impl Matrix {
         self.global
     }
 
-    /// Addresses of values and scales, for kernels.
-    pub(super) fn addresses(&self) -> (u64, u64) {
-        (
-            self.values.address(),
-            self.scales.as_ref().map_or(0, DeviceBuffer::address),
-        )
-    }
-
-    /// The stored bytes of a row: values or codes, and scales.
-    pub fn read_row(&self, row: usize) -> Result<(Vec<u8>, Vec<u8>)> {
-        if row >= self.rows {
-            bail!(InvalidArgument, "row {row} of a matrix of {}", self.rows);
-        }
-        let part = |buffer: &DeviceBuffer| {
-            let mut bytes = vec![0u8; buffer.bytes() / self.rows];
-            buffer.read(row * bytes.len(), &mut bytes)?;
-            Ok(bytes)
-        };
-        Ok((
-            part(&self.values)?,
-            self.scales.as_ref().map_or(Ok(Vec::new()), part)?,
-        ))
+    /// Where the values are, for kernels.
+    pub(super) fn address(&self) -> u64 {
+        self.values.address()
     }
 }
 
@@ -248,13 +276,22 @@ impl Output {
             Output::F16 | Output::Swiglu => 2,
         }
     }
+
+    /// The number by which kernels that apply nothing know it.
+    fn plain(self) -> Result<i32> {
+        match self {
+            Output::F32 => Ok(0),
+            Output::F16 => Ok(1),
+            Output::Add => Ok(2),
+            Output::Swiglu => bail!(Internal, "only the fused kernel applies SwiGLU"),
+        }
+    }
 }
 
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 struct MatrixArgument {
-    codes: u64,
-    scales: u64,
+    chunks: u64,
     bias: u64,
     global: f32,
     rows: i32,
@@ -274,16 +311,14 @@ struct SmallArguments {
     out_scale: f32,
 }
 
-/// Elements of K that a warp of the fused kernel takes at a time.
-const STEP: usize = 256;
-/// What a warp keeps in shared memory: codes and scales of 48 rows.
-const WARP_BYTES: usize = 48 * (STEP / 2 + STEP / BLOCK);
-/// Sums of a warp's tile, for eight rows of activations.
-const SUMS: usize = 16 * 8;
-/// Warps with tiles of their own, or shares of one, that keep a multiprocessor busy.
-const BUSY: usize = 9;
-/// Warps that the fused kernel was compiled for.
-const MOST_WARPS: usize = 16;
+/// Warps of a block of the fused kernel.
+const WARPS: usize = 16;
+/// What each of them keeps in shared memory: three stages of two chunks.
+const RING_BYTES: usize = 3 * 2 * CHUNK_BYTES;
+/// Sums that a warp has of a tile, for each row of activations.
+const SUMS: usize = 16;
+/// What the sums of a block's warps may take.
+const SUMS_BYTES: usize = 48 << 10;
 
 /// What the sixteen rows of a tile of the fused kernel are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -298,11 +333,19 @@ pub enum Tile {
 
 impl Tile {
     /// The tile for `m` rows of activations.
-    fn of(output: Output, m: usize, k: usize) -> Tile {
+    fn of(output: Output, m: usize) -> Tile {
         match output {
             Output::Swiglu => Tile::Pair,
-            _ if m <= 4 && k.is_multiple_of(STEP) => Tile::Split,
+            _ if m <= 4 => Tile::Split,
             _ => Tile::Rows,
+        }
+    }
+
+    /// Elements of K that a warp takes at a time.
+    const fn step(self) -> usize {
+        match self {
+            Tile::Rows | Tile::Pair => CHUNK_K,
+            Tile::Split => 2 * CHUNK_K,
         }
     }
 
@@ -320,23 +363,20 @@ impl Tile {
 pub struct Plan {
     /// What a tile is.
     pub tile: Tile,
-    /// Warps that divide K among them.
-    pub split: usize,
-    /// Groups of such warps in a block; each takes tiles of its own.
-    pub groups: usize,
-    /// Blocks.
+    /// Blocks, which divide the tiles evenly.
     pub blocks: usize,
     /// Rows of activations in one launch.
     pub rows: usize,
+    /// Shared memory that a block needs for that many rows.
+    pub shared: usize,
 }
 
 impl Plan {
     /// The plan for `m` rows and matrices of `features` output features and K = `k`, on a device with this many
     /// multiprocessors and this much shared memory; `None` where a single row does not fit.
     ///
-    /// Warps share K no further than keeps a multiprocessor busy, since each share costs a sum. Then as many groups to a
-    /// multiprocessor as leave the fewest idle in the last round, more of them where that is equal; but fewer, if all rows
-    /// of activations fit beside them only then.
+    /// As many blocks as multiprocessors, or several times as many where the sums of a block's tiles would need much memory;
+    /// all rows at once, or as many as fit.
     pub fn choose(
         m: usize,
         k: usize,
@@ -345,54 +385,35 @@ impl Plan {
         multiprocessors: usize,
         shared: usize,
     ) -> Option<Plan> {
-        let tile = Tile::of(output, m, k);
+        let tile = Tile::of(output, m);
         let tiles: usize = match tile {
             Tile::Pair => features[0].div_ceil(tile.features()),
             _ => features.iter().map(|n| n.div_ceil(tile.features())).sum(),
         };
-        let steps = k.div_ceil(STEP);
-        let mut split = 1;
-        while split < 8 && tiles * split < BUSY * multiprocessors && 2 * split <= steps {
-            split *= 2;
+        let mut rows = m.min(SMALL);
+        loop {
+            let most_tiles = (SUMS_BYTES / (rows * SUMS * 4))
+                .saturating_sub(WARPS)
+                .max(1);
+            let waves = tiles.div_ceil(multiprocessors).div_ceil(most_tiles);
+            let blocks = tiles.min(multiprocessors * waves);
+            let each = tiles.div_ceil(blocks);
+            let x = rows * k.next_multiple_of(tile.step()) * 2;
+            let sums = rows * ((each + WARPS) * SUMS + each * tile.features()) * 4;
+            let needed = WARPS * (RING_BYTES + 4) + x + sums;
+            if needed <= shared {
+                return Some(Plan {
+                    tile,
+                    blocks,
+                    rows,
+                    shared: needed,
+                });
+            }
+            if rows == 1 {
+                return None;
+            }
+            rows = rows.div_ceil(2);
         }
-        let mut best: Option<(f64, Plan)> = None;
-        for groups in 1..=MOST_WARPS / split {
-            let slots = multiprocessors * groups;
-            let used = tiles as f64 / (tiles.div_ceil(slots) * slots) as f64;
-            let blocks = multiprocessors.min(tiles);
-            let mut plan = Plan {
-                tile,
-                split,
-                groups,
-                blocks,
-                rows: m.min(SMALL),
-            };
-            while plan.rows > 1 && plan.shared(k) > shared {
-                plan.rows = plan.rows.div_ceil(2);
-            }
-            if plan.shared(k) > shared {
-                continue;
-            }
-            // A few more warps hide more latency than a few idle slots cost.
-            let score = used / m.div_ceil(plan.rows) as f64 + 0.01 * (groups * split) as f64;
-            if best.is_none_or(|(s, _)| score > s) {
-                best = Some((score, plan));
-            }
-        }
-        best.map(|(_, plan)| plan)
-    }
-
-    /// Shared memory of a block.
-    fn shared(&self, k: usize) -> usize {
-        let warps = self.split * self.groups;
-        let x = self.rows * k.next_multiple_of(STEP) * 2;
-        // Where K is ragged, one kernel serves all numbers of rows.
-        let columns = if k.is_multiple_of(STEP) {
-            self.rows.div_ceil(8)
-        } else {
-            SMALL / 8
-        };
-        warps * WARP_BYTES + x + 2 * warps * columns * SUMS * 4 + warps * 4
     }
 }
 
@@ -444,9 +465,10 @@ pub fn linear(
         }
     }
     let all_nvfp4 = matrices.iter().all(|(w, _)| w.storage == Storage::Nvfp4);
-    let fused =
-        all_nvfp4 && (m <= SMALL || (gpu.blas().is_none() && !matches!(input, Input::Normed(..))));
-    if fused && let Some(plan) = plan(gpu, m, matrices, output) {
+    if all_nvfp4
+        && m <= SMALL
+        && let Some(plan) = plan(gpu, m, matrices, output)
+    {
         return small(gpu, input, m, matrices, output, out, stride, plan);
     }
     let Input::Plain(x, factor) = input else {
@@ -454,6 +476,9 @@ pub fn linear(
     };
     if output == Output::Swiglu {
         bail!(Internal, "only the fused kernel applies SwiGLU");
+    }
+    if all_nvfp4 && (m <= TILED || gpu.blas().is_none()) {
+        return tiled(gpu, x, factor, m, matrices, output, out, stride, scratch);
     }
     let mut column = 0;
     for (w, bias) in matrices {
@@ -511,20 +536,7 @@ pub fn small(
     plan: Plan,
 ) -> Result<()> {
     let k = matrices[0].0.cols;
-    let mut matrix = [MatrixArgument::default(); 3];
-    for (argument, (w, bias)) in matrix.iter_mut().zip(matrices) {
-        if let Some(bias) = bias {
-            bias.holds("a bias", &[w.rows, 4])?;
-        }
-        let (codes, scales) = w.addresses();
-        *argument = MatrixArgument {
-            codes,
-            scales,
-            bias: bias.map_or(0, DeviceBuffer::address),
-            global: w.global,
-            rows: int("output features", w.rows)?,
-        };
-    }
+    let mut matrix = matrix_arguments(matrices)?;
     let (x, norm_weight, eps, x_bytes, prefix) = match input {
         Input::Plain(x, factor) => {
             matrix.iter_mut().for_each(|w| w.global *= factor);
@@ -540,11 +552,10 @@ pub fn small(
     };
     for first in (0..m).step_by(plan.rows) {
         let rows = plan.rows.min(m - first);
-        let tail = match (plan.tile, k.is_multiple_of(STEP), rows > 8) {
-            (Tile::Split, ..) => "4",
-            (_, false, _) => "ragged",
-            (_, true, false) => "8",
-            (_, true, true) => "16",
+        let tail = match plan.tile {
+            Tile::Split => "4",
+            Tile::Rows | Tile::Pair if rows <= 8 => "8",
+            Tile::Rows | Tile::Pair => "16",
         };
         let arguments = SmallArguments {
             x: x + (first * k * x_bytes) as u64,
@@ -560,12 +571,11 @@ pub fn small(
         };
         let launch = Launch {
             grid: [plan.blocks as u32, 1, 1],
-            block: [32, plan.split as u32, plan.groups as u32],
-            // More than half of a multiprocessor's, so that it holds one block: blocks of the next kernel start early where
-            // one has ended, and two of them on one multiprocessor would leave another idle.
-            shared: Plan { rows, ..plan }
-                .shared(k)
-                .max(gpu.shared_limit() / 2 + 2048) as u32,
+            block: [(32 * WARPS) as u32, 1, 1],
+            // A multiprocessor holds two blocks at most, of which one is the next kernel's, which fills its rings while the
+            // other computes. Were there room for three, blocks that start early would crowd where an earlier kernel's have
+            // ended, and leave other multiprocessors without any.
+            shared: plan.shared.max(gpu.shared_limit() / 3 + 1024) as u32,
         };
         // SAFETY: the struct is the kernel's; sizes were checked, and buffers outlive work on their stream.
         unsafe {
@@ -578,6 +588,138 @@ pub fn small(
         };
     }
     Ok(())
+}
+
+#[repr(C)]
+struct TiledArguments {
+    x: u64,
+    out: u64,
+    partial: u64,
+    arrived: u64,
+    matrix: [MatrixArgument; 3],
+    matrices: i32,
+    m: i32,
+    k: i32,
+    out_stride: i32,
+    output: i32,
+}
+
+/// Output features of a block of the tiled kernel.
+const TILE_FEATURES: usize = 64;
+/// Rows of activations of a block of it at most.
+const TILE_ROWS: usize = 64;
+/// Blocks of it that a multiprocessor should have.
+const TILE_BLOCKS: usize = 2;
+/// Chunks of K that are worth a block of its own.
+const PART_CHUNKS: usize = 6;
+
+/// How the tiled kernel is launched.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Tiling {
+    /// Rows of activations of a block.
+    columns: usize,
+    /// Blocks along features, along rows, and along K.
+    grid: [usize; 3],
+}
+
+impl Tiling {
+    /// For `m` rows and matrices of `features` output features and K = `k`; K is divided only if `divide`.
+    fn choose(
+        m: usize,
+        k: usize,
+        features: &[usize],
+        multiprocessors: usize,
+        divide: bool,
+    ) -> Tiling {
+        let columns = m.next_power_of_two().clamp(16, TILE_ROWS);
+        let tiles: usize = features.iter().map(|n| n.div_ceil(TILE_FEATURES)).sum();
+        let blocks = tiles * m.div_ceil(columns);
+        let parts = if divide {
+            (TILE_BLOCKS * multiprocessors / blocks)
+                .min(k.div_ceil(CHUNK_K) / PART_CHUNKS)
+                .max(1)
+        } else {
+            1
+        };
+        Tiling {
+            columns,
+            grid: [tiles, m.div_ceil(columns), parts],
+        }
+    }
+
+    /// Shared memory of a block: three stages of a chunk of K.
+    const fn shared(self) -> usize {
+        3 * (TILE_FEATURES / CHUNK_ROWS * CHUNK_BYTES + self.columns * CHUNK_K * 2)
+    }
+}
+
+/// The tiled kernel: f16 `x` that was divided by `factor`, and NVFP4 weights. [`linear`] checks sizes and chooses.
+pub fn tiled(
+    gpu: &Gpu,
+    x: &DeviceBuffer,
+    factor: f32,
+    m: usize,
+    matrices: &[Biased<'_>],
+    output: Output,
+    out: &DeviceBuffer,
+    stride: usize,
+    scratch: &LinearScratch,
+) -> Result<()> {
+    let k = matrices[0].0.cols;
+    let features: Vec<usize> = matrices.iter().map(|(w, _)| w.rows).collect();
+    let divide = scratch.partial.bytes() > 0;
+    let tiling = Tiling::choose(m, k, &features, gpu.multiprocessors(), divide);
+    let [tiles, rows, parts] = tiling.grid;
+    if parts > 1 {
+        let blocks = tiles * rows;
+        let sums = [blocks * parts, tiling.columns * TILE_FEATURES, 4];
+        scratch.partial.holds("parts of a product", &sums)?;
+        scratch.arrived.holds("parts of a product", &[blocks, 4])?;
+    }
+    let mut matrix = matrix_arguments(matrices)?;
+    matrix.iter_mut().for_each(|w| w.global *= factor);
+    let arguments = TiledArguments {
+        x: x.address(),
+        out: out.address(),
+        partial: scratch.partial.address(),
+        arrived: scratch.arrived.address(),
+        matrix,
+        matrices: matrices.len() as i32,
+        m: int("rows", m)?,
+        k: int("K", k)?,
+        out_stride: int("the stride of a product", stride)?,
+        output: output.plain()?,
+    };
+    let launch = Launch {
+        grid: tiling.grid.map(|n| n as u32),
+        block: [128, 1, 1],
+        shared: tiling.shared() as u32,
+    };
+    // SAFETY: the struct is the kernel's; sizes were checked here and by `linear`.
+    unsafe {
+        launch.run(
+            gpu,
+            Unit::LinearTiled,
+            &format!("linear_tiled_{}", tiling.columns),
+            &arguments,
+        )
+    }
+}
+
+fn matrix_arguments(matrices: &[Biased<'_>]) -> Result<[MatrixArgument; 3]> {
+    let mut all = [MatrixArgument::default(); 3];
+    for (argument, (w, bias)) in all.iter_mut().zip(matrices) {
+        if let Some(bias) = bias {
+            bias.holds("a bias", &[w.rows, 4])?;
+        }
+        *argument = MatrixArgument {
+            chunks: w.address(),
+            bias: bias.map_or(0, DeviceBuffer::address),
+            global: w.global,
+            rows: int("output features", w.rows)?,
+        };
+    }
+    Ok(all)
 }
 
 #[repr(C)]
@@ -608,7 +750,7 @@ fn dense(
 ) -> Result<()> {
     let arguments = DenseArguments {
         x: x.address(),
-        weight: w.values.address(),
+        weight: w.address(),
         bias: bias.map_or(0, DeviceBuffer::address),
         out,
         factor,
@@ -618,12 +760,7 @@ fn dense(
             Storage::BF16 => 2,
             Storage::Nvfp4 => bail!(Internal, "the dense kernel was given an NVFP4 weight"),
         },
-        output: match output {
-            Output::F32 => 0,
-            Output::F16 => 1,
-            Output::Add => 2,
-            Output::Swiglu => bail!(Internal, "only the fused kernel applies SwiGLU"),
-        },
+        output: output.plain()?,
         m: int("rows", m)?,
         rows: int("output features", w.rows)?,
         k: int("K", w.cols)?,
@@ -639,32 +776,47 @@ const WORKSPACE: usize = 32 << 20;
 /// Bytes of a weight's f16 copy, of as many rows as that is, in a product by itself.
 const COPY: usize = 64 << 20;
 
-/// Memory for large products: an f16 copy of one weight, or of some of its rows, and the library's workspace.
+/// Memory for products of more rows than [`SMALL`]: an f16 copy of one weight, or of some of its rows, the library's workspace,
+/// and sums of parts.
 #[derive(Debug)]
 pub struct LinearScratch {
     copy: DeviceBuffer,
     workspace: DeviceBuffer,
+    /// Sums of the tiled kernel's blocks that share a tile, and how many of them have arrived.
+    partial: DeviceBuffer,
+    arrived: DeviceBuffer,
 }
 
 #[repr(C)]
 struct DequantizeArguments {
-    codes: u64,
-    scales: u64,
+    chunks: u64,
     out: u64,
-    blocks: u64,
+    rows: i32,
+    k: i32,
 }
 
 impl LinearScratch {
-    /// Room for a copy of `bytes`; nothing for small products only.
+    /// Room for a copy of `bytes`, and what comes with it; nothing at all for 0, which does for small products.
     pub fn new(gpu: &Arc<Gpu>, bytes: usize) -> Result<LinearScratch> {
         let workspace = if bytes > 0 && gpu.blas().is_some() {
             WORKSPACE
         } else {
             0
         };
+        let tiles = if bytes > 0 {
+            TILE_BLOCKS * gpu.multiprocessors()
+        } else {
+            0
+        };
         Ok(LinearScratch {
             copy: DeviceBuffer::uninit(gpu, Tag::DeviceScratch, bytes)?,
             workspace: DeviceBuffer::uninit(gpu, Tag::DeviceScratch, workspace)?,
+            partial: DeviceBuffer::uninit(
+                gpu,
+                Tag::DeviceScratch,
+                tiles * TILE_ROWS * TILE_FEATURES * 4,
+            )?,
+            arrived: DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, tiles * 4)?,
         })
     }
 
@@ -681,7 +833,7 @@ impl LinearScratch {
             {
                 0
             }
-            Storage::Nvfp4 => row * w.rows.min((COPY / row).max(1)),
+            Storage::Nvfp4 => row * w.rows.min(COPY / row).max(1).next_multiple_of(CHUNK_ROWS),
         };
         Self::new(gpu, bytes)
     }
@@ -719,7 +871,7 @@ impl LinearScratch {
             return blas.product(
                 gpu,
                 kind,
-                w.values.address(),
+                w.address(),
                 w.rows,
                 w.cols,
                 factor,
@@ -731,8 +883,7 @@ impl LinearScratch {
                 &self.workspace,
             );
         }
-        let (codes, scales) = w.addresses();
-        let step = (self.copy.bytes() / (2 * w.cols)).min(w.rows);
+        let step = self.copy.bytes() / (2 * w.cols) / CHUNK_ROWS * CHUNK_ROWS;
         if step == 0 {
             bail!(
                 Internal,
@@ -744,12 +895,13 @@ impl LinearScratch {
         for first in (0..w.rows).step_by(step) {
             let rows = step.min(w.rows - first);
             let arguments = DequantizeArguments {
-                codes: codes + (first * w.cols / 2) as u64,
-                scales: scales + (first * w.cols / BLOCK) as u64,
+                chunks: w.address()
+                    + (first / CHUNK_ROWS * w.cols.div_ceil(CHUNK_K) * CHUNK_BYTES) as u64,
                 out: self.copy.address(),
-                blocks: (rows * w.cols / BLOCK) as u64,
+                rows: int("rows", rows)?,
+                k: int("K", w.cols)?,
             };
-            let launch = Launch::new([arguments.blocks.div_ceil(256) as u32, 1, 1], 256);
+            let launch = by_words(rows, w.cols);
             // SAFETY: the struct is the kernel's; the copy has room for `rows` rows.
             unsafe { launch.run(gpu, Unit::Dequantize, "dequantize_folded", &arguments)? };
             let at = out + (first * output.bytes()) as u64;
@@ -789,9 +941,10 @@ mod tests {
         for (k, features, output) in shapes {
             for m in 1..=SMALL {
                 let plan = Plan::choose(m, k, features, output, 132, 227 << 10).unwrap();
-                assert!(plan.shared(k) <= 227 << 10, "{plan:?}");
+                assert!(plan.shared <= 227 << 10, "{plan:?}");
+                assert!(plan.rows >= 1 && plan.rows <= m, "{plan:?}");
                 assert!(
-                    plan.split * plan.groups <= MOST_WARPS && plan.rows >= 1 && plan.rows <= m,
+                    plan.blocks.is_multiple_of(132) || plan.blocks < 132,
                     "{plan:?}"
                 );
                 assert!(plan.tile != Tile::Split || m <= 4, "{plan:?}");
@@ -800,5 +953,23 @@ mod tests {
         // GB10: 48 multiprocessors and 99 KB.
         assert!(Plan::choose(1, 9728, &[2560], Output::Add, 48, 99 << 10).is_some());
         assert!(Plan::choose(1, 1 << 20, &[2560], Output::Add, 48, 99 << 10).is_none());
+    }
+
+    #[test]
+    fn parts_of_tiles_fit_the_scratch() {
+        for multiprocessors in [1, 48, 132] {
+            for features in [&[64][..], &[4096, 1024, 1024], &[2560], &[151_936]] {
+                for m in [17, 32, 64, 100, 1000] {
+                    let tiling = Tiling::choose(m, 9728, features, multiprocessors, true);
+                    let [tiles, rows, parts] = tiling.grid;
+                    assert!(rows * tiling.columns >= m && tiling.columns <= TILE_ROWS);
+                    let most = TILE_BLOCKS * multiprocessors;
+                    assert!(parts == 1 || tiles * rows * parts <= most, "{tiling:?}");
+                    assert!(tiling.shared() <= 99 << 10, "{tiling:?}");
+                    let whole = Tiling::choose(m, 9728, features, multiprocessors, false);
+                    assert_eq!(whole.grid, [tiles, rows, 1]);
+                }
+            }
+        }
     }
 }

@@ -99,7 +99,7 @@ impl fmt::Debug for DeviceBuffer {
     }
 }
 
-/// Page-locked host memory, which the device copies from and to without the driver's help.
+/// Page-locked host memory, which the device reads, writes and copies without the driver's help.
 pub struct Pinned {
     data: *mut u8,
     bytes: usize,
@@ -113,8 +113,8 @@ unsafe impl Sync for Pinned {}
 
 impl Pinned {
     /// `bytes` zero bytes.
-    pub fn new(gpu: &Gpu, bytes: usize) -> Result<Pinned> {
-        let claim = Claim::new(Tag::Scratch, bytes)?;
+    pub fn new(gpu: &Gpu, tag: Tag, bytes: usize) -> Result<Pinned> {
+        let claim = Claim::new(tag, bytes)?;
         gpu.bind()?;
         // SAFETY: a plain allocation; no flags.
         let data = check(

@@ -18,22 +18,24 @@ mod memory;
 mod nvrtc;
 mod report;
 mod sample;
+mod table;
 
 pub use attention::{Heads, PAGE, PageTable, Rows, decode, parts, prefill, store};
 pub use bandwidth::read_bandwidth;
 pub use compile::{compile, compiler, have_kernels};
 pub use copy::Event;
-pub use elementwise::{embed, rms_norm, swiglu};
+pub use elementwise::{rms_norm, swiglu};
 pub use gpu::{Gpu, KeepContext, count, open_gpus, unavailable};
 pub use graph::Graph;
 pub use linear::{
     Biased, Input, LinearScratch, MLP_SCALE, Matrix, Output, Plan, ReadBytes, ReadNvfp4, SMALL,
-    Storage, Tile, is_fused, linear, small,
+    Storage, TILED, Tile, is_fused, linear, small, tiled,
 };
 pub use memory::{DeviceBuffer, Pinned};
 pub use nvrtc::{TARGETS, Unit, target};
 pub use report::{Details, DeviceReport, Presence, Report, report};
 pub use sample::{Best, argmax};
+pub use table::{HostTable, Table, embed, table_row};
 
 /// Bytes of the one argument that a kernel's launcher passes, which its parameter must have too.
 pub fn argument_bytes(kernel: &str) -> Option<usize> {

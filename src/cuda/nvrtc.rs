@@ -22,6 +22,10 @@ const HEADERS: &[(&str, &str)] = &[
         include_str!("../../kernels/common/reduce.cuh"),
     ),
     (
+        "common/ring.cuh",
+        include_str!("../../kernels/common/ring.cuh"),
+    ),
+    (
         "common/heads.cuh",
         include_str!("../../kernels/common/heads.cuh"),
     ),
@@ -32,6 +36,10 @@ const HEADERS: &[(&str, &str)] = &[
     (
         "format/nvfp4.cuh",
         include_str!("../../kernels/format/nvfp4.cuh"),
+    ),
+    (
+        "format/packed.cuh",
+        include_str!("../../kernels/format/packed.cuh"),
     ),
 ];
 
@@ -62,7 +70,9 @@ units! {
     AttentionPrefill = "attention/prefill.cu",
     Embed = "embed/embed.cu",
     LinearDense = "linear/dense.cu",
+    LinearPack = "linear/pack.cu",
     LinearSmall = "linear/small.cu",
+    LinearTiled = "linear/tiled.cu",
     RmsNorm = "norm/rms_norm.cu",
     Dequantize = "quantize/dequantize.cu",
     RopeStore = "rope/store.cu",

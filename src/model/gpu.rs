@@ -18,14 +18,16 @@ use crate::base::error::{bail, err};
 use crate::base::memory::{Buffer, Tag};
 use crate::checkpoint::Encoding;
 use crate::cuda::{
-    self, Best, Biased, DeviceBuffer, Event, Gpu, Graph, Heads, Input, LinearScratch, Matrix,
-    Output, PageTable, Pinned, Rows, Storage,
+    self, Best, Biased, DeviceBuffer, Event, Gpu, Graph, Heads, HostTable, Input, LinearScratch,
+    Matrix, Output, PageTable, Pinned, Rows, Storage, Table,
 };
 
 /// Sequences that are stepped together at most.
 pub(super) const BATCH: usize = 256;
 /// Rows that go through the blocks together.
-const ROWS: usize = 2048;
+const ROWS: usize = 4096;
+/// Rows of the embedding that are brought to memory at a time.
+const TABLE_ROWS: usize = 1024;
 /// Rows whose logits are computed together.
 const HEAD_ROWS: usize = 64;
 /// Steps that the host may lag behind.
@@ -49,7 +51,7 @@ pub(super) struct Executor {
     head_bias: Option<DeviceBuffer>,
     frequencies: DeviceBuffer,
     /// The embedding, unless the head serves for it.
-    table: Option<Matrix>,
+    table: Option<HostTable>,
     state: Mutex<State>,
 }
 
@@ -120,7 +122,7 @@ impl Executor {
         Ok(executor)
     }
 
-    /// Bytes of weights that are here rather than with the matrices.
+    /// Bytes of weights that are here rather than with the matrices; those of an embedding are host memory.
     pub(super) fn bytes(&self) -> usize {
         let vectors = self.layers.iter().flat_map(|l| {
             let norms = [
@@ -138,7 +140,7 @@ impl Executor {
             .chain([&self.norm])
             .map(DeviceBuffer::bytes)
             .sum::<usize>()
-            + self.table.as_ref().map_or(0, Matrix::bytes)
+            + self.table.as_ref().map_or(0, HostTable::bytes)
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -315,10 +317,10 @@ impl Executor {
         )
     }
 
-    fn table<'a>(&'a self, weights: &'a Weights) -> Result<&'a Matrix> {
+    fn table<'a>(&'a self, weights: &'a Weights) -> Result<Table<'a>> {
         match &self.table {
-            Some(table) => Ok(table),
-            None => matrix(&weights.head),
+            Some(table) => Ok(Table::Host(table)),
+            None => matrix(&weights.head).map(Table::Device),
         }
     }
 
@@ -644,7 +646,7 @@ impl State {
             best: Best::new(gpu, batch)?,
             parts: Rows::new(gpu, config.heads, config.kv_heads, dim, batch)?,
             linear: LinearScratch::new(gpu, if large { widest } else { 0 })?,
-            history: Pinned::new(gpu, HISTORY * batch * 4)?,
+            history: Pinned::new(gpu, Tag::Scratch, HISTORY * batch * 4)?,
             graphs: HashMap::new(),
             ready: Vec::new(),
             ahead: None,
@@ -767,35 +769,41 @@ fn biased<'a>(layer: &'a Layer, vectors: &'a Vectors) -> Result<[Biased<'a>; 7]>
         .map_err(|_| err!(Internal, "a layer has seven projections"))
 }
 
-/// The embedding on the device, in the type of the file where that has 16 or 32 bits, else as f32.
-fn table(gpu: &Arc<Gpu>, config: &Config, weights: &Weights) -> Result<Option<Matrix>> {
+/// The embedding in host memory, in the type of the file where that has 16 or 32 bits, else as f32.
+fn table(gpu: &Arc<Gpu>, config: &Config, weights: &Weights) -> Result<Option<HostTable>> {
     let Embedding::Mapped { checkpoint, entry } = &weights.embedding else {
         return Ok(None);
     };
-    let storage = match entry.encoding {
-        Encoding::BF16 => Storage::BF16,
-        Encoding::F16 => Storage::F16,
-        _ => Storage::F32,
+    let (storage, plain) = match entry.encoding {
+        Encoding::BF16 => (Storage::BF16, true),
+        Encoding::F16 => (Storage::F16, true),
+        Encoding::F32 => (Storage::F32, true),
+        _ => (Storage::F32, false),
     };
-    let mut values = Vec::new();
-    let table = Matrix::dense(
-        gpu,
-        entry.rows(),
-        config.hidden_size,
-        storage,
-        &mut |rows, bytes| {
-            values.resize(rows.len() * config.hidden_size, 0f32);
-            checkpoint.rows_f32(entry, rows.clone(), &mut values)?;
-            checkpoint.release(entry, rows);
-            match storage {
-                Storage::BF16 => fill(bytes, &values, |v| bf16::from_f32(v).to_le_bytes()),
-                Storage::F16 => fill(bytes, &values, |v| f16::from_f32(v).to_le_bytes()),
-                Storage::F32 => fill(bytes, &values, f32::to_le_bytes),
-                Storage::Nvfp4 => bail!(Internal, "an embedding is dense"),
+    let (rows, width) = (entry.rows(), config.hidden_size);
+    let table = HostTable::new(gpu, rows, width, storage, |bytes| {
+        let stored = checkpoint.bytes(entry).filter(|_| plain);
+        let row_bytes = bytes.len() / rows;
+        let mut values = vec![0f32; width * TABLE_ROWS];
+        for first in (0..rows).step_by(TABLE_ROWS) {
+            let some = first..rows.min(first + TABLE_ROWS);
+            let out = &mut bytes[some.start * row_bytes..some.end * row_bytes];
+            if let Some(stored) = stored {
+                out.copy_from_slice(&stored[some.start * row_bytes..some.end * row_bytes]);
+            } else {
+                let values = &mut values[..some.len() * width];
+                checkpoint.rows_f32(entry, some.clone(), values)?;
+                match storage {
+                    Storage::BF16 => fill(out, values, |v| bf16::from_f32(v).to_le_bytes()),
+                    Storage::F16 => fill(out, values, |v| f16::from_f32(v).to_le_bytes()),
+                    Storage::F32 => fill(out, values, f32::to_le_bytes),
+                    Storage::Nvfp4 => bail!(Internal, "an embedding is dense"),
+                }
             }
-            Ok(())
-        },
-    )?;
+            checkpoint.release(entry, some);
+        }
+        Ok(())
+    })?;
     Ok(Some(table))
 }
 

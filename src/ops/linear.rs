@@ -10,7 +10,6 @@ use crate::base::memory::Tag;
 use crate::base::size::product;
 use crate::cpu::{Kind, Packed, ReadDense, ReadNvfp4};
 use crate::cuda::{self, DeviceBuffer, Gpu, Input, LinearScratch, Matrix, Output, Storage};
-use crate::format::nvfp4;
 use crate::tensor::DType;
 
 /// How activations enter a product with an NVFP4 weight.
@@ -142,7 +141,7 @@ impl Linear {
     pub fn row(&self, row: usize, out: &mut [f32]) -> Result<()> {
         match &self.weight {
             Weight::Cpu(packed) => packed.row(row, out),
-            Weight::Cuda(matrix) => matrix_row(matrix, row, out),
+            Weight::Cuda(matrix) => cuda::table_row(matrix, row, out),
         }
     }
 
@@ -184,29 +183,6 @@ fn dense_matrix(
         }
         dtype.from_f32(&values, bytes)
     })
-}
-
-fn matrix_row(matrix: &Matrix, row: usize, out: &mut [f32]) -> Result<()> {
-    if out.len() != matrix.cols() {
-        bail!(
-            InvalidArgument,
-            "{} floats for a row of {}",
-            out.len(),
-            matrix.cols()
-        );
-    }
-    let (values, scales) = matrix.read_row(row)?;
-    match matrix.storage() {
-        Storage::Nvfp4 => {
-            // In the order of the processor's, which a model's fingerprint sees.
-            nvfp4::dequantize(&values, &scales, 1.0, out)?;
-            out.iter_mut().for_each(|v| *v *= matrix.global());
-            Ok(())
-        }
-        Storage::F32 => DType::F32.to_f32(&values, out),
-        Storage::F16 => DType::F16.to_f32(&values, out),
-        Storage::BF16 => DType::BF16.to_f32(&values, out),
-    }
 }
 
 /// `x` `[m, K]` times each weight `[N, K]` transposed, into its output `[m, N]`, f32 accumulate. Weights that share an input

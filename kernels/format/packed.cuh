@@ -1,0 +1,53 @@
+// The order in which an NVFP4 weight lies on the device, which only files that include this one know. Made by linear/pack.cu.
+//
+// A weight [rows, k] is cut into chunks of 8 rows and 128 elements of k, each of them contiguous: 512 bytes of codes, then a
+// scale for each row and block. What is missing at the ends is zeros. Chunks of the same rows follow each other along k.
+//
+// Lane l of a warp takes 16 bytes of codes: with g = l / 4 and t = l % 4, elements 4 t to 4 t + 3 of each block of row g. Word j
+// of them holds two blocks, 2 j in its low and 2 j + 1 in its high half, so that element i of both makes a pair of f16 whose
+// scales are neighbours too. Within a half, the bits of the four elements lie where the fewest operations bring sign and
+// magnitude to their places in an f16:
+//     15     14     13     12     11-9         8-6          5-3          2-0
+//     sign 0 sign 2 sign 3 sign 1 magnitude 0  magnitude 1  magnitude 2  magnitude 3
+#pragma once
+#include "format/nvfp4.cuh"
+
+constexpr int CHUNK_ROWS = 8;
+constexpr int CHUNK_K = 128;
+constexpr int CHUNK_BLOCKS = CHUNK_K / BLOCK;
+constexpr int CHUNK_CODES = CHUNK_ROWS * CHUNK_K / 2;
+constexpr int CHUNK_BYTES = CHUNK_CODES + CHUNK_ROWS * CHUNK_BLOCKS;
+static_assert(CHUNK_CODES == WARP * 16, "16 bytes of codes for a lane");
+static_assert(CHUNK_BYTES % 16 == 0, "chunks are copied in 16-byte pieces");
+
+// Where the sign and the lowest bit of the magnitude of element i stand in a half.
+__host__ __device__ constexpr int sign_bit(int i) { return i == 0 ? 15 : i == 1 ? 12 : i == 2 ? 14 : 13; }
+__host__ __device__ constexpr int magnitude_bit(int i) { return 9 - 3 * i; }
+
+// The four pairs of a word as f16 times 2^-14: element i of both blocks.
+__device__ __forceinline__ void decode_word(u32 word, u32 (&pairs)[4]) {
+    constexpr u32 CODES = SIGNS | MAGNITUDES;
+    pairs[0] = word & CODES;
+    pairs[1] = (word << 3) & CODES;
+    pairs[2] = ((word << 6) & MAGNITUDES) | ((word << 1) & SIGNS);
+    pairs[3] = ((word << 9) & MAGNITUDES) | ((word << 2) & SIGNS);
+}
+
+// Four codes, the first one lowest, as a half.
+__device__ __forceinline__ u32 pack_half(u32 codes) {
+    u32 half = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        u32 code = codes >> (4 * i);
+        half |= (code >> 3 & 1) << sign_bit(i) | (code & 7) << magnitude_bit(i);
+    }
+    return half;
+}
+__device__ __forceinline__ u32 code_of_half(u32 half, int i) {
+    return (half >> sign_bit(i) & 1) << 3 | (half >> magnitude_bit(i) & 7);
+}
+
+// The chunk that row and k are in, of a weight with `chunks` of them along k.
+__device__ __forceinline__ const u8* chunk_of(const u8* weight, int chunks, int row, int k) {
+    return weight + ((size_t)(row / CHUNK_ROWS) * chunks + k / CHUNK_K) * CHUNK_BYTES;
+}

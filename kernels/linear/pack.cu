@@ -1,0 +1,35 @@
+// Rows of an NVFP4 weight from the order of files to the order of format/packed.cuh.
+#include "common/ptx.cuh"
+#include "format/packed.cuh"
+
+struct Arguments {
+    const u8* codes;    // [rows, k / 2]
+    const u8* scales;   // [rows, k / 16]
+    u8* chunks;         // those of these rows
+    int rows;
+    int k;
+};
+
+constexpr int THREADS = 256;
+constexpr int WORDS = CHUNK_CODES / 4;
+
+// A thread to a word of codes; half of them also take a scale. Grid: (words of the chunks along k / THREADS, rows / 8)
+extern "C" __global__ void __launch_bounds__(THREADS) linear_pack(const __grid_constant__ Arguments a) {
+    wait_for_earlier_kernels();
+    int chunks = ceil_div(a.k, CHUNK_K), index = blockIdx.x * THREADS + threadIdx.x;
+    int chunk = index / WORDS, word = index % WORDS;
+    if (chunk >= chunks) return;
+    u8* out = a.chunks + ((size_t)blockIdx.y * chunks + chunk) * CHUNK_BYTES;
+    int lane = word / 4, j = word % 4, row = blockIdx.y * CHUNK_ROWS + lane / 4;
+    u32 packed = 0;
+    for (int half = 0; half < 2; half++) {
+        int k = chunk * CHUNK_K + (2 * j + half) * BLOCK + lane % 4 * 4;
+        if (row < a.rows && k < a.k) packed |= pack_half(*(const u16*)(a.codes + ((size_t)row * a.k + k) / 2)) << (16 * half);
+    }
+    ((u32*)out)[word] = packed;
+    if (word < CHUNK_ROWS * CHUNK_BLOCKS) {
+        int r = blockIdx.y * CHUNK_ROWS + word / CHUNK_BLOCKS, block = chunk * CHUNK_BLOCKS + word % CHUNK_BLOCKS;
+        bool inside = r < a.rows && block < a.k / BLOCK;
+        out[CHUNK_CODES + word] = inside ? a.scales[(size_t)r * (a.k / BLOCK) + block] : 0;
+    }
+}

@@ -1,0 +1,211 @@
+// Products of some tens of rows with NVFP4 weights: y[m, n] = sum over k of x[m, k] w[n, k], for f16 x.
+//
+// A block takes 64 output features, 16 to a warp, and up to COLUMNS rows of activations, and goes along K a chunk of
+// format/packed.cuh at a time. Weights are the A operand of the matrix instruction, decoded once for all rows; activations are
+// the B operand, in the order of K that the codes of a lane have: elements 4 t to 4 t + 3 of a block.
+//
+// Where that makes too few blocks, several share a tile, each with a range of K; the last of them to finish adds up all parts
+// in order. K must be a multiple of 16.
+#include "common/ptx.cuh"
+#include "format/packed.cuh"
+
+enum Output { STORE_F32, STORE_F16, ADD_F32 };
+
+constexpr int WARPS = 4;
+constexpr int THREADS = WARPS * WARP;
+constexpr int FEATURES = WARPS * 16;
+constexpr int STAGES = 3;
+constexpr int MATRICES = 3;
+constexpr int X_LINE = CHUNK_K * 2;                         // bytes of a row's activations in a stage
+constexpr int X_PIECES = X_LINE / 16;
+constexpr int CHUNK_PIECES = CHUNK_BYTES / 16;
+constexpr int WEIGHT_BYTES = FEATURES / CHUNK_ROWS * CHUNK_BYTES;
+constexpr int WEIGHT_PIECES = WEIGHT_BYTES / 16;
+static_assert(THREADS % X_PIECES == 0, "a thread copies the same piece of several rows");
+
+struct Matrix {
+    const u8* chunks;   // see format/packed.cuh
+    const float* bias;  // [rows] or null
+    float global;
+    int rows;
+};
+
+struct Arguments {
+    const u16* x;               // f16 [m, k]
+    void* out;                  // [m, out_stride]; the matrices' features follow each other
+    float* partial;             // [tiles, row blocks, parts, COLUMNS, FEATURES] if there are several parts
+    u32* arrived;               // [tiles, row blocks], zero; left zero
+    Matrix matrix[MATRICES];
+    int matrices;
+    int m;
+    int k;
+    int out_stride;
+    int output;
+};
+
+// Where a piece of 16 bytes of row m stands: four neighbouring rows meet in no bank.
+__device__ __forceinline__ int piece_at(int m, int piece) { return m * X_LINE + ((piece ^ (m % 4 * 2)) * 16); }
+
+template <int COLUMNS>
+__device__ __forceinline__ void run(const Arguments& a) {
+    constexpr int STAGE_BYTES = WEIGHT_BYTES + COLUMNS * X_LINE, TILES = COLUMNS / 8;
+    constexpr int WEIGHT_COPIES = ceil_div(WEIGHT_PIECES, THREADS), ROW_STEP = THREADS / X_PIECES, X_COPIES = ceil_div(COLUMNS, ROW_STEP);
+    extern __shared__ __align__(128) char shared[];
+    __shared__ bool last;
+    int thread = threadIdx.x, warp = thread / WARP, lane = thread % WARP, g = lane / 4, t = lane % 4;
+    int chunks = ceil_div(a.k, CHUNK_K), part = blockIdx.z, parts = gridDim.z;
+    int begin = chunks * part / parts, end = chunks * (part + 1) / parts;
+    int first_row = blockIdx.y * COLUMNS, rows = min(COLUMNS, a.m - first_row);
+
+    int tile = blockIdx.x, column = 0, index = 0;
+    while (index < a.matrices - 1 && tile >= ceil_div(a.matrix[index].rows, FEATURES)) {
+        tile -= ceil_div(a.matrix[index].rows, FEATURES);
+        column += a.matrix[index++].rows;
+    }
+    const Matrix& w = a.matrix[index];
+    int first_feature = tile * FEATURES, last_line = ceil_div(w.rows, CHUNK_ROWS) - 1;
+
+    // Features past the end repeat the last; their sums are dropped.
+    const u8* weight_from[WEIGHT_COPIES];
+#pragma unroll
+    for (int i = 0; i < WEIGHT_COPIES; i++) {
+        int piece = thread + i * THREADS;
+        int line = min(first_feature / CHUNK_ROWS + piece / CHUNK_PIECES, last_line);
+        weight_from[i] = w.chunks + ((size_t)line * chunks + begin) * CHUNK_BYTES + piece % CHUNK_PIECES * 16;
+    }
+    int x_piece = thread % X_PIECES, x_row = thread / X_PIECES;
+    const u16* x_from = a.x + (size_t)(first_row + x_row) * a.k + begin * CHUNK_K + x_piece * 8;
+    auto load_weights = [&](int step) {
+        char* stage = shared + step % STAGES * STAGE_BYTES;
+#pragma unroll
+        for (int i = 0; i < WEIGHT_COPIES; i++) {
+            int piece = thread + i * THREADS;
+            if (piece < WEIGHT_PIECES) copy_async_16(shared_address(stage + piece * 16), weight_from[i] + (size_t)step * CHUNK_BYTES, 16);
+        }
+    };
+    // Past the end of K and of the rows stand zeros.
+    auto load_x = [&](int step) {
+        char* stage = shared + step % STAGES * STAGE_BYTES + WEIGHT_BYTES;
+        bool inside = (begin + step) * CHUNK_K + x_piece * 8 < a.k;
+#pragma unroll
+        for (int i = 0; i < X_COPIES; i++) {
+            int m = x_row + i * ROW_STEP;
+            if (COLUMNS % ROW_STEP != 0 && m >= COLUMNS) break;
+            bool there = inside && m < rows;
+            const u16* from = there ? x_from + step * CHUNK_K + (size_t)(i * ROW_STEP) * a.k : a.x;
+            copy_async_16(shared_address(stage + piece_at(m, x_piece)), from, there ? 16 : 0);
+        }
+    };
+
+    // Weights depend on no earlier kernel.
+    int steps = end - begin;
+#pragma unroll
+    for (int i = 0; i < STAGES - 1; i++) {
+        if (i < steps) load_weights(i);
+    }
+    wait_for_earlier_kernels();
+    let_later_kernels_start();
+#pragma unroll
+    for (int i = 0; i < STAGES - 1; i++) {
+        if (i < steps) load_x(i);
+        copy_async_commit();
+    }
+
+    // Of piece_at(), what is the lane's.
+    int x_lane = g * X_LINE + t * 8, turn = g % 4 * 32;
+    float c[TILES][4] = {};
+    for (int step = 0; step < steps; step++) {
+        copy_async_wait<STAGES - 2>();
+        __syncthreads();
+        if (step + STAGES - 1 < steps) {
+            load_weights(step + STAGES - 1);
+            load_x(step + STAGES - 1);
+        }
+        copy_async_commit();
+        const char* stage = shared + step % STAGES * STAGE_BYTES;
+        const char *low = stage + 2 * warp * CHUNK_BYTES, *high = low + CHUNK_BYTES, *x = stage + WEIGHT_BYTES;
+        uint4 low_codes = *(const uint4*)(low + lane * 16), high_codes = *(const uint4*)(high + lane * 16);
+        uint2 low_scales = *(const uint2*)(low + CHUNK_CODES + g * CHUNK_BLOCKS);
+        uint2 high_scales = *(const uint2*)(high + CHUNK_CODES + g * CHUNK_BLOCKS);
+        u32 words_low[4] = {low_codes.x, low_codes.y, low_codes.z, low_codes.w};
+        u32 words_high[4] = {high_codes.x, high_codes.y, high_codes.z, high_codes.w};
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            u32 u[4], v[4];
+            decode_word(words_low[j], u);
+            decode_word(words_high[j], v);
+            u32 su = scale_pair((j < 2 ? low_scales.x : low_scales.y) >> (j % 2 * 16));
+            u32 sv = scale_pair((j < 2 ? high_scales.x : high_scales.y) >> (j % 2 * 16));
+#pragma unroll
+            for (int p = 0; p < 4; p++) {
+                u[p] = mul_f16(u[p], su);
+                v[p] = mul_f16(v[p], sv);
+            }
+            // Pairs of both blocks become neighbours of one.
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                u32 select = half ? 0x7632 : 0x5410;
+                u32 a0 = __byte_perm(u[0], u[1], select), a1 = __byte_perm(v[0], v[1], select);
+                u32 a2 = __byte_perm(u[2], u[3], select), a3 = __byte_perm(v[2], v[3], select);
+                const char* from = x + x_lane + (((2 * j + half) * 32) ^ turn);
+#pragma unroll
+                for (int i = 0; i < TILES; i++) {
+                    uint2 b = *(const uint2*)(from + i * 8 * X_LINE);
+                    mma_f16(c[i], a0, a1, a2, a3, b.x, b.y);
+                }
+            }
+        }
+    }
+
+    float global = w.global * WEIGHT_FACTOR;
+    auto store = [&](int m, int feature, float sum) {
+        int row = first_feature + feature;
+        if (m >= rows || row >= w.rows) return;
+        sum *= global;
+        if (w.bias) sum += w.bias[row];
+        size_t at = (size_t)(first_row + m) * a.out_stride + column + row;
+        if (a.output == STORE_F32) ((float*)a.out)[at] = sum;
+        if (a.output == ADD_F32) ((float*)a.out)[at] += sum;
+        if (a.output == STORE_F16) ((u16*)a.out)[at] = to_f16(sum);
+    };
+    // Sum i of a lane: of this row of activations and this feature.
+    auto row_of = [&](int tile, int i) { return 8 * tile + 2 * t + i % 2; };
+    auto feature_of = [&](int i) { return warp * 16 + g + i / 2 * 8; };
+    if (parts == 1) {
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) store(row_of(tile, i), feature_of(i), c[tile][i]);
+        }
+        return;
+    }
+    int block = blockIdx.x * gridDim.y + blockIdx.y;
+    float* sums = a.partial + (size_t)block * parts * COLUMNS * FEATURES;
+    float* mine = sums + part * COLUMNS * FEATURES;
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) mine[row_of(tile, i) * FEATURES + feature_of(i)] = c[tile][i];
+    }
+    __threadfence();
+    __syncthreads();
+    if (thread == 0) {
+        last = atomic_add_release_acquire(a.arrived + block, 1) == parts - 1;
+        if (last) a.arrived[block] = 0;
+    }
+    __syncthreads();
+    if (!last) return;
+    __threadfence();
+    for (int i = thread; i < rows * FEATURES; i += THREADS) {
+        float sum = 0;
+        for (int p = 0; p < parts; p++) sum += sums[p * COLUMNS * FEATURES + i];
+        store(i / FEATURES, i % FEATURES, sum);
+    }
+}
+
+#define KERNEL(COLUMNS) \
+    extern "C" __global__ void __launch_bounds__(THREADS, 3) linear_tiled_##COLUMNS(const __grid_constant__ Arguments a) { run<COLUMNS>(a); }
+
+KERNEL(16)
+KERNEL(32)
+KERNEL(64)

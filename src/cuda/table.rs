@@ -1,0 +1,100 @@
+//! Tables whose rows are looked up: a weight on the device, or rows that stay in page-locked host memory, which the device reads
+//! over the bus. A token takes one row, so an embedding need not fill device memory.
+
+use super::elementwise::{self, TableArgument};
+use super::gpu::Gpu;
+use super::linear::{Matrix, Storage};
+use super::memory::{DeviceBuffer, Pinned};
+use crate::base::Result;
+use crate::base::error::bail;
+use crate::base::memory::Tag;
+use crate::base::size::product;
+
+/// Rows `[rows, width]` of plain values in page-locked host memory. Immutable.
+#[derive(Debug)]
+pub struct HostTable {
+    values: Pinned,
+    storage: Storage,
+    width: usize,
+}
+
+impl HostTable {
+    /// `rows` rows of `width` values; `fill` writes the bytes of all of them.
+    pub fn new(
+        gpu: &Gpu,
+        rows: usize,
+        width: usize,
+        storage: Storage,
+        fill: impl FnOnce(&mut [u8]) -> Result<()>,
+    ) -> Result<HostTable> {
+        let Some(element) = storage.element_bytes() else {
+            bail!(Internal, "a table of {storage:?} values in host memory");
+        };
+        let bytes = product("a table", &[rows, width, element])?;
+        let mut values = Pinned::new(gpu, Tag::Weights, bytes)?;
+        fill(values.bytes_mut())?;
+        Ok(HostTable {
+            values,
+            storage,
+            width,
+        })
+    }
+
+    /// Its size.
+    pub fn bytes(&self) -> usize {
+        self.values.bytes().len()
+    }
+}
+
+/// A table to look rows up in.
+#[derive(Clone, Copy)]
+pub enum Table<'a> {
+    /// On the device.
+    Device(&'a Matrix),
+    /// In host memory.
+    Host(&'a HostTable),
+}
+
+/// Looks up `rows` tokens (i32, each less than the table's rows) into f32 `out` `[rows, width]`.
+pub fn embed(
+    gpu: &Gpu,
+    table: Table<'_>,
+    tokens: &DeviceBuffer,
+    rows: usize,
+    out: &DeviceBuffer,
+) -> Result<()> {
+    let argument = match table {
+        Table::Device(w) => TableArgument {
+            address: w.address(),
+            global: w.global(),
+            storage: w.storage(),
+            width: w.cols(),
+        },
+        Table::Host(t) => TableArgument {
+            address: t.values.address(),
+            global: 1.0,
+            storage: t.storage,
+            width: t.width,
+        },
+    };
+    elementwise::embed(gpu, &argument, tokens, rows, out)
+}
+
+/// The exact values of one row of a weight, brought to the host: `out` takes as many as a row has.
+pub fn table_row(table: &Matrix, row: usize, out: &mut [f32]) -> Result<()> {
+    if row >= table.rows() || out.len() != table.cols() {
+        bail!(
+            InvalidArgument,
+            "{} floats for row {row} of a matrix of [{}, {}]",
+            out.len(),
+            table.rows(),
+            table.cols()
+        );
+    }
+    let gpu = table.gpu();
+    let token =
+        DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, &[super::gpu::int("the row", row)?])?;
+    let values = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, out.len() * 4)?;
+    embed(gpu, Table::Device(table), &token, 1, &values)?;
+    values.read(0, out)
+}
