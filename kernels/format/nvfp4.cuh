@@ -27,8 +27,17 @@ __device__ __forceinline__ void decode_pairs(u32 codes, u32 (&pairs)[4]) {
 
 // Two scales (bytes 0 and 1 of `bytes`) as f16 times 2^6: exact, and below the largest f16.
 __device__ __forceinline__ u32 scale_pair(u32 bytes) { return mul_f16(__byte_perm(bytes, 0, 0x4140) << 7, TWO_14); }
+// The same for bytes 0 and 2.
+__device__ __forceinline__ u32 scale_pair_apart(u32 bytes) { return mul_f16((bytes & 0x00ff00ff) << 7, TWO_14); }
 __device__ __forceinline__ u32 both_low(u32 pair) { return __byte_perm(pair, 0, 0x1010); }
 __device__ __forceinline__ u32 both_high(u32 pair) { return __byte_perm(pair, 0, 0x3232); }
+
+// Eight codes as four pairs times their scale, which both halves of `scale` hold as scale_pair() gives it: the values times 2^-8.
+__device__ __forceinline__ void decode_scaled(u32 codes, u32 scale, u32 (&pairs)[4]) {
+    decode_pairs(codes, pairs);
+#pragma unroll
+    for (int j = 0; j < 4; j++) pairs[j] = mul_f16(pairs[j], scale);
+}
 
 // An e4m3 scale as a float. The sign of a scale is never set.
 __device__ __forceinline__ float scale_to_float(u8 byte) {
