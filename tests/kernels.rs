@@ -1,7 +1,7 @@
 //! Every kernel for every architecture, compiled without a GPU: what the assembler reports, that tensor cores are used where
 //! they should be, and that a launcher passes as many bytes as its kernel takes. Without NVRTC every test says SKIPPED, unless
 //! NVFP4_REQUIRE names `nvrtc`; what disassembles is skipped without nvdisasm, unless it names `nvdisasm`.
-//! `tests/kernels/run.sh` installs both.
+//! `tests/kernels/run.sh` installs both. What no GPU at hand can run is emulated, which takes g++.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -278,7 +278,7 @@ fn scaled_products_are_right_on_an_emulated_gpu() {
         let program = Path::new(env!("CARGO_TARGET_TMPDIR"))
             .join(format!("scaled-mm-{arch}-{}", std::process::id()));
         let compiled = Command::new("g++")
-            .args(["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror"])
+            .args(["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror"])
             .arg("-Wno-unknown-pragmas")
             .arg(format!("-D__CUDA_ARCH__={arch}"))
             .arg("-I")

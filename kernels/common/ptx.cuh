@@ -53,7 +53,8 @@ __device__ __forceinline__ void mma_f16(float (&c)[4], u32 a0, u32 a1, u32 a2, u
 #define HAS_FP4_MMA (__CUDA_ARCH__ >= 1200 && __CUDA_ARCH__ < 1300)
 
 #if HAS_FP4_MMA
-// m16n8k64 of e2m1, with a scale for each 16 along K. Lane l holds, with g and t as above:
+// m16n8k64 of e2m1, with a scale for each 16 along K (PTX ISA 9.2: "Matrix Fragments for mma.m16n8k64" and "Block Scaling for
+// mma.sync", with selectors 0). Lane l holds, with g and t as above:
 //   A: rows g, g + 8, g, g + 8; columns 8t, 8t, 8t + 32, 8t + 32 (eight neighbours in each word, the first lowest)
 //   B: column g; rows 8t and 8t + 32 (eight neighbours in each word)
 //   scales of A: the four of row g if t = 0, of row g + 8 if t = 1, the first lowest; those of t = 2 and 3 are not read

@@ -135,7 +135,7 @@ pub enum Way {
 /// The first architecture whose warps multiply e2m1 codes.
 const MULTIPLIES_CODES: (i32, i32) = (12, 0);
 /// Rows of both operands from which the library is faster than decoding on the way, copies included.
-const LIBRARY_ROWS: usize = 256;
+const LIBRARY_ROWS: usize = 128;
 
 impl Way {
     /// The way for `[m, k]` times `[n, k]` on a device of this architecture with this many multiprocessors, and the library if
@@ -154,13 +154,16 @@ impl Way {
             let (rows, columns) = tile.size();
             m.div_ceil(rows) * n.div_ceil(columns)
         };
-        if m <= Tile::Small.size().0 {
-            Way::Kernel(Tile::Small)
-        } else if tiles(Tile::Large) >= multiprocessors {
-            Way::Kernel(Tile::Large)
+        // The larger a tile, the less it reads, once there are enough of them.
+        Way::Kernel(if m <= Tile::Small.size().0 {
+            Tile::Small
+        } else if m > Tile::Medium.size().0 && tiles(Tile::Large) >= multiprocessors {
+            Tile::Large
+        } else if 2 * tiles(Tile::Medium) >= multiprocessors {
+            Tile::Medium
         } else {
-            Way::Kernel(Tile::Medium)
-        }
+            Tile::Small
+        })
     }
 }
 
@@ -523,8 +526,11 @@ mod tests {
             for m in [1, 16] {
                 assert_eq!(choose(m, 6144, H200, library), Way::Kernel(Tile::Small));
             }
-            assert_eq!(choose(17, 2560, H200, library), Way::Kernel(Tile::Medium));
-            assert_eq!(choose(128, 19_456, H200, library), Way::Kernel(Tile::Large));
+            assert_eq!(choose(17, 2560, H200, library), Way::Kernel(Tile::Small));
+            for n in [6144, 19_456] {
+                assert_eq!(choose(64, n, H200, library), Way::Kernel(Tile::Medium));
+            }
+            assert_eq!(choose(100, 19_456, H200, library), Way::Kernel(Tile::Large));
         }
     }
 

@@ -1,4 +1,4 @@
-// The instructions of kernels/common/ptx.cuh as the PTX ISA describes them, for kernels that run on the processor. An
+// The instructions of kernels/common/ptx.cuh as the PTX ISA 9.2 describes them, for kernels that run on the processor. An
 // asynchronous copy happens no sooner than its thread waits for it.
 #pragma once
 #include <cmath>
