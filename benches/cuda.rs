@@ -10,14 +10,18 @@ use std::time::Instant;
 use NVFP4::base::memory::Tag;
 use NVFP4::cuda::{
     self, DeviceBuffer, Gpu, Graph, Heads, Input, LinearScratch, Matrix, Output, PAGE, PageTable,
-    Plan, Rows,
+    Plan, Rows, ScaledTile, Way,
 };
 use NVFP4::format::nvfp4::BLOCK;
 use NVFP4::format::random;
+use NVFP4::format::swizzle::ScaleLayout;
+use NVFP4::tensor::DType;
 
 /// Several times the second-level cache.
 const ROTATION: usize = 400 << 20;
 const REPLAYS: usize = 21;
+/// Of measuring in turns.
+const ROUNDS: usize = 11;
 /// Query heads, key/value heads, and elements of one.
 const HEADS: usize = 32;
 const KV_HEADS: usize = 8;
@@ -119,12 +123,121 @@ fn main() {
     };
     let bandwidth = cuda::read_bandwidth(&gpu).unwrap();
     println!("{gpu:?}: reads {:.0} GB/s", bandwidth / 1e9);
+    if only.is_empty() || only.iter().any(|o| o == "scaled_mm") {
+        scaled_mm(&gpu);
+    }
     products(&gpu, bandwidth, &only);
     if only.is_empty() || only.iter().any(|o| o == "chain") {
         chain(&gpu);
     }
     if only.is_empty() || only.iter().any(|o| o == "attention") {
         attention(&gpu);
+    }
+}
+
+/// W4A4 products at the shapes of a layer, beside the library's of dense bf16 matrices of the same shape, in turns.
+fn scaled_mm(gpu: &Arc<Gpu>) {
+    println!(
+        "{:9} {:>5} {:>14} {:>14} {:>9} {:>8} {:>9} {:>8} {:>6}",
+        "scaled_mm", "m", "n x k", "way", "us", "TFLOP/s", "bf16 us", "TFLOP/s", "ratio"
+    );
+    let bytes = |count: usize, seed: u64, change: fn(u64) -> u64| {
+        let words: Vec<u64> = (0..count.div_ceil(8) as u64)
+            .map(|i| change(random::bits(seed, i)))
+            .collect();
+        DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, &words).unwrap()
+    };
+    let codes = |rows: usize, k: usize, seed| bytes(rows * k / 2, seed, |bits| bits);
+    // Between 1/4 and 4.
+    let scales = |rows: usize, k: usize, seed| {
+        bytes(rows * k / BLOCK, seed, |bits| {
+            (bits & 0x1f1f_1f1f_1f1f_1f1f) + 0x2828_2828_2828_2828
+        })
+    };
+    // Magnitudes between 1/2 and 2, of either sign.
+    let dense = |rows: usize, k: usize, seed| {
+        bytes(rows * k * 2, seed, |bits| {
+            bits & 0x80ff_80ff_80ff_80ff | 0x3f00_3f00_3f00_3f00
+        })
+    };
+    for (n, k) in [(6144, 2560), (2560, 4096), (19_456, 2560), (2560, 9728)] {
+        let copies = (ROTATION / 2).div_ceil(n * k / 2) as u64;
+        let all_b: Vec<_> = (0..copies)
+            .map(|c| (codes(n, k, 3 + 2 * c), scales(n, k, 4 + 2 * c)))
+            .collect();
+        let all_w: Vec<_> = (0..copies).map(|c| dense(n, k, 6 + c)).collect();
+        for m in [1, 16, 64, 128, 256, 512, 1024, 4096] {
+            // Weights come from memory where they are most of the work.
+            let copies = if m < 256 { all_b.len() } else { 1 };
+            let (b, w) = (&all_b[..copies], &all_w[..copies]);
+            let (a_codes, a_scales) = (codes(m, k, 1), scales(m, k, 2));
+
+            let operand = |codes, scales, rows| {
+                cuda::Operand::new(codes, scales, ScaleLayout::Linear, rows, k, 1e-3).unwrap()
+            };
+            let a = operand(&a_codes, &a_scales, m);
+            let x = dense(m, k, 5);
+
+            let out = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, m * n * 2).unwrap();
+            let ours = |way: Way| {
+                for (codes, scales) in b {
+                    let b = operand(codes, scales, n);
+                    cuda::scaled_mm_by(gpu, &a, &b, DType::BF16, &out, way).unwrap();
+                }
+            };
+            let theirs = || {
+                for w in w {
+                    cuda::dense_mm(gpu, &x, w, (m, n, k), DType::BF16, &out).unwrap();
+                }
+            };
+            let seconds = |run: &dyn Fn()| {
+                /// Enough to hide what the host does.
+                const RUNS: usize = 8;
+
+                gpu.synchronize().unwrap();
+                let start = Instant::now();
+                (0..RUNS.div_ceil(copies)).for_each(|_| run());
+                gpu.synchronize().unwrap();
+                start.elapsed().as_secs_f64() / (RUNS.div_ceil(copies) * copies) as f64
+            };
+            let has_library = gpu.blas_unavailable().is_none();
+            let chosen = Way::choose(m, n, gpu.arch(), gpu.multiprocessors(), has_library);
+            let ways = [
+                (Way::Kernel(ScaledTile::Small), m <= 64),
+                (Way::Kernel(ScaledTile::Medium), m <= 512),
+                (Way::Kernel(ScaledTile::Large), m >= 64),
+                (Way::Library, m >= 64 && has_library),
+            ];
+            for (way, _) in ways.into_iter().filter(|(_, sensible)| *sensible) {
+                ours(way);
+                let mut times: [Vec<f64>; 2] = Default::default();
+                for _ in 0..ROUNDS {
+                    times[0].push(seconds(&|| ours(way)));
+                    if has_library {
+                        times[1].push(seconds(&theirs));
+                    }
+                }
+                let [time, dense] = times.map(|mut times| {
+                    times.sort_by(f64::total_cmp);
+                    times.get(times.len() / 2).copied().unwrap_or(f64::NAN)
+                });
+                let rate = |seconds: f64| 2.0 * (m * n * k) as f64 / seconds / 1e12;
+                println!(
+                    "{:9} {m:5} {:>14} {:>14} {:9.1} {:8.1} {:9.1} {:8.1} {:6.2}",
+                    if way == chosen { "* chosen" } else { "" },
+                    format!("{n} x {k}"),
+                    match way {
+                        Way::Kernel(tile) => format!("{tile:?}"),
+                        Way::Library => "library".into(),
+                    },
+                    time * 1e6,
+                    rate(time),
+                    dense * 1e6,
+                    rate(dense),
+                    dense / time
+                );
+            }
+        }
     }
 }
 

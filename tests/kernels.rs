@@ -1,7 +1,7 @@
 //! Every kernel for every architecture, compiled without a GPU: what the assembler reports, that tensor cores are used where
 //! they should be, and that a launcher passes as many bytes as its kernel takes. Without NVRTC every test says SKIPPED, unless
 //! NVFP4_REQUIRE names `nvrtc`; what disassembles is skipped without nvdisasm, unless it names `nvdisasm`.
-//! `tests/kernels/run.sh` installs both.
+//! `tests/kernels/run.sh` installs both. What no GPU at hand can run is emulated, which takes g++.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -9,17 +9,21 @@ use std::path::Path;
 use std::process::Command;
 
 use NVFP4::base::{ErrorKind, env};
-use NVFP4::cuda::{self, TARGETS, Unit};
+use NVFP4::cuda::{self, ScaledTile, TARGETS, Unit};
 
-/// Units whose every kernel multiplies on tensor cores.
-const TENSOR_CORES: &[Unit] = &[
-    Unit::LinearSmall,
-    Unit::LinearTiled,
-    Unit::AttentionDecode,
-    Unit::AttentionPrefill,
-];
-/// Their instruction, on all architectures that there are.
-const MULTIPLY: &str = "HMMA.16816.F32";
+/// The instruction by which every kernel of a unit multiplies on tensor cores, of the units whose kernels do.
+fn multiply(unit: Unit, target: &str) -> Option<&'static str> {
+    const F16: &str = "HMMA.16816.F32";
+    const NVFP4: &str = "OMMA.SF.16864.F32.E2M1.E2M1.UE4M3.4X";
+    match unit {
+        Unit::LinearSmall | Unit::LinearTiled | Unit::AttentionDecode | Unit::AttentionPrefill => {
+            Some(F16)
+        }
+        Unit::ScaledMmProduct if target.starts_with("sm_12") => Some(NVFP4),
+        Unit::ScaledMmProduct => Some(F16),
+        _ => None,
+    }
+}
 
 /// Spills that a kernel may have: the end of its name, the architecture (all, if empty), bytes of stores and loads together, and
 /// why. All other kernels must have none.
@@ -231,9 +235,9 @@ fn check(target: &str) {
         let usage = usage(&report);
         let kernels = parameter_bytes(&image);
         assert!(!kernels.is_empty(), "{}: no kernels", unit.path());
-        let multiplying = TENSOR_CORES
-            .contains(&unit)
-            .then(|| functions_with(MULTIPLY, &image, &format!("{unit:?}-{target}")))
+        let multiply = multiply(unit, target).unwrap_or_default();
+        let multiplying = (!multiply.is_empty())
+            .then(|| functions_with(multiply, &image, &format!("{unit:?}-{target}")))
             .flatten();
         let mut complain = |kernel: &str, what: &str| {
             writeln!(complaints, "  {}: {kernel}: {what}", unit.path()).unwrap()
@@ -259,7 +263,7 @@ fn check(target: &str) {
                 None => complain(kernel, "no launcher's ARGUMENTS in src/cuda name it"),
             }
             if multiplying.as_ref().is_some_and(|m| !m.contains(kernel)) {
-                complain(kernel, &format!("has no {MULTIPLY}"));
+                complain(kernel, &format!("has no {multiply}"));
             }
         }
     }
@@ -278,6 +282,54 @@ macro_rules! targets {
 }
 
 targets! { sm_80 sm_89 sm_90a sm_100a sm_120a sm_121a }
+
+/// Kernels of scaled_mm from their sources, on the processor: with f16 tensor cores, and with those that multiply e2m1, which
+/// the instruction's description stands in for. And a launcher asks for a block as its kernel is.
+#[test]
+fn scaled_products_are_right_on_an_emulated_gpu() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    for arch in [800, 1200] {
+        let program = Path::new(env!("CARGO_TARGET_TMPDIR"))
+            .join(format!("scaled-mm-{arch}-{}", std::process::id()));
+        let compiled = Command::new("g++")
+            .args(["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror"])
+            .arg("-Wno-unknown-pragmas")
+            .arg(format!("-D__CUDA_ARCH__={arch}"))
+            .arg("-I")
+            .arg(root.join("tests/kernels/emulated"))
+            .arg("-I")
+            .arg(root.join("kernels"))
+            .arg(root.join("tests/kernels/emulated/scaled_mm.cpp"))
+            .arg("-o")
+            .arg(&program)
+            .output();
+        let compiled = match compiled {
+            Ok(output) => output,
+            Err(e) => {
+                assert!(!is_required("g++"), "NVFP4_REQUIRE names g++: {e}");
+                println!("SKIPPED kernels on an emulated GPU: g++: {e}");
+                return;
+            }
+        };
+        let said = String::from_utf8_lossy(&compiled.stderr);
+        assert!(compiled.status.success(), "{said}");
+        let output = Command::new(&program).output().unwrap();
+        std::fs::remove_file(&program).unwrap();
+        let said = String::from_utf8(output.stdout).unwrap();
+        let mut wanted = String::new();
+        for tile in ScaledTile::ALL {
+            let (threads, shared) = tile.block();
+            writeln!(
+                wanted,
+                "{}: {threads} threads, {shared} bytes",
+                tile.kernel()
+            )
+            .unwrap();
+        }
+        wanted.push_str("ok\n");
+        assert_eq!(said, wanted, "for {arch}: {}", output.status);
+    }
+}
 
 #[test]
 fn reports_are_read_and_spills_refused() {

@@ -1,5 +1,5 @@
 // Inline PTX, and the only place for it. Each function is one instruction, or what stands for it where an architecture lacks
-// it. All matrix products are warp-wide m16n8k16 with f32 accumulation; lane l holds, with g = l / 4 and t = l % 4:
+// it. Matrix products are warp-wide with f32 accumulation. In those of shape m16n8k16 lane l holds, with g = l / 4 and t = l % 4:
 //   A: rows g, g + 8, g, g + 8; columns 2t, 2t, 2t + 8, 2t + 8 (two neighbours in each word)
 //   B: column g; rows 2t and 2t + 8 (two neighbours in each word)
 //   C: (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1)
@@ -58,6 +58,25 @@ __device__ __forceinline__ void mma_f16(float (&c)[4], u32 a0, u32 a1, u32 a2, u
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// Whether tensor cores multiply e2m1 codes together with e4m3 scales, by an instruction of a warp.
+#define HAS_FP4_MMA (__CUDA_ARCH__ >= 1200 && __CUDA_ARCH__ < 1300)
+
+#if HAS_FP4_MMA
+// m16n8k64 of e2m1, with a scale for each 16 along K (PTX ISA 9.2: "Matrix Fragments for mma.m16n8k64" and "Block Scaling for
+// mma.sync", with selectors 0). Lane l holds, with g and t as above:
+//   A: rows g, g + 8, g, g + 8; columns 8t, 8t, 8t + 32, 8t + 32 (eight neighbours in each word, the first lowest)
+//   B: column g; rows 8t and 8t + 32 (eight neighbours in each word)
+//   scales of A: the four of row g if t = 0, of row g + 8 if t = 1, the first lowest; those of t = 2 and 3 are not read
+//   scales of B: the four of column g if t = 0; the others are not read
+// and C as above.
+__device__ __forceinline__ void mma_fp4(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, u32 a_scales, u32 b_scales) {
+    asm("mma.sync.aligned.kind::mxf4nvf4.block_scale.scale_vec::4X.m16n8k64.row.col.f32.e2m1.e2m1.f32.ue4m3 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3}, {%10}, {0, 0}, {%11}, {0, 0};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(a_scales), "r"(b_scales));
+}
+#endif
+
 // Four 8 x 8 matrices of 16-bit elements; lanes 8i to 8i + 7 give the addresses of the rows of matrix i.
 __device__ __forceinline__ void load_matrices(u32 (&r)[4], u32 shared) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -80,6 +99,9 @@ __device__ __forceinline__ void copy_async_16(u32 shared, const void* global, in
 }
 __device__ __forceinline__ void copy_async_8(u32 shared, const void* global, int bytes) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void copy_async_4(u32 shared, const void* global, int bytes) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING>

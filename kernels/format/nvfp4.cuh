@@ -14,19 +14,30 @@ constexpr u32 TWO_8 = 0x5c005c00u;   // 2^8, twice
 constexpr u32 TWO_14 = 0x74007400u;  // 2^14, twice
 static_assert((15 + 8) << 10 == 0x5c00 && (15 + 14) << 10 == 0x7400, "the exponent field of f16 starts at bit 10 with a bias of 15");
 
-// What decoded codes times scale_pair() are to be multiplied by: a code's f16 is its value times 2^-14. The smallest product,
-// 2^-10 of them, is the smallest subnormal of f16.
-constexpr float WEIGHT_FACTOR = 16384.0f;
+// What is left of the powers of two after decode_pairs() and scale_pair(): -14 for the codes, -8 + 14 for the scales.
+constexpr float WEIGHT_FACTOR = 256.0f;  // 2^8
 
-// Two scales (bytes 0 and 1 of `bytes`) as f16, exactly.
-__device__ __forceinline__ u32 scale_pair(u32 bytes) {
-#if __CUDA_ARCH__ >= 890
-    return e4m3_to_f16((u16)bytes);
-#else
-    return mul_f16(__byte_perm(bytes, 0, 0x4140) << 7, TWO_8);
-#endif
+// Eight codes of a word as four pairs of f16 times 2^-14; pair j holds elements j and j + 4.
+__device__ __forceinline__ void decode_pairs(u32 codes, u32 (&pairs)[4]) {
+    pairs[0] = ((codes << 12) & SIGNS) | ((codes << 9) & MAGNITUDES);
+    pairs[1] = ((codes << 8) & SIGNS) | ((codes << 5) & MAGNITUDES);
+    pairs[2] = ((codes << 4) & SIGNS) | ((codes << 1) & MAGNITUDES);
+    pairs[3] = (codes & SIGNS) | ((codes >> 3) & MAGNITUDES);
 }
+
+// Two scales (bytes 0 and 1 of `bytes`) as f16 times 2^6: exact, and below the largest f16.
+__device__ __forceinline__ u32 scale_pair(u32 bytes) { return mul_f16(__byte_perm(bytes, 0, 0x4140) << 7, TWO_14); }
+// The same for bytes 0 and 2.
+__device__ __forceinline__ u32 scale_pair_apart(u32 bytes) { return mul_f16((bytes & 0x00ff00ff) << 7, TWO_14); }
 __device__ __forceinline__ u32 both_low(u32 pair) { return __byte_perm(pair, 0, 0x1010); }
+__device__ __forceinline__ u32 both_high(u32 pair) { return __byte_perm(pair, 0, 0x3232); }
+
+// Eight codes as four pairs times their scale, which both halves of `scale` hold as scale_pair() gives it: the values times 2^-8.
+__device__ __forceinline__ void decode_scaled(u32 codes, u32 scale, u32 (&pairs)[4]) {
+    decode_pairs(codes, pairs);
+#pragma unroll
+    for (int j = 0; j < 4; j++) pairs[j] = mul_f16(pairs[j], scale);
+}
 
 // An e4m3 scale as a float. The sign of a scale is never set.
 __device__ __forceinline__ float scale_to_float(u8 byte) {

@@ -24,6 +24,19 @@ static_assert(CHUNK_BYTES % 16 == 0, "chunks are copied in 16-byte pieces");
 __host__ __device__ constexpr int sign_bit(int i) { return i == 0 ? 15 : i == 1 ? 12 : i == 2 ? 14 : 13; }
 __host__ __device__ constexpr int magnitude_bit(int i) { return 9 - 3 * i; }
 
+// What decode_word() times packed_scales() is to be multiplied by. The smallest such product, of a code of 1/2 and a scale of
+// 2^-9, is the smallest subnormal of f16.
+constexpr float PACKED_FACTOR = 16384.0f;
+
+// Two scales (bytes 0 and 1 of `bytes`) as f16, exactly.
+__device__ __forceinline__ u32 packed_scales(u32 bytes) {
+#if __CUDA_ARCH__ >= 890
+    return e4m3_to_f16((u16)bytes);
+#else
+    return mul_f16(__byte_perm(bytes, 0, 0x4140) << 7, TWO_8);
+#endif
+}
+
 // The four pairs of a word as f16 times 2^-14: element i of both blocks.
 __device__ __forceinline__ void decode_word(u32 word, u32 (&pairs)[4]) {
     constexpr u32 CODES = SIGNS | MAGNITUDES;

@@ -298,8 +298,8 @@ __device__ __forceinline__ void run(const Arguments& a) {
                 u32 u[4], v[4];
                 decode_word(words_low[j], u);
                 decode_word(words_high[j], v);
-                u32 su = scale_pair((j < 2 ? low_scales.x : low_scales.y) >> (j % 2 * 16));
-                u32 sv = scale_pair((j < 2 ? high_scales.x : high_scales.y) >> (j % 2 * 16));
+                u32 su = packed_scales((j < 2 ? low_scales.x : low_scales.y) >> (j % 2 * 16));
+                u32 sv = packed_scales((j < 2 ? high_scales.x : high_scales.y) >> (j % 2 * 16));
 #pragma unroll
                 for (int p = 0; p < 4; p++) {
                     u[p] = mul_f16(u[p], su);
@@ -335,14 +335,14 @@ __device__ __forceinline__ void run(const Arguments& a) {
             if (TILE != ROWS) second += at[SUMS / 2];
         }
         if (TILE == SPLIT) sum += second;
-        sum *= w.global * WEIGHT_FACTOR;
+        sum *= w.global * PACKED_FACTOR;
         if (w.bias) sum += w.bias[row];
         if (OUTPUT == STORE_F32) ((float*)a.out)[place_of.at] = sum;
         if (OUTPUT == ADD_F32) ((float*)a.out)[place_of.at] = before[i] + sum;
         if (OUTPUT == STORE_F16) ((u16*)a.out)[place_of.at] = to_f16(sum);
         if (OUTPUT == SWIGLU_F16) {
             const Matrix& up = a.matrix[1];
-            second *= up.global * WEIGHT_FACTOR;
+            second *= up.global * PACKED_FACTOR;
             if (up.bias) second += up.bias[row];
             ((u16*)a.out)[place_of.at] = to_f16(sum / (1 + __expf(-sum)) * second * a.out_scale);
         }

@@ -134,8 +134,8 @@ __device__ __forceinline__ void run(const Arguments& a) {
             u32 u[4], v[4];
             decode_word(words_low[j], u);
             decode_word(words_high[j], v);
-            u32 su = scale_pair((j < 2 ? low_scales.x : low_scales.y) >> (j % 2 * 16));
-            u32 sv = scale_pair((j < 2 ? high_scales.x : high_scales.y) >> (j % 2 * 16));
+            u32 su = packed_scales((j < 2 ? low_scales.x : low_scales.y) >> (j % 2 * 16));
+            u32 sv = packed_scales((j < 2 ? high_scales.x : high_scales.y) >> (j % 2 * 16));
 #pragma unroll
             for (int p = 0; p < 4; p++) {
                 u[p] = mul_f16(u[p], su);
@@ -157,7 +157,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
         }
     }
 
-    float global = w.global * WEIGHT_FACTOR;
+    float global = w.global * PACKED_FACTOR;
     auto store = [&](int m, int feature, float sum) {
         int row = first_feature + feature;
         if (m >= rows || row >= w.rows) return;

@@ -20,7 +20,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) dequantize_folded(const __
     int row = blockIdx.y * CHUNK_ROWS + lane / 4, k = chunk * CHUNK_K + 2 * j * BLOCK + lane % 4 * 4;
     if (row >= a.rows || k >= a.k) return;
     const u8* from = a.chunks + ((size_t)blockIdx.y * chunks + chunk) * CHUNK_BYTES;
-    u32 pairs[4], scales = scale_pair(*(const u16*)(from + CHUNK_CODES + lane / 4 * CHUNK_BLOCKS + 2 * j));
+    u32 pairs[4], scales = packed_scales(*(const u16*)(from + CHUNK_CODES + lane / 4 * CHUNK_BLOCKS + 2 * j));
     decode_word(((const u32*)from)[word], pairs);
 #pragma unroll
     for (int i = 0; i < 4; i++) pairs[i] = mul_f16(mul_f16(pairs[i], scales), TWO_14);

@@ -24,6 +24,18 @@ pub(super) enum Element {
     Bf16,
 }
 
+/// What becomes of a product.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) enum Store {
+    F32,
+    /// Added to f32.
+    Add,
+    /// Of operands in f16.
+    F16,
+    /// Of operands in bf16.
+    Bf16,
+}
+
 /// What an algorithm was chosen for.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct Shape {
@@ -32,7 +44,7 @@ struct Shape {
     n: usize,
     k: usize,
     stride: usize,
-    output: u8,
+    store: Store,
 }
 
 /// The library's handle and the algorithms it has chosen.
@@ -92,15 +104,42 @@ impl Blas {
         stride: usize,
         workspace: &DeviceBuffer,
     ) -> Result<()> {
+        let store = match output {
+            Output::F32 => Store::F32,
+            Output::Add => Store::Add,
+            Output::F16 => Store::F16,
+            Output::Swiglu => bail!(Internal, "only the fused kernel applies SwiGLU"),
+        };
+        self.multiply(
+            gpu, element, w, n, k, alpha, x, m, store, out, stride, workspace,
+        )
+    }
+
+    /// The same for any type of result.
+    pub(super) fn multiply(
+        &self,
+        gpu: &Gpu,
+        element: Element,
+        w: u64,
+        n: usize,
+        k: usize,
+        alpha: f32,
+        x: u64,
+        m: usize,
+        store: Store,
+        out: u64,
+        stride: usize,
+        workspace: &DeviceBuffer,
+    ) -> Result<()> {
         use sys::cublasLtMatmulDescAttributes_t::{
             CUBLASLT_MATMUL_DESC_TRANSA, CUBLASLT_MATMUL_DESC_TRANSB,
         };
         gpu.bind()?;
-        let (to, beta) = match output {
-            Output::F32 => (sys::cudaDataType_t::CUDA_R_32F, 0f32),
-            Output::Add => (sys::cudaDataType_t::CUDA_R_32F, 1.0),
-            Output::F16 => (sys::cudaDataType_t::CUDA_R_16F, 0.0),
-            Output::Swiglu => bail!(Internal, "only the fused kernel applies SwiGLU"),
+        let (to, beta) = match store {
+            Store::F32 => (sys::cudaDataType_t::CUDA_R_32F, 0f32),
+            Store::Add => (sys::cudaDataType_t::CUDA_R_32F, 1.0),
+            Store::F16 => (sys::cudaDataType_t::CUDA_R_16F, 0.0),
+            Store::Bf16 => (sys::cudaDataType_t::CUDA_R_16BF, 0.0),
         };
         let layout = |kind, rows: usize, cols: usize, stride: usize| -> Result<_> {
             let layout =
@@ -151,7 +190,7 @@ impl Blas {
             n,
             k,
             stride,
-            output: output as u8,
+            store,
         };
         let known = self
             .chosen

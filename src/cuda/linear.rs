@@ -772,7 +772,7 @@ fn dense(
 }
 
 /// Bytes that the library for large products may use beside its operands.
-const WORKSPACE: usize = 32 << 20;
+pub(super) const WORKSPACE: usize = 32 << 20;
 /// Bytes of a weight's f16 copy, of as many rows as that is, in a product by itself.
 const COPY: usize = 64 << 20;
 

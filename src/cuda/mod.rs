@@ -18,6 +18,7 @@ mod memory;
 mod nvrtc;
 mod report;
 mod sample;
+mod scaled_mm;
 mod table;
 
 pub use attention::{Heads, PAGE, PageTable, Rows, decode, parts, prefill, store};
@@ -35,6 +36,7 @@ pub use memory::{DeviceBuffer, Pinned};
 pub use nvrtc::{TARGETS, Unit, target};
 pub use report::{Details, DeviceReport, Presence, Report, report};
 pub use sample::{Best, argmax};
+pub use scaled_mm::{Operand, Tile as ScaledTile, Way, dense_mm, scaled_mm, scaled_mm_by};
 pub use table::{HostTable, Table, embed, table_row};
 
 /// Bytes of the one argument that a kernel's launcher passes, which its parameter must have too.
@@ -45,6 +47,7 @@ pub fn argument_bytes(kernel: &str) -> Option<usize> {
         elementwise::ARGUMENTS,
         linear::ARGUMENTS,
         sample::ARGUMENTS,
+        scaled_mm::ARGUMENTS,
     ];
     let named = all
         .into_iter()

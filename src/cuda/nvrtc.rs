@@ -41,6 +41,10 @@ const HEADERS: &[(&str, &str)] = &[
         "format/packed.cuh",
         include_str!("../../kernels/format/packed.cuh"),
     ),
+    (
+        "format/swizzle.cuh",
+        include_str!("../../kernels/format/swizzle.cuh"),
+    ),
 ];
 
 macro_rules! units {
@@ -77,6 +81,8 @@ units! {
     Dequantize = "quantize/dequantize.cu",
     RopeStore = "rope/store.cu",
     Argmax = "sample/argmax.cu",
+    ScaledMmDecode = "scaled_mm/decode.cu",
+    ScaledMmProduct = "scaled_mm/product.cu",
 }
 
 /// Architectures that every kernel is tested for and that packages embed, as [`target`] names them.

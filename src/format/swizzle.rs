@@ -5,6 +5,26 @@
 use crate::base::error::{Result, bail};
 use crate::base::size;
 
+/// The order of block scales in memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum ScaleLayout {
+    /// Row-major, one row of scales for each row of values.
+    #[default]
+    Linear,
+    /// In the 128 x 4 tiles that the tensor cores read, with padding.
+    Swizzled,
+}
+
+impl ScaleLayout {
+    /// Bytes that the scales of `rows` rows with `k_blocks` scales each take, padding included.
+    pub fn len(self, rows: usize, k_blocks: usize) -> Result<usize> {
+        match self {
+            ScaleLayout::Linear => size::product("scales", &[rows, k_blocks]),
+            ScaleLayout::Swizzled => len(rows, k_blocks),
+        }
+    }
+}
+
 /// Rows in a tile.
 const TILE_ROWS: usize = 128;
 /// Scales of one row in a tile.

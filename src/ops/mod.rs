@@ -9,6 +9,7 @@ pub mod linear;
 pub mod norm;
 pub mod quantize;
 pub mod rope;
+mod scaled_mm;
 pub mod tensors;
 
 pub use crate::cpu::Workspace;

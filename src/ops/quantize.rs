@@ -1,10 +1,12 @@
 //! Quantize, dequantize and the W4A4 product on host memory.
 
 use super::linear::{Activations, Linear, linear};
-use super::{Device, Workspace};
+use super::{Device, Workspace, scaled_mm};
 use crate::base::error::{Result, bail};
 use crate::base::size::product;
 use crate::format::nvfp4::{self, BLOCK, Nvfp4, QuantizeOptions};
+use crate::format::swizzle::ScaleLayout;
+use crate::tensor::DType;
 
 /// Quantizes `x` `[rows, cols]`; see [`nvfp4::quantize`].
 pub fn quantize(x: &[f32], rows: usize, cols: usize, options: &QuantizeOptions) -> Result<Nvfp4> {
@@ -44,6 +46,19 @@ pub fn scaled_mm(
     }
     if out.is_empty() {
         return Ok(());
+    }
+    if let Device::Cuda(gpu) = device {
+        let operand = |x: &Nvfp4| {
+            scaled_mm::Operand::new(
+                gpu,
+                &x.codes,
+                &x.scales,
+                ScaleLayout::Linear,
+                (x.rows, x.cols),
+                x.global,
+            )
+        };
+        return scaled_mm::on_gpu(gpu, &operand(a)?, &operand(b)?, DType::F32)?.read(0, out);
     }
     let (row_codes, row_scales) = (b.cols / 2, b.cols / BLOCK);
     let weight = Linear::nvfp4(

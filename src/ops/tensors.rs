@@ -5,30 +5,23 @@
 
 use std::borrow::Cow;
 use std::ops::Range;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
 use super::backend::Backend;
 use super::linear::{Activations, DenseType, Linear, linear as multiply};
-use super::{Device, Workspace};
+use super::{Device, Workspace, scaled_mm};
 use crate::base::error::{Result, bail};
 use crate::base::memory::{Buffer, Tag};
 use crate::base::size::product;
+use crate::cuda::Gpu;
 use crate::format::nvfp4::{self, BLOCK, Levels, QuantizeOptions};
 use crate::format::{nf4, swizzle};
 use crate::tensor::{DType, Shape, Tensor};
 
+pub use crate::format::swizzle::ScaleLayout;
+
 /// Values converted to f32 at a time.
 const CHUNK: usize = 64 * 1024;
-
-/// The order of block scales in memory.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum ScaleLayout {
-    /// Row-major, one row of scales for each row of values.
-    #[default]
-    Linear,
-    /// In the 128 x 4 tiles that the tensor cores read, with padding.
-    Swizzled,
-}
 
 /// A tensor in NVFP4, its parts as tensors.
 #[derive(Clone, Debug)]
@@ -102,6 +95,18 @@ impl Nvfp4Tensor {
         Ok((rows, cols))
     }
 
+    /// A copy on a GPU.
+    fn on_gpu(&self, gpu: &Arc<Gpu>) -> Result<scaled_mm::Operand> {
+        scaled_mm::Operand::new(
+            gpu,
+            &in_order(&self.codes)?,
+            &in_order(&self.scales)?,
+            self.layout,
+            self.dims()?,
+            self.global,
+        )
+    }
+
     /// A reader of row ranges: codes, and scales in row-major order.
     // A closure's type can only be spelled where it is returned.
     #[allow(clippy::type_complexity)]
@@ -130,6 +135,18 @@ impl Nvfp4Tensor {
             },
         )
     }
+}
+
+/// The bytes of a tensor in row-major order.
+fn in_order(x: &Tensor) -> Result<Cow<'_, [u8]>> {
+    Ok(match x.as_bytes() {
+        Some(bytes) => Cow::Borrowed(bytes),
+        None => {
+            let mut bytes = vec![0; x.bytes()];
+            x.copy_to(&mut bytes)?;
+            Cow::Owned(bytes)
+        }
+    })
 }
 
 /// Calls `each` for ranges of rows of about [`CHUNK`] values, spread over the device's threads, and gives the results in
@@ -363,14 +380,7 @@ impl Nf4Tensor {
                 map.shape().sizes()
             ),
         };
-        let codes = match self.codes.as_bytes() {
-            Some(bytes) => Cow::Borrowed(bytes),
-            None => {
-                let mut bytes = vec![0; self.codes.bytes()];
-                self.codes.copy_to(&mut bytes)?;
-                Cow::Owned(bytes)
-            }
-        };
+        let codes = in_order(&self.codes)?;
         let absmax = self.absmax.to_f32()?;
         nf4::check(values, &codes, &absmax, self.block)?;
         Ok(Nf4Parts {
@@ -546,6 +556,20 @@ pub fn scaled_mm(
     }
     if m == 0 || n == 0 {
         return Tensor::zeros(&[m, n], dtype);
+    }
+    if let Device::Cuda(gpu) = device {
+        let (a, b) = (a.on_gpu(gpu)?, b.on_gpu(gpu)?);
+        // What a GPU has no type for is converted here.
+        let made = match dtype {
+            DType::F16 | DType::BF16 => dtype,
+            _ => DType::F32,
+        };
+        let out = scaled_mm::on_gpu(gpu, &a, &b, made)?;
+        let result = Tensor::build(&[m, n], made, |bytes| out.read(0, bytes))?;
+        return match made == dtype {
+            true => Ok(result),
+            false => Tensor::from_f32(&result.to_f32()?, &[m, n], dtype),
+        };
     }
     let weight = weight(device, b)?;
     let values = dequantize(device, a, DType::F32)?;

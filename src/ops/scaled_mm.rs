@@ -1,0 +1,127 @@
+//! W4A4 products of host memory on a GPU: both operands go there as they are, and the result comes back.
+
+use std::sync::Arc;
+
+use crate::base::error::{Result, bail};
+use crate::base::memory::Tag;
+use crate::base::size::product;
+use crate::cuda::{self, DeviceBuffer, Gpu};
+use crate::format::e4m3;
+use crate::format::nvfp4::BLOCK;
+use crate::format::swizzle::{self, ScaleLayout};
+use crate::tensor::DType;
+
+/// An NVFP4 matrix `[rows, k]` that was brought to a GPU.
+pub(super) struct Operand {
+    codes: DeviceBuffer,
+    scales: DeviceBuffer,
+    layout: ScaleLayout,
+    rows: usize,
+    k: usize,
+    global: f32,
+}
+
+impl Operand {
+    /// Brings codes and scales of a matrix `[rows, k]` there.
+    pub(super) fn new(
+        gpu: &Arc<Gpu>,
+        codes: &[u8],
+        scales: &[u8],
+        layout: ScaleLayout,
+        (rows, k): (usize, usize),
+        global: f32,
+    ) -> Result<Operand> {
+        check_scales(scales, layout, rows, k / BLOCK)?;
+        Ok(Operand {
+            codes: DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, codes)?,
+            scales: DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, scales)?,
+            layout,
+            rows,
+            k,
+            global,
+        })
+    }
+
+    fn on_device(&self) -> Result<cuda::Operand<'_>> {
+        cuda::Operand::new(
+            &self.codes,
+            &self.scales,
+            self.layout,
+            self.rows,
+            self.k,
+            self.global,
+        )
+    }
+}
+
+/// Refuses NaN and negative scales, which kernels do not expect; what pads swizzled ones may be anything.
+fn check_scales(scales: &[u8], layout: ScaleLayout, rows: usize, blocks: usize) -> Result<()> {
+    let wanted = layout.len(rows, blocks)?;
+    if scales.len() != wanted {
+        bail!(
+            InvalidArgument,
+            "scales of {rows} rows by {blocks} blocks take {wanted} bytes, not {}",
+            scales.len()
+        );
+    }
+    if scales.iter().all(|&s| s <= e4m3::MAX_BYTE) {
+        return Ok(());
+    }
+    for row in 0..rows {
+        for block in 0..blocks {
+            let scale = scales[match layout {
+                ScaleLayout::Linear => row * blocks + block,
+                ScaleLayout::Swizzled => swizzle::offset(row, block, blocks),
+            }];
+            if scale > e4m3::MAX_BYTE {
+                bail!(
+                    InvalidArgument,
+                    "the scale of block {block} in row {row} has the byte {scale:#04x}, which is NaN or negative"
+                );
+            }
+        }
+    }
+    Ok(())
+}
+
+/// `a` `[M, K]` times `b` `[N, K]` transposed, as `[M, N]` of `dtype`: f32, f16 or bf16.
+pub(super) fn on_gpu(
+    gpu: &Arc<Gpu>,
+    a: &Operand,
+    b: &Operand,
+    dtype: DType,
+) -> Result<DeviceBuffer> {
+    let bytes = product("output", &[a.rows, b.rows, dtype.bytes()])?;
+    let out = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, bytes)?;
+    cuda::scaled_mm(gpu, &a.on_device()?, &b.on_device()?, dtype, &out)?;
+    Ok(out)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn scales_that_are_nan_or_negative_are_refused_and_padding_is_not() {
+        let (rows, blocks) = (3, 2);
+        for layout in [ScaleLayout::Linear, ScaleLayout::Swizzled] {
+            let place = |row: usize, block: usize| match layout {
+                ScaleLayout::Linear => row * blocks + block,
+                ScaleLayout::Swizzled => swizzle::offset(row, block, blocks),
+            };
+            let mut scales = vec![0xff; layout.len(rows, blocks).unwrap()];
+            for row in 0..rows {
+                for block in 0..blocks {
+                    scales[place(row, block)] = e4m3::MAX_BYTE;
+                }
+            }
+            check_scales(&scales, layout, rows, blocks).unwrap();
+            for byte in [0x7f, 0x80] {
+                scales[place(2, 1)] = byte;
+                let e = check_scales(&scales, layout, rows, blocks).unwrap_err();
+                assert!(e.message().contains("block 1 in row 2"), "{e}");
+            }
+            assert!(check_scales(&scales[1..], layout, rows, blocks).is_err());
+        }
+    }
+}

@@ -1,0 +1,174 @@
+// The instructions of kernels/common/ptx.cuh as the PTX ISA 9.2 describes them, for kernels that run on the processor. An
+// asynchronous copy happens no sooner than its thread waits for it.
+#pragma once
+#include <cmath>
+#include <deque>
+
+#include "common/types.cuh"
+
+#define HAS_FP4_MMA (__CUDA_ARCH__ >= 1200)
+
+inline float f16_to_float(u16 x) {
+    int exponent = x >> 10 & 31, mantissa = x & 1023;
+    float magnitude = exponent == 31 ? (mantissa ? NAN : __uint_as_float(0x7f800000)) : exponent ? std::ldexp(1024 + mantissa, exponent - 25) : std::ldexp(mantissa, -24);
+    return x & 0x8000 ? -magnitude : magnitude;
+}
+inline u16 to_f16(double x) {
+    u16 sign = std::signbit(x) ? 0x8000 : 0;
+    x = std::fabs(x);
+    if (std::isnan(x)) return 0x7fff;
+    int exponent = x == 0 ? -14 : max(std::ilogb(x), -14);
+    double units = std::nearbyint(std::ldexp(x, 10 - exponent));
+    if (units >= 2048) units /= 2, exponent++;
+    if (exponent > 15) return sign | 0x7c00;
+    return sign | (u16)(units < 1024 ? units : ((exponent + 15) << 10) + units - 1024);
+}
+inline float f16_low(u32 pair) { return f16_to_float((u16)pair); }
+inline float f16_high(u32 pair) { return f16_to_float((u16)(pair >> 16)); }
+inline u32 mul_f16(u32 a, u32 b) {
+    return to_f16((double)f16_low(a) * f16_low(b)) | (u32)to_f16((double)f16_high(a) * f16_high(b)) << 16;
+}
+inline u32 pack_f16(float low, float high) { return to_f16(low) | (u32)to_f16(high) << 16; }
+inline u32 pack_bf16(float low, float high) {
+    auto one = [](float x) {
+        u32 bits;
+        memcpy(&bits, &x, 4);
+        return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    };
+    return one(low) | one(high) << 16;
+}
+
+// A step that the lanes of a warp take together: when the last has come, `compute` gets what each brought.
+template <class Lane>
+Lane together(const Lane& mine, void (*compute)(Lane (&)[WARP])) {
+    struct Warp {
+        Lane lanes[WARP];
+        int arrived = 0;
+        uint64_t steps = 0;
+    };
+    static Warp warps[32];
+    Warp& w = warps[threadIdx.x / WARP];
+    int lane = lane_id();
+    w.lanes[lane] = mine;
+    uint64_t step = w.steps;
+    if (++w.arrived == WARP) {
+        w.arrived = 0;
+        compute(w.lanes);
+        w.steps++;
+    } else {
+        while (w.steps == step) Block::yield();
+    }
+    return w.lanes[lane];
+}
+
+inline u32 shared_address(const void* p) { return (u32)((const char*)p - shared); }
+
+inline void load_matrices(u32 (&r)[4], u32 address) {
+    struct Lane {
+        u32 address, r[4];
+    };
+    Lane mine = together<Lane>({address, {}}, [](Lane(&lanes)[WARP]) {
+        for (Lane& l : lanes) {
+            if (l.address % 16) printf("a row of a matrix at %u\n", l.address), exit(1);
+        }
+        for (int lane = 0; lane < WARP; lane++) {
+            for (int matrix = 0; matrix < 4; matrix++) memcpy(&lanes[lane].r[matrix], shared + lanes[8 * matrix + lane / 4].address + lane % 4 * 4, 4);
+        }
+    });
+    memcpy(r, mine.r, sizeof r);
+}
+
+struct Multiply {
+    float c[4];
+    u32 a[4], b[2], a_scales, b_scales;
+};
+
+// C += A B, with elements of A and B by row, column and the lane's word and part of it.
+template <int K, class A, class B>
+void multiply(Multiply (&lanes)[WARP], A a, B b) {
+    double x[16][K], y[K][8];
+    constexpr int IN_WORD = K / 8;
+    for (int lane = 0; lane < WARP; lane++) {
+        int g = lane / 4, t = lane % 4;
+        for (int word = 0; word < 4; word++) {
+            for (int e = 0; e < IN_WORD; e++) x[g + word % 2 * 8][t * IN_WORD + e + word / 2 * (K / 2)] = a(lane, word, e);
+        }
+        for (int word = 0; word < 2; word++) {
+            for (int e = 0; e < IN_WORD; e++) y[t * IN_WORD + e + word * (K / 2)][g] = b(lane, word, e);
+        }
+    }
+    for (int lane = 0; lane < WARP; lane++) {
+        for (int i = 0; i < 4; i++) {
+            int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+            double sum = lanes[lane].c[i];
+            for (int k = 0; k < K; k++) sum += x[row][k] * y[k][column];
+            lanes[lane].c[i] = (float)sum;
+        }
+    }
+}
+
+inline void mma_f16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    Multiply mine = together<Multiply>({{c[0], c[1], c[2], c[3]}, {a0, a1, a2, a3}, {b0, b1}, 0, 0}, [](Multiply(&lanes)[WARP]) {
+        auto element = [](u32 word, int e) { return e ? f16_high(word) : f16_low(word); };
+        multiply<16>(lanes, [&](int lane, int word, int e) { return element(lanes[lane].a[word], e); },
+                     [&](int lane, int word, int e) { return element(lanes[lane].b[word], e); });
+    });
+    memcpy(c, mine.c, sizeof c);
+}
+
+inline double e2m1(u32 code) {
+    static const double VALUES[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
+    return code & 8 ? -VALUES[code & 7] : VALUES[code & 7];
+}
+inline double ue4m3(u8 byte) {
+    int exponent = byte >> 3 & 15, mantissa = byte & 7;
+    if ((byte & 0x7f) == 0x7f) return NAN;
+    return exponent ? std::ldexp(8 + mantissa, exponent - 10) : std::ldexp(mantissa, -9);
+}
+
+// Selectors 0: scales of A come from lanes 0 (its row g) and 1 (row g + 8) of each four, those of B from lane 0; byte i belongs
+// to elements 16 i to 16 i + 15 along K.
+inline void mma_fp4(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, u32 a_scales, u32 b_scales) {
+    Multiply mine = together<Multiply>({{c[0], c[1], c[2], c[3]}, {a[0], a[1], a[2], a[3]}, {b0, b1}, a_scales, b_scales}, [](Multiply(&lanes)[WARP]) {
+        auto scale = [](u32 word, int lane, int e, int half) { return ue4m3((u8)(word >> (lane % 4 * 8 + e + half * 32) / 16 * 8)); };
+        multiply<64>(lanes,
+                     [&](int lane, int word, int e) {
+                         return e2m1(lanes[lane].a[word] >> (4 * e)) * scale(lanes[lane / 4 * 4 + word % 2].a_scales, lane, e, word / 2);
+                     },
+                     [&](int lane, int word, int e) {
+                         return e2m1(lanes[lane].b[word] >> (4 * e)) * scale(lanes[lane / 4 * 4].b_scales, lane, e, word);
+                     });
+    });
+    memcpy(c, mine.c, sizeof c);
+}
+
+struct Copies {
+    std::deque<std::vector<std::function<void()>>> groups;
+    std::vector<std::function<void()>> open;
+};
+inline Copies copies[1024];
+
+inline void copy_async(u32 to, const void* from, int size, int bytes) {
+    if (to % size || (uintptr_t)from % size || bytes < 0 || bytes > size) printf("a copy of %d of %d bytes from %p to %u\n", bytes, size, from, to), exit(1);
+    copies[threadIdx.x].open.push_back([=] {
+        memset(shared + to, 0, size);
+        memcpy(shared + to, from, bytes);
+    });
+}
+inline void copy_async_16(u32 to, const void* from, int bytes) { copy_async(to, from, 16, bytes); }
+inline void copy_async_8(u32 to, const void* from, int bytes) { copy_async(to, from, 8, bytes); }
+inline void copy_async_4(u32 to, const void* from, int bytes) { copy_async(to, from, 4, bytes); }
+inline void copy_async_commit() {
+    Copies& c = copies[threadIdx.x];
+    c.groups.push_back(std::move(c.open));
+    c.open.clear();
+}
+template <int PENDING>
+void copy_async_wait() {
+    Copies& c = copies[threadIdx.x];
+    for (; (int)c.groups.size() > PENDING; c.groups.pop_front()) {
+        for (auto& copy : c.groups.front()) copy();
+    }
+}
+inline void wait_for_earlier_kernels() {}
+inline void let_later_kernels_start() {}

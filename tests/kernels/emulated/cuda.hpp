@@ -1,0 +1,123 @@
+// What CUDA C++ adds to the language, as far as the kernels tested here use it, for one block whose threads are fibers of one
+// thread of the processor: a barrier hands over to the next fiber. Fibers take turns in an order that the seed decides.
+#pragma once
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <random>
+#include <vector>
+
+#undef INFINITY
+#define __device__
+#define __host__
+#define __global__
+#define __shared__
+#define __grid_constant__
+#define __forceinline__ inline
+#define __align__(n) __attribute__((aligned(n)))
+#define __launch_bounds__(...)
+
+struct Index {
+    unsigned x, y, z;
+};
+struct float2 {
+    float x, y;
+};
+struct alignas(8) uint2 {
+    unsigned x, y;
+};
+struct alignas(16) uint4 {
+    unsigned x, y, z, w;
+};
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+using std::max;
+using std::min;
+
+inline float __uint_as_float(unsigned x) {
+    float r;
+    memcpy(&r, &x, 4);
+    return r;
+}
+inline float __int_as_float(int x) { return __uint_as_float((unsigned)x); }
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+    uint64_t bytes = (uint64_t)b << 32 | a;
+    unsigned r = 0;
+    for (int i = 0; i < 4; i++) r |= (unsigned)(bytes >> (8 * (selector >> (4 * i) & 7)) & 0xff) << (8 * i);
+    return r;
+}
+
+inline Index threadIdx, blockIdx;
+extern char shared[];
+
+// Threads of a block.
+struct Block {
+    struct Fiber {
+        ucontext_t context;
+        std::vector<char> stack = std::vector<char>(256 << 10);
+        bool done = false;
+    };
+    std::vector<std::unique_ptr<Fiber>> fibers;
+    std::vector<int> order;
+    ucontext_t scheduler;
+    std::function<void()> body;
+    int waiting = 0;
+    uint64_t barriers = 0;
+    static inline Block* current;
+
+    static void start() {
+        current->body();
+        current->fibers[threadIdx.x]->done = true;
+        swapcontext(&current->fibers[threadIdx.x]->context, &current->scheduler);
+    }
+
+    // Runs `body` as each of `threads` threads.
+    Block(int threads, unsigned seed, std::function<void()> what) : body(std::move(what)) {
+        current = this;
+        for (int i = 0; i < threads; i++) {
+            fibers.push_back(std::make_unique<Fiber>());
+            Fiber& f = *fibers.back();
+            getcontext(&f.context);
+            f.context.uc_stack.ss_sp = f.stack.data();
+            f.context.uc_stack.ss_size = f.stack.size();
+            f.context.uc_link = nullptr;
+            makecontext(&f.context, start, 0);
+            order.push_back(i);
+        }
+        std::mt19937 random(seed);
+        std::shuffle(order.begin(), order.end(), random);
+        for (bool any = true; any;) {
+            any = false;
+            for (int i : order) {
+                if (fibers[i]->done) continue;
+                any = true;
+                threadIdx.x = i;
+                swapcontext(&scheduler, &fibers[i]->context);
+            }
+        }
+    }
+
+    // Lets other threads run.
+    static void yield() {
+        unsigned me = threadIdx.x;
+        swapcontext(&current->fibers[me]->context, &current->scheduler);
+    }
+};
+
+inline void __syncthreads() {
+    Block& b = *Block::current;
+    uint64_t mine = b.barriers;
+    if (++b.waiting == (int)b.fibers.size()) {
+        b.waiting = 0;
+        b.barriers++;
+    } else {
+        while (b.barriers == mine) Block::yield();
+    }
+}
