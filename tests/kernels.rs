@@ -293,3 +293,14 @@ fn reports_are_read_and_spills_refused() {
     }
     assert!(spills("attention_decode_128", "sm_90a", &of(4)).is_some());
 }
+
+#[test]
+fn an_architecture_that_the_compiler_does_not_know_is_named() {
+    if compile(Unit::Swiglu, "sm_80").is_none() {
+        return;
+    }
+    let error = cuda::compile(Unit::Swiglu, "sm_990a").unwrap_err();
+    for part in ["does not know sm_990a", "newer", "NVFP4_NVRTC"] {
+        assert!(error.message().contains(part), "{error}");
+    }
+}

@@ -16,11 +16,14 @@ mod launch;
 mod linear;
 mod memory;
 mod nvrtc;
+mod program;
 mod report;
 mod sample;
 
 pub use attention::{Heads, PAGE, PageTable, Rows, decode, parts, prefill, store};
 pub use bandwidth::read_bandwidth;
+#[doc(hidden)]
+pub use compile::compile_source;
 pub use compile::{compile, compiler, have_kernels};
 pub use copy::Event;
 pub use elementwise::{embed, rms_norm, swiglu};
@@ -32,6 +35,8 @@ pub use linear::{
 };
 pub use memory::{DeviceBuffer, Pinned};
 pub use nvrtc::{TARGETS, Unit, target};
+#[doc(hidden)]
+pub use program::{Program, Shape};
 pub use report::{Details, DeviceReport, Presence, Report, report};
 pub use sample::{Best, argmax};
 
