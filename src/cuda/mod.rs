@@ -38,7 +38,7 @@ pub use nvrtc::{TARGETS, Unit, target};
 #[doc(hidden)]
 pub use program::{Program, Shape};
 pub use report::{Details, DeviceReport, Presence, Report, report};
-pub use sample::{Best, argmax};
+pub use sample::{Best, Shortlist, ShortlistScratch, argmax, shortlists};
 
 /// Bytes of the one argument that a kernel's launcher passes, which its parameter must have too.
 pub fn argument_bytes(kernel: &str) -> Option<usize> {

@@ -67,6 +67,7 @@ units! {
     Dequantize = "quantize/dequantize.cu",
     RopeStore = "rope/store.cu",
     Argmax = "sample/argmax.cu",
+    TopK = "sample/topk.cu",
 }
 
 /// Architectures that every kernel is tested for and that packages embed, as [`target`] names them.
