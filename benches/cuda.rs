@@ -133,6 +133,9 @@ fn main() {
     if only.is_empty() || only.iter().any(|o| o == "attention") {
         attention(&gpu);
     }
+    if only.is_empty() || only.iter().any(|o| o == "sampling") {
+        sampling(&gpu);
+    }
 }
 
 /// W4A4 products at the shapes of a layer, beside the library's of dense bf16 matrices of the same shape, in turns.
@@ -569,5 +572,46 @@ fn attention(gpu: &Arc<Gpu>) {
                 bytes as f64 / seconds / 1e9
             );
         }
+    }
+}
+
+/// What the host waits for before it can choose a token: the likeliest few hundred, or all logits. As if they had been computed.
+fn sampling(gpu: &Arc<Gpu>) {
+    const VOCABULARY: usize = 151_936;
+    let logits = floats(gpu, VOCABULARY, 11);
+    let scratch = cuda::ShortlistScratch::new(gpu, 1).unwrap();
+    let mut all = vec![0f32; VOCABULARY];
+    let wait = |each: &mut dyn FnMut()| {
+        let mut times: Vec<f64> = (0..REPLAYS + 2)
+            .map(|_| {
+                let start = Instant::now();
+                each();
+                start.elapsed().as_secs_f64()
+            })
+            .skip(2)
+            .collect();
+        times.sort_by(f64::total_cmp);
+        times[REPLAYS / 2] * 1e6
+    };
+    for temperature in [0.0, 0.8] {
+        let us = wait(&mut || {
+            cuda::shortlists(gpu, &logits, 1, VOCABULARY, temperature, &scratch).unwrap();
+        });
+        println!("shortlist at temperature {temperature}: {us:.1} us");
+    }
+    let us = wait(&mut || logits.read(0, &mut all).unwrap());
+    println!("all logits: {us:.1} us to read");
+    for (top_k, top_p) in [(40, 1.0), (0, 0.95)] {
+        let options = NVFP4::session::SamplingOptions {
+            temperature: 0.8,
+            top_k,
+            top_p,
+            ..Default::default()
+        };
+        let mut sampler = NVFP4::session::Sampler::new(&options).unwrap();
+        let us = wait(&mut || {
+            sampler.sample(&all, &[]).unwrap();
+        });
+        println!("  and {us:.1} us to draw with top-k {top_k}, top-p {top_p}");
     }
 }

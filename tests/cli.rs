@@ -205,6 +205,24 @@ fn diagnose_names_backends_and_reasons() {
     }
 }
 
+/// Kernels that are embedded need no compiler, but what it is that is missing is said all the same.
+#[test]
+fn diagnose_names_a_compiler_that_is_not_there() {
+    let output = Command::new(env!("CARGO_BIN_EXE_nvfp4"))
+        .args(["diagnose", "--json"])
+        .env("NVFP4_NVRTC", "/nowhere/libnvrtc.so.13")
+        .output()
+        .unwrap();
+    assert!(output.status.success());
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let nvrtc = &report["backends"][1]["nvrtc"];
+    assert_eq!(nvrtc["available"], false);
+    let reason = nvrtc["reason"].as_str().unwrap();
+    for part in ["NVFP4_NVRTC", "/nowhere/libnvrtc.so.13", "it takes"] {
+        assert!(reason.contains(part), "{reason}");
+    }
+}
+
 const MODEL: &str = "tests/golden/model/qwen3_tied";
 
 #[test]

@@ -15,11 +15,13 @@ use NVFP4::cuda::{
 use NVFP4::format::nvfp4::{self, BLOCK, Nvfp4, QuantizeOptions};
 use NVFP4::format::random;
 use NVFP4::format::swizzle::{self, ScaleLayout};
-use NVFP4::model::{Activations, Device, KvCache, KvType, LoadOptions, Logits, Model, Scratch};
+use NVFP4::model::{
+    Activations, Device, KvCache, KvType, LoadOptions, Logits, Model, Scratch, Shortlist,
+};
 use NVFP4::ops::linear::{DenseType, Linear, linear};
 use NVFP4::ops::tensors::{self, Nvfp4Tensor};
 use NVFP4::ops::{Workspace, quantize};
-use NVFP4::session::{self, GenerateOptions, Session, SessionOptions};
+use NVFP4::session::{self, GenerateOptions, Sampler, SamplingOptions, Session, SessionOptions};
 use NVFP4::tensor::{DType, Tensor};
 use common::{golden, options, some_tokens};
 use half::{bf16, f16};
@@ -1398,4 +1400,238 @@ fn running_out_of_device_memory_leaves_the_session_usable() {
     let want: Vec<f64> = want.into_iter().map(f64::from).collect();
     assert_close(session.logits().unwrap(), &want, 5e-3, "logits afterwards");
     session.prefill(&some_tokens(&model, 100)).unwrap();
+}
+
+#[test]
+fn shortlists_are_the_beginning_of_the_ranking() {
+    let Some(gpu) = gpu() else { return };
+    for (case, &(rows, vocabulary)) in [
+        (1, 151_936),
+        (5, 49_152),
+        (2, 32_768),
+        (3, 1000),
+        (2, 256),
+        (4, 100),
+        (2, 1),
+        (1, 300_001),
+    ]
+    .iter()
+    .enumerate()
+    {
+        let scratch = cuda::ShortlistScratch::new(&gpu, rows).unwrap();
+        for kind in 0..6 {
+            let mut logits: Vec<f32> = normal(40 + case as u64, rows * vocabulary);
+            for (i, x) in logits.iter_mut().enumerate() {
+                match kind {
+                    // Many equal ones, zeros of both signs among them.
+                    1 => *x = (*x * 4.0).round() * 0.5,
+                    // All the largest in one place; the largest last; most ruled out; all equal.
+                    2 => *x += (10 - (i % vocabulary / 512).min(10)) as f32,
+                    3 => *x = (i % vocabulary) as f32 * 1e-3,
+                    4 if !(i % vocabulary).is_multiple_of(37) => *x = f32::NEG_INFINITY,
+                    5 => *x = -1.25,
+                    _ => {}
+                }
+            }
+            let device = upload(&gpu, &logits);
+            for temperature in [0.0, 0.7] {
+                let lists =
+                    cuda::shortlists(&gpu, &device, rows, vocabulary, temperature, &scratch)
+                        .unwrap();
+                assert_eq!(lists.len(), rows);
+                for (list, row) in lists.iter().zip(logits.chunks_exact(vocabulary)) {
+                    let what = format!("kind {kind} of {vocabulary} at {temperature}");
+                    let list = list.as_ref().expect("all logits are usable");
+                    let mut order: Vec<u32> = (0..vocabulary as u32).collect();
+                    let at = |i: u32| row[i as usize];
+                    order.sort_by(|&a, &b| at(b).total_cmp(&at(a)).then(a.cmp(&b)));
+                    let bits = |(token, x): (u32, f32)| (token, x.to_bits());
+                    let want: Vec<_> = order.iter().take(256).map(|&t| bits((t, at(t)))).collect();
+                    let got: Vec<_> = list.largest.iter().copied().map(bits).collect();
+                    assert!(got == want, "{what}");
+                    let top = f64::from(at(order[0]));
+                    let weight = |x: f32| ((f64::from(x) - top) / f64::from(temperature)).exp();
+                    let total: f64 = match temperature {
+                        0.0 => 0.0,
+                        _ => row.iter().map(|&x| weight(x)).sum(),
+                    };
+                    assert!(
+                        (list.total - total).abs() <= 1e-10 * total,
+                        "{what}: {} {total}",
+                        list.total
+                    );
+                }
+                let again =
+                    cuda::shortlists(&gpu, &device, rows, vocabulary, temperature, &scratch)
+                        .unwrap();
+                assert!(again == lists, "two runs differ");
+            }
+        }
+        for unusable in [f32::NAN, -f32::NAN, f32::INFINITY] {
+            let mut logits = normal(7, rows * vocabulary);
+            logits[rows * vocabulary - 1] = unusable;
+            let device = upload(&gpu, &logits);
+            let lists = cuda::shortlists(&gpu, &device, rows, vocabulary, 1.0, &scratch).unwrap();
+            let there: Vec<bool> = lists.iter().map(Option::is_some).collect();
+            assert!(there[..rows - 1].iter().all(|&t| t) && !there[rows - 1]);
+        }
+    }
+}
+
+/// Drawn on the device's shortlists, and by a host that reads all logits of the same device.
+#[test]
+fn sampling_on_the_device_draws_the_same_tokens() {
+    let Some(gpu) = gpu() else { return };
+    let model = Model::load(
+        &golden("qwen3_tied"),
+        &LoadOptions {
+            device: Device::Cuda(gpu),
+            ..options()
+        },
+    )
+    .unwrap();
+    let prompt = some_tokens(&model, 40);
+    let greedy = SamplingOptions::default();
+    for (i, sampling) in [
+        SamplingOptions {
+            temperature: 0.8,
+            top_k: 40,
+            top_p: 0.95,
+            ..greedy
+        },
+        SamplingOptions {
+            temperature: 1.0,
+            top_k: 1,
+            ..greedy
+        },
+        SamplingOptions {
+            temperature: 0.05,
+            top_p: 0.9,
+            ..greedy
+        },
+        SamplingOptions {
+            temperature: 5.0,
+            top_p: 0.999,
+            ..greedy
+        },
+        SamplingOptions {
+            temperature: 1.0,
+            min_p: 0.02,
+            ..greedy
+        },
+        SamplingOptions {
+            temperature: 0.7,
+            top_k: 20,
+            repetition_penalty: 1.2,
+            ..greedy
+        },
+        SamplingOptions {
+            repetition_penalty: 1.3,
+            ..greedy
+        },
+        SamplingOptions {
+            temperature: 1.0,
+            ..greedy
+        },
+        SamplingOptions {
+            temperature: 0.9,
+            top_k: 10,
+            repetition_penalty: 0.9,
+            ..greedy
+        },
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let sampling = SamplingOptions {
+            seed: i as u64,
+            ..sampling
+        };
+        let start = || {
+            let mut s = Session::new(
+                model.clone(),
+                &SessionOptions {
+                    context: 160,
+                    ..SessionOptions::default()
+                },
+            )
+            .unwrap();
+            s.prefill(&prompt).unwrap();
+            s
+        };
+        let mut by_host = start();
+        let mut sampler = Sampler::new(&sampling).unwrap().after(prompt.len());
+        let want: Vec<u32> = (0..100)
+            .map(|_| {
+                let token = by_host.sample(&mut sampler).unwrap();
+                by_host.decode(token).unwrap();
+                token
+            })
+            .collect();
+        let mut s = start();
+        let options = GenerateOptions {
+            max_tokens: 100,
+            sampling: sampling.clone(),
+            ignore_model_stops: true,
+            ..GenerateOptions::default()
+        };
+        let got = s
+            .generate(&options, &mut |_| ControlFlow::Continue(()))
+            .unwrap();
+        assert_eq!(got.tokens, want, "{sampling:?}");
+        // The session goes on where the device kept the logits.
+        assert_eq!(s.logits().unwrap(), by_host.logits().unwrap());
+    }
+}
+
+#[test]
+fn a_shortlist_that_is_enough_leaves_the_logits_on_the_device() {
+    let Some(gpu) = gpu() else { return };
+    let device = Device::Cuda(gpu);
+    let model = Model::load(
+        &golden("qwen3_tied"),
+        &LoadOptions {
+            device: device.clone(),
+            ..options()
+        },
+    )
+    .unwrap();
+    let tokens = some_tokens(&model, 20);
+    let after = |enough: Option<bool>| {
+        let mut cache = KvCache::new(&device, model.config(), 64, KvType::F16).unwrap();
+        let (mut scratch, mut logits, mut asked) = (Scratch::new(), Vec::new(), None);
+        model
+            .forward(&tokens, &mut cache, &mut scratch, Logits::None, &mut logits)
+            .unwrap();
+        match enough {
+            None => model
+                .forward(&[3], &mut cache, &mut scratch, Logits::Last, &mut logits)
+                .unwrap(),
+            Some(enough) => {
+                let mut ask = |list: &Shortlist| {
+                    asked = Some(list.clone());
+                    enough
+                };
+                model
+                    .forward_shortlist(3, &mut cache, 0.7, &mut ask, &mut logits)
+                    .unwrap();
+            }
+        }
+        assert_eq!(cache.len(), tokens.len() + 1);
+        (logits, asked)
+    };
+    let (all, _) = after(None);
+    let (kept, list) = after(Some(true));
+    assert!(kept.is_empty());
+    let list = list.unwrap();
+    assert_eq!(list.vocabulary, all.len());
+    for (token, logit) in &list.largest {
+        assert_eq!(all[*token as usize].to_bits(), logit.to_bits());
+    }
+    let (read, same) = after(Some(false));
+    assert!(read == all && same.unwrap() == list);
+    let foreign = Model::load(&golden("qwen3_tied"), &options()).unwrap();
+    let mut cache = KvCache::new(foreign.device(), foreign.config(), 64, KvType::F16).unwrap();
+    let refused = foreign.forward_shortlist(3, &mut cache, 0.7, &mut |_| true, &mut Vec::new());
+    assert!(refused.is_err() && cache.is_empty());
 }

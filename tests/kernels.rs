@@ -358,3 +358,40 @@ fn reports_are_read_and_spills_refused() {
     }
     assert!(spills("attention_decode_128", "sm_90a", &of(4)).is_some());
 }
+
+#[test]
+fn an_architecture_that_the_compiler_does_not_know_is_named() {
+    if compile(Unit::Swiglu, "sm_80").is_none() {
+        return;
+    }
+    let error = cuda::compile(Unit::Swiglu, "sm_990a").unwrap_err();
+    for part in ["does not know sm_990a", "newer", "NVFP4_NVRTC"] {
+        assert!(error.message().contains(part), "{error}");
+    }
+}
+
+/// The benchmarks' kernels are for Hopper alone, and measure nothing if they spill or the assembler takes a pipeline apart.
+#[test]
+fn benchmark_sources_compile_for_hopper() {
+    if compile(Unit::Swiglu, "sm_90a").is_none() {
+        return;
+    }
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("benches/micro/kernels");
+    let mut compiled = 0;
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap().to_string_lossy().into_owned();
+        let source = std::fs::read_to_string(&path).unwrap();
+        let (image, report) = cuda::compile_source(&name, &source, "sm_90a").unwrap();
+        assert!(!parameter_bytes(&image).is_empty(), "{name}: no kernels");
+        assert!(
+            !report.contains("wgmma.mma_async instructions are serialized"),
+            "{name}: {report}"
+        );
+        for (kernel, usage) in usage(&report) {
+            assert_eq!(usage, Usage::default(), "{name}: {kernel}");
+        }
+        compiled += 1;
+    }
+    assert!(compiled >= 6, "{compiled} sources");
+}

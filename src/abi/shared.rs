@@ -64,8 +64,7 @@ pub(super) fn device_of(
                 "device_index is {device_index}; CUDA devices are numbered from 0"
             ),
         },
-        // What has no kernels is no device to choose unasked.
-        NVFP4_DEVICE_AUTO => match Device::cuda(0).and_then(with_kernels) {
+        NVFP4_DEVICE_AUTO => match Device::cuda(0) {
             Err(e) if e.kind() == ErrorKind::DeviceUnavailable => {
                 tracing::debug!("the CPU is chosen: {e}");
                 cpu()
@@ -77,14 +76,6 @@ pub(super) fn device_of(
             "device_type is {device_type}; it takes 0 (CPU), 1 (CUDA) or -1 (the library's choice)"
         ),
     }
-}
-
-/// The device, if kernels for it can be had.
-fn with_kernels(device: Device) -> Result<Device> {
-    if let Device::Cuda(gpu) = &device {
-        cuda::have_kernels(gpu.arch())?;
-    }
-    Ok(device)
 }
 
 /// Sets the number of threads of devices made from now on.

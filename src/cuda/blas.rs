@@ -260,7 +260,8 @@ impl Blas {
                 gpu.stream().cast(),
             )
         };
-        check(done, "multiplying")
+        // The library does not say that it was the device that failed, and that for good.
+        check(done, "multiplying").map_err(|e| gpu.synchronize().err().unwrap_or(e))
     }
 }
 

@@ -68,6 +68,14 @@ pub fn compile(unit: Unit, target: &str) -> Result<(Vec<u8>, String)> {
         .map_err(|e| err!(Internal, "{e}"))
 }
 
+/// The same for a source that is not the library's, under the name `path`. It may include the library's headers.
+#[doc(hidden)]
+pub fn compile_source(path: &str, source: &str, target: &str) -> Result<(Vec<u8>, String)> {
+    loaded()?
+        .compile_source(path, source, target)
+        .map_err(|e| err!(Internal, "{e}"))
+}
+
 /// Machine code of a unit: what is embedded, else from the cache on disk, else compiled and put there.
 fn image(unit: Unit, target: &str) -> Result<Cow<'static, [u8]>> {
     if let Some(image) = embedded(unit, target) {
@@ -116,10 +124,10 @@ fn checksum(bytes: &[u8]) -> u64 {
     sum.finish()
 }
 
-/// A unit loaded into the current context.
+/// Machine code loaded into the current context.
 pub(super) struct Module {
     module: sys::CUmodule,
-    unit: Unit,
+    path: Cow<'static, str>,
     functions: Mutex<HashMap<String, usize>>,
 }
 
@@ -130,15 +138,19 @@ unsafe impl Sync for Module {}
 
 impl Module {
     pub(super) fn load(unit: Unit, arch: (i32, i32)) -> Result<Module> {
-        let image = image(unit, &target(arch))?;
+        Module::from_image(&image(unit, &target(arch))?, Cow::Borrowed(unit.path()))
+    }
+
+    /// Loads what [`compile`] or [`compile_source`] gave for the device's architecture.
+    pub(super) fn from_image(image: &[u8], path: Cow<'static, str>) -> Result<Module> {
         // SAFETY: a complete image of machine code; the driver copies it.
         let module = check(
             unsafe { result::module::load_data(image.as_ptr().cast()) },
-            unit.path(),
+            &path,
         )?;
         Ok(Module {
             module,
-            unit,
+            path,
             functions: Mutex::default(),
         })
     }
@@ -157,7 +169,7 @@ impl Module {
             unsafe { result::module::get_function(self.module, symbol) },
             name,
         )
-        .map_err(|e| e.within(self.unit.path()))?;
+        .map_err(|e| e.within(&self.path))?;
         // A multiprocessor must be empty before it divides its memory between cache and blocks in another way: kernels that are
         // to overlap ask for the same.
         check(

@@ -31,7 +31,6 @@ pub(super) fn check<T>(
 }
 
 fn driver_error(error: result::DriverError, doing: &str) -> Error {
-    use sys::CUresult::*;
     let text = |get: std::result::Result<&std::ffi::CStr, result::DriverError>| {
         get.map_or_else(
             |_| format!("{:?}", error.0),
@@ -39,8 +38,16 @@ fn driver_error(error: result::DriverError, doing: &str) -> Error {
         )
     };
     let (name, text) = (text(error.error_name()), text(error.error_string()));
-    let (kind, advice) = match error.0 {
+    let (kind, advice) = verdict(error.0);
+    Error::new(kind, format_args!("{doing}: {name}: {text}{advice}"))
+}
+
+/// What kind of error a driver's answer is, and what is to be done about it.
+fn verdict(answer: sys::CUresult) -> (ErrorKind, &'static str) {
+    use sys::CUresult::*;
+    match answer {
         CUDA_ERROR_OUT_OF_MEMORY => (ErrorKind::OutOfMemory, ""),
+        // The driver gives these to every call from then on, whichever work it was that failed.
         CUDA_ERROR_ILLEGAL_ADDRESS
         | CUDA_ERROR_LAUNCH_FAILED
         | CUDA_ERROR_HARDWARE_STACK_ERROR
@@ -48,18 +55,91 @@ fn driver_error(error: result::DriverError, doing: &str) -> Error {
         | CUDA_ERROR_MISALIGNED_ADDRESS
         | CUDA_ERROR_INVALID_ADDRESS_SPACE
         | CUDA_ERROR_INVALID_PC
+        | CUDA_ERROR_ASSERT
         | CUDA_ERROR_LAUNCH_TIMEOUT
+        | CUDA_ERROR_TENSOR_MEMORY_LEAK
         | CUDA_ERROR_ECC_UNCORRECTABLE
+        | CUDA_ERROR_NVLINK_UNCORRECTABLE
+        | CUDA_ERROR_CONTAINED
+        | CUDA_ERROR_EXTERNAL_DEVICE
         | CUDA_ERROR_CONTEXT_IS_DESTROYED => (
             ErrorKind::DeviceUnavailable,
-            "; the process can no longer use this GPU and must be restarted",
+            "; with that, here or earlier, this process lost its context on the GPU, and what it kept there: restart the process",
         ),
-        CUDA_ERROR_NO_DEVICE | CUDA_ERROR_INVALID_DEVICE | CUDA_ERROR_DEINITIALIZED => {
-            (ErrorKind::DeviceUnavailable, "")
-        }
+        CUDA_ERROR_NO_DEVICE => (
+            ErrorKind::DeviceUnavailable,
+            "; see whether nvidia-smi lists a GPU, and whether CUDA_VISIBLE_DEVICES hides it",
+        ),
+        CUDA_ERROR_SYSTEM_DRIVER_MISMATCH | CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE => (
+            ErrorKind::DeviceUnavailable,
+            "; libcuda.so.1 does not belong to the driver in the kernel: restart the machine after an update, and leave CUDA's compat folder out of LD_LIBRARY_PATH",
+        ),
+        CUDA_ERROR_STUB_LIBRARY => (
+            ErrorKind::DeviceUnavailable,
+            "; this is the toolkit's stub of libcuda.so.1: leave its folder out of LD_LIBRARY_PATH",
+        ),
+        CUDA_ERROR_SYSTEM_NOT_READY => (
+            ErrorKind::DeviceUnavailable,
+            "; a service of the driver, such as the fabric manager, has not started",
+        ),
+        CUDA_ERROR_DEVICE_UNAVAILABLE => (
+            ErrorKind::DeviceUnavailable,
+            "; another process holds the GPU for itself",
+        ),
+        CUDA_ERROR_INVALID_DEVICE | CUDA_ERROR_DEINITIALIZED => (ErrorKind::DeviceUnavailable, ""),
         _ => (ErrorKind::Internal, ""),
-    };
-    Error::new(kind, format_args!("{doing}: {name}: {text}{advice}"))
+    }
+}
+
+/// Refuses a driver that is too old; `version` is 13000 for CUDA 13.0.
+fn usable_driver(version: i32) -> Result<()> {
+    if version < OLDEST_DRIVER {
+        bail!(
+            DeviceUnavailable,
+            "the NVIDIA driver is for CUDA {}.{} and older; CUDA {}.0 is needed: update the driver",
+            version / 1000,
+            version % 1000 / 10,
+            OLDEST_DRIVER / 1000
+        );
+    }
+    Ok(())
+}
+
+/// Refuses a device that is too old.
+fn usable_arch(ordinal: usize, name: &str, arch: (i32, i32)) -> Result<()> {
+    if arch < OLDEST_ARCH {
+        bail!(
+            DeviceUnavailable,
+            "cuda:{ordinal} ({name}) has compute capability {}.{}; {}.{} or later is needed: use another device, or cpu",
+            arch.0,
+            arch.1,
+            OLDEST_ARCH.0,
+            OLDEST_ARCH.1
+        );
+    }
+    Ok(())
+}
+
+/// Refuses the number of a device that is not there.
+fn usable_ordinal(ordinal: usize, devices: usize) -> Result<()> {
+    if ordinal < devices {
+        return Ok(());
+    }
+    match devices {
+        0 => bail!(
+            DeviceUnavailable,
+            "there is no device cuda:{ordinal}, as the driver shows none: see whether nvidia-smi lists a GPU, and whether CUDA_VISIBLE_DEVICES hides it"
+        ),
+        1 => bail!(
+            DeviceUnavailable,
+            "there is no device cuda:{ordinal}; cuda:0 is the only one"
+        ),
+        _ => bail!(
+            DeviceUnavailable,
+            "there is no device cuda:{ordinal}; there are cuda:0 to cuda:{}",
+            devices - 1
+        ),
+    }
 }
 
 /// Why no GPU can be used at all, or nothing.
@@ -93,15 +173,7 @@ pub(super) fn driver() -> Result<i32> {
             let mut version: c_int = 0;
             // SAFETY: writes the one integer it is given.
             check(unsafe { sys::cuDriverGetVersion(&mut version) }.result(), "asking the CUDA driver's version")?;
-            if version < OLDEST_DRIVER {
-                bail!(
-                    DeviceUnavailable,
-                    "the driver speaks CUDA {}.{}; {}.0 is needed: update the NVIDIA driver",
-                    version / 1000,
-                    version % 1000 / 10,
-                    OLDEST_DRIVER / 1000
-                );
-            }
+            usable_driver(version)?;
             STARTED.store(true, Ordering::Relaxed);
             Ok(version)
         })
@@ -198,23 +270,7 @@ impl Gpu {
     }
 
     fn new(ordinal: usize) -> Result<Gpu> {
-        let devices = count()?;
-        if ordinal >= devices {
-            bail!(
-                DeviceUnavailable,
-                "there is no device cuda:{ordinal}; {devices} CUDA {} there{}",
-                if devices == 1 {
-                    "device is"
-                } else {
-                    "devices are"
-                },
-                if devices == 0 {
-                    ""
-                } else {
-                    ", numbered from 0"
-                }
-            );
-        }
+        usable_ordinal(ordinal, count()?)?;
         let device = check(result::device::get(ordinal as c_int), "opening the device")?;
         let attribute = |which| {
             check(
@@ -229,16 +285,7 @@ impl Gpu {
             attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
         );
         let name = check(result::device::get_name(device), "asking the device's name")?;
-        if arch < OLDEST_ARCH {
-            bail!(
-                DeviceUnavailable,
-                "cuda:{ordinal} ({name}) has compute capability {}.{}; {}.{} is needed",
-                arch.0,
-                arch.1,
-                OLDEST_ARCH.0,
-                OLDEST_ARCH.1
-            );
-        }
+        usable_arch(ordinal, &name, arch)?;
         let multiprocessors = attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize;
         let shared_limit =
             attribute(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize;
@@ -401,18 +448,51 @@ impl Gpu {
         self.staging.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Bytes that the library has allocated of the device, and bytes that it keeps for its next allocations.
+    pub(super) fn held(&self) -> Result<(u64, u64)> {
+        use sys::CUmemPool_attribute::*;
+        let attribute = |which| {
+            let mut bytes = 0u64;
+            check(
+                // SAFETY: both attributes are a u64, and the pool lives as long as `self`.
+                unsafe {
+                    result::mem_pool::get_attribute(self.pool, which, (&raw mut bytes).cast())
+                },
+                "asking about the memory pool",
+            )?;
+            Ok(bytes)
+        };
+        let used = attribute(CU_MEMPOOL_ATTR_USED_MEM_CURRENT)?;
+        let reserved = attribute(CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT)?;
+        Ok((used, reserved.saturating_sub(used)))
+    }
+
+    /// The library for large products, or why there is none. Only a library that is missing stays so: one that could not
+    /// start, for want of memory say, is tried again.
+    fn loaded_blas(&self) -> Result<&Blas> {
+        let state = match self.blas.get() {
+            Some(state) => state,
+            None => {
+                let state = Blas::new(self);
+                if let Err(e) = &state
+                    && e.kind() != ErrorKind::DeviceUnavailable
+                {
+                    return Err(e.clone());
+                }
+                self.blas.get_or_init(|| state)
+            }
+        };
+        state.as_ref().map_err(Clone::clone)
+    }
+
     /// The library for large products, if there is one.
     pub(super) fn blas(&self) -> Option<&Blas> {
-        self.blas.get_or_init(|| Blas::new(self)).as_ref().ok()
+        self.loaded_blas().ok()
     }
 
     /// Why there is no library for large products.
     pub fn blas_unavailable(&self) -> Option<String> {
-        self.blas
-            .get_or_init(|| Blas::new(self))
-            .as_ref()
-            .err()
-            .map(|e| e.message().to_owned())
+        self.loaded_blas().err().map(|e| e.message().to_owned())
     }
 
     /// A kernel, compiled for this device when first asked for.
@@ -467,4 +547,72 @@ pub(super) fn int(what: &str, value: usize) -> Result<i32> {
             "{what} is {value}; a GPU kernel takes less than 2^31"
         )
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[track_caller]
+    fn refused(result: Result<()>, said: &[&str]) {
+        let e = result.unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::DeviceUnavailable);
+        for said in said {
+            assert!(e.message().contains(said), "'{said}' is not in '{e}'");
+        }
+    }
+
+    #[test]
+    fn drivers_devices_and_numbers_are_judged() {
+        usable_driver(12_000).unwrap();
+        usable_driver(13_020).unwrap();
+        refused(
+            usable_driver(11_080),
+            &["CUDA 11.8", "CUDA 12.0 is needed", "update"],
+        );
+        usable_arch(0, "A100", (8, 0)).unwrap();
+        usable_arch(0, "GB10", (12, 1)).unwrap();
+        refused(
+            usable_arch(1, "Tesla T4", (7, 5)),
+            &["cuda:1", "Tesla T4", "7.5", "8.0 or later"],
+        );
+        usable_ordinal(1, 2).unwrap();
+        refused(usable_ordinal(0, 0), &["cuda:0", "CUDA_VISIBLE_DEVICES"]);
+        refused(usable_ordinal(1, 1), &["cuda:1", "cuda:0 is the only one"]);
+        refused(usable_ordinal(8, 8), &["cuda:8", "cuda:0 to cuda:7"]);
+    }
+
+    #[test]
+    fn answers_of_the_driver_say_what_to_do() {
+        use sys::CUresult::*;
+        for (answer, kind, advice) in [
+            (CUDA_ERROR_OUT_OF_MEMORY, ErrorKind::OutOfMemory, ""),
+            (
+                CUDA_ERROR_ILLEGAL_ADDRESS,
+                ErrorKind::DeviceUnavailable,
+                "restart the process",
+            ),
+            (
+                CUDA_ERROR_ASSERT,
+                ErrorKind::DeviceUnavailable,
+                "lost its context",
+            ),
+            (
+                CUDA_ERROR_NO_DEVICE,
+                ErrorKind::DeviceUnavailable,
+                "nvidia-smi",
+            ),
+            (
+                CUDA_ERROR_SYSTEM_DRIVER_MISMATCH,
+                ErrorKind::DeviceUnavailable,
+                "restart the machine",
+            ),
+            (CUDA_ERROR_INVALID_VALUE, ErrorKind::Internal, ""),
+        ] {
+            let (got, said) = verdict(answer);
+            assert_eq!(got, kind, "{answer:?}");
+            assert!(said.contains(advice), "{answer:?}: {said}");
+            assert_eq!(advice.is_empty(), said.is_empty(), "{answer:?}: {said}");
+        }
+    }
 }

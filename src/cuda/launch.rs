@@ -44,7 +44,22 @@ impl Launch {
             return Ok(());
         }
         debug_assert_eq!(super::argument_bytes(name), Some(size_of::<T>()), "{name}");
-        let function = gpu.function(unit, name)?;
+        // SAFETY: the caller's word.
+        unsafe { self.enqueue(gpu, gpu.function(unit, name)?, name, true, arguments) }
+    }
+
+    /// Enqueues a function that was loaded by this GPU; with `overlap`, it may start early where the architecture allows it.
+    ///
+    /// # Safety
+    /// As for [`Launch::run`].
+    pub(super) unsafe fn enqueue<T>(
+        &self,
+        gpu: &Gpu,
+        function: sys::CUfunction,
+        name: &str,
+        overlap: bool,
+        arguments: &T,
+    ) -> Result<()> {
         gpu.bind()?;
         if self.shared > DEFAULT_SHARED {
             check(
@@ -60,10 +75,9 @@ impl Launch {
             )?;
         }
         // SAFETY: a plain C struct that may be zero.
-        let mut overlap: sys::CUlaunchAttribute = unsafe { std::mem::zeroed() };
-        overlap.id =
-            sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
-        overlap.value.programmaticStreamSerializationAllowed = 1;
+        let mut early: sys::CUlaunchAttribute = unsafe { std::mem::zeroed() };
+        early.id = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+        early.value.programmaticStreamSerializationAllowed = 1;
         let config = sys::CUlaunchConfig {
             gridDimX: self.grid[0],
             gridDimY: self.grid[1],
@@ -73,8 +87,8 @@ impl Launch {
             blockDimZ: self.block[2],
             sharedMemBytes: self.shared,
             hStream: gpu.stream(),
-            attrs: &raw mut overlap,
-            numAttrs: u32::from(gpu.arch().0 >= 9),
+            attrs: &raw mut early,
+            numAttrs: u32::from(overlap && gpu.arch().0 >= 9),
         };
         let mut parameters = [std::ptr::from_ref(arguments).cast::<c_void>().cast_mut()];
         // SAFETY: the parameters are the caller's word; the driver copies them before it returns.

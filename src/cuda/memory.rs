@@ -6,10 +6,11 @@ use std::sync::Arc;
 use cudarc::driver::result;
 
 use super::gpu::{Gpu, check};
-use crate::base::Result;
-use crate::base::error::bail;
+use super::graph;
+use crate::base::error::{bail, err};
 use crate::base::memory::{Claim, Tag};
 use crate::base::size::product;
+use crate::base::{Error, ErrorKind, Result};
 
 /// Device memory. Freed in stream order: work enqueued before may still use it.
 pub struct DeviceBuffer {
@@ -19,6 +20,43 @@ pub struct DeviceBuffer {
     _claim: Claim,
 }
 
+fn allocate(gpu: &Gpu, tag: Tag, bytes: usize) -> Result<u64> {
+    let attempt = || {
+        check(
+            // SAFETY: pool and stream live as long as the GPU, which the buffer keeps alive.
+            unsafe { result::mem_pool::alloc_async(gpu.pool(), bytes, gpu.stream()) },
+            "allocating device memory",
+        )
+    };
+    let mut result = attempt();
+    // What is freed and kept for later may be in pieces too small; given back, it can become one of the right size. Nothing
+    // may be waited for while a graph is recorded.
+    let is_refused = |r: &Result<u64>| matches!(r, Err(e) if e.kind() == ErrorKind::OutOfMemory);
+    if is_refused(&result) && graph::recorded().is_none() {
+        gpu.empty_cache()?;
+        result = attempt();
+        if is_refused(&result) {
+            // A request that fails leaves the pool with all that it could get, out of reach of everything else.
+            gpu.empty_cache()?;
+        }
+    }
+    result.map_err(|e| match e.kind() {
+        ErrorKind::OutOfMemory => refused(gpu, tag.name(), bytes),
+        _ => e.within(format_args!("{bytes} bytes for {}", tag.name())),
+    })
+}
+
+/// Says what there was when memory was refused.
+fn refused(gpu: &Gpu, what: &str, bytes: usize) -> Error {
+    match (gpu.held(), gpu.memory()) {
+        (Ok((held, kept)), Ok((free, total))) => err!(
+            OutOfMemory,
+            "{gpu:?} has no {bytes} bytes for {what}: this library holds {held} and keeps {kept} ready, {free} of the device's {total} are free; free something, or shorten contexts or batches"
+        ),
+        _ => err!(OutOfMemory, "{gpu:?} has no {bytes} bytes for {what}"),
+    }
+}
+
 impl DeviceBuffer {
     /// `bytes` of memory that hold anything.
     pub fn uninit(gpu: &Arc<Gpu>, tag: Tag, bytes: usize) -> Result<DeviceBuffer> {
@@ -26,12 +64,7 @@ impl DeviceBuffer {
         gpu.bind()?;
         let address = match bytes {
             0 => 0,
-            _ => check(
-                // SAFETY: pool and stream live as long as the GPU, which the buffer keeps alive.
-                unsafe { result::mem_pool::alloc_async(gpu.pool(), bytes, gpu.stream()) },
-                "allocating device memory",
-            )
-            .map_err(|e| e.within(format_args!("{bytes} bytes for {}", tag.name())))?,
+            _ => allocate(gpu, tag, bytes)?,
         };
         Ok(DeviceBuffer {
             gpu: gpu.clone(),
@@ -120,7 +153,8 @@ impl Pinned {
         let data = check(
             unsafe { result::malloc_host(bytes.max(1), 0) },
             "allocating page-locked memory",
-        )?
+        )
+        .map_err(|e| e.within(format_args!("{bytes} bytes for {}", Tag::Scratch.name())))?
         .cast::<u8>();
         // SAFETY: freshly allocated for `bytes` bytes.
         unsafe { data.write_bytes(0, bytes) };

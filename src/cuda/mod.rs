@@ -16,6 +16,7 @@ mod launch;
 mod linear;
 mod memory;
 mod nvrtc;
+mod program;
 mod report;
 mod sample;
 mod scaled_mm;
@@ -23,6 +24,8 @@ mod table;
 
 pub use attention::{Heads, PAGE, PageTable, Rows, decode, parts, prefill, store};
 pub use bandwidth::read_bandwidth;
+#[doc(hidden)]
+pub use compile::compile_source;
 pub use compile::{compile, compiler, have_kernels};
 pub use copy::Event;
 pub use elementwise::{rms_norm, swiglu};
@@ -34,8 +37,10 @@ pub use linear::{
 };
 pub use memory::{DeviceBuffer, Pinned};
 pub use nvrtc::{TARGETS, Unit, target};
+#[doc(hidden)]
+pub use program::{Program, Shape};
 pub use report::{Details, DeviceReport, Presence, Report, report};
-pub use sample::{Best, argmax};
+pub use sample::{Best, Shortlist, ShortlistScratch, argmax, shortlists};
 pub use scaled_mm::{Operand, Tile as ScaledTile, Way, dense_mm, scaled_mm, scaled_mm_by};
 pub use table::{HostTable, Table, embed, table_row};
 

@@ -83,6 +83,7 @@ units! {
     Argmax = "sample/argmax.cu",
     ScaledMmDecode = "scaled_mm/decode.cu",
     ScaledMmProduct = "scaled_mm/product.cu",
+    TopK = "sample/topk.cu",
 }
 
 /// Architectures that every kernel is tested for and that packages embed, as [`target`] names them.
@@ -127,6 +128,8 @@ type Program = *mut c_void;
 
 /// NVRTC's answer that all is well.
 const SUCCESS: c_int = 0;
+/// Its answer to an architecture that is newer than itself; all other options are old.
+const INVALID_OPTION: c_int = 5;
 
 macro_rules! functions {
     ($($name:ident = $symbol:literal: fn($($argument:ty),*) -> $result:ty),+ $(,)?) => {
@@ -142,7 +145,7 @@ macro_rules! functions {
                         // SAFETY: the library was loaded and is never closed.
                         let function = unsafe { libc::dlsym(library, $symbol.as_ptr()) };
                         if function.is_null() {
-                            return Err(format!("NVRTC lacks {}: {}", $symbol.to_string_lossy(), loader_error()));
+                            return Err(format!("what was loaded as NVRTC lacks {}: {}", $symbol.to_string_lossy(), loader_error()));
                         }
                         // SAFETY: NVRTC's function of this name has this type.
                         unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($argument),*) -> $result>(function) }
@@ -219,7 +222,9 @@ impl Compiler {
     /// Loads the library: this one, or the one that the loader finds. An error says what to do.
     pub(super) fn load(path: Option<&Path>) -> Result<Compiler, String> {
         let library = match path {
-            Some(path) => open_path(path)?,
+            Some(path) => open_path(path).map_err(|why| {
+                format!("the compiler for GPU kernels that NVFP4_NVRTC names: {why}; it takes the path of a libnvrtc.so.12 or later, and without it the loader looks for one")
+            })?,
             None => [c"libnvrtc.so.13", c"libnvrtc.so.12", c"libnvrtc.so"].iter().find_map(|name| open(name).ok()).ok_or(
                 "no compiler for GPU kernels: libnvrtc.so.13 (or .so.12) was not found; install the CUDA toolkit or the Python package nvidia-cuda-nvrtc, and name the library in NVFP4_NVRTC or its folder in LD_LIBRARY_PATH",
             )?,
@@ -253,8 +258,18 @@ impl Compiler {
 
     /// Machine code of a unit, and the assembler's report on registers and spills.
     pub(super) fn compile(&self, unit: Unit, target: &str) -> Result<(Vec<u8>, String), String> {
+        self.compile_source(unit.path(), unit.source(), target)
+    }
+
+    /// The same of a source, which may include the library's headers; `path` names it in messages.
+    pub(super) fn compile_source(
+        &self,
+        path: &str,
+        source: &str,
+        target: &str,
+    ) -> Result<(Vec<u8>, String), String> {
         let f = &self.functions;
-        let (source, name) = (text(unit.source()), text(unit.path()));
+        let (source, name) = (text(source), text(path));
         let names: Vec<CString> = HEADERS.iter().map(|(name, _)| text(name)).collect();
         let sources: Vec<CString> = HEADERS.iter().map(|(_, source)| text(source)).collect();
         let options = options(target);
@@ -276,7 +291,7 @@ impl Compiler {
                     all_sources.as_ptr(),
                     all_names.as_ptr(),
                 ),
-                unit.path(),
+                path,
             )?;
             let done = (f.compile)(program, all_options.len() as c_int, all_options.as_ptr());
             let mut size = 0;
@@ -288,16 +303,39 @@ impl Compiler {
                 .to_owned();
             let image = self
                 .check(done, "the compiler says")
-                .map_err(|e| format!("compiling {} for {target}: {e}: {log}", unit.path()))
+                .map_err(|e| match done {
+                    INVALID_OPTION => format!(
+                        "NVRTC {}.{} does not know {target}, which {path} is compiled for: {e}; put a newer one in its place, or name one in NVFP4_NVRTC",
+                        self.version.0, self.version.1
+                    ),
+                    _ => format!("compiling {path} for {target}: {e}: {log}"),
+                })
                 .and_then(|()| {
                     let mut size = 0;
-                    self.check((f.image_size)(program, &mut size), unit.path())?;
+                    self.check((f.image_size)(program, &mut size), path)?;
                     let mut image = vec![0u8; size];
-                    self.check((f.image)(program, image.as_mut_ptr().cast()), unit.path())?;
+                    self.check((f.image)(program, image.as_mut_ptr().cast()), path)?;
                     Ok(image)
                 });
             let _ = (f.destroy)(&mut program);
             Ok((image?, log))
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_compiler_that_is_not_there_is_named() {
+        let refused = |path: &str| Compiler::load(Some(Path::new(path))).err().unwrap();
+        let missing = refused("/nowhere/libnvrtc.so.13");
+        for said in ["NVFP4_NVRTC", "/nowhere/libnvrtc.so.13", "it takes"] {
+            assert!(missing.contains(said), "{missing}");
+        }
+        // A library, but another one.
+        let other = refused("libc.so.6");
+        assert!(other.contains("lacks nvrtcVersion"), "{other}");
     }
 }

@@ -12,6 +12,7 @@ use super::{Logits, Model};
 use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::base::memory::{Buffer, Plain, Tag};
+use crate::cuda::Shortlist;
 use crate::ops::attention::attention;
 use crate::ops::linear::linear;
 use crate::ops::rope::Angles;
@@ -253,6 +254,45 @@ impl Model {
             executor.step_likeliest(self.config(), self.weights(), tokens, &caches, ahead)
         });
         finish_batch(caches, result.is_ok());
+        result
+    }
+
+    /// Runs one token of one sequence on a GPU, and lets the logits stay there if their shortlist is enough for the caller, as
+    /// `enough` says. If it is not, or there is none, `logits` gets all of them; it is empty otherwise. The shortlist's total is
+    /// that of `temperature`. On an error `cache` is as it was before.
+    pub fn forward_shortlist(
+        &self,
+        token: u32,
+        cache: &mut KvCache,
+        temperature: f32,
+        enough: &mut dyn FnMut(&Shortlist) -> bool,
+        logits: &mut Vec<f32>,
+    ) -> Result<()> {
+        logits.clear();
+        let Some(executor) = &self.executor else {
+            bail!(
+                Internal,
+                "shortlists are made on a GPU, and this model is not on one"
+            );
+        };
+        self.check_tokens(&[token])?;
+        let mut caches = [cache];
+        let result = reserve_each(&mut caches, 1).and_then(|()| {
+            let (config, weights) = (self.config(), self.weights());
+            executor.step_shortlist(
+                config,
+                weights,
+                token,
+                &*caches[0],
+                temperature,
+                enough,
+                logits,
+            )
+        });
+        finish_batch(&mut caches, result.is_ok());
+        if result.is_err() {
+            logits.clear();
+        }
         result
     }
 

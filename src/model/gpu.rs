@@ -19,7 +19,7 @@ use crate::base::memory::{Buffer, Tag};
 use crate::checkpoint::Encoding;
 use crate::cuda::{
     self, Best, Biased, DeviceBuffer, Event, Gpu, Graph, Heads, HostTable, Input, LinearScratch,
-    Matrix, Output, PageTable, Pinned, Rows, Storage, Table,
+    Matrix, Output, PageTable, Pinned, Rows, Shortlist, ShortlistScratch, Storage, Table,
 };
 
 /// Sequences that are stepped together at most.
@@ -73,6 +73,8 @@ struct State {
     positions: DeviceBuffer,
     table: DeviceBuffer,
     best: Best,
+    /// Made when it is first asked for.
+    shortlist: Option<ShortlistScratch>,
     parts: Rows,
     linear: LinearScratch,
     history: Pinned,
@@ -490,6 +492,35 @@ impl Executor {
         read_logits(&state.logits, tokens.len() * config.vocab_size, logits)
     }
 
+    /// One token of one sequence. `enough` looks at the shortlist of its logits; unless it is satisfied, all of them are
+    /// appended to `logits`.
+    pub(super) fn step_shortlist(
+        &self,
+        config: &Config,
+        weights: &Weights,
+        token: u32,
+        cache: &KvCache,
+        temperature: f32,
+        enough: &mut dyn FnMut(&Shortlist) -> bool,
+        logits: &mut Vec<f32>,
+    ) -> Result<()> {
+        let (gpus, positions) = on_gpu(&[cache])?;
+        let mut state = self.state();
+        let state = &mut *state;
+        state.settle()?;
+        self.step(config, weights, &[token], &gpus, &positions, state)?;
+        let scratch = match &mut state.shortlist {
+            Some(scratch) => scratch,
+            none => none.insert(ShortlistScratch::new(&self.gpu, 1)?),
+        };
+        let (gpu, vocabulary) = (&self.gpu, config.vocab_size);
+        let list = cuda::shortlists(gpu, &state.logits, 1, vocabulary, temperature, scratch)?;
+        match list.first() {
+            Some(Some(list)) if enough(list) => Ok(()),
+            _ => read_logits(&state.logits, config.vocab_size, logits),
+        }
+    }
+
     /// One token of each of several sequences; the likeliest next tokens. With `ahead`, the step after is enqueued at once, in
     /// the hope that these sequences go on with those tokens; their pages must reach that far.
     pub(super) fn step_likeliest(
@@ -644,6 +675,7 @@ impl State {
             positions: scratch(batch, 4)?,
             table: scratch(batch * pages, 8)?,
             best: Best::new(gpu, batch)?,
+            shortlist: None,
             parts: Rows::new(gpu, config.heads, config.kv_heads, dim, batch)?,
             linear: LinearScratch::new(gpu, if large { widest } else { 0 })?,
             history: Pinned::new(gpu, Tag::Scratch, HISTORY * batch * 4)?,

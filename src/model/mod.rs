@@ -26,6 +26,7 @@ use crate::checkpoint::{self, Checkpoint, TokenizerSource};
 use crate::format::nvfp4::QuantizeOptions;
 use crate::text::{ChatTemplate, Tokenizer};
 
+pub use crate::cuda::Shortlist;
 pub use crate::ops::Device;
 pub use crate::ops::attention::KvType;
 pub use crate::ops::linear::Activations;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::base::error::{Result, bail};
 use crate::base::threads::Pool;
 use crate::cpu::Cpu;
-use crate::cuda::Gpu;
+use crate::cuda::{self, Gpu};
 
 /// A device, cheap to clone. Weights and caches made for one device are used with that device.
 #[derive(Clone)]
@@ -24,9 +24,11 @@ impl Device {
         Ok(Device::Cpu(Cpu::new(threads)?))
     }
 
-    /// The CUDA device numbered `ordinal`; an error says why there is none.
+    /// The CUDA device numbered `ordinal`, if it is there and kernels for it can be had; an error says why not.
     pub fn cuda(ordinal: usize) -> Result<Device> {
-        Ok(Device::Cuda(Gpu::open(ordinal)?))
+        let gpu = Gpu::open(ordinal)?;
+        cuda::have_kernels(gpu.arch())?;
+        Ok(Device::Cuda(gpu))
     }
 
     /// The processor, for operations on host memory.

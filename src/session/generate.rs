@@ -129,15 +129,21 @@ impl Session {
         // A GPU finds the likeliest token itself, and the host reads that instead of the logits.
         let greedy =
             options.sampling.temperature == 0.0 && options.sampling.repetition_penalty == 1.0;
-        let on_device = greedy && !options.replay && self.model.device().is_cuda();
+        let on_gpu = !options.replay && self.model.device().is_cuda();
+        let on_device = greedy && on_gpu;
+        // Or the few hundred likeliest, where those may be enough to draw from.
+        let shortlisted = on_gpu && sampler.takes_shortlists();
         let mut broke = false;
         let mut first = None;
         while out.tokens.len() < options.max_tokens {
+            let mut chosen = None;
             let settled = if options.replay {
                 self.logits_from_scratch(&mut replayed)
             } else if on_device {
                 let ahead = out.tokens.len() + 1 < options.max_tokens;
-                self.settle_likeliest(ahead).map(|_| ())
+                self.settle_likeliest(ahead).map(|t| chosen = Some(t))
+            } else if shortlisted {
+                self.settle_sampled(&mut sampler).map(|t| chosen = t)
             } else {
                 self.settle()
             };
@@ -155,7 +161,7 @@ impl Session {
                 out.finish = Finish::Cancelled;
                 break;
             }
-            let token = match self.likeliest.filter(|_| on_device) {
+            let token = match chosen {
                 Some(token) => token,
                 None if options.replay => sampler.sample(&replayed, &self.tokens)?,
                 None => sampler.sample(&self.logits, &self.tokens)?,

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::base::Result;
 use crate::base::error::{bail, err};
-use crate::model::{KvCache, KvType, Logits, Model, Scratch};
+use crate::model::{KvCache, KvType, Logits, Model, Scratch, Shortlist};
 
 pub use batch::{step, step_likeliest};
 pub use generate::{Finish, GenerateOptions, Generation, Piece, Timings};
@@ -296,6 +296,29 @@ impl Session {
         }
         self.likeliest
             .ok_or_else(|| err!(Internal, "there are no logits to choose from"))
+    }
+
+    /// The token that `sampler` chooses, where a GPU can tell it enough without the logits leaving it; otherwise the logits
+    /// are known afterwards, and nothing has been drawn.
+    fn settle_sampled(&mut self, sampler: &mut Sampler) -> Result<Option<u32>> {
+        let pending = self.cache.len().min(self.tokens.len());
+        let (&[token], true) = (&self.tokens[pending..], self.logits.is_empty()) else {
+            return self.settle().map(|()| None);
+        };
+        let temperature = sampler.temperature();
+        let mut chosen = None;
+        let mut enough = |list: &Shortlist| {
+            chosen = sampler.sample_shortlist(list, &self.tokens);
+            chosen.is_some()
+        };
+        self.model.forward_shortlist(
+            token,
+            &mut self.cache,
+            temperature,
+            &mut enough,
+            &mut self.logits,
+        )?;
+        Ok(chosen)
     }
 
     /// Runs what has to be run for the logits to be those after the last token.

@@ -1,9 +1,18 @@
 //! From logits to a token: greedy, or drawn from a distribution that temperature, top-k, top-p and min-p have shaped. A pure
 //! function of logits, history, options and the number of draws so far, so the same seed gives the same text.
 
+use std::collections::HashSet;
+
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::format::random;
+use crate::model::Shortlist;
+
+/// Logits that a device's shortlist holds, where there are so many.
+const LISTED: usize = 256;
+/// What two sums of the same weights may differ by, as a share of them, in whatever order they are made. Where a decision would
+/// hang on less, all logits are asked for.
+const SLACK: f64 = 1e-9;
 
 /// How tokens are chosen. The default is greedy.
 ///
@@ -127,6 +136,84 @@ impl Sampler {
         Ok(self.draw(self.logits[top]))
     }
 
+    /// Whether the likeliest tokens alone may be enough to choose from.
+    pub(super) fn takes_shortlists(&self) -> bool {
+        let o = &self.options;
+        let draws_from_few = match o.top_k {
+            0 => o.repetition_penalty == 1.0 && (o.top_p < 1.0 || o.min_p > 0.0),
+            k => k <= LISTED,
+        };
+        // A penalty below 1 lifts tokens from anywhere in the ranking.
+        o.repetition_penalty >= 1.0 && (o.temperature == 0.0 || draws_from_few)
+    }
+
+    /// The temperature that a shortlist must have been made for.
+    pub(super) fn temperature(&self) -> f32 {
+        self.options.temperature
+    }
+
+    /// What [`Sampler::sample`] gives for the logits that `list` comes from, if that is certain; if not, nothing was drawn.
+    pub(super) fn sample_shortlist(&mut self, list: &Shortlist, history: &[u32]) -> Option<u32> {
+        let (options, n) = (&self.options, list.vocabulary);
+        if !self.takes_shortlists() || list.temperature != options.temperature {
+            return None;
+        }
+        let ranked = self.known_ranks(list, history);
+        let largest = ranked.first()?.1;
+        // Zeros of both signs are equal as logits, and not in the ranking.
+        if largest == f32::NEG_INFINITY || largest == 0.0 {
+            return None;
+        }
+        if options.temperature == 0.0 || options.top_k == 1 {
+            return Some(ranked[0].0);
+        }
+        let (largest, temperature) = (f64::from(largest), f64::from(options.temperature));
+        let weight = |x: f32| ((f64::from(x) - largest) / temperature).exp();
+        let most = match options.top_k {
+            0 => n,
+            k => k.min(n),
+        };
+        // A draw from all tokens goes through them by token, and a penalty changes the sum over all.
+        let from_all = options.top_p == 1.0 && options.min_p == 0.0;
+        if most == n && (from_all || options.repetition_penalty != 1.0) {
+            return None;
+        }
+        let (total, slack) = if most < n {
+            let kept = ranked.get(..most)?;
+            (kept.iter().map(|&(_, x)| weight(x)).sum(), 0.0)
+        } else {
+            (list.total, SLACK * list.total)
+        };
+        let at = |rank: usize| ranked.get(rank).copied();
+        let (kept, sum) = kept(options, most, total, slack, at, weight)?;
+        let u = uniform(options.seed, self.draws);
+        self.draws += 1;
+        let drawn = ranked[..kept].iter();
+        Some(pick(drawn.map(|&(token, x)| (token, weight(x))), u * sum))
+    }
+
+    /// The beginning of the ranking after the penalty, as far as the shortlist tells it.
+    fn known_ranks(&self, list: &Shortlist, history: &[u32]) -> Vec<(u32, f32)> {
+        let mut ranked = list.largest.clone();
+        let penalty = self.options.repetition_penalty;
+        if penalty == 1.0 {
+            return ranked;
+        }
+        let occurred: HashSet<u32> = history.iter().copied().collect();
+        let floor = ranked.last().map_or(f32::NEG_INFINITY, |&(_, x)| x);
+        for (token, x) in &mut ranked {
+            if occurred.contains(token) {
+                *x = penalized(*x, penalty);
+            }
+        }
+        ranked.sort_unstable_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
+        // Tokens that are not listed have at most the least of the listed logits, and a penalty lowers it further.
+        if list.largest.len() < list.vocabulary {
+            ranked.truncate(ranked.partition_point(|&(_, x)| x > floor));
+        }
+        ranked
+    }
+
     fn penalize(&mut self, history: &[u32]) {
         let penalty = self.options.repetition_penalty;
         if penalty == 1.0 {
@@ -139,11 +226,7 @@ impl Sampler {
                 && !std::mem::replace(seen, true)
             {
                 let x = &mut self.logits[token as usize];
-                let penalized = if *x > 0.0 { *x / penalty } else { *x * penalty };
-                // An extreme penalty neither rules a token out nor makes a logit that nothing can be compared with.
-                if x.is_finite() {
-                    *x = penalized.clamp(f32::MIN, f32::MAX);
-                }
+                *x = penalized(*x, penalty);
             }
         }
     }
@@ -151,10 +234,8 @@ impl Sampler {
     /// Draws from the tokens that the options leave; `largest` is the largest logit.
     fn draw(&mut self, largest: f32) -> u32 {
         let options = &self.options;
-        let bits = random::bits(options.seed, self.draws);
+        let u = uniform(options.seed, self.draws);
         self.draws += 1;
-        // All of the mantissa: a multiple of 2^-53 in [0, 1).
-        let u = (bits >> 11) as f64 * (1.0 / (1u64 << 53) as f64);
         let (largest, temperature) = (f64::from(largest), f64::from(options.temperature));
         let weight = |x: f32| ((f64::from(x) - largest) / temperature).exp();
 
@@ -163,8 +244,7 @@ impl Sampler {
             0 => n,
             k => k.min(n),
         };
-        let (top_p, min_p) = (f64::from(options.top_p), f64::from(options.min_p));
-        if most == n && top_p == 1.0 && min_p == 0.0 {
+        if most == n && options.top_p == 1.0 && options.min_p == 0.0 {
             let weights = || self.logits.iter().map(|&x| weight(x));
             let total: f64 = weights().sum();
             return pick((0..).zip(weights()), u * total);
@@ -176,16 +256,8 @@ impl Sampler {
         } else {
             self.logits.iter().map(|&x| weight(x)).sum()
         };
-        // What is kept is the beginning of the ranking; the likeliest, of weight 1, always is.
-        let (mut kept, mut sum) = (0, 0.0);
-        while kept < most {
-            let w = weight(ranking.at(kept).1);
-            if kept > 0 && (sum >= top_p * total || w < min_p) {
-                break;
-            }
-            sum += w;
-            kept += 1;
-        }
+        let at = |rank| Some(ranking.at(rank));
+        let (kept, sum) = kept(options, most, total, 0.0, at, weight).expect("every rank is known");
         pick(
             (0..kept).map(|i| {
                 let (token, logit) = ranking.at(i);
@@ -193,6 +265,53 @@ impl Sampler {
             }),
             u * sum,
         )
+    }
+}
+
+/// How many of the `most` first of a ranking top-p and min-p keep, and the sum of their weights. The likeliest, of weight 1, is
+/// always among them. `total` is known but for `slack`; nothing if that is not enough to tell, or a rank is not known.
+fn kept(
+    options: &SamplingOptions,
+    most: usize,
+    total: f64,
+    slack: f64,
+    mut at: impl FnMut(usize) -> Option<(u32, f32)>,
+    weight: impl Fn(f32) -> f64,
+) -> Option<(usize, f64)> {
+    let (top_p, min_p) = (f64::from(options.top_p), f64::from(options.min_p));
+    let (mut kept, mut sum) = (0, 0.0);
+    while kept < most {
+        let w = weight(at(kept)?.1);
+        if kept > 0 {
+            if w < min_p {
+                break;
+            }
+            let missing = top_p * total - sum;
+            if slack > 0.0 && missing.abs() <= slack {
+                return None;
+            }
+            if missing <= 0.0 {
+                break;
+            }
+        }
+        sum += w;
+        kept += 1;
+    }
+    Some((kept, sum))
+}
+
+/// Number `draw` of a seed's, in [0, 1): all of the mantissa, a multiple of 2^-53.
+fn uniform(seed: u64, draw: u64) -> f64 {
+    (random::bits(seed, draw) >> 11) as f64 * (1.0 / (1u64 << 53) as f64)
+}
+
+/// The logit of a token that has occurred. An extreme penalty neither rules it out nor makes a logit that nothing can be compared
+/// with.
+fn penalized(x: f32, penalty: f32) -> f32 {
+    let penalized = if x > 0.0 { x / penalty } else { x * penalty };
+    match x.is_finite() {
+        true => penalized.clamp(f32::MIN, f32::MAX),
+        false => x,
     }
 }
 
@@ -415,6 +534,125 @@ mod tests {
         };
         assert_eq!(run(1), run(1));
         assert_ne!(run(1), run(2));
+    }
+
+    /// The `kept` largest of some logits, as a device lists them.
+    fn listed(logits: &[f32], kept: usize, temperature: f32) -> Shortlist {
+        let mut order = Vec::new();
+        let mut ranking = Ranking::new(logits, &mut order);
+        let largest: Vec<_> = (0..kept.min(logits.len())).map(|i| ranking.at(i)).collect();
+        let top = f64::from(largest[0].1);
+        // Not in the order of the host.
+        let weights = logits
+            .iter()
+            .rev()
+            .map(|&x| ((f64::from(x) - top) / f64::from(temperature)).exp());
+        Shortlist {
+            total: if temperature > 0.0 {
+                weights.sum()
+            } else {
+                0.0
+            },
+            largest,
+            temperature,
+            vocabulary: logits.len(),
+        }
+    }
+
+    /// What a shortlist gives is what all logits give, and a shortlist that is not enough draws nothing.
+    #[test]
+    fn shortlists_give_the_same_tokens() {
+        let (mut certain, mut open) = (0, 0);
+        for case in 0..6000u64 {
+            let pick = |salt: u64, of: u64| random::bits(77 + salt, case) % of;
+            let n = [5, 60, 1000][pick(0, 3) as usize];
+            // Steep and flat ones; some with many equal logits, some with tokens that are ruled out.
+            let (width, coarse) = ([30.0, 8.0, 1.0][pick(1, 3) as usize], pick(2, 3) == 0);
+            let logits: Vec<f32> = (0..n)
+                .map(|i| {
+                    let bits = random::bits(case, i);
+                    let x = ((bits % 10_000) as f32 / 10_000.0 - 0.4) * width;
+                    match bits >> 40 & 31 {
+                        0 => f32::NEG_INFINITY,
+                        _ if coarse => x.round(),
+                        _ => x,
+                    }
+                })
+                .collect();
+            let options = SamplingOptions {
+                temperature: [0.0, 0.3, 1.0, 1.7][pick(3, 4) as usize],
+                top_k: [0, 1, 3, 40, 5000][pick(4, 5) as usize],
+                top_p: [1.0, 0.95, 0.5][pick(5, 3) as usize],
+                min_p: [0.0, 0.05, 0.9][pick(6, 3) as usize],
+                repetition_penalty: [1.0, 1.0, 1.3, 0.8][pick(7, 4) as usize],
+                seed: case,
+            };
+            let history: Vec<u32> = (0..pick(8, 30))
+                .map(|i| (random::bits(9, i) % n) as u32)
+                .collect();
+            let list = listed(
+                &logits,
+                [4, 64, LISTED][pick(9, 3) as usize],
+                options.temperature,
+            );
+            let mut short = Sampler::new(&options).unwrap().after(history.len());
+            let mut long = short.clone();
+            let Ok(want) = long.sample(&logits, &history) else {
+                assert_eq!(short.sample_shortlist(&list, &history), None);
+                continue;
+            };
+            match short.sample_shortlist(&list, &history) {
+                Some(got) => {
+                    assert_eq!((got, short.draws), (want, long.draws), "{options:?} of {n}");
+                    certain += 1;
+                }
+                None => {
+                    assert_eq!(short.draws, history.len() as u64);
+                    open += 1;
+                }
+            }
+        }
+        assert!(certain > 1000 && open > 1000, "{certain} {open}");
+    }
+
+    #[test]
+    fn what_a_shortlist_cannot_tell_is_left_open() {
+        let l: Vec<f32> = (0..100).map(|i| 3.0 - i as f32 * 0.01).collect();
+        let with = |change: fn(&mut SamplingOptions), kept: usize| {
+            let mut options = warm();
+            change(&mut options);
+            let list = listed(&l, kept, options.temperature);
+            Sampler::new(&options)
+                .unwrap()
+                .sample_shortlist(&list, &[0])
+                .is_some()
+        };
+        assert!(with(|o| o.top_k = 20, 20) && !with(|o| o.top_k = 20, 19));
+        assert!(with(|o| o.top_p = 0.1, 20) && !with(|o| o.top_p = 0.9, 20));
+        assert!(with(|o| o.top_p = 0.9, 100) && !with(|_| (), 100));
+        assert!(with(|o| o.min_p = 0.95, 20) && !with(|o| o.min_p = 0.5, 20));
+        // A penalty changes the sum over all in a way that the list does not show.
+        fn penalty(o: &mut SamplingOptions) {
+            (o.top_p, o.repetition_penalty) = (0.1, 1.5);
+        }
+        assert!(!with(penalty, 20));
+        assert!(with(|o| (o.top_k, o.repetition_penalty) = (5, 1.5), 20));
+        // A sum that a decision hangs on: half of two equal tokens is reached by one, or not.
+        let options = SamplingOptions {
+            top_p: 0.5,
+            ..warm()
+        };
+        let list = listed(&[1.0, 1.0], 2, 1.0);
+        assert_eq!(
+            Sampler::new(&options).unwrap().sample_shortlist(&list, &[]),
+            None
+        );
+        // Another temperature's sum.
+        let list = listed(&l, 100, 0.5);
+        assert_eq!(
+            Sampler::new(&options).unwrap().sample_shortlist(&list, &[]),
+            None
+        );
     }
 
     #[test]

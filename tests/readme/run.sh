@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What the README says, tried: its C and Python lines, its environment variables, its files. bash tests/readme/run.sh, with
+# What the README says, tried: its C and Python lines, its environment variables, its files, its comparison. bash tests/readme/run.sh, with
 # libNVFP4.so in $NVFP4_BUILD (target/release if unset). The last line is "N passed, N failed, N skipped".
 set -uo pipefail
 cd "$(dirname "$0")/../.."
@@ -65,5 +65,6 @@ check "the Python line" python_line
 check "the environment variables" environment
 check "the linked files" links
 check "the subcommands" commands
+check "table and chart of the comparison" python3 benches/compare.py --check
 echo "$passed passed, $failed failed, 0 skipped"
 [ $failed -eq 0 ]

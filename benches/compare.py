@@ -1,0 +1,152 @@
+"""The comparison with other programs on one H200, from the figures in benches/record: prints the table of the README.
+
+    python3 benches/compare.py            # the table
+    python3 benches/compare.py --write    # puts table and chart where they belong: README.md and benches/compare.svg
+    python3 benches/compare.py --check    # fails if they are not what the figures say
+
+The library's own figures are those of the newest DATE-h200-qwen3-4b.json, made of what `nvfp4 bench --json` prints; the others, and
+the bars that the library is to reach, those of the newest DATE-h200-qwen3-4b-peers.json. Needs nothing but Python.
+"""
+
+import argparse
+import difflib
+import json
+import sys
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+HERE = Path(__file__).resolve().parent
+README = HERE.parent / "README.md"
+CHART = HERE / "compare.svg"
+BEGIN, END = "<!-- benches/compare.py writes this -->", "<!-- to here -->"
+OURS = "libNVFP4"
+
+# Chart: pixels and colours. Text is grey enough for a light and a dark page.
+WIDTH, NAMES, VALUES, BAR, GAP, TITLE, PANEL = 760, 150, 80, 16, 5, 22, 14
+OUR_COLOUR, PEER_COLOUR, TEXT_COLOUR, BAR_COLOUR = "#2f6fde", "#9aa4b2", "#6e7781", "#d1603d"
+
+
+def newest(pattern):
+    files = sorted((HERE / "record").glob(pattern))
+    if not files:
+        sys.exit(f"no {pattern} in {HERE / 'record'}")
+    return json.loads(files[-1].read_text())
+
+
+def load():
+    """Where the figures come from, and for each quantity its name, its bar, and (program, figure or None) in columns."""
+    own, peers = newest("*-h200-qwen3-4b.json"), newest("*-h200-qwen3-4b-peers.json")
+    rows = []
+    for i, quantity in enumerate(peers["quantities"]):
+        keys = ("batch", "prompt_tokens")
+        runs = [run for run in own["runs"] if all(run[key] == quantity[key] for key in keys)]
+        if len(runs) != 1:
+            sys.exit(f"{len(runs)} runs for {quantity['name']}: one is wanted")
+        figures = [(OURS, runs[0][quantity["metric"]])]
+        for peer in peers["peers"]:
+            if len(peer["figures"]) != len(peers["quantities"]):
+                sys.exit(f"{peer['name']} has {len(peer['figures'])} figures for {len(peers['quantities'])} quantities")
+            figures.append((peer["name"], peer["figures"][i]))
+        rows.append((quantity["name"], quantity["bar"], figures))
+    return own, peers, rows
+
+
+def number(value):
+    """Whole numbers, of five digits and more in hundreds."""
+    if value is None:
+        return ""
+    return f"{round(value, -2 if value >= 10_000 else 0):,.0f}"
+
+
+def table(own, peers, rows):
+    names = [name for name, _ in rows[0][2]]
+    # Whichever quantity it is, the best contender to beat.
+    lines = [
+        f"One H200, Qwen3-4B shape, tokens per second (decoding with 128 tokens of context, medians of 5, {own['date']}, "
+        f"commit {own['commit']}; the others {peers['source']}):",
+        "",
+        "| | " + " | ".join([*names, "to the best other", "bar"]) + " |",
+        "|---" * (len(names) + 3) + "|",
+    ]
+    for name, bar, figures in rows:
+        best = max(value for _, value in figures[1:] if value is not None)
+        ratio = f"{figures[0][1] / best:.2f}x"
+        lines.append("| " + " | ".join([name, *(number(value) for _, value in figures), ratio, number(bar)]) + " |")
+    alt = "Tokens per second of libNVFP4 and others, from the table above"
+    return "\n".join([*lines, "", f"![{alt}]({CHART.relative_to(README.parent).as_posix()})"])
+
+
+def text(x, y, what, anchor="start", weight="normal"):
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-weight="{weight}" fill="{TEXT_COLOUR}">{escape(what)}</text>'
+
+
+def chart(own, rows):
+    """A panel for each quantity, each with a scale of its own from 0; a line marks the bar."""
+    parts, y, room = [], 8, WIDTH - NAMES - VALUES
+    for name, bar, figures in rows:
+        figures = [(program, value) for program, value in figures if value is not None]
+        scale = room / max([bar, *(value for _, value in figures)])
+        y += TITLE
+        parts.append(text(0, y - 7, f"{name}, tokens per second", weight="bold"))
+        top = y
+        for program, value in figures:
+            colour = OUR_COLOUR if program == OURS else PEER_COLOUR
+            parts.append(text(NAMES - 8, y + BAR - 4, program, "end"))
+            parts.append(f'<rect x="{NAMES}" y="{y}" width="{value * scale:.1f}" height="{BAR}" rx="2" fill="{colour}"/>')
+            # Beside the line of the bar where that would run through it.
+            x = NAMES + value * scale + 6
+            if x - 4 < NAMES + bar * scale < x + 8 * len(number(value)):
+                x = NAMES + bar * scale + 6
+            parts.append(text(x, y + BAR - 4, number(value)))
+            y += BAR + GAP
+        x = NAMES + bar * scale
+        parts.append(f'<line x1="{x:.1f}" y1="{top - 3}" x2="{x:.1f}" y2="{y - GAP + 3}" stroke="{BAR_COLOUR}" stroke-width="2" stroke-dasharray="4 3"/>')
+        y += PANEL
+    parts.append(text(0, y + 4, f"Dashed: the bar that libNVFP4 is to reach. One H200, Qwen3-4B shape, {own['date']}."))
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y + 12}" width="{WIDTH}" height="{y + 12}" '
+            'font-family="system-ui, sans-serif" font-size="13" role="img">',
+            "<title>Tokens per second of libNVFP4 and others on one H200</title>",
+            *parts,
+            "</svg>",
+            "",
+        ]
+    )
+
+
+def readme_with(block):
+    page = README.read_text()
+    if page.count(BEGIN) != 1 or page.count(END) != 1:
+        sys.exit(f"README.md must have one '{BEGIN}' and one '{END}'")
+    before, rest = page.split(BEGIN)
+    return f"{before}{BEGIN}\n{block}\n{END}{rest.split(END)[1]}"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="rewrite README.md and the chart")
+    parser.add_argument("--check", action="store_true", help="fail if they differ from the figures")
+    options = parser.parse_args()
+    own, peers, rows = load()
+    block = table(own, peers, rows)
+    wanted = {CHART: chart(own, rows)}
+    if options.write or options.check:
+        wanted[README] = readme_with(block)
+    if options.write:
+        for path, content in wanted.items():
+            path.write_text(content)
+    elif options.check:
+        stale = 0
+        for path, content in wanted.items():
+            there = path.read_text() if path.exists() else ""
+            stale += there != content
+            sys.stdout.writelines(difflib.unified_diff(there.splitlines(True), content.splitlines(True), path.name, "the figures"))
+        if stale:
+            sys.exit("not what the figures say: python3 benches/compare.py --write")
+    else:
+        print(block)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+//! Kernels from a source that is not the library's: what benchmarks of the hardware and tests of faults run. No part of the
+//! library's interface.
+
+use std::borrow::Cow;
+use std::sync::Arc;
+
+use super::compile::{Module, compile_source};
+use super::gpu::Gpu;
+use super::launch::Launch;
+use super::nvrtc::target;
+use crate::base::Result;
+
+/// A compiled source, loaded on a device.
+pub struct Program {
+    gpu: Arc<Gpu>,
+    module: Module,
+}
+
+/// How a kernel of a program is launched.
+#[derive(Clone, Copy, Debug)]
+pub struct Shape {
+    /// Blocks.
+    pub grid: [u32; 3],
+    /// Threads of a block.
+    pub threads: u32,
+    /// Dynamic shared memory of a block, in bytes.
+    pub shared: u32,
+    /// Whether it may start before the kernel before it has ended. It must then wait itself.
+    pub overlap: bool,
+}
+
+impl Program {
+    /// Compiles `source`, which may include the library's headers, for the device. `path` names it in messages.
+    pub fn new(gpu: &Arc<Gpu>, path: &str, source: &str) -> Result<Program> {
+        let (image, _) = compile_source(path, source, &target(gpu.arch()))?;
+        gpu.bind()?;
+        Ok(Program {
+            gpu: gpu.clone(),
+            module: Module::from_image(&image, Cow::Owned(path.to_owned()))?,
+        })
+    }
+
+    /// Enqueues a kernel.
+    ///
+    /// # Safety
+    /// `arguments` is the kernel's one parameter, laid out as it has it. If the kernel touches memory that it must not, the
+    /// process can no longer use the device, and may have overwritten any of its memory there.
+    pub unsafe fn launch<T>(&self, kernel: &str, shape: Shape, arguments: &T) -> Result<()> {
+        let launch = Launch {
+            grid: shape.grid,
+            block: [shape.threads, 1, 1],
+            shared: shape.shared,
+        };
+        self.gpu.bind()?;
+        let function = self.module.function(kernel)?;
+        // SAFETY: the function is this module's; the rest is the caller's word.
+        unsafe { launch.enqueue(&self.gpu, function, kernel, shape.overlap, arguments) }
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        // The module goes next. In a context that is lost it cannot be unloaded, and nobody misses that.
+        let _ = self.gpu.bind();
+    }
+}
