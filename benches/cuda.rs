@@ -297,7 +297,7 @@ fn products(gpu: &Arc<Gpu>, bandwidth: f64, only: &[String]) {
                 100.0 * bytes as f64 / seconds / bandwidth
             );
         };
-        for m in [1, 4, 8, 16] {
+        for m in [1, 2, 4, 8, 16] {
             let plan = Plan::choose(
                 m,
                 shape.k,
@@ -310,7 +310,7 @@ fn products(gpu: &Arc<Gpu>, bandwidth: f64, only: &[String]) {
             let how = format!("fused, {} rows", plan.rows);
             report(m, &how, &|| {
                 for set in &matrices {
-                    let input = if shape.normed {
+                    let input = if shape.normed && m == 1 {
                         Input::Normed(&x, &norm, 1e-6)
                     } else {
                         Input::Plain(&x, 1.0)
@@ -380,14 +380,21 @@ fn chain(gpu: &Arc<Gpu>) {
             floats(gpu, batch * 4864, 4),
         );
         let scratch = LinearScratch::new(gpu, 0).unwrap();
+        let normed = DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, batch * 2560 * 2).unwrap();
+        let norm_input = || -> NVFP4::base::Result<Input<'_>> {
+            if batch == 1 {
+                return Ok(Input::Normed(&x, &hidden_norm, 1e-6));
+            }
+            cuda::rms_norm(gpu, &x, 0, &hidden_norm, 1e-6, batch, 2560, &normed)?;
+            Ok(Input::Plain(&normed, 1.0))
+        };
         let enqueue = |wanted: [bool; 5]| -> NVFP4::base::Result<()> {
             for (layer, w) in weights.iter().enumerate() {
-                let normed = Input::Normed(&x, &hidden_norm, 1e-6);
                 let all = |i: usize| w[i].iter().map(|w| (w, None)).collect::<Vec<_>>();
                 if wanted[0] {
                     cuda::linear(
                         gpu,
-                        normed,
+                        norm_input()?,
                         batch,
                         &all(0),
                         Output::F32,
@@ -421,7 +428,7 @@ fn chain(gpu: &Arc<Gpu>) {
                 if wanted[3] {
                     cuda::linear(
                         gpu,
-                        normed,
+                        norm_input()?,
                         batch,
                         &all(2),
                         Output::Swiglu,
@@ -460,7 +467,7 @@ fn chain(gpu: &Arc<Gpu>) {
             enqueue([true; 5])?;
             cuda::linear(
                 gpu,
-                Input::Normed(&x, &hidden_norm, 1e-6),
+                norm_input()?,
                 batch,
                 &[(&head, None)],
                 Output::F32,

@@ -531,6 +531,7 @@ fn fused_norms_and_activations_agree_with_f64() {
     let scratch = LinearScratch::new(&gpu, 0).unwrap();
     for (i, &(m, k, rows)) in [
         (1, 2560, [512, 128, 120]),
+        (1, 4400, [40, 24, 8]),
         (4, 576, [72, 40, 33]),
         (16, 256, [64, 8, 16]),
         (11, 1024, [256, 64, 64]),
@@ -547,7 +548,16 @@ fn fused_norms_and_activations_agree_with_f64() {
         let (x, norm) = (normal(seed + 10, m * k), normal(seed + 11, k));
         let normed = rms_norm(&x, &norm, 1e-6);
         let (device_x, device_norm) = (upload(&gpu, &x), upload(&gpu, &norm));
-        let input = Input::Normed(&device_x, &device_norm, 1e-6);
+        // The fused kernel normalises one row; of more, a kernel before it does.
+        let device_normed = poisoned(&gpu, m * k * 2);
+        let input = match m {
+            1 => Input::Normed(&device_x, &device_norm, 1e-6),
+            _ => {
+                cuda::rms_norm(&gpu, &device_x, 0, &device_norm, 1e-6, m, k, &device_normed)
+                    .unwrap();
+                Input::Plain(&device_normed, 1.0)
+            }
+        };
 
         let all: usize = rows.iter().sum();
         let matrices: Vec<Biased<'_>> = weights

@@ -40,7 +40,7 @@ struct Matrix {
 };
 
 struct Arguments {
-    const void* x;              // PLAIN: f16 [m, k]; NORMED: f32 [m, k]
+    const void* x;              // PLAIN: f16 [m, k]; NORMED: f32 [k], of one row
     const float* norm_weight;   // NORMED: [k]
     void* out;                  // [m, out_stride]; the matrices' features follow each other
     Matrix matrix[MATRICES];    // SWIGLU: gate and up, of equal rows
@@ -84,44 +84,27 @@ __device__ __forceinline__ void load_activations(const Arguments& a, const NormP
                                                  float* sums) {
     int pieces = row_bytes / 16, warp = thread / WARP;
     if (INPUT == NORMED) {
-        if (a.m == 1) {
-            // All threads share the row, and most hold what they have of it from the sum to the product.
-            const float* x = (const float*)a.x;
-            float4 p = make_float4(0, 0, 0, 0), q = p;
-            if (thread < pieces) {
-                p = load4(x, first_element(thread), a.k);
-                q = load4(x, first_element(thread) + BLOCK, a.k);
-            }
-            float sum = square_sum(p) + square_sum(q);
-            for (int i = thread + THREADS; i < pieces; i += THREADS) {
-                sum += square_sum(load4(x, first_element(i), a.k)) + square_sum(load4(x, first_element(i) + BLOCK, a.k));
-            }
-            sum = warp_sum(sum);
-            if (lane_id() == 0) sums[warp] = sum;
-            __syncthreads();
-            sum = lane_id() < WARPS ? sums[lane_id()] : 0;
-            float factor = rsqrtf(warp_sum(sum) / a.k + a.eps);
-            if (thread < pieces) *(uint4*)(xs + piece_offset(0, thread, row_bytes)) = paired(p, q, mine->low, mine->high, factor);
-            for (int i = thread + THREADS; i < pieces; i += THREADS) {
-                NormPiece norm(a.norm_weight, i, a.k);
-                *(uint4*)(xs + piece_offset(0, i, row_bytes)) = paired(
-                    load4(x, first_element(i), a.k), load4(x, first_element(i) + BLOCK, a.k), norm.low, norm.high, factor);
-            }
-        } else {
-            // A warp to a row.
-            for (int m = warp; m < a.m; m += WARPS) {
-                const float* x = (const float*)a.x + (size_t)m * a.k;
-                float sum = 0;
-#pragma unroll 2
-                for (int i = lane_id(); i < a.k / 4; i += WARP) sum += square_sum(((const float4*)x)[i]);
-                float factor = rsqrtf(warp_sum(sum) / a.k + a.eps);
-#pragma unroll 1
-                for (int i = lane_id(); i < pieces; i += WARP) {
-                    NormPiece norm(a.norm_weight, i, a.k);
-                    *(uint4*)(xs + piece_offset(m, i, row_bytes)) = paired(
-                        load4(x, first_element(i), a.k), load4(x, first_element(i) + BLOCK, a.k), norm.low, norm.high, factor);
-                }
-            }
+        // Most threads hold what they have of the row from the sum to the product.
+        const float* x = (const float*)a.x;
+        float4 p = make_float4(0, 0, 0, 0), q = p;
+        if (thread < pieces) {
+            p = load4(x, first_element(thread), a.k);
+            q = load4(x, first_element(thread) + BLOCK, a.k);
+        }
+        float sum = square_sum(p) + square_sum(q);
+        for (int i = thread + THREADS; i < pieces; i += THREADS) {
+            sum += square_sum(load4(x, first_element(i), a.k)) + square_sum(load4(x, first_element(i) + BLOCK, a.k));
+        }
+        sum = warp_sum(sum);
+        if (lane_id() == 0) sums[warp] = sum;
+        __syncthreads();
+        sum = lane_id() < WARPS ? sums[lane_id()] : 0;
+        float factor = rsqrtf(warp_sum(sum) / a.k + a.eps);
+        if (thread < pieces) *(uint4*)(xs + piece_offset(0, thread, row_bytes)) = paired(p, q, mine->low, mine->high, factor);
+        for (int i = thread + THREADS; i < pieces; i += THREADS) {
+            NormPiece norm(a.norm_weight, i, a.k);
+            *(uint4*)(xs + piece_offset(0, i, row_bytes)) =
+                paired(load4(x, first_element(i), a.k), load4(x, first_element(i) + BLOCK, a.k), norm.low, norm.high, factor);
         }
     } else {
         // Several loads on their way before the first is used.
@@ -238,7 +221,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
     if (count > 0) aim();
 #pragma unroll
     for (int i = 0; i < STAGES; i++) load(i);
-    NormPiece norm(INPUT == NORMED && a.m == 1 ? a.norm_weight : nullptr, thread, INPUT == NORMED && a.m == 1 ? a.k : 0);
+    NormPiece norm(a.norm_weight, thread, INPUT == NORMED ? a.k : 0);
     wait_for_earlier_kernels();
     let_later_kernels_start();
     if (OUTPUT == ADD_F32) {
@@ -361,6 +344,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
 KERNELS(linear_f32, PLAIN, STORE_F32)
 KERNELS(linear_f16, PLAIN, STORE_F16)
 KERNELS(linear_add, PLAIN, ADD_F32)
-KERNELS(linear_normed_f32, NORMED, STORE_F32)
-KERNEL(linear_normed_swiglu_8, PAIR, NORMED, SWIGLU_F16, false, 2)
-KERNEL(linear_normed_swiglu_16, PAIR, NORMED, SWIGLU_F16, true, 1)
+KERNEL(linear_swiglu_8, PAIR, PLAIN, SWIGLU_F16, false, 2)
+KERNEL(linear_swiglu_16, PAIR, PLAIN, SWIGLU_F16, true, 1)
+KERNEL(linear_normed_f32, SPLIT, NORMED, STORE_F32, false, 2)
+KERNEL(linear_normed_swiglu, PAIR, NORMED, SWIGLU_F16, false, 2)

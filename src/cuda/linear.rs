@@ -252,7 +252,7 @@ impl Matrix {
 pub enum Input<'a> {
     /// f16 `[m, k]`, and the factor that they were divided by to keep them small.
     Plain(&'a DeviceBuffer, f32),
-    /// f32 `[m, k]`, to be normalised by RMSNorm with this weight and epsilon on the way in.
+    /// f32 `[k]` of one row, to be normalised by RMSNorm with this weight and epsilon on the way in; for the fused kernel only.
     Normed(&'a DeviceBuffer, &'a DeviceBuffer, f32),
 }
 
@@ -459,8 +459,14 @@ pub fn linear(
     out.holds("a product", &[(m - 1) * stride + features, output.bytes()])?;
     match input {
         Input::Plain(x, _) => x.holds("activations", &[m, k, 2])?,
+        Input::Normed(..) if m != 1 => {
+            bail!(
+                Internal,
+                "{m} rows to be normalised on the way in; the fused kernel does it for one"
+            )
+        }
         Input::Normed(x, weight, _) => {
-            x.holds("activations", &[m, k, 4])?;
+            x.holds("activations", &[k, 4])?;
             weight.holds("a norm", &[k, 4])?;
         }
     }
@@ -552,10 +558,11 @@ pub fn small(
     };
     for first in (0..m).step_by(plan.rows) {
         let rows = plan.rows.min(m - first);
-        let tail = match plan.tile {
-            Tile::Split => "4",
-            Tile::Rows | Tile::Pair if rows <= 8 => "8",
-            Tile::Rows | Tile::Pair => "16",
+        let tail = match (prefix, plan.tile) {
+            ("normed_", _) => "",
+            (_, Tile::Split) => "_4",
+            (_, Tile::Rows | Tile::Pair) if rows <= 8 => "_8",
+            (_, Tile::Rows | Tile::Pair) => "_16",
         };
         let arguments = SmallArguments {
             x: x + (first * k * x_bytes) as u64,
@@ -582,7 +589,7 @@ pub fn small(
             launch.run(
                 gpu,
                 Unit::LinearSmall,
-                &format!("linear_{prefix}{kind}_{tail}"),
+                &format!("linear_{prefix}{kind}{tail}"),
                 &arguments,
             )?
         };
@@ -595,13 +602,13 @@ struct TiledArguments {
     x: u64,
     out: u64,
     partial: u64,
-    arrived: u64,
     matrix: [MatrixArgument; 3],
     matrices: i32,
     m: i32,
     k: i32,
     out_stride: i32,
     output: i32,
+    parts: i32,
 }
 
 /// Output features of a block of the tiled kernel.
@@ -669,12 +676,12 @@ pub fn tiled(
     let features: Vec<usize> = matrices.iter().map(|(w, _)| w.rows).collect();
     let divide = scratch.partial.bytes() > 0;
     let tiling = Tiling::choose(m, k, &features, gpu.multiprocessors(), divide);
-    let [tiles, rows, parts] = tiling.grid;
+    let parts = tiling.grid[2];
+    let all: usize = features.iter().sum();
     if parts > 1 {
-        let blocks = tiles * rows;
-        let sums = [blocks * parts, tiling.columns * TILE_FEATURES, 4];
-        scratch.partial.holds("parts of a product", &sums)?;
-        scratch.arrived.holds("parts of a product", &[blocks, 4])?;
+        scratch
+            .partial
+            .holds("parts of a product", &[parts, m, all, 4])?;
     }
     let mut matrix = matrix_arguments(matrices)?;
     matrix.iter_mut().for_each(|w| w.global *= factor);
@@ -682,28 +689,29 @@ pub fn tiled(
         x: x.address(),
         out: out.address(),
         partial: scratch.partial.address(),
-        arrived: scratch.arrived.address(),
         matrix,
         matrices: matrices.len() as i32,
         m: int("rows", m)?,
         k: int("K", k)?,
         out_stride: int("the stride of a product", stride)?,
         output: output.plain()?,
+        parts: parts as i32,
     };
     let launch = Launch {
         grid: tiling.grid.map(|n| n as u32),
         block: [128, 1, 1],
         shared: tiling.shared() as u32,
     };
-    // SAFETY: the struct is the kernel's; sizes were checked here and by `linear`.
+    let name = format!("linear_tiled_{}", tiling.columns);
+    let sum = Launch::new([all.div_ceil(256) as u32, m as u32, 1], 256);
+    // SAFETY: the struct is the kernels'; sizes were checked here and by `linear`.
     unsafe {
-        launch.run(
-            gpu,
-            Unit::LinearTiled,
-            &format!("linear_tiled_{}", tiling.columns),
-            &arguments,
-        )
+        launch.run(gpu, Unit::LinearTiled, &name, &arguments)?;
+        if parts > 1 {
+            sum.run(gpu, Unit::LinearTiled, "linear_tiled_sum", &arguments)?;
+        }
     }
+    Ok(())
 }
 
 fn matrix_arguments(matrices: &[Biased<'_>]) -> Result<[MatrixArgument; 3]> {
@@ -782,9 +790,8 @@ const COPY: usize = 64 << 20;
 pub struct LinearScratch {
     copy: DeviceBuffer,
     workspace: DeviceBuffer,
-    /// Sums of the tiled kernel's blocks that share a tile, and how many of them have arrived.
+    /// Sums of the tiled kernel's blocks that share a tile.
     partial: DeviceBuffer,
-    arrived: DeviceBuffer,
 }
 
 #[repr(C)]
@@ -816,7 +823,6 @@ impl LinearScratch {
                 Tag::DeviceScratch,
                 tiles * TILE_ROWS * TILE_FEATURES * 4,
             )?,
-            arrived: DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, tiles * 4)?,
         })
     }
 

@@ -21,6 +21,7 @@ use crate::cuda::{
     self, Best, Biased, DeviceBuffer, Event, Gpu, Graph, Heads, HostTable, Input, LinearScratch,
     Matrix, Output, PageTable, Pinned, Rows, Shortlist, ShortlistScratch, Storage, Table,
 };
+use crate::ops::linear::Linear;
 
 /// Sequences that are stepped together at most.
 pub(super) const BATCH: usize = 256;
@@ -57,6 +58,8 @@ pub(super) struct Executor {
 
 /// Working memory, and what of it is ready for a step.
 struct State {
+    /// Whether some weight is dense, for which activations of its type need room.
+    dense: bool,
     rows: usize,
     head_rows: usize,
     batch: usize,
@@ -111,6 +114,8 @@ impl Executor {
                 bias,
             });
         }
+        let mut matrices = weights.linears().filter_map(Linear::matrix);
+        let dense = matrices.any(|w| w.storage() != Storage::Nvfp4);
         let executor = Executor {
             gpu: gpu.clone(),
             layers,
@@ -118,7 +123,7 @@ impl Executor {
             head_bias: optional(&weights.head.bias)?,
             frequencies: upload(&config.rope.frequencies)?,
             table: table(gpu, config, weights)?,
-            state: Mutex::new(State::new(gpu, config, 0, 0, 1, 1)?),
+            state: Mutex::new(State::new(gpu, config, dense, 0, 0, 1, 1)?),
         };
         executor.heads(config, None).check()?;
         Ok(executor)
@@ -354,7 +359,7 @@ impl Executor {
             Ok(Input::Plain(&s.normed, 1.0))
         };
 
-        let input = match cuda::is_fused(gpu, rows, &[q, k, v], Output::F32) {
+        let input = match rows == 1 && cuda::is_fused(gpu, 1, &[q, k, v], Output::F32) {
             true => normed(&vectors.input_norm),
             false => plain_normed(&vectors.input_norm)?,
         };
@@ -402,9 +407,13 @@ impl Executor {
             &s.linear,
         )?;
         if cuda::is_fused(gpu, rows, &[gate, up], Output::Swiglu) {
+            let input = match rows {
+                1 => normed(&vectors.post_norm),
+                _ => plain_normed(&vectors.post_norm)?,
+            };
             cuda::linear(
                 gpu,
-                normed(&vectors.post_norm),
+                input,
                 rows,
                 &[gate, up],
                 Output::Swiglu,
@@ -449,7 +458,7 @@ impl Executor {
     ) -> Result<()> {
         let (gpu, hidden) = (&self.gpu, config.hidden_size);
         let head: Biased<'_> = (matrix(&weights.head)?, self.head_bias.as_ref());
-        let input = if first == 0 && cuda::is_fused(gpu, rows, &[head], Output::F32) {
+        let input = if first == 0 && rows == 1 && cuda::is_fused(gpu, 1, &[head], Output::F32) {
             Input::Normed(&s.residual, &self.norm, config.rms_norm_eps)
         } else {
             cuda::rms_norm(
@@ -636,6 +645,7 @@ impl State {
     fn new(
         gpu: &Arc<Gpu>,
         config: &Config,
+        dense: bool,
         rows: usize,
         head_rows: usize,
         batch: usize,
@@ -655,10 +665,11 @@ impl State {
         };
         // The widest weight but the head, whose rows are taken in parts: logits of many rows are rarely wanted.
         let widest = (q + 2 * config.kv_heads * dim).max(wide) * hidden * 2;
-        // Dense weights share the copy with activations of another type.
-        let widest = widest.max(rows * wide.max(hidden).max(q) * 2);
+        let converted = rows * wide.max(hidden).max(q) * 2;
+        let widest = widest.max(if dense { converted } else { 0 });
         let large = rows > cuda::SMALL || head_rows > cuda::SMALL;
         Ok(State {
+            dense,
             rows,
             head_rows,
             batch,
@@ -702,39 +713,41 @@ impl State {
         {
             return Ok(());
         }
-        if head_rows > self.head_rows
-            && rows <= self.rows
-            && batch <= self.batch
-            && pages <= self.pages
-            && head_rows <= cuda::SMALL
-        {
+        self.settle()?;
+        self.graphs.clear();
+        self.ready.clear();
+        if pages > self.pages {
+            // Pages come one at a time; the table grows by leaps.
+            let pages = pages.next_power_of_two().max(64);
+            let mut table = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, self.batch * pages * 8)?;
+            for row in 0..self.batch {
+                let bytes = self.pages * 8;
+                table.copy_from(row * pages * 8, &self.table, row * bytes, bytes)?;
+            }
+            (self.table, self.pages) = (table, pages);
+        }
+        if rows <= self.rows && batch <= self.batch && head_rows <= cuda::SMALL {
             // Rows wait in the residual for their logits.
-            self.settle()?;
-            self.graphs.clear();
-            self.logits =
-                DeviceBuffer::uninit(gpu, Tag::DeviceScratch, head_rows * config.vocab_size * 4)?;
-            self.head_rows = head_rows;
+            if head_rows > self.head_rows {
+                let bytes = head_rows * config.vocab_size * 4;
+                self.logits = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, bytes)?;
+                self.head_rows = head_rows;
+            }
             return Ok(());
         }
-        self.settle()?;
-        let keep = std::mem::replace(self, State::new(gpu, config, 0, 0, 1, 1)?);
-        let (rows, head_rows) = (rows.max(keep.rows), head_rows.max(keep.head_rows));
-        // Pages come one at a time; the table grows by leaps.
-        let pages = if pages > keep.pages {
-            pages.next_power_of_two().max(64)
-        } else {
-            keep.pages
+        let empty = State::new(gpu, config, self.dense, 0, 0, 1, 1)?;
+        // All else is freed before there is more of it.
+        let (rows, head_rows, batch, pages, old_batch, residual, table) = {
+            let old = std::mem::replace(self, empty);
+            let (rows, head_rows) = (rows.max(old.rows), head_rows.max(old.head_rows));
+            let most = batch.max(old.batch);
+            let (residual, table) = (old.residual, old.table);
+            (rows, head_rows, most, old.pages, old.batch, residual, table)
         };
-        let batch = batch.max(keep.batch);
-        let residual = keep.residual;
-        let mut new = State::new(gpu, config, rows, head_rows, batch, pages)?;
+        let mut new = State::new(gpu, config, self.dense, rows, head_rows, batch, pages)?;
         let len = residual.bytes();
         new.residual.copy_from(0, &residual, 0, len)?;
-        let (table, bytes) = (keep.table, keep.pages.min(pages) * 8);
-        for row in 0..keep.batch {
-            new.table
-                .copy_from(row * pages * 8, &table, row * keep.pages * 8, bytes)?;
-        }
+        new.table.copy_from(0, &table, 0, old_batch * pages * 8)?;
         *self = new;
         Ok(())
     }
