@@ -2,6 +2,8 @@
 //! first, and whole models. Without a CUDA device every test says SKIPPED, unless NVFP4_REQUIRE names `cuda`.
 
 mod common;
+#[path = "cuda/tensors.rs"]
+mod tensors;
 
 use std::ops::ControlFlow;
 use std::sync::Arc;

@@ -14,26 +14,32 @@ mod gpu;
 mod graph;
 mod launch;
 mod linear;
+mod managed;
 mod memory;
 mod nvrtc;
+mod quantize;
 mod report;
 mod sample;
+mod tensor;
 
 pub use attention::{Heads, PAGE, PageTable, Rows, decode, parts, prefill, store};
-pub use bandwidth::read_bandwidth;
+pub use bandwidth::{copy_bandwidth, read_bandwidth};
 pub use compile::{compile, compiler, have_kernels};
 pub use copy::Event;
 pub use elementwise::{embed, rms_norm, swiglu};
-pub use gpu::{Gpu, KeepContext, count, open_gpus, unavailable};
+pub use gpu::{Gpu, KeepContext, check_managed, count, open_gpus, unavailable};
 pub use graph::Graph;
 pub use linear::{
     Biased, Input, LinearScratch, MLP_SCALE, Matrix, Output, Plan, ReadBytes, ReadNvfp4, SMALL,
     Storage, Tile, is_fused, linear, small,
 };
+pub use managed::ManagedBuffer;
 pub use memory::{DeviceBuffer, Pinned};
 pub use nvrtc::{TARGETS, Unit, target};
+pub use quantize::{dequantize, quantize, swizzle, unswizzle};
 pub use report::{Details, DeviceReport, Presence, Report, report};
 pub use sample::{Best, argmax};
+pub use tensor::{contiguous, download, find, managed_tensor, tensor, upload};
 
 /// Bytes of the one argument that a kernel's launcher passes, which its parameter must have too.
 pub fn argument_bytes(kernel: &str) -> Option<usize> {
@@ -42,7 +48,9 @@ pub fn argument_bytes(kernel: &str) -> Option<usize> {
         bandwidth::ARGUMENTS,
         elementwise::ARGUMENTS,
         linear::ARGUMENTS,
+        quantize::ARGUMENTS,
         sample::ARGUMENTS,
+        tensor::ARGUMENTS,
     ];
     let named = all
         .into_iter()

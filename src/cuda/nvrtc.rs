@@ -33,6 +33,22 @@ const HEADERS: &[(&str, &str)] = &[
         "format/nvfp4.cuh",
         include_str!("../../kernels/format/nvfp4.cuh"),
     ),
+    (
+        "format/encode.cuh",
+        include_str!("../../kernels/format/encode.cuh"),
+    ),
+    (
+        "format/random.cuh",
+        include_str!("../../kernels/format/random.cuh"),
+    ),
+    (
+        "format/swizzle.cuh",
+        include_str!("../../kernels/format/swizzle.cuh"),
+    ),
+    (
+        "quantize/block.cuh",
+        include_str!("../../kernels/quantize/block.cuh"),
+    ),
 ];
 
 macro_rules! units {
@@ -64,9 +80,15 @@ units! {
     LinearDense = "linear/dense.cu",
     LinearSmall = "linear/small.cu",
     RmsNorm = "norm/rms_norm.cu",
+    Amax = "quantize/amax.cu",
     Dequantize = "quantize/dequantize.cu",
+    Expand = "quantize/expand.cu",
+    Quantize = "quantize/quantize.cu",
+    QuantizeSearch = "quantize/search.cu",
+    Swizzle = "quantize/swizzle.cu",
     RopeStore = "rope/store.cu",
     Argmax = "sample/argmax.cu",
+    Gather = "tensor/gather.cu",
 }
 
 /// Architectures that every kernel is tested for and that packages embed, as [`target`] names them.

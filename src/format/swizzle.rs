@@ -6,7 +6,7 @@ use crate::base::error::{Result, bail};
 use crate::base::size;
 
 /// Rows in a tile.
-const TILE_ROWS: usize = 128;
+pub const TILE_ROWS: usize = 128;
 /// Scales of one row in a tile.
 const TILE_COLUMNS: usize = 4;
 /// Bytes in a tile.

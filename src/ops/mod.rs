@@ -10,6 +10,7 @@ pub mod norm;
 pub mod quantize;
 pub mod rope;
 pub mod tensors;
+pub mod transfer;
 
 pub use crate::cpu::Workspace;
 pub use device::Device;
