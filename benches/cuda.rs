@@ -1,6 +1,8 @@
 //! Micro-benchmarks of the GPU kernels that decoding stands on, at the shapes of Qwen3-4B: `cargo bench --bench cuda -- [NAME ...]`, where names are
 //! those of products, `chain` and `attention`.
 //!
+//! And quantization of a large matrix, against the rate at which the device copies: bytes read and written over time.
+//!
 //! Each kernel runs over as many different weights as make its inputs larger than the caches, as one recorded graph, so that
 //! launches follow each other as they do in a token. Medians of repeated replays; rates are weight bytes over time.
 
@@ -12,10 +14,12 @@ use NVFP4::cuda::{
     self, DeviceBuffer, Gpu, Graph, Heads, Input, LinearScratch, Matrix, Output, PAGE, PageTable,
     Plan, Rows, ScaledTile, Way,
 };
-use NVFP4::format::nvfp4::BLOCK;
+use NVFP4::format::nvfp4::{BLOCK, Levels, NonFinite, QuantizeOptions};
 use NVFP4::format::random;
 use NVFP4::format::swizzle::ScaleLayout;
-use NVFP4::tensor::DType;
+use NVFP4::ops::Device;
+use NVFP4::ops::tensors;
+use NVFP4::tensor::{DType, Tensor};
 
 /// Several times the second-level cache.
 const ROTATION: usize = 400 << 20;
@@ -127,6 +131,9 @@ fn main() {
         scaled_mm(&gpu);
     }
     products(&gpu, bandwidth, &only);
+    if only.is_empty() || only.iter().any(|o| o == "quantize") {
+        quantize(&gpu);
+    }
     if only.is_empty() || only.iter().any(|o| o == "chain") {
         chain(&gpu);
     }
@@ -241,6 +248,113 @@ fn scaled_mm(gpu: &Arc<Gpu>) {
                 );
             }
         }
+    }
+}
+
+/// A matrix of random values of about the size of weights.
+fn values(gpu: &Arc<Gpu>, rows: usize, cols: usize, dtype: DType, seed: u64) -> Tensor {
+    const AT_ONCE: usize = 4 << 20;
+    let block: Vec<f32> = (0..AT_ONCE as u64)
+        .map(|i| (random::uniform(seed, i) - 0.5) * 0.2)
+        .collect();
+    let mut bytes = vec![0; AT_ONCE * dtype.bytes()];
+    dtype.from_f32(&block, &mut bytes).unwrap();
+    let total = rows * cols * dtype.bytes();
+    let mut buffer = DeviceBuffer::uninit(gpu, Tag::DeviceTensor, total).unwrap();
+    for at in (0..total).step_by(bytes.len()) {
+        buffer.write(at, &bytes).unwrap();
+    }
+    cuda::tensor(buffer, &[rows, cols], dtype).unwrap()
+}
+
+fn quantize(gpu: &Arc<Gpu>) {
+    let copies = cuda::copy_bandwidth(gpu).unwrap();
+    println!("copies {:.0} GB/s, bytes read and written", copies / 1e9);
+    println!(
+        "{:10} {:8} {:>26} {:>9} {:>7} {:>8}",
+        "quantize", "type", "how", "us", "GB/s", "of copy"
+    );
+    let (rows, cols) = (8192, 8192);
+    for dtype in [DType::BF16, DType::F16, DType::F32] {
+        let size = rows * cols * dtype.bytes();
+        let count = ROTATION.div_ceil(size).max(2);
+        let inputs: Vec<Tensor> = (0..count)
+            .map(|i| values(gpu, rows, cols, dtype, i as u64))
+            .collect();
+        let scratch = |bytes| DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, bytes).unwrap();
+        let outputs: Vec<_> = (0..count)
+            .map(|_| (scratch(rows * cols / 2), scratch(rows * cols / BLOCK)))
+            .collect();
+        let bytes = size + rows * cols / 2 + rows * cols / BLOCK;
+        let line = |what: &str, how: &str, seconds: f64, bytes: usize| {
+            let rate = bytes as f64 / seconds;
+            println!(
+                "{what:10} {:8} {how:>26} {:9.2} {:7.0} {:7.0}%",
+                dtype.name(),
+                seconds * 1e6,
+                rate / 1e9,
+                100.0 * rate / copies
+            );
+        };
+        let saturating = |levels| QuantizeOptions {
+            levels,
+            nonfinite: NonFinite::Saturate,
+            ..QuantizeOptions::default()
+        };
+        for (how, levels, global, swizzled) in [
+            ("legacy", Levels::Legacy, None, false),
+            ("legacy, swizzled", Levels::Legacy, None, true),
+            ("two levels, given global", Levels::Two, Some(1e-4), false),
+        ] {
+            let options = saturating(levels);
+            let enqueue = || -> NVFP4::base::Result<()> {
+                for (x, (codes, scales)) in inputs.iter().zip(&outputs) {
+                    cuda::quantize(gpu, x, &options, global, swizzled, codes, scales)?;
+                }
+                Ok(())
+            };
+            enqueue().unwrap();
+            let graph = Graph::record(gpu, enqueue).unwrap();
+            line("kernel", how, time(gpu, &graph) / count as f64, bytes);
+        }
+        // As a host program calls it: outputs allocated, order with the default stream, and the wait for the answer.
+        let device = Device::Cuda(gpu.clone());
+        for (how, levels) in [("legacy", Levels::Legacy), ("two levels", Levels::Two)] {
+            let options = QuantizeOptions {
+                levels,
+                ..QuantizeOptions::default()
+            };
+            let mut times: Vec<f64> = (0..REPLAYS * count)
+                .map(|i| {
+                    gpu.synchronize().unwrap();
+                    let start = Instant::now();
+                    let x = &inputs[i % count];
+                    let q = tensors::quantize(&device, x, &options, ScaleLayout::Linear).unwrap();
+                    let seconds = start.elapsed().as_secs_f64();
+                    drop(q);
+                    seconds
+                })
+                .collect();
+            times.sort_by(f64::total_cmp);
+            line("call", how, times[times.len() / 2], bytes);
+        }
+        let q = tensors::quantize(
+            &device,
+            &inputs[0],
+            &QuantizeOptions::default(),
+            ScaleLayout::Linear,
+        )
+        .unwrap();
+        let out = scratch(size);
+        let expand = || -> NVFP4::base::Result<()> {
+            for _ in 0..count {
+                cuda::dequantize(gpu, &q.codes, &q.scales, false, q.global, dtype, &out)?;
+            }
+            Ok(())
+        };
+        expand().unwrap();
+        let graph = Graph::record(gpu, expand).unwrap();
+        line("dequantize", "", time(gpu, &graph) / count as f64, bytes);
     }
 }
 

@@ -168,6 +168,15 @@ struct DLManagedTensor;
 /** Tensors on GPUs. */
 #define NVFP4_MEMORY_DEVICE_TENSOR 8
 
+/** No managed memory. */
+#define NVFP4_MANAGED_DISABLED 0
+
+/** Managed memory where the device can, and other memory where it cannot. */
+#define NVFP4_MANAGED_PREFERRED 1
+
+/** Managed memory, or an error. */
+#define NVFP4_MANAGED_REQUIRED 2
+
 /** Unsigned byte; also a pair of packed 4-bit codes. All NVFP4_DTYPE_* are libtorch's numbers. */
 #define NVFP4_DTYPE_UINT8 0
 
@@ -207,7 +216,7 @@ struct DLManagedTensor;
 /** The host's memory. All NVFP4_DEVICE_* are libtorch's numbers. */
 #define NVFP4_DEVICE_CPU 0
 
-/** A CUDA device, numbered from 0. Weights and models may be on one; tensors, in this version, are in host memory. */
+/** A CUDA device, numbered from 0. */
 #define NVFP4_DEVICE_CUDA 1
 
 /** The library's choice, where a device is chosen for work: a CUDA device if there is one, or else the CPU. */
@@ -633,6 +642,10 @@ NVFP4_Status NVFP4_diagnose(char *buffer,
  * All of it is the library's own account of its large allocations, for the whole process, in host memory and on GPUs. One
  * budget covers them all together. What a GPU's driver, libraries and compiled kernels take is not in it, nor memory of
  * GPUs that is free and kept for reuse, which NVFP4_empty_cache() gives back.
+ *
+ * Managed (unified) memory has one address for the host and for CUDA devices, between which its pages move. Nothing is put
+ * there unless the host asks for it: by NVFP4_to_managed(), or by NVFP4_tensor_by_managed_policy(), for a weight, say, under
+ * a policy of the process. The environment variable TS_Q4_DISABLE_UM (1, true or yes) switches it off altogether.
  */
 
 /**
@@ -654,11 +667,43 @@ NVFP4_Status NVFP4_memory_set_budget(uint64_t bytes);
 /** Writes the limit set by NVFP4_memory_set_budget(), or 0 if there is none. */
 NVFP4_API NVFP4_Status NVFP4_memory_get_budget(uint64_t *bytes);
 
+/** Sets the policy of the process on managed memory, one of NVFP4_MANAGED_*. At first it is #NVFP4_MANAGED_PREFERRED. */
+NVFP4_API
+NVFP4_Status NVFP4_memory_set_managed_policy(int32_t policy);
+
+/** Writes the policy in force: what was set, or #NVFP4_MANAGED_DISABLED where TS_Q4_DISABLE_UM says so. */
+NVFP4_API NVFP4_Status NVFP4_memory_get_managed_policy(int32_t *policy);
+
+/**
+ * Writes 1 if tensors can be in managed memory of the CUDA device `device_index`, and else 0: there is no such device, it
+ * cannot share memory with the host while it works, or managed memory is switched off. NVFP4_diagnose() says which.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_memory_can_be_managed(int32_t device_index,
+                                         int32_t *can);
+
+/**
+ * Gives what the policy makes of a tensor that the CUDA device `device_index` will use, a weight say: a copy in managed memory,
+ * brought to the device, or another handle of the tensor itself, which stays where it is. `read_mostly` is 1 if it will be
+ * read far more than written. Where the policy requires managed memory and it cannot be had, the call fails.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_tensor_by_managed_policy(const NVFP4_Tensor *tensor,
+                                            int32_t device_index,
+                                            int32_t read_mostly,
+                                            NVFP4_Tensor **out);
+
 /**
  * @defgroup tensor Tensors: typed, shaped views of memory
  *
  * A tensor is immutable in type and shape and may be used by several threads at once. Its memory is the host's to keep
  * readable and unchanging while a call uses it.
+ *
+ * A tensor may be in the memory of a CUDA device, or in managed memory, which counts as a device's here. What computes with
+ * it then runs on that device and gives tensors there; a function that works on host memory alone refuses it with
+ * #NVFP4_UNSUPPORTED. Calls use such memory in the order of the legacy default stream: after what the process enqueued
+ * there before the call, and before what it enqueues there after it. With other streams, wait for them before a call, and let
+ * them wait for the default stream after it.
  */
 
 /**
@@ -683,8 +728,24 @@ NVFP4_Status NVFP4_tensor_from_host(void *data,
                                     NVFP4_Tensor **out);
 
 /**
- * Makes a tensor of zeros in memory of the library, aligned to 64 bytes. In this version tensors are in host memory only:
- * `device_type` is #NVFP4_DEVICE_CPU and `device_index` 0.
+ * Makes a tensor over memory of the CUDA device `device_index`, or over managed memory for it, without a copy. The parameters
+ * are those of NVFP4_tensor_from_host(), with `data` an address on the device. When `deleter` is called, the library's work
+ * with the memory comes before what is enqueued on the legacy default stream from then on.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_tensor_from_device(void *data,
+                                      const int64_t *shape,
+                                      int32_t rank,
+                                      const int64_t *strides,
+                                      int32_t dtype,
+                                      int32_t device_index,
+                                      NVFP4_Deleter deleter,
+                                      void *user,
+                                      NVFP4_Tensor **out);
+
+/**
+ * Makes a tensor of zeros in memory of the library, aligned to 64 bytes or more: on the host (#NVFP4_DEVICE_CPU and 0) or on a
+ * CUDA device (#NVFP4_DEVICE_CUDA and its number).
  */
 NVFP4_API
 NVFP4_Status NVFP4_tensor_empty(const int64_t *shape,
@@ -693,6 +754,13 @@ NVFP4_Status NVFP4_tensor_empty(const int64_t *shape,
                                 int32_t device_type,
                                 int32_t device_index,
                                 NVFP4_Tensor **out);
+
+/** Copies a tensor to the memory of a device, or of the host, row-major without gaps, from wherever it is. */
+NVFP4_API
+NVFP4_Status NVFP4_tensor_copy_to_device(const NVFP4_Tensor *tensor,
+                                         int32_t device_type,
+                                         int32_t device_index,
+                                         NVFP4_Tensor **out);
 
 /**
  * Makes another view of a tensor's memory, which it keeps alive: a transpose, a slice, another shape. `offset` counts
@@ -716,7 +784,10 @@ NVFP4_API NVFP4_Status NVFP4_tensor_release(NVFP4_Tensor *tensor);
 /** Writes the element type, one of NVFP4_DTYPE_*. */
 NVFP4_API NVFP4_Status NVFP4_tensor_dtype(const NVFP4_Tensor *tensor, int32_t *dtype);
 
-/** Writes where the memory is: one of NVFP4_DEVICE_*, and which device of that type. */
+/**
+ * Writes where the memory is: one of NVFP4_DEVICE_*, and which device of that type. Managed memory is the device's that works
+ * with it; NVFP4_is_managed_tensor() tells it apart.
+ */
 NVFP4_API
 NVFP4_Status NVFP4_tensor_device(const NVFP4_Tensor *tensor,
                                  int32_t *device_type,
@@ -737,8 +808,8 @@ NVFP4_Status NVFP4_tensor_strides(const NVFP4_Tensor *tensor,
                                   size_t *rank);
 
 /**
- * Writes the address of the first element, valid as long as the caller has a reference to the tensor. Do not write through
- * it while a call uses the tensor. Of no use when the tensor has no elements.
+ * Writes the address of the first element, on the device if the memory is there; valid as long as the caller has a reference to
+ * the tensor. Do not write through it while a call uses the tensor. Of no use when the tensor has no elements.
  */
 NVFP4_API
 NVFP4_Status NVFP4_tensor_data(const NVFP4_Tensor *tensor,
@@ -747,14 +818,17 @@ NVFP4_Status NVFP4_tensor_data(const NVFP4_Tensor *tensor,
 /** Writes the bytes that the elements take without gaps: what NVFP4_tensor_copy_to_host() copies. */
 NVFP4_API NVFP4_Status NVFP4_tensor_bytes(const NVFP4_Tensor *tensor, uint64_t *bytes);
 
-/** Copies the elements to `destination`, row-major without gaps. `bytes` must be exactly what NVFP4_tensor_bytes() says. */
+/**
+ * Copies the elements, wherever they are, to `destination` in host memory, row-major without gaps. `bytes` must be exactly what
+ * NVFP4_tensor_bytes() says.
+ */
 NVFP4_API
 NVFP4_Status NVFP4_tensor_copy_to_host(const NVFP4_Tensor *tensor,
                                        void *destination,
                                        size_t bytes);
 
 /**
- * Copies the elements to `destination` as float, whatever their type, row-major without gaps. `elements` must be exactly
+ * Copies the elements to `destination` in host memory as float, whatever their type, row-major without gaps. `elements` must be exactly
  * the tensor's number of elements. Packed 4-bit codes have no values of their own: dequantize them.
  */
 NVFP4_API
@@ -763,15 +837,16 @@ NVFP4_Status NVFP4_tensor_copy_as_float(const NVFP4_Tensor *tensor,
                                         size_t elements);
 
 /**
- * Takes over a DLPack tensor in host memory, without a copy: its deleter is called when the library is done with the
- * memory, on whichever thread that is. If this function fails, the tensor stays the caller's.
+ * Takes over a DLPack tensor in host memory (kDLCPU), CUDA memory (kDLCUDA) or managed memory (kDLCUDAManaged), without a copy:
+ * its deleter is called when the library is done with the memory, on whichever thread that is. If this function fails, the
+ * tensor stays the caller's.
  */
 NVFP4_API
 NVFP4_Status NVFP4_tensor_from_dlpack(struct DLManagedTensor *managed,
                                       NVFP4_Tensor **out);
 
 /**
- * Makes a DLPack tensor over the tensor's memory, without a copy. It keeps the memory alive until its consumer calls its
+ * Makes a DLPack tensor over the tensor's memory, without a copy; managed memory is given as kDLCUDA. It keeps the memory alive until its consumer calls its
  * deleter, which may be after the release of `tensor`.
  */
 NVFP4_API
@@ -782,7 +857,8 @@ NVFP4_Status NVFP4_tensor_to_dlpack(const NVFP4_Tensor *tensor,
  * @defgroup quantize Number formats: NVFP4 and NF4, both ways
  *
  * NVFP4 is two 4-bit codes (E2M1) to a byte, the even index in the low nibble; a scale (E4M3) for each 16 values along the
- * last dimension K; and one float that multiplies every value of the tensor.
+ * last dimension K; and one float that multiplies every value of the tensor. NVFP4 and the order of its scales are computed
+ * where the tensors are, on the processor or on a GPU; NF4 on the processor, in host memory.
  */
 
 /** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_QuantizeOptions). */
@@ -793,11 +869,14 @@ NVFP4_Status NVFP4_quantize_options_init(NVFP4_QuantizeOptions *options,
 /**
  * Quantizes a tensor along its last dimension K to NVFP4.
  *
- * - `input`: `[.., K]` of a floating type, any strides; K a multiple of 16.
+ * - `input`: `[.., K]` of a floating type, any strides; K a multiple of 16. On a GPU not float64.
  * - `options`: NULL for the defaults.
  * - `codes`: uint8 `[.., K / 2]`.
  * - `scales`: float8_e4m3fn `[.., K / 16]`, or one dimension if swizzled.
  * - `global_scale`: the multiplier; 1 when single-level.
+ *
+ * A tensor on a GPU is quantized there, in one pass without temporary memory (two for a second level; a copy first if rows
+ * are at uneven distances or not aligned to 16 bytes), to the same bits.
  */
 NVFP4_API
 NVFP4_Status NVFP4_tensor_quantize(const NVFP4_Tensor *input,
@@ -1326,6 +1405,8 @@ NVFP4_Status NVFP4_session_step(NVFP4_Session *const *sessions,
  *
  * - `qdata`: uint8 `[.., K / 2]`, the even index in the low nibble; NULL on failure.
  * - `scale`: float8_e4m3fn `[.., K / 16]`, row-major: amax / 6, clamped to [2^-16, 448]; NULL on failure.
+ *
+ * The results are where the input is: on a GPU one pass over it makes them, to the same bits.
  */
 NVFP4_API void NVFP4_quantize(void *input, void **qdata, void **scale);
 
@@ -1352,22 +1433,28 @@ void *NVFP4_scaled_mm(void *mat1,
 NVFP4_API
 void NVFP4_empty_cache(void);
 
-/** Whether tensors can be in managed (unified) memory: 1 or 0. NVFP4_diagnose() says why not. */
+/** Whether tensors can be in managed (unified) memory of CUDA device 0: 1 or 0. NVFP4_diagnose() says why not. */
 NVFP4_API int32_t NVFP4_can_use_managed(void);
 
 /** Whether a tensor is in managed memory: 1 or 0, 0 also for what is no tensor. */
 NVFP4_API int32_t NVFP4_is_managed_tensor(void *tensor);
 
 /**
- * A copy of `input` in managed memory, or NULL where that cannot be used.
+ * A tensor with the values of `input` in managed memory, or NULL where that cannot be: a copy, or, if `input` is in managed
+ * memory, another handle of it. It is a tensor of the CUDA device `prefetch_device`, or else of the input's, or of device 0.
  *
  * - `prefetch_device`: the CUDA device to bring it to, or -1.
  * - `read_mostly`: non-zero if it will be read far more than written.
  */
-NVFP4_API void *NVFP4_to_managed(void *input, int32_t prefetch_device, int32_t read_mostly);
+NVFP4_API
+void *NVFP4_to_managed(void *input,
+                       int32_t prefetch_device,
+                       int32_t read_mostly);
 
-/** Brings a tensor in managed memory to a device ahead of its use. */
-NVFP4_API void NVFP4_managed_prefetch(void *tensor, int32_t device_index);
+/** Brings a tensor in managed memory to the CUDA device `device_index`, or with -1 to the host, ahead of its use there. */
+NVFP4_API
+void NVFP4_managed_prefetch(void *tensor,
+                            int32_t device_index);
 
 #ifdef __cplusplus
 }  // extern "C"

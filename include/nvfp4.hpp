@@ -380,6 +380,32 @@ public:
         return out;
     }
 
+    /** Over memory of the CUDA device `index`, which must outlive every use of it. */
+    static Tensor borrow_device(void *data, Shape shape, std::int32_t dtype, std::int32_t index = 0, Shape strides = {})
+    {
+        Tensor out;
+        check_strides(shape, strides);
+        check(NVFP4_tensor_from_device(data, shape.data(), detail::rank(shape), strides.data(), dtype, index, nullptr,
+                                       nullptr, out.put()));
+        return out;
+    }
+
+    /** A copy without gaps in the memory of a device, or of the host. */
+    Tensor to(std::int32_t device_type, std::int32_t index = 0) const
+    {
+        Tensor out;
+        check(NVFP4_tensor_copy_to_device(get(), device_type, index, out.put()));
+        return out;
+    }
+
+    /** Where the memory is: one of NVFP4_DEVICE_*, and which device of that type. */
+    std::pair<std::int32_t, std::int32_t> device() const
+    {
+        std::pair<std::int32_t, std::int32_t> out;
+        check(NVFP4_tensor_device(get(), &out.first, &out.second));
+        return out;
+    }
+
     /** Takes over a DLPack tensor; if it throws, the caller still has it. */
     static Tensor from_dlpack(struct DLManagedTensor *managed)
     {

@@ -2,6 +2,8 @@
 //! first, and whole models. Without a CUDA device every test says SKIPPED, unless NVFP4_REQUIRE names `cuda`.
 
 mod common;
+#[path = "cuda/tensors.rs"]
+mod tensors;
 
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -19,7 +21,7 @@ use NVFP4::model::{
     Activations, Device, KvCache, KvType, LoadOptions, Logits, Model, Scratch, Shortlist,
 };
 use NVFP4::ops::linear::{DenseType, Linear, linear};
-use NVFP4::ops::tensors::{self, Nvfp4Tensor};
+use NVFP4::ops::tensors::{Nvfp4Tensor, scaled_mm};
 use NVFP4::ops::{Workspace, quantize};
 use NVFP4::session::{self, GenerateOptions, Sampler, SamplingOptions, Session, SessionOptions};
 use NVFP4::tensor::{DType, Tensor};
@@ -462,7 +464,7 @@ fn products_of_two_quantized_tensors_go_through_the_gpu() {
     let want = scaled_product(&a, &b);
     let (at, bt) = (a.tensor(), b.tensor());
     for dtype in [DType::F32, DType::F16, DType::BF16, DType::F64] {
-        let out = tensors::scaled_mm(&device, &at, &bt, dtype, &mut workspace).unwrap();
+        let out = scaled_mm(&device, &at, &bt, dtype, &mut workspace).unwrap();
         assert_eq!((out.shape().sizes(), out.dtype()), (&[m, n][..], dtype));
         let mut bytes = vec![0; out.bytes()];
         out.copy_to(&mut bytes).unwrap();
@@ -480,9 +482,9 @@ fn products_of_two_quantized_tensors_go_through_the_gpu() {
         codes: Tensor::zeros(&[n, k / 2 - 8], DType::U8).unwrap(),
         ..bt
     };
-    assert!(tensors::scaled_mm(&device, &at, &short, DType::F32, &mut workspace).is_err());
+    assert!(scaled_mm(&device, &at, &short, DType::F32, &mut workspace).is_err());
     let other = Quantized::new(&gpu, n, k + 16, ScaleLayout::Linear, 7);
-    let e = tensors::scaled_mm(&device, &at, &other.tensor(), DType::F32, &mut workspace);
+    let e = scaled_mm(&device, &at, &other.tensor(), DType::F32, &mut workspace);
     assert!(e.unwrap_err().message().contains("K must be equal"));
 }
 

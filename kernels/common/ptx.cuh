@@ -30,6 +30,69 @@ __device__ __forceinline__ float f16_to_float(u16 x) {
 __device__ __forceinline__ float f16_low(u32 pair) { return f16_to_float((u16)pair); }
 __device__ __forceinline__ float f16_high(u32 pair) { return f16_to_float((u16)(pair >> 16)); }
 
+// Pairs of fused products and sums; the second is cut off at 0 and 1.
+__device__ __forceinline__ u32 fma_f16(u32 a, u32 b, u32 c) {
+    u32 r;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+    return r;
+}
+__device__ __forceinline__ u32 fma_sat_f16(u32 a, u32 b, u32 c) {
+    u32 r;
+    asm("fma.rn.sat.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+    return r;
+}
+__device__ __forceinline__ u32 fma_bf16(u32 a, u32 b, u32 c) {
+    u32 r;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+    return r;
+}
+
+// The larger of each two; a NaN if one is.
+__device__ __forceinline__ u32 max_f16(u32 a, u32 b) {
+    u32 r;
+    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+__device__ __forceinline__ u32 max_bf16(u32 a, u32 b) {
+    u32 r;
+    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+// 1 where the one is at least the other, else 0, in each half; for bf16 both must be positive and no NaN.
+__device__ __forceinline__ u32 at_least_f16(u32 a, u32 b) {
+    u32 r;
+    asm("set.ge.f16x2.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+__device__ __forceinline__ u32 at_least_bf16(u32 a, u32 b) {
+#if __CUDA_ARCH__ >= 900
+    u32 r;
+    asm("set.ge.bf16x2.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+#else
+    // The order of such numbers is that of their bits.
+    return (((a | 0x80008000u) - b) >> 15 & 0x00010001u) * 0x3f80u;
+#endif
+}
+// Up to the next f16, or infinity.
+__device__ __forceinline__ u16 to_f16_up(float x) {
+    u16 r;
+    asm("cvt.rp.f16.f32 %0, %1;" : "=h"(r) : "f"(x));
+    return r;
+}
+__device__ __forceinline__ float max_float(float a, float b) {
+    float r;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
+
+// 1 / x for a normal x, to two units in the last place.
+__device__ __forceinline__ float reciprocal_approx(float x) {
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+
 // A pair of f16 products, subnormals kept.
 __device__ __forceinline__ u32 mul_f16(u32 a, u32 b) {
     u32 r;

@@ -15,13 +15,12 @@ use super::arguments::{choice, copy_text, count};
 use super::guard::{User, enter};
 use super::shared;
 use super::status::NVFP4_Status;
-use super::torchsharp::NO_MANAGED;
 use crate::base::error::{Result, bail, err};
 use crate::base::{env, memory};
 use crate::cpu::Level as Isa;
 use crate::cuda;
-use crate::ops::Device;
 use crate::ops::backend::present;
+use crate::ops::{Device, transfer};
 
 /// Version of the library this header belongs to.
 pub const NVFP4_VERSION_MAJOR: i32 = 0;
@@ -273,6 +272,7 @@ fn diagnosis() -> serde_json::Value {
     let gpu = Device::cuda(0).ok();
     let mut cuda = json!(cuda::report());
     cuda["linear"] = names(gpu.as_ref());
+    let managed = transfer::check_managed(0);
     let total = memory::total();
     json!({
         "version": env!("CARGO_PKG_VERSION"),
@@ -289,7 +289,11 @@ fn diagnosis() -> serde_json::Value {
             },
             "cuda": cuda,
         },
-        "managed_memory": { "available": false, "reason": NO_MANAGED },
+        "managed_memory": {
+            "available": managed.is_ok(),
+            "reason": managed.err().map(|e| e.message().to_owned()),
+            "policy": transfer::managed_policy().name(),
+        },
         "memory": {
             "total": { "current": total.current, "peak": total.peak },
             "by_tag": tags,
@@ -299,6 +303,7 @@ fn diagnosis() -> serde_json::Value {
             "NVFP4_CPU": env::cpu_level(),
             "NVFP4_THREADS": env::threads().ok().flatten(),
             "NVFP4_NVRTC": env::nvrtc().map(|p| p.display().to_string()),
+            "TS_Q4_DISABLE_UM": env::managed_memory_is_off(),
         },
     })
 }

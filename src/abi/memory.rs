@@ -3,11 +3,21 @@
 //! All of it is the library's own account of its large allocations, for the whole process, in host memory and on GPUs. One
 //! budget covers them all together. What a GPU's driver, libraries and compiled kernels take is not in it, nor memory of
 //! GPUs that is free and kept for reuse, which NVFP4_empty_cache() gives back.
+//!
+//! Managed (unified) memory has one address for the host and for CUDA devices, between which its pages move. Nothing is put
+//! there unless the host asks for it: by NVFP4_to_managed(), or by NVFP4_tensor_by_managed_policy(), for a weight, say, under
+//! a policy of the process. The environment variable TS_Q4_DISABLE_UM (1, true or yes) switches it off altogether.
 
-use super::arguments::{Out, choice};
+use std::sync::Arc;
+
+use super::arguments::{Out, choice, flag};
 use super::guard::enter;
+use super::handle;
 use super::status::NVFP4_Status;
+use super::tensor::{NVFP4_Tensor, cuda_number};
 use crate::base::memory::{self, Tag};
+use crate::ops::transfer::{self, ManagedPolicy};
+use crate::tensor::Tensor;
 
 /// All tags together. Its peak is that of the sum.
 pub const NVFP4_MEMORY_TOTAL: i32 = 0;
@@ -104,6 +114,88 @@ pub unsafe extern "C" fn NVFP4_memory_get_budget(bytes: *mut u64) -> NVFP4_Statu
     enter("NVFP4_memory_get_budget", || {
         // SAFETY: the pointer is as the header asks.
         unsafe { Out::new("bytes", bytes) }?.set(memory::budget().unwrap_or(0));
+        Ok(())
+    })
+}
+
+/// No managed memory.
+pub const NVFP4_MANAGED_DISABLED: i32 = 0;
+/// Managed memory where the device can, and other memory where it cannot.
+pub const NVFP4_MANAGED_PREFERRED: i32 = 1;
+/// Managed memory, or an error.
+pub const NVFP4_MANAGED_REQUIRED: i32 = 2;
+
+/// Sets the policy of the process on managed memory, one of NVFP4_MANAGED_*. At first it is #NVFP4_MANAGED_PREFERRED.
+#[unsafe(no_mangle)]
+pub extern "C" fn NVFP4_memory_set_managed_policy(policy: i32) -> NVFP4_Status {
+    enter("NVFP4_memory_set_managed_policy", || {
+        transfer::set_managed_policy(choice(
+            "policy",
+            policy,
+            &[
+                (NVFP4_MANAGED_DISABLED, "disabled", ManagedPolicy::Disabled),
+                (
+                    NVFP4_MANAGED_PREFERRED,
+                    "preferred",
+                    ManagedPolicy::Preferred,
+                ),
+                (NVFP4_MANAGED_REQUIRED, "required", ManagedPolicy::Required),
+            ],
+        )?);
+        Ok(())
+    })
+}
+
+/// Writes the policy in force: what was set, or #NVFP4_MANAGED_DISABLED where TS_Q4_DISABLE_UM says so.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_memory_get_managed_policy(policy: *mut i32) -> NVFP4_Status {
+    enter("NVFP4_memory_get_managed_policy", || {
+        // SAFETY: the pointer is as the header asks.
+        unsafe { Out::new("policy", policy) }?.set(match transfer::managed_policy() {
+            ManagedPolicy::Disabled => NVFP4_MANAGED_DISABLED,
+            ManagedPolicy::Preferred => NVFP4_MANAGED_PREFERRED,
+            ManagedPolicy::Required => NVFP4_MANAGED_REQUIRED,
+        });
+        Ok(())
+    })
+}
+
+/// Writes 1 if tensors can be in managed memory of the CUDA device `device_index`, and else 0: there is no such device, it
+/// cannot share memory with the host while it works, or managed memory is switched off. NVFP4_diagnose() says which.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_memory_can_be_managed(
+    device_index: i32,
+    can: *mut i32,
+) -> NVFP4_Status {
+    enter("NVFP4_memory_can_be_managed", || {
+        // SAFETY: the pointer is as the header asks.
+        let can = unsafe { Out::new("can", can) }?;
+        let checked = transfer::check_managed(cuda_number(device_index)?);
+        can.set(i32::from(checked.is_ok()));
+        Ok(())
+    })
+}
+
+/// Gives what the policy makes of a tensor that the CUDA device `device_index` will use, a weight say: a copy in managed memory,
+/// brought to the device, or another handle of the tensor itself, which stays where it is. `read_mostly` is 1 if it will be
+/// read far more than written. Where the policy requires managed memory and it cannot be had, the call fails.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_tensor_by_managed_policy(
+    tensor: *const NVFP4_Tensor,
+    device_index: i32,
+    read_mostly: i32,
+    out: *mut *mut NVFP4_Tensor,
+) -> NVFP4_Status {
+    enter("NVFP4_tensor_by_managed_policy", || {
+        // SAFETY: the pointer is as the header asks.
+        let out = unsafe { Out::new("out", out) }?;
+        let tensor = handle::get::<Tensor>("tensor", tensor)?;
+        let made = transfer::by_policy(
+            &tensor,
+            cuda_number(device_index)?,
+            flag("read_mostly", read_mostly)?,
+        )?;
+        out.set(handle::insert(Arc::new(made)));
         Ok(())
     })
 }

@@ -1,7 +1,8 @@
 //! Number formats: NVFP4 and NF4, both ways.
 //!
 //! NVFP4 is two 4-bit codes (E2M1) to a byte, the even index in the low nibble; a scale (E4M3) for each 16 values along the
-//! last dimension K; and one float that multiplies every value of the tensor.
+//! last dimension K; and one float that multiplies every value of the tensor. NVFP4 and the order of its scales are computed
+//! where the tensors are, on the processor or on a GPU; NF4 on the processor, in host memory.
 
 use std::sync::Arc;
 
@@ -203,11 +204,14 @@ pub unsafe extern "C" fn NVFP4_quantize_options_init(
 
 /// Quantizes a tensor along its last dimension K to NVFP4.
 ///
-/// - `input`: `[.., K]` of a floating type, any strides; K a multiple of 16.
+/// - `input`: `[.., K]` of a floating type, any strides; K a multiple of 16. On a GPU not float64.
 /// - `options`: NULL for the defaults.
 /// - `codes`: uint8 `[.., K / 2]`.
 /// - `scales`: float8_e4m3fn `[.., K / 16]`, or one dimension if swizzled.
 /// - `global_scale`: the multiplier; 1 when single-level.
+///
+/// A tensor on a GPU is quantized there, in one pass without temporary memory (two for a second level; a copy first if rows
+/// are at uneven distances or not aligned to 16 bytes), to the same bits.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_tensor_quantize(
     input: *const NVFP4_Tensor,
@@ -228,7 +232,8 @@ pub unsafe extern "C" fn NVFP4_tensor_quantize(
         };
         let (options, layout) = options.read()?;
         let input = handle::get::<Tensor>("input", input)?;
-        let q = tensors::quantize(&shared::device()?, &input, &options, layout)?;
+        let device = tensors::device_of(&input, shared::device)?;
+        let q = tensors::quantize(&device, &input, &options, layout)?;
         codes.set(handle::insert(Arc::new(q.codes)));
         scales.set(handle::insert(Arc::new(q.scales)));
         global_scale.set(q.global);
@@ -260,7 +265,8 @@ pub unsafe extern "C" fn NVFP4_tensor_dequantize(
             layout(scale_layout)?,
         )?;
         let dtype = DType::from_code(dtype)?;
-        let tensor = tensors::dequantize(&shared::device()?, &q, dtype)?;
+        let device = tensors::device_of(&q.codes, shared::device)?;
+        let tensor = tensors::dequantize(&device, &q, dtype)?;
         out.set(handle::insert(Arc::new(tensor)));
         Ok(())
     })

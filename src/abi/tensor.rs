@@ -2,6 +2,12 @@
 //!
 //! A tensor is immutable in type and shape and may be used by several threads at once. Its memory is the host's to keep
 //! readable and unchanging while a call uses it.
+//!
+//! A tensor may be in the memory of a CUDA device, or in managed memory, which counts as a device's here. What computes with
+//! it then runs on that device and gives tensors there; a function that works on host memory alone refuses it with
+//! #NVFP4_UNSUPPORTED. Calls use such memory in the order of the legacy default stream: after what the process enqueued
+//! there before the call, and before what it enqueues there after it. With other streams, wait for them before a call, and let
+//! them wait for the default stream after it.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -10,7 +16,8 @@ use super::arguments::{Out, copy_items, count, sizes, slice_mut};
 use super::guard::{User, enter};
 use super::handle::{self, Object};
 use super::status::NVFP4_Status;
-use crate::base::error::{Result, bail};
+use crate::base::error::{Result, bail, err};
+use crate::ops::transfer;
 use crate::tensor::{DLManagedTensor, DType, Release, Shape, Tensor};
 
 /// A tensor. See the tensor chapter.
@@ -50,7 +57,7 @@ pub const NVFP4_DTYPE_FLOAT4_E2M1FN_X2: i32 = 45;
 
 /// The host's memory. All NVFP4_DEVICE_* are libtorch's numbers.
 pub const NVFP4_DEVICE_CPU: i32 = 0;
-/// A CUDA device, numbered from 0. Weights and models may be on one; tensors, in this version, are in host memory.
+/// A CUDA device, numbered from 0.
 pub const NVFP4_DEVICE_CUDA: i32 = 1;
 /// The library's choice, where a device is chosen for work: a CUDA device if there is one, or else the CPU.
 pub const NVFP4_DEVICE_AUTO: i32 = -1;
@@ -75,23 +82,42 @@ const _: () = assert!(
 /// the last use of the memory.
 pub type NVFP4_Deleter = Option<unsafe extern "C" fn(data: *mut c_void, user: *mut c_void)>;
 
-/// Refuses memory that tensors cannot have.
-fn check_memory(device_type: i32, device_index: i32) -> Result<()> {
+/// The CUDA device that is meant, or the host's memory.
+pub(super) fn device_number(device_type: i32, device_index: i32) -> Result<Option<usize>> {
     match device_type {
-        NVFP4_DEVICE_CPU if (-1..=0).contains(&device_index) => Ok(()),
+        NVFP4_DEVICE_CPU if (-1..=0).contains(&device_index) => Ok(None),
         NVFP4_DEVICE_CPU => bail!(
             InvalidArgument,
             "device_index is {device_index}; the CPU has 0 (or -1)"
         ),
-        NVFP4_DEVICE_CUDA => bail!(
-            Unsupported,
-            "tensors in the memory of CUDA device {device_index} are not there yet; make host tensors, which weights and models on a GPU take and give"
-        ),
+        NVFP4_DEVICE_CUDA => Ok(Some(cuda_number(device_index)?)),
         _ => bail!(
             InvalidArgument,
-            "device_type is {device_type}; a tensor takes 0 (CPU)"
+            "device_type is {device_type}; a tensor takes 0 (CPU) or 1 (CUDA)"
         ),
     }
+}
+
+/// The number of a CUDA device.
+pub(super) fn cuda_number(device_index: i32) -> Result<usize> {
+    usize::try_from(device_index).map_err(|_| {
+        err!(
+            InvalidArgument,
+            "device_index is {device_index}; CUDA devices are numbered from 0"
+        )
+    })
+}
+
+/// What gives lent memory back.
+fn release(deleter: NVFP4_Deleter, data: *mut c_void, user: *mut c_void) -> Option<Release> {
+    deleter.map(|deleter| -> Release {
+        let (data, user) = (User(data), User(user));
+        Box::new(move || {
+            let (User(data), User(user)) = ({ data }, { user });
+            // SAFETY: the host gave the deleter for this memory, and it is called once.
+            unsafe { deleter(data, user) };
+        })
+    })
 }
 
 /// Makes a tensor over memory of the host, without a copy.
@@ -120,14 +146,38 @@ pub unsafe extern "C" fn NVFP4_tensor_from_host(
             let out = Out::new("out", out)?;
             let shape = read_shape(shape, rank, strides)?;
             let dtype = DType::from_code(dtype)?;
-            let release = deleter.map(|deleter| -> Release {
-                let (data, user) = (User(data), User(user));
-                Box::new(move || {
-                    let (User(data), User(user)) = ({ data }, { user });
-                    deleter(data, user);
-                })
-            });
+            let release = release(deleter, data, user);
             let tensor = Tensor::lent(data.cast(), shape, dtype, release)?;
+            out.set(handle::insert(Arc::new(tensor)));
+        }
+        Ok(())
+    })
+}
+
+/// Makes a tensor over memory of the CUDA device `device_index`, or over managed memory for it, without a copy. The parameters
+/// are those of NVFP4_tensor_from_host(), with `data` an address on the device. When `deleter` is called, the library's work
+/// with the memory comes before what is enqueued on the legacy default stream from then on.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_tensor_from_device(
+    data: *mut c_void,
+    shape: *const i64,
+    rank: i32,
+    strides: *const i64,
+    dtype: i32,
+    device_index: i32,
+    deleter: NVFP4_Deleter,
+    user: *mut c_void,
+    out: *mut *mut NVFP4_Tensor,
+) -> NVFP4_Status {
+    enter("NVFP4_tensor_from_device", || {
+        // SAFETY: the pointers are as the header asks.
+        unsafe {
+            let out = Out::new("out", out)?;
+            let shape = read_shape(shape, rank, strides)?;
+            let dtype = DType::from_code(dtype)?;
+            let ordinal = cuda_number(device_index)?;
+            let release = release(deleter, data, user);
+            let tensor = transfer::lent(ordinal, data.addr() as u64, shape, dtype, release)?;
             out.set(handle::insert(Arc::new(tensor)));
         }
         Ok(())
@@ -147,8 +197,8 @@ unsafe fn read_shape(shape: *const i64, rank: i32, strides: *const i64) -> Resul
     }
 }
 
-/// Makes a tensor of zeros in memory of the library, aligned to 64 bytes. In this version tensors are in host memory only:
-/// `device_type` is #NVFP4_DEVICE_CPU and `device_index` 0.
+/// Makes a tensor of zeros in memory of the library, aligned to 64 bytes or more: on the host (#NVFP4_DEVICE_CPU and 0) or on a
+/// CUDA device (#NVFP4_DEVICE_CUDA and its number).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_tensor_empty(
     shape: *const i64,
@@ -162,10 +212,29 @@ pub unsafe extern "C" fn NVFP4_tensor_empty(
         // SAFETY: the pointers are as the header asks.
         unsafe {
             let out = Out::new("out", out)?;
-            check_memory(device_type, device_index)?;
-            let tensor = Tensor::zeros(&sizes("shape", shape, rank)?, DType::from_code(dtype)?)?;
+            let device = device_number(device_type, device_index)?;
+            let sizes = sizes("shape", shape, rank)?;
+            let tensor = transfer::zeros(&sizes, DType::from_code(dtype)?, device)?;
             out.set(handle::insert(Arc::new(tensor)));
         }
+        Ok(())
+    })
+}
+
+/// Copies a tensor to the memory of a device, or of the host, row-major without gaps, from wherever it is.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_tensor_copy_to_device(
+    tensor: *const NVFP4_Tensor,
+    device_type: i32,
+    device_index: i32,
+    out: *mut *mut NVFP4_Tensor,
+) -> NVFP4_Status {
+    enter("NVFP4_tensor_copy_to_device", || {
+        // SAFETY: the pointer is as the header asks.
+        let out = unsafe { Out::new("out", out) }?;
+        let tensor = handle::get::<Tensor>("tensor", tensor)?;
+        let copy = transfer::copy(&tensor, device_number(device_type, device_index)?)?;
+        out.set(handle::insert(Arc::new(copy)));
         Ok(())
     })
 }
@@ -224,7 +293,8 @@ pub unsafe extern "C" fn NVFP4_tensor_dtype(
     })
 }
 
-/// Writes where the memory is: one of NVFP4_DEVICE_*, and which device of that type.
+/// Writes where the memory is: one of NVFP4_DEVICE_*, and which device of that type. Managed memory is the device's that works
+/// with it; NVFP4_is_managed_tensor() tells it apart.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_tensor_device(
     tensor: *const NVFP4_Tensor,
@@ -239,9 +309,13 @@ pub unsafe extern "C" fn NVFP4_tensor_device(
                 Out::new("device_index", device_index)?,
             )
         };
-        handle::get::<Tensor>("tensor", tensor)?;
-        device_type.set(NVFP4_DEVICE_CPU);
-        device_index.set(0);
+        let place = handle::get::<Tensor>("tensor", tensor)?.place();
+        let (number, index) = match place.cuda() {
+            None => (NVFP4_DEVICE_CPU, 0),
+            Some(ordinal) => (NVFP4_DEVICE_CUDA, ordinal as i32),
+        };
+        device_type.set(number);
+        device_index.set(index);
         Ok(())
     })
 }
@@ -281,8 +355,8 @@ pub unsafe extern "C" fn NVFP4_tensor_strides(
     })
 }
 
-/// Writes the address of the first element, valid as long as the caller has a reference to the tensor. Do not write through
-/// it while a call uses the tensor. Of no use when the tensor has no elements.
+/// Writes the address of the first element, on the device if the memory is there; valid as long as the caller has a reference to
+/// the tensor. Do not write through it while a call uses the tensor. Of no use when the tensor has no elements.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_tensor_data(
     tensor: *const NVFP4_Tensor,
@@ -310,7 +384,8 @@ pub unsafe extern "C" fn NVFP4_tensor_bytes(
     })
 }
 
-/// Copies the elements to `destination`, row-major without gaps. `bytes` must be exactly what NVFP4_tensor_bytes() says.
+/// Copies the elements, wherever they are, to `destination` in host memory, row-major without gaps. `bytes` must be exactly what
+/// NVFP4_tensor_bytes() says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_tensor_copy_to_host(
     tensor: *const NVFP4_Tensor,
@@ -320,11 +395,12 @@ pub unsafe extern "C" fn NVFP4_tensor_copy_to_host(
     enter("NVFP4_tensor_copy_to_host", || {
         let tensor = handle::get::<Tensor>("tensor", tensor)?;
         // SAFETY: the pointer is as the header asks.
-        tensor.copy_to(unsafe { slice_mut("destination", destination.cast::<u8>(), bytes) }?)
+        let out = unsafe { slice_mut("destination", destination.cast::<u8>(), bytes) }?;
+        transfer::copy_to_host(&tensor, out)
     })
 }
 
-/// Copies the elements to `destination` as float, whatever their type, row-major without gaps. `elements` must be exactly
+/// Copies the elements to `destination` in host memory as float, whatever their type, row-major without gaps. `elements` must be exactly
 /// the tensor's number of elements. Packed 4-bit codes have no values of their own: dequantize them.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_tensor_copy_as_float(
@@ -343,12 +419,13 @@ pub unsafe extern "C" fn NVFP4_tensor_copy_as_float(
                 tensor.shape().elements()
             );
         }
-        tensor.rows_f32(0..tensor.shape().matrix().0, destination)
+        transfer::copy_as_f32(&tensor, destination)
     })
 }
 
-/// Takes over a DLPack tensor in host memory, without a copy: its deleter is called when the library is done with the
-/// memory, on whichever thread that is. If this function fails, the tensor stays the caller's.
+/// Takes over a DLPack tensor in host memory (kDLCPU), CUDA memory (kDLCUDA) or managed memory (kDLCUDAManaged), without a copy:
+/// its deleter is called when the library is done with the memory, on whichever thread that is. If this function fails, the
+/// tensor stays the caller's.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_tensor_from_dlpack(
     managed: *mut DLManagedTensor,
@@ -358,13 +435,13 @@ pub unsafe extern "C" fn NVFP4_tensor_from_dlpack(
         // SAFETY: the pointers are as the header asks.
         unsafe {
             let out = Out::new("out", out)?;
-            out.set(handle::insert(Arc::new(Tensor::from_dlpack(managed)?)));
+            out.set(handle::insert(Arc::new(transfer::from_dlpack(managed)?)));
         }
         Ok(())
     })
 }
 
-/// Makes a DLPack tensor over the tensor's memory, without a copy. It keeps the memory alive until its consumer calls its
+/// Makes a DLPack tensor over the tensor's memory, without a copy; managed memory is given as kDLCUDA. It keeps the memory alive until its consumer calls its
 /// deleter, which may be after the release of `tensor`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_tensor_to_dlpack(

@@ -9,15 +9,13 @@ use std::sync::Arc;
 use super::guard::enter_drop_in;
 use super::handle;
 use super::shared;
+use super::tensor::cuda_number;
 use crate::base::ErrorKind;
 use crate::base::error::{Result, bail};
 use crate::format::nvfp4::{Levels, QuantizeOptions};
 use crate::ops::tensors::{self, Nvfp4Tensor, ScaleLayout};
-use crate::tensor::{DType, Shape, Tensor};
-
-/// Why managed memory cannot be used.
-pub(super) const NO_MANAGED: &str =
-    "tensors in CUDA managed memory are not there yet: nothing would free one that a host lets go";
+use crate::ops::transfer;
+use crate::tensor::{DType, Place, Shape, Tensor};
 
 /// The tensor behind a handle that may also be libtorch's.
 fn tensor(name: &str, handle: *const c_void) -> Result<Arc<Tensor>> {
@@ -37,6 +35,8 @@ fn give(tensor: Tensor) -> *mut c_void {
 ///
 /// - `qdata`: uint8 `[.., K / 2]`, the even index in the low nibble; NULL on failure.
 /// - `scale`: float8_e4m3fn `[.., K / 16]`, row-major: amax / 6, clamped to [2^-16, 448]; NULL on failure.
+///
+/// The results are where the input is: on a GPU one pass over it makes them, to the same bits.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_quantize(
     input: *mut c_void,
@@ -68,7 +68,8 @@ pub unsafe extern "C" fn NVFP4_quantize(
             levels: Levels::Legacy,
             ..QuantizeOptions::default()
         };
-        let q = tensors::quantize(&shared::device()?, &x, &options, ScaleLayout::Linear)?;
+        let device = tensors::device_of(&x, shared::device)?;
+        let q = tensors::quantize(&device, &x, &options, ScaleLayout::Linear)?;
         // SAFETY: as above.
         unsafe {
             qdata.write_unaligned(give(q.codes));
@@ -135,21 +136,27 @@ pub extern "C" fn NVFP4_empty_cache() {
     enter_drop_in("NVFP4_empty_cache", (), shared::empty);
 }
 
-/// Whether tensors can be in managed (unified) memory: 1 or 0. NVFP4_diagnose() says why not.
+/// Whether tensors can be in managed (unified) memory of CUDA device 0: 1 or 0. NVFP4_diagnose() says why not.
 #[unsafe(no_mangle)]
 pub extern "C" fn NVFP4_can_use_managed() -> i32 {
-    0
+    enter_drop_in("NVFP4_can_use_managed", 0, || {
+        Ok(i32::from(transfer::check_managed(0).is_ok()))
+    })
 }
 
 /// Whether a tensor is in managed memory: 1 or 0, 0 also for what is no tensor.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_is_managed_tensor(tensor: *mut c_void) -> i32 {
-    // Without a managed allocator there is nothing that `tensor` could be.
-    let _ = tensor;
-    0
+    enter_drop_in("NVFP4_is_managed_tensor", 0, || {
+        let found = handle::get::<Tensor>("tensor", tensor.cast());
+        Ok(i32::from(
+            found.is_ok_and(|t| matches!(t.place(), Place::Managed(_))),
+        ))
+    })
 }
 
-/// A copy of `input` in managed memory, or NULL where that cannot be used.
+/// A tensor with the values of `input` in managed memory, or NULL where that cannot be: a copy, or, if `input` is in managed
+/// memory, another handle of it. It is a tensor of the CUDA device `prefetch_device`, or else of the input's, or of device 0.
 ///
 /// - `prefetch_device`: the CUDA device to bring it to, or -1.
 /// - `read_mostly`: non-zero if it will be read far more than written.
@@ -160,22 +167,25 @@ pub unsafe extern "C" fn NVFP4_to_managed(
     read_mostly: i32,
 ) -> *mut c_void {
     enter_drop_in("NVFP4_to_managed", std::ptr::null_mut(), || {
-        tensor("input", input)?;
-        bail!(
-            Unsupported,
-            "the copy for device {prefetch_device} (read mostly: {read_mostly}): {NO_MANAGED}; NVFP4_can_use_managed tells beforehand"
-        )
+        let tensor = tensor("input", input)?;
+        let prefetch = match prefetch_device {
+            -1 => None,
+            index => Some(cuda_number(index)?),
+        };
+        let ordinal = prefetch.or(tensor.place().cuda()).unwrap_or(0);
+        transfer::to_managed(&tensor, ordinal, prefetch, read_mostly != 0).map(give)
     })
 }
 
-/// Brings a tensor in managed memory to a device ahead of its use.
+/// Brings a tensor in managed memory to the CUDA device `device_index`, or with -1 to the host, ahead of its use there.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_managed_prefetch(tensor: *mut c_void, device_index: i32) {
     enter_drop_in("NVFP4_managed_prefetch", (), || {
-        self::tensor("tensor", tensor)?;
-        bail!(
-            Unsupported,
-            "the tensor is not in managed memory and cannot be brought to device {device_index}: {NO_MANAGED}"
-        )
+        let tensor = self::tensor("tensor", tensor)?;
+        let to = match device_index {
+            -1 => None,
+            index => Some(cuda_number(index)?),
+        };
+        transfer::prefetch(&tensor, to)
     });
 }

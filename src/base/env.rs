@@ -30,6 +30,16 @@ pub fn threads() -> Result<Option<usize>> {
     }
 }
 
+/// `TS_Q4_DISABLE_UM`, which TorchSharp.Q4.Extension reads too: whether managed (unified) memory is switched off, as `1`,
+/// `true` or `yes` say.
+pub fn managed_memory_is_off() -> bool {
+    text("TS_Q4_DISABLE_UM").is_some_and(|s| {
+        ["1", "true", "yes"]
+            .iter()
+            .any(|on| s.eq_ignore_ascii_case(on))
+    })
+}
+
 /// `NVFP4_REQUIRE`: comma-separated names of ISA levels and devices whose absence is a test failure rather than a skip.
 pub fn required_capabilities() -> Vec<String> {
     text("NVFP4_REQUIRE")

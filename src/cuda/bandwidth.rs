@@ -1,4 +1,4 @@
-//! How fast the device reads its memory.
+//! How fast the device reads its memory, and copies it.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -25,13 +25,43 @@ struct Arguments {
     sink: u64,
 }
 
-/// Bytes per second, the median of several runs over two gigabytes of random bits.
-pub fn read_bandwidth(gpu: &Arc<Gpu>) -> Result<f64> {
+/// Random bits.
+fn data(gpu: &Arc<Gpu>) -> Result<DeviceBuffer> {
     let mut data = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, BYTES)?;
     let block: Vec<u64> = (0..(64 << 20) / 8).map(|i| random::bits(0, i)).collect();
     for at in (0..BYTES).step_by(64 << 20) {
         data.write(at, &block)?;
     }
+    Ok(data)
+}
+
+/// The median of the rates of several runs after one that does not count.
+fn median(gpu: &Gpu, bytes: usize, mut run: impl FnMut() -> Result<()>) -> Result<f64> {
+    let mut rates = Vec::with_capacity(RUNS);
+    for i in 0..=RUNS {
+        gpu.synchronize()?;
+        let start = Instant::now();
+        run()?;
+        gpu.synchronize()?;
+        if i > 0 {
+            rates.push(bytes as f64 / start.elapsed().as_secs_f64());
+        }
+    }
+    rates.sort_by(f64::total_cmp);
+    Ok(rates[RUNS / 2])
+}
+
+/// Bytes per second that the driver's copy within the device reads and writes together, the median of several runs over two
+/// gigabytes of random bits.
+pub fn copy_bandwidth(gpu: &Arc<Gpu>) -> Result<f64> {
+    let from = data(gpu)?;
+    let mut to = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, BYTES)?;
+    median(gpu, 2 * BYTES, || to.copy_from(0, &from, 0, BYTES))
+}
+
+/// Bytes per second, the median of several runs over two gigabytes of random bits.
+pub fn read_bandwidth(gpu: &Arc<Gpu>) -> Result<f64> {
+    let data = data(gpu)?;
     let sink = DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, 4)?;
     let arguments = Arguments {
         data: data.address(),
@@ -39,17 +69,8 @@ pub fn read_bandwidth(gpu: &Arc<Gpu>) -> Result<f64> {
         sink: sink.address(),
     };
     let launch = Launch::new([8 * gpu.multiprocessors() as u32, 1, 1], 512);
-    let mut rates = Vec::with_capacity(RUNS);
-    for run in 0..=RUNS {
-        gpu.synchronize()?;
-        let start = Instant::now();
-        // SAFETY: the struct is the kernel's, and the buffers live through the wait below.
-        unsafe { launch.run(gpu, Unit::ReadAll, "read_all", &arguments)? };
-        gpu.synchronize()?;
-        if run > 0 {
-            rates.push(BYTES as f64 / start.elapsed().as_secs_f64());
-        }
-    }
-    rates.sort_by(f64::total_cmp);
-    Ok(rates[RUNS / 2])
+    median(gpu, BYTES, || {
+        // SAFETY: the struct is the kernel's, and the buffers live through the wait that follows.
+        unsafe { launch.run(gpu, Unit::ReadAll, "read_all", &arguments) }
+    })
 }

@@ -96,11 +96,8 @@ impl DeviceBuffer {
             }
         }
         let waited = busy.iter_mut().try_for_each(wait);
-        let mut kept = gpu.staging();
         for pinned in staging {
-            if kept.len() < KEPT {
-                kept.push(pinned);
-            }
+            keep(&gpu, pinned);
         }
         result.and(waited)
     }
@@ -151,11 +148,20 @@ impl DeviceBuffer {
     }
 }
 
-fn take(gpu: &Arc<Gpu>) -> Result<Pinned> {
+/// A staging buffer, to be given back by [`keep`] when nothing enqueued uses it any more.
+pub(super) fn take(gpu: &Gpu) -> Result<Pinned> {
     let kept = gpu.staging().pop();
     match kept {
         Some(pinned) => Ok(pinned),
         None => Pinned::new(gpu, Tag::Scratch, STAGING),
+    }
+}
+
+/// Keeps a staging buffer for the next caller, if there are not enough of them.
+pub(super) fn keep(gpu: &Gpu, pinned: Pinned) {
+    let mut kept = gpu.staging();
+    if kept.len() < KEPT {
+        kept.push(pinned);
     }
 }
 

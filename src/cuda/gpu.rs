@@ -19,6 +19,8 @@ use crate::base::{ErrorKind, Result};
 
 /// The oldest driver interface that has what the launcher uses.
 const OLDEST_DRIVER: i32 = 12_000;
+/// The oldest one that takes advice for managed memory by location.
+const OLDEST_FOR_MANAGED: i32 = 12_020;
 /// The oldest architecture with bf16 matrix instructions.
 const OLDEST_ARCH: (i32, i32) = (8, 0);
 
@@ -232,6 +234,20 @@ impl Drop for KeepContext {
     }
 }
 
+/// Events that order the device's stream with the default stream of the process.
+///
+/// The device's stream is one that the default stream does not wait for and that does not wait for it: a program that uses
+/// both for other things loses nothing. Where memory changes hands, an event on one of them that the other waits for is the
+/// order that is needed, and no more. Both are recorded anew each time: who waits for a later point than his own waits for
+/// his own too.
+struct Order {
+    default: sys::CUevent,
+    own: sys::CUevent,
+}
+
+/// The handle of the legacy default stream, where CUDA programs that name no stream work.
+const DEFAULT_STREAM: sys::CUstream = std::ptr::without_provenance_mut(1);
+
 /// One CUDA device, opened. Shared by everything that uses it; work of all of it goes to one stream in order.
 pub struct Gpu {
     ordinal: usize,
@@ -244,6 +260,7 @@ pub struct Gpu {
     device: sys::CUdevice,
     context: sys::CUcontext,
     stream: sys::CUstream,
+    order: Order,
     pool: sys::CUmemoryPool,
     modules: Mutex<HashMap<Unit, Arc<Module>>>,
     staging: Mutex<Vec<Pinned>>,
@@ -254,6 +271,50 @@ pub struct Gpu {
 unsafe impl Send for Gpu {}
 // SAFETY: as above; the driver serialises calls on one stream, and the rest is behind locks.
 unsafe impl Sync for Gpu {}
+
+fn attribute(device: sys::CUdevice, which: sys::CUdevice_attribute) -> Result<i32> {
+    check(
+        // SAFETY: `device` is a device that the driver gave.
+        unsafe { result::device::get_attribute(device, which) },
+        "asking about the device",
+    )
+}
+
+/// The device numbered `ordinal`, its name and its compute capability, if there is such a device and it is not too old.
+fn usable(ordinal: usize) -> Result<(sys::CUdevice, String, (i32, i32))> {
+    usable_ordinal(ordinal, count()?)?;
+    let device = check(result::device::get(ordinal as c_int), "opening the device")?;
+    use sys::CUdevice_attribute::*;
+    let arch = (
+        attribute(device, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+        attribute(device, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+    );
+    let name = check(result::device::get_name(device), "asking the device's name")?;
+    usable_arch(ordinal, &name, arch)?;
+    Ok((device, name, arch))
+}
+
+/// Refuses managed memory where a device cannot have it. Asks the driver alone, and opens no device.
+pub fn check_managed(ordinal: usize) -> Result<()> {
+    use sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS;
+    let (device, name, _) = usable(ordinal)?;
+    if attribute(device, CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS)? == 0 {
+        bail!(
+            Unsupported,
+            "cuda:{ordinal} ({name}) cannot use managed memory while the host does"
+        );
+    }
+    let version = driver()?;
+    if version < OLDEST_FOR_MANAGED {
+        bail!(
+            Unsupported,
+            "the driver speaks CUDA {}.{}; managed memory needs 12.2: update the NVIDIA driver",
+            version / 1000,
+            version % 1000 / 10
+        );
+    }
+    Ok(())
+}
 
 impl Gpu {
     /// The device numbered `ordinal`. Opened once however often it is asked for.
@@ -270,22 +331,9 @@ impl Gpu {
     }
 
     fn new(ordinal: usize) -> Result<Gpu> {
-        usable_ordinal(ordinal, count()?)?;
-        let device = check(result::device::get(ordinal as c_int), "opening the device")?;
-        let attribute = |which| {
-            check(
-                // SAFETY: `device` is a device that the driver gave.
-                unsafe { result::device::get_attribute(device, which) },
-                "asking about the device",
-            )
-        };
+        let (device, name, arch) = usable(ordinal)?;
+        let attribute = |which| attribute(device, which);
         use sys::CUdevice_attribute::*;
-        let arch = (
-            attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
-            attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
-        );
-        let name = check(result::device::get_name(device), "asking the device's name")?;
-        usable_arch(ordinal, &name, arch)?;
         let multiprocessors = attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize;
         let shared_limit =
             attribute(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize;
@@ -296,8 +344,8 @@ impl Gpu {
             unsafe { result::primary_ctx::retain(device) },
             "retaining the device's context",
         )?;
-        let ready = Gpu::stream_and_pool(ordinal, context);
-        let (stream, pool) = match ready {
+        let ready = Gpu::streams_and_pool(ordinal, context);
+        let (stream, order, pool) = match ready {
             Ok(ready) => ready,
             Err(e) => {
                 // SAFETY: gives back what was retained above; nothing was made in it that is still used.
@@ -316,6 +364,7 @@ impl Gpu {
             device,
             context,
             stream,
+            order,
             pool,
             modules: Mutex::default(),
             staging: Mutex::default(),
@@ -323,10 +372,10 @@ impl Gpu {
         })
     }
 
-    fn stream_and_pool(
+    fn streams_and_pool(
         ordinal: usize,
         context: sys::CUcontext,
-    ) -> Result<(sys::CUstream, sys::CUmemoryPool)> {
+    ) -> Result<(sys::CUstream, Order, sys::CUmemoryPool)> {
         check(
             // SAFETY: the context was just retained.
             unsafe { result::ctx::set_current(context) },
@@ -336,6 +385,16 @@ impl Gpu {
             result::stream::create(result::stream::StreamKind::NonBlocking),
             "creating a stream",
         )?;
+        let event = || {
+            check(
+                result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING),
+                "creating an event",
+            )
+        };
+        let order = Order {
+            default: event()?,
+            own: event()?,
+        };
         // SAFETY: a plain C struct of integers and pointers, all of which may be zero.
         let mut properties: sys::CUmemPoolProps = unsafe { std::mem::zeroed() };
         properties.allocType = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
@@ -358,7 +417,7 @@ impl Gpu {
             },
             "setting up the memory pool",
         )?;
-        Ok((stream, pool))
+        Ok((stream, order, pool))
     }
 
     /// Its number.
@@ -421,6 +480,48 @@ impl Gpu {
             // SAFETY: the stream lives as long as `self`.
             unsafe { result::stream::synchronize(self.stream) },
             "waiting for the device",
+        )
+    }
+
+    /// Lets what is enqueued here from now on wait for all that the process has enqueued on its legacy default stream: for memory
+    /// that comes from the host program.
+    pub fn after_default_stream(&self) -> Result<()> {
+        self.let_wait(self.stream, DEFAULT_STREAM, self.order.default)
+    }
+
+    /// Lets what the process enqueues on its legacy default stream from now on wait for all that was enqueued here: for memory
+    /// that goes to the host program.
+    pub fn before_default_stream(&self) -> Result<()> {
+        self.let_wait(DEFAULT_STREAM, self.stream, self.order.own)
+    }
+
+    fn let_wait(
+        &self,
+        later: sys::CUstream,
+        earlier: sys::CUstream,
+        event: sys::CUevent,
+    ) -> Result<()> {
+        self.bind()?;
+        // Mostly nothing is left to wait for, and the events would only be a pause between the streams.
+        // SAFETY: the device's stream lives as long as `self`, the default stream as long as the context.
+        match unsafe { sys::cuStreamQuery(earlier) } {
+            sys::CUresult::CUDA_SUCCESS => return Ok(()),
+            sys::CUresult::CUDA_ERROR_NOT_READY => {}
+            failed => check(failed.result(), "asking what a stream has left to do")?,
+        }
+        // SAFETY: as above, and the event lives as long as `self`.
+        let ordered = unsafe {
+            result::event::record(event, earlier).and_then(|()| {
+                result::stream::wait_event(
+                    later,
+                    event,
+                    sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT,
+                )
+            })
+        };
+        check(
+            ordered,
+            "ordering the device's stream with the default stream",
         )
     }
 
@@ -526,6 +627,9 @@ impl Drop for Gpu {
         // one to hear of them, and the driver frees the rest with the process.
         unsafe {
             let _ = result::stream::synchronize(self.stream);
+            for event in [self.order.default, self.order.own] {
+                let _ = result::event::destroy(event);
+            }
             let _ = result::mem_pool::destroy(self.pool);
             let _ = result::stream::destroy(self.stream);
             let _ = result::primary_ctx::release(self.device);

@@ -77,14 +77,22 @@ impl DeviceBuffer {
     /// `bytes` of zeros.
     pub fn zeroed(gpu: &Arc<Gpu>, tag: Tag, bytes: usize) -> Result<DeviceBuffer> {
         let buffer = Self::uninit(gpu, tag, bytes)?;
-        if bytes > 0 {
-            check(
-                // SAFETY: the memory was just allocated on this stream.
-                unsafe { result::memset_d8_async(buffer.address, 0, bytes, gpu.stream()) },
-                "clearing device memory",
-            )?;
-        }
+        buffer.clear(bytes)?;
         Ok(buffer)
+    }
+
+    /// Enqueues zeros for its first `bytes` bytes.
+    pub(super) fn clear(&self, bytes: usize) -> Result<()> {
+        self.holds("zeros", &[bytes])?;
+        if bytes == 0 {
+            return Ok(());
+        }
+        self.gpu.bind()?;
+        check(
+            // SAFETY: the bytes are the buffer's, and used in the order of this stream.
+            unsafe { result::memset_d8_async(self.address, 0, bytes, self.gpu.stream()) },
+            "clearing device memory",
+        )
     }
 
     /// The device it is on.

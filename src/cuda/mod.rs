@@ -14,35 +14,41 @@ mod gpu;
 mod graph;
 mod launch;
 mod linear;
+mod managed;
 mod memory;
 mod nvrtc;
 mod program;
+mod quantize;
 mod report;
 mod sample;
 mod scaled_mm;
 mod table;
+mod tensor;
 
 pub use attention::{Heads, PAGE, PageTable, Rows, decode, parts, prefill, store};
-pub use bandwidth::read_bandwidth;
+pub use bandwidth::{copy_bandwidth, read_bandwidth};
 #[doc(hidden)]
 pub use compile::compile_source;
 pub use compile::{compile, compiler, have_kernels};
 pub use copy::Event;
 pub use elementwise::{rms_norm, swiglu};
-pub use gpu::{Gpu, KeepContext, count, open_gpus, unavailable};
+pub use gpu::{Gpu, KeepContext, check_managed, count, open_gpus, unavailable};
 pub use graph::Graph;
 pub use linear::{
     Biased, Input, LinearScratch, MLP_SCALE, Matrix, Output, Plan, ReadBytes, ReadNvfp4, SMALL,
     Storage, TILED, Tile, is_fused, linear, small, tiled,
 };
+pub use managed::ManagedBuffer;
 pub use memory::{DeviceBuffer, Pinned};
 pub use nvrtc::{TARGETS, Unit, target};
 #[doc(hidden)]
 pub use program::{Program, Shape};
+pub use quantize::{dequantize, quantize, swizzle, unswizzle};
 pub use report::{Details, DeviceReport, Presence, Report, report};
 pub use sample::{Best, Shortlist, ShortlistScratch, argmax, shortlists};
 pub use scaled_mm::{Operand, Tile as ScaledTile, Way, dense_mm, scaled_mm, scaled_mm_by};
 pub use table::{HostTable, Table, embed, table_row};
+pub use tensor::{contiguous, download, find, managed_tensor, tensor, upload};
 
 /// Bytes of the one argument that a kernel's launcher passes, which its parameter must have too.
 pub fn argument_bytes(kernel: &str) -> Option<usize> {
@@ -51,8 +57,10 @@ pub fn argument_bytes(kernel: &str) -> Option<usize> {
         bandwidth::ARGUMENTS,
         elementwise::ARGUMENTS,
         linear::ARGUMENTS,
+        quantize::ARGUMENTS,
         sample::ARGUMENTS,
         scaled_mm::ARGUMENTS,
+        tensor::ARGUMENTS,
     ];
     let named = all
         .into_iter()

@@ -42,8 +42,20 @@ const HEADERS: &[(&str, &str)] = &[
         include_str!("../../kernels/format/packed.cuh"),
     ),
     (
+        "format/encode.cuh",
+        include_str!("../../kernels/format/encode.cuh"),
+    ),
+    (
+        "format/random.cuh",
+        include_str!("../../kernels/format/random.cuh"),
+    ),
+    (
         "format/swizzle.cuh",
         include_str!("../../kernels/format/swizzle.cuh"),
+    ),
+    (
+        "quantize/block.cuh",
+        include_str!("../../kernels/quantize/block.cuh"),
     ),
 ];
 
@@ -78,12 +90,18 @@ units! {
     LinearSmall = "linear/small.cu",
     LinearTiled = "linear/tiled.cu",
     RmsNorm = "norm/rms_norm.cu",
+    Amax = "quantize/amax.cu",
     Dequantize = "quantize/dequantize.cu",
+    Expand = "quantize/expand.cu",
+    Quantize = "quantize/quantize.cu",
+    QuantizeSearch = "quantize/search.cu",
+    Swizzle = "quantize/swizzle.cu",
     RopeStore = "rope/store.cu",
     Argmax = "sample/argmax.cu",
     ScaledMmDecode = "scaled_mm/decode.cu",
     ScaledMmProduct = "scaled_mm/product.cu",
     TopK = "sample/topk.cu",
+    Gather = "tensor/gather.cu",
 }
 
 /// Architectures that every kernel is tested for and that packages embed, as [`target`] names them.

@@ -159,11 +159,14 @@ pub fn amax(x: &[f32], first_index: usize, nonfinite: NonFinite) -> Result<f32> 
 /// zero; it becomes 2^-126, and the block scales are smaller instead.
 pub fn global_scale(amax: f32, options: &QuantizeOptions) -> f32 {
     match options.levels {
-        Levels::Two if amax > 0.0 => {
-            (amax / (e2m1::MAX * options.largest_scale())).max(f32::MIN_POSITIVE)
-        }
+        Levels::Two if amax > 0.0 => (amax / largest(options)).max(f32::MIN_POSITIVE),
         Levels::Two | Levels::Single | Levels::Legacy => 1.0,
     }
+}
+
+/// The multiple of the global scale that a tensor's amax becomes: the largest code times the largest block scale.
+pub fn largest(options: &QuantizeOptions) -> f32 {
+    e2m1::MAX * options.largest_scale()
 }
 
 /// Quantizes the row-major matrix `x` of `rows` by `cols`.
@@ -231,7 +234,7 @@ pub fn quantize_rows(
     }
     let first_index = size::product("the first row's index", &[first_row, cols])?;
 
-    let limit = e2m1::MAX * options.largest_scale() * global;
+    let limit = largest(options) * global;
     let (blocks, _) = x.as_chunks::<BLOCK>();
     let (codes, _) = codes.as_chunks_mut::<{ BLOCK / 2 }>();
     for (b, ((values, codes), scale)) in blocks.iter().zip(codes).zip(scales).enumerate() {

@@ -26,7 +26,7 @@ impl ScaleLayout {
 }
 
 /// Rows in a tile.
-const TILE_ROWS: usize = 128;
+pub const TILE_ROWS: usize = 128;
 /// Scales of one row in a tile.
 const TILE_COLUMNS: usize = 4;
 /// Bytes in a tile.

@@ -11,6 +11,7 @@ pub mod quantize;
 pub mod rope;
 mod scaled_mm;
 pub mod tensors;
+pub mod transfer;
 
 pub use crate::cpu::Workspace;
 pub use device::Device;

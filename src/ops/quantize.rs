@@ -1,12 +1,19 @@
-//! Quantize, dequantize and the W4A4 product on host memory.
+//! Quantize, dequantize and the W4A4 product on host memory; and quantize, dequantize and the order of scales on tensors in
+//! the memory of a GPU.
+
+use std::sync::Arc;
 
 use super::linear::{Activations, Linear, linear};
+use super::tensors::Nvfp4Tensor;
+use super::transfer::in_order;
 use super::{Device, Workspace, scaled_mm};
 use crate::base::error::{Result, bail};
+use crate::base::memory::Tag;
 use crate::base::size::product;
+use crate::cuda::{self, DeviceBuffer, Gpu};
 use crate::format::nvfp4::{self, BLOCK, Nvfp4, QuantizeOptions};
-use crate::format::swizzle::ScaleLayout;
-use crate::tensor::DType;
+use crate::format::swizzle::{self, ScaleLayout};
+use crate::tensor::{DType, Tensor};
 
 /// Quantizes `x` `[rows, cols]`; see [`nvfp4::quantize`].
 pub fn quantize(x: &[f32], rows: usize, cols: usize, options: &QuantizeOptions) -> Result<Nvfp4> {
@@ -80,4 +87,73 @@ pub fn scaled_mm(
         Activations::Exact,
         workspace,
     )
+}
+
+fn buffer(gpu: &Arc<Gpu>, sizes: &[usize]) -> Result<DeviceBuffer> {
+    DeviceBuffer::uninit(gpu, Tag::DeviceTensor, product("a tensor", sizes)?)
+}
+
+/// Quantizes `x` `[.., K]` in the memory of `gpu`; see [`super::tensors::quantize`].
+pub(super) fn quantize_on(
+    gpu: &Arc<Gpu>,
+    x: &Tensor,
+    options: &QuantizeOptions,
+    layout: ScaleLayout,
+) -> Result<Nvfp4Tensor> {
+    let (rows, cols) = x.shape().matrix();
+    let blocks = cols / BLOCK;
+    in_order(gpu, || {
+        let swizzled = layout == ScaleLayout::Swizzled;
+        let codes = buffer(gpu, &[rows, cols / 2])?;
+        let (scales, sizes) = match layout {
+            ScaleLayout::Linear => (buffer(gpu, &[rows, blocks])?, x.shape().with_last(blocks)),
+            ScaleLayout::Swizzled => {
+                let len = swizzle::len(rows, blocks)?;
+                (buffer(gpu, &[len])?, vec![len])
+            }
+        };
+        let global = cuda::quantize(gpu, x, options, None, swizzled, &codes, &scales)?;
+        Ok(Nvfp4Tensor {
+            codes: cuda::tensor(codes, &x.shape().with_last(cols / 2), DType::U8)?,
+            scales: cuda::tensor(scales, &sizes, DType::F8E4M3)?,
+            global,
+            layout,
+        })
+    })
+}
+
+/// The values of `a`, in the memory of `gpu`; see [`super::tensors::dequantize`].
+pub(super) fn dequantize_on(gpu: &Arc<Gpu>, a: &Nvfp4Tensor, dtype: DType) -> Result<Tensor> {
+    let (rows, cols) = a.dims()?;
+    in_order(gpu, || {
+        let out = buffer(gpu, &[rows, cols, dtype.bytes()])?;
+        let swizzled = a.layout == ScaleLayout::Swizzled;
+        cuda::dequantize(gpu, &a.codes, &a.scales, swizzled, a.global, dtype, &out)?;
+        cuda::tensor(out, &a.codes.shape().with_last(cols), dtype)
+    })
+}
+
+/// Row-major scales in the memory of `gpu` in swizzled order.
+pub(super) fn swizzle_on(gpu: &Arc<Gpu>, scales: &Tensor) -> Result<Tensor> {
+    let (rows, blocks) = scales.shape().matrix();
+    let len = swizzle::len(rows, blocks)?;
+    in_order(gpu, || {
+        let out = buffer(gpu, &[len])?;
+        cuda::swizzle(gpu, scales, &out)?;
+        cuda::tensor(out, &[len], DType::F8E4M3)
+    })
+}
+
+/// Swizzled scales in the memory of `gpu` in row-major order.
+pub(super) fn unswizzle_on(
+    gpu: &Arc<Gpu>,
+    scales: &Tensor,
+    rows: usize,
+    blocks: usize,
+) -> Result<Tensor> {
+    in_order(gpu, || {
+        let out = buffer(gpu, &[rows, blocks])?;
+        cuda::unswizzle(gpu, scales, rows, blocks, &out)?;
+        cuda::tensor(out, &[rows, blocks], DType::F8E4M3)
+    })
 }

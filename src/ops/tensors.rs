@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex};
 
 use super::backend::Backend;
 use super::linear::{Activations, DenseType, Linear, linear as multiply};
+use super::quantize::{dequantize_on, quantize_on, swizzle_on, unswizzle_on};
 use super::{Device, Workspace, scaled_mm};
 use crate::base::error::{Result, bail};
 use crate::base::memory::{Buffer, Tag};
@@ -210,7 +211,16 @@ fn float_input(x: &Tensor, what: &str) -> Result<(usize, usize)> {
     Ok(x.shape().matrix())
 }
 
-/// Quantizes `x` `[.., K]` along K. Codes take its leading dimensions, as do linear scales.
+/// The device that computes with a tensor in the place where it is: `processor` gives the one for host memory.
+pub fn device_of(tensor: &Tensor, processor: impl FnOnce() -> Result<Device>) -> Result<Device> {
+    match tensor.place().cuda() {
+        None => processor(),
+        Some(ordinal) => Device::cuda(ordinal),
+    }
+}
+
+/// Quantizes `x` `[.., K]` along K, where it is: in host memory with the processor, or in a GPU's memory there. Codes take its
+/// leading dimensions, as do linear scales.
 pub fn quantize(
     device: &Device,
     x: &Tensor,
@@ -226,6 +236,10 @@ pub fn quantize(
             x.shape().sizes()
         );
     }
+    if let Device::Cuda(gpu) = device {
+        return quantize_on(gpu, x, options, layout);
+    }
+    x.require_host()?;
     let read = |range: Range<usize>| -> Result<Vec<f32>> {
         let mut values = vec![0.0; range.len() * cols];
         x.rows_f32(range, &mut values)?;
@@ -305,8 +319,11 @@ fn fill_rows(
     })
 }
 
-/// The values of `a`, `[.., K]`, in a floating `dtype`.
+/// The values of `a`, `[.., K]`, in a floating `dtype`, where it is: see [`quantize`].
 pub fn dequantize(device: &Device, a: &Nvfp4Tensor, dtype: DType) -> Result<Tensor> {
+    if let Device::Cuda(gpu) = device {
+        return dequantize_on(gpu, a, dtype);
+    }
     let (_, cols) = a.dims()?;
     let read = a.reader()?;
     fill_rows(
@@ -419,14 +436,20 @@ fn scale_bytes(scales: &Tensor) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Row-major scales `[rows, K / 16]` in swizzled order.
+/// Row-major scales `[rows, K / 16]` in swizzled order, where they are.
 pub fn swizzle_scales(scales: &Tensor) -> Result<Tensor> {
+    if let Some(ordinal) = scales.place().cuda() {
+        return swizzle_on(&Gpu::open(ordinal)?, scales);
+    }
     let (rows, blocks) = scales.shape().matrix();
     from_bytes(&swizzle::swizzle(&scale_bytes(scales)?, rows, blocks)?)
 }
 
-/// Swizzled scales in row-major order, `[rows, blocks]`.
+/// Swizzled scales in row-major order, `[rows, blocks]`, where they are.
 pub fn unswizzle_scales(scales: &Tensor, rows: usize, blocks: usize) -> Result<Tensor> {
+    if let Some(ordinal) = scales.place().cuda() {
+        return unswizzle_on(&Gpu::open(ordinal)?, scales, rows, blocks);
+    }
     let linear = swizzle::unswizzle(&scale_bytes(scales)?, rows, blocks)?;
     Tensor::build(&[rows, blocks], DType::F8E4M3, |bytes| {
         bytes.copy_from_slice(&linear);

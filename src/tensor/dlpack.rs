@@ -2,17 +2,21 @@
 
 use std::ffi::c_void;
 
-use super::{DType, Release, Shape, Tensor};
+use super::{DType, Owner, Place, Release, Shape, Tensor};
 use crate::base::error::{Result, bail, err};
 
 /// Memory of the host.
 const CPU: i32 = 1;
+/// Memory of a CUDA device.
+const CUDA: i32 = 2;
+/// CUDA managed memory.
+const CUDA_MANAGED: i32 = 13;
 
 /// Where the memory is.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DLDevice {
-    /// 1 for host memory.
+    /// 1 for host memory, 2 for CUDA memory, 13 for CUDA managed memory.
     pub device_type: i32,
     /// Which device of that type.
     pub device_id: i32,
@@ -93,23 +97,29 @@ fn sizes(what: &str, values: &[i64]) -> Result<Vec<usize>> {
 }
 
 impl Tensor {
-    /// Takes over a DLPack tensor in host memory; its deleter runs when the last view is gone. On an error it stays the
-    /// caller's.
+    /// Takes over a DLPack tensor; its deleter runs when the last view is gone. On an error it stays the caller's. Of CUDA
+    /// memory, `find` is given the device's number and the address, says where that really is, and what keeps the device.
     ///
     /// # Safety
-    /// `managed` must point to a valid `DLManagedTensor` whose memory stays readable and unchanging, from any thread, until
-    /// its deleter is called, which any thread may do.
-    pub unsafe fn from_dlpack(managed: *mut DLManagedTensor) -> Result<Tensor> {
+    /// `managed` must point to a valid `DLManagedTensor` whose memory stays usable and unchanging, from any thread, until
+    /// its deleter is called, which any thread may do. For memory of a device, what [`Tensor::on_device`] asks.
+    pub unsafe fn from_dlpack(
+        managed: *mut DLManagedTensor,
+        find: impl FnOnce(usize, u64) -> Result<(Place, Owner)>,
+    ) -> Result<Tensor> {
         if managed.is_null() {
             bail!(InvalidArgument, "the DLPack tensor is NULL");
         }
         // SAFETY: valid by the caller's promise.
         let t = unsafe { (*managed).dl_tensor };
-        if t.device.device_type != CPU {
+        let DLDevice {
+            device_type,
+            device_id,
+        } = t.device;
+        if ![CPU, CUDA, CUDA_MANAGED].contains(&device_type) {
             bail!(
                 Unsupported,
-                "the DLPack tensor is on device type {}; only host memory (1) is supported",
-                t.device.device_type
+                "the DLPack tensor is on device type {device_type}; host memory ({CPU}), CUDA memory ({CUDA}) and CUDA managed memory ({CUDA_MANAGED}) are supported"
             );
         }
         let DLDataType { code, bits, lanes } = t.dtype;
@@ -155,6 +165,23 @@ impl Tensor {
             )
         })?;
 
+        let data = t.data.cast::<u8>().wrapping_add(offset);
+        let found = match device_type {
+            CPU => None,
+            _ if shape.extent() > 0 && t.data.is_null() => {
+                bail!(InvalidArgument, "the DLPack tensor's data is NULL")
+            }
+            _ => {
+                let ordinal = usize::try_from(device_id).map_err(|_| {
+                    err!(
+                        InvalidArgument,
+                        "the DLPack tensor is on CUDA device {device_id}; they are numbered from 0"
+                    )
+                })?;
+                Some(find(ordinal, data.addr() as u64)?)
+            }
+        };
+
         struct Taken(*mut DLManagedTensor);
         // SAFETY: the caller promised that any thread may call the deleter.
         unsafe impl Send for Taken {}
@@ -170,16 +197,22 @@ impl Tensor {
         });
         // SAFETY: the memory is as the caller promised.
         unsafe {
-            Tensor::lent(
-                t.data.cast::<u8>().wrapping_add(offset),
-                shape,
-                dtype,
-                Some(release),
-            )
+            match found {
+                None => Tensor::lent(data, shape, dtype, Some(release)),
+                Some((place, owner)) => Tensor::on_device(
+                    data.addr() as u64,
+                    place,
+                    shape,
+                    dtype,
+                    Some(release),
+                    owner,
+                ),
+            }
         }
     }
 
-    /// A DLPack tensor over this one's memory, which it keeps alive until the consumer calls its deleter.
+    /// A DLPack tensor over this one's memory, which it keeps alive until the consumer calls its deleter. Managed memory is
+    /// passed as the CUDA device's, which more consumers know.
     pub fn into_dlpack(self) -> Box<DLManagedTensor> {
         struct Context {
             _tensor: Tensor,
@@ -203,6 +236,14 @@ impl Tensor {
             .position(|&(.., d)| d == dtype)
             .expect("every dtype is in the table: tested")];
         let data = self.data().cast::<c_void>();
+        let (device_type, device_id) = match self.place().cuda() {
+            None => (CPU, 0),
+            Some(ordinal) => (CUDA, ordinal as i32),
+        };
+        let device = DLDevice {
+            device_type,
+            device_id,
+        };
         let mut context = Box::new(Context {
             shape: to_i64(self.shape().sizes()),
             strides: to_i64(self.shape().strides()),
@@ -210,10 +251,7 @@ impl Tensor {
         });
         let dl_tensor = DLTensor {
             data,
-            device: DLDevice {
-                device_type: CPU,
-                device_id: 0,
-            },
+            device,
             ndim: context.shape.len() as i32,
             dtype: DLDataType { code, bits, lanes },
             shape: context.shape.as_mut_ptr(),
@@ -232,6 +270,10 @@ impl Tensor {
 mod tests {
     use super::*;
 
+    fn nowhere(_: usize, _: u64) -> Result<(Place, Owner)> {
+        bail!(DeviceUnavailable, "no device")
+    }
+
     #[test]
     fn every_dtype_survives_the_round_trip() {
         for &dtype in DType::ALL {
@@ -245,7 +287,7 @@ mod tests {
                 .unwrap();
             let managed = Box::into_raw(view.into_dlpack());
             // SAFETY: just made, and given away here.
-            let back = unsafe { Tensor::from_dlpack(managed) }.unwrap();
+            let back = unsafe { Tensor::from_dlpack(managed, nowhere) }.unwrap();
             assert_eq!(back.dtype(), dtype);
             assert_eq!(back.shape().strides(), [1, 3]);
             let original = t.data();
@@ -265,11 +307,20 @@ mod tests {
             let keep = managed.dl_tensor;
             change(&mut managed.dl_tensor);
             // SAFETY: the struct is valid, or refused before the broken part is read.
-            let e = unsafe { Tensor::from_dlpack(&mut *managed) }.unwrap_err();
+            let e = unsafe { Tensor::from_dlpack(&mut *managed, nowhere) }.unwrap_err();
             managed.dl_tensor = keep;
             e.message().to_owned()
         };
-        assert!(refused(&|t| t.device.device_type = 2).contains("device type 2"));
+        assert!(refused(&|t| t.device.device_type = 4).contains("device type 4"));
+        assert!(refused(&|t| t.device.device_type = 2).contains("no device"));
+        assert!(refused(&|t| t.device.device_type = 13).contains("no device"));
+        let negative = refused(&|t| {
+            t.device = DLDevice {
+                device_type: 2,
+                device_id: -1,
+            }
+        });
+        assert!(negative.contains("device -1"));
         assert!(refused(&|t| t.dtype.bits = 7).contains("7 bits"));
         assert!(refused(&|t| t.ndim = 99).contains("99 dimensions"));
         assert!(refused(&|t| t.ndim = -1).contains("-1 dimensions"));
@@ -278,5 +329,30 @@ mod tests {
         let deleter = managed.deleter.unwrap();
         // SAFETY: never taken over, so it is deleted here, once.
         unsafe { deleter(Box::into_raw(managed)) };
+    }
+
+    #[test]
+    fn memory_of_a_device_keeps_its_place() {
+        let owner: Owner = std::sync::Arc::new(());
+        for (device_type, place) in [(CUDA, Place::Cuda(3)), (CUDA_MANAGED, Place::Managed(3))] {
+            let shape = Shape::contiguous(&[2, 4]).unwrap();
+            // SAFETY: nothing uses the memory.
+            let t =
+                unsafe { Tensor::on_device(256, place, shape, DType::F16, None, owner.clone()) }
+                    .unwrap();
+            let mut managed = t.into_dlpack();
+            let device = managed.dl_tensor.device;
+            assert_eq!((device.device_type, device.device_id), (CUDA, 3));
+            managed.dl_tensor.device.device_type = device_type;
+            managed.dl_tensor.byte_offset = 2;
+            let find = |ordinal: usize, address: u64| {
+                assert_eq!((ordinal, address), (3, 258));
+                Ok((place, owner.clone()))
+            };
+            // SAFETY: just made, and given away here; nothing uses the memory.
+            let back = unsafe { Tensor::from_dlpack(Box::into_raw(managed), find) }.unwrap();
+            assert_eq!((back.place(), back.data().addr()), (place, 258));
+        }
+        assert_eq!(std::sync::Arc::strong_count(&owner), 1);
     }
 }

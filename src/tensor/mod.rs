@@ -1,6 +1,7 @@
 //! Floor 2: tensors as memory with a type and a shape, and their exchange with others by DLPack. A [`Tensor`] is a view:
-//! cheap to clone, keeping its storage alive. It knows nothing of devices' kernels, of checkpoints or of models, and does
-//! no arithmetic beyond the conversion of element types.
+//! cheap to clone, keeping its storage alive. Memory of a device is an address and a place here, made and used by floors
+//! above. It knows nothing of devices' kernels, of checkpoints or of models, and does no arithmetic beyond the conversion of
+//! element types.
 
 mod dlpack;
 mod dtype;
@@ -10,4 +11,4 @@ mod storage;
 pub use dlpack::{DLDataType, DLDevice, DLManagedTensor, DLTensor};
 pub use dtype::DType;
 pub use shape::{MAX_RANK, Shape};
-pub use storage::{Release, Tensor};
+pub use storage::{Owner, Place, Release, Tensor};

@@ -115,6 +115,31 @@ impl Shape {
         }
     }
 
+    /// The elements from each row of [`matrix`](Self::matrix) to the next, when all are the same and a row has no gaps; for a
+    /// single row, its length.
+    pub fn row_stride(&self) -> Option<usize> {
+        let (_, cols) = self.matrix();
+        let leading = self.sizes.len().checked_sub(1)?;
+        if self.sizes[leading] > 1 && self.strides[leading] != 1 {
+            return None;
+        }
+        // From the innermost out, each dimension must continue where the ones within it end.
+        let mut run: Option<(usize, usize)> = None;
+        for (&n, &stride) in self.sizes[..leading]
+            .iter()
+            .zip(&self.strides[..leading])
+            .rev()
+            .filter(|&(&n, _)| n != 1)
+        {
+            run = match run {
+                None => Some((stride, stride * n)),
+                Some((first, next)) if stride == next => Some((first, stride * n)),
+                Some(_) => return None,
+            };
+        }
+        Some(run.map_or(cols, |(first, _)| first))
+    }
+
     /// The sizes with the last replaced by `last`.
     pub fn with_last(&self, last: usize) -> Vec<usize> {
         let mut sizes = self.sizes.clone();
@@ -166,6 +191,24 @@ mod tests {
         assert_eq!(t.extent(), 6);
         assert_eq!(t.row_offset(2), 2);
         assert!(Shape::strided(&[1, 2], &[7, 1]).unwrap().is_contiguous());
+    }
+
+    #[test]
+    fn rows_at_even_distances_are_found() {
+        let stride = |sizes: &[usize], strides: &[usize]| {
+            Shape::strided(sizes, strides).unwrap().row_stride()
+        };
+        assert_eq!(stride(&[4, 8], &[8, 1]), Some(8));
+        assert_eq!(stride(&[4, 8], &[11, 1]), Some(11));
+        assert_eq!(stride(&[2, 3, 8], &[33, 11, 1]), Some(11));
+        assert_eq!(stride(&[2, 1, 3, 8], &[33, 7, 11, 1]), Some(11));
+        assert_eq!(stride(&[2, 3, 8], &[40, 11, 1]), None);
+        assert_eq!(stride(&[4, 8], &[0, 1]), Some(0));
+        assert_eq!(stride(&[1, 8], &[99, 1]), Some(8));
+        assert_eq!(stride(&[8], &[1]), Some(8));
+        assert_eq!(stride(&[8, 4], &[1, 8]), None);
+        assert_eq!(stride(&[4, 1], &[3, 7]), Some(3));
+        assert_eq!(stride(&[], &[]), None);
     }
 
     #[test]

@@ -1,5 +1,7 @@
-//! A tensor over memory that this library allocated or that a host lent, with the host's way to take it back.
+//! A tensor over memory that this library allocated or that a host lent, with the host's way to take it back. The memory may
+//! be a device's: then this folder knows where it is and what keeps it, and never reads it.
 
+use std::any::Any;
 use std::fmt;
 use std::ops::Range;
 use std::ptr::NonNull;
@@ -12,11 +14,51 @@ use crate::base::memory::{Buffer, Tag};
 /// Called with nothing, once, when the last view of lent memory is gone.
 pub type Release = Box<dyn FnOnce() + Send>;
 
+/// Keeps memory of a device for as long as it lives.
+pub type Owner = Arc<dyn Any + Send + Sync>;
+
+/// Where memory is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Place {
+    /// Memory of the host.
+    Host,
+    /// Memory of the CUDA device of this number.
+    Cuda(usize),
+    /// CUDA managed memory, which moves between the host and devices. Work with it is for the device of this number.
+    Managed(usize),
+}
+
+impl Place {
+    /// The CUDA device that works with the memory, if one does.
+    pub fn cuda(self) -> Option<usize> {
+        match self {
+            Place::Host => None,
+            Place::Cuda(ordinal) | Place::Managed(ordinal) => Some(ordinal),
+        }
+    }
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Place::Host => write!(f, "the memory of the host"),
+            Place::Cuda(ordinal) => write!(f, "the memory of cuda:{ordinal}"),
+            Place::Managed(ordinal) => write!(f, "managed memory of cuda:{ordinal}"),
+        }
+    }
+}
+
 enum Storage {
     Owned(Buffer<u8>),
     Lent {
         data: *mut u8,
         release: Option<Release>,
+    },
+    Device {
+        address: u64,
+        place: Place,
+        release: Option<Release>,
+        _owner: Owner,
     },
 }
 
@@ -27,7 +69,7 @@ unsafe impl Sync for Storage {}
 
 impl Drop for Storage {
     fn drop(&mut self) {
-        if let Storage::Lent { release, .. } = self
+        if let Storage::Lent { release, .. } | Storage::Device { release, .. } = self
             && let Some(release) = release.take()
         {
             release();
@@ -40,11 +82,33 @@ impl Storage {
         match self {
             Storage::Owned(buffer) => buffer.as_ptr().cast_mut(),
             Storage::Lent { data, .. } => *data,
+            Storage::Device { address, .. } => std::ptr::without_provenance_mut(*address as usize),
         }
     }
 }
 
-/// A typed, shaped view of memory on the host. Clones share the memory.
+/// Refuses memory that elements of `dtype` cannot be at.
+fn check_address(address: usize, shape: &Shape, dtype: DType) -> Result<()> {
+    if shape.extent() > 0 && address == 0 {
+        bail!(
+            InvalidArgument,
+            "the data pointer of a {} tensor of shape {:?} is NULL",
+            dtype.name(),
+            shape.sizes()
+        );
+    }
+    if !address.is_multiple_of(dtype.bytes()) {
+        bail!(
+            InvalidArgument,
+            "the data pointer of a {} tensor is not aligned to its element of {} bytes",
+            dtype.name(),
+            dtype.bytes()
+        );
+    }
+    Ok(())
+}
+
+/// A typed, shaped view of memory. Clones share the memory.
 #[derive(Clone)]
 pub struct Tensor {
     storage: Arc<Storage>,
@@ -103,23 +167,8 @@ impl Tensor {
         dtype: DType,
         release: Option<Release>,
     ) -> Result<Tensor> {
+        check_address(data.addr(), &shape, dtype)?;
         let bytes = shape.extent() * dtype.bytes();
-        if bytes > 0 && data.is_null() {
-            bail!(
-                InvalidArgument,
-                "the data pointer of a {} tensor of shape {:?} is NULL",
-                dtype.name(),
-                shape.sizes()
-            );
-        }
-        if !data.addr().is_multiple_of(dtype.bytes()) {
-            bail!(
-                InvalidArgument,
-                "the data pointer of a {} tensor is not aligned to its element of {} bytes",
-                dtype.name(),
-                dtype.bytes()
-            );
-        }
         Ok(Tensor {
             storage: Arc::new(Storage::Lent { data, release }),
             offset: 0,
@@ -127,6 +176,58 @@ impl Tensor {
             shape,
             dtype,
         })
+    }
+
+    /// A view of memory of a device, at `address` on it. `owner` is kept until the last view is gone, and `release` runs then;
+    /// on an error it is dropped uncalled.
+    ///
+    /// # Safety
+    /// From `address` on, the extent of `shape` must be memory that the device of `place` can use, until `release` is called
+    /// or, without one, as long as `owner` lives. Others may change it only where their work is ordered with that of the
+    /// device.
+    pub unsafe fn on_device(
+        address: u64,
+        place: Place,
+        shape: Shape,
+        dtype: DType,
+        release: Option<Release>,
+        owner: Owner,
+    ) -> Result<Tensor> {
+        check_address(address as usize, &shape, dtype)?;
+        let bytes = shape.extent() * dtype.bytes();
+        Ok(Tensor {
+            storage: Arc::new(Storage::Device {
+                address,
+                place,
+                release,
+                _owner: owner,
+            }),
+            offset: 0,
+            bytes,
+            shape,
+            dtype,
+        })
+    }
+
+    /// Where the memory is.
+    pub fn place(&self) -> Place {
+        match &*self.storage {
+            Storage::Owned(_) | Storage::Lent { .. } => Place::Host,
+            Storage::Device { place, .. } => *place,
+        }
+    }
+
+    /// Refuses a tensor that is not in the memory of the host.
+    pub fn require_host(&self) -> Result<()> {
+        match self.place() {
+            Place::Host => Ok(()),
+            place => bail!(
+                Unsupported,
+                "a {} tensor of shape {:?} is in {place}, and this works on host memory: copy the tensor to the host first",
+                self.dtype.name(),
+                self.shape.sizes()
+            ),
+        }
     }
 
     /// A view of the same memory with another shape, `offset` elements after this one's first.
@@ -169,15 +270,15 @@ impl Tensor {
         self.shape.elements() * self.dtype.bytes()
     }
 
-    /// The address of the first element; of no use when there is none.
+    /// The address of the first element, on the device if the memory is there; of no use when there is no element.
     pub fn data(&self) -> *mut u8 {
-        // SAFETY: `offset` stays within the storage, by the checks of `view`.
-        unsafe { self.storage.base().add(self.offset) }
+        // `offset` stays within the storage, by the checks of `view`; nothing on a device is reached by the pointer.
+        self.storage.base().wrapping_add(self.offset)
     }
 
-    /// The memory as bytes, when the elements stand in row-major order without gaps.
+    /// The memory as bytes, when it is the host's and the elements stand in row-major order without gaps.
     pub fn as_bytes(&self) -> Option<&[u8]> {
-        if !self.shape.is_contiguous() {
+        if !self.shape.is_contiguous() || self.place() != Place::Host {
             return None;
         }
         let data = match self.bytes() {
@@ -189,8 +290,9 @@ impl Tensor {
         Some(unsafe { std::slice::from_raw_parts(data, self.bytes()) })
     }
 
-    /// Copies rows of [`Shape::matrix`] in row-major order into `out`.
+    /// Copies rows of [`Shape::matrix`] in row-major order into `out`. Host memory only, as all that reads elements here.
     pub fn copy_rows(&self, rows: Range<usize>, out: &mut [u8]) -> Result<()> {
+        self.require_host()?;
         let (all, cols) = self.shape.matrix();
         let element = self.dtype.bytes();
         let row_bytes = cols * element;
@@ -244,6 +346,7 @@ impl Tensor {
         {
             return self.dtype.to_f32(bytes, out);
         }
+        self.require_host()?;
         let mut bytes = vec![0; rows.len() * row_bytes];
         self.copy_rows(rows, &mut bytes)?;
         self.dtype.to_f32(&bytes, out)
@@ -251,6 +354,7 @@ impl Tensor {
 
     /// All elements as f32, row-major.
     pub fn to_f32(&self) -> Result<Buffer<f32>> {
+        self.require_host()?;
         let mut out = Buffer::zeroed(Tag::Scratch, self.shape.elements())?;
         self.rows_f32(0..self.shape.matrix().0, &mut out)?;
         Ok(out)
@@ -326,6 +430,65 @@ mod tests {
             )
         };
         assert!(odd.unwrap_err().message().contains("aligned"));
+    }
+
+    /// An address that would fault if anything here followed it.
+    #[test]
+    fn memory_of_a_device_is_never_read_here() {
+        let owner = Arc::new(());
+        let released = Arc::new(AtomicU32::new(0));
+        for place in [Place::Cuda(1), Place::Managed(1)] {
+            let count = released.clone();
+            let release: Release = Box::new(move || {
+                count.fetch_add(1, Ordering::Relaxed);
+            });
+            let shape = Shape::contiguous(&[4, 8]).unwrap();
+            // SAFETY: nothing uses the memory.
+            let t = unsafe {
+                Tensor::on_device(
+                    64,
+                    place,
+                    shape,
+                    DType::F32,
+                    Some(release),
+                    owner.clone() as Owner,
+                )
+            }
+            .unwrap();
+            assert_eq!((t.place(), t.place().cuda()), (place, Some(1)));
+            let v = t.view(Shape::contiguous(&[8]).unwrap(), 8).unwrap();
+            assert_eq!(v.data().addr(), 64 + 32);
+            assert_eq!(v.place(), place);
+            drop(t);
+            assert!(v.as_bytes().is_none());
+            for e in [
+                v.copy_to(&mut [0; 32]).unwrap_err(),
+                v.copy_rows(0..1, &mut [0; 32]).unwrap_err(),
+                v.rows_f32(0..1, &mut [0.0; 8]).unwrap_err(),
+                v.to_f32().unwrap_err(),
+            ] {
+                assert_eq!(e.kind(), crate::base::ErrorKind::Unsupported);
+                assert!(e.message().contains(&place.to_string()), "{e}");
+            }
+        }
+        assert_eq!(released.load(Ordering::Relaxed), 2);
+        assert_eq!(Arc::strong_count(&owner), 1);
+        let on = |address, shape: &[usize]| {
+            let shape = Shape::contiguous(shape).unwrap();
+            // SAFETY: nothing uses the memory.
+            unsafe {
+                Tensor::on_device(
+                    address,
+                    Place::Cuda(0),
+                    shape,
+                    DType::F32,
+                    None,
+                    owner.clone(),
+                )
+            }
+        };
+        assert!(on(0, &[1]).is_err() && on(62, &[1]).is_err());
+        assert!(on(0, &[0]).is_ok());
     }
 
     #[test]

@@ -153,6 +153,70 @@ static void the_rule(void)
     OK(NVFP4_tensor_release(input));
 }
 
+/* Managed memory as the hosts use it: the probe, and a tensor there and back where there is a device for it. */
+static void managed(NVFP4_Tensor *host)
+{
+    uint64_t bytes;
+    OK(NVFP4_tensor_bytes(host, &bytes));
+    CHECK(bytes <= 4096);
+    CHECK(NVFP4_is_managed_tensor(host) == 0);
+    NVFP4_managed_prefetch(host, 0);
+    CHECK(NVFP4_last_status() == NVFP4_INVALID_ARGUMENT);
+    SAYS("memory of the host");
+
+    /* Whatever the policy was to be, the environment may have switched managed memory off. */
+    int32_t policy = -1, can = -1;
+    OK(NVFP4_memory_set_managed_policy(NVFP4_MANAGED_PREFERRED));
+    OK(NVFP4_memory_get_managed_policy(&policy));
+    const int off = policy == NVFP4_MANAGED_DISABLED;
+    OK(NVFP4_memory_set_managed_policy(NVFP4_MANAGED_DISABLED));
+    OK(NVFP4_memory_get_managed_policy(&policy));
+    CHECK(policy == NVFP4_MANAGED_DISABLED && NVFP4_can_use_managed() == 0);
+    CHECK(NVFP4_to_managed(host, -1, 0) == NULL && NVFP4_last_status() == NVFP4_UNSUPPORTED);
+    SAYS(off ? "TS_Q4_DISABLE_UM" : "policy");
+    NVFP4_Tensor *kept;
+    void *at[2];
+    OK(NVFP4_tensor_by_managed_policy(host, 0, 1, &kept));
+    OK(NVFP4_tensor_data(host, &at[0]));
+    OK(NVFP4_tensor_data(kept, &at[1]));
+    CHECK(kept != host && at[0] == at[1]);
+    OK(NVFP4_tensor_release(kept));
+
+    OK(NVFP4_memory_set_managed_policy(NVFP4_MANAGED_REQUIRED));
+    OK(NVFP4_memory_can_be_managed(0, &can));
+    CHECK(can == NVFP4_can_use_managed());
+    if (!can) {
+        CHECK(NVFP4_to_managed(host, 0, 0) == NULL);
+        SAYS("anaged memory");
+        if (!off)
+            CHECK(NVFP4_tensor_by_managed_policy(host, 0, 0, &kept) != NVFP4_OK);
+        OK(NVFP4_memory_set_managed_policy(NVFP4_MANAGED_PREFERRED));
+        OK(NVFP4_tensor_by_managed_policy(host, 0, 0, &kept));
+        CHECK(NVFP4_is_managed_tensor(kept) == 0);
+        OK(NVFP4_tensor_release(kept));
+        printf("SKIPPED managed memory: there is no device for it\n");
+        return;
+    }
+    OK(NVFP4_memory_set_managed_policy(NVFP4_MANAGED_PREFERRED));
+    char first[4096], second[4096];
+    OK(NVFP4_tensor_copy_to_host(host, first, bytes));
+    void *there = NVFP4_to_managed(host, 0, 1);
+    CHECK(there != NULL && NVFP4_is_managed_tensor(there) == 1);
+    int32_t device_type, device_index;
+    OK(NVFP4_tensor_device(there, &device_type, &device_index));
+    CHECK(device_type == NVFP4_DEVICE_CUDA && device_index == 0);
+    void *again = NVFP4_to_managed(there, -1, 0);
+    CHECK(again != NULL && again != there && NVFP4_is_managed_tensor(again) == 1);
+    OK(NVFP4_tensor_release(again));
+    NVFP4_managed_prefetch(there, 0);
+    CHECK(NVFP4_last_status() == NVFP4_OK);
+    OK(NVFP4_tensor_copy_to_host(there, second, bytes));
+    CHECK(memcmp(first, second, bytes) == 0);
+    NVFP4_managed_prefetch(there, -1);
+    CHECK(NVFP4_last_status() == NVFP4_OK);
+    OK(NVFP4_tensor_release(there));
+}
+
 int main(void)
 {
     the_rule();
@@ -233,12 +297,9 @@ int main(void)
     CHECK(NVFP4_scaled_mm(qa, qb_t, &foreign, scale_b, NVFP4_DTYPE_FLOAT32) == NULL);
     SAYS("scale_a");
 
-    CHECK(NVFP4_can_use_managed() == 0);
-    CHECK(NVFP4_is_managed_tensor(qa) == 0 && NVFP4_is_managed_tensor(NULL) == 0 && NVFP4_is_managed_tensor(&foreign) == 0);
-    CHECK(NVFP4_to_managed(qa, -1, 0) == NULL && NVFP4_last_status() == NVFP4_UNSUPPORTED);
-    SAYS("CUDA");
-    NVFP4_managed_prefetch(qa, 0);
-    CHECK(NVFP4_last_status() == NVFP4_UNSUPPORTED);
+    managed(qa);
+    CHECK(NVFP4_is_managed_tensor(NULL) == 0 && NVFP4_is_managed_tensor(&foreign) == 0);
+    CHECK(NVFP4_last_status() == NVFP4_OK);
     NVFP4_empty_cache();
     CHECK(NVFP4_last_status() == NVFP4_OK);
 

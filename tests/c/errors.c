@@ -86,6 +86,13 @@ static void library(void)
     BAD(NVFP4_INVALID_ARGUMENT, NVFP4_memory_stats, 0, &current, NULL);
     BAD(NVFP4_INVALID_ARGUMENT, NVFP4_memory_get_budget, NULL);
     SURE(NVFP4_memory_set_budget, NVFP4_memory_set_budget(0) == NVFP4_OK);
+    int32_t number;
+    BAD(NVFP4_INVALID_ARGUMENT, NVFP4_memory_set_managed_policy, 3);
+    BAD(NVFP4_INVALID_ARGUMENT, NVFP4_memory_get_managed_policy, NULL);
+    BAD(NVFP4_INVALID_ARGUMENT, NVFP4_memory_can_be_managed, 0, NULL);
+    BAD(NVFP4_INVALID_ARGUMENT, NVFP4_memory_can_be_managed, -1, &number);
+    OK(NVFP4_memory_can_be_managed(INT32_MAX, &number));
+    CHECK(number == 0);
     SURE(NVFP4_memory_reset_peak, NVFP4_memory_reset_peak() == NVFP4_OK);
 }
 
@@ -107,8 +114,23 @@ static void tensors(NVFP4_Tensor *t)
     BAD(invalid, NVFP4_tensor_empty, shape, 2, f32, 7, 0, &out);
     BAD(invalid, NVFP4_tensor_empty, shape, 2, f32, cpu, -2, &out);
     BAD(invalid, NVFP4_tensor_empty, shape, 2, f32, NVFP4_DEVICE_AUTO, 0, &out);
-    BAD(NVFP4_UNSUPPORTED, NVFP4_tensor_empty, shape, 2, f32, NVFP4_DEVICE_CUDA, 0, &out);
-    SAYS("host tensors");
+    BAD(invalid, NVFP4_tensor_empty, shape, 2, f32, NVFP4_DEVICE_CUDA, -1, &out);
+    BAD(NVFP4_DEVICE_UNAVAILABLE, NVFP4_tensor_empty, shape, 2, f32, NVFP4_DEVICE_CUDA, INT32_MAX, &out);
+    BAD(invalid, NVFP4_tensor_from_device, floats, shape, 2, NULL, f32, 0, NULL, NULL, NULL);
+    BAD(invalid, NVFP4_tensor_from_device, floats, shape, -1, NULL, f32, 0, NULL, NULL, &out);
+    BAD(invalid, NVFP4_tensor_from_device, floats, shape, 2, negative, f32, 0, NULL, NULL, &out);
+    BAD(invalid, NVFP4_tensor_from_device, floats, shape, 2, NULL, 8, 0, NULL, NULL, &out);
+    BAD(invalid, NVFP4_tensor_from_device, floats, shape, 2, NULL, f32, -1, NULL, NULL, &out);
+    BAD(NVFP4_DEVICE_UNAVAILABLE, NVFP4_tensor_from_device, floats, shape, 2, NULL, f32, INT32_MAX, NULL, NULL, &out);
+    HANDLE(NVFP4_tensor_copy_to_device, h, cpu, 0, &out);
+    BAD(invalid, NVFP4_tensor_copy_to_device, t, cpu, 0, NULL);
+    BAD(invalid, NVFP4_tensor_copy_to_device, t, NVFP4_DEVICE_AUTO, 0, &out);
+    BAD(invalid, NVFP4_tensor_copy_to_device, t, cpu, 1, &out);
+    BAD(NVFP4_DEVICE_UNAVAILABLE, NVFP4_tensor_copy_to_device, t, NVFP4_DEVICE_CUDA, INT32_MAX, &out);
+    HANDLE(NVFP4_tensor_by_managed_policy, h, 0, 0, &out);
+    BAD(invalid, NVFP4_tensor_by_managed_policy, t, 0, 0, NULL);
+    BAD(invalid, NVFP4_tensor_by_managed_policy, t, -1, 0, &out);
+    BAD(invalid, NVFP4_tensor_by_managed_policy, t, 0, 2, &out);
     BAD(invalid, NVFP4_tensor_empty, NULL, 2, f32, cpu, 0, &out);
     BAD(invalid, NVFP4_tensor_empty, huge, 2, f32, cpu, 0, &out);
     BAD(invalid, NVFP4_tensor_empty, shape, 2, 99, cpu, 0, &out);
@@ -537,7 +559,9 @@ static void drop_in(NVFP4_Tensor *t)
     }
     LEAVES(NVFP4_INVALID_ARGUMENT, NVFP4_quantize, t, NULL, NULL);
     LEAVES(NVFP4_INVALID_ARGUMENT, NVFP4_scaled_mm, t, t, t, t, 5);
-    SURE(NVFP4_can_use_managed, NVFP4_can_use_managed() == 0);
+    LEAVES(NVFP4_INVALID_ARGUMENT, NVFP4_to_managed, t, -2, 0);
+    LEAVES(NVFP4_INVALID_ARGUMENT, NVFP4_managed_prefetch, t, 0);
+    SURE(NVFP4_can_use_managed, NVFP4_can_use_managed() == 0 || cuda);
     NVFP4_empty_cache();
     SURE(NVFP4_empty_cache, NVFP4_last_status() == NVFP4_OK && NVFP4_last_error()[0] == '\0');
 }

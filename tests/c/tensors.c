@@ -104,8 +104,15 @@ static void dlpack(void)
     deleted = 0;
 
     NVFP4_Tensor *t = NULL;
-    managed->dl_tensor.device.device_type = 2;
+    managed->dl_tensor.device.device_type = 4;
     FAILS(NVFP4_UNSUPPORTED, NVFP4_tensor_from_dlpack(managed, &t));
+    /* Host memory that claims to be CUDA memory. */
+    const NVFP4_Status refused = cuda_device() ? NVFP4_INVALID_ARGUMENT : NVFP4_DEVICE_UNAVAILABLE;
+    managed->dl_tensor.device.device_type = 2;
+    FAILS(refused, NVFP4_tensor_from_dlpack(managed, &t));
+    managed->dl_tensor.device.device_type = 13;
+    FAILS(refused, NVFP4_tensor_from_dlpack(managed, &t));
+    CHECK(t == NULL && deleted == 0);
     managed->dl_tensor.device.device_type = 1;
     OK(NVFP4_tensor_from_dlpack(managed, &t));
     float out[4];
@@ -231,11 +238,111 @@ static void memory(void)
     OK(NVFP4_tensor_release(t));
 }
 
+/* The same on a device: what is refused where there is none, and where there is one, the same results. */
+static void device(void)
+{
+    float x[4 * 64], y[4 * 64], z[4 * 64];
+    for (int i = 0; i < 4 * 64; i++)
+        x[i] = (float)((i * 37) % 101 - 50) / 8;
+    const int64_t shape[] = {4, 64};
+    NVFP4_Tensor *host, *there = NULL, *lent = NULL, *codes[2], *scales[2], *back;
+    OK(NVFP4_tensor_from_host(x, shape, 2, NULL, NVFP4_DTYPE_FLOAT32, NULL, NULL, &host));
+    deleted = 0;
+    if (!cuda_device()) {
+        FAILS(NVFP4_DEVICE_UNAVAILABLE, NVFP4_tensor_copy_to_device(host, NVFP4_DEVICE_CUDA, 0, &there));
+        FAILS(NVFP4_DEVICE_UNAVAILABLE,
+              NVFP4_tensor_empty(shape, 2, NVFP4_DTYPE_FLOAT32, NVFP4_DEVICE_CUDA, 0, &there));
+        FAILS(NVFP4_DEVICE_UNAVAILABLE,
+              NVFP4_tensor_from_device(x, shape, 2, NULL, NVFP4_DTYPE_FLOAT32, 0, deleter, NULL, &there));
+        CHECK(there == NULL && deleted == 0);
+        printf("SKIPPED tensors on a device: there is none\n");
+        OK(NVFP4_tensor_release(host));
+        return;
+    }
+    OK(NVFP4_tensor_copy_to_device(host, NVFP4_DEVICE_CUDA, 0, &there));
+    int32_t device_type = -1, device_index = -1;
+    OK(NVFP4_tensor_device(there, &device_type, &device_index));
+    CHECK(device_type == NVFP4_DEVICE_CUDA && device_index == 0);
+    OK(NVFP4_tensor_copy_as_float(there, y, 256));
+    CHECK(memcmp(x, y, sizeof x) == 0);
+
+    /* Its memory, lent again, and host memory, which is not the device's. */
+    void *data;
+    OK(NVFP4_tensor_data(there, &data));
+    FAILS(NVFP4_INVALID_ARGUMENT,
+          NVFP4_tensor_from_device(x, shape, 2, NULL, NVFP4_DTYPE_FLOAT32, 0, deleter, NULL, &lent));
+    CHECK(lent == NULL && deleted == 0);
+    OK(NVFP4_tensor_from_device(data, shape, 2, NULL, NVFP4_DTYPE_FLOAT32, 0, deleter, y, &lent));
+
+    NVFP4_QuantizeOptions options;
+    OK(NVFP4_quantize_options_init(&options, sizeof options));
+    for (options.scale_layout = 0; options.scale_layout < 2; options.scale_layout++) {
+        float global[2];
+        NVFP4_Tensor *inputs[2] = {host, lent};
+        for (int i = 0; i < 2; i++)
+            OK(NVFP4_tensor_quantize(inputs[i], &options, &codes[i], &scales[i], &global[i]));
+        CHECK(global[0] == global[1]);
+        uint8_t bytes[2][1024];
+        uint64_t count;
+        OK(NVFP4_tensor_bytes(scales[1], &count));
+        for (int i = 0; i < 2; i++)
+            OK(NVFP4_tensor_copy_to_host(scales[i], bytes[i], count));
+        CHECK(memcmp(bytes[0], bytes[1], count) == 0);
+        for (int i = 0; i < 2; i++)
+            OK(NVFP4_tensor_copy_to_host(codes[i], bytes[i], 128));
+        CHECK(memcmp(bytes[0], bytes[1], 128) == 0);
+        float *out[2] = {y, z};
+        for (int i = 0; i < 2; i++) {
+            OK(NVFP4_tensor_dequantize(codes[i], scales[i], global[i], options.scale_layout, NVFP4_DTYPE_FLOAT32, &back));
+            OK(NVFP4_tensor_device(back, &device_type, &device_index));
+            CHECK(device_type == (i ? NVFP4_DEVICE_CUDA : NVFP4_DEVICE_CPU));
+            OK(NVFP4_tensor_copy_to_host(back, out[i], sizeof y));
+            OK(NVFP4_tensor_release(back));
+        }
+        CHECK(memcmp(y, z, sizeof y) == 0);
+        /* Parts in two places, and what works on host memory alone. */
+        FAILS(NVFP4_UNSUPPORTED,
+              NVFP4_tensor_dequantize(codes[0], scales[1], 1, options.scale_layout, NVFP4_DTYPE_FLOAT32, &back));
+        SAYS("cuda:0");
+        NVFP4_Weight *weight = NULL;
+        FAILS(NVFP4_UNSUPPORTED, NVFP4_weight_create(codes[1], scales[1], global[1], options.scale_layout, &weight));
+        for (int i = 0; i < 2; i++) {
+            OK(NVFP4_tensor_release(codes[i]));
+            OK(NVFP4_tensor_release(scales[i]));
+        }
+    }
+    void *q = NULL, *s = NULL;
+    NVFP4_quantize(lent, &q, &s);
+    CHECK(NVFP4_last_status() == NVFP4_OK && q != NULL && s != NULL);
+    OK(NVFP4_tensor_device(q, &device_type, &device_index));
+    CHECK(device_type == NVFP4_DEVICE_CUDA);
+    OK(NVFP4_tensor_release(q));
+    OK(NVFP4_tensor_release(s));
+
+    struct DLManagedTensor *exported;
+    OK(NVFP4_tensor_to_dlpack(lent, &exported));
+    CHECK(exported->dl_tensor.device.device_type == 2 && exported->dl_tensor.data == data);
+    OK(NVFP4_tensor_release(lent));
+    CHECK(deleted == 0);
+    exported->deleter(exported);
+    CHECK(deleted == 1 && deleted_data == data && deleted_user == y);
+    OK(NVFP4_tensor_release(there));
+
+    x[77] = NAN;
+    OK(NVFP4_tensor_copy_to_device(host, NVFP4_DEVICE_CUDA, 0, &there));
+    NVFP4_quantize(there, &q, &s);
+    CHECK(NVFP4_last_status() == NVFP4_INVALID_ARGUMENT && q == NULL && s == NULL);
+    SAYS("index 77 (row 1, column 13)");
+    OK(NVFP4_tensor_release(there));
+    OK(NVFP4_tensor_release(host));
+}
+
 int main(void)
 {
     lent_memory();
     dlpack();
     formats();
     memory();
+    device();
     return report("tensors");
 }

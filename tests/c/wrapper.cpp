@@ -66,6 +66,11 @@ void tensors()
     CHECK(status_of([&] { twin.to_vector<std::int32_t>(); }) == NVFP4_INVALID_ARGUMENT);
     CHECK(status_of([] { nvfp4::Tensor::zeros({-1}); }) == NVFP4_INVALID_ARGUMENT);
     CHECK(nvfp4::Tensor::zeros({}).elements() == 1);
+    CHECK(twin.device() == std::make_pair(NVFP4_DEVICE_CPU, 0));
+    CHECK(twin.to(NVFP4_DEVICE_CPU).to_vector<float>() == twin.to_vector<float>());
+    CHECK(status_of([&] { twin.to(NVFP4_DEVICE_CUDA, -1); }) == NVFP4_INVALID_ARGUMENT);
+    CHECK(status_of([&] { nvfp4::Tensor::borrow_device(twin.data(), {4}, NVFP4_DTYPE_FLOAT32, 1 << 20); }) ==
+          NVFP4_DEVICE_UNAVAILABLE);
 
     /* A vector lives as long as the last view of it. */
     nvfp4::Tensor kept;

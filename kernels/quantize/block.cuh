@@ -1,0 +1,150 @@
+// A block of 16 values on its way to NVFP4: what all kernels of this folder that quantize share.
+#pragma once
+#include "common/ptx.cuh"
+#include "format/encode.cuh"
+#include "format/swizzle.cuh"
+
+enum Type { F32, F16, BF16 };
+enum Rounding { NEAREST_EVEN, HALF_AWAY, STOCHASTIC };
+enum Recipe { AMAX, FOUR_OVER_SIX, SWEEP };
+
+// In memory of the host.
+struct Report {
+    u32 nonfinite;          // set to 1 if a value is NaN or infinite
+    u32 amax;               // a copy of Arguments::amax
+};
+
+struct Arguments {
+    const u8* input;        // rows of 16 row_blocks values, the first of each aligned to 16 bytes
+    u8* codes;              // [rows, 8 row_blocks]
+    u8* scales;             // [rows, row_blocks], or swizzled
+    const u32* amax;        // the tensor's largest magnitude, which the global scale follows from; NULL: `global` is given
+    Report* report;         // NULL if values that are not finite saturate and there is no amax
+    u64 stride;             // bytes from row to row
+    u64 seed;               // of stochastic rounding
+    u32 blocks;             // of all rows
+    u32 row_blocks;
+    float global;           // where `amax` is NULL; 1 for a single level
+    float largest;          // block scale times code that the amax becomes
+    int legacy;             // the rule of the legacy host for scales
+    int saturate;           // NaN becomes 0 and infinity the largest magnitude; otherwise both are reported
+    int swizzled;
+    int rounding;
+    int recipe;
+};
+
+constexpr int THREADS = 256;
+constexpr float LEGACY_FLOOR = 1.0f / 65536.0f;
+constexpr float LEGACY_ADDEND = 1e-12f;
+constexpr float SMALLEST_NORMAL = 1.17549435e-38f;
+
+// A thread's block: where it is read and written.
+struct Block {
+    u32 index;
+    u32 row, column;        // of blocks
+    const uint4* input;
+
+    __device__ __forceinline__ Block(const Arguments& a, int value_bytes) {
+        index = blockIdx.x * THREADS + threadIdx.x;
+        u64 row_bytes = (u64)a.row_blocks * BLOCK * value_bytes;
+        // The division is for those who need it.
+        if (a.stride == row_bytes && !a.swizzled) {
+            row = 0;
+            column = index;
+        } else {
+            row = index / a.row_blocks;
+            column = index % a.row_blocks;
+        }
+        input = (const uint4*)(a.input + row * a.stride + (u64)column * BLOCK * value_bytes);
+    }
+    // A scale of 0 says that all values are zero, and nothing else does, unless the rule is the legacy host's.
+    __device__ __forceinline__ void write(const Arguments& a, uint2 codes, u32 scale) const {
+        if (!a.legacy && ((codes.x | codes.y) & 0x77777777u) == 0) {
+            codes = make_uint2(0, 0);
+            scale = 0;
+        }
+        ((uint2*)a.codes)[index] = codes;
+        u64 at = index;
+        if (a.swizzled)
+            at = scale_row(true, row, a.row_blocks) + (u64)(column / SCALES_IN_WORD) * scale_word_stride(true) + column % SCALES_IN_WORD;
+        a.scales[at] = scale;
+    }
+};
+
+__device__ __forceinline__ float global_scale(const Arguments& a) {
+    if (!a.amax) return a.global;
+    u32 bits = *a.amax;
+    if (a.report && blockIdx.x == 0 && threadIdx.x == 0) a.report->amax = bits;
+    return bits ? fmaxf(__uint_as_float(bits) / a.largest, SMALLEST_NORMAL) : 1;
+}
+
+template <Type T>
+__device__ __forceinline__ void load(const uint4* from, float (&x)[BLOCK]) {
+    constexpr int WORDS = T == F32 ? BLOCK : BLOCK / 2;
+    u32 words[WORDS];
+#pragma unroll
+    for (int i = 0; i < WORDS / 4; i++) {
+        uint4 v = from[i];
+        words[4 * i] = v.x, words[4 * i + 1] = v.y, words[4 * i + 2] = v.z, words[4 * i + 3] = v.w;
+    }
+#pragma unroll
+    for (int i = 0; i < BLOCK; i++) {
+        if (T == F32) x[i] = __uint_as_float(words[i % WORDS]);
+        if (T == F16) x[i] = f16_to_float((u16)(words[i / 2] >> i % 2 * 16));
+        if (T == BF16) x[i] = bf16_to_float((u16)(words[i / 2] >> i % 2 * 16));
+    }
+}
+
+__device__ __forceinline__ float largest_magnitude(const float (&x)[BLOCK]) {
+    float most = 0;
+#pragma unroll
+    for (int i = 0; i < BLOCK; i++) most = max_float(most, fabsf(x[i]));
+    return most;
+}
+
+// Deals with a block whose largest magnitude is not finite; gives the new one.
+__device__ __forceinline__ float saturated(const Arguments& a, float (&x)[BLOCK], float global) {
+    if (!a.saturate) a.report->nonfinite = 1;
+    float limit = a.largest * global;
+#pragma unroll
+    for (int i = 0; i < BLOCK; i++) {
+        if (isnan(x[i])) x[i] = 0;
+        if (!is_finite(x[i])) x[i] = copysignf(limit, x[i]);
+    }
+    return largest_magnitude(x);
+}
+
+// Bit 3 of a code. The legacy host takes the sign from a comparison of the quotient with zero: a negative zero has none, nor a
+// value so small that its quotient is one, which is when twice its magnitude is at most the step times 2^-149.
+__device__ __forceinline__ u32 sign(float x, bool legacy, float step) {
+    bool negative = legacy ? x + x < -__fmul_rd(step, __uint_as_float(1)) : signbit(x);
+    return negative ? 8 : 0;
+}
+
+// The codes of a block under a step, by thresholds where f32 is fine enough for them, or else by division.
+__device__ __forceinline__ uint2 encode(const Arguments& a, const float (&x)[BLOCK], float step) {
+    u32 codes[2] = {0, 0};
+    bool away = a.rounding == HALF_AWAY;
+    if (step >= Thresholds::SMALLEST_STEP) {
+        Thresholds thresholds(step, away);
+#pragma unroll
+        for (int i = 0; i < BLOCK; i++) codes[i / 8] |= (thresholds.passed(fabsf(x[i])) | sign(x[i], a.legacy, step)) << i % 8 * 4;
+    } else {
+#pragma unroll
+        for (int i = 0; i < BLOCK; i++) {
+            float q = fabsf(x[i]) / step;
+            codes[i / 8] |= ((away ? half_away(q) : nearest_even(q)) | sign(x[i], a.legacy, step)) << i % 8 * 4;
+        }
+    }
+    return make_uint2(codes[0], codes[1]);
+}
+
+__device__ __forceinline__ float step_of(u32 scale, float global) { return scale_to_float(scale) * global; }
+__device__ __forceinline__ float step_of(const Arguments& a, u32 scale, float global) {
+    return a.legacy ? scale_to_float(scale) + LEGACY_ADDEND : step_of(scale, global);
+}
+
+// The scale that puts the largest magnitude on 6: `sixth` is a sixth of it.
+__device__ __forceinline__ u32 scale_of(const Arguments& a, float sixth, float global) {
+    return a.legacy ? encode_scale(fmaxf(sixth, LEGACY_FLOOR)) : encode_scale_above_zero(sixth / global);
+}

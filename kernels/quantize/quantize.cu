@@ -1,0 +1,184 @@
+// Values to NVFP4 in one pass: a thread reads a block of 16, finds its scale and writes codes and scale. No memory is used
+// beside the input and the outputs. Every output has the bits that src/format gives.
+#include "quantize/block.cuh"
+
+// 32-bit values, under any rule for scales that looks at the largest magnitude alone.
+extern "C" __global__ void __launch_bounds__(THREADS) quantize_f32(const __grid_constant__ Arguments a) {
+    wait_for_earlier_kernels();
+    let_later_kernels_start();
+    Block block(a, 4);
+    if (block.index >= a.blocks) return;
+    float x[BLOCK];
+    load<F32>(block.input, x);
+    float global = global_scale(a);
+    float amax = largest_magnitude(x);
+    if (!is_finite(amax)) amax = saturated(a, x, global);
+    u32 scale = scale_of(a, amax / E2M1_MAX, global);
+    block.write(a, encode(a, x, step_of(a, scale, global)), scale);
+}
+
+// A block of 16-bit values, two to a word.
+template <Type T>
+struct Pairs {
+    static constexpr int WORDS = BLOCK / 2;
+    static constexpr u32 MAGNITUDES = 0x7fff7fffu;
+    static constexpr u32 INFINITY_BITS = T == BF16 ? 0x7f80 : 0x7c00;
+    static constexpr u32 ONE = T == BF16 ? 0x3f803f80u : 0x3c003c00u;
+    // Where the type steps by one, twice: 128 or 1024.
+    static constexpr u32 COUNTER = T == BF16 ? 0x43004300u : 0x64006400u;
+
+    u32 w[WORDS];
+
+    static __device__ __forceinline__ u32 larger(u32 p, u32 q) { return T == BF16 ? max_bf16(p, q) : max_f16(p, q); }
+    static __device__ __forceinline__ u32 at_least(u32 p, u32 q) { return T == BF16 ? at_least_bf16(p, q) : at_least_f16(p, q); }
+    static __device__ __forceinline__ u32 fma(u32 p, u32 q, u32 r) { return T == BF16 ? fma_bf16(p, q, r) : fma_f16(p, q, r); }
+    static __device__ __forceinline__ float low(u32 w) { return T == BF16 ? __uint_as_float(w << 16) : f16_low(w); }
+    static __device__ __forceinline__ float high(u32 w) { return T == BF16 ? __uint_as_float(w & 0xffff0000u) : f16_high(w); }
+
+    __device__ __forceinline__ Pairs(const uint4* from) {
+        uint4 v0 = from[0], v1 = from[1];
+        w[0] = v0.x, w[1] = v0.y, w[2] = v0.z, w[3] = v0.w, w[4] = v1.x, w[5] = v1.y, w[6] = v1.z, w[7] = v1.w;
+    }
+
+    // The bits of the largest magnitude; a NaN's if there is one.
+    __device__ __forceinline__ u32 largest() const {
+        u32 pair = 0;
+#pragma unroll
+        for (int i = 0; i < WORDS; i++) pair = larger(pair, w[i] & MAGNITUDES);
+        return larger(pair, pair >> 16) & 0xffffu;
+    }
+
+    // The largest magnitude. If it is not finite: NaN becomes 0, and an infinity, which any step makes the largest code, counts
+    // as the largest value that the global scale has room for.
+    __device__ __forceinline__ float amax(const Arguments& a, float global) {
+        u32 bits = largest();
+        if (bits < INFINITY_BITS) return low(bits);
+        if (!a.saturate) a.report->nonfinite = 1;
+        Pairs finite = *this;
+        bool infinite = false;
+#pragma unroll
+        for (int i = 0; i < WORDS; i++) {
+#pragma unroll
+            for (int shift = 0; shift < 32; shift += 16) {
+                u32 bits = w[i] >> shift & 0x7fff;
+                infinite |= bits == INFINITY_BITS;
+                if (bits > INFINITY_BITS) w[i] &= ~(0xffffu << shift);
+                if (bits >= INFINITY_BITS) finite.w[i] &= ~(0xffffu << shift);
+            }
+        }
+        float most = low(finite.largest());
+        return infinite ? fmaxf(most, a.largest * global) : most;
+    }
+
+    // Makes negative zeros positive for the legacy host, which knows none: the product with one and the sum with a zero of the
+    // right sign change nothing else.
+    __device__ __forceinline__ void legacy_zeros(const Arguments& a) {
+        u32 zero = a.legacy ? 0 : 0x80008000u;
+#pragma unroll
+        for (int i = 0; i < WORDS; i++) w[i] = fma(w[i], ONE, zero);
+    }
+
+    // The signs of eight values, from word 4 `half` on, as those of their codes.
+    __device__ __forceinline__ u32 signs(int half) const {
+        const u32* p = w + 4 * half;
+        // The top bytes of the low halves, then those of the high ones.
+        u32 front = __byte_perm(p[0], p[1], 0x7351), back = __byte_perm(p[2], p[3], 0x7351);
+        u32 even = __byte_perm(front, back, 0x5410), odd = __byte_perm(front, back, 0x7632);
+        return (even >> 4 & 0x08080808u) | (odd & 0x80808080u);
+    }
+
+    // Codes under any step: the thresholds that each value passes, rounded up to what the type holds, are counted.
+    __device__ __forceinline__ uint2 encode(const Arguments& a, float step) const {
+        if (step < Thresholds::SMALLEST_STEP) {
+            float x[BLOCK];
+#pragma unroll
+            for (int i = 0; i < WORDS; i++) x[2 * i] = low(w[i]), x[2 * i + 1] = high(w[i]);
+            return ::encode(a, x, step);
+        }
+        Thresholds thresholds(step, a.rounding == HALF_AWAY);
+        u32 at[THRESHOLDS];
+#pragma unroll
+        for (int i = 0; i < THRESHOLDS; i++) {
+            u32 bits = T == BF16 ? (__float_as_uint(thresholds.at[i]) + 0xffff) >> 16 : to_f16_up(thresholds.at[i]);
+            at[i] = bits * 0x10001u;
+        }
+        u32 codes[2];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            u32 counts[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                counts[i] = COUNTER;
+#pragma unroll
+                for (int j = 0; j < THRESHOLDS; j++) counts[i] = fma(at_least(w[4 * half + i] & MAGNITUDES, at[j]), ONE, counts[i]);
+            }
+            u32 front = counts[0] + counts[1] * 256 - COUNTER * 257u, back = counts[2] + counts[3] * 256 - COUNTER * 257u;
+            u32 even = __byte_perm(front, back, 0x5410), odd = __byte_perm(front, back, 0x7632);
+            codes[half] = (even + odd * 16) | signs(half);
+        }
+        return make_uint2(codes[0], codes[1]);
+    }
+
+    // Codes to nearest even under a step that is an e4m3 value.
+    //
+    // Each threshold times it has at most seven significant bits. A 16-bit value next to such a product, but not equal to it,
+    // has a quotient that is further from the threshold than half of the spacing of f16, with room for the errors of the
+    // reciprocal and of the product; so the f16 nearest to value times reciprocal lies on the same side of the threshold, or
+    // on it, as the exact quotient does.
+    __device__ __forceinline__ uint2 encode_single(float step) const {
+        float r = reciprocal_approx(step);
+        u32 codes[2];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const u32* p = w + 4 * half;
+            u32 x[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                float first = i % 2 ? high(p[i / 2]) : low(p[i / 2]), second = i % 2 ? high(p[2 + i / 2]) : low(p[2 + i / 2]);
+                x[i] = pack_f16(fabsf(first) * r, fabsf(second) * r);
+            }
+            codes[half] = encode_eight(x) | signs(half);
+        }
+        return make_uint2(codes[0], codes[1]);
+    }
+};
+
+// 16-bit values, under any rule for scales that looks at the largest magnitude alone.
+template <Type T>
+__device__ __forceinline__ void quantize(const Arguments& a) {
+    wait_for_earlier_kernels();
+    let_later_kernels_start();
+    Block block(a, 2);
+    if (block.index >= a.blocks) return;
+    Pairs<T> x(block.input);
+    float global = global_scale(a);
+    u32 scale = scale_of(a, x.amax(a, global) / E2M1_MAX, global);
+    x.legacy_zeros(a);
+    block.write(a, x.encode(a, step_of(a, scale, global)), scale);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) quantize_f16(const __grid_constant__ Arguments a) { quantize<F16>(a); }
+extern "C" __global__ void __launch_bounds__(THREADS) quantize_bf16(const __grid_constant__ Arguments a) { quantize<BF16>(a); }
+
+// The same without a global scale, to nearest even.
+template <Type T>
+__device__ __forceinline__ void quantize_single(const Arguments& a) {
+    wait_for_earlier_kernels();
+    let_later_kernels_start();
+    Block block(a, 2);
+    if (block.index >= a.blocks) return;
+    Pairs<T> x(block.input);
+    float amax = x.amax(a, 1);
+    // The quotient by 6, rounded as a division rounds it unless it is so small that the scale is the smallest anyway.
+    constexpr float SIXTH = 1.0f / 6.0f;
+    float sixth = amax * SIXTH;
+    sixth = __fmaf_rn(__fmaf_rn(sixth, -6.0f, amax), SIXTH, sixth);
+    u32 scale = scale_of(a, sixth, 1);
+    x.legacy_zeros(a);
+    // The legacy rule alone has a scale of zero, and its step then is not an e4m3 value.
+    uint2 codes = scale ? x.encode_single(scale_to_float(scale)) : x.encode(a, LEGACY_ADDEND);
+    block.write(a, codes, scale);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) quantize_single_f16(const __grid_constant__ Arguments a) { quantize_single<F16>(a); }
+extern "C" __global__ void __launch_bounds__(THREADS) quantize_single_bf16(const __grid_constant__ Arguments a) { quantize_single<BF16>(a); }

@@ -1,0 +1,499 @@
+//! NVFP4 on the device: quantize, dequantize, and the order of block scales. The bits are those of `crate::format`, whatever the
+//! type and strides of the input.
+
+use std::sync::Arc;
+
+use super::copy::{keep, take};
+use super::gpu::{Gpu, int};
+use super::launch::Launch;
+use super::memory::{DeviceBuffer, Pinned};
+use super::nvrtc::Unit;
+use super::tensor::{address, contiguous, download, require};
+use crate::base::Result;
+use crate::base::error::{bail, err};
+use crate::base::memory::{Buffer, Tag};
+use crate::base::size::product;
+use crate::format::nvfp4::{
+    self, BLOCK, Levels, NonFinite, QuantizeOptions, Recipe, global_scale, largest,
+};
+use crate::format::{Rounding, swizzle as order};
+use crate::tensor::{DType, Shape, Tensor};
+
+/// What the kernels of this file are passed, by the start of their names.
+pub(super) const ARGUMENTS: &[(&str, usize)] = &[
+    ("quantize_", size_of::<QuantizeArguments>()),
+    ("amax_", size_of::<AmaxArguments>()),
+    ("dequantize_", size_of::<ExpandArguments>()),
+    ("swizzle_scales", size_of::<SwizzleArguments>()),
+    ("unswizzle_scales", size_of::<SwizzleArguments>()),
+];
+
+const THREADS: u32 = 256;
+
+/// Rows in device memory at even distances.
+struct Rows {
+    address: u64,
+    /// Bytes from row to row.
+    stride: usize,
+    /// A copy that was needed to have them so.
+    _copy: Option<DeviceBuffer>,
+}
+
+/// The rows of a tensor's matrix, each aligned to `align` bytes: of the tensor itself where that has them so, or of a copy.
+fn rows(gpu: &Arc<Gpu>, tensor: &Tensor, align: usize) -> Result<Rows> {
+    require(gpu, tensor)?;
+    let (at, element) = (address(tensor), tensor.dtype().bytes());
+    if let Some(stride) = tensor.shape().row_stride()
+        && at.is_multiple_of(align as u64)
+        && (stride * element).is_multiple_of(align)
+    {
+        return Ok(Rows {
+            address: at,
+            stride: stride * element,
+            _copy: None,
+        });
+    }
+    let copy = contiguous(gpu, Tag::DeviceScratch, tensor)?;
+    Ok(Rows {
+        address: copy.address(),
+        stride: tensor.shape().matrix().1 * element,
+        _copy: Some(copy),
+    })
+}
+
+/// The suffix of a kernel for values of a type.
+fn suffix(dtype: DType) -> Result<&'static str> {
+    match dtype {
+        DType::F32 => Ok("f32"),
+        DType::F16 => Ok("f16"),
+        DType::BF16 => Ok("bf16"),
+        _ => bail!(
+            Unsupported,
+            "values of type {} on a GPU; it takes float16, bfloat16 and float32",
+            dtype.name()
+        ),
+    }
+}
+
+/// Blocks of all rows, as the kernels count them, and those of one row.
+fn blocks(rows: usize, cols: usize) -> Result<(u32, u32)> {
+    let of_row = cols / BLOCK;
+    let all = product("blocks", &[rows, of_row])?;
+    // The last thread's number must fit as well, and a row's must fit in an int.
+    int("K / 16", of_row)?;
+    int("the number of rows", rows)?;
+    match u32::try_from(all) {
+        Ok(all) if all < u32::MAX - THREADS => Ok((all, of_row as u32)),
+        _ => bail!(
+            Unsupported,
+            "{rows} rows of {cols} are {all} blocks of {BLOCK}; a GPU kernel takes less than 2^32"
+        ),
+    }
+}
+
+#[repr(C)]
+struct AmaxArguments {
+    input: u64,
+    amax: u64,
+    stride: u64,
+    vectors: u64,
+    row_vectors: u32,
+    saturate: i32,
+}
+
+#[repr(C)]
+struct QuantizeArguments {
+    input: u64,
+    codes: u64,
+    scales: u64,
+    amax: u64,
+    report: u64,
+    stride: u64,
+    seed: u64,
+    blocks: u32,
+    row_blocks: u32,
+    global: f32,
+    largest: f32,
+    legacy: i32,
+    saturate: i32,
+    swizzled: i32,
+    rounding: i32,
+    recipe: i32,
+}
+
+/// What the kernels tell the host, in the order of their `Report`.
+const NONFINITE: usize = 0;
+const AMAX: usize = 1;
+const REPORT_BYTES: usize = 8;
+
+/// Quantizes `x` `[.., K]`, of float16, bfloat16 or float32 and any strides, into `codes` and `scales`; gives the global scale,
+/// which is `global` or, for two levels without one, computed. Waits for the device if that is to be known or if values that
+/// are not finite are an error, which then is that of [`nvfp4::quantize`].
+pub fn quantize(
+    gpu: &Arc<Gpu>,
+    x: &Tensor,
+    options: &QuantizeOptions,
+    global: Option<f32>,
+    swizzled: bool,
+    codes: &DeviceBuffer,
+    scales: &DeviceBuffer,
+) -> Result<f32> {
+    options.check()?;
+    let (height, cols) = x.shape().matrix();
+    let computed = options.levels == Levels::Two && global.is_none();
+    let global = global.unwrap_or(1.0);
+    // What the processor refuses is refused here in the same words.
+    nvfp4::quantize_rows(&[], cols, 0, global, options, &mut [], &mut [])?;
+    let (blocks, row_blocks) = blocks(height, cols)?;
+    let suffix = suffix(x.dtype())?;
+    codes.holds("codes", &[height, cols / 2])?;
+    let linear = height * row_blocks as usize;
+    let scale_bytes = match swizzled {
+        true => order::len(height, row_blocks as usize)?,
+        false => linear,
+    };
+    scales.holds("scales", &[scale_bytes])?;
+    let input = rows(gpu, x, 16)?;
+    if scale_bytes > linear {
+        scales.clear(scale_bytes)?;
+    }
+
+    let saturate = options.nonfinite == NonFinite::Saturate;
+    let amax = match computed {
+        true => Some(amax(gpu, x, &input, saturate)?),
+        false => None,
+    };
+    let mut report = None;
+    if computed || !saturate {
+        let mut pinned = take(gpu)?;
+        pinned.bytes_mut()[..REPORT_BYTES].fill(0);
+        report = Some(pinned);
+    }
+    let arguments = QuantizeArguments {
+        input: input.address,
+        codes: codes.address(),
+        scales: scales.address(),
+        amax: amax.as_ref().map_or(0, DeviceBuffer::address),
+        report: report.as_ref().map_or(0, Pinned::address),
+        stride: input.stride as u64,
+        seed: options.seed,
+        blocks,
+        row_blocks,
+        global,
+        largest: largest(options),
+        legacy: i32::from(options.levels == Levels::Legacy),
+        saturate: i32::from(saturate),
+        swizzled: i32::from(swizzled),
+        rounding: match options.rounding {
+            Rounding::NearestEven => 0,
+            Rounding::HalfAway => 1,
+            Rounding::Stochastic => 2,
+        },
+        recipe: match options.recipe {
+            Recipe::Amax => 0,
+            Recipe::FourOverSix => 1,
+            Recipe::Sweep => 2,
+        },
+    };
+    let (unit, family) =
+        if options.recipe != Recipe::Amax || options.rounding == Rounding::Stochastic {
+            (Unit::QuantizeSearch, "quantize_search")
+        } else if options.levels != Levels::Two
+            && options.rounding == Rounding::NearestEven
+            && x.dtype() != DType::F32
+        {
+            (Unit::Quantize, "quantize_single")
+        } else {
+            (Unit::Quantize, "quantize")
+        };
+    let launch = Launch::new([blocks.div_ceil(THREADS), 1, 1], THREADS);
+    // SAFETY: the struct is the kernel's; sizes were checked; what it points to is freed in the order of the stream, or, the
+    // report, after the wait below.
+    unsafe { launch.run(gpu, unit, &format!("{family}_{suffix}"), &arguments)? };
+    let Some(report) = report else {
+        return Ok(global);
+    };
+    let waited = gpu.synchronize();
+    let read = |index| report.read_i32(index).unwrap_or(0) as u32;
+    let (nonfinite, bits) = (read(NONFINITE) != 0, read(AMAX));
+    if waited.is_ok() {
+        keep(gpu, report);
+    } else {
+        // The device may still write it.
+        std::mem::forget(report);
+    }
+    waited?;
+    let amax = f32::from_bits(bits);
+    if nonfinite || !amax.is_finite() {
+        return Err(nonfinite_error(x, options, computed));
+    }
+    Ok(if computed {
+        global_scale(amax, options)
+    } else {
+        global
+    })
+}
+
+/// The error of the processor for the first value that is not finite, which it finds in the rows themselves.
+fn nonfinite_error(x: &Tensor, options: &QuantizeOptions, computed: bool) -> crate::base::Error {
+    /// Values looked at together.
+    const AT_ONCE: usize = 1 << 20;
+    let (height, cols) = x.shape().matrix();
+    let look = || -> Result<()> {
+        let step = (AT_ONCE / cols).max(1);
+        for first in (0..height).step_by(step) {
+            let count = step.min(height - first);
+            let values = read_rows(x, first, count)?;
+            if computed {
+                nvfp4::amax(&values, first * cols, NonFinite::Error)?;
+            } else {
+                let (mut codes, mut scales) =
+                    (vec![0; values.len() / 2], vec![0; values.len() / BLOCK]);
+                let single = QuantizeOptions {
+                    levels: Levels::Single,
+                    ..options.clone()
+                };
+                nvfp4::quantize_rows(&values, cols, first, 1.0, &single, &mut codes, &mut scales)?;
+            }
+        }
+        Ok(())
+    };
+    match look() {
+        Err(e) => e,
+        Ok(()) => err!(
+            InvalidArgument,
+            "the input had a value that is not finite, and was changed while it was read"
+        ),
+    }
+}
+
+/// Rows of a tensor's matrix as f32.
+fn read_rows(x: &Tensor, first: usize, count: usize) -> Result<Buffer<f32>> {
+    let cols = x.shape().matrix().1;
+    let mut bytes = Buffer::<u8>::zeroed(Tag::Scratch, count * cols * x.dtype().bytes())?;
+    let mut values = Buffer::<f32>::zeroed(Tag::Scratch, count * cols)?;
+    let stride = x.shape().strides().last().copied().unwrap_or(1);
+    match x.shape().row_stride() {
+        Some(step) => {
+            let part = Shape::strided(&[count, cols], &[step, stride])?;
+            download(&x.view(part, first * step)?, &mut bytes)?;
+        }
+        None => {
+            let row = Shape::strided(&[cols], &[stride])?;
+            let row_bytes = cols * x.dtype().bytes();
+            for (i, out) in bytes.chunks_exact_mut(row_bytes).enumerate() {
+                download(&x.view(row.clone(), x.shape().row_offset(first + i))?, out)?;
+            }
+        }
+    }
+    x.dtype().to_f32(&bytes, &mut values)?;
+    Ok(values)
+}
+
+/// Enqueues the search for the largest magnitude of the rows, as the bits of an f32.
+fn amax(gpu: &Arc<Gpu>, x: &Tensor, input: &Rows, saturate: bool) -> Result<DeviceBuffer> {
+    let (height, cols) = x.shape().matrix();
+    let row_vectors = cols * x.dtype().bytes() / 16;
+    let out = DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, 4)?;
+    let arguments = AmaxArguments {
+        input: input.address,
+        amax: out.address(),
+        stride: input.stride as u64,
+        vectors: (height * row_vectors) as u64,
+        row_vectors: int("a row's vectors", row_vectors)? as u32,
+        saturate: i32::from(saturate),
+    };
+    let needed = (height * row_vectors).div_ceil(THREADS as usize);
+    let launch = Launch::new(
+        [needed.min(8 * gpu.multiprocessors()) as u32, 1, 1],
+        THREADS,
+    );
+    let name = format!("amax_{}", suffix(x.dtype())?);
+    // SAFETY: the struct is the kernel's; the rows are there, and freed in the order of the stream.
+    unsafe { launch.run(gpu, Unit::Amax, &name, &arguments)? };
+    Ok(out)
+}
+
+#[repr(C)]
+struct ExpandArguments {
+    codes: u64,
+    scales: u64,
+    out: u64,
+    codes_stride: u64,
+    scales_stride: u64,
+    blocks: u32,
+    row_blocks: u32,
+    global: f32,
+    swizzled: i32,
+}
+
+/// Enqueues the values of `codes` `[.., K / 2]` and `scales`, both of any strides, times `global`, as `dtype` (float16, bfloat16
+/// or float32) into `out` `[.., K]`.
+pub fn dequantize(
+    gpu: &Arc<Gpu>,
+    codes: &Tensor,
+    scales: &Tensor,
+    swizzled: bool,
+    global: f32,
+    dtype: DType,
+    out: &DeviceBuffer,
+) -> Result<()> {
+    let (height, packed) = codes.shape().matrix();
+    let cols = product("K", &[packed, 2])?;
+    let suffix = suffix(dtype)?;
+    if cols == 0 || !cols.is_multiple_of(BLOCK) {
+        bail!(
+            InvalidArgument,
+            "K = {cols} is not a positive multiple of {BLOCK}"
+        );
+    }
+    let (blocks, row_blocks) = blocks(height, cols)?;
+    let needed = match swizzled {
+        true => order::len(height, row_blocks as usize)?,
+        false => blocks as usize,
+    };
+    if scales.shape().elements() != needed
+        || (!swizzled && scales.shape().matrix() != (height, row_blocks as usize))
+        || [codes, scales].iter().any(|t| t.dtype().bytes() != 1)
+    {
+        bail!(
+            InvalidArgument,
+            "{codes:?} and {scales:?} do not belong together: {needed} scales of a byte go with codes of {height} rows of K = {cols}"
+        );
+    }
+    out.holds("values", &[height, cols, dtype.bytes()])?;
+    let code_rows = rows(gpu, codes, BLOCK / 2)?;
+    let scale_rows = match swizzled && !scales.shape().is_contiguous() {
+        true => {
+            let copy = contiguous(gpu, Tag::DeviceScratch, scales)?;
+            Rows {
+                address: copy.address(),
+                stride: 0,
+                _copy: Some(copy),
+            }
+        }
+        false => rows(gpu, scales, 1)?,
+    };
+    let arguments = ExpandArguments {
+        codes: code_rows.address,
+        scales: scale_rows.address,
+        out: out.address(),
+        codes_stride: code_rows.stride as u64,
+        scales_stride: scale_rows.stride as u64,
+        blocks,
+        row_blocks,
+        global,
+        swizzled: i32::from(swizzled),
+    };
+    let launch = Launch::new([blocks.div_ceil(THREADS), 1, 1], THREADS);
+    // SAFETY: the struct is the kernel's; sizes were checked; copies are freed in the order of the stream.
+    unsafe {
+        launch.run(
+            gpu,
+            Unit::Expand,
+            &format!("dequantize_{suffix}"),
+            &arguments,
+        )
+    }
+}
+
+#[repr(C)]
+struct SwizzleArguments {
+    from: u64,
+    to: u64,
+    from_stride: u64,
+    words: u64,
+    rows: u32,
+    row_blocks: u32,
+}
+
+fn reorder(
+    gpu: &Gpu,
+    name: &str,
+    from: &Rows,
+    out: &DeviceBuffer,
+    written_rows: usize,
+    height: usize,
+    row_blocks: usize,
+) -> Result<()> {
+    let words = product("scales", &[written_rows, row_blocks.div_ceil(4)])?;
+    let arguments = SwizzleArguments {
+        from: from.address,
+        to: out.address(),
+        from_stride: from.stride as u64,
+        words: words as u64,
+        rows: int("the number of rows", height)? as u32,
+        row_blocks: int("K / 16", row_blocks)? as u32,
+    };
+    let grid = int("blocks", words.div_ceil(THREADS as usize))? as u32;
+    // SAFETY: the struct is the kernel's; the callers checked the sizes.
+    unsafe { Launch::new([grid, 1, 1], THREADS).run(gpu, Unit::Swizzle, name, &arguments) }
+}
+
+/// Enqueues row-major `scales` `[.., K / 16]` in swizzled order into `out`, with its padding.
+pub fn swizzle(gpu: &Arc<Gpu>, scales: &Tensor, out: &DeviceBuffer) -> Result<()> {
+    let (height, row_blocks) = scales.shape().matrix();
+    out.holds("swizzled scales", &[order::len(height, row_blocks)?])?;
+    require_bytes(scales)?;
+    let from = rows(gpu, scales, 1)?;
+    let written = height.next_multiple_of(order::TILE_ROWS);
+    reorder(
+        gpu,
+        "swizzle_scales",
+        &from,
+        out,
+        written,
+        height,
+        row_blocks,
+    )
+}
+
+/// Enqueues swizzled `scales` in row-major order `[height, row_blocks]` into `out`.
+pub fn unswizzle(
+    gpu: &Arc<Gpu>,
+    scales: &Tensor,
+    height: usize,
+    row_blocks: usize,
+    out: &DeviceBuffer,
+) -> Result<()> {
+    require_bytes(scales)?;
+    require(gpu, scales)?;
+    let wanted = order::len(height, row_blocks)?;
+    if scales.shape().elements() != wanted {
+        bail!(
+            InvalidArgument,
+            "swizzled scales of {height} rows by {row_blocks} blocks take {wanted} bytes, not {}",
+            scales.shape().elements()
+        );
+    }
+    out.holds("scales", &[height, row_blocks])?;
+    let copy = match scales.shape().is_contiguous() {
+        true => None,
+        false => Some(contiguous(gpu, Tag::DeviceScratch, scales)?),
+    };
+    let from = Rows {
+        address: copy.as_ref().map_or(address(scales), DeviceBuffer::address),
+        stride: 0,
+        _copy: copy,
+    };
+    reorder(
+        gpu,
+        "unswizzle_scales",
+        &from,
+        out,
+        height,
+        height,
+        row_blocks,
+    )
+}
+
+fn require_bytes(scales: &Tensor) -> Result<()> {
+    if scales.dtype().bytes() != 1 {
+        bail!(
+            InvalidArgument,
+            "block scales are bytes (float8_e4m3fn or uint8), not {}",
+            scales.dtype().name()
+        );
+    }
+    Ok(())
+}

@@ -1,0 +1,270 @@
+//! Tensors in the memory of a device: over the library's own allocations, over what a host program lends, and copies of them.
+//!
+//! What reads or writes them is enqueued on the device's stream like everything here. Who takes them from the host program or
+//! gives them to it orders that stream with the default one: see [`Gpu::after_default_stream`].
+
+use std::ffi::{c_int, c_void};
+use std::sync::Arc;
+
+use cudarc::driver::{result, sys};
+
+use super::gpu::{Gpu, check};
+use super::launch::Launch;
+use super::managed::{self, ManagedBuffer};
+use super::memory::DeviceBuffer;
+use super::nvrtc::Unit;
+use crate::base::Result;
+use crate::base::error::{bail, err};
+use crate::base::memory::Tag;
+use crate::tensor::{DType, MAX_RANK, Owner, Place, Shape, Tensor};
+
+/// What the kernels of this file are passed, by the start of their names.
+pub(super) const ARGUMENTS: &[(&str, usize)] = &[("gather_", size_of::<GatherArguments>())];
+
+const THREADS: u32 = 256;
+
+/// Memory of a tensor that the host program may have used on its default stream.
+struct Shared(DeviceBuffer);
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        // The buffer is freed, and its memory used anew, in the order of the device's stream. A failure means that the context
+        // is broken, which every further call reports.
+        let _ = self.0.gpu().after_default_stream();
+    }
+}
+
+/// A contiguous tensor over a buffer, which must be large enough. Managed memory has [`managed_tensor`].
+pub fn tensor(buffer: DeviceBuffer, sizes: &[usize], dtype: DType) -> Result<Tensor> {
+    let shape = Shape::contiguous(sizes)?;
+    buffer.holds("a tensor", &[shape.elements(), dtype.bytes()])?;
+    let (address, place) = (buffer.address(), Place::Cuda(buffer.gpu().ordinal()));
+    // SAFETY: the buffer has room for the elements and lives as long as the tensor.
+    unsafe { Tensor::on_device(address, place, shape, dtype, None, Arc::new(Shared(buffer))) }
+}
+
+/// A contiguous tensor over managed memory, which must be large enough.
+pub fn managed_tensor(buffer: ManagedBuffer, sizes: &[usize], dtype: DType) -> Result<Tensor> {
+    let shape = Shape::contiguous(sizes)?;
+    if buffer.bytes() < shape.elements() * dtype.bytes() {
+        bail!(
+            Internal,
+            "a tensor of shape {sizes:?} does not go into {} bytes",
+            buffer.bytes()
+        );
+    }
+    let (address, place) = (buffer.address(), Place::Managed(buffer.gpu().ordinal()));
+    // SAFETY: as above.
+    unsafe { Tensor::on_device(address, place, shape, dtype, None, Arc::new(buffer)) }
+}
+
+/// Where memory at an address that the host program gives for device `ordinal` is, and what keeps that device. Memory that the
+/// device does not have is refused; an empty tensor has none.
+pub fn find(ordinal: usize, address: u64) -> Result<(Place, Owner)> {
+    use sys::CUpointer_attribute::*;
+    let gpu = Gpu::open(ordinal)?;
+    let (mut kind, mut device, mut managed) = (0u32, 0 as c_int, 0u64);
+    if address != 0 {
+        gpu.bind()?;
+        let mut attributes = [
+            CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
+            CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
+            CU_POINTER_ATTRIBUTE_IS_MANAGED,
+        ];
+        let mut places: [*mut c_void; 3] = [
+            (&raw mut kind).cast(),
+            (&raw mut device).cast(),
+            (&raw mut managed).cast(),
+        ];
+        // SAFETY: three attributes and three places, each as large as its attribute or larger. The address is only looked up.
+        let found = unsafe {
+            sys::cuPointerGetAttributes(
+                attributes.len() as u32,
+                attributes.as_mut_ptr(),
+                places.as_mut_ptr(),
+                address,
+            )
+        };
+        check(found.result(), "looking up an address")?;
+    }
+    // What CUDA does not know has type 0.
+    const DEVICE: u32 = sys::CUmemorytype::CU_MEMORYTYPE_DEVICE as u32;
+    let place = match kind {
+        _ if address == 0 => Place::Cuda(ordinal),
+        _ if managed != 0 => Place::Managed(ordinal),
+        DEVICE if device == ordinal as c_int => Place::Cuda(ordinal),
+        DEVICE => bail!(
+            InvalidArgument,
+            "the data is in the memory of cuda:{device}, not of {gpu:?}"
+        ),
+        _ => bail!(
+            InvalidArgument,
+            "the data pointer is no address of memory of {gpu:?}; host memory makes a host tensor"
+        ),
+    };
+    Ok((place, gpu))
+}
+
+/// The device of a tensor that is on one.
+fn gpu_of(tensor: &Tensor) -> Result<Arc<Gpu>> {
+    let place = tensor.place();
+    let ordinal = place.cuda().ok_or_else(|| {
+        err!(
+            Internal,
+            "a tensor in {place} was taken for one on a device"
+        )
+    })?;
+    Gpu::open(ordinal)
+}
+
+/// The address of a tensor's first element.
+pub(super) fn address(tensor: &Tensor) -> u64 {
+    tensor.data().addr() as u64
+}
+
+#[repr(C)]
+struct GatherArguments {
+    from: u64,
+    to: u64,
+    elements: u64,
+    sizes: [u64; MAX_RANK],
+    strides: [u64; MAX_RANK],
+}
+
+/// Enqueues a copy of the elements, row-major without gaps, to `to`.
+///
+/// # Safety
+/// `tensor` must be on `gpu`, and `to` must be the address of memory for all its bytes there.
+unsafe fn gather(gpu: &Gpu, tensor: &Tensor, to: u64) -> Result<()> {
+    let shape = tensor.shape();
+    if tensor.bytes() == 0 {
+        return Ok(());
+    }
+    if shape.is_contiguous() {
+        gpu.bind()?;
+        let stream = gpu.stream();
+        // SAFETY: both have the bytes.
+        let copied =
+            unsafe { result::memcpy_dtod_async(to, address(tensor), tensor.bytes(), stream) };
+        return check(copied, "copying on the device");
+    }
+    let mut arguments = GatherArguments {
+        from: address(tensor),
+        to,
+        elements: shape.elements() as u64,
+        sizes: [1; MAX_RANK],
+        strides: [0; MAX_RANK],
+    };
+    let dimensions = shape.sizes().iter().zip(shape.strides()).rev();
+    for (i, (&size, &stride)) in dimensions.enumerate() {
+        (arguments.sizes[i], arguments.strides[i]) = (size as u64, stride as u64);
+    }
+    let name = match tensor.dtype().bytes() {
+        1 => "gather_1",
+        2 => "gather_2",
+        4 => "gather_4",
+        _ => "gather_8",
+    };
+    let blocks = shape.elements().div_ceil(THREADS as usize);
+    let launch = Launch::new(
+        [super::gpu::int("a copy's blocks", blocks)? as u32, 1, 1],
+        THREADS,
+    );
+    // SAFETY: the struct is the kernel's; the tensor has its elements, and `to` has room for them.
+    unsafe { launch.run(gpu, Unit::Gather, name, &arguments) }
+}
+
+/// A copy of a tensor of this device, row-major without gaps, in memory of its own.
+pub fn contiguous(gpu: &Arc<Gpu>, tag: Tag, tensor: &Tensor) -> Result<DeviceBuffer> {
+    require(gpu, tensor)?;
+    let buffer = DeviceBuffer::uninit(gpu, tag, tensor.bytes())?;
+    // SAFETY: the tensor is on the device, and the buffer has its bytes.
+    unsafe { gather(gpu, tensor, buffer.address()) }?;
+    Ok(buffer)
+}
+
+/// Refuses a tensor that is not on `gpu`.
+pub(super) fn require(gpu: &Gpu, tensor: &Tensor) -> Result<()> {
+    if tensor.place().cuda() != Some(gpu.ordinal()) {
+        bail!(
+            InvalidArgument,
+            "a {} tensor of shape {:?} is in {}, and the work is for {gpu:?}: copy it there",
+            tensor.dtype().name(),
+            tensor.shape().sizes(),
+            tensor.place()
+        );
+    }
+    Ok(())
+}
+
+/// A copy on the device of a tensor in host memory, row-major without gaps.
+pub fn upload(gpu: &Arc<Gpu>, tensor: &Tensor) -> Result<Tensor> {
+    let mut buffer = DeviceBuffer::uninit(gpu, Tag::DeviceTensor, tensor.bytes())?;
+    match tensor.as_bytes() {
+        Some(bytes) => buffer.write(0, bytes)?,
+        None => {
+            let mut bytes = crate::base::memory::Buffer::zeroed(Tag::Scratch, tensor.bytes())?;
+            tensor.copy_to(&mut bytes)?;
+            buffer.write(0, &bytes[..])?;
+        }
+    }
+    self::tensor(buffer, tensor.shape().sizes(), tensor.dtype())
+}
+
+/// Copies the elements of a tensor on a device, row-major without gaps, to `out`, which must be exactly as large, when everything
+/// enqueued before has run.
+pub fn download(tensor: &Tensor, out: &mut [u8]) -> Result<()> {
+    if out.len() != tensor.bytes() {
+        bail!(
+            InvalidArgument,
+            "the tensor has {} bytes and the destination {}",
+            tensor.bytes(),
+            out.len()
+        );
+    }
+    let gpu = gpu_of(tensor)?;
+    if !tensor.shape().is_contiguous() {
+        return contiguous(&gpu, Tag::DeviceScratch, tensor)?.read(0, out);
+    }
+    gpu.bind()?;
+    if !out.is_empty() {
+        check(
+            // SAFETY: the tensor has the bytes, and `out` is not touched before the wait.
+            unsafe { result::memcpy_dtoh_async(out, address(tensor), gpu.stream()) },
+            "copying from the device",
+        )?;
+    }
+    gpu.synchronize()
+}
+
+impl ManagedBuffer {
+    /// Enqueues a copy of a tensor that is on the same device, row-major without gaps.
+    pub fn copy_from(&mut self, tensor: &Tensor) -> Result<()> {
+        require(self.gpu(), tensor)?;
+        if tensor.bytes() > self.bytes() {
+            bail!(
+                Internal,
+                "a tensor of {} bytes does not go into {}",
+                tensor.bytes(),
+                self.bytes()
+            );
+        }
+        // SAFETY: the tensor is on the device, and the buffer has its bytes.
+        unsafe { gather(self.gpu(), tensor, self.address()) }
+    }
+
+    /// Enqueues that the memory of a tensor moves to the device `to`, or to the host. The tensor must be in managed memory.
+    pub fn prefetch(tensor: &Tensor, to: Option<&Gpu>) -> Result<()> {
+        let Place::Managed(ordinal) = tensor.place() else {
+            bail!(
+                InvalidArgument,
+                "the tensor is in {}, and only managed memory can be moved",
+                tensor.place()
+            );
+        };
+        let gpu = Gpu::open(ordinal)?;
+        let bytes = tensor.shape().extent() * tensor.dtype().bytes();
+        // SAFETY: the tensor's memory is managed.
+        unsafe { managed::prefetch(&gpu, address(tensor), bytes, to) }
+    }
+}

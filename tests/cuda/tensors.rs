@@ -1,0 +1,821 @@
+//! Tensors in the memory of a GPU: number formats against the processor, bit by bit, into outputs that are poisoned first and
+//! longer than needed; copies, strides, DLPack, managed memory, and order with the default stream.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+
+use cudarc::driver::{result, sys};
+use half::{bf16, f16};
+
+use NVFP4::base::memory::{self, Tag};
+use NVFP4::base::{ErrorKind, Result};
+use NVFP4::cuda::{self, DeviceBuffer, Gpu, ManagedBuffer};
+use NVFP4::format::nvfp4::{
+    self, BLOCK, Levels, NonFinite, Nvfp4, QuantizeOptions, Recipe, global_scale,
+};
+use NVFP4::format::{Rounding, e2m1, e4m3, random, swizzle};
+use NVFP4::ops::tensors::{self, Nvfp4Tensor, ScaleLayout};
+use NVFP4::ops::transfer::{self, ManagedPolicy};
+use NVFP4::ops::{Device, Workspace};
+use NVFP4::tensor::{DType, Place, Release, Shape, Tensor};
+
+use super::gpu;
+
+const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+/// What outputs are filled with, and the bytes behind them that must keep it.
+const POISON: u8 = 0xaa;
+const BEYOND: usize = 96;
+
+fn poisoned(gpu: &Arc<Gpu>, bytes: usize) -> DeviceBuffer {
+    super::upload(gpu, &vec![POISON; bytes + BEYOND])
+}
+
+/// The first `bytes` bytes; what is behind them must be untouched.
+#[track_caller]
+fn written(buffer: &DeviceBuffer, bytes: usize, what: &str) -> Vec<u8> {
+    let mut out = vec![0; bytes + BEYOND];
+    buffer.read(0, &mut out).unwrap();
+    assert!(
+        out[bytes..].iter().all(|&b| b == POISON),
+        "{what}: written past its end"
+    );
+    out.truncate(bytes);
+    out
+}
+
+#[track_caller]
+fn assert_same(got: &[u8], want: &[u8], what: &str) {
+    assert_eq!(got.len(), want.len(), "{what}");
+    if let Some(i) = (0..got.len()).find(|&i| got[i] != want[i]) {
+        let wrong = (0..got.len()).filter(|&i| got[i] != want[i]).count();
+        panic!(
+            "{what}: byte {i} of {} is {:#04x}, not {:#04x}; {wrong} bytes differ",
+            got.len(),
+            got[i],
+            want[i]
+        );
+    }
+}
+
+/// Values that a type holds, of many magnitudes, with ties, zeros of both signs and a few of the smallest and largest.
+fn values(seed: u64, count: usize, dtype: DType) -> Vec<f32> {
+    (0..count as u64)
+        .map(|i| {
+            let bits = random::bits(seed, i);
+            let block = random::bits(seed ^ 0x5555, i / 16);
+            let unit = random::uniform(seed + 1, i) * 2.0 - 1.0;
+            let value = match block % 8 {
+                // Quarters up to six: ties of every threshold, where the scale is a power of two.
+                0 => ((bits % 49) as f32 - 24.0) * 0.25 * (2f32).powi((block >> 8) as i32 % 9 - 6),
+                1 => unit * (2f32).powi((bits >> 8) as i32 % 20 - 12),
+                2 if bits.is_multiple_of(4) => 0.0,
+                2 if bits % 4 == 1 => -0.0,
+                // Too small for a scale of its own.
+                3 => unit * (2f32).powi(-12 - (block >> 8) as i32 % 12),
+                4 if block & 0x100 != 0 => unit * (2f32).powi(-130 - (bits >> 8) as i32 % 20),
+                5 if block & 0x100 != 0 => -0.0,
+                _ => unit,
+            };
+            in_type(value, dtype)
+        })
+        .collect()
+}
+
+fn in_type(value: f32, dtype: DType) -> f32 {
+    match dtype {
+        DType::F16 => f16::from_f32(value).to_f32(),
+        DType::BF16 => bf16::from_f32(value).to_f32(),
+        _ => value,
+    }
+}
+
+/// Every combination of options that has a meaning.
+fn all_options(seed: u64) -> Vec<QuantizeOptions> {
+    let mut all = Vec::new();
+    for levels in [Levels::Two, Levels::Single, Levels::Legacy] {
+        for recipe in [Recipe::Amax, Recipe::FourOverSix, Recipe::Sweep] {
+            for rounding in [
+                Rounding::NearestEven,
+                Rounding::HalfAway,
+                Rounding::Stochastic,
+            ] {
+                let options = QuantizeOptions {
+                    levels,
+                    recipe,
+                    rounding,
+                    seed,
+                    ..QuantizeOptions::default()
+                };
+                if options.check().is_ok() {
+                    all.push(options);
+                }
+            }
+        }
+    }
+    assert_eq!(all.len(), 21);
+    all
+}
+
+/// Quantizes `x`, whose values are `values`, on the device, into poisoned outputs, in both orders of scales.
+#[track_caller]
+fn check_quantize(gpu: &Arc<Gpu>, x: &Tensor, values: &[f32], options: &QuantizeOptions) {
+    let (rows, cols) = x.shape().matrix();
+    let what = format!("{:?} {:?} {options:?}", x, x.shape().strides());
+    let want = nvfp4::quantize(values, rows, cols, options).unwrap();
+    for swizzled in [false, true] {
+        let want_scales = match swizzled {
+            false => want.scales.clone(),
+            true => swizzle::swizzle(&want.scales, rows, cols / BLOCK).unwrap(),
+        };
+        let codes = poisoned(gpu, want.codes.len());
+        let scales = poisoned(gpu, want_scales.len());
+        let global = cuda::quantize(gpu, x, options, None, swizzled, &codes, &scales).unwrap();
+        assert_eq!(global.to_bits(), want.global.to_bits(), "{what}");
+        let got = written(&scales, want_scales.len(), &what);
+        assert_same(&got, &want_scales, &format!("scales, {what}"));
+        let got = written(&codes, want.codes.len(), &what);
+        assert_same(&got, &want.codes, &format!("codes, {what}"));
+    }
+}
+
+#[test]
+fn quantized_tensors_have_the_bits_of_the_processor() {
+    let Some(gpu) = gpu() else { return };
+    for (i, (rows, cols)) in [(1, 16), (3, 48), (33, 64), (130, 272), (257, 1040), (0, 32)]
+        .into_iter()
+        .enumerate()
+    {
+        for dtype in TYPES {
+            let values = values(i as u64, rows * cols, dtype);
+            let host = Tensor::from_f32(&values, &[rows, cols], dtype).unwrap();
+            let x = cuda::upload(&gpu, &host).unwrap();
+            for options in all_options(i as u64) {
+                check_quantize(&gpu, &x, &values, &options);
+            }
+        }
+    }
+}
+
+#[test]
+fn values_that_are_not_finite_saturate_as_on_the_processor() {
+    let Some(gpu) = gpu() else { return };
+    let (rows, cols) = (19, 80);
+    for dtype in TYPES {
+        let mut values = values(7, rows * cols, dtype);
+        for (i, v) in values.iter_mut().enumerate() {
+            match random::bits(8, i as u64) % 40 {
+                0 => *v = f32::NAN,
+                1 => *v = f32::INFINITY,
+                2 => *v = f32::NEG_INFINITY,
+                3 => *v = -f32::NAN,
+                _ => {}
+            }
+        }
+        // One with nothing else in it.
+        values[32..48].fill(f32::NEG_INFINITY);
+        values[48..64].fill(f32::NAN);
+        let host = Tensor::from_f32(&values, &[rows, cols], dtype).unwrap();
+        let x = cuda::upload(&gpu, &host).unwrap();
+        for options in all_options(3) {
+            let saturating = QuantizeOptions {
+                nonfinite: NonFinite::Saturate,
+                ..options.clone()
+            };
+            check_quantize(&gpu, &x, &values, &saturating);
+            let (codes, scales) = (poisoned(&gpu, rows * cols), poisoned(&gpu, rows * cols));
+            let e = cuda::quantize(&gpu, &x, &options, None, false, &codes, &scales).unwrap_err();
+            let want = nvfp4::quantize(&values, rows, cols, &options).unwrap_err();
+            assert_eq!((e.kind(), e.message()), (want.kind(), want.message()));
+        }
+    }
+}
+
+/// The error of a value far into a tensor whose rows are apart.
+#[test]
+fn the_first_value_that_is_not_finite_is_named() {
+    let Some(gpu) = gpu() else { return };
+    let (rows, cols, stride) = (900, 2048, 2056);
+    let mut values = vec![1f32; rows * stride];
+    values[3 * stride + cols] = f32::NAN; // Between two rows.
+    values[700 * stride + 5] = f32::INFINITY;
+    values[701 * stride] = f32::NAN;
+    for dtype in TYPES {
+        let host = Tensor::from_f32(&values, &[rows, stride], dtype).unwrap();
+        let whole = cuda::upload(&gpu, &host).unwrap();
+        let even = Shape::strided(&[rows, cols], &[stride, 1]).unwrap();
+        let uneven = Shape::strided(&[rows - 1, 2, cols / 2], &[stride, cols / 2, 1]).unwrap();
+        for (shape, cols) in [(even, cols), (uneven, cols / 2)] {
+            let x = whole.view(shape, 0).unwrap();
+            let rows = x.shape().matrix().0;
+            let (codes, scales) = (poisoned(&gpu, rows * cols), poisoned(&gpu, rows * cols));
+            for levels in [Levels::Two, Levels::Single, Levels::Legacy] {
+                let options = QuantizeOptions {
+                    levels,
+                    ..QuantizeOptions::default()
+                };
+                let e =
+                    cuda::quantize(&gpu, &x, &options, None, false, &codes, &scales).unwrap_err();
+                let index = 700 * 2048 + 5;
+                assert!(e.message().contains(&format!("index {index}")), "{e}");
+                assert_eq!(
+                    e.message().contains(&format!("(row {}", index / cols)),
+                    levels != Levels::Two,
+                    "{e}"
+                );
+            }
+        }
+    }
+}
+
+/// Every magnitude of the 16-bit types under every scale that there is.
+#[test]
+fn every_16_bit_value_is_quantized_under_every_scale_as_on_the_processor() {
+    let Some(gpu) = gpu() else { return };
+    for dtype in [DType::F16, DType::BF16] {
+        let all: Vec<f32> = (0..0x8000u16)
+            .map(|b| match dtype {
+                DType::F16 => f16::from_bits(b).to_f32(),
+                _ => bf16::from_bits(b).to_f32(),
+            })
+            .filter(|v| v.is_finite())
+            .collect();
+        let mut blocks = Vec::new();
+        for scale in 1..=e4m3::MAX_BYTE {
+            let amax = e4m3::decode(scale) * e2m1::MAX;
+            let below = all.partition_point(|&v| v <= amax);
+            // What is far below half of the smallest step is zero, like its neighbours.
+            let from = all.partition_point(|&v| v < amax / 1000.0);
+            for chunk in all[from..below].chunks(BLOCK - 1) {
+                let mut block = [0f32; BLOCK];
+                block[0] = amax;
+                block[1..=chunk.len()].copy_from_slice(chunk);
+                for (i, v) in block.iter_mut().enumerate() {
+                    if random::bits(scale.into(), i as u64 + blocks.len() as u64) & 1 != 0 {
+                        *v = -*v;
+                    }
+                }
+                blocks.extend(block);
+            }
+        }
+        let rows = blocks.len() / BLOCK;
+        let host = Tensor::from_f32(&blocks, &[rows, BLOCK], dtype).unwrap();
+        let x = cuda::upload(&gpu, &host).unwrap();
+        for levels in [Levels::Single, Levels::Legacy] {
+            let options = QuantizeOptions {
+                levels,
+                ..QuantizeOptions::default()
+            };
+            check_quantize(&gpu, &x, &blocks, &options);
+        }
+    }
+    // Where the legacy scale is zero, quotients by 1e-12: around each threshold.
+    let values: Vec<f32> = (0..4096u64)
+        .map(|i| {
+            let code = i as usize % 7;
+            let middle = (e2m1::VALUES[code] + e2m1::VALUES[code + 1]) / 2.0;
+            bf16::from_f32(middle * 1e-12).to_f32().to_bits() + ((i / 7 % 5) as u32) * 0x10000
+        })
+        .map(|bits| f32::from_bits(bits - 0x20000))
+        .collect();
+    let host = Tensor::from_f32(&values, &[256, 16], DType::BF16).unwrap();
+    let x = cuda::upload(&gpu, &host).unwrap();
+    let legacy = QuantizeOptions {
+        levels: Levels::Legacy,
+        ..QuantizeOptions::default()
+    };
+    check_quantize(&gpu, &x, &values, &legacy);
+}
+
+/// f32 values within a few units in the last place of every threshold, under global scales that the host gives, down to
+/// the smallest.
+#[test]
+fn values_beside_a_threshold_fall_on_the_side_of_the_processor() {
+    let Some(gpu) = gpu() else { return };
+    for (n, global) in [1.0, 0.37, 1e-4, 3.3e-20, 1e30, 1e-37, f32::MIN_POSITIVE]
+        .into_iter()
+        .enumerate()
+    {
+        let mut values = Vec::new();
+        for scale in 1..=e4m3::MAX_BYTE {
+            let step = e4m3::decode(scale) * global;
+            for code in 0..7 {
+                let threshold = (e2m1::VALUES[code] + e2m1::VALUES[code + 1]) / 2.0;
+                let mut block = [0f32; BLOCK];
+                block[0] = step * e2m1::MAX;
+                for (i, v) in block[1..].iter_mut().enumerate() {
+                    let around = (threshold * step)
+                        .to_bits()
+                        .saturating_add_signed(i as i32 - 7);
+                    *v = f32::from_bits(around);
+                    if random::bits(n as u64, i as u64) & 1 != 0 {
+                        *v = -*v;
+                    }
+                }
+                values.extend(block);
+            }
+        }
+        let rows = values.len() / BLOCK;
+        let host = Tensor::from_f32(&values, &[rows, BLOCK], DType::F32).unwrap();
+        let x = cuda::upload(&gpu, &host).unwrap();
+        for rounding in [Rounding::NearestEven, Rounding::HalfAway] {
+            let options = QuantizeOptions {
+                rounding,
+                ..QuantizeOptions::default()
+            };
+            let what = format!("global {global:e}, {rounding:?}");
+            let (mut want_codes, mut want_scales) = (vec![0; values.len() / 2], vec![0; rows]);
+            nvfp4::quantize_rows(
+                &values,
+                BLOCK,
+                0,
+                global,
+                &options,
+                &mut want_codes,
+                &mut want_scales,
+            )
+            .unwrap();
+            let (codes, scales) = (poisoned(&gpu, want_codes.len()), poisoned(&gpu, rows));
+            let used =
+                cuda::quantize(&gpu, &x, &options, Some(global), false, &codes, &scales).unwrap();
+            assert_eq!(used, global);
+            assert_same(&written(&scales, rows, &what), &want_scales, &what);
+            let got = written(&codes, want_codes.len(), &what);
+            assert_same(&got, &want_codes, &what);
+            if global == 1.0 {
+                let legacy = QuantizeOptions {
+                    levels: Levels::Legacy,
+                    ..options
+                };
+                check_quantize(&gpu, &x, &values, &legacy);
+            }
+        }
+    }
+    // Values whose quotients vanish, negative ones among them, under the largest scale.
+    let mut values = vec![0f32; 64];
+    values[0] = 2688.0;
+    for (i, v) in values[1..].iter_mut().enumerate() {
+        *v = -f32::from_bits(i as u32 * 8);
+    }
+    values[16] = 2688.0;
+    for (i, v) in values[17..32].iter_mut().enumerate() {
+        *v = -f32::from_bits(224 - 7 + i as u32);
+    }
+    let host = Tensor::from_f32(&values, &[4, 16], DType::F32).unwrap();
+    let x = cuda::upload(&gpu, &host).unwrap();
+    for options in all_options(0) {
+        check_quantize(&gpu, &x, &values, &options);
+    }
+}
+
+/// Rows apart, rows that are not aligned, rows at uneven distances, transposes.
+#[test]
+fn any_strides_are_quantized() {
+    let Some(gpu) = gpu() else { return };
+    for dtype in TYPES {
+        let all = values(21, 96 * 208, dtype);
+        let host = Tensor::from_f32(&all, &[96, 208], dtype).unwrap();
+        let whole = cuda::upload(&gpu, &host).unwrap();
+        for (sizes, strides, offset) in [
+            (vec![96, 160], vec![208, 1], 16),
+            (vec![96, 160], vec![208, 1], 3),
+            (vec![32, 3, 64], vec![624, 208, 1], 0),
+            (vec![6, 5, 64], vec![208 * 7, 208, 1], 8),
+            (vec![208, 96], vec![1, 208], 0),
+            (vec![50, 32], vec![207, 1], 0),
+            (vec![4, 48], vec![0, 1], 16),
+            (vec![80], vec![1], 32),
+            (vec![80], vec![2], 32),
+        ] {
+            let shape = Shape::strided(&sizes, &strides).unwrap();
+            let values = host.view(shape.clone(), offset).unwrap().to_f32().unwrap();
+            let x = whole.view(shape, offset).unwrap();
+            for options in all_options(5) {
+                if options.recipe == Recipe::Amax {
+                    check_quantize(&gpu, &x, &values, &options);
+                }
+            }
+        }
+    }
+}
+
+fn random_parts(rows: usize, cols: usize, seed: u64) -> Nvfp4 {
+    Nvfp4 {
+        rows,
+        cols,
+        codes: (0..(rows * cols / 2) as u64)
+            .map(|i| random::bits(seed, i) as u8)
+            .collect(),
+        // Every byte, NaN and negative ones too.
+        scales: (0..(rows * cols / BLOCK) as u64)
+            .map(|i| random::bits(seed + 1, i) as u8)
+            .collect(),
+        global: 0.7,
+    }
+}
+
+fn bytes_tensor(bytes: &[u8], sizes: &[usize], dtype: DType) -> Tensor {
+    Tensor::build(sizes, dtype, |out| {
+        out.copy_from_slice(bytes);
+        Ok(())
+    })
+    .unwrap()
+}
+
+#[test]
+fn dequantized_tensors_have_the_bits_of_the_processor() {
+    let Some(gpu) = gpu() else { return };
+    for (i, (rows, cols)) in [(1, 16), (3, 48), (130, 272), (257, 1040)]
+        .into_iter()
+        .enumerate()
+    {
+        let q = random_parts(rows, cols, 40 + i as u64);
+        let values = q.dequantize().unwrap();
+        let blocks = cols / BLOCK;
+        let codes = bytes_tensor(&q.codes, &[rows, cols / 2], DType::U8);
+        let codes = cuda::upload(&gpu, &codes).unwrap();
+        let swizzled = swizzle::swizzle(&q.scales, rows, blocks).unwrap();
+        let linear = bytes_tensor(&q.scales, &[rows, blocks], DType::F8E4M3);
+        let swizzled = bytes_tensor(&swizzled, &[swizzled.len()], DType::U8);
+        for (is_swizzled, scales) in [(false, linear), (true, swizzled)] {
+            let scales = cuda::upload(&gpu, &scales).unwrap();
+            for dtype in TYPES {
+                let what = format!("{dtype:?} [{rows}, {cols}]");
+                let out = poisoned(&gpu, values.len() * dtype.bytes());
+                cuda::dequantize(&gpu, &codes, &scales, is_swizzled, q.global, dtype, &out)
+                    .unwrap();
+                let got = written(&out, values.len() * dtype.bytes(), &what);
+                let mut want = vec![0; got.len()];
+                dtype.from_f32(&values, &mut want).unwrap();
+                // A NaN is one, whatever its other bits are.
+                let mut floats = vec![0f32; values.len()];
+                dtype.to_f32(&got, &mut floats).unwrap();
+                for (i, (got, want)) in got
+                    .chunks_exact(dtype.bytes())
+                    .zip(want.chunks_exact(dtype.bytes()))
+                    .enumerate()
+                {
+                    let both_nan = floats[i].is_nan() && values[i].is_nan();
+                    assert!(both_nan || got == want, "{what}: value {i}: {}", values[i]);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn scales_change_their_order_as_on_the_processor() {
+    let Some(gpu) = gpu() else { return };
+    for (rows, blocks) in [(1, 1), (3, 5), (128, 4), (129, 3), (300, 17), (64, 64)] {
+        let what = format!("[{rows}, {blocks}]");
+        let linear: Vec<u8> = (0..(rows * blocks) as u64)
+            .map(|i| random::bits(60, i) as u8)
+            .collect();
+        let want = swizzle::swizzle(&linear, rows, blocks).unwrap();
+        let scales = bytes_tensor(&linear, &[rows, blocks], DType::F8E4M3);
+        let scales = cuda::upload(&gpu, &scales).unwrap();
+        let out = poisoned(&gpu, want.len());
+        cuda::swizzle(&gpu, &scales, &out).unwrap();
+        assert_same(&written(&out, want.len(), &what), &want, &what);
+
+        let swizzled = bytes_tensor(&want, &[want.len()], DType::U8);
+        let swizzled = cuda::upload(&gpu, &swizzled).unwrap();
+        let out = poisoned(&gpu, linear.len());
+        cuda::unswizzle(&gpu, &swizzled, rows, blocks, &out).unwrap();
+        assert_same(&written(&out, linear.len(), &what), &linear, &what);
+        assert!(cuda::unswizzle(&gpu, &swizzled, rows + 128, blocks, &out).is_err());
+    }
+}
+
+fn bytes(t: &Tensor) -> Vec<u8> {
+    let mut out = vec![0; t.bytes()];
+    transfer::copy_to_host(t, &mut out).unwrap();
+    out
+}
+
+/// The same calls that work on host tensors work on tensors of the device, give tensors there, and the same bytes.
+#[test]
+fn operations_run_where_the_tensors_are() {
+    let Some(gpu) = gpu() else { return };
+    let cpu = Device::cpu(Some(2)).unwrap();
+    let before = memory::usage(Tag::DeviceTensor).current;
+    let (rows, cols) = (37, 96);
+    for dtype in TYPES {
+        let host =
+            Tensor::from_f32(&values(30, 2 * rows * cols, dtype), &[2, rows, cols], dtype).unwrap();
+        let x = transfer::copy(&host, Some(0)).unwrap();
+        assert_eq!(x.place(), Place::Cuda(0));
+        let there = tensors::device_of(&x, || unreachable!()).unwrap();
+        let options = QuantizeOptions::default();
+        for layout in [ScaleLayout::Linear, ScaleLayout::Swizzled] {
+            let want = tensors::quantize(&cpu, &host, &options, layout).unwrap();
+            let got = tensors::quantize(&there, &x, &options, layout).unwrap();
+            assert_eq!(got.global, want.global);
+            for (got, want) in [(&got.codes, &want.codes), (&got.scales, &want.scales)] {
+                assert_eq!(got.place(), Place::Cuda(0));
+                assert_eq!(got.dtype(), want.dtype());
+                assert_eq!(got.shape().sizes(), want.shape().sizes());
+                assert_same(&bytes(got), &bytes(want), "through the door");
+            }
+            let want = tensors::dequantize(&cpu, &want, dtype).unwrap();
+            let back = tensors::dequantize(&there, &got, dtype).unwrap();
+            assert_eq!(back.place(), Place::Cuda(0));
+            assert_eq!(back.shape().sizes(), [2, rows, cols]);
+            assert_same(&bytes(&back), &bytes(&want), "through the door and back");
+            if layout == ScaleLayout::Linear {
+                let swizzled = tensors::swizzle_scales(&got.scales).unwrap();
+                let linear = tensors::unswizzle_scales(&swizzled, 2 * rows, cols / BLOCK).unwrap();
+                assert_eq!(linear.place(), Place::Cuda(0));
+                assert_same(&bytes(&linear), &bytes(&got.scales), "scales");
+            }
+            refused_on_the_processor(&cpu, &x, &got);
+        }
+        // What the device has no kernel for is refused, and not computed elsewhere.
+        let f64s = Tensor::zeros(&[1, 16], DType::F64).unwrap();
+        let f64s = transfer::copy(&f64s, Some(0)).unwrap();
+        let e = tensors::quantize(&there, &f64s, &options, ScaleLayout::Linear).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Unsupported);
+        let e = tensors::quantize(&there, &host, &options, ScaleLayout::Linear).unwrap_err();
+        assert!(e.message().contains("memory of the host"), "{e}");
+    }
+    gpu.synchronize().unwrap();
+    assert_eq!(memory::usage(Tag::DeviceTensor).current, before);
+}
+
+/// Functions of host memory refuse a tensor of the device, and say where it is.
+fn refused_on_the_processor(cpu: &Device, x: &Tensor, q: &Nvfp4Tensor) {
+    let mut ws = Workspace::new();
+    let options = QuantizeOptions::default();
+    let refused: [Result<()>; 7] = [
+        tensors::quantize(cpu, x, &options, ScaleLayout::Linear).map(drop),
+        tensors::dequantize(cpu, q, DType::F32).map(drop),
+        tensors::quantize_nf4(x, 64).map(drop),
+        tensors::weight(cpu, q).map(drop),
+        tensors::dense_weight(cpu, x).map(drop),
+        tensors::scaled_mm(cpu, q, q, DType::F32, &mut ws).map(drop),
+        x.to_f32().map(drop),
+    ];
+    for (i, result) in refused.into_iter().enumerate() {
+        let e = result.unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Unsupported, "{i}: {e}");
+        assert!(e.message().contains("the memory of cuda:0"), "{i}: {e}");
+    }
+}
+
+#[test]
+fn elements_of_any_size_and_stride_are_copied() {
+    let Some(gpu) = gpu() else { return };
+    for &dtype in DType::ALL {
+        let host = Tensor::build(&[7, 6, 10], dtype, |out| {
+            for (i, b) in out.iter_mut().enumerate() {
+                *b = random::bits(70, i as u64) as u8;
+            }
+            Ok(())
+        })
+        .unwrap();
+        let there = transfer::copy(&host, Some(0)).unwrap();
+        assert_same(&bytes(&there), &bytes(&host), "there and back");
+        for (sizes, strides, offset) in [
+            (vec![10, 6, 7], vec![1, 10, 60], 0),
+            (vec![3, 4], vec![60, 2], 5),
+            (vec![5, 7], vec![0, 60], 9),
+            (
+                vec![2, 1, 3, 1, 1, 2, 1, 2],
+                vec![60, 9, 10, 1, 1, 3, 0, 1],
+                1,
+            ),
+            (vec![0, 3], vec![1, 1], 0),
+        ] {
+            let shape = Shape::strided(&sizes, &strides).unwrap();
+            let want = host.view(shape.clone(), offset).unwrap();
+            let view = there.view(shape, offset).unwrap();
+            assert_same(&bytes(&view), &bytes(&want), "a view");
+            let copy = transfer::copy(&view, Some(0)).unwrap();
+            assert!(copy.shape().is_contiguous() || want.bytes() == 0);
+            assert_same(&bytes(&copy), &bytes(&want), "a copy there");
+            let up = transfer::copy(&want, Some(0)).unwrap();
+            assert_same(&bytes(&up), &bytes(&want), "a copy of a host's view");
+        }
+        let zeros = transfer::zeros(&[3, 5], dtype, Some(0)).unwrap();
+        assert!(bytes(&zeros).iter().all(|&b| b == 0));
+        let down = transfer::copy(&there, None).unwrap();
+        assert_eq!(down.place(), Place::Host);
+        assert_same(&bytes(&down), &bytes(&host), "to the host");
+    }
+    drop(gpu);
+}
+
+/// Memory of the host program on the device: its default stream, as it would use it.
+struct Foreign {
+    address: u64,
+    bytes: usize,
+}
+
+impl Foreign {
+    fn new(bytes: usize) -> Foreign {
+        // SAFETY: a plain allocation in the device's context, which a tensor made before it has made current.
+        let address = unsafe { result::malloc_sync(bytes) }.unwrap();
+        Foreign { address, bytes }
+    }
+
+    /// Enqueues 32-bit words on the legacy default stream.
+    fn fill(&self, word: u32) {
+        let stream = std::ptr::without_provenance_mut(1);
+        // SAFETY: within the allocation.
+        unsafe { sys::cuMemsetD32Async(self.address, word, self.bytes / 4, stream) }
+            .result()
+            .unwrap();
+    }
+}
+
+impl Drop for Foreign {
+    fn drop(&mut self) {
+        // SAFETY: allocated in `new`.
+        unsafe { result::free_sync(self.address) }.unwrap();
+    }
+}
+
+#[test]
+fn memory_of_the_host_program_is_used_and_given_back() {
+    let Some(gpu) = gpu() else { return };
+    gpu.synchronize().unwrap();
+    let released = Arc::new(AtomicU32::new(0));
+    let release = || -> Option<Release> {
+        let count = released.clone();
+        Some(Box::new(move || {
+            count.fetch_add(1, Relaxed);
+        }))
+    };
+    let foreign = Foreign::new(4096);
+    foreign.fill(0x3f80_0000);
+    let shape = Shape::contiguous(&[16, 64]).unwrap();
+    let lend = |ordinal, address, release| {
+        // SAFETY: the memory outlives the tensor; what is not the device's is refused.
+        unsafe { transfer::lent(ordinal, address, shape.clone(), DType::F32, release) }
+    };
+    let t = lend(0, foreign.address, release()).unwrap();
+    assert_eq!(t.place(), Place::Cuda(0));
+    let exported = t.clone().into_dlpack();
+    let device = exported.dl_tensor.device;
+    assert_eq!((device.device_type, device.device_id), (2, 0));
+    assert_eq!(exported.dl_tensor.data.addr() as u64, foreign.address);
+    drop(t);
+    // SAFETY: just made.
+    let back = unsafe { transfer::from_dlpack(Box::into_raw(exported)) }.unwrap();
+    assert_eq!(back.place(), Place::Cuda(0));
+    let mut values = vec![0f32; 1024];
+    transfer::copy_as_f32(&back, &mut values).unwrap();
+    assert!(values.iter().all(|&v| v == 1.0));
+    assert_eq!(released.load(Relaxed), 0);
+    drop(back);
+    assert_eq!(released.load(Relaxed), 1);
+
+    // Host memory, page-locked host memory, and no device.
+    let here = vec![0f32; 1024];
+    let e = lend(0, here.as_ptr().addr() as u64, release()).unwrap_err();
+    assert!(e.kind() == ErrorKind::InvalidArgument, "{e}");
+    let pinned = cuda::Pinned::new(&gpu, Tag::Scratch, 4096).unwrap();
+    let e = lend(0, pinned.bytes().as_ptr().addr() as u64, release()).unwrap_err();
+    assert!(e.message().contains("host tensor"), "{e}");
+    let e = lend(99, foreign.address, release()).unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::DeviceUnavailable);
+    assert!(lend(0, 0, release()).is_err());
+    assert_eq!(released.load(Relaxed), 1);
+}
+
+/// What the host program enqueues on the default stream before a call is seen by it, and what it enqueues after the call comes
+/// after the call's work, though both streams are busy for milliseconds.
+#[test]
+fn calls_keep_the_order_of_the_default_stream() {
+    let Some(gpu) = gpu() else { return };
+    gpu.synchronize().unwrap();
+    let device = Device::Cuda(gpu.clone());
+    let (rows, cols) = (4096, 8192);
+    let x = Foreign::new(rows * cols * 4);
+    let shape = Shape::contiguous(&[rows, cols]).unwrap();
+    // SAFETY: the memory outlives the tensor.
+    let t = unsafe { transfer::lent(0, x.address, shape, DType::F32, None) }.unwrap();
+    let options = QuantizeOptions {
+        levels: Levels::Single,
+        nonfinite: NonFinite::Saturate, // Which does not wait for the device.
+        ..QuantizeOptions::default()
+    };
+    let quantize = || tensors::quantize(&device, &t, &options, ScaleLayout::Linear).unwrap();
+    x.fill(0);
+    drop(quantize());
+    for round in 0..3 {
+        for _ in 0..50 {
+            x.fill(0);
+        }
+        x.fill(6f32.to_bits());
+        let q = quantize();
+        for _ in 0..20 {
+            drop(quantize());
+        }
+        let late = quantize();
+        x.fill((-1f32).to_bits());
+        for q in [q, late] {
+            assert!(bytes(&q.codes).iter().all(|&b| b == 0x77), "round {round}");
+            assert!(bytes(&q.scales).iter().all(|&b| b == 0x38), "round {round}");
+        }
+        let q = quantize();
+        assert!(bytes(&q.codes).iter().all(|&b| b == 0xff), "round {round}");
+    }
+}
+
+#[test]
+fn tensors_move_to_managed_memory_and_back() {
+    let Some(gpu) = gpu() else { return };
+    let host = Tensor::from_f32(&values(80, 8 * 64, DType::F16), &[8, 64], DType::F16).unwrap();
+    if let Err(e) = transfer::check_managed(0) {
+        println!("SKIPPED managed memory: {e}");
+        let e = transfer::to_managed(&host, 0, None, false).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Unsupported);
+        return;
+    }
+    let before = memory::usage(Tag::DeviceTensor).current;
+    let there = transfer::copy(&host, Some(0)).unwrap();
+    let shape = Shape::strided(&[64, 8], &[1, 64]).unwrap();
+    for source in [
+        host.clone(),
+        there.clone(),
+        host.view(shape.clone(), 0).unwrap(),
+        there.view(shape, 0).unwrap(),
+    ] {
+        for (prefetch, read_mostly) in [(None, false), (Some(0), false), (Some(0), true)] {
+            let t = transfer::to_managed(&source, 0, prefetch, read_mostly).unwrap();
+            assert_eq!(t.place(), Place::Managed(0));
+            assert_eq!(t.dtype(), source.dtype());
+            assert_eq!(t.shape().sizes(), source.shape().sizes());
+            // SAFETY: managed memory of as many bytes, which nothing on the device uses now.
+            let direct = unsafe { std::slice::from_raw_parts(t.data(), t.bytes()) };
+            assert_same(direct, &bytes(&source), "read by the host");
+            let again = transfer::to_managed(&t, 0, prefetch, read_mostly).unwrap();
+            assert_eq!(again.data(), t.data());
+            transfer::prefetch(&t, Some(0)).unwrap();
+            transfer::prefetch(&t, None).unwrap();
+            assert_same(&bytes(&t), &bytes(&source), "copied to the host");
+            assert_eq!(cuda::find(0, t.data().addr() as u64).unwrap().0, t.place());
+            let exported = t.clone().into_dlpack();
+            // SAFETY: just made.
+            let back = unsafe { transfer::from_dlpack(Box::into_raw(exported)) }.unwrap();
+            assert_eq!(back.place(), Place::Managed(0));
+            if source.shape().sizes()[1] == 64 {
+                let device = Device::Cuda(gpu.clone());
+                let cpu = Device::cpu(Some(1)).unwrap();
+                let options = QuantizeOptions::default();
+                let got = tensors::quantize(&device, &t, &options, ScaleLayout::Linear).unwrap();
+                let want = tensors::quantize(&cpu, &host, &options, ScaleLayout::Linear).unwrap();
+                assert_same(&bytes(&got.codes), &bytes(&want.codes), "of managed memory");
+            }
+        }
+        assert!(transfer::prefetch(&source, Some(0)).is_err());
+    }
+    assert_eq!(
+        transfer::by_policy(&host, 0, true).unwrap().place(),
+        Place::Managed(0)
+    );
+    transfer::set_managed_policy(ManagedPolicy::Disabled);
+    let kept = transfer::by_policy(&host, 0, true).unwrap();
+    transfer::set_managed_policy(ManagedPolicy::default());
+    assert_eq!(kept.data(), host.data());
+
+    // Never more than there is room for, and under the budget.
+    let e = ManagedBuffer::zeroed(&gpu, Tag::DeviceTensor, 1 << 46).unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::OutOfMemory);
+    memory::set_budget(Some(memory::total().current + 100));
+    let e = ManagedBuffer::zeroed(&gpu, Tag::DeviceTensor, 101).unwrap_err();
+    memory::set_budget(None);
+    assert_eq!(e.kind(), ErrorKind::OverBudget);
+    drop(there);
+    gpu.synchronize().unwrap();
+    assert_eq!(memory::usage(Tag::DeviceTensor).current, before);
+}
+
+/// A tensor whose global scale is the smallest that there is, and one of zeros.
+#[test]
+fn the_ends_of_the_range_of_f32_are_quantized() {
+    let Some(gpu) = gpu() else { return };
+    for (scale, dtype) in [
+        (f32::from_bits(1), DType::F32),
+        (1e-38, DType::F32),
+        (1e-38, DType::BF16),
+        (6e-8, DType::F16),
+        (3e38, DType::F32),
+        (3e38, DType::BF16),
+        (60000.0, DType::F16),
+        (0.0, DType::F32),
+        (-0.0, DType::BF16),
+    ] {
+        let values: Vec<f32> = super::normal(90, 6 * 64)
+            .iter()
+            .map(|v| in_type(v / 3.0 * scale, dtype))
+            .collect();
+        let host = Tensor::from_f32(&values, &[6, 64], dtype).unwrap();
+        let x = cuda::upload(&gpu, &host).unwrap();
+        for options in all_options(1) {
+            check_quantize(&gpu, &x, &values, &options);
+            let amax = nvfp4::amax(&values, 0, NonFinite::Error).unwrap();
+            assert!(global_scale(amax, &options) > 0.0);
+        }
+    }
+}
