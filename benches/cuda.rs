@@ -395,7 +395,7 @@ fn products(gpu: &Arc<Gpu>, bandwidth: f64, only: &[String]) {
             128 * shape.rows.iter().sum::<usize>() * 4,
         )
         .unwrap();
-        let scratch = LinearScratch::new(gpu, 64 << 20).unwrap();
+        let scratch = LinearScratch::new(gpu, 128, 0).unwrap();
         let matrices: Vec<Vec<_>> = weights
             .iter()
             .map(|set| set.iter().map(|w| (w, None)).collect())
@@ -493,7 +493,7 @@ fn chain(gpu: &Arc<Gpu>) {
             floats(gpu, batch * 2048, 3),
             floats(gpu, batch * 4864, 4),
         );
-        let scratch = LinearScratch::new(gpu, 0).unwrap();
+        let scratch = LinearScratch::new(gpu, batch, 0).unwrap();
         let normed = DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, batch * 2560 * 2).unwrap();
         let norm_input = || -> NVFP4::base::Result<Input<'_>> {
             if batch == 1 {

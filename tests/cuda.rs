@@ -161,7 +161,7 @@ const F16: f64 = 4e-4;
 #[test]
 fn products_of_few_rows_agree_with_f64() {
     let Some(gpu) = gpu() else { return };
-    let scratch = LinearScratch::new(&gpu, 0).unwrap();
+    let scratch = LinearScratch::new(&gpu, 16, 0).unwrap();
     for (i, &(m, n, k)) in [
         (1, 64, 128),
         (1, 8, 16),
@@ -530,7 +530,7 @@ fn rms_norm(x: &[f32], weight: &[f32], eps: f32) -> Vec<f32> {
 #[test]
 fn fused_norms_and_activations_agree_with_f64() {
     let Some(gpu) = gpu() else { return };
-    let scratch = LinearScratch::new(&gpu, 0).unwrap();
+    let scratch = LinearScratch::new(&gpu, 16, 0).unwrap();
     for (i, &(m, k, rows)) in [
         (1, 2560, [512, 128, 120]),
         (1, 4400, [40, 24, 8]),
@@ -633,7 +633,7 @@ fn products_of_many_rows_agree_with_f64() {
     .enumerate()
     {
         // Room for some rows only, so that the copy is made in parts.
-        let scratch = LinearScratch::new(&gpu, 50 * k * 2).unwrap();
+        let scratch = LinearScratch::new(&gpu, m, 50 * k * 2).unwrap();
         let w = weight(&gpu, n, k, 500 + i as u64);
         let x = normal(600 + i as u64, m * k);
         let want = product(&rounded(&x), m, &w, true);
@@ -779,7 +779,7 @@ fn dense_products_agree_with_f64() {
     let values = normal(1, n * k);
     let x = normal(2, m * k);
     let device_x = upload(&gpu, &as_f16(&x));
-    let scratch = LinearScratch::new(&gpu, 0).unwrap();
+    let scratch = LinearScratch::new(&gpu, 16, 0).unwrap();
     for storage in [Storage::F32, Storage::F16, Storage::BF16] {
         let (bytes, exact): (Vec<u8>, Vec<f64>) = match storage {
             Storage::F32 => (

@@ -12,6 +12,7 @@
 constexpr int HEADS = 8;        // the N of the matrix instruction
 constexpr int STEP = 32;        // positions of a warp at a time
 constexpr int WARPS = 8;
+constexpr int PREFETCHED = 4;   // pages
 static_assert(PAGE % STEP == 0, "a step lies in one page");
 
 struct Arguments {
@@ -51,6 +52,15 @@ __device__ __forceinline__ void run(const Arguments& a) {
     load_norm<D>(warp == 0 ? a.k_norm : nullptr, k_weight);
     int share = ceil_div(ceil_div(length, parts), STEP) * STEP;
     int begin = part * share, end = min(length, begin + share);
+
+    // All keys and values but the new ones are there; the first of them are on their way while earlier kernels end.
+    constexpr int LINE_BYTES = 128, PAGE_LINES = PAGE * D * 2 / LINE_BYTES;
+    for (int i = threadIdx.x; i < PREFETCHED * PAGE_LINES; i += WARPS * WARP) {
+        int p = begin / PAGE * PAGE + i / PAGE_LINES * PAGE;
+        if (p >= min(end, position)) break;
+        prefetch_line((const char*)keys<D>(a.pages, sequence, p, kv_head) + i % PAGE_LINES * LINE_BYTES);
+        prefetch_line((const char*)values<D>(a.pages, sequence, p, kv_head) + i % PAGE_LINES * LINE_BYTES);
+    }
 
     wait_for_earlier_kernels();
     let_later_kernels_start();

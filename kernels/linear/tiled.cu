@@ -1,9 +1,8 @@
 // Products of some tens of rows with NVFP4 weights: y[m, n] = sum over k of x[m, k] w[n, k], for f16 x.
 //
-// A block takes 64 output features and up to COLUMNS rows of activations, and goes along K a chunk of format/packed.cuh at a
-// time. Its four warps are two pairs: each of a pair has 32 features, and each pair half of the blocks of a chunk. Weights are
-// the A operand of the matrix instruction, decoded once for all rows; activations are the B operand, in the order of K that
-// the codes of a lane have: elements 4 t to 4 t + 3 of a block.
+// A block takes 64 output features, 16 to a warp, and up to COLUMNS rows of activations, and goes along K a chunk of
+// format/packed.cuh at a time. Weights are the A operand of the matrix instruction, decoded once for all rows; activations are
+// the B operand, in the order of K that the codes of a lane have: elements 4 t to 4 t + 3 of a block.
 //
 // Where that makes too few blocks, several share a tile, each with a range of K; a second kernel adds up their sums in order.
 // K must be a multiple of 16.
@@ -12,12 +11,9 @@
 
 enum Output { STORE_F32, STORE_F16, ADD_F32 };
 
-constexpr int WARPS_N = 2, WARPS_K = 2;
-constexpr int THREADS = WARPS_N * WARPS_K * WARP;
-constexpr int LINES = 4;                                    // of chunks, that a warp takes
-constexpr int WARP_FEATURES = LINES * CHUNK_ROWS;
-constexpr int FEATURES = WARPS_N * WARP_FEATURES;
-constexpr int WORDS = 4 / WARPS_K;                          // of a lane and a chunk, that a warp takes
+constexpr int WARPS = 4;
+constexpr int THREADS = WARPS * WARP;
+constexpr int FEATURES = WARPS * 16;
 constexpr int STAGES = 3;
 constexpr int MATRICES = 3;
 constexpr int X_LINE = CHUNK_K * 2;                         // bytes of a row's activations in a stage
@@ -71,8 +67,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
     constexpr int STAGE_BYTES = WEIGHT_BYTES + COLUMNS * X_LINE, TILES = COLUMNS / 8;
     constexpr int WEIGHT_COPIES = ceil_div(WEIGHT_PIECES, THREADS), ROW_STEP = THREADS / X_PIECES, X_COPIES = ceil_div(COLUMNS, ROW_STEP);
     extern __shared__ __align__(128) char shared[];
-    int thread = threadIdx.x, lane = thread % WARP, g = lane / 4, t = lane % 4;
-    int warp_n = thread / WARP % WARPS_N, warp_k = thread / WARP / WARPS_N;
+    int thread = threadIdx.x, warp = thread / WARP, lane = thread % WARP, g = lane / 4, t = lane % 4;
     int chunks = ceil_div(a.k, CHUNK_K), part = blockIdx.z;
     int begin = chunks * part / a.parts, end = chunks * (part + 1) / a.parts;
     int first_row = blockIdx.y * COLUMNS, rows = min(COLUMNS, a.m - first_row);
@@ -133,7 +128,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
 
     // Of piece_at(), what is the lane's.
     int x_lane = g * X_LINE + t * 8, turn = g % 4 * 32;
-    float c[2][TILES][4] = {};  // of 16 features each
+    float c[TILES][4] = {};
     for (int step = 0; step < steps; step++) {
         copy_async_wait<STAGES - 2>();
         __syncthreads();
@@ -143,72 +138,50 @@ __device__ __forceinline__ void run(const Arguments& a) {
         }
         copy_async_commit();
         const char* stage = shared + step % STAGES * STAGE_BYTES;
-        const char *lines = stage + LINES * warp_n * CHUNK_BYTES, *x = stage + WEIGHT_BYTES;
-        u32 words[LINES][WORDS], scales[LINES];
-        static_assert(WORDS == 2, "a pair of words, and four scales");
+        const char *low = stage + 2 * warp * CHUNK_BYTES, *high = low + CHUNK_BYTES, *x = stage + WEIGHT_BYTES;
+        uint4 low_codes = *(const uint4*)(low + lane * 16), high_codes = *(const uint4*)(high + lane * 16);
+        uint2 low_scales = *(const uint2*)(low + CHUNK_CODES + g * CHUNK_BLOCKS);
+        uint2 high_scales = *(const uint2*)(high + CHUNK_CODES + g * CHUNK_BLOCKS);
+        u32 words_low[4] = {low_codes.x, low_codes.y, low_codes.z, low_codes.w};
+        u32 words_high[4] = {high_codes.x, high_codes.y, high_codes.z, high_codes.w};
 #pragma unroll
-        for (int i = 0; i < LINES; i++) {
-            uint2 codes = *(const uint2*)(lines + i * CHUNK_BYTES + lane * 16 + warp_k * 8);
-            words[i][0] = codes.x;
-            words[i][1] = codes.y;
-            scales[i] = *(const u32*)(lines + i * CHUNK_BYTES + CHUNK_CODES + g * CHUNK_BLOCKS + warp_k * 4);
-        }
+        for (int j = 0; j < 4; j++) {
+            u32 u[4], v[4];
+            decode_word(words_low[j], u);
+            decode_word(words_high[j], v);
+            u32 su = packed_scales((j < 2 ? low_scales.x : low_scales.y) >> (j % 2 * 16));
+            u32 sv = packed_scales((j < 2 ? high_scales.x : high_scales.y) >> (j % 2 * 16));
 #pragma unroll
-        for (int j = 0; j < WORDS; j++) {
-            u32 w[LINES][4];
-#pragma unroll
-            for (int i = 0; i < LINES; i++) {
-                decode_word(words[i][j], w[i]);
-                u32 scale = packed_scales(scales[i] >> (16 * j));
-#pragma unroll
-                for (int p = 0; p < 4; p++) w[i][p] = mul_f16(w[i][p], scale);
+            for (int p = 0; p < 4; p++) {
+                u[p] = mul_f16(u[p], su);
+                v[p] = mul_f16(v[p], sv);
             }
             // Pairs of both blocks become neighbours of one.
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                u32 select = half ? 0x7632 : 0x5410, low[LINES], high[LINES];
-#pragma unroll
-                for (int i = 0; i < LINES; i++) {
-                    low[i] = __byte_perm(w[i][0], w[i][1], select);
-                    high[i] = __byte_perm(w[i][2], w[i][3], select);
-                }
-                const char* from = x + x_lane + (((2 * (WORDS * warp_k + j) + half) * 32) ^ turn);
+                u32 select = half ? 0x7632 : 0x5410;
+                u32 a0 = __byte_perm(u[0], u[1], select), a1 = __byte_perm(v[0], v[1], select);
+                u32 a2 = __byte_perm(u[2], u[3], select), a3 = __byte_perm(v[2], v[3], select);
+                const char* from = x + x_lane + (((2 * j + half) * 32) ^ turn);
 #pragma unroll
                 for (int i = 0; i < TILES; i++) {
                     uint2 b = *(const uint2*)(from + i * 8 * X_LINE);
-                    mma_f16(c[0][i], low[0], low[1], high[0], high[1], b.x, b.y);
-                    mma_f16(c[1][i], low[2], low[3], high[2], high[3], b.x, b.y);
+                    mma_f16(c[i], a0, a1, a2, a3, b.x, b.y);
                 }
             }
         }
     }
 
-    // The second pair of warps hands its sums to the first.
-    copy_async_wait<0>();
-    __syncthreads();
-    float4* other = (float4*)shared + warp_n * (2 * TILES * WARP) + lane;
-    if (warp_k == 1) {
 #pragma unroll
-        for (int i = 0; i < 2 * TILES; i++) {
-            const float(&s)[4] = c[i / TILES][i % TILES];
-            other[i * WARP] = make_float4(s[0], s[1], s[2], s[3]);
-        }
-    }
-    __syncthreads();
-    if (warp_k == 1) return;
-#pragma unroll
-    for (int i = 0; i < 2 * TILES; i++) {
-        float4 s = other[i * WARP];
-        float(&mine)[4] = c[i / TILES][i % TILES];
-        float sums[4] = {mine[0] + s.x, mine[1] + s.y, mine[2] + s.z, mine[3] + s.w};
+    for (int i = 0; i < TILES; i++) {
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            int m = i % TILES * 8 + 2 * t + e % 2, row = first_feature + warp_n * WARP_FEATURES + i / TILES * 16 + g + e / 2 * 8;
+            int m = 8 * i + 2 * t + e % 2, row = first_feature + warp * 16 + g + e / 2 * 8;
             if (m >= rows || row >= w.rows) continue;
             if (a.parts == 1) {
-                store(a, w, column, first_row + m, row, sums[e]);
+                store(a, w, column, first_row + m, row, c[i][e]);
             } else {
-                a.partial[((size_t)part * a.m + first_row + m) * features_of(a) + column + row] = sums[e];
+                a.partial[((size_t)part * a.m + first_row + m) * features_of(a) + column + row] = c[i][e];
             }
         }
     }
@@ -232,6 +205,7 @@ extern "C" __global__ void __launch_bounds__(SUM_THREADS) linear_tiled_sum(const
 #define KERNEL(COLUMNS) \
     extern "C" __global__ void __launch_bounds__(THREADS, 3) linear_tiled_##COLUMNS(const __grid_constant__ Arguments a) { run<COLUMNS>(a); }
 
+KERNEL(8)
 KERNEL(16)
 KERNEL(32)
 KERNEL(64)

@@ -3,8 +3,9 @@
 
 use std::time::Instant;
 
+use NVFP4::base::Result;
 use NVFP4::base::error::bail;
-use NVFP4::base::{Result, memory};
+use NVFP4::base::memory::{self, Tag};
 use NVFP4::format::random;
 use NVFP4::model::{Activations, Device, KvType};
 use NVFP4::session::{self, Session, SessionOptions};
@@ -57,6 +58,8 @@ struct Report {
     ttft_ms: f64,
     /// The most memory in accounted use at any time, loading included.
     peak_bytes: u64,
+    /// The most that weights, keys and values, and scratch took on a GPU; each at its own peak.
+    peak_device_bytes: u64,
     /// The most memory the process was seen to occupy.
     peak_resident_bytes: Option<u64>,
     weight_bytes: u64,
@@ -123,6 +126,13 @@ pub(super) fn run(args: &Args) -> Result<()> {
     bar.finish_and_clear();
     let kv_bytes: u64 = sessions.iter().map(|s| s.kv_bytes() as u64).sum();
     let peak_bytes = memory::total().peak;
+    let device = [
+        Tag::DeviceWeights,
+        Tag::DeviceKvCache,
+        Tag::DeviceScratch,
+        Tag::DeviceTensor,
+    ];
+    let peak_device_bytes = device.map(|tag| memory::usage(tag).peak).iter().sum();
     let peak_resident_bytes = peak_resident();
     let info = model.info();
 
@@ -166,6 +176,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
         decode_tok_s: steps * args.batch as f64,
         ttft_ms: median(samples.iter().map(|s| s.first_token)) * 1e3,
         peak_bytes,
+        peak_device_bytes,
         peak_resident_bytes,
         weight_bytes: info.weight_bytes,
         kv_bytes,

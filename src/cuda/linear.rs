@@ -21,6 +21,10 @@ use crate::format::nvfp4::BLOCK;
 pub const MLP_SCALE: f32 = 16.0;
 /// Rows of activations that the fused kernel takes at once.
 pub const SMALL: usize = 16;
+/// Rows of activations that need no scratch memory.
+const FEW: usize = 4;
+/// Bytes of activations beyond which the fused kernel, whose blocks each hold all of them, is slower than the tiled one.
+const FUSED_BYTES: usize = 128 << 10;
 /// Rows of activations up to which the tiled kernel is faster than the library.
 pub const TILED: usize = 128;
 
@@ -474,6 +478,7 @@ pub fn linear(
     if all_nvfp4
         && m <= SMALL
         && let Some(plan) = plan(gpu, m, matrices, output)
+        && (m <= FEW || output == Output::Swiglu || plan.rows == m && m * k * 2 <= FUSED_BYTES)
     {
         return small(gpu, input, m, matrices, output, out, stride, plan);
     }
@@ -638,7 +643,7 @@ impl Tiling {
         multiprocessors: usize,
         divide: bool,
     ) -> Tiling {
-        let columns = m.next_power_of_two().clamp(16, TILE_ROWS);
+        let columns = m.next_power_of_two().clamp(8, TILE_ROWS);
         let tiles: usize = features.iter().map(|n| n.div_ceil(TILE_FEATURES)).sum();
         let blocks = tiles * m.div_ceil(columns);
         let parts = if divide {
@@ -784,7 +789,7 @@ pub(super) const WORKSPACE: usize = 32 << 20;
 /// Bytes of a weight's f16 copy, of as many rows as that is, in a product by itself.
 const COPY: usize = 64 << 20;
 
-/// Memory for products of more rows than [`SMALL`]: an f16 copy of one weight, or of some of its rows, the library's workspace,
+/// Memory for products of many rows: an f16 copy of one weight, or of some of its rows, the library's workspace,
 /// and sums of parts.
 #[derive(Debug)]
 pub struct LinearScratch {
@@ -803,14 +808,14 @@ struct DequantizeArguments {
 }
 
 impl LinearScratch {
-    /// Room for a copy of `bytes`, and what comes with it; nothing at all for 0, which does for small products.
-    pub fn new(gpu: &Arc<Gpu>, bytes: usize) -> Result<LinearScratch> {
+    /// What is good for products of up to `rows` rows, with room for a copy of `bytes`; the library needs some.
+    pub fn new(gpu: &Arc<Gpu>, rows: usize, bytes: usize) -> Result<LinearScratch> {
         let workspace = if bytes > 0 && gpu.blas().is_some() {
             WORKSPACE
         } else {
             0
         };
-        let tiles = if bytes > 0 {
+        let tiles = if rows > FEW {
             TILE_BLOCKS * gpu.multiprocessors()
         } else {
             0
@@ -834,14 +839,10 @@ impl LinearScratch {
             // Activations of the weight's type.
             Storage::F16 | Storage::BF16 if m > SMALL => product("activations", &[m, row])?,
             Storage::F16 | Storage::BF16 => 0,
-            Storage::Nvfp4
-                if gpu.blas().is_none() || is_fused(gpu, m, &[(w, None)], Output::F32) =>
-            {
-                0
-            }
+            Storage::Nvfp4 if gpu.blas().is_none() || m <= TILED => 0,
             Storage::Nvfp4 => row * w.rows.min(COPY / row).max(1).next_multiple_of(CHUNK_ROWS),
         };
-        Self::new(gpu, bytes)
+        Self::new(gpu, m, bytes)
     }
 
     fn product(

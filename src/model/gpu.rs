@@ -16,6 +16,7 @@ use super::weights::{Embedding, Layer, Projection, Weights};
 use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::base::memory::{Buffer, Tag};
+use crate::base::threads::Pool;
 use crate::checkpoint::Encoding;
 use crate::cuda::{
     self, Best, Biased, DeviceBuffer, Event, Gpu, Graph, Heads, HostTable, Input, LinearScratch,
@@ -667,7 +668,7 @@ impl State {
         let widest = (q + 2 * config.kv_heads * dim).max(wide) * hidden * 2;
         let converted = rows * wide.max(hidden).max(q) * 2;
         let widest = widest.max(if dense { converted } else { 0 });
-        let large = rows > cuda::SMALL || head_rows > cuda::SMALL;
+        let large = rows.max(head_rows) > if dense { cuda::SMALL } else { cuda::TILED };
         Ok(State {
             dense,
             rows,
@@ -688,7 +689,7 @@ impl State {
             best: Best::new(gpu, batch)?,
             shortlist: None,
             parts: Rows::new(gpu, config.heads, config.kv_heads, dim, batch)?,
-            linear: LinearScratch::new(gpu, if large { widest } else { 0 })?,
+            linear: LinearScratch::new(gpu, rows.max(head_rows), if large { widest } else { 0 })?,
             history: Pinned::new(gpu, Tag::Scratch, HISTORY * batch * 4)?,
             graphs: HashMap::new(),
             ready: Vec::new(),
@@ -826,28 +827,41 @@ fn table(gpu: &Arc<Gpu>, config: &Config, weights: &Weights) -> Result<Option<Ho
         _ => (Storage::F32, false),
     };
     let (rows, width) = (entry.rows(), config.hidden_size);
+    let stored = checkpoint.bytes(entry).filter(|_| plain);
+    // Brings rows from `first` on, as many as `out` takes.
+    let bring = |first: usize, out: &mut [u8], row_bytes: usize| {
+        let some = first..first + out.len() / row_bytes;
+        if let Some(stored) = stored {
+            out.copy_from_slice(&stored[some.start * row_bytes..some.end * row_bytes]);
+        } else {
+            let mut values = vec![0f32; some.len() * width];
+            checkpoint.rows_f32(entry, some.clone(), &mut values)?;
+            match storage {
+                Storage::BF16 => fill(out, &values, |v| bf16::from_f32(v).to_le_bytes()),
+                Storage::F16 => fill(out, &values, |v| f16::from_f32(v).to_le_bytes()),
+                Storage::F32 => fill(out, &values, f32::to_le_bytes),
+                Storage::Nvfp4 => bail!(Internal, "an embedding is dense"),
+            }
+        }
+        checkpoint.release(entry, some);
+        Ok(())
+    };
+    let pool = Pool::new(Pool::default_threads()?)?;
     let table = HostTable::new(gpu, rows, width, storage, |bytes| {
-        let stored = checkpoint.bytes(entry).filter(|_| plain);
         let row_bytes = bytes.len() / rows;
-        let mut values = vec![0f32; width * TABLE_ROWS];
-        for first in (0..rows).step_by(TABLE_ROWS) {
-            let some = first..rows.min(first + TABLE_ROWS);
-            let out = &mut bytes[some.start * row_bytes..some.end * row_bytes];
-            if let Some(stored) = stored {
-                out.copy_from_slice(&stored[some.start * row_bytes..some.end * row_bytes]);
-            } else {
-                let values = &mut values[..some.len() * width];
-                checkpoint.rows_f32(entry, some.clone(), values)?;
-                match storage {
-                    Storage::BF16 => fill(out, values, |v| bf16::from_f32(v).to_le_bytes()),
-                    Storage::F16 => fill(out, values, |v| f16::from_f32(v).to_le_bytes()),
-                    Storage::F32 => fill(out, values, f32::to_le_bytes),
-                    Storage::Nvfp4 => bail!(Internal, "an embedding is dense"),
+        let pieces = Mutex::new(bytes.chunks_mut(TABLE_ROWS * row_bytes).enumerate());
+        let result = Mutex::new(Ok(()));
+        pool.run(pool.threads(), |_| {
+            loop {
+                let piece = pieces.lock().unwrap_or_else(PoisonError::into_inner).next();
+                let Some((i, out)) = piece else { break };
+                if let Err(e) = bring(i * TABLE_ROWS, out, row_bytes) {
+                    *result.lock().unwrap_or_else(PoisonError::into_inner) = Err(e);
+                    break;
                 }
             }
-            checkpoint.release(entry, some);
-        }
-        Ok(())
+        });
+        result.into_inner().unwrap_or_else(PoisonError::into_inner)
     })?;
     Ok(Some(table))
 }
