@@ -285,51 +285,66 @@ macro_rules! targets {
 
 targets! { sm_80 sm_89 sm_90a sm_100a sm_120a sm_121a }
 
+/// Compiles a program of tests/kernels/emulated for the processor, with this `__CUDA_ARCH__`, and runs it: what it says.
+/// Nothing where there is no compiler.
+fn emulate(name: &str, arch: u32) -> Option<String> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let program = Path::new(env!("CARGO_TARGET_TMPDIR"))
+        .join(format!("{name}-{arch}-{}", std::process::id()));
+    let compiled = Command::new("g++")
+        .args(["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror"])
+        .arg("-Wno-unknown-pragmas")
+        .arg(format!("-D__CUDA_ARCH__={arch}"))
+        .arg("-I")
+        .arg(root.join("tests/kernels/emulated"))
+        .arg("-I")
+        .arg(root.join("kernels"))
+        .arg(root.join(format!("tests/kernels/emulated/{name}.cpp")))
+        .arg("-o")
+        .arg(&program)
+        .output();
+    let compiled = match compiled {
+        Ok(output) => output,
+        Err(e) => {
+            assert!(!is_required("g++"), "NVFP4_REQUIRE names g++: {e}");
+            println!("SKIPPED kernels on an emulated GPU: g++: {e}");
+            return None;
+        }
+    };
+    let said = String::from_utf8_lossy(&compiled.stderr);
+    assert!(compiled.status.success(), "{said}");
+    let output = Command::new(&program).output().unwrap();
+    std::fs::remove_file(&program).unwrap();
+    println!("{name} for {arch}: {}", output.status);
+    Some(String::from_utf8(output.stdout).unwrap())
+}
+
 /// Kernels of scaled_mm from their sources, on the processor: with f16 tensor cores, and with those that multiply e2m1, which
 /// the instruction's description stands in for. And a launcher asks for a block as its kernel is.
 #[test]
 fn scaled_products_are_right_on_an_emulated_gpu() {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut wanted = String::new();
+    for tile in ScaledTile::ALL {
+        let (threads, shared) = tile.block();
+        let kernel = tile.kernel();
+        writeln!(wanted, "{kernel}: {threads} threads, {shared} bytes").unwrap();
+    }
+    wanted.push_str("ok\n");
     for arch in [800, 1200] {
-        let program = Path::new(env!("CARGO_TARGET_TMPDIR"))
-            .join(format!("scaled-mm-{arch}-{}", std::process::id()));
-        let compiled = Command::new("g++")
-            .args(["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror"])
-            .arg("-Wno-unknown-pragmas")
-            .arg(format!("-D__CUDA_ARCH__={arch}"))
-            .arg("-I")
-            .arg(root.join("tests/kernels/emulated"))
-            .arg("-I")
-            .arg(root.join("kernels"))
-            .arg(root.join("tests/kernels/emulated/scaled_mm.cpp"))
-            .arg("-o")
-            .arg(&program)
-            .output();
-        let compiled = match compiled {
-            Ok(output) => output,
-            Err(e) => {
-                assert!(!is_required("g++"), "NVFP4_REQUIRE names g++: {e}");
-                println!("SKIPPED kernels on an emulated GPU: g++: {e}");
-                return;
-            }
-        };
-        let said = String::from_utf8_lossy(&compiled.stderr);
-        assert!(compiled.status.success(), "{said}");
-        let output = Command::new(&program).output().unwrap();
-        std::fs::remove_file(&program).unwrap();
-        let said = String::from_utf8(output.stdout).unwrap();
-        let mut wanted = String::new();
-        for tile in ScaledTile::ALL {
-            let (threads, shared) = tile.block();
-            writeln!(
-                wanted,
-                "{}: {threads} threads, {shared} bytes",
-                tile.kernel()
-            )
-            .unwrap();
+        if let Some(said) = emulate("scaled_mm", arch) {
+            assert_eq!(said, wanted, "for {arch}");
         }
-        wanted.push_str("ok\n");
-        assert_eq!(said, wanted, "for {arch}: {}", output.status);
+    }
+}
+
+/// Packing, unpacking and products of few and of some tens of rows, from the kernels' sources, on the processor: with and without
+/// an instruction that converts scales.
+#[test]
+fn products_are_right_on_an_emulated_gpu() {
+    for arch in [800, 900] {
+        if let Some(said) = emulate("linear", arch) {
+            assert_eq!(said, "ok\n", "for {arch}");
+        }
     }
 }
 

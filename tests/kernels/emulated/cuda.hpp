@@ -36,6 +36,13 @@ struct alignas(8) uint2 {
 struct alignas(16) uint4 {
     unsigned x, y, z, w;
 };
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
+inline float __expf(float x) { return std::exp(x); }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 using std::max;
@@ -54,7 +61,7 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     return r;
 }
 
-inline Index threadIdx, blockIdx;
+inline Index threadIdx, blockIdx, gridDim;
 extern char shared[];
 
 // Threads of a block.

@@ -61,7 +61,41 @@ Lane together(const Lane& mine, void (*compute)(Lane (&)[WARP])) {
     return w.lanes[lane];
 }
 
+inline void __syncwarp() {
+    struct Lane {};
+    together<Lane>({}, [](Lane(&)[WARP]) {});
+}
+// What lane `from` has, for each lane.
+template <class T>
+T shuffle(T x, int from) {
+    struct Lane {
+        T x, r;
+        int from;
+    };
+    return together<Lane>({x, x, from}, [](Lane(&lanes)[WARP]) {
+               for (Lane& l : lanes) l.r = lanes[l.from].x;
+           }).r;
+}
+template <class T>
+T __shfl_sync(u32, T x, int from) {
+    return shuffle(x, from);
+}
+template <class T>
+T __shfl_xor_sync(u32, T x, int d) {
+    return shuffle(x, lane_id() ^ d);
+}
+
 inline u32 shared_address(const void* p) { return (u32)((const char*)p - shared); }
+
+template <class T>
+T load_shared(u32 address) {
+    if (address % sizeof(T)) printf("%zu bytes of shared memory at %u\n", sizeof(T), address), exit(1);
+    T v;
+    memcpy(&v, shared + address, sizeof v);
+    return v;
+}
+inline uint4 load_shared_16(u32 address) { return load_shared<uint4>(address); }
+inline uint2 load_shared_8(u32 address) { return load_shared<uint2>(address); }
 
 inline void load_matrices(u32 (&r)[4], u32 address) {
     struct Lane {
@@ -125,6 +159,8 @@ inline double ue4m3(u8 byte) {
     if ((byte & 0x7f) == 0x7f) return NAN;
     return exponent ? std::ldexp(8 + mantissa, exponent - 10) : std::ldexp(mantissa, -9);
 }
+
+inline u32 e4m3_to_f16(u16 pair) { return to_f16(ue4m3((u8)pair)) | (u32)to_f16(ue4m3((u8)(pair >> 8))) << 16; }
 
 // Selectors 0: scales of A come from lanes 0 (its row g) and 1 (row g + 8) of each four, those of B from lane 0; byte i belongs
 // to elements 16 i to 16 i + 15 along K.

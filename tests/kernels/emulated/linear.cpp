@@ -1,0 +1,284 @@
+// kernels/linear/{pack,small,tiled}.cu and kernels/quantize/dequantize.cu on the processor, against sums in f64: the sources as
+// they ship, with instructions replaced by what the PTX ISA says of them. Weights go through the packing kernel first. Built
+// twice by tests/kernels.rs, for architectures with and without a conversion of e4m3. Prints "ok" or what is wrong.
+#include "cuda.hpp"
+
+#include "common/ptx.cuh"
+#include "common/reduce.cuh"
+#include "common/ring.cuh"
+#include "format/packed.cuh"
+
+namespace pack {
+#include "linear/pack.cu"
+}
+// What kernels declare as shared memory is the one array that the copies know.
+namespace small {
+extern char shared[] asm("shared");
+#include "linear/small.cu"
+#undef KERNEL
+#undef KERNELS
+}
+namespace tiled {
+extern char shared[] asm("shared");
+#include "linear/tiled.cu"
+}
+namespace dequantize {
+#include "quantize/dequantize.cu"
+}
+
+alignas(128) char shared[228 << 10];
+
+static std::mt19937 random_bits(__CUDA_ARCH__);
+static constexpr u8 POISON = 0xee;
+
+// Runs all blocks of a grid.
+static void launch(unsigned x, unsigned y, unsigned z, int threads, const std::function<void()>& kernel) {
+    gridDim = {x, y, z};
+    for (blockIdx.z = 0; blockIdx.z < z; blockIdx.z++) {
+        for (blockIdx.y = 0; blockIdx.y < y; blockIdx.y++) {
+            for (blockIdx.x = 0; blockIdx.x < x; blockIdx.x++) {
+                // NaN for whoever takes it for numbers.
+                memset(shared, 0xff, sizeof shared);
+                Block(threads, random_bits(), kernel);
+            }
+        }
+    }
+}
+
+static void wrong(const char* what, int row, int column, double got, double want) {
+    printf("%s: (%d, %d) is %g, not %g\n", what, row, column, got, want);
+    exit(1);
+}
+
+// Memory of its own on a 16-byte boundary, with a margin that nobody may touch.
+struct Memory {
+    size_t bytes;
+    std::vector<uint4> words;
+    explicit Memory(size_t bytes) : bytes(bytes), words(bytes / 16 + 5) { memset(words.data(), POISON, words.size() * 16); }
+    u8* data() { return (u8*)words.data(); }
+    void check(const char* what) {
+        for (size_t i = bytes; i < words.size() * 16; i++) {
+            if (data()[i] != POISON) printf("%s: written past the end\n", what), exit(1);
+        }
+    }
+};
+
+struct Weight {
+    int rows, k;
+    std::vector<double> values;
+    std::vector<float> bias;
+    Memory chunks;
+    static constexpr float GLOBAL = 1e-3f;
+
+    Weight(int rows, int k) : rows(rows), k(k), chunks((size_t)ceil_div(rows, CHUNK_ROWS) * ceil_div(k, CHUNK_K) * CHUNK_BYTES) {
+        Memory codes((size_t)rows * k / 2), scales((size_t)rows * k / BLOCK);
+        for (size_t i = 0; i < codes.bytes; i++) codes.data()[i] = (u8)random_bits();
+        // Any scale that there is, ends and middle more often.
+        u8 some[] = {0x00, 0x01, 0x7e, 0x38};
+        for (size_t i = 0; i < scales.bytes; i++) scales.data()[i] = random_bits() % 4 ? (u8)(0x30 + random_bits() % 16) : some[random_bits() % 4];
+        for (int r = 0; r < rows; r++) {
+            for (int c = 0; c < k; c++) {
+                u8 byte = codes.data()[((size_t)r * k + c) / 2];
+                values.push_back(e2m1(c % 2 ? byte >> 4 : byte) * ue4m3(scales.data()[((size_t)r * k + c) / BLOCK]));
+            }
+            bias.push_back((float)(random_bits() % 1000) * 1e-3f - 0.5f);
+        }
+        pack::Arguments a = {codes.data(), scales.data(), chunks.data(), rows, k};
+        unsigned words = ceil_div(k, CHUNK_K) * pack::WORDS;
+        launch(ceil_div(words, pack::THREADS), ceil_div(rows, CHUNK_ROWS), 1, pack::THREADS, [&] { pack::linear_pack(a); });
+        chunks.check("packing");
+
+        Memory dense((size_t)rows * k * 2);
+        dequantize::Arguments d = {chunks.data(), (u16*)dense.data(), rows, k};
+        launch(ceil_div(words, pack::THREADS), ceil_div(rows, CHUNK_ROWS), 1, pack::THREADS, [&] { dequantize::dequantize_folded(d); });
+        dense.check("dequantizing");
+        for (size_t i = 0; i < values.size(); i++) {
+            double got = f16_to_float(((u16*)dense.data())[i]);
+            if (got != values[i]) wrong("dequantizing", (int)(i / k), (int)(i % k), got, values[i]);
+        }
+    }
+    double product(int row, const double* x) const {
+        double sum = 0;
+        for (int c = 0; c < k; c++) sum += values[(size_t)row * k + c] * x[c];
+        return sum * GLOBAL;
+    }
+};
+
+struct Activations {
+    std::vector<double> values;
+    Memory halves;
+    Activations(int m, int k) : halves((size_t)m * k * 2) {
+        for (int i = 0; i < m * k; i++) {
+            u16 x = to_f16(((int)(random_bits() % 2001) - 1000) * 1e-3);
+            ((u16*)halves.data())[i] = x;
+            values.push_back(f16_to_float(x));
+        }
+    }
+};
+
+enum Output { F32, F16, ADD, SWIGLU };
+
+// All of `out` but its last two columns, which nobody may touch.
+static void compare(const char* what, Memory& out, int m, int features, int stride, Output output, double slack,
+                    const std::function<double(int, int)>& want) {
+    out.check(what);
+    bool half = output == F16 || output == SWIGLU;
+    for (int i = 0; i < m; i++) {
+        double norm = 0;
+        for (int j = 0; j < features; j++) norm = std::max(norm, std::fabs(want(i, j)));
+        for (int j = 0; j < stride; j++) {
+            size_t at = (size_t)i * stride + j;
+            if (j >= features) {
+                u8 bytes[4];
+                memcpy(bytes, out.data() + at * (half ? 2 : 4), half ? 2 : 4);
+                if (bytes[0] != POISON || bytes[1] != POISON) printf("%s: written beside row %d\n", what, i), exit(1);
+                continue;
+            }
+            double got = half ? f16_to_float(((u16*)out.data())[at]) : ((float*)out.data())[at];
+            double bar = norm * slack + (half ? std::fabs(want(i, j)) * 0x1p-10 : 0);
+            if (!(std::fabs(got - want(i, j)) <= bar)) wrong(what, i, j, got, want(i, j));
+        }
+    }
+}
+
+static Memory before(int m, int stride, int features, Output output) {
+    Memory out((size_t)m * stride * (output == F32 || output == ADD ? 4 : 2));
+    if (output == ADD) {
+        for (int i = 0; i < m; i++) {
+            for (int j = 0; j < features; j++) ((float*)out.data())[(size_t)i * stride + j] = (float)(i + j % 50);
+        }
+    }
+    return out;
+}
+
+// Several matrices that share their input, whose features follow each other.
+struct Set {
+    std::vector<std::unique_ptr<Weight>> weights;
+    int features = 0;
+    Set(std::initializer_list<int> rows, int k) {
+        for (int n : rows) {
+            weights.push_back(std::make_unique<Weight>(n, k));
+            features += n;
+        }
+    }
+    template <class Matrix>
+    void fill(Matrix (&matrix)[3], bool bias) const {
+        for (size_t i = 0; i < 3; i++) {
+            matrix[i] = {};
+            if (i < weights.size()) matrix[i] = {weights[i]->chunks.data(), bias ? weights[i]->bias.data() : nullptr, Weight::GLOBAL, weights[i]->rows};
+        }
+    }
+    double product(int feature, const double* x, bool bias) const {
+        for (auto& w : weights) {
+            if (feature < w->rows) return w->product(feature, x) + (bias ? w->bias[feature] : 0);
+            feature -= w->rows;
+        }
+        return NAN;
+    }
+};
+
+static void check_tiled(int columns, void (*kernel)(tiled::Arguments), int m, std::initializer_list<int> rows, int k, int parts, Output output) {
+    char what[128];
+    snprintf(what, sizeof what, "tiled %d, %d rows, K = %d, %d parts, output %d", columns, m, k, parts, output);
+    Set set(rows, k);
+    Activations x(m, k);
+    int stride = set.features + 2, tiles = 0;
+    Memory out = before(m, stride, set.features, output), partial((size_t)parts * m * set.features * 4);
+    std::vector<double> old;
+    for (int i = 0; i < m * stride; i++) old.push_back(output == ADD ? ((float*)out.data())[i] : 0);
+    tiled::Arguments a = {};
+    a.x = (const u16*)x.halves.data();
+    a.out = out.data();
+    a.partial = (float*)partial.data();
+    set.fill(a.matrix, true);
+    a.matrices = (int)rows.size();
+    a.m = m;
+    a.k = k;
+    a.out_stride = stride;
+    a.output = output;
+    a.parts = parts;
+    for (int n : rows) tiles += ceil_div(n, tiled::FEATURES);
+    launch(tiles, ceil_div(m, columns), parts, tiled::THREADS, [&] { kernel(a); });
+    partial.check(what);
+    if (parts > 1) launch(ceil_div(set.features, tiled::SUM_THREADS), m, 1, tiled::SUM_THREADS, [&] { tiled::linear_tiled_sum(a); });
+    compare(what, out, m, set.features, stride, output, 1e-5, [&](int i, int j) {
+        return old[i * stride + j] + set.product(j, &x.values[(size_t)i * k], true);
+    });
+}
+
+static void check_small(const char* name, void (*kernel)(small::Arguments), int m, std::initializer_list<int> rows, int k, Output output, bool normed,
+                        int blocks) {
+    char what[128];
+    snprintf(what, sizeof what, "%s, %d rows, K = %d, %d blocks", name, m, k, blocks);
+    Set set(rows, k);
+    int features = output == SWIGLU ? set.weights[0]->rows : set.features, stride = features + 2;
+    Activations x(m, k);
+    Memory out = before(m, stride, features, output);
+    std::vector<double> old;
+    for (int i = 0; i < m * stride; i++) old.push_back(output == ADD ? ((float*)out.data())[i] : 0);
+    std::vector<float> norm, floats(x.values.begin(), x.values.end());
+    double squares = 0;
+    for (int c = 0; c < k; c++) {
+        norm.push_back((float)(random_bits() % 1000) * 1e-3f);
+        squares += x.values[c] * x.values[c];
+    }
+    std::vector<double> input = x.values;
+    if (normed) {
+        for (int c = 0; c < k; c++) input[c] = f16_to_float(to_f16(x.values[c] / std::sqrt(squares / k + 1e-6) * norm[c]));
+    }
+    small::Arguments a = {};
+    a.x = normed ? (const void*)floats.data() : x.halves.data();
+    a.norm_weight = norm.data();
+    a.out = out.data();
+    set.fill(a.matrix, true);
+    a.matrices = (int)rows.size();
+    a.m = m;
+    a.k = k;
+    a.out_stride = stride;
+    a.eps = 1e-6f;
+    a.out_scale = 1 / 16.0f;
+    launch(blocks, 1, 1, small::THREADS, [&] { kernel(a); });
+    // A norm in f32 may round some values to the other neighbour in f16.
+    compare(what, out, m, features, stride, output, normed ? 3e-4 : 1e-5, [&](int i, int j) {
+        const double* row = &input[(size_t)i * k];
+        if (output != SWIGLU) return old[i * stride + j] + set.product(j, row, true);
+        double gate = set.product(j, row, true), up = set.product(features + j, row, true);
+        return gate / (1 + std::exp(-gate)) * up / 16;
+    });
+}
+
+int main() {
+    auto t8 = [](tiled::Arguments a) { tiled::linear_tiled_8(a); };
+    auto t16 = [](tiled::Arguments a) { tiled::linear_tiled_16(a); };
+    auto t32 = [](tiled::Arguments a) { tiled::linear_tiled_32(a); };
+    auto t64 = [](tiled::Arguments a) { tiled::linear_tiled_64(a); };
+    check_tiled(8, t8, 5, {72}, 272, 1, F32);
+    check_tiled(8, t8, 8, {64, 24, 40}, 640, 3, ADD);
+    check_tiled(16, t16, 9, {130}, 48, 1, F16);
+    check_tiled(32, t32, 33, {66, 8}, 400, 2, ADD);
+    check_tiled(64, t64, 64, {64}, 384, 2, F32);
+    check_tiled(64, t64, 70, {40}, 144, 1, ADD);
+
+    auto f4 = [](small::Arguments a) { small::linear_f32_4(a); };
+    auto f8 = [](small::Arguments a) { small::linear_f32_8(a); };
+    auto f16 = [](small::Arguments a) { small::linear_f32_16(a); };
+    auto h4 = [](small::Arguments a) { small::linear_f16_4(a); };
+    auto add8 = [](small::Arguments a) { small::linear_add_8(a); };
+    auto add4 = [](small::Arguments a) { small::linear_add_4(a); };
+    auto swiglu8 = [](small::Arguments a) { small::linear_swiglu_8(a); };
+    auto swiglu16 = [](small::Arguments a) { small::linear_swiglu_16(a); };
+    auto normed = [](small::Arguments a) { small::linear_normed_f32(a); };
+    auto normed_swiglu = [](small::Arguments a) { small::linear_normed_swiglu(a); };
+    check_small("f32_4", f4, 1, {40, 24, 9}, 656, F32, false, 3);
+    check_small("f32_4", f4, 4, {33}, 16, F32, false, 2);
+    check_small("f16_4", h4, 3, {24}, 1040, F16, false, 1);
+    check_small("add_4", add4, 2, {50}, 2064, ADD, false, 4);
+    check_small("f32_8", f8, 8, {40, 20}, 400, F32, false, 2);
+    check_small("add_8", add8, 5, {23}, 2320, ADD, false, 2);
+    check_small("f32_16", f16, 13, {72}, 272, F32, false, 2);
+    check_small("swiglu_8", swiglu8, 6, {24, 24}, 272, SWIGLU, false, 2);
+    check_small("swiglu_16", swiglu16, 11, {20, 20}, 144, SWIGLU, false, 1);
+    check_small("normed_f32", normed, 1, {40, 8, 8}, 4400, F32, true, 3);
+    check_small("normed_swiglu", normed_swiglu, 1, {16, 16}, 272, SWIGLU, true, 2);
+    puts("ok");
+}
