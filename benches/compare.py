@@ -62,7 +62,7 @@ def table(own, peers, rows):
     names = [name for name, _ in rows[0][2]]
     # Whichever quantity it is, the best contender to beat.
     lines = [
-        f"One H200, Qwen3-4B shape, tokens per second (decoding with 128 tokens of context, medians of 5, {own['date']}, "
+        f"One H200, Qwen3-4B shape, tokens per second (decoding with 128 tokens of context, medians of {own['medians_of']}, {own['date']}, "
         f"commit {own['commit']}; the others {peers['source']}):",
         "",
         "| | " + " | ".join([*names, "to the best other", "bar"]) + " |",
