@@ -127,6 +127,8 @@ impl Executor {
             state: Mutex::new(State::new(gpu, config, dense, 0, 0, 1, 1)?),
         };
         executor.heads(config, None).check()?;
+        // What weights passed through is not needed again.
+        gpu.empty_cache()?;
         Ok(executor)
     }
 
