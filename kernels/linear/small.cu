@@ -150,7 +150,6 @@ __device__ __forceinline__ void run(const Arguments& a) {
     char* xs = shared + WARPS * Ring::BYTES;
     float* norm_sums = (float*)(xs + a.m * row_bytes);
     float* partial = norm_sums + WARPS;  // [tiles + WARPS][m][SUMS]
-    float* before = partial;             // ADD_F32: what sums are added to, [m][tiles][FEATURES], from the end of that
 
     int end0 = ceil_div(a.matrix[0].rows, FEATURES), end1 = end0, tiles = end0;
     if (TILE != PAIR) {
@@ -188,7 +187,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
         return p;
     };
     int outputs = a.m * my_tiles * FEATURES;
-    before += (my_tiles + WARPS) * a.m * SUMS;
+    float* before = partial + (my_tiles + WARPS) * a.m * SUMS;  // ADD_F32: what sums are added to, [m][tiles][FEATURES]
 
     // Loads run ahead of the products, across tiles.
     Ring ring(shared + warp * Ring::BYTES);
