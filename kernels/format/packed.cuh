@@ -24,7 +24,7 @@ static_assert(CHUNK_BYTES % 16 == 0, "chunks are copied in 16-byte pieces");
 __host__ __device__ constexpr int sign_bit(int i) { return i == 0 ? 15 : i == 1 ? 12 : i == 2 ? 14 : 13; }
 __host__ __device__ constexpr int magnitude_bit(int i) { return 9 - 3 * i; }
 
-// What decode_word() times packed_scales() is to be multiplied by. The smallest such product, of a code of 1/2 and a scale of
+// What decode_packed() gives is to be multiplied by. The smallest such product, of a code of 1/2 and a scale of
 // 2^-9, is the smallest subnormal of f16.
 constexpr float PACKED_FACTOR = 16384.0f;
 
@@ -44,6 +44,14 @@ __device__ __forceinline__ void decode_word(u32 word, u32 (&pairs)[4]) {
     pairs[1] = (word << 3) & CODES;
     pairs[2] = ((word << 6) & MAGNITUDES) | ((word << 1) & SIGNS);
     pairs[3] = ((word << 9) & MAGNITUDES) | ((word << 2) & SIGNS);
+}
+
+// Word j of a lane's codes, and the scales of its row in the chunk: the four pairs as their values times 2^-14, exactly.
+__device__ __forceinline__ void decode_packed(u32 word, uint2 scales, int j, u32 (&pairs)[4]) {
+    u32 scale = packed_scales((j < 2 ? scales.x : scales.y) >> (j % 2 * 16));
+    decode_word(word, pairs);
+#pragma unroll
+    for (int i = 0; i < 4; i++) pairs[i] = mul_f16(pairs[i], scale);
 }
 
 // Four codes, the first one lowest, as a half.

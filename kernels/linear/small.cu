@@ -278,15 +278,8 @@ __device__ __forceinline__ void run(const Arguments& a) {
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 u32 u[4], v[4];
-                decode_word(words_low[j], u);
-                decode_word(words_high[j], v);
-                u32 su = packed_scales((j < 2 ? low_scales.x : low_scales.y) >> (j % 2 * 16));
-                u32 sv = packed_scales((j < 2 ? high_scales.x : high_scales.y) >> (j % 2 * 16));
-#pragma unroll
-                for (int p = 0; p < 4; p++) {
-                    u[p] = mul_f16(u[p], su);
-                    v[p] = mul_f16(v[p], sv);
-                }
+                decode_packed(words_low[j], low_scales, j, u);
+                decode_packed(words_high[j], high_scales, j, v);
 #pragma unroll
                 for (int column = 0; column < COLUMNS; column++) {
                     uint4 x = *(const uint4*)(x_lane[column] + x_step + ((j * 64) ^ turn[column]));
