@@ -68,8 +68,10 @@ extern char shared[];
 struct Block {
     struct Fiber {
         ucontext_t context;
-        std::vector<char> stack = std::vector<char>(256 << 10);
         bool done = false;
+        // It goes on when this counts further.
+        const uint64_t* counter = nullptr;
+        uint64_t count = 0;
     };
     std::vector<std::unique_ptr<Fiber>> fibers;
     std::vector<int> order;
@@ -78,6 +80,9 @@ struct Block {
     int waiting = 0;
     uint64_t barriers = 0;
     static inline Block* current;
+    // Used again by the next block.
+    static constexpr size_t STACK = 64 << 10;
+    static inline std::vector<std::unique_ptr<char[]>> stacks;
 
     static void start() {
         current->body();
@@ -92,39 +97,45 @@ struct Block {
             fibers.push_back(std::make_unique<Fiber>());
             Fiber& f = *fibers.back();
             getcontext(&f.context);
-            f.context.uc_stack.ss_sp = f.stack.data();
-            f.context.uc_stack.ss_size = f.stack.size();
+            if ((int)stacks.size() == i) stacks.emplace_back(new char[STACK]);
+            f.context.uc_stack.ss_sp = stacks[i].get();
+            f.context.uc_stack.ss_size = STACK;
             f.context.uc_link = nullptr;
             makecontext(&f.context, start, 0);
             order.push_back(i);
         }
         std::mt19937 random(seed);
         std::shuffle(order.begin(), order.end(), random);
-        for (bool any = true; any;) {
-            any = false;
+        for (int left = threads; left > 0;) {
+            bool any = false;
             for (int i : order) {
-                if (fibers[i]->done) continue;
+                Fiber& f = *fibers[i];
+                if (f.done || (f.counter && *f.counter == f.count)) continue;
                 any = true;
                 threadIdx.x = i;
-                swapcontext(&scheduler, &fibers[i]->context);
+                swapcontext(&scheduler, &f.context);
+                left -= f.done;
             }
+            if (!any) printf("%d threads wait for each other\n", left), exit(1);
         }
     }
 
-    // Lets other threads run.
-    static void yield() {
-        unsigned me = threadIdx.x;
-        swapcontext(&current->fibers[me]->context, &current->scheduler);
+    // Lets other threads run until `counter` is no longer what it is.
+    static void wait(const uint64_t& counter) {
+        Fiber& f = *current->fibers[threadIdx.x];
+        f.counter = &counter;
+        f.count = counter;
+        swapcontext(&f.context, &current->scheduler);
+        f.counter = nullptr;
     }
 };
 
 inline void __syncthreads() {
     Block& b = *Block::current;
-    uint64_t mine = b.barriers;
     if (++b.waiting == (int)b.fibers.size()) {
         b.waiting = 0;
         b.barriers++;
     } else {
-        while (b.barriers == mine) Block::yield();
+        Block::wait(b.barriers);
     }
 }

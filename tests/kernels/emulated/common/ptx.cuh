@@ -50,13 +50,12 @@ Lane together(const Lane& mine, void (*compute)(Lane (&)[WARP])) {
     Warp& w = warps[threadIdx.x / WARP];
     int lane = lane_id();
     w.lanes[lane] = mine;
-    uint64_t step = w.steps;
     if (++w.arrived == WARP) {
         w.arrived = 0;
         compute(w.lanes);
         w.steps++;
     } else {
-        while (w.steps == step) Block::yield();
+        Block::wait(w.steps);
     }
     return w.lanes[lane];
 }
