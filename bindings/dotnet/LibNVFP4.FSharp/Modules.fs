@@ -1,0 +1,149 @@
+/// The objects of LibNVFP4 as functions whose last argument is what comes down a pipe. Everything that owns native memory is
+/// IDisposable: bind it with `use`.
+namespace LibNVFP4.FSharp
+
+open System
+open LibNVFP4
+
+/// Tensors over arrays.
+[<RequireQualifiedAccess>]
+module Tensor =
+    /// A tensor over an array, without a copy, of a shape.
+    let ofArray (shape: int64 list) (data: float32[]) = Tensor.FromArray(data, List.toArray shape)
+
+    /// A tensor with the values of a matrix.
+    let ofArray2D (data: float32[,]) =
+        Tensor.FromArray(data |> Seq.cast<float32> |> Seq.toArray, int64 (Array2D.length1 data), int64 (Array2D.length2 data))
+
+    /// The values, row-major.
+    let toArray (tensor: Tensor) = tensor.ToFloats()
+
+/// NVFP4 and back.
+[<RequireQualifiedAccess>]
+module Quantize =
+    /// The default options.
+    let defaults () = QuantizeOptions()
+
+    /// Default options with a recipe.
+    let recipe recipe = QuantizeOptions(Recipe = recipe)
+
+    /// A tensor in NVFP4.
+    let tensorWith (options: QuantizeOptions) (tensor: Tensor) = Quantizer.Quantize(tensor, options)
+
+    /// A tensor in NVFP4, with the default options.
+    let tensor (tensor: Tensor) = Quantizer.Quantize(tensor)
+
+    /// The values of an NVFP4 tensor.
+    let dequantize (quantized: QuantizedTensor) = quantized.Dequantize()
+
+    /// Converts a model on disk to NVFP4, and tells a function the bytes done and their total.
+    let modelWith (options: QuantizeOptions) (progress: int64 -> int64 -> unit) (destination: string) (source: string) =
+        Quantizer.ConvertModel(source, destination, Container.ModelOpt, options, ProgressHandler(fun ``done`` total -> progress ``done`` total))
+
+    /// Converts a model on disk to NVFP4, with the default options.
+    let model (destination: string) (source: string) = Quantizer.ConvertModel(source, destination)
+
+/// Weights prepared for products.
+[<RequireQualifiedAccess>]
+module Weight =
+    /// Prepares an NVFP4 weight.
+    let ofQuantized (quantized: QuantizedTensor) = LinearWeight.Create(quantized)
+
+    /// Multiplies an input with a weight.
+    let linear (weight: LinearWeight) (input: Tensor) = weight.Linear(input)
+
+/// Models.
+[<RequireQualifiedAccess>]
+module Model =
+    /// Loads a model.
+    let load (path: string) = Model.Load(path)
+
+    /// Loads a model.
+    let loadWith (options: LoadOptions) (path: string) = Model.Load(path, options)
+
+    /// Loads a model to a device.
+    let loadOn (device: Device) (path: string) = Model.Load(path, LoadOptions(Device = device))
+
+    /// Loads a model, or says why not.
+    let tryLoad (path: string) =
+        try
+            Ok(Model.Load(path))
+        with :? Nvfp4Exception as e ->
+            Error e
+
+    /// What a model is.
+    let info (model: Model) = model.Info
+
+    /// The tokens of a text.
+    let encode (model: Model) (text: string) = model.Tokenizer.Encode(text)
+
+    /// The text of tokens.
+    let decode (model: Model) (tokens: int[]) = model.Tokenizer.Decode(tokens)
+
+/// How to generate: `Generate.defaults () |> Generate.temperature 0.7f |> Generate.maxTokens 100`. Each function gives a copy.
+[<RequireQualifiedAccess>]
+module Generate =
+    let private changed change (options: GenerateOptions) =
+        let copy = options.Clone()
+        change copy
+        copy
+
+    /// The default options.
+    let defaults () = GenerateOptions()
+
+    /// Tokens to generate at most.
+    let maxTokens count = changed (fun o -> o.MaxTokens <- int64 (count: int))
+
+    /// Divides the logits before a draw; 0 takes the likeliest token.
+    let temperature value = changed (fun o -> o.Temperature <- value)
+
+    /// Draws from the fewest of the likeliest tokens whose probabilities reach this sum.
+    let topP value = changed (fun o -> o.TopP <- value)
+
+    /// Draws from this many of the likeliest tokens.
+    let topK count = changed (fun o -> o.TopK <- count)
+
+    /// Leaves out tokens less likely than this share of the likeliest.
+    let minP value = changed (fun o -> o.MinP <- value)
+
+    /// Makes tokens that have occurred less likely.
+    let repetitionPenalty value = changed (fun o -> o.RepetitionPenalty <- value)
+
+    /// Fixes the draws.
+    let seed value = changed (fun o -> o.Seed <- value)
+
+    /// Tokens that end the text, besides the model's own.
+    let stopTokens (tokens: int seq) = changed (fun o -> o.StopTokens <- tokens)
+
+    /// Texts that end the text.
+    let stopStrings (texts: string seq) = changed (fun o -> o.StopStrings <- texts)
+
+    /// Takes the model's own stop tokens like any other.
+    let ignoreModelStops (options: GenerateOptions) = changed (fun o -> o.IgnoreModelStops <- true) options
+
+/// Conversations.
+[<RequireQualifiedAccess>]
+module Chat =
+    /// An empty conversation with a model.
+    let create (model: Model) = new ChatSession(model)
+
+    /// An empty conversation with a model that is told something first about its role.
+    let withSystem (system: string) (model: Model) = new ChatSession(model, system)
+
+    /// An empty conversation with a model.
+    let createWith (options: SessionOptions) (model: Model) = new ChatSession(model, null, options)
+
+    /// Says something and waits for the answer.
+    let ask (chat: ChatSession) (text: string) = chat.Ask(text)
+
+    /// Says something and waits for the answer.
+    let askWith (options: GenerateOptions) (chat: ChatSession) (text: string) = chat.Ask(text, options)
+
+    /// Says something and gives the answer as pieces of text, each made when it is asked for. Enumerating it twice says it twice.
+    let stream (chat: ChatSession) (text: string) : string seq = chat.Stream(text)
+
+    /// Says something and gives the answer as pieces of text.
+    let streamWith (options: GenerateOptions) (chat: ChatSession) (text: string) : string seq = chat.Stream(text, options)
+
+    /// What was said until now, as role and content.
+    let messages (chat: ChatSession) = chat.Messages |> Seq.map (fun m -> m.Role, m.Content) |> Seq.toList

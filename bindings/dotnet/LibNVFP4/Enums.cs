@@ -1,0 +1,223 @@
+// The named numbers of nvfp4.h. A test compares them with the header.
+
+namespace LibNVFP4
+{
+    /// <summary>How severe a log message is.</summary>
+    public enum LogLevel
+    {
+        /// <summary>Log nothing.</summary>
+        Off = 0,
+        /// <summary>What went wrong inside the library.</summary>
+        Error = 1,
+        /// <summary>What may surprise.</summary>
+        Warn = 2,
+        /// <summary>Milestones.</summary>
+        Info = 3,
+        /// <summary>Details, every error returned among them.</summary>
+        Debug = 4,
+        /// <summary>Everything.</summary>
+        Trace = 5,
+    }
+
+    /// <summary>What memory is used for.</summary>
+    public enum MemoryTag
+    {
+        /// <summary>All tags together.</summary>
+        Total = 0,
+        /// <summary>Weights.</summary>
+        Weights = 1,
+        /// <summary>Cached keys and values of sessions.</summary>
+        KvCache = 2,
+        /// <summary>Activations and workspaces.</summary>
+        Scratch = 3,
+        /// <summary>Tensors.</summary>
+        Tensor = 4,
+        /// <summary>Weights on GPUs.</summary>
+        DeviceWeights = 5,
+        /// <summary>Cached keys and values on GPUs.</summary>
+        DeviceKvCache = 6,
+        /// <summary>Activations and workspaces on GPUs.</summary>
+        DeviceScratch = 7,
+        /// <summary>Tensors on GPUs.</summary>
+        DeviceTensor = 8,
+    }
+
+    /// <summary>Whether managed (unified) memory is used where a host asks for it by policy.</summary>
+    public enum ManagedPolicy
+    {
+        /// <summary>No managed memory.</summary>
+        Disabled = 0,
+        /// <summary>Managed memory where the device can, and other memory where it cannot.</summary>
+        Preferred = 1,
+        /// <summary>Managed memory, or an error.</summary>
+        Required = 2,
+    }
+
+    /// <summary>The type of a tensor's elements, by libtorch's numbers.</summary>
+    public enum DType
+    {
+        /// <summary>Unsigned byte; also a pair of packed 4-bit codes.</summary>
+        UInt8 = 0,
+        /// <summary>Signed byte.</summary>
+        Int8 = 1,
+        /// <summary>16-bit integer.</summary>
+        Int16 = 2,
+        /// <summary>32-bit integer.</summary>
+        Int32 = 3,
+        /// <summary>64-bit integer.</summary>
+        Int64 = 4,
+        /// <summary>IEEE half precision.</summary>
+        Float16 = 5,
+        /// <summary>IEEE single precision.</summary>
+        Float32 = 6,
+        /// <summary>IEEE double precision.</summary>
+        Float64 = 7,
+        /// <summary>A byte that is 0 or 1.</summary>
+        Bool = 11,
+        /// <summary>bfloat16.</summary>
+        BFloat16 = 15,
+        /// <summary>E4M3 without infinities, the type of NVFP4 block scales.</summary>
+        Float8E4M3Fn = 24,
+        /// <summary>Two E2M1 codes in one byte.</summary>
+        Float4E2M1FnX2 = 45,
+    }
+
+    /// <summary>What kind of device memory is on or work is done by, by libtorch's numbers.</summary>
+    public enum DeviceType
+    {
+        /// <summary>The library's choice, where a device is chosen for work.</summary>
+        Auto = -1,
+        /// <summary>The processor and its memory.</summary>
+        Cpu = 0,
+        /// <summary>A CUDA device.</summary>
+        Cuda = 1,
+    }
+
+    /// <summary>How many levels of scales there are.</summary>
+    public enum Levels
+    {
+        /// <summary>A multiplier for the whole tensor above the block scales.</summary>
+        Two = 0,
+        /// <summary>Block scales alone.</summary>
+        Single = 1,
+        /// <summary>The single-level rule of older hosts.</summary>
+        Legacy = 2,
+    }
+
+    /// <summary>How block scales are chosen.</summary>
+    public enum Recipe
+    {
+        /// <summary>The largest magnitude of a block becomes 6.</summary>
+        Amax = 0,
+        /// <summary>The largest magnitude of a block becomes 6 or 4, whichever is closer.</summary>
+        FourOverSix = 1,
+        /// <summary>The scale, of all there are, with the smallest squared error.</summary>
+        Sweep = 2,
+    }
+
+    /// <summary>How values between two codes are rounded.</summary>
+    public enum Rounding
+    {
+        /// <summary>To the nearer code; a tie goes to the even one.</summary>
+        NearestEven = 0,
+        /// <summary>To the nearer code; a tie goes away from zero.</summary>
+        HalfAway = 1,
+        /// <summary>Up or down by chance, so that the expected result is the value.</summary>
+        Stochastic = 2,
+    }
+
+    /// <summary>What becomes of NaN and infinities.</summary>
+    public enum Nonfinite
+    {
+        /// <summary>An error that names the first index.</summary>
+        Error = 0,
+        /// <summary>NaN counts as 0, an infinity as the largest value that fits.</summary>
+        Saturate = 1,
+    }
+
+    /// <summary>The order of block scales.</summary>
+    public enum ScaleLayout
+    {
+        /// <summary>Row-major.</summary>
+        Linear = 0,
+        /// <summary>In the 128 x 4 tiles that tensor cores read.</summary>
+        Swizzled = 1,
+    }
+
+    /// <summary>What is done to activations before a product.</summary>
+    public enum Activations
+    {
+        /// <summary>They stay as they are (W4A16).</summary>
+        Exact = 0,
+        /// <summary>They are rounded to 8 bits (W4A8), on the CPU only.</summary>
+        Int8 = 1,
+    }
+
+    /// <summary>Whether a weight is multiplied in 4 bits or decoded.</summary>
+    public enum ComputePath
+    {
+        /// <summary>A kernel for the weight's format, or else the decoded weight.</summary>
+        Auto = 0,
+        /// <summary>A kernel for the weight's format, or an error.</summary>
+        KernelOnly = 1,
+        /// <summary>A kernel for the weight's format if the device has one, or else the decoded weight.</summary>
+        KernelOrFallback = 2,
+        /// <summary>The decoded weight.</summary>
+        DequantMatmulOnly = 3,
+    }
+
+    /// <summary>The 4-bit format of a weight.</summary>
+    public enum Format
+    {
+        /// <summary>No weight in 4 bits.</summary>
+        None = 0,
+        /// <summary>Codes of E2M1 with a scale for each 16.</summary>
+        Nvfp4 = 1,
+        /// <summary>NF4 of bitsandbytes.</summary>
+        Nf4 = 2,
+        /// <summary>Weights of several formats.</summary>
+        Mixed = 3,
+    }
+
+    /// <summary>What a converted model is written as.</summary>
+    public enum Container
+    {
+        /// <summary>A directory of safetensors in ModelOpt's layout.</summary>
+        ModelOpt = 0,
+        /// <summary>TorchSharp's .dat with single-level scales.</summary>
+        Dat = 1,
+    }
+
+    /// <summary>The precision of cached keys and values.</summary>
+    public enum KvType
+    {
+        /// <summary>IEEE half precision.</summary>
+        Float16 = 0,
+        /// <summary>IEEE single precision.</summary>
+        Float32 = 1,
+    }
+
+    /// <summary>What a session does with tokens that do not fit.</summary>
+    public enum Eviction
+    {
+        /// <summary>Refuses them.</summary>
+        Error = 0,
+        /// <summary>Forgets old ones.</summary>
+        DropOldest = 1,
+    }
+
+    /// <summary>Why a generation ended.</summary>
+    public enum FinishReason
+    {
+        /// <summary>A stop token.</summary>
+        Stop = 0,
+        /// <summary>A stop string.</summary>
+        StopString = 1,
+        /// <summary>As many tokens were generated as were allowed.</summary>
+        Length = 2,
+        /// <summary>The context is full.</summary>
+        Context = 3,
+        /// <summary>A callback, a token or <see cref="Session.Cancel"/>. What was generated until then is kept.</summary>
+        Cancelled = 4,
+    }
+}

@@ -1,0 +1,170 @@
+// What goes wrong, as exceptions: one base with the library's status and message, and a type for each kind that a host would
+// catch by itself. The numbers are those of nvfp4.h.
+
+using System;
+
+namespace LibNVFP4
+{
+    /// <summary>What a call came to.</summary>
+    public enum Status
+    {
+        /// <summary>The library could not be loaded, so that no call was made. The only status that is not the library's own.</summary>
+        NotLoaded = -1,
+        /// <summary>Success.</summary>
+        Ok = 0,
+        /// <summary>An argument is outside what the function accepts.</summary>
+        InvalidArgument = 1,
+        /// <summary>This build, device, format or architecture cannot do it.</summary>
+        Unsupported = 2,
+        /// <summary>The system refused memory.</summary>
+        OutOfMemory = 3,
+        /// <summary>The allocation would pass <see cref="Memory.Budget"/>.</summary>
+        OverBudget = 4,
+        /// <summary>Reading or writing a file failed.</summary>
+        Io = 5,
+        /// <summary>A file's content contradicts itself or its format.</summary>
+        CorruptFile = 6,
+        /// <summary>A named thing (file, tensor, key) is not there.</summary>
+        NotFound = 7,
+        /// <summary>The tokens would not fit in the context.</summary>
+        ContextFull = 8,
+        /// <summary>The object is in use by another call.</summary>
+        Busy = 9,
+        /// <summary>A callback or a cancel call stopped the work.</summary>
+        Cancelled = 10,
+        /// <summary>A buffer is too small.</summary>
+        BufferTooSmall = 11,
+        /// <summary>A handle is stale, foreign or of another type.</summary>
+        InvalidHandle = 12,
+        /// <summary>The library and this assembly do not fit together.</summary>
+        AbiMismatch = 13,
+        /// <summary>No such device, or its driver is missing.</summary>
+        DeviceUnavailable = 14,
+        /// <summary>A defect in the library.</summary>
+        Internal = 15,
+    }
+
+    /// <summary>A call of the library failed. The message is the library's: what was wrong, and what would be right.</summary>
+    public class Nvfp4Exception : Exception
+    {
+        internal Nvfp4Exception(Status status, string message) : base(message)
+        {
+            Status = status;
+        }
+
+        internal Nvfp4Exception(Status status, string message, Exception inner) : base(message, inner)
+        {
+            Status = status;
+        }
+
+        /// <summary>Which kind of failure it is.</summary>
+        public Status Status { get; }
+
+        internal static Nvfp4Exception Create(Status status, string message)
+        {
+            switch (status)
+            {
+                case Status.InvalidArgument: return new Nvfp4ArgumentException(message);
+                case Status.Unsupported: return new Nvfp4UnsupportedException(message);
+                case Status.OutOfMemory:
+                case Status.OverBudget: return new Nvfp4OutOfMemoryException(status, message);
+                case Status.Io: return new Nvfp4IOException(message);
+                case Status.CorruptFile: return new Nvfp4CorruptFileException(message);
+                case Status.NotFound: return new Nvfp4NotFoundException(message);
+                case Status.ContextFull: return new Nvfp4ContextFullException(message);
+                case Status.Busy: return new Nvfp4BusyException(message);
+                case Status.Cancelled: return new Nvfp4CancelledException(message);
+                case Status.DeviceUnavailable: return new Nvfp4DeviceUnavailableException(message);
+                default: return new Nvfp4Exception(status, message);
+            }
+        }
+    }
+
+    /// <summary>The native library could not be loaded, or is not one that this assembly can work with. The message lists the files that were tried and why each failed.</summary>
+    public sealed class Nvfp4LoadException : Nvfp4Exception
+    {
+        internal Nvfp4LoadException(Status status, string message) : base(status, message)
+        {
+        }
+    }
+
+    /// <summary>An argument is outside what the function accepts.</summary>
+    public sealed class Nvfp4ArgumentException : Nvfp4Exception
+    {
+        internal Nvfp4ArgumentException(string message) : base(Status.InvalidArgument, message)
+        {
+        }
+    }
+
+    /// <summary>This build, device, format or architecture cannot do it.</summary>
+    public sealed class Nvfp4UnsupportedException : Nvfp4Exception
+    {
+        internal Nvfp4UnsupportedException(string message) : base(Status.Unsupported, message)
+        {
+        }
+    }
+
+    /// <summary>The system refused memory, or an allocation would pass <see cref="Memory.Budget"/>; <see cref="Nvfp4Exception.Status"/> says which.</summary>
+    public sealed class Nvfp4OutOfMemoryException : Nvfp4Exception
+    {
+        internal Nvfp4OutOfMemoryException(Status status, string message) : base(status, message)
+        {
+        }
+    }
+
+    /// <summary>Reading or writing a file failed.</summary>
+    public sealed class Nvfp4IOException : Nvfp4Exception
+    {
+        internal Nvfp4IOException(string message) : base(Status.Io, message)
+        {
+        }
+    }
+
+    /// <summary>A file's content contradicts itself or its format.</summary>
+    public sealed class Nvfp4CorruptFileException : Nvfp4Exception
+    {
+        internal Nvfp4CorruptFileException(string message) : base(Status.CorruptFile, message)
+        {
+        }
+    }
+
+    /// <summary>A named thing (file, tensor, key) is not there.</summary>
+    public sealed class Nvfp4NotFoundException : Nvfp4Exception
+    {
+        internal Nvfp4NotFoundException(string message) : base(Status.NotFound, message)
+        {
+        }
+    }
+
+    /// <summary>The tokens would not fit in the session's context.</summary>
+    public sealed class Nvfp4ContextFullException : Nvfp4Exception
+    {
+        internal Nvfp4ContextFullException(string message) : base(Status.ContextFull, message)
+        {
+        }
+    }
+
+    /// <summary>The object is in use by another call, of another thread or of the one whose callback this is.</summary>
+    public sealed class Nvfp4BusyException : Nvfp4Exception
+    {
+        internal Nvfp4BusyException(string message) : base(Status.Busy, message)
+        {
+        }
+    }
+
+    /// <summary>The work was stopped by <see cref="Session.Cancel"/> or by a callback. Where a CancellationToken stopped it, that is an OperationCanceledException instead.</summary>
+    public sealed class Nvfp4CancelledException : Nvfp4Exception
+    {
+        internal Nvfp4CancelledException(string message) : base(Status.Cancelled, message)
+        {
+        }
+    }
+
+    /// <summary>No such device, or its driver is missing.</summary>
+    public sealed class Nvfp4DeviceUnavailableException : Nvfp4Exception
+    {
+        internal Nvfp4DeviceUnavailableException(string message) : base(Status.DeviceUnavailable, message)
+        {
+        }
+    }
+}

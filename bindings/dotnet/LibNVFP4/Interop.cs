@@ -1,0 +1,111 @@
+// What every call needs: a failed status becomes an exception, text goes in and out as UTF-8, arrays come out by asking for
+// their length first.
+
+using System;
+using System.Runtime.InteropServices;
+using System.Text;
+
+namespace LibNVFP4
+{
+    internal unsafe delegate int TextCall(byte* buffer, UIntPtr capacity, UIntPtr* length);
+
+    internal unsafe delegate int ArrayCall(void* buffer, UIntPtr capacity, UIntPtr* count);
+
+    internal static unsafe class Interop
+    {
+        static readonly UTF8Encoding Strict = new UTF8Encoding(false, true);
+
+        /// Throws what the library says about a call that failed.
+        internal static void Check(int status)
+        {
+            if (status != (int)Status.Ok)
+                throw Nvfp4Exception.Create((Status)status, LastError());
+        }
+
+        internal static string LastError() => ReadZ(Native.NVFP4_last_error());
+
+        /// The bytes of a text. One with half a surrogate pair is an ArgumentException, as it is no text.
+        internal static byte[] Utf8(string text, string name)
+        {
+            if (text == null)
+                throw new ArgumentNullException(name);
+            return Strict.GetBytes(text);
+        }
+
+        internal static string Read(byte* text, UIntPtr length)
+        {
+            int count = checked((int)length.ToUInt64());
+            return count == 0 ? "" : Strict.GetString(text, count);
+        }
+
+        internal static string ReadZ(IntPtr text)
+        {
+            byte* at = (byte*)text;
+            int count = 0;
+            while (at[count] != 0)
+                count++;
+            return count == 0 ? "" : Strict.GetString(at, count);
+        }
+
+        /// Text that `call` copies out. It is asked again if it grew in between.
+        internal static string Text(TextCall call)
+        {
+            UIntPtr length = UIntPtr.Zero;
+            int status = call(null, UIntPtr.Zero, &length);
+            for (;;)
+            {
+                if (status != (int)Status.BufferTooSmall)
+                    Check(status);
+                byte[] buffer = new byte[checked((int)length.ToUInt64())];
+                if (buffer.Length == 0)
+                    return "";
+                fixed (byte* at = buffer)
+                {
+                    status = call(at, Size(buffer.Length), &length);
+                    if (status == (int)Status.Ok)
+                        return Read(at, length);
+                }
+            }
+        }
+
+        /// Elements that `call` copies out.
+        internal static T[] Array<T>(ArrayCall call) where T : struct
+        {
+            UIntPtr count = UIntPtr.Zero;
+            int status = call(null, UIntPtr.Zero, &count);
+            for (;;)
+            {
+                if (status != (int)Status.BufferTooSmall)
+                    Check(status);
+                T[] items = new T[checked((int)count.ToUInt64())];
+                if (items.Length == 0)
+                    return items;
+                GCHandle pin = GCHandle.Alloc(items, GCHandleType.Pinned);
+                try
+                {
+                    status = call((void*)pin.AddrOfPinnedObject(), Size(items.Length), &count);
+                }
+                finally
+                {
+                    pin.Free();
+                }
+                if (status == (int)Status.Ok)
+                {
+                    System.Array.Resize(ref items, checked((int)count.ToUInt64()));
+                    return items;
+                }
+            }
+        }
+
+        internal static UIntPtr Size(long value)
+        {
+            if (value < 0)
+                throw new ArgumentOutOfRangeException(nameof(value), value, "a length is negative");
+            return new UIntPtr((ulong)value);
+        }
+
+        internal static long Long(UIntPtr value) => checked((long)value.ToUInt64());
+
+        internal static int Flag(bool value) => value ? 1 : 0;
+    }
+}

@@ -1,0 +1,379 @@
+// The native library itself: where it is looked for, what it says when it cannot be loaded, and its functions for the whole
+// process.
+//
+// It is loaded by its full path before the first call, so that the runtime's own search finds it loaded already: .NET Core asks
+// the resolver below; Mono, .NET Framework and Unity find a library of that name in the process. Mono searches when it compiles
+// a method that has the native call in it, so what may be the first call stands in a method or lambda of its own, which is
+// compiled after Load(): that is what Call() and After() are for.
+
+using System;
+using System.Collections.Generic;
+using System.IO;
+using System.Reflection;
+using System.Runtime.InteropServices;
+
+namespace LibNVFP4
+{
+    /// <summary>Takes a log message. It may come on any thread, and must not call into the library.</summary>
+    /// <param name="level">How severe it is.</param>
+    /// <param name="message">One line.</param>
+    public delegate void LogHandler(LogLevel level, string message);
+
+    /// <summary>The native library: loading, versions, logging, threads, and what this machine offers.</summary>
+    /// <remarks>
+    /// It is the file that NVFP4_LIB_PATH names, or that in the folder it names. Without it: what <see cref="Use"/> was told;
+    /// beside this assembly or the program; in <c>runtimes/RID/native</c> there; where the system looks.
+    /// </remarks>
+    public static unsafe class Library
+    {
+        /// <summary>The version of the binary interface that this assembly is made for.</summary>
+        public const int AbiVersion = 1;
+
+        const string Variable = "NVFP4_LIB_PATH";
+
+        static readonly object Gate = new object();
+        static readonly LogCallback OnLogCallback = OnLog;
+        static volatile bool loaded;
+        static string used;
+        static string path;
+        static LogHandler log;
+
+        /// <summary>The file that was loaded, or null if none is yet. A name without a folder was found by the system.</summary>
+        public static string Path => loaded ? path : null;
+
+        /// <summary>The version of the library that runs, as "major.minor.patch".</summary>
+        public static string Version
+        {
+            get { return After(() => Interop.ReadZ(Native.NVFP4_version())); }
+        }
+
+        /// <summary>Names the library's file, or its folder, in the place of NVFP4_LIB_PATH. Null takes that back. Once the library is loaded this changes nothing but what <see cref="Probe"/> tries.</summary>
+        public static void Use(string fileOrFolder)
+        {
+            lock (Gate)
+                used = string.IsNullOrEmpty(fileOrFolder) ? null : fileOrFolder;
+        }
+
+        /// <summary>Loads the library if it is not loaded yet, which the first call does otherwise.</summary>
+        /// <exception cref="Nvfp4LoadException">No file could be loaded; the message says which were tried and why each failed.</exception>
+        public static void Load()
+        {
+            if (loaded)
+                return;
+            lock (Gate)
+            {
+                if (loaded)
+                    return;
+                path = Find(out IntPtr handle);
+                Resolver.Install(path);
+                CheckBound(handle);
+                loaded = true;
+            }
+        }
+
+        /// The runtime's calls must go to the file that was loaded, and that must speak this assembly's version of the interface.
+        static void CheckBound(IntPtr handle)
+        {
+            // The text is static, so two copies of the library have it in two places.
+            IntPtr expected = Loader.Function<PointerFunction>(handle, "NVFP4_version")();
+            Func<IntPtr> ask = () => Native.NVFP4_version();
+            IntPtr bound = IntPtr.Zero;
+            try
+            {
+                bound = ask();
+            }
+            catch (Exception e) when (e is DllNotFoundException || e is EntryPointNotFoundException)
+            {
+                // The runtime looks at other places before those that are loaded.
+            }
+            if (bound != expected)
+                throw new Nvfp4LoadException(Status.NotLoaded, "the runtime does not take " + path + " but another " + Loader.FileName +
+                    ", probably one beside the assembly in " + System.IO.Path.GetDirectoryName(typeof(Library).Assembly.Location) +
+                    "; remove that one, or load it instead");
+            Func<int> version = () => Native.NVFP4_abi_version();
+            int number = version();
+            if (number != AbiVersion)
+                throw new Nvfp4LoadException(Status.AbiMismatch, path + " has version " + number +
+                    " of the binary interface, and this assembly is made for version " + AbiVersion + "; take both from one release");
+        }
+
+        /// <summary>Says whether the library can be loaded from where it is looked for now.</summary>
+        /// <param name="file">The file that can be loaded, or the one that was asked for, or null.</param>
+        /// <param name="error">Why not, or null.</param>
+        public static bool Probe(out string file, out string error)
+        {
+            lock (Gate)
+            {
+                try
+                {
+                    file = loaded && Asked() == null ? path : Find(out IntPtr _);
+                    error = null;
+                    return true;
+                }
+                catch (Nvfp4LoadException e)
+                {
+                    file = Asked();
+                    error = e.Message;
+                    return false;
+                }
+            }
+        }
+
+        /// <summary>What the library can do on this machine and why something is missing, as JSON.</summary>
+        public static string Diagnose()
+        {
+            Load();
+            return Interop.Text((buffer, capacity, length) => Native.NVFP4_diagnose(buffer, capacity, length));
+        }
+
+        /// <summary>Sets how many CPU threads calls and objects made from now on use. 0 leaves it to NVFP4_THREADS, or one per core.</summary>
+        public static void SetThreads(int threads) => Call(() => Native.NVFP4_set_threads(threads));
+
+        /// <summary>Sends log messages of a level and more severe ones to a handler, for the whole process; null stops that. When the call returns, the handler before it is not running. What a handler throws is lost.</summary>
+        public static void SetLog(LogHandler handler, LogLevel level = LogLevel.Info)
+        {
+            lock (Gate)
+            {
+                // The one before must not get messages of the new level.
+                Call(() => Native.NVFP4_set_log_callback(null, IntPtr.Zero, (int)LogLevel.Off));
+                log = handler;
+                if (handler != null && level != LogLevel.Off)
+                    Call(() => Native.NVFP4_set_log_callback(OnLogCallback, IntPtr.Zero, (int)level));
+            }
+        }
+
+        /// <summary>Frees what the library keeps for reuse. Objects that are in use keep what they need.</summary>
+        public static void EmptyCache() =>
+            Call(() =>
+            {
+                Native.NVFP4_empty_cache();
+                return (int)Status.Ok;
+            });
+
+        /// Makes what may be the process's first call, and checks its status.
+        internal static void Call(Func<int> call)
+        {
+            Load();
+            Interop.Check(call());
+        }
+
+        /// Makes what may be the process's first call.
+        internal static T After<T>(Func<T> call)
+        {
+            Load();
+            return call();
+        }
+
+        [MonoPInvokeCallback(typeof(LogCallback))]
+        static int OnLog(IntPtr user, int level, byte* message, UIntPtr length)
+        {
+            try
+            {
+                log?.Invoke((LogLevel)level, Interop.Read(message, length));
+            }
+            catch (Exception)
+            {
+                // There is no call that it could come out of: a message may be about another thread's work.
+            }
+            return 0;
+        }
+
+        /// The one place that is to be taken, if there is one.
+        static string Asked()
+        {
+            string place = used ?? Environment.GetEnvironmentVariable(Variable);
+            return string.IsNullOrEmpty(place) ? null : System.IO.Path.GetFullPath(place);
+        }
+
+        /// Loads the first file that can be, and gives its path.
+        static string Find(out IntPtr handle)
+        {
+            string asked = Asked();
+            var tried = new List<string>();
+            foreach (string candidate in asked != null ? new[] { InFolder(asked) } : Candidates())
+            {
+                bool named = candidate == System.IO.Path.GetFileName(candidate);
+                if (asked == null && !named && !File.Exists(candidate))
+                {
+                    tried.Add(candidate + ": not there");
+                    continue;
+                }
+                handle = Loader.Open(candidate, out string error);
+                if (handle == IntPtr.Zero)
+                    tried.Add(error.StartsWith(candidate, StringComparison.Ordinal) ? error : candidate + ": " + error);
+                else if (Loader.Symbol(handle, "NVFP4_abi_version") == IntPtr.Zero)
+                    tried.Add(candidate + ": has no function NVFP4_abi_version, so it is another library or an older one");
+                else
+                    return candidate;
+            }
+            string where = asked == null ? "; name the file in " + Variable :
+                used != null ? " (named by Library.Use)" : " (named by " + Variable + ")";
+            throw new Nvfp4LoadException(Status.NotLoaded, "the native library " + Loader.FileName + " could not be loaded: " +
+                string.Join("; ", tried.ToArray()) + where);
+        }
+
+        static string InFolder(string place) => Directory.Exists(place) ? System.IO.Path.Combine(place, Loader.FileName) : place;
+
+        static IEnumerable<string> Candidates()
+        {
+            var folders = new List<string>();
+            string assembly = typeof(Library).Assembly.Location;
+            if (!string.IsNullOrEmpty(assembly))
+                folders.Add(System.IO.Path.GetDirectoryName(assembly));
+            string program = AppDomain.CurrentDomain.BaseDirectory;
+            if (!string.IsNullOrEmpty(program))
+                folders.Add(program.TrimEnd(System.IO.Path.DirectorySeparatorChar));
+            var seen = new HashSet<string>();
+            foreach (string folder in folders)
+            {
+                string native = System.IO.Path.Combine("runtimes", Loader.Rid, "native");
+                // The last is where NuGet unpacks a package: the assembly is in lib/FRAMEWORK.
+                foreach (string place in new[] { "", native, System.IO.Path.Combine("..", "..", native) })
+                {
+                    string file = System.IO.Path.GetFullPath(System.IO.Path.Combine(folder, place, Loader.FileName));
+                    if (seen.Add(file))
+                        yield return file;
+                }
+            }
+            yield return Loader.FileName;
+        }
+    }
+
+    [UnmanagedFunctionPointer(CallingConvention.Cdecl)]
+    delegate IntPtr PointerFunction();
+
+    /// The system's loader, whose own words say what is missing.
+    static class Loader
+    {
+        static readonly bool Windows = System.IO.Path.DirectorySeparatorChar == '\\';
+        static readonly bool MacOS = !Windows && RuntimeInformation.IsOSPlatform(OSPlatform.OSX);
+
+        internal static string FileName => Windows ? "NVFP4.dll" : MacOS ? "libNVFP4.dylib" : "libNVFP4.so";
+
+        internal static string Rid
+        {
+            get
+            {
+                string architecture = RuntimeInformation.ProcessArchitecture.ToString().ToLowerInvariant();
+                return (Windows ? "win-" : MacOS ? "osx-" : "linux-") + architecture;
+            }
+        }
+
+        /// Loads a library for the rest of the process.
+        internal static IntPtr Open(string file, out string error)
+        {
+            if (Windows)
+            {
+                // The library's own folder is searched for what it needs.
+                IntPtr module = LoadLibraryEx(file, IntPtr.Zero, file.IndexOf('\\') >= 0 ? 8u : 0u);
+                error = module != IntPtr.Zero ? null :
+                    new System.ComponentModel.Win32Exception(Marshal.GetLastWin32Error()).Message;
+                return module;
+            }
+            const int now = 2;
+            // A runtime may look for dlerror, by dlopen and dlsym, the first time that it is called: that must be past.
+            Posix.Error();
+            IntPtr handle = Posix.Open(file, now);
+            error = handle != IntPtr.Zero ? null : Marshal.PtrToStringAnsi(Posix.Error()) ?? "the system gives no reason";
+            return handle;
+        }
+
+        internal static T Function<T>(IntPtr handle, string name) where T : class =>
+            (T)(object)Marshal.GetDelegateForFunctionPointer(Symbol(handle, name), typeof(T));
+
+        internal static IntPtr Symbol(IntPtr handle, string name) =>
+            Windows ? GetProcAddress(handle, name) : Posix.Symbol(handle, name);
+
+        [DllImport("kernel32", CharSet = CharSet.Unicode, SetLastError = true, EntryPoint = "LoadLibraryExW")]
+        static extern IntPtr LoadLibraryEx(string file, IntPtr reserved, uint flags);
+
+        [DllImport("kernel32", CharSet = CharSet.Ansi, ExactSpelling = true)]
+        static extern IntPtr GetProcAddress(IntPtr module, string name);
+
+        /// dlopen is in libdl where that is a library of its own, and else in libc.
+        static class Posix
+        {
+            static readonly bool InLibdl = Has();
+
+            internal static IntPtr Open(string file, int flags)
+            {
+                byte[] name = System.Text.Encoding.UTF8.GetBytes(file + "\0");
+                return InLibdl ? dlopen(name, flags) : dlopen_libc(name, flags);
+            }
+
+            internal static IntPtr Error() => InLibdl ? dlerror() : dlerror_libc();
+
+            internal static T Function<T>(IntPtr handle, string name) where T : class =>
+            (T)(object)Marshal.GetDelegateForFunctionPointer(Symbol(handle, name), typeof(T));
+
+        internal static IntPtr Symbol(IntPtr handle, string name)
+            {
+                byte[] bytes = System.Text.Encoding.UTF8.GetBytes(name + "\0");
+                return InLibdl ? dlsym(handle, bytes) : dlsym_libc(handle, bytes);
+            }
+
+            static bool Has()
+            {
+                try
+                {
+                    dlerror();
+                    return true;
+                }
+                catch (Exception e) when (e is DllNotFoundException || e is EntryPointNotFoundException)
+                {
+                    return false;
+                }
+            }
+
+            [DllImport("libdl.so.2")]
+            static extern IntPtr dlopen(byte[] file, int flags);
+
+            [DllImport("libdl.so.2")]
+            static extern IntPtr dlerror();
+
+            [DllImport("libdl.so.2")]
+            static extern IntPtr dlsym(IntPtr handle, byte[] name);
+
+            [DllImport("libc", EntryPoint = "dlopen")]
+            static extern IntPtr dlopen_libc(byte[] file, int flags);
+
+            [DllImport("libc", EntryPoint = "dlerror")]
+            static extern IntPtr dlerror_libc();
+
+            [DllImport("libc", EntryPoint = "dlsym")]
+            static extern IntPtr dlsym_libc(IntPtr handle, byte[] name);
+        }
+    }
+
+    /// Leads the runtime's own search to the file that was loaded.
+    static class Resolver
+    {
+#if NETCOREAPP
+        static bool installed;
+        static string path;
+
+        internal static void Install(string file)
+        {
+            path = file;
+            if (installed)
+                return;
+            installed = true;
+            try
+            {
+                NativeLibrary.SetDllImportResolver(typeof(Resolver).Assembly, Resolve);
+            }
+            catch (InvalidOperationException)
+            {
+                // The program has set a resolver for this assembly, whose word counts.
+            }
+        }
+
+        static IntPtr Resolve(string name, Assembly assembly, DllImportSearchPath? search) =>
+            name == Native.Name ? NativeLibrary.Load(path) : IntPtr.Zero;
+#else
+        internal static void Install(string file)
+        {
+        }
+#endif
+    }
+}

@@ -1,0 +1,230 @@
+// Models: weights on disk and in memory, with tokenizer and chat template.
+
+using System;
+using System.Collections.Generic;
+using System.Threading;
+using System.Threading.Tasks;
+
+namespace LibNVFP4
+{
+    /// <summary>What a model is.</summary>
+    public sealed class ModelInfo
+    {
+        internal ModelInfo(string json)
+        {
+            Json = json;
+            Dictionary<string, object> members = LibNVFP4.Json.Object(json);
+            Architecture = (string)members["architecture"];
+            Device = (string)members["device"];
+            Parameters = (long)members["parameters"];
+            WeightBytes = (long)members["weight_bytes"];
+            KvBytesPerToken = (long)members["kv_bytes_per_token"];
+            var stops = (List<object>)members["stop_tokens"];
+            int[] tokens = new int[stops.Count];
+            for (int i = 0; i < tokens.Length; i++)
+                tokens[i] = checked((int)(long)stops[i]);
+            StopTokens = tokens;
+        }
+
+        /// <summary>Its architecture, such as "qwen3".</summary>
+        public string Architecture { get; }
+
+        /// <summary>What it runs on.</summary>
+        public string Device { get; }
+
+        /// <summary>The number of its parameters.</summary>
+        public long Parameters { get; }
+
+        /// <summary>The bytes of its weights in memory.</summary>
+        public long WeightBytes { get; }
+
+        /// <summary>The bytes of a session's keys and values for each token.</summary>
+        public long KvBytesPerToken { get; }
+
+        /// <summary>The tokens that end its texts.</summary>
+        public IList<int> StopTokens { get; }
+
+        /// <summary>All that the library says, as JSON.</summary>
+        public string Json { get; }
+
+        /// <summary>The JSON.</summary>
+        public override string ToString() => Json;
+    }
+
+    /// <summary>A message of a conversation.</summary>
+    public sealed class ChatMessage
+    {
+        /// <summary>A message.</summary>
+        public ChatMessage(string role, string content)
+        {
+            Role = role ?? throw new ArgumentNullException(nameof(role));
+            Content = content ?? throw new ArgumentNullException(nameof(content));
+        }
+
+        /// <summary>Who speaks: "system", "user", "assistant".</summary>
+        public string Role { get; }
+
+        /// <summary>What is said.</summary>
+        public string Content { get; }
+
+        /// <summary>"user: Hello".</summary>
+        public override string ToString() => Role + ": " + Content;
+    }
+
+    /// <summary>A loaded model. It is immutable: any number of sessions, on any threads, may run it at once. A session keeps it alive, so it may be disposed of before its sessions.</summary>
+    public sealed unsafe class Model : IDisposable
+    {
+        internal readonly ModelHandle Handle;
+
+        Model(ModelHandle handle)
+        {
+            Handle = handle;
+            Info = new ModelInfo(Interop.Text((buffer, capacity, length) => Native.NVFP4_model_info(handle, buffer, capacity, length)));
+            handle.Press((ulong)Info.WeightBytes);
+            Tokenizer = new Tokenizer(this);
+        }
+
+        /// <summary>Loads a model: a directory, or a .safetensors, .dat or .gguf file.</summary>
+        /// <param name="path">Where it is.</param>
+        /// <param name="options">Null for the defaults.</param>
+        /// <param name="quantize">How to quantize dense weights to NVFP4 while loading; null holds weights as they are stored.</param>
+        /// <param name="progress">Is told how far it is, or null.</param>
+        /// <param name="cancellation">Stops it.</param>
+        public static Model Load(string path, LoadOptions options = null, QuantizeOptions quantize = null,
+            ProgressHandler progress = null, CancellationToken cancellation = default(CancellationToken))
+        {
+            byte[] bytes = Interop.Utf8(path, nameof(path));
+            ModelHandle handle = null;
+            using (var call = new ProgressCall(progress, cancellation))
+            {
+                call.Finish(Library.After(() =>
+                {
+                    NativeLoadOptions raw = options == null ? default(NativeLoadOptions) : options.Raw;
+                    NativeQuantizeOptions rawQuantize = quantize == null ? default(NativeQuantizeOptions) : quantize.Raw;
+                    fixed (byte* at = bytes)
+                        return Native.NVFP4_model_load(at, Interop.Size(bytes.Length), options == null ? null : &raw,
+                            quantize == null ? null : &rawQuantize, call.Callback, call.User, out handle);
+                }));
+            }
+            return new Model(handle);
+        }
+
+        /// <summary>The same, on a thread of its own.</summary>
+        public static Task<Model> LoadAsync(string path, LoadOptions options = null, QuantizeOptions quantize = null,
+            ProgressHandler progress = null, CancellationToken cancellation = default(CancellationToken)) =>
+            Task.Factory.StartNew(() => Load(path, options, quantize, progress, cancellation), cancellation,
+                TaskCreationOptions.LongRunning, TaskScheduler.Default);
+
+        /// <summary>What was loaded.</summary>
+        public ModelInfo Info { get; }
+
+        /// <summary>Its tokenizer.</summary>
+        public Tokenizer Tokenizer { get; }
+
+        /// <summary>Renders a conversation with the model's chat template.</summary>
+        /// <param name="messages">The conversation.</param>
+        /// <param name="addGenerationPrompt">Whether to open the assistant's next turn.</param>
+        public string RenderChat(IEnumerable<ChatMessage> messages, bool addGenerationPrompt = true)
+        {
+            if (messages == null)
+                throw new ArgumentNullException(nameof(messages));
+            var text = new List<byte>();
+            var ends = new List<int>();
+            foreach (ChatMessage message in messages)
+            {
+                text.AddRange(Interop.Utf8(message.Role, nameof(messages)));
+                ends.Add(text.Count);
+                text.AddRange(Interop.Utf8(message.Content, nameof(messages)));
+                ends.Add(text.Count);
+            }
+            byte[] all = text.ToArray();
+            NativeMessage[] list = new NativeMessage[ends.Count / 2];
+            return Interop.Text((buffer, capacity, length) =>
+            {
+                fixed (byte* at = all)
+                fixed (NativeMessage* first = list)
+                {
+                    int from = 0;
+                    for (int i = 0; i < list.Length; i++)
+                    {
+                        list[i].Role = at + from;
+                        list[i].RoleLength = Interop.Size(ends[2 * i] - from);
+                        list[i].Content = at + ends[2 * i];
+                        list[i].ContentLength = Interop.Size(ends[2 * i + 1] - ends[2 * i]);
+                        from = ends[2 * i + 1];
+                    }
+                    return Native.NVFP4_model_render_chat(Handle, first, Interop.Size(list.Length),
+                        Interop.Flag(addGenerationPrompt), buffer, capacity, length);
+                }
+            });
+        }
+
+        /// <summary>Gives up the model. Its sessions keep the weights.</summary>
+        public void Dispose() => Handle.Dispose();
+    }
+
+    /// <summary>Text to tokens and back, as a model wants it. Lives as long as its model.</summary>
+    public sealed unsafe class Tokenizer
+    {
+        readonly Model model;
+
+        internal Tokenizer(Model model)
+        {
+            this.model = model;
+        }
+
+        /// <summary>The number of token ids, which is the number of logits.</summary>
+        public int VocabularySize
+        {
+            get
+            {
+                UIntPtr size;
+                Interop.Check(Native.NVFP4_model_vocab_size(model.Handle, &size));
+                return checked((int)size.ToUInt64());
+            }
+        }
+
+        /// <summary>Text to tokens.</summary>
+        /// <param name="text">The text.</param>
+        /// <param name="addSpecial">Whether to add what the model wants around a text. A rendered chat has it already.</param>
+        public int[] Encode(string text, bool addSpecial = false)
+        {
+            byte[] bytes = Interop.Utf8(text, nameof(text));
+            return Interop.Array<int>((buffer, capacity, count) =>
+            {
+                fixed (byte* at = bytes)
+                    return Native.NVFP4_model_tokenize(model.Handle, at, Interop.Size(bytes.Length), Interop.Flag(addSpecial),
+                        (int*)buffer, capacity, count);
+            });
+        }
+
+        /// <summary>Tokens to text. Bytes that are no character become U+FFFD: for a stream of tokens use the text that generation gives.</summary>
+        /// <param name="tokens">The tokens.</param>
+        /// <param name="skipSpecial">Whether to leave out tokens such as the end of a turn.</param>
+        public string Decode(int[] tokens, bool skipSpecial = true)
+        {
+            if (tokens == null)
+                throw new ArgumentNullException(nameof(tokens));
+            return Interop.Text((buffer, capacity, length) =>
+            {
+                fixed (int* at = tokens)
+                    return Native.NVFP4_model_detokenize(model.Handle, at, Interop.Size(tokens.Length), Interop.Flag(skipSpecial),
+                        buffer, capacity, length);
+            });
+        }
+
+#if NETCOREAPP
+        /// <summary>Tokens to text.</summary>
+        public string Decode(ReadOnlySpan<int> tokens, bool skipSpecial = true)
+        {
+            fixed (int* at = tokens)
+            {
+                int* first = at;
+                UIntPtr count = Interop.Size(tokens.Length);
+                return Interop.Text((buffer, capacity, length) =>
+                    Native.NVFP4_model_detokenize(model.Handle, first, count, Interop.Flag(skipSpecial), buffer, capacity, length));
+            }
+        }
+#endif
+    }
+}

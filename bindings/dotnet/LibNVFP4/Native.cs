@@ -1,0 +1,498 @@
+// The C interface as .NET sees it: nvfp4.h line by line and nothing else. A test compares names and parameters with the header.
+//
+// Everything that crosses is a number or a pointer, so no text or array is marshalled behind our back; SafeHandles are counted
+// by the runtime for the time of a call. Callbacks are delegates that live as long as the process, with a GCHandle as the user's
+// word, which is what AOT compilers can do too.
+
+using System;
+using System.Runtime.InteropServices;
+
+namespace LibNVFP4
+{
+    [UnmanagedFunctionPointer(CallingConvention.Cdecl)]
+    internal unsafe delegate int LogCallback(IntPtr user, int level, byte* message, UIntPtr length);
+
+    [UnmanagedFunctionPointer(CallingConvention.Cdecl)]
+    internal delegate void Deleter(IntPtr data, IntPtr user);
+
+    [UnmanagedFunctionPointer(CallingConvention.Cdecl)]
+    internal delegate int ProgressCallback(IntPtr user, ulong done, ulong total);
+
+    [UnmanagedFunctionPointer(CallingConvention.Cdecl)]
+    internal unsafe delegate int TokenCallback(IntPtr user, int token, byte* text, UIntPtr length);
+
+    /// Unity's AOT compiler looks for an attribute of this name on methods that native code calls.
+    [AttributeUsage(AttributeTargets.Method)]
+    internal sealed class MonoPInvokeCallbackAttribute : Attribute
+    {
+        public MonoPInvokeCallbackAttribute(Type type)
+        {
+            Type = type;
+        }
+
+        public Type Type { get; }
+    }
+
+    [StructLayout(LayoutKind.Sequential)]
+    internal unsafe struct NativeQuantizeOptions
+    {
+        internal uint StructSize;
+        internal int Levels;
+        internal int Recipe;
+        internal int Rounding;
+        internal int Nonfinite;
+        internal int ScaleLayout;
+        internal ulong Seed;
+    }
+
+    [StructLayout(LayoutKind.Sequential)]
+    internal unsafe struct NativeWeightOptions
+    {
+        internal uint StructSize;
+        internal int ComputePath;
+        internal int DeviceType;
+        internal int DeviceIndex;
+        internal int ScaleLayout;
+        internal int DenseDtype;
+        internal int ExcludeCpuKernels;
+        internal int Reserved;
+        internal byte* Backend;
+        internal UIntPtr BackendLength;
+    }
+
+    [StructLayout(LayoutKind.Sequential)]
+    internal unsafe struct NativeNamedTensor
+    {
+        internal byte* Name;
+        internal UIntPtr NameLength;
+        internal int Dtype;
+        internal int Rank;
+        internal long* Sizes;
+    }
+
+    [StructLayout(LayoutKind.Sequential)]
+    internal unsafe struct NativeSchemaResult
+    {
+        internal uint StructSize;
+        internal int Format;
+        internal UIntPtr Tensors;
+        internal UIntPtr Weights;
+        internal UIntPtr Problems;
+        internal long OutFeatures;
+        internal long InFeatures;
+        internal long Block;
+    }
+
+    [StructLayout(LayoutKind.Sequential)]
+    internal unsafe struct NativeLoadOptions
+    {
+        internal uint StructSize;
+        internal int DeviceType;
+        internal int DeviceIndex;
+        internal int Threads;
+        internal int Activations;
+        internal int SamplingOnly;
+    }
+
+    [StructLayout(LayoutKind.Sequential)]
+    internal unsafe struct NativeMessage
+    {
+        internal byte* Role;
+        internal UIntPtr RoleLength;
+        internal byte* Content;
+        internal UIntPtr ContentLength;
+    }
+
+    [StructLayout(LayoutKind.Sequential)]
+    internal unsafe struct NativeSessionOptions
+    {
+        internal uint StructSize;
+        internal int KvType;
+        internal int Eviction;
+        internal int Reserved;
+        internal UIntPtr Context;
+        internal UIntPtr Keep;
+        internal byte* System;
+        internal UIntPtr SystemLength;
+    }
+
+    [StructLayout(LayoutKind.Sequential)]
+    internal unsafe struct NativeGenerateOptions
+    {
+        internal uint StructSize;
+        internal float Temperature;
+        internal int TopK;
+        internal float TopP;
+        internal float MinP;
+        internal float RepetitionPenalty;
+        internal int IgnoreModelStops;
+        internal int Replay;
+        internal UIntPtr MaxTokens;
+        internal ulong Seed;
+        internal int* StopTokens;
+        internal UIntPtr StopTokenCount;
+        internal byte** StopStrings;
+        internal UIntPtr* StopStringLengths;
+        internal UIntPtr StopStringCount;
+    }
+
+    [StructLayout(LayoutKind.Sequential)]
+    internal unsafe struct NativeGenerationResult
+    {
+        internal uint StructSize;
+        internal int Finish;
+        internal UIntPtr PromptTokens;
+        internal UIntPtr GeneratedTokens;
+        internal double PrefillSeconds;
+        internal double FirstTokenSeconds;
+        internal double DecodeSeconds;
+    }
+
+    internal static unsafe class Native
+    {
+        /// What the runtime looks for: libNVFP4.so, libNVFP4.dylib or NVFP4.dll.
+        internal const string Name = "NVFP4";
+
+        // Status numbers and the last error.
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern IntPtr NVFP4_status_name(int status);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern IntPtr NVFP4_last_error();
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_last_status();
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_last_error_copy(byte* buffer, UIntPtr capacity, UIntPtr* length);
+
+        // The library itself.
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern IntPtr NVFP4_version();
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_abi_version();
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_set_log_callback(LogCallback callback, IntPtr user, int level);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_set_threads(int threads);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_diagnose(byte* buffer, UIntPtr capacity, UIntPtr* length);
+
+        // Memory.
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_memory_stats(int tag, ulong* current, ulong* peak);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_memory_reset_peak();
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_memory_set_budget(ulong bytes);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_memory_get_budget(ulong* bytes);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_memory_set_managed_policy(int policy);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_memory_get_managed_policy(int* policy);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_memory_can_be_managed(int deviceIndex, int* can);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_tensor_by_managed_policy(TensorHandle tensor, int deviceIndex, int readMostly,
+            out TensorHandle result);
+
+        // Tensors.
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_tensor_from_host(IntPtr data, long* shape, int rank, long* strides, int dtype,
+            Deleter deleter, IntPtr user, out TensorHandle result);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_tensor_from_device(IntPtr data, long* shape, int rank, long* strides, int dtype,
+            int deviceIndex, Deleter deleter, IntPtr user, out TensorHandle result);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_tensor_empty(long* shape, int rank, int dtype, int deviceType, int deviceIndex,
+            out TensorHandle result);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_tensor_copy_to_device(TensorHandle tensor, int deviceType, int deviceIndex,
+            out TensorHandle result);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_tensor_view(TensorHandle tensor, long* shape, int rank, long* strides, long offset,
+            out TensorHandle result);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_tensor_retain(IntPtr tensor);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_tensor_release(IntPtr tensor);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_tensor_dtype(TensorHandle tensor, int* dtype);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_tensor_device(TensorHandle tensor, int* deviceType, int* deviceIndex);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_tensor_shape(TensorHandle tensor, long* shape, UIntPtr capacity, UIntPtr* rank);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_tensor_strides(TensorHandle tensor, long* strides, UIntPtr capacity, UIntPtr* rank);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_tensor_data(TensorHandle tensor, out IntPtr data);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_tensor_bytes(TensorHandle tensor, ulong* bytes);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_tensor_copy_to_host(TensorHandle tensor, IntPtr destination, UIntPtr bytes);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_tensor_copy_as_float(TensorHandle tensor, float* destination, UIntPtr elements);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_tensor_from_dlpack(IntPtr managed, out TensorHandle result);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_tensor_to_dlpack(TensorHandle tensor, out IntPtr result);
+
+        // Number formats.
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_quantize_options_init(NativeQuantizeOptions* options, uint structSize);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_tensor_quantize(TensorHandle input, NativeQuantizeOptions* options,
+            out TensorHandle codes, out TensorHandle scales, float* globalScale);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_tensor_dequantize(TensorHandle codes, TensorHandle scales, float globalScale,
+            int scaleLayout, int dtype, out TensorHandle result);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_tensor_quantize_nf4(TensorHandle input, long block, out TensorHandle codes,
+            out TensorHandle absmax);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_tensor_dequantize_nf4(TensorHandle codes, TensorHandle absmax, TensorHandle quantMap,
+            long block, long* shape, int rank, int dtype, out TensorHandle result);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_scales_swizzle(TensorHandle scales, out TensorHandle result);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_scales_unswizzle(TensorHandle scales, long rows, long kBlocks, out TensorHandle result);
+
+        // Products.
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_weight_options_init(NativeWeightOptions* options, uint structSize);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_backend_select(int format, NativeWeightOptions* options, byte* buffer,
+            UIntPtr capacity, UIntPtr* length);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_weight_create(TensorHandle codes, TensorHandle scales, float globalScale,
+            int scaleLayout, out WeightHandle result);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_weight_create_nvfp4(TensorHandle codes, TensorHandle scales, float globalScale,
+            NativeWeightOptions* options, out WeightHandle result);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_weight_create_nf4(TensorHandle codes, TensorHandle absmax, TensorHandle quantMap,
+            long block, long n, long k, NativeWeightOptions* options, out WeightHandle result);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_weight_create_dense(TensorHandle weight, out WeightHandle result);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_weight_report(WeightHandle weight, byte* buffer, UIntPtr capacity, UIntPtr* length);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_weight_retain(IntPtr weight);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_weight_release(IntPtr weight);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_weight_size(WeightHandle weight, long* n, long* k, ulong* bytes);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_linear(WeightHandle weight, TensorHandle input, int activations, int dtype,
+            out TensorHandle result);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_matmul(TensorHandle aCodes, TensorHandle aScales, float aGlobalScale,
+            TensorHandle bCodes, TensorHandle bScales, float bGlobalScale, int scaleLayout, int dtype, out TensorHandle result);
+
+        // Schemas.
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_schema_detect(NativeNamedTensor* tensors, UIntPtr count, byte* prefix,
+            UIntPtr prefixLength, NativeSchemaResult* result);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_schema_report(NativeNamedTensor* tensors, UIntPtr count, byte* prefix,
+            UIntPtr prefixLength, byte* buffer, UIntPtr capacity, UIntPtr* length);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_schema_validate(NativeNamedTensor* tensors, UIntPtr count, byte* prefix,
+            UIntPtr prefixLength);
+
+        // Models.
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_load_options_init(NativeLoadOptions* options, uint structSize);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_model_load(byte* path, UIntPtr pathLength, NativeLoadOptions* options,
+            NativeQuantizeOptions* quantize, ProgressCallback progress, IntPtr user, out ModelHandle result);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_model_retain(IntPtr model);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_model_release(IntPtr model);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_model_info(ModelHandle model, byte* buffer, UIntPtr capacity, UIntPtr* length);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_model_vocab_size(ModelHandle model, UIntPtr* size);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_model_tokenize(ModelHandle model, byte* text, UIntPtr textLength, int addSpecial,
+            int* tokens, UIntPtr capacity, UIntPtr* count);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_model_detokenize(ModelHandle model, int* tokens, UIntPtr count, int skipSpecial,
+            byte* buffer, UIntPtr capacity, UIntPtr* length);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_model_render_chat(ModelHandle model, NativeMessage* messages, UIntPtr count,
+            int addGenerationPrompt, byte* buffer, UIntPtr capacity, UIntPtr* length);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_model_convert(byte* source, UIntPtr sourceLength, byte* destination,
+            UIntPtr destinationLength, int container, NativeQuantizeOptions* options, ProgressCallback progress, IntPtr user);
+
+        // Sessions.
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_session_options_init(NativeSessionOptions* options, uint structSize);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_generate_options_init(NativeGenerateOptions* options, uint structSize);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_session_create(ModelHandle model, NativeSessionOptions* options,
+            out SessionHandle result);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_session_retain(IntPtr session);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_session_release(IntPtr session);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_session_prefill(SessionHandle session, int* tokens, UIntPtr count);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_session_prefill_token_by_token(SessionHandle session, int* tokens, UIntPtr count);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_session_decode(SessionHandle session, int token);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_session_logits(SessionHandle session, float* logits, UIntPtr capacity, UIntPtr* count);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_session_sample(SessionHandle session, NativeGenerateOptions* options, int* token);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_session_generate(SessionHandle session, NativeGenerateOptions* options,
+            TokenCallback callback, IntPtr user, NativeGenerationResult* result);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_session_chat(SessionHandle session, byte* text, UIntPtr textLength,
+            NativeGenerateOptions* options, TokenCallback callback, IntPtr user, NativeGenerationResult* result);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_session_text(SessionHandle session, byte* buffer, UIntPtr capacity, UIntPtr* length);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_session_messages(SessionHandle session, byte* buffer, UIntPtr capacity, UIntPtr* length);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_session_length(SessionHandle session, UIntPtr* length);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_session_context(SessionHandle session, UIntPtr* context);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_session_memory(SessionHandle session, ulong* bytes);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_session_tokens(SessionHandle session, int* tokens, UIntPtr capacity, UIntPtr* count);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_session_truncate(SessionHandle session, UIntPtr length);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_session_reset(SessionHandle session);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_session_fork(SessionHandle session, out SessionHandle result);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_session_save(SessionHandle session, byte* path, UIntPtr pathLength);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_session_restore(ModelHandle model, byte* path, UIntPtr pathLength,
+            out SessionHandle result);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_session_cancel(SessionHandle session);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_session_step(IntPtr* sessions, int* tokens, UIntPtr count);
+
+        // Drop-in functions.
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern void NVFP4_quantize(IntPtr input, out IntPtr qdata, out IntPtr scale);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern IntPtr NVFP4_scaled_mm(IntPtr mat1, IntPtr mat2, IntPtr scaleA, IntPtr scaleB, sbyte outDtype);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern void NVFP4_empty_cache();
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_can_use_managed();
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_is_managed_tensor(IntPtr tensor);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern IntPtr NVFP4_to_managed(IntPtr input, int prefetchDevice, int readMostly);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern void NVFP4_managed_prefetch(IntPtr tensor, int deviceIndex);
+    }
+}

@@ -1,0 +1,248 @@
+// What can be chosen, with the library's own defaults: a new object has them, and properties change them.
+
+using System;
+using System.Collections.Generic;
+
+namespace LibNVFP4
+{
+    /// <summary>Where memory is or work is done.</summary>
+    public struct Device : IEquatable<Device>
+    {
+        /// <summary>A device of a kind.</summary>
+        public Device(DeviceType type, int index = 0)
+        {
+            Type = type;
+            Index = index;
+        }
+
+        /// <summary>The processor.</summary>
+        public static Device Cpu => new Device(DeviceType.Cpu);
+
+        /// <summary>A CUDA device if there is one, or else the processor. For work, not for tensors.</summary>
+        public static Device Auto => new Device(DeviceType.Auto);
+
+        /// <summary>A CUDA device.</summary>
+        public static Device Cuda(int index = 0) => new Device(DeviceType.Cuda, index);
+
+        /// <summary>Its kind.</summary>
+        public DeviceType Type { get; }
+
+        /// <summary>Which one of that kind.</summary>
+        public int Index { get; }
+
+        /// <summary>Whether both are the same device.</summary>
+        public bool Equals(Device other) => Type == other.Type && Index == other.Index;
+
+        /// <summary>Whether both are the same device.</summary>
+        public override bool Equals(object other) => other is Device && Equals((Device)other);
+
+        /// <summary>A hash of kind and number.</summary>
+        public override int GetHashCode() => ((int)Type * 397) ^ Index;
+
+        /// <summary>"cpu", "cuda:0" or "auto".</summary>
+        public override string ToString() =>
+            Type == DeviceType.Cuda ? "cuda:" + Index : Type == DeviceType.Auto ? "auto" : "cpu";
+    }
+
+    /// <summary>How to quantize.</summary>
+    public sealed unsafe class QuantizeOptions
+    {
+        internal NativeQuantizeOptions Raw;
+
+        /// <summary>The defaults.</summary>
+        public QuantizeOptions()
+        {
+            Library.Call(() =>
+            {
+                fixed (NativeQuantizeOptions* raw = &Raw)
+                    return Native.NVFP4_quantize_options_init(raw, (uint)sizeof(NativeQuantizeOptions));
+            });
+        }
+
+        /// <summary>How many levels of scales. Default: two.</summary>
+        public Levels Levels { get => (Levels)Raw.Levels; set => Raw.Levels = (int)value; }
+
+        /// <summary>How block scales are chosen. Default: amax.</summary>
+        public Recipe Recipe { get => (Recipe)Raw.Recipe; set => Raw.Recipe = (int)value; }
+
+        /// <summary>How values are rounded. Default: to nearest even.</summary>
+        public Rounding Rounding { get => (Rounding)Raw.Rounding; set => Raw.Rounding = (int)value; }
+
+        /// <summary>What becomes of NaN and infinities. Default: an error.</summary>
+        public Nonfinite Nonfinite { get => (Nonfinite)Raw.Nonfinite; set => Raw.Nonfinite = (int)value; }
+
+        /// <summary>The order of the scales. Default: linear.</summary>
+        public ScaleLayout ScaleLayout { get => (ScaleLayout)Raw.ScaleLayout; set => Raw.ScaleLayout = (int)value; }
+
+        /// <summary>Fixes the chance of stochastic rounding. Default: 0.</summary>
+        public ulong Seed { get => Raw.Seed; set => Raw.Seed = value; }
+    }
+
+    /// <summary>How to prepare a weight.</summary>
+    public sealed unsafe class WeightOptions
+    {
+        internal NativeWeightOptions Raw;
+
+        /// <summary>The defaults.</summary>
+        public WeightOptions()
+        {
+            Library.Call(() =>
+            {
+                fixed (NativeWeightOptions* raw = &Raw)
+                    return Native.NVFP4_weight_options_init(raw, (uint)sizeof(NativeWeightOptions));
+            });
+        }
+
+        /// <summary>Whether to multiply in 4 bits. Default: auto.</summary>
+        public ComputePath ComputePath { get => (ComputePath)Raw.ComputePath; set => Raw.ComputePath = (int)value; }
+
+        /// <summary>Where. Default: the processor.</summary>
+        public Device Device
+        {
+            get => new Device((DeviceType)Raw.DeviceType, Raw.DeviceIndex);
+            set
+            {
+                Raw.DeviceType = (int)value.Type;
+                Raw.DeviceIndex = value.Index;
+            }
+        }
+
+        /// <summary>The order of an NVFP4 weight's scales. Default: linear. A <see cref="QuantizedTensor"/> brings its own.</summary>
+        public ScaleLayout ScaleLayout { get => (ScaleLayout)Raw.ScaleLayout; set => Raw.ScaleLayout = (int)value; }
+
+        /// <summary>What a decoded weight is held as. Default: float32.</summary>
+        public DType DenseDType { get => (DType)Raw.DenseDtype; set => Raw.DenseDtype = (int)value; }
+
+        /// <summary>Whether to count only a GPU's kernels as kernels. Default: no.</summary>
+        public bool ExcludeCpuKernels { get => Raw.ExcludeCpuKernels != 0; set => Raw.ExcludeCpuKernels = Interop.Flag(value); }
+
+        /// <summary>The name of the only backend that will do. Default: null, any.</summary>
+        public string Backend { get; set; }
+    }
+
+    /// <summary>How to load a model.</summary>
+    public sealed unsafe class LoadOptions
+    {
+        internal NativeLoadOptions Raw;
+
+        /// <summary>The defaults.</summary>
+        public LoadOptions()
+        {
+            Library.Call(() =>
+            {
+                fixed (NativeLoadOptions* raw = &Raw)
+                    return Native.NVFP4_load_options_init(raw, (uint)sizeof(NativeLoadOptions));
+            });
+        }
+
+        /// <summary>Where it runs. Default: the processor.</summary>
+        public Device Device
+        {
+            get => new Device((DeviceType)Raw.DeviceType, Raw.DeviceIndex);
+            set
+            {
+                Raw.DeviceType = (int)value.Type;
+                Raw.DeviceIndex = value.Index;
+            }
+        }
+
+        /// <summary>CPU threads of this model, or 0 for those that models share. Default: 0.</summary>
+        public int Threads { get => Raw.Threads; set => Raw.Threads = value; }
+
+        /// <summary>What is done to activations. Default: nothing.</summary>
+        public Activations Activations { get => (Activations)Raw.Activations; set => Raw.Activations = (int)value; }
+
+        /// <summary>Whether to leave out the layers. Default: no.</summary>
+        public bool SamplingOnly { get => Raw.SamplingOnly != 0; set => Raw.SamplingOnly = Interop.Flag(value); }
+    }
+
+    /// <summary>How to make a session.</summary>
+    public sealed unsafe class SessionOptions
+    {
+        internal NativeSessionOptions Raw;
+
+        /// <summary>The defaults.</summary>
+        public SessionOptions()
+        {
+            Library.Call(() =>
+            {
+                fixed (NativeSessionOptions* raw = &Raw)
+                    return Native.NVFP4_session_options_init(raw, (uint)sizeof(NativeSessionOptions));
+            });
+        }
+
+        /// <summary>The precision of cached keys and values. Default: half.</summary>
+        public KvType KvType { get => (KvType)Raw.KvType; set => Raw.KvType = (int)value; }
+
+        /// <summary>What happens to tokens that do not fit. Default: an error.</summary>
+        public Eviction Eviction { get => (Eviction)Raw.Eviction; set => Raw.Eviction = (int)value; }
+
+        /// <summary>Tokens to hold at most. 0, the default, is 4096, or what the model was made for if that is less.</summary>
+        public long Context { get => Interop.Long(Raw.Context); set => Raw.Context = Interop.Size(value); }
+
+        /// <summary>Tokens at the beginning that eviction never forgets. Default: 0.</summary>
+        public long Keep { get => Interop.Long(Raw.Keep); set => Raw.Keep = Interop.Size(value); }
+
+        /// <summary>What chat turns tell the model first about its role. Default: null, nothing.</summary>
+        public string System { get; set; }
+
+        internal SessionOptions With(string system)
+        {
+            var copy = (SessionOptions)MemberwiseClone();
+            copy.System = system ?? System;
+            return copy;
+        }
+    }
+
+    /// <summary>How to generate.</summary>
+    public sealed unsafe class GenerateOptions
+    {
+        internal NativeGenerateOptions Raw;
+
+        /// <summary>The defaults: the likeliest tokens, 512 at most.</summary>
+        public GenerateOptions()
+        {
+            Library.Call(() =>
+            {
+                fixed (NativeGenerateOptions* raw = &Raw)
+                    return Native.NVFP4_generate_options_init(raw, (uint)sizeof(NativeGenerateOptions));
+            });
+        }
+
+        /// <summary>Divides the logits before a draw. 0, the default, takes the likeliest token.</summary>
+        public float Temperature { get => Raw.Temperature; set => Raw.Temperature = value; }
+
+        /// <summary>Draws from this many of the likeliest tokens. Default: 0, all.</summary>
+        public int TopK { get => Raw.TopK; set => Raw.TopK = value; }
+
+        /// <summary>Draws from the fewest of the likeliest tokens whose probabilities reach this sum. Default: 1, all.</summary>
+        public float TopP { get => Raw.TopP; set => Raw.TopP = value; }
+
+        /// <summary>Leaves out tokens less likely than this share of the likeliest. Default: 0, none.</summary>
+        public float MinP { get => Raw.MinP; set => Raw.MinP = value; }
+
+        /// <summary>Makes tokens that have occurred less likely. Default: 1, not at all.</summary>
+        public float RepetitionPenalty { get => Raw.RepetitionPenalty; set => Raw.RepetitionPenalty = value; }
+
+        /// <summary>Whether to take the model's own stop tokens like any other. Default: no.</summary>
+        public bool IgnoreModelStops { get => Raw.IgnoreModelStops != 0; set => Raw.IgnoreModelStops = Interop.Flag(value); }
+
+        /// <summary>Whether to compute each token from the whole sequence, for comparison. Default: no.</summary>
+        public bool Replay { get => Raw.Replay != 0; set => Raw.Replay = Interop.Flag(value); }
+
+        /// <summary>Tokens to generate at most. Default: 512.</summary>
+        public long MaxTokens { get => Interop.Long(Raw.MaxTokens); set => Raw.MaxTokens = Interop.Size(value); }
+
+        /// <summary>Fixes the draws. Default: 0.</summary>
+        public ulong Seed { get => Raw.Seed; set => Raw.Seed = value; }
+
+        /// <summary>Tokens that end the text, besides the model's own. Default: null, none.</summary>
+        public IEnumerable<int> StopTokens { get; set; }
+
+        /// <summary>Texts that end the text and are not part of it. Default: null, none.</summary>
+        public IEnumerable<string> StopStrings { get; set; }
+
+        /// <summary>A copy, to change something in.</summary>
+        public GenerateOptions Clone() => (GenerateOptions)MemberwiseClone();
+    }
+}

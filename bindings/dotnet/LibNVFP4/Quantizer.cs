@@ -1,0 +1,222 @@
+// Number formats, NVFP4 and NF4, both ways; products of two NVFP4 matrices; whole models on disk.
+
+using System;
+using System.Threading;
+
+namespace LibNVFP4
+{
+    /// <summary>A tensor in NVFP4: codes, block scales, and one multiplier. It owns its two tensors.</summary>
+    public sealed class QuantizedTensor : IDisposable
+    {
+        /// <summary>Puts the parts together, which are disposed of with the whole.</summary>
+        public QuantizedTensor(Tensor codes, Tensor scales, float globalScale = 1, ScaleLayout scaleLayout = ScaleLayout.Linear)
+        {
+            Codes = codes ?? throw new ArgumentNullException(nameof(codes));
+            Scales = scales ?? throw new ArgumentNullException(nameof(scales));
+            GlobalScale = globalScale;
+            ScaleLayout = scaleLayout;
+        }
+
+        /// <summary>Two codes to a byte, [.., K / 2].</summary>
+        public Tensor Codes { get; }
+
+        /// <summary>A scale for each 16 along K, [.., K / 16], or one dimension if swizzled.</summary>
+        public Tensor Scales { get; }
+
+        /// <summary>Multiplies every value.</summary>
+        public float GlobalScale { get; }
+
+        /// <summary>The order of the scales.</summary>
+        public ScaleLayout ScaleLayout { get; }
+
+        /// <summary>The values, [.., K].</summary>
+        public Tensor Dequantize(DType dtype = DType.Float32) => Quantizer.Dequantize(this, dtype);
+
+        /// <summary>Gives up both tensors.</summary>
+        public void Dispose()
+        {
+            Codes.Dispose();
+            Scales.Dispose();
+        }
+    }
+
+    /// <summary>A tensor in NF4: codes and the largest magnitude of each block. It owns its two tensors.</summary>
+    public sealed class Nf4Tensor : IDisposable
+    {
+        /// <summary>Puts the parts together, which are disposed of with the whole.</summary>
+        public Nf4Tensor(Tensor codes, Tensor absmax, long block, params long[] shape)
+        {
+            Codes = codes ?? throw new ArgumentNullException(nameof(codes));
+            Absmax = absmax ?? throw new ArgumentNullException(nameof(absmax));
+            Block = block;
+            Shape = shape;
+        }
+
+        /// <summary>Two codes to a byte, the first in the high nibble.</summary>
+        public Tensor Codes { get; }
+
+        /// <summary>The largest magnitude of each block.</summary>
+        public Tensor Absmax { get; }
+
+        /// <summary>Values to a block.</summary>
+        public long Block { get; }
+
+        /// <summary>The shape of the values.</summary>
+        public long[] Shape { get; }
+
+        /// <summary>Gives up both tensors.</summary>
+        public void Dispose()
+        {
+            Codes.Dispose();
+            Absmax.Dispose();
+        }
+    }
+
+    /// <summary>Is told how far a long call is, in bytes.</summary>
+    public delegate void ProgressHandler(long done, long total);
+
+    /// <summary>Number formats, both ways, and models on disk.</summary>
+    public static unsafe class Quantizer
+    {
+        /// <summary>Quantizes a tensor along its last dimension, a multiple of 16, to NVFP4.</summary>
+        public static QuantizedTensor Quantize(Tensor input, QuantizeOptions options = null)
+        {
+            if (input == null)
+                throw new ArgumentNullException(nameof(input));
+            options = options ?? new QuantizeOptions();
+            NativeQuantizeOptions raw = options.Raw;
+            float global;
+            Interop.Check(Native.NVFP4_tensor_quantize(input.Handle, &raw, out TensorHandle codes, out TensorHandle scales, &global));
+            return new QuantizedTensor(new Tensor(codes), new Tensor(scales), global, options.ScaleLayout);
+        }
+
+        /// <summary>Quantizes the values of an array, row-major in a shape.</summary>
+        public static QuantizedTensor Quantize(float[] values, long[] shape, QuantizeOptions options = null)
+        {
+            using (Tensor input = Tensor.FromArray(values, shape))
+                return Quantize(input, options);
+        }
+
+        /// <summary>The values of an NVFP4 tensor.</summary>
+        public static Tensor Dequantize(QuantizedTensor tensor, DType dtype = DType.Float32)
+        {
+            if (tensor == null)
+                throw new ArgumentNullException(nameof(tensor));
+            Interop.Check(Native.NVFP4_tensor_dequantize(tensor.Codes.Handle, tensor.Scales.Handle, tensor.GlobalScale,
+                (int)tensor.ScaleLayout, (int)dtype, out TensorHandle handle));
+            return new Tensor(handle);
+        }
+
+        /// <summary>Quantizes a tensor, flattened, to NF4 in the layout of bitsandbytes.</summary>
+        public static Nf4Tensor QuantizeNf4(Tensor input, long block = 64)
+        {
+            if (input == null)
+                throw new ArgumentNullException(nameof(input));
+            Interop.Check(Native.NVFP4_tensor_quantize_nf4(input.Handle, block, out TensorHandle codes, out TensorHandle absmax));
+            return new Nf4Tensor(new Tensor(codes), new Tensor(absmax), block, input.Shape);
+        }
+
+        /// <summary>The values of an NF4 tensor.</summary>
+        /// <param name="tensor">What to expand.</param>
+        /// <param name="dtype">The type of the result.</param>
+        /// <param name="quantMap">The 16 values of the codes, or null for the usual ones.</param>
+        public static Tensor DequantizeNf4(Nf4Tensor tensor, DType dtype = DType.Float32, Tensor quantMap = null)
+        {
+            if (tensor == null)
+                throw new ArgumentNullException(nameof(tensor));
+            TensorHandle handle;
+            fixed (long* shape = tensor.Shape)
+                Interop.Check(Native.NVFP4_tensor_dequantize_nf4(tensor.Codes.Handle, tensor.Absmax.Handle,
+                    quantMap?.Handle ?? TensorHandle.None, tensor.Block, shape, tensor.Shape.Length, (int)dtype, out handle));
+            return new Tensor(handle);
+        }
+
+        /// <summary>Reorders row-major block scales [rows, K / 16] to <see cref="ScaleLayout.Swizzled"/>.</summary>
+        public static Tensor Swizzle(Tensor scales)
+        {
+            if (scales == null)
+                throw new ArgumentNullException(nameof(scales));
+            Interop.Check(Native.NVFP4_scales_swizzle(scales.Handle, out TensorHandle handle));
+            return new Tensor(handle);
+        }
+
+        /// <summary>Reorders swizzled block scales to row-major [rows, kBlocks], where kBlocks is K / 16.</summary>
+        public static Tensor Unswizzle(Tensor scales, long rows, long kBlocks)
+        {
+            if (scales == null)
+                throw new ArgumentNullException(nameof(scales));
+            Interop.Check(Native.NVFP4_scales_unswizzle(scales.Handle, rows, kBlocks, out TensorHandle handle));
+            return new Tensor(handle);
+        }
+
+        /// <summary>Multiplies a [M, K] by b [N, K] transposed, both in NVFP4 (W4A4), to [M, N].</summary>
+        public static Tensor Multiply(QuantizedTensor a, QuantizedTensor b, DType dtype = DType.Float32)
+        {
+            if (a == null)
+                throw new ArgumentNullException(nameof(a));
+            if (b == null)
+                throw new ArgumentNullException(nameof(b));
+            if (a.ScaleLayout != b.ScaleLayout)
+                throw new ArgumentException("the scales of a are " + a.ScaleLayout + " and those of b are " + b.ScaleLayout +
+                    "; both must be the same", nameof(b));
+            Interop.Check(Native.NVFP4_matmul(a.Codes.Handle, a.Scales.Handle, a.GlobalScale, b.Codes.Handle, b.Scales.Handle,
+                b.GlobalScale, (int)a.ScaleLayout, (int)dtype, out TensorHandle handle));
+            return new Tensor(handle);
+        }
+
+        /// <summary>The quantizer of older hosts: block scales alone, by their rule.</summary>
+        public static QuantizedTensor QuantizeLegacy(Tensor input)
+        {
+            if (input == null)
+                throw new ArgumentNullException(nameof(input));
+            IntPtr codes = IntPtr.Zero, scales = IntPtr.Zero;
+            input.Legacy(native =>
+            {
+                Native.NVFP4_quantize(native, out codes, out scales);
+                return 0;
+            });
+            Interop.Check(Native.NVFP4_last_status());
+            return new QuantizedTensor(Tensor.FromHandle(codes, true), Tensor.FromHandle(scales, true));
+        }
+
+        /// <summary>The product of older hosts: a uint8 [M, K / 2], the transposed view [K / 2, N] of b, both scales swizzled.</summary>
+        public static Tensor ScaledMultiply(Tensor a, Tensor bTransposed, Tensor scaleA, Tensor scaleB, DType dtype = DType.Float16)
+        {
+            if (a == null)
+                throw new ArgumentNullException(nameof(a));
+            if (bTransposed == null)
+                throw new ArgumentNullException(nameof(bTransposed));
+            if (scaleA == null)
+                throw new ArgumentNullException(nameof(scaleA));
+            if (scaleB == null)
+                throw new ArgumentNullException(nameof(scaleB));
+            IntPtr product = a.Legacy(x => bTransposed.Legacy(y => scaleA.Legacy(u => scaleB.Legacy(
+                v => Native.NVFP4_scaled_mm(x, y, u, v, (sbyte)dtype)))));
+            Interop.Check(Native.NVFP4_last_status());
+            return Tensor.FromHandle(product, true);
+        }
+
+        /// <summary>Converts a model on disk to NVFP4 on disk. A file that was there is replaced only when the new one is whole.</summary>
+        /// <param name="source">What <see cref="Model.Load"/> takes.</param>
+        /// <param name="destination">The directory or file to write.</param>
+        /// <param name="container">Which of them.</param>
+        /// <param name="options">Null for the defaults of the container.</param>
+        /// <param name="progress">Is told how far it is, or null.</param>
+        /// <param name="cancellation">Stops it.</param>
+        public static void ConvertModel(string source, string destination, Container container = Container.ModelOpt,
+            QuantizeOptions options = null, ProgressHandler progress = null, CancellationToken cancellation = default(CancellationToken))
+        {
+            byte[] from = Interop.Utf8(source, nameof(source)), to = Interop.Utf8(destination, nameof(destination));
+            using (var call = new ProgressCall(progress, cancellation))
+            {
+                call.Finish(Library.After(() =>
+                {
+                    NativeQuantizeOptions raw = options == null ? default(NativeQuantizeOptions) : options.Raw;
+                    fixed (byte* a = from, b = to)
+                        return Native.NVFP4_model_convert(a, Interop.Size(from.Length), b, Interop.Size(to.Length), (int)container,
+                            options == null ? null : &raw, call.Callback, call.User);
+                }));
+            }
+        }
+    }
+}

@@ -1,0 +1,336 @@
+// Sessions: sequences of tokens with their cached keys and values, and what a model generates from where they stand.
+
+using System;
+using System.Collections.Generic;
+using System.Threading;
+using System.Threading.Tasks;
+
+namespace LibNVFP4
+{
+    /// <summary>Is given each token as it comes, and the text that it completes: whole characters, none while one is incomplete. A token may come a second time, at the end, with text that was held back. Returns false to end the generation.</summary>
+    public delegate bool TokenHandler(int token, string text);
+
+    /// <summary>What a generation came to.</summary>
+    public sealed class Generation
+    {
+        internal Generation(NativeGenerationResult result)
+        {
+            Finish = (FinishReason)result.Finish;
+            PromptTokens = Interop.Long(result.PromptTokens);
+            GeneratedTokens = Interop.Long(result.GeneratedTokens);
+            Prefill = TimeSpan.FromTicks((long)(result.PrefillSeconds * TimeSpan.TicksPerSecond));
+            FirstToken = TimeSpan.FromTicks((long)(result.FirstTokenSeconds * TimeSpan.TicksPerSecond));
+            Decode = TimeSpan.FromTicks((long)(result.DecodeSeconds * TimeSpan.TicksPerSecond));
+        }
+
+        /// <summary>Why it ended.</summary>
+        public FinishReason Finish { get; }
+
+        /// <summary>Tokens before the first generated one: all that the session held, or those that a chat turn added.</summary>
+        public long PromptTokens { get; }
+
+        /// <summary>Tokens generated.</summary>
+        public long GeneratedTokens { get; }
+
+        /// <summary>Time for the prompt, as far as it had not been run.</summary>
+        public TimeSpan Prefill { get; }
+
+        /// <summary>Time from the call to the first token.</summary>
+        public TimeSpan FirstToken { get; }
+
+        /// <summary>Time from the first token to the end. A stream's has the time in it that its reader took.</summary>
+        public TimeSpan Decode { get; }
+    }
+
+    /// <summary>
+    /// A sequence of tokens that a model runs, with its cached keys and values. One call at a time may use it: another one
+    /// meanwhile, from a handler too, is an <see cref="Nvfp4BusyException"/>. A call that fails leaves it as it was.
+    /// </summary>
+    public unsafe class Session : IDisposable
+    {
+        internal readonly SessionHandle Handle;
+
+        /// <summary>Makes an empty session of a model.</summary>
+        public Session(Model model, SessionOptions options = null)
+        {
+            if (model == null)
+                throw new ArgumentNullException(nameof(model));
+            options = options ?? new SessionOptions();
+            byte[] system = options.System == null ? null : Interop.Utf8(options.System, nameof(options));
+            NativeSessionOptions raw = options.Raw;
+            fixed (byte* at = system)
+            {
+                raw.System = at;
+                raw.SystemLength = Interop.Size(system == null ? 0 : system.Length);
+                Interop.Check(Native.NVFP4_session_create(model.Handle, &raw, out Handle));
+            }
+        }
+
+        internal Session(SessionHandle handle)
+        {
+            Handle = handle;
+        }
+
+        /// <summary>Makes a session as it was when it was written to a file. The model must be the one that ran it.</summary>
+        public static Session Restore(Model model, string path) => new Session(RestoreHandle(model, path));
+
+        /// <summary>How many tokens it holds.</summary>
+        public long Length
+        {
+            get
+            {
+                UIntPtr length;
+                Interop.Check(Native.NVFP4_session_length(Handle, &length));
+                return Interop.Long(length);
+            }
+        }
+
+        /// <summary>How many tokens it can hold.</summary>
+        public long Context
+        {
+            get
+            {
+                UIntPtr context;
+                Interop.Check(Native.NVFP4_session_context(Handle, &context));
+                return Interop.Long(context);
+            }
+        }
+
+        /// <summary>The bytes of its cached keys and values, those it shares with forks included.</summary>
+        public ulong MemoryBytes
+        {
+            get
+            {
+                ulong bytes;
+                Interop.Check(Native.NVFP4_session_memory(Handle, &bytes));
+                return bytes;
+            }
+        }
+
+        /// <summary>The tokens that it holds.</summary>
+        public int[] Tokens =>
+            Interop.Array<int>((buffer, capacity, count) => Native.NVFP4_session_tokens(Handle, (int*)buffer, capacity, count));
+
+        /// <summary>The logits of the token to come, one for each token id.</summary>
+        public float[] Logits =>
+            Interop.Array<float>((buffer, capacity, count) => Native.NVFP4_session_logits(Handle, (float*)buffer, capacity, count));
+
+        /// <summary>The text of the last generation, which is empty before the first.</summary>
+        public string Text => Interop.Text((buffer, capacity, length) => Native.NVFP4_session_text(Handle, buffer, capacity, length));
+
+        /// <summary>What the last generation came to, or null. Streams set it at their end.</summary>
+        public Generation LastGeneration { get; private set; }
+
+        /// <summary>Appends tokens and runs them, a whole prompt in blocks.</summary>
+        public void Prefill(int[] tokens, CancellationToken cancellation = default(CancellationToken))
+        {
+            if (tokens == null)
+                throw new ArgumentNullException(nameof(tokens));
+            fixed (int* at = tokens)
+                Prefill(at, tokens.Length, false, cancellation);
+        }
+
+        /// <summary>Appends tokens and runs them one after the other, which gives the same bits more slowly.</summary>
+        public void PrefillTokenByToken(int[] tokens, CancellationToken cancellation = default(CancellationToken))
+        {
+            if (tokens == null)
+                throw new ArgumentNullException(nameof(tokens));
+            fixed (int* at = tokens)
+                Prefill(at, tokens.Length, true, cancellation);
+        }
+
+#if NETCOREAPP
+        /// <summary>Appends tokens and runs them, a whole prompt in blocks.</summary>
+        public void Prefill(ReadOnlySpan<int> tokens, CancellationToken cancellation = default)
+        {
+            fixed (int* at = tokens)
+                Prefill(at, tokens.Length, false, cancellation);
+        }
+
+        /// <summary>Appends tokens and runs them one after the other.</summary>
+        public void PrefillTokenByToken(ReadOnlySpan<int> tokens, CancellationToken cancellation = default)
+        {
+            fixed (int* at = tokens)
+                Prefill(at, tokens.Length, true, cancellation);
+        }
+
+        /// <summary>Copies the logits of the token to come, and gives their number.</summary>
+        public int CopyLogits(Span<float> destination)
+        {
+            UIntPtr count;
+            fixed (float* at = destination)
+                Interop.Check(Native.NVFP4_session_logits(Handle, at, Interop.Size(destination.Length), &count));
+            return checked((int)count.ToUInt64());
+        }
+
+        /// <summary>Generates from where the session stands, as a stream of text. See <see cref="Stream"/>.</summary>
+        public IAsyncEnumerable<string> StreamAsync(GenerateOptions options = null, CancellationToken cancellation = default) =>
+            new TextStream(this, (handler, token) => Generate(options, handler, token), cancellation);
+#endif
+
+        /// <summary>Appends one token and runs it.</summary>
+        public void Decode(int token) => Interop.Check(Native.NVFP4_session_decode(Handle, token));
+
+        /// <summary>Chooses the token to come, and does not append it. Without options it is the likeliest one.</summary>
+        public int Sample(GenerateOptions options = null)
+        {
+            int token = 0;
+            using (var pinned = new PinnedOptions(options))
+            {
+                NativeGenerateOptions raw = pinned.Raw;
+                Interop.Check(Native.NVFP4_session_sample(Handle, options == null ? null : &raw, &token));
+            }
+            return token;
+        }
+
+        /// <summary>Generates from where the session stands, which takes a prefilled prompt. <see cref="Text"/> has the text afterwards.</summary>
+        /// <param name="options">Null for the defaults.</param>
+        /// <param name="handler">Is given each token as it comes, on this thread; or null.</param>
+        /// <param name="cancellation">Stops it, with an OperationCanceledException. What was generated until then is kept.</param>
+        public Generation Generate(GenerateOptions options = null, TokenHandler handler = null,
+            CancellationToken cancellation = default(CancellationToken)) => Run(null, options, handler, cancellation);
+
+        /// <summary>The same, on a thread of its own.</summary>
+        public Task<Generation> GenerateAsync(GenerateOptions options = null, TokenHandler handler = null,
+            CancellationToken cancellation = default(CancellationToken)) =>
+            Task.Factory.StartNew(() => Generate(options, handler, cancellation), cancellation, TaskCreationOptions.LongRunning,
+                TaskScheduler.Default);
+
+        /// <summary>
+        /// Generates from where the session stands, as a stream of text: pieces of whole characters, each made when it is asked
+        /// for. The generation begins with the enumeration, and ends with it: leave it early and the session holds what came.
+        /// </summary>
+        public IEnumerable<string> Stream(GenerateOptions options = null, CancellationToken cancellation = default(CancellationToken)) =>
+            new TextStream(this, (handler, token) => Generate(options, handler, token), cancellation);
+
+        /// <summary>Forgets the tokens from a length on.</summary>
+        public void Truncate(long length) => Interop.Check(Native.NVFP4_session_truncate(Handle, Interop.Size(length)));
+
+        /// <summary>Forgets all tokens and the conversation. The options stay.</summary>
+        public void Reset() => Interop.Check(Native.NVFP4_session_reset(Handle));
+
+        /// <summary>Makes a second session in the same state. The two share memory as far as neither writes to it.</summary>
+        public Session Fork() => new Session(ForkHandle());
+
+        /// <summary>Writes the session to a file, cache and conversation included.</summary>
+        public void Save(string path)
+        {
+            byte[] bytes = Interop.Utf8(path, nameof(path));
+            fixed (byte* at = bytes)
+                Interop.Check(Native.NVFP4_session_save(Handle, at, Interop.Size(bytes.Length)));
+        }
+
+        /// <summary>Ends the call that uses the session, if there is one, soon. From any thread, and from a handler.</summary>
+        public void Cancel() => Interop.Check(Native.NVFP4_session_cancel(Handle));
+
+        /// <summary>Appends a token to each of several sessions of one model, and runs them in one pass over the weights.</summary>
+        public static void Step(IList<Session> sessions, int[] tokens)
+        {
+            if (sessions == null)
+                throw new ArgumentNullException(nameof(sessions));
+            if (tokens == null)
+                throw new ArgumentNullException(nameof(tokens));
+            if (sessions.Count != tokens.Length)
+                throw new ArgumentException(tokens.Length + " tokens for " + sessions.Count + " sessions", nameof(tokens));
+            IntPtr[] handles = new IntPtr[sessions.Count];
+            int added = 0;
+            try
+            {
+                for (; added < handles.Length; added++)
+                {
+                    bool done = false;
+                    sessions[added].Handle.DangerousAddRef(ref done);
+                    handles[added] = sessions[added].Handle.DangerousGetHandle();
+                }
+                Library.Call(() =>
+                {
+                    fixed (IntPtr* first = handles)
+                    fixed (int* at = tokens)
+                        return Native.NVFP4_session_step(first, at, Interop.Size(handles.Length));
+                });
+            }
+            finally
+            {
+                while (added > 0)
+                    sessions[--added].Handle.DangerousRelease();
+            }
+        }
+
+        /// <summary>Gives up the session. A call that is using it ends undisturbed.</summary>
+        public void Dispose()
+        {
+            Handle.Dispose();
+            GC.SuppressFinalize(this);
+        }
+
+        internal SessionHandle ForkHandle()
+        {
+            Interop.Check(Native.NVFP4_session_fork(Handle, out SessionHandle handle));
+            return handle;
+        }
+
+        internal static SessionHandle RestoreHandle(Model model, string path)
+        {
+            if (model == null)
+                throw new ArgumentNullException(nameof(model));
+            byte[] bytes = Interop.Utf8(path, nameof(path));
+            SessionHandle handle;
+            fixed (byte* at = bytes)
+                Interop.Check(Native.NVFP4_session_restore(model.Handle, at, Interop.Size(bytes.Length), out handle));
+            return handle;
+        }
+
+        /// Generates, after a turn of the user's if there is one.
+        internal Generation Run(string turn, GenerateOptions options, TokenHandler handler, CancellationToken cancellation)
+        {
+            byte[] text = turn == null ? null : Interop.Utf8(turn, nameof(turn));
+            NativeGenerationResult result = default(NativeGenerationResult);
+            result.StructSize = (uint)sizeof(NativeGenerationResult);
+            using (var call = new TokenCall(handler, cancellation))
+            using (var pinned = new PinnedOptions(options))
+            {
+                NativeGenerateOptions raw = pinned.Raw;
+                NativeGenerateOptions* chosen = options == null ? null : &raw;
+                int status;
+                using (CancelWith(cancellation))
+                fixed (byte* at = text)
+                    status = text == null
+                        ? Native.NVFP4_session_generate(Handle, chosen, TokenCall.Callback, call.User, &result)
+                        : Native.NVFP4_session_chat(Handle, at, Interop.Size(text.Length), chosen, TokenCall.Callback, call.User, &result);
+                if (status == (int)Status.Ok)
+                    LastGeneration = new Generation(result);
+                call.Finish(status, status == (int)Status.Ok && result.Finish == (int)FinishReason.Cancelled);
+            }
+            return LastGeneration;
+        }
+
+        void Prefill(int* tokens, int count, bool single, CancellationToken cancellation)
+        {
+            cancellation.ThrowIfCancellationRequested();
+            int status;
+            using (CancelWith(cancellation))
+                status = single
+                    ? Native.NVFP4_session_prefill_token_by_token(Handle, tokens, Interop.Size(count))
+                    : Native.NVFP4_session_prefill(Handle, tokens, Interop.Size(count));
+            if (status == (int)Status.Cancelled)
+                cancellation.ThrowIfCancellationRequested();
+            Interop.Check(status);
+        }
+
+        /// Disposing of it waits until the token's thread is done with the session, so that it cannot end a later call.
+        CancellationTokenRegistration CancelWith(CancellationToken cancellation) =>
+            cancellation.CanBeCanceled ? cancellation.Register(CancelIfOpen) : default(CancellationTokenRegistration);
+
+        void CancelIfOpen()
+        {
+            try
+            {
+                Native.NVFP4_session_cancel(Handle);
+            }
+            catch (ObjectDisposedException)
+            {
+                // Disposed of during the call, which sees the token itself at its next piece.
+            }
+        }
+    }
+}

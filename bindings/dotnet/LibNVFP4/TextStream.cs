@@ -1,0 +1,217 @@
+// A generation as a sequence that its reader pulls.
+//
+// The native call runs on a thread of its own, which makes one piece of text each time it is asked and waits otherwise: so the
+// session never runs ahead of its reader, and leaving early keeps exactly what came. The thread knows the generation and not
+// the enumerator, so that a forgotten enumerator is found by the garbage collector, and ends it.
+
+using System;
+using System.Collections;
+using System.Collections.Generic;
+using System.Runtime.ExceptionServices;
+using System.Threading;
+using System.Threading.Tasks;
+
+namespace LibNVFP4
+{
+    internal delegate Generation Generator(TokenHandler handler, CancellationToken cancellation);
+
+    internal sealed class TextStream : IEnumerable<string>
+#if NETCOREAPP
+        , IAsyncEnumerable<string>
+#endif
+    {
+        readonly Session session;
+        readonly Generator generator;
+        readonly CancellationToken cancellation;
+
+        internal TextStream(Session session, Generator generator, CancellationToken cancellation)
+        {
+            this.session = session;
+            this.generator = generator;
+            this.cancellation = cancellation;
+        }
+
+        public IEnumerator<string> GetEnumerator() => new Reader(new Producer(session, generator, cancellation));
+
+        IEnumerator IEnumerable.GetEnumerator() => GetEnumerator();
+
+#if NETCOREAPP
+        public async IAsyncEnumerator<string> GetAsyncEnumerator(CancellationToken more = default)
+        {
+            using CancellationTokenSource both = CancellationTokenSource.CreateLinkedTokenSource(cancellation, more);
+            var producer = new Producer(session, generator, both.Token);
+            try
+            {
+                for (;;)
+                {
+                    try
+                    {
+                        if (!await producer.NextAsync().ConfigureAwait(false))
+                            break;
+                    }
+                    catch (OperationCanceledException) when (both.IsCancellationRequested)
+                    {
+                        // In the words of the token that the reader knows.
+                        more.ThrowIfCancellationRequested();
+                        cancellation.ThrowIfCancellationRequested();
+                        throw;
+                    }
+                    yield return producer.Piece;
+                }
+            }
+            finally
+            {
+                producer.Stop();
+                await producer.Ended.ConfigureAwait(false);
+            }
+        }
+#endif
+
+        sealed class Reader : IEnumerator<string>
+        {
+            readonly Producer producer;
+
+            internal Reader(Producer producer)
+            {
+                this.producer = producer;
+            }
+
+            ~Reader()
+            {
+                producer.Stop();
+            }
+
+            public string Current => producer.Piece;
+
+            object IEnumerator.Current => Current;
+
+            public bool MoveNext()
+            {
+                bool more = producer.Next();
+                GC.KeepAlive(this);
+                return more;
+            }
+
+            public void Reset() => throw new NotSupportedException("a generation cannot be had again; start another one");
+
+            public void Dispose()
+            {
+                GC.SuppressFinalize(this);
+                producer.Stop();
+                producer.Ended.Wait();
+            }
+        }
+
+        /// The thread of the native call, and what it has made.
+        sealed class Producer
+        {
+            readonly Session session;
+            readonly Generator generator;
+            readonly CancellationToken cancellation;
+            readonly SemaphoreSlim wanted = new SemaphoreSlim(0), made = new SemaphoreSlim(0);
+            readonly TaskCompletionSource<bool> ended = new TaskCompletionSource<bool>(TaskCreationOptions.RunContinuationsAsynchronously);
+            readonly object gate = new object();
+            ExceptionDispatchInfo thrown;
+            bool started, over, left;
+            volatile bool stopped;
+
+            internal Producer(Session session, Generator generator, CancellationToken cancellation)
+            {
+                this.session = session;
+                this.generator = generator;
+                this.cancellation = cancellation;
+            }
+
+            internal string Piece { get; private set; }
+
+            /// Ends when the native call has.
+            internal Task Ended => ended.Task;
+
+            /// Makes the next piece, if there is one.
+            internal bool Next()
+            {
+                if (!Ask())
+                    return false;
+                made.Wait();
+                return Answer();
+            }
+
+#if NETCOREAPP
+            internal async Task<bool> NextAsync()
+            {
+                if (!Ask())
+                    return false;
+                await made.WaitAsync().ConfigureAwait(false);
+                return Answer();
+            }
+#endif
+
+            /// Lets the native call end at its next token, or now if it is between two.
+            internal void Stop()
+            {
+                lock (gate)
+                {
+                    stopped = true;
+                    if (!started)
+                        ended.TrySetResult(true);
+                    wanted.Release();
+                }
+            }
+
+            bool Ask()
+            {
+                lock (gate)
+                {
+                    if (stopped || left)
+                        return false;
+                    if (!started)
+                    {
+                        cancellation.ThrowIfCancellationRequested();
+                        started = true;
+                        new Thread(Produce) { IsBackground = true, Name = "NVFP4 generation" }.Start();
+                    }
+                    else
+                        wanted.Release();
+                    return true;
+                }
+            }
+
+            bool Answer()
+            {
+                if (!over)
+                    return true;
+                left = true;
+                thrown?.Throw();
+                return false;
+            }
+
+            void Produce()
+            {
+                try
+                {
+                    generator(Take, cancellation);
+                }
+                catch (Exception e)
+                {
+                    thrown = ExceptionDispatchInfo.Capture(e);
+                }
+                over = true;
+                made.Release();
+                ended.TrySetResult(true);
+                GC.KeepAlive(session);
+            }
+
+            bool Take(int token, string text)
+            {
+                if (text.Length > 0 && !stopped)
+                {
+                    Piece = text;
+                    made.Release();
+                    // A token that is cancelled here is seen at the next piece, which its reader has to ask for.
+                    wanted.Wait();
+                }
+                return !stopped;
+            }
+        }
+    }
+}

@@ -1,0 +1,959 @@
+// The C# package on a runtime: Tests MODEL RECITER FOREVER SCRATCH, where the first is a small random model, the second answers
+// everything with one sentence, and the third never stops saying it (see reciter.py).
+//
+// The same source is compiled for netstandard2.0, run on Mono and .NET Core, and for .NET Core, with what it has besides.
+
+using System;
+using System.Collections.Generic;
+using System.Diagnostics;
+using System.IO;
+using System.Linq;
+using System.Runtime.CompilerServices;
+using System.Runtime.InteropServices;
+using System.Threading;
+using System.Threading.Tasks;
+using LibNVFP4;
+
+static class Tests
+{
+    const string Sentence = "好語😀é";
+
+    static string modelPath, reciterPath, foreverPath, scratch;
+    static Model model, reciter, forever;
+    static int failures;
+
+    static int Main(string[] args)
+    {
+        modelPath = args[0];
+        reciterPath = args[1];
+        foreverPath = args[2];
+        scratch = args[3];
+        using (model = Model.Load(modelPath))
+        using (reciter = Model.Load(reciterPath))
+        using (forever = Model.Load(foreverPath))
+        {
+            Run("library", TheLibrary);
+            Run("text both ways", TextBothWays);
+            Run("streams of CJK and emoji", Streams);
+            Run("leaving a stream early", LeavingEarly);
+            Run("a forgotten stream ends", ForgottenStream);
+            Run("cancellation", Cancellation);
+            Run("exceptions from handlers", HandlersThrow);
+            Run("typed exceptions", TypedExceptions);
+            Run("conversations", Conversations);
+            Run("sessions", Sessions);
+            Run("two models at once", TwoModels);
+            Run("eight threads on one model", EightThreads);
+            Run("eight threads on one session", EightThreadsOneSession);
+            Run("tensors", Tensors);
+            Run("quantizing and products", Quantizing);
+            Run("schemas", Schemas);
+            Run("models on disk", Converting);
+            Run("objects that are disposed of", Disposed);
+            Run("finalizers on another thread", Finalizers);
+            Run("1,000 cycles do not grow", Cycles);
+#if NETCOREAPP
+            Run("asynchronous streams", () => AsyncStreams().GetAwaiter().GetResult());
+            Run("spans", Spans);
+#endif
+        }
+        Run("nothing is left", NothingIsLeft);
+        return failures == 0 ? 0 : 1;
+    }
+
+    static void Run(string name, Action test)
+    {
+        var watch = Stopwatch.StartNew();
+        try
+        {
+            test();
+            Console.WriteLine("ok      {0} ({1} ms)", name, watch.ElapsedMilliseconds);
+        }
+        catch (Exception e)
+        {
+            failures++;
+            Console.WriteLine("FAILED  {0}: {1}", name, e);
+        }
+    }
+
+    static void Check(bool condition, string what = null, [CallerLineNumber] int line = 0)
+    {
+        if (!condition)
+            throw new Exception("line " + line + (what == null ? "" : ": " + what));
+    }
+
+    static void Same<T>(T expected, T actual, [CallerLineNumber] int line = 0)
+    {
+        if (!EqualityComparer<T>.Default.Equals(expected, actual))
+            throw new Exception("line " + line + ": expected " + expected + ", got " + actual);
+    }
+
+    static E Throws<E>(Action action, string says = "", [CallerLineNumber] int line = 0) where E : Exception
+    {
+        try
+        {
+            action();
+        }
+        catch (E e)
+        {
+            if (e.Message.IndexOf(says, StringComparison.Ordinal) < 0)
+                throw new Exception("line " + line + ": the message is \"" + e.Message + "\", without \"" + says + "\"");
+            return e;
+        }
+        throw new Exception("line " + line + ": no " + typeof(E).Name);
+    }
+
+    static void Until(Func<bool> condition, string what)
+    {
+        for (int i = 0; i < 500; i++)
+        {
+            if (condition())
+                return;
+            Thread.Sleep(10);
+        }
+        throw new Exception("still not: " + what);
+    }
+
+    static GenerateOptions Tokens(int count) => new GenerateOptions { MaxTokens = count, IgnoreModelStops = true };
+
+    static readonly int[] Prompt = { 17, 201, 33, 90, 4, 256, 77, 140, 8, 19, 300, 61 };
+
+    static void TheLibrary()
+    {
+        Same(1, Library.AbiVersion);
+        Check(Library.Version.Split('.').Length == 3 && File.Exists(Library.Path));
+        Check(Library.Diagnose().StartsWith("{\"version\":\"" + Library.Version + "\"", StringComparison.Ordinal));
+        Check(Library.Probe(out string file, out string error) && file == Library.Path && error == null);
+        Library.Use("/nowhere/libNVFP4.so");
+        Check(!Library.Probe(out file, out error) && error.Contains("/nowhere/libNVFP4.so"));
+        Library.Use(null);
+
+        // A call that fails is a message of the debug level.
+        var messages = new List<string>();
+        Library.SetLog((level, message) =>
+        {
+            lock (messages)
+                messages.Add(level + " " + message);
+            throw new InvalidOperationException("is lost");
+        }, LogLevel.Debug);
+        Throws<Nvfp4NotFoundException>(() => Model.Load("/nowhere/你好"));
+        Library.SetLog(null);
+        lock (messages)
+            Check(messages.Any(m => m.Contains("/nowhere/你好")), string.Join("; ", messages));
+        int count = messages.Count;
+        Throws<Nvfp4NotFoundException>(() => Model.Load("/nowhere"));
+        Same(count, messages.Count);
+
+        // The defaults are the library's.
+        var generate = new GenerateOptions();
+        Check(generate.MaxTokens == 512 && generate.TopP == 1 && generate.RepetitionPenalty == 1 && generate.Temperature == 0);
+        Check(new QuantizeOptions().Levels == Levels.Two && new WeightOptions().DenseDType == DType.Float32);
+        Check(new LoadOptions().Device.Equals(Device.Cpu) && new SessionOptions().KvType == KvType.Float16);
+        Library.SetThreads(2);
+        Library.SetThreads(0);
+        Library.EmptyCache();
+    }
+
+    static void TextBothWays()
+    {
+        Tokenizer tokenizer = model.Tokenizer;
+        foreach (string text in new[] { "", "Hello", "héllo", "你好，世界", "😀👨‍👩‍👧‍👦", "日本語 한국어 русский", "a\0b" })
+        {
+            int[] tokens = tokenizer.Encode(text);
+            Check(tokens.All(t => t >= 0 && t < tokenizer.VocabularySize));
+            Same(text, tokenizer.Decode(tokens));
+        }
+        Same(320, tokenizer.VocabularySize);
+        // The bytes of half a character are none.
+        Same("\uFFFD", tokenizer.Decode(tokenizer.Encode("你").Take(1).ToArray()));
+        Throws<ArgumentException>(() => tokenizer.Encode("half a pair: \uD83D"));
+        Throws<ArgumentNullException>(() => tokenizer.Encode(null));
+        Same("<|im_start|>system\n简短。<|im_end|>\n<|im_start|>user\n😀<|im_end|>\n<|im_start|>assistant\n",
+            model.RenderChat(new[] { new ChatMessage("system", "简短。"), new ChatMessage("user", "😀") }));
+        Same("qwen3", model.Info.Architecture);
+        Check(model.Info.StopTokens.SequenceEqual(new[] { 0, 2 }) && model.Info.WeightBytes > 0);
+    }
+
+    static void Streams()
+    {
+        using (var chat = new ChatSession(reciter, "你是诗人。"))
+        {
+            // Each character is several tokens, and comes whole.
+            Same("好|語|😀|é", string.Join("|", chat.Stream("你好 👋").ToArray()));
+            Same(FinishReason.Stop, chat.LastGeneration.Finish);
+            Same(12L, chat.LastGeneration.GeneratedTokens);
+            Same(Sentence, chat.Text);
+            var pieces = new List<string>();
+            Same(Sentence, chat.Ask("再来", null, pieces.Add));
+            Same("好|語|😀|é", string.Join("|", pieces.ToArray()));
+            Same(Sentence, chat.AskAsync("again").Result);
+            Same("system: 你是诗人。|user: 你好 👋|assistant: " + Sentence + "|user: 再来|assistant: " + Sentence +
+                "|user: again|assistant: " + Sentence, string.Join("|", chat.Messages.Select(m => m.ToString()).ToArray()));
+            // Stop strings, of several characters' bytes.
+            Same("好", string.Concat(chat.Stream("!", new GenerateOptions { StopStrings = new[] { "nothing", "語😀" } }).ToArray()));
+            Same(FinishReason.StopString, chat.LastGeneration.Finish);
+            Same("好語", chat.Ask("!", new GenerateOptions { StopTokens = new[] { reciter.Tokenizer.Encode("😀")[0] } }));
+            Throws<NotSupportedException>(() => chat.Stream("!").GetEnumerator().Reset());
+        }
+    }
+
+    static void LeavingEarly()
+    {
+        using (var chat = new ChatSession(forever))
+        {
+            string heard = "";
+            foreach (string piece in chat.Stream("Hi", Tokens(100000)))
+            {
+                heard += piece;
+                if (heard.Length >= 9)
+                    break;
+            }
+            // The session holds what was heard and not more.
+            Same(heard, chat.Text);
+            Same(FinishReason.Cancelled, chat.LastGeneration.Finish);
+            Same(heard, chat.Messages.Last().Content);
+            long length = chat.Length;
+            Thread.Sleep(30);
+            Same(length, chat.Length);
+            Same(Sentence, string.Concat(chat.Stream("On", Tokens(12)).ToArray()));
+
+            // While a stream is read, the session is in use; before it begins and after its end it is not.
+            IEnumerator<string> stream = chat.Stream("Hi", Tokens(100)).GetEnumerator();
+            Same(length, length);
+            length = chat.Length;
+            Check(stream.MoveNext());
+            Throws<Nvfp4BusyException>(() => { long now = chat.Length; });
+            stream.Dispose();
+            Check(chat.Length > length && !stream.MoveNext());
+            stream.Dispose();
+            // One that was never begun.
+            chat.Stream("Hi").GetEnumerator().Dispose();
+            // Not text at all: it is the reader who is told.
+            Throws<ArgumentException>(() => chat.Stream("\uDC00").First());
+            Same(Sentence, chat.Ask("Hi", Tokens(12)));
+        }
+    }
+
+    [MethodImpl(MethodImplOptions.NoInlining)]
+    static void BeginStream(ChatSession chat)
+    {
+        IEnumerator<string> stream = chat.Stream("Hi", Tokens(100000)).GetEnumerator();
+        Check(stream.MoveNext());
+    }
+
+    static bool Busy(Session session)
+    {
+        try
+        {
+            return session.Length < 0;
+        }
+        catch (Nvfp4BusyException)
+        {
+            return true;
+        }
+    }
+
+    static void ForgottenStream()
+    {
+        using (var chat = new ChatSession(forever))
+        {
+            // On a thread of its own, so that no stack has it still.
+            var thread = new Thread(() => BeginStream(chat));
+            thread.Start();
+            thread.Join();
+            Check(Busy(chat));
+            Until(() =>
+            {
+                GC.Collect();
+                GC.WaitForPendingFinalizers();
+                return !Busy(chat);
+            }, "the stream has ended");
+        }
+    }
+
+    static void Cancellation()
+    {
+        using (var chat = new ChatSession(forever))
+        {
+            // In the middle of a stream.
+            var source = new CancellationTokenSource();
+            int pieces = 0;
+            var e = Throws<OperationCanceledException>(() =>
+            {
+                foreach (string piece in chat.Stream("Hi", Tokens(100000), source.Token))
+                    if (++pieces == 5)
+                        source.Cancel();
+            });
+            Same(source.Token, e.CancellationToken);
+            Same(5, pieces);
+            Check(chat.Text.StartsWith(Sentence, StringComparison.Ordinal));
+            Same(Sentence, chat.Ask("On", Tokens(12)));
+
+            // From another thread.
+            source = new CancellationTokenSource();
+            source.CancelAfter(50);
+            Throws<OperationCanceledException>(() => chat.Ask("Hi", Tokens(1000000), null, source.Token));
+            // Before it begins: the session is as it was.
+            long length = chat.Length;
+            Throws<OperationCanceledException>(() => chat.Ask("Hi", null, null, source.Token));
+            Throws<OperationCanceledException>(() => chat.Stream("Hi", null, source.Token).First());
+            Same(length, chat.Length);
+            // A task knows that it was cancelled.
+            source = new CancellationTokenSource();
+            Task<string> task = chat.AskAsync("Hi", Tokens(1000000), piece => source.Cancel(), source.Token);
+            Check(Throws<AggregateException>(() => task.Wait()).InnerException is OperationCanceledException && task.IsCanceled);
+
+            // Session.Cancel is no failure of a generation, and no token's.
+            Generation result = chat.Chat("Hi", (token, text) =>
+            {
+                chat.Cancel();
+                return true;
+            }, Tokens(1000000));
+            Same(FinishReason.Cancelled, result.Finish);
+            // Nor is a handler that has heard enough.
+            int calls = 0;
+            Same(3L, chat.Chat("Hi", (token, text) => ++calls < 3, Tokens(1000)).GeneratedTokens);
+
+            // A long prompt.
+            source = new CancellationTokenSource();
+            source.CancelAfter(20);
+            chat.Reset();
+            using (var session = new Session(forever, new SessionOptions { Context = 1 << 16 }))
+            {
+                int[] prompt = Enumerable.Repeat(7, 60000).ToArray();
+                Throws<OperationCanceledException>(() => session.PrefillTokenByToken(prompt, source.Token));
+                Same(0L, session.Length);
+            }
+        }
+        var loading = new CancellationTokenSource();
+        Throws<OperationCanceledException>(() => Model.Load(modelPath, null, null, (done, total) => loading.Cancel(), loading.Token));
+        Check(Model.LoadAsync(modelPath, cancellation: loading.Token).IsCanceled);
+        using (Model loaded = Model.LoadAsync(modelPath).Result)
+            Same(320, loaded.Tokenizer.VocabularySize);
+    }
+
+    sealed class Special : Exception
+    {
+    }
+
+    [MethodImpl(MethodImplOptions.NoInlining)]
+    static void ThrowSpecial(Special special)
+    {
+        throw special;
+    }
+
+    static void HandlersThrow()
+    {
+        using (var chat = new ChatSession(forever))
+        {
+            var special = new Special();
+            int calls = 0;
+            var thrown = Throws<Special>(() => chat.Ask("Hi", Tokens(1000), piece =>
+            {
+                if (++calls == 3)
+                    ThrowSpecial(special);
+            }));
+            Check(ReferenceEquals(special, thrown) && thrown.StackTrace.Contains("ThrowSpecial"));
+            Same(3, calls);
+            // Nothing has been broken.
+            Same(Sentence, chat.Ask("On", Tokens(12)));
+            // A handler may use other objects, and its own session only in so far as it is told that it is busy.
+            Throws<Nvfp4BusyException>(() => chat.Ask("Hi", Tokens(1000), piece => chat.Reset()));
+            using (var other = new ChatSession(reciter))
+                chat.Ask("Hi", Tokens(12), piece => Same(Sentence, other.Ask("Hi")));
+        }
+        var loading = new Special();
+        Check(ReferenceEquals(loading, Throws<Special>(() => Model.Load(modelPath, null, null, (done, total) => ThrowSpecial(loading)))));
+    }
+
+    static void TypedExceptions()
+    {
+        Same(Status.NotFound, Throws<Nvfp4NotFoundException>(() => Model.Load("/nowhere"), "/nowhere").Status);
+        string bad = Path.Combine(scratch, "bad.safetensors");
+        File.WriteAllBytes(bad, new byte[] { 1, 2, 3 });
+        Throws<Nvfp4CorruptFileException>(() => Model.Load(bad));
+        Throws<Nvfp4Exception>(() => Model.Load(bad));
+        using (var session = new Session(model, new SessionOptions { Context = 16 }))
+        {
+            Throws<Nvfp4ArgumentException>(() => session.Decode(320), "320");
+            session.Prefill(Prompt);
+            Throws<Nvfp4ContextFullException>(() => session.Prefill(Prompt), "16");
+            Throws<Nvfp4IOException>(() => session.Save("/dev/null/x"));
+            Throws<Nvfp4NotFoundException>(() => Session.Restore(model, "/nowhere"));
+        }
+        using (Tensor odd = Tensor.FromArray(new float[17]))
+            Throws<Nvfp4ArgumentException>(() => Quantizer.Quantize(odd), "17");
+        using (Tensor values = Tensor.FromArray(new float[] { 1, 2, float.NaN, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5, 6, 7 }, 1, 16))
+            Throws<Nvfp4ArgumentException>(() => Quantizer.Quantize(values), "NaN");
+        if (!Library.Diagnose().Contains("\"cuda\":{\"available\":true"))
+            Throws<Nvfp4DeviceUnavailableException>(() => Model.Load(modelPath, new LoadOptions { Device = Device.Cuda() }), "libcuda");
+        Throws<Nvfp4UnsupportedException>(() => LinearWeight.SelectBackend(Format.Nf4, new WeightOptions { ComputePath = ComputePath.KernelOnly }));
+        Memory.Budget = Memory.Stats().Current + 1000;
+        try
+        {
+            Same(Status.OverBudget, Throws<Nvfp4OutOfMemoryException>(() => Tensor.Empty(DType.Float32, 1000)).Status);
+        }
+        finally
+        {
+            Memory.Budget = 0;
+        }
+        Same(0UL, Memory.Budget);
+    }
+
+    static void Conversations()
+    {
+        using (var chat = new ChatSession(reciter))
+        {
+            chat.Ask("one");
+            long length = chat.Length;
+            string file = Path.Combine(scratch, "会话.nvfp4session");
+            chat.Save(file);
+            using (ChatSession fork = chat.Fork(), restored = ChatSession.Restore(reciter, file))
+            {
+                Same(Sentence, fork.Ask("two"));
+                Same(length, chat.Length);
+                Same(Sentence, restored.Ask("two"));
+                Check(fork.Tokens.SequenceEqual(restored.Tokens));
+            }
+            chat.Ask("two");
+            // Only what the turn adds is run.
+            Check(chat.LastGeneration.PromptTokens < 40 && chat.Length > length);
+            chat.Reset();
+            Same(0, chat.Messages.Count);
+        }
+    }
+
+    static void Sessions()
+    {
+        using (Session whole = new Session(model), single = new Session(model), other = new Session(model))
+        {
+            whole.Prefill(Prompt);
+            single.PrefillTokenByToken(Prompt);
+            other.Prefill(Prompt.Take(5).ToArray());
+            foreach (int token in Prompt.Skip(5))
+                other.Decode(token);
+            float[] logits = whole.Logits;
+            Same(320, logits.Length);
+            Check(logits.SequenceEqual(single.Logits) && logits.SequenceEqual(other.Logits));
+            Same(Array.IndexOf(logits, logits.Max()), whole.Sample());
+
+            var drawn = new GenerateOptions { MaxTokens = 10, Temperature = 1.2f, TopK = 40, TopP = 0.95f, MinP = 0.01f,
+                RepetitionPenalty = 1.1f, Seed = 7, IgnoreModelStops = true };
+            var tokens = new List<int>();
+            Generation result = whole.Generate(drawn, (token, text) =>
+            {
+                if (tokens.Count < 10)
+                    tokens.Add(token);
+                return true;
+            });
+            Check(result.Finish == FinishReason.Length && result.GeneratedTokens == 10 && result.PromptTokens == 12);
+            Check(tokens.SequenceEqual(whole.Tokens.Skip(12)));
+            for (int i = 0; i < 10; i++)
+                single.Decode(single.Sample(drawn));
+            Check(whole.Tokens.SequenceEqual(single.Tokens));
+            drawn = drawn.Clone();
+            drawn.Replay = true;
+            other.Generate(drawn);
+            Check(whole.Tokens.SequenceEqual(other.Tokens));
+            Same(whole.Text, string.Concat(Truncated(single, 12).Stream(drawn).ToArray()));
+
+            whole.Truncate(12);
+            other.Truncate(12);
+            Session.Step(new[] { whole, other }, new[] { 3, 4 });
+            Check(whole.Length == 13 && other.Tokens[12] == 4 && !whole.Logits.SequenceEqual(other.Logits));
+            Throws<Nvfp4ArgumentException>(() => Session.Step(new[] { whole, whole }, new[] { 3, 4 }), "sessions[1]");
+            Throws<ArgumentException>(() => Session.Step(new[] { whole }, new[] { 3, 4 }));
+            Check(whole.Context == 256 && whole.MemoryBytes > 0);
+        }
+        using (var evicting = new Session(model, new SessionOptions { Context = 16, Keep = 2, Eviction = Eviction.DropOldest }))
+        {
+            evicting.Prefill(Prompt);
+            Same(20L, evicting.Generate(Tokens(20)).GeneratedTokens);
+            Check(evicting.Length <= 16 && evicting.Tokens[1] == Prompt[1]);
+        }
+    }
+
+    static Session Truncated(Session session, long length)
+    {
+        session.Truncate(length);
+        return session;
+    }
+
+    static void TwoModels()
+    {
+        using (var one = new ChatSession(reciter))
+        using (var two = new ChatSession(forever))
+        using (IEnumerator<string> first = one.Stream("a").GetEnumerator(), second = two.Stream("b", Tokens(36)).GetEnumerator())
+        {
+            string heard = "", heardToo = "";
+            while (first.MoveNext())
+            {
+                heard += first.Current;
+                Check(second.MoveNext());
+                heardToo += second.Current;
+            }
+            while (second.MoveNext())
+                heardToo += second.Current;
+            Same(Sentence, heard);
+            Same(Sentence + Sentence + Sentence, heardToo);
+        }
+    }
+
+    static void OnThreads(int count, Action<int> work)
+    {
+        var thrown = new Exception[count];
+        Thread[] threads = Enumerable.Range(0, count).Select(i => new Thread(() =>
+        {
+            try
+            {
+                work(i);
+            }
+            catch (Exception e)
+            {
+                thrown[i] = e;
+            }
+        })).ToArray();
+        foreach (Thread thread in threads)
+            thread.Start();
+        foreach (Thread thread in threads)
+            thread.Join();
+        foreach (Exception e in thrown)
+            if (e != null)
+                throw e;
+    }
+
+    static void EightThreads()
+    {
+        string expected;
+        using (var chat = new ChatSession(model))
+            expected = chat.Ask("Hi", Tokens(24));
+        OnThreads(8, i =>
+        {
+            for (int round = 0; round < 4; round++)
+                using (var chat = new ChatSession(model))
+                    Same(expected, i % 2 == 0 ? chat.Ask("Hi", Tokens(24)) : string.Concat(chat.Stream("Hi", Tokens(24)).ToArray()));
+        });
+    }
+
+    static void EightThreadsOneSession()
+    {
+        using (var session = new Session(forever))
+        using (var started = new ManualResetEvent(false))
+        {
+            session.Prefill(new[] { 5 });
+            int busy = 0;
+            bool first = true;
+            // The first one has the session until all others have been told that it is busy.
+            OnThreads(8, i =>
+            {
+                if (i == 0)
+                {
+                    session.Generate(Tokens(1000000), (token, text) =>
+                    {
+                        started.Set();
+                        return Volatile.Read(ref busy) < 7;
+                    });
+                    first = false;
+                    return;
+                }
+                started.WaitOne();
+                Same(Status.Busy, Throws<Nvfp4BusyException>(() => session.Decode(3)).Status);
+                Interlocked.Increment(ref busy);
+            });
+            Check(!first && busy == 7);
+            session.Decode(3);
+        }
+    }
+
+    [MethodImpl(MethodImplOptions.NoInlining)]
+    static WeakReference Pinned(out Tensor tensor)
+    {
+        float[] array = Enumerable.Range(0, 64).Select(i => (float)i).ToArray();
+        tensor = Tensor.FromArray(array, 2, 32);
+        return new WeakReference(array);
+    }
+
+    static void Tensors()
+    {
+        WeakReference array = Pinned(out Tensor tensor);
+        GC.Collect();
+        Check(array.IsAlive);
+        Same("float32 [2, 32] on cpu", tensor.ToString());
+        Check(tensor.Strides.SequenceEqual(new long[] { 32, 1 }) && tensor.ByteCount == 256 && !tensor.IsManaged);
+        using (Tensor transposed = tensor.Transpose())
+        {
+            tensor.Dispose();
+            // The view keeps the array.
+            GC.Collect();
+            Same(32f, transposed.ToFloats()[1]);
+            Check(transposed.Shape.SequenceEqual(new long[] { 32, 2 }));
+        }
+        Until(() =>
+        {
+            GC.Collect();
+            return !array.IsAlive;
+        }, "the array has gone");
+
+        using (Tensor doubles = Tensor.FromArray(new[] { 1.5, -2 }))
+            Check(doubles.DType == DType.Float64 && doubles.ToFloats().SequenceEqual(new[] { 1.5f, -2 }));
+        using (Tensor halves = Tensor.FromArray(new ushort[] { 0x3c00, 0xc000 }))
+            Check(halves.ToFloats().SequenceEqual(new float[] { 1, -2 }));
+        using (Tensor brains = Tensor.FromArray(new ushort[] { 0x3f80 }, DType.BFloat16, 1, 1))
+            Check(brains.ToFloats()[0] == 1 && brains.ToBytes().SequenceEqual(new byte[] { 0x80, 0x3f }));
+        using (Tensor flags = Tensor.FromArray(new[] { true, false }))
+            Same(DType.Bool, flags.DType);
+        Throws<ArgumentException>(() => Tensor.FromArray(new float[6], 2, 2), "2 x 2");
+        Throws<ArgumentException>(() => Tensor.FromArray(new float[6], DType.BFloat16, 6));
+        Throws<ArgumentException>(() => Tensor.FromArray(new decimal[1]));
+
+        using (Tensor zeros = Tensor.Empty(DType.Float32, 3, 4))
+        {
+            Check(zeros.ToFloats().All(x => x == 0) && zeros.Length == 12);
+            Marshal.Copy(new[] { 9f }, 0, zeros.Data, 1);
+            IntPtr managed = zeros.ToDLPack();
+            using (Tensor again = Tensor.FromDLPack(managed))
+            using (Tensor same = Tensor.FromHandle(zeros.DangerousHandle, false))
+            using (Tensor copy = zeros.CopyTo(Device.Cpu))
+            using (Tensor borrowed = Tensor.FromPointer(zeros.Data, DType.Float32, new long[] { 2 }, new long[] { 4 }))
+            {
+                zeros.Dispose();
+                Same(9f, again.ToFloats()[0]);
+                Same(9f, same.ToFloats()[0]);
+                Same(9f, copy.ToFloats()[0]);
+                Same(9f, borrowed.ToFloats()[0]);
+            }
+        }
+        if (!Memory.CanBeManaged())
+            using (Tensor host = Tensor.Empty(DType.Float32, 16))
+            {
+                Throws<Nvfp4Exception>(() => host.ToManaged(), "managed");
+                Memory.ManagedPolicy = ManagedPolicy.Required;
+                Throws<Nvfp4Exception>(() => host.ByManagedPolicy());
+                Memory.ManagedPolicy = ManagedPolicy.Preferred;
+                using (Tensor itself = host.ByManagedPolicy())
+                    Same(host.Data, itself.Data);
+            }
+    }
+
+    static float[] Random(int count, int seed)
+    {
+        var random = new Random(seed);
+        return Enumerable.Range(0, count).Select(i => (float)(random.NextDouble() * 2 - 1)).ToArray();
+    }
+
+    static double Distance(float[] a, float[] b) =>
+        Math.Sqrt(a.Zip(b, (x, y) => (double)(x - y) * (x - y)).Sum() / b.Sum(y => (double)y * y));
+
+    static void Quantizing()
+    {
+        float[] values = Random(64 * 256, 1);
+        using (Tensor weight = Tensor.FromArray(values, 64, 256), input = Tensor.FromArray(Random(4 * 256, 2), 4, 256))
+        using (LinearWeight dense = LinearWeight.Create(weight))
+        using (Tensor product = dense.Linear(input))
+        {
+            double simplest = 1;
+            foreach (Recipe recipe in new[] { Recipe.Amax, Recipe.FourOverSix, Recipe.Sweep })
+                using (QuantizedTensor quantized = Quantizer.Quantize(weight, new QuantizeOptions { Recipe = recipe }))
+                using (Tensor back = quantized.Dequantize())
+                using (LinearWeight prepared = LinearWeight.Create(quantized), decoded = LinearWeight.Create(quantized,
+                    new WeightOptions { ComputePath = ComputePath.DequantMatmulOnly }))
+                using (Tensor y = prepared.Linear(input), exact = decoded.Linear(input), small = prepared.Linear(input, DType.BFloat16),
+                    rough = prepared.Linear(input, DType.Float32, Activations.Int8))
+                {
+                    double off = Distance(back.ToFloats(), values);
+                    Check(off < 0.12 && off <= simplest, recipe + " is off by " + off + ", amax by " + simplest);
+                    if (recipe == Recipe.Amax)
+                        simplest = off;
+                    Check(Distance(y.ToFloats(), product.ToFloats()) < 0.2 && Distance(y.ToFloats(), exact.ToFloats()) < 1e-6);
+                    Check(small.DType == DType.BFloat16 && Distance(small.ToFloats(), y.ToFloats()) < 3e-3);
+                    Check(Distance(rough.ToFloats(), y.ToFloats()) < 0.05);
+                    Check(prepared.OutFeatures == 64 && prepared.InFeatures == 256 && prepared.ByteCount < decoded.ByteCount);
+                    Same("nvfp4-kernel", prepared.Backend.Name);
+                    Same("dequant-matmul", decoded.Backend.Name);
+                    Check(prepared.Backend.FallbackReason == null && prepared.Backend.Format == "nvfp4");
+                }
+            using (QuantizedTensor a = Quantizer.Quantize(input), b = Quantizer.Quantize(weight),
+                swizzled = Quantizer.Quantize(input, new QuantizeOptions { ScaleLayout = ScaleLayout.Swizzled }))
+            using (Tensor c = Quantizer.Multiply(a, b), order = Quantizer.Swizzle(a.Scales), linear = Quantizer.Unswizzle(order, 4, 16))
+            {
+                Check(Distance(c.ToFloats(), product.ToFloats()) < 0.25 && c.Shape.SequenceEqual(new long[] { 4, 64 }));
+                Check(order.ToBytes().SequenceEqual(swizzled.Scales.ToBytes()) && linear.ToBytes().SequenceEqual(a.Scales.ToBytes()));
+                Throws<ArgumentException>(() => Quantizer.Multiply(swizzled, b));
+            }
+            using (QuantizedTensor a = Quantizer.QuantizeLegacy(input), b = Quantizer.QuantizeLegacy(weight))
+            using (Tensor sa = Quantizer.Swizzle(a.Scales), sb = Quantizer.Swizzle(b.Scales), t = b.Codes.Transpose())
+            using (Tensor c = Quantizer.ScaledMultiply(a.Codes, t, sa, sb))
+            {
+                Check(a.GlobalScale == 1 && a.Scales.DType == DType.Float8E4M3Fn && c.DType == DType.Float16);
+                Check(Distance(c.ToFloats(), product.ToFloats()) < 0.3);
+                Throws<Nvfp4ArgumentException>(() => Quantizer.ScaledMultiply(a.Codes, b.Codes, sa, sb));
+                Throws<Nvfp4Exception>(() => Quantizer.QuantizeLegacy(a.Codes));
+            }
+            using (Nf4Tensor nf4 = Quantizer.QuantizeNf4(weight))
+            using (Tensor back = Quantizer.DequantizeNf4(nf4))
+            using (LinearWeight prepared = LinearWeight.Create(nf4, 64, 256))
+            using (Tensor y = prepared.Linear(input))
+            {
+                Check(Distance(back.ToFloats(), values) < 0.12 && Distance(y.ToFloats(), product.ToFloats()) < 0.2);
+                Same("dequant-matmul", prepared.Backend.Name);
+                Check(prepared.Backend.FallbackReason != null);
+            }
+            Throws<Nvfp4Exception>(() => LinearWeight.SelectBackend(Format.Nvfp4, new WeightOptions { Backend = "核" }), "核");
+        }
+        using (QuantizedTensor quantized = Quantizer.Quantize(values, new long[] { 64, 256 }))
+            Same("uint8 [64, 128] on cpu", quantized.Codes.ToString());
+    }
+
+    static void Schemas()
+    {
+        var tensors = new[]
+        {
+            new NamedTensor("层.qdata", DType.UInt8, 64, 32), new NamedTensor("层.scale", DType.Float8E4M3Fn, 64, 4),
+            new NamedTensor("层.bias", DType.Float32, 64), new NamedTensor("norm", DType.BFloat16, 64),
+        };
+        SchemaSummary summary = WeightSchema.Detect(tensors);
+        Check(summary.Format == Format.Nvfp4 && summary.Tensors == 4 && summary.Weights == 1 && summary.Problems == 0);
+        Check(summary.OutFeatures == 64 && summary.InFeatures == 64 && summary.Block == 16);
+        WeightDescription weight = WeightSchema.Describe(tensors).Single();
+        Check(weight.Keys["scales"] == "层.scale" && weight.Extra.Single() == "层.bias" && weight.OutFeatures == 64);
+        WeightSchema.Validate(tensors, "层");
+        Throws<Nvfp4ArgumentException>(() => WeightSchema.Validate(tensors.Take(1)), "层.scale");
+        Throws<Nvfp4NotFoundException>(() => WeightSchema.Validate(tensors, "norm"));
+        Same(Format.None, WeightSchema.Detect(new NamedTensor[0]).Format);
+    }
+
+    static void Converting()
+    {
+        string dense = Path.Combine(scratch, "量化"), stopped = Path.Combine(scratch, "stopped");
+        long last = 0, all = 0;
+        Quantizer.ConvertModel(reciterPath, dense, Container.ModelOpt, new QuantizeOptions { Recipe = Recipe.Sweep }, (done, total) =>
+        {
+            last = done;
+            all = total;
+        });
+        Check(last == all && all > 0);
+        using (Model converted = Model.Load(dense))
+        using (var chat = new ChatSession(converted))
+        {
+            Check(converted.Info.Json.Contains("\"nvfp4\""));
+            Same(Sentence, chat.Ask("Hi"));
+        }
+        var source = new CancellationTokenSource();
+        Throws<OperationCanceledException>(() => Quantizer.ConvertModel(reciterPath, stopped, progress: (done, total) => source.Cancel(),
+            cancellation: source.Token));
+        Check(!File.Exists(Path.Combine(stopped, "model.safetensors")));
+        using (Model quantized = Model.Load(reciterPath, null, new QuantizeOptions()))
+            Check(quantized.Info.WeightBytes < reciter.Info.WeightBytes);
+    }
+
+    static void Disposed()
+    {
+        Model mine = Model.Load(reciterPath);
+        var chat = new ChatSession(mine);
+        mine.Dispose();
+        mine.Dispose();
+        // The session keeps what it needs.
+        Same(Sentence, chat.Ask("Hi"));
+        Throws<ObjectDisposedException>(() => mine.Tokenizer.Encode("Hi"));
+        Throws<ObjectDisposedException>(() => new Session(mine));
+        chat.Dispose();
+        Throws<ObjectDisposedException>(() => chat.Ask("Hi"));
+        Throws<ObjectDisposedException>(() => { long length = chat.Length; });
+        Tensor tensor = Tensor.FromArray(new float[16]);
+        tensor.Dispose();
+        Throws<ObjectDisposedException>(() => Quantizer.Quantize(tensor));
+        Throws<ObjectDisposedException>(() => { IntPtr handle = tensor.DangerousHandle; });
+
+        // Disposed of by its own handler: the call ends undisturbed.
+        var busy = new ChatSession(forever);
+        int calls = 0;
+        busy.Chat("Hi", (token, text) =>
+        {
+            if (++calls == 3)
+                busy.Dispose();
+            return true;
+        }, Tokens(10));
+        Check(calls >= 10);
+        // Disposed of while its stream is read.
+        var left = new ChatSession(forever);
+        int pieces = 0;
+        foreach (string piece in left.Stream("Hi", Tokens(36)))
+            if (++pieces == 2)
+                left.Dispose();
+        Same(12, pieces);
+    }
+
+    [MethodImpl(MethodImplOptions.NoInlining)]
+    static void Forget()
+    {
+        for (int i = 0; i < 50; i++)
+        {
+            Tensor.Empty(DType.Float32, 64, 64);
+            Tensor input = Tensor.FromArray(new float[64 * 64], 64, 64);
+            LinearWeight.Create(Quantizer.Quantize(input));
+            new Session(model).Prefill(Prompt);
+        }
+        Model.Load(modelPath);
+    }
+
+    static void Finalizers()
+    {
+        ulong before = Settled();
+        int thread = Thread.CurrentThread.ManagedThreadId;
+        var forgetting = new Thread(Forget);
+        forgetting.Start();
+        forgetting.Join();
+        Until(() => Settled() <= before, "memory is back at " + before + ", and not at " + Settled());
+    }
+
+    /// What the library has in use when the finalizers have run.
+    static ulong Settled()
+    {
+        GC.Collect();
+        GC.WaitForPendingFinalizers();
+        Library.EmptyCache();
+        return Memory.Stats().Current;
+    }
+
+    static long Resident() => long.Parse(File.ReadAllText("/proc/self/statm").Split(' ')[1]) * Environment.SystemPageSize;
+
+    static void Cycle()
+    {
+        using (Model mine = Model.Load(modelPath))
+        using (var chat = new ChatSession(mine, "Be brief."))
+        using (Tensor input = Tensor.FromArray(new float[1024], 16, 64))
+        using (QuantizedTensor quantized = Quantizer.Quantize(input))
+        using (LinearWeight weight = LinearWeight.Create(quantized))
+        using (Tensor output = weight.Linear(input))
+            foreach (string piece in chat.Stream("Hi", Tokens(2)))
+                Check(piece.Length > 0);
+    }
+
+    static void Cycles()
+    {
+        Cycle();
+        ulong memory = Settled();
+        long[] grown = new long[5];
+        for (int window = 0; window < grown.Length; window++)
+        {
+            long resident = Resident();
+            for (int i = 0; i < 200; i++)
+                Cycle();
+            Same(memory, Settled());
+            grown[window] = Resident() - resident;
+        }
+        Console.WriteLine("        the process grew by {0} KiB", string.Join(", ", grown.Select(g => (g / 1024).ToString()).ToArray()));
+        // A leak grows in every window, a garbage collector's heap in some: less than a page a cycle is no leak.
+        Check(grown.Min() < 200 * 4096, "the process grows");
+    }
+
+    static void NothingIsLeft()
+    {
+        Settled();
+        foreach (MemoryTag tag in new[] { MemoryTag.Weights, MemoryTag.KvCache, MemoryTag.Tensor })
+            Same(0UL, Memory.Stats(tag).Current);
+        Check(Memory.Stats(MemoryTag.Weights).Peak > 0);
+        Memory.ResetPeak();
+        Same(0UL, Memory.Stats(MemoryTag.Weights).Peak);
+    }
+
+#if NETCOREAPP
+    static async Task AsyncStreams()
+    {
+        using var chat = new ChatSession(forever);
+        var pieces = new List<string>();
+        await foreach (string piece in chat.StreamAsync("Hi", Tokens(24)))
+            pieces.Add(piece);
+        Same("好|語|😀|é|好|語|😀|é", string.Join("|", pieces));
+
+        // Leaving early.
+        pieces.Clear();
+        await foreach (string piece in chat.StreamAsync("Hi", Tokens(100000)))
+        {
+            pieces.Add(piece);
+            if (pieces.Count == 6)
+                break;
+        }
+        Same(string.Concat(pieces), chat.Text);
+
+        // A token, given in either way, while a piece is made and between two.
+        foreach (bool enumerator in new[] { false, true })
+        {
+            foreach (bool between in new[] { false, true })
+            {
+                using var source = new CancellationTokenSource();
+                int count = 0;
+                try
+                {
+                    IAsyncEnumerable<string> stream = enumerator
+                        ? chat.StreamAsync("Hi", Tokens(1000000))
+                        : chat.StreamAsync("Hi", Tokens(1000000), source.Token);
+                    if (!between)
+                        source.CancelAfter(30);
+                    await foreach (string piece in stream.WithCancellation(enumerator ? source.Token : default))
+                        if (++count == 7 && between)
+                            source.Cancel();
+                    Check(false, "the stream has ended");
+                }
+                catch (OperationCanceledException e)
+                {
+                    Same(source.Token, e.CancellationToken);
+                }
+                Check(between ? count == 7 : count > 0);
+                Check(chat.Length > 0);
+            }
+        }
+        Same(Sentence, await chat.AskAsync("Hi", Tokens(12)));
+
+        // What goes wrong is the reader's.
+        bool told = false;
+        try
+        {
+            await foreach (string piece in chat.StreamAsync("\uD800"))
+                Check(false);
+        }
+        catch (ArgumentException)
+        {
+            told = true;
+        }
+        Check(told);
+
+        // Eight at once, without a thread of the pool for any.
+        string[] heard = await Task.WhenAll(Enumerable.Range(0, 8).Select(async i =>
+        {
+            using var mine = new ChatSession(reciter);
+            string text = "";
+            await foreach (string piece in mine.StreamAsync("Hi"))
+                text += piece;
+            return text;
+        }));
+        Check(heard.All(text => text == Sentence));
+        using var session = new Session(model);
+        session.Prefill(Prompt);
+        string all = "";
+        await foreach (string piece in session.StreamAsync(Tokens(10)))
+            all += piece;
+        Same(session.Text, all);
+    }
+
+    static void Spans()
+    {
+        using var session = new Session(model);
+        ReadOnlySpan<int> prompt = Prompt;
+        session.Prefill(prompt.Slice(0, 6));
+        session.PrefillTokenByToken(prompt.Slice(6));
+        Check(session.Tokens.AsSpan().SequenceEqual(prompt));
+        var logits = new float[320];
+        Same(320, session.CopyLogits(logits));
+        Check(session.Logits.AsSpan().SequenceEqual(logits));
+        Throws<Nvfp4Exception>(() => session.CopyLogits(new float[3]), "3");
+        Same("é", model.Tokenizer.Decode(model.Tokenizer.Encode("é").AsSpan()));
+        Same("", model.Tokenizer.Decode(ReadOnlySpan<int>.Empty));
+        ReadOnlySpan<float> values = stackalloc float[] { 1, 2, 3, 4 };
+        using Tensor tensor = Tensor.FromSpan(values, 2, 2);
+        Span<float> copy = stackalloc float[4];
+        tensor.CopyTo(copy);
+        Check(copy.SequenceEqual(values));
+    }
+#endif
+}

@@ -1,0 +1,197 @@
+// The F# package on the real fsi: tests.fsx RECITER SCRATCH, where the first answers everything with one sentence (reciter.py).
+
+open System
+open System.IO
+open LibNVFP4
+open LibNVFP4.FSharp
+open LibNVFP4.Q4
+
+let sentence = "好語😀é"
+let reciter, scratch =
+    match fsi.CommandLineArgs with
+    | [| _; reciter; scratch |] -> reciter, scratch
+    | _ -> failwith "usage: tests.fsx RECITER SCRATCH"
+
+let mutable failures = 0
+
+let test name body =
+    try
+        body ()
+        printfn "ok      F#: %s" name
+    with e ->
+        failures <- failures + 1
+        printfn "FAILED  F#: %s: %O" name e
+
+let same expected actual = if expected <> actual then failwithf "expected %A, got %A" expected actual
+
+let raises<'e, 'a when 'e :> exn> (says: string) (body: unit -> 'a) =
+    try
+        body () |> ignore
+        failwithf "no %s" typeof<'e>.Name
+    with :? 'e as e -> if not (e.Message.Contains says) then failwithf "the message is %s, without %s" e.Message says
+
+let distance (a: float32[]) (b: float32[]) =
+    sqrt (Seq.sum (Seq.map2 (fun x y -> float (x - y) ** 2.0) a b) / Seq.sumBy (fun x -> float x ** 2.0) b)
+
+let random = Random 1
+let values count = Array.init count (fun _ -> float32 (random.NextDouble() * 2.0 - 1.0))
+let x, w = values (4 * 256), values (64 * 256)
+
+test "pipes of models and conversations" (fun () ->
+    use model = Model.load reciter
+    same "qwen3" (Model.info model).Architecture
+    same "héllo 😀" ("héllo 😀" |> Model.encode model |> Model.decode model)
+    use chat = model |> Chat.withSystem "你是诗人。"
+    same [ "好"; "語"; "😀"; "é" ] ("你好" |> Chat.stream chat |> List.ofSeq)
+    same sentence ("再来" |> Chat.ask chat)
+    same [ "system", "你是诗人。"; "user", "你好"; "assistant", sentence; "user", "再来"; "assistant", sentence ] (Chat.messages chat)
+    let few = Generate.defaults () |> Generate.maxTokens 6 |> Generate.temperature 0.5f |> Generate.topK 1 |> Generate.seed 3UL
+    same 6L few.MaxTokens
+    same "好語" ("" |> Chat.askWith few chat)
+    same [ "好" ] ("" |> Chat.streamWith (few |> Generate.stopStrings [ "語" ]) chat |> List.ofSeq)
+    same 512L (Generate.defaults ()).MaxTokens
+    // Lazy: a prefix is all that is made.
+    same [ "好" ] ("!" |> Chat.stream chat |> Seq.take 1 |> List.ofSeq)
+    same "好" chat.Text)
+
+test "results and exceptions" (fun () ->
+    match Model.tryLoad "/nowhere" with
+    | Ok _ -> failwith "a model in /nowhere"
+    | Error e -> same Status.NotFound e.Status
+    raises<Nvfp4NotFoundException, _> "/nowhere" (fun () -> Model.load "/nowhere"))
+
+test "tensors and quantizing" (fun () ->
+    use matrix = Tensor.ofArray2D (Array2D.init 2 16 (fun i j -> float32 (i + j)))
+    same [| 2L; 16L |] matrix.Shape
+    use quantized = matrix |> Quantize.tensor
+    use back = quantized |> Quantize.dequantize
+    if distance (Tensor.toArray back) (Tensor.toArray matrix) > 0.12 then failwith "too far off"
+    let mutable last = 0L, 1L
+    let place = Path.Combine(scratch, "f#-量化")
+    reciter |> Quantize.modelWith (Quantize.recipe Recipe.Amax) (fun d total -> last <- d, total) place
+    same (fst last) (snd last)
+    use model = Model.load place
+    use chat = Chat.create model
+    same sentence ("Hi" |> Chat.ask chat))
+
+let config =
+    { BackendOverride = None
+      ComputePath = Q4ComputePath.Auto
+      RuntimeTarget = Cpu
+      UnifiedMemoryPolicy = Disabled
+      EnableDiagnostics = false }
+
+let schema =
+    { Format = NVFP4
+      WeightKey = "q.qdata"
+      ScaleKey = Some "q.scale"
+      AbsmaxKey = None
+      QuantMapKey = None
+      ExtraKeys = [ "q.bias" ] }
+
+test "Q4: schemas" (fun () ->
+    use weight = w |> Tensor.ofArray [ 64L; 256L ]
+    let qdata, scale = Nvfp4Training.quantizePacked weight
+    use bias = Tensor.ofArray [ 64L ] (values 64)
+    let tensors = Map.ofList [ "q.qdata", qdata; "q.scale", scale; "q.bias", bias ]
+    same (Some schema) (Schema.detect tensors)
+    same schema (Schema.detectOrFail tensors)
+    same (Ok()) (Schema.validate schema tensors)
+    same None (Schema.detect (Map.remove "q.scale" tensors))
+    same (Error [ "q.scale is missing" ]) (Schema.validate schema (Map.remove "q.scale" tensors))
+    match Schema.validate schema (Map.add "q.scale" bias tensors) with
+    | Error faults when faults.Length = 2 && faults |> List.forall (fun fault -> fault.Contains "q.scale") -> ()
+    | other -> failwithf "%A" other
+    raises<InvalidOperationException, _> ".qdata" (fun () -> Schema.detectOrFail Map.empty)
+    use nf4 = Quantizer.QuantizeNf4 weight
+    use codes = nf4.Codes.View [| 64L; 128L |]
+    use map = Tensor.ofArray [ 16L ] (Array.init 16 float32)
+    let found = Schema.detectOrFail (Map.ofList [ "k.weight", codes; "k.absmax", nf4.Absmax; "k.quant_map", map ])
+    same (NF4, Some "k.absmax", Some "k.quant_map") (found.Format, found.AbsmaxKey, found.QuantMapKey))
+
+test "Q4: backends, sessions and layers" (fun () ->
+    same [ "nvfp4-kernel"; "dequant-matmul" ] (Backend.listAvailable ())
+    use weight = w |> Tensor.ofArray [ 64L; 256L ]
+    use input = x |> Tensor.ofArray [ 4L; 256L ]
+    use dense = LinearWeight.Create weight
+    use product = dense.Linear input
+    let qdata, scale = NativeInterop.fp4Quantize weight
+    let bundle = { Weight = qdata; Scale = Some scale; Absmax = None; QuantMap = None }
+    let results =
+        [ for path, name in [ Q4ComputePath.Auto, "nvfp4-kernel"; KernelOnly, "nvfp4-kernel"; DequantMatmulOnly, "dequant-matmul" ] do
+            let session = Session.create { config with ComputePath = path } schema
+            same name session.Backend.Name
+            use layer = session.CreateLinear bundle
+            same name layer.BackendName
+            use output = layer.Forward input
+            if distance (output.ToFloats()) (product.ToFloats()) > 0.2 then failwithf "%s is too far off" name
+            use half = layer.Forward(input, DType.Float16)
+            same DType.Float16 half.DType
+            output.ToFloats() ]
+    if distance results.[0] results.[2] > 1e-6 then failwith "two backends differ"
+    use plain = new Q4Linear({ config with BackendOverride = Some " NVFP4-Kernel " }, schema, bundle)
+    same "nvfp4-kernel" plain.BackendName
+    raises<ArgumentException, _> "scale" (fun () -> new Q4Linear(config, schema, { bundle with Scale = None }))
+    let diagnosis = Backend.diagnose schema config
+    same ("nvfp4-kernel", None) (diagnosis.Backend, diagnosis.FallbackReason)
+    if not (diagnosis.NativeLoadState.StartsWith("nvfp4=ok(" + Library.Path)) then failwith diagnosis.NativeLoadState
+    match Backend.tryCreate { schema with Format = NF4 } { config with ComputePath = KernelOnly } with
+    | Error message when message.Contains "NF4" || message.Contains "nf4" -> ()
+    | other -> failwithf "%A" other
+    match Backend.tryCreate schema { config with BackendOverride = Some "made-up" } with
+    | Error message when message.Contains "made-up" -> ()
+    | other -> failwithf "%A" other
+    // NF4 is decoded.
+    use nf4 = Quantizer.QuantizeNf4 weight
+    use codes = nf4.Codes.View [| 64L; 128L |]
+    let nf4Schema = { schema with Format = NF4; WeightKey = "q.weight"; ScaleKey = None; AbsmaxKey = Some "q.absmax" }
+    use layer = new Q4Linear(config, nf4Schema, { Weight = codes; Scale = None; Absmax = Some nf4.Absmax; QuantMap = None })
+    same "dequant-matmul" layer.BackendName
+    use output = layer.Forward input
+    if distance (output.ToFloats()) (product.ToFloats()) > 0.2 then failwith "NF4 is too far off"
+    let backend = Backend.create schema config
+    same (true, false) (backend.Supports(schema, config), backend.Supports(nf4Schema, config)))
+
+test "Q4: the native library" (fun () ->
+    let loaded = NativeInterop.loadNvfp4 ()
+    same (true, Library.Path, None) (loaded.Loaded, loaded.LibraryPath, loaded.Error)
+    same [ true; true; true; true; true ]
+        [ NativeInterop.isNvfp4Available (); NativeInterop.hasLibTorchFp4Quantize (); NativeInterop.hasLibTorchScaledMm ()
+          NativeInterop.isNf4Available (); NativeInterop.tryEmptyNvfp4Cache () ]
+    NativeInterop.configure (Some "/nowhere/a.so", Some "/nowhere/b.so")
+    let missing = NativeInterop.loadNvfp4 ()
+    same (false, "/nowhere/a.so") (missing.Loaded, missing.LibraryPath)
+    if not (missing.Error.Value.Contains "No such file") then failwith missing.Error.Value
+    same (false, Some "/nowhere/b.so: not there") ((NativeInterop.loadNf4 ()).Loaded, (NativeInterop.loadNf4 ()).Error)
+    NativeInterop.configure (None, None)
+    same true (NativeInterop.isNf4Available ())
+    use a = x |> Tensor.ofArray [ 4L; 256L ]
+    use b = w |> Tensor.ofArray [ 64L; 256L ]
+    let qa, sa = NativeInterop.fp4Quantize a
+    let qb, sb = NativeInterop.fp4Quantize b
+    use product =
+        NativeInterop.scaledMmFp4 qa (qb.Transpose()) (Quantizer.Swizzle sa) (Quantizer.Swizzle sb) DType.Float32
+    use exact = (LinearWeight.Create b).Linear a
+    if distance (product.ToFloats()) (exact.ToFloats()) > 0.3 then failwith "the product is too far off"
+    use back = Nvfp4Training.dequantizePacked qb sb DType.Float16
+    same DType.Float16 back.DType
+    if distance (back.ToFloats()) w > 0.15 then failwith "too far off")
+
+test "Q4: managed memory" (fun () ->
+    use tensor = x |> Tensor.ofArray [ 4L; 256L ]
+    same false (NativeInterop.isManagedTensor tensor)
+    // Activations stay where they are.
+    same true (Object.ReferenceEquals(tensor, UnifiedMemory.applyPolicy PreferUnified tensor))
+    same true (Object.ReferenceEquals(tensor, UnifiedMemory.applyMutablePolicy Disabled tensor))
+    use own = UnifiedMemory.applyMutablePolicy PreferUnified tensor
+    same [| 4L; 256L |] own.Shape
+    if not (UnifiedMemory.isSupported ()) then
+        same tensor.Data own.Data
+        raises<InvalidOperationException, _> "managed" (fun () -> UnifiedMemory.applyPolicy RequireUnified tensor)
+        same true (Object.ReferenceEquals(tensor, UnifiedMemory.tryPromoteToManaged tensor true (Some 0)))
+    Environment.SetEnvironmentVariable("TS_Q4_DISABLE_UM", "yes")
+    same false (UnifiedMemory.isPolicyEnabledByEnv ())
+    Environment.SetEnvironmentVariable("TS_Q4_DISABLE_UM", "0")
+    same true (UnifiedMemory.isPolicyEnabledByEnv ()))
+
+exit (if failures = 0 then 0 else 1)
