@@ -1,5 +1,5 @@
 /*
- * libNVFP4 for C++17: RAII over nvfp4.h, in this one header.
+ * libNVFP4 for C++17 and later: RAII over nvfp4.h, in this one header.
  *
  *     nvfp4::Model model("Qwen3-0.6B-nvfp4");
  *     nvfp4::Session session(model);
@@ -7,38 +7,66 @@
  *
  * What a function does and which values it takes stands in nvfp4.h; here stands only what C++ adds.
  *
- * ERRORS are thrown as nvfp4::Error, which has the status and the message.
+ * ERRORS are thrown as nvfp4::Error, which has the status and the message. With NVFP4_NO_EXCEPTIONS defined, and where the
+ * compiler has exceptions switched off, nothing is thrown: what is written Result<T> here is then a value or an Error, to be
+ * looked at like a std::expected, and objects are made by their static functions (Model::load) instead of constructors. A
+ * program may have both kinds of files. Without that macro Result<T> is just T.
  *
- * HANDLES are objects that move and do not copy; a moved-from one holds nothing, and using it throws. clone() makes a second
+ * HANDLES are objects that move and do not copy; a moved-from one holds nothing, and using it fails. clone() makes a second
  * owner of the same object. Each owns one reference of the C interface: get() lends the handle, release() gives it away, and
  * the constructor from a handle takes one over. As in C, a model or a tensor may be used by several threads at once, and a
  * session by one at a time.
  *
  * TEXT goes in as std::string_view and comes out as std::string, in UTF-8. ARRAYS go in as nvfp4::Span, which anything with
- * data() and size() becomes by itself, and come out as std::vector.
+ * data() and size() becomes by itself, and which becomes a std::span in C++20; they come out as std::vector.
  *
  * CALLBACKS are any callable. An exception that one throws ends the call and leaves it, unchanged. One that returns false
  * ends the call too; one that returns nothing never does.
+ *
+ * STREAMS are the same the other way round, for a loop:
+ *
+ *     for (const nvfp4::Piece &piece : session.ask("And at night?"))
+ *         std::cout << piece.text << std::flush;
+ *
+ * They generate in a thread of their own; glibc before 2.34 wants -pthread for that.
  */
 #ifndef NVFP4_HPP
 #define NVFP4_HPP
 
 #include "nvfp4.h"
 
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <functional>
 #include <initializer_list>
+#include <iterator>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <type_traits>
 #include <utility>
 #include <vector>
+#if __cplusplus >= 202002L && __has_include(<span>)
+#include <span>
+#endif
+
+#if !defined(NVFP4_NO_EXCEPTIONS) && !defined(__cpp_exceptions)
+#define NVFP4_NO_EXCEPTIONS
+#endif
 
 namespace nvfp4 {
+/* Files of the two kinds have functions of the same names that differ, and so they are in two namespaces. */
+#ifdef NVFP4_NO_EXCEPTIONS
+inline namespace returning {
+#else
+inline namespace throwing {
+#endif
 
 /** A call that failed: its status, and as what() the library's message. */
 class Error : public std::runtime_error {
@@ -54,11 +82,90 @@ private:
     NVFP4_Status status_;
 };
 
-/** Throws the thread's last error unless `status` is #NVFP4_OK. For calls of the C interface that have no wrapper. */
-inline void check(NVFP4_Status status)
+#ifdef NVFP4_NO_EXCEPTIONS
+
+/** What a call gave, or why it failed. After a failure the value is an empty one. */
+template <class T>
+class [[nodiscard]] Result {
+public:
+    Result(T value) : value_(std::move(value)) {}
+    Result(Error error) : error_(std::move(error)) {}
+
+    /** Whether it succeeded. */
+    explicit operator bool() const noexcept { return !error_; }
+    /** #NVFP4_OK, or the status of the error. */
+    NVFP4_Status status() const noexcept { return error_ ? error_->status() : NVFP4_OK; }
+    /** Only after a failure. */
+    const Error &error() const { return *error_; }
+
+    T &operator*() & noexcept { return value_; }
+    const T &operator*() const & noexcept { return value_; }
+    T &&operator*() && noexcept { return std::move(value_); }
+    T *operator->() noexcept { return &value_; }
+    const T *operator->() const noexcept { return &value_; }
+
+private:
+    T value_{};
+    std::optional<Error> error_;
+};
+
+/** Whether a call succeeded, or why it failed. */
+template <>
+class [[nodiscard]] Result<void> {
+public:
+    Result() = default;
+    Result(Error error) : error_(std::move(error)) {}
+
+    /** Whether it succeeded. */
+    explicit operator bool() const noexcept { return !error_; }
+    /** #NVFP4_OK, or the status of the error. */
+    NVFP4_Status status() const noexcept { return error_ ? error_->status() : NVFP4_OK; }
+    /** Only after a failure. */
+    const Error &error() const { return *error_; }
+
+private:
+    std::optional<Error> error_;
+};
+
+#else
+
+/** What a call gives; if it fails it throws. */
+template <class T>
+using Result = T;
+
+#endif
+
+/** Not part of the interface. */
+namespace detail {
+
+/** A failure that is not the library's. */
+template <class T>
+Result<T> failure(Error error)
+{
+#ifdef NVFP4_NO_EXCEPTIONS
+    return error;
+#else
+    throw error;
+#endif
+}
+
+/** `value`, if the call that was to set it has the status #NVFP4_OK; else the thread's last error. */
+template <class T>
+Result<std::decay_t<T>> result(NVFP4_Status status, T &&value)
 {
     if (status != NVFP4_OK)
-        throw Error(status, NVFP4_last_error());
+        return failure<std::decay_t<T>>(Error(status, NVFP4_last_error()));
+    return std::forward<T>(value);
+}
+
+} // namespace detail
+
+/** Fails with the thread's last error unless `status` is #NVFP4_OK. For calls of the C interface that have no wrapper. */
+inline Result<void> check(NVFP4_Status status)
+{
+    if (status != NVFP4_OK)
+        return detail::failure<void>(Error(status, NVFP4_last_error()));
+    return Result<void>();
 }
 
 /** A pointer to elements of someone else and their number. */
@@ -92,49 +199,54 @@ using Shape = Span<std::int64_t>;
 /** Not part of the interface. */
 namespace detail {
 
-/** Text that `call(buffer, capacity, &length)` copies out. It is asked again if it grew in between. */
+/** Copies out what `call(buffer, capacity, &size)` has. It is asked again if it grew in between. */
+template <class Container, class Call>
+NVFP4_Status copy(Container &out, Call &&call)
+{
+    std::size_t size = 0;
+    NVFP4_Status status = call(static_cast<typename Container::value_type *>(nullptr), std::size_t{0}, &size);
+    if (status != NVFP4_OK)
+        return status;
+    do {
+        out.resize(size);
+        status = call(out.empty() ? nullptr : &out[0], out.size(), &size);
+    } while (status == NVFP4_BUFFER_TOO_SMALL);
+    out.resize(status == NVFP4_OK ? size : 0);
+    return status;
+}
+
+/** Text that `call(buffer, capacity, &length)` copies out. */
 template <class Call>
-std::string text(Call &&call)
+Result<std::string> text(Call &&call)
 {
     std::string out;
-    std::size_t length = 0;
-    check(call(nullptr, 0, &length));
-    for (;;) {
-        out.resize(length);
-        const NVFP4_Status status = call(out.empty() ? nullptr : &out[0], out.size(), &length);
-        if (status != NVFP4_BUFFER_TOO_SMALL) {
-            check(status);
-            out.resize(length);
-            return out;
-        }
-    }
+    return result(copy(out, call), std::move(out));
 }
 
 /** Elements that `call(buffer, capacity, &count)` copies out. */
 template <class T, class Call>
-std::vector<T> items(Call &&call)
+Result<std::vector<T>> items(Call &&call)
 {
     std::vector<T> out;
-    std::size_t count = 0;
-    check(call(static_cast<T *>(nullptr), 0, &count));
-    for (;;) {
-        out.resize(count);
-        const NVFP4_Status status = call(out.empty() ? nullptr : out.data(), out.size(), &count);
-        if (status != NVFP4_BUFFER_TOO_SMALL) {
-            check(status);
-            out.resize(count);
-            return out;
-        }
-    }
+    return result(copy(out, call), std::move(out));
 }
 
 /** One value that `call(&value)` writes. */
 template <class T, class Call>
-T value(Call &&call)
+Result<T> value(Call &&call)
 {
     T out{};
-    check(call(&out));
-    return out;
+    return result(call(&out), std::move(out));
+}
+
+/** After a struct of options was filled. Where nothing can be thrown, one that was not is refused by what takes it. */
+inline void filled(NVFP4_Status status)
+{
+#ifdef NVFP4_NO_EXCEPTIONS
+    static_cast<void>(status);
+#else
+    check(status);
+#endif
 }
 
 /** One reference to an object of the C interface. */
@@ -175,10 +287,12 @@ public:
     explicit operator bool() const noexcept { return handle_ != nullptr; }
 
 protected:
-    T *retained() const
+    /** A second owner. */
+    template <class Owner>
+    Result<Owner> again() const
     {
-        check(retain(handle_));
-        return handle_;
+        const NVFP4_Status status = retain(handle_);
+        return result(status, Owner(status == NVFP4_OK ? handle_ : nullptr));
     }
 
 private:
@@ -203,24 +317,30 @@ struct Carried {
     F &f;
     std::exception_ptr thrown = nullptr;
 
+    explicit Carried(F &callable) noexcept : f(callable) {}
+
     /** For a callback: no exception gets past it. */
     template <class... Arguments>
     std::int32_t call(Arguments &&...arguments) noexcept
     {
+#ifdef NVFP4_NO_EXCEPTIONS
+        return goes_on(f, std::forward<Arguments>(arguments)...) ? 0 : 1;
+#else
         try {
             return goes_on(f, std::forward<Arguments>(arguments)...) ? 0 : 1;
         } catch (...) {
             thrown = std::current_exception();
             return 1;
         }
+#endif
     }
 
-    /** After the call that was to run it. */
-    void check(NVFP4_Status status)
+    /** After the call that was to run it: its status, unless something was thrown. */
+    NVFP4_Status after(NVFP4_Status status)
     {
         if (thrown)
             std::rethrow_exception(thrown);
-        nvfp4::check(status);
+        return status;
     }
 };
 
@@ -242,20 +362,30 @@ std::int32_t progress(void *user, std::uint64_t done, std::uint64_t total)
 
 } // namespace detail
 
+/** The thread's last failure, for calls of the C interface without a status. */
+inline Error last_error()
+{
+    std::string message;
+    const NVFP4_Status status = NVFP4_last_status();
+    detail::filled(detail::copy(message, NVFP4_last_error_copy));
+    return Error(status, message);
+}
+
 /** Version of the library that runs, as "major.minor.patch". */
 inline const char *version() noexcept { return NVFP4_version(); }
 
-/** Throws if the library that runs has another binary interface than the header this was compiled with. */
-inline void check_abi()
+/** Fails if the library that runs has another binary interface than the header this was compiled with. */
+inline Result<void> check_abi()
 {
     if (NVFP4_abi_version() != NVFP4_ABI_VERSION)
-        throw Error(NVFP4_ABI_MISMATCH, "compiled for version " + std::to_string(NVFP4_ABI_VERSION) +
+        return detail::failure<void>(Error(NVFP4_ABI_MISMATCH, "compiled for version " + std::to_string(NVFP4_ABI_VERSION) +
                                             " of the binary interface, running with " +
-                                            std::to_string(NVFP4_abi_version()));
+                                            std::to_string(NVFP4_abi_version())));
+    return Result<void>();
 }
 
 /** What the library can do on this machine, as JSON. */
-inline std::string diagnose()
+inline Result<std::string> diagnose()
 {
     return detail::text([](char *buffer, std::size_t capacity, std::size_t *length) {
         return NVFP4_diagnose(buffer, capacity, length);
@@ -271,31 +401,46 @@ public:
     /** Takes one of NVFP4_LOG_* and a line of text, on whichever thread has something to say. May throw, for nothing. */
     using Function = std::function<void(std::int32_t level, std::string_view message)>;
 
+    /** Takes nothing. */
+    Log() noexcept = default;
     /** Takes messages of `level` and more severe ones. */
-    Log(std::int32_t level, Function function) : function_(std::move(function))
+    static Result<Log> start(std::int32_t level, Function function)
     {
-        check(NVFP4_set_log_callback(take, this, level));
+        Log out;
+        out.function_ = std::make_unique<Function>(std::move(function));
+        const NVFP4_Status status = NVFP4_set_log_callback(take, out.function_.get(), level);
+        if (status != NVFP4_OK)
+            out.function_.reset();
+        return detail::result(status, std::move(out));
     }
-    Log(const Log &) = delete;
-    Log &operator=(const Log &) = delete;
-    ~Log() { NVFP4_set_log_callback(nullptr, nullptr, NVFP4_LOG_OFF); }
+#ifndef NVFP4_NO_EXCEPTIONS
+    Log(std::int32_t level, Function function) : Log(start(level, std::move(function))) {}
+#endif
+    Log(Log &&) noexcept = default;
+    Log &operator=(Log &&other) noexcept
+    {
+        std::swap(function_, other.function_);
+        return *this;
+    }
+    ~Log()
+    {
+        if (function_)
+            NVFP4_set_log_callback(nullptr, nullptr, NVFP4_LOG_OFF);
+    }
 
 private:
     static std::int32_t take(void *user, std::int32_t level, const char *message, std::size_t length) noexcept
     {
-        try {
-            static_cast<Log *>(user)->function_(level, std::string_view(message, length));
-        } catch (...) {
-            return 1;
-        }
-        return 0;
+        Function &function = *static_cast<Function *>(user);
+        auto call = [&] { function(level, std::string_view(message, length)); };
+        return detail::Carried<decltype(call)>(call).call();
     }
 
-    Function function_;
+    std::unique_ptr<Function> function_;
 };
 
 /** CPU threads of what is made from now on; 0 leaves it to the environment and the machine. */
-inline void set_threads(std::int32_t threads) { check(NVFP4_set_threads(threads)); }
+inline Result<void> set_threads(std::int32_t threads) { return check(NVFP4_set_threads(threads)); }
 
 /** Frees what is kept for reuse. */
 inline void empty_cache() noexcept { NVFP4_empty_cache(); }
@@ -306,21 +451,37 @@ struct Memory {
 };
 
 /** What is in use under one of NVFP4_MEMORY_*. */
-inline Memory memory(std::int32_t tag = NVFP4_MEMORY_TOTAL)
+inline Result<Memory> memory(std::int32_t tag = NVFP4_MEMORY_TOTAL)
 {
     Memory out{};
-    check(NVFP4_memory_stats(tag, &out.current, &out.peak));
-    return out;
+    return detail::result(NVFP4_memory_stats(tag, &out.current, &out.peak), std::move(out));
 }
 
 /** Starts the peaks again from what is in use now. */
-inline void reset_memory_peak() { check(NVFP4_memory_reset_peak()); }
+inline Result<void> reset_memory_peak() { return check(NVFP4_memory_reset_peak()); }
 
 /** The most bytes that may be in use; 0 removes the limit. */
-inline void set_memory_budget(std::uint64_t bytes) { check(NVFP4_memory_set_budget(bytes)); }
+inline Result<void> set_memory_budget(std::uint64_t bytes) { return check(NVFP4_memory_set_budget(bytes)); }
 
 /** The limit, or 0 if there is none. */
-inline std::uint64_t memory_budget() { return detail::value<std::uint64_t>(NVFP4_memory_get_budget); }
+inline Result<std::uint64_t> memory_budget() { return detail::value<std::uint64_t>(NVFP4_memory_get_budget); }
+
+/** What the process does about managed memory, one of NVFP4_MANAGED_*. */
+inline Result<void> set_managed_policy(std::int32_t policy) { return check(NVFP4_memory_set_managed_policy(policy)); }
+
+/** The policy in force. */
+inline Result<std::int32_t> managed_policy() { return detail::value<std::int32_t>(NVFP4_memory_get_managed_policy); }
+
+/** Whether tensors can be in managed memory of a CUDA device. */
+inline Result<bool> can_be_managed(std::int32_t index)
+{
+    std::int32_t can = 0;
+    const NVFP4_Status status = NVFP4_memory_can_be_managed(index, &can);
+    return detail::result(status, can != 0);
+}
+
+/** The same of device 0. */
+inline bool can_use_managed() noexcept { return NVFP4_can_use_managed() != 0; }
 
 /** The NVFP4_DTYPE_* of a C++ type. */
 template <class T>
@@ -342,176 +503,345 @@ public:
     using Handle::Handle;
 
     /** Over memory of the caller, which must outlive every use of it. */
-    static Tensor borrow(void *data, Shape shape, std::int32_t dtype, Shape strides = {})
+    static Result<Tensor> borrow(void *data, Shape shape, std::int32_t dtype, Shape strides = {})
     {
-        return make(data, shape, dtype, strides, nullptr, nullptr);
+        return host(data, shape, dtype, strides, nullptr, nullptr);
     }
 
-    /** The same, of the type that the pointer says. */
+    /** The same, of the type that the pointer says. The library does not write to it. */
     template <class T>
-    static Tensor borrow(T *data, Shape shape)
+    static Result<Tensor> borrow(T *data, Shape shape)
     {
-        return borrow(data, shape, dtype_of<T>);
+        using Value = std::remove_const_t<T>;
+        return borrow(const_cast<Value *>(data), shape, dtype_of<Value>);
+    }
+
+    /** Over memory that the tensor keeps: `done(data)` is called when nothing needs it any more, and must not throw. */
+    static Result<Tensor> adopt(void *data, Shape shape, std::int32_t dtype, std::function<void(void *)> done,
+                                Shape strides = {})
+    {
+        auto kept = std::make_unique<std::function<void(void *)>>(std::move(done));
+        Result<Tensor> out = host(data, shape, dtype, strides, call_done, kept.get());
+        return kept_by(std::move(out), kept);
     }
 
     /** Over the elements of a vector, which the tensor keeps. */
     template <class T>
-    static Tensor adopt(std::vector<T> values, Shape shape)
+    static Result<Tensor> adopt(std::vector<T> values, Shape shape)
     {
-        std::int64_t elements = 1;
-        for (const std::int64_t size : shape)
-            elements *= size;
-        if (elements < 0 || static_cast<std::uint64_t>(elements) != values.size())
-            throw Error(NVFP4_INVALID_ARGUMENT, "a vector of " + std::to_string(values.size()) +
-                                                    " elements does not fill a shape of " + std::to_string(elements));
+        if (const std::optional<Error> error = filling(values.size(), shape))
+            return detail::failure<Tensor>(*error);
         auto kept = std::make_unique<std::vector<T>>(std::move(values));
-        Tensor out = make(kept->data(), shape, dtype_of<T>, {}, [](void *, void *user) {
+        Result<Tensor> out = host(kept->data(), shape, dtype_of<T>, {}, [](void *, void *user) {
             delete static_cast<std::vector<T> *>(user);
         }, kept.get());
-        kept.release();
-        return out;
+        return kept_by(std::move(out), kept);
     }
 
+#ifdef __cpp_lib_span
+    /** Over the elements of a span, in one dimension. */
+    template <class T, std::size_t Extent>
+    static Result<Tensor> borrow(std::span<T, Extent> values)
+    {
+        return borrow(values.data(), {static_cast<std::int64_t>(values.size())});
+    }
+
+    /** Over the elements of a span, which must be as many as the shape has. */
+    template <class T, std::size_t Extent>
+    static Result<Tensor> borrow(std::span<T, Extent> values, Shape shape)
+    {
+        if (const std::optional<Error> error = filling(values.size(), shape))
+            return detail::failure<Tensor>(*error);
+        return borrow(values.data(), shape);
+    }
+#endif
+
     /** Zeros in memory of the library. */
-    static Tensor zeros(Shape shape, std::int32_t dtype = NVFP4_DTYPE_FLOAT32)
+    static Result<Tensor> zeros(Shape shape, std::int32_t dtype = NVFP4_DTYPE_FLOAT32,
+                                std::int32_t device_type = NVFP4_DEVICE_CPU, std::int32_t index = 0)
     {
         Tensor out;
-        check(NVFP4_tensor_empty(shape.data(), detail::rank(shape), dtype, NVFP4_DEVICE_CPU, 0, out.put()));
-        return out;
+        return detail::result(NVFP4_tensor_empty(shape.data(), detail::rank(shape), dtype, device_type, index, out.put()),
+                              std::move(out));
     }
 
     /** Over memory of the CUDA device `index`, which must outlive every use of it. */
-    static Tensor borrow_device(void *data, Shape shape, std::int32_t dtype, std::int32_t index = 0, Shape strides = {})
+    static Result<Tensor> borrow_device(void *data, Shape shape, std::int32_t dtype, std::int32_t index = 0,
+                                        Shape strides = {})
     {
-        Tensor out;
-        check_strides(shape, strides);
-        check(NVFP4_tensor_from_device(data, shape.data(), detail::rank(shape), strides.data(), dtype, index, nullptr,
-                                       nullptr, out.put()));
-        return out;
+        return on_device(data, shape, dtype, index, strides, nullptr, nullptr);
+    }
+
+    /** Over memory of the CUDA device `index`, with `done` as for adopt(). */
+    static Result<Tensor> adopt_device(void *data, Shape shape, std::int32_t dtype, std::int32_t index,
+                                       std::function<void(void *)> done, Shape strides = {})
+    {
+        auto kept = std::make_unique<std::function<void(void *)>>(std::move(done));
+        Result<Tensor> out = on_device(data, shape, dtype, index, strides, call_done, kept.get());
+        return kept_by(std::move(out), kept);
     }
 
     /** A copy without gaps in the memory of a device, or of the host. */
-    Tensor to(std::int32_t device_type, std::int32_t index = 0) const
+    Result<Tensor> to(std::int32_t device_type, std::int32_t index = 0) const
     {
         Tensor out;
-        check(NVFP4_tensor_copy_to_device(get(), device_type, index, out.put()));
-        return out;
+        return detail::result(NVFP4_tensor_copy_to_device(get(), device_type, index, out.put()), std::move(out));
     }
 
     /** Where the memory is: one of NVFP4_DEVICE_*, and which device of that type. */
-    std::pair<std::int32_t, std::int32_t> device() const
+    Result<std::pair<std::int32_t, std::int32_t>> device() const
     {
         std::pair<std::int32_t, std::int32_t> out;
-        check(NVFP4_tensor_device(get(), &out.first, &out.second));
-        return out;
+        return detail::result(NVFP4_tensor_device(get(), &out.first, &out.second), std::move(out));
     }
 
-    /** Takes over a DLPack tensor; if it throws, the caller still has it. */
-    static Tensor from_dlpack(struct DLManagedTensor *managed)
+    /** What the managed policy makes of it for the CUDA device `index`. */
+    Result<Tensor> by_managed_policy(std::int32_t index, bool read_mostly = true) const
     {
         Tensor out;
-        check(NVFP4_tensor_from_dlpack(managed, out.put()));
-        return out;
+        return detail::result(NVFP4_tensor_by_managed_policy(get(), index, read_mostly, out.put()), std::move(out));
+    }
+
+    /** Whether it is in managed memory. */
+    bool is_managed() const noexcept { return NVFP4_is_managed_tensor(get()) != 0; }
+
+    /** The same values in managed memory, brought to the CUDA device `prefetch_device` unless that is -1. */
+    Result<Tensor> to_managed(std::int32_t prefetch_device = -1, bool read_mostly = false) const
+    {
+        auto *made = static_cast<NVFP4_Tensor *>(NVFP4_to_managed(get(), prefetch_device, read_mostly));
+        return detail::result(NVFP4_last_status(), Tensor(made));
+    }
+
+    /** Brings managed memory to the CUDA device `index`, or with -1 to the host. */
+    Result<void> managed_prefetch(std::int32_t index) const
+    {
+        NVFP4_managed_prefetch(get(), index);
+        return check(NVFP4_last_status());
+    }
+
+    /** Takes over a DLPack tensor; if it fails, the caller still has it. */
+    static Result<Tensor> from_dlpack(struct DLManagedTensor *managed)
+    {
+        Tensor out;
+        return detail::result(NVFP4_tensor_from_dlpack(managed, out.put()), std::move(out));
     }
 
     /** A DLPack tensor over the same memory, for its consumer to delete. */
-    struct DLManagedTensor *to_dlpack() const
+    Result<struct DLManagedTensor *> to_dlpack() const
     {
         return detail::value<struct DLManagedTensor *>(
             [&](struct DLManagedTensor **out) { return NVFP4_tensor_to_dlpack(get(), out); });
     }
 
     /** A second owner of the same tensor. */
-    Tensor clone() const { return Tensor(retained()); }
+    Result<Tensor> clone() const { return again<Tensor>(); }
 
     /** Another view of the same memory; `offset` counts elements. */
-    Tensor view(Shape shape, Shape strides = {}, std::int64_t offset = 0) const
+    Result<Tensor> view(Shape shape, Shape strides = {}, std::int64_t offset = 0) const
     {
+        if (const std::optional<Error> error = matching(shape, strides))
+            return detail::failure<Tensor>(*error);
         Tensor out;
-        check_strides(shape, strides);
-        check(NVFP4_tensor_view(get(), shape.data(), detail::rank(shape), strides.data(), offset, out.put()));
-        return out;
+        return detail::result(
+            NVFP4_tensor_view(get(), shape.data(), detail::rank(shape), strides.data(), offset, out.put()), std::move(out));
     }
 
     /** One of NVFP4_DTYPE_*. */
-    std::int32_t dtype() const
+    Result<std::int32_t> dtype() const
     {
         return detail::value<std::int32_t>([&](std::int32_t *out) { return NVFP4_tensor_dtype(get(), out); });
     }
-    std::vector<std::int64_t> shape() const
+    Result<std::vector<std::int64_t>> shape() const
     {
         return detail::items<std::int64_t>([&](std::int64_t *buffer, std::size_t capacity, std::size_t *count) {
             return NVFP4_tensor_shape(get(), buffer, capacity, count);
         });
     }
     /** In elements. */
-    std::vector<std::int64_t> strides() const
+    Result<std::vector<std::int64_t>> strides() const
     {
         return detail::items<std::int64_t>([&](std::int64_t *buffer, std::size_t capacity, std::size_t *count) {
             return NVFP4_tensor_strides(get(), buffer, capacity, count);
         });
     }
-    std::size_t elements() const
+    Result<std::size_t> elements() const
     {
-        std::size_t out = 1;
-        for (const std::int64_t size : shape())
-            out *= static_cast<std::size_t>(size);
-        return out;
+        std::size_t out = 0;
+        return detail::result(count(out), std::move(out));
     }
     /** Bytes of the elements without gaps. */
-    std::uint64_t bytes() const
+    Result<std::uint64_t> bytes() const
     {
         return detail::value<std::uint64_t>([&](std::uint64_t *out) { return NVFP4_tensor_bytes(get(), out); });
     }
     /** The first element, valid as long as the tensor. */
-    void *data() const
+    Result<void *> data() const
     {
         return detail::value<void *>([&](void **out) { return NVFP4_tensor_data(get(), out); });
     }
-    /** Copies the elements, row-major without gaps, into exactly bytes() bytes. */
-    void copy_to(void *destination, std::size_t bytes) const
+    /** The elements where they are, valid as long as the tensor: in host memory, row-major without gaps. */
+    template <class T>
+    Result<Span<T>> values() const &
     {
-        check(NVFP4_tensor_copy_to_host(get(), destination, bytes));
+        std::vector<std::int64_t> shape, strides;
+        std::pair<std::int32_t, std::int32_t> device;
+        void *first = nullptr;
+        std::size_t elements = 0;
+        NVFP4_Status status = count(elements, &shape);
+        status = status == NVFP4_OK ? NVFP4_tensor_device(get(), &device.first, &device.second) : status;
+        status = status == NVFP4_OK ? NVFP4_tensor_data(get(), &first) : status;
+        status = status == NVFP4_OK ? detail::copy(strides, [&](std::int64_t *buffer, std::size_t capacity, std::size_t *size) {
+            return NVFP4_tensor_strides(get(), buffer, capacity, size);
+        }) : status;
+        if (status == NVFP4_OK) {
+            if (const std::optional<Error> error = holding<T>(elements))
+                return detail::failure<Span<T>>(*error);
+            std::int64_t expected = 1;
+            bool dense = true;
+            for (std::size_t i = shape.size(); i-- > 0; expected *= shape[i])
+                dense = dense && (shape[i] == 1 || strides[i] == expected);
+            if (elements > 0 && (!dense || device.first != NVFP4_DEVICE_CPU))
+                return detail::failure<Span<T>>(Error(NVFP4_UNSUPPORTED, "the elements are not in host memory without gaps; "
+                                                                         "copy them"));
+        }
+        return detail::result(status, elements == 0 ? Span<T>() : Span<T>(static_cast<const T *>(first), elements));
     }
+    template <class T>
+    Result<Span<T>> values() const && = delete;
+    /** Copies the elements, row-major without gaps, into exactly bytes() bytes. */
+    Result<void> copy_to(void *destination, std::size_t bytes) const
+    {
+        return check(NVFP4_tensor_copy_to_host(get(), destination, bytes));
+    }
+#ifdef __cpp_lib_span
+    /** Copies the elements as they are stored, into exactly as many. */
+    template <class T, std::size_t Extent>
+    Result<void> copy_to(std::span<T, Extent> destination) const
+    {
+        if (const std::optional<Error> error = holding<T>(destination.size()))
+            return detail::failure<void>(*error);
+        return copy_to(destination.data(), destination.size_bytes());
+    }
+#endif
     /** The elements as they are stored. */
     template <class T>
-    std::vector<T> to_vector() const
+    Result<std::vector<T>> to_vector() const
     {
-        if (dtype() != dtype_of<T> && !(sizeof(T) == 1 && bytes() == elements()))
-            throw Error(NVFP4_INVALID_ARGUMENT, "the tensor's dtype is " + std::to_string(dtype()) +
-                                                    ", and the elements asked for are of dtype " +
-                                                    std::to_string(dtype_of<T>));
-        std::vector<T> out(elements());
-        copy_to(out.data(), out.size() * sizeof(T));
-        return out;
+        std::size_t elements = 0;
+        NVFP4_Status status = count(elements);
+        std::vector<T> out;
+        if (status == NVFP4_OK) {
+            if (const std::optional<Error> error = holding<T>(elements))
+                return detail::failure<std::vector<T>>(*error);
+            out.resize(elements);
+            status = NVFP4_tensor_copy_to_host(get(), out.data(), out.size() * sizeof(T));
+        }
+        return detail::result(status, std::move(out));
     }
     /** The elements as float, whatever their type. */
-    std::vector<float> to_floats() const
+    Result<std::vector<float>> to_floats() const
     {
-        std::vector<float> out(elements());
-        check(NVFP4_tensor_copy_as_float(get(), out.data(), out.size()));
-        return out;
+        std::size_t elements = 0;
+        NVFP4_Status status = count(elements);
+        std::vector<float> out(elements);
+        if (status == NVFP4_OK)
+            status = NVFP4_tensor_copy_as_float(get(), out.data(), out.size());
+        return detail::result(status, std::move(out));
     }
 
 private:
-    static void check_strides(Shape shape, Shape strides)
+    /** What keeps strides from going with a shape, if anything does. */
+    static std::optional<Error> matching(Shape shape, Shape strides)
     {
-        if (strides.data() != nullptr && strides.size() != shape.size())
-            throw Error(NVFP4_INVALID_ARGUMENT, std::to_string(strides.size()) + " strides for " +
-                                                    std::to_string(shape.size()) + " dimensions");
+        if (strides.data() == nullptr || strides.size() == shape.size())
+            return std::nullopt;
+        return Error(NVFP4_INVALID_ARGUMENT, std::to_string(strides.size()) + " strides for " +
+                                                 std::to_string(shape.size()) + " dimensions");
     }
-    static Tensor make(void *data, Shape shape, std::int32_t dtype, Shape strides, NVFP4_Deleter deleter, void *user)
+    /** What keeps elements from filling a shape, if anything does. */
+    static std::optional<Error> filling(std::size_t given, Shape shape)
     {
+        std::uint64_t elements = 1;
+        bool fits = true;
+        for (const std::int64_t size : shape) {
+            fits = fits && size >= 0 && (size == 0 || elements <= UINT64_MAX / static_cast<std::uint64_t>(size));
+            elements *= static_cast<std::uint64_t>(size);
+        }
+        if (fits && elements == given)
+            return std::nullopt;
+        return Error(NVFP4_INVALID_ARGUMENT, std::to_string(given) + " elements do not fill a shape of " +
+                                                 (fits ? std::to_string(elements) : "other sizes"));
+    }
+    /** What keeps `elements` of a C++ type from being this tensor's, if anything does. */
+    template <class T>
+    std::optional<Error> holding(std::size_t elements) const
+    {
+        std::int32_t dtype = -1;
+        std::uint64_t bytes = 0;
+        NVFP4_Status status = NVFP4_tensor_dtype(get(), &dtype);
+        status = status == NVFP4_OK ? NVFP4_tensor_bytes(get(), &bytes) : status;
+        if (status != NVFP4_OK)
+            return Error(status, NVFP4_last_error());
+        /* Bytes may hold any type of one byte. */
+        if (bytes == elements * sizeof(T) && (dtype == dtype_of<T> || sizeof(T) == 1))
+            return std::nullopt;
+        return Error(NVFP4_INVALID_ARGUMENT, "the tensor has " + std::to_string(bytes) + " bytes of dtype " +
+                                                 std::to_string(dtype) + ", and asked for are " + std::to_string(elements) +
+                                                 " elements of dtype " + std::to_string(dtype_of<T>));
+    }
+    NVFP4_Status count(std::size_t &elements, std::vector<std::int64_t> *shape = nullptr) const
+    {
+        std::vector<std::int64_t> sizes;
+        const NVFP4_Status status = detail::copy(sizes, [&](std::int64_t *buffer, std::size_t capacity, std::size_t *size) {
+            return NVFP4_tensor_shape(get(), buffer, capacity, size);
+        });
+        elements = status == NVFP4_OK ? 1 : 0;
+        for (const std::int64_t size : sizes)
+            elements *= static_cast<std::size_t>(size);
+        if (shape != nullptr)
+            *shape = std::move(sizes);
+        return status;
+    }
+    static void call_done(void *data, void *user) noexcept
+    {
+        const std::unique_ptr<std::function<void(void *)>> kept(static_cast<std::function<void(void *)> *>(user));
+        (*kept)(data);
+    }
+    /** The tensor that was made with what its deleter deletes, if it was made. */
+    template <class Kept>
+    static Result<Tensor> kept_by(Result<Tensor> made, std::unique_ptr<Kept> &kept)
+    {
+        if (made)
+            static_cast<void>(kept.release());
+        return made;
+    }
+    static Result<Tensor> host(void *data, Shape shape, std::int32_t dtype, Shape strides, NVFP4_Deleter deleter, void *user)
+    {
+        if (const std::optional<Error> error = matching(shape, strides))
+            return detail::failure<Tensor>(*error);
         Tensor out;
-        check_strides(shape, strides);
-        check(NVFP4_tensor_from_host(data, shape.data(), detail::rank(shape), strides.data(), dtype, deleter, user, out.put()));
-        return out;
+        return detail::result(NVFP4_tensor_from_host(data, shape.data(), detail::rank(shape), strides.data(), dtype, deleter,
+                                                     user, out.put()),
+                              std::move(out));
+    }
+    static Result<Tensor> on_device(void *data, Shape shape, std::int32_t dtype, std::int32_t index, Shape strides,
+                                    NVFP4_Deleter deleter, void *user)
+    {
+        if (const std::optional<Error> error = matching(shape, strides))
+            return detail::failure<Tensor>(*error);
+        Tensor out;
+        return detail::result(NVFP4_tensor_from_device(data, shape.data(), detail::rank(shape), strides.data(), dtype, index,
+                                                       deleter, user, out.put()),
+                              std::move(out));
     }
 };
 
 /** How to quantize; the fields of the C struct, with their defaults. */
 struct QuantizeOptions : NVFP4_QuantizeOptions {
-    QuantizeOptions() { check(NVFP4_quantize_options_init(this, sizeof(NVFP4_QuantizeOptions))); }
+    QuantizeOptions() : NVFP4_QuantizeOptions()
+    {
+        detail::filled(NVFP4_quantize_options_init(this, sizeof(NVFP4_QuantizeOptions)));
+    }
 };
 
 /** A tensor in NVFP4. */
@@ -522,48 +852,47 @@ struct Quantized {
 };
 
 /** To NVFP4 along the last dimension. */
-inline Quantized quantize(const Tensor &input, const NVFP4_QuantizeOptions &options = QuantizeOptions())
+inline Result<Quantized> quantize(const Tensor &input, const NVFP4_QuantizeOptions &options = QuantizeOptions())
 {
     Quantized out;
     out.scale_layout = options.scale_layout;
-    check(NVFP4_tensor_quantize(input.get(), &options, out.codes.put(), out.scales.put(), &out.global_scale));
-    return out;
+    return detail::result(NVFP4_tensor_quantize(input.get(), &options, out.codes.put(), out.scales.put(), &out.global_scale),
+                          std::move(out));
 }
 
 /** Back to a floating type. */
-inline Tensor dequantize(const Quantized &input, std::int32_t dtype = NVFP4_DTYPE_FLOAT32)
+inline Result<Tensor> dequantize(const Quantized &input, std::int32_t dtype = NVFP4_DTYPE_FLOAT32)
 {
     Tensor out;
-    check(NVFP4_tensor_dequantize(input.codes.get(), input.scales.get(), input.global_scale, input.scale_layout, dtype,
-                                  out.put()));
-    return out;
+    return detail::result(NVFP4_tensor_dequantize(input.codes.get(), input.scales.get(), input.global_scale,
+                                                  input.scale_layout, dtype, out.put()),
+                          std::move(out));
 }
 
 /** a `[M, K]` times b `[N, K]` transposed (W4A4). Both must have the same layout of scales. */
-inline Tensor scaled_mm(const Quantized &a, const Quantized &b, std::int32_t dtype = NVFP4_DTYPE_FLOAT32)
+inline Result<Tensor> scaled_mm(const Quantized &a, const Quantized &b, std::int32_t dtype = NVFP4_DTYPE_FLOAT32)
 {
     if (a.scale_layout != b.scale_layout)
-        throw Error(NVFP4_INVALID_ARGUMENT, "a and b have different layouts of scales; swizzle() or unswizzle() one");
+        return detail::failure<Tensor>(
+            Error(NVFP4_INVALID_ARGUMENT, "a and b have different layouts of scales; swizzle() or unswizzle() one"));
     Tensor out;
-    check(NVFP4_matmul(a.codes.get(), a.scales.get(), a.global_scale, b.codes.get(), b.scales.get(), b.global_scale,
-                       a.scale_layout, dtype, out.put()));
-    return out;
+    return detail::result(NVFP4_matmul(a.codes.get(), a.scales.get(), a.global_scale, b.codes.get(), b.scales.get(),
+                                       b.global_scale, a.scale_layout, dtype, out.put()),
+                          std::move(out));
 }
 
 /** Block scales in the order of tensor cores. */
-inline Tensor swizzle(const Tensor &scales)
+inline Result<Tensor> swizzle(const Tensor &scales)
 {
     Tensor out;
-    check(NVFP4_scales_swizzle(scales.get(), out.put()));
-    return out;
+    return detail::result(NVFP4_scales_swizzle(scales.get(), out.put()), std::move(out));
 }
 
 /** Block scales in row-major order again. */
-inline Tensor unswizzle(const Tensor &scales, std::int64_t rows, std::int64_t k_blocks)
+inline Result<Tensor> unswizzle(const Tensor &scales, std::int64_t rows, std::int64_t k_blocks)
 {
     Tensor out;
-    check(NVFP4_scales_unswizzle(scales.get(), rows, k_blocks, out.put()));
-    return out;
+    return detail::result(NVFP4_scales_unswizzle(scales.get(), rows, k_blocks, out.put()), std::move(out));
 }
 
 /** A tensor in NF4, as bitsandbytes lays it out. */
@@ -575,26 +904,28 @@ struct Nf4 {
 };
 
 /** To NF4, flattened. */
-inline Nf4 quantize_nf4(const Tensor &input, std::int64_t block = 64)
+inline Result<Nf4> quantize_nf4(const Tensor &input, std::int64_t block = 64)
 {
     Nf4 out;
     out.block = block;
-    check(NVFP4_tensor_quantize_nf4(input.get(), block, out.codes.put(), out.absmax.put()));
-    return out;
+    return detail::result(NVFP4_tensor_quantize_nf4(input.get(), block, out.codes.put(), out.absmax.put()), std::move(out));
 }
 
 /** Back to a floating type, in the given shape. */
-inline Tensor dequantize(const Nf4 &input, Shape shape, std::int32_t dtype = NVFP4_DTYPE_FLOAT32)
+inline Result<Tensor> dequantize(const Nf4 &input, Shape shape, std::int32_t dtype = NVFP4_DTYPE_FLOAT32)
 {
     Tensor out;
-    check(NVFP4_tensor_dequantize_nf4(input.codes.get(), input.absmax.get(), input.quant_map.get(), input.block,
-                                      shape.data(), detail::rank(shape), dtype, out.put()));
-    return out;
+    return detail::result(NVFP4_tensor_dequantize_nf4(input.codes.get(), input.absmax.get(), input.quant_map.get(),
+                                                      input.block, shape.data(), detail::rank(shape), dtype, out.put()),
+                          std::move(out));
 }
 
 /** How to prepare a weight; the fields of the C struct, with their defaults. */
 struct WeightOptions : NVFP4_WeightOptions {
-    WeightOptions() { check(NVFP4_weight_options_init(this, sizeof(NVFP4_WeightOptions))); }
+    WeightOptions() : NVFP4_WeightOptions()
+    {
+        detail::filled(NVFP4_weight_options_init(this, sizeof(NVFP4_WeightOptions)));
+    }
 
     /** The only backend that will do; empty for any. Stands for `backend`. */
     std::string backend_name;
@@ -610,7 +941,7 @@ struct WeightOptions : NVFP4_WeightOptions {
 };
 
 /** Which backend a weight of one of NVFP4_FORMAT_* would have, as JSON. */
-inline std::string select_backend(std::int32_t format, const WeightOptions &options = WeightOptions())
+inline Result<std::string> select_backend(std::int32_t format, const WeightOptions &options = WeightOptions())
 {
     const NVFP4_WeightOptions plain = options.plain();
     return detail::text([&](char *buffer, std::size_t capacity, std::size_t *length) {
@@ -623,44 +954,64 @@ class Weight : public detail::Handle<NVFP4_Weight, NVFP4_weight_retain, NVFP4_we
 public:
     using Handle::Handle;
 
-    explicit Weight(const Quantized &weight)
+    static Result<Weight> prepare(const Quantized &weight)
     {
-        check(NVFP4_weight_create(weight.codes.get(), weight.scales.get(), weight.global_scale, weight.scale_layout,
-                                  put()));
+        Weight out;
+        return detail::result(NVFP4_weight_create(weight.codes.get(), weight.scales.get(), weight.global_scale,
+                                                  weight.scale_layout, out.put()),
+                              std::move(out));
     }
     /** As `options` say, but for the layout of the scales, which the weight has with it. */
-    Weight(const Quantized &weight, const WeightOptions &options)
+    static Result<Weight> prepare(const Quantized &weight, const WeightOptions &options)
     {
+        Weight out;
         NVFP4_WeightOptions plain = options.plain();
         plain.scale_layout = weight.scale_layout;
-        check(NVFP4_weight_create_nvfp4(weight.codes.get(), weight.scales.get(), weight.global_scale, &plain, put()));
+        return detail::result(NVFP4_weight_create_nvfp4(weight.codes.get(), weight.scales.get(), weight.global_scale, &plain,
+                                                        out.put()),
+                              std::move(out));
     }
-    Weight(const Nf4 &weight, std::int64_t n, std::int64_t k, const WeightOptions &options = WeightOptions())
+    static Result<Weight> prepare(const Nf4 &weight, std::int64_t n, std::int64_t k,
+                                  const WeightOptions &options = WeightOptions())
     {
+        Weight out;
         const NVFP4_WeightOptions plain = options.plain();
-        check(NVFP4_weight_create_nf4(weight.codes.get(), weight.absmax.get(), weight.quant_map.get(), weight.block, n, k,
-                                      &plain, put()));
+        return detail::result(NVFP4_weight_create_nf4(weight.codes.get(), weight.absmax.get(), weight.quant_map.get(),
+                                                      weight.block, n, k, &plain, out.put()),
+                              std::move(out));
     }
     /** Of a floating type. */
-    explicit Weight(const Tensor &weight) { check(NVFP4_weight_create_dense(weight.get(), put())); }
+    static Result<Weight> prepare(const Tensor &weight)
+    {
+        Weight out;
+        return detail::result(NVFP4_weight_create_dense(weight.get(), out.put()), std::move(out));
+    }
+#ifndef NVFP4_NO_EXCEPTIONS
+    explicit Weight(const Quantized &weight) : Weight(prepare(weight)) {}
+    Weight(const Quantized &weight, const WeightOptions &options) : Weight(prepare(weight, options)) {}
+    Weight(const Nf4 &weight, std::int64_t n, std::int64_t k, const WeightOptions &options = WeightOptions())
+        : Weight(prepare(weight, n, k, options))
+    {
+    }
+    explicit Weight(const Tensor &weight) : Weight(prepare(weight)) {}
+#endif
 
     /** A second owner of the same weight. */
-    Weight clone() const { return Weight(retained()); }
+    Result<Weight> clone() const { return again<Weight>(); }
 
     /** N and K, and bytes in memory. */
     struct Size {
         std::int64_t n, k;
         std::uint64_t bytes;
     };
-    Size size() const
+    Result<Size> size() const
     {
         Size out{};
-        check(NVFP4_weight_size(get(), &out.n, &out.k, &out.bytes));
-        return out;
+        return detail::result(NVFP4_weight_size(get(), &out.n, &out.k, &out.bytes), std::move(out));
     }
 
     /** What multiplies with it and why, as JSON. */
-    std::string report() const
+    Result<std::string> report() const
     {
         return detail::text([&](char *buffer, std::size_t capacity, std::size_t *length) {
             return NVFP4_weight_report(get(), buffer, capacity, length);
@@ -668,12 +1019,11 @@ public:
     }
 
     /** `input` `[.., K]` times the weight, transposed: `[.., N]`. */
-    Tensor linear(const Tensor &input, std::int32_t activations = NVFP4_ACTIVATIONS_EXACT,
+    Result<Tensor> linear(const Tensor &input, std::int32_t activations = NVFP4_ACTIVATIONS_EXACT,
                   std::int32_t dtype = NVFP4_DTYPE_FLOAT32) const
     {
         Tensor out;
-        check(NVFP4_linear(get(), input.get(), activations, dtype, out.put()));
-        return out;
+        return detail::result(NVFP4_linear(get(), input.get(), activations, dtype, out.put()), std::move(out));
     }
 };
 
@@ -698,17 +1048,16 @@ inline std::vector<NVFP4_NamedTensor> plain(Span<NamedTensor> tensors)
 } // namespace detail
 
 /** The 4-bit weights among the tensors that are called `prefix` or whose names begin with it and a dot, in short. */
-inline NVFP4_SchemaResult detect_schema(Span<NamedTensor> tensors, std::string_view prefix = {})
+inline Result<NVFP4_SchemaResult> detect_schema(Span<NamedTensor> tensors, std::string_view prefix = {})
 {
     const std::vector<NVFP4_NamedTensor> plain = detail::plain(tensors);
     NVFP4_SchemaResult out{};
     out.struct_size = sizeof out;
-    check(NVFP4_schema_detect(plain.data(), plain.size(), prefix.data(), prefix.size(), &out));
-    return out;
+    return detail::result(NVFP4_schema_detect(plain.data(), plain.size(), prefix.data(), prefix.size(), &out), std::move(out));
 }
 
 /** All about them, as JSON. */
-inline std::string schema_report(Span<NamedTensor> tensors, std::string_view prefix = {})
+inline Result<std::string> schema_report(Span<NamedTensor> tensors, std::string_view prefix = {})
 {
     const std::vector<NVFP4_NamedTensor> plain = detail::plain(tensors);
     return detail::text([&](char *buffer, std::size_t capacity, std::size_t *length) {
@@ -716,16 +1065,19 @@ inline std::string schema_report(Span<NamedTensor> tensors, std::string_view pre
     });
 }
 
-/** Throws what is wrong with them, all at once. */
-inline void validate_schema(Span<NamedTensor> tensors, std::string_view prefix = {})
+/** Fails with what is wrong with them, all at once. */
+inline Result<void> validate_schema(Span<NamedTensor> tensors, std::string_view prefix = {})
 {
     const std::vector<NVFP4_NamedTensor> plain = detail::plain(tensors);
-    check(NVFP4_schema_validate(plain.data(), plain.size(), prefix.data(), prefix.size()));
+    return check(NVFP4_schema_validate(plain.data(), plain.size(), prefix.data(), prefix.size()));
 }
 
 /** How to load a model; the fields of the C struct, with their defaults. */
 struct LoadOptions : NVFP4_LoadOptions {
-    LoadOptions() { check(NVFP4_load_options_init(this, sizeof(NVFP4_LoadOptions))); }
+    LoadOptions() : NVFP4_LoadOptions()
+    {
+        detail::filled(NVFP4_load_options_init(this, sizeof(NVFP4_LoadOptions)));
+    }
 };
 
 /** A message of a conversation. */
@@ -739,52 +1091,70 @@ public:
     using Handle::Handle;
 
     /** Loads a directory or file. Dense weights are quantized as `quantize` says, or stay as they are if it is nullptr. */
-    explicit Model(std::string_view path, const NVFP4_LoadOptions &options = LoadOptions(),
-                   const NVFP4_QuantizeOptions *quantize = nullptr)
+    static Result<Model> load(std::string_view path, const NVFP4_LoadOptions &options = LoadOptions(),
+                              const NVFP4_QuantizeOptions *quantize = nullptr)
     {
-        check(NVFP4_model_load(path.data(), path.size(), &options, quantize, nullptr, nullptr, put()));
+        Model out;
+        return detail::result(NVFP4_model_load(path.data(), path.size(), &options, quantize, nullptr, nullptr, out.put()),
+                              std::move(out));
     }
 
     /** The same, with a callback `(std::uint64_t done, std::uint64_t total)` in bytes. */
     template <class Progress>
-    Model(std::string_view path, const NVFP4_LoadOptions &options, const NVFP4_QuantizeOptions *quantize,
-          Progress &&progress)
+    static Result<Model> load(std::string_view path, const NVFP4_LoadOptions &options, const NVFP4_QuantizeOptions *quantize,
+                              Progress &&progress)
     {
         using F = std::remove_reference_t<Progress>;
         detail::Carried<F> carried{progress};
-        carried.check(NVFP4_model_load(path.data(), path.size(), &options, quantize, detail::progress<F>, &carried,
-                                       put()));
+        Model out;
+        return detail::result(carried.after(NVFP4_model_load(path.data(), path.size(), &options, quantize, detail::progress<F>,
+                                                             &carried, out.put())),
+                              std::move(out));
     }
 
+#ifndef NVFP4_NO_EXCEPTIONS
+    explicit Model(std::string_view path, const NVFP4_LoadOptions &options = LoadOptions(),
+                   const NVFP4_QuantizeOptions *quantize = nullptr)
+        : Model(load(path, options, quantize))
+    {
+    }
+    template <class Progress>
+    Model(std::string_view path, const NVFP4_LoadOptions &options, const NVFP4_QuantizeOptions *quantize,
+          Progress &&progress)
+        : Model(load(path, options, quantize, std::forward<Progress>(progress)))
+    {
+    }
+#endif
+
     /** A second owner of the same model. */
-    Model clone() const { return Model(retained()); }
+    Result<Model> clone() const { return again<Model>(); }
 
     /** What was loaded, as JSON. */
-    std::string info() const
+    Result<std::string> info() const
     {
         return detail::text([&](char *buffer, std::size_t capacity, std::size_t *length) {
             return NVFP4_model_info(get(), buffer, capacity, length);
         });
     }
-    std::size_t vocab_size() const
+    Result<std::size_t> vocab_size() const
     {
         return detail::value<std::size_t>([&](std::size_t *out) { return NVFP4_model_vocab_size(get(), out); });
     }
     /** `add_special` adds what the model wants around a text. */
-    std::vector<std::int32_t> tokenize(std::string_view text, bool add_special = true) const
+    Result<std::vector<std::int32_t>> tokenize(std::string_view text, bool add_special = true) const
     {
         return detail::items<std::int32_t>([&](std::int32_t *buffer, std::size_t capacity, std::size_t *count) {
             return NVFP4_model_tokenize(get(), text.data(), text.size(), add_special, buffer, capacity, count);
         });
     }
-    std::string detokenize(Span<std::int32_t> tokens, bool skip_special = true) const
+    Result<std::string> detokenize(Span<std::int32_t> tokens, bool skip_special = true) const
     {
         return detail::text([&](char *buffer, std::size_t capacity, std::size_t *length) {
             return NVFP4_model_detokenize(get(), tokens.data(), tokens.size(), skip_special, buffer, capacity, length);
         });
     }
     /** A conversation spelled by the model's chat template. */
-    std::string render_chat(Span<Message> messages, bool add_generation_prompt = true) const
+    Result<std::string> render_chat(Span<Message> messages, bool add_generation_prompt = true) const
     {
         std::vector<NVFP4_Message> plain;
         plain.reserve(messages.size());
@@ -798,27 +1168,30 @@ public:
 };
 
 /** Converts a model on disk to NVFP4 on disk. `container` is one of NVFP4_CONTAINER_*; `options` nullptr has the defaults. */
-inline void convert(std::string_view source, std::string_view destination,
+inline Result<void> convert(std::string_view source, std::string_view destination,
                     std::int32_t container = NVFP4_CONTAINER_MODELOPT, const NVFP4_QuantizeOptions *options = nullptr)
 {
-    check(NVFP4_model_convert(source.data(), source.size(), destination.data(), destination.size(), container, options,
+    return check(NVFP4_model_convert(source.data(), source.size(), destination.data(), destination.size(), container, options,
                               nullptr, nullptr));
 }
 
 /** The same, with a callback `(std::uint64_t done, std::uint64_t total)` in bytes. */
 template <class Progress>
-void convert(std::string_view source, std::string_view destination, std::int32_t container,
+Result<void> convert(std::string_view source, std::string_view destination, std::int32_t container,
              const NVFP4_QuantizeOptions *options, Progress &&progress)
 {
     using F = std::remove_reference_t<Progress>;
     detail::Carried<F> carried{progress};
-    carried.check(NVFP4_model_convert(source.data(), source.size(), destination.data(), destination.size(), container,
-                                      options, detail::progress<F>, &carried));
+    return check(carried.after(NVFP4_model_convert(source.data(), source.size(), destination.data(), destination.size(),
+                                                   container, options, detail::progress<F>, &carried)));
 }
 
 /** How to make a session; the fields of the C struct, with their defaults, but for the system prompt. */
 struct SessionOptions : NVFP4_SessionOptions {
-    SessionOptions() { check(NVFP4_session_options_init(this, sizeof(NVFP4_SessionOptions))); }
+    SessionOptions() : NVFP4_SessionOptions()
+    {
+        detail::filled(NVFP4_session_options_init(this, sizeof(NVFP4_SessionOptions)));
+    }
     explicit SessionOptions(std::string prompt) : SessionOptions() { system_prompt = std::move(prompt); }
 
     /** What chat turns tell the model first about its role; used instead of the pointer `system`. */
@@ -827,7 +1200,10 @@ struct SessionOptions : NVFP4_SessionOptions {
 
 /** How to generate; the fields of the C struct, with their defaults, but for the stops. */
 struct GenerateOptions : NVFP4_GenerateOptions {
-    GenerateOptions() { check(NVFP4_generate_options_init(this, sizeof(NVFP4_GenerateOptions))); }
+    GenerateOptions() : NVFP4_GenerateOptions()
+    {
+        detail::filled(NVFP4_generate_options_init(this, sizeof(NVFP4_GenerateOptions)));
+    }
 
     /** Texts that end the text; used instead of the pointers `stop_strings`. */
     std::vector<std::string> stop_texts;
@@ -838,9 +1214,38 @@ struct GenerateOptions : NVFP4_GenerateOptions {
 /** A token as it comes, and the text that it completes. */
 struct Piece {
     std::int32_t token;
-    /** Valid during the callback. */
+    /** Valid during the callback, or until a stream goes on. */
     std::string_view text;
 };
+
+class Stream;
+
+/** Not part of the interface. */
+namespace detail {
+
+/** GenerateOptions as C takes them, as long as both live. */
+struct PlainOptions {
+    explicit PlainOptions(const GenerateOptions &options) : plain(options)
+    {
+        for (const std::string &stop : options.stop_texts) {
+            strings.push_back(stop.data());
+            lengths.push_back(stop.size());
+        }
+        plain.stop_strings = strings.data();
+        plain.stop_string_lengths = lengths.data();
+        plain.stop_string_count = strings.size();
+        plain.stop_tokens = options.stop_ids.data();
+        plain.stop_token_count = options.stop_ids.size();
+    }
+    PlainOptions(const PlainOptions &) = delete;
+    PlainOptions &operator=(const PlainOptions &) = delete;
+
+    NVFP4_GenerateOptions plain;
+    std::vector<const char *> strings;
+    std::vector<std::size_t> lengths;
+};
+
+} // namespace detail
 
 /** What a generation came to. */
 struct Generation : NVFP4_GenerationResult {
@@ -855,56 +1260,61 @@ class Session : public detail::Handle<NVFP4_Session, NVFP4_session_retain, NVFP4
 public:
     using Handle::Handle;
 
-    explicit Session(const Model &model, const SessionOptions &options = SessionOptions())
+    static Result<Session> create(const Model &model, const SessionOptions &options = SessionOptions())
     {
         NVFP4_SessionOptions plain = options;
         plain.system = options.system_prompt.empty() ? nullptr : options.system_prompt.data();
         plain.system_length = options.system_prompt.size();
-        check(NVFP4_session_create(model.get(), &plain, put()));
+        Session out;
+        return detail::result(NVFP4_session_create(model.get(), &plain, out.put()), std::move(out));
     }
+#ifndef NVFP4_NO_EXCEPTIONS
+    explicit Session(const Model &model, const SessionOptions &options = SessionOptions()) : Session(create(model, options)) {}
+#endif
 
     /** A session as it was when save() wrote it. */
-    static Session restore(const Model &model, std::string_view path)
+    static Result<Session> restore(const Model &model, std::string_view path)
     {
         Session out;
-        check(NVFP4_session_restore(model.get(), path.data(), path.size(), out.put()));
-        return out;
+        return detail::result(NVFP4_session_restore(model.get(), path.data(), path.size(), out.put()), std::move(out));
     }
-    void save(std::string_view path) const { check(NVFP4_session_save(get(), path.data(), path.size())); }
+    Result<void> save(std::string_view path) const { return check(NVFP4_session_save(get(), path.data(), path.size())); }
 
     /** A second owner of the same session; fork() makes another session. */
-    Session clone() const { return Session(retained()); }
+    Result<Session> clone() const { return again<Session>(); }
     /** A second session in the same state. */
-    Session fork() const
+    Result<Session> fork() const
     {
         Session out;
-        check(NVFP4_session_fork(get(), out.put()));
-        return out;
+        return detail::result(NVFP4_session_fork(get(), out.put()), std::move(out));
     }
 
-    void prefill(Span<std::int32_t> tokens) { check(NVFP4_session_prefill(get(), tokens.data(), tokens.size())); }
-    void prefill_token_by_token(Span<std::int32_t> tokens)
+    Result<void> prefill(Span<std::int32_t> tokens)
     {
-        check(NVFP4_session_prefill_token_by_token(get(), tokens.data(), tokens.size()));
+        return check(NVFP4_session_prefill(get(), tokens.data(), tokens.size()));
     }
-    void decode(std::int32_t token) { check(NVFP4_session_decode(get(), token)); }
-    std::vector<float> logits()
+    Result<void> prefill_token_by_token(Span<std::int32_t> tokens)
+    {
+        return check(NVFP4_session_prefill_token_by_token(get(), tokens.data(), tokens.size()));
+    }
+    Result<void> decode(std::int32_t token) { return check(NVFP4_session_decode(get(), token)); }
+    Result<std::vector<float>> logits()
     {
         return detail::items<float>([&](float *buffer, std::size_t capacity, std::size_t *count) {
             return NVFP4_session_logits(get(), buffer, capacity, count);
         });
     }
     /** The token to come, which is not appended. */
-    std::int32_t sample(const NVFP4_GenerateOptions &options = GenerateOptions())
+    Result<std::int32_t> sample(const NVFP4_GenerateOptions &options = GenerateOptions())
     {
         return detail::value<std::int32_t>([&](std::int32_t *out) { return NVFP4_session_sample(get(), &options, out); });
     }
 
     /** Generates from where the session stands. */
-    Generation generate(const GenerateOptions &options = {}) { return generate(options, detail::Nothing()); }
+    Result<Generation> generate(const GenerateOptions &options = {}) { return generate(options, detail::Nothing()); }
     /** The same; `on_piece` takes a Piece, or its text as a std::string_view. */
     template <class F>
-    Generation generate(const GenerateOptions &options, F &&on_piece)
+    Result<Generation> generate(const GenerateOptions &options, F &&on_piece)
     {
         return run(options, on_piece,
                    [&](const NVFP4_GenerateOptions &plain, NVFP4_TokenCallback callback, void *user,
@@ -914,13 +1324,13 @@ public:
     }
 
     /** Says something to the model and generates its answer. */
-    Generation chat(std::string_view text, const GenerateOptions &options = {})
+    Result<Generation> chat(std::string_view text, const GenerateOptions &options = {})
     {
         return chat(text, options, detail::Nothing());
     }
     /** The same; `on_piece` takes a Piece, or its text as a std::string_view. */
     template <class F>
-    Generation chat(std::string_view text, const GenerateOptions &options, F &&on_piece)
+    Result<Generation> chat(std::string_view text, const GenerateOptions &options, F &&on_piece)
     {
         return run(options, on_piece,
                    [&](const NVFP4_GenerateOptions &plain, NVFP4_TokenCallback callback, void *user,
@@ -929,69 +1339,71 @@ public:
                    });
     }
 
+    /** generate() as a range of pieces. */
+    Stream stream(const GenerateOptions &options = {}) const;
+    /** chat() as a range of pieces. */
+    Stream ask(std::string_view text, const GenerateOptions &options = {}) const;
+
+    /** All the text of the last generation. */
+    Result<std::string> text() const
+    {
+        return detail::text([&](char *buffer, std::size_t capacity, std::size_t *length) {
+            return NVFP4_session_text(get(), buffer, capacity, length);
+        });
+    }
     /** The conversation of the chat turns, as JSON. */
-    std::string messages() const
+    Result<std::string> messages() const
     {
         return detail::text([&](char *buffer, std::size_t capacity, std::size_t *length) {
             return NVFP4_session_messages(get(), buffer, capacity, length);
         });
     }
     /** Tokens held. */
-    std::size_t length() const
+    Result<std::size_t> length() const
     {
         return detail::value<std::size_t>([&](std::size_t *out) { return NVFP4_session_length(get(), out); });
     }
     /** Tokens that can be held. */
-    std::size_t context() const
+    Result<std::size_t> context() const
     {
         return detail::value<std::size_t>([&](std::size_t *out) { return NVFP4_session_context(get(), out); });
     }
     /** Bytes of the cached keys and values. */
-    std::uint64_t memory() const
+    Result<std::uint64_t> memory() const
     {
         return detail::value<std::uint64_t>([&](std::uint64_t *out) { return NVFP4_session_memory(get(), out); });
     }
-    std::vector<std::int32_t> tokens() const
+    Result<std::vector<std::int32_t>> tokens() const
     {
         return detail::items<std::int32_t>([&](std::int32_t *buffer, std::size_t capacity, std::size_t *count) {
             return NVFP4_session_tokens(get(), buffer, capacity, count);
         });
     }
 
-    void truncate(std::size_t length) { check(NVFP4_session_truncate(get(), length)); }
+    Result<void> truncate(std::size_t length) { return check(NVFP4_session_truncate(get(), length)); }
     /** Forgets all tokens and the conversation. */
-    void clear() { check(NVFP4_session_reset(get())); }
+    Result<void> clear() { return check(NVFP4_session_reset(get())); }
     /** Ends the running call, from any thread. */
-    void cancel() const { check(NVFP4_session_cancel(get())); }
+    Result<void> cancel() const { return check(NVFP4_session_cancel(get())); }
 
 private:
     template <class F, class Call>
-    Generation run(const GenerateOptions &options, F &on_piece, Call &&call)
+    Result<Generation> run(const GenerateOptions &options, F &on_piece, Call &&call)
     {
-        NVFP4_GenerateOptions plain = options;
-        std::vector<const char *> strings;
-        std::vector<std::size_t> lengths;
-        for (const std::string &stop : options.stop_texts) {
-            strings.push_back(stop.data());
-            lengths.push_back(stop.size());
-        }
-        plain.stop_strings = strings.data();
-        plain.stop_string_lengths = lengths.data();
-        plain.stop_string_count = strings.size();
-        plain.stop_tokens = options.stop_ids.data();
-        plain.stop_token_count = options.stop_ids.size();
-
+        const detail::PlainOptions given(options);
         Generation out;
+        NVFP4_Status status = NVFP4_OK;
         if constexpr (std::is_same_v<std::remove_const_t<F>, detail::Nothing>) {
-            check(call(plain, nullptr, nullptr, &out));
+            status = call(given.plain, nullptr, nullptr, &out);
         } else {
             detail::Carried<F> carried{on_piece};
-            carried.check(call(plain, piece<F>, &carried, &out));
+            status = carried.after(call(given.plain, piece<F>, &carried, &out));
         }
-        out.text = detail::text([&](char *buffer, std::size_t capacity, std::size_t *length) {
-            return NVFP4_session_text(get(), buffer, capacity, length);
-        });
-        return out;
+        if (status == NVFP4_OK)
+            status = detail::copy(out.text, [&](char *buffer, std::size_t capacity, std::size_t *length) {
+                return NVFP4_session_text(get(), buffer, capacity, length);
+            });
+        return detail::result(status, std::move(out));
     }
 
     template <class F>
@@ -1006,19 +1418,233 @@ private:
     }
 };
 
+/**
+ * The pieces of a generation as they come: a range, to be gone through once. Its thread waits while a piece is looked at, so
+ * nothing is generated that was not asked for, and a loop that is left leaves the session with the tokens that it has seen.
+ * The session is in use until the stream has come to its end or is destroyed.
+ */
+class Stream {
+    enum class Phase { asked, given, taken, done };
+
+    /** What the two threads share. */
+    struct Relay {
+        std::mutex mutex;
+        std::condition_variable changed;
+        Phase phase = Phase::asked;
+        bool stopped = false;
+        Piece piece{};
+        Session session;
+        std::optional<std::string> said;
+        GenerateOptions options;
+        Generation generation;
+        std::optional<Error> error;
+        std::thread thread;
+
+        void fail(NVFP4_Status status) { error.emplace(status, NVFP4_last_error()); }
+
+        /** In the thread that generates. */
+        void run()
+        {
+            const detail::PlainOptions given(options);
+            NVFP4_Session *handle = session.get();
+            NVFP4_Status status = said ? NVFP4_session_chat(handle, said->data(), said->size(), &given.plain, give, this,
+                                                            &generation)
+                                       : NVFP4_session_generate(handle, &given.plain, give, this, &generation);
+            if (status == NVFP4_OK)
+                status = detail::copy(generation.text, [&](char *buffer, std::size_t capacity, std::size_t *length) {
+                    return NVFP4_session_text(handle, buffer, capacity, length);
+                });
+            if (status != NVFP4_OK)
+                fail(status);
+            const std::lock_guard<std::mutex> lock(mutex);
+            session.reset();
+            phase = Phase::done;
+            changed.notify_all();
+        }
+
+        static std::int32_t give(void *user, std::int32_t token, const char *text, std::size_t length)
+        {
+            auto &relay = *static_cast<Relay *>(user);
+            std::unique_lock<std::mutex> lock(relay.mutex);
+            if (!relay.stopped) {
+                relay.piece = Piece{token, std::string_view(text, length)};
+                relay.phase = Phase::given;
+                relay.changed.notify_all();
+                relay.changed.wait(lock, [&] { return relay.phase == Phase::asked; });
+            }
+            return relay.stopped;
+        }
+
+        /** Waits for the next piece; false after the last. */
+        bool take()
+        {
+            std::unique_lock<std::mutex> lock(mutex);
+            if (phase == Phase::taken) {
+                phase = Phase::asked;
+                changed.notify_all();
+            }
+            changed.wait(lock, [&] { return phase != Phase::asked; });
+            if (phase == Phase::given)
+                phase = Phase::taken;
+            return phase == Phase::taken;
+        }
+
+        /** Whether there is an error, at the end, that nobody has asked for. */
+        bool failed()
+        {
+            const std::lock_guard<std::mutex> lock(mutex);
+            return error && !(stopped && error->status() == NVFP4_CANCELLED);
+        }
+
+        void stop()
+        {
+            const std::lock_guard<std::mutex> lock(mutex);
+            stopped = true;
+            if (phase == Phase::asked)
+                NVFP4_session_cancel(session.get());
+            if (phase == Phase::given || phase == Phase::taken) {
+                phase = Phase::asked;
+                changed.notify_all();
+            }
+        }
+
+        ~Relay()
+        {
+            if (thread.joinable()) {
+                stop();
+                thread.join();
+            }
+        }
+    };
+
+public:
+    /** The end of every stream. */
+    struct Sentinel {};
+
+    class Iterator {
+    public:
+        using iterator_category = std::input_iterator_tag;
+        using value_type = Piece;
+        using difference_type = std::ptrdiff_t;
+        using pointer = const Piece *;
+        using reference = const Piece &;
+
+        Iterator() noexcept = default;
+        const Piece &operator*() const noexcept { return relay_->piece; }
+        const Piece *operator->() const noexcept { return &relay_->piece; }
+        /** Waits for the next piece; throws if the generation has failed. */
+        Iterator &operator++()
+        {
+            if (!relay_->take()) {
+#ifndef NVFP4_NO_EXCEPTIONS
+                if (relay_->failed())
+                    throw *relay_->error;
+#endif
+                relay_ = nullptr;
+            }
+            return *this;
+        }
+        void operator++(int) { ++*this; }
+        friend bool operator==(const Iterator &a, Sentinel) noexcept { return a.relay_ == nullptr; }
+        friend bool operator!=(const Iterator &a, Sentinel) noexcept { return a.relay_ != nullptr; }
+
+    private:
+        friend Stream;
+        explicit Iterator(Relay *relay) : relay_(relay) {}
+        Relay *relay_ = nullptr;
+    };
+
+    /** Has no pieces. */
+    Stream() noexcept = default;
+
+    /** Waits for the first piece, or the next if some were taken. */
+    Iterator begin()
+    {
+        Iterator out(relay_.get());
+        return relay_ ? ++out : out;
+    }
+    Sentinel end() const noexcept { return {}; }
+
+    /** Ends the generation, from any thread. There are no further pieces. */
+    void stop()
+    {
+        if (relay_)
+            relay_->stop();
+    }
+
+    /** What the generation came to; waits for its end. #NVFP4_CANCELLED if it was stopped before its first token. */
+    Result<Generation> result()
+    {
+        if (!relay_)
+            return detail::failure<Generation>(Error(NVFP4_INVALID_HANDLE, "the stream is empty"));
+        while (relay_->take()) {
+        }
+        if (relay_->error)
+            return detail::failure<Generation>(*relay_->error);
+        return relay_->generation;
+    }
+
+private:
+    friend Session;
+    Stream(NVFP4_Session *session, const GenerateOptions &options, std::optional<std::string> said)
+        : relay_(std::make_unique<Relay>())
+    {
+        relay_->options = options;
+        relay_->said = std::move(said);
+        const NVFP4_Status status = NVFP4_session_retain(session);
+        if (status != NVFP4_OK) {
+            relay_->fail(status);
+            relay_->phase = Phase::done;
+            return;
+        }
+        relay_->session = Session(session);
+        relay_->thread = std::thread([relay = relay_.get()] { relay->run(); });
+    }
+
+    std::unique_ptr<Relay> relay_;
+};
+
+inline Stream Session::stream(const GenerateOptions &options) const { return Stream(get(), options, std::nullopt); }
+inline Stream Session::ask(std::string_view text, const GenerateOptions &options) const
+{
+    return Stream(get(), options, std::string(text));
+}
+
 /** Appends `tokens[i]` to `*sessions[i]` and runs all of them in one pass over the weights. */
-inline void step(Span<Session *> sessions, Span<std::int32_t> tokens)
+inline Result<void> step(Span<Session *> sessions, Span<std::int32_t> tokens)
 {
     if (sessions.size() != tokens.size())
-        throw Error(NVFP4_INVALID_ARGUMENT, std::to_string(tokens.size()) + " tokens for " +
-                                                std::to_string(sessions.size()) + " sessions");
+        return detail::failure<void>(Error(NVFP4_INVALID_ARGUMENT, std::to_string(tokens.size()) + " tokens for " +
+                                                                       std::to_string(sessions.size()) + " sessions"));
     std::vector<NVFP4_Session *> handles;
     handles.reserve(sessions.size());
     for (const Session *session : sessions)
         handles.push_back(session == nullptr ? nullptr : session->get());
-    check(NVFP4_session_step(handles.data(), tokens.data(), handles.size()));
+    return check(NVFP4_session_step(handles.data(), tokens.data(), handles.size()));
 }
 
+/** The drop-in functions for TorchSharp hosts, whose results are tensors of the same kind as what they are given. */
+namespace drop_in {
+
+/** Single-level codes and scales. */
+inline Result<std::pair<Tensor, Tensor>> quantize(const Tensor &input)
+{
+    void *codes = nullptr, *scales = nullptr;
+    NVFP4_quantize(input.get(), &codes, &scales);
+    return detail::result(NVFP4_last_status(), std::pair<Tensor, Tensor>(static_cast<NVFP4_Tensor *>(codes),
+                                                                         static_cast<NVFP4_Tensor *>(scales)));
+}
+
+/** `mat1` uint8 `[M, K / 2]` times `mat2` uint8 `[K / 2, N]`, with swizzled scales. */
+inline Result<Tensor> scaled_mm(const Tensor &mat1, const Tensor &mat2, const Tensor &scale_a, const Tensor &scale_b,
+                                std::int8_t dtype = NVFP4_DTYPE_FLOAT32)
+{
+    void *product = NVFP4_scaled_mm(mat1.get(), mat2.get(), scale_a.get(), scale_b.get(), dtype);
+    return detail::result(NVFP4_last_status(), Tensor(static_cast<NVFP4_Tensor *>(product)));
+}
+
+} // namespace drop_in
+} // namespace returning or throwing
 } // namespace nvfp4
 
 #endif /* NVFP4_HPP */

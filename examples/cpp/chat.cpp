@@ -24,12 +24,13 @@ try {
     options.top_p = 0.9f;
     options.repetition_penalty = 1.1f;
     auto answer = [&](const std::string &text) {
-        /* The callback gets the text as it comes. Returning false ends the answer, and so does throwing. */
-        nvfp4::Generation result = session.chat(text, options, [](std::string_view piece) {
-            std::cout << piece << std::flush;
-            return std::cout.good();
-        });
+        /* The pieces come as they are generated. Leaving the loop ends the answer: here, when nobody reads it any more. */
+        nvfp4::Stream stream = session.ask(text, options);
+        for (const nvfp4::Piece &piece : stream)
+            if (!(std::cout << piece.text << std::flush))
+                stream.stop();
         std::cout << std::endl;
+        const nvfp4::Generation result = stream.result();
         std::cerr << '[' << result.generated_tokens << " tokens, the first after " << result.first_token_seconds
                   << " s]\n";
     };

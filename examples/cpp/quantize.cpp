@@ -1,16 +1,18 @@
 /* Quantize a weight to NVFP4 in C++, and compare how far the recipes stay from it and from its product with activations.
+ * With spans, as C++20 has them; nvfp4.hpp itself takes C++17.
  *
- *     c++ -std=c++17 quantize.cpp $(pkg-config --cflags --libs nvfp4) -o quantize && ./quantize
+ *     c++ -std=c++20 quantize.cpp $(pkg-config --cflags --libs nvfp4) -o quantize && ./quantize
  */
 #include <nvfp4.hpp>
 
 #include <cmath>
 #include <cstdio>
 #include <random>
+#include <span>
 #include <vector>
 
 /* The relative L2 distance of a from b. */
-static double distance(const std::vector<float> &a, const std::vector<float> &b)
+static double distance(std::span<const float> a, std::span<const float> b)
 {
     double error = 0, norm = 0;
     for (std::size_t i = 0; i < a.size(); i++) {
@@ -33,7 +35,8 @@ try {
         value = normal(random);
 
     /* Tensors over our own memory, without a copy. */
-    const nvfp4::Tensor weight = nvfp4::Tensor::borrow(w.data(), {n, k}), input = nvfp4::Tensor::borrow(x.data(), {m, k});
+    const nvfp4::Tensor weight = nvfp4::Tensor::borrow(std::span(w), {n, k});
+    const nvfp4::Tensor input = nvfp4::Tensor::borrow(std::span(x), {m, k});
     const std::vector<float> product = nvfp4::Weight(weight).linear(input).to_floats();
 
     bool good = true;
@@ -43,7 +46,9 @@ try {
         nvfp4::QuantizeOptions options;
         options.recipe = recipe;
         const nvfp4::Quantized q = nvfp4::quantize(weight, options);
-        const double of_weight = distance(nvfp4::dequantize(q).to_floats(), w);
+        /* And a span over the library's, as long as its tensor is there. */
+        const nvfp4::Tensor back = nvfp4::dequantize(q);
+        const double of_weight = distance(back.values<float>(), w);
         const double of_product = distance(nvfp4::Weight(q).linear(input).to_floats(), product);
         std::printf("%-14s weight off by %.4f, product by %.4f\n", names[recipe], of_weight, of_product);
         if (recipe == NVFP4_RECIPE_AMAX)

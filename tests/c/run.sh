@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # The C interface from outside: bash tests/c/run.sh, with libNVFP4.so in $NVFP4_BUILD (target/release if unset).
 #
-# The headers alone; the library's symbols against the header; the tests of this folder as pedantic C99, C11 and C++17; an
-# installation that CMake and pkg-config find; the examples built against it. Then all of that that runs, runs, and again
-# under valgrind, where nothing may be lost. The last line is "N passed, N failed, N skipped".
+# The headers alone; the library's symbols, and those that nvfp4.hpp calls, against the header; the tests of this folder as
+# pedantic C99, C11, C++17 and C++20; an installation that CMake and pkg-config find; the examples built against it. Then all
+# of that that runs, runs, and again under valgrind, where nothing may be lost. The last line is "N passed, N failed, N skipped".
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -72,6 +72,13 @@ compile() {
     $compiler -std="$std" -g "${warnings[@]}" -Iinclude "${sources[@]}" -o "$work/$name-$std" "${link[@]}"
 }
 
+# The wrapper's test calls, through the wrapper, every function that the header declares.
+wrapped() {
+    ! grep '\bNVFP4_[a-z][A-Za-z0-9_]*(' tests/c/wrapper*.cpp || return 1
+    nm -u "$work/wrapper-c++17" | grep -oE '\bNVFP4_\w+' | sort -u >"$work/called" || return 1
+    diff --label "called through nvfp4.hpp" --label "declared in nvfp4.h" -u "$work/called" "$work/declared"
+}
+
 install_tree() {
     cmake -S cmake -B "$work/install" -DNVFP4_BUILD_DIR="$build" -DCMAKE_INSTALL_PREFIX="$work/first" &&
         cmake --install "$work/install" && mv "$work/first" "$work/prefix"
@@ -109,8 +116,17 @@ for compiler in "gcc -std=c99 -xc" "gcc -std=c11 -xc" "g++ -std=c++17 -xc++"; do
     # shellcheck disable=SC2086 # The compiler is a command with arguments.
     check "nvfp4.h alone, $compiler" alone nvfp4.h $compiler
 done
-for std in c++17 c++20; do
-    check "nvfp4.hpp alone, $std" alone nvfp4.hpp g++ -std=$std -xc++ -Wsign-conversion -Wold-style-cast
+for compiler in g++ clang++; do
+    if ! command -v $compiler >/dev/null; then
+        skip "nvfp4.hpp with $compiler" "$compiler is missing"
+        continue
+    fi
+    for std in c++17 c++20; do
+        for exceptions in -fexceptions -fno-exceptions; do
+            check "nvfp4.hpp alone, $compiler $std $exceptions" \
+                alone nvfp4.hpp $compiler -std=$std $exceptions -xc++ -Wsign-conversion -Wold-style-cast
+        done
+    done
 done
 declared >"$work/declared"
 check "symbols" symbols
@@ -123,11 +139,14 @@ for std in c99 c11; do
     done
     check "two units as $std" compile $std two_units two_units_a.c two_units_b.c
 done
-check "nvfp4.hpp in two units as c++17" compile c++17 wrapper wrapper.cpp wrapper_unit.cpp
+for std in c++17 c++20; do
+    check "nvfp4.hpp in three units as $std" compile $std wrapper wrapper.cpp wrapper_unit.cpp wrapper_results.cpp
+done
+check "nvfp4.hpp wraps every function" wrapped
 programs+=("layout $work/layout-c11" "logging $work/logging-c11" "tensors $work/tensors-c11" "linear $work/linear-c11"
     "schema $work/schema-c11" "drop_in $work/drop_in-c11" "two_units $work/two_units-c11"
     "errors $work/errors-c11 $work/declared $model" "sessions $work/sessions-c11 $model $work/scratch"
-    "wrapper $work/wrapper-c++17 $model $work/scratch")
+    "wrapper $work/wrapper-c++17 $model $work/scratch" "wrapper-c++20 $work/wrapper-c++20 $model $work/scratch")
 
 if command -v cmake >/dev/null; then
     check "installation" install_tree

@@ -1,13 +1,16 @@
-/* nvfp4.hpp: wrapper MODEL_DIR SCRATCH_DIR. Ownership, exceptions through callbacks, and every wrapper once. */
+/* nvfp4.hpp: wrapper MODEL_DIR SCRATCH_DIR. Ownership, exceptions through callbacks, streams, and every wrapper once. In the
+ * same program wrapper_unit.cpp is a second unit, and wrapper_results.cpp one without exceptions. */
 #include <nvfp4.hpp>
 
 #include <atomic>
 #include <cmath>
 #include <cstdio>
 #include <functional>
+#include <numeric>
 #include <thread>
 
 extern "C" std::size_t other_unit_cpp(const nvfp4::Tensor &tensor);
+extern "C" int without_exceptions(const char *model);
 
 namespace {
 
@@ -30,7 +33,7 @@ NVFP4_Status status_of(F &&f)
         f();
         return NVFP4_OK;
     } catch (const nvfp4::Error &error) {
-        CHECK(error.what()[0] != '\0');
+        CHECK(error.what()[0] != '\0' && std::string_view(error.name()) != "unknown");
         return error.status();
     }
 }
@@ -62,7 +65,7 @@ void tensors()
     twin = nvfp4::Tensor(raw);
     twin = nvfp4::Tensor::zeros({4});
     CHECK(twin.to_vector<float>() == std::vector<float>(4));
-    CHECK(NVFP4_tensor_release(raw) == NVFP4_INVALID_HANDLE);
+    CHECK(status_of([&] { nvfp4::Tensor(raw).clone(); }) == NVFP4_INVALID_HANDLE);
     CHECK(status_of([&] { twin.to_vector<std::int32_t>(); }) == NVFP4_INVALID_ARGUMENT);
     CHECK(status_of([] { nvfp4::Tensor::zeros({-1}); }) == NVFP4_INVALID_ARGUMENT);
     CHECK(nvfp4::Tensor::zeros({}).elements() == 1);
@@ -83,6 +86,75 @@ void tensors()
     nvfp4::Tensor imported = nvfp4::Tensor::from_dlpack(kept.to_dlpack());
     kept.reset();
     CHECK((imported.to_vector<std::int64_t>() == std::vector<std::int64_t>{8, 9}));
+
+    /* Memory of someone else, who is told when it is not needed any more; not if there is no tensor. */
+    int told = 0;
+    const auto done = [&](void *address) { told += address == data; };
+    {
+        const nvfp4::Tensor adopted = nvfp4::Tensor::adopt(data, {6}, NVFP4_DTYPE_FLOAT32, done);
+        const nvfp4::Tensor strided = nvfp4::Tensor::adopt(data, {3}, NVFP4_DTYPE_FLOAT32, done, {2});
+        CHECK((strided.to_floats() == std::vector<float>{1, 3, 5}));
+        CHECK(status_of([&] { strided.values<float>(); }) == NVFP4_UNSUPPORTED);
+        CHECK(status_of([&] { nvfp4::Tensor::adopt(data, {-6}, NVFP4_DTYPE_FLOAT32, done); }) == NVFP4_INVALID_ARGUMENT);
+        CHECK(status_of([&] { nvfp4::Tensor::adopt(data, {6}, 99, done); }) == NVFP4_INVALID_ARGUMENT);
+        CHECK(status_of([&] { nvfp4::Tensor::adopt_device(data, {6}, NVFP4_DTYPE_FLOAT32, 1 << 20, done); }) ==
+              NVFP4_DEVICE_UNAVAILABLE);
+        CHECK(told == 0);
+    }
+    CHECK(told == 2);
+
+    /* The elements where they are. */
+    const float constant[] = {1, 2};
+    const nvfp4::Tensor borrowed = nvfp4::Tensor::borrow(constant, {2, 1});
+    const nvfp4::Span<float> values = borrowed.values<float>();
+    CHECK(values.data() == constant && std::accumulate(values.begin(), values.end(), 0.0f) == 3);
+    CHECK(status_of([&] { borrowed.values<std::int32_t>(); }) == NVFP4_INVALID_ARGUMENT);
+    CHECK(nvfp4::Tensor::zeros({0, 3}).to_floats().empty());
+    const nvfp4::Tensor none = nvfp4::Tensor::zeros({0, 3});
+    CHECK(none.values<float>().size() == 0);
+    CHECK(status_of([] { nvfp4::Tensor::adopt(std::vector<float>(4), {-2, -2}); }) == NVFP4_INVALID_ARGUMENT);
+}
+
+#ifdef __cpp_lib_span
+void spans()
+{
+    std::vector<float> data{1, 2, 3, 4, 5, 6};
+    const std::span<const float> all(data);
+    const nvfp4::Tensor line = nvfp4::Tensor::borrow(all.first(4)), table = nvfp4::Tensor::borrow(all, {2, 3});
+    CHECK(line.shape() == std::vector<std::int64_t>{4} && line.data() == data.data() && table.elements() == 6);
+    CHECK(status_of([&] { nvfp4::Tensor::borrow(all, {2, 2}); }) == NVFP4_INVALID_ARGUMENT);
+    std::vector<float> copy(6);
+    table.copy_to(std::span<float>(copy));
+    CHECK(copy == data);
+    CHECK(status_of([&] { table.copy_to(std::span<float>(copy).first(5)); }) == NVFP4_INVALID_ARGUMENT);
+    CHECK(status_of([&] { table.copy_to(std::span<std::int32_t>()); }) == NVFP4_INVALID_ARGUMENT);
+    const std::span<const float> seen = table.values<float>();
+    CHECK(seen.data() == data.data() && seen.size() == 6);
+    static_assert(std::input_iterator<nvfp4::Stream::Iterator>);
+    static_assert(std::sentinel_for<nvfp4::Stream::Sentinel, nvfp4::Stream::Iterator>);
+}
+#endif
+
+/* Where there is no CUDA device it is refused by name, and where there is one it works. */
+void managed()
+{
+    const nvfp4::Tensor tensor = nvfp4::Tensor::zeros({2, 16});
+    CHECK(!tensor.is_managed() && nvfp4::can_use_managed() == nvfp4::can_be_managed(0));
+    CHECK(!nvfp4::can_be_managed(1 << 20));
+    const std::int32_t policy = nvfp4::managed_policy();
+    nvfp4::set_managed_policy(NVFP4_MANAGED_DISABLED);
+    CHECK(nvfp4::managed_policy() == NVFP4_MANAGED_DISABLED);
+    CHECK(tensor.by_managed_policy(0).get() != nullptr && !tensor.by_managed_policy(0).is_managed());
+    CHECK(status_of([] { nvfp4::set_managed_policy(17); }) == NVFP4_INVALID_ARGUMENT);
+    nvfp4::set_managed_policy(policy);
+    if (nvfp4::can_use_managed()) {
+        const nvfp4::Tensor moved = tensor.to_managed(0, true);
+        moved.managed_prefetch(-1);
+        CHECK(moved.is_managed() && moved.to_floats() == tensor.to_floats());
+    } else {
+        CHECK(status_of([&] { tensor.to_managed(); }) != NVFP4_OK);
+    }
+    CHECK(status_of([&] { tensor.managed_prefetch(0); }) != NVFP4_OK);
 }
 
 double distance(const std::vector<float> &a, const std::vector<float> &b)
@@ -121,6 +193,17 @@ void formats()
     CHECK(distance(weight.linear(decoded).to_floats(), product) < 1e-6);
     CHECK(distance(dense.linear(decoded).to_floats(), product) < 1e-6);
     CHECK(distance(weight.linear(decoded, NVFP4_ACTIVATIONS_INT8).to_floats(), product) < 1e-2);
+
+    /* The drop-in functions, whose scales are of one level. */
+    const std::pair<nvfp4::Tensor, nvfp4::Tensor> parts = nvfp4::drop_in::quantize(input);
+    const nvfp4::Tensor &codes = parts.first, &scales = parts.second;
+    const nvfp4::Quantized legacy{codes.clone(), scales.clone()};
+    CHECK(distance(nvfp4::dequantize(legacy).to_floats(), x) < 0.12);
+    const nvfp4::Tensor order = nvfp4::swizzle(scales), across = codes.view({32, 8}, {1, 32});
+    CHECK(distance(nvfp4::drop_in::scaled_mm(codes, across, order, order).to_floats(),
+                   nvfp4::scaled_mm(legacy, legacy).to_floats()) < 1e-6);
+    CHECK(status_of([&] { nvfp4::drop_in::quantize(nvfp4::Tensor()); }) == NVFP4_INVALID_HANDLE);
+    CHECK(status_of([&] { nvfp4::drop_in::scaled_mm(codes, codes, order, order); }) == NVFP4_INVALID_ARGUMENT);
 
     const nvfp4::Nf4 nf4 = nvfp4::quantize_nf4(input);
     CHECK(distance(nvfp4::dequantize(nf4, {8, 64}).to_floats(), x) < 0.12);
@@ -176,16 +259,18 @@ void log()
 {
     std::vector<std::string> lines;
     {
-        const nvfp4::Log log(NVFP4_LOG_DEBUG, [&](std::int32_t level, std::string_view line) {
+        nvfp4::Log first(NVFP4_LOG_DEBUG, [&](std::int32_t level, std::string_view line) {
             CHECK(level == NVFP4_LOG_DEBUG);
             lines.emplace_back(line);
             throw 1;
         });
+        const nvfp4::Log log = std::move(first);
         CHECK(status_of([] { nvfp4::set_threads(-5); }) == NVFP4_INVALID_ARGUMENT);
         CHECK(lines.size() == 1 && has(lines[0], "threads is -5"));
     }
     CHECK(status_of([] { nvfp4::set_threads(-5); }) == NVFP4_INVALID_ARGUMENT && lines.size() == 1);
     CHECK(status_of([] { nvfp4::Log(17, nullptr); }) == NVFP4_INVALID_ARGUMENT);
+    CHECK(nvfp4::last_error().status() == NVFP4_INVALID_ARGUMENT && has(nvfp4::last_error().what(), "17"));
 }
 
 struct Own {
@@ -308,6 +393,90 @@ void sessions(const std::string &path, const std::string &scratch)
     CHECK(status_of([&] { nvfp4::convert(path, "/dev/null/x"); }) == NVFP4_IO);
 }
 
+/* A generation as a range: the same text, and a loop that is left leaves the session where it was. */
+void streams(const std::string &path)
+{
+    static_assert(!std::is_copy_constructible_v<nvfp4::Stream> && std::is_nothrow_move_constructible_v<nvfp4::Stream>);
+    nvfp4::Model model(path);
+    nvfp4::Session session(model), other(model);
+    nvfp4::GenerateOptions options;
+    options.max_tokens = 20;
+    options.ignore_model_stops = 1;
+    const nvfp4::Generation expected = other.chat("Hi", options);
+    const std::vector<std::int32_t> tokens = other.tokens();
+    const std::size_t prompt = tokens.size() - 20;
+
+    std::string text;
+    nvfp4::Stream stream = session.ask("Hi", options);
+    for (const nvfp4::Piece &piece : stream)
+        text += piece.text;
+    const nvfp4::Generation result = stream.result();
+    CHECK(text == expected.text && result.text == text && session.text() == text);
+    CHECK(result.generated_tokens == 20 && result.finish == NVFP4_FINISH_LENGTH && session.tokens() == tokens);
+    CHECK(!(stream.begin() != stream.end()));
+
+    /* Left after three tokens: the third is the session's last, and the session is free. */
+    session.clear();
+    int seen = 0;
+    for (const nvfp4::Piece &piece : session.ask("Hi", options)) {
+        CHECK(piece.token == tokens[prompt + static_cast<std::size_t>(seen)]);
+        if (++seen == 3)
+            break;
+    }
+    CHECK(session.length() == prompt + 3);
+    try {
+        for (const nvfp4::Piece &piece : session.stream(options))
+            throw Own{piece.token};
+    } catch (const Own &own) {
+        CHECK(session.length() == prompt + 4 && own.number == session.tokens().back());
+    }
+
+    /* In use until it ends; moved, it is the same; the session and the model need not be there. */
+    session.clear();
+    {
+        nvfp4::Stream first = session.ask("Hi", options);
+        CHECK(first.begin()->token == tokens[prompt]);
+        CHECK(status_of([&] { session.length(); }) == NVFP4_BUSY);
+        CHECK(status_of([&] { session.ask("Me too").result(); }) == NVFP4_BUSY);
+        nvfp4::Stream second = std::move(first);
+        CHECK(!(first.begin() != first.end()) && status_of([&] { first.result(); }) == NVFP4_INVALID_HANDLE);
+        session.reset();
+        model.reset();
+        CHECK(second.result().text == expected.text);
+    }
+
+    /* Failures come where they are waited for. */
+    CHECK(status_of([&] { session.ask("Hi").begin(); }) == NVFP4_INVALID_HANDLE);
+    CHECK(status_of([&] { session.ask("Hi").result(); }) == NVFP4_INVALID_HANDLE);
+    options.temperature = -1;
+    CHECK(status_of([&] {
+              for (const nvfp4::Piece &piece : other.stream(options))
+                  CHECK(piece.token < 0);
+          }) == NVFP4_INVALID_ARGUMENT);
+    { /* One that nobody looks at. */
+        const nvfp4::Stream unseen = other.stream(options);
+    }
+    options.temperature = 0;
+
+    /* Stopped from another thread, and while a piece is looked at. */
+    options.max_tokens = 200;
+    other.clear();
+    nvfp4::Stream endless = other.ask("Hi", options);
+    std::thread stopper([&] { endless.stop(); });
+    std::size_t pieces = 0;
+    for (const nvfp4::Piece &piece : endless)
+        pieces += piece.token >= 0;
+    stopper.join();
+    CHECK(pieces < 200);
+    other.clear();
+    endless = other.ask("Hi", options);
+    for (const nvfp4::Piece &piece : endless) {
+        CHECK(piece.token == tokens[prompt]);
+        endless.stop();
+    }
+    CHECK(endless.result().finish == NVFP4_FINISH_CANCELLED && other.length() == prompt + 1);
+}
+
 } // namespace
 
 int main(int argc, char **argv)
@@ -323,7 +492,13 @@ int main(int argc, char **argv)
     formats();
     weights();
     log();
+    managed();
+#ifdef __cpp_lib_span
+    spans();
+#endif
     sessions(argv[1], argv[2]);
+    streams(argv[1]);
+    CHECK(without_exceptions(argv[1]) == 0);
     nvfp4::reset_memory_peak();
     CHECK(nvfp4::memory().peak == nvfp4::memory().current && nvfp4::memory_budget() == 0);
     nvfp4::set_memory_budget(1);

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What the README says, tried: its C and Python lines, its environment variables, its files, its comparison. bash tests/readme/run.sh, with
-# libNVFP4.so in $NVFP4_BUILD (target/release if unset). The last line is "N passed, N failed, N skipped".
+# What the README says, tried: its C, C++ and Python programs, its environment variables, its files, its comparison. bash
+# tests/readme/run.sh, with libNVFP4.so in $NVFP4_BUILD (target/release if unset). The last line is "N passed, N failed, N skipped".
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -23,18 +23,37 @@ check() {
     fi
 }
 
-# The program is as long as its introduction says, and answers with a small model in the place of the one it names.
-c_example() {
-    awk '/^```c$/ { inside = 1; next } /^```$/ { inside = 0 } inside' README.md >"$work/example.c"
-    [ "$(wc -l <"$work/example.c")" -eq 15 ] || { echo "$(wc -l <"$work/example.c") lines instead of 15"; return 1; }
-    gcc -std=c99 -pedantic-errors -Wall -Werror -Iinclude "$work/example.c" -o "$work/example" -L"$build" -lNVFP4 -Wl,-rpath,"$build" &&
-        ln -s "$PWD/tests/golden/model/qwen3_tied" "$work/qwen3-nvfp4" && (cd "$work" && ./example >answer) && [ -s "$work/answer" ]
+# block LANGUAGE LINES: the README's lines in a language, which are as many as there should be.
+block() {
+    awk -v fence="\`\`\`$1" '$0 == fence { inside = 1; next } /^```$/ { inside = 0 } inside' README.md >"$work/example.$1"
+    [ "$(wc -l <"$work/example.$1")" -eq "$2" ] || { echo "$(wc -l <"$work/example.$1") lines instead of $2"; return 1; }
 }
 
-python_line() {
-    local line
-    line=$(grep -oE 'ctypes\.CDLL\([^`]*' README.md) && line=${line/target\/release/$build} &&
-        [ "$(python3 -c "import ctypes; print($line)")" = "$(sed -n 's/^#define NVFP4_ABI_VERSION //p' include/nvfp4.h)" ]
+# With a small model in the place of the one that it names, whose answers mean nothing.
+c_example() {
+    block c 15 && mkdir -p "$work/c" && ln -s "$PWD/tests/golden/model/qwen3_tied" "$work/c/qwen3-nvfp4" &&
+        gcc -std=c99 -pedantic-errors -Wall -Werror -Iinclude "$work/example.c" -o "$work/example" -L"$build" -lNVFP4 -Wl,-rpath,"$build" &&
+        (cd "$work/c" && "$work/example" >answer) && [ -s "$work/c/answer" ]
+}
+
+# answers TEXT COMMAND...: run where a model of the name in the README answers everything with "Because. ", prints TEXT.
+answers() {
+    local text=$1
+    shift
+    [ -d "$work/reciting" ] || python3 tests/python/reciter.py "$work/reciting/qwen3-nvfp4" "Because. " || return 1
+    (cd "$work/reciting" && "$@" >answer) && [ "$(cat "$work/reciting/answer")" = "$text" ]
+}
+
+cpp_example() {
+    block cpp 10 && g++ -std=c++17 -pedantic-errors -Wall -Werror -Iinclude -xc++ "$work/example.cpp" -o "$work/example-cpp" \
+        -L"$build" -lNVFP4 -Wl,-rpath,"$build" -pthread && answers "Because. " "$work/example-cpp" &&
+        ! (cd "$work" && ./example-cpp 2>said) && grep -q qwen3-nvfp4 "$work/said"
+}
+
+python_example() {
+    export PYTHONPATH=$PWD/bindings/python NVFP4_LIB_PATH=$build PYTHONDONTWRITEBYTECODE=1
+    block python 10 && answers "Because. Because. " python3 "$work/example.python" &&
+        ! (cd "$work" && python3 example.python 2>said) && grep -q '^NotFound: .*qwen3-nvfp4' "$work/said"
 }
 
 # Every variable that the library reads, and no other of its own.
@@ -61,7 +80,8 @@ commands() {
 }
 
 check "the C program compiles and answers" c_example
-check "the Python line" python_line
+check "the C++ program compiles and answers" cpp_example
+check "the Python program answers" python_example
 check "the environment variables" environment
 check "the linked files" links
 check "the subcommands" commands

@@ -1,0 +1,83 @@
+"""
+NVFP4 from Python: quantize and multiply, and run language models whose weights stay in 4 bits. Over libNVFP4.so, by ctypes.
+
+    import nvfp4
+    chat = nvfp4.Model("qwen3-nvfp4").chat(system="Be brief.")
+    for piece in chat.ask("Why is the sky blue?"):
+        print(piece, end="", flush=True)
+
+tensors.py has Tensor, quantize() and products; models.py has Model, Tokenizer, Session and ChatSession. native.py has the C
+interface itself: what has no wrapper is called as nvfp4.native.lib.NAME.
+
+The library is the one that NVFP4_LIB_PATH names (the file or its folder), or else libNVFP4.so beside these files, or else the one
+that the system's loader finds. Errors are nvfp4.Error, one class for each status, and the message is the library's. Objects are
+given up by close(), by the end of a `with`, or with their last use. Calls may come from any thread, and run at the same time.
+"""
+
+import ctypes
+import json
+
+from . import native
+from .models import ChatSession, Generation, Model, Session, Stream, Tokenizer, convert, step
+from .native import (AbiMismatch, BufferTooSmall, Busy, Cancelled, ContextFull, CorruptFile, DeviceUnavailable, Error,
+                     InputOutput, Internal, InvalidArgument, InvalidHandle, NotFound, OutOfMemory, OverBudget, Unsupported)
+from .tensors import (Nf4, Quantized, Tensor, Weight, dequantize, linear, quantize, quantize_nf4, scaled_mm, schema,
+                      select_backend, swizzle, unswizzle)
+
+version = native.lib.version().decode()
+
+
+def diagnose():
+    """What the library can do on this machine and why not more, as a dictionary."""
+    return json.loads(native.text_out(native.lib.diagnose))
+
+
+def memory():
+    """Bytes in use by what they are for, and at most since the last reset_memory_peak(): {"weights": (current, peak), ..}."""
+    out = {}
+    for tag, number in native.CHOICES["memory"].items():
+        current, peak = ctypes.c_uint64(), ctypes.c_uint64()
+        native.lib.memory_stats(number, ctypes.byref(current), ctypes.byref(peak))
+        out[tag] = current.value, peak.value
+    return out
+
+
+def reset_memory_peak():
+    """Starts the peaks again from what is in use now."""
+    native.lib.memory_reset_peak()
+
+
+def memory_budget():
+    """The most bytes that may be in use; 0 if there is no limit."""
+    return native.value_out(ctypes.c_uint64, native.lib.memory_get_budget)
+
+
+def set_memory_budget(number_of_bytes):
+    """Makes allocations beyond it fail with OverBudget; 0 removes the limit."""
+    native.lib.memory_set_budget(number_of_bytes)
+
+
+def empty_cache():
+    """Frees what is kept for reuse."""
+    native.lib.empty_cache()
+
+
+def set_threads(threads):
+    """CPU threads of what is made from now on; 0 leaves it to the environment and the machine."""
+    native.lib.set_threads(threads)
+
+
+_log = None
+
+
+def set_log(function, level="warn"):
+    """Has `function` called with the level's name and a line of text, on any thread. None ends that."""
+    global _log
+
+    def take(_user, number, message, length):
+        function(native.chosen("log", number), ctypes.string_at(message, length).decode(errors="replace"))
+        return 0
+
+    new = native.LogCallback(take) if function else None
+    native.lib.set_log_callback(new, None, native.choice("log", level if function else "off"))
+    _log = new  # The one before is not called any more.

@@ -1,0 +1,349 @@
+"""The C interface as it is: the library, its functions, structs and numbers, and its errors as exceptions.
+
+What a function does stands in nvfp4.h; tests/python compares every line here with it. `lib` has all of its functions, under
+their names without NVFP4_: one that returns a status raises the Error that belongs to it.
+"""
+
+import contextlib
+import ctypes
+import os
+import re
+import types
+
+ABI_VERSION = 1
+
+# By the first part of its name in C, each choice: NVFP4_RECIPE_AMAX is CHOICES["recipe"]["amax"].
+CHOICES = {
+    "log": {"off": 0, "error": 1, "warn": 2, "info": 3, "debug": 4, "trace": 5},
+    "memory": {"total": 0, "weights": 1, "kv_cache": 2, "scratch": 3, "tensor": 4, "device_weights": 5,
+               "device_kv_cache": 6, "device_scratch": 7, "device_tensor": 8},
+    "managed": {"disabled": 0, "preferred": 1, "required": 2},
+    "dtype": {"uint8": 0, "int8": 1, "int16": 2, "int32": 3, "int64": 4, "float16": 5, "float32": 6, "float64": 7,
+              "bool": 11, "bfloat16": 15, "float8_e4m3fn": 24, "float4_e2m1fn_x2": 45},
+    "device": {"cpu": 0, "cuda": 1, "auto": -1},
+    "levels": {"two": 0, "single": 1, "legacy": 2},
+    "recipe": {"amax": 0, "four_over_six": 1, "sweep": 2},
+    "rounding": {"nearest_even": 0, "half_away": 1, "stochastic": 2},
+    "nonfinite": {"error": 0, "saturate": 1},
+    "scales": {"linear": 0, "swizzled": 1},
+    "activations": {"exact": 0, "int8": 1},
+    "compute_path": {"auto": 0, "kernel_only": 1, "kernel_or_fallback": 2, "dequant_matmul_only": 3},
+    "format": {"none": 0, "nvfp4": 1, "nf4": 2, "mixed": 3},
+    "container": {"modelopt": 0, "dat": 1},
+    "kv": {"float16": 0, "float32": 1},
+    "eviction": {"error": 0, "drop_oldest": 1},
+    "finish": {"stop": 0, "stop_string": 1, "length": 2, "context": 3, "cancelled": 4},
+}
+
+# The fields of options that take a choice by name, with its table.
+_CHOSEN = {"levels": "levels", "recipe": "recipe", "rounding": "rounding", "nonfinite": "nonfinite", "scale_layout": "scales",
+           "compute_path": "compute_path", "dense_dtype": "dtype", "activations": "activations", "kv_type": "kv",
+           "eviction": "eviction"}
+
+# Types by letter: i I 32 bits, l L 64 bits, z size_t, b a byte, f d floats, p any pointer, s text with a NUL, v nothing.
+_TYPES = {"i": ctypes.c_int32, "I": ctypes.c_uint32, "l": ctypes.c_int64, "L": ctypes.c_uint64, "z": ctypes.c_size_t,
+          "b": ctypes.c_int8, "f": ctypes.c_float, "d": ctypes.c_double, "p": ctypes.c_void_p, "s": ctypes.c_char_p, "v": None}
+
+# Each function with the types that it takes and that it returns; S is a status.
+FUNCTIONS = """
+status_name(i)s last_error()s last_status()i last_error_copy(pzp)S version()s abi_version()i set_log_callback(ppi)S
+set_threads(i)S diagnose(pzp)S memory_stats(ipp)S memory_reset_peak()S memory_set_budget(L)S memory_get_budget(p)S
+memory_set_managed_policy(i)S memory_get_managed_policy(p)S memory_can_be_managed(ip)S tensor_by_managed_policy(piip)S
+tensor_from_host(ppipippp)S tensor_from_device(ppipiippp)S tensor_empty(piiiip)S tensor_copy_to_device(piip)S
+tensor_view(ppiplp)S tensor_retain(p)S tensor_release(p)S tensor_dtype(pp)S tensor_device(ppp)S tensor_shape(ppzp)S
+tensor_strides(ppzp)S tensor_data(pp)S tensor_bytes(pp)S tensor_copy_to_host(ppz)S tensor_copy_as_float(ppz)S
+tensor_from_dlpack(pp)S tensor_to_dlpack(pp)S quantize_options_init(pI)S tensor_quantize(ppppp)S tensor_dequantize(ppfiip)S
+tensor_quantize_nf4(plpp)S tensor_dequantize_nf4(ppplpiip)S scales_swizzle(pp)S scales_unswizzle(pllp)S
+weight_options_init(pI)S backend_select(ippzp)S weight_create(ppfip)S weight_create_nvfp4(ppfpp)S weight_create_nf4(ppplllpp)S
+weight_create_dense(pp)S weight_report(ppzp)S weight_retain(p)S weight_release(p)S weight_size(pppp)S linear(ppiip)S
+matmul(ppfppfiip)S schema_detect(pzpzp)S schema_report(pzpzpzp)S schema_validate(pzpz)S load_options_init(pI)S
+model_load(pzppppp)S model_retain(p)S model_release(p)S model_info(ppzp)S model_vocab_size(pp)S model_tokenize(ppzipzp)S
+model_detokenize(ppzipzp)S model_render_chat(ppzipzp)S model_convert(pzpzippp)S session_options_init(pI)S
+generate_options_init(pI)S session_create(ppp)S session_retain(p)S session_release(p)S session_prefill(ppz)S
+session_prefill_token_by_token(ppz)S session_decode(pi)S session_logits(ppzp)S session_sample(ppp)S session_generate(ppppp)S
+session_chat(ppzpppp)S session_text(ppzp)S session_messages(ppzp)S session_length(pp)S session_context(pp)S
+session_memory(pp)S session_tokens(ppzp)S session_truncate(pz)S session_reset(p)S session_fork(pp)S session_save(ppz)S
+session_restore(ppzp)S session_cancel(p)S session_step(ppz)S quantize(ppp)v scaled_mm(ppppb)p empty_cache()v
+can_use_managed()i is_managed_tensor(p)i to_managed(pii)p managed_prefetch(pi)v
+"""
+
+
+def _fields(text):
+    return [(name, _TYPES[letter]) for name, letter in (field.split(":") for field in text.split())]
+
+
+class QuantizeOptions(ctypes.Structure):
+    _fields_ = _fields("struct_size:I levels:i recipe:i rounding:i nonfinite:i scale_layout:i seed:L")
+
+
+class WeightOptions(ctypes.Structure):
+    _fields_ = _fields("struct_size:I compute_path:i device_type:i device_index:i scale_layout:i dense_dtype:i "
+                       "exclude_cpu_kernels:i reserved:i backend:p backend_length:z")
+
+
+class NamedTensor(ctypes.Structure):
+    _fields_ = _fields("name:p name_length:z dtype:i rank:i sizes:p")
+
+
+class SchemaResult(ctypes.Structure):
+    _fields_ = _fields("struct_size:I format:i tensors:z weights:z problems:z out_features:l in_features:l block:l")
+
+
+class LoadOptions(ctypes.Structure):
+    _fields_ = _fields("struct_size:I device_type:i device_index:i threads:i activations:i sampling_only:i")
+
+
+class Message(ctypes.Structure):
+    _fields_ = _fields("role:p role_length:z content:p content_length:z")
+
+
+class SessionOptions(ctypes.Structure):
+    _fields_ = _fields("struct_size:I kv_type:i eviction:i reserved:i context:z keep:z system:p system_length:z")
+
+
+class GenerateOptions(ctypes.Structure):
+    _fields_ = _fields("struct_size:I temperature:f top_k:i top_p:f min_p:f repetition_penalty:f ignore_model_stops:i replay:i "
+                       "max_tokens:z seed:L stop_tokens:p stop_token_count:z stop_strings:p stop_string_lengths:p "
+                       "stop_string_count:z")
+
+
+class GenerationResult(ctypes.Structure):
+    _fields_ = _fields("struct_size:I finish:i prompt_tokens:z generated_tokens:z prefill_seconds:d first_token_seconds:d "
+                       "decode_seconds:d")
+
+
+LogCallback = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p, ctypes.c_size_t)
+ProgressCallback = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64)
+TokenCallback = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p, ctypes.c_size_t)
+Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
+
+
+class Error(Exception):
+    """A call that failed. `status` is its number; the message is the library's own, one line for people."""
+
+    status = 0
+
+
+# The exception of each status, each an Error and what Python has for it.
+ERRORS = {}
+for _number, (_name, _also) in enumerate({
+        "InvalidArgument": ValueError, "Unsupported": None, "OutOfMemory": MemoryError, "OverBudget": MemoryError,
+        "InputOutput": OSError, "CorruptFile": ValueError, "NotFound": FileNotFoundError, "ContextFull": None, "Busy": None,
+        "Cancelled": None, "BufferTooSmall": None, "InvalidHandle": ValueError, "AbiMismatch": None,
+        "DeviceUnavailable": None, "Internal": None}.items(), start=1):
+    ERRORS[_number] = type(_name, (Error, _also) if _also else (Error,), {"status": _number, "__module__": "nvfp4"})
+globals().update({error.__name__: error for error in ERRORS.values()})
+
+
+def _check(status, _function, _arguments):
+    if status:
+        raise ERRORS.get(status, Error)(lib.last_error().decode())
+
+
+def _fitting(kind):
+    """The parameter type of numbers of a ctypes type, which itself would cut off what does not fit."""
+    def from_param(value):
+        out = kind(value)
+        if isinstance(value, int) and out.value != value:
+            raise OverflowError(f"{value} does not fit into the {8 * ctypes.sizeof(kind)} bits that it has")
+        return out
+
+    return types.SimpleNamespace(from_param=from_param)
+
+
+_PARAMETERS = {letter: _fitting(kind) if letter in "iIlLzb" else kind for letter, kind in _TYPES.items()}
+
+
+def _candidates():
+    """Where the library may be: what was named, alone; or else beside this package, or where the system's loader looks."""
+    name = "libNVFP4.so"
+    named = os.environ.get("NVFP4_LIB_PATH")
+    if named:
+        return [os.path.join(named, name) if os.path.isdir(named) else named]
+    return [os.path.join(os.path.dirname(os.path.abspath(__file__)), name), name]
+
+
+def _load():
+    tried = []
+    for path in _candidates():
+        try:
+            library = ctypes.CDLL(path)
+            version = library.NVFP4_abi_version()
+        except (OSError, AttributeError) as error:
+            tried.append(str(error) if path in str(error) else f"{path}: {error}")
+            continue
+        if version != ABI_VERSION:
+            raise ImportError(f"{path} has version {version} of the binary interface, and this package needs {ABI_VERSION}")
+        functions = types.SimpleNamespace(path=path)
+        for name, taken, returned in re.findall(r"(\w+)\((\w*)\)(\w)", FUNCTIONS):
+            try:
+                function = library["NVFP4_" + name]
+            except AttributeError:
+                raise ImportError(f"{path} is older than this package: it has no NVFP4_{name}") from None
+            function.argtypes = [_PARAMETERS[letter] for letter in taken]
+            function.restype = _TYPES["i" if returned == "S" else returned]
+            if returned == "S":
+                function.errcheck = _check
+            setattr(functions, name, function)
+        return functions
+    raise ImportError("libNVFP4.so was not found; name the file or its folder in NVFP4_LIB_PATH. Tried: " + "; ".join(tried))
+
+
+lib = _load()
+
+
+def choice(table, name):
+    """The number of a choice, or an error that lists them all."""
+    try:
+        return CHOICES[table][name]
+    except (KeyError, TypeError):
+        raise InvalidArgument(f"{table} is {name!r}; it can be {', '.join(CHOICES[table])}") from None
+
+
+def chosen(table, number):
+    """The name of a choice."""
+    return next((name for name, value in CHOICES[table].items() if value == number), str(number))
+
+
+def device(name):
+    """Type and index of a device: "cpu", "cuda", "cuda:1" or "auto"."""
+    kind, _, index = name.partition(":")
+    if index and not index.isdecimal():
+        raise InvalidArgument(f"device is {name!r}; it can be cpu, cuda, cuda:1 and so on, or auto")
+    return choice("device", kind), int(index or 0)
+
+
+def options(struct, values):
+    """
+    A struct of options with its defaults, but for `values`: choices by name, flags as booleans, text as it is, a device as
+    device=, and what ends a text as stop=, which holds tokens and strings.
+    """
+    out = struct()
+    name = "_".join(re.findall("[A-Z][a-z]+", struct.__name__)).lower()
+    getattr(lib, name + "_init")(ctypes.byref(out), ctypes.sizeof(out))
+    kinds = dict(struct._fields_)
+    out.kept = []  # What the pointers in it point to.
+
+    def point(field, count, array):
+        out.kept.append(array)
+        setattr(out, field, ctypes.addressof(array))
+        setattr(out, count, len(array))
+
+    for field, value in values.items():
+        if field == "device" and "device_type" in kinds:
+            out.device_type, out.device_index = device(value)
+        elif field == "stop" and "stop_tokens" in kinds:
+            value = [value] if isinstance(value, (int, str)) else value
+            strings = [stop.encode() for stop in value if isinstance(stop, str)]
+            tokens = [stop for stop in value if not isinstance(stop, str)]
+            point("stop_tokens", "stop_token_count", numbers(ctypes.c_int32, tokens))
+            point("stop_strings", "stop_string_count", (ctypes.c_char_p * len(strings))(*strings))
+            point("stop_string_lengths", "stop_string_count", (ctypes.c_size_t * len(strings))(*map(len, strings)))
+        elif field in ("backend", "system") and field in kinds:
+            if value:
+                data, length = text_in(value)
+                point(field, field + "_length", (ctypes.c_char * length)(*data))
+        elif field in _CHOSEN and field in kinds:
+            setattr(out, field, choice(_CHOSEN[field], value))
+        elif field in kinds and kinds[field] is not ctypes.c_void_p and field not in ("struct_size", "reserved"):
+            setattr(out, field, value if isinstance(value, float) else _fitting(kinds[field]).from_param(value))
+        else:
+            raise TypeError(f"{field!r} is none of the options: {', '.join(kinds)}, device, stop")
+    return out
+
+
+def numbers(kind, values):
+    """A ctypes array of numbers that fit."""
+    return (kind * len(values))(*map(_fitting(kind).from_param, values))
+
+
+def text_in(text):
+    """Text as C takes it: pointer and length in bytes."""
+    data = text if isinstance(text, bytes) else os.fsencode(text) if isinstance(text, os.PathLike) else text.encode()
+    return data, len(data)
+
+
+def items_out(kind, function, *arguments):
+    """The ctypes array of what `function(*arguments, buffer, capacity, &count)` copies out."""
+    count = ctypes.c_size_t()
+    function(*arguments, None, 0, ctypes.byref(count))
+    while True:
+        out = (kind * count.value)()
+        try:
+            function(*arguments, out, len(out), ctypes.byref(count))
+            return out[:count.value]
+        except BufferTooSmall:  # It grew in between, and count says to what.
+            continue
+
+
+def text_out(function, *arguments):
+    """The text that `function(*arguments, buffer, capacity, &length)` copies out."""
+    return items_out(ctypes.c_char, function, *arguments).decode()
+
+
+def value_out(kind, function, *arguments):
+    """The one value that `function(*arguments, &value)` writes."""
+    out = kind()
+    function(*arguments, ctypes.byref(out))
+    return out.value
+
+
+@contextlib.contextmanager
+def callback(kind, function):
+    """`function` as a callback of C for one call: False ends the call, and so does an exception, which then leaves it."""
+    raised = []
+
+    def guarded(_user, *arguments):
+        try:
+            return int(function(*arguments) is False)
+        except BaseException as error:
+            raised.append(error)
+            return 1
+
+    try:
+        yield kind(guarded)
+    finally:
+        if raised:
+            raise raised.pop() from None
+
+
+class Handle:
+    """One reference to an object of the library. close() gives it up, and so do the end of a `with` and the last use."""
+
+    _kind = ""
+    _as_parameter_ = None  # The handle: ctypes passes it where this object is an argument, and keeps the object until then.
+
+    @classmethod
+    def _own(cls, handle):
+        out = cls.__new__(cls)
+        out._as_parameter_ = handle
+        return out
+
+    def close(self):
+        """Gives up the object; using it is an error then. What else needs it keeps it alive."""
+        handle, self._as_parameter_ = self._as_parameter_, None
+        if handle:
+            getattr(lib, self._kind + "_release")(handle)
+
+    def _second(self):
+        """Another owner of the same object."""
+        getattr(lib, self._kind + "_retain")(self)
+        return self._own(self._as_parameter_)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def __del__(self):
+        self.close()
+
+    def _text(self, name):
+        return text_out(getattr(lib, f"{self._kind}_{name}"), self)
+
+    def _value(self, kind, name):
+        return value_out(kind, getattr(lib, f"{self._kind}_{name}"), self)
+
+    def _items(self, kind, name):
+        return items_out(kind, getattr(lib, f"{self._kind}_{name}"), self)

@@ -1,0 +1,103 @@
+"""Writes a model that answers every chat with one text: reciter.py DIRECTORY TEXT.
+
+Its vocabulary has the bytes, and behind them the text in pieces of two bytes or more, cut where they fall. Embeddings are
+one-hot, the one layer adds nothing, and the head's row of a token points to the token before it: so after the newline that
+ends the prompt comes the first piece, after each piece the next, and after the last one the end of the turn.
+"""
+
+import array
+import json
+import os
+import struct
+import sys
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+END = 2
+
+
+def alphabet():
+    """The characters that stand for the bytes in a byte-level vocabulary, by byte."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {**{byte: chr(byte) for byte in printable}, **{byte: chr(256 + i) for i, byte in enumerate(others)}}
+
+
+def cut(data):
+    """The text in pieces, each as short as it can be: two bytes at least, as bytes have tokens already, and no piece twice."""
+    pieces, start = [], 0
+    for end in range(2, len(data) + 1):
+        if end - start >= 2 and data[start:end] not in pieces:
+            pieces.append(data[start:end])
+            start = end
+    if not pieces or pieces[-1] + data[start:] in pieces[:-1]:
+        raise ValueError(f"{data!r} cannot be cut in this way: let it end otherwise")
+    pieces[-1] += data[start:]
+    return pieces
+
+
+def write(directory, text):
+    """Makes the model; returns the token ids of its answer."""
+    pieces = cut(text.encode())
+    letters = alphabet()
+    names = SPECIAL + [letters[byte] for byte in range(256)] + ["".join(letters[byte] for byte in piece) for piece in pieces]
+    size = (len(names) + 31) // 32 * 32
+    answer = range(len(SPECIAL) + 256, len(names))
+    following = dict(zip([len(SPECIAL) + 10, *answer], [*answer, END]))
+
+    def matrix(rows, columns, ones=()):
+        values = array.array("H", bytes(2 * rows * columns))
+        for row, column in ones:
+            values[row * columns + column] = 0x3F80  # 1 in bfloat16.
+        return [rows, columns], values.tobytes()
+
+    def norm(width):
+        return [width], array.array("H", [0x3F80] * width).tobytes()
+
+    layer = "model.layers.0."
+    tensors = {
+        "model.embed_tokens.weight": matrix(size, size, ((token, token) for token in range(size))),
+        "lm_head.weight": matrix(size, size, ((after, before) for before, after in following.items())),
+        "model.norm.weight": norm(size),
+        layer + "input_layernorm.weight": norm(size),
+        layer + "post_attention_layernorm.weight": norm(size),
+        layer + "self_attn.q_norm.weight": norm(32),
+        layer + "self_attn.k_norm.weight": norm(32),
+        **{f"{layer}self_attn.{name}_proj.weight": matrix(32, size) for name in "qkv"},
+        layer + "self_attn.o_proj.weight": matrix(size, 32),
+        layer + "mlp.gate_proj.weight": matrix(32, size),
+        layer + "mlp.up_proj.weight": matrix(32, size),
+        layer + "mlp.down_proj.weight": matrix(size, 32),
+    }
+    header, position = {}, 0
+    for name, (shape, values) in tensors.items():
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [position, position + len(values)]}
+        position += len(values)
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+
+    os.makedirs(directory, exist_ok=True)
+    with open(os.path.join(directory, "model.safetensors"), "wb") as file:
+        file.write(struct.pack("<Q", len(encoded)) + encoded)
+        file.writelines(values for _, values in tensors.values())
+    config = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "hidden_size": size,
+        "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 32,
+        "vocab_size": size, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+        "rope_theta": 10000.0, "eos_token_id": END,
+    }
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    tokenizer = {
+        "version": "1.0", "truncation": None, "padding": None, "normalizer": None, "pre_tokenizer": level,
+        "added_tokens": [{"id": id, "content": name, **flags} for id, name in enumerate(SPECIAL)],
+        "post_processor": None, "decoder": level,
+        "model": {"type": "BPE", "vocab": {name: id for id, name in enumerate(names)}, "merges": []},
+    }
+    for name, content in (("config", config), ("tokenizer", tokenizer)):
+        with open(os.path.join(directory, name + ".json"), "w", encoding="utf-8") as file:
+            json.dump(content, file)
+    return list(answer)
+
+
+if __name__ == "__main__":
+    write(*sys.argv[1:])

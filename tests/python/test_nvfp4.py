@@ -1,0 +1,726 @@
+"""The Python package: test_nvfp4.py. See run.sh.
+
+Numbers are held against exact fractions of the decoded codes, text against a model that recites it (reciter.py), and the
+declarations against nvfp4.h. What numpy and torch have part in is skipped where they are missing.
+"""
+
+import array
+import ctypes
+import gc
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import unittest
+import weakref
+from fractions import Fraction
+
+import reciter
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+PACKAGE = os.path.join(ROOT, "bindings", "python")
+BUILD = os.path.abspath(os.environ.get("NVFP4_BUILD", os.path.join(ROOT, "target", "release")))
+GOLDEN = os.path.join(ROOT, "tests", "golden", "model", "qwen3_tied")
+os.environ["NVFP4_LIB_PATH"] = BUILD
+sys.path.insert(0, PACKAGE)
+
+import nvfp4  # noqa: E402
+from nvfp4 import native  # noqa: E402
+
+TEXT = "漢字かな交じり、한국어 — 🦀👩‍👩‍👧🇯🇵 naïve."
+E2M1 = [Fraction(value) for value in ("0", "0.5", "1", "1.5", "2", "3", "4", "6")]
+
+
+def needs(name):
+    missing = importlib.util.find_spec(name) is None
+    if missing and name in re.split(r"[,\s]+", os.environ.get("NVFP4_REQUIRE", "")):
+        return lambda test: lambda self: self.fail(f"{name} is missing, and NVFP4_REQUIRE names it")
+    return unittest.skipIf(missing, f"{name} is missing")
+
+
+def e4m3(byte):
+    """The value of a block scale."""
+    exponent, mantissa = byte >> 3 & 15, byte & 7
+    return Fraction(8 + mantissa if exponent else mantissa) * Fraction(2) ** (max(exponent, 1) - 10)
+
+
+def decoded(quantized):
+    """The exact values of a Quantized of two dimensions with linear scales, without the global scale."""
+    out = []
+    for codes, scales in zip(quantized.codes.tolist(), bytes_of(quantized.scales)):
+        nibbles = [nibble for byte in codes for nibble in (byte & 15, byte >> 4)]
+        out.append([(-1 if nibble & 8 else 1) * E2M1[nibble & 7] * e4m3(scales[i // 16]) for i, nibble in enumerate(nibbles)])
+    return out
+
+
+def bytes_of(tensor):
+    """The bytes of a tensor of two dimensions with elements of one byte, by row."""
+    buffer = ctypes.create_string_buffer(max(tensor.nbytes, 1))
+    native.lib.tensor_copy_to_host(tensor, buffer, tensor.nbytes)
+    width = tensor.shape[-1]
+    return [buffer.raw[i:i + width] for i in range(0, tensor.nbytes, width)]
+
+
+def floats(rows, columns, seed=1):
+    """A float32 buffer [rows, columns] of numbers around 0, and a few far from it."""
+    state, values = seed, []
+    for _ in range(rows * columns):
+        state = (state * 1103515245 + 12345) % 2 ** 31
+        values.append((state / 2 ** 30 - 1) * (8 if state % 13 == 0 else 0.5))
+    return memoryview(array.array("f", values)).cast("B").cast("f", (rows, columns))
+
+
+class Declarations(unittest.TestCase):
+    """native.py and nvfp4.h say the same."""
+
+    @classmethod
+    def setUpClass(cls):
+        with open(os.path.join(ROOT, "include", "nvfp4.h"), encoding="utf-8") as file:
+            cls.header = re.sub(r"/\*.*?\*/", " ", file.read(), flags=re.S)
+
+    def letter(self, declaration):
+        """The letter of a type, from a parameter or a field."""
+        kinds = {"int32_t": "i", "uint32_t": "I", "int64_t": "l", "uint64_t": "L", "size_t": "z", "int8_t": "b", "float": "f",
+                 "double": "d", "NVFP4_Status": "i", "void": "v"}
+        kind = re.sub(r"\bconst\b|\bstruct\b", "", declaration).split()[0]
+        pointer = "*" in declaration or kind.endswith("Callback") or kind == "NVFP4_Deleter"
+        return "p" if pointer else kinds[kind]
+
+    def test_functions(self):
+        declared = {}
+        for returned, name, taken in re.findall(r"NVFP4_API\s+([\w\s*]+?)NVFP4_(\w+)\(([^)]*)\);", self.header):
+            back = "S" if returned.strip() == "NVFP4_Status" and name != "last_status" else self.letter(returned)
+            back = "s" if re.fullmatch(r"const\s+char\s*\*", returned.strip()) else back
+            declared[name] = "".join(map(self.letter, taken.split(","))).replace("v", ""), back
+        here = {name: (taken, back) for name, taken, back in re.findall(r"(\w+)\((\w*)\)(\w)", native.FUNCTIONS)}
+        marks = len(re.findall(r"(?<!define )\bNVFP4_API\b", self.header))
+        self.assertEqual(len(declared), marks, "declarations that were not understood")
+        self.assertEqual(here, declared)
+
+    def test_structs(self):
+        structs = re.findall(r"typedef struct NVFP4_(\w+) \{(.*?)\} NVFP4_\w+;", self.header, flags=re.S)
+        self.assertGreater(len(structs), 8)
+        for name, body in structs:
+            fields = [(re.findall(r"\w+", field)[-1], native._TYPES[self.letter(field)])
+                      for field in body.split(";") if field.strip()]
+            self.assertEqual(getattr(native, name)._fields_, fields, name)
+
+    def test_numbers(self):
+        numbers = {name: int(value) for name, value in re.findall(r"#define NVFP4_(\w+) (-?\d+)\n", self.header)}
+        self.assertEqual(native.ABI_VERSION, numbers.pop("ABI_VERSION"))
+        numbers = {name: value for name, value in numbers.items() if not name.startswith("VERSION")}
+        for table, choices in native.CHOICES.items():
+            for name, value in choices.items():
+                self.assertEqual(numbers.pop(f"{table}_{name}".upper()), value, f"{table} {name}")
+        self.assertEqual(numbers.pop("OK"), 0)
+        for status, error in native.ERRORS.items():
+            name = re.sub(r"(?<!^)([A-Z])", r"_\1", error.__name__).upper()
+            name = {"INPUT_OUTPUT": "IO"}.get(name, name)
+            self.assertEqual((numbers.pop(name), native.lib.status_name(status).decode()), (status, name))
+            self.assertIs(getattr(nvfp4, error.__name__), error)
+        self.assertEqual(numbers, {}, "numbers that the package does not know")
+
+    def test_versions(self):
+        with open(os.path.join(ROOT, "Cargo.toml"), encoding="utf-8") as file:
+            version = re.search(r'^version = "(.*)"', file.read(), flags=re.M)[1]
+        with open(os.path.join(PACKAGE, "pyproject.toml"), encoding="utf-8") as file:
+            self.assertIn(f'version = "{version}"', file.read())
+        self.assertEqual(nvfp4.version, version)
+
+
+class Loading(unittest.TestCase):
+    """Where the library is looked for."""
+
+    def load(self, package=PACKAGE, **environment):
+        environment = {**{k: v for k, v in os.environ.items() if k != "NVFP4_LIB_PATH"}, "PYTHONPATH": package, **environment}
+        return subprocess.run([sys.executable, "-c", "import nvfp4; print(nvfp4.native.lib.path)"], env=environment,
+                              capture_output=True, text=True)
+
+    def test_places(self):
+        library = os.path.join(BUILD, "libNVFP4.so")
+        self.assertEqual(self.load(NVFP4_LIB_PATH=library).stdout.strip(), library)
+        self.assertEqual(self.load(NVFP4_LIB_PATH=BUILD).stdout.strip(), library)
+        self.assertEqual(self.load(LD_LIBRARY_PATH=BUILD).stdout.strip(), "libNVFP4.so")
+        with tempfile.TemporaryDirectory() as directory:
+            beside = shutil.copytree(os.path.join(PACKAGE, "nvfp4"), os.path.join(directory, "nvfp4"))
+            os.symlink(library, os.path.join(beside, "libNVFP4.so"))
+            self.assertEqual(self.load(directory).stdout.strip(), os.path.join(beside, "libNVFP4.so"))
+
+    def test_failures(self):
+        """They say what was tried. A path that was named is not replaced by another."""
+        said = self.load(LD_LIBRARY_PATH="/nowhere").stderr
+        self.assertIn("NVFP4_LIB_PATH", said)
+        self.assertIn(os.path.join(PACKAGE, "nvfp4", "libNVFP4.so"), said)
+        self.assertIn("; libNVFP4.so", said)
+        said = self.load(NVFP4_LIB_PATH="/nowhere", LD_LIBRARY_PATH=BUILD).stderr
+        self.assertIn("/nowhere: cannot open", said)
+        said = self.load(NVFP4_LIB_PATH="libc.so.6").stderr
+        self.assertIn("ImportError", said)
+        self.assertIn("NVFP4_abi_version", said)
+
+
+class Library(unittest.TestCase):
+    def test_diagnose_and_memory(self):
+        self.assertEqual(nvfp4.diagnose()["version"], nvfp4.version)
+        before = nvfp4.memory()["tensor"][0]
+        with nvfp4.Tensor.zeros((1024,)):
+            self.assertGreaterEqual(nvfp4.memory()["tensor"][0], before + 4096)
+        self.assertEqual(nvfp4.memory()["tensor"][0], before)
+        nvfp4.reset_memory_peak()
+        self.assertEqual(nvfp4.memory()["tensor"], (before, before))
+        nvfp4.empty_cache()
+
+    def test_budget(self):
+        nvfp4.set_memory_budget(1)
+        try:
+            self.assertEqual(nvfp4.memory_budget(), 1)
+            with self.assertRaises(nvfp4.OverBudget) as caught:
+                nvfp4.Tensor.zeros((1024,))
+            self.assertIsInstance(caught.exception, MemoryError)
+        finally:
+            nvfp4.set_memory_budget(0)
+
+    def test_errors(self):
+        with self.assertRaises(nvfp4.NotFound) as caught:
+            nvfp4.Model("/nowhere")
+        self.assertIsInstance(caught.exception, FileNotFoundError)
+        self.assertEqual((caught.exception.status, type(caught.exception).__name__), (7, "NotFound"))
+        self.assertIn("/nowhere", str(caught.exception))
+        with self.assertRaisesRegex(nvfp4.InvalidArgument, "threads is -5"):
+            nvfp4.set_threads(-5)
+        with self.assertRaisesRegex(ctypes.ArgumentError, "32 bits"):  # And not the number that its low bits are.
+            nvfp4.set_threads(2 ** 32)
+        with self.assertRaisesRegex(nvfp4.InvalidArgument, "amax, four_over_six, sweep"):
+            nvfp4.quantize(bytes(64), recipe="best")
+        with self.assertRaisesRegex(TypeError, "'recipes' is none of the options: .*recipe"):
+            nvfp4.quantize(bytes(64), recipes="amax")
+        with self.assertRaises(OverflowError):
+            nvfp4.quantize(bytes(64), seed=-1)
+        with self.assertRaisesRegex(nvfp4.InvalidArgument, "cuda:x"):
+            nvfp4.Tensor.zeros((1,), device="cuda:x")
+
+    def test_log(self):
+        lines = []
+        nvfp4.set_log(lambda level, line: lines.append((level, line)), "debug")
+        for _ in range(2):
+            self.assertRaises(nvfp4.InvalidArgument, nvfp4.set_threads, -5)
+            nvfp4.set_log(None)
+        self.assertEqual([level for level, _ in lines], ["debug"])
+        self.assertIn("threads is -5", lines[0][1])
+
+
+class Tensors(unittest.TestCase):
+    def test_buffers(self):
+        """Without a copy, and the owner is locked as long as the library has the memory."""
+        numbers = array.array("f", range(6))
+        with nvfp4.Tensor(numbers) as tensor:
+            numbers[1] = 10
+            self.assertEqual((tensor.shape, tensor.strides, tensor.dtype, tensor.device), ((6,), (1,), "float32", "cpu"))
+            self.assertEqual(tensor.tolist(), [0, 10, 2, 3, 4, 5])
+            view = tensor.view((2, 2), (1, 3), 1)
+            self.assertEqual((view.tolist(), view.strides), ([[10, 4], [2, 5]], (1, 3)))
+            self.assertRaises(BufferError, numbers.append, 1)
+        self.assertRaises(BufferError, numbers.append, 1)
+        view.close()
+        numbers.append(1)
+        self.assertRaises(nvfp4.InvalidHandle, lambda: view.shape)
+        self.assertRaises(nvfp4.InvalidArgument, tensor.zeros((4,)).view, (5,))
+        self.assertRaises(nvfp4.InvalidArgument, tensor.zeros((4,)).view, (2, 2), (1,))
+
+    def test_types(self):
+        for code, dtype in zip("bhilqBfd", "int8 int16 int32 int64 int64 uint8 float32 float64".split()):
+            tensor = nvfp4.Tensor(array.array(code, [1, 2, 3]))
+            self.assertEqual((tensor.dtype, tensor.tolist()), (dtype, [1, 2, 3]))
+        halves = nvfp4.Tensor(array.array("h", struct.pack("2e", 1.5, -2)), dtype="float16")
+        self.assertEqual((halves.dtype, halves.tolist()), ("float16", [1.5, -2]))
+        self.assertEqual(nvfp4.Tensor(b"\0\1").tolist(), [0, 1])
+        self.assertEqual(nvfp4.Tensor(array.array("H", [0x3FC0, 0xC000]), dtype="bfloat16").tolist(), [1.5, -2])
+        self.assertEqual(nvfp4.Tensor.zeros((), "float64").tolist(), 0)
+        self.assertEqual(nvfp4.Tensor.zeros((2, 0, 3)).tolist(), [[], []])
+        self.assertEqual(nvfp4.Tensor(b"").shape, (0,))
+        self.assertIn("float32", repr(nvfp4.Tensor.zeros((2, 3))))
+        before = len(nvfp4.tensors._lent)
+        with self.assertRaisesRegex(nvfp4.InvalidArgument, "2 bytes with format 'H'"):
+            nvfp4.Tensor(array.array("H", [1]))
+        self.assertRaises(nvfp4.InvalidArgument, nvfp4.Tensor, array.array("H", [1]), dtype="float32")
+        self.assertRaises(nvfp4.InvalidArgument, nvfp4.Tensor, array.array("f", [1]), dtype="float31")
+        self.assertRaisesRegex(nvfp4.InvalidArgument, "-4", nvfp4.Tensor, memoryview(array.array("f", [1, 2]))[::-1])
+        self.assertRaisesRegex(TypeError, "a list has no memory", nvfp4.Tensor, [1.0])
+        self.assertEqual(len(nvfp4.tensors._lent), before)
+        self.assertEqual(nvfp4.Tensor(memoryview(array.array("f", [1, 2, 3, 4]))[::2]).tolist(), [1, 3])
+
+    def test_dlpack(self):
+        before = nvfp4.memory()["tensor"][0]
+        tensor = nvfp4.Tensor.zeros((2, 3), "bfloat16")
+        other = nvfp4.Tensor(tensor)
+        self.assertEqual(other._value(ctypes.c_void_p, "data"), tensor._value(ctypes.c_void_p, "data"))
+        self.assertEqual((tensor.__dlpack_device__(), other.dtype, other.shape), ((1, 0), "bfloat16", (2, 3)))
+        tensor.close()
+        self.assertEqual(other.tolist(), [[0] * 3] * 2)
+        self.assertRaises(BufferError, other.__dlpack__, copy=True)
+        self.assertRaises(BufferError, other.__dlpack__, dl_device=(2, 0))
+
+        # A capsule that nobody takes keeps the memory until it is dropped, and then does not.
+        capsule = other.__dlpack__()
+        other.close()
+        nvfp4.Tensor.zeros(()).close()
+        self.assertGreater(nvfp4.memory()["tensor"][0], before)
+        del capsule
+        nvfp4.Tensor.zeros(()).close()
+        self.assertEqual(nvfp4.memory()["tensor"][0], before)
+
+    @needs("numpy")
+    def test_numpy(self):
+        import numpy
+
+        numbers = numpy.arange(12, dtype="float32").reshape(3, 4)
+        tensor = nvfp4.Tensor(numbers.T)
+        self.assertEqual((tensor.shape, tensor.strides), ((4, 3), (1, 4)))
+        back = tensor.numpy()
+        self.assertTrue(numpy.shares_memory(back, numbers) and (back == numbers.T).all())
+        self.assertTrue(numpy.shares_memory(numpy.asarray(tensor), numbers))
+        self.assertFalse(numpy.shares_memory(numpy.array(tensor), numbers))
+        self.assertEqual(numpy.asarray(tensor, dtype="float64").dtype, "float64")
+        self.assertTrue((numpy.from_dlpack(tensor) == numbers.T).all())
+
+        # The array keeps the memory.
+        product = nvfp4.linear(numpy.eye(16, dtype="float16"), numpy.eye(16, dtype="float32"))
+        array_, expected = product.numpy(), product.tolist()
+        product.close()
+        gc.collect()
+        self.assertEqual(array_.tolist(), expected)
+
+        numbers.flags.writeable = False
+        self.assertEqual(nvfp4.Tensor(numbers).tolist(), numbers.tolist())
+        self.assertRaisesRegex(nvfp4.InvalidArgument, "ascontiguousarray", nvfp4.Tensor, numbers[::-1])
+        self.assertEqual(nvfp4.Tensor(numpy.float32(3)).tolist(), 3)
+        self.assertEqual(nvfp4.Tensor(numpy.array([True, False])).dtype, "bool")
+        quantized = nvfp4.quantize(numpy.ones((2, 32), "float16"))
+        self.assertRaisesRegex(TypeError, "numpy has no float8_e4m3fn", quantized.scales.numpy)
+        self.assertRaises(TypeError, numpy.asarray, quantized.scales)
+        raw = quantized.scales.numpy(raw=True)
+        self.assertEqual((raw.dtype, [bytes(row) for row in raw]), ("uint8", bytes_of(quantized.scales)))
+        self.assertEqual(nvfp4.Tensor.zeros((2, 2), "bfloat16").numpy(raw=True).dtype, "uint16")
+        self.assertEqual(nvfp4.Tensor.zeros((0, 5)).numpy().shape, (0, 5))
+
+        # Not one of those arrays is kept.
+        kept = weakref.ref(numbers := numpy.ones((4, 16), "float32"))
+        nvfp4.quantize(numbers)
+        nvfp4.Tensor(numbers).numpy()
+        del numbers
+        self.assertIsNone(kept())
+
+    @needs("torch")
+    def test_torch(self):
+        import torch
+
+        torch.manual_seed(1)
+        for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.float8_e4m3fn):
+            source = torch.randn(4, 32).abs().to(dtype)
+            tensor = nvfp4.Tensor(source)
+            self.assertEqual((tensor.dtype, tensor.shape), (str(dtype)[6:], (4, 32)))
+            self.assertEqual(tensor._value(ctypes.c_void_p, "data"), source.data_ptr())
+            back = torch.from_dlpack(tensor)
+            self.assertEqual((back.data_ptr(), back.dtype), (source.data_ptr(), dtype))
+        self.assertRaises(BufferError, nvfp4.Tensor, torch.zeros(4, requires_grad=True))
+
+        # Products, against torch's of the decoded values.
+        x, w = torch.randn(8, 64).bfloat16(), torch.randn(32, 64)
+        quantized = nvfp4.quantize(w, recipe="four_over_six")
+        dense = torch.from_dlpack(nvfp4.dequantize(quantized)).double()
+        product = torch.from_dlpack(nvfp4.linear(x, quantized)).double()
+        expected = x.double() @ dense.T
+        self.assertLess(((product - expected).norm() / expected.norm()).item(), 1e-6)
+        transposed = nvfp4.linear(x.T.contiguous().T, quantized)
+        self.assertTrue(torch.equal(torch.from_dlpack(transposed).double(), product))
+        other = nvfp4.quantize(x)
+        product = torch.from_dlpack(nvfp4.scaled_mm(other, quantized)).double()
+        expected = torch.from_dlpack(nvfp4.dequantize(other)).double() @ dense.T
+        self.assertLess(((product - expected).norm() / expected.norm()).item(), 1e-6)
+
+        # Codes and scales of torch are as good as ours, and memory lives as long as either side has it.
+        mine = nvfp4.Quantized(torch.from_dlpack(quantized.codes).clone(), torch.from_dlpack(quantized.scales).clone(),
+                               quantized.global_scale)
+        self.assertEqual(nvfp4.dequantize(mine).tolist(), nvfp4.dequantize(quantized).tolist())
+        before = nvfp4.memory()["tensor"][0]
+        kept = torch.from_dlpack(nvfp4.dequantize(quantized))
+        gc.collect()
+        self.assertGreater(nvfp4.memory()["tensor"][0], before)
+        self.assertTrue(torch.equal(kept.double(), dense))
+        del kept
+        self.assertEqual(nvfp4.memory()["tensor"][0], before)
+
+
+class Formats(unittest.TestCase):
+    def relative(self, got, exact):
+        """The relative L2 distance of rows of numbers."""
+        error = sum((Fraction(g) - e) ** 2 for gs, es in zip(got, exact) for g, e in zip(gs, es))
+        return float(error / sum(e ** 2 for es in exact for e in es)) ** 0.5
+
+    def test_exact(self):
+        """Each code is the nearest one, and what is expanded or multiplied has the values of the codes."""
+        source = floats(6, 64)
+        quantized = nvfp4.quantize(source)
+        factor = Fraction(quantized.global_scale)
+        values, given = decoded(quantized), source.tolist()
+        for row, scales, codes in zip(given, bytes_of(quantized.scales), values):
+            for block in range(4):
+                scale = factor * e4m3(scales[block])
+                for x, value in zip(row[16 * block:][:16], codes[16 * block:][:16]):
+                    distance = abs(Fraction(x) - value * factor)
+                    nearest = min(abs(abs(Fraction(x)) - code * scale) for code in E2M1)
+                    # Twice what float32 rounds the quotient by: 6 x 2^-24 steps.
+                    self.assertLessEqual(distance - nearest, scale * Fraction(12, 2 ** 24))
+        largest = max(abs(x) for row in given for x in row)
+        self.assertAlmostEqual(quantized.global_scale / (largest / 2688), 1, places=6)
+
+        back = nvfp4.dequantize(quantized)
+        self.assertEqual((back.dtype, back.shape), ("float32", (6, 64)))
+        # One rounding to float32 each.
+        self.assertLess(self.relative(back.tolist(), [[v * factor for v in row] for row in values]), 2 ** -24)
+        self.assertEqual(nvfp4.dequantize(quantized, "bfloat16").dtype, "bfloat16")
+
+        other = nvfp4.quantize(floats(5, 64, 7), recipe="sweep")
+        product = nvfp4.scaled_mm(quantized, other)
+        factors = factor * Fraction(other.global_scale)
+        exact = [[sum(a * b for a, b in zip(x, y)) * factors for y in decoded(other)] for x in values]
+        self.assertLess(self.relative(product.tolist(), exact), 1e-6)
+        again = nvfp4.scaled_mm(nvfp4.quantize(source, scale_layout="swizzled"),
+                                nvfp4.quantize(floats(5, 64, 7), recipe="sweep", scale_layout="swizzled"))
+        self.assertEqual(again.tolist(), product.tolist())
+
+        exact = [[sum(Fraction(a) * b for a, b in zip(x, y)) * Fraction(other.global_scale) for y in decoded(other)]
+                 for x in given]
+        self.assertLess(self.relative(nvfp4.linear(source, other).tolist(), exact), 1e-6)
+        rounded = nvfp4.linear(source, other, activations="int8").tolist()
+        self.assertTrue(1e-6 < self.relative(rounded, exact) < 2e-2)
+
+    def test_options(self):
+        source = floats(4, 64)
+        errors = [self.relative(nvfp4.dequantize(nvfp4.quantize(source, recipe=recipe)).tolist(),
+                                [[Fraction(x) for x in row] for row in source.tolist()])
+                  for recipe in ("amax", "four_over_six", "sweep")]
+        self.assertGreater(errors[0], max(errors[1:]))
+        self.assertEqual(nvfp4.quantize(source, levels="single").global_scale, 1)
+        draws = [nvfp4.quantize(source, rounding="stochastic", seed=seed).codes.tolist() for seed in (1, 1, 2)]
+        self.assertTrue(draws[0] == draws[1] != draws[2])
+        linear, swizzled = nvfp4.quantize(source), nvfp4.quantize(source, scale_layout="swizzled")
+        self.assertEqual(bytes_of(nvfp4.swizzle(linear.scales)), bytes_of(swizzled.scales))
+        self.assertEqual(bytes_of(nvfp4.unswizzle(swizzled.scales, 4, 4)), bytes_of(linear.scales))
+        self.assertRaisesRegex(nvfp4.InvalidArgument, "layouts", nvfp4.scaled_mm, linear, swizzled)
+        bad = array.array("f", [1.0] * 15 + [float("nan")])
+        self.assertRaisesRegex(nvfp4.InvalidArgument, "15", nvfp4.quantize, bad)
+        nvfp4.quantize(bad, nonfinite="saturate")
+
+    def test_weights(self):
+        source = floats(16, 64)
+        nf4 = nvfp4.quantize_nf4(source)
+        dense = nvfp4.dequantize(nf4)
+        self.assertEqual(dense.shape, (16, 64))
+        self.assertEqual(nvfp4.linear(source, nf4).tolist(), nvfp4.linear(source, dense).tolist())
+        weight = nvfp4.Weight(nvfp4.quantize(source, scale_layout="swizzled"), compute_path="kernel_only")
+        self.assertEqual((weight.report["backend"], weight.report["n"]), ("nvfp4-kernel", 16))
+        self.assertEqual(nvfp4.Weight(nf4, backend="dequant-matmul", dense_dtype="float16").report["stored"], "f16")
+        self.assertRaises(nvfp4.Unsupported, nvfp4.Weight, nf4, compute_path="kernel_only")
+        self.assertRaises(TypeError, nvfp4.Weight, dense, compute_path="auto")
+        self.assertEqual(nvfp4.select_backend("nvfp4", device="cpu")["backend"], "nvfp4-kernel")
+        found = nvfp4.schema({"l.qdata": ("uint8", (16, 32)), "l.scale": ("float8_e4m3fn", (16, 4))}, "l", validate=True)
+        self.assertEqual((found["format"], found["weights"][0]["in_features"]), ("nvfp4", 64))
+        self.assertRaisesRegex(nvfp4.InvalidArgument, "m.scale", nvfp4.schema, {"m.qdata": ("uint8", (16, 32))}, validate=True)
+
+
+class Models(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.scratch = tempfile.TemporaryDirectory()
+        cls.reciting = os.path.join(cls.scratch.name, "reciter")
+        cls.answer = reciter.write(cls.reciting, TEXT)
+        cls.reciter = nvfp4.Model(cls.reciting, threads=1)
+        cls.golden = nvfp4.Model(GOLDEN, threads=1)
+
+    @classmethod
+    def tearDownClass(cls):
+        cls.reciter.close()
+        cls.golden.close()
+        cls.scratch.cleanup()
+
+    def test_tokenizer(self):
+        tokenizer = self.reciter.tokenizer
+        self.assertEqual(tokenizer.decode(tokenizer.encode(TEXT)), TEXT)
+        self.assertEqual(tokenizer.decode(self.answer), TEXT)
+        self.assertEqual(tokenizer.encode(""), [])
+        self.assertEqual(tokenizer.decode([]), "")
+        self.assertEqual(nvfp4.Tokenizer(GOLDEN).encode("Hello"), self.golden.tokenizer.encode("Hello"))
+        self.assertEqual(tokenizer.render_chat([{"role": "system", "content": "漢"}, {"role": "user", "content": "🦀"}]),
+                         "<|im_start|>system\n漢<|im_end|>\n<|im_start|>user\n🦀<|im_end|>\n<|im_start|>assistant\n")
+        self.assertRaises(nvfp4.InvalidArgument, tokenizer.encode, b"\xff")
+        self.assertRaises(OverflowError, tokenizer.decode, [2 ** 32])
+
+    def test_loading(self):
+        calls = []
+        model = nvfp4.Model(self.reciting, {"recipe": "sweep"}, lambda done, total: calls.append((done, total)), threads=1)
+        self.assertTrue(calls and calls[-1][0] <= calls[-1][1])
+        self.assertIn("nvfp4", model.info["formats"])
+        self.assertNotIn("nvfp4", self.reciter.info["formats"])
+        self.assertEqual(model.vocab_size % 32, 0)
+        self.assertEqual(model.chat().say("Ones and zeros are the same in 4 bits.").text, TEXT)
+        self.assertRaises(nvfp4.Cancelled, nvfp4.Model, GOLDEN, progress=lambda done, total: False)
+
+        def fail(_done, _total):
+            raise ZeroDivisionError("mine")
+
+        with self.assertRaisesRegex(ZeroDivisionError, "mine"):
+            nvfp4.Model(GOLDEN, progress=fail)
+        path = os.path.join(self.scratch.name, "converted")
+        nvfp4.convert(self.reciting, path, quantize=True)
+        self.assertIn("nvfp4", nvfp4.Model(path).info["formats"])
+        with self.assertRaises(nvfp4.InputOutput):
+            nvfp4.convert(GOLDEN, "/dev/null/x")
+
+    def test_streaming(self):
+        """Pieces are whole characters, though tokens end within them, and there is no other text than the answer's."""
+        chat = self.reciter.chat(system="漢字")
+        pieces = list(chat.ask("🦀?"))
+        self.assertEqual("".join(pieces), TEXT)
+        self.assertGreater(len(pieces), 15)
+        self.assertLess(len(pieces), len(self.answer))
+        self.assertTrue(all(pieces))
+        stream = chat.ask("And again")
+        self.assertEqual(next(stream), pieces[0])
+        result = stream.result
+        self.assertEqual((result.text, result.finish, result.generated_tokens), (TEXT, "stop", len(self.answer)))
+        self.assertEqual(list(stream), [])
+        self.assertEqual([message["content"] for message in chat.messages], ["漢字", "🦀?", TEXT, "And again", TEXT])
+        heard = []
+        result = chat.say("Once more", heard.append)
+        self.assertEqual(("".join(heard), result.text), (TEXT, TEXT))
+        self.assertGreaterEqual(result.first_token_seconds, result.prefill_seconds)
+        self.assertEqual(chat.say("Stop", stop=["字か"]).text, "漢")
+        self.assertEqual(chat.say("Stop", stop=["never", self.answer[5]]).finish, "stop")
+        self.assertEqual(chat.say("Short", max_tokens=5).finish, "length")
+
+        session = self.reciter.session()
+        session.prefill(self.reciter.tokenizer.encode("\n"))
+        self.assertEqual("".join(session.stream(max_tokens=len(self.answer))), TEXT)
+
+    def test_leaving(self):
+        """A loop that is left ends the generation where it was, and the session is free."""
+        chat = self.reciter.chat()
+        for piece in chat.ask("Hello"):
+            break
+        self.assertEqual(chat.tokens[-2:], self.answer[:2])  # The first character ends within the second token.
+        self.assertEqual(chat.messages[-1]["role"], "assistant")
+        with self.assertRaises(ZeroDivisionError):
+            for piece in chat.ask("Hello"):
+                raise ZeroDivisionError
+        self.assertEqual(chat.tokens[-2:], self.answer[:2])
+        stream = chat.ask("Hello")
+        next(stream)
+        with self.assertRaises(nvfp4.Busy):
+            len(chat)
+        with self.assertRaises(nvfp4.Busy):
+            list(chat.ask("Me too"))
+        stream.stop()
+        self.assertEqual((list(stream), stream.result.finish), ([], "cancelled"))
+        self.assertEqual(chat.say("Hello").text, TEXT)
+
+        # One that was never begun, and one whose session and model are gone.
+        chat.ask("Hello")
+        self.assertEqual(chat.say("Hello").text, TEXT)
+        model = nvfp4.Model(self.reciting, threads=1)
+        chat = model.chat()
+        stream = chat.ask("Hello")
+        chat.close()
+        model.close()
+        self.assertEqual("".join(stream), TEXT)
+        with self.assertRaises(nvfp4.InvalidHandle):
+            chat.say("Hello")
+
+    def test_cancelling(self):
+        chat = self.reciter.chat()
+        heard = []
+
+        def cancel(piece):
+            heard.append(piece)
+            if len(heard) == 3:
+                chat.cancel()
+
+        result = chat.say("Hello", cancel)
+        self.assertEqual((result.finish, result.text[:3]), ("cancelled", TEXT[:3]))
+        self.assertEqual(chat.say("Hello", lambda piece: False).finish, "cancelled")
+
+        session = self.golden.session()
+        session.prefill([17, 201, 33])
+        stream = session.stream(max_tokens=250, ignore_model_stops=True)
+        timer = threading.Timer(0.02, stream.stop)
+        timer.start()
+        for _ in stream:
+            time.sleep(0.005)
+        timer.join()
+        self.assertEqual(stream.result.finish, "cancelled")
+
+    def test_exceptions(self):
+        """One that a callback raises ends the call and comes out as it is; the session goes on."""
+        chat = self.reciter.chat()
+        error = KeyError("mine")
+
+        def fail(_piece):
+            raise error
+
+        with self.assertRaises(KeyError) as caught:
+            chat.say("Hello", fail)
+        self.assertIs(caught.exception, error)
+
+        def busy(_piece):
+            len(chat)
+
+        self.assertRaises(nvfp4.Busy, chat.say, "Hello", busy)
+        self.assertEqual(chat.say("Hello").text, TEXT)
+        stream = chat.ask("Hello", temperature=-1)
+        self.assertRaises(nvfp4.InvalidArgument, next, stream)
+        self.assertRaises(TypeError, next, chat.ask("Hello", temperatur=1))
+        self.assertRaises(nvfp4.InvalidArgument, self.golden.session().generate)
+
+    def test_interrupt(self):
+        """Ctrl-C ends an answer that nobody listens to."""
+        session = self.golden.session()
+        session.prefill([17])
+        timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        deadline = time.monotonic() + 30
+        with self.assertRaises(KeyboardInterrupt):
+            while time.monotonic() < deadline:
+                session.truncate(1)
+                session.generate(max_tokens=250, ignore_model_stops=True)
+        timer.join()
+        session.truncate(1)
+
+    def test_sessions(self):
+        session = self.golden.session(context=64, kv_type="float32")
+        prompt = [17, 201, 33, 90, 4]
+        session.prefill(prompt)
+        other = self.golden.session(context=64, kv_type="float32")
+        other.prefill(prompt, one_by_one=True)
+        self.assertEqual(other.logits(), session.logits())
+        logits = session.logits()
+        self.assertEqual(session.sample(), max(range(len(logits)), key=logits.__getitem__))
+        self.assertEqual((session.tokens, len(session), session.context), (prompt, 5, 64))
+        self.assertGreater(session.nbytes, 0)
+        fork = session.fork()
+        nvfp4.step([session, other], [7, 7])
+        fork.decode(7)
+        self.assertEqual(session.logits(), other.logits())
+        self.assertEqual(session.logits(), fork.logits())
+        self.assertRaises(nvfp4.InvalidArgument, nvfp4.step, [session], [1, 2])
+        self.assertRaises(nvfp4.InvalidArgument, nvfp4.step, [session, session], [1, 2])
+        how = {"temperature": 1.2, "top_k": 40, "seed": 7, "max_tokens": 12, "ignore_model_stops": True}
+        self.assertEqual(session.generate(**how).text, "".join(fork.stream(**how)))
+        session.truncate(5)
+        self.assertEqual(session.logits(), logits)
+        session.reset()
+        self.assertEqual(len(session), 0)
+        self.assertRaises(nvfp4.InvalidArgument, session.decode, -1)
+        self.assertRaises(ctypes.ArgumentError, session.decode, 2 ** 32)
+        self.assertRaises(nvfp4.ContextFull, session.prefill, range(65))
+        self.assertRaises(nvfp4.InvalidArgument, session.generate)
+
+    def test_saving(self):
+        path = os.path.join(self.scratch.name, "session")
+        chat = self.reciter.chat(system="Be brief.")
+        chat.say("Hello")
+        chat.save(path)
+        restored = nvfp4.ChatSession.restore(self.reciter, path)
+        self.assertEqual((restored.messages, restored.tokens), (chat.messages, chat.tokens))
+        self.assertEqual(restored.logits(), chat.logits())
+        self.assertEqual(restored.say("And you?").text, TEXT)
+        self.assertRaises(nvfp4.NotFound, nvfp4.Session.restore, self.reciter, "/nowhere")
+        self.assertRaises(nvfp4.Error, nvfp4.Session.restore, self.golden, path)
+
+    def test_threads(self):
+        """Eight, each with a session of the same model, get what one gets; eight with the same session get it or Busy."""
+        source = floats(16, 64)
+        expected = nvfp4.scaled_mm(nvfp4.quantize(source), nvfp4.quantize(source)).tolist()
+        shared, wrong, heard, busy = self.reciter.chat(), [], [], []
+
+        def work():
+            for _ in range(10):
+                if "".join(self.reciter.chat().ask("Hello")) != TEXT:
+                    wrong.append("text")
+                if nvfp4.scaled_mm(nvfp4.quantize(source), nvfp4.quantize(source)).tolist() != expected:
+                    wrong.append("product")
+                try:
+                    heard.append(shared.say("Hello").text)
+                except nvfp4.Busy:
+                    busy.append(1)
+
+        threads = [threading.Thread(target=work) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.assertEqual(wrong, [])
+        self.assertEqual(len(heard) + len(busy), 80)
+        # The text is asked for after the generation, when another one may have begun.
+        self.assertTrue(heard and set(heard) <= {TEXT, ""})
+        self.assertEqual(len(shared.messages) % 2, 0)
+
+    def test_cycles(self):
+        """A thousand of everything leave nothing behind."""
+        source = floats(4, 64)
+
+        def cycle():
+            with self.reciter.chat() as chat:
+                next(chat.ask("Hello"))
+            nvfp4.linear(source, nvfp4.quantize(source)).__dlpack__()
+            nvfp4.Tensor(nvfp4.Tensor(source)).tolist()
+            try:
+                self.reciter.session().decode(-1)
+            except nvfp4.InvalidArgument:
+                pass
+
+        def resident():
+            with open("/proc/self/statm", encoding="ascii") as file:
+                return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+        for _ in range(100):
+            cycle()
+        gc.collect()
+        nvfp4.reset_memory_peak()
+        objects, bytes_before = len(gc.get_objects()), resident()
+        in_use = {tag: current for tag, (current, _) in nvfp4.memory().items()}
+        for _ in range(1000):
+            cycle()
+        gc.collect()
+        self.assertEqual({tag: current for tag, (current, _) in nvfp4.memory().items()}, in_use)
+        self.assertEqual((len(nvfp4.tensors._lent), threading.active_count()), (0, 1))
+        self.assertLess(len(gc.get_objects()) - objects, 100)
+        self.assertLess(resident() - bytes_before, 4 << 20)
+
+    def test_interpreter_ends(self):
+        """With an answer that was only begun, and objects that nobody closed."""
+        program = (f"import nvfp4\nmodel = nvfp4.Model({self.reciting!r})\nchat = model.chat()\nanswer = chat.ask('Hello')\n"
+                   "print(next(answer))\nt = nvfp4.Tensor.zeros((4,))\nd = t.__dlpack__()")
+        done = subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": PACKAGE}, capture_output=True,
+                              text=True, timeout=60)
+        self.assertEqual((done.returncode, done.stdout, done.stderr), (0, "漢\n", ""))
+
+
+class Result(unittest.TextTestResult):
+    def addSkip(self, test, reason):
+        super().addSkip(test, reason)
+        print(f"SKIPPED {test.id().partition('.')[2]}: {reason}", flush=True)
+
+
+if __name__ == "__main__":
+    program = unittest.main(exit=False, testRunner=unittest.TextTestRunner(stream=sys.stdout, resultclass=Result, verbosity=2))
+    result = program.result
+    failed, skipped = len(result.failures) + len(result.errors), len(result.skipped)
+    print(f"{result.testsRun - failed - skipped} passed, {failed} failed, {skipped} skipped")
+    sys.exit(failed != 0)
