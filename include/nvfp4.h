@@ -944,6 +944,16 @@ NVFP4_Status NVFP4_scales_unswizzle(const NVFP4_Tensor *scales,
  * another. There are three backends: "nvfp4-kernel" and "nf4-kernel" read the 4-bit codes, "dequant-matmul" decodes the weight
  * once, when it is prepared, and holds it dense. In this version the CPU and CUDA devices have "nvfp4-kernel"
  * and "dequant-matmul".
+ *
+ * A product is computed where its tensors are, and its result is there: on the processor for tensors in host memory, and on a
+ * CUDA device for tensors in that device's memory or in managed memory, in the order of the default stream that the tensor
+ * chapter states. Only a weight that was prepared for a CUDA device takes host memory there, and brings the result back. Tensors
+ * of a call that are in different places, or not where their weight is, are #NVFP4_INVALID_ARGUMENT with a message that names
+ * both. On a CUDA device tensors are float16, bfloat16 or float32 and not float64.
+ *
+ * A weight for a CUDA device is made of tensors in host memory or in that device's, and of the latter without leaving it.
+ * Its checks are the same, and wait for the device: block scales that are NaN or negative and weights that are not finite are
+ * errors.
  */
 
 /** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_WeightOptions). */
@@ -968,7 +978,8 @@ NVFP4_Status NVFP4_backend_select(int32_t format,
 
 /**
  * Prepares the NVFP4 weight `[N, K]` for products: a copy in the order that the kernels read. The tensors may be released
- * afterwards. NVFP4_weight_create_nvfp4() is the same with options.
+ * afterwards. The weight is for the CPU, or for the CUDA device whose memory the tensors are in. NVFP4_weight_create_nvfp4()
+ * is the same with options.
  */
 NVFP4_API
 NVFP4_Status NVFP4_weight_create(const NVFP4_Tensor *codes,
@@ -978,8 +989,8 @@ NVFP4_Status NVFP4_weight_create(const NVFP4_Tensor *codes,
                                  NVFP4_Weight **out);
 
 /**
- * Prepares the NVFP4 weight `[N, K]` for products, as `options` say; NULL for the defaults. The tensors may be released
- * afterwards. A weight that was decoded takes 16 or 32 bits for each value: see NVFP4_weight_size().
+ * Prepares the NVFP4 weight `[N, K]` for products, as `options` say; NULL for the defaults, but for the CUDA device whose memory
+ * the tensors are in if that is one's. The tensors may be released afterwards. A weight that was decoded takes 16 or 32 bits for each value: see NVFP4_weight_size().
  *
  * - `codes`, `scales`, `global_scale`: as NVFP4_tensor_dequantize() takes them.
  */
@@ -991,8 +1002,8 @@ NVFP4_Status NVFP4_weight_create_nvfp4(const NVFP4_Tensor *codes,
                                        NVFP4_Weight **out);
 
 /**
- * Prepares the NF4 weight `[n, k]` for products, as `options` say; NULL for the defaults. K must be a multiple of 16. The
- * tensors may be released afterwards. In this version no device has a kernel for NF4: the weight is decoded, 16 or 32 bits for
+ * Prepares the NF4 weight `[n, k]`, whose tensors are in host memory, for products, as `options` say; NULL for the defaults. K must
+ * be a multiple of 16. The tensors may be released afterwards. In this version no device has a kernel for NF4: the weight is decoded, 16 or 32 bits for
  * each value, or refused where the compute path is kernel only.
  *
  * - `codes`: uint8, `n * k / 2` of them in any shape, the first of two in the high nibble.
@@ -1009,7 +1020,10 @@ NVFP4_Status NVFP4_weight_create_nf4(const NVFP4_Tensor *codes,
                                      const NVFP4_WeightOptions *options,
                                      NVFP4_Weight **out);
 
-/** Prepares the dense weight `[N, K]` of a floating type for products. K must be a multiple of 16. */
+/**
+ * Prepares the dense weight `[N, K]` of a floating type for products, on the CPU or on the CUDA device whose memory it is in. K
+ * must be a multiple of 16.
+ */
 NVFP4_API
 NVFP4_Status NVFP4_weight_create_dense(const NVFP4_Tensor *weight,
                                        NVFP4_Weight **out);
@@ -1041,11 +1055,11 @@ NVFP4_Status NVFP4_weight_size(const NVFP4_Weight *weight,
 /**
  * Multiplies: `input` `[.., K]` times `weight` `[N, K]` transposed, summed in float.
  *
- * - `input`: of a floating type, any strides.
+ * - `input`: of a floating type, any strides; in host memory, or in the memory of the weight's CUDA device.
  * - `activations`: one of NVFP4_ACTIVATIONS_*.
- * - `dtype`: floating type of the result `[.., N]`.
+ * - `dtype`: floating type of the result `[.., N]`, which is where the input is.
  *
- * On the CPU, a row of the result has the same bits whatever other rows are in the call, and on any number of threads. On a
+ * The call does not wait for a CUDA device that has the input. On the CPU, a row of the result has the same bits whatever other rows are in the call, and on any number of threads. On a
  * GPU the same call on the same machine gives the same bits.
  */
 NVFP4_API
@@ -1059,6 +1073,10 @@ NVFP4_Status NVFP4_linear(const NVFP4_Weight *weight,
  * Multiplies two NVFP4 matrices (W4A4): a `[M, K]` times b `[N, K]` transposed, as `[M, N]` of the floating type `dtype`.
  * The exact product of the decoded values but for the order of summation, in float. NVFP4_scaled_mm() is the same without
  * multipliers.
+ *
+ * All four tensors are in one place, where the result is too. On a CUDA device the call waits until the scales have been
+ * looked at, and not for the product: scales that are NaN or negative are an error there. Codes and scales with gaps, or not
+ * aligned to 16 and 4 bytes, are copied first.
  */
 NVFP4_API
 NVFP4_Status NVFP4_matmul(const NVFP4_Tensor *a_codes,
@@ -1417,6 +1435,8 @@ NVFP4_API void NVFP4_quantize(void *input, void **qdata, void **scale);
  * - `mat2`: uint8 `[K / 2, N]`, the transposed view of `[N, K / 2]`.
  * - `scale_a`, `scale_b`: float8_e4m3fn, or uint8 holding its bytes, in swizzled order (#NVFP4_SCALES_SWIZZLED) for M and for
  *   N rows.
+ *
+ * The product is computed where the four tensors are, and is there: see NVFP4_matmul().
  */
 NVFP4_API
 void *NVFP4_scaled_mm(void *mat1,

@@ -1,13 +1,16 @@
-// Rows of an NVFP4 weight from the order of files to the order of format/packed.cuh.
+// Rows of an NVFP4 weight from the order of files and tensors to the order of format/packed.cuh.
 #include "common/ptx.cuh"
 #include "format/packed.cuh"
+#include "format/swizzle.cuh"
 
 struct Arguments {
-    const u8* codes;    // [rows, k / 2]
-    const u8* scales;   // [rows, k / 16]
+    const u8* codes;    // [.., k / 2]
+    const u8* scales;   // [.., k / 16], or swizzled
     u8* chunks;         // those of these rows
+    int first_row;      // of codes and scales
     int rows;
     int k;
+    int swizzled;
 };
 
 constexpr int THREADS = 256;
@@ -20,16 +23,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) linear_pack(const __grid_c
     int chunk = index / WORDS, word = index % WORDS;
     if (chunk >= chunks) return;
     u8* out = a.chunks + ((size_t)blockIdx.y * chunks + chunk) * CHUNK_BYTES;
-    int lane = word / 4, j = word % 4, row = blockIdx.y * CHUNK_ROWS + lane / 4;
+    int first = blockIdx.y * CHUNK_ROWS, lane = word / 4, j = word % 4, row = first + lane / 4;
     u32 packed = 0;
     for (int half = 0; half < 2; half++) {
         int k = chunk * CHUNK_K + (2 * j + half) * BLOCK + lane % 4 * 4;
-        if (row < a.rows && k < a.k) packed |= pack_half(*(const u16*)(a.codes + ((size_t)row * a.k + k) / 2)) << (16 * half);
+        if (row < a.rows && k < a.k) packed |= pack_half(*(const u16*)(a.codes + ((size_t)(a.first_row + row) * a.k + k) / 2)) << (16 * half);
     }
     ((u32*)out)[word] = packed;
     if (word < CHUNK_ROWS * CHUNK_BLOCKS) {
-        int r = blockIdx.y * CHUNK_ROWS + word / CHUNK_BLOCKS, block = chunk * CHUNK_BLOCKS + word % CHUNK_BLOCKS;
-        bool inside = r < a.rows && block < a.k / BLOCK;
-        out[CHUNK_CODES + word] = inside ? a.scales[(size_t)r * (a.k / BLOCK) + block] : 0;
+        int r = first + word / CHUNK_BLOCKS, block = chunk * CHUNK_BLOCKS + word % CHUNK_BLOCKS, blocks = a.k / BLOCK;
+        u64 at = scale_row(a.swizzled, a.first_row + r, blocks) + (u64)(block / SCALES_IN_WORD) * scale_word_stride(a.swizzled);
+        bool inside = r < a.rows && block < blocks;
+        out[CHUNK_CODES + word] = inside ? a.scales[at + block % SCALES_IN_WORD] : 0;
     }
 }

@@ -5,6 +5,16 @@
 //! another. There are three backends: "nvfp4-kernel" and "nf4-kernel" read the 4-bit codes, "dequant-matmul" decodes the weight
 //! once, when it is prepared, and holds it dense. In this version the CPU and CUDA devices have "nvfp4-kernel"
 //! and "dequant-matmul".
+//!
+//! A product is computed where its tensors are, and its result is there: on the processor for tensors in host memory, and on a
+//! CUDA device for tensors in that device's memory or in managed memory, in the order of the default stream that the tensor
+//! chapter states. Only a weight that was prepared for a CUDA device takes host memory there, and brings the result back. Tensors
+//! of a call that are in different places, or not where their weight is, are #NVFP4_INVALID_ARGUMENT with a message that names
+//! both. On a CUDA device tensors are float16, bfloat16 or float32 and not float64.
+//!
+//! A weight for a CUDA device is made of tensors in host memory or in that device's, and of the latter without leaving it.
+//! Its checks are the same, and wait for the device: block scales that are NaN or negative and weights that are not finite are
+//! errors.
 
 use std::ffi::c_char;
 use std::ptr;
@@ -188,6 +198,14 @@ impl Plan {
         })
     }
 
+    /// The same for the device whose memory `codes` are in, if that is one's.
+    fn at(self, codes: &Tensor) -> Result<Plan> {
+        Ok(Plan {
+            device: tensors::device_of(codes, || Ok(self.device))?,
+            ..self
+        })
+    }
+
     fn choose(&self) -> Result<Choice> {
         backend::choose(&self.request, &self.device)
     }
@@ -292,7 +310,8 @@ pub unsafe extern "C" fn NVFP4_backend_select(
 }
 
 /// Prepares the NVFP4 weight `[N, K]` for products: a copy in the order that the kernels read. The tensors may be released
-/// afterwards. NVFP4_weight_create_nvfp4() is the same with options.
+/// afterwards. The weight is for the CPU, or for the CUDA device whose memory the tensors are in. NVFP4_weight_create_nvfp4()
+/// is the same with options.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_weight_create(
     codes: *const NVFP4_Tensor,
@@ -316,13 +335,14 @@ pub unsafe extern "C" fn NVFP4_weight_create(
             global_scale,
             layout(scale_layout)?,
         )?;
+        let plan = plan.at(&q.codes)?;
         out.set(handle::insert(Arc::new(plan.nvfp4(&q)?)));
         Ok(())
     })
 }
 
-/// Prepares the NVFP4 weight `[N, K]` for products, as `options` say; NULL for the defaults. The tensors may be released
-/// afterwards. A weight that was decoded takes 16 or 32 bits for each value: see NVFP4_weight_size().
+/// Prepares the NVFP4 weight `[N, K]` for products, as `options` say; NULL for the defaults, but for the CUDA device whose memory
+/// the tensors are in if that is one's. The tensors may be released afterwards. A weight that was decoded takes 16 or 32 bits for each value: see NVFP4_weight_size().
 ///
 /// - `codes`, `scales`, `global_scale`: as NVFP4_tensor_dequantize() takes them.
 #[unsafe(no_mangle)]
@@ -348,13 +368,17 @@ pub unsafe extern "C" fn NVFP4_weight_create_nvfp4(
             global_scale,
             plan.layout,
         )?;
+        let plan = match options.is_null() {
+            true => plan.at(&q.codes)?,
+            false => plan,
+        };
         out.set(handle::insert(Arc::new(plan.nvfp4(&q)?)));
         Ok(())
     })
 }
 
-/// Prepares the NF4 weight `[n, k]` for products, as `options` say; NULL for the defaults. K must be a multiple of 16. The
-/// tensors may be released afterwards. In this version no device has a kernel for NF4: the weight is decoded, 16 or 32 bits for
+/// Prepares the NF4 weight `[n, k]`, whose tensors are in host memory, for products, as `options` say; NULL for the defaults. K must
+/// be a multiple of 16. The tensors may be released afterwards. In this version no device has a kernel for NF4: the weight is decoded, 16 or 32 bits for
 /// each value, or refused where the compute path is kernel only.
 ///
 /// - `codes`: uint8, `n * k / 2` of them in any shape, the first of two in the high nibble.
@@ -389,7 +413,8 @@ pub unsafe extern "C" fn NVFP4_weight_create_nf4(
     })
 }
 
-/// Prepares the dense weight `[N, K]` of a floating type for products. K must be a multiple of 16.
+/// Prepares the dense weight `[N, K]` of a floating type for products, on the CPU or on the CUDA device whose memory it is in. K
+/// must be a multiple of 16.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_weight_create_dense(
     weight: *const NVFP4_Tensor,
@@ -399,7 +424,7 @@ pub unsafe extern "C" fn NVFP4_weight_create_dense(
         // SAFETY: the pointer is as the header asks.
         let out = unsafe { Out::new("out", out) }?;
         let tensor = handle::get::<Tensor>("weight", weight)?;
-        let device = shared::device()?;
+        let device = tensors::device_of(&tensor, shared::device)?;
         let linear = tensors::dense_weight(&device, &tensor)?;
         let report = json!({
             "format": "dense",
@@ -479,11 +504,11 @@ pub unsafe extern "C" fn NVFP4_weight_size(
 
 /// Multiplies: `input` `[.., K]` times `weight` `[N, K]` transposed, summed in float.
 ///
-/// - `input`: of a floating type, any strides.
+/// - `input`: of a floating type, any strides; in host memory, or in the memory of the weight's CUDA device.
 /// - `activations`: one of NVFP4_ACTIVATIONS_*.
-/// - `dtype`: floating type of the result `[.., N]`.
+/// - `dtype`: floating type of the result `[.., N]`, which is where the input is.
 ///
-/// On the CPU, a row of the result has the same bits whatever other rows are in the call, and on any number of threads. On a
+/// The call does not wait for a CUDA device that has the input. On the CPU, a row of the result has the same bits whatever other rows are in the call, and on any number of threads. On a
 /// GPU the same call on the same machine gives the same bits.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_linear(
@@ -518,6 +543,10 @@ pub unsafe extern "C" fn NVFP4_linear(
 /// Multiplies two NVFP4 matrices (W4A4): a `[M, K]` times b `[N, K]` transposed, as `[M, N]` of the floating type `dtype`.
 /// The exact product of the decoded values but for the order of summation, in float. NVFP4_scaled_mm() is the same without
 /// multipliers.
+///
+/// All four tensors are in one place, where the result is too. On a CUDA device the call waits until the scales have been
+/// looked at, and not for the product: scales that are NaN or negative are an error there. Codes and scales with gaps, or not
+/// aligned to 16 and 4 bytes, are copied first.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_matmul(
     a_codes: *const NVFP4_Tensor,
@@ -548,7 +577,7 @@ pub unsafe extern "C" fn NVFP4_matmul(
             layout(scale_layout)?,
         )?;
         let dtype = DType::from_code(dtype)?;
-        let device = shared::device()?;
+        let device = tensors::device_of(&a.codes, shared::device)?;
         let tensor = shared::with_workspace(|ws| tensors::scaled_mm(&device, &a, &b, dtype, ws))?;
         out.set(handle::insert(Arc::new(tensor)));
         Ok(())

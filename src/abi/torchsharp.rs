@@ -85,6 +85,8 @@ pub unsafe extern "C" fn NVFP4_quantize(
 /// - `mat2`: uint8 `[K / 2, N]`, the transposed view of `[N, K / 2]`.
 /// - `scale_a`, `scale_b`: float8_e4m3fn, or uint8 holding its bytes, in swizzled order (#NVFP4_SCALES_SWIZZLED) for M and for
 ///   N rows.
+///
+/// The product is computed where the four tensors are, and is there: see NVFP4_matmul().
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_scaled_mm(
     mat1: *mut c_void,
@@ -123,7 +125,7 @@ pub unsafe extern "C" fn NVFP4_scaled_mm(
         let rows = Shape::strided(&[sizes[1], sizes[0]], &[strides[1], strides[0]])?;
         let a = swizzled(Tensor::clone(&mat1), tensor("scale_a", scale_a)?);
         let b = swizzled(mat2.view(rows, 0)?, tensor("scale_b", scale_b)?);
-        let device = shared::device()?;
+        let device = tensors::device_of(&a.codes, shared::device)?;
         shared::with_workspace(|ws| tensors::scaled_mm(&device, &a, &b, dtype, ws)).map(give)
     })
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use cudarc::driver::{result, sys};
 
 use super::gpu::{Gpu, check};
-use super::memory::{DeviceBuffer, Pinned};
+use super::memory::{DeviceBuffer, DeviceSlice, Pinned};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::{Plain, Tag};
@@ -28,13 +28,10 @@ fn as_bytes_mut<T: Plain>(values: &mut [T]) -> &mut [u8] {
     unsafe { std::slice::from_raw_parts_mut(values.as_mut_ptr().cast(), size_of_val(values)) }
 }
 
-fn within(buffer: &DeviceBuffer, range: &Range<usize>) -> Result<()> {
-    if range.start > range.end || range.end > buffer.bytes() {
-        bail!(
-            Internal,
-            "bytes {range:?} of a device buffer of {}",
-            buffer.bytes()
-        );
+fn within<'a>(memory: impl Into<DeviceSlice<'a>>, range: &Range<usize>) -> Result<()> {
+    let bytes = memory.into().bytes();
+    if range.start > range.end || range.end > bytes {
+        bail!(Internal, "bytes {range:?} of a device buffer of {bytes}");
     }
     Ok(())
 }
@@ -63,7 +60,7 @@ impl DeviceBuffer {
         len: usize,
         mut fill: impl FnMut(Range<usize>, &mut [u8]) -> Result<()>,
     ) -> Result<()> {
-        within(self, &(at..at.saturating_add(len)))?;
+        within(&*self, &(at..at.saturating_add(len)))?;
         let gpu = self.gpu().clone();
         // Two buffers: one is filled while the other is copied.
         let mut staging = [take(&gpu)?, take(&gpu)?];
@@ -104,19 +101,7 @@ impl DeviceBuffer {
 
     /// Copies from byte `at` on to `out`, when everything enqueued before has run.
     pub fn read<T: Plain>(&self, at: usize, out: &mut [T]) -> Result<()> {
-        let out = as_bytes_mut(out);
-        within(self, &(at..at.saturating_add(out.len())))?;
-        self.gpu().bind()?;
-        if !out.is_empty() {
-            check(
-                // SAFETY: the range lies within the buffer, and `out` is not touched before the wait.
-                unsafe {
-                    result::memcpy_dtoh_async(out, self.address() + at as u64, self.gpu().stream())
-                },
-                "copying from the device",
-            )?;
-        }
-        self.gpu().synchronize()
+        DeviceSlice::from(self).read(at, out)
     }
 
     /// Copies `len` bytes from byte `from` of `source` to byte `at` of this.
@@ -127,7 +112,7 @@ impl DeviceBuffer {
         from: usize,
         len: usize,
     ) -> Result<()> {
-        within(self, &(at..at.saturating_add(len)))?;
+        within(&*self, &(at..at.saturating_add(len)))?;
         within(source, &(from..from.saturating_add(len)))?;
         self.gpu().bind()?;
         if len == 0 {
@@ -145,6 +130,25 @@ impl DeviceBuffer {
             },
             "copying on the device",
         )
+    }
+}
+
+impl DeviceSlice<'_> {
+    /// Copies from byte `at` on to `out`, when everything enqueued before has run.
+    pub fn read<T: Plain>(&self, at: usize, out: &mut [T]) -> Result<()> {
+        let out = as_bytes_mut(out);
+        within(*self, &(at..at.saturating_add(out.len())))?;
+        self.gpu().bind()?;
+        if !out.is_empty() {
+            check(
+                // SAFETY: the range lies within the slice, and `out` is not touched before the wait.
+                unsafe {
+                    result::memcpy_dtoh_async(out, self.address() + at as u64, self.gpu().stream())
+                },
+                "copying from the device",
+            )?;
+        }
+        self.gpu().synchronize()
     }
 }
 

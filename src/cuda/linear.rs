@@ -8,14 +8,16 @@ use std::sync::Arc;
 use super::blas::Element;
 use super::gpu::{Gpu, int};
 use super::launch::Launch;
-use super::memory::DeviceBuffer;
+use super::memory::{DeviceBuffer, DeviceSlice};
 use super::nvrtc::Unit;
+use super::operand::Operand;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::Tag;
 use crate::base::size::product;
 use crate::format::e4m3;
 use crate::format::nvfp4::BLOCK;
+use crate::format::swizzle::ScaleLayout;
 
 /// What activations between gate and down are divided by: they are the largest of a model, and f16 ends at 65504.
 pub const MLP_SCALE: f32 = 16.0;
@@ -84,8 +86,10 @@ struct PackArguments {
     codes: u64,
     scales: u64,
     chunks: u64,
+    first_row: i32,
     rows: i32,
     k: i32,
+    swizzled: i32,
 }
 
 /// A launch of a thread to each 32-bit word of codes of so many rows.
@@ -109,7 +113,84 @@ fn rows_at_a_time(row_bytes: usize) -> usize {
     ((4 << 20) / row_bytes.max(1)).max(1)
 }
 
+fn check_size(rows: usize, cols: usize) -> Result<()> {
+    if rows == 0 || cols == 0 || !cols.is_multiple_of(BLOCK) {
+        bail!(
+            InvalidArgument,
+            "a weight of [{rows}, {cols}]: rows must be positive and K a positive multiple of {BLOCK}"
+        );
+    }
+    Ok(())
+}
+
+/// Bytes of the chunks of [`CHUNK_ROWS`] rows.
+fn chunk_row(cols: usize) -> usize {
+    cols.div_ceil(CHUNK_K) * CHUNK_BYTES
+}
+
+/// Memory for the chunks of an NVFP4 weight.
+fn chunks(gpu: &Arc<Gpu>, rows: usize, cols: usize) -> Result<DeviceBuffer> {
+    check_size(rows, cols)?;
+    let bytes = product(
+        "an NVFP4 weight",
+        &[rows.div_ceil(CHUNK_ROWS), chunk_row(cols)],
+    )?;
+    DeviceBuffer::uninit(gpu, Tag::DeviceWeights, bytes)
+}
+
+/// Rows of a launch of the kernel that packs, whose chunks are a grid's second dimension.
+const PACKED_ROWS: usize = CHUNK_ROWS * 65_535;
+
 impl Matrix {
+    /// The NVFP4 weight with the codes and scales of a matrix on the device, whose scales the caller has checked or will: see
+    /// [`super::ScaleCheck`]. Enqueues a copy.
+    pub fn from_operand(w: &Operand<'_>) -> Result<Matrix> {
+        let (gpu, rows, cols) = (w.gpu(), w.rows, w.k);
+        let values = chunks(gpu, rows, cols)?;
+        for first in (0..rows).step_by(PACKED_ROWS) {
+            let n = PACKED_ROWS.min(rows - first);
+            let arguments = PackArguments {
+                codes: w.codes.address(),
+                scales: w.scales.address(),
+                chunks: values.address() + (first / CHUNK_ROWS * chunk_row(cols)) as u64,
+                first_row: int("rows", first)?,
+                rows: n as i32,
+                k: int("K", cols)?,
+                swizzled: (w.layout == ScaleLayout::Swizzled).into(),
+            };
+            // SAFETY: the struct is the kernel's; the matrix has the rows, and there is room for their chunks.
+            unsafe { by_words(n, cols).run(gpu, Unit::LinearPack, "linear_pack", &arguments)? };
+        }
+        Ok(Matrix {
+            storage: Storage::Nvfp4,
+            rows,
+            cols,
+            values,
+            global: w.global,
+        })
+    }
+
+    /// The dense weight with these values, `[rows, cols]` on the device.
+    pub fn from_values(
+        rows: usize,
+        cols: usize,
+        storage: Storage,
+        values: DeviceBuffer,
+    ) -> Result<Matrix> {
+        let Some(element) = storage.element_bytes() else {
+            bail!(Internal, "an NVFP4 matrix has scales");
+        };
+        check_size(rows, cols)?;
+        values.holds("a weight", &[rows, cols, element])?;
+        Ok(Matrix {
+            storage,
+            rows,
+            cols,
+            values,
+            global: 1.0,
+        })
+    }
+
     /// An NVFP4 weight; `read` gives codes and scales of ranges of rows.
     pub fn nvfp4(
         gpu: &Arc<Gpu>,
@@ -118,12 +199,7 @@ impl Matrix {
         global: f32,
         read: &mut ReadNvfp4,
     ) -> Result<Matrix> {
-        if rows == 0 || cols == 0 || !cols.is_multiple_of(BLOCK) {
-            bail!(
-                InvalidArgument,
-                "a weight of [{rows}, {cols}]: rows must be positive and K a positive multiple of {BLOCK}"
-            );
-        }
+        check_size(rows, cols)?;
         if !global.is_finite() {
             bail!(
                 CorruptFile,
@@ -131,12 +207,7 @@ impl Matrix {
             );
         }
         let (code_row, scale_row) = (cols / 2, cols / BLOCK);
-        let chunk_row = cols.div_ceil(CHUNK_K) * CHUNK_BYTES;
-        let values = DeviceBuffer::uninit(
-            gpu,
-            Tag::DeviceWeights,
-            product("an NVFP4 weight", &[rows.div_ceil(CHUNK_ROWS), chunk_row])?,
-        )?;
+        let values = chunks(gpu, rows, cols)?;
         let step = rows_at_a_time(code_row).next_multiple_of(CHUNK_ROWS);
         let mut codes = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, step.min(rows) * code_row)?;
         let mut scales = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, step.min(rows) * scale_row)?;
@@ -162,9 +233,11 @@ impl Matrix {
             let arguments = PackArguments {
                 codes: codes.address(),
                 scales: scales.address(),
-                chunks: values.address() + (first / CHUNK_ROWS * chunk_row) as u64,
+                chunks: values.address() + (first / CHUNK_ROWS * chunk_row(cols)) as u64,
+                first_row: 0,
                 rows: int("rows", n)?,
                 k: int("K", cols)?,
+                swizzled: 0,
             };
             // SAFETY: the struct is the kernel's; all three have room for `n` rows.
             unsafe { by_words(n, cols).run(gpu, Unit::LinearPack, "linear_pack", &arguments)? };
@@ -189,12 +262,7 @@ impl Matrix {
         let Some(element) = storage.element_bytes() else {
             bail!(Internal, "an NVFP4 matrix has scales");
         };
-        if rows == 0 || cols == 0 || !cols.is_multiple_of(BLOCK) {
-            bail!(
-                InvalidArgument,
-                "a weight of [{rows}, {cols}]: rows must be positive and K a positive multiple of {BLOCK}"
-            );
-        }
+        check_size(rows, cols)?;
         let row = cols * element;
         let mut values =
             DeviceBuffer::uninit(gpu, Tag::DeviceWeights, product("weight", &[rows, row])?)?;
@@ -243,6 +311,11 @@ impl Matrix {
     /// The multiplier of an NVFP4 weight.
     pub fn global(&self) -> f32 {
         self.global
+    }
+
+    /// What it holds on the device.
+    pub fn values(&self) -> DeviceSlice<'_> {
+        (&self.values).into()
     }
 
     /// Where the values are, for kernels.

@@ -112,6 +112,48 @@ impl DeviceBuffer {
 
     /// Refuses to be taken for `what`, the product of `sizes` in bytes, if it is smaller.
     pub(super) fn holds(&self, what: &str, sizes: &[usize]) -> Result<()> {
+        DeviceSlice::from(self).holds(what, sizes)
+    }
+}
+
+/// Device memory that is borrowed: of a [`DeviceBuffer`], or of a tensor on the device.
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceSlice<'a> {
+    gpu: &'a Arc<Gpu>,
+    address: u64,
+    bytes: usize,
+}
+
+impl<'a> DeviceSlice<'a> {
+    /// The memory from `address` on.
+    ///
+    /// # Safety
+    /// So many bytes there must be memory that the device can use, as long as the slice lives; for none, any address will do.
+    pub(super) unsafe fn new(gpu: &'a Arc<Gpu>, address: u64, bytes: usize) -> DeviceSlice<'a> {
+        DeviceSlice {
+            gpu,
+            address: if bytes == 0 { 0 } else { address },
+            bytes,
+        }
+    }
+
+    /// The device it is on.
+    pub fn gpu(&self) -> &'a Arc<Gpu> {
+        self.gpu
+    }
+
+    /// Its address on the device; 0 if it is empty.
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// Its size.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Refuses to be taken for `what`, the product of `sizes` in bytes, if it is smaller.
+    pub(super) fn holds(&self, what: &str, sizes: &[usize]) -> Result<()> {
         let wanted = product(what, sizes)?;
         if self.bytes < wanted {
             bail!(
@@ -121,6 +163,16 @@ impl DeviceBuffer {
             );
         }
         Ok(())
+    }
+}
+
+impl<'a> From<&'a DeviceBuffer> for DeviceSlice<'a> {
+    fn from(buffer: &'a DeviceBuffer) -> DeviceSlice<'a> {
+        DeviceSlice {
+            gpu: &buffer.gpu,
+            address: buffer.address,
+            bytes: buffer.bytes,
+        }
     }
 }
 

@@ -17,9 +17,11 @@ mod linear;
 mod managed;
 mod memory;
 mod nvrtc;
+mod operand;
 mod program;
 mod quantize;
 mod report;
+mod rows;
 mod sample;
 mod scaled_mm;
 mod table;
@@ -39,16 +41,18 @@ pub use linear::{
     Storage, TILED, Tile, is_fused, linear, small, tiled,
 };
 pub use managed::ManagedBuffer;
-pub use memory::{DeviceBuffer, Pinned};
+pub use memory::{DeviceBuffer, DeviceSlice, Pinned};
 pub use nvrtc::{TARGETS, Unit, target};
+pub use operand::{Operand, ScaleCheck};
 #[doc(hidden)]
 pub use program::{Program, Shape};
-pub use quantize::{dequantize, quantize, swizzle, unswizzle};
+pub use quantize::{dequantize, is_finite, quantize, swizzle, unswizzle};
 pub use report::{Details, DeviceReport, Presence, Report, report};
+pub use rows::{FloatRows, scaled_rows};
 pub use sample::{Best, Shortlist, ShortlistScratch, argmax, shortlists};
-pub use scaled_mm::{Operand, Tile as ScaledTile, Way, dense_mm, scaled_mm, scaled_mm_by};
+pub use scaled_mm::{Tile as ScaledTile, Way, dense_mm, scaled_mm, scaled_mm_by};
 pub use table::{HostTable, Table, embed, table_row};
-pub use tensor::{contiguous, download, find, managed_tensor, tensor, upload};
+pub use tensor::{Contiguous, contiguous, download, find, managed_tensor, tensor, upload};
 
 /// Bytes of the one argument that a kernel's launcher passes, which its parameter must have too.
 pub fn argument_bytes(kernel: &str) -> Option<usize> {
@@ -57,7 +61,9 @@ pub fn argument_bytes(kernel: &str) -> Option<usize> {
         bandwidth::ARGUMENTS,
         elementwise::ARGUMENTS,
         linear::ARGUMENTS,
+        operand::ARGUMENTS,
         quantize::ARGUMENTS,
+        rows::ARGUMENTS,
         sample::ARGUMENTS,
         scaled_mm::ARGUMENTS,
         tensor::ARGUMENTS,

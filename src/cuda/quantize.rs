@@ -6,9 +6,9 @@ use std::sync::Arc;
 use super::copy::{keep, take};
 use super::gpu::{Gpu, int};
 use super::launch::Launch;
-use super::memory::{DeviceBuffer, Pinned};
+use super::memory::{DeviceBuffer, DeviceSlice, Pinned};
 use super::nvrtc::Unit;
-use super::tensor::{address, contiguous, download, require};
+use super::tensor::{Contiguous, download, rows, suffix};
 use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::base::memory::{Buffer, Tag};
@@ -29,51 +29,6 @@ pub(super) const ARGUMENTS: &[(&str, usize)] = &[
 ];
 
 const THREADS: u32 = 256;
-
-/// Rows in device memory at even distances.
-struct Rows {
-    address: u64,
-    /// Bytes from row to row.
-    stride: usize,
-    /// A copy that was needed to have them so.
-    _copy: Option<DeviceBuffer>,
-}
-
-/// The rows of a tensor's matrix, each aligned to `align` bytes: of the tensor itself where that has them so, or of a copy.
-fn rows(gpu: &Arc<Gpu>, tensor: &Tensor, align: usize) -> Result<Rows> {
-    require(gpu, tensor)?;
-    let (at, element) = (address(tensor), tensor.dtype().bytes());
-    if let Some(stride) = tensor.shape().row_stride()
-        && at.is_multiple_of(align as u64)
-        && (stride * element).is_multiple_of(align)
-    {
-        return Ok(Rows {
-            address: at,
-            stride: stride * element,
-            _copy: None,
-        });
-    }
-    let copy = contiguous(gpu, Tag::DeviceScratch, tensor)?;
-    Ok(Rows {
-        address: copy.address(),
-        stride: tensor.shape().matrix().1 * element,
-        _copy: Some(copy),
-    })
-}
-
-/// The suffix of a kernel for values of a type.
-fn suffix(dtype: DType) -> Result<&'static str> {
-    match dtype {
-        DType::F32 => Ok("f32"),
-        DType::F16 => Ok("f16"),
-        DType::BF16 => Ok("bf16"),
-        _ => bail!(
-            Unsupported,
-            "values of type {} on a GPU; it takes float16, bfloat16 and float32",
-            dtype.name()
-        ),
-    }
-}
 
 /// Blocks of all rows, as the kernels count them, and those of one row.
 fn blocks(rows: usize, cols: usize) -> Result<(u32, u32)> {
@@ -160,7 +115,13 @@ pub fn quantize(
 
     let saturate = options.nonfinite == NonFinite::Saturate;
     let amax = match computed {
-        true => Some(amax(gpu, x, &input, saturate)?),
+        true => Some(amax(
+            gpu,
+            (input.address, input.stride),
+            (height, cols),
+            x.dtype(),
+            saturate,
+        )?),
         false => None,
     };
     let mut report = None;
@@ -290,15 +251,20 @@ fn read_rows(x: &Tensor, first: usize, count: usize) -> Result<Buffer<f32>> {
     Ok(values)
 }
 
-/// Enqueues the search for the largest magnitude of the rows, as the bits of an f32.
-fn amax(gpu: &Arc<Gpu>, x: &Tensor, input: &Rows, saturate: bool) -> Result<DeviceBuffer> {
-    let (height, cols) = x.shape().matrix();
-    let row_vectors = cols * x.dtype().bytes() / 16;
+/// Enqueues the search for the largest magnitude of rows at an address and so many bytes apart, as the bits of an f32.
+fn amax(
+    gpu: &Arc<Gpu>,
+    (address, stride): (u64, usize),
+    (height, cols): (usize, usize),
+    dtype: DType,
+    saturate: bool,
+) -> Result<DeviceBuffer> {
+    let row_vectors = cols * dtype.bytes() / 16;
     let out = DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, 4)?;
     let arguments = AmaxArguments {
-        input: input.address,
+        input: address,
         amax: out.address(),
-        stride: input.stride as u64,
+        stride: stride as u64,
         vectors: (height * row_vectors) as u64,
         row_vectors: int("a row's vectors", row_vectors)? as u32,
         saturate: i32::from(saturate),
@@ -308,10 +274,31 @@ fn amax(gpu: &Arc<Gpu>, x: &Tensor, input: &Rows, saturate: bool) -> Result<Devi
         [needed.min(8 * gpu.multiprocessors()) as u32, 1, 1],
         THREADS,
     );
-    let name = format!("amax_{}", suffix(x.dtype())?);
+    let name = format!("amax_{}", suffix(dtype)?);
     // SAFETY: the struct is the kernel's; the rows are there, and freed in the order of the stream.
     unsafe { launch.run(gpu, Unit::Amax, &name, &arguments)? };
     Ok(out)
+}
+
+/// Whether all of `values`, `[rows, cols]` of float16, bfloat16 or float32, are finite. Waits for the device. They must be aligned
+/// to 16 bytes, and rows a multiple of as many.
+pub fn is_finite(
+    values: DeviceSlice<'_>,
+    (rows, cols): (usize, usize),
+    dtype: DType,
+) -> Result<bool> {
+    let row_bytes = product("a row", &[cols, dtype.bytes()])?;
+    values.holds("values", &[rows, row_bytes])?;
+    if !row_bytes.is_multiple_of(16) || !values.address().is_multiple_of(16) {
+        bail!(
+            Internal,
+            "rows of {row_bytes} bytes, or their address, are not a multiple of 16"
+        );
+    }
+    let at = (values.address(), row_bytes);
+    let mut bits = [0u32];
+    amax(values.gpu(), at, (rows, cols), dtype, false)?.read(0, &mut bits)?;
+    Ok(f32::from_bits(bits[0]).is_finite())
 }
 
 #[repr(C)]
@@ -363,23 +350,24 @@ pub fn dequantize(
     }
     out.holds("values", &[height, cols, dtype.bytes()])?;
     let code_rows = rows(gpu, codes, BLOCK / 2)?;
-    let scale_rows = match swizzled && !scales.shape().is_contiguous() {
+    // Swizzled ones are one run of bytes, which rows of no distance begin.
+    let (scale_run, scale_rows);
+    let (scales, scales_stride) = match swizzled {
         true => {
-            let copy = contiguous(gpu, Tag::DeviceScratch, scales)?;
-            Rows {
-                address: copy.address(),
-                stride: 0,
-                _copy: Some(copy),
-            }
+            scale_run = Contiguous::new(gpu, scales, 1)?;
+            (scale_run.slice().address(), 0)
         }
-        false => rows(gpu, scales, 1)?,
+        false => {
+            scale_rows = rows(gpu, scales, 1)?;
+            (scale_rows.address, scale_rows.stride)
+        }
     };
     let arguments = ExpandArguments {
         codes: code_rows.address,
-        scales: scale_rows.address,
+        scales,
         out: out.address(),
         codes_stride: code_rows.stride as u64,
-        scales_stride: scale_rows.stride as u64,
+        scales_stride: scales_stride as u64,
         blocks,
         row_blocks,
         global,
@@ -410,7 +398,7 @@ struct SwizzleArguments {
 fn reorder(
     gpu: &Gpu,
     name: &str,
-    from: &Rows,
+    (from, from_stride): (u64, usize),
     out: &DeviceBuffer,
     written_rows: usize,
     height: usize,
@@ -418,9 +406,9 @@ fn reorder(
 ) -> Result<()> {
     let words = product("scales", &[written_rows, row_blocks.div_ceil(4)])?;
     let arguments = SwizzleArguments {
-        from: from.address,
+        from,
         to: out.address(),
-        from_stride: from.stride as u64,
+        from_stride: from_stride as u64,
         words: words as u64,
         rows: int("the number of rows", height)? as u32,
         row_blocks: int("K / 16", row_blocks)? as u32,
@@ -440,7 +428,7 @@ pub fn swizzle(gpu: &Arc<Gpu>, scales: &Tensor, out: &DeviceBuffer) -> Result<()
     reorder(
         gpu,
         "swizzle_scales",
-        &from,
+        (from.address, from.stride),
         out,
         written,
         height,
@@ -457,7 +445,7 @@ pub fn unswizzle(
     out: &DeviceBuffer,
 ) -> Result<()> {
     require_bytes(scales)?;
-    require(gpu, scales)?;
+    let from = Contiguous::new(gpu, scales, 1)?;
     let wanted = order::len(height, row_blocks)?;
     if scales.shape().elements() != wanted {
         bail!(
@@ -467,19 +455,10 @@ pub fn unswizzle(
         );
     }
     out.holds("scales", &[height, row_blocks])?;
-    let copy = match scales.shape().is_contiguous() {
-        true => None,
-        false => Some(contiguous(gpu, Tag::DeviceScratch, scales)?),
-    };
-    let from = Rows {
-        address: copy.as_ref().map_or(address(scales), DeviceBuffer::address),
-        stride: 0,
-        _copy: copy,
-    };
     reorder(
         gpu,
         "unswizzle_scales",
-        &from,
+        (from.slice().address(), 0),
         out,
         height,
         height,

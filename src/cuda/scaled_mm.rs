@@ -10,11 +10,11 @@ use super::launch::Launch;
 use super::linear::WORKSPACE;
 use super::memory::DeviceBuffer;
 use super::nvrtc::Unit;
+use super::operand::Operand;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::Tag;
 use crate::base::size::product;
-use crate::format::nvfp4::BLOCK;
 use crate::format::swizzle::ScaleLayout;
 use crate::tensor::DType;
 
@@ -23,62 +23,6 @@ pub(super) const ARGUMENTS: &[(&str, usize)] = &[
     ("scaled_mm_", size_of::<ProductArguments>()),
     ("scaled_mm_decode_", size_of::<DecodeArguments>()),
 ];
-
-/// An NVFP4 matrix `[rows, k]` on a device, by parts that stand there. Scale bytes are 0 to 0x7e; another gives a wrong
-/// product, and nothing worse.
-#[derive(Clone, Copy, Debug)]
-pub struct Operand<'a> {
-    codes: &'a DeviceBuffer,
-    scales: &'a DeviceBuffer,
-    layout: ScaleLayout,
-    rows: usize,
-    k: usize,
-    global: f32,
-}
-
-impl<'a> Operand<'a> {
-    /// The matrix with these codes, scales and multiplier, once their sizes are checked.
-    pub fn new(
-        codes: &'a DeviceBuffer,
-        scales: &'a DeviceBuffer,
-        layout: ScaleLayout,
-        rows: usize,
-        k: usize,
-        global: f32,
-    ) -> Result<Operand<'a>> {
-        if k == 0 || !k.is_multiple_of(BLOCK) {
-            bail!(
-                InvalidArgument,
-                "a matrix of [{rows}, {k}]: K must be a positive multiple of {BLOCK}"
-            );
-        }
-        if !global.is_finite() {
-            bail!(
-                InvalidArgument,
-                "the global scale is {global}; it must be finite"
-            );
-        }
-        codes.holds("codes", &[rows, k / 2])?;
-        scales.holds("scales", &[layout.len(rows, k / BLOCK)?])?;
-        Ok(Operand {
-            codes,
-            scales,
-            layout,
-            rows,
-            k,
-            global,
-        })
-    }
-
-    fn argument(&self) -> Result<OperandArgument> {
-        Ok(OperandArgument {
-            codes: self.codes.address(),
-            scales: self.scales.address(),
-            rows: int("rows", self.rows)?,
-            swizzled: (self.layout == ScaleLayout::Swizzled).into(),
-        })
-    }
-}
 
 /// What a block of the own kernel makes at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -200,6 +144,15 @@ pub fn scaled_mm_by(
         );
     }
     let store = store(dtype)?;
+    a.require(gpu)?;
+    b.require(gpu)?;
+    if !Arc::ptr_eq(out.gpu(), gpu) {
+        bail!(
+            InvalidArgument,
+            "the result would be on {:?}, and the product is made by {gpu:?}",
+            out.gpu()
+        );
+    }
     out.holds("a product", &[a.rows, b.rows, dtype.bytes()])?;
     if a.rows == 0 || b.rows == 0 {
         return Ok(());
@@ -248,6 +201,17 @@ struct OperandArgument {
     swizzled: i32,
 }
 
+impl OperandArgument {
+    fn new(operand: &Operand<'_>) -> Result<OperandArgument> {
+        Ok(OperandArgument {
+            codes: operand.codes.address(),
+            scales: operand.scales.address(),
+            rows: int("rows", operand.rows)?,
+            swizzled: (operand.layout == ScaleLayout::Swizzled).into(),
+        })
+    }
+}
+
 #[repr(C)]
 struct ProductArguments {
     a: OperandArgument,
@@ -282,8 +246,8 @@ fn by_kernel(
     }
     let (first, second) = factors(a.global, b.global);
     let arguments = ProductArguments {
-        a: a.argument()?,
-        b: b.argument()?,
+        a: OperandArgument::new(a)?,
+        b: OperandArgument::new(b)?,
         out: out.address(),
         factors: [first, second],
         k: int("K", a.k)?,
@@ -351,7 +315,7 @@ fn decode(
     };
     let mut blocks = 0;
     for (argument, (operand, first, rows, out)) in arguments.parts.iter_mut().zip(parts) {
-        let whole = operand.argument()?;
+        let whole = OperandArgument::new(operand)?;
         *argument = DecodePart {
             codes: whole.codes,
             scales: whole.scales,

@@ -11,7 +11,7 @@ use cudarc::driver::{result, sys};
 use super::gpu::{Gpu, check};
 use super::launch::Launch;
 use super::managed::{self, ManagedBuffer};
-use super::memory::DeviceBuffer;
+use super::memory::{DeviceBuffer, DeviceSlice};
 use super::nvrtc::Unit;
 use crate::base::Result;
 use crate::base::error::{bail, err};
@@ -181,6 +181,88 @@ pub fn contiguous(gpu: &Arc<Gpu>, tag: Tag, tensor: &Tensor) -> Result<DeviceBuf
     // SAFETY: the tensor is on the device, and the buffer has its bytes.
     unsafe { gather(gpu, tensor, buffer.address()) }?;
     Ok(buffer)
+}
+
+/// A tensor's elements on its device, row-major without gaps and aligned: in its own memory where they stand so, or in a copy.
+#[derive(Debug)]
+pub enum Contiguous<'a> {
+    /// The tensor's own memory.
+    Borrowed(DeviceSlice<'a>),
+    /// A copy.
+    Copied(DeviceBuffer),
+}
+
+impl<'a> Contiguous<'a> {
+    /// The elements of a tensor on `gpu`, from an address that is a multiple of `align` bytes on.
+    pub fn new(gpu: &'a Arc<Gpu>, tensor: &'a Tensor, align: usize) -> Result<Contiguous<'a>> {
+        require(gpu, tensor)?;
+        let at = address(tensor);
+        if tensor.shape().is_contiguous()
+            && (tensor.bytes() == 0 || at.is_multiple_of(align as u64))
+        {
+            // SAFETY: the tensor, which is borrowed, has its elements there.
+            let own = unsafe { DeviceSlice::new(gpu, at, tensor.bytes()) };
+            return Ok(Contiguous::Borrowed(own));
+        }
+        Ok(Contiguous::Copied(contiguous(
+            gpu,
+            Tag::DeviceScratch,
+            tensor,
+        )?))
+    }
+
+    /// Where they are.
+    pub fn slice(&self) -> DeviceSlice<'_> {
+        match self {
+            Contiguous::Borrowed(slice) => *slice,
+            Contiguous::Copied(buffer) => buffer.into(),
+        }
+    }
+}
+
+/// Rows in device memory at even distances.
+pub(super) struct Rows {
+    pub(super) address: u64,
+    /// Bytes from row to row.
+    pub(super) stride: usize,
+    /// A copy that was needed to have them so.
+    _copy: Option<DeviceBuffer>,
+}
+
+/// The rows of a tensor's matrix, each aligned to `align` bytes: of the tensor itself where that has them so, or of a copy.
+pub(super) fn rows(gpu: &Arc<Gpu>, tensor: &Tensor, align: usize) -> Result<Rows> {
+    require(gpu, tensor)?;
+    let (at, element) = (address(tensor), tensor.dtype().bytes());
+    if let Some(stride) = tensor.shape().row_stride()
+        && at.is_multiple_of(align as u64)
+        && (stride * element).is_multiple_of(align)
+    {
+        return Ok(Rows {
+            address: at,
+            stride: stride * element,
+            _copy: None,
+        });
+    }
+    let copy = contiguous(gpu, Tag::DeviceScratch, tensor)?;
+    Ok(Rows {
+        address: copy.address(),
+        stride: tensor.shape().matrix().1 * element,
+        _copy: Some(copy),
+    })
+}
+
+/// The suffix of a kernel for values of a type.
+pub(super) fn suffix(dtype: DType) -> Result<&'static str> {
+    match dtype {
+        DType::F32 => Ok("f32"),
+        DType::F16 => Ok("f16"),
+        DType::BF16 => Ok("bf16"),
+        _ => bail!(
+            Unsupported,
+            "values of type {} on a GPU; it takes float16, bfloat16 and float32",
+            dtype.name()
+        ),
+    }
 }
 
 /// Refuses a tensor that is not on `gpu`.

@@ -1,16 +1,20 @@
-//! Products with weights: W4A16 for NVFP4, dense for the others, and W4A8 by option.
+//! Products with weights: W4A16 for NVFP4, dense for the others, and W4A8 by option. Of host memory, and of tensors in the memory
+//! of the weight's GPU.
 
 use std::sync::Arc;
 
 use half::f16;
 
+use super::transfer::in_order;
 use super::{Device, Workspace};
 use crate::base::error::{Result, bail, err};
 use crate::base::memory::Tag;
 use crate::base::size::product;
 use crate::cpu::{Kind, Packed, ReadDense, ReadNvfp4};
-use crate::cuda::{self, DeviceBuffer, Gpu, Input, LinearScratch, Matrix, Output, Storage};
-use crate::tensor::DType;
+use crate::cuda::{
+    self, DeviceBuffer, FloatRows, Gpu, Input, LinearScratch, Matrix, Output, Storage,
+};
+use crate::tensor::{DType, Tensor};
 
 /// How activations enter a product with an NVFP4 weight.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -44,6 +48,25 @@ pub enum DenseType {
     F16,
     /// bfloat16.
     BF16,
+}
+
+impl DenseType {
+    /// The type of a tensor's elements.
+    pub const fn dtype(self) -> DType {
+        match self {
+            DenseType::F32 => DType::F32,
+            DenseType::F16 => DType::F16,
+            DenseType::BF16 => DType::BF16,
+        }
+    }
+
+    pub(super) const fn storage(self) -> Storage {
+        match self {
+            DenseType::F32 => Storage::F32,
+            DenseType::F16 => Storage::F16,
+            DenseType::BF16 => Storage::BF16,
+        }
+    }
 }
 
 /// A weight `[out features, in features]` prepared for a device. Immutable; shared freely between threads.
@@ -97,6 +120,13 @@ impl Linear {
             Device::Cuda(gpu) => Ok(Linear {
                 weight: Weight::Cuda(dense_matrix(gpu, rows, cols, dtype, read)?),
             }),
+        }
+    }
+
+    /// A weight that is on a GPU.
+    pub(super) fn on_gpu(matrix: Matrix) -> Linear {
+        Linear {
+            weight: Weight::Cuda(matrix),
         }
     }
 
@@ -162,27 +192,41 @@ fn dense_matrix(
     dtype: DenseType,
     read: &mut ReadDense,
 ) -> Result<Matrix> {
-    let (storage, dtype) = match dtype {
-        DenseType::F32 => (Storage::F32, DType::F32),
-        DenseType::F16 => (Storage::F16, DType::F16),
-        DenseType::BF16 => (Storage::BF16, DType::BF16),
-    };
     let mut values = Vec::new();
-    Matrix::dense(gpu, rows, cols, storage, &mut |range, bytes| {
-        let first = range.start * cols;
+    Matrix::dense(gpu, rows, cols, dtype.storage(), &mut |range, bytes| {
+        let first = range.start;
         values.resize(range.len() * cols, 0.0);
         read(range, &mut values)?;
-        if let Some(i) = values.iter().position(|v| !v.is_finite()) {
-            bail!(
-                CorruptFile,
-                "the weight at row {}, column {} is {}",
-                (first + i) / cols,
-                (first + i) % cols,
-                values[i]
-            );
-        }
-        dtype.from_f32(&values, bytes)
+        check_finite(&values, first, cols, dtype)?;
+        dtype.dtype().from_f32(&values, bytes)
     })
+}
+
+/// Refuses values that are not finite, or would not be when they are rounded, in rows of `cols` from row `first` on.
+pub(super) fn check_finite(
+    values: &[f32],
+    first: usize,
+    cols: usize,
+    dtype: DenseType,
+) -> Result<()> {
+    // What is rounded to infinity: from half a step above the largest value on.
+    let limit = match dtype {
+        DenseType::F32 => f32::INFINITY,
+        DenseType::F16 => 65_520.0,
+        DenseType::BF16 => f32::from_bits(0x7f7f_8000),
+    };
+    let fits = |v: &f32| v.abs() < limit;
+    let Some(i) = values.iter().position(|v| !fits(v)) else {
+        return Ok(());
+    };
+    bail!(
+        InvalidArgument,
+        "the weight at row {}, column {} is {}, which a weight held in {} cannot be",
+        first + i / cols,
+        i % cols,
+        values[i],
+        dtype.dtype().name()
+    )
 }
 
 /// `x` `[m, K]` times each weight `[N, K]` transposed, into its output `[m, N]`, f32 accumulate. Weights that share an input
@@ -238,6 +282,72 @@ pub fn linear(
 const GPU_ROWS: usize = 2048;
 const GPU_ELEMENTS: usize = 16 << 20;
 
+/// Rows of so many elements that a GPU multiplies together.
+fn rows_at_once(widest: usize) -> usize {
+    (GPU_ELEMENTS / widest).clamp(1, GPU_ROWS)
+}
+
+/// The product of `x` `[.., K]` in the memory of `gpu` with a weight that was prepared for it, `[.., N]` of `dtype` (float16,
+/// bfloat16 or float32) in that memory. Enqueues what [`linear`] does with host memory, to the same bits.
+pub(super) fn of_tensor(
+    gpu: &Arc<Gpu>,
+    x: &Tensor,
+    weight: &Linear,
+    activations: Activations,
+    dtype: DType,
+) -> Result<Tensor> {
+    let w = match &weight.weight {
+        Weight::Cuda(w) if Arc::ptr_eq(w.gpu(), gpu) => w,
+        Weight::Cuda(w) => bail!(
+            InvalidArgument,
+            "a weight on {:?} was given to {gpu:?}; prepare it for that device",
+            w.gpu()
+        ),
+        Weight::Cpu(_) => bail!(
+            InvalidArgument,
+            "a weight on the cpu was given to {gpu:?}; prepare it for that device"
+        ),
+    };
+    if w.storage() == Storage::Nvfp4 {
+        activations.check(&Device::Cuda(gpu.clone()))?;
+    }
+    if !matches!(dtype, DType::F32 | DType::F16 | DType::BF16) {
+        bail!(
+            Unsupported,
+            "a product on a GPU in {}; there are float32, float16 and bfloat16",
+            dtype.name()
+        );
+    }
+    let ((m, k), n) = (x.shape().matrix(), w.rows());
+    let step = rows_at_once(k.max(n)).min(m.max(1));
+    in_order(gpu, || {
+        let input = FloatRows::new(gpu, x)?;
+        let buffer =
+            |tag, sizes: &[usize]| DeviceBuffer::uninit(gpu, tag, product("a product", sizes)?);
+        let out = buffer(Tag::DeviceTensor, &[m, n, dtype.bytes()])?;
+        let halves = buffer(Tag::DeviceScratch, &[step, k, 2])?;
+        let factors = buffer(Tag::DeviceScratch, &[step, 4])?;
+        let sums = buffer(Tag::DeviceScratch, &[step, n, 4])?;
+        for first in (0..m).step_by(step) {
+            let rows = step.min(m - first);
+            input.halves(first, rows, &halves, &factors)?;
+            let scratch = LinearScratch::for_product(gpu, w, rows)?;
+            cuda::linear(
+                gpu,
+                Input::Plain(&halves, 1.0),
+                rows,
+                &[(w, None)],
+                Output::F32,
+                &sums,
+                n,
+                &scratch,
+            )?;
+            cuda::scaled_rows(&sums, &factors, (rows, n), dtype, &out, first)?;
+        }
+        cuda::tensor(out, &x.shape().with_last(n), dtype)
+    })
+}
+
 /// Products of host memory with weights on a GPU: a part of the rows at a time goes there as f16 and comes back as f32.
 fn on_gpu(
     gpu: &Arc<Gpu>,
@@ -262,7 +372,7 @@ fn on_gpu(
         }
         widest = widest.max(n);
     }
-    let step = (GPU_ELEMENTS / widest).clamp(1, GPU_ROWS);
+    let step = rows_at_once(widest);
     for first in (0..m).step_by(step) {
         let rows = step.min(m - first);
         let (halves, factors) = scaled_halves(&x[first * k..(first + rows) * k], k);
@@ -303,7 +413,7 @@ fn scaled_halves(x: &[f32], k: usize) -> (Vec<u16>, Vec<f32>) {
             // What is infinite stays so, whatever it is divided by.
             0.0 | f32::INFINITY => 0,
             // Of the exponents whose power of two and its inverse are both normal.
-            _ => (largest.log2().floor() as i32 - 15).clamp(-126, 126),
+            _ => ((largest.to_bits() >> 23) as i32 - 127 - 15).clamp(-126, 126),
         };
         if largest.is_finite() && largest * power(-exponent) > f16::MAX.to_f32() {
             exponent += 1;
@@ -319,6 +429,36 @@ fn scaled_halves(x: &[f32], k: usize) -> (Vec<u16>, Vec<f32>) {
 mod tests {
     use super::*;
     use crate::format::random;
+
+    #[test]
+    fn weights_that_a_type_cannot_hold_are_refused() {
+        let below = |v: f32| f32::from_bits(v.to_bits() - 1);
+        for (dtype, limit) in [
+            (DenseType::F32, f32::INFINITY),
+            (DenseType::F16, 65_520.0),
+            (DenseType::BF16, f32::from_bits(0x7f7f_8000)),
+        ] {
+            for (value, fits) in [
+                (below(limit), true),
+                (-below(limit), true),
+                (limit, false),
+                (-limit, false),
+                (f32::NAN, false),
+            ] {
+                let mut rounded = [0; 4];
+                let rounded = &mut rounded[..dtype.dtype().bytes()];
+                dtype.dtype().from_f32(&[value], rounded).unwrap();
+                let mut back = [0f32];
+                dtype.dtype().to_f32(rounded, &mut back).unwrap();
+                assert_eq!(back[0].is_finite(), fits, "{dtype:?} {value:e}");
+                let e = check_finite(&[0.0, 0.0, 0.0, value], 7, 2, dtype);
+                assert_eq!(e.is_ok(), fits, "{dtype:?} {value:e}");
+                if let Err(e) = e {
+                    assert!(e.message().contains("row 8, column 1"), "{e}");
+                }
+            }
+        }
+    }
 
     /// What comes of values on their way through f16.
     fn through(row: &[f32]) -> Vec<f32> {

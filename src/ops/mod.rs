@@ -7,6 +7,7 @@ pub mod backend;
 mod device;
 pub mod linear;
 pub mod norm;
+mod prepare;
 pub mod quantize;
 pub mod rope;
 mod scaled_mm;

@@ -56,7 +56,7 @@ pub fn scaled_mm(
     }
     if let Device::Cuda(gpu) = device {
         let operand = |x: &Nvfp4| {
-            scaled_mm::Operand::new(
+            scaled_mm::Operand::upload(
                 gpu,
                 &x.codes,
                 &x.scales,

@@ -1,51 +1,106 @@
-//! W4A4 products of host memory on a GPU: both operands go there as they are, and the result comes back.
+//! W4A4 products on a GPU: of host memory, which goes there as it is, and of tensors in the GPU's memory, where their result is
+//! too.
 
 use std::sync::Arc;
 
-use crate::base::error::{Result, bail};
-use crate::base::memory::Tag;
+use super::tensors::Nvfp4Tensor;
+use super::transfer::in_order;
+use crate::base::error::{Result, bail, err};
+use crate::base::memory::{Buffer, Tag};
 use crate::base::size::product;
-use crate::cuda::{self, DeviceBuffer, Gpu};
+use crate::cuda::{self, Contiguous, DeviceBuffer, Gpu, ScaleCheck};
 use crate::format::e4m3;
 use crate::format::nvfp4::BLOCK;
 use crate::format::swizzle::{self, ScaleLayout};
-use crate::tensor::DType;
+use crate::tensor::{DType, Tensor};
 
-/// An NVFP4 matrix `[rows, k]` that was brought to a GPU.
-pub(super) struct Operand {
-    codes: DeviceBuffer,
-    scales: DeviceBuffer,
+/// An NVFP4 matrix `[rows, k]` on a GPU.
+pub(super) struct Operand<'a> {
+    codes: Contiguous<'a>,
+    scales: Contiguous<'a>,
     layout: ScaleLayout,
     rows: usize,
     k: usize,
     global: f32,
 }
 
-impl Operand {
+impl Operand<'static> {
     /// Brings codes and scales of a matrix `[rows, k]` there.
-    pub(super) fn new(
+    pub(super) fn upload(
         gpu: &Arc<Gpu>,
         codes: &[u8],
         scales: &[u8],
         layout: ScaleLayout,
         (rows, k): (usize, usize),
         global: f32,
-    ) -> Result<Operand> {
+    ) -> Result<Operand<'static>> {
         check_scales(scales, layout, rows, k / BLOCK)?;
+        let upload = |bytes| -> Result<Contiguous<'static>> {
+            let copy = DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, bytes)?;
+            Ok(Contiguous::Copied(copy))
+        };
         Ok(Operand {
-            codes: DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, codes)?,
-            scales: DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, scales)?,
+            codes: upload(codes)?,
+            scales: upload(scales)?,
             layout,
             rows,
             k,
             global,
         })
     }
+}
+
+impl<'a> Operand<'a> {
+    /// A matrix in the memory of `gpu`, where it is if its parts have no gaps and are aligned as kernels want them. Its scales are
+    /// not checked yet.
+    pub(super) fn of(gpu: &'a Arc<Gpu>, x: &'a Nvfp4Tensor) -> Result<Operand<'a>> {
+        let (rows, k) = x.dims()?;
+        let [codes, scales] = cuda::Operand::ALIGNMENT;
+        Ok(Operand {
+            codes: Contiguous::new(gpu, &x.codes, codes)?,
+            scales: Contiguous::new(gpu, &x.scales, scales)?,
+            layout: x.layout,
+            rows,
+            k,
+            global: x.global,
+        })
+    }
+
+    /// Does `work` with matrices on `gpu` while their scales are checked there. NaN and negative ones are then an error. Waits for
+    /// the checks, and not for the work.
+    pub(super) fn with_checked<T, const N: usize>(
+        gpu: &Arc<Gpu>,
+        matrices: [&Operand<'_>; N],
+        work: impl FnOnce([cuda::Operand<'_>; N]) -> Result<T>,
+    ) -> Result<T> {
+        let mut there = Vec::with_capacity(N);
+        for matrix in matrices {
+            there.push(matrix.on_device()?);
+        }
+        let check = ScaleCheck::start(gpu, &there)?;
+        let Ok(there) = <[cuda::Operand<'_>; N]>::try_from(there) else {
+            bail!(Internal, "not all matrices are on the device");
+        };
+        let done = work(there)?;
+        if check.wait()? {
+            return Ok(done);
+        }
+        for matrix in matrices {
+            let scales = matrix.scales.slice();
+            let mut bytes = Buffer::<u8>::zeroed(Tag::Scratch, scales.bytes())?;
+            scales.read(0, &mut bytes)?;
+            check_scales(&bytes, matrix.layout, matrix.rows, matrix.k / BLOCK)?;
+        }
+        Err(err!(
+            InvalidArgument,
+            "a block scale was NaN or negative, and was changed while it was read"
+        ))
+    }
 
     fn on_device(&self) -> Result<cuda::Operand<'_>> {
         cuda::Operand::new(
-            &self.codes,
-            &self.scales,
+            self.codes.slice(),
+            self.scales.slice(),
             self.layout,
             self.rows,
             self.k,
@@ -87,14 +142,33 @@ fn check_scales(scales: &[u8], layout: ScaleLayout, rows: usize, blocks: usize) 
 /// `a` `[M, K]` times `b` `[N, K]` transposed, as `[M, N]` of `dtype`: f32, f16 or bf16.
 pub(super) fn on_gpu(
     gpu: &Arc<Gpu>,
-    a: &Operand,
-    b: &Operand,
+    a: &Operand<'_>,
+    b: &Operand<'_>,
     dtype: DType,
 ) -> Result<DeviceBuffer> {
     let bytes = product("output", &[a.rows, b.rows, dtype.bytes()])?;
     let out = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, bytes)?;
     cuda::scaled_mm(gpu, &a.on_device()?, &b.on_device()?, dtype, &out)?;
     Ok(out)
+}
+
+/// The same of tensors in the memory of `gpu`, in a tensor there; see [`super::tensors::scaled_mm`].
+pub(super) fn of_tensors(
+    gpu: &Arc<Gpu>,
+    a: &Nvfp4Tensor,
+    b: &Nvfp4Tensor,
+    dtype: DType,
+) -> Result<Tensor> {
+    in_order(gpu, || {
+        let (a, b) = (Operand::of(gpu, a)?, Operand::of(gpu, b)?);
+        let bytes = product("output", &[a.rows, b.rows, dtype.bytes()])?;
+        let out = Operand::with_checked(gpu, [&a, &b], |[a, b]| {
+            let out = DeviceBuffer::uninit(gpu, Tag::DeviceTensor, bytes)?;
+            cuda::scaled_mm(gpu, &a, &b, dtype, &out)?;
+            Ok(out)
+        })?;
+        cuda::tensor(out, &[a.rows, b.rows], dtype)
+    })
 }
 
 #[cfg(test)]

@@ -8,9 +8,9 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 use super::backend::Backend;
-use super::linear::{Activations, DenseType, Linear, linear as multiply};
+use super::linear::{Activations, DenseType, Linear, linear as multiply, of_tensor};
 use super::quantize::{dequantize_on, quantize_on, swizzle_on, unswizzle_on};
-use super::{Device, Workspace, scaled_mm};
+use super::{Device, Workspace, prepare, scaled_mm};
 use crate::base::error::{Result, bail};
 use crate::base::memory::{Buffer, Tag};
 use crate::base::size::product;
@@ -96,9 +96,14 @@ impl Nvfp4Tensor {
         Ok((rows, cols))
     }
 
-    /// A copy on a GPU.
-    fn on_gpu(&self, gpu: &Arc<Gpu>) -> Result<scaled_mm::Operand> {
-        scaled_mm::Operand::new(
+    /// The CUDA device whose memory both parts are in; nothing if they are in host memory.
+    fn cuda(&self) -> Result<Option<usize>> {
+        one_place(&[("codes", &self.codes), ("scales", &self.scales)])
+    }
+
+    /// A copy on a GPU, of host memory.
+    fn upload(&self, gpu: &Arc<Gpu>) -> Result<scaled_mm::Operand<'static>> {
+        scaled_mm::Operand::upload(
             gpu,
             &in_order(&self.codes)?,
             &in_order(&self.scales)?,
@@ -209,6 +214,23 @@ fn float_input(x: &Tensor, what: &str) -> Result<(usize, usize)> {
         );
     }
     Ok(x.shape().matrix())
+}
+
+/// Refuses tensors of which not all are in host memory, or all in the memory of one CUDA device. Gives that device.
+fn one_place(tensors: &[(&str, &Tensor)]) -> Result<Option<usize>> {
+    let mut all = tensors.iter().map(|(name, t)| (name, t.place()));
+    let Some((first, place)) = all.next() else {
+        return Ok(None);
+    };
+    for (name, other) in all {
+        if other.cuda() != place.cuda() {
+            bail!(
+                InvalidArgument,
+                "{first} are in {place} and {name} in {other}; they must be in one place: copy some of them"
+            );
+        }
+    }
+    Ok(place.cuda())
 }
 
 /// The device that computes with a tensor in the place where it is: `processor` gives the one for host memory.
@@ -457,9 +479,12 @@ pub fn unswizzle_scales(scales: &Tensor, rows: usize, blocks: usize) -> Result<T
     })
 }
 
-/// Prepares the NVFP4 weight `w` `[N, K]` for products on `device`.
+/// Prepares the NVFP4 weight `w` `[N, K]` for products on `device`: from host memory, or on a GPU from its own memory too.
 pub fn weight(device: &Device, w: &Nvfp4Tensor) -> Result<Linear> {
     let (rows, cols) = w.dims()?;
+    if let (Device::Cuda(gpu), Some(_)) = (device, w.cuda()?) {
+        return prepare::nvfp4(gpu, w);
+    }
     let read = w.reader()?;
     Linear::nvfp4(device, rows, cols, w.global, &mut |range, codes, scales| {
         read(range, codes, scales)
@@ -477,6 +502,9 @@ pub fn weight_for(
         Backend::Nvfp4Kernel => weight(device, w),
         Backend::DequantMatmul => {
             let (rows, cols) = w.dims()?;
+            if let (Device::Cuda(gpu), Some(_)) = (device, w.cuda()?) {
+                return prepare::decoded(gpu, w, dense);
+            }
             let read = w.reader()?;
             let mut codes = Vec::new();
             let mut scales = Vec::new();
@@ -515,7 +543,7 @@ pub fn nf4_weight_for(
     }
 }
 
-/// Prepares the dense weight `w` `[N, K]`, held in its own type (float64 as float32).
+/// Prepares the dense weight `w` `[N, K]`, held in its own type (float64 as float32), from where [`weight`] takes its own.
 pub fn dense_weight(device: &Device, w: &Tensor) -> Result<Linear> {
     let (rows, cols) = float_input(w, "the weight")?;
     let dtype = match w.dtype() {
@@ -523,12 +551,16 @@ pub fn dense_weight(device: &Device, w: &Tensor) -> Result<Linear> {
         DType::BF16 => DenseType::BF16,
         _ => DenseType::F32,
     };
+    if let (Device::Cuda(gpu), Some(_)) = (device, w.place().cuda()) {
+        return prepare::dense(gpu, w, dtype);
+    }
     Linear::dense(device, rows, cols, dtype, &mut |range, values| {
         w.rows_f32(range, values)
     })
 }
 
-/// `x` `[.., K]` times `weight` `[N, K]` transposed: `[.., N]` in a floating `dtype`.
+/// `x` `[.., K]` times `weight` `[N, K]` transposed: `[.., N]` in a floating `dtype`. An input in host memory gives a result there;
+/// one in the memory of the weight's GPU is multiplied without leaving it, and its result stays there.
 pub fn linear(
     device: &Device,
     x: &Tensor,
@@ -548,6 +580,19 @@ pub fn linear(
             weight.cols()
         );
     }
+    if let Some(ordinal) = x.place().cuda() {
+        return match device {
+            Device::Cuda(gpu) if gpu.ordinal() == ordinal => {
+                of_tensor(gpu, x, weight, activations, dtype)
+            }
+            Device::Cuda(_) | Device::Cpu(_) => bail!(
+                InvalidArgument,
+                "the input is in {} and the weight is for {}; copy the input to the host or to that device, or prepare the weight for the input's",
+                x.place(),
+                device.name()
+            ),
+        };
+    }
     let values = x.to_f32()?;
     let mut out = Buffer::zeroed(Tag::Scratch, product("output", &[rows, weight.rows()])?)?;
     multiply(
@@ -562,7 +607,7 @@ pub fn linear(
 }
 
 /// The W4A4 product: `a` `[M, K]` times `b` `[N, K]` transposed, both NVFP4, as `[M, N]` in a floating `dtype`. Exact on the
-/// decoded values but for the order of summation in f32, and for the rounding to `dtype`.
+/// decoded values but for the order of summation in f32, and for the rounding to `dtype`. The result is where both operands are.
 pub fn scaled_mm(
     device: &Device,
     a: &Nvfp4Tensor,
@@ -577,11 +622,21 @@ pub fn scaled_mm(
             "scaled_mm of [{m}, {k}] and [{n}, {k_b}]: K must be equal"
         );
     }
+    let place = one_place(&[
+        ("the codes of a", &a.codes),
+        ("the scales of a", &a.scales),
+        ("the codes of b", &b.codes),
+        ("the scales of b", &b.scales),
+    ])?;
+    if let (Device::Cuda(gpu), Some(_)) = (device, place) {
+        return scaled_mm::of_tensors(gpu, a, b, dtype);
+    }
+    a.codes.require_host()?;
     if m == 0 || n == 0 {
         return Tensor::zeros(&[m, n], dtype);
     }
     if let Device::Cuda(gpu) = device {
-        let (a, b) = (a.on_gpu(gpu)?, b.on_gpu(gpu)?);
+        let (a, b) = (a.upload(gpu)?, b.upload(gpu)?);
         // What a GPU has no type for is converted here.
         let made = match dtype {
             DType::F16 | DType::BF16 => dtype,

@@ -70,6 +70,39 @@ static inline int cuda_device(void)
     return 0;
 }
 
+/* Where a test's tensors are. */
+enum { ON_HOST, ON_DEVICE, MANAGED, PLACES };
+
+/* Whether there is such a place; if not, that `what` is skipped there is said. */
+static inline int has_place(int place, const char *what)
+{
+    static const char *const names[] = {"the host", "CUDA device 0", "managed memory"};
+    if (place == ON_HOST || (cuda_device() && (place == ON_DEVICE || NVFP4_can_use_managed())))
+        return 1;
+    printf("SKIPPED %s in %s: there is none\n", what, names[place]);
+    return 0;
+}
+
+/* A copy of a tensor in a place that there is. */
+static inline NVFP4_Tensor *put(NVFP4_Tensor *tensor, int place)
+{
+    NVFP4_Tensor *copy = NULL;
+    if (place == MANAGED)
+        copy = (NVFP4_Tensor *)NVFP4_to_managed(tensor, 0, 0);
+    else
+        OK(NVFP4_tensor_copy_to_device(tensor, place == ON_HOST ? NVFP4_DEVICE_CPU : NVFP4_DEVICE_CUDA, 0, &copy));
+    CHECK(copy != NULL);
+    return copy;
+}
+
+/* Whether a tensor is in the memory of CUDA device 0, and not managed. */
+static inline int is_on_device(NVFP4_Tensor *tensor)
+{
+    int32_t device_type = -1, device_index = -1;
+    OK(NVFP4_tensor_device(tensor, &device_type, &device_index));
+    return device_type == NVFP4_DEVICE_CUDA && device_index == 0 && !NVFP4_is_managed_tensor(tensor);
+}
+
 static int report(const char *name)
 {
     printf("%s: %d checks, %d failed\n", name, checks, failures);

@@ -251,9 +251,27 @@ int main(void)
 
     const int8_t dtypes[] = {NVFP4_DTYPE_FLOAT32, NVFP4_DTYPE_BFLOAT16, NVFP4_DTYPE_FLOAT16};
     const double bounds[] = {1e-6, 3e-3, 1e-3};
-    for (int d = 0; d < 3; d++) {
-        void *product = NVFP4_scaled_mm(qa, qb_t, scale_a, scale_b, dtypes[d]);
+    const int there[PLACES] = {1, has_place(ON_DEVICE, "products"), has_place(MANAGED, "products")};
+    for (int way = 0; way < 3 * PLACES; way++) {
+        const int d = way % 3, place = way / 3;
+        if (!there[place])
+            continue;
+        NVFP4_Tensor *mat1 = put(qa, place), *rows = put(qb, place), *mat2 = NULL;
+        NVFP4_Tensor *scale1 = put(scale_a, place), *scale2 = put(scale_b, place);
+        OK(NVFP4_tensor_view(rows, t_shape, 2, t_strides, 0, &mat2));
+        void *product = NVFP4_scaled_mm(mat1, mat2, scale1, scale2, dtypes[d]);
         CHECK(product != NULL && NVFP4_last_status() == NVFP4_OK);
+        CHECK(is_on_device(product) == (place != ON_HOST));
+        if (place != ON_HOST) {
+            CHECK(NVFP4_scaled_mm(mat1, mat2, scale1, scale_b, dtypes[d]) == NULL);
+            CHECK(NVFP4_last_status() == NVFP4_INVALID_ARGUMENT);
+            SAYS("the memory of the host");
+            CHECK(NVFP4_scaled_mm(qa, mat2, scale_a, scale2, dtypes[d]) == NULL);
+            SAYS("cuda:0");
+        }
+        NVFP4_Tensor *const used[] = {mat2, mat1, rows, scale1, scale2};
+        for (int t = 0; t < 5; t++)
+            OK(NVFP4_tensor_release(used[t]));
         int32_t dtype;
         OK(NVFP4_tensor_dtype(product, &dtype));
         CHECK(dtype == dtypes[d]);

@@ -34,21 +34,35 @@ static void report_of(NVFP4_Weight *weight)
     CHECK(strlen(text) == length);
 }
 
-/* Row r of the weight has `value(r, k)`: the product with the identity gives back the weight, transposed. */
-static void decodes_to(NVFP4_Weight *weight, float (*value)(int r, int k))
+/* Row r of the weight has `value(r, k)`: the product with the identity, in some place, gives back the weight, transposed, in
+ * every type. */
+static void decodes_in(int place, NVFP4_Weight *weight, float (*value)(int r, int k))
 {
+    const int32_t types[] = {NVFP4_DTYPE_FLOAT32, NVFP4_DTYPE_FLOAT16, NVFP4_DTYPE_BFLOAT16};
     float identity[256] = {0}, out[256];
-    NVFP4_Tensor *x, *y = NULL;
+    NVFP4_Tensor *here, *x, *y = NULL;
     for (int i = 0; i < 16; i++)
         identity[i * 17] = 1;
-    OK(NVFP4_tensor_from_host(identity, square, 2, NULL, NVFP4_DTYPE_FLOAT32, NULL, NULL, &x));
-    OK(NVFP4_linear(weight, x, NVFP4_ACTIVATIONS_EXACT, NVFP4_DTYPE_FLOAT32, &y));
-    OK(NVFP4_tensor_copy_to_host(y, out, sizeof out));
-    for (int r = 0; r < 16; r++)
-        for (int k = 0; k < 16; k++)
-            CHECK(out[k * 16 + r] == value(r, k));
-    OK(NVFP4_tensor_release(y));
+    OK(NVFP4_tensor_from_host(identity, square, 2, NULL, NVFP4_DTYPE_FLOAT32, NULL, NULL, &here));
+    x = put(here, place);
+    for (int i = 0; i < 3; i++) {
+        int32_t dtype = -1;
+        OK(NVFP4_linear(weight, x, NVFP4_ACTIVATIONS_EXACT, types[i], &y));
+        OK(NVFP4_tensor_dtype(y, &dtype));
+        CHECK(dtype == types[i] && is_on_device(y) == (place != ON_HOST));
+        OK(NVFP4_tensor_copy_as_float(y, out, 256));
+        for (int r = 0; r < 16; r++)
+            for (int k = 0; k < 16; k++)
+                CHECK(out[k * 16 + r] == value(r, k));
+        OK(NVFP4_tensor_release(y));
+    }
     OK(NVFP4_tensor_release(x));
+    OK(NVFP4_tensor_release(here));
+}
+
+static void decodes_to(NVFP4_Weight *weight, float (*value)(int r, int k))
+{
+    decodes_in(ON_HOST, weight, value);
 }
 
 /* Each row has the 16 codes in order, and the scale of row r is 2^(r % 8 - 4); all of it times 0.5. */
@@ -113,6 +127,92 @@ static void on_cuda(NVFP4_Tensor *codes, NVFP4_Tensor *scales)
     OK(NVFP4_tensor_release(x));
 }
 
+/* The same of tensors in the memory of the device, and in managed memory: the weight is made there, and so is the product. */
+static void in_place(NVFP4_Tensor *host_codes, NVFP4_Tensor *host_scales, int place)
+{
+    if (!has_place(place, "weights of tensors"))
+        return;
+    NVFP4_Tensor *codes = put(host_codes, place), *scales = put(host_scales, place), *swizzled, *y = NULL, *there;
+    NVFP4_Weight *weight = NULL, *on_cpu = NULL;
+    OK(NVFP4_scales_swizzle(scales, &swizzled));
+    for (int32_t p = 0; p < 4; p++) {
+        for (int32_t layout = 0; layout < 2; layout++) {
+            NVFP4_WeightOptions options = path(p);
+            options.device_type = NVFP4_DEVICE_CUDA;
+            options.scale_layout = layout;
+            options.dense_dtype = NVFP4_DTYPE_BFLOAT16;
+            OK(NVFP4_weight_create_nvfp4(codes, layout ? swizzled : scales, 0.5F, &options, &weight));
+            report_of(weight);
+            int decoded = p == NVFP4_COMPUTE_PATH_DEQUANT_MATMUL_ONLY;
+            CHECK(has("stored", decoded ? "\"bf16\"" : "\"nvfp4\"") && has("fallback_reason", "null"));
+            CHECK(has("backend", decoded ? "\"dequant-matmul\"" : "\"nvfp4-kernel\""));
+            CHECK(strstr(text, "\"device\":\"cuda:0 (") != NULL);
+            decodes_in(place, weight, nvfp4_value);
+            decodes_to(weight, nvfp4_value);
+            OK(NVFP4_weight_release(weight));
+        }
+    }
+
+    /* Calls that name no device follow the tensors. */
+    OK(NVFP4_weight_create(codes, swizzled, 0.5F, NVFP4_SCALES_SWIZZLED, &weight));
+    report_of(weight);
+    CHECK(has("path", "\"Auto\"") && strstr(text, "\"device\":\"cuda:0 (") != NULL);
+    decodes_in(place, weight, nvfp4_value);
+    OK(NVFP4_weight_release(weight));
+    OK(NVFP4_weight_create_nvfp4(codes, scales, 0.5F, NULL, &weight));
+    report_of(weight);
+    CHECK(strstr(text, "\"device\":\"cuda:0 (") != NULL);
+    OK(NVFP4_tensor_dequantize(codes, scales, 0.5F, NVFP4_SCALES_LINEAR, NVFP4_DTYPE_FLOAT16, &there));
+    NVFP4_Weight *dense = NULL;
+    OK(NVFP4_weight_create_dense(there, &dense));
+    report_of(dense);
+    CHECK(has("format", "\"dense\"") && has("stored", "\"f16\"") && strstr(text, "\"device\":\"cuda:0 (") != NULL);
+    decodes_in(place, dense, nvfp4_value);
+    OK(NVFP4_weight_release(dense));
+
+    /* What is in two places, or has no kernel, is refused and not computed elsewhere. */
+    FAILS(NVFP4_UNSUPPORTED, NVFP4_linear(weight, there, NVFP4_ACTIVATIONS_INT8, NVFP4_DTYPE_FLOAT32, &y));
+    FAILS(NVFP4_UNSUPPORTED, NVFP4_linear(weight, there, NVFP4_ACTIVATIONS_EXACT, NVFP4_DTYPE_FLOAT64, &y));
+    OK(NVFP4_weight_create(host_codes, host_scales, 0.5F, NVFP4_SCALES_LINEAR, &on_cpu));
+    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_linear(on_cpu, there, NVFP4_ACTIVATIONS_EXACT, NVFP4_DTYPE_FLOAT32, &y));
+    SAYS("cuda:0");
+    SAYS("cpu (");
+    OK(NVFP4_weight_release(on_cpu));
+    on_cpu = NULL;
+    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_weight_create(codes, host_scales, 0.5F, NVFP4_SCALES_LINEAR, &on_cpu));
+    SAYS("cuda:0");
+    SAYS("the memory of the host");
+    NVFP4_WeightOptions cpu = path(NVFP4_COMPUTE_PATH_AUTO);
+    FAILS(NVFP4_UNSUPPORTED, NVFP4_weight_create_nvfp4(codes, scales, 0.5F, &cpu, &on_cpu));
+    SAYS("cuda:0");
+
+    /* A scale that is NaN, at the last place. */
+    nvfp4_scales[15] = 0x7f;
+    NVFP4_Tensor *bad = put(host_scales, place);
+    nvfp4_scales[15] = (15 % 8 + 3) << 3;
+    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_weight_create(codes, bad, 0.5F, NVFP4_SCALES_LINEAR, &on_cpu));
+    SAYS("block 0 in row 15 has the byte 0x7f");
+    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_matmul(codes, scales, 1, codes, bad, 1, NVFP4_SCALES_LINEAR, NVFP4_DTYPE_FLOAT32, &y));
+    SAYS("row 15");
+    CHECK(on_cpu == NULL && y == NULL);
+
+    /* The product of the weight with itself, in the codes of both. */
+    static float out[256], same[256];
+    OK(NVFP4_matmul(codes, swizzled, 0.5F, codes, swizzled, 2, NVFP4_SCALES_SWIZZLED, NVFP4_DTYPE_FLOAT32, &y));
+    CHECK(is_on_device(y));
+    OK(NVFP4_tensor_copy_to_host(y, out, sizeof out));
+    OK(NVFP4_tensor_release(y));
+    OK(NVFP4_matmul(host_codes, host_scales, 0.5F, host_codes, host_scales, 2, NVFP4_SCALES_LINEAR, NVFP4_DTYPE_FLOAT32, &y));
+    CHECK(!is_on_device(y));
+    OK(NVFP4_tensor_copy_to_host(y, same, sizeof same));
+    CHECK(memcmp(out, same, sizeof out) == 0);
+
+    NVFP4_Tensor *const tensors[] = {y, bad, there, swizzled, scales, codes};
+    for (int i = 0; i < 6; i++)
+        OK(NVFP4_tensor_release(tensors[i]));
+    OK(NVFP4_weight_release(weight));
+}
+
 static void nvfp4(void)
 {
     for (int r = 0; r < 16; r++) {
@@ -141,6 +241,8 @@ static void nvfp4(void)
         OK(NVFP4_weight_release(weight));
     }
     on_cuda(codes, scales);
+    in_place(codes, scales, ON_DEVICE);
+    in_place(codes, scales, MANAGED);
     OK(NVFP4_weight_create_nvfp4(codes, scales, 0.5F, NULL, &weight));
     decodes_to(weight, nvfp4_value);
     OK(NVFP4_weight_release(weight));

@@ -304,8 +304,10 @@ static void device(void)
         FAILS(NVFP4_UNSUPPORTED,
               NVFP4_tensor_dequantize(codes[0], scales[1], 1, options.scale_layout, NVFP4_DTYPE_FLOAT32, &back));
         SAYS("cuda:0");
-        NVFP4_Weight *weight = NULL;
-        FAILS(NVFP4_UNSUPPORTED, NVFP4_weight_create(codes[1], scales[1], global[1], options.scale_layout, &weight));
+        NVFP4_Tensor *absmax = NULL;
+        FAILS(NVFP4_UNSUPPORTED, NVFP4_tensor_quantize_nf4(lent, 64, &back, &absmax));
+        SAYS("cuda:0");
+        CHECK(absmax == NULL);
         for (int i = 0; i < 2; i++) {
             OK(NVFP4_tensor_release(codes[i]));
             OK(NVFP4_tensor_release(scales[i]));

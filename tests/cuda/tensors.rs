@@ -1,5 +1,6 @@
 //! Tensors in the memory of a GPU: number formats against the processor, bit by bit, into outputs that are poisoned first and
-//! longer than needed; copies, strides, DLPack, managed memory, and order with the default stream.
+//! longer than needed; products and weights against the same of host memory; copies, strides, DLPack, managed memory, and order
+//! with the default stream.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
@@ -9,17 +10,19 @@ use half::{bf16, f16};
 
 use NVFP4::base::memory::{self, Tag};
 use NVFP4::base::{ErrorKind, Result};
-use NVFP4::cuda::{self, DeviceBuffer, Gpu, ManagedBuffer};
+use NVFP4::cuda::{self, DeviceBuffer, FloatRows, Gpu, ManagedBuffer, ScaleCheck};
 use NVFP4::format::nvfp4::{
     self, BLOCK, Levels, NonFinite, Nvfp4, QuantizeOptions, Recipe, global_scale,
 };
 use NVFP4::format::{Rounding, e2m1, e4m3, random, swizzle};
-use NVFP4::ops::tensors::{self, Nvfp4Tensor, ScaleLayout};
+use NVFP4::ops::backend::Backend;
+use NVFP4::ops::linear::{Activations, DenseType, Linear};
+use NVFP4::ops::tensors::{self, Nf4Tensor, Nvfp4Tensor, ScaleLayout};
 use NVFP4::ops::transfer::{self, ManagedPolicy};
 use NVFP4::ops::{Device, Workspace};
 use NVFP4::tensor::{DType, Place, Release, Shape, Tensor};
 
-use super::gpu;
+use super::{Quantized, RESULTS, assert_close, assert_rounded, gpu, scaled_product};
 
 const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 /// What outputs are filled with, and the bytes behind them that must keep it.
@@ -816,6 +819,707 @@ fn the_ends_of_the_range_of_f32_are_quantized() {
             check_quantize(&gpu, &x, &values, &options);
             let amax = nvfp4::amax(&values, 0, NonFinite::Error).unwrap();
             assert!(global_scale(amax, &options) > 0.0);
+        }
+    }
+}
+
+/// Copies of host tensors in the memory of device 0: with gaps between rows and at addresses of no alignment, if `apart`.
+fn there(host: &Tensor, apart: bool) -> Tensor {
+    if !apart {
+        return transfer::copy(host, Some(0)).unwrap();
+    }
+    let (rows, cols) = host.shape().matrix();
+    let (stride, offset, element) = (cols + 13, 5, host.dtype().bytes());
+    let mut packed = vec![0; host.bytes()];
+    host.copy_to(&mut packed).unwrap();
+    // Around the values stands what would be seen: NaN, if it is a scale or a float.
+    let whole = Tensor::build(&[rows * stride + offset], host.dtype(), |out| {
+        out.fill(0xff);
+        for row in 0..rows {
+            out[(offset + row * stride) * element..][..cols * element]
+                .copy_from_slice(&packed[row * cols * element..][..cols * element]);
+        }
+        Ok(())
+    })
+    .unwrap();
+    let gapped = Shape::contiguous(&host.shape().with_last(stride)).unwrap();
+    let shape = Shape::strided(host.shape().sizes(), gapped.strides()).unwrap();
+    let whole = transfer::copy(&whole, Some(0)).unwrap();
+    whole.view(shape, offset).unwrap()
+}
+
+fn parts_there(q: &Nvfp4Tensor, apart: bool) -> Nvfp4Tensor {
+    Nvfp4Tensor {
+        codes: there(&q.codes, apart),
+        scales: there(&q.scales, apart),
+        ..q.clone()
+    }
+}
+
+/// The same in managed memory; nothing, visibly, where there is none.
+fn parts_managed(q: &Nvfp4Tensor) -> Option<Nvfp4Tensor> {
+    if let Err(e) = transfer::check_managed(0) {
+        println!("SKIPPED managed memory: {e}");
+        return None;
+    }
+    let managed = |t: &Tensor| transfer::to_managed(t, 0, Some(0), true).unwrap();
+    Some(Nvfp4Tensor {
+        codes: managed(&q.codes),
+        scales: managed(&q.scales),
+        ..q.clone()
+    })
+}
+
+/// W4A4: against f64, against the processor, and the bits of the same product of host memory.
+#[test]
+fn products_of_two_tensors_stay_on_the_device() {
+    let Some(gpu) = gpu() else { return };
+    let (device, cpu) = (Device::Cuda(gpu.clone()), Device::cpu(Some(2)).unwrap());
+    let mut ws = Workspace::new();
+    let layouts = [ScaleLayout::Linear, ScaleLayout::Swizzled];
+    for (i, &(m, n, k)) in [
+        (1, 1, 16),
+        (3, 20, 48),
+        (17, 130, 64),
+        (129, 65, 80),
+        (40, 257, 576),
+        (130, 140, 320),
+    ]
+    .iter()
+    .enumerate()
+    {
+        let seed = 20_000 + 100 * i as u64;
+        let a = Quantized::new(&gpu, m, k, layouts[i % 2], seed);
+        let b = Quantized::new(&gpu, n, k, layouts[i / 2 % 2], seed + 50);
+        let want = scaled_product(&a, &b);
+        let (a, b) = (a.tensor(), b.tensor());
+        for dtype in RESULTS {
+            let what = format!("[{m}, {k}] x [{n}, {k}] in {}", dtype.name());
+            let on_host = tensors::scaled_mm(&device, &a, &b, dtype, &mut ws).unwrap();
+            let oracle = tensors::scaled_mm(&cpu, &a, &b, dtype, &mut ws).unwrap();
+            assert_rounded(&bytes(&oracle), dtype, &want, k, "the processor");
+            let mut places = vec![
+                (parts_there(&a, false), parts_there(&b, false)),
+                (parts_there(&a, true), parts_there(&b, false)),
+                (parts_there(&a, false), parts_there(&b, true)),
+            ];
+            if let (Some(a), Some(b)) = (parts_managed(&a), parts_managed(&b)) {
+                places.push((parts_there(&a, false), b));
+            }
+            for (a, b) in &places {
+                let out = tensors::scaled_mm(&device, a, b, dtype, &mut ws).unwrap();
+                assert_eq!(out.place(), Place::Cuda(0), "{what}");
+                assert_eq!((out.shape().sizes(), out.dtype()), (&[m, n][..], dtype));
+                assert_rounded(&bytes(&out), dtype, &want, k, &what);
+                assert_same(&bytes(&out), &bytes(&on_host), &what);
+            }
+        }
+    }
+}
+
+#[test]
+fn operands_of_a_product_that_do_not_go_together_are_refused() {
+    let Some(gpu) = gpu() else { return };
+    let device = Device::Cuda(gpu.clone());
+    let mut ws = Workspace::new();
+    let host = Quantized::new(&gpu, 20, 96, ScaleLayout::Linear, 1).tensor();
+    let on_gpu = parts_there(&host, false);
+    let mut refused = |a: &Nvfp4Tensor, b: &Nvfp4Tensor, dtype, kind, said: &[&str]| {
+        let e = tensors::scaled_mm(&device, a, b, dtype, &mut ws).unwrap_err();
+        assert_eq!(e.kind(), kind, "{e}");
+        for said in said {
+            assert!(e.message().contains(said), "'{said}' is not in '{e}'");
+        }
+    };
+    let (invalid, unsupported) = (ErrorKind::InvalidArgument, ErrorKind::Unsupported);
+    let both = ["the memory of cuda:0", "the memory of the host"];
+    refused(&on_gpu, &host, DType::F32, invalid, &both);
+    refused(&host, &on_gpu, DType::F32, invalid, &both);
+    let split = Nvfp4Tensor {
+        scales: host.scales.clone(),
+        ..on_gpu.clone()
+    };
+    refused(&on_gpu, &split, DType::F32, invalid, &both);
+    for dtype in [DType::F64, DType::I32] {
+        refused(&on_gpu, &on_gpu, dtype, unsupported, &[dtype.name()]);
+    }
+    let floats = Nvfp4Tensor {
+        codes: there(&Tensor::zeros(&[20, 48], DType::F16).unwrap(), false),
+        ..on_gpu.clone()
+    };
+    refused(&floats, &on_gpu, DType::F32, invalid, &["float16"]);
+    let other = Quantized::new(&gpu, 20, 112, ScaleLayout::Linear, 2).tensor();
+    let other = parts_there(&other, false);
+    refused(&on_gpu, &other, DType::F32, invalid, &["K must be equal"]);
+    // Another device than that of the tensors.
+    match cuda::count().unwrap() {
+        0 | 1 => println!("SKIPPED a second device: there is one"),
+        _ => {
+            let second = Device::cuda(1).unwrap();
+            let e = tensors::scaled_mm(&second, &on_gpu, &on_gpu, DType::F32, &mut ws);
+            let e = e.unwrap_err();
+            assert!(
+                e.kind() == invalid && e.message().contains("cuda:1 ("),
+                "{e}"
+            );
+            assert!(e.message().contains("the memory of cuda:0"), "{e}");
+            let far = transfer::copy(&on_gpu.codes, Some(1)).unwrap();
+            let far = Nvfp4Tensor {
+                codes: far,
+                ..on_gpu.clone()
+            };
+            let e = tensors::scaled_mm(&device, &on_gpu, &far, DType::F32, &mut ws);
+            assert!(e.unwrap_err().message().contains("the memory of cuda:1"));
+        }
+    }
+
+    // No rows give a result without any, where the operands are.
+    let none = Nvfp4Tensor {
+        codes: transfer::zeros(&[0, 48], DType::U8, Some(0)).unwrap(),
+        scales: transfer::zeros(&[0, 6], DType::U8, Some(0)).unwrap(),
+        ..on_gpu.clone()
+    };
+    for (a, b, sizes) in [(&none, &on_gpu, [0, 20]), (&on_gpu, &none, [20, 0])] {
+        let out = tensors::scaled_mm(&device, a, b, DType::BF16, &mut ws).unwrap();
+        assert_eq!(
+            (out.place(), out.shape().sizes()),
+            (Place::Cuda(0), &sizes[..])
+        );
+    }
+}
+
+/// Every byte at every place of a word and at the ends of rows, and padding that may be anything.
+#[test]
+fn scales_that_are_none_are_found() {
+    let Some(gpu) = gpu() else { return };
+    let mut ws = Workspace::new();
+    let device = Device::Cuda(gpu.clone());
+    for layout in [ScaleLayout::Linear, ScaleLayout::Swizzled] {
+        for (rows, blocks) in [(1, 1), (3, 5), (2, 8), (130, 6)] {
+            let place = |row: usize, block: usize| match layout {
+                ScaleLayout::Linear => row * blocks + block,
+                ScaleLayout::Swizzled => swizzle::offset(row, block, blocks),
+            };
+            let len = layout.len(rows, blocks).unwrap();
+            let mut good = vec![0xff; len];
+            for i in 0..rows * blocks {
+                good[place(i / blocks, i % blocks)] = (i % 0x7f) as u8;
+            }
+            let codes = poisoned(&gpu, rows * blocks * 8);
+            let look = |scales: &[u8]| {
+                let scales = super::upload(&gpu, scales);
+                let k = blocks * BLOCK;
+                let q = cuda::Operand::new(&codes, &scales, layout, rows, k, 1.0).unwrap();
+                ScaleCheck::start(&gpu, &[q, q]).unwrap().wait().unwrap()
+            };
+            assert!(look(&good));
+            let some = [0, 1, blocks - 1, rows * blocks / 2, rows * blocks - 1];
+            for i in some.map(|i| i.min(rows * blocks - 1)) {
+                let at = place(i / blocks, i % blocks);
+                for byte in 0..=0xffu8 {
+                    let mut bytes = good.clone();
+                    bytes[at] = byte;
+                    let what = format!("{layout:?} [{rows}, {blocks}], scale {i} is {byte:#04x}");
+                    assert_eq!(look(&bytes), byte < 0x7f, "{what}");
+                }
+            }
+
+            // Through products and weights, the error names the place.
+            let (row, block) = (rows - 1, blocks / 2);
+            let sizes = match layout {
+                ScaleLayout::Linear => vec![rows, blocks],
+                ScaleLayout::Swizzled => vec![len],
+            };
+            let tensor = |scales: &[u8]| Nvfp4Tensor {
+                codes: there(
+                    &Tensor::zeros(&[rows, blocks * 8], DType::U8).unwrap(),
+                    false,
+                ),
+                scales: there(&bytes_tensor(scales, &sizes, DType::F8E4M3), false),
+                global: 1.0,
+                layout,
+            };
+            let fine = tensor(&good);
+            for byte in [0x7f, 0x80, 0xff] {
+                let mut bytes = good.clone();
+                bytes[place(row, block)] = byte;
+                let bad = tensor(&bytes);
+                let mut errors = vec![tensors::weight(&device, &bad).unwrap_err()];
+                for (a, b) in [(&bad, &fine), (&fine, &bad)] {
+                    let product = tensors::scaled_mm(&device, a, b, DType::F16, &mut ws);
+                    errors.push(product.unwrap_err());
+                }
+                for e in errors {
+                    assert_eq!(e.kind(), ErrorKind::InvalidArgument);
+                    let said = format!("block {block} in row {row} has the byte {byte:#04x}");
+                    assert!(e.message().contains(&said), "{e}");
+                }
+            }
+        }
+    }
+}
+
+/// What a weight holds on the device.
+fn held(weight: &Linear) -> Vec<u8> {
+    let values = weight.matrix().unwrap().values();
+    let mut bytes = vec![0; values.bytes()];
+    values.read(0, &mut bytes).unwrap();
+    bytes
+}
+
+const DENSE: [DenseType; 3] = [DenseType::F32, DenseType::F16, DenseType::BF16];
+
+/// Weights of every kind from tensors of the device hold what they hold from host memory.
+#[test]
+fn weights_are_prepared_from_tensors_of_the_device() {
+    let Some(gpu) = gpu() else { return };
+    let device = Device::Cuda(gpu.clone());
+    let weights = memory::usage(Tag::DeviceWeights).current;
+    for (i, (n, k)) in [(1, 16), (8, 128), (37, 272), (131, 1040), (260, 64)]
+        .into_iter()
+        .enumerate()
+    {
+        for layout in [ScaleLayout::Linear, ScaleLayout::Swizzled] {
+            let q = Quantized::new(&gpu, n, k, layout, 300 + i as u64).tensor();
+            let mut places = vec![parts_there(&q, false), parts_there(&q, true)];
+            places.extend(parts_managed(&q));
+            for at in &places {
+                let what = format!("[{n}, {k}] {layout:?} in {}", at.codes.place());
+                let want = tensors::weight(&device, &q).unwrap();
+                let got = tensors::weight(&device, at).unwrap();
+                assert_eq!((got.rows(), got.cols()), (n, k));
+                assert_eq!(got.kind().name(), "nvfp4");
+                assert_same(&held(&got), &held(&want), &what);
+                for dense in DENSE {
+                    let backend = Backend::DequantMatmul;
+                    let want = tensors::weight_for(&device, &q, backend, dense).unwrap();
+                    let got = tensors::weight_for(&device, at, backend, dense).unwrap();
+                    assert_same(&held(&got), &held(&want), &format!("{what}, {dense:?}"));
+                }
+            }
+        }
+        for dtype in TYPES {
+            let values = values(400 + i as u64, n * k, dtype);
+            let host = Tensor::from_f32(&values, &[n, k], dtype).unwrap();
+            let want = tensors::dense_weight(&device, &host).unwrap();
+            for apart in [false, true] {
+                let got = tensors::dense_weight(&device, &there(&host, apart)).unwrap();
+                assert_same(&held(&got), &held(&want), dtype.name());
+            }
+            let turned = Shape::strided(&[k, n], &[1, k]).unwrap();
+            if n % BLOCK == 0 {
+                let got = there(&host, false).view(turned.clone(), 0).unwrap();
+                let got = tensors::dense_weight(&device, &got).unwrap();
+                let want = tensors::dense_weight(&device, &host.view(turned, 0).unwrap());
+                assert_same(&held(&got), &held(&want.unwrap()), "a transpose");
+            }
+        }
+    }
+    gpu.synchronize().unwrap();
+    assert_eq!(memory::usage(Tag::DeviceWeights).current, weights);
+}
+
+#[test]
+fn weights_that_cannot_be_held_are_refused() {
+    let Some(gpu) = gpu() else { return };
+    let (device, cpu) = (Device::Cuda(gpu.clone()), Device::cpu(Some(2)).unwrap());
+    for dtype in TYPES {
+        let mut values = vec![1f32; 700 * 2048];
+        values[650 * 2048 + 77] = f32::NAN;
+        values[660 * 2048] = f32::INFINITY;
+        let host = Tensor::from_f32(&values, &[700, 2048], dtype).unwrap();
+        for w in [host.clone(), there(&host, false), there(&host, true)] {
+            let e = tensors::dense_weight(&device, &w).unwrap_err();
+            assert_eq!(e.kind(), ErrorKind::InvalidArgument);
+            assert!(e.message().contains("row 650, column 77 is NaN"), "{e}");
+        }
+    }
+    // Values that float16 has no room for, wherever they come from; and a scale that is NaN.
+    let mut q = Quantized::new(&gpu, 4, 32, ScaleLayout::Linear, 3).tensor();
+    q.codes = bytes_tensor(&[0x77; 64], &[4, 16], DType::U8);
+    q.scales = bytes_tensor(&[0x38; 8], &[4, 2], DType::U8);
+    q.global = 20_000.0;
+    let decoded = |device: &Device, q: &Nvfp4Tensor, dense| {
+        tensors::weight_for(device, q, Backend::DequantMatmul, dense)
+    };
+    for at in [&q, &parts_there(&q, false)] {
+        let e = decoded(&device, at, DenseType::F16).unwrap_err();
+        assert!(e.message().contains("row 0, column 0"), "{e}");
+        decoded(&device, at, DenseType::BF16).unwrap();
+    }
+    assert!(decoded(&cpu, &q, DenseType::F16).is_err());
+    q.scales = bytes_tensor(&[0x38, 0x38, 0x38, 0x7f, 0, 0, 0, 0], &[4, 2], DType::U8);
+    for at in [&q, &parts_there(&q, false)] {
+        let e = decoded(&device, at, DenseType::F32).unwrap_err();
+        assert!(e.message().contains("row 1, column 16"), "{e}");
+    }
+
+    // What is not where it would have to be, or not of a type that there is.
+    let (here, at) = (q.clone(), parts_there(&q, false));
+    let split = Nvfp4Tensor {
+        scales: here.scales.clone(),
+        ..at.clone()
+    };
+    for backend in [Backend::Nvfp4Kernel, Backend::DequantMatmul] {
+        let e = tensors::weight_for(&device, &split, backend, DenseType::F32).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::InvalidArgument);
+        assert!(e.message().contains("the memory of the host"), "{e}");
+        assert!(e.message().contains("the memory of cuda:0"), "{e}");
+        let e = tensors::weight_for(&cpu, &at, backend, DenseType::F32).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Unsupported);
+    }
+    let f64s = there(&Tensor::zeros(&[4, 32], DType::F64).unwrap(), false);
+    let e = tensors::dense_weight(&device, &f64s).unwrap_err();
+    assert!(
+        e.kind() == ErrorKind::Unsupported && e.message().contains("float64"),
+        "{e}"
+    );
+    let nf4 = Nf4Tensor {
+        codes: at.codes.clone(),
+        absmax: there(&Tensor::zeros(&[2], DType::F32).unwrap(), false),
+        map: None,
+        block: 64,
+    };
+    let backend = Backend::DequantMatmul;
+    let e = tensors::nf4_weight_for(&device, &nf4, (4, 32), backend, DenseType::F32);
+    assert_eq!(e.unwrap_err().kind(), ErrorKind::Unsupported);
+}
+
+/// Rows of very different magnitudes, up to where the type ends, that f16 alone would not hold.
+fn activations(seed: u64, rows: usize, k: usize, dtype: DType) -> Vec<f32> {
+    let scales: &[f32] = match dtype {
+        DType::F16 => &[1.0, 3e4, 1e-3, 6e-8],
+        _ => &[1.0, 3e5, 1e30, 1e-3, 1e-30, 0.0],
+    };
+    super::normal(seed, rows * k)
+        .iter()
+        .enumerate()
+        .map(|(i, v)| in_type(v / 2.0 * scales[i / k % scales.len()], dtype))
+        .collect()
+}
+
+/// W4A16 and dense: the bits of the same product of host memory, which is near that of the processor.
+#[test]
+fn products_with_weights_stay_on_the_device() {
+    let Some(gpu) = gpu() else { return };
+    let (device, cpu) = (Device::Cuda(gpu.clone()), Device::cpu(Some(2)).unwrap());
+    let mut ws = Workspace::new();
+    let before = [Tag::DeviceTensor, Tag::DeviceScratch].map(|t| memory::usage(t).current);
+    for (i, &(m, n, k)) in [
+        (1, 33, 48),
+        (5, 130, 272),
+        (16, 40, 640),
+        (17, 72, 128),
+        (150, 65, 256),
+        (2100, 9, 32),
+        (1100, 16_400, 16),
+    ]
+    .iter()
+    .enumerate()
+    {
+        let q = Quantized::new(&gpu, n, k, ScaleLayout::Linear, 500 + i as u64).tensor();
+        let mut weights = vec![(
+            tensors::weight(&device, &q).unwrap(),
+            tensors::weight(&cpu, &q).unwrap(),
+        )];
+        for dense in DENSE {
+            let make = |device| tensors::weight_for(device, &q, Backend::DequantMatmul, dense);
+            weights.push((make(&device).unwrap(), make(&cpu).unwrap()));
+        }
+        if m > 1000 {
+            weights.truncate(1);
+        }
+        for dtype in TYPES {
+            if m > 1000 && dtype != DType::F32 {
+                continue;
+            }
+            let x = activations(600 + i as u64, m, k, dtype);
+            let host = Tensor::from_f32(&x, &[m, k], dtype).unwrap();
+            let xs = [there(&host, false), there(&host, true)];
+            for (on_gpu, on_cpu) in &weights {
+                let what = format!(
+                    "{} [{m}, {k}] x {} [{n}, {k}]",
+                    dtype.name(),
+                    on_gpu.kind().name()
+                );
+                let mut product = |device, x: &Tensor, w, out| {
+                    tensors::linear(device, x, w, Activations::Exact, out, &mut ws).unwrap()
+                };
+                for out in RESULTS {
+                    let want = bytes(&product(&device, &host, on_gpu, out));
+                    for x in &xs {
+                        let got = product(&device, x, on_gpu, out);
+                        assert_eq!(got.place(), Place::Cuda(0), "{what}");
+                        assert_eq!((got.shape().sizes(), got.dtype()), (&[m, n][..], out));
+                        let what = format!("{what} in {}", out.name());
+                        assert_same(&bytes(&got), &want, &what);
+                    }
+                }
+                let mut got = vec![0f32; m * n];
+                let on_device = product(&device, &xs[0], on_gpu, DType::F32);
+                transfer::copy_as_f32(&on_device, &mut got).unwrap();
+                let oracle = product(&cpu, &host, on_cpu, DType::F32).to_f32().unwrap();
+                // By rows, as one of them would hide the others.
+                for (row, (got, want)) in got.chunks(n).zip(oracle.chunks(n)).enumerate() {
+                    let want: Vec<f64> = want.iter().map(|&v| f64::from(v)).collect();
+                    if n >= 33 && want.iter().any(|&v| v != 0.0) {
+                        let bar = match on_gpu.kind().name() {
+                            "bf16" => 8e-3,
+                            _ => 1.5e-3,
+                        };
+                        assert_close(got, &want, bar, &format!("{what}, row {row}"));
+                    }
+                }
+            }
+        }
+    }
+    gpu.synchronize().unwrap();
+    let after = [Tag::DeviceTensor, Tag::DeviceScratch].map(|t| memory::usage(t).current);
+    assert_eq!(after, before);
+}
+
+/// Inputs of several dimensions, of uneven strides, of none, in managed memory; and what is refused.
+#[test]
+fn inputs_of_a_product_are_followed_or_refused() {
+    let Some(gpu) = gpu() else { return };
+    let (device, cpu) = (Device::Cuda(gpu.clone()), Device::cpu(Some(2)).unwrap());
+    let mut ws = Workspace::new();
+    let q = Quantized::new(&gpu, 40, 64, ScaleLayout::Swizzled, 7).tensor();
+    let weight = tensors::weight(&device, &q).unwrap();
+    let mut product = |device: &Device, x: &Tensor, dtype| {
+        tensors::linear(device, x, &weight, Activations::Exact, dtype, &mut ws)
+    };
+    let host = Tensor::from_f32(&values(8, 96 * 208, DType::BF16), &[96, 208], DType::BF16);
+    let host = host.unwrap();
+    let whole = there(&host, false);
+    for (sizes, strides, offset) in [
+        (vec![64], vec![1], 8),
+        (vec![64], vec![2], 3),
+        (vec![32, 3, 64], vec![624, 208, 1], 0),
+        (vec![6, 5, 64], vec![208 * 7, 208, 1], 8),
+        (vec![200, 64], vec![1, 208], 0),
+        (vec![4, 64], vec![0, 1], 1),
+        (vec![2, 0, 64], vec![1, 1, 1], 0),
+    ] {
+        let shape = Shape::strided(&sizes, &strides).unwrap();
+        let want = product(
+            &device,
+            &host.view(shape.clone(), offset).unwrap(),
+            DType::F16,
+        );
+        let got = product(&device, &whole.view(shape, offset).unwrap(), DType::F16).unwrap();
+        assert_eq!(got.place(), Place::Cuda(0));
+        let want = want.unwrap();
+        assert_eq!(got.shape().sizes(), want.shape().sizes());
+        assert_same(
+            &bytes(&got),
+            &bytes(&want),
+            &format!("{sizes:?} {strides:?}"),
+        );
+    }
+    let some = host
+        .view(Shape::strided(&[5, 64], &[208, 1]).unwrap(), 0)
+        .unwrap();
+    if transfer::check_managed(0).is_ok() {
+        let managed = transfer::to_managed(&some, 0, None, false).unwrap();
+        let want = product(&device, &some, DType::F32).unwrap();
+        let got = product(&device, &managed, DType::F32).unwrap();
+        assert_eq!(got.place(), Place::Cuda(0));
+        assert_same(&bytes(&got), &bytes(&want), "of managed memory");
+    } else {
+        println!("SKIPPED a product of managed memory: there is none");
+    }
+    // Values that are no numbers make their own row so, and no other.
+    let mut odd = vec![1f32; 3 * 64];
+    (odd[64], odd[2 * 64]) = (f32::NAN, f32::INFINITY);
+    let odd = Tensor::from_f32(&odd, &[3, 64], DType::F32).unwrap();
+    let mut out = vec![0f32; 3 * 40];
+    let got = product(&device, &there(&odd, false), DType::F32).unwrap();
+    transfer::copy_as_f32(&got, &mut out).unwrap();
+    assert!(out[..40].iter().all(|v| v.is_finite()));
+    assert!(out[40..].iter().any(|v| !v.is_finite()));
+
+    let some = there(&some, false);
+    let mut refused = |device: &Device, x: &Tensor, dtype, kind, said: &[&str]| {
+        let e = product(device, x, dtype).unwrap_err();
+        assert_eq!(e.kind(), kind, "{e}");
+        for said in said {
+            assert!(e.message().contains(said), "'{said}' is not in '{e}'");
+        }
+    };
+    let (invalid, unsupported) = (ErrorKind::InvalidArgument, ErrorKind::Unsupported);
+    let typed = |sizes: &[usize], dtype| there(&Tensor::zeros(sizes, dtype).unwrap(), false);
+    refused(
+        &device,
+        &typed(&[2, 64], DType::I32),
+        DType::F32,
+        invalid,
+        &["int32"],
+    );
+    let f64s = typed(&[2, 64], DType::F64);
+    refused(&device, &f64s, DType::F32, unsupported, &["float64"]);
+    refused(&device, &some, DType::F64, unsupported, &["float64"]);
+    let wide = typed(&[2, 80], DType::F16);
+    refused(&device, &wide, DType::F16, invalid, &["K = 80"]);
+    let both = ["the memory of cuda:0", "cpu ("];
+    refused(&cpu, &some, DType::F32, invalid, &both);
+    let e = tensors::linear(
+        &device,
+        &some,
+        &weight,
+        Activations::Int8,
+        DType::F32,
+        &mut Workspace::new(),
+    );
+    assert_eq!(e.unwrap_err().kind(), unsupported);
+    let on_cpu = tensors::weight(&cpu, &q).unwrap();
+    let mut ws = Workspace::new();
+    let e = tensors::linear(
+        &device,
+        &some,
+        &on_cpu,
+        Activations::Exact,
+        DType::F32,
+        &mut ws,
+    );
+    assert_eq!(e.unwrap_err().kind(), invalid);
+}
+
+/// Rows on their way in and out, into poisoned outputs that are longer than needed.
+#[test]
+fn rows_are_halved_and_scaled_within_their_outputs() {
+    let Some(gpu) = gpu() else { return };
+    for (rows, k) in [(1, 16), (7, 48), (3, 4112)] {
+        for dtype in TYPES {
+            let x = activations(40, rows + 2, k, dtype);
+            let host = Tensor::from_f32(&x, &[rows + 2, k], dtype).unwrap();
+            let x = &x[k..(rows + 1) * k];
+            let input = there(&host, true);
+            let input = FloatRows::new(&gpu, &input).unwrap();
+            let (halves, factors) = (poisoned(&gpu, rows * k * 2), poisoned(&gpu, rows * 4));
+            input.halves(1, rows, &halves, &factors).unwrap();
+            assert!(input.halves(3, rows, &halves, &factors).is_err());
+            let mut back = vec![0f32; rows * k];
+            let bytes = written(&halves, rows * k * 2, "halves");
+            DType::F16.to_f32(&bytes, &mut back).unwrap();
+            let mut powers = vec![0f32; rows];
+            let bytes = written(&factors, rows * 4, "factors");
+            DType::F32.to_f32(&bytes, &mut powers).unwrap();
+            for (i, (&got, &want)) in back.iter().zip(x).enumerate() {
+                let got = got * powers[i / k];
+                // Half of the last place of a half, or of the smallest one there is, after the row's division.
+                let bar = (want.abs() / 2048.0).max(powers[i / k] * 2f32.powi(-25));
+                assert!(
+                    (got - want).abs() <= bar,
+                    "{dtype:?}: {want:e} became {got:e}"
+                );
+                assert!(
+                    dtype != DType::F16 || got == want,
+                    "{want:e} became {got:e}"
+                );
+            }
+            for power in powers {
+                assert_eq!(
+                    power.to_bits() & 0x807f_ffff,
+                    0,
+                    "{power:e} is no power of two"
+                );
+            }
+        }
+    }
+    for (rows, n) in [(1, 1), (5, 33), (3, 700)] {
+        let y = super::normal(50, rows * n);
+        let factors: Vec<f32> = (0..rows).map(|i| 2f32.powi(i as i32 * 5 - 4)).collect();
+        let (device_y, device_factors) = (super::upload(&gpu, &y), super::upload(&gpu, &factors));
+        let scaled: Vec<f32> = y
+            .iter()
+            .enumerate()
+            .map(|(i, v)| v * factors[i / n])
+            .collect();
+        for dtype in TYPES {
+            let out = poisoned(&gpu, (2 + rows) * n * dtype.bytes());
+            cuda::scaled_rows(&device_y, &device_factors, (rows, n), dtype, &out, 2).unwrap();
+            let got = written(&out, (2 + rows) * n * dtype.bytes(), "rows");
+            let (before, got) = got.split_at(2 * n * dtype.bytes());
+            assert!(before.iter().all(|&b| b == POISON));
+            let mut want = vec![0; got.len()];
+            dtype.from_f32(&scaled, &mut want).unwrap();
+            assert_same(got, &want, dtype.name());
+        }
+    }
+}
+
+/// Products see what the host program enqueued before the call, and what it enqueues after the call comes after them.
+#[test]
+fn products_keep_the_order_of_the_default_stream() {
+    let Some(gpu) = gpu() else { return };
+    gpu.synchronize().unwrap();
+    let device = Device::Cuda(gpu.clone());
+    let mut ws = Workspace::new();
+    let (m, n, k) = (2048, 4096, 4096);
+    let (floats, codes) = (Foreign::new(m * k * 4), Foreign::new(n * k / 2));
+    let lend = |foreign: &Foreign, sizes: &[usize], dtype| {
+        let shape = Shape::contiguous(sizes).unwrap();
+        // SAFETY: the memory outlives the tensor.
+        unsafe { transfer::lent(0, foreign.address, shape, dtype, None) }.unwrap()
+    };
+    let x = lend(&floats, &[m, k], DType::F32);
+    let scales = bytes_tensor(&vec![0x38; n * k / 16], &[n, k / 16], DType::U8);
+    let q = Nvfp4Tensor {
+        codes: lend(&codes, &[n, k / 2], DType::U8),
+        scales: there(&scales, false),
+        global: 1.0,
+        layout: ScaleLayout::Linear,
+    };
+    let rows = q
+        .codes
+        .view(Shape::contiguous(&[64, k / 2]).unwrap(), 0)
+        .unwrap();
+    let scale_rows = q
+        .scales
+        .view(Shape::contiguous(&[64, k / 16]).unwrap(), 0)
+        .unwrap();
+    let a = Nvfp4Tensor {
+        codes: rows,
+        scales: scale_rows,
+        ..q.clone()
+    };
+    for round in 0..3 {
+        // Codes of 1, and then of 6: a weight and a product have the former, though neither has been waited for.
+        for _ in 0..20 {
+            codes.fill(0);
+        }
+        codes.fill(0x2222_2222);
+        let weight = tensors::weight(&device, &q).unwrap();
+        let product = tensors::scaled_mm(&device, &a, &q, DType::F32, &mut ws).unwrap();
+        codes.fill(0x7777_7777);
+        for _ in 0..20 {
+            floats.fill(0);
+        }
+        floats.fill(0.5f32.to_bits());
+        let mut multiply = || {
+            tensors::linear(
+                &device,
+                &x,
+                &weight,
+                Activations::Exact,
+                DType::F32,
+                &mut ws,
+            )
+            .unwrap()
+        };
+        let early = multiply();
+        drop(multiply());
+        let late = multiply();
+        floats.fill((-1f32).to_bits());
+        for (t, want) in [
+            (&product, k as f32),
+            (&early, k as f32 / 2.0),
+            (&late, k as f32 / 2.0),
+        ] {
+            let mut values = vec![0f32; t.shape().elements()];
+            transfer::copy_as_f32(t, &mut values).unwrap();
+            assert!(values.iter().all(|&v| v == want), "round {round}: {want}");
         }
     }
 }

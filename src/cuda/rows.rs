@@ -1,0 +1,120 @@
+//! Rows of activations in a tensor of the device, as products take them, and products as their callers want them: the same that
+//! the host does with rows in its memory.
+
+use std::sync::Arc;
+
+use super::gpu::{Gpu, int};
+use super::launch::Launch;
+use super::memory::DeviceBuffer;
+use super::nvrtc::Unit;
+use super::tensor::{Rows, rows, suffix};
+use crate::base::Result;
+use crate::base::error::bail;
+use crate::tensor::{DType, Tensor};
+
+/// What the kernels of this file are passed, by the start of their names.
+pub(super) const ARGUMENTS: &[(&str, usize)] = &[
+    ("linear_halves", size_of::<HalvesArguments>()),
+    ("linear_result", size_of::<ResultArguments>()),
+];
+
+const THREADS: u32 = 256;
+/// Rows of a launch, which are a grid's second dimension.
+const ROWS: usize = 65_535;
+
+#[repr(C)]
+struct HalvesArguments {
+    x: u64,
+    halves: u64,
+    factors: u64,
+    stride: u64,
+    k: i32,
+}
+
+#[repr(C)]
+struct ResultArguments {
+    y: u64,
+    factors: u64,
+    out: u64,
+    n: i32,
+}
+
+/// The rows of a tensor `[.., K]` of float16, bfloat16 or float32 and any strides, on a device.
+pub struct FloatRows<'a> {
+    gpu: &'a Arc<Gpu>,
+    tensor: &'a Tensor,
+    rows: Rows,
+    kernel: String,
+}
+
+impl<'a> FloatRows<'a> {
+    /// Those of a tensor on `gpu`. K must be a multiple of 8.
+    pub fn new(gpu: &'a Arc<Gpu>, tensor: &'a Tensor) -> Result<FloatRows<'a>> {
+        let kernel = format!("linear_halves_{}", suffix(tensor.dtype())?);
+        let k = tensor.shape().matrix().1;
+        if !k.is_multiple_of(8) {
+            bail!(Unsupported, "rows of {k}; they must be multiples of 8");
+        }
+        Ok(FloatRows {
+            gpu,
+            tensor,
+            rows: rows(gpu, tensor, 16)?,
+            kernel,
+        })
+    }
+
+    /// Enqueues `count` of the rows from `first` on as f16 to `halves` `[count, K]`, each divided by a power of two that brings its
+    /// largest magnitude near the top of f16, and those powers as f32 to `factors`. What f16 can hold comes through unchanged.
+    pub fn halves(
+        &self,
+        first: usize,
+        count: usize,
+        halves: &DeviceBuffer,
+        factors: &DeviceBuffer,
+    ) -> Result<()> {
+        let (height, k) = self.tensor.shape().matrix();
+        if first.checked_add(count).is_none_or(|end| end > height) || count > ROWS {
+            bail!(Internal, "{count} rows from {first} on, of {height}");
+        }
+        halves.holds("activations", &[count, k, 2])?;
+        factors.holds("factors", &[count, 4])?;
+        let arguments = HalvesArguments {
+            x: self.rows.address + (first * self.rows.stride) as u64,
+            halves: halves.address(),
+            factors: factors.address(),
+            stride: self.rows.stride as u64,
+            k: int("K", k)?,
+        };
+        let launch = Launch::new([count as u32, 1, 1], THREADS);
+        // SAFETY: the struct is the kernel's; the tensor has the rows, and the outputs have room for them.
+        unsafe { launch.run(self.gpu, Unit::LinearRows, &self.kernel, &arguments) }
+    }
+}
+
+/// Enqueues f32 `y` `[rows, n]`, each row times its factor, as `dtype` (float16, bfloat16 or float32) to the rows of `out` `[.., n]`
+/// from `first` on.
+pub fn scaled_rows(
+    y: &DeviceBuffer,
+    factors: &DeviceBuffer,
+    (rows, n): (usize, usize),
+    dtype: DType,
+    out: &DeviceBuffer,
+    first: usize,
+) -> Result<()> {
+    y.holds("a product", &[rows, n, 4])?;
+    factors.holds("factors", &[rows, 4])?;
+    out.holds("rows", &[first.saturating_add(rows), n, dtype.bytes()])?;
+    if rows > ROWS {
+        bail!(Internal, "{rows} rows at once");
+    }
+    let arguments = ResultArguments {
+        y: y.address(),
+        factors: factors.address(),
+        out: out.address() + (first * n * dtype.bytes()) as u64,
+        n: int("output features", n)?,
+    };
+    let name = format!("linear_result_{}", suffix(dtype)?);
+    let launch = Launch::new([(n as u32).div_ceil(THREADS), rows as u32, 1], THREADS);
+    // SAFETY: the struct is the kernel's; sizes were checked.
+    unsafe { launch.run(y.gpu(), Unit::LinearRows, &name, &arguments) }
+}

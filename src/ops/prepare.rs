@@ -1,0 +1,83 @@
+//! Weights prepared on a GPU from tensors in its memory, without a way through the host: the checks are those of weights that
+//! come from there.
+
+use std::sync::Arc;
+
+use super::linear::{DenseType, Linear, check_finite};
+use super::scaled_mm::Operand;
+use super::tensors::Nvfp4Tensor;
+use super::transfer::in_order;
+use crate::base::error::{Result, bail};
+use crate::base::memory::{Buffer, Tag};
+use crate::base::size::product;
+use crate::cuda::{self, DeviceBuffer, Gpu, Matrix};
+use crate::format::swizzle::ScaleLayout;
+use crate::tensor::Tensor;
+
+/// The NVFP4 weight `w` `[N, K]`, held in its codes.
+pub(super) fn nvfp4(gpu: &Arc<Gpu>, w: &Nvfp4Tensor) -> Result<Linear> {
+    in_order(gpu, || {
+        let operand = Operand::of(gpu, w)?;
+        let matrix = Operand::with_checked(gpu, [&operand], |[w]| Matrix::from_operand(&w))?;
+        Ok(Linear::on_gpu(matrix))
+    })
+}
+
+/// The NVFP4 weight `w` `[N, K]`, decoded to values of `dense`.
+pub(super) fn decoded(gpu: &Arc<Gpu>, w: &Nvfp4Tensor, dense: DenseType) -> Result<Linear> {
+    let (rows, cols) = w.dims()?;
+    let dtype = dense.dtype();
+    in_order(gpu, || {
+        let bytes = product("a weight", &[rows, cols, dtype.bytes()])?;
+        let values = DeviceBuffer::uninit(gpu, Tag::DeviceWeights, bytes)?;
+        let swizzled = w.layout == ScaleLayout::Swizzled;
+        cuda::dequantize(gpu, &w.codes, &w.scales, swizzled, w.global, dtype, &values)?;
+        of_values((rows, cols), dense, values)
+    })
+}
+
+/// The dense weight `w` `[N, K]`, of the type `dense`.
+pub(super) fn dense(gpu: &Arc<Gpu>, w: &Tensor, dense: DenseType) -> Result<Linear> {
+    if w.dtype() != dense.dtype() {
+        bail!(
+            Unsupported,
+            "a {} weight on a GPU; it takes float16, bfloat16 and float32",
+            w.dtype().name()
+        );
+    }
+    in_order(gpu, || {
+        let values = cuda::contiguous(gpu, Tag::DeviceWeights, w)?;
+        of_values(w.shape().matrix(), dense, values)
+    })
+}
+
+/// A weight over values that are in its memory already, once they are known to be finite.
+fn of_values(
+    (rows, cols): (usize, usize),
+    dense: DenseType,
+    values: DeviceBuffer,
+) -> Result<Linear> {
+    let matrix = Matrix::from_values(rows, cols, dense.storage(), values)?;
+    if !cuda::is_finite(matrix.values(), (rows, cols), dense.dtype())? {
+        find_infinite(&matrix, dense)?;
+    }
+    Ok(Linear::on_gpu(matrix))
+}
+
+/// The error of the first value that is not finite.
+fn find_infinite(matrix: &Matrix, dense: DenseType) -> Result<()> {
+    /// Values looked at together.
+    const AT_ONCE: usize = 1 << 20;
+    let (rows, cols, element) = (matrix.rows(), matrix.cols(), dense.dtype().bytes());
+    let step = (AT_ONCE / cols).max(1);
+    let mut bytes = Buffer::<u8>::zeroed(Tag::Scratch, step.min(rows) * cols * element)?;
+    let mut values = Buffer::<f32>::zeroed(Tag::Scratch, step.min(rows) * cols)?;
+    for first in (0..rows).step_by(step) {
+        let count = step.min(rows - first) * cols;
+        let (bytes, values) = (&mut bytes[..count * element], &mut values[..count]);
+        matrix.values().read(first * cols * element, bytes)?;
+        dense.dtype().to_f32(bytes, values)?;
+        check_finite(values, first, cols, dense)?;
+    }
+    Ok(())
+}
