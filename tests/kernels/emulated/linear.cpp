@@ -71,21 +71,33 @@ struct Weight {
     static constexpr float GLOBAL = 1e-3f;
 
     Weight(int rows, int k) : rows(rows), k(k), chunks((size_t)ceil_div(rows, CHUNK_ROWS) * ceil_div(k, CHUNK_K) * CHUNK_BYTES) {
-        Memory codes((size_t)rows * k / 2), scales((size_t)rows * k / BLOCK);
+        // Swizzled scales as src/format/swizzle.rs has them; what pads them is NaN.
+        int swizzled = random_bits() % 2, blocks = k / BLOCK;
+        auto place = [&](int row, int block) {
+            if (!swizzled) return (size_t)row * blocks + block;
+            return ((size_t)row / 128 * ceil_div(blocks, 4) + block / 4) * 512 + row % 32 * 16 + row % 128 / 32 * 4 + block % 4;
+        };
+        Memory codes((size_t)rows * k / 2), scales(swizzled ? (size_t)ceil_div(rows, 128) * ceil_div(blocks, 4) * 512 : (size_t)rows * blocks);
+        memset(scales.data(), 0xff, scales.bytes);
         for (size_t i = 0; i < codes.bytes; i++) codes.data()[i] = (u8)random_bits();
         // Any scale that there is, ends and middle more often.
         u8 some[] = {0x00, 0x01, 0x7e, 0x38};
-        for (size_t i = 0; i < scales.bytes; i++) scales.data()[i] = random_bits() % 4 ? (u8)(0x30 + random_bits() % 16) : some[random_bits() % 4];
         for (int r = 0; r < rows; r++) {
+            for (int b = 0; b < blocks; b++) scales.data()[place(r, b)] = random_bits() % 4 ? (u8)(0x30 + random_bits() % 16) : some[random_bits() % 4];
             for (int c = 0; c < k; c++) {
                 u8 byte = codes.data()[((size_t)r * k + c) / 2];
-                values.push_back(e2m1(c % 2 ? byte >> 4 : byte) * ue4m3(scales.data()[((size_t)r * k + c) / BLOCK]));
+                values.push_back(e2m1(c % 2 ? byte >> 4 : byte) * ue4m3(scales.data()[place(r, c / BLOCK)]));
             }
             bias.push_back((float)(random_bits() % 1000) * 1e-3f - 0.5f);
         }
-        pack::Arguments a = {codes.data(), scales.data(), chunks.data(), rows, k};
+        // In two parts, the first of whole chunks.
         unsigned words = ceil_div(k, CHUNK_K) * pack::WORDS;
-        launch(ceil_div(words, pack::THREADS), ceil_div(rows, CHUNK_ROWS), 1, pack::THREADS, [&] { pack::linear_pack(a); });
+        int half = rows / 2 / CHUNK_ROWS * CHUNK_ROWS;
+        for (int first : {0, half}) {
+            int some_rows = first == 0 && half > 0 ? half : rows - first;
+            pack::Arguments a = {codes.data(), scales.data(), chunks.data() + (size_t)first / CHUNK_ROWS * ceil_div(k, CHUNK_K) * CHUNK_BYTES, first, some_rows, k, swizzled};
+            launch(ceil_div(words, pack::THREADS), ceil_div(some_rows, CHUNK_ROWS), 1, pack::THREADS, [&] { pack::linear_pack(a); });
+        }
         chunks.check("packing");
 
         Memory dense((size_t)rows * k * 2);
