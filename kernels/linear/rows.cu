@@ -1,8 +1,6 @@
 // Rows of activations on their way into a product, and of the product on its way out: to f16, each row divided by a power of
 // two that brings its largest magnitude near the top of f16, and back.
-#include "common/ptx.cuh"
-
-enum Type { F32, F16, BF16 };
+#include "common/values.cuh"
 
 constexpr int THREADS = 256;
 constexpr int AT_ONCE = 8;  // values of a thread
@@ -22,20 +20,8 @@ struct HalvesArguments {
 
 template <Type T>
 __device__ __forceinline__ void load(const u8* row, int i, float (&x)[AT_ONCE]) {
-    constexpr int WORDS = T == F32 ? AT_ONCE : AT_ONCE / 2;
-    const uint4* from = (const uint4*)row + (size_t)i * (WORDS / 4);
-    u32 words[WORDS];
-#pragma unroll
-    for (int j = 0; j < WORDS / 4; j++) {
-        uint4 v = from[j];
-        words[4 * j] = v.x, words[4 * j + 1] = v.y, words[4 * j + 2] = v.z, words[4 * j + 3] = v.w;
-    }
-#pragma unroll
-    for (int j = 0; j < AT_ONCE; j++) {
-        if (T == F32) x[j] = __uint_as_float(words[j % WORDS]);
-        if (T == F16) x[j] = f16_to_float((u16)(words[j / 2] >> j % 2 * 16));
-        if (T == BF16) x[j] = bf16_to_float((u16)(words[j / 2] >> j % 2 * 16));
-    }
+    constexpr int PIECES = (T == F32 ? 4 : 2) * AT_ONCE / 16;
+    load_values<T>((const uint4*)row + (size_t)i * PIECES, x);
 }
 
 __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float((u32)(BIAS + exponent) << 23); }

@@ -1,7 +1,5 @@
 // The largest magnitude of a matrix. The order in which parts are compared does not matter, so the result is always the same.
-#include "common/ptx.cuh"
-
-enum Type { F32, F16, BF16 };
+#include "common/values.cuh"
 
 struct Arguments {
     const u8* input;    // rows of row_vectors x 16 bytes

@@ -1,10 +1,9 @@
 // A block of 16 values on its way to NVFP4: what all kernels of this folder that quantize share.
 #pragma once
-#include "common/ptx.cuh"
+#include "common/values.cuh"
 #include "format/encode.cuh"
 #include "format/swizzle.cuh"
 
-enum Type { F32, F16, BF16 };
 enum Rounding { NEAREST_EVEN, HALF_AWAY, STOCHASTIC };
 enum Recipe { AMAX, FOUR_OVER_SIX, SWEEP };
 
@@ -76,23 +75,6 @@ __device__ __forceinline__ float global_scale(const Arguments& a) {
     u32 bits = *a.amax;
     if (a.report && blockIdx.x == 0 && threadIdx.x == 0) a.report->amax = bits;
     return bits ? fmaxf(__uint_as_float(bits) / a.largest, SMALLEST_NORMAL) : 1;
-}
-
-template <Type T>
-__device__ __forceinline__ void load(const uint4* from, float (&x)[BLOCK]) {
-    constexpr int WORDS = T == F32 ? BLOCK : BLOCK / 2;
-    u32 words[WORDS];
-#pragma unroll
-    for (int i = 0; i < WORDS / 4; i++) {
-        uint4 v = from[i];
-        words[4 * i] = v.x, words[4 * i + 1] = v.y, words[4 * i + 2] = v.z, words[4 * i + 3] = v.w;
-    }
-#pragma unroll
-    for (int i = 0; i < BLOCK; i++) {
-        if (T == F32) x[i] = __uint_as_float(words[i % WORDS]);
-        if (T == F16) x[i] = f16_to_float((u16)(words[i / 2] >> i % 2 * 16));
-        if (T == BF16) x[i] = bf16_to_float((u16)(words[i / 2] >> i % 2 * 16));
-    }
 }
 
 __device__ __forceinline__ float largest_magnitude(const float (&x)[BLOCK]) {

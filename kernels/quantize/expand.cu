@@ -1,10 +1,8 @@
 // NVFP4 to values: code times (scale times global scale), each product rounded to f32, then to the type of the output. The
 // bits are those of src/format.
-#include "common/ptx.cuh"
+#include "common/values.cuh"
 #include "format/nvfp4.cuh"
 #include "format/swizzle.cuh"
-
-enum Type { F32, F16, BF16 };
 
 struct Arguments {
     const u8* codes;    // rows of 8 row_blocks bytes

@@ -9,7 +9,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_f32(const __grid_
     Block block(a, 4);
     if (block.index >= a.blocks) return;
     float x[BLOCK];
-    load<F32>(block.input, x);
+    load_values<F32>(block.input, x);
     float global = global_scale(a);
     float amax = largest_magnitude(x);
     if (!is_finite(amax)) amax = saturated(a, x, global);

@@ -56,7 +56,7 @@ __device__ __forceinline__ void quantize_search(const Arguments& a) {
     Block block(a, T == F32 ? 4 : 2);
     if (block.index >= a.blocks) return;
     float x[BLOCK];
-    load<T>(block.input, x);
+    load_values<T>(block.input, x);
     float global = global_scale(a);
     float amax = largest_magnitude(x);
     if (!is_finite(amax)) amax = saturated(a, x, global);

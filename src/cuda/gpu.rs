@@ -591,6 +591,12 @@ impl Gpu {
         self.loaded_blas().ok()
     }
 
+    /// The library for large products, of whoever cannot do without.
+    pub(super) fn need_blas(&self) -> Result<&Blas> {
+        self.loaded_blas()
+            .map_err(|e| err!(Unsupported, "{}", e.message()))
+    }
+
     /// Why there is no library for large products.
     pub fn blas_unavailable(&self) -> Option<String> {
         self.loaded_blas().err().map(|e| e.message().to_owned())

@@ -25,9 +25,11 @@ pub const MLP_SCALE: f32 = 16.0;
 pub const SMALL: usize = 16;
 /// Rows of activations that need no scratch memory.
 const FEW: usize = 4;
-/// Bytes of activations beyond which the fused kernel, whose blocks each hold all of them, is slower than the tiled one.
+/// Bytes of activations beyond which the fused kernel, whose blocks each hold all of them, gives way to the tiled one: 8 rows of
+/// 9,728 took it 12.3 us on an H200, and the tiled one 10.6.
 const FUSED_BYTES: usize = 128 << 10;
-/// Rows of activations up to which the tiled kernel is faster than the library.
+/// Rows of activations that the tiled kernel takes where there is the library, too. It was measured against the library's way for
+/// a step of 64 rows only, in earlier forms, and was faster: 8,440 and 8,912 tokens a second of Qwen3-4B to 8,064.
 pub const TILED: usize = 128;
 
 /// What the kernels of this file are passed, by the start of their names.

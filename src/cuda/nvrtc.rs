@@ -22,6 +22,10 @@ const HEADERS: &[(&str, &str)] = &[
         include_str!("../../kernels/common/reduce.cuh"),
     ),
     (
+        "common/values.cuh",
+        include_str!("../../kernels/common/values.cuh"),
+    ),
+    (
         "common/ring.cuh",
         include_str!("../../kernels/common/ring.cuh"),
     ),

@@ -346,13 +346,7 @@ fn by_library(
     store: Store,
     out: &DeviceBuffer,
 ) -> Result<()> {
-    let Some(blas) = gpu.blas() else {
-        bail!(
-            Unsupported,
-            "{}",
-            gpu.blas_unavailable().unwrap_or_default()
-        );
-    };
+    let blas = gpu.need_blas()?;
     let Some(factor) = library_factor(a.global, b.global) else {
         bail!(
             Unsupported,
@@ -419,13 +413,7 @@ pub fn dense_mm(
     dtype: DType,
     out: &DeviceBuffer,
 ) -> Result<()> {
-    let Some(blas) = gpu.blas() else {
-        bail!(
-            Unsupported,
-            "{}",
-            gpu.blas_unavailable().unwrap_or_default()
-        );
-    };
+    let blas = gpu.need_blas()?;
     for (what, matrix, sizes) in [
         ("a", a, [m, k, 2]),
         ("b", b, [n, k, 2]),

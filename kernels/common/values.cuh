@@ -1,0 +1,24 @@
+// Values of the types that tensors come in, read 16 bytes at a time.
+#pragma once
+#include "common/ptx.cuh"
+
+enum Type { F32, F16, BF16 };
+
+// N values from an aligned address on, as floats.
+template <Type T, int N>
+__device__ __forceinline__ void load_values(const uint4* from, float (&x)[N]) {
+    constexpr int WORDS = T == F32 ? N : N / 2;
+    static_assert(WORDS % 4 == 0, "whole pieces of 16 bytes");
+    u32 words[WORDS];
+#pragma unroll
+    for (int i = 0; i < WORDS / 4; i++) {
+        uint4 v = from[i];
+        words[4 * i] = v.x, words[4 * i + 1] = v.y, words[4 * i + 2] = v.z, words[4 * i + 3] = v.w;
+    }
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        if (T == F32) x[i] = __uint_as_float(words[i % WORDS]);
+        if (T == F16) x[i] = f16_to_float((u16)(words[i / 2] >> i % 2 * 16));
+        if (T == BF16) x[i] = bf16_to_float((u16)(words[i / 2] >> i % 2 * 16));
+    }
+}
