@@ -7,9 +7,9 @@ use cudarc::driver::result;
 
 use super::gpu::{Gpu, check};
 use super::graph;
-use crate::base::error::{bail, err};
+use super::tensor::Span;
+use crate::base::error::err;
 use crate::base::memory::{Claim, Tag};
-use crate::base::size::product;
 use crate::base::{Error, ErrorKind, Result};
 
 /// Device memory. Freed in stream order: work enqueued before may still use it.
@@ -83,16 +83,7 @@ impl DeviceBuffer {
 
     /// Enqueues zeros for its first `bytes` bytes.
     pub(super) fn clear(&self, bytes: usize) -> Result<()> {
-        self.holds("zeros", &[bytes])?;
-        if bytes == 0 {
-            return Ok(());
-        }
-        self.gpu.bind()?;
-        check(
-            // SAFETY: the bytes are the buffer's, and used in the order of this stream.
-            unsafe { result::memset_d8_async(self.address, 0, bytes, self.gpu.stream()) },
-            "clearing device memory",
-        )
+        Span::from(self).clear(&self.gpu, bytes)
     }
 
     /// The device it is on.
@@ -112,15 +103,7 @@ impl DeviceBuffer {
 
     /// Refuses to be taken for `what`, the product of `sizes` in bytes, if it is smaller.
     pub(super) fn holds(&self, what: &str, sizes: &[usize]) -> Result<()> {
-        let wanted = product(what, sizes)?;
-        if self.bytes < wanted {
-            bail!(
-                Internal,
-                "{what} takes {wanted} bytes, and its buffer has {}",
-                self.bytes
-            );
-        }
-        Ok(())
+        Span::from(self).holds(what, sizes)
     }
 }
 

@@ -32,7 +32,7 @@ pub use compile::compile_source;
 pub use compile::{compile, compiler, have_kernels};
 pub use copy::Event;
 pub use elementwise::{rms_norm, swiglu};
-pub use gpu::{Gpu, KeepContext, check_managed, count, open_gpus, unavailable};
+pub use gpu::{Gpu, HostStream, KeepContext, check_managed, count, open_gpus, unavailable};
 pub use graph::Graph;
 pub use linear::{
     Biased, Input, LinearScratch, MLP_SCALE, Matrix, Output, Plan, ReadBytes, ReadNvfp4, SMALL,
@@ -48,7 +48,7 @@ pub use report::{Details, DeviceReport, Presence, Report, report};
 pub use sample::{Best, Shortlist, ShortlistScratch, argmax, shortlists};
 pub use scaled_mm::{Operand, Tile as ScaledTile, Way, dense_mm, scaled_mm, scaled_mm_by};
 pub use table::{HostTable, Table, embed, table_row};
-pub use tensor::{contiguous, download, find, managed_tensor, tensor, upload};
+pub use tensor::{Span, contiguous, download, find, managed_tensor, tensor, upload};
 
 /// Bytes of the one argument that a kernel's launcher passes, which its parameter must have too.
 pub fn argument_bytes(kernel: &str) -> Option<usize> {

@@ -8,7 +8,7 @@ use super::gpu::{Gpu, int};
 use super::launch::Launch;
 use super::memory::{DeviceBuffer, Pinned};
 use super::nvrtc::Unit;
-use super::tensor::{address, contiguous, download, require};
+use super::tensor::{Span, address, contiguous, download, require};
 use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::base::memory::{Buffer, Tag};
@@ -129,15 +129,16 @@ const REPORT_BYTES: usize = 8;
 /// Quantizes `x` `[.., K]`, of float16, bfloat16 or float32 and any strides, into `codes` and `scales`; gives the global scale,
 /// which is `global` or, for two levels without one, computed. Waits for the device if that is to be known or if values that
 /// are not finite are an error, which then is that of [`nvfp4::quantize`].
-pub fn quantize(
+pub fn quantize<'a>(
     gpu: &Arc<Gpu>,
     x: &Tensor,
     options: &QuantizeOptions,
     global: Option<f32>,
     swizzled: bool,
-    codes: &DeviceBuffer,
-    scales: &DeviceBuffer,
+    codes: impl Into<Span<'a>>,
+    scales: impl Into<Span<'a>>,
 ) -> Result<f32> {
+    let (codes, scales) = (codes.into(), scales.into());
     options.check()?;
     let (height, cols) = x.shape().matrix();
     let computed = options.levels == Levels::Two && global.is_none();
@@ -155,7 +156,7 @@ pub fn quantize(
     scales.holds("scales", &[scale_bytes])?;
     let input = rows(gpu, x, 16)?;
     if scale_bytes > linear {
-        scales.clear(scale_bytes)?;
+        scales.clear(gpu, scale_bytes)?;
     }
 
     let saturate = options.nonfinite == NonFinite::Saturate;

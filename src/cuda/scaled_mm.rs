@@ -10,6 +10,7 @@ use super::launch::Launch;
 use super::linear::WORKSPACE;
 use super::memory::DeviceBuffer;
 use super::nvrtc::Unit;
+use super::tensor::Span;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::Tag;
@@ -28,8 +29,8 @@ pub(super) const ARGUMENTS: &[(&str, usize)] = &[
 /// product, and nothing worse.
 #[derive(Clone, Copy, Debug)]
 pub struct Operand<'a> {
-    codes: &'a DeviceBuffer,
-    scales: &'a DeviceBuffer,
+    codes: Span<'a>,
+    scales: Span<'a>,
     layout: ScaleLayout,
     rows: usize,
     k: usize,
@@ -39,13 +40,14 @@ pub struct Operand<'a> {
 impl<'a> Operand<'a> {
     /// The matrix with these codes, scales and multiplier, once their sizes are checked.
     pub fn new(
-        codes: &'a DeviceBuffer,
-        scales: &'a DeviceBuffer,
+        codes: impl Into<Span<'a>>,
+        scales: impl Into<Span<'a>>,
         layout: ScaleLayout,
         rows: usize,
         k: usize,
         global: f32,
     ) -> Result<Operand<'a>> {
+        let (codes, scales) = (codes.into(), scales.into());
         if k == 0 || !k.is_multiple_of(BLOCK) {
             bail!(
                 InvalidArgument,
@@ -168,12 +170,12 @@ impl Way {
 }
 
 /// `a` `[m, k]` times `b` `[n, k]` transposed, into `out` `[m, n]` of `dtype`: f32, f16 or bf16.
-pub fn scaled_mm(
+pub fn scaled_mm<'a>(
     gpu: &Arc<Gpu>,
     a: &Operand<'_>,
     b: &Operand<'_>,
     dtype: DType,
-    out: &DeviceBuffer,
+    out: impl Into<Span<'a>>,
 ) -> Result<()> {
     let library = library_factor(a.global, b.global).is_some() && gpu.blas().is_some();
     let way = Way::choose(a.rows, b.rows, gpu.arch(), gpu.multiprocessors(), library);
@@ -181,12 +183,12 @@ pub fn scaled_mm(
 }
 
 /// The same in a way of the caller's.
-pub fn scaled_mm_by(
+pub fn scaled_mm_by<'a>(
     gpu: &Arc<Gpu>,
     a: &Operand<'_>,
     b: &Operand<'_>,
     dtype: DType,
-    out: &DeviceBuffer,
+    out: impl Into<Span<'a>>,
     way: Way,
 ) -> Result<()> {
     if a.k != b.k {
@@ -199,7 +201,7 @@ pub fn scaled_mm_by(
             b.k
         );
     }
-    let store = store(dtype)?;
+    let (store, out) = (store(dtype)?, out.into());
     out.holds("a product", &[a.rows, b.rows, dtype.bytes()])?;
     if a.rows == 0 || b.rows == 0 {
         return Ok(());
@@ -266,7 +268,7 @@ fn by_kernel(
     a: &Operand<'_>,
     b: &Operand<'_>,
     store: Store,
-    out: &DeviceBuffer,
+    out: Span<'_>,
     tile: Tile,
 ) -> Result<()> {
     let (rows, columns) = tile.size();
@@ -380,7 +382,7 @@ fn by_library(
     a: &Operand<'_>,
     b: &Operand<'_>,
     store: Store,
-    out: &DeviceBuffer,
+    out: Span<'_>,
 ) -> Result<()> {
     let Some(blas) = gpu.blas() else {
         bail!(

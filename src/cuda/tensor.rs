@@ -1,9 +1,10 @@
 //! Tensors in the memory of a device: over the library's own allocations, over what a host program lends, and copies of them.
 //!
 //! What reads or writes them is enqueued on the device's stream like everything here. Who takes them from the host program or
-//! gives them to it orders that stream with the default one: see [`Gpu::after_default_stream`].
+//! gives them to it orders that stream with the default one: see [`Gpu::after_host_stream`].
 
 use std::ffi::{c_int, c_void};
+use std::marker::PhantomData;
 use std::sync::Arc;
 
 use cudarc::driver::{result, sys};
@@ -16,12 +17,16 @@ use super::nvrtc::Unit;
 use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::base::memory::Tag;
+use crate::base::size::product;
 use crate::tensor::{DType, MAX_RANK, Owner, Place, Shape, Tensor};
 
 /// What the kernels of this file are passed, by the start of their names.
 pub(super) const ARGUMENTS: &[(&str, usize)] = &[("gather_", size_of::<GatherArguments>())];
 
 const THREADS: u32 = 256;
+
+/// Bytes of the widest load of a kernel.
+const ALIGNMENT: u64 = 16;
 
 /// Memory of a tensor that the host program may have used on its default stream.
 struct Shared(DeviceBuffer);
@@ -30,7 +35,7 @@ impl Drop for Shared {
     fn drop(&mut self) {
         // The buffer is freed, and its memory used anew, in the order of the device's stream. A failure means that the context
         // is broken, which every further call reports.
-        let _ = self.0.gpu().after_default_stream();
+        let _ = self.0.gpu().after_host_stream();
     }
 }
 
@@ -120,6 +125,80 @@ fn gpu_of(tensor: &Tensor) -> Result<Arc<Gpu>> {
 /// The address of a tensor's first element.
 pub(super) fn address(tensor: &Tensor) -> u64 {
     tensor.data().addr() as u64
+}
+
+/// Memory of a device that work reads or writes: a buffer's or a tensor's.
+#[derive(Clone, Copy, Debug)]
+pub struct Span<'a> {
+    address: u64,
+    bytes: usize,
+    _of: PhantomData<&'a ()>,
+}
+
+impl<'a> From<&'a DeviceBuffer> for Span<'a> {
+    fn from(buffer: &'a DeviceBuffer) -> Span<'a> {
+        Span {
+            address: buffer.address(),
+            bytes: buffer.bytes(),
+            _of: PhantomData,
+        }
+    }
+}
+
+impl<'a> Span<'a> {
+    /// The elements of a tensor of this device, if they are row-major without gaps and begin where the widest loads can.
+    pub fn of(gpu: &Gpu, tensor: &'a Tensor) -> Result<Option<Span<'a>>> {
+        require(gpu, tensor)?;
+        let address = address(tensor);
+        let fits = tensor.shape().is_contiguous() && address.is_multiple_of(ALIGNMENT);
+        Ok(fits.then_some(Span {
+            address,
+            bytes: tensor.bytes(),
+            _of: PhantomData,
+        }))
+    }
+
+    /// The same of a tensor that a result is written to, where nothing else serves.
+    pub fn result(gpu: &Gpu, tensor: &'a mut Tensor) -> Result<Span<'a>> {
+        match Span::of(gpu, tensor)? {
+            Some(span) => Ok(span),
+            None => bail!(
+                InvalidArgument,
+                "a result goes to a contiguous tensor that begins at a multiple of {ALIGNMENT} bytes"
+            ),
+        }
+    }
+
+    pub(super) fn address(self) -> u64 {
+        self.address
+    }
+
+    /// Refuses to be taken for `what`, the product of `sizes` in bytes, if it is smaller.
+    pub(super) fn holds(self, what: &str, sizes: &[usize]) -> Result<()> {
+        let wanted = product(what, sizes)?;
+        if self.bytes < wanted {
+            bail!(
+                Internal,
+                "{what} takes {wanted} bytes, and its memory has {}",
+                self.bytes
+            );
+        }
+        Ok(())
+    }
+
+    /// Enqueues zeros for its first `bytes` bytes.
+    pub(super) fn clear(self, gpu: &Gpu, bytes: usize) -> Result<()> {
+        self.holds("zeros", &[bytes])?;
+        if bytes == 0 {
+            return Ok(());
+        }
+        gpu.bind()?;
+        check(
+            // SAFETY: the bytes are within the memory, which is used in the order of this stream.
+            unsafe { result::memset_d8_async(self.address, 0, bytes, gpu.stream()) },
+            "clearing device memory",
+        )
+    }
 }
 
 #[repr(C)]

@@ -1,15 +1,18 @@
-//! W4A4 products of host memory on a GPU: both operands go there as they are, and the result comes back.
+//! W4A4 products on a GPU: of host memory, where both operands go there as they are and the result comes back, and of tensors
+//! in its own memory.
 
 use std::sync::Arc;
 
+use super::tensors::Nvfp4Tensor;
+use super::transfer::in_order;
 use crate::base::error::{Result, bail};
 use crate::base::memory::Tag;
 use crate::base::size::product;
-use crate::cuda::{self, DeviceBuffer, Gpu};
+use crate::cuda::{self, DeviceBuffer, Gpu, Span};
 use crate::format::e4m3;
 use crate::format::nvfp4::BLOCK;
 use crate::format::swizzle::{self, ScaleLayout};
-use crate::tensor::DType;
+use crate::tensor::{DType, Tensor};
 
 /// An NVFP4 matrix `[rows, k]` that was brought to a GPU.
 pub(super) struct Operand {
@@ -95,6 +98,54 @@ pub(super) fn on_gpu(
     let out = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, bytes)?;
     cuda::scaled_mm(gpu, &a.on_device()?, &b.on_device()?, dtype, &out)?;
     Ok(out)
+}
+
+/// The bytes of a tensor on the device, row-major and where the kernels want them: its own, or those of the copy.
+fn span<'a>(
+    gpu: &Arc<Gpu>,
+    tensor: &'a Tensor,
+    copy: &'a mut Option<DeviceBuffer>,
+) -> Result<Span<'a>> {
+    match Span::of(gpu, tensor)? {
+        Some(span) => Ok(span),
+        None => {
+            let made = cuda::contiguous(gpu, Tag::DeviceScratch, tensor)?;
+            Ok(Span::from(&*copy.insert(made)))
+        }
+    }
+}
+
+/// `a` `[M, K]` times `b` `[N, K]` transposed, all three in the memory of the device. Scales are not looked at: the result of
+/// one that is NaN or negative holds anything.
+pub(super) fn in_place(
+    gpu: &Arc<Gpu>,
+    a: &Nvfp4Tensor,
+    b: &Nvfp4Tensor,
+    out: &mut Tensor,
+) -> Result<()> {
+    let ((m, k), (n, _)) = (a.dims()?, b.dims()?);
+    let dtype = out.dtype();
+    in_order(gpu, || {
+        let mut copies = [const { None }; 4];
+        let [a_codes, a_scales, b_codes, b_scales] = &mut copies;
+        let a = cuda::Operand::new(
+            span(gpu, &a.codes, a_codes)?,
+            span(gpu, &a.scales, a_scales)?,
+            a.layout,
+            m,
+            k,
+            a.global,
+        )?;
+        let b = cuda::Operand::new(
+            span(gpu, &b.codes, b_codes)?,
+            span(gpu, &b.scales, b_scales)?,
+            b.layout,
+            n,
+            k,
+            b.global,
+        )?;
+        cuda::scaled_mm(gpu, &a, &b, dtype, Span::result(gpu, out)?)
+    })
 }
 
 #[cfg(test)]
