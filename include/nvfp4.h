@@ -1414,8 +1414,17 @@ NVFP4_Status NVFP4_session_step(NVFP4_Session *const *sessions,
 /**
  * @defgroup torchsharp Drop-in functions for TorchSharp hosts, with the signatures those hosts bind
  *
- * They take tensor handles as `void *` and have no status: after a call, NVFP4_last_status() is #NVFP4_OK or says why a
- * result is NULL. In this version a handle is an #NVFP4_Tensor; handles of libtorch are refused.
+ * They take tensor handles as `void *`: either #NVFP4_Tensor, or pointers to tensors of libtorch (2.10 or later), as TorchSharp's
+ * Tensor.Handle has them. All handles of a call are of one kind, and results are new handles of that kind, the caller's to
+ * release or to dispose of; never those that were passed. libtorch is looked for in the process when such a handle comes; it
+ * is not needed otherwise.
+ *
+ * The functions have no status: after a call, NVFP4_last_status() is #NVFP4_OK or says why a result is NULL. TorchSharp itself
+ * throws the message when NVFP4_quantize, NVFP4_scaled_mm or NVFP4_to_managed fails on its tensors and the host then looks for
+ * errors, as it does after these three.
+ *
+ * libtorch's tensors may have any strides and offset, and may require a gradient: results never do. They are read where they
+ * are, and results are made in libtorch's own memory. On a GPU the order is that of libtorch's current stream.
  */
 
 /**
@@ -1424,9 +1433,13 @@ NVFP4_Status NVFP4_session_step(NVFP4_Session *const *sessions,
  * - `qdata`: uint8 `[.., K / 2]`, the even index in the low nibble; NULL on failure.
  * - `scale`: float8_e4m3fn `[.., K / 16]`, row-major: amax / 6, clamped to [2^-16, 448]; NULL on failure.
  *
- * The results are where the input is: on a GPU one pass over it makes them, to the same bits.
+ * The results are where the input is: on a GPU one pass over it makes them, to the same bits. Those of libtorch are matrices:
+ * the leading dimensions become one.
  */
-NVFP4_API void NVFP4_quantize(void *input, void **qdata, void **scale);
+NVFP4_API
+void NVFP4_quantize(void *input,
+                    void **qdata,
+                    void **scale);
 
 /**
  * Multiplies two NVFP4 matrices: `[M, N]` of `out_dtype` (5 float16, 15 bfloat16 or 6 float32), or NULL on failure.
@@ -1453,8 +1466,12 @@ void *NVFP4_scaled_mm(void *mat1,
 NVFP4_API
 void NVFP4_empty_cache(void);
 
-/** Whether tensors can be in managed (unified) memory of CUDA device 0: 1 or 0. NVFP4_diagnose() says why not. */
-NVFP4_API int32_t NVFP4_can_use_managed(void);
+/**
+ * Whether tensors can be in managed (unified) memory of CUDA device 0: 1 or 0. NVFP4_diagnose() says why not. Also 0 if there is
+ * a libtorch in the process that cannot take such memory.
+ */
+NVFP4_API
+int32_t NVFP4_can_use_managed(void);
 
 /** Whether a tensor is in managed memory: 1 or 0, 0 also for what is no tensor. */
 NVFP4_API int32_t NVFP4_is_managed_tensor(void *tensor);

@@ -3,6 +3,7 @@
 
 use std::any::Any;
 use std::collections::BTreeMap;
+use std::ffi::c_void;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, TryLockError};
 
@@ -25,7 +26,9 @@ struct Live {
 
 /// High bits of every handle. They are no valid address on x86-64 (not canonical) or AArch64 (outside the user range, tag
 /// byte or not).
-const MARK: usize = 0x4e46 << 48;
+const MARK: usize = HIGH << SHIFT;
+const HIGH: usize = 0x4e46;
+const SHIFT: u32 = 48;
 /// Handles are multiples of this, as pointers to anything would be.
 const STEP: usize = 16;
 
@@ -49,7 +52,7 @@ pub(super) fn insert<T: Object>(object: Arc<T>) -> *mut T::Handle {
 fn unknown<T: Object>(argument: &str, handle: *const T::Handle) -> crate::base::Error {
     let what = match handle.addr() {
         0 => "NULL",
-        a if a & MARK == MARK && a < NEXT.load(Ordering::Relaxed) => "stale: it was released",
+        a if is_own(handle.cast()) && a < NEXT.load(Ordering::Relaxed) => "stale: it was released",
         _ => "not a handle of this library",
     };
     err!(
@@ -69,6 +72,11 @@ fn of_kind<T: Object>(argument: &str, live: &Live) -> Result<()> {
         );
     }
     Ok(())
+}
+
+/// Whether `handle` is, or once was, one of this library's, of any kind.
+pub(super) fn is_own(handle: *const c_void) -> bool {
+    handle.addr() >> SHIFT == HIGH
 }
 
 /// The object behind `handle`, kept alive by the result. `argument` is the parameter's name in the header.
@@ -178,8 +186,10 @@ mod tests {
         let text = |h: *mut HandleA| get::<A>("x", h).err().unwrap().message().to_owned();
         assert_eq!(text(std::ptr::null_mut()), "x is NULL; pass a live A");
         let mut foreign = 0u64;
+        assert!(!is_own((&raw const foreign).cast()) && !is_own(std::ptr::null()));
         assert!(text((&raw mut foreign).cast()).contains("not a handle"));
         let b = insert(Arc::new(B));
+        assert!(is_own(b.cast()));
         assert!(text(b.cast()).contains("a handle of type B; pass a A"));
         assert!(release::<A>("x", b.cast()).is_err());
         release::<B>("x", b).unwrap();

@@ -1,9 +1,9 @@
 //! Floor 7: the C ABI, one file per chapter of `nvfp4.h`. A function here checks what C gave it, converts, and calls; there
 //! is no arithmetic. This is the only place with `extern "C"`. The order of the `mod` lines is that of the header.
 //!
-//! What makes each chapter short stands in four files: `guard` (panics and errors become a status), `handle` (the registry
-//! of live handles), `arguments` (pointers, text and options from C) and `shared` (the device of calls that name none). A
-//! fifth, `layout`, fixes the structs.
+//! What makes each chapter short stands in five files: `guard` (panics and errors become a status), `handle` (the registry
+//! of live handles), `arguments` (pointers, text and options from C), `shared` (the device of calls that name none) and
+//! `libtorch` (tensors of that library). A sixth, `layout`, fixes the structs.
 
 // Names are those of the header.
 #![allow(non_camel_case_types)]
@@ -14,6 +14,7 @@ mod arguments;
 mod guard;
 mod handle;
 mod layout;
+mod libtorch;
 mod shared;
 
 pub mod status;

@@ -1,30 +1,70 @@
 //! Drop-in functions for TorchSharp hosts, with the signatures those hosts bind.
 //!
-//! They take tensor handles as `void *` and have no status: after a call, NVFP4_last_status() is #NVFP4_OK or says why a
-//! result is NULL. In this version a handle is an #NVFP4_Tensor; handles of libtorch are refused.
+//! They take tensor handles as `void *`: either #NVFP4_Tensor, or pointers to tensors of libtorch (2.10 or later), as TorchSharp's
+//! Tensor.Handle has them. All handles of a call are of one kind, and results are new handles of that kind, the caller's to
+//! release or to dispose of; never those that were passed. libtorch is looked for in the process when such a handle comes; it
+//! is not needed otherwise.
+//!
+//! The functions have no status: after a call, NVFP4_last_status() is #NVFP4_OK or says why a result is NULL. TorchSharp itself
+//! throws the message when NVFP4_quantize, NVFP4_scaled_mm or NVFP4_to_managed fails on its tensors and the host then looks for
+//! errors, as it does after these three.
+//!
+//! libtorch's tensors may have any strides and offset, and may require a gradient: results never do. They are read where they
+//! are, and results are made in libtorch's own memory. On a GPU the order is that of libtorch's current stream.
 
 use std::ffi::c_void;
 use std::sync::Arc;
 
-use super::guard::enter_drop_in;
+use super::guard::{enter_drop_in, last_status, last_text};
 use super::handle;
+use super::libtorch;
 use super::shared;
+use super::status::NVFP4_OK;
 use super::tensor::cuda_number;
-use crate::base::ErrorKind;
 use crate::base::error::{Result, bail};
 use crate::format::nvfp4::{Levels, QuantizeOptions};
 use crate::ops::tensors::{self, Nvfp4Tensor, ScaleLayout};
 use crate::ops::transfer;
 use crate::tensor::{DType, Place, Shape, Tensor};
 
-/// The tensor behind a handle that may also be libtorch's.
-fn tensor(name: &str, handle: *const c_void) -> Result<Arc<Tensor>> {
-    handle::get::<Tensor>(name, handle.cast()).map_err(|e| {
-        match e.kind() == ErrorKind::InvalidHandle && !handle.is_null() {
-            true => e.within("TorchSharp tensors are not supported by this version"),
-            false => e,
+/// Runs the body of a function after which TorchSharp looks for an error, if its handles are not this library's.
+fn enter_checked<T>(
+    function: &'static str,
+    handles: &[*mut c_void],
+    otherwise: T,
+    body: impl FnOnce() -> Result<T>,
+) -> T {
+    let result = enter_drop_in(function, otherwise, body);
+    if last_status() != NVFP4_OK && !handles.iter().any(|&h| handle::is_own(h)) {
+        libtorch::throw(&format!("{function}: {}", last_text()));
+    }
+    result
+}
+
+/// Whether the tensors of a call are this library's. Else they are libtorch's.
+fn are_own(handles: &[(&str, *mut c_void)]) -> Result<bool> {
+    let Some(((name, first), others)) = handles.split_first() else {
+        return Ok(true);
+    };
+    let own = handle::is_own(*first);
+    for (other, handle) in others {
+        if handle::is_own(*handle) != own && !first.is_null() && !handle.is_null() {
+            let (own, other) = if own { (name, other) } else { (other, name) };
+            bail!(
+                InvalidHandle,
+                "{own} is an NVFP4_Tensor and {other} is not; the tensors of a call are all this library's, or all libtorch's"
+            );
         }
-    })
+    }
+    Ok(own)
+}
+
+/// The tensor behind a handle of either kind.
+fn tensor(name: &str, handle: *mut c_void) -> Result<Tensor> {
+    if handle.is_null() || handle::is_own(handle) {
+        return Ok(Tensor::clone(&*handle::get::<Tensor>(name, handle.cast())?));
+    }
+    libtorch::view(name, handle)
 }
 
 fn give(tensor: Tensor) -> *mut c_void {
@@ -36,14 +76,15 @@ fn give(tensor: Tensor) -> *mut c_void {
 /// - `qdata`: uint8 `[.., K / 2]`, the even index in the low nibble; NULL on failure.
 /// - `scale`: float8_e4m3fn `[.., K / 16]`, row-major: amax / 6, clamped to [2^-16, 448]; NULL on failure.
 ///
-/// The results are where the input is: on a GPU one pass over it makes them, to the same bits.
+/// The results are where the input is: on a GPU one pass over it makes them, to the same bits. Those of libtorch are matrices:
+/// the leading dimensions become one.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_quantize(
     input: *mut c_void,
     qdata: *mut *mut c_void,
     scale: *mut *mut c_void,
 ) {
-    enter_drop_in("NVFP4_quantize", (), || {
+    enter_checked("NVFP4_quantize", &[input], (), || {
         for place in [qdata, scale] {
             if !place.is_null() {
                 // SAFETY: the header asks for places of a pointer's size.
@@ -69,11 +110,32 @@ pub unsafe extern "C" fn NVFP4_quantize(
             ..QuantizeOptions::default()
         };
         let device = tensors::device_of(&x, shared::device)?;
-        let q = tensors::quantize(&device, &x, &options, ScaleLayout::Linear)?;
+        let made = if handle::is_own(input) {
+            let q = tensors::quantize(&device, &x, &options, ScaleLayout::Linear)?;
+            [give(q.codes), give(q.scales)]
+        } else {
+            let _order = libtorch::on_current_stream(x.place());
+            let sizes = tensors::quantized_sizes(&x, ScaleLayout::Linear)?;
+            let make = |sizes: &[usize], dtype| {
+                let (rows, cols) = Shape::contiguous(sizes)?.matrix();
+                libtorch::make(&[rows, cols], sizes, dtype, x.place())
+            };
+            let (q, mut codes) = make(&sizes[0], DType::U8)?;
+            let (s, mut scales) = make(&sizes[1], DType::F8E4M3)?;
+            tensors::quantize_into(
+                &device,
+                &x,
+                &options,
+                ScaleLayout::Linear,
+                &mut codes,
+                &mut scales,
+            )?;
+            [q.give(), s.give()]
+        };
         // SAFETY: as above.
         unsafe {
-            qdata.write_unaligned(give(q.codes));
-            scale.write_unaligned(give(q.scales));
+            qdata.write_unaligned(made[0]);
+            scale.write_unaligned(made[1]);
         }
         Ok(())
     });
@@ -95,10 +157,13 @@ pub unsafe extern "C" fn NVFP4_scaled_mm(
     scale_b: *mut c_void,
     out_dtype: i8,
 ) -> *mut c_void {
-    enter_drop_in("NVFP4_scaled_mm", std::ptr::null_mut(), || {
-        let swizzled = |codes: Tensor, scales: Arc<Tensor>| Nvfp4Tensor {
+    let handles = [mat1, mat2, scale_a, scale_b];
+    enter_checked("NVFP4_scaled_mm", &handles, std::ptr::null_mut(), || {
+        let names = ["mat1", "mat2", "scale_a", "scale_b"];
+        let own = are_own(&std::array::from_fn::<_, 4, _>(|i| (names[i], handles[i])))?;
+        let swizzled = |codes, scales| Nvfp4Tensor {
             codes,
-            scales: Tensor::clone(&scales),
+            scales,
             global: 1.0,
             layout: ScaleLayout::Swizzled,
         };
@@ -121,12 +186,35 @@ pub unsafe extern "C" fn NVFP4_scaled_mm(
             }
         }
         let dtype = DType::from_code(out_dtype.into())?;
+        if !matches!(dtype, DType::F16 | DType::BF16 | DType::F32) {
+            bail!(
+                InvalidArgument,
+                "out_dtype is {out_dtype} ({}); it must be 5 (float16), 15 (bfloat16) or 6 (float32)",
+                dtype.name()
+            );
+        }
         let (sizes, strides) = (mat2.shape().sizes(), mat2.shape().strides());
         let rows = Shape::strided(&[sizes[1], sizes[0]], &[strides[1], strides[0]])?;
-        let a = swizzled(Tensor::clone(&mat1), tensor("scale_a", scale_a)?);
+        let place = mat1.place();
+        let a = swizzled(mat1, tensor("scale_a", scale_a)?);
         let b = swizzled(mat2.view(rows, 0)?, tensor("scale_b", scale_b)?);
+        tensors::one_place(&[
+            ("mat1", &a.codes),
+            ("mat2", &b.codes),
+            ("scale_a", &a.scales),
+            ("scale_b", &b.scales),
+        ])?;
         let device = tensors::device_of(&a.codes, shared::device)?;
-        shared::with_workspace(|ws| tensors::scaled_mm(&device, &a, &b, dtype, ws)).map(give)
+        shared::with_workspace(|ws| {
+            if own {
+                return tensors::scaled_mm(&device, &a, &b, dtype, ws).map(give);
+            }
+            let _order = libtorch::on_current_stream(place);
+            let sizes = tensors::product_sizes(&a, &b)?;
+            let (made, mut out) = libtorch::make(&sizes, &sizes, dtype, place)?;
+            tensors::scaled_mm_into(&device, &a, &b, &mut out, ws)?;
+            Ok(made.give())
+        })
     })
 }
 
@@ -138,11 +226,14 @@ pub extern "C" fn NVFP4_empty_cache() {
     enter_drop_in("NVFP4_empty_cache", (), shared::empty);
 }
 
-/// Whether tensors can be in managed (unified) memory of CUDA device 0: 1 or 0. NVFP4_diagnose() says why not.
+/// Whether tensors can be in managed (unified) memory of CUDA device 0: 1 or 0. NVFP4_diagnose() says why not. Also 0 if there is
+/// a libtorch in the process that cannot take such memory.
 #[unsafe(no_mangle)]
 pub extern "C" fn NVFP4_can_use_managed() -> i32 {
     enter_drop_in("NVFP4_can_use_managed", 0, || {
-        Ok(i32::from(transfer::check_managed(0).is_ok()))
+        Ok(i32::from(
+            transfer::check_managed(0).is_ok() && libtorch::can_wrap(),
+        ))
     })
 }
 
@@ -150,7 +241,7 @@ pub extern "C" fn NVFP4_can_use_managed() -> i32 {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_is_managed_tensor(tensor: *mut c_void) -> i32 {
     enter_drop_in("NVFP4_is_managed_tensor", 0, || {
-        let found = handle::get::<Tensor>("tensor", tensor.cast());
+        let found = self::tensor("tensor", tensor);
         Ok(i32::from(
             found.is_ok_and(|t| matches!(t.place(), Place::Managed(_))),
         ))
@@ -168,14 +259,23 @@ pub unsafe extern "C" fn NVFP4_to_managed(
     prefetch_device: i32,
     read_mostly: i32,
 ) -> *mut c_void {
-    enter_drop_in("NVFP4_to_managed", std::ptr::null_mut(), || {
+    enter_checked("NVFP4_to_managed", &[input], std::ptr::null_mut(), || {
         let tensor = tensor("input", input)?;
+        let place = tensor.place();
         let prefetch = match prefetch_device {
             -1 => None,
             index => Some(cuda_number(index)?),
         };
-        let ordinal = prefetch.or(tensor.place().cuda()).unwrap_or(0);
-        transfer::to_managed(&tensor, ordinal, prefetch, read_mostly != 0).map(give)
+        let ordinal = prefetch.or(place.cuda()).unwrap_or(0);
+        let own = handle::is_own(input);
+        let _order = (!own).then(|| libtorch::on_current_stream(place));
+        let made = transfer::to_managed(&tensor, ordinal, prefetch, read_mostly != 0)?;
+        match (own, place) {
+            (true, _) => Ok(give(made)),
+            // The result is over memory that only the handle keeps.
+            (false, Place::Managed(_)) => libtorch::alias("input", input),
+            (false, _) => libtorch::wrap(made),
+        }
     })
 }
 
@@ -183,7 +283,9 @@ pub unsafe extern "C" fn NVFP4_to_managed(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_managed_prefetch(tensor: *mut c_void, device_index: i32) {
     enter_drop_in("NVFP4_managed_prefetch", (), || {
+        let own = handle::is_own(tensor);
         let tensor = self::tensor("tensor", tensor)?;
+        let _order = (!own).then(|| libtorch::on_current_stream(tensor.place()));
         let to = match device_index {
             -1 => None,
             index => Some(cuda_number(index)?),

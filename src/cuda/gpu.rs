@@ -1,8 +1,9 @@
 //! A GPU: its primary context, which the process's other users of CUDA share, one stream, a memory pool, and what kernels
 //! need to know about it.
 
+use std::cell::Cell;
 use std::collections::HashMap;
-use std::ffi::c_int;
+use std::ffi::{c_int, c_void};
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
@@ -234,7 +235,7 @@ impl Drop for KeepContext {
     }
 }
 
-/// Events that order the device's stream with the default stream of the process.
+/// Events that order the device's stream with the default stream of the process, or with the stream of [`HostStream`].
 ///
 /// The device's stream is one that the default stream does not wait for and that does not wait for it: a program that uses
 /// both for other things loses nothing. Where memory changes hands, an event on one of them that the other waits for is the
@@ -247,6 +248,33 @@ struct Order {
 
 /// The handle of the legacy default stream, where CUDA programs that name no stream work.
 const DEFAULT_STREAM: sys::CUstream = std::ptr::without_provenance_mut(1);
+
+thread_local! {
+    /// The stream in whose order the calling thread's host program uses a device's memory, and the number of that device.
+    static HOST_STREAM: Cell<Option<(usize, sys::CUstream)>> = const { Cell::new(None) };
+}
+
+/// While this lives, what this thread does with a device's memory that the host program shares is ordered with a stream of the
+/// program's choice, and no longer with its legacy default stream.
+#[derive(Debug)]
+pub struct HostStream(Option<(usize, sys::CUstream)>);
+
+impl HostStream {
+    /// Chooses `stream` of device `ordinal`; NULL is the legacy default stream.
+    ///
+    /// # Safety
+    /// `stream` must be a stream of the device's primary context for as long as this lives.
+    pub unsafe fn new(ordinal: usize, stream: *mut c_void) -> HostStream {
+        let chosen = (!stream.is_null()).then_some((ordinal, stream.cast()));
+        HostStream(HOST_STREAM.replace(chosen))
+    }
+}
+
+impl Drop for HostStream {
+    fn drop(&mut self) {
+        HOST_STREAM.set(self.0);
+    }
+}
 
 /// One CUDA device, opened. Shared by everything that uses it; work of all of it goes to one stream in order.
 pub struct Gpu {
@@ -483,16 +511,25 @@ impl Gpu {
         )
     }
 
-    /// Lets what is enqueued here from now on wait for all that the process has enqueued on its legacy default stream: for memory
-    /// that comes from the host program.
-    pub fn after_default_stream(&self) -> Result<()> {
-        self.let_wait(self.stream, DEFAULT_STREAM, self.order.default)
+    /// The stream that [`HostStream`] chose, or the legacy default stream.
+    fn host_stream(&self) -> sys::CUstream {
+        // A thread that is ending has none.
+        match HOST_STREAM.try_with(Cell::get) {
+            Ok(Some((ordinal, stream))) if ordinal == self.ordinal => stream,
+            _ => DEFAULT_STREAM,
+        }
     }
 
-    /// Lets what the process enqueues on its legacy default stream from now on wait for all that was enqueued here: for memory
-    /// that goes to the host program.
-    pub fn before_default_stream(&self) -> Result<()> {
-        self.let_wait(DEFAULT_STREAM, self.stream, self.order.own)
+    /// Lets what is enqueued here from now on wait for all that the process has enqueued on its legacy default stream, or on
+    /// the one of [`HostStream`]: for memory that comes from the host program.
+    pub fn after_host_stream(&self) -> Result<()> {
+        self.let_wait(self.stream, self.host_stream(), self.order.default)
+    }
+
+    /// Lets what the process enqueues on that stream from now on wait for all that was enqueued here: for memory that goes to
+    /// the host program.
+    pub fn before_host_stream(&self) -> Result<()> {
+        self.let_wait(self.host_stream(), self.stream, self.order.own)
     }
 
     fn let_wait(
@@ -503,26 +540,42 @@ impl Gpu {
     ) -> Result<()> {
         self.bind()?;
         // Mostly nothing is left to wait for, and the events would only be a pause between the streams.
-        // SAFETY: the device's stream lives as long as `self`, the default stream as long as the context.
+        // SAFETY: the device's stream lives as long as `self`, the default stream as long as the context, another stream of the
+        // host by the promise of `HostStream`.
         match unsafe { sys::cuStreamQuery(earlier) } {
             sys::CUresult::CUDA_SUCCESS => return Ok(()),
             sys::CUresult::CUDA_ERROR_NOT_READY => {}
             failed => check(failed.result(), "asking what a stream has left to do")?,
         }
-        // SAFETY: as above, and the event lives as long as `self`.
-        let ordered = unsafe {
-            result::event::record(event, earlier).and_then(|()| {
-                result::stream::wait_event(
-                    later,
-                    event,
-                    sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT,
-                )
-            })
+        let order = |event| {
+            // SAFETY: as above, and the event lives as long as `self` or until it is destroyed below, which an event that is
+            // waited for survives.
+            let ordered = unsafe {
+                result::event::record(event, earlier).and_then(|()| {
+                    result::stream::wait_event(
+                        later,
+                        event,
+                        sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT,
+                    )
+                })
+            };
+            check(
+                ordered,
+                "ordering the device's stream with a stream of the program",
+            )
         };
-        check(
-            ordered,
-            "ordering the device's stream with the default stream",
-        )
+        if earlier == self.stream || earlier == DEFAULT_STREAM {
+            return order(event);
+        }
+        // Another thread may record the shared event on another stream before this one waits for it.
+        let own = check(
+            result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING),
+            "making an event",
+        )?;
+        let ordered = order(own);
+        // SAFETY: made above.
+        let _ = unsafe { result::event::destroy(own) };
+        ordered
     }
 
     /// Free and total bytes of the device.

@@ -158,7 +158,7 @@ impl Drop for ManagedBuffer {
         ALLOCATED.fetch_sub(self.bytes as u64, Relaxed);
         if self.address != 0 {
             // Managed memory is not freed in the order of a stream: what may still use it comes first.
-            let _ = self.gpu.after_default_stream();
+            let _ = self.gpu.after_host_stream();
             let _ = self.gpu.synchronize();
             // SAFETY: allocated in `zeroed` and not used any more. A failure means that the context is broken, which every
             // further call reports.

@@ -83,16 +83,7 @@ impl DeviceBuffer {
 
     /// Enqueues zeros for its first `bytes` bytes.
     pub(super) fn clear(&self, bytes: usize) -> Result<()> {
-        self.holds("zeros", &[bytes])?;
-        if bytes == 0 {
-            return Ok(());
-        }
-        self.gpu.bind()?;
-        check(
-            // SAFETY: the bytes are the buffer's, and used in the order of this stream.
-            unsafe { result::memset_d8_async(self.address, 0, bytes, self.gpu.stream()) },
-            "clearing device memory",
-        )
+        DeviceSlice::from(self).clear(bytes)
     }
 
     /// The device it is on.
@@ -163,6 +154,20 @@ impl<'a> DeviceSlice<'a> {
             );
         }
         Ok(())
+    }
+
+    /// Enqueues zeros for its first `bytes` bytes.
+    pub(super) fn clear(&self, bytes: usize) -> Result<()> {
+        self.holds("zeros", &[bytes])?;
+        if bytes == 0 {
+            return Ok(());
+        }
+        self.gpu.bind()?;
+        check(
+            // SAFETY: the bytes are within the memory, which is used in the order of this stream.
+            unsafe { result::memset_d8_async(self.address, 0, bytes, self.gpu.stream()) },
+            "clearing device memory",
+        )
     }
 }
 

@@ -34,7 +34,7 @@ pub use compile::compile_source;
 pub use compile::{compile, compiler, have_kernels};
 pub use copy::Event;
 pub use elementwise::{rms_norm, swiglu};
-pub use gpu::{Gpu, KeepContext, check_managed, count, open_gpus, unavailable};
+pub use gpu::{Gpu, HostStream, KeepContext, check_managed, count, open_gpus, unavailable};
 pub use graph::Graph;
 pub use linear::{
     Biased, Input, LinearScratch, MLP_SCALE, Matrix, Output, Plan, ReadBytes, ReadNvfp4, SMALL,

@@ -84,15 +84,16 @@ const REPORT_BYTES: usize = 8;
 /// Quantizes `x` `[.., K]`, of float16, bfloat16 or float32 and any strides, into `codes` and `scales`; gives the global scale,
 /// which is `global` or, for two levels without one, computed. Waits for the device if that is to be known or if values that
 /// are not finite are an error, which then is that of [`nvfp4::quantize`].
-pub fn quantize(
+pub fn quantize<'a>(
     gpu: &Arc<Gpu>,
     x: &Tensor,
     options: &QuantizeOptions,
     global: Option<f32>,
     swizzled: bool,
-    codes: &DeviceBuffer,
-    scales: &DeviceBuffer,
+    codes: impl Into<DeviceSlice<'a>>,
+    scales: impl Into<DeviceSlice<'a>>,
 ) -> Result<f32> {
+    let (codes, scales) = (codes.into(), scales.into());
     options.check()?;
     let (height, cols) = x.shape().matrix();
     let computed = options.levels == Levels::Two && global.is_none();

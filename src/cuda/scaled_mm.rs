@@ -8,7 +8,7 @@ use super::blas::{Element, Store};
 use super::gpu::{Gpu, int};
 use super::launch::Launch;
 use super::linear::WORKSPACE;
-use super::memory::DeviceBuffer;
+use super::memory::{DeviceBuffer, DeviceSlice};
 use super::nvrtc::Unit;
 use super::operand::Operand;
 use crate::base::Result;
@@ -112,12 +112,12 @@ impl Way {
 }
 
 /// `a` `[m, k]` times `b` `[n, k]` transposed, into `out` `[m, n]` of `dtype`: f32, f16 or bf16.
-pub fn scaled_mm(
+pub fn scaled_mm<'a>(
     gpu: &Arc<Gpu>,
     a: &Operand<'_>,
     b: &Operand<'_>,
     dtype: DType,
-    out: &DeviceBuffer,
+    out: impl Into<DeviceSlice<'a>>,
 ) -> Result<()> {
     let library = library_factor(a.global, b.global).is_some() && gpu.blas().is_some();
     let way = Way::choose(a.rows, b.rows, gpu.arch(), gpu.multiprocessors(), library);
@@ -125,12 +125,12 @@ pub fn scaled_mm(
 }
 
 /// The same in a way of the caller's.
-pub fn scaled_mm_by(
+pub fn scaled_mm_by<'a>(
     gpu: &Arc<Gpu>,
     a: &Operand<'_>,
     b: &Operand<'_>,
     dtype: DType,
-    out: &DeviceBuffer,
+    out: impl Into<DeviceSlice<'a>>,
     way: Way,
 ) -> Result<()> {
     if a.k != b.k {
@@ -143,7 +143,7 @@ pub fn scaled_mm_by(
             b.k
         );
     }
-    let store = store(dtype)?;
+    let (store, out) = (store(dtype)?, out.into());
     a.require(gpu)?;
     b.require(gpu)?;
     if !Arc::ptr_eq(out.gpu(), gpu) {
@@ -230,7 +230,7 @@ fn by_kernel(
     a: &Operand<'_>,
     b: &Operand<'_>,
     store: Store,
-    out: &DeviceBuffer,
+    out: DeviceSlice<'_>,
     tile: Tile,
 ) -> Result<()> {
     let (rows, columns) = tile.size();
@@ -344,7 +344,7 @@ fn by_library(
     a: &Operand<'_>,
     b: &Operand<'_>,
     store: Store,
-    out: &DeviceBuffer,
+    out: DeviceSlice<'_>,
 ) -> Result<()> {
     let blas = gpu.need_blas()?;
     let Some(factor) = library_factor(a.global, b.global) else {

@@ -1,7 +1,7 @@
 //! Tensors in the memory of a device: over the library's own allocations, over what a host program lends, and copies of them.
 //!
 //! What reads or writes them is enqueued on the device's stream like everything here. Who takes them from the host program or
-//! gives them to it orders that stream with the default one: see [`Gpu::after_default_stream`].
+//! gives them to it orders that stream with the default one: see [`Gpu::after_host_stream`].
 
 use std::ffi::{c_int, c_void};
 use std::sync::Arc;
@@ -23,6 +23,9 @@ pub(super) const ARGUMENTS: &[(&str, usize)] = &[("gather_", size_of::<GatherArg
 
 const THREADS: u32 = 256;
 
+/// Bytes of the widest store of a kernel, to which results are aligned.
+const RESULT: u64 = 16;
+
 /// Memory of a tensor that the host program may have used on its default stream.
 struct Shared(DeviceBuffer);
 
@@ -30,7 +33,7 @@ impl Drop for Shared {
     fn drop(&mut self) {
         // The buffer is freed, and its memory used anew, in the order of the device's stream. A failure means that the context
         // is broken, which every further call reports.
-        let _ = self.0.gpu().after_default_stream();
+        let _ = self.0.gpu().after_host_stream();
     }
 }
 
@@ -217,6 +220,24 @@ impl<'a> Contiguous<'a> {
             Contiguous::Borrowed(slice) => *slice,
             Contiguous::Copied(buffer) => buffer.into(),
         }
+    }
+}
+
+impl<'a> DeviceSlice<'a> {
+    /// The memory of a tensor on `gpu` that a result is written to, which must be contiguous and aligned to [`RESULT`] bytes.
+    pub fn result(gpu: &'a Arc<Gpu>, tensor: &'a mut Tensor) -> Result<DeviceSlice<'a>> {
+        require(gpu, tensor)?;
+        let at = address(tensor);
+        if !tensor.shape().is_contiguous() || !at.is_multiple_of(RESULT) {
+            bail!(
+                InvalidArgument,
+                "a result goes to a contiguous tensor that begins at a multiple of {RESULT} bytes, not to one of shape {:?} and strides {:?}",
+                tensor.shape().sizes(),
+                tensor.shape().strides()
+            );
+        }
+        // SAFETY: the tensor, which is borrowed alone, has its elements there.
+        Ok(unsafe { DeviceSlice::new(gpu, at, tensor.bytes()) })
     }
 }
 

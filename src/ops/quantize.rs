@@ -10,7 +10,7 @@ use super::{Device, Workspace, scaled_mm};
 use crate::base::error::{Result, bail};
 use crate::base::memory::Tag;
 use crate::base::size::product;
-use crate::cuda::{self, DeviceBuffer, Gpu};
+use crate::cuda::{self, DeviceBuffer, DeviceSlice, Gpu};
 use crate::format::nvfp4::{self, BLOCK, Nvfp4, QuantizeOptions};
 use crate::format::swizzle::{self, ScaleLayout};
 use crate::tensor::{DType, Tensor};
@@ -93,32 +93,22 @@ fn buffer(gpu: &Arc<Gpu>, sizes: &[usize]) -> Result<DeviceBuffer> {
     DeviceBuffer::uninit(gpu, Tag::DeviceTensor, product("a tensor", sizes)?)
 }
 
-/// Quantizes `x` `[.., K]` in the memory of `gpu`; see [`super::tensors::quantize`].
+/// Quantizes `x` `[.., K]` in the memory of `gpu`; see [`super::tensors::quantize_into`], which has checked the results' sizes.
 pub(super) fn quantize_on(
     gpu: &Arc<Gpu>,
     x: &Tensor,
     options: &QuantizeOptions,
     layout: ScaleLayout,
-) -> Result<Nvfp4Tensor> {
-    let (rows, cols) = x.shape().matrix();
-    let blocks = cols / BLOCK;
+    codes: &mut Tensor,
+    scales: &mut Tensor,
+) -> Result<f32> {
+    let swizzled = layout == ScaleLayout::Swizzled;
     in_order(gpu, || {
-        let swizzled = layout == ScaleLayout::Swizzled;
-        let codes = buffer(gpu, &[rows, cols / 2])?;
-        let (scales, sizes) = match layout {
-            ScaleLayout::Linear => (buffer(gpu, &[rows, blocks])?, x.shape().with_last(blocks)),
-            ScaleLayout::Swizzled => {
-                let len = swizzle::len(rows, blocks)?;
-                (buffer(gpu, &[len])?, vec![len])
-            }
-        };
-        let global = cuda::quantize(gpu, x, options, None, swizzled, &codes, &scales)?;
-        Ok(Nvfp4Tensor {
-            codes: cuda::tensor(codes, &x.shape().with_last(cols / 2), DType::U8)?,
-            scales: cuda::tensor(scales, &sizes, DType::F8E4M3)?,
-            global,
-            layout,
-        })
+        let (codes, scales) = (
+            DeviceSlice::result(gpu, codes)?,
+            DeviceSlice::result(gpu, scales)?,
+        );
+        cuda::quantize(gpu, x, options, None, swizzled, codes, scales)
     })
 }
 

@@ -8,7 +8,7 @@ use super::transfer::in_order;
 use crate::base::error::{Result, bail, err};
 use crate::base::memory::{Buffer, Tag};
 use crate::base::size::product;
-use crate::cuda::{self, Contiguous, DeviceBuffer, Gpu, ScaleCheck};
+use crate::cuda::{self, Contiguous, DeviceBuffer, DeviceSlice, Gpu, ScaleCheck};
 use crate::format::e4m3;
 use crate::format::nvfp4::BLOCK;
 use crate::format::swizzle::{self, ScaleLayout};
@@ -152,22 +152,20 @@ pub(super) fn on_gpu(
     Ok(out)
 }
 
-/// The same of tensors in the memory of `gpu`, in a tensor there; see [`super::tensors::scaled_mm`].
-pub(super) fn of_tensors(
+/// The same of tensors in the memory of `gpu`, into one there; see [`super::tensors::scaled_mm_into`].
+pub(super) fn in_place(
     gpu: &Arc<Gpu>,
     a: &Nvfp4Tensor,
     b: &Nvfp4Tensor,
-    dtype: DType,
-) -> Result<Tensor> {
+    out: &mut Tensor,
+) -> Result<()> {
+    let dtype = out.dtype();
     in_order(gpu, || {
         let (a, b) = (Operand::of(gpu, a)?, Operand::of(gpu, b)?);
-        let bytes = product("output", &[a.rows, b.rows, dtype.bytes()])?;
-        let out = Operand::with_checked(gpu, [&a, &b], |[a, b]| {
-            let out = DeviceBuffer::uninit(gpu, Tag::DeviceTensor, bytes)?;
-            cuda::scaled_mm(gpu, &a, &b, dtype, &out)?;
-            Ok(out)
-        })?;
-        cuda::tensor(out, &[a.rows, b.rows], dtype)
+        let out = DeviceSlice::result(gpu, out)?;
+        Operand::with_checked(gpu, [&a, &b], |[a, b]| {
+            cuda::scaled_mm(gpu, &a, &b, dtype, out)
+        })
     })
 }
 

@@ -14,7 +14,7 @@ use super::{Device, Workspace, prepare, scaled_mm};
 use crate::base::error::{Result, bail};
 use crate::base::memory::{Buffer, Tag};
 use crate::base::size::product;
-use crate::cuda::Gpu;
+use crate::cuda::{self, DeviceBuffer, Gpu};
 use crate::format::nvfp4::{self, BLOCK, Levels, QuantizeOptions};
 use crate::format::{nf4, swizzle};
 use crate::tensor::{DType, Shape, Tensor};
@@ -217,7 +217,7 @@ fn float_input(x: &Tensor, what: &str) -> Result<(usize, usize)> {
 }
 
 /// Refuses tensors of which not all are in host memory, or all in the memory of one CUDA device. Gives that device.
-fn one_place(tensors: &[(&str, &Tensor)]) -> Result<Option<usize>> {
+pub fn one_place(tensors: &[(&str, &Tensor)]) -> Result<Option<usize>> {
     let mut all = tensors.iter().map(|(name, t)| (name, t.place()));
     let Some((first, place)) = all.next() else {
         return Ok(None);
@@ -226,7 +226,7 @@ fn one_place(tensors: &[(&str, &Tensor)]) -> Result<Option<usize>> {
         if other.cuda() != place.cuda() {
             bail!(
                 InvalidArgument,
-                "{first} are in {place} and {name} in {other}; they must be in one place: copy some of them"
+                "{first} in {place} and {name} in {other} must be in one place; copy one of them"
             );
         }
     }
@@ -241,15 +241,8 @@ pub fn device_of(tensor: &Tensor, processor: impl FnOnce() -> Result<Device>) ->
     }
 }
 
-/// Quantizes `x` `[.., K]` along K, where it is: in host memory with the processor, or in a GPU's memory there. Codes take its
-/// leading dimensions, as do linear scales.
-pub fn quantize(
-    device: &Device,
-    x: &Tensor,
-    options: &QuantizeOptions,
-    layout: ScaleLayout,
-) -> Result<Nvfp4Tensor> {
-    options.check()?;
+/// The sizes of the codes and of the scales of `x` `[.., K]`: codes take its leading dimensions, as do linear scales.
+pub fn quantized_sizes(x: &Tensor, layout: ScaleLayout) -> Result<[Vec<usize>; 2]> {
     let (rows, cols) = float_input(x, "the input")?;
     if cols == 0 || !cols.is_multiple_of(BLOCK) {
         bail!(
@@ -258,10 +251,93 @@ pub fn quantize(
             x.shape().sizes()
         );
     }
+    let blocks = cols / BLOCK;
+    let scales = match layout {
+        ScaleLayout::Linear => x.shape().with_last(blocks),
+        ScaleLayout::Swizzled => vec![swizzle::len(rows, blocks)?],
+    };
+    Ok([x.shape().with_last(cols / 2), scales])
+}
+
+/// A tensor of `device` that a result of all its elements will be written to.
+fn new_result(device: &Device, sizes: &[usize], dtype: DType) -> Result<Tensor> {
+    match device {
+        Device::Cpu(_) => Tensor::zeros(sizes, dtype),
+        Device::Cuda(gpu) => {
+            let bytes = Shape::contiguous(sizes)?.elements() * dtype.bytes();
+            let buffer = DeviceBuffer::uninit(gpu, Tag::DeviceTensor, bytes)?;
+            cuda::tensor(buffer, sizes, dtype)
+        }
+    }
+}
+
+/// Refuses a tensor that a result of these sizes and this type cannot be written to.
+fn check_result(name: &str, result: &Tensor, sizes: &[usize], dtype: DType) -> Result<()> {
+    if result.shape().sizes() != sizes || result.dtype() != dtype || !result.shape().is_contiguous()
+    {
+        bail!(
+            InvalidArgument,
+            "{name} go to a contiguous {} tensor of shape {sizes:?}, not to a {} tensor of shape {:?} and strides {:?}",
+            dtype.name(),
+            result.dtype().name(),
+            result.shape().sizes(),
+            result.shape().strides()
+        );
+    }
+    Ok(())
+}
+
+/// The memory of a result on the host.
+fn host_result<'a>(name: &str, result: &'a mut Tensor) -> Result<&'a mut [u8]> {
+    result.require_host()?;
+    match result.bytes_mut() {
+        Some(bytes) => Ok(bytes),
+        None => bail!(
+            InvalidArgument,
+            "{name} go to memory that may be written and that no other tensor shares"
+        ),
+    }
+}
+
+/// Quantizes `x` `[.., K]` along K, where it is: in host memory with the processor, or in a GPU's memory there. For the sizes
+/// see [`quantized_sizes`].
+pub fn quantize(
+    device: &Device,
+    x: &Tensor,
+    options: &QuantizeOptions,
+    layout: ScaleLayout,
+) -> Result<Nvfp4Tensor> {
+    let [codes, scales] = quantized_sizes(x, layout)?;
+    let mut codes = new_result(device, &codes, DType::U8)?;
+    let mut scales = new_result(device, &scales, DType::F8E4M3)?;
+    let global = quantize_into(device, x, options, layout, &mut codes, &mut scales)?;
+    Ok(Nvfp4Tensor {
+        codes,
+        scales,
+        global,
+        layout,
+    })
+}
+
+/// The same into tensors of the caller's, uint8 and float8_e4m3fn, which are where `x` is; gives the global scale. After an
+/// error they hold anything.
+pub fn quantize_into(
+    device: &Device,
+    x: &Tensor,
+    options: &QuantizeOptions,
+    layout: ScaleLayout,
+    codes: &mut Tensor,
+    scales: &mut Tensor,
+) -> Result<f32> {
+    options.check()?;
+    let sizes = quantized_sizes(x, layout)?;
+    check_result("codes", codes, &sizes[0], DType::U8)?;
+    check_result("scales", scales, &sizes[1], DType::F8E4M3)?;
     if let Device::Cuda(gpu) = device {
-        return quantize_on(gpu, x, options, layout);
+        return quantize_on(gpu, x, options, layout, codes, scales);
     }
     x.require_host()?;
+    let (rows, cols) = x.shape().matrix();
     let read = |range: Range<usize>| -> Result<Vec<f32>> {
         let mut values = vec![0.0; range.len() * cols];
         x.rows_f32(range, &mut values)?;
@@ -278,10 +354,11 @@ pub fn quantize(
         Levels::Single | Levels::Legacy => 1.0,
     };
     let blocks = cols / BLOCK;
-    let mut linear = Buffer::<u8>::zeroed(Tag::Scratch, product("scales", &[rows, blocks])?)?;
-    let codes = Tensor::build(&x.shape().with_last(cols / 2), DType::U8, |codes| {
+    let codes = host_result("codes", codes)?;
+    let scales = host_result("scales", scales)?;
+    let mut run = |linear: &mut [u8]| {
         let codes = split(codes, cols / 2, cols);
-        let scales = split(&mut linear, blocks, cols);
+        let scales = split(linear, blocks, cols);
         by_chunks(device, rows, cols, |i, range| {
             let first = range.start;
             let values = read(range)?;
@@ -295,24 +372,20 @@ pub fn quantize(
                 &mut codes,
                 &mut scales,
             )
-        })?;
-        Ok(())
-    })?;
-    let scales = match layout {
-        ScaleLayout::Linear => {
-            Tensor::build(&x.shape().with_last(blocks), DType::F8E4M3, |bytes| {
-                bytes.copy_from_slice(&linear);
-                Ok(())
-            })?
-        }
-        ScaleLayout::Swizzled => from_bytes(&swizzle::swizzle(&linear, rows, blocks)?)?,
+        })
     };
-    Ok(Nvfp4Tensor {
-        codes,
-        scales,
-        global,
-        layout,
-    })
+    match layout {
+        ScaleLayout::Linear => {
+            run(scales)?;
+        }
+        ScaleLayout::Swizzled => {
+            let mut linear =
+                Buffer::<u8>::zeroed(Tag::Scratch, product("scales", &[rows, blocks])?)?;
+            run(&mut linear)?;
+            scales.copy_from_slice(&swizzle::swizzle(&linear, rows, blocks)?);
+        }
+    }
+    Ok(global)
 }
 
 fn from_bytes(scales: &[u8]) -> Result<Tensor> {
@@ -341,6 +414,32 @@ fn fill_rows(
     })
 }
 
+/// Reads and decodes the rows of a range.
+fn decode_rows(
+    read: &impl Fn(Range<usize>, &mut [u8], &mut [u8]) -> Result<()>,
+    global: f32,
+    rows: Range<usize>,
+    values: &mut [f32],
+) -> Result<()> {
+    let mut codes = vec![0; values.len() / 2];
+    let mut scales = vec![0; values.len() / BLOCK];
+    read(rows, &mut codes, &mut scales)?;
+    nvfp4::dequantize(&codes, &scales, global, values)
+}
+
+/// The values of `a` in host memory.
+fn values_of(device: &Device, a: &Nvfp4Tensor) -> Result<Buffer<f32>> {
+    let (rows, cols) = a.dims()?;
+    let read = a.reader()?;
+    let mut values = Buffer::zeroed(Tag::Scratch, product("values", &[rows, cols])?)?;
+    let parts = split(&mut values, cols, cols);
+    by_chunks(device, rows, cols, |i, range| {
+        decode_rows(&read, a.global, range, &mut part(&parts, i))
+    })?;
+    drop(parts);
+    Ok(values)
+}
+
 /// The values of `a`, `[.., K]`, in a floating `dtype`, where it is: see [`quantize`].
 pub fn dequantize(device: &Device, a: &Nvfp4Tensor, dtype: DType) -> Result<Tensor> {
     if let Device::Cuda(gpu) = device {
@@ -352,12 +451,7 @@ pub fn dequantize(device: &Device, a: &Nvfp4Tensor, dtype: DType) -> Result<Tens
         device,
         &a.codes.shape().with_last(cols),
         dtype,
-        |range, values| {
-            let mut codes = vec![0; values.len() / 2];
-            let mut scales = vec![0; values.len() / BLOCK];
-            read(range, &mut codes, &mut scales)?;
-            nvfp4::dequantize(&codes, &scales, a.global, values)
-        },
+        |range, values| decode_rows(&read, a.global, range, values),
     )
 }
 
@@ -606,6 +700,24 @@ pub fn linear(
     Tensor::from_f32(&out, &x.shape().with_last(weight.rows()), dtype)
 }
 
+/// The sizes of the W4A4 product of `a` and `b`, after every check on both.
+pub fn product_sizes(a: &Nvfp4Tensor, b: &Nvfp4Tensor) -> Result<[usize; 2]> {
+    let ((m, k), (n, k_b)) = (a.dims()?, b.dims()?);
+    if k != k_b {
+        bail!(
+            InvalidArgument,
+            "scaled_mm of [{m}, {k}] and [{n}, {k_b}]: K must be equal"
+        );
+    }
+    one_place(&[
+        ("the codes of a", &a.codes),
+        ("the scales of a", &a.scales),
+        ("the codes of b", &b.codes),
+        ("the scales of b", &b.scales),
+    ])?;
+    Ok([m, n])
+}
+
 /// The W4A4 product: `a` `[M, K]` times `b` `[N, K]` transposed, both NVFP4, as `[M, N]` in a floating `dtype`. Exact on the
 /// decoded values but for the order of summation in f32, and for the rounding to `dtype`. The result is where both operands are.
 pub fn scaled_mm(
@@ -615,44 +727,70 @@ pub fn scaled_mm(
     dtype: DType,
     workspace: &mut Workspace,
 ) -> Result<Tensor> {
-    let ((m, k), (n, k_b)) = (a.dims()?, b.dims()?);
-    if k != k_b {
+    let sizes = product_sizes(a, b)?;
+    let mut out = match a.cuda()? {
+        Some(_) => new_result(device, &sizes, dtype)?,
+        None => Tensor::zeros(&sizes, dtype)?,
+    };
+    scaled_mm_into(device, a, b, &mut out, workspace)?;
+    Ok(out)
+}
+
+/// The same into a tensor of the caller's, of a floating type, which is where the operands are. After an error it holds
+/// anything.
+pub fn scaled_mm_into(
+    device: &Device,
+    a: &Nvfp4Tensor,
+    b: &Nvfp4Tensor,
+    out: &mut Tensor,
+    workspace: &mut Workspace,
+) -> Result<()> {
+    let [m, n] = product_sizes(a, b)?;
+    let dtype = out.dtype();
+    check_result("products", out, &[m, n], dtype)?;
+    if !dtype.is_float() {
         bail!(
             InvalidArgument,
-            "scaled_mm of [{m}, {k}] and [{n}, {k_b}]: K must be equal"
+            "products come as float16, float32, float64 or bfloat16, not {}",
+            dtype.name()
         );
     }
-    let place = one_place(&[
-        ("the codes of a", &a.codes),
-        ("the scales of a", &a.scales),
-        ("the codes of b", &b.codes),
-        ("the scales of b", &b.scales),
-    ])?;
-    if let (Device::Cuda(gpu), Some(_)) = (device, place) {
-        return scaled_mm::of_tensors(gpu, a, b, dtype);
-    }
-    a.codes.require_host()?;
+    one_place(&[("the codes of a", &a.codes), ("the result", out)])?;
     if m == 0 || n == 0 {
-        return Tensor::zeros(&[m, n], dtype);
+        return Ok(());
     }
     if let Device::Cuda(gpu) = device {
+        if a.cuda()?.is_some() {
+            return scaled_mm::in_place(gpu, a, b, out);
+        }
         let (a, b) = (a.upload(gpu)?, b.upload(gpu)?);
         // What a GPU has no type for is converted here.
         let made = match dtype {
             DType::F16 | DType::BF16 => dtype,
             _ => DType::F32,
         };
-        let out = scaled_mm::on_gpu(gpu, &a, &b, made)?;
-        let result = Tensor::build(&[m, n], made, |bytes| out.read(0, bytes))?;
-        return match made == dtype {
-            true => Ok(result),
-            false => Tensor::from_f32(&result.to_f32()?, &[m, n], dtype),
-        };
+        let product = scaled_mm::on_gpu(gpu, &a, &b, made)?;
+        let out = host_result("products", out)?;
+        if made == dtype {
+            return product.read(0, out);
+        }
+        let mut values = Buffer::<f32>::zeroed(Tag::Scratch, m * n)?;
+        product.read(0, &mut values)?;
+        return dtype.from_f32(&values, out);
     }
     let weight = weight(device, b)?;
-    let values = dequantize(device, a, DType::F32)?;
-    let flat = values.view(Shape::contiguous(&[m, k])?, 0)?;
-    linear(device, &flat, &weight, Activations::Exact, dtype, workspace)
+    let values = values_of(device, a)?;
+    let out = host_result("products", out)?;
+    let mut products = Buffer::<f32>::zeroed(Tag::Scratch, m * n)?;
+    multiply(
+        device,
+        &values,
+        m,
+        &mut [(&weight, &mut products)],
+        Activations::Exact,
+        workspace,
+    )?;
+    dtype.from_f32(&products, out)
 }
 
 #[cfg(test)]

@@ -1,8 +1,9 @@
 //! Tensors in memory of any place: made, taken from the host program, copied from place to place, and managed memory by the
 //! process's policy.
 //!
-//! Memory that a host program shares with the library is used in the order of its legacy default stream: the library's work
-//! comes after what the program had enqueued there before the call, and before what it enqueues there after the call.
+//! Memory that a host program shares with the library is used in the order of its legacy default stream, or of another that it
+//! names ([`HostStream`]): the library's work comes after what the program had enqueued there before the call, and before what
+//! it enqueues there after the call.
 
 use std::sync::atomic::{AtomicU8, Ordering::Relaxed};
 
@@ -12,12 +13,14 @@ use crate::base::{ErrorKind, env};
 use crate::cuda::{self, DeviceBuffer, Gpu, ManagedBuffer};
 use crate::tensor::{DLManagedTensor, DType, Place, Release, Shape, Tensor};
 
+pub use crate::cuda::HostStream;
+
 /// Does `work` of `gpu` with memory that the host program shares.
 pub(super) fn in_order<T>(gpu: &Gpu, work: impl FnOnce() -> Result<T>) -> Result<T> {
-    gpu.after_default_stream()?;
+    gpu.after_host_stream()?;
     let result = work();
     // Also after an error, which may have come after some of the work.
-    gpu.before_default_stream()?;
+    gpu.before_host_stream()?;
     result
 }
 
@@ -65,7 +68,7 @@ pub fn copy_to_host(tensor: &Tensor, out: &mut [u8]) -> Result<()> {
     match tensor.place().cuda() {
         None => tensor.copy_to(out),
         Some(ordinal) => {
-            Gpu::open(ordinal)?.after_default_stream()?;
+            Gpu::open(ordinal)?.after_host_stream()?;
             // It has waited for its own work when it returns, so nothing is left to come before the program's next.
             cuda::download(tensor, out)
         }
@@ -179,7 +182,7 @@ pub fn to_managed(
     match tensor.place().cuda() {
         None => tensor.copy_to(&mut buffer.bytes_mut()[..tensor.bytes()])?,
         Some(there) if there == ordinal => {
-            gpu.after_default_stream()?;
+            gpu.after_host_stream()?;
             buffer.copy_from(tensor)?;
         }
         Some(_) => copy_to_host(tensor, buffer.bytes_mut())?,

@@ -52,6 +52,7 @@ enum Storage {
     Owned(Buffer<u8>),
     Lent {
         data: *mut u8,
+        writable: bool,
         release: Option<Release>,
     },
     Device {
@@ -156,6 +157,15 @@ impl Tensor {
         Tensor::build(sizes, dtype, |bytes| dtype.from_f32(values, bytes))
     }
 
+    /// A view of memory that a host lends to have a result written to it: see [`Tensor::bytes_mut`]. It never goes back.
+    ///
+    /// # Safety
+    /// From `data` on, the extent of `shape` must be readable and writable, and the library's alone, as long as the tensor or
+    /// a view of it lives.
+    pub unsafe fn lent_for_result(data: *mut u8, shape: Shape, dtype: DType) -> Result<Tensor> {
+        Tensor::over(data, true, shape, dtype, None)
+    }
+
     /// A view of memory that a host lends; `release` runs when the last view is gone, on whichever thread drops it. On an
     /// error `release` is dropped uncalled and the memory stays the host's.
     ///
@@ -167,10 +177,24 @@ impl Tensor {
         dtype: DType,
         release: Option<Release>,
     ) -> Result<Tensor> {
+        Tensor::over(data, false, shape, dtype, release)
+    }
+
+    fn over(
+        data: *mut u8,
+        writable: bool,
+        shape: Shape,
+        dtype: DType,
+        release: Option<Release>,
+    ) -> Result<Tensor> {
         check_address(data.addr(), &shape, dtype)?;
         let bytes = shape.extent() * dtype.bytes();
         Ok(Tensor {
-            storage: Arc::new(Storage::Lent { data, release }),
+            storage: Arc::new(Storage::Lent {
+                data,
+                writable,
+                release,
+            }),
             offset: 0,
             bytes,
             shape,
@@ -290,6 +314,28 @@ impl Tensor {
         Some(unsafe { std::slice::from_raw_parts(data, self.bytes()) })
     }
 
+    /// The same to write a result to: nothing where the memory is not of [`zeros`](Tensor::zeros) or
+    /// [`lent_for_result`](Tensor::lent_for_result), or where another tensor shares it.
+    pub fn bytes_mut(&mut self) -> Option<&mut [u8]> {
+        if !self.shape.is_contiguous() {
+            return None;
+        }
+        let bytes = self.bytes();
+        let base = match Arc::get_mut(&mut self.storage)? {
+            _ if bytes == 0 => return Some(&mut []),
+            Storage::Owned(buffer) => buffer.as_mut_ptr(),
+            Storage::Lent {
+                data,
+                writable: true,
+                ..
+            } => *data,
+            Storage::Lent { .. } | Storage::Device { .. } => return None,
+        };
+        // SAFETY: `view` and the constructors check that `bytes` from `offset` on are within the storage; it is writable, and
+        // this is the only tensor that has it.
+        Some(unsafe { std::slice::from_raw_parts_mut(base.add(self.offset), bytes) })
+    }
+
     /// Copies rows of [`Shape::matrix`] in row-major order into `out`. Host memory only, as all that reads elements here.
     pub fn copy_rows(&self, rows: Range<usize>, out: &mut [u8]) -> Result<()> {
         self.require_host()?;
@@ -394,6 +440,38 @@ mod tests {
         v.rows_f32(1..3, &mut out).unwrap();
         assert_eq!(out, [7.0, 9.0, 11.0, 13.0, 15.0, 17.0]);
         assert!(v.rows_f32(3..5, &mut out).is_err());
+    }
+
+    #[test]
+    fn a_result_is_written_where_nobody_else_looks() {
+        let mut t = Tensor::zeros(&[2, 3], DType::U8).unwrap();
+        t.bytes_mut().unwrap()[4] = 7;
+        let mut shared = t.clone();
+        assert!(t.bytes_mut().is_none() && shared.bytes_mut().is_none());
+        drop(shared);
+        let mut row = t.view(Shape::contiguous(&[3]).unwrap(), 3).unwrap();
+        assert!(row.bytes_mut().is_none());
+        drop(t);
+        assert_eq!(row.bytes_mut().unwrap(), [0, 7, 0]);
+        let mut gaps = row.view(Shape::strided(&[2], &[2]).unwrap(), 0).unwrap();
+        drop(row);
+        assert!(gaps.bytes_mut().is_none());
+
+        let mut memory = [0u8; 4];
+        let shape = || Shape::contiguous(&[4]).unwrap();
+        // SAFETY: `memory` outlives both tensors, and each is the only one while it lives.
+        let (mut lent, mut read) = unsafe {
+            let data = memory.as_mut_ptr();
+            (
+                Tensor::lent_for_result(data, shape(), DType::U8).unwrap(),
+                Tensor::lent(data, shape(), DType::U8, None).unwrap(),
+            )
+        };
+        assert!(read.bytes_mut().is_none());
+        drop(read);
+        lent.bytes_mut().unwrap().fill(5);
+        drop(lent);
+        assert_eq!(memory, [5; 4]);
     }
 
     #[test]

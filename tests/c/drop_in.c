@@ -295,7 +295,7 @@ int main(void)
     int foreign = 0;
     NVFP4_quantize(&foreign, &q, &s);
     CHECK(q == NULL && s == NULL && NVFP4_last_status() == NVFP4_INVALID_HANDLE);
-    SAYS("TorchSharp");
+    SAYS("libtorch");
     NVFP4_quantize(NULL, &q, &s);
     CHECK(q == NULL && s == NULL && NVFP4_last_status() == NVFP4_INVALID_HANDLE);
     NVFP4_quantize(qa, &q, &s);

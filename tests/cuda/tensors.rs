@@ -544,6 +544,65 @@ fn operations_run_where_the_tensors_are() {
     assert_eq!(memory::usage(Tag::DeviceTensor).current, before);
 }
 
+/// Products of tensors of the device, of a stream of the program's own, give the bytes of those of host tensors there: also of
+/// operands that begin at an odd address or have gaps.
+#[test]
+fn products_run_where_the_tensors_are() {
+    let Some(gpu) = gpu() else { return };
+    let device = Device::Cuda(gpu.clone());
+    let mut ws = Workspace::new();
+    let options = QuantizeOptions::default();
+    gpu.synchronize().unwrap();
+    // Of the device whose context that made current on this thread.
+    let stream = result::stream::create(result::stream::StreamKind::NonBlocking).unwrap();
+    for (m, n, k) in [(1, 16, 32), (19, 40, 96), (133, 80, 256)] {
+        let cpu = Device::cpu(Some(2)).unwrap();
+        let quantized = |rows, seed, layout| {
+            let x = Tensor::from_f32(&values(seed, rows * k, DType::F16), &[rows, k], DType::F16);
+            tensors::quantize(&cpu, &x.unwrap(), &options, layout).unwrap()
+        };
+        let a = quantized(m, 80, ScaleLayout::Swizzled);
+        let b = quantized(n, 81, ScaleLayout::Linear);
+        let moved = |q: &Nvfp4Tensor, gap: usize| {
+            let bytes = bytes(&q.codes);
+            let (rows, row) = (bytes.len() / (k / 2), k / 2 + gap);
+            let mut spread = vec![POISON; gap + rows * row];
+            for (r, bytes) in bytes.chunks_exact(k / 2).enumerate() {
+                spread[gap + r * row..][..k / 2].copy_from_slice(bytes);
+            }
+            let codes = bytes_tensor(&spread, &[spread.len()], DType::U8);
+            let shape = Shape::strided(&[rows, k / 2], &[row, 1]).unwrap();
+            Nvfp4Tensor {
+                codes: cuda::upload(&gpu, &codes)
+                    .unwrap()
+                    .view(shape, gap)
+                    .unwrap(),
+                scales: cuda::upload(&gpu, &q.scales).unwrap(),
+                ..q.clone()
+            }
+        };
+        for dtype in TYPES {
+            let want = tensors::scaled_mm(&device, &a, &b, dtype, &mut ws).unwrap();
+            assert_eq!(want.place(), Place::Host);
+            for gap in [0, 3] {
+                let (a, b) = (moved(&a, gap), moved(&b, gap));
+                // SAFETY: the stream lives longer.
+                let order = unsafe { cuda::HostStream::new(0, stream.cast()) };
+                let got = tensors::scaled_mm(&device, &a, &b, dtype, &mut ws).unwrap();
+                assert_eq!(got.place(), Place::Cuda(0));
+                assert_same(&bytes(&got), &bytes(&want), "a product");
+                drop(order);
+            }
+        }
+        let there = moved(&a, 0);
+        let e = tensors::scaled_mm(&device, &there, &b, DType::F32, &mut ws).unwrap_err();
+        assert!(e.message().contains("memory of the host"), "{e}");
+    }
+    gpu.synchronize().unwrap();
+    // SAFETY: nothing uses it any more.
+    unsafe { result::stream::destroy(stream) }.unwrap();
+}
+
 /// Functions of host memory refuse a tensor of the device, and say where it is.
 fn refused_on_the_processor(cpu: &Device, x: &Tensor, q: &Nvfp4Tensor) {
     let mut ws = Workspace::new();
