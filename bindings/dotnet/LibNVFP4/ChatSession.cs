@@ -70,8 +70,7 @@ namespace LibNVFP4
         /// <summary>The same, on a thread of its own.</summary>
         public Task<string> AskAsync(string text, GenerateOptions options = null, Action<string> onText = null,
             CancellationToken cancellation = default(CancellationToken)) =>
-            Task.Factory.StartNew(() => Ask(text, options, onText, cancellation), cancellation, TaskCreationOptions.LongRunning,
-                TaskScheduler.Default);
+            Interop.OnThread(() => Ask(text, options, onText, cancellation), cancellation);
 
         /// <summary>Says something and gives each token of the answer to a handler, which may end it.</summary>
         public Generation Chat(string text, TokenHandler handler, GenerateOptions options = null,

@@ -1,9 +1,11 @@
 // What every call needs: a failed status becomes an exception, text goes in and out as UTF-8, arrays come out by asking for
-// their length first.
+// their length first, and a long call has a thread of its own.
 
 using System;
 using System.Runtime.InteropServices;
 using System.Text;
+using System.Threading;
+using System.Threading.Tasks;
 
 namespace LibNVFP4
 {
@@ -21,6 +23,12 @@ namespace LibNVFP4
             if (status != (int)Status.Ok)
                 throw Nvfp4Exception.Create((Status)status, LastError());
         }
+
+        /// Work on a thread of its own. StartNew with a token that is cancelled already may give a task that does not know it yet.
+        internal static Task<T> OnThread<T>(Func<T> work, CancellationToken cancellation) =>
+            cancellation.IsCancellationRequested
+                ? Task.FromCanceled<T>(cancellation)
+                : Task.Factory.StartNew(work, cancellation, TaskCreationOptions.LongRunning, TaskScheduler.Default);
 
         internal static string LastError() => ReadZ(Native.NVFP4_last_error());
 

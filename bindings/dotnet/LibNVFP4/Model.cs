@@ -112,8 +112,7 @@ namespace LibNVFP4
         /// <summary>The same, on a thread of its own.</summary>
         public static Task<Model> LoadAsync(string path, LoadOptions options = null, QuantizeOptions quantize = null,
             ProgressHandler progress = null, CancellationToken cancellation = default(CancellationToken)) =>
-            Task.Factory.StartNew(() => Load(path, options, quantize, progress, cancellation), cancellation,
-                TaskCreationOptions.LongRunning, TaskScheduler.Default);
+            Interop.OnThread(() => Load(path, options, quantize, progress, cancellation), cancellation);
 
         /// <summary>What was loaded.</summary>
         public ModelInfo Info { get; }

@@ -193,8 +193,7 @@ namespace LibNVFP4
         /// <summary>The same, on a thread of its own.</summary>
         public Task<Generation> GenerateAsync(GenerateOptions options = null, TokenHandler handler = null,
             CancellationToken cancellation = default(CancellationToken)) =>
-            Task.Factory.StartNew(() => Generate(options, handler, cancellation), cancellation, TaskCreationOptions.LongRunning,
-                TaskScheduler.Default);
+            Interop.OnThread(() => Generate(options, handler, cancellation), cancellation);
 
         /// <summary>
         /// Generates from where the session stands, as a stream of text: pieces of whole characters, each made when it is asked
