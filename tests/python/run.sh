@@ -6,12 +6,11 @@
 # The last line is "N passed, N failed, N skipped".
 set -uo pipefail
 cd "$(dirname "$0")/../.."
+source tests/common/checks.sh
 
 python=${NVFP4_PYTHON:-python3}
 export NVFP4_BUILD PYTHONDONTWRITEBYTECODE=1
 NVFP4_BUILD=$(cd "${NVFP4_BUILD:-target/release}" && pwd) || exit 1
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
 
 has_numpy() { "$python" -c 'import numpy' 2>/dev/null; }
 
@@ -37,20 +36,6 @@ passed=$(number passed) failed=$(number failed) skipped=$(number skipped)
 export NVFP4_LIB_PATH=$NVFP4_BUILD PYTHONPATH=$PWD/bindings/python${PYTHONPATH:+:$PYTHONPATH}
 model=$PWD/tests/golden/model/qwen3_tied
 
-# check NAME COMMAND...
-check() {
-    local name=$1
-    shift
-    if "$@" >"$work/log" 2>&1; then
-        echo "ok      $name"
-        passed=$((passed + 1))
-    else
-        echo "FAILED  $name"
-        sed 's/^/    /' "$work/log" | head -40
-        failed=$((failed + 1))
-    fi
-}
-
 recites() {
     "$python" tests/python/reciter.py "$work/reciter" "漢字とかな 🦀👩‍👩‍👧." &&
         "$python" examples/python/chat.py "$work/reciter" "What?" >"$work/answer" && [ "$(cat "$work/answer")" = "漢字とかな 🦀👩‍👩‍👧." ]
@@ -71,8 +56,6 @@ check "example chat.py without a model" fails
 if has_numpy; then
     check "example quantize.py" "$python" examples/python/quantize.py
 else
-    echo "SKIPPED example quantize.py: numpy is missing"
-    skipped=$((skipped + 1))
+    skip "example quantize.py" "numpy is missing" numpy
 fi
-echo "$passed passed, $failed failed, $skipped skipped"
-[ "$failed" -eq 0 ]
+finish

@@ -3,25 +3,7 @@
 # none, and without a prompt. The last line is "N passed, N failed, N skipped".
 set -uo pipefail
 cd "$(dirname "$0")/../.."
-
-work=$(mktemp -d)
-hub=
-trap '[ -n "$hub" ] && kill "$hub"; rm -rf "$work"' EXIT
-passed=0 failed=0
-
-# check NAME COMMAND...
-check() {
-    local name=$1
-    shift
-    if "$@" >"$work/log" 2>&1; then
-        echo "ok      $name"
-        passed=$((passed + 1))
-    else
-        echo "FAILED  $name"
-        sed 's/^/    /' "$work/log" | tail -40
-        failed=$((failed + 1))
-    fi
-}
+source tests/common/checks.sh
 
 answers() {
     bash examples/quickstart.sh "What is the capital of France?" >"$work/answer" || return 1
@@ -33,8 +15,8 @@ answers() {
 from_our_hub() {
     rm -rf "${CARGO_TARGET_DIR:-target}/quickstart/small_model-nvfp4"
     python3 tests/quickstart/hub.py tests/golden/model/qwen3_tied "$work/port" &
-    hub=$!
-    local waited=0
+    local hub=$! waited=0
+    trap 'kill "$hub"' EXIT
     until [ -s "$work/port" ]; do
         [ $((waited += 1)) -le 100 ] || { echo "the hub did not start"; return 1; }
         sleep 0.1
@@ -64,5 +46,4 @@ sed 's/^/    /' "$work/answer"
 check "a model from a hub of our own" from_our_hub
 check "no hub, no answer of another model" refuses_without_hub
 check "a missing prompt" refuses_without_prompt
-echo "$passed passed, $failed failed, 0 skipped"
-[ "$failed" -eq 0 ]
+finish

@@ -3,25 +3,9 @@
 # tests/readme/run.sh, with libNVFP4.so in $NVFP4_BUILD (target/release if unset). The last line is "N passed, N failed, N skipped".
 set -uo pipefail
 cd "$(dirname "$0")/../.."
+source tests/common/checks.sh
 
 build=$(cd "${NVFP4_BUILD:-target/release}" && pwd) || exit 1
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-passed=0 failed=0
-
-# check NAME COMMAND...
-check() {
-    local name=$1
-    shift
-    if "$@" >"$work/log" 2>&1; then
-        echo "ok      $name"
-        passed=$((passed + 1))
-    else
-        echo "FAILED  $name"
-        sed 's/^/    /' "$work/log" | head -40
-        failed=$((failed + 1))
-    fi
-}
 
 # block LANGUAGE LINES: the README's lines in a language, which are as many as there should be.
 block() {
@@ -86,5 +70,4 @@ check "the environment variables" environment
 check "the linked files" links
 check "the subcommands" commands
 check "table and chart of the comparison" python3 benches/compare.py --check
-echo "$passed passed, $failed failed, 0 skipped"
-[ $failed -eq 0 ]
+finish

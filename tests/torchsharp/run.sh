@@ -8,6 +8,7 @@
 # a GPU tests its own. The last line is "N passed, N failed, N skipped".
 set -uo pipefail
 cd "$(dirname "$0")/../.."
+source tests/common/checks.sh
 
 versions=(2.10.0 2.15.0)
 # What libtorch_cpu.so of PyPI's packages for x86-64 is linked with; those for other machines need nothing.
@@ -17,35 +18,14 @@ declare -A with=(
 )
 library=$(cd "${NVFP4_BUILD:-target/release}" && pwd)/libNVFP4.so || exit 1
 cache=$(mkdir -p "${CARGO_TARGET_DIR:-target}/torch" && cd "${CARGO_TARGET_DIR:-target}/torch" && pwd) || exit 1
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-passed=0 failed=0 skipped=0
 
-# check NAME COMMAND...: a test. What it skipped and measured is shown, and all that it prints if it fails.
-check() {
-    local name=$1
-    shift
-    if "$@" >"$work/log" 2>&1; then
-        echo "ok      $name"
-        passed=$((passed + 1))
-        grep -E '^(SKIPPED|quantizing|10000 calls|NVFP4_scaled_mm of|host:)' "$work/log" | sed "s/^SKIPPED/SKIPPED $name:/; t; s/^/    /"
-        grep -q '^SKIPPED' "$work/log" && skipped=$((skipped + 1))
-    else
-        echo "FAILED  $name"
-        head -60 "$work/log" | sed 's/^/    /'
-        failed=$((failed + 1))
-    fi
-}
-
-# skip NAME REASON: a test that cannot run here fails if NVFP4_REQUIRE names torch.
-skip() {
-    if [[ ",${NVFP4_REQUIRE-}," == *,torch,* ]]; then
-        echo "FAILED  $1: $2, and NVFP4_REQUIRE has torch"
-        failed=$((failed + 1))
-    else
-        echo "SKIPPED $1: $2"
-        skipped=$((skipped + 1))
-    fi
+# measured NAME COMMAND...: a test, of which is shown what it skipped and measured.
+measured() {
+    local before=$passed
+    check "$@"
+    [ "$passed" -gt "$before" ] || return
+    grep -E '^(SKIPPED|quantizing|10000 calls|NVFP4_scaled_mm of|host:)' "$work/log" | sed "s/^SKIPPED/SKIPPED $1:/; t; s/^/    /"
+    grep -q '^SKIPPED' "$work/log" && skipped=$((skipped + 1))
 }
 
 # install VERSION: libtorch of this version, without what no test needs; prints the folder of the package torch.
@@ -85,7 +65,7 @@ with_torch() {
     local name=$1 torch=$2 cuda=()
     [ -f "$torch/lib/libtorch_cuda.so" ] && ! ldd "$torch/lib/libtorch_cuda.so" | grep -q 'not found' && cuda=("$torch/lib/libtorch_cuda.so")
     check "$name: compiles" compile "$torch"
-    check "$name: host" "$work/host" "$work/libLibTorchSharp.so" "$library" ${cuda[@]+"${cuda[@]}"}
+    measured "$name: host" "$work/host" "$work/libLibTorchSharp.so" "$library" ${cuda[@]+"${cuda[@]}"}
     check "$name: wrapped memory" wrapped "$torch"
 }
 
@@ -105,10 +85,9 @@ else
         if torch=$(install "$version" 2>"$work/said"); then
             with_torch "libtorch $version" "$torch"
         else
-            skip "libtorch $version" "pip could not install it: $(grep . "$work/said" | tail -1)"
+            skip "libtorch $version" "pip could not install it: $(grep . "$work/said" | tail -1)" torch
         fi
     done
 fi
 
-echo "$passed passed, $failed failed, $skipped skipped"
-[ "$failed" -eq 0 ]
+finish

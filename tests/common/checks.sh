@@ -1,0 +1,51 @@
+# What the scripts that run tests share. They source it from the repository's root; it makes the folder $work, which goes when
+# they end, and counts in $passed, $failed and $skipped.
+# shellcheck shell=bash
+
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+passed=0 failed=0 skipped=0
+
+# check NAME COMMAND...: a test, in a shell of its own. What the command prints is in $work/log; its beginning is shown if it fails.
+check() {
+    local name=$1
+    shift
+    if ("$@") >"$work/log" 2>&1; then
+        echo "ok      $name"
+        passed=$((passed + 1))
+    else
+        echo "FAILED  $name"
+        head -60 "$work/log" | sed 's/^/    /'
+        failed=$((failed + 1))
+    fi
+}
+
+# skip NAME REASON [WORD]: a test that cannot run here, which fails if NVFP4_REQUIRE names WORD.
+skip() {
+    if [ -n "${3-}" ] && [[ ",${NVFP4_REQUIRE-}," == *,$3,* ]]; then
+        echo "FAILED  $1: NVFP4_REQUIRE names $3, and $2"
+        failed=$((failed + 1))
+    else
+        echo "SKIPPED $1: $2"
+        skipped=$((skipped + 1))
+    fi
+}
+
+# Leaves out of cargo's log what it compiles.
+without_compiling() { grep --line-buffered -vE '^ +(Compiling|Download(ed|ing)|Updating|Locking|Adding) '; }
+
+# Installs Debian packages, where there is apt-get and it is allowed.
+install_packages() {
+    command -v apt-get >/dev/null || return
+    local root=()
+    [ "$(id -u)" -eq 0 ] || root=(sudo -n)
+    export DEBIAN_FRONTEND=noninteractive
+    "${root[@]}" apt-get update -qq && "${root[@]}" apt-get install -y -qq --no-install-recommends "$@" >/dev/null
+}
+
+# The line that tests/run.sh reads, and the exit code that it stands for.
+finish() {
+    echo "$passed passed, $failed failed, $skipped skipped"
+    [ "$failed" -eq 0 ] && [ $((passed + skipped)) -gt 0 ]
+    exit
+}
