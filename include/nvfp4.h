@@ -936,6 +936,38 @@ NVFP4_Status NVFP4_scales_unswizzle(const NVFP4_Tensor *scales,
                                     int64_t k_blocks,
                                     NVFP4_Tensor **out);
 
+/** Quantizes a weight `[.., K]` for training in 4 bits: NVFP4_quantize() with a status. `qdata` and `scale` are as there. */
+NVFP4_API
+NVFP4_Status NVFP4_quantize_packed(const NVFP4_Tensor *weight,
+                                   NVFP4_Tensor **qdata,
+                                   NVFP4_Tensor **scale);
+
+/** The values of what NVFP4_quantize_packed() gives, `[.., K]` of the floating type `dtype`. */
+NVFP4_API
+NVFP4_Status NVFP4_dequantize_packed(const NVFP4_Tensor *qdata,
+                                     const NVFP4_Tensor *scale,
+                                     int32_t dtype,
+                                     NVFP4_Tensor **out);
+
+/**
+ * The values that a weight `[.., K]` has in the forward pass of training in 4 bits: what NVFP4_quantize_packed() leaves of them,
+ * in the weight's type. The gradient of the weight is that of these values as it is (the straight-through estimator).
+ *
+ * - `keep`: 0 to compute them. Otherwise the weight must not change: its values are computed once and kept as long as its
+ *   memory lives or until NVFP4_ste_clear(), and every such call gives a handle of the same tensor, which is only read.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_ste_weight(const NVFP4_Tensor *weight,
+                              int32_t keep,
+                              NVFP4_Tensor **out);
+
+/**
+ * Gives up the values that NVFP4_ste_weight() keeps: call it when weights have changed. Those of weights that are gone are also
+ * given up by NVFP4_empty_cache().
+ */
+NVFP4_API
+NVFP4_Status NVFP4_ste_clear(void);
+
 /**
  * @defgroup linear Products with weights in 4 bits
  *

@@ -920,6 +920,30 @@ inline Result<Tensor> dequantize(const Nf4 &input, Shape shape, std::int32_t dty
                           std::move(out));
 }
 
+/** Quantizes a weight by the rule of the drop-in functions, for training in 4 bits. */
+inline Result<Quantized> quantize_packed(const Tensor &weight)
+{
+    Quantized out;
+    return detail::result(NVFP4_quantize_packed(weight.get(), out.codes.put(), out.scales.put()), std::move(out));
+}
+
+/** The values of what quantize_packed() gives. */
+inline Result<Tensor> dequantize_packed(const Tensor &qdata, const Tensor &scale, std::int32_t dtype = NVFP4_DTYPE_FLOAT32)
+{
+    Tensor out;
+    return detail::result(NVFP4_dequantize_packed(qdata.get(), scale.get(), dtype, out.put()), std::move(out));
+}
+
+/** What NVFP4 leaves of a weight, for the forward pass; with `keep`, of one that does not change, once. */
+inline Result<Tensor> ste_weight(const Tensor &weight, bool keep = false)
+{
+    Tensor out;
+    return detail::result(NVFP4_ste_weight(weight.get(), keep ? 1 : 0, out.put()), std::move(out));
+}
+
+/** Gives up the values that ste_weight() keeps: call it when weights have changed. */
+inline Result<void> ste_clear() { return check(NVFP4_ste_clear()); }
+
 /** How to prepare a weight; the fields of the C struct, with their defaults. */
 struct WeightOptions : NVFP4_WeightOptions {
     WeightOptions() : NVFP4_WeightOptions()

@@ -15,6 +15,7 @@ use super::tensor::NVFP4_Tensor;
 use crate::base::error::Result;
 use crate::format::Rounding;
 use crate::format::nvfp4::{Levels, NonFinite, QuantizeOptions, Recipe};
+use crate::ops::ste;
 use crate::ops::tensors::{self, Nf4Tensor, Nvfp4Tensor, ScaleLayout};
 use crate::tensor::{DType, Tensor};
 
@@ -350,6 +351,81 @@ pub unsafe extern "C" fn NVFP4_scales_unswizzle(
             count("k_blocks", k_blocks)?,
         )?;
         out.set(handle::insert(Arc::new(tensor)));
+        Ok(())
+    })
+}
+
+/// Quantizes a weight `[.., K]` for training in 4 bits: NVFP4_quantize() with a status. `qdata` and `scale` are as there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_quantize_packed(
+    weight: *const NVFP4_Tensor,
+    qdata: *mut *mut NVFP4_Tensor,
+    scale: *mut *mut NVFP4_Tensor,
+) -> NVFP4_Status {
+    enter("NVFP4_quantize_packed", || {
+        // SAFETY: the pointers are as the header asks.
+        let (qdata, scale) = unsafe { (Out::new("qdata", qdata)?, Out::new("scale", scale)?) };
+        let weight = handle::get::<Tensor>("weight", weight)?;
+        let device = tensors::device_of(&weight, shared::device)?;
+        let packed = ste::quantize_packed(&device, &weight)?;
+        qdata.set(handle::insert(Arc::new(packed.codes)));
+        scale.set(handle::insert(Arc::new(packed.scales)));
+        Ok(())
+    })
+}
+
+/// The values of what NVFP4_quantize_packed() gives, `[.., K]` of the floating type `dtype`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_dequantize_packed(
+    qdata: *const NVFP4_Tensor,
+    scale: *const NVFP4_Tensor,
+    dtype: i32,
+    out: *mut *mut NVFP4_Tensor,
+) -> NVFP4_Status {
+    enter("NVFP4_dequantize_packed", || {
+        // SAFETY: the pointer is as the header asks.
+        let out = unsafe { Out::new("out", out) }?;
+        let qdata = Tensor::clone(&*handle::get::<Tensor>("qdata", qdata)?);
+        let scale = Tensor::clone(&*handle::get::<Tensor>("scale", scale)?);
+        let dtype = DType::from_code(dtype)?;
+        let device = tensors::device_of(&qdata, shared::device)?;
+        let tensor = ste::dequantize_packed(&device, qdata, scale, dtype)?;
+        out.set(handle::insert(Arc::new(tensor)));
+        Ok(())
+    })
+}
+
+/// The values that a weight `[.., K]` has in the forward pass of training in 4 bits: what NVFP4_quantize_packed() leaves of them,
+/// in the weight's type. The gradient of the weight is that of these values as it is (the straight-through estimator).
+///
+/// - `keep`: 0 to compute them. Otherwise the weight must not change: its values are computed once and kept as long as its
+///   memory lives or until NVFP4_ste_clear(), and every such call gives a handle of the same tensor, which is only read.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_ste_weight(
+    weight: *const NVFP4_Tensor,
+    keep: i32,
+    out: *mut *mut NVFP4_Tensor,
+) -> NVFP4_Status {
+    enter("NVFP4_ste_weight", || {
+        // SAFETY: the pointer is as the header asks.
+        let out = unsafe { Out::new("out", out) }?;
+        let weight = handle::get::<Tensor>("weight", weight)?;
+        let device = tensors::device_of(&weight, shared::device)?;
+        let values = match keep {
+            0 => ste::weight(&device, &weight)?,
+            _ => shared::EVAL_WEIGHTS.weight(&device, &weight)?,
+        };
+        out.set(handle::insert(Arc::new(values)));
+        Ok(())
+    })
+}
+
+/// Gives up the values that NVFP4_ste_weight() keeps: call it when weights have changed. Those of weights that are gone are also
+/// given up by NVFP4_empty_cache().
+#[unsafe(no_mangle)]
+pub extern "C" fn NVFP4_ste_clear() -> NVFP4_Status {
+    enter("NVFP4_ste_clear", || {
+        shared::EVAL_WEIGHTS.clear();
         Ok(())
     })
 }

@@ -7,6 +7,7 @@ use super::tensor::{NVFP4_DEVICE_AUTO, NVFP4_DEVICE_CPU, NVFP4_DEVICE_CUDA};
 use crate::base::ErrorKind;
 use crate::base::error::{Result, bail};
 use crate::cuda;
+use crate::ops::ste::EvalWeights;
 use crate::ops::{Device, Workspace};
 
 /// Workspaces kept for reuse, at most.
@@ -24,6 +25,9 @@ static SHARED: Mutex<Shared> = Mutex::new(Shared {
     device: None,
     idle: Vec::new(),
 });
+
+/// What NVFP4_ste_weight() keeps.
+pub(super) static EVAL_WEIGHTS: EvalWeights = EvalWeights::new();
 
 fn shared() -> MutexGuard<'static, Shared> {
     SHARED.lock().unwrap_or_else(PoisonError::into_inner)
@@ -107,6 +111,7 @@ pub(super) fn empty() -> Result<()> {
     // Ending the threads takes a moment.
     drop(shared);
     drop((device, idle));
+    EVAL_WEIGHTS.prune();
     cuda::open_gpus()
         .iter()
         .try_for_each(|gpu| gpu.empty_cache())

@@ -11,6 +11,7 @@ mod prepare;
 pub mod quantize;
 pub mod rope;
 mod scaled_mm;
+pub mod ste;
 pub mod tensors;
 pub mod transfer;
 

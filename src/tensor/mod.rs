@@ -11,4 +11,4 @@ mod storage;
 pub use dlpack::{DLDataType, DLDevice, DLManagedTensor, DLTensor};
 pub use dtype::DType;
 pub use shape::{MAX_RANK, Shape};
-pub use storage::{Owner, Place, Release, Tensor};
+pub use storage::{Owner, Place, Release, Tensor, WeakTensor};

@@ -5,7 +5,7 @@ use std::any::Any;
 use std::fmt;
 use std::ops::Range;
 use std::ptr::NonNull;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use super::{DType, Shape};
 use crate::base::error::{Result, bail};
@@ -119,6 +119,29 @@ pub struct Tensor {
     bytes: usize,
     shape: Shape,
     dtype: DType,
+}
+
+/// Knows a tensor and does not keep it.
+pub struct WeakTensor {
+    // As long as this lives no other storage gets the address.
+    storage: Weak<Storage>,
+    offset: usize,
+    shape: Shape,
+    dtype: DType,
+}
+
+impl WeakTensor {
+    /// Whether `tensor` is the one, or a clone of it: the same type and shape over the same memory.
+    pub fn is(&self, tensor: &Tensor) -> bool {
+        std::ptr::eq(self.storage.as_ptr(), Arc::as_ptr(&tensor.storage))
+            && (self.offset, self.dtype) == (tensor.offset, tensor.dtype)
+            && self.shape == tensor.shape
+    }
+
+    /// Whether anything still keeps the tensor's memory.
+    pub fn is_alive(&self) -> bool {
+        self.storage.strong_count() > 0
+    }
 }
 
 impl fmt::Debug for Tensor {
@@ -312,6 +335,16 @@ impl Tensor {
         // SAFETY: contiguous elements fill exactly `bytes` bytes of a storage that `self` keeps alive and that does not
         // change; an empty slice gets a dangling pointer.
         Some(unsafe { std::slice::from_raw_parts(data, self.bytes()) })
+    }
+
+    /// What knows this tensor and does not keep it.
+    pub fn downgrade(&self) -> WeakTensor {
+        WeakTensor {
+            storage: Arc::downgrade(&self.storage),
+            offset: self.offset,
+            shape: self.shape.clone(),
+            dtype: self.dtype,
+        }
     }
 
     /// The same to write a result to: nothing where the memory is not of [`zeros`](Tensor::zeros) or

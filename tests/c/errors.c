@@ -219,6 +219,19 @@ static void formats(NVFP4_Tensor *t, NVFP4_Tensor *codes, NVFP4_Tensor *scales)
     BAD(invalid, NVFP4_scales_unswizzle, scales, -2, 2, &out);
     BAD(invalid, NVFP4_scales_unswizzle, scales, INT64_MAX, INT64_MAX, &out);
     BAD(invalid, NVFP4_scales_unswizzle, scales, 2, 2, NULL);
+    HANDLE(NVFP4_quantize_packed, h, &out, &second);
+    BAD(invalid, NVFP4_quantize_packed, t, NULL, &second);
+    BAD(invalid, NVFP4_quantize_packed, t, &out, NULL);
+    BAD(invalid, NVFP4_quantize_packed, codes, &out, &second);
+    HANDLE(NVFP4_dequantize_packed, h, scales, f32, &out);
+    HANDLE(NVFP4_dequantize_packed, codes, h, f32, &out);
+    BAD(invalid, NVFP4_dequantize_packed, codes, codes, f32, &out);
+    BAD(invalid, NVFP4_dequantize_packed, codes, scales, NVFP4_DTYPE_INT64, &out);
+    BAD(invalid, NVFP4_dequantize_packed, codes, scales, f32, NULL);
+    HANDLE(NVFP4_ste_weight, h, 0, &out);
+    HANDLE(NVFP4_ste_weight, h, 1, &out);
+    BAD(invalid, NVFP4_ste_weight, t, 1, NULL);
+    BAD(invalid, NVFP4_ste_weight, codes, 1, &out);
     CHECK(out == NULL && second == NULL);
 }
 
@@ -562,6 +575,7 @@ static void drop_in(NVFP4_Tensor *t)
     LEAVES(NVFP4_INVALID_ARGUMENT, NVFP4_to_managed, t, -2, 0);
     LEAVES(NVFP4_INVALID_ARGUMENT, NVFP4_managed_prefetch, t, 0);
     SURE(NVFP4_can_use_managed, NVFP4_can_use_managed() == 0 || cuda);
+    SURE(NVFP4_ste_clear, NVFP4_ste_clear() == NVFP4_OK);
     NVFP4_empty_cache();
     SURE(NVFP4_empty_cache, NVFP4_last_status() == NVFP4_OK && NVFP4_last_error()[0] == '\0');
 }

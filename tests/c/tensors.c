@@ -206,6 +206,72 @@ static void formats(void)
     OK(NVFP4_tensor_release(t));
 }
 
+/* A weight as training in 4 bits has it. Multiples of 0.75 are often halfway between two codes. */
+static void straight_through(void)
+{
+    float x[2 * 32], y[2 * 32], z[2 * 32];
+    for (int i = 0; i < 64; i++)
+        x[i] = (float)((i * 29) % 17 - 8) * 0.75f;
+    const int64_t shape[] = {2, 32};
+    NVFP4_Tensor *t, *codes, *scales, *values, *again, *back;
+    void *legacy[2] = {NULL, NULL};
+    uint8_t bytes[2][32], expected[2][32];
+    OK(NVFP4_tensor_from_host(x, shape, 2, NULL, NVFP4_DTYPE_FLOAT32, NULL, NULL, &t));
+    OK(NVFP4_quantize_packed(t, &codes, &scales));
+    NVFP4_quantize(t, &legacy[0], &legacy[1]);
+    OK(NVFP4_last_status());
+    OK(NVFP4_tensor_copy_to_host(codes, bytes[0], 32));
+    OK(NVFP4_tensor_copy_to_host(scales, bytes[1], 4));
+    OK(NVFP4_tensor_copy_to_host(legacy[0], expected[0], 32));
+    OK(NVFP4_tensor_copy_to_host(legacy[1], expected[1], 4));
+    CHECK(memcmp(bytes[0], expected[0], 32) == 0 && memcmp(bytes[1], expected[1], 4) == 0);
+    OK(NVFP4_dequantize_packed(codes, scales, NVFP4_DTYPE_FLOAT32, &back));
+    OK(NVFP4_tensor_copy_to_host(back, y, sizeof y));
+    OK(NVFP4_ste_weight(t, 0, &values));
+    OK(NVFP4_tensor_copy_to_host(values, z, sizeof z));
+    CHECK(memcmp(y, z, sizeof y) == 0 && memcmp(x, z, sizeof x) != 0);
+    OK(NVFP4_tensor_release(values));
+
+    /* What is kept is what the weight was, until it is cleared. */
+    void *data, *other;
+    OK(NVFP4_ste_weight(t, 1, &values));
+    x[0] = 100;
+    OK(NVFP4_ste_weight(t, 1, &again));
+    OK(NVFP4_tensor_data(values, &data));
+    OK(NVFP4_tensor_data(again, &other));
+    CHECK(values != again && data == other);
+    OK(NVFP4_tensor_release(again));
+    OK(NVFP4_ste_clear());
+    OK(NVFP4_ste_weight(t, 1, &again));
+    OK(NVFP4_tensor_copy_to_host(again, z, sizeof z));
+    CHECK(z[0] > 90 && y[0] < 0);
+    OK(NVFP4_tensor_release(again));
+    OK(NVFP4_tensor_release(values));
+
+    /* It goes with the weight. */
+    uint64_t held, kept, peak;
+    NVFP4_Tensor *large;
+    const int64_t wide[] = {64, 1024};
+    NVFP4_empty_cache();
+    OK(NVFP4_memory_stats(NVFP4_MEMORY_TENSOR, &held, &peak));
+    OK(NVFP4_tensor_empty(wide, 2, NVFP4_DTYPE_FLOAT16, NVFP4_DEVICE_CPU, 0, &large));
+    OK(NVFP4_ste_weight(large, 1, &values));
+    OK(NVFP4_tensor_release(values));
+    OK(NVFP4_memory_stats(NVFP4_MEMORY_TENSOR, &kept, &peak));
+    CHECK(kept == held + 2 * 64 * 1024 * 2);
+    OK(NVFP4_tensor_release(large));
+    NVFP4_empty_cache();
+    OK(NVFP4_memory_stats(NVFP4_MEMORY_TENSOR, &kept, &peak));
+    CHECK(kept == held);
+    OK(NVFP4_tensor_release(t));
+    OK(NVFP4_ste_clear());
+    OK(NVFP4_tensor_release(codes));
+    OK(NVFP4_tensor_release(scales));
+    OK(NVFP4_tensor_release(back));
+    OK(NVFP4_tensor_release(legacy[0]));
+    OK(NVFP4_tensor_release(legacy[1]));
+}
+
 static void memory(void)
 {
     const int64_t shape[] = {1024};
@@ -344,6 +410,7 @@ int main(void)
     lent_memory();
     dlpack();
     formats();
+    straight_through();
     memory();
     device();
     return report("tensors");

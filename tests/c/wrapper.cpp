@@ -205,6 +205,16 @@ void formats()
     CHECK(status_of([&] { nvfp4::drop_in::quantize(nvfp4::Tensor()); }) == NVFP4_INVALID_HANDLE);
     CHECK(status_of([&] { nvfp4::drop_in::scaled_mm(codes, codes, order, order); }) == NVFP4_INVALID_ARGUMENT);
 
+    const nvfp4::Quantized packed = nvfp4::quantize_packed(input);
+    const std::vector<float> left = nvfp4::dequantize_packed(packed.codes, packed.scales).to_floats();
+    CHECK(left == nvfp4::dequantize(legacy).to_floats() && left == nvfp4::ste_weight(input).to_floats());
+    const nvfp4::Tensor kept = nvfp4::ste_weight(input, true), again = nvfp4::ste_weight(input, true);
+    CHECK(kept.values<float>().data() == again.values<float>().data());
+    nvfp4::ste_clear();
+    const nvfp4::Tensor anew = nvfp4::ste_weight(input, true);
+    CHECK(kept.values<float>().data() != anew.values<float>().data());
+    nvfp4::ste_clear();
+
     const nvfp4::Nf4 nf4 = nvfp4::quantize_nf4(input);
     CHECK(distance(nvfp4::dequantize(nf4, {8, 64}).to_floats(), x) < 0.12);
     options.recipe = 17;

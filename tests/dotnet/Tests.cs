@@ -688,6 +688,19 @@ static class Tests
                 Check(Distance(c.ToFloats(), product.ToFloats()) < 0.3);
                 Throws<Nvfp4ArgumentException>(() => Quantizer.ScaledMultiply(a.Codes, b.Codes, sa, sb));
                 Throws<Nvfp4Exception>(() => Quantizer.QuantizeLegacy(a.Codes));
+                using (QuantizedTensor packed = Quantizer.QuantizePacked(weight))
+                using (Tensor left = Quantizer.DequantizePacked(packed.Codes, packed.Scales), ste = Quantizer.SteWeight(weight))
+                using (Tensor kept = Quantizer.SteWeight(weight, keep: true), again = Quantizer.SteWeight(weight, keep: true))
+                {
+                    Check(packed.Codes.ToBytes().SequenceEqual(b.Codes.ToBytes()) && packed.Scales.ToBytes().SequenceEqual(b.Scales.ToBytes()));
+                    Check(left.ToFloats().SequenceEqual(ste.ToFloats()) && left.ToFloats().SequenceEqual(kept.ToFloats()));
+                    Check(kept.Data == again.Data && kept.Data != ste.Data);
+                    Quantizer.ClearSteWeights();
+                    using (Tensor other = Quantizer.SteWeight(weight, keep: true))
+                        Check(kept.Data != other.Data);
+                    Quantizer.ClearSteWeights();
+                }
+                Throws<Nvfp4Exception>(() => Quantizer.SteWeight(a.Codes));
             }
             using (Nf4Tensor nf4 = Quantizer.QuantizeNf4(weight))
             using (Tensor back = Quantizer.DequantizeNf4(nf4))

@@ -177,6 +177,27 @@ test "Q4: the native library" (fun () ->
     same DType.Float16 back.DType
     if distance (back.ToFloats()) w > 0.15 then failwith "too far off")
 
+test "Q4: training" (fun () ->
+    use input = x |> Tensor.ofArray [ 4L; 256L ]
+    use weight = w |> Tensor.ofArray [ 64L; 256L ]
+    let qdata, scale = Nvfp4Training.quantizePacked weight
+    use values = Nvfp4Training.dequantizePacked qdata scale DType.Float32
+    use ste = Nvfp4Training.steWeight weight
+    same (values.ToFloats()) (ste.ToFloats())
+    use expected = (LinearWeight.Create values).Linear input
+    use product = Nvfp4Training.linearSte input weight
+    same (expected.ToFloats()) (product.ToFloats())
+    use other = Nvfp4Training.steWeight weight
+    same false (other.Data = ste.Data)
+    Environment.SetEnvironmentVariable("TS_Q4_STE_CACHE_EVAL_WEIGHT", "1")
+    use kept = Nvfp4Training.steWeight weight
+    use again = Nvfp4Training.steWeight weight
+    same true (again.Data = kept.Data)
+    Nvfp4Training.clearEvalWeightCache ()
+    use anew = Nvfp4Training.steWeight weight
+    same false (anew.Data = kept.Data)
+    Environment.SetEnvironmentVariable("TS_Q4_STE_CACHE_EVAL_WEIGHT", null))
+
 test "Q4: managed memory" (fun () ->
     use tensor = x |> Tensor.ofArray [ 4L; 256L ]
     same false (NativeInterop.isManagedTensor tensor)

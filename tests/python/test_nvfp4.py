@@ -419,6 +419,21 @@ class Formats(unittest.TestCase):
         self.assertRaisesRegex(nvfp4.InvalidArgument, "15", nvfp4.quantize, bad)
         nvfp4.quantize(bad, nonfinite="saturate")
 
+    def test_straight_through(self):
+        weight = nvfp4.Tensor(floats(8, 64))
+        qdata, scale = nvfp4.quantize_packed(weight)
+        legacy = nvfp4.quantize(weight, levels="legacy")
+        self.assertEqual((bytes_of(qdata), bytes_of(scale)), (bytes_of(legacy.codes), bytes_of(legacy.scales)))
+        values = nvfp4.dequantize_packed(qdata, scale).tolist()
+        self.assertEqual(nvfp4.ste_weight(weight).tolist(), values)
+        kept = nvfp4.ste_weight(weight, keep=True)
+        address = lambda x: nvfp4.native.value_out(ctypes.c_void_p, nvfp4.native.lib.tensor_data, x)
+        self.assertEqual(address(nvfp4.ste_weight(weight, keep=True)), address(kept))
+        nvfp4.ste_clear()
+        self.assertNotEqual(address(nvfp4.ste_weight(weight, keep=True)), address(kept))
+        nvfp4.ste_clear()
+        self.assertRaises(nvfp4.InvalidArgument, nvfp4.ste_weight, qdata)
+
     def test_weights(self):
         source = floats(16, 64)
         nf4 = nvfp4.quantize_nf4(source)

@@ -1,8 +1,8 @@
 /// Names and shapes of TorchSharp.Q4.Extension over tensors of this library, for programs that leave TorchSharp.
 ///
 /// Two things differ. The library has kernels for the CPU, so a CPU target can have "nvfp4-kernel"; and a weight in NVFP4 is
-/// multiplied with exact activations (W4A16), where the other quantizes them. What needs gradients (steWeight, linearSte) is
-/// not here.
+/// multiplied with exact activations (W4A16), where the other quantizes them. steWeight and linearSte are forward alone: there
+/// is no automatic differentiation here, and the straight-through gradient of a weight is that of its quantized values.
 namespace LibNVFP4.Q4
 
 open System
@@ -395,8 +395,29 @@ module Session =
 /// The packed form of weights in training.
 module Nvfp4Training =
     /// Quantizes [.., K] with block scales alone: codes and scales.
-    let quantizePacked (input: Tensor) : Tensor * Tensor = NativeInterop.fp4Quantize input
+    let quantizePacked (input: Tensor) : Tensor * Tensor =
+        let packed = Quantizer.QuantizePacked input
+        packed.Codes, packed.Scales
 
     /// The values of codes and block scales.
     let dequantizePacked (qdata: Tensor) (scale: Tensor) (outDtype: DType) : Tensor =
-        Quantizer.Dequantize(new QuantizedTensor(qdata, scale), outDtype)
+        Quantizer.DequantizePacked(qdata, scale, outDtype)
+
+    /// Whether TS_Q4_STE_CACHE_EVAL_WEIGHT says that weights do not change.
+    let private keepsEvalWeights () =
+        match Environment.GetEnvironmentVariable "TS_Q4_STE_CACHE_EVAL_WEIGHT" with
+        | null -> false
+        | value -> List.contains (value.Trim().ToLowerInvariant()) [ "1"; "true"; "yes" ]
+
+    /// What NVFP4 leaves of a weight, in its own type. Kept, if TS_Q4_STE_CACHE_EVAL_WEIGHT is 1, until clearEvalWeightCache or as
+    /// long as the weight lives.
+    let steWeight (masterWeight: Tensor) : Tensor = Quantizer.SteWeight(masterWeight, keepsEvalWeights ())
+
+    /// An input [.., K] times what NVFP4 leaves of a weight [N, K], transposed, in the input's type.
+    let linearSte (input: Tensor) (masterWeight: Tensor) : Tensor =
+        use values = steWeight masterWeight
+        use weight = LinearWeight.Create values
+        weight.Linear(input, input.DType)
+
+    /// Gives up what steWeight has kept: call it when weights have changed.
+    let clearEvalWeightCache () : unit = Quantizer.ClearSteWeights()

@@ -296,6 +296,18 @@ namespace LibNVFP4
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
         internal static extern int NVFP4_scales_unswizzle(TensorHandle scales, long rows, long kBlocks, out TensorHandle result);
 
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_quantize_packed(TensorHandle weight, out TensorHandle qdata, out TensorHandle scale);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_dequantize_packed(TensorHandle qdata, TensorHandle scale, int dtype, out TensorHandle result);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_ste_weight(TensorHandle weight, int keep, out TensorHandle result);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_ste_clear();
+
         // Products.
 
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]

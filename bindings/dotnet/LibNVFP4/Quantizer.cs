@@ -196,6 +196,46 @@ namespace LibNVFP4
             return Tensor.FromHandle(product, true);
         }
 
+        /// <summary>Quantizes a weight by the rule of <see cref="QuantizeLegacy"/>, for training in 4 bits.</summary>
+        public static QuantizedTensor QuantizePacked(Tensor weight)
+        {
+            if (weight == null)
+                throw new ArgumentNullException(nameof(weight));
+            Interop.Check(Native.NVFP4_quantize_packed(weight.Handle, out TensorHandle codes, out TensorHandle scales));
+            return new QuantizedTensor(new Tensor(codes), new Tensor(scales));
+        }
+
+        /// <summary>The values of what <see cref="QuantizePacked"/> gives.</summary>
+        public static Tensor DequantizePacked(Tensor qdata, Tensor scale, DType dtype = DType.Float32)
+        {
+            if (qdata == null)
+                throw new ArgumentNullException(nameof(qdata));
+            if (scale == null)
+                throw new ArgumentNullException(nameof(scale));
+            Interop.Check(Native.NVFP4_dequantize_packed(qdata.Handle, scale.Handle, (int)dtype, out TensorHandle handle));
+            return new Tensor(handle);
+        }
+
+        /// <summary>
+        /// What NVFP4 leaves of a weight, in its own type, for the forward pass of training in 4 bits. The gradient of the weight is
+        /// that of these values as it is: the straight-through estimator.
+        /// </summary>
+        /// <param name="weight">The weight, [.., K].</param>
+        /// <param name="keep">
+        /// For a weight that does not change: its values are computed once, kept as long as it lives or until
+        /// <see cref="ClearSteWeights"/>, and only read.
+        /// </param>
+        public static Tensor SteWeight(Tensor weight, bool keep = false)
+        {
+            if (weight == null)
+                throw new ArgumentNullException(nameof(weight));
+            Interop.Check(Native.NVFP4_ste_weight(weight.Handle, keep ? 1 : 0, out TensorHandle handle));
+            return new Tensor(handle);
+        }
+
+        /// <summary>Gives up the values that <see cref="SteWeight"/> keeps: call it when weights have changed.</summary>
+        public static void ClearSteWeights() => Interop.Check(Native.NVFP4_ste_clear());
+
         /// <summary>Converts a model on disk to NVFP4 on disk. A file that was there is replaced only when the new one is whole.</summary>
         /// <param name="source">What <see cref="Model.Load"/> takes.</param>
         /// <param name="destination">The directory or file to write.</param>

@@ -21,8 +21,8 @@ from . import native
 from .models import ChatSession, Generation, Model, Session, Stream, Tokenizer, convert, step
 from .native import (AbiMismatch, BufferTooSmall, Busy, Cancelled, ContextFull, CorruptFile, DeviceUnavailable, Error,
                      InputOutput, Internal, InvalidArgument, InvalidHandle, NotFound, OutOfMemory, OverBudget, Unsupported)
-from .tensors import (Nf4, Quantized, Tensor, Weight, dequantize, linear, quantize, quantize_nf4, scaled_mm, schema,
-                      select_backend, swizzle, unswizzle)
+from .tensors import (Nf4, Quantized, Tensor, Weight, dequantize, dequantize_packed, linear, quantize, quantize_nf4,
+                      quantize_packed, scaled_mm, schema, select_backend, ste_clear, ste_weight, swizzle, unswizzle)
 
 version = native.lib.version().decode()
 

@@ -54,6 +54,7 @@ tensor_view(ppiplp)S tensor_retain(p)S tensor_release(p)S tensor_dtype(pp)S tens
 tensor_strides(ppzp)S tensor_data(pp)S tensor_bytes(pp)S tensor_copy_to_host(ppz)S tensor_copy_as_float(ppz)S
 tensor_from_dlpack(pp)S tensor_to_dlpack(pp)S quantize_options_init(pI)S tensor_quantize(ppppp)S tensor_dequantize(ppfiip)S
 tensor_quantize_nf4(plpp)S tensor_dequantize_nf4(ppplpiip)S scales_swizzle(pp)S scales_unswizzle(pllp)S
+quantize_packed(ppp)S dequantize_packed(ppip)S ste_weight(pip)S ste_clear()S
 weight_options_init(pI)S backend_select(ippzp)S weight_create(ppfip)S weight_create_nvfp4(ppfpp)S weight_create_nf4(ppplllpp)S
 weight_create_dense(pp)S weight_report(ppzp)S weight_retain(p)S weight_release(p)S weight_size(pppp)S linear(ppiip)S
 matmul(ppfppfiip)S schema_detect(pzpzp)S schema_report(pzpzpzp)S schema_validate(pzpz)S load_options_init(pI)S

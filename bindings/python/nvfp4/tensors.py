@@ -340,6 +340,31 @@ def dequantize(source, dtype="float32"):
     return _made(lib.tensor_dequantize, *source._parts(), choice("scales", source.scale_layout), choice("dtype", dtype))
 
 
+def quantize_packed(weight):
+    """Codes and scales of a weight by the rule of the drop-in functions, for training in 4 bits."""
+    codes, scales = ctypes.c_void_p(), ctypes.c_void_p()
+    lib.quantize_packed(tensor(weight), ctypes.byref(codes), ctypes.byref(scales))
+    return Tensor._own(codes.value), Tensor._own(scales.value)
+
+
+def dequantize_packed(qdata, scale, dtype="float32"):
+    """The values of what quantize_packed() gives."""
+    return _made(lib.dequantize_packed, tensor(qdata), tensor(scale), choice("dtype", dtype))
+
+
+def ste_weight(weight, keep=False):
+    """
+    What NVFP4 leaves of a weight, in its own type, for the forward pass of training; its gradient is that of these values. With
+    `keep` the weight, a Tensor, must not change: its values are computed once and kept as long as it lives, or until ste_clear().
+    """
+    return _made(lib.ste_weight, tensor(weight), int(keep))
+
+
+def ste_clear():
+    """Gives up the values that ste_weight() keeps: call it when weights have changed."""
+    lib.ste_clear()
+
+
 def swizzle(scales):
     """Block scales in the order of tensor cores."""
     return _made(lib.scales_swizzle, tensor(scales))
