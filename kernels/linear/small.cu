@@ -20,6 +20,7 @@
 #include "common/reduce.cuh"
 #include "common/ring.cuh"
 #include "format/packed.cuh"
+#include "linear/matrix.cuh"
 
 enum Tile { ROWS, PAIR, SPLIT };
 enum Input { PLAIN, NORMED };
@@ -30,14 +31,6 @@ constexpr int THREADS = WARPS * WARP;
 constexpr int STAGES = 3;                       // of a warp's ring
 constexpr int X_CHUNK = CHUNK_K * 2;            // bytes of a row's activations for a chunk
 constexpr int SUMS = 16;                        // of a tile, for each row of activations: features, or halves of sums
-constexpr int MATRICES = 3;
-
-struct Matrix {
-    const u8* chunks;   // see format/packed.cuh
-    const float* bias;  // [rows] or null
-    float global;
-    int rows;
-};
 
 struct Arguments {
     const void* x;              // PLAIN: f16 [m, k]; NORMED: f32 [k], of one row

@@ -6,16 +6,12 @@
 //
 // Where that makes too few blocks, several share a tile, each with a range of K; a second kernel adds up their sums in order.
 // K must be a multiple of 16.
-#include "common/ptx.cuh"
-#include "format/packed.cuh"
-
-enum Output { STORE_F32, STORE_F16, ADD_F32 };
+#include "linear/tile.cuh"
 
 constexpr int WARPS = 4;
 constexpr int THREADS = WARPS * WARP;
 constexpr int FEATURES = WARPS * 16;
 constexpr int STAGES = 3;
-constexpr int MATRICES = 3;
 constexpr int X_LINE = CHUNK_K * 2;                         // bytes of a row's activations in a stage
 constexpr int X_PIECES = X_LINE / 16;
 constexpr int CHUNK_PIECES = CHUNK_BYTES / 16;
@@ -23,44 +19,8 @@ constexpr int WEIGHT_BYTES = FEATURES / CHUNK_ROWS * CHUNK_BYTES;
 constexpr int WEIGHT_PIECES = WEIGHT_BYTES / 16;
 static_assert(THREADS % X_PIECES == 0, "a thread copies the same piece of several rows");
 
-struct Matrix {
-    const u8* chunks;   // see format/packed.cuh
-    const float* bias;  // [rows] or null
-    float global;
-    int rows;
-};
-
-struct Arguments {
-    const u16* x;               // f16 [m, k]
-    void* out;                  // [m, out_stride]; the matrices' features follow each other
-    float* partial;             // [parts, m, features of all matrices], if there are several parts
-    Matrix matrix[MATRICES];
-    int matrices;
-    int m;
-    int k;
-    int out_stride;
-    int output;
-    int parts;
-};
-
-// What becomes of a sum: of row m of activations and a feature of a matrix whose first is `column` of the output.
-__device__ __forceinline__ void store(const Arguments& a, const Matrix& w, int column, int m, int row, float sum) {
-    sum *= w.global * PACKED_FACTOR;
-    if (w.bias) sum += w.bias[row];
-    size_t at = (size_t)m * a.out_stride + column + row;
-    if (a.output == STORE_F32) ((float*)a.out)[at] = sum;
-    if (a.output == ADD_F32) ((float*)a.out)[at] += sum;
-    if (a.output == STORE_F16) ((u16*)a.out)[at] = to_f16(sum);
-}
-
 // Where a piece of 16 bytes of row m stands: four neighbouring rows meet in no bank.
 __device__ __forceinline__ int piece_at(int m, int piece) { return m * X_LINE + ((piece ^ (m % 4 * 2)) * 16); }
-
-__device__ __forceinline__ int features_of(const Arguments& a) {
-    int all = 0;
-    for (int i = 0; i < a.matrices; i++) all += a.matrix[i].rows;
-    return all;
-}
 
 template <int COLUMNS>
 __device__ __forceinline__ void run(const Arguments& a) {
@@ -72,20 +32,16 @@ __device__ __forceinline__ void run(const Arguments& a) {
     int begin = chunks * part / a.parts, end = chunks * (part + 1) / a.parts;
     int first_row = blockIdx.y * COLUMNS, rows = min(COLUMNS, a.m - first_row);
 
-    int tile = blockIdx.x, column = 0, index = 0;
-    while (index < a.matrices - 1 && tile >= ceil_div(a.matrix[index].rows, FEATURES)) {
-        tile -= ceil_div(a.matrix[index].rows, FEATURES);
-        column += a.matrix[index++].rows;
-    }
-    const Matrix& w = a.matrix[index];
-    int first_feature = tile * FEATURES, last_line = ceil_div(w.rows, CHUNK_ROWS) - 1;
+    TilePlace<FEATURES> tile(a, blockIdx.x);
+    const Matrix& w = *tile.matrix;
+    int last_line = ceil_div(w.rows, CHUNK_ROWS) - 1;
 
     // Features past the end repeat the last; their sums are dropped.
     const u8* weight_from[WEIGHT_COPIES];
 #pragma unroll
     for (int i = 0; i < WEIGHT_COPIES; i++) {
         int piece = thread + i * THREADS;
-        int line = min(first_feature / CHUNK_ROWS + piece / CHUNK_PIECES, last_line);
+        int line = min(tile.first_feature / CHUNK_ROWS + piece / CHUNK_PIECES, last_line);
         weight_from[i] = w.chunks + ((size_t)line * chunks + begin) * CHUNK_BYTES + piece % CHUNK_PIECES * 16;
     }
     int x_piece = thread % X_PIECES, x_row = thread / X_PIECES;
@@ -165,19 +121,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
         }
     }
 
-#pragma unroll
-    for (int i = 0; i < TILES; i++) {
-#pragma unroll
-        for (int e = 0; e < 4; e++) {
-            int m = 8 * i + 2 * t + e % 2, row = first_feature + warp * 16 + g + e / 2 * 8;
-            if (m >= rows || row >= w.rows) continue;
-            if (a.parts == 1) {
-                store(a, w, column, first_row + m, row, c[i][e]);
-            } else {
-                a.partial[((size_t)part * a.m + first_row + m) * features_of(a) + column + row] = c[i][e];
-            }
-        }
-    }
+    put_away(a, w, tile.column, tile.first_feature + warp * 16, first_row, rows, part, c);
 }
 
 // Grid: (features / SUM_THREADS, m)

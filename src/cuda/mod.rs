@@ -60,7 +60,6 @@ pub fn argument_bytes(kernel: &str) -> Option<usize> {
         attention::ARGUMENTS,
         bandwidth::ARGUMENTS,
         elementwise::ARGUMENTS,
-        linear::ARGUMENTS,
         operand::ARGUMENTS,
         quantize::ARGUMENTS,
         rows::ARGUMENTS,
@@ -69,7 +68,9 @@ pub fn argument_bytes(kernel: &str) -> Option<usize> {
         tensor::ARGUMENTS,
     ];
     let named = all
-        .into_iter()
+        .iter()
+        .chain(linear::ARGUMENTS)
+        .copied()
         .flatten()
         .filter(|(start, _)| kernel.starts_with(start));
     named

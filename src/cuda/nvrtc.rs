@@ -58,6 +58,14 @@ const HEADERS: &[(&str, &str)] = &[
         include_str!("../../kernels/format/swizzle.cuh"),
     ),
     (
+        "linear/matrix.cuh",
+        include_str!("../../kernels/linear/matrix.cuh"),
+    ),
+    (
+        "linear/tile.cuh",
+        include_str!("../../kernels/linear/tile.cuh"),
+    ),
+    (
         "quantize/block.cuh",
         include_str!("../../kernels/quantize/block.cuh"),
     ),

@@ -11,14 +11,19 @@
 namespace pack {
 #include "linear/pack.cu"
 }
+namespace tile {
+#include "linear/tile.cuh"
+}
 // What kernels declare as shared memory is the one array that the copies know.
 namespace small {
+using namespace tile;
 extern char shared[] asm("shared");
 #include "linear/small.cu"
 #undef KERNEL
 #undef KERNELS
 }
 namespace tiled {
+using namespace tile;
 extern char shared[] asm("shared");
 #include "linear/tiled.cu"
 }
@@ -189,16 +194,22 @@ struct Set {
     }
 };
 
-static void check_tiled(int columns, void (*kernel)(tiled::Arguments), int m, std::initializer_list<int> rows, int k, int parts, Output output) {
+// How a kernel of tiles is launched.
+struct Tiling {
+    const char* name;
+    int columns, features, threads;
+};
+
+static void check_tiles(Tiling tiling, void (*kernel)(tile::Arguments), int m, std::initializer_list<int> rows, int k, int parts, Output output) {
     char what[128];
-    snprintf(what, sizeof what, "tiled %d, %d rows, K = %d, %d parts, output %d", columns, m, k, parts, output);
+    snprintf(what, sizeof what, "%s %d, %d rows, K = %d, %d parts, output %d", tiling.name, tiling.columns, m, k, parts, output);
     Set set(rows, k);
     Activations x(m, k);
     int stride = set.features + 2, tiles = 0;
     Memory out = before(m, stride, set.features, output), partial((size_t)parts * m * set.features * 4);
     std::vector<double> old;
     for (int i = 0; i < m * stride; i++) old.push_back(output == ADD ? ((float*)out.data())[i] : 0);
-    tiled::Arguments a = {};
+    tile::Arguments a = {};
     a.x = (const u16*)x.halves.data();
     a.out = out.data();
     a.partial = (float*)partial.data();
@@ -209,8 +220,8 @@ static void check_tiled(int columns, void (*kernel)(tiled::Arguments), int m, st
     a.out_stride = stride;
     a.output = output;
     a.parts = parts;
-    for (int n : rows) tiles += ceil_div(n, tiled::FEATURES);
-    launch(tiles, ceil_div(m, columns), parts, tiled::THREADS, [&] { kernel(a); });
+    for (int n : rows) tiles += ceil_div(n, tiling.features);
+    launch(tiles, ceil_div(m, tiling.columns), parts, tiling.threads, [&] { kernel(a); });
     partial.check(what);
     if (parts > 1) launch(ceil_div(set.features, tiled::SUM_THREADS), m, 1, tiled::SUM_THREADS, [&] { tiled::linear_tiled_sum(a); });
     compare(what, out, m, set.features, stride, output, 1e-5, [&](int i, int j) {
@@ -260,16 +271,17 @@ static void check_small(const char* name, void (*kernel)(small::Arguments), int 
 }
 
 int main() {
-    auto t8 = [](tiled::Arguments a) { tiled::linear_tiled_8(a); };
-    auto t16 = [](tiled::Arguments a) { tiled::linear_tiled_16(a); };
-    auto t32 = [](tiled::Arguments a) { tiled::linear_tiled_32(a); };
-    auto t64 = [](tiled::Arguments a) { tiled::linear_tiled_64(a); };
-    check_tiled(8, t8, 5, {72}, 272, 1, F32);
-    check_tiled(8, t8, 8, {64, 24, 40}, 640, 3, ADD);
-    check_tiled(16, t16, 9, {130}, 48, 1, F16);
-    check_tiled(32, t32, 33, {66, 8}, 400, 2, ADD);
-    check_tiled(64, t64, 64, {64}, 384, 2, F32);
-    check_tiled(64, t64, 70, {40}, 144, 1, ADD);
+    auto t8 = [](tile::Arguments a) { tiled::linear_tiled_8(a); };
+    auto t16 = [](tile::Arguments a) { tiled::linear_tiled_16(a); };
+    auto t32 = [](tile::Arguments a) { tiled::linear_tiled_32(a); };
+    auto t64 = [](tile::Arguments a) { tiled::linear_tiled_64(a); };
+    auto tiled_by = [](int columns) { return Tiling{"tiled", columns, tiled::FEATURES, tiled::THREADS}; };
+    check_tiles(tiled_by(8), t8, 5, {72}, 272, 1, F32);
+    check_tiles(tiled_by(8), t8, 8, {64, 24, 40}, 640, 3, ADD);
+    check_tiles(tiled_by(16), t16, 9, {130}, 48, 1, F16);
+    check_tiles(tiled_by(32), t32, 33, {66, 8}, 400, 2, ADD);
+    check_tiles(tiled_by(64), t64, 64, {64}, 384, 2, F32);
+    check_tiles(tiled_by(64), t64, 70, {40}, 144, 1, ADD);
 
     auto f4 = [](small::Arguments a) { small::linear_f32_4(a); };
     auto f8 = [](small::Arguments a) { small::linear_f32_8(a); };

@@ -1,0 +1,76 @@
+// What products that take tiles of features and rows have in common: their arguments, where tiles lie, and what becomes of sums.
+#pragma once
+#include "common/ptx.cuh"
+#include "format/packed.cuh"
+#include "linear/matrix.cuh"
+
+enum Output { STORE_F32, STORE_F16, ADD_F32 };
+
+struct Arguments {
+    const u16* x;               // f16 [m, k]
+    void* out;                  // [m, out_stride]; the matrices' features follow each other
+    float* partial;             // [parts, m, features of all matrices], if there are several parts
+    Matrix matrix[MATRICES];
+    int matrices;
+    int m;
+    int k;
+    int out_stride;
+    int output;
+    int parts;                  // blocks that share a tile, each with a range of K
+};
+
+__device__ __forceinline__ int features_of(const Arguments& a) {
+    int all = 0;
+    for (int i = 0; i < a.matrices; i++) all += a.matrix[i].rows;
+    return all;
+}
+
+// A tile of FEATURES features, of the matrices one after the other.
+template <int FEATURES>
+struct TilePlace {
+    const Matrix* matrix;
+    int column;         // of the output, of the matrix's first feature
+    int first_feature;  // of the matrix
+
+    __device__ __forceinline__ TilePlace(const Arguments& a, int tile) {
+        int index = 0;
+        column = 0;
+        while (index < a.matrices - 1 && tile >= ceil_div(a.matrix[index].rows, FEATURES)) {
+            tile -= ceil_div(a.matrix[index].rows, FEATURES);
+            column += a.matrix[index++].rows;
+        }
+        matrix = a.matrix + index;
+        first_feature = tile * FEATURES;
+    }
+};
+
+// What becomes of a sum: of row m of activations and a feature of a matrix whose first is `column` of the output.
+__device__ __forceinline__ void store(const Arguments& a, const Matrix& w, int column, int m, int row, float sum) {
+    sum *= w.global * PACKED_FACTOR;
+    if (w.bias) sum += w.bias[row];
+    size_t at = (size_t)m * a.out_stride + column + row;
+    if (a.output == STORE_F32) ((float*)a.out)[at] = sum;
+    if (a.output == ADD_F32) ((float*)a.out)[at] += sum;
+    if (a.output == STORE_F16) ((u16*)a.out)[at] = to_f16(sum);
+}
+
+// Puts away what a warp has of 16 features from `first` of the matrix on and of 8 TILES rows of activations from `first_row` on,
+// as accumulators of the matrix instruction: what they become, or a part of it.
+template <int TILES>
+__device__ __forceinline__ void put_away(const Arguments& a, const Matrix& w, int column, int first, int first_row, int rows, int part,
+                                         const float (&c)[TILES][4]) {
+    int g = lane_id() / 4, t = lane_id() % 4, all = features_of(a);
+#pragma unroll
+    for (int i = 0; i < TILES; i++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            int m = 8 * i + 2 * t + e % 2, row = first + g + e / 2 * 8;
+            if (m >= rows || row >= w.rows) continue;
+            if (a.parts == 1) {
+                store(a, w, column, first_row + m, row, c[i][e]);
+            } else {
+                a.partial[((size_t)part * a.m + first_row + m) * all + column + row] = c[i][e];
+            }
+        }
+    }
+}

@@ -1,0 +1,62 @@
+//! The plain kernel for weights that are values one after the other.
+
+use super::{Matrix, Output, Storage};
+use crate::base::Result;
+use crate::base::error::bail;
+use crate::cuda::gpu::{Gpu, int};
+use crate::cuda::launch::Launch;
+use crate::cuda::memory::DeviceBuffer;
+use crate::cuda::nvrtc::Unit;
+
+/// What the kernel of this file is passed, by its name.
+pub(super) const ARGUMENTS: &[(&str, usize)] = &[("linear_dense", size_of::<DenseArguments>())];
+
+#[repr(C)]
+struct DenseArguments {
+    x: u64,
+    weight: u64,
+    bias: u64,
+    out: u64,
+    factor: f32,
+    kind: i32,
+    output: i32,
+    m: i32,
+    rows: i32,
+    k: i32,
+    out_stride: i32,
+}
+
+/// `m` rows of f16 `x`, divided by `factor`, times `w`; [`super::linear`] checks sizes.
+pub(super) fn dense(
+    gpu: &Gpu,
+    w: &Matrix,
+    bias: Option<&DeviceBuffer>,
+    x: &DeviceBuffer,
+    factor: f32,
+    m: usize,
+    output: Output,
+    out: u64,
+    stride: usize,
+) -> Result<()> {
+    let arguments = DenseArguments {
+        x: x.address(),
+        weight: w.address(),
+        bias: bias.map_or(0, DeviceBuffer::address),
+        out,
+        factor,
+        kind: match w.storage {
+            Storage::F32 => 0,
+            Storage::F16 => 1,
+            Storage::BF16 => 2,
+            Storage::Nvfp4 => bail!(Internal, "the dense kernel was given an NVFP4 weight"),
+        },
+        output: output.plain()?,
+        m: int("rows", m)?,
+        rows: int("output features", w.rows)?,
+        k: int("K", w.cols)?,
+        out_stride: int("the stride of a product", stride)?,
+    };
+    let launch = Launch::new([w.rows.div_ceil(8) as u32, m.div_ceil(8) as u32, 1], 256);
+    // SAFETY: the struct is the kernel's; sizes were checked by `linear`.
+    unsafe { launch.run(gpu, Unit::LinearDense, "linear_dense", &arguments) }
+}

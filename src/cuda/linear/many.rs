@@ -1,0 +1,165 @@
+//! Products of many rows, by a library over an f16 copy of a part of the weight; and the memory that products of more than a few
+//! rows need.
+
+use std::sync::Arc;
+
+use super::dense::dense;
+use super::matrix::{CHUNK_BYTES, CHUNK_K, CHUNK_ROWS, by_words};
+use super::{FEW, Matrix, Output, SMALL, Storage, TILED, tiled};
+use crate::base::Result;
+use crate::base::error::bail;
+use crate::base::memory::Tag;
+use crate::base::size::product;
+use crate::cuda::blas::Element;
+use crate::cuda::elementwise;
+use crate::cuda::gpu::{Gpu, int};
+use crate::cuda::memory::DeviceBuffer;
+use crate::cuda::nvrtc::Unit;
+
+/// What the kernel of this file is passed, by its name.
+pub(super) const ARGUMENTS: &[(&str, usize)] =
+    &[("dequantize_folded", size_of::<DequantizeArguments>())];
+
+/// Bytes that the library for large products may use beside its operands.
+pub(in crate::cuda) const WORKSPACE: usize = 32 << 20;
+/// Bytes of a weight's f16 copy, of as many rows as that is, in a product by itself.
+const COPY: usize = 64 << 20;
+
+/// Memory for products of many rows: an f16 copy of one weight, or of some of its rows, the library's workspace,
+/// and sums of parts.
+#[derive(Debug)]
+pub struct LinearScratch {
+    copy: DeviceBuffer,
+    workspace: DeviceBuffer,
+    /// Sums of the tiled kernel's blocks that share a tile.
+    pub(super) partial: DeviceBuffer,
+}
+
+#[repr(C)]
+struct DequantizeArguments {
+    chunks: u64,
+    out: u64,
+    rows: i32,
+    k: i32,
+}
+
+impl LinearScratch {
+    /// What is good for products of up to `rows` rows, with room for a copy of `bytes`; the library needs some.
+    pub fn new(gpu: &Arc<Gpu>, rows: usize, bytes: usize) -> Result<LinearScratch> {
+        let workspace = if bytes > 0 && gpu.blas().is_some() {
+            WORKSPACE
+        } else {
+            0
+        };
+        let partial = if rows > FEW {
+            tiled::partial_bytes(gpu.multiprocessors())
+        } else {
+            0
+        };
+        Ok(LinearScratch {
+            copy: DeviceBuffer::uninit(gpu, Tag::DeviceScratch, bytes)?,
+            workspace: DeviceBuffer::uninit(gpu, Tag::DeviceScratch, workspace)?,
+            partial: DeviceBuffer::uninit(gpu, Tag::DeviceScratch, partial)?,
+        })
+    }
+
+    /// Room for a product of `m` rows with `w` alone.
+    pub fn for_product(gpu: &Arc<Gpu>, w: &Matrix, m: usize) -> Result<LinearScratch> {
+        let row = 2 * w.cols;
+        let bytes = match w.storage {
+            Storage::F32 => 0,
+            // Activations of the weight's type.
+            Storage::F16 | Storage::BF16 if m > SMALL => product("activations", &[m, row])?,
+            Storage::F16 | Storage::BF16 => 0,
+            Storage::Nvfp4 if gpu.blas().is_none() || m <= TILED => 0,
+            Storage::Nvfp4 => row * w.rows.min(COPY / row).max(1).next_multiple_of(CHUNK_ROWS),
+        };
+        Self::new(gpu, m, bytes)
+    }
+
+    /// `m` rows of f16 `x`, divided by `factor`, times `w`, to the address `out`; [`super::linear`] checks sizes.
+    pub(super) fn product(
+        &self,
+        gpu: &Arc<Gpu>,
+        w: &Matrix,
+        x: &DeviceBuffer,
+        factor: f32,
+        m: usize,
+        output: Output,
+        out: u64,
+        stride: usize,
+    ) -> Result<()> {
+        let Some(blas) = gpu.blas().filter(|_| self.workspace.bytes() > 0) else {
+            if w.storage == Storage::Nvfp4 {
+                bail!(
+                    Unsupported,
+                    "a weight with K = {} fits no kernel of this device, and there is no cuBLASLt",
+                    w.cols
+                );
+            }
+            return dense(gpu, w, None, x, factor, m, output, out, stride);
+        };
+        if matches!(w.storage, Storage::BF16 | Storage::F16) {
+            // The library multiplies operands of one type.
+            let (kind, x) = match w.storage {
+                Storage::F16 => (Element::F16, x.address()),
+                _ => {
+                    elementwise::f16_to_bf16(gpu, x, m * w.cols, &self.copy)?;
+                    (Element::Bf16, self.copy.address())
+                }
+            };
+            return blas.product(
+                gpu,
+                kind,
+                w.address(),
+                w.rows,
+                w.cols,
+                factor,
+                x,
+                m,
+                output,
+                out,
+                stride,
+                &self.workspace,
+            );
+        }
+        let step = self.copy.bytes() / (2 * w.cols) / CHUNK_ROWS * CHUNK_ROWS;
+        if step == 0 {
+            bail!(
+                Internal,
+                "scratch of {} bytes for rows of {}",
+                self.copy.bytes(),
+                2 * w.cols
+            );
+        }
+        for first in (0..w.rows).step_by(step) {
+            let rows = step.min(w.rows - first);
+            let arguments = DequantizeArguments {
+                chunks: w.address()
+                    + (first / CHUNK_ROWS * w.cols.div_ceil(CHUNK_K) * CHUNK_BYTES) as u64,
+                out: self.copy.address(),
+                rows: int("rows", rows)?,
+                k: int("K", w.cols)?,
+            };
+            let launch = by_words(rows, w.cols);
+            // SAFETY: the struct is the kernel's; the copy has room for `rows` rows.
+            unsafe { launch.run(gpu, Unit::Dequantize, "dequantize_folded", &arguments)? };
+            let at = out + (first * output.bytes()) as u64;
+            blas.product(
+                gpu,
+                Element::F16,
+                self.copy.address(),
+                rows,
+                w.cols,
+                w.global * factor,
+                x.address(),
+                m,
+                output,
+                at,
+                stride,
+                &self.workspace,
+            )?;
+        }
+        Ok(())
+    }
+}

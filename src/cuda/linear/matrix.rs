@@ -1,0 +1,305 @@
+//! Weight matrices on the device, and how NVFP4 ones are brought into the order of their kernels.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use crate::base::Result;
+use crate::base::error::bail;
+use crate::base::memory::Tag;
+use crate::base::size::product;
+use crate::cuda::gpu::{Gpu, int};
+use crate::cuda::launch::Launch;
+use crate::cuda::memory::{DeviceBuffer, DeviceSlice};
+use crate::cuda::nvrtc::Unit;
+use crate::cuda::operand::Operand;
+use crate::format::e4m3;
+use crate::format::nvfp4::BLOCK;
+use crate::format::swizzle::ScaleLayout;
+
+/// What the kernel of this file is passed, by its name.
+pub(super) const ARGUMENTS: &[(&str, usize)] = &[("linear_pack", size_of::<PackArguments>())];
+
+/// How a matrix is held.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Storage {
+    /// IEEE single precision.
+    F32,
+    /// IEEE half precision.
+    F16,
+    /// bfloat16.
+    BF16,
+    /// Codes and block scales in an order of the kernels' own, and a multiplier.
+    Nvfp4,
+}
+
+impl Storage {
+    /// Bytes of a value, of storage that is values one after the other.
+    pub(in crate::cuda) const fn element_bytes(self) -> Option<usize> {
+        match self {
+            Storage::F32 => Some(4),
+            Storage::F16 | Storage::BF16 => Some(2),
+            Storage::Nvfp4 => None,
+        }
+    }
+}
+
+/// A weight `[rows, cols]` on a device. Immutable.
+#[derive(Debug)]
+pub struct Matrix {
+    pub(super) storage: Storage,
+    pub(super) rows: usize,
+    pub(super) cols: usize,
+    /// Rows of values; of NVFP4, chunks of codes and scales.
+    values: DeviceBuffer,
+    pub(super) global: f32,
+}
+
+/// Rows and elements of K of a chunk of an NVFP4 weight, and its bytes, as `kernels/format/packed.cuh` has them.
+pub(super) const CHUNK_ROWS: usize = 8;
+pub(super) const CHUNK_K: usize = 128;
+pub(super) const CHUNK_BYTES: usize = CHUNK_ROWS * (CHUNK_K / 2 + CHUNK_K / BLOCK);
+/// Threads of a block of the kernels that take a 32-bit word of codes each.
+const WORD_THREADS: usize = 256;
+
+#[repr(C)]
+struct PackArguments {
+    codes: u64,
+    scales: u64,
+    chunks: u64,
+    first_row: i32,
+    rows: i32,
+    k: i32,
+    swizzled: i32,
+}
+
+/// A launch of a thread to each 32-bit word of codes of so many rows.
+pub(super) fn by_words(rows: usize, k: usize) -> Launch {
+    let words = k.div_ceil(CHUNK_K) * CHUNK_ROWS * CHUNK_K / 8;
+    let grid = [
+        words.div_ceil(WORD_THREADS) as u32,
+        rows.div_ceil(CHUNK_ROWS) as u32,
+        1,
+    ];
+    Launch::new(grid, WORD_THREADS as u32)
+}
+
+/// Gives the codes and the block scales of a range of rows.
+pub type ReadNvfp4<'a> = dyn FnMut(Range<usize>, &mut [u8], &mut [u8]) -> Result<()> + 'a;
+/// Gives the bytes of a range of rows.
+pub type ReadBytes<'a> = dyn FnMut(Range<usize>, &mut [u8]) -> Result<()> + 'a;
+
+/// Rows of a weight that are brought to the device at a time.
+fn rows_at_a_time(row_bytes: usize) -> usize {
+    ((4 << 20) / row_bytes.max(1)).max(1)
+}
+
+fn check_size(rows: usize, cols: usize) -> Result<()> {
+    if rows == 0 || cols == 0 || !cols.is_multiple_of(BLOCK) {
+        bail!(
+            InvalidArgument,
+            "a weight of [{rows}, {cols}]: rows must be positive and K a positive multiple of {BLOCK}"
+        );
+    }
+    Ok(())
+}
+
+/// Bytes of the chunks of [`CHUNK_ROWS`] rows.
+fn chunk_row(cols: usize) -> usize {
+    cols.div_ceil(CHUNK_K) * CHUNK_BYTES
+}
+
+/// Memory for the chunks of an NVFP4 weight.
+fn chunks(gpu: &Arc<Gpu>, rows: usize, cols: usize) -> Result<DeviceBuffer> {
+    check_size(rows, cols)?;
+    let bytes = product(
+        "an NVFP4 weight",
+        &[rows.div_ceil(CHUNK_ROWS), chunk_row(cols)],
+    )?;
+    DeviceBuffer::uninit(gpu, Tag::DeviceWeights, bytes)
+}
+
+/// Rows of a launch of the kernel that packs, whose chunks are a grid's second dimension.
+const PACKED_ROWS: usize = CHUNK_ROWS * 65_535;
+
+impl Matrix {
+    /// The NVFP4 weight with the codes and scales of a matrix on the device, whose scales the caller has checked or will: see
+    /// [`super::ScaleCheck`]. Enqueues a copy.
+    pub fn from_operand(w: &Operand<'_>) -> Result<Matrix> {
+        let (gpu, rows, cols) = (w.gpu(), w.rows, w.k);
+        let values = chunks(gpu, rows, cols)?;
+        for first in (0..rows).step_by(PACKED_ROWS) {
+            let n = PACKED_ROWS.min(rows - first);
+            let arguments = PackArguments {
+                codes: w.codes.address(),
+                scales: w.scales.address(),
+                chunks: values.address() + (first / CHUNK_ROWS * chunk_row(cols)) as u64,
+                first_row: int("rows", first)?,
+                rows: n as i32,
+                k: int("K", cols)?,
+                swizzled: (w.layout == ScaleLayout::Swizzled).into(),
+            };
+            // SAFETY: the struct is the kernel's; the matrix has the rows, and there is room for their chunks.
+            unsafe { by_words(n, cols).run(gpu, Unit::LinearPack, "linear_pack", &arguments)? };
+        }
+        Ok(Matrix {
+            storage: Storage::Nvfp4,
+            rows,
+            cols,
+            values,
+            global: w.global,
+        })
+    }
+
+    /// The dense weight with these values, `[rows, cols]` on the device.
+    pub fn from_values(
+        rows: usize,
+        cols: usize,
+        storage: Storage,
+        values: DeviceBuffer,
+    ) -> Result<Matrix> {
+        let Some(element) = storage.element_bytes() else {
+            bail!(Internal, "an NVFP4 matrix has scales");
+        };
+        check_size(rows, cols)?;
+        values.holds("a weight", &[rows, cols, element])?;
+        Ok(Matrix {
+            storage,
+            rows,
+            cols,
+            values,
+            global: 1.0,
+        })
+    }
+
+    /// An NVFP4 weight; `read` gives codes and scales of ranges of rows.
+    pub fn nvfp4(
+        gpu: &Arc<Gpu>,
+        rows: usize,
+        cols: usize,
+        global: f32,
+        read: &mut ReadNvfp4,
+    ) -> Result<Matrix> {
+        check_size(rows, cols)?;
+        if !global.is_finite() {
+            bail!(
+                CorruptFile,
+                "the global scale is {global}; it must be finite"
+            );
+        }
+        let (code_row, scale_row) = (cols / 2, cols / BLOCK);
+        let values = chunks(gpu, rows, cols)?;
+        let step = rows_at_a_time(code_row).next_multiple_of(CHUNK_ROWS);
+        let mut codes = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, step.min(rows) * code_row)?;
+        let mut scales = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, step.min(rows) * scale_row)?;
+        let mut some_codes = vec![0; step.min(rows) * code_row];
+        let mut some_scales = vec![0; step.min(rows) * scale_row];
+        for first in (0..rows).step_by(step) {
+            let n = step.min(rows - first);
+            let some_codes = &mut some_codes[..n * code_row];
+            let some_scales = &mut some_scales[..n * scale_row];
+            read(first..first + n, some_codes, some_scales)?;
+            // Past the largest scale come NaN and the negative ones.
+            if let Some(i) = some_scales.iter().position(|&s| s > e4m3::MAX_BYTE) {
+                bail!(
+                    CorruptFile,
+                    "the scale of block {} in row {} has the byte {:#04x}, which is NaN or negative",
+                    i % scale_row,
+                    first + i / scale_row,
+                    some_scales[i]
+                );
+            }
+            codes.write(0, some_codes)?;
+            scales.write(0, some_scales)?;
+            let arguments = PackArguments {
+                codes: codes.address(),
+                scales: scales.address(),
+                chunks: values.address() + (first / CHUNK_ROWS * chunk_row(cols)) as u64,
+                first_row: 0,
+                rows: int("rows", n)?,
+                k: int("K", cols)?,
+                swizzled: 0,
+            };
+            // SAFETY: the struct is the kernel's; all three have room for `n` rows.
+            unsafe { by_words(n, cols).run(gpu, Unit::LinearPack, "linear_pack", &arguments)? };
+        }
+        Ok(Matrix {
+            storage: Storage::Nvfp4,
+            rows,
+            cols,
+            values,
+            global,
+        })
+    }
+
+    /// A dense weight; `read` gives the bytes of ranges of rows.
+    pub fn dense(
+        gpu: &Arc<Gpu>,
+        rows: usize,
+        cols: usize,
+        storage: Storage,
+        read: &mut ReadBytes,
+    ) -> Result<Matrix> {
+        let Some(element) = storage.element_bytes() else {
+            bail!(Internal, "an NVFP4 matrix has scales");
+        };
+        check_size(rows, cols)?;
+        let row = cols * element;
+        let mut values =
+            DeviceBuffer::uninit(gpu, Tag::DeviceWeights, product("weight", &[rows, row])?)?;
+        let step = rows_at_a_time(row);
+        let mut bytes = vec![0; step.min(rows) * row];
+        for first in (0..rows).step_by(step) {
+            let n = step.min(rows - first);
+            let bytes = &mut bytes[..n * row];
+            read(first..first + n, bytes)?;
+            values.write(first * row, bytes)?;
+        }
+        Ok(Matrix {
+            storage,
+            rows,
+            cols,
+            values,
+            global: 1.0,
+        })
+    }
+
+    /// How it is held.
+    pub fn storage(&self) -> Storage {
+        self.storage
+    }
+
+    /// Output features.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Input features.
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// Bytes on the device.
+    pub fn bytes(&self) -> usize {
+        self.values.bytes()
+    }
+
+    /// Its device.
+    pub fn gpu(&self) -> &Arc<Gpu> {
+        self.values.gpu()
+    }
+
+    /// The multiplier of an NVFP4 weight.
+    pub fn global(&self) -> f32 {
+        self.global
+    }
+
+    /// What it holds on the device.
+    pub fn values(&self) -> DeviceSlice<'_> {
+        (&self.values).into()
+    }
+
+    /// Where the values are, for kernels.
+    pub(in crate::cuda) fn address(&self) -> u64 {
+        self.values.address()
+    }
+}

@@ -1,0 +1,204 @@
+//! Weight matrices on the device, and products with them. For NVFP4 weights one fused kernel serves up to [`SMALL`] rows, a tiled
+//! one up to [`TILED`], and a library more than that, over a bounded f16 copy of one weight at a time; without the library the
+//! tiled one serves all. Plain kernels do the rest.
+
+mod dense;
+mod many;
+mod matrix;
+mod small;
+mod tiled;
+
+use std::sync::Arc;
+
+use super::elementwise;
+use super::gpu::{Gpu, int};
+use super::memory::DeviceBuffer;
+use crate::base::Result;
+use crate::base::error::bail;
+
+pub use many::LinearScratch;
+pub(super) use many::WORKSPACE;
+pub use matrix::{Matrix, ReadBytes, ReadNvfp4, Storage};
+pub use small::{Plan, Tile, small};
+pub use tiled::tiled;
+
+/// What activations between gate and down are divided by: they are the largest of a model, and f16 ends at 65504.
+pub const MLP_SCALE: f32 = 16.0;
+/// Rows of activations that the fused kernel takes at once.
+pub const SMALL: usize = 16;
+/// Rows of activations that need no scratch memory.
+const FEW: usize = 4;
+/// Bytes of activations beyond which the fused kernel, whose blocks each hold all of them, gives way to the tiled one: 8 rows of
+/// 9,728 took it 12.3 us on an H200, and the tiled one 10.6.
+const FUSED_BYTES: usize = 128 << 10;
+/// Rows of activations that the tiled kernel takes where there is the library, too. It was measured against the library's way for
+/// a step of 64 rows only, in earlier forms, and was faster: 8,440 and 8,912 tokens a second of Qwen3-4B to 8,064.
+pub const TILED: usize = 128;
+
+/// What the kernels of these files are passed, by the start of their names.
+pub(super) const ARGUMENTS: &[&[(&str, usize)]] = &[
+    dense::ARGUMENTS,
+    many::ARGUMENTS,
+    matrix::ARGUMENTS,
+    small::ARGUMENTS,
+    tiled::ARGUMENTS,
+];
+
+/// What enters a product.
+#[derive(Clone, Copy)]
+pub enum Input<'a> {
+    /// f16 `[m, k]`, and the factor that they were divided by to keep them small.
+    Plain(&'a DeviceBuffer, f32),
+    /// f32 `[k]` of one row, to be normalised by RMSNorm with this weight and epsilon on the way in; for the fused kernel only.
+    Normed(&'a DeviceBuffer, &'a DeviceBuffer, f32),
+}
+
+/// What becomes of a product.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Output {
+    /// Stored as f32.
+    F32,
+    /// Stored as f16.
+    F16,
+    /// Added to f32.
+    Add,
+    /// silu of the first matrix's times the second's, as f16, divided by [`MLP_SCALE`].
+    Swiglu,
+}
+
+impl Output {
+    const fn bytes(self) -> usize {
+        match self {
+            Output::F32 | Output::Add => 4,
+            Output::F16 | Output::Swiglu => 2,
+        }
+    }
+
+    /// The number by which kernels that apply nothing know it.
+    fn plain(self) -> Result<i32> {
+        match self {
+            Output::F32 => Ok(0),
+            Output::F16 => Ok(1),
+            Output::Add => Ok(2),
+            Output::Swiglu => bail!(Internal, "only the fused kernel applies SwiGLU"),
+        }
+    }
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct MatrixArgument {
+    chunks: u64,
+    bias: u64,
+    global: f32,
+    rows: i32,
+}
+
+fn matrix_arguments(matrices: &[Biased<'_>]) -> Result<[MatrixArgument; 3]> {
+    let mut all = [MatrixArgument::default(); 3];
+    for (argument, (w, bias)) in all.iter_mut().zip(matrices) {
+        if let Some(bias) = bias {
+            bias.holds("a bias", &[w.rows, 4])?;
+        }
+        *argument = MatrixArgument {
+            chunks: w.address(),
+            bias: bias.map_or(0, DeviceBuffer::address),
+            global: w.global,
+            rows: int("output features", w.rows)?,
+        };
+    }
+    Ok(all)
+}
+
+/// A weight and its bias, f32 `[rows]`.
+pub type Biased<'a> = (&'a Matrix, Option<&'a DeviceBuffer>);
+
+/// Products of `m` rows with up to three matrices that share their input; their features follow each other in the rows of
+/// `out`, `stride` elements apart. Scratch memory holds an f16 copy of one weight where that is needed.
+pub fn linear(
+    gpu: &Arc<Gpu>,
+    input: Input<'_>,
+    m: usize,
+    matrices: &[Biased<'_>],
+    output: Output,
+    out: &DeviceBuffer,
+    stride: usize,
+    scratch: &LinearScratch,
+) -> Result<()> {
+    let Some((first, _)) = matrices.first() else {
+        bail!(Internal, "a product without a matrix");
+    };
+    let k = first.cols;
+    if matrices.len() > 3 || matrices.iter().any(|(w, _)| w.cols != k) {
+        bail!(
+            Internal,
+            "{} matrices of different K in one product",
+            matrices.len()
+        );
+    }
+    if output == Output::Swiglu && (matrices.len() != 2 || matrices[1].0.rows != first.rows) {
+        bail!(Internal, "SwiGLU takes two matrices of one shape");
+    }
+    if m == 0 {
+        return Ok(());
+    }
+    let features: usize = match output {
+        Output::Swiglu => first.rows,
+        _ => matrices.iter().map(|(w, _)| w.rows).sum(),
+    };
+    if stride < features {
+        bail!(Internal, "rows of {features} features {stride} apart");
+    }
+    out.holds("a product", &[(m - 1) * stride + features, output.bytes()])?;
+    match input {
+        Input::Plain(x, _) => x.holds("activations", &[m, k, 2])?,
+        Input::Normed(..) if m != 1 => {
+            bail!(
+                Internal,
+                "{m} rows to be normalised on the way in; the fused kernel does it for one"
+            )
+        }
+        Input::Normed(x, weight, _) => {
+            x.holds("activations", &[k, 4])?;
+            weight.holds("a norm", &[k, 4])?;
+        }
+    }
+    let all_nvfp4 = matrices.iter().all(|(w, _)| w.storage == Storage::Nvfp4);
+    if all_nvfp4
+        && m <= SMALL
+        && let Some(plan) = small::plan(gpu, m, matrices, output)
+        && (m <= FEW || output == Output::Swiglu || plan.rows == m && m * k * 2 <= FUSED_BYTES)
+    {
+        return small(gpu, input, m, matrices, output, out, stride, plan);
+    }
+    let Input::Plain(x, factor) = input else {
+        bail!(Internal, "only the fused kernel normalises on the way in");
+    };
+    if output == Output::Swiglu {
+        bail!(Internal, "only the fused kernel applies SwiGLU");
+    }
+    if all_nvfp4 && (m <= TILED || gpu.blas().is_none()) {
+        return tiled(gpu, x, factor, m, matrices, output, out, stride, scratch);
+    }
+    let mut column = 0;
+    for (w, bias) in matrices {
+        let at = out.address() + (column * output.bytes()) as u64;
+        if w.storage == Storage::Nvfp4 || (m > SMALL && w.storage != Storage::F32) {
+            scratch.product(gpu, w, x, factor, m, output, at, stride)?;
+            if let Some(bias) = bias {
+                elementwise::add_bias_at(gpu, at, output == Output::F16, m, w.rows, stride, bias)?;
+            }
+        } else {
+            dense::dense(gpu, w, *bias, x, factor, m, output, at, stride)?;
+        }
+        column += w.rows;
+    }
+    Ok(())
+}
+
+/// Whether the fused kernel serves `m` rows of these matrices.
+pub fn is_fused(gpu: &Gpu, m: usize, matrices: &[Biased<'_>], output: Output) -> bool {
+    m <= SMALL
+        && matrices.iter().all(|(w, _)| w.storage == Storage::Nvfp4)
+        && small::plan(gpu, m, matrices, output).is_some()
+}

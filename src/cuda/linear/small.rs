@@ -1,0 +1,247 @@
+//! The fused kernel: products of up to 16 rows with NVFP4 weights, with a norm before and what becomes of them after.
+
+use std::sync::Arc;
+
+use super::matrix::{CHUNK_BYTES, CHUNK_K};
+use super::{Biased, Input, MLP_SCALE, MatrixArgument, Output, SMALL, matrix_arguments};
+use crate::base::Result;
+use crate::cuda::gpu::{Gpu, int};
+use crate::cuda::launch::Launch;
+use crate::cuda::memory::DeviceBuffer;
+use crate::cuda::nvrtc::Unit;
+
+/// What the kernels of this file are passed, by the start of their names.
+pub(super) const ARGUMENTS: &[(&str, usize)] = &[("linear_", size_of::<SmallArguments>())];
+
+#[repr(C)]
+struct SmallArguments {
+    x: u64,
+    norm_weight: u64,
+    out: u64,
+    matrix: [MatrixArgument; 3],
+    matrices: i32,
+    m: i32,
+    k: i32,
+    out_stride: i32,
+    eps: f32,
+    out_scale: f32,
+}
+
+/// Warps of a block of the fused kernel.
+const WARPS: usize = 16;
+/// What each of them keeps in shared memory: three stages of two chunks.
+const RING_BYTES: usize = 3 * 2 * CHUNK_BYTES;
+/// Sums that a warp has of a tile, for each row of activations.
+const SUMS: usize = 16;
+/// What the sums of a block's warps may take.
+const SUMS_BYTES: usize = 48 << 10;
+
+/// What the sixteen rows of a tile of the fused kernel are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Tile {
+    /// Sixteen output features.
+    Rows,
+    /// Eight output features of each of two matrices.
+    Pair,
+    /// Eight output features, in two halves of K; for up to four rows of activations.
+    Split,
+}
+
+impl Tile {
+    /// The tile for `m` rows of activations.
+    fn of(output: Output, m: usize) -> Tile {
+        match output {
+            Output::Swiglu => Tile::Pair,
+            _ if m <= 4 => Tile::Split,
+            _ => Tile::Rows,
+        }
+    }
+
+    /// Elements of K that a warp takes at a time.
+    const fn step(self) -> usize {
+        match self {
+            Tile::Rows | Tile::Pair => CHUNK_K,
+            Tile::Split => 2 * CHUNK_K,
+        }
+    }
+
+    /// Output features of a tile, of each matrix.
+    const fn features(self) -> usize {
+        match self {
+            Tile::Rows => 16,
+            Tile::Pair | Tile::Split => 8,
+        }
+    }
+}
+
+/// How the fused kernel is launched.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Plan {
+    /// What a tile is.
+    pub tile: Tile,
+    /// Blocks, which divide the tiles evenly.
+    pub blocks: usize,
+    /// Rows of activations in one launch.
+    pub rows: usize,
+    /// Shared memory that a block needs for that many rows.
+    pub shared: usize,
+}
+
+impl Plan {
+    /// The plan for `m` rows and matrices of `features` output features and K = `k`, on a device with this many
+    /// multiprocessors and this much shared memory; `None` where a single row does not fit.
+    ///
+    /// As many blocks as multiprocessors, or several times as many where the sums of a block's tiles would need much memory;
+    /// all rows at once, or as many as fit.
+    pub fn choose(
+        m: usize,
+        k: usize,
+        features: &[usize],
+        output: Output,
+        multiprocessors: usize,
+        shared: usize,
+    ) -> Option<Plan> {
+        let tile = Tile::of(output, m);
+        let tiles: usize = match tile {
+            Tile::Pair => features[0].div_ceil(tile.features()),
+            _ => features.iter().map(|n| n.div_ceil(tile.features())).sum(),
+        };
+        let mut rows = m.min(SMALL);
+        loop {
+            let most_tiles = (SUMS_BYTES / (rows * SUMS * 4))
+                .saturating_sub(WARPS)
+                .max(1);
+            let waves = tiles.div_ceil(multiprocessors).div_ceil(most_tiles);
+            let blocks = tiles.min(multiprocessors * waves);
+            let each = tiles.div_ceil(blocks);
+            let x = rows * k.next_multiple_of(tile.step()) * 2;
+            let sums = rows * ((each + WARPS) * SUMS + each * tile.features()) * 4;
+            let needed = WARPS * (RING_BYTES + 4) + x + sums;
+            if needed <= shared {
+                return Some(Plan {
+                    tile,
+                    blocks,
+                    rows,
+                    shared: needed,
+                });
+            }
+            if rows == 1 {
+                return None;
+            }
+            rows = rows.div_ceil(2);
+        }
+    }
+}
+
+/// The plan for `m` rows of these matrices on this device.
+pub(super) fn plan(gpu: &Gpu, m: usize, matrices: &[Biased<'_>], output: Output) -> Option<Plan> {
+    let k = matrices[0].0.cols;
+    let features: Vec<usize> = matrices.iter().map(|(w, _)| w.rows).collect();
+    Plan::choose(
+        m,
+        k,
+        &features,
+        output,
+        gpu.multiprocessors(),
+        gpu.shared_limit(),
+    )
+}
+
+/// The fused kernel with a plan of the caller's.
+pub fn small(
+    gpu: &Arc<Gpu>,
+    input: Input<'_>,
+    m: usize,
+    matrices: &[Biased<'_>],
+    output: Output,
+    out: &DeviceBuffer,
+    stride: usize,
+    plan: Plan,
+) -> Result<()> {
+    let k = matrices[0].0.cols;
+    let mut matrix = matrix_arguments(matrices)?;
+    let (x, norm_weight, eps, x_bytes, prefix) = match input {
+        Input::Plain(x, factor) => {
+            matrix.iter_mut().for_each(|w| w.global *= factor);
+            (x.address(), 0, 0.0, 2, "")
+        }
+        Input::Normed(x, weight, eps) => (x.address(), weight.address(), eps, 4, "normed_"),
+    };
+    let kind = match output {
+        Output::F32 => "f32",
+        Output::F16 => "f16",
+        Output::Add => "add",
+        Output::Swiglu => "swiglu",
+    };
+    for first in (0..m).step_by(plan.rows) {
+        let rows = plan.rows.min(m - first);
+        let tail = match (prefix, plan.tile) {
+            ("normed_", _) => "",
+            (_, Tile::Split) => "_4",
+            (_, Tile::Rows | Tile::Pair) if rows <= 8 => "_8",
+            (_, Tile::Rows | Tile::Pair) => "_16",
+        };
+        let arguments = SmallArguments {
+            x: x + (first * k * x_bytes) as u64,
+            norm_weight,
+            out: out.address() + (first * stride * output.bytes()) as u64,
+            matrix,
+            matrices: matrices.len() as i32,
+            m: rows as i32,
+            k: int("K", k)?,
+            out_stride: int("the stride of a product", stride)?,
+            eps,
+            out_scale: 1.0 / MLP_SCALE,
+        };
+        let launch = Launch {
+            grid: [plan.blocks as u32, 1, 1],
+            block: [(32 * WARPS) as u32, 1, 1],
+            // A multiprocessor holds two blocks at most, of which one is the next kernel's, which fills its rings while the
+            // other computes. Were there room for three, blocks that start early would crowd where an earlier kernel's have
+            // ended, and leave other multiprocessors without any.
+            shared: plan.shared.max(gpu.shared_limit() / 3 + 1024) as u32,
+        };
+        // SAFETY: the struct is the kernel's; sizes were checked, and buffers outlive work on their stream.
+        unsafe {
+            launch.run(
+                gpu,
+                Unit::LinearSmall,
+                &format!("linear_{prefix}{kind}{tail}"),
+                &arguments,
+            )?
+        };
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn plans_fit_the_device_and_keep_it_busy() {
+        let shapes: [(usize, &[usize], Output); 6] = [
+            (2560, &[4096, 1024, 1024], Output::F32),
+            (4096, &[2560], Output::Add),
+            (2560, &[9728, 9728], Output::Swiglu),
+            (9728, &[2560], Output::Add),
+            (2560, &[151_936], Output::F32),
+            (576, &[576, 192, 192], Output::F32),
+        ];
+        for (k, features, output) in shapes {
+            for m in 1..=SMALL {
+                let plan = Plan::choose(m, k, features, output, 132, 227 << 10).unwrap();
+                assert!(plan.shared <= 227 << 10, "{plan:?}");
+                assert!(plan.rows >= 1 && plan.rows <= m, "{plan:?}");
+                assert!(
+                    plan.blocks.is_multiple_of(132) || plan.blocks < 132,
+                    "{plan:?}"
+                );
+                assert!(plan.tile != Tile::Split || m <= 4, "{plan:?}");
+            }
+        }
+        // GB10: 48 multiprocessors and 99 KB.
+        assert!(Plan::choose(1, 9728, &[2560], Output::Add, 48, 99 << 10).is_some());
+        assert!(Plan::choose(1, 1 << 20, &[2560], Output::Add, 48, 99 << 10).is_none());
+    }
+}
