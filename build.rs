@@ -60,9 +60,9 @@ fn compile_all(folder: &Path) -> Result<String, String> {
         .filter(|p| !p.is_empty())
         .map(PathBuf::from);
     let compiler = Compiler::load(path.as_deref())?;
-    let jobs: Vec<(Unit, &str)> = Unit::ALL
+    let jobs: Vec<(Unit, &str)> = TARGETS
         .iter()
-        .flat_map(|&unit| TARGETS.iter().map(move |&target| (unit, target)))
+        .flat_map(|&target| Unit::for_target(target).map(move |unit| (unit, target)))
         .collect();
     let (next, done) = (AtomicUsize::new(0), Mutex::new(vec![None; jobs.len()]));
     let work = || {

@@ -12,7 +12,7 @@ use std::time::Instant;
 use NVFP4::base::memory::Tag;
 use NVFP4::cuda::{
     self, DeviceBuffer, Gpu, Graph, Heads, Input, LinearScratch, Matrix, Output, PAGE, PageTable,
-    Plan, Rows, ScaledTile, Way,
+    Plan, Rows, ScaledTile, TileKernel, Way,
 };
 use NVFP4::format::nvfp4::{BLOCK, Levels, NonFinite, QuantizeOptions};
 use NVFP4::format::random;
@@ -395,7 +395,11 @@ fn products(gpu: &Arc<Gpu>, bandwidth: f64, only: &[String]) {
             128 * shape.rows.iter().sum::<usize>() * 4,
         )
         .unwrap();
-        let scratch = LinearScratch::new(gpu, 128, 0).unwrap();
+        let room = TileKernel::all(gpu.arch())
+            .iter()
+            .map(|kernel| kernel.partial_bytes(128, gpu.multiprocessors()))
+            .max();
+        let scratch = LinearScratch::new(gpu, 128, room.unwrap_or(0)).unwrap();
         let matrices: Vec<Vec<_>> = weights
             .iter()
             .map(|set| set.iter().map(|w| (w, None)).collect())
@@ -441,12 +445,14 @@ fn products(gpu: &Arc<Gpu>, bandwidth: f64, only: &[String]) {
         };
         let stride: usize = shape.rows.iter().sum();
         for m in [8, 16, 32, 64, 128] {
-            report(m, "tiled", &|| {
-                for set in &matrices {
-                    cuda::tiled(gpu, &x, 1.0, m, set, output, &out, stride, &scratch)?;
-                }
-                Ok(())
-            });
+            for &kernel in TileKernel::all(gpu.arch()) {
+                report(m, &format!("{kernel:?}").to_lowercase(), &|| {
+                    for set in &matrices {
+                        cuda::tiled(gpu, kernel, &x, 1.0, m, set, output, &out, stride, &scratch)?;
+                    }
+                    Ok(())
+                });
+            }
         }
     }
 }

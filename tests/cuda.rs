@@ -12,7 +12,7 @@ use NVFP4::base::memory::{self, Tag};
 use NVFP4::base::{ErrorKind, env};
 use NVFP4::cuda::{
     self, Biased, DeviceBuffer, Gpu, Heads, Input, LinearScratch, Matrix, Output, PAGE, PageTable,
-    Rows, ScaledTile, Storage, Way,
+    Rows, ScaledTile, Storage, TileKernel, Way,
 };
 use NVFP4::format::nvfp4::{self, BLOCK, Nvfp4, QuantizeOptions};
 use NVFP4::format::random;
@@ -613,6 +613,80 @@ fn fused_norms_and_activations_agree_with_f64() {
             .map(|(g, u)| g / (1.0 + (-g).exp()) * u / scale)
             .collect();
         assert_close(&read_f16(&out, m * rows[0]), &want, F16, "norm, gate, up");
+    }
+}
+
+/// Every kernel of tiles, with one block to a tile and with several.
+#[test]
+fn tiles_agree_with_f64() {
+    let Some(gpu) = gpu() else { return };
+    for &kernel in TileKernel::all(gpu.arch()) {
+        for (i, (m, rows, k)) in [
+            (3, vec![200, 8], 784),
+            (8, vec![2560], 9728),
+            (16, vec![72], 1040),
+            (21, vec![193, 40, 9], 272),
+            (33, vec![66, 8], 400),
+            (64, vec![4096, 1024, 1024], 2560),
+            (70, vec![33], 16),
+            (100, vec![50, 30], 4096),
+            (128, vec![2560], 4096),
+        ]
+        .into_iter()
+        .enumerate()
+        {
+            let seed = 700 + 10 * i as u64;
+            let weights: Vec<Weight> = rows
+                .iter()
+                .zip(0..)
+                .map(|(&n, j)| weight(&gpu, n, k, seed + j))
+                .collect();
+            let matrices: Vec<Biased<'_>> = weights
+                .iter()
+                .map(|w| (&w.device, Some(&w.device_bias)))
+                .collect();
+            let x = normal(seed + 5, m * k);
+            let parts: Vec<Vec<f64>> = weights
+                .iter()
+                .map(|w| product(&rounded(&x), m, w, true))
+                .collect();
+            let device_x = upload(&gpu, &as_f16(&x));
+            let (all, stride) = (rows.iter().sum::<usize>(), rows.iter().sum::<usize>() + 3);
+            let room = kernel.partial_bytes(m, gpu.multiprocessors());
+            for (output, room) in [(Output::F32, room), (Output::Add, room), (Output::F32, 0)] {
+                let scratch = LinearScratch::new(&gpu, 1, room).unwrap();
+                let before = match output {
+                    Output::Add => normal(seed + 6, m * stride),
+                    _ => vec![f32::NAN; m * stride],
+                };
+                let out = upload(&gpu, &before);
+                cuda::tiled(
+                    &gpu, kernel, &device_x, 1.0, m, &matrices, output, &out, stride, &scratch,
+                )
+                .unwrap();
+                let got = read_f32(&out, m * stride);
+                let (mut values, mut want) = (Vec::new(), Vec::new());
+                for r in 0..m {
+                    let row = &got[r * stride..(r + 1) * stride];
+                    let old = &before[r * stride..(r + 1) * stride];
+                    values.extend_from_slice(&row[..all]);
+                    assert!(
+                        row[all..]
+                            .iter()
+                            .zip(&old[all..])
+                            .all(|(a, b)| a.to_bits() == b.to_bits())
+                    );
+                    let products = parts.iter().zip(&rows);
+                    let products = products.flat_map(|(p, &n)| &p[r * n..(r + 1) * n]);
+                    want.extend(products.zip(old).map(|(&p, &old)| match output {
+                        Output::Add => p + f64::from(old),
+                        _ => p,
+                    }));
+                }
+                let what = format!("{kernel:?}, {m} rows of {rows:?}, K = {k}, {output:?}");
+                assert_close(&values, &want, EXACT, &what);
+            }
+        }
     }
 }
 

@@ -11,14 +11,17 @@ use std::process::Command;
 use NVFP4::base::{ErrorKind, env};
 use NVFP4::cuda::{self, ScaledTile, TARGETS, Unit};
 
-/// The instruction by which every kernel of a unit multiplies on tensor cores, of the units whose kernels do.
+/// The instruction by which every kernel of a unit multiplies on tensor cores, of the units whose kernels do; or, ending in a dot, how
+/// it begins.
 fn multiply(unit: Unit, target: &str) -> Option<&'static str> {
     const F16: &str = "HMMA.16816.F32";
     const NVFP4: &str = "OMMA.SF.16864.F32.E2M1.E2M1.UE4M3.4X";
+    const WARPGROUP: &str = "HGMMA.";
     match unit {
         Unit::LinearSmall | Unit::LinearTiled | Unit::AttentionDecode | Unit::AttentionPrefill => {
             Some(F16)
         }
+        Unit::LinearWide => Some(WARPGROUP),
         Unit::ScaledMmProduct if target.starts_with("sm_12") => Some(NVFP4),
         Unit::ScaledMmProduct => Some(F16),
         _ => None,
@@ -204,12 +207,16 @@ fn functions_with(instruction: &str, image: &[u8], name: &str) -> Option<BTreeSe
         "nvdisasm: {}",
         String::from_utf8_lossy(&output.stderr)
     );
+    let is_it = |word: &str| match instruction.ends_with('.') {
+        true => word.starts_with(instruction),
+        false => word == instruction,
+    };
     let (mut function, mut found) = ("", BTreeSet::new());
     let text = String::from_utf8(output.stdout).unwrap();
     for line in text.lines() {
         if let Some(rest) = line.strip_prefix(".text.") {
             function = rest.trim_end_matches(':');
-        } else if line.split_whitespace().any(|word| word == instruction) {
+        } else if line.split_whitespace().any(is_it) {
             found.insert(function.to_owned());
         }
     }
@@ -228,10 +235,15 @@ fn spills(kernel: &str, target: &str, usage: &Usage) -> Option<String> {
 
 fn check(target: &str) {
     let mut complaints = String::new();
-    for &unit in Unit::ALL {
+    for unit in Unit::for_target(target) {
         let Some((image, report)) = compile(unit, target) else {
             return;
         };
+        assert!(
+            !report.contains("wgmma.mma_async instructions are serialized"),
+            "{}: {report}",
+            unit.path()
+        );
         let usage = usage(&report);
         let kernels = parameter_bytes(&image);
         assert!(!kernels.is_empty(), "{}: no kernels", unit.path());

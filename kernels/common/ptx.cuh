@@ -1,4 +1,4 @@
-// Inline PTX, and the only place for it. Each function is one instruction, or what stands for it where an architecture lacks
+// Inline PTX, and with wgmma.cuh the only place for it. Each function is one instruction, or what stands for it where an architecture lacks
 // it. Matrix products are warp-wide with f32 accumulation. In those of shape m16n8k16 lane l holds, with g = l / 4 and t = l % 4:
 //   A: rows g, g + 8, g, g + 8; columns 2t, 2t, 2t + 8, 2t + 8 (two neighbours in each word)
 //   B: column g; rows 2t and 2t + 8 (two neighbours in each word)

@@ -30,6 +30,10 @@ const HEADERS: &[(&str, &str)] = &[
         include_str!("../../kernels/common/ring.cuh"),
     ),
     (
+        "common/wgmma.cuh",
+        include_str!("../../kernels/common/wgmma.cuh"),
+    ),
+    (
         "common/heads.cuh",
         include_str!("../../kernels/common/heads.cuh"),
     ),
@@ -102,6 +106,7 @@ units! {
     LinearRows = "linear/rows.cu",
     LinearSmall = "linear/small.cu",
     LinearTiled = "linear/tiled.cu",
+    LinearWide = "linear/wide.cu",
     RmsNorm = "norm/rms_norm.cu",
     Amax = "quantize/amax.cu",
     CheckScales = "quantize/check.cu",
@@ -116,6 +121,15 @@ units! {
     ScaledMmProduct = "scaled_mm/product.cu",
     TopK = "sample/topk.cu",
     Gather = "tensor/gather.cu",
+}
+
+impl Unit {
+    /// Those with kernels for an architecture, as [`target`] names it.
+    pub fn for_target(target: &str) -> impl Iterator<Item = Unit> {
+        let hopper = target == "sm_90a";
+        let all = Unit::ALL.iter().copied();
+        all.filter(move |&unit| hopper || unit != Unit::LinearWide)
+    }
 }
 
 /// Architectures that every kernel is tested for and that packages embed, as [`target`] names them.

@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use super::dense::dense;
 use super::matrix::{CHUNK_BYTES, CHUNK_K, CHUNK_ROWS, by_words};
-use super::{FEW, Matrix, Output, SMALL, Storage, TILED, tiled};
+use super::tiled::TileKernel;
+use super::{FEW, Matrix, Output, SMALL, Storage, TILED};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::Tag;
@@ -25,14 +26,14 @@ pub(in crate::cuda) const WORKSPACE: usize = 32 << 20;
 /// Bytes of a weight's f16 copy, of as many rows as that is, in a product by itself.
 const COPY: usize = 64 << 20;
 
-/// Memory for products of many rows: an f16 copy of one weight, or of some of its rows, the library's workspace,
-/// and sums of parts.
+/// Memory for products of more than a few rows.
 #[derive(Debug)]
 pub struct LinearScratch {
-    copy: DeviceBuffer,
+    /// An f16 copy of one weight or of some of its rows, for the library; or sums of blocks that share a tile, which no product
+    /// has at the same time.
+    room: DeviceBuffer,
+    /// The library's.
     workspace: DeviceBuffer,
-    /// Sums of the tiled kernel's blocks that share a tile.
-    pub(super) partial: DeviceBuffer,
 }
 
 #[repr(C)]
@@ -52,15 +53,19 @@ impl LinearScratch {
             0
         };
         let partial = if rows > FEW {
-            tiled::partial_bytes(gpu.multiprocessors())
+            TileKernel::CHOSEN.partial_bytes(rows, gpu.multiprocessors())
         } else {
             0
         };
         Ok(LinearScratch {
-            copy: DeviceBuffer::uninit(gpu, Tag::DeviceScratch, bytes)?,
+            room: DeviceBuffer::uninit(gpu, Tag::DeviceScratch, bytes.max(partial))?,
             workspace: DeviceBuffer::uninit(gpu, Tag::DeviceScratch, workspace)?,
-            partial: DeviceBuffer::uninit(gpu, Tag::DeviceScratch, partial)?,
         })
+    }
+
+    /// Memory for sums of parts.
+    pub(super) fn partial(&self) -> &DeviceBuffer {
+        &self.room
     }
 
     /// Room for a product of `m` rows with `w` alone.
@@ -104,8 +109,8 @@ impl LinearScratch {
             let (kind, x) = match w.storage {
                 Storage::F16 => (Element::F16, x.address()),
                 _ => {
-                    elementwise::f16_to_bf16(gpu, x, m * w.cols, &self.copy)?;
-                    (Element::Bf16, self.copy.address())
+                    elementwise::f16_to_bf16(gpu, x, m * w.cols, &self.room)?;
+                    (Element::Bf16, self.room.address())
                 }
             };
             return blas.product(
@@ -123,12 +128,12 @@ impl LinearScratch {
                 &self.workspace,
             );
         }
-        let step = self.copy.bytes() / (2 * w.cols) / CHUNK_ROWS * CHUNK_ROWS;
+        let step = self.room.bytes() / (2 * w.cols) / CHUNK_ROWS * CHUNK_ROWS;
         if step == 0 {
             bail!(
                 Internal,
                 "scratch of {} bytes for rows of {}",
-                self.copy.bytes(),
+                self.room.bytes(),
                 2 * w.cols
             );
         }
@@ -137,7 +142,7 @@ impl LinearScratch {
             let arguments = DequantizeArguments {
                 chunks: w.address()
                     + (first / CHUNK_ROWS * w.cols.div_ceil(CHUNK_K) * CHUNK_BYTES) as u64,
-                out: self.copy.address(),
+                out: self.room.address(),
                 rows: int("rows", rows)?,
                 k: int("K", w.cols)?,
             };
@@ -148,7 +153,7 @@ impl LinearScratch {
             blas.product(
                 gpu,
                 Element::F16,
-                self.copy.address(),
+                self.room.address(),
                 rows,
                 w.cols,
                 w.global * factor,

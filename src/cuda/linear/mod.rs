@@ -20,7 +20,7 @@ pub use many::LinearScratch;
 pub(super) use many::WORKSPACE;
 pub use matrix::{Matrix, ReadBytes, ReadNvfp4, Storage};
 pub use small::{Plan, Tile, small};
-pub use tiled::tiled;
+pub use tiled::{TileKernel, tiled};
 
 /// What activations between gate and down are divided by: they are the largest of a model, and f16 ends at 65504.
 pub const MLP_SCALE: f32 = 16.0;
@@ -178,7 +178,10 @@ pub fn linear(
         bail!(Internal, "only the fused kernel applies SwiGLU");
     }
     if all_nvfp4 && (m <= TILED || gpu.blas().is_none()) {
-        return tiled(gpu, x, factor, m, matrices, output, out, stride, scratch);
+        let kernel = TileKernel::CHOSEN;
+        return tiled(
+            gpu, kernel, x, factor, m, matrices, output, out, stride, scratch,
+        );
     }
     let mut column = 0;
     for (w, bias) in matrices {

@@ -1,4 +1,4 @@
-//! The tiled kernel: products of some tens of rows with NVFP4 weights.
+//! Kernels of tiles: products of some tens of rows with NVFP4 weights.
 
 use super::matrix::{CHUNK_BYTES, CHUNK_K, CHUNK_ROWS};
 use super::{Biased, LinearScratch, MatrixArgument, Output, matrix_arguments};
@@ -9,7 +9,10 @@ use crate::cuda::memory::DeviceBuffer;
 use crate::cuda::nvrtc::Unit;
 
 /// What the kernels of this file are passed, by the start of their names.
-pub(super) const ARGUMENTS: &[(&str, usize)] = &[("linear_tiled", size_of::<TiledArguments>())];
+pub(super) const ARGUMENTS: &[(&str, usize)] = &[
+    ("linear_tiled", size_of::<TiledArguments>()),
+    ("linear_wide", size_of::<TiledArguments>()),
+];
 
 #[repr(C)]
 struct TiledArguments {
@@ -25,23 +28,97 @@ struct TiledArguments {
     parts: i32,
 }
 
-/// Output features of a block of the tiled kernel.
-const TILE_FEATURES: usize = 64;
-/// Rows of activations of a block of it at most.
-const TILE_ROWS: usize = 64;
-/// Blocks of it that a multiprocessor should have.
-const TILE_BLOCKS: usize = 2;
-/// Chunks of K that are worth a block of its own.
-const PART_CHUNKS: usize = 6;
-
-/// Bytes of the sums of parts, of as many blocks as share tiles at most.
-pub(super) fn partial_bytes(multiprocessors: usize) -> usize {
-    TILE_BLOCKS * multiprocessors * TILE_ROWS * TILE_FEATURES * 4
+/// A kernel of tiles.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TileKernel {
+    /// `linear/tiled.cu`, for every architecture.
+    Tiled,
+    /// `linear/wide.cu`, for Hopper.
+    Wide,
 }
 
-/// How the tiled kernel is launched.
+impl TileKernel {
+    /// The one that serves products. [`TileKernel::Wide`] is right on an emulated GPU and has not run on a card yet; it serves
+    /// nobody before it is measured.
+    pub const CHOSEN: TileKernel = TileKernel::Tiled;
+
+    /// All for an architecture.
+    pub fn all(arch: (i32, i32)) -> &'static [TileKernel] {
+        match arch {
+            (9, 0) => &[TileKernel::Tiled, TileKernel::Wide],
+            _ => &[TileKernel::Tiled],
+        }
+    }
+
+    /// Output features of a block.
+    const fn features(self) -> usize {
+        match self {
+            TileKernel::Tiled => 64,
+            TileKernel::Wide => 192,
+        }
+    }
+
+    /// Rows of activations of a block at most.
+    const fn most_rows(self) -> usize {
+        match self {
+            TileKernel::Tiled => 64,
+            TileKernel::Wide => 128,
+        }
+    }
+
+    /// Threads of a block: a warp to 16 features.
+    const fn threads(self) -> usize {
+        self.features() * 2
+    }
+
+    /// Blocks that a multiprocessor should have.
+    const fn blocks(self) -> usize {
+        match self {
+            TileKernel::Tiled => 2,
+            TileKernel::Wide => 1,
+        }
+    }
+
+    /// Chunks of K that are worth a block of its own.
+    const fn part_chunks(self) -> usize {
+        match self {
+            TileKernel::Tiled => 6,
+            TileKernel::Wide => 3,
+        }
+    }
+
+    /// Stages of shared memory for weights, and for activations.
+    const fn stages(self) -> (usize, usize) {
+        match self {
+            TileKernel::Tiled => (3, 3),
+            TileKernel::Wide => (4, 2),
+        }
+    }
+
+    const fn unit(self) -> Unit {
+        match self {
+            TileKernel::Tiled => Unit::LinearTiled,
+            TileKernel::Wide => Unit::LinearWide,
+        }
+    }
+
+    const fn name(self) -> &'static str {
+        match self {
+            TileKernel::Tiled => "linear_tiled",
+            TileKernel::Wide => "linear_wide",
+        }
+    }
+
+    /// Bytes of the sums of parts, of as many blocks as share tiles at most, for up to `m` rows.
+    pub fn partial_bytes(self, m: usize, multiprocessors: usize) -> usize {
+        self.blocks() * multiprocessors * m.min(self.most_rows()) * self.features() * 4
+    }
+}
+
+/// How a kernel of tiles is launched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Tiling {
+    kernel: TileKernel,
     /// Rows of activations of a block.
     columns: usize,
     /// Blocks along features, along rows, and along K.
@@ -51,37 +128,42 @@ struct Tiling {
 impl Tiling {
     /// For `m` rows and matrices of `features` output features and K = `k`; K is divided only if `divide`.
     fn choose(
+        kernel: TileKernel,
         m: usize,
         k: usize,
         features: &[usize],
         multiprocessors: usize,
         divide: bool,
     ) -> Tiling {
-        let columns = m.next_power_of_two().clamp(8, TILE_ROWS);
-        let tiles: usize = features.iter().map(|n| n.div_ceil(TILE_FEATURES)).sum();
+        let columns = m.next_power_of_two().clamp(8, kernel.most_rows());
+        let tiles: usize = features.iter().map(|n| n.div_ceil(kernel.features())).sum();
         let blocks = tiles * m.div_ceil(columns);
         let parts = if divide {
-            (TILE_BLOCKS * multiprocessors / blocks)
-                .min(k.div_ceil(CHUNK_K) / PART_CHUNKS)
+            (kernel.blocks() * multiprocessors / blocks)
+                .min(k.div_ceil(CHUNK_K) / kernel.part_chunks())
                 .max(1)
         } else {
             1
         };
         Tiling {
+            kernel,
             columns,
             grid: [tiles, m.div_ceil(columns), parts],
         }
     }
 
-    /// Shared memory of a block: three stages of a chunk of K.
+    /// Shared memory of a block.
     const fn shared(self) -> usize {
-        3 * (TILE_FEATURES / CHUNK_ROWS * CHUNK_BYTES + self.columns * CHUNK_K * 2)
+        let (weights, activations) = self.kernel.stages();
+        weights * self.kernel.features() / CHUNK_ROWS * CHUNK_BYTES
+            + activations * self.columns * CHUNK_K * 2
     }
 }
 
-/// The tiled kernel: f16 `x` that was divided by `factor`, and NVFP4 weights. [`linear`] checks sizes and chooses.
+/// A kernel of tiles: f16 `x` that was divided by `factor`, and NVFP4 weights. [`super::linear`] checks sizes and chooses.
 pub fn tiled(
     gpu: &Gpu,
+    kernel: TileKernel,
     x: &DeviceBuffer,
     factor: f32,
     m: usize,
@@ -93,21 +175,20 @@ pub fn tiled(
 ) -> Result<()> {
     let k = matrices[0].0.cols;
     let features: Vec<usize> = matrices.iter().map(|(w, _)| w.rows).collect();
-    let divide = scratch.partial.bytes() > 0;
-    let tiling = Tiling::choose(m, k, &features, gpu.multiprocessors(), divide);
-    let parts = tiling.grid[2];
     let all: usize = features.iter().sum();
+    let room = scratch.partial();
+    let divide = room.bytes() >= kernel.partial_bytes(m, gpu.multiprocessors());
+    let tiling = Tiling::choose(kernel, m, k, &features, gpu.multiprocessors(), divide);
+    let parts = tiling.grid[2];
     if parts > 1 {
-        scratch
-            .partial
-            .holds("parts of a product", &[parts, m, all, 4])?;
+        room.holds("parts of a product", &[parts, m, all, 4])?;
     }
     let mut matrix = matrix_arguments(matrices)?;
     matrix.iter_mut().for_each(|w| w.global *= factor);
     let arguments = TiledArguments {
         x: x.address(),
         out: out.address(),
-        partial: scratch.partial.address(),
+        partial: room.address(),
         matrix,
         matrices: matrices.len() as i32,
         m: int("rows", m)?,
@@ -118,14 +199,14 @@ pub fn tiled(
     };
     let launch = Launch {
         grid: tiling.grid.map(|n| n as u32),
-        block: [128, 1, 1],
+        block: [kernel.threads() as u32, 1, 1],
         shared: tiling.shared() as u32,
     };
-    let name = format!("linear_tiled_{}", tiling.columns);
+    let name = format!("{}_{}", kernel.name(), tiling.columns);
     let sum = Launch::new([all.div_ceil(256) as u32, m as u32, 1], 256);
     // SAFETY: the struct is the kernels'; sizes were checked here and by `linear`.
     unsafe {
-        launch.run(gpu, Unit::LinearTiled, &name, &arguments)?;
+        launch.run(gpu, kernel.unit(), &name, &arguments)?;
         if parts > 1 {
             sum.run(gpu, Unit::LinearTiled, "linear_tiled_sum", &arguments)?;
         }
@@ -139,17 +220,28 @@ mod tests {
 
     #[test]
     fn parts_of_tiles_fit_the_scratch() {
-        for multiprocessors in [1, 48, 132] {
-            for features in [&[64][..], &[4096, 1024, 1024], &[2560], &[151_936]] {
-                for m in [17, 32, 64, 100, 1000] {
-                    let tiling = Tiling::choose(m, 9728, features, multiprocessors, true);
-                    let [tiles, rows, parts] = tiling.grid;
-                    assert!(rows * tiling.columns >= m && tiling.columns <= TILE_ROWS);
-                    let most = TILE_BLOCKS * multiprocessors;
-                    assert!(parts == 1 || tiles * rows * parts <= most, "{tiling:?}");
-                    assert!(tiling.shared() <= 99 << 10, "{tiling:?}");
-                    let whole = Tiling::choose(m, 9728, features, multiprocessors, false);
-                    assert_eq!(whole.grid, [tiles, rows, 1]);
+        for kernel in [TileKernel::Tiled, TileKernel::Wide] {
+            for multiprocessors in [1, 48, 132] {
+                for features in [&[64][..], &[4096, 1024, 1024], &[2560], &[151_936]] {
+                    for m in [5, 17, 32, 64, 100, 1000] {
+                        let choose = |divide| {
+                            Tiling::choose(kernel, m, 9728, features, multiprocessors, divide)
+                        };
+                        let tiling = choose(true);
+                        let [tiles, rows, parts] = tiling.grid;
+                        assert!(rows * tiling.columns >= m);
+                        assert!(tiling.columns <= kernel.most_rows());
+                        let sums = parts * m * features.iter().sum::<usize>() * 4;
+                        let room = kernel.partial_bytes(m, multiprocessors);
+                        assert!(parts == 1 || sums <= room, "{tiling:?}");
+                        // GB10 has 99 KB, Hopper 227.
+                        let most = match kernel {
+                            TileKernel::Tiled => 99 << 10,
+                            TileKernel::Wide => 227 << 10,
+                        };
+                        assert!(tiling.shared() <= most, "{tiling:?}");
+                        assert_eq!(choose(false).grid, [tiles, rows, 1]);
+                    }
                 }
             }
         }

@@ -1,4 +1,4 @@
-// kernels/linear/{pack,small,tiled}.cu and kernels/quantize/dequantize.cu on the processor, against sums in f64: the sources as
+// kernels/linear/{pack,small,tiled,wide}.cu and kernels/quantize/dequantize.cu on the processor, against sums in f64: the sources as
 // they ship, with instructions replaced by what the PTX ISA says of them. Weights go through the packing kernel first. Built
 // twice by tests/kernels.rs, for architectures with and without a conversion of e4m3. Prints "ok" or what is wrong.
 #include "cuda.hpp"
@@ -6,6 +6,7 @@
 #include "common/ptx.cuh"
 #include "common/reduce.cuh"
 #include "common/ring.cuh"
+#include "common/wgmma.cuh"
 #include "format/packed.cuh"
 
 namespace pack {
@@ -26,7 +27,15 @@ namespace tiled {
 using namespace tile;
 extern char shared[] asm("shared");
 #include "linear/tiled.cu"
+#undef KERNEL
 }
+#if HAS_WGMMA
+namespace wide {
+using namespace tile;
+extern char shared[] asm("shared");
+#include "linear/wide.cu"
+}
+#endif
 namespace dequantize {
 #include "quantize/dequantize.cu"
 }
@@ -282,6 +291,21 @@ int main() {
     check_tiles(tiled_by(32), t32, 33, {66, 8}, 400, 2, ADD);
     check_tiles(tiled_by(64), t64, 64, {64}, 384, 2, F32);
     check_tiles(tiled_by(64), t64, 70, {40}, 144, 1, ADD);
+
+#if HAS_WGMMA
+    auto w8 = [](tile::Arguments a) { wide::linear_wide_8(a); };
+    auto w16 = [](tile::Arguments a) { wide::linear_wide_16(a); };
+    auto w32 = [](tile::Arguments a) { wide::linear_wide_32(a); };
+    auto w64 = [](tile::Arguments a) { wide::linear_wide_64(a); };
+    auto w128 = [](tile::Arguments a) { wide::linear_wide_128(a); };
+    auto wide_by = [](int columns) { return Tiling{"wide", columns, wide::FEATURES, wide::THREADS}; };
+    check_tiles(wide_by(8), w8, 3, {200, 8}, 784, 1, ADD);
+    check_tiles(wide_by(16), w16, 16, {72}, 1040, 2, F32);
+    check_tiles(wide_by(32), w32, 21, {193, 40, 9}, 272, 1, F16);
+    check_tiles(wide_by(64), w64, 64, {192}, 656, 3, ADD);
+    check_tiles(wide_by(64), w64, 70, {33}, 16, 1, F32);
+    check_tiles(wide_by(128), w128, 100, {50, 30}, 400, 2, F32);
+#endif
 
     auto f4 = [](small::Arguments a) { small::linear_f32_4(a); };
     auto f8 = [](small::Arguments a) { small::linear_f32_8(a); };
