@@ -224,7 +224,8 @@ impl<'a> Contiguous<'a> {
 }
 
 impl<'a> DeviceSlice<'a> {
-    /// The memory of a tensor on `gpu` that a result is written to, which must be contiguous and aligned to [`RESULT`] bytes.
+    /// The memory of a tensor on `gpu` that a result is written to, which must be contiguous and aligned for the widest store of a
+    /// kernel.
     pub fn result(gpu: &'a Arc<Gpu>, tensor: &'a mut Tensor) -> Result<DeviceSlice<'a>> {
         require(gpu, tensor)?;
         let at = address(tensor);

@@ -56,7 +56,7 @@ impl EvalWeights {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What [`weight`](self::weight) gives: of a first call, or as it was then.
+    /// What [`weight`] gives: of a first call, or as it was then.
     pub fn weight(&self, device: &Device, weight: &Tensor) -> Result<Tensor> {
         let find = |kept: &[(WeakTensor, Tensor)]| {
             let found = kept.iter().find(|(of, _)| of.is(weight));

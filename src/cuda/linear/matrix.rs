@@ -123,7 +123,7 @@ const PACKED_ROWS: usize = CHUNK_ROWS * 65_535;
 
 impl Matrix {
     /// The NVFP4 weight with the codes and scales of a matrix on the device, whose scales the caller has checked or will: see
-    /// [`super::ScaleCheck`]. Enqueues a copy.
+    /// [`crate::cuda::ScaleCheck`]. Enqueues a copy.
     pub fn from_operand(w: &Operand<'_>) -> Result<Matrix> {
         let (gpu, rows, cols) = (w.gpu(), w.rows, w.k);
         let values = chunks(gpu, rows, cols)?;
