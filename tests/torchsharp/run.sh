@@ -66,7 +66,11 @@ with_torch() {
     [ -f "$torch/lib/libtorch_cuda.so" ] && ! ldd "$torch/lib/libtorch_cuda.so" | grep -q 'not found' && cuda=("$torch/lib/libtorch_cuda.so")
     check "$name: compiles" compile "$torch"
     measured "$name: host" "$work/host" "$work/libLibTorchSharp.so" "$library" ${cuda[@]+"${cuda[@]}"}
-    check "$name: wrapped memory" wrapped "$torch"
+    if command -v cargo >/dev/null; then
+        check "$name: wrapped memory" wrapped "$torch"
+    else
+        skip "$name: wrapped memory" "cargo is missing, with which its test is compiled"
+    fi
 }
 
 # The library's own memory as a tensor of libtorch, which only managed memory becomes: here from within, on the CPU.
