@@ -1,5 +1,5 @@
 //! How conventions spread one weight over several tensors, and the rules that tell them apart: `.qdata/.scale` (TorchSharp),
-//! ModelOpt, compressed-tensors, torchao, bitsandbytes NF4 and scaled float8. Works on any named tensors, so every container
+//! ModelOpt, compressed-tensors, torchao, NF4 of bitsandbytes and of TorchSharp, and scaled float8. Works on any named tensors, so every container
 //! shares it. A convention that is only half there is an error that names the missing half, never a guess.
 
 use std::collections::HashMap;
@@ -120,10 +120,12 @@ impl Grouping<'_> {
         let Some(module) = key.strip_suffix(".weight") else {
             return Ok(None);
         };
-        if let Some(keys) = keys::nf4(module, |key| self.get(key).is_some())
-            && let Some(extra) = &keys.extra
-        {
-            return self.nf4(i, &keys, extra).map(Some);
+        if let Some(keys) = keys::nf4(module, |key| self.get(key).is_some()) {
+            return match &keys.extra {
+                Some(extra) => self.bitsandbytes(i, &keys, extra),
+                None => self.torchsharp(i, &keys),
+            }
+            .map(Some);
         }
         for (scale, what) in [
             ("weight_scale_inv", "float8 weights scaled block by block"),
@@ -303,7 +305,8 @@ impl Grouping<'_> {
         ))
     }
 
-    fn nf4(
+    /// NF4 with its shape and block size in JSON beside it.
+    fn bitsandbytes(
         &mut self,
         i: usize,
         keys: &keys::Nf4,
@@ -375,28 +378,75 @@ impl Grouping<'_> {
                 })
             }
         };
+        let nf4 = Nf4 {
+            codes: i,
+            absmax,
+            block: state.blocksize,
+            table,
+            nested,
+            also,
+        };
+        Ok(self.nf4(keys, state.shape, nf4))
+    }
+
+    /// NF4 of which the codes alone tell the shape, and the number of scales the size of blocks.
+    fn torchsharp(&mut self, i: usize, keys: &keys::Nf4) -> Result<(Entry, Stored)> {
+        let absmax = self.partner(i, &keys.absmax)?;
+        let quant_map = self.partner(i, &keys.quant_map)?;
+        let raw = &self.raws[i];
+        let &[rows, packed] = raw.shape.as_slice() else {
+            bail!(
+                CorruptFile,
+                "{}: codes of shape {:?}; NF4 codes without a quant_state are [N, K / 2]",
+                self.place(i),
+                raw.shape
+            );
+        };
+        if raw.encoding != Encoding::U8 {
+            bail!(
+                CorruptFile,
+                "{}: packed 4-bit codes are bytes, not {}",
+                self.place(i),
+                raw.encoding
+            );
+        }
+        // Shapes have been checked to fit in memory, so doubling cannot pass 64 bits.
+        let elements = 2 * rows * packed;
+        let scales = self.raws[absmax].elements();
+        let Some(block) = nf4_block(elements, scales) else {
+            bail!(
+                CorruptFile,
+                "{}: {scales} scales for {elements} values; they do not divide into blocks",
+                self.place(absmax)
+            );
+        };
+        self.expect(absmax, Encoding::F32, elements.div_ceil(block))?;
+        let nf4 = Nf4 {
+            codes: i,
+            absmax,
+            block,
+            table: self.table(quant_map)?,
+            nested: None,
+            also: vec![quant_map],
+        };
+        Ok(self.nf4(keys, vec![rows, 2 * packed], nf4))
+    }
+
+    /// The entry of an NF4 weight, whose tensors are now used.
+    fn nf4(&mut self, keys: &keys::Nf4, shape: Vec<usize>, nf4: Nf4) -> (Entry, Stored) {
         let mut bytes = 0;
-        for &used in [i, absmax].iter().chain(&also) {
+        for &used in [nf4.codes, nf4.absmax].iter().chain(&nf4.also) {
             self.used[used] = true;
             bytes += self.raws[used].span.len() as u64;
         }
         self.convention.get_or_insert(keys.convention.name());
-        Ok((
-            Entry {
-                name: keys::weight(&keys.module),
-                shape: state.shape,
-                encoding: Encoding::Nf4,
-                bytes,
-            },
-            Stored::Nf4(Box::new(Nf4 {
-                codes: i,
-                absmax,
-                block: state.blocksize,
-                table,
-                nested,
-                also,
-            })),
-        ))
+        let entry = Entry {
+            name: keys::weight(&keys.module),
+            shape,
+            encoding: Encoding::Nf4,
+            bytes,
+        };
+        (entry, Stored::Nf4(Box::new(nf4)))
     }
 
     fn expect(&self, i: usize, encoding: Encoding, elements: usize) -> Result<()> {
@@ -485,6 +535,23 @@ pub(super) fn nvfp4_form(
     }
 }
 
+/// The block sizes that bitsandbytes has.
+const NF4_BLOCKS: [usize; 8] = [32, 64, 128, 256, 512, 1024, 2048, 4096];
+
+/// The size of the blocks of `values` NF4 values that have `scales` scales.
+pub(super) fn nf4_block(values: usize, scales: usize) -> Option<usize> {
+    match scales {
+        0 => None,
+        // One block may be of any size that holds them.
+        1 => Some(values.next_power_of_two().max(NF4_BLOCKS[1])),
+        _ => NF4_BLOCKS
+            .into_iter()
+            .find(|&block| values.div_ceil(block) == scales)
+            .or_else(|| values.is_multiple_of(scales).then(|| values / scales))
+            .filter(|&block| block > 0),
+    }
+}
+
 /// The JSON that bitsandbytes stores beside an NF4 weight.
 #[derive(serde::Deserialize)]
 struct QuantState {
@@ -501,4 +568,23 @@ fn f32s(bytes: &[u8]) -> Vec<f32> {
         .iter()
         .map(|b| f32::from_le_bytes(*b))
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_block_size_is_told_by_the_number_of_scales() {
+        for block in NF4_BLOCKS {
+            for values in [2 * block, 3 * block - 1, 5 * block + 2] {
+                assert_eq!(nf4_block(values, values.div_ceil(block)), Some(block));
+            }
+        }
+        assert_eq!(nf4_block(96, 6), Some(16));
+        assert_eq!(nf4_block(32, 1), Some(64));
+        assert_eq!(nf4_block(100, 1), Some(128));
+        assert_eq!(nf4_block(100, 7), None);
+        assert_eq!(nf4_block(0, 2), None);
+    }
 }

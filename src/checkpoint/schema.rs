@@ -6,7 +6,7 @@ use std::ops::Bound;
 
 use super::Encoding;
 use super::keys::{self, Convention};
-use super::layout::{Fault, nvfp4_form};
+use super::layout::{Fault, nf4_block, nvfp4_form};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::format::nvfp4::BLOCK;
@@ -14,9 +14,6 @@ use crate::tensor::{DType, Shape};
 
 /// Both dimensions of packed codes are multiples of this, which is what TorchSharp hosts ask for.
 const ALIGNMENT: usize = 8;
-
-/// The block sizes that bitsandbytes has.
-const NF4_BLOCKS: [usize; 8] = [32, 64, 128, 256, 512, 1024, 2048, 4096];
 
 /// A tensor as its host describes it.
 #[derive(Clone, Debug)]
@@ -198,20 +195,6 @@ pub fn detect(tensors: &[Named], prefix: &str) -> Result<Schema> {
         weights: weights.into_values().collect(),
         tensors: looked_at,
     })
-}
-
-/// The size of the blocks of `values` NF4 values that have `scales` scales.
-fn nf4_block(values: usize, scales: usize) -> Option<usize> {
-    match scales {
-        0 => None,
-        // One block may be of any size that holds them.
-        1 => Some(values.next_power_of_two().max(NF4_BLOCKS[1])),
-        _ => NF4_BLOCKS
-            .into_iter()
-            .find(|&block| values.div_ceil(block) == scales)
-            .or_else(|| values.is_multiple_of(scales).then(|| values / scales))
-            .filter(|&block| block > 0),
-    }
 }
 
 struct Set<'a>(BTreeMap<&'a str, &'a Named<'a>>);
@@ -707,19 +690,5 @@ mod tests {
                 "{prefix}"
             );
         }
-    }
-
-    #[test]
-    fn the_block_size_is_told_by_the_number_of_scales() {
-        for block in NF4_BLOCKS {
-            for values in [2 * block, 3 * block - 1, 5 * block + 2] {
-                assert_eq!(nf4_block(values, values.div_ceil(block)), Some(block));
-            }
-        }
-        assert_eq!(nf4_block(96, 6), Some(16));
-        assert_eq!(nf4_block(32, 1), Some(64));
-        assert_eq!(nf4_block(100, 1), Some(128));
-        assert_eq!(nf4_block(100, 7), None);
-        assert_eq!(nf4_block(0, 2), None);
     }
 }

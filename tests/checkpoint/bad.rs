@@ -129,6 +129,14 @@ fn good() -> Vec<(&'static str, Vec<u8>)> {
             ]),
         ),
         (
+            "nf4.dat",
+            dat(&[
+                dat_entry("x.weight", 0, &[4, 32], &zeros(128)),
+                dat_entry("x.absmax", 6, &[4], &zeros(16)),
+                dat_entry("x.quant_map", 6, &[16], &zeros(64)),
+            ]),
+        ),
+        (
             "torchao.safetensors",
             tensors(&[
                 ("a._weight_per_tensor_scale", "F32", "[]", zeros(4)),
@@ -710,6 +718,53 @@ mod safetensors_files {
             without_scales,
             &["'a.weight'", "no 'a.weight.absmax'"],
         );
+    }
+
+    #[test]
+    fn bad_nf4_of_torchsharp() {
+        let file = "x.dat";
+        let make = |kind: u64, codes: &[u64], absmax: (u64, u64), map: u64| {
+            let bytes = |n: u64, each: u64| vec![0; (n * each) as usize];
+            let count = codes.iter().product::<u64>();
+            let width = if absmax.0 == 6 { 4 } else { 2 };
+            dat(&[
+                dat_entry(
+                    "a.weight",
+                    kind,
+                    codes,
+                    &bytes(count, if kind == 5 { 2 } else { 1 }),
+                ),
+                dat_entry("a.absmax", absmax.0, &[absmax.1], &bytes(absmax.1, width)),
+                dat_entry("a.quant_map", 6, &[map], &bytes(map, 4)),
+            ])
+        };
+        assert!(checkpoint::open_bytes(file, make(0, &[4, 32], (6, 4), 16)).is_ok());
+        for (content, needles) in [
+            (make(0, &[128], (6, 4), 16), ["'a.weight'", "[N, K / 2]"]),
+            (
+                make(0, &[4, 32], (6, 7), 16),
+                ["'a.absmax'", "7 scales for 256 values"],
+            ),
+            (
+                make(0, &[4, 32], (5, 4), 16),
+                ["'a.absmax'", "4 elements of F32"],
+            ),
+            (
+                make(0, &[4, 32], (6, 4), 15),
+                ["'a.quant_map'", "16 elements"],
+            ),
+            (
+                make(5, &[4, 32], (6, 4), 16),
+                ["'a.weight'", "bytes, not F16"],
+            ),
+        ] {
+            refused(file, content, &needles);
+        }
+        let lone = dat(&[
+            dat_entry("a.weight", 0, &[4, 32], &[0; 128]),
+            dat_entry("a.absmax", 6, &[4], &[0; 16]),
+        ]);
+        refused(file, lone, &["'a.weight'", "no 'a.quant_map'"]);
     }
 
     #[test]

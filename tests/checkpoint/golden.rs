@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use NVFP4::checkpoint::{self, Checkpoint, Encoding, TokenizerSource};
 use safetensors::SafeTensors;
 
-use super::files::Gguf;
+use super::files::{Gguf, dat, dat_entry};
 
 fn directory() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/checkpoint")
@@ -181,6 +181,34 @@ fn torchao_linear_and_swizzled() {
 #[test]
 fn bitsandbytes_nf4_plain_and_nested() {
     compare("nf4.safetensors", "bitsandbytes", 0.0);
+}
+
+/// A weight of the file of bitsandbytes as TorchSharp hosts keep it: the same values, whose codes are a matrix.
+#[test]
+fn torchsharp_nf4() {
+    let file = directory().join("nf4.safetensors");
+    let parts = std::fs::read(&file).unwrap();
+    let parts = SafeTensors::deserialize(&parts).unwrap();
+    let part = |name: &str| parts.tensor(name).unwrap().data().to_vec();
+    let (codes, absmax) = (part("a.weight"), part("a.weight.absmax"));
+    let blocks = absmax.len() as u64 / 4;
+    let (rows, packed) = (37, codes.len() / 37);
+    let made = dat(&[
+        dat_entry("a.quant_map", 6, &[16], &part("a.weight.quant_map")),
+        dat_entry("a.weight", 0, &[rows, packed as u64], &codes),
+        dat_entry("a.absmax", 6, &[blocks], &absmax),
+    ]);
+    let made = checkpoint::open_bytes("x.dat", made).unwrap();
+    let entry = made.find("a.weight").unwrap();
+    assert_eq!(entry.encoding, Encoding::Nf4);
+    assert_eq!(entry.shape, [rows as usize, 2 * packed]);
+    assert_eq!(entry.bytes as usize, codes.len() + absmax.len() + 64);
+    let source = checkpoint::open(&file).unwrap();
+    let bits = |checkpoint: &dyn Checkpoint| -> Vec<u32> {
+        let values = values(checkpoint, "a.weight");
+        values.into_iter().map(f32::to_bits).collect()
+    };
+    assert_eq!(bits(&*made), bits(&*source));
 }
 
 #[test]

@@ -24,6 +24,19 @@ struct Tensor {
     values: Vec<f32>,
 }
 
+impl Tensor {
+    fn is_matrix_of_a_layer(&self) -> bool {
+        self.shape.len() == 2 && self.name.contains("layers")
+    }
+
+    /// Scales of blocks of 64 values in NF4: 1, or a value of the block that is not finite.
+    fn absmax(&self) -> Vec<f32> {
+        let scale = |block: &[f32]| block.iter().copied().find(|v| !v.is_finite());
+        let blocks = self.values.chunks(64);
+        blocks.map(|b| scale(b).unwrap_or(1.0)).collect()
+    }
+}
+
 /// A small Qwen3 model, in no format yet.
 #[derive(Clone)]
 struct Description {
@@ -76,7 +89,7 @@ fn good() -> Description {
     }
 }
 
-const FORMATS: [&str; 4] = ["dat", "safetensors", "nf4", "gguf"];
+const FORMATS: [&str; 5] = ["dat", "nf4.dat", "safetensors", "nf4", "gguf"];
 
 fn bytes(values: &[f32]) -> Vec<u8> {
     values.iter().flat_map(|v| v.to_le_bytes()).collect()
@@ -97,7 +110,8 @@ impl Description {
     /// Writes the model and gives the path to open.
     fn write(&self, format: &str, scratch: &Scratch) -> PathBuf {
         let (name, content) = match format {
-            "dat" => ("model.dat", self.dat()),
+            "dat" => ("model.dat", self.dat(false)),
+            "nf4.dat" => ("model.nf4.dat", self.dat(true)),
             "safetensors" => ("model.safetensors", self.safetensors(false)),
             "nf4" => ("model.safetensors", self.safetensors(true)),
             _ => ("model.gguf", self.gguf()),
@@ -117,30 +131,41 @@ impl Description {
         path
     }
 
-    fn dat(&self) -> Vec<u8> {
-        let entry = |t: &Tensor| {
-            let dims: Vec<u64> = t.shape.iter().map(|&d| d as u64).collect();
-            dat_entry(&t.name, 6, &dims, &bytes(&t.values))
-        };
-        dat(&self.tensors.iter().map(entry).collect::<Vec<_>>())
+    /// With `nf4`, the matrices of the layers as TorchSharp hosts store them; see [`Tensor::absmax`].
+    fn dat(&self, nf4: bool) -> Vec<u8> {
+        let mut entries = Vec::new();
+        for t in &self.tensors {
+            let mut dims: Vec<u64> = t.shape.iter().map(|&d| d as u64).collect();
+            if !(nf4 && t.is_matrix_of_a_layer()) {
+                entries.push(dat_entry(&t.name, 6, &dims, &bytes(&t.values)));
+                continue;
+            }
+            dims[1] /= 2;
+            let module = t.name.strip_suffix(".weight").unwrap();
+            let absmax = t.absmax();
+            let part = |name: &str, values: &[f32]| {
+                let count = [values.len() as u64];
+                dat_entry(&format!("{module}.{name}"), 6, &count, &bytes(values))
+            };
+            entries.extend([
+                dat_entry(&t.name, 0, &dims, &vec![0; t.values.len() / 2]),
+                part("absmax", &absmax),
+                part("quant_map", &[0.5; 16]),
+            ]);
+        }
+        dat(&entries)
     }
 
-    /// With `nf4`, the matrices of the layers as bitsandbytes stores them; a value that is not finite becomes the scale of
-    /// its block.
+    /// With `nf4`, the matrices of the layers as bitsandbytes stores them; see [`Tensor::absmax`].
     fn safetensors(&self, nf4: bool) -> Vec<u8> {
         let mut items: Vec<(String, &str, String, Vec<u8>)> = Vec::new();
         for t in &self.tensors {
             let shape = format!("{:?}", t.shape);
-            if !(nf4 && t.shape.len() == 2 && t.name.contains("layers")) {
+            if !(nf4 && t.is_matrix_of_a_layer()) {
                 items.push((t.name.clone(), "F32", shape, bytes(&t.values)));
                 continue;
             }
-            let scale = |block: &[f32]| block.iter().copied().find(|v| !v.is_finite());
-            let absmax: Vec<f32> = t
-                .values
-                .chunks(64)
-                .map(|b| scale(b).unwrap_or(1.0))
-                .collect();
+            let absmax = t.absmax();
             let state = json!({"blocksize": 64, "shape": t.shape}).to_string();
             let codes = t.values.len().div_ceil(2);
             let part = |name: &str| format!("{}.{name}", t.name);
