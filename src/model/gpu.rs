@@ -97,8 +97,13 @@ struct Ready {
 }
 
 impl Executor {
-    /// Brings to the device what of `weights` is not there yet.
-    pub(super) fn new(gpu: &Arc<Gpu>, config: &Config, weights: &Weights) -> Result<Executor> {
+    /// Brings to the device what of `weights` is not there yet; `table` is what [`table`] has made of their embedding.
+    pub(super) fn new(
+        gpu: &Arc<Gpu>,
+        config: &Config,
+        weights: &Weights,
+        table: Option<HostTable>,
+    ) -> Result<Executor> {
         let upload = |values: &[f32]| DeviceBuffer::from_slice(gpu, Tag::DeviceWeights, values);
         let optional = |b: &Option<Buffer<f32>>| b.as_ref().map(|b| upload(b)).transpose();
         let mut layers = Vec::with_capacity(weights.layers.len());
@@ -123,7 +128,7 @@ impl Executor {
             norm: upload(&weights.norm)?,
             head_bias: optional(&weights.head.bias)?,
             frequencies: upload(&config.rope.frequencies)?,
-            table: table(gpu, config, weights)?,
+            table,
             state: Mutex::new(State::new(gpu, config, dense, 0, 0, 1, 1)?),
         };
         executor.heads(config, None).check()?;
@@ -818,8 +823,12 @@ fn biased<'a>(layer: &'a Layer, vectors: &'a Vectors) -> Result<[Biased<'a>; 7]>
 }
 
 /// The embedding in host memory, in the type of the file where that has 16 or 32 bits, else as f32.
-fn table(gpu: &Arc<Gpu>, config: &Config, weights: &Weights) -> Result<Option<HostTable>> {
-    let Embedding::Mapped { checkpoint, entry } = &weights.embedding else {
+pub(super) fn table(
+    gpu: &Arc<Gpu>,
+    width: usize,
+    embedding: &Embedding,
+) -> Result<Option<HostTable>> {
+    let Embedding::Mapped { checkpoint, entry } = embedding else {
         return Ok(None);
     };
     let (storage, plain) = match entry.encoding {
@@ -828,7 +837,7 @@ fn table(gpu: &Arc<Gpu>, config: &Config, weights: &Weights) -> Result<Option<Ho
         Encoding::F32 => (Storage::F32, true),
         _ => (Storage::F32, false),
     };
-    let (rows, width) = (entry.rows(), config.hidden_size);
+    let rows = entry.rows();
     let stored = checkpoint.bytes(entry).filter(|_| plain);
     // Brings rows from `first` on, as many as `out` takes.
     let bring = |first: usize, out: &mut [u8], row_bytes: usize| {

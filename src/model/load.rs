@@ -2,7 +2,7 @@
 //! packed on several threads, a run of rows at a time, while the calling thread reports progress and hears about cancelling.
 
 use std::collections::HashMap;
-use std::ops::ControlFlow;
+use std::ops::{ControlFlow, Range};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -25,6 +25,8 @@ const NORM: &str = "model.norm.weight";
 
 /// Rows read at a time where this file reads them itself.
 const ROWS: usize = 256;
+/// Bytes of a table that one thread looks through.
+const CHECKED: u64 = 16 << 20;
 /// How often the calling thread looks up from waiting.
 const REPORT: Duration = Duration::from_millis(50);
 /// Missing names that a message spells out.
@@ -80,8 +82,13 @@ fn layer_tensors(config: &Config) -> Vec<(String, Vec<usize>, bool)> {
 enum Job {
     Matrix,
     Vector,
-    /// Only looks whether all values are finite.
-    Check,
+    /// Only looks whether all values of these rows are finite.
+    Check(Range<usize>),
+}
+
+/// Bytes of so many rows of an entry.
+fn bytes_of(entry: &Entry, rows: usize) -> u64 {
+    entry.bytes * rows as u64 / entry.rows() as u64
 }
 
 enum Loaded {
@@ -194,17 +201,33 @@ struct Shared<'a> {
     checkpoint: &'a dyn Checkpoint,
     device: &'a Device,
     quantize: Option<&'a QuantizeOptions>,
+    /// The next job.
     next: AtomicUsize,
+    /// Bytes that have been read.
     done: AtomicU64,
-    stop: AtomicBool,
+    /// The first job that has failed. Those before it go on, so that a broken file gives the same message every time.
+    failed: AtomicUsize,
     cancelled: AtomicBool,
 }
 
 impl Shared<'_> {
-    /// Tells that `bytes` more of the checkpoint have been read; an error once loading is to stop.
+    /// Whether nobody needs a job any more.
+    fn is_moot(&self, job: usize) -> bool {
+        self.cancelled.load(Ordering::Relaxed) || job > self.failed.load(Ordering::Relaxed)
+    }
+}
+
+/// A job in a thread's hands.
+struct Work<'a> {
+    shared: &'a Shared<'a>,
+    number: usize,
+}
+
+impl Work<'_> {
+    /// Tells that `bytes` more of the checkpoint have been read; an error once the job is to stop.
     fn advance(&self, bytes: u64) -> Result<()> {
-        self.done.fetch_add(bytes, Ordering::Relaxed);
-        if self.stop.load(Ordering::Relaxed) {
+        self.shared.done.fetch_add(bytes, Ordering::Relaxed);
+        if self.shared.is_moot(self.number) {
             bail!(Cancelled, "loading was cancelled");
         }
         Ok(())
@@ -212,36 +235,36 @@ impl Shared<'_> {
 
     fn vector(&self, entry: &Entry) -> Result<Buffer<f32>> {
         let mut values = Buffer::zeroed(Tag::Weights, entry.cols())?;
-        self.checkpoint.rows_f32(entry, 0..1, &mut values)?;
+        self.shared.checkpoint.rows_f32(entry, 0..1, &mut values)?;
         check_finite(&values, 0, entry.cols())?;
         self.advance(entry.bytes)?;
         Ok(values)
     }
 
     /// Reads a run of rows and gives their pages back.
-    fn rows(&self, entry: &Entry, rows: std::ops::Range<usize>, out: &mut [f32]) -> Result<()> {
-        self.checkpoint.rows_f32(entry, rows.clone(), out)?;
-        self.checkpoint.release(entry, rows);
+    fn rows(&self, entry: &Entry, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
+        self.shared.checkpoint.rows_f32(entry, rows.clone(), out)?;
+        self.shared.checkpoint.release(entry, rows);
         Ok(())
     }
 
-    fn check(&self, entry: &Entry) -> Result<()> {
-        self.each_run(entry, |first, values| {
+    fn check(&self, entry: &Entry, rows: Range<usize>) -> Result<()> {
+        self.each_run(entry, rows, |first, values| {
             check_finite(values, first, entry.cols())?;
-            let rows = (values.len() / entry.cols()) as u64;
-            self.advance(entry.bytes * rows / entry.rows() as u64)
+            self.advance(bytes_of(entry, values.len() / entry.cols()))
         })
     }
 
     fn each_run(
         &self,
         entry: &Entry,
+        rows: Range<usize>,
         mut each: impl FnMut(usize, &[f32]) -> Result<()>,
     ) -> Result<()> {
-        let (rows, cols) = (entry.rows(), entry.cols());
-        let mut values = Buffer::<f32>::zeroed(Tag::Scratch, ROWS.min(rows) * cols)?;
-        for first in (0..rows).step_by(ROWS) {
-            let n = ROWS.min(rows - first);
+        let cols = entry.cols();
+        let mut values = Buffer::<f32>::zeroed(Tag::Scratch, ROWS.min(rows.len()) * cols)?;
+        for first in rows.clone().step_by(ROWS) {
+            let n = ROWS.min(rows.end - first);
             let values = &mut values[..n * cols];
             self.rows(entry, first..first + n, values)?;
             each(first, values)?;
@@ -251,33 +274,34 @@ impl Shared<'_> {
 
     fn matrix(&self, entry: &Entry) -> Result<Linear> {
         let (rows, cols) = (entry.rows(), entry.cols());
-        let bytes = |n: usize| entry.bytes * n as u64 / rows as u64;
+        let bytes = |n: usize| bytes_of(entry, n);
         if entry.encoding == Encoding::Nvfp4 {
-            let global = self.checkpoint.global_scale(entry)?;
+            let global = self.shared.checkpoint.global_scale(entry)?;
             return Linear::nvfp4(
-                self.device,
+                self.shared.device,
                 rows,
                 cols,
                 global,
                 &mut |range, codes, scales| {
                     let n = range.len();
-                    self.checkpoint
+                    self.shared
+                        .checkpoint
                         .rows_nvfp4(entry, range.clone(), codes, scales)?;
-                    self.checkpoint.release(entry, range);
+                    self.shared.checkpoint.release(entry, range);
                     self.advance(bytes(n))
                 },
             );
         }
-        if let Some(options) = self.quantize {
+        if let Some(options) = self.shared.quantize {
             let mut amax = 0f32;
-            self.each_run(entry, |first, values| {
+            self.each_run(entry, 0..rows, |first, values| {
                 amax = amax.max(nvfp4::amax(values, first * cols, options.nonfinite)?);
                 self.advance(0)
             })?;
             let global = nvfp4::global_scale(amax, options);
             let mut values = Buffer::<f32>::zeroed(Tag::Scratch, ROWS.min(rows) * cols)?;
             return Linear::nvfp4(
-                self.device,
+                self.shared.device,
                 rows,
                 cols,
                 global,
@@ -306,11 +330,17 @@ impl Shared<'_> {
             Encoding::F16 => DenseType::F16,
             _ => DenseType::F32,
         };
-        Linear::dense(self.device, rows, cols, dtype, &mut |range, values| {
-            let n = range.len();
-            self.rows(entry, range, values)?;
-            self.advance(bytes(n))
-        })
+        Linear::dense(
+            self.shared.device,
+            rows,
+            cols,
+            dtype,
+            &mut |range, values| {
+                let n = range.len();
+                self.rows(entry, range, values)?;
+                self.advance(bytes(n))
+            },
+        )
     }
 }
 
@@ -335,12 +365,14 @@ fn check_finite(values: &[f32], first_row: usize, cols: usize) -> Result<()> {
     }
 }
 
-/// Loads all weights of `config` from `checkpoint`.
-pub(super) fn load(
+/// Loads all weights of `config` from `checkpoint`. What `meanwhile` makes of the embedding is made while they are read, on a thread
+/// of its own.
+pub(super) fn load<T: Send>(
     checkpoint: Arc<dyn Checkpoint>,
     config: &Config,
     options: &LoadOptions<'_>,
-) -> Result<Weights> {
+    meanwhile: impl FnOnce(&Embedding) -> Result<T> + Send,
+) -> Result<(Weights, T)> {
     let found = find(&*checkpoint, config, options.sampling_only)?;
     let table = found[0].1;
     let tied = !found.iter().any(|(name, _)| name == HEAD);
@@ -359,7 +391,12 @@ pub(super) fn load(
                 jobs.push((HEAD.to_owned(), entry, Job::Matrix));
             }
             if !checked_by_head {
-                jobs.push((name, entry, Job::Check));
+                let row_bytes = bytes_of(entry, entry.rows()).div_ceil(entry.rows() as u64);
+                let step = (CHECKED / row_bytes.max(1)).max(1) as usize;
+                for first in (0..entry.rows()).step_by(step) {
+                    let rows = first..(first + step).min(entry.rows());
+                    jobs.push((name.clone(), entry, Job::Check(rows)));
+                }
             }
         } else if entry.shape.len() == 1 {
             jobs.push((name, entry, Job::Vector));
@@ -367,8 +404,6 @@ pub(super) fn load(
             jobs.push((name, entry, Job::Matrix));
         }
     }
-    let mut loaded = run(&*checkpoint, &jobs, options)?;
-
     let embedding = if shared {
         Embedding::Head
     } else {
@@ -378,18 +413,30 @@ pub(super) fn load(
             entry,
         }
     };
+    let (mut loaded, made) = std::thread::scope(|scope| {
+        let made = std::thread::Builder::new()
+            .name("nvfp4-load-embedding".to_owned())
+            .spawn_scoped(scope, || meanwhile(&embedding))
+            .map_err(|e| err!(OutOfMemory, "starting a thread to load with: {e}"))?;
+        let loaded = run(&*checkpoint, &jobs, options);
+        let made = made
+            .join()
+            .unwrap_or_else(|_| Err(err!(Internal, "the thread of the embedding panicked")));
+        Ok((loaded?, made?))
+    })?;
     let layers = match options.sampling_only {
         true => 0,
         false => config.layers,
     };
-    Ok(Weights {
+    let weights = Weights {
         embedding,
         layers: (0..layers)
             .map(|i| loaded.layer(i))
             .collect::<Result<_>>()?,
         norm: loaded.vector(NORM)?,
         head: loaded.projection("lm_head")?,
-    })
+    };
+    Ok((weights, made))
 }
 
 /// Runs the jobs on the device's threads and reports progress on this one.
@@ -404,24 +451,36 @@ fn run(
         quantize: options.quantize.as_ref(),
         next: AtomicUsize::new(0),
         done: AtomicU64::new(0),
-        stop: AtomicBool::new(false),
+        failed: AtomicUsize::new(usize::MAX),
         cancelled: AtomicBool::new(false),
     };
-    let total = jobs.iter().map(|(_, e, _)| e.bytes).sum();
+    let total = jobs
+        .iter()
+        .map(|(_, entry, job)| match job {
+            Job::Check(rows) => bytes_of(entry, rows.len()),
+            Job::Matrix | Job::Vector => entry.bytes,
+        })
+        .sum();
     let parts = Mutex::new(HashMap::new());
-    // The error of the first job in order, so that a broken file gives the same message every time.
     let failure: Mutex<Option<(usize, Error)>> = Mutex::new(None);
     let (finished, waiting) = channel::<()>();
     let work = || {
-        while !shared.stop.load(Ordering::Relaxed) {
-            let index = shared.next.fetch_add(1, Ordering::Relaxed);
-            let Some((name, entry, job)) = jobs.get(index) else {
+        loop {
+            let number = shared.next.fetch_add(1, Ordering::Relaxed);
+            let Some((name, entry, job)) = jobs.get(number) else {
                 break;
             };
+            if shared.is_moot(number) {
+                break;
+            }
+            let work = Work {
+                shared: &shared,
+                number,
+            };
             let made = match job {
-                Job::Matrix => shared.matrix(entry).map(|m| Some(Loaded::Matrix(m))),
-                Job::Vector => shared.vector(entry).map(|v| Some(Loaded::Vector(v))),
-                Job::Check => shared.check(entry).map(|()| None),
+                Job::Matrix => work.matrix(entry).map(|m| Some(Loaded::Matrix(m))),
+                Job::Vector => work.vector(entry).map(|v| Some(Loaded::Vector(v))),
+                Job::Check(rows) => work.check(entry, rows.clone()).map(|()| None),
             };
             match made {
                 Ok(None) => {}
@@ -429,12 +488,13 @@ fn run(
                     let mut parts = parts.lock().unwrap_or_else(PoisonError::into_inner);
                     parts.insert(name.clone(), loaded);
                 }
+                // It was stopped, and has no fault of its own.
+                Err(_) if shared.is_moot(number) => {}
                 Err(e) => {
-                    let stopped = shared.stop.swap(true, Ordering::Relaxed);
+                    shared.failed.fetch_min(number, Ordering::Relaxed);
                     let mut failure = failure.lock().unwrap_or_else(PoisonError::into_inner);
-                    let is_echo = stopped && e.kind() == ErrorKind::Cancelled;
-                    if !is_echo && failure.as_ref().is_none_or(|(at, _)| index < *at) {
-                        *failure = Some((index, of_the_file(e).within(&entry.name)));
+                    if failure.as_ref().is_none_or(|(at, _)| number < *at) {
+                        *failure = Some((number, of_the_file(e).within(&entry.name)));
                     }
                 }
             }
@@ -446,7 +506,6 @@ fn run(
             && progress(Progress { done, total }) == ControlFlow::Break(())
         {
             shared.cancelled.store(true, Ordering::Relaxed);
-            shared.stop.store(true, Ordering::Relaxed);
         }
     };
     std::thread::scope(|scope| -> Result<()> {

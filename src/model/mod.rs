@@ -219,9 +219,19 @@ impl Model {
             );
         }
         let stop_tokens = stop_tokens(&config, &metadata.tokenizer, text.tokenizer.as_deref())?;
-        let weights = load::load(checkpoint.clone(), &config, options)?;
-        let executor = match &options.device {
-            Device::Cuda(gpu) => Some(gpu::Executor::new(gpu, &config, &weights)?),
+        let device = &options.device;
+        let load = load::load(
+            checkpoint.clone(),
+            &config,
+            options,
+            |embedding| match device {
+                Device::Cuda(gpu) => gpu::table(gpu, config.hidden_size, embedding),
+                _ => Ok(None),
+            },
+        );
+        let (weights, table) = load?;
+        let executor = match device {
+            Device::Cuda(gpu) => Some(gpu::Executor::new(gpu, &config, &weights, table)?),
             _ => None,
         };
         let mut sum = Checksum::new();
