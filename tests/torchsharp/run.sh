@@ -37,7 +37,8 @@ install() {
         # shellcheck disable=SC2206 # Several words.
         [ "$(uname -m)" = x86_64 ] && packages+=(${with[$version]})
         python3 -m venv "$home" &&
-            "$home/bin/python" -m pip install --quiet --disable-pip-version-check --no-cache-dir --no-compile --no-deps "${packages[@]}" || return 1
+            "$home/bin/python" -m pip install --quiet --disable-pip-version-check --no-cache-dir --no-compile --no-deps "${packages[@]}" ||
+            { rm -rf "$home"; return 1; }
         # The halves for GPUs are the greater part, and cannot be loaded without a dozen other packages.
         find "$home" -name 'libtorch_cuda*' -o -name 'libtorch_nvshmem*' -o -name 'libtorch_python*' | xargs rm -f
         touch "$home/complete"
