@@ -20,6 +20,13 @@ template <int PENDING>
 __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
+// Keeps what uses sums from being moved before the wait for them.
+template <int TILES>
+__device__ __forceinline__ void wgmma_settle(float (&c)[TILES][4]) {
+#pragma unroll
+    for (int i = 0; i < TILES; i++) asm volatile("" : "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])::"memory");
+}
+// What was written to shared memory is there for tensor cores after a barrier that follows this.
 __device__ __forceinline__ void publish_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Where B is: an address in shared memory, a multiple of 16.

@@ -146,6 +146,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
         wgmma_wait<0>();
         __syncthreads();
     }
+    wgmma_settle(c);
     put_away(a, w, tile.column, first_feature, first_row, rows, part, c);
 }
 

@@ -4,7 +4,7 @@
 // A tile has 64 rows by 32 k. A lane reads eight bytes of codes, in the order of the fragment, and four scales: of rows g and g + 8,
 // of both blocks of k. Columns of B are terms of activations for the one block or the other, so each block has its own sums, onto
 // which its scale is multiplied in f32. Codes become e4m3 as they are, 2^-6 too small; scales become f32, 2^-120 too small.
-#include "common/types.cuh"
+#include "common/wgmma.cuh"
 
 struct Arguments {
     const u8* b;        // [TILES, 256]
@@ -13,23 +13,12 @@ struct Arguments {
     int rounds;
 };
 
-constexpr int WARPGROUP = 128;
 constexpr int TILES = 8;    // that a warpgroup goes through before its pipeline runs empty
 
-__device__ __forceinline__ void fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int PENDING>
-__device__ __forceinline__ void wait() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}
 __device__ __forceinline__ u64 clock_now() {
     u64 t;
     asm volatile("mov.u64 %0, %%clock64;" : "=l"(t)::"memory");
     return t;
-}
-__device__ __forceinline__ u64 descriptor(const void* shared) {
-    u64 address = __cvta_generic_to_shared(shared);
-    return (address >> 4 & 0x3fff) | (u64)(128 >> 4) << 16 | (u64)(256 >> 4) << 32;
 }
 __device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], u64 b) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, 0, 1, 1;"
@@ -61,14 +50,14 @@ extern "C" __global__ void __launch_bounds__(512) decode_loop(const __grid_const
         scales[tile * WARPGROUP + lane] = 0x30383438u;
     }
     for (int i = threadIdx.x; i < TILES * 256; i += blockDim.x) b[i] = p.b[i];
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    publish_shared();
     __syncthreads();
     float sum[4] = {}, d[2][4] = {};
     u32 a[2][4];
     u64 start = clock_now();
     for (int round = 0; round < p.rounds; round++) {
         u32 own[2];
-        fence();
+        wgmma_fence();
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++) {
             // Read anew each time, as a ring would have it.
@@ -76,11 +65,11 @@ extern "C" __global__ void __launch_bounds__(512) decode_loop(const __grid_const
             own[tile % 2] = *(volatile u32*)(scales + tile * WARPGROUP + lane);
             decode((u32)c, a[tile % 2][0], a[tile % 2][1]);
             decode((u32)(c >> 32), a[tile % 2][2], a[tile % 2][3]);
-            fence();
-            multiply(d[tile % 2], a[tile % 2], descriptor(b + tile * 256));
-            commit();
+            wgmma_fence();
+            multiply(d[tile % 2], a[tile % 2], wgmma_operand(shared_address(b + tile * 256)));
+            wgmma_commit();
             if (tile > 0) {
-                wait<1>();
+                wgmma_wait<1>();
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     asm volatile("" : "+f"(d[(tile + 1) % 2][i])::"memory");
@@ -88,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(512) decode_loop(const __grid_const
                 }
             }
         }
-        wait<0>();
+        wgmma_wait<0>();
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             asm volatile("" : "+f"(d[(TILES + 1) % 2][i])::"memory");

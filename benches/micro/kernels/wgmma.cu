@@ -3,7 +3,7 @@
 // A warpgroup holds A as the instruction wants it: warp w of the four has rows 16w to 16w + 15, lane l with g = l / 4 and
 // t = l % 4 holds rows g and g + 8, four neighbours along K in a word: k = 4t in words 0 and 1, k = 16 + 4t in words 2 and 3.
 // B lies in shared memory without swizzle: 8 columns by 16 k make 128 bytes; two of those along K, then the next columns.
-#include "common/types.cuh"
+#include "common/wgmma.cuh"
 
 struct Arguments {
     const u32* a;       // [steps, 128, 4]: fragments
@@ -13,28 +13,13 @@ struct Arguments {
     int steps;          // instructions of a warpgroup
 };
 
-constexpr int WARPGROUP = 128;
 constexpr int LARGEST = 32;     // columns
 constexpr int STEPS = 16;       // instructions in a row
 
-__device__ __forceinline__ void fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int PENDING>
-__device__ __forceinline__ void wait() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}
-// What the tensor cores read is written before a barrier that follows this.
-__device__ __forceinline__ void publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ u64 clock_now() {
     u64 t;
     asm volatile("mov.u64 %0, %%clock64;" : "=l"(t)::"memory");
     return t;
-}
-
-// Where B lies: its address, 128 bytes from one half of K to the other, 256 bytes from 8 columns to the next.
-__device__ __forceinline__ u64 descriptor(const void* shared) {
-    u64 address = __cvta_generic_to_shared(shared);
-    return (address >> 4 & 0x3fff) | (u64)(128 >> 4) << 16 | (u64)(256 >> 4) << 32;
 }
 
 template <int N>
@@ -93,9 +78,9 @@ template <int N, Kind KIND>
 __device__ __forceinline__ void time(const Arguments& p) {
     __shared__ __align__(128) u8 b[LARGEST * 32];
     for (int i = threadIdx.x; i < N * 32; i += blockDim.x) b[i] = p.b[i];
-    publish();
+    publish_shared();
     __syncthreads();
-    u64 where = descriptor(b);
+    u64 where = wgmma_operand(shared_address(b));
     u32 a[2][4];
     load(a[0], p.a);
     load(a[1], p.a + WARPGROUP * 4);
@@ -106,39 +91,39 @@ __device__ __forceinline__ void time(const Arguments& p) {
     u64 start = clock_now();
     for (int i = 0; i < p.steps; i += STEPS) {
         constexpr int DEPTH = KIND == SEPARATE ? 4 : 2;
-        fence();
+        wgmma_fence();
 #pragma unroll
         for (int j = 0; j < STEPS; j++) {
             if (KIND == LATENCY) {
-                fence();
+                wgmma_fence();
                 multiply<true>(s[0], a[0], where);
-                commit();
-                wait<0>();
+                wgmma_commit();
+                wgmma_wait<0>();
             } else if (KIND == CHAINED) {
                 multiply<true>(s[0], a[j % 2], where);
-                commit();
+                wgmma_commit();
             } else {
                 if (KIND == FED) {
 #pragma unroll
                     for (int k = 0; k < 4; k++) a[j % 2][k] = first[k] ^ (u32)(i + j);
                 }
-                fence();
+                wgmma_fence();
                 multiply<false>(s[j % DEPTH], a[j % 2], where);
-                commit();
+                wgmma_commit();
                 if (j >= DEPTH - 1) {
-                    wait<DEPTH - 1>();
+                    wgmma_wait<DEPTH - 1>();
                     add(total, s[(j + 1) % DEPTH]);
                 }
             }
         }
         // The assembler gives up on a pipeline that goes round the loop, so it runs empty here.
         if (KIND == SEPARATE || KIND == FED) {
-            wait<0>();
+            wgmma_wait<0>();
 #pragma unroll
             for (int j = 1; j < DEPTH; j++) add(total, s[j]);
         }
     }
-    wait<0>();
+    wgmma_wait<0>();
     __syncthreads();
     u64 end = clock_now();
     float keep = 0;
@@ -165,14 +150,14 @@ extern "C" __global__ void __launch_bounds__(WARPGROUP) sums_8(const __grid_cons
     for (int i = 0; i < 4; i++) s.d[i] = sums[i];
     for (int step = blockIdx.x * p.steps; step < (blockIdx.x + 1) * p.steps; step++) {
         for (int i = threadIdx.x; i < 8 * 32; i += WARPGROUP) b[i] = p.b[step * 8 * 32 + i];
-        publish();
+        publish_shared();
         __syncthreads();
         u32 a[4];
         load(a, p.a + step * WARPGROUP * 4);
-        fence();
-        multiply<true>(s, a, descriptor(b));
-        commit();
-        wait<0>();
+        wgmma_fence();
+        multiply<true>(s, a, wgmma_operand(shared_address(b)));
+        wgmma_commit();
+        wgmma_wait<0>();
         __syncthreads();
     }
 #pragma unroll

@@ -23,6 +23,8 @@ inline GroupProducts group_products[1024];
 
 inline void wgmma_fence() {}
 inline void publish_shared() {}
+template <int TILES>
+void wgmma_settle(float (&)[TILES][4]) {}
 inline void wgmma_commit() {
     GroupProducts& p = group_products[threadIdx.x];
     p.groups.push_back(std::move(p.open));
