@@ -360,6 +360,14 @@ fn products_are_right_on_an_emulated_gpu() {
     }
 }
 
+/// Norm and rotation, the cache's keys and values, and attention of rows and of tokens, from the kernels' sources, on the processor.
+#[test]
+fn attention_is_right_on_an_emulated_gpu() {
+    if let Some(said) = emulate("attention", 900) {
+        assert_eq!(said, "ok\n");
+    }
+}
+
 #[test]
 fn reports_are_read_and_spills_refused() {
     let report = "ptxas info    : Compiling entry function 'f' for 'sm_80'\n\

@@ -191,7 +191,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
         __threadfence();
         __syncthreads();
         if (threadIdx.x == 0) {
-            last = atomic_add_release_acquire(a.arrived + block, 1) == parts - 1;
+            last = (int)atomic_add_release_acquire(a.arrived + block, 1) == parts - 1;
             if (last) a.arrived[block] = 0;
         }
         __syncthreads();

@@ -111,6 +111,25 @@ inline void load_matrices(u32 (&r)[4], u32 address) {
     memcpy(r, mine.r, sizeof r);
 }
 
+inline u32 transpose_matrix(u32 x) {
+    struct Lane {
+        u32 x, r;
+    };
+    return together<Lane>({x, 0}, [](Lane(&lanes)[WARP]) {
+               auto element = [&](int row, int column) { return lanes[row * 4 + column / 2].x >> column % 2 * 16 & 0xffff; };
+               for (int lane = 0; lane < WARP; lane++) lanes[lane].r = element(lane % 4 * 2, lane / 4) | element(lane % 4 * 2 + 1, lane / 4) << 16;
+           }).r;
+}
+inline float exp2_approx(float x) { return std::exp2(x); }
+inline void prefetch_line(const void*) {}
+inline void __threadfence() {}
+// Blocks run one after the other.
+inline u32 atomic_add_release_acquire(u32* p, u32 value) {
+    u32 before = *p;
+    *p += value;
+    return before;
+}
+
 struct Multiply {
     float c[4];
     u32 a[4], b[2], a_scales, b_scales;
