@@ -368,6 +368,14 @@ fn attention_is_right_on_an_emulated_gpu() {
     }
 }
 
+/// Norm, SwiGLU, the likeliest token and the shortlist, from the kernels' sources, on the processor.
+#[test]
+fn what_stands_between_products_is_right_on_an_emulated_gpu() {
+    if let Some(said) = emulate("glue", 900) {
+        assert_eq!(said, "ok\n");
+    }
+}
+
 #[test]
 fn reports_are_read_and_spills_refused() {
     let report = "ptxas info    : Compiling entry function 'f' for 'sm_80'\n\

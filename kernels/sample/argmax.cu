@@ -56,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) argmax(const __grid_consta
     if (threadIdx.x == 0) {
         a.best_value[row * blocks + blockIdx.x] = value;
         a.best_token[row * blocks + blockIdx.x] = token;
-        last = atomic_add_release_acquire(a.arrived + row, 1) == blocks - 1;
+        last = (int)atomic_add_release_acquire(a.arrived + row, 1) == blocks - 1;
     }
     __syncthreads();
     if (!last) return;

@@ -190,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) shortlist(const __grid_con
         common = ~0ull;
     }
     __syncthreads();
-    if (threadIdx.x == 0) last = atomic_add_release_acquire(a.arrived + row, 1) == blocks - 1;
+    if (threadIdx.x == 0) last = (int)atomic_add_release_acquire(a.arrived + row, 1) == blocks - 1;
     __syncthreads();
     if (!last) return;
 

@@ -53,6 +53,11 @@ inline float __uint_as_float(unsigned x) {
     memcpy(&r, &x, 4);
     return r;
 }
+inline unsigned __float_as_uint(float x) {
+    unsigned r;
+    memcpy(&r, &x, 4);
+    return r;
+}
 inline float __int_as_float(int x) { return __uint_as_float((unsigned)x); }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     uint64_t bytes = (uint64_t)b << 32 | a;

@@ -84,6 +84,65 @@ T __shfl_xor_sync(u32, T x, int d) {
     return shuffle(x, lane_id() ^ d);
 }
 
+template <class T>
+T __shfl_down_sync(u32, T x, int d) {
+    return shuffle(x, min(lane_id() + d, WARP - 1));
+}
+inline u32 __ballot_sync(u32, bool x) {
+    struct Lane {
+        bool x;
+        u32 r;
+    };
+    return together<Lane>({x, 0}, [](Lane(&lanes)[WARP]) {
+               u32 bits = 0;
+               for (int i = 0; i < WARP; i++) bits |= (u32)lanes[i].x << i;
+               for (Lane& l : lanes) l.r = bits;
+           }).r;
+}
+// Of the lanes in `mask` alone, which all take part, those with the same value.
+inline u32 __match_any_sync(u32 mask, u32 x) {
+    struct Warp {
+        u32 values[WARP];
+        int arrived = 0;
+        uint64_t steps = 0;
+    };
+    static Warp warps[32];
+    Warp& w = warps[threadIdx.x / WARP];
+    w.values[lane_id()] = x;
+    if (++w.arrived == __builtin_popcount(mask)) {
+        w.arrived = 0;
+        w.steps++;
+    } else {
+        Block::wait(w.steps);
+    }
+    u32 same = 0;
+    for (int i = 0; i < WARP; i++) {
+        if (mask >> i & 1 && w.values[i] == x) same |= 1u << i;
+    }
+    return same;
+}
+inline int __ffs(u32 x) { return __builtin_ffs((int)x); }
+inline int __popc(u32 x) { return __builtin_popcount(x); }
+// Threads take turns, and blocks too.
+template <class T, class V>
+T atomicAdd(T* p, V value) {
+    T before = *p;
+    *p += value;
+    return before;
+}
+template <class T>
+void atomicMax(T* p, T value) {
+    *p = max(*p, value);
+}
+template <class T>
+void atomicMin(T* p, T value) {
+    *p = min(*p, value);
+}
+template <class T>
+T __ldcg(const T* p) {
+    return *p;
+}
+
 inline u32 shared_address(const void* p) { return (u32)((const char*)p - shared); }
 
 template <class T>

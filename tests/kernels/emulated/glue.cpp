@@ -1,0 +1,153 @@
+// What stands between products and attention, on the processor, against f64 and against sorting: kernels/norm/rms_norm.cu,
+// kernels/activation/swiglu.cu, kernels/sample/{argmax,topk}.cu, as they ship, with instructions replaced by what the PTX ISA says of
+// them. Prints "ok" or what is wrong.
+#include "cuda.hpp"
+
+#include "common/ptx.cuh"
+#include "common/reduce.cuh"
+
+// Shared memory outlives its block, as no two run at once.
+#undef __shared__
+#define __shared__ static
+namespace norm {
+#include "norm/rms_norm.cu"
+}
+namespace activation {
+#include "activation/swiglu.cu"
+}
+namespace best {
+#include "sample/argmax.cu"
+}
+namespace top {
+#include "sample/topk.cu"
+}
+
+char shared[1];
+
+static std::mt19937 random_bits(1);
+static float uniform() { return (float)((int)(random_bits() % 2001) - 1000) * 1e-3f; }
+
+static void launch(unsigned x, unsigned y, int threads, const std::function<void()>& kernel) {
+    gridDim = {x, y, 1};
+    // In any order: the last to arrive is not always the last of the grid.
+    std::vector<unsigned> order(x * y);
+    for (unsigned i = 0; i < x * y; i++) order[i] = i;
+    std::shuffle(order.begin(), order.end(), random_bits);
+    for (unsigned i : order) {
+        blockIdx = {i % x, i / x, 0};
+        Block(threads, random_bits(), kernel);
+    }
+}
+
+static void expect(bool held, const char* what, int row, int i, double got, double want) {
+    if (!held) printf("%s: (%d, %d) is %g, not %g\n", what, row, i, got, want), exit(1);
+}
+
+static void check_norm(int rows, int width) {
+    std::vector<float4> x(rows * width / 4), weight(width / 4);
+    for (float4& v : x) v = {uniform(), uniform(), uniform(), uniform()};
+    for (float4& v : weight) v = {uniform(), uniform(), uniform(), uniform()};
+    std::vector<uint2> y(rows * width / 4);
+    norm::Arguments a = {&x[0].x, &weight[0].x, (u16*)y.data(), width, 1e-6f};
+    launch(rows, 1, norm::THREADS, [&] { norm::rms_norm(a); });
+    for (int r = 0; r < rows; r++) {
+        double squares = 0;
+        for (int i = 0; i < width; i++) squares += std::pow(a.x[r * width + i], 2.0);
+        for (int i = 0; i < width; i++) {
+            double want = a.x[r * width + i] / std::sqrt(squares / width + 1e-6) * a.weight[i], got = f16_to_float(a.y[r * width + i]);
+            expect(std::fabs(got - want) <= std::fabs(want) * 0x1.1p-11 + 0x1p-25, "norm", r, i, got, want);
+        }
+    }
+}
+
+static void check_swiglu(int rows, int width) {
+    std::vector<uint4> x(rows * width / 4), y(rows * width / 8);
+    u16* halves = (u16*)x.data();
+    for (int i = 0; i < rows * width * 2; i++) halves[i] = to_f16(8 * uniform());
+    activation::SwigluArguments a = {halves, (u16*)y.data(), width, 0.25f};
+    launch(ceil_div(width / 8, activation::THREADS), rows, activation::THREADS, [&] { activation::swiglu(a); });
+    for (int r = 0; r < rows; r++) {
+        for (int i = 0; i < width; i++) {
+            double gate = f16_to_float(halves[r * 2 * width + i]), up = f16_to_float(halves[r * 2 * width + width + i]);
+            double want = gate / (1 + std::exp(-gate)) * up * 0.25, got = f16_to_float(a.y[r * width + i]);
+            expect(std::fabs(got - want) <= std::fabs(want) * 0x1.1p-11 + 0x1p-25, "swiglu", r, i, got, want);
+        }
+    }
+}
+
+// Logits of one of several kinds: many equal, all equal, some that are not finite, descending.
+static std::vector<float> logits_of(int kind, int rows, int vocabulary) {
+    std::vector<float> x;
+    for (int i = 0; i < rows * vocabulary; i++) {
+        switch (kind) {
+        case 0: x.push_back(20 * uniform()); break;
+        case 1: x.push_back((float)(random_bits() % 7)); break;
+        case 2: x.push_back(-1.5f); break;
+        case 3: x.push_back(random_bits() % 3 ? uniform() : -__int_as_float(0x7f800000)); break;
+        default: x.push_back(-(float)i); break;
+        }
+    }
+    return x;
+}
+// The larger logit first, and of equal ones the lower token.
+static std::vector<int> ranking(const float* x, int vocabulary) {
+    std::vector<int> order(vocabulary);
+    for (int i = 0; i < vocabulary; i++) order[i] = i;
+    std::stable_sort(order.begin(), order.end(), [&](int i, int j) { return x[i] > x[j]; });
+    return order;
+}
+
+static void check_argmax(int kind, int rows, int vocabulary, int blocks) {
+    const int STEPS = 3;
+    std::vector<float> x = logits_of(kind, rows, vocabulary), values(rows * blocks);
+    std::vector<int> candidates(rows * blocks), tokens(rows), positions(rows, 4), history(STEPS * rows, -1);
+    std::vector<u32> arrived(rows);
+    best::Arguments a = {x.data(), values.data(), candidates.data(), arrived.data(), tokens.data(), positions.data(), history.data(), vocabulary, STEPS};
+    launch(blocks, rows, best::THREADS, [&] { best::argmax(a); });
+    for (int r = 0; r < rows; r++) {
+        int want = ranking(&x[(size_t)r * vocabulary], vocabulary)[0];
+        expect(tokens[r] == want, "the likeliest token", kind, r, tokens[r], want);
+        expect(history[5 % STEPS * rows + r] == want && positions[r] == 5 && arrived[r] == 0, "the next step", kind, r, positions[r], 5);
+    }
+}
+
+static void check_shortlist(int kind, int rows, int vocabulary, int blocks, double inverse_temperature) {
+    std::vector<float> x = logits_of(kind, rows, vocabulary);
+    std::vector<u64> lists((size_t)rows * blocks * top::KEPT, ~0ull), unusable(rows * blocks, ~0ull);
+    std::vector<double> sums(rows * blocks, NAN);
+    std::vector<u32> arrived(rows);
+    std::vector<top::Result> results(rows);
+    if (kind == 0) x[vocabulary / 2] = NAN;
+    top::Arguments a = {x.data(), lists.data(), sums.data(), unusable.data(), arrived.data(), results.data(), inverse_temperature, vocabulary};
+    launch(blocks, rows, top::THREADS, [&] { top::shortlist(a); });
+    for (int r = 0; r < rows; r++) {
+        const float* row = &x[(size_t)r * vocabulary];
+        bool bad = kind == 0 && r == 0;
+        expect(results[r].unusable == (bad ? 1 : 0) && arrived[r] == 0, "what is unusable", kind, r, (double)results[r].unusable, bad);
+        if (bad) continue;
+        std::vector<int> order = ranking(row, vocabulary);
+        double total = 0;
+        for (int i = 0; i < vocabulary && inverse_temperature > 0; i++) total += std::exp(((double)row[i] - row[order[0]]) * inverse_temperature);
+        expect(std::fabs(results[r].total - total) <= 1e-9 * total, "the sum of weights", kind, r, results[r].total, total);
+        for (int i = 0; i < top::KEPT; i++) {
+            u64 want = i < vocabulary ? top::key_of(row[order[i]], order[i]) : 0;
+            expect(results[r].keys[i] == want, "the ranking", kind, i, (double)(u32)~results[r].keys[i], i < vocabulary ? order[i] : -1);
+        }
+    }
+}
+
+int main() {
+    check_norm(3, 100);
+    check_norm(2, 2560);
+    check_swiglu(2, 24);
+    check_swiglu(1, 4104);
+    for (int kind = 0; kind < 5; kind++) {
+        check_argmax(kind, 2, 1000, 3);
+        check_shortlist(kind, 2, 3000, 3, 1.25);
+        check_shortlist(kind, 1, 200, 2, 0);
+    }
+    check_argmax(1, 1, 50, 4);
+    check_shortlist(4, 1, 9000, 17, 0.5);
+    check_shortlist(2, 1, 9000, 17, 0.5);
+    puts("ok");
+}
