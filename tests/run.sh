@@ -74,8 +74,8 @@ install_nextest() {
 rust_tests() {
     title "Rust tests"
     local log=$work/rust summary run ok
-    cargo nextest run --locked --cargo-quiet --no-fail-fast --color never --status-level pass --final-status-level none \
-        --success-output immediate 2>&1 | tee "$log" | quiet
+    cargo nextest run --locked --no-fail-fast --color never --status-level pass --final-status-level none \
+        --success-output immediate 2>&1 | tee "$log" | without_compiling | quiet
     local code=${PIPESTATUS[0]}
     failures "$log" "Rust tests"
     summary=$(grep -E '^ *Summary \[' "$log" | tail -1)
@@ -129,7 +129,7 @@ rust_tests
 documentation_tests
 
 title "release library and command"
-if cargo build --locked --quiet --release --lib --bins; then
+if cargo build --locked --color never --release --lib --bins 2>&1 | without_compiling; then
     for script in tests/*/run.sh; do
         [ -x "$script" ] && script_tests "$script"
     done
