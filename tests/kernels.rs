@@ -5,11 +5,14 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
+use std::io::Write as _;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 use NVFP4::base::{ErrorKind, env};
 use NVFP4::cuda::{self, ScaledTile, TARGETS, Unit};
+use NVFP4::format::nvfp4::{self, Levels, NonFinite, QuantizeOptions, Recipe};
+use NVFP4::format::{Rounding, random, swizzle};
 
 /// The instruction by which every kernel of a unit multiplies on tensor cores, of the units whose kernels do; or, ending in a dot, how
 /// it begins.
@@ -300,6 +303,11 @@ targets! { sm_80 sm_89 sm_90a sm_100a sm_120a sm_121a }
 /// Compiles a program of tests/kernels/emulated for the processor, with this `__CUDA_ARCH__`, and runs it: what it says.
 /// Nothing where there is no compiler.
 fn emulate(name: &str, arch: u32) -> Option<String> {
+    emulate_with(name, arch, &[]).map(|said| String::from_utf8(said).unwrap())
+}
+
+/// The same with something on standard input.
+fn emulate_with(name: &str, arch: u32, input: &[u8]) -> Option<Vec<u8>> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let program = Path::new(env!("CARGO_TARGET_TMPDIR"))
         .join(format!("{name}-{arch}-{}", std::process::id()));
@@ -325,10 +333,19 @@ fn emulate(name: &str, arch: u32) -> Option<String> {
     };
     let said = String::from_utf8_lossy(&compiled.stderr);
     assert!(compiled.status.success(), "{said}");
-    let output = Command::new(&program).output().unwrap();
+    let mut child = Command::new(&program)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut stdin = child.stdin.take().unwrap();
+    let output = std::thread::scope(|scope| {
+        scope.spawn(move || stdin.write_all(input).unwrap());
+        child.wait_with_output().unwrap()
+    });
     std::fs::remove_file(&program).unwrap();
     println!("{name} for {arch}: {}", output.status);
-    Some(String::from_utf8(output.stdout).unwrap())
+    Some(output.stdout)
 }
 
 /// Kernels of scaled_mm from their sources, on the processor: with f16 tensor cores, and with those that multiply e2m1, which
@@ -366,6 +383,169 @@ fn attention_is_right_on_an_emulated_gpu() {
     if let Some(said) = emulate("attention", 900) {
         assert_eq!(said, "ok\n");
     }
+}
+
+/// Values for 24 blocks of 16: random ones of many magnitudes; some on the thresholds between codes under scales that are e4m3 values,
+/// and their neighbours; zeros of both signs; with `odd`, NaN and infinities too.
+fn values_to_quantize(seed: u64, odd: bool) -> Vec<f32> {
+    (0..24 * 16u64)
+        .map(|i| {
+            let (block, chance) = (i / 16, random::bits(seed, 2 * i));
+            let x = random::uniform(seed, 2 * i + 1) * 2.0 - 1.0;
+            let size = 2f32.powi([0, 0, 3, -9, 8, -20, 1, 12][block as usize % 8]);
+            match (block % 6, chance % 16) {
+                (_, 0) if odd => {
+                    [f32::NAN, f32::INFINITY, f32::NEG_INFINITY][(chance >> 8) as usize % 3]
+                }
+                (0, _) => [0.0, -0.0][(chance >> 4) as usize % 2],
+                // With 6 for the largest, every multiple of a quarter is a code or a tie.
+                (1, 1) => 6.0,
+                (1, _) => (x * 24.0).round() * 0.25,
+                (2, _) => {
+                    let scale = [1.125, 0.6875, 1.625, 13.0][(seed + block / 6) as usize % 4];
+                    let tie =
+                        [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0][(chance >> 8) as usize % 7] * scale;
+                    match (i % 16, chance % 3) {
+                        (0, _) => 6.0 * scale,
+                        (_, 0) => tie,
+                        (_, 1) => -f32::next_up(tie),
+                        _ => f32::next_down(tie),
+                    }
+                }
+                (_, 2) => -0.0,
+                _ => x * size,
+            }
+        })
+        .collect()
+}
+
+/// The largest magnitude, and quantization by every rule, from the kernels' sources, on the processor: the bits of src/format.
+#[test]
+fn quantized_bits_are_right_on_an_emulated_gpu() {
+    struct Wanted {
+        what: String,
+        said: [u32; 3],
+        codes: Vec<u8>,
+        scales: Vec<u8>,
+    }
+    let (rows, blocks) = (3, 8);
+    let (mut input, mut wanted) = (Vec::new(), Vec::new());
+    let rules = [
+        (Levels::Two, Recipe::Amax),
+        (Levels::Two, Recipe::FourOverSix),
+        (Levels::Two, Recipe::Sweep),
+        (Levels::Single, Recipe::Amax),
+        (Levels::Single, Recipe::Sweep),
+        (Levels::Legacy, Recipe::Amax),
+    ];
+    let roundings = [
+        Rounding::NearestEven,
+        Rounding::HalfAway,
+        Rounding::Stochastic,
+    ];
+    for (dtype, (levels, recipe), rounding, kind) in (0..3)
+        .flat_map(|d| rules.map(|r| (d, r)))
+        .flat_map(|(d, r)| roundings.map(|rounding| (d, r, rounding)))
+        .flat_map(|(d, r, rounding)| (0..3).map(move |kind| (d, r, rounding, kind)))
+    {
+        // Plain; swizzled scales of rows with gaps; values that are not finite.
+        let (swizzled, padding, saturate) = (kind == 1, u32::from(kind == 1), kind == 2);
+        let options = QuantizeOptions {
+            levels,
+            recipe,
+            rounding,
+            nonfinite: if saturate {
+                NonFinite::Saturate
+            } else {
+                NonFinite::Error
+            },
+            seed: 77,
+        };
+        let mut bytes = Vec::new();
+        let x: Vec<f32> = values_to_quantize(wanted.len() as u64, saturate)
+            .iter()
+            .map(|&v| match dtype {
+                0 => v,
+                1 => half::f16::from_f32(v).to_f32(),
+                _ => half::bf16::from_f32(v).to_f32(),
+            })
+            .collect();
+        for row in x.chunks_exact(blocks * 16) {
+            // What is between rows is nobody's.
+            let gap = vec![f32::NAN; padding as usize * 16];
+            for &v in row.iter().chain(&gap) {
+                match dtype {
+                    0 => bytes.extend(v.to_le_bytes()),
+                    1 => bytes.extend(half::f16::from_f32(v).to_le_bytes()),
+                    _ => bytes.extend(half::bf16::from_f32(v).to_le_bytes()),
+                }
+            }
+        }
+        let amax = nvfp4::amax(&x, 0, options.nonfinite).unwrap();
+        let global = nvfp4::global_scale(amax, &options);
+        let (mut codes, mut scales) = (vec![0; x.len() / 2], vec![0; x.len() / 16]);
+        nvfp4::quantize_rows(
+            &x,
+            blocks * 16,
+            0,
+            global,
+            &options,
+            &mut codes,
+            &mut scales,
+        )
+        .unwrap();
+        if swizzled {
+            scales = swizzle::swizzle(&scales, rows, blocks).unwrap();
+        }
+        // As src/cuda/quantize.rs chooses.
+        let family = match () {
+            () if recipe != Recipe::Amax || rounding == Rounding::Stochastic => 2,
+            () if levels != Levels::Two && rounding == Rounding::NearestEven && dtype > 0 => 1,
+            () => 0,
+        };
+        let computed = u32::from(levels == Levels::Two);
+        let head = [
+            family,
+            dtype,
+            rows as u32,
+            blocks as u32,
+            padding,
+            computed,
+            1f32.to_bits(),
+            nvfp4::largest(&options).to_bits(),
+            u32::from(levels == Levels::Legacy),
+            u32::from(saturate),
+            u32::from(swizzled),
+            rounding as u32,
+            recipe as u32,
+            scales.len() as u32,
+        ];
+        input.extend(head.iter().flat_map(|v| v.to_le_bytes()));
+        input.extend(options.seed.to_le_bytes());
+        input.extend(bytes);
+        wanted.push(Wanted {
+            what: format!("type {dtype}, {options:?}, swizzled {swizzled}"),
+            said: [0, if computed == 1 { amax.to_bits() } else { 0 }, 1],
+            codes,
+            scales,
+        });
+    }
+    let Some(said) = emulate_with("quantize", 900, &input) else {
+        return;
+    };
+    let mut rest = &said[..];
+    let mut take = |n: usize| {
+        let (front, back) = rest.split_at(n);
+        rest = back;
+        front.to_vec()
+    };
+    for w in wanted {
+        let words: Vec<u8> = w.said.iter().flat_map(|v| v.to_le_bytes()).collect();
+        assert_eq!(take(12), words, "report: {}", w.what);
+        assert_eq!(take(w.codes.len()), w.codes, "codes: {}", w.what);
+        assert_eq!(take(w.scales.len()), w.scales, "scales: {}", w.what);
+    }
+    assert!(rest.is_empty());
 }
 
 /// Norm, SwiGLU, the likeliest token and the shortlist, from the kernels' sources, on the processor.

@@ -88,12 +88,12 @@ struct Pairs {
     }
 
     // Codes under any step: the thresholds that each value passes, rounded up to what the type holds, are counted.
-    __device__ __forceinline__ uint2 encode(const Arguments& a, float step) const {
+    __device__ __forceinline__ uint2 codes(const Arguments& a, float step) const {
         if (step < Thresholds::SMALLEST_STEP) {
             float x[BLOCK];
 #pragma unroll
             for (int i = 0; i < WORDS; i++) x[2 * i] = low(w[i]), x[2 * i + 1] = high(w[i]);
-            return ::encode(a, x, step);
+            return encode(a, x, step);
         }
         Thresholds thresholds(step, a.rounding == HALF_AWAY);
         u32 at[THRESHOLDS];
@@ -125,7 +125,7 @@ struct Pairs {
     // has a quotient that is further from the threshold than half of the spacing of f16, with room for the errors of the
     // reciprocal and of the product; so the f16 nearest to value times reciprocal lies on the same side of the threshold, or
     // on it, as the exact quotient does.
-    __device__ __forceinline__ uint2 encode_single(float step) const {
+    __device__ __forceinline__ uint2 codes_single(float step) const {
         float r = reciprocal_approx(step);
         u32 codes[2];
 #pragma unroll
@@ -154,7 +154,7 @@ __device__ __forceinline__ void quantize(const Arguments& a) {
     float global = global_scale(a);
     u32 scale = scale_of(a, x.amax(a, global) / E2M1_MAX, global);
     x.legacy_zeros(a);
-    block.write(a, x.encode(a, step_of(a, scale, global)), scale);
+    block.write(a, x.codes(a, step_of(a, scale, global)), scale);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) quantize_f16(const __grid_constant__ Arguments a) { quantize<F16>(a); }
@@ -176,7 +176,7 @@ __device__ __forceinline__ void quantize_single(const Arguments& a) {
     u32 scale = scale_of(a, sixth, 1);
     x.legacy_zeros(a);
     // The legacy rule alone has a scale of zero, and its step then is not an e4m3 value.
-    uint2 codes = scale ? x.encode_single(scale_to_float(scale)) : x.encode(a, LEGACY_ADDEND);
+    uint2 codes = scale ? x.codes_single(scale_to_float(scale)) : x.codes(a, LEGACY_ADDEND);
     block.write(a, codes, scale);
 }
 

@@ -45,8 +45,10 @@ inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
 inline float __expf(float x) { return std::exp(x); }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+using std::isnan;
 using std::max;
 using std::min;
+using std::signbit;
 
 inline float __uint_as_float(unsigned x) {
     float r;

@@ -1,6 +1,7 @@
 // The instructions of kernels/common/ptx.cuh as the PTX ISA 9.2 describes them, for kernels that run on the processor. An
 // asynchronous copy happens no sooner than its thread waits for it.
 #pragma once
+#include <cfenv>
 #include <cmath>
 #include <deque>
 
@@ -17,6 +18,7 @@ inline u16 to_f16(double x) {
     u16 sign = std::signbit(x) ? 0x8000 : 0;
     x = std::fabs(x);
     if (std::isnan(x)) return 0x7fff;
+    if (std::isinf(x)) return sign | 0x7c00;
     int exponent = x == 0 ? -14 : max(std::ilogb(x), -14);
     double units = std::nearbyint(std::ldexp(x, 10 - exponent));
     if (units >= 2048) units /= 2, exponent++;
@@ -29,6 +31,75 @@ inline u32 mul_f16(u32 a, u32 b) {
     return to_f16((double)f16_low(a) * f16_low(b)) | (u32)to_f16((double)f16_high(a) * f16_high(b)) << 16;
 }
 inline u32 pack_f16(float low, float high) { return to_f16(low) | (u32)to_f16(high) << 16; }
+
+// Pairs of 16-bit values: what `one` makes of each half of up to three words, by their values.
+template <class Read, class One>
+u32 each_half(Read read, u32 a, u32 b, u32 c, One one) {
+    u32 r = 0;
+    for (int shift = 0; shift < 32; shift += 16) r |= (u32)(u16)one(read((u16)(a >> shift)), read((u16)(b >> shift)), read((u16)(c >> shift))) << shift;
+    return r;
+}
+inline u16 to_bf16(double x) {
+    if (std::isnan(x)) return 0x7fff;
+    // Toward zero, with what was lost in the last bit: the next rounding then is that of the whole.
+    float f = (float)x;
+    u32 bits = __float_as_uint(f);
+    if (std::fabs((double)f) > std::fabs(x)) bits--;
+    if (__uint_as_float(bits) != x) bits |= 1;
+    return (u16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+inline u32 fma_f16(u32 a, u32 b, u32 c) {
+    return each_half(f16_to_float, a, b, c, [](double x, double y, double z) { return to_f16(x * y + z); });
+}
+inline u32 fma_sat_f16(u32 a, u32 b, u32 c) {
+    return each_half(f16_to_float, a, b, c, [](double x, double y, double z) {
+        double r = x * y + z;
+        return to_f16(r > 0 ? min(r, 1.0) : 0);
+    });
+}
+inline u32 fma_bf16(u32 a, u32 b, u32 c) {
+    return each_half(bf16_to_float, a, b, c, [](double x, double y, double z) { return to_bf16(x * y + z); });
+}
+// NaN if one is.
+template <class T>
+T max_nan(T x, T y) {
+    return std::isnan(x) || std::isnan(y) ? (T)NAN : std::signbit(x) ? (x > y ? x : y) : (y > x ? y : x);
+}
+inline u32 max_f16(u32 a, u32 b) {
+    return each_half(f16_to_float, a, b, 0, [](double x, double y, double) { return to_f16(max_nan(x, y)); });
+}
+inline u32 max_bf16(u32 a, u32 b) {
+    return each_half(bf16_to_float, a, b, 0, [](double x, double y, double) { return to_bf16(max_nan(x, y)); });
+}
+inline u32 at_least_f16(u32 a, u32 b) {
+    return each_half(f16_to_float, a, b, 0, [](double x, double y, double) { return x >= y ? 0x3c00 : 0; });
+}
+inline u32 at_least_bf16(u32 a, u32 b) {
+    return each_half(bf16_to_float, a, b, 0, [](double x, double y, double) { return x >= y ? 0x3f80 : 0; });
+}
+inline u16 to_f16_up(float x) {
+    u16 r = to_f16(x);
+    if (!(f16_to_float(r) < x)) return r;
+    return r == 0x8000 ? 1 : r & 0x8000 ? r - 1 : r + 1;
+}
+inline float max_float(float a, float b) { return max_nan(a, b); }
+inline float reciprocal_approx(float x) { return 1 / x; }
+
+// Fused, and rounded in a direction: out of the compiler's sight, which believes that there is only one.
+__attribute__((noinline)) inline float directed(int mode, float x, float y, float z) {
+    volatile float a = x, b = y, c = z;
+    fesetround(mode);
+    volatile float r = std::fma(a, b, c);
+    fesetround(FE_TONEAREST);
+    return r;
+}
+inline float __fmaf_rn(float x, float y, float z) { return directed(FE_TONEAREST, x, y, z); }
+inline float __fmaf_ru(float x, float y, float z) { return directed(FE_UPWARD, x, y, z); }
+inline float __fmaf_rd(float x, float y, float z) { return directed(FE_DOWNWARD, x, y, z); }
+inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __fmul_rd(float x, float y) { return directed(FE_DOWNWARD, x, y, -0.0f); }
+inline double __dmul_rn(double x, double y) { return x * y; }
+inline double __dadd_rn(double x, double y) { return x + y; }
 inline u32 pack_bf16(float low, float high) {
     auto one = [](float x) {
         u32 bits;
