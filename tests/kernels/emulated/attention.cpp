@@ -25,23 +25,7 @@ namespace decode {
 #undef KERNEL
 }
 
-alignas(128) char shared[228 << 10];
-
-static std::mt19937 random_bits(1);
-static float uniform() { return (float)((int)(random_bits() % 2001) - 1000) * 1e-3f; }
 static double half(double x) { return f16_to_float(to_f16(x)); }
-
-static void launch(unsigned x, unsigned y, unsigned z, int threads, const std::function<void()>& kernel) {
-    gridDim = {x, y, z};
-    for (blockIdx.z = 0; blockIdx.z < z; blockIdx.z++) {
-        for (blockIdx.y = 0; blockIdx.y < y; blockIdx.y++) {
-            for (blockIdx.x = 0; blockIdx.x < x; blockIdx.x++) {
-                memset(shared, 0xff, sizeof shared);
-                Block(threads, random_bits(), kernel);
-            }
-        }
-    }
-}
 
 // A sequence of one layer, whose tokens are all known in advance.
 struct Sequence {

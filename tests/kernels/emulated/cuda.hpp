@@ -69,7 +69,11 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
 }
 
 inline Index threadIdx, blockIdx, gridDim;
-extern char shared[];
+// As much as any block may have.
+alignas(128) inline char shared[228 << 10];
+
+inline std::mt19937 noise(__CUDA_ARCH__);
+inline float uniform() { return (float)((int)(noise() % 2001) - 1000) * 1e-3f; }
 
 // Threads of a block.
 struct Block {
@@ -144,5 +148,19 @@ inline void __syncthreads() {
         b.barriers++;
     } else {
         Block::wait(b.barriers);
+    }
+}
+
+// Runs all blocks of a grid, in any order: the last to arrive is not always the last of the grid.
+inline void launch(unsigned x, unsigned y, unsigned z, int threads, const std::function<void()>& kernel) {
+    gridDim = {x, y, z};
+    std::vector<unsigned> order(x * y * z);
+    for (unsigned i = 0; i < order.size(); i++) order[i] = i;
+    std::shuffle(order.begin(), order.end(), noise);
+    for (unsigned i : order) {
+        blockIdx = {i % x, i / x % y, i / x / y};
+        // NaN for whoever takes it for numbers.
+        memset(shared, 0xff, sizeof shared);
+        Block(threads, noise(), kernel);
     }
 }

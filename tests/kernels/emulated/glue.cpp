@@ -22,23 +22,6 @@ namespace top {
 #include "sample/topk.cu"
 }
 
-char shared[1];
-
-static std::mt19937 random_bits(1);
-static float uniform() { return (float)((int)(random_bits() % 2001) - 1000) * 1e-3f; }
-
-static void launch(unsigned x, unsigned y, int threads, const std::function<void()>& kernel) {
-    gridDim = {x, y, 1};
-    // In any order: the last to arrive is not always the last of the grid.
-    std::vector<unsigned> order(x * y);
-    for (unsigned i = 0; i < x * y; i++) order[i] = i;
-    std::shuffle(order.begin(), order.end(), random_bits);
-    for (unsigned i : order) {
-        blockIdx = {i % x, i / x, 0};
-        Block(threads, random_bits(), kernel);
-    }
-}
-
 static void expect(bool held, const char* what, int row, int i, double got, double want) {
     if (!held) printf("%s: (%d, %d) is %g, not %g\n", what, row, i, got, want), exit(1);
 }
@@ -49,7 +32,7 @@ static void check_norm(int rows, int width) {
     for (float4& v : weight) v = {uniform(), uniform(), uniform(), uniform()};
     std::vector<uint2> y(rows * width / 4);
     norm::Arguments a = {&x[0].x, &weight[0].x, (u16*)y.data(), width, 1e-6f};
-    launch(rows, 1, norm::THREADS, [&] { norm::rms_norm(a); });
+    launch(rows, 1, 1, norm::THREADS, [&] { norm::rms_norm(a); });
     for (int r = 0; r < rows; r++) {
         double squares = 0;
         for (int i = 0; i < width; i++) squares += std::pow(a.x[r * width + i], 2.0);
@@ -65,7 +48,7 @@ static void check_swiglu(int rows, int width) {
     u16* halves = (u16*)x.data();
     for (int i = 0; i < rows * width * 2; i++) halves[i] = to_f16(8 * uniform());
     activation::SwigluArguments a = {halves, (u16*)y.data(), width, 0.25f};
-    launch(ceil_div(width / 8, activation::THREADS), rows, activation::THREADS, [&] { activation::swiglu(a); });
+    launch(ceil_div(width / 8, activation::THREADS), rows, 1, activation::THREADS, [&] { activation::swiglu(a); });
     for (int r = 0; r < rows; r++) {
         for (int i = 0; i < width; i++) {
             double gate = f16_to_float(halves[r * 2 * width + i]), up = f16_to_float(halves[r * 2 * width + width + i]);
@@ -81,9 +64,9 @@ static std::vector<float> logits_of(int kind, int rows, int vocabulary) {
     for (int i = 0; i < rows * vocabulary; i++) {
         switch (kind) {
         case 0: x.push_back(20 * uniform()); break;
-        case 1: x.push_back((float)(random_bits() % 7)); break;
+        case 1: x.push_back((float)(noise() % 7)); break;
         case 2: x.push_back(-1.5f); break;
-        case 3: x.push_back(random_bits() % 3 ? uniform() : -__int_as_float(0x7f800000)); break;
+        case 3: x.push_back(noise() % 3 ? uniform() : -__int_as_float(0x7f800000)); break;
         default: x.push_back(-(float)i); break;
         }
     }
@@ -103,7 +86,7 @@ static void check_argmax(int kind, int rows, int vocabulary, int blocks) {
     std::vector<int> candidates(rows * blocks), tokens(rows), positions(rows, 4), history(STEPS * rows, -1);
     std::vector<u32> arrived(rows);
     best::Arguments a = {x.data(), values.data(), candidates.data(), arrived.data(), tokens.data(), positions.data(), history.data(), vocabulary, STEPS};
-    launch(blocks, rows, best::THREADS, [&] { best::argmax(a); });
+    launch(blocks, rows, 1, best::THREADS, [&] { best::argmax(a); });
     for (int r = 0; r < rows; r++) {
         int want = ranking(&x[(size_t)r * vocabulary], vocabulary)[0];
         expect(tokens[r] == want, "the likeliest token", kind, r, tokens[r], want);
@@ -119,7 +102,7 @@ static void check_shortlist(int kind, int rows, int vocabulary, int blocks, doub
     std::vector<top::Result> results(rows);
     if (kind == 0) x[vocabulary / 2] = NAN;
     top::Arguments a = {x.data(), lists.data(), sums.data(), unusable.data(), arrived.data(), results.data(), inverse_temperature, vocabulary};
-    launch(blocks, rows, top::THREADS, [&] { top::shortlist(a); });
+    launch(blocks, rows, 1, top::THREADS, [&] { top::shortlist(a); });
     for (int r = 0; r < rows; r++) {
         const float* row = &x[(size_t)r * vocabulary];
         bool bad = kind == 0 && r == 0;

@@ -40,24 +40,7 @@ namespace dequantize {
 #include "quantize/dequantize.cu"
 }
 
-alignas(128) char shared[228 << 10];
-
-static std::mt19937 random_bits(__CUDA_ARCH__);
 static constexpr u8 POISON = 0xee;
-
-// Runs all blocks of a grid.
-static void launch(unsigned x, unsigned y, unsigned z, int threads, const std::function<void()>& kernel) {
-    gridDim = {x, y, z};
-    for (blockIdx.z = 0; blockIdx.z < z; blockIdx.z++) {
-        for (blockIdx.y = 0; blockIdx.y < y; blockIdx.y++) {
-            for (blockIdx.x = 0; blockIdx.x < x; blockIdx.x++) {
-                // NaN for whoever takes it for numbers.
-                memset(shared, 0xff, sizeof shared);
-                Block(threads, random_bits(), kernel);
-            }
-        }
-    }
-}
 
 static void wrong(const char* what, int row, int column, double got, double want) {
     printf("%s: (%d, %d) is %g, not %g\n", what, row, column, got, want);
@@ -86,23 +69,23 @@ struct Weight {
 
     Weight(int rows, int k) : rows(rows), k(k), chunks((size_t)ceil_div(rows, CHUNK_ROWS) * ceil_div(k, CHUNK_K) * CHUNK_BYTES) {
         // Swizzled scales as src/format/swizzle.rs has them; what pads them is NaN.
-        int swizzled = random_bits() % 2, blocks = k / BLOCK;
+        int swizzled = noise() % 2, blocks = k / BLOCK;
         auto place = [&](int row, int block) {
             if (!swizzled) return (size_t)row * blocks + block;
             return ((size_t)row / 128 * ceil_div(blocks, 4) + block / 4) * 512 + row % 32 * 16 + row % 128 / 32 * 4 + block % 4;
         };
         Memory codes((size_t)rows * k / 2), scales(swizzled ? (size_t)ceil_div(rows, 128) * ceil_div(blocks, 4) * 512 : (size_t)rows * blocks);
         memset(scales.data(), 0xff, scales.bytes);
-        for (size_t i = 0; i < codes.bytes; i++) codes.data()[i] = (u8)random_bits();
+        for (size_t i = 0; i < codes.bytes; i++) codes.data()[i] = (u8)noise();
         // Any scale that there is, ends and middle more often.
         u8 some[] = {0x00, 0x01, 0x7e, 0x38};
         for (int r = 0; r < rows; r++) {
-            for (int b = 0; b < blocks; b++) scales.data()[place(r, b)] = random_bits() % 4 ? (u8)(0x30 + random_bits() % 16) : some[random_bits() % 4];
+            for (int b = 0; b < blocks; b++) scales.data()[place(r, b)] = noise() % 4 ? (u8)(0x30 + noise() % 16) : some[noise() % 4];
             for (int c = 0; c < k; c++) {
                 u8 byte = codes.data()[((size_t)r * k + c) / 2];
                 values.push_back(e2m1(c % 2 ? byte >> 4 : byte) * ue4m3(scales.data()[place(r, c / BLOCK)]));
             }
-            bias.push_back((float)(random_bits() % 1000) * 1e-3f - 0.5f);
+            bias.push_back((float)(noise() % 1000) * 1e-3f - 0.5f);
         }
         // In two parts, the first of whole chunks.
         unsigned words = ceil_div(k, CHUNK_K) * pack::WORDS;
@@ -135,7 +118,7 @@ struct Activations {
     Memory halves;
     Activations(int m, int k) : halves((size_t)m * k * 2) {
         for (int i = 0; i < m * k; i++) {
-            u16 x = to_f16(((int)(random_bits() % 2001) - 1000) * 1e-3);
+            u16 x = to_f16(((int)(noise() % 2001) - 1000) * 1e-3);
             ((u16*)halves.data())[i] = x;
             values.push_back(f16_to_float(x));
         }
@@ -251,7 +234,7 @@ static void check_small(const char* name, void (*kernel)(small::Arguments), int 
     std::vector<float> norm, floats(x.values.begin(), x.values.end());
     double squares = 0;
     for (int c = 0; c < k; c++) {
-        norm.push_back((float)(random_bits() % 1000) * 1e-3f);
+        norm.push_back((float)(noise() % 1000) * 1e-3f);
         squares += x.values[c] * x.values[c];
     }
     std::vector<double> input = x.values;

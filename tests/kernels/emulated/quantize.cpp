@@ -15,8 +15,6 @@ namespace quantizing {
 #include "quantize/search.cu"
 }
 
-char shared[1];
-
 struct Case {
     u32 family;     // quantize, quantize_single or quantize_search
     u32 type;       // f32, f16 or bf16
@@ -27,18 +25,13 @@ struct Case {
     u64 seed;
 };
 
-static void launch(unsigned blocks, int threads, const std::function<void()>& kernel) {
-    gridDim = {blocks, 1, 1};
-    for (blockIdx = {0, 0, 0}; blockIdx.x < blocks; blockIdx.x++) ::Block(threads, blockIdx.x, kernel);
-}
-
 static void run(const Case& c, const std::vector<uint4>& input, size_t row_bytes, size_t stride) {
     u32 bits = 0, blocks = c.rows * c.row_blocks;
     if (c.computed) {
         u32 vectors = (u32)(row_bytes / 16);
         magnitude_of::Arguments m = {(const u8*)input.data(), &bits, stride, (u64)c.rows * vectors, vectors, (int)c.saturate};
         void (*kernels[])(magnitude_of::Arguments) = {magnitude_of::amax_f32, magnitude_of::amax_f16, magnitude_of::amax_bf16};
-        launch(2, magnitude_of::THREADS, [&] { kernels[c.type](m); });
+        launch(2, 1, 1, magnitude_of::THREADS, [&] { kernels[c.type](m); });
     }
     std::vector<uint2> codes(blocks + 1, uint2{0xeeeeeeee, 0xeeeeeeee});
     // Of swizzled scales the padding is zeros.
@@ -65,7 +58,7 @@ static void run(const Case& c, const std::vector<uint4>& input, size_t row_bytes
     Kernel kernels[3][3] = {{quantizing::quantize_f32, quantizing::quantize_f16, quantizing::quantize_bf16},
                             {nullptr, quantizing::quantize_single_f16, quantizing::quantize_single_bf16},
                             {quantizing::quantize_search_f32, quantizing::quantize_search_f16, quantizing::quantize_search_bf16}};
-    launch(ceil_div((int)blocks, quantizing::THREADS), quantizing::THREADS, [&] { kernels[c.family][c.type](a); });
+    launch(ceil_div((int)blocks, quantizing::THREADS), 1, 1, quantizing::THREADS, [&] { kernels[c.family][c.type](a); });
     u32 said[3] = {report.nonfinite, report.amax, codes[blocks].x == 0xeeeeeeee && codes[blocks].y == 0xeeeeeeee};
     fwrite(said, sizeof said, 1, stdout);
     fwrite(codes.data(), 8, blocks, stdout);

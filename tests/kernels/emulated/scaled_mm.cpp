@@ -5,10 +5,6 @@
 
 #include "scaled_mm/product.cu"
 
-alignas(128) char shared[96 << 10];
-
-static std::mt19937 random_bits(__CUDA_ARCH__);
-
 struct Matrix {
     int rows, k;
     bool swizzled;
@@ -20,12 +16,12 @@ struct Matrix {
         int blocks = k / 16;
         size_t bytes = swizzled ? (size_t)ceil_div(rows, 128) * ceil_div(blocks, 4) * 512 : (size_t)rows * blocks;
         scales.assign(bytes, 0xff);
-        for (u8& c : codes) c = (u8)random_bits();
+        for (u8& c : codes) c = (u8)noise();
         for (int r = 0; r < rows; r++) {
             for (int b = 0; b < blocks; b++) {
                 // Any scale that there is, but half of them from the ends and the middle.
                 u8 some[] = {0x00, 0x01, 0x7e, 0x38};
-                scales[place(r, b)] = random_bits() % 2 ? some[random_bits() % 4] : (u8)(random_bits() % 0x7f);
+                scales[place(r, b)] = noise() % 2 ? some[noise() % 4] : (u8)(noise() % 0x7f);
             }
         }
     }
@@ -45,7 +41,7 @@ struct Matrix {
 
 template <class T>
 static void check(const char* name, void (*kernel)(Arguments), int m, int n, int k, int output) {
-    Matrix a(m, k, random_bits() % 2), b(n, k, random_bits() % 2);
+    Matrix a(m, k, noise() % 2), b(n, k, noise() % 2);
     constexpr u8 POISON = 0xee;
     int element = output == STORE_F32 ? 4 : 2;
     size_t bytes = (size_t)m * n * element;
@@ -53,8 +49,8 @@ static void check(const char* name, void (*kernel)(Arguments), int m, int n, int
     Arguments arguments = {a.operand(), b.operand(), out.data(), {3e-7f, 0.37f}, k, output};
     for (blockIdx.y = 0; blockIdx.y < (unsigned)ceil_div(n, T::N); blockIdx.y++) {
         for (blockIdx.x = 0; blockIdx.x < (unsigned)ceil_div(m, T::M); blockIdx.x++) {
-            for (int i = 0; i < T::SHARED; i++) shared[i] = (char)random_bits();
-            Block(T::THREADS, random_bits(), [&] { kernel(arguments); });
+            for (int i = 0; i < T::SHARED; i++) shared[i] = (char)noise();
+            Block(T::THREADS, noise(), [&] { kernel(arguments); });
         }
     }
     char what[128];
@@ -86,12 +82,12 @@ static void check(const char* name, void (*kernel)(Arguments), int m, int n, int
 template <class T>
 static void check_tile(const char* name, void (*whole)(Arguments), void (*ragged)(Arguments)) {
     printf("%s: %d threads, %d bytes\n", name, T::THREADS, T::SHARED);
-    static_assert(T::SHARED <= (int)sizeof shared, "room for what is shared");
+    static_assert(T::SHARED <= 96 << 10, "room for what is shared");
     int output = 0;
     for (int k : {64, 704, 1088}) {
-        int m = 1 + (int)(random_bits() % (T::M + T::M / 2)), n = 1 + (int)(random_bits() % (T::N + T::N / 2));
+        int m = 1 + (int)(noise() % (T::M + T::M / 2)), n = 1 + (int)(noise() % (T::N + T::N / 2));
         check<T>(name, whole, m, n, k, output % 3);
-        check<T>(name, ragged, n, m, k - 16 * (1 + (int)(random_bits() % 3)), output++ % 3);
+        check<T>(name, ragged, n, m, k - 16 * (1 + (int)(noise() % 3)), output++ % 3);
     }
     check<T>(name, whole, T::M + 1, T::N, 320, STORE_F32);
     check<T>(name, ragged, T::M, T::N + 1, 336, STORE_BF16);
