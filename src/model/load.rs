@@ -391,7 +391,7 @@ pub(super) fn load<T: Send>(
                 jobs.push((HEAD.to_owned(), entry, Job::Matrix));
             }
             if !checked_by_head {
-                let row_bytes = bytes_of(entry, entry.rows()).div_ceil(entry.rows() as u64);
+                let row_bytes = entry.bytes.div_ceil(entry.rows() as u64);
                 let step = (CHECKED / row_bytes.max(1)).max(1) as usize;
                 for first in (0..entry.rows()).step_by(step) {
                     let rows = first..(first + step).min(entry.rows());

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use super::dense::dense;
-use super::matrix::{CHUNK_BYTES, CHUNK_K, CHUNK_ROWS, by_words};
+use super::matrix::{CHUNK_ROWS, by_words, chunk_offset};
 use super::tiled::TileKernel;
 use super::{FEW, Matrix, Output, SMALL, Storage, TILED};
 use crate::base::Result;
@@ -140,8 +140,7 @@ impl LinearScratch {
         for first in (0..w.rows).step_by(step) {
             let rows = step.min(w.rows - first);
             let arguments = DequantizeArguments {
-                chunks: w.address()
-                    + (first / CHUNK_ROWS * w.cols.div_ceil(CHUNK_K) * CHUNK_BYTES) as u64,
+                chunks: w.address() + chunk_offset(first, w.cols),
                 out: self.room.address(),
                 rows: int("rows", rows)?,
                 k: int("K", w.cols)?,

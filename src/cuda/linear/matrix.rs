@@ -108,6 +108,11 @@ fn chunk_row(cols: usize) -> usize {
     cols.div_ceil(CHUNK_K) * CHUNK_BYTES
 }
 
+/// Bytes from a weight's first chunk to that of row `first`, which begins one.
+pub(super) fn chunk_offset(first: usize, cols: usize) -> u64 {
+    (first / CHUNK_ROWS * chunk_row(cols)) as u64
+}
+
 /// Memory for the chunks of an NVFP4 weight.
 fn chunks(gpu: &Arc<Gpu>, rows: usize, cols: usize) -> Result<DeviceBuffer> {
     check_size(rows, cols)?;
@@ -121,6 +126,24 @@ fn chunks(gpu: &Arc<Gpu>, rows: usize, cols: usize) -> Result<DeviceBuffer> {
 /// Rows of a launch of the kernel that packs, whose chunks are a grid's second dimension.
 const PACKED_ROWS: usize = CHUNK_ROWS * 65_535;
 
+/// Enqueues `n` rows of `w` from `first` on, in the order of the kernels, to the address `chunks`.
+///
+/// # Safety
+/// `w` must have the rows, and there must be room for their chunks.
+unsafe fn pack(w: &Operand<'_>, first: usize, n: usize, chunks: u64) -> Result<()> {
+    let arguments = PackArguments {
+        codes: w.codes.address(),
+        scales: w.scales.address(),
+        chunks,
+        first_row: int("rows", first)?,
+        rows: int("rows", n)?,
+        k: int("K", w.k)?,
+        swizzled: (w.layout == ScaleLayout::Swizzled).into(),
+    };
+    // SAFETY: the struct is the kernel's; the rest is the caller's promise.
+    unsafe { by_words(n, w.k).run(w.gpu(), Unit::LinearPack, "linear_pack", &arguments) }
+}
+
 impl Matrix {
     /// The NVFP4 weight with the codes and scales of a matrix on the device, whose scales the caller has checked or will: see
     /// [`crate::cuda::ScaleCheck`]. Enqueues a copy.
@@ -129,17 +152,9 @@ impl Matrix {
         let values = chunks(gpu, rows, cols)?;
         for first in (0..rows).step_by(PACKED_ROWS) {
             let n = PACKED_ROWS.min(rows - first);
-            let arguments = PackArguments {
-                codes: w.codes.address(),
-                scales: w.scales.address(),
-                chunks: values.address() + (first / CHUNK_ROWS * chunk_row(cols)) as u64,
-                first_row: int("rows", first)?,
-                rows: n as i32,
-                k: int("K", cols)?,
-                swizzled: (w.layout == ScaleLayout::Swizzled).into(),
-            };
-            // SAFETY: the struct is the kernel's; the matrix has the rows, and there is room for their chunks.
-            unsafe { by_words(n, cols).run(gpu, Unit::LinearPack, "linear_pack", &arguments)? };
+            let chunks = values.address() + chunk_offset(first, cols);
+            // SAFETY: the matrix has the rows, and there is room for their chunks.
+            unsafe { pack(w, first, n, chunks)? };
         }
         Ok(Matrix {
             storage: Storage::Nvfp4,
@@ -210,17 +225,10 @@ impl Matrix {
             }
             codes.write(0, some_codes)?;
             scales.write(0, some_scales)?;
-            let arguments = PackArguments {
-                codes: codes.address(),
-                scales: scales.address(),
-                chunks: values.address() + (first / CHUNK_ROWS * chunk_row(cols)) as u64,
-                first_row: 0,
-                rows: int("rows", n)?,
-                k: int("K", cols)?,
-                swizzled: 0,
-            };
-            // SAFETY: the struct is the kernel's; all three have room for `n` rows.
-            unsafe { by_words(n, cols).run(gpu, Unit::LinearPack, "linear_pack", &arguments)? };
+            let some = Operand::new(&codes, &scales, ScaleLayout::Linear, n, cols, global)?;
+            let chunks = values.address() + chunk_offset(first, cols);
+            // SAFETY: all three have room for `n` rows.
+            unsafe { pack(&some, 0, n, chunks)? };
         }
         Ok(Matrix {
             storage: Storage::Nvfp4,
