@@ -119,10 +119,13 @@ struct Block {
         std::shuffle(order.begin(), order.end(), random);
         for (int left = threads; left > 0;) {
             bool any = false;
+            // Half of the warps rest, so that some fall behind for longer than a turn.
+            unsigned resting = random();
             for (int i : order) {
                 Fiber& f = *fibers[i];
                 if (f.done || (f.counter && *f.counter == f.count)) continue;
                 any = true;
+                if (resting >> i / 32 & 1) continue;
                 threadIdx.x = i;
                 swapcontext(&scheduler, &f.context);
                 left -= f.done;
