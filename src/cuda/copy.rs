@@ -6,15 +6,11 @@ use std::sync::Arc;
 use cudarc::driver::{result, sys};
 
 use super::gpu::{Gpu, check};
-use super::memory::{DeviceBuffer, DeviceSlice, Pinned};
+use super::memory::{DeviceBuffer, DeviceSlice};
+use super::staging::Staging;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::{Plain, Tag};
-
-/// Bytes of a staging buffer: long enough for full speed, and few of them are held.
-const STAGING: usize = 4 << 20;
-/// Staging buffers kept for the next caller.
-const KEPT: usize = 4;
 
 /// The bytes of plain values.
 pub(super) fn as_bytes<T: Plain>(values: &[T]) -> &[u8] {
@@ -61,42 +57,15 @@ impl DeviceBuffer {
         mut fill: impl FnMut(Range<usize>, &mut [u8]) -> Result<()>,
     ) -> Result<()> {
         within(&*self, &(at..at.saturating_add(len)))?;
-        let gpu = self.gpu().clone();
-        // Two buffers: one is filled while the other is copied.
-        let mut staging = [take(&gpu)?, take(&gpu)?];
-        let mut busy = [None, None];
-        let mut result = Ok(());
-        for (i, start) in (0..len).step_by(STAGING).enumerate() {
-            let n = STAGING.min(len - start);
-            let (pinned, busy) = (&mut staging[i % 2], &mut busy[i % 2]);
-            result = wait(busy)
-                .and_then(|()| fill(start..start + n, &mut pinned.bytes_mut()[..n]))
-                .and_then(|()| {
-                    gpu.bind()?;
-                    check(
-                        // SAFETY: the range lies within this buffer; the staging memory stays unchanged until the event
-                        // recorded next has passed, which `wait` sees to before it is filled or given back.
-                        unsafe {
-                            result::memcpy_htod_async(
-                                self.address() + (at + start) as u64,
-                                &pinned.bytes()[..n],
-                                gpu.stream(),
-                            )
-                        },
-                        "copying to the device",
-                    )?;
-                    *busy = Some(Event::record(&gpu)?);
-                    Ok(())
-                });
-            if result.is_err() {
-                break;
-            }
+        let mut staging = Staging::new(self.gpu(), len);
+        let step = staging.bytes();
+        for start in (0..len).step_by(step) {
+            let n = step.min(len - start);
+            fill(start..start + n, &mut staging.next()?[..n])?;
+            // SAFETY: the range lies within this buffer.
+            unsafe { staging.send(&[(0..n, self.address() + (at + start) as u64)])? };
         }
-        let waited = busy.iter_mut().try_for_each(wait);
-        for pinned in staging {
-            keep(&gpu, pinned);
-        }
-        result.and(waited)
+        staging.finish()
     }
 
     /// Copies from byte `at` on to `out`, when everything enqueued before has run.
@@ -149,30 +118,6 @@ impl DeviceSlice<'_> {
             )?;
         }
         self.gpu().synchronize()
-    }
-}
-
-/// A staging buffer, to be given back by [`keep`] when nothing enqueued uses it any more.
-pub(super) fn take(gpu: &Gpu) -> Result<Pinned> {
-    let kept = gpu.staging().pop();
-    match kept {
-        Some(pinned) => Ok(pinned),
-        None => Pinned::new(gpu, Tag::Scratch, STAGING),
-    }
-}
-
-/// Keeps a staging buffer for the next caller, if there are not enough of them.
-pub(super) fn keep(gpu: &Gpu, pinned: Pinned) {
-    let mut kept = gpu.staging();
-    if kept.len() < KEPT {
-        kept.push(pinned);
-    }
-}
-
-fn wait(event: &mut Option<Event>) -> Result<()> {
-    match event.take() {
-        Some(event) => event.wait(),
-        None => Ok(()),
     }
 }
 

@@ -24,6 +24,7 @@ mod report;
 mod rows;
 mod sample;
 mod scaled_mm;
+mod staging;
 mod table;
 mod tensor;
 

@@ -12,6 +12,7 @@ use crate::cuda::launch::Launch;
 use crate::cuda::memory::{DeviceBuffer, DeviceSlice};
 use crate::cuda::nvrtc::Unit;
 use crate::cuda::operand::Operand;
+use crate::cuda::staging::{STAGING, Staging};
 use crate::format::e4m3;
 use crate::format::nvfp4::BLOCK;
 use crate::format::swizzle::ScaleLayout;
@@ -88,9 +89,9 @@ pub type ReadNvfp4<'a> = dyn FnMut(Range<usize>, &mut [u8], &mut [u8]) -> Result
 /// Gives the bytes of a range of rows.
 pub type ReadBytes<'a> = dyn FnMut(Range<usize>, &mut [u8]) -> Result<()> + 'a;
 
-/// Rows of a weight that are brought to the device at a time.
+/// Rows of a weight that are brought to the device at a time: as many lines of chunks as a staging buffer holds, or one.
 fn rows_at_a_time(row_bytes: usize) -> usize {
-    ((4 << 20) / row_bytes.max(1)).max(1)
+    (STAGING / row_bytes / CHUNK_ROWS).max(1) * CHUNK_ROWS
 }
 
 fn check_size(rows: usize, cols: usize) -> Result<()> {
@@ -203,15 +204,14 @@ impl Matrix {
         }
         let (code_row, scale_row) = (cols / 2, cols / BLOCK);
         let values = chunks(gpu, rows, cols)?;
-        let step = rows_at_a_time(code_row).next_multiple_of(CHUNK_ROWS);
-        let mut codes = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, step.min(rows) * code_row)?;
-        let mut scales = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, step.min(rows) * scale_row)?;
-        let mut some_codes = vec![0; step.min(rows) * code_row];
-        let mut some_scales = vec![0; step.min(rows) * scale_row];
+        let step = rows_at_a_time(code_row + scale_row).min(rows);
+        let codes = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, step * code_row)?;
+        let scales = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, step * scale_row)?;
+        let mut staging = Staging::of(gpu, step * (code_row + scale_row));
         for first in (0..rows).step_by(step) {
             let n = step.min(rows - first);
-            let some_codes = &mut some_codes[..n * code_row];
-            let some_scales = &mut some_scales[..n * scale_row];
+            let (code_bytes, both) = (n * code_row, n * (code_row + scale_row));
+            let (some_codes, some_scales) = staging.next()?[..both].split_at_mut(code_bytes);
             read(first..first + n, some_codes, some_scales)?;
             // Past the largest scale come NaN and the negative ones.
             if let Some(i) = some_scales.iter().position(|&s| s > e4m3::MAX_BYTE) {
@@ -223,13 +223,18 @@ impl Matrix {
                     some_scales[i]
                 );
             }
-            codes.write(0, some_codes)?;
-            scales.write(0, some_scales)?;
+            let copies = [
+                (0..code_bytes, codes.address()),
+                (code_bytes..both, scales.address()),
+            ];
+            // SAFETY: both buffers have room for `n` rows.
+            unsafe { staging.send(&copies)? };
             let some = Operand::new(&codes, &scales, ScaleLayout::Linear, n, cols, global)?;
             let chunks = values.address() + chunk_offset(first, cols);
             // SAFETY: all three have room for `n` rows.
             unsafe { pack(&some, 0, n, chunks)? };
         }
+        staging.finish()?;
         Ok(Matrix {
             storage: Storage::Nvfp4,
             rows,
@@ -252,16 +257,18 @@ impl Matrix {
         };
         check_size(rows, cols)?;
         let row = cols * element;
-        let mut values =
+        let values =
             DeviceBuffer::uninit(gpu, Tag::DeviceWeights, product("weight", &[rows, row])?)?;
-        let step = rows_at_a_time(row);
-        let mut bytes = vec![0; step.min(rows) * row];
+        let step = rows_at_a_time(row).min(rows);
+        let mut staging = Staging::of(gpu, step * row);
         for first in (0..rows).step_by(step) {
             let n = step.min(rows - first);
-            let bytes = &mut bytes[..n * row];
-            read(first..first + n, bytes)?;
-            values.write(first * row, bytes)?;
+            read(first..first + n, &mut staging.next()?[..n * row])?;
+            let to = values.address() + (first * row) as u64;
+            // SAFETY: the matrix has the rows.
+            unsafe { staging.send(&[(0..n * row, to)])? };
         }
+        staging.finish()?;
         Ok(Matrix {
             storage,
             rows,

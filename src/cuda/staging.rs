@@ -1,0 +1,145 @@
+//! Page-locked memory through which copies to the device pass, kept for the next caller: making it takes the driver longer
+//! than a copy.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use cudarc::driver::result;
+
+use super::copy::Event;
+use super::gpu::{Gpu, check};
+use super::memory::Pinned;
+use crate::base::Result;
+use crate::base::error::err;
+use crate::base::memory::Tag;
+
+/// Bytes of a buffer: long enough for full speed.
+pub(super) const STAGING: usize = 1 << 20;
+/// Kept at most: two for each thread of a large machine. Those who load give them back, see [`Gpu::empty_cache`].
+const KEPT: usize = 64;
+
+/// Page-locked memory of at least `bytes`, to be given back by [`keep`] when nothing enqueued uses it any more.
+pub(super) fn take(gpu: &Gpu, bytes: usize) -> Result<Pinned> {
+    let kept = match bytes <= STAGING {
+        true => gpu.staging().pop(),
+        false => None,
+    };
+    match kept {
+        Some(pinned) => Ok(pinned),
+        None => Pinned::new(gpu, Tag::Scratch, bytes.max(STAGING)),
+    }
+}
+
+/// Keeps what [`take`] gave for the next caller, unless there is enough of it.
+pub(super) fn keep(gpu: &Gpu, pinned: Pinned) {
+    let mut kept = gpu.staging();
+    if pinned.bytes().len() == STAGING && kept.len() < KEPT {
+        kept.push(pinned);
+    }
+}
+
+/// Two buffers, of which one is filled while the other is copied. Dropped, it waits for its copies.
+pub(super) struct Staging {
+    gpu: Arc<Gpu>,
+    bytes: usize,
+    /// Each with the copies that read it.
+    buffers: [Option<(Pinned, Option<Event>)>; 2],
+    turn: usize,
+}
+
+impl Staging {
+    /// For pieces of up to `bytes`, or of [`Staging::bytes`] if that is less.
+    pub(super) fn new(gpu: &Arc<Gpu>, bytes: usize) -> Staging {
+        Self::of(gpu, bytes.clamp(1, STAGING))
+    }
+
+    /// For pieces of `bytes`, however many.
+    pub(super) fn of(gpu: &Arc<Gpu>, bytes: usize) -> Staging {
+        Staging {
+            gpu: gpu.clone(),
+            bytes,
+            buffers: [None, None],
+            turn: 1,
+        }
+    }
+
+    /// Bytes of a piece.
+    pub(super) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// The buffer whose turn it is, to be filled.
+    pub(super) fn next(&mut self) -> Result<&mut [u8]> {
+        self.turn = 1 - self.turn;
+        let slot = &mut self.buffers[self.turn];
+        match slot {
+            Some((_, busy)) => {
+                if let Some(event) = busy.take() {
+                    event.wait()?;
+                }
+            }
+            None => *slot = Some((take(&self.gpu, self.bytes)?, None)),
+        }
+        match slot {
+            Some((pinned, _)) => Ok(&mut pinned.bytes_mut()[..self.bytes]),
+            None => Err(err!(Internal, "a staging buffer was just made")),
+        }
+    }
+
+    /// Enqueues copies of ranges of the buffer that was filled last to addresses of the device.
+    ///
+    /// # Safety
+    /// So many bytes there must be device memory, used in the order of the stream.
+    pub(super) unsafe fn send(&mut self, copies: &[(Range<usize>, u64)]) -> Result<()> {
+        let Some((pinned, busy)) = &mut self.buffers[self.turn] else {
+            return Err(err!(Internal, "no staging buffer was filled"));
+        };
+        self.gpu.bind()?;
+        let sent = copies.iter().try_for_each(|(range, to)| {
+            check(
+                // SAFETY: the caller's promise; the staging memory stays unchanged until the event recorded below has passed,
+                // which is waited for before it is filled or given back.
+                unsafe {
+                    result::memcpy_htod_async(
+                        *to,
+                        &pinned.bytes()[range.clone()],
+                        self.gpu.stream(),
+                    )
+                },
+                "copying to the device",
+            )
+        });
+        *busy = Some(Event::record(&self.gpu)?);
+        sent
+    }
+
+    /// Waits for what was sent, so that a fault comes out here.
+    pub(super) fn finish(mut self) -> Result<()> {
+        self.settle()
+    }
+
+    fn settle(&mut self) -> Result<()> {
+        let mut result = Ok(());
+        for slot in &mut self.buffers {
+            let Some((pinned, busy)) = slot.take() else {
+                continue;
+            };
+            match busy.map_or(Ok(()), |event| event.wait()) {
+                Ok(()) => keep(&self.gpu, pinned),
+                Err(e) => {
+                    // The device may still read it.
+                    std::mem::forget(pinned);
+                    result = Err(e);
+                }
+            }
+        }
+        result
+    }
+}
+
+impl Drop for Staging {
+    fn drop(&mut self) {
+        // After a failure there is nobody to tell of another.
+        let _ = self.settle();
+    }
+}
