@@ -66,12 +66,12 @@ struct State {
     batch: usize,
     pages: usize,
     residual: DeviceBuffer,
-    normed: DeviceBuffer,
-    qkv: DeviceBuffer,
-    q: DeviceBuffer,
-    attended: DeviceBuffer,
-    gate_up: DeviceBuffer,
-    mlp: DeviceBuffer,
+    /// What goes into the first product of a half of a block, normed, and what attention gives to its last: f16.
+    input: DeviceBuffer,
+    /// What the first product of a half of a block gives: qkv in f32; gate and up in f16.
+    projected: DeviceBuffer,
+    /// Rotated queries, and later what goes into the last product of the MLP: f16.
+    inner: DeviceBuffer,
     logits: DeviceBuffer,
     tokens: DeviceBuffer,
     positions: DeviceBuffer,
@@ -362,9 +362,9 @@ impl Executor {
                 config.rms_norm_eps,
                 rows,
                 hidden,
-                &s.normed,
+                &s.input,
             )?;
-            Ok(Input::Plain(&s.normed, 1.0))
+            Ok(Input::Plain(&s.input, 1.0))
         };
 
         let input = match rows == 1 && cuda::is_fused(gpu, 1, &[q, k, v], Output::F32) {
@@ -377,7 +377,7 @@ impl Executor {
             rows,
             &[q, k, v],
             Output::F32,
-            &s.qkv,
+            &s.projected,
             qkv,
             &s.linear,
         )?;
@@ -392,21 +392,21 @@ impl Executor {
                 gpu,
                 &heads,
                 &pages,
-                &s.qkv,
+                &s.projected,
                 &s.positions,
                 rows,
                 parts,
                 &s.parts,
-                &s.attended,
+                &s.input,
             )?,
             Attention::Rows(first) => {
-                cuda::store(gpu, &heads, &pages, &s.qkv, 0, rows, first, &s.q)?;
-                cuda::prefill(gpu, &heads, &pages, &s.q, 0, rows, first, &s.attended)?;
+                cuda::store(gpu, &heads, &pages, &s.projected, 0, rows, first, &s.inner)?;
+                cuda::prefill(gpu, &heads, &pages, &s.inner, 0, rows, first, &s.input)?;
             }
         }
         cuda::linear(
             gpu,
-            Input::Plain(&s.attended, 1.0),
+            Input::Plain(&s.input, 1.0),
             rows,
             &[o],
             Output::Add,
@@ -425,7 +425,7 @@ impl Executor {
                 rows,
                 &[gate, up],
                 Output::Swiglu,
-                &s.mlp,
+                &s.inner,
                 wide,
                 &s.linear,
             )?;
@@ -437,15 +437,15 @@ impl Executor {
                 rows,
                 &[gate, up],
                 Output::F16,
-                &s.gate_up,
+                &s.projected,
                 2 * wide,
                 &s.linear,
             )?;
-            cuda::swiglu(gpu, &s.gate_up, rows, wide, &s.mlp)?;
+            cuda::swiglu(gpu, &s.projected, rows, wide, &s.inner)?;
         }
         cuda::linear(
             gpu,
-            Input::Plain(&s.mlp, cuda::MLP_SCALE),
+            Input::Plain(&s.inner, cuda::MLP_SCALE),
             rows,
             &[down],
             Output::Add,
@@ -477,9 +477,9 @@ impl Executor {
                 config.rms_norm_eps,
                 rows,
                 hidden,
-                &s.normed,
+                &s.input,
             )?;
-            Input::Plain(&s.normed, 1.0)
+            Input::Plain(&s.input, 1.0)
         };
         cuda::linear(
             gpu,
@@ -683,12 +683,9 @@ impl State {
             batch,
             pages,
             residual: scratch(rows * hidden, 4)?,
-            normed: scratch(rows * hidden, 2)?,
-            qkv: scratch(rows * qkv, 4)?,
-            q: scratch(rows * q, 2)?,
-            attended: scratch(rows * q, 2)?,
-            gate_up: scratch(rows * 2 * wide, 2)?,
-            mlp: scratch(rows * wide, 2)?,
+            input: scratch(rows * hidden.max(q), 2)?,
+            projected: scratch(rows * qkv.max(wide), 4)?,
+            inner: scratch(rows * wide.max(q), 2)?,
             logits: scratch(head_rows * config.vocab_size, 4)?,
             tokens: scratch(rows.max(batch), 4)?,
             positions: scratch(batch, 4)?,
