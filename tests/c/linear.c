@@ -187,11 +187,11 @@ static void in_place(NVFP4_Tensor *host_codes, NVFP4_Tensor *host_scales, int pl
     SAYS("cuda:0");
 
     /* A scale that is NaN, at the last place. */
-    nvfp4_scales[15] = 0x7f;
+    nvfp4_scales[15] = 0xff;
     NVFP4_Tensor *bad = put(host_scales, place);
     nvfp4_scales[15] = (15 % 8 + 3) << 3;
     FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_weight_create(codes, bad, 0.5F, NVFP4_SCALES_LINEAR, &on_cpu));
-    SAYS("block 0 in row 15 has the byte 0x7f");
+    SAYS("block 0 in row 15 has the byte 0xff");
     FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_matmul(codes, scales, 1, codes, bad, 1, NVFP4_SCALES_LINEAR, NVFP4_DTYPE_FLOAT32, &y));
     SAYS("row 15");
     CHECK(on_cpu == NULL && y == NULL);
