@@ -1,19 +1,18 @@
 // Attention of one new token for each sequence of a batch over its cached keys and values, which the same kernel extends: the
 // norm and rotation of queries and keys happen on the way in. Bound by reading the cache.
 //
-// A block takes up to 8 query heads that share a key/value head, and one of several parts of a sequence; its warps take 32
-// positions at a time. Scores are computed transposed (keys as A, the heads as B), so that 8 heads fill the instruction, and
-// keys and values come straight from the cache in 16-byte pieces: the order of positions inside 32 is chosen such that the
-// piece of values that a lane reads matches the scores that it holds. The last block of a sequence to finish adds the parts
-// in order.
+// A block takes up to 8 query heads that share a key/value head, and one of several parts of a sequence, a page at a time, of
+// which each warp has 16 positions. Scores are computed transposed (keys as A, the heads as B), so that 8 heads fill the
+// instruction. Pages pass through a ring in shared memory, which is filled before the kernel waits for the one before it: what
+// the new token itself adds is worked out apart, and nothing else of the cache depends on that kernel. The last block of a
+// sequence to finish adds the parts in order.
 #include "common/heads.cuh"
 #include "common/pages.cuh"
 
 constexpr int HEADS = 8;        // the N of the matrix instruction
-constexpr int STEP = 32;        // positions of a warp at a time
-constexpr int WARPS = 8;
-constexpr int PREFETCHED = 4;   // pages
-static_assert(PAGE % STEP == 0, "a step lies in one page");
+constexpr int STEP = 16;        // positions of a warp at a time
+constexpr int WARPS = PAGE / STEP;
+constexpr int THREADS = WARPS * WARP;
 
 struct Arguments {
     const float* qkv;           // [sequences, (heads + 2 kv_heads) D]
@@ -29,12 +28,86 @@ struct Arguments {
     float scale;                // of the scores, times log2(e)
 };
 
+// A page's keys and values of a head in shared memory, rows of keys [PAGE][D] and columns of values [D][PAGE]. Of neighbouring
+// rows the pieces of 16 bytes stand in different orders, so that 8 of them meet in no bank.
 template <int D>
+struct PageStage {
+    static constexpr int KEY_PIECES = D / 8, VALUE_PIECES = PAGE / 8, KEY_BYTES = PAGE * D * 2, BYTES = 2 * KEY_BYTES;
+    u32 base;
+
+    template <int PIECES>
+    static __device__ __forceinline__ int place(int row, int piece) {
+        return (row * PIECES + (piece ^ row % (PIECES < 8 ? PIECES : 8))) * 16;
+    }
+    // Asks for a page; all threads call this.
+    __device__ __forceinline__ void fill(const u16* keys, const u16* values) const {
+#pragma unroll 4
+        for (int i = threadIdx.x; i < PAGE * KEY_PIECES; i += THREADS) {
+            copy_async_16(base + place<KEY_PIECES>(i / KEY_PIECES, i % KEY_PIECES), keys + i * 8, 16);
+            copy_async_16(base + KEY_BYTES + place<VALUE_PIECES>(i / VALUE_PIECES, i % VALUE_PIECES), values + i * 8, 16);
+        }
+    }
+    // Elements 16 j to 16 j + 15 of 16 positions from `first` on, as A.
+    __device__ __forceinline__ void keys(int first, int j, u32 (&a)[4]) const {
+        int lane = lane_id();
+        load_matrices(a, base + place<KEY_PIECES>(first + lane % 16, 2 * j + lane / 16));
+    }
+    // The same, transposed.
+    __device__ __forceinline__ void values(int first, int j, u32 (&a)[4]) const {
+        int lane = lane_id();
+        load_matrices(a, base + KEY_BYTES + place<VALUE_PIECES>(16 * j + lane % 16, first / 8 + lane / 16));
+    }
+};
+
+// What a block knows of the new token, and whether it is the last.
+template <int D>
+struct __align__(128) Token {
+    u16 q[HEADS][D], key[D], value[D];
+    int last;
+};
+
+// What a head has seen of a sequence: a lane's share of the sum of values, the largest score, and the sum of weights.
+template <int D>
+struct Seen {
+    static constexpr int LINE = D + 2;
+    float y[D / WARP], top, weight;
+
+    // Adds up what warps or parts have seen, in order: lines of D sums, the score and the weight.
+    __device__ __forceinline__ Seen(const float* lines, int count, int stride) : top(-INFINITY), weight(0) {
+#pragma unroll
+        for (int i = 0; i < count; i++) top = fmaxf(top, lines[i * stride + D]);
+#pragma unroll
+        for (int j = 0; j < D / WARP; j++) y[j] = 0;
+#pragma unroll
+        for (int i = 0; i < count; i++) {
+            // Who has seen nothing has no largest score.
+            float score = lines[i * stride + D], factor = score == -INFINITY ? 0 : exp2_approx(score - top);
+            weight += lines[i * stride + D + 1] * factor;
+#pragma unroll
+            for (int j = 0; j < D / WARP; j++) y[j] += lines[i * stride + lane_id() + WARP * j] * factor;
+        }
+    }
+    __device__ __forceinline__ void write(float* line) const {
+#pragma unroll
+        for (int j = 0; j < D / WARP; j++) line[lane_id() + WARP * j] = y[j];
+        if (lane_id() == 0) {
+            line[D] = top;
+            line[D + 1] = weight;
+        }
+    }
+    __device__ __forceinline__ void write_out(u16* out) const {
+#pragma unroll
+        for (int j = 0; j < D / WARP; j++) out[lane_id() + WARP * j] = to_f16(y[j] / weight);
+    }
+};
+
+template <int D, int STAGES>
 __device__ __forceinline__ void run(const Arguments& a) {
-    constexpr int PIECES = D / 32, TILES = D / 16, LINE = D + 2;
-    __shared__ __align__(16) u16 q[HEADS][D];
-    __shared__ float merged[WARPS][HEADS][LINE];  // sums of values, then the maximum and the sum of weights
-    __shared__ bool last;
+    constexpr int TILES = D / 16, LINE = Seen<D>::LINE, N = D / WARP;
+    using Stage = PageStage<D>;
+    extern __shared__ __align__(128) char shared[];
+    auto& [q, new_key, new_value, last] = *(Token<D>*)shared;
+    char* ring = shared + sizeof(Token<D>);
 
     int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
     int head_blocks = ceil_div(a.group, HEADS);
@@ -43,105 +116,132 @@ __device__ __forceinline__ void run(const Arguments& a) {
     int sequence = blockIdx.y, part = blockIdx.z, parts = gridDim.z;
     first_head += kv_head * a.group;
 
-    // Positions change between steps only, and pages and norms not even then: kernels let the next one start when they have
-    // waited themselves, so everything before the last one is done by now.
-    int position = a.positions[sequence], length = position + 1;
-    Rotation<D> rotation(a.head, position);
-    float q_weight[D / WARP], k_weight[D / WARP];
-    load_norm<D>(a.q_norm, q_weight);
-    load_norm<D>(warp == 0 ? a.k_norm : nullptr, k_weight);
-    int share = ceil_div(ceil_div(length, parts), STEP) * STEP;
-    int begin = part * share, end = min(length, begin + share);
+    // Positions change between steps only, and pages, norms and earlier positions not even then: kernels let the next one start
+    // when they have waited themselves, so everything before the last one is done by now.
+    int position = a.positions[sequence];
+    int share = ceil_div(ceil_div(position + 1, parts), PAGE) * PAGE;
+    int begin = part * share, end = min(position, begin + share), pages = ceil_div(max(end - begin, 0), PAGE);
+    bool has_new = position >= begin && position < begin + share;
 
-    // All keys and values but the new ones are there; the first of them are on their way while earlier kernels end.
-    constexpr int LINE_BYTES = 128, PAGE_LINES = PAGE * D * 2 / LINE_BYTES;
-    for (int i = threadIdx.x; i < PREFETCHED * PAGE_LINES; i += WARPS * WARP) {
-        int p = begin / PAGE * PAGE + i / PAGE_LINES * PAGE;
-        if (p >= min(end, position)) break;
-        prefetch_line((const char*)keys<D>(a.pages, sequence, p, kv_head) + i % PAGE_LINES * LINE_BYTES);
-        prefetch_line((const char*)values<D>(a.pages, sequence, p, kv_head) + i % PAGE_LINES * LINE_BYTES);
-    }
+    auto stage = [&](int i) { return Stage{shared_address(ring) + i % STAGES * Stage::BYTES}; };
+    auto load = [&](int i) {
+        if (i < pages) {
+            int p = begin + i * PAGE;
+            stage(i).fill(keys<D>(a.pages, sequence, p, kv_head), values<D>(a.pages, sequence, p, kv_head));
+        }
+        copy_async_commit();
+    };
+#pragma unroll 1
+    for (int i = 0; i < STAGES; i++) load(i);
+    Rotation<D> rotation(a.head, position);
+    float q_weight[N], k_weight[N];
+    load_norm<D>(a.q_norm, q_weight);
+    load_norm<D>(a.k_norm, k_weight);
 
     wait_for_earlier_kernels();
     let_later_kernels_start();
+    // Queries, then the key and the value: heads of a row, as many as a warp's turns. All are on their way before one is used.
+    constexpr int TURNS = ceil_div(HEADS + 2, WARPS);
     const float* row = a.qkv + (size_t)sequence * (all_heads + 2 * a.pages.kv_heads) * D;
-    float y[D / WARP];
-    {
-        int h = min(warp, heads - 1);
-        norm_and_rotate<D>(row + (first_head + h) * D, a.q_norm != nullptr, q_weight, a.head.eps, rotation, a.scale, y);
+    float y[TURNS][N];
 #pragma unroll
-        for (int j = 0; j < D / WARP; j++) q[warp][lane + WARP * j] = to_f16(y[j]);
+    for (int turn = 0; turn < TURNS; turn++) {
+        int i = warp + turn * WARPS;
+        int head = i < heads ? first_head + i : all_heads + kv_head + (i == heads ? 0 : a.pages.kv_heads);
+        if (i < heads + 2) load_head<D>(row + head * D, y[turn]);
     }
-    if (position >= begin && position < end) {
-        if (warp == 0) {
-            norm_and_rotate<D>(row + (all_heads + kv_head) * D, a.k_norm != nullptr, k_weight, a.head.eps, rotation, 1, y);
-            u16* k = keys<D>(a.pages, sequence, position, kv_head);
 #pragma unroll
-            for (int j = 0; j < D / WARP; j++) k[lane + WARP * j] = to_f16(y[j]);
-        } else if (warp == 1) {
-            const float* x = row + (all_heads + a.pages.kv_heads + kv_head) * D;
-            u16* v = values<D>(a.pages, sequence, position, kv_head);
+    for (int turn = 0; turn < TURNS; turn++) {
+        int i = warp + turn * WARPS;
+        if (i < heads) {
+            norm_and_rotate<D>(y[turn], a.q_norm != nullptr, q_weight, a.head.eps, rotation, a.scale);
+        } else if (i == heads) {
+            norm_and_rotate<D>(y[turn], a.k_norm != nullptr, k_weight, a.head.eps, rotation, 1);
+        }
+        u16* to = i < heads ? q[i] : i == heads ? new_key : new_value;
+        if (i < heads + 2) {
 #pragma unroll
-            for (int j = 0; j < D / WARP; j++) v[(lane + WARP * j) * PAGE] = to_f16(x[lane + WARP * j]);
+            for (int j = 0; j < N; j++) to[lane + WARP * j] = to_f16(y[turn][j]);
         }
     }
+    for (int i = threadIdx.x; i < (HEADS - heads) * D; i += THREADS) q[heads + i / D][i % D] = 0;
     __syncthreads();
 
-    uint4 query[PIECES];
+    if (has_new) {
+        u16 *to_key = keys<D>(a.pages, sequence, position, kv_head), *to_value = values<D>(a.pages, sequence, position, kv_head);
+        for (int i = threadIdx.x; i < D; i += THREADS) {
+            to_key[i] = new_key[i];
+            to_value[i * PAGE] = new_value[i];
+        }
+    }
+    u32 query[TILES][2];
 #pragma unroll
-    for (int j = 0; j < PIECES; j++) query[j] = *(const uint4*)&q[g][32 * j + 8 * t];
+    for (int j = 0; j < TILES; j++) {
+        query[j][0] = *(const u32*)&q[g][16 * j + 2 * t];
+        query[j][1] = *(const u32*)&q[g][16 * j + 2 * t + 8];
+    }
     float sums[TILES][4] = {}, top[2] = {-INFINITY, -INFINITY}, weight[2] = {0, 0};
 
-    for (int p = begin + warp * STEP; p < end; p += WARPS * STEP) {
-        const u16* k = keys<D>(a.pages, sequence, p, kv_head);
-        const u16* v = values<D>(a.pages, sequence, p, kv_head);
-        float score[2][4] = {};
+    for (int i = 0; i < pages; i++) {
+        copy_async_wait<STAGES - 1>();
+        __syncthreads();
+        int first = warp * STEP, p = begin + i * PAGE + first;
+        if (p < end) {
+            float score[4] = {};
 #pragma unroll
-        for (int tile = 0; tile < 2; tile++) {
-            // Row r of the 8 x 8 block b stands for position 8 (r / 2) + 2 b + r % 2.
-            int low = 8 * (g / 2) + 4 * tile + g % 2;
-            uint4 x[PIECES], z[PIECES];
+            for (int j = 0; j < TILES; j++) {
+                u32 k[4];
+                stage(i).keys(first, j, k);
+                mma_f16(score, k[0], k[1], k[2], k[3], query[j][0], query[j][1]);
+            }
+            if (p + g >= end) score[0] = score[1] = -INFINITY;
+            if (p + g + 8 >= end) score[2] = score[3] = -INFINITY;
+            float factor[2];
 #pragma unroll
-            for (int j = 0; j < PIECES; j++) {
-                x[j] = *(const uint4*)(k + low * D + 32 * j + 8 * t);
-                z[j] = *(const uint4*)(k + (low + 2) * D + 32 * j + 8 * t);
+            for (int h = 0; h < 2; h++) {
+                float best = fmaxf(score[h], score[h + 2]);
+#pragma unroll
+                for (int d = 4; d < WARP; d *= 2) best = fmaxf(best, __shfl_xor_sync(ALL_LANES, best, d));
+                best = fmaxf(best, top[h]);
+                factor[h] = exp2_approx(top[h] - best);
+                top[h] = best;
+                weight[h] *= factor[h];
+            }
+            u32 probability[2];
+#pragma unroll
+            for (int b = 0; b < 2; b++) {
+                float x = exp2_approx(score[2 * b] - top[0]), z = exp2_approx(score[2 * b + 1] - top[1]);
+                weight[0] += x;
+                weight[1] += z;
+                probability[b] = transpose_matrix(pack_f16(x, z));
             }
 #pragma unroll
-            for (int j = 0; j < PIECES; j++) {
-                mma_f16(score[tile], x[j].x, z[j].x, x[j].y, z[j].y, query[j].x, query[j].y);
-                mma_f16(score[tile], x[j].z, z[j].z, x[j].w, z[j].w, query[j].z, query[j].w);
+            for (int j = 0; j < TILES; j++) {
+                u32 v[4];
+                stage(i).values(first, j, v);
+#pragma unroll
+                for (int e = 0; e < 4; e++) sums[j][e] *= factor[e % 2];
+                mma_f16(sums[j], v[0], v[1], v[2], v[3], probability[0], probability[1]);
             }
         }
+        __syncthreads();
+        load(i + STAGES);
+    }
+
+    // Nobody uses the ring any more.
+    float(*merged)[HEADS][LINE] = (float(*)[HEADS][LINE])ring;  // [WARPS + 1]; the last is the new token's
+    for (int h = warp; h < heads; h += WARPS) {
+        float score = 0, *line = merged[WARPS][h];
 #pragma unroll
-        for (int b = 0; b < 4; b++) {
-            if (p + 8 * (g / 2) + 2 * b + g % 2 >= end) score[b / 2][b % 2 * 2] = score[b / 2][b % 2 * 2 + 1] = -INFINITY;
+        for (int j = 0; j < N; j++) {
+            int i = lane + WARP * j;
+            score += f16_to_float(q[h][i]) * f16_to_float(new_key[i]);
+            line[i] = f16_to_float(new_value[i]);
         }
-        float factor[2];
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            float best = fmaxf(fmaxf(score[0][h], score[0][h + 2]), fmaxf(score[1][h], score[1][h + 2]));
-#pragma unroll
-            for (int d = 4; d < WARP; d *= 2) best = fmaxf(best, __shfl_xor_sync(ALL_LANES, best, d));
-            best = fmaxf(best, top[h]);
-            factor[h] = exp2_approx(top[h] - best);
-            top[h] = best;
-            weight[h] *= factor[h];
-        }
-        u32 probability[4];
-#pragma unroll
-        for (int b = 0; b < 4; b++) {
-            float x = exp2_approx(score[b / 2][b % 2 * 2] - top[0]), z = exp2_approx(score[b / 2][b % 2 * 2 + 1] - top[1]);
-            weight[0] += x;
-            weight[1] += z;
-            probability[b] = transpose_matrix(pack_f16(x, z));
-        }
-#pragma unroll
-        for (int i = 0; i < TILES; i++) {
-            uint4 x = *(const uint4*)(v + (16 * i + g) * PAGE + 8 * t), z = *(const uint4*)(v + (16 * i + g + 8) * PAGE + 8 * t);
-#pragma unroll
-            for (int j = 0; j < 4; j++) sums[i][j] *= factor[j % 2];
-            mma_f16(sums[i], x.x, z.x, x.y, z.y, probability[0], probability[1]);
-            mma_f16(sums[i], x.z, z.z, x.w, z.w, probability[2], probability[3]);
+        score = warp_sum(score);
+        if (lane == 0) {
+            line[D] = has_new ? score : -INFINITY;
+            line[D + 1] = 1;
         }
     }
 #pragma unroll
@@ -161,54 +261,42 @@ __device__ __forceinline__ void run(const Arguments& a) {
     }
     __syncthreads();
 
-    // Warp h adds up head h: over the warps, and then over the parts.
-    auto add_up = [&](const float* lines, int count, int stride, float (&y)[D / WARP], float& top, float& weight) {
-        top = -INFINITY;
-        for (int i = 0; i < count; i++) top = fmaxf(top, lines[i * stride + D]);
-        weight = 0;
-#pragma unroll
-        for (int j = 0; j < D / WARP; j++) y[j] = 0;
-        for (int i = 0; i < count; i++) {
-            // A part without positions has no maximum; nor may all.
-            float factor = lines[i * stride + D] == -INFINITY ? 0 : exp2_approx(lines[i * stride + D] - top);
-            weight += lines[i * stride + D + 1] * factor;
-#pragma unroll
-            for (int j = 0; j < D / WARP; j++) y[j] += lines[i * stride + lane + WARP * j] * factor;
-        }
-    };
-    float best, total;
-    add_up(merged[0][warp], WARPS, HEADS * LINE, y, best, total);
+    u16* out = a.out + ((size_t)sequence * all_heads + first_head) * D;
     int block = sequence * gridDim.x + blockIdx.x;
-    if (parts > 1) {
-        float* lines = a.partial + (size_t)block * parts * HEADS * LINE;
-        float* mine = lines + (part * HEADS + warp) * LINE;
-#pragma unroll
-        for (int j = 0; j < D / WARP; j++) mine[lane + WARP * j] = y[j];
-        if (lane == 0) {
-            mine[D] = best;
-            mine[D + 1] = total;
+    float* lines = a.partial + (size_t)block * parts * HEADS * LINE;
+    for (int h = warp; h < heads; h += WARPS) {
+        Seen<D> seen(merged[0][h], WARPS + 1, HEADS * LINE);
+        if (parts == 1) {
+            seen.write_out(out + h * D);
+        } else {
+            seen.write(lines + (part * HEADS + h) * LINE);
         }
-        __threadfence();
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            last = (int)atomic_add_release_acquire(a.arrived + block, 1) == parts - 1;
-            if (last) a.arrived[block] = 0;
-        }
-        __syncthreads();
-        if (!last) return;
-        __threadfence();
-        add_up(lines + warp * LINE, parts, HEADS * LINE, y, best, total);
     }
-    if (warp < heads) {
-        u16* out = a.out + ((size_t)sequence * all_heads + first_head + warp) * D;
-#pragma unroll
-        for (int j = 0; j < D / WARP; j++) out[lane + WARP * j] = to_f16(y[j] / total);
+    if (parts == 1) return;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        last = (int)atomic_add_release_acquire(a.arrived + block, 1) == parts - 1;
+        if (last) a.arrived[block] = 0;
     }
+    __syncthreads();
+    if (!last) return;
+    __threadfence();
+    for (int h = warp; h < heads; h += WARPS) Seen<D>(lines + h * LINE, parts, HEADS * LINE).write_out(out + h * D);
 }
 
-#define KERNEL(D)                                                                                                                   \
-    extern "C" __global__ void __launch_bounds__(WARPS* WARP, 2) attention_decode_##D(const __grid_constant__ Arguments a) { run<D>(a); }
+// Where blocks are few, a ring of several pages for each; where they are many, several of them share a multiprocessor.
+constexpr int FEW_STAGES = 4, MANY_STAGES = 1, MANY_BLOCKS = 4;
 
-KERNEL(32)
-KERNEL(64)
-KERNEL(128)
+#define KERNELS(D)                                                                                                            \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_decode_##D(const __grid_constant__ Arguments a) {      \
+        run<D, FEW_STAGES>(a);                                                                                                \
+    }                                                                                                                         \
+    extern "C" __global__ void __launch_bounds__(THREADS, MANY_BLOCKS) attention_decode_##D##_many(                           \
+        const __grid_constant__ Arguments a) {                                                                                \
+        run<D, MANY_STAGES>(a);                                                                                               \
+    }
+
+KERNELS(32)
+KERNELS(64)
+KERNELS(128)

@@ -32,15 +32,19 @@ __device__ __forceinline__ void load_norm(const float* weight, float (&w)[D / WA
     for (int j = 0; j < D / WARP; j++) w[j] = weight ? weight[lane_id() + WARP * j] : 1;
 }
 
-// Head `x` of D elements by one warp: lane l gets elements l + 32 j.
+// Head `x` of D elements, which a warp holds: lane l has elements l + 32 j.
 template <int D>
-__device__ __forceinline__ void norm_and_rotate(const float* x, bool normed, const float (&weight)[D / WARP], float eps, const Rotation<D>& r, float scale,
-                                                float (&y)[D / WARP]) {
+__device__ __forceinline__ void load_head(const float* x, float (&y)[D / WARP]) {
+#pragma unroll
+    for (int j = 0; j < D / WARP; j++) y[j] = x[lane_id() + WARP * j];
+}
+
+template <int D>
+__device__ __forceinline__ void norm_and_rotate(float (&y)[D / WARP], bool normed, const float (&weight)[D / WARP], float eps, const Rotation<D>& r,
+                                                float scale) {
     constexpr int N = D / WARP;
     static_assert(D == 32 || D == 64 || D == 128, "a lane holds an element and its partner, or all lanes hold one");
     int lane = lane_id();
-#pragma unroll
-    for (int j = 0; j < N; j++) y[j] = x[lane + WARP * j];
     if (normed) {
         float sum = 0;
 #pragma unroll

@@ -30,7 +30,8 @@ __device__ __forceinline__ void heads(const Arguments& a) {
     const float* norm = is_key ? a.k_norm : a.q_norm;
     float weight[D / WARP], y[D / WARP];
     load_norm<D>(norm, weight);
-    norm_and_rotate<D>(x, norm != nullptr, weight, a.head.eps, Rotation<D>(a.head, position), is_key ? 1 : a.scale, y);
+    load_head<D>(x, y);
+    norm_and_rotate<D>(y, norm != nullptr, weight, a.head.eps, Rotation<D>(a.head, position), is_key ? 1 : a.scale);
     u16* to = is_key ? keys<D>(a.pages, 0, position, head - a.heads) : a.q + ((size_t)row * a.heads + head) * D;
 #pragma unroll
     for (int j = 0; j < D / WARP; j++) to[lane + WARP * j] = to_f16(y[j]);

@@ -18,6 +18,8 @@ const BLOCK_HEADS: usize = 8;
 const BLOCK_ROWS: usize = 128;
 /// Positions below which dividing a sequence does not pay.
 const SHORT: usize = 512;
+/// Blocks of the decode kernel that share a multiprocessor where they are many.
+const MANY: usize = 4;
 /// Parts of a sequence at most.
 const MOST_PARTS: usize = 32;
 
@@ -160,6 +162,11 @@ fn blocks(heads: usize, kv_heads: usize) -> usize {
     kv_heads * (heads / kv_heads).div_ceil(BLOCK_HEADS)
 }
 
+/// Whether blocks, of undivided sequences, are so many that several should share a multiprocessor.
+fn are_many(gpu: &Gpu, blocks: usize) -> bool {
+    blocks > gpu.multiprocessors()
+}
+
 /// Parts that sequences of up to `positions` are divided into, so that the device is busy.
 pub fn parts(
     gpu: &Gpu,
@@ -170,7 +177,8 @@ pub fn parts(
 ) -> usize {
     let blocks = blocks(heads, kv_heads) * sequences;
     let useful = positions.div_ceil(SHORT / 4).next_power_of_two();
-    let busy = 2 * gpu.multiprocessors() / blocks;
+    let each = if are_many(gpu, blocks) { MANY } else { 1 };
+    let busy = each * gpu.multiprocessors() / blocks;
     if positions <= SHORT {
         1
     } else {
@@ -249,16 +257,21 @@ pub fn decode(
         group: group as i32,
         scale: heads.scale_log2(),
     };
-    let launch = Launch::new([blocks as u32, sequences as u32, parts as u32], 256);
+    // Pages of keys and of values of a head, and what there is of the new token.
+    let shared = |stages: usize| (stages * 2 * PAGE + BLOCK_HEADS + 2) * heads.dim * 2 + 128;
+    let (few, many) = (shared(4), shared(1));
+    let (shared, kind) = match are_many(gpu, blocks * sequences) || few > gpu.shared_limit() {
+        true => (many, "_many"),
+        false => (few, ""),
+    };
+    let launch = Launch {
+        grid: [blocks as u32, sequences as u32, parts as u32],
+        block: [128, 1, 1],
+        shared: shared as u32,
+    };
+    let name = format!("attention_decode_{}{kind}", heads.dim);
     // SAFETY: the struct is the kernel's; sizes were checked; pages and positions are the caller's word.
-    unsafe {
-        launch.run(
-            gpu,
-            Unit::AttentionDecode,
-            &format!("attention_decode_{}", heads.dim),
-            &arguments,
-        )
-    }
+    unsafe { launch.run(gpu, Unit::AttentionDecode, &name, &arguments) }
 }
 
 #[repr(C)]

@@ -11,16 +11,14 @@ namespace store {
 #include "rope/store.cu"
 #undef KERNEL
 }
-// What kernels declare as shared memory without a size is the one array that the copies know; the rest outlives its block, as no
-// two run at once.
+// What kernels declare as shared memory is the one array that the copies know.
 namespace prefill {
 extern u16 shared[] asm("shared");
 #include "attention/prefill.cu"
 #undef KERNEL
 }
-#undef __shared__
-#define __shared__ static
 namespace decode {
+extern char shared[] asm("shared");
 #include "attention/decode.cu"
 #undef KERNEL
 }
@@ -122,14 +120,19 @@ struct Sequence {
     }
     template <int D>
     void step(int token, int parts) {
+        step_with<D, decode::FEW_STAGES>(token, parts);
+        step_with<D, decode::MANY_STAGES>(token, parts);
+    }
+    template <int D, int STAGES>
+    void step_with(int token, int parts) {
         int blocks = kv_heads * ceil_div(heads / kv_heads, decode::HEADS);
         std::vector<u16> out((size_t)heads * D, 0x7e00);
         std::vector<float> partial((size_t)blocks * parts * decode::HEADS * (D + 2), NAN);
         std::vector<u32> arrived(blocks);
         decode::Arguments d = {&qkv[(size_t)token * all * D], normed ? q_norm.data() : nullptr, normed ? k_norm.data() : nullptr, &token, out.data(),
                                partial.data(), arrived.data(), options(), arguments(), heads / kv_heads, scale() * 1.44269504f};
-        launch(blocks, 1, parts, decode::WARPS * WARP, [&] { decode::run<D>(d); });
-        compare("a token", out, token, 1);
+        launch(blocks, 1, parts, decode::THREADS, [&] { decode::run<D, STAGES>(d); });
+        compare(STAGES == decode::FEW_STAGES ? "a token" : "a token among many", out, token, 1);
         for (u32 n : arrived) {
             if (n != 0) printf("%u blocks are still counted\n", n), exit(1);
         }
