@@ -482,7 +482,7 @@ fn chain(gpu: &Arc<Gpu>) {
     );
     let h = layer_heads(&norm, &frequencies);
     let head = matrix(gpu, SHAPES[4].rows[0], SHAPES[4].k, 9999);
-    for batch in [1, 8] {
+    for batch in [1, 8, 64] {
         let pages: Vec<DeviceBuffer> = (0..2 * batch)
             .map(|_| {
                 DeviceBuffer::zeroed(gpu, Tag::DeviceKvCache, LAYERS * h.page_bytes()).unwrap()
@@ -493,11 +493,12 @@ fn chain(gpu: &Arc<Gpu>) {
         let positions =
             DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, &vec![length as u32; batch]).unwrap();
         let rows = Rows::new(gpu, HEADS, KV_HEADS, DIM, batch).unwrap();
-        let (x, qkv, attended, mlp) = (
+        let (x, qkv, attended, mlp, gate_up) = (
             floats(gpu, batch * 2560, 1),
             floats(gpu, batch * 6144, 2),
             floats(gpu, batch * 2048, 3),
             floats(gpu, batch * 4864, 4),
+            floats(gpu, batch * 9728, 5),
         );
         let scratch = LinearScratch::new(gpu, batch, 0).unwrap();
         let normed = DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, batch * 2560 * 2).unwrap();
@@ -546,16 +547,24 @@ fn chain(gpu: &Arc<Gpu>) {
                     )?;
                 }
                 if wanted[3] {
+                    let fused = cuda::is_fused(gpu, batch, &all(2), Output::Swiglu);
+                    let (output, out, stride) = match fused {
+                        true => (Output::Swiglu, &mlp, 9728),
+                        false => (Output::F16, &gate_up, 2 * 9728),
+                    };
                     cuda::linear(
                         gpu,
                         norm_input()?,
                         batch,
                         &all(2),
-                        Output::Swiglu,
-                        &mlp,
-                        9728,
+                        output,
+                        out,
+                        stride,
                         &scratch,
                     )?;
+                    if !fused {
+                        cuda::swiglu(gpu, &gate_up, batch, 9728, &mlp)?;
+                    }
                 }
                 if wanted[4] {
                     cuda::linear(

@@ -530,13 +530,15 @@ fn rms_norm(x: &[f32], weight: &[f32], eps: f32) -> Vec<f32> {
 #[test]
 fn fused_norms_and_activations_agree_with_f64() {
     let Some(gpu) = gpu() else { return };
-    let scratch = LinearScratch::new(&gpu, 16, 0).unwrap();
+    let scratch = LinearScratch::new(&gpu, 128, 0).unwrap();
     for (i, &(m, k, rows)) in [
         (1, 2560, [512, 128, 120]),
         (1, 4400, [40, 24, 8]),
         (4, 576, [72, 40, 33]),
         (16, 256, [64, 8, 16]),
         (11, 1024, [256, 64, 64]),
+        (45, 528, [200, 8, 64]),
+        (128, 1024, [301, 64, 64]),
     ]
     .iter()
     .enumerate()
@@ -593,6 +595,9 @@ fn fused_norms_and_activations_agree_with_f64() {
         let up = weight(&gpu, rows[0], k, seed + 21);
         let out = poisoned(&gpu, m * rows[0] * 2);
         let both = [(&gate.device, None), (&up.device, None)];
+        if !cuda::is_fused(&gpu, m, &both, Output::Swiglu) {
+            continue;
+        }
         cuda::linear(
             &gpu,
             input,
@@ -684,7 +689,7 @@ fn tiles_agree_with_f64() {
                     }));
                 }
                 let what = format!("{kernel:?}, {m} rows of {rows:?}, K = {k}, {output:?}");
-                assert_close(&values, &want, EXACT, &what);
+                assert_close(&values, &want, EXACT.max(k as f64 * DROPPED), &what);
             }
         }
     }

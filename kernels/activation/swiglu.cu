@@ -18,6 +18,7 @@ __device__ __forceinline__ u32 product(u32 gate, u32 up, float scale) {
 // Grid: (ceil(width / 8 / THREADS), rows)
 extern "C" __global__ void __launch_bounds__(THREADS) swiglu(const __grid_constant__ SwigluArguments a) {
     wait_for_earlier_kernels();
+    let_later_kernels_start();
     int i = blockIdx.x * THREADS + threadIdx.x, pieces = a.width / 8;
     if (i >= pieces) return;
     const uint4* row = (const uint4*)a.gate_up + (size_t)blockIdx.y * 2 * pieces;

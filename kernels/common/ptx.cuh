@@ -183,6 +183,16 @@ __device__ __forceinline__ uint2 load_shared_8(u32 shared) {
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(shared) : "memory");
     return v;
 }
+__device__ __forceinline__ float load_shared_float(u32 shared) {
+    float v;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(shared) : "memory");
+    return v;
+}
+__device__ __forceinline__ u32 load_shared_2(u32 shared) {
+    u16 v;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(shared) : "memory");
+    return v;
+}
 
 // Brings a line of 128 bytes into the second-level cache.
 __device__ __forceinline__ void prefetch_line(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }

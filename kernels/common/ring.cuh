@@ -5,27 +5,33 @@
 
 template <int STAGES, int PIECE_BYTES>
 struct WarpRing {
-    static constexpr int STAGE_BYTES = 2 * PIECE_BYTES;
-    static constexpr int BYTES = STAGES * STAGE_BYTES;
-    static_assert(PIECE_BYTES % 16 == 0, "lanes copy 16 bytes");
+    static constexpr int STAGE_BYTES = 2 * PIECE_BYTES, BYTES = STAGES * STAGE_BYTES;
+    // Lanes copy 16 bytes at a time: all of them twice, of which the first lanes end the first piece, and the last ones once more.
+    static constexpr int ROUND = WARP * 16, ENDING = (PIECE_BYTES - ROUND) / 16, REST = STAGE_BYTES - 2 * ROUND;
+    static_assert(PIECE_BYTES % 16 == 0 && ENDING >= 0 && REST >= 0 && REST <= ROUND, "a stage takes three rounds");
 
-    u32 base;
+    u32 base, lane_base;
 
-    __device__ __forceinline__ explicit WarpRing(void* memory) : base(shared_address(memory)) {}
+    __device__ __forceinline__ explicit WarpRing(void* memory) : base(shared_address(memory)), lane_base(base + lane_id() * 16) {}
 
-    __device__ __forceinline__ u32 stage(int i) const { return base + i * STAGE_BYTES; }
+    // Where stage i begins, from the first on.
+    static __device__ __forceinline__ u32 offset(int i) { return i * STAGE_BYTES; }
+    // After a stage comes the next, or the first.
+    static __device__ __forceinline__ u32 after(u32 offset) { return offset + STAGE_BYTES == BYTES ? 0 : offset + STAGE_BYTES; }
 
-    // Asks for two pieces, or for one and zeros. All lanes call this, for stages in turn and for each as often as wait(), when
-    // no lane uses the stage any more.
-    __device__ __forceinline__ void fill(int i, const u8* first, const u8* second, bool has_second) const {
+    // What a lane adds to its place in the first piece for its places in the second.
+    static __device__ __forceinline__ long long to_second(const u8* first, const u8* second) {
+        return lane_id() < ENDING ? 0 : second - first - PIECE_BYTES;
+    }
+    // Asks for two pieces, or for one and zeros: `first` is that piece, 16 bytes further on for each lane. All lanes call this, for
+    // stages in turn and for each as often as wait(), when no lane uses the stage any more.
+    __device__ __forceinline__ void fill(u32 offset, const u8* first, long long to_second, bool has_second) const {
+        u32 to = lane_base + offset;
         int lane = lane_id();
-#pragma unroll
-        for (int at = 0; at < STAGE_BYTES; at += WARP * 16) {
-            int byte = at + lane * 16;
-            bool zeros = byte >= PIECE_BYTES && !has_second;
-            const u8* from = byte < PIECE_BYTES || zeros ? first : second - PIECE_BYTES;
-            if (byte < STAGE_BYTES) copy_async_16(stage(i) + byte, from + (zeros ? 0 : byte), zeros ? 0 : 16);
-        }
+        const u8* second = first + to_second;
+        copy_async_16(to, first, 16);
+        copy_async_16(to + ROUND, second + ROUND, lane < ENDING || has_second ? 16 : 0);
+        if (lane >= WARP - REST / 16) copy_async_16(to + ROUND + REST, second + ROUND + REST, has_second ? 16 : 0);
         copy_async_commit();
     }
     // In place of fill() when nothing is left to ask for.

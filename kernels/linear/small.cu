@@ -29,6 +29,7 @@ enum Output { STORE_F32, STORE_F16, ADD_F32, SWIGLU_F16 };
 constexpr int WARPS = 16;
 constexpr int THREADS = WARPS * WARP;
 constexpr int STAGES = 3;                       // of a warp's ring
+using Ring = WarpRing<STAGES, CHUNK_BYTES>;
 constexpr int X_CHUNK = CHUNK_K * 2;            // bytes of a row's activations for a chunk
 constexpr int SUMS = 16;                        // of a tile, for each row of activations: features, or halves of sums
 
@@ -46,18 +47,17 @@ struct Arguments {
 };
 
 // Activations are kept in pieces of 16 bytes: those that lane t multiplies with word j of a chunk, elements 4 t to 4 t + 3 of
-// blocks 2 j and 2 j + 1 in pairs. Where piece 16 chunk + 4 j + t of row m stands: odd rows exchange halves of 128 bytes, so
+// blocks 2 j and 2 j + 1 in pairs. That is piece 16 chunk + 4 j + t of its row; in odd rows halves of 128 bytes are exchanged, so
 // that neighbouring rows meet in no bank.
-__device__ __forceinline__ int piece_offset(int m, int piece, int row_bytes) { return m * row_bytes + ((piece ^ (m & 1) * 4) * 16); }
 __device__ __forceinline__ int first_element(int piece) { return piece / 4 * (2 * BLOCK) + piece % 4 * 4; }
 
 __device__ __forceinline__ uint4 paired(float4 p, float4 q, float4 v, float4 w, float f) {
     return make_uint4(pack_f16(p.x * f * v.x, q.x * f * w.x), pack_f16(p.y * f * v.y, q.y * f * w.y),
                       pack_f16(p.z * f * v.z, q.z * f * w.z), pack_f16(p.w * f * v.w, q.w * f * w.w));
 }
-__device__ __forceinline__ uint4 paired(uint2 p, uint2 q) {
-    return make_uint4(__byte_perm(p.x, q.x, 0x5410), __byte_perm(p.x, q.x, 0x7632), __byte_perm(p.y, q.y, 0x5410),
-                      __byte_perm(p.y, q.y, 0x7632));
+__device__ __forceinline__ uint4 paired(u32 p, u32 p_next, u32 q, u32 q_next) {
+    return make_uint4(__byte_perm(p, q, 0x5410), __byte_perm(p, q, 0x7632), __byte_perm(p_next, q_next, 0x5410),
+                      __byte_perm(p_next, q_next, 0x7632));
 }
 __device__ __forceinline__ float square_sum(float4 v) { return v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w; }
 __device__ __forceinline__ float4 load4(const float* p, int i, int count) {
@@ -71,51 +71,70 @@ struct NormPiece {
         : low(load4(weight, first_element(piece), k)), high(load4(weight, first_element(piece) + BLOCK, k)) {}
 };
 
-// Brings x into shared memory; `mine` is the norm of piece `thread`. Ends with everything written, but not with a barrier.
-template <Input INPUT>
-__device__ __forceinline__ void load_activations(const Arguments& a, const NormPiece* mine, int thread, char* xs, int row_bytes,
-                                                 float* sums) {
-    int pieces = row_bytes / 16, warp = thread / WARP;
-    if (INPUT == NORMED) {
-        // Most threads hold what they have of the row from the sum to the product.
-        const float* x = (const float*)a.x;
-        float4 p = make_float4(0, 0, 0, 0), q = p;
-        if (thread < pieces) {
-            p = load4(x, first_element(thread), a.k);
-            q = load4(x, first_element(thread) + BLOCK, a.k);
-        }
-        float sum = square_sum(p) + square_sum(q);
-        for (int i = thread + THREADS; i < pieces; i += THREADS) {
-            sum += square_sum(load4(x, first_element(i), a.k)) + square_sum(load4(x, first_element(i) + BLOCK, a.k));
-        }
-        sum = warp_sum(sum);
-        if (lane_id() == 0) sums[warp] = sum;
-        __syncthreads();
-        sum = lane_id() < WARPS ? sums[lane_id()] : 0;
-        float factor = rsqrtf(warp_sum(sum) / a.k + a.eps);
-        if (thread < pieces) *(uint4*)(xs + piece_offset(0, thread, row_bytes)) = paired(p, q, mine->low, mine->high, factor);
-        for (int i = thread + THREADS; i < pieces; i += THREADS) {
-            NormPiece norm(a.norm_weight, i, a.k);
-            *(uint4*)(xs + piece_offset(0, i, row_bytes)) =
-                paired(load4(x, first_element(i), a.k), load4(x, first_element(i) + BLOCK, a.k), norm.low, norm.high, factor);
-        }
-    } else {
-        // Several loads on their way before the first is used.
-        constexpr int BATCH = 4;
-        for (int first = thread; first < pieces * a.m; first += BATCH * THREADS) {
-            uint2 low[BATCH], high[BATCH];
+// Brings x into shared memory. `norm` is that of piece `thread`; `sums` has room for one of each warp. Ends with everything
+// written, but not with a barrier.
+__device__ __forceinline__ void load_normed(const Arguments& a, const NormPiece& norm, int thread, char* xs, int pieces, float* sums) {
+    // Most threads hold what they have of the row from the sum to the product.
+    const float* x = (const float*)a.x;
+    float4 p = make_float4(0, 0, 0, 0), q = p;
+    if (thread < pieces) {
+        p = load4(x, first_element(thread), a.k);
+        q = load4(x, first_element(thread) + BLOCK, a.k);
+    }
+    float sum = square_sum(p) + square_sum(q);
+#pragma unroll 1
+    for (int i = thread + THREADS; i < pieces; i += THREADS) {
+        sum += square_sum(load4(x, first_element(i), a.k)) + square_sum(load4(x, first_element(i) + BLOCK, a.k));
+    }
+    sum = warp_sum(sum);
+    if (lane_id() == 0) sums[thread / WARP] = sum;
+    __syncthreads();
+    sum = 0;
 #pragma unroll
-            for (int j = 0; j < BATCH; j++) {
-                int i = first + j * THREADS, m = i / pieces, k = first_element(i - m * pieces);
-                const uint2* x = (const uint2*)((const u16*)a.x + (size_t)m * a.k + k);
-                low[j] = m < a.m && k < a.k ? x[0] : make_uint2(0, 0);
-                high[j] = m < a.m && k + BLOCK < a.k ? x[BLOCK / 4] : make_uint2(0, 0);
-            }
+    for (int i = 0; i < WARPS; i += 4) {
+        float4 four = *(const float4*)(sums + i);
+        sum += (four.x + four.y) + (four.z + four.w);
+    }
+    float factor = rsqrtf(sum / a.k + a.eps);
+    if (thread < pieces) *(uint4*)(xs + thread * 16) = paired(p, q, norm.low, norm.high, factor);
+#pragma unroll 1
+    for (int i = thread + THREADS; i < pieces; i += THREADS) {
+        NormPiece more(a.norm_weight, i, a.k);
+        *(uint4*)(xs + i * 16) =
+            paired(load4(x, first_element(i), a.k), load4(x, first_element(i) + BLOCK, a.k), more.low, more.high, factor);
+    }
+}
+
+// The same for plain x: two pieces at a time.
+struct PlainPlace {
+    int m, piece;  // an even one
+    __device__ __forceinline__ PlainPlace(int thread, int pieces) : m(2 * thread / pieces), piece(2 * thread - m * pieces) {}
+    __device__ __forceinline__ void go_on(int pieces) {
+        for (piece += 2 * THREADS; piece >= pieces; piece -= pieces) m++;
+    }
+};
+// BATCH loads are on their way before the first is used.
+template <int BATCH>
+__device__ __forceinline__ void load_plain(const Arguments& a, PlainPlace from, char* xs, int pieces) {
+    PlainPlace to = from;
+    while (to.m < a.m) {
+        uint4 low[BATCH], high[BATCH];
 #pragma unroll
-            for (int j = 0; j < BATCH; j++) {
-                int i = first + j * THREADS, m = i / pieces;
-                if (m < a.m) *(uint4*)(xs + piece_offset(m, i - m * pieces, row_bytes)) = paired(low[j], high[j]);
-            }
+        for (int j = 0; j < BATCH; j++) {
+            int k = first_element(from.piece);
+            const uint4* x = (const uint4*)((const u16*)a.x + from.m * a.k + k);
+            low[j] = from.m < a.m && k < a.k ? x[0] : make_uint4(0, 0, 0, 0);
+            high[j] = from.m < a.m && k + BLOCK < a.k ? x[BLOCK / 8] : make_uint4(0, 0, 0, 0);
+            from.go_on(pieces);
+        }
+#pragma unroll
+        for (int j = 0; j < BATCH; j++) {
+            if (to.m >= a.m) break;
+            char* at = xs + to.m * pieces * 16;
+            int swap = to.m % 2 * 4;
+            *(uint4*)(at + (to.piece ^ swap) * 16) = paired(low[j].x, low[j].y, high[j].x, high[j].y);
+            *(uint4*)(at + ((to.piece + 1) ^ swap) * 16) = paired(low[j].z, low[j].w, high[j].z, high[j].w);
+            to.go_on(pieces);
         }
     }
 }
@@ -132,14 +151,148 @@ struct Shares {
     }
 };
 
-// MANY: 9 to 16 rows of activations.
-template <Tile TILE, Input INPUT, Output OUTPUT, bool MANY>
+// The sums of a warp's tile and how it adds a step to them: fetch() brings the step's weights to registers, after which their stage
+// may be filled again, and multiply() multiplies them with the activations at byte `at` of a row.
+template <Tile TILE, int COLUMNS>
+struct FewRows {
+    u32 x[COLUMNS], turn[COLUMNS];
+    int rows;
+    float c[COLUMNS][2][4] = {};
+    uint4 low_codes, high_codes;
+    uint2 low_scales, high_scales;
+
+    __device__ __forceinline__ FewRows(u32 xs, int rows, int row_bytes) : rows(rows) {
+        int g = lane_id() / 4, t = lane_id() % 4;
+#pragma unroll
+        for (int column = 0; column < COLUMNS; column++) {
+            // Rows past the last repeat it; their sums are dropped.
+            int m = min(TILE == SPLIT ? g % 4 : g + 8 * column, rows - 1);
+            x[column] = xs + m * row_bytes + (TILE == SPLIT && g >= 4 ? X_CHUNK : 0) + t * 16;
+            turn[column] = (m & 1) * 64;
+        }
+    }
+    __device__ __forceinline__ void fetch(const Ring& ring, u32 stage) {
+        u32 codes = ring.lane_base + stage, scales = ring.base + stage + CHUNK_CODES + lane_id() / 4 * CHUNK_BLOCKS;
+        low_codes = load_shared_16(codes);
+        high_codes = load_shared_16(codes + CHUNK_BYTES);
+        low_scales = load_shared_8(scales);
+        high_scales = load_shared_8(scales + CHUNK_BYTES);
+    }
+    __device__ __forceinline__ void multiply(u32 at) {
+        u32 low[4] = {low_codes.x, low_codes.y, low_codes.z, low_codes.w}, high[4] = {high_codes.x, high_codes.y, high_codes.z, high_codes.w};
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            u32 u[4], v[4];
+            decode_packed(low[j], low_scales, j, u);
+            decode_packed(high[j], high_scales, j, v);
+#pragma unroll
+            for (int column = 0; column < COLUMNS; column++) {
+                uint4 b = load_shared_16(x[column] + at + ((j * 64) ^ turn[column]));
+                mma_f16(c[column][0], u[0], v[0], u[1], v[1], b.x, b.y);
+                mma_f16(c[column][1], u[2], v[2], u[3], v[3], b.z, b.w);
+            }
+        }
+    }
+    __device__ __forceinline__ void put_away(float* to) {
+        int g = lane_id() / 4, t = lane_id() % 4;
+#pragma unroll
+        for (int column = 0; column < COLUMNS; column++) {
+            float(&s)[2][4] = c[column];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                // Of SPLIT, only low rows with low columns and high rows with high ones.
+                int m = (TILE == SPLIT ? 2 * t % 4 : 8 * column + 2 * t) + i % 2;
+                bool counts = m < rows && (TILE != SPLIT || t / 2 == i / 2);
+                if (counts) to[m * SUMS + g + i / 2 * 8] = s[0][i] + s[1][i];
+                s[0][i] = s[1][i] = 0;
+            }
+        }
+    }
+};
+
+// One row leaves room in B for each block of a chunk to have a column of its own: the others' activations are zeros there. Then
+// sums of blocks are multiplied by scales, 2 for each 32 weights, and not the weights.
+template <Tile TILE>
+struct OneRow {
+    static_assert(TILE != ROWS, "");
+    u32 x;
+    u32 scales;         // of a lane, from a stage on
+    u32 select[4];      // of a word's activations, what goes into the lane's column
+    float sums[2] = {};
+    uint4 low_codes, high_codes;
+    u32 first_scales, second_scales;
+
+    // SPLIT has columns for half of the low chunk's blocks and half of the high one's, and goes over them twice.
+    __device__ __forceinline__ OneRow(u32 xs, int, int) {
+        int g = lane_id() / 4, t = lane_id() % 4, block = TILE == SPLIT ? g % 4 : g;
+        x = xs + (TILE == SPLIT && g >= 4 ? X_CHUNK : 0) + block / 2 * 64 + t * 16;
+        scales = CHUNK_CODES + g * CHUNK_BLOCKS + (TILE == SPLIT ? t / 2 * CHUNK_BYTES + t % 2 * 2 : t * 2);
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            bool own = block / 2 == (TILE == SPLIT ? j % 2 : j);
+            select[j] = !own ? 0x4444 : block % 2 ? 0x3244 : 0x4410;
+        }
+    }
+    __device__ __forceinline__ void fetch(const Ring& ring, u32 stage) {
+        u32 codes = ring.lane_base + stage, of_lane = ring.base + stage + scales;
+        low_codes = load_shared_16(codes);
+        high_codes = load_shared_16(codes + CHUNK_BYTES);
+        first_scales = load_shared_2(of_lane);
+        second_scales = load_shared_2(of_lane + (TILE == SPLIT ? CHUNK_BLOCKS / 2 : CHUNK_BYTES));
+    }
+    __device__ __forceinline__ void multiply(u32 at) {
+        u32 low[4] = {low_codes.x, low_codes.y, low_codes.z, low_codes.w}, high[4] = {high_codes.x, high_codes.y, high_codes.z, high_codes.w};
+        uint4 first = load_shared_16(x + at), second = TILE == SPLIT ? load_shared_16(x + at + 128) : first;
+        float c[2][4] = {};
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            u32 u[4], v[4];
+            decode_word(low[j], u);
+            decode_word(high[j], v);
+            uint4 b = j < 2 ? first : second;
+            mma_f16(c[TILE == SPLIT ? j / 2 : 0], u[0], v[0], u[1], v[1], __byte_perm(b.x, 0, select[j]), __byte_perm(b.y, 0, select[j]));
+            mma_f16(c[TILE == SPLIT ? j / 2 : 1], u[2], v[2], u[3], v[3], __byte_perm(b.z, 0, select[j]), __byte_perm(b.w, 0, select[j]));
+        }
+        u32 p = packed_scales(first_scales), q = packed_scales(second_scales);
+        if (TILE == SPLIT) {
+            // Low rows with low columns, high rows with high ones.
+            bool is_low = lane_id() % 4 < 2;
+            sums[0] += f16_low(p) * (is_low ? c[0][0] : c[0][2]) + f16_high(p) * (is_low ? c[0][1] : c[0][3]);
+            sums[1] += f16_low(q) * (is_low ? c[1][0] : c[1][2]) + f16_high(q) * (is_low ? c[1][1] : c[1][3]);
+        } else {
+            sums[0] += f16_low(p) * (c[0][0] + c[1][0]) + f16_high(p) * (c[0][1] + c[1][1]);
+            sums[1] += f16_low(q) * (c[0][2] + c[1][2]) + f16_high(q) * (c[0][3] + c[1][3]);
+        }
+    }
+    __device__ __forceinline__ void put_away(float* to) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float sum = sums[i];
+            sum += __shfl_xor_sync(ALL_LANES, sum, 1);
+            sum += __shfl_xor_sync(ALL_LANES, sum, 2);
+            if (lane_id() % 4 == 0) to[lane_id() / 4 + 8 * i] = sum;
+            sums[i] = 0;
+        }
+    }
+};
+
+// How many rows of activations a kernel takes: up to 8, or 4 of SPLIT; up to 16.
+enum Count { ONE, FEW, MANY };
+template <Tile TILE, Count COUNT>
+struct SumsOf {
+    using Type = FewRows<TILE, COUNT == MANY ? 2 : 1>;
+};
+template <Tile TILE>
+struct SumsOf<TILE, ONE> {
+    using Type = OneRow<TILE>;
+};
+
+template <Tile TILE, Input INPUT, Output OUTPUT, Count COUNT, int BLOCKS>
 __device__ __forceinline__ void run(const Arguments& a) {
-    constexpr int FEATURES = TILE == ROWS ? 16 : 8, COLUMNS = MANY ? 2 : 1, STEP_CHUNKS = TILE == SPLIT ? 2 : 1;
-    using Ring = WarpRing<STAGES, CHUNK_BYTES>;
+    constexpr int FEATURES = TILE == ROWS ? 16 : 8, STEP_CHUNKS = TILE == SPLIT ? 2 : 1;
     extern __shared__ __align__(128) char shared[];
-    int thread = threadIdx.x, warp = __shfl_sync(ALL_LANES, thread / WARP, 0), lane = thread % WARP, g = lane / 4, t = lane % 4;
-    int chunks = ceil_div(a.k, CHUNK_K), steps = ceil_div(chunks, STEP_CHUNKS), row_bytes = steps * STEP_CHUNKS * X_CHUNK;
+    int thread = threadIdx.x, warp = __shfl_sync(ALL_LANES, thread / WARP, 0);
+    int chunks = ceil_div(a.k, CHUNK_K), steps = ceil_div(chunks, STEP_CHUNKS), row_bytes = steps * STEP_CHUNKS * X_CHUNK, pieces = row_bytes / 16;
     char* xs = shared + WARPS * Ring::BYTES;
     float* norm_sums = (float*)(xs + a.m * row_bytes);
     float* partial = norm_sums + WARPS;  // [tiles + WARPS][m][SUMS]
@@ -155,181 +308,160 @@ __device__ __forceinline__ void run(const Arguments& a) {
     int begin = shares.begin(warp), count = shares.begin(warp + 1) - begin;
 
     // The matrix of a tile and its first feature there.
-    auto locate = [&](int tile, int& row) -> const Matrix& {
+    auto locate = [&](int tile, int& row) {
         int index = TILE == PAIR || tile < end0 ? 0 : tile < end1 ? 1 : 2;
         row = (tile - (index == 0 ? 0 : index == 1 ? end0 : end1)) * FEATURES;
-        return a.matrix[index];
+        return index;
     };
 
-    // Output `i` of the block.
+    // Output `i` of the block: the address of its first sum, of how many warps there are some, and where it goes.
     struct Place {
-        const Matrix* matrix;
-        int tile, feature, m, row;
-        size_t at;
-    };
-    auto place = [&](int i) {
-        Place p;
-        int features = my_tiles * FEATURES, feature = i % features;
-        p.m = i / features;
-        p.tile = feature / FEATURES;
-        p.feature = feature % FEATURES;
-        p.matrix = &locate(first_tile + p.tile, p.row);
-        p.row += p.feature;
-        int earlier = p.matrix == a.matrix ? 0 : p.matrix == a.matrix + 1 ? a.matrix[0].rows : a.matrix[0].rows + a.matrix[1].rows;
-        p.at = (size_t)p.m * a.out_stride + earlier + p.row;
-        return p;
+        u32 sums;
+        int count, matrix, row, at;
     };
     int outputs = a.m * my_tiles * FEATURES;
-    float* before = partial + (my_tiles + WARPS) * a.m * SUMS;  // ADD_F32: what sums are added to, [m][tiles][FEATURES]
+    auto place = [&](int i) {
+        Place p;
+        int features = my_tiles * FEATURES, m = i / features, feature = i - m * features, tile = feature / FEATURES;
+        feature %= FEATURES;
+        p.matrix = locate(first_tile + tile, p.row);
+        p.row += feature;
+        int first = shares.owner(tile * steps);
+        p.count = shares.owner((tile + 1) * steps - 1) - first + 1;
+        p.sums = shared_address(partial + ((tile + first) * a.m + m) * SUMS + feature);
+        p.at = m * a.out_stride + p.row + (p.matrix > 0 ? a.matrix[0].rows : 0) + (p.matrix > 1 ? a.matrix[1].rows : 0);
+        return p;
+    };
 
     // Loads run ahead of the products, across tiles.
     Ring ring(shared + warp * Ring::BYTES);
-    int load_tile = begin / steps, load_k = begin % steps, load_left = count;
-    const u8* low = nullptr;
-    long long to_high = TILE == SPLIT ? CHUNK_BYTES : TILE == PAIR ? a.matrix[1].chunks - a.matrix[0].chunks : 0;
-    auto aim = [&]() {
-        int row;
-        const Matrix& w = locate(first_tile + load_tile, row);
-        low = chunk_of(w.chunks, chunks, row, load_k * STEP_CHUNKS * CHUNK_K);
-        // Past the end, the last features again; their sums are dropped.
-        if (TILE == ROWS) to_high = row + CHUNK_ROWS < w.rows ? chunks * CHUNK_BYTES : 0;
-    };
-    auto load = [&](int stage) {
-        if (load_left > 0) {
-            // Of an odd number of chunks, the last has no second; its activations are zeros, too.
-            ring.fill(stage, low, low + to_high, TILE != SPLIT || load_k < chunks / 2);
-            low += STEP_CHUNKS * CHUNK_BYTES;
-            load_left--;
-            if (++load_k == steps) {
-                load_k = 0;
-                load_tile++;
-                if (load_left > 0) aim();
-            }
-        } else {
-            ring.skip();
+    int load_tile = begin / steps, load_k = begin - load_tile * steps, load_left = count, tile = load_tile, k = load_k;
+    const u8* low = nullptr;  // 16 bytes further on for each lane
+    long long to_high = 0;
+    auto load = [&](u32 stage) {
+        if (load_left == 0) return ring.skip();
+        if (load_k == steps) {
+            load_k = 0;
+            load_tile++;
         }
+        if (load_k == 0 || load_left == count) {
+            int row;
+            const Matrix& w = a.matrix[locate(first_tile + load_tile, row)];
+            low = chunk_of(w.chunks, chunks, row, load_k * STEP_CHUNKS * CHUNK_K);
+            const u8* high = low;
+            if (TILE == SPLIT) high += CHUNK_BYTES;
+            if (TILE == PAIR) high += a.matrix[1].chunks - a.matrix[0].chunks;
+            // Past the end, the last features again; their sums are dropped.
+            if (TILE == ROWS && row + CHUNK_ROWS < w.rows) high += chunks * CHUNK_BYTES;
+            to_high = Ring::to_second(low, high);
+            low += lane_id() * 16;
+        }
+        // Of an odd number of chunks, the last has no second; its activations are zeros, too.
+        ring.fill(stage, low, to_high, TILE != SPLIT || load_k < chunks / 2);
+        low += STEP_CHUNKS * CHUNK_BYTES;
+        load_k++;
+        load_left--;
     };
 
-    if (count > 0) aim();
-#pragma unroll
-    for (int i = 0; i < STAGES; i++) load(i);
+#pragma unroll 1
+    for (int i = 0; i < STAGES; i++) load(Ring::offset(i));
+    // What depends on no earlier kernel is done by now: dividing takes as long as loading.
     NormPiece norm(a.norm_weight, thread, INPUT == NORMED ? a.k : 0);
+    PlainPlace plain(thread, pieces);
+    Place mine{};
+    if (thread < outputs) mine = place(thread);
+    bool puts_out = thread < outputs && mine.row < a.matrix[mine.matrix].rows;
     wait_for_earlier_kernels();
     let_later_kernels_start();
-    if (OUTPUT == ADD_F32) {
-        // Early, so that nothing waits for it at the end.
-        for (int i = thread; i < outputs; i += THREADS) {
-            Place p = place(i);
-            before[i] = p.row < p.matrix->rows ? ((const float*)a.out)[p.at] : 0;
-        }
+    float before = OUTPUT == ADD_F32 && puts_out ? ((const float*)a.out)[mine.at] : 0;
+    if (INPUT == NORMED) {
+        load_normed(a, norm, thread, xs, pieces, norm_sums);
+    } else {
+        load_plain<BLOCKS == 1 ? 4 : 2>(a, plain, xs, pieces);
     }
-    load_activations<INPUT>(a, &norm, thread, xs, row_bytes, norm_sums);
     __syncthreads();
 
-    // Rows past the last repeat it; their sums are dropped.
-    const char* x_lane[COLUMNS];
-    int turn[COLUMNS];
-#pragma unroll
-    for (int c = 0; c < COLUMNS; c++) {
-        int m = min(TILE == SPLIT ? g % 4 : g + 8 * c, a.m - 1);
-        x_lane[c] = xs + m * row_bytes + (TILE == SPLIT && g >= 4 ? X_CHUNK : 0) + t * 16;
-        turn[c] = (m & 1) * 64;
-    }
-
-    float c[COLUMNS][2][4] = {};
-    int tile = begin / steps, k = begin % steps;
-    // Warps that share a tile have places of their own.
-    auto put_away = [&]() {
-        float* to = partial + (tile + warp) * (a.m * SUMS);
-#pragma unroll
-        for (int column = 0; column < COLUMNS; column++) {
-            float(&s)[2][4] = c[column];
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                // Of SPLIT, only low rows with low columns and high rows with high ones.
-                int m = (TILE == SPLIT ? 2 * t % 4 : 8 * column + 2 * t) + i % 2;
-                bool counts = m < a.m && (TILE != SPLIT || t / 2 == i / 2);
-                if (counts) to[m * SUMS + g + i / 2 * 8] = s[0][i] + s[1][i];
-                s[0][i] = s[1][i] = 0;
-            }
-        }
-    };
-    for (int left = count; left > 0; left -= STAGES) {
-#pragma unroll
-        for (int i = 0; i < STAGES; i++) {
-            if (i >= left) break;
+    typename SumsOf<TILE, COUNT>::Type sums(shared_address(xs), a.m, row_bytes);
+    u32 stage = 0;
+    for (int left = count;;) {
+        if (left > 0) {
             ring.wait();
-            u32 stage = ring.stage(i);
-            uint4 low_codes = load_shared_16(stage + lane * 16), high_codes = load_shared_16(stage + CHUNK_BYTES + lane * 16);
-            uint2 low_scales = load_shared_8(stage + CHUNK_CODES + g * CHUNK_BLOCKS);
-            uint2 high_scales = load_shared_8(stage + CHUNK_BYTES + CHUNK_CODES + g * CHUNK_BLOCKS);
+            sums.fetch(ring, stage);
             __syncwarp();
-            load(i);
-            u32 words_low[4] = {low_codes.x, low_codes.y, low_codes.z, low_codes.w};
-            u32 words_high[4] = {high_codes.x, high_codes.y, high_codes.z, high_codes.w};
-            int x_step = k * (STEP_CHUNKS * X_CHUNK);
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                u32 u[4], v[4];
-                decode_packed(words_low[j], low_scales, j, u);
-                decode_packed(words_high[j], high_scales, j, v);
-#pragma unroll
-                for (int column = 0; column < COLUMNS; column++) {
-                    uint4 x = *(const uint4*)(x_lane[column] + x_step + ((j * 64) ^ turn[column]));
-                    mma_f16(c[column][0], u[0], v[0], u[1], v[1], x.x, x.y);
-                    mma_f16(c[column][1], u[2], v[2], u[3], v[3], x.z, x.w);
-                }
-            }
-            if (++k == steps) {
-                put_away();
-                k = 0;
-                tile++;
-            }
+            load(stage);
+            stage = Ring::after(stage);
+            sums.multiply(k * (STEP_CHUNKS * X_CHUNK));
+            k++;
+            left--;
         }
+        // A warp without steps puts away zeros. Warps that share a tile have places of their own.
+        if (k == steps || left == 0) {
+            sums.put_away(partial + (tile + warp) * (a.m * SUMS));
+            k = 0;
+            tile++;
+        }
+        if (left == 0) break;
     }
-    if (k > 0) put_away();
     __syncthreads();
 
-    for (int i = thread; i < outputs; i += THREADS) {
-        Place place_of = place(i);
-        const Matrix& w = *place_of.matrix;
-        int row = place_of.row, from = place_of.tile * steps;
-        if (row >= w.rows) continue;
+    auto put_out = [&](const Place& p, float before) {
+        const Matrix& w = a.matrix[p.matrix];
+        // A few loads on their way before the first is used.
+        constexpr int BATCH = 4;
+        int stride = a.m * SUMS * 4;
         float sum = 0, second = 0;
-        for (int p = shares.owner(from); p < WARPS && shares.begin(p) < from + steps; p++) {
-            if (shares.begin(p) == shares.begin(p + 1)) continue;
-            const float* at = partial + ((place_of.tile + p) * a.m + place_of.m) * SUMS + place_of.feature;
-            sum += at[0];
-            if (TILE != ROWS) second += at[SUMS / 2];
+        u32 at = p.sums;
+#pragma unroll 1
+        for (int left = p.count; left > 0; left -= BATCH, at += BATCH * stride) {
+            float x[BATCH], y[BATCH];
+#pragma unroll
+            for (int i = 0; i < BATCH; i++) {
+                x[i] = i < left ? load_shared_float(at + i * stride) : 0;
+                y[i] = TILE != ROWS && i < left ? load_shared_float(at + i * stride + SUMS / 2 * 4) : 0;
+            }
+#pragma unroll
+            for (int i = 0; i < BATCH; i++) {
+                sum += x[i];
+                second += y[i];
+            }
         }
         if (TILE == SPLIT) sum += second;
         sum *= w.global * PACKED_FACTOR;
-        if (w.bias) sum += w.bias[row];
-        if (OUTPUT == STORE_F32) ((float*)a.out)[place_of.at] = sum;
-        if (OUTPUT == ADD_F32) ((float*)a.out)[place_of.at] = before[i] + sum;
-        if (OUTPUT == STORE_F16) ((u16*)a.out)[place_of.at] = to_f16(sum);
+        if (w.bias) sum += w.bias[p.row];
+        if (OUTPUT == STORE_F32) ((float*)a.out)[p.at] = sum;
+        if (OUTPUT == ADD_F32) ((float*)a.out)[p.at] = before + sum;
+        if (OUTPUT == STORE_F16) ((u16*)a.out)[p.at] = to_f16(sum);
         if (OUTPUT == SWIGLU_F16) {
             const Matrix& up = a.matrix[1];
             second *= up.global * PACKED_FACTOR;
-            if (up.bias) second += up.bias[row];
-            ((u16*)a.out)[place_of.at] = to_f16(sum / (1 + __expf(-sum)) * second * a.out_scale);
+            if (up.bias) second += up.bias[p.row];
+            ((u16*)a.out)[p.at] = to_f16(sum / (1 + __expf(-sum)) * second * a.out_scale);
         }
+    };
+    for (int i = thread;;) {
+        if (puts_out) put_out(mine, before);
+        i += THREADS;
+        if (i >= outputs) break;
+        mine = place(i);
+        puts_out = mine.row < a.matrix[mine.matrix].rows;
+        before = OUTPUT == ADD_F32 && puts_out ? ((const float*)a.out)[mine.at] : 0;
     }
 }
 
-#define KERNEL(NAME, TILE, INPUT, OUTPUT, MANY, BLOCKS)                                                       \
+#define KERNEL(NAME, TILE, INPUT, OUTPUT, COUNT, BLOCKS)                                                      \
     extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(const __grid_constant__ Arguments a) { \
-        run<TILE, INPUT, OUTPUT, MANY>(a);                                                                    \
+        run<TILE, INPUT, OUTPUT, COUNT, BLOCKS>(a);                                                           \
     }
-#define KERNELS(NAME, INPUT, OUTPUT)                 \
-    KERNEL(NAME##_4, SPLIT, INPUT, OUTPUT, false, 2) \
-    KERNEL(NAME##_8, ROWS, INPUT, OUTPUT, false, 1)  \
-    KERNEL(NAME##_16, ROWS, INPUT, OUTPUT, true, 1)
+#define KERNELS(NAME, OUTPUT)                      \
+    KERNEL(NAME##_1, SPLIT, PLAIN, OUTPUT, ONE, 2) \
+    KERNEL(NAME##_4, SPLIT, PLAIN, OUTPUT, FEW, 2) \
+    KERNEL(NAME##_8, ROWS, PLAIN, OUTPUT, FEW, 1)  \
+    KERNEL(NAME##_16, ROWS, PLAIN, OUTPUT, MANY, 1)
 
-KERNELS(linear_f32, PLAIN, STORE_F32)
-KERNELS(linear_f16, PLAIN, STORE_F16)
-KERNELS(linear_add, PLAIN, ADD_F32)
-KERNEL(linear_swiglu_8, PAIR, PLAIN, SWIGLU_F16, false, 2)
-KERNEL(linear_swiglu_16, PAIR, PLAIN, SWIGLU_F16, true, 1)
-KERNEL(linear_normed_f32, SPLIT, NORMED, STORE_F32, false, 2)
-KERNEL(linear_normed_swiglu, PAIR, NORMED, SWIGLU_F16, false, 2)
+KERNELS(linear_f32, STORE_F32)
+KERNELS(linear_f16, STORE_F16)
+KERNELS(linear_add, ADD_F32)
+KERNEL(linear_swiglu_8, PAIR, PLAIN, SWIGLU_F16, FEW, 2)
+KERNEL(linear_swiglu_16, PAIR, PLAIN, SWIGLU_F16, MANY, 1)
+KERNEL(linear_normed_f32, SPLIT, NORMED, STORE_F32, ONE, 2)
+KERNEL(linear_normed_swiglu, PAIR, NORMED, SWIGLU_F16, ONE, 2)

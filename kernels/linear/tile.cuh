@@ -4,7 +4,7 @@
 #include "format/packed.cuh"
 #include "linear/matrix.cuh"
 
-enum Output { STORE_F32, STORE_F16, ADD_F32 };
+enum Output { STORE_F32, STORE_F16, ADD_F32 };  // SwiGLU has kernels of its own
 
 struct Arguments {
     const u16* x;               // f16 [m, k]
@@ -17,6 +17,7 @@ struct Arguments {
     int out_stride;
     int output;
     int parts;                  // blocks that share a tile, each with a range of K
+    float out_scale;            // SwiGLU: of the result, which may be large
 };
 
 __device__ __forceinline__ int features_of(const Arguments& a) {
@@ -71,6 +72,25 @@ __device__ __forceinline__ void put_away(const Arguments& a, const Matrix& w, in
             } else {
                 a.partial[((size_t)part * a.m + first_row + m) * all + column + row] = c[i][e];
             }
+        }
+    }
+}
+
+// The same for rows 0 to 7 of A that are gate's features and rows 8 to 15 that are up's, in f16.
+template <int TILES>
+__device__ __forceinline__ void put_away_swiglu(const Arguments& a, int first, int first_row, int rows, const float (&c)[TILES][4]) {
+    int g = lane_id() / 4, t = lane_id() % 4, row = first + g;
+    const Matrix &gate = a.matrix[0], &up = a.matrix[1];
+    if (row >= gate.rows) return;
+    float gate_bias = gate.bias ? gate.bias[row] : 0, up_bias = up.bias ? up.bias[row] : 0;
+#pragma unroll
+    for (int i = 0; i < TILES; i++) {
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            int m = 8 * i + 2 * t + e;
+            if (m >= rows) continue;
+            float x = c[i][e] * (gate.global * PACKED_FACTOR) + gate_bias, y = c[i][e + 2] * (up.global * PACKED_FACTOR) + up_bias;
+            ((u16*)a.out)[(size_t)(first_row + m) * a.out_stride + row] = to_f16(x / (1 + __expf(-x)) * y * a.out_scale);
         }
     }
 }

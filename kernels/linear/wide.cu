@@ -74,7 +74,8 @@ struct Pieces {
     }
 };
 
-template <int COLUMNS>
+// PAIR: the sixteen features of a warp are eight of gate and the same eight of up.
+template <int COLUMNS, bool PAIR>
 __device__ __forceinline__ void run(const Arguments& a) {
     constexpr int TILES = COLUMNS / 8;
     using X = Pieces<COLUMNS>;
@@ -85,18 +86,21 @@ __device__ __forceinline__ void run(const Arguments& a) {
     int begin = chunks * part / a.parts, steps = chunks * (part + 1) / a.parts - begin;
     int first_row = blockIdx.y * COLUMNS, rows = min(COLUMNS, a.m - first_row);
 
-    TilePlace<FEATURES> tile(a, blockIdx.x);
+    constexpr int OF_MATRIX = PAIR ? FEATURES / 2 : FEATURES;
+    TilePlace<OF_MATRIX> tile(a, blockIdx.x);
     const Matrix& w = *tile.matrix;
     // Features past the end repeat the last; their sums are dropped.
-    int first_feature = tile.first_feature + warp * 16, last_line = ceil_div(w.rows, CHUNK_ROWS) - 1;
+    int first_feature = tile.first_feature + warp * (PAIR ? 8 : 16), last_line = ceil_div(w.rows, CHUNK_ROWS) - 1;
     auto line = [&](int i) {
-        return w.chunks + ((size_t)min(first_feature / CHUNK_ROWS + i, last_line) * chunks + begin) * CHUNK_BYTES;
+        const u8* from = PAIR ? a.matrix[i].chunks : w.chunks;
+        return from + ((size_t)min(first_feature / CHUNK_ROWS + (PAIR ? 0 : i), last_line) * chunks + begin) * CHUNK_BYTES;
     };
-    const u8 *low = line(0), *high = line(1);
+    const u8* low = line(0) + lane * 16;
+    long long to_high = Ring::to_second(line(0), line(1));
     Ring ring(shared + X_STAGES * X::BYTES + warp * Ring::BYTES);
     auto load = [&](int step) {
         if (step < steps) {
-            ring.fill(step % STAGES, low + step * CHUNK_BYTES, high + step * CHUNK_BYTES, true);
+            ring.fill(Ring::offset(step % STAGES), low + step * CHUNK_BYTES, to_high, true);
         } else {
             ring.skip();
         }
@@ -124,7 +128,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
         next.load(x, rows, a.k, (begin + step + 2) * CHUNK_K);
 
         ring.wait();
-        u32 stage = ring.stage(step % STAGES);
+        u32 stage = ring.base + Ring::offset(step % STAGES);
         uint4 low_codes = load_shared_16(stage + lane * 16), high_codes = load_shared_16(stage + CHUNK_BYTES + lane * 16);
         uint2 low_scales = load_shared_8(stage + CHUNK_CODES + g * CHUNK_BLOCKS);
         uint2 high_scales = load_shared_8(stage + CHUNK_BYTES + CHUNK_CODES + g * CHUNK_BLOCKS);
@@ -147,11 +151,20 @@ __device__ __forceinline__ void run(const Arguments& a) {
         __syncthreads();
     }
     wgmma_settle(c);
-    put_away(a, w, tile.column, first_feature, first_row, rows, part, c);
+    if (PAIR) {
+        put_away_swiglu(a, first_feature, first_row, rows, c);
+    } else {
+        put_away(a, w, tile.column, first_feature, first_row, rows, part, c);
+    }
 }
 
-#define KERNEL(COLUMNS) \
-    extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wide_##COLUMNS(const __grid_constant__ Arguments a) { run<COLUMNS>(a); }
+#define KERNEL(COLUMNS)                                                                                                      \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wide_##COLUMNS(const __grid_constant__ Arguments a) {    \
+        run<COLUMNS, false>(a);                                                                                              \
+    }                                                                                                                        \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wide_swiglu_##COLUMNS(const __grid_constant__ Arguments a) { \
+        run<COLUMNS, true>(a);                                                                                               \
+    }
 
 KERNEL(8)
 KERNEL(16)

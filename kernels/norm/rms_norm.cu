@@ -15,6 +15,7 @@ constexpr int THREADS = 256;
 extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(const __grid_constant__ Arguments a) {
     __shared__ float sums[THREADS / WARP];
     wait_for_earlier_kernels();
+    let_later_kernels_start();
     const float4* x = (const float4*)a.x + (size_t)blockIdx.x * (a.width / 4);
     float sum = 0;
     for (int i = threadIdx.x; i < a.width / 4; i += THREADS) {

@@ -53,7 +53,7 @@ impl LinearScratch {
             0
         };
         let partial = if rows > FEW {
-            TileKernel::CHOSEN.partial_bytes(rows, gpu.multiprocessors())
+            TileKernel::room(gpu.arch(), rows, gpu.multiprocessors())
         } else {
             0
         };

@@ -115,7 +115,7 @@ impl Plan {
             let blocks = tiles.min(multiprocessors * waves);
             let each = tiles.div_ceil(blocks);
             let x = rows * k.next_multiple_of(tile.step()) * 2;
-            let sums = rows * ((each + WARPS) * SUMS + each * tile.features()) * 4;
+            let sums = rows * (each + WARPS) * SUMS * 4;
             let needed = WARPS * (RING_BYTES + 4) + x + sums;
             if needed <= shared {
                 return Some(Plan {
@@ -159,6 +159,9 @@ pub fn small(
     plan: Plan,
 ) -> Result<()> {
     let k = matrices[0].0.cols;
+    // The kernels count outputs, and activations, in 32 bits.
+    int("outputs of a product", plan.rows * stride)?;
+    int("activations", plan.rows * k)?;
     let mut matrix = matrix_arguments(matrices)?;
     let (x, norm_weight, eps, x_bytes, prefix) = match input {
         Input::Plain(x, factor) => {
@@ -177,6 +180,7 @@ pub fn small(
         let rows = plan.rows.min(m - first);
         let tail = match (prefix, plan.tile) {
             ("normed_", _) => "",
+            (_, Tile::Split) if rows == 1 => "_1",
             (_, Tile::Split) => "_4",
             (_, Tile::Rows | Tile::Pair) if rows <= 8 => "_8",
             (_, Tile::Rows | Tile::Pair) => "_16",
@@ -198,8 +202,12 @@ pub fn small(
             block: [(32 * WARPS) as u32, 1, 1],
             // A multiprocessor holds two blocks at most, of which one is the next kernel's, which fills its rings while the
             // other computes. Were there room for three, blocks that start early would crowd where an earlier kernel's have
-            // ended, and leave other multiprocessors without any.
-            shared: plan.shared.max(gpu.shared_limit() / 3 + 1024) as u32,
+            // ended, and leave other multiprocessors without any. Activations of more rows leave no room for the next
+            // kernel's, and then two would crowd, too.
+            shared: plan
+                .shared
+                .max(gpu.shared_limit() / if rows <= 4 { 3 } else { 2 } + 1024)
+                as u32,
         };
         // SAFETY: the struct is the kernel's; sizes were checked, and buffers outlive work on their stream.
         unsafe {

@@ -1,7 +1,10 @@
 //! Kernels of tiles: products of some tens of rows with NVFP4 weights.
 
 use super::matrix::{CHUNK_BYTES, CHUNK_K, CHUNK_ROWS};
-use super::{Biased, LinearScratch, MatrixArgument, Output, matrix_arguments};
+use super::{
+    Biased, LinearScratch, MLP_SCALE, MatrixArgument, Output, SMALL, Storage, TILED,
+    matrix_arguments,
+};
 use crate::base::Result;
 use crate::cuda::gpu::{Gpu, int};
 use crate::cuda::launch::Launch;
@@ -26,6 +29,7 @@ struct TiledArguments {
     out_stride: i32,
     output: i32,
     parts: i32,
+    out_scale: f32,
 }
 
 /// A kernel of tiles.
@@ -38,9 +42,14 @@ pub enum TileKernel {
 }
 
 impl TileKernel {
-    /// The one that serves products. [`TileKernel::Wide`] is right on an emulated GPU and has not run on a card yet; it serves
-    /// nobody before it is measured.
-    pub const CHOSEN: TileKernel = TileKernel::Tiled;
+    /// The one that serves products of `m` rows. An H200 took the tiled one's 26.9 us for gate and up of 32 rows and the wide one's 21,
+    /// but 118 and 131 for the head; of 64 rows the wide one was faster everywhere.
+    pub fn serving(arch: (i32, i32), m: usize) -> TileKernel {
+        match arch {
+            (9, 0) if m > 32 => TileKernel::Wide,
+            _ => TileKernel::Tiled,
+        }
+    }
 
     /// All for an architecture.
     pub fn all(arch: (i32, i32)) -> &'static [TileKernel] {
@@ -48,6 +57,11 @@ impl TileKernel {
             (9, 0) => &[TileKernel::Tiled, TileKernel::Wide],
             _ => &[TileKernel::Tiled],
         }
+    }
+
+    /// Whether it applies SwiGLU to what it makes of two matrices.
+    pub(super) const fn has_swiglu(self) -> bool {
+        matches!(self, TileKernel::Wide)
     }
 
     /// Output features of a block.
@@ -109,6 +123,15 @@ impl TileKernel {
         }
     }
 
+    /// Bytes of the sums of parts that products of up to `m` rows have, by whichever kernel serves them.
+    pub(super) fn room(arch: (i32, i32), m: usize, multiprocessors: usize) -> usize {
+        let kernels = Self::all(arch).iter();
+        kernels
+            .map(|kernel| kernel.partial_bytes(m, multiprocessors))
+            .max()
+            .unwrap_or(0)
+    }
+
     /// Bytes of the sums of parts, of as many blocks as share tiles at most, for up to `m` rows.
     pub fn partial_bytes(self, m: usize, multiprocessors: usize) -> usize {
         self.blocks() * multiprocessors * m.min(self.most_rows()) * self.features() * 4
@@ -160,6 +183,13 @@ impl Tiling {
     }
 }
 
+/// Whether a kernel of tiles applies SwiGLU to products of `m` rows with these matrices.
+pub(super) fn has_swiglu(gpu: &Gpu, m: usize, matrices: &[Biased<'_>]) -> bool {
+    (SMALL + 1..=TILED).contains(&m)
+        && matrices.iter().all(|(w, _)| w.storage == Storage::Nvfp4)
+        && TileKernel::serving(gpu.arch(), m).has_swiglu()
+}
+
 /// A kernel of tiles: f16 `x` that was divided by `factor`, and NVFP4 weights. [`super::linear`] checks sizes and chooses.
 pub fn tiled(
     gpu: &Gpu,
@@ -174,10 +204,19 @@ pub fn tiled(
     scratch: &LinearScratch,
 ) -> Result<()> {
     let k = matrices[0].0.cols;
-    let features: Vec<usize> = matrices.iter().map(|(w, _)| w.rows).collect();
+    let (features, kind, output): (Vec<usize>, _, _) = match output {
+        // A block has half as many features of each matrix.
+        Output::Swiglu if kernel.has_swiglu() => (vec![2 * matrices[0].0.rows], "_swiglu", 0),
+        _ => (
+            matrices.iter().map(|(w, _)| w.rows).collect(),
+            "",
+            output.plain()?,
+        ),
+    };
     let all: usize = features.iter().sum();
     let room = scratch.partial();
-    let divide = room.bytes() >= kernel.partial_bytes(m, gpu.multiprocessors());
+    // SwiGLU takes whole sums.
+    let divide = kind.is_empty() && room.bytes() >= kernel.partial_bytes(m, gpu.multiprocessors());
     let tiling = Tiling::choose(kernel, m, k, &features, gpu.multiprocessors(), divide);
     let parts = tiling.grid[2];
     if parts > 1 {
@@ -194,15 +233,16 @@ pub fn tiled(
         m: int("rows", m)?,
         k: int("K", k)?,
         out_stride: int("the stride of a product", stride)?,
-        output: output.plain()?,
+        output,
         parts: parts as i32,
+        out_scale: 1.0 / MLP_SCALE,
     };
     let launch = Launch {
         grid: tiling.grid.map(|n| n as u32),
         block: [kernel.threads() as u32, 1, 1],
         shared: tiling.shared() as u32,
     };
-    let name = format!("{}_{}", kernel.name(), tiling.columns);
+    let name = format!("{}{kind}_{}", kernel.name(), tiling.columns);
     let sum = Launch::new([all.div_ceil(256) as u32, m as u32, 1], 256);
     // SAFETY: the struct is the kernels'; sizes were checked here and by `linear`.
     unsafe {

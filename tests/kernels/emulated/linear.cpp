@@ -184,6 +184,12 @@ struct Set {
         }
         return NAN;
     }
+    // What becomes of products with biases.
+    double result(int feature, const double* x, Output output) const {
+        double gate = product(feature, x, true);
+        if (output != SWIGLU) return gate;
+        return gate / (1 + std::exp(-gate)) * product(weights[0]->rows + feature, x, true) / 16;
+    }
 };
 
 // How a kernel of tiles is launched.
@@ -197,8 +203,8 @@ static void check_tiles(Tiling tiling, void (*kernel)(tile::Arguments), int m, s
     snprintf(what, sizeof what, "%s %d, %d rows, K = %d, %d parts, output %d", tiling.name, tiling.columns, m, k, parts, output);
     Set set(rows, k);
     Activations x(m, k);
-    int stride = set.features + 2, tiles = 0;
-    Memory out = before(m, stride, set.features, output), partial((size_t)parts * m * set.features * 4);
+    int features = output == SWIGLU ? set.weights[0]->rows : set.features, stride = features + 2, tiles = 0;
+    Memory out = before(m, stride, features, output), partial((size_t)parts * m * set.features * 4);
     std::vector<double> old;
     for (int i = 0; i < m * stride; i++) old.push_back(output == ADD ? ((float*)out.data())[i] : 0);
     tile::Arguments a = {};
@@ -212,12 +218,14 @@ static void check_tiles(Tiling tiling, void (*kernel)(tile::Arguments), int m, s
     a.out_stride = stride;
     a.output = output;
     a.parts = parts;
+    a.out_scale = 1 / 16.0f;
     for (int n : rows) tiles += ceil_div(n, tiling.features);
+    if (output == SWIGLU) tiles = ceil_div(2 * features, tiling.features);
     launch(tiles, ceil_div(m, tiling.columns), parts, tiling.threads, [&] { kernel(a); });
     partial.check(what);
     if (parts > 1) launch(ceil_div(set.features, tiled::SUM_THREADS), m, 1, tiled::SUM_THREADS, [&] { tiled::linear_tiled_sum(a); });
-    compare(what, out, m, set.features, stride, output, 1e-5, [&](int i, int j) {
-        return old[i * stride + j] + set.product(j, &x.values[(size_t)i * k], true);
+    compare(what, out, m, features, stride, output, 1e-5, [&](int i, int j) {
+        return old[i * stride + j] + set.result(j, &x.values[(size_t)i * k], output);
     });
 }
 
@@ -255,10 +263,7 @@ static void check_small(const char* name, void (*kernel)(small::Arguments), int 
     launch(blocks, 1, 1, small::THREADS, [&] { kernel(a); });
     // A norm in f32 may round some values to the other neighbour in f16.
     compare(what, out, m, features, stride, output, normed ? 3e-4 : 1e-5, [&](int i, int j) {
-        const double* row = &input[(size_t)i * k];
-        if (output != SWIGLU) return old[i * stride + j] + set.product(j, row, true);
-        double gate = set.product(j, row, true), up = set.product(features + j, row, true);
-        return gate / (1 + std::exp(-gate)) * up / 16;
+        return old[i * stride + j] + set.result(j, &input[(size_t)i * k], output);
     });
 }
 
@@ -288,9 +293,15 @@ int main() {
     check_tiles(wide_by(64), w64, 64, {192}, 656, 3, ADD);
     check_tiles(wide_by(64), w64, 70, {33}, 16, 1, F32);
     check_tiles(wide_by(128), w128, 100, {50, 30}, 400, 2, F32);
+    auto ws8 = [](tile::Arguments a) { wide::linear_wide_swiglu_8(a); };
+    auto ws64 = [](tile::Arguments a) { wide::linear_wide_swiglu_64(a); };
+    check_tiles(wide_by(8), ws8, 5, {203, 203}, 272, 1, SWIGLU);
+    check_tiles(wide_by(64), ws64, 70, {40, 40}, 656, 1, SWIGLU);
 #endif
 
     auto f4 = [](small::Arguments a) { small::linear_f32_4(a); };
+    auto f1 = [](small::Arguments a) { small::linear_f32_1(a); };
+    auto add1 = [](small::Arguments a) { small::linear_add_1(a); };
     auto f8 = [](small::Arguments a) { small::linear_f32_8(a); };
     auto f16 = [](small::Arguments a) { small::linear_f32_16(a); };
     auto h4 = [](small::Arguments a) { small::linear_f16_4(a); };
@@ -300,10 +311,12 @@ int main() {
     auto swiglu16 = [](small::Arguments a) { small::linear_swiglu_16(a); };
     auto normed = [](small::Arguments a) { small::linear_normed_f32(a); };
     auto normed_swiglu = [](small::Arguments a) { small::linear_normed_swiglu(a); };
-    check_small("f32_4", f4, 1, {40, 24, 9}, 656, F32, false, 3);
+    check_small("f32_1", f1, 1, {40, 24, 9}, 656, F32, false, 3);
+    check_small("add_1", add1, 1, {50}, 2064, ADD, false, 4);
+    check_small("f32_4", f4, 2, {40, 24, 9}, 656, F32, false, 3);
     check_small("f32_4", f4, 4, {33}, 16, F32, false, 2);
     check_small("f16_4", h4, 3, {24}, 1040, F16, false, 1);
-    check_small("add_4", add4, 2, {50}, 2064, ADD, false, 4);
+    check_small("add_4", add4, 1, {50}, 2064, ADD, false, 4);
     check_small("f32_8", f8, 8, {40, 20}, 400, F32, false, 2);
     check_small("add_8", add8, 5, {23}, 2320, ADD, false, 2);
     check_small("f32_16", f16, 13, {72}, 272, F32, false, 2);

@@ -225,6 +225,8 @@ T load_shared(u32 address) {
 }
 inline uint4 load_shared_16(u32 address) { return load_shared<uint4>(address); }
 inline uint2 load_shared_8(u32 address) { return load_shared<uint2>(address); }
+inline float load_shared_float(u32 address) { return load_shared<float>(address); }
+inline u32 load_shared_2(u32 address) { return load_shared<u16>(address); }
 
 inline void load_matrices(u32 (&r)[4], u32 address) {
     struct Lane {
