@@ -18,7 +18,7 @@ constexpr int THREADS = GROUPS * WARPGROUP;
 constexpr int WARPS = THREADS / WARP;
 constexpr int FEATURES = WARPS * 16;
 constexpr int STAGES = 4;                       // of a warp's ring
-constexpr int X_STAGES = 2;
+constexpr int X_STAGES = 3;
 constexpr int STEP_PAIRS = CHUNK_BLOCKS / 2;    // pairs of blocks in a step
 
 // Activations of a step on their way: 16 bytes of each block of a pair, elements 8 s to 8 s + 7, of a row.
@@ -78,6 +78,8 @@ struct Pieces {
 template <int COLUMNS, bool PAIR>
 __device__ __forceinline__ void run(const Arguments& a) {
     constexpr int TILES = COLUMNS / 8;
+    // Products of a step go on while the next one begins, where there are registers for both.
+    constexpr bool GOES_ON = COLUMNS <= 64;
     using X = Pieces<COLUMNS>;
     using Ring = WarpRing<STAGES, CHUNK_BYTES>;
     extern __shared__ __align__(128) char shared[];
@@ -122,7 +124,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
 
     float c[TILES][4] = {};
     for (int step = 0; step < steps; step++) {
-        // Everyone has waited for the products that read this stage.
+        // Everyone has waited for the products that read this stage, those of the step before the last.
         next.store(shared + (step + 1) % X_STAGES * X::BYTES);
         publish_shared();
         next.load(x, rows, a.k, (begin + step + 2) * CHUNK_K);
@@ -142,14 +144,16 @@ __device__ __forceinline__ void run(const Arguments& a) {
         for (int j = 0; j < 4; j++) {
             decode_packed(words_low[j], low_scales, j, u[j]);
             decode_packed(words_high[j], high_scales, j, v[j]);
+            if (GOES_ON && j == 0) wgmma_wait<0>();
             wgmma_fence();
             wgmma_f16(c, u[j][0], v[j][0], u[j][1], v[j][1], wgmma_operand(from + 2 * j * X::PRODUCT_BYTES));
             wgmma_f16(c, u[j][2], v[j][2], u[j][3], v[j][3], wgmma_operand(from + (2 * j + 1) * X::PRODUCT_BYTES));
             wgmma_commit();
         }
-        wgmma_wait<0>();
+        if (!GOES_ON) wgmma_wait<0>();
         __syncthreads();
     }
+    wgmma_wait<0>();
     wgmma_settle(c);
     if (PAIR) {
         put_away_swiglu(a, first_feature, first_row, rows, c);

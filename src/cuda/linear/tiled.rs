@@ -105,7 +105,7 @@ impl TileKernel {
     const fn stages(self) -> (usize, usize) {
         match self {
             TileKernel::Tiled => (3, 3),
-            TileKernel::Wide => (4, 2),
+            TileKernel::Wide => (4, 3),
         }
     }
 
