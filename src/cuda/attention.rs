@@ -20,6 +20,8 @@ const BLOCK_ROWS: usize = 128;
 const SHORT: usize = 512;
 /// Blocks of the decode kernel that share a multiprocessor where they are many.
 const MANY: usize = 4;
+/// Pages of the ring of a block that has a multiprocessor to itself, and of those that share one.
+const STAGES: [usize; 2] = [4, 1];
 /// Parts of a sequence at most.
 const MOST_PARTS: usize = 32;
 
@@ -162,9 +164,15 @@ fn blocks(heads: usize, kv_heads: usize) -> usize {
     kv_heads * (heads / kv_heads).div_ceil(BLOCK_HEADS)
 }
 
-/// Whether blocks, of undivided sequences, are so many that several should share a multiprocessor.
+/// Shared memory of a block: pages of keys and of values of a head, and what there is of the new token.
+const fn decode_shared(stages: usize, dim: usize) -> usize {
+    (stages * 2 * PAGE + BLOCK_HEADS + 2) * dim * 2 + 128
+}
+
+/// Whether several blocks should share a multiprocessor: if those of undivided sequences are many, or if one has no room for a ring
+/// that is good for it alone, with the widest heads.
 fn are_many(gpu: &Gpu, blocks: usize) -> bool {
-    blocks > gpu.multiprocessors()
+    blocks > gpu.multiprocessors() || decode_shared(STAGES[0], 128) > gpu.shared_limit()
 }
 
 /// Parts that sequences of up to `positions` are divided into, so that the device is busy.
@@ -257,17 +265,14 @@ pub fn decode(
         group: group as i32,
         scale: heads.scale_log2(),
     };
-    // Pages of keys and of values of a head, and what there is of the new token.
-    let shared = |stages: usize| (stages * 2 * PAGE + BLOCK_HEADS + 2) * heads.dim * 2 + 128;
-    let (few, many) = (shared(4), shared(1));
-    let (shared, kind) = match are_many(gpu, blocks * sequences) || few > gpu.shared_limit() {
-        true => (many, "_many"),
-        false => (few, ""),
+    let (stages, kind) = match are_many(gpu, blocks * sequences) {
+        true => (STAGES[1], "_many"),
+        false => (STAGES[0], ""),
     };
     let launch = Launch {
         grid: [blocks as u32, sequences as u32, parts as u32],
         block: [128, 1, 1],
-        shared: shared as u32,
+        shared: decode_shared(stages, heads.dim) as u32,
     };
     let name = format!("attention_decode_{}{kind}", heads.dim);
     // SAFETY: the struct is the kernel's; sizes were checked; pages and positions are the caller's word.

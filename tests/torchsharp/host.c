@@ -600,17 +600,30 @@ static size_t resident(void)
         fclose(file);
     return pages * (size_t)sysconf(_SC_PAGESIZE);
 }
+/* Of the device whose context is current; 0 where there is none. */
+static size_t on_gpu(void)
+{
+    void *driver = dlopen("libcuda.so.1", RTLD_NOLOAD | RTLD_NOW);
+    int (*info)(size_t *, size_t *) = NULL;
+    size_t unused = 0, total = 0;
+    if (driver != NULL)
+        *(void **)&info = dlsym(driver, "cuMemGetInfo_v2");
+    if (info == NULL || info(&unused, &total) != 0)
+        return 0;
+    return total - unused;
+}
 
 /* 10,000 calls that work and 500 that do not, after a sixth as many to warm up. */
 static void no_growth(void)
 {
     struct Product p = product(4, 32, 64);
     Tensor wide = strided(p.a, 4, 28, 32, 1, 0);
-    size_t used = 0, held = 0;
+    size_t used = 0, held = 0, device = 0;
     for (int i = 0; i < 6000; i++) {
         if (i == 1000) {
             used = in_use();
             held = resident();
+            device = on_gpu();
         }
         Tensor q, s, y;
         quantize(p.x, &q, &s);
@@ -625,9 +638,11 @@ static void no_growth(void)
             free(THSTorch_get_and_reset_last_err());
         }
     }
-    long grown = (long)in_use() - (long)used, more = (long)resident() - (long)held;
-    printf("10000 calls: malloc's use grew by %ld bytes, resident memory by %ld KiB\n", grown, more / 1024);
-    CHECK(grown < 16 << 10 && more < 4 << 20);
+    long grown = (long)in_use() - (long)used, more = (long)resident() - (long)held, there = (long)on_gpu() - (long)device;
+    printf("10000 calls: malloc's use grew by %ld bytes, resident memory by %ld KiB, a GPU's by %ld KiB\n", grown, more / 1024,
+           there / 1024);
+    CHECK(grown < 16 << 10 && more < 4 << 20 && there < 4 << 20);
+    CHECK(device_type == CPU || device > 0);
     THSTensor_dispose(wide);
     dispose_product(&p);
 }
@@ -748,6 +763,8 @@ int main(int argc, char **argv)
         THSTensor_dispose(there);
         device_type = CUDA, device_index = 0;
         on_device();
+        no_growth();
+        overhead();
     } else {
         printf("SKIPPED tensors of a GPU (TC-14 to TC-16, TC-21 to TC-23 there): this libtorch reaches none\n");
     }
