@@ -229,6 +229,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
     }
 
     // Nobody uses the ring any more.
+    static_assert((WARPS + 1) * HEADS * LINE * 4 <= STAGES * Stage::BYTES, "what is added up stands where the ring was");
     float(*merged)[HEADS][LINE] = (float(*)[HEADS][LINE])ring;  // [WARPS + 1]; the last is the new token's
     for (int h = warp; h < heads; h += WARPS) {
         float score = 0, *line = merged[WARPS][h];
