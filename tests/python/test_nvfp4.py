@@ -605,6 +605,8 @@ class Models(unittest.TestCase):
 
     def test_interrupt(self):
         """Ctrl-C ends an answer that nobody listens to."""
+        # Programs that a shell starts in the background ignore it.
+        self.addCleanup(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, signal.default_int_handler))
         session = self.golden.session()
         session.prefill([17])
         timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
