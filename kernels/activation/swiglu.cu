@@ -1,4 +1,5 @@
 // silu(gate) * up, the addition of a bias to rows, and a change of type.
+#include "activation/silu.cuh"
 #include "common/ptx.cuh"
 
 struct SwigluArguments {
@@ -10,7 +11,6 @@ struct SwigluArguments {
 
 constexpr int THREADS = 256;
 
-__device__ __forceinline__ float silu(float x) { return x / (1 + __expf(-x)); }
 __device__ __forceinline__ u32 product(u32 gate, u32 up, float scale) {
     return pack_f16(silu(f16_low(gate)) * f16_low(up) * scale, silu(f16_high(gate)) * f16_high(up) * scale);
 }

@@ -194,9 +194,6 @@ __device__ __forceinline__ u32 load_shared_2(u32 shared) {
     return v;
 }
 
-// Brings a line of 128 bytes into the second-level cache.
-__device__ __forceinline__ void prefetch_line(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-
 // A barrier of `threads` threads of the block, a multiple of the warp; 0 is __syncthreads().
 __device__ __forceinline__ void barrier(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

@@ -16,6 +16,7 @@
 // end, in a fixed order.
 //
 // x stands in shared memory as f16 in the order of the weights, padded with zeros to whole steps. K must be a multiple of 16.
+#include "activation/silu.cuh"
 #include "common/ptx.cuh"
 #include "common/reduce.cuh"
 #include "common/ring.cuh"
@@ -435,7 +436,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
             const Matrix& up = a.matrix[1];
             second *= up.global * PACKED_FACTOR;
             if (up.bias) second += up.bias[p.row];
-            ((u16*)a.out)[p.at] = to_f16(sum / (1 + __expf(-sum)) * second * a.out_scale);
+            ((u16*)a.out)[p.at] = to_f16(silu(sum) * second * a.out_scale);
         }
     };
     for (int i = thread;;) {

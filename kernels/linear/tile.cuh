@@ -1,5 +1,6 @@
 // What products that take tiles of features and rows have in common: their arguments, where tiles lie, and what becomes of sums.
 #pragma once
+#include "activation/silu.cuh"
 #include "common/ptx.cuh"
 #include "format/packed.cuh"
 #include "linear/matrix.cuh"
@@ -90,7 +91,7 @@ __device__ __forceinline__ void put_away_swiglu(const Arguments& a, int first, i
             int m = 8 * i + 2 * t + e;
             if (m >= rows) continue;
             float x = c[i][e] * (gate.global * PACKED_FACTOR) + gate_bias, y = c[i][e + 2] * (up.global * PACKED_FACTOR) + up_bias;
-            ((u16*)a.out)[(size_t)(first_row + m) * a.out_stride + row] = to_f16(x / (1 + __expf(-x)) * y * a.out_scale);
+            ((u16*)a.out)[(size_t)(first_row + m) * a.out_stride + row] = to_f16(silu(x) * y * a.out_scale);
         }
     }
 }

@@ -10,6 +10,10 @@ use crate::base::checksum::Checksum;
 /// Headers, by the name that sources include them by.
 const HEADERS: &[(&str, &str)] = &[
     (
+        "activation/silu.cuh",
+        include_str!("../../kernels/activation/silu.cuh"),
+    ),
+    (
         "common/types.cuh",
         include_str!("../../kernels/common/types.cuh"),
     ),

@@ -8,7 +8,7 @@ use super::gpu::{Gpu, int};
 use super::launch::Launch;
 use super::memory::{DeviceSlice, Pinned};
 use super::nvrtc::Unit;
-use super::staging::{STAGING, keep, take};
+use super::staging::{keep, take};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::size::product;
@@ -130,7 +130,7 @@ pub struct ScaleCheck {
 impl ScaleCheck {
     /// Enqueues it for matrices on `gpu`.
     pub fn start(gpu: &Arc<Gpu>, matrices: &[Operand<'_>]) -> Result<ScaleCheck> {
-        let mut found = take(gpu, STAGING)?;
+        let mut found = take(gpu, 4)?;
         found.bytes_mut()[..4].fill(0);
         let address = found.address();
         let mut check = ScaleCheck {

@@ -7,7 +7,7 @@ use super::gpu::{Gpu, int};
 use super::launch::Launch;
 use super::memory::{DeviceBuffer, DeviceSlice, Pinned};
 use super::nvrtc::Unit;
-use super::staging::{STAGING, keep, take};
+use super::staging::{keep, take};
 use super::tensor::{Contiguous, download, rows, suffix};
 use crate::base::Result;
 use crate::base::error::{bail, err};
@@ -127,7 +127,7 @@ pub fn quantize<'a>(
     };
     let mut report = None;
     if computed || !saturate {
-        let mut pinned = take(gpu, STAGING)?;
+        let mut pinned = take(gpu, REPORT_BYTES)?;
         pinned.bytes_mut()[..REPORT_BYTES].fill(0);
         report = Some(pinned);
     }

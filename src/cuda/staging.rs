@@ -71,19 +71,14 @@ impl Staging {
     /// The buffer whose turn it is, to be filled.
     pub(super) fn next(&mut self) -> Result<&mut [u8]> {
         self.turn = 1 - self.turn;
-        let slot = &mut self.buffers[self.turn];
-        match slot {
-            Some((_, busy)) => {
-                if let Some(event) = busy.take() {
-                    event.wait()?;
-                }
-            }
-            None => *slot = Some((take(&self.gpu, self.bytes)?, None)),
+        let (pinned, busy) = match &mut self.buffers[self.turn] {
+            Some(slot) => slot,
+            none => none.insert((take(&self.gpu, self.bytes)?, None)),
+        };
+        if let Some(event) = busy.take() {
+            event.wait()?;
         }
-        match slot {
-            Some((pinned, _)) => Ok(&mut pinned.bytes_mut()[..self.bytes]),
-            None => Err(err!(Internal, "a staging buffer was just made")),
-        }
+        Ok(&mut pinned.bytes_mut()[..self.bytes])
     }
 
     /// Enqueues copies of ranges of the buffer that was filled last to addresses of the device.

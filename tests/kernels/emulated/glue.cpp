@@ -3,6 +3,7 @@
 // them. Prints "ok" or what is wrong.
 #include "cuda.hpp"
 
+#include "activation/silu.cuh"
 #include "common/ptx.cuh"
 #include "common/reduce.cuh"
 

@@ -3,6 +3,7 @@
 // twice by tests/kernels.rs, for architectures with and without a conversion of e4m3. Prints "ok" or what is wrong.
 #include "cuda.hpp"
 
+#include "activation/silu.cuh"
 #include "common/ptx.cuh"
 #include "common/reduce.cuh"
 #include "common/ring.cuh"

@@ -253,7 +253,6 @@ inline u32 transpose_matrix(u32 x) {
            }).r;
 }
 inline float exp2_approx(float x) { return std::exp2(x); }
-inline void prefetch_line(const void*) {}
 inline void __threadfence() {}
 // Blocks run one after the other.
 inline u32 atomic_add_release_acquire(u32* p, u32 value) {
