@@ -11,8 +11,8 @@ use std::time::Instant;
 
 use NVFP4::base::memory::Tag;
 use NVFP4::cuda::{
-    self, DeviceBuffer, Gpu, Graph, Heads, Input, LinearScratch, Matrix, Output, PAGE, PageTable,
-    Plan, Rows, ScaledTile, TileKernel, Way,
+    self, DeviceBuffer, Gpu, Graph, Heads, Input, Layout, LinearScratch, Matrix, Output, PAGE,
+    PageTable, Plan, Rows, ScaledTile, TileKernel, Way,
 };
 use NVFP4::format::nvfp4::{BLOCK, Levels, NonFinite, QuantizeOptions};
 use NVFP4::format::random;
@@ -395,11 +395,7 @@ fn products(gpu: &Arc<Gpu>, bandwidth: f64, only: &[String]) {
             128 * shape.rows.iter().sum::<usize>() * 4,
         )
         .unwrap();
-        let room = TileKernel::all(gpu.arch())
-            .iter()
-            .map(|kernel| kernel.partial_bytes(128, gpu.multiprocessors()))
-            .max();
-        let scratch = LinearScratch::new(gpu, 128, room.unwrap_or(0)).unwrap();
+        let scratch = LinearScratch::new(gpu, 128, shape.k, 0).unwrap();
         let matrices: Vec<Vec<_>> = weights
             .iter()
             .map(|set| set.iter().map(|w| (w, None)).collect())
@@ -446,9 +442,16 @@ fn products(gpu: &Arc<Gpu>, bandwidth: f64, only: &[String]) {
         let stride: usize = shape.rows.iter().sum();
         for m in [8, 16, 32, 64, 128] {
             for &kernel in TileKernel::all(gpu.arch()) {
+                let (input, output) = match (kernel, shape.output) {
+                    (TileKernel::Tiled, _) => (Input::Plain(&x, 1.0), output),
+                    (TileKernel::Wide, Output::Swiglu) => {
+                        (Input::Ordered(&x, 1.0), Output::SwigluOrdered)
+                    }
+                    (TileKernel::Wide, _) => (Input::Ordered(&x, 1.0), output),
+                };
                 report(m, &format!("{kernel:?}").to_lowercase(), &|| {
                     for set in &matrices {
-                        cuda::tiled(gpu, kernel, &x, 1.0, m, set, output, &out, stride, &scratch)?;
+                        cuda::tiled(gpu, kernel, input, m, set, output, &out, stride, &scratch)?;
                     }
                     Ok(())
                 });
@@ -500,14 +503,17 @@ fn chain(gpu: &Arc<Gpu>) {
             floats(gpu, batch * 4864, 4),
             floats(gpu, batch * 9728, 5),
         );
-        let scratch = LinearScratch::new(gpu, batch, 0).unwrap();
-        let normed = DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, batch * 2560 * 2).unwrap();
+        let scratch = LinearScratch::new(gpu, batch, 9728, 0).unwrap();
+        let layout = Layout::taken(gpu, batch);
+        let normed =
+            DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, layout.elements(batch, 2560) * 2)
+                .unwrap();
         let norm_input = || -> NVFP4::base::Result<Input<'_>> {
             if batch == 1 {
                 return Ok(Input::Normed(&x, &hidden_norm, 1e-6));
             }
-            cuda::rms_norm(gpu, &x, 0, &hidden_norm, 1e-6, batch, 2560, &normed)?;
-            Ok(Input::Plain(&normed, 1.0))
+            cuda::rms_norm(gpu, &x, 0, &hidden_norm, 1e-6, batch, 2560, &normed, layout)?;
+            Ok(layout.input(&normed, 1.0))
         };
         let enqueue = |wanted: [bool; 5]| -> NVFP4::base::Result<()> {
             for (layer, w) in weights.iter().enumerate() {
@@ -531,13 +537,13 @@ fn chain(gpu: &Arc<Gpu>) {
                         layer,
                     };
                     cuda::decode(
-                        gpu, &h, &pages, &qkv, &positions, batch, 1, &rows, &attended,
+                        gpu, &h, &pages, &qkv, &positions, batch, 1, &rows, &attended, layout,
                     )?;
                 }
                 if wanted[2] {
                     cuda::linear(
                         gpu,
-                        Input::Plain(&attended, 1.0),
+                        layout.input(&attended, 1.0),
                         batch,
                         &all(1),
                         Output::Add,
@@ -547,9 +553,9 @@ fn chain(gpu: &Arc<Gpu>) {
                     )?;
                 }
                 if wanted[3] {
-                    let fused = cuda::is_fused(gpu, batch, &all(2), Output::Swiglu);
+                    let fused = cuda::is_fused(gpu, batch, &all(2), layout.swiglu());
                     let (output, out, stride) = match fused {
-                        true => (Output::Swiglu, &mlp, 9728),
+                        true => (layout.swiglu(), &mlp, 9728),
                         false => (Output::F16, &gate_up, 2 * 9728),
                     };
                     cuda::linear(
@@ -569,7 +575,7 @@ fn chain(gpu: &Arc<Gpu>) {
                 if wanted[4] {
                     cuda::linear(
                         gpu,
-                        Input::Plain(&mlp, 1.0),
+                        layout.input(&mlp, 1.0),
                         batch,
                         &all(3),
                         Output::Add,
@@ -693,7 +699,18 @@ fn attention(gpu: &Arc<Gpu>) {
                         stride: count,
                         layer,
                     };
-                    cuda::decode(gpu, &h, &pages, &qkv, &positions, batch, parts, &rows, &out)?;
+                    cuda::decode(
+                        gpu,
+                        &h,
+                        &pages,
+                        &qkv,
+                        &positions,
+                        batch,
+                        parts,
+                        &rows,
+                        &out,
+                        Layout::Rows,
+                    )?;
                 }
                 Ok(())
             };

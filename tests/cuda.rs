@@ -11,8 +11,8 @@ use std::sync::Arc;
 use NVFP4::base::memory::{self, Tag};
 use NVFP4::base::{ErrorKind, env};
 use NVFP4::cuda::{
-    self, Biased, DeviceBuffer, Gpu, Heads, Input, LinearScratch, Matrix, Output, PAGE, PageTable,
-    Rows, ScaledTile, Storage, TileKernel, Way,
+    self, Biased, DeviceBuffer, Gpu, Heads, Input, Layout, LinearScratch, Matrix, Output, PAGE,
+    PageTable, Rows, ScaledTile, Storage, TileKernel, Way,
 };
 use NVFP4::format::nvfp4::{self, BLOCK, Nvfp4, QuantizeOptions};
 use NVFP4::format::random;
@@ -161,7 +161,7 @@ const F16: f64 = 4e-4;
 #[test]
 fn products_of_few_rows_agree_with_f64() {
     let Some(gpu) = gpu() else { return };
-    let scratch = LinearScratch::new(&gpu, 16, 0).unwrap();
+    let scratch = LinearScratch::new(&gpu, 16, 9728, 0).unwrap();
     for (i, &(m, n, k)) in [
         (1, 64, 128),
         (1, 8, 16),
@@ -530,7 +530,7 @@ fn rms_norm(x: &[f32], weight: &[f32], eps: f32) -> Vec<f32> {
 #[test]
 fn fused_norms_and_activations_agree_with_f64() {
     let Some(gpu) = gpu() else { return };
-    let scratch = LinearScratch::new(&gpu, 128, 0).unwrap();
+    let scratch = LinearScratch::new(&gpu, 128, 4400, 0).unwrap();
     for (i, &(m, k, rows)) in [
         (1, 2560, [512, 128, 120]),
         (1, 4400, [40, 24, 8]),
@@ -557,8 +557,18 @@ fn fused_norms_and_activations_agree_with_f64() {
         let input = match m {
             1 => Input::Normed(&device_x, &device_norm, 1e-6),
             _ => {
-                cuda::rms_norm(&gpu, &device_x, 0, &device_norm, 1e-6, m, k, &device_normed)
-                    .unwrap();
+                cuda::rms_norm(
+                    &gpu,
+                    &device_x,
+                    0,
+                    &device_norm,
+                    1e-6,
+                    m,
+                    k,
+                    &device_normed,
+                    Layout::Rows,
+                )
+                .unwrap();
                 Input::Plain(&device_normed, 1.0)
             }
         };
@@ -657,16 +667,28 @@ fn tiles_agree_with_f64() {
                 .collect();
             let device_x = upload(&gpu, &as_f16(&x));
             let (all, stride) = (rows.iter().sum::<usize>(), rows.iter().sum::<usize>() + 3);
-            let room = kernel.partial_bytes(m, gpu.multiprocessors());
+            let room = kernel.scratch(m, k, gpu.multiprocessors());
             for (output, room) in [(Output::F32, room), (Output::Add, room), (Output::F32, 0)] {
-                let scratch = LinearScratch::new(&gpu, 1, room).unwrap();
+                if room == 0 && kernel == TileKernel::Wide {
+                    // Without room it takes ordered rows only.
+                    continue;
+                }
+                let scratch = LinearScratch::new(&gpu, 1, k, room).unwrap();
                 let before = match output {
                     Output::Add => normal(seed + 6, m * stride),
                     _ => vec![f32::NAN; m * stride],
                 };
                 let out = upload(&gpu, &before);
                 cuda::tiled(
-                    &gpu, kernel, &device_x, 1.0, m, &matrices, output, &out, stride, &scratch,
+                    &gpu,
+                    kernel,
+                    Input::Plain(&device_x, 1.0),
+                    m,
+                    &matrices,
+                    output,
+                    &out,
+                    stride,
+                    &scratch,
                 )
                 .unwrap();
                 let got = read_f32(&out, m * stride);
@@ -712,7 +734,7 @@ fn products_of_many_rows_agree_with_f64() {
     .enumerate()
     {
         // Room for some rows only, so that the copy is made in parts.
-        let scratch = LinearScratch::new(&gpu, m, 50 * k * 2).unwrap();
+        let scratch = LinearScratch::new(&gpu, m, k, 50 * k * 2).unwrap();
         let w = weight(&gpu, n, k, 500 + i as u64);
         let x = normal(600 + i as u64, m * k);
         let want = product(&rounded(&x), m, &w, true);
@@ -858,7 +880,7 @@ fn dense_products_agree_with_f64() {
     let values = normal(1, n * k);
     let x = normal(2, m * k);
     let device_x = upload(&gpu, &as_f16(&x));
-    let scratch = LinearScratch::new(&gpu, 16, 0).unwrap();
+    let scratch = LinearScratch::new(&gpu, 16, 9728, 0).unwrap();
     for storage in [Storage::F32, Storage::F16, Storage::BF16] {
         let (bytes, exact): (Vec<u8>, Vec<f64>) = match storage {
             Storage::F32 => (
@@ -1071,7 +1093,19 @@ fn attention_agrees_with_f64() {
         let rows = Rows::new(&gpu, heads, kv_heads, dim, 1).unwrap();
         for parts in [1, 2, 3, 8] {
             let out = poisoned(&gpu, width * 2);
-            cuda::decode(&gpu, &h, &pages, &new, &positions, 1, parts, &rows, &out).unwrap();
+            cuda::decode(
+                &gpu,
+                &h,
+                &pages,
+                &new,
+                &positions,
+                1,
+                parts,
+                &rows,
+                &out,
+                Layout::Rows,
+            )
+            .unwrap();
             let what =
                 format!("decode {heads}/{kv_heads} heads of {dim}, position {last}, {parts} parts");
             assert_close(&read_f16(&out, width), &want, ATTENTION, &what);

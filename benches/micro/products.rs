@@ -106,7 +106,7 @@ pub(super) fn few_rows(gpu: &Arc<Gpu>, figures: &mut Figures) {
     for (name, n, k) in SHAPES {
         let quantized = rotation(n * k * 9 / 16, |seed| nvfp4(gpu, n, k, seed));
         let plain = rotation(n * k * 2, |seed| dense(gpu, n, k, seed));
-        let scratch = LinearScratch::new(gpu, 4096, n * k * 2).unwrap();
+        let scratch = LinearScratch::new(gpu, 4096, k, n * k * 2).unwrap();
         let (x, out) = (activations(gpu, 128 * k), zeros(gpu, 128 * n * 4));
         let mut one = 0.0;
         for m in [1, 2, 4, 8, 16, 17, 32, 64, 128] {
@@ -138,7 +138,7 @@ pub(super) fn many_rows(gpu: &Arc<Gpu>, figures: &mut Figures) {
     for (name, n, k) in SHAPES {
         let quantized = [nvfp4(gpu, n, k, 1), nvfp4(gpu, n, k, 3)];
         let plain = [dense(gpu, n, k, 1), dense(gpu, n, k, 3)];
-        let scratch = LinearScratch::new(gpu, 4096, n * k * 2).unwrap();
+        let scratch = LinearScratch::new(gpu, 4096, k, n * k * 2).unwrap();
         for m in [512, 2048, 4096, 8192] {
             let (x, out) = (activations(gpu, m * k), zeros(gpu, m * n * 4));
             let rate = |weights: &[Matrix]| {

@@ -8,6 +8,7 @@
 // sequence to finish adds the parts in order.
 #include "common/heads.cuh"
 #include "common/pages.cuh"
+#include "format/ordered.cuh"
 
 constexpr int HEADS = 8;        // the N of the matrix instruction
 constexpr int STEP = 16;        // positions of a warp at a time
@@ -19,13 +20,26 @@ struct Arguments {
     const float* q_norm;        // [D] or null
     const float* k_norm;
     const int* positions;       // [sequences]: of the new token
-    u16* out;                   // f16 [sequences, heads D]
+    u16* out;                   // f16 [sequences, heads D], or the same in the order of format/ordered.cuh
     float* partial;             // [sequences, head blocks, parts, HEADS, D + 2]
     u32* arrived;               // [sequences, head blocks], zero; left zero
     HeadOptions head;
     Pages pages;
     int group;                  // query heads for each key/value head
     float scale;                // of the scores, times log2(e)
+    int ordered;
+};
+
+// Where the output of a sequence goes.
+struct Row {
+    u16* out;
+    int sequence, width, groups;  // groups of 8 sequences, or 0 for rows one after the other
+
+    __device__ __forceinline__ Row(const Arguments& a, int sequence, int width)
+        : out(a.out), sequence(sequence), width(width), groups(a.ordered ? ceil_div(gridDim.y, GROUP_ROWS) : 0) {}
+    __device__ __forceinline__ u16& at(int k) const {
+        return out[groups > 0 ? ordered_at(groups, sequence, k) : (size_t)sequence * width + k];
+    }
 };
 
 // A page's keys and values of a head in shared memory, rows of keys [PAGE][D] and columns of values [D][PAGE]. Of neighbouring
@@ -95,9 +109,9 @@ struct Seen {
             line[D + 1] = weight;
         }
     }
-    __device__ __forceinline__ void write_out(u16* out) const {
+    __device__ __forceinline__ void write_out(const Row& row, int first) const {
 #pragma unroll
-        for (int j = 0; j < D / WARP; j++) out[lane_id() + WARP * j] = to_f16(y[j] / weight);
+        for (int j = 0; j < D / WARP; j++) row.at(first + lane_id() + WARP * j) = to_f16(y[j] / weight);
     }
 };
 
@@ -262,13 +276,17 @@ __device__ __forceinline__ void run(const Arguments& a) {
     }
     __syncthreads();
 
-    u16* out = a.out + ((size_t)sequence * all_heads + first_head) * D;
+    Row out(a, sequence, all_heads * D);
+    if (a.ordered && part == 0 && first_head == 0) {
+        // What is missing at the end is zeros.
+        for (int k = out.width + threadIdx.x; k < ceil_div(out.width, CHUNK_K) * CHUNK_K; k += THREADS) out.at(k) = 0;
+    }
     int block = sequence * gridDim.x + blockIdx.x;
     float* lines = a.partial + (size_t)block * parts * HEADS * LINE;
     for (int h = warp; h < heads; h += WARPS) {
         Seen<D> seen(merged[0][h], WARPS + 1, HEADS * LINE);
         if (parts == 1) {
-            seen.write_out(out + h * D);
+            seen.write_out(out, (first_head + h) * D);
         } else {
             seen.write(lines + (part * HEADS + h) * LINE);
         }
@@ -283,7 +301,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
     __syncthreads();
     if (!last) return;
     __threadfence();
-    for (int h = warp; h < heads; h += WARPS) Seen<D>(lines + h * LINE, parts, HEADS * LINE).write_out(out + h * D);
+    for (int h = warp; h < heads; h += WARPS) Seen<D>(lines + h * LINE, parts, HEADS * LINE).write_out(out, (first_head + h) * D);
 }
 
 // Where blocks are few, a ring of several pages for each; where they are many, several of them share a multiprocessor.

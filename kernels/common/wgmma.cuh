@@ -1,8 +1,7 @@
 // Inline PTX of Hopper's matrix products, which tensor cores make for four warps together, a warpgroup, and meanwhile those go on.
 //
 // m64nNk16: C += A B for 64 rows, 16 of them each warp's, in whose lanes A and C are as common/ptx.cuh has them; C has N / 8 such
-// pieces side by side. B is in shared memory in pieces of 8 columns by 8 rows, 16 bytes to a column: two pieces along K, then the
-// next 8 columns.
+// pieces side by side. B is in shared memory in pieces of 8 columns by 8 rows, 16 bytes to a column.
 //
 // Registers of A and C belong to the tensor cores from a fence to the wait for the group that was committed; B must have been
 // published before a barrier.
@@ -29,10 +28,10 @@ __device__ __forceinline__ void wgmma_settle(float (&c)[TILES][4]) {
 // What was written to shared memory is there for tensor cores after a barrier that follows this.
 __device__ __forceinline__ void publish_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Where B is: an address in shared memory, a multiple of 16.
+// Where B is: an address in shared memory, a multiple of 16, and how far apart pieces are.
+template <int ALONG_K, int ALONG_N>
 __device__ __forceinline__ u64 wgmma_operand(u32 shared) {
-    constexpr u64 ALONG_K = 128, ALONG_N = 256;
-    return (u64)(shared >> 4 & 0x3fff) | ALONG_K / 16 << 16 | ALONG_N / 16 << 32;
+    return (u64)(shared >> 4 & 0x3fff) | (u64)(ALONG_K / 16) << 16 | (u64)(ALONG_N / 16) << 32;
 }
 
 #define WGMMA_SUMS(I) "+f"(c[I][0]), "+f"(c[I][1]), "+f"(c[I][2]), "+f"(c[I][3])

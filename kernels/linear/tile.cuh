@@ -2,13 +2,13 @@
 #pragma once
 #include "activation/silu.cuh"
 #include "common/ptx.cuh"
-#include "format/packed.cuh"
+#include "format/ordered.cuh"
 #include "linear/matrix.cuh"
 
-enum Output { STORE_F32, STORE_F16, ADD_F32 };  // SwiGLU has kernels of its own
+enum Output { STORE_F32, STORE_F16, ADD_F32, STORE_ORDERED };  // the last is SwiGLU's, which has kernels of its own
 
 struct Arguments {
-    const u16* x;               // f16 [m, k]
+    const u16* x;               // f16 [m, k]; those of linear/wide.cu in the order of format/ordered.cuh
     void* out;                  // [m, out_stride]; the matrices' features follow each other
     float* partial;             // [parts, m, features of all matrices], if there are several parts
     Matrix matrix[MATRICES];
@@ -56,42 +56,37 @@ __device__ __forceinline__ void store(const Arguments& a, const Matrix& w, int c
     if (a.output == STORE_F16) ((u16*)a.out)[at] = to_f16(sum);
 }
 
-// Puts away what a warp has of 16 features from `first` of the matrix on and of 8 TILES rows of activations from `first_row` on,
-// as accumulators of the matrix instruction: what they become, or a part of it.
-template <int TILES>
-__device__ __forceinline__ void put_away(const Arguments& a, const Matrix& w, int column, int first, int first_row, int rows, int part,
-                                         const float (&c)[TILES][4]) {
-    int g = lane_id() / 4, t = lane_id() % 4, all = features_of(a);
+// What becomes of a warp's sums of 16 features from `first` of the matrix on and of 8 rows of activations from `first_row` on, as
+// an accumulator of the matrix instruction.
+__device__ __forceinline__ void put_away(const Arguments& a, const Matrix& w, int column, int first, int first_row, const float (&c)[4]) {
+    int g = lane_id() / 4, t = lane_id() % 4;
 #pragma unroll
-    for (int i = 0; i < TILES; i++) {
-#pragma unroll
-        for (int e = 0; e < 4; e++) {
-            int m = 8 * i + 2 * t + e % 2, row = first + g + e / 2 * 8;
-            if (m >= rows || row >= w.rows) continue;
-            if (a.parts == 1) {
-                store(a, w, column, first_row + m, row, c[i][e]);
-            } else {
-                a.partial[((size_t)part * a.m + first_row + m) * all + column + row] = c[i][e];
-            }
-        }
+    for (int e = 0; e < 4; e++) {
+        int m = first_row + 2 * t + e % 2, row = first + g + e / 2 * 8;
+        if (m < a.m && row < w.rows) store(a, w, column, m, row, c[e]);
     }
 }
-
-// The same for rows 0 to 7 of A that are gate's features and rows 8 to 15 that are up's, in f16.
-template <int TILES>
-__device__ __forceinline__ void put_away_swiglu(const Arguments& a, int first, int first_row, int rows, const float (&c)[TILES][4]) {
+// The same for a part of them.
+__device__ __forceinline__ void put_away_part(const Arguments& a, const Matrix& w, int column, int first, int first_row, int part,
+                                              const float (&c)[4]) {
+    int g = lane_id() / 4, t = lane_id() % 4, all = features_of(a);
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+        int m = first_row + 2 * t + e % 2, row = first + g + e / 2 * 8;
+        if (m < a.m && row < w.rows) a.partial[((size_t)part * a.m + m) * all + column + row] = c[e];
+    }
+}
+// The same for rows 0 to 7 of A that are gate's features from `first` on and rows 8 to 15 that are up's: calls put(row of
+// activations, feature, value) with f16 values, which are zeros past the last feature.
+template <class Put>
+__device__ __forceinline__ void put_away_swiglu(const Arguments& a, int first, int first_row, const float (&c)[4], Put put) {
     int g = lane_id() / 4, t = lane_id() % 4, row = first + g;
     const Matrix &gate = a.matrix[0], &up = a.matrix[1];
-    if (row >= gate.rows) return;
-    float gate_bias = gate.bias ? gate.bias[row] : 0, up_bias = up.bias ? up.bias[row] : 0;
+    bool there = row < gate.rows;
+    float gate_bias = there && gate.bias ? gate.bias[row] : 0, up_bias = there && up.bias ? up.bias[row] : 0;
 #pragma unroll
-    for (int i = 0; i < TILES; i++) {
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-            int m = 8 * i + 2 * t + e;
-            if (m >= rows) continue;
-            float x = c[i][e] * (gate.global * PACKED_FACTOR) + gate_bias, y = c[i][e + 2] * (up.global * PACKED_FACTOR) + up_bias;
-            ((u16*)a.out)[(size_t)(first_row + m) * a.out_stride + row] = to_f16(silu(x) * y * a.out_scale);
-        }
+    for (int e = 0; e < 2; e++) {
+        float x = c[e] * (gate.global * PACKED_FACTOR) + gate_bias, y = c[e + 2] * (up.global * PACKED_FACTOR) + up_bias;
+        put(first_row + 2 * t + e, row, there ? to_f16(silu(x) * y * a.out_scale) : (u16)0);
     }
 }

@@ -121,7 +121,15 @@ __device__ __forceinline__ void run(const Arguments& a) {
         }
     }
 
-    put_away(a, w, tile.column, tile.first_feature + warp * 16, first_row, rows, part, c);
+    int first = tile.first_feature + warp * 16;
+#pragma unroll
+    for (int i = 0; i < TILES; i++) {
+        if (a.parts == 1) {
+            put_away(a, w, tile.column, first, first_row + 8 * i, c[i]);
+        } else {
+            put_away_part(a, w, tile.column, first, first_row + 8 * i, part, c[i]);
+        }
+    }
 }
 
 // Grid: (features / SUM_THREADS, m)

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use super::gpu::{Gpu, int};
 use super::launch::Launch;
+use super::linear::Layout;
 use super::memory::DeviceBuffer;
 use super::nvrtc::Unit;
 use crate::base::Result;
@@ -157,6 +158,7 @@ struct DecodeArguments {
     pages: Pages,
     group: i32,
     scale: f32,
+    ordered: i32,
 }
 
 /// Blocks of the decode kernel for a sequence that is not divided.
@@ -223,8 +225,8 @@ impl Rows {
 }
 
 /// Attention of one new token for each of `sequences` sequences, whose keys and values it stores: from f32 `qkv`
-/// `[sequences, (heads + 2 kv_heads) dim]` to f16 `out` `[sequences, heads dim]`. `positions` (i32) say where the tokens
-/// stand; pages must exist up to there.
+/// `[sequences, (heads + 2 kv_heads) dim]` to f16 `out` `[sequences, heads dim]` in this layout. `positions` (i32) say where the
+/// tokens stand; pages must exist up to there.
 pub fn decode(
     gpu: &Gpu,
     heads: &Heads<'_>,
@@ -235,6 +237,7 @@ pub fn decode(
     parts: usize,
     rows: &Rows,
     out: &DeviceBuffer,
+    layout: Layout,
 ) -> Result<()> {
     heads.check()?;
     let width = (heads.heads + 2 * heads.kv_heads) * heads.dim;
@@ -242,7 +245,7 @@ pub fn decode(
     let blocks = blocks(heads.heads, heads.kv_heads);
     if qkv.bytes() < sequences * width * 4
         || positions.bytes() < sequences * 4
-        || out.bytes() < sequences * heads.heads * heads.dim * 2
+        || out.bytes() < layout.elements(sequences, heads.heads * heads.dim) * 2
         || rows.arrived.bytes() < sequences * blocks * 4
         || !(1..=MOST_PARTS).contains(&parts)
     {
@@ -264,15 +267,15 @@ pub fn decode(
         pages: pages.argument(heads, sequences)?,
         group: group as i32,
         scale: heads.scale_log2(),
+        ordered: i32::from(layout == Layout::Ordered),
     };
     let (stages, kind) = match are_many(gpu, blocks * sequences) {
         true => (STAGES[1], "_many"),
         false => (STAGES[0], ""),
     };
     let launch = Launch {
-        grid: [blocks as u32, sequences as u32, parts as u32],
-        block: [128, 1, 1],
         shared: decode_shared(stages, heads.dim) as u32,
+        ..Launch::new([blocks as u32, sequences as u32, parts as u32], 128)
     };
     let name = format!("attention_decode_{}{kind}", heads.dim);
     // SAFETY: the struct is the kernel's; sizes were checked; pages and positions are the caller's word.
@@ -393,10 +396,10 @@ pub fn prefill(
         rows: int("rows", rows)?,
         first_position: int("the position", first_position)?,
     };
+    let grid = [heads.heads as u32, rows.div_ceil(BLOCK_ROWS) as u32, 1];
     let launch = Launch {
-        grid: [heads.heads as u32, rows.div_ceil(BLOCK_ROWS) as u32, 1],
-        block: [256, 1, 1],
         shared: (2 * 2 * PAGE * heads.dim * 2) as u32,
+        ..Launch::new(grid, 256)
     };
     // SAFETY: the struct is the kernel's; sizes were checked; pages are the caller's word.
     unsafe {

@@ -108,7 +108,9 @@ impl Blas {
             Output::F32 => Store::F32,
             Output::Add => Store::Add,
             Output::F16 => Store::F16,
-            Output::Swiglu => bail!(Internal, "only the fused kernel applies SwiGLU"),
+            Output::Swiglu | Output::SwigluOrdered => {
+                bail!(Internal, "only fused kernels apply SwiGLU")
+            }
         };
         self.multiply(
             gpu, element, w, n, k, alpha, x, m, store, out, stride, workspace,

@@ -4,11 +4,12 @@ use std::sync::Arc;
 
 use super::gpu::{Gpu, int};
 use super::launch::Launch;
-use super::linear::{MLP_SCALE, Storage};
+use super::linear::{Layout, MLP_SCALE, Storage};
 use super::memory::DeviceBuffer;
 use super::nvrtc::Unit;
 use crate::base::Result;
 use crate::base::error::bail;
+use crate::format::nvfp4::BLOCK;
 
 const THREADS: u32 = 256;
 
@@ -81,7 +82,7 @@ struct NormArguments {
     eps: f32,
 }
 
-/// RMSNorm of f32 rows of `width` from byte `at` of `x` on, to f16 `y`.
+/// RMSNorm of f32 rows of `width` from byte `at` of `x` on, to f16 `y` in this layout.
 pub fn rms_norm(
     gpu: &Gpu,
     x: &DeviceBuffer,
@@ -91,14 +92,19 @@ pub fn rms_norm(
     rows: usize,
     width: usize,
     y: &DeviceBuffer,
+    layout: Layout,
 ) -> Result<()> {
     x.holds("rows", &[at + rows * width * 4])?;
     weight.holds("a norm", &[width * 4])?;
-    y.holds("normalised rows", &[rows * width * 2])?;
-    if !width.is_multiple_of(4) {
+    y.holds("normalised rows", &[layout.elements(rows, width), 2])?;
+    let (name, multiple) = match layout {
+        Layout::Rows => ("rms_norm", 4),
+        Layout::Ordered => ("rms_norm_ordered", BLOCK),
+    };
+    if !width.is_multiple_of(multiple) {
         bail!(
             Unsupported,
-            "rows of {width}; the norm takes multiples of 4"
+            "rows of {width}; the norm takes multiples of {multiple}"
         );
     }
     let arguments = NormArguments {
@@ -109,9 +115,7 @@ pub fn rms_norm(
         eps,
     };
     // SAFETY: the struct is the kernel's; sizes were checked.
-    unsafe {
-        Launch::new([rows as u32, 1, 1], THREADS).run(gpu, Unit::RmsNorm, "rms_norm", &arguments)
-    }
+    unsafe { Launch::new([rows as u32, 1, 1], THREADS).run(gpu, Unit::RmsNorm, name, &arguments) }
 }
 
 #[repr(C)]

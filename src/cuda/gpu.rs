@@ -13,6 +13,7 @@ use cudarc::driver::{result, sys};
 use super::blas::Blas;
 use super::compile::Module;
 use super::graph;
+use super::launch::Launch;
 use super::memory::Pinned;
 use super::nvrtc::Unit;
 use crate::base::error::{Error, bail, err};
@@ -291,6 +292,8 @@ pub struct Gpu {
     order: Order,
     pool: sys::CUmemoryPool,
     modules: Mutex<HashMap<Unit, Arc<Module>>>,
+    /// See [`Gpu::clusters_at_once`].
+    clusters: Mutex<HashMap<(String, u32), usize>>,
     staging: Mutex<Vec<Pinned>>,
     blas: OnceLock<Result<Blas>>,
 }
@@ -395,6 +398,7 @@ impl Gpu {
             order,
             pool,
             modules: Mutex::default(),
+            clusters: Mutex::default(),
             staging: Mutex::default(),
             blas: OnceLock::new(),
         })
@@ -668,6 +672,23 @@ impl Gpu {
             }
         };
         module.function(name)
+    }
+
+    /// Clusters of a launch that the device runs at the same time, of a kernel whose blocks are always of the same size.
+    pub(super) fn clusters_at_once(
+        &self,
+        launch: &Launch,
+        unit: Unit,
+        name: &str,
+    ) -> Result<usize> {
+        let mut known = self.clusters.lock().unwrap_or_else(PoisonError::into_inner);
+        let key = (name.to_string(), launch.cluster);
+        if let Some(&clusters) = known.get(&key) {
+            return Ok(clusters);
+        }
+        let clusters = launch.clusters_at_once(self, unit, name)?;
+        known.insert(key, clusters);
+        Ok(clusters)
     }
 }
 

@@ -12,11 +12,14 @@ use crate::base::Result;
 const DEFAULT_SHARED: u32 = 48 << 10;
 
 /// How a kernel is launched.
+#[derive(Clone, Copy)]
 pub(super) struct Launch {
     pub(super) grid: [u32; 3],
     pub(super) block: [u32; 3],
     /// Dynamic shared memory in bytes.
     pub(super) shared: u32,
+    /// Blocks along the last dimension of the grid that form a cluster; only Hopper and later know more than one.
+    pub(super) cluster: u32,
 }
 
 impl Launch {
@@ -25,6 +28,7 @@ impl Launch {
             grid,
             block: [threads, 1, 1],
             shared: 0,
+            cluster: 1,
         }
     }
 
@@ -61,35 +65,9 @@ impl Launch {
         arguments: &T,
     ) -> Result<()> {
         gpu.bind()?;
-        if self.shared > DEFAULT_SHARED {
-            check(
-                // SAFETY: the function was loaded by this GPU.
-                unsafe {
-                    result::function::set_function_attribute(
-                        function,
-                        sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                        self.shared as i32,
-                    )
-                },
-                name,
-            )?;
-        }
-        // SAFETY: a plain C struct that may be zero.
-        let mut early: sys::CUlaunchAttribute = unsafe { std::mem::zeroed() };
-        early.id = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
-        early.value.programmaticStreamSerializationAllowed = 1;
-        let config = sys::CUlaunchConfig {
-            gridDimX: self.grid[0],
-            gridDimY: self.grid[1],
-            gridDimZ: self.grid[2],
-            blockDimX: self.block[0],
-            blockDimY: self.block[1],
-            blockDimZ: self.block[2],
-            sharedMemBytes: self.shared,
-            hStream: gpu.stream(),
-            attrs: &raw mut early,
-            numAttrs: u32::from(overlap && gpu.arch().0 >= 9),
-        };
+        self.reserve(function, name)?;
+        let mut attributes = Attributes::new(self.cluster, overlap && gpu.arch().0 >= 9);
+        let config = self.config(gpu, &mut attributes);
         let mut parameters = [std::ptr::from_ref(arguments).cast::<c_void>().cast_mut()];
         // SAFETY: the parameters are the caller's word; the driver copies them before it returns.
         check(
@@ -104,5 +82,89 @@ impl Launch {
             .result(),
             name,
         )
+    }
+
+    /// Clusters of this launch that the device runs at the same time.
+    pub(super) fn clusters_at_once(&self, gpu: &Gpu, unit: Unit, name: &str) -> Result<usize> {
+        gpu.bind()?;
+        let function = gpu.function(unit, name)?;
+        self.reserve(function, name)?;
+        let mut attributes = Attributes::new(self.cluster, false);
+        let config = self.config(gpu, &mut attributes);
+        let mut clusters = 0;
+        // SAFETY: the function was loaded by this GPU, and the attributes outlive the call.
+        let answer = unsafe { sys::cuOccupancyMaxActiveClusters(&mut clusters, function, &config) };
+        check(answer.result(), name)?;
+        Ok(clusters as usize)
+    }
+
+    /// Lets a function have as much shared memory as it is launched with.
+    fn reserve(&self, function: sys::CUfunction, name: &str) -> Result<()> {
+        if self.shared <= DEFAULT_SHARED {
+            return Ok(());
+        }
+        check(
+            // SAFETY: the function was loaded by this GPU.
+            unsafe {
+                result::function::set_function_attribute(
+                    function,
+                    sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                    self.shared as i32,
+                )
+            },
+            name,
+        )
+    }
+
+    fn config(&self, gpu: &Gpu, attributes: &mut Attributes) -> sys::CUlaunchConfig {
+        sys::CUlaunchConfig {
+            gridDimX: self.grid[0],
+            gridDimY: self.grid[1],
+            gridDimZ: self.grid[2],
+            blockDimX: self.block[0],
+            blockDimY: self.block[1],
+            blockDimZ: self.block[2],
+            sharedMemBytes: self.shared,
+            hStream: gpu.stream(),
+            attrs: attributes.all.as_mut_ptr(),
+            numAttrs: attributes.count,
+        }
+    }
+}
+
+/// What the driver is told of a launch beside its sizes.
+struct Attributes {
+    all: [sys::CUlaunchAttribute; 2],
+    count: u32,
+}
+
+impl Attributes {
+    fn new(cluster: u32, early: bool) -> Attributes {
+        let mut attributes = Attributes {
+            // SAFETY: plain C structs that may be zero.
+            all: unsafe { std::mem::zeroed() },
+            count: 0,
+        };
+        if early {
+            let attribute = attributes.next();
+            attribute.id =
+                sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+            attribute.value.programmaticStreamSerializationAllowed = 1;
+        }
+        if cluster > 1 {
+            let attribute = attributes.next();
+            attribute.id = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+            attribute.value.clusterDim = sys::CUlaunchAttributeValue_union__bindgen_ty_1 {
+                x: 1,
+                y: 1,
+                z: cluster,
+            };
+        }
+        attributes
+    }
+
+    fn next(&mut self) -> &mut sys::CUlaunchAttribute {
+        self.count += 1;
+        &mut self.all[self.count as usize - 1]
     }
 }

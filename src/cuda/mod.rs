@@ -38,8 +38,8 @@ pub use elementwise::{rms_norm, swiglu};
 pub use gpu::{Gpu, HostStream, KeepContext, check_managed, count, open_gpus, unavailable};
 pub use graph::Graph;
 pub use linear::{
-    Biased, Input, LinearScratch, MLP_SCALE, Matrix, Output, Plan, ReadBytes, ReadNvfp4, SMALL,
-    Storage, TILED, Tile, TileKernel, is_fused, linear, small, tiled,
+    Biased, Input, Layout, LinearScratch, MLP_SCALE, Matrix, Output, Plan, ReadBytes, ReadNvfp4,
+    SMALL, Storage, TILED, Tile, TileKernel, is_fused, linear, small, tiled,
 };
 pub use managed::ManagedBuffer;
 pub use memory::{DeviceBuffer, DeviceSlice, Pinned};

@@ -34,6 +34,10 @@ const HEADERS: &[(&str, &str)] = &[
         include_str!("../../kernels/common/ring.cuh"),
     ),
     (
+        "common/cluster.cuh",
+        include_str!("../../kernels/common/cluster.cuh"),
+    ),
+    (
         "common/wgmma.cuh",
         include_str!("../../kernels/common/wgmma.cuh"),
     ),
@@ -52,6 +56,10 @@ const HEADERS: &[(&str, &str)] = &[
     (
         "format/packed.cuh",
         include_str!("../../kernels/format/packed.cuh"),
+    ),
+    (
+        "format/ordered.cuh",
+        include_str!("../../kernels/format/ordered.cuh"),
     ),
     (
         "format/encode.cuh",

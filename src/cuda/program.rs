@@ -47,9 +47,8 @@ impl Program {
     /// process can no longer use the device, and may have overwritten any of its memory there.
     pub unsafe fn launch<T>(&self, kernel: &str, shape: Shape, arguments: &T) -> Result<()> {
         let launch = Launch {
-            grid: shape.grid,
-            block: [shape.threads, 1, 1],
             shared: shape.shared,
+            ..Launch::new(shape.grid, shape.threads)
         };
         self.gpu.bind()?;
         let function = self.module.function(kernel)?;

@@ -265,9 +265,8 @@ fn by_kernel(
     };
     let (threads, shared) = tile.block();
     let launch = Launch {
-        grid: [across as u32, down as u32, 1],
-        block: [threads, 1, 1],
         shared,
+        ..Launch::new([across as u32, down as u32, 1], threads)
     };
     let name = [tile.kernel(), ragged].concat();
     // SAFETY: the struct is the kernel's; `Operand` and the caller checked sizes, and buffers outlive work on their stream.

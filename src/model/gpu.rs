@@ -19,8 +19,9 @@ use crate::base::memory::{Buffer, Tag};
 use crate::base::threads::Pool;
 use crate::checkpoint::Encoding;
 use crate::cuda::{
-    self, Best, Biased, DeviceBuffer, Event, Gpu, Graph, Heads, HostTable, Input, LinearScratch,
-    Matrix, Output, PageTable, Pinned, Rows, Shortlist, ShortlistScratch, Storage, Table,
+    self, Best, Biased, DeviceBuffer, Event, Gpu, Graph, Heads, HostTable, Input, Layout,
+    LinearScratch, Matrix, Output, PageTable, Pinned, Rows, Shortlist, ShortlistScratch, Storage,
+    Table,
 };
 use crate::ops::linear::Linear;
 
@@ -353,6 +354,11 @@ impl Executor {
         let [q, k, v, o, gate, up, down] = biased(layer, vectors)?;
         let qkv = (config.heads + 2 * config.kv_heads) * config.head_dim;
         let normed = |norm| Input::Normed(&s.residual, norm, config.rms_norm_eps);
+        // Where one kernel serves all products, what comes before them writes in its layout.
+        let layout = match s.dense {
+            false => Layout::taken(gpu, rows),
+            true => Layout::Rows,
+        };
         let plain_normed = |norm| {
             cuda::rms_norm(
                 gpu,
@@ -363,8 +369,9 @@ impl Executor {
                 rows,
                 hidden,
                 &s.input,
+                layout,
             )?;
-            Ok(Input::Plain(&s.input, 1.0))
+            Ok(layout.input(&s.input, 1.0))
         };
 
         let input = match rows == 1 && cuda::is_fused(gpu, 1, &[q, k, v], Output::F32) {
@@ -387,26 +394,31 @@ impl Executor {
             stride: s.pages,
             layer: index,
         };
-        match attention {
-            Attention::Step(parts) => cuda::decode(
-                gpu,
-                &heads,
-                &pages,
-                &s.projected,
-                &s.positions,
-                rows,
-                parts,
-                &s.parts,
-                &s.input,
-            )?,
+        let attended = match attention {
+            Attention::Step(parts) => {
+                cuda::decode(
+                    gpu,
+                    &heads,
+                    &pages,
+                    &s.projected,
+                    &s.positions,
+                    rows,
+                    parts,
+                    &s.parts,
+                    &s.input,
+                    layout,
+                )?;
+                layout.input(&s.input, 1.0)
+            }
             Attention::Rows(first) => {
                 cuda::store(gpu, &heads, &pages, &s.projected, 0, rows, first, &s.inner)?;
                 cuda::prefill(gpu, &heads, &pages, &s.inner, 0, rows, first, &s.input)?;
+                Input::Plain(&s.input, 1.0)
             }
-        }
+        };
         cuda::linear(
             gpu,
-            Input::Plain(&s.input, 1.0),
+            attended,
             rows,
             &[o],
             Output::Add,
@@ -414,7 +426,9 @@ impl Executor {
             hidden,
             &s.linear,
         )?;
-        if cuda::is_fused(gpu, rows, &[gate, up], Output::Swiglu) {
+        let mut activated = Layout::Rows;
+        if cuda::is_fused(gpu, rows, &[gate, up], layout.swiglu()) {
+            activated = layout;
             let input = match rows {
                 1 => normed(&vectors.post_norm),
                 _ => plain_normed(&vectors.post_norm)?,
@@ -424,7 +438,7 @@ impl Executor {
                 input,
                 rows,
                 &[gate, up],
-                Output::Swiglu,
+                layout.swiglu(),
                 &s.inner,
                 wide,
                 &s.linear,
@@ -445,7 +459,7 @@ impl Executor {
         }
         cuda::linear(
             gpu,
-            Input::Plain(&s.inner, cuda::MLP_SCALE),
+            activated.input(&s.inner, cuda::MLP_SCALE),
             rows,
             &[down],
             Output::Add,
@@ -466,6 +480,10 @@ impl Executor {
     ) -> Result<()> {
         let (gpu, hidden) = (&self.gpu, config.hidden_size);
         let head: Biased<'_> = (matrix(&weights.head)?, self.head_bias.as_ref());
+        let layout = match head.0.storage() {
+            Storage::Nvfp4 => Layout::taken(gpu, rows),
+            _ => Layout::Rows,
+        };
         let input = if first == 0 && rows == 1 && cuda::is_fused(gpu, 1, &[head], Output::F32) {
             Input::Normed(&s.residual, &self.norm, config.rms_norm_eps)
         } else {
@@ -478,8 +496,9 @@ impl Executor {
                 rows,
                 hidden,
                 &s.input,
+                layout,
             )?;
-            Input::Plain(&s.input, 1.0)
+            layout.input(&s.input, 1.0)
         };
         cuda::linear(
             gpu,
@@ -673,8 +692,10 @@ impl State {
         };
         // The widest weight but the head, whose rows are taken in parts: logits of many rows are rarely wanted.
         let widest = (q + 2 * config.kv_heads * dim).max(wide) * hidden * 2;
-        let converted = rows * wide.max(hidden).max(q) * 2;
+        let k = wide.max(hidden).max(q);
+        let converted = rows * k * 2;
         let widest = widest.max(if dense { converted } else { 0 });
+        let activations = |k| Layout::Ordered.elements(rows, k);
         let large = rows.max(head_rows) > if dense { cuda::SMALL } else { cuda::TILED };
         Ok(State {
             dense,
@@ -683,9 +704,9 @@ impl State {
             batch,
             pages,
             residual: scratch(rows * hidden, 4)?,
-            input: scratch(rows * hidden.max(q), 2)?,
+            input: scratch(activations(hidden.max(q)), 2)?,
             projected: scratch(rows * qkv.max(wide), 4)?,
-            inner: scratch(rows * wide.max(q), 2)?,
+            inner: scratch(activations(wide.max(q)), 2)?,
             logits: scratch(head_rows * config.vocab_size, 4)?,
             tokens: scratch(rows.max(batch), 4)?,
             positions: scratch(batch, 4)?,
@@ -693,7 +714,12 @@ impl State {
             best: Best::new(gpu, batch)?,
             shortlist: None,
             parts: Rows::new(gpu, config.heads, config.kv_heads, dim, batch)?,
-            linear: LinearScratch::new(gpu, rows.max(head_rows), if large { widest } else { 0 })?,
+            linear: LinearScratch::new(
+                gpu,
+                rows.max(head_rows),
+                k,
+                if large { widest } else { 0 },
+            )?,
             history: Pinned::new(gpu, Tag::Scratch, HISTORY * batch * 4)?,
             graphs: HashMap::new(),
             ready: Vec::new(),

@@ -29,8 +29,8 @@ const COPY: usize = 64 << 20;
 /// Memory for products of more than a few rows.
 #[derive(Debug)]
 pub struct LinearScratch {
-    /// An f16 copy of one weight or of some of its rows, for the library; or sums of blocks that share a tile, which no product
-    /// has at the same time.
+    /// An f16 copy of one weight or of some of its rows, for the library; or what a kernel of tiles needs, which is
+    /// [`TileKernel::scratch`]. No product has both.
     room: DeviceBuffer,
     /// The library's.
     workspace: DeviceBuffer,
@@ -45,26 +45,31 @@ struct DequantizeArguments {
 }
 
 impl LinearScratch {
-    /// What is good for products of up to `rows` rows, with room for a copy of `bytes`; the library needs some.
-    pub fn new(gpu: &Arc<Gpu>, rows: usize, bytes: usize) -> Result<LinearScratch> {
+    /// What is good for products of up to `rows` rows of up to `k` elements, with room for a copy of `bytes`; the library needs
+    /// some.
+    pub fn new(gpu: &Arc<Gpu>, rows: usize, k: usize, bytes: usize) -> Result<LinearScratch> {
         let workspace = if bytes > 0 && gpu.blas().is_some() {
             WORKSPACE
         } else {
             0
         };
-        let partial = if rows > FEW {
-            TileKernel::room(gpu.arch(), rows, gpu.multiprocessors())
-        } else {
-            0
+        let tiled = match gpu.blas() {
+            Some(_) => rows.min(TILED),
+            None => rows,
         };
+        let kernels = TileKernel::all(gpu.arch())
+            .iter()
+            .filter(|_| rows > FEW)
+            .map(|kernel| kernel.scratch(tiled, k, gpu.multiprocessors()));
+        let room = kernels.max().unwrap_or(0).max(bytes);
         Ok(LinearScratch {
-            room: DeviceBuffer::uninit(gpu, Tag::DeviceScratch, bytes.max(partial))?,
+            room: DeviceBuffer::uninit(gpu, Tag::DeviceScratch, room)?,
             workspace: DeviceBuffer::uninit(gpu, Tag::DeviceScratch, workspace)?,
         })
     }
 
-    /// Memory for sums of parts.
-    pub(super) fn partial(&self) -> &DeviceBuffer {
+    /// Memory for kernels of tiles.
+    pub(super) fn room(&self) -> &DeviceBuffer {
         &self.room
     }
 
@@ -79,7 +84,7 @@ impl LinearScratch {
             Storage::Nvfp4 if gpu.blas().is_none() || m <= TILED => 0,
             Storage::Nvfp4 => row * w.rows.min(COPY / row).max(1).next_multiple_of(CHUNK_ROWS),
         };
-        Self::new(gpu, m, bytes)
+        Self::new(gpu, m, w.cols, bytes)
     }
 
     /// `m` rows of f16 `x`, divided by `factor`, times `w`, to the address `out`; [`super::linear`] checks sizes.

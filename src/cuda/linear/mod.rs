@@ -11,6 +11,8 @@ mod tiled;
 use std::sync::Arc;
 
 use super::elementwise;
+use matrix::CHUNK_K;
+
 use super::gpu::{Gpu, int};
 use super::memory::DeviceBuffer;
 use crate::base::Result;
@@ -26,6 +28,10 @@ pub use tiled::{TileKernel, tiled};
 pub const MLP_SCALE: f32 = 16.0;
 /// Rows of activations that the fused kernel takes at once.
 pub const SMALL: usize = 16;
+/// Rows of activations beyond which Hopper's kernel of wide tiles serves.
+const WIDE: usize = 8;
+/// Rows of activations that [`Layout::Ordered`] keeps together.
+const GROUP_ROWS: usize = 8;
 /// Rows of activations that need no scratch memory.
 const FEW: usize = 4;
 /// Bytes of activations beyond which the fused kernel, whose blocks each hold all of them, gives way to the tiled one: 8 rows of
@@ -49,8 +55,54 @@ pub(super) const ARGUMENTS: &[&[(&str, usize)]] = &[
 pub enum Input<'a> {
     /// f16 `[m, k]`, and the factor that they were divided by to keep them small.
     Plain(&'a DeviceBuffer, f32),
+    /// The same as [`Layout::Ordered`], for the wide kernel only.
+    Ordered(&'a DeviceBuffer, f32),
     /// f32 `[k]` of one row, to be normalised by RMSNorm with this weight and epsilon on the way in; for the fused kernel only.
     Normed(&'a DeviceBuffer, &'a DeviceBuffer, f32),
+}
+
+/// How f16 activations `[m, k]` lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Layout {
+    /// Row after row.
+    Rows,
+    /// In the order in which the wide kernel takes them, which `kernels/format/ordered.cuh` has.
+    Ordered,
+}
+
+impl Layout {
+    /// The one that products of `m` rows with NVFP4 weights take without another kernel before.
+    pub fn taken(gpu: &Gpu, m: usize) -> Layout {
+        let tiles = m <= TILED || gpu.blas().is_none();
+        match TileKernel::serving(gpu.arch(), m) {
+            TileKernel::Wide if tiles => Layout::Ordered,
+            _ => Layout::Rows,
+        }
+    }
+
+    /// Elements of memory.
+    pub const fn elements(self, m: usize, k: usize) -> usize {
+        match self {
+            Layout::Rows => m * k,
+            Layout::Ordered => m.next_multiple_of(GROUP_ROWS) * k.next_multiple_of(CHUNK_K),
+        }
+    }
+
+    /// Such activations, and the factor that they were divided by, as they enter a product.
+    pub const fn input(self, x: &DeviceBuffer, factor: f32) -> Input<'_> {
+        match self {
+            Layout::Rows => Input::Plain(x, factor),
+            Layout::Ordered => Input::Ordered(x, factor),
+        }
+    }
+
+    /// What applies SwiGLU and leaves its result like this.
+    pub const fn swiglu(self) -> Output {
+        match self {
+            Layout::Rows => Output::Swiglu,
+            Layout::Ordered => Output::SwigluOrdered,
+        }
+    }
 }
 
 /// What becomes of a product.
@@ -64,14 +116,20 @@ pub enum Output {
     Add,
     /// silu of the first matrix's times the second's, as f16, divided by [`MLP_SCALE`].
     Swiglu,
+    /// The same as [`Layout::Ordered`], by the wide kernel only.
+    SwigluOrdered,
 }
 
 impl Output {
     const fn bytes(self) -> usize {
         match self {
             Output::F32 | Output::Add => 4,
-            Output::F16 | Output::Swiglu => 2,
+            Output::F16 | Output::Swiglu | Output::SwigluOrdered => 2,
         }
+    }
+
+    const fn is_swiglu(self) -> bool {
+        matches!(self, Output::Swiglu | Output::SwigluOrdered)
     }
 
     /// The number by which kernels that apply nothing know it.
@@ -80,7 +138,9 @@ impl Output {
             Output::F32 => Ok(0),
             Output::F16 => Ok(1),
             Output::Add => Ok(2),
-            Output::Swiglu => bail!(Internal, "only the fused kernel applies SwiGLU"),
+            Output::Swiglu | Output::SwigluOrdered => {
+                bail!(Internal, "only fused kernels apply SwiGLU")
+            }
         }
     }
 }
@@ -136,22 +196,27 @@ pub fn linear(
             matrices.len()
         );
     }
-    if output == Output::Swiglu && (matrices.len() != 2 || matrices[1].0.rows != first.rows) {
+    if output.is_swiglu() && (matrices.len() != 2 || matrices[1].0.rows != first.rows) {
         bail!(Internal, "SwiGLU takes two matrices of one shape");
     }
     if m == 0 {
         return Ok(());
     }
-    let features: usize = match output {
-        Output::Swiglu => first.rows,
-        _ => matrices.iter().map(|(w, _)| w.rows).sum(),
+    let features: usize = match output.is_swiglu() {
+        true => first.rows,
+        false => matrices.iter().map(|(w, _)| w.rows).sum(),
     };
     if stride < features {
         bail!(Internal, "rows of {features} features {stride} apart");
     }
-    out.holds("a product", &[(m - 1) * stride + features, output.bytes()])?;
+    let elements = match output {
+        Output::SwigluOrdered => Layout::Ordered.elements(m, features),
+        _ => (m - 1) * stride + features,
+    };
+    out.holds("a product", &[elements, output.bytes()])?;
     match input {
         Input::Plain(x, _) => x.holds("activations", &[m, k, 2])?,
+        Input::Ordered(x, _) => x.holds("activations", &[Layout::Ordered.elements(m, k), 2])?,
         Input::Normed(..) if m != 1 => {
             bail!(
                 Internal,
@@ -166,23 +231,24 @@ pub fn linear(
     let all_nvfp4 = matrices.iter().all(|(w, _)| w.storage == Storage::Nvfp4);
     if all_nvfp4
         && m <= SMALL
+        && TileKernel::serving(gpu.arch(), m) == TileKernel::Tiled
         && let Some(plan) = small::plan(gpu, m, matrices, output)
-        && (m <= FEW || output == Output::Swiglu || plan.rows == m && m * k * 2 <= FUSED_BYTES)
+        && (m <= FEW || output.is_swiglu() || plan.rows == m && m * k * 2 <= FUSED_BYTES)
     {
         return small(gpu, input, m, matrices, output, out, stride, plan);
     }
-    let Input::Plain(x, factor) = input else {
-        bail!(Internal, "only the fused kernel normalises on the way in");
-    };
-    if output == Output::Swiglu && !tiled::has_swiglu(gpu, m, matrices) {
+    if output.is_swiglu() && !tiled::has_swiglu(gpu, m, matrices) {
         bail!(Internal, "no kernel applies SwiGLU to {m} rows of these");
     }
     if all_nvfp4 && (m <= TILED || gpu.blas().is_none()) {
         let kernel = TileKernel::serving(gpu.arch(), m);
         return tiled(
-            gpu, kernel, x, factor, m, matrices, output, out, stride, scratch,
+            gpu, kernel, input, m, matrices, output, out, stride, scratch,
         );
     }
+    let Input::Plain(x, factor) = input else {
+        bail!(Internal, "no kernel for {m} rows of these takes such input");
+    };
     let mut column = 0;
     for (w, bias) in matrices {
         let at = out.address() + (column * output.bytes()) as u64;
@@ -204,5 +270,5 @@ pub fn is_fused(gpu: &Gpu, m: usize, matrices: &[Biased<'_>], output: Output) ->
     let small = m <= SMALL
         && matrices.iter().all(|(w, _)| w.storage == Storage::Nvfp4)
         && small::plan(gpu, m, matrices, output).is_some();
-    small || output == Output::Swiglu && tiled::has_swiglu(gpu, m, matrices)
+    small || output.is_swiglu() && tiled::has_swiglu(gpu, m, matrices)
 }

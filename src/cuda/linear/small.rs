@@ -5,6 +5,7 @@ use std::sync::Arc;
 use super::matrix::{CHUNK_BYTES, CHUNK_K};
 use super::{Biased, Input, MLP_SCALE, MatrixArgument, Output, SMALL, matrix_arguments};
 use crate::base::Result;
+use crate::base::error::bail;
 use crate::cuda::gpu::{Gpu, int};
 use crate::cuda::launch::Launch;
 use crate::cuda::memory::DeviceBuffer;
@@ -51,7 +52,7 @@ impl Tile {
     /// The tile for `m` rows of activations.
     fn of(output: Output, m: usize) -> Tile {
         match output {
-            Output::Swiglu => Tile::Pair,
+            Output::Swiglu | Output::SwigluOrdered => Tile::Pair,
             _ if m <= 4 => Tile::Split,
             _ => Tile::Rows,
         }
@@ -169,12 +170,14 @@ pub fn small(
             (x.address(), 0, 0.0, 2, "")
         }
         Input::Normed(x, weight, eps) => (x.address(), weight.address(), eps, 4, "normed_"),
+        Input::Ordered(..) => bail!(Internal, "the fused kernel takes rows as they are"),
     };
     let kind = match output {
         Output::F32 => "f32",
         Output::F16 => "f16",
         Output::Add => "add",
         Output::Swiglu => "swiglu",
+        Output::SwigluOrdered => bail!(Internal, "the fused kernel leaves rows as they are"),
     };
     for first in (0..m).step_by(plan.rows) {
         let rows = plan.rows.min(m - first);
@@ -198,8 +201,6 @@ pub fn small(
             out_scale: 1.0 / MLP_SCALE,
         };
         let launch = Launch {
-            grid: [plan.blocks as u32, 1, 1],
-            block: [(32 * WARPS) as u32, 1, 1],
             // A multiprocessor holds two blocks at most, of which one is the next kernel's, which fills its rings while the
             // other computes. Were there room for three, blocks that start early would crowd where an earlier kernel's have
             // ended, and leave other multiprocessors without any. Activations of more rows leave no room for the next
@@ -208,6 +209,7 @@ pub fn small(
                 .shared
                 .max(gpu.shared_limit() / if rows <= 4 { 3 } else { 2 } + 1024)
                 as u32,
+            ..Launch::new([plan.blocks as u32, 1, 1], (32 * WARPS) as u32)
         };
         // SAFETY: the struct is the kernel's; sizes were checked, and buffers outlive work on their stream.
         unsafe {

@@ -2,10 +2,11 @@
 
 use super::matrix::{CHUNK_BYTES, CHUNK_K, CHUNK_ROWS};
 use super::{
-    Biased, LinearScratch, MLP_SCALE, MatrixArgument, Output, SMALL, Storage, TILED,
+    Biased, Input, Layout, LinearScratch, MLP_SCALE, MatrixArgument, Output, Storage, TILED, WIDE,
     matrix_arguments,
 };
 use crate::base::Result;
+use crate::base::error::bail;
 use crate::cuda::gpu::{Gpu, int};
 use crate::cuda::launch::Launch;
 use crate::cuda::memory::DeviceBuffer;
@@ -15,7 +16,11 @@ use crate::cuda::nvrtc::Unit;
 pub(super) const ARGUMENTS: &[(&str, usize)] = &[
     ("linear_tiled", size_of::<TiledArguments>()),
     ("linear_wide", size_of::<TiledArguments>()),
+    ("linear_order", size_of::<OrderArguments>()),
 ];
+
+/// Blocks of a cluster at most.
+const MOST_PARTS: usize = 8;
 
 #[repr(C)]
 struct TiledArguments {
@@ -32,6 +37,13 @@ struct TiledArguments {
     out_scale: f32,
 }
 
+#[repr(C)]
+struct OrderArguments {
+    x: u64,
+    y: u64,
+    k: i32,
+}
+
 /// A kernel of tiles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TileKernel {
@@ -42,11 +54,10 @@ pub enum TileKernel {
 }
 
 impl TileKernel {
-    /// The one that serves products of `m` rows. An H200 took the tiled one's 26.9 us for gate and up of 32 rows and the wide one's 21,
-    /// but 118 and 131 for the head; of 64 rows the wide one was faster everywhere.
+    /// The one that serves products of `m` rows.
     pub fn serving(arch: (i32, i32), m: usize) -> TileKernel {
         match arch {
-            (9, 0) if m > 32 => TileKernel::Wide,
+            (9, 0) if m > WIDE => TileKernel::Wide,
             _ => TileKernel::Tiled,
         }
     }
@@ -80,9 +91,12 @@ impl TileKernel {
         }
     }
 
-    /// Threads of a block: a warp to 16 features.
+    /// Threads of a block: a warp to 16 features, and one that brings activations.
     const fn threads(self) -> usize {
-        self.features() * 2
+        match self {
+            TileKernel::Tiled => self.features() * 2,
+            TileKernel::Wide => self.features() * 2 + 32,
+        }
     }
 
     /// Blocks that a multiprocessor should have.
@@ -101,12 +115,16 @@ impl TileKernel {
         }
     }
 
-    /// Stages of shared memory for weights, and for activations.
-    const fn stages(self) -> (usize, usize) {
-        match self {
-            TileKernel::Tiled => (3, 3),
-            TileKernel::Wide => (4, 3),
-        }
+    /// Shared memory of a block: stages of weights, and of activations with their barriers.
+    const fn shared(self, columns: usize) -> usize {
+        let weights = 3 * self.features() / CHUNK_ROWS * CHUNK_BYTES;
+        let activations = columns * CHUNK_K * 2;
+        weights
+            + match self {
+                TileKernel::Tiled => 3 * activations,
+                TileKernel::Wide if columns <= 64 => 4 * (activations + 16),
+                TileKernel::Wide => 3 * (activations + 16),
+            }
     }
 
     const fn unit(self) -> Unit {
@@ -123,18 +141,15 @@ impl TileKernel {
         }
     }
 
-    /// Bytes of the sums of parts that products of up to `m` rows have, by whichever kernel serves them.
-    pub(super) fn room(arch: (i32, i32), m: usize, multiprocessors: usize) -> usize {
-        let kernels = Self::all(arch).iter();
-        kernels
-            .map(|kernel| kernel.partial_bytes(m, multiprocessors))
-            .max()
-            .unwrap_or(0)
-    }
-
-    /// Bytes of the sums of parts, of as many blocks as share tiles at most, for up to `m` rows.
-    pub fn partial_bytes(self, m: usize, multiprocessors: usize) -> usize {
-        self.blocks() * multiprocessors * m.min(self.most_rows()) * self.features() * 4
+    /// Bytes of scratch memory for products of up to `m` rows of K = `k`: for the sums of parts, of as many blocks as share tiles at
+    /// most; or for rows in the layout that the kernel takes.
+    pub fn scratch(self, m: usize, k: usize, multiprocessors: usize) -> usize {
+        match self {
+            TileKernel::Tiled => {
+                self.blocks() * multiprocessors * m.min(self.most_rows()) * self.features() * 4
+            }
+            TileKernel::Wide => Layout::Ordered.elements(m, k) * 2,
+        }
     }
 }
 
@@ -149,53 +164,80 @@ struct Tiling {
 }
 
 impl Tiling {
-    /// For `m` rows and matrices of `features` output features and K = `k`; K is divided only if `divide`.
-    fn choose(
-        kernel: TileKernel,
-        m: usize,
-        k: usize,
-        features: &[usize],
-        multiprocessors: usize,
-        divide: bool,
-    ) -> Tiling {
+    /// For `m` rows and matrices of `features` output features, undivided.
+    fn new(kernel: TileKernel, m: usize, features: &[usize]) -> Tiling {
         let columns = m.next_power_of_two().clamp(8, kernel.most_rows());
-        let tiles: usize = features.iter().map(|n| n.div_ceil(kernel.features())).sum();
-        let blocks = tiles * m.div_ceil(columns);
-        let parts = if divide {
-            (kernel.blocks() * multiprocessors / blocks)
-                .min(k.div_ceil(CHUNK_K) / kernel.part_chunks())
-                .max(1)
-        } else {
-            1
-        };
+        let tiles = features.iter().map(|n| n.div_ceil(kernel.features())).sum();
         Tiling {
             kernel,
             columns,
-            grid: [tiles, m.div_ceil(columns), parts],
+            grid: [tiles, m.div_ceil(columns), 1],
         }
     }
 
-    /// Shared memory of a block.
-    const fn shared(self) -> usize {
-        let (weights, activations) = self.kernel.stages();
-        weights * self.kernel.features() / CHUNK_ROWS * CHUNK_BYTES
-            + activations * self.columns * CHUNK_K * 2
+    /// With K = `k` divided so that all blocks run at once, and as many of them as there are; if there are more kinds of dividing
+    /// than one, `at_once` says how many clusters of so many blocks the device runs.
+    fn divided(
+        mut self,
+        k: usize,
+        multiprocessors: usize,
+        at_once: impl Fn(Tiling) -> Result<usize>,
+    ) -> Result<Tiling> {
+        let blocks = self.grid[0] * self.grid[1];
+        let most = k.div_ceil(CHUNK_K) / self.kernel.part_chunks();
+        if self.kernel == TileKernel::Tiled {
+            let parts = self.kernel.blocks() * multiprocessors / blocks;
+            self.grid[2] = parts.min(most).max(1);
+            return Ok(self);
+        }
+        for parts in (2..=most.min(MOST_PARTS)).rev() {
+            self.grid[2] = parts;
+            if blocks <= at_once(self)? {
+                return Ok(self);
+            }
+        }
+        self.grid[2] = 1;
+        Ok(self)
+    }
+
+    fn launch(self) -> Launch {
+        Launch {
+            shared: self.kernel.shared(self.columns) as u32,
+            cluster: match self.kernel {
+                TileKernel::Tiled => 1,
+                TileKernel::Wide => self.grid[2] as u32,
+            },
+            ..Launch::new(self.grid.map(|n| n as u32), self.kernel.threads() as u32)
+        }
     }
 }
 
 /// Whether a kernel of tiles applies SwiGLU to products of `m` rows with these matrices.
 pub(super) fn has_swiglu(gpu: &Gpu, m: usize, matrices: &[Biased<'_>]) -> bool {
-    (SMALL + 1..=TILED).contains(&m)
+    m <= TILED
         && matrices.iter().all(|(w, _)| w.storage == Storage::Nvfp4)
         && TileKernel::serving(gpu.arch(), m).has_swiglu()
 }
 
-/// A kernel of tiles: f16 `x` that was divided by `factor`, and NVFP4 weights. [`super::linear`] checks sizes and chooses.
+/// Enqueues f16 rows `x` `[m, k]` as [`Layout::Ordered`] to `y`.
+fn order(gpu: &Gpu, x: &DeviceBuffer, m: usize, k: usize, y: &DeviceBuffer) -> Result<()> {
+    y.holds("ordered rows", &[Layout::Ordered.elements(m, k), 2])?;
+    let arguments = OrderArguments {
+        x: x.address(),
+        y: y.address(),
+        k: int("K", k)?,
+    };
+    let threads = k.next_multiple_of(CHUNK_K) / 8;
+    let launch = Launch::new([m as u32, threads.div_ceil(256) as u32, 1], 256);
+    // SAFETY: the struct is the kernel's; `linear` checked the size of `x`.
+    unsafe { launch.run(gpu, Unit::LinearRows, "linear_order", &arguments) }
+}
+
+/// A kernel of tiles with NVFP4 weights. [`super::linear`] checks sizes and chooses.
 pub fn tiled(
     gpu: &Gpu,
     kernel: TileKernel,
-    x: &DeviceBuffer,
-    factor: f32,
+    input: Input<'_>,
     m: usize,
     matrices: &[Biased<'_>],
     output: Output,
@@ -204,22 +246,42 @@ pub fn tiled(
     scratch: &LinearScratch,
 ) -> Result<()> {
     let k = matrices[0].0.cols;
+    let room = scratch.room();
+    let (x, factor) = match (kernel, input) {
+        (TileKernel::Tiled, Input::Plain(x, factor)) => (x, factor),
+        (TileKernel::Wide, Input::Ordered(x, factor)) => (x, factor),
+        (TileKernel::Wide, Input::Plain(x, factor)) => {
+            order(gpu, x, m, k, room)?;
+            (room, factor)
+        }
+        _ => bail!(Internal, "{kernel:?} does not take such input"),
+    };
     let (features, kind, output): (Vec<usize>, _, _) = match output {
-        // A block has half as many features of each matrix.
+        // A block has half as many features of each matrix. An ordered result is filled up with zeros.
         Output::Swiglu if kernel.has_swiglu() => (vec![2 * matrices[0].0.rows], "_swiglu", 0),
+        Output::SwigluOrdered if kernel.has_swiglu() => {
+            let filled = matrices[0].0.rows.next_multiple_of(CHUNK_K);
+            (vec![2 * filled], "_swiglu", 3)
+        }
         _ => (
             matrices.iter().map(|(w, _)| w.rows).collect(),
             "",
             output.plain()?,
         ),
     };
-    let all: usize = features.iter().sum();
-    let room = scratch.partial();
-    // SwiGLU takes whole sums.
-    let divide = kind.is_empty() && room.bytes() >= kernel.partial_bytes(m, gpu.multiprocessors());
-    let tiling = Tiling::choose(kernel, m, k, &features, gpu.multiprocessors(), divide);
-    let parts = tiling.grid[2];
-    if parts > 1 {
+    let tiling = Tiling::new(kernel, m, &features);
+    let name = format!("{}{kind}_{}", kernel.name(), tiling.columns);
+    let divides =
+        kernel == TileKernel::Wide || room.bytes() >= kernel.scratch(m, k, gpu.multiprocessors());
+    let tiling = match divides {
+        true => tiling.divided(k, gpu.multiprocessors(), |tiling| {
+            gpu.clusters_at_once(&tiling.launch(), kernel.unit(), &name)
+        })?,
+        false => tiling,
+    };
+    let (parts, all) = (tiling.grid[2], features.iter().sum::<usize>());
+    let sums = kernel == TileKernel::Tiled && parts > 1;
+    if sums {
         room.holds("parts of a product", &[parts, m, all, 4])?;
     }
     let mut matrix = matrix_arguments(matrices)?;
@@ -237,17 +299,11 @@ pub fn tiled(
         parts: parts as i32,
         out_scale: 1.0 / MLP_SCALE,
     };
-    let launch = Launch {
-        grid: tiling.grid.map(|n| n as u32),
-        block: [kernel.threads() as u32, 1, 1],
-        shared: tiling.shared() as u32,
-    };
-    let name = format!("{}{kind}_{}", kernel.name(), tiling.columns);
     let sum = Launch::new([all.div_ceil(256) as u32, m as u32, 1], 256);
     // SAFETY: the struct is the kernels'; sizes were checked here and by `linear`.
     unsafe {
-        launch.run(gpu, kernel.unit(), &name, &arguments)?;
-        if parts > 1 {
+        tiling.launch().run(gpu, kernel.unit(), &name, &arguments)?;
+        if sums {
             sum.run(gpu, Unit::LinearTiled, "linear_tiled_sum", &arguments)?;
         }
     }
@@ -258,29 +314,41 @@ pub fn tiled(
 mod tests {
     use super::*;
 
+    /// As many clusters as there would be if any multiprocessors could form one.
+    fn clusters(multiprocessors: usize) -> impl Fn(Tiling) -> Result<usize> {
+        move |tiling| Ok(multiprocessors / tiling.grid[2])
+    }
+
     #[test]
     fn parts_of_tiles_fit_the_scratch() {
         for kernel in [TileKernel::Tiled, TileKernel::Wide] {
             for multiprocessors in [1, 48, 132] {
                 for features in [&[64][..], &[4096, 1024, 1024], &[2560], &[151_936]] {
                     for m in [5, 17, 32, 64, 100, 1000] {
-                        let choose = |divide| {
-                            Tiling::choose(kernel, m, 9728, features, multiprocessors, divide)
-                        };
-                        let tiling = choose(true);
+                        let whole = Tiling::new(kernel, m, features);
+                        let tiling = whole
+                            .divided(9728, multiprocessors, clusters(multiprocessors))
+                            .unwrap();
                         let [tiles, rows, parts] = tiling.grid;
+                        assert_eq!(whole.grid, [tiles, rows, 1]);
                         assert!(rows * tiling.columns >= m);
                         assert!(tiling.columns <= kernel.most_rows());
-                        let sums = parts * m * features.iter().sum::<usize>() * 4;
-                        let room = kernel.partial_bytes(m, multiprocessors);
-                        assert!(parts == 1 || sums <= room, "{tiling:?}");
+                        let blocks = kernel.blocks() * multiprocessors;
+                        assert!(parts == 1 || tiles * rows * parts <= blocks, "{tiling:?}");
                         // GB10 has 99 KB, Hopper 227.
                         let most = match kernel {
-                            TileKernel::Tiled => 99 << 10,
-                            TileKernel::Wide => 227 << 10,
+                            TileKernel::Tiled => {
+                                let sums = parts * m * features.iter().sum::<usize>() * 4;
+                                let room = kernel.scratch(m, 9728, multiprocessors);
+                                assert!(parts == 1 || sums <= room, "{tiling:?}");
+                                99 << 10
+                            }
+                            TileKernel::Wide => {
+                                assert!(parts <= MOST_PARTS);
+                                227 << 10
+                            }
                         };
-                        assert!(tiling.shared() <= most, "{tiling:?}");
-                        assert_eq!(choose(false).grid, [tiles, rows, 1]);
+                        assert!(tiling.launch().shared <= most, "{tiling:?}");
                     }
                 }
             }

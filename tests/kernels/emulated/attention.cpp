@@ -6,6 +6,7 @@
 #include "common/heads.cuh"
 #include "common/pages.cuh"
 #include "common/ptx.cuh"
+#include "format/ordered.cuh"
 
 namespace store {
 #include "rope/store.cu"
@@ -120,18 +121,27 @@ struct Sequence {
     }
     template <int D>
     void step(int token, int parts) {
-        step_with<D, decode::FEW_STAGES>(token, parts);
-        step_with<D, decode::MANY_STAGES>(token, parts);
+        step_with<D, decode::FEW_STAGES>(token, parts, token % 2);
+        step_with<D, decode::MANY_STAGES>(token, parts, parts % 2);
     }
     template <int D, int STAGES>
-    void step_with(int token, int parts) {
+    void step_with(int token, int parts, int ordered) {
         int blocks = kv_heads * ceil_div(heads / kv_heads, decode::HEADS);
-        std::vector<u16> out((size_t)heads * D, 0x7e00);
+        int width = heads * D, filled = ceil_div(width, CHUNK_K) * CHUNK_K;
+        std::vector<u16> out((size_t)filled * GROUP_ROWS, 0x7e00);
         std::vector<float> partial((size_t)blocks * parts * decode::HEADS * (D + 2), NAN);
         std::vector<u32> arrived(blocks);
         decode::Arguments d = {&qkv[(size_t)token * all * D], normed ? q_norm.data() : nullptr, normed ? k_norm.data() : nullptr, &token, out.data(),
-                               partial.data(), arrived.data(), options(), arguments(), heads / kv_heads, scale() * 1.44269504f};
+                               partial.data(), arrived.data(), options(), arguments(), heads / kv_heads, scale() * 1.44269504f, ordered};
         launch(blocks, 1, parts, decode::THREADS, [&] { decode::run<D, STAGES>(d); });
+        if (ordered) {
+            std::vector<u16> row;
+            for (int k = 0; k < filled; k++) row.push_back(out[ordered_at(1, 0, k)]);
+            for (int k = width; k < filled; k++) {
+                if (row[k] != 0) printf("what is missing at the end is %g\n", f16_to_float(row[k])), exit(1);
+            }
+            out = row;
+        }
         compare(STAGES == decode::FEW_STAGES ? "a token" : "a token among many", out, token, 1);
         for (u32 n : arrived) {
             if (n != 0) printf("%u blocks are still counted\n", n), exit(1);

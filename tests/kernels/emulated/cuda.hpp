@@ -1,5 +1,5 @@
-// What CUDA C++ adds to the language, as far as the kernels tested here use it, for one block whose threads are fibers of one
-// thread of the processor: a barrier hands over to the next fiber. Fibers take turns in an order that the seed decides.
+// What CUDA C++ adds to the language, as far as the kernels tested here use it, for the blocks of one cluster, whose threads are
+// fibers of one thread of the processor: a barrier hands over to the next fiber. Fibers take turns in an order that the seed decides.
 #pragma once
 #include <ucontext.h>
 
@@ -69,14 +69,14 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
 }
 
 inline Index threadIdx, blockIdx, gridDim;
-// As much as any block may have.
+// As much as any block may have: that of the block whose turn it is.
 alignas(128) inline char shared[228 << 10];
 
 inline std::mt19937 noise(__CUDA_ARCH__);
 inline float uniform() { return (float)((int)(noise() % 2001) - 1000) * 1e-3f; }
 
-// Threads of a block.
-struct Block {
+// The blocks of a cluster.
+struct Cluster {
     struct Fiber {
         ucontext_t context;
         bool done = false;
@@ -84,27 +84,50 @@ struct Block {
         const uint64_t* counter = nullptr;
         uint64_t count = 0;
     };
+    struct Barrier {
+        int waiting = 0;
+        uint64_t passed = 0;
+    };
     std::vector<std::unique_ptr<Fiber>> fibers;
-    std::vector<int> order;
     ucontext_t scheduler;
     std::function<void()> body;
-    int waiting = 0;
-    uint64_t barriers = 0;
-    static inline Block* current;
-    // Used again by the next block.
+    int threads;
+    std::vector<Barrier> barriers;
+    Barrier all;
+    // Of blocks whose turn it is not.
+    std::vector<std::vector<char>> memories;
+    // What happens at some time.
+    std::vector<std::function<void()>> later;
+    static inline Cluster* current;
+    // The block whose turn it is, of the cluster.
+    static inline int rank;
+    // Used again by the next cluster.
     static constexpr size_t STACK = 64 << 10;
     static inline std::vector<std::unique_ptr<char[]>> stacks;
 
+    Fiber& fiber() { return *fibers[rank * threads + threadIdx.x]; }
     static void start() {
         current->body();
-        current->fibers[threadIdx.x]->done = true;
-        swapcontext(&current->fibers[threadIdx.x]->context, &current->scheduler);
+        current->fiber().done = true;
+        swapcontext(&current->fiber().context, &current->scheduler);
     }
 
-    // Runs `body` as each of `threads` threads.
-    Block(int threads, unsigned seed, std::function<void()> what) : body(std::move(what)) {
+    void turn_to(int block, int first_z) {
+        if (block == rank) return;
+        memcpy(memories[rank].data(), shared, sizeof shared);
+        memcpy(shared, memories[block].data(), sizeof shared);
+        rank = block;
+        blockIdx.z = first_z + block;
+    }
+
+    // Runs `body` as each of `threads` threads of each of `blocks` blocks, which follow each other along z.
+    Cluster(int threads, int blocks, unsigned seed, std::function<void()> what) : body(std::move(what)), threads(threads), barriers(blocks) {
         current = this;
-        for (int i = 0; i < threads; i++) {
+        rank = 0;
+        if (blocks > 1) memories.assign(blocks, std::vector<char>(shared, shared + sizeof shared));
+        int first_z = blockIdx.z;
+        std::vector<int> order;
+        for (int i = 0; i < threads * blocks; i++) {
             fibers.push_back(std::make_unique<Fiber>());
             Fiber& f = *fibers.back();
             getcontext(&f.context);
@@ -117,16 +140,23 @@ struct Block {
         }
         std::mt19937 random(seed);
         std::shuffle(order.begin(), order.end(), random);
-        for (int left = threads; left > 0;) {
-            bool any = false;
+        std::stable_sort(order.begin(), order.end(), [&](int i, int j) { return i / threads < j / threads; });
+        for (int left = threads * blocks; left > 0;) {
+            bool any = !later.empty();
+            if (random() % 2) {
+                std::vector<std::function<void()>> now;
+                now.swap(later);
+                for (auto& happen : now) happen();
+            }
             // Half of the warps rest, so that some fall behind for longer than a turn.
             unsigned resting = random();
             for (int i : order) {
                 Fiber& f = *fibers[i];
                 if (f.done || (f.counter && *f.counter == f.count)) continue;
                 any = true;
-                if (resting >> i / 32 & 1) continue;
-                threadIdx.x = i;
+                if (resting >> i / 32 % 32 & 1) continue;
+                turn_to(i / threads, first_z);
+                threadIdx.x = i % threads;
                 swapcontext(&scheduler, &f.context);
                 left -= f.done;
             }
@@ -136,34 +166,39 @@ struct Block {
 
     // Lets other threads run until `counter` is no longer what it is.
     static void wait(const uint64_t& counter) {
-        Fiber& f = *current->fibers[threadIdx.x];
+        Fiber& f = current->fiber();
         f.counter = &counter;
         f.count = counter;
         swapcontext(&f.context, &current->scheduler);
         f.counter = nullptr;
     }
+    static void wait(Barrier& barrier, int threads) {
+        if (++barrier.waiting == threads) {
+            barrier.waiting = 0;
+            barrier.passed++;
+        } else {
+            wait(barrier.passed);
+        }
+    }
+    // The shared memory of a block of the cluster.
+    char* memory(int block) { return block == rank ? shared : memories[block].data(); }
+    // The thread's number in the cluster.
+    static int thread() { return rank * current->threads + (int)threadIdx.x; }
 };
 
-inline void __syncthreads() {
-    Block& b = *Block::current;
-    if (++b.waiting == (int)b.fibers.size()) {
-        b.waiting = 0;
-        b.barriers++;
-    } else {
-        Block::wait(b.barriers);
-    }
-}
+inline void __syncthreads() { Cluster::wait(Cluster::current->barriers[Cluster::rank], Cluster::current->threads); }
 
-// Runs all blocks of a grid, in any order: the last to arrive is not always the last of the grid.
-inline void launch(unsigned x, unsigned y, unsigned z, int threads, const std::function<void()>& kernel) {
+// Runs all blocks of a grid, in any order: the last to arrive is not always the last of the grid. Clusters are of so many blocks
+// along z.
+inline void launch(unsigned x, unsigned y, unsigned z, int threads, const std::function<void()>& kernel, unsigned cluster = 1) {
     gridDim = {x, y, z};
-    std::vector<unsigned> order(x * y * z);
+    std::vector<unsigned> order(x * y * z / cluster);
     for (unsigned i = 0; i < order.size(); i++) order[i] = i;
     std::shuffle(order.begin(), order.end(), noise);
     for (unsigned i : order) {
-        blockIdx = {i % x, i / x % y, i / x / y};
+        blockIdx = {i % x, i / x % y, i / x / y * cluster};
         // NaN for whoever takes it for numbers.
         memset(shared, 0xff, sizeof shared);
-        Block(threads, noise(), kernel);
+        Cluster(threads, (int)cluster, noise(), kernel);
     }
 }

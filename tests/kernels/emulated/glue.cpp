@@ -6,6 +6,7 @@
 #include "activation/silu.cuh"
 #include "common/ptx.cuh"
 #include "common/reduce.cuh"
+#include "format/ordered.cuh"
 
 // Shared memory outlives its block, as no two run at once.
 #undef __shared__
@@ -27,19 +28,25 @@ static void expect(bool held, const char* what, int row, int i, double got, doub
     if (!held) printf("%s: (%d, %d) is %g, not %g\n", what, row, i, got, want), exit(1);
 }
 
-static void check_norm(int rows, int width) {
+static void check_norm(int rows, int width, bool ordered) {
     std::vector<float4> x(rows * width / 4), weight(width / 4);
     for (float4& v : x) v = {uniform(), uniform(), uniform(), uniform()};
     for (float4& v : weight) v = {uniform(), uniform(), uniform(), uniform()};
-    std::vector<uint2> y(rows * width / 4);
+    int groups = ceil_div(rows, GROUP_ROWS), filled = ceil_div(width, CHUNK_K) * CHUNK_K;
+    std::vector<uint4> y(groups * GROUP_ROWS * filled / 8, uint4{~0u, ~0u, ~0u, ~0u});
     norm::Arguments a = {&x[0].x, &weight[0].x, (u16*)y.data(), width, 1e-6f};
-    launch(rows, 1, 1, norm::THREADS, [&] { norm::rms_norm(a); });
+    launch(rows, 1, 1, norm::THREADS, [&] { ordered ? norm::rms_norm_ordered(a) : norm::rms_norm(a); });
     for (int r = 0; r < rows; r++) {
         double squares = 0;
         for (int i = 0; i < width; i++) squares += std::pow(a.x[r * width + i], 2.0);
         for (int i = 0; i < width; i++) {
-            double want = a.x[r * width + i] / std::sqrt(squares / width + 1e-6) * a.weight[i], got = f16_to_float(a.y[r * width + i]);
+            double want = a.x[r * width + i] / std::sqrt(squares / width + 1e-6) * a.weight[i];
+            double got = f16_to_float(a.y[ordered ? ordered_at(groups, r, i) : (size_t)r * width + i]);
             expect(std::fabs(got - want) <= std::fabs(want) * 0x1.1p-11 + 0x1p-25, "norm", r, i, got, want);
+        }
+        for (int i = width; ordered && i < filled; i++) {
+            u16 got = a.y[ordered_at(groups, r, i)];
+            expect(got == 0, "what is missing at the end of a norm", r, i, f16_to_float(got), 0);
         }
     }
 }
@@ -121,8 +128,11 @@ static void check_shortlist(int kind, int rows, int vocabulary, int blocks, doub
 }
 
 int main() {
-    check_norm(3, 100);
-    check_norm(2, 2560);
+    check_norm(3, 100, false);
+    check_norm(2, 2560, false);
+    check_norm(1, 9236, false);
+    check_norm(9, 112, true);
+    check_norm(2, 9232, true);
     check_swiglu(2, 24);
     check_swiglu(1, 4104);
     for (int kind = 0; kind < 5; kind++) {

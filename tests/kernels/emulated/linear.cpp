@@ -1,17 +1,22 @@
-// kernels/linear/{pack,small,tiled,wide}.cu and kernels/quantize/dequantize.cu on the processor, against sums in f64: the sources as
+// kernels/linear/{pack,rows,small,tiled,wide}.cu and kernels/quantize/dequantize.cu on the processor, against sums in f64: the sources as
 // they ship, with instructions replaced by what the PTX ISA says of them. Weights go through the packing kernel first. Built
 // twice by tests/kernels.rs, for architectures with and without a conversion of e4m3. Prints "ok" or what is wrong.
 #include "cuda.hpp"
 
 #include "activation/silu.cuh"
+#include "common/cluster.cuh"
 #include "common/ptx.cuh"
 #include "common/reduce.cuh"
 #include "common/ring.cuh"
 #include "common/wgmma.cuh"
+#include "format/ordered.cuh"
 #include "format/packed.cuh"
 
 namespace pack {
 #include "linear/pack.cu"
+}
+namespace rows {
+#include "linear/rows.cu"
 }
 namespace tile {
 #include "linear/tile.cuh"
@@ -126,13 +131,37 @@ struct Activations {
     }
 };
 
-enum Output { F32, F16, ADD, SWIGLU };
+enum Output { F32, F16, ADD, SWIGLU, SWIGLU_ORDERED };
+static bool is_swiglu(Output output) { return output == SWIGLU || output == SWIGLU_ORDERED; }
+
+// Rows in the order of format/ordered.cuh, in which what is missing at the end of K is zeros.
+static void order(const Memory& x, int m, int k, Memory& ordered) {
+    rows::OrderArguments a = {(const u16*)const_cast<Memory&>(x).data(), (u16*)ordered.data(), k};
+    launch(m, ceil_div(ceil_div(k, CHUNK_K) * CHUNK_K / 8, rows::THREADS), 1, rows::THREADS, [&] { rows::linear_order(a); });
+    ordered.check("ordering");
+}
+static size_t ordered_bytes(int m, int k) { return (size_t)ceil_div(k, CHUNK_K) * ceil_div(m, GROUP_ROWS) * GROUP_BYTES; }
+// And back.
+static void disorder(const char* what, Memory& ordered, int m, int k, Memory& x) {
+    ordered.check(what);
+    int groups = ceil_div(m, GROUP_ROWS);
+    for (int i = 0; i < m; i++) {
+        for (int c = 0; c < ceil_div(k, CHUNK_K) * CHUNK_K; c++) {
+            u16 value = ((u16*)ordered.data())[ordered_at(groups, i, c)];
+            if (c < k) {
+                ((u16*)x.data())[(size_t)i * (k + 2) + c] = value;
+            } else if (value != 0) {
+                wrong(what, i, c, f16_to_float(value), 0);
+            }
+        }
+    }
+}
 
 // All of `out` but its last two columns, which nobody may touch.
 static void compare(const char* what, Memory& out, int m, int features, int stride, Output output, double slack,
                     const std::function<double(int, int)>& want) {
     out.check(what);
-    bool half = output == F16 || output == SWIGLU;
+    bool half = output == F16 || is_swiglu(output);
     for (int i = 0; i < m; i++) {
         double norm = 0;
         for (int j = 0; j < features; j++) norm = std::max(norm, std::fabs(want(i, j)));
@@ -188,7 +217,7 @@ struct Set {
     // What becomes of products with biases.
     double result(int feature, const double* x, Output output) const {
         double gate = product(feature, x, true);
-        if (output != SWIGLU) return gate;
+        if (!is_swiglu(output)) return gate;
         return gate / (1 + std::exp(-gate)) * product(weights[0]->rows + feature, x, true) / 16;
     }
 };
@@ -197,6 +226,7 @@ struct Set {
 struct Tiling {
     const char* name;
     int columns, features, threads;
+    bool ordered;
 };
 
 static void check_tiles(Tiling tiling, void (*kernel)(tile::Arguments), int m, std::initializer_list<int> rows, int k, int parts, Output output) {
@@ -204,27 +234,31 @@ static void check_tiles(Tiling tiling, void (*kernel)(tile::Arguments), int m, s
     snprintf(what, sizeof what, "%s %d, %d rows, K = %d, %d parts, output %d", tiling.name, tiling.columns, m, k, parts, output);
     Set set(rows, k);
     Activations x(m, k);
-    int features = output == SWIGLU ? set.weights[0]->rows : set.features, stride = features + 2, tiles = 0;
+    int features = is_swiglu(output) ? set.weights[0]->rows : set.features, stride = features + 2, tiles = 0;
     Memory out = before(m, stride, features, output), partial((size_t)parts * m * set.features * 4);
+    Memory ordered(ordered_bytes(m, k)), ordered_out(ordered_bytes(m, features));
+    if (tiling.ordered) order(x.halves, m, k, ordered);
     std::vector<double> old;
     for (int i = 0; i < m * stride; i++) old.push_back(output == ADD ? ((float*)out.data())[i] : 0);
     tile::Arguments a = {};
-    a.x = (const u16*)x.halves.data();
-    a.out = out.data();
+    a.x = (const u16*)(tiling.ordered ? ordered : x.halves).data();
+    a.out = (output == SWIGLU_ORDERED ? ordered_out : out).data();
     a.partial = (float*)partial.data();
     set.fill(a.matrix, true);
     a.matrices = (int)rows.size();
     a.m = m;
     a.k = k;
     a.out_stride = stride;
-    a.output = output;
+    a.output = output == SWIGLU_ORDERED ? (int)tile::STORE_ORDERED : output == SWIGLU ? (int)tile::STORE_F16 : output;
     a.parts = parts;
     a.out_scale = 1 / 16.0f;
     for (int n : rows) tiles += ceil_div(n, tiling.features);
     if (output == SWIGLU) tiles = ceil_div(2 * features, tiling.features);
-    launch(tiles, ceil_div(m, tiling.columns), parts, tiling.threads, [&] { kernel(a); });
+    if (output == SWIGLU_ORDERED) tiles = ceil_div(2 * ceil_div(features, CHUNK_K) * CHUNK_K, tiling.features);
+    launch(tiles, ceil_div(m, tiling.columns), parts, tiling.threads, [&] { kernel(a); }, tiling.ordered ? parts : 1);
     partial.check(what);
-    if (parts > 1) launch(ceil_div(set.features, tiled::SUM_THREADS), m, 1, tiled::SUM_THREADS, [&] { tiled::linear_tiled_sum(a); });
+    if (output == SWIGLU_ORDERED) disorder(what, ordered_out, m, features, out);
+    if (parts > 1 && !tiling.ordered) launch(ceil_div(set.features, tiled::SUM_THREADS), m, 1, tiled::SUM_THREADS, [&] { tiled::linear_tiled_sum(a); });
     compare(what, out, m, features, stride, output, 1e-5, [&](int i, int j) {
         return old[i * stride + j] + set.result(j, &x.values[(size_t)i * k], output);
     });
@@ -273,7 +307,7 @@ int main() {
     auto t16 = [](tile::Arguments a) { tiled::linear_tiled_16(a); };
     auto t32 = [](tile::Arguments a) { tiled::linear_tiled_32(a); };
     auto t64 = [](tile::Arguments a) { tiled::linear_tiled_64(a); };
-    auto tiled_by = [](int columns) { return Tiling{"tiled", columns, tiled::FEATURES, tiled::THREADS}; };
+    auto tiled_by = [](int columns) { return Tiling{"tiled", columns, tiled::FEATURES, tiled::THREADS, false}; };
     check_tiles(tiled_by(8), t8, 5, {72}, 272, 1, F32);
     check_tiles(tiled_by(8), t8, 8, {64, 24, 40}, 640, 3, ADD);
     check_tiles(tiled_by(16), t16, 9, {130}, 48, 1, F16);
@@ -287,7 +321,7 @@ int main() {
     auto w32 = [](tile::Arguments a) { wide::linear_wide_32(a); };
     auto w64 = [](tile::Arguments a) { wide::linear_wide_64(a); };
     auto w128 = [](tile::Arguments a) { wide::linear_wide_128(a); };
-    auto wide_by = [](int columns) { return Tiling{"wide", columns, wide::FEATURES, wide::THREADS}; };
+    auto wide_by = [](int columns) { return Tiling{"wide", columns, wide::FEATURES, wide::THREADS, true}; };
     check_tiles(wide_by(8), w8, 3, {200, 8}, 784, 1, ADD);
     check_tiles(wide_by(16), w16, 16, {72}, 1040, 2, F32);
     check_tiles(wide_by(32), w32, 21, {193, 40, 9}, 272, 1, F16);
@@ -298,6 +332,9 @@ int main() {
     auto ws64 = [](tile::Arguments a) { wide::linear_wide_swiglu_64(a); };
     check_tiles(wide_by(8), ws8, 5, {203, 203}, 272, 1, SWIGLU);
     check_tiles(wide_by(64), ws64, 70, {40, 40}, 656, 1, SWIGLU);
+    check_tiles(wide_by(64), ws64, 40, {208, 208}, 784, 1, SWIGLU_ORDERED);
+    check_tiles(wide_by(8), ws8, 8, {112, 112}, 1024, 3, SWIGLU_ORDERED);
+    check_tiles(wide_by(8), ws8, 11, {90, 90}, 272, 1, SWIGLU_ORDERED);
 #endif
 
     auto f4 = [](small::Arguments a) { small::linear_f32_4(a); };

@@ -50,7 +50,7 @@ static void check(const char* name, void (*kernel)(Arguments), int m, int n, int
     for (blockIdx.y = 0; blockIdx.y < (unsigned)ceil_div(n, T::N); blockIdx.y++) {
         for (blockIdx.x = 0; blockIdx.x < (unsigned)ceil_div(m, T::M); blockIdx.x++) {
             for (int i = 0; i < T::SHARED; i++) shared[i] = (char)noise();
-            Block(T::THREADS, noise(), [&] { kernel(arguments); });
+            Cluster(T::THREADS, 1, noise(), [&] { kernel(arguments); });
         }
     }
     char what[128];

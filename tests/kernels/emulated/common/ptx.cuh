@@ -117,8 +117,8 @@ Lane together(const Lane& mine, void (*compute)(Lane (&)[WARP])) {
         int arrived = 0;
         uint64_t steps = 0;
     };
-    static Warp warps[32];
-    Warp& w = warps[threadIdx.x / WARP];
+    static Warp warps[256];
+    Warp& w = warps[Cluster::thread() / WARP];
     int lane = lane_id();
     w.lanes[lane] = mine;
     if (++w.arrived == WARP) {
@@ -126,7 +126,7 @@ Lane together(const Lane& mine, void (*compute)(Lane (&)[WARP])) {
         compute(w.lanes);
         w.steps++;
     } else {
-        Block::wait(w.steps);
+        Cluster::wait(w.steps);
     }
     return w.lanes[lane];
 }
@@ -177,14 +177,14 @@ inline u32 __match_any_sync(u32 mask, u32 x) {
         int arrived = 0;
         uint64_t steps = 0;
     };
-    static Warp warps[32];
-    Warp& w = warps[threadIdx.x / WARP];
+    static Warp warps[256];
+    Warp& w = warps[Cluster::thread() / WARP];
     w.values[lane_id()] = x;
     if (++w.arrived == __builtin_popcount(mask)) {
         w.arrived = 0;
         w.steps++;
     } else {
-        Block::wait(w.steps);
+        Cluster::wait(w.steps);
     }
     u32 same = 0;
     for (int i = 0; i < WARP; i++) {
@@ -331,11 +331,11 @@ struct Copies {
     std::deque<std::vector<std::function<void()>>> groups;
     std::vector<std::function<void()>> open;
 };
-inline Copies copies[1024];
+inline Copies copies[8192];
 
 inline void copy_async(u32 to, const void* from, int size, int bytes) {
     if (to % size || (uintptr_t)from % size || bytes < 0 || bytes > size) printf("a copy of %d of %d bytes from %p to %u\n", bytes, size, from, to), exit(1);
-    copies[threadIdx.x].open.push_back([=] {
+    copies[Cluster::thread()].open.push_back([=] {
         memset(shared + to, 0, size);
         memcpy(shared + to, from, bytes);
     });
@@ -344,16 +344,20 @@ inline void copy_async_16(u32 to, const void* from, int bytes) { copy_async(to, 
 inline void copy_async_8(u32 to, const void* from, int bytes) { copy_async(to, from, 8, bytes); }
 inline void copy_async_4(u32 to, const void* from, int bytes) { copy_async(to, from, 4, bytes); }
 inline void copy_async_commit() {
-    Copies& c = copies[threadIdx.x];
+    Copies& c = copies[Cluster::thread()];
     c.groups.push_back(std::move(c.open));
     c.open.clear();
 }
 template <int PENDING>
 void copy_async_wait() {
-    Copies& c = copies[threadIdx.x];
+    Copies& c = copies[Cluster::thread()];
     for (; (int)c.groups.size() > PENDING; c.groups.pop_front()) {
         for (auto& copy : c.groups.front()) copy();
     }
+}
+inline void barrier(int id, int threads) {
+    static Cluster::Barrier barriers[8][16];
+    Cluster::wait(barriers[Cluster::rank][id], threads);
 }
 inline void wait_for_earlier_kernels() {}
 inline void let_later_kernels_start() {}

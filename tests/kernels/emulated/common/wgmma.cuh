@@ -19,20 +19,21 @@ struct GroupProducts {
     std::deque<std::vector<GroupProduct>> groups;
     std::vector<GroupProduct> open;
 };
-inline GroupProducts group_products[1024];
+inline GroupProducts group_products[8192];
 
 inline void wgmma_fence() {}
 inline void publish_shared() {}
 template <int TILES>
 void wgmma_settle(float (&)[TILES][4]) {}
 inline void wgmma_commit() {
-    GroupProducts& p = group_products[threadIdx.x];
+    GroupProducts& p = group_products[Cluster::thread()];
     p.groups.push_back(std::move(p.open));
     p.open.clear();
 }
-inline u64 wgmma_operand(u32 address) {
+template <int ALONG_K, int ALONG_N>
+u64 wgmma_operand(u32 address) {
     if (address % 16) printf("an operand of a warpgroup at %u\n", address), exit(1);
-    return (u64)(address >> 4) | (u64)(128 / 16) << 16 | (u64)(256 / 16) << 32;
+    return (u64)(address >> 4) | (u64)(ALONG_K / 16) << 16 | (u64)(ALONG_N / 16) << 32;
 }
 // Element of B: its pieces of 8 by 8 are at the distances that the operand says.
 inline const char* group_element(u64 b, int k, int n) {
@@ -61,12 +62,12 @@ void wgmma_f16(float (&c)[TILES][4], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
     for (int n = 0; n < TILES * 8; n++) {
         for (int k = 0; k < 16; k += 8) p.was.insert(p.was.end(), group_element(b, k, n), group_element(b, k, n) + 16);
     }
-    group_products[threadIdx.x].open.push_back(std::move(p));
+    group_products[Cluster::thread()].open.push_back(std::move(p));
 }
 template <int PENDING>
 void wgmma_wait() {
     __syncwarp();
-    GroupProducts& all = group_products[threadIdx.x];
+    GroupProducts& all = group_products[Cluster::thread()];
     for (; (int)all.groups.size() > PENDING; all.groups.pop_front()) {
         for (GroupProduct& p : all.groups.front()) {
             for (int n = 0; n < p.tiles * 8; n++) {
@@ -88,5 +89,7 @@ void wgmma_wait() {
             }
         }
     }
+    // The warp waits as one.
+    __syncwarp();
 }
 #endif

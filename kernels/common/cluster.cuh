@@ -1,0 +1,48 @@
+// Inline PTX of Hopper and later: barriers in shared memory, copies of any length that such a barrier counts, and clusters of
+// blocks, which read each other's shared memory.
+#pragma once
+#include "common/ptx.cuh"
+
+// A barrier takes 8 bytes. Its phase ends when as many have arrived as it was made for, and all bytes are there that it was told
+// to expect; phases are 0 and 1 in turn. One thread makes it, which others see after publish_barriers() and a barrier of the block.
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+// Says nothing of what this thread wrote to memory.
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.relaxed.cta.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// Arrives, too.
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+// Waits for the end of a phase.
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 phase) {
+    u32 ended = 0;
+    while (!ended) {
+        asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                     : "=r"(ended)
+                     : "r"(barrier), "r"(phase)
+                     : "memory");
+    }
+}
+// Copies from global to shared memory what a barrier was told to expect; addresses and `bytes` are multiples of 16.
+__device__ __forceinline__ void copy_bulk(u32 shared, const void* global, u32 bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared), "l"(global),
+                 "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
+// A barrier of all threads of a cluster, and for what they wrote to shared memory.
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// From shared memory of a block of the cluster.
+__device__ __forceinline__ float4 load_cluster_16(u32 shared, u32 block) {
+    float4 v;
+    u32 there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared), "r"(block));
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(there) : "memory");
+    return v;
+}
