@@ -667,8 +667,10 @@ fn attention(gpu: &Arc<Gpu>) {
     let h = layer_heads(&norm, &frequencies);
     for (batch, length) in [
         (1, 128),
+        (1, 256),
         (1, 512),
         (1, 1024),
+        (1, 2048),
         (1, 4096),
         (1, 32768),
         (8, 128),

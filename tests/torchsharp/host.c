@@ -641,7 +641,8 @@ static void no_growth(void)
     long grown = (long)in_use() - (long)used, more = (long)resident() - (long)held, there = (long)on_gpu() - (long)device;
     printf("10000 calls: malloc's use grew by %ld bytes, resident memory by %ld KiB, a GPU's by %ld KiB\n", grown, more / 1024,
            there / 1024);
-    CHECK(grown < 16 << 10 && more < 4 << 20 && there < 4 << 20);
+    // What is lost once a call, 32 bytes of malloc at least, would be 320,000; the driver keeps a few thousand of its own.
+    CHECK(grown < 64 << 10 && more < 4 << 20 && there < 4 << 20);
     CHECK(device_type == CPU || device > 0);
     THSTensor_dispose(wide);
     dispose_product(&p);
