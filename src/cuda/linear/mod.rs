@@ -1,6 +1,6 @@
-//! Weight matrices on the device, and products with them. For NVFP4 weights one fused kernel serves up to [`SMALL`] rows, a tiled
-//! one up to [`TILED`], and a library more than that, over a bounded f16 copy of one weight at a time; without the library the
-//! tiled one serves all. Plain kernels do the rest.
+//! Weight matrices on the device, and products with them. For NVFP4 weights one fused kernel serves up to [`SMALL`] rows, or on
+//! Hopper up to [`WIDE`], one of tiles up to [`TILED`], and a library more than that, over a bounded f16 copy of one weight at a
+//! time; without the library the one of tiles serves all. Plain kernels do the rest.
 
 mod dense;
 mod many;
@@ -28,7 +28,8 @@ pub use tiled::{TileKernel, tiled};
 pub const MLP_SCALE: f32 = 16.0;
 /// Rows of activations that the fused kernel takes at once.
 pub const SMALL: usize = 16;
-/// Rows of activations beyond which Hopper's kernel of wide tiles serves.
+/// Rows of activations beyond which Hopper's kernel of wide tiles serves: of 16 rows a layer of Qwen3-4B took 56.9 us by it and 60.4
+/// by the others, of 8 rows 52.5 and 43.2.
 const WIDE: usize = 8;
 /// Rows of activations that [`Layout::Ordered`] keeps together.
 const GROUP_ROWS: usize = 8;
