@@ -355,9 +355,10 @@ impl Executor {
         let qkv = (config.heads + 2 * config.kv_heads) * config.head_dim;
         let normed = |norm| Input::Normed(&s.residual, norm, config.rms_norm_eps);
         // Where one kernel serves all products, what comes before them writes in its layout.
-        let layout = match s.dense {
-            false => Layout::taken(gpu, rows),
-            true => Layout::Rows,
+        let all = [q, k, v, o, gate, up, down];
+        let layout = match all.iter().all(|(w, _)| w.storage() == Storage::Nvfp4) {
+            true => Layout::taken(gpu, rows),
+            false => Layout::Rows,
         };
         let plain_normed = |norm| {
             cuda::rms_norm(
