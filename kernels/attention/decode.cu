@@ -279,7 +279,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
     Row out(a, sequence, all_heads * D);
     if (a.ordered && part == 0 && first_head == 0) {
         // What is missing at the end is zeros.
-        for (int k = out.width + threadIdx.x; k < ceil_div(out.width, CHUNK_K) * CHUNK_K; k += THREADS) out.at(k) = 0;
+        for (int k = out.width + threadIdx.x; k < filled(out.width); k += THREADS) out.at(k) = 0;
     }
     int block = sequence * gridDim.x + blockIdx.x;
     float* lines = a.partial + (size_t)block * parts * HEADS * LINE;

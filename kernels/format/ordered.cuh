@@ -14,6 +14,9 @@ constexpr int GROUP_ROWS = 8;
 constexpr int PIECE_BYTES = GROUP_ROWS * 16;
 constexpr int GROUP_BYTES = CHUNK_K / 8 * PIECE_BYTES;
 
+// Elements of a row with the zeros at its end.
+__device__ __forceinline__ int filled(int k) { return ceil_div(k, CHUNK_K) * CHUNK_K; }
+
 // Where element k of a row stands, of activations with so many groups of rows, in elements.
 __device__ __forceinline__ size_t ordered_at(int groups, int row, int k) {
     int pair = k % CHUNK_K / (2 * BLOCK), second = k / BLOCK % 2, t = k % BLOCK / 4, i = k % 4;

@@ -54,6 +54,10 @@ __device__ __forceinline__ void decode_packed(u32 word, uint2 scales, int j, u32
     for (int i = 0; i < 4; i++) pairs[i] = mul_f16(pairs[i], scale);
 }
 
+// Of a row of activations, piece 4 j + t is what lane t multiplies with word j of its codes: four elements from this one on, and
+// the same of the next block.
+__device__ __forceinline__ int first_element(int piece) { return piece / 4 * (2 * BLOCK) + piece % 4 * 4; }
+
 // Four codes, the first one lowest, as a half.
 __device__ __forceinline__ u32 pack_half(u32 codes) {
     u32 half = 0;

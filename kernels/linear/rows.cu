@@ -105,8 +105,8 @@ struct OrderArguments {
 extern "C" __global__ void __launch_bounds__(THREADS) linear_order(const __grid_constant__ OrderArguments a) {
     wait_for_earlier_kernels();
     let_later_kernels_start();
-    int i = blockIdx.y * THREADS + threadIdx.x, k = i / 4 * (2 * BLOCK) + i % 4 * 4;
-    if (k >= ceil_div(a.k, CHUNK_K) * CHUNK_K) return;
+    int i = blockIdx.y * THREADS + threadIdx.x, k = first_element(i);
+    if (k >= filled(a.k)) return;
     const u16* row = a.x + (size_t)blockIdx.x * a.k;
     auto four = [&](int k) {
         uint2 halves = k < a.k ? *(const uint2*)(row + k) : make_uint2(0, 0);

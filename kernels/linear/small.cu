@@ -22,6 +22,7 @@
 #include "common/ring.cuh"
 #include "format/packed.cuh"
 #include "linear/matrix.cuh"
+#include "norm/fours.cuh"
 
 enum Tile { ROWS, PAIR, SPLIT };
 enum Input { PLAIN, NORMED };
@@ -50,9 +51,9 @@ struct Arguments {
 // Activations are kept in pieces of 16 bytes: those that lane t multiplies with word j of a chunk, elements 4 t to 4 t + 3 of
 // blocks 2 j and 2 j + 1 in pairs. That is piece 16 chunk + 4 j + t of its row; in odd rows halves of 128 bytes are exchanged, so
 // that neighbouring rows meet in no bank.
-__device__ __forceinline__ int first_element(int piece) { return piece / 4 * (2 * BLOCK) + piece % 4 * 4; }
 
-__device__ __forceinline__ uint4 paired(float4 p, float4 q, float4 v, float4 w, float f) {
+__device__ __forceinline__ uint4 paired(const Fours& x, const Fours& norm, float f) {
+    float4 p = x.first, q = x.second, v = norm.first, w = norm.second;
     return make_uint4(pack_f16(p.x * f * v.x, q.x * f * w.x), pack_f16(p.y * f * v.y, q.y * f * w.y),
                       pack_f16(p.z * f * v.z, q.z * f * w.z), pack_f16(p.w * f * v.w, q.w * f * w.w));
 }
@@ -60,33 +61,17 @@ __device__ __forceinline__ uint4 paired(u32 p, u32 p_next, u32 q, u32 q_next) {
     return make_uint4(__byte_perm(p, q, 0x5410), __byte_perm(p, q, 0x7632), __byte_perm(p_next, q_next, 0x5410),
                       __byte_perm(p_next, q_next, 0x7632));
 }
-__device__ __forceinline__ float square_sum(float4 v) { return v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w; }
-__device__ __forceinline__ float4 load4(const float* p, int i, int count) {
-    return i < count ? *(const float4*)(p + i) : make_float4(0, 0, 0, 0);
-}
 
-// A piece's share of the norm's weight, which depends on no earlier kernel.
-struct NormPiece {
-    float4 low, high;
-    __device__ __forceinline__ NormPiece(const float* weight, int piece, int k)
-        : low(load4(weight, first_element(piece), k)), high(load4(weight, first_element(piece) + BLOCK, k)) {}
-};
-
-// Brings x into shared memory. `norm` is that of piece `thread`; `sums` has room for one of each warp. Ends with everything
+// Brings x into shared memory. `norm` is the norm's weight for piece `thread`; `sums` has room for one of each warp. Ends with everything
 // written, but not with a barrier.
-__device__ __forceinline__ void load_normed(const Arguments& a, const NormPiece& norm, int thread, char* xs, int pieces, float* sums) {
+__device__ __forceinline__ void load_normed(const Arguments& a, const Fours& norm, int thread, char* xs, int pieces, float* sums) {
     // Most threads hold what they have of the row from the sum to the product.
     const float* x = (const float*)a.x;
-    float4 p = make_float4(0, 0, 0, 0), q = p;
-    if (thread < pieces) {
-        p = load4(x, first_element(thread), a.k);
-        q = load4(x, first_element(thread) + BLOCK, a.k);
-    }
-    float sum = square_sum(p) + square_sum(q);
+    Fours held{};
+    if (thread < pieces) held = Fours(x, thread, a.k);
+    float sum = held.squares();
 #pragma unroll 1
-    for (int i = thread + THREADS; i < pieces; i += THREADS) {
-        sum += square_sum(load4(x, first_element(i), a.k)) + square_sum(load4(x, first_element(i) + BLOCK, a.k));
-    }
+    for (int i = thread + THREADS; i < pieces; i += THREADS) sum += Fours(x, i, a.k).squares();
     sum = warp_sum(sum);
     if (lane_id() == 0) sums[thread / WARP] = sum;
     __syncthreads();
@@ -97,12 +82,10 @@ __device__ __forceinline__ void load_normed(const Arguments& a, const NormPiece&
         sum += (four.x + four.y) + (four.z + four.w);
     }
     float factor = rsqrtf(sum / a.k + a.eps);
-    if (thread < pieces) *(uint4*)(xs + thread * 16) = paired(p, q, norm.low, norm.high, factor);
+    if (thread < pieces) *(uint4*)(xs + thread * 16) = paired(held, norm, factor);
 #pragma unroll 1
     for (int i = thread + THREADS; i < pieces; i += THREADS) {
-        NormPiece more(a.norm_weight, i, a.k);
-        *(uint4*)(xs + i * 16) =
-            paired(load4(x, first_element(i), a.k), load4(x, first_element(i) + BLOCK, a.k), more.low, more.high, factor);
+        *(uint4*)(xs + i * 16) = paired(Fours(x, i, a.k), Fours(a.norm_weight, i, a.k), factor);
     }
 }
 
@@ -367,7 +350,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
 #pragma unroll 1
     for (int i = 0; i < STAGES; i++) load(Ring::offset(i));
     // What depends on no earlier kernel is done by now: dividing takes as long as loading.
-    NormPiece norm(a.norm_weight, thread, INPUT == NORMED ? a.k : 0);
+    Fours norm(a.norm_weight, thread, INPUT == NORMED ? a.k : 0);
     PlainPlace plain(thread, pieces);
     Place mine{};
     if (thread < outputs) mine = place(thread);

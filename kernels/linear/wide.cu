@@ -69,7 +69,7 @@ __device__ __forceinline__ void store_pair(const Arguments& a, char* shared, int
         });
     }
     together();
-    if (first_feature >= ceil_div(a.matrix[0].rows, CHUNK_K) * CHUNK_K) return;
+    if (first_feature >= filled(a.matrix[0].rows)) return;
     for (int i = thread; i < TILES * PIECES; i += WARPGROUP) {
         int row = first_row + i / PIECES * GROUP_ROWS;
         if (row < a.m) ((uint4*)((u16*)a.out + ordered_at(groups, row, first_feature)))[i % PIECES] = ((const uint4*)shared)[i];
@@ -164,7 +164,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
         if (PAIR) {
             put_away_swiglu(a, first_feature(warp), first_row + 8 * i, sums, [&](int m, int feature, u16 value) {
                 bool ordered = a.output == STORE_ORDERED;
-                if (m >= a.m || feature >= (ordered ? ceil_div(w.rows, CHUNK_K) * CHUNK_K : w.rows)) return;
+                if (m >= a.m || feature >= (ordered ? filled(w.rows) : w.rows)) return;
                 ((u16*)a.out)[ordered ? ordered_at(groups, m, feature) : (size_t)m * a.out_stride + feature] = value;
             });
         } else {

@@ -6,14 +6,13 @@ use std::collections::HashMap;
 use std::ffi::{c_int, c_void};
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 use cudarc::driver::{result, sys};
 
 use super::blas::Blas;
 use super::compile::Module;
 use super::graph;
-use super::launch::Launch;
 use super::memory::Pinned;
 use super::nvrtc::Unit;
 use crate::base::error::{Error, bail, err};
@@ -602,7 +601,7 @@ impl Gpu {
         )
     }
 
-    pub(super) fn staging(&self) -> std::sync::MutexGuard<'_, Vec<Pinned>> {
+    pub(super) fn staging(&self) -> MutexGuard<'_, Vec<Pinned>> {
         self.staging.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -674,21 +673,11 @@ impl Gpu {
         module.function(name)
     }
 
-    /// Clusters of a launch that the device runs at the same time, of a kernel whose blocks are always of the same size.
-    pub(super) fn clusters_at_once(
-        &self,
-        launch: &Launch,
-        unit: Unit,
-        name: &str,
-    ) -> Result<usize> {
-        let mut known = self.clusters.lock().unwrap_or_else(PoisonError::into_inner);
-        let key = (name.to_string(), launch.cluster);
-        if let Some(&clusters) = known.get(&key) {
-            return Ok(clusters);
-        }
-        let clusters = launch.clusters_at_once(self, unit, name)?;
-        known.insert(key, clusters);
-        Ok(clusters)
+    /// What [`Launch::clusters_at_once`] has found out, by kernel and blocks of a cluster.
+    ///
+    /// [`Launch::clusters_at_once`]: super::launch::Launch::clusters_at_once
+    pub(super) fn clusters_at_once(&self) -> MutexGuard<'_, HashMap<(String, u32), usize>> {
+        self.clusters.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

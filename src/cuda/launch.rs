@@ -84,8 +84,13 @@ impl Launch {
         )
     }
 
-    /// Clusters of this launch that the device runs at the same time.
+    /// Clusters of this launch that the device runs at the same time, of a kernel whose blocks are always of the same size.
     pub(super) fn clusters_at_once(&self, gpu: &Gpu, unit: Unit, name: &str) -> Result<usize> {
+        let mut known = gpu.clusters_at_once();
+        let key = (name.to_string(), self.cluster);
+        if let Some(&clusters) = known.get(&key) {
+            return Ok(clusters);
+        }
         gpu.bind()?;
         let function = gpu.function(unit, name)?;
         self.reserve(function, name)?;
@@ -95,6 +100,7 @@ impl Launch {
         // SAFETY: the function was loaded by this GPU, and the attributes outlive the call.
         let answer = unsafe { sys::cuOccupancyMaxActiveClusters(&mut clusters, function, &config) };
         check(answer.result(), name)?;
+        known.insert(key, clusters as usize);
         Ok(clusters as usize)
     }
 

@@ -82,6 +82,10 @@ const HEADERS: &[(&str, &str)] = &[
         include_str!("../../kernels/linear/tile.cuh"),
     ),
     (
+        "norm/fours.cuh",
+        include_str!("../../kernels/norm/fours.cuh"),
+    ),
+    (
         "quantize/block.cuh",
         include_str!("../../kernels/quantize/block.cuh"),
     ),

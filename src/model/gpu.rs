@@ -427,9 +427,7 @@ impl Executor {
             hidden,
             &s.linear,
         )?;
-        let mut activated = Layout::Rows;
-        if cuda::is_fused(gpu, rows, &[gate, up], layout.swiglu()) {
-            activated = layout;
+        let activated = if cuda::is_fused(gpu, rows, &[gate, up], layout.swiglu()) {
             let input = match rows {
                 1 => normed(&vectors.post_norm),
                 _ => plain_normed(&vectors.post_norm)?,
@@ -444,6 +442,7 @@ impl Executor {
                 wide,
                 &s.linear,
             )?;
+            layout
         } else {
             let input = plain_normed(&vectors.post_norm)?;
             cuda::linear(
@@ -457,7 +456,8 @@ impl Executor {
                 &s.linear,
             )?;
             cuda::swiglu(gpu, &s.projected, rows, wide, &s.inner)?;
-        }
+            Layout::Rows
+        };
         cuda::linear(
             gpu,
             activated.input(&s.inner, cuda::MLP_SCALE),

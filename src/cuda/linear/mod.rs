@@ -74,9 +74,8 @@ pub enum Layout {
 impl Layout {
     /// The one that products of `m` rows with NVFP4 weights take without another kernel before.
     pub fn taken(gpu: &Gpu, m: usize) -> Layout {
-        let tiles = m <= TILED || gpu.blas().is_none();
         match TileKernel::serving(gpu.arch(), m) {
-            TileKernel::Wide if tiles => Layout::Ordered,
+            TileKernel::Wide if tiles_serve(gpu, m) => Layout::Ordered,
             _ => Layout::Rows,
         }
     }
@@ -241,7 +240,7 @@ pub fn linear(
     if output.is_swiglu() && !tiled::has_swiglu(gpu, m, matrices) {
         bail!(Internal, "no kernel applies SwiGLU to {m} rows of these");
     }
-    if all_nvfp4 && (m <= TILED || gpu.blas().is_none()) {
+    if all_nvfp4 && tiles_serve(gpu, m) {
         let kernel = TileKernel::serving(gpu.arch(), m);
         return tiled(
             gpu, kernel, input, m, matrices, output, out, stride, scratch,
@@ -264,6 +263,11 @@ pub fn linear(
         column += w.rows;
     }
     Ok(())
+}
+
+/// Whether a kernel of tiles, and not the library, serves `m` rows that are too many for the fused one.
+fn tiles_serve(gpu: &Gpu, m: usize) -> bool {
+    m <= TILED || gpu.blas().is_none()
 }
 
 /// Whether one kernel serves `m` rows of these matrices, with a norm before if it is one row, and with SwiGLU after if that is wanted.

@@ -19,6 +19,9 @@ pub(super) const ARGUMENTS: &[(&str, usize)] = &[
     ("linear_order", size_of::<OrderArguments>()),
 ];
 
+/// What kernels that apply SwiGLU are told of its result: whether it is to be ordered.
+const STORE_ROWS: i32 = 0;
+const STORE_ORDERED: i32 = 3;
 /// Blocks of a cluster at most.
 const MOST_PARTS: usize = 8;
 
@@ -258,10 +261,12 @@ pub fn tiled(
     };
     let (features, kind, output): (Vec<usize>, _, _) = match output {
         // A block has half as many features of each matrix. An ordered result is filled up with zeros.
-        Output::Swiglu if kernel.has_swiglu() => (vec![2 * matrices[0].0.rows], "_swiglu", 0),
+        Output::Swiglu if kernel.has_swiglu() => {
+            (vec![2 * matrices[0].0.rows], "_swiglu", STORE_ROWS)
+        }
         Output::SwigluOrdered if kernel.has_swiglu() => {
             let filled = matrices[0].0.rows.next_multiple_of(CHUNK_K);
-            (vec![2 * filled], "_swiglu", 3)
+            (vec![2 * filled], "_swiglu", STORE_ORDERED)
         }
         _ => (
             matrices.iter().map(|(w, _)| w.rows).collect(),
@@ -275,7 +280,7 @@ pub fn tiled(
         kernel == TileKernel::Wide || room.bytes() >= kernel.scratch(m, k, gpu.multiprocessors());
     let tiling = match divides {
         true => tiling.divided(k, gpu.multiprocessors(), |tiling| {
-            gpu.clusters_at_once(&tiling.launch(), kernel.unit(), &name)
+            tiling.launch().clusters_at_once(gpu, kernel.unit(), &name)
         })?,
         false => tiling,
     };

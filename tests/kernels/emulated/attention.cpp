@@ -127,8 +127,8 @@ struct Sequence {
     template <int D, int STAGES>
     void step_with(int token, int parts, int ordered) {
         int blocks = kv_heads * ceil_div(heads / kv_heads, decode::HEADS);
-        int width = heads * D, filled = ceil_div(width, CHUNK_K) * CHUNK_K;
-        std::vector<u16> out((size_t)filled * GROUP_ROWS, 0x7e00);
+        int width = heads * D, whole = filled(width);
+        std::vector<u16> out((size_t)whole * GROUP_ROWS, 0x7e00);
         std::vector<float> partial((size_t)blocks * parts * decode::HEADS * (D + 2), NAN);
         std::vector<u32> arrived(blocks);
         decode::Arguments d = {&qkv[(size_t)token * all * D], normed ? q_norm.data() : nullptr, normed ? k_norm.data() : nullptr, &token, out.data(),
@@ -136,8 +136,8 @@ struct Sequence {
         launch(blocks, 1, parts, decode::THREADS, [&] { decode::run<D, STAGES>(d); });
         if (ordered) {
             std::vector<u16> row;
-            for (int k = 0; k < filled; k++) row.push_back(out[ordered_at(1, 0, k)]);
-            for (int k = width; k < filled; k++) {
+            for (int k = 0; k < whole; k++) row.push_back(out[ordered_at(1, 0, k)]);
+            for (int k = width; k < whole; k++) {
                 if (row[k] != 0) printf("what is missing at the end is %g\n", f16_to_float(row[k])), exit(1);
             }
             out = row;

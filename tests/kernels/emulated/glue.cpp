@@ -7,6 +7,7 @@
 #include "common/ptx.cuh"
 #include "common/reduce.cuh"
 #include "format/ordered.cuh"
+#include "norm/fours.cuh"
 
 // Shared memory outlives its block, as no two run at once.
 #undef __shared__
@@ -32,8 +33,8 @@ static void check_norm(int rows, int width, bool ordered) {
     std::vector<float4> x(rows * width / 4), weight(width / 4);
     for (float4& v : x) v = {uniform(), uniform(), uniform(), uniform()};
     for (float4& v : weight) v = {uniform(), uniform(), uniform(), uniform()};
-    int groups = ceil_div(rows, GROUP_ROWS), filled = ceil_div(width, CHUNK_K) * CHUNK_K;
-    std::vector<uint4> y(groups * GROUP_ROWS * filled / 8, uint4{~0u, ~0u, ~0u, ~0u});
+    int groups = ceil_div(rows, GROUP_ROWS), whole = filled(width);
+    std::vector<uint4> y(groups * GROUP_ROWS * whole / 8, uint4{~0u, ~0u, ~0u, ~0u});
     norm::Arguments a = {&x[0].x, &weight[0].x, (u16*)y.data(), width, 1e-6f};
     launch(rows, 1, 1, norm::THREADS, [&] { ordered ? norm::rms_norm_ordered(a) : norm::rms_norm(a); });
     for (int r = 0; r < rows; r++) {
@@ -44,7 +45,7 @@ static void check_norm(int rows, int width, bool ordered) {
             double got = f16_to_float(a.y[ordered ? ordered_at(groups, r, i) : (size_t)r * width + i]);
             expect(std::fabs(got - want) <= std::fabs(want) * 0x1.1p-11 + 0x1p-25, "norm", r, i, got, want);
         }
-        for (int i = width; ordered && i < filled; i++) {
+        for (int i = width; ordered && i < whole; i++) {
             u16 got = a.y[ordered_at(groups, r, i)];
             expect(got == 0, "what is missing at the end of a norm", r, i, f16_to_float(got), 0);
         }

@@ -11,6 +11,7 @@
 #include "common/wgmma.cuh"
 #include "format/ordered.cuh"
 #include "format/packed.cuh"
+#include "norm/fours.cuh"
 
 namespace pack {
 #include "linear/pack.cu"
@@ -137,7 +138,7 @@ static bool is_swiglu(Output output) { return output == SWIGLU || output == SWIG
 // Rows in the order of format/ordered.cuh, in which what is missing at the end of K is zeros.
 static void order(const Memory& x, int m, int k, Memory& ordered) {
     rows::OrderArguments a = {(const u16*)const_cast<Memory&>(x).data(), (u16*)ordered.data(), k};
-    launch(m, ceil_div(ceil_div(k, CHUNK_K) * CHUNK_K / 8, rows::THREADS), 1, rows::THREADS, [&] { rows::linear_order(a); });
+    launch(m, ceil_div(filled(k) / 8, rows::THREADS), 1, rows::THREADS, [&] { rows::linear_order(a); });
     ordered.check("ordering");
 }
 static size_t ordered_bytes(int m, int k) { return (size_t)ceil_div(k, CHUNK_K) * ceil_div(m, GROUP_ROWS) * GROUP_BYTES; }
@@ -146,7 +147,7 @@ static void disorder(const char* what, Memory& ordered, int m, int k, Memory& x)
     ordered.check(what);
     int groups = ceil_div(m, GROUP_ROWS);
     for (int i = 0; i < m; i++) {
-        for (int c = 0; c < ceil_div(k, CHUNK_K) * CHUNK_K; c++) {
+        for (int c = 0; c < filled(k); c++) {
             u16 value = ((u16*)ordered.data())[ordered_at(groups, i, c)];
             if (c < k) {
                 ((u16*)x.data())[(size_t)i * (k + 2) + c] = value;
@@ -254,7 +255,7 @@ static void check_tiles(Tiling tiling, void (*kernel)(tile::Arguments), int m, s
     a.out_scale = 1 / 16.0f;
     for (int n : rows) tiles += ceil_div(n, tiling.features);
     if (output == SWIGLU) tiles = ceil_div(2 * features, tiling.features);
-    if (output == SWIGLU_ORDERED) tiles = ceil_div(2 * ceil_div(features, CHUNK_K) * CHUNK_K, tiling.features);
+    if (output == SWIGLU_ORDERED) tiles = ceil_div(2 * filled(features), tiling.features);
     launch(tiles, ceil_div(m, tiling.columns), parts, tiling.threads, [&] { kernel(a); }, tiling.ordered ? parts : 1);
     partial.check(what);
     if (output == SWIGLU_ORDERED) disorder(what, ordered_out, m, features, out);
