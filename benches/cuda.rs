@@ -412,11 +412,17 @@ fn products(gpu: &Arc<Gpu>, bandwidth: f64, only: &[String]) {
             );
         };
         for m in [1, 2, 4, 8, 16] {
+            let input = if shape.normed && m == 1 {
+                Input::Normed(&x, &norm, 1e-6)
+            } else {
+                Input::Plain(&x, 1.0)
+            };
             let plan = Plan::choose(
                 m,
                 shape.k,
                 shape.rows,
                 shape.output,
+                cuda::divisible(gpu, input),
                 gpu.multiprocessors(),
                 gpu.shared_limit(),
             )
@@ -424,11 +430,6 @@ fn products(gpu: &Arc<Gpu>, bandwidth: f64, only: &[String]) {
             let how = format!("fused, {} rows", plan.rows);
             report(m, &how, &|| {
                 for set in &matrices {
-                    let input = if shape.normed && m == 1 {
-                        Input::Normed(&x, &norm, 1e-6)
-                    } else {
-                        Input::Plain(&x, 1.0)
-                    };
                     cuda::small(gpu, input, m, set, shape.output, &out, features, plan)?;
                 }
                 Ok(())

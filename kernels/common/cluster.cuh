@@ -45,3 +45,10 @@ __device__ __forceinline__ float4 load_cluster_16(u32 shared, u32 block) {
     asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(there) : "memory");
     return v;
 }
+__device__ __forceinline__ float load_cluster_4(u32 shared, u32 block) {
+    float v;
+    u32 there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared), "r"(block));
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(there) : "memory");
+    return v;
+}

@@ -74,5 +74,5 @@ __device__ __forceinline__ u32 code_of_half(u32 half, int i) {
 
 // The chunk that row and k are in, of a weight with `chunks` of them along k.
 __device__ __forceinline__ const u8* chunk_of(const u8* weight, int chunks, int row, int k) {
-    return weight + ((size_t)(row / CHUNK_ROWS) * chunks + k / CHUNK_K) * CHUNK_BYTES;
+    return weight + (u64)((u32)(row / CHUNK_ROWS) * (u32)chunks + (u32)(k / CHUNK_K)) * CHUNK_BYTES;
 }

@@ -17,12 +17,20 @@
 //
 // x stands in shared memory as f16 in the order of the weights, padded with zeros to whole steps. K must be a multiple of 16.
 #include "activation/silu.cuh"
+#include "common/cluster.cuh"
 #include "common/ptx.cuh"
 #include "common/reduce.cuh"
 #include "common/ring.cuh"
 #include "format/packed.cuh"
 #include "linear/matrix.cuh"
 #include "norm/fours.cuh"
+
+// a / b of positive numbers, where it is less than 2^19, in a third of the instructions: what comes before the wait is taken
+// from the kernel before this one.
+__device__ __forceinline__ int quotient(int a, int b) {
+    int q = (int)((float)a * (reciprocal_approx((float)b) * 0.999999f));
+    return q + ((q + 1) * b <= a);
+}
 
 enum Tile { ROWS, PAIR, SPLIT };
 enum Input { PLAIN, NORMED };
@@ -35,12 +43,22 @@ using Ring = WarpRing<STAGES, CHUNK_BYTES>;
 constexpr int X_CHUNK = CHUNK_K * 2;            // bytes of a row's activations for a chunk
 constexpr int SUMS = 16;                        // of a tile, for each row of activations: features, or halves of sums
 
+constexpr int PARTS = 2;    // of K, at most
+
+struct Part {
+    int first, steps;
+    u32 inverse;            // 2^32 / steps, rounded up, but for a single step
+};
+
 struct Arguments {
     const void* x;              // PLAIN: f16 [m, k]; NORMED: f32 [k], of one row
     const float* norm_weight;   // NORMED: [k]
     void* out;                  // [m, out_stride]; the matrices' features follow each other
     Matrix matrix[MATRICES];    // SWIGLU: gate and up, of equal rows
-    int matrices;
+    int tiles[MATRICES - 1];    // of all matrices up to this one; PAIR: of all
+    int each, more;             // tiles of a cluster; clusters that have one more
+    Part part[PARTS];           // of K, for the blocks of a cluster along the last dimension of the grid
+    int chunks;                 // of a row
     int m;
     int k;
     int out_stride;
@@ -92,20 +110,20 @@ __device__ __forceinline__ void load_normed(const Arguments& a, const Fours& nor
 // The same for plain x: two pieces at a time.
 struct PlainPlace {
     int m, piece;  // an even one
-    __device__ __forceinline__ PlainPlace(int thread, int pieces) : m(2 * thread / pieces), piece(2 * thread - m * pieces) {}
+    __device__ __forceinline__ PlainPlace(int thread, int pieces) : m(quotient(2 * thread, pieces)), piece(2 * thread - m * pieces) {}
     __device__ __forceinline__ void go_on(int pieces) {
         for (piece += 2 * THREADS; piece >= pieces; piece -= pieces) m++;
     }
 };
 // BATCH loads are on their way before the first is used.
 template <int BATCH>
-__device__ __forceinline__ void load_plain(const Arguments& a, PlainPlace from, char* xs, int pieces) {
+__device__ __forceinline__ void load_plain(const Arguments& a, int first_k, PlainPlace from, char* xs, int pieces) {
     PlainPlace to = from;
     while (to.m < a.m) {
         uint4 low[BATCH], high[BATCH];
 #pragma unroll
         for (int j = 0; j < BATCH; j++) {
-            int k = first_element(from.piece);
+            int k = first_k + first_element(from.piece);
             const uint4* x = (const uint4*)((const u16*)a.x + from.m * a.k + k);
             low[j] = from.m < a.m && k < a.k ? x[0] : make_uint4(0, 0, 0, 0);
             high[j] = from.m < a.m && k + BLOCK < a.k ? x[BLOCK / 8] : make_uint4(0, 0, 0, 0);
@@ -126,10 +144,10 @@ __device__ __forceinline__ void load_plain(const Arguments& a, PlainPlace from, 
 // How the steps of a block's tiles, in the order of K and then of tiles, are divided among its warps.
 struct Shares {
     int steps, total;
-    __device__ __forceinline__ int begin(int warp) const { return total * warp / WARPS; }
+    __device__ __forceinline__ int begin(int warp) const { return (u32)(total * warp) / WARPS; }
     // The first warp with steps from `step` on.
     __device__ __forceinline__ int owner(int step) const {
-        int warp = step * WARPS / total;
+        int warp = quotient(step * WARPS, total);
         while (begin(warp + 1) <= step) warp++;
         return warp;
     }
@@ -214,7 +232,7 @@ struct OneRow {
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             bool own = block / 2 == (TILE == SPLIT ? j % 2 : j);
-            select[j] = !own ? 0x4444 : block % 2 ? 0x3244 : 0x4410;
+            select[j] = !own ? 0 : block % 2 ? 0x3c000000 : 0x3c00;
         }
     }
     __device__ __forceinline__ void fetch(const Ring& ring, u32 stage) {
@@ -227,25 +245,26 @@ struct OneRow {
     __device__ __forceinline__ void multiply(u32 at) {
         u32 low[4] = {low_codes.x, low_codes.y, low_codes.z, low_codes.w}, high[4] = {high_codes.x, high_codes.y, high_codes.z, high_codes.w};
         uint4 first = load_shared_16(x + at), second = TILE == SPLIT ? load_shared_16(x + at + 128) : first;
-        float c[2][4] = {};
+        float c[TILE == SPLIT ? 2 : 1][4] = {};
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             u32 u[4], v[4];
             decode_word(low[j], u);
             decode_word(high[j], v);
             uint4 b = j < 2 ? first : second;
-            mma_f16(c[TILE == SPLIT ? j / 2 : 0], u[0], v[0], u[1], v[1], __byte_perm(b.x, 0, select[j]), __byte_perm(b.y, 0, select[j]));
-            mma_f16(c[TILE == SPLIT ? j / 2 : 1], u[2], v[2], u[3], v[3], __byte_perm(b.z, 0, select[j]), __byte_perm(b.w, 0, select[j]));
+            float(&of_half)[4] = c[TILE == SPLIT ? j / 2 : 0];
+            mma_f16(of_half, u[0], v[0], u[1], v[1], mul_f16(b.x, select[j]), mul_f16(b.y, select[j]));
+            mma_f16(of_half, u[2], v[2], u[3], v[3], mul_f16(b.z, select[j]), mul_f16(b.w, select[j]));
         }
         u32 p = packed_scales(first_scales), q = packed_scales(second_scales);
         if (TILE == SPLIT) {
             // Low rows with low columns, high rows with high ones.
             bool is_low = lane_id() % 4 < 2;
-            sums[0] += f16_low(p) * (is_low ? c[0][0] : c[0][2]) + f16_high(p) * (is_low ? c[0][1] : c[0][3]);
-            sums[1] += f16_low(q) * (is_low ? c[1][0] : c[1][2]) + f16_high(q) * (is_low ? c[1][1] : c[1][3]);
+            sums[0] = fmaf(f16_low(p), is_low ? c[0][0] : c[0][2], fmaf(f16_high(p), is_low ? c[0][1] : c[0][3], sums[0]));
+            sums[1] = fmaf(f16_low(q), is_low ? c[1][0] : c[1][2], fmaf(f16_high(q), is_low ? c[1][1] : c[1][3], sums[1]));
         } else {
-            sums[0] += f16_low(p) * (c[0][0] + c[1][0]) + f16_high(p) * (c[0][1] + c[1][1]);
-            sums[1] += f16_low(q) * (c[0][2] + c[1][2]) + f16_high(q) * (c[0][3] + c[1][3]);
+            sums[0] = fmaf(f16_low(p), c[0][0], fmaf(f16_high(p), c[0][1], sums[0]));
+            sums[1] = fmaf(f16_low(q), c[0][2], fmaf(f16_high(q), c[0][3], sums[1]));
         }
     }
     __device__ __forceinline__ void put_away(float* to) {
@@ -275,125 +294,135 @@ template <Tile TILE, Input INPUT, Output OUTPUT, Count COUNT, int BLOCKS>
 __device__ __forceinline__ void run(const Arguments& a) {
     constexpr int FEATURES = TILE == ROWS ? 16 : 8, STEP_CHUNKS = TILE == SPLIT ? 2 : 1;
     extern __shared__ __align__(128) char shared[];
-    int thread = threadIdx.x, warp = __shfl_sync(ALL_LANES, thread / WARP, 0);
-    int chunks = ceil_div(a.k, CHUNK_K), steps = ceil_div(chunks, STEP_CHUNKS), row_bytes = steps * STEP_CHUNKS * X_CHUNK, pieces = row_bytes / 16;
-    char* xs = shared + WARPS * Ring::BYTES;
-    float* norm_sums = (float*)(xs + a.m * row_bytes);
-    float* partial = norm_sums + WARPS;  // [tiles + WARPS][m][SUMS]
-
-    int end0 = ceil_div(a.matrix[0].rows, FEATURES), end1 = end0, tiles = end0;
-    if (TILE != PAIR) {
-        if (a.matrices > 1) end1 = tiles += ceil_div(a.matrix[1].rows, FEATURES);
-        if (a.matrices > 2) tiles += ceil_div(a.matrix[2].rows, FEATURES);
-    }
-    int each = tiles / gridDim.x, more = tiles % gridDim.x, block = blockIdx.x;
-    int first_tile = block * each + min(block, more), my_tiles = each + (block < more);
+    int thread = threadIdx.x, warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0);
+    // Blocks of a cluster have the same tiles and a part of K each.
+    constexpr bool DIVISIBLE = __CUDA_ARCH__ >= 900 && TILE != PAIR && INPUT == PLAIN && COUNT != MANY;
+    int part = DIVISIBLE ? blockIdx.z : 0, chunks = a.chunks, first_step = a.part[part].first, steps = a.part[part].steps;
+    int block = blockIdx.x, first_tile = block * a.each + min(block, a.more), my_tiles = a.each + (block < a.more);
     Shares shares{steps, my_tiles * steps};
     int begin = shares.begin(warp), count = shares.begin(warp + 1) - begin;
 
     // The matrix of a tile and its first feature there.
     auto locate = [&](int tile, int& row) {
-        int index = TILE == PAIR || tile < end0 ? 0 : tile < end1 ? 1 : 2;
-        row = (tile - (index == 0 ? 0 : index == 1 ? end0 : end1)) * FEATURES;
+        int index = TILE == PAIR ? 0 : (tile >= a.tiles[0]) + (tile >= a.tiles[1]);
+        row = (tile - (index == 0 ? 0 : a.tiles[index - 1])) * FEATURES;
         return index;
     };
+
+    // Loads run ahead of the products, across tiles. Weights of a run of steps follow each other.
+    Ring ring(shared + warp * Ring::BYTES);
+    int tile = steps > 1 ? (int)__umulhi(begin, a.part[part].inverse) : begin, k = begin - tile * steps;
+    int load_tile = first_tile + tile, load_k = k, load_left = count, run = 0;
+    const u8* low = nullptr;  // 16 bytes further on for each lane
+    long long to_high = 0;
+    bool has_high = true;
+    auto next_run = [&] {
+        if (load_k == steps) {
+            load_k = 0;
+            load_tile++;
+        }
+        int row;
+        const Matrix& w = a.matrix[locate(load_tile, row)];
+        low = chunk_of(w.chunks, chunks, row, (first_step + load_k) * (STEP_CHUNKS * CHUNK_K));
+        const u8* high = low;
+        if (TILE == SPLIT) high += CHUNK_BYTES;
+        if (TILE == PAIR) high += a.matrix[1].chunks - a.matrix[0].chunks;
+        // Past the end, the last features again; their sums are dropped.
+        if (TILE == ROWS && row + CHUNK_ROWS < w.rows) high += chunks * CHUNK_BYTES;
+        to_high = Ring::to_second(low, high);
+        low += lane_id() * 16;
+        // Of an odd number of chunks, the last has no second; its activations are zeros, too.
+        int whole = TILE == SPLIT ? (int)((u32)chunks / 2) - first_step : steps;
+        has_high = load_k < whole;
+        run = min(has_high ? min(whole, steps) - load_k : 1, load_left);
+        load_k += run;
+        load_left -= run;
+    };
+    auto load = [&](u32 stage) {
+        if (run == 0) {
+            if (load_left == 0) return ring.skip();
+            next_run();
+        }
+        ring.fill(stage, low, TILE == SPLIT ? 0 : to_high, has_high);
+        low += STEP_CHUNKS * CHUNK_BYTES;
+        run--;
+    };
+
+    // Before anything else: the kernel before this one leaves few instructions to it.
+#pragma unroll 1
+    for (int i = 0; i < STAGES; i++) load(Ring::offset(i));
+
+    int row_bytes = steps * STEP_CHUNKS * X_CHUNK, pieces = row_bytes / 16;
+    char* xs = shared + WARPS * Ring::BYTES;
+    float* norm_sums = (float*)(xs + a.m * row_bytes);
+    float* partial = norm_sums + WARPS;  // [my_tiles + WARPS][m][SUMS]
 
     // Output `i` of the block: the address of its first sum, of how many warps there are some, and where it goes.
     struct Place {
         u32 sums;
         int count, matrix, row, at;
+        bool exists = false;
     };
-    int outputs = a.m * my_tiles * FEATURES;
+    constexpr int ROOM = COUNT == ONE ? 1 : COUNT == MANY ? 16 : TILE == SPLIT ? 4 : 8;  // for rows
+    int outputs = my_tiles * ROOM * FEATURES;
     auto place = [&](int i) {
         Place p;
-        int features = my_tiles * FEATURES, m = i / features, feature = i - m * features, tile = feature / FEATURES;
-        feature %= FEATURES;
+        int tile = i / (ROOM * FEATURES), m = i / FEATURES % ROOM, feature = i % FEATURES;
         p.matrix = locate(first_tile + tile, p.row);
         p.row += feature;
         int first = shares.owner(tile * steps);
         p.count = shares.owner((tile + 1) * steps - 1) - first + 1;
         p.sums = shared_address(partial + ((tile + first) * a.m + m) * SUMS + feature);
+        p.exists = m < a.m && p.row < a.matrix[p.matrix].rows;
         p.at = m * a.out_stride + p.row + (p.matrix > 0 ? a.matrix[0].rows : 0) + (p.matrix > 1 ? a.matrix[1].rows : 0);
         return p;
     };
 
-    // Loads run ahead of the products, across tiles.
-    Ring ring(shared + warp * Ring::BYTES);
-    int load_tile = begin / steps, load_k = begin - load_tile * steps, load_left = count, tile = load_tile, k = load_k;
-    const u8* low = nullptr;  // 16 bytes further on for each lane
-    long long to_high = 0;
-    auto load = [&](u32 stage) {
-        if (load_left == 0) return ring.skip();
-        if (load_k == steps) {
-            load_k = 0;
-            load_tile++;
-        }
-        if (load_k == 0 || load_left == count) {
-            int row;
-            const Matrix& w = a.matrix[locate(first_tile + load_tile, row)];
-            low = chunk_of(w.chunks, chunks, row, load_k * STEP_CHUNKS * CHUNK_K);
-            const u8* high = low;
-            if (TILE == SPLIT) high += CHUNK_BYTES;
-            if (TILE == PAIR) high += a.matrix[1].chunks - a.matrix[0].chunks;
-            // Past the end, the last features again; their sums are dropped.
-            if (TILE == ROWS && row + CHUNK_ROWS < w.rows) high += chunks * CHUNK_BYTES;
-            to_high = Ring::to_second(low, high);
-            low += lane_id() * 16;
-        }
-        // Of an odd number of chunks, the last has no second; its activations are zeros, too.
-        ring.fill(stage, low, to_high, TILE != SPLIT || load_k < chunks / 2);
-        low += STEP_CHUNKS * CHUNK_BYTES;
-        load_k++;
-        load_left--;
-    };
+    // What an output is added to.
+    auto former = [&](const Place& p) { return OUTPUT == ADD_F32 && p.exists ? ((const float*)a.out)[p.at] : 0; };
 
-#pragma unroll 1
-    for (int i = 0; i < STAGES; i++) load(Ring::offset(i));
-    // What depends on no earlier kernel is done by now: dividing takes as long as loading.
     Fours norm(a.norm_weight, thread, INPUT == NORMED ? a.k : 0);
     PlainPlace plain(thread, pieces);
     Place mine{};
     if (thread < outputs) mine = place(thread);
-    bool puts_out = thread < outputs && mine.row < a.matrix[mine.matrix].rows;
     wait_for_earlier_kernels();
     let_later_kernels_start();
-    float before = OUTPUT == ADD_F32 && puts_out ? ((const float*)a.out)[mine.at] : 0;
+    float before = former(mine);
     if (INPUT == NORMED) {
         load_normed(a, norm, thread, xs, pieces, norm_sums);
     } else {
-        load_plain<BLOCKS == 1 ? 4 : 2>(a, plain, xs, pieces);
+        load_plain<BLOCKS == 1 ? 4 : 2>(a, first_step * (STEP_CHUNKS * CHUNK_K), plain, xs, pieces);
     }
     __syncthreads();
 
     typename SumsOf<TILE, COUNT>::Type sums(shared_address(xs), a.m, row_bytes);
     u32 stage = 0;
-    for (int left = count;;) {
-        if (left > 0) {
+    int left = count;
+    do {
+        int tile_left = min(left, steps - k);
+        left -= tile_left;
+#pragma unroll 1
+        for (u32 at = k * (STEP_CHUNKS * X_CHUNK); tile_left > 0; tile_left--, at += STEP_CHUNKS * X_CHUNK) {
             ring.wait();
             sums.fetch(ring, stage);
             __syncwarp();
             load(stage);
             stage = Ring::after(stage);
-            sums.multiply(k * (STEP_CHUNKS * X_CHUNK));
-            k++;
-            left--;
+            sums.multiply(at);
         }
         // A warp without steps puts away zeros. Warps that share a tile have places of their own.
-        if (k == steps || left == 0) {
-            sums.put_away(partial + (tile + warp) * (a.m * SUMS));
-            k = 0;
-            tile++;
-        }
-        if (left == 0) break;
-    }
+        sums.put_away(partial + (tile + warp) * (a.m * SUMS));
+        k = 0;
+        tile++;
+    } while (left > 0);
     __syncthreads();
 
-    auto put_out = [&](const Place& p, float before) {
-        const Matrix& w = a.matrix[p.matrix];
+    // What the block has of an output: of PAIR, of gate and up.
+    auto sum_up = [&](const Place& p) {
         // A few loads on their way before the first is used.
         constexpr int BATCH = 4;
         int stride = a.m * SUMS * 4;
-        float sum = 0, second = 0;
+        float2 sum = {0, 0};
         u32 at = p.sums;
 #pragma unroll 1
         for (int left = p.count; left > 0; left -= BATCH, at += BATCH * stride) {
@@ -405,31 +434,54 @@ __device__ __forceinline__ void run(const Arguments& a) {
             }
 #pragma unroll
             for (int i = 0; i < BATCH; i++) {
-                sum += x[i];
-                second += y[i];
+                sum.x += x[i];
+                sum.y += y[i];
             }
         }
-        if (TILE == SPLIT) sum += second;
-        sum *= w.global * PACKED_FACTOR;
-        if (w.bias) sum += w.bias[p.row];
-        if (OUTPUT == STORE_F32) ((float*)a.out)[p.at] = sum;
-        if (OUTPUT == ADD_F32) ((float*)a.out)[p.at] = before + sum;
-        if (OUTPUT == STORE_F16) ((u16*)a.out)[p.at] = to_f16(sum);
+        if (TILE == SPLIT) sum.x += sum.y;
+        return sum;
+    };
+    auto put_out = [&](const Place& p, float2 sum, float before) {
+        const Matrix& w = a.matrix[p.matrix];
+        sum.x *= w.global * PACKED_FACTOR;
+        if (w.bias) sum.x += w.bias[p.row];
+        if (OUTPUT == STORE_F32) ((float*)a.out)[p.at] = sum.x;
+        if (OUTPUT == ADD_F32) ((float*)a.out)[p.at] = before + sum.x;
+        if (OUTPUT == STORE_F16) ((u16*)a.out)[p.at] = to_f16(sum.x);
         if (OUTPUT == SWIGLU_F16) {
             const Matrix& up = a.matrix[1];
-            second *= up.global * PACKED_FACTOR;
-            if (up.bias) second += up.bias[p.row];
-            ((u16*)a.out)[p.at] = to_f16(silu(sum) * second * a.out_scale);
+            sum.y *= up.global * PACKED_FACTOR;
+            if (up.bias) sum.y += up.bias[p.row];
+            ((u16*)a.out)[p.at] = to_f16(silu(sum.x) * sum.y * a.out_scale);
         }
     };
-    for (int i = thread;;) {
-        if (puts_out) put_out(mine, before);
-        i += THREADS;
-        if (i >= outputs) break;
-        mine = place(i);
-        puts_out = mine.row < a.matrix[mine.matrix].rows;
-        before = OUTPUT == ADD_F32 && puts_out ? ((const float*)a.out)[mine.at] : 0;
+
+    if (!DIVISIBLE || gridDim.z == 1) {
+        for (int i = thread;;) {
+            if (mine.exists) put_out(mine, sum_up(mine), before);
+            i += THREADS;
+            if (i >= outputs) return;
+            mine = place(i);
+            before = former(mine);
+        }
     }
+#if __CUDA_ARCH__ >= 900
+    // Here blocks have no more outputs than threads, and each of the cluster puts out some of them. What a block has of them stands
+    // where rings were, at the same place in all blocks.
+    float* own = (float*)shared + thread;
+    if (mine.exists) *own = sum_up(mine).x;
+    __syncwarp();
+    cluster_sync();
+    if (mine.exists && thread >= outputs * part / PARTS && thread < outputs * (part + 1) / PARTS) {
+        float2 sum = {0, 0};
+#pragma unroll
+        for (int i = 0; i < PARTS; i++) sum.x += load_cluster_4(shared_address(own), i);
+        put_out(mine, sum, before);
+    }
+    // Others may still read what is here.
+    __syncwarp();
+    cluster_sync();
+#endif
 }
 
 #define KERNEL(NAME, TILE, INPUT, OUTPUT, COUNT, BLOCKS)                                                      \

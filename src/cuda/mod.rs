@@ -39,7 +39,7 @@ pub use gpu::{Gpu, HostStream, KeepContext, check_managed, count, open_gpus, una
 pub use graph::Graph;
 pub use linear::{
     Biased, Input, Layout, LinearScratch, MLP_SCALE, Matrix, Output, Plan, ReadBytes, ReadNvfp4,
-    SMALL, Storage, TILED, Tile, TileKernel, is_fused, linear, small, tiled,
+    SMALL, Storage, TILED, Tile, TileKernel, divisible, is_fused, linear, small, tiled,
 };
 pub use managed::ManagedBuffer;
 pub use memory::{DeviceBuffer, DeviceSlice, Pinned};

@@ -21,7 +21,7 @@ use crate::base::error::bail;
 pub use many::LinearScratch;
 pub(super) use many::WORKSPACE;
 pub use matrix::{Matrix, ReadBytes, ReadNvfp4, Storage};
-pub use small::{Plan, Tile, small};
+pub use small::{Plan, Tile, divisible, small};
 pub use tiled::{TileKernel, tiled};
 
 /// What activations between gate and down are divided by: they are the largest of a model, and f16 ends at 65504.
@@ -232,7 +232,7 @@ pub fn linear(
     if all_nvfp4
         && m <= SMALL
         && TileKernel::serving(gpu.arch(), m) == TileKernel::Tiled
-        && let Some(plan) = small::plan(gpu, m, matrices, output)
+        && let Some(plan) = small::plan(gpu, m, matrices, output, divisible(gpu, input))
         && (m <= FEW || output.is_swiglu() || plan.rows == m && m * k * 2 <= FUSED_BYTES)
     {
         return small(gpu, input, m, matrices, output, out, stride, plan);
@@ -274,6 +274,6 @@ fn tiles_serve(gpu: &Gpu, m: usize) -> bool {
 pub fn is_fused(gpu: &Gpu, m: usize, matrices: &[Biased<'_>], output: Output) -> bool {
     let small = m <= SMALL
         && matrices.iter().all(|(w, _)| w.storage == Storage::Nvfp4)
-        && small::plan(gpu, m, matrices, output).is_some();
+        && small::plan(gpu, m, matrices, output, false).is_some();
     small || output.is_swiglu() && tiled::has_swiglu(gpu, m, matrices)
 }

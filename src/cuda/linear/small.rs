@@ -20,7 +20,11 @@ struct SmallArguments {
     norm_weight: u64,
     out: u64,
     matrix: [MatrixArgument; 3],
-    matrices: i32,
+    tiles: [i32; 2],
+    each: i32,
+    more: i32,
+    part: [PartArgument; PARTS],
+    chunks: i32,
     m: i32,
     k: i32,
     out_stride: i32,
@@ -28,12 +32,24 @@ struct SmallArguments {
     out_scale: f32,
 }
 
+/// A part of K: its first step, how many there are, and 2^32 divided by them, rounded up.
+#[repr(C)]
+struct PartArgument {
+    first: i32,
+    steps: i32,
+    inverse: u32,
+}
+
+/// Parts of K at most.
+const PARTS: usize = 2;
 /// Warps of a block of the fused kernel.
 const WARPS: usize = 16;
 /// What each of them keeps in shared memory: three stages of two chunks.
 const RING_BYTES: usize = 3 * 2 * CHUNK_BYTES;
 /// Sums that a warp has of a tile, for each row of activations.
 const SUMS: usize = 16;
+/// Rows of activations that kernels of which blocks may form clusters take at most.
+const DIVISIBLE: usize = 8;
 /// What the sums of a block's warps may take.
 const SUMS_BYTES: usize = 48 << 10;
 
@@ -73,6 +89,32 @@ impl Tile {
             Tile::Pair | Tile::Split => 8,
         }
     }
+
+    /// Outputs of a tile, with room for as many rows as the kernel for `rows` takes.
+    fn outputs(self, rows: usize) -> usize {
+        let room = match self {
+            Tile::Split if rows == 1 => 1,
+            Tile::Split => 4,
+            Tile::Rows | Tile::Pair if rows <= 8 => 8,
+            Tile::Rows | Tile::Pair => 16,
+        };
+        room * self.features()
+    }
+
+    /// How many tiles these matrices are up to each of them.
+    fn counts(self, features: &[usize]) -> Vec<usize> {
+        let count = |n: &usize| n.div_ceil(self.features());
+        match self {
+            Tile::Pair => vec![count(&features[0])],
+            Tile::Rows | Tile::Split => features
+                .iter()
+                .scan(0, |sum, n| {
+                    *sum += count(n);
+                    Some(*sum)
+                })
+                .collect(),
+        }
+    }
 }
 
 /// How the fused kernel is launched.
@@ -80,8 +122,10 @@ impl Tile {
 pub struct Plan {
     /// What a tile is.
     pub tile: Tile,
-    /// Blocks, which divide the tiles evenly.
-    pub blocks: usize,
+    /// Clusters of blocks, which divide the tiles evenly.
+    pub clusters: usize,
+    /// Blocks of a cluster, which have a part of K each.
+    pub parts: usize,
     /// Rows of activations in one launch.
     pub rows: usize,
     /// Shared memory that a block needs for that many rows.
@@ -93,38 +137,49 @@ impl Plan {
     /// multiprocessors and this much shared memory; `None` where a single row does not fit.
     ///
     /// As many blocks as multiprocessors, or several times as many where the sums of a block's tiles would need much memory;
-    /// all rows at once, or as many as fit.
+    /// all rows at once, or as many as fit. `divisible` says that two blocks may share tiles, as those of Hopper and later do
+    /// with rows that need no norm: pairs divide few tiles more evenly, but cost as much as a step of each warp.
     pub fn choose(
         m: usize,
         k: usize,
         features: &[usize],
         output: Output,
+        divisible: bool,
         multiprocessors: usize,
         shared: usize,
     ) -> Option<Plan> {
         let tile = Tile::of(output, m);
-        let tiles: usize = match tile {
-            Tile::Pair => features[0].div_ceil(tile.features()),
-            _ => features.iter().map(|n| n.div_ceil(tile.features())).sum(),
-        };
+        let tiles = tile.counts(features).into_iter().max()?;
+        let steps = k.div_ceil(tile.step());
         let mut rows = m.min(SMALL);
         loop {
             let most_tiles = (SUMS_BYTES / (rows * SUMS * 4))
                 .saturating_sub(WARPS)
                 .max(1);
             let waves = tiles.div_ceil(multiprocessors).div_ceil(most_tiles);
-            let blocks = tiles.min(multiprocessors * waves);
-            let each = tiles.div_ceil(blocks);
-            let x = rows * k.next_multiple_of(tile.step()) * 2;
-            let sums = rows * (each + WARPS) * SUMS * 4;
-            let needed = WARPS * (RING_BYTES + 4) + x + sums;
-            if needed <= shared {
-                return Some(Plan {
+            let plan = |clusters: usize, parts: usize| {
+                let each = tiles.div_ceil(clusters);
+                let x = rows * steps.div_ceil(parts) * tile.step() * 2;
+                let sums = rows * (each + WARPS) * SUMS * 4;
+                Plan {
                     tile,
-                    blocks,
+                    clusters,
+                    parts,
                     rows,
-                    shared: needed,
-                });
+                    shared: WARPS * (RING_BYTES + 4) + x + sums,
+                }
+            };
+            let alone = plan(tiles.min(multiprocessors * waves), 1);
+            let paired = plan(tiles.min((multiprocessors / 2).max(1)), 2);
+            let steps_of = |plan: &Plan| tiles.div_ceil(plan.clusters) * steps.div_ceil(plan.parts);
+            let pays = divisible
+                && tile != Tile::Pair
+                && rows <= DIVISIBLE
+                && tiles.div_ceil(paired.clusters) * tile.outputs(rows) <= 32 * WARPS
+                && steps_of(&paired) + WARPS < steps_of(&alone);
+            let best = if pays { paired } else { alone };
+            if best.shared <= shared {
+                return Some(best);
             }
             if rows == 1 {
                 return None;
@@ -135,7 +190,13 @@ impl Plan {
 }
 
 /// The plan for `m` rows of these matrices on this device.
-pub(super) fn plan(gpu: &Gpu, m: usize, matrices: &[Biased<'_>], output: Output) -> Option<Plan> {
+pub(super) fn plan(
+    gpu: &Gpu,
+    m: usize,
+    matrices: &[Biased<'_>],
+    output: Output,
+    divisible: bool,
+) -> Option<Plan> {
     let k = matrices[0].0.cols;
     let features: Vec<usize> = matrices.iter().map(|(w, _)| w.rows).collect();
     Plan::choose(
@@ -143,9 +204,15 @@ pub(super) fn plan(gpu: &Gpu, m: usize, matrices: &[Biased<'_>], output: Output)
         k,
         &features,
         output,
+        divisible,
         gpu.multiprocessors(),
         gpu.shared_limit(),
     )
+}
+
+/// Whether two blocks may share the tiles of a product with such input.
+pub fn divisible(gpu: &Gpu, input: Input<'_>) -> bool {
+    gpu.arch().0 >= 9 && matches!(input, Input::Plain(..))
 }
 
 /// The fused kernel with a plan of the caller's.
@@ -172,6 +239,21 @@ pub fn small(
         Input::Normed(x, weight, eps) => (x.address(), weight.address(), eps, 4, "normed_"),
         Input::Ordered(..) => bail!(Internal, "the fused kernel takes rows as they are"),
     };
+    let features: Vec<usize> = matrices.iter().map(|(w, _)| w.rows).collect();
+    let counts = plan.tile.counts(&features);
+    let tiles = counts[counts.len() - 1];
+    let up_to = |i: usize| int("tiles", *counts.get(i).unwrap_or(&tiles));
+    let steps = k.div_ceil(plan.tile.step());
+    let part = |i: usize| {
+        let first = steps * i / plan.parts;
+        let count = steps * (i + 1) / plan.parts - first;
+        // Steps of a block times those of a tile are far from 2^32, since a row fits shared memory; the kernel divides by 1 itself.
+        PartArgument {
+            first: first as i32,
+            steps: count as i32,
+            inverse: (u32::MAX / count.max(1) as u32).wrapping_add(1),
+        }
+    };
     let kind = match output {
         Output::F32 => "f32",
         Output::F16 => "f16",
@@ -193,7 +275,11 @@ pub fn small(
             norm_weight,
             out: out.address() + (first * stride * output.bytes()) as u64,
             matrix,
-            matrices: matrices.len() as i32,
+            tiles: [up_to(0)?, up_to(1)?],
+            each: (tiles / plan.clusters) as i32,
+            more: (tiles % plan.clusters) as i32,
+            part: [part(0), part(plan.parts - 1)],
+            chunks: k.div_ceil(CHUNK_K) as i32,
             m: rows as i32,
             k: int("K", k)?,
             out_stride: int("the stride of a product", stride)?,
@@ -209,7 +295,11 @@ pub fn small(
                 .shared
                 .max(gpu.shared_limit() / if rows <= 4 { 3 } else { 2 } + 1024)
                 as u32,
-            ..Launch::new([plan.blocks as u32, 1, 1], (32 * WARPS) as u32)
+            cluster: plan.parts as u32,
+            ..Launch::new(
+                [plan.clusters as u32, 1, plan.parts as u32],
+                (32 * WARPS) as u32,
+            )
         };
         // SAFETY: the struct is the kernel's; sizes were checked, and buffers outlive work on their stream.
         unsafe {
@@ -239,19 +329,23 @@ mod tests {
             (576, &[576, 192, 192], Output::F32),
         ];
         for (k, features, output) in shapes {
-            for m in 1..=SMALL {
-                let plan = Plan::choose(m, k, features, output, 132, 227 << 10).unwrap();
+            for (m, divisible) in (1..=SMALL).flat_map(|m| [(m, false), (m, true)]) {
+                let plan = Plan::choose(m, k, features, output, divisible, 132, 227 << 10).unwrap();
                 assert!(plan.shared <= 227 << 10, "{plan:?}");
                 assert!(plan.rows >= 1 && plan.rows <= m, "{plan:?}");
                 assert!(
-                    plan.blocks.is_multiple_of(132) || plan.blocks < 132,
+                    plan.clusters.is_multiple_of(132 / plan.parts)
+                        || plan.clusters < 132 / plan.parts,
                     "{plan:?}"
                 );
                 assert!(plan.tile != Tile::Split || m <= 4, "{plan:?}");
+                // Three tiles of 9,728 elements for some blocks and two for others, or one and two, are worth dividing.
+                let uneven = k == 9728 && plan.rows <= DIVISIBLE;
+                assert_eq!(plan.parts == 2, divisible && uneven, "{plan:?}");
             }
         }
         // GB10: 48 multiprocessors and 99 KB.
-        assert!(Plan::choose(1, 9728, &[2560], Output::Add, 48, 99 << 10).is_some());
-        assert!(Plan::choose(1, 1 << 20, &[2560], Output::Add, 48, 99 << 10).is_none());
+        assert!(Plan::choose(1, 9728, &[2560], Output::Add, true, 48, 99 << 10).is_some());
+        assert!(Plan::choose(1, 1 << 20, &[2560], Output::Add, false, 48, 99 << 10).is_none());
     }
 }

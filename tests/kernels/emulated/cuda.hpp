@@ -61,6 +61,7 @@ inline unsigned __float_as_uint(float x) {
     return r;
 }
 inline float __int_as_float(int x) { return __uint_as_float((unsigned)x); }
+inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)((uint64_t)a * b >> 32); }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     uint64_t bytes = (uint64_t)b << 32 | a;
     unsigned r = 0;

@@ -266,9 +266,10 @@ static void check_tiles(Tiling tiling, void (*kernel)(tile::Arguments), int m, s
 }
 
 static void check_small(const char* name, void (*kernel)(small::Arguments), int m, std::initializer_list<int> rows, int k, Output output, bool normed,
-                        int blocks) {
+                        int clusters, int parts, small::Tile tile) {
     char what[128];
-    snprintf(what, sizeof what, "%s, %d rows, K = %d, %d blocks", name, m, k, blocks);
+    snprintf(what, sizeof what, "%s, %d rows, K = %d, %d clusters of %d blocks", name, m, k, clusters, parts);
+    int tile_features = tile == small::ROWS ? 16 : 8, step_chunks = tile == small::SPLIT ? 2 : 1;
     Set set(rows, k);
     int features = output == SWIGLU ? set.weights[0]->rows : set.features, stride = features + 2;
     Activations x(m, k);
@@ -290,13 +291,25 @@ static void check_small(const char* name, void (*kernel)(small::Arguments), int 
     a.norm_weight = norm.data();
     a.out = out.data();
     set.fill(a.matrix, true);
-    a.matrices = (int)rows.size();
+    int tiles = 0, index = 0;
+    for (int n : rows) {
+        if (output != SWIGLU || index == 0) tiles += ceil_div(n, tile_features);
+        for (int i = index++; i < (int)std::size(a.tiles); i++) a.tiles[i] = tiles;
+    }
+    a.each = tiles / clusters;
+    a.more = tiles % clusters;
+    a.chunks = ceil_div(k, CHUNK_K);
+    int steps = ceil_div(a.chunks, step_chunks);
+    for (int i = 0; i < parts; i++) {
+        int first = steps * i / parts, count = steps * (i + 1) / parts - first;
+        a.part[i] = {first, count, 0xffffffffu / count + 1};
+    }
     a.m = m;
     a.k = k;
     a.out_stride = stride;
     a.eps = 1e-6f;
     a.out_scale = 1 / 16.0f;
-    launch(blocks, 1, 1, small::THREADS, [&] { kernel(a); });
+    launch(clusters, 1, parts, small::THREADS, [&] { kernel(a); }, parts);
     // A norm in f32 may round some values to the other neighbour in f16.
     compare(what, out, m, features, stride, output, normed ? 3e-4 : 1e-5, [&](int i, int j) {
         return old[i * stride + j] + set.result(j, &input[(size_t)i * k], output);
@@ -350,18 +363,23 @@ int main() {
     auto swiglu16 = [](small::Arguments a) { small::linear_swiglu_16(a); };
     auto normed = [](small::Arguments a) { small::linear_normed_f32(a); };
     auto normed_swiglu = [](small::Arguments a) { small::linear_normed_swiglu(a); };
-    check_small("f32_1", f1, 1, {40, 24, 9}, 656, F32, false, 3);
-    check_small("add_1", add1, 1, {50}, 2064, ADD, false, 4);
-    check_small("f32_4", f4, 2, {40, 24, 9}, 656, F32, false, 3);
-    check_small("f32_4", f4, 4, {33}, 16, F32, false, 2);
-    check_small("f16_4", h4, 3, {24}, 1040, F16, false, 1);
-    check_small("add_4", add4, 1, {50}, 2064, ADD, false, 4);
-    check_small("f32_8", f8, 8, {40, 20}, 400, F32, false, 2);
-    check_small("add_8", add8, 5, {23}, 2320, ADD, false, 2);
-    check_small("f32_16", f16, 13, {72}, 272, F32, false, 2);
-    check_small("swiglu_8", swiglu8, 6, {24, 24}, 272, SWIGLU, false, 2);
-    check_small("swiglu_16", swiglu16, 11, {20, 20}, 144, SWIGLU, false, 1);
-    check_small("normed_f32", normed, 1, {40, 8, 8}, 4400, F32, true, 3);
-    check_small("normed_swiglu", normed_swiglu, 1, {16, 16}, 272, SWIGLU, true, 2);
+    check_small("f32_1", f1, 1, {40, 24, 9}, 656, F32, false, 3, 1, small::SPLIT);
+    check_small("f32_1", f1, 1, {40, 24, 9}, 656, F32, false, 3, 2, small::SPLIT);
+    check_small("add_1", add1, 1, {50}, 2064, ADD, false, 4, 1, small::SPLIT);
+    check_small("add_1", add1, 1, {50}, 2064, ADD, false, 4, 2, small::SPLIT);
+    check_small("f32_4", f4, 2, {40, 24, 9}, 656, F32, false, 3, 1, small::SPLIT);
+    check_small("f32_4", f4, 4, {33}, 16, F32, false, 2, 1, small::SPLIT);
+    check_small("f16_4", h4, 3, {24}, 1040, F16, false, 1, 1, small::SPLIT);
+    check_small("f16_4", h4, 3, {24}, 1040, F16, false, 1, 2, small::SPLIT);
+    check_small("add_4", add4, 1, {50}, 2064, ADD, false, 4, 1, small::SPLIT);
+    check_small("f32_8", f8, 8, {40, 20}, 400, F32, false, 2, 1, small::ROWS);
+    check_small("f32_8", f8, 8, {40, 20}, 400, F32, false, 2, 2, small::ROWS);
+    check_small("add_8", add8, 5, {23}, 2320, ADD, false, 2, 1, small::ROWS);
+    check_small("add_8", add8, 5, {23}, 2320, ADD, false, 2, 2, small::ROWS);
+    check_small("f32_16", f16, 13, {72}, 272, F32, false, 2, 1, small::ROWS);
+    check_small("swiglu_8", swiglu8, 6, {24, 24}, 272, SWIGLU, false, 2, 1, small::PAIR);
+    check_small("swiglu_16", swiglu16, 11, {20, 20}, 144, SWIGLU, false, 1, 1, small::PAIR);
+    check_small("normed_f32", normed, 1, {40, 8, 8}, 4400, F32, true, 3, 1, small::SPLIT);
+    check_small("normed_swiglu", normed_swiglu, 1, {16, 16}, 272, SWIGLU, true, 2, 1, small::PAIR);
     puts("ok");
 }

@@ -59,3 +59,9 @@ inline float4 load_cluster_16(u32 address, u32 block) {
     memcpy(&v, Cluster::current->memory((int)block) + address, sizeof v);
     return v;
 }
+inline float load_cluster_4(u32 address, u32 block) {
+    if (address % 4) printf("4 bytes of a cluster's shared memory at %u\n", address), exit(1);
+    float v;
+    memcpy(&v, Cluster::current->memory((int)block) + address, sizeof v);
+    return v;
+}
