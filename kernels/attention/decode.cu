@@ -1,8 +1,8 @@
 // Attention of one new token for each sequence of a batch over its cached keys and values, which the same kernel extends: the
 // norm and rotation of queries and keys happen on the way in. Bound by reading the cache.
 //
-// A block takes up to 8 query heads that share a key/value head, and one of several parts of a sequence, a page at a time, of
-// which each warp has 16 positions. Scores are computed transposed (keys as A, the heads as B), so that 8 heads fill the
+// A block takes up to 8 query heads that share a key/value head, and one of several parts of a sequence, one or two pages at a
+// time, of which each warp has 16 positions. Scores are computed transposed (keys as A, the heads as B), so that 8 heads fill the
 // instruction. Pages pass through a ring in shared memory, which is filled before the kernel waits for the one before it: what
 // the new token itself adds is worked out apart, and nothing else of the cache depends on that kernel. The last block of a
 // sequence to finish adds the parts in order.
@@ -12,8 +12,7 @@
 
 constexpr int HEADS = 8;        // the N of the matrix instruction
 constexpr int STEP = 16;        // positions of a warp at a time
-constexpr int WARPS = PAGE / STEP;
-constexpr int THREADS = WARPS * WARP;
+constexpr int PAGE_WARPS = PAGE / STEP;
 
 struct Arguments {
     const float* qkv;           // [sequences, (heads + 2 kv_heads) D]
@@ -44,7 +43,7 @@ struct Row {
 
 // A page's keys and values of a head in shared memory, rows of keys [PAGE][D] and columns of values [D][PAGE]. Of neighbouring
 // rows the pieces of 16 bytes stand in different orders, so that 8 of them meet in no bank.
-template <int D>
+template <int D, int THREADS>
 struct PageStage {
     static constexpr int KEY_PIECES = D / 8, VALUE_PIECES = PAGE / 8, KEY_BYTES = PAGE * D * 2, BYTES = 2 * KEY_BYTES;
     u32 base;
@@ -115,10 +114,13 @@ struct Seen {
     }
 };
 
-template <int D, int STAGES>
+// Of STAGES pages in the ring, SPAN are worked on at a time.
+template <int D, int STAGES, int SPAN>
 __device__ __forceinline__ void run(const Arguments& a) {
+    static_assert(STAGES % SPAN == 0, "");
+    constexpr int WARPS = SPAN * PAGE_WARPS, THREADS = WARPS * WARP;
     constexpr int TILES = D / 16, LINE = Seen<D>::LINE, N = D / WARP;
-    using Stage = PageStage<D>;
+    using Stage = PageStage<D, THREADS>;
     extern __shared__ __align__(128) char shared[];
     auto& [q, new_key, new_value, last] = *(Token<D>*)shared;
     char* ring = shared + sizeof(Token<D>);
@@ -196,16 +198,16 @@ __device__ __forceinline__ void run(const Arguments& a) {
     }
     float sums[TILES][4] = {}, top[2] = {-INFINITY, -INFINITY}, weight[2] = {0, 0};
 
-    for (int i = 0; i < pages; i++) {
-        copy_async_wait<STAGES - 1>();
+    for (int i = 0; i < pages; i += SPAN) {
+        copy_async_wait<STAGES - SPAN>();
         __syncthreads();
-        int first = warp * STEP, p = begin + i * PAGE + first;
+        int page = i + warp / PAGE_WARPS, first = warp % PAGE_WARPS * STEP, p = begin + page * PAGE + first;
         if (p < end) {
             float score[4] = {};
 #pragma unroll
             for (int j = 0; j < TILES; j++) {
                 u32 k[4];
-                stage(i).keys(first, j, k);
+                stage(page).keys(first, j, k);
                 mma_f16(score, k[0], k[1], k[2], k[3], query[j][0], query[j][1]);
             }
             if (p + g >= end) score[0] = score[1] = -INFINITY;
@@ -232,14 +234,15 @@ __device__ __forceinline__ void run(const Arguments& a) {
 #pragma unroll
             for (int j = 0; j < TILES; j++) {
                 u32 v[4];
-                stage(i).values(first, j, v);
+                stage(page).values(first, j, v);
 #pragma unroll
                 for (int e = 0; e < 4; e++) sums[j][e] *= factor[e % 2];
                 mma_f16(sums[j], v[0], v[1], v[2], v[3], probability[0], probability[1]);
             }
         }
         __syncthreads();
-        load(i + STAGES);
+#pragma unroll
+        for (int j = 0; j < SPAN; j++) load(i + j + STAGES);
     }
 
     // Nobody uses the ring any more.
@@ -305,15 +308,16 @@ __device__ __forceinline__ void run(const Arguments& a) {
 }
 
 // Where blocks are few, a ring of several pages for each; where they are many, several of them share a multiprocessor.
-constexpr int FEW_STAGES = 4, MANY_STAGES = 1, MANY_BLOCKS = 4;
+constexpr int FEW_STAGES = 4, FEW_SPAN = 2, MANY_STAGES = 1, MANY_BLOCKS = 4;
 
-#define KERNELS(D)                                                                                                            \
-    extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_decode_##D(const __grid_constant__ Arguments a) {      \
-        run<D, FEW_STAGES>(a);                                                                                                \
-    }                                                                                                                         \
-    extern "C" __global__ void __launch_bounds__(THREADS, MANY_BLOCKS) attention_decode_##D##_many(                           \
-        const __grid_constant__ Arguments a) {                                                                                \
-        run<D, MANY_STAGES>(a);                                                                                               \
+#define KERNELS(D)                                                                                                              \
+    extern "C" __global__ void __launch_bounds__(FEW_SPAN * PAGE_WARPS * WARP, 2) attention_decode_##D(                          \
+        const __grid_constant__ Arguments a) {                                                                                  \
+        run<D, FEW_STAGES, FEW_SPAN>(a);                                                                                        \
+    }                                                                                                                           \
+    extern "C" __global__ void __launch_bounds__(PAGE_WARPS * WARP, MANY_BLOCKS) attention_decode_##D##_many(                    \
+        const __grid_constant__ Arguments a) {                                                                                  \
+        run<D, MANY_STAGES, 1>(a);                                                                                              \
     }
 
 KERNELS(32)

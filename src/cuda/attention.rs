@@ -23,6 +23,8 @@ const PART: usize = 128;
 const MANY: usize = 4;
 /// Pages of the ring of a block that has a multiprocessor to itself, and of those that share one.
 const STAGES: [usize; 2] = [4, 1];
+/// Threads of its blocks: those of two pages at a time, and of one.
+const THREADS: [u32; 2] = [256, 128];
 /// Parts of a sequence at most.
 const MOST_PARTS: usize = 32;
 
@@ -190,7 +192,7 @@ pub fn parts(
     let each = if are_many(gpu, blocks) { MANY } else { 1 };
     let busy = each * gpu.multiprocessors() / blocks;
     let parts = useful.min(busy).clamp(1, MOST_PARTS);
-    // An H200 takes 4.8 us for 256 positions undivided, and 5.0 in 4 parts; for 512 it takes 8.2, 7.5 in 2 parts and 5.9 in 4.
+    // An H200 takes 4.2 us for 256 positions undivided, and 5.3 in 4 parts; for 512 it takes 7.3, 7.1 in 2 parts and 5.8 in 4.
     let short = if parts < 4 { 512 } else { 320 };
     if positions <= short { 1 } else { parts }
 }
@@ -268,13 +270,13 @@ pub fn decode(
         scale: heads.scale_log2(),
         ordered: i32::from(layout == Layout::Ordered),
     };
-    let (stages, kind) = match are_many(gpu, blocks * sequences) {
-        true => (STAGES[1], "_many"),
-        false => (STAGES[0], ""),
+    let (stages, threads, kind) = match are_many(gpu, blocks * sequences) {
+        true => (STAGES[1], THREADS[1], "_many"),
+        false => (STAGES[0], THREADS[0], ""),
     };
     let launch = Launch {
         shared: decode_shared(stages, heads.dim) as u32,
-        ..Launch::new([blocks as u32, sequences as u32, parts as u32], 128)
+        ..Launch::new([blocks as u32, sequences as u32, parts as u32], threads)
     };
     let name = format!("attention_decode_{}{kind}", heads.dim);
     // SAFETY: the struct is the kernel's; sizes were checked; pages and positions are the caller's word.

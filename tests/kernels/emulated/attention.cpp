@@ -121,10 +121,10 @@ struct Sequence {
     }
     template <int D>
     void step(int token, int parts) {
-        step_with<D, decode::FEW_STAGES>(token, parts, token % 2);
-        step_with<D, decode::MANY_STAGES>(token, parts, parts % 2);
+        step_with<D, decode::FEW_STAGES, decode::FEW_SPAN>(token, parts, token % 2);
+        step_with<D, decode::MANY_STAGES, 1>(token, parts, parts % 2);
     }
-    template <int D, int STAGES>
+    template <int D, int STAGES, int SPAN>
     void step_with(int token, int parts, int ordered) {
         int blocks = kv_heads * ceil_div(heads / kv_heads, decode::HEADS);
         int width = heads * D, whole = filled(width);
@@ -133,7 +133,7 @@ struct Sequence {
         std::vector<u32> arrived(blocks);
         decode::Arguments d = {&qkv[(size_t)token * all * D], normed ? q_norm.data() : nullptr, normed ? k_norm.data() : nullptr, &token, out.data(),
                                partial.data(), arrived.data(), options(), arguments(), heads / kv_heads, scale() * 1.44269504f, ordered};
-        launch(blocks, 1, parts, decode::THREADS, [&] { decode::run<D, STAGES>(d); });
+        launch(blocks, 1, parts, SPAN * decode::PAGE_WARPS * WARP, [&] { decode::run<D, STAGES, SPAN>(d); });
         if (ordered) {
             std::vector<u16> row;
             for (int k = 0; k < whole; k++) row.push_back(out[ordered_at(1, 0, k)]);
