@@ -174,6 +174,11 @@ fn products_of_few_rows_agree_with_f64() {
         (1, 2048, 9728),
         (16, 72, 9728),
         (13, 33, 1552),
+        // Two blocks divide K, into parts of the same and of different length.
+        (1, 40, 9728),
+        (3, 50, 9360),
+        (8, 33, 4432),
+        (5, 72, 4880),
     ]
     .iter()
     .enumerate()
