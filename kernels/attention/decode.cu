@@ -307,18 +307,18 @@ __device__ __forceinline__ void run(const Arguments& a) {
     for (int h = warp; h < heads; h += WARPS) Seen<D>(lines + h * LINE, parts, HEADS * LINE).write_out(out, (first_head + h) * D);
 }
 
-// Where blocks are few, a ring of several pages for each; where they are many, several of them share a multiprocessor.
-constexpr int FEW_STAGES = 4, FEW_SPAN = 2, MANY_STAGES = 1, MANY_BLOCKS = 4;
+// Where blocks are few, a ring of several pages for each, two of them at a time; where they are some, one at a time; where they are
+// many, several of them share a multiprocessor.
+constexpr int STAGES = 4, FEW_SPAN = 2, MANY_STAGES = 1, MANY_BLOCKS = 4;
 
-#define KERNELS(D)                                                                                                              \
-    extern "C" __global__ void __launch_bounds__(FEW_SPAN * PAGE_WARPS * WARP, 2) attention_decode_##D(                          \
-        const __grid_constant__ Arguments a) {                                                                                  \
-        run<D, FEW_STAGES, FEW_SPAN>(a);                                                                                        \
-    }                                                                                                                           \
-    extern "C" __global__ void __launch_bounds__(PAGE_WARPS * WARP, MANY_BLOCKS) attention_decode_##D##_many(                    \
-        const __grid_constant__ Arguments a) {                                                                                  \
-        run<D, MANY_STAGES, 1>(a);                                                                                              \
+#define KERNEL(D, NAME, STAGES, SPAN, BLOCKS)                                                                                \
+    extern "C" __global__ void __launch_bounds__(SPAN* PAGE_WARPS* WARP, BLOCKS) NAME(const __grid_constant__ Arguments a) { \
+        run<D, STAGES, SPAN>(a);                                                                                             \
     }
+#define KERNELS(D)                                               \
+    KERNEL(D, attention_decode_##D##_few, STAGES, FEW_SPAN, 2)   \
+    KERNEL(D, attention_decode_##D##_some, STAGES, 1, 1)         \
+    KERNEL(D, attention_decode_##D##_many, MANY_STAGES, 1, MANY_BLOCKS)
 
 KERNELS(32)
 KERNELS(64)

@@ -121,7 +121,8 @@ struct Sequence {
     }
     template <int D>
     void step(int token, int parts) {
-        step_with<D, decode::FEW_STAGES, decode::FEW_SPAN>(token, parts, token % 2);
+        step_with<D, decode::STAGES, decode::FEW_SPAN>(token, parts, token % 2);
+        step_with<D, decode::STAGES, 1>(token, parts, parts % 2);
         step_with<D, decode::MANY_STAGES, 1>(token, parts, parts % 2);
     }
     template <int D, int STAGES, int SPAN>
@@ -142,7 +143,7 @@ struct Sequence {
             }
             out = row;
         }
-        compare(STAGES == decode::FEW_STAGES ? "a token" : "a token among many", out, token, 1);
+        compare(SPAN > 1 ? "a token" : STAGES > 1 ? "a token among some" : "a token among many", out, token, 1);
         for (u32 n : arrived) {
             if (n != 0) printf("%u blocks are still counted\n", n), exit(1);
         }
