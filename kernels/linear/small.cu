@@ -13,7 +13,8 @@
 // A block takes consecutive tiles, and cuts the steps of all of them, one tile after the other, into equal shares for its
 // warps. A warp streams its share through a ring in shared memory of its own, which it begins to fill before the kernel waits for
 // the one before it, since weights depend on nothing. What warps have of a tile goes to shared memory and is added up at the
-// end, in a fixed order.
+// end, in a fixed order. Where tiles would divide unevenly, two blocks of a cluster have the same tiles and half of K each, and
+// each adds up both halves of some outputs.
 //
 // x stands in shared memory as f16 in the order of the weights, padded with zeros to whole steps. K must be a multiple of 16.
 #include "activation/silu.cuh"
@@ -25,8 +26,8 @@
 #include "linear/matrix.cuh"
 #include "norm/fours.cuh"
 
-// a / b of positive numbers, where it is less than 2^19, in a third of the instructions: what comes before the wait is taken
-// from the kernel before this one.
+// a / b, where that is less than 2^19 and neither is negative, in a third of the instructions: what comes before the wait is
+// taken from the kernel before this one.
 __device__ __forceinline__ int quotient(int a, int b) {
     int q = (int)((float)a * (reciprocal_approx((float)b) * 0.999999f));
     return q + ((q + 1) * b <= a);
@@ -213,13 +214,14 @@ struct FewRows {
 };
 
 // One row leaves room in B for each block of a chunk to have a column of its own: the others' activations are zeros there. Then
-// sums of blocks are multiplied by scales, 2 for each 32 weights, and not the weights.
+// sums of blocks are multiplied by scales, 2 for each 32 weights, and not the weights. Activations become zeros by a product, which
+// other pipes do than decode; what is not finite reaches all sums, as it does through weights of zero.
 template <Tile TILE>
 struct OneRow {
     static_assert(TILE != ROWS, "");
     u32 x;
     u32 scales;         // of a lane, from a stage on
-    u32 select[4];      // of a word's activations, what goes into the lane's column
+    u32 select[4];      // of a word's activations, those that go into the lane's column by 1, the others by 0
     float sums[2] = {};
     uint4 low_codes, high_codes;
     u32 first_scales, second_scales;
