@@ -4,8 +4,9 @@
     python3 benches/compare.py --write    # puts table and chart where they belong: README.md and benches/compare.svg
     python3 benches/compare.py --check    # fails if they are not what the figures say
 
-The library's own figures are those of the newest DATE-h200-qwen3-4b.json, made of what `nvfp4 bench --json` prints; the others, and
-the bars that the library is to reach, those of the newest DATE-h200-qwen3-4b-peers.json. Needs nothing but Python.
+The library's own figures are those of the newest DATE-h200-qwen3-4b.json, made of what `nvfp4 bench --json` and, for bars other than
+tokens per second, `cargo bench --bench cuda` print; the others, and the bars that the library is to reach, those of the newest
+DATE-h200-qwen3-4b-peers.json. Needs nothing but Python.
 """
 
 import argparse
@@ -73,7 +74,11 @@ def table(own, peers, rows):
         ratio = f"{figures[0][1] / best:.2f}x"
         lines.append("| " + " | ".join([name, *(number(value) for _, value in figures), ratio, number(bar)]) + " |")
     alt = "Tokens per second of libNVFP4 and others, from the table above"
-    return "\n".join([*lines, "", f"![{alt}]({CHART.relative_to(README.parent).as_posix()})"])
+    lines += ["", f"![{alt}]({CHART.relative_to(README.parent).as_posix()})", ""]
+    lines += ["Bars of other kinds; `benches/NOTES.md` says why what is below its bar is there:", ""]
+    lines += [f"| | {OURS} | others | bar |", "|---|---|---|---|"]
+    lines += [f"| {bar['name']} | {bar['figure']} | {bar['others']} | {bar['bar']} |" for bar in own["bars"]]
+    return "\n".join(lines)
 
 
 def text(x, y, what, anchor="start", weight="normal"):
