@@ -37,18 +37,22 @@ __device__ __forceinline__ void copy_bulk(u32 shared, const void* global, u32 by
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// From shared memory of a block of the cluster.
-__device__ __forceinline__ float4 load_cluster_16(u32 shared, u32 block) {
-    float4 v;
+// The same place in shared memory of a block of the cluster, and loads from there.
+__device__ __forceinline__ u32 cluster_address(u32 shared, u32 block) {
     u32 there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared), "r"(block));
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(there) : "memory");
+    return there;
+}
+__device__ __forceinline__ float4 load_cluster_16(u32 shared, u32 block) {
+    float4 v;
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "r"(cluster_address(shared, block))
+                 : "memory");
     return v;
 }
 __device__ __forceinline__ float load_cluster_4(u32 shared, u32 block) {
     float v;
-    u32 there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared), "r"(block));
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(there) : "memory");
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(cluster_address(shared, block)) : "memory");
     return v;
 }

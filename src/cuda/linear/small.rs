@@ -90,15 +90,14 @@ impl Tile {
         }
     }
 
-    /// Outputs of a tile, with room for as many rows as the kernel for `rows` takes.
-    fn outputs(self, rows: usize) -> usize {
-        let room = match self {
+    /// Rows that the kernel for `rows` of them has room for, by which it is named.
+    const fn room(self, rows: usize) -> usize {
+        match self {
             Tile::Split if rows == 1 => 1,
             Tile::Split => 4,
             Tile::Rows | Tile::Pair if rows <= 8 => 8,
             Tile::Rows | Tile::Pair => 16,
-        };
-        room * self.features()
+        }
     }
 
     /// How many tiles these matrices are up to each of them.
@@ -175,7 +174,8 @@ impl Plan {
             let pays = divisible
                 && tile != Tile::Pair
                 && rows <= DIVISIBLE
-                && tiles.div_ceil(paired.clusters) * tile.outputs(rows) <= 32 * WARPS
+                && tiles.div_ceil(paired.clusters) * tile.features() * tile.room(rows)
+                    <= 32 * WARPS
                 && steps_of(&paired) + WARPS < steps_of(&alone);
             let best = if pays { paired } else { alone };
             if best.shared <= shared {
@@ -263,12 +263,9 @@ pub fn small(
     };
     for first in (0..m).step_by(plan.rows) {
         let rows = plan.rows.min(m - first);
-        let tail = match (prefix, plan.tile) {
-            ("normed_", _) => "",
-            (_, Tile::Split) if rows == 1 => "_1",
-            (_, Tile::Split) => "_4",
-            (_, Tile::Rows | Tile::Pair) if rows <= 8 => "_8",
-            (_, Tile::Rows | Tile::Pair) => "_16",
+        let tail = match input {
+            Input::Normed(..) => String::new(),
+            _ => format!("_{}", plan.tile.room(rows)),
         };
         let arguments = SmallArguments {
             x: x + (first * k * x_bytes) as u64,
