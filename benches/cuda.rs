@@ -416,16 +416,26 @@ fn products(gpu: &Arc<Gpu>, bandwidth: f64, only: &[String]) {
             );
         };
         for m in [1, 2, 4, 8, 16] {
+            // As a model has them; of 9 rows and more it takes the wide kernel where there is one.
+            let layout = match m {
+                0..=8 => Layout::taken(gpu, m),
+                _ => Layout::Rows,
+            };
             let input = if shape.normed && m == 1 {
                 Input::Normed(&x, &norm, 1e-6)
             } else {
-                Input::Plain(&x, 1.0)
+                layout.input(&x, 1.0)
+            };
+            let output = match shape.output {
+                Output::Swiglu => layout.swiglu(),
+                other => other,
             };
             let plan = Plan::choose(
                 m,
                 shape.k,
                 shape.rows,
-                shape.output,
+                output,
+                layout,
                 cuda::divisible(gpu, input),
                 gpu.multiprocessors(),
                 gpu.shared_limit(),
@@ -434,7 +444,7 @@ fn products(gpu: &Arc<Gpu>, bandwidth: f64, only: &[String]) {
             let how = format!("fused, {} rows", plan.rows);
             report(m, &how, &|| {
                 for set in &matrices {
-                    cuda::small(gpu, input, m, set, shape.output, &out, features, plan)?;
+                    cuda::small(gpu, input, m, set, output, &out, features, plan)?;
                 }
                 Ok(())
             });

@@ -89,6 +89,20 @@ fn read_f16(buffer: &DeviceBuffer, count: usize) -> Vec<f32> {
         .collect()
 }
 
+/// Rows `[m, k]` of activations that lie like this, one after the other; `kernels/format/ordered.cuh` has the order.
+fn in_rows(layout: Layout, values: &[f32], m: usize, k: usize) -> Vec<f32> {
+    let at = |row: usize, k: usize| {
+        let (chunk, in_chunk) = (k / 128, k % 128);
+        let piece = in_chunk / 32 * 4 + k % 4;
+        let in_piece = row % 8 * 8 + k % 16 / 4 * 2 + k / 16 % 2;
+        ((chunk * m.div_ceil(8) + row / 8) * 16 + piece) * 64 + in_piece
+    };
+    match layout {
+        Layout::Rows => values.to_vec(),
+        Layout::Ordered => (0..m * k).map(|i| values[at(i / k, i % k)]).collect(),
+    }
+}
+
 /// ‖got − want‖ / ‖want‖; a NaN anywhere makes it a NaN, which passes no bar.
 fn relative_l2(got: &[f32], want: &[f64]) -> f64 {
     assert_eq!(got.len(), want.len());
@@ -540,6 +554,10 @@ fn fused_norms_and_activations_agree_with_f64() {
         (1, 2560, [512, 128, 120]),
         (1, 4400, [40, 24, 8]),
         (4, 576, [72, 40, 33]),
+        (5, 1168, [136, 40, 9]),
+        (6, 9728, [2560, 16, 8]),
+        (8, 2560, [512, 128, 120]),
+        (8, 20000, [40, 8, 8]),
         (16, 256, [64, 8, 16]),
         (11, 1024, [256, 64, 64]),
         (45, 528, [200, 8, 64]),
@@ -558,7 +576,8 @@ fn fused_norms_and_activations_agree_with_f64() {
         let normed = rms_norm(&x, &norm, 1e-6);
         let (device_x, device_norm) = (upload(&gpu, &x), upload(&gpu, &norm));
         // The fused kernel normalises one row; of more, a kernel before it does.
-        let device_normed = poisoned(&gpu, m * k * 2);
+        let layout = Layout::taken(&gpu, m);
+        let device_normed = poisoned(&gpu, layout.elements(m, k) * 2);
         let input = match m {
             1 => Input::Normed(&device_x, &device_norm, 1e-6),
             _ => {
@@ -571,10 +590,10 @@ fn fused_norms_and_activations_agree_with_f64() {
                     m,
                     k,
                     &device_normed,
-                    Layout::Rows,
+                    layout,
                 )
                 .unwrap();
-                Input::Plain(&device_normed, 1.0)
+                layout.input(&device_normed, 1.0)
             }
         };
 
@@ -608,9 +627,10 @@ fn fused_norms_and_activations_agree_with_f64() {
 
         let gate = weight(&gpu, rows[0], k, seed + 20);
         let up = weight(&gpu, rows[0], k, seed + 21);
-        let out = poisoned(&gpu, m * rows[0] * 2);
+        let elements = layout.elements(m, rows[0]);
+        let out = poisoned(&gpu, elements * 2);
         let both = [(&gate.device, None), (&up.device, None)];
-        if !cuda::is_fused(&gpu, m, &both, Output::Swiglu) {
+        if !cuda::is_fused(&gpu, m, &both, layout.swiglu()) {
             continue;
         }
         cuda::linear(
@@ -618,12 +638,13 @@ fn fused_norms_and_activations_agree_with_f64() {
             input,
             m,
             &both,
-            Output::Swiglu,
+            layout.swiglu(),
             &out,
             rows[0],
             &scratch,
         )
         .unwrap();
+        let got = in_rows(layout, &read_f16(&out, elements), m, rows[0]);
         let g = product(&rounded(&normed), m, &gate, false);
         let u = product(&rounded(&normed), m, &up, false);
         let scale = f64::from(cuda::MLP_SCALE);
@@ -632,7 +653,7 @@ fn fused_norms_and_activations_agree_with_f64() {
             .zip(&u)
             .map(|(g, u)| g / (1.0 + (-g).exp()) * u / scale)
             .collect();
-        assert_close(&read_f16(&out, m * rows[0]), &want, F16, "norm, gate, up");
+        assert_close(&got, &want, F16, "norm, gate, up");
     }
 }
 

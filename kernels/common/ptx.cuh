@@ -160,6 +160,9 @@ __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvt
 __device__ __forceinline__ void copy_async_16(u32 shared, const void* global, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
+__device__ __forceinline__ void copy_async_16(u32 shared, const void* global) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+}
 __device__ __forceinline__ void copy_async_8(u32 shared, const void* global, int bytes) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
@@ -172,6 +175,13 @@ __device__ __forceinline__ void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
+// 16 bytes of global memory that an earlier kernel may have written: not before what waits for it.
+__device__ __forceinline__ uint4 load_global_16(const void* global) {
+    uint4 v;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(global) : "memory");
+    return v;
+}
+
 // Shared memory by address.
 __device__ __forceinline__ uint4 load_shared_16(u32 shared) {
     uint4 v;
@@ -182,6 +192,12 @@ __device__ __forceinline__ uint2 load_shared_8(u32 shared) {
     uint2 v;
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(shared) : "memory");
     return v;
+}
+__device__ __forceinline__ void store_shared_16(u32 shared, uint4 v) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+__device__ __forceinline__ void store_shared_float(u32 shared, float x) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(shared), "f"(x) : "memory");
 }
 __device__ __forceinline__ float load_shared_float(u32 shared) {
     float v;

@@ -11,8 +11,10 @@ struct WarpRing {
     static_assert(PIECE_BYTES % 16 == 0 && ENDING >= 0 && REST >= 0 && REST <= ROUND, "a stage takes three rounds");
 
     u32 base, lane_base;
+    bool is_last;   // of the lanes that copy once more
 
-    __device__ __forceinline__ explicit WarpRing(void* memory) : base(shared_address(memory)), lane_base(base + lane_id() * 16) {}
+    __device__ __forceinline__ explicit WarpRing(void* memory)
+        : base(shared_address(memory)), lane_base(base + lane_id() * 16), is_last(lane_id() >= WARP - REST / 16) {}
 
     // Where stage i begins, from the first on.
     static __device__ __forceinline__ u32 offset(int i) { return i * STAGE_BYTES; }
@@ -23,15 +25,14 @@ struct WarpRing {
     static __device__ __forceinline__ long long to_second(const u8* first, const u8* second) {
         return lane_id() < ENDING ? 0 : second - first - PIECE_BYTES;
     }
-    // Asks for two pieces, or for one and zeros: `first` is that piece, 16 bytes further on for each lane. All lanes call this, for
-    // stages in turn and for each as often as wait(), when no lane uses the stage any more.
-    __device__ __forceinline__ void fill(u32 offset, const u8* first, long long to_second, bool has_second) const {
+    // Asks for two pieces: `first` is the first one, 16 bytes further on for each lane. All lanes call this, for stages in turn and for
+    // each as often as wait(), when no lane uses the stage any more.
+    __device__ __forceinline__ void fill(u32 offset, const u8* first, long long to_second) const {
         u32 to = lane_base + offset;
-        int lane = lane_id();
         const u8* second = first + to_second;
-        copy_async_16(to, first, 16);
-        copy_async_16(to + ROUND, second + ROUND, lane < ENDING || has_second ? 16 : 0);
-        if (lane >= WARP - REST / 16) copy_async_16(to + ROUND + REST, second + ROUND + REST, has_second ? 16 : 0);
+        copy_async_16(to, first);
+        copy_async_16(to + ROUND, second + ROUND);
+        if (is_last) copy_async_16(to + ROUND + REST, second + ROUND + REST);
         copy_async_commit();
     }
     // In place of fill() when nothing is left to ask for.

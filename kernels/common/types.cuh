@@ -13,6 +13,10 @@ constexpr u32 ALL_LANES = 0xffffffffu;
 
 __device__ __forceinline__ int lane_id() { return threadIdx.x & (WARP - 1); }
 
+__device__ __forceinline__ float4 as_floats(uint4 v) {
+    return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
+}
+
 // A bf16 as a float, exactly.
 __device__ __forceinline__ float bf16_to_float(u16 x) { return __uint_as_float((u32)x << 16); }
 

@@ -16,12 +16,14 @@
 // end, in a fixed order. Where tiles would divide unevenly, two blocks of a cluster have the same tiles and half of K each, and
 // each adds up both halves of some outputs.
 //
-// x stands in shared memory as f16 in the order of the weights, padded with zeros to whole steps. K must be a multiple of 16.
+// x stands in shared memory as f16 in the order of the weights, padded with zeros to whole steps; up to 8 rows may come in the order of
+// format/ordered.cuh, and are copied as they are, of which products need not await the last. K must be a multiple of 16.
 #include "activation/silu.cuh"
 #include "common/cluster.cuh"
 #include "common/ptx.cuh"
 #include "common/reduce.cuh"
 #include "common/ring.cuh"
+#include "format/ordered.cuh"
 #include "format/packed.cuh"
 #include "linear/matrix.cuh"
 #include "norm/fours.cuh"
@@ -34,8 +36,8 @@ __device__ __forceinline__ int quotient(int a, int b) {
 }
 
 enum Tile { ROWS, PAIR, SPLIT };
-enum Input { PLAIN, NORMED };
-enum Output { STORE_F32, STORE_F16, ADD_F32, SWIGLU_F16 };
+enum Input { PLAIN, ORDERED, NORMED };
+enum Output { STORE_F32, STORE_F16, ADD_F32, SWIGLU_F16, SWIGLU_ORDERED };
 
 constexpr int WARPS = 16;
 constexpr int THREADS = WARPS * WARP;
@@ -52,7 +54,7 @@ struct Part {
 };
 
 struct Arguments {
-    const void* x;              // PLAIN: f16 [m, k]; NORMED: f32 [k], of one row
+    const void* x;              // PLAIN: f16 [m, k]; ORDERED: the same of up to 8 rows; NORMED: f32 [k], of one row
     const float* norm_weight;   // NORMED: [k]
     void* out;                  // [m, out_stride]; the matrices' features follow each other
     Matrix matrix[MATRICES];    // SWIGLU: gate and up, of equal rows
@@ -81,66 +83,146 @@ __device__ __forceinline__ uint4 paired(u32 p, u32 p_next, u32 q, u32 q_next) {
                       __byte_perm(p_next, q_next, 0x7632));
 }
 
-// Brings x into shared memory. `norm` is the norm's weight for piece `thread`; `sums` has room for one of each warp. Ends with everything
-// written, but not with a barrier.
-__device__ __forceinline__ void load_normed(const Arguments& a, const Fours& norm, int thread, char* xs, int pieces, float* sums) {
-    // Most threads hold what they have of the row from the sum to the product.
-    const float* x = (const float*)a.x;
-    Fours held{};
-    if (thread < pieces) held = Fours(x, thread, a.k);
-    float sum = held.squares();
-#pragma unroll 1
-    for (int i = thread + THREADS; i < pieces; i += THREADS) sum += Fours(x, i, a.k).squares();
-    sum = warp_sum(sum);
-    if (lane_id() == 0) sums[thread / WARP] = sum;
-    __syncthreads();
-    sum = 0;
-#pragma unroll
-    for (int i = 0; i < WARPS; i += 4) {
-        float4 four = *(const float4*)(sums + i);
-        sum += (four.x + four.y) + (four.z + four.w);
-    }
-    float factor = rsqrtf(sum / a.k + a.eps);
-    if (thread < pieces) *(uint4*)(xs + thread * 16) = paired(held, norm, factor);
-#pragma unroll 1
-    for (int i = thread + THREADS; i < pieces; i += THREADS) {
-        *(uint4*)(xs + i * 16) = paired(Fours(x, i, a.k), Fours(a.norm_weight, i, a.k), factor);
-    }
-}
+// A block's activations in shared memory: those from first_k on, `chunks` of them for a row.
+struct Room {
+    u32 at;
+    int first_k, chunks;
+    u32 behind;         // what follows them: each warp's sum for a norm, or barriers for as many chunks as fit
+    __device__ __forceinline__ int pieces() const { return chunks * (X_CHUNK / 16); }
+};
+constexpr int BEHIND = 128;
 
-// The same for plain x: two pieces at a time.
-struct PlainPlace {
-    int m, piece;  // an even one
-    __device__ __forceinline__ PlainPlace(int thread, int pieces) : m(quotient(2 * thread, pieces)), piece(2 * thread - m * pieces) {}
-    __device__ __forceinline__ void go_on(int pieces) {
-        for (piece += 2 * THREADS; piece >= pieces; piece -= pieces) m++;
+// Each of the following brings activations to a block. It is made before the kernel waits for the one before it, and with it all that can
+// be done by then; run() is for after that and ends without a barrier; ready() tells a warp to go on with a chunk.
+
+// A row of f32, normalised.
+struct NormedLoad {
+    const float* x;
+    Fours norm;         // the norm's weight for piece `thread`
+    float inverse_k;
+    int thread, pieces;
+    u32 to, sums;
+    bool low, high;
+
+    __device__ __forceinline__ NormedLoad(const Arguments& a, const Room& room, int thread)
+        : norm(a.norm_weight, thread, a.k), inverse_k(1.0f / a.k), thread(thread), pieces(room.pieces()), to(room.at + thread * 16),
+          sums(room.behind) {
+        int k = first_element(thread);
+        x = (const float*)a.x + k;
+        low = k < a.k;
+        high = k + BLOCK < a.k;
+    }
+    __device__ __forceinline__ void run(const Arguments& a) const {
+        // Most threads hold what they have of the row from the sum to the product.
+        Fours held{};
+        if (low) held.first = as_floats(load_global_16(x));
+        if (high) held.second = as_floats(load_global_16(x + BLOCK));
+        float sum = held.squares();
+#pragma unroll 1
+        for (int i = thread + THREADS; i < pieces; i += THREADS) sum += Fours((const float*)a.x, i, a.k).squares();
+        sum = warp_sum(sum);
+        if (lane_id() == 0) store_shared_float(sums + thread / WARP * 4, sum);
+        __syncthreads();
+        sum = 0;
+#pragma unroll
+        for (int i = 0; i < WARPS; i += 4) {
+            float4 four = as_floats(load_shared_16(sums + i * 4));
+            sum += (four.x + four.y) + (four.z + four.w);
+        }
+        float factor = rsqrtf(fmaf(sum, inverse_k, a.eps));
+        if (thread < pieces) store_shared_16(to, paired(held, norm, factor));
+#pragma unroll 1
+        for (int i = thread + THREADS; i < pieces; i += THREADS) {
+            store_shared_16(to + (i - thread) * 16, paired(Fours((const float*)a.x, i, a.k), Fours(a.norm_weight, i, a.k), factor));
+        }
+    }
+    __device__ __forceinline__ void ready(int) const {}
+};
+
+// Plain rows: each of MOST is brought by as many threads, two pieces at a time, BATCH of which are on their way before the first is used.
+template <int MOST, int BATCH>
+struct PlainLoad {
+    static constexpr int SHARE = THREADS / MOST, STRIDE = 2 * SHARE;
+    static_assert(STRIDE % 8 == 0, "a thread's pieces differ by whole halves of 128 bytes");
+    const uint4* x;
+    int k, piece, pieces;   // none of a row that does not exist
+    u32 to;
+
+    __device__ __forceinline__ PlainLoad(const Arguments& a, const Room& room, int thread) : pieces(room.pieces()) {
+        int m = thread / SHARE;
+        piece = 2 * (thread % SHARE);
+        k = room.first_k + first_element(piece);
+        x = (const uint4*)((const u16*)a.x + m * a.k + k);
+        to = room.at + (m * pieces + (piece ^ m % 2 * 4)) * 16;
+        if (m >= a.m) piece = pieces;
+    }
+    __device__ __forceinline__ void run(const Arguments& a) {
+#pragma unroll 1
+        for (; piece < pieces; piece += BATCH * STRIDE) {
+            uint4 low[BATCH], high[BATCH];
+#pragma unroll
+            for (int j = 0; j < BATCH; j++) {
+                int left = piece + j * STRIDE < pieces ? a.k - k - j * STRIDE * 8 : 0;
+                low[j] = left > 0 ? load_global_16(x + j * STRIDE) : make_uint4(0, 0, 0, 0);
+                high[j] = left > BLOCK ? load_global_16(x + j * STRIDE + BLOCK / 8) : make_uint4(0, 0, 0, 0);
+            }
+#pragma unroll
+            for (int j = 0; j < BATCH; j++) {
+                if (piece + j * STRIDE >= pieces) break;
+                store_shared_16(to + j * STRIDE * 16, paired(low[j].x, low[j].y, high[j].x, high[j].y));
+                store_shared_16(to + j * STRIDE * 16 + 16, paired(low[j].z, low[j].w, high[j].z, high[j].w));
+            }
+            x += BATCH * STRIDE;
+            k += BATCH * STRIDE * 8;
+            to += BATCH * STRIDE * 16;
+        }
+    }
+    __device__ __forceinline__ void ready(int) const {}
+};
+
+#if __CUDA_ARCH__ >= 900
+// Ordered rows: bulk copies of PORTION chunks, each with a barrier.
+struct OrderedLoad {
+    static constexpr int PORTION = 8;
+    Room room;
+    int thread, last = -1;  // portion that this warp has awaited
+
+    __device__ __forceinline__ OrderedLoad(const Arguments&, const Room& room, int thread) : room(room), thread(thread) {
+        if (thread != 0) return;
+        for (int i = 0; i * PORTION < room.chunks; i++) barrier_init(room.behind + i * 8, 1);
+        publish_barriers();
+    }
+    __device__ __forceinline__ void run(const Arguments& a) const {
+        if (thread != 0) return;
+        for (int i = 0; i * PORTION < room.chunks; i++) {
+            int first = i * PORTION, bytes = min(PORTION, room.chunks - first) * GROUP_BYTES;
+            barrier_expect(room.behind + i * 8, bytes);
+            copy_bulk(room.at + first * GROUP_BYTES, (const u8*)a.x + (room.first_k / CHUNK_K + first) * GROUP_BYTES, bytes, room.behind + i * 8);
+        }
+    }
+    __device__ __forceinline__ void ready(int chunk) {
+        int portion = chunk / PORTION;
+        if (portion == last) return;
+        barrier_wait(room.behind + portion * 8, 0);
+        last = portion;
     }
 };
-// BATCH loads are on their way before the first is used.
-template <int BATCH>
-__device__ __forceinline__ void load_plain(const Arguments& a, int first_k, PlainPlace from, char* xs, int pieces) {
-    PlainPlace to = from;
-    while (to.m < a.m) {
-        uint4 low[BATCH], high[BATCH];
-#pragma unroll
-        for (int j = 0; j < BATCH; j++) {
-            int k = first_k + first_element(from.piece);
-            const uint4* x = (const uint4*)((const u16*)a.x + from.m * a.k + k);
-            low[j] = from.m < a.m && k < a.k ? x[0] : make_uint4(0, 0, 0, 0);
-            high[j] = from.m < a.m && k + BLOCK < a.k ? x[BLOCK / 8] : make_uint4(0, 0, 0, 0);
-            from.go_on(pieces);
-        }
-#pragma unroll
-        for (int j = 0; j < BATCH; j++) {
-            if (to.m >= a.m) break;
-            char* at = xs + to.m * pieces * 16;
-            int swap = to.m % 2 * 4;
-            *(uint4*)(at + (to.piece ^ swap) * 16) = paired(low[j].x, low[j].y, high[j].x, high[j].y);
-            *(uint4*)(at + ((to.piece + 1) ^ swap) * 16) = paired(low[j].z, low[j].w, high[j].z, high[j].w);
-            to.go_on(pieces);
-        }
-    }
-}
+#endif
+
+template <Input INPUT, int MOST, int BATCH>
+struct LoadOf {
+    using Type = PlainLoad<MOST, BATCH>;
+};
+template <int MOST, int BATCH>
+struct LoadOf<NORMED, MOST, BATCH> {
+    using Type = NormedLoad;
+};
+#if __CUDA_ARCH__ >= 900
+template <int MOST, int BATCH>
+struct LoadOf<ORDERED, MOST, BATCH> {
+    using Type = OrderedLoad;
+};
+#endif
 
 // How the steps of a block's tiles, in the order of K and then of tiles, are divided among its warps.
 struct Shares {
@@ -156,8 +238,10 @@ struct Shares {
 
 // The sums of a warp's tile and how it adds a step to them: fetch() brings the step's weights to registers, after which their stage
 // may be filled again, and multiply() multiplies them with the activations at byte `at` of a row.
-template <Tile TILE, int COLUMNS>
+template <Tile TILE, int COLUMNS, bool ORDERED>
 struct FewRows {
+    static_assert(!ORDERED || (TILE != SPLIT && COLUMNS == 1), "a group of rows");
+    static constexpr int STEP = TILE == SPLIT ? 2 * X_CHUNK : ORDERED ? GROUP_BYTES : X_CHUNK;  // from one step's activations to the next's
     u32 x[COLUMNS], turn[COLUMNS];
     int rows;
     float c[COLUMNS][2][4] = {};
@@ -170,7 +254,7 @@ struct FewRows {
         for (int column = 0; column < COLUMNS; column++) {
             // Rows past the last repeat it; their sums are dropped.
             int m = min(TILE == SPLIT ? g % 4 : g + 8 * column, rows - 1);
-            x[column] = xs + m * row_bytes + (TILE == SPLIT && g >= 4 ? X_CHUNK : 0) + t * 16;
+            x[column] = ORDERED ? xs + lane_id() * 16 : xs + m * row_bytes + (TILE == SPLIT && g >= 4 ? X_CHUNK : 0) + t * 16;
             turn[column] = (m & 1) * 64;
         }
     }
@@ -190,9 +274,15 @@ struct FewRows {
             decode_packed(high[j], high_scales, j, v);
 #pragma unroll
             for (int column = 0; column < COLUMNS; column++) {
-                uint4 b = load_shared_16(x[column] + at + ((j * 64) ^ turn[column]));
-                mma_f16(c[column][0], u[0], v[0], u[1], v[1], b.x, b.y);
-                mma_f16(c[column][1], u[2], v[2], u[3], v[3], b.z, b.w);
+                u32 b[4];
+                if (ORDERED) {
+                    load_matrices(b, x[column] + at + 4 * j * PIECE_BYTES);
+                } else {
+                    uint4 piece = load_shared_16(x[column] + at + ((j * 64) ^ turn[column]));
+                    b[0] = piece.x, b[1] = piece.y, b[2] = piece.z, b[3] = piece.w;
+                }
+                mma_f16(c[column][0], u[0], v[0], u[1], v[1], b[0], b[1]);
+                mma_f16(c[column][1], u[2], v[2], u[3], v[3], b[2], b[3]);
             }
         }
     }
@@ -219,6 +309,7 @@ struct FewRows {
 template <Tile TILE>
 struct OneRow {
     static_assert(TILE != ROWS, "");
+    static constexpr int STEP = TILE == SPLIT ? 2 * X_CHUNK : X_CHUNK;
     u32 x;
     u32 scales;         // of a lane, from a stage on
     u32 select[4];      // of a word's activations, those that go into the lane's column by 1, the others by 0
@@ -283,22 +374,27 @@ struct OneRow {
 
 // How many rows of activations a kernel takes: up to 8, or 4 of SPLIT; up to 16.
 enum Count { ONE, FEW, MANY };
-template <Tile TILE, Count COUNT>
+template <Tile TILE, Count COUNT, bool ORDERED>
 struct SumsOf {
-    using Type = FewRows<TILE, COUNT == MANY ? 2 : 1>;
+    using Type = FewRows<TILE, COUNT == MANY ? 2 : 1, ORDERED>;
 };
-template <Tile TILE>
-struct SumsOf<TILE, ONE> {
+template <Tile TILE, bool ORDERED>
+struct SumsOf<TILE, ONE, ORDERED> {
     using Type = OneRow<TILE>;
 };
 
 template <Tile TILE, Input INPUT, Output OUTPUT, Count COUNT, int BLOCKS>
 __device__ __forceinline__ void run(const Arguments& a) {
     constexpr int FEATURES = TILE == ROWS ? 16 : 8, STEP_CHUNKS = TILE == SPLIT ? 2 : 1;
+    // What a warp asks for before the kernel's wait delays the last weights of the kernel before, and then its own activations, if there
+    // is much of it; for the same reason a kernel with a long loop lets the next one start when its warps have asked for their
+    // last weights. benches/NOTES.md has what was measured.
+    constexpr int EARLY = BLOCKS == 1 ? 1 : 2;
+    constexpr bool LONG = TILE == PAIR, SWIGLU = OUTPUT == SWIGLU_F16 || OUTPUT == SWIGLU_ORDERED;
     extern __shared__ __align__(128) char shared[];
     int thread = threadIdx.x, warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0);
     // Blocks of a cluster have the same tiles and a part of K each.
-    constexpr bool DIVISIBLE = __CUDA_ARCH__ >= 900 && TILE != PAIR && INPUT == PLAIN && COUNT != MANY;
+    constexpr bool DIVISIBLE = __CUDA_ARCH__ >= 900 && TILE != PAIR && INPUT != NORMED && COUNT != MANY;
     int part = DIVISIBLE ? blockIdx.z : 0, chunks = a.chunks, first_step = a.part[part].first, steps = a.part[part].steps;
     int block = blockIdx.x, first_tile = block * a.each + min(block, a.more), my_tiles = a.each + (block < a.more);
     Shares shares{steps, my_tiles * steps};
@@ -317,7 +413,6 @@ __device__ __forceinline__ void run(const Arguments& a) {
     int load_tile = first_tile + tile, load_k = k, load_left = count, run = 0;
     const u8* low = nullptr;  // 16 bytes further on for each lane
     long long to_high = 0;
-    bool has_high = true;
     auto next_run = [&] {
         if (load_k == steps) {
             load_k = 0;
@@ -327,37 +422,39 @@ __device__ __forceinline__ void run(const Arguments& a) {
         const Matrix& w = a.matrix[locate(load_tile, row)];
         low = chunk_of(w.chunks, chunks, row, (first_step + load_k) * (STEP_CHUNKS * CHUNK_K));
         const u8* high = low;
-        if (TILE == SPLIT) high += CHUNK_BYTES;
+        // Of an odd number of chunks the last has no second, and stands in for it: it meets activations that are zeros.
+        if (TILE == SPLIT && first_step + load_k < (int)((u32)chunks / 2)) high += CHUNK_BYTES;
         if (TILE == PAIR) high += a.matrix[1].chunks - a.matrix[0].chunks;
         // Past the end, the last features again; their sums are dropped.
         if (TILE == ROWS && row + CHUNK_ROWS < w.rows) high += chunks * CHUNK_BYTES;
         to_high = Ring::to_second(low, high);
         low += lane_id() * 16;
-        // Of an odd number of chunks, the last has no second; its activations are zeros, too.
         int whole = TILE == SPLIT ? (int)((u32)chunks / 2) - first_step : steps;
-        has_high = load_k < whole;
-        run = min(has_high ? min(whole, steps) - load_k : 1, load_left);
+        run = min(load_k < whole ? min(whole, steps) - load_k : 1, load_left);
         load_k += run;
         load_left -= run;
     };
-    auto load = [&](u32 stage) {
+    auto load = [&](u32 stage, bool waited) {
         if (run == 0) {
-            if (load_left == 0) return ring.skip();
+            if (load_left == 0) {
+                if (LONG && waited) let_later_kernels_start();
+                return ring.skip();
+            }
             next_run();
         }
-        ring.fill(stage, low, TILE == SPLIT ? 0 : to_high, has_high);
+        ring.fill(stage, low, to_high);
         low += STEP_CHUNKS * CHUNK_BYTES;
         run--;
     };
 
     // Before anything else: the kernel before this one leaves few instructions to it.
 #pragma unroll 1
-    for (int i = 0; i < STAGES; i++) load(Ring::offset(i));
+    for (int i = 0; i < EARLY; i++) load(Ring::offset(i), false);
 
-    int row_bytes = steps * STEP_CHUNKS * X_CHUNK, pieces = row_bytes / 16;
+    int row_bytes = steps * STEP_CHUNKS * X_CHUNK;
     char* xs = shared + WARPS * Ring::BYTES;
-    float* norm_sums = (float*)(xs + a.m * row_bytes);
-    float* partial = norm_sums + WARPS;  // [my_tiles + WARPS][m][SUMS]
+    char* behind = xs + (INPUT == ORDERED ? GROUP_ROWS : a.m) * row_bytes;
+    float* partial = (float*)(behind + BEHIND);  // [my_tiles + WARPS][m][SUMS]
 
     // Output `i` of the block: the address of its first sum, of how many warps there are some, and where it goes.
     struct Place {
@@ -365,50 +462,50 @@ __device__ __forceinline__ void run(const Arguments& a) {
         int count, matrix, row, at;
         bool exists = false;
     };
-    constexpr int ROOM = COUNT == ONE ? 1 : COUNT == MANY ? 16 : TILE == SPLIT ? 4 : 8;  // for rows
-    int outputs = my_tiles * ROOM * FEATURES;
+    constexpr int MOST = COUNT == ONE ? 1 : COUNT == MANY ? 16 : TILE == SPLIT ? 4 : 8;  // rows
+    int outputs = my_tiles * MOST * FEATURES;
     auto place = [&](int i) {
         Place p;
-        int tile = i / (ROOM * FEATURES), m = i / FEATURES % ROOM, feature = i % FEATURES;
+        int tile = i / (MOST * FEATURES), m = i / FEATURES % MOST, feature = i % FEATURES;
         p.matrix = locate(first_tile + tile, p.row);
         p.row += feature;
         int first = shares.owner(tile * steps);
         p.count = shares.owner((tile + 1) * steps - 1) - first + 1;
         p.sums = shared_address(partial + ((tile + first) * a.m + m) * SUMS + feature);
         p.exists = m < a.m && p.row < a.matrix[p.matrix].rows;
-        p.at = m * a.out_stride + p.row + (p.matrix > 0 ? a.matrix[0].rows : 0) + (p.matrix > 1 ? a.matrix[1].rows : 0);
+        int column = p.row + (p.matrix > 0 ? a.matrix[0].rows : 0) + (p.matrix > 1 ? a.matrix[1].rows : 0);
+        p.at = OUTPUT == SWIGLU_ORDERED ? (int)ordered_at(1, m, p.row) : m * a.out_stride + column;
         return p;
     };
 
     // What an output is added to.
     auto former = [&](const Place& p) { return OUTPUT == ADD_F32 && p.exists ? ((const float*)a.out)[p.at] : 0; };
 
-    Fours norm(a.norm_weight, thread, INPUT == NORMED ? a.k : 0);
-    PlainPlace plain(thread, pieces);
+    Room room{shared_address(xs), first_step * (STEP_CHUNKS * CHUNK_K), steps * STEP_CHUNKS, shared_address(behind)};
+    typename LoadOf<INPUT, MOST, COUNT == ONE ? 1 : BLOCKS == 1 ? 4 : 2>::Type activations(a, room, thread);
+    typename SumsOf<TILE, COUNT, INPUT == ORDERED>::Type sums(room.at, a.m, row_bytes);
     Place mine{};
     if (thread < outputs) mine = place(thread);
     wait_for_earlier_kernels();
-    let_later_kernels_start();
+    if (!LONG) let_later_kernels_start();
     float before = former(mine);
-    if (INPUT == NORMED) {
-        load_normed(a, norm, thread, xs, pieces, norm_sums);
-    } else {
-        load_plain<BLOCKS == 1 ? 4 : 2>(a, first_step * (STEP_CHUNKS * CHUNK_K), plain, xs, pieces);
-    }
+    activations.run(a);
+#pragma unroll 1
+    for (int i = EARLY; i < STAGES; i++) load(Ring::offset(i), true);
     __syncthreads();
 
-    typename SumsOf<TILE, COUNT>::Type sums(shared_address(xs), a.m, row_bytes);
     u32 stage = 0;
     int left = count;
     do {
         int tile_left = min(left, steps - k);
         left -= tile_left;
 #pragma unroll 1
-        for (u32 at = k * (STEP_CHUNKS * X_CHUNK); tile_left > 0; tile_left--, at += STEP_CHUNKS * X_CHUNK) {
+        for (u32 at = k * sums.STEP; tile_left > 0; tile_left--, at += sums.STEP) {
+            activations.ready(at / sums.STEP);
             ring.wait();
             sums.fetch(ring, stage);
             __syncwarp();
-            load(stage);
+            load(stage, true);
             stage = Ring::after(stage);
             sums.multiply(at);
         }
@@ -450,7 +547,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
         if (OUTPUT == STORE_F32) ((float*)a.out)[p.at] = sum.x;
         if (OUTPUT == ADD_F32) ((float*)a.out)[p.at] = before + sum.x;
         if (OUTPUT == STORE_F16) ((u16*)a.out)[p.at] = to_f16(sum.x);
-        if (OUTPUT == SWIGLU_F16) {
+        if (SWIGLU) {
             const Matrix& up = a.matrix[1];
             sum.y *= up.global * PACKED_FACTOR;
             if (up.bias) sum.y += up.bias[p.row];
@@ -458,6 +555,11 @@ __device__ __forceinline__ void run(const Arguments& a) {
         }
     };
 
+    if (OUTPUT == SWIGLU_ORDERED && block == (int)gridDim.x - 1) {
+        // What is missing at the end is zeros.
+        int rows = a.matrix[0].rows, missing = filled(rows) - rows;
+        for (int i = thread; i < a.m * missing; i += THREADS) ((u16*)a.out)[ordered_at(1, i / missing, rows + i % missing)] = 0;
+    }
     if (!DIVISIBLE || gridDim.z == 1) {
         for (int i = thread;;) {
             if (mine.exists) put_out(mine, sum_up(mine), before);
@@ -496,6 +598,13 @@ __device__ __forceinline__ void run(const Arguments& a) {
     KERNEL(NAME##_8, ROWS, PLAIN, OUTPUT, FEW, 1)  \
     KERNEL(NAME##_16, ROWS, PLAIN, OUTPUT, MANY, 1)
 
+#if __CUDA_ARCH__ >= 900
+#define ORDERED_KERNEL(NAME, TILE, OUTPUT, BLOCKS) KERNEL(NAME##_ordered, TILE, ORDERED, OUTPUT, FEW, BLOCKS)
+ORDERED_KERNEL(linear_f32, ROWS, STORE_F32, 1)
+ORDERED_KERNEL(linear_f16, ROWS, STORE_F16, 1)
+ORDERED_KERNEL(linear_add, ROWS, ADD_F32, 1)
+ORDERED_KERNEL(linear_swiglu, PAIR, SWIGLU_ORDERED, 2)
+#endif
 KERNELS(linear_f32, STORE_F32)
 KERNELS(linear_f16, STORE_F16)
 KERNELS(linear_add, ADD_F32)

@@ -116,7 +116,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
         Ring ring(rings + warp * Ring::BYTES);
         auto load = [&](int step) {
             if (step < steps) {
-                ring.fill(Ring::offset(step % STAGES), low + step * CHUNK_BYTES, to_high, true);
+                ring.fill(Ring::offset(step % STAGES), low + step * CHUNK_BYTES, to_high);
             } else {
                 ring.skip();
             }

@@ -56,10 +56,20 @@ pub(super) const ARGUMENTS: &[&[(&str, usize)]] = &[
 pub enum Input<'a> {
     /// f16 `[m, k]`, and the factor that they were divided by to keep them small.
     Plain(&'a DeviceBuffer, f32),
-    /// The same as [`Layout::Ordered`], for the wide kernel only.
+    /// The same as [`Layout::Ordered`], for the wide kernel, or for the fused one of 5 to 8 rows.
     Ordered(&'a DeviceBuffer, f32),
     /// f32 `[k]` of one row, to be normalised by RMSNorm with this weight and epsilon on the way in; for the fused kernel only.
     Normed(&'a DeviceBuffer, &'a DeviceBuffer, f32),
+}
+
+impl Input<'_> {
+    /// How the activations lie.
+    pub const fn layout(self) -> Layout {
+        match self {
+            Input::Ordered(..) => Layout::Ordered,
+            Input::Plain(..) | Input::Normed(..) => Layout::Rows,
+        }
+    }
 }
 
 /// How f16 activations `[m, k]` lie.
@@ -67,15 +77,15 @@ pub enum Input<'a> {
 pub enum Layout {
     /// Row after row.
     Rows,
-    /// In the order in which the wide kernel takes them, which `kernels/format/ordered.cuh` has.
+    /// In the order in which tensor cores take them, which `kernels/format/ordered.cuh` has.
     Ordered,
 }
 
 impl Layout {
     /// The one that products of `m` rows with NVFP4 weights take without another kernel before.
     pub fn taken(gpu: &Gpu, m: usize) -> Layout {
-        match TileKernel::serving(gpu.arch(), m) {
-            TileKernel::Wide if tiles_serve(gpu, m) => Layout::Ordered,
+        match gpu.arch() {
+            (9, 0) if m > FEW && tiles_serve(gpu, m) => Layout::Ordered,
             _ => Layout::Rows,
         }
     }
@@ -116,7 +126,7 @@ pub enum Output {
     Add,
     /// silu of the first matrix's times the second's, as f16, divided by [`MLP_SCALE`].
     Swiglu,
-    /// The same as [`Layout::Ordered`], by the wide kernel only.
+    /// The same as [`Layout::Ordered`], of ordered activations or by the wide kernel.
     SwigluOrdered,
 }
 
@@ -232,7 +242,14 @@ pub fn linear(
     if all_nvfp4
         && m <= SMALL
         && TileKernel::serving(gpu.arch(), m) == TileKernel::Tiled
-        && let Some(plan) = small::plan(gpu, m, matrices, output, divisible(gpu, input))
+        && let Some(plan) = small::plan(
+            gpu,
+            m,
+            matrices,
+            output,
+            input.layout(),
+            divisible(gpu, input),
+        )
         && (m <= FEW
             || output.is_swiglu()
             || plan.rows == m && m * k * 2 <= FUSED_BYTES * plan.parts)
@@ -243,7 +260,10 @@ pub fn linear(
         bail!(Internal, "no kernel applies SwiGLU to {m} rows of these");
     }
     if all_nvfp4 && tiles_serve(gpu, m) {
-        let kernel = TileKernel::serving(gpu.arch(), m);
+        let kernel = match input {
+            Input::Ordered(..) => TileKernel::Wide,
+            _ => TileKernel::serving(gpu.arch(), m),
+        };
         return tiled(
             gpu, kernel, input, m, matrices, output, out, stride, scratch,
         );
@@ -274,8 +294,12 @@ fn tiles_serve(gpu: &Gpu, m: usize) -> bool {
 
 /// Whether one kernel serves `m` rows of these matrices, with a norm before if it is one row, and with SwiGLU after if that is wanted.
 pub fn is_fused(gpu: &Gpu, m: usize, matrices: &[Biased<'_>], output: Output) -> bool {
+    let layout = match output {
+        Output::SwigluOrdered => Layout::Ordered,
+        _ => Layout::Rows,
+    };
     let small = m <= SMALL
         && matrices.iter().all(|(w, _)| w.storage == Storage::Nvfp4)
-        && small::plan(gpu, m, matrices, output, false).is_some();
+        && small::plan(gpu, m, matrices, output, layout, false).is_some();
     small || output.is_swiglu() && tiled::has_swiglu(gpu, m, matrices)
 }

@@ -1,9 +1,13 @@
 //! The fused kernel: products of up to 16 rows with NVFP4 weights, with a norm before and what becomes of them after.
 
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 
 use super::matrix::{CHUNK_BYTES, CHUNK_K};
-use super::{Biased, Input, MLP_SCALE, MatrixArgument, Output, SMALL, matrix_arguments};
+use super::{
+    Biased, FEW, GROUP_ROWS, Input, Layout, MLP_SCALE, MatrixArgument, Output, SMALL,
+    matrix_arguments,
+};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::cuda::gpu::{Gpu, int};
@@ -50,8 +54,12 @@ const RING_BYTES: usize = 3 * 2 * CHUNK_BYTES;
 const SUMS: usize = 16;
 /// Rows of activations that kernels of which blocks may form clusters take at most.
 const DIVISIBLE: usize = 8;
+/// Rows of activations that may be ordered: a group of them, and more than tiles of two halves of K are for.
+const ORDERED: RangeInclusive<usize> = FEW + 1..=GROUP_ROWS;
 /// What the sums of a block's warps may take.
 const SUMS_BYTES: usize = 48 << 10;
+/// What follows activations in shared memory: warps' sums for a norm, or barriers.
+const BEHIND: usize = 128;
 
 /// What the sixteen rows of a tile of the fused kernel are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -132,8 +140,8 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// The plan for `m` rows and matrices of `features` output features and K = `k`, on a device with this many
-    /// multiprocessors and this much shared memory; `None` where a single row does not fit.
+    /// The plan for `m` rows that lie like this and matrices of `features` output features and K = `k`, on a device with this many
+    /// multiprocessors and this much shared memory; `None` where a single row does not fit, or of ordered rows not all of them.
     ///
     /// As many blocks as multiprocessors, or several times as many where the sums of a block's tiles would need much memory;
     /// all rows at once, or as many as fit. `divisible` says that two blocks may share tiles, as those of Hopper and later do
@@ -143,10 +151,15 @@ impl Plan {
         k: usize,
         features: &[usize],
         output: Output,
+        layout: Layout,
         divisible: bool,
         multiprocessors: usize,
         shared: usize,
     ) -> Option<Plan> {
+        let ordered = layout == Layout::Ordered;
+        if ordered && !ORDERED.contains(&m) {
+            return None;
+        }
         let tile = Tile::of(output, m);
         let tiles = tile.counts(features).into_iter().max()?;
         let steps = k.div_ceil(tile.step());
@@ -158,14 +171,15 @@ impl Plan {
             let waves = tiles.div_ceil(multiprocessors).div_ceil(most_tiles);
             let plan = |clusters: usize, parts: usize| {
                 let each = tiles.div_ceil(clusters);
-                let x = rows * steps.div_ceil(parts) * tile.step() * 2;
+                let held = if ordered { GROUP_ROWS } else { rows };
+                let x = held * steps.div_ceil(parts) * tile.step() * 2;
                 let sums = rows * (each + WARPS) * SUMS * 4;
                 Plan {
                     tile,
                     clusters,
                     parts,
                     rows,
-                    shared: WARPS * (RING_BYTES + 4) + x + sums,
+                    shared: WARPS * RING_BYTES + x + BEHIND + sums,
                 }
             };
             let alone = plan(tiles.min(multiprocessors * waves), 1);
@@ -181,7 +195,7 @@ impl Plan {
             if best.shared <= shared {
                 return Some(best);
             }
-            if rows == 1 {
+            if rows == 1 || ordered {
                 return None;
             }
             rows = rows.div_ceil(2);
@@ -195,6 +209,7 @@ pub(super) fn plan(
     m: usize,
     matrices: &[Biased<'_>],
     output: Output,
+    layout: Layout,
     divisible: bool,
 ) -> Option<Plan> {
     let k = matrices[0].0.cols;
@@ -204,6 +219,7 @@ pub(super) fn plan(
         k,
         &features,
         output,
+        layout,
         divisible,
         gpu.multiprocessors(),
         gpu.shared_limit(),
@@ -212,7 +228,7 @@ pub(super) fn plan(
 
 /// Whether two blocks may share the tiles of a product with such input.
 pub fn divisible(gpu: &Gpu, input: Input<'_>) -> bool {
-    gpu.arch().0 >= 9 && matches!(input, Input::Plain(..))
+    gpu.arch().0 >= 9 && !matches!(input, Input::Normed(..))
 }
 
 /// The fused kernel with a plan of the caller's.
@@ -237,7 +253,10 @@ pub fn small(
             (x.address(), 0, 0.0, 2, "")
         }
         Input::Normed(x, weight, eps) => (x.address(), weight.address(), eps, 4, "normed_"),
-        Input::Ordered(..) => bail!(Internal, "the fused kernel takes rows as they are"),
+        Input::Ordered(x, factor) => {
+            matrix.iter_mut().for_each(|w| w.global *= factor);
+            (x.address(), 0, 0.0, 2, "")
+        }
     };
     let features: Vec<usize> = matrices.iter().map(|(w, _)| w.rows).collect();
     let counts = plan.tile.counts(&features);
@@ -258,14 +277,21 @@ pub fn small(
         Output::F32 => "f32",
         Output::F16 => "f16",
         Output::Add => "add",
-        Output::Swiglu => "swiglu",
-        Output::SwigluOrdered => bail!(Internal, "the fused kernel leaves rows as they are"),
+        Output::Swiglu | Output::SwigluOrdered => "swiglu",
     };
+    let ordered = input.layout() == Layout::Ordered;
+    if output.is_swiglu() && ordered != (output == Output::SwigluOrdered) {
+        bail!(
+            Internal,
+            "the fused kernel leaves what SwiGLU makes in the layout of its input"
+        );
+    }
     for first in (0..m).step_by(plan.rows) {
         let rows = plan.rows.min(m - first);
         let tail = match input {
             Input::Normed(..) => String::new(),
-            _ => format!("_{}", plan.tile.room(rows)),
+            Input::Ordered(..) => "_ordered".to_owned(),
+            Input::Plain(..) => format!("_{}", plan.tile.room(rows)),
         };
         let arguments = SmallArguments {
             x: x + (first * k * x_bytes) as u64,
@@ -327,7 +353,16 @@ mod tests {
         ];
         for (k, features, output) in shapes {
             for (m, divisible) in (1..=SMALL).flat_map(|m| [(m, false), (m, true)]) {
-                let plan = Plan::choose(m, k, features, output, divisible, 132, 227 << 10).unwrap();
+                let plan = |layout| {
+                    Plan::choose(m, k, features, output, layout, divisible, 132, 227 << 10)
+                };
+                let ordered = plan(Layout::Ordered);
+                assert_eq!(ordered.is_some(), ORDERED.contains(&m), "{ordered:?}");
+                let plan = plan(Layout::Rows).unwrap();
+                if let Some(ordered) = ordered {
+                    assert!(ordered.shared >= plan.shared && ordered.shared <= 227 << 10);
+                    assert_eq!(ordered.rows, m);
+                }
                 assert!(plan.shared <= 227 << 10, "{plan:?}");
                 assert!(plan.rows >= 1 && plan.rows <= m, "{plan:?}");
                 assert!(
@@ -342,7 +377,9 @@ mod tests {
             }
         }
         // GB10: 48 multiprocessors and 99 KB.
-        assert!(Plan::choose(1, 9728, &[2560], Output::Add, true, 48, 99 << 10).is_some());
-        assert!(Plan::choose(1, 1 << 20, &[2560], Output::Add, false, 48, 99 << 10).is_none());
+        let at_most_99_kb =
+            |k| Plan::choose(1, k, &[2560], Output::Add, Layout::Rows, true, 48, 99 << 10);
+        assert!(at_most_99_kb(9728).is_some());
+        assert!(at_most_99_kb(1 << 20).is_none());
     }
 }

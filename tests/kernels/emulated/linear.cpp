@@ -265,15 +265,17 @@ static void check_tiles(Tiling tiling, void (*kernel)(tile::Arguments), int m, s
     });
 }
 
-static void check_small(const char* name, void (*kernel)(small::Arguments), int m, std::initializer_list<int> rows, int k, Output output, bool normed,
-                        int clusters, int parts, small::Tile tile) {
+static void check_small(const char* name, void (*kernel)(small::Arguments), int m, std::initializer_list<int> rows, int k, Output output,
+                        small::Input input, int clusters, int parts, small::Tile tile) {
     char what[128];
     snprintf(what, sizeof what, "%s, %d rows, K = %d, %d clusters of %d blocks", name, m, k, clusters, parts);
     int tile_features = tile == small::ROWS ? 16 : 8, step_chunks = tile == small::SPLIT ? 2 : 1;
     Set set(rows, k);
-    int features = output == SWIGLU ? set.weights[0]->rows : set.features, stride = features + 2;
+    int features = is_swiglu(output) ? set.weights[0]->rows : set.features, stride = features + 2;
     Activations x(m, k);
-    Memory out = before(m, stride, features, output);
+    Memory out = before(m, stride, features, output), ordered(ordered_bytes(m, k)), ordered_out(ordered_bytes(m, features));
+    if (input == small::ORDERED) order(x.halves, m, k, ordered);
+    bool normed = input == small::NORMED;
     std::vector<double> old;
     for (int i = 0; i < m * stride; i++) old.push_back(output == ADD ? ((float*)out.data())[i] : 0);
     std::vector<float> norm, floats(x.values.begin(), x.values.end());
@@ -282,18 +284,18 @@ static void check_small(const char* name, void (*kernel)(small::Arguments), int 
         norm.push_back((float)(noise() % 1000) * 1e-3f);
         squares += x.values[c] * x.values[c];
     }
-    std::vector<double> input = x.values;
+    std::vector<double> values = x.values;
     if (normed) {
-        for (int c = 0; c < k; c++) input[c] = f16_to_float(to_f16(x.values[c] / std::sqrt(squares / k + 1e-6) * norm[c]));
+        for (int c = 0; c < k; c++) values[c] = f16_to_float(to_f16(x.values[c] / std::sqrt(squares / k + 1e-6) * norm[c]));
     }
     small::Arguments a = {};
-    a.x = normed ? (const void*)floats.data() : x.halves.data();
+    a.x = normed ? (const void*)floats.data() : (input == small::ORDERED ? ordered : x.halves).data();
     a.norm_weight = norm.data();
-    a.out = out.data();
+    a.out = (output == SWIGLU_ORDERED ? ordered_out : out).data();
     set.fill(a.matrix, true);
     int tiles = 0, index = 0;
     for (int n : rows) {
-        if (output != SWIGLU || index == 0) tiles += ceil_div(n, tile_features);
+        if (!is_swiglu(output) || index == 0) tiles += ceil_div(n, tile_features);
         for (int i = index++; i < (int)std::size(a.tiles); i++) a.tiles[i] = tiles;
     }
     a.each = tiles / clusters;
@@ -310,9 +312,10 @@ static void check_small(const char* name, void (*kernel)(small::Arguments), int 
     a.eps = 1e-6f;
     a.out_scale = 1 / 16.0f;
     launch(clusters, 1, parts, small::THREADS, [&] { kernel(a); }, parts);
+    if (output == SWIGLU_ORDERED) disorder(what, ordered_out, m, features, out);
     // A norm in f32 may round some values to the other neighbour in f16.
     compare(what, out, m, features, stride, output, normed ? 3e-4 : 1e-5, [&](int i, int j) {
-        return old[i * stride + j] + set.result(j, &input[(size_t)i * k], output);
+        return old[i * stride + j] + set.result(j, &values[(size_t)i * k], output);
     });
 }
 
@@ -363,25 +366,35 @@ int main() {
     auto swiglu16 = [](small::Arguments a) { small::linear_swiglu_16(a); };
     auto normed = [](small::Arguments a) { small::linear_normed_f32(a); };
     auto normed_swiglu = [](small::Arguments a) { small::linear_normed_swiglu(a); };
-    check_small("f32_1", f1, 1, {40, 24, 9}, 656, F32, false, 3, 1, small::SPLIT);
-    check_small("add_1", add1, 1, {50}, 2064, ADD, false, 4, 1, small::SPLIT);
-    check_small("f32_4", f4, 2, {40, 24, 9}, 656, F32, false, 3, 1, small::SPLIT);
-    check_small("f32_4", f4, 4, {33}, 16, F32, false, 2, 1, small::SPLIT);
-    check_small("f16_4", h4, 3, {24}, 1040, F16, false, 1, 1, small::SPLIT);
-    check_small("add_4", add4, 1, {50}, 2064, ADD, false, 4, 1, small::SPLIT);
-    check_small("f32_8", f8, 8, {40, 20}, 400, F32, false, 2, 1, small::ROWS);
-    check_small("add_8", add8, 5, {23}, 2320, ADD, false, 2, 1, small::ROWS);
-    check_small("f32_16", f16, 13, {72}, 272, F32, false, 2, 1, small::ROWS);
-    check_small("swiglu_8", swiglu8, 6, {24, 24}, 272, SWIGLU, false, 2, 1, small::PAIR);
-    check_small("swiglu_16", swiglu16, 11, {20, 20}, 144, SWIGLU, false, 1, 1, small::PAIR);
-    check_small("normed_f32", normed, 1, {40, 8, 8}, 4400, F32, true, 3, 1, small::SPLIT);
-    check_small("normed_swiglu", normed_swiglu, 1, {16, 16}, 272, SWIGLU, true, 2, 1, small::PAIR);
+    check_small("f32_1", f1, 1, {40, 24, 9}, 656, F32, small::PLAIN, 3, 1, small::SPLIT);
+    check_small("add_1", add1, 1, {50}, 2064, ADD, small::PLAIN, 4, 1, small::SPLIT);
+    check_small("f32_4", f4, 2, {40, 24, 9}, 656, F32, small::PLAIN, 3, 1, small::SPLIT);
+    check_small("f32_4", f4, 4, {33}, 16, F32, small::PLAIN, 2, 1, small::SPLIT);
+    check_small("f16_4", h4, 3, {24}, 1040, F16, small::PLAIN, 1, 1, small::SPLIT);
+    check_small("add_4", add4, 1, {50}, 2064, ADD, small::PLAIN, 4, 1, small::SPLIT);
+    check_small("f32_8", f8, 8, {40, 20}, 400, F32, small::PLAIN, 2, 1, small::ROWS);
+    check_small("add_8", add8, 5, {23}, 2320, ADD, small::PLAIN, 2, 1, small::ROWS);
+    check_small("f32_16", f16, 13, {72}, 272, F32, small::PLAIN, 2, 1, small::ROWS);
+    check_small("swiglu_8", swiglu8, 6, {24, 24}, 272, SWIGLU, small::PLAIN, 2, 1, small::PAIR);
+    check_small("swiglu_16", swiglu16, 11, {20, 20}, 144, SWIGLU, small::PLAIN, 1, 1, small::PAIR);
+    check_small("normed_f32", normed, 1, {40, 8, 8}, 4400, F32, small::NORMED, 3, 1, small::SPLIT);
+    check_small("normed_swiglu", normed_swiglu, 1, {16, 16}, 272, SWIGLU, small::NORMED, 2, 1, small::PAIR);
 #if __CUDA_ARCH__ >= 900
-    check_small("f32_1", f1, 1, {40, 24, 9}, 656, F32, false, 3, 2, small::SPLIT);
-    check_small("add_1", add1, 1, {50}, 2064, ADD, false, 4, 2, small::SPLIT);
-    check_small("f16_4", h4, 3, {24}, 1040, F16, false, 1, 2, small::SPLIT);
-    check_small("f32_8", f8, 8, {40, 20}, 400, F32, false, 2, 2, small::ROWS);
-    check_small("add_8", add8, 5, {23}, 2320, ADD, false, 2, 2, small::ROWS);
+    check_small("f32_1", f1, 1, {40, 24, 9}, 656, F32, small::PLAIN, 3, 2, small::SPLIT);
+    check_small("add_1", add1, 1, {50}, 2064, ADD, small::PLAIN, 4, 2, small::SPLIT);
+    check_small("f16_4", h4, 3, {24}, 1040, F16, small::PLAIN, 1, 2, small::SPLIT);
+    check_small("f32_8", f8, 8, {40, 20}, 400, F32, small::PLAIN, 2, 2, small::ROWS);
+    check_small("add_8", add8, 5, {23}, 2320, ADD, small::PLAIN, 2, 2, small::ROWS);
+    auto f_ordered = [](small::Arguments a) { small::linear_f32_ordered(a); };
+    auto h_ordered = [](small::Arguments a) { small::linear_f16_ordered(a); };
+    auto add_ordered = [](small::Arguments a) { small::linear_add_ordered(a); };
+    auto swiglu_ordered = [](small::Arguments a) { small::linear_swiglu_ordered(a); };
+    check_small("f32_ordered", f_ordered, 8, {40, 20}, 400, F32, small::ORDERED, 2, 1, small::ROWS);
+    check_small("f32_ordered", f_ordered, 5, {40, 20, 9}, 1168, F32, small::ORDERED, 2, 2, small::ROWS);
+    check_small("f16_ordered", h_ordered, 6, {33}, 16, F16, small::ORDERED, 1, 1, small::ROWS);
+    check_small("add_ordered", add_ordered, 7, {23}, 2320, ADD, small::ORDERED, 2, 2, small::ROWS);
+    check_small("swiglu_ordered", swiglu_ordered, 8, {24, 24}, 272, SWIGLU_ORDERED, small::ORDERED, 2, 1, small::PAIR);
+    check_small("swiglu_ordered", swiglu_ordered, 6, {128, 128}, 1040, SWIGLU_ORDERED, small::ORDERED, 3, 1, small::PAIR);
 #endif
     puts("ok");
 }

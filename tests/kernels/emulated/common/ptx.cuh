@@ -225,6 +225,11 @@ T load_shared(u32 address) {
 }
 inline uint4 load_shared_16(u32 address) { return load_shared<uint4>(address); }
 inline uint2 load_shared_8(u32 address) { return load_shared<uint2>(address); }
+inline void store_shared_16(u32 address, uint4 v) {
+    if (address % 16) printf("16 bytes to shared memory at %u\n", address), exit(1);
+    memcpy(shared + address, &v, sizeof v);
+}
+inline void store_shared_float(u32 address, float x) { memcpy(shared + address, &x, sizeof x); }
 inline float load_shared_float(u32 address) { return load_shared<float>(address); }
 inline u32 load_shared_2(u32 address) { return load_shared<u16>(address); }
 
@@ -341,6 +346,7 @@ inline void copy_async(u32 to, const void* from, int size, int bytes) {
     });
 }
 inline void copy_async_16(u32 to, const void* from, int bytes) { copy_async(to, from, 16, bytes); }
+inline void copy_async_16(u32 to, const void* from) { copy_async(to, from, 16, 16); }
 inline void copy_async_8(u32 to, const void* from, int bytes) { copy_async(to, from, 8, bytes); }
 inline void copy_async_4(u32 to, const void* from, int bytes) { copy_async(to, from, 4, bytes); }
 inline void copy_async_commit() {
@@ -358,6 +364,12 @@ void copy_async_wait() {
 inline void barrier(int id, int threads) {
     static Cluster::Barrier barriers[8][16];
     Cluster::wait(barriers[Cluster::rank][id], threads);
+}
+inline uint4 load_global_16(const void* global) {
+    if ((uintptr_t)global % 16) printf("16 bytes of global memory at %p\n", global), exit(1);
+    uint4 v;
+    memcpy(&v, global, sizeof v);
+    return v;
 }
 inline void wait_for_earlier_kernels() {}
 inline void let_later_kernels_start() {}
