@@ -416,11 +416,7 @@ fn products(gpu: &Arc<Gpu>, bandwidth: f64, only: &[String]) {
             );
         };
         for m in [1, 2, 4, 8, 16] {
-            // As a model has them; of 9 rows and more it takes the wide kernel where there is one.
-            let layout = match m {
-                0..=8 => Layout::taken(gpu, m),
-                _ => Layout::Rows,
-            };
+            let layout = Layout::taken(gpu, m);
             let input = if shape.normed && m == 1 {
                 Input::Normed(&x, &norm, 1e-6)
             } else {

@@ -16,8 +16,8 @@
 // end, in a fixed order. Where tiles would divide unevenly, two blocks of a cluster have the same tiles and half of K each, and
 // each adds up both halves of some outputs.
 //
-// x stands in shared memory as f16 in the order of the weights, padded with zeros to whole steps; up to 8 rows may come in the order of
-// format/ordered.cuh, and are copied as they are, of which products need not await the last. K must be a multiple of 16.
+// x stands in shared memory as f16 in the order of the weights, padded with zeros to whole steps; they may come in the order of
+// format/ordered.cuh, and are then copied as they are, of which products need not await the last. K must be a multiple of 16.
 #include "activation/silu.cuh"
 #include "common/cluster.cuh"
 #include "common/ptx.cuh"
@@ -54,7 +54,7 @@ struct Part {
 };
 
 struct Arguments {
-    const void* x;              // PLAIN: f16 [m, k]; ORDERED: the same of up to 8 rows; NORMED: f32 [k], of one row
+    const void* x;              // PLAIN, ORDERED: f16 [m, k]; NORMED: f32 [k], of one row
     const float* norm_weight;   // NORMED: [k]
     void* out;                  // [m, out_stride]; the matrices' features follow each other
     Matrix matrix[MATRICES];    // SWIGLU: gate and up, of equal rows
@@ -182,8 +182,9 @@ struct PlainLoad {
 
 #if __CUDA_ARCH__ >= 900
 // Ordered rows: bulk copies of PORTION chunks, each with a barrier.
+template <int GROUPS>
 struct OrderedLoad {
-    static constexpr int PORTION = 8;
+    static constexpr int PORTION = 8, CHUNK_X = GROUPS * GROUP_BYTES;
     Room room;
     int thread, last = -1;  // portion that this warp has awaited
 
@@ -195,9 +196,9 @@ struct OrderedLoad {
     __device__ __forceinline__ void run(const Arguments& a) const {
         if (thread != 0) return;
         for (int i = 0; i * PORTION < room.chunks; i++) {
-            int first = i * PORTION, bytes = min(PORTION, room.chunks - first) * GROUP_BYTES;
+            int first = i * PORTION, bytes = min(PORTION, room.chunks - first) * CHUNK_X;
             barrier_expect(room.behind + i * 8, bytes);
-            copy_bulk(room.at + first * GROUP_BYTES, (const u8*)a.x + (room.first_k / CHUNK_K + first) * GROUP_BYTES, bytes, room.behind + i * 8);
+            copy_bulk(room.at + first * CHUNK_X, (const u8*)a.x + (room.first_k / CHUNK_K + first) * CHUNK_X, bytes, room.behind + i * 8);
         }
     }
     __device__ __forceinline__ void ready(int chunk) {
@@ -220,7 +221,7 @@ struct LoadOf<NORMED, MOST, BATCH> {
 #if __CUDA_ARCH__ >= 900
 template <int MOST, int BATCH>
 struct LoadOf<ORDERED, MOST, BATCH> {
-    using Type = OrderedLoad;
+    using Type = OrderedLoad<MOST / GROUP_ROWS>;
 };
 #endif
 
@@ -240,8 +241,8 @@ struct Shares {
 // may be filled again, and multiply() multiplies them with the activations at byte `at` of a row.
 template <Tile TILE, int COLUMNS, bool ORDERED>
 struct FewRows {
-    static_assert(!ORDERED || (TILE != SPLIT && COLUMNS == 1), "a group of rows");
-    static constexpr int STEP = TILE == SPLIT ? 2 * X_CHUNK : ORDERED ? GROUP_BYTES : X_CHUNK;  // from one step's activations to the next's
+    static_assert(!ORDERED || TILE != SPLIT, "");
+    static constexpr int STEP = TILE == SPLIT ? 2 * X_CHUNK : ORDERED ? COLUMNS * GROUP_BYTES : X_CHUNK;  // from one step's activations to the next's
     u32 x[COLUMNS], turn[COLUMNS];
     int rows;
     float c[COLUMNS][2][4] = {};
@@ -254,7 +255,7 @@ struct FewRows {
         for (int column = 0; column < COLUMNS; column++) {
             // Rows past the last repeat it; their sums are dropped.
             int m = min(TILE == SPLIT ? g % 4 : g + 8 * column, rows - 1);
-            x[column] = ORDERED ? xs + lane_id() * 16 : xs + m * row_bytes + (TILE == SPLIT && g >= 4 ? X_CHUNK : 0) + t * 16;
+            x[column] = ORDERED ? xs + column * GROUP_BYTES + lane_id() * 16 : xs + m * row_bytes + (TILE == SPLIT && g >= 4 ? X_CHUNK : 0) + t * 16;
             turn[column] = (m & 1) * 64;
         }
     }
@@ -394,7 +395,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
     extern __shared__ __align__(128) char shared[];
     int thread = threadIdx.x, warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0);
     // Blocks of a cluster have the same tiles and a part of K each.
-    constexpr bool DIVISIBLE = __CUDA_ARCH__ >= 900 && TILE != PAIR && INPUT != NORMED && COUNT != MANY;
+    constexpr bool DIVISIBLE = __CUDA_ARCH__ >= 900 && TILE != PAIR && INPUT != NORMED && (COUNT != MANY || INPUT == ORDERED);
     int part = DIVISIBLE ? blockIdx.z : 0, chunks = a.chunks, first_step = a.part[part].first, steps = a.part[part].steps;
     int block = blockIdx.x, first_tile = block * a.each + min(block, a.more), my_tiles = a.each + (block < a.more);
     Shares shares{steps, my_tiles * steps};
@@ -451,9 +452,10 @@ __device__ __forceinline__ void run(const Arguments& a) {
 #pragma unroll 1
     for (int i = 0; i < EARLY; i++) load(Ring::offset(i), false);
 
+    constexpr int MOST = COUNT == ONE ? 1 : COUNT == MANY ? 16 : TILE == SPLIT ? 4 : 8;  // rows
     int row_bytes = steps * STEP_CHUNKS * X_CHUNK;
     char* xs = shared + WARPS * Ring::BYTES;
-    char* behind = xs + (INPUT == ORDERED ? GROUP_ROWS : a.m) * row_bytes;
+    char* behind = xs + (INPUT == ORDERED ? MOST : a.m) * row_bytes;
     float* partial = (float*)(behind + BEHIND);  // [my_tiles + WARPS][m][SUMS]
 
     // Output `i` of the block: the address of its first sum, of how many warps there are some, and where it goes.
@@ -462,7 +464,6 @@ __device__ __forceinline__ void run(const Arguments& a) {
         int count, matrix, row, at;
         bool exists = false;
     };
-    constexpr int MOST = COUNT == ONE ? 1 : COUNT == MANY ? 16 : TILE == SPLIT ? 4 : 8;  // rows
     int outputs = my_tiles * MOST * FEATURES;
     auto place = [&](int i) {
         Place p;
@@ -474,7 +475,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
         p.sums = shared_address(partial + ((tile + first) * a.m + m) * SUMS + feature);
         p.exists = m < a.m && p.row < a.matrix[p.matrix].rows;
         int column = p.row + (p.matrix > 0 ? a.matrix[0].rows : 0) + (p.matrix > 1 ? a.matrix[1].rows : 0);
-        p.at = OUTPUT == SWIGLU_ORDERED ? (int)ordered_at(1, m, p.row) : m * a.out_stride + column;
+        p.at = OUTPUT == SWIGLU_ORDERED ? (int)ordered_at(MOST / GROUP_ROWS, m, p.row) : m * a.out_stride + column;
         return p;
     };
 
@@ -558,7 +559,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
     if (OUTPUT == SWIGLU_ORDERED && block == (int)gridDim.x - 1) {
         // What is missing at the end is zeros.
         int rows = a.matrix[0].rows, missing = filled(rows) - rows;
-        for (int i = thread; i < a.m * missing; i += THREADS) ((u16*)a.out)[ordered_at(1, i / missing, rows + i % missing)] = 0;
+        for (int i = thread; i < a.m * missing; i += THREADS) ((u16*)a.out)[ordered_at(MOST / GROUP_ROWS, i / missing, rows + i % missing)] = 0;
     }
     if (!DIVISIBLE || gridDim.z == 1) {
         for (int i = thread;;) {
@@ -570,16 +571,26 @@ __device__ __forceinline__ void run(const Arguments& a) {
         }
     }
 #if __CUDA_ARCH__ >= 900
-    // Here blocks have no more outputs than threads, and each of the cluster puts out some of them. What a block has of them stands
-    // where rings were, at the same place in all blocks.
-    float* own = (float*)shared + thread;
-    if (mine.exists) *own = sum_up(mine).x;
+    // Each block of the cluster puts out some of the outputs. What a block has of them stands where rings were, at the same place in all
+    // blocks.
+    float* own = (float*)shared;
+    if (mine.exists) own[thread] = sum_up(mine).x;
+    for (int i = thread + THREADS; i < outputs; i += THREADS) {
+        Place p = place(i);
+        if (p.exists) own[i] = sum_up(p).x;
+    }
     __syncwarp();
     cluster_sync();
-    if (mine.exists && thread >= outputs * part / PARTS && thread < outputs * (part + 1) / PARTS) {
+    int end = outputs * (part + 1) / PARTS;
+    for (int i = thread; i < end; i += THREADS) {
+        if (i >= THREADS) {
+            mine = place(i);
+            before = former(mine);
+        }
+        if (!mine.exists || i < outputs * part / PARTS) continue;
         float2 sum = {0, 0};
 #pragma unroll
-        for (int i = 0; i < PARTS; i++) sum.x += load_cluster_4(shared_address(own), i);
+        for (int j = 0; j < PARTS; j++) sum.x += load_cluster_4(shared_address(own + i), j);
         put_out(mine, sum, before);
     }
     // Others may still read what is here.
@@ -599,11 +610,13 @@ __device__ __forceinline__ void run(const Arguments& a) {
     KERNEL(NAME##_16, ROWS, PLAIN, OUTPUT, MANY, 1)
 
 #if __CUDA_ARCH__ >= 900
-#define ORDERED_KERNEL(NAME, TILE, OUTPUT, BLOCKS) KERNEL(NAME##_ordered, TILE, ORDERED, OUTPUT, FEW, BLOCKS)
-ORDERED_KERNEL(linear_f32, ROWS, STORE_F32, 1)
-ORDERED_KERNEL(linear_f16, ROWS, STORE_F16, 1)
-ORDERED_KERNEL(linear_add, ROWS, ADD_F32, 1)
-ORDERED_KERNEL(linear_swiglu, PAIR, SWIGLU_ORDERED, 2)
+#define ORDERED_KERNELS(NAME, TILE, OUTPUT, BLOCKS)              \
+    KERNEL(NAME##_ordered_8, TILE, ORDERED, OUTPUT, FEW, BLOCKS) \
+    KERNEL(NAME##_ordered_16, TILE, ORDERED, OUTPUT, MANY, 1)
+ORDERED_KERNELS(linear_f32, ROWS, STORE_F32, 1)
+ORDERED_KERNELS(linear_f16, ROWS, STORE_F16, 1)
+ORDERED_KERNELS(linear_add, ROWS, ADD_F32, 1)
+ORDERED_KERNELS(linear_swiglu, PAIR, SWIGLU_ORDERED, 2)
 #endif
 KERNELS(linear_f32, STORE_F32)
 KERNELS(linear_f16, STORE_F16)

@@ -28,14 +28,15 @@ pub use tiled::{TileKernel, tiled};
 pub const MLP_SCALE: f32 = 16.0;
 /// Rows of activations that the fused kernel takes at once.
 pub const SMALL: usize = 16;
-/// Rows of activations beyond which Hopper's kernel of wide tiles serves: of 16 rows a layer of Qwen3-4B took 56.9 us by it and 60.4
-/// by the others, of 8 rows 52.5 and 43.2.
+/// Rows of activations beyond which Hopper's kernel of wide tiles serves, unless they are ordered: of 16 rows a layer of Qwen3-4B took
+/// 56.9 us by it and 60.4 by the others, of 8 rows 52.5 and 43.2. Of ordered rows the fused kernel takes all that it has room for: the
+/// products of a layer of 16 rows take 32.3 us by it, 41.6 by the wide one.
 const WIDE: usize = 8;
 /// Rows of activations that [`Layout::Ordered`] keeps together.
 const GROUP_ROWS: usize = 8;
 /// Rows of activations that need no scratch memory.
 const FEW: usize = 4;
-/// Bytes of a block's activations beyond which the fused kernel gives way to the tiled one. On an H200, 8 rows of 9,728 took blocks that
+/// Bytes of a block's activations, row after row, beyond which the fused kernel gives way to the tiled one. On an H200, 8 rows of 9,728 took blocks that
 /// hold all of them 11.1 us and the tiled kernel 9.6, but a layer is 0.5 us faster where pairs of blocks divide them.
 const FUSED_BYTES: usize = 128 << 10;
 /// Rows of activations that the tiled kernel takes where there is the library, too. It was measured against the library's way for
@@ -56,7 +57,7 @@ pub(super) const ARGUMENTS: &[&[(&str, usize)]] = &[
 pub enum Input<'a> {
     /// f16 `[m, k]`, and the factor that they were divided by to keep them small.
     Plain(&'a DeviceBuffer, f32),
-    /// The same as [`Layout::Ordered`], for the wide kernel, or for the fused one of 5 to 8 rows.
+    /// The same as [`Layout::Ordered`], for the wide kernel, or for the fused one of 5 to 16 rows.
     Ordered(&'a DeviceBuffer, f32),
     /// f32 `[k]` of one row, to be normalised by RMSNorm with this weight and epsilon on the way in; for the fused kernel only.
     Normed(&'a DeviceBuffer, &'a DeviceBuffer, f32),
@@ -239,30 +240,27 @@ pub fn linear(
         }
     }
     let all_nvfp4 = matrices.iter().all(|(w, _)| w.storage == Storage::Nvfp4);
+    let layout = input.layout();
     if all_nvfp4
         && m <= SMALL
-        && TileKernel::serving(gpu.arch(), m) == TileKernel::Tiled
-        && let Some(plan) = small::plan(
-            gpu,
-            m,
-            matrices,
-            output,
-            input.layout(),
-            divisible(gpu, input),
-        )
+        && (layout == Layout::Ordered || TileKernel::serving(gpu.arch(), m) == TileKernel::Tiled)
+        && let Some(plan) = small::plan(gpu, m, matrices, output, layout, divisible(gpu, input))
         && (m <= FEW
             || output.is_swiglu()
-            || plan.rows == m && m * k * 2 <= FUSED_BYTES * plan.parts)
+            || match layout {
+                Layout::Ordered => plan.clusters * plan.parts <= gpu.multiprocessors(),
+                Layout::Rows => plan.rows == m && m * k * 2 <= FUSED_BYTES * plan.parts,
+            })
     {
         return small(gpu, input, m, matrices, output, out, stride, plan);
     }
-    if output.is_swiglu() && !tiled::has_swiglu(gpu, m, matrices) {
+    if output.is_swiglu() && !tiled::has_swiglu(gpu, m, matrices, output) {
         bail!(Internal, "no kernel applies SwiGLU to {m} rows of these");
     }
     if all_nvfp4 && tiles_serve(gpu, m) {
-        let kernel = match input {
-            Input::Ordered(..) => TileKernel::Wide,
-            _ => TileKernel::serving(gpu.arch(), m),
+        let kernel = match layout {
+            Layout::Ordered => TileKernel::Wide,
+            Layout::Rows => TileKernel::serving(gpu.arch(), m),
         };
         return tiled(
             gpu, kernel, input, m, matrices, output, out, stride, scratch,
@@ -301,5 +299,5 @@ pub fn is_fused(gpu: &Gpu, m: usize, matrices: &[Biased<'_>], output: Output) ->
     let small = m <= SMALL
         && matrices.iter().all(|(w, _)| w.storage == Storage::Nvfp4)
         && small::plan(gpu, m, matrices, output, layout, false).is_some();
-    small || output.is_swiglu() && tiled::has_swiglu(gpu, m, matrices)
+    small || output.is_swiglu() && tiled::has_swiglu(gpu, m, matrices, output)
 }

@@ -52,10 +52,10 @@ const WARPS: usize = 16;
 const RING_BYTES: usize = 3 * 2 * CHUNK_BYTES;
 /// Sums that a warp has of a tile, for each row of activations.
 const SUMS: usize = 16;
-/// Rows of activations that kernels of which blocks may form clusters take at most.
+/// Rows of activations that kernels of which blocks may form clusters take at most, unless they are ordered.
 const DIVISIBLE: usize = 8;
-/// Rows of activations that may be ordered: a group of them, and more than tiles of two halves of K are for.
-const ORDERED: RangeInclusive<usize> = FEW + 1..=GROUP_ROWS;
+/// Rows of activations that may be ordered: more than tiles of two halves of K are for.
+const ORDERED: RangeInclusive<usize> = FEW + 1..=SMALL;
 /// What the sums of a block's warps may take.
 const SUMS_BYTES: usize = 48 << 10;
 /// What follows activations in shared memory: warps' sums for a norm, or barriers.
@@ -171,7 +171,10 @@ impl Plan {
             let waves = tiles.div_ceil(multiprocessors).div_ceil(most_tiles);
             let plan = |clusters: usize, parts: usize| {
                 let each = tiles.div_ceil(clusters);
-                let held = if ordered { GROUP_ROWS } else { rows };
+                let held = match layout {
+                    Layout::Ordered => rows.next_multiple_of(GROUP_ROWS),
+                    Layout::Rows => rows,
+                };
                 let x = held * steps.div_ceil(parts) * tile.step() * 2;
                 let sums = rows * (each + WARPS) * SUMS * 4;
                 Plan {
@@ -187,9 +190,7 @@ impl Plan {
             let steps_of = |plan: &Plan| tiles.div_ceil(plan.clusters) * steps.div_ceil(plan.parts);
             let pays = divisible
                 && tile != Tile::Pair
-                && rows <= DIVISIBLE
-                && tiles.div_ceil(paired.clusters) * tile.features() * tile.room(rows)
-                    <= 32 * WARPS
+                && (rows <= DIVISIBLE || ordered)
                 && steps_of(&paired) + WARPS < steps_of(&alone);
             let best = if pays { paired } else { alone };
             if best.shared <= shared {
@@ -290,7 +291,7 @@ pub fn small(
         let rows = plan.rows.min(m - first);
         let tail = match input {
             Input::Normed(..) => String::new(),
-            Input::Ordered(..) => "_ordered".to_owned(),
+            Input::Ordered(..) => format!("_ordered_{}", plan.tile.room(rows)),
             Input::Plain(..) => format!("_{}", plan.tile.room(rows)),
         };
         let arguments = SmallArguments {
@@ -357,7 +358,13 @@ mod tests {
                     Plan::choose(m, k, features, output, layout, divisible, 132, 227 << 10)
                 };
                 let ordered = plan(Layout::Ordered);
-                assert_eq!(ordered.is_some(), ORDERED.contains(&m), "{ordered:?}");
+                // 16 rows of 9,728 elements fit a pair of blocks.
+                let fits = m <= 8 || k < 9728 || divisible;
+                assert_eq!(
+                    ordered.is_some(),
+                    ORDERED.contains(&m) && fits,
+                    "{m} of {k}"
+                );
                 let plan = plan(Layout::Rows).unwrap();
                 if let Some(ordered) = ordered {
                     assert!(ordered.shared >= plan.shared && ordered.shared <= 227 << 10);

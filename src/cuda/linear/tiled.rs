@@ -215,11 +215,13 @@ impl Tiling {
     }
 }
 
-/// Whether a kernel of tiles applies SwiGLU to products of `m` rows with these matrices.
-pub(super) fn has_swiglu(gpu: &Gpu, m: usize, matrices: &[Biased<'_>]) -> bool {
-    m <= TILED
-        && matrices.iter().all(|(w, _)| w.storage == Storage::Nvfp4)
-        && TileKernel::serving(gpu.arch(), m).has_swiglu()
+/// Whether a kernel of tiles applies SwiGLU to products of `m` rows with these matrices, and leaves its result like this.
+pub(super) fn has_swiglu(gpu: &Gpu, m: usize, matrices: &[Biased<'_>], output: Output) -> bool {
+    let kernel = match output {
+        Output::SwigluOrdered => TileKernel::Wide,
+        _ => TileKernel::serving(gpu.arch(), m),
+    };
+    m <= TILED && matrices.iter().all(|(w, _)| w.storage == Storage::Nvfp4) && kernel.has_swiglu()
 }
 
 /// Enqueues f16 rows `x` `[m, k]` as [`Layout::Ordered`] to `y`.

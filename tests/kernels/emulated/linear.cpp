@@ -385,16 +385,22 @@ int main() {
     check_small("f16_4", h4, 3, {24}, 1040, F16, small::PLAIN, 1, 2, small::SPLIT);
     check_small("f32_8", f8, 8, {40, 20}, 400, F32, small::PLAIN, 2, 2, small::ROWS);
     check_small("add_8", add8, 5, {23}, 2320, ADD, small::PLAIN, 2, 2, small::ROWS);
-    auto f_ordered = [](small::Arguments a) { small::linear_f32_ordered(a); };
-    auto h_ordered = [](small::Arguments a) { small::linear_f16_ordered(a); };
-    auto add_ordered = [](small::Arguments a) { small::linear_add_ordered(a); };
-    auto swiglu_ordered = [](small::Arguments a) { small::linear_swiglu_ordered(a); };
+    auto f_ordered = [](small::Arguments a) { small::linear_f32_ordered_8(a); };
+    auto h_ordered = [](small::Arguments a) { small::linear_f16_ordered_8(a); };
+    auto add_ordered = [](small::Arguments a) { small::linear_add_ordered_8(a); };
+    auto swiglu_ordered = [](small::Arguments a) { small::linear_swiglu_ordered_8(a); };
     check_small("f32_ordered", f_ordered, 8, {40, 20}, 400, F32, small::ORDERED, 2, 1, small::ROWS);
     check_small("f32_ordered", f_ordered, 5, {40, 20, 9}, 1168, F32, small::ORDERED, 2, 2, small::ROWS);
     check_small("f16_ordered", h_ordered, 6, {33}, 16, F16, small::ORDERED, 1, 1, small::ROWS);
     check_small("add_ordered", add_ordered, 7, {23}, 2320, ADD, small::ORDERED, 2, 2, small::ROWS);
     check_small("swiglu_ordered", swiglu_ordered, 8, {24, 24}, 272, SWIGLU_ORDERED, small::ORDERED, 2, 1, small::PAIR);
     check_small("swiglu_ordered", swiglu_ordered, 6, {128, 128}, 1040, SWIGLU_ORDERED, small::ORDERED, 3, 1, small::PAIR);
+    auto f_ordered_16 = [](small::Arguments a) { small::linear_f32_ordered_16(a); };
+    auto add_ordered_16 = [](small::Arguments a) { small::linear_add_ordered_16(a); };
+    auto swiglu_ordered_16 = [](small::Arguments a) { small::linear_swiglu_ordered_16(a); };
+    check_small("f32_ordered_16", f_ordered_16, 16, {40, 20, 9}, 1168, F32, small::ORDERED, 2, 1, small::ROWS);
+    check_small("add_ordered_16", add_ordered_16, 11, {83}, 1296, ADD, small::ORDERED, 2, 2, small::ROWS);
+    check_small("swiglu_ordered_16", swiglu_ordered_16, 13, {40, 40}, 272, SWIGLU_ORDERED, small::ORDERED, 2, 1, small::PAIR);
 #endif
     puts("ok");
 }
