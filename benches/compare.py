@@ -4,14 +4,16 @@
     python3 benches/compare.py --write    # puts table and chart where they belong: README.md and benches/compare.svg
     python3 benches/compare.py --check    # fails if they are not what the figures say
 
-The library's own figures are those of the newest DATE-h200-qwen3-4b.json, made of what `nvfp4 bench --json` and, for bars other than
-tokens per second, `cargo bench --bench cuda` print; the others, and the bars that the library is to reach, those of the newest
-DATE-h200-qwen3-4b-peers.json. Needs nothing but Python.
+The library's own figures are those of the newest DATE-h200-qwen3-4b.json, made of what `nvfp4 bench --json` prints, and of the newest
+DATE-h200-kernels.txt, which is what `cargo bench --bench cuda` prints; the others, and the bars that the library is to reach, those
+of the newest DATE-h200-qwen3-4b-peers.json. Needs nothing but Python.
 """
 
 import argparse
 import difflib
 import json
+import re
+import statistics
 import sys
 from pathlib import Path
 from xml.sax.saxutils import escape
@@ -31,19 +33,55 @@ def newest(pattern):
     files = sorted((HERE / "record").glob(pattern))
     if not files:
         sys.exit(f"no {pattern} in {HERE / 'record'}")
-    return json.loads(files[-1].read_text())
+    return files[-1].read_text()
+
+
+def the_one(found, what):
+    if len(found) != 1:
+        sys.exit(f"{len(found)} figures for {what}: one is wanted")
+    return found[0]
+
+
+def run_of(own, batch, prompt_tokens):
+    runs = [run for run in own["runs"] if run["batch"] == batch and run["prompt_tokens"] == prompt_tokens]
+    return the_one(runs, f"batch {batch} and {prompt_tokens} tokens")
+
+
+def linear(kernels, m, serving):
+    """Of products of m rows, the kernels that serve them: which they are, src/cuda/linear/mod.rs decides."""
+    def percent(name, kernel):
+        return the_one(re.findall(rf"^{name} +{m} +{kernel}\b.* (\d+)%$", kernels, re.M), f"{name} of {m} rows")
+
+    return ", ".join(percent(name, kernel) for name, kernel in serving) + " %"
+
+
+def scaled_mm(kernels):
+    percent = [100 * float(ratio) for ratio in re.findall(r"^\* chosen +4096 .* ([\d.]+)$", kernels, re.M)]
+    return f"{min(percent):.0f} to {max(percent):.0f} %"
+
+
+# Bars other than tokens per second: what `nvfp4 bench` and the kernels' benchmark printed, in the units of the bar.
+METRICS = {
+    "roofline": lambda own, kernels: f"{100 * run_of(own, 1, 128)['roofline']:.0f} %",
+    "scaled_mm": lambda own, kernels: scaled_mm(kernels),
+    "linear_1": lambda own, kernels: linear(kernels, 1, [("gate_up", "fused"), ("down", "fused"), ("lm_head", "fused")]),
+    "linear_16": lambda own, kernels: linear(kernels, 16, [("gate_up", "fused"), ("down", "fused"), ("lm_head", "wide")]),
+    "quantize": lambda own, kernels: the_one(re.findall(r"^kernel +bfloat16 +legacy .* (\d+)%$", kernels, re.M), "quantize") + " %",
+    "device_memory": lambda own, kernels: f"{(own['device_mib']['most'] - own['device_mib']['of_the_bandwidth']) / 1024:.2f} GiB",
+    "load": lambda own, kernels: f"{own['weight_bytes'] / statistics.median(run['load_seconds'] for run in own['runs']) / 1e9:.1f} GB/s",
+}
 
 
 def load():
     """Where the figures come from, and for each quantity its name, its bar, and (program, figure or None) in columns."""
-    own, peers = newest("*-h200-qwen3-4b.json"), newest("*-h200-qwen3-4b-peers.json")
+    own, peers = json.loads(newest("*-h200-qwen3-4b.json")), json.loads(newest("*-h200-qwen3-4b-peers.json"))
+    kernels = newest("*-h200-kernels.txt")
+    for bar in peers["bars"]:
+        bar["figure"] = METRICS[bar["metric"]](own, kernels)
     rows = []
     for i, quantity in enumerate(peers["quantities"]):
-        keys = ("batch", "prompt_tokens")
-        runs = [run for run in own["runs"] if all(run[key] == quantity[key] for key in keys)]
-        if len(runs) != 1:
-            sys.exit(f"{len(runs)} runs for {quantity['name']}: one is wanted")
-        figures = [(OURS, runs[0][quantity["metric"]])]
+        run = run_of(own, quantity["batch"], quantity["prompt_tokens"])
+        figures = [(OURS, run[quantity["metric"]])]
         for peer in peers["peers"]:
             if len(peer["figures"]) != len(peers["quantities"]):
                 sys.exit(f"{peer['name']} has {len(peer['figures'])} figures for {len(peers['quantities'])} quantities")
@@ -77,7 +115,7 @@ def table(own, peers, rows):
     lines += ["", f"![{alt}]({CHART.relative_to(README.parent).as_posix()})", ""]
     lines += ["Bars of other kinds; `benches/NOTES.md` says why what is below its bar is there:", ""]
     lines += [f"| | {OURS} | others | bar |", "|---|---|---|---|"]
-    lines += [f"| {bar['name']} | {bar['figure']} | {bar['others']} | {bar['bar']} |" for bar in own["bars"]]
+    lines += [f"| {bar['name']} | {bar['figure']} | {bar['others']} | {bar['bar']} |" for bar in peers["bars"]]
     return "\n".join(lines)
 
 
