@@ -242,7 +242,8 @@ struct Shares {
 template <Tile TILE, int COLUMNS, bool ORDERED>
 struct FewRows {
     static_assert(!ORDERED || TILE != SPLIT, "");
-    static constexpr int STEP = TILE == SPLIT ? 2 * X_CHUNK : ORDERED ? COLUMNS * GROUP_BYTES : X_CHUNK;  // from one step's activations to the next's
+    // From one step's activations to the next's.
+    static constexpr int STEP = TILE == SPLIT ? 2 * X_CHUNK : ORDERED ? COLUMNS * GROUP_BYTES : X_CHUNK;
     u32 x[COLUMNS], turn[COLUMNS];
     int rows;
     float c[COLUMNS][2][4] = {};
@@ -255,7 +256,8 @@ struct FewRows {
         for (int column = 0; column < COLUMNS; column++) {
             // Rows past the last repeat it; their sums are dropped.
             int m = min(TILE == SPLIT ? g % 4 : g + 8 * column, rows - 1);
-            x[column] = ORDERED ? xs + column * GROUP_BYTES + lane_id() * 16 : xs + m * row_bytes + (TILE == SPLIT && g >= 4 ? X_CHUNK : 0) + t * 16;
+            u32 in_row = (TILE == SPLIT && g >= 4 ? X_CHUNK : 0) + t * 16;
+            x[column] = xs + (ORDERED ? column * GROUP_BYTES + lane_id() * 16 : m * row_bytes + in_row);
             turn[column] = (m & 1) * 64;
         }
     }
@@ -559,7 +561,9 @@ __device__ __forceinline__ void run(const Arguments& a) {
     if (OUTPUT == SWIGLU_ORDERED && block == (int)gridDim.x - 1) {
         // What is missing at the end is zeros.
         int rows = a.matrix[0].rows, missing = filled(rows) - rows;
-        for (int i = thread; i < a.m * missing; i += THREADS) ((u16*)a.out)[ordered_at(MOST / GROUP_ROWS, i / missing, rows + i % missing)] = 0;
+        for (int i = thread; i < a.m * missing; i += THREADS) {
+            ((u16*)a.out)[ordered_at(MOST / GROUP_ROWS, i / missing, rows + i % missing)] = 0;
+        }
     }
     if (!DIVISIBLE || gridDim.z == 1) {
         for (int i = thread;;) {
@@ -571,8 +575,8 @@ __device__ __forceinline__ void run(const Arguments& a) {
         }
     }
 #if __CUDA_ARCH__ >= 900
-    // Each block of the cluster puts out some of the outputs. What a block has of them stands where rings were, at the same place in all
-    // blocks.
+    // Each block of the cluster puts out some of the outputs. What a block has of them stands where rings were, at the same place in
+    // all blocks.
     float* own = (float*)shared;
     if (mine.exists) own[thread] = sum_up(mine).x;
     for (int i = thread + THREADS; i < outputs; i += THREADS) {

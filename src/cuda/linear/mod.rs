@@ -36,8 +36,9 @@ const WIDE: usize = 8;
 const GROUP_ROWS: usize = 8;
 /// Rows of activations that need no scratch memory.
 const FEW: usize = 4;
-/// Bytes of a block's activations, row after row, beyond which the fused kernel gives way to the tiled one. On an H200, 8 rows of 9,728 took blocks that
-/// hold all of them 11.1 us and the tiled kernel 9.6, but a layer is 0.5 us faster where pairs of blocks divide them.
+/// Bytes of a block's activations, row after row, beyond which the fused kernel gives way to the tiled one. On an H200, 8 rows of
+/// 9,728 took blocks that hold all of them 11.1 us and the tiled kernel 9.6, but a layer is 0.5 us faster where pairs of blocks divide
+/// them.
 const FUSED_BYTES: usize = 128 << 10;
 /// Rows of activations that the tiled kernel takes where there is the library, too. It was measured against the library's way for
 /// a step of 64 rows only, in earlier forms, and was faster: 8,440 and 8,912 tokens a second of Qwen3-4B to 8,064.
