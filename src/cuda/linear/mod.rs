@@ -1,6 +1,6 @@
-//! Weight matrices on the device, and products with them. For NVFP4 weights one fused kernel serves up to [`SMALL`] rows, or on
-//! Hopper up to [`WIDE`], one of tiles up to [`TILED`], and a library more than that, over a bounded f16 copy of one weight at a
-//! time; without the library the one of tiles serves all. Plain kernels do the rest.
+//! Weight matrices on the device, and products with them. For NVFP4 weights one fused kernel serves up to [`SMALL`] rows, or up to
+//! [`WIDE`] on Hopper if they are not ordered; one of tiles up to [`TILED`], and a library more than that, over a bounded f16 copy of
+//! one weight at a time; without the library the one of tiles serves all. Plain kernels do the rest.
 
 mod dense;
 mod many;
