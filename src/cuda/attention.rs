@@ -172,7 +172,8 @@ const fn decode_shared(stages: usize, dim: usize) -> usize {
 enum Form {
     /// A ring of several pages, two of which are worked on at a time.
     Few,
-    /// The same, one at a time: beside Hopper's kernel of wide tiles 16 sequences of Qwen3-4B were 4 % faster so.
+    /// The same, one at a time: 16 sequences of Qwen3-4B were 4 % faster so when Hopper's kernel of wide tiles multiplied for them, which
+    /// the fused one does now.
     Some,
     /// Several blocks share a multiprocessor: where one has no room for a ring that is good for it alone, with the widest heads,
     /// too.

@@ -30,7 +30,7 @@ pub const MLP_SCALE: f32 = 16.0;
 pub const SMALL: usize = 16;
 /// Rows of activations beyond which Hopper's kernel of wide tiles serves, unless they are ordered: of 16 rows a layer of Qwen3-4B took
 /// 56.9 us by it and 60.4 by the others, of 8 rows 52.5 and 43.2. Of ordered rows the fused kernel takes all that it has room for: the
-/// products of a layer of 16 rows take 32.3 us by it, 41.6 by the wide one.
+/// four products of a layer take 34.7 us of 16 rows by it, each measured by itself, and 41.6 by the wide one.
 const WIDE: usize = 8;
 /// Rows of activations that [`Layout::Ordered`] keeps together.
 const GROUP_ROWS: usize = 8;
@@ -140,6 +140,14 @@ impl Output {
         }
     }
 
+    /// How it lies.
+    const fn layout(self) -> Layout {
+        match self {
+            Output::SwigluOrdered => Layout::Ordered,
+            Output::F32 | Output::F16 | Output::Add | Output::Swiglu => Layout::Rows,
+        }
+    }
+
     const fn is_swiglu(self) -> bool {
         matches!(self, Output::Swiglu | Output::SwigluOrdered)
     }
@@ -244,7 +252,8 @@ pub fn linear(
     let layout = input.layout();
     if all_nvfp4
         && m <= SMALL
-        && (layout == Layout::Ordered || TileKernel::serving(gpu.arch(), m) == TileKernel::Tiled)
+        && (layout == Layout::Ordered
+            || TileKernel::serving(gpu.arch(), m, layout) == TileKernel::Tiled)
         && let Some(plan) = small::plan(gpu, m, matrices, output, layout, divisible(gpu, input))
         && (m <= FEW
             || output.is_swiglu()
@@ -255,14 +264,11 @@ pub fn linear(
     {
         return small(gpu, input, m, matrices, output, out, stride, plan);
     }
-    if output.is_swiglu() && !tiled::has_swiglu(gpu, m, matrices, output) {
+    if output.is_swiglu() && !tiled::has_swiglu(gpu, m, matrices, output.layout()) {
         bail!(Internal, "no kernel applies SwiGLU to {m} rows of these");
     }
     if all_nvfp4 && tiles_serve(gpu, m) {
-        let kernel = match layout {
-            Layout::Ordered => TileKernel::Wide,
-            Layout::Rows => TileKernel::serving(gpu.arch(), m),
-        };
+        let kernel = TileKernel::serving(gpu.arch(), m, layout);
         return tiled(
             gpu, kernel, input, m, matrices, output, out, stride, scratch,
         );
@@ -293,12 +299,9 @@ fn tiles_serve(gpu: &Gpu, m: usize) -> bool {
 
 /// Whether one kernel serves `m` rows of these matrices, with a norm before if it is one row, and with SwiGLU after if that is wanted.
 pub fn is_fused(gpu: &Gpu, m: usize, matrices: &[Biased<'_>], output: Output) -> bool {
-    let layout = match output {
-        Output::SwigluOrdered => Layout::Ordered,
-        _ => Layout::Rows,
-    };
+    let layout = output.layout();
     let small = m <= SMALL
         && matrices.iter().all(|(w, _)| w.storage == Storage::Nvfp4)
         && small::plan(gpu, m, matrices, output, layout, false).is_some();
-    small || output.is_swiglu() && tiled::has_swiglu(gpu, m, matrices, output)
+    small || output.is_swiglu() && tiled::has_swiglu(gpu, m, matrices, layout)
 }

@@ -280,8 +280,7 @@ pub fn small(
         Output::Add => "add",
         Output::Swiglu | Output::SwigluOrdered => "swiglu",
     };
-    let ordered = input.layout() == Layout::Ordered;
-    if output.is_swiglu() && ordered != (output == Output::SwigluOrdered) {
+    if output.is_swiglu() && output.layout() != input.layout() {
         bail!(
             Internal,
             "the fused kernel leaves what SwiGLU makes in the layout of its input"

@@ -57,11 +57,12 @@ pub enum TileKernel {
 }
 
 impl TileKernel {
-    /// The one that serves products of `m` rows.
-    pub fn serving(arch: (i32, i32), m: usize) -> TileKernel {
-        match arch {
-            (9, 0) if m > WIDE => TileKernel::Wide,
-            _ => TileKernel::Tiled,
+    /// The one that serves products of `m` rows that lie like this.
+    pub fn serving(arch: (i32, i32), m: usize, layout: Layout) -> TileKernel {
+        match (layout, arch) {
+            (Layout::Ordered, _) => TileKernel::Wide,
+            (Layout::Rows, (9, 0)) if m > WIDE => TileKernel::Wide,
+            (Layout::Rows, _) => TileKernel::Tiled,
         }
     }
 
@@ -215,13 +216,11 @@ impl Tiling {
     }
 }
 
-/// Whether a kernel of tiles applies SwiGLU to products of `m` rows with these matrices, and leaves its result like this.
-pub(super) fn has_swiglu(gpu: &Gpu, m: usize, matrices: &[Biased<'_>], output: Output) -> bool {
-    let kernel = match output {
-        Output::SwigluOrdered => TileKernel::Wide,
-        _ => TileKernel::serving(gpu.arch(), m),
-    };
-    m <= TILED && matrices.iter().all(|(w, _)| w.storage == Storage::Nvfp4) && kernel.has_swiglu()
+/// Whether a kernel of tiles applies SwiGLU to products of `m` rows that lie like this with these matrices.
+pub(super) fn has_swiglu(gpu: &Gpu, m: usize, matrices: &[Biased<'_>], layout: Layout) -> bool {
+    m <= TILED
+        && matrices.iter().all(|(w, _)| w.storage == Storage::Nvfp4)
+        && TileKernel::serving(gpu.arch(), m, layout).has_swiglu()
 }
 
 /// Enqueues f16 rows `x` `[m, k]` as [`Layout::Ordered`] to `y`.
@@ -324,6 +323,20 @@ mod tests {
     /// As many clusters as there would be if any multiprocessors could form one.
     fn clusters(multiprocessors: usize) -> impl Fn(Tiling) -> Result<usize> {
         move |tiling| Ok(multiprocessors / tiling.grid[2])
+    }
+
+    #[test]
+    fn ordered_rows_are_for_the_wide_kernel() {
+        use Layout::{Ordered, Rows};
+        for m in [5, 8, 9, 128] {
+            assert_eq!(TileKernel::serving((9, 0), m, Ordered), TileKernel::Wide);
+            assert_eq!(TileKernel::serving((12, 1), m, Rows), TileKernel::Tiled);
+        }
+        assert_eq!(TileKernel::serving((9, 0), WIDE, Rows), TileKernel::Tiled);
+        assert_eq!(
+            TileKernel::serving((9, 0), WIDE + 1, Rows),
+            TileKernel::Wide
+        );
     }
 
     #[test]
