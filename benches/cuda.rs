@@ -11,8 +11,8 @@ use std::time::Instant;
 
 use NVFP4::base::memory::Tag;
 use NVFP4::cuda::{
-    self, DeviceBuffer, Gpu, Graph, Heads, Input, Layout, LinearScratch, Matrix, Output, PAGE,
-    PageTable, Plan, Rows, ScaledTile, TileKernel, Way,
+    self, Biased, DeferredNorm, DeviceBuffer, Gpu, Graph, Heads, Input, Layout, LinearScratch,
+    Matrix, NormScratch, Output, PAGE, PageTable, Plan, Rows, ScaledTile, TileKernel, Way,
 };
 use NVFP4::format::nvfp4::{BLOCK, Levels, NonFinite, QuantizeOptions};
 use NVFP4::format::random;
@@ -39,7 +39,6 @@ struct Shape {
     rows: &'static [usize],
     k: usize,
     output: Output,
-    normed: bool,
 }
 
 const SHAPES: [Shape; 5] = [
@@ -48,35 +47,30 @@ const SHAPES: [Shape; 5] = [
         rows: &[4096, 1024, 1024],
         k: 2560,
         output: Output::F32,
-        normed: true,
     },
     Shape {
         name: "o",
         rows: &[2560],
         k: 4096,
         output: Output::Add,
-        normed: false,
     },
     Shape {
         name: "gate_up",
         rows: &[9728, 9728],
         k: 2560,
         output: Output::Swiglu,
-        normed: true,
     },
     Shape {
         name: "down",
         rows: &[2560],
         k: 9728,
         output: Output::Add,
-        normed: false,
     },
     Shape {
         name: "lm_head",
         rows: &[151_936],
         k: 2560,
         output: Output::F32,
-        normed: true,
     },
 ];
 
@@ -391,7 +385,6 @@ fn products(gpu: &Arc<Gpu>, bandwidth: f64, only: &[String]) {
             Output::Swiglu => shape.rows[0],
             _ => shape.rows.iter().sum(),
         };
-        let norm = floats(gpu, shape.k, 1);
         let x = floats(gpu, 128 * shape.k, 2);
         let out = DeviceBuffer::zeroed(
             gpu,
@@ -417,11 +410,7 @@ fn products(gpu: &Arc<Gpu>, bandwidth: f64, only: &[String]) {
         };
         for m in [1, 2, 4, 8, 16] {
             let layout = Layout::taken(gpu, m);
-            let input = if shape.normed && m == 1 {
-                Input::Normed(&x, &norm, 1e-6)
-            } else {
-                layout.input(&x, 1.0)
-            };
+            let input = layout.input(&x, 1.0);
             let output = match shape.output {
                 Output::Swiglu => layout.swiglu(),
                 other => other,
@@ -432,7 +421,7 @@ fn products(gpu: &Arc<Gpu>, bandwidth: f64, only: &[String]) {
                 shape.rows,
                 output,
                 layout,
-                cuda::divisible(gpu, input),
+                cuda::divisible(gpu),
                 gpu.multiprocessors(),
                 gpu.shared_limit(),
             )
@@ -440,7 +429,7 @@ fn products(gpu: &Arc<Gpu>, bandwidth: f64, only: &[String]) {
             let how = format!("fused, {} rows", plan.rows);
             report(m, &how, &|| {
                 for set in &matrices {
-                    cuda::small(gpu, input, m, set, output, &out, features, plan)?;
+                    cuda::small(gpu, input, m, set, output, &out, features, plan, None)?;
                 }
                 Ok(())
             });
@@ -519,20 +508,50 @@ fn chain(gpu: &Arc<Gpu>) {
         let normed =
             DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, layout.elements(batch, 2560) * 2)
                 .unwrap();
-        let norm_input = || -> NVFP4::base::Result<Input<'_>> {
-            if batch == 1 {
-                return Ok(Input::Normed(&x, &hidden_norm, 1e-6));
+        // Norms are deferred where the model defers them, which is after the first.
+        let norms = NormScratch::new(gpu, 2560).unwrap();
+        let norm = |turn| DeferredNorm {
+            scratch: &norms,
+            turn,
+            x: &x,
+            weight: &hidden_norm,
+            eps: 1e-6,
+        };
+        let deferred = |makes: &[Biased<'_>], takes: &[Biased<'_>], output| {
+            DeferredNorm::serves(gpu, batch, layout, makes[0], takes, output)
+        };
+        let norm_input = |turn: usize, deferred: bool| -> NVFP4::base::Result<Input<'_>> {
+            if deferred {
+                return Ok(Input::Deferred(norm(turn), layout));
             }
-            cuda::rms_norm(gpu, &x, 0, &hidden_norm, 1e-6, batch, 2560, &normed, layout)?;
+            let factors = (batch <= cuda::SMALL).then(|| norms.factors(turn));
+            cuda::rms_norm(
+                gpu,
+                &x,
+                0,
+                &hidden_norm,
+                1e-6,
+                batch,
+                2560,
+                &normed,
+                layout,
+                factors,
+            )?;
             Ok(layout.input(&normed, 1.0))
+        };
+        let add = |input, matrices: &[Biased<'_>], next, deferred| match deferred {
+            true => cuda::linear_add(gpu, input, batch, matrices[0], &norm(next)),
+            false => cuda::linear(gpu, input, batch, matrices, Output::Add, &x, 2560, &scratch),
         };
         let enqueue = |wanted: [bool; 5]| -> NVFP4::base::Result<()> {
             for (layer, w) in weights.iter().enumerate() {
                 let all = |i: usize| w[i].iter().map(|w| (w, None)).collect::<Vec<_>>();
+                let input_deferred = deferred(&all(3), &all(0), Output::F32);
+                let post_deferred = deferred(&all(1), &all(2), layout.swiglu());
                 if wanted[0] {
                     cuda::linear(
                         gpu,
-                        norm_input()?,
+                        norm_input(2 * layer, layer > 0 && input_deferred)?,
                         batch,
                         &all(0),
                         Output::F32,
@@ -552,26 +571,18 @@ fn chain(gpu: &Arc<Gpu>) {
                     )?;
                 }
                 if wanted[2] {
-                    cuda::linear(
-                        gpu,
-                        layout.input(&attended, 1.0),
-                        batch,
-                        &all(1),
-                        Output::Add,
-                        &x,
-                        2560,
-                        &scratch,
-                    )?;
+                    let input = layout.input(&attended, 1.0);
+                    add(input, &all(1), 2 * layer + 1, post_deferred)?;
                 }
                 if wanted[3] {
-                    let fused = cuda::is_fused(gpu, batch, &all(2), layout.swiglu());
+                    let fused = cuda::has_swiglu(gpu, batch, &all(2), layout);
                     let (output, out, stride) = match fused {
                         true => (layout.swiglu(), &mlp, 9728),
                         false => (Output::F16, &gate_up, 2 * 9728),
                     };
                     cuda::linear(
                         gpu,
-                        norm_input()?,
+                        norm_input(2 * layer + 1, post_deferred)?,
                         batch,
                         &all(2),
                         output,
@@ -584,16 +595,8 @@ fn chain(gpu: &Arc<Gpu>) {
                     }
                 }
                 if wanted[4] {
-                    cuda::linear(
-                        gpu,
-                        layout.input(&mlp, 1.0),
-                        batch,
-                        &all(3),
-                        Output::Add,
-                        &x,
-                        2560,
-                        &scratch,
-                    )?;
+                    let input = layout.input(&mlp, 1.0);
+                    add(input, &all(3), 2 * layer + 2, input_deferred)?;
                 }
             }
             Ok(())
@@ -608,12 +611,14 @@ fn chain(gpu: &Arc<Gpu>) {
         let logits = floats(gpu, batch * vocabulary, 8);
         let tokens = DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, 4 * batch).unwrap();
         let best = cuda::Best::new(gpu, batch).unwrap();
+        let last_down = [(&weights[LAYERS - 1][3][0], None)];
+        let head_deferred = deferred(&last_down, &[(&head, None)], Output::F32);
         let token = || -> NVFP4::base::Result<()> {
             cuda::embed(gpu, cuda::Table::Device(&head), &tokens, batch, &x)?;
             enqueue([true; 5])?;
             cuda::linear(
                 gpu,
-                norm_input()?,
+                norm_input(2 * LAYERS, head_deferred)?,
                 batch,
                 &[(&head, None)],
                 Output::F32,

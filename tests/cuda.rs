@@ -11,8 +11,8 @@ use std::sync::Arc;
 use NVFP4::base::memory::{self, Tag};
 use NVFP4::base::{ErrorKind, env};
 use NVFP4::cuda::{
-    self, Biased, DeviceBuffer, Gpu, Heads, Input, Layout, LinearScratch, Matrix, Output, PAGE,
-    PageTable, Rows, ScaledTile, Storage, TileKernel, Way,
+    self, Biased, DeferredNorm, DeviceBuffer, Gpu, Heads, Input, Layout, LinearScratch, Matrix,
+    NormScratch, Output, PAGE, PageTable, Rows, ScaledTile, Storage, TileKernel, Way,
 };
 use NVFP4::format::nvfp4::{self, BLOCK, Nvfp4, QuantizeOptions};
 use NVFP4::format::random;
@@ -89,18 +89,38 @@ fn read_f16(buffer: &DeviceBuffer, count: usize) -> Vec<f32> {
         .collect()
 }
 
-/// Rows `[m, k]` of activations that lie like this, one after the other; `kernels/format/ordered.cuh` has the order.
+/// Where element `k` of a row of `m` stands in ordered activations; `kernels/format/ordered.cuh` has the order.
+fn ordered_at(m: usize, row: usize, k: usize) -> usize {
+    let (chunk, in_chunk) = (k / 128, k % 128);
+    let piece = in_chunk / 32 * 4 + k % 4;
+    let in_piece = row % 8 * 8 + k % 16 / 4 * 2 + k / 16 % 2;
+    ((chunk * m.div_ceil(8) + row / 8) * 16 + piece) * 64 + in_piece
+}
+
+/// Rows `[m, k]` of activations that lie like this, one after the other.
 fn in_rows(layout: Layout, values: &[f32], m: usize, k: usize) -> Vec<f32> {
-    let at = |row: usize, k: usize| {
-        let (chunk, in_chunk) = (k / 128, k % 128);
-        let piece = in_chunk / 32 * 4 + k % 4;
-        let in_piece = row % 8 * 8 + k % 16 / 4 * 2 + k / 16 % 2;
-        ((chunk * m.div_ceil(8) + row / 8) * 16 + piece) * 64 + in_piece
-    };
     match layout {
         Layout::Rows => values.to_vec(),
-        Layout::Ordered => (0..m * k).map(|i| values[at(i / k, i % k)]).collect(),
+        Layout::Ordered => (0..m * k)
+            .map(|i| values[ordered_at(m, i / k, i % k)])
+            .collect(),
     }
+}
+
+/// Rows `[m, k]` as activations that lie like this, in f16; NaN stands where no row is, and zeros where a row has ended.
+fn in_layout(layout: Layout, values: &[f32], m: usize, k: usize) -> Vec<u16> {
+    let halves = values.iter().map(|&v| f16::from_f32(v).to_bits());
+    if layout == Layout::Rows {
+        return halves.collect();
+    }
+    let mut all = vec![f16::NAN.to_bits(); layout.elements(m, k)];
+    for row in 0..m {
+        (k..k.next_multiple_of(128)).for_each(|k| all[ordered_at(m, row, k)] = 0);
+    }
+    halves
+        .enumerate()
+        .for_each(|(i, h)| all[ordered_at(m, i / k, i % k)] = h);
+    all
 }
 
 /// ‖got − want‖ / ‖want‖; a NaN anywhere makes it a NaN, which passes no bar.
@@ -533,6 +553,12 @@ fn operands_that_do_not_fit_are_refused() {
     cuda::scaled_mm(&gpu, &empty, &a, DType::F32, &small).unwrap();
 }
 
+/// What the norm of a row multiplies it by.
+fn factor_of(row: &[f32]) -> f64 {
+    let mean = row.iter().map(|&v| f64::from(v).powi(2)).sum::<f64>() / row.len() as f64;
+    1.0 / (mean + f64::from(1e-6f32)).sqrt()
+}
+
 fn rms_norm(x: &[f32], weight: &[f32], eps: f32) -> Vec<f32> {
     x.chunks_exact(weight.len())
         .flat_map(|row| {
@@ -575,27 +601,25 @@ fn fused_norms_and_activations_agree_with_f64() {
         let (x, norm) = (normal(seed + 10, m * k), normal(seed + 11, k));
         let normed = rms_norm(&x, &norm, 1e-6);
         let (device_x, device_norm) = (upload(&gpu, &x), upload(&gpu, &norm));
-        // The fused kernel normalises one row; of more, a kernel before it does.
         let layout = Layout::taken(&gpu, m);
         let device_normed = poisoned(&gpu, layout.elements(m, k) * 2);
-        let input = match m {
-            1 => Input::Normed(&device_x, &device_norm, 1e-6),
-            _ => {
-                cuda::rms_norm(
-                    &gpu,
-                    &device_x,
-                    0,
-                    &device_norm,
-                    1e-6,
-                    m,
-                    k,
-                    &device_normed,
-                    layout,
-                )
-                .unwrap();
-                layout.input(&device_normed, 1.0)
-            }
-        };
+        let factors = poisoned(&gpu, m * 4);
+        cuda::rms_norm(
+            &gpu,
+            &device_x,
+            0,
+            &device_norm,
+            1e-6,
+            m,
+            k,
+            &device_normed,
+            layout,
+            Some(&factors),
+        )
+        .unwrap();
+        let input = layout.input(&device_normed, 1.0);
+        let want: Vec<f64> = x.chunks_exact(k).map(factor_of).collect();
+        assert_close(&read_f32(&factors, m), &want, EXACT, "factors");
 
         let all: usize = rows.iter().sum();
         let matrices: Vec<Biased<'_>> = weights
@@ -630,7 +654,7 @@ fn fused_norms_and_activations_agree_with_f64() {
         let elements = layout.elements(m, rows[0]);
         let out = poisoned(&gpu, elements * 2);
         let both = [(&gate.device, None), (&up.device, None)];
-        if !cuda::is_fused(&gpu, m, &both, layout.swiglu()) {
+        if !cuda::has_swiglu(&gpu, m, &both, layout) {
             continue;
         }
         cuda::linear(
@@ -654,6 +678,154 @@ fn fused_norms_and_activations_agree_with_f64() {
             .map(|(g, u)| g / (1.0 + (-g).exp()) * u / scale)
             .collect();
         assert_close(&got, &want, F16, "norm, gate, up");
+    }
+}
+
+/// A product that leaves rows for their norm, and products that apply it: with rows of the magnitude of the ones before, and with
+/// rows that have grown or shrunk so much that they are normalised anew.
+#[test]
+fn deferred_norms_agree_with_f64() {
+    let Some(gpu) = gpu() else { return };
+    let scratch = LinearScratch::new(&gpu, 16, 9728, 0).unwrap();
+    for (i, &(m, k, width, rows)) in [
+        (1, 4096, 2560, [512, 128, 120]),
+        (1, 9728, 2560, [512, 128, 120]),
+        (1, 80, 64, [40, 24, 8]),
+        (2, 1168, 320, [72, 40, 33]),
+        (4, 9728, 2560, [64, 16, 8]),
+        (3, 272, 1088, [136, 40, 9]),
+        (5, 256, 576, [136, 40, 9]),
+        (8, 4096, 2560, [512, 128, 120]),
+        (8, 9728, 2560, [512, 128, 120]),
+        (11, 528, 1024, [64, 8, 16]),
+        (16, 9728, 2560, [72, 8, 16]),
+        (16, 144, 3072, [72, 8, 16]),
+    ]
+    .iter()
+    .enumerate()
+    {
+        let layout = Layout::taken(&gpu, m);
+        let seed = 7000 + 50 * i as u64;
+        let maker = weight(&gpu, width, k, seed);
+        let takers = rows.map(|n| weight(&gpu, n, width, seed + n as u64));
+        let (gate, up) = (&takers[0], weight(&gpu, rows[0], width, seed + 1));
+        let three: Vec<Biased<'_>> = takers
+            .iter()
+            .map(|w| (&w.device, Some(&w.device_bias)))
+            .collect();
+        let two = [(&gate.device, None), (&up.device, None)];
+        let makes = (&maker.device, Some(&maker.device_bias));
+        let serves = |takes: &[Biased<'_>], output| {
+            DeferredNorm::serves(&gpu, m, layout, makes, takes, output)
+        };
+        if !serves(&three, Output::F32) {
+            assert!(m > 4, "up to 4 rows are served by every GPU");
+            continue;
+        }
+        assert!(serves(&two, layout.swiglu()));
+        assert!(!serves(&three[..1], Output::F16));
+
+        let (before, norm) = (normal(seed + 2, m * width), normal(seed + 3, width));
+        let input = normal(seed + 4, m * k);
+        let device_norm = upload(&gpu, &norm);
+        let mut device_input = poisoned(&gpu, layout.elements(m, k) * 2);
+        device_input
+            .write(0, &in_layout(layout, &input, m, k))
+            .unwrap();
+        let norms = NormScratch::new(&gpu, width).unwrap();
+        let made = product(&rounded(&input), m, &maker, true);
+        for turn in 0..2 {
+            // Rows are as large as the factors say, but for every third.
+            for (a, b) in [(1.0, 1.0), (1.0, 1e-5), (1e4, 30.0), (3e-7, 1.0)] {
+                let scale = |row: usize| if row % 3 == turn { a } else { b };
+                let residual: Vec<f32> = (0..m * width).map(|i| before[i] * 5.0).collect();
+                let device_x = upload(&gpu, &residual);
+                let deferred = DeferredNorm {
+                    scratch: &norms,
+                    turn,
+                    x: &device_x,
+                    weight: &device_norm,
+                    eps: 1e-6,
+                };
+                let want_x: Vec<f64> = residual
+                    .iter()
+                    .zip(&made)
+                    .map(|(x, y)| f64::from(*x) + y)
+                    .collect();
+                // The norm before leaves factors, here of rows that are smaller by as much.
+                let last_x: Vec<f32> = (0..m * width)
+                    .map(|i| want_x[i] as f32 / scale(i / width))
+                    .collect();
+                cuda::rms_norm(
+                    &gpu,
+                    &upload(&gpu, &last_x),
+                    0,
+                    &device_norm,
+                    1e-30,
+                    m,
+                    width,
+                    &poisoned(&gpu, layout.elements(m, width) * 2),
+                    layout,
+                    Some(norms.factors(turn + 1)),
+                )
+                .unwrap();
+                let what = format!("{m} rows of {width}, factors {a:e}, {b:e} too large");
+                cuda::linear_add(&gpu, layout.input(&device_input, 1.0), m, makes, &deferred)
+                    .unwrap();
+                let x = read_f32(&device_x, m * width);
+                assert_close(&x, &want_x, EXACT, &what);
+                let normed = rms_norm(&x, &norm, 1e-6);
+                let input = Input::Deferred(deferred, layout);
+
+                let all: usize = rows.iter().sum();
+                let out = poisoned(&gpu, m * all * 4);
+                cuda::linear(&gpu, input, m, &three, Output::F32, &out, all, &scratch).unwrap();
+                let parts: Vec<Vec<f64>> = takers
+                    .iter()
+                    .map(|w| product(&rounded(&normed), m, w, true))
+                    .collect();
+                let got = read_f32(&out, m * all);
+                for row in 0..m {
+                    let want: Vec<f64> = parts
+                        .iter()
+                        .zip(rows)
+                        .flat_map(|(p, n)| p[row * n..(row + 1) * n].to_vec())
+                        .collect();
+                    // Both round to f16, of different multiples.
+                    let got = &got[row * all..(row + 1) * all];
+                    assert_close(got, &want, F16, &format!("{what}: row {row}"));
+                }
+                let want: Vec<f64> = x.chunks_exact(width).map(factor_of).collect();
+                let left = read_f32(norms.factors(turn), m);
+                assert_close(&left, &want, EXACT, &what);
+
+                let elements = layout.elements(m, rows[0]);
+                let out = poisoned(&gpu, elements * 2);
+                let output = layout.swiglu();
+                cuda::linear(&gpu, input, m, &two, output, &out, rows[0], &scratch).unwrap();
+                let got = in_rows(layout, &read_f16(&out, elements), m, rows[0]);
+                let g = product(&rounded(&normed), m, gate, false);
+                let u = product(&rounded(&normed), m, &up, false);
+                let want: Vec<f64> = g
+                    .iter()
+                    .zip(&u)
+                    .map(|(g, u)| g / (1.0 + (-g).exp()) * u / f64::from(cuda::MLP_SCALE))
+                    .collect();
+                // Of few features some are small by cancellation.
+                assert_close(&got, &want, 3.0 * F16, &what);
+            }
+        }
+        // What no kernel does.
+        let wrong = DeferredNorm {
+            scratch: &norms,
+            turn: 0,
+            x: &device_norm,
+            weight: &device_norm,
+            eps: 1e-6,
+        };
+        let input = layout.input(&device_input, 1.0);
+        assert!(m == 1 || cuda::linear_add(&gpu, input, m, makes, &wrong).is_err());
+        assert!(cuda::linear_add(&gpu, input, m, three[0], &wrong).is_err());
     }
 }
 

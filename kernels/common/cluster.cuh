@@ -37,6 +37,10 @@ __device__ __forceinline__ void copy_bulk(u32 shared, const void* global, u32 by
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
+// The same in two halves, for barriers in shared memory only: other blocks may use those that were published before the one after the
+// other.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 // The same place in shared memory of a block of the cluster, and loads from there.
 __device__ __forceinline__ u32 cluster_address(u32 shared, u32 block) {
     u32 there;
@@ -51,8 +55,9 @@ __device__ __forceinline__ float4 load_cluster_16(u32 shared, u32 block) {
                  : "memory");
     return v;
 }
-__device__ __forceinline__ float load_cluster_4(u32 shared, u32 block) {
-    float v;
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(cluster_address(shared, block)) : "memory");
-    return v;
+// A number for the shared memory of a block of the cluster, whose barrier there was told to expect 4 bytes of it.
+__device__ __forceinline__ void send_to_cluster(u32 shared, u32 block, float x, u32 barrier) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(cluster_address(shared, block)),
+                 "r"(__float_as_uint(x)), "r"(cluster_address(barrier, block))
+                 : "memory");
 }

@@ -18,15 +18,15 @@
 //
 // x stands in shared memory as f16 in the order of the weights, padded with zeros to whole steps; they may come in the order of
 // format/ordered.cuh, and are then copied as they are, of which products need not await the last. K must be a multiple of 16.
+// Norms of x are applied at the end, and those of a sum of x and the product are prepared there (norm/deferred.cuh).
 #include "activation/silu.cuh"
 #include "common/cluster.cuh"
 #include "common/ptx.cuh"
-#include "common/reduce.cuh"
 #include "common/ring.cuh"
 #include "format/ordered.cuh"
 #include "format/packed.cuh"
 #include "linear/matrix.cuh"
-#include "norm/fours.cuh"
+#include "norm/deferred.cuh"
 
 // a / b, where that is less than 2^19 and neither is negative, in a third of the instructions: what comes before the wait is
 // taken from the kernel before this one.
@@ -36,7 +36,7 @@ __device__ __forceinline__ int quotient(int a, int b) {
 }
 
 enum Tile { ROWS, PAIR, SPLIT };
-enum Input { PLAIN, ORDERED, NORMED };
+enum Input { PLAIN, ORDERED };
 enum Output { STORE_F32, STORE_F16, ADD_F32, SWIGLU_F16, SWIGLU_ORDERED };
 
 constexpr int WARPS = 16;
@@ -54,19 +54,18 @@ struct Part {
 };
 
 struct Arguments {
-    const void* x;              // PLAIN, ORDERED: f16 [m, k]; NORMED: f32 [k], of one row
-    const float* norm_weight;   // NORMED: [k]
+    const u16* x;               // f16 [m, k]
     void* out;                  // [m, out_stride]; the matrices' features follow each other
     Matrix matrix[MATRICES];    // SWIGLU: gate and up, of equal rows
     int tiles[MATRICES - 1];    // of all matrices up to this one; PAIR: of all
     int each, more;             // tiles of a cluster; clusters that have one more
-    Part part[PARTS];           // of K, for the blocks of a cluster along the last dimension of the grid
+    Part part[PARTS];           // of K, for the blocks of a cluster along the last dimension of the grid; the last one is no smaller
     int chunks;                 // of a row
     int m;
     int k;
     int out_stride;
-    float eps;
     float out_scale;            // SWIGLU: of the result, which may be large
+    DeferredNorm norm;          // ADD: of the result; others: of x
 };
 
 // Activations are kept in pieces of 16 bytes: those that lane t multiplies with word j of a chunk, elements 4 t to 4 t + 3 of
@@ -87,57 +86,14 @@ __device__ __forceinline__ uint4 paired(u32 p, u32 p_next, u32 q, u32 q_next) {
 struct Room {
     u32 at;
     int first_k, chunks;
-    u32 behind;         // what follows them: each warp's sum for a norm, or barriers for as many chunks as fit
+    u32 barriers;       // for as many chunks as fit
     __device__ __forceinline__ int pieces() const { return chunks * (X_CHUNK / 16); }
 };
-constexpr int BEHIND = 128;
+// After them: barriers, of which the last is for what another block sends, and factors of a norm.
+constexpr int BARRIERS = 128, EXCHANGE = BARRIERS - 8, BEHIND = BARRIERS + WARPS * 4;
 
 // Each of the following brings activations to a block. It is made before the kernel waits for the one before it, and with it all that can
 // be done by then; run() is for after that and ends without a barrier; ready() tells a warp to go on with a chunk.
-
-// A row of f32, normalised.
-struct NormedLoad {
-    const float* x;
-    Fours norm;         // the norm's weight for piece `thread`
-    float inverse_k;
-    int thread, pieces;
-    u32 to, sums;
-    bool low, high;
-
-    __device__ __forceinline__ NormedLoad(const Arguments& a, const Room& room, int thread)
-        : norm(a.norm_weight, thread, a.k), inverse_k(1.0f / a.k), thread(thread), pieces(room.pieces()), to(room.at + thread * 16),
-          sums(room.behind) {
-        int k = first_element(thread);
-        x = (const float*)a.x + k;
-        low = k < a.k;
-        high = k + BLOCK < a.k;
-    }
-    __device__ __forceinline__ void run(const Arguments& a) const {
-        // Most threads hold what they have of the row from the sum to the product.
-        Fours held{};
-        if (low) held.first = as_floats(load_global_16(x));
-        if (high) held.second = as_floats(load_global_16(x + BLOCK));
-        float sum = held.squares();
-#pragma unroll 1
-        for (int i = thread + THREADS; i < pieces; i += THREADS) sum += Fours((const float*)a.x, i, a.k).squares();
-        sum = warp_sum(sum);
-        if (lane_id() == 0) store_shared_float(sums + thread / WARP * 4, sum);
-        __syncthreads();
-        sum = 0;
-#pragma unroll
-        for (int i = 0; i < WARPS; i += 4) {
-            float4 four = as_floats(load_shared_16(sums + i * 4));
-            sum += (four.x + four.y) + (four.z + four.w);
-        }
-        float factor = rsqrtf(fmaf(sum, inverse_k, a.eps));
-        if (thread < pieces) store_shared_16(to, paired(held, norm, factor));
-#pragma unroll 1
-        for (int i = thread + THREADS; i < pieces; i += THREADS) {
-            store_shared_16(to + (i - thread) * 16, paired(Fours((const float*)a.x, i, a.k), Fours(a.norm_weight, i, a.k), factor));
-        }
-    }
-    __device__ __forceinline__ void ready(int) const {}
-};
 
 // Plain rows: each of MOST is brought by as many threads, two pieces at a time, BATCH of which are on their way before the first is used.
 template <int MOST, int BATCH>
@@ -152,7 +108,7 @@ struct PlainLoad {
         int m = thread / SHARE;
         piece = 2 * (thread % SHARE);
         k = room.first_k + first_element(piece);
-        x = (const uint4*)((const u16*)a.x + m * a.k + k);
+        x = (const uint4*)(a.x + m * a.k + k);
         to = room.at + (m * pieces + (piece ^ m % 2 * 4)) * 16;
         if (m >= a.m) piece = pieces;
     }
@@ -180,6 +136,40 @@ struct PlainLoad {
     __device__ __forceinline__ void ready(int) const {}
 };
 
+// Rows of x of which f16 has not kept enough, from x itself.
+template <bool ORDERED, int MOST>
+__device__ __forceinline__ void normalise_anew(const Arguments& a, const Room& room, u16* rows, float* factors, bool first) {
+    const DeferredNorm& norm = a.norm;
+    int first_piece = room.first_k / 8, pieces = ceil_div(a.k, 2 * BLOCK) * 4;
+    float own = -1;  // of the row that this thread tells others about
+#pragma unroll 1
+    for (int m = 0; m < a.m; m++) {
+        if (is_kept(factors[m])) continue;
+        const float* x = norm.x + m * a.k;
+        float sum = 0;
+#pragma unroll 1
+        for (int i = lane_id(); i < pieces; i += WARP) sum += Fours(x, i, a.k).squares();
+        float factor = rsqrtf(fmaf(warp_sum(sum), reciprocal_approx((float)a.k), norm.eps));
+        if ((int)threadIdx.x == m) own = factor;
+#pragma unroll 1
+        for (int i = threadIdx.x; i < room.pieces(); i += THREADS) {
+            Fours v(x, first_piece + i, a.k), w(norm.weight, first_piece + i, a.k);
+            if (ORDERED) {
+                store_ordered(rows, MOST / GROUP_ROWS, m, first_element(i), normalised(v.first, factor, w.first),
+                              normalised(v.second, factor, w.second));
+            } else {
+                store_shared_16(room.at + (m * room.pieces() + (i ^ m % 2 * 4)) * 16, paired(v, w, factor));
+            }
+        }
+    }
+    __syncthreads();
+    if (!(own < 0)) {
+        factors[threadIdx.x] = 1;
+        if (first) norm.factors[threadIdx.x] = own;
+    }
+    __syncthreads();
+}
+
 #if __CUDA_ARCH__ >= 900
 // Ordered rows: bulk copies of PORTION chunks, each with a barrier.
 template <int GROUPS>
@@ -190,21 +180,21 @@ struct OrderedLoad {
 
     __device__ __forceinline__ OrderedLoad(const Arguments&, const Room& room, int thread) : room(room), thread(thread) {
         if (thread != 0) return;
-        for (int i = 0; i * PORTION < room.chunks; i++) barrier_init(room.behind + i * 8, 1);
+        for (int i = 0; i * PORTION < room.chunks; i++) barrier_init(room.barriers + i * 8, 1);
         publish_barriers();
     }
     __device__ __forceinline__ void run(const Arguments& a) const {
         if (thread != 0) return;
         for (int i = 0; i * PORTION < room.chunks; i++) {
             int first = i * PORTION, bytes = min(PORTION, room.chunks - first) * CHUNK_X;
-            barrier_expect(room.behind + i * 8, bytes);
-            copy_bulk(room.at + first * CHUNK_X, (const u8*)a.x + (room.first_k / CHUNK_K + first) * CHUNK_X, bytes, room.behind + i * 8);
+            barrier_expect(room.barriers + i * 8, bytes);
+            copy_bulk(room.at + first * CHUNK_X, (const u8*)a.x + (room.first_k / CHUNK_K + first) * CHUNK_X, bytes, room.barriers + i * 8);
         }
     }
     __device__ __forceinline__ void ready(int chunk) {
         int portion = chunk / PORTION;
         if (portion == last) return;
-        barrier_wait(room.behind + portion * 8, 0);
+        barrier_wait(room.barriers + portion * 8, 0);
         last = portion;
     }
 };
@@ -213,10 +203,6 @@ struct OrderedLoad {
 template <Input INPUT, int MOST, int BATCH>
 struct LoadOf {
     using Type = PlainLoad<MOST, BATCH>;
-};
-template <int MOST, int BATCH>
-struct LoadOf<NORMED, MOST, BATCH> {
-    using Type = NormedLoad;
 };
 #if __CUDA_ARCH__ >= 900
 template <int MOST, int BATCH>
@@ -397,7 +383,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
     extern __shared__ __align__(128) char shared[];
     int thread = threadIdx.x, warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0);
     // Blocks of a cluster have the same tiles and a part of K each.
-    constexpr bool DIVISIBLE = __CUDA_ARCH__ >= 900 && TILE != PAIR && INPUT != NORMED && (COUNT != MANY || INPUT == ORDERED);
+    constexpr bool DIVISIBLE = __CUDA_ARCH__ >= 900 && TILE != PAIR && (COUNT != MANY || INPUT == ORDERED);
     int part = DIVISIBLE ? blockIdx.z : 0, chunks = a.chunks, first_step = a.part[part].first, steps = a.part[part].steps;
     int block = blockIdx.x, first_tile = block * a.each + min(block, a.more), my_tiles = a.each + (block < a.more);
     Shares shares{steps, my_tiles * steps};
@@ -457,45 +443,102 @@ __device__ __forceinline__ void run(const Arguments& a) {
     constexpr int MOST = COUNT == ONE ? 1 : COUNT == MANY ? 16 : TILE == SPLIT ? 4 : 8;  // rows
     int row_bytes = steps * STEP_CHUNKS * X_CHUNK;
     char* xs = shared + WARPS * Ring::BYTES;
-    char* behind = xs + (INPUT == ORDERED ? MOST : a.m) * row_bytes;
-    float* partial = (float*)(behind + BEHIND);  // [my_tiles + WARPS][m][SUMS]
+    // What follows stands at one place in all blocks of a cluster.
+    char* barriers = xs + (INPUT == ORDERED ? MOST : a.m) * a.part[PARTS - 1].steps * (STEP_CHUNKS * X_CHUNK);
+    float* factors = (float*)(barriers + BARRIERS);     // of a norm of x, what is missing of each row's
+    // From the other block, for this one's share of the outputs: from rows of a tile share(part) on.
+    bool divided = DIVISIBLE && gridDim.z > 1;
+    auto share = [&](int part) { return my_tiles * MOST * part / PARTS * FEATURES; };
+    float* sent = (float*)(barriers + BEHIND);
+    float* partial = sent + (divided ? share(PARTS) - share(PARTS - 1) : 0);    // [my_tiles + WARPS][m][SUMS]
 
     // Output `i` of the block: the address of its first sum, of how many warps there are some, and where it goes.
     struct Place {
         u32 sums;
-        int count, matrix, row, at;
-        bool exists = false;
+        int count = 0, matrix, row, at;     // none of an output that does not exist
+        int next;   // ADD: where it goes for the next norm
     };
     int outputs = my_tiles * MOST * FEATURES;
+#if __CUDA_ARCH__ >= 900
+    u32 exchange = shared_address(barriers) + EXCHANGE;
+    if (divided) {
+        if (thread == 0) {
+            barrier_init(exchange, 1);
+            barrier_expect(exchange, (share(part + 1) - share(part)) * 4);
+            publish_barriers();
+        }
+        __syncwarp();
+        cluster_arrive();
+    }
+#endif
     auto place = [&](int i) {
         Place p;
         int tile = i / (MOST * FEATURES), m = i / FEATURES % MOST, feature = i % FEATURES;
         p.matrix = locate(first_tile + tile, p.row);
         p.row += feature;
         int first = shares.owner(tile * steps);
-        p.count = shares.owner((tile + 1) * steps - 1) - first + 1;
         p.sums = shared_address(partial + ((tile + first) * a.m + m) * SUMS + feature);
-        p.exists = m < a.m && p.row < a.matrix[p.matrix].rows;
+        if (m < a.m && p.row < a.matrix[p.matrix].rows) p.count = shares.owner((tile + 1) * steps - 1) - first + 1;
         int column = p.row + (p.matrix > 0 ? a.matrix[0].rows : 0) + (p.matrix > 1 ? a.matrix[1].rows : 0);
         p.at = OUTPUT == SWIGLU_ORDERED ? (int)ordered_at(MOST / GROUP_ROWS, m, p.row) : m * a.out_stride + column;
+        p.next = INPUT == ORDERED ? (int)ordered_at(MOST / GROUP_ROWS, m, p.row) : p.at;
         return p;
     };
 
-    // What an output is added to.
-    auto former = [&](const Place& p) { return OUTPUT == ADD_F32 && p.exists ? ((const float*)a.out)[p.at] : 0; };
+    // What an output is added to, and what it is multiplied by for the next norm.
+    struct Former {
+        float value, weight, factor;
+    };
+    auto former = [&](const Place& p, int i) {
+        Former f{};
+        if (OUTPUT == ADD_F32 && p.count > 0) {
+            f.value = ((const float*)a.out)[p.at];
+            if (a.norm.squares) {
+                f.weight = a.norm.weight[p.row];
+                f.factor = a.norm.before[i / FEATURES % MOST];
+            }
+        }
+        return f;
+    };
 
-    Room room{shared_address(xs), first_step * (STEP_CHUNKS * CHUNK_K), steps * STEP_CHUNKS, shared_address(behind)};
+    Room room{shared_address(xs), first_step * (STEP_CHUNKS * CHUNK_K), steps * STEP_CHUNKS, shared_address(barriers)};
     typename LoadOf<INPUT, MOST, COUNT == ONE ? 1 : BLOCKS == 1 ? 4 : 2>::Type activations(a, room, thread);
     typename SumsOf<TILE, COUNT, INPUT == ORDERED>::Type sums(room.at, a.m, row_bytes);
     Place mine{};
     if (thread < outputs) mine = place(thread);
     wait_for_earlier_kernels();
     if (!LONG) let_later_kernels_start();
-    float before = former(mine);
-    activations.run(a);
+    Former before = former(mine, thread);
+    constexpr bool MAY_DEFER = OUTPUT != ADD_F32 && OUTPUT != STORE_F16;
+    bool deferred = MAY_DEFER && a.norm.squares;
+    // A warp for each row, from the last warp on: they have fewer activations to bring.
+    if (int row = WARPS - 1 - warp; deferred && row < a.m) {
+        SquaresOfRow<COUNT == ONE ? 3 : 2> squares(a.norm, row);
+        activations.run(a);
+        float factor = rsqrtf(fmaf(warp_sum(squares.sum()), reciprocal_approx((float)a.k), a.norm.eps));
+        if (lane_id() == 0) {
+            factors[row] = factor * reciprocal_approx(squares.before);
+            if (block == 0 && part == 0) a.norm.factors[row] = factor;
+        }
+    } else {
+        activations.run(a);
+    }
 #pragma unroll 1
     for (int i = EARLY; i < STAGES; i++) load(Ring::offset(i), true);
+#if __CUDA_ARCH__ >= 900
+    if (divided) {
+        __syncwarp();
+        cluster_wait();
+    }
+#endif
     __syncthreads();
+    if (deferred) {
+        float factor = lane_id() < a.m ? factors[lane_id()] : 1;
+        if (__any_sync(ALL_LANES, !is_kept(factor))) {
+            for (int chunk = 0; chunk < room.chunks; chunk++) activations.ready(chunk);
+            normalise_anew<INPUT == ORDERED, MOST>(a, room, (u16*)xs, factors, block == 0 && part == 0);
+        }
+    }
 
     u32 stage = 0;
     int left = count;
@@ -543,64 +586,76 @@ __device__ __forceinline__ void run(const Arguments& a) {
         if (TILE == SPLIT) sum.x += sum.y;
         return sum;
     };
-    auto put_out = [&](const Place& p, float2 sum, float before) {
+    auto put_out = [&](const Place& p, int i, float2 sum, const Former& before) {
         const Matrix& w = a.matrix[p.matrix];
-        sum.x *= w.global * PACKED_FACTOR;
+        int m = i / FEATURES % MOST;
+        float factor = deferred ? factors[m] * PACKED_FACTOR : PACKED_FACTOR;
+        sum.x *= w.global * factor;
         if (w.bias) sum.x += w.bias[p.row];
         if (OUTPUT == STORE_F32) ((float*)a.out)[p.at] = sum.x;
-        if (OUTPUT == ADD_F32) ((float*)a.out)[p.at] = before + sum.x;
+        if (OUTPUT == ADD_F32) {
+            float y = before.value + sum.x;
+            ((float*)a.out)[p.at] = y;
+            if (a.norm.squares) {
+                float scaled = y * before.factor * before.weight;
+                a.norm.rows[p.next] = to_f16(scaled);
+                float square = fabsf(scaled) <= F16_MOST ? y * y : INFINITY;
+                // Threads have features of a tile and a row in turn, none of which is missing.
+#pragma unroll
+                for (int d = FEATURES / 2; d > 0; d /= 2) {
+                    square += __shfl_xor_sync(((1ull << FEATURES) - 1) << (lane_id() & ~(FEATURES - 1)), square, d);
+                }
+                if (i % FEATURES == 0) a.norm.squares[m * a.norm.tiles + p.row / FEATURES] = square;
+            }
+        }
         if (OUTPUT == STORE_F16) ((u16*)a.out)[p.at] = to_f16(sum.x);
         if (SWIGLU) {
             const Matrix& up = a.matrix[1];
-            sum.y *= up.global * PACKED_FACTOR;
+            sum.y *= up.global * factor;
             if (up.bias) sum.y += up.bias[p.row];
             ((u16*)a.out)[p.at] = to_f16(silu(sum.x) * sum.y * a.out_scale);
         }
     };
 
-    if (OUTPUT == SWIGLU_ORDERED && block == (int)gridDim.x - 1) {
+    u16* ordered = OUTPUT == SWIGLU_ORDERED ? (u16*)a.out : OUTPUT == ADD_F32 && INPUT == ORDERED && a.norm.squares ? a.norm.rows : nullptr;
+    if (ordered && block == (int)gridDim.x - 1) {
         // What is missing at the end is zeros.
         int rows = a.matrix[0].rows, missing = filled(rows) - rows;
         for (int i = thread; i < a.m * missing; i += THREADS) {
-            ((u16*)a.out)[ordered_at(MOST / GROUP_ROWS, i / missing, rows + i % missing)] = 0;
-        }
-    }
-    if (!DIVISIBLE || gridDim.z == 1) {
-        for (int i = thread;;) {
-            if (mine.exists) put_out(mine, sum_up(mine), before);
-            i += THREADS;
-            if (i >= outputs) return;
-            mine = place(i);
-            before = former(mine);
+            ordered[ordered_at(MOST / GROUP_ROWS, i / missing, rows + i % missing)] = 0;
         }
     }
 #if __CUDA_ARCH__ >= 900
-    // Each block of the cluster puts out some of the outputs. What a block has of them stands where rings were, at the same place in
-    // all blocks.
-    float* own = (float*)shared;
-    if (mine.exists) own[thread] = sum_up(mine).x;
-    for (int i = thread + THREADS; i < outputs; i += THREADS) {
-        Place p = place(i);
-        if (p.exists) own[i] = sum_up(p).x;
-    }
-    __syncwarp();
-    cluster_sync();
-    int end = outputs * (part + 1) / PARTS;
-    for (int i = thread; i < end; i += THREADS) {
-        if (i >= THREADS) {
-            mine = place(i);
-            before = former(mine);
+    if (divided) {
+        // Each block puts out some of the outputs, for which the other one sends what it has of them.
+        auto at = [&](int i) { return i == thread ? mine : place(i); };
+        int begin = share(part), end = share(part + 1);
+        for (int i = thread; i < outputs; i += THREADS) {
+            if (i >= begin && i < end) continue;
+            Place p = at(i);
+            float sum = sum_up(p).x;
+            send_to_cluster(shared_address(sent + i - share(1 - part)), 1 - part, sum, exchange);
         }
-        if (!mine.exists || i < outputs * part / PARTS) continue;
-        float2 sum = {0, 0};
-#pragma unroll
-        for (int j = 0; j < PARTS; j++) sum.x += load_cluster_4(shared_address(own + i), j);
-        put_out(mine, sum, before);
+        for (int i = thread; i < end; i += THREADS) {
+            if (i < begin) continue;
+            Place p = at(i);
+            if (i > thread) before = former(p, i);
+            float sum = sum_up(p).x;
+            barrier_wait(exchange, 0);
+            if (p.count > 0) put_out(p, i, {sum + sent[i - begin], 0}, before);
+        }
+        // Without outputs of its own, too, a block stays until nothing more is sent to it.
+        barrier_wait(exchange, 0);
+        return;
     }
-    // Others may still read what is here.
-    __syncwarp();
-    cluster_sync();
 #endif
+    for (int i = thread;;) {
+        if (mine.count > 0) put_out(mine, i, sum_up(mine), before);
+        i += THREADS;
+        if (i >= outputs) return;
+        mine = place(i);
+        before = former(mine, i);
+    }
 }
 
 #define KERNEL(NAME, TILE, INPUT, OUTPUT, COUNT, BLOCKS)                                                      \
@@ -625,7 +680,6 @@ ORDERED_KERNELS(linear_swiglu, PAIR, SWIGLU_ORDERED, 2)
 KERNELS(linear_f32, STORE_F32)
 KERNELS(linear_f16, STORE_F16)
 KERNELS(linear_add, ADD_F32)
+KERNEL(linear_swiglu_1, PAIR, PLAIN, SWIGLU_F16, ONE, 2)
 KERNEL(linear_swiglu_8, PAIR, PLAIN, SWIGLU_F16, FEW, 2)
 KERNEL(linear_swiglu_16, PAIR, PLAIN, SWIGLU_F16, MANY, 1)
-KERNEL(linear_normed_f32, SPLIT, NORMED, STORE_F32, ONE, 2)
-KERNEL(linear_normed_swiglu, PAIR, NORMED, SWIGLU_F16, ONE, 2)

@@ -18,3 +18,7 @@ private:
         return i < width ? *(const float4*)(row + i) : make_float4(0, 0, 0, 0);
     }
 };
+
+__device__ __forceinline__ float4 normalised(float4 v, float factor, float4 weight) {
+    return make_float4(v.x * factor * weight.x, v.y * factor * weight.y, v.z * factor * weight.z, v.w * factor * weight.w);
+}

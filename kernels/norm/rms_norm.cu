@@ -8,16 +8,13 @@ struct Arguments {
     const float* x;         // [rows, width]
     const float* weight;    // [width]
     u16* y;                 // f16 [rows, width]
+    float* factors;         // [rows]: 1 / sqrt(mean(x^2) + eps); or null
     int width;              // a multiple of 4, and of 16 if ordered
     float eps;
 };
 
 constexpr int THREADS = 256;
 constexpr int HELD = 2;     // pieces that a thread keeps, which is all of a row of 4,096
-
-__device__ __forceinline__ float4 product(float4 v, float factor, float4 w) {
-    return make_float4(v.x * factor * w.x, v.y * factor * w.y, v.z * factor * w.z, v.w * factor * w.w);
-}
 
 template <bool ORDERED>
 __device__ __forceinline__ void run(const Arguments& a) {
@@ -26,7 +23,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
     int count = ORDERED ? filled(a.width) / 8 : ceil_div(a.width, 2 * BLOCK) * 4;
     const float* x = a.x + (size_t)row * a.width;
     auto put = [&](int i, const Fours& v, float factor, const Fours& w) {
-        float4 first = product(v.first, factor, w.first), second = product(v.second, factor, w.second);
+        float4 first = normalised(v.first, factor, w.first), second = normalised(v.second, factor, w.second);
         int k = first_element(i);
         if (ORDERED) {
             store_ordered(a.y, groups, row, k, first, second);
@@ -57,6 +54,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
 #pragma unroll
     for (int i = 0; i < THREADS / WARP; i++) sum += sums[i];
     float factor = rsqrtf(sum / a.width + a.eps);
+    if (a.factors && threadIdx.x == 0) a.factors[row] = factor;
 #pragma unroll
     for (int j = 0; j < HELD; j++) {
         int i = threadIdx.x + j * THREADS;

@@ -78,11 +78,13 @@ struct NormArguments {
     x: u64,
     weight: u64,
     y: u64,
+    factors: u64,
     width: i32,
     eps: f32,
 }
 
-/// RMSNorm of f32 rows of `width` from byte `at` of `x` on, to f16 `y` in this layout.
+/// RMSNorm of f32 rows of `width` from byte `at` of `x` on, to f16 `y` in this layout; and what each was multiplied by to `factors`,
+/// f32 `[rows]`.
 pub fn rms_norm(
     gpu: &Gpu,
     x: &DeviceBuffer,
@@ -93,7 +95,11 @@ pub fn rms_norm(
     width: usize,
     y: &DeviceBuffer,
     layout: Layout,
+    factors: Option<&DeviceBuffer>,
 ) -> Result<()> {
+    if let Some(factors) = factors {
+        factors.holds("factors", &[rows, 4])?;
+    }
     x.holds("rows", &[at + rows * width * 4])?;
     weight.holds("a norm", &[width * 4])?;
     y.holds("normalised rows", &[layout.elements(rows, width), 2])?;
@@ -111,6 +117,7 @@ pub fn rms_norm(
         x: x.address() + at as u64,
         weight: weight.address(),
         y: y.address(),
+        factors: factors.map_or(0, DeviceBuffer::address),
         width: int("the hidden size", width)?,
         eps,
     };

@@ -38,8 +38,9 @@ pub use elementwise::{rms_norm, swiglu};
 pub use gpu::{Gpu, HostStream, KeepContext, check_managed, count, open_gpus, unavailable};
 pub use graph::Graph;
 pub use linear::{
-    Biased, Input, Layout, LinearScratch, MLP_SCALE, Matrix, Output, Plan, ReadBytes, ReadNvfp4,
-    SMALL, Storage, TILED, Tile, TileKernel, divisible, is_fused, linear, small, tiled,
+    Biased, DeferredNorm, Input, Layout, LinearScratch, MLP_SCALE, Matrix, NormScratch, Output,
+    Plan, ReadBytes, ReadNvfp4, SMALL, Storage, TILED, Tile, TileKernel, divisible, has_swiglu,
+    linear, linear_add, small, tiled,
 };
 pub use managed::ManagedBuffer;
 pub use memory::{DeviceBuffer, DeviceSlice, Pinned};

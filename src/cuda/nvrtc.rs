@@ -82,6 +82,10 @@ const HEADERS: &[(&str, &str)] = &[
         include_str!("../../kernels/linear/tile.cuh"),
     ),
     (
+        "norm/deferred.cuh",
+        include_str!("../../kernels/norm/deferred.cuh"),
+    ),
+    (
         "norm/fours.cuh",
         include_str!("../../kernels/norm/fours.cuh"),
     ),

@@ -19,9 +19,9 @@ use crate::base::memory::{Buffer, Tag};
 use crate::base::threads::Pool;
 use crate::checkpoint::Encoding;
 use crate::cuda::{
-    self, Best, Biased, DeviceBuffer, Event, Gpu, Graph, Heads, HostTable, Input, Layout,
-    LinearScratch, Matrix, Output, PageTable, Pinned, Rows, Shortlist, ShortlistScratch, Storage,
-    Table,
+    self, Best, Biased, DeferredNorm, DeviceBuffer, Event, Gpu, Graph, Heads, HostTable, Input,
+    Layout, LinearScratch, Matrix, NormScratch, Output, PageTable, Pinned, Rows, Shortlist,
+    ShortlistScratch, Storage, Table,
 };
 use crate::ops::linear::Linear;
 
@@ -81,6 +81,7 @@ struct State {
     /// Made when it is first asked for.
     shortlist: Option<ShortlistScratch>,
     parts: Rows,
+    norms: NormScratch,
     linear: LinearScratch,
     history: Pinned,
     graphs: HashMap<(usize, usize), Graph>,
@@ -321,7 +322,7 @@ impl Executor {
         for index in 0..weights.layers.len() {
             self.block(config, weights, index, batch, state, Attention::Step(parts))?;
         }
-        self.head(config, weights, 0, batch, state)?;
+        self.head(config, weights, 0, batch, true, state)?;
         cuda::argmax(
             &self.gpu,
             &state.logits,
@@ -353,32 +354,26 @@ impl Executor {
         let (layer, vectors) = (&weights.layers[index], &self.layers[index]);
         let [q, k, v, o, gate, up, down] = biased(layer, vectors)?;
         let qkv = (config.heads + 2 * config.kv_heads) * config.head_dim;
-        let normed = |norm| Input::Normed(&s.residual, norm, config.rms_norm_eps);
-        // Where one kernel serves all products, what comes before them writes in its layout.
-        let all = [q, k, v, o, gate, up, down];
-        let layout = match all.iter().all(|(w, _)| w.storage() == Storage::Nvfp4) {
-            true => Layout::taken(gpu, rows),
-            false => Layout::Rows,
-        };
-        let plain_normed = |norm| {
-            cuda::rms_norm(
+        let layout = self.layout(weights, index, rows)?;
+        let step = matches!(attention, Attention::Step(_));
+        let norm = |turn| self.norm(config, weights, turn, rows, step, s);
+        let (input_norm, post_norm, next_norm) =
+            (norm(2 * index)?, norm(2 * index + 1)?, norm(2 * index + 2)?);
+        let add = |input, matrix, next: &Norm<'_>| match next.deferred {
+            true => cuda::linear_add(gpu, input, rows, matrix, &next.norm),
+            false => cuda::linear(
                 gpu,
-                &s.residual,
-                0,
-                norm,
-                config.rms_norm_eps,
+                input,
                 rows,
+                &[matrix],
+                Output::Add,
+                &s.residual,
                 hidden,
-                &s.input,
-                layout,
-            )?;
-            Ok(layout.input(&s.input, 1.0))
+                &s.linear,
+            ),
         };
 
-        let input = match rows == 1 && cuda::is_fused(gpu, 1, &[q, k, v], Output::F32) {
-            true => normed(&vectors.input_norm),
-            false => plain_normed(&vectors.input_norm)?,
-        };
+        let input = input_norm.apply(gpu, 0, rows, hidden, layout, &s.input)?;
         cuda::linear(
             gpu,
             input,
@@ -417,21 +412,9 @@ impl Executor {
                 Input::Plain(&s.input, 1.0)
             }
         };
-        cuda::linear(
-            gpu,
-            attended,
-            rows,
-            &[o],
-            Output::Add,
-            &s.residual,
-            hidden,
-            &s.linear,
-        )?;
-        let activated = if cuda::is_fused(gpu, rows, &[gate, up], layout.swiglu()) {
-            let input = match rows {
-                1 => normed(&vectors.post_norm),
-                _ => plain_normed(&vectors.post_norm)?,
-            };
+        add(attended, o, &post_norm)?;
+        let input = post_norm.apply(gpu, 0, rows, hidden, layout, &s.input)?;
+        let activated = if cuda::has_swiglu(gpu, rows, &[gate, up], layout) {
             cuda::linear(
                 gpu,
                 input,
@@ -444,7 +427,6 @@ impl Executor {
             )?;
             layout
         } else {
-            let input = plain_normed(&vectors.post_norm)?;
             cuda::linear(
                 gpu,
                 input,
@@ -458,49 +440,95 @@ impl Executor {
             cuda::swiglu(gpu, &s.projected, rows, wide, &s.inner)?;
             Layout::Rows
         };
-        cuda::linear(
-            gpu,
-            activated.input(&s.inner, cuda::MLP_SCALE),
-            rows,
-            &[down],
-            Output::Add,
-            &s.residual,
-            hidden,
-            &s.linear,
+        let activated = activated.input(&s.inner, cuda::MLP_SCALE);
+        add(activated, down, &next_norm)
+    }
+
+    /// How activations of a layer lie: as its products take them, where one kernel serves them all.
+    fn layout(&self, weights: &Weights, index: usize, rows: usize) -> Result<Layout> {
+        let all = biased(&weights.layers[index], &self.layers[index])?;
+        Ok(
+            match all.iter().all(|(w, _)| w.storage() == Storage::Nvfp4) {
+                true => Layout::taken(&self.gpu, rows),
+                false => Layout::Rows,
+            },
         )
     }
 
-    /// Logits of `rows` rows of the residual from `first` on.
+    /// The same for the head.
+    fn head_layout(&self, head: Biased<'_>, rows: usize) -> Layout {
+        match head.0.storage() {
+            Storage::Nvfp4 => Layout::taken(&self.gpu, rows),
+            _ => Layout::Rows,
+        }
+    }
+
+    /// A norm of the residual. They take turns: a layer's input norm, its post norm, the next layer's, and at last the head's.
+    fn norm<'a>(
+        &'a self,
+        config: &Config,
+        weights: &Weights,
+        turn: usize,
+        rows: usize,
+        step: bool,
+        s: &'a State,
+    ) -> Result<Norm<'a>> {
+        let index = turn / 2;
+        let weight = match self.layers.get(index) {
+            Some(layer) if turn.is_multiple_of(2) => &layer.input_norm,
+            Some(layer) => &layer.post_norm,
+            None => &self.norm,
+        };
+        let norm = DeferredNorm {
+            scratch: &s.norms,
+            turn,
+            x: &s.residual,
+            weight,
+            eps: config.rms_norm_eps,
+        };
+        // Other kernels make rows before the first layer, and more of them.
+        let deferred = step && turn > 0 && {
+            let maker = (turn - 1) / 2;
+            let layer = |i| biased(&weights.layers[i], &self.layers[i]);
+            let [_, _, _, o, gate, up, down] = layer(maker)?;
+            let layout = self.layout(weights, maker, rows)?;
+            let serves = |makes, takes: &[_], output| {
+                DeferredNorm::serves(&self.gpu, rows, layout, makes, takes, output)
+            };
+            if !turn.is_multiple_of(2) {
+                serves(o, &[gate, up], layout.swiglu())
+            } else if index < self.layers.len() {
+                let [q, k, v, ..] = layer(index)?;
+                layout == self.layout(weights, index, rows)?
+                    && serves(down, &[q, k, v], Output::F32)
+            } else {
+                let head = self.biased_head(weights)?;
+                layout == self.head_layout(head, rows) && serves(down, &[head], Output::F32)
+            }
+        };
+        Ok(Norm { norm, deferred })
+    }
+
+    fn biased_head<'a>(&'a self, weights: &'a Weights) -> Result<Biased<'a>> {
+        Ok((matrix(&weights.head)?, self.head_bias.as_ref()))
+    }
+
+    /// Logits of `rows` rows of the residual from `first` on; `step` says that they are those of a step.
     fn head(
         &self,
         config: &Config,
         weights: &Weights,
         first: usize,
         rows: usize,
+        step: bool,
         s: &State,
     ) -> Result<()> {
+        let head = self.biased_head(weights)?;
+        let turn = 2 * self.layers.len();
+        let norm = self.norm(config, weights, turn, rows, step, s)?;
+        let layout = self.head_layout(head, rows);
         let (gpu, hidden) = (&self.gpu, config.hidden_size);
-        let head: Biased<'_> = (matrix(&weights.head)?, self.head_bias.as_ref());
-        let layout = match head.0.storage() {
-            Storage::Nvfp4 => Layout::taken(gpu, rows),
-            _ => Layout::Rows,
-        };
-        let input = if first == 0 && rows == 1 && cuda::is_fused(gpu, 1, &[head], Output::F32) {
-            Input::Normed(&s.residual, &self.norm, config.rms_norm_eps)
-        } else {
-            cuda::rms_norm(
-                gpu,
-                &s.residual,
-                first * hidden * 4,
-                &self.norm,
-                config.rms_norm_eps,
-                rows,
-                hidden,
-                &s.input,
-                layout,
-            )?;
-            layout.input(&s.input, 1.0)
-        };
+        let input = norm.apply(gpu, first, rows, hidden, layout, &s.input)?;
         cuda::linear(
             gpu,
             input,
@@ -621,6 +649,45 @@ impl Drop for Executor {
     }
 }
 
+/// A norm of the residual, which the products around it apply, or another kernel.
+struct Norm<'a> {
+    norm: DeferredNorm<'a>,
+    deferred: bool,
+}
+
+impl Norm<'_> {
+    /// What products take of `rows` rows from `first` on; `room` is for what another kernel makes.
+    fn apply<'a>(
+        &'a self,
+        gpu: &Gpu,
+        first: usize,
+        rows: usize,
+        width: usize,
+        layout: Layout,
+        room: &'a DeviceBuffer,
+    ) -> Result<Input<'a>> {
+        let norm = &self.norm;
+        if self.deferred {
+            return Ok(Input::Deferred(*norm, layout));
+        }
+        let factors = (rows <= cuda::SMALL).then(|| norm.scratch.factors(norm.turn));
+        let at = first * width * 4;
+        cuda::rms_norm(
+            gpu,
+            norm.x,
+            at,
+            norm.weight,
+            norm.eps,
+            rows,
+            width,
+            room,
+            layout,
+            factors,
+        )?;
+        Ok(layout.input(room, 1.0))
+    }
+}
+
 /// Rows that have gone through the blocks.
 pub(super) struct Pass<'a> {
     executor: &'a Executor,
@@ -649,7 +716,7 @@ impl Pass<'_> {
                 pages,
             )?;
             self.executor
-                .head(self.config, self.weights, start, n, self.state)?;
+                .head(self.config, self.weights, start, n, false, self.state)?;
             read_logits(&self.state.logits, n * self.config.vocab_size, logits)?;
         }
         Ok(())
@@ -715,6 +782,7 @@ impl State {
             best: Best::new(gpu, batch)?,
             shortlist: None,
             parts: Rows::new(gpu, config.heads, config.kv_heads, dim, batch)?,
+            norms: NormScratch::new(gpu, hidden)?,
             linear: LinearScratch::new(
                 gpu,
                 rows.max(head_rows),

@@ -2,6 +2,7 @@
 //! [`WIDE`] on Hopper if they are not ordered; one of tiles up to [`TILED`], and a library more than that, over a bounded f16 copy of
 //! one weight at a time; without the library the one of tiles serves all. Plain kernels do the rest.
 
+mod deferred;
 mod dense;
 mod many;
 mod matrix;
@@ -18,6 +19,7 @@ use super::memory::DeviceBuffer;
 use crate::base::Result;
 use crate::base::error::bail;
 
+pub use deferred::{DeferredNorm, NormScratch, linear_add};
 pub use many::LinearScratch;
 pub(super) use many::WORKSPACE;
 pub use matrix::{Matrix, ReadBytes, ReadNvfp4, Storage};
@@ -60,17 +62,27 @@ pub enum Input<'a> {
     Plain(&'a DeviceBuffer, f32),
     /// The same as [`Layout::Ordered`], for the wide kernel, or for the fused one of 5 to 16 rows.
     Ordered(&'a DeviceBuffer, f32),
-    /// f32 `[k]` of one row, to be normalised by RMSNorm with this weight and epsilon on the way in; for the fused kernel only.
-    Normed(&'a DeviceBuffer, &'a DeviceBuffer, f32),
+    /// What a kernel has left of rows in this layout for their norm, see [`linear_add`]; for the fused kernel only.
+    Deferred(DeferredNorm<'a>, Layout),
 }
 
 impl Input<'_> {
     /// How the activations lie.
     pub const fn layout(self) -> Layout {
         match self {
+            Input::Plain(..) => Layout::Rows,
             Input::Ordered(..) => Layout::Ordered,
-            Input::Plain(..) | Input::Normed(..) => Layout::Rows,
+            Input::Deferred(_, layout) => layout,
         }
+    }
+
+    /// Refuses memory that is too small for `m` rows of `k`.
+    fn holds(self, m: usize, k: usize) -> Result<()> {
+        let x = match &self {
+            Input::Plain(x, _) | Input::Ordered(x, _) => x,
+            Input::Deferred(norm, _) => norm.rows(),
+        };
+        x.holds("activations", &[self.layout().elements(m, k), 2])
     }
 }
 
@@ -234,40 +246,15 @@ pub fn linear(
         _ => (m - 1) * stride + features,
     };
     out.holds("a product", &[elements, output.bytes()])?;
-    match input {
-        Input::Plain(x, _) => x.holds("activations", &[m, k, 2])?,
-        Input::Ordered(x, _) => x.holds("activations", &[Layout::Ordered.elements(m, k), 2])?,
-        Input::Normed(..) if m != 1 => {
-            bail!(
-                Internal,
-                "{m} rows to be normalised on the way in; the fused kernel does it for one"
-            )
-        }
-        Input::Normed(x, weight, _) => {
-            x.holds("activations", &[k, 4])?;
-            weight.holds("a norm", &[k, 4])?;
-        }
-    }
-    let all_nvfp4 = matrices.iter().all(|(w, _)| w.storage == Storage::Nvfp4);
+    input.holds(m, k)?;
     let layout = input.layout();
-    if all_nvfp4
-        && m <= SMALL
-        && (layout == Layout::Ordered
-            || TileKernel::serving(gpu.arch(), m, layout) == TileKernel::Tiled)
-        && let Some(plan) = small::plan(gpu, m, matrices, output, layout, divisible(gpu, input))
-        && (m <= FEW
-            || output.is_swiglu()
-            || match layout {
-                Layout::Ordered => plan.clusters * plan.parts <= gpu.multiprocessors(),
-                Layout::Rows => plan.rows == m && m * k * 2 <= FUSED_BYTES * plan.parts,
-            })
-    {
-        return small(gpu, input, m, matrices, output, out, stride, plan);
+    if let Some(plan) = fused_plan(gpu, m, matrices, output, layout) {
+        return small(gpu, input, m, matrices, output, out, stride, plan, None);
     }
     if output.is_swiglu() && !tiled::has_swiglu(gpu, m, matrices, output.layout()) {
         bail!(Internal, "no kernel applies SwiGLU to {m} rows of these");
     }
-    if all_nvfp4 && tiles_serve(gpu, m) {
+    if are_nvfp4(matrices) && tiles_serve(gpu, m) {
         let kernel = TileKernel::serving(gpu.arch(), m, layout);
         return tiled(
             gpu, kernel, input, m, matrices, output, out, stride, scratch,
@@ -297,11 +284,36 @@ fn tiles_serve(gpu: &Gpu, m: usize) -> bool {
     m <= TILED || gpu.blas().is_none()
 }
 
-/// Whether one kernel serves `m` rows of these matrices, with a norm before if it is one row, and with SwiGLU after if that is wanted.
-pub fn is_fused(gpu: &Gpu, m: usize, matrices: &[Biased<'_>], output: Output) -> bool {
-    let layout = output.layout();
-    let small = m <= SMALL
-        && matrices.iter().all(|(w, _)| w.storage == Storage::Nvfp4)
-        && small::plan(gpu, m, matrices, output, layout, false).is_some();
-    small || output.is_swiglu() && tiled::has_swiglu(gpu, m, matrices, layout)
+fn are_nvfp4(matrices: &[Biased<'_>]) -> bool {
+    matrices.iter().all(|(w, _)| w.storage == Storage::Nvfp4)
+}
+
+/// How the fused kernel serves `m` rows that lie like this, if it is the one for them.
+fn fused_plan(
+    gpu: &Gpu,
+    m: usize,
+    matrices: &[Biased<'_>],
+    output: Output,
+    layout: Layout,
+) -> Option<Plan> {
+    let takes = m <= SMALL
+        && are_nvfp4(matrices)
+        && (layout == Layout::Ordered
+            || TileKernel::serving(gpu.arch(), m, layout) == TileKernel::Tiled);
+    let plan = takes.then(|| small::plan(gpu, m, matrices, output, layout))??;
+    let pays = m <= FEW
+        || output.is_swiglu()
+        || match layout {
+            Layout::Ordered => plan.clusters * plan.parts <= gpu.multiprocessors(),
+            Layout::Rows => {
+                plan.rows == m && m * matrices[0].0.cols * 2 <= FUSED_BYTES * plan.parts
+            }
+        };
+    pays.then_some(plan)
+}
+
+/// Whether one kernel serves `m` rows of two matrices, and applies SwiGLU after.
+pub fn has_swiglu(gpu: &Gpu, m: usize, matrices: &[Biased<'_>], layout: Layout) -> bool {
+    fused_plan(gpu, m, matrices, layout.swiglu(), layout).is_some()
+        || tiled::has_swiglu(gpu, m, matrices, layout)
 }

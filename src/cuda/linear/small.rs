@@ -1,8 +1,9 @@
-//! The fused kernel: products of up to 16 rows with NVFP4 weights, with a norm before and what becomes of them after.
+//! The fused kernel: products of up to 16 rows with NVFP4 weights, with what becomes of them after, and a norm around them.
 
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 
+use super::deferred::{DeferredNorm, NormArgument};
 use super::matrix::{CHUNK_BYTES, CHUNK_K};
 use super::{
     Biased, FEW, GROUP_ROWS, Input, Layout, MLP_SCALE, MatrixArgument, Output, SMALL,
@@ -21,7 +22,6 @@ pub(super) const ARGUMENTS: &[(&str, usize)] = &[("linear_", size_of::<SmallArgu
 #[repr(C)]
 struct SmallArguments {
     x: u64,
-    norm_weight: u64,
     out: u64,
     matrix: [MatrixArgument; 3],
     tiles: [i32; 2],
@@ -32,8 +32,8 @@ struct SmallArguments {
     m: i32,
     k: i32,
     out_stride: i32,
-    eps: f32,
     out_scale: f32,
+    norm: NormArgument,
 }
 
 /// A part of K: its first step, how many there are, and 2^32 divided by them, rounded up.
@@ -58,8 +58,8 @@ const DIVISIBLE: usize = 8;
 const ORDERED: RangeInclusive<usize> = FEW + 1..=SMALL;
 /// What the sums of a block's warps may take.
 const SUMS_BYTES: usize = 48 << 10;
-/// What follows activations in shared memory: warps' sums for a norm, or barriers.
-const BEHIND: usize = 128;
+/// What follows activations in shared memory: barriers, and factors of a norm.
+const BEHIND: usize = 128 + WARPS * 4;
 
 /// What the sixteen rows of a tile of the fused kernel are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -74,7 +74,7 @@ pub enum Tile {
 
 impl Tile {
     /// The tile for `m` rows of activations.
-    fn of(output: Output, m: usize) -> Tile {
+    pub(super) fn of(output: Output, m: usize) -> Tile {
         match output {
             Output::Swiglu | Output::SwigluOrdered => Tile::Pair,
             _ if m <= 4 => Tile::Split,
@@ -91,7 +91,7 @@ impl Tile {
     }
 
     /// Output features of a tile, of each matrix.
-    const fn features(self) -> usize {
+    pub(super) const fn features(self) -> usize {
         match self {
             Tile::Rows => 16,
             Tile::Pair | Tile::Split => 8,
@@ -101,7 +101,7 @@ impl Tile {
     /// Rows that the kernel for `rows` of them has room for, by which it is named.
     const fn room(self, rows: usize) -> usize {
         match self {
-            Tile::Split if rows == 1 => 1,
+            Tile::Split | Tile::Pair if rows == 1 => 1,
             Tile::Split => 4,
             Tile::Rows | Tile::Pair if rows <= 8 => 8,
             Tile::Rows | Tile::Pair => 16,
@@ -144,8 +144,8 @@ impl Plan {
     /// multiprocessors and this much shared memory; `None` where a single row does not fit, or of ordered rows not all of them.
     ///
     /// As many blocks as multiprocessors, or several times as many where the sums of a block's tiles would need much memory;
-    /// all rows at once, or as many as fit. `divisible` says that two blocks may share tiles, as those of Hopper and later do
-    /// with rows that need no norm: pairs divide few tiles more evenly, but cost as much as a step of each warp.
+    /// all rows at once, or as many as fit. `divisible` says that two blocks may share tiles, as those of Hopper and later do:
+    /// pairs divide few tiles more evenly, but cost as much as a step of each warp.
     pub fn choose(
         m: usize,
         k: usize,
@@ -177,12 +177,17 @@ impl Plan {
                 };
                 let x = held * steps.div_ceil(parts) * tile.step() * 2;
                 let sums = rows * (each + WARPS) * SUMS * 4;
+                // From each other, blocks of a pair get as many sums as they have outputs.
+                let sent = match parts {
+                    1 => 0,
+                    _ => (each * tile.room(rows)).div_ceil(parts) * tile.features() * 4,
+                };
                 Plan {
                     tile,
                     clusters,
                     parts,
                     rows,
-                    shared: WARPS * RING_BYTES + x + BEHIND + sums,
+                    shared: WARPS * RING_BYTES + x + BEHIND + sent + sums,
                 }
             };
             let alone = plan(tiles.min(multiprocessors * waves), 1);
@@ -211,7 +216,6 @@ pub(super) fn plan(
     matrices: &[Biased<'_>],
     output: Output,
     layout: Layout,
-    divisible: bool,
 ) -> Option<Plan> {
     let k = matrices[0].0.cols;
     let features: Vec<usize> = matrices.iter().map(|(w, _)| w.rows).collect();
@@ -221,18 +225,18 @@ pub(super) fn plan(
         &features,
         output,
         layout,
-        divisible,
+        divisible(gpu),
         gpu.multiprocessors(),
         gpu.shared_limit(),
     )
 }
 
-/// Whether two blocks may share the tiles of a product with such input.
-pub fn divisible(gpu: &Gpu, input: Input<'_>) -> bool {
-    gpu.arch().0 >= 9 && !matches!(input, Input::Normed(..))
+/// Whether two blocks may share the tiles of a product.
+pub fn divisible(gpu: &Gpu) -> bool {
+    gpu.arch().0 >= 9
 }
 
-/// The fused kernel with a plan of the caller's.
+/// The fused kernel with a plan of the caller's. `next` is the norm that follows what is added to `out`, where that is deferred.
 pub fn small(
     gpu: &Arc<Gpu>,
     input: Input<'_>,
@@ -242,23 +246,34 @@ pub fn small(
     out: &DeviceBuffer,
     stride: usize,
     plan: Plan,
+    next: Option<&DeferredNorm<'_>>,
 ) -> Result<()> {
     let k = matrices[0].0.cols;
     // The kernels count outputs, and activations, in 32 bits.
     int("outputs of a product", plan.rows * stride)?;
     int("activations", plan.rows * k)?;
     let mut matrix = matrix_arguments(matrices)?;
-    let (x, norm_weight, eps, x_bytes, prefix) = match input {
-        Input::Plain(x, factor) => {
+    let (x, norm) = match (&input, next) {
+        (Input::Plain(x, factor) | Input::Ordered(x, factor), next) => {
             matrix.iter_mut().for_each(|w| w.global *= factor);
-            (x.address(), 0, 0.0, 2, "")
+            (*x, next)
         }
-        Input::Normed(x, weight, eps) => (x.address(), weight.address(), eps, 4, "normed_"),
-        Input::Ordered(x, factor) => {
-            matrix.iter_mut().for_each(|w| w.global *= factor);
-            (x.address(), 0, 0.0, 2, "")
+        (Input::Deferred(norm, _), None) => (norm.rows(), Some(norm)),
+        (Input::Deferred(..), Some(_)) => {
+            bail!(Internal, "a product between two norms that are deferred")
         }
     };
+    let misplaced = match next {
+        Some(_) => output != Output::Add,
+        None => norm.is_some() && matches!(output, Output::Add | Output::F16),
+    };
+    if norm.is_some() && (misplaced || plan.rows < m) {
+        bail!(
+            Internal,
+            "no kernel defers a norm for {output:?} of {m} rows, {} at a time",
+            plan.rows
+        );
+    }
     let features: Vec<usize> = matrices.iter().map(|(w, _)| w.rows).collect();
     let counts = plan.tile.counts(&features);
     let tiles = counts[counts.len() - 1];
@@ -288,14 +303,13 @@ pub fn small(
     }
     for first in (0..m).step_by(plan.rows) {
         let rows = plan.rows.min(m - first);
-        let tail = match input {
-            Input::Normed(..) => String::new(),
-            Input::Ordered(..) => format!("_ordered_{}", plan.tile.room(rows)),
-            Input::Plain(..) => format!("_{}", plan.tile.room(rows)),
+        let order = match input.layout() {
+            Layout::Rows => "",
+            Layout::Ordered => "_ordered",
         };
+        let name = format!("linear_{kind}{order}_{}", plan.tile.room(rows));
         let arguments = SmallArguments {
-            x: x + (first * k * x_bytes) as u64,
-            norm_weight,
+            x: x.address() + (first * k * 2) as u64,
             out: out.address() + (first * stride * output.bytes()) as u64,
             matrix,
             tiles: [up_to(0)?, up_to(1)?],
@@ -306,8 +320,8 @@ pub fn small(
             m: rows as i32,
             k: int("K", k)?,
             out_stride: int("the stride of a product", stride)?,
-            eps,
             out_scale: 1.0 / MLP_SCALE,
+            norm: norm.map_or(Ok(NormArgument::default()), |norm| norm.argument(m))?,
         };
         let launch = Launch {
             // A multiprocessor holds two blocks at most, of which one is the next kernel's, which fills its rings while the
@@ -325,14 +339,7 @@ pub fn small(
             )
         };
         // SAFETY: the struct is the kernel's; sizes were checked, and buffers outlive work on their stream.
-        unsafe {
-            launch.run(
-                gpu,
-                Unit::LinearSmall,
-                &format!("linear_{prefix}{kind}{tail}"),
-                &arguments,
-            )?
-        };
+        unsafe { launch.run(gpu, Unit::LinearSmall, &name, &arguments)? };
     }
     Ok(())
 }

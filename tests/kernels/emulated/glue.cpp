@@ -35,13 +35,16 @@ static void check_norm(int rows, int width, bool ordered) {
     for (float4& v : weight) v = {uniform(), uniform(), uniform(), uniform()};
     int groups = ceil_div(rows, GROUP_ROWS), whole = filled(width);
     std::vector<uint4> y(groups * GROUP_ROWS * whole / 8, uint4{~0u, ~0u, ~0u, ~0u});
-    norm::Arguments a = {&x[0].x, &weight[0].x, (u16*)y.data(), width, 1e-6f};
+    std::vector<float> factors(rows, NAN);
+    norm::Arguments a = {&x[0].x, &weight[0].x, (u16*)y.data(), ordered ? factors.data() : nullptr, width, 1e-6f};
     launch(rows, 1, 1, norm::THREADS, [&] { ordered ? norm::rms_norm_ordered(a) : norm::rms_norm(a); });
     for (int r = 0; r < rows; r++) {
         double squares = 0;
         for (int i = 0; i < width; i++) squares += std::pow(a.x[r * width + i], 2.0);
+        double factor = 1 / std::sqrt(squares / width + 1e-6);
+        if (ordered) expect(std::fabs(factors[r] - factor) <= 1e-5 * factor, "the factor of a norm", r, 0, factors[r], factor);
         for (int i = 0; i < width; i++) {
-            double want = a.x[r * width + i] / std::sqrt(squares / width + 1e-6) * a.weight[i];
+            double want = a.x[r * width + i] * factor * a.weight[i];
             double got = f16_to_float(a.y[ordered ? ordered_at(groups, r, i) : (size_t)r * width + i]);
             expect(std::fabs(got - want) <= std::fabs(want) * 0x1.1p-11 + 0x1p-25, "norm", r, i, got, want);
         }

@@ -11,6 +11,7 @@
 #include "common/wgmma.cuh"
 #include "format/ordered.cuh"
 #include "format/packed.cuh"
+#include "norm/deferred.cuh"
 #include "norm/fours.cuh"
 
 namespace pack {
@@ -265,58 +266,114 @@ static void check_tiles(Tiling tiling, void (*kernel)(tile::Arguments), int m, s
     });
 }
 
-static void check_small(const char* name, void (*kernel)(small::Arguments), int m, std::initializer_list<int> rows, int k, Output output,
-                        small::Input input, int clusters, int parts, small::Tile tile) {
-    char what[128];
-    snprintf(what, sizeof what, "%s, %d rows, K = %d, %d clusters of %d blocks", name, m, k, clusters, parts);
-    int tile_features = tile == small::ROWS ? 16 : 8, step_chunks = tile == small::SPLIT ? 2 : 1;
-    Set set(rows, k);
-    int features = is_swiglu(output) ? set.weights[0]->rows : set.features, stride = features + 2;
-    Activations x(m, k);
-    Memory out = before(m, stride, features, output), ordered(ordered_bytes(m, k)), ordered_out(ordered_bytes(m, features));
-    if (input == small::ORDERED) order(x.halves, m, k, ordered);
-    bool normed = input == small::NORMED;
-    std::vector<double> old;
-    for (int i = 0; i < m * stride; i++) old.push_back(output == ADD ? ((float*)out.data())[i] : 0);
-    std::vector<float> norm, floats(x.values.begin(), x.values.end());
-    double squares = 0;
-    for (int c = 0; c < k; c++) {
-        norm.push_back((float)(noise() % 1000) * 1e-3f);
-        squares += x.values[c] * x.values[c];
-    }
-    std::vector<double> values = x.values;
-    if (normed) {
-        for (int c = 0; c < k; c++) values[c] = f16_to_float(to_f16(x.values[c] / std::sqrt(squares / k + 1e-6) * norm[c]));
-    }
+// How the fused kernel is launched: so many clusters of blocks.
+struct Launched {
+    small::Input input;
+    small::Tile tile;
+    int clusters, parts;
+};
+
+static small::Arguments arguments_of(const Set& set, const Memory& x, int m, int k, Output output, Memory& out, int stride, Launched by) {
+    int tile_features = by.tile == small::ROWS ? 16 : 8, step_chunks = by.tile == small::SPLIT ? 2 : 1;
     small::Arguments a = {};
-    a.x = normed ? (const void*)floats.data() : (input == small::ORDERED ? ordered : x.halves).data();
-    a.norm_weight = norm.data();
-    a.out = (output == SWIGLU_ORDERED ? ordered_out : out).data();
+    a.x = (const u16*)const_cast<Memory&>(x).data();
+    a.out = out.data();
     set.fill(a.matrix, true);
     int tiles = 0, index = 0;
-    for (int n : rows) {
-        if (!is_swiglu(output) || index == 0) tiles += ceil_div(n, tile_features);
+    for (auto& w : set.weights) {
+        if (!is_swiglu(output) || index == 0) tiles += ceil_div(w->rows, tile_features);
         for (int i = index++; i < (int)std::size(a.tiles); i++) a.tiles[i] = tiles;
     }
-    a.each = tiles / clusters;
-    a.more = tiles % clusters;
+    a.each = tiles / by.clusters;
+    a.more = tiles % by.clusters;
     a.chunks = ceil_div(k, CHUNK_K);
     int steps = ceil_div(a.chunks, step_chunks);
-    for (int i = 0; i < parts; i++) {
-        int first = steps * i / parts, count = steps * (i + 1) / parts - first;
+    for (int i = 0; i < small::PARTS; i++) {
+        int part = min(i, by.parts - 1), first = steps * part / by.parts, count = steps * (part + 1) / by.parts - first;
         a.part[i] = {first, count, 0xffffffffu / count + 1};
     }
     a.m = m;
     a.k = k;
     a.out_stride = stride;
-    a.eps = 1e-6f;
     a.out_scale = 1 / 16.0f;
-    launch(clusters, 1, parts, small::THREADS, [&] { kernel(a); }, parts);
+    return a;
+}
+static void launch_small(void (*kernel)(small::Arguments), const small::Arguments& a, Launched by) {
+    launch(by.clusters, 1, by.parts, small::THREADS, [&] { kernel(a); }, by.parts);
+}
+
+static void check_small(const char* name, void (*kernel)(small::Arguments), int m, std::initializer_list<int> rows, int k, Output output,
+                        small::Input input, int clusters, int parts, small::Tile tile) {
+    char what[128];
+    snprintf(what, sizeof what, "%s, %d rows, K = %d, %d clusters of %d blocks", name, m, k, clusters, parts);
+    Set set(rows, k);
+    int features = is_swiglu(output) ? set.weights[0]->rows : set.features, stride = features + 2;
+    Activations x(m, k);
+    Memory out = before(m, stride, features, output), ordered(ordered_bytes(m, k)), ordered_out(ordered_bytes(m, features));
+    if (input == small::ORDERED) order(x.halves, m, k, ordered);
+    std::vector<double> old;
+    for (int i = 0; i < m * stride; i++) old.push_back(output == ADD ? ((float*)out.data())[i] : 0);
+    Launched by = {input, tile, clusters, parts};
+    Memory& to = output == SWIGLU_ORDERED ? ordered_out : out;
+    launch_small(kernel, arguments_of(set, input == small::ORDERED ? ordered : x.halves, m, k, output, to, stride, by), by);
     if (output == SWIGLU_ORDERED) disorder(what, ordered_out, m, features, out);
-    // A norm in f32 may round some values to the other neighbour in f16.
-    compare(what, out, m, features, stride, output, normed ? 3e-4 : 1e-5, [&](int i, int j) {
-        return old[i * stride + j] + set.result(j, &values[(size_t)i * k], output);
+    compare(what, out, m, features, stride, output, 1e-5, [&](int i, int j) {
+        return old[i * stride + j] + set.result(j, &x.values[(size_t)i * k], output);
     });
+}
+
+// A product that leaves rows for a norm, and one that takes them, each with the name of its kernel. The factors that the maker is
+// told are `factor` times as large as those of the rows.
+static void check_deferred(void (*maker)(small::Arguments), void (*taker)(small::Arguments), int m, int k, int width, double factor, Output output,
+                           Launched makes, Launched takes) {
+    char what[128];
+    snprintf(what, sizeof what, "a norm of %d rows of %d that is deferred, with %g of its factor", m, width, factor);
+    bool is_ordered = makes.input == small::ORDERED;
+    Set first({width}, k), second(is_swiglu(output) ? std::initializer_list<int>{40, 40} : std::initializer_list<int>{40, 24, 9}, width);
+    Activations x(m, k);
+    Memory ordered(ordered_bytes(m, k)), residual = before(m, width, width, ADD), rows(is_ordered ? ordered_bytes(m, width) : m * width * 2);
+    if (is_ordered) order(x.halves, m, k, ordered);
+    std::vector<double> want, factors;
+    std::vector<float> weight, told, left(m, NAN);
+    for (int j = 0; j < width; j++) weight.push_back((float)(noise() % 1000) * 1e-3f);
+    for (int i = 0; i < m; i++) {
+        double squares = 0;
+        for (int j = 0; j < width; j++) {
+            want.push_back(((float*)residual.data())[i * width + j] + first.result(j, &x.values[(size_t)i * k], ADD));
+            squares += want.back() * want.back();
+        }
+        factors.push_back(1 / std::sqrt(squares / width + 1e-6));
+        // Not all rows are alike.
+        told.push_back((float)(factors[i] * (i % 3 == 1 ? 1 : factor)));
+    }
+    int tiles = width / (makes.tile == small::SPLIT ? 8 : 16);
+    Memory squares(m * tiles * 4);
+    small::Arguments a = arguments_of(first, is_ordered ? ordered : x.halves, m, k, ADD, residual, width, makes);
+    a.norm = {weight.data(), (float*)squares.data(), told.data(), tiles, (u16*)rows.data(), nullptr, nullptr, 0};
+    launch_small(maker, a, makes);
+    rows.check(what);
+    squares.check(what);
+    // The two columns that `compare` wants untouched are not here.
+    residual.check(what);
+    for (int i = 0; i < m * width; i++) {
+        double got = ((float*)residual.data())[i];
+        if (!(std::fabs(got - want[i]) <= 1e-4 * (1 + std::fabs(want[i])))) wrong(what, i / width, i % width, got, want[i]);
+    }
+
+    int features = is_swiglu(output) ? second.weights[0]->rows : second.features, stride = features + 2;
+    Memory out = before(m, stride, features, output), ordered_out(ordered_bytes(m, features));
+    Memory& to = output == SWIGLU_ORDERED ? ordered_out : out;
+    a = arguments_of(second, rows, m, width, output, to, stride, takes);
+    a.norm = {weight.data(), (float*)squares.data(), told.data(), tiles, nullptr, left.data(), (const float*)residual.data(), 1e-6f};
+    launch_small(taker, a, takes);
+    if (output == SWIGLU_ORDERED) disorder(what, ordered_out, m, features, out);
+    std::vector<double> normed;
+    for (int i = 0; i < m * width; i++) normed.push_back(((float*)residual.data())[i] * factors[i / width] * weight[i % width]);
+    // Rows are rounded to f16.
+    compare(what, out, m, features, stride, output, 2e-3, [&](int i, int j) { return second.result(j, &normed[(size_t)i * width], output); });
+    for (int i = 0; i < m; i++) {
+        if (!(std::fabs(left[i] - factors[i]) <= 1e-5 * factors[i])) wrong(what, i, 0, left[i], factors[i]);
+    }
 }
 
 int main() {
@@ -364,8 +421,7 @@ int main() {
     auto add4 = [](small::Arguments a) { small::linear_add_4(a); };
     auto swiglu8 = [](small::Arguments a) { small::linear_swiglu_8(a); };
     auto swiglu16 = [](small::Arguments a) { small::linear_swiglu_16(a); };
-    auto normed = [](small::Arguments a) { small::linear_normed_f32(a); };
-    auto normed_swiglu = [](small::Arguments a) { small::linear_normed_swiglu(a); };
+    auto swiglu1 = [](small::Arguments a) { small::linear_swiglu_1(a); };
     check_small("f32_1", f1, 1, {40, 24, 9}, 656, F32, small::PLAIN, 3, 1, small::SPLIT);
     check_small("add_1", add1, 1, {50}, 2064, ADD, small::PLAIN, 4, 1, small::SPLIT);
     check_small("f32_4", f4, 2, {40, 24, 9}, 656, F32, small::PLAIN, 3, 1, small::SPLIT);
@@ -377,8 +433,15 @@ int main() {
     check_small("f32_16", f16, 13, {72}, 272, F32, small::PLAIN, 2, 1, small::ROWS);
     check_small("swiglu_8", swiglu8, 6, {24, 24}, 272, SWIGLU, small::PLAIN, 2, 1, small::PAIR);
     check_small("swiglu_16", swiglu16, 11, {20, 20}, 144, SWIGLU, small::PLAIN, 1, 1, small::PAIR);
-    check_small("normed_f32", normed, 1, {40, 8, 8}, 4400, F32, small::NORMED, 3, 1, small::SPLIT);
-    check_small("normed_swiglu", normed_swiglu, 1, {16, 16}, 272, SWIGLU, small::NORMED, 2, 1, small::PAIR);
+    check_small("swiglu_1", swiglu1, 1, {16, 16}, 272, SWIGLU, small::PLAIN, 2, 1, small::PAIR);
+    // As large as the rows; so large that they do not fit f16; so small that they vanish.
+    for (double factor : {1.0, 1e5, 1e-5}) {
+        Launched split = {small::PLAIN, small::SPLIT, 3, 1}, pair = {small::PLAIN, small::PAIR, 2, 1};
+        check_deferred(add1, f1, 1, 656, 192, factor, F32, split, split);
+        check_deferred(add1, swiglu1, 1, 272, 3136, factor, SWIGLU, split, pair);
+        check_deferred(add4, f4, 3, 272, 320, factor, F32, split, split);
+        check_deferred(add4, swiglu8, 4, 272, 64, factor, SWIGLU, split, pair);
+    }
 #if __CUDA_ARCH__ >= 900
     check_small("f32_1", f1, 1, {40, 24, 9}, 656, F32, small::PLAIN, 3, 2, small::SPLIT);
     check_small("add_1", add1, 1, {50}, 2064, ADD, small::PLAIN, 4, 2, small::SPLIT);
@@ -401,6 +464,14 @@ int main() {
     check_small("f32_ordered_16", f_ordered_16, 16, {40, 20, 9}, 1168, F32, small::ORDERED, 2, 1, small::ROWS);
     check_small("add_ordered_16", add_ordered_16, 11, {83}, 1296, ADD, small::ORDERED, 2, 2, small::ROWS);
     check_small("swiglu_ordered_16", swiglu_ordered_16, 13, {40, 40}, 272, SWIGLU_ORDERED, small::ORDERED, 2, 1, small::PAIR);
+    for (double factor : {1.0, 1e5, 1e-5}) {
+        Launched split = {small::PLAIN, small::SPLIT, 3, 2}, rows = {small::ORDERED, small::ROWS, 2, 2}, pair = {small::ORDERED, small::PAIR, 3, 1};
+        check_deferred(add1, f1, 1, 1296, 704, factor, F32, split, split);
+        check_deferred(add_ordered, f_ordered, 7, 1168, 320, factor, F32, rows, rows);
+        check_deferred(add_ordered, swiglu_ordered, 8, 272, 576, factor, SWIGLU_ORDERED, rows, pair);
+        check_deferred(add_ordered_16, f_ordered_16, 11, 400, 640, factor, F32, rows, rows);
+        check_deferred(add_ordered_16, swiglu_ordered_16, 16, 272, 192, factor, SWIGLU_ORDERED, rows, pair);
+    }
 #endif
     puts("ok");
 }

@@ -17,8 +17,8 @@ struct CountedBarrier {
 };
 // By block and address.
 inline std::map<std::pair<int, u32>, CountedBarrier> counted;
-inline CountedBarrier& counted_at(u32 barrier) {
-    auto found = counted.find({Cluster::rank, barrier});
+inline CountedBarrier& counted_at(u32 barrier, int block = Cluster::rank) {
+    auto found = counted.find({block, barrier});
     if (found == counted.end()) printf("no barrier at %u\n", barrier), exit(1);
     return found->second;
 }
@@ -59,9 +59,24 @@ inline float4 load_cluster_16(u32 address, u32 block) {
     memcpy(&v, Cluster::current->memory((int)block) + address, sizeof v);
     return v;
 }
-inline float load_cluster_4(u32 address, u32 block) {
-    if (address % 4) printf("4 bytes of a cluster's shared memory at %u\n", address), exit(1);
-    float v;
-    memcpy(&v, Cluster::current->memory((int)block) + address, sizeof v);
-    return v;
+inline void send_to_cluster(u32 to, u32 block, float x, u32 barrier) {
+    if (to % 4) printf("4 bytes to a cluster's shared memory at %u\n", to), exit(1);
+    CountedBarrier& b = counted_at(barrier, (int)block);
+    Cluster::current->later.push_back([=, &b] {
+        memcpy(Cluster::current->memory((int)block) + to, &x, sizeof x);
+        b.bytes -= sizeof x;
+        b.check();
+    });
+}
+
+inline void cluster_arrive() {
+    // Barriers that no block may use before all have arrived.
+    if (++Cluster::current->all.waiting == (int)Cluster::current->fibers.size()) {
+        Cluster::current->all.waiting = 0;
+        Cluster::current->all.passed++;
+    }
+}
+// After cluster_arrive().
+inline void cluster_wait() {
+    while (Cluster::current->all.passed == 0) Cluster::wait(Cluster::current->all.passed);
 }

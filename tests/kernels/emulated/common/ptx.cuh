@@ -109,19 +109,20 @@ inline u32 pack_bf16(float low, float high) {
     return one(low) | one(high) << 16;
 }
 
-// A step that the lanes of a warp take together: when the last has come, `compute` gets what each brought.
+// A step that the lanes of a warp in `mask` take together: when the last has come, `compute` gets what each brought.
 template <class Lane>
-Lane together(const Lane& mine, void (*compute)(Lane (&)[WARP])) {
+Lane together(const Lane& mine, void (*compute)(Lane (&)[WARP]), u32 mask = ALL_LANES) {
     struct Warp {
         Lane lanes[WARP];
         int arrived = 0;
         uint64_t steps = 0;
     };
-    static Warp warps[256];
-    Warp& w = warps[Cluster::thread() / WARP];
+    static Warp warps[256][WARP];   // by their first lane, too
     int lane = lane_id();
+    if (!(mask >> lane & 1)) printf("lane %d is not in %08x\n", lane, mask), exit(1);
+    Warp& w = warps[Cluster::thread() / WARP][__builtin_ctz(mask)];
     w.lanes[lane] = mine;
-    if (++w.arrived == WARP) {
+    if (++w.arrived == __builtin_popcount(mask)) {
         w.arrived = 0;
         compute(w.lanes);
         w.steps++;
@@ -137,27 +138,36 @@ inline void __syncwarp() {
 }
 // What lane `from` has, for each lane.
 template <class T>
-T shuffle(T x, int from) {
+T shuffle(u32 mask, T x, int from) {
     struct Lane {
         T x, r;
         int from;
     };
     return together<Lane>({x, x, from}, [](Lane(&lanes)[WARP]) {
                for (Lane& l : lanes) l.r = lanes[l.from].x;
-           }).r;
+           }, mask).r;
 }
 template <class T>
-T __shfl_sync(u32, T x, int from) {
-    return shuffle(x, from);
+T __shfl_sync(u32 mask, T x, int from) {
+    return shuffle(mask, x, from);
 }
 template <class T>
-T __shfl_xor_sync(u32, T x, int d) {
-    return shuffle(x, lane_id() ^ d);
+T __shfl_xor_sync(u32 mask, T x, int d) {
+    return shuffle(mask, x, lane_id() ^ d);
 }
-
 template <class T>
-T __shfl_down_sync(u32, T x, int d) {
-    return shuffle(x, min(lane_id() + d, WARP - 1));
+T __shfl_down_sync(u32 mask, T x, int d) {
+    return shuffle(mask, x, min(lane_id() + d, WARP - 1));
+}
+inline int __any_sync(u32 mask, bool x) {
+    struct Lane {
+        bool x;
+    };
+    return together<Lane>({x}, [](Lane(&lanes)[WARP]) {
+               bool any = false;
+               for (Lane& l : lanes) any |= l.x;
+               for (Lane& l : lanes) l.x = any;
+           }, mask).x;
 }
 inline u32 __ballot_sync(u32, bool x) {
     struct Lane {
