@@ -6,13 +6,15 @@
 //! Each kernel runs over as many different weights as make its inputs larger than the caches, as one recorded graph, so that
 //! launches follow each other as they do in a token. Medians of repeated replays; rates are weight bytes over time.
 
+use std::iter;
 use std::sync::Arc;
 use std::time::Instant;
 
 use NVFP4::base::memory::Tag;
 use NVFP4::cuda::{
-    self, Biased, DeferredNorm, DeviceBuffer, Gpu, Graph, Heads, Input, Layout, LinearScratch,
-    Matrix, NormScratch, Output, PAGE, PageTable, Plan, Rows, ScaledTile, TileKernel, Way,
+    self, Biased, DeferredNorm, DeviceBuffer, Division, Gpu, Graph, Heads, Input, Layout,
+    LinearScratch, Matrix, NormScratch, Output, PAGE, PageTable, Plan, Rows, ScaledTile,
+    TileKernel, Way,
 };
 use NVFP4::format::nvfp4::{BLOCK, Levels, NonFinite, QuantizeOptions};
 use NVFP4::format::random;
@@ -566,8 +568,10 @@ fn chain(gpu: &Arc<Gpu>) {
                         stride: 2,
                         layer,
                     };
+                    let division = Division::of(gpu, HEADS, KV_HEADS, batch, length + 1);
                     cuda::decode(
-                        gpu, &h, &pages, &qkv, &positions, batch, 1, &rows, &attended, layout,
+                        gpu, &h, &pages, &qkv, &positions, batch, division, &rows, &attended,
+                        layout,
                     )?;
                 }
                 if wanted[2] {
@@ -663,8 +667,8 @@ fn layer_heads<'a>(norm: &'a DeviceBuffer, frequencies: &'a DeviceBuffer) -> Hea
 
 fn attention(gpu: &Arc<Gpu>) {
     println!(
-        "{:10} {:>5} {:>6} {:>6} {:>9} {:>9}",
-        "attention", "batch", "length", "parts", "us", "GB/s"
+        "{:10} {:>5} {:>6} {:>9} {:>9} {:>9}",
+        "attention", "batch", "length", "division", "us", "GB/s"
     );
     let frequencies = floats(gpu, DIM / 2, 4);
     let norm = floats(gpu, DIM, 5);
@@ -696,8 +700,9 @@ fn attention(gpu: &Arc<Gpu>) {
         let qkv = floats(gpu, batch * (HEADS + 2 * KV_HEADS) * DIM, 6);
         let out = floats(gpu, batch * HEADS * DIM / 2, 7);
         let rows = Rows::new(gpu, HEADS, KV_HEADS, DIM, batch).unwrap();
-        let chosen = cuda::parts(gpu, HEADS, KV_HEADS, batch, length);
-        for parts in [chosen, 1, 2, 4, 8, 16, 32] {
+        let chosen = Division::of(gpu, HEADS, KV_HEADS, batch, length);
+        let parts = [1, 2, 4, 8, 16, 32].map(Division::Parts);
+        for division in iter::once(chosen).chain(parts) {
             let enqueue = || -> NVFP4::base::Result<()> {
                 for layer in 0..layers {
                     let pages = PageTable {
@@ -712,7 +717,7 @@ fn attention(gpu: &Arc<Gpu>) {
                         &qkv,
                         &positions,
                         batch,
-                        parts,
+                        division,
                         &rows,
                         &out,
                         Layout::Rows,
@@ -725,8 +730,9 @@ fn attention(gpu: &Arc<Gpu>) {
             let seconds = time(gpu, &graph) / layers as f64;
             let bytes = batch * length * KV_HEADS * DIM * 4;
             println!(
-                "{:10} {batch:5} {length:6} {parts:6} {:9.2} {:9.0}",
+                "{:10} {batch:5} {length:6} {:>9} {:9.2} {:9.0}",
                 "decode",
+                format!("{division:?}"),
                 seconds * 1e6,
                 bytes as f64 / seconds / 1e9
             );

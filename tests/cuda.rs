@@ -11,8 +11,8 @@ use std::sync::Arc;
 use NVFP4::base::memory::{self, Tag};
 use NVFP4::base::{ErrorKind, env};
 use NVFP4::cuda::{
-    self, Biased, DeferredNorm, DeviceBuffer, Gpu, Heads, Input, Layout, LinearScratch, Matrix,
-    NormScratch, Output, PAGE, PageTable, Rows, ScaledTile, Storage, TileKernel, Way,
+    self, Biased, DeferredNorm, DeviceBuffer, Division, Gpu, Heads, Input, Layout, LinearScratch,
+    Matrix, NormScratch, Output, PAGE, PageTable, Rows, ScaledTile, Storage, TileKernel, Way,
 };
 use NVFP4::format::nvfp4::{self, BLOCK, Nvfp4, QuantizeOptions};
 use NVFP4::format::random;
@@ -1289,7 +1289,9 @@ fn attention_agrees_with_f64() {
         let new = upload(&gpu, &s.qkv[last * s.row()..]);
         let positions = upload(&gpu, &[last as u32]);
         let rows = Rows::new(&gpu, heads, kv_heads, dim, 1).unwrap();
-        for parts in [1, 2, 3, 8] {
+        let parts = [1, 2, 3, 8].map(Division::Parts);
+        let pairs = (gpu.arch().0 >= 9).then_some(Division::Pairs);
+        for division in parts.into_iter().chain(pairs) {
             let out = poisoned(&gpu, width * 2);
             cuda::decode(
                 &gpu,
@@ -1298,14 +1300,14 @@ fn attention_agrees_with_f64() {
                 &new,
                 &positions,
                 1,
-                parts,
+                division,
                 &rows,
                 &out,
                 Layout::Rows,
             )
             .unwrap();
             let what =
-                format!("decode {heads}/{kv_heads} heads of {dim}, position {last}, {parts} parts");
+                format!("decode {heads}/{kv_heads} heads of {dim}, position {last}, {division:?}");
             assert_close(&read_f16(&out, width), &want, ATTENTION, &what);
         }
     }

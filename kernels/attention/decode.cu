@@ -5,7 +5,9 @@
 // time, of which each warp has 16 positions. Scores are computed transposed (keys as A, the heads as B), so that 8 heads fill the
 // instruction. Pages pass through a ring in shared memory, which is filled before the kernel waits for the one before it: what
 // the new token itself adds is worked out apart, and nothing else of the cache depends on that kernel. The last block of a
-// sequence to finish adds the parts in order.
+// sequence to finish adds the parts in order; or the parts are a cluster, whose blocks send each other what they have seen, and
+// each of them adds some heads.
+#include "common/cluster.cuh"
 #include "common/heads.cuh"
 #include "common/pages.cuh"
 #include "format/ordered.cuh"
@@ -76,6 +78,7 @@ struct PageStage {
 template <int D>
 struct __align__(128) Token {
     u16 q[HEADS][D], key[D], value[D];
+    u64 exchange;   // barrier for what other blocks of the cluster send
     int last;
 };
 
@@ -108,21 +111,32 @@ struct Seen {
             line[D + 1] = weight;
         }
     }
+#if __CUDA_ARCH__ >= 900
+    // To the line at this place of another block of the cluster.
+    __device__ __forceinline__ void send(u32 line, int block, u32 barrier) const {
+#pragma unroll
+        for (int j = 0; j < D / WARP; j++) send_to_cluster(line + (lane_id() + WARP * j) * 4, block, y[j], barrier);
+        if (lane_id() == 0) {
+            send_to_cluster(line + D * 4, block, top, barrier);
+            send_to_cluster(line + (D + 1) * 4, block, weight, barrier);
+        }
+    }
+#endif
     __device__ __forceinline__ void write_out(const Row& row, int first) const {
 #pragma unroll
         for (int j = 0; j < D / WARP; j++) row.at(first + lane_id() + WARP * j) = to_f16(y[j] / weight);
     }
 };
 
-// Of STAGES pages in the ring, SPAN are worked on at a time.
-template <int D, int STAGES, int SPAN>
+// Of STAGES pages in the ring, SPAN are worked on at a time. CLUSTER: the parts of a sequence are one.
+template <int D, int STAGES, int SPAN, bool CLUSTER>
 __device__ __forceinline__ void run(const Arguments& a) {
     static_assert(STAGES % SPAN == 0, "");
     constexpr int WARPS = SPAN * PAGE_WARPS, THREADS = WARPS * WARP;
     constexpr int TILES = D / 16, LINE = Seen<D>::LINE, N = D / WARP;
     using Stage = PageStage<D, THREADS>;
     extern __shared__ __align__(128) char shared[];
-    auto& [q, new_key, new_value, last] = *(Token<D>*)shared;
+    auto& [q, new_key, new_value, exchange, last] = *(Token<D>*)shared;
     char* ring = shared + sizeof(Token<D>);
 
     int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
@@ -149,6 +163,18 @@ __device__ __forceinline__ void run(const Arguments& a) {
     };
 #pragma unroll 1
     for (int i = 0; i < STAGES; i++) load(i);
+#if __CUDA_ARCH__ >= 900
+    // Of a cluster, each block puts out the heads h with h % parts == part.
+    if (CLUSTER) {
+        if (threadIdx.x == 0) {
+            barrier_init(shared_address(&exchange), 1);
+            barrier_expect(shared_address(&exchange), (heads - part + parts - 1) / parts * (parts - 1) * LINE * 4);
+            publish_barriers();
+        }
+        __syncwarp();
+        cluster_arrive();
+    }
+#endif
     Rotation<D> rotation(a.head, position);
     float q_weight[N], k_weight[N];
     load_norm<D>(a.q_norm, q_weight);
@@ -284,6 +310,27 @@ __device__ __forceinline__ void run(const Arguments& a) {
         // What is missing at the end is zeros.
         for (int k = out.width + threadIdx.x; k < filled(out.width); k += THREADS) out.at(k) = 0;
     }
+#if __CUDA_ARCH__ >= 900
+    if (CLUSTER) {
+        float(*parted)[HEADS][LINE] = (float(*)[HEADS][LINE])(ring + STAGES * Stage::BYTES);  // [parts]
+        __syncwarp();
+        cluster_wait();
+        for (int h = warp; h < heads; h += WARPS) {
+            Seen<D> seen(merged[0][h], WARPS + 1, HEADS * LINE);
+            if (h % parts == part) {
+                seen.write(parted[part][h]);
+            } else {
+                seen.send(shared_address(parted[part][h]), h % parts, shared_address(&exchange));
+            }
+        }
+        __syncwarp();
+        barrier_wait(shared_address(&exchange), 0);
+        for (int h = warp; h < heads; h += WARPS) {
+            if (h % parts == part) Seen<D>(parted[0][h], parts, HEADS * LINE).write_out(out, (first_head + h) * D);
+        }
+        return;
+    }
+#endif
     int block = sequence * gridDim.x + blockIdx.x;
     float* lines = a.partial + (size_t)block * parts * HEADS * LINE;
     for (int h = warp; h < heads; h += WARPS) {
@@ -308,18 +355,23 @@ __device__ __forceinline__ void run(const Arguments& a) {
 }
 
 // Where blocks are few, a ring of several pages for each, two of them at a time; where they are some, one at a time; where they are
-// many, several of them share a multiprocessor.
-constexpr int STAGES = 4, FEW_SPAN = 2, MANY_STAGES = 1, MANY_BLOCKS = 4;
+// many, several of them share a multiprocessor. Pairs of blocks leave room for a block of the kernels before and after.
+constexpr int STAGES = 4, FEW_SPAN = 2, MANY_STAGES = 1, MANY_BLOCKS = 4, PAIR_STAGES = 2;
 
-#define KERNEL(D, NAME, STAGES, SPAN, BLOCKS)                                                                                \
+#define KERNEL(D, NAME, STAGES, SPAN, BLOCKS, CLUSTER)                                                                       \
     extern "C" __global__ void __launch_bounds__(SPAN* PAGE_WARPS* WARP, BLOCKS) NAME(const __grid_constant__ Arguments a) { \
-        run<D, STAGES, SPAN>(a);                                                                                             \
+        run<D, STAGES, SPAN, CLUSTER>(a);                                                                                    \
     }
-#define KERNELS(D)                                               \
-    KERNEL(D, attention_decode_##D##_few, STAGES, FEW_SPAN, 2)   \
-    KERNEL(D, attention_decode_##D##_some, STAGES, 1, 1)         \
-    KERNEL(D, attention_decode_##D##_many, MANY_STAGES, 1, MANY_BLOCKS)
+#define KERNELS(D)                                                    \
+    KERNEL(D, attention_decode_##D##_few, STAGES, FEW_SPAN, 2, false) \
+    KERNEL(D, attention_decode_##D##_some, STAGES, 1, 1, false)       \
+    KERNEL(D, attention_decode_##D##_many, MANY_STAGES, 1, MANY_BLOCKS, false)
 
 KERNELS(32)
 KERNELS(64)
 KERNELS(128)
+#if __CUDA_ARCH__ >= 900
+KERNEL(32, attention_decode_32_pair, PAIR_STAGES, 1, 2, true)
+KERNEL(64, attention_decode_64_pair, PAIR_STAGES, 1, 2, true)
+KERNEL(128, attention_decode_128_pair, PAIR_STAGES, 1, 2, true)
+#endif

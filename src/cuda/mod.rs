@@ -28,7 +28,7 @@ mod staging;
 mod table;
 mod tensor;
 
-pub use attention::{Heads, PAGE, PageTable, Rows, decode, parts, prefill, store};
+pub use attention::{Division, Heads, PAGE, PageTable, Rows, decode, prefill, store};
 pub use bandwidth::{copy_bandwidth, read_bandwidth};
 #[doc(hidden)]
 pub use compile::compile_source;

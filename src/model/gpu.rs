@@ -19,8 +19,8 @@ use crate::base::memory::{Buffer, Tag};
 use crate::base::threads::Pool;
 use crate::checkpoint::Encoding;
 use crate::cuda::{
-    self, Best, Biased, DeferredNorm, DeviceBuffer, Event, Gpu, Graph, Heads, HostTable, Input,
-    Layout, LinearScratch, Matrix, NormScratch, Output, PageTable, Pinned, Rows, Shortlist,
+    self, Best, Biased, DeferredNorm, DeviceBuffer, Division, Event, Gpu, Graph, Heads, HostTable,
+    Input, Layout, LinearScratch, Matrix, NormScratch, Output, PageTable, Pinned, Rows, Shortlist,
     ShortlistScratch, Storage, Table,
 };
 use crate::ops::linear::Linear;
@@ -84,7 +84,7 @@ struct State {
     norms: NormScratch,
     linear: LinearScratch,
     history: Pinned,
-    graphs: HashMap<(usize, usize), Graph>,
+    graphs: HashMap<(usize, Division), Graph>,
     /// The sequences that the device is ready to step, and where they stand.
     ready: Vec<Ready>,
     /// A step that was enqueued before anyone asked for it.
@@ -290,15 +290,15 @@ impl Executor {
         last: usize,
         state: &mut State,
     ) -> Result<()> {
-        let parts = cuda::parts(&self.gpu, config.heads, config.kv_heads, batch, last + 1);
-        let key = (batch, parts);
+        let division = Division::of(&self.gpu, config.heads, config.kv_heads, batch, last + 1);
+        let key = (batch, division);
         if let Some(graph) = state.graphs.get(&key) {
             return graph.launch();
         }
         // The first step of its kind runs as it is enqueued, which also loads the kernels: no graph may be recorded before.
-        self.enqueue_step(config, weights, batch, parts, state)?;
+        self.enqueue_step(config, weights, batch, division, state)?;
         let graph = Graph::record(&self.gpu, || {
-            self.enqueue_step(config, weights, batch, parts, state)
+            self.enqueue_step(config, weights, batch, division, state)
         })?;
         state.graphs.insert(key, graph);
         Ok(())
@@ -309,7 +309,7 @@ impl Executor {
         config: &Config,
         weights: &Weights,
         batch: usize,
-        parts: usize,
+        division: Division,
         state: &State,
     ) -> Result<()> {
         cuda::embed(
@@ -320,7 +320,14 @@ impl Executor {
             &state.residual,
         )?;
         for index in 0..weights.layers.len() {
-            self.block(config, weights, index, batch, state, Attention::Step(parts))?;
+            self.block(
+                config,
+                weights,
+                index,
+                batch,
+                state,
+                Attention::Step(division),
+            )?;
         }
         self.head(config, weights, 0, batch, true, state)?;
         cuda::argmax(
@@ -391,7 +398,7 @@ impl Executor {
             layer: index,
         };
         let attended = match attention {
-            Attention::Step(parts) => {
+            Attention::Step(division) => {
                 cuda::decode(
                     gpu,
                     &heads,
@@ -399,7 +406,7 @@ impl Executor {
                     &s.projected,
                     &s.positions,
                     rows,
-                    parts,
+                    division,
                     &s.parts,
                     &s.input,
                     layout,
@@ -730,8 +737,8 @@ impl Pass<'_> {
 
 #[derive(Clone, Copy)]
 enum Attention {
-    /// One token of each sequence, its keys in so many parts.
-    Step(usize),
+    /// One token of each sequence.
+    Step(Division),
     /// Rows of one sequence from this position on.
     Rows(usize),
 }

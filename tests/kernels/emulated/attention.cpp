@@ -3,6 +3,7 @@
 // token at a time. Prints "ok" or what is wrong.
 #include "cuda.hpp"
 
+#include "common/cluster.cuh"
 #include "common/heads.cuh"
 #include "common/pages.cuh"
 #include "common/ptx.cuh"
@@ -121,11 +122,14 @@ struct Sequence {
     }
     template <int D>
     void step(int token, int parts) {
-        step_with<D, decode::STAGES, decode::FEW_SPAN>(token, parts, token % 2);
-        step_with<D, decode::STAGES, 1>(token, parts, parts % 2);
-        step_with<D, decode::MANY_STAGES, 1>(token, parts, parts % 2);
+        step_with<D, decode::STAGES, decode::FEW_SPAN, false>(token, parts, token % 2);
+        step_with<D, decode::STAGES, 1, false>(token, parts, parts % 2);
+        step_with<D, decode::MANY_STAGES, 1, false>(token, parts, parts % 2);
+#if __CUDA_ARCH__ >= 900
+        step_with<D, decode::PAIR_STAGES, 1, true>(token, 2, parts % 2);
+#endif
     }
-    template <int D, int STAGES, int SPAN>
+    template <int D, int STAGES, int SPAN, bool CLUSTER>
     void step_with(int token, int parts, int ordered) {
         int blocks = kv_heads * ceil_div(heads / kv_heads, decode::HEADS);
         int width = heads * D, whole = filled(width);
@@ -134,7 +138,7 @@ struct Sequence {
         std::vector<u32> arrived(blocks);
         decode::Arguments d = {&qkv[(size_t)token * all * D], normed ? q_norm.data() : nullptr, normed ? k_norm.data() : nullptr, &token, out.data(),
                                partial.data(), arrived.data(), options(), arguments(), heads / kv_heads, scale() * 1.44269504f, ordered};
-        launch(blocks, 1, parts, SPAN * decode::PAGE_WARPS * WARP, [&] { decode::run<D, STAGES, SPAN>(d); });
+        launch(blocks, 1, parts, SPAN * decode::PAGE_WARPS * WARP, [&] { decode::run<D, STAGES, SPAN, CLUSTER>(d); }, CLUSTER ? parts : 1);
         if (ordered) {
             std::vector<u16> row;
             for (int k = 0; k < whole; k++) row.push_back(out[ordered_at(1, 0, k)]);
@@ -143,7 +147,7 @@ struct Sequence {
             }
             out = row;
         }
-        compare(SPAN > 1 ? "a token" : STAGES > 1 ? "a token among some" : "a token among many", out, token, 1);
+        compare(CLUSTER ? "a token among pairs" : SPAN > 1 ? "a token" : STAGES > 1 ? "a token among some" : "a token among many", out, token, 1);
         for (u32 n : arrived) {
             if (n != 0) printf("%u blocks are still counted\n", n), exit(1);
         }
