@@ -700,6 +700,7 @@ fn deferred_norms_agree_with_f64() {
         (11, 528, 1024, [64, 8, 16]),
         (16, 9728, 2560, [72, 8, 16]),
         (16, 144, 3072, [72, 8, 16]),
+        (4, 60_000, 64, [40, 24, 8]),
     ]
     .iter()
     .enumerate()
@@ -719,7 +720,8 @@ fn deferred_norms_agree_with_f64() {
             DeferredNorm::serves(&gpu, m, layout, makes, takes, output)
         };
         if !serves(&three, Output::F32) {
-            assert!(m > 4, "up to 4 rows are served by every GPU");
+            // Of the last, blocks do not hold all rows at once.
+            assert!(m > 4 || k == 60_000, "up to 4 rows are served by every GPU");
             continue;
         }
         assert!(serves(&two, layout.swiglu()));

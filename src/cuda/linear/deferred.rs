@@ -72,8 +72,8 @@ pub(super) struct NormArgument {
 }
 
 impl DeferredNorm<'_> {
-    /// Whether products of `m` rows that lie like this can defer the norm between them: `makes` adds to the rows, `takes` are what
-    /// become of them.
+    /// Whether products of `m` rows that lie like this can defer the norm between them, each in one launch: `makes` adds to the rows,
+    /// `takes` are what become of them.
     pub fn serves(
         gpu: &Gpu,
         m: usize,
@@ -82,11 +82,14 @@ impl DeferredNorm<'_> {
         takes: &[Biased<'_>],
         output: Output,
     ) -> bool {
+        let at_once = |matrices: &[_], output| {
+            fused_plan(gpu, m, matrices, output, layout).is_some_and(|plan| plan.rows == m)
+        };
         (m <= super::FEW || layout == Layout::Ordered)
             && makes.0.rows().is_multiple_of(MULTIPLE)
             && output != Output::F16
-            && fused_plan(gpu, m, &[makes], Output::Add, layout).is_some()
-            && fused_plan(gpu, m, takes, output, layout).is_some()
+            && at_once(&[makes], Output::Add)
+            && at_once(takes, output)
     }
 
     /// The rows as the fused kernel takes them.
