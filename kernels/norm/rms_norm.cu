@@ -14,6 +14,8 @@ struct Arguments {
 };
 
 constexpr int THREADS = 256;
+// Of a multiprocessor, at least; 0 leaves it to the compiler, which asks for so many on sm_89 that it spills.
+constexpr int BLOCKS = __CUDA_ARCH__ == 890 ? 4 : 0;
 constexpr int HELD = 2;     // pieces that a thread keeps, which is all of a row of 4,096
 
 template <bool ORDERED>
@@ -64,5 +66,5 @@ __device__ __forceinline__ void run(const Arguments& a) {
     for (int i = threadIdx.x + HELD * THREADS; i < count; i += THREADS) put(i, Fours(x, i, a.width), factor, Fours(a.weight, i, a.width));
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(const __grid_constant__ Arguments a) { run<false>(a); }
-extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_ordered(const __grid_constant__ Arguments a) { run<true>(a); }
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) rms_norm(const __grid_constant__ Arguments a) { run<false>(a); }
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) rms_norm_ordered(const __grid_constant__ Arguments a) { run<true>(a); }
