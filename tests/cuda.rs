@@ -553,6 +553,16 @@ fn operands_that_do_not_fit_are_refused() {
     cuda::scaled_mm(&gpu, &empty, &a, DType::F32, &small).unwrap();
 }
 
+/// silu of one product times another, divided as the kernels divide it.
+fn swiglu(x: &[f64], m: usize, gate: &Weight, up: &Weight) -> Vec<f64> {
+    let (gate, up) = (product(x, m, gate, false), product(x, m, up, false));
+    let activated = gate
+        .iter()
+        .zip(&up)
+        .map(|(g, u)| g / (1.0 + (-g).exp()) * u);
+    activated.map(|y| y / f64::from(cuda::MLP_SCALE)).collect()
+}
+
 /// What the norm of a row multiplies it by.
 fn factor_of(row: &[f32]) -> f64 {
     let mean = row.iter().map(|&v| f64::from(v).powi(2)).sum::<f64>() / row.len() as f64;
@@ -669,14 +679,7 @@ fn fused_norms_and_activations_agree_with_f64() {
         )
         .unwrap();
         let got = in_rows(layout, &read_f16(&out, elements), m, rows[0]);
-        let g = product(&rounded(&normed), m, &gate, false);
-        let u = product(&rounded(&normed), m, &up, false);
-        let scale = f64::from(cuda::MLP_SCALE);
-        let want: Vec<f64> = g
-            .iter()
-            .zip(&u)
-            .map(|(g, u)| g / (1.0 + (-g).exp()) * u / scale)
-            .collect();
+        let want = swiglu(&rounded(&normed), m, &gate, &up);
         assert_close(&got, &want, F16, "norm, gate, up");
     }
 }
@@ -806,13 +809,7 @@ fn deferred_norms_agree_with_f64() {
                 let output = layout.swiglu();
                 cuda::linear(&gpu, input, m, &two, output, &out, rows[0], &scratch).unwrap();
                 let got = in_rows(layout, &read_f16(&out, elements), m, rows[0]);
-                let g = product(&rounded(&normed), m, gate, false);
-                let u = product(&rounded(&normed), m, &up, false);
-                let want: Vec<f64> = g
-                    .iter()
-                    .zip(&u)
-                    .map(|(g, u)| g / (1.0 + (-g).exp()) * u / f64::from(cuda::MLP_SCALE))
-                    .collect();
+                let want = swiglu(&rounded(&normed), m, gate, &up);
                 // Of few features some are small by cancellation.
                 assert_close(&got, &want, 3.0 * F16, &what);
             }

@@ -252,8 +252,8 @@ impl Division {
         let blocks = blocks(heads, kv_heads) * sequences;
         let form = Form::of(gpu, blocks);
         // Blocks of products of more than a few rows leave no room for a long ring, and it would have to be filled after them; 8
-        // sequences of Qwen3-4B in pairs save 0.6 us of a layer at 64 positions, 1.5 at 192, 2.2 at 448 (H200). Where products leave room,
-        // clusters wait for theirs: a layer of 1 to 4 sequences took 7 to 14 us more.
+        // sequences of Qwen3-4B in pairs save 0.6 us of a layer at 64 positions, 1.5 at 192, 2.2 at 448 (H200). A layer of 1, 2 or
+        // 4 took 7 to 14 us more so, which was not traced.
         if form == Form::Few
             && gpu.arch() == (9, 0)
             && sequences > FEW

@@ -359,9 +359,10 @@ impl Executor {
     ) -> Result<()> {
         let (gpu, hidden, wide) = (&self.gpu, config.hidden_size, config.intermediate_size);
         let (layer, vectors) = (&weights.layers[index], &self.layers[index]);
-        let [q, k, v, o, gate, up, down] = biased(layer, vectors)?;
+        let all = biased(layer, vectors)?;
+        let [q, k, v, o, gate, up, down] = all;
         let qkv = (config.heads + 2 * config.kv_heads) * config.head_dim;
-        let layout = self.layout(weights, index, rows)?;
+        let layout = self.layout(&all, rows);
         let step = matches!(attention, Attention::Step(_));
         let norm = |turn| self.norm(config, weights, turn, rows, step, s);
         let (input_norm, post_norm, next_norm) =
@@ -451,22 +452,11 @@ impl Executor {
         add(activated, down, &next_norm)
     }
 
-    /// How activations of a layer lie: as its products take them, where one kernel serves them all.
-    fn layout(&self, weights: &Weights, index: usize, rows: usize) -> Result<Layout> {
-        let all = biased(&weights.layers[index], &self.layers[index])?;
-        Ok(
-            match all.iter().all(|(w, _)| w.storage() == Storage::Nvfp4) {
-                true => Layout::taken(&self.gpu, rows),
-                false => Layout::Rows,
-            },
-        )
-    }
-
-    /// The same for the head.
-    fn head_layout(&self, head: Biased<'_>, rows: usize) -> Layout {
-        match head.0.storage() {
-            Storage::Nvfp4 => Layout::taken(&self.gpu, rows),
-            _ => Layout::Rows,
+    /// How activations of products with these matrices lie: as they take them, where one kernel serves them all.
+    fn layout(&self, matrices: &[Biased<'_>], rows: usize) -> Layout {
+        match matrices.iter().all(|(w, _)| w.storage() == Storage::Nvfp4) {
+            true => Layout::taken(&self.gpu, rows),
+            false => Layout::Rows,
         }
     }
 
@@ -497,20 +487,20 @@ impl Executor {
         let deferred = step && turn > 0 && {
             let maker = (turn - 1) / 2;
             let layer = |i| biased(&weights.layers[i], &self.layers[i]);
-            let [_, _, _, o, gate, up, down] = layer(maker)?;
-            let layout = self.layout(weights, maker, rows)?;
+            let all = layer(maker)?;
+            let [_, _, _, o, gate, up, down] = all;
+            let layout = self.layout(&all, rows);
             let serves = |makes, takes: &[_], output| {
                 DeferredNorm::serves(&self.gpu, rows, layout, makes, takes, output)
             };
             if !turn.is_multiple_of(2) {
                 serves(o, &[gate, up], layout.swiglu())
             } else if index < self.layers.len() {
-                let [q, k, v, ..] = layer(index)?;
-                layout == self.layout(weights, index, rows)?
-                    && serves(down, &[q, k, v], Output::F32)
+                let next = layer(index)?;
+                layout == self.layout(&next, rows) && serves(down, &next[..3], Output::F32)
             } else {
                 let head = self.biased_head(weights)?;
-                layout == self.head_layout(head, rows) && serves(down, &[head], Output::F32)
+                layout == self.layout(&[head], rows) && serves(down, &[head], Output::F32)
             }
         };
         Ok(Norm { norm, deferred })
@@ -533,7 +523,7 @@ impl Executor {
         let head = self.biased_head(weights)?;
         let turn = 2 * self.layers.len();
         let norm = self.norm(config, weights, turn, rows, step, s)?;
-        let layout = self.head_layout(head, rows);
+        let layout = self.layout(&[head], rows);
         let (gpu, hidden) = (&self.gpu, config.hidden_size);
         let input = norm.apply(gpu, first, rows, hidden, layout, &s.input)?;
         cuda::linear(

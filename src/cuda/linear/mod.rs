@@ -301,14 +301,26 @@ fn fused_plan(
         && are_nvfp4(matrices)
         && (layout == Layout::Ordered
             || TileKernel::serving(gpu.arch(), m, layout) == TileKernel::Tiled);
-    let plan = takes.then(|| small::plan(gpu, m, matrices, output, layout))??;
+    if !takes {
+        return None;
+    }
+    let k = matrices[0].0.cols;
+    let features: Vec<usize> = matrices.iter().map(|(w, _)| w.rows).collect();
+    let plan = Plan::choose(
+        m,
+        k,
+        &features,
+        output,
+        layout,
+        divisible(gpu),
+        gpu.multiprocessors(),
+        gpu.shared_limit(),
+    )?;
     let pays = m <= FEW
         || output.is_swiglu()
         || match layout {
             Layout::Ordered => plan.clusters * plan.parts <= gpu.multiprocessors(),
-            Layout::Rows => {
-                plan.rows == m && m * matrices[0].0.cols * 2 <= FUSED_BYTES * plan.parts
-            }
+            Layout::Rows => plan.rows == m && m * k * 2 <= FUSED_BYTES * plan.parts,
         };
     pays.then_some(plan)
 }

@@ -209,28 +209,6 @@ impl Plan {
     }
 }
 
-/// The plan for `m` rows of these matrices on this device.
-pub(super) fn plan(
-    gpu: &Gpu,
-    m: usize,
-    matrices: &[Biased<'_>],
-    output: Output,
-    layout: Layout,
-) -> Option<Plan> {
-    let k = matrices[0].0.cols;
-    let features: Vec<usize> = matrices.iter().map(|(w, _)| w.rows).collect();
-    Plan::choose(
-        m,
-        k,
-        &features,
-        output,
-        layout,
-        divisible(gpu),
-        gpu.multiprocessors(),
-        gpu.shared_limit(),
-    )
-}
-
 /// Whether two blocks may share the tiles of a product.
 pub fn divisible(gpu: &Gpu) -> bool {
     gpu.arch().0 >= 9

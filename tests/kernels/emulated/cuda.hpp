@@ -173,13 +173,15 @@ struct Cluster {
         swapcontext(&f.context, &current->scheduler);
         f.counter = nullptr;
     }
+    // Whether this thread is the last of so many.
+    static bool arrive(Barrier& barrier, int threads) {
+        if (++barrier.waiting < threads) return false;
+        barrier.waiting = 0;
+        barrier.passed++;
+        return true;
+    }
     static void wait(Barrier& barrier, int threads) {
-        if (++barrier.waiting == threads) {
-            barrier.waiting = 0;
-            barrier.passed++;
-        } else {
-            wait(barrier.passed);
-        }
+        if (!arrive(barrier, threads)) wait(barrier.passed);
     }
     // The shared memory of a block of the cluster.
     char* memory(int block) { return block == rank ? shared : memories[block].data(); }

@@ -12,7 +12,6 @@
 #include "format/ordered.cuh"
 #include "format/packed.cuh"
 #include "norm/deferred.cuh"
-#include "norm/fours.cuh"
 
 namespace pack {
 #include "linear/pack.cu"
@@ -322,8 +321,8 @@ static void check_small(const char* name, void (*kernel)(small::Arguments), int 
     });
 }
 
-// A product that leaves rows for a norm, and one that takes them, each with the name of its kernel. The factors that the maker is
-// told are `factor` times as large as those of the rows.
+// A product that leaves rows for a norm, and one that takes them. The factors that the maker is told are `factor` times as large as
+// those of the rows, but for every third row.
 static void check_deferred(void (*maker)(small::Arguments), void (*taker)(small::Arguments), int m, int k, int width, double factor, Output output,
                            Launched makes, Launched takes) {
     char what[128];

@@ -69,13 +69,7 @@ inline void send_to_cluster(u32 to, u32 block, float x, u32 barrier) {
     });
 }
 
-inline void cluster_arrive() {
-    // Barriers that no block may use before all have arrived.
-    if (++Cluster::current->all.waiting == (int)Cluster::current->fibers.size()) {
-        Cluster::current->all.waiting = 0;
-        Cluster::current->all.passed++;
-    }
-}
+inline void cluster_arrive() { Cluster::arrive(Cluster::current->all, (int)Cluster::current->fibers.size()); }
 // After cluster_arrive().
 inline void cluster_wait() {
     while (Cluster::current->all.passed == 0) Cluster::wait(Cluster::current->all.passed);
