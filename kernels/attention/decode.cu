@@ -149,9 +149,10 @@ __device__ __forceinline__ void run(const Arguments& a) {
     // Positions change between steps only, and pages, norms and earlier positions not even then: kernels let the next one start
     // when they have waited themselves, so everything before the last one is done by now.
     int position = a.positions[sequence];
-    int share = ceil_div(ceil_div(position + 1, parts), PAGE) * PAGE;
-    int begin = part * share, end = min(position, begin + share), pages = ceil_div(max(end - begin, 0), PAGE);
-    bool has_new = position >= begin && position < begin + share;
+    // Parts have as many pages as possible alike: beside a multiprocessor that was done sooner, blocks of the next kernels would crowd.
+    int all = position / PAGE + 1, begin = all * part / parts * PAGE, next = all * (part + 1) / parts * PAGE;
+    int end = min(position, next), pages = ceil_div(max(end - begin, 0), PAGE);
+    bool has_new = position >= begin && position < next;
 
     auto stage = [&](int i) { return Stage{shared_address(ring) + i % STAGES * Stage::BYTES}; };
     auto load = [&](int i) {
@@ -354,24 +355,24 @@ __device__ __forceinline__ void run(const Arguments& a) {
     for (int h = warp; h < heads; h += WARPS) Seen<D>(lines + h * LINE, parts, HEADS * LINE).write_out(out, (first_head + h) * D);
 }
 
-// Where blocks are few, a ring of several pages for each, two of them at a time; where they are some, one at a time; where they are
-// many, several of them share a multiprocessor. Pairs of blocks leave room for a block of the kernels before and after.
-constexpr int STAGES = 4, FEW_SPAN = 2, MANY_STAGES = 1, MANY_BLOCKS = 4, PAIR_STAGES = 2;
+// Where blocks are few, a ring of several pages for each, two of them at a time; where they are some, and in pairs, one at a time and a
+// ring that leaves room for a block of the kernels before and after; where they are many, several of them share a multiprocessor.
+constexpr int FEW_STAGES = 4, FEW_SPAN = 2, SOME_STAGES = 2, SOME_BLOCKS = 2, MANY_STAGES = 1, MANY_BLOCKS = 4;
 
 #define KERNEL(D, NAME, STAGES, SPAN, BLOCKS, CLUSTER)                                                                       \
     extern "C" __global__ void __launch_bounds__(SPAN* PAGE_WARPS* WARP, BLOCKS) NAME(const __grid_constant__ Arguments a) { \
         run<D, STAGES, SPAN, CLUSTER>(a);                                                                                    \
     }
-#define KERNELS(D)                                                    \
-    KERNEL(D, attention_decode_##D##_few, STAGES, FEW_SPAN, 2, false) \
-    KERNEL(D, attention_decode_##D##_some, STAGES, 1, 1, false)       \
+#define KERNELS(D)                                                             \
+    KERNEL(D, attention_decode_##D##_few, FEW_STAGES, FEW_SPAN, 2, false)      \
+    KERNEL(D, attention_decode_##D##_some, SOME_STAGES, 1, SOME_BLOCKS, false) \
     KERNEL(D, attention_decode_##D##_many, MANY_STAGES, 1, MANY_BLOCKS, false)
 
 KERNELS(32)
 KERNELS(64)
 KERNELS(128)
 #if __CUDA_ARCH__ >= 900
-KERNEL(32, attention_decode_32_pair, PAIR_STAGES, 1, 2, true)
-KERNEL(64, attention_decode_64_pair, PAIR_STAGES, 1, 2, true)
-KERNEL(128, attention_decode_128_pair, PAIR_STAGES, 1, 2, true)
+KERNEL(32, attention_decode_32_pair, SOME_STAGES, 1, SOME_BLOCKS, true)
+KERNEL(64, attention_decode_64_pair, SOME_STAGES, 1, SOME_BLOCKS, true)
+KERNEL(128, attention_decode_128_pair, SOME_STAGES, 1, SOME_BLOCKS, true)
 #endif

@@ -174,13 +174,13 @@ const fn decode_shared(stages: usize, dim: usize) -> usize {
 enum Form {
     /// A ring of several pages, two of which are worked on at a time.
     Few,
-    /// The same, one at a time: 16 sequences of Qwen3-4B were 4 % faster so when Hopper's kernel of wide tiles multiplied for them, which
-    /// the fused one does now.
+    /// One at a time, and a ring that leaves room for blocks of other kernels: on an H200 16 sequences of Qwen3-4B decode 4 % more
+    /// tokens so at 128 positions than with one twice as long, 2.7 % more at 512, 1.4 % more at 2,000.
     Some,
     /// Several blocks share a multiprocessor: where one has no room for a ring that is good for it alone, with the widest heads,
     /// too.
     Many,
-    /// Two blocks to a sequence, with a ring that leaves room for blocks of other kernels.
+    /// The same with two blocks to a sequence.
     Pair,
 }
 
@@ -208,9 +208,9 @@ impl Form {
     /// Pages of the ring.
     const fn pages(self) -> usize {
         match self {
-            Form::Few | Form::Some => 4,
+            Form::Few => 4,
+            Form::Some | Form::Pair => 2,
             Form::Many => 1,
-            Form::Pair => 2,
         }
     }
 

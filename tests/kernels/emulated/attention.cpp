@@ -122,11 +122,11 @@ struct Sequence {
     }
     template <int D>
     void step(int token, int parts) {
-        step_with<D, decode::STAGES, decode::FEW_SPAN, false>(token, parts, token % 2);
-        step_with<D, decode::STAGES, 1, false>(token, parts, parts % 2);
+        step_with<D, decode::FEW_STAGES, decode::FEW_SPAN, false>(token, parts, token % 2);
+        step_with<D, decode::SOME_STAGES, 1, false>(token, parts, parts % 2);
         step_with<D, decode::MANY_STAGES, 1, false>(token, parts, parts % 2);
 #if __CUDA_ARCH__ >= 900
-        step_with<D, decode::PAIR_STAGES, 1, true>(token, 2, parts % 2);
+        step_with<D, decode::SOME_STAGES, 1, true>(token, 2, parts % 2);
 #endif
     }
     template <int D, int STAGES, int SPAN, bool CLUSTER>
