@@ -190,20 +190,30 @@ __device__ __forceinline__ void run(const Arguments& a) {
     }
     __syncwarp();
     cluster_sync();
-    int end = WARPS * TILES * (part + 1) / a.parts;
-    for (int i = WARPS * TILES * part / a.parts + warp; i < end; i += THREADS / WARP) {
+    int end = WARPS * TILES * (part + 1) / a.parts, i = WARPS * TILES * part / a.parts + warp;
+    bool last;
+    do {
         float sums[4] = {};
+        u32 own = x.base + (i * WARP + lane) * 16;
+        if (i < end) {
 #pragma unroll
-        for (int p = 0; p < MOST_PARTS; p++) {
-            if (p >= a.parts) break;
-            float4 s = load_cluster_16(x.base + (i * WARP + lane) * 16, p);
-            sums[0] += s.x, sums[1] += s.y, sums[2] += s.z, sums[3] += s.w;
+            for (int p = 0; p < MOST_PARTS; p++) {
+                if (p >= a.parts) break;
+                float4 s = load_cluster_16(own, p);
+                sums[0] += s.x, sums[1] += s.y, sums[2] += s.z, sums[3] += s.w;
+            }
+            // Nobody reads this, but loads from other blocks have ended when it is written.
+            store_shared_16(own, make_uint4(__float_as_uint(sums[0]), __float_as_uint(sums[1]), __float_as_uint(sums[2]), __float_as_uint(sums[3])));
         }
-        put(i / TILES, i % TILES, sums);
-    }
-    // Others may still read what is here.
+        last = i + THREADS / WARP >= end;
+        __syncwarp();
+        // Other blocks may end when no warp reads their memory any more. That is no release, which would wait for all that was written.
+        if (last) cluster_arrive();
+        if (i < end) put(i / TILES, i % TILES, sums);
+        i += THREADS / WARP;
+    } while (!last);
     __syncwarp();
-    cluster_sync();
+    cluster_wait();
 }
 
 #define KERNEL(COLUMNS)                                                                                                      \

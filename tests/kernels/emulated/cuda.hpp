@@ -84,6 +84,8 @@ struct Cluster {
         // It goes on when this counts further.
         const uint64_t* counter = nullptr;
         uint64_t count = 0;
+        // What the barrier of the cluster had counted when the thread arrived there.
+        uint64_t arrived = 0;
     };
     struct Barrier {
         int waiting = 0;

@@ -69,8 +69,13 @@ inline void send_to_cluster(u32 to, u32 block, float x, u32 barrier) {
     });
 }
 
-inline void cluster_arrive() { Cluster::arrive(Cluster::current->all, (int)Cluster::current->fibers.size()); }
+inline void cluster_arrive() {
+    Cluster::Barrier& all = Cluster::current->all;
+    Cluster::current->fiber().arrived = all.passed;
+    Cluster::arrive(all, (int)Cluster::current->fibers.size());
+}
 // After cluster_arrive().
 inline void cluster_wait() {
-    while (Cluster::current->all.passed == 0) Cluster::wait(Cluster::current->all.passed);
+    uint64_t& passed = Cluster::current->all.passed;
+    while (passed == Cluster::current->fiber().arrived) Cluster::wait(passed);
 }
