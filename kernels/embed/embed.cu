@@ -30,8 +30,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) embed(const __grid_constan
         default: {
             int row = a.tokens[blockIdx.y], g = row % CHUNK_ROWS, block = i % CHUNK_K / BLOCK, e = i % BLOCK;
             const u8* chunk = chunk_of((const u8*)a.table, ceil_div(a.width, CHUNK_K), row, i);
-            u32 half = ((const u16*)chunk)[(4 * g + e / 4) * 8 + block];
-            value = code_to_float(code_of_half(half, e % 4)) * scale_to_float(chunk[CHUNK_CODES + g * CHUNK_BLOCKS + block]) * a.global;
+            u32 pairs[4];
+            decode_word(((const u32*)chunk)[(4 * g + e / 4) * 4 + block / 2], pairs);
+            u32 code = gather_code(pairs[e % 4] >> (block % 2 * 16));
+            value = code_to_float(code) * scale_to_float(chunk[CHUNK_CODES + g * CHUNK_BLOCKS + block]) * a.global;
         }
     }
     a.out[(size_t)blockIdx.y * a.width + i] = value;

@@ -4,11 +4,10 @@
 // scale for each row and block. What is missing at the ends is zeros. Chunks of the same rows follow each other along k.
 //
 // Lane l of a warp takes 16 bytes of codes: with g = l / 4 and t = l % 4, elements 4 t to 4 t + 3 of each block of row g. Word j
-// of them holds two blocks, 2 j in its low and 2 j + 1 in its high half, so that element i of both makes a pair of f16 whose
-// scales are neighbours too. Within a half, the bits of the four elements lie where the fewest operations bring sign and
-// magnitude to their places in an f16:
-//     15     14     13     12     11-9         8-6          5-3          2-0
-//     sign 0 sign 2 sign 3 sign 1 magnitude 0  magnitude 1  magnitude 2  magnitude 3
+// of them holds two blocks, 2 j and 2 j + 1, so that element i of both makes a pair of f16, the first one in its low half, whose
+// scales are neighbours too. A code has its sign in bit 15 and its magnitude in bits 11 to 9 of an f16. Four shifts and four masks
+// bring all pairs there: no word has more than two of them in such an order, shifted, so two are sums of two shifted words, without
+// carries. A search over all shifts found these; with four words no choice of them reaches all bits of a word.
 #pragma once
 #include "format/nvfp4.cuh"
 
@@ -19,10 +18,6 @@ constexpr int CHUNK_CODES = CHUNK_ROWS * CHUNK_K / 2;
 constexpr int CHUNK_BYTES = CHUNK_CODES + CHUNK_ROWS * CHUNK_BLOCKS;
 static_assert(CHUNK_CODES == WARP * 16, "16 bytes of codes for a lane");
 static_assert(CHUNK_BYTES % 16 == 0, "chunks are copied in 16-byte pieces");
-
-// Where the sign and the lowest bit of the magnitude of element i stand in a half.
-__host__ __device__ constexpr int sign_bit(int i) { return i == 0 ? 15 : i == 1 ? 12 : i == 2 ? 14 : 13; }
-__host__ __device__ constexpr int magnitude_bit(int i) { return 9 - 3 * i; }
 
 // What decode_packed() gives is to be multiplied by. The smallest such product, of a code of 1/2 and a scale of
 // 2^-9, is the smallest subnormal of f16.
@@ -37,13 +32,29 @@ __device__ __forceinline__ u32 packed_scales(u32 bytes) {
 #endif
 }
 
+// Where codes stand in pairs of f16.
+constexpr u32 CODES = SIGNS | MAGNITUDES;
+
 // The four pairs of a word as f16 times 2^-14: element i of both blocks.
 __device__ __forceinline__ void decode_word(u32 word, u32 (&pairs)[4]) {
-    constexpr u32 CODES = SIGNS | MAGNITUDES;
-    pairs[0] = word & CODES;
-    pairs[1] = (word << 3) & CODES;
-    pairs[2] = ((word << 6) & MAGNITUDES) | ((word << 1) & SIGNS);
-    pairs[3] = ((word << 9) & MAGNITUDES) | ((word << 2) & SIGNS);
+    u32 right = word >> 3;
+    pairs[0] = (word ^ right) & CODES;
+    pairs[1] = (right ^ word << 2) & CODES;
+    pairs[2] = (word << 6) & CODES;
+    pairs[3] = (word << 9) & CODES;
+}
+
+// The word of these pairs.
+__device__ __forceinline__ u32 encode_word(const u32 (&pairs)[4]) {
+    auto bit = [](int i) { return 0x10001u << i; };     // of both halves
+    // Each line finds bits of which decode_word() makes one of a pair with bits of the lines before.
+    u32 word = pairs[2] >> 6 | pairs[3] >> 9;
+    word |= ((pairs[0] ^ word) << 3) & bit(12);
+    word |= ((pairs[1] ^ word << 2) << 3) & bit(14);
+    word |= ((pairs[1] ^ word >> 3) >> 2) & bit(13);
+    word |= ((pairs[1] ^ word >> 3) >> 2) & (bit(8) | bit(7));
+    word |= (pairs[0] ^ word >> 3) & (bit(15) | bit(11) | bit(10));
+    return word;
 }
 
 // Word j of a lane's codes, and the scales of its row in the chunk: the four pairs as their values times 2^-14, exactly.
@@ -58,19 +69,12 @@ __device__ __forceinline__ void decode_packed(u32 word, uint2 scales, int j, u32
 // the same of the next block.
 __device__ __forceinline__ int first_element(int piece) { return piece / 4 * (2 * BLOCK) + piece % 4 * 4; }
 
-// Four codes, the first one lowest, as a half.
-__device__ __forceinline__ u32 pack_half(u32 codes) {
-    u32 half = 0;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        u32 code = codes >> (4 * i);
-        half |= (code >> 3 & 1) << sign_bit(i) | (code & 7) << magnitude_bit(i);
-    }
-    return half;
+// A code of four, the first one lowest, where it stands in the low half of a pair; and the other way round.
+__device__ __forceinline__ u32 spread_code(u32 codes, int i) {
+    u32 code = codes >> (4 * i);
+    return (code >> 3 & 1) << 15 | (code & 7) << 9;
 }
-__device__ __forceinline__ u32 code_of_half(u32 half, int i) {
-    return (half >> sign_bit(i) & 1) << 3 | (half >> magnitude_bit(i) & 7);
-}
+__device__ __forceinline__ u32 gather_code(u32 half) { return (half >> 15 & 1) << 3 | (half >> 9 & 7); }
 
 // The chunk that row and k are in, of a weight with `chunks` of them along k.
 __device__ __forceinline__ const u8* chunk_of(const u8* weight, int chunks, int row, int k) {

@@ -258,20 +258,22 @@ struct FewRows {
         u32 low[4] = {low_codes.x, low_codes.y, low_codes.z, low_codes.w}, high[4] = {high_codes.x, high_codes.y, high_codes.z, high_codes.w};
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            u32 u[4], v[4];
+            u32 b[COLUMNS][4], u[4], v[4];
+#pragma unroll
+            for (int column = 0; column < COLUMNS; column++) {
+                if (ORDERED) {
+                    load_matrices(b[column], x[column] + at + 4 * j * PIECE_BYTES);
+                } else {
+                    uint4 piece = load_shared_16(x[column] + at + ((j * 64) ^ turn[column]));
+                    b[column][0] = piece.x, b[column][1] = piece.y, b[column][2] = piece.z, b[column][3] = piece.w;
+                }
+            }
             decode_packed(low[j], low_scales, j, u);
             decode_packed(high[j], high_scales, j, v);
 #pragma unroll
             for (int column = 0; column < COLUMNS; column++) {
-                u32 b[4];
-                if (ORDERED) {
-                    load_matrices(b, x[column] + at + 4 * j * PIECE_BYTES);
-                } else {
-                    uint4 piece = load_shared_16(x[column] + at + ((j * 64) ^ turn[column]));
-                    b[0] = piece.x, b[1] = piece.y, b[2] = piece.z, b[3] = piece.w;
-                }
-                mma_f16(c[column][0], u[0], v[0], u[1], v[1], b[0], b[1]);
-                mma_f16(c[column][1], u[2], v[2], u[3], v[3], b[2], b[3]);
+                mma_f16(c[column][0], u[0], v[0], u[1], v[1], b[column][0], b[column][1]);
+                mma_f16(c[column][1], u[2], v[2], u[3], v[3], b[column][2], b[column][3]);
             }
         }
     }
