@@ -41,8 +41,6 @@ enum Output { STORE_F32, STORE_F16, ADD_F32, SWIGLU_F16, SWIGLU_ORDERED };
 
 constexpr int WARPS = 16;
 constexpr int THREADS = WARPS * WARP;
-constexpr int STAGES = 3;                       // of a warp's ring
-using Ring = WarpRing<STAGES, CHUNK_BYTES>;
 constexpr int X_CHUNK = CHUNK_K * 2;            // bytes of a row's activations for a chunk
 constexpr int SUMS = 16;                        // of a tile, for each row of activations: features, or halves of sums
 
@@ -247,6 +245,7 @@ struct FewRows {
             turn[column] = (m & 1) * 64;
         }
     }
+    template <typename Ring>
     __device__ __forceinline__ void fetch(const Ring& ring, u32 stage) {
         u32 codes = ring.lane_base + stage, scales = ring.base + stage + CHUNK_CODES + lane_id() / 4 * CHUNK_BLOCKS;
         low_codes = load_shared_16(codes);
@@ -319,6 +318,7 @@ struct OneRow {
             select[j] = !own ? 0 : block % 2 ? 0x3c000000 : 0x3c00;
         }
     }
+    template <typename Ring>
     __device__ __forceinline__ void fetch(const Ring& ring, u32 stage) {
         u32 codes = ring.lane_base + stage, of_lane = ring.base + stage + scales;
         low_codes = load_shared_16(codes);
@@ -379,9 +379,10 @@ __device__ __forceinline__ void run(const Arguments& a) {
     constexpr int FEATURES = TILE == ROWS ? 16 : 8, STEP_CHUNKS = TILE == SPLIT ? 2 : 1;
     // What a warp asks for before the kernel's wait delays the last weights of the kernel before, and then its own activations, if there
     // is much of it; for the same reason a kernel with a long loop lets the next one start when its warps have asked for their
-    // last weights. benches/NOTES.md has what was measured.
-    constexpr int EARLY = BLOCKS == 1 ? 1 : 2;
+    // last weights. benches/NOTES.md has what was measured, of rings of more stages, too.
     constexpr bool LONG = TILE == PAIR, SWIGLU = OUTPUT == SWIGLU_F16 || OUTPUT == SWIGLU_ORDERED;
+    constexpr int EARLY = BLOCKS == 1 ? 1 : 2, STAGES = LONG && COUNT == ONE ? 4 : 3;
+    using Ring = WarpRing<STAGES, CHUNK_BYTES>;
     extern __shared__ __align__(128) char shared[];
     int thread = threadIdx.x, warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0);
     // Blocks of a cluster have the same tiles and a part of K each.

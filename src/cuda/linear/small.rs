@@ -48,8 +48,6 @@ struct PartArgument {
 const PARTS: usize = 2;
 /// Warps of a block of the fused kernel.
 const WARPS: usize = 16;
-/// What each of them keeps in shared memory: three stages of two chunks.
-const RING_BYTES: usize = 3 * 2 * CHUNK_BYTES;
 /// Sums that a warp has of a tile, for each row of activations.
 const SUMS: usize = 16;
 /// Rows of activations that kernels of which blocks may form clusters take at most, unless they are ordered.
@@ -106,6 +104,15 @@ impl Tile {
             Tile::Rows | Tile::Pair if rows <= 8 => 8,
             Tile::Rows | Tile::Pair => 16,
         }
+    }
+
+    /// What the rings of a block's warps take, of stages of two chunks.
+    const fn rings(self, rows: usize) -> usize {
+        let stages = match (self, self.room(rows)) {
+            (Tile::Pair, 1) => 4,
+            _ => 3,
+        };
+        WARPS * stages * 2 * CHUNK_BYTES
     }
 
     /// How many tiles these matrices are up to each of them.
@@ -187,7 +194,7 @@ impl Plan {
                     clusters,
                     parts,
                     rows,
-                    shared: WARPS * RING_BYTES + x + BEHIND + sent + sums,
+                    shared: tile.rings(rows) + x + BEHIND + sent + sums,
                 }
             };
             let alone = plan(tiles.min(multiprocessors * waves), 1);
