@@ -86,14 +86,13 @@ struct __align__(128) Token {
 template <int D>
 struct Seen {
     static constexpr int LINE = D + 2;
-    float y[D / WARP], top, weight;
+    float y[D / WARP] = {}, top = -INFINITY, weight = 0;
 
+    Seen() = default;
     // Adds up what warps or parts have seen, in order: lines of D sums, the score and the weight.
-    __device__ __forceinline__ Seen(const float* lines, int count, int stride) : top(-INFINITY), weight(0) {
+    __device__ __forceinline__ Seen(const float* lines, int count, int stride) {
 #pragma unroll
         for (int i = 0; i < count; i++) top = fmaxf(top, lines[i * stride + D]);
-#pragma unroll
-        for (int j = 0; j < D / WARP; j++) y[j] = 0;
 #pragma unroll
         for (int i = 0; i < count; i++) {
             // Who has seen nothing has no largest score.
@@ -102,6 +101,33 @@ struct Seen {
 #pragma unroll
             for (int j = 0; j < D / WARP; j++) y[j] += lines[i * stride + lane_id() + WARP * j] * factor;
         }
+    }
+    // Adds up parts, at most as many as lanes, in global memory: what is there is asked for before the first of it is used.
+    static __device__ __forceinline__ Seen of_parts(const float* lines, int parts) {
+        constexpr int STRIDE = HEADS * LINE, BATCH = 8;
+        Seen seen;
+        bool is_part = lane_id() < parts;
+        const float* own = lines + lane_id() * STRIDE + D;
+        float score = is_part ? own[0] : -INFINITY, weight = is_part ? own[1] : 0;
+        seen.top = warp_max(score);
+        float factor = score == -INFINITY ? 0 : exp2_approx(score - seen.top);
+        seen.weight = warp_sum(weight * factor);
+#pragma unroll 1
+        for (int first = 0; first < parts; first += BATCH) {
+            float y[BATCH][D / WARP];
+#pragma unroll
+            for (int i = 0; i < BATCH; i++) {
+#pragma unroll
+                for (int j = 0; j < D / WARP; j++) y[i][j] = first + i < parts ? lines[(first + i) * STRIDE + lane_id() + WARP * j] : 0;
+            }
+#pragma unroll
+            for (int i = 0; i < BATCH; i++) {
+                float f = __shfl_sync(ALL_LANES, factor, first + i);
+#pragma unroll
+                for (int j = 0; j < D / WARP; j++) seen.y[j] += y[i][j] * f;
+            }
+        }
+        return seen;
     }
     __device__ __forceinline__ void write(float* line) const {
 #pragma unroll
@@ -352,7 +378,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
     __syncthreads();
     if (!last) return;
     __threadfence();
-    for (int h = warp; h < heads; h += WARPS) Seen<D>(lines + h * LINE, parts, HEADS * LINE).write_out(out, (first_head + h) * D);
+    for (int h = warp; h < heads; h += WARPS) Seen<D>::of_parts(lines + h * LINE, parts).write_out(out, (first_head + h) * D);
 }
 
 // Where blocks are few, a ring of several pages for each, two of them at a time; where they are some, and in pairs, one at a time and a

@@ -1,9 +1,14 @@
-// Sums over the lanes of a warp, in an order that is always the same.
+// Sums and maxima over the lanes of a warp, in an order that is always the same.
 #pragma once
 #include "common/types.cuh"
 
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
     for (int d = WARP / 2; d > 0; d /= 2) x += __shfl_xor_sync(ALL_LANES, x, d);
+    return x;
+}
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+    for (int d = WARP / 2; d > 0; d /= 2) x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, d));
     return x;
 }

@@ -1,5 +1,6 @@
 // Rows of activations on their way into a product, and of the product on its way out: to f16, each row divided by a power of
 // two that brings its largest magnitude near the top of f16, and back; and into the order of format/ordered.cuh.
+#include "common/reduce.cuh"
 #include "common/values.cuh"
 #include "format/ordered.cuh"
 
@@ -49,8 +50,7 @@ __device__ __forceinline__ void halves(const HalvesArguments& a) {
 #pragma unroll
         for (int j = 0; j < AT_ONCE; j++) largest = fmaxf(largest, fabsf(x[j]));
     }
-#pragma unroll
-    for (int d = WARP / 2; d > 0; d /= 2) largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, d));
+    largest = warp_max(largest);
     if (lane_id() == 0) most[threadIdx.x / WARP] = largest;
     __syncthreads();
 #pragma unroll
