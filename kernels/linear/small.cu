@@ -381,7 +381,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
     // is much of it; for the same reason a kernel with a long loop lets the next one start when its warps have asked for their
     // last weights. benches/NOTES.md has what was measured, of rings of more stages, too.
     constexpr bool LONG = TILE == PAIR, SWIGLU = OUTPUT == SWIGLU_F16 || OUTPUT == SWIGLU_ORDERED;
-    constexpr int EARLY = BLOCKS == 1 ? 1 : 2, STAGES = LONG && COUNT == ONE ? 4 : 3;
+    constexpr int EARLY = BLOCKS == 1 && INPUT == PLAIN ? 1 : 2, STAGES = LONG && COUNT == ONE ? 4 : 3;
     using Ring = WarpRing<STAGES, CHUNK_BYTES>;
     extern __shared__ __align__(128) char shared[];
     int thread = threadIdx.x, warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0);

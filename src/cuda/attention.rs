@@ -17,9 +17,14 @@ pub const PAGE: usize = 64;
 const BLOCK_HEADS: usize = 8;
 /// Rows of a block of the prefill kernel.
 const BLOCK_ROWS: usize = 128;
-/// Positions that are worth a part of a sequence.
+/// Positions that are worth a part of a sequence, of few parts.
 const PART: usize = 128;
-/// Parts of a sequence at most.
+/// How many parts are few.
+const FEW_PARTS: usize = 8;
+/// Positions that are worth a part where there are more: an H200 takes 6.3 us for 2,048 in 8 parts and 8.2 in 16, for 4,096 10.4
+/// and 10.5.
+const LONG_PART: usize = 512;
+/// Parts of a sequence at most, one for each lane of a warp that brings them together.
 const MOST_PARTS: usize = 32;
 /// Positions of a sequence up to which it is worth a pair of blocks, where there is room for pairs.
 const PAIR_POSITIONS: usize = 512;
@@ -261,10 +266,11 @@ impl Division {
         {
             return Division::Pairs;
         }
-        let useful = positions.div_ceil(PART).next_power_of_two();
+        let parts_of = |length: usize| positions.div_ceil(length).next_power_of_two();
+        let useful = parts_of(PART).min(FEW_PARTS).max(parts_of(LONG_PART));
         let busy = form.together() * gpu.multiprocessors() / blocks;
         let parts = useful.min(busy).clamp(1, MOST_PARTS);
-        // An H200 takes 4.2 us for 256 positions undivided, and 5.3 in 4 parts; for 512 it takes 7.3, 7.1 in 2 parts and 5.8 in 4.
+        // An H200 takes 4.2 us for 256 positions undivided, and 5.5 in 4 parts; for 512 it takes 7.4, 6.2 in 2 parts and 5.7 in 4.
         let short = if parts < 4 { 512 } else { 320 };
         Division::Parts(if positions <= short { 1 } else { parts })
     }
