@@ -5,9 +5,10 @@
 //
 // Lane l of a warp takes 16 bytes of codes: with g = l / 4 and t = l % 4, elements 4 t to 4 t + 3 of each block of row g. Word j
 // of them holds two blocks, 2 j and 2 j + 1, so that element i of both makes a pair of f16, the first one in its low half, whose
-// scales are neighbours too. A code has its sign in bit 15 and its magnitude in bits 11 to 9 of an f16. Four shifts and four masks
-// bring all pairs there: no word has more than two of them in such an order, shifted, so two are sums of two shifted words, without
-// carries. A search over all shifts found these; with four words no choice of them reaches all bits of a word.
+// scales are neighbours too. A code has its sign in bit 15 and its magnitude in bits 11 to 9 of an f16. Bits of two pairs can stand
+// where a shift and a mask bring each pair to its place; those of three would meet, by whatever shifts. So the other two pairs are
+// exclusive ors of two shifted words each, whose bits encode_word() solves for: four shifts and four masks for the four pairs.
+// A search over all shifts found these; fewer than four do not reach all bits of a word.
 #pragma once
 #include "format/nvfp4.cuh"
 

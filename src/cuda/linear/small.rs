@@ -379,5 +379,9 @@ mod tests {
             |k| Plan::choose(1, k, &[2560], Output::Add, Layout::Rows, true, 48, 99 << 10);
         assert!(at_most_99_kb(9728).is_some());
         assert!(at_most_99_kb(1 << 20).is_none());
+        // Gate and up of one row, whose rings are the longest, of the widest models that are common.
+        let swiglu = Output::Swiglu;
+        let widest = [28_672, 28_672];
+        assert!(Plan::choose(1, 8192, &widest, swiglu, Layout::Rows, true, 48, 99 << 10).is_some());
     }
 }
