@@ -102,7 +102,7 @@ struct Seen {
             for (int j = 0; j < D / WARP; j++) y[j] += lines[i * stride + lane_id() + WARP * j] * factor;
         }
     }
-    // Adds up parts, at most as many as lanes, in global memory: what is there is asked for before the first of it is used.
+    // Adds up parts, at most as many as lanes, in global memory: scores at once, and sums of several before the first is used.
     static __device__ __forceinline__ Seen of_parts(const float* lines, int parts) {
         constexpr int STRIDE = HEADS * LINE, BATCH = 8;
         Seen seen;

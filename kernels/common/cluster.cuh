@@ -37,7 +37,8 @@ __device__ __forceinline__ void copy_bulk(u32 shared, const void* global, u32 by
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// The same in two halves, and not for what they wrote, but for barriers in shared memory that were published.
+// The same in two halves, and not for what they wrote: for barriers in shared memory that were published, and to say that nothing of
+// other blocks is read any more.
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 // The same place in shared memory of a block of the cluster, and loads from there.

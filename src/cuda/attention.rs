@@ -185,7 +185,7 @@ enum Form {
     /// Several blocks share a multiprocessor: where one has no room for a ring that is good for it alone, with the widest heads,
     /// too.
     Many,
-    /// The same with two blocks to a sequence.
+    /// `Some` with two blocks to a sequence.
     Pair,
 }
 

@@ -1,6 +1,7 @@
-// kernels/linear/{pack,rows,small,tiled,wide}.cu and kernels/quantize/dequantize.cu on the processor, against sums in f64: the sources as
-// they ship, with instructions replaced by what the PTX ISA says of them. Weights go through the packing kernel first. Built
-// twice by tests/kernels.rs, for architectures with and without a conversion of e4m3. Prints "ok" or what is wrong.
+// kernels/linear/{pack,rows,small,tiled,wide}.cu, kernels/quantize/dequantize.cu and kernels/embed/embed.cu on the processor, against
+// sums in f64: the sources as they ship, with instructions replaced by what the PTX ISA says of them. Weights go through the packing
+// kernel first. Built twice by tests/kernels.rs, for architectures with and without a conversion of e4m3. Prints "ok" or what is
+// wrong.
 #include "cuda.hpp"
 
 #include "activation/silu.cuh"
@@ -45,6 +46,9 @@ extern char shared[] asm("shared");
 #endif
 namespace dequantize {
 #include "quantize/dequantize.cu"
+}
+namespace embed {
+#include "embed/embed.cu"
 }
 
 static constexpr u8 POISON = 0xee;
@@ -111,6 +115,16 @@ struct Weight {
         for (size_t i = 0; i < values.size(); i++) {
             double got = f16_to_float(((u16*)dense.data())[i]);
             if (got != values[i]) wrong("dequantizing", (int)(i / k), (int)(i % k), got, values[i]);
+        }
+
+        std::vector<int> tokens = {rows - 1, 0, rows / 2};
+        Memory embedded(tokens.size() * k * 4);
+        embed::Arguments e = {tokens.data(), chunks.data(), (float*)embedded.data(), GLOBAL, embed::NVFP4, k};
+        launch(ceil_div(k, embed::THREADS), (unsigned)tokens.size(), 1, embed::THREADS, [&] { embed::embed(e); });
+        embedded.check("embedding");
+        for (size_t i = 0; i < tokens.size() * k; i++) {
+            float got = e.out[i], want = (float)values[(size_t)tokens[i / k] * k + i % k] * GLOBAL;
+            if (got != want) wrong("embedding", tokens[i / k], (int)(i % k), got, want);
         }
     }
     double product(int row, const double* x) const {
