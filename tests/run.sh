@@ -7,8 +7,9 @@
 # each may close with a line "N passed, N failed, N skipped", and counts as one test if it does not.
 #
 # A test that cannot run here, or not all of it, prints a line starting with SKIPPED and passes; such tests are counted as
-# skipped too. Name what must not be skipped in NVFP4_REQUIRE (avx512, cuda, ...). What a failing test prints is shown where it
-# ran; what was skipped and what failed is listed at the end, before the last line, "N passed, N failed, N skipped".
+# skipped too. Name what must not be skipped in NVFP4_REQUIRE (avx512, cuda, ...). Of tests that pass nothing is shown but their
+# number, so that a log is short where something fails. What a failing test prints is shown where it ran; what was skipped and
+# what failed is listed at the end, before the last line, "N passed, N failed, N skipped".
 set -uo pipefail
 cd "$(dirname "$0")/.."
 source tests/common/checks.sh
@@ -32,6 +33,9 @@ quiet() {
          !hide { print; fflush() }'
 }
 
+# Leaves out of a script's log the lines that say of a test that it passed.
+without_passing() { grep --line-buffered -vE '^ok  | \.\.\. ok$'; }
+
 # Appends "NAME: SKIPPED reason" for the skips in a log to the list, and prints how many tests skipped something. In nextest's
 # log the name is that of the test whose output this is, else it is the one given.
 skips() {
@@ -41,12 +45,13 @@ skips() {
     sed 's/: SKIPPED.*//' "$1.skips" | sort -u | wc -l
 }
 
-# Prints each reason of a skip once, with the tests that gave it.
+# Prints each reason of a skip once, with how many tests gave it and the first of them.
 reasons() {
     awk '{ at = index($0, ": SKIPPED"); name = substr($0, 1, at - 1); reason = substr($0, at + 9); sub(/^:? */, "", reason)
-           if (!(reason in names)) order[++count] = reason
-           number[reason]++; names[reason] = names[reason] " " name }
-         END { for (i = 1; i <= count; i++) printf "%s (%d):%s\n", order[i], number[order[i]], names[order[i]] }' "$work/skipped"
+           if (!(reason in first)) { order[++count] = reason; first[reason] = name }
+           number[reason]++ }
+         END { for (i = 1; i <= count; i++) { more = number[order[i]] - 1
+               print order[i] ": " first[order[i]] (more ? " and " more " more" : "") } }' "$work/skipped"
 }
 
 # Adds to the list of failures the lines of a log that say so.
@@ -102,7 +107,7 @@ script_tests() {
     name=$(basename "$(dirname "$script")")
     log=$work/script-$name
     title "$script"
-    "./$script" 2>&1 </dev/null | tee "$log"
+    "./$script" 2>&1 </dev/null | tee "$log" | without_passing
     local code=${PIPESTATUS[0]} skips
     failures "$log" "$script"
     skips=$(skips "$log" "$script")

@@ -31,6 +31,9 @@ skip() {
     fi
 }
 
+# again COMMAND...: until it works, three times at most: for what a network loses once.
+again() { "$@" || { sleep 5 && "$@"; } || { sleep 20 && "$@"; }; }
+
 # Leaves out of cargo's log what it compiles, but for a line now and then that it goes on.
 without_compiling() {
     awk '/^ +(Compiling|Checking|Download(ed|ing)|Updating|Locking|Adding|Blocking) / { if (++n % 50 == 0) print "    " $0 " ..., " n; fflush(); next }

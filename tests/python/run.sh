@@ -26,7 +26,7 @@ fetch_numpy() {
     export PYTHONPATH
 }
 
-has_numpy || fetch_numpy
+has_numpy || again fetch_numpy
 "$python" tests/python/test_nvfp4.py 2>&1 | tee "$work/log"
 closing=$(tail -1 "$work/log")
 number() { grep -oE "[0-9]+ $1" <<<"$closing" | grep -oE '[0-9]+' || echo 0; }

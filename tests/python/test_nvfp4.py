@@ -736,7 +736,8 @@ class Result(unittest.TextTestResult):
 
 
 if __name__ == "__main__":
-    program = unittest.main(exit=False, testRunner=unittest.TextTestRunner(stream=sys.stdout, resultclass=Result, verbosity=2))
+    runner = unittest.TextTestRunner(stream=sys.stdout, resultclass=Result, verbosity=2, descriptions=False)
+    program = unittest.main(exit=False, testRunner=runner)
     result = program.result
     failed, skipped = len(result.failures) + len(result.errors), len(result.skipped)
     print(f"{result.testsRun - failed - skipped} passed, {failed} failed, {skipped} skipped")

