@@ -32,8 +32,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) embed(const __grid_constan
             const u8* chunk = chunk_of((const u8*)a.table, ceil_div(a.width, CHUNK_K), row, i);
             u32 pairs[4];
             decode_word(((const u32*)chunk)[(4 * g + e / 4) * 4 + block / 2], pairs);
-            float code = (block % 2 ? f16_high(pairs[e % 4]) : f16_low(pairs[e % 4])) * PACKED_FACTOR;
-            value = code * scale_to_float(chunk[CHUNK_CODES + g * CHUNK_BLOCKS + block]) * a.global;
+            u32 code = gather_code(pairs[e % 4] >> (block % 2 * 16));
+            value = code_to_float(code) * scale_to_float(chunk[CHUNK_CODES + g * CHUNK_BLOCKS + block]) * a.global;
         }
     }
     a.out[(size_t)blockIdx.y * a.width + i] = value;

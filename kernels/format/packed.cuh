@@ -45,7 +45,7 @@ __device__ __forceinline__ void decode_word(u32 word, u32 (&pairs)[4]) {
     pairs[3] = (word << 9) & CODES;
 }
 
-// The word of these pairs, which decode_pairs() makes of the four codes of both blocks.
+// The word of these pairs.
 __device__ __forceinline__ u32 encode_word(const u32 (&pairs)[4]) {
     auto bit = [](int i) { return 0x10001u << i; };     // of both halves
     // Each line finds bits of which decode_word() makes one of a pair with bits of the lines before.
@@ -69,6 +69,13 @@ __device__ __forceinline__ void decode_packed(u32 word, uint2 scales, int j, u32
 // Of a row of activations, piece 4 j + t is what lane t multiplies with word j of its codes: four elements from this one on, and
 // the same of the next block.
 __device__ __forceinline__ int first_element(int piece) { return piece / 4 * (2 * BLOCK) + piece % 4 * 4; }
+
+// A code of four, the first one lowest, where it stands in the low half of a pair; and the other way round.
+__device__ __forceinline__ u32 spread_code(u32 codes, int i) {
+    u32 code = codes >> (4 * i);
+    return (code >> 3 & 1) << 15 | (code & 7) << 9;
+}
+__device__ __forceinline__ u32 gather_code(u32 half) { return (half >> 15 & 1) << 3 | (half >> 9 & 7); }
 
 // The chunk that row and k are in, of a weight with `chunks` of them along k.
 __device__ __forceinline__ const u8* chunk_of(const u8* weight, int chunks, int row, int k) {

@@ -24,12 +24,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) linear_pack(const __grid_c
     if (chunk >= chunks) return;
     u8* out = a.chunks + ((size_t)blockIdx.y * chunks + chunk) * CHUNK_BYTES;
     int first = blockIdx.y * CHUNK_ROWS, lane = word / 4, j = word % 4, row = first + lane / 4;
-    u32 codes = 0, pairs[4];
+    u32 pairs[4] = {};
     for (int half = 0; half < 2; half++) {
         int k = chunk * CHUNK_K + (2 * j + half) * BLOCK + lane % 4 * 4;
-        if (row < a.rows && k < a.k) codes |= *(const u16*)(a.codes + ((size_t)(a.first_row + row) * a.k + k) / 2) << (16 * half);
+        if (row >= a.rows || k >= a.k) break;
+        u32 codes = *(const u16*)(a.codes + ((size_t)(a.first_row + row) * a.k + k) / 2);
+        for (int i = 0; i < 4; i++) pairs[i] |= spread_code(codes, i) << (16 * half);
     }
-    decode_pairs(codes, pairs);
     ((u32*)out)[word] = encode_word(pairs);
     if (word < CHUNK_ROWS * CHUNK_BLOCKS) {
         int r = first + word / CHUNK_BLOCKS, block = chunk * CHUNK_BLOCKS + word % CHUNK_BLOCKS, blocks = a.k / BLOCK;
