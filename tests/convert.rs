@@ -6,11 +6,13 @@ use std::path::{Path, PathBuf};
 use NVFP4::base::ErrorKind;
 use NVFP4::base::threads::Pool;
 use NVFP4::checkpoint::{
-    self, Checkpoint, Encoding, Metadata, ModelOptWriter, Planned, TokenizerSource, Writer,
+    self, Checkpoint, Encoding, Metadata, ModelOptWriter, Planned, TOKENIZER_FILES,
+    TokenizerSource, Writer,
 };
 use NVFP4::format::nvfp4::{self, Levels, QuantizeOptions, Recipe};
 use NVFP4::format::random;
 use NVFP4::model::convert::{Container, ConvertOptions, ConvertReport, convert};
+use NVFP4::text::read_directory;
 
 struct Scratch(PathBuf);
 
@@ -241,6 +243,48 @@ fn a_head_is_kept_where_that_is_asked_for() {
     let converted = checkpoint::open(&scratch.0.join("out2")).unwrap();
     let head = converted.find("lm_head.weight").unwrap();
     assert_eq!(head.encoding, Encoding::BF16);
+}
+
+#[test]
+fn the_files_of_the_tokenizer_go_along() {
+    let scratch = Scratch::new("companions");
+    let source = scratch.0.join("in");
+    let mut plan = plan();
+    plan.retain(|p| !p.name.contains("mlp"));
+    write_source(&source, None, &plan);
+    for name in TOKENIZER_FILES {
+        let content = match name.ends_with(".json") {
+            true => format!(r#"{{"chat_template": "of {name}"}}"#),
+            false => format!("of {name}"),
+        };
+        std::fs::write(source.join(name), content).unwrap();
+    }
+    // The template in a file of its own comes before the one in the tokenizer's config, and the Jinja file before both.
+    std::fs::remove_file(source.join("chat_template.jinja")).unwrap();
+    let template = r#"{"chat_template": "of its own file"}"#;
+    std::fs::write(source.join("chat_template.json"), template).unwrap();
+    let tokenizer = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/text/tokenizer.json");
+    let tokenizer = std::fs::read(tokenizer).unwrap();
+    std::fs::write(source.join("tokenizer.json"), tokenizer).unwrap();
+    for (container, out) in [
+        (Container::ModelOpt, "out"),
+        (Container::Dat, "dat/model.dat"),
+    ] {
+        let path = scratch.0.join(out);
+        let directory = match container {
+            Container::ModelOpt => path.as_path(),
+            Container::Dat => path.parent().unwrap(),
+        };
+        std::fs::create_dir_all(directory).unwrap();
+        let options = ConvertOptions::new(container, Recipe::Amax);
+        run(&source, &path, &options).unwrap();
+        for name in TOKENIZER_FILES {
+            let read = |directory: &Path| std::fs::read_to_string(directory.join(name)).ok();
+            assert_eq!(read(directory), read(&source), "{out}: {name}");
+        }
+        let template = read_directory(directory).unwrap().template.unwrap();
+        assert_eq!(template.render(&[], true).unwrap(), "of its own file");
+    }
 }
 
 #[test]

@@ -1,4 +1,5 @@
-//! The files that stand beside weights: `config.json` and the tokenizer's. Finds, reads and lists them; knows no weights.
+//! The files that stand beside weights: `config.json` and the tokenizer's. Lists them, and reads what a checkpoint says of
+//! itself; knows no weights.
 
 use std::path::{Path, PathBuf};
 
@@ -6,13 +7,25 @@ use super::{Metadata, TokenizerSource};
 use crate::base::Result;
 use crate::base::error::{Error, bail, err};
 
-/// Files that go with a model when it is rewritten, where they exist.
-pub(super) const TOKENIZER_FILES: [&str; 9] = [
+/// The files that describe a model's weights. They are not copied when a model is rewritten, as they describe other weights then:
+/// its writer makes the ones that its format has.
+///
+/// Opening a checkpoint reads `config.json`. Nothing here reads `hf_quant_config.json`: the names and types of the tensors
+/// tell how they are quantized. [`ModelOptWriter`](super::ModelOptWriter) writes it for TensorRT-LLM and vLLM, which do.
+pub const DESCRIPTION_FILES: [&str; 2] = ["config.json", "hf_quant_config.json"];
+
+/// The files beside a model's weights that say how it reads and writes text. They are copied when a model is rewritten, where
+/// they exist.
+///
+/// Loading a model reads `tokenizer.json`, `tokenizer_config.json`, `chat_template.jinja` (`chat_template.json` where there is
+/// none) and `generation_config.json`. The others are for the programs that load the same directory, transformers among them.
+pub const TOKENIZER_FILES: [&str; 10] = [
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "chat_template.json",
     "generation_config.json",
     "vocab.json",
     "merges.txt",

@@ -21,6 +21,7 @@ use crate::base::Result;
 use crate::base::error::{Error, bail};
 use source::Source;
 
+pub use companion::{DESCRIPTION_FILES, TOKENIZER_FILES};
 pub use gguf::GgmlType;
 pub use write::{DatWriter, ModelOptWriter, Planned, Writer, write_companions};
 
@@ -168,8 +169,7 @@ pub enum TokenizerSource {
     /// Nowhere: the checkpoint has none.
     #[default]
     None,
-    /// A directory with `tokenizer.json`, and perhaps `tokenizer_config.json`, `chat_template.jinja` and
-    /// `generation_config.json`.
+    /// A directory with `tokenizer.json`, and perhaps others of [`TOKENIZER_FILES`].
     Directory(PathBuf),
     /// Inside the file.
     Vocabulary(Vocabulary),
