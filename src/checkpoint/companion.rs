@@ -1,14 +1,13 @@
-//! The files that stand beside weights: `config.json` and the tokenizer's. Lists them, and reads what a checkpoint says of
-//! itself; knows no weights.
+//! The files that stand beside weights: `config.json` and the tokenizer's. Lists and reads them; knows no weights.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use super::{Metadata, TokenizerSource};
 use crate::base::Result;
-use crate::base::error::{Error, bail, err};
+use crate::base::error::{Error, err};
 
-/// The files that describe a model's weights. They are not copied when a model is rewritten, as they describe other weights then:
-/// its writer makes the ones that its format has.
+/// The files that describe a model's weights. They are not copied when a model is rewritten, as they describe other weights
+/// then: its writer makes the ones that its format has.
 ///
 /// Opening a checkpoint reads `config.json`. Nothing here reads `hf_quant_config.json`: the names and types of the tensors
 /// tell how they are quantized. [`ModelOptWriter`](super::ModelOptWriter) writes it for TensorRT-LLM and vLLM, which do.
@@ -49,40 +48,4 @@ pub(super) fn read(directory: &Path) -> Result<Metadata> {
         TokenizerSource::None
     };
     Ok(Metadata { config, tokenizer })
-}
-
-/// The weights file of a model directory: the safetensors index, else `model.safetensors`, else its one weights file.
-pub(super) fn find_in_directory(directory: &Path) -> Result<PathBuf> {
-    for name in ["model.safetensors.index.json", "model.safetensors"] {
-        let path = directory.join(name);
-        if path.is_file() {
-            return Ok(path);
-        }
-    }
-    let listing = |e| Error::io(format_args!("listing {}", directory.display()), e);
-    for extension in ["safetensors", "dat", "gguf"] {
-        let mut found = Vec::new();
-        for item in std::fs::read_dir(directory).map_err(listing)? {
-            let path = item.map_err(listing)?.path();
-            if path.extension().is_some_and(|e| e == extension) && path.is_file() {
-                found.push(path);
-            }
-        }
-        found.sort();
-        match found.len() {
-            0 => {}
-            1 => return Ok(found.remove(0)),
-            n => bail!(
-                InvalidArgument,
-                "{} holds {n} .{extension} files, among them {}; name the one to open",
-                directory.display(),
-                found[0].file_name().unwrap_or_default().display()
-            ),
-        }
-    }
-    bail!(
-        NotFound,
-        "{} holds no model: no .safetensors, .dat or .gguf file",
-        directory.display()
-    )
 }

@@ -4,6 +4,7 @@
 
 mod companion;
 mod dat;
+mod folder;
 mod gguf;
 mod keys;
 mod layout;
@@ -22,6 +23,7 @@ use crate::base::error::{Error, bail};
 use source::Source;
 
 pub use companion::{DESCRIPTION_FILES, TOKENIZER_FILES};
+pub use folder::{Weights, gguf_parts, weights};
 pub use gguf::GgmlType;
 pub use write::{DatWriter, ModelOptWriter, Planned, Writer, write_companions};
 
@@ -252,28 +254,37 @@ pub trait Checkpoint: Send + Sync {
     fn metadata(&self) -> &Metadata;
 }
 
-/// Opens a checkpoint: a `.dat`, `.safetensors` or `.gguf` file, a `model.safetensors.index.json`, or a directory that holds
-/// one of them. `config.json` and the tokenizer are picked up from the file's directory; a GGUF file carries its own.
+/// Opens a checkpoint: a `.dat`, `.safetensors` or `.gguf` file, a safetensors index, or a directory that holds one of them or
+/// a set of safetensors files; [`weights`] says which of its files are opened. `config.json` and the tokenizer are picked up
+/// from the directory; a GGUF file carries its own.
 pub fn open(path: &Path) -> Result<Box<dyn Checkpoint>> {
     let info = std::fs::metadata(path)
         .map_err(|e| Error::io(format_args!("opening {}", path.display()), e))?;
-    let file = if info.is_dir() {
-        companion::find_in_directory(path)?
-    } else {
-        path.to_owned()
-    };
+    if !info.is_dir() {
+        return open_file(path);
+    }
+    let files = folder::find_in_directory(path)?;
+    match &files[..] {
+        [file] => open_file(file),
+        _ => Ok(Box::new(safetensors::open_shards(
+            &files,
+            companion::read(path)?,
+        )?)),
+    }
+}
+
+fn open_file(file: &Path) -> Result<Box<dyn Checkpoint>> {
     let directory = match file.parent() {
-        Some(parent) if !parent.as_os_str().is_empty() => parent.to_owned(),
-        _ => PathBuf::from("."),
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
     };
     if file.extension().is_some_and(|e| e == "json") {
-        let metadata = companion::read(&directory)?;
+        let metadata = companion::read(directory)?;
         return Ok(Box::new(safetensors::open_index(
-            &file, &directory, metadata,
+            file, directory, metadata,
         )?));
     }
-    let source = Source::map(&file)?;
-    open_source(source, Some(&directory))
+    open_source(Source::map(file)?, Some(directory))
 }
 
 /// Opens the content of one `.dat`, `.safetensors` or `.gguf` file that is already in memory. `name` stands for the file in

@@ -1,8 +1,8 @@
-//! Reads safetensors: one file, or several behind an index. The header is parsed here rather than by the `safetensors` crate
-//! because duplicate keys must be found and messages must name the tensor. Which tensors belong together is `layout`'s.
+//! Reads safetensors: one file, or several, with an index or without. The header is parsed here rather than by the `safetensors`
+//! crate because duplicate keys must be found and messages must name the tensor. Which tensors belong together is `layout`'s.
 
 use std::fmt;
-use std::path::{Component, Path};
+use std::path::{Component, Path, PathBuf};
 
 use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};
 
@@ -44,9 +44,7 @@ pub(super) fn open_index(path: &Path, directory: &Path, metadata: Metadata) -> R
     if shards.is_empty() {
         bail!(CorruptFile, "{name}: its weight_map is empty");
     }
-    let mut sources = Vec::with_capacity(shards.len());
-    let mut raws = Vec::with_capacity(index.weight_map.0.len());
-    for (i, shard) in shards.iter().enumerate() {
+    for shard in &shards {
         let mut parts = Path::new(shard).components();
         if !matches!(
             (parts.next(), parts.next()),
@@ -57,10 +55,9 @@ pub(super) fn open_index(path: &Path, directory: &Path, metadata: Metadata) -> R
                 "{name}: the shard '{shard}' is not a file name in the same directory"
             );
         }
-        let source = Source::map(&directory.join(shard))?;
-        raws.extend(tensors(&source, i).map_err(|e| e.within(source.name()))?);
-        sources.push(source);
     }
+    let paths: Vec<PathBuf> = shards.iter().map(|s| directory.join(s)).collect();
+    let (sources, raws) = read_shards(&paths)?;
     let held: std::collections::HashMap<&str, usize> = raws
         .iter()
         .map(|r| (r.key.as_str(), r.span.source))
@@ -81,6 +78,23 @@ pub(super) fn open_index(path: &Path, directory: &Path, metadata: Metadata) -> R
         );
     }
     assemble(sources, raws, metadata)
+}
+
+/// Opens the files of one model that has no index.
+pub(super) fn open_shards(paths: &[PathBuf], metadata: Metadata) -> Result<Tensors> {
+    let (sources, raws) = read_shards(paths)?;
+    assemble(sources, raws, metadata)
+}
+
+fn read_shards(paths: &[PathBuf]) -> Result<(Vec<Source>, Vec<Raw>)> {
+    let mut sources = Vec::with_capacity(paths.len());
+    let mut raws = Vec::new();
+    for (i, path) in paths.iter().enumerate() {
+        let source = Source::map(path)?;
+        raws.extend(tensors(&source, i).map_err(|e| e.within(source.name()))?);
+        sources.push(source);
+    }
+    Ok((sources, raws))
 }
 
 fn assemble(sources: Vec<Source>, raws: Vec<Raw>, metadata: Metadata) -> Result<Tensors> {

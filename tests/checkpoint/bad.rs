@@ -241,8 +241,83 @@ fn empty_missing_and_foreign_files() {
         std::fs::write(scratch.0.join(name), b"GGUF").unwrap();
     }
     let error = checkpoint::open(&scratch.0).map(|_| ()).unwrap_err();
-    assert!(error.message().contains("2 .gguf files"), "{error}");
+    assert!(
+        error
+            .message()
+            .contains("2 models; name the one to open, of a.gguf, b.gguf"),
+        "{error}"
+    );
     assert!(checkpoint::open(Path::new("/dev/null")).is_err());
+}
+
+/// Files of one tensor each, by their names.
+fn folder(names: &[&str]) -> Scratch {
+    let scratch = Scratch::new();
+    for name in names {
+        let content = match name.ends_with("json") {
+            true => format!(r#"{{"weight_map":{{"{name}":"{name}.safetensors"}}}}"#).into_bytes(),
+            false => tensors(&[(name, "U8", "[1]", vec![7])]),
+        };
+        std::fs::write(scratch.0.join(name), content).unwrap();
+    }
+    scratch
+}
+
+#[test]
+fn folders_without_one_whole_model() {
+    let shard = |n: u32| format!("model-0000{n}-of-00003.safetensors");
+    for (names, kind, needles) in [
+        (
+            vec![shard(1), shard(3), "consolidated.safetensors".into()],
+            ErrorKind::NotFound,
+            vec![shard(2), "is missing".into(), "of the 3 files".into()],
+        ),
+        (
+            vec!["b.safetensors".into(), "a.safetensors".into()],
+            ErrorKind::InvalidArgument,
+            vec!["2 models".into(), "of a.safetensors, b.safetensors".into()],
+        ),
+        (
+            vec![
+                "model.fp16.safetensors".into(),
+                "model.bf16.safetensors".into(),
+            ],
+            ErrorKind::InvalidArgument,
+            vec!["model.bf16.safetensors, model.fp16.safetensors".into()],
+        ),
+        (
+            vec!["adapter_model.safetensors".into(), "mmproj-F16.gguf".into()],
+            ErrorKind::NotFound,
+            vec!["holds no model".into()],
+        ),
+        (
+            vec!["model.safetensors.index.fp16.json".into()],
+            ErrorKind::NotFound,
+            vec!["model.safetensors.index.fp16.json.safetensors".into()],
+        ),
+    ] {
+        let names: Vec<&str> = names.iter().map(String::as_str).collect();
+        let scratch = folder(&names);
+        let error = checkpoint::open(&scratch.0).map(|_| ()).unwrap_err();
+        assert_eq!(error.kind(), kind, "{error}");
+        for needle in needles.iter().map(String::as_str).chain(scratch.0.to_str()) {
+            assert!(
+                error.message().contains(needle),
+                "'{error}' lacks '{needle}'"
+            );
+        }
+    }
+    // Shards of two models that happen to have matching names.
+    let scratch = folder(&["m-1-of-2.safetensors"]);
+    let path = |name: &str| scratch.0.join(name);
+    std::fs::copy(path("m-1-of-2.safetensors"), path("m-2-of-2.safetensors")).unwrap();
+    let error = checkpoint::open(&scratch.0).map(|_| ()).unwrap_err();
+    let message = error.message();
+    assert_eq!(error.kind(), ErrorKind::CorruptFile);
+    assert!(
+        message.contains("m-2-of-2.safetensors") && message.contains("stands twice"),
+        "{message}"
+    );
 }
 
 #[test]

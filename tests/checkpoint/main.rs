@@ -2,6 +2,7 @@
 
 mod bad;
 mod files;
+mod folders;
 mod golden;
 mod models;
 mod write;
