@@ -19,7 +19,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use crate::base::Result;
-use crate::base::error::{Error, bail};
+use crate::base::error::{Error, bail, err};
 use source::Source;
 
 pub use companion::{DESCRIPTION_FILES, TOKENIZER_FILES};
@@ -255,8 +255,8 @@ pub trait Checkpoint: Send + Sync {
 }
 
 /// Opens a checkpoint: a `.dat`, `.safetensors` or `.gguf` file, a safetensors index, or a directory that holds one of them or
-/// a set of safetensors files; [`weights`] says which of its files are opened. `config.json` and the tokenizer are picked up
-/// from the directory; a GGUF file carries its own.
+/// a set of files; [`weights`] says which of its files are opened. Any part of a split GGUF model opens the whole model.
+/// `config.json` and the tokenizer are picked up from the directory; a GGUF file carries its own.
 pub fn open(path: &Path) -> Result<Box<dyn Checkpoint>> {
     let info = std::fs::metadata(path)
         .map_err(|e| Error::io(format_args!("opening {}", path.display()), e))?;
@@ -265,41 +265,45 @@ pub fn open(path: &Path) -> Result<Box<dyn Checkpoint>> {
     }
     let files = folder::find_in_directory(path)?;
     match &files[..] {
-        [file] => open_file(file),
-        _ => Ok(Box::new(safetensors::open_shards(
-            &files,
-            companion::read(path)?,
-        )?)),
+        [first, _, ..] if first.extension().is_some_and(|e| e == "safetensors") => Ok(Box::new(
+            safetensors::open_shards(&files, companion::read(path)?)?,
+        )),
+        [first, ..] => open_file(first),
+        [] => Err(err!(Internal, "a model without files was found")),
     }
 }
 
 fn open_file(file: &Path) -> Result<Box<dyn Checkpoint>> {
-    let directory = match file.parent() {
-        Some(parent) if !parent.as_os_str().is_empty() => parent,
-        _ => Path::new("."),
-    };
     if file.extension().is_some_and(|e| e == "json") {
+        let directory = directory_of(file);
         let metadata = companion::read(directory)?;
         return Ok(Box::new(safetensors::open_index(
             file, directory, metadata,
         )?));
     }
-    open_source(Source::map(file)?, Some(directory))
+    open_source(Source::map(file)?, Some(file))
 }
 
-/// Opens the content of one `.dat`, `.safetensors` or `.gguf` file that is already in memory. `name` stands for the file in
-/// messages, and its extension tells `.dat` apart, which has no magic number.
+fn directory_of(file: &Path) -> &Path {
+    match file.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    }
+}
+
+/// Opens the content of one whole `.dat`, `.safetensors` or `.gguf` file that is already in memory. `name` stands for the file
+/// in messages, and its extension tells `.dat` apart, which has no magic number.
 pub fn open_bytes(name: &str, bytes: Vec<u8>) -> Result<Box<dyn Checkpoint>> {
     open_source(Source::owned(name, bytes)?, None)
 }
 
-fn open_source(source: Source, directory: Option<&Path>) -> Result<Box<dyn Checkpoint>> {
+fn open_source(source: Source, file: Option<&Path>) -> Result<Box<dyn Checkpoint>> {
     let extension = Path::new(source.name())
         .extension()
         .map(|e| e.to_ascii_lowercase());
     let extension = extension.as_deref().and_then(|e| e.to_str()).unwrap_or("");
     if gguf::recognises(source.bytes()) || extension == "gguf" {
-        return Ok(Box::new(gguf::open(source)?));
+        return Ok(Box::new(gguf::open(source, file)?));
     }
     let is_safetensors = match extension {
         "safetensors" => true,
@@ -311,8 +315,8 @@ fn open_source(source: Source, directory: Option<&Path>) -> Result<Box<dyn Check
             source.name()
         ),
     };
-    let metadata = match directory {
-        Some(directory) => companion::read(directory)?,
+    let metadata = match file {
+        Some(file) => companion::read(directory_of(file))?,
         None => Metadata::default(),
     };
     Ok(Box::new(if is_safetensors {

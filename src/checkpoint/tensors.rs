@@ -124,10 +124,11 @@ impl Tensors {
         let mut stored = Vec::with_capacity(logical.len());
         for (i, (entry, form)) in logical.into_iter().enumerate() {
             if index.insert(entry.name.clone(), i).is_some() {
+                let raw = Self::raws_of(&form).first().map(|&r| &raws[r]);
                 bail!(
                     CorruptFile,
                     "{}: two tensors are both '{}'",
-                    sources.first().map_or("", Source::name),
+                    raw.map_or("", |r| sources[r.span.source].name()),
                     entry.name
                 );
             }

@@ -1061,11 +1061,6 @@ mod gguf_files {
             pair(Gguf::array_pair("k", 9, 1, &deep)),
             &["'k'", "deep"],
         );
-        refused(
-            file,
-            pair(number_pair("split.count", 3)),
-            &["one of 3 parts"],
-        );
         let alignment = |n: u32| pair(number_pair("general.alignment", n));
         refused(file, alignment(0), &["general.alignment is 0"]);
         refused(file, alignment(24), &["general.alignment is 24"]);
@@ -1194,6 +1189,286 @@ mod gguf_files {
             file,
             with(layers),
             &["llama.feed_forward_length", "differs between layers"],
+        );
+    }
+}
+
+/// Sets of GGUF files that are not one model.
+mod split_gguf_files {
+    use super::*;
+
+    const F32: u32 = 0;
+    const NVFP4: u32 = 40;
+
+    /// A part under construction. The first of a set has the metadata.
+    #[derive(Clone)]
+    struct Part {
+        base: Gguf,
+        no: Option<u16>,
+        count: Option<u16>,
+        tensors: Option<i32>,
+        names: Vec<&'static str>,
+    }
+
+    impl Part {
+        fn build(&self) -> Vec<u8> {
+            let mut gguf = self.base.clone();
+            for (key, value) in [("split.no", self.no), ("split.count", self.count)] {
+                if let Some(value) = value {
+                    gguf = gguf.with_pair(Gguf::pair(key, 2, &value.to_le_bytes()));
+                }
+            }
+            if let Some(n) = self.tensors {
+                let pair = Gguf::pair("split.tensors.count", 5, &n.to_le_bytes());
+                gguf = gguf.with_pair(pair);
+            }
+            for name in &self.names {
+                let at = gguf.data.len() as u64;
+                gguf = gguf.tensor(name, &[8], F32, at);
+                gguf.data.extend([0; 32]);
+            }
+            gguf.build()
+        }
+    }
+
+    /// Three parts of a model of four tensors.
+    fn set() -> Vec<Part> {
+        let mut no_metadata = Gguf::new("");
+        no_metadata.pairs.clear();
+        let bases = [llama(), no_metadata.clone(), no_metadata];
+        let names = [vec!["a", "b"], vec!["c"], vec!["d"]];
+        (0..3)
+            .zip(bases.into_iter().zip(names))
+            .map(|(no, (base, names))| Part {
+                base,
+                no: Some(no),
+                count: Some(3),
+                tensors: Some(4),
+                names,
+            })
+            .collect()
+    }
+
+    fn name(number: usize) -> String {
+        format!("m-{number:05}-of-00003.gguf")
+    }
+
+    fn write(scratch: &Scratch, parts: &[Vec<u8>]) {
+        for (i, bytes) in parts.iter().enumerate() {
+            std::fs::write(scratch.0.join(name(i + 1)), bytes).unwrap();
+        }
+    }
+
+    /// Opening any of the files and their directory must fail, with a message that has the path of the file `culprit` and every
+    /// needle.
+    fn damaged(parts: &[Vec<u8>], culprit: usize, needles: &[&str]) {
+        let scratch = Scratch::new();
+        write(&scratch, parts);
+        let culprit = scratch.0.join(name(culprit));
+        for opened in (1..=3)
+            .map(|n| scratch.0.join(name(n)))
+            .chain([scratch.0.clone()])
+        {
+            let error = checkpoint::open(&opened).map(|_| ()).unwrap_err();
+            let message = error.message();
+            assert_eq!(error.kind(), ErrorKind::CorruptFile, "{message}");
+            for needle in needles.iter().copied().chain(culprit.to_str()) {
+                assert!(message.contains(needle), "'{message}' lacks '{needle}'");
+            }
+        }
+    }
+
+    fn changed(change: impl Fn(&mut [Part])) -> Vec<Vec<u8>> {
+        let mut parts = set();
+        change(&mut parts);
+        parts.iter().map(Part::build).collect()
+    }
+
+    #[test]
+    fn the_good_set_is_good() {
+        let scratch = Scratch::new();
+        write(&scratch, &changed(|_| {}));
+        assert_eq!(checkpoint::open(&scratch.0).unwrap().entries().len(), 4);
+        // What need not be said.
+        write(
+            &scratch,
+            &changed(|p| p.iter_mut().for_each(|p| p.tensors = None)),
+        );
+        assert_eq!(checkpoint::open(&scratch.0).unwrap().entries().len(), 4);
+    }
+
+    #[test]
+    fn missing_parts() {
+        for gone in 1..=3 {
+            let scratch = Scratch::new();
+            write(&scratch, &changed(|_| {}));
+            std::fs::remove_file(scratch.0.join(name(gone))).unwrap();
+            let there = (1..=3)
+                .filter(|&n| n != gone)
+                .map(|n| scratch.0.join(name(n)));
+            for opened in there.chain([scratch.0.clone()]) {
+                let error = checkpoint::open(&opened).map(|_| ()).unwrap_err();
+                let missing = format!("{} is missing", name(gone));
+                assert!(error.message().contains(&missing), "{error}");
+                assert!(
+                    error.message().contains(opened.to_str().unwrap()),
+                    "{error}"
+                );
+                assert_eq!(error.kind(), ErrorKind::NotFound);
+            }
+        }
+        for (i, bytes) in changed(|_| {}).into_iter().enumerate() {
+            let part = format!("part {} of 3", i + 1);
+            refused(&name(i + 1), bytes, &[&part, "the other parts are missing"]);
+        }
+        let scratch = Scratch::new();
+        for odd in [
+            "m.gguf",
+            "m-1-of-3.gguf",
+            "m-00004-of-00003.gguf",
+            "m-00001-of-00003",
+        ] {
+            let path = scratch.0.join(odd);
+            std::fs::write(&path, set()[0].build()).unwrap();
+            let error = checkpoint::open(&path).map(|_| ()).unwrap_err();
+            assert!(
+                error.message().contains(odd)
+                    && error.message().contains("PREFIX-00001-of-00003.gguf"),
+                "{error}"
+            );
+        }
+    }
+
+    #[test]
+    fn numbers_that_do_not_fit_the_name() {
+        damaged(
+            &changed(|p| p.swap(1, 2)),
+            2,
+            &["split.no is 2", "part 2", "whose split.no is 1"],
+        );
+        damaged(&changed(|p| p[1] = p[0].clone()), 2, &["split.no is 0"]);
+        damaged(&changed(|p| p[2].no = None), 3, &["no split.no"]);
+        damaged(
+            &changed(|p| p[2].no = Some(3)),
+            3,
+            &["split.no is 3", "0 to 2"],
+        );
+        damaged(
+            &changed(|p| p[1].count = Some(4)),
+            2,
+            &["split.count is 4", "3 parts"],
+        );
+        for count in [None, Some(1)] {
+            let parts = changed(|p| p[1].count = count);
+            let scratch = Scratch::new();
+            write(&scratch, &parts);
+            let error = checkpoint::open(&scratch.0).map(|_| ()).unwrap_err();
+            assert!(
+                error.message().contains(&name(2))
+                    && error.message().contains("no such split.count"),
+                "{error}"
+            );
+        }
+        let all = changed(|p| p.iter_mut().for_each(|p| p.count = Some(4)));
+        let scratch = Scratch::new();
+        write(&scratch, &all);
+        let error = checkpoint::open(&scratch.0.join(name(3)))
+            .map(|_| ())
+            .unwrap_err();
+        assert!(
+            error.message().contains(&name(3)) && error.message().contains("split.count is 4"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn parts_of_several_models() {
+        damaged(&changed(|p| p[2].names.push("c")), 3, &["'c'", &name(2)]);
+        damaged(
+            &changed(|p| p[1].tensors = Some(5)),
+            2,
+            &[
+                "split.tensors.count is 5",
+                "is 4",
+                "not of one model",
+                &name(1),
+            ],
+        );
+        damaged(
+            &changed(|p| p[1].base = Gguf::new("qwen3")),
+            2,
+            &["'qwen3'", "'llama'", "not of one model"],
+        );
+        damaged(
+            &changed(|p| p[2].names.push("e")),
+            1,
+            &["split.tensors.count is 4", "3 parts hold 5 tensors"],
+        );
+        damaged(
+            &changed(|p| {
+                p.iter_mut().for_each(|p| {
+                    p.names.clear();
+                    p.tensors = None;
+                });
+            }),
+            1,
+            &["0 tensors"],
+        );
+        damaged(
+            &changed(|p| p[0].base.pairs.clear()),
+            1,
+            &["general.architecture"],
+        );
+        // Both are a head's weight in the terms of Hugging Face.
+        damaged(
+            &changed(|p| {
+                p[0].names[0] = "output.weight";
+                p[2].names[0] = "lm_head.weight";
+            }),
+            3,
+            &["two tensors are both 'lm_head.weight'"],
+        );
+    }
+
+    #[test]
+    fn damage_within_a_part_is_told_of_that_part() {
+        let good = changed(|_| {});
+        let scratch = Scratch::new();
+        write(&scratch, &good);
+        let path = scratch.0.join(name(2));
+        for len in 0..good[1].len() {
+            std::fs::write(&path, &good[1][..len]).unwrap();
+            let error = checkpoint::open(&scratch.0).map(|_| ()).unwrap_err();
+            assert!(error.message().contains(&name(2)), "{len}: {error}");
+        }
+        for (part, bytes) in good.iter().enumerate() {
+            for at in 0..bytes.len() {
+                let mut flipped = bytes.clone();
+                flipped[at] ^= 1 << (at % 8);
+                std::fs::write(scratch.0.join(name(part + 1)), flipped).unwrap();
+                if let Ok(opened) = checkpoint::open(&scratch.0) {
+                    walk(&*opened);
+                }
+            }
+            write(&scratch, &good);
+        }
+        let scale = Gguf::new("llama")
+            .tensor("w.scale", &[1], F32, 0)
+            .with_data(f32::NAN.to_le_bytes().to_vec());
+        let weight = llama()
+            .tensor("w.weight", &[64], NVFP4, 0)
+            .with_data(vec![0; 64]);
+        damaged(
+            &changed(|p| {
+                p[0].base = weight.clone();
+                p[2].base = scale.clone();
+                p.iter_mut().for_each(|p| {
+                    p.names.clear();
+                    p.tensors = None;
+                });
+            }),
+            3,
+            &["'w.scale'", "finite"],
         );
     }
 }

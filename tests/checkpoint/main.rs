@@ -5,4 +5,5 @@ mod files;
 mod folders;
 mod golden;
 mod models;
+mod split;
 mod write;

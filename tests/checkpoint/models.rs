@@ -15,6 +15,7 @@ use proptest::prelude::*;
 use serde_json::{Value, json};
 
 use super::files::{Gguf, Scratch, dat, dat_entry, tensors};
+use super::split::write_split;
 
 #[derive(Clone)]
 struct Tensor {
@@ -303,6 +304,19 @@ fn the_good_model_loads_and_converts() {
         let model = load(&path).unwrap_or_else(|e| panic!("{format}: {e}"));
         assert_eq!(model.config().vocab_size, ROWS, "{format}");
         quantize(&path).unwrap_or_else(|e| panic!("{format}: {e}"));
+    }
+}
+
+#[test]
+fn a_split_model_is_the_model() {
+    let scratch = Scratch::new();
+    let whole = load(&good().write("gguf", &scratch)).unwrap();
+    let parts = Scratch::new();
+    let paths = write_split(&good().gguf(), &parts.0, |i, _| i % 3);
+    for path in [&paths[1], &parts.0] {
+        let split = load(path).unwrap_or_else(|e| panic!("{e}"));
+        assert_eq!(split.fingerprint(), whole.fingerprint());
+        quantize(path).unwrap_or_else(|e| panic!("{e}"));
     }
 }
 

@@ -1,10 +1,12 @@
 //! Reads GGUF versions 2 and 3, little-endian: the header's key-value pairs and tensor directory. Block decoding is in
-//! `blocks`, the translation to Hugging Face names and config in `translate`.
+//! `blocks`, the joining of split models in `split`, the translation to Hugging Face names and config in `translate`.
 
 pub(super) mod blocks;
+mod split;
 mod translate;
 
 use std::collections::HashMap;
+use std::path::Path;
 
 use super::source::{Cursor, Source, Span};
 use super::tensors::{Raw, Stored, Tensors};
@@ -45,29 +47,40 @@ enum Value {
 }
 
 /// The key-value pairs of a header.
+#[derive(Default)]
 struct Pairs {
     values: HashMap<String, Value>,
 }
 
-/// Everything that a file holds but its bytes.
-struct Content {
+/// Everything that a file says before its data.
+#[derive(Default)]
+struct Header {
+    pairs: Pairs,
     raws: Vec<Raw>,
-    logical: Vec<(Entry, Stored)>,
-    metadata: Metadata,
 }
 
-pub(super) fn open(source: Source) -> Result<Tensors> {
-    let content = read(&source).map_err(|e| e.within(source.name()))?;
-    Tensors::new(
-        "gguf",
-        vec![source],
-        content.raws,
-        content.logical,
-        content.metadata,
-    )
+/// Opens a model. If `source` is one of several parts, the others are looked for beside `path`, which bytes that are already in
+/// memory do not have.
+pub(super) fn open(source: Source, path: Option<&Path>) -> Result<Tensors> {
+    let header = read_header(&source).map_err(|e| e.within(source.name()))?;
+    let split = split::Split::read(&header.pairs).map_err(|e| e.within(source.name()))?;
+    let (sources, header) = match split {
+        None => (vec![source], header),
+        Some(split) => split::join(source, header, &split, path)?,
+    };
+    // The first part has the metadata.
+    let name = sources[0].name();
+    let Header { mut pairs, raws } = header;
+    if raws.is_empty() {
+        bail!(CorruptFile, "{name}: it has 0 tensors");
+    }
+    let translation = translate::Translation::new(&pairs, &raws).map_err(|e| e.within(name))?;
+    let logical = logical(&sources, &raws, &translation)?;
+    let metadata = metadata(&mut pairs, &translation).map_err(|e| e.within(name))?;
+    Tensors::new("gguf", sources, raws, logical, metadata)
 }
 
-fn read(source: &Source) -> Result<Content> {
+fn read_header(source: &Source) -> Result<Header> {
     let mut cursor = Cursor::new(source);
     let magic = cursor.take(4, "the magic number")?;
     if magic != MAGIC {
@@ -87,13 +100,7 @@ fn read(source: &Source) -> Result<Content> {
     }
     let tensor_count = cursor.u64("the tensor count")?;
     let pair_count = cursor.u64("the key-value count")?;
-    let mut pairs = read_pairs(&mut cursor, pair_count)?;
-    if let Some(parts) = pairs.integer("split.count")?.filter(|&n| n > 1) {
-        bail!(
-            Unsupported,
-            "it is one of {parts} parts of a model; join them with llama-gguf-split first"
-        );
-    }
+    let pairs = read_pairs(&mut cursor, pair_count)?;
     let alignment = pairs.integer("general.alignment")?.unwrap_or(32);
     if !alignment.is_power_of_two() || alignment > 1 << 20 {
         bail!(
@@ -102,27 +109,24 @@ fn read(source: &Source) -> Result<Content> {
         );
     }
     let raws = read_tensors(&mut cursor, tensor_count, alignment as usize)?;
-    let translation = translate::Translation::new(&pairs, &raws)?;
-    let logical = logical(source, &raws, &translation)?;
-    let config = translation.config(&pairs)?;
-    let tokenizer = match translate::vocabulary(&mut pairs)? {
+    Ok(Header { pairs, raws })
+}
+
+fn metadata(pairs: &mut Pairs, translation: &translate::Translation) -> Result<Metadata> {
+    let config = translation.config(pairs)?;
+    let tokenizer = match translate::vocabulary(pairs)? {
         Some(vocabulary) => TokenizerSource::Vocabulary(vocabulary),
         None => TokenizerSource::None,
     };
-    let metadata = Metadata {
+    Ok(Metadata {
         config: Some(config),
         tokenizer,
-    };
-    Ok(Content {
-        raws,
-        logical,
-        metadata,
     })
 }
 
 /// The entries, with the multiplier tensors of NVFP4 weights folded into them.
 fn logical(
-    source: &Source,
+    sources: &[Source],
     raws: &[Raw],
     translation: &translate::Translation,
 ) -> Result<Vec<(Entry, Stored)>> {
@@ -131,6 +135,7 @@ fn logical(
         .enumerate()
         .map(|(i, r)| (r.key.as_str(), i))
         .collect();
+    let file = |i: usize| sources[raws[i].span.source].name();
     let mut multiplier_of = vec![None; raws.len()];
     let mut is_multiplier = vec![false; raws.len()];
     for (i, raw) in raws.iter().enumerate() {
@@ -145,17 +150,24 @@ fn logical(
             Some(&w) if raws[w].encoding == Encoding::Nvfp4 => {
                 is_multiplier[i] = true;
                 if multiplier_of[w].replace(i).is_some() {
-                    bail!(CorruptFile, "'{}' has two scale tensors", raws[w].key);
+                    bail!(
+                        CorruptFile,
+                        "{}: '{}' has two scale tensors",
+                        file(w),
+                        raws[w].key
+                    );
                 }
             }
             Some(_) => bail!(
                 Unsupported,
-                "'{}' scales a tensor that is not NVFP4",
+                "{}: '{}' scales a tensor that is not NVFP4",
+                file(i),
                 raw.key
             ),
             None => bail!(
                 CorruptFile,
-                "'{}': there is no '{base}.weight' for it",
+                "{}: '{}': there is no '{base}.weight' for it",
+                file(i),
                 raw.key
             ),
         }
@@ -165,7 +177,7 @@ fn logical(
         if is_multiplier[i] {
             continue;
         }
-        let (name, heads) = translation.name(raw)?;
+        let (name, heads) = translation.name(raw).map_err(|e| e.within(file(i)))?;
         let mut bytes = raw.span.len() as u64;
         let stored = if raw.encoding == Encoding::Nvfp4 {
             let also = multiplier_of[i];
@@ -173,7 +185,7 @@ fn logical(
                 None => 1.0,
                 Some(m) => {
                     bytes += raws[m].span.len() as u64;
-                    multiplier(source, &raws[m])?
+                    multiplier(sources, &raws[m]).map_err(|e| e.within(file(m)))?
                 }
             };
             Stored::GgufNvfp4 {
@@ -198,7 +210,7 @@ fn logical(
     Ok(logical)
 }
 
-fn multiplier(source: &Source, raw: &Raw) -> Result<f32> {
+fn multiplier(sources: &[Source], raw: &Raw) -> Result<f32> {
     if raw.encoding != Encoding::F32 || raw.elements() != 1 {
         bail!(
             Unsupported,
@@ -208,7 +220,7 @@ fn multiplier(source: &Source, raw: &Raw) -> Result<f32> {
             raw.shape
         );
     }
-    let b = &source.bytes()[raw.span.range.clone()];
+    let b = &sources[raw.span.source].bytes()[raw.span.range.clone()];
     let value = f32::from_le_bytes([b[0], b[1], b[2], b[3]]);
     if !(value.is_finite() && value >= 0.0) {
         bail!(
@@ -356,8 +368,9 @@ fn array(cursor: &mut Cursor<'_>, depth: u32) -> Result<Value> {
 }
 
 fn read_tensors(cursor: &mut Cursor<'_>, count: u64, alignment: usize) -> Result<Vec<Raw>> {
-    // A tensor takes at least a name length, a dimension count, one dimension, a type and an offset.
-    if count == 0 || count > (cursor.left() / 32) as u64 {
+    // A tensor takes at least a name length, a dimension count, one dimension, a type and an offset. The first of several parts
+    // may hold metadata alone.
+    if count > (cursor.left() / 32) as u64 {
         bail!(
             CorruptFile,
             "{count} tensors do not fit in the {} bytes after the metadata",

@@ -1,0 +1,196 @@
+//! A model in several GGUF files, as llama-gguf-split writes them: the first has the metadata, and each has some of the
+//! tensors. Finds the parts beside any one of them, and joins their headers if they belong together.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+use super::{Header, Pairs, read_header};
+use crate::base::Result;
+use crate::base::error::bail;
+use crate::checkpoint::folder;
+use crate::checkpoint::source::Source;
+
+const TENSORS: &str = "split.tensors.count";
+const ARCHITECTURE: &str = "general.architecture";
+
+/// What the metadata of one part says about the set.
+pub(super) struct Split {
+    /// The part's number, from 0.
+    no: u64,
+    count: u64,
+    /// Tensors in all parts, where that is said.
+    tensors: Option<u64>,
+}
+
+impl Split {
+    /// `None` for a file that is whole by itself.
+    pub(super) fn read(pairs: &Pairs) -> Result<Option<Self>> {
+        let Some(count) = pairs.integer("split.count")?.filter(|&n| n > 1) else {
+            return Ok(None);
+        };
+        match pairs.integer("split.no")? {
+            Some(no) if no < count => Ok(Some(Split {
+                no,
+                count,
+                tensors: pairs.integer(TENSORS)?,
+            })),
+            Some(no) => bail!(
+                CorruptFile,
+                "its split.no is {no}; with a split.count of {count} it must be 0 to {}",
+                count - 1
+            ),
+            None => bail!(
+                CorruptFile,
+                "its split.count is {count}, but it has no split.no, 0 to {}",
+                count - 1
+            ),
+        }
+    }
+}
+
+/// Opens the parts beside `source`, whose header has been read. `path` is where it lies; `None` if it was given as bytes.
+/// Returns the parts in order, and the metadata of the first with the tensors of all.
+pub(super) fn join(
+    source: Source,
+    header: Header,
+    split: &Split,
+    path: Option<&Path>,
+) -> Result<(Vec<Source>, Header)> {
+    let (paths, own) = find(split, path).map_err(|e| e.within(source.name()))?;
+    let mut given = Some((source, header));
+    let mut parts = Vec::with_capacity(paths.len());
+    for (number, path) in paths.iter().enumerate() {
+        parts.push(match given.take_if(|_| number == own) {
+            Some(given) => given,
+            None => {
+                let source = Source::map(path)?;
+                let header = read_header(&source).map_err(|e| e.within(source.name()))?;
+                (source, header)
+            }
+        });
+    }
+    let mut announced: Option<(usize, u64)> = None;
+    for (number, (source, header)) in parts.iter().enumerate() {
+        let split = check(header, number, &parts).map_err(|e| e.within(source.name()))?;
+        match (announced, split.tensors) {
+            (None, Some(tensors)) => announced = Some((number, tensors)),
+            (Some((other, tensors)), Some(own)) if own != tensors => bail!(
+                CorruptFile,
+                "{}: its {TENSORS} is {own}, but that of {} is {tensors}; they are not of one model",
+                source.name(),
+                parts[other].0.name()
+            ),
+            _ => {}
+        }
+    }
+    let (sources, whole) = merge(parts)?;
+    match announced {
+        Some((number, tensors)) if tensors != whole.raws.len() as u64 => bail!(
+            CorruptFile,
+            "{}: its {TENSORS} is {tensors}, but the {} parts hold {} tensors",
+            sources[number].name(),
+            sources.len(),
+            whole.raws.len()
+        ),
+        _ => Ok((sources, whole)),
+    }
+}
+
+/// The metadata of the first part and the tensors of all, of which none may be in two.
+fn merge(parts: Vec<(Source, Header)>) -> Result<(Vec<Source>, Header)> {
+    let (sources, headers): (Vec<Source>, Vec<Header>) = parts.into_iter().unzip();
+    let mut whole = Header::default();
+    for (number, mut header) in headers.into_iter().enumerate() {
+        header.raws.iter_mut().for_each(|r| r.span.source = number);
+        whole.raws.append(&mut header.raws);
+        if number == 0 {
+            whole.pairs = header.pairs;
+        }
+    }
+    let mut seen = HashMap::with_capacity(whole.raws.len());
+    for raw in &whole.raws {
+        let part = raw.span.source;
+        if let Some(other) = seen.insert(raw.key.as_str(), part) {
+            bail!(
+                CorruptFile,
+                "{}: the tensor '{}' is in {} too",
+                sources[part].name(),
+                raw.key,
+                sources[other].name()
+            );
+        }
+    }
+    Ok((sources, whole))
+}
+
+/// The paths of all parts, and which of them is the one at `path`.
+fn find(split: &Split, path: Option<&Path>) -> Result<(Vec<PathBuf>, usize)> {
+    let (number, count) = (split.no + 1, split.count);
+    let Some(path) = path else {
+        bail!(
+            Unsupported,
+            "it is part {number} of {count} of a model, and the other parts are missing; open it by its path, with all parts in one directory, or join them with llama-gguf-split --merge"
+        );
+    };
+    let name = path.file_name().and_then(|n| n.to_str()).unwrap_or("");
+    let names = folder::gguf_parts(name).unwrap_or_default();
+    let Some(own) = names.iter().position(|n| n == name) else {
+        bail!(
+            NotFound,
+            "it is part {number} of {count} of a model, and its name does not tell those of the others; it must be PREFIX-{number:05}-of-{count:05}.gguf"
+        );
+    };
+    if names.len() as u64 != count {
+        bail!(
+            CorruptFile,
+            "its split.count is {count}, but its name says {} parts",
+            names.len()
+        );
+    }
+    let paths: Vec<PathBuf> = names.iter().map(|n| path.with_file_name(n)).collect();
+    if let Some(missing) = paths.iter().find(|p| !p.is_file()) {
+        bail!(
+            NotFound,
+            "it is part {number} of {count} of a model, and {} is missing",
+            missing.display()
+        );
+    }
+    Ok((paths, own))
+}
+
+/// Checks that part `number` says of itself what its name says, and is of the first part's architecture.
+fn check(header: &Header, number: usize, parts: &[(Source, Header)]) -> Result<Split> {
+    let count = parts.len();
+    let Some(split) = Split::read(&header.pairs)? else {
+        bail!(
+            CorruptFile,
+            "its name says that it is one of {count} parts of a model, but it has no such split.count"
+        );
+    };
+    if split.count != count as u64 {
+        bail!(
+            CorruptFile,
+            "its split.count is {}, but its name says {count} parts",
+            split.count
+        );
+    }
+    if split.no != number as u64 {
+        bail!(
+            CorruptFile,
+            "its split.no is {}, but its name says part {}, whose split.no is {number}",
+            split.no,
+            number + 1
+        );
+    }
+    // Only the first part must name it.
+    let (first, model) = (parts[0].0.name(), &parts[0].1.pairs);
+    if let (Some(own), Some(other)) = (header.pairs.text(ARCHITECTURE)?, model.text(ARCHITECTURE)?)
+        && own != other
+    {
+        bail!(
+            CorruptFile,
+            "its {ARCHITECTURE} is '{own}', but that of {first} is '{other}'; they are not of one model"
+        );
+    }
+    Ok(split)
+}
