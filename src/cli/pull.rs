@@ -3,17 +3,17 @@
 use std::time::Duration;
 
 use NVFP4::base::Result;
-use NVFP4::base::error::err;
 use serde_json::json;
 
 use super::{hub, output};
 
 #[derive(clap::Args)]
 pub(super) struct Args {
-    /// The model: ORG/NAME[@REVISION][:FILE]
+    /// The model: ORG/NAME[@REVISION][:PART], where PART is a file, a folder or a quantization as in Q4_K_M, or the address of
+    /// its page
     id: String,
-    /// Give up if the hub has not answered after this many seconds
-    #[arg(long, default_value_t = 30.0, value_parser = seconds)]
+    /// Give up if the hub does not answer, or sends nothing, for this many seconds
+    #[arg(long, default_value_t = hub::TIMEOUT.as_secs_f32(), value_parser = seconds)]
     timeout: f32,
     /// Print the result as JSON
     #[arg(long)]
@@ -28,17 +28,17 @@ fn seconds(text: &str) -> std::result::Result<f32, String> {
 }
 
 pub(super) fn run(args: &Args) -> Result<()> {
-    let id = hub::Id::parse(&args.id).ok_or_else(|| {
-        err!(
-            InvalidArgument,
-            "'{}' is no model of the hub; one is named ORG/NAME, as in Qwen/Qwen3-0.6B",
-            args.id
-        )
-    })?;
-    let path = hub::pull(&id, Duration::from_secs_f32(args.timeout))?;
+    let name = hub::Name::parse_or_explain(&args.id)?;
+    let pulled = hub::pull(&name, Duration::from_secs_f32(args.timeout))?;
     if args.json {
-        output::json(&json!({"model": args.id, "path": path}))
+        output::json(&json!({
+            "model": name.to_string(),
+            "commit": pulled.commit,
+            "path": pulled.path,
+            "bytes": pulled.bytes,
+            "fetched_bytes": pulled.fetched,
+        }))
     } else {
-        output::line(path.display())
+        output::line(pulled.path.display())
     }
 }

@@ -99,6 +99,11 @@ const MOST_LAYERS: usize = 4096;
 const LARGEST: u64 = 1 << 28;
 
 impl Config {
+    /// Bytes that one cached position takes in f16.
+    pub fn kv_bytes_per_token(&self) -> u64 {
+        (2 * self.layers * self.kv_heads * self.head_dim * size_of::<half::f16>()) as u64
+    }
+
     /// Reads and checks a config. Keys that do not bear on inference are ignored.
     pub fn from_json(config: &Value) -> Result<Config> {
         let Value::Object(map) = config else {

@@ -78,6 +78,44 @@ fn layer_tensors(config: &Config) -> Vec<(String, Vec<usize>, bool)> {
     out
 }
 
+/// How a matrix is held in memory.
+enum Held {
+    Nvfp4,
+    Dense(DenseType),
+}
+
+/// How the matrix of an entry is held, where dense ones are quantized on the way or not.
+fn held(entry: &Entry, quantize: bool) -> Held {
+    match entry.encoding {
+        Encoding::Nvfp4 => Held::Nvfp4,
+        _ if quantize => Held::Nvfp4,
+        Encoding::BF16 => Held::Dense(DenseType::BF16),
+        Encoding::F16 => Held::Dense(DenseType::F16),
+        _ => Held::Dense(DenseType::F32),
+    }
+}
+
+/// Bytes that the weights of a checkpoint take once loaded, but for what kernels round up to.
+pub(super) fn weight_bytes(
+    checkpoint: &dyn Checkpoint,
+    config: &Config,
+    quantize: bool,
+) -> Result<u64> {
+    let found = find(checkpoint, config, false)?;
+    let has_head = found.iter().any(|(name, _)| name == HEAD);
+    let bytes = |(name, entry): &(String, &Entry)| {
+        let elements = entry.rows() as u64 * entry.cols() as u64;
+        match held(entry, quantize) {
+            // An embedding with a head beside it stays in the file.
+            _ if name == EMBEDDING && has_head => 0,
+            _ if entry.shape.len() == 1 => elements * 4,
+            Held::Nvfp4 => elements / 2 + elements / BLOCK as u64,
+            Held::Dense(dtype) => elements * dtype.dtype().bytes() as u64,
+        }
+    };
+    Ok(found.iter().map(bytes).sum())
+}
+
 /// What a job makes of its entry.
 enum Job {
     Matrix,
@@ -274,8 +312,31 @@ impl Work<'_> {
 
     fn matrix(&self, entry: &Entry) -> Result<Linear> {
         let (rows, cols) = (entry.rows(), entry.cols());
+        let Held::Dense(dtype) = held(entry, self.shared.quantize.is_some()) else {
+            return self.packed(entry);
+        };
+        Linear::dense(
+            self.shared.device,
+            rows,
+            cols,
+            dtype,
+            &mut |range, values| {
+                let n = range.len();
+                self.rows(entry, range, values)?;
+                self.advance(bytes_of(entry, n))
+            },
+        )
+    }
+
+    /// A matrix in NVFP4, as it is stored or quantized on the way.
+    fn packed(&self, entry: &Entry) -> Result<Linear> {
+        let (rows, cols) = (entry.rows(), entry.cols());
         let bytes = |n: usize| bytes_of(entry, n);
-        if entry.encoding == Encoding::Nvfp4 {
+        let Some(options) = self
+            .shared
+            .quantize
+            .filter(|_| entry.encoding != Encoding::Nvfp4)
+        else {
             let global = self.shared.checkpoint.global_scale(entry)?;
             return Linear::nvfp4(
                 self.shared.device,
@@ -291,54 +352,36 @@ impl Work<'_> {
                     self.advance(bytes(n))
                 },
             );
-        }
-        if let Some(options) = self.shared.quantize {
-            let mut amax = 0f32;
-            self.each_run(entry, 0..rows, |first, values| {
-                amax = amax.max(nvfp4::amax(values, first * cols, options.nonfinite)?);
-                self.advance(0)
-            })?;
-            let global = nvfp4::global_scale(amax, options);
-            let mut values = Buffer::<f32>::zeroed(Tag::Scratch, ROWS.min(rows) * cols)?;
-            return Linear::nvfp4(
-                self.shared.device,
-                rows,
-                cols,
-                global,
-                &mut |range, codes, scales| {
-                    // The packer may take more rows at a time than this thread has room for.
-                    for first in range.clone().step_by(ROWS) {
-                        let (at, n) = (first - range.start, ROWS.min(range.end - first));
-                        let values = &mut values[..n * cols];
-                        self.rows(entry, first..first + n, values)?;
-                        nvfp4::quantize_rows(
-                            values,
-                            cols,
-                            first,
-                            global,
-                            options,
-                            &mut codes[at * cols / 2..(at + n) * cols / 2],
-                            &mut scales[at * cols / BLOCK..(at + n) * cols / BLOCK],
-                        )?;
-                    }
-                    self.advance(bytes(range.len()))
-                },
-            );
-        }
-        let dtype = match entry.encoding {
-            Encoding::BF16 => DenseType::BF16,
-            Encoding::F16 => DenseType::F16,
-            _ => DenseType::F32,
         };
-        Linear::dense(
+        let mut amax = 0f32;
+        self.each_run(entry, 0..rows, |first, values| {
+            amax = amax.max(nvfp4::amax(values, first * cols, options.nonfinite)?);
+            self.advance(0)
+        })?;
+        let global = nvfp4::global_scale(amax, options);
+        let mut values = Buffer::<f32>::zeroed(Tag::Scratch, ROWS.min(rows) * cols)?;
+        Linear::nvfp4(
             self.shared.device,
             rows,
             cols,
-            dtype,
-            &mut |range, values| {
-                let n = range.len();
-                self.rows(entry, range, values)?;
-                self.advance(bytes(n))
+            global,
+            &mut |range, codes, scales| {
+                // The packer may take more rows at a time than this thread has room for.
+                for first in range.clone().step_by(ROWS) {
+                    let (at, n) = (first - range.start, ROWS.min(range.end - first));
+                    let values = &mut values[..n * cols];
+                    self.rows(entry, first..first + n, values)?;
+                    nvfp4::quantize_rows(
+                        values,
+                        cols,
+                        first,
+                        global,
+                        options,
+                        &mut codes[at * cols / 2..(at + n) * cols / 2],
+                        &mut scales[at * cols / BLOCK..(at + n) * cols / BLOCK],
+                    )?;
+                }
+                self.advance(bytes(range.len()))
             },
         )
     }

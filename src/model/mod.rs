@@ -145,6 +145,38 @@ pub struct ModelInfo {
     pub kv_bytes_per_token: u64,
 }
 
+/// What a model takes in memory, told before it is loaded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Estimate {
+    /// Bytes of weights, but for what kernels round up to.
+    pub weight_bytes: u64,
+    /// Bytes that one cached position takes in f16; twice that in f32.
+    pub kv_bytes_per_token: u64,
+    /// Positions the model was made for.
+    pub max_positions: usize,
+}
+
+/// Estimates what the model in `checkpoint` takes in memory; `quantize` if dense weights are quantized while they are loaded.
+/// A checkpoint that cannot be run is an error that says why, as loading it would be; no weights are read.
+pub fn estimate(checkpoint: &dyn Checkpoint, quantize: bool) -> Result<Estimate> {
+    let config = config_of(checkpoint)?;
+    Ok(Estimate {
+        weight_bytes: load::weight_bytes(checkpoint, &config, quantize)?,
+        kv_bytes_per_token: config.kv_bytes_per_token(),
+        max_positions: config.max_positions,
+    })
+}
+
+fn config_of(checkpoint: &dyn Checkpoint) -> Result<Config> {
+    match &checkpoint.metadata().config {
+        Some(config) => Config::from_json(config),
+        None => bail!(
+            NotFound,
+            "there is no config.json beside the weights to say what the model is"
+        ),
+    }
+}
+
 /// A loaded model. Immutable, and shared by everything that runs it.
 pub struct Model {
     config: Config,
@@ -187,13 +219,7 @@ impl Model {
         }
         options.activations.check(&options.device)?;
         let metadata = checkpoint.metadata();
-        let mut config = match &metadata.config {
-            Some(config) => Config::from_json(config)?,
-            None => bail!(
-                NotFound,
-                "there is no config.json beside the weights to say what the model is"
-            ),
-        };
+        let mut config = config_of(&*checkpoint)?;
         if let Some(factors) = checkpoint.find("rope_freqs.weight") {
             let expected = config.rope.frequencies.len();
             if factors.shape != [expected] {
@@ -388,7 +414,6 @@ fn describe(config: &Config, weights: &Weights, options: &LoadOptions<'_>) -> Mo
         sampling_only: options.sampling_only,
         tokenizer: false,
         chat_template: false,
-        kv_bytes_per_token: (2 * config.layers * config.kv_heads * config.head_dim) as u64
-            * KvType::F16.size() as u64,
+        kv_bytes_per_token: config.kv_bytes_per_token(),
     }
 }

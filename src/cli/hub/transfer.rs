@@ -1,0 +1,471 @@
+//! Fetching one content: by as many connections as make it faster, through failures that pass, into a partial file that the
+//! next pull goes on with; checked against its digest while it comes.
+
+use std::collections::VecDeque;
+use std::io::Read;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use NVFP4::base::error::err;
+use NVFP4::base::file::Temporary;
+use NVFP4::base::{Error, Result};
+use sha1::Sha1;
+use sha2::{Digest as _, Sha256};
+use url::Url;
+
+use super::client::{self, Answer, Client, Method, Subject};
+use super::failure::{Failure, Patience, Tried};
+use super::listing::Digest;
+use super::meter::Meter;
+use super::partial::Partial;
+
+/// More connections than this gain nothing with the hub, and would be unkind to it.
+const MOST_CONNECTIONS: usize = 8;
+
+/// How long a number of connections is watched before it is judged.
+const TRIAL: Duration = Duration::from_secs(1);
+
+/// What twice the connections must gain, or half of them do.
+const WORTH: f64 = 1.15;
+
+/// Bytes that are read, and then written, at once: what a core's cache holds.
+const PIECE: usize = 256 << 10;
+
+/// Bytes a second that one connection may bring before more of them are tried: beyond, the disk and the processor set the pace,
+/// and connections that write to one file wait for each other.
+const FAST: f64 = 300e6;
+
+/// How long bytes that have come may wait to be written.
+const SHOWN: Duration = Duration::from_millis(100);
+
+/// What a transfer needs of its pull.
+pub(super) struct Context<'a> {
+    pub(super) client: &'a Client,
+    pub(super) patience: &'a Patience,
+    pub(super) meter: &'a Meter,
+    pub(super) timeout: Duration,
+}
+
+/// A content to fetch.
+pub(super) struct Source<'a> {
+    /// Its address at the hub, which may redirect.
+    pub(super) url: Url,
+    pub(super) subject: Subject<'a>,
+    /// What it must hash to, where that is known.
+    pub(super) digest: Option<Digest>,
+}
+
+struct Transfer<'a> {
+    context: &'a Context<'a>,
+    source: &'a Source<'a>,
+    partial: &'a Partial,
+    /// Segments that nobody has taken yet, the first ones first.
+    left: Mutex<VecDeque<usize>>,
+    /// Where the hub redirects to: asked again only when it is no longer good.
+    direct: Mutex<Option<Url>>,
+    /// How many connections may work now.
+    connections: AtomicUsize,
+    /// Held by the connection that takes a whole file from a server that knows no ranges.
+    whole: Mutex<()>,
+    /// What ended the transfer.
+    failed: Mutex<Option<Error>>,
+    stopped: AtomicBool,
+    /// Notified when a worker leaves.
+    workers: Mutex<usize>,
+    left_one: Condvar,
+}
+
+/// Fetches what is missing of `partial`, and checks all of it. Returns its digest: the one that is known, or a SHA-256.
+pub(super) fn fetch(
+    context: &Context<'_>,
+    source: &Source<'_>,
+    partial: &Partial,
+) -> Result<String> {
+    let left: VecDeque<usize> = (0..partial.segments())
+        .filter(|&s| {
+            let (from, to) = partial.missing(s);
+            from < to
+        })
+        .collect();
+    let most = left.len().min(MOST_CONNECTIONS);
+    let transfer = Transfer {
+        context,
+        source,
+        partial,
+        left: Mutex::new(left),
+        direct: Mutex::new(None),
+        connections: AtomicUsize::new(1),
+        whole: Mutex::new(()),
+        failed: Mutex::new(None),
+        stopped: AtomicBool::new(false),
+        workers: Mutex::new(0),
+        left_one: Condvar::new(),
+    };
+    std::thread::scope(|scope| {
+        let check = scope.spawn(|| transfer.check());
+        for worker in 0..most {
+            *lock(&transfer.workers) += 1;
+            let transfer = &transfer;
+            scope.spawn(move || transfer.work(worker));
+        }
+        transfer.steer(most);
+        if let Some(error) = lock(&transfer.failed).take() {
+            transfer.stop();
+            return Err(error);
+        }
+        match check.join() {
+            Ok(digest) => digest,
+            Err(panic) => std::panic::resume_unwind(panic),
+        }
+    })
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Transfer<'_> {
+    fn stop(&self) {
+        self.stopped.store(true, Relaxed);
+    }
+
+    fn is_stopped(&self) -> bool {
+        self.stopped.load(Relaxed)
+    }
+
+    /// Finds out how many connections are worth having, until all workers have left: twice as many as long as that gains. Has
+    /// what comes written to the disk meanwhile, so that the end need not wait for all of it.
+    fn steer(&self, most: usize) {
+        let mut judged = (Instant::now(), self.partial.len());
+        let mut before = 0.0;
+        let mut settled = false;
+        while self.some_work_for(TRIAL) {
+            self.partial.flush();
+            let elapsed = judged.0.elapsed();
+            if settled || elapsed < TRIAL {
+                continue;
+            }
+            let len = self.partial.len();
+            let rate = (len - judged.1) as f64 / elapsed.as_secs_f64();
+            judged = (Instant::now(), len);
+            let now = self.connections.load(Relaxed);
+            // A server that sends whole files has set this back to one.
+            if now == 1 && (before > 0.0 || rate > FAST) {
+                settled = true;
+            } else if rate < before * WORTH {
+                self.connections.store(now / 2, Relaxed);
+                settled = true;
+            } else if 2 * now <= most.next_power_of_two() {
+                before = rate;
+                self.connections.store(2 * now, Relaxed);
+            } else {
+                settled = true;
+            }
+        }
+    }
+
+    /// Waits for so long; `false` as soon as all workers have left.
+    fn some_work_for(&self, time: Duration) -> bool {
+        let (workers, _) = self
+            .left_one
+            .wait_timeout_while(lock(&self.workers), time, |workers| *workers > 0)
+            .unwrap_or_else(PoisonError::into_inner);
+        *workers > 0
+    }
+
+    /// Takes segments until none is left.
+    fn work(&self, worker: usize) {
+        while let Some(segment) = self.take(worker) {
+            if let Err(error) = self.segment(segment) {
+                // The first error is the cause; others follow from it.
+                lock(&self.failed).get_or_insert(error);
+                self.stop();
+            }
+        }
+        *lock(&self.workers) -= 1;
+        self.left_one.notify_all();
+    }
+
+    /// The next segment for a worker, once there are connections for it.
+    fn take(&self, worker: usize) -> Option<usize> {
+        loop {
+            if self.is_stopped() || lock(&self.left).is_empty() {
+                return None;
+            }
+            if worker < self.connections.load(Relaxed) {
+                return lock(&self.left).pop_front();
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// Fetches what is missing of a segment, however often that takes.
+    fn segment(&self, segment: usize) -> Result<()> {
+        loop {
+            let (from, to) = self.partial.missing(segment);
+            if from >= to || self.is_stopped() {
+                return Ok(());
+            }
+            if let Err(failure) = self.attempt(from, to) {
+                let (pause, reason) = self.context.patience.after(failure)?;
+                self.context.meter.waits(pause, &reason);
+                self.sleep(pause);
+            }
+        }
+    }
+
+    /// Waits, but not beyond the end of the transfer.
+    fn sleep(&self, pause: Duration) {
+        let end = Instant::now() + pause;
+        while !self.is_stopped() {
+            match end.checked_duration_since(Instant::now()) {
+                Some(left) if !left.is_zero() => {
+                    std::thread::sleep(left.min(Duration::from_millis(50)));
+                }
+                _ => return,
+            }
+        }
+    }
+
+    /// Asks once for the bytes from `from` to before `to`.
+    fn attempt(&self, from: u64, to: u64) -> Tried<()> {
+        let answer = self.open((from, to - 1))?;
+        match answer.status {
+            206 if answer.encoding().is_none() => {
+                self.check_range(&answer, from, to)?;
+                self.receive(answer, from, to)
+            }
+            // Ranges of a compressed form are none of the content.
+            206 => Err(Failure::Final(err!(
+                Io,
+                "{}: {} sends parts of a compressed form; a proxy that leaves answers as they are is needed",
+                self.name(),
+                self.host(&answer)
+            ))),
+            _ => self.take_whole(answer),
+        }
+    }
+
+    /// Sends a request to where the last one was redirected; if that is refused, to the hub again.
+    fn open(&self, range: (u64, u64)) -> Tried<Answer> {
+        let Context { client, .. } = self.context;
+        let subject = self.source.subject;
+        let direct = lock(&self.direct).clone();
+        if let Some(url) = &direct {
+            match client.open(url, Method::Get, Some(range), subject) {
+                // Addresses that a redirect gives are good for a while only.
+                Err(Failure::Final(_)) => *lock(&self.direct) = None,
+                result => return result,
+            }
+        }
+        let answer = client.open(&self.source.url, Method::Get, Some(range), subject)?;
+        *lock(&self.direct) = Some(answer.url.clone());
+        Ok(answer)
+    }
+
+    fn name(&self) -> String {
+        format!(
+            "{}: {}",
+            self.source.subject.repo, self.source.subject.action
+        )
+    }
+
+    fn host(&self, answer: &Answer) -> String {
+        answer.url.host_str().unwrap_or_default().to_owned()
+    }
+
+    /// Checks that the part which comes is the one that was asked for, of a content of the size that was announced.
+    fn check_range(&self, answer: &Answer, from: u64, to: u64) -> Tried<()> {
+        let size = self.partial.size();
+        let expected = format!("bytes {from}-{}/{size}", to - 1);
+        let fits = match answer.header("content-range") {
+            Some(range) => range.eq_ignore_ascii_case(&expected),
+            None => answer.length() == Some(to - from),
+        };
+        if fits {
+            return Ok(());
+        }
+        let got = match answer.header("content-range") {
+            Some(range) => format!("'{range}'"),
+            None => "a part that it does not name".to_owned(),
+        };
+        Err(Failure::Final(err!(
+            Io,
+            "{}: {} sends {got} where '{expected}' was asked for",
+            self.name(),
+            self.host(answer)
+        )))
+    }
+
+    /// Takes all of a file from a server that knows no ranges. Only one connection does; others wait to see how far it gets.
+    fn take_whole(&self, answer: Answer) -> Tried<()> {
+        self.connections.store(1, Relaxed);
+        let Ok(_only) = self.whole.try_lock() else {
+            drop(answer);
+            drop(lock(&self.whole));
+            return Ok(());
+        };
+        let size = self.partial.size();
+        if answer.encoding().is_none() && answer.length().is_some_and(|l| l != size) {
+            return Err(Failure::Final(err!(
+                Io,
+                "{}: {} announces {} bytes, but the hub's list {size}",
+                self.name(),
+                self.host(&answer),
+                answer.length().unwrap_or_default()
+            )));
+        }
+        self.receive(answer, 0, size)
+    }
+
+    /// Writes what comes from `from` on, until `to`.
+    fn receive(&self, answer: Answer, from: u64, to: u64) -> Tried<()> {
+        let host = self.host(&answer);
+        let mut reader = answer.into_reader()?;
+        let mut piece = vec![0; PIECE];
+        let mut at = from;
+        while at < to && !self.is_stopped() {
+            let wanted = piece.len().min((to - at) as usize);
+            let (n, end) = fill(&mut reader, &mut piece[..wanted]);
+            // What has come is kept, however the rest ends.
+            let new = self
+                .partial
+                .write(&piece[..n], at)
+                .map_err(|e| Error::io(self.name(), e))?;
+            at += n as u64;
+            if n > 0 {
+                self.context.meter.add(new);
+                self.context.patience.renew();
+            }
+            match end {
+                Ok(()) if n > 0 => {}
+                Ok(()) => {
+                    let (came, all) = (at - from, to - from);
+                    let reason = format!("the answer of {host} ended after {came} of {all} bytes");
+                    return Err(Failure::Passing { reason, wait: None });
+                }
+                Err(e) => return Err(client::cut(&host, e, self.context.timeout)),
+            }
+        }
+        // Reading as far as the end, too, lets the connection be used again.
+        match reader.read(&mut piece[..1]) {
+            Ok(1..) if !self.is_stopped() => Err(Failure::Final(err!(
+                Io,
+                "{}: {host} sends more than the {} bytes asked for",
+                self.name(),
+                to - from
+            ))),
+            _ => Ok(()),
+        }
+    }
+
+    /// Hashes the content as it comes, in order, and compares in the end.
+    fn check(&self) -> Result<String> {
+        let size = self.partial.size();
+        let (expected, kind, actual) = match &self.source.digest {
+            None => return self.hash(Sha256::new()),
+            Some(Digest::Sha256(expected)) => (expected, "SHA-256", self.hash(Sha256::new())?),
+            Some(Digest::Git(expected)) => {
+                let hash = Sha1::new_with_prefix(format!("blob {size}\0"));
+                (expected, "Git SHA-1", self.hash(hash)?)
+            }
+        };
+        if self.is_stopped() || actual == *expected {
+            return Ok(actual);
+        }
+        Err(err!(
+            CorruptFile,
+            "{}: what came has the {kind} {actual}, and the hub names {expected}",
+            self.name()
+        ))
+    }
+
+    fn hash<H: sha2::Digest>(&self, mut hash: H) -> Result<String> {
+        let size = self.partial.size();
+        let mut piece = vec![0; 4 * PIECE];
+        let mut at = 0;
+        while at < size && !self.is_stopped() {
+            let ready = self.partial.prefix().min(at + piece.len() as u64);
+            // Small pieces cost as many calls; the last one is as small as it is.
+            if ready < size && ready - at < PIECE as u64 {
+                std::thread::sleep(Duration::from_millis(2));
+                continue;
+            }
+            let piece = &mut piece[..(ready - at) as usize];
+            self.partial
+                .read(piece, at)
+                .map_err(|e| Error::io(format_args!("{}: reading it back", self.name()), e))?;
+            hash.update(piece);
+            at = ready;
+        }
+        Ok(hexadecimal(&hash.finalize()))
+    }
+}
+
+/// Reads until `piece` is full, the end, or an error. Returns how many bytes came in any case.
+fn fill(reader: &mut impl Read, piece: &mut [u8]) -> (usize, std::io::Result<()>) {
+    let mut filled = 0;
+    let start = Instant::now();
+    while filled < piece.len() {
+        match reader.read(&mut piece[filled..]) {
+            Ok(0) => break,
+            Ok(n) => filled += n,
+            Err(e) => return (filled, Err(e)),
+        }
+        // On a slow line a piece takes long, and what has come is to be seen, and kept, before it is full.
+        if start.elapsed() > SHOWN {
+            return (filled, Ok(()));
+        }
+    }
+    (filled, Ok(()))
+}
+
+pub(super) fn hexadecimal(bytes: &[u8]) -> String {
+    bytes.iter().map(|b| format!("{b:02x}")).collect()
+}
+
+/// Fetches a content of unknown size, which cannot be resumed, to a file that is not yet at `place`. Returns its SHA-256 and
+/// its size, too.
+pub(super) fn fetch_unsized(
+    context: &Context<'_>,
+    source: &Source<'_>,
+    place: &Path,
+) -> Result<(Temporary, String, u64)> {
+    loop {
+        let attempt = || -> Tried<_> {
+            let answer = context
+                .client
+                .open(&source.url, Method::Get, None, source.subject)?;
+            let host = answer.url.host_str().unwrap_or_default().to_owned();
+            let mut reader = answer.into_reader()?;
+            let file = Temporary::create(place, 0)?;
+            let mut hash = Sha256::new();
+            let mut piece = vec![0; PIECE];
+            let mut at = 0;
+            loop {
+                let n = reader
+                    .read(&mut piece)
+                    .map_err(|e| client::cut(&host, e, context.timeout))?;
+                if n == 0 {
+                    break;
+                }
+                file.write_at(&piece[..n], at)?;
+                hash.update(&piece[..n]);
+                at += n as u64;
+                context.meter.add(n as u64);
+            }
+            file.sync()?;
+            Ok((file, hash, at))
+        };
+        match attempt() {
+            Ok((file, hash, size)) => return Ok((file, hexadecimal(&hash.finalize()), size)),
+            Err(failure) => {
+                let (pause, reason) = context.patience.after(failure)?;
+                context.meter.waits(pause, &reason);
+                std::thread::sleep(pause);
+            }
+        }
+    }
+}
