@@ -420,6 +420,77 @@ fn broken_tokenizer_files_are_errors() {
     assert!(e.message().contains("WordPiece"), "{e}");
 }
 
+/// Loads and uses what may be a tokenizer: any error will do, but a panic.
+fn survives(what: &str, file: &[u8]) {
+    let used = std::panic::catch_unwind(|| {
+        let tokenizer = Tokenizer::from_json(file)?;
+        let tokens = tokenizer.encode("Hello, <|im_start|>wörld 12\n", true)?;
+        tokenizer.encode_plain("a<|im_end|> b")?;
+        tokenizer.decode(&tokens, true)
+    });
+    match used {
+        Ok(Ok(_)) => {}
+        Ok(Err(e)) => assert!(!e.message().is_empty(), "{what}"),
+        Err(_) => panic!("{what}: a panic gets out"),
+    }
+}
+
+/// Every place in a JSON value, with the value there replaced or taken out.
+fn damaged(value: &Value, each: &mut dyn FnMut(&str, &Value)) {
+    fn places(value: &Value, at: &str, out: &mut Vec<String>) {
+        out.push(at.to_owned());
+        // A few of many tokens and merges stand for the rest.
+        match value {
+            Value::Object(map) => map.iter().take(12).for_each(|(key, value)| {
+                let key = key.replace('~', "~0").replace('/', "~1");
+                places(value, &format!("{at}/{key}"), out);
+            }),
+            Value::Array(items) => items.iter().take(4).enumerate().for_each(|(i, value)| {
+                places(value, &format!("{at}/{i}"), out);
+            }),
+            _ => {}
+        }
+    }
+    let mut all = Vec::new();
+    places(value, "", &mut all);
+    let others = serde_json::json!([
+        null, true, -1, 0, 4_294_967_295u32, 1e300, "", "x", "[", [], ["a", "b"], {}, {"type": "Sequence"}
+    ]);
+    for place in &all {
+        for other in others.as_array().unwrap() {
+            let mut changed = value.clone();
+            *changed.pointer_mut(place).unwrap() = other.clone();
+            each(&format!("{place} is {other}"), &changed);
+        }
+        let (parent, key) = place.rsplit_once('/').unwrap_or_default();
+        let mut changed = value.clone();
+        if let Some(Value::Object(map)) = changed.pointer_mut(parent) {
+            map.remove(&key.replace("~1", "/").replace("~0", "~"));
+            each(&format!("no {place}"), &changed);
+        }
+    }
+}
+
+#[test]
+fn damaged_tokenizer_files_are_survived() {
+    let file = json("tokenizer.json");
+    let text = file.to_string();
+    // The crate panics at a decoder that breaks off.
+    let decoder = text.find("\"decoder\"").unwrap();
+    let e = Tokenizer::from_json(&text.as_bytes()[..decoder + 20]).unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::CorruptFile);
+    assert!(e.message().contains("reading it ends with"), "{e}");
+    for length in (0..text.len()).step_by(97).chain(decoder..decoder + 200) {
+        survives(
+            &format!("{length} bytes"),
+            &text.as_bytes()[..length.min(text.len())],
+        );
+    }
+    damaged(&file, &mut |what, changed| {
+        survives(what, changed.to_string().as_bytes())
+    });
+}
+
 #[test]
 fn directories() {
     let directory = std::env::temp_dir().join(format!("nvfp4-text-{}", std::process::id()));

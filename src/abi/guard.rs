@@ -1,14 +1,13 @@
 //! The boundary that every entry passes: a panic stops here and, like every error, becomes a status and this thread's last
 //! message.
 
-use std::any::Any;
 use std::cell::RefCell;
 use std::ffi::{c_char, c_void};
 use std::ops::ControlFlow;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use super::status::{NVFP4_OK, NVFP4_Status};
-use crate::base::{Error, ErrorKind, Result};
+use crate::base::{Error, ErrorKind, Result, panics};
 use crate::cuda::KeepContext;
 
 struct Last {
@@ -50,7 +49,7 @@ fn caught<T>(
     })) {
         Ok(Ok(value)) => return Ok(value),
         Ok(Err(error)) => error,
-        Err(panic) => Error::new(ErrorKind::Internal, panic_text(&*panic)),
+        Err(panic) => Error::new(ErrorKind::Internal, panics::text(&*panic)),
     };
     let status = error.kind().status();
     // A subscriber is foreign code: it may panic, or call in here and fail, and neither may cost the caller the message.
@@ -59,16 +58,6 @@ fn caught<T>(
     }));
     remember(status, error.message());
     Err(status)
-}
-
-fn panic_text(panic: &(dyn Any + Send)) -> &str {
-    if let Some(text) = panic.downcast_ref::<&str>() {
-        text
-    } else if let Some(text) = panic.downcast_ref::<String>() {
-        text
-    } else {
-        "a panic without a message"
-    }
 }
 
 fn remember(status: NVFP4_Status, message: &str) {

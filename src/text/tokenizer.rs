@@ -9,7 +9,7 @@ use tokenizers::pre_tokenizers::metaspace::PrependScheme;
 use super::pieces::{Pieces, Spelling, Token};
 use super::vocabulary::{self, VocabularySpec};
 use crate::base::error::{bail, err};
-use crate::base::{Error, Result};
+use crate::base::{Error, Result, panics};
 
 /// A tokenizer: immutable, and usable from several threads at once.
 pub struct Tokenizer {
@@ -28,6 +28,10 @@ impl Tokenizer {
 
     /// The tokenizer in the text of a `tokenizer.json`.
     pub fn from_json(json: &[u8]) -> Result<Self> {
+        foreign("reading it", || Self::read(json))
+    }
+
+    fn read(json: &[u8]) -> Result<Self> {
         let mut inner = tokenizers::Tokenizer::from_bytes(json)
             .map_err(|e| err!(CorruptFile, "not a tokenizer.json: {e}"))?;
         // Prompts are neither cut nor padded behind the caller's back, whatever the training set-up left in the file.
@@ -92,29 +96,28 @@ impl Tokenizer {
     /// The tokens of `text`. Special tokens spelled out in the text become those tokens. With `add_special`, the tokens that
     /// the model expects around every text (often a beginning-of-sequence token) are added.
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>> {
-        let encoding = self.inner.encode_fast(text, add_special).map_err(|e| {
-            err!(
-                InvalidArgument,
-                "encoding {} bytes of text: {e}",
-                text.len()
-            )
-        })?;
-        Ok(encoding.get_ids().to_vec())
+        let encode = || {
+            let encoding = self.inner.encode_fast(text, add_special);
+            Ok(encoding
+                .map_err(|e| unencoded(text, &e))?
+                .get_ids()
+                .to_vec())
+        };
+        foreign("encoding with it", encode)
     }
 
     /// The tokens of `text` as nothing but text: special tokens spelled out in it are cut, so that they become ordinary
     /// tokens. One that is a single character cannot be cut and stays.
     pub fn encode_plain(&self, text: &str) -> Result<Vec<u32>> {
+        foreign("encoding with it", || self.encode_as_text(text))
+    }
+
+    fn encode_as_text(&self, text: &str) -> Result<Vec<u32>> {
         let mut tokens = Vec::new();
         let mut parts = vec![text];
         while let Some(part) = parts.pop() {
-            let encoding = self.inner.encode(part, false).map_err(|e| {
-                err!(
-                    InvalidArgument,
-                    "encoding {} bytes of text: {e}",
-                    part.len()
-                )
-            })?;
+            let encoding = self.inner.encode(part, false);
+            let encoding = encoding.map_err(|e| unencoded(part, &e))?;
             let ids = encoding.get_ids();
             let cuts = ids
                 .iter()
@@ -185,6 +188,24 @@ impl std::fmt::Debug for Tokenizer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Tokenizer({} ids)", self.vocab_size())
     }
+}
+
+fn unencoded(text: &str, error: &tokenizers::Error) -> Error {
+    err!(
+        InvalidArgument,
+        "encoding {} bytes of text: {error}",
+        text.len()
+    )
+}
+
+/// Runs code of the crate `tokenizers`, which panics at files that contradict themselves.
+fn foreign<T>(action: &str, body: impl FnOnce() -> Result<T>) -> Result<T> {
+    panics::caught(body).unwrap_or_else(|panic| {
+        Err(err!(
+            CorruptFile,
+            "not a tokenizer.json that works: {action} ends with \"{panic}\""
+        ))
+    })
 }
 
 /// How the vocabulary's strings stand for bytes, and how many leading spaces a text loses, from the decoder of a

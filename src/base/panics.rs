@@ -1,0 +1,55 @@
+//! Panics of other people's code, stopped where it is called: what such code cannot take becomes an error, and nothing is
+//! printed on a host's standard error.
+
+use std::any::Any;
+use std::cell::Cell;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Once;
+
+thread_local! {
+    /// Whether this thread expects a panic, which then says nothing.
+    static EXPECTED: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs `body`; a panic in it becomes its message. What `body` changes must not be used after a panic.
+pub fn caught<T>(body: impl FnOnce() -> T) -> std::result::Result<T, String> {
+    static HOOK: Once = Once::new();
+    HOOK.call_once(|| {
+        let before = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |info| {
+            // A thread that ends may have lost its storage; then nothing is expected any more.
+            if !EXPECTED.try_with(Cell::get).unwrap_or(false) {
+                before(info);
+            }
+        }));
+    });
+    let outer = EXPECTED.replace(true);
+    let result = catch_unwind(AssertUnwindSafe(body));
+    EXPECTED.set(outer);
+    result.map_err(|panic| text(&*panic).to_owned())
+}
+
+/// The message of a panic.
+pub fn text(panic: &(dyn Any + Send)) -> &str {
+    if let Some(text) = panic.downcast_ref::<&str>() {
+        text
+    } else if let Some(text) = panic.downcast_ref::<String>() {
+        text
+    } else {
+        "a panic without a message"
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn panics_become_their_messages() {
+        assert_eq!(caught(|| 3), Ok(3));
+        assert_eq!(caught(|| panic!("plain")), Err::<(), _>("plain".to_owned()));
+        let inner = caught(|| caught(|| panic!("number {}", 7)));
+        assert_eq!(inner, Ok(Err::<(), _>("number 7".to_owned())));
+        assert!(!EXPECTED.get());
+    }
+}
