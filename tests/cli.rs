@@ -60,11 +60,13 @@ impl Drop for Scratch {
     }
 }
 
+/// The command, to which no GPU shows unless its arguments ask for one: answers are compared, and what it says is counted.
 fn nvfp4(args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_nvfp4"))
-        .args(args)
-        .output()
-        .unwrap()
+    let mut command = Command::new(env!("CARGO_BIN_EXE_nvfp4"));
+    if !args.contains(&"--device") {
+        command.env("CUDA_VISIBLE_DEVICES", "");
+    }
+    command.args(args).output().unwrap()
 }
 
 fn text(args: &[&str]) -> String {
@@ -169,6 +171,20 @@ fn failures_exit_with_1_and_name_the_cause() {
     assert!(failure(&["inspect", &empty]).contains("empty.gguf"));
     assert!(failure(&["quantize", &empty, &scratch.path("out")]).contains("empty.gguf"));
     assert!(!scratch.0.join("out").exists());
+}
+
+#[test]
+fn a_reader_that_leaves_ends_a_command_quietly() {
+    let script = format!("\"$0\" inspect {MODEL} --json | true; echo \"${{PIPESTATUS[0]}}\"");
+    // The reader is gone before the writer begins.
+    let script = script.replace("\"$0\" inspect", "{ sleep 0.3; exec \"$0\" inspect");
+    let script = script.replace(" | true", "; } | true");
+    let output = Command::new("bash")
+        .args(["-c", &script, env!("CARGO_BIN_EXE_nvfp4")])
+        .output()
+        .unwrap();
+    assert_eq!(String::from_utf8_lossy(&output.stderr), "");
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "141\n");
 }
 
 #[test]

@@ -9,12 +9,17 @@ use NVFP4::base::{Error, Result};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 
-/// Writes `text` to standard output at once.
+/// The exit code that a shell gives to a command that SIGPIPE ended.
+const PIPE_CLOSED: i32 = 141;
+
+/// Writes `text` to standard output at once. Where its reader has gone, the command ends without a word, as others do.
 pub(super) fn print(text: impl fmt::Display) -> Result<()> {
     let mut out = std::io::stdout().lock();
-    write!(out, "{text}")
-        .and_then(|()| out.flush())
-        .map_err(|e| Error::io("writing to standard output", e))
+    match write!(out, "{text}").and_then(|()| out.flush()) {
+        Ok(()) => Ok(()),
+        Err(e) if e.kind() == std::io::ErrorKind::BrokenPipe => std::process::exit(PIPE_CLOSED),
+        Err(e) => Err(Error::io("writing to standard output", e)),
+    }
 }
 
 /// Writes a line to standard output.
@@ -30,8 +35,7 @@ pub(super) fn json(value: &impl Serialize) -> Result<()> {
 
 /// A bar that counts bytes. It shows only on a terminal.
 pub(super) fn byte_bar(label: impl Into<String>, total: u64) -> ProgressBar {
-    let style =
-        "{msg} [{elapsed_precise}] [{wide_bar}] {bytes}/{total_bytes} {bytes_per_sec} ({eta})";
+    let style = "{msg} [{elapsed_precise}] [{wide_bar}] {decimal_bytes}/{decimal_total_bytes} {decimal_bytes_per_sec} ({eta})";
     bar(label, total, style)
 }
 
