@@ -4,6 +4,7 @@
 mod bandwidth;
 mod bench;
 mod chat;
+mod devices;
 mod diagnose;
 mod hub;
 mod inspect;

@@ -1,9 +1,11 @@
 //! What subcommands share about models: a path or hub id to a file, a device by name, loading with a progress bar.
 
+use std::io::IsTerminal;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use NVFP4::base::ErrorKind::{DeviceUnavailable, OutOfMemory, Unsupported};
 use NVFP4::base::error::{bail, err};
 use NVFP4::base::{Error, Result};
 use NVFP4::format::nvfp4::{QuantizeOptions, Recipe};
@@ -11,7 +13,7 @@ use NVFP4::model::{Activations, Device, KvType, LoadOptions, Model, Progress};
 use clap::ValueEnum;
 
 use super::quantize::RecipeName;
-use super::{hub, output};
+use super::{devices, hub, output};
 
 /// Where `model` lies: a path that exists, or a model of the hub, fetched if the cache does not hold it.
 pub(super) fn resolve(model: &str) -> Result<PathBuf> {
@@ -83,8 +85,8 @@ pub(super) struct ModelArgs {
     /// quantization as in Q4_K_M
     #[arg(long)]
     pub(super) model: String,
-    /// Where to run: cpu, or cuda:N
-    #[arg(long, default_value = "cpu")]
+    /// Where to run: cpu, cuda:N, or auto: the GPU with room for the model, else the processor
+    #[arg(long, default_value = "auto")]
     device: String,
     /// CPU threads; one for each core without it
     #[arg(long)]
@@ -101,16 +103,42 @@ pub(super) struct ModelArgs {
 }
 
 impl ModelArgs {
-    pub(super) fn device(&self) -> Result<Device> {
-        if self.device == "cpu" {
+    /// Loads on the device that was asked for, or on the one that suits the models at `paths`.
+    fn load_on<T>(&self, paths: &[&Path], load: impl Fn(&Device) -> Result<T>) -> Result<T> {
+        if self.device != "auto" {
+            return load(&self.named(&self.device)?);
+        }
+        let forbids = match (self.activations, self.kv) {
+            (ActivationsName::Int8, _) => Some("8-bit activations were asked for"),
+            (_, KvName::F32) => Some("keys and values in f32 were asked for"),
+            _ => None,
+        };
+        let choice = devices::choose(paths, self.quantize.is_some(), forbids);
+        // Who looks on is told; where there is no choice there is nothing to tell to a program.
+        if std::io::stderr().is_terminal() || choice.had_others {
+            eprintln!("nvfp4: running on {}: {}", choice.device, choice.reason);
+        }
+        if choice.device != "cpu" {
+            match self.named(&choice.device).and_then(|gpu| load(&gpu)) {
+                // Its kernels are made for some shapes, and other programs take memory, too.
+                Err(e) if [Unsupported, OutOfMemory, DeviceUnavailable].contains(&e.kind()) => {
+                    eprintln!("nvfp4: running on cpu after all: {e}");
+                }
+                loaded => return loaded,
+            }
+        }
+        load(&self.named("cpu")?)
+    }
+
+    fn named(&self, device: &str) -> Result<Device> {
+        if device == "cpu" {
             Device::cpu(self.threads)
-        } else if let Some(ordinal) = cuda_ordinal(&self.device) {
-            Device::cuda(ordinal).map_err(|e| e.within(format_args!("device '{}'", self.device)))
+        } else if let Some(ordinal) = cuda_ordinal(device) {
+            Device::cuda(ordinal).map_err(|e| e.within(format_args!("device '{device}'")))
         } else {
             bail!(
                 InvalidArgument,
-                "device '{}' is not known; use cpu, cuda or cuda:N",
-                self.device
+                "device '{device}' is not known; use auto, cpu, cuda or cuda:N"
             )
         }
     }
@@ -123,12 +151,22 @@ impl ModelArgs {
     }
 
     pub(super) fn load(&self) -> Result<Arc<Model>> {
-        self.load_from(&self.model, &self.device()?)
+        let path = resolve(&self.model)?;
+        self.load_on(&[&path], |device| self.load_from(&path, device))
     }
 
-    /// Loads `model` with the other options given.
-    pub(super) fn load_from(&self, model: &str, device: &Device) -> Result<Arc<Model>> {
-        let path = resolve(model)?;
+    /// Loads a second model, too, on the same device.
+    pub(super) fn load_both(&self, other: &str) -> Result<(Arc<Model>, Arc<Model>)> {
+        let (path, other) = (resolve(&self.model)?, resolve(other)?);
+        self.load_on(&[&path, &other], |device| {
+            Ok((
+                self.load_from(&path, device)?,
+                self.load_from(&other, device)?,
+            ))
+        })
+    }
+
+    fn load_from(&self, path: &Path, device: &Device) -> Result<Arc<Model>> {
         let bar = output::byte_bar("loading", 0);
         let progress = |p: Progress| {
             bar.set_length(p.total);
@@ -136,7 +174,7 @@ impl ModelArgs {
             ControlFlow::Continue(())
         };
         let model = Model::load(
-            &path,
+            path,
             &LoadOptions {
                 device: device.clone(),
                 quantize: self.quantize.map(|recipe| QuantizeOptions {

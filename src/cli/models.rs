@@ -2,11 +2,12 @@
 
 use std::collections::BTreeSet;
 
-use NVFP4::base::{Result, memory};
-use NVFP4::{checkpoint, cuda, model};
+use NVFP4::base::Result;
+use NVFP4::{checkpoint, cuda};
 use serde::Serialize;
 use serde_json::{Value, json};
 
+use super::devices::{self, Room};
 use super::{hub, output};
 
 #[derive(clap::Args)]
@@ -14,18 +15,6 @@ pub(super) struct Args {
     /// Print everything as JSON
     #[arg(long)]
     json: bool,
-}
-
-/// Positions of a conversation that are counted as needed.
-const CONTEXT: usize = 4096;
-
-/// What of a device's memory a model may take: the rest is the system's, other programs' and working memory.
-const SHARE: f64 = 0.9;
-
-/// A device with its memory.
-struct Device {
-    name: String,
-    bytes: u64,
 }
 
 /// What a file holds, as far as it can be told without loading it.
@@ -44,7 +33,7 @@ enum Content {
     Runs {
         format: &'static str,
         encodings: BTreeSet<&'static str>,
-        /// Weights in memory, and a conversation of [`CONTEXT`] positions.
+        /// Weights in memory, and a conversation of usual length.
         needs_bytes: u64,
         fits: Vec<Fits>,
     },
@@ -60,7 +49,7 @@ struct Fits {
 }
 
 pub(super) fn run(args: &Args) -> Result<()> {
-    let devices = devices();
+    let devices = devices::rooms(&cuda::report());
     let cached = hub::inventory()?;
     if args.json {
         let all: Vec<Value> = cached
@@ -113,7 +102,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
 }
 
 /// The rows of a repository: its models, and what has not come yet.
-fn table(repository: &hub::Cached, devices: &[Device]) -> Vec<[String; 5]> {
+fn table(repository: &hub::Cached, devices: &[Room]) -> Vec<[String; 5]> {
     let mut rows = Vec::new();
     for model in repository.revisions.iter().flat_map(|r| &r.models) {
         let described = describe(model, devices);
@@ -161,7 +150,7 @@ fn table(repository: &hub::Cached, devices: &[Device]) -> Vec<[String; 5]> {
     rows
 }
 
-fn describe(model: &hub::Model, devices: &[Device]) -> Described {
+fn describe(model: &hub::Model, devices: &[Room]) -> Described {
     Described {
         name: model.name.clone(),
         path: model.path.display().to_string(),
@@ -172,11 +161,9 @@ fn describe(model: &hub::Model, devices: &[Device]) -> Described {
     }
 }
 
-fn content(model: &hub::Model, devices: &[Device]) -> Result<Content> {
+fn content(model: &hub::Model, devices: &[Room]) -> Result<Content> {
     let checkpoint = checkpoint::open(&model.path)?;
-    let estimate = model::estimate(&*checkpoint, false)?;
-    let positions = estimate.max_positions.min(CONTEXT) as u64;
-    let needs_bytes = estimate.weight_bytes + estimate.kv_bytes_per_token * positions;
+    let needs_bytes = devices::needs_of(&*checkpoint, false)?;
     Ok(Content::Runs {
         format: checkpoint.format(),
         // Norms are small and mostly of another type; matrices are what a model is held in.
@@ -190,23 +177,9 @@ fn content(model: &hub::Model, devices: &[Device]) -> Result<Content> {
         fits: devices
             .iter()
             .map(|d| Fits {
-                device: d.name.clone(),
-                fits: needs_bytes as f64 <= d.bytes as f64 * SHARE,
+                device: d.device.clone(),
+                fits: d.fits(needs_bytes),
             })
             .collect(),
     })
-}
-
-fn devices() -> Vec<Device> {
-    let cpu = memory::of_machine().map(|bytes| Device {
-        name: "cpu".to_owned(),
-        bytes,
-    });
-    let gpus = cuda::report().devices.into_iter().filter_map(|d| {
-        Some(Device {
-            name: format!("cuda:{}", d.index),
-            bytes: d.details?.total_bytes as u64,
-        })
-    });
-    cpu.into_iter().chain(gpus).collect()
 }

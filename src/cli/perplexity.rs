@@ -110,11 +110,12 @@ pub(super) fn run(args: &Args) -> Result<()> {
     if args.windows == Some(0) {
         bail!(InvalidArgument, "--windows must be at least 1");
     }
-    let device = args.model.device()?;
-    let model = args.model.load_from(&args.model.model, &device)?;
-    let reference = match &args.reference {
-        Some(name) => Some(args.model.load_from(name, &device)?),
-        None => None,
+    let (model, reference) = match &args.reference {
+        Some(name) => {
+            let (model, reference) = args.model.load_both(name)?;
+            (model, Some(reference))
+        }
+        None => (args.model.load()?, None),
     };
     let vocabulary = model.config().vocab_size;
     if let Some(reference) = &reference

@@ -212,6 +212,19 @@ fn addresses_that_expire_are_asked_for_again() {
     );
 }
 
+/// The hub gives each connection so much and no more.
+#[test]
+fn several_connections_where_they_are_faster() {
+    let content = noise(128 * MEGABYTE);
+    let hub = large("connections", &content, json!({"rate": 16 << 20}));
+    let start = Instant::now();
+    assert!(weights(&hub.pull(MODEL)) == content);
+    let took = start.elapsed();
+    // 8 s by one connection; by one, two and four for a second each 7, and the rest at four times the rate.
+    assert!(took < Duration::from_secs(6), "{took:?}");
+    assert_eq!(hub.sent("/repos/"), content.len() as u64);
+}
+
 #[test]
 fn what_came_is_checked() {
     let content = noise(MEGABYTE);

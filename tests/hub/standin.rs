@@ -146,6 +146,8 @@ impl Hub {
         command
             .env("HF_ENDPOINT", self.at("hub"))
             .env("HF_HOME", self.home())
+            // Answers are compared, and what is said is read: of the processor's.
+            .env("CUDA_VISIBLE_DEVICES", "")
             .stdin(Stdio::null());
         command
     }
