@@ -191,7 +191,7 @@ impl Client {
         };
         if matches!(status, 408 | 425 | 429 | 500..600) {
             let reason = format!("{repo}: {action}: {host} answers {status}{said}");
-            return Failure::Passing { reason, wait };
+            return Failure::Refused { reason, wait };
         }
         if !is_hub {
             return Failure::Final(err!(Io, "{repo}: {action}: {host} answers {status}{said}"));
@@ -414,5 +414,5 @@ pub(super) fn cut(host: &str, error: std::io::Error, patience: Duration) -> Fail
         true => format!("{host} sent nothing for {} s", patience.as_secs_f32()),
         false => format!("the answer of {host} broke off: {error}"),
     };
-    Failure::Passing { reason, wait: None }
+    Failure::Broken { reason }
 }

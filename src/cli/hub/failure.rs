@@ -1,8 +1,8 @@
 //! What can go wrong with a request, and how long to go on trying: failures that pass are met with patience, which every byte
 //! that arrives renews.
 
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
-use std::time::Duration;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use NVFP4::base::error::err;
 use NVFP4::base::{Error, Result};
@@ -10,12 +10,17 @@ use NVFP4::base::{Error, Result};
 /// Why a request did not give what was asked for.
 #[derive(Debug)]
 pub(super) enum Failure {
-    /// The same request may work a moment later: an answer broke off, or asks to come again.
-    Passing {
+    /// The server asks to come again.
+    Refused {
         /// What happened, for people.
         reason: String,
-        /// How long the server asks to wait.
+        /// How long it asks to wait.
         wait: Option<Duration>,
+    },
+    /// An answer broke off.
+    Broken {
+        /// What happened, for people.
+        reason: String,
     },
     /// No answer came at all.
     Silent {
@@ -46,41 +51,66 @@ const LIMIT_BEFORE_FIRST_ANSWER: u32 = 3;
 /// The longest wait that a server may ask for: the hub counts requests in windows of five minutes.
 const LONGEST_WAIT: Duration = Duration::from_secs(330);
 
-/// How often requests have failed since something was gained. Shared by all connections of a pull.
+/// How often requests have failed since something was gained. Shared by all connections of a pull: what they meet at the same
+/// time is one failure, and they wait for its end together.
 #[derive(Default)]
 pub(super) struct Patience {
-    failures: AtomicU32,
-    answered: AtomicBool,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    failures: u32,
+    /// When the pause after the last of them ends.
+    pause_ends: Option<Instant>,
+    /// Whether anybody has answered yet.
+    answered: bool,
 }
 
 impl Patience {
     /// Something was gained: the next failure is the first again.
     pub(super) fn renew(&self) {
-        // Called for every piece of a body; a store that changes nothing would still take the cache line from others.
-        if self.failures.load(Relaxed) != 0 {
-            self.failures.store(0, Relaxed);
-        }
-        if !self.answered.load(Relaxed) {
-            self.answered.store(true, Relaxed);
-        }
+        *self.lock() = State {
+            answered: true,
+            ..State::default()
+        };
     }
 
     /// How long to wait before the next try, and why; or the error, if the failure is final or patience is at its end.
     pub(super) fn after(&self, failure: Failure) -> Result<(Duration, String)> {
-        let unheard = !self.answered.load(Relaxed);
+        self.after_at(failure, Instant::now())
+    }
+
+    fn after_at(&self, failure: Failure, now: Instant) -> Result<(Duration, String)> {
+        let mut state = self.lock();
+        let unheard = !state.answered;
         let (reason, wait, limit) = match failure {
             Failure::Final(error) => return Err(error),
             Failure::Silent { reason, waited } if unheard && waited => {
                 return Err(err!(Io, "{reason}"));
             }
             Failure::Silent { reason, .. } if unheard => (reason, None, LIMIT_BEFORE_FIRST_ANSWER),
-            Failure::Silent { reason, .. } => (reason, None, LIMIT),
-            Failure::Passing { reason, wait } => {
-                self.answered.store(true, Relaxed);
+            Failure::Silent { reason, .. } | Failure::Broken { reason } => (reason, None, LIMIT),
+            Failure::Refused { reason, wait } => {
+                state.answered = true;
                 (reason, wait, LIMIT)
             }
         };
-        let number = self.failures.fetch_add(1, Relaxed) + 1;
+        if let Some(wait) = wait.filter(|w| *w > LONGEST_WAIT) {
+            return Err(err!(
+                Io,
+                "{reason}; it asks to wait {} minutes, so try again then",
+                wait.as_secs().div_ceil(60)
+            ));
+        }
+        let left = state
+            .pause_ends
+            .and_then(|end| end.checked_duration_since(now));
+        if let Some(left) = left.filter(|left| !left.is_zero()) {
+            return Ok((left.max(wait.unwrap_or_default()), reason));
+        }
+        state.failures += 1;
+        let number = state.failures;
         if number >= limit {
             return Err(match unheard {
                 true => err!(Io, "{reason}"),
@@ -90,14 +120,13 @@ impl Patience {
                 ),
             });
         }
-        if let Some(wait) = wait.filter(|w| *w > LONGEST_WAIT) {
-            return Err(err!(
-                Io,
-                "{reason}; it asks to wait {} minutes, so try again then",
-                wait.as_secs().div_ceil(60)
-            ));
-        }
-        Ok((wait.unwrap_or_else(|| pause(number)), reason))
+        let pause = wait.unwrap_or_else(|| pause(number));
+        state.pause_ends = Some(now + pause);
+        Ok((pause, reason))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -110,8 +139,8 @@ fn pause(number: u32) -> Duration {
 mod tests {
     use super::*;
 
-    fn passing(wait: Option<u64>) -> Failure {
-        Failure::Passing {
+    fn refused(wait: Option<u64>) -> Failure {
+        Failure::Refused {
             reason: "the hub answers 503".to_owned(),
             wait: wait.map(Duration::from_secs),
         }
@@ -124,13 +153,28 @@ mod tests {
         }
     }
 
+    /// Meets `count` failures, each after the pause for the one before. Returns the pauses.
+    fn pauses(patience: &Patience, count: u32, failure: impl Fn() -> Failure) -> Vec<Duration> {
+        let mut now = Instant::now();
+        (0..count)
+            .map(|_| {
+                let (pause, _) = patience.after_at(failure(), now).unwrap();
+                now += pause;
+                pause
+            })
+            .collect()
+    }
+
+    /// A time at which no pause lasts any more.
+    fn later() -> Instant {
+        Instant::now() + Duration::from_secs(3600)
+    }
+
     #[test]
     fn patience_ends_and_is_renewed() {
         let patience = Patience::default();
         for round in 0..3 {
-            let waits: Vec<Duration> = (1..LIMIT)
-                .map(|_| patience.after(passing(None)).unwrap().0)
-                .collect();
+            let waits = pauses(&patience, LIMIT - 1, || refused(None));
             assert!(waits.is_sorted(), "round {round}: {waits:?}");
             assert_eq!(waits[0], Duration::from_millis(100));
             let total: Duration = waits.iter().sum();
@@ -140,10 +184,8 @@ mod tests {
             );
             patience.renew();
         }
-        for _ in 1..LIMIT {
-            patience.after(passing(None)).unwrap();
-        }
-        let error = patience.after(passing(None)).unwrap_err();
+        pauses(&patience, LIMIT - 1, || refused(None));
+        let error = patience.after_at(refused(None), later()).unwrap_err();
         assert!(
             error.message().starts_with("the hub answers 503 (9 times"),
             "{error}"
@@ -151,27 +193,43 @@ mod tests {
     }
 
     #[test]
-    fn a_hub_that_never_answered_is_given_up_early() {
-        let patience = Patience::default();
-        for _ in 1..LIMIT_BEFORE_FIRST_ANSWER {
-            patience.after(silent(false)).unwrap();
-        }
-        assert!(patience.after(silent(false)).is_err());
+    fn what_many_connections_meet_at_once_is_one_failure() {
         let patience = Patience::default();
         patience.renew();
-        for _ in 1..LIMIT {
-            patience.after(silent(false)).unwrap();
+        let mut now = Instant::now();
+        for number in 1..LIMIT {
+            let broken = || Failure::Broken {
+                reason: "the line is cut".to_owned(),
+            };
+            let (pause, _) = patience.after_at(broken(), now).unwrap();
+            assert_eq!(pause, super::pause(number));
+            for _ in 0..20 {
+                now += pause / 30;
+                let (left, _) = patience.after_at(broken(), now).unwrap();
+                assert!(left < pause);
+            }
+            now += pause;
         }
-        assert!(patience.after(silent(false)).is_err());
+    }
+
+    #[test]
+    fn a_hub_that_never_answered_is_given_up_early() {
+        let patience = Patience::default();
+        pauses(&patience, LIMIT_BEFORE_FIRST_ANSWER - 1, || silent(false));
+        assert!(patience.after_at(silent(false), later()).is_err());
+        let patience = Patience::default();
+        patience.renew();
+        pauses(&patience, LIMIT - 1, || silent(false));
+        assert!(patience.after_at(silent(false), later()).is_err());
         assert!(Patience::default().after(silent(true)).is_err());
     }
 
     #[test]
     fn servers_may_ask_for_a_wait_but_not_for_any() {
         let patience = Patience::default();
-        let waited = patience.after(passing(Some(17))).unwrap().0;
+        let waited = patience.after(refused(Some(17))).unwrap().0;
         assert_eq!(waited, Duration::from_secs(17));
-        let error = patience.after(passing(Some(3600))).unwrap_err();
+        let error = patience.after(refused(Some(3600))).unwrap_err();
         assert!(error.message().contains("60 minutes"), "{error}");
     }
 }

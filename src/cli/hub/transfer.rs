@@ -67,6 +67,8 @@ struct Transfer<'a> {
     direct: Mutex<Option<Url>>,
     /// How many connections may work now.
     connections: AtomicUsize,
+    /// Whether more of them are no longer tried.
+    settled: AtomicBool,
     /// Held by the connection that takes a whole file from a server that knows no ranges.
     whole: Mutex<()>,
     /// What ended the transfer.
@@ -97,6 +99,7 @@ pub(super) fn fetch(
         left: Mutex::new(left),
         direct: Mutex::new(None),
         connections: AtomicUsize::new(1),
+        settled: AtomicBool::new(false),
         whole: Mutex::new(()),
         failed: Mutex::new(None),
         stopped: AtomicBool::new(false),
@@ -140,28 +143,26 @@ impl Transfer<'_> {
     fn steer(&self, most: usize) {
         let mut judged = (Instant::now(), self.partial.len());
         let mut before = 0.0;
-        let mut settled = false;
         while self.some_work_for(TRIAL) {
             self.partial.flush();
             let elapsed = judged.0.elapsed();
-            if settled || elapsed < TRIAL {
+            if self.settled.load(Relaxed) || elapsed < TRIAL {
                 continue;
             }
             let len = self.partial.len();
             let rate = (len - judged.1) as f64 / elapsed.as_secs_f64();
             judged = (Instant::now(), len);
             let now = self.connections.load(Relaxed);
-            // A server that sends whole files has set this back to one.
-            if now == 1 && (before > 0.0 || rate > FAST) {
-                settled = true;
-            } else if rate < before * WORTH {
-                self.connections.store(now / 2, Relaxed);
-                settled = true;
-            } else if 2 * now <= most.next_power_of_two() {
+            let gains = rate >= before * WORTH;
+            let is_enough = 2 * now > most.next_power_of_two() || now == 1 && rate > FAST;
+            if gains && !is_enough {
                 before = rate;
                 self.connections.store(2 * now, Relaxed);
             } else {
-                settled = true;
+                self.settled.store(true, Relaxed);
+                if !gains {
+                    self.connections.store((now / 2).max(1), Relaxed);
+                }
             }
         }
     }
@@ -209,11 +210,21 @@ impl Transfer<'_> {
                 return Ok(());
             }
             if let Err(failure) = self.attempt(from, to) {
+                if matches!(failure, Failure::Refused { .. }) {
+                    self.ask_for_less();
+                }
                 let (pause, reason) = self.context.patience.after(failure)?;
                 self.context.meter.waits(pause, &reason);
                 self.sleep(pause);
             }
         }
+    }
+
+    /// A server that sends away may have too many of us.
+    fn ask_for_less(&self) {
+        self.settled.store(true, Relaxed);
+        let connections = self.connections.load(Relaxed);
+        self.connections.store((connections / 2).max(1), Relaxed);
     }
 
     /// Waits, but not beyond the end of the transfer.
@@ -301,6 +312,7 @@ impl Transfer<'_> {
 
     /// Takes all of a file from a server that knows no ranges. Only one connection does; others wait to see how far it gets.
     fn take_whole(&self, answer: Answer) -> Tried<()> {
+        self.settled.store(true, Relaxed);
         self.connections.store(1, Relaxed);
         let Ok(_only) = self.whole.try_lock() else {
             drop(answer);
@@ -344,7 +356,7 @@ impl Transfer<'_> {
                 Ok(()) => {
                     let (came, all) = (at - from, to - from);
                     let reason = format!("the answer of {host} ended after {came} of {all} bytes");
-                    return Err(Failure::Passing { reason, wait: None });
+                    return Err(Failure::Broken { reason });
                 }
                 Err(e) => return Err(client::cut(&host, e, self.context.timeout)),
             }
