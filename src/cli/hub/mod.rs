@@ -2,12 +2,13 @@
 //!
 //! `name` reads what people write, `settings` what the environment says; `client` asks the hub, `failure` says how long to go
 //! on trying; `listing` is what a repository holds, `select` which of it makes a model; `cache` is the folder on disk, `local`
-//! what of a model is in it, `partial` a file on its way there, `transfer` what brings it, `meter` what people see of that,
-//! and `pull` all of it in order. `inventory` is all that the cache holds, and takes it out again.
+//! what of a model is in it, `partial` a file on its way there; `transfer` brings it, by way of `handover` to its digest, `meter`
+//! shows that, and `pull` does all of it in order. `inventory` is all that the cache holds, and takes it out again.
 
 mod cache;
 mod client;
 mod failure;
+mod handover;
 mod inventory;
 mod listing;
 mod local;

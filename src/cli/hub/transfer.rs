@@ -17,6 +17,7 @@ use url::Url;
 
 use super::client::{self, Answer, Client, Method, Subject};
 use super::failure::{Failure, Patience, Tried};
+use super::handover::Handover;
 use super::listing::Digest;
 use super::meter::Meter;
 use super::partial::Partial;
@@ -32,6 +33,9 @@ const WORTH: f64 = 1.15;
 
 /// Bytes that are read, and then written, at once: what a core's cache holds.
 const PIECE: usize = 256 << 10;
+
+/// Bytes that are read back from the file at once.
+const READ_BACK: usize = 1 << 20;
 
 /// Bytes a second that one connection may bring before more of them are tried: beyond, the disk and the processor set the pace,
 /// and connections that write to one file wait for each other.
@@ -63,6 +67,7 @@ struct Transfer<'a> {
     partial: &'a Partial,
     /// Segments that nobody has taken yet, the first ones first.
     left: Mutex<VecDeque<usize>>,
+    handover: Handover,
     /// Where the hub redirects to: asked again only when it is no longer good.
     direct: Mutex<Option<Url>>,
     /// How many connections may work now.
@@ -97,6 +102,7 @@ pub(super) fn fetch(
         source,
         partial,
         left: Mutex::new(left),
+        handover: Handover::default(),
         direct: Mutex::new(None),
         connections: AtomicUsize::new(1),
         settled: AtomicBool::new(false),
@@ -346,6 +352,7 @@ impl Transfer<'_> {
                 .partial
                 .write(&piece[..n], at)
                 .map_err(|e| Error::io(self.name(), e))?;
+            self.handover.give(at, &mut piece, n);
             at += n as u64;
             if n > 0 {
                 self.context.meter.add(new);
@@ -394,23 +401,31 @@ impl Transfer<'_> {
         ))
     }
 
+    /// Hashes pieces as they are handed over, and what was not from the file.
     fn hash<H: sha2::Digest>(&self, mut hash: H) -> Result<String> {
         let size = self.partial.size();
-        let mut piece = vec![0; 4 * PIECE];
+        let mut read = Vec::new();
         let mut at = 0;
         while at < size && !self.is_stopped() {
-            let ready = self.partial.prefix().min(at + piece.len() as u64);
-            // Small pieces cost as many calls; the last one is as small as it is.
-            if ready < size && ready - at < PIECE as u64 {
-                std::thread::sleep(Duration::from_millis(2));
+            if let Some(piece) = self.handover.take(at) {
+                hash.update(&piece);
+                at += piece.len() as u64;
+                self.handover.give_back(piece);
                 continue;
             }
-            let piece = &mut piece[..(ready - at) as usize];
+            let ready = self.partial.prefix().min(at + READ_BACK as u64);
+            // A piece that is in the file is about to be handed over, unless more than that is there already.
+            if ready < size && ready - at < READ_BACK as u64 {
+                std::thread::sleep(Duration::from_millis(1));
+                continue;
+            }
+            read.resize((ready - at) as usize, 0);
             self.partial
-                .read(piece, at)
+                .read(&mut read, at)
                 .map_err(|e| Error::io(format_args!("{}: reading it back", self.name()), e))?;
-            hash.update(piece);
+            hash.update(&read);
             at = ready;
+            self.handover.skip_to(at);
         }
         Ok(hexadecimal(&hash.finalize()))
     }
