@@ -40,6 +40,27 @@ without_compiling() {
          { print; fflush() }'
 }
 
+# Forgets what the environment says of the Hugging Face hub, its cache, and the way to it.
+no_hub() {
+    unset HF_TOKEN HUGGING_FACE_HUB_TOKEN HF_TOKEN_PATH HF_HUB_OFFLINE TRANSFORMERS_OFFLINE HF_HUB_CACHE HUGGINGFACE_HUB_CACHE
+    unset http_proxy HTTP_PROXY all_proxy ALL_PROXY
+}
+
+# start_hub CONFIG: a stand-in of the hub (tests/hub/hub.py) until the script ends. Its address is in $HF_ENDPOINT.
+start_hub() {
+    local waited=0
+    no_hub
+    python3 tests/hub/hub.py "$1" "$work/ports" &
+    hub=$!
+    trap 'kill "$hub"; rm -rf "$work"' EXIT
+    until [ -s "$work/ports" ]; do
+        [ $((waited += 1)) -le 1200 ] || { echo "the hub did not start"; return 1; }
+        sleep 0.1
+    done
+    export HF_ENDPOINT
+    HF_ENDPOINT=$(sed 's/.*"hub": "\([^"]*\)".*/\1/' "$work/ports")
+}
+
 # Installs Debian packages, where there is apt-get and it is allowed.
 install_packages() {
     command -v apt-get >/dev/null || return

