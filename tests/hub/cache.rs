@@ -21,6 +21,21 @@ fn found_offline(hub: &Hub, name: &str) -> bool {
     output.status.success()
 }
 
+/// A short answer of the model by its name.
+fn runs(hub: &Hub) {
+    let args = [
+        "run",
+        "--model",
+        MODEL,
+        "--prompt",
+        "Hi",
+        "--max-tokens",
+        "3",
+    ];
+    let output = hub.nvfp4(&args).output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+}
+
 /// Fills the cache as Python's `from_pretrained` does: the files that it asked for, by their ETags, and no list of all.
 /// Returns the commit.
 fn filled_by_python(hub: &Hub, files: &[&str], revision: Option<&str>) -> String {
@@ -99,17 +114,7 @@ fn a_second_pull_makes_one_request_and_none_offline() {
     }
     // A command that takes a model asks for none that is there.
     hub.forget();
-    let run = [
-        "run",
-        "--model",
-        MODEL,
-        "--prompt",
-        "Hi",
-        "--max-tokens",
-        "3",
-    ];
-    let output = hub.nvfp4(&run).output().unwrap();
-    assert!(output.status.success(), "{}", stderr(&output));
+    runs(&hub);
     assert!(hub.seen().is_empty());
     // And a hub that is away does no harm to who asks again.
     let output = hub
@@ -183,17 +188,7 @@ fn a_tokenizer_that_is_missing_is_fetched() {
         e.contains("in part (config.json, model.safetensors)") && e.contains("HF_HUB_OFFLINE"),
         "{e}"
     );
-    let run = [
-        "run",
-        "--model",
-        MODEL,
-        "--prompt",
-        "Hi",
-        "--max-tokens",
-        "3",
-    ];
-    let output = hub.nvfp4(&run).output().unwrap();
-    assert!(output.status.success(), "{}", stderr(&output));
+    runs(&hub);
     assert_eq!(hub.fetched(), ["tokenizer.json".to_owned()].into());
     // Where another program has found that there is none, none is asked for.
     fs::remove_dir_all(hub.place()).unwrap();

@@ -13,6 +13,7 @@ use super::cache::{Repository, entries};
 use super::local::names_below;
 use super::name::Name;
 use super::partial;
+use super::select::{folder_of, inside, joined};
 use super::settings;
 
 /// A repository in the cache.
@@ -116,22 +117,11 @@ fn is_partial(path: &Path) -> bool {
 /// The models in a snapshot, in all its folders.
 fn models(base: &str, snapshot: &Path) -> Vec<Model> {
     let names = names_below(snapshot);
-    let folders: BTreeSet<&str> = names
-        .iter()
-        .map(|n| n.rsplit_once('/').map_or("", |(folder, _)| folder))
-        .collect();
+    let names: BTreeSet<&str> = names.iter().map(String::as_str).collect();
+    let folders: BTreeSet<&str> = names.iter().map(|n| folder_of(n)).collect();
     let mut models = Vec::new();
     for folder in folders {
-        let prefix = match folder {
-            "" => String::new(),
-            _ => format!("{folder}/"),
-        };
-        let inside: Vec<&str> = names
-            .iter()
-            .filter_map(|n| n.strip_prefix(&prefix))
-            .filter(|n| !n.contains('/'))
-            .collect();
-        let sets = match checkpoint::weights(&inside) {
+        let sets = match checkpoint::weights(&inside(&names, folder)) {
             Ok(Weights::Index(index)) => vec![vec![index]],
             Ok(Weights::Files(files)) => vec![files],
             Ok(Weights::Several(sets)) => sets,
@@ -141,7 +131,7 @@ fn models(base: &str, snapshot: &Path) -> Vec<Model> {
         for files in sets {
             let is_file = several || files[0].ends_with(".gguf");
             let part = match is_file {
-                true => format!("{prefix}{}", files[0]),
+                true => joined(folder, &files[0]),
                 false => folder.to_owned(),
             };
             // A repository's only model needs no part to be named.
@@ -150,7 +140,7 @@ fn models(base: &str, snapshot: &Path) -> Vec<Model> {
                 false => base.to_owned(),
             };
             let size = |file: &String| {
-                let path = snapshot.join(format!("{prefix}{file}"));
+                let path = snapshot.join(joined(folder, file));
                 fs::metadata(path).map_or(0, |m| m.len())
             };
             let path = match part.as_str() {

@@ -146,8 +146,8 @@ impl Pull<'_> {
         let Context {
             client,
             patience,
-            meter,
             timeout,
+            ..
         } = &self.context;
         let (repo, revision) = (&self.name.repo, self.name.revision());
         let mut url = client.address(
@@ -158,25 +158,22 @@ impl Pull<'_> {
         );
         url.set_query(Some("blobs=true"));
         let subject = self.subject(revision, "asking for the list of files");
-        loop {
+        let answer = self.context.patiently(|| {
             let answer = client
                 .open(&url, Method::Get, None, subject)
                 .and_then(|answer| answer.bytes(*timeout));
-            let failure = match answer {
-                Ok(answer) => {
-                    patience.renew();
-                    return Listing::from_answer(repo, &answer).map(Asked::Listing);
-                }
-                Err(Failure::Final(error)) => return Err(error),
-                Err(failure) => failure,
-            };
-            match patience.after(failure) {
-                Ok((pause, reason)) => {
-                    meter.waits(pause, &reason);
-                    std::thread::sleep(pause);
-                }
-                Err(error) => return Ok(Asked::Unreachable(error)),
+            match answer {
+                // Who answers, even with a refusal, is there.
+                Err(Failure::Final(error)) => Ok(Err(error)),
+                answer => answer.map(Ok),
             }
+        });
+        match answer {
+            Ok(answer) => {
+                patience.renew();
+                Listing::from_answer(repo, &answer?).map(Asked::Listing)
+            }
+            Err(error) => Ok(Asked::Unreachable(error)),
         }
     }
 
@@ -264,22 +261,10 @@ impl Pull<'_> {
             let action = format!("asking for {file}");
             let subject = self.subject(self.name.revision(), &action);
             let url = self.address(&listing.commit, file);
-            let Context {
-                client,
-                patience,
-                meter,
-                ..
-            } = &self.context;
-            let answer = loop {
-                match client.open(&url, Method::Head, None, subject) {
-                    Ok(answer) => break answer,
-                    Err(failure) => {
-                        let (pause, reason) = patience.after(failure)?;
-                        meter.waits(pause, &reason);
-                        std::thread::sleep(pause);
-                    }
-                }
-            };
+            let Context { client, .. } = self.context;
+            let answer = self
+                .context
+                .patiently(|| client.open(&url, Method::Head, None, subject))?;
             let etag = answer
                 .header_of_hub("x-linked-etag")
                 .or_else(|| answer.header_of_hub("etag"))

@@ -46,12 +46,12 @@ pub(super) fn select(repo: &str, names: &BTreeSet<&str>, part: Option<&str>) -> 
 }
 
 /// The folder of a path; empty for a file at the top.
-fn folder_of(name: &str) -> &str {
+pub(super) fn folder_of(name: &str) -> &str {
     name.rsplit_once('/').map_or("", |(folder, _)| folder)
 }
 
 /// The names of the files in a folder.
-fn inside<'a>(names: &BTreeSet<&'a str>, folder: &str) -> Vec<&'a str> {
+pub(super) fn inside<'a>(names: &BTreeSet<&'a str>, folder: &str) -> Vec<&'a str> {
     names
         .iter()
         .filter(|n| folder_of(n) == folder)
@@ -59,7 +59,8 @@ fn inside<'a>(names: &BTreeSet<&'a str>, folder: &str) -> Vec<&'a str> {
         .collect()
 }
 
-fn joined(folder: &str, name: &str) -> String {
+/// The path of a file in a folder.
+pub(super) fn joined(folder: &str, name: &str) -> String {
     match folder {
         "" => name.to_owned(),
         _ => format!("{folder}/{name}"),

@@ -52,6 +52,25 @@ pub(super) struct Context<'a> {
     pub(super) timeout: Duration,
 }
 
+impl Context<'_> {
+    /// Makes attempts until one works, as long as patience lasts.
+    pub(super) fn patiently<T>(&self, mut attempt: impl FnMut() -> Tried<T>) -> Result<T> {
+        loop {
+            match attempt() {
+                Ok(value) => return Ok(value),
+                Err(failure) => std::thread::sleep(self.pause_after(failure)?),
+            }
+        }
+    }
+
+    /// How long to wait after a failure; a long wait is told of.
+    fn pause_after(&self, failure: Failure) -> Result<Duration> {
+        let (pause, reason) = self.patience.after(failure)?;
+        self.meter.waits(pause, &reason);
+        Ok(pause)
+    }
+}
+
 /// A content to fetch.
 pub(super) struct Source<'a> {
     /// Its address at the hub, which may redirect.
@@ -219,9 +238,7 @@ impl Transfer<'_> {
                 if matches!(failure, Failure::Refused { .. }) {
                     self.ask_for_less();
                 }
-                let (pause, reason) = self.context.patience.after(failure)?;
-                self.context.meter.waits(pause, &reason);
-                self.sleep(pause);
+                self.sleep(self.context.pause_after(failure)?);
             }
         }
     }
@@ -460,39 +477,30 @@ pub(super) fn fetch_unsized(
     source: &Source<'_>,
     place: &Path,
 ) -> Result<(Temporary, String, u64)> {
-    loop {
-        let attempt = || -> Tried<_> {
-            let answer = context
-                .client
-                .open(&source.url, Method::Get, None, source.subject)?;
-            let host = answer.url.host_str().unwrap_or_default().to_owned();
-            let mut reader = answer.into_reader()?;
-            let file = Temporary::create(place, 0)?;
-            let mut hash = Sha256::new();
-            let mut piece = vec![0; PIECE];
-            let mut at = 0;
-            loop {
-                let n = reader
-                    .read(&mut piece)
-                    .map_err(|e| client::cut(&host, e, context.timeout))?;
-                if n == 0 {
-                    break;
-                }
-                file.write_at(&piece[..n], at)?;
-                hash.update(&piece[..n]);
-                at += n as u64;
-                context.meter.add(n as u64);
+    let (file, hash, size) = context.patiently(|| {
+        let answer = context
+            .client
+            .open(&source.url, Method::Get, None, source.subject)?;
+        let host = answer.url.host_str().unwrap_or_default().to_owned();
+        let mut reader = answer.into_reader()?;
+        let file = Temporary::create(place, 0)?;
+        let mut hash = Sha256::new();
+        let mut piece = vec![0; PIECE];
+        let mut at = 0;
+        loop {
+            let n = reader
+                .read(&mut piece)
+                .map_err(|e| client::cut(&host, e, context.timeout))?;
+            if n == 0 {
+                break;
             }
-            file.sync()?;
-            Ok((file, hash, at))
-        };
-        match attempt() {
-            Ok((file, hash, size)) => return Ok((file, hexadecimal(&hash.finalize()), size)),
-            Err(failure) => {
-                let (pause, reason) = context.patience.after(failure)?;
-                context.meter.waits(pause, &reason);
-                std::thread::sleep(pause);
-            }
+            file.write_at(&piece[..n], at)?;
+            hash.update(&piece[..n]);
+            at += n as u64;
+            context.meter.add(n as u64);
         }
-    }
+        file.sync()?;
+        Ok((file, hash, at))
+    })?;
+    Ok((file, hexadecimal(&hash.finalize()), size))
 }
