@@ -13,13 +13,14 @@ use std::time::Instant;
 use NVFP4::base::memory::Tag;
 use NVFP4::cuda::{
     self, Biased, DeferredNorm, DeviceBuffer, Division, Gpu, Graph, Heads, Input, Layout,
-    LinearScratch, Matrix, NormScratch, Output, PAGE, PageTable, Plan, Rows, ScaledTile,
+    LinearScratch, Matrix, NormScratch, Output, PAGE, PageTable, Pinned, Plan, Rows, ScaledTile,
     TileKernel, Way,
 };
 use NVFP4::format::nvfp4::{BLOCK, Levels, NonFinite, QuantizeOptions};
 use NVFP4::format::random;
 use NVFP4::format::swizzle::ScaleLayout;
 use NVFP4::ops::Device;
+use NVFP4::ops::sample::{self, Choice, SamplingOptions};
 use NVFP4::ops::tensors;
 use NVFP4::tensor::{DType, Tensor};
 
@@ -740,11 +741,78 @@ fn attention(gpu: &Arc<Gpu>) {
     }
 }
 
-/// What the host waits for before it can choose a token: the likeliest few hundred, or all logits. As if they had been computed.
+/// Choosing tokens on the device, and what a host needs for it that reads the logits. As if they had been computed.
 fn sampling(gpu: &Arc<Gpu>) {
     const VOCABULARY: usize = 151_936;
+    let warm = SamplingOptions {
+        temperature: 0.8,
+        ..Default::default()
+    };
+    let all_of_them = [
+        ("all", warm.clone()),
+        (
+            "top-k 40",
+            SamplingOptions {
+                top_k: 40,
+                ..warm.clone()
+            },
+        ),
+        (
+            "top-p 0.95",
+            SamplingOptions {
+                top_p: 0.95,
+                ..warm.clone()
+            },
+        ),
+        (
+            "min-p 0.05",
+            SamplingOptions {
+                min_p: 0.05,
+                ..warm.clone()
+            },
+        ),
+        (
+            "everything",
+            SamplingOptions {
+                top_k: 5000,
+                top_p: 0.9,
+                min_p: 0.01,
+                repetition_penalty: 1.1,
+                ..warm
+            },
+        ),
+    ];
+    for rows in [1, 8, 64] {
+        let logits = floats(gpu, rows * VOCABULARY, 11);
+        let mut scratch = cuda::DrawScratch::new(gpu, rows, VOCABULARY).unwrap();
+        let tokens = DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, rows * 4).unwrap();
+        let positions = DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, rows * 4).unwrap();
+        let history = Pinned::new(gpu, Tag::Scratch, 8 * rows * 4).unwrap();
+        for (name, options) in &all_of_them {
+            let choice = Choice {
+                options,
+                draw: 0,
+                history: &[1, 2, 3],
+            };
+            let penalties = options.repetition_penalty != 1.0;
+            scratch
+                .set(gpu, &vec![choice.rule(); rows], &vec![choice.history; rows])
+                .unwrap();
+            let enqueue = || {
+                cuda::draw(
+                    gpu, &logits, rows, VOCABULARY, penalties, &scratch, &tokens, &positions,
+                    &history,
+                )
+            };
+            enqueue().unwrap();
+            let graph = Graph::record(gpu, enqueue).unwrap();
+            println!(
+                "draw {rows:3} rows, {name}: {:.1} us",
+                time(gpu, &graph) * 1e6
+            );
+        }
+    }
     let logits = floats(gpu, VOCABULARY, 11);
-    let scratch = cuda::ShortlistScratch::new(gpu, 1).unwrap();
     let mut all = vec![0f32; VOCABULARY];
     let wait = |each: &mut dyn FnMut()| {
         let mut times: Vec<f64> = (0..REPLAYS + 2)
@@ -758,25 +826,18 @@ fn sampling(gpu: &Arc<Gpu>) {
         times.sort_by(f64::total_cmp);
         times[REPLAYS / 2] * 1e6
     };
-    for temperature in [0.0, 0.8] {
-        let us = wait(&mut || {
-            cuda::shortlists(gpu, &logits, 1, VOCABULARY, temperature, &scratch).unwrap();
-        });
-        println!("shortlist at temperature {temperature}: {us:.1} us");
-    }
     let us = wait(&mut || logits.read(0, &mut all).unwrap());
     println!("all logits: {us:.1} us to read");
-    for (top_k, top_p) in [(40, 1.0), (0, 0.95)] {
-        let options = NVFP4::session::SamplingOptions {
-            temperature: 0.8,
-            top_k,
-            top_p,
-            ..Default::default()
+    for (name, options) in &all_of_them {
+        let choice = Choice {
+            options,
+            draw: 0,
+            history: &[1, 2, 3],
         };
-        let mut sampler = NVFP4::session::Sampler::new(&options).unwrap();
+        let mut scratch = sample::Scratch::default();
         let us = wait(&mut || {
-            sampler.sample(&all, &[]).unwrap();
+            sample::sample(&all, &choice, &mut scratch).unwrap();
         });
-        println!("  and {us:.1} us to draw with top-k {top_k}, top-p {top_p}");
+        println!("  and {us:.1} us to draw, {name}");
     }
 }

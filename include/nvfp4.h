@@ -39,6 +39,12 @@
  * NVFP4_CANCELLED; only a generation then succeeds with what it has. They run on the thread that made the call and never
  * after it returns, must not throw or longjmp, and may call the library, but not with a handle that is in exclusive use.
  *
+ * SAME BITS. On the CPU, a token's logits have the same bits alone, beside others in a batch, and in a prompt however it was
+ * divided; on any number of threads and any instruction set. On a GPU the same calls in the same order on the same kind of GPU
+ * give the same bits; a prompt, a decode step and a step of another number of sessions add up in different orders, so their
+ * logits differ by rounding, and where two tokens are nearly equally likely, so may the choice. From the same logits the same
+ * token is chosen everywhere.
+ *
  * NOTHING TO START OR STOP. There is no init and no shutdown; the library may be loaded and unloaded at any time.
  *
  * VERSIONS. NVFP4_ABI_VERSION changes only when a program built with an older header would break.
@@ -1309,7 +1315,7 @@ NVFP4_Status NVFP4_session_prefill(NVFP4_Session *session,
                                    const int32_t *tokens,
                                    size_t count);
 
-/** Appends tokens and runs them one after the other, which gives the same bits more slowly. */
+/** Appends tokens and runs them one after the other, more slowly: for comparison. See SAME BITS above. */
 NVFP4_API
 NVFP4_Status NVFP4_session_prefill_token_by_token(NVFP4_Session *session,
                                                   const int32_t *tokens,
@@ -1435,13 +1441,35 @@ NVFP4_Status NVFP4_session_cancel(const NVFP4_Session *session);
 
 /**
  * Appends `tokens[i]` to `sessions[i]`, `count` of both, and runs them in one pass over the weights, which takes little
- * longer than one of them. Each gets the bits that NVFP4_session_decode() would give. The sessions are different ones of
- * the same model handle. If it fails, all are as they were. NVFP4_session_cancel() of the first one ends it.
+ * longer than one of them. The sessions are different ones of the same model handle. If it fails, all are as they were.
+ * NVFP4_session_cancel() of the first one ends it.
+ *
+ * NVFP4_session_step_sample() is the faster call where only the next tokens are wanted: here the logits of every session come to
+ * the host.
  */
 NVFP4_API
 NVFP4_Status NVFP4_session_step(NVFP4_Session *const *sessions,
                                 const int32_t *tokens,
                                 size_t count);
+
+/**
+ * NVFP4_session_step(), and writes the token to come of each session to `next`, chosen where the model runs: on a GPU no logits
+ * come to the host. `next[i]` is what NVFP4_session_sample() would choose then, and is not appended: to generate, pass it as
+ * the token of the next step, until a stop token or length of yours ends that sequence. Sequences may join and leave between
+ * any two steps. The order of `sessions` is best kept: with the same sessions, and `next` as their tokens, a GPU has begun the
+ * next step before it is asked for.
+ *
+ * - `options`: how to choose, `options[i]` for `sessions[i]`; of each, what concerns stops and lengths has no part in it. NULL,
+ *   for one or for all, takes the likeliest token. One may stand for several sessions: draws depend on its seed and on how many
+ *   tokens a session holds.
+ * - `next`: `count` tokens; unchanged if it fails. It may be `tokens`.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_session_step_sample(NVFP4_Session *const *sessions,
+                                       const int32_t *tokens,
+                                       size_t count,
+                                       const NVFP4_GenerateOptions *const *options,
+                                       int32_t *next);
 
 /**
  * @defgroup torchsharp Drop-in functions for TorchSharp hosts, with the signatures those hosts bind

@@ -1634,17 +1634,53 @@ inline Stream Session::ask(std::string_view text, const GenerateOptions &options
     return Stream(get(), options, std::string(text));
 }
 
-/** Appends `tokens[i]` to `*sessions[i]` and runs all of them in one pass over the weights. */
-inline Result<void> step(Span<Session *> sessions, Span<std::int32_t> tokens)
+/** Not part of the interface. */
+namespace detail {
+
+inline std::vector<NVFP4_Session *> handles(Span<Session *> sessions)
 {
-    if (sessions.size() != tokens.size())
-        return detail::failure<void>(Error(NVFP4_INVALID_ARGUMENT, std::to_string(tokens.size()) + " tokens for " +
-                                                                       std::to_string(sessions.size()) + " sessions"));
     std::vector<NVFP4_Session *> handles;
     handles.reserve(sessions.size());
     for (const Session *session : sessions)
         handles.push_back(session == nullptr ? nullptr : session->get());
-    return check(NVFP4_session_step(handles.data(), tokens.data(), handles.size()));
+    return handles;
+}
+
+inline Error not_one_each(std::size_t count, const char *what, std::size_t sessions)
+{
+    return Error(NVFP4_INVALID_ARGUMENT, std::to_string(count) + what + std::to_string(sessions) + " sessions");
+}
+
+} // namespace detail
+
+/** Appends `tokens[i]` to `*sessions[i]` and runs all of them in one pass over the weights. */
+inline Result<void> step(Span<Session *> sessions, Span<std::int32_t> tokens)
+{
+    if (sessions.size() != tokens.size())
+        return detail::failure<void>(detail::not_one_each(tokens.size(), " tokens for ", sessions.size()));
+    return check(NVFP4_session_step(detail::handles(sessions).data(), tokens.data(), tokens.size()));
+}
+
+/**
+ * The same, and gives the token to come of each session, which is not appended. `options` say how each is chosen; one stands for
+ * all, and none takes the likeliest. On a GPU no logits come to the host.
+ */
+inline Result<std::vector<std::int32_t>> step_sample(Span<Session *> sessions, Span<std::int32_t> tokens,
+                                                     Span<GenerateOptions> options = {})
+{
+    using Tokens = std::vector<std::int32_t>;
+    const std::size_t count = sessions.size();
+    if (count != tokens.size())
+        return detail::failure<Tokens>(detail::not_one_each(tokens.size(), " tokens for ", count));
+    if (options.size() > 1 && options.size() != count)
+        return detail::failure<Tokens>(detail::not_one_each(options.size(), " options for ", count));
+    std::vector<const NVFP4_GenerateOptions *> each(count);
+    for (std::size_t i = 0; i < count && options.size() > 0; i++)
+        each[i] = options.data() + (options.size() > 1 ? i : 0);
+    Tokens next(count);
+    return detail::result(
+        NVFP4_session_step_sample(detail::handles(sessions).data(), tokens.data(), count, each.data(), next.data()),
+        std::move(next));
 }
 
 /** The drop-in functions for TorchSharp hosts, whose results are tensors of the same kind as what they are given. */

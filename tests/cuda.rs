@@ -11,16 +11,16 @@ use std::sync::Arc;
 use NVFP4::base::memory::{self, Tag};
 use NVFP4::base::{ErrorKind, env};
 use NVFP4::cuda::{
-    self, Biased, DeferredNorm, DeviceBuffer, Division, Gpu, Heads, Input, Layout, LinearScratch,
-    Matrix, NormScratch, Output, PAGE, PageTable, Rows, ScaledTile, Storage, TileKernel, Way,
+    self, Biased, DeferredNorm, DeviceBuffer, Division, DrawRule, Drawn, Gpu, Heads, Input, Layout,
+    LinearScratch, Matrix, NormScratch, Output, PAGE, PageTable, Pinned, Rows, ScaledTile, Storage,
+    TileKernel, Way,
 };
 use NVFP4::format::nvfp4::{self, BLOCK, Nvfp4, QuantizeOptions};
 use NVFP4::format::random;
 use NVFP4::format::swizzle::{self, ScaleLayout};
-use NVFP4::model::{
-    Activations, Device, KvCache, KvType, LoadOptions, Logits, Model, Scratch, Shortlist,
-};
+use NVFP4::model::{Activations, Device, KvCache, KvType, LoadOptions, Logits, Model, Scratch};
 use NVFP4::ops::linear::{DenseType, Linear, linear};
+use NVFP4::ops::sample::{self, Choice};
 use NVFP4::ops::tensors::{Nvfp4Tensor, scaled_mm};
 use NVFP4::ops::{Workspace, quantize};
 use NVFP4::session::{self, GenerateOptions, Sampler, SamplingOptions, Session, SessionOptions};
@@ -1641,9 +1641,11 @@ fn a_step_ahead_changes_nothing() {
         .iter_mut()
         .map(|s| s.likeliest().unwrap())
         .collect();
+    let likeliest = SamplingOptions::default();
+    let greedy = [&likeliest; 3];
     for &token in &want[1..100] {
         let mut all: Vec<&mut Session> = sessions.iter_mut().collect();
-        next = session::step_likeliest(&mut all, &next, true).unwrap();
+        next = session::step_choose(&mut all, &next, &greedy, true).unwrap();
         assert_eq!(next, [token; 3]);
     }
 }
@@ -1726,83 +1728,124 @@ fn running_out_of_device_memory_leaves_the_session_usable() {
     session.prefill(&some_tokens(&model, 100)).unwrap();
 }
 
+/// Tokens drawn by the kernels are those that the CPU draws from the same logits, in batches of different rules.
 #[test]
-fn shortlists_are_the_beginning_of_the_ranking() {
+fn tokens_drawn_on_the_device_are_those_of_the_cpu() {
     let Some(gpu) = gpu() else { return };
+    let mut scratch = sample::Scratch::default();
     for (case, &(rows, vocabulary)) in [
         (1, 151_936),
         (5, 49_152),
-        (2, 32_768),
+        (64, 32_768),
         (3, 1000),
-        (2, 256),
-        (4, 100),
+        (2, 100),
         (2, 1),
         (1, 300_001),
     ]
     .iter()
     .enumerate()
     {
-        let scratch = cuda::ShortlistScratch::new(&gpu, rows).unwrap();
-        for kind in 0..6 {
+        let mut draws = cuda::DrawScratch::new(&gpu, rows, vocabulary).unwrap();
+        for kind in 0..7 {
             let mut logits: Vec<f32> = normal(40 + case as u64, rows * vocabulary);
             for (i, x) in logits.iter_mut().enumerate() {
                 match kind {
                     // Many equal ones, zeros of both signs among them.
                     1 => *x = (*x * 4.0).round() * 0.5,
-                    // All the largest in one place; the largest last; most ruled out; all equal.
+                    // All the largest in one place; most ruled out; all equal; all in one bucket.
                     2 => *x += (10 - (i % vocabulary / 512).min(10)) as f32,
-                    3 => *x = (i % vocabulary) as f32 * 1e-3,
-                    4 if !(i % vocabulary).is_multiple_of(37) => *x = f32::NEG_INFINITY,
-                    5 => *x = -1.25,
-                    _ => {}
+                    3 if !(i % vocabulary).is_multiple_of(37) => *x = f32::NEG_INFINITY,
+                    4 => *x = -1.25,
+                    5 => *x *= 1e-5,
+                    6 if i % vocabulary == vocabulary / 3 => *x = f32::NAN,
+                    _ => *x *= 3.0,
                 }
             }
             let device = upload(&gpu, &logits);
-            for temperature in [0.0, 0.7] {
-                let lists =
-                    cuda::shortlists(&gpu, &device, rows, vocabulary, temperature, &scratch)
-                        .unwrap();
-                assert_eq!(lists.len(), rows);
-                for (list, row) in lists.iter().zip(logits.chunks_exact(vocabulary)) {
-                    let what = format!("kind {kind} of {vocabulary} at {temperature}");
-                    let list = list.as_ref().expect("all logits are usable");
-                    let mut order: Vec<u32> = (0..vocabulary as u32).collect();
-                    let at = |i: u32| row[i as usize];
-                    order.sort_by(|&a, &b| at(b).total_cmp(&at(a)).then(a.cmp(&b)));
-                    let bits = |(token, x): (u32, f32)| (token, x.to_bits());
-                    let want: Vec<_> = order.iter().take(256).map(|&t| bits((t, at(t)))).collect();
-                    let got: Vec<_> = list.largest.iter().copied().map(bits).collect();
-                    assert!(got == want, "{what}");
-                    let top = f64::from(at(order[0]));
-                    let weight = |x: f32| ((f64::from(x) - top) / f64::from(temperature)).exp();
-                    let total: f64 = match temperature {
-                        0.0 => 0.0,
-                        _ => row.iter().map(|&x| weight(x)).sum(),
-                    };
-                    assert!(
-                        (list.total - total).abs() <= 1e-10 * total,
-                        "{what}: {} {total}",
-                        list.total
-                    );
+            for penalties in [false, true] {
+                let options: Vec<SamplingOptions> = (0..rows as u64)
+                    .map(|row| {
+                        let pick = |salt: u64, of: u64| {
+                            (random::bits(salt, 64 * kind + row + case as u64) % of) as usize
+                        };
+                        SamplingOptions {
+                            temperature: [0.7, 1.0, 0.0, 3.0][pick(0, 4)],
+                            top_k: [0, 40, 5000, 2][pick(1, 4)],
+                            top_p: [1.0, 0.95, 0.5][pick(2, 3)],
+                            min_p: [0.0, 0.02][pick(3, 2)],
+                            repetition_penalty: match penalties {
+                                true => [1.2, 0.8, 1.0][pick(4, 3)],
+                                false => 1.0,
+                            },
+                            seed: row,
+                        }
+                    })
+                    .collect();
+                let mut histories: Vec<Vec<u32>> = (0..rows as u64)
+                    .map(|row| {
+                        let tokens = 0..1 + row * 13;
+                        tokens
+                            .map(|i| (random::bits(row, i) % vocabulary as u64) as u32)
+                            .collect()
+                    })
+                    .collect();
+                let rules: Vec<DrawRule> = options
+                    .iter()
+                    .map(|options| {
+                        let choice = Choice {
+                            options,
+                            draw: 5,
+                            history: &[],
+                        };
+                        choice.rule()
+                    })
+                    .collect();
+                let all: Vec<&[u32]> = histories.iter().map(|h| &h[..]).collect();
+                draws.set(&gpu, &rules, &all).unwrap();
+                let last: Vec<i32> = all.iter().map(|h| h[h.len() - 1].cast_signed()).collect();
+                let tokens = DeviceBuffer::from_slice(&gpu, Tag::DeviceScratch, &last).unwrap();
+                let positions = DeviceBuffer::zeroed(&gpu, Tag::DeviceScratch, rows * 4).unwrap();
+                let history = Pinned::new(&gpu, Tag::Scratch, 8 * rows * 4).unwrap();
+                // Draws follow each other, and what the device has chosen counts as having occurred.
+                for draw in 5..8u64 {
+                    cuda::draw(
+                        &gpu, &device, rows, vocabulary, penalties, &draws, &tokens, &positions,
+                        &history,
+                    )
+                    .unwrap();
+                    gpu.synchronize().unwrap();
+                    for row in 0..rows {
+                        let choice = Choice {
+                            options: &options[row],
+                            draw,
+                            history: &histories[row],
+                        };
+                        let own = &logits[row * vocabulary..(row + 1) * vocabulary];
+                        let want = sample::sample(own, &choice, &mut scratch);
+                        let said = history.read_i32((draw as usize - 4) * rows + row).unwrap();
+                        let what = format!(
+                            "kind {kind}, row {row} of {rows}, {vocabulary} tokens, draw {draw}: {:?}",
+                            options[row]
+                        );
+                        match (Drawn::read(said), want) {
+                            (Drawn::Token(got), Ok(want)) => {
+                                assert_eq!(got, want, "{what}");
+                                histories[row].push(got);
+                            }
+                            (Drawn::Unusable(at), Err(_)) => {
+                                assert_eq!((kind, at as usize), (6, vocabulary / 3), "{what}");
+                                histories[row].push(at);
+                            }
+                            (got, want) => panic!("{what}: {got:?}, not {want:?}"),
+                        }
+                    }
                 }
-                let again =
-                    cuda::shortlists(&gpu, &device, rows, vocabulary, temperature, &scratch)
-                        .unwrap();
-                assert!(again == lists, "two runs differ");
             }
-        }
-        for unusable in [f32::NAN, -f32::NAN, f32::INFINITY] {
-            let mut logits = normal(7, rows * vocabulary);
-            logits[rows * vocabulary - 1] = unusable;
-            let device = upload(&gpu, &logits);
-            let lists = cuda::shortlists(&gpu, &device, rows, vocabulary, 1.0, &scratch).unwrap();
-            let there: Vec<bool> = lists.iter().map(Option::is_some).collect();
-            assert!(there[..rows - 1].iter().all(|&t| t) && !there[rows - 1]);
         }
     }
 }
 
-/// Drawn on the device's shortlists, and by a host that reads all logits of the same device.
+/// Drawn on the device, and by a host that reads all logits of the same device.
 #[test]
 fn sampling_on_the_device_draws_the_same_tokens() {
     let Some(gpu) = gpu() else { return };
@@ -1908,54 +1951,109 @@ fn sampling_on_the_device_draws_the_same_tokens() {
     }
 }
 
+/// Sessions that are stepped together choose what each would choose by itself, whatever the others do, with options that change
+/// from step to step, and after steps that were not what the device had begun.
 #[test]
-fn a_shortlist_that_is_enough_leaves_the_logits_on_the_device() {
+fn steps_choose_what_sessions_choose() {
     let Some(gpu) = gpu() else { return };
-    let device = Device::Cuda(gpu);
     let model = Model::load(
         &golden("qwen3_tied"),
         &LoadOptions {
-            device: device.clone(),
+            device: Device::Cuda(gpu),
             ..options()
         },
     )
     .unwrap();
-    let tokens = some_tokens(&model, 20);
-    let after = |enough: Option<bool>| {
-        let mut cache = KvCache::new(&device, model.config(), 64, KvType::F16).unwrap();
-        let (mut scratch, mut logits, mut asked) = (Scratch::new(), Vec::new(), None);
-        model
-            .forward(&tokens, &mut cache, &mut scratch, Logits::None, &mut logits)
-            .unwrap();
-        match enough {
-            None => model
-                .forward(&[3], &mut cache, &mut scratch, Logits::Last, &mut logits)
-                .unwrap(),
-            Some(enough) => {
-                let mut ask = |list: &Shortlist| {
-                    asked = Some(list.clone());
-                    enough
-                };
-                model
-                    .forward_shortlist(3, &mut cache, 0.7, &mut ask, &mut logits)
-                    .unwrap();
+    let greedy = SamplingOptions::default();
+    let warm = SamplingOptions {
+        temperature: 0.9,
+        top_p: 0.9,
+        seed: 5,
+        ..greedy
+    };
+    let penalized = SamplingOptions {
+        temperature: 1.2,
+        repetition_penalty: 1.4,
+        ..greedy
+    };
+    let new = |n: usize| {
+        let mut s = Session::new(model.clone(), &SessionOptions::default()).unwrap();
+        s.prefill(&some_tokens(&model, n)).unwrap();
+        s
+    };
+    let mut sessions = [new(5), new(70), new(63)];
+    let mut tokens = vec![7u32, 8, 9];
+    for round in 0..60 {
+        let how = match round / 10 % 3 {
+            0 => [&warm, &penalized, &greedy],
+            1 => [&greedy; 3],
+            _ => [&penalized, &warm, &warm],
+        };
+        if round % 7 == 3 {
+            // Not what the device has chosen.
+            tokens = vec![1, 2, 3];
+        }
+        let mut all: Vec<&mut Session> = sessions.iter_mut().collect();
+        let next = session::step_choose(&mut all, &tokens, &how, true).unwrap();
+        // A fork does not disturb what the device has begun, and the logits of the same batch have the same bits.
+        let mut forks: Vec<Session> = sessions.iter().map(|s| s.fork().unwrap()).collect();
+        for s in &mut forks {
+            s.truncate(s.len() - 1).unwrap();
+        }
+        if round % 5 == 0 {
+            let mut all: Vec<&mut Session> = forks.iter_mut().collect();
+            session::step(&mut all, &tokens).unwrap();
+            for ((fork, how), &next) in forks.iter_mut().zip(how).zip(&next) {
+                let mut sampler = Sampler::new(how).unwrap().after(fork.len());
+                assert_eq!(fork.sample(&mut sampler).unwrap(), next, "round {round}");
             }
         }
-        assert_eq!(cache.len(), tokens.len() + 1);
-        (logits, asked)
-    };
-    let (all, _) = after(None);
-    let (kept, list) = after(Some(true));
-    assert!(kept.is_empty());
-    let list = list.unwrap();
-    assert_eq!(list.vocabulary, all.len());
-    for (token, logit) in &list.largest {
-        assert_eq!(all[*token as usize].to_bits(), logit.to_bits());
+        tokens = next;
     }
-    let (read, same) = after(Some(false));
-    assert!(read == all && same.unwrap() == list);
-    let foreign = Model::load(&golden("qwen3_tied"), &options()).unwrap();
-    let mut cache = KvCache::new(foreign.device(), foreign.config(), 64, KvType::F16).unwrap();
-    let refused = foreign.forward_shortlist(3, &mut cache, 0.7, &mut |_| true, &mut Vec::new());
-    assert!(refused.is_err() && cache.is_empty());
+}
+
+/// A step that fails half-way leaves nothing behind that the next step of other sessions would take for its own.
+#[test]
+fn a_step_that_fails_leaves_the_next_one_alone() {
+    let Some(gpu) = gpu() else { return };
+    let model = Model::load(
+        &golden("qwen3_tied"),
+        &LoadOptions {
+            device: Device::Cuda(gpu),
+            ..options()
+        },
+    )
+    .unwrap();
+    let new = |first: usize| {
+        let mut s = Session::new(model.clone(), &SessionOptions::default()).unwrap();
+        s.prefill(&some_tokens(&model, first)).unwrap();
+        s
+    };
+    let greedy = SamplingOptions::default();
+    let run = |fail: bool| {
+        let (mut a, mut b) = (new(20), new(33));
+        let mut token = 3;
+        let mut said = Vec::new();
+        for i in 0..12 {
+            token =
+                session::step_choose(&mut [&mut a], &[token], &[&greedy], i % 2 == 0).unwrap()[0];
+            said.push(token);
+            if fail && i == 6 {
+                // What marks tokens that have occurred is made after the tokens and pages of this session were written.
+                let penalized = SamplingOptions {
+                    repetition_penalty: 1.5,
+                    ..greedy
+                };
+                memory::set_budget(Some(memory::total().current));
+                let e =
+                    session::step_choose(&mut [&mut b], &[5], &[&penalized], false).unwrap_err();
+                memory::set_budget(None);
+                assert_eq!(e.kind(), ErrorKind::OverBudget, "{e}");
+                assert_eq!(b.len(), 33);
+            }
+        }
+        (said, a.logits().unwrap().to_vec())
+    };
+    let want = run(false);
+    assert_eq!(run(true), want);
 }

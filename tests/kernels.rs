@@ -10,9 +10,10 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use NVFP4::base::{ErrorKind, env};
-use NVFP4::cuda::{self, ScaledTile, TARGETS, Unit};
+use NVFP4::cuda::{self, Drawn, ScaledTile, TARGETS, Unit};
 use NVFP4::format::nvfp4::{self, Levels, NonFinite, QuantizeOptions, Recipe};
 use NVFP4::format::{Rounding, random, swizzle};
+use NVFP4::ops::sample::{self, Choice, SamplingOptions};
 
 /// The instruction by which every kernel of a unit multiplies on tensor cores, of the units whose kernels do; or, ending in a dot, how
 /// it begins.
@@ -515,7 +516,116 @@ fn quantized_bits_are_right_on_an_emulated_gpu() {
     assert!(rest.is_empty());
 }
 
-/// Norm, SwiGLU, the likeliest token and the shortlist, from the kernels' sources, on the processor.
+/// Tokens that the kernels choose, from their sources, on the processor, are those that the CPU chooses: all kinds of logits under
+/// all kinds of options, in rows side by side.
+#[test]
+fn tokens_are_chosen_on_an_emulated_gpu_as_on_the_cpu() {
+    let (mut input, mut wanted) = (Vec::new(), Vec::new());
+    let mut scratch = sample::Scratch::default();
+    for case in 0..60u64 {
+        let pick = |salt: u64, of: u64| random::bits(900 + salt, case) % of;
+        let rows = 1 + pick(0, 3) as usize;
+        let vocabulary = [1usize, 40, 1000, 5003, 9000][pick(1, 5) as usize];
+        let penalties = pick(2, 3) == 0;
+        let words = vocabulary.div_ceil(32);
+        let (mut rules, mut tokens) = (Vec::new(), Vec::new());
+        let (mut occurred, mut logits) = (vec![0u32; rows * words], Vec::new());
+        for row in 0..rows as u64 {
+            let pick = |salt: u64, of: u64| random::bits(950 + salt, 8 * case + row) % of;
+            let kind = pick(0, 8);
+            let start = logits.len();
+            logits.extend((0..vocabulary as u64).map(|i| {
+                let bits = random::bits(31 * case + row, i);
+                let x = (bits % 20_000) as f32 * 1e-3 - 8.0;
+                match kind {
+                    0 => x.round(),
+                    // Thousands in one bucket, by their logits and by their numbers alone.
+                    1 => x * 1e-4,
+                    2 => -1.5,
+                    3 if !bits.is_multiple_of(31) => f32::NEG_INFINITY,
+                    4 => x * 0.1,
+                    5 => [0.0, -0.0][(bits >> 40 & 1) as usize],
+                    _ => x,
+                }
+            }));
+            match pick(1, 12) {
+                0 => logits[start + vocabulary / 2] = f32::NAN,
+                1 => logits[start + vocabulary - 1] = f32::INFINITY,
+                2 => logits[start..].fill(f32::NEG_INFINITY),
+                _ => {}
+            }
+            let options = SamplingOptions {
+                temperature: [0.0, 1e-30, 0.7, 1.0, 4.0, 1e30][pick(2, 6) as usize],
+                top_k: [0, 1, 2, 40, 900, 10_000][pick(3, 6) as usize],
+                top_p: [1.0, 0.95, 0.5, 0.0][pick(4, 4) as usize],
+                min_p: [0.0, 0.02, 1.0][pick(5, 3) as usize],
+                repetition_penalty: match penalties {
+                    true => [1.0, 1.3, 0.7, f32::MAX][pick(6, 4) as usize],
+                    false => 1.0,
+                },
+                seed: case,
+            };
+            let history: Vec<u32> = (0..1 + pick(7, 40))
+                .map(|i| (random::bits(case, i) % vocabulary as u64) as u32)
+                .collect();
+            let (last, before) = history.split_last().unwrap();
+            for &token in before {
+                occurred[row as usize * words + token as usize / 32] |= 1 << (token % 32);
+            }
+            let choice = Choice {
+                options: &options,
+                draw: case * row,
+                history: &history,
+            };
+            tokens.push(last.cast_signed());
+            rules.push(choice.rule());
+            let want = sample::sample(&logits[start..], &choice, &mut scratch);
+            wanted.push((
+                want,
+                format!("case {case}, row {row}, kind {kind}: {options:?}"),
+            ));
+        }
+        let blocks = [1, 3, 40][pick(3, 3) as usize];
+        let head = [
+            rows as i32,
+            vocabulary as i32,
+            i32::from(penalties),
+            blocks,
+            1 + pick(4, 3) as i32,
+        ];
+        input.extend(head.iter().flat_map(|v| v.to_le_bytes()));
+        for rule in &rules {
+            input.extend(rule.seed.to_le_bytes());
+            input.extend(rule.draw.to_le_bytes());
+            let shape = [rule.scale, rule.least_log, rule.top_p, rule.penalty];
+            input.extend(shape.iter().flat_map(|v| v.to_le_bytes()));
+            input.extend(rule.top_k.to_le_bytes());
+            input.extend(rule.reserved.to_le_bytes());
+        }
+        input.extend(tokens.iter().flat_map(|v| v.to_le_bytes()));
+        input.extend(occurred.iter().flat_map(|v| v.to_le_bytes()));
+        input.extend(logits.iter().flat_map(|v| v.to_le_bytes()));
+    }
+    let Some(said) = emulate_with("draw", 900, &input) else {
+        return;
+    };
+    assert_eq!(said.len(), 4 * wanted.len());
+    let mut refused = 0;
+    for (said, (want, what)) in said.as_chunks().0.iter().zip(&wanted) {
+        let got = match Drawn::read(i32::from_le_bytes(*said)) {
+            Drawn::Token(token) => Ok(token),
+            Drawn::AllRuledOut => Err("none of".to_owned()),
+            Drawn::Unusable(token) => Err(format!("token {token} is not")),
+        };
+        match (got, want) {
+            (Err(part), Err(e)) if e.message().contains(&part) => refused += 1,
+            (got, want) => assert_eq!(got.as_ref().ok(), want.as_ref().ok(), "{what}"),
+        }
+    }
+    assert!(refused > 5, "{refused} rows without a token");
+}
+
+/// Norm, SwiGLU and the likeliest token, from the kernels' sources, on the processor.
 #[test]
 fn what_stands_between_products_is_right_on_an_emulated_gpu() {
     if let Some(said) = emulate("glue", 900) {

@@ -1,6 +1,7 @@
 // The likeliest token of each row of logits, the first of equals, and the step to the next token of a sequence: what decoding
 // needs so that the host reads one number. Blocks find the best of their share; the last to arrive compares them.
 #include "common/ptx.cuh"
+#include "sample/said.cuh"
 
 struct Arguments {
     const float* logits;    // [rows, vocabulary]
@@ -51,7 +52,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) argmax(const __grid_consta
     const float* logits = a.logits + (size_t)row * a.vocabulary;
     float value = -INFINITY;
     int token = 0x7fffffff;
-    for (int i = blockIdx.x * THREADS + threadIdx.x; i < a.vocabulary; i += blocks * THREADS) take_better(value, token, logits[i], i);
+    for (int i = blockIdx.x * THREADS + threadIdx.x; i < a.vocabulary; i += blocks * THREADS) {
+        float x = logits[i];
+        // The host is told of the first that is not a number, or plus infinity.
+        take_better(value, token, x < INFINITY ? x : INFINITY, i);
+    }
     best_of_block(value, token);
     if (threadIdx.x == 0) {
         a.best_value[row * blocks + blockIdx.x] = value;
@@ -68,12 +73,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) argmax(const __grid_consta
     best_of_block(value, token);
     if (threadIdx.x == 0) {
         a.arrived[row] = 0;
-        // Logits that are all NaN have no best; token 0 is as wrong as any, and the host is told by the logits.
-        if (token == 0x7fffffff) token = 0;
         a.tokens[row] = token;
         if (a.positions) {
             int position = ++a.positions[row];
-            a.history[(size_t)(position % a.history_steps) * gridDim.y + row] = token;
+            a.history[(size_t)(position % a.history_steps) * gridDim.y + row] = said_of(value, token);
         }
     }
 }

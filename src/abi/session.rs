@@ -402,7 +402,7 @@ pub unsafe extern "C" fn NVFP4_session_prefill(
     })
 }
 
-/// Appends tokens and runs them one after the other, which gives the same bits more slowly.
+/// Appends tokens and runs them one after the other, more slowly: for comparison. See SAME BITS above.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_session_prefill_token_by_token(
     session: *mut NVFP4_Session,
@@ -748,8 +748,11 @@ pub unsafe extern "C" fn NVFP4_session_cancel(session: *const NVFP4_Session) -> 
 }
 
 /// Appends `tokens[i]` to `sessions[i]`, `count` of both, and runs them in one pass over the weights, which takes little
-/// longer than one of them. Each gets the bits that NVFP4_session_decode() would give. The sessions are different ones of
-/// the same model handle. If it fails, all are as they were. NVFP4_session_cancel() of the first one ends it.
+/// longer than one of them. The sessions are different ones of the same model handle. If it fails, all are as they were.
+/// NVFP4_session_cancel() of the first one ends it.
+///
+/// NVFP4_session_step_sample() is the faster call where only the next tokens are wanted: here the logits of every session come to
+/// the host.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_session_step(
     sessions: *const *mut NVFP4_Session,
@@ -764,26 +767,92 @@ pub unsafe extern "C" fn NVFP4_session_step(
                 tokens_in(slice("tokens", tokens, count)?)?,
             )
         };
-        let mut seen = BTreeSet::new();
-        let mut objects = Vec::with_capacity(count);
-        for (i, handle) in handles.iter().enumerate() {
-            objects.push(handle::get::<Session>(&name(i), *handle)?);
-            if !seen.insert(handle.addr()) {
-                bail!(
-                    InvalidArgument,
-                    "{} is there before; a session takes one token in a step",
-                    name(i)
-                );
-            }
+        with_all(handles, |sessions| session::step(sessions, &tokens))
+    })
+}
+
+/// NVFP4_session_step(), and writes the token to come of each session to `next`, chosen where the model runs: on a GPU no logits
+/// come to the host. `next[i]` is what NVFP4_session_sample() would choose then, and is not appended: to generate, pass it as
+/// the token of the next step, until a stop token or length of yours ends that sequence. Sequences may join and leave between
+/// any two steps. The order of `sessions` is best kept: with the same sessions, and `next` as their tokens, a GPU has begun the
+/// next step before it is asked for.
+///
+/// - `options`: how to choose, `options[i]` for `sessions[i]`; of each, what concerns stops and lengths has no part in it. NULL,
+///   for one or for all, takes the likeliest token. One may stand for several sessions: draws depend on its seed and on how many
+///   tokens a session holds.
+/// - `next`: `count` tokens; unchanged if it fails. It may be `tokens`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_session_step_sample(
+    sessions: *const *mut NVFP4_Session,
+    tokens: *const i32,
+    count: usize,
+    options: *const *const NVFP4_GenerateOptions,
+    next: *mut i32,
+) -> NVFP4_Status {
+    enter("NVFP4_session_step_sample", || {
+        // SAFETY: the pointers are as the header asks.
+        let (handles, tokens) = unsafe {
+            (
+                slice("sessions", sessions, count)?,
+                tokens_in(slice("tokens", tokens, count)?)?,
+            )
+        };
+        if next.is_null() && count > 0 {
+            bail!(InvalidArgument, "next is NULL");
         }
-        let mut states = objects
+        let each = match options.is_null() {
+            true => vec![std::ptr::null(); count],
+            // SAFETY: as above.
+            false => unsafe { slice("options", options, count) }?.to_vec(),
+        };
+        let sampling = each
             .iter()
             .enumerate()
-            .map(|(i, object)| object.state.take(&name(i)))
-            .collect::<Result<Vec<MutexGuard<'_, State>>>>()?;
-        let mut sessions: Vec<_> = states.iter_mut().map(|s| &mut s.session).collect();
-        session::step(&mut sessions, &tokens)
+            .map(|(i, &options)| {
+                // SAFETY: as above.
+                let options = unsafe { self::options(options) };
+                let sampling = options.and_then(|o| o.sampling());
+                let checked = sampling.and_then(|s| s.check().map(|()| s));
+                checked.map_err(|e| e.within(format_args!("options[{i}]")))
+            })
+            .collect::<Result<Vec<SamplingOptions>>>()?;
+        let sampling: Vec<&SamplingOptions> = sampling.iter().collect();
+        let chosen = with_all(handles, |sessions| {
+            session::step_choose(sessions, &tokens, &sampling, true)
+        })?;
+        for (i, token) in chosen.into_iter().enumerate() {
+            let token = token_out(token)?;
+            // SAFETY: there is room for `count` tokens.
+            unsafe { next.add(i).write(token) };
+        }
+        Ok(())
     })
+}
+
+/// Runs `body` with sessions that are this call's alone.
+fn with_all<T>(
+    handles: &[*mut NVFP4_Session],
+    body: impl FnOnce(&mut [&mut session::Session]) -> Result<T>,
+) -> Result<T> {
+    let mut seen = BTreeSet::new();
+    let mut objects = Vec::with_capacity(handles.len());
+    for (i, handle) in handles.iter().enumerate() {
+        objects.push(handle::get::<Session>(&name(i), *handle)?);
+        if !seen.insert(handle.addr()) {
+            bail!(
+                InvalidArgument,
+                "{} is there before; a session takes one token in a step",
+                name(i)
+            );
+        }
+    }
+    let mut states = objects
+        .iter()
+        .enumerate()
+        .map(|(i, object)| object.state.take(&name(i)))
+        .collect::<Result<Vec<MutexGuard<'_, State>>>>()?;
+    let mut sessions: Vec<_> = states.iter_mut().map(|s| &mut s.session).collect();
+    body(&mut sessions)
 }
 
 fn name(session: usize) -> String {

@@ -8,7 +8,7 @@ use NVFP4::base::error::bail;
 use NVFP4::base::memory::{self, Tag};
 use NVFP4::format::random;
 use NVFP4::model::{Activations, Device, KvType};
-use NVFP4::session::{self, Session, SessionOptions};
+use NVFP4::session::{self, SamplingOptions, Session, SessionOptions};
 use serde::Serialize;
 
 use super::{bandwidth, model, output};
@@ -223,10 +223,12 @@ fn measure(sessions: &mut [Session], prompts: &[Vec<u32>], args: &Args) -> Resul
         }
     }
     let n = sessions.len() as f64;
+    let likeliest = SamplingOptions::default();
+    let greedy = vec![&likeliest; sessions.len()];
     let start = Instant::now();
     for i in 0..args.gen_tokens {
         let mut all: Vec<&mut Session> = sessions.iter_mut().collect();
-        next = session::step_likeliest(&mut all, &next, i + 1 < args.gen_tokens)?;
+        next = session::step_choose(&mut all, &next, &greedy, i + 1 < args.gen_tokens)?;
     }
     Ok(Sample {
         prefill: prefill / n,

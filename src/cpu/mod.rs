@@ -9,6 +9,7 @@ mod generic;
 mod kv;
 mod level;
 mod packed;
+pub mod sample;
 mod scalar;
 mod simd;
 mod table;

@@ -1,6 +1,6 @@
 //! The functions of each level, stamped from the generic bodies: one static table per level, chosen once at run time.
 
-use super::generic::{attention, linear, pointwise};
+use super::generic::{attention, linear, pointwise, sample};
 use super::level::Level;
 use super::packed::Kind;
 use super::simd::Simd;
@@ -40,7 +40,8 @@ pub(super) type Attend = unsafe fn(&[Query], &[*const u8], usize, usize, f32);
 pub(super) type RmsNorm = unsafe fn(*const f32, *const f32, f32, usize, *mut f32);
 /// See [`pointwise::swiglu`].
 pub(super) type Swiglu = unsafe fn(*mut f32, *const f32, usize);
-
+/// See [`sample::weigh`].
+pub(super) type Weigh = unsafe fn(*const f32, f32, f32, *mut f32, *mut f32);
 /// See [`pointwise::sum`].
 pub(super) type Sum = unsafe fn(*const f32, usize, usize) -> f32;
 
@@ -74,6 +75,7 @@ pub(super) struct Table {
     pub attend_f32: Attend,
     pub rms_norm: RmsNorm,
     pub swiglu: Swiglu,
+    pub weigh: Weigh,
     pub sum: Sum,
 }
 
@@ -228,6 +230,11 @@ macro_rules! stamp {
             }
 
             $(#[$features])?
+            unsafe fn weigh(x: *const f32, largest: f32, scale: f32, logs: *mut f32, weights: *mut f32) {
+                unsafe { sample::weigh::<Shell>(x, largest, scale, logs, weights) }
+            }
+
+            $(#[$features])?
             unsafe fn sum(x: *const f32, n: usize, ahead: usize) -> f32 {
                 unsafe { pointwise::sum::<Shell>(x, n, ahead) }
             }
@@ -252,6 +259,7 @@ macro_rules! stamp {
                 attend_f32: attend::<f32>,
                 rms_norm,
                 swiglu,
+                weigh,
                 sum,
             };
         }

@@ -51,7 +51,7 @@ pub use program::{Program, Shape};
 pub use quantize::{dequantize, is_finite, quantize, swizzle, unswizzle};
 pub use report::{Details, DeviceReport, Presence, Report, report};
 pub use rows::{FloatRows, scaled_rows};
-pub use sample::{Best, Shortlist, ShortlistScratch, argmax, shortlists};
+pub use sample::{Best, DrawRule, DrawScratch, Drawn, argmax, draw};
 pub use scaled_mm::{Tile as ScaledTile, Way, dense_mm, scaled_mm, scaled_mm_by};
 pub use table::{HostTable, Table, embed, table_row};
 pub use tensor::{Contiguous, contiguous, download, find, managed_tensor, tensor, upload};

@@ -93,6 +93,10 @@ const HEADERS: &[(&str, &str)] = &[
         "quantize/block.cuh",
         include_str!("../../kernels/quantize/block.cuh"),
     ),
+    (
+        "sample/said.cuh",
+        include_str!("../../kernels/sample/said.cuh"),
+    ),
 ];
 
 macro_rules! units {
@@ -137,9 +141,9 @@ units! {
     Swizzle = "quantize/swizzle.cu",
     RopeStore = "rope/store.cu",
     Argmax = "sample/argmax.cu",
+    Draw = "sample/draw.cu",
     ScaledMmDecode = "scaled_mm/decode.cu",
     ScaledMmProduct = "scaled_mm/product.cu",
-    TopK = "sample/topk.cu",
     Gather = "tensor/gather.cu",
 }
 

@@ -1,4 +1,4 @@
-//! The likeliest tokens on the device, so that the host reads one number, or a few hundred, instead of all logits.
+//! The choice of tokens on the device, so that the host reads one number instead of all logits.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use super::memory::{DeviceBuffer, Pinned};
 use super::nvrtc::Unit;
 use crate::base::Result;
 use crate::base::error::bail;
-use crate::base::memory::Tag;
+use crate::base::memory::{Plain, Tag};
 
 /// Blocks that share a row of logits.
 const BLOCKS: usize = 64;
@@ -16,7 +16,7 @@ const BLOCKS: usize = 64;
 /// What the kernels of this file are passed, by the start of their names.
 pub(super) const ARGUMENTS: &[(&str, usize)] = &[
     ("argmax", size_of::<Arguments>()),
-    ("shortlist", size_of::<ShortlistArguments>()),
+    ("draw", size_of::<DrawArguments>()),
 ];
 
 #[repr(C)]
@@ -98,134 +98,218 @@ pub fn argmax(
     }
 }
 
-/// Logits of a row that a shortlist holds; what the kernel keeps.
-const KEPT: usize = 256;
-/// Bytes of a row's result: the keys, the total, and the number of unusable logits.
-const RESULT: usize = KEPT * 8 + 16;
+/// Blocks that share a row of logits in [`draw`] where one row is alone.
+const DRAW_BLOCKS: usize = 64;
+/// Blocks that share a row when its tokens are put into buckets: each has as many buckets of its own to add.
+const BUCKET_BLOCKS: usize = 16;
+/// Blocks of all rows together beyond which rows are shared by fewer.
+const ENOUGH_BLOCKS: usize = 512;
+
+/// How a token is chosen from a row of logits, in the numbers that `kernels/sample/draw.cu` and the processor use.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct DrawRule {
+    /// Of the random bits.
+    pub seed: u64,
+    /// The number of the draw among those of the seed. A choice on the device moves it on by one.
+    pub draw: u64,
+    /// What makes logarithms to base 2 of logits: log2(e) over the temperature. 0 takes the likeliest token.
+    pub scale: f32,
+    /// The least logarithm that is kept, relative to the largest: log2 of min-p.
+    pub least_log: f32,
+    /// The share of all weights that those kept reach; 1 keeps all.
+    pub top_p: f32,
+    /// What logits of tokens that have occurred are divided or multiplied by; 1 changes none.
+    pub penalty: f32,
+    /// Tokens that are kept at most; 0 keeps all.
+    pub top_k: u32,
+    /// 0.
+    pub reserved: u32,
+}
+
+// SAFETY: numbers without padding.
+unsafe impl Plain for DrawRule {}
+
+/// What a choice on the device says in place of a token: that every logit is minus infinity.
+const ALL_RULED_OUT: i32 = -1;
+/// That the logit of token 0 is not a number, or plus infinity; that of token 1 is one less, and so on.
+const UNUSABLE: i32 = -2;
+
+/// What the device chose, as it tells the host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Drawn {
+    /// A token.
+    Token(u32),
+    /// None: every logit is minus infinity.
+    AllRuledOut,
+    /// None: the logit of this token is not a number, or plus infinity.
+    Unusable(u32),
+}
+
+impl Drawn {
+    /// Reads what [`draw`] or [`argmax`] wrote.
+    pub fn read(said: i32) -> Drawn {
+        match said {
+            0.. => Drawn::Token(said.cast_unsigned()),
+            ALL_RULED_OUT => Drawn::AllRuledOut,
+            _ => Drawn::Unusable((UNUSABLE - said).cast_unsigned()),
+        }
+    }
+}
 
 #[repr(C)]
-struct ShortlistArguments {
+struct DrawArguments {
     logits: u64,
-    lists: u64,
+    rules: u64,
+    occurred: u64,
+    best_value: u64,
+    best_token: u64,
     sums: u64,
-    unusable: u64,
-    arrived: u64,
-    results: u64,
-    inverse_temperature: f64,
+    counts: u64,
+    tokens: u64,
+    positions: u64,
+    history: u64,
     vocabulary: i32,
+    history_steps: i32,
+    blocks: i32,
 }
 
-/// The largest logits of a row, and what is known of the others.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Shortlist {
-    /// Tokens and their logits from the largest down, +0 before -0, equal ones by token.
-    pub largest: Vec<(u32, f32)>,
-    /// Sum over all logits of exp((x - largest) / temperature); 0 at a temperature of 0.
-    pub total: f64,
-    /// The temperature of `total`.
-    pub temperature: f32,
-    /// Logits of the row.
-    pub vocabulary: usize,
+/// The rules of rows, and memory in which blocks tell each other what they found.
+#[derive(Debug)]
+pub struct DrawScratch {
+    rules: DeviceBuffer,
+    /// A bit for each token that has occurred, where a rule asks for that: `[rows, vocabulary / 32]` words.
+    occurred: Option<DeviceBuffer>,
+    best_value: DeviceBuffer,
+    best_token: DeviceBuffer,
+    sums: DeviceBuffer,
+    counts: DeviceBuffer,
+    rows: usize,
+    vocabulary: usize,
 }
 
-impl Shortlist {
-    /// Reads a row's result; nothing if some logit is not a number or plus infinity.
-    fn read(result: &[u64], temperature: f32, vocabulary: usize) -> Option<Shortlist> {
-        let (keys, rest) = result.split_at(KEPT);
-        let largest = keys
-            .iter()
-            .take_while(|&&key| key != 0)
-            .map(|&key| (!(key as u32), logit((key >> 32) as u32)));
-        (rest[1] == 0).then(|| Shortlist {
-            largest: largest.collect(),
-            total: f64::from_bits(rest[0]),
-            temperature,
+/// Buckets of a row; as many as the processor has.
+const BUCKETS: usize = 2048;
+
+impl DrawScratch {
+    /// Room for `rows` rows of `vocabulary` logits.
+    pub fn new(gpu: &Arc<Gpu>, rows: usize, vocabulary: usize) -> Result<DrawScratch> {
+        let scratch = |bytes| DeviceBuffer::uninit(gpu, Tag::DeviceScratch, rows * bytes);
+        let zeroed = |bytes| DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, rows * bytes);
+        Ok(DrawScratch {
+            rules: scratch(size_of::<DrawRule>())?,
+            occurred: None,
+            best_value: scratch(DRAW_BLOCKS * 4)?,
+            best_token: scratch(DRAW_BLOCKS * 4)?,
+            sums: zeroed(BUCKETS * 8)?,
+            counts: zeroed(BUCKETS * 4)?,
+            rows,
             vocabulary,
         })
     }
-}
 
-/// The logit whose place in the order this is.
-fn logit(ordered: u32) -> f32 {
-    f32::from_bits(match ordered >> 31 {
-        1 => ordered & 0x7fff_ffff,
-        _ => !ordered,
-    })
-}
+    /// Rows that there is room for.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
 
-/// Memory in which blocks compare what they found.
-#[derive(Debug)]
-pub struct ShortlistScratch {
-    lists: DeviceBuffer,
-    sums: DeviceBuffer,
-    unusable: DeviceBuffer,
-    arrived: DeviceBuffer,
-    results: DeviceBuffer,
-    rows: usize,
-}
+    /// Whether tokens that have occurred are marked.
+    pub fn marks(&self) -> bool {
+        self.occurred.is_some()
+    }
 
-impl ShortlistScratch {
-    /// Room for `rows` rows.
-    pub fn new(gpu: &Arc<Gpu>, rows: usize) -> Result<ShortlistScratch> {
-        let scratch = |bytes| DeviceBuffer::uninit(gpu, Tag::DeviceScratch, rows * bytes);
-        Ok(ShortlistScratch {
-            lists: scratch(BLOCKS * KEPT * 8)?,
-            sums: scratch(BLOCKS * 8)?,
-            unusable: scratch(BLOCKS * 8)?,
-            arrived: DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, rows * 4)?,
-            results: scratch(RESULT)?,
-            rows,
-        })
+    /// Sets the rules of the first rows, and for each row what has occurred, if some rule has a penalty. The device moves both
+    /// on by itself.
+    pub fn set(&mut self, gpu: &Arc<Gpu>, rules: &[DrawRule], history: &[&[u32]]) -> Result<()> {
+        if rules.len() > self.rows || history.len() != rules.len() {
+            bail!(
+                Internal,
+                "{} rules and {} histories, and room for those of {} rows",
+                rules.len(),
+                history.len(),
+                self.rows
+            );
+        }
+        self.rules.write(0, rules)?;
+        if rules.iter().all(|rule| rule.penalty == 1.0) {
+            return Ok(());
+        }
+        let words = self.vocabulary.div_ceil(32);
+        let occurred = match &mut self.occurred {
+            Some(occurred) => occurred,
+            none => none.insert(DeviceBuffer::uninit(
+                gpu,
+                Tag::DeviceScratch,
+                self.rows * words * 4,
+            )?),
+        };
+        let mut bits = vec![0u32; rules.len() * words];
+        for (row, history) in bits.chunks_exact_mut(words).zip(history) {
+            // A token without a logit has nothing to change.
+            for &token in history.iter().filter(|&&t| (t as usize) < self.vocabulary) {
+                row[token as usize / 32] |= 1 << (token % 32);
+            }
+        }
+        occurred.write(0, &bits)
     }
 }
 
-/// The shortlist of each of `rows` rows of f32 logits, when everything enqueued before has run. A row of which some logit is not
-/// a number, or plus infinity, has none.
-pub fn shortlists(
+/// Chooses a token from each of `rows` rows of f32 logits, as `scratch` says, and writes it to `tokens` (i32), which holds the
+/// tokens that gave the logits. Moves `positions` (i32) on by one, and tells the host in `history` (i32 `[steps, rows]`) at the
+/// new position modulo the steps: see [`Drawn::read`]. `penalties` says whether some rule has one.
+#[allow(clippy::too_many_arguments, reason = "what a step consists of")]
+pub fn draw(
     gpu: &Gpu,
     logits: &DeviceBuffer,
     rows: usize,
     vocabulary: usize,
-    temperature: f32,
-    scratch: &ShortlistScratch,
-) -> Result<Vec<Option<Shortlist>>> {
-    if rows > scratch.rows {
+    penalties: bool,
+    scratch: &DrawScratch,
+    tokens: &DeviceBuffer,
+    positions: &DeviceBuffer,
+    history: &Pinned,
+) -> Result<()> {
+    let steps = history.bytes().len() / 4 / rows.max(1);
+    if rows > scratch.rows
+        || vocabulary != scratch.vocabulary
+        || tokens.bytes().min(positions.bytes()) < rows * 4
+        || steps == 0
+        || (penalties && scratch.occurred.is_none())
+    {
         bail!(
             Internal,
-            "{rows} rows of logits, and room for the shortlists of {}",
-            scratch.rows
+            "buffers of the sampler are not those of {rows} rows of {vocabulary} logits"
         );
     }
     logits.holds("logits", &[rows, vocabulary, 4])?;
-    let inverse_temperature = match temperature {
-        0.0 => 0.0,
-        t => 1.0 / f64::from(t),
-    };
-    let arguments = ShortlistArguments {
+    let blocks = (ENOUGH_BLOCKS / rows.max(1)).clamp(1, DRAW_BLOCKS);
+    let occurred = scratch.occurred.as_ref().filter(|_| penalties);
+    let arguments = DrawArguments {
         logits: logits.address(),
-        lists: scratch.lists.address(),
+        rules: scratch.rules.address(),
+        occurred: occurred.map_or(0, DeviceBuffer::address),
+        best_value: scratch.best_value.address(),
+        best_token: scratch.best_token.address(),
         sums: scratch.sums.address(),
-        unusable: scratch.unusable.address(),
-        arrived: scratch.arrived.address(),
-        results: scratch.results.address(),
-        inverse_temperature,
+        counts: scratch.counts.address(),
+        tokens: tokens.address(),
+        positions: positions.address(),
+        history: history.address(),
         vocabulary: int("the vocabulary", vocabulary)?,
+        history_steps: int("steps", steps)?,
+        blocks: int("blocks", blocks)?,
     };
-    // SAFETY: the struct is the kernel's; sizes were checked.
-    unsafe {
-        Launch::new([BLOCKS as u32, rows as u32, 1], 512).run(
-            gpu,
-            Unit::TopK,
-            "shortlist",
-            &arguments,
-        )
-    }?;
-    let mut results = vec![0u64; rows * RESULT / 8];
-    scratch.results.read(0, &mut results)?;
-    Ok(results
-        .chunks_exact(RESULT / 8)
-        .map(|result| Shortlist::read(result, temperature, vocabulary))
-        .collect())
+    let kernels = [
+        ("draw_largest", blocks, 512),
+        ("draw_buckets", blocks.min(BUCKET_BLOCKS), 512),
+        ("draw_choose", 1, 1024),
+    ];
+    for (name, blocks, threads) in kernels {
+        let launch = Launch::new([blocks as u32, rows as u32, 1], threads);
+        // SAFETY: the struct is the kernels'; sizes were checked.
+        unsafe { launch.run(gpu, Unit::Draw, name, &arguments) }?;
+    }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -233,42 +317,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn places_in_the_order_are_those_of_logits() {
-        let ordered = |x: f32| match x.to_bits() {
-            bits if bits >> 31 == 1 => !bits,
-            bits => bits | 0x8000_0000,
-        };
-        let values = [
-            f32::NEG_INFINITY,
-            -3.5,
-            -1e-40,
-            -0.0,
-            0.0,
-            1e-40,
-            2.0,
-            f32::MAX,
-        ];
-        for pair in values.windows(2) {
-            assert!(ordered(pair[0]) < ordered(pair[1]), "{pair:?}");
-        }
-        for value in values {
-            assert_eq!(logit(ordered(value)).to_bits(), value.to_bits());
-        }
-    }
-
-    #[test]
-    fn results_are_read() {
-        let mut result = vec![0u64; RESULT / 8];
-        result[0] = 0xc000_0000_0000_0000 | u64::from(!7u32);
-        result[1] = 0x3fff_ffff_0000_0000 | u64::from(!9u32);
-        result[KEPT] = 1.5f64.to_bits();
-        let list = Shortlist::read(&result, 0.5, 10).unwrap();
-        assert_eq!(list.largest, [(7, 2.0), (9, -2.0)]);
+    fn what_the_device_says_is_read() {
+        let read = [7, 0, -1, -2, -5, i32::MIN].map(Drawn::read);
         assert_eq!(
-            (list.total, list.temperature, list.vocabulary),
-            (1.5, 0.5, 10)
+            read,
+            [
+                Drawn::Token(7),
+                Drawn::Token(0),
+                Drawn::AllRuledOut,
+                Drawn::Unusable(0),
+                Drawn::Unusable(3),
+                Drawn::Unusable(0x7fff_fffe),
+            ]
         );
-        result[KEPT + 1] = 1;
-        assert_eq!(Shortlist::read(&result, 0.5, 10), None);
     }
 }

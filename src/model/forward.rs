@@ -12,10 +12,10 @@ use super::{Logits, Model};
 use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::base::memory::{Buffer, Plain, Tag};
-use crate::cuda::Shortlist;
 use crate::ops::attention::attention;
 use crate::ops::linear::linear;
 use crate::ops::rope::Angles;
+use crate::ops::sample::{self, Choice};
 use crate::ops::{Workspace, activation, norm, rope};
 
 /// Rows that go through the blocks together: enough to make full use of the weights as they pass, few enough that scratch
@@ -34,6 +34,7 @@ pub struct Scratch {
     attended: Buffer<f32>,
     gate: Buffer<f32>,
     up: Buffer<f32>,
+    sample: sample::Scratch,
     interrupt: Option<Arc<AtomicBool>>,
 }
 
@@ -50,6 +51,7 @@ impl Scratch {
             attended: empty(),
             gate: empty(),
             up: empty(),
+            sample: sample::Scratch::default(),
             interrupt: None,
         }
     }
@@ -123,12 +125,6 @@ fn finish_batch(caches: &mut [&mut KvCache], ran: bool) {
     }
 }
 
-/// The index of the largest logit, the first of equals.
-fn likeliest(logits: &[f32]) -> u32 {
-    let best = (0..logits.len()).reduce(|best, i| if logits[i] > logits[best] { i } else { best });
-    best.unwrap_or(0) as u32
-}
-
 /// Rows of one sequence within a pass.
 struct Segment<'a> {
     cache: &'a mut KvCache,
@@ -139,7 +135,9 @@ impl Model {
     /// Runs `tokens` after what `cache` holds, and appends them to it. `logits` becomes the rows asked for, `vocab_size`
     /// numbers each. On an error, and when interrupted, `cache` is as it was before and `logits` is empty.
     ///
-    /// The result is the same, bit for bit, whether tokens come in one call or in several.
+    /// On the CPU a token's logits have the same bits whether it comes alone, in a batch or with others of its sequence, and on
+    /// any number of threads. On a GPU the same calls give the same bits; those that divide the work otherwise add up in another
+    /// order, and differ by rounding.
     pub fn forward(
         &self,
         tokens: &[u32],
@@ -223,77 +221,60 @@ impl Model {
         Ok(())
     }
 
-    /// Runs one token of each of several sequences, like [`Model::forward_batch`], and gives the likeliest next tokens, the
-    /// first of equals. On a GPU the logits stay there, and with `ahead` the device goes on with those tokens before it is
+    /// Runs one token of each of several sequences, like [`Model::forward_batch`], and gives the next tokens, chosen as
+    /// `choices` says. On a GPU the logits stay there, and with `look_ahead` the device goes on with those tokens before it is
     /// asked to: the right thing where they will be run next, and harmless where they will not.
-    pub fn forward_likeliest(
+    pub fn forward_choose(
         &self,
         tokens: &[u32],
         caches: &mut [&mut KvCache],
+        choices: &[Choice<'_>],
         scratch: &mut Scratch,
-        ahead: bool,
+        look_ahead: bool,
     ) -> Result<Vec<u32>> {
-        let Some(executor) = &self.executor else {
-            let mut logits = Vec::new();
-            self.forward_batch(tokens, caches, scratch, &mut logits)?;
-            let rows = logits.chunks_exact(self.config().vocab_size);
-            return Ok(rows.map(likeliest).collect());
-        };
         self.check_batch(tokens, caches)?;
+        if choices.len() != tokens.len() {
+            bail!(
+                InvalidArgument,
+                "{} choices for {} sequences; a batch takes one for each",
+                choices.len(),
+                tokens.len()
+            );
+        }
         if tokens.is_empty() {
             return Ok(Vec::new());
         }
-        let result = reserve_each(caches, 1).and_then(|()| {
-            if ahead {
-                // Room for the step after is welcome, not needed.
-                for cache in caches.iter_mut().filter(|c| c.capacity() - c.len() > 1) {
-                    let _ = cache.reserve(2);
+        let result = match &self.executor {
+            None => self.choose_on_host(tokens, caches, choices, scratch),
+            Some(executor) => reserve_each(caches, 1).and_then(|()| {
+                if look_ahead {
+                    // Room for the step after is welcome, not needed.
+                    for cache in caches.iter_mut().filter(|c| c.capacity() - c.len() > 1) {
+                        let _ = cache.reserve(2);
+                    }
                 }
-            }
-            let caches: Vec<&KvCache> = caches.iter().map(|c| &**c).collect();
-            executor.step_likeliest(self.config(), self.weights(), tokens, &caches, ahead)
-        });
+                let caches: Vec<&KvCache> = caches.iter().map(|c| &**c).collect();
+                let (config, weights) = (self.config(), self.weights());
+                executor.step_choose(config, weights, tokens, &caches, choices, look_ahead)
+            }),
+        };
         finish_batch(caches, result.is_ok());
         result
     }
 
-    /// Runs one token of one sequence on a GPU, and lets the logits stay there if their shortlist is enough for the caller, as
-    /// `enough` says. If it is not, or there is none, `logits` gets all of them; it is empty otherwise. The shortlist's total is
-    /// that of `temperature`. On an error `cache` is as it was before.
-    pub fn forward_shortlist(
+    fn choose_on_host(
         &self,
-        token: u32,
-        cache: &mut KvCache,
-        temperature: f32,
-        enough: &mut dyn FnMut(&Shortlist) -> bool,
-        logits: &mut Vec<f32>,
-    ) -> Result<()> {
-        logits.clear();
-        let Some(executor) = &self.executor else {
-            bail!(
-                Internal,
-                "shortlists are made on a GPU, and this model is not on one"
-            );
-        };
-        self.check_tokens(&[token])?;
-        let mut caches = [cache];
-        let result = reserve_each(&mut caches, 1).and_then(|()| {
-            let (config, weights) = (self.config(), self.weights());
-            executor.step_shortlist(
-                config,
-                weights,
-                token,
-                &*caches[0],
-                temperature,
-                enough,
-                logits,
-            )
-        });
-        finish_batch(&mut caches, result.is_ok());
-        if result.is_err() {
-            logits.clear();
-        }
-        result
+        tokens: &[u32],
+        caches: &mut [&mut KvCache],
+        choices: &[Choice<'_>],
+        scratch: &mut Scratch,
+    ) -> Result<Vec<u32>> {
+        let mut logits = Vec::new();
+        self.batch(tokens, caches, scratch, &mut logits)?;
+        let rows = logits.chunks_exact(self.config().vocab_size);
+        rows.zip(choices)
+            .map(|(row, choice)| sample::sample(row, choice, &mut scratch.sample))
+            .collect()
     }
 
     fn check_batch(&self, tokens: &[u32], caches: &[&mut KvCache]) -> Result<()> {

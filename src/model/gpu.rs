@@ -1,6 +1,6 @@
 //! The decoder forward on a GPU: the same blocks as `forward`, as kernels enqueued in order. One new token for each of up to
-//! [`BATCH`] sequences is a recorded graph, which ends with the choice of the likeliest token and leaves the device ready for
-//! the next step; longer runs go through in chunks.
+//! [`BATCH`] sequences is a recorded graph, which ends with the choice of the next token and leaves the device ready for the
+//! next step; longer runs go through in chunks.
 //!
 //! One caller at a time: the working memory belongs to the model.
 
@@ -19,11 +19,12 @@ use crate::base::memory::{Buffer, Tag};
 use crate::base::threads::Pool;
 use crate::checkpoint::Encoding;
 use crate::cuda::{
-    self, Best, Biased, DeferredNorm, DeviceBuffer, Division, Event, Gpu, Graph, Heads, HostTable,
-    Input, Layout, LinearScratch, Matrix, NormScratch, Output, PageTable, Pinned, Rows, Shortlist,
-    ShortlistScratch, Storage, Table,
+    self, Best, Biased, DeferredNorm, DeviceBuffer, Division, DrawRule, DrawScratch, Drawn, Event,
+    Gpu, Graph, Heads, HostTable, Input, Layout, LinearScratch, Matrix, NormScratch, Output,
+    PageTable, Pinned, Rows, Storage, Table,
 };
 use crate::ops::linear::Linear;
+use crate::ops::sample::{self, Choice};
 
 /// Sequences that are stepped together at most.
 pub(super) const BATCH: usize = 256;
@@ -78,17 +79,45 @@ struct State {
     positions: DeviceBuffer,
     table: DeviceBuffer,
     best: Best,
-    /// Made when it is first asked for.
-    shortlist: Option<ShortlistScratch>,
+    /// Made when a token is first drawn.
+    draw: Option<DrawScratch>,
     parts: Rows,
     norms: NormScratch,
     linear: LinearScratch,
     history: Pinned,
-    graphs: HashMap<(usize, Division), Graph>,
-    /// The sequences that the device is ready to step, and where they stand.
+    graphs: HashMap<(usize, Division, Choosing), Graph>,
+    /// The sequences that the device is ready to step, and where they stand; none while that is not known.
     ready: Vec<Ready>,
+    /// The rules by which the device will draw next; none if it takes the likeliest tokens, or that is not known.
+    rules: Vec<DrawRule>,
     /// A step that was enqueued before anyone asked for it.
     ahead: Option<Event>,
+}
+
+/// How a step ends.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+enum Choosing {
+    /// With the likeliest tokens.
+    Likeliest,
+    /// With tokens drawn by rules, of which some may have a penalty for what has occurred.
+    Drawn { penalties: bool },
+}
+
+/// The rules by which tokens are chosen; none if all are the likeliest, whatever has occurred.
+fn rules_of(choices: &[Choice<'_>]) -> Vec<DrawRule> {
+    match choices.iter().all(|choice| choice.options.is_greedy()) {
+        true => Vec::new(),
+        false => choices.iter().map(Choice::rule).collect(),
+    }
+}
+
+/// The rules of the draws that follow those of `rules`.
+fn following(rules: &[DrawRule]) -> Vec<DrawRule> {
+    let next = |rule: &DrawRule| DrawRule {
+        draw: rule.draw + 1,
+        ..*rule
+    };
+    rules.iter().map(next).collect()
 }
 
 /// A sequence that the device holds: its pages and the position of its next token.
@@ -189,7 +218,7 @@ impl Executor {
         mut each: impl FnMut(usize, &mut Pass<'_>) -> Result<()>,
     ) -> Result<()> {
         let mut state = self.state();
-        state.ready.clear();
+        state.forget();
         state.settle()?;
         let mut done = 0;
         for chunk in tokens.chunks(ROWS) {
@@ -234,8 +263,8 @@ impl Executor {
         Ok(())
     }
 
-    /// Runs one token of each of several sequences, whose pages exist already, and leaves the likeliest next tokens and the
-    /// logits on the device.
+    /// Runs one token of each of several sequences, whose pages exist already, and leaves the next tokens, as `choices` says,
+    /// and the logits on the device.
     fn step(
         &self,
         config: &Config,
@@ -243,6 +272,7 @@ impl Executor {
         tokens: &[u32],
         caches: &[&GpuCache],
         positions: &[usize],
+        choices: &[Choice<'_>],
         state: &mut State,
     ) -> Result<()> {
         let batch = tokens.len();
@@ -255,52 +285,63 @@ impl Executor {
             batch,
             last / cuda::PAGE + 1,
         )?;
-        let wanted: Vec<Ready> = caches
-            .iter()
-            .zip(positions)
-            .map(|(cache, &position)| Ready {
-                version: cache.version(),
-                position,
-            })
-            .collect();
+        let wanted = ready_at(caches, positions);
+        let rules = rules_of(choices);
         // The device has gone on by itself if these sequences go on with the tokens that it chose.
-        let chosen = state.ready == wanted
-            && (0..batch).all(|row| state.chosen(row, batch, positions[row]) == Some(tokens[row]));
-        if !chosen {
+        let goes_on = state.ready == wanted && state.chose(tokens, positions);
+        let draws_on = goes_on && state.rules == rules;
+        state.forget();
+        if !goes_on {
             let ids: Vec<i32> = tokens.iter().map(|&t| t as i32).collect();
             let places: Vec<i32> = positions.iter().map(|&p| p as i32).collect();
             state.tokens.write(0, &ids)?;
             state.positions.write(0, &places)?;
             state.write_pages(caches)?;
         }
-        self.launch(config, weights, batch, last, state)?;
-        state.ready = wanted;
-        for ready in &mut state.ready {
-            ready.position += 1;
+        if !draws_on && !rules.is_empty() {
+            let history: Vec<&[u32]> = choices.iter().map(|choice| choice.history).collect();
+            let scratch = state.drawing(&self.gpu, config)?;
+            scratch.set(&self.gpu, &rules, &history)?;
         }
-        Ok(())
+        self.launch(config, weights, wanted, rules, state)
     }
 
-    /// Enqueues a step of what the device is ready for.
+    /// Enqueues a step of the sequences that the device is ready for, and notes what it is ready for afterwards. If that fails,
+    /// nobody knows.
     fn launch(
         &self,
         config: &Config,
         weights: &Weights,
-        batch: usize,
-        last: usize,
+        mut ready: Vec<Ready>,
+        rules: Vec<DrawRule>,
         state: &mut State,
     ) -> Result<()> {
+        state.forget();
+        let batch = ready.len();
+        let last = ready.iter().map(|r| r.position).max().unwrap_or(0);
         let division = Division::of(&self.gpu, config.heads, config.kv_heads, batch, last + 1);
-        let key = (batch, division);
+        let choosing = match rules.is_empty() {
+            true => Choosing::Likeliest,
+            false => Choosing::Drawn {
+                penalties: rules.iter().any(|rule| rule.penalty != 1.0),
+            },
+        };
+        let key = (batch, division, choosing);
         if let Some(graph) = state.graphs.get(&key) {
-            return graph.launch();
+            graph.launch()?;
+        } else {
+            // The first step of its kind runs as it is enqueued, which also loads the kernels: no graph may be recorded before.
+            self.enqueue_step(config, weights, batch, division, choosing, state)?;
+            let graph = Graph::record(&self.gpu, || {
+                self.enqueue_step(config, weights, batch, division, choosing, state)
+            })?;
+            state.graphs.insert(key, graph);
         }
-        // The first step of its kind runs as it is enqueued, which also loads the kernels: no graph may be recorded before.
-        self.enqueue_step(config, weights, batch, division, state)?;
-        let graph = Graph::record(&self.gpu, || {
-            self.enqueue_step(config, weights, batch, division, state)
-        })?;
-        state.graphs.insert(key, graph);
+        for ready in &mut ready {
+            ready.position += 1;
+        }
+        state.ready = ready;
+        state.rules = following(&rules);
         Ok(())
     }
 
@@ -310,6 +351,7 @@ impl Executor {
         weights: &Weights,
         batch: usize,
         division: Division,
+        choosing: Choosing,
         state: &State,
     ) -> Result<()> {
         cuda::embed(
@@ -330,15 +372,29 @@ impl Executor {
             )?;
         }
         self.head(config, weights, 0, batch, true, state)?;
-        cuda::argmax(
-            &self.gpu,
-            &state.logits,
-            batch,
-            config.vocab_size,
-            &state.best,
-            &state.tokens,
-            Some((&state.positions, &state.history)),
-        )
+        match (choosing, &state.draw) {
+            (Choosing::Likeliest, _) => cuda::argmax(
+                &self.gpu,
+                &state.logits,
+                batch,
+                config.vocab_size,
+                &state.best,
+                &state.tokens,
+                Some((&state.positions, &state.history)),
+            ),
+            (Choosing::Drawn { penalties }, Some(scratch)) => cuda::draw(
+                &self.gpu,
+                &state.logits,
+                batch,
+                config.vocab_size,
+                penalties,
+                scratch,
+                &state.tokens,
+                &state.positions,
+                &state.history,
+            ),
+            (Choosing::Drawn { .. }, None) => bail!(Internal, "there are no rules to draw by"),
+        }
     }
 
     fn table<'a>(&'a self, weights: &'a Weights) -> Result<Table<'a>> {
@@ -550,92 +606,65 @@ impl Executor {
         let (gpus, positions) = on_gpu(caches)?;
         let mut state = self.state();
         state.settle()?;
-        self.step(config, weights, tokens, &gpus, &positions, &mut state)?;
+        self.step(config, weights, tokens, &gpus, &positions, &[], &mut state)?;
         read_logits(&state.logits, tokens.len() * config.vocab_size, logits)
     }
 
-    /// One token of one sequence. `enough` looks at the shortlist of its logits; unless it is satisfied, all of them are
-    /// appended to `logits`.
-    pub(super) fn step_shortlist(
-        &self,
-        config: &Config,
-        weights: &Weights,
-        token: u32,
-        cache: &KvCache,
-        temperature: f32,
-        enough: &mut dyn FnMut(&Shortlist) -> bool,
-        logits: &mut Vec<f32>,
-    ) -> Result<()> {
-        let (gpus, positions) = on_gpu(&[cache])?;
-        let mut state = self.state();
-        let state = &mut *state;
-        state.settle()?;
-        self.step(config, weights, &[token], &gpus, &positions, state)?;
-        let scratch = match &mut state.shortlist {
-            Some(scratch) => scratch,
-            none => none.insert(ShortlistScratch::new(&self.gpu, 1)?),
-        };
-        let (gpu, vocabulary) = (&self.gpu, config.vocab_size);
-        let list = cuda::shortlists(gpu, &state.logits, 1, vocabulary, temperature, scratch)?;
-        match list.first() {
-            Some(Some(list)) if enough(list) => Ok(()),
-            _ => read_logits(&state.logits, config.vocab_size, logits),
-        }
-    }
-
-    /// One token of each of several sequences; the likeliest next tokens. With `ahead`, the step after is enqueued at once, in
-    /// the hope that these sequences go on with those tokens; their pages must reach that far.
-    pub(super) fn step_likeliest(
+    /// One token of each of several sequences; the next tokens, as `choices` says. With `look_ahead`, the step after is enqueued
+    /// at once, in the hope that these sequences go on with those tokens; their pages must reach that far.
+    pub(super) fn step_choose(
         &self,
         config: &Config,
         weights: &Weights,
         tokens: &[u32],
         caches: &[&KvCache],
-        ahead: bool,
+        choices: &[Choice<'_>],
+        look_ahead: bool,
     ) -> Result<Vec<u32>> {
         let (gpus, positions) = on_gpu(caches)?;
-        let batch = tokens.len();
         let mut state = self.state();
-        let next: Vec<Ready> = gpus
-            .iter()
-            .zip(&positions)
-            .map(|(cache, &position)| Ready {
-                version: cache.version(),
-                position: position + 1,
-            })
-            .collect();
+        let after: Vec<usize> = positions.iter().map(|p| p + 1).collect();
         let foreseen = state.ahead.is_some()
-            && state.ready == next
-            && (0..batch).all(|row| state.chosen(row, batch, positions[row]) == Some(tokens[row]));
+            && state.ready == ready_at(&gpus, &after)
+            && state.rules == following(&rules_of(choices))
+            && state.chose(tokens, &positions);
         let done = match state.ahead.take() {
             Some(event) if foreseen => event,
             before => {
                 if let Some(event) = before {
                     event.wait()?;
                 }
-                self.step(config, weights, tokens, &gpus, &positions, &mut state)?;
+                self.step(
+                    config, weights, tokens, &gpus, &positions, choices, &mut state,
+                )?;
                 Event::record(&self.gpu)?
             }
         };
         let room = gpus
             .iter()
-            .zip(&positions)
-            .all(|(cache, &position)| position + 1 < cache.allocated());
-        if ahead && room && positions.iter().all(|p| (p + 1) / cuda::PAGE < state.pages) {
-            let last = positions.iter().copied().max().unwrap_or(0) + 1;
-            self.launch(config, weights, batch, last, &mut state)?;
-            for ready in &mut state.ready {
-                ready.position += 1;
-            }
-            state.ahead = Some(Event::record(&self.gpu)?);
+            .zip(&after)
+            .all(|(cache, &position)| position < cache.allocated());
+        let mut ahead = Ok(());
+        if look_ahead && room && after.iter().all(|p| p / cuda::PAGE < state.pages) {
+            let (ready, rules) = (state.ready.clone(), state.rules.clone());
+            ahead = self
+                .launch(config, weights, ready, rules, &mut state)
+                .and_then(|()| {
+                    state.ahead = Some(Event::record(&self.gpu)?);
+                    Ok(())
+                });
         }
         done.wait()?;
-        (0..batch)
-            .map(|row| {
-                let token = state.chosen(row, batch, positions[row] + 1);
-                token.ok_or_else(|| err!(Internal, "the device chose no token"))
-            })
-            .collect()
+        ahead?;
+        let chosen = after.iter().enumerate().map(|(row, &position)| {
+            match state.drawn(row, tokens.len(), position) {
+                Some(Drawn::Token(token)) => Ok(token),
+                Some(Drawn::AllRuledOut) => Err(sample::all_ruled_out(config.vocab_size)),
+                Some(Drawn::Unusable(token)) => Err(sample::unusable(token as usize)),
+                None => Err(err!(Internal, "the device chose no token")),
+            }
+        });
+        chosen.collect()
     }
 }
 
@@ -777,7 +806,7 @@ impl State {
             positions: scratch(batch, 4)?,
             table: scratch(batch * pages, 8)?,
             best: Best::new(gpu, batch)?,
-            shortlist: None,
+            draw: None,
             parts: Rows::new(gpu, config.heads, config.kv_heads, dim, batch)?,
             norms: NormScratch::new(gpu, hidden)?,
             linear: LinearScratch::new(
@@ -789,6 +818,7 @@ impl State {
             history: Pinned::new(gpu, Tag::Scratch, HISTORY * batch * 4)?,
             graphs: HashMap::new(),
             ready: Vec::new(),
+            rules: Vec::new(),
             ahead: None,
         })
     }
@@ -812,7 +842,7 @@ impl State {
         }
         self.settle()?;
         self.graphs.clear();
-        self.ready.clear();
+        self.forget();
         if pages > self.pages {
             // Pages come one at a time; the table grows by leaps.
             let pages = pages.next_power_of_two().max(64);
@@ -867,18 +897,54 @@ impl State {
         self.table.write(0, &all)
     }
 
-    /// The token that the device chose for a position of a sequence.
-    fn chosen(&self, row: usize, batch: usize, position: usize) -> Option<u32> {
-        let token = self
+    /// What is on the device is no longer known.
+    fn forget(&mut self) {
+        self.ready.clear();
+        self.rules.clear();
+    }
+
+    /// Room for what draws need, of as many rows as there is room for otherwise.
+    fn drawing(&mut self, gpu: &Arc<Gpu>, config: &Config) -> Result<&mut DrawScratch> {
+        if self.draw.as_ref().is_some_and(|d| d.rows() < self.batch) {
+            self.settle()?;
+            self.graphs.clear();
+            self.draw = None;
+        }
+        match &mut self.draw {
+            Some(scratch) => Ok(scratch),
+            none => Ok(none.insert(DrawScratch::new(gpu, self.batch, config.vocab_size)?)),
+        }
+    }
+
+    /// What the device said of its choice for a position of a sequence.
+    fn drawn(&self, row: usize, batch: usize, position: usize) -> Option<Drawn> {
+        let said = self
             .history
             .read_i32(position % self.steps(batch) * batch + row)?;
-        u32::try_from(token).ok()
+        Some(Drawn::read(said))
+    }
+
+    /// Whether these are the tokens that the device chose for these positions.
+    fn chose(&self, tokens: &[u32], positions: &[usize]) -> bool {
+        let mut rows = tokens.iter().zip(positions).enumerate();
+        rows.all(|(row, (&token, &position))| {
+            self.drawn(row, tokens.len(), position) == Some(Drawn::Token(token))
+        })
     }
 
     /// Steps that the history holds for a batch: what the kernel makes of its size.
     fn steps(&self, batch: usize) -> usize {
         self.history.bytes().len() / 4 / batch
     }
+}
+
+fn ready_at(caches: &[&GpuCache], positions: &[usize]) -> Vec<Ready> {
+    let each = caches.iter().zip(positions);
+    each.map(|(cache, &position)| Ready {
+        version: cache.version(),
+        position,
+    })
+    .collect()
 }
 
 fn on_gpu<'a>(caches: &[&'a KvCache]) -> Result<(Vec<&'a GpuCache>, Vec<usize>)> {

@@ -26,10 +26,10 @@ use crate::checkpoint::{self, Checkpoint, TokenizerSource};
 use crate::format::nvfp4::QuantizeOptions;
 use crate::text::{ChatTemplate, Tokenizer};
 
-pub use crate::cuda::Shortlist;
 pub use crate::ops::Device;
 pub use crate::ops::attention::KvType;
 pub use crate::ops::linear::Activations;
+pub use crate::ops::sample::{Choice, SamplingOptions};
 pub use config::Config;
 pub use forward::Scratch;
 pub use kv_cache::KvCache;

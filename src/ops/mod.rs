@@ -10,6 +10,7 @@ pub mod norm;
 mod prepare;
 pub mod quantize;
 pub mod rope;
+pub mod sample;
 mod scaled_mm;
 pub mod ste;
 pub mod tensors;

@@ -2,17 +2,16 @@
 
 use std::sync::Arc;
 
-use super::Session;
+use super::{SamplingOptions, Session};
 use crate::base::Result;
 use crate::base::error::bail;
-use crate::model::{KvCache, Logits, Model, Scratch};
+use crate::model::{Choice, KvCache, Logits, Model, Scratch};
 
-/// Appends `tokens[i]` to `sessions[i]` and runs all of them in one pass over the weights. Each session gets the bits that
-/// decoding it alone would give. If anything fails, all of them are as they were. The first session's canceller ends the
-/// call.
+/// Appends `tokens[i]` to `sessions[i]` and runs all of them in one pass over the weights. If anything fails, all of them are as
+/// they were. The first session's canceller ends the call.
 pub fn step(sessions: &mut [&mut Session], tokens: &[u32]) -> Result<()> {
     let mut logits = Vec::new();
-    stepped(sessions, tokens, &mut |model, caches, scratch| {
+    stepped(sessions, tokens, &mut |model, caches, _, scratch| {
         model.forward_batch(tokens, caches, scratch, &mut logits)
     })?;
     if let Some(first) = sessions.first() {
@@ -27,26 +26,54 @@ pub fn step(sessions: &mut [&mut Session], tokens: &[u32]) -> Result<()> {
     Ok(())
 }
 
-/// Like [`step`], and gives the likeliest token to come of each session, the first of equals; on a GPU the logits stay there.
-/// With `ahead` the device goes on with those tokens before it is asked to.
-pub fn step_likeliest(
+/// Like [`step`], and gives the token to come of each session, which is not appended: chosen as `options[i]` says, and as
+/// generating would choose it there. On a GPU the logits stay there; with `look_ahead` the device goes on with those tokens
+/// before it is asked to.
+pub fn step_choose(
     sessions: &mut [&mut Session],
     tokens: &[u32],
-    ahead: bool,
+    options: &[&SamplingOptions],
+    look_ahead: bool,
 ) -> Result<Vec<u32>> {
+    if options.len() != sessions.len() {
+        bail!(
+            InvalidArgument,
+            "{} sampling options for {} sessions; each session takes one",
+            options.len(),
+            sessions.len()
+        );
+    }
+    for (i, options) in options.iter().enumerate() {
+        options
+            .check()
+            .map_err(|e| e.within(format_args!("session {i}")))?;
+    }
     let mut next = Vec::new();
-    stepped(sessions, tokens, &mut |model, caches, scratch| {
-        next = model.forward_likeliest(tokens, caches, scratch, ahead)?;
-        Ok(())
-    })?;
-    for (session, &token) in sessions.iter_mut().zip(&next) {
-        session.likeliest = Some(token);
+    stepped(
+        sessions,
+        tokens,
+        &mut |model, caches, histories, scratch| {
+            let choices: Vec<Choice<'_>> = options
+                .iter()
+                .zip(histories)
+                .map(|(options, history)| Choice {
+                    options,
+                    draw: history.len() as u64,
+                    history,
+                })
+                .collect();
+            next = model.forward_choose(tokens, caches, &choices, scratch, look_ahead)?;
+            Ok(())
+        },
+    )?;
+    for ((session, options), &token) in sessions.iter_mut().zip(options).zip(&next) {
+        session.likeliest = options.is_greedy().then_some(token);
     }
     Ok(next)
 }
 
-/// One pass over the weights for several sessions' caches.
-type Pass<'a> = dyn FnMut(&Model, &mut [&mut KvCache], &mut Scratch) -> Result<()> + 'a;
+/// One pass over the weights for several sessions' caches, given also what each session holds.
+type Pass<'a> = dyn FnMut(&Model, &mut [&mut KvCache], &[&[u32]], &mut Scratch) -> Result<()> + 'a;
 
 fn stepped(sessions: &mut [&mut Session], tokens: &[u32], pass: &mut Pass<'_>) -> Result<()> {
     if sessions.len() != tokens.len() {
@@ -112,8 +139,12 @@ fn run(sessions: &mut [&mut Session], tokens: &[u32], pass: &mut Pass<'_>) -> Re
             }
             session.push(&[token]);
         }
-        let mut caches: Vec<&mut KvCache> = sessions.iter_mut().map(|s| &mut s.cache).collect();
-        pass(&model, &mut caches, &mut scratch)
+        let parts = sessions.iter_mut().map(|s| {
+            let Session { cache, tokens, .. } = &mut **s;
+            (cache, &tokens[..])
+        });
+        let (mut caches, histories): (Vec<&mut KvCache>, Vec<&[u32]>) = parts.unzip();
+        pass(&model, &mut caches, &histories, &mut scratch)
     })();
     sessions[0].scratch = scratch;
     result

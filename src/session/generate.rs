@@ -25,7 +25,7 @@ pub struct GenerateOptions {
     pub stop_strings: Vec<String>,
     /// Takes the model's own stop tokens like any other.
     pub ignore_model_stops: bool,
-    /// Computes every token from the whole sequence, without cached keys and values; slow, for comparison. The same bits.
+    /// Computes every token from the whole sequence, without cached keys and values; slow, for comparison.
     pub replay: bool,
 }
 
@@ -126,46 +126,27 @@ impl Session {
             timings: Timings::default(),
         };
         let mut replayed = Vec::new();
-        // A GPU finds the likeliest token itself, and the host reads that instead of the logits.
-        let greedy =
-            options.sampling.temperature == 0.0 && options.sampling.repetition_penalty == 1.0;
-        let on_gpu = !options.replay && self.model.device().is_cuda();
-        let on_device = greedy && on_gpu;
-        // Or the few hundred likeliest, where those may be enough to draw from.
-        let shortlisted = on_gpu && sampler.takes_shortlists();
         let mut broke = false;
         let mut first = None;
         while out.tokens.len() < options.max_tokens {
-            let mut chosen = None;
-            let settled = if options.replay {
-                self.logits_from_scratch(&mut replayed)
-            } else if on_device {
-                let ahead = out.tokens.len() + 1 < options.max_tokens;
-                self.settle_likeliest(ahead).map(|t| chosen = Some(t))
-            } else if shortlisted {
-                self.settle_sampled(&mut sampler).map(|t| chosen = t)
-            } else {
-                self.settle()
+            let look_ahead = out.tokens.len() + 1 < options.max_tokens;
+            let chosen = match options.replay {
+                true => self
+                    .logits_from_scratch(&mut replayed)
+                    .and_then(|()| sampler.sample(&replayed, &self.tokens)),
+                false => self.settle_chosen(&mut sampler, look_ahead),
             };
-            if let Err(e) = settled {
-                if e.kind() == ErrorKind::Cancelled {
+            let token = match chosen {
+                Ok(token) if !self.canceller.is_set() => token,
+                Err(e) if e.kind() != ErrorKind::Cancelled => return Err(e),
+                _ => {
                     out.finish = Finish::Cancelled;
                     break;
                 }
-                return Err(e);
-            }
+            };
             if out.tokens.is_empty() {
                 out.timings.prefill_seconds = start.elapsed().as_secs_f64();
             }
-            if self.canceller.is_set() {
-                out.finish = Finish::Cancelled;
-                break;
-            }
-            let token = match chosen {
-                Some(token) => token,
-                None if options.replay => sampler.sample(&replayed, &self.tokens)?,
-                None => sampler.sample(&self.logits, &self.tokens)?,
-            };
             if first.is_none() {
                 out.timings.first_token_seconds = start.elapsed().as_secs_f64();
                 first = Some(Instant::now());

@@ -1,5 +1,8 @@
 //! Floor 6: conversations. A session is one sequence of tokens run by a shared model: its cache of keys and values, the logits
 //! of its last token, and the conversation that chat turns make of it. Knows nothing of weights, kernels or training.
+//!
+//! On the CPU a token's logits have the same bits alone, in a batch and in a prompt; on a GPU the same calls give the same bits,
+//! and others differ by rounding. See [`Model::forward`].
 
 mod batch;
 mod chat;
@@ -11,12 +14,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::base::Result;
-use crate::base::error::{bail, err};
-use crate::model::{KvCache, KvType, Logits, Model, Scratch, Shortlist};
+use crate::base::error::bail;
+use crate::model::{KvCache, KvType, Logits, Model, Scratch};
 
-pub use batch::{step, step_likeliest};
+pub use crate::model::SamplingOptions;
+pub use batch::{step, step_choose};
 pub use generate::{Finish, GenerateOptions, Generation, Piece, Timings};
-pub use sampler::{Sampler, SamplingOptions};
+pub use sampler::Sampler;
 
 use chat::Conversation;
 
@@ -165,7 +169,7 @@ impl Session {
         self.canceller.clone()
     }
 
-    /// Appends `tokens` and runs them in blocks. Gives the same bits as [`Session::prefill_token_by_token`].
+    /// Appends `tokens` and runs them in blocks.
     pub fn prefill(&mut self, tokens: &[u32]) -> Result<()> {
         self.canceller.clear();
         self.append(tokens, tokens.len())
@@ -193,7 +197,7 @@ impl Session {
     /// The likeliest token to come, the first of equals: what a greedy sampler chooses, without the logits leaving a GPU.
     pub fn likeliest(&mut self) -> Result<u32> {
         self.canceller.clear();
-        self.settle_likeliest(false)
+        self.settle_chosen(&mut Sampler::new(&SamplingOptions::default())?, false)
     }
 
     /// Chooses the token to come, without appending it.
@@ -275,50 +279,36 @@ impl Session {
         self.likeliest = None;
     }
 
-    /// The likeliest token to come, the first of equals. On a GPU the logits stay there, and with `ahead` it goes on with that
-    /// token before it is asked to.
-    fn settle_likeliest(&mut self, ahead: bool) -> Result<u32> {
-        if let Some(token) = self.likeliest {
+    /// The token that `sampler` chooses next. On a GPU the logits stay there where one token has to be run for that, and with
+    /// `look_ahead` it goes on with the token chosen before it is asked to.
+    fn settle_chosen(&mut self, sampler: &mut Sampler, look_ahead: bool) -> Result<u32> {
+        let greedy = sampler.options().is_greedy();
+        if let Some(token) = self.likeliest.filter(|_| greedy) {
             return Ok(token);
         }
         let pending = self.cache.len().min(self.tokens.len());
-        if let &[token] = &self.tokens[pending..]
-            && self.logits.is_empty()
-        {
-            let mut caches = [&mut self.cache];
-            let next =
-                self.model
-                    .forward_likeliest(&[token], &mut caches, &mut self.scratch, ahead)?;
-            self.likeliest = next.first().copied();
-        } else {
-            self.settle()?;
-            self.likeliest = sampler::likeliest(&self.logits).map(|i| i as u32);
-        }
-        self.likeliest
-            .ok_or_else(|| err!(Internal, "there are no logits to choose from"))
-    }
-
-    /// The token that `sampler` chooses, where a GPU can tell it enough without the logits leaving it; otherwise the logits
-    /// are known afterwards, and nothing has been drawn.
-    fn settle_sampled(&mut self, sampler: &mut Sampler) -> Result<Option<u32>> {
-        let pending = self.cache.len().min(self.tokens.len());
-        let (&[token], true) = (&self.tokens[pending..], self.logits.is_empty()) else {
-            return self.settle().map(|()| None);
+        let on_device = self.model.device().is_cuda() && self.logits.is_empty();
+        let token = match self.tokens[pending..] {
+            [token] if on_device => {
+                let (mut caches, choices) = ([&mut self.cache], [sampler.choice(&self.tokens)]);
+                let scratch = &mut self.scratch;
+                let next = self.model.forward_choose(
+                    &[token],
+                    &mut caches,
+                    &choices,
+                    scratch,
+                    look_ahead,
+                )?;
+                sampler.moves_on();
+                next[0]
+            }
+            _ => {
+                self.settle()?;
+                sampler.sample(&self.logits, &self.tokens)?
+            }
         };
-        let temperature = sampler.temperature();
-        let mut chosen = None;
-        let mut enough = |list: &Shortlist| {
-            chosen = sampler.sample_shortlist(list, &self.tokens);
-            chosen.is_some()
-        };
-        self.model.forward_shortlist(
-            token,
-            &mut self.cache,
-            temperature,
-            &mut enough,
-            &mut self.logits,
-        )?;
-        Ok(chosen)
+        self.likeliest = greedy.then_some(token);
+        Ok(token)
     }
 
     /// Runs what has to be run for the logits to be those after the last token.

@@ -549,9 +549,13 @@ static void sessions(NVFP4_Model *model)
         NVFP4_Session *some[1];
         some[0] = no_handles[i];
         BAD(NVFP4_INVALID_HANDLE, NVFP4_session_step, some, &token, 1);
+        BAD(NVFP4_INVALID_HANDLE, NVFP4_session_step_sample, some, &token, 1, NULL, &token);
     }
     BAD(invalid, NVFP4_session_step, NULL, &token, 1);
     BAD(invalid, NVFP4_session_step, &session, NULL, 1);
+    BAD(invalid, NVFP4_session_step_sample, NULL, &token, 1, NULL, &token);
+    BAD(invalid, NVFP4_session_step_sample, &session, NULL, 1, NULL, &token);
+    BAD(invalid, NVFP4_session_step_sample, &session, &token, 1, NULL, NULL);
 
     /* A failed call has changed nothing. */
     OK(NVFP4_session_length(session, &length));

@@ -456,6 +456,34 @@ static void batches(const char *path)
     for (int i = 0; i < COUNT; i++)
         CHECK(same(together[i], alone[i]));
     OK(NVFP4_session_step(NULL, NULL, 0));
+    OK(NVFP4_session_step_sample(NULL, NULL, 0, NULL, NULL));
+
+    /* Tokens chosen by the step are those that the sessions choose, each with its own options or none. */
+    NVFP4_GenerateOptions warm, penalized;
+    OK(NVFP4_generate_options_init(&warm, sizeof warm));
+    penalized = warm;
+    warm.temperature = 1.5f, warm.top_p = 0.9f, warm.seed = 4;
+    penalized.repetition_penalty = 1.3f, penalized.temperature = 1, penalized.top_k = 50;
+    const NVFP4_GenerateOptions *how[COUNT] = {&warm, NULL, &penalized};
+    for (int i = 0; i < COUNT; i++)
+        OK(NVFP4_session_sample(together[i], how[i], &tokens[i]));
+    for (int n = 0; n < 6; n++) {
+        int32_t chosen;
+        for (int i = 0; i < COUNT; i++)
+            OK(NVFP4_session_decode(alone[i], tokens[i]));
+        OK(NVFP4_session_step_sample(together, tokens, COUNT, how, tokens));
+        for (int i = 0; i < COUNT; i++) {
+            OK(NVFP4_session_sample(alone[i], how[i], &chosen));
+            CHECK(chosen == tokens[i]);
+        }
+    }
+    for (int i = 0; i < COUNT; i++)
+        CHECK(same(together[i], alone[i]));
+    warm.temperature = -1;
+    int32_t none[COUNT] = {-7, -7, -7};
+    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_session_step_sample(together, tokens, COUNT, how, none));
+    SAYS("options[0]: temperature is -1");
+    CHECK(none[0] == -7);
 
     /* Each of these changes nothing. */
     NVFP4_Session *bad[COUNT] = {together[0], together[1], together[0]};

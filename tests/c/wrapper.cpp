@@ -399,6 +399,18 @@ void sessions(const std::string &path, const std::string &scratch)
     CHECK(status_of([&] { nvfp4::step({&session, &of_other}, {1, 2}); }) == NVFP4_INVALID_ARGUMENT);
     CHECK(status_of([&] { nvfp4::step({&session, nullptr}, {1, 2}); }) == NVFP4_INVALID_HANDLE);
     CHECK(status_of([&] { nvfp4::step({&session}, {1, 2}); }) == NVFP4_INVALID_ARGUMENT);
+
+    nvfp4::GenerateOptions warm;
+    warm.temperature = 1.5f;
+    warm.seed = 3;
+    std::vector<std::int32_t> next = nvfp4::step_sample({&session, &fork}, {a, b}, {nvfp4::GenerateOptions(), warm});
+    CHECK(next[0] == session.sample() && next[1] == fork.sample(warm));
+    next = nvfp4::step_sample({&session, &fork}, next, {warm});
+    CHECK(next[0] == session.sample(warm) && next[1] == fork.sample(warm));
+    next = nvfp4::step_sample({&session, &fork}, next);
+    CHECK(next[0] == session.sample() && next[1] == fork.sample());
+    CHECK(status_of([&] { nvfp4::step_sample({&session}, {1, 2}); }) == NVFP4_INVALID_ARGUMENT);
+    CHECK(status_of([&] { nvfp4::step_sample({&session}, {1}, {warm, warm}); }) == NVFP4_INVALID_ARGUMENT);
     CHECK(nvfp4::memory(NVFP4_MEMORY_KV_CACHE).current > 0);
     CHECK(status_of([&] { nvfp4::convert(path, "/dev/null/x"); }) == NVFP4_IO);
 }

@@ -463,6 +463,12 @@ static class Tests
             Check(whole.Length == 13 && other.Tokens[12] == 4 && !whole.Logits.SequenceEqual(other.Logits));
             Throws<Nvfp4ArgumentException>(() => Session.Step(new[] { whole, whole }, new[] { 3, 4 }), "sessions[1]");
             Throws<ArgumentException>(() => Session.Step(new[] { whole }, new[] { 3, 4 }));
+            var warm = new GenerateOptions { Temperature = 1.5f, Seed = 3 };
+            int[] next = Session.StepSample(new[] { whole, other }, new[] { 3, 4 }, new[] { null, warm });
+            Equal(whole.Sample() + " " + other.Sample(warm), next[0] + " " + next[1]);
+            next = Session.StepSample(new[] { whole, other }, next);
+            Equal(whole.Sample() + " " + other.Sample(), next[0] + " " + next[1]);
+            Throws<ArgumentException>(() => Session.StepSample(new[] { whole, other }, next, new[] { warm }));
             Check(whole.Context == 256 && whole.MemoryBytes > 0);
         }
         using (var evicting = new Session(model, new SessionOptions { Context = 16, Keep = 2, Eviction = Eviction.DropOldest }))

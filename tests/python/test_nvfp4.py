@@ -637,6 +637,17 @@ class Models(unittest.TestCase):
         self.assertEqual(session.logits(), fork.logits())
         self.assertRaises(nvfp4.InvalidArgument, nvfp4.step, [session], [1, 2])
         self.assertRaises(nvfp4.InvalidArgument, nvfp4.step, [session, session], [1, 2])
+        warm = {"temperature": 1.5, "seed": 3}
+        chosen = nvfp4.step_sample([session, fork], [5, 6], each=[{}, warm])
+        self.assertEqual(chosen, [session.sample(), fork.sample(**warm)])
+        chosen = nvfp4.step_sample([session, fork], chosen, **warm)
+        self.assertEqual(chosen, [session.sample(**warm), fork.sample(**warm)])
+        self.assertEqual(nvfp4.step_sample([session, fork], chosen), [session.sample(), fork.sample()])
+        self.assertRaises(nvfp4.InvalidArgument, nvfp4.step_sample, [session], [1, 2])
+        self.assertRaises(nvfp4.InvalidArgument, nvfp4.step_sample, [session], [1], each=[{}, {}])
+        self.assertRaises(TypeError, nvfp4.step_sample, [session], [1], each=[{}], **warm)
+        session.truncate(6)
+        fork.truncate(6)
         how = {"temperature": 1.2, "top_k": 40, "seed": 7, "max_tokens": 12, "ignore_model_stops": True}
         self.assertEqual(session.generate(**how).text, "".join(fork.stream(**how)))
         session.truncate(5)

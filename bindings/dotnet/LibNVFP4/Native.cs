@@ -484,6 +484,10 @@ namespace LibNVFP4
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
         internal static extern int NVFP4_session_step(IntPtr* sessions, int* tokens, UIntPtr count);
 
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_session_step_sample(IntPtr* sessions, int* tokens, UIntPtr count,
+            NativeGenerateOptions** options, int* next);
+
         // Drop-in functions.
 
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]

@@ -225,6 +225,59 @@ namespace LibNVFP4
         /// <summary>Appends a token to each of several sessions of one model, and runs them in one pass over the weights.</summary>
         public static void Step(IList<Session> sessions, int[] tokens)
         {
+            WithHandles(sessions, tokens, handles => Library.Call(() =>
+            {
+                fixed (IntPtr* first = handles)
+                fixed (int* at = tokens)
+                    return Native.NVFP4_session_step(first, at, Interop.Size(handles.Length));
+            }));
+        }
+
+        /// <summary>
+        /// The same, and returns the token to come of each session, which is not appended: to generate, it is the token of the next
+        /// step. On a GPU no logits come to the host. Without options it is the likeliest one.
+        /// </summary>
+        public static int[] StepSample(IList<Session> sessions, int[] tokens, GenerateOptions options = null)
+        {
+            if (tokens == null)
+                throw new ArgumentNullException(nameof(tokens));
+            var each = new GenerateOptions[tokens.Length];
+            for (int i = 0; i < each.Length; i++)
+                each[i] = options;
+            return StepSample(sessions, tokens, each);
+        }
+
+        /// <summary>The same with options for each session; one that is null takes the likeliest token.</summary>
+        public static int[] StepSample(IList<Session> sessions, int[] tokens, IList<GenerateOptions> options)
+        {
+            if (options == null)
+                throw new ArgumentNullException(nameof(options));
+            var next = new int[tokens == null ? 0 : tokens.Length];
+            if (options.Count != next.Length)
+                throw new ArgumentException(options.Count + " options for " + next.Length + " tokens", nameof(options));
+            // What concerns stops has no part in it, so there is nothing to pin but the numbers.
+            var raw = new NativeGenerateOptions[next.Length];
+            for (int i = 0; i < raw.Length; i++)
+                raw[i] = (options[i] ?? new GenerateOptions()).Raw;
+            WithHandles(sessions, tokens, handles => Library.Call(() =>
+            {
+                var each = new IntPtr[raw.Length];
+                fixed (NativeGenerateOptions* one = raw)
+                fixed (IntPtr* all = each)
+                fixed (IntPtr* first = handles)
+                fixed (int* at = tokens)
+                fixed (int* to = next)
+                {
+                    for (int i = 0; i < raw.Length; i++)
+                        each[i] = (IntPtr)(one + i);
+                    return Native.NVFP4_session_step_sample(first, at, Interop.Size(handles.Length), (NativeGenerateOptions**)all, to);
+                }
+            }));
+            return next;
+        }
+
+        static void WithHandles(IList<Session> sessions, int[] tokens, Action<IntPtr[]> call)
+        {
             if (sessions == null)
                 throw new ArgumentNullException(nameof(sessions));
             if (tokens == null)
@@ -241,12 +294,7 @@ namespace LibNVFP4
                     sessions[added].Handle.DangerousAddRef(ref done);
                     handles[added] = sessions[added].Handle.DangerousGetHandle();
                 }
-                Library.Call(() =>
-                {
-                    fixed (IntPtr* first = handles)
-                    fixed (int* at = tokens)
-                        return Native.NVFP4_session_step(first, at, Interop.Size(handles.Length));
-                });
+                call(handles);
             }
             finally
             {

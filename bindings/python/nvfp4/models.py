@@ -243,10 +243,32 @@ class ChatSession(Session):
 
 def step(sessions, tokens):
     """Appends tokens[i] to sessions[i] and runs all of them in one pass over the weights."""
+    lib.session_step(_handles(sessions, tokens), _tokens(tokens), len(tokens))
+
+
+def step_sample(sessions, tokens, each=None, **options):
+    """
+    The same, and returns the token to come of each session, which is not appended. Options are those of a generation; `each` is
+    a list of dictionaries of them instead, one for each session. On a GPU no logits come to the host.
+    """
+    handles = _handles(sessions, tokens)
+    if each is None:
+        each = [options] * len(tokens)
+    elif options:
+        raise TypeError("options are given once for all, or in `each`, not both")
+    elif len(each) != len(tokens):
+        raise InvalidArgument(f"options for {len(each)} of {len(tokens)} sessions")
+    how = [native.options(native.GenerateOptions, one) for one in each]
+    pointers = (ctypes.c_void_p * len(tokens))(*(ctypes.addressof(one) for one in how))
+    chosen = (ctypes.c_int32 * len(tokens))()
+    lib.session_step_sample(handles, _tokens(tokens), len(tokens), pointers, chosen)
+    return list(chosen)
+
+
+def _handles(sessions, tokens):
     if len(sessions) != len(tokens):
         raise InvalidArgument(f"{len(tokens)} tokens for {len(sessions)} sessions")
-    handles = (ctypes.c_void_p * len(sessions))(*(session._as_parameter_ for session in sessions))
-    lib.session_step(handles, _tokens(tokens), len(handles))
+    return (ctypes.c_void_p * len(sessions))(*(session._as_parameter_ for session in sessions))
 
 
 class _Relay:

@@ -64,8 +64,8 @@ generate_options_init(pI)S session_create(ppp)S session_retain(p)S session_relea
 session_prefill_token_by_token(ppz)S session_decode(pi)S session_logits(ppzp)S session_sample(ppp)S session_generate(ppppp)S
 session_chat(ppzpppp)S session_text(ppzp)S session_messages(ppzp)S session_length(pp)S session_context(pp)S
 session_memory(pp)S session_tokens(ppzp)S session_truncate(pz)S session_reset(p)S session_fork(pp)S session_save(ppz)S
-session_restore(ppzp)S session_cancel(p)S session_step(ppz)S quantize(ppp)v scaled_mm(ppppb)p empty_cache()v
-can_use_managed()i is_managed_tensor(p)i to_managed(pii)p managed_prefetch(pi)v
+session_restore(ppzp)S session_cancel(p)S session_step(ppz)S
+session_step_sample(ppzpp)S quantize(ppp)v scaled_mm(ppppb)p empty_cache()v can_use_managed()i is_managed_tensor(p)i to_managed(pii)p managed_prefetch(pi)v
 """
 
 

@@ -4,3 +4,4 @@
 pub(super) mod attention;
 pub(super) mod linear;
 pub(super) mod pointwise;
+pub(super) mod sample;

@@ -21,6 +21,7 @@
 #define __shared__
 #define __grid_constant__
 #define __forceinline__ inline
+#define __noinline__
 #define __align__(n) __attribute__((aligned(n)))
 #define __launch_bounds__(...)
 
@@ -61,6 +62,12 @@ inline unsigned __float_as_uint(float x) {
     return r;
 }
 inline float __int_as_float(int x) { return __uint_as_float((unsigned)x); }
+// Conversions saturate.
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline double __ull2double_rn(unsigned long long x) { return (double)x; }
+inline int __float2int_rz(float x) { return x >= 0x1p31f ? 0x7fffffff : x < -0x1p31f ? -0x7fffffff - 1 : (int)x; }
+inline unsigned long long __float2ull_rz(float x) { return x < 0 ? 0 : x >= 0x1p64f ? ~0ull : (unsigned long long)x; }
+inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) { return (unsigned long long)((unsigned __int128)a * b >> 64); }
 inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)((uint64_t)a * b >> 32); }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     uint64_t bytes = (uint64_t)b << 32 | a;

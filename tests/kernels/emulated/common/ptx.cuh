@@ -159,6 +159,10 @@ template <class T>
 T __shfl_down_sync(u32 mask, T x, int d) {
     return shuffle(mask, x, min(lane_id() + d, WARP - 1));
 }
+template <class T>
+T __shfl_up_sync(u32 mask, T x, int d) {
+    return shuffle(mask, x, max(lane_id() - d, 0));
+}
 inline int __any_sync(u32 mask, bool x) {
     struct Lane {
         bool x;

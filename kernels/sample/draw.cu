@@ -1,0 +1,365 @@
+// Draws a token from each row of logits, as its rule says: src/ops/sample.rs says how, and gives the same token. Three kernels, each
+// a pass over the logits or more: the largest, the weights of each bucket, and the choice, in which one block has a row to itself.
+#include "common/ptx.cuh"
+#include "format/random.cuh"
+#include "sample/said.cuh"
+
+constexpr int THREADS = 512;        // of a block that shares a row with others
+constexpr int CHOOSERS = 1024;      // threads that choose
+constexpr int BUCKETS = 2048;       // parts of the ranking
+constexpr int WEIGHT_BITS = 40;     // the likeliest token's weight is 2 to this power
+constexpr float BUCKETS_PER_HALVING = (float)BUCKETS / WEIGHT_BITS;
+constexpr int DIGITS = 256;         // parts of what is left of a bucket
+static_assert(BUCKETS == 2 * CHOOSERS, "a thread has two buckets");
+static_assert(CHOOSERS == WARP * WARP, "a warp sums the sums of all warps");
+
+struct Rule {
+    u64 seed;
+    u64 draw;           // the number of the draw; moved on by one
+    float scale;        // from logits to logarithms to base 2; 0: the likeliest
+    float least_log;    // of the logarithms that are kept, relative to the largest
+    float top_p;
+    float penalty;
+    u32 top_k;          // 0: all
+    u32 reserved;
+};
+
+struct Arguments {
+    const float* logits;    // [rows, vocabulary]
+    Rule* rules;            // [rows]
+    u32* occurred;          // [rows, vocabulary / 32, rounded up], a bit for each token; gets the row's own. Or null: no penalties
+    float* best_value;      // [rows, blocks of the first kernel]
+    int* best_token;        // [rows, blocks of the first kernel]
+    u64* sums;              // [rows, BUCKETS], zero; left zero
+    u32* counts;            // [rows, BUCKETS], zero; left zero
+    int* tokens;            // [rows]: the tokens that gave the logits, and then those chosen
+    int* positions;         // [rows]: of the tokens that gave the logits; moved on by one
+    int* history;           // [history_steps, rows]: results by their position, modulo the steps
+    int vocabulary;
+    int history_steps;
+    int blocks;             // of the first kernel, for each row
+};
+
+// The logit of a token, after the penalty.
+struct Logits {
+    const float* logits;
+    const u32* occurred;
+    float penalty;
+    int input;
+
+    __device__ __forceinline__ Logits(const Arguments& a, int row)
+        : logits(a.logits + (size_t)row * a.vocabulary),
+          occurred(a.occurred ? a.occurred + (size_t)row * ceil_div(a.vocabulary, 32) : nullptr),
+          penalty(a.rules[row].penalty),
+          input(a.tokens[row]) {
+        if (penalty == 1) occurred = nullptr;
+    }
+    __device__ __forceinline__ float operator()(int token) const {
+        float x = logits[token];
+        if (!occurred) return x;
+        bool penalized = token == input || (occurred[token / 32] >> token % 32 & 1);
+        if (!penalized || !(fabsf(x) < INFINITY)) return x;
+        float y = x > 0 ? x / penalty : x * penalty;
+        const float most = __int_as_float(0x7f7fffff);
+        return fminf(fmaxf(y, -most), most);
+    }
+};
+
+struct Best {
+    float value;
+    int token;
+
+    __device__ __forceinline__ void take(Best other) {
+        if (other.value > value || (other.value == value && other.token < token)) *this = other;
+    }
+};
+constexpr int NONE = 0x7fffffff;
+
+// The best of the lanes of a warp, in every lane.
+__device__ __forceinline__ Best best_of_warp(Best best) {
+#pragma unroll
+    for (int d = WARP / 2; d > 0; d /= 2) best.take({__shfl_xor_sync(ALL_LANES, best.value, d), __shfl_xor_sync(ALL_LANES, best.token, d)});
+    return best;
+}
+
+// The best of a row; every thread gets it. Its value is INFINITY for the first logit that is that or no number.
+__device__ __forceinline__ Best best_of_row(const Arguments& a, int row) {
+    Best best = {-INFINITY, NONE};
+    for (int i = lane_id(); i < a.blocks; i += WARP) best.take({a.best_value[row * a.blocks + i], a.best_token[row * a.blocks + i]});
+    return best_of_warp(best);
+}
+
+__device__ __forceinline__ bool draws(Best best, const Rule& rule) { return rule.scale != 0 && fabsf(best.value) < INFINITY; }
+
+// A logit's logarithm to base 2 relative to the largest, its bucket and its weight. The operations are those of
+// src/cpu/generic/sample.rs, none of which may be contracted.
+__device__ __forceinline__ float log_of(float x, float largest, float scale) { return __fmul_rn(__fsub_rn(x, largest), scale); }
+__device__ __forceinline__ int bucket_of(float log) { return min(__float2int_rz(__fmul_rn(-log, BUCKETS_PER_HALVING)), BUCKETS - 1); }
+__device__ __forceinline__ u64 weight_of(float log) {
+    log = fmaxf(log, -(float)WEIGHT_BITS - 2);
+    float n = rintf(log), r = __fsub_rn(log, n);
+    float sum = 1.5252734e-5f;
+    sum = __fmaf_rn(sum, r, 1.540353e-4f);
+    sum = __fmaf_rn(sum, r, 1.3333558e-3f);
+    sum = __fmaf_rn(sum, r, 9.618129e-3f);
+    sum = __fmaf_rn(sum, r, 5.550411e-2f);
+    sum = __fmaf_rn(sum, r, 0.24022651f);
+    sum = __fmaf_rn(sum, r, 0.6931472f);
+    float power = __fmaf_rn(sum, r, 1.0f);
+    return __float2ull_rz(__fmul_rn(power, __int_as_float(((int)n + WEIGHT_BITS + 127) << 23)));
+}
+// A token's place in the ranking: larger for a larger logit, and of equal ones for the lower token.
+__device__ __forceinline__ u64 key_of(float logit, int token) {
+    u32 bits = __float_as_uint(logit);
+    u32 place = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+    return (u64)place << 32 | (u32)~token;
+}
+
+// 64 bits as two words: shared memory adds words at once, and longer numbers by trying until no other thread has come between.
+struct Wide {
+    u32 low, high;
+    __device__ __forceinline__ void add(u64 x) {
+        u32 l = (u32)x, before = atomicAdd(&low, l);
+        u32 h = (u32)(x >> 32) + (before + l < before);
+        if (h) atomicAdd(&high, h);
+    }
+    __device__ __forceinline__ u64 value() const { return (u64)high << 32 | low; }
+};
+
+// Grid: (blocks, rows)
+extern "C" __global__ void __launch_bounds__(THREADS) draw_largest(const __grid_constant__ Arguments a) {
+    __shared__ Best bests[THREADS / WARP];
+    wait_for_earlier_kernels();
+    let_later_kernels_start();
+    int row = blockIdx.y;
+    Logits logit(a, row);
+    Best best = {-INFINITY, NONE};
+    for (int i = blockIdx.x * THREADS + threadIdx.x; i < a.vocabulary; i += gridDim.x * THREADS) {
+        float x = logit(i);
+        best.take({x < INFINITY ? x : INFINITY, i});
+    }
+    best = best_of_warp(best);
+    if (lane_id() == 0) bests[threadIdx.x / WARP] = best;
+    __syncthreads();
+    if (threadIdx.x > 0) return;
+    for (int i = 1; i < THREADS / WARP; i++) best.take(bests[i]);
+    int at = row * gridDim.x + blockIdx.x;
+    a.best_value[at] = best.value;
+    a.best_token[at] = best.token;
+}
+
+// Grid: (blocks, rows)
+extern "C" __global__ void __launch_bounds__(THREADS) draw_buckets(const __grid_constant__ Arguments a) {
+    __shared__ Wide sums[BUCKETS];
+    __shared__ u32 counts[BUCKETS];
+    for (int i = threadIdx.x; i < BUCKETS; i += THREADS) {
+        sums[i] = {0, 0};
+        counts[i] = 0;
+    }
+    wait_for_earlier_kernels();
+    let_later_kernels_start();
+    __syncthreads();
+    int row = blockIdx.y;
+    Rule rule = a.rules[row];
+    Best best = best_of_row(a, row);
+    if (!draws(best, rule)) return;
+    Logits logit(a, row);
+    for (int i = blockIdx.x * THREADS + threadIdx.x; i < a.vocabulary; i += gridDim.x * THREADS) {
+        float log = log_of(logit(i), best.value, rule.scale);
+        int bucket = bucket_of(log);
+        sums[bucket].add(weight_of(log));
+        atomicAdd(&counts[bucket], 1u);
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < BUCKETS; i += THREADS) {
+        size_t at = (size_t)row * BUCKETS + i;
+        if (!counts[i]) continue;
+        atomicAdd(a.sums + at, sums[i].value());
+        atomicAdd(a.counts + at, counts[i]);
+    }
+}
+
+// What a running sum over the ranking has come to.
+struct Sums {
+    u64 weight, count;
+};
+__device__ __forceinline__ Sums operator+(Sums a, Sums b) { return {a.weight + b.weight, a.count + b.count}; }
+__device__ __forceinline__ Sums operator-(Sums a, Sums b) { return {a.weight - b.weight, a.count - b.count}; }
+
+// The sums over the threads of a block up to this one, this one included.
+__device__ __forceinline__ Sums sums_through(Sums own) {
+    __shared__ Sums warps[WARP];
+    auto through = [](Sums s) {
+#pragma unroll
+        for (int d = 1; d < WARP; d *= 2) {
+            u64 weight = __shfl_up_sync(ALL_LANES, s.weight, d), count = __shfl_up_sync(ALL_LANES, s.count, d);
+            if (lane_id() >= d) s = s + Sums{weight, count};
+        }
+        return s;
+    };
+    Sums s = through(own);
+    __syncthreads();
+    if (lane_id() == WARP - 1) warps[threadIdx.x / WARP] = s;
+    __syncthreads();
+    if (threadIdx.x < WARP) warps[threadIdx.x] = through(warps[threadIdx.x]);
+    __syncthreads();
+    return threadIdx.x < WARP ? s : s + warps[threadIdx.x / WARP - 1];
+}
+
+// A row's tokens by bucket, for one block.
+struct Ranking {
+    const Arguments& a;
+    Logits logit;
+    float largest, scale;
+
+    // Calls `each` with the tokens of this thread that are in a bucket, their logarithms and keys.
+    template <typename Each>
+    __device__ __forceinline__ void in_bucket(int bucket, Each each) const {
+#pragma unroll 4
+        for (int i = threadIdx.x; i < a.vocabulary; i += CHOOSERS) {
+            float x = logit(i), log = log_of(x, largest, scale);
+            if (bucket_of(log) == bucket) each(log, key_of(x, i));
+        }
+    }
+};
+
+struct Found {
+    u64 key;
+    u64 through;    // the sum of weights up to it, its own included
+};
+
+// The token at which the running sum of weights, or of tokens, passes `target`, which is less than the whole. `own` is what this
+// thread's two buckets hold, and `through` the sums up to them, from the first bucket on.
+__device__ __noinline__ Found passing(const Ranking& ranking, const Sums (&own)[2], Sums through, bool by_count, u64 target) {
+    __shared__ u64 keys[CHOOSERS];
+    __shared__ u64 weights[CHOOSERS];
+    __shared__ Wide digit_sums[DIGITS];
+    __shared__ u32 digit_counts[DIGITS];
+    __shared__ int shared_part, members;
+    __shared__ Sums shared_before, shared_inside;
+    __shared__ Found found;
+    auto measure = [&](Sums s) { return by_count ? s.count : s.weight; };
+
+    Sums before = through - own[0] - own[1];
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        if (measure(before) <= target && target < measure(before + own[i])) {
+            shared_part = 2 * threadIdx.x + i;
+            shared_before = before;
+            shared_inside = own[i];
+        }
+        before = before + own[i];
+    }
+    __syncthreads();
+    int bucket = shared_part;
+    u64 prefix = 0, mask = 0;
+    // A bucket with more than there is room for is divided by what its keys begin with, again and again.
+    for (int shift = 56; shared_inside.count > CHOOSERS; shift -= 8) {
+        before = shared_before;
+        for (int i = threadIdx.x; i < DIGITS; i += CHOOSERS) {
+            digit_sums[i] = {0, 0};
+            digit_counts[i] = 0;
+        }
+        __syncthreads();
+        ranking.in_bucket(bucket, [&](float log, u64 key) {
+            if ((key & mask) != prefix) return;
+            int digit = (int)(key >> shift) & (DIGITS - 1);
+            digit_sums[digit].add(weight_of(log));
+            atomicAdd(&digit_counts[digit], 1u);
+        });
+        __syncthreads();
+        // From the largest digit down.
+        int digit = DIGITS - 1 - (int)threadIdx.x;
+        Sums mine = {0, 0};
+        if (digit >= 0) mine = {digit_sums[digit].value(), digit_counts[digit]};
+        Sums all = before + sums_through(mine);
+        if (measure(all - mine) <= target && target < measure(all)) {
+            shared_part = digit;
+            shared_before = all - mine;
+            shared_inside = mine;
+        }
+        __syncthreads();
+        prefix |= (u64)shared_part << shift;
+        mask |= (u64)(DIGITS - 1) << shift;
+    }
+    before = shared_before;
+    if (threadIdx.x == 0) members = 0;
+    __syncthreads();
+    ranking.in_bucket(bucket, [&](float log, u64 key) {
+        if ((key & mask) != prefix) return;
+        int at = atomicAdd(&members, 1);
+        keys[at] = key;
+        weights[at] = weight_of(log);
+    });
+    __syncthreads();
+    if ((int)threadIdx.x < members) {
+        u64 key = keys[threadIdx.x], weight = weights[threadIdx.x];
+        for (int i = 0; i < members; i++) {
+            if (keys[i] > key) before = before + Sums{weights[i], 1};
+        }
+        if (measure(before) <= target && target < measure(before + Sums{weight, 1})) found = {key, before.weight + weight};
+    }
+    __syncthreads();
+    return found;
+}
+
+__device__ __forceinline__ int drawn(const Arguments& a, int row, const Rule& rule, float largest, const Sums (&own)[2]) {
+    __shared__ u64 total;
+    Ranking ranking = {a, Logits(a, row), largest, rule.scale};
+    Sums through = sums_through(own[0] + own[1]);
+    if (threadIdx.x == CHOOSERS - 1) total = through.weight;
+    __syncthreads();
+    u64 all = total;
+    if (rule.top_k > 0 && rule.top_k < (u32)a.vocabulary) all = passing(ranking, own, through, true, rule.top_k - 1).through;
+    u64 kept = all;
+    if (rule.top_p < 1) {
+        u64 wanted = (u64)ceil(__dmul_rn(__ull2double_rn(all), (double)rule.top_p));
+        wanted = min(max(wanted, 1ull), all);
+        kept = min(kept, passing(ranking, own, through, false, wanted - 1).through);
+    }
+    if (rule.least_log > -INFINITY) {
+        int last = bucket_of(rule.least_log), first = 2 * threadIdx.x;
+        Sums sum = {(first < last ? own[0].weight : 0) + (first + 1 < last ? own[1].weight : 0), 0};
+        ranking.in_bucket(last, [&](float log, u64) {
+            if (log >= rule.least_log) sum.weight += weight_of(log);
+        });
+        sum = sums_through(sum);
+        if (threadIdx.x == CHOOSERS - 1) total = sum.weight;
+        __syncthreads();
+        kept = min(kept, total);
+    }
+    u64 at = __umul64hi(random_bits(random_stream(rule.seed), rule.draw), kept);
+    return (int)~(u32)passing(ranking, own, through, false, at).key;
+}
+
+// Grid: (1, rows)
+extern "C" __global__ void __launch_bounds__(CHOOSERS) draw_choose(const __grid_constant__ Arguments a) {
+    wait_for_earlier_kernels();
+    let_later_kernels_start();
+    int row = blockIdx.y;
+    Rule rule = a.rules[row];
+    Best best = best_of_row(a, row);
+    int token = best.token;
+    if (draws(best, rule)) {
+        Sums own[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            size_t at = (size_t)row * BUCKETS + 2 * threadIdx.x + i;
+            own[i] = {a.sums[at], a.counts[at]};
+            a.sums[at] = 0;
+            a.counts[at] = 0;
+        }
+        token = drawn(a, row, rule, best.value, own);
+    }
+    __syncthreads();
+    if (threadIdx.x > 0) return;
+    if (a.occurred) {
+        int input = a.tokens[row];
+        a.occurred[(size_t)row * ceil_div(a.vocabulary, 32) + input / 32] |= 1u << input % 32;
+    }
+    a.rules[row].draw = rule.draw + 1;
+    a.tokens[row] = token;
+    int position = ++a.positions[row];
+    a.history[(size_t)(position % a.history_steps) * gridDim.y + row] = said_of(best.value, token);
+}

@@ -1,0 +1,78 @@
+//! What drawing a token takes of a row of logits: the largest, and every token's weight and bucket.
+
+use std::ops::ControlFlow;
+use std::sync::OnceLock;
+
+use super::generic::sample::WEIGHT_BITS;
+use super::level::Level;
+use super::table::Table;
+use crate::base::Result;
+
+/// Parts of the ranking: a token's bucket is never smaller than that of a likelier one.
+pub const BUCKETS: usize = 2048;
+/// Buckets by which a token's probability halves. The last one also holds all that have a weight of 0.
+const BUCKETS_PER_HALVING: f32 = BUCKETS as f32 / WEIGHT_BITS as f32;
+
+/// The bucket of a logarithm to base 2 relative to the likeliest token's.
+pub fn bucket(log: f32) -> usize {
+    // Casts of floats saturate.
+    ((-log * BUCKETS_PER_HALVING) as usize).min(BUCKETS - 1)
+}
+
+/// A float's place among all that are numbers, -0 below +0.
+pub fn place(x: f32) -> i32 {
+    let bits = x.to_bits().cast_signed();
+    bits ^ ((bits >> 31).cast_unsigned() >> 1).cast_signed()
+}
+
+/// The largest logit, or the index of the first that is not a number or plus infinity.
+pub fn largest(logits: &[f32]) -> ControlFlow<usize, f32> {
+    const INFINITY: u32 = f32::INFINITY.to_bits();
+    let unusable = |x: f32| x.to_bits() == INFINITY || x.to_bits() & (u32::MAX >> 1) > INFINITY;
+    // Without an early end, and in whole numbers: both loops then become vector instructions.
+    if logits.iter().fold(false, |any, &x| any | unusable(x)) {
+        let first = logits.iter().position(|&x| unusable(x));
+        return ControlFlow::Break(first.unwrap_or(0));
+    }
+    let top = logits
+        .iter()
+        .fold(place(f32::NEG_INFINITY), |top, &x| top.max(place(x)));
+    // Its own inverse.
+    let bits = top ^ ((top >> 31).cast_unsigned() >> 1).cast_signed();
+    ControlFlow::Continue(f32::from_bits(bits.cast_unsigned()))
+}
+
+/// Calls `each` with the index of every logit, its logarithm to base 2 relative to that of `largest`, which is
+/// `(x - largest) * scale`, and its weight: 2 to that power times 2^40, rounded down. The same on every level and on a GPU.
+pub fn weigh(
+    logits: &[f32],
+    largest: f32,
+    scale: f32,
+    mut each: impl FnMut(usize, f32, u64),
+) -> Result<()> {
+    static TABLE: OnceLock<&Table> = OnceLock::new();
+    let table = match TABLE.get() {
+        Some(table) => table,
+        None => {
+            let table = Table::of(Level::choose()?);
+            TABLE.get_or_init(|| table)
+        }
+    };
+    let (mut logs, mut weights) = ([0.0; 16], [0.0; 16]);
+    for (i, part) in logits.chunks(16).enumerate() {
+        let mut padded = [f32::NEG_INFINITY; 16];
+        let x = match part.len() {
+            16 => part.as_ptr(),
+            n => {
+                padded[..n].copy_from_slice(part);
+                padded.as_ptr()
+            }
+        };
+        // SAFETY: the level is present, and there are 16 elements behind each pointer.
+        unsafe { (table.weigh)(x, largest, scale, logs.as_mut_ptr(), weights.as_mut_ptr()) };
+        for (j, (&log, &weight)) in logs.iter().zip(&weights).enumerate().take(part.len()) {
+            each(16 * i + j, log, weight as u64);
+        }
+    }
+    Ok(())
+}
