@@ -24,7 +24,7 @@ pub struct SamplingOptions {
     /// Draws from this many of the likeliest tokens; 0 from all.
     pub top_k: usize,
     /// Draws from the fewest of the likeliest tokens whose probabilities reach this sum; the one that crosses it is kept. 1
-    /// draws from all.
+    /// draws from all, 0 takes the likeliest.
     pub top_p: f32,
     /// Leaves out tokens less likely than this share of the likeliest; 0 leaves out none.
     pub min_p: f32,
@@ -68,7 +68,7 @@ impl SamplingOptions {
             t.is_finite() && t >= 0.0,
             "0 or a positive number",
         )?;
-        finite("top_p", p, p > 0.0 && p <= 1.0, "above 0 and at most 1")?;
+        finite("top_p", p, (0.0..=1.0).contains(&p), "from 0 to 1")?;
         finite("min_p", m, (0.0..=1.0).contains(&m), "from 0 to 1")?;
         finite(
             "repetition_penalty",
@@ -76,6 +76,11 @@ impl SamplingOptions {
             r.is_finite() && r > 0.0,
             "a positive number",
         )
+    }
+
+    /// Whether nothing is drawn: the likeliest token is taken.
+    fn takes_likeliest(&self) -> bool {
+        self.temperature == 0.0 || self.top_k == 1 || self.top_p == 0.0
     }
 }
 
@@ -100,8 +105,9 @@ impl Sampler {
         })
     }
 
-    /// The same sampler with `draws` draws behind it. A generation begins with as many as there are tokens before it, so
-    /// that its draws do not depend on how a text was divided into calls.
+    /// The same sampler with `draws` draws behind it. A generation begins with as many as tokens were appended before it
+    /// ([`Session::appended`](super::Session::appended)), so that its draws do not depend on how a text was divided into
+    /// calls.
     pub fn after(mut self, draws: usize) -> Self {
         self.draws = draws as u64;
         self
@@ -130,7 +136,7 @@ impl Sampler {
                 logits.len()
             );
         };
-        if self.options.temperature == 0.0 || self.options.top_k == 1 {
+        if self.options.takes_likeliest() {
             return Ok(top as u32);
         }
         Ok(self.draw(self.logits[top]))
@@ -164,7 +170,7 @@ impl Sampler {
         if largest == f32::NEG_INFINITY || largest == 0.0 {
             return None;
         }
-        if options.temperature == 0.0 || options.top_k == 1 {
+        if options.takes_likeliest() {
             return Some(ranked[0].0);
         }
         let (largest, temperature) = (f64::from(largest), f64::from(options.temperature));
@@ -466,6 +472,23 @@ mod tests {
     }
 
     #[test]
+    fn top_p_0_takes_the_likeliest() {
+        let options = SamplingOptions {
+            top_p: 0.0,
+            ..warm()
+        };
+        assert_eq!(
+            counts(options.clone(), &logits(&[0.3, 0.3, 0.4]), 50),
+            [0, 0, 50]
+        );
+        // The first of equals, zeros of both signs among them.
+        assert_eq!(counts(options.clone(), &[-0.0, 0.0, -1.0], 50), [50, 0, 0]);
+        let l = [1.0, 3.0, 3.0, 2.0];
+        let mut short = Sampler::new(&options).unwrap();
+        assert_eq!(short.sample_shortlist(&listed(&l, 2, 1.0), &[]), Some(1));
+    }
+
+    #[test]
     fn rankings_over_many_tokens() {
         // More tokens than are sorted at first, with many equal ones.
         let l: Vec<f32> = (0..5000)
@@ -665,7 +688,7 @@ mod tests {
         };
         check(|o| o.temperature = -0.1, "temperature is -0.1");
         check(|o| o.temperature = f32::NAN, "temperature is NaN");
-        check(|o| o.top_p = 0.0, "top_p is 0");
+        check(|o| o.top_p = -0.1, "top_p is -0.1; it must be from 0 to 1");
         check(|o| o.top_p = 1.5, "top_p is 1.5");
         check(|o| o.min_p = -1.0, "min_p is -1");
         check(|o| o.repetition_penalty = 0.0, "repetition_penalty is 0");
