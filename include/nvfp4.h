@@ -513,7 +513,10 @@ typedef struct NVFP4_GenerateOptions {
     float temperature;
     /** Draws from this many of the likeliest tokens. Default: 0, all. */
     int32_t top_k;
-    /** Draws from the fewest of the likeliest tokens whose probabilities reach this sum. Default: 1, all. */
+    /**
+     * Draws from the fewest of the likeliest tokens whose probabilities reach this sum. 0 takes the likeliest
+     * one. Default: 1, all.
+     */
     float top_p;
     /** Leaves out tokens less likely than this share of the likeliest. Default: 0, none. */
     float min_p;
@@ -525,13 +528,19 @@ typedef struct NVFP4_GenerateOptions {
     int32_t replay;
     /** Tokens to generate at most. Default: 512. */
     size_t max_tokens;
-    /** Fixes the draws: the same seed at the same place gives the same token. Default: 0. */
+    /**
+     * Fixes the draws: the same seed at the same place gives the same token. A place is the number of tokens appended before
+     * it, those that eviction has forgotten included. Default: 0.
+     */
     uint64_t seed;
     /** Tokens that end the text, besides the model's own. The one that did is not appended. Default: NULL. */
     const int32_t *stop_tokens;
     /** Elements of `stop_tokens`. */
     size_t stop_token_count;
-    /** Texts that end the text and are not part of it, in UTF-8. Default: NULL. */
+    /**
+     * Texts that end the text and are not part of it, in UTF-8. A special token gives no text, but counts where one of these
+     * has its name in it. Default: NULL.
+     */
     const char *const *stop_strings;
     /** Bytes of each of `stop_strings`. */
     const size_t *stop_string_lengths;
@@ -1236,8 +1245,9 @@ NVFP4_Status NVFP4_model_tokenize(const NVFP4_Model *model,
                                   size_t *count);
 
 /**
- * Token ids to text. `skip_special` 1 leaves out tokens such as `<|im_end|>`. Bytes that are no character become U+FFFD:
- * for a stream of tokens use the text that generation gives, which waits for whole characters.
+ * Token ids to text. `skip_special` 1 leaves out tokens such as `<|im_end|>`. Ids that the model knows and its tokenizer does
+ * not, as many models have them, give no text; others are refused. Bytes that are no character become U+FFFD: for a stream
+ * of tokens use the text that generation gives, which waits for whole characters.
  */
 NVFP4_API
 NVFP4_Status NVFP4_model_detokenize(const NVFP4_Model *model,
@@ -1372,7 +1382,11 @@ NVFP4_Status NVFP4_session_chat(NVFP4_Session *session,
                                 void *user,
                                 NVFP4_GenerationResult *result);
 
-/** Copies the text of the last generation, which is empty before the first. For the buffer see TEXT above. */
+/**
+ * Copies the text of the last generation, which is empty before the first. A character that it left unfinished is not part of
+ * it, whatever ended it: if the next generation completes the character, its text begins with it. For the buffer see TEXT
+ * above.
+ */
 NVFP4_API
 NVFP4_Status NVFP4_session_text(NVFP4_Session *session,
                                 char *buffer,
@@ -1405,8 +1419,13 @@ NVFP4_Status NVFP4_session_tokens(NVFP4_Session *session,
                                   size_t capacity,
                                   size_t *count);
 
-/** Forgets the tokens from `length` on. A conversation goes on if the cut is in an answer or at its end. */
-NVFP4_API NVFP4_Status NVFP4_session_truncate(NVFP4_Session *session, size_t length);
+/**
+ * Forgets the tokens from `length` on. A conversation goes on if the cut is in an answer or at its end. Draws are then those
+ * that followed `length` before; cut to 0, the session is as after NVFP4_session_reset().
+ */
+NVFP4_API
+NVFP4_Status NVFP4_session_truncate(NVFP4_Session *session,
+                                    size_t length);
 
 /** Forgets all tokens and the conversation. The options stay. */
 NVFP4_API NVFP4_Status NVFP4_session_reset(NVFP4_Session *session);

@@ -5,7 +5,7 @@ mod common;
 
 use std::fs;
 use std::ops::ControlFlow;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -16,7 +16,7 @@ use NVFP4::session::{
     Canceller, Eviction, Finish, GenerateOptions, Generation, Piece, Sampler, SamplingOptions,
     Session, SessionOptions, step,
 };
-use NVFP4::text::Message;
+use NVFP4::text::{Detokenizer, Message};
 use common::{Copy, golden, load, options, some_tokens};
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -148,11 +148,7 @@ fn a_generation_in_parts_is_the_whole() {
         text += &part.text;
     }
     assert_eq!(tokens, whole.tokens);
-    // A part may end within a character, which is then shown as broken in it and whole in the next.
-    assert_eq!(
-        text.replace('\u{fffd}', ""),
-        whole.text.replace('\u{fffd}', "")
-    );
+    assert_eq!(text, whole.text);
     assert_eq!(one.len(), 29);
     assert_eq!(&one.tokens()[5..], tokens);
     let tokens = one.tokens().to_vec();
@@ -166,6 +162,172 @@ fn a_generation_in_parts_is_the_whole() {
         .tokens,
         whole.tokens
     );
+}
+
+/// The text that `tokens` complete, without what is unfinished at the end.
+fn completed(model: &Model, tokens: &[u32]) -> String {
+    let mut detokenizer = Detokenizer::new(model.tokenizer().unwrap());
+    // The model has rows for ids that its tokenizer has no text for.
+    let pieces = tokens
+        .iter()
+        .map(|&t| detokenizer.push(t).unwrap_or_default());
+    pieces.collect()
+}
+
+#[test]
+fn characters_wait_for_the_call_that_completes_them() {
+    let model = load("qwen3_tied");
+    let tokenizer = model.tokenizer().unwrap();
+    let byte = |b: u8| (0..320).find(|&t| tokenizer.bytes_of(t).unwrap() == [b]);
+    let (mut waited, mut completions) = (0, 0);
+    for seed in 0..40 {
+        let mut options = drawn(1);
+        options.sampling.seed = seed;
+        let mut session = filled(&model, 5);
+        // The beginning of a character, and more tokens without text behind it than a character has bytes.
+        let begun = [byte(b'a'), byte(0xf0), byte(0x9f)].map(Option::unwrap);
+        session.prefill(&begun).unwrap();
+        session.prefill(&[0; 9]).unwrap();
+        let mut text = String::new();
+        for _ in 0..24 {
+            let out = generate(&mut session, &options);
+            let mut nothing = options.clone();
+            nothing.max_tokens = 0;
+            assert_eq!(generate(&mut session, &nothing).text, "");
+            waited += usize::from(out.text.is_empty());
+            text += &out.text;
+        }
+        let all = completed(&model, &session.tokens()[5..]);
+        assert_eq!(format!("a{text}"), all, "seed {seed}");
+        completions += usize::from(!text.starts_with('\u{fffd}'));
+        // In one call it is the same.
+        let mut whole = filled(&model, 5);
+        whole.prefill(&begun).unwrap();
+        whole.prefill(&[0; 9]).unwrap();
+        options.max_tokens = 24;
+        assert_eq!(generate(&mut whole, &options).text, text);
+    }
+    assert!(waited > 50 && completions > 0, "{waited} {completions}");
+}
+
+#[test]
+fn answers_end_with_a_whole_character() {
+    let model = load("qwen3_tied");
+    let mut broken = 0;
+    for seed in 0..40 {
+        let mut options = drawn(6);
+        options.sampling.seed = seed;
+        let mut session = session(&model);
+        let out = session.chat("Hi", &options, &mut go).unwrap();
+        assert_eq!(out.text, completed(&model, &out.tokens));
+        assert_eq!(session.messages().unwrap()[1].content, out.text);
+        let decoded = model.decode(&out.tokens, true).unwrap();
+        broken += usize::from(decoded != out.text);
+    }
+    assert!(broken > 0, "no answer ends within a character");
+}
+
+#[test]
+fn ids_without_text_decode_to_none() {
+    let model = load("qwen3_tied");
+    let tokenizer = model.tokenizer().unwrap();
+    let (ids, rows) = (
+        tokenizer.vocab_size() as u32,
+        model.config().vocab_size as u32,
+    );
+    assert!(ids < rows);
+    let text = encode(&model, "Hello");
+    let mixed = [&[ids], &text[..], &[rows - 1, ids + 1, END]].concat();
+    assert_eq!(model.decode(&mixed, true).unwrap(), "Hello");
+    assert_eq!(model.decode(&mixed, false).unwrap(), "Hello<|im_end|>");
+    let e = model.decode(&[5, rows], true).unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::InvalidArgument);
+    assert!(
+        e.message()
+            .contains("token 320 at index 1 is outside the vocabulary of 320"),
+        "{e}"
+    );
+}
+
+#[test]
+fn draws_do_not_depend_on_how_a_text_was_divided() {
+    let model = load("qwen3_tied");
+    let prompt = some_tokens(&model, 20);
+    let new = || {
+        let mut session = with(&model, |o| {
+            o.context = 24;
+            o.eviction = Eviction::DropOldest { keep: 3 };
+        });
+        session.prefill(&prompt).unwrap();
+        session
+    };
+    let whole = generate(&mut new(), &drawn(90));
+    let path = file("draws");
+    for sizes in [&[90][..], &[1; 90], &[7, 0, 30, 2, 51]] {
+        let mut session = new();
+        let mut tokens = Vec::new();
+        for &n in sizes {
+            tokens.extend(generate(&mut session, &drawn(n)).tokens);
+            // Neither a copy nor a file of a session is another one.
+            session = session.fork().unwrap();
+            session.save(&path.0).unwrap();
+            session = Session::restore(model.clone(), &path.0).unwrap();
+        }
+        assert_eq!(tokens, whole.tokens, "{sizes:?}");
+    }
+    // However the prompt came.
+    let mut single = new();
+    single.reset().unwrap();
+    for &token in &prompt {
+        single.decode(token).unwrap();
+    }
+    assert_eq!(generate(&mut single, &drawn(90)).tokens, whole.tokens);
+
+    // Going back gives the same draws again, and a failed call takes none.
+    let mut session = new();
+    generate(&mut session, &drawn(30));
+    let len = session.len();
+    let mut again = || {
+        let out = generate(&mut session, &drawn(4)).tokens;
+        session.truncate(len).unwrap();
+        let _ = session.prefill(&[1; 25]).unwrap_err();
+        out
+    };
+    assert_eq!(again(), whole.tokens[30..34]);
+    assert_eq!(again(), whole.tokens[30..34]);
+    // One that was emptied is a new one.
+    session.reset().unwrap();
+    session.prefill(&prompt).unwrap();
+    assert_eq!(generate(&mut session, &drawn(90)).tokens, whole.tokens);
+}
+
+#[test]
+fn draws_do_not_repeat_after_an_eviction() {
+    let model = load("qwen3_tied");
+    let mut session = with(&model, |o| {
+        o.context = 8;
+        o.eviction = Eviction::DropOldest { keep: 0 };
+    });
+    // The same few tokens again and again, so that nothing but the draws differs.
+    let options = GenerateOptions {
+        max_tokens: 1,
+        sampling: SamplingOptions {
+            temperature: 1e6,
+            seed: 3,
+            ..SamplingOptions::default()
+        },
+        ignore_model_stops: true,
+        ..GenerateOptions::default()
+    };
+    let mut tokens = Vec::new();
+    for _ in 0..64 {
+        session.prefill(&[1; 7]).unwrap();
+        tokens.extend(generate(&mut session, &options).tokens);
+    }
+    tokens.sort_unstable();
+    tokens.dedup();
+    // 64 draws of 320 even chances; 56 of them differ on the average.
+    assert!(tokens.len() > 40, "{tokens:?}");
 }
 
 #[test]
@@ -252,6 +414,50 @@ fn stop_strings_and_special_tokens_are_not_shown() {
     assert!(out.tokens.iter().any(|&t| tokenizer.is_special(t)));
     assert!(!out.text.contains("<|"), "{}", out.text);
     assert_eq!(shown, out.text);
+
+    // But a stop string may name one, alone or with text around it.
+    let special = |t: &u32| tokenizer.is_special(*t);
+    let at = out.tokens.iter().position(special).unwrap();
+    let name = tokenizer.decode(&out.tokens[at..=at], false).unwrap();
+    let before = completed(&model, &out.tokens[..at]);
+    let last = before.chars().next_back().unwrap();
+    let next = out.tokens[at + 1..].iter().position(special).unwrap() + at + 1;
+    let after = completed(&model, &out.tokens[at + 1..next]);
+    let first = after.chars().next().unwrap();
+    let kept = &before[..before.len() - last.len_utf8()];
+    for (stop, text) in [
+        (name.clone(), &*before),
+        (format!("{last}{name}"), kept),
+        (format!("{name}{first}"), &*before),
+        (format!("{last}{name}{first}"), kept),
+    ] {
+        let mut session = filled(&model, 6);
+        let mut shown = String::new();
+        let options = GenerateOptions {
+            stop_strings: vec!["never there".to_owned(), stop.clone()],
+            ..drawn(200)
+        };
+        let stopped = session
+            .generate(&options, &mut |piece| {
+                shown.push_str(piece.text);
+                ControlFlow::Continue(())
+            })
+            .unwrap();
+        assert_eq!(stopped.finish, Finish::StopString, "{stop}");
+        assert_eq!((&*stopped.text, &*shown), (text, text), "{stop}");
+        assert_eq!(session.tokens()[6..], stopped.tokens);
+        assert!(out.tokens.starts_with(&stopped.tokens));
+    }
+    // What is part of a special token's name alone is not there.
+    let part = GenerateOptions {
+        stop_strings: vec!["<|".to_owned()],
+        ..drawn(200)
+    };
+    let unstopped = generate(&mut filled(&model, 6), &part);
+    assert_eq!(
+        (unstopped.finish, &unstopped.text),
+        (Finish::Length, &out.text)
+    );
 
     let empty = GenerateOptions {
         stop_strings: vec![String::new()],
@@ -664,6 +870,63 @@ fn what_users_say_cannot_forge_turns() {
 }
 
 #[test]
+fn names_of_special_tokens_bring_no_spaces() {
+    // A small sentencepiece-like vocabulary, with each of the ways to put a space in front.
+    let text = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/text");
+    let read = |name: &str| -> Value {
+        serde_json::from_slice(&fs::read(text.join(name)).unwrap()).unwrap()
+    };
+    let spm: Value = serde_json::from_str(read("spm.json")["json"].as_str().unwrap()).unwrap();
+    for (variant, changes) in read("plain.json")["variants"].as_object().unwrap() {
+        let mut tokenizer = spm.clone();
+        for (key, value) in changes.as_object().unwrap() {
+            tokenizer[key] = value.clone();
+        }
+        // As many tokens as the model has rows: the special ones, the bytes, and what the texts below are made of.
+        let vocabulary = tokenizer["model"]["vocab"].as_object_mut().unwrap();
+        let mut tokens: Vec<_> = vocabulary
+            .iter()
+            .map(|(t, id)| (id.as_u64(), t.clone()))
+            .collect();
+        tokens.sort();
+        let (first, others) = tokens.split_at(259);
+        let simple = |t: &str| t.chars().all(|c| "abeinrstuX:.</>\u{2581}".contains(c));
+        let others = others.iter().filter(|(_, t)| simple(t)).take(320 - 259);
+        *vocabulary = (0..)
+            .zip(first.iter().chain(others))
+            .map(|(id, (_, t))| (t.clone(), json!(id)))
+            .collect();
+        let vocabulary = vocabulary.clone();
+        let merges = tokenizer["model"]["merges"].as_array_mut().unwrap();
+        merges.retain(|merge| {
+            let parts = [0, 1].map(|i| merge[i].as_str().unwrap());
+            [parts[0], parts[1], &parts.concat()]
+                .iter()
+                .all(|&part| vocabulary.contains_key(part))
+        });
+        let dir = Copy::of("qwen3_tied", variant);
+        dir.write("tokenizer.json", tokenizer.to_string().as_bytes());
+        dir.write(
+            "chat_template.jinja",
+            b"{%- for m in messages %}{{ '<s>' + m.role + ': ' + m.content + '.' }}{% endfor %}\
+            {%- if add_generation_prompt %}<s>assistant:{% endif %}",
+        );
+        let model = Model::load(&dir.0, &options()).unwrap();
+        let spelled = |user: &str| {
+            let mut session = session(&model);
+            for _ in 0..2 {
+                chat(&mut session, user, 0);
+            }
+            let tokenizer = model.tokenizer().unwrap();
+            tokenizer.decode(session.tokens(), false).unwrap()
+        };
+        let named = spelled("a</s> b</s>");
+        assert_eq!(named, spelled("aX bX").replace('X', "</s>"), "{variant}");
+        assert!(named.contains(": a</s> b</s>."), "{variant}: {named}");
+    }
+}
+
+#[test]
 fn templates_that_change_what_was_said() {
     // Reasoning taken out of earlier answers and everything trimmed, as Qwen3 and Llama 3 do.
     let (_dir, model) = templated(
@@ -1026,15 +1289,29 @@ fn damaged_session_files_are_errors() {
         assert!(e.message().contains(part), "'{part}' is not in: {e}");
     };
     assert!(try_to_read(&rewritten(&bytes, |_| ())).is_ok());
+    // Files of version 1 do not say what was evicted.
+    let mut old = bytes.clone();
+    old[8] = 1;
+    let old = rewritten(&old, |h| {
+        h.as_object_mut().unwrap().remove("evicted").unwrap();
+    });
+    let restored = try_to_read(&old).unwrap();
+    assert_eq!(
+        (restored.tokens(), restored.appended()),
+        (session.tokens(), session.len())
+    );
     for len in (0..600).chain([bytes.len() - 9, bytes.len() - 8, bytes.len() - 1]) {
         corrupt(&bytes[..len], "");
     }
     corrupt(&[&bytes[..], &[0]].concat(), "damaged or cut off");
     corrupt(&[0; 100], "not a session file");
     let mut version = bytes.clone();
-    version[8] = 9;
-    let e = try_to_read(&version).unwrap_err();
-    assert_eq!(e.kind(), ErrorKind::Unsupported);
+    for unknown in [0, 3, 9] {
+        version[8] = unknown;
+        let e = try_to_read(&version).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Unsupported);
+        assert!(e.message().contains("reads versions 1 to 2"), "{e}");
+    }
     let mut long = bytes.clone();
     long[12..16].fill(0xff);
     corrupt(&long, "header of 4294967295 bytes");
@@ -1059,6 +1336,13 @@ fn damaged_session_files_are_errors() {
     lie("turns", json!([[0, n + 1, "x"]]), "contradicts itself");
     lie("turns", json!([[9, 4, "x"]]), "contradicts itself");
     lie("head", json!(n + 1), "contradicts itself");
+    lie("evicted", json!(1), "contradicts itself");
+    lie("evicted", json!(-1), "header");
+    let countless = rewritten(&bytes, |h| {
+        h["keep"] = json!(0);
+        h["evicted"] = json!(u64::MAX);
+    });
+    corrupt(&countless, "contradicts itself");
     lie("surprise", json!(1), "surprise");
     let both = rewritten(&bytes, |h| {
         for name in ["tokens", "cached", "context"] {

@@ -265,6 +265,87 @@ fn plain_text_holds_no_special_tokens() {
     }
 }
 
+/// The tokenizers of `plain.json`, each with the names of the token that the template writes and of the one that the user does.
+fn plain_tokenizers(golden: &Value) -> Vec<(String, Tokenizer, [&'static str; 2])> {
+    let spm: Value = serde_json::from_str(json("spm.json")["json"].as_str().unwrap()).unwrap();
+    let mut out = vec![(
+        "byte level".to_owned(),
+        Tokenizer::from_file(&self::golden("tokenizer.json")).unwrap(),
+        ["<|im_start|>", "<|im_end|>"],
+    )];
+    for (name, changes) in golden["variants"].as_object().unwrap() {
+        let mut file = spm.clone();
+        for (key, value) in changes.as_object().unwrap() {
+            file[key] = value.clone();
+        }
+        let tokenizer = Tokenizer::from_json(file.to_string().as_bytes()).unwrap();
+        out.push((name.clone(), tokenizer, ["<s>", "</s>"]));
+    }
+    let vocabulary = Tokenizer::from_vocabulary(&sentencepiece()).unwrap();
+    out.push(("prepend".to_owned(), vocabulary, ["<s>", "</s>"]));
+    out
+}
+
+#[test]
+fn names_of_special_tokens_are_text_as_in_python() {
+    let golden = json("plain.json");
+    let mut compared = 0;
+    for (name, tokenizer, [known, named]) in plain_tokenizers(&golden) {
+        for case in golden["cases"].as_array().unwrap() {
+            let [before, user, after] = [0, 1, 2].map(|i| {
+                let part = case["parts"][i].as_str().unwrap();
+                part.replace("KNOWN", known).replace("NAMED", named)
+            });
+            let want = ids(&case["ids"][&name]);
+            let tokens = tokenizer.encode_around(&before, &user, &after).unwrap();
+            assert_eq!(tokens, want, "{name}: {before:?} {user:?} {after:?}");
+            if before.is_empty() && after.is_empty() {
+                assert_eq!(
+                    tokenizer.encode_plain(&user).unwrap(),
+                    want,
+                    "{name}: {user:?}"
+                );
+            }
+            compared += 1;
+        }
+    }
+    assert_eq!(compared, 6 * 10);
+}
+
+#[test]
+fn texts_without_names_of_special_tokens_are_encoded_as_ever() {
+    for (name, tokenizer, [known, _]) in plain_tokenizers(&json("plain.json")) {
+        for sample in samples(&json("encodings.json")) {
+            if sample.contains(known) || tokenizer.names_special(&sample) {
+                continue;
+            }
+            let plain = tokenizer.encode_plain(&sample).unwrap();
+            assert_eq!(
+                plain,
+                tokenizer.encode(&sample, false).unwrap(),
+                "{name}: {sample:?}"
+            );
+            let (before, after) = (format!("a {known} b "), format!(" c{known}d"));
+            let parts = tokenizer.encode_around(&before, &sample, &after).unwrap();
+            let whole = tokenizer.encode(&[&*before, &sample, &after].concat(), false);
+            assert_eq!(parts, whole.unwrap(), "{name}: {sample:?}");
+        }
+    }
+}
+
+#[test]
+fn a_tokenizer_that_cannot_but_forge_is_refused() {
+    let mut file: Value = serde_json::from_str(json("spm.json")["json"].as_str().unwrap()).unwrap();
+    // Words that are tokens as a whole skip the merges, and nothing is put in front of them.
+    file["model"]["ignore_merges"] = true.into();
+    file["normalizer"] = Value::Null;
+    let tokenizer = Tokenizer::from_json(file.to_string().as_bytes()).unwrap();
+    let e = tokenizer.encode_plain("</s>").unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::Unsupported);
+    assert!(e.message().contains("'</s>' but special token 2"), "{e}");
+    assert!(tokenizer.encode_plain("a</s>").is_ok());
+}
+
 #[test]
 fn the_detokenizer_gives_whole_characters_and_the_whole_text() {
     let encodings = json("encodings.json");
@@ -298,6 +379,48 @@ fn the_detokenizer_gives_whole_characters_and_the_whole_text() {
         waited > 50,
         "the samples hold characters spread over tokens"
     );
+}
+
+/// A detokenizer that goes on after some tokens, of which it looks at the last ones, is one that was given them all.
+#[test]
+fn the_detokenizer_goes_on_after_any_tokens() {
+    let spm = Arc::new(Tokenizer::from_vocabulary(&sentencepiece()).unwrap());
+    let byte = |b: u8| spm.id_of(&format!("<0x{b:02X}>")).unwrap();
+    // Bytes of characters of all lengths, spaces, text, special tokens, and an id without text.
+    let mut choices: Vec<u32> = [
+        0xc3, 0xa9, 0xe6, 0x9d, 0xb1, 0xf0, 0x9f, 0x98, 0x80, 0xff, b' ', b'x',
+    ]
+    .map(byte)
+    .to_vec();
+    choices.extend([1, 2, 1_000_000]);
+    choices.extend(spm.encode("the", false).unwrap());
+    let mut state = 7u64;
+    let mut begun = 0;
+    for _ in 0..4000 {
+        let mut next = |n: usize| {
+            state = state
+                .wrapping_mul(6364136223846793005)
+                .wrapping_add(1442695040888963407);
+            (state >> 33) as usize % n
+        };
+        let length = next(12);
+        let before: Vec<u32> = (0..length).map(|_| choices[next(choices.len())]).collect();
+        let keep = next(2) == 0;
+        let new = || Detokenizer::new(&spm).with_special(keep);
+        let mut whole = new();
+        for &token in &before {
+            let _ = whole.push(token);
+        }
+        let mut after = new().after(&before);
+        for continued in [0x9f, 0x98, 0x80, b' ', b'y'].map(byte) {
+            let text = after.push(continued).unwrap();
+            assert_eq!(text, whole.push(continued).unwrap(), "{before:?}");
+            begun +=
+                usize::from(!text.is_empty() && !text.contains('\u{fffd}') && !text.is_ascii());
+        }
+        assert_eq!(after.finish(), whole.finish());
+    }
+    assert!(begun > 20, "{begun}");
 }
 
 #[test]

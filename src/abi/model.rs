@@ -260,8 +260,9 @@ pub unsafe extern "C" fn NVFP4_model_tokenize(
     })
 }
 
-/// Token ids to text. `skip_special` 1 leaves out tokens such as `<|im_end|>`. Bytes that are no character become U+FFFD:
-/// for a stream of tokens use the text that generation gives, which waits for whole characters.
+/// Token ids to text. `skip_special` 1 leaves out tokens such as `<|im_end|>`. Ids that the model knows and its tokenizer does
+/// not, as many models have them, give no text; others are refused. Bytes that are no character become U+FFFD: for a stream
+/// of tokens use the text that generation gives, which waits for whole characters.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_model_detokenize(
     model: *const NVFP4_Model,
@@ -276,9 +277,7 @@ pub unsafe extern "C" fn NVFP4_model_detokenize(
         let model = handle::get::<Model>("model", model)?;
         // SAFETY: the pointers are as the header asks.
         let tokens = tokens_in(unsafe { slice("tokens", tokens, count) }?)?;
-        let text = model
-            .tokenizer()?
-            .decode(&tokens, flag("skip_special", skip_special)?)?;
+        let text = model.decode(&tokens, flag("skip_special", skip_special)?)?;
         // SAFETY: as above.
         unsafe { copy_text(&text, buffer, capacity, length) }
     })

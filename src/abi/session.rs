@@ -144,7 +144,8 @@ pub struct NVFP4_GenerateOptions {
     pub temperature: f32,
     /// Draws from this many of the likeliest tokens. Default: 0, all.
     pub top_k: i32,
-    /// Draws from the fewest of the likeliest tokens whose probabilities reach this sum. Default: 1, all.
+    /// Draws from the fewest of the likeliest tokens whose probabilities reach this sum. 0 takes the likeliest
+    /// one. Default: 1, all.
     pub top_p: f32,
     /// Leaves out tokens less likely than this share of the likeliest. Default: 0, none.
     pub min_p: f32,
@@ -156,13 +157,15 @@ pub struct NVFP4_GenerateOptions {
     pub replay: i32,
     /// Tokens to generate at most. Default: 512.
     pub max_tokens: usize,
-    /// Fixes the draws: the same seed at the same place gives the same token. Default: 0.
+    /// Fixes the draws: the same seed at the same place gives the same token. A place is the number of tokens appended before
+    /// it, those that eviction has forgotten included. Default: 0.
     pub seed: u64,
     /// Tokens that end the text, besides the model's own. The one that did is not appended. Default: NULL.
     pub stop_tokens: *const i32,
     /// Elements of `stop_tokens`.
     pub stop_token_count: usize,
-    /// Texts that end the text and are not part of it, in UTF-8. Default: NULL.
+    /// Texts that end the text and are not part of it, in UTF-8. A special token gives no text, but counts where one of these
+    /// has its name in it. Default: NULL.
     pub stop_strings: *const *const c_char,
     /// Bytes of each of `stop_strings`.
     pub stop_string_lengths: *const usize,
@@ -459,7 +462,7 @@ pub unsafe extern "C" fn NVFP4_session_sample(
         let (out, options) = unsafe { (Out::new("token", token)?, self::options(options)?) };
         let sampler = Sampler::new(&options.sampling()?)?;
         with(session, |state| {
-            let mut sampler = sampler.after(state.session.len());
+            let mut sampler = sampler.after(state.session.appended());
             out.set(token_out(state.session.sample(&mut sampler)?)?);
             Ok(())
         })
@@ -565,7 +568,9 @@ pub unsafe extern "C" fn NVFP4_session_chat(
     })
 }
 
-/// Copies the text of the last generation, which is empty before the first. For the buffer see TEXT above.
+/// Copies the text of the last generation, which is empty before the first. A character that it left unfinished is not part of
+/// it, whatever ended it: if the next generation completes the character, its text begins with it. For the buffer see TEXT
+/// above.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_session_text(
     session: *mut NVFP4_Session,
@@ -668,7 +673,8 @@ pub unsafe extern "C" fn NVFP4_session_tokens(
     })
 }
 
-/// Forgets the tokens from `length` on. A conversation goes on if the cut is in an answer or at its end.
+/// Forgets the tokens from `length` on. A conversation goes on if the cut is in an answer or at its end. Draws are then those
+/// that followed `length` before; cut to 0, the session is as after NVFP4_session_reset().
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_session_truncate(
     session: *mut NVFP4_Session,

@@ -13,7 +13,7 @@ pub(super) struct SamplingArgs {
     /// Choose among this many likeliest tokens; 0 means all
     #[arg(long, default_value_t = 0)]
     top_k: usize,
-    /// Choose among the likeliest tokens that together have this probability
+    /// Choose among the likeliest tokens that together have this probability; 0 takes the likeliest
     #[arg(long, default_value_t = 1.0)]
     top_p: f32,
     /// Leave out tokens less likely than this part of the likeliest one
@@ -25,7 +25,7 @@ pub(super) struct SamplingArgs {
     /// The same seed gives the same answer
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// Stop before this text; may be given several times
+    /// Stop before this text, which may name special tokens; may be given several times
     #[arg(long)]
     stop: Vec<String>,
     /// Go on past the tokens that end a text

@@ -383,6 +383,11 @@ impl Model {
                 "the model was loaded for sampling only, without its layers; load it whole to run tokens"
             );
         }
+        self.check_ids(tokens)
+    }
+
+    /// Refuses ids that the embedding has no rows for.
+    pub(super) fn check_ids(&self, tokens: &[u32]) -> Result<()> {
         let vocab = self.config().vocab_size;
         if let Some(i) = tokens.iter().position(|&t| t as usize >= vocab) {
             bail!(

@@ -312,6 +312,16 @@ impl Model {
         })
     }
 
+    /// The text of `tokens`; special tokens are left out if `skip_special`. Ids that the embedding has rows for and the
+    /// tokenizer no text give none.
+    pub fn decode(&self, tokens: &[u32], skip_special: bool) -> Result<String> {
+        let tokenizer = self.tokenizer()?;
+        self.check_ids(tokens)?;
+        let mut known = tokens.to_vec();
+        known.retain(|&t| tokenizer.bytes_of(t).is_ok());
+        tokenizer.decode(&known, skip_special)
+    }
+
     /// Its chat template; ChatML where it came without one.
     pub fn chat_template(&self) -> &ChatTemplate {
         &self.template

@@ -85,7 +85,7 @@ impl SamplingOptions {
 
     /// Whether the likeliest token is chosen, and nothing is drawn.
     fn takes_likeliest(&self) -> bool {
-        self.temperature == 0.0 || self.top_k == 1
+        self.temperature == 0.0 || self.top_k == 1 || self.top_p == 0.0
     }
 
     /// Whether the choice is that of the largest logit, whatever has occurred.

@@ -49,31 +49,29 @@ pub fn step_choose(
             .map_err(|e| e.within(format_args!("session {i}")))?;
     }
     let mut next = Vec::new();
-    stepped(
-        sessions,
-        tokens,
-        &mut |model, caches, histories, scratch| {
-            let choices: Vec<Choice<'_>> = options
-                .iter()
-                .zip(histories)
-                .map(|(options, history)| Choice {
-                    options,
-                    draw: history.len() as u64,
-                    history,
-                })
-                .collect();
-            next = model.forward_choose(tokens, caches, &choices, scratch, look_ahead)?;
-            Ok(())
-        },
-    )?;
+    stepped(sessions, tokens, &mut |model, caches, places, scratch| {
+        let choices: Vec<Choice<'_>> = options
+            .iter()
+            .zip(places)
+            .map(|(options, &(draw, history))| Choice {
+                options,
+                draw,
+                history,
+            })
+            .collect();
+        next = model.forward_choose(tokens, caches, &choices, scratch, look_ahead)?;
+        Ok(())
+    })?;
     for ((session, options), &token) in sessions.iter_mut().zip(options).zip(&next) {
         session.likeliest = options.is_greedy().then_some(token);
     }
     Ok(next)
 }
 
-/// One pass over the weights for several sessions' caches, given also what each session holds.
-type Pass<'a> = dyn FnMut(&Model, &mut [&mut KvCache], &[&[u32]], &mut Scratch) -> Result<()> + 'a;
+/// One pass over the weights for several sessions' caches, given also how many tokens were appended to each session, and those it
+/// holds.
+type Pass<'a> =
+    dyn FnMut(&Model, &mut [&mut KvCache], &[(u64, &[u32])], &mut Scratch) -> Result<()> + 'a;
 
 fn stepped(sessions: &mut [&mut Session], tokens: &[u32], pass: &mut Pass<'_>) -> Result<()> {
     if sessions.len() != tokens.len() {
@@ -140,11 +138,11 @@ fn run(sessions: &mut [&mut Session], tokens: &[u32], pass: &mut Pass<'_>) -> Re
             session.push(&[token]);
         }
         let parts = sessions.iter_mut().map(|s| {
-            let Session { cache, tokens, .. } = &mut **s;
-            (cache, &tokens[..])
+            let appended = s.appended() as u64;
+            (&mut s.cache, (appended, &s.tokens[..]))
         });
-        let (mut caches, histories): (Vec<&mut KvCache>, Vec<&[u32]>) = parts.unzip();
-        pass(&model, &mut caches, &histories, &mut scratch)
+        let (mut caches, places): (Vec<&mut KvCache>, Vec<_>) = parts.unzip();
+        pass(&model, &mut caches, &places, &mut scratch)
     })();
     sessions[0].scratch = scratch;
     result

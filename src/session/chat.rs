@@ -3,6 +3,7 @@
 
 use std::ops::{ControlFlow, Range};
 
+use super::text::Text;
 use super::{GenerateOptions, Generation, Piece, Session};
 use crate::base::Result;
 use crate::base::error::bail;
@@ -84,13 +85,13 @@ impl Session {
         let turns = &self.conversation.turns;
         let mut messages: Vec<Message> = self.system().collect();
         for (i, turn) in turns.iter().enumerate() {
-            let tokenizer = self.model.tokenizer()?;
             let end = turns.get(i + 1).map_or(self.len(), |next| next.start);
-            let mut answer = self.tokens[turn.answer..end].to_vec();
-            // A model may have rows for ids that its tokenizer has no text for.
-            answer.retain(|&t| tokenizer.bytes_of(t).is_ok());
+            let mut answer = Text::after(&[], &self.model, &[])?;
+            for &token in &self.tokens[turn.answer..end] {
+                answer.push(token);
+            }
             messages.push(Message::new("user", &*turn.user));
-            messages.push(Message::new("assistant", tokenizer.decode(&answer, true)?));
+            messages.push(Message::new("assistant", answer.into_string()));
         }
         Ok(messages)
     }
@@ -109,6 +110,7 @@ impl Session {
         let started = std::time::Instant::now();
         let first = self.is_empty();
         let model = self.model.clone();
+        let text = Text::after(&[], &model, &options.stop_strings)?;
         let spelling = Spelling {
             model: &model,
             system: self.system().collect(),
@@ -132,7 +134,7 @@ impl Session {
             user: user.to_owned(),
         });
         self.conversation.open = true;
-        let mut generation = self.generate_after(&[], options, on_piece)?;
+        let mut generation = self.generate_text(text, options, on_piece)?;
         generation.prompt_tokens = tokens.len();
         generation.timings.prefill_seconds = prefill_seconds;
         generation.timings.first_token_seconds += prefill_seconds;
@@ -154,9 +156,9 @@ impl Spelling<'_> {
         let marked = self.render(&[Message::new("user", &*marks.user)])?;
         let (before, after) = split(&marked, &marks.user, "user")?;
         let head = tokenizer.encode(before, false)?;
-        let turn = match plain(tokenizer, user)? {
-            Some(user) => [&*head, &user, &tokenizer.encode(after, false)?].concat(),
-            None => tokenizer.encode(&self.render(&[Message::new("user", user)])?, false)?,
+        let turn = match names_special(tokenizer, user)? {
+            true => tokenizer.encode_around(before, user, after)?,
+            false => tokenizer.encode(&self.render(&[Message::new("user", user)])?, false)?,
         };
         let common = head.iter().zip(&turn).take_while(|(a, b)| a == b).count();
         let mut tokens = self.beginning(tokenizer)?;
@@ -183,24 +185,19 @@ impl Spelling<'_> {
     fn following(&self, user: &str) -> Result<Vec<u32>> {
         let tokenizer = self.model.tokenizer()?;
         let marks = self.marks(user);
-        let plain = plain(tokenizer, user)?;
-        let says = if plain.is_some() { &*marks.user } else { user };
+        let plain = names_special(tokenizer, user)?;
+        let says = if plain { &*marks.user } else { user };
         let spelled = self.render(&[
             Message::new("user", "Hello"),
             Message::new("assistant", &*marks.answer),
             Message::new("user", says),
         ])?;
         let (_, added) = split(&spelled, &marks.answer, "assistant")?;
-        let Some(plain) = plain else {
+        if !plain {
             return tokenizer.encode(added, false);
-        };
+        }
         let (before, after) = split(added, &marks.user, "user")?;
-        Ok([
-            tokenizer.encode(before, false)?,
-            plain,
-            tokenizer.encode(after, false)?,
-        ]
-        .concat())
+        tokenizer.encode_around(before, user, after)
     }
 
     fn render(&self, turns: &[Message]) -> Result<String> {
@@ -246,11 +243,8 @@ fn split<'a>(spelled: &'a str, mark: &str, role: &str) -> Result<(&'a str, &'a s
     }
 }
 
-/// The tokens of `text` as plain text, where encoding it as it stands would give special tokens.
-fn plain(tokenizer: &Tokenizer, text: &str) -> Result<Option<Vec<u32>>> {
+/// Whether encoding `text` as it stands gives special tokens.
+fn names_special(tokenizer: &Tokenizer, text: &str) -> Result<bool> {
     let tokens = tokenizer.encode(text, false)?;
-    if !tokens.iter().any(|&t| tokenizer.is_special(t)) {
-        return Ok(None);
-    }
-    tokenizer.encode_plain(text).map(Some)
+    Ok(tokens.iter().any(|&t| tokenizer.is_special(t)))
 }

@@ -1,16 +1,14 @@
-//! The generation loop: logits to a token, the token to text, until something ends it. Text that may be the beginning of a
-//! stop string waits until that is decided.
+//! The generation loop: logits to a token, the token to text, until something ends it.
 
 use std::ops::ControlFlow;
 use std::time::Instant;
 
 use serde::Serialize;
 
+use super::text::Text;
 use super::{Sampler, SamplingOptions, Session};
-use crate::base::error::bail;
 use crate::base::{ErrorKind, Result};
 use crate::model::{KvCache, Logits};
-use crate::text::Detokenizer;
 
 /// How to generate.
 #[derive(Clone, Debug, PartialEq)]
@@ -21,7 +19,8 @@ pub struct GenerateOptions {
     pub sampling: SamplingOptions,
     /// Tokens that end the text, besides the model's own. The one that did is not part of the sequence.
     pub stop_tokens: Vec<u32>,
-    /// Strings that end the text, and are not part of it. Their tokens stay in the sequence.
+    /// Strings that end the text, and are not part of it. Their tokens stay in the sequence. A special token that is
+    /// generated, though it gives no text, counts for a stop string with its name in it.
     pub stop_strings: Vec<String>,
     /// Takes the model's own stop tokens like any other.
     pub ignore_model_stops: bool,
@@ -74,7 +73,8 @@ pub struct Timings {
 pub struct Generation {
     /// The tokens, which the session now holds. A stop token is not among them.
     pub tokens: Vec<u32>,
-    /// Their text, without special tokens and up to a stop string.
+    /// Their text, without special tokens and up to a stop string. A character that is unfinished at the end is not part of
+    /// it: its bytes come with the text of the next generation if that completes it.
     pub text: String,
     /// What ended it.
     pub finish: Finish,
@@ -84,8 +84,8 @@ pub struct Generation {
     pub timings: Timings,
 }
 
-/// A token as it comes. The texts of all pieces make the text of the generation; only a callback that breaks misses what was
-/// held back.
+/// A token as it comes. The texts of all pieces make the text of the generation; only a callback that breaks misses what may
+/// have been the beginning of a stop string.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Piece<'a> {
     /// The token. The last one comes a second time if text was held back until the end.
@@ -102,22 +102,19 @@ impl Session {
         on_piece: &mut dyn FnMut(Piece<'_>) -> ControlFlow<()>,
     ) -> Result<Generation> {
         self.canceller.clear();
-        // The text goes on after the last tokens, which may end within a character.
-        let tail = self.tokens.len().saturating_sub(4);
-        let before = self.tokens[tail..].to_vec();
-        self.undone_on_error(|session| session.generate_after(&before, options, on_piece))
+        let text = Text::after(&self.tokens, &self.model, &options.stop_strings)?;
+        self.undone_on_error(|session| session.generate_text(text, options, on_piece))
     }
 
-    /// The loop, with text that goes on after that of `before`.
-    pub(super) fn generate_after(
+    /// The loop, whose tokens go on with `text`.
+    pub(super) fn generate_text(
         &mut self,
-        before: &[u32],
+        mut text: Text<'_>,
         options: &GenerateOptions,
         on_piece: &mut dyn FnMut(Piece<'_>) -> ControlFlow<()>,
     ) -> Result<Generation> {
         let start = Instant::now();
-        let mut sampler = Sampler::new(&options.sampling)?.after(self.tokens.len());
-        let mut text = Text::new(self, options, before)?;
+        let mut sampler = Sampler::new(&options.sampling)?.after(self.appended());
         let mut out = Generation {
             tokens: Vec::new(),
             text: String::new(),
@@ -191,7 +188,7 @@ impl Session {
                 out.finish = Finish::Cancelled;
             }
         }
-        out.text = text.all;
+        out.text = text.into_string();
         if let Some(first) = first {
             out.timings.decode_seconds = first.elapsed().as_secs_f64();
         }
@@ -215,155 +212,5 @@ impl Session {
             Logits::Last,
             logits,
         )
-    }
-}
-
-/// The text of a generation: what was shown, and what waits.
-struct Text<'a> {
-    /// None where the model has no tokenizer; there is no text then.
-    detokenizer: Option<Detokenizer>,
-    stops: &'a [String],
-    all: String,
-    /// Bytes of `all` that may be shown, and that were.
-    free: usize,
-    shown: usize,
-}
-
-impl<'a> Text<'a> {
-    fn new(session: &Session, options: &'a GenerateOptions, before: &[u32]) -> Result<Self> {
-        let stops = &options.stop_strings;
-        if stops.iter().any(String::is_empty) {
-            bail!(
-                InvalidArgument,
-                "a stop string is empty, which every text contains"
-            );
-        }
-        let mut detokenizer = match session.model.tokenizer() {
-            Ok(tokenizer) => Some(Detokenizer::new(tokenizer)),
-            Err(e) if stops.is_empty() && e.kind() == ErrorKind::NotFound => None,
-            Err(e) => return Err(e.within("stop strings")),
-        };
-        if let Some(detokenizer) = &mut detokenizer {
-            for &token in before {
-                text_of(detokenizer, token);
-            }
-        }
-        Ok(Text {
-            detokenizer,
-            stops,
-            all: String::new(),
-            free: 0,
-            shown: 0,
-        })
-    }
-
-    /// Adds a token. Whether that completes a stop string, which is then cut off.
-    fn push(&mut self, token: u32) -> bool {
-        if let Some(detokenizer) = &mut self.detokenizer {
-            let text = text_of(detokenizer, token);
-            self.all.push_str(&text);
-        }
-        self.look()
-    }
-
-    /// Tells that no more comes: nothing waits any longer.
-    fn finish(&mut self) {
-        if let Some(detokenizer) = &mut self.detokenizer {
-            self.all.push_str(&detokenizer.finish());
-        }
-        self.free = self.all.len();
-    }
-
-    /// The text that may be shown and was not.
-    fn next(&mut self) -> &str {
-        let from = std::mem::replace(&mut self.shown, self.free);
-        &self.all[from..self.free]
-    }
-
-    fn look(&mut self) -> bool {
-        let waiting = &self.all[self.free..];
-        if let Some(at) = self.stops.iter().filter_map(|s| waiting.find(&**s)).min() {
-            self.free += at;
-            self.all.truncate(self.free);
-            return true;
-        }
-        let may_begin_stop = |rest: &str| self.stops.iter().any(|s| s.starts_with(rest));
-        self.free += waiting
-            .char_indices()
-            .map(|(i, _)| i)
-            .find(|&i| may_begin_stop(&waiting[i..]))
-            .unwrap_or(waiting.len());
-        false
-    }
-}
-
-/// The text that `token` completes; none for ids that a model has rows for, but its tokenizer no text.
-fn text_of(detokenizer: &mut Detokenizer, token: u32) -> String {
-    detokenizer.push(token).unwrap_or_default()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use proptest::prelude::*;
-
-    /// What is shown of `pieces`, and whether a stop string ended it.
-    fn show(pieces: &[String], stops: &[String]) -> (Vec<String>, bool) {
-        let mut text = Text {
-            detokenizer: None,
-            stops,
-            all: String::new(),
-            free: 0,
-            shown: 0,
-        };
-        let mut shown = Vec::new();
-        for piece in pieces {
-            text.all.push_str(piece);
-            let stopped = text.look();
-            shown.push(text.next().to_owned());
-            if stopped {
-                return (shown, true);
-            }
-        }
-        text.finish();
-        shown.push(text.next().to_owned());
-        assert_eq!(text.all, shown.concat());
-        (shown, false)
-    }
-
-    fn strings(parts: &[&str]) -> Vec<String> {
-        parts.iter().map(|&p| p.to_owned()).collect()
-    }
-
-    #[test]
-    fn what_may_begin_a_stop_string_waits() {
-        let stops = strings(&["</end>", "STOP"]);
-        let (shown, stopped) = show(&strings(&["a <", "/e", "n</", "end", "> b"]), &stops);
-        assert_eq!(shown, ["a ", "", "</en", "", ""]);
-        assert!(stopped);
-        let (shown, stopped) = show(&strings(&["é</", "é S", "TO"]), &stops);
-        assert_eq!(shown, ["é", "</é ", "", "STO"]);
-        assert!(!stopped);
-    }
-
-    proptest! {
-        #[test]
-        fn streaming_shows_what_stands_before_the_first_stop_string(
-            pieces in proptest::collection::vec("[abé]{0,3}", 0..12),
-            stops in proptest::collection::vec("[abé]{1,4}", 0..3),
-        ) {
-            let mut whole = String::new();
-            let mut cut = None;
-            for piece in &pieces {
-                whole.push_str(piece);
-                cut = stops.iter().filter_map(|s| whole.find(&**s)).min();
-                if cut.is_some() {
-                    break;
-                }
-            }
-            let (shown, stopped) = show(&pieces, &stops);
-            prop_assert_eq!(stopped, cut.is_some());
-            prop_assert_eq!(shown.concat(), &whole[..cut.unwrap_or(whole.len())]);
-        }
     }
 }

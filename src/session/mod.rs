@@ -9,6 +9,7 @@ mod chat;
 mod generate;
 mod sampler;
 mod state_file;
+mod text;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -83,6 +84,8 @@ pub struct Session {
     model: Arc<Model>,
     options: SessionOptions,
     tokens: Vec<u32>,
+    /// How many tokens eviction has forgotten.
+    evicted: usize,
     /// Holds the first tokens; those after are pending.
     cache: KvCache,
     scratch: Scratch,
@@ -98,6 +101,7 @@ pub struct Session {
 /// What a session was, to go back to.
 struct Saved {
     tokens: Vec<u32>,
+    evicted: usize,
     cache: KvCache,
     conversation: Conversation,
 }
@@ -125,6 +129,7 @@ impl Session {
             model,
             options,
             tokens: Vec::new(),
+            evicted: 0,
             cache,
             scratch: Scratch::new().interrupted_by(canceller.0.clone()),
             logits: Vec::new(),
@@ -142,6 +147,12 @@ impl Session {
     /// Tokens it holds.
     pub fn len(&self) -> usize {
         self.tokens.len()
+    }
+
+    /// Tokens appended so far, those included that eviction has forgotten: the number of the next draw, see
+    /// [`Sampler::after`].
+    pub fn appended(&self) -> usize {
+        self.evicted + self.tokens.len()
     }
 
     /// Whether it holds no token.
@@ -208,7 +219,7 @@ impl Session {
     }
 
     /// Forgets the tokens from `len` on. A conversation goes on from the answer that `len` lies in or at the end of; cut
-    /// within a user's turn it is over, and [`Session::chat`] fails until a reset.
+    /// within a user's turn it is over, and [`Session::chat`] fails until a reset. Nothing is left of a session cut to 0.
     pub fn truncate(&mut self, len: usize) -> Result<()> {
         if len > self.tokens.len() {
             bail!(
@@ -222,6 +233,9 @@ impl Session {
         }
         self.cache.truncate(len.min(self.cache.len()))?;
         self.tokens.truncate(len);
+        if len == 0 {
+            self.evicted = 0;
+        }
         self.forget_logits();
         self.conversation.truncate(len);
         Ok(())
@@ -236,6 +250,7 @@ impl Session {
     pub fn fork(&self) -> Result<Session> {
         let mut fork = Session::new(self.model.clone(), &self.options)?;
         fork.tokens.clone_from(&self.tokens);
+        fork.evicted = self.evicted;
         fork.cache = self.cache.clone();
         fork.logits.clone_from(&self.logits);
         fork.likeliest = self.likeliest;
@@ -365,6 +380,7 @@ impl Session {
         }
         let dropped = needed.max((len - keep).div_ceil(2));
         self.tokens.drain(keep..keep + dropped);
+        self.evicted += dropped;
         self.cache.truncate(keep.min(self.cache.len()))?;
         self.forget_logits();
         self.conversation.forget(keep..keep + dropped);
@@ -374,6 +390,7 @@ impl Session {
     fn saved(&self) -> Saved {
         Saved {
             tokens: self.tokens.clone(),
+            evicted: self.evicted,
             cache: self.cache.clone(),
             conversation: self.conversation.clone(),
         }
@@ -381,6 +398,7 @@ impl Session {
 
     fn go_back(&mut self, saved: Saved) {
         self.tokens = saved.tokens;
+        self.evicted = saved.evicted;
         self.cache = saved.cache;
         self.conversation = saved.conversation;
         self.forget_logits();

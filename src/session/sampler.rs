@@ -23,8 +23,9 @@ impl Sampler {
         })
     }
 
-    /// The same sampler with `draws` draws behind it. A generation begins with as many as there are tokens before it, so
-    /// that its draws do not depend on how a text was divided into calls.
+    /// The same sampler with `draws` draws behind it. A generation begins with as many as tokens were appended before it
+    /// ([`Session::appended`](super::Session::appended)), so that its draws do not depend on how a text was divided into
+    /// calls.
     pub fn after(mut self, draws: usize) -> Self {
         self.draws = draws as u64;
         self

@@ -18,7 +18,8 @@ use crate::base::{Error, Result};
 use crate::model::{KvCache, KvType, Model};
 
 const MAGIC: [u8; 8] = *b"NVFP4SES";
-const VERSION: u32 = 1;
+/// Files of version 1 do not say how many tokens were evicted; they are read as if none had been.
+const VERSION: u32 = 2;
 /// Bytes of magic, version and the header's length.
 const FRONT: u64 = 16;
 const CHECKSUM: u64 = 8;
@@ -34,6 +35,9 @@ struct Header {
     /// Tokens that eviction keeps; none where there is no eviction.
     keep: Option<usize>,
     tokens: usize,
+    /// How many were forgotten before them.
+    #[serde(default)]
+    evicted: usize,
     /// How many of them are in the cache.
     cached: usize,
     /// Logits stored: all or none.
@@ -58,6 +62,7 @@ impl Session {
                 Eviction::DropOldest { keep } => Some(keep),
             },
             tokens: self.tokens.len(),
+            evicted: self.evicted,
             cached: self.cache.len(),
             logits: self.logits.len(),
             open: conversation.open,
@@ -124,10 +129,10 @@ fn restore(model: Arc<Model>, file: File) -> Result<Session> {
         bail!(CorruptFile, "it is not a session file");
     }
     let version = u32::from_le_bytes(input.array()?);
-    if version != VERSION {
+    if !(1..=VERSION).contains(&version) {
         bail!(
             Unsupported,
-            "session files of version {version} are not known; this library reads version {VERSION}"
+            "session files of version {version} are not known; this library reads versions 1 to {VERSION}"
         );
     }
     let length = u32::from_le_bytes(input.array()?);
@@ -151,6 +156,7 @@ fn restore(model: Arc<Model>, file: File) -> Result<Session> {
         );
     }
     session.tokens = input.words(header.tokens)?;
+    session.evicted = header.evicted;
     session.logits = input
         .words(header.logits)?
         .into_iter()
@@ -212,18 +218,25 @@ impl Header {
             end = *answer;
             fits
         });
+        // No session ever has so many appended that they cannot be counted.
+        let evicted = match self.keep {
+            Some(_) if self.tokens > 0 => self.evicted <= isize::MAX as usize,
+            _ => self.evicted == 0,
+        };
         if self.tokens > self.context
             || self.cached > self.tokens
             || !(settled || self.logits == 0)
             || !in_order
             || end > self.tokens
             || self.head > self.tokens
+            || !evicted
         {
             bail!(
                 CorruptFile,
-                "its header contradicts itself: {} tokens in a context of {}, {} of them cached, {} logits, {} turns up to {end}",
+                "its header contradicts itself: {} tokens in a context of {}, {} evicted, {} cached, {} logits, {} turns up to {end}",
                 self.tokens,
                 self.context,
+                self.evicted,
                 self.cached,
                 self.logits,
                 self.turns.len()

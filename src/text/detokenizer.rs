@@ -34,27 +34,48 @@ impl Detokenizer {
         self
     }
 
+    /// The same in the middle of a text, behind `tokens`. Ids without text count for none.
+    pub fn after(mut self, tokens: &[u32]) -> Self {
+        // What is left of them is the beginning of a character, and that they were there: a text's leading spaces are dropped
+        // only at its start. Their last bytes tell both.
+        let enough = self.strip.max(3);
+        let mut bytes = 0;
+        let tail = tokens.iter().rposition(|&token| {
+            bytes += shown(&self.tokenizer, token, self.keep_special).map_or(0, <[u8]>::len);
+            bytes >= enough
+        });
+        for &token in &tokens[tail.unwrap_or(0)..] {
+            let _ = self.push(token);
+        }
+        self
+    }
+
     /// The text that `token` completes; empty while a character is unfinished. Bytes that can no longer become a character
     /// come out as U+FFFD.
     pub fn push(&mut self, token: u32) -> Result<String> {
-        let bytes = self.tokenizer.bytes_of(token)?;
-        if self.tokenizer.is_special(token) && !self.keep_special {
-            return Ok(String::new());
-        }
+        let bytes = shown(&self.tokenizer, token, self.keep_special)?;
         let spaces = bytes
             .iter()
             .take(self.strip)
             .take_while(|&&b| b == b' ')
             .count();
-        if !bytes.is_empty() {
-            self.strip = if spaces == bytes.len() {
-                self.strip - spaces
-            } else {
-                0
-            };
-        }
+        self.strip = if spaces == bytes.len() {
+            self.strip - spaces
+        } else {
+            0
+        };
         self.pending.extend_from_slice(&bytes[spaces..]);
         Ok(self.take_whole())
+    }
+
+    /// The name of `token` if it is a special one that gives no text.
+    pub fn name_of_special(&self, token: u32) -> &str {
+        let hidden = self.tokenizer.is_special(token) && !self.keep_special;
+        let name = hidden
+            .then(|| self.tokenizer.bytes_of(token).ok())
+            .flatten();
+        name.and_then(|name| std::str::from_utf8(name).ok())
+            .unwrap_or_default()
     }
 
     /// The text of what is left, an unfinished character as U+FFFD; the detokenizer is then at the start of a text again.
@@ -88,4 +109,14 @@ impl Detokenizer {
         self.pending.drain(..done);
         text
     }
+}
+
+/// The bytes that `token` gives a text.
+fn shown(tokenizer: &Tokenizer, token: u32, keep_special: bool) -> Result<&[u8]> {
+    let bytes = tokenizer.bytes_of(token)?;
+    Ok(if tokenizer.is_special(token) && !keep_special {
+        &[]
+    } else {
+        bytes
+    })
 }

@@ -170,6 +170,12 @@ impl Pieces {
         }
     }
 
+    /// The bytes of the special tokens.
+    pub(super) fn special(&self) -> impl Iterator<Item = &[u8]> {
+        let ids = (0..self.flags.len()).filter(|&i| self.flags[i] & SPECIAL != 0);
+        ids.map(|i| &self.bytes[self.starts[i] as usize..self.starts[i + 1] as usize])
+    }
+
     pub(super) fn is_special(&self, id: u32) -> bool {
         self.flags
             .get(id as usize)

@@ -1,10 +1,14 @@
 //! Text to tokens by the crate `tokenizers`, and back by our own table of bytes, which the incremental detokenizer needs and
 //! which makes both directions agree.
 
+use std::ops::Range;
 use std::path::Path;
 
-use tokenizers::DecoderWrapper;
 use tokenizers::pre_tokenizers::metaspace::PrependScheme;
+use tokenizers::{
+    AddedToken, DecoderWrapper, Model, NormalizedString, OffsetReferential, OffsetType,
+    PreTokenizer,
+};
 
 use super::pieces::{Pieces, Spelling, Token};
 use super::vocabulary::{self, VocabularySpec};
@@ -106,40 +110,94 @@ impl Tokenizer {
         foreign("encoding with it", encode)
     }
 
-    /// The tokens of `text` as nothing but text: special tokens spelled out in it are cut, so that they become ordinary
-    /// tokens. One that is a single character cannot be cut and stays.
+    /// The tokens of `text` as nothing but text: the name of a special token in it becomes ordinary tokens.
     pub fn encode_plain(&self, text: &str) -> Result<Vec<u32>> {
-        foreign("encoding with it", || self.encode_as_text(text))
+        self.encode_around("", text, "")
     }
 
-    fn encode_as_text(&self, text: &str) -> Result<Vec<u32>> {
-        let mut tokens = Vec::new();
-        let mut parts = vec![text];
-        while let Some(part) = parts.pop() {
-            let encoding = self.inner.encode(part, false);
-            let encoding = encoding.map_err(|e| unencoded(part, &e))?;
-            let ids = encoding.get_ids();
-            let cuts = ids
-                .iter()
-                .zip(encoding.get_offsets())
-                .filter_map(|(&id, &(start, end))| {
-                    let spelled = part.get(start..end).filter(|_| self.is_special(id))?;
-                    let first = spelled.chars().next()?.len_utf8();
-                    (first < spelled.len()).then_some(start + first)
-                });
-            let mut ends: Vec<usize> = cuts.collect();
-            if ends.is_empty() {
-                tokens.extend_from_slice(ids);
-                continue;
-            }
-            ends.push(part.len());
-            let mut end = part.len();
-            for start in ends.iter().rev().skip(1).copied().chain([0]) {
-                parts.push(&part[start..end]);
-                end = start;
+    /// The tokens of one text in three parts, the middle one of which is nothing but text: they are those of
+    /// [`Tokenizer::encode`], had the special tokens that `plain` names never been made.
+    pub fn encode_around(&self, before: &str, plain: &str, after: &str) -> Result<Vec<u32>> {
+        foreign("encoding with it", || {
+            // Special tokens divide a text, and what lies between them is encoded by itself.
+            let from = self.special_in(before).last().map_or(0, |s| s.end);
+            let to = self
+                .special_in(after)
+                .first()
+                .map_or(after.len(), |s| s.start);
+            let middle = [&before[from..], plain, &after[..to]].concat();
+            let mut tokens = self.encode(&before[..from], false)?;
+            tokens.extend(self.encode_between(&middle, from > 0)?);
+            tokens.extend(self.encode(&after[to..], false)?);
+            Ok(tokens)
+        })
+    }
+
+    /// Where `text` has special tokens.
+    fn special_in(&self, text: &str) -> Vec<Range<usize>> {
+        let inner = &self.inner;
+        let added = inner.get_added_vocabulary();
+        let pieces = added.extract_and_normalize(inner.get_normalizer(), text);
+        let pieces = pieces.get_splits(OffsetReferential::Original, OffsetType::Byte);
+        let special = pieces.into_iter().filter_map(|(_, (start, end), tokens)| {
+            let token = tokens.as_ref()?.first()?.id;
+            self.is_special(token).then_some(start..end)
+        });
+        special.collect()
+    }
+
+    /// The tokens of what stands between special tokens, behind one if `follows`: the steps of the crate `tokenizers`, without
+    /// the one that looks for special tokens.
+    fn encode_between(&self, text: &str, follows: bool) -> Result<Vec<u32>> {
+        let inner = &self.inner;
+        let (normalizer, model) = (inner.get_normalizer(), inner.get_model());
+        let mut added = inner.get_added_vocabulary().clone();
+        added.set_encode_special_tokens(true);
+        let mut text = text.to_owned();
+        if follows {
+            // Whether a text gets a space in front may depend on that: a token that stands for the one before.
+            let mut marks = (0..).map(|i| format!("<before {i}>"));
+            let mark = marks
+                .find(|mark| !text.contains(&**mark))
+                .unwrap_or_default();
+            let token = AddedToken::from(&*mark, false).normalized(false);
+            added.add_tokens(&[token], model, normalizer);
+            text.insert_str(0, &mark);
+        }
+        let failed = |e| unencoded(&text, &e);
+        let mut pieces = added.extract_and_normalize(normalizer, &text);
+        if let Some(steps) = inner.get_pre_tokenizer() {
+            steps.pre_tokenize(&mut pieces).map_err(failed)?;
+        }
+        let tokenize = |piece: &NormalizedString| model.tokenize(piece.get());
+        pieces.tokenize(tokenize).map_err(failed)?;
+        let encoding = pieces
+            .into_encoding(None, 0, OffsetType::Byte)
+            .map_err(failed)?;
+        let spelled = encoding
+            .get_offsets()
+            .iter()
+            .map(|&(start, end)| text.get(start..end));
+        for (&id, spelled) in encoding.get_ids().iter().zip(spelled) {
+            // An unknown character's token is special too.
+            if self.is_special(id) && spelled.map(str::as_bytes) == self.pieces.get(id).ok() {
+                bail!(
+                    Unsupported,
+                    "the tokenizer has no way to write '{}' but special token {id}, which a user's words must not become",
+                    spelled.unwrap_or_default()
+                );
             }
         }
-        Ok(tokens)
+        Ok(encoding.get_ids()[usize::from(follows)..].to_vec())
+    }
+
+    /// Whether the name of a special token occurs in `text`.
+    pub fn names_special(&self, text: &str) -> bool {
+        let mut names = self
+            .pieces
+            .special()
+            .filter_map(|name| std::str::from_utf8(name).ok());
+        names.any(|name| !name.is_empty() && text.contains(name))
     }
 
     /// The text of `tokens`. Bytes that are not UTF-8 become U+FFFD; special tokens are left out if `skip_special`.

@@ -477,6 +477,24 @@ class Models(unittest.TestCase):
                          "<|im_start|>system\n漢<|im_end|>\n<|im_start|>user\n🦀<|im_end|>\n<|im_start|>assistant\n")
         self.assertRaises(nvfp4.InvalidArgument, tokenizer.encode, b"\xff")
         self.assertRaises(OverflowError, tokenizer.decode, [2 ** 32])
+        self.assertEqual(tokenizer.encode(bytearray(TEXT.encode())), tokenizer.encode(TEXT))
+
+        # The model has rows for ids that its tokenizer has no text for.
+        size = self.reciter.vocab_size
+        self.assertGreater(size, self.answer[-1] + 1)
+        self.assertEqual(tokenizer.decode([size - 1, *self.answer, self.answer[-1] + 1]), TEXT)
+        with self.assertRaisesRegex(nvfp4.InvalidArgument, f"token {size} at index 1 is outside the vocabulary of {size}"):
+            tokenizer.decode([5, size])
+        session = self.reciter.session()
+        session.prefill([size - 1, *self.answer])
+        self.assertEqual(tokenizer.decode(session.tokens), TEXT)
+
+        # Bytes are text, and no array of ids.
+        for call in (tokenizer.decode, session.prefill, lambda tokens: nvfp4.step([session] * 8, tokens)):
+            for text in (b"8 bytes.", bytearray(b"8 bytes."), "8 bytes."):
+                with self.assertRaisesRegex(TypeError, f"not {type(text).__name__}; tokenizer.encode"):
+                    call(text)
+        self.assertEqual(len(session), len(self.answer) + 1)
 
     def test_loading(self):
         calls = []
@@ -519,11 +537,104 @@ class Models(unittest.TestCase):
         self.assertGreaterEqual(result.first_token_seconds, result.prefill_seconds)
         self.assertEqual(chat.say("Stop", stop=["字か"]).text, "漢")
         self.assertEqual(chat.say("Stop", stop=["never", self.answer[5]]).finish, "stop")
+        for stop in ("字か", "字か".encode(), bytearray("字か".encode()), ("never", "字か".encode()), iter([self.answer[-1], "字か"])):
+            self.assertEqual(chat.say("Stop", stop=stop).text, "漢")
+        self.assertRaises(nvfp4.InvalidArgument, chat.say, "Stop", stop=b"\xff")
         self.assertEqual(chat.say("Short", max_tokens=5).finish, "length")
 
         session = self.reciter.session()
         session.prefill(self.reciter.tokenizer.encode("\n"))
         self.assertEqual("".join(session.stream(max_tokens=len(self.answer))), TEXT)
+
+    def test_unfinished_characters(self):
+        """They wait for the call that completes them."""
+        session = self.reciter.session()
+        session.prefill(self.reciter.tokenizer.encode("\n"))
+        texts = []
+        for _ in self.answer:
+            texts.append(session.generate(max_tokens=1).text)
+            self.assertEqual(session.generate(max_tokens=0).text, "")
+        self.assertEqual("".join(texts), TEXT)
+        self.assertGreater(texts.count(""), 5)
+        # Whatever the end is: here a stop token within a character.
+        chat = self.reciter.chat()
+        self.assertEqual(chat.say("Hello", stop=self.answer[1]).text, "")
+        self.assertEqual(chat.messages[-1]["content"], "")
+
+    def test_special_stops(self):
+        """A stop string that is a special token's name, or has it in it."""
+        end = "<|im_end|>"
+        for stop, text in ((end, TEXT), ("naïve." + end, TEXT[:-6]), ("naïve" + end, TEXT)):
+            chat = self.reciter.chat()
+            result = chat.say("Hello", stop=stop, ignore_model_stops=True, max_tokens=len(self.answer) + 1)
+            self.assertEqual(result.text, text)
+            self.assertEqual(result.finish, "length" if stop == "naïve" + end else "stop_string")
+
+    def test_draws(self):
+        """The same ones however a text is divided into calls, also where old tokens were forgotten."""
+        how = {"temperature": 1.5, "seed": 5, "ignore_model_stops": True}
+
+        def begin():
+            session = self.golden.session(context=16, eviction="drop_oldest", keep=2)
+            session.prefill(range(20, 30))
+            return session
+
+        def generate(session, count):
+            pieces = []
+            for _ in range(count):
+                token = session.sample(**how)
+                session.generate(max_tokens=1, **how)
+                self.assertEqual(session.tokens[-1], token)
+                pieces.append(token)
+            return pieces
+
+        whole = begin()
+        whole.generate(max_tokens=80, **how)
+        tokens = generate(begin(), 80)
+        self.assertEqual(whole.tokens[2:], tokens[2 - len(whole):])
+        self.assertNotEqual(tokens[-32:-16], tokens[-16:])
+        likeliest = begin()
+        self.assertEqual(likeliest.sample(temperature=1.5, top_p=0), likeliest.sample())
+
+    def test_stopping_early(self):
+        """It is not lost before the native call has begun, and does not wait for the whole prompt."""
+        chat = self.reciter.chat()
+        long = "漢" * 1300
+        stream = chat.ask(long)
+        stream.stop()
+        self.assertEqual((len(chat), list(stream), stream.result), (0, [], None))
+        # One that is never read takes nothing from the session, nor adds to it.
+        stream = chat.ask(long)
+        self.assertEqual((len(chat), chat.say("Hello").text), (0, TEXT))
+        chat.reset()
+        stream.stop()
+        self.assertEqual(len(chat), 0)
+
+        begun = threading.Event()
+        answer = native.lib.session_chat
+
+        def late(*arguments):
+            begun.set()
+            time.sleep(0.1)
+            return answer(*arguments)
+
+        native.lib.session_chat = late
+        self.addCleanup(setattr, native.lib, "session_chat", answer)
+        # On a busy machine a thread may have to wait for its turn longer than the prompt takes.
+        for _ in range(10):
+            chat.reset()
+            begun.clear()
+            stream = chat.ask(long)
+            reader = threading.Thread(target=lambda: list(stream))
+            reader.start()
+            begun.wait()
+            stream.stop()
+            reader.join()
+            if not len(chat):
+                break
+        self.assertEqual((len(chat), list(stream), stream.result), (0, [], None))
+        native.lib.session_chat = answer
+        self.assertEqual(chat.say("Hello").text, TEXT)
 
     def test_leaving(self):
         """A loop that is left ends the generation where it was, and the session is free."""

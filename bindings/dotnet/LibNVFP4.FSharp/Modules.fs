@@ -97,7 +97,7 @@ module Generate =
     /// Divides the logits before a draw; 0 takes the likeliest token.
     let temperature value = changed (fun o -> o.Temperature <- value)
 
-    /// Draws from the fewest of the likeliest tokens whose probabilities reach this sum.
+    /// Draws from the fewest of the likeliest tokens whose probabilities reach this sum; 0 takes the likeliest one.
     let topP value = changed (fun o -> o.TopP <- value)
 
     /// Draws from this many of the likeliest tokens.

@@ -197,7 +197,7 @@ namespace LibNVFP4
             });
         }
 
-        /// <summary>Tokens to text. Bytes that are no character become U+FFFD: for a stream of tokens use the text that generation gives.</summary>
+        /// <summary>Tokens to text. Ids that the model knows and its tokenizer does not give none. Bytes that are no character become U+FFFD: for a stream of tokens use the text that generation gives.</summary>
         /// <param name="tokens">The tokens.</param>
         /// <param name="skipSpecial">Whether to leave out tokens such as the end of a turn.</param>
         public string Decode(int[] tokens, bool skipSpecial = true)

@@ -215,7 +215,7 @@ namespace LibNVFP4
         /// <summary>Draws from this many of the likeliest tokens. Default: 0, all.</summary>
         public int TopK { get => Raw.TopK; set => Raw.TopK = value; }
 
-        /// <summary>Draws from the fewest of the likeliest tokens whose probabilities reach this sum. Default: 1, all.</summary>
+        /// <summary>Draws from the fewest of the likeliest tokens whose probabilities reach this sum. 0 takes the likeliest one. Default: 1, all.</summary>
         public float TopP { get => Raw.TopP; set => Raw.TopP = value; }
 
         /// <summary>Leaves out tokens less likely than this share of the likeliest. Default: 0, none.</summary>
@@ -239,7 +239,7 @@ namespace LibNVFP4
         /// <summary>Tokens that end the text, besides the model's own. Default: null, none.</summary>
         public IEnumerable<int> StopTokens { get; set; }
 
-        /// <summary>Texts that end the text and are not part of it. Default: null, none.</summary>
+        /// <summary>Texts that end the text and are not part of it. A special token gives no text, but counts where one of these has its name in it. Default: null, none.</summary>
         public IEnumerable<string> StopStrings { get; set; }
 
         /// <summary>A copy, to change something in.</summary>

@@ -115,7 +115,7 @@ namespace LibNVFP4
         public float[] Logits =>
             Interop.Array<float>((buffer, capacity, count) => Native.NVFP4_session_logits(Handle, (float*)buffer, capacity, count));
 
-        /// <summary>The text of the last generation, which is empty before the first.</summary>
+        /// <summary>The text of the last generation, which is empty before the first. A character that it left unfinished is not part of it, and comes with the text of the next one if that completes it.</summary>
         public string Text => Interop.Text((buffer, capacity, length) => Native.NVFP4_session_text(Handle, buffer, capacity, length));
 
         /// <summary>What the last generation came to, or null. Streams set it at their end.</summary>

@@ -31,6 +31,8 @@ def _quantization(quantize):
 
 def _tokens(ids):
     """Token ids as C takes them."""
+    if isinstance(ids, (str, bytes, bytearray)):  # Which an array would take for the memory of its numbers.
+        raise TypeError(f"tokens are a sequence of ids, not {type(ids).__name__}; tokenizer.encode() makes them of text")
     ids = array.array("i", ids)
     return (ctypes.c_int32 * len(ids)).from_buffer(ids)
 
@@ -77,6 +79,7 @@ class Tokenizer:
         return native.items_out(ctypes.c_int32, lib.model_tokenize, self._model, *native.text_in(text), add_special)
 
     def decode(self, tokens, skip_special=True):
+        """Ids that the model has and its tokenizer has not give no text."""
         tokens = _tokens(tokens)
         return native.text_out(lib.model_detokenize, self._model, tokens, len(tokens), skip_special)
 
@@ -134,8 +137,11 @@ class Session(Handle):
     A sequence of tokens that a model runs. One call at a time may use it; another one raises Busy. Options: context (tokens
     to hold), kv_type (float16, float32), eviction (error, drop_oldest), keep, system.
 
-    Options of a generation: temperature, top_k, top_p, min_p, repetition_penalty, seed, max_tokens, stop (tokens and
-    strings), ignore_model_stops, replay.
+    Options of a generation: temperature, top_k, top_p (0 takes the likeliest token), min_p, repetition_penalty, seed,
+    max_tokens, stop (tokens and strings, or one of them; a string may name a special token), ignore_model_stops, replay.
+
+    The text of a generation has whole characters: the bytes of one that is unfinished at the end come with the text of the next
+    generation, if that completes it.
     """
 
     _kind = "session"
@@ -188,7 +194,7 @@ class Session(Handle):
         return Stream(self, lib.session_generate, (), options, on_text)._run()
 
     def stream(self, **options):
-        """The same as an iterator of pieces of text."""
+        """The same as an iterator of pieces of text. It begins when the first one is asked for."""
         return Stream(self, lib.session_generate, (), options)
 
     def cancel(self):
@@ -228,7 +234,10 @@ class ChatSession(Session):
     """A conversation with a model."""
 
     def ask(self, text, **options):
-        """Says something to the model: an iterator of the pieces of its answer. Options are those of a generation."""
+        """
+        Says something to the model: an iterator of the pieces of its answer, which begins when the first one is asked for.
+        Options are those of a generation.
+        """
         return Stream(self, lib.session_chat, native.text_in(text), options)
 
     def say(self, text, on_text=None, **options):
@@ -277,12 +286,12 @@ class _Relay:
     what is generated is what was asked for, and not a token more.
     """
 
-    ASKED, GIVEN, TAKEN, DONE = range(4)
+    NEW, ASKED, GIVEN, TAKEN, DONE = range(5)
 
     def __init__(self, wanted):
         self.changed = threading.Condition()
-        self.phase, self.piece = self.ASKED, None
-        self.wanted, self.stopped = wanted, False
+        self.phase, self.piece = self.NEW, None
+        self.wanted, self.stopped, self.calling = wanted, False, False
         self.result = self.error = None
 
     def run(self, session, call, prompt, options):
@@ -298,8 +307,17 @@ class _Relay:
 
     def generate(self, session, call, prompt, options):
         result = native.GenerationResult(struct_size=ctypes.sizeof(native.GenerationResult))
-        with native.callback(native.TokenCallback, self.give) as callback:
-            call(session, *prompt, ctypes.byref(options), callback, None, ctypes.byref(result))
+        with self.changed:
+            if self.stopped:
+                return None
+            self.calling = True
+        try:
+            with native.callback(native.TokenCallback, self.give) as callback:
+                call(session, *prompt, ctypes.byref(options), callback, None, ctypes.byref(result))
+        finally:
+            with self.changed:
+                self.calling = False
+                self.changed.notify_all()
         numbers = {name: getattr(result, name) for name in Generation._fields[2:]}
         return Generation(session._text("text"), chosen("finish", result.finish), **numbers)
 
@@ -311,9 +329,12 @@ class _Relay:
                 self.changed.wait_for(lambda: self.phase == self.ASKED)
             return not self.stopped
 
-    def take(self):
-        """The next piece, or None after the last."""
+    def take(self, thread):
+        """The next piece, or None after the last. The first time, `thread` is started."""
         with self.changed:
+            if self.phase == self.NEW:
+                self.phase = self.ASKED
+                thread.start()
             self.go_on()
             self.changed.wait_for(lambda: self.phase != self.ASKED)
             if self.phase == self.DONE:
@@ -326,18 +347,24 @@ class _Relay:
             self.phase = self.ASKED
             self.changed.notify_all()
 
-    def stop(self, session):
+    def stop(self, session, thread):
         with self.changed:
             self.stopped = True
-            if self.phase == self.ASKED:
-                session.cancel()
+            if not thread.is_alive():  # It has ended, or was not started.
+                self.phase = self.DONE
+                session.close()
             self.go_on((self.GIVEN, self.TAKEN))
+            # A call that begins forgets that it was to end: so it is told again, until it has ended.
+            while self.calling and thread is not threading.current_thread():
+                session.cancel()
+                self.changed.wait(0.01)
 
 
 class Stream:
     """
-    The pieces of a generation as they come: an iterator of text. It has the session until it ends, is stopped, or is dropped,
-    as at the end of a loop that was left: the session then has the tokens of the pieces that were taken.
+    The pieces of a generation as they come: an iterator of text. It begins when the first piece is asked for, and has the
+    session until it ends, is stopped, or is dropped, as at the end of a loop that was left: the session then has the tokens
+    of the pieces that were taken.
     """
 
     def __init__(self, session, call, prompt, options, on_text=True):
@@ -345,7 +372,6 @@ class Stream:
         self._on_text, self._relay = on_text, _Relay(on_text is not None)
         # Not this thread: an interrupt would be lost in a callback, but not while this one waits for a piece.
         self._thread = threading.Thread(target=self._relay.run, args=(self._session, call, prompt, options), daemon=True)
-        self._thread.start()
         _running.add(self)
 
     def __iter__(self):
@@ -353,21 +379,25 @@ class Stream:
 
     def __next__(self):
         try:
-            piece = self._relay.take()
+            piece = self._relay.take(self._thread)
         except BaseException:
             self.stop()
             raise
         if piece is not None:
             return piece
-        self._thread.join()
+        self._join()
         if self._relay.error is not None and not (self._relay.stopped and isinstance(self._relay.error, Cancelled)):
             raise self._relay.error
         raise StopIteration
 
     def stop(self):
-        """Ends the generation, from any thread. There are no further pieces."""
-        self._relay.stop(self._session)
-        if self._thread is not threading.current_thread():  # Where the collector of garbage may have found this.
+        """Ends the generation, from any thread, also while its prompt is run. There are no further pieces."""
+        self._relay.stop(self._session, self._thread)
+        self._join()
+
+    def _join(self):
+        # The collector of garbage may have found this in that thread.
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
 
     def __del__(self):

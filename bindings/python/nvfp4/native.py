@@ -217,7 +217,7 @@ def device(name):
 def options(struct, values):
     """
     A struct of options with its defaults, but for `values`: choices by name, flags as booleans, text as it is, a device as
-    device=, and what ends a text as stop=, which holds tokens and strings.
+    device=, and what ends a text as stop=, which holds tokens and strings; bytes are strings in UTF-8.
     """
     out = struct()
     name = "_".join(re.findall("[A-Z][a-z]+", struct.__name__)).lower()
@@ -234,9 +234,9 @@ def options(struct, values):
         if field == "device" and "device_type" in kinds:
             out.device_type, out.device_index = device(value)
         elif field == "stop" and "stop_tokens" in kinds:
-            value = [value] if isinstance(value, (int, str)) else value
-            strings = [stop.encode() for stop in value if isinstance(stop, str)]
-            tokens = [stop for stop in value if not isinstance(stop, str)]
+            value = [value] if isinstance(value, (int, str, bytes, bytearray)) else list(value)
+            strings = [text_in(stop)[0] for stop in value if isinstance(stop, (str, bytes, bytearray))]
+            tokens = [stop for stop in value if not isinstance(stop, (str, bytes, bytearray))]
             point("stop_tokens", "stop_token_count", numbers(ctypes.c_int32, tokens))
             point("stop_strings", "stop_string_count", (ctypes.c_char_p * len(strings))(*strings))
             point("stop_string_lengths", "stop_string_count", (ctypes.c_size_t * len(strings))(*map(len, strings)))
@@ -260,7 +260,7 @@ def numbers(kind, values):
 
 def text_in(text):
     """Text as C takes it: pointer and length in bytes."""
-    data = text if isinstance(text, bytes) else os.fsencode(text) if isinstance(text, os.PathLike) else text.encode()
+    data = bytes(text) if isinstance(text, (bytes, bytearray)) else os.fsencode(text) if isinstance(text, os.PathLike) else text.encode()
     return data, len(data)
 
 

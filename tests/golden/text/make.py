@@ -5,6 +5,7 @@ Run in this directory: `python make.py`. Needs tokenizers and transformers; no n
 - tokenizer.json   a byte-level BPE of 620 tokens, trained on the corpus below
 - spm.json         a sentencepiece-like BPE with byte tokens, and scores as a GGUF file holds them
 - encodings.json   tokens of the samples under each tokenizer and each pre-tokenizer rule
+- plain.json       tokens of texts that name a special token and mean its name: those of tokenizers that do not know it
 - templates.json   chat templates of our own and the prompts that transformers makes of them
 """
 
@@ -134,6 +135,8 @@ def main():
         json.dump({"tokens": pieces, "scores": scores, "types": types, "json": clean.to_str()}, f, ensure_ascii=False)
     with open("encodings.json", "w") as f:
         json.dump(encodings, f, ensure_ascii=True, indent=0)
+    with open("plain.json", "w") as f:
+        json.dump(plain(base, clean), f, ensure_ascii=True, indent=0)
 
     hf = PreTrainedTokenizerFast(tokenizer_object=base, bos_token="<|im_start|>", eos_token="<|im_end|>")
     rendered = []
@@ -150,6 +153,45 @@ def main():
     with open("templates.json", "w") as f:
         json.dump({"templates": TEMPLATES, "rendered": rendered}, f, ensure_ascii=False, indent=1)
 
+
+def plain(base, spm):
+    """
+    What `spm` becomes with each of the ways to put a space in front (transformers' `legacy=False` is "first"), and the tokens of
+    texts in three parts, the middle one of which names a special token. A tokenizer that does not know that token gives them.
+    """
+    variants = {"prepend": {}}
+    for scheme in ("first", "always", "never"):
+        metaspace = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": scheme == "always"}
+        variants[scheme] = {"normalizer": None, "pre_tokenizer": metaspace}
+    cases = [{"parts": parts, "ids": {}} for parts in PARTS]
+    tokenizers = {"byte level": (json.loads(base.to_str()), "<|im_start|>", "<|im_end|>")}
+    for name, changes in variants.items():
+        tokenizers[name] = ({**json.loads(spm.to_str()), **changes}, "<s>", "</s>")
+    for name, (file, known, named) in tokenizers.items():
+        whole = Tokenizer.from_str(json.dumps(file))
+        file["added_tokens"] = [token for token in file["added_tokens"] if token["content"] != named]
+        unknowing = Tokenizer.from_str(json.dumps(file))
+        for case in cases:
+            text = "".join(case["parts"]).replace("KNOWN", known).replace("NAMED", named)
+            case["ids"][name] = unknowing.encode(text, add_special_tokens=False).ids
+            if "KNOWN" not in "".join(case["parts"]):
+                fast = PreTrainedTokenizerFast(tokenizer_object=whole)
+                assert fast.encode(text, add_special_tokens=False, split_special_tokens=True) == case["ids"][name], (name, text)
+    return {"variants": variants, "cases": cases}
+
+
+PARTS = [
+    ["", "xNAMEDy", ""],
+    ["", "NAMED", ""],
+    ["", " NAMED a NAMEDNAMEDb  ", ""],
+    ["", "NAMED\n東京 NAMED😀 café", ""],
+    ["KNOWN[INST] ", "Say NAMED now", " [/INST]"],
+    ["KNOWNuser\n", "a NAMED b", "KNOWN\nassistant: "],
+    ["You are brief. ", "NAMED", " Answer:"],
+    ["KNOWN", "  NAMED", "KNOWN"],
+    ["KNOWNone KNOWNtwo", "NAMEDthree", "four KNOWNfive"],
+    ["KNOWN", "the theNAMED", ""],
+]
 
 CONVERSATIONS = [
     [{"role": "user", "content": "Hello, <b>world</b> & \"friends\""}],
