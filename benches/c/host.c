@@ -103,7 +103,7 @@ static double generation(NVFP4_GenerateOptions options)
 int main(int argc, char **argv)
 {
     const char *path = NULL, *batches = "1,8,64", *device = "cpu";
-    int json = 0;
+    int json = 0, threads = 0;
     for (int i = 1; i < argc; i++) {
         const char *value = i + 1 < argc ? argv[i + 1] : "";
         if (!strcmp(argv[i], "--device"))
@@ -117,7 +117,7 @@ int main(int argc, char **argv)
         else if (!strcmp(argv[i], "--batches"))
             batches = value, i++;
         else if (!strcmp(argv[i], "--threads"))
-            OK(NVFP4_set_threads(atoi(value))), i++;
+            threads = atoi(value), i++;
         else if (!strcmp(argv[i], "--json"))
             json = 1;
         else
@@ -128,6 +128,8 @@ int main(int argc, char **argv)
         return 2;
     }
 
+    if (threads > 0)
+        OK(NVFP4_set_threads(threads));
     NVFP4_LoadOptions load;
     OK(NVFP4_load_options_init(&load, sizeof load));
     if (!strncmp(device, "cuda", 4)) {
@@ -138,13 +140,13 @@ int main(int argc, char **argv)
     NVFP4_SessionOptions options;
     OK(NVFP4_session_options_init(&options, sizeof options));
     options.context = prompt_tokens + gen_tokens + 2;
-    int32_t vocabulary;
+    size_t vocabulary;
     OK(NVFP4_model_vocab_size(model, &vocabulary));
     prompt = calloc(prompt_tokens, sizeof *prompt);
     if (prompt == NULL)
         return 1;
     for (size_t i = 0; i < prompt_tokens; i++)
-        prompt[i] = (int32_t)((i * 2654435761u + 12345) % (unsigned)vocabulary);
+        prompt[i] = (int32_t)((i * 2654435761u + 12345) % vocabulary);
 
     NVFP4_GenerateOptions greedy;
     OK(NVFP4_generate_options_init(&greedy, sizeof greedy));

@@ -10,6 +10,8 @@ constexpr int BUCKETS = 2048;       // parts of the ranking
 constexpr int WEIGHT_BITS = 40;     // the likeliest token's weight is 2 to this power
 constexpr float BUCKETS_PER_HALVING = (float)BUCKETS / WEIGHT_BITS;
 constexpr int DIGITS = 256;         // parts of what is left of a bucket
+constexpr int GROUP = 8;            // tokens whose buckets are read at once
+constexpr u16 NO_BUCKET = 0xffff;   // of what is behind the vocabulary
 static_assert(BUCKETS == 2 * CHOOSERS, "a thread has two buckets");
 static_assert(CHOOSERS == WARP * WARP, "a warp sums the sums of all warps");
 
@@ -30,6 +32,7 @@ struct Arguments {
     u32* occurred;          // [rows, vocabulary / 32, rounded up], a bit for each token; gets the row's own. Or null: no penalties
     float* best_value;      // [rows, blocks of the first kernel]
     int* best_token;        // [rows, blocks of the first kernel]
+    u16* buckets;           // [rows, stride]: the bucket of each token
     u64* sums;              // [rows, BUCKETS], zero; left zero
     u32* counts;            // [rows, BUCKETS], zero; left zero
     int* tokens;            // [rows]: the tokens that gave the logits, and then those chosen
@@ -38,6 +41,7 @@ struct Arguments {
     int vocabulary;
     int history_steps;
     int blocks;             // of the first kernel, for each row
+    int stride;             // the vocabulary, rounded up to GROUP
 };
 
 // The logit of a token, after the penalty.
@@ -115,6 +119,11 @@ __device__ __forceinline__ u64 key_of(float logit, int token) {
     return (u64)place << 32 | (u32)~token;
 }
 
+__device__ __forceinline__ float logit_of(u64 key) {
+    u32 place = (u32)(key >> 32);
+    return __uint_as_float(place & 0x80000000u ? place & 0x7fffffffu : ~place);
+}
+
 // 64 bits as two words: shared memory adds words at once, and longer numbers by trying until no other thread has come between.
 struct Wide {
     u32 low, high;
@@ -164,9 +173,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) draw_buckets(const __grid_
     Best best = best_of_row(a, row);
     if (!draws(best, rule)) return;
     Logits logit(a, row);
-    for (int i = blockIdx.x * THREADS + threadIdx.x; i < a.vocabulary; i += gridDim.x * THREADS) {
+    u16* buckets = a.buckets + (size_t)row * a.stride;
+    for (int i = blockIdx.x * THREADS + threadIdx.x; i < a.stride; i += gridDim.x * THREADS) {
+        if (i >= a.vocabulary) {
+            buckets[i] = NO_BUCKET;
+            break;
+        }
         float log = log_of(logit(i), best.value, rule.scale);
         int bucket = bucket_of(log);
+        buckets[i] = (u16)bucket;
         sums[bucket].add(weight_of(log));
         atomicAdd(&counts[bucket], 1u);
     }
@@ -209,19 +224,52 @@ __device__ __forceinline__ Sums sums_through(Sums own) {
 // A row's tokens by bucket, for one block.
 struct Ranking {
     const Arguments& a;
+    const uint4* buckets;
     Logits logit;
     float largest, scale;
+
+    __device__ __forceinline__ Ranking(const Arguments& a, int row, float largest, float scale)
+        : a(a), buckets((const uint4*)(a.buckets + (size_t)row * a.stride)), logit(a, row), largest(largest), scale(scale) {}
 
     // Calls `each` with the tokens of this thread that are in a bucket, their logarithms and keys.
     template <typename Each>
     __device__ __forceinline__ void in_bucket(int bucket, Each each) const {
 #pragma unroll 4
-        for (int i = threadIdx.x; i < a.vocabulary; i += CHOOSERS) {
-            float x = logit(i), log = log_of(x, largest, scale);
-            if (bucket_of(log) == bucket) each(log, key_of(x, i));
+        for (int i = threadIdx.x; i < a.stride / GROUP; i += CHOOSERS) {
+            uint4 group = buckets[i];
+            u32 words[GROUP / 2] = {group.x, group.y, group.z, group.w};
+#pragma unroll
+            for (int j = 0; j < GROUP; j++) {
+                if ((words[j / 2] >> 16 * (j % 2) & 0xffff) != (u32)bucket) continue;
+                int token = i * GROUP + j;
+                float x = logit(token);
+                each(log_of(x, largest, scale), key_of(x, token));
+            }
         }
     }
 };
+
+// Sorts a key of each thread of a block, the largest first.
+__device__ __forceinline__ u64 sorted(u64 key) {
+    __shared__ u64 keys[CHOOSERS];
+    int thread = threadIdx.x;
+    for (int run = 2; run <= CHOOSERS; run *= 2) {
+        for (int apart = run / 2; apart > 0; apart /= 2) {
+            u64 other;
+            if (apart < WARP) {
+                other = __shfl_xor_sync(ALL_LANES, key, apart);
+            } else {
+                __syncthreads();
+                keys[thread] = key;
+                __syncthreads();
+                other = keys[thread ^ apart];
+            }
+            bool larger = ((thread & run) == 0) == ((thread & apart) == 0);
+            key = larger == (key > other) ? key : other;
+        }
+    }
+    return key;
+}
 
 struct Found {
     u64 key;
@@ -232,7 +280,6 @@ struct Found {
 // thread's two buckets hold, and `through` the sums up to them, from the first bucket on.
 __device__ __noinline__ Found passing(const Ranking& ranking, const Sums (&own)[2], Sums through, bool by_count, u64 target) {
     __shared__ u64 keys[CHOOSERS];
-    __shared__ u64 weights[CHOOSERS];
     __shared__ Wide digit_sums[DIGITS];
     __shared__ u32 digit_counts[DIGITS];
     __shared__ int shared_part, members;
@@ -286,27 +333,22 @@ __device__ __noinline__ Found passing(const Ranking& ranking, const Sums (&own)[
     before = shared_before;
     if (threadIdx.x == 0) members = 0;
     __syncthreads();
-    ranking.in_bucket(bucket, [&](float log, u64 key) {
-        if ((key & mask) != prefix) return;
-        int at = atomicAdd(&members, 1);
-        keys[at] = key;
-        weights[at] = weight_of(log);
+    ranking.in_bucket(bucket, [&](float, u64 key) {
+        if ((key & mask) == prefix) keys[atomicAdd(&members, 1)] = key;
     });
     __syncthreads();
-    if ((int)threadIdx.x < members) {
-        u64 key = keys[threadIdx.x], weight = weights[threadIdx.x];
-        for (int i = 0; i < members; i++) {
-            if (keys[i] > key) before = before + Sums{weights[i], 1};
-        }
-        if (measure(before) <= target && target < measure(before + Sums{weight, 1})) found = {key, before.weight + weight};
-    }
+    u64 key = sorted((int)threadIdx.x < members ? keys[threadIdx.x] : 0);
+    Sums mine = {0, 0};
+    if (key) mine = {weight_of(log_of(logit_of(key), ranking.largest, ranking.scale)), 1};
+    Sums all = before + sums_through(mine);
+    if (measure(all - mine) <= target && target < measure(all)) found = {key, all.weight};
     __syncthreads();
     return found;
 }
 
 __device__ __forceinline__ int drawn(const Arguments& a, int row, const Rule& rule, float largest, const Sums (&own)[2]) {
     __shared__ u64 total;
-    Ranking ranking = {a, Logits(a, row), largest, rule.scale};
+    Ranking ranking(a, row, largest, rule.scale);
     Sums through = sums_through(own[0] + own[1]);
     if (threadIdx.x == CHOOSERS - 1) total = through.weight;
     __syncthreads();

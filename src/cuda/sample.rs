@@ -164,6 +164,7 @@ struct DrawArguments {
     occurred: u64,
     best_value: u64,
     best_token: u64,
+    buckets: u64,
     sums: u64,
     counts: u64,
     tokens: u64,
@@ -172,6 +173,7 @@ struct DrawArguments {
     vocabulary: i32,
     history_steps: i32,
     blocks: i32,
+    stride: i32,
 }
 
 /// The rules of rows, and memory in which blocks tell each other what they found.
@@ -182,6 +184,8 @@ pub struct DrawScratch {
     occurred: Option<DeviceBuffer>,
     best_value: DeviceBuffer,
     best_token: DeviceBuffer,
+    /// The bucket of each token: u16 `[rows, vocabulary rounded up]`.
+    buckets: DeviceBuffer,
     sums: DeviceBuffer,
     counts: DeviceBuffer,
     rows: usize,
@@ -190,6 +194,8 @@ pub struct DrawScratch {
 
 /// Buckets of a row; as many as the processor has.
 const BUCKETS: usize = 2048;
+/// Tokens whose buckets a thread reads at once.
+const BUCKET_GROUP: usize = 8;
 
 impl DrawScratch {
     /// Room for `rows` rows of `vocabulary` logits.
@@ -201,6 +207,7 @@ impl DrawScratch {
             occurred: None,
             best_value: scratch(DRAW_BLOCKS * 4)?,
             best_token: scratch(DRAW_BLOCKS * 4)?,
+            buckets: scratch(vocabulary.next_multiple_of(BUCKET_GROUP) * 2)?,
             sums: zeroed(BUCKETS * 8)?,
             counts: zeroed(BUCKETS * 4)?,
             rows,
@@ -290,6 +297,7 @@ pub fn draw(
         occurred: occurred.map_or(0, DeviceBuffer::address),
         best_value: scratch.best_value.address(),
         best_token: scratch.best_token.address(),
+        buckets: scratch.buckets.address(),
         sums: scratch.sums.address(),
         counts: scratch.counts.address(),
         tokens: tokens.address(),
@@ -298,6 +306,7 @@ pub fn draw(
         vocabulary: int("the vocabulary", vocabulary)?,
         history_steps: int("steps", steps)?,
         blocks: int("blocks", blocks)?,
+        stride: int("the vocabulary", vocabulary.next_multiple_of(BUCKET_GROUP))?,
     };
     let kernels = [
         ("draw_largest", blocks, 512),

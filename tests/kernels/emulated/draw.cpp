@@ -33,11 +33,13 @@ int main() {
         std::vector<u32> occurred(rows * words), counts(rows * draw::BUCKETS);
         std::vector<float> logits((size_t)rows * vocabulary), values(rows * blocks);
         std::vector<u64> sums(rows * draw::BUCKETS);
+        int groups = ceil_div(vocabulary, draw::GROUP);
+        std::vector<uint4> buckets(rows * groups);
         expect(take(rules.data(), rows) && take(tokens.data(), rows) && take(occurred.data(), occurred.size()) && take(logits.data(), logits.size()), "a case ends early");
         std::vector<draw::Rule> before = rules;
         std::vector<int> inputs = tokens;
-        draw::Arguments a = {logits.data(), rules.data(), head[2] ? occurred.data() : nullptr, values.data(), candidates.data(), sums.data(), counts.data(),
-                             tokens.data(), positions.data(), history.data(), vocabulary, STEPS, blocks};
+        draw::Arguments a = {logits.data(), rules.data(), head[2] ? occurred.data() : nullptr, values.data(), candidates.data(), (u16*)buckets.data(), sums.data(), counts.data(),
+                             tokens.data(), positions.data(), history.data(), vocabulary, STEPS, blocks, groups * draw::GROUP};
         launch(blocks, rows, 1, draw::THREADS, [&] { draw::draw_largest(a); });
         launch(head[4], rows, 1, draw::THREADS, [&] { draw::draw_buckets(a); });
         launch(1, rows, 1, draw::CHOOSERS, [&] { draw::draw_choose(a); });
