@@ -95,7 +95,7 @@ fn compile_all(folder: &Path) -> Result<String, String> {
         let sum = nvrtc::fingerprint(*unit, target);
         writeln!(
             entries,
-            "    Embedded {{ unit: Unit::{unit:?}, target: {target:?}, fingerprint: {sum:#018x}, image: include_bytes!({path:?}) }},"
+            "    Embedded {{ unit: Unit::{unit:?}, target: {target:?}, fingerprint: {sum:#018x}, is_current: OnceLock::new(), image: include_bytes!({path:?}) }},"
         )
         .expect("a string takes any text");
     }

@@ -612,7 +612,8 @@ int32_t NVFP4_abi_version(void);
 
 /**
  * Sends log messages of `level` and more severe ones to `callback`, for the whole process; NULL or #NVFP4_LOG_OFF stops
- * that. When the call returns, the callback set before it is not running and will not be called again.
+ * that. When the call returns, the callback set before it is not running and will not be called again. #NVFP4_UNSUPPORTED, each
+ * time, if the process is a Rust program with a subscriber of `tracing` of its own: it has the messages already.
  */
 NVFP4_API
 NVFP4_Status NVFP4_set_log_callback(NVFP4_LogCallback callback,

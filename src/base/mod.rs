@@ -5,6 +5,7 @@ pub mod env;
 pub mod error;
 pub mod file;
 pub mod memory;
+pub mod once;
 pub mod panics;
 pub mod size;
 pub mod threads;

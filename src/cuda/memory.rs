@@ -230,10 +230,14 @@ impl Pinned {
         })
     }
 
-    /// The bytes.
-    pub fn bytes(&self) -> &[u8] {
-        // SAFETY: initialised when made, owned by `self`.
-        unsafe { std::slice::from_raw_parts(self.data, self.bytes) }
+    /// Its size. There is no slice of it: a kernel may write it at any time.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Where it begins, for copies that the driver makes.
+    pub(super) fn as_ptr(&self) -> *const u8 {
+        self.data
     }
 
     /// Where the device sees it: the same address as the host.
@@ -250,9 +254,10 @@ impl Pinned {
         Some(unsafe { self.data.cast::<i32>().add(index).read_volatile() })
     }
 
-    /// The bytes, to be written.
+    /// The bytes, to be written where nothing that is enqueued writes them.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as above, borrowed exclusively.
+        // SAFETY: initialised when made, owned by `self` and borrowed exclusively; of kernels, only those write here that the owner
+        // has enqueued, and it waits for them before it asks for this.
         unsafe { std::slice::from_raw_parts_mut(self.data, self.bytes) }
     }
 }

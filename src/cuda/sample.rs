@@ -65,7 +65,7 @@ pub fn argmax(
     tokens: &DeviceBuffer,
     next: Option<(&DeviceBuffer, &Pinned)>,
 ) -> Result<()> {
-    let steps = next.map_or(0, |(_, history)| history.bytes().len() / 4 / rows.max(1));
+    let steps = next.map_or(0, |(_, history)| history.bytes() / 4 / rows.max(1));
     if rows > best.rows
         || logits.bytes() < rows * vocabulary * 4
         || tokens.bytes() < rows * 4

@@ -877,7 +877,7 @@ impl State {
 
     /// Steps that the history holds for a batch: what the kernel makes of its size.
     fn steps(&self, batch: usize) -> usize {
-        self.history.bytes().len() / 4 / batch
+        self.history.bytes() / 4 / batch
     }
 }
 
