@@ -1,6 +1,7 @@
 //! Floor 0: what every other floor stands on. Imports nothing of this crate.
 
 pub mod checksum;
+pub mod entry;
 pub mod env;
 pub mod error;
 pub mod file;

@@ -11,6 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use cudarc::driver::{result, sys};
 
 use super::blas::Blas;
+use super::checks::Checks;
 use super::compile::{Module, have_kernels};
 use super::graph;
 use super::memory::Pinned;
@@ -303,6 +304,7 @@ pub struct Gpu {
     clusters: Mutex<HashMap<(String, u32), usize>>,
     staging: Mutex<Vec<Pinned>>,
     blas: OnceLock<Result<Blas>>,
+    checks: TryOnce<Checks>,
 }
 
 // SAFETY: the driver's handles may be used from any thread whose current context is theirs, which `bind` sees to.
@@ -419,6 +421,7 @@ impl Gpu {
             clusters: Mutex::default(),
             staging: Mutex::default(),
             blas: OnceLock::new(),
+            checks: TryOnce::new(),
         })
     }
 
@@ -523,14 +526,31 @@ impl Gpu {
         )
     }
 
-    /// Waits until everything enqueued has run. A fault of earlier work comes out here.
+    /// Waits until everything enqueued has run. A fault of earlier work comes out here; what it has found wrong in its input is
+    /// for [`Gpu::check_calls`].
     pub fn synchronize(&self) -> Result<()> {
+        let checks = self.checks.get();
+        let checks = checks.map(|checks| (checks, checks.enqueued_before()));
+        self.wait()?;
+        if let Some((checks, before)) = checks {
+            checks.retire(before);
+        }
+        Ok(())
+    }
+
+    /// The wait alone.
+    pub(super) fn wait(&self) -> Result<()> {
         self.bind()?;
         check(
             // SAFETY: the stream lives as long as `self`.
             unsafe { result::stream::synchronize(self.stream) },
             "waiting for the device",
         )
+    }
+
+    /// The calls whose input the device checks.
+    pub(super) fn checks(&self) -> &TryOnce<Checks> {
+        &self.checks
     }
 
     /// The stream that [`HostStream`] chose, or the legacy default stream.
@@ -738,10 +758,16 @@ impl Drop for Gpu {
             drop(module.take());
         }
         drop(self.blas.take());
+        let checks = self.checks.take();
+        if let Some(checks) = &checks {
+            checks.free(self);
+        }
         // SAFETY: nothing made in the context outlives `self`, which every buffer and graph keeps alive. Failures have no
         // one to hear of them, and the driver frees the rest with the process.
         unsafe {
             let _ = result::stream::synchronize(self.stream);
+            // Its page-locked word, which no kernel writes any more.
+            drop(checks);
             for event in [self.order.default, self.order.own] {
                 let _ = result::event::destroy(event);
             }

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU32;
 
 use cudarc::driver::result;
 
@@ -252,6 +253,12 @@ impl Pinned {
         }
         // SAFETY: within the allocation, which is aligned to more; volatile, since the device wrote it.
         Some(unsafe { self.data.cast::<i32>().add(index).read_volatile() })
+    }
+
+    /// Its first word, which device and host may change at any time; nothing if there is none.
+    pub(super) fn word(&self) -> Option<&AtomicU32> {
+        // SAFETY: within the allocation, which is aligned to more, and used as an atomic while it is borrowed.
+        (self.bytes >= 4).then(|| unsafe { AtomicU32::from_ptr(self.data.cast()) })
     }
 
     /// The bytes, to be written where nothing that is enqueued writes them.

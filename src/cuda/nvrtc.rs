@@ -19,6 +19,10 @@ const HEADERS: &[(&str, &str)] = &[
         include_str!("../../kernels/common/types.cuh"),
     ),
     (
+        "common/note.cuh",
+        include_str!("../../kernels/common/note.cuh"),
+    ),
+    (
         "common/ptx.cuh",
         include_str!("../../kernels/common/ptx.cuh"),
     ),
