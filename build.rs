@@ -40,8 +40,8 @@ fn embed_kernels() {
     println!("cargo::rerun-if-env-changed=NVFP4_EMBED_KERNELS");
     println!("cargo::rerun-if-env-changed=NVFP4_NVRTC");
     let folder = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
-    let entries = match std::env::var("NVFP4_EMBED_KERNELS").as_deref() {
-        Err(_) | Ok("" | "0") => String::new(),
+    let (count, entries) = match std::env::var("NVFP4_EMBED_KERNELS").as_deref() {
+        Err(_) | Ok("" | "0") => (0, String::new()),
         Ok("1") => {
             println!("cargo::rustc-cfg=embedded_kernels");
             compile_all(&folder).unwrap_or_else(|e| panic!("NVFP4_EMBED_KERNELS=1: {e}"))
@@ -50,12 +50,12 @@ fn embed_kernels() {
             "NVFP4_EMBED_KERNELS is '{other}'; it takes 1, or 0 for kernels that are compiled when first used"
         ),
     };
-    std::fs::write(folder.join("kernels.rs"), format!("&[\n{entries}]\n"))
-        .expect("writing kernels.rs");
+    let table = format!("static EMBEDDED: [Embedded; {count}] = [\n{entries}];\n");
+    std::fs::write(folder.join("kernels.rs"), table).expect("writing kernels.rs");
 }
 
-/// Compiles everything into the folder, and returns the entries of the table.
-fn compile_all(folder: &Path) -> Result<String, String> {
+/// Compiles everything into the folder, and returns the number of entries of the table and the entries.
+fn compile_all(folder: &Path) -> Result<(usize, String), String> {
     let path = std::env::var_os("NVFP4_NVRTC")
         .filter(|p| !p.is_empty())
         .map(PathBuf::from);
@@ -95,9 +95,9 @@ fn compile_all(folder: &Path) -> Result<String, String> {
         let sum = nvrtc::fingerprint(*unit, target);
         writeln!(
             entries,
-            "    Embedded {{ unit: Unit::{unit:?}, target: {target:?}, fingerprint: {sum:#018x}, image: include_bytes!({path:?}) }},"
+            "    Embedded {{ unit: Unit::{unit:?}, target: {target:?}, fingerprint: {sum:#018x}, is_current: OnceLock::new(), image: include_bytes!({path:?}) }},"
         )
         .expect("a string takes any text");
     }
-    Ok(entries)
+    Ok((jobs.len(), entries))
 }

@@ -331,6 +331,7 @@ fn quantize(gpu: &Arc<Gpu>) {
                     let start = Instant::now();
                     let x = &inputs[i % count];
                     let q = tensors::quantize(&device, x, &options, ScaleLayout::Linear).unwrap();
+                    gpu.synchronize().unwrap();
                     let seconds = start.elapsed().as_secs_f64();
                     drop(q);
                     seconds

@@ -17,6 +17,16 @@
  * the end of the parameters, and are untouched on failure unless the function says otherwise. Nothing but values crosses this
  * interface: no exception, no panic, no signal, no exit.
  *
+ * ERRORS OF A GPU. A call on tensors of a CUDA device checks its arguments, enqueues its work and returns; it waits for the
+ * device only where this file says so. What the device alone can see - values that are not finite in what is quantized, block
+ * scales that are NaN or negative in what is multiplied - it finds when the work runs. The next call on tensors of that device
+ * then fails with NVFP4_INVALID_ARGUMENT, in whichever thread that is: a call that waits for the device, in any case; another,
+ * if the device has come so far. The message names the function that was given the tensor, its number among the calls that the
+ * device has checked, and the first element that is wrong. What that call gave is undefined, and so is what was made of it;
+ * the call that reports it has failed like any other. Each such failure is reported once; of several at once the message has
+ * the first in full, and how many there were. NVFP4_device_synchronize() asks for them. The CPU has done the work of a call,
+ * and found all that is wrong with it, when the call returns.
+ *
  * HANDLES. NVFP4_Tensor, NVFP4_Weight, NVFP4_Model and NVFP4_Session are never defined and never dereferenced. Each is
  * counted: what creates one gives the caller a reference, _retain adds one, _release gives one up. Handles keep what they
  * need alive inside (a session its model, a view its memory), so any order of release is right. A handle that is NULL, was
@@ -627,7 +637,8 @@ int32_t NVFP4_abi_version(void);
 
 /**
  * Sends log messages of `level` and more severe ones to `callback`, for the whole process; NULL or #NVFP4_LOG_OFF stops
- * that. When the call returns, the callback set before it is not running and will not be called again.
+ * that. When the call returns, the callback set before it is not running and will not be called again. #NVFP4_UNSUPPORTED, each
+ * time, if the process is a Rust program with a subscriber of `tracing` of its own: it has the messages already.
  */
 NVFP4_API
 NVFP4_Status NVFP4_set_log_callback(NVFP4_LogCallback callback,
@@ -778,6 +789,15 @@ NVFP4_Status NVFP4_tensor_copy_to_device(const NVFP4_Tensor *tensor,
                                          NVFP4_Tensor **out);
 
 /**
+ * Waits until everything that calls have enqueued on a device has run, and fails if the device has found something wrong in one
+ * of them: see ERRORS OF A GPU above. After #NVFP4_OK the results of all calls before this one are right. The host
+ * (#NVFP4_DEVICE_CPU and 0) is never behind.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_device_synchronize(int32_t device_type,
+                                      int32_t device_index);
+
+/**
  * Makes another view of a tensor's memory, which it keeps alive: a transpose, a slice, another shape. `offset` counts
  * elements from the first one of `tensor`; `strides` may be NULL for row-major. A view that would leave the tensor's memory
  * is refused.
@@ -835,7 +855,7 @@ NVFP4_API NVFP4_Status NVFP4_tensor_bytes(const NVFP4_Tensor *tensor, uint64_t *
 
 /**
  * Copies the elements, wherever they are, to `destination` in host memory, row-major without gaps. `bytes` must be exactly what
- * NVFP4_tensor_bytes() says.
+ * NVFP4_tensor_bytes() says. From a GPU it waits for them; if that reports an earlier call, `destination` has been written.
  */
 NVFP4_API
 NVFP4_Status NVFP4_tensor_copy_to_host(const NVFP4_Tensor *tensor,
@@ -843,8 +863,9 @@ NVFP4_Status NVFP4_tensor_copy_to_host(const NVFP4_Tensor *tensor,
                                        size_t bytes);
 
 /**
- * Copies the elements to `destination` in host memory as float, whatever their type, row-major without gaps. `elements` must be exactly
- * the tensor's number of elements. Packed 4-bit codes have no values of their own: dequantize them.
+ * Copies the elements to `destination` in host memory as float, whatever their type, row-major without gaps, as
+ * NVFP4_tensor_copy_to_host() does. `elements` must be exactly the tensor's number of elements. Packed 4-bit codes have no
+ * values of their own: dequantize them.
  */
 NVFP4_API
 NVFP4_Status NVFP4_tensor_copy_as_float(const NVFP4_Tensor *tensor,
@@ -891,7 +912,9 @@ NVFP4_Status NVFP4_quantize_options_init(NVFP4_QuantizeOptions *options,
  * - `global_scale`: the multiplier; 1 when single-level.
  *
  * A tensor on a GPU is quantized there, in one pass without temporary memory (two for a second level; a copy first if rows
- * are at uneven distances or not aligned to 16 bytes), to the same bits.
+ * are at uneven distances or not aligned to 16 bytes), to the same bits. With two levels the call waits for the multiplier, and
+ * values that are not finite are its own error; with one it does not wait, and they are that of a later call: see ERRORS OF A
+ * GPU above.
  */
 NVFP4_API
 NVFP4_Status NVFP4_tensor_quantize(const NVFP4_Tensor *input,
@@ -968,8 +991,9 @@ NVFP4_Status NVFP4_dequantize_packed(const NVFP4_Tensor *qdata,
  * The values that a weight `[.., K]` has in the forward pass of training in 4 bits: what NVFP4_quantize_packed() leaves of them,
  * in the weight's type. The gradient of the weight is that of these values as it is (the straight-through estimator).
  *
- * - `keep`: 0 to compute them. Otherwise the weight must not change: its values are computed once and kept as long as its
- *   memory lives or until NVFP4_ste_clear(), and every such call gives a handle of the same tensor, which is only read.
+ * - `keep`: 0 to compute them. Otherwise the weight must not change: its values are computed once, for which the call waits,
+ *   and kept as long as its memory lives or until NVFP4_ste_clear(), and every such call gives a handle of the same tensor,
+ *   which is only read.
  */
 NVFP4_API
 NVFP4_Status NVFP4_ste_weight(const NVFP4_Tensor *weight,
@@ -1000,7 +1024,7 @@ NVFP4_Status NVFP4_ste_clear(void);
  *
  * A weight for a CUDA device is made of tensors in host memory or in that device's, and of the latter without leaving it.
  * Its checks are the same, and wait for the device: block scales that are NaN or negative and weights that are not finite are
- * errors.
+ * errors of the call that prepares it. Products with it need no more checks.
  */
 
 /** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_WeightOptions). */
@@ -1121,9 +1145,9 @@ NVFP4_Status NVFP4_linear(const NVFP4_Weight *weight,
  * The exact product of the decoded values but for the order of summation, in float. NVFP4_scaled_mm() is the same without
  * multipliers.
  *
- * All four tensors are in one place, where the result is too. On a CUDA device the call waits until the scales have been
- * looked at, and not for the product: scales that are NaN or negative are an error there. Codes and scales with gaps, or not
- * aligned to 16 and 4 bytes, are copied first.
+ * All four tensors are in one place, where the result is too. On a CUDA device the call does not wait: scales that are NaN or
+ * negative are an error of a later call, see ERRORS OF A GPU above. Codes and scales with gaps, or not aligned to 16 and 4
+ * bytes, are copied first.
  */
 NVFP4_API
 NVFP4_Status NVFP4_matmul(const NVFP4_Tensor *a_codes,
@@ -1502,6 +1526,9 @@ NVFP4_Status NVFP4_session_step_sample(NVFP4_Session *const *sessions,
  * throws the message when NVFP4_quantize, NVFP4_scaled_mm or NVFP4_to_managed fails on its tensors and the host then looks for
  * errors, as it does after these three.
  *
+ * On a GPU they are asynchronous, as libtorch is: what the device finds wrong is the failure of a later call, see ERRORS OF A GPU
+ * above.
+ *
  * libtorch's tensors may have any strides and offset, and may require a gradient: results never do. They are read where they
  * are, and results are made in libtorch's own memory. On a GPU the order is that of libtorch's current stream.
  */
@@ -1512,8 +1539,8 @@ NVFP4_Status NVFP4_session_step_sample(NVFP4_Session *const *sessions,
  * - `qdata`: uint8 `[.., K / 2]`, the even index in the low nibble; NULL on failure.
  * - `scale`: float8_e4m3fn `[.., K / 16]`, row-major: amax / 6, clamped to [2^-16, 448]; NULL on failure.
  *
- * The results are where the input is: on a GPU one pass over it makes them, to the same bits. Those of libtorch are matrices:
- * the leading dimensions become one.
+ * The results are where the input is: on a GPU one pass over it makes them, to the same bits, and the call does not wait for it.
+ * Those of libtorch are matrices: the leading dimensions become one.
  */
 NVFP4_API
 void NVFP4_quantize(void *input,
@@ -1528,7 +1555,7 @@ void NVFP4_quantize(void *input,
  * - `scale_a`, `scale_b`: float8_e4m3fn, or uint8 holding its bytes, in swizzled order (#NVFP4_SCALES_SWIZZLED) for M and for
  *   N rows.
  *
- * The product is computed where the four tensors are, and is there: see NVFP4_matmul().
+ * The product is computed where the four tensors are, and is there; the call does not wait for a GPU: see NVFP4_matmul().
  */
 NVFP4_API
 void *NVFP4_scaled_mm(void *mat1,

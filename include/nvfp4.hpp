@@ -442,6 +442,12 @@ private:
 /** CPU threads of what is made from now on; 0 leaves it to the environment and the machine. */
 inline Result<void> set_threads(std::int32_t threads) { return check(NVFP4_set_threads(threads)); }
 
+/** Waits until everything that calls have enqueued on a device has run; what the device has found wrong is the error. */
+inline Result<void> device_synchronize(std::int32_t device_type = NVFP4_DEVICE_CUDA, std::int32_t index = 0)
+{
+    return check(NVFP4_device_synchronize(device_type, index));
+}
+
 /** Frees what is kept for reuse. */
 inline void empty_cache() noexcept { NVFP4_empty_cache(); }
 

@@ -387,12 +387,21 @@ fn values_to_quantize(seed: u64, odd: bool) -> Vec<f32> {
         .collect()
 }
 
+/// What of block scales is none, from the kernel's source, on the processor.
+#[test]
+fn scales_that_are_none_are_found_on_an_emulated_gpu() {
+    if let Some(said) = emulate("check", 900) {
+        assert_eq!(said, "ok\n");
+    }
+}
+
 /// The largest magnitude, and quantization by every rule, from the kernels' sources, on the processor: the bits of src/format.
 #[test]
 fn quantized_bits_are_right_on_an_emulated_gpu() {
     struct Wanted {
         what: String,
         said: [u32; 3],
+        note: u64,
         codes: Vec<u8>,
         scales: Vec<u8>,
     }
@@ -414,10 +423,14 @@ fn quantized_bits_are_right_on_an_emulated_gpu() {
     for (dtype, (levels, recipe), rounding, kind) in (0..3)
         .flat_map(|d| rules.map(|r| (d, r)))
         .flat_map(|(d, r)| roundings.map(|rounding| (d, r, rounding)))
-        .flat_map(|(d, r, rounding)| (0..3).map(move |kind| (d, r, rounding, kind)))
+        .flat_map(|(d, r, rounding)| (0..4).map(move |kind| (d, r, rounding, kind)))
     {
-        // Plain; swizzled scales of rows with gaps; values that are not finite.
+        // Plain; swizzled scales of rows with gaps; values that are not finite, saturated or noted.
         let (swizzled, padding, saturate) = (kind == 1, u32::from(kind == 1), kind == 2);
+        if kind == 3 && levels == Levels::Two {
+            // The largest magnitude tells of those.
+            continue;
+        }
         let options = QuantizeOptions {
             levels,
             recipe,
@@ -430,7 +443,7 @@ fn quantized_bits_are_right_on_an_emulated_gpu() {
             seed: 77,
         };
         let mut bytes = Vec::new();
-        let x: Vec<f32> = values_to_quantize(wanted.len() as u64, saturate)
+        let x: Vec<f32> = values_to_quantize(wanted.len() as u64, kind >= 2)
             .iter()
             .map(|&v| match dtype {
                 0 => v,
@@ -449,7 +462,21 @@ fn quantized_bits_are_right_on_an_emulated_gpu() {
                 }
             }
         }
-        let amax = nvfp4::amax(&x, 0, options.nonfinite).unwrap();
+        let first = x.iter().position(|v| !v.is_finite());
+        let note = match first.filter(|_| kind == 3) {
+            None => u64::MAX,
+            Some(at) => {
+                let what = [x[at].is_nan(), x[at] == f32::INFINITY, true];
+                (at as u64) << 8 | what.iter().position(|&is| is).unwrap() as u64
+            }
+        };
+        assert_eq!(note != u64::MAX, kind == 3);
+        // What is noted is saturated all the same.
+        let saturating = QuantizeOptions {
+            nonfinite: NonFinite::Saturate,
+            ..options.clone()
+        };
+        let amax = nvfp4::amax(&x, 0, saturating.nonfinite).unwrap();
         let global = nvfp4::global_scale(amax, &options);
         let (mut codes, mut scales) = (vec![0; x.len() / 2], vec![0; x.len() / 16]);
         nvfp4::quantize_rows(
@@ -457,7 +484,7 @@ fn quantized_bits_are_right_on_an_emulated_gpu() {
             blocks * 16,
             0,
             global,
-            &options,
+            &saturating,
             &mut codes,
             &mut scales,
         )
@@ -493,7 +520,12 @@ fn quantized_bits_are_right_on_an_emulated_gpu() {
         input.extend(bytes);
         wanted.push(Wanted {
             what: format!("type {dtype}, {options:?}, swizzled {swizzled}"),
-            said: [0, if computed == 1 { amax.to_bits() } else { 0 }, 1],
+            said: [
+                u32::from(kind == 3),
+                if computed == 1 { amax.to_bits() } else { 0 },
+                1,
+            ],
+            note,
             codes,
             scales,
         });
@@ -510,6 +542,7 @@ fn quantized_bits_are_right_on_an_emulated_gpu() {
     for w in wanted {
         let words: Vec<u8> = w.said.iter().flat_map(|v| v.to_le_bytes()).collect();
         assert_eq!(take(12), words, "report: {}", w.what);
+        assert_eq!(take(8), w.note.to_le_bytes(), "note: {}", w.what);
         assert_eq!(take(w.codes.len()), w.codes, "codes: {}", w.what);
         assert_eq!(take(w.scales.len()), w.scales, "scales: {}", w.what);
     }

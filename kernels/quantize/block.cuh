@@ -1,5 +1,6 @@
 // A block of 16 values on its way to NVFP4: what all kernels of this folder that quantize share.
 #pragma once
+#include "common/note.cuh"
 #include "common/values.cuh"
 #include "format/encode.cuh"
 #include "format/swizzle.cuh"
@@ -7,18 +8,16 @@
 enum Rounding { NEAREST_EVEN, HALF_AWAY, STOCHASTIC };
 enum Recipe { AMAX, FOUR_OVER_SIX, SWEEP };
 
-// In memory of the host.
-struct Report {
-    u32 nonfinite;          // set to 1 if a value is NaN or infinite
-    u32 amax;               // a copy of Arguments::amax
-};
+// What a note says of a value.
+enum NonFinite { IS_NAN, IS_INFINITE, IS_MINUS_INFINITE };
 
 struct Arguments {
     const u8* input;        // rows of 16 row_blocks values, the first of each aligned to 16 bytes
     u8* codes;              // [rows, 8 row_blocks]
     u8* scales;             // [rows, row_blocks], or swizzled
     const u32* amax;        // the tensor's largest magnitude, which the global scale follows from; NULL: `global` is given
-    Report* report;         // NULL if values that are not finite saturate and there is no amax
+    u32* report;            // in memory of the host: a copy of *amax; NULL if there is none
+    Note note;              // of the first value that is not finite; of none if those saturate, or if *amax tells of them
     u64 stride;             // bytes from row to row
     u64 seed;               // of stochastic rounding
     u32 blocks;             // of all rows
@@ -26,7 +25,7 @@ struct Arguments {
     float global;           // where `amax` is NULL; 1 for a single level
     float largest;          // block scale times code that the amax becomes
     int legacy;             // the rule of the legacy host for scales
-    int saturate;           // NaN becomes 0 and infinity the largest magnitude; otherwise both are reported
+    int saturate;           // NaN becomes 0 and infinity the largest magnitude; otherwise the results are of no use
     int swizzled;
     int rounding;
     int recipe;
@@ -73,7 +72,7 @@ struct Block {
 __device__ __forceinline__ float global_scale(const Arguments& a) {
     if (!a.amax) return a.global;
     u32 bits = *a.amax;
-    if (a.report && blockIdx.x == 0 && threadIdx.x == 0) a.report->amax = bits;
+    if (a.report && blockIdx.x == 0 && threadIdx.x == 0) *a.report = bits;
     return bits ? fmaxf(__uint_as_float(bits) / a.largest, SMALLEST_NORMAL) : 1;
 }
 
@@ -85,8 +84,15 @@ __device__ __forceinline__ float largest_magnitude(const float (&x)[BLOCK]) {
 }
 
 // Deals with a block whose largest magnitude is not finite; gives the new one.
-__device__ __forceinline__ float saturated(const Arguments& a, float (&x)[BLOCK], float global) {
-    if (!a.saturate) a.report->nonfinite = 1;
+__device__ __forceinline__ float saturated(const Arguments& a, u32 block, float (&x)[BLOCK], float global) {
+    if (a.note.first) {
+        u32 at = 0, what = IS_NAN;
+#pragma unroll
+        for (int i = BLOCK - 1; i >= 0; i--) {
+            if (!is_finite(x[i])) at = i, what = isnan(x[i]) ? IS_NAN : signbit(x[i]) ? IS_MINUS_INFINITE : IS_INFINITE;
+        }
+        take_note(a.note, (u64)block * BLOCK + at, what);
+    }
     float limit = a.largest * global;
 #pragma unroll
     for (int i = 0; i < BLOCK; i++) {

@@ -1,13 +1,19 @@
 // Looks at block scales for bytes that are none: NaN and negative ones. What pads swizzled ones may be anything.
+#include "common/note.cuh"
 #include "common/ptx.cuh"
 #include "format/swizzle.cuh"
 
-struct Arguments {
+struct Scales {
     const u8* scales;   // aligned to a word of them
-    u32* found;         // in memory of the host: set to 1 if there is such a byte
     u64 words;          // of all rows
+    u64 first;          // the number of the first scale, for the note
     u32 row_blocks;
     int swizzled;       // if not, there is one row
+};
+
+struct Arguments {
+    Scales matrices[2];
+    Note note;          // by the number of a scale in row-major order, and its byte
 };
 
 constexpr int THREADS = 256;
@@ -17,11 +23,14 @@ constexpr u32 SIGN_BITS = 0x80808080u;
 extern "C" __global__ void __launch_bounds__(THREADS) check_scales(const __grid_constant__ Arguments a) {
     wait_for_earlier_kernels();
     let_later_kernels_start();
-    u64 index = (u64)blockIdx.x * THREADS + threadIdx.x;
-    if (index >= a.words) return;
-    u32 row_words = (a.row_blocks + SCALES_IN_WORD - 1) / SCALES_IN_WORD;
-    u32 row = index / row_words, word = index % row_words, left = a.row_blocks - word * SCALES_IN_WORD;
-    const u8* at = a.scales + scale_row(a.swizzled, row, a.row_blocks) + (u64)word * scale_word_stride(a.swizzled);
+    u64 index = (u64)blockIdx.x * THREADS + threadIdx.x, before = a.matrices[0].words;
+    bool second = index >= before;
+    const Scales& m = a.matrices[second];
+    if (second) index -= before;
+    if (index >= m.words) return;
+    u32 row_words = (m.row_blocks + SCALES_IN_WORD - 1) / SCALES_IN_WORD;
+    u32 row = index / row_words, word = index % row_words, left = m.row_blocks - word * SCALES_IN_WORD;
+    const u8* at = m.scales + scale_row(m.swizzled, row, m.row_blocks) + (u64)word * scale_word_stride(m.swizzled);
     u32 scales = 0;
     if (left >= SCALES_IN_WORD) {
         scales = *(const u32*)at;
@@ -29,6 +38,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) check_scales(const __grid_
         for (u32 i = 0; i < left; i++) scales |= (u32)at[i] << 8 * i;
     }
     // One more than the largest magnitude, NaN, reaches the sign.
-    u32 next = (scales & ~SIGN_BITS) + 0x01010101u;
-    if ((scales | next) & SIGN_BITS) *a.found = 1;
+    u32 wrong = (scales | ((scales & ~SIGN_BITS) + 0x01010101u)) & SIGN_BITS;
+    if (!wrong) return;
+    u32 i = (__ffs(wrong) - 1) / 8;
+    take_note(a.note, m.first + (u64)row * m.row_blocks + word * SCALES_IN_WORD + i, scales >> 8 * i & 0xff);
 }

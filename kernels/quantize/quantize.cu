@@ -12,7 +12,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_f32(const __grid_
     load_values<F32>(block.input, x);
     float global = global_scale(a);
     float amax = largest_magnitude(x);
-    if (!is_finite(amax)) amax = saturated(a, x, global);
+    if (!is_finite(amax)) amax = saturated(a, block.index, x, global);
     u32 scale = scale_of(a, amax / E2M1_MAX, global);
     block.write(a, encode(a, x, step_of(a, scale, global)), scale);
 }
@@ -50,10 +50,18 @@ struct Pairs {
 
     // The largest magnitude. If it is not finite: NaN becomes 0, and an infinity, which any step makes the largest code, counts
     // as the largest value that the global scale has room for.
-    __device__ __forceinline__ float amax(const Arguments& a, float global) {
+    __device__ __forceinline__ float amax(const Arguments& a, u32 block, float global) {
         u32 bits = largest();
         if (bits < INFINITY_BITS) return low(bits);
-        if (!a.saturate) a.report->nonfinite = 1;
+        if (a.note.first) {
+            u32 at = 0, what = IS_NAN;
+#pragma unroll
+            for (int i = BLOCK - 1; i >= 0; i--) {
+                u32 bits = w[i / 2] >> i % 2 * 16 & 0xffff, magnitude = bits & 0x7fff;
+                if (magnitude >= INFINITY_BITS) at = i, what = magnitude > INFINITY_BITS ? IS_NAN : bits != magnitude ? IS_MINUS_INFINITE : IS_INFINITE;
+            }
+            take_note(a.note, (u64)block * BLOCK + at, what);
+        }
         Pairs finite = *this;
         bool infinite = false;
 #pragma unroll
@@ -152,7 +160,7 @@ __device__ __forceinline__ void quantize(const Arguments& a) {
     if (block.index >= a.blocks) return;
     Pairs<T> x(block.input);
     float global = global_scale(a);
-    u32 scale = scale_of(a, x.amax(a, global) / E2M1_MAX, global);
+    u32 scale = scale_of(a, x.amax(a, block.index, global) / E2M1_MAX, global);
     x.legacy_zeros(a);
     block.write(a, x.codes(a, step_of(a, scale, global)), scale);
 }
@@ -168,7 +176,7 @@ __device__ __forceinline__ void quantize_single(const Arguments& a) {
     Block block(a, 2);
     if (block.index >= a.blocks) return;
     Pairs<T> x(block.input);
-    float amax = x.amax(a, 1);
+    float amax = x.amax(a, block.index, 1);
     // The quotient by 6, rounded as a division rounds it unless it is so small that the scale is the smallest anyway.
     constexpr float SIXTH = 1.0f / 6.0f;
     float sixth = amax * SIXTH;

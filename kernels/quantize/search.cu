@@ -59,7 +59,7 @@ __device__ __forceinline__ void quantize_search(const Arguments& a) {
     load_values<T>(block.input, x);
     float global = global_scale(a);
     float amax = largest_magnitude(x);
-    if (!is_finite(amax)) amax = saturated(a, x, global);
+    if (!is_finite(amax)) amax = saturated(a, block.index, x, global);
     if (amax == 0 && !a.legacy) {
         block.write(a, make_uint2(0, 0), 0);
         return;

@@ -11,8 +11,10 @@ constexpr int WEIGHT_BITS = 40;     // the likeliest token's weight is 2 to this
 constexpr float BUCKETS_PER_HALVING = (float)BUCKETS / WEIGHT_BITS;
 constexpr int DIGITS = 256;         // parts of what is left of a bucket
 constexpr int GROUP = 8;            // tokens whose buckets are read at once
+constexpr int AT_ONCE = 4;          // groups that a thread reads at once
 constexpr u16 NO_BUCKET = 0xffff;   // of what is behind the vocabulary
 static_assert(BUCKETS == 2 * CHOOSERS, "a thread has two buckets");
+static_assert(AT_ONCE * GROUP == 32, "a word has a bit for each token");
 static_assert(CHOOSERS == WARP * WARP, "a warp sums the sums of all warps");
 
 struct Rule {
@@ -234,14 +236,21 @@ struct Ranking {
     // Calls `each` with the tokens of this thread that are in a bucket, their logarithms and keys.
     template <typename Each>
     __device__ __forceinline__ void in_bucket(int bucket, Each each) const {
-#pragma unroll 4
-        for (int i = threadIdx.x; i < a.stride / GROUP; i += CHOOSERS) {
-            uint4 group = buckets[i];
-            u32 words[GROUP / 2] = {group.x, group.y, group.z, group.w};
+        int groups = a.stride / GROUP;
+        for (int first = threadIdx.x; first < groups; first += AT_ONCE * CHOOSERS) {
+            // A bit for each token, so that the few that matter are looked at in one place.
+            u32 inside = 0;
 #pragma unroll
-            for (int j = 0; j < GROUP; j++) {
-                if ((words[j / 2] >> 16 * (j % 2) & 0xffff) != (u32)bucket) continue;
-                int token = i * GROUP + j;
+            for (int i = 0; i < AT_ONCE; i++) {
+                int at = first + i * CHOOSERS;
+                if (at >= groups) break;
+                uint4 group = buckets[at];
+                u32 words[GROUP / 2] = {group.x, group.y, group.z, group.w};
+#pragma unroll
+                for (int j = 0; j < GROUP; j++) inside |= (u32)((words[j / 2] >> 16 * (j % 2) & 0xffff) == (u32)bucket) << (GROUP * i + j);
+            }
+            for (; inside; inside &= inside - 1) {
+                int bit = __ffs(inside) - 1, token = (first + bit / GROUP * CHOOSERS) * GROUP + bit % GROUP;
                 float x = logit(token);
                 each(log_of(x, largest, scale), key_of(x, token));
             }
@@ -376,7 +385,7 @@ __device__ __forceinline__ int drawn(const Arguments& a, int row, const Rule& ru
 }
 
 // Grid: (1, rows)
-extern "C" __global__ void __launch_bounds__(CHOOSERS) draw_choose(const __grid_constant__ Arguments a) {
+extern "C" __global__ void __launch_bounds__(CHOOSERS, 1) draw_choose(const __grid_constant__ Arguments a) {
     wait_for_earlier_kernels();
     let_later_kernels_start();
     int row = blockIdx.y;

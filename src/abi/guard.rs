@@ -7,7 +7,7 @@ use std::ops::ControlFlow;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use super::status::{NVFP4_OK, NVFP4_Status};
-use crate::base::{Error, ErrorKind, Result, panics};
+use crate::base::{Error, ErrorKind, Result, entry, panics};
 use crate::cuda::KeepContext;
 
 struct Last {
@@ -45,6 +45,7 @@ fn caught<T>(
     // What a panic leaves half done is only reachable through an exclusive handle, which stays locked out after it.
     let error = match catch_unwind(AssertUnwindSafe(|| {
         let _context = KeepContext::new();
+        let _entered = entry::enter(function);
         body()
     })) {
         Ok(Ok(value)) => return Ok(value),

@@ -4,7 +4,7 @@ use std::cell::Cell;
 use std::ffi::{CStr, c_char, c_void};
 use std::fmt::{self, Write};
 use std::sync::atomic::{AtomicI32, Ordering};
-use std::sync::{Once, PoisonError, RwLock};
+use std::sync::{OnceLock, PoisonError, RwLock};
 
 use serde_json::json;
 use tracing::field::{Field, Visit};
@@ -78,7 +78,8 @@ struct Sink {
 
 static SINK: RwLock<Option<Sink>> = RwLock::new(None);
 static LEVEL: AtomicI32 = AtomicI32::new(NVFP4_LOG_OFF);
-static INSTALL: Once = Once::new();
+/// Whether [`ToHost`] is the process's subscriber, once that was tried: it is the only one that the process will ever have.
+static INSTALLED: OnceLock<Result<()>> = OnceLock::new();
 
 thread_local! {
     /// Whether this thread is inside the log callback.
@@ -160,7 +161,8 @@ impl Visit for Line {
 }
 
 /// Sends log messages of `level` and more severe ones to `callback`, for the whole process; NULL or #NVFP4_LOG_OFF stops
-/// that. When the call returns, the callback set before it is not running and will not be called again.
+/// that. When the call returns, the callback set before it is not running and will not be called again. #NVFP4_UNSUPPORTED, each
+/// time, if the process is a Rust program with a subscriber of `tracing` of its own: it has the messages already.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_set_log_callback(
     callback: NVFP4_LogCallback,
@@ -188,16 +190,15 @@ pub unsafe extern "C" fn NVFP4_set_log_callback(
         }
         let sink = callback.filter(|_| level > NVFP4_LOG_OFF);
         if sink.is_some() {
-            let mut installed = Ok(());
-            INSTALL.call_once(|| {
-                installed = tracing::subscriber::set_global_default(ToHost).map_err(|_| {
+            let install = || {
+                tracing::subscriber::set_global_default(ToHost).map_err(|_| {
                     err!(
                         Unsupported,
                         "the process has a tracing subscriber of its own; read this library's events there"
                     )
-                });
-            });
-            installed?;
+                })
+            };
+            INSTALLED.get_or_init(install).clone()?;
         }
         LEVEL.store(
             if sink.is_some() { level } else { NVFP4_LOG_OFF },

@@ -14,7 +14,7 @@
 //!
 //! A weight for a CUDA device is made of tensors in host memory or in that device's, and of the latter without leaving it.
 //! Its checks are the same, and wait for the device: block scales that are NaN or negative and weights that are not finite are
-//! errors.
+//! errors of the call that prepares it. Products with it need no more checks.
 
 use std::ffi::c_char;
 use std::ptr;
@@ -544,9 +544,9 @@ pub unsafe extern "C" fn NVFP4_linear(
 /// The exact product of the decoded values but for the order of summation, in float. NVFP4_scaled_mm() is the same without
 /// multipliers.
 ///
-/// All four tensors are in one place, where the result is too. On a CUDA device the call waits until the scales have been
-/// looked at, and not for the product: scales that are NaN or negative are an error there. Codes and scales with gaps, or not
-/// aligned to 16 and 4 bytes, are copied first.
+/// All four tensors are in one place, where the result is too. On a CUDA device the call does not wait: scales that are NaN or
+/// negative are an error of a later call, see ERRORS OF A GPU above. Codes and scales with gaps, or not aligned to 16 and 4
+/// bytes, are copied first.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_matmul(
     a_codes: *const NVFP4_Tensor,

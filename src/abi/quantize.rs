@@ -212,7 +212,9 @@ pub unsafe extern "C" fn NVFP4_quantize_options_init(
 /// - `global_scale`: the multiplier; 1 when single-level.
 ///
 /// A tensor on a GPU is quantized there, in one pass without temporary memory (two for a second level; a copy first if rows
-/// are at uneven distances or not aligned to 16 bytes), to the same bits.
+/// are at uneven distances or not aligned to 16 bytes), to the same bits. With two levels the call waits for the multiplier, and
+/// values that are not finite are its own error; with one it does not wait, and they are that of a later call: see ERRORS OF A
+/// GPU above.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_tensor_quantize(
     input: *const NVFP4_Tensor,
@@ -398,8 +400,9 @@ pub unsafe extern "C" fn NVFP4_dequantize_packed(
 /// The values that a weight `[.., K]` has in the forward pass of training in 4 bits: what NVFP4_quantize_packed() leaves of them,
 /// in the weight's type. The gradient of the weight is that of these values as it is (the straight-through estimator).
 ///
-/// - `keep`: 0 to compute them. Otherwise the weight must not change: its values are computed once and kept as long as its
-///   memory lives or until NVFP4_ste_clear(), and every such call gives a handle of the same tensor, which is only read.
+/// - `keep`: 0 to compute them. Otherwise the weight must not change: its values are computed once, for which the call waits,
+///   and kept as long as its memory lives or until NVFP4_ste_clear(), and every such call gives a handle of the same tensor,
+///   which is only read.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_ste_weight(
     weight: *const NVFP4_Tensor,

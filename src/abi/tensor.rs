@@ -239,6 +239,19 @@ pub unsafe extern "C" fn NVFP4_tensor_copy_to_device(
     })
 }
 
+/// Waits until everything that calls have enqueued on a device has run, and fails if the device has found something wrong in one
+/// of them: see ERRORS OF A GPU above. After #NVFP4_OK the results of all calls before this one are right. The host
+/// (#NVFP4_DEVICE_CPU and 0) is never behind.
+#[unsafe(no_mangle)]
+pub extern "C" fn NVFP4_device_synchronize(device_type: i32, device_index: i32) -> NVFP4_Status {
+    enter("NVFP4_device_synchronize", || {
+        match device_number(device_type, device_index)? {
+            None => Ok(()),
+            Some(ordinal) => transfer::synchronize(ordinal),
+        }
+    })
+}
+
 /// Makes another view of a tensor's memory, which it keeps alive: a transpose, a slice, another shape. `offset` counts
 /// elements from the first one of `tensor`; `strides` may be NULL for row-major. A view that would leave the tensor's memory
 /// is refused.
@@ -385,7 +398,7 @@ pub unsafe extern "C" fn NVFP4_tensor_bytes(
 }
 
 /// Copies the elements, wherever they are, to `destination` in host memory, row-major without gaps. `bytes` must be exactly what
-/// NVFP4_tensor_bytes() says.
+/// NVFP4_tensor_bytes() says. From a GPU it waits for them; if that reports an earlier call, `destination` has been written.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_tensor_copy_to_host(
     tensor: *const NVFP4_Tensor,
@@ -400,8 +413,9 @@ pub unsafe extern "C" fn NVFP4_tensor_copy_to_host(
     })
 }
 
-/// Copies the elements to `destination` in host memory as float, whatever their type, row-major without gaps. `elements` must be exactly
-/// the tensor's number of elements. Packed 4-bit codes have no values of their own: dequantize them.
+/// Copies the elements to `destination` in host memory as float, whatever their type, row-major without gaps, as
+/// NVFP4_tensor_copy_to_host() does. `elements` must be exactly the tensor's number of elements. Packed 4-bit codes have no
+/// values of their own: dequantize them.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_tensor_copy_as_float(
     tensor: *const NVFP4_Tensor,

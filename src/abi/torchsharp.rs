@@ -9,6 +9,9 @@
 //! throws the message when NVFP4_quantize, NVFP4_scaled_mm or NVFP4_to_managed fails on its tensors and the host then looks for
 //! errors, as it does after these three.
 //!
+//! On a GPU they are asynchronous, as libtorch is: what the device finds wrong is the failure of a later call, see ERRORS OF A GPU
+//! above.
+//!
 //! libtorch's tensors may have any strides and offset, and may require a gradient: results never do. They are read where they
 //! are, and results are made in libtorch's own memory. On a GPU the order is that of libtorch's current stream.
 
@@ -76,8 +79,8 @@ fn give(tensor: Tensor) -> *mut c_void {
 /// - `qdata`: uint8 `[.., K / 2]`, the even index in the low nibble; NULL on failure.
 /// - `scale`: float8_e4m3fn `[.., K / 16]`, row-major: amax / 6, clamped to [2^-16, 448]; NULL on failure.
 ///
-/// The results are where the input is: on a GPU one pass over it makes them, to the same bits. Those of libtorch are matrices:
-/// the leading dimensions become one.
+/// The results are where the input is: on a GPU one pass over it makes them, to the same bits, and the call does not wait for it.
+/// Those of libtorch are matrices: the leading dimensions become one.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_quantize(
     input: *mut c_void,
@@ -148,7 +151,7 @@ pub unsafe extern "C" fn NVFP4_quantize(
 /// - `scale_a`, `scale_b`: float8_e4m3fn, or uint8 holding its bytes, in swizzled order (#NVFP4_SCALES_SWIZZLED) for M and for
 ///   N rows.
 ///
-/// The product is computed where the four tensors are, and is there: see NVFP4_matmul().
+/// The product is computed where the four tensors are, and is there; the call does not wait for a GPU: see NVFP4_matmul().
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_scaled_mm(
     mat1: *mut c_void,

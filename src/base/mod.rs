@@ -1,12 +1,15 @@
 //! Floor 0: what every other floor stands on. Imports nothing of this crate.
 
 pub mod checksum;
+pub mod entry;
 pub mod env;
 pub mod error;
 pub mod file;
 pub mod memory;
+pub mod once;
 pub mod panics;
 pub mod size;
 pub mod threads;
+pub mod turns;
 
 pub use error::{Error, ErrorKind, Result};

@@ -19,17 +19,23 @@ struct Embedded {
     unit: Unit,
     target: &'static str,
     fingerprint: u64,
+    /// Whether that is the fingerprint of the sources here, once somebody has looked.
+    is_current: OnceLock<bool>,
     image: &'static [u8],
 }
 
-/// Written by `build.rs`; empty unless the build was asked for it.
-const EMBEDDED: &[Embedded] = include!(concat!(env!("OUT_DIR"), "/kernels.rs"));
+// `static EMBEDDED: [Embedded; N]`, written by `build.rs`; empty unless the build was asked for it.
+include!(concat!(env!("OUT_DIR"), "/kernels.rs"));
 
 fn embedded(unit: Unit, target: &str) -> Option<&'static [u8]> {
     let found = EMBEDDED
         .iter()
         .find(|e| e.unit == unit && e.target == target)?;
-    (found.fingerprint == fingerprint(unit, target)).then_some(found.image)
+    let is_current = || found.fingerprint == fingerprint(unit, target);
+    found
+        .is_current
+        .get_or_init(is_current)
+        .then_some(found.image)
 }
 
 /// Whether every kernel for an architecture is embedded, so that it needs no compiler.
@@ -216,5 +222,18 @@ mod tests {
             }
         }
         assert!(is_embedded((9, 0)) && !is_embedded((7, 5)));
+    }
+
+    /// Drop-in calls ask each time. The sources of an architecture's kernels are some 1.5 MB with the headers: once is enough.
+    #[test]
+    fn sources_are_hashed_once() {
+        assert!(is_embedded((9, 0)));
+        let start = std::time::Instant::now();
+        for _ in 0..1000 {
+            have_kernels((9, 0)).unwrap();
+        }
+        // Hashed each time, they would be more than a gigabyte.
+        let taken = start.elapsed();
+        assert!(taken < std::time::Duration::from_millis(500), "{taken:?}");
     }
 }

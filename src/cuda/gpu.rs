@@ -6,16 +6,19 @@ use std::collections::HashMap;
 use std::ffi::{c_int, c_void};
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use cudarc::driver::{result, sys};
 
 use super::blas::Blas;
-use super::compile::Module;
+use super::checks::Checks;
+use super::compile::{Module, have_kernels};
 use super::graph;
 use super::memory::Pinned;
-use super::nvrtc::Unit;
+use super::nvrtc::{Unit, target};
 use crate::base::error::{Error, bail, err};
+use crate::base::once::{SharedOnce, TryOnce};
+use crate::base::threads::Pool;
 use crate::base::{ErrorKind, Result};
 
 /// The oldest driver interface that has what the launcher uses.
@@ -183,13 +186,16 @@ pub(super) fn driver() -> Result<i32> {
         .clone()
 }
 
-/// The devices that are open, or were.
-static OPEN: Mutex<Vec<(usize, Weak<Gpu>)>> = Mutex::new(Vec::new());
+/// The devices that are open, or were, by number. Locked to look one up, and not while it is opened.
+static OPEN: Mutex<Vec<(usize, Arc<SharedOnce<Gpu>>)>> = Mutex::new(Vec::new());
+
+fn opened() -> MutexGuard<'static, Vec<(usize, Arc<SharedOnce<Gpu>>)>> {
+    OPEN.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// The devices that are open: something uses each.
 pub fn open_gpus() -> Vec<Arc<Gpu>> {
-    let open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
-    open.iter().filter_map(|(_, gpu)| gpu.upgrade()).collect()
+    opened().iter().filter_map(|(_, gpu)| gpu.get()).collect()
 }
 
 /// The calling thread's current context, made current again when this goes: a host that uses CUDA itself finds its thread as
@@ -290,11 +296,15 @@ pub struct Gpu {
     stream: sys::CUstream,
     order: Order,
     pool: sys::CUmemoryPool,
-    modules: Mutex<HashMap<Unit, Arc<Module>>>,
+    /// By the units' numbers.
+    modules: [TryOnce<Module>; Unit::ALL.len()],
+    /// Whether [`Gpu::need_kernels`] has found them.
+    has_kernels: OnceLock<()>,
     /// See [`Gpu::clusters_at_once`].
     clusters: Mutex<HashMap<(String, u32), usize>>,
     staging: Mutex<Vec<Pinned>>,
     blas: OnceLock<Result<Blas>>,
+    checks: TryOnce<Checks>,
 }
 
 // SAFETY: the driver's handles may be used from any thread whose current context is theirs, which `bind` sees to.
@@ -349,15 +359,25 @@ pub fn check_managed(ordinal: usize) -> Result<()> {
 impl Gpu {
     /// The device numbered `ordinal`. Opened once however often it is asked for.
     pub fn open(ordinal: usize) -> Result<Arc<Gpu>> {
-        let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
-        let known = open.iter().find(|(o, _)| *o == ordinal);
-        if let Some(gpu) = known.and_then(|(_, gpu)| gpu.upgrade()) {
-            return Ok(gpu);
-        }
-        let gpu = Arc::new(Gpu::new(ordinal)?);
-        open.retain(|(o, _)| *o != ordinal);
-        open.push((ordinal, Arc::downgrade(&gpu)));
-        Ok(gpu)
+        let find = |open: &[(usize, Arc<SharedOnce<Gpu>>)]| {
+            let known = open.iter().find(|(o, _)| *o == ordinal);
+            known.map(|(_, gpu)| gpu.clone())
+        };
+        let known = find(&opened());
+        let gpu = match known {
+            Some(gpu) => gpu,
+            None => {
+                // Only devices that are there get a place in the list.
+                usable_ordinal(ordinal, count()?)?;
+                let mut open = opened();
+                find(&open).unwrap_or_else(|| {
+                    let gpu = Arc::new(SharedOnce::new());
+                    open.push((ordinal, gpu.clone()));
+                    gpu
+                })
+            }
+        };
+        gpu.get_or_try(|| Gpu::new(ordinal))
     }
 
     fn new(ordinal: usize) -> Result<Gpu> {
@@ -396,10 +416,12 @@ impl Gpu {
             stream,
             order,
             pool,
-            modules: Mutex::default(),
+            modules: [const { TryOnce::new() }; Unit::ALL.len()],
+            has_kernels: OnceLock::new(),
             clusters: Mutex::default(),
             staging: Mutex::default(),
             blas: OnceLock::new(),
+            checks: TryOnce::new(),
         })
     }
 
@@ -504,14 +526,31 @@ impl Gpu {
         )
     }
 
-    /// Waits until everything enqueued has run. A fault of earlier work comes out here.
+    /// Waits until everything enqueued has run. A fault of earlier work comes out here; what it has found wrong in its input is
+    /// for [`Gpu::check_calls`].
     pub fn synchronize(&self) -> Result<()> {
+        let checks = self.checks.get();
+        let checks = checks.map(|checks| (checks, checks.enqueued_before()));
+        self.wait()?;
+        if let Some((checks, before)) = checks {
+            checks.retire(before);
+        }
+        Ok(())
+    }
+
+    /// The wait alone.
+    pub(super) fn wait(&self) -> Result<()> {
         self.bind()?;
         check(
             // SAFETY: the stream lives as long as `self`.
             unsafe { result::stream::synchronize(self.stream) },
             "waiting for the device",
         )
+    }
+
+    /// The calls whose input the device checks.
+    pub(super) fn checks(&self) -> &TryOnce<Checks> {
+        &self.checks
     }
 
     /// The stream that [`HostStream`] chose, or the legacy default stream.
@@ -658,19 +697,47 @@ impl Gpu {
         self.loaded_blas().err().map(|e| e.message().to_owned())
     }
 
+    /// Refuses a device for which kernels cannot be had: see [`have_kernels`]. Looks until they are found, and then no more.
+    pub fn need_kernels(&self) -> Result<()> {
+        if self.has_kernels.get().is_none() {
+            have_kernels(self.arch)?;
+            self.has_kernels.get_or_init(|| ());
+        }
+        Ok(())
+    }
+
+    /// A unit's kernels, compiled for this device when first asked for. Units that others compile meanwhile are not waited for.
+    fn module(&self, unit: Unit) -> Result<&Module> {
+        self.modules[unit as usize].get_or_try(|| {
+            self.bind()?;
+            Module::load(unit, self.arch)
+        })
+    }
+
     /// A kernel, compiled for this device when first asked for.
     pub(super) fn function(&self, unit: Unit, name: &str) -> Result<sys::CUfunction> {
-        let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
-        let module = match modules.get(&unit) {
-            Some(module) => module.clone(),
-            None => {
-                self.bind()?;
-                let module = Arc::new(Module::load(unit, self.arch)?);
-                modules.insert(unit, module.clone());
-                module
+        self.module(unit)?.function(name)
+    }
+
+    /// Compiles and loads those of `units` that are not ready, as many at a time as there are threads. Units that have no kernels for
+    /// this device are left out. Other threads may use the device meanwhile.
+    pub fn prepare(&self, units: &[Unit]) -> Result<()> {
+        let wanted: Vec<Unit> = Unit::for_target(&target(self.arch))
+            .filter(|&unit| units.contains(&unit) && self.modules[unit as usize].get().is_none())
+            .collect();
+        if wanted.is_empty() {
+            return Ok(());
+        }
+        let failed = Mutex::new(None);
+        let pool = Pool::new(Pool::default_threads()?.min(wanted.len()))?;
+        pool.run(wanted.len(), |i| {
+            if let Err(e) = self.module(wanted[i]) {
+                let mut failed = failed.lock().unwrap_or_else(PoisonError::into_inner);
+                failed.get_or_insert(e);
             }
-        };
-        module.function(name)
+        });
+        let failed = failed.into_inner().unwrap_or_else(PoisonError::into_inner);
+        failed.map_or(Ok(()), Err)
     }
 
     /// What [`Launch::clusters_at_once`] has found out, by kernel and blocks of a cluster.
@@ -687,15 +754,20 @@ impl Drop for Gpu {
         if self.bind().is_err() {
             return;
         }
-        self.modules
-            .get_mut()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clear();
+        for module in &mut self.modules {
+            drop(module.take());
+        }
         drop(self.blas.take());
+        let checks = self.checks.take();
+        if let Some(checks) = &checks {
+            checks.free(self);
+        }
         // SAFETY: nothing made in the context outlives `self`, which every buffer and graph keeps alive. Failures have no
         // one to hear of them, and the driver frees the rest with the process.
         unsafe {
             let _ = result::stream::synchronize(self.stream);
+            // Its page-locked word, which no kernel writes any more.
+            drop(checks);
             for event in [self.order.default, self.order.own] {
                 let _ = result::event::destroy(event);
             }

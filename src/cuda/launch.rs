@@ -86,12 +86,13 @@ impl Launch {
 
     /// Clusters of this launch that the device runs at the same time, of a kernel whose blocks are always of the same size.
     pub(super) fn clusters_at_once(&self, gpu: &Gpu, unit: Unit, name: &str) -> Result<usize> {
-        let mut known = gpu.clusters_at_once();
         let key = (name.to_string(), self.cluster);
-        if let Some(&clusters) = known.get(&key) {
+        let known = gpu.clusters_at_once().get(&key).copied();
+        if let Some(clusters) = known {
             return Ok(clusters);
         }
         gpu.bind()?;
+        // The kernel may have to be compiled, which nobody else waits for.
         let function = gpu.function(unit, name)?;
         self.reserve(function, name)?;
         let mut attributes = Attributes::new(self.cluster, false);
@@ -100,7 +101,7 @@ impl Launch {
         // SAFETY: the function was loaded by this GPU, and the attributes outlive the call.
         let answer = unsafe { sys::cuOccupancyMaxActiveClusters(&mut clusters, function, &config) };
         check(answer.result(), name)?;
-        known.insert(key, clusters as usize);
+        gpu.clusters_at_once().insert(key, clusters as usize);
         Ok(clusters as usize)
     }
 

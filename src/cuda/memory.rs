@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU32;
 
 use cudarc::driver::result;
 
@@ -230,10 +231,14 @@ impl Pinned {
         })
     }
 
-    /// The bytes.
-    pub fn bytes(&self) -> &[u8] {
-        // SAFETY: initialised when made, owned by `self`.
-        unsafe { std::slice::from_raw_parts(self.data, self.bytes) }
+    /// Its size. There is no slice of it: a kernel may write it at any time.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Where it begins, for copies that the driver makes.
+    pub(super) fn as_ptr(&self) -> *const u8 {
+        self.data
     }
 
     /// Where the device sees it: the same address as the host.
@@ -250,9 +255,16 @@ impl Pinned {
         Some(unsafe { self.data.cast::<i32>().add(index).read_volatile() })
     }
 
-    /// The bytes, to be written.
+    /// Its first word, which device and host may change at any time; nothing if there is none.
+    pub(super) fn word(&self) -> Option<&AtomicU32> {
+        // SAFETY: within the allocation, which is aligned to more, and used as an atomic while it is borrowed.
+        (self.bytes >= 4).then(|| unsafe { AtomicU32::from_ptr(self.data.cast()) })
+    }
+
+    /// The bytes, to be written where nothing that is enqueued writes them.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as above, borrowed exclusively.
+        // SAFETY: initialised when made, owned by `self` and borrowed exclusively; of kernels, only those write here that the owner
+        // has enqueued, and it waits for them before it asks for this.
         unsafe { std::slice::from_raw_parts_mut(self.data, self.bytes) }
     }
 }

@@ -4,6 +4,7 @@
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::path::Path;
+use std::sync::OnceLock;
 
 use crate::base::checksum::Checksum;
 
@@ -16,6 +17,10 @@ const HEADERS: &[(&str, &str)] = &[
     (
         "common/types.cuh",
         include_str!("../../kernels/common/types.cuh"),
+    ),
+    (
+        "common/note.cuh",
+        include_str!("../../kernels/common/note.cuh"),
     ),
     (
         "common/ptx.cuh",
@@ -178,11 +183,17 @@ fn options(target: &str) -> Vec<CString> {
 
 /// Tells sources and options apart; machine code depends on them and the compiler's version.
 pub(super) fn fingerprint(unit: Unit, target: &str) -> u64 {
-    let mut sum = Checksum::new();
-    for (name, source) in HEADERS {
-        sum.update(name.as_bytes());
-        sum.update(source.as_bytes());
-    }
+    /// What the headers, which all units share, have left of a checksum.
+    static OF_HEADERS: OnceLock<Checksum> = OnceLock::new();
+    let of_headers = || {
+        let mut sum = Checksum::new();
+        for (name, source) in HEADERS {
+            sum.update(name.as_bytes());
+            sum.update(source.as_bytes());
+        }
+        sum
+    };
+    let mut sum = OF_HEADERS.get_or_init(of_headers).clone();
     sum.update(unit.source().as_bytes());
     for option in options(target) {
         sum.update(option.as_bytes());

@@ -3,12 +3,11 @@
 
 use std::sync::Arc;
 
-use super::copy::Event;
+use super::checks::{CheckedCall, NoteArgument, Subject};
 use super::gpu::{Gpu, int};
 use super::launch::Launch;
-use super::memory::{DeviceSlice, Pinned};
+use super::memory::DeviceSlice;
 use super::nvrtc::Unit;
-use super::staging::{keep, take};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::size::product;
@@ -19,9 +18,11 @@ use crate::format::swizzle::ScaleLayout;
 pub(super) const ARGUMENTS: &[(&str, usize)] = &[("check_scales", size_of::<CheckArguments>())];
 
 const THREADS: usize = 256;
+/// Scales that a thread of the check takes.
+const SCALES_IN_WORD: usize = 4;
 
-/// An NVFP4 matrix `[rows, k]` on a device, by parts that stand there. Scale bytes are 0 to 0x7e, which a [`ScaleCheck`] finds
-/// out; another gives a wrong product, and nothing worse.
+/// An NVFP4 matrix `[rows, k]` on a device, by parts that stand there. Scale bytes are 0 to 0x7e, which [`check_scales`] and
+/// [`wait_for_scales`] find out; another gives a wrong product, and nothing worse.
 #[derive(Clone, Copy, Debug)]
 pub struct Operand<'a> {
     pub(super) codes: DeviceSlice<'a>,
@@ -110,83 +111,85 @@ impl<'a> Operand<'a> {
 }
 
 #[repr(C)]
-struct CheckArguments {
+#[derive(Default)]
+struct ScalesArgument {
     scales: u64,
-    found: u64,
     words: u64,
+    first: u64,
     row_blocks: u32,
     swizzled: i32,
 }
 
-/// A look at the scales of matrices for NaN and negative ones, on its way. The device tells the host of what it finds, and who
-/// waits for that waits for nothing that is enqueued afterwards.
-pub struct ScaleCheck {
-    gpu: Arc<Gpu>,
-    /// Given back when nothing enqueued writes it any more.
-    found: Option<Pinned>,
-    looked: Option<Event>,
+#[repr(C)]
+#[derive(Default)]
+struct CheckArguments {
+    matrices: [ScalesArgument; 2],
+    note: NoteArgument,
 }
 
-impl ScaleCheck {
-    /// Enqueues it for matrices on `gpu`.
-    pub fn start(gpu: &Arc<Gpu>, matrices: &[Operand<'_>]) -> Result<ScaleCheck> {
-        let mut found = take(gpu, 4)?;
-        found.bytes_mut()[..4].fill(0);
-        let address = found.address();
-        let mut check = ScaleCheck {
-            gpu: gpu.clone(),
-            found: Some(found),
-            looked: None,
-        };
-        for matrix in matrices {
-            matrix.require(gpu)?;
-            let blocks = matrix.k / BLOCK;
-            // Row-major ones are one long row.
-            let (rows, row_blocks) = match matrix.layout {
-                ScaleLayout::Linear => (1, product("scales", &[matrix.rows, blocks])?),
-                ScaleLayout::Swizzled => (matrix.rows, blocks),
-            };
-            int("rows", rows)?;
-            let words = product("scales", &[rows, row_blocks.div_ceil(4)])?;
-            let arguments = CheckArguments {
-                scales: matrix.scales.address(),
-                found: address,
-                words: words as u64,
-                row_blocks: int("block scales", row_blocks)? as u32,
-                swizzled: (matrix.layout == ScaleLayout::Swizzled).into(),
-            };
-            let blocks = int("blocks of a grid", words.div_ceil(THREADS))? as u32;
-            let launch = Launch::new([blocks, 1, 1], THREADS as u32);
-            // SAFETY: the struct is the kernel's; the matrix has its scales, and `drop` keeps the report until all is done.
-            unsafe { launch.run(gpu, Unit::CheckScales, "check_scales", &arguments)? };
-        }
-        check.looked = Some(Event::record(gpu)?);
-        Ok(check)
+/// Enqueues a look at the scales of two matrices on `gpu`, which are about to be multiplied, for NaN and negative ones. What it
+/// finds is the error of a later call: see [`Gpu::check_calls`]. `name` is for that error, where no function of the C interface
+/// is being called.
+pub fn check_scales(
+    gpu: &Arc<Gpu>,
+    name: &'static str,
+    a: &Operand<'_>,
+    b: &Operand<'_>,
+) -> Result<()> {
+    if a.k != b.k {
+        bail!(
+            Internal,
+            "scales of [{}, {}] and of [{}, {}] in one check",
+            a.rows,
+            a.k,
+            b.rows,
+            b.k
+        );
     }
-
-    /// Waits until it is done. Whether every scale is one.
-    pub fn wait(mut self) -> Result<bool> {
-        if let Some(looked) = self.looked.take() {
-            looked.wait()?;
-        }
-        let Some(found) = self.found.take() else {
-            return Ok(true);
-        };
-        let good = found.read_i32(0) == Some(0);
-        keep(&self.gpu, found);
-        Ok(good)
-    }
+    let blocks = a.k / BLOCK;
+    let first = product("scales", &[a.rows, blocks])?;
+    let call = CheckedCall::begin(gpu, name, Subject::TwoScales { first, blocks })?;
+    look(gpu, &[a, b], &call)
 }
 
-impl Drop for ScaleCheck {
-    fn drop(&mut self) {
-        let Some(found) = self.found.take() else {
-            return;
+/// Looks at the scales of a matrix on `gpu`, a weight say, for NaN and negative ones, and waits for what it finds.
+pub fn wait_for_scales(gpu: &Arc<Gpu>, matrix: &Operand<'_>) -> Result<()> {
+    let blocks = matrix.k / BLOCK;
+    let call = CheckedCall::to_wait(gpu, Subject::Scales { blocks })?;
+    look(gpu, &[matrix], &call)?;
+    call.wait()
+}
+
+/// Enqueues the look at scales of up to two matrices.
+fn look(gpu: &Arc<Gpu>, matrices: &[&Operand<'_>], call: &CheckedCall<'_>) -> Result<()> {
+    let mut arguments = CheckArguments {
+        note: call.note(),
+        ..CheckArguments::default()
+    };
+    let (mut words, mut scales) = (0usize, 0usize);
+    for (argument, matrix) in arguments.matrices.iter_mut().zip(matrices) {
+        matrix.require(gpu)?;
+        let blocks = matrix.k / BLOCK;
+        let all = product("scales", &[matrix.rows, blocks])?;
+        // Row-major ones are one long row.
+        let (rows, row_blocks) = match matrix.layout {
+            ScaleLayout::Linear => (1, all),
+            ScaleLayout::Swizzled => (matrix.rows, blocks),
         };
-        match self.gpu.synchronize() {
-            Ok(()) => keep(&self.gpu, found),
-            // The device may still write it.
-            Err(_) => std::mem::forget(found),
-        }
+        int("rows", rows)?;
+        let of_matrix = product("scales", &[rows, row_blocks.div_ceil(SCALES_IN_WORD)])?;
+        *argument = ScalesArgument {
+            scales: matrix.scales.address(),
+            words: of_matrix as u64,
+            first: scales as u64,
+            row_blocks: int("block scales", row_blocks)? as u32,
+            swizzled: (matrix.layout == ScaleLayout::Swizzled).into(),
+        };
+        words = words.saturating_add(of_matrix);
+        scales = scales.saturating_add(all);
     }
+    let blocks = int("blocks of a grid", words.div_ceil(THREADS))? as u32;
+    let launch = Launch::new([blocks, 1, 1], THREADS as u32);
+    // SAFETY: the struct is the kernel's; the matrices have their scales, and the call has its note.
+    unsafe { launch.run(gpu, Unit::CheckScales, "check_scales", &arguments) }
 }

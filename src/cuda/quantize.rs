@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 
+use super::checks::{CheckedCall, NoteArgument, Subject};
 use super::gpu::{Gpu, int};
 use super::launch::Launch;
 use super::memory::{DeviceBuffer, DeviceSlice, Pinned};
@@ -63,6 +64,7 @@ struct QuantizeArguments {
     scales: u64,
     amax: u64,
     report: u64,
+    note: NoteArgument,
     stride: u64,
     seed: u64,
     blocks: u32,
@@ -76,14 +78,13 @@ struct QuantizeArguments {
     recipe: i32,
 }
 
-/// What the kernels tell the host, in the order of their `Report`.
-const NONFINITE: usize = 0;
-const AMAX: usize = 1;
-const REPORT_BYTES: usize = 8;
+/// Bytes of the largest magnitude, as the kernels tell the host of it.
+const REPORT_BYTES: usize = 4;
 
 /// Quantizes `x` `[.., K]`, of float16, bfloat16 or float32 and any strides, into `codes` and `scales`; gives the global scale,
-/// which is `global` or, for two levels without one, computed. Waits for the device if that is to be known or if values that
-/// are not finite are an error, which then is that of [`nvfp4::quantize`].
+/// which is `global` or, for two levels without one, computed. Waits for the device if that is to be known. Values that are not
+/// finite are then the error of [`nvfp4::quantize`], unless they saturate; in a call that does not wait they are the error of a
+/// later one: see [`Gpu::check_calls`].
 pub fn quantize<'a>(
     gpu: &Arc<Gpu>,
     x: &Tensor,
@@ -126,17 +127,27 @@ pub fn quantize<'a>(
         false => None,
     };
     let mut report = None;
-    if computed || !saturate {
+    if computed {
         let mut pinned = take(gpu, REPORT_BYTES)?;
         pinned.bytes_mut()[..REPORT_BYTES].fill(0);
         report = Some(pinned);
     }
+    // A largest magnitude that is computed tells of them itself.
+    let call = match saturate || computed {
+        true => None,
+        false => Some(CheckedCall::begin(
+            gpu,
+            "quantize",
+            Subject::Values { cols },
+        )?),
+    };
     let arguments = QuantizeArguments {
         input: input.address,
         codes: codes.address(),
         scales: scales.address(),
         amax: amax.as_ref().map_or(0, DeviceBuffer::address),
         report: report.as_ref().map_or(0, Pinned::address),
+        note: call.as_ref().map(CheckedCall::note).unwrap_or_default(),
         stride: input.stride as u64,
         seed: options.seed,
         blocks,
@@ -169,15 +180,14 @@ pub fn quantize<'a>(
             (Unit::Quantize, "quantize")
         };
     let launch = Launch::new([blocks.div_ceil(THREADS), 1, 1], THREADS);
-    // SAFETY: the struct is the kernel's; sizes were checked; what it points to is freed in the order of the stream, or, the
-    // report, after the wait below.
+    // SAFETY: the struct is the kernel's; sizes were checked; what it points to is freed in the order of the stream or with the
+    // device, or, the report, after the wait below.
     unsafe { launch.run(gpu, unit, &format!("{family}_{suffix}"), &arguments)? };
     let Some(report) = report else {
         return Ok(global);
     };
     let waited = gpu.synchronize();
-    let read = |index| report.read_i32(index).unwrap_or(0) as u32;
-    let (nonfinite, bits) = (read(NONFINITE) != 0, read(AMAX));
+    let bits = report.read_i32(0).unwrap_or(0) as u32;
     if waited.is_ok() {
         keep(gpu, report);
     } else {
@@ -186,37 +196,22 @@ pub fn quantize<'a>(
     }
     waited?;
     let amax = f32::from_bits(bits);
-    if nonfinite || !amax.is_finite() {
-        return Err(nonfinite_error(x, options, computed));
+    if !amax.is_finite() {
+        return Err(nonfinite_error(x));
     }
-    Ok(if computed {
-        global_scale(amax, options)
-    } else {
-        global
-    })
+    Ok(global_scale(amax, options))
 }
 
 /// The error of the processor for the first value that is not finite, which it finds in the rows themselves.
-fn nonfinite_error(x: &Tensor, options: &QuantizeOptions, computed: bool) -> crate::base::Error {
+fn nonfinite_error(x: &Tensor) -> crate::base::Error {
     /// Values looked at together.
     const AT_ONCE: usize = 1 << 20;
     let (height, cols) = x.shape().matrix();
     let look = || -> Result<()> {
         let step = (AT_ONCE / cols).max(1);
         for first in (0..height).step_by(step) {
-            let count = step.min(height - first);
-            let values = read_rows(x, first, count)?;
-            if computed {
-                nvfp4::amax(&values, first * cols, NonFinite::Error)?;
-            } else {
-                let (mut codes, mut scales) =
-                    (vec![0; values.len() / 2], vec![0; values.len() / BLOCK]);
-                let single = QuantizeOptions {
-                    levels: Levels::Single,
-                    ..options.clone()
-                };
-                nvfp4::quantize_rows(&values, cols, first, 1.0, &single, &mut codes, &mut scales)?;
-            }
+            let values = read_rows(x, first, step.min(height - first))?;
+            nvfp4::amax(&values, first * cols, NonFinite::Error)?;
         }
         Ok(())
     };

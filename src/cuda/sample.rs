@@ -65,7 +65,7 @@ pub fn argmax(
     tokens: &DeviceBuffer,
     next: Option<(&DeviceBuffer, &Pinned)>,
 ) -> Result<()> {
-    let steps = next.map_or(0, |(_, history)| history.bytes().len() / 4 / rows.max(1));
+    let steps = next.map_or(0, |(_, history)| history.bytes() / 4 / rows.max(1));
     if rows > best.rows
         || logits.bytes() < rows * vocabulary * 4
         || tokens.bytes() < rows * 4
@@ -276,7 +276,7 @@ pub fn draw(
     positions: &DeviceBuffer,
     history: &Pinned,
 ) -> Result<()> {
-    let steps = history.bytes().len() / 4 / rows.max(1);
+    let steps = history.bytes() / 4 / rows.max(1);
     if rows > scratch.rows
         || vocabulary != scratch.vocabulary
         || tokens.bytes().min(positions.bytes()) < rows * 4

@@ -4,13 +4,13 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use cudarc::driver::result;
+use cudarc::driver::sys;
 
 use super::copy::Event;
 use super::gpu::{Gpu, check};
 use super::memory::Pinned;
 use crate::base::Result;
-use crate::base::error::err;
+use crate::base::error::{bail, err};
 use crate::base::memory::Tag;
 
 /// Bytes of a buffer: long enough for full speed.
@@ -33,7 +33,7 @@ pub(super) fn take(gpu: &Gpu, bytes: usize) -> Result<Pinned> {
 /// Keeps what [`take`] gave for the next caller, unless there is enough of it.
 pub(super) fn keep(gpu: &Gpu, pinned: Pinned) {
     let mut kept = gpu.staging();
-    if pinned.bytes().len() == STAGING && kept.len() < KEPT {
+    if pinned.bytes() == STAGING && kept.len() < KEPT {
         kept.push(pinned);
     }
 }
@@ -91,16 +91,25 @@ impl Staging {
         };
         self.gpu.bind()?;
         let sent = copies.iter().try_for_each(|(range, to)| {
+            if range.start > range.end || range.end > pinned.bytes() {
+                bail!(
+                    Internal,
+                    "bytes {range:?} of a staging buffer of {}",
+                    pinned.bytes()
+                );
+            }
             check(
-                // SAFETY: the caller's promise; the staging memory stays unchanged until the event recorded below has passed,
-                // which is waited for before it is filled or given back.
+                // SAFETY: the range was checked, and the rest is the caller's promise; the staging memory stays unchanged until
+                // the event recorded below has passed, which is waited for before it is filled or given back.
                 unsafe {
-                    result::memcpy_htod_async(
+                    sys::cuMemcpyHtoDAsync_v2(
                         *to,
-                        &pinned.bytes()[range.clone()],
+                        pinned.as_ptr().add(range.start).cast(),
+                        range.len(),
                         self.gpu.stream(),
                     )
-                },
+                }
+                .result(),
                 "copying to the device",
             )
         });

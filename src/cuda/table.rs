@@ -42,7 +42,7 @@ impl HostTable {
 
     /// Its size.
     pub fn bytes(&self) -> usize {
-        self.values.bytes().len()
+        self.values.bytes()
     }
 }
 

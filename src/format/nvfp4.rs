@@ -127,15 +127,18 @@ fn largest_magnitude_bits(x: &[f32]) -> i32 {
 
 fn nonfinite_error(x: &[f32], first_index: usize, cols: Option<usize>) -> Error {
     let at = x.iter().position(|v| !v.is_finite()).unwrap_or(0);
-    let index = first_index + at;
+    nonfinite(x[at], first_index + at, cols)
+}
+
+/// The error of a value that is not finite, at an index of a tensor whose rows have `cols` values, if those are to be told.
+pub fn nonfinite(value: f32, index: usize, cols: Option<usize>) -> Error {
     let place = match cols {
         Some(cols) => format!(" (row {}, column {})", index / cols, index % cols),
         None => String::new(),
     };
     err!(
         InvalidArgument,
-        "the value at index {index}{place} is {}; NVFP4 holds finite values only: clean the input, or quantize with saturation",
-        x[at]
+        "the value at index {index}{place} is {value}; NVFP4 holds finite values only: clean the input, or quantize with saturation"
     )
 }
 

@@ -12,14 +12,15 @@ use super::{Logits, Model};
 use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::base::memory::{Buffer, Plain, Tag};
+use crate::base::turns::Turn;
 use crate::ops::attention::attention;
 use crate::ops::linear::linear;
 use crate::ops::rope::Angles;
 use crate::ops::sample::{self, Choice};
 use crate::ops::{Workspace, activation, norm, rope};
 
-/// Rows that go through the blocks together: enough to make full use of the weights as they pass, few enough that scratch
-/// memory does not grow with the prompt.
+/// Rows that go through the blocks together on the CPU: enough to make full use of the weights as they pass, few enough that
+/// scratch memory does not grow with the prompt.
 const ROWS: usize = 512;
 
 /// Memory that forward passes reuse. One serves one caller at a time; it grows to the largest pass it has seen.
@@ -79,11 +80,16 @@ impl Scratch {
         self.workspace.bytes() + buffers.iter().map(|b| b.bytes()).sum::<usize>()
     }
 
+    fn is_interrupted(&self) -> bool {
+        let flag = self.interrupt.as_ref();
+        flag.is_some_and(|flag| flag.load(Ordering::Relaxed))
+    }
+
     fn check_interrupt(&self) -> Result<()> {
-        match &self.interrupt {
-            Some(flag) if flag.load(Ordering::Relaxed) => bail!(Cancelled, "cancelled"),
-            _ => Ok(()),
+        if self.is_interrupted() {
+            bail!(Cancelled, "cancelled");
         }
+        Ok(())
     }
 }
 
@@ -171,6 +177,7 @@ impl Model {
         cache.reserve(tokens.len())?;
         let parts = tokens.len().div_ceil(ROWS);
         for (i, part) in tokens.chunks(ROWS).enumerate() {
+            let _turn = self.turn(scratch)?;
             let mut segments = [Segment {
                 cache: &mut *cache,
                 rows: 0..part.len(),
@@ -201,24 +208,32 @@ impl Model {
         cache.reserve(tokens.len())?;
         let (config, weights) = (self.config(), self.weights());
         if tokens.len() == 1 && wanted != Logits::None {
+            let _turn = self.turn(scratch)?;
             executor.step_logits(config, weights, tokens, &[&*cache], logits)?;
-        } else {
-            let mut before = 0;
-            executor.run(config, weights, tokens, cache, |done, pass| {
-                scratch.check_interrupt()?;
-                match wanted {
-                    Logits::All => pass.logits(0, done - before, logits)?,
-                    Logits::Last if done == tokens.len() => {
-                        pass.logits(done - before - 1, 1, logits)?;
-                    }
-                    Logits::Last | Logits::None => pass.finish()?,
-                }
-                before = done;
-                Ok(())
-            })?;
+            cache.advance(1);
+            return Ok(());
         }
-        cache.advance(tokens.len());
+        let chunks = tokens.len().div_ceil(gpu::ROWS);
+        for (i, chunk) in tokens.chunks(gpu::ROWS).enumerate() {
+            let _turn = self.turn(scratch)?;
+            let mut pass = executor.run(config, weights, chunk, cache)?;
+            match wanted {
+                Logits::All => pass.logits(0, chunk.len(), logits)?,
+                Logits::Last if i + 1 == chunks => pass.logits(chunk.len() - 1, 1, logits)?,
+                Logits::Last | Logits::None => pass.finish()?,
+            }
+            cache.advance(chunk.len());
+        }
         Ok(())
+    }
+
+    /// Waits until no other sequence is being run, unless the call is interrupted meanwhile. Prompts give way after each chunk,
+    /// so nobody waits for a whole one.
+    fn turn(&self, scratch: &Scratch) -> Result<Turn<'_>> {
+        let turn = self.turns.take(|| scratch.is_interrupted());
+        let turn = turn.ok_or_else(|| err!(Cancelled, "cancelled"))?;
+        scratch.check_interrupt()?;
+        Ok(turn)
     }
 
     /// Runs one token of each of several sequences, like [`Model::forward_batch`], and gives the next tokens, chosen as
@@ -255,6 +270,9 @@ impl Model {
                 }
                 let caches: Vec<&KvCache> = caches.iter().map(|c| &**c).collect();
                 let (config, weights) = (self.config(), self.weights());
+                let _turn = self.turn(scratch)?;
+                // Who waits runs other sequences next.
+                let look_ahead = look_ahead && !self.turns.is_contended();
                 executor.step_choose(config, weights, tokens, &caches, choices, look_ahead)
             }),
         };
@@ -313,6 +331,7 @@ impl Model {
             Some(_) if tokens.is_empty() => Ok(()),
             Some(executor) => reserve_each(caches, 1).and_then(|()| {
                 let caches: Vec<&KvCache> = caches.iter().map(|c| &**c).collect();
+                let _turn = self.turn(scratch)?;
                 executor.step_logits(self.config(), self.weights(), tokens, &caches, logits)
             }),
         };
@@ -332,6 +351,7 @@ impl Model {
     ) -> Result<()> {
         reserve_each(caches, 1)?;
         for (part, caches) in tokens.chunks(ROWS).zip(caches.chunks_mut(ROWS)) {
+            let _turn = self.turn(scratch)?;
             let mut segments: Vec<Segment<'_>> = caches
                 .iter_mut()
                 .enumerate()
@@ -369,6 +389,7 @@ impl Model {
             );
         }
         for rows in hidden.chunks(ROWS * width) {
+            let _turn = self.turn(scratch)?;
             sized(&mut scratch.residual, rows.len())?.copy_from_slice(rows);
             self.head(0..rows.len() / width, scratch, logits)?;
         }
@@ -577,5 +598,64 @@ impl Model {
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::path::Path;
+
+    use crate::base::ErrorKind;
+    use crate::model::{Device, KvType, LoadOptions};
+
+    fn golden() -> Arc<Model> {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/model/qwen3_tied");
+        Model::load(&path, &LoadOptions::new(Device::cpu(Some(1)).unwrap())).unwrap()
+    }
+
+    /// While one sequence is run, calls for others wait, and end when they are told to.
+    #[test]
+    fn who_waits_for_another_sequence_can_be_interrupted() {
+        let model = golden();
+        let flag = Arc::new(AtomicBool::new(false));
+        let mut scratch = Scratch::new().interrupted_by(flag.clone());
+        let mut cache = KvCache::new(model.device(), model.config(), 64, KvType::F16).unwrap();
+        let greedy = crate::model::SamplingOptions::default();
+        let choice = Choice {
+            options: &greedy,
+            draw: 0,
+            history: &[],
+        };
+        std::thread::scope(|scope| {
+            let other = model.turns.take(|| false).unwrap();
+            let waiting = scope.spawn(|| {
+                let mut logits = Vec::new();
+                let all = [
+                    model.forward(
+                        &[1, 2, 3],
+                        &mut cache,
+                        &mut scratch,
+                        Logits::Last,
+                        &mut logits,
+                    ),
+                    model.forward_batch(&[1], &mut [&mut cache], &mut scratch, &mut logits),
+                    model
+                        .forward_choose(&[1], &mut [&mut cache], &[choice], &mut scratch, true)
+                        .map(|_| ()),
+                ];
+                (all, cache.len())
+            });
+            while !model.turns.is_contended() {
+                std::thread::yield_now();
+            }
+            flag.store(true, Ordering::Relaxed);
+            let (all, len) = waiting.join().unwrap();
+            for result in all {
+                assert_eq!(result.unwrap_err().kind(), ErrorKind::Cancelled);
+            }
+            assert_eq!(len, 0);
+            drop(other);
+        });
     }
 }

@@ -21,7 +21,7 @@ use crate::checkpoint::Encoding;
 use crate::cuda::{
     self, Best, Biased, DeferredNorm, DeviceBuffer, Division, DrawRule, DrawScratch, Drawn, Event,
     Gpu, Graph, Heads, HostTable, Input, Layout, LinearScratch, Matrix, NormScratch, Output,
-    PageTable, Pinned, Rows, Storage, Table,
+    PageTable, Pinned, Rows, Storage, Table, Unit,
 };
 use crate::ops::linear::Linear;
 use crate::ops::sample::{self, Choice};
@@ -29,13 +29,32 @@ use crate::ops::sample::{self, Choice};
 /// Sequences that are stepped together at most.
 pub(super) const BATCH: usize = 256;
 /// Rows that go through the blocks together.
-const ROWS: usize = 4096;
+pub(super) const ROWS: usize = 4096;
 /// Rows of the embedding that are brought to memory at a time.
 const TABLE_ROWS: usize = 1024;
 /// Rows whose logits are computed together.
 const HEAD_ROWS: usize = 64;
 /// Steps that the host may lag behind.
 const HISTORY: usize = 8;
+
+/// What a model's steps and prompts may need of kernels.
+pub(super) const UNITS: &[Unit] = &[
+    Unit::LinearSmall,
+    Unit::LinearTiled,
+    Unit::LinearWide,
+    Unit::LinearDense,
+    Unit::LinearRows,
+    Unit::LinearPack,
+    Unit::AttentionDecode,
+    Unit::AttentionPrefill,
+    Unit::Embed,
+    Unit::RmsNorm,
+    Unit::RopeStore,
+    Unit::Swiglu,
+    Unit::CheckScales,
+    Unit::Argmax,
+    Unit::Draw,
+];
 
 /// A layer's vectors on the device.
 struct Vectors {
@@ -207,60 +226,41 @@ impl Executor {
         }
     }
 
-    /// Runs `tokens` of one sequence after what `cache` holds, whose pages exist already, in chunks; after each, `each` gets
-    /// the chunk's rows and the device is asked for their logits through [`Pass::logits`].
-    pub(super) fn run(
-        &self,
-        config: &Config,
-        weights: &Weights,
+    /// Runs `tokens` of one sequence, [`ROWS`] at most, after what `cache` holds, whose pages exist already. Their logits are
+    /// there for the asking.
+    pub(super) fn run<'a>(
+        &'a self,
+        config: &'a Config,
+        weights: &'a Weights,
         tokens: &[u32],
-        cache: &mut KvCache,
-        mut each: impl FnMut(usize, &mut Pass<'_>) -> Result<()>,
-    ) -> Result<()> {
+        cache: &KvCache,
+    ) -> Result<Pass<'a>> {
         let mut state = self.state();
         state.forget();
         state.settle()?;
-        let mut done = 0;
-        for chunk in tokens.chunks(ROWS) {
-            let first = cache.len() + done;
-            state.fit(
-                &self.gpu,
-                config,
-                chunk.len(),
-                0,
-                1,
-                (first + chunk.len()).div_ceil(cuda::PAGE),
-            )?;
-            let ids: Vec<i32> = chunk.iter().map(|&t| t as i32).collect();
-            state.tokens.write(0, &ids)?;
-            state.write_pages(&[cache.gpu()?])?;
-            cuda::embed(
-                &self.gpu,
-                self.table(weights)?,
-                &state.tokens,
-                chunk.len(),
-                &state.residual,
-            )?;
-            for index in 0..weights.layers.len() {
-                self.block(
-                    config,
-                    weights,
-                    index,
-                    chunk.len(),
-                    &state,
-                    Attention::Rows(first),
-                )?;
-            }
-            done += chunk.len();
-            let mut pass = Pass {
-                executor: self,
-                config,
-                weights,
-                state: &mut state,
-            };
-            each(done, &mut pass)?;
+        let (first, rows) = (cache.len(), tokens.len());
+        let pages = (first + rows).div_ceil(cuda::PAGE);
+        state.fit(&self.gpu, config, rows, 0, 1, pages)?;
+        let ids: Vec<i32> = tokens.iter().map(|&t| t as i32).collect();
+        state.tokens.write(0, &ids)?;
+        state.write_pages(&[cache.gpu()?])?;
+        cuda::embed(
+            &self.gpu,
+            self.table(weights)?,
+            &state.tokens,
+            rows,
+            &state.residual,
+        )?;
+        for index in 0..weights.layers.len() {
+            let attention = Attention::Rows(first);
+            self.block(config, weights, index, rows, &state, attention)?;
         }
-        Ok(())
+        Ok(Pass {
+            executor: self,
+            config,
+            weights,
+            state,
+        })
     }
 
     /// Runs one token of each of several sequences, whose pages exist already, and leaves the next tokens, as `choices` says,
@@ -719,7 +719,7 @@ pub(super) struct Pass<'a> {
     executor: &'a Executor,
     config: &'a Config,
     weights: &'a Weights,
-    state: &'a mut State,
+    state: MutexGuard<'a, State>,
 }
 
 impl Pass<'_> {
@@ -732,17 +732,11 @@ impl Pass<'_> {
     ) -> Result<()> {
         for start in (first..first + rows).step_by(HEAD_ROWS) {
             let n = HEAD_ROWS.min(first + rows - start);
-            let pages = self.state.pages;
-            self.state.fit(
-                &self.executor.gpu,
-                self.config,
-                self.state.rows,
-                n,
-                1,
-                pages,
-            )?;
+            let (held, pages) = (self.state.rows, self.state.pages);
+            let gpu = &self.executor.gpu;
+            self.state.fit(gpu, self.config, held, n, 1, pages)?;
             self.executor
-                .head(self.config, self.weights, start, n, false, self.state)?;
+                .head(self.config, self.weights, start, n, false, &self.state)?;
             read_logits(&self.state.logits, n * self.config.vocab_size, logits)?;
         }
         Ok(())
@@ -934,7 +928,7 @@ impl State {
 
     /// Steps that the history holds for a batch: what the kernel makes of its size.
     fn steps(&self, batch: usize) -> usize {
-        self.history.bytes().len() / 4 / batch
+        self.history.bytes() / 4 / batch
     }
 }
 

@@ -21,6 +21,7 @@ use serde::Serialize;
 
 use crate::base::checksum::Checksum;
 use crate::base::error::{bail, err};
+use crate::base::turns::Turns;
 use crate::base::{Error, Result};
 use crate::checkpoint::{self, Checkpoint, TokenizerSource};
 use crate::format::nvfp4::QuantizeOptions;
@@ -190,6 +191,8 @@ pub struct Model {
     stop_tokens: Vec<u32>,
     info: ModelInfo,
     fingerprint: u64,
+    /// Whose turn it is to run a sequence.
+    turns: Turns,
 }
 
 impl std::fmt::Debug for Model {
@@ -246,16 +249,28 @@ impl Model {
         }
         let stop_tokens = stop_tokens(&config, &metadata.tokenizer, text.tokenizer.as_deref())?;
         let device = &options.device;
-        let load = load::load(
-            checkpoint.clone(),
-            &config,
-            options,
-            |embedding| match device {
-                Device::Cuda(gpu) => gpu::table(gpu, config.hidden_size, embedding),
-                _ => Ok(None),
-            },
-        );
-        let (weights, table) = load?;
+        let load = || {
+            load::load(
+                checkpoint.clone(),
+                &config,
+                options,
+                |embedding| match device {
+                    Device::Cuda(gpu) => gpu::table(gpu, config.hidden_size, embedding),
+                    _ => Ok(None),
+                },
+            )
+        };
+        let (weights, table) = match device {
+            // Compiling kernels takes as long as reading weights, on other processors of the machine.
+            Device::Cuda(gpu) => std::thread::scope(|scope| {
+                let preparing = scope.spawn(|| gpu.prepare(gpu::UNITS));
+                let loaded = load()?;
+                let prepared = preparing.join();
+                prepared.map_err(|_| err!(Internal, "preparing kernels panicked"))??;
+                Ok::<_, Error>(loaded)
+            })?,
+            _ => load()?,
+        };
         let executor = match device {
             Device::Cuda(gpu) => Some(gpu::Executor::new(gpu, &config, &weights, table)?),
             _ => None,
@@ -279,6 +294,7 @@ impl Model {
             stop_tokens,
             info,
             fingerprint: sum.finish(),
+            turns: Turns::new(),
         }))
     }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::base::error::{Result, bail};
 use crate::base::threads::Pool;
 use crate::cpu::Cpu;
-use crate::cuda::{self, Gpu};
+use crate::cuda::Gpu;
 
 /// A device, cheap to clone. Weights and caches made for one device are used with that device.
 #[derive(Clone)]
@@ -27,7 +27,7 @@ impl Device {
     /// The CUDA device numbered `ordinal`, if it is there and kernels for it can be had; an error says why not.
     pub fn cuda(ordinal: usize) -> Result<Device> {
         let gpu = Gpu::open(ordinal)?;
-        cuda::have_kernels(gpu.arch())?;
+        gpu.need_kernels()?;
         Ok(Device::Cuda(gpu))
     }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::linear::{DenseType, Linear, check_finite};
 use super::scaled_mm::Operand;
 use super::tensors::Nvfp4Tensor;
-use super::transfer::in_order;
+use super::transfer::in_order_and_wait;
 use crate::base::error::{Result, bail};
 use crate::base::memory::{Buffer, Tag};
 use crate::base::size::product;
@@ -16,10 +16,11 @@ use crate::tensor::Tensor;
 
 /// The NVFP4 weight `w` `[N, K]`, held in its codes.
 pub(super) fn nvfp4(gpu: &Arc<Gpu>, w: &Nvfp4Tensor) -> Result<Linear> {
-    in_order(gpu, || {
+    in_order_and_wait(gpu, || {
         let operand = Operand::of(gpu, w)?;
-        let matrix = Operand::with_checked(gpu, [&operand], |[w]| Matrix::from_operand(&w))?;
-        Ok(Linear::on_gpu(matrix))
+        let operand = operand.on_device()?;
+        cuda::wait_for_scales(gpu, &operand)?;
+        Ok(Linear::on_gpu(Matrix::from_operand(&operand)?))
     })
 }
 
@@ -27,7 +28,7 @@ pub(super) fn nvfp4(gpu: &Arc<Gpu>, w: &Nvfp4Tensor) -> Result<Linear> {
 pub(super) fn decoded(gpu: &Arc<Gpu>, w: &Nvfp4Tensor, dense: DenseType) -> Result<Linear> {
     let (rows, cols) = w.dims()?;
     let dtype = dense.dtype();
-    in_order(gpu, || {
+    in_order_and_wait(gpu, || {
         let bytes = product("a weight", &[rows, cols, dtype.bytes()])?;
         let values = DeviceBuffer::uninit(gpu, Tag::DeviceWeights, bytes)?;
         let swizzled = w.layout == ScaleLayout::Swizzled;
@@ -45,7 +46,7 @@ pub(super) fn dense(gpu: &Arc<Gpu>, w: &Tensor, dense: DenseType) -> Result<Line
             w.dtype().name()
         );
     }
-    in_order(gpu, || {
+    in_order_and_wait(gpu, || {
         let values = cuda::contiguous(gpu, Tag::DeviceWeights, w)?;
         of_values(w.shape().matrix(), dense, values)
     })

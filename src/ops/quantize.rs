@@ -5,13 +5,13 @@ use std::sync::Arc;
 
 use super::linear::{Activations, Linear, linear};
 use super::tensors::Nvfp4Tensor;
-use super::transfer::in_order;
+use super::transfer::{in_order, in_order_and_wait};
 use super::{Device, Workspace, scaled_mm};
 use crate::base::error::{Result, bail};
 use crate::base::memory::Tag;
 use crate::base::size::product;
 use crate::cuda::{self, DeviceBuffer, DeviceSlice, Gpu};
-use crate::format::nvfp4::{self, BLOCK, Nvfp4, QuantizeOptions};
+use crate::format::nvfp4::{self, BLOCK, Levels, Nvfp4, QuantizeOptions};
 use crate::format::swizzle::{self, ScaleLayout};
 use crate::tensor::{DType, Tensor};
 
@@ -103,13 +103,18 @@ pub(super) fn quantize_on(
     scales: &mut Tensor,
 ) -> Result<f32> {
     let swizzled = layout == ScaleLayout::Swizzled;
-    in_order(gpu, || {
+    let work = || {
         let (codes, scales) = (
             DeviceSlice::result(gpu, codes)?,
             DeviceSlice::result(gpu, scales)?,
         );
         cuda::quantize(gpu, x, options, None, swizzled, codes, scales)
-    })
+    };
+    match options.levels {
+        // The global scale is waited for.
+        Levels::Two => in_order_and_wait(gpu, work),
+        Levels::Single | Levels::Legacy => in_order(gpu, work),
+    }
 }
 
 /// The values of `a`, in the memory of `gpu`; see [`super::tensors::dequantize`].

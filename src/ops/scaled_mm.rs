@@ -5,10 +5,10 @@ use std::sync::Arc;
 
 use super::tensors::Nvfp4Tensor;
 use super::transfer::in_order;
-use crate::base::error::{Result, bail, err};
-use crate::base::memory::{Buffer, Tag};
+use crate::base::error::{Result, bail};
+use crate::base::memory::Tag;
 use crate::base::size::product;
-use crate::cuda::{self, Contiguous, DeviceBuffer, DeviceSlice, Gpu, ScaleCheck};
+use crate::cuda::{self, Contiguous, DeviceBuffer, DeviceSlice, Gpu};
 use crate::format::e4m3;
 use crate::format::nvfp4::BLOCK;
 use crate::format::swizzle::{self, ScaleLayout};
@@ -66,38 +66,7 @@ impl<'a> Operand<'a> {
         })
     }
 
-    /// Does `work` with matrices on `gpu` while their scales are checked there. NaN and negative ones are then an error. Waits for
-    /// the checks, and not for the work.
-    pub(super) fn with_checked<T, const N: usize>(
-        gpu: &Arc<Gpu>,
-        matrices: [&Operand<'_>; N],
-        work: impl FnOnce([cuda::Operand<'_>; N]) -> Result<T>,
-    ) -> Result<T> {
-        let mut there = Vec::with_capacity(N);
-        for matrix in matrices {
-            there.push(matrix.on_device()?);
-        }
-        let check = ScaleCheck::start(gpu, &there)?;
-        let Ok(there) = <[cuda::Operand<'_>; N]>::try_from(there) else {
-            bail!(Internal, "not all matrices are on the device");
-        };
-        let done = work(there)?;
-        if check.wait()? {
-            return Ok(done);
-        }
-        for matrix in matrices {
-            let scales = matrix.scales.slice();
-            let mut bytes = Buffer::<u8>::zeroed(Tag::Scratch, scales.bytes())?;
-            scales.read(0, &mut bytes)?;
-            check_scales(&bytes, matrix.layout, matrix.rows, matrix.k / BLOCK)?;
-        }
-        Err(err!(
-            InvalidArgument,
-            "a block scale was NaN or negative, and was changed while it was read"
-        ))
-    }
-
-    fn on_device(&self) -> Result<cuda::Operand<'_>> {
+    pub(super) fn on_device(&self) -> Result<cuda::Operand<'_>> {
         cuda::Operand::new(
             self.codes.slice(),
             self.scales.slice(),
@@ -163,9 +132,9 @@ pub(super) fn in_place(
     in_order(gpu, || {
         let (a, b) = (Operand::of(gpu, a)?, Operand::of(gpu, b)?);
         let out = DeviceSlice::result(gpu, out)?;
-        Operand::with_checked(gpu, [&a, &b], |[a, b]| {
-            cuda::scaled_mm(gpu, &a, &b, dtype, out)
-        })
+        let (a, b) = (a.on_device()?, b.on_device()?);
+        cuda::check_scales(gpu, "scaled_mm", &a, &b)?;
+        cuda::scaled_mm(gpu, &a, &b, dtype, out)
     })
 }
 

@@ -66,6 +66,11 @@ impl EvalWeights {
             return Ok(values);
         }
         let made = self::weight(device, weight)?;
+        if let Device::Cuda(gpu) = device {
+            // What is kept must not be of a weight that the device finds wrong later.
+            gpu.synchronize()?;
+            gpu.check_calls()?;
+        }
         let mut kept = self.kept();
         // Another thread may have been faster.
         if let Some(values) = find(&kept) {

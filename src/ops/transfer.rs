@@ -15,13 +15,30 @@ use crate::tensor::{DLManagedTensor, DType, Place, Release, Shape, Tensor};
 
 pub use crate::cuda::HostStream;
 
-/// Does `work` of `gpu` with memory that the host program shares.
+/// Does `work` of `gpu` with memory that the host program shares, unless the device has found something wrong in an earlier call,
+/// which is an error then.
 pub(super) fn in_order<T>(gpu: &Gpu, work: impl FnOnce() -> Result<T>) -> Result<T> {
+    gpu.check_calls()?;
     gpu.after_host_stream()?;
     let result = work();
     // Also after an error, which may have come after some of the work.
     gpu.before_host_stream()?;
     result
+}
+
+/// The same for work that waits for the device: what was wrong in calls before it is known then, and is its error.
+pub(super) fn in_order_and_wait<T>(gpu: &Gpu, work: impl FnOnce() -> Result<T>) -> Result<T> {
+    let result = in_order(gpu, work)?;
+    gpu.check_calls()?;
+    Ok(result)
+}
+
+/// Waits until everything that calls have enqueued on CUDA device `ordinal` has run. What the device has found wrong in one of them
+/// is an error.
+pub fn synchronize(ordinal: usize) -> Result<()> {
+    let gpu = Gpu::open(ordinal)?;
+    gpu.synchronize()?;
+    gpu.check_calls()
 }
 
 /// A contiguous tensor of zeros, in host memory or on a CUDA device.
@@ -68,9 +85,11 @@ pub fn copy_to_host(tensor: &Tensor, out: &mut [u8]) -> Result<()> {
     match tensor.place().cuda() {
         None => tensor.copy_to(out),
         Some(ordinal) => {
-            Gpu::open(ordinal)?.after_host_stream()?;
+            let gpu = Gpu::open(ordinal)?;
+            gpu.after_host_stream()?;
             // It has waited for its own work when it returns, so nothing is left to come before the program's next.
-            cuda::download(tensor, out)
+            cuda::download(tensor, out)?;
+            gpu.check_calls()
         }
     }
 }
@@ -93,7 +112,7 @@ pub fn copy(tensor: &Tensor, device: Option<usize>) -> Result<Tensor> {
         return to_host();
     };
     let gpu = Gpu::open(ordinal)?;
-    in_order(&gpu, || match tensor.place().cuda() {
+    in_order_and_wait(&gpu, || match tensor.place().cuda() {
         None => cuda::upload(&gpu, tensor),
         Some(there) if there == ordinal => {
             let buffer = cuda::contiguous(&gpu, Tag::DeviceTensor, tensor)?;
@@ -193,6 +212,7 @@ pub fn to_managed(
     }
     // The host may use the memory too, without any stream.
     gpu.synchronize()?;
+    gpu.check_calls()?;
     Ok(managed)
 }
 

@@ -153,6 +153,39 @@ static void the_rule(void)
     OK(NVFP4_tensor_release(input));
 }
 
+/* On a GPU calls do not wait; a later one says what was wrong, once. */
+static void found_later(void)
+{
+    static float x[2][K];
+    static uint8_t codes[2 * K / 2];
+    const int64_t shape[] = {2, K};
+    NVFP4_Tensor *input;
+    void *q = NULL, *s = NULL;
+    if (!has_place(ON_DEVICE, "what is found later"))
+        return;
+    x[1][5] = NAN;
+    OK(NVFP4_tensor_from_host(x, shape, 2, NULL, NVFP4_DTYPE_FLOAT32, NULL, NULL, &input));
+    NVFP4_Tensor *there = put(input, ON_DEVICE);
+    NVFP4_quantize(there, &q, &s);
+    CHECK(q != NULL && s != NULL && NVFP4_last_status() == NVFP4_OK);
+    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_tensor_copy_to_host(q, codes, sizeof codes));
+    SAYS("NVFP4_quantize (checked call ");
+    SAYS("index 101 (row 1, column 5) is NaN");
+    OK(NVFP4_tensor_copy_to_host(q, codes, sizeof codes));
+    OK(NVFP4_device_synchronize(NVFP4_DEVICE_CUDA, 0));
+    OK(NVFP4_tensor_release(q));
+    OK(NVFP4_tensor_release(s));
+
+    /* Once the device has told, also by a call that does not wait, which then has done nothing. */
+    NVFP4_quantize(there, &q, &s);
+    CHECK(NVFP4_last_status() == NVFP4_OK);
+    OK(NVFP4_tensor_release(q));
+    OK(NVFP4_tensor_release(s));
+    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_device_synchronize(NVFP4_DEVICE_CUDA, 0));
+    OK(NVFP4_tensor_release(there));
+    OK(NVFP4_tensor_release(input));
+}
+
 /* Managed memory as the hosts use it: the probe, and a tensor there and back where there is a device for it. */
 static void managed(NVFP4_Tensor *host)
 {
@@ -315,6 +348,7 @@ int main(void)
     CHECK(NVFP4_scaled_mm(qa, qb_t, &foreign, scale_b, NVFP4_DTYPE_FLOAT32) == NULL);
     SAYS("scale_a");
 
+    found_later();
     managed(qa);
     CHECK(NVFP4_is_managed_tensor(NULL) == 0 && NVFP4_is_managed_tensor(&foreign) == 0);
     CHECK(NVFP4_last_status() == NVFP4_OK);

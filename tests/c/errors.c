@@ -122,6 +122,11 @@ static void tensors(NVFP4_Tensor *t)
     BAD(invalid, NVFP4_tensor_from_device, floats, shape, 2, NULL, 8, 0, NULL, NULL, &out);
     BAD(invalid, NVFP4_tensor_from_device, floats, shape, 2, NULL, f32, -1, NULL, NULL, &out);
     BAD(NVFP4_DEVICE_UNAVAILABLE, NVFP4_tensor_from_device, floats, shape, 2, NULL, f32, INT32_MAX, NULL, NULL, &out);
+    BAD(invalid, NVFP4_device_synchronize, cpu, 1);
+    BAD(invalid, NVFP4_device_synchronize, NVFP4_DEVICE_AUTO, 0);
+    BAD(invalid, NVFP4_device_synchronize, NVFP4_DEVICE_CUDA, -1);
+    BAD(NVFP4_DEVICE_UNAVAILABLE, NVFP4_device_synchronize, NVFP4_DEVICE_CUDA, INT32_MAX);
+    OK(NVFP4_device_synchronize(cpu, 0));
     HANDLE(NVFP4_tensor_copy_to_device, h, cpu, 0, &out);
     BAD(invalid, NVFP4_tensor_copy_to_device, t, cpu, 0, NULL);
     BAD(invalid, NVFP4_tensor_copy_to_device, t, NVFP4_DEVICE_AUTO, 0, &out);

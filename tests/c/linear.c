@@ -192,9 +192,21 @@ static void in_place(NVFP4_Tensor *host_codes, NVFP4_Tensor *host_scales, int pl
     nvfp4_scales[15] = (15 % 8 + 3) << 3;
     FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_weight_create(codes, bad, 0.5F, NVFP4_SCALES_LINEAR, &on_cpu));
     SAYS("block 0 in row 15 has the byte 0xff");
-    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_matmul(codes, scales, 1, codes, bad, 1, NVFP4_SCALES_LINEAR, NVFP4_DTYPE_FLOAT32, &y));
-    SAYS("row 15");
-    CHECK(on_cpu == NULL && y == NULL);
+    CHECK(on_cpu == NULL);
+    /* A product does not wait for the device, and a later call says what it found: once. */
+    OK(NVFP4_matmul(codes, scales, 1, codes, bad, 1, NVFP4_SCALES_LINEAR, NVFP4_DTYPE_FLOAT32, &y));
+    OK(NVFP4_tensor_release(y));
+    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_device_synchronize(NVFP4_DEVICE_CUDA, 0));
+    SAYS("NVFP4_matmul");
+    SAYS("the second matrix: the scale of block 0 in row 15 has the byte 0xff");
+    OK(NVFP4_device_synchronize(NVFP4_DEVICE_CUDA, 0));
+    OK(NVFP4_matmul(codes, bad, 1, codes, bad, 1, NVFP4_SCALES_LINEAR, NVFP4_DTYPE_FLOAT32, &y));
+    static float undefined[256];
+    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_tensor_copy_to_host(y, undefined, sizeof undefined));
+    SAYS("the first matrix: ");
+    OK(NVFP4_tensor_copy_to_host(y, undefined, sizeof undefined));
+    OK(NVFP4_tensor_release(y));
+    y = NULL;
 
     /* The product of the weight with itself, in the codes of both. */
     static float out[256], same[256];

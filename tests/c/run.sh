@@ -122,6 +122,9 @@ for std in c++17 c++20; do
     check "nvfp4.hpp in three units as $std" compile $std wrapper wrapper.cpp wrapper_unit.cpp wrapper_results.cpp
 done
 check "nvfp4.hpp wraps every function" wrapped
+# What is measured on a GPU: here it is to build as its first lines say, and to run where there is one.
+check "enqueue compiles" gcc -std=c99 "${warnings[@]}" -Iinclude benches/c/enqueue.c -o "$work/enqueue" "${link[@]}"
+check "enqueue" "$work/enqueue" 100 64 256 256
 programs+=("layout $work/layout-c11" "logging $work/logging-c11" "tensors $work/tensors-c11" "linear $work/linear-c11"
     "schema $work/schema-c11" "drop_in $work/drop_in-c11" "two_units $work/two_units-c11"
     "errors $work/errors-c11 $work/declared $model" "sessions $work/sessions-c11 $model $work/scratch"

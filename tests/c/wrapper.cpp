@@ -141,6 +141,8 @@ void managed()
     const nvfp4::Tensor tensor = nvfp4::Tensor::zeros({2, 16});
     CHECK(!tensor.is_managed() && nvfp4::can_use_managed() == nvfp4::can_be_managed(0));
     CHECK(!nvfp4::can_be_managed(1 << 20));
+    nvfp4::device_synchronize(NVFP4_DEVICE_CPU);
+    CHECK(status_of([] { nvfp4::device_synchronize(NVFP4_DEVICE_CUDA, 1 << 20); }) == NVFP4_DEVICE_UNAVAILABLE);
     const std::int32_t policy = nvfp4::managed_policy();
     nvfp4::set_managed_policy(NVFP4_MANAGED_DISABLED);
     CHECK(nvfp4::managed_policy() == NVFP4_MANAGED_DISABLED);

@@ -9,8 +9,8 @@ use cudarc::driver::{result, sys};
 use half::{bf16, f16};
 
 use NVFP4::base::memory::{self, Tag};
-use NVFP4::base::{ErrorKind, Result};
-use NVFP4::cuda::{self, DeviceBuffer, FloatRows, Gpu, ManagedBuffer, ScaleCheck};
+use NVFP4::base::{Error, ErrorKind, Result};
+use NVFP4::cuda::{self, DeviceBuffer, FloatRows, Gpu, ManagedBuffer, Unit};
 use NVFP4::format::nvfp4::{
     self, BLOCK, Levels, NonFinite, Nvfp4, QuantizeOptions, Recipe, global_scale,
 };
@@ -141,6 +141,37 @@ fn check_quantize(gpu: &Arc<Gpu>, x: &Tensor, values: &[f32], options: &Quantize
     }
 }
 
+/// What the device has found wrong in the calls so far, which is reported once.
+#[track_caller]
+fn found(gpu: &Arc<Gpu>) -> Error {
+    gpu.synchronize().unwrap();
+    let e = gpu.check_calls().unwrap_err();
+    gpu.check_calls().unwrap();
+    assert_eq!(e.kind(), ErrorKind::InvalidArgument, "{e}");
+    assert!(
+        e.message().contains("what that call gave is undefined"),
+        "{e}"
+    );
+    e
+}
+
+/// The error of values that are not finite: the call's own where that waits for the global scale, or else that of a later one.
+#[track_caller]
+fn refused(gpu: &Arc<Gpu>, x: &Tensor, options: &QuantizeOptions) -> Error {
+    let elements = x.shape().elements();
+    let (codes, scales) = (poisoned(gpu, elements), poisoned(gpu, elements));
+    let result = cuda::quantize(gpu, x, options, None, false, &codes, &scales);
+    match options.levels {
+        Levels::Two => result.unwrap_err(),
+        Levels::Single | Levels::Legacy => {
+            result.unwrap();
+            let e = found(gpu);
+            assert!(e.message().starts_with("quantize (checked call "), "{e}");
+            e
+        }
+    }
+}
+
 #[test]
 fn quantized_tensors_have_the_bits_of_the_processor() {
     let Some(gpu) = gpu() else { return };
@@ -185,10 +216,10 @@ fn values_that_are_not_finite_saturate_as_on_the_processor() {
                 ..options.clone()
             };
             check_quantize(&gpu, &x, &values, &saturating);
-            let (codes, scales) = (poisoned(&gpu, rows * cols), poisoned(&gpu, rows * cols));
-            let e = cuda::quantize(&gpu, &x, &options, None, false, &codes, &scales).unwrap_err();
+            let e = refused(&gpu, &x, &options);
             let want = nvfp4::quantize(&values, rows, cols, &options).unwrap_err();
-            assert_eq!((e.kind(), e.message()), (want.kind(), want.message()));
+            assert_eq!(e.kind(), want.kind());
+            assert!(e.message().contains(want.message()), "{e} is not: {want}");
         }
     }
 }
@@ -209,15 +240,12 @@ fn the_first_value_that_is_not_finite_is_named() {
         let uneven = Shape::strided(&[rows - 1, 2, cols / 2], &[stride, cols / 2, 1]).unwrap();
         for (shape, cols) in [(even, cols), (uneven, cols / 2)] {
             let x = whole.view(shape, 0).unwrap();
-            let rows = x.shape().matrix().0;
-            let (codes, scales) = (poisoned(&gpu, rows * cols), poisoned(&gpu, rows * cols));
             for levels in [Levels::Two, Levels::Single, Levels::Legacy] {
                 let options = QuantizeOptions {
                     levels,
                     ..QuantizeOptions::default()
                 };
-                let e =
-                    cuda::quantize(&gpu, &x, &options, None, false, &codes, &scales).unwrap_err();
+                let e = refused(&gpu, &x, &options);
                 let index = 700 * 2048 + 5;
                 assert!(e.message().contains(&format!("index {index}")), "{e}");
                 assert_eq!(
@@ -749,8 +777,8 @@ fn memory_of_the_host_program_is_used_and_given_back() {
     let here = vec![0f32; 1024];
     let e = lend(0, here.as_ptr().addr() as u64, release()).unwrap_err();
     assert!(e.kind() == ErrorKind::InvalidArgument, "{e}");
-    let pinned = cuda::Pinned::new(&gpu, Tag::Scratch, 4096).unwrap();
-    let e = lend(0, pinned.bytes().as_ptr().addr() as u64, release()).unwrap_err();
+    let mut pinned = cuda::Pinned::new(&gpu, Tag::Scratch, 4096).unwrap();
+    let e = lend(0, pinned.bytes_mut().as_ptr().addr() as u64, release()).unwrap_err();
     assert!(e.message().contains("host tensor"), "{e}");
     let e = lend(99, foreign.address, release()).unwrap_err();
     assert_eq!(e.kind(), ErrorKind::DeviceUnavailable);
@@ -1082,9 +1110,9 @@ fn scales_that_are_none_are_found() {
                 let scales = super::upload(&gpu, scales);
                 let k = blocks * BLOCK;
                 let q = cuda::Operand::new(&codes, &scales, layout, rows, k, 1.0).unwrap();
-                ScaleCheck::start(&gpu, &[q, q]).unwrap().wait().unwrap()
+                cuda::wait_for_scales(&gpu, &q)
             };
-            assert!(look(&good));
+            look(&good).unwrap();
             let some = [0, 1, blocks - 1, rows * blocks / 2, rows * blocks - 1];
             for i in some.map(|i| i.min(rows * blocks - 1)) {
                 let at = place(i / blocks, i % blocks);
@@ -1092,7 +1120,13 @@ fn scales_that_are_none_are_found() {
                     let mut bytes = good.clone();
                     bytes[at] = byte;
                     let what = format!("{layout:?} [{rows}, {blocks}], scale {i} is {byte:#04x}");
-                    assert_eq!(look(&bytes), byte < 0x7f, "{what}");
+                    let looked = look(&bytes);
+                    assert_eq!(looked.is_ok(), byte < 0x7f, "{what}");
+                    if let Err(e) = looked {
+                        let (row, block) = (i / blocks, i % blocks);
+                        let said = format!("block {block} in row {row} has the byte {byte:#04x}");
+                        assert!(e.message().contains(&said), "{what}: {e}");
+                    }
                 }
             }
 
@@ -1116,15 +1150,19 @@ fn scales_that_are_none_are_found() {
                 let mut bytes = good.clone();
                 bytes[place(row, block)] = byte;
                 let bad = tensor(&bytes);
-                let mut errors = vec![tensors::weight(&device, &bad).unwrap_err()];
-                for (a, b) in [(&bad, &fine), (&fine, &bad)] {
-                    let product = tensors::scaled_mm(&device, a, b, DType::F16, &mut ws);
-                    errors.push(product.unwrap_err());
-                }
-                for e in errors {
-                    assert_eq!(e.kind(), ErrorKind::InvalidArgument);
-                    let said = format!("block {block} in row {row} has the byte {byte:#04x}");
-                    assert!(e.message().contains(&said), "{e}");
+                let said = format!("block {block} in row {row} has the byte {byte:#04x}");
+                let e = tensors::weight(&device, &bad).unwrap_err();
+                assert_eq!(e.kind(), ErrorKind::InvalidArgument);
+                assert!(e.message().contains(&said), "{e}");
+                for (a, b, which) in [
+                    (&bad, &fine, "first"),
+                    (&fine, &bad, "second"),
+                    (&bad, &bad, "first"),
+                ] {
+                    drop(tensors::scaled_mm(&device, a, b, DType::F16, &mut ws).unwrap());
+                    let e = found(&gpu);
+                    let said = format!("the {which} matrix: the scale of {said}");
+                    assert!(e.message().contains(&said), "{e} is not: {said}");
                 }
             }
         }
@@ -1594,4 +1632,230 @@ fn products_keep_the_order_of_the_default_stream() {
             assert!(values.iter().all(|&v| v == want), "round {round}: {want}");
         }
     }
+}
+
+/// Keeps the device busy for some milliseconds at least, in the order of the default stream.
+struct Busy(Foreign);
+
+impl Busy {
+    fn new() -> Busy {
+        Busy(Foreign::new(512 << 20))
+    }
+
+    fn start(&self) {
+        for _ in 0..100 {
+            self.0.fill(0);
+        }
+    }
+
+    /// The device has not come to what was enqueued after the start.
+    #[track_caller]
+    fn is_at_work(&self) {
+        let stream = std::ptr::without_provenance_mut(1);
+        // SAFETY: the handle of the legacy default stream.
+        let answer = unsafe { sys::cuStreamQuery(stream) };
+        assert_eq!(answer, sys::CUresult::CUDA_ERROR_NOT_READY);
+    }
+}
+
+/// A tensor `[rows, cols]` of ones on the device, the value at `index` being NaN, if there is one.
+fn ones(rows: usize, cols: usize, nan: Option<usize>) -> Tensor {
+    let mut values = vec![1f32; rows * cols];
+    if let Some(index) = nan {
+        values[index] = f32::NAN;
+    }
+    there(
+        &Tensor::from_f32(&values, &[rows, cols], DType::F16).unwrap(),
+        false,
+    )
+}
+
+const LEGACY: QuantizeOptions = QuantizeOptions {
+    levels: Levels::Legacy,
+    recipe: Recipe::Amax,
+    rounding: Rounding::NearestEven,
+    nonfinite: NonFinite::Error,
+    seed: 0,
+};
+
+/// Calls that check what they are given come back while the device is busy with what was there before, and what they give is right.
+#[test]
+fn calls_that_check_their_input_do_not_wait() {
+    let Some(gpu) = gpu() else { return };
+    let device = Device::Cuda(gpu.clone());
+    let mut ws = Workspace::new();
+    let q = Quantized::new(&gpu, 64, 512, ScaleLayout::Linear, 7).tensor();
+    let (here, q) = (q.clone(), parts_there(&q, false));
+    let x = ones(64, 512, None);
+    let mut calls = || {
+        let product = tensors::scaled_mm(&device, &q, &q, DType::F32, &mut ws).unwrap();
+        let quantized = tensors::quantize(&device, &x, &LEGACY, ScaleLayout::Linear).unwrap();
+        (product, quantized)
+    };
+    // Kernels are compiled by this.
+    let (product, quantized) = calls();
+    let (want, codes) = (bytes(&product), bytes(&quantized.codes));
+    let busy = Busy::new();
+    busy.start();
+    let all: Vec<_> = (0..40).map(|_| calls()).collect();
+    busy.is_at_work();
+    transfer::synchronize(0).unwrap();
+    for (product, quantized) in &all {
+        assert_same(&bytes(product), &want, "a product");
+        assert_same(&bytes(&quantized.codes), &codes, "codes");
+    }
+    let host = tensors::scaled_mm(&device, &here, &here, DType::F32, &mut ws).unwrap();
+    assert_same(&want, &bytes(&host), "the product of host memory");
+}
+
+/// What is wrong in calls on their way is the error of the first later call that waits, which names the first of them, and it is
+/// reported once.
+#[test]
+fn what_the_device_finds_wrong_is_the_error_of_a_later_call() {
+    let Some(gpu) = gpu() else { return };
+    let device = Device::Cuda(gpu.clone());
+    let (good, bad) = (ones(40, 96, None), ones(40, 96, Some(7 * 96 + 5)));
+    let quantize = |x: &Tensor| tensors::quantize(&device, x, &LEGACY, ScaleLayout::Linear);
+    drop(quantize(&good).unwrap());
+    transfer::synchronize(0).unwrap();
+    let busy = Busy::new();
+    let wrong = "the value at index 677 (row 7, column 5) is NaN";
+
+    // By a copy to the host, though that is of another result.
+    busy.start();
+    let right = quantize(&good).unwrap();
+    drop(quantize(&bad).unwrap());
+    let after = quantize(&good).unwrap();
+    busy.is_at_work();
+    let mut out = vec![0; after.codes.bytes()];
+    let e = transfer::copy_to_host(&after.codes, &mut out).unwrap_err();
+    assert!(
+        e.message().contains(wrong) && !e.message().contains("too"),
+        "{e}"
+    );
+    transfer::copy_to_host(&after.codes, &mut out).unwrap();
+    assert_same(
+        &bytes(&right.codes),
+        &out,
+        "calls around the one that failed",
+    );
+
+    // By the wait, several at once.
+    busy.start();
+    for x in [&good, &bad, &good, &bad, &bad] {
+        drop(quantize(x).unwrap());
+    }
+    let e = transfer::synchronize(0).unwrap_err();
+    assert!(
+        e.message().contains(wrong) && e.message().contains("2 other calls failed too"),
+        "{e}"
+    );
+    transfer::synchronize(0).unwrap();
+
+    // By a call that does not wait, once the device has told of it; that call has done nothing, and the next one works.
+    drop(quantize(&bad).unwrap());
+    gpu.synchronize().unwrap();
+    let e = quantize(&good).unwrap_err();
+    assert!(e.message().contains(wrong), "{e}");
+    drop(quantize(&good).unwrap());
+
+    // By calls that wait for something of their own: a global scale, a weight, a copy to the device.
+    let weight = quantize(&good).unwrap();
+    let two = QuantizeOptions {
+        levels: Levels::Two,
+        ..LEGACY
+    };
+    let host = Tensor::from_f32(&[1.0; 32], &[32], DType::F32).unwrap();
+    let waiting: [&dyn Fn() -> Result<()>; 3] = [
+        &|| tensors::quantize(&device, &good, &two, ScaleLayout::Linear).map(drop),
+        &|| tensors::weight(&device, &weight).map(drop),
+        &|| transfer::copy(&host, Some(0)).map(drop),
+    ];
+    for (i, call) in waiting.into_iter().enumerate() {
+        call().unwrap();
+        busy.start();
+        drop(quantize(&bad).unwrap());
+        let e = call().unwrap_err();
+        assert!(e.message().contains(wrong), "{i}: {e}");
+        call().unwrap();
+    }
+    // What is kept is right.
+    let kept = NVFP4::ops::ste::EvalWeights::new();
+    assert!(
+        kept.weight(&device, &bad)
+            .unwrap_err()
+            .message()
+            .contains(wrong)
+    );
+    assert!(kept.weight(&device, &bad).is_err());
+    kept.weight(&device, &good).unwrap();
+}
+
+/// More calls than may be on their way, and from several threads.
+#[test]
+fn any_number_of_calls_is_checked() {
+    let Some(gpu) = gpu() else { return };
+    let device = Device::Cuda(gpu.clone());
+    let (good, bad) = (ones(1, 16, None), ones(1, 16, Some(3)));
+    let quantize = |x: &Tensor| tensors::quantize(&device, x, &LEGACY, ScaleLayout::Linear);
+    for _ in 0..9_000 {
+        drop(quantize(&good).unwrap());
+    }
+    drop(quantize(&bad).unwrap());
+    let e = found(&gpu);
+    let said = e.message().strip_prefix("quantize (checked call ");
+    let number = said.and_then(|said| said.split_once(" on cuda:0): ")?.0.parse().ok());
+    assert!(number.is_some_and(|number: u32| number > 9_000), "{e}");
+
+    // Every failure is reported to somebody.
+    let reported = AtomicU32::new(0);
+    let of = |e: &Error| -> u32 {
+        match e.message().split_once(" other calls failed too") {
+            Some((before, _)) => 1 + before.rsplit(' ').next().unwrap().parse::<u32>().unwrap(),
+            None => 1 + u32::from(e.message().contains("another call failed too")),
+        }
+    };
+    let failed = AtomicU32::new(0);
+    std::thread::scope(|scope| {
+        for thread in 0..4 {
+            let (reported, failed, quantize) = (&reported, &failed, &quantize);
+            let (good, bad) = (&good, &bad);
+            scope.spawn(move || {
+                for i in 0..500 {
+                    let is_bad = (i + thread) % 50 == 0;
+                    match quantize(if is_bad { bad } else { good }) {
+                        Ok(_) => failed.fetch_add(u32::from(is_bad), Relaxed),
+                        Err(e) => reported.fetch_add(of(&e), Relaxed),
+                    };
+                }
+            });
+        }
+    });
+    gpu.synchronize().unwrap();
+    if let Err(e) = gpu.check_calls() {
+        reported.fetch_add(of(&e), Relaxed);
+    }
+    gpu.check_calls().unwrap();
+    assert!(failed.load(Relaxed) > 0);
+    assert_eq!(reported.load(Relaxed), failed.load(Relaxed));
+}
+
+/// Units are compiled beside each other, and again nothing is to be done; and whoever asks for a device gets the same one.
+#[test]
+fn units_are_prepared_and_devices_opened_by_many_at_once() {
+    let Some(gpu) = gpu() else { return };
+    let ready = std::time::Instant::now();
+    gpu.prepare(Unit::ALL).unwrap();
+    println!("all units: {:?}", ready.elapsed());
+    gpu.prepare(Unit::ALL).unwrap();
+    std::thread::scope(|scope| {
+        for _ in 0..8 {
+            scope.spawn(|| {
+                assert!(Arc::ptr_eq(&Gpu::open(0).unwrap(), &gpu));
+                assert!(Gpu::open(99).is_err());
+                gpu.need_kernels().unwrap();
+            });
+        }
+    });
+    assert_eq!(cuda::open_gpus().len(), 1);
 }

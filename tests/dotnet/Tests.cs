@@ -152,6 +152,8 @@ static class Tests
         Library.SetThreads(2);
         Library.SetThreads(0);
         Library.EmptyCache();
+        Library.Synchronize(Device.Cpu);
+        Throws<Nvfp4DeviceUnavailableException>(() => Library.Synchronize(Device.Cuda(1 << 20)));
     }
 
     static void TextBothWays()

@@ -205,6 +205,8 @@ class Library(unittest.TestCase):
             nvfp4.quantize(bytes(64), seed=-1)
         with self.assertRaisesRegex(nvfp4.InvalidArgument, "cuda:x"):
             nvfp4.Tensor.zeros((1,), device="cuda:x")
+        nvfp4.synchronize("cpu")
+        self.assertRaises(nvfp4.DeviceUnavailable, nvfp4.synchronize, "cuda:1048576")
 
     def test_log(self):
         lines = []

@@ -142,6 +142,10 @@ namespace LibNVFP4
             }
         }
 
+        /// <summary>Waits until everything that calls have enqueued on a device has run. What the device has found wrong in one of them is the exception.</summary>
+        public static void Synchronize(Device device) =>
+            Call(() => Native.NVFP4_device_synchronize((int)device.Type, device.Index));
+
         /// <summary>Frees what the library keeps for reuse. Objects that are in use keep what they need.</summary>
         public static void EmptyCache() =>
             Call(() =>

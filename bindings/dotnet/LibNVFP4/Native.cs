@@ -230,6 +230,9 @@ namespace LibNVFP4
             out TensorHandle result);
 
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_device_synchronize(int deviceType, int deviceIndex);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
         internal static extern int NVFP4_tensor_view(TensorHandle tensor, long* shape, int rank, long* strides, long offset,
             out TensorHandle result);
 

@@ -57,6 +57,11 @@ def set_memory_budget(number_of_bytes):
     native.lib.memory_set_budget(number_of_bytes)
 
 
+def synchronize(device="cuda"):
+    """Waits until everything that calls have enqueued on a device has run; what the device has found wrong is the error."""
+    native.lib.device_synchronize(*native.device(device))
+
+
 def empty_cache():
     """Frees what is kept for reuse."""
     native.lib.empty_cache()

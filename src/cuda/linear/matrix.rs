@@ -146,8 +146,8 @@ unsafe fn pack(w: &Operand<'_>, first: usize, n: usize, chunks: u64) -> Result<(
 }
 
 impl Matrix {
-    /// The NVFP4 weight with the codes and scales of a matrix on the device, whose scales the caller has checked or will: see
-    /// [`crate::cuda::ScaleCheck`]. Enqueues a copy.
+    /// The NVFP4 weight with the codes and scales of a matrix on the device, whose scales the caller has checked: see
+    /// [`crate::cuda::wait_for_scales`]. Enqueues a copy.
     pub fn from_operand(w: &Operand<'_>) -> Result<Matrix> {
         let (gpu, rows, cols) = (w.gpu(), w.rows, w.k);
         let values = chunks(gpu, rows, cols)?;

@@ -3,6 +3,7 @@
 #include "cuda.hpp"
 
 #include "common/values.cuh"
+#include "common/note.cuh"
 #include "format/encode.cuh"
 #include "format/random.cuh"
 #include "format/swizzle.cuh"
@@ -36,13 +37,15 @@ static void run(const Case& c, const std::vector<uint4>& input, size_t row_bytes
     std::vector<uint2> codes(blocks + 1, uint2{0xeeeeeeee, 0xeeeeeeee});
     // Of swizzled scales the padding is zeros.
     std::vector<u8> scales(c.scale_bytes, c.swizzled ? 0 : 0xee);
-    quantizing::Report report = {0, 0};
+    u32 report = 0, found = 0;
+    u64 first = NOTHING_NOTED;
     quantizing::Arguments a = {};
     a.input = (const u8*)input.data();
     a.codes = (u8*)codes.data();
     a.scales = scales.data();
     a.amax = c.computed ? &bits : nullptr;
-    a.report = c.computed || !c.saturate ? &report : nullptr;
+    a.report = c.computed ? &report : nullptr;
+    if (!c.computed && !c.saturate) a.note = {&first, &found};
     a.stride = stride;
     a.seed = c.seed;
     a.blocks = blocks;
@@ -59,8 +62,9 @@ static void run(const Case& c, const std::vector<uint4>& input, size_t row_bytes
                             {nullptr, quantizing::quantize_single_f16, quantizing::quantize_single_bf16},
                             {quantizing::quantize_search_f32, quantizing::quantize_search_f16, quantizing::quantize_search_bf16}};
     launch(ceil_div((int)blocks, quantizing::THREADS), 1, 1, quantizing::THREADS, [&] { kernels[c.family][c.type](a); });
-    u32 said[3] = {report.nonfinite, report.amax, codes[blocks].x == 0xeeeeeeee && codes[blocks].y == 0xeeeeeeee};
+    u32 said[3] = {found, report, codes[blocks].x == 0xeeeeeeee && codes[blocks].y == 0xeeeeeeee};
     fwrite(said, sizeof said, 1, stdout);
+    fwrite(&first, sizeof first, 1, stdout);
     fwrite(codes.data(), 8, blocks, stdout);
     fwrite(scales.data(), 1, scales.size(), stdout);
 }

@@ -220,8 +220,10 @@ void atomicMax(T* p, T value) {
     *p = max(*p, value);
 }
 template <class T>
-void atomicMin(T* p, T value) {
+T atomicMin(T* p, T value) {
+    T before = *p;
     *p = min(*p, value);
+    return before;
 }
 template <class T>
 T __ldcg(const T* p) {

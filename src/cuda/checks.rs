@@ -1,0 +1,523 @@
+//! Calls whose input only the device can judge: values that are not finite, block scales that are none. Such a call enqueues its
+//! work and returns. Its kernels note what they find, and a later call of the host reports that.
+//!
+//! The note of a call is a 64-bit word in device memory, which is all ones as long as all is well and then the least
+//! `index << 8 | what` of what was found: the first by index, in whatever order blocks run. Who finds something first also sets a
+//! word of page-locked host memory, so that the host sees at any time, and without asking the driver, whether there is a note.
+//! `kernels/common/note.cuh` is the other half.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+
+use cudarc::driver::result;
+
+use super::gpu::{Gpu, check};
+use super::graph;
+use super::memory::Pinned;
+use crate::base::error::{bail, err};
+use crate::base::memory::{Claim, Tag};
+use crate::base::{Error, Result, entry};
+use crate::format::nvfp4;
+
+/// Calls that are on their way at most: one more waits for the device. The driver itself lets a host be no further ahead.
+const CALLS: usize = 4096;
+/// A note of nothing, and the byte that memory is filled with for that.
+const CLEAN: u64 = u64::MAX;
+const CLEAN_BYTE: u8 = 0xff;
+/// Bits of a note that say what was found at its index.
+const WHAT_BITS: u32 = 8;
+
+/// What `what` says of a value: `kernels/quantize/block.cuh` has the same.
+const NONFINITE: [f32; 3] = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY];
+
+/// Where the kernels of a call note what they find; nowhere by default.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+pub(super) struct NoteArgument {
+    first: u64,
+    found: u64,
+}
+
+/// What the kernels of a call look at, in the order in which they count it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Subject {
+    /// The values of rows of so many.
+    Values {
+        /// Values of a row.
+        cols: usize,
+    },
+    /// The block scales of a matrix, whose rows have so many.
+    Scales {
+        /// Scales of a row.
+        blocks: usize,
+    },
+    /// Those of two matrices, one after the other.
+    TwoScales {
+        /// Scales of the first matrix.
+        first: usize,
+        /// Scales of a row of either.
+        blocks: usize,
+    },
+}
+
+impl Subject {
+    /// What a note says.
+    fn error(self, note: u64) -> Error {
+        let (index, what) = ((note >> WHAT_BITS) as usize, note as u8);
+        let scale = |index: usize, blocks: usize| {
+            err!(
+                InvalidArgument,
+                "the scale of block {} in row {} has the byte {what:#04x}, which is NaN or negative",
+                index % blocks,
+                index / blocks
+            )
+        };
+        match self {
+            Subject::Values { cols } => {
+                let value = NONFINITE.get(usize::from(what)).copied();
+                nvfp4::nonfinite(value.unwrap_or(f32::NAN), index, Some(cols))
+            }
+            Subject::Scales { blocks } => scale(index, blocks),
+            Subject::TwoScales { first, blocks } if index < first => {
+                scale(index, blocks).within("the first matrix")
+            }
+            Subject::TwoScales { first, blocks } => {
+                scale(index - first, blocks).within("the second matrix")
+            }
+        }
+    }
+}
+
+/// A call that may be on its way.
+struct Call {
+    name: &'static str,
+    subject: Subject,
+    /// Whether all of it is enqueued, and so done when the device has been waited for.
+    enqueued: bool,
+    /// Whether its own caller waits for its note.
+    waited: bool,
+}
+
+/// Calls in their order. Number `n` has place `n % CALLS` among the notes, and keeps it until it is known to be done.
+#[derive(Default)]
+struct Calls {
+    /// The number of the first of those that may be on their way.
+    first: u64,
+    on_the_way: VecDeque<Call>,
+}
+
+impl Calls {
+    /// Takes up a call and gives its number, if there is a place for it.
+    fn begin(&mut self, name: &'static str, subject: Subject, waited: bool) -> Option<u64> {
+        if self.on_the_way.len() == CALLS {
+            return None;
+        }
+        let number = self.first + self.on_the_way.len() as u64;
+        self.on_the_way.push_back(Call {
+            name,
+            subject,
+            enqueued: false,
+            waited,
+        });
+        Some(number)
+    }
+
+    /// Notes that all of a call is enqueued.
+    fn enqueued(&mut self, number: u64) {
+        let at = number.checked_sub(self.first).map(|at| at as usize);
+        if let Some(call) = at.and_then(|at| self.on_the_way.get_mut(at)) {
+            call.enqueued = true;
+        }
+    }
+
+    /// The number before which all calls are enqueued.
+    fn enqueued_before(&self) -> u64 {
+        let enqueued = self.on_the_way.iter().take_while(|call| call.enqueued);
+        self.first + enqueued.count() as u64
+    }
+
+    /// Forgets the calls before a number, which are done.
+    fn retire(&mut self, before: u64) {
+        let done = before.saturating_sub(self.first) as usize;
+        let done = done.min(self.on_the_way.len());
+        self.on_the_way.drain(..done);
+        self.first += done as u64;
+    }
+
+    /// The numbers of the calls of which there are notes, but for those whose callers wait for them.
+    fn failed(&self, notes: &[u64]) -> Vec<u64> {
+        let numbered = (self.first..).zip(&self.on_the_way);
+        numbered
+            .filter(|(number, call)| !call.waited && notes[place(*number)] != CLEAN)
+            .map(|(number, _)| number)
+            .collect()
+    }
+
+    /// The error that names the calls that have failed, of which there is one at least.
+    fn error(&self, ordinal: usize, failed: &[u64], notes: &[u64]) -> Option<Error> {
+        let call = |number: u64| self.on_the_way.get((number - self.first) as usize);
+        let name = |number: u64, call: &Call| {
+            format!(
+                "{} (checked call {} on cuda:{ordinal})",
+                call.name,
+                number + 1
+            )
+        };
+        let (&first, others) = failed.split_first()?;
+        let of_first = call(first)?;
+        let mut said = format!(
+            "{}: {}; what that call gave is undefined, and what was made of it",
+            name(first, of_first),
+            of_first.subject.error(notes[place(first)]).message()
+        );
+        if let Some(&second) = others.first() {
+            let other = call(second)?;
+            let more = match others.len() {
+                1 => "another call failed too".to_owned(),
+                n => format!("{n} other calls failed too, the first of them"),
+            };
+            said += &format!("; {more}: {}", name(second, other));
+        }
+        Some(err!(InvalidArgument, "{said}"))
+    }
+}
+
+/// The place of a call's note.
+const fn place(number: u64) -> usize {
+    (number % CALLS as u64) as usize
+}
+
+/// The notes of a device, and the calls that they are of.
+pub(super) struct Checks {
+    /// The word that tells of notes.
+    found: Pinned,
+    /// Where the notes are.
+    notes: u64,
+    calls: Mutex<Calls>,
+    /// Held while notes are read: the calls that they are of must not be forgotten meanwhile.
+    reading: Mutex<()>,
+    _claim: Claim,
+}
+
+impl Checks {
+    fn new(gpu: &Gpu) -> Result<Checks> {
+        let bytes = CALLS * size_of::<u64>();
+        let claim = Claim::new(Tag::DeviceScratch, bytes)?;
+        let found = Pinned::new(gpu, Tag::Scratch, size_of::<u32>())?;
+        let notes = check(
+            // SAFETY: the pool and the stream are the device's, whose context `Pinned::new` has bound.
+            unsafe { result::mem_pool::alloc_async(gpu.pool(), bytes, gpu.stream()) },
+            "allocating memory for checks",
+        )?;
+        let checks = Checks {
+            found,
+            notes,
+            calls: Mutex::default(),
+            reading: Mutex::default(),
+            _claim: claim,
+        };
+        match checks.clear(gpu, 0, CALLS) {
+            Ok(()) => Ok(checks),
+            Err(e) => {
+                checks.free(gpu);
+                Err(e)
+            }
+        }
+    }
+
+    /// Enqueues that the notes are freed, before the device goes.
+    pub(super) fn free(&self, gpu: &Gpu) {
+        // SAFETY: allocated in `new`, and not used by anything that is enqueued later. A failure means that the context is broken.
+        let _ = unsafe { result::free_async(self.notes, gpu.stream()) };
+    }
+
+    fn calls(&self) -> MutexGuard<'_, Calls> {
+        self.calls.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn found(&self) -> Result<&AtomicU32> {
+        self.found
+            .word()
+            .ok_or_else(|| err!(Internal, "no word for checks"))
+    }
+
+    fn address(&self, place: usize) -> u64 {
+        self.notes + (place * size_of::<u64>()) as u64
+    }
+
+    /// Enqueues that notes are clean again.
+    fn clear(&self, gpu: &Gpu, place: usize, count: usize) -> Result<()> {
+        gpu.bind()?;
+        check(
+            // SAFETY: the notes have so many places from there on.
+            unsafe {
+                result::memset_d8_async(
+                    self.address(place),
+                    CLEAN_BYTE,
+                    count * size_of::<u64>(),
+                    gpu.stream(),
+                )
+            },
+            "clearing the notes of checks",
+        )
+    }
+
+    /// Reads notes, when all that is enqueued has run.
+    fn read(&self, gpu: &Gpu, place: usize, notes: &mut [u64]) -> Result<()> {
+        gpu.bind()?;
+        check(
+            // SAFETY: the notes have so many places from there on, and `notes` is not touched before the wait.
+            unsafe { result::memcpy_dtoh_async(notes, self.address(place), gpu.stream()) },
+            "reading the notes of checks",
+        )?;
+        gpu.wait()
+    }
+
+    /// The number before which all calls are enqueued: see [`Checks::retire`].
+    pub(super) fn enqueued_before(&self) -> u64 {
+        self.calls().enqueued_before()
+    }
+
+    /// Forgets the calls before a number if nothing was found: the device has been waited for since they were enqueued.
+    pub(super) fn retire(&self, before: u64) {
+        let _turn = match self.reading.try_lock() {
+            Ok(turn) => turn,
+            Err(TryLockError::Poisoned(e)) => e.into_inner(),
+            Err(TryLockError::WouldBlock) => return,
+        };
+        if self.found().is_ok_and(|f| f.load(Ordering::Acquire) == 0) {
+            self.calls().retire(before);
+        }
+    }
+
+    /// Reads the notes if there are any, forgets them, and says what they are.
+    fn report(&self, gpu: &Gpu) -> Result<()> {
+        let _turn = self.reading.lock().unwrap_or_else(PoisonError::into_inner);
+        // Cleared before the notes are read: what is found afterwards sets it again.
+        if self.found()?.swap(0, Ordering::AcqRel) == 0 {
+            return Ok(());
+        }
+        let mut notes = vec![CLEAN; CALLS];
+        self.read(gpu, 0, &mut notes)?;
+        let (failed, error) = {
+            let calls = self.calls();
+            let failed = calls.failed(&notes);
+            let error = calls.error(gpu.ordinal(), &failed, &notes);
+            (failed, error)
+        };
+        for &number in &failed {
+            self.clear(gpu, place(number), 1)?;
+        }
+        error.map_or(Ok(()), Err)
+    }
+}
+
+/// A call that is being enqueued. When it goes, all of it is.
+pub(super) struct CheckedCall<'a> {
+    gpu: &'a Gpu,
+    checks: &'a Checks,
+    number: u64,
+    subject: Subject,
+}
+
+impl<'a> CheckedCall<'a> {
+    /// Takes up a call whose note a later call reports. `name` is for errors, where no function of the C interface is being called.
+    pub(super) fn begin(
+        gpu: &'a Arc<Gpu>,
+        name: &'static str,
+        subject: Subject,
+    ) -> Result<CheckedCall<'a>> {
+        CheckedCall::take_up(gpu, name, subject, false)
+    }
+
+    /// Takes up a call that will [`wait`](CheckedCall::wait).
+    pub(super) fn to_wait(gpu: &'a Arc<Gpu>, subject: Subject) -> Result<CheckedCall<'a>> {
+        CheckedCall::take_up(gpu, "", subject, true)
+    }
+
+    fn take_up(
+        gpu: &'a Arc<Gpu>,
+        name: &'static str,
+        subject: Subject,
+        waited: bool,
+    ) -> Result<CheckedCall<'a>> {
+        if graph::recorded().is_some() {
+            bail!(
+                Internal,
+                "a call that is checked cannot be recorded: its place is its own"
+            );
+        }
+        let name = entry::entered().unwrap_or(name);
+        let checks = gpu.checks().get_or_try(|| Checks::new(gpu))?;
+        loop {
+            let number = checks.calls().begin(name, subject, waited);
+            if let Some(number) = number {
+                return Ok(CheckedCall {
+                    gpu,
+                    checks,
+                    number,
+                    subject,
+                });
+            }
+            gpu.check_calls()?;
+            gpu.synchronize()?;
+        }
+    }
+
+    /// What its kernels are passed.
+    pub(super) fn note(&self) -> NoteArgument {
+        NoteArgument {
+            first: self.checks.address(place(self.number)),
+            found: self.checks.found.address(),
+        }
+    }
+
+    /// Waits until it is done. What was found is its own error.
+    pub(super) fn wait(self) -> Result<()> {
+        let (place, mut note) = (place(self.number), [CLEAN]);
+        self.checks.read(self.gpu, place, &mut note)?;
+        if note[0] == CLEAN {
+            return Ok(());
+        }
+        self.checks.clear(self.gpu, place, 1)?;
+        Err(self.subject.error(note[0]))
+    }
+}
+
+impl Drop for CheckedCall<'_> {
+    fn drop(&mut self) {
+        self.checks.calls().enqueued(self.number);
+    }
+}
+
+impl Gpu {
+    /// Reports what the device has found wrong in earlier calls, each of which it then forgets. Does not wait for calls on their way
+    /// unless there is something to report: after [`Gpu::synchronize`] it knows of all of them.
+    pub fn check_calls(&self) -> Result<()> {
+        match self.checks().get() {
+            Some(checks) if checks.found()?.load(Ordering::Acquire) != 0 => checks.report(self),
+            _ => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const VALUES: Subject = Subject::Values { cols: 96 };
+
+    fn note(index: u64, what: u8) -> u64 {
+        index << WHAT_BITS | u64::from(what)
+    }
+
+    #[test]
+    fn notes_say_what_was_found_and_where() {
+        let said =
+            |subject: Subject, index, what| subject.error(note(index, what)).message().to_owned();
+        for (what, name) in [(0, "NaN"), (1, "inf"), (2, "-inf")] {
+            let said = said(VALUES, 5 * 96 + 7, what);
+            assert!(said.contains("index 487 (row 5, column 7)"), "{said}");
+            assert!(said.contains(&format!(" is {name};")), "{said}");
+        }
+        let scales = Subject::Scales { blocks: 6 };
+        let text = "the scale of block 5 in row 2 has the byte 0x80";
+        assert!(said(scales, 17, 0x80).starts_with(text));
+        let two = Subject::TwoScales {
+            first: 18,
+            blocks: 6,
+        };
+        assert!(said(two, 17, 0x80).starts_with(&format!("the first matrix: {text}")));
+        assert!(said(two, 18 + 17, 0x80).starts_with(&format!("the second matrix: {text}")));
+        assert!(said(two, 18, 0x7f).contains("block 0 in row 0 has the byte 0x7f"));
+        // The largest index that there is.
+        let last = note((1 << 56) - 1, 0xff);
+        assert_eq!(last, CLEAN);
+        assert_ne!(note((1 << 56) - 1, 0xfe), CLEAN);
+    }
+
+    #[test]
+    fn calls_that_are_done_make_room_and_those_on_their_way_keep_their_place() {
+        let mut calls = Calls::default();
+        let begin = |calls: &mut Calls| calls.begin("f", VALUES, false);
+        for number in 0..CALLS as u64 {
+            assert_eq!(begin(&mut calls), Some(number));
+        }
+        assert_eq!(begin(&mut calls), None);
+        // Number 2 is still being enqueued, and what comes after it may be done.
+        for number in (0..CALLS as u64).filter(|&n| n != 2) {
+            calls.enqueued(number);
+        }
+        assert_eq!(calls.enqueued_before(), 2);
+        calls.retire(calls.enqueued_before());
+        assert_eq!((calls.first, calls.on_the_way.len()), (2, CALLS - 2));
+        // Retired by another thread already.
+        calls.retire(1);
+        calls.enqueued(0);
+        assert_eq!((calls.first, calls.on_the_way.len()), (2, CALLS - 2));
+        for number in CALLS as u64..CALLS as u64 + 2 {
+            assert_eq!(begin(&mut calls), Some(number));
+            assert_eq!(place(number), number as usize - CALLS);
+        }
+        assert_eq!(begin(&mut calls), None);
+        calls.enqueued(2);
+        assert_eq!(calls.enqueued_before(), CALLS as u64);
+        calls.retire(u64::MAX);
+        assert_eq!(begin(&mut calls), Some(CALLS as u64 + 2));
+    }
+
+    #[test]
+    fn the_error_names_the_first_call_that_failed_and_how_many_did() {
+        let (mut calls, mut notes) = (Calls::default(), vec![CLEAN; CALLS]);
+        let error = |calls: &Calls, notes: &[u64]| {
+            let error = calls.error(3, &calls.failed(notes), notes);
+            error.map(|e| e.message().to_owned())
+        };
+        for name in [
+            "NVFP4_quantize",
+            "NVFP4_scaled_mm",
+            "NVFP4_quantize",
+            "NVFP4_matmul",
+        ] {
+            calls.begin(name, VALUES, false);
+        }
+        assert_eq!(error(&calls, &notes), None);
+        notes[1] = note(100, 0);
+        let said = error(&calls, &notes).unwrap();
+        assert!(
+            said.starts_with("NVFP4_scaled_mm (checked call 2 on cuda:3): the value at index 100 "),
+            "{said}"
+        );
+        assert!(!said.contains("too"), "{said}");
+        notes[3] = note(0, 1);
+        let said = error(&calls, &notes).unwrap();
+        assert!(
+            said.contains("another call failed too: NVFP4_matmul (checked call 4 on cuda:3)"),
+            "{said}"
+        );
+        notes[2] = note(0, 1);
+        let said = error(&calls, &notes).unwrap();
+        assert!(
+            said.contains(
+                "2 other calls failed too, the first of them: NVFP4_quantize (checked call 3"
+            ),
+            "{said}"
+        );
+        // Numbers go on where places begin again, and who waits for his own call reports it himself.
+        notes.fill(CLEAN);
+        calls.retire(4);
+        for i in 0..CALLS {
+            let number = calls.begin("NVFP4_quantize", VALUES, i == 0);
+            assert_eq!(number, Some(4 + i as u64));
+        }
+        notes[place(4)] = note(0, 0);
+        assert_eq!(error(&calls, &notes), None);
+        notes[place(CALLS as u64 + 1)] = note(0, 0);
+        let said = error(&calls, &notes).unwrap();
+        assert!(
+            said.starts_with("NVFP4_quantize (checked call 4098 on cuda:3)"),
+            "{said}"
+        );
+    }
+}
