@@ -1,5 +1,6 @@
-// Looks at block scales for bytes that are none: NaN and negative ones. What pads swizzled ones may be anything.
+// Looks at block scales for bytes that are none. What pads swizzled ones may be anything.
 #include "common/ptx.cuh"
+#include "format/nvfp4.cuh"
 #include "format/swizzle.cuh"
 
 struct Arguments {
@@ -11,7 +12,6 @@ struct Arguments {
 };
 
 constexpr int THREADS = 256;
-constexpr u32 SIGN_BITS = 0x80808080u;
 
 // A thread takes a word of up to four scales.
 extern "C" __global__ void __launch_bounds__(THREADS) check_scales(const __grid_constant__ Arguments a) {
@@ -28,7 +28,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) check_scales(const __grid_
     } else {
         for (u32 i = 0; i < left; i++) scales |= (u32)at[i] << 8 * i;
     }
-    // One more than the largest magnitude, NaN, reaches the sign.
-    u32 next = (scales & ~SIGN_BITS) + 0x01010101u;
-    if ((scales | next) & SIGN_BITS) *a.found = 1;
+    if (!are_block_scales(scales)) *a.found = 1;
 }

@@ -12,7 +12,7 @@ use super::staging::{keep, take};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::size::product;
-use crate::format::nvfp4::BLOCK;
+use crate::format::nvfp4::{self, BLOCK};
 use crate::format::swizzle::ScaleLayout;
 
 /// What the kernels of this file are passed, by the start of their names.
@@ -20,8 +20,8 @@ pub(super) const ARGUMENTS: &[(&str, usize)] = &[("check_scales", size_of::<Chec
 
 const THREADS: usize = 256;
 
-/// An NVFP4 matrix `[rows, k]` on a device, by parts that stand there. Scale bytes are 0 to 0x7e, which a [`ScaleCheck`] finds
-/// out; another gives a wrong product, and nothing worse.
+/// An NVFP4 matrix `[rows, k]` on a device, by parts that stand there. Its scale bytes are block scales, which a [`ScaleCheck`]
+/// finds out; another gives a wrong product, and nothing worse.
 #[derive(Clone, Copy, Debug)]
 pub struct Operand<'a> {
     pub(super) codes: DeviceSlice<'a>,
@@ -36,7 +36,7 @@ impl<'a> Operand<'a> {
     /// What addresses of codes and of scales must be multiples of: kernels copy pieces of so many bytes.
     pub const ALIGNMENT: [usize; 2] = [16, 4];
 
-    /// The matrix with these codes, scales and multiplier, once their sizes and places are checked.
+    /// The matrix with these codes, scales and global scale, once their sizes and places are checked.
     pub fn new(
         codes: impl Into<DeviceSlice<'a>>,
         scales: impl Into<DeviceSlice<'a>>,
@@ -52,12 +52,7 @@ impl<'a> Operand<'a> {
                 "a matrix of [{rows}, {k}]: K must be a positive multiple of {BLOCK}"
             );
         }
-        if !global.is_finite() {
-            bail!(
-                InvalidArgument,
-                "the global scale is {global}; it must be finite"
-            );
-        }
+        nvfp4::check_global_scale(global)?;
         if !Arc::ptr_eq(codes.gpu(), scales.gpu()) {
             bail!(
                 InvalidArgument,
@@ -118,7 +113,7 @@ struct CheckArguments {
     swizzled: i32,
 }
 
-/// A look at the scales of matrices for NaN and negative ones, on its way. The device tells the host of what it finds, and who
+/// A look at the scales of matrices for bytes that are none ([`nvfp4::is_block_scale`]), on its way. The device tells the host of what it finds, and who
 /// waits for that waits for nothing that is enqueued afterwards.
 pub struct ScaleCheck {
     gpu: Arc<Gpu>,

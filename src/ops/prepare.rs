@@ -31,7 +31,10 @@ pub(super) fn decoded(gpu: &Arc<Gpu>, w: &Nvfp4Tensor, dense: DenseType) -> Resu
         let bytes = product("a weight", &[rows, cols, dtype.bytes()])?;
         let values = DeviceBuffer::uninit(gpu, Tag::DeviceWeights, bytes)?;
         let swizzled = w.layout == ScaleLayout::Swizzled;
-        cuda::dequantize(gpu, &w.codes, &w.scales, swizzled, w.global, dtype, &values)?;
+        let operand = Operand::of(gpu, w)?;
+        Operand::with_checked(gpu, [&operand], |_| {
+            cuda::dequantize(gpu, &w.codes, &w.scales, swizzled, w.global, dtype, &values)
+        })?;
         of_values((rows, cols), dense, values)
     })
 }

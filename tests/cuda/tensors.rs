@@ -432,7 +432,11 @@ fn dequantized_tensors_have_the_bits_of_the_processor() {
         .enumerate()
     {
         let q = random_parts(rows, cols, 40 + i as u64);
-        let values = q.dequantize().unwrap();
+        let values: Vec<f32> = nvfp4::unpack(&q.codes)
+            .iter()
+            .enumerate()
+            .map(|(i, &code)| nvfp4::decode(code, q.scales[i / BLOCK], q.global))
+            .collect();
         let blocks = cols / BLOCK;
         let codes = bytes_tensor(&q.codes, &[rows, cols / 2], DType::U8);
         let codes = cuda::upload(&gpu, &codes).unwrap();
@@ -1116,7 +1120,13 @@ fn scales_that_are_none_are_found() {
                 let mut bytes = good.clone();
                 bytes[place(row, block)] = byte;
                 let bad = tensor(&bytes);
-                let mut errors = vec![tensors::weight(&device, &bad).unwrap_err()];
+                let mut errors = vec![
+                    tensors::weight(&device, &bad).unwrap_err(),
+                    tensors::dequantize(&device, &bad, DType::F32).unwrap_err(),
+                ];
+                let decoded = Backend::DequantMatmul;
+                let decoded = tensors::weight_for(&device, &bad, decoded, DenseType::F32);
+                errors.push(decoded.unwrap_err());
                 for (a, b) in [(&bad, &fine), (&fine, &bad)] {
                     let product = tensors::scaled_mm(&device, a, b, DType::F16, &mut ws);
                     errors.push(product.unwrap_err());
@@ -1223,7 +1233,7 @@ fn weights_that_cannot_be_held_are_refused() {
     q.scales = bytes_tensor(&[0x38, 0x38, 0x38, 0x7f, 0, 0, 0, 0], &[4, 2], DType::U8);
     for at in [&q, &parts_there(&q, false)] {
         let e = decoded(&device, at, DenseType::F32).unwrap_err();
-        assert!(e.message().contains("row 1, column 16"), "{e}");
+        assert!(e.message().contains("block 1 in row 1"), "{e}");
     }
 
     // What is not where it would have to be, or not of a type that there is.
