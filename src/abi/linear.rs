@@ -542,10 +542,10 @@ pub unsafe extern "C" fn NVFP4_linear(
 
 /// Multiplies two NVFP4 matrices (W4A4): a `[M, K]` times b `[N, K]` transposed, as `[M, N]` of the floating type `dtype`.
 /// The exact product of the decoded values but for the order of summation, in float. NVFP4_scaled_mm() is the same without
-/// multipliers.
+/// global scales. What NVFP4_tensor_dequantize() refuses is refused.
 ///
 /// All four tensors are in one place, where the result is too. On a CUDA device the call waits until the scales have been
-/// looked at, and not for the product: scales that are NaN or negative are an error there. Codes and scales with gaps, or not
+/// looked at, and not for the product. Codes and scales with gaps, or not
 /// aligned to 16 and 4 bytes, are copied first.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_matmul(
