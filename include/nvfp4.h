@@ -924,10 +924,12 @@ NVFP4_Status NVFP4_tensor_quantize(const NVFP4_Tensor *input,
                                    float *global_scale);
 
 /**
- * Expands NVFP4 to `[.., K]` of the floating type `dtype`: code x block scale x global_scale.
+ * Expands NVFP4 to `[.., K]` of the floating type `dtype`: code x block scale x global_scale, exactly, then rounded to float and to
+ * `dtype`. On a CUDA device the call waits until the scales have been looked at, and not for the values.
  *
  * - `codes`: uint8 or float4_e2m1fn_x2 `[.., K / 2]`.
- * - `scales`: float8_e4m3fn, or uint8 holding its bytes, in the order `scale_layout` names.
+ * - `scales`: float8_e4m3fn, or uint8 holding its bytes, in the order `scale_layout` names. NaN and negative ones are an error.
+ * - `global_scale`: finite and not negative.
  */
 NVFP4_API
 NVFP4_Status NVFP4_tensor_dequantize(const NVFP4_Tensor *codes,
@@ -1143,7 +1145,7 @@ NVFP4_Status NVFP4_linear(const NVFP4_Weight *weight,
 /**
  * Multiplies two NVFP4 matrices (W4A4): a `[M, K]` times b `[N, K]` transposed, as `[M, N]` of the floating type `dtype`.
  * The exact product of the decoded values but for the order of summation, in float. NVFP4_scaled_mm() is the same without
- * multipliers.
+ * global scales. What NVFP4_tensor_dequantize() refuses is refused.
  *
  * All four tensors are in one place, where the result is too. On a CUDA device the call does not wait: scales that are NaN or
  * negative are an error of a later call, see ERRORS OF A GPU above. Codes and scales with gaps, or not aligned to 16 and 4

@@ -1,6 +1,8 @@
 //! The number formats against independent implementations: `golden/format/make.py` says which, and made the file.
 
-use NVFP4::format::nvfp4::{Levels, QuantizeOptions, Recipe, dequantize, pack, quantize};
+use NVFP4::format::nvfp4::{
+    Levels, QuantizeOptions, Recipe, decode, dequantize, is_block_scale, pack, quantize,
+};
 use NVFP4::format::{Rounding, e2m1, e4m3, nf4, random, swizzle};
 use safetensors::SafeTensors;
 
@@ -85,18 +87,51 @@ fn every_e4m3_byte() {
 fn every_code_under_every_scale() {
     let golden = floats("product");
     let codes = pack(&(0..16).collect::<Vec<u8>>()).unwrap();
-    let mut out = [0f32; 16];
     for scale in 0..=255u8 {
-        dequantize(&codes, &[scale], 1.0, &mut out).unwrap();
-        for (code, (ours, theirs)) in out
-            .iter()
-            .zip(&golden[16 * usize::from(scale)..])
-            .enumerate()
-        {
+        let mut out = [0f32; 16];
+        let expanded = dequantize(&codes, &[scale], 1.0, &mut out);
+        assert_eq!(expanded.is_ok(), is_block_scale(scale), "{scale:#04x}");
+        for code in 0..16u8 {
+            let ours = decode(code, scale, 1.0);
+            let theirs = golden[16 * usize::from(scale) + usize::from(code)];
             assert!(
                 ours.to_bits() == theirs.to_bits() || ours.is_nan() && theirs.is_nan(),
                 "code {code}, scale {scale:#04x}: {ours}, not {theirs}"
             );
+            if is_block_scale(scale) {
+                assert_eq!(out[usize::from(code)].to_bits(), ours.to_bits());
+            }
+        }
+    }
+}
+
+/// f64 holds the product of a code, a scale and a global scale exactly, 2 bits by 4 by 24, and its conversion rounds once.
+#[test]
+fn values_are_the_exact_products_rounded_once() {
+    for global in [
+        0.0,
+        f32::from_bits(1),
+        f32::from_bits(0x0055_5555),
+        f32::MIN_POSITIVE,
+        1.0 / 3.0,
+        0.7,
+        123.456,
+        // Scale times global scale would be infinite, and infinity times a code of 0 NaN.
+        1e36,
+        f32::MAX,
+    ] {
+        for scale in (0..=255).filter(|&s| is_block_scale(s)) {
+            for code in 0..16 {
+                let exact = f64::from(e2m1::decode(code))
+                    * f64::from(e4m3::decode(scale))
+                    * f64::from(global);
+                let ours = decode(code, scale, global);
+                assert_eq!(
+                    ours.to_bits(),
+                    (exact as f32).to_bits(),
+                    "code {code}, scale {scale:#04x}, global {global:e}: {ours:e}, not {exact:e}"
+                );
+            }
         }
     }
 }

@@ -14,6 +14,7 @@ use NVFP4::cuda::{self, Drawn, ScaledTile, TARGETS, Unit};
 use NVFP4::format::nvfp4::{self, Levels, NonFinite, QuantizeOptions, Recipe};
 use NVFP4::format::{Rounding, random, swizzle};
 use NVFP4::ops::sample::{self, Choice, SamplingOptions};
+use NVFP4::tensor::DType;
 
 /// The instruction by which every kernel of a unit multiplies on tensor cores, of the units whose kernels do; or, ending in a dot, how
 /// it begins.
@@ -656,6 +657,95 @@ fn tokens_are_chosen_on_an_emulated_gpu_as_on_the_cpu() {
         }
     }
     assert!(refused > 5, "{refused} rows without a token");
+}
+
+/// Which bytes are block scales, and the values of codes under them, from the kernels' sources, on the processor: what src/format
+/// says, and its bits.
+#[test]
+fn expanded_bits_are_right_on_an_emulated_gpu() {
+    struct Wanted {
+        what: String,
+        found: u32,
+        values: Vec<u8>,
+    }
+    let dtypes = [DType::F32, DType::F16, DType::BF16];
+    let (mut input, mut wanted) = (Vec::new(), Vec::new());
+    let mut case = |dtype: usize, rows: usize, scales: &[u8], global: f32, is_swizzled: bool| {
+        let row_blocks = scales.len() / rows;
+        let codes: Vec<u8> = (0..scales.len() as u64 * 8)
+            .map(|i| random::bits(5, i) as u8)
+            .collect();
+        let values: Vec<f32> = nvfp4::unpack(&codes)
+            .iter()
+            .enumerate()
+            .map(|(i, &code)| nvfp4::decode(code, scales[i / 16], global))
+            .collect();
+        let mut bytes = vec![0; values.len() * dtypes[dtype].bytes()];
+        dtypes[dtype].from_f32(&values, &mut bytes).unwrap();
+        let ordered = match is_swizzled {
+            true => swizzle::swizzle(scales, rows, row_blocks).unwrap(),
+            false => scales.to_vec(),
+        };
+        let head = [
+            dtype,
+            rows,
+            row_blocks,
+            usize::from(is_swizzled),
+            ordered.len(),
+        ];
+        input.extend(head.iter().flat_map(|&v| (v as u32).to_le_bytes()));
+        input.extend(global.to_le_bytes());
+        input.extend(codes);
+        input.extend(ordered);
+        wanted.push(Wanted {
+            what: format!(
+                "type {dtype}, {rows} rows, {global:e}, swizzled {is_swizzled}, {scales:02x?}"
+            ),
+            found: u32::from(!scales.iter().all(|&s| nvfp4::is_block_scale(s))),
+            values: bytes,
+        });
+    };
+    // Every byte at every place of a word.
+    for byte in 0..=255u8 {
+        for place in 0..5 {
+            let mut scales = [0x38; 5];
+            scales[place] = byte;
+            case(0, 1, &scales, 0.7, false);
+        }
+    }
+    let scales: Vec<u8> = (0..3 * 7).map(|i| (i * 31 % 0x7f) as u8).collect();
+    for global in [0.0, f32::from_bits(1), 1e-40, 0.00321, 1.0, 1e36, f32::MAX] {
+        for dtype in 0..dtypes.len() {
+            for is_swizzled in [false, true] {
+                case(dtype, 3, &scales, global, is_swizzled);
+            }
+        }
+    }
+    let Some(said) = emulate_with("expand", 900, &input) else {
+        return;
+    };
+    let mut rest = &said[..];
+    let mut take = |n: usize| {
+        let (front, back) = rest.split_at(n);
+        rest = back;
+        front.to_vec()
+    };
+    for w in wanted {
+        let words: Vec<u8> = [w.found, 1].iter().flat_map(|v| v.to_le_bytes()).collect();
+        assert_eq!(take(8), words, "found: {}", w.what);
+        let got = take(w.values.len());
+        // Of NaN, which no scale gives, only that it is one is looked at.
+        if w.found == 0 {
+            assert_eq!(got, w.values, "{}", w.what);
+        } else {
+            for (got, want) in got.chunks_exact(4).zip(w.values.chunks_exact(4)) {
+                let [got, want] = [got, want].map(|b| f32::from_le_bytes(b.try_into().unwrap()));
+                let same = got.to_bits() == want.to_bits() || got.is_nan() && want.is_nan();
+                assert!(same, "{}: {got}, not {want}", w.what);
+            }
+        }
+    }
+    assert!(rest.is_empty());
 }
 
 /// Norm, SwiGLU and the likeliest token, from the kernels' sources, on the processor.

@@ -33,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) embed(const __grid_constan
             u32 pairs[4];
             decode_word(((const u32*)chunk)[(4 * g + e / 4) * 4 + block / 2], pairs);
             u32 code = gather_code(pairs[e % 4] >> (block % 2 * 16));
-            value = code_to_float(code) * scale_to_float(chunk[CHUNK_CODES + g * CHUNK_BLOCKS + block]) * a.global;
+            value = decode_value(code_to_float(code), scale_to_float(chunk[CHUNK_CODES + g * CHUNK_BLOCKS + block]), a.global);
         }
     }
     a.out[(size_t)blockIdx.y * a.width + i] = value;

@@ -14,6 +14,14 @@ constexpr u32 TWO_8 = 0x5c005c00u;   // 2^8, twice
 constexpr u32 TWO_14 = 0x74007400u;  // 2^14, twice
 static_assert((15 + 8) << 10 == 0x5c00 && (15 + 14) << 10 == 0x7400, "the exponent field of f16 starts at bit 10 with a bias of 15");
 
+// The sign bits of the bytes of a word that are no block scales: NaN, or with a sign. Mirrors is_block_scale().
+__device__ __forceinline__ u32 not_block_scales(u32 bytes) {
+    constexpr u32 SIGN_BITS = 0x80808080u;
+    // One more than the largest magnitude, NaN, reaches the sign.
+    u32 next = (bytes & ~SIGN_BITS) + 0x01010101u;
+    return (bytes | next) & SIGN_BITS;
+}
+
 // What is left of the powers of two after decode_pairs() and scale_pair(): -14 for the codes, -8 + 14 for the scales.
 constexpr float WEIGHT_FACTOR = 256.0f;  // 2^8
 
@@ -48,3 +56,6 @@ __device__ __forceinline__ float scale_to_float(u8 byte) {
 __device__ __forceinline__ float code_to_float(u32 code) {
     return __uint_as_float((code & 8) << 28 | (code & 7) << 22) * __uint_as_float((127u + 126u) << 23);
 }
+// A value of its code and scales. Mirrors decode(): f32 holds code times scale exactly, so that the product with the global scale
+// alone rounds.
+__device__ __forceinline__ float decode_value(float code, float scale, float global) { return code * scale * global; }

@@ -1,6 +1,7 @@
-// Looks at block scales for bytes that are none: NaN and negative ones. What pads swizzled ones may be anything.
+// Looks at block scales for bytes that are none. What pads swizzled ones may be anything.
 #include "common/note.cuh"
 #include "common/ptx.cuh"
+#include "format/nvfp4.cuh"
 #include "format/swizzle.cuh"
 
 struct Scales {
@@ -17,7 +18,6 @@ struct Arguments {
 };
 
 constexpr int THREADS = 256;
-constexpr u32 SIGN_BITS = 0x80808080u;
 
 // A thread takes a word of up to four scales.
 extern "C" __global__ void __launch_bounds__(THREADS) check_scales(const __grid_constant__ Arguments a) {
@@ -37,8 +37,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) check_scales(const __grid_
     } else {
         for (u32 i = 0; i < left; i++) scales |= (u32)at[i] << 8 * i;
     }
-    // One more than the largest magnitude, NaN, reaches the sign.
-    u32 wrong = (scales | ((scales & ~SIGN_BITS) + 0x01010101u)) & SIGN_BITS;
+    u32 wrong = not_block_scales(scales);
     if (!wrong) return;
     u32 i = (__ffs(wrong) - 1) / 8;
     take_note(a.note, m.first + (u64)row * m.row_blocks + word * SCALES_IN_WORD + i, scales >> 8 * i & 0xff);

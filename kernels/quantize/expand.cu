@@ -1,5 +1,4 @@
-// NVFP4 to values: code times (scale times global scale), each product rounded to f32, then to the type of the output. The
-// bits are those of src/format.
+// NVFP4 to values in f32, then rounded to the type of the output. The bits are those of src/format.
 #include "common/values.cuh"
 #include "format/nvfp4.cuh"
 #include "format/swizzle.cuh"
@@ -35,10 +34,10 @@ __device__ __forceinline__ void expand(const Arguments& a) {
     uint2 codes = *(const uint2*)(a.codes + row * a.codes_stride + (u64)column * 8);
     u64 at = row * a.scales_stride + column;
     if (a.swizzled) at = scale_row(true, row, a.row_blocks) + (u64)(column / SCALES_IN_WORD) * scale_word_stride(true) + column % SCALES_IN_WORD;
-    float step = decode_scale(a.scales[at]) * a.global;
+    float scale = decode_scale(a.scales[at]);
     float x[BLOCK];
 #pragma unroll
-    for (int i = 0; i < BLOCK; i++) x[i] = __fmul_rn(code_to_float((i < 8 ? codes.x : codes.y) >> i % 8 * 4 & 15), step);
+    for (int i = 0; i < BLOCK; i++) x[i] = decode_value(code_to_float((i < 8 ? codes.x : codes.y) >> i % 8 * 4 & 15), scale, a.global);
     uint4* out = (uint4*)a.out + (u64)index * (T == F32 ? 4 : 2);
     auto pair = [&](int i) { return T == F16 ? pack_f16(x[i], x[i + 1]) : pack_bf16(x[i], x[i + 1]); };
 #pragma unroll

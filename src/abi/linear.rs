@@ -542,7 +542,7 @@ pub unsafe extern "C" fn NVFP4_linear(
 
 /// Multiplies two NVFP4 matrices (W4A4): a `[M, K]` times b `[N, K]` transposed, as `[M, N]` of the floating type `dtype`.
 /// The exact product of the decoded values but for the order of summation, in float. NVFP4_scaled_mm() is the same without
-/// multipliers.
+/// global scales. What NVFP4_tensor_dequantize() refuses is refused.
 ///
 /// All four tensors are in one place, where the result is too. On a CUDA device the call does not wait: scales that are NaN or
 /// negative are an error of a later call, see ERRORS OF A GPU above. Codes and scales with gaps, or not aligned to 16 and 4

@@ -244,10 +244,12 @@ pub unsafe extern "C" fn NVFP4_tensor_quantize(
     })
 }
 
-/// Expands NVFP4 to `[.., K]` of the floating type `dtype`: code x block scale x global_scale.
+/// Expands NVFP4 to `[.., K]` of the floating type `dtype`: code x block scale x global_scale, exactly, then rounded to float and to
+/// `dtype`. On a CUDA device the call waits until the scales have been looked at, and not for the values.
 ///
 /// - `codes`: uint8 or float4_e2m1fn_x2 `[.., K / 2]`.
-/// - `scales`: float8_e4m3fn, or uint8 holding its bytes, in the order `scale_layout` names.
+/// - `scales`: float8_e4m3fn, or uint8 holding its bytes, in the order `scale_layout` names. NaN and negative ones are an error.
+/// - `global_scale`: finite and not negative.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_tensor_dequantize(
     codes: *const NVFP4_Tensor,

@@ -11,7 +11,7 @@ use super::{Encoding, Entry};
 use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::base::size::round_up;
-use crate::format::nvfp4::BLOCK;
+use crate::format::nvfp4::{self, BLOCK};
 use crate::format::swizzle;
 
 /// Logical entries in file order, and the name of the convention found (`None` when every tensor is plain).
@@ -236,27 +236,24 @@ impl Grouping<'_> {
 
     fn multiplier(&self, i: usize) -> Result<f32> {
         let value = self.scalar(i)?;
-        if !(value.is_finite() && value >= 0.0) {
-            bail!(
-                CorruptFile,
-                "{}: the global scale is {value}; it is a finite multiplier, not negative",
-                self.place(i)
-            );
-        }
+        self.check_global_scale(i, value, "")?;
         Ok(value)
     }
 
+    /// The multiplier of what a file holds as a divisor. That must be a global scale itself, and above zero and not so small that
+    /// its reciprocal is none.
     fn reciprocal(&self, i: usize) -> Result<f32> {
         let divisor = self.scalar(i)?;
+        self.check_global_scale(i, divisor, "as a divisor: ")?;
         let multiplier = 1.0 / divisor;
-        if !(divisor.is_finite() && divisor > 0.0 && multiplier.is_finite()) {
-            bail!(
-                CorruptFile,
-                "{}: the global scale is {divisor}; it is a finite divisor above zero",
-                self.place(i)
-            );
-        }
+        let what = format!("the reciprocal of the divisor {divisor:?}: ");
+        self.check_global_scale(i, multiplier, &what)?;
         Ok(multiplier)
+    }
+
+    fn check_global_scale(&self, i: usize, value: f32, what: &str) -> Result<()> {
+        nvfp4::check_global_scale(value)
+            .map_err(|e| err!(CorruptFile, "{}: {what}{}", self.place(i), e.message()))
     }
 
     fn scaled_f8(&mut self, name: String, i: usize, scales: usize) -> Result<(Entry, Stored)> {

@@ -229,7 +229,8 @@ impl Tensors {
                 decode(self.raws[scales].encoding, row_bytes, &mut values);
                 for (block, (scale, &value)) in out.iter_mut().zip(&values).enumerate() {
                     *scale = e4m3::encode(value);
-                    if e4m3::decode(*scale) != value {
+                    // NaN and negative numbers are no scales, whether e4m3 holds them or not.
+                    if nvfp4::is_block_scale(*scale) && e4m3::decode(*scale) != value {
                         bail!(
                             Unsupported,
                             "{}: the scale of row {row}, block {block} is {value}, which e4m3 cannot hold exactly",
@@ -239,20 +240,19 @@ impl Tensors {
                 }
             }
         }
-        self.check_scales(scales, row, out)
+        self.check_scales(scales, entry, row, out)
     }
 
-    /// Refuses scale bytes that are NaN or negative: plain NVFP4 never has them.
-    fn check_scales(&self, scales: usize, first_row: usize, bytes: &[u8]) -> Result<()> {
-        if bytes.iter().all(|&b| b < 0x7f) {
-            return Ok(());
-        }
-        let bad = bytes.iter().copied().find(|&b| b >= 0x7f).unwrap_or(0x7f);
-        bail!(
-            CorruptFile,
-            "{}: a block scale at or after row {first_row} is the e4m3 byte {bad:#04x}; NVFP4 scales are 0x00 to 0x7e",
-            self.place(scales)
-        )
+    /// Refuses bytes that are no block scales, those of whole rows from `first_row` on.
+    fn check_scales(
+        &self,
+        scales: usize,
+        entry: &Entry,
+        first_row: usize,
+        bytes: &[u8],
+    ) -> Result<()> {
+        nvfp4::check_block_scales(bytes, first_row, entry.cols() / nvfp4::BLOCK)
+            .map_err(|e| err!(CorruptFile, "{}: {}", self.place(scales), e.message()))
     }
 
     fn nvfp4_f32(
@@ -266,7 +266,7 @@ impl Tensors {
         let cols = entry.cols();
         if form == Scales::Linear {
             let scale_bytes = self.row_bytes(scales, all, rows.clone());
-            self.check_scales(scales, rows.start, scale_bytes)?;
+            self.check_scales(scales, entry, rows.start, scale_bytes)?;
             return nvfp4::dequantize(self.row_bytes(codes, all, rows), scale_bytes, global, out);
         }
         let mut row_scales = vec![0u8; cols / nvfp4::BLOCK];
@@ -276,6 +276,22 @@ impl Tensors {
             nvfp4::dequantize(row_codes, &row_scales, global, out)?;
         }
         Ok(())
+    }
+
+    /// Codes and scales of one row of GGUF's blocks.
+    fn gguf_nvfp4_row(
+        &self,
+        entry: &Entry,
+        raw: usize,
+        heads: Option<usize>,
+        row: usize,
+        codes: &mut [u8],
+        scales: &mut [u8],
+    ) -> Result<()> {
+        let all = entry.rows();
+        let from = heads.map_or(row, |h| interleaved(row, all / h));
+        blocks::repack_nvfp4(self.row_bytes(raw, all, from..from + 1), codes, scales);
+        self.check_scales(raw, entry, row, scales)
     }
 
     fn nf4_f32(&self, nf4: &Nf4, first: usize, out: &mut [f32]) {
@@ -447,10 +463,11 @@ impl Checkpoint for Tensors {
             Stored::GgufNvfp4 {
                 raw, heads, global, ..
             } => {
-                let all = entry.rows();
-                for (row, out) in rows.zip(out.chunks_exact_mut(entry.cols())) {
-                    let from = heads.map_or(row, |h| interleaved(row, all / h));
-                    blocks::decode_nvfp4(self.row_bytes(*raw, all, from..from + 1), *global, out);
+                let cols = entry.cols();
+                let (mut codes, mut scales) = (vec![0; cols / 2], vec![0; cols / nvfp4::BLOCK]);
+                for (row, out) in rows.zip(out.chunks_exact_mut(cols)) {
+                    self.gguf_nvfp4_row(entry, *raw, *heads, row, &mut codes, &mut scales)?;
+                    nvfp4::dequantize(&codes, &scales, *global, out)?;
                 }
             }
             Stored::Nf4(nf4) => self.nf4_f32(nf4, rows.start * entry.cols(), out),
@@ -491,7 +508,7 @@ impl Checkpoint for Tensors {
                 codes.copy_from_slice(self.row_bytes(*from, all, rows.clone()));
                 if *form == Scales::Linear {
                     scales.copy_from_slice(self.row_bytes(*from_scales, all, rows.clone()));
-                    return self.check_scales(*from_scales, rows.start, scales);
+                    return self.check_scales(*from_scales, entry, rows.start, scales);
                 }
                 for (row, out) in rows.zip(scales.chunks_exact_mut(scale_cols)) {
                     self.scale_row(entry, *from_scales, *form, row, out)?;
@@ -502,8 +519,7 @@ impl Checkpoint for Tensors {
                     .zip(codes.chunks_exact_mut(code_cols))
                     .zip(scales.chunks_exact_mut(scale_cols))
                 {
-                    let from = heads.map_or(row, |h| interleaved(row, all / h));
-                    blocks::repack_nvfp4(self.row_bytes(*raw, all, from..from + 1), codes, scales);
+                    self.gguf_nvfp4_row(entry, *raw, *heads, row, codes, scales)?;
                 }
             }
             Stored::Plain { .. } | Stored::ScaledF8 { .. } | Stored::Nf4(_) => {

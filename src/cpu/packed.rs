@@ -11,8 +11,7 @@ use std::ops::Range;
 use crate::base::error::{Result, bail, err};
 use crate::base::memory::{Buffer, Plain, Tag};
 use crate::base::size::product;
-use crate::format::nvfp4::BLOCK;
-use crate::format::{e2m1, e4m3};
+use crate::format::nvfp4::{self, BLOCK};
 
 use half::{bf16, f16};
 
@@ -131,15 +130,9 @@ impl Packed {
         })
     }
 
-    /// Packs an NVFP4 weight, read a few rows at a time. A block scale that is NaN or negative, or a global scale that is
-    /// not finite, is an error.
+    /// Packs an NVFP4 weight, read a few rows at a time. What is no block scale or no global scale is an error.
     pub fn nvfp4(rows: usize, cols: usize, global: f32, read: &mut ReadNvfp4) -> Result<Packed> {
-        if !global.is_finite() {
-            bail!(
-                CorruptFile,
-                "the global scale is {global}; it must be finite"
-            );
-        }
+        nvfp4::check_global_scale(global)?;
         let mut packed = Self::zeroed(rows, cols, Kind::Nvfp4, global)?;
         let (row_codes, blocks) = (cols / 2, cols / BLOCK);
         let batch = READ_ROWS.min(rows);
@@ -149,15 +142,7 @@ impl Packed {
             let n = batch.min(rows - first);
             let (codes, scales) = (&mut codes[..n * row_codes], &mut scales[..n * blocks]);
             read(first..first + n, codes, scales)?;
-            if let Some(bad) = scales.iter().position(|&s| s >= 0x7f) {
-                bail!(
-                    CorruptFile,
-                    "block scale [{}, {}] is byte {:#04x}; block scales must be finite and not negative",
-                    first + bad / blocks,
-                    bad % blocks,
-                    scales[bad]
-                );
-            }
+            nvfp4::check_block_scales(scales, first, blocks)?;
             for i in 0..n {
                 let row = first + i;
                 packed.put_nvfp4(
@@ -303,8 +288,7 @@ impl Packed {
         for (block, out) in out.chunks_exact_mut(BLOCK).enumerate() {
             let chunk = &group[block / CHUNK_BLOCKS * NVFP4_CHUNK_BYTES..][..NVFP4_CHUNK_BYTES];
             let within = block % CHUNK_BLOCKS;
-            let scale =
-                e4m3::decode(chunk[CHUNK_BLOCKS * 2 * UNIT_BYTES + within * GROUP + row % GROUP]);
+            let scale = chunk[CHUNK_BLOCKS * 2 * UNIT_BYTES + within * GROUP + row % GROUP];
             for (i, out) in out.chunks_exact_mut(8).enumerate() {
                 let unit = &chunk[(within * 2 + i) * UNIT_BYTES..][..UNIT_BYTES];
                 let codes = from_unit(u32::from_le_bytes([
@@ -314,7 +298,7 @@ impl Packed {
                     unit[high + 1],
                 ]));
                 for (k, out) in out.iter_mut().enumerate() {
-                    *out = e2m1::decode((codes >> (4 * k) & 15) as u8) * scale * self.global;
+                    *out = nvfp4::decode((codes >> (4 * k) & 15) as u8, scale, self.global);
                 }
             }
         }
@@ -335,7 +319,7 @@ impl Packed {
         self.kind
     }
 
-    /// The per-tensor multiplier; 1 for dense weights.
+    /// The global scale; 1 for dense weights.
     pub fn global(&self) -> f32 {
         self.global
     }
@@ -365,6 +349,7 @@ impl Packed {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::format::{e2m1, e4m3};
 
     #[test]
     fn units_round_trip() {
@@ -410,7 +395,7 @@ mod tests {
             Ok(())
         })
         .unwrap_err();
-        assert!(e.message().contains("[17, 1]"), "{e}");
+        assert!(e.message().contains("block 1 in row 17"), "{e}");
         let e = Packed::dense(3, 16, Kind::F16, &mut |_, values| {
             values[40] = 1e6;
             Ok(())

@@ -46,7 +46,7 @@ pub use linear::{
 pub use managed::ManagedBuffer;
 pub use memory::{DeviceBuffer, DeviceSlice, Pinned};
 pub use nvrtc::{TARGETS, Unit, target};
-pub use operand::{Operand, check_scales, wait_for_scales};
+pub use operand::{Operand, check_scales, check_scales_of, wait_for_scales};
 #[doc(hidden)]
 pub use program::{Program, Shape};
 pub use quantize::{dequantize, is_finite, quantize, swizzle, unswizzle};

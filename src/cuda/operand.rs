@@ -11,7 +11,7 @@ use super::nvrtc::Unit;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::size::product;
-use crate::format::nvfp4::BLOCK;
+use crate::format::nvfp4::{self, BLOCK};
 use crate::format::swizzle::ScaleLayout;
 
 /// What the kernels of this file are passed, by the start of their names.
@@ -21,8 +21,9 @@ const THREADS: usize = 256;
 /// Scales that a thread of the check takes.
 const SCALES_IN_WORD: usize = 4;
 
-/// An NVFP4 matrix `[rows, k]` on a device, by parts that stand there. Scale bytes are 0 to 0x7e, which [`check_scales`] and
-/// [`wait_for_scales`] find out; another gives a wrong product, and nothing worse.
+/// An NVFP4 matrix `[rows, k]` on a device, by parts that stand there. Its scale bytes are block scales
+/// ([`is_block_scale`](crate::format::nvfp4::is_block_scale)), which [`check_scales`] and [`wait_for_scales`] find out; another
+/// gives a wrong product, and nothing worse.
 #[derive(Clone, Copy, Debug)]
 pub struct Operand<'a> {
     pub(super) codes: DeviceSlice<'a>,
@@ -37,7 +38,7 @@ impl<'a> Operand<'a> {
     /// What addresses of codes and of scales must be multiples of: kernels copy pieces of so many bytes.
     pub const ALIGNMENT: [usize; 2] = [16, 4];
 
-    /// The matrix with these codes, scales and multiplier, once their sizes and places are checked.
+    /// The matrix with these codes, scales and global scale, once their sizes and places are checked.
     pub fn new(
         codes: impl Into<DeviceSlice<'a>>,
         scales: impl Into<DeviceSlice<'a>>,
@@ -53,12 +54,7 @@ impl<'a> Operand<'a> {
                 "a matrix of [{rows}, {k}]: K must be a positive multiple of {BLOCK}"
             );
         }
-        if !global.is_finite() {
-            bail!(
-                InvalidArgument,
-                "the global scale is {global}; it must be finite"
-            );
-        }
+        nvfp4::check_global_scale(global)?;
         if !Arc::ptr_eq(codes.gpu(), scales.gpu()) {
             bail!(
                 InvalidArgument,
@@ -127,7 +123,7 @@ struct CheckArguments {
     note: NoteArgument,
 }
 
-/// Enqueues a look at the scales of two matrices on `gpu`, which are about to be multiplied, for NaN and negative ones. What it
+/// Enqueues a look at the scales of two matrices on `gpu`, which are about to be multiplied, for bytes that are none. What it
 /// finds is the error of a later call: see [`Gpu::check_calls`]. `name` is for that error, where no function of the C interface
 /// is being called.
 pub fn check_scales(
@@ -152,7 +148,14 @@ pub fn check_scales(
     look(gpu, &[a, b], &call)
 }
 
-/// Looks at the scales of a matrix on `gpu`, a weight say, for NaN and negative ones, and waits for what it finds.
+/// The same for one matrix.
+pub fn check_scales_of(gpu: &Arc<Gpu>, name: &'static str, matrix: &Operand<'_>) -> Result<()> {
+    let blocks = matrix.k / BLOCK;
+    let call = CheckedCall::begin(gpu, name, Subject::Scales { blocks })?;
+    look(gpu, &[matrix], &call)
+}
+
+/// Looks at the scales of a matrix on `gpu`, a weight say, for bytes that are none, and waits for what it finds.
 pub fn wait_for_scales(gpu: &Arc<Gpu>, matrix: &Operand<'_>) -> Result<()> {
     let blocks = matrix.k / BLOCK;
     let call = CheckedCall::to_wait(gpu, Subject::Scales { blocks })?;

@@ -1,5 +1,6 @@
-//! NVFP4: E2M1 codes in blocks of 16 along a row, one E4M3 scale per block, one f32 multiplier per tensor. A value is
-//! `e2m1(code) * e4m3(scale) * global`.
+//! NVFP4: E2M1 codes in blocks of 16 along a row, one E4M3 scale per block, one f32 global scale per tensor. A value is
+//! `e2m1(code) * e4m3(scale) * global`; [`decode`] says in which order, [`is_block_scale`] and [`is_global_scale`] what the two
+//! scales may be. Readers, writers, packers and kernels ask here and have no rule of their own.
 //!
 //! Shapes: values `[rows, cols]` with `cols` a multiple of 16; codes `[rows, cols / 2]`, the even index in the LOW nibble;
 //! scales `[rows, cols / 16]`, row-major. Blocks depend on the tensor only through `global`, so rows quantized in ranges give
@@ -11,6 +12,70 @@ use crate::base::size;
 
 /// Values that share a scale.
 pub const BLOCK: usize = 16;
+
+/// Whether a byte is a block scale: an E4M3 number without a sign, 0x00 to 0x7e. 0x7f and 0xff are NaN. The sign bit is not
+/// NVFP4's: hardware ignores it, and formats that keep a bit of their own there mean other values by the codes. A scale of 0 is
+/// one whatever the codes are; the legacy rule makes it beside codes that are not zero.
+#[inline(always)]
+pub const fn is_block_scale(byte: u8) -> bool {
+    byte <= e4m3::MAX_BYTE
+}
+
+/// Whether a number is a global scale: finite and without a sign. Zero is one, of a tensor of zeros, and so is a subnormal number.
+#[inline(always)]
+pub const fn is_global_scale(global: f32) -> bool {
+    global.is_finite() && global.is_sign_positive()
+}
+
+/// Refuses bytes that are no block scales, of rows of `blocks` from row `first_row` on, in row-major order.
+pub fn check_block_scales(scales: &[u8], first_row: usize, blocks: usize) -> Result<()> {
+    // Looked for only where there is one: `all` is vector code.
+    if scales.iter().all(|&byte| is_block_scale(byte)) {
+        return Ok(());
+    }
+    for (i, &byte) in scales.iter().enumerate() {
+        check_block_scale(byte, first_row + i / blocks, i % blocks)?;
+    }
+    Ok(())
+}
+
+/// Refuses a byte that is no block scale, the one of block `block` in row `row`.
+pub fn check_block_scale(byte: u8, row: usize, block: usize) -> Result<()> {
+    if !is_block_scale(byte) {
+        bail!(
+            InvalidArgument,
+            "the scale of block {block} in row {row} has the byte {byte:#04x}, which is {}; block scales are 0x00 to 0x7e",
+            if byte & 0x7f > e4m3::MAX_BYTE {
+                "NaN"
+            } else {
+                "negative"
+            }
+        );
+    }
+    Ok(())
+}
+
+/// Refuses a number that is no global scale.
+pub fn check_global_scale(global: f32) -> Result<()> {
+    if !is_global_scale(global) {
+        bail!(
+            InvalidArgument,
+            "the global scale is {global:?}; it must be finite and without a sign"
+        );
+    }
+    Ok(())
+}
+
+/// The value of a code under its scales: the exact product, rounded once. A code has two significant bits and a scale four, and
+/// their product lies between 2^-10 and 2688, so f32 holds it exactly; the product with the global scale is the only one that
+/// rounds. Scale times global scale first would round twice, and where it overflows make NaN of a code of 0. This is also the
+/// order of products: sums of code times scale times activation, times the global scale at the end.
+///
+/// Decodes any byte, NaN and negative ones too: see [`is_block_scale`].
+#[inline(always)]
+pub const fn decode(code: u8, scale: u8, global: f32) -> f32 {
+    e2m1::decode(code) * e4m3::decode(scale) * global
+}
 
 /// How the scale of a block is chosen.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -98,7 +163,7 @@ pub struct Nvfp4 {
     pub codes: Vec<u8>,
     /// E4M3, `[rows, cols / 16]`, row-major.
     pub scales: Vec<u8>,
-    /// The multiplier of every value.
+    /// What every value is multiplied by.
     pub global: f32,
 }
 
@@ -106,6 +171,7 @@ impl Nvfp4 {
     /// The values, row-major.
     pub fn dequantize(&self) -> Result<Vec<f32>> {
         let mut out = vec![0.0; size::product("NVFP4 values", &[self.rows, self.cols])?];
+        check_block_scales(&self.scales, 0, self.cols / BLOCK)?;
         dequantize(&self.codes, &self.scales, self.global, &mut out)?;
         Ok(out)
     }
@@ -223,10 +289,11 @@ pub fn quantize_rows(
         );
     }
     check_lengths(codes.len(), scales.len(), x.len())?;
-    if !(global > 0.0 && global.is_finite()) {
+    check_global_scale(global)?;
+    if global == 0.0 {
         bail!(
             InvalidArgument,
-            "the global scale is {global}; it must be positive and finite"
+            "the global scale is 0; values are divided by it, so it must be positive"
         );
     }
     if options.levels != Levels::Two && global != 1.0 {
@@ -271,8 +338,8 @@ fn saturated(value: f32, limit: f32) -> f32 {
     }
 }
 
-/// Expands codes and row-major scales: `e2m1(code) * (e4m3(scale) * global)`, each product rounded to f32. A NaN scale byte
-/// gives NaN.
+/// Expands codes and row-major scales: see [`decode`]. What is no scale is refused; the error counts blocks from the first one
+/// given, so callers that know rows look with [`check_block_scales`] before.
 pub fn dequantize(codes: &[u8], scales: &[u8], global: f32, out: &mut [f32]) -> Result<()> {
     if !out.len().is_multiple_of(BLOCK) {
         bail!(
@@ -282,11 +349,12 @@ pub fn dequantize(codes: &[u8], scales: &[u8], global: f32, out: &mut [f32]) -> 
         );
     }
     check_lengths(codes.len(), scales.len(), out.len())?;
+    check_global_scale(global)?;
+    check_block_scales(scales, 0, scales.len())?;
     let (blocks, _) = out.as_chunks_mut::<BLOCK>();
     let (codes, _) = codes.as_chunks::<{ BLOCK / 2 }>();
     for ((values, codes), &scale) in blocks.iter_mut().zip(codes).zip(scales) {
-        let step = e4m3::decode(scale) * global;
-        let table = e2m1::VALUES.map(|v| v * step);
+        let table = std::array::from_fn::<f32, 16, _>(|code| decode(code as u8, scale, global));
         for (j, &pair) in codes.iter().enumerate() {
             values[2 * j] = table[usize::from(pair & 15)];
             values[2 * j + 1] = table[usize::from(pair >> 4)];

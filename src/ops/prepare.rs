@@ -32,6 +32,8 @@ pub(super) fn decoded(gpu: &Arc<Gpu>, w: &Nvfp4Tensor, dense: DenseType) -> Resu
         let bytes = product("a weight", &[rows, cols, dtype.bytes()])?;
         let values = DeviceBuffer::uninit(gpu, Tag::DeviceWeights, bytes)?;
         let swizzled = w.layout == ScaleLayout::Swizzled;
+        let operand = Operand::of(gpu, w)?;
+        cuda::wait_for_scales(gpu, &operand.on_device()?)?;
         cuda::dequantize(gpu, &w.codes, &w.scales, swizzled, w.global, dtype, &values)?;
         of_values((rows, cols), dense, values)
     })

@@ -22,9 +22,7 @@ pub fn quantize(x: &[f32], rows: usize, cols: usize, options: &QuantizeOptions) 
 
 /// The values of `a`, `[rows, cols]`.
 pub fn dequantize(a: &Nvfp4) -> Result<Vec<f32>> {
-    let mut out = vec![0.0; a.rows * a.cols];
-    nvfp4::dequantize(&a.codes, &a.scales, a.global, &mut out)?;
-    Ok(out)
+    a.dequantize()
 }
 
 /// `a` `[M, K]` times `b` `[N, K]` transposed, both NVFP4, into `out` `[M, N]`: the exact product of the decoded values but
@@ -117,13 +115,27 @@ pub(super) fn quantize_on(
     }
 }
 
-/// The values of `a`, in the memory of `gpu`; see [`super::tensors::dequantize`].
-pub(super) fn dequantize_on(gpu: &Arc<Gpu>, a: &Nvfp4Tensor, dtype: DType) -> Result<Tensor> {
+/// The values of `a`, in the memory of `gpu`; see [`super::tensors::dequantize`]. With `check`, waits until its scales have been
+/// looked at.
+pub(super) fn dequantize_on(
+    gpu: &Arc<Gpu>,
+    a: &Nvfp4Tensor,
+    dtype: DType,
+    check: bool,
+) -> Result<Tensor> {
     let (rows, cols) = a.dims()?;
     in_order(gpu, || {
         let out = buffer(gpu, &[rows, cols, dtype.bytes()])?;
         let swizzled = a.layout == ScaleLayout::Swizzled;
-        cuda::dequantize(gpu, &a.codes, &a.scales, swizzled, a.global, dtype, &out)?;
+        let decode = || cuda::dequantize(gpu, &a.codes, &a.scales, swizzled, a.global, dtype, &out);
+        match check {
+            true => {
+                let operand = scaled_mm::Operand::of(gpu, a)?;
+                cuda::check_scales_of(gpu, "dequantize", &operand.on_device()?)?;
+                decode()?;
+            }
+            false => decode()?,
+        }
         cuda::tensor(out, &a.codes.shape().with_last(cols), dtype)
     })
 }

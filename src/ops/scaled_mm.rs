@@ -9,8 +9,7 @@ use crate::base::error::{Result, bail};
 use crate::base::memory::Tag;
 use crate::base::size::product;
 use crate::cuda::{self, Contiguous, DeviceBuffer, DeviceSlice, Gpu};
-use crate::format::e4m3;
-use crate::format::nvfp4::BLOCK;
+use crate::format::nvfp4::{self, BLOCK};
 use crate::format::swizzle::{self, ScaleLayout};
 use crate::tensor::{DType, Tensor};
 
@@ -78,7 +77,7 @@ impl<'a> Operand<'a> {
     }
 }
 
-/// Refuses NaN and negative scales, which kernels do not expect; what pads swizzled ones may be anything.
+/// Refuses bytes that are no block scales, which kernels do not expect; what pads swizzled ones may be anything.
 fn check_scales(scales: &[u8], layout: ScaleLayout, rows: usize, blocks: usize) -> Result<()> {
     let wanted = layout.len(rows, blocks)?;
     if scales.len() != wanted {
@@ -88,20 +87,14 @@ fn check_scales(scales: &[u8], layout: ScaleLayout, rows: usize, blocks: usize) 
             scales.len()
         );
     }
-    if scales.iter().all(|&s| s <= e4m3::MAX_BYTE) {
-        return Ok(());
-    }
-    for row in 0..rows {
-        for block in 0..blocks {
-            let scale = scales[match layout {
-                ScaleLayout::Linear => row * blocks + block,
-                ScaleLayout::Swizzled => swizzle::offset(row, block, blocks),
-            }];
-            if scale > e4m3::MAX_BYTE {
-                bail!(
-                    InvalidArgument,
-                    "the scale of block {block} in row {row} has the byte {scale:#04x}, which is NaN or negative"
-                );
+    match layout {
+        ScaleLayout::Linear => nvfp4::check_block_scales(scales, 0, blocks)?,
+        ScaleLayout::Swizzled => {
+            for row in 0..rows {
+                for block in 0..blocks {
+                    let byte = scales[swizzle::offset(row, block, blocks)];
+                    nvfp4::check_block_scale(byte, row, block)?;
+                }
             }
         }
     }
@@ -141,6 +134,7 @@ pub(super) fn in_place(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::format::e4m3;
 
     #[test]
     fn scales_that_are_nan_or_negative_are_refused_and_padding_is_not() {

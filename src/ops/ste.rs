@@ -11,7 +11,7 @@ use crate::format::nvfp4::{Levels, QuantizeOptions};
 use crate::tensor::{DType, Tensor, WeakTensor};
 
 /// Quantizes `weight` `[.., K]` by the rule of the drop-in functions: codes `[.., K / 2]` and row-major block scales
-/// `[.., K / 16]`, without a multiplier.
+/// `[.., K / 16]`, without a global scale.
 pub fn quantize_packed(device: &Device, weight: &Tensor) -> Result<Nvfp4Tensor> {
     let options = QuantizeOptions {
         levels: Levels::Legacy,
@@ -39,7 +39,7 @@ pub fn dequantize_packed(
 /// What NVFP4 leaves of `weight` `[.., K]`, in its own type.
 pub fn weight(device: &Device, weight: &Tensor) -> Result<Tensor> {
     let packed = quantize_packed(device, weight)?;
-    tensors::dequantize(device, &packed, weight.dtype())
+    tensors::dequantize_own(device, &packed, weight.dtype())
 }
 
 /// The forward values of weights that do not change, each kept as long as its weight lives.

@@ -31,7 +31,7 @@ pub struct Nvfp4Tensor {
     pub codes: Tensor,
     /// Block scales, `float8_e4m3fn`, or as uint8 from hosts that have no such type.
     pub scales: Tensor,
-    /// The multiplier of every value.
+    /// What every value is multiplied by.
     pub global: f32,
     /// How `scales` are ordered.
     pub layout: ScaleLayout,
@@ -86,13 +86,7 @@ impl Nvfp4Tensor {
                 }
             );
         }
-        if !self.global.is_finite() || self.global <= 0.0 {
-            bail!(
-                InvalidArgument,
-                "the global scale is {}; it must be positive and finite",
-                self.global
-            );
-        }
+        nvfp4::check_global_scale(self.global)?;
         Ok((rows, cols))
     }
 
@@ -423,7 +417,10 @@ fn decode_rows(
 ) -> Result<()> {
     let mut codes = vec![0; values.len() / 2];
     let mut scales = vec![0; values.len() / BLOCK];
+    let first_row = rows.start;
+    let blocks = scales.len() / rows.len().max(1);
     read(rows, &mut codes, &mut scales)?;
+    nvfp4::check_block_scales(&scales, first_row, blocks)?;
     nvfp4::dequantize(&codes, &scales, global, values)
 }
 
@@ -440,10 +437,20 @@ fn values_of(device: &Device, a: &Nvfp4Tensor) -> Result<Buffer<f32>> {
     Ok(values)
 }
 
-/// The values of `a`, `[.., K]`, in a floating `dtype`, where it is: see [`quantize`].
+/// The values of `a`, `[.., K]`, in a floating `dtype`, where it is: see [`quantize`]. On a GPU waits until the scales have been
+/// looked at, and not for the values.
 pub fn dequantize(device: &Device, a: &Nvfp4Tensor, dtype: DType) -> Result<Tensor> {
+    dequantize_if(device, a, dtype, true)
+}
+
+/// The same of what [`quantize`] has made, whose scales are scales: on a GPU it waits for nothing.
+pub(super) fn dequantize_own(device: &Device, a: &Nvfp4Tensor, dtype: DType) -> Result<Tensor> {
+    dequantize_if(device, a, dtype, false)
+}
+
+fn dequantize_if(device: &Device, a: &Nvfp4Tensor, dtype: DType, check: bool) -> Result<Tensor> {
     if let Device::Cuda(gpu) = device {
-        return dequantize_on(gpu, a, dtype);
+        return dequantize_on(gpu, a, dtype, check);
     }
     let (_, cols) = a.dims()?;
     let read = a.reader()?;
@@ -600,13 +607,8 @@ pub fn weight_for(
                 return prepare::decoded(gpu, w, dense);
             }
             let read = w.reader()?;
-            let mut codes = Vec::new();
-            let mut scales = Vec::new();
             Linear::dense(device, rows, cols, dense, &mut |range, values| {
-                codes.resize(values.len() / 2, 0);
-                scales.resize(values.len() / BLOCK, 0);
-                read(range, &mut codes, &mut scales)?;
-                nvfp4::dequantize(&codes, &scales, w.global, values)
+                decode_rows(&read, w.global, range, values)
             })
         }
         Backend::Nf4Kernel => bail!(InvalidArgument, "{} is not for NVFP4", backend.name()),

@@ -5,5 +5,6 @@ mod files;
 mod folders;
 mod golden;
 mod models;
+mod scales;
 mod split;
 mod write;

@@ -460,7 +460,11 @@ fn dequantized_tensors_have_the_bits_of_the_processor() {
         .enumerate()
     {
         let q = random_parts(rows, cols, 40 + i as u64);
-        let values = q.dequantize().unwrap();
+        let values: Vec<f32> = nvfp4::unpack(&q.codes)
+            .iter()
+            .enumerate()
+            .map(|(i, &code)| nvfp4::decode(code, q.scales[i / BLOCK], q.global))
+            .collect();
         let blocks = cols / BLOCK;
         let codes = bytes_tensor(&q.codes, &[rows, cols / 2], DType::U8);
         let codes = cuda::upload(&gpu, &codes).unwrap();
@@ -1151,8 +1155,18 @@ fn scales_that_are_none_are_found() {
                 bytes[place(row, block)] = byte;
                 let bad = tensor(&bytes);
                 let said = format!("block {block} in row {row} has the byte {byte:#04x}");
-                let e = tensors::weight(&device, &bad).unwrap_err();
-                assert_eq!(e.kind(), ErrorKind::InvalidArgument);
+                let decoded = Backend::DequantMatmul;
+                let decoded = tensors::weight_for(&device, &bad, decoded, DenseType::F32);
+                let refused = [
+                    tensors::weight(&device, &bad).unwrap_err(),
+                    decoded.unwrap_err(),
+                ];
+                for e in refused {
+                    assert_eq!(e.kind(), ErrorKind::InvalidArgument);
+                    assert!(e.message().contains(&said), "{e}");
+                }
+                drop(tensors::dequantize(&device, &bad, DType::F32).unwrap());
+                let e = found(&gpu);
                 assert!(e.message().contains(&said), "{e}");
                 for (a, b, which) in [
                     (&bad, &fine, "first"),
@@ -1261,7 +1275,7 @@ fn weights_that_cannot_be_held_are_refused() {
     q.scales = bytes_tensor(&[0x38, 0x38, 0x38, 0x7f, 0, 0, 0, 0], &[4, 2], DType::U8);
     for at in [&q, &parts_there(&q, false)] {
         let e = decoded(&device, at, DenseType::F32).unwrap_err();
-        assert!(e.message().contains("row 1, column 16"), "{e}");
+        assert!(e.message().contains("block 1 in row 1"), "{e}");
     }
 
     // What is not where it would have to be, or not of a type that there is.

@@ -4,7 +4,7 @@
 use half::f16;
 
 use crate::checkpoint::Encoding;
-use crate::format::{e2m1, e4m3};
+use crate::format::e2m1;
 
 /// Elements of a super-block of the K types.
 const SUPER: usize = 256;
@@ -343,29 +343,17 @@ fn mxfp4(b: &[u8; 17], out: &mut [f32; 32]) {
 /// Elements and bytes of an NVFP4 super-block: four scales, then the codes of four runs of 16.
 const NVFP4_BLOCK: (usize, usize) = (64, 36);
 
-/// The e4m3 byte meant by a scale byte: GGML ignores the sign and takes the NaN code for zero.
+/// The block scale meant by a scale byte. GGML's unsigned E4M3 is that of NVFP4 but for 0x7f, which is no NaN there but zero.
+/// A sign bit is not part of it; the byte stays as it is, and is then refused as no block scale.
 fn nvfp4_scale(byte: u8) -> u8 {
-    match byte & 0x7f {
+    match byte {
         0x7f => 0,
         scale => scale,
     }
 }
 
-/// Decodes NVFP4 blocks. The codes of a run of 16 are split by halves: low nibbles hold the first eight.
-pub(in crate::checkpoint) fn decode_nvfp4(bytes: &[u8], global: f32, out: &mut [f32]) {
-    let (elements, size) = NVFP4_BLOCK;
-    for (b, o) in bytes.chunks_exact(size).zip(out.chunks_exact_mut(elements)) {
-        for (s, o) in o.as_chunks_mut::<16>().0.iter_mut().enumerate() {
-            let step = e4m3::decode(nvfp4_scale(b[s])) * global;
-            for (j, &q) in b[4 + 8 * s..][..8].iter().enumerate() {
-                o[j] = e2m1::VALUES[usize::from(q & 15)] * step;
-                o[8 + j] = e2m1::VALUES[usize::from(q >> 4)] * step;
-            }
-        }
-    }
-}
-
-/// Repacks NVFP4 blocks to codes with the even element in the low nibble, and separate scales.
+/// Repacks NVFP4 blocks to codes with the even element in the low nibble, and separate scales. In a block the codes of a run of 16
+/// are split by halves: low nibbles hold the first eight.
 pub(in crate::checkpoint) fn repack_nvfp4(bytes: &[u8], codes: &mut [u8], scales: &mut [u8]) {
     let (elements, size) = NVFP4_BLOCK;
     for ((b, codes), scales) in bytes

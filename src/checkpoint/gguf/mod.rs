@@ -13,6 +13,7 @@ use super::tensors::{Raw, Stored, Tensors};
 use super::{Encoding, Entry, Metadata, TokenizerSource};
 use crate::base::Result;
 use crate::base::error::{bail, err};
+use crate::format::nvfp4;
 
 pub use blocks::GgmlType;
 
@@ -222,13 +223,8 @@ fn multiplier(sources: &[Source], raw: &Raw) -> Result<f32> {
     }
     let b = &sources[raw.span.source].bytes()[raw.span.range.clone()];
     let value = f32::from_le_bytes([b[0], b[1], b[2], b[3]]);
-    if !(value.is_finite() && value >= 0.0) {
-        bail!(
-            CorruptFile,
-            "'{}' is {value}; it is a finite multiplier, not negative",
-            raw.key
-        );
-    }
+    nvfp4::check_global_scale(value)
+        .map_err(|e| err!(CorruptFile, "'{}': {}", raw.key, e.message()))?;
     Ok(value)
 }
 

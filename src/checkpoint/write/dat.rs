@@ -120,18 +120,7 @@ impl DatWriter {
     }
 
     fn start(path: &Path, plan: &[Planned], records: Vec<Record>) -> Result<Self> {
-        let mut slots: Vec<Slot> = plan
-            .iter()
-            .map(|p| Slot {
-                name: p.name.clone(),
-                encoding: p.encoding,
-                at: 0,
-                bytes: 0,
-                scales_at: 0,
-                scale_bytes: 0,
-                global_at: None,
-            })
-            .collect();
+        let mut slots: Vec<Slot> = plan.iter().map(Slot::new).collect();
         let mut foreign_scales = vec![false; plan.len()];
         let mut headers = Vec::with_capacity(records.len() + 1);
         let mut header = Vec::new();
@@ -215,6 +204,12 @@ impl Writer for DatWriter {
         if self.foreign_scales.get(next) == Some(&true)
             && let [codes, scales] = source.parts(entry)?[..]
         {
+            // They are copied as floats, once the reader has found them to be block scales.
+            let mut row_codes = vec![0; entry.cols() / 2];
+            let mut row_scales = vec![0; entry.cols() / BLOCK];
+            for row in 0..entry.rows() {
+                source.rows_nvfp4(entry, row..row + 1, &mut row_codes, &mut row_scales)?;
+            }
             self.progress.begin(&entry.name, 1.0)?;
             return self.progress.append(codes.bytes, scales.bytes);
         }

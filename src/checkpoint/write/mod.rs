@@ -13,7 +13,7 @@ use super::{Checkpoint, Encoding, Entry, Metadata, TokenizerSource};
 use crate::base::error::{Error, bail, err};
 use crate::base::file::{self, Temporary};
 use crate::base::{Result, size};
-use crate::format::nvfp4::BLOCK;
+use crate::format::nvfp4::{self, BLOCK};
 
 pub use dat::DatWriter;
 pub use modelopt::ModelOptWriter;
@@ -42,7 +42,7 @@ impl From<&Entry> for Planned {
 /// Writes the tensors of a plan, in its order. Dropping a writer that has not finished removes what it wrote and leaves an
 /// older file as it was.
 pub trait Writer: Send {
-    /// Starts the next planned tensor, which must be `name`. `global` is the multiplier of an NVFP4 tensor, 1.0 for others.
+    /// Starts the next planned tensor, which must be `name`. `global` is the global scale of an NVFP4 tensor, 1.0 for others.
     fn begin(&mut self, name: &str, global: f32) -> Result<()>;
 
     /// Appends values to a dense tensor, converting them to the planned float encoding.
@@ -70,8 +70,26 @@ struct Slot {
     bytes: u64,
     scales_at: u64,
     scale_bytes: u64,
-    /// Where an NVFP4 tensor's multiplier goes, if the format has one.
+    /// Block scales of a row of an NVFP4 tensor.
+    blocks: usize,
+    /// Where an NVFP4 tensor's global scale goes, if the format has one.
     global_at: Option<u64>,
+}
+
+impl Slot {
+    /// Of a planned tensor whose places are not known yet.
+    fn new(planned: &Planned) -> Self {
+        Slot {
+            name: planned.name.clone(),
+            encoding: planned.encoding,
+            at: 0,
+            bytes: 0,
+            scales_at: 0,
+            scale_bytes: 0,
+            blocks: planned.shape.last().copied().unwrap_or(1) / BLOCK,
+            global_at: None,
+        }
+    }
 }
 
 /// The state that every writer shares: the temporary file and how far the current tensor is.
@@ -166,11 +184,10 @@ impl Progress {
         self.check_whole()?;
         self.next_encoding(name)?;
         let slot = &self.slots[self.begun];
+        if slot.encoding == Encoding::Nvfp4 {
+            nvfp4::check_global_scale(global).map_err(|e| e.within(format_args!("'{name}'")))?;
+        }
         match (slot.encoding, slot.global_at) {
-            (Encoding::Nvfp4, _) if !(global.is_finite() && global >= 0.0) => bail!(
-                InvalidArgument,
-                "'{name}': the global scale is {global}; it is a finite multiplier, not negative"
-            ),
             (Encoding::Nvfp4, Some(at)) => self.file.write_at(&global.to_le_bytes(), at)?,
             (Encoding::Nvfp4, None) if global != 1.0 => bail!(
                 InvalidArgument,
@@ -273,6 +290,9 @@ impl Progress {
                 scales.len()
             );
         }
+        let first_row = self.scales_written as usize / slot.blocks;
+        nvfp4::check_block_scales(scales, first_row, slot.blocks)
+            .map_err(|e| e.within(format_args!("'{}'", slot.name)))?;
         self.append(codes, scales)
     }
 

@@ -258,18 +258,7 @@ fn layout(plan: &[Planned], items: &[Item]) -> Result<(Vec<u8>, Vec<Slot>, u64)>
     let mut header = (json.len() as u64).to_le_bytes().to_vec();
     header.append(&mut json);
     let data = header.len() as u64;
-    let mut slots: Vec<Slot> = plan
-        .iter()
-        .map(|p| Slot {
-            name: p.name.clone(),
-            encoding: p.encoding,
-            at: 0,
-            bytes: 0,
-            scales_at: 0,
-            scale_bytes: 0,
-            global_at: None,
-        })
-        .collect();
+    let mut slots: Vec<Slot> = plan.iter().map(Slot::new).collect();
     for (item, end) in order.iter().zip(ends) {
         let at = data + end - item.bytes;
         let slot = &mut slots[item.tensor];

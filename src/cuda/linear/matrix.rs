@@ -13,8 +13,7 @@ use crate::cuda::memory::{DeviceBuffer, DeviceSlice};
 use crate::cuda::nvrtc::Unit;
 use crate::cuda::operand::Operand;
 use crate::cuda::staging::{STAGING, Staging};
-use crate::format::e4m3;
-use crate::format::nvfp4::BLOCK;
+use crate::format::nvfp4::{self, BLOCK};
 use crate::format::swizzle::ScaleLayout;
 
 /// What the kernel of this file is passed, by its name.
@@ -29,7 +28,7 @@ pub enum Storage {
     F16,
     /// bfloat16.
     BF16,
-    /// Codes and block scales in an order of the kernels' own, and a multiplier.
+    /// Codes and block scales in an order of the kernels' own, and a global scale.
     Nvfp4,
 }
 
@@ -196,12 +195,7 @@ impl Matrix {
         read: &mut ReadNvfp4,
     ) -> Result<Matrix> {
         check_size(rows, cols)?;
-        if !global.is_finite() {
-            bail!(
-                CorruptFile,
-                "the global scale is {global}; it must be finite"
-            );
-        }
+        nvfp4::check_global_scale(global)?;
         let (code_row, scale_row) = (cols / 2, cols / BLOCK);
         let values = chunks(gpu, rows, cols)?;
         let step = rows_at_a_time(code_row + scale_row).min(rows);
@@ -213,16 +207,7 @@ impl Matrix {
             let (code_bytes, both) = (n * code_row, n * (code_row + scale_row));
             let (some_codes, some_scales) = staging.next()?[..both].split_at_mut(code_bytes);
             read(first..first + n, some_codes, some_scales)?;
-            // Past the largest scale come NaN and the negative ones.
-            if let Some(i) = some_scales.iter().position(|&s| s > e4m3::MAX_BYTE) {
-                bail!(
-                    CorruptFile,
-                    "the scale of block {} in row {} has the byte {:#04x}, which is NaN or negative",
-                    i % scale_row,
-                    first + i / scale_row,
-                    some_scales[i]
-                );
-            }
+            nvfp4::check_block_scales(some_scales, first, scale_row)?;
             let copies = [
                 (0..code_bytes, codes.address()),
                 (code_bytes..both, scales.address()),
@@ -303,7 +288,7 @@ impl Matrix {
         self.values.gpu()
     }
 
-    /// The multiplier of an NVFP4 weight.
+    /// The global scale of an NVFP4 weight.
     pub fn global(&self) -> f32 {
         self.global
     }

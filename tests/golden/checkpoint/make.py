@@ -48,8 +48,9 @@ def e4m3(scale_bytes):
 
 
 def values(codes, scale_bytes, multiplier):
-    step = e4m3(scale_bytes).float() * torch.tensor(multiplier, dtype=torch.float32)
-    return torch.from_numpy(E2M1[codes]) * step.repeat_interleave(16, dim=1)
+    """Rounded once: float32 holds a code times its scale exactly."""
+    scaled = torch.from_numpy(E2M1[codes]) * e4m3(scale_bytes).float().repeat_interleave(16, dim=1)
+    return scaled * torch.tensor(multiplier, dtype=torch.float32)
 
 
 # --- every GGUF type ------------------------------------------------------------------------------------------------------
