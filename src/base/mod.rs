@@ -1,9 +1,11 @@
 //! Floor 0: what every other floor stands on. Imports nothing of this crate.
 
 pub mod checksum;
+pub mod directory;
 pub mod env;
 pub mod error;
 pub mod file;
+pub mod leftover;
 pub mod memory;
 pub mod panics;
 pub mod size;
