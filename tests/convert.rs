@@ -125,7 +125,11 @@ fn weights_are_quantized_and_the_rest_is_kept() {
         (Container::Dat, "dat/model.dat"),
     ] {
         for recipe in [Recipe::Amax, Recipe::FourOverSix, Recipe::Sweep] {
-            let options = ConvertOptions::new(container, recipe);
+            // The directory of the recipe before is replaced.
+            let options = ConvertOptions {
+                replace: true,
+                ..ConvertOptions::new(container, recipe)
+            };
             let path = scratch.0.join(out);
             std::fs::create_dir_all(path.parent().unwrap()).unwrap();
             let report = run(&scratch.0.join("in"), &path, &options).unwrap();

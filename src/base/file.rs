@@ -1,26 +1,31 @@
-//! A file that appears whole or not at all: written under a temporary name beside its place, synced, then renamed.
+//! A file that appears whole or not at all: written without a name, or under a temporary one beside its place, synced, then put
+//! in its place.
 
 use std::ffi::CString;
-use std::fs::{File, OpenOptions};
+use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::mem::MaybeUninit;
+use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use super::Result;
 use super::error::{Error, bail};
+use super::leftover::Leftover;
+
+/// `path`, or the nearest folder above that exists.
+pub(super) fn nearest(path: &Path) -> &Path {
+    path.ancestors()
+        .find(|p| p.exists())
+        .filter(|p| !p.as_os_str().is_empty())
+        .unwrap_or(Path::new("."))
+}
 
 /// Bytes that the file system has left at `path`, or at the nearest folder above that exists.
 pub fn free_space(path: &Path) -> Result<u64> {
     let failed = |e| Error::io(format_args!("asking for the room at {}", path.display()), e);
-    let there = path
-        .ancestors()
-        .find(|p| p.exists())
-        .filter(|p| !p.as_os_str().is_empty())
-        .unwrap_or(Path::new("."));
-    let name = CString::new(there.as_os_str().as_bytes())
-        .map_err(|e| failed(io::Error::new(io::ErrorKind::InvalidInput, e)))?;
+    let name = c_path(nearest(path)).map_err(failed)?;
     let mut info = MaybeUninit::<libc::statvfs>::uninit();
     // SAFETY: `name` ends with a zero byte, and `info` has room for what the call writes.
     if unsafe { libc::statvfs(name.as_ptr(), info.as_mut_ptr()) } != 0 {
@@ -32,59 +37,47 @@ pub fn free_space(path: &Path) -> Result<u64> {
     Ok(u64::from(info.f_bavail).saturating_mul(u64::from(info.f_frsize)))
 }
 
-/// A file not yet in its place. Dropping it uncommitted removes it.
+/// A file not yet in its place. Dropping it uncommitted leaves nothing of it, and where the system knows files without a name
+/// nothing that ends the process does.
 pub struct Temporary {
     file: File,
-    temporary: PathBuf,
+    /// `None` for a file without a name.
+    name: Option<Leftover>,
     place: PathBuf,
-    /// Whether it is in its place or gone, so that nothing is left to remove.
-    settled: bool,
 }
 
 impl Temporary {
     /// Creates the temporary file for `place` with `len` bytes of space reserved, so that a disk that is too small is found
     /// out before the work rather than after it.
     pub fn create(place: &Path, len: u64) -> Result<Self> {
-        let Some(name) = place.file_name().filter(|_| !place.is_dir()) else {
+        if place.file_name().is_none() || place.is_dir() {
             bail!(
                 InvalidArgument,
                 "{} is not a place for a file",
                 place.display()
             );
-        };
-        let mut attempt = 0;
-        loop {
-            let temporary = place.with_file_name(format!(
-                ".{}.{}-{attempt}.partial",
-                name.display(),
-                std::process::id()
-            ));
-            match OpenOptions::new()
-                .write(true)
-                .create_new(true)
-                .open(&temporary)
-            {
-                Ok(file) => {
-                    let new = Temporary {
-                        file,
-                        temporary,
-                        place: place.to_owned(),
-                        settled: false,
-                    };
-                    new.reserve(len)?;
-                    return Ok(new);
-                }
-                Err(e) if e.kind() == io::ErrorKind::AlreadyExists && attempt < 1000 => {
-                    attempt += 1;
-                }
-                Err(e) => {
-                    return Err(Error::io(
-                        format_args!("creating {}", temporary.display()),
-                        e,
-                    ));
-                }
-            }
         }
+        Self::create_in(folder_of(place), place, len)
+    }
+
+    /// As [`Temporary::create`], for a `place` in a folder that is yet to be made on the file system of `folder`.
+    pub(super) fn create_in(folder: &Path, place: &Path, len: u64) -> Result<Self> {
+        let (file, name) = match nameless(folder) {
+            Some(file) => (file, None),
+            // Also where the folder takes no files at all, which is told here.
+            None => Leftover::make(folder, place, |path| {
+                OpenOptions::new().write(true).create_new(true).open(path)
+            })
+            .map(|(file, name)| (file, Some(name)))
+            .map_err(|e| Error::io(format_args!("creating {}", place.display()), e))?,
+        };
+        let new = Temporary {
+            file,
+            name,
+            place: place.to_owned(),
+        };
+        new.reserve(len)?;
+        Ok(new)
     }
 
     /// The error of an action on this file, under the name it is to have.
@@ -98,7 +91,6 @@ impl Temporary {
         }
         #[cfg(target_os = "linux")]
         {
-            use std::os::fd::AsRawFd;
             let Ok(wanted) = i64::try_from(len) else {
                 bail!(
                     InvalidArgument,
@@ -128,49 +120,116 @@ impl Temporary {
             .map_err(|e| self.failed("writing", e))
     }
 
+    /// The file with all of its content.
+    pub(super) fn filled(self, content: &[u8]) -> Result<Self> {
+        self.write_at(content, 0)?;
+        self.sync()?;
+        Ok(self)
+    }
+
     /// Waits until what was written is on the disk.
     pub fn sync(&self) -> Result<()> {
         self.file.sync_all().map_err(|e| self.failed("syncing", e))
     }
 
     /// Puts the file in its place. It must have been synced.
-    pub fn commit(&mut self) -> Result<()> {
-        std::fs::rename(&self.temporary, &self.place).map_err(|e| self.failed("renaming to", e))?;
-        self.settled = true;
-        let directory = match self.place.parent() {
-            Some(parent) if !parent.as_os_str().is_empty() => parent,
-            _ => Path::new("."),
-        };
-        File::open(directory)
-            .and_then(|d| d.sync_all())
-            .map_err(|e| self.failed("syncing the directory of", e))
+    pub fn commit(self) -> Result<()> {
+        self.put(&self.place)
     }
 
     /// Puts the file at `place`, in the same folder, instead of where it was to go: for names that come from the content.
-    pub fn commit_to(&mut self, place: &Path) -> Result<()> {
+    pub fn commit_to(mut self, place: &Path) -> Result<()> {
         self.place = place.to_owned();
         self.commit()
     }
 
-    /// Removes the file unless it is in its place.
-    pub fn discard(&mut self) {
-        if !std::mem::replace(&mut self.settled, true) {
-            // Nothing better can be done with a failure here; the error that led here is already on its way.
-            let _ = std::fs::remove_file(&self.temporary);
-        }
+    /// Puts the file into `folder`, which is to become the folder of its place.
+    pub(super) fn commit_into(self, folder: &Path) -> Result<()> {
+        self.put(&folder.join(self.place.file_name().unwrap_or_default()))
+    }
+
+    fn put(&self, path: &Path) -> Result<()> {
+        let folder = folder_of(path);
+        let put = match &self.name {
+            Some(name) => fs::rename(name.path(), path),
+            None => match link(&self.file, path) {
+                // A link replaces nothing; a new name for a file does.
+                Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
+                    Leftover::make(folder, path, |other| link(&self.file, other))
+                        .and_then(|((), other)| fs::rename(other.path(), path))
+                }
+                linked => linked,
+            },
+        };
+        put.map_err(|e| self.failed("renaming to", e))?;
+        sync_folder(folder)
     }
 }
 
-impl Drop for Temporary {
-    fn drop(&mut self) {
-        self.discard();
+/// A file in `folder` that has no name, and so is gone with the process, where the system knows such files and gives them a name
+/// in the end.
+#[cfg(target_os = "linux")]
+fn nameless(folder: &Path) -> Option<File> {
+    use std::os::unix::fs::OpenOptionsExt;
+    let file = OpenOptions::new()
+        .write(true)
+        .custom_flags(libc::O_TMPFILE)
+        .open(folder)
+        .ok()?;
+    entrance(&file).exists().then_some(file)
+}
+
+/// As on Linux, but no other system has them.
+#[cfg(not(target_os = "linux"))]
+fn nameless(_: &Path) -> Option<File> {
+    None
+}
+
+/// Where an open file is seen as a path, unless the process sees no `/proc`.
+fn entrance(file: &File) -> PathBuf {
+    PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()))
+}
+
+/// Gives a file without a name the name `path`, which nothing may have.
+fn link(file: &File, path: &Path) -> io::Result<()> {
+    let (from, to) = (c_path(&entrance(file))?, c_path(path)?);
+    // SAFETY: both names end with a zero byte and live through the call.
+    let linked = unsafe {
+        libc::linkat(
+            libc::AT_FDCWD,
+            from.as_ptr(),
+            libc::AT_FDCWD,
+            to.as_ptr(),
+            libc::AT_SYMLINK_FOLLOW,
+        )
+    };
+    match linked {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
     }
+}
+
+pub(super) fn c_path(path: &Path) -> io::Result<CString> {
+    CString::new(path.as_os_str().as_bytes())
+        .map_err(|e| io::Error::new(io::ErrorKind::InvalidInput, e))
+}
+
+/// The folder that `place` lies in.
+pub(crate) fn folder_of(place: &Path) -> &Path {
+    match place.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    }
+}
+
+/// Waits until the names in `folder` are on the disk.
+pub(super) fn sync_folder(folder: &Path) -> Result<()> {
+    File::open(folder)
+        .and_then(|d| d.sync_all())
+        .map_err(|e| Error::io(format_args!("syncing {}", folder.display()), e))
 }
 
 /// Writes a small file in one go, but does not put it in its place yet.
 pub fn stage(place: &Path, content: &[u8]) -> Result<Temporary> {
-    let file = Temporary::create(place, 0)?;
-    file.write_at(content, 0)?;
-    file.sync()?;
-    Ok(file)
+    Temporary::create(place, 0)?.filled(content)
 }

@@ -1,10 +1,12 @@
 //! Floor 0: what every other floor stands on. Imports nothing of this crate.
 
 pub mod checksum;
+pub mod directory;
 pub mod entry;
 pub mod env;
 pub mod error;
 pub mod file;
+pub mod leftover;
 pub mod memory;
 pub mod once;
 pub mod panics;

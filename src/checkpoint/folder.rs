@@ -4,8 +4,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
+use super::DESCRIPTION_FILES;
 use crate::base::Result;
-use crate::base::error::{Error, bail};
+use crate::base::directory::names;
+use crate::base::error::bail;
 
 /// The weights in a folder, by the names of its files; see [`weights`].
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -75,15 +77,9 @@ pub fn gguf_parts(name: &str) -> Option<Vec<String>> {
 
 /// The files to open for the model in `directory`: an index, one file, or a whole set.
 pub(super) fn find_in_directory(directory: &Path) -> Result<Vec<PathBuf>> {
-    let listing = |e| Error::io(format_args!("listing {}", directory.display()), e);
-    let mut names = Vec::new();
-    for item in std::fs::read_dir(directory).map_err(listing)? {
-        let item = item.map_err(listing)?;
-        // The cache of the hub holds links to files.
-        if item.path().is_file() {
-            names.push(item.file_name().to_string_lossy().into_owned());
-        }
-    }
+    let mut names = names(directory)?;
+    // The cache of the hub holds links to files.
+    names.retain(|name| directory.join(name).is_file());
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
     let files = match weights(&names).map_err(|e| e.within(directory.display()))? {
         Weights::Index(index) => vec![index],
@@ -109,6 +105,35 @@ pub(super) fn find_in_directory(directory: &Path) -> Result<Vec<PathBuf>> {
         ),
     };
     Ok(files.iter().map(|f| directory.join(f)).collect())
+}
+
+/// Refuses a directory that is not a model's alone: one to be replaced may not hold what nobody would get back. A model in it has
+/// weights and what describes them; a model's directory has no folders inside, which homes and repositories have.
+pub(super) fn check_is_model(directory: &Path) -> Result<()> {
+    let names = names(directory)?;
+    if let Some(folder) = names.iter().find(|n| directory.join(n).is_dir()) {
+        bail!(
+            InvalidArgument,
+            "{} holds the folder {folder}, so it is not replaced as a model; remove what is not needed, or name another directory",
+            directory.display()
+        );
+    }
+    let names: Vec<&str> = names.iter().map(String::as_str).collect();
+    let is_described = names
+        .iter()
+        .any(|n| DESCRIPTION_FILES.contains(n) || n.ends_with(".gguf"));
+    // A set of which a file is missing is weights, too.
+    let has_weights = !matches!(weights(&names), Ok(Weights::None));
+    let is_model = is_described && has_weights;
+    if !is_model && !names.is_empty() {
+        bail!(
+            InvalidArgument,
+            "{} holds no model that could be replaced, but {}; name another directory",
+            directory.display(),
+            names.join(", ")
+        );
+    }
+    Ok(())
 }
 
 /// What files are to the model of their folder, in the order in which they are looked for.

@@ -25,7 +25,10 @@ use source::Source;
 pub use companion::{DESCRIPTION_FILES, TOKENIZER_FILES};
 pub use folder::{Weights, gguf_parts, weights};
 pub use gguf::GgmlType;
-pub use write::{DatWriter, ModelOptWriter, Planned, Writer, write_companions};
+pub use write::{
+    DatWriter, ModelOptWriter, Planned, Writer, check_not_read, missing_companions,
+    write_companions,
+};
 
 /// How the values of an entry are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -216,6 +219,9 @@ pub struct Vocabulary {
 pub trait Checkpoint: Send + Sync {
     /// The layout found: "dat", "safetensors", "modelopt", "compressed-tensors", "torchao", "bitsandbytes" or "gguf".
     fn format(&self) -> &'static str;
+
+    /// The files that it reads as long as it is open; none where it was opened from memory.
+    fn files(&self) -> Vec<&Path>;
 
     /// Every logical tensor, in file order.
     fn entries(&self) -> &[Entry];

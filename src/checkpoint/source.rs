@@ -3,7 +3,7 @@
 
 use std::fs::File;
 use std::ops::Range;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use memmap2::{Mmap, UncheckedAdvice};
@@ -19,6 +19,8 @@ enum Data {
 /// The whole content of a file, read as slices.
 pub(super) struct Source {
     name: String,
+    /// `None` for bytes that came from memory.
+    path: Option<PathBuf>,
     data: Data,
 }
 
@@ -55,6 +57,7 @@ impl Source {
             .map_err(|e| Error::io(format_args!("mapping {name}"), e))?;
         Ok(Source {
             name,
+            path: Some(path.to_owned()),
             data: Data::Mapped(map),
         })
     }
@@ -66,12 +69,17 @@ impl Source {
         }
         Ok(Source {
             name: name.to_owned(),
+            path: None,
             data: Data::Owned(bytes),
         })
     }
 
     pub(super) fn name(&self) -> &str {
         &self.name
+    }
+
+    pub(super) fn path(&self) -> Option<&Path> {
+        self.path.as_deref()
     }
 
     pub(super) fn bytes(&self) -> &[u8] {

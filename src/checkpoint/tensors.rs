@@ -3,6 +3,7 @@
 
 use std::collections::HashMap;
 use std::ops::Range;
+use std::path::Path;
 
 use half::f16;
 use half::slice::HalfFloatSliceExt;
@@ -426,6 +427,10 @@ fn f16_to_f32(bytes: &[u8], out: &mut [f32]) {
 impl Checkpoint for Tensors {
     fn format(&self) -> &'static str {
         self.format
+    }
+
+    fn files(&self) -> Vec<&Path> {
+        self.sources.iter().filter_map(Source::path).collect()
     }
 
     fn entries(&self) -> &[Entry] {

@@ -21,7 +21,7 @@ mod synth;
 
 use std::process::ExitCode;
 
-use NVFP4::base::Result;
+use NVFP4::base::{Result, leftover};
 use clap::{Parser, Subcommand};
 
 #[derive(Parser)]
@@ -65,7 +65,8 @@ enum Command {
 pub(crate) fn main() -> ExitCode {
     // Wrong usage prints to standard error and exits with 2; --help and --version exit with 0.
     let cli = Cli::parse();
-    match dispatch(cli.command) {
+    // Before any other thread starts, so that all of them leave signals to the one that cleans up.
+    match leftover::remove_on_signals().and_then(|()| dispatch(cli.command)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("nvfp4: {error}");

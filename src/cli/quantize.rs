@@ -16,7 +16,7 @@ use super::{model, output};
 pub(super) struct Args {
     /// The model to read: a file, a directory, or ORG/NAME on the hub
     input: String,
-    /// Where to write: a directory for safetensors, a file for dat
+    /// Where to write: a directory for safetensors, which is made, or a file for dat
     output: PathBuf,
     /// How block scales are chosen
     #[arg(long, value_enum, default_value_t = RecipeName::Amax)]
@@ -27,6 +27,10 @@ pub(super) struct Args {
     /// Leave the output head as it is: better answers, above all of small models, for a larger and slower model
     #[arg(long)]
     keep_head: bool,
+    /// Replace the model in the directory OUTPUT, with all that is in it, when the new one is whole; without it a directory that
+    /// is not empty is refused. A file is replaced in any case
+    #[arg(long)]
+    force: bool,
     /// CPU threads; one for each core without it
     #[arg(long)]
     threads: Option<usize>,
@@ -76,6 +80,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
     })?;
     let options = ConvertOptions {
         keep_head: args.keep_head,
+        replace: args.force,
         ..ConvertOptions::new(container, args.recipe.into())
     };
     let bar = output::byte_bar("quantizing", 0);

@@ -20,6 +20,10 @@ pub(super) struct Args {
     /// The directory to write
     #[arg(long)]
     out: PathBuf,
+    /// Replace the model in the directory, with all that is in it, when the new one is whole; without it a directory that is not
+    /// empty is refused
+    #[arg(long)]
+    force: bool,
     /// The seed of the weights
     #[arg(long, default_value_t = 0)]
     seed: u64,
@@ -187,7 +191,11 @@ pub(super) fn run(args: &Args) -> Result<()> {
     } as u64;
     let total: u64 = plan.iter().map(bytes).sum();
     let bar = output::byte_bar("writing", total);
-    let mut writer = Box::new(ModelOptWriter::create(&args.out, &plan, &metadata)?);
+    let start = match args.force {
+        true => ModelOptWriter::replace,
+        false => ModelOptWriter::create,
+    };
+    let mut writer = Box::new(start(&args.out, &plan, &metadata)?);
     let mut codes = vec![0; CHUNK];
     let mut scales = vec![0; CHUNK * 2 / BLOCK];
     for (t, tensor) in plan.iter().enumerate() {

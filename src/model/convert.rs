@@ -11,10 +11,11 @@ use serde_json::json;
 
 use crate::base::Result;
 use crate::base::error::{bail, err};
+use crate::base::file::folder_of;
 use crate::base::threads::Pool;
 use crate::checkpoint::{
     Checkpoint, DatWriter, Encoding, Entry, Metadata, ModelOptWriter, Planned, TokenizerSource,
-    Writer, write_companions,
+    Writer, check_not_read, missing_companions, write_companions,
 };
 use crate::format::nvfp4::{self, BLOCK, Levels, QuantizeOptions, Recipe};
 use crate::text::Tokenizer;
@@ -39,6 +40,9 @@ pub struct ConvertOptions {
     pub quantize: QuantizeOptions,
     /// Leaves the head as it is, and tied if it is tied: it is the weight that quantizing harms most, and a large one.
     pub keep_head: bool,
+    /// Replaces a directory that holds a model, as a whole and at once. Without it one that is not empty is refused. A `.dat` file
+    /// is replaced in any case, by a whole one.
+    pub replace: bool,
 }
 
 impl ConvertOptions {
@@ -55,6 +59,7 @@ impl ConvertOptions {
                 ..QuantizeOptions::default()
             },
             keep_head: false,
+            replace: false,
         }
     }
 }
@@ -157,13 +162,21 @@ pub fn convert(
     let (metadata, files) = description(source.metadata(), head_added)?;
     let mut writer: Box<dyn Writer> = match options.container {
         Container::ModelOpt => {
-            let mut writer = ModelOptWriter::create(destination, &planned, &metadata)?;
+            check_not_read(destination, source.files())?;
+            let start = match options.replace {
+                true => ModelOptWriter::replace,
+                false => ModelOptWriter::create,
+            };
+            let mut writer = start(destination, &planned, &metadata)?;
             for (name, content) in &files {
                 writer.add_file(name, content.clone())?;
             }
             Box::new(writer)
         }
-        Container::Dat => Box::new(DatWriter::create(destination, &planned)?),
+        Container::Dat => {
+            missing_companions(folder_of(destination), &metadata, &files)?;
+            Box::new(DatWriter::create(destination, &planned)?)
+        }
     };
 
     let mut work = Work {
@@ -213,11 +226,7 @@ pub fn convert(
         report.relative_error = (errors / squares).sqrt();
     }
     if options.container == Container::Dat {
-        let directory = match destination.parent() {
-            Some(parent) if !parent.as_os_str().is_empty() => parent,
-            _ => Path::new("."),
-        };
-        write_companions(directory, &metadata, &files)?;
+        write_companions(folder_of(destination), &metadata, &files)?;
     }
     writer.finish()?;
     Ok(report)

@@ -86,7 +86,7 @@ impl Session {
             .file_size(length, &self.cache)
             .ok_or_else(|| err!(InvalidArgument, "the session is too large for a file"))?;
 
-        let mut file = Temporary::create(path, size)?;
+        let file = Temporary::create(path, size)?;
         let mut out = Writer {
             file: &file,
             at: 0,

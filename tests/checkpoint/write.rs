@@ -396,16 +396,28 @@ fn an_unfinished_directory_goes_away_and_an_old_one_stays() {
     drop(writer);
     assert!(scratch.names().is_empty());
 
-    let create = || Box::new(ModelOptWriter::create(&path, &plan(), &Metadata::default()).unwrap());
-    write_plan(create(), 0.5).unwrap();
+    let none = Metadata::default();
+    let replace = || Box::new(ModelOptWriter::replace(&path, &plan(), &none).unwrap());
+    write_plan(replace(), 0.5).unwrap();
     let before = std::fs::read(path.join("model.safetensors")).unwrap();
-    drop(create());
+    drop(replace());
     assert_eq!(
         std::fs::read(path.join("model.safetensors")).unwrap(),
         before
     );
-    write_plan(create(), 0.25).unwrap();
+    let refused = |writer: NVFP4::base::Result<ModelOptWriter>, part: &str| {
+        let error = writer.map(|_| ()).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+        assert!(error.message().contains(part), "{error}");
+    };
+    refused(
+        ModelOptWriter::create(&path, &plan(), &none),
+        "is not empty, it holds hf_quant_config.json, model.safetensors;",
+    );
+    std::fs::write(path.join("merges.txt"), "of the old one").unwrap();
+    write_plan(replace(), 0.25).unwrap();
     check_plan(&*checkpoint::open(&path).unwrap(), 0.25);
+    assert_eq!(scratch.names(), ["out"]);
     let inside: Vec<_> = std::fs::read_dir(&path).unwrap().collect();
     assert_eq!(inside.len(), 2, "{inside:?}");
 
@@ -413,15 +425,22 @@ fn an_unfinished_directory_goes_away_and_an_old_one_stays() {
         config: None,
         tokenizer: TokenizerSource::Directory(path.clone()),
     };
-    let error = ModelOptWriter::create(&path, &plan(), &own)
-        .map(|_| ())
-        .unwrap_err();
-    assert!(error.message().contains("being read"), "{error}");
-    std::fs::write(path.join("model-00001-of-00002.safetensors"), b"x").unwrap();
-    let error = ModelOptWriter::create(&path, &plan(), &Metadata::default())
-        .map(|_| ())
-        .unwrap_err();
-    assert!(error.message().contains("another model"), "{error}");
+    refused(ModelOptWriter::create(&path, &plan(), &own), "being read");
+    refused(ModelOptWriter::replace(&path, &plan(), &own), "being read");
+
+    // What came while the new one was written is not lost.
+    let writer = replace();
+    std::fs::create_dir(path.join("notes")).unwrap();
+    let error = write_plan(writer, 0.5).unwrap_err();
+    assert!(error.message().contains("the folder notes"), "{error}");
+    check_plan(&*checkpoint::open(&path).unwrap(), 0.25);
+    let empty = scratch.0.join("empty");
+    std::fs::create_dir(&empty).unwrap();
+    let writer = Box::new(ModelOptWriter::create(&empty, &plan(), &none).unwrap());
+    std::fs::write(empty.join("x"), "").unwrap();
+    let error = write_plan(writer, 0.5).unwrap_err();
+    assert!(error.message().contains("it holds x;"), "{error}");
+    assert_eq!(scratch.names(), ["empty", "out"]);
 }
 
 #[test]

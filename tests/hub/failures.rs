@@ -374,6 +374,27 @@ fn mirrors_that_know_no_ranges_no_sizes_and_no_names() {
     }
 }
 
+/// What cannot be gone on with is not kept: a content of which nobody tells the size begins anew each time.
+#[test]
+fn what_cannot_be_resumed_is_gone_when_the_pull_is_killed() {
+    let content = noise(24 * MEGABYTE);
+    let unsized_ = json!({
+        "always_gzip": true, "plain": true, "metadata": false, "etags": false, "rate": 20 << 20,
+    });
+    let hub = large("unsized", &content, unsized_);
+    for signal in ["-KILL", "-INT"] {
+        killed_after(&hub, 10 << 20, signal);
+        let left: Vec<String> = names(&hub.place().join("blobs"))
+            .into_iter()
+            .filter(|n| n.contains("partial"))
+            .collect();
+        assert!(left.is_empty(), "{signal}: {left:?}");
+        hub.forget();
+    }
+    hub.configure(json!({"rate": 0}));
+    assert!(weights(&hub.pull(MODEL)) == content);
+}
+
 /// No file may grow beyond 32 kB: to the command it is a full disk.
 #[test]
 fn a_full_disk_is_said_and_no_part_is_taken_for_the_whole() {

@@ -217,7 +217,7 @@ impl Writer for DatWriter {
         copy_entry(self, planned, source, entry)
     }
 
-    fn finish(mut self: Box<Self>) -> Result<()> {
+    fn finish(self: Box<Self>) -> Result<()> {
         self.progress.check_complete()?;
         self.progress.file.commit()
     }

@@ -1,10 +1,10 @@
 //! Writers: a plan fixes every tensor's place first, then tensors are written in plan order, a run of rows at a time, into a
-//! temporary file that replaces the old one only when it is complete and synced.
+//! temporary file that gets its name only when it is complete and synced.
 
 mod dat;
 mod modelopt;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use half::{bf16, f16};
 
@@ -39,8 +39,8 @@ impl From<&Entry> for Planned {
     }
 }
 
-/// Writes the tensors of a plan, in its order. Dropping a writer that has not finished removes what it wrote and leaves an
-/// older file as it was.
+/// Writes the tensors of a plan, in its order. Dropping a writer that has not finished leaves nothing of what it wrote, and
+/// what was there before as it was.
 pub trait Writer: Send {
     /// Starts the next planned tensor, which must be `name`. `global` is the global scale of an NVFP4 tensor, 1.0 for others.
     fn begin(&mut self, name: &str, global: f32) -> Result<()>;
@@ -133,6 +133,28 @@ fn sizes(planned: &Planned) -> Result<(u64, u64)> {
             "'{name}': {other} cannot be written; NVFP4 and the dense encodings can"
         ),
     }
+}
+
+/// Refuses to write the directory `place` where one of `paths`, which are being read, is it or lies in it.
+pub fn check_not_read<'a>(place: &Path, paths: impl IntoIterator<Item = &'a Path>) -> Result<()> {
+    let Ok(resolved) = place.canonicalize() else {
+        return Ok(());
+    };
+    for path in paths {
+        // A link may lead out of a directory that holds it.
+        let folder = path.parent().and_then(|p| p.canonicalize().ok());
+        let is_within = |p: &PathBuf| p.starts_with(&resolved);
+        if path.canonicalize().is_ok_and(|p| is_within(&p))
+            || folder.as_ref().is_some_and(is_within)
+        {
+            bail!(
+                InvalidArgument,
+                "{} is the directory of the model being read, or holds it; name another",
+                place.display()
+            );
+        }
+    }
+    Ok(())
 }
 
 /// Refuses plans that name a tensor twice.
@@ -384,12 +406,25 @@ fn companion_files(metadata: &Metadata) -> Result<Vec<(String, Vec<u8>)>> {
 
 /// Writes the files that a `.dat` in `directory` needs beside it: `config.json` from `metadata`, its tokenizer's files, and
 /// `extra` ones, which come first where names are the same. Files that are already there must be the same; another model's
-/// are never replaced.
+/// are neither replaced nor left for the `.dat` to be read with.
 pub fn write_companions(
     directory: &Path,
     metadata: &Metadata,
     extra: &[(String, Vec<u8>)],
 ) -> Result<()> {
+    let staged = missing_companions(directory, metadata, extra)?
+        .iter()
+        .map(|(path, content)| file::stage(path, content))
+        .collect::<Result<Vec<_>>>()?;
+    staged.into_iter().try_for_each(Temporary::commit)
+}
+
+/// What [`write_companions`] would write; to know before the work whether it would refuse.
+pub fn missing_companions(
+    directory: &Path,
+    metadata: &Metadata,
+    extra: &[(String, Vec<u8>)],
+) -> Result<Vec<(PathBuf, Vec<u8>)>> {
     let mut files = extra.to_vec();
     let mut offered = companion_files(metadata)?;
     if let Some(config) = &metadata.config {
@@ -400,14 +435,14 @@ pub fn write_companions(
         }
         let text = serde_json::to_vec_pretty(&config)
             .map_err(|e| err!(Internal, "writing config.json: {e}"))?;
-        offered.push(("config.json".to_owned(), text));
+        offered.push((CONFIG.to_owned(), text));
     }
     for (name, content) in offered {
         if files.iter().all(|(taken, _)| *taken != name) {
             files.push((name, content));
         }
     }
-    let mut staged = Vec::with_capacity(files.len());
+    let mut missing = Vec::with_capacity(files.len());
     for (name, content) in &files {
         let path = directory.join(name);
         match std::fs::read(&path) {
@@ -418,13 +453,26 @@ pub fn write_companions(
                 path.display()
             ),
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
-                staged.push(file::stage(&path, content)?);
+                missing.push((path, content.clone()));
             }
             Err(e) => return Err(Error::io(format_args!("reading {}", path.display()), e)),
         }
     }
-    staged.iter_mut().try_for_each(Temporary::commit)
+    for name in TOKENIZER_FILES.iter().chain([&CONFIG]) {
+        let path = directory.join(name);
+        if files.iter().all(|(own, _)| own != name) && path.exists() {
+            bail!(
+                InvalidArgument,
+                "{} is already there, and the model that is written has no such file; write to another directory",
+                path.display()
+            );
+        }
+    }
+    Ok(missing)
 }
+
+/// The file that describes a model.
+const CONFIG: &str = "config.json";
 
 /// Whether two files say the same: equal bytes, or equal JSON but for how their source was quantized.
 fn same_content(a: &[u8], b: &[u8]) -> bool {

@@ -1,25 +1,28 @@
 //! Writes a model directory in ModelOpt's NVFP4 layout: one safetensors file, `config.json` with its quantization_config,
 //! `hf_quant_config.json`, and the tokenizer's files.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
 use super::{
-    Planned, Progress, Slot, Temporary, Writer, check_names, companion_files, copy_entry, sizes,
+    Planned, Progress, Slot, Writer, check_names, check_not_read, companion_files, copy_entry,
+    sizes,
 };
 use crate::base::Result;
-use crate::base::error::{Error, bail, err};
-use crate::base::file;
+use crate::base::directory::NewDirectory;
+use crate::base::error::{bail, err};
+use crate::checkpoint::folder::check_is_model;
 use crate::checkpoint::{Checkpoint, Encoding, Entry, Metadata, TokenizerSource, safetensors};
 use crate::format::nvfp4::BLOCK;
+
+/// The file with the weights.
+const WEIGHTS: &str = "model.safetensors";
 
 /// Writes a ModelOpt-style directory; see [`Writer`].
 pub struct ModelOptWriter {
     progress: Progress,
-    directory: PathBuf,
-    /// Whether this writer made the directory, which then goes away with an unfinished one.
-    made: Option<PathBuf>,
+    directory: NewDirectory,
     files: Vec<(String, Vec<u8>)>,
 }
 
@@ -42,35 +45,37 @@ enum Role {
 }
 
 impl ModelOptWriter {
-    /// Starts a directory at `path`, which is made if need be. `metadata` is the source's: its config and tokenizer go along.
+    /// Starts a directory at `path`, where there is nothing yet or an empty directory. `metadata` is the source's: its config and
+    /// tokenizer go along.
     pub fn create(path: &Path, plan: &[Planned], metadata: &Metadata) -> Result<Self> {
+        Self::start(path, plan, metadata, NewDirectory::create)
+    }
+
+    /// As [`ModelOptWriter::create`], but a directory that holds a model, and no folders, is replaced with all that is in it when
+    /// the new one is whole.
+    pub fn replace(path: &Path, plan: &[Planned], metadata: &Metadata) -> Result<Self> {
+        Self::start(path, plan, metadata, |path| {
+            NewDirectory::replace(path, check_is_model)
+        })
+    }
+
+    fn start(
+        path: &Path,
+        plan: &[Planned],
+        metadata: &Metadata,
+        make: impl FnOnce(&Path) -> Result<NewDirectory>,
+    ) -> Result<Self> {
         check_names(plan)?;
-        if let TokenizerSource::Directory(source) = &metadata.tokenizer
-            && same_directory(source, path)
-        {
-            bail!(
-                InvalidArgument,
-                "{} is the directory of the model being read; name another",
-                path.display()
-            );
+        if let TokenizerSource::Directory(source) = &metadata.tokenizer {
+            check_not_read(path, [source.as_path()])?;
         }
         let items = items(plan)?;
         let (header, slots, len) = layout(plan, &items)?;
-        let existed = path.is_dir();
-        std::fs::create_dir_all(path)
-            .map_err(|e| Error::io(format_args!("making {}", path.display()), e))?;
-        refuse_other_weights(path)?;
-        let made = (!existed).then(|| path.to_owned());
-        let temporary =
-            Temporary::create(&path.join("model.safetensors"), len).inspect_err(|_| {
-                if let Some(made) = &made {
-                    let _ = std::fs::remove_dir(made);
-                }
-            })?;
+        let directory = make(path)?;
+        let temporary = directory.file(WEIGHTS, len)?;
         let mut writer = ModelOptWriter {
             progress: Progress::new(temporary, slots),
-            directory: path.to_owned(),
-            made,
+            directory,
             files: companion_files(metadata)?,
         };
         writer.progress.file.write_at(&header, 0)?;
@@ -80,7 +85,7 @@ impl ModelOptWriter {
 
     /// Adds a small file to the directory, instead of the source's file of that name if it has one.
     pub fn add_file(&mut self, name: &str, content: Vec<u8>) -> Result<()> {
-        if name.is_empty() || name.contains('/') || name == "model.safetensors" {
+        if name.is_empty() || name.contains('/') || name == WEIGHTS {
             bail!(InvalidArgument, "'{name}' is not the name of a file to add");
         }
         self.files.retain(|(existing, _)| existing != name);
@@ -139,28 +144,6 @@ impl ModelOptWriter {
 
 fn pretty(value: &Value) -> Result<Vec<u8>> {
     serde_json::to_vec_pretty(value).map_err(|e| err!(Internal, "writing JSON: {e}"))
-}
-
-fn same_directory(a: &Path, b: &Path) -> bool {
-    matches!((a.canonicalize(), b.canonicalize()), (Ok(a), Ok(b)) if a == b)
-}
-
-/// Refuses a directory whose other weights a reader would find first or besides.
-fn refuse_other_weights(directory: &Path) -> Result<()> {
-    let listing = |e| Error::io(format_args!("listing {}", directory.display()), e);
-    for item in std::fs::read_dir(directory).map_err(listing)? {
-        let name = item.map_err(listing)?.file_name();
-        let name = name.to_string_lossy();
-        let other = name.ends_with(".safetensors") && name != "model.safetensors";
-        if other || name == "model.safetensors.index.json" {
-            bail!(
-                InvalidArgument,
-                "{} already holds another model ({name}); name an empty directory",
-                directory.display()
-            );
-        }
-    }
-    Ok(())
 }
 
 fn items(plan: &[Planned]) -> Result<Vec<Item>> {
@@ -293,28 +276,15 @@ impl Writer for ModelOptWriter {
         copy_entry(self, planned, source, entry)
     }
 
-    fn finish(mut self: Box<Self>) -> Result<()> {
-        // The weights come last: their presence says that the rest is there.
-        let staged = std::mem::take(&mut self.files)
-            .iter()
-            .map(|(name, content)| file::stage(&self.directory.join(name), content))
-            .collect::<Result<Vec<_>>>()?;
+    fn finish(self: Box<Self>) -> Result<()> {
         self.progress.check_complete()?;
-        for mut file in staged {
-            file.commit()?;
-        }
-        self.progress.file.commit()?;
-        self.made = None;
-        Ok(())
-    }
-}
-
-impl Drop for ModelOptWriter {
-    fn drop(&mut self) {
-        self.progress.file.discard();
-        if let Some(made) = &self.made {
-            // Fails, as it should, if something else was put there meanwhile.
-            let _ = std::fs::remove_dir(made);
-        }
+        let mut files = self
+            .files
+            .iter()
+            .map(|(name, content)| self.directory.stage(name, content))
+            .collect::<Result<Vec<_>>>()?;
+        // The weights come last: their presence says that the rest is there.
+        files.push(self.progress.file);
+        self.directory.commit(files)
     }
 }

@@ -19,7 +19,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use NVFP4::base::error::err;
-use NVFP4::base::file::{self, Temporary};
+use NVFP4::base::file;
 use NVFP4::base::{Error, Result};
 
 use super::listing::Listing;
@@ -351,6 +351,5 @@ pub(super) fn make_parent(path: &Path) -> Result<()> {
 
 fn replace(path: &Path, content: &[u8]) -> Result<()> {
     make_parent(path)?;
-    let mut staged: Temporary = file::stage(path, content)?;
-    staged.commit()
+    file::stage(path, content)?.commit()
 }

@@ -351,7 +351,7 @@ impl Pull<'_> {
                 Ok((blob, fetched))
             }
             None => {
-                let (mut content, digest, size) = fetch_unsized(&self.context, source, place)?;
+                let (content, digest, size) = fetch_unsized(&self.context, source, place)?;
                 let blob = name(digest);
                 content.commit_to(&self.repository.blob(&blob))?;
                 Ok((blob, size))

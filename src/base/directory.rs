@@ -1,0 +1,250 @@
+//! A directory that appears whole or not at all. Its files are written where nobody sees them and get their names in the end; a
+//! directory that is to be replaced stays as it is until then, and is exchanged at once.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use super::Result;
+use super::error::{Error, bail};
+use super::file::{Temporary, folder_of, nearest, sync_folder};
+use super::leftover::Leftover;
+
+/// How many of the names in a directory a message lists.
+const LISTED: usize = 6;
+
+/// The names in `directory`, sorted.
+pub fn names(directory: &Path) -> Result<Vec<String>> {
+    let listing = |e| Error::io(format_args!("listing {}", directory.display()), e);
+    let mut names = fs::read_dir(directory)
+        .map_err(listing)?
+        .map(|item| item.map(|i| i.file_name().to_string_lossy().into_owned()))
+        .collect::<io::Result<Vec<_>>>()
+        .map_err(listing)?;
+    names.sort();
+    Ok(names)
+}
+
+/// A directory not yet in its place. Dropping it, or the files made for it, uncommitted leaves nothing of them.
+pub struct NewDirectory {
+    /// Without symbolic links, where something is there.
+    place: PathBuf,
+    /// Where its files are until then: on the file system that the directory will be on.
+    home: PathBuf,
+    there: There,
+    /// Asked again in the end, whether what is there may go.
+    check: Option<fn(&Path) -> Result<()>>,
+}
+
+/// What is at the place of a new directory.
+#[derive(PartialEq)]
+enum There {
+    Nothing,
+    /// A directory without anything in it. It may be where another disk is mounted, or where the user is, and is filled.
+    Empty,
+    /// A directory to replace.
+    Old,
+}
+
+impl NewDirectory {
+    /// A directory that is to be at `path`, where there may be an empty one. Folders above it that are missing are made, in the
+    /// end.
+    pub fn create(path: &Path) -> Result<Self> {
+        let new = Self::at(path)?;
+        if new.there == There::Old {
+            refuse(&new.place)?;
+        }
+        Ok(new)
+    }
+
+    /// As [`NewDirectory::create`], but a directory at `path` is replaced, with all that is in it, unless `check` refuses that.
+    pub fn replace(path: &Path, check: fn(&Path) -> Result<()>) -> Result<Self> {
+        let mut new = Self::at(path)?;
+        if new.there == There::Old {
+            check(&new.place)?;
+            new.check = Some(check);
+            // Asked of a directory that is not empty, this tells whether its name may be taken from it: that is not so where a
+            // disk is mounted, or in a folder that belongs to somebody else. Better to know it now than after hours of work.
+            match fs::remove_dir(&new.place) {
+                Ok(()) => new.there = There::Nothing,
+                Err(e) if e.kind() == io::ErrorKind::DirectoryNotEmpty => {}
+                Err(e) => {
+                    return Err(Error::io(
+                        format_args!(
+                            "{} cannot be replaced as a whole; remove what is in it",
+                            path.display()
+                        ),
+                        e,
+                    ));
+                }
+            }
+        }
+        Ok(new)
+    }
+
+    fn at(path: &Path) -> Result<Self> {
+        if fs::symlink_metadata(path).is_err() {
+            if path.file_name().is_none() {
+                bail!(
+                    InvalidArgument,
+                    "'{}' is not a place for a directory",
+                    path.display()
+                );
+            }
+            return Ok(NewDirectory {
+                place: path.to_owned(),
+                home: nearest(path).to_owned(),
+                there: There::Nothing,
+                check: None,
+            });
+        }
+        if !path.is_dir() {
+            bail!(InvalidArgument, "{} is not a directory", path.display());
+        }
+        let place = fs::canonicalize(path)
+            .map_err(|e| Error::io(format_args!("finding {}", path.display()), e))?;
+        let (home, there) = match names(&place)?.is_empty() {
+            true => (place.clone(), There::Empty),
+            false => (folder_of(&place).to_owned(), There::Old),
+        };
+        Ok(NewDirectory {
+            place,
+            home,
+            there,
+            check: None,
+        })
+    }
+
+    /// A file that is to be in the directory, with `len` bytes of space reserved.
+    pub fn file(&self, name: &str, len: u64) -> Result<Temporary> {
+        Temporary::create_in(&self.home, &self.place.join(name), len)
+    }
+
+    /// A small file that is to be in the directory, with its content.
+    pub fn stage(&self, name: &str, content: &[u8]) -> Result<Temporary> {
+        self.file(name, 0)?.filled(content)
+    }
+
+    /// Puts the directory in its place with `files`, which were made for it and have been synced. In one that was empty they
+    /// get their names one after the other.
+    pub fn commit(self, files: Vec<Temporary>) -> Result<()> {
+        match self.there {
+            There::Nothing => {
+                let made = self.assemble(files)?;
+                self.settle(|| {
+                    fs::create_dir_all(folder_of(&self.place))?;
+                    fs::rename(made.path(), &self.place)
+                })
+            }
+            There::Empty => {
+                if !names(&self.place)?.is_empty() {
+                    refuse(&self.place)?;
+                }
+                files.into_iter().try_for_each(Temporary::commit)
+            }
+            There::Old => {
+                if let Some(check) = self.check {
+                    check(&self.place)?;
+                }
+                let made = self.assemble(files)?;
+                let old = fs::metadata(&self.place);
+                let mut aside = None;
+                self.settle(|| {
+                    fs::set_permissions(made.path(), old?.permissions())?;
+                    match exchange(made.path(), &self.place) {
+                        Err(e) if is_unknown(&e) => {
+                            aside = Some(self.put_aside_for(made.path())?);
+                            Ok(())
+                        }
+                        exchanged => exchanged,
+                    }
+                })?;
+                // What was there has the name of the new directory now, or that of its own.
+                aside.unwrap_or(made).remove()
+            }
+        }
+    }
+
+    /// Makes the whole directory under a temporary name.
+    fn assemble(&self, files: Vec<Temporary>) -> Result<Leftover> {
+        let ((), made) = Leftover::make(&self.home, &self.place, |path| fs::create_dir(path))
+            .map_err(|e| Error::io(format_args!("making {}", self.place.display()), e))?;
+        for file in files {
+            file.commit_into(made.path())?;
+        }
+        Ok(made)
+    }
+
+    /// Does what puts the directory in its place.
+    fn settle(&self, put: impl FnOnce() -> io::Result<()>) -> Result<()> {
+        put().map_err(|e| Error::io(format_args!("renaming to {}", self.place.display()), e))?;
+        sync_folder(folder_of(&self.place))
+    }
+
+    /// Gives the old directory another name and its own to `new`; if that fails it gets it back.
+    fn put_aside_for(&self, new: &Path) -> io::Result<Leftover> {
+        let ((), aside) = Leftover::make(&self.home, &self.place, |aside| {
+            if fs::symlink_metadata(aside).is_ok() {
+                return Err(io::ErrorKind::AlreadyExists.into());
+            }
+            fs::rename(&self.place, aside)?;
+            fs::rename(new, &self.place).inspect_err(|_| {
+                // The first failure is the one to tell.
+                let _ = fs::rename(aside, &self.place);
+            })
+        })?;
+        Ok(aside)
+    }
+}
+
+/// The error of a directory that is not empty.
+fn refuse(directory: &Path) -> Result<()> {
+    let names = names(directory)?;
+    let (first, rest) = names.split_at(names.len().min(LISTED));
+    let more = match rest.len() {
+        0 => String::new(),
+        more => format!(" and {more} more"),
+    };
+    bail!(
+        InvalidArgument,
+        "{} is not empty, it holds {}{more}; name another directory, or have the model in it replaced as a whole (--force, or `replace` in the options)",
+        directory.display(),
+        first.join(", ")
+    )
+}
+
+/// Whether the system, or the file system, does not know what it was asked for.
+fn is_unknown(error: &io::Error) -> bool {
+    matches!(
+        error.raw_os_error(),
+        Some(libc::EINVAL | libc::ENOSYS | libc::EOPNOTSUPP)
+    )
+}
+
+/// Exchanges the names of two directories at once.
+#[cfg(target_os = "linux")]
+fn exchange(a: &Path, b: &Path) -> io::Result<()> {
+    let (a, b) = (super::file::c_path(a)?, super::file::c_path(b)?);
+    // SAFETY: both names end with a zero byte and live through the call, whose other arguments are numbers. It is made by its
+    // number because not every C library has it.
+    let exchanged = unsafe {
+        libc::syscall(
+            libc::SYS_renameat2,
+            libc::AT_FDCWD,
+            a.as_ptr(),
+            libc::AT_FDCWD,
+            b.as_ptr(),
+            libc::RENAME_EXCHANGE,
+        )
+    };
+    match exchanged {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// As on Linux, but other systems are not asked.
+#[cfg(not(target_os = "linux"))]
+fn exchange(_: &Path, _: &Path) -> io::Result<()> {
+    Err(io::Error::from_raw_os_error(libc::ENOSYS))
+}

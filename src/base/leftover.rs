@@ -1,0 +1,129 @@
+//! Names on disk that stand for something unfinished and must not outlive it: temporary files where the system knows none
+//! without a name, and directories that are being put together. They go away with the value that holds them; a program may
+//! have them removed when a signal ends it, too. The library alone handles no signals: those are its host's.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::io;
+use std::mem::MaybeUninit;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use super::error::{Error, Result};
+
+/// The names that are to go.
+static NAMES: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
+
+fn names() -> MutexGuard<'static, BTreeSet<PathBuf>> {
+    NAMES.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A file or directory that goes away with this value, unless it has another name by then.
+pub(super) struct Leftover {
+    path: PathBuf,
+}
+
+impl Leftover {
+    /// Has `make` put something at a name beside `place` that nobody else has: `place` after a dot, with this process's number.
+    /// A signal that is to end the process waits until `make` is done.
+    pub(super) fn make<T>(
+        folder: &Path,
+        place: &Path,
+        make: impl Fn(&Path) -> io::Result<T>,
+    ) -> io::Result<(T, Leftover)> {
+        let name = place.file_name().unwrap_or_default().display();
+        let mut attempt = 0;
+        loop {
+            let path = folder.join(format!(".{name}.{}-{attempt}.partial", std::process::id()));
+            let mut names = names();
+            match make(&path) {
+                Ok(made) => {
+                    names.insert(path.clone());
+                    return Ok((made, Leftover { path }));
+                }
+                Err(e) if e.kind() == io::ErrorKind::AlreadyExists && attempt < 1000 => {
+                    attempt += 1;
+                }
+                Err(e) => return Err(e),
+            }
+        }
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Removes it now, to hear of a failure.
+    pub(super) fn remove(self) -> Result<()> {
+        remove(&self.path)
+            .map_err(|e| Error::io(format_args!("removing {}", self.path.display()), e))
+    }
+}
+
+impl Drop for Leftover {
+    fn drop(&mut self) {
+        let mut names = names();
+        // Nothing better can be done with a failure here; the error that led here is already on its way.
+        let _ = remove(&self.path);
+        names.remove(&self.path);
+    }
+}
+
+/// Removes a file or a directory with all that is in it; nothing may be there.
+fn remove(path: &Path) -> io::Result<()> {
+    let removed = match fs::symlink_metadata(path) {
+        Ok(there) if there.is_dir() => fs::remove_dir_all(path),
+        Ok(_) => fs::remove_file(path),
+        Err(e) => Err(e),
+    };
+    match removed {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
+        removed => removed,
+    }
+}
+
+/// Has SIGHUP, SIGINT and SIGTERM remove what is unfinished before they end the process, for a program to call before it starts
+/// other threads. A signal that the process was started to ignore stays ignored.
+pub fn remove_on_signals() -> Result<()> {
+    let mut signals = MaybeUninit::<libc::sigset_t>::uninit();
+    // SAFETY: the calls are given a set to fill, and then the set that was filled.
+    let signals = unsafe {
+        libc::sigemptyset(signals.as_mut_ptr());
+        for signal in [libc::SIGHUP, libc::SIGINT, libc::SIGTERM] {
+            let mut action = MaybeUninit::<libc::sigaction>::zeroed();
+            libc::sigaction(signal, std::ptr::null(), action.as_mut_ptr());
+            if action.assume_init().sa_sigaction == libc::SIG_DFL {
+                libc::sigaddset(signals.as_mut_ptr(), signal);
+            }
+        }
+        signals.assume_init()
+    };
+    // SAFETY: the set lives through the call.
+    let blocked = unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, &signals, std::ptr::null_mut()) };
+    if blocked != 0 {
+        let error = io::Error::from_raw_os_error(blocked);
+        return Err(Error::io("blocking signals", error));
+    }
+    std::thread::Builder::new()
+        .name("signals".to_owned())
+        .spawn(move || end_cleanly(&signals))
+        .map_err(|e| Error::io("starting the thread that waits for signals", e))?;
+    Ok(())
+}
+
+/// Waits for one of the signals, which are blocked, and ends the process as it would have.
+fn end_cleanly(signals: &libc::sigset_t) {
+    let mut signal = 0;
+    // SAFETY: the set and the number live through the call, which fails only for a set that is none.
+    unsafe { libc::sigwait(signals, &mut signal) };
+    // Held until the process has ended: nothing new is made meanwhile.
+    let names = names();
+    for name in names.iter() {
+        let _ = remove(name);
+    }
+    // SAFETY: the set lives through the call; the signal has its default action, which ends the process.
+    unsafe {
+        libc::raise(signal);
+        libc::pthread_sigmask(libc::SIG_UNBLOCK, signals, std::ptr::null_mut());
+    }
+}
