@@ -235,7 +235,10 @@ struct DLManagedTensor;
 /** A CUDA device, numbered from 0. */
 #define NVFP4_DEVICE_CUDA 1
 
-/** The library's choice, where a device is chosen for work: a CUDA device if there is one, or else the CPU. */
+/**
+ * The library's choice, where a device is chosen for work; its index is 0 (or -1). A model gets the GPU that has room for it,
+ * or else the CPU, and NVFP4_model_info() says why; a weight gets CUDA device 0 if there is one, or else the CPU.
+ */
 #define NVFP4_DEVICE_AUTO -1
 
 /** A multiplier for the whole tensor above the block scales. */
@@ -462,9 +465,12 @@ typedef struct NVFP4_SchemaResult {
 typedef struct NVFP4_LoadOptions {
     /** sizeof(NVFP4_LoadOptions) as the caller knows it. */
     uint32_t struct_size;
-    /** One of NVFP4_DEVICE_*. Default: CPU. */
+    /**
+     * One of NVFP4_DEVICE_*. #NVFP4_DEVICE_AUTO is the GPU that has room for the model, or else the CPU: also where the model
+     * asks for what no GPU does, or a GPU fails for want of memory or kernels, in which case loading begins anew. Default: CPU.
+     */
     int32_t device_type;
-    /** Which device of that type. Default: 0. */
+    /** Which device of that type; 0 (or -1) for #NVFP4_DEVICE_AUTO. Default: 0. */
     int32_t device_index;
     /**
      * CPU threads of this model, or 0 for those of NVFP4_set_threads(), which models share. A model on a GPU has no use for
@@ -1245,8 +1251,9 @@ NVFP4_API NVFP4_Status NVFP4_model_retain(NVFP4_Model *model);
 NVFP4_API NVFP4_Status NVFP4_model_release(NVFP4_Model *model);
 
 /**
- * What was loaded, as JSON: architecture, device, parameters, weight_bytes, formats, sizes, kv_bytes_per_token,
- * stop_tokens. Keys may be added in later versions.
+ * What was loaded, as JSON: architecture, device, device_choice (why that one, as one line, where it was #NVFP4_DEVICE_AUTO;
+ * null where it was named), parameters, weight_bytes, formats, sizes, kv_bytes_per_token, stop_tokens. Keys may be added in
+ * later versions.
  */
 NVFP4_API
 NVFP4_Status NVFP4_model_info(const NVFP4_Model *model,

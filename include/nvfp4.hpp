@@ -1107,6 +1107,7 @@ struct LoadOptions : NVFP4_LoadOptions {
     LoadOptions() : NVFP4_LoadOptions()
     {
         detail::filled(NVFP4_load_options_init(this, sizeof(NVFP4_LoadOptions)));
+        device_type = NVFP4_DEVICE_AUTO;
     }
 };
 
@@ -1120,7 +1121,7 @@ class Model : public detail::Handle<NVFP4_Model, NVFP4_model_retain, NVFP4_model
 public:
     using Handle::Handle;
 
-    /** Loads a directory or file. Dense weights are quantized as `quantize` says, or stay as they are if it is nullptr. */
+    /** Loads a directory or file, to the GPU with room for it or else to the CPU: info() says why. Dense weights are quantized as `quantize` says, or stay as they are if it is nullptr. */
     static Result<Model> load(std::string_view path, const NVFP4_LoadOptions &options = LoadOptions(),
                               const NVFP4_QuantizeOptions *quantize = nullptr)
     {

@@ -588,6 +588,26 @@ fn a_full_disk_leaves_nothing_half_written() {
 }
 
 #[test]
+fn the_device_that_nobody_named_comes_with_a_reason() {
+    let run = [
+        "run",
+        "--model",
+        MODEL,
+        "--prompt",
+        "x",
+        "--max-tokens",
+        "1",
+    ];
+    let chosen = json(&run)["model"].clone();
+    assert!(chosen["device"].as_str().unwrap().starts_with("cpu ("));
+    let choice = chosen["device_choice"].as_str().unwrap();
+    assert!(choice.starts_with("running on cpu: "), "{choice}");
+    let named = json(&[&run[..], &["--device", "cpu"]].concat())["model"].clone();
+    assert_eq!(named["device"], chosen["device"]);
+    assert!(named["device_choice"].is_null(), "{named}");
+}
+
+#[test]
 fn numbers_out_of_range() {
     let scratch = Scratch::new("numbers");
     let words = scratch.file("words.txt", b"some words to read");

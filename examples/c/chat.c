@@ -29,6 +29,14 @@ static int32_t print_piece(void *user, int32_t token, const char *text, size_t l
     return fflush(stdout);
 }
 
+/* What the log says while the model is loaded is where it runs, and why there. */
+static int32_t print_log(void *user, int32_t level, const char *message, size_t length)
+{
+    (void)user, (void)level;
+    fprintf(stderr, "[%.*s]\n", (int)length, message);
+    return 0;
+}
+
 /* The session holds the conversation, so only what is new is run. */
 static void answer(NVFP4_Session *session, const NVFP4_GenerateOptions *options, const char *text, size_t length)
 {
@@ -47,8 +55,14 @@ int main(int argc, char **argv)
         fprintf(stderr, "usage: %s MODEL [PROMPT]\n", argv[0]);
         return 2;
     }
+    /* On the GPU with room for the model, or else on the CPU. */
+    NVFP4_LoadOptions load_options;
+    check(NVFP4_load_options_init(&load_options, sizeof load_options));
+    load_options.device_type = NVFP4_DEVICE_AUTO;
+    check(NVFP4_set_log_callback(print_log, NULL, NVFP4_LOG_INFO));
     NVFP4_Model *model;
-    check(NVFP4_model_load(argv[1], strlen(argv[1]), NULL, NULL, NULL, NULL, &model));
+    check(NVFP4_model_load(argv[1], strlen(argv[1]), &load_options, NULL, NULL, NULL, &model));
+    check(NVFP4_set_log_callback(NULL, NULL, NVFP4_LOG_OFF));
 
     /* A long conversation forgets its oldest turns rather than end. */
     NVFP4_SessionOptions session_options;

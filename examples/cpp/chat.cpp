@@ -15,6 +15,8 @@ try {
         std::cerr << "usage: " << argv[0] << " MODEL [PROMPT]\n";
         return 2;
     }
+    /* The GPU with room for the model is taken, or else the CPU; the log says which and why. */
+    nvfp4::Log log(NVFP4_LOG_INFO, [](std::int32_t, std::string_view line) { std::cerr << '[' << line << "]\n"; });
     nvfp4::SessionOptions session_options("You are a helpful assistant.");
     session_options.eviction = NVFP4_EVICTION_DROP_OLDEST;
     nvfp4::Session session(nvfp4::Model(argv[1]), session_options);

@@ -19,6 +19,8 @@ let answer chat text =
 
 let talk path (prompt: string option) =
     use model = Model.load path
+    // The GPU with room for the model, or else the processor.
+    eprintfn "[%s]" model.Info.DeviceChoice
     use chat = model |> Chat.withSystem "You are a helpful assistant."
     match prompt with
     | Some text -> answer chat text

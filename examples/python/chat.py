@@ -24,8 +24,11 @@ def main():
     if len(sys.argv) not in (2, 3):
         print(f"usage: {sys.argv[0]} MODEL [PROMPT]", file=sys.stderr)
         return 2
+    # On the GPU with room for it, or else on the CPU.
+    model = nvfp4.Model(sys.argv[1])
+    print(f"[{model.info['device_choice']}]", file=sys.stderr)
     # A long conversation forgets its oldest turns rather than end.
-    chat = nvfp4.Model(sys.argv[1]).chat(system="You are a helpful assistant.", eviction="drop_oldest")
+    chat = model.chat(system="You are a helpful assistant.", eviction="drop_oldest")
     if len(sys.argv) == 3:
         answer(chat, sys.argv[2])
         return 0

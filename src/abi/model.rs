@@ -18,11 +18,12 @@ use super::linear::{NVFP4_ACTIVATIONS_EXACT, activations};
 use super::quantize::NVFP4_QuantizeOptions;
 use super::shared;
 use super::status::NVFP4_Status;
-use super::tensor::NVFP4_DEVICE_CPU;
+use super::tensor::{NVFP4_DEVICE_AUTO, NVFP4_DEVICE_CPU};
 use crate::base::error::{Result, err};
 use crate::checkpoint;
 use crate::model::convert::{self, Container, ConvertOptions};
-use crate::model::{LoadOptions, Model};
+use crate::model::placement::{self, Requirements};
+use crate::model::{Device, KvType, LoadOptions, Model};
 use crate::text::Message;
 
 /// A loaded model. See the model chapter.
@@ -45,9 +46,10 @@ pub type NVFP4_ProgressCallback =
 pub struct NVFP4_LoadOptions {
     /// sizeof(NVFP4_LoadOptions) as the caller knows it.
     pub struct_size: u32,
-    /// One of NVFP4_DEVICE_*. Default: CPU.
+    /// One of NVFP4_DEVICE_*. #NVFP4_DEVICE_AUTO is the GPU that has room for the model, or else the CPU: also where the model
+    /// asks for what no GPU does, or a GPU fails for want of memory or kernels, in which case loading begins anew. Default: CPU.
     pub device_type: i32,
-    /// Which device of that type. Default: 0.
+    /// Which device of that type; 0 (or -1) for #NVFP4_DEVICE_AUTO. Default: 0.
     pub device_index: i32,
     /// CPU threads of this model, or 0 for those of NVFP4_set_threads(), which models share. A model on a GPU has no use for
     /// them. Default: 0.
@@ -145,23 +147,45 @@ pub unsafe extern "C" fn NVFP4_model_load(
                 },
             )
         };
-        let device = shared::device_of(
-            options.device_type,
-            options.device_index,
-            thread_count(options.threads)?,
-        )?;
+        let path = Path::new(path);
+        let threads = thread_count(options.threads)?;
+        let activations = activations(options.activations)?;
+        let sampling_only = flag("sampling_only", options.sampling_only)?;
         let progress = self::progress(progress, user);
-        let model = Model::load(
-            Path::new(path),
-            &LoadOptions {
-                device,
-                quantize,
-                activations: activations(options.activations)?,
-                sampling_only: flag("sampling_only", options.sampling_only)?,
-                progress: Some(&|p| progress(p.done, p.total)),
-            },
-        )?;
-        tracing::info!(path, "loaded {model:?}");
+        let load = |device: Device, device_choice: Option<String>| {
+            Model::load(
+                path,
+                &LoadOptions {
+                    device,
+                    device_choice,
+                    quantize: quantize.clone(),
+                    activations,
+                    sampling_only,
+                    progress: Some(&|p| progress(p.done, p.total)),
+                },
+            )
+        };
+        let model = if options.device_type == NVFP4_DEVICE_AUTO {
+            shared::check_only("the library's choice", options.device_index)?;
+            let requirements = Requirements {
+                quantize: quantize.is_some(),
+                sampling_only,
+                activations,
+                // What sessions take unless told otherwise.
+                kv: KvType::F16,
+            };
+            placement::load(
+                &[path],
+                &requirements,
+                || shared::cpu(threads),
+                |placement| tracing::info!("{placement}"),
+                |device, placement| load(device.clone(), Some(placement.to_string())),
+            )?
+        } else {
+            let device = shared::device_of(options.device_type, options.device_index, threads)?;
+            load(device, None)?
+        };
+        tracing::debug!(?path, "loaded {model:?}");
         out.set(handle::insert(model));
         Ok(())
     })
@@ -183,8 +207,9 @@ pub unsafe extern "C" fn NVFP4_model_release(model: *mut NVFP4_Model) -> NVFP4_S
     })
 }
 
-/// What was loaded, as JSON: architecture, device, parameters, weight_bytes, formats, sizes, kv_bytes_per_token,
-/// stop_tokens. Keys may be added in later versions.
+/// What was loaded, as JSON: architecture, device, device_choice (why that one, as one line, where it was #NVFP4_DEVICE_AUTO;
+/// null where it was named), parameters, weight_bytes, formats, sizes, kv_bytes_per_token, stop_tokens. Keys may be added in
+/// later versions.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_model_info(
     model: *const NVFP4_Model,

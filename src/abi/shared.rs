@@ -44,22 +44,36 @@ pub(super) fn device() -> Result<Device> {
     Ok(device)
 }
 
+/// The CPU for work; one of its own where `threads` are asked for.
+pub(super) fn cpu(threads: Option<usize>) -> Result<Device> {
+    match threads {
+        None => device(),
+        threads => Device::cpu(threads),
+    }
+}
+
+/// Refuses the index of a device whose type has one device alone.
+pub(super) fn check_only(who: &str, device_index: i32) -> Result<()> {
+    match device_index {
+        -1 | 0 => Ok(()),
+        _ => bail!(
+            InvalidArgument,
+            "device_index is {device_index}; {who} has 0 (or -1)"
+        ),
+    }
+}
+
 /// The device that `device_type` and `device_index` name for work; a CPU of its own where `threads` are asked for.
 pub(super) fn device_of(
     device_type: i32,
     device_index: i32,
     threads: Option<usize>,
 ) -> Result<Device> {
-    let cpu = || match threads {
-        None => device(),
-        threads => Device::cpu(threads),
-    };
     match device_type {
-        NVFP4_DEVICE_CPU if (-1..=0).contains(&device_index) => cpu(),
-        NVFP4_DEVICE_CPU => bail!(
-            InvalidArgument,
-            "device_index is {device_index}; the CPU has 0 (or -1)"
-        ),
+        NVFP4_DEVICE_CPU => {
+            check_only("the CPU", device_index)?;
+            cpu(threads)
+        }
         NVFP4_DEVICE_CUDA => match usize::try_from(device_index) {
             Ok(ordinal) => Device::cuda(ordinal)
                 .map_err(|e| e.within(format_args!("CUDA device {device_index}"))),
@@ -68,13 +82,16 @@ pub(super) fn device_of(
                 "device_index is {device_index}; CUDA devices are numbered from 0"
             ),
         },
-        NVFP4_DEVICE_AUTO => match Device::cuda(0) {
-            Err(e) if e.kind() == ErrorKind::DeviceUnavailable => {
-                tracing::debug!("the CPU is chosen: {e}");
-                cpu()
+        NVFP4_DEVICE_AUTO => {
+            check_only("the library's choice", device_index)?;
+            match Device::cuda(0) {
+                Err(e) if e.kind() == ErrorKind::DeviceUnavailable => {
+                    tracing::debug!("the CPU is chosen: {e}");
+                    cpu(threads)
+                }
+                chosen => chosen,
             }
-            chosen => chosen,
-        },
+        }
         _ => bail!(
             InvalidArgument,
             "device_type is {device_type}; it takes 0 (CPU), 1 (CUDA) or -1 (the library's choice)"

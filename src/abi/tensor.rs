@@ -59,7 +59,8 @@ pub const NVFP4_DTYPE_FLOAT4_E2M1FN_X2: i32 = 45;
 pub const NVFP4_DEVICE_CPU: i32 = 0;
 /// A CUDA device, numbered from 0.
 pub const NVFP4_DEVICE_CUDA: i32 = 1;
-/// The library's choice, where a device is chosen for work: a CUDA device if there is one, or else the CPU.
+/// The library's choice, where a device is chosen for work; its index is 0 (or -1). A model gets the GPU that has room for it,
+/// or else the CPU, and NVFP4_model_info() says why; a weight gets CUDA device 0 if there is one, or else the CPU.
 pub const NVFP4_DEVICE_AUTO: i32 = -1;
 
 const _: () = assert!(
@@ -91,6 +92,11 @@ pub(super) fn device_number(device_type: i32, device_index: i32) -> Result<Optio
             "device_index is {device_index}; the CPU has 0 (or -1)"
         ),
         NVFP4_DEVICE_CUDA => Ok(Some(cuda_number(device_index)?)),
+        NVFP4_DEVICE_AUTO => bail!(
+            InvalidArgument,
+            "device_type is -1, the library's choice, which NVFP4_LoadOptions and NVFP4_WeightOptions take; a tensor takes 0 (CPU) \
+             or 1 (CUDA)"
+        ),
         _ => bail!(
             InvalidArgument,
             "device_type is {device_type}; a tensor takes 0 (CPU) or 1 (CUDA)"

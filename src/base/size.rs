@@ -1,4 +1,4 @@
-//! Checked arithmetic on sizes that come from files and from callers.
+//! Checked arithmetic on sizes that come from files and from callers, and sizes as people read them.
 
 use super::error::{Result, err};
 
@@ -18,4 +18,23 @@ pub fn product(what: &str, factors: &[usize]) -> Result<usize> {
 /// `n` rounded up to a multiple of `multiple`. Panics in debug builds if that overflows: check the size first.
 pub const fn round_up(n: usize, multiple: usize) -> usize {
     n.div_ceil(multiple) * multiple
+}
+
+/// `bytes` for people: `1.5 GB`.
+pub fn readable(bytes: u64) -> String {
+    const UNITS: [&str; 4] = ["kB", "MB", "GB", "TB"];
+    let mut value = bytes as f64;
+    let mut unit = "B";
+    for next in UNITS {
+        if value < 1000.0 {
+            break;
+        }
+        value /= 1000.0;
+        unit = next;
+    }
+    if unit == "B" {
+        format!("{bytes} B")
+    } else {
+        format!("{value:.1} {unit}")
+    }
 }

@@ -4,7 +4,6 @@
 mod bandwidth;
 mod bench;
 mod chat;
-mod devices;
 mod diagnose;
 mod hub;
 mod inspect;

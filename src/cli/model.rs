@@ -5,15 +5,15 @@ use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use NVFP4::base::ErrorKind::{DeviceUnavailable, OutOfMemory, Unsupported};
 use NVFP4::base::error::{bail, err};
 use NVFP4::base::{Error, Result};
 use NVFP4::format::nvfp4::{QuantizeOptions, Recipe};
+use NVFP4::model::placement::{self, Placement, Requirements};
 use NVFP4::model::{Activations, Device, KvType, LoadOptions, Model, Progress};
 use clap::ValueEnum;
 
 use super::quantize::RecipeName;
-use super::{devices, hub, output};
+use super::{hub, output};
 
 /// Where `model` lies: a path that exists, or a model of the hub, fetched if the cache does not hold it.
 pub(super) fn resolve(model: &str) -> Result<PathBuf> {
@@ -104,30 +104,33 @@ pub(super) struct ModelArgs {
 
 impl ModelArgs {
     /// Loads on the device that was asked for, or on the one that suits the models at `paths`.
-    fn load_on<T>(&self, paths: &[&Path], load: impl Fn(&Device) -> Result<T>) -> Result<T> {
+    fn load_on<T>(
+        &self,
+        paths: &[&Path],
+        load: impl Fn(&Device, Option<&Placement>) -> Result<T>,
+    ) -> Result<T> {
         if self.device != "auto" {
-            return load(&self.named(&self.device)?);
+            return load(&self.named(&self.device)?, None);
         }
-        let forbids = match (self.activations, self.kv) {
-            (ActivationsName::Int8, _) => Some("8-bit activations were asked for"),
-            (_, KvName::F32) => Some("keys and values in f32 were asked for"),
-            _ => None,
+        let requirements = Requirements {
+            quantize: self.quantize.is_some(),
+            sampling_only: false,
+            activations: self.activations(),
+            kv: self.kv.into(),
         };
-        let choice = devices::choose(paths, self.quantize.is_some(), forbids);
         // Who looks on is told; where there is no choice there is nothing to tell to a program.
-        if std::io::stderr().is_terminal() || choice.had_others {
-            eprintln!("nvfp4: running on {}: {}", choice.device, choice.reason);
-        }
-        if choice.device != "cpu" {
-            match self.named(&choice.device).and_then(|gpu| load(&gpu)) {
-                // Its kernels are made for some shapes, and other programs take memory, too.
-                Err(e) if [Unsupported, OutOfMemory, DeviceUnavailable].contains(&e.kind()) => {
-                    eprintln!("nvfp4: running on cpu after all: {e}");
-                }
-                loaded => return loaded,
+        let told = |placement: &Placement| {
+            if std::io::stderr().is_terminal() || placement.had_gpus() {
+                eprintln!("nvfp4: {placement}");
             }
-        }
-        load(&self.named("cpu")?)
+        };
+        placement::load(
+            paths,
+            &requirements,
+            || self.named("cpu"),
+            told,
+            |device, placement| load(device, Some(placement)),
+        )
     }
 
     fn named(&self, device: &str) -> Result<Device> {
@@ -152,21 +155,28 @@ impl ModelArgs {
 
     pub(super) fn load(&self) -> Result<Arc<Model>> {
         let path = resolve(&self.model)?;
-        self.load_on(&[&path], |device| self.load_from(&path, device))
+        self.load_on(&[&path], |device, placement| {
+            self.load_from(&path, device, placement)
+        })
     }
 
     /// Loads a second model, too, on the same device.
     pub(super) fn load_both(&self, other: &str) -> Result<(Arc<Model>, Arc<Model>)> {
         let (path, other) = (resolve(&self.model)?, resolve(other)?);
-        self.load_on(&[&path, &other], |device| {
+        self.load_on(&[&path, &other], |device, placement| {
             Ok((
-                self.load_from(&path, device)?,
-                self.load_from(&other, device)?,
+                self.load_from(&path, device, placement)?,
+                self.load_from(&other, device, placement)?,
             ))
         })
     }
 
-    fn load_from(&self, path: &Path, device: &Device) -> Result<Arc<Model>> {
+    fn load_from(
+        &self,
+        path: &Path,
+        device: &Device,
+        placement: Option<&Placement>,
+    ) -> Result<Arc<Model>> {
         let bar = output::byte_bar("loading", 0);
         let progress = |p: Progress| {
             bar.set_length(p.total);
@@ -177,6 +187,7 @@ impl ModelArgs {
             path,
             &LoadOptions {
                 device: device.clone(),
+                device_choice: placement.map(Placement::to_string),
                 quantize: self.quantize.map(|recipe| QuantizeOptions {
                     recipe: Recipe::from(recipe),
                     ..QuantizeOptions::default()

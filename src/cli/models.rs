@@ -3,11 +3,11 @@
 use std::collections::BTreeSet;
 
 use NVFP4::base::Result;
+use NVFP4::model::placement::{self, Room};
 use NVFP4::{checkpoint, cuda};
 use serde::Serialize;
 use serde_json::{Value, json};
 
-use super::devices::{self, Room};
 use super::{hub, output};
 
 #[derive(clap::Args)]
@@ -49,7 +49,7 @@ struct Fits {
 }
 
 pub(super) fn run(args: &Args) -> Result<()> {
-    let devices = devices::rooms(&cuda::report());
+    let devices = placement::rooms(&cuda::report());
     let cached = hub::inventory()?;
     if args.json {
         let all: Vec<Value> = cached
@@ -163,7 +163,7 @@ fn describe(model: &hub::Model, devices: &[Room]) -> Described {
 
 fn content(model: &hub::Model, devices: &[Room]) -> Result<Content> {
     let checkpoint = checkpoint::open(&model.path)?;
-    let needs_bytes = devices::needs_of(&*checkpoint, false)?;
+    let needs_bytes = placement::needs_of(&*checkpoint, false)?;
     Ok(Content::Runs {
         format: checkpoint.format(),
         // Norms are small and mostly of another type; matrices are what a model is held in.
@@ -177,7 +177,7 @@ fn content(model: &hub::Model, devices: &[Room]) -> Result<Content> {
         fits: devices
             .iter()
             .map(|d| Fits {
-                device: d.device.clone(),
+                device: d.device(),
                 fits: d.fits(needs_bytes),
             })
             .collect(),

@@ -9,6 +9,8 @@ use NVFP4::base::{Error, Result};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 
+pub(super) use NVFP4::base::size::readable as size;
+
 /// The exit code that a shell gives to a command that SIGPIPE ended.
 const PIPE_CLOSED: i32 = 141;
 
@@ -54,23 +56,4 @@ fn bar(label: impl Into<String>, total: u64, style: &str) -> ProgressBar {
     ProgressBar::new(total)
         .with_style(style)
         .with_message(label.into())
-}
-
-/// `bytes` for people.
-pub(super) fn size(bytes: u64) -> String {
-    const UNITS: [&str; 4] = ["kB", "MB", "GB", "TB"];
-    let mut value = bytes as f64;
-    let mut unit = "B";
-    for next in UNITS {
-        if value < 1000.0 {
-            break;
-        }
-        value /= 1000.0;
-        unit = next;
-    }
-    if unit == "B" {
-        format!("{bytes} B")
-    } else {
-        format!("{value:.1} {unit}")
-    }
 }

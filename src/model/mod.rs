@@ -8,6 +8,7 @@ mod gpu;
 mod gpu_cache;
 mod kv_cache;
 mod load;
+pub mod placement;
 mod rope;
 mod text;
 pub mod weights;
@@ -64,6 +65,8 @@ pub struct Progress {
 pub struct LoadOptions<'a> {
     /// Where it runs.
     pub device: Device,
+    /// Why it runs there, if nobody named the device: what a [`placement::Placement`] says.
+    pub device_choice: Option<String>,
     /// Quantizes dense weight matrices to NVFP4 while loading. Without, weights are held as they are stored, and those in
     /// other block formats as f32.
     pub quantize: Option<QuantizeOptions>,
@@ -80,6 +83,7 @@ impl LoadOptions<'_> {
     pub fn new(device: Device) -> Self {
         LoadOptions {
             device,
+            device_choice: None,
             quantize: None,
             activations: Activations::Exact,
             sampling_only: false,
@@ -108,6 +112,8 @@ pub struct ModelInfo {
     pub file_format: &'static str,
     /// Where it runs.
     pub device: String,
+    /// Why it runs there: `running on cuda:0: ...`. `None` where the device was named.
+    pub device_choice: Option<String>,
     /// Parameters, a tied head counted once.
     pub parameters: u64,
     /// Bytes of weights in memory.
@@ -420,6 +426,7 @@ fn describe(config: &Config, weights: &Weights, options: &LoadOptions<'_>) -> Mo
         architecture: config.architecture.name,
         file_format: "",
         device: options.device.name(),
+        device_choice: options.device_choice.clone(),
         parameters: matrices + own_table + vectors as u64,
         weight_bytes: weights.bytes() as u64,
         formats,

@@ -114,6 +114,7 @@ static void tensors(NVFP4_Tensor *t)
     BAD(invalid, NVFP4_tensor_empty, shape, 2, f32, 7, 0, &out);
     BAD(invalid, NVFP4_tensor_empty, shape, 2, f32, cpu, -2, &out);
     BAD(invalid, NVFP4_tensor_empty, shape, 2, f32, NVFP4_DEVICE_AUTO, 0, &out);
+    SAYS("NVFP4_LoadOptions");
     BAD(invalid, NVFP4_tensor_empty, shape, 2, f32, NVFP4_DEVICE_CUDA, -1, &out);
     BAD(NVFP4_DEVICE_UNAVAILABLE, NVFP4_tensor_empty, shape, 2, f32, NVFP4_DEVICE_CUDA, INT32_MAX, &out);
     BAD(invalid, NVFP4_tensor_from_device, floats, shape, 2, NULL, f32, 0, NULL, NULL, NULL);
@@ -339,6 +340,10 @@ static void weight_options(NVFP4_Tensor *codes, NVFP4_Tensor *scales)
     OPTION(invalid, device_index, 1);
     OPTION(invalid, device_index, -2);
     NVFP4_WeightOptions on_cuda = good;
+    on_cuda.device_type = NVFP4_DEVICE_AUTO;
+    on_cuda.device_index = 1;
+    BAD(invalid, NVFP4_backend_select, NVFP4_FORMAT_NVFP4, &on_cuda, text, sizeof text, &length);
+    SAYS("device_index is 1");
     on_cuda.device_type = NVFP4_DEVICE_CUDA;
     on_cuda.device_index = -1;
     BAD(invalid, NVFP4_backend_select, NVFP4_FORMAT_NVFP4, &on_cuda, text, sizeof text, &length);

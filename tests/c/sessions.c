@@ -82,6 +82,71 @@ static void models(const char *path)
                        "<|im_start|>assistant\n") == 0);
 }
 
+static int lines;
+
+static int32_t told(void *user, int32_t level, const char *message, size_t length)
+{
+    CHECK(level <= NVFP4_LOG_INFO && length > 11);
+    lines += strncmp(message, "running on ", 11) == 0;
+    memcpy(user, message, length);
+    ((char *)user)[length] = '\0';
+    return 0;
+}
+
+/* The model's description after it was loaded so; whether it says where it runs in words that begin with `choice`. */
+static int chosen(const char *path, const NVFP4_LoadOptions *options, const char *device, const char *choice)
+{
+    static char text[4096];
+    size_t length;
+    NVFP4_Model *loaded = NULL;
+    OK(NVFP4_model_load(path, strlen(path), options, NULL, NULL, NULL, &loaded));
+    OK(NVFP4_model_info(loaded, text, sizeof text, &length));
+    OK(NVFP4_model_release(loaded));
+    return strstr(text, device) != NULL && strstr(text, choice) != NULL;
+}
+
+/* A device that nobody named is told, with the reason, to whoever asks and to the log. */
+static void devices(const char *path)
+{
+    static char line[4096];
+    NVFP4_LoadOptions options;
+    OK(NVFP4_load_options_init(&options, sizeof options));
+    CHECK(options.device_type == NVFP4_DEVICE_CPU);
+    OK(NVFP4_set_log_callback(told, line, NVFP4_LOG_INFO));
+    CHECK(chosen(path, NULL, "\"device\":\"cpu (", "\"device_choice\":null"));
+    CHECK(chosen(path, &options, "\"device\":\"cpu (", "\"device_choice\":null"));
+    CHECK(lines == 0);
+
+    options.device_type = NVFP4_DEVICE_AUTO;
+    if (cuda_device()) {
+        CHECK(chosen(path, &options, "\"device\":\"cuda:", "\"device_choice\":\"running on cuda:"));
+        CHECK(strstr(line, " free, and the model takes ") != NULL);
+    } else {
+        CHECK(chosen(path, &options, "\"device\":\"cpu (", "\"device_choice\":\"running on cpu: "));
+        CHECK(strstr(line, "driver") != NULL);
+    }
+    CHECK(lines == 1);
+    /* What no GPU does is left to the CPU. */
+    options.activations = NVFP4_ACTIVATIONS_INT8;
+    options.threads = 1;
+    options.device_index = -1;
+    CHECK(chosen(path, &options, ", 1 threads)\"", "\"device_choice\":\"running on cpu: "));
+    CHECK(lines == 2 && (!cuda_device() || strstr(line, "8-bit activations") != NULL));
+    options.activations = NVFP4_ACTIVATIONS_EXACT;
+    options.sampling_only = 1;
+    CHECK(chosen(path, &options, "\"device\":\"cpu (", "\"device_choice\":\"running on cpu: "));
+    OK(NVFP4_set_log_callback(NULL, NULL, NVFP4_LOG_OFF));
+
+    NVFP4_Model *none = NULL;
+    options.device_index = 1;
+    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_model_load(path, strlen(path), &options, NULL, NULL, NULL, &none));
+    SAYS("device_index is 1");
+    /* The reason of a load that fails is the file's, whatever was chosen. */
+    options.device_index = 0;
+    FAILS(NVFP4_NOT_FOUND, NVFP4_model_load("/nowhere", 8, &options, NULL, NULL, NULL, &none));
+    CHECK(none == NULL);
+}
+
 static void prefill_and_decode(void)
 {
     NVFP4_Session *whole = create(NULL), *single = create(NULL), *grown = create(NULL);
@@ -523,6 +588,7 @@ int main(int argc, char **argv)
         return 2;
     }
     models(argv[1]);
+    devices(argv[1]);
     prefill_and_decode();
     streaming();
     cancelled_prefill();

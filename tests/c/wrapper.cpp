@@ -292,7 +292,11 @@ struct Own {
 void sessions(const std::string &path, const std::string &scratch)
 {
     nvfp4::LoadOptions load;
+    CHECK(load.device_type == NVFP4_DEVICE_AUTO);
     load.threads = 1;
+    CHECK(nvfp4::Model(path, load).info().find("\"device_choice\":\"running on ") != std::string::npos);
+    load.device_type = NVFP4_DEVICE_CPU;
+    CHECK(nvfp4::Model(path, load).info().find("\"device_choice\":null") != std::string::npos);
     const nvfp4::QuantizeOptions quantize;
     int calls = 0;
     nvfp4::Model model(path, load, &quantize, [&](std::uint64_t done, std::uint64_t total) {

@@ -148,7 +148,14 @@ static class Tests
         var generate = new GenerateOptions();
         Check(generate.MaxTokens == 512 && generate.TopP == 1 && generate.RepetitionPenalty == 1 && generate.Temperature == 0);
         Check(new QuantizeOptions().Levels == Levels.Two && new WeightOptions().DenseDType == DType.Float32);
-        Check(new LoadOptions().Device.Equals(Device.Cpu) && new SessionOptions().KvType == KvType.Float16);
+        Check(new SessionOptions().KvType == KvType.Float16);
+
+        // But for the device of a model, of which the library has to say why.
+        Check(new LoadOptions().Device.Equals(Device.Auto));
+        Check(model.Info.DeviceChoice.StartsWith("running on cpu: ") && model.Info.Device.StartsWith("cpu ("), model.Info.Json);
+        using (Model named = Model.Load(modelPath, new LoadOptions { Device = Device.Cpu }))
+            Check(named.Info.DeviceChoice == null && named.Info.Device.StartsWith("cpu ("), named.Info.Json);
+        Throws<Nvfp4ArgumentException>(() => Tensor.Empty(Device.Auto, DType.Float32, 1), "LoadOptions");
         Library.SetThreads(2);
         Library.SetThreads(0);
         Library.EmptyCache();

@@ -17,6 +17,9 @@ readonly sdk_sha512=d3d2f7a2fe75317ae763619d6c7b3bb0b6f16b925bde6207d82dab3ee075
 readonly ssl_package=psycopg2-binary==2.9.3
 readonly ssl_sha256=887dd9aac71765ac0d0bac1d0d4b4f2c99d5f5c1382d8b770404f0f3d0ce8a39
 
+# Models go to a GPU unless told otherwise, and what is expected here are the processor's answers.
+export CUDA_VISIBLE_DEVICES=
+
 build=$(cd "${NVFP4_BUILD:-target/release}" && pwd) || exit 1
 target=$(mkdir -p "${CARGO_TARGET_DIR:-target}/dotnet" && cd "${CARGO_TARGET_DIR:-target}/dotnet" && pwd) || exit 1
 sdk=$target/sdk/package

@@ -39,6 +39,9 @@ let x, w = values (4 * 256), values (64 * 256)
 
 test "pipes of models and conversations" (fun () ->
     use model = Model.load reciter
+    same true (model.Info.DeviceChoice.StartsWith "running on cpu: ")
+    use named = reciter |> Model.loadOn Device.Cpu
+    same null named.Info.DeviceChoice
     same "qwen3" (Model.info model).Architecture
     same "héllo 😀" ("héllo 😀" |> Model.encode model |> Model.decode model)
     use chat = model |> Chat.withSystem "你是诗人。"

@@ -459,8 +459,8 @@ class Models(unittest.TestCase):
         cls.scratch = tempfile.TemporaryDirectory()
         cls.reciting = os.path.join(cls.scratch.name, "reciter")
         cls.answer = reciter.write(cls.reciting, TEXT)
-        cls.reciter = nvfp4.Model(cls.reciting, threads=1)
-        cls.golden = nvfp4.Model(GOLDEN, threads=1)
+        cls.reciter = nvfp4.Model(cls.reciting, device="cpu", threads=1)
+        cls.golden = nvfp4.Model(GOLDEN, device="cpu", threads=1)
 
     @classmethod
     def tearDownClass(cls):
@@ -498,9 +498,32 @@ class Models(unittest.TestCase):
                     call(text)
         self.assertEqual(len(session), len(self.answer) + 1)
 
+    def test_devices(self):
+        lines = []
+        nvfp4.set_log(lambda level, line: lines.append((level, line)), "info")
+        try:
+            chosen = nvfp4.Model(self.reciting).info
+            asked = nvfp4.Model(self.reciting, device="auto").info
+        finally:
+            nvfp4.set_log(None)
+        self.assertEqual(asked["device"], chosen["device"])
+        # A GPU that failed was told of before.
+        self.assertLessEqual({("info", info["device_choice"]) for info in (chosen, asked)}, set(lines))
+        # "cuda:0 (A GPU)", "running on cuda:0: A GPU has ...".
+        self.assertRegex(chosen["device_choice"], rf"^running on {chosen['device'].split()[0]}( after all)?: ")
+        cuda = nvfp4.diagnose()["backends"]["cuda"]
+        if not cuda["available"]:
+            self.assertEqual(chosen["device_choice"], "running on cpu: " + cuda["reason"])
+        self.assertIsNone(self.reciter.info["device_choice"])
+        self.assertIn("running on cpu: ", nvfp4.Model(self.reciting, activations="int8").info["device_choice"])
+        with self.assertRaisesRegex(nvfp4.InvalidArgument, "device_index is 1"):
+            nvfp4.Model(self.reciting, device="auto:1")
+        with self.assertRaisesRegex(nvfp4.InvalidArgument, "NVFP4_LoadOptions"):
+            nvfp4.Tensor.zeros((1,), device="auto")
+
     def test_loading(self):
         calls = []
-        model = nvfp4.Model(self.reciting, {"recipe": "sweep"}, lambda done, total: calls.append((done, total)), threads=1)
+        model = nvfp4.Model(self.reciting, {"recipe": "sweep"}, lambda done, total: calls.append((done, total)), device="cpu", threads=1)
         self.assertTrue(calls and calls[-1][0] <= calls[-1][1])
         self.assertIn("nvfp4", model.info["formats"])
         self.assertNotIn("nvfp4", self.reciter.info["formats"])
@@ -662,7 +685,7 @@ class Models(unittest.TestCase):
         # One that was never begun, and one whose session and model are gone.
         chat.ask("Hello")
         self.assertEqual(chat.say("Hello").text, TEXT)
-        model = nvfp4.Model(self.reciting, threads=1)
+        model = nvfp4.Model(self.reciting, device="cpu", threads=1)
         chat = model.chat()
         stream = chat.ask("Hello")
         chat.close()

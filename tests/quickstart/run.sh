@@ -30,9 +30,11 @@ make_model() {
 JSON
 }
 
-# The model by the name that the quickstart itself has, redirected, compressed and with a token.
+# The model by the name that the quickstart itself has, redirected, compressed and with a token. One line of the C program says
+# where it runs, and why there.
 from_the_hub() {
-    HF_TOKEN=hf_good bash examples/quickstart.sh "Why is the sky blue?" >"$work/answer" &&
+    HF_TOKEN=hf_good bash examples/quickstart.sh "Why is the sky blue?" >"$work/answer" 2>"$work/said"
+    [ $? -eq 0 ] && cat "$work/said" && grep -qE '^\[running on (cpu|cuda:[0-9]+)( after all)?: .+\]$' "$work/said" &&
         [ "$(cat "$work/answer")" = "Blue light scatters most." ] && [ -f "$work/made/Qwen_Qwen3-0.6B-nvfp4/merges.txt" ]
 }
 

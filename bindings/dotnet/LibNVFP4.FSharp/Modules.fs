@@ -55,7 +55,7 @@ module Weight =
 /// Models.
 [<RequireQualifiedAccess>]
 module Model =
-    /// Loads a model.
+    /// Loads a model, to the GPU with room for it or else to the processor; its `Info.DeviceChoice` says why.
     let load (path: string) = Model.Load(path)
 
     /// Loads a model.

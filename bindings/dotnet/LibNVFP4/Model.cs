@@ -16,6 +16,7 @@ namespace LibNVFP4
             Dictionary<string, object> members = LibNVFP4.Json.Object(json);
             Architecture = (string)members["architecture"];
             Device = (string)members["device"];
+            DeviceChoice = (string)members["device_choice"];
             Parameters = (long)members["parameters"];
             WeightBytes = (long)members["weight_bytes"];
             KvBytesPerToken = (long)members["kv_bytes_per_token"];
@@ -31,6 +32,9 @@ namespace LibNVFP4
 
         /// <summary>What it runs on.</summary>
         public string Device { get; }
+
+        /// <summary>Why it runs there, as one line, or null where the device was named.</summary>
+        public string DeviceChoice { get; }
 
         /// <summary>The number of its parameters.</summary>
         public long Parameters { get; }
@@ -86,7 +90,7 @@ namespace LibNVFP4
 
         /// <summary>Loads a model: a directory, or a .safetensors, .dat or .gguf file.</summary>
         /// <param name="path">Where it is.</param>
-        /// <param name="options">Null for the defaults.</param>
+        /// <param name="options">Null for the defaults: the GPU with room for the model, or else the processor.</param>
         /// <param name="quantize">How to quantize dense weights to NVFP4 while loading; null holds weights as they are stored.</param>
         /// <param name="progress">Is told how far it is, or null.</param>
         /// <param name="cancellation">Stops it.</param>
@@ -99,10 +103,10 @@ namespace LibNVFP4
             {
                 call.Finish(Library.After(() =>
                 {
-                    NativeLoadOptions raw = options == null ? default(NativeLoadOptions) : options.Raw;
+                    NativeLoadOptions raw = (options ?? new LoadOptions()).Raw;
                     NativeQuantizeOptions rawQuantize = quantize == null ? default(NativeQuantizeOptions) : quantize.Raw;
                     fixed (byte* at = bytes)
-                        return Native.NVFP4_model_load(at, Interop.Size(bytes.Length), options == null ? null : &raw,
+                        return Native.NVFP4_model_load(at, Interop.Size(bytes.Length), &raw,
                             quantize == null ? null : &rawQuantize, call.Callback, call.User, out handle);
                 }));
             }

@@ -18,7 +18,7 @@ namespace LibNVFP4
         /// <summary>The processor.</summary>
         public static Device Cpu => new Device(DeviceType.Cpu);
 
-        /// <summary>A CUDA device if there is one, or else the processor. For work, not for tensors.</summary>
+        /// <summary>For a model the GPU with room for it, for a weight the first CUDA device, or else the processor. Not for tensors.</summary>
         public static Device Auto => new Device(DeviceType.Auto);
 
         /// <summary>A CUDA device.</summary>
@@ -133,9 +133,10 @@ namespace LibNVFP4
                 fixed (NativeLoadOptions* raw = &Raw)
                     return Native.NVFP4_load_options_init(raw, (uint)sizeof(NativeLoadOptions));
             });
+            Device = Device.Auto;
         }
 
-        /// <summary>Where it runs. Default: the processor.</summary>
+        /// <summary>Where it runs. Default: the GPU with room for the model, or else the processor. <see cref="ModelInfo.DeviceChoice"/> says why.</summary>
         public Device Device
         {
             get => new Device((DeviceType)Raw.DeviceType, Raw.DeviceIndex);

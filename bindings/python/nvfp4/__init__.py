@@ -6,6 +6,8 @@ NVFP4 from Python: quantize and multiply, and run language models whose weights 
     for piece in chat.ask("Why is the sky blue?"):
         print(piece, end="", flush=True)
 
+A model runs on the GPU with room for it, or else on the CPU, unless device= names one; model.info says which and why.
+
 tensors.py has Tensor, quantize() and products; models.py has Model, Tokenizer, Session and ChatSession. native.py has the C
 interface itself: what has no wrapper is called as nvfp4.native.lib.NAME.
 

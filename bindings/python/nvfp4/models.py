@@ -72,7 +72,7 @@ class Tokenizer:
 
     def __init__(self, model):
         """`model` is a Model, or a path from which all but the layers is loaded."""
-        self._model = model if isinstance(model, Model) else Model(model, sampling_only=True)
+        self._model = model if isinstance(model, Model) else Model(model, device="cpu", sampling_only=True)
 
     def encode(self, text, add_special=True):
         """`add_special` adds what the model wants around a text."""
@@ -93,7 +93,8 @@ class Tokenizer:
 
 class Model(Handle):
     """
-    A model from a directory or file. Options: device (cpu, cuda, cuda:1, auto), threads, activations (exact, int8),
+    A model from a directory or file, on the GPU with room for it, or else on the CPU: info["device"] says where, and
+    info["device_choice"] why. Options: device (auto, the default, cpu, cuda, cuda:1), threads, activations (exact, int8),
     sampling_only. `quantize` is True, or the options of quantize(), to make dense weights NVFP4; `progress` takes bytes done
     and in all, and cancels if it returns False.
     """
@@ -101,7 +102,7 @@ class Model(Handle):
     _kind = "model"
 
     def __init__(self, path, quantize=None, progress=None, **options):
-        how = native.options(native.LoadOptions, options)
+        how = native.options(native.LoadOptions, {"device": "auto", **options})
         self._as_parameter_ = _loading(progress, lambda callback: native.value_out(
             ctypes.c_void_p, lib.model_load, *native.text_in(path), ctypes.byref(how), _quantization(quantize), callback, None))
 

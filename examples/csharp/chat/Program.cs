@@ -25,6 +25,8 @@ static class Program
             using (Model model = Model.Load(args[0]))
             using (var chat = new ChatSession(model, "You are a helpful assistant.", sessionOptions))
             {
+                // The GPU with room for the model, or else the processor.
+                Console.Error.WriteLine("[{0}]", model.Info.DeviceChoice);
                 if (args.Length == 2)
                     Answer(chat, args[1]);
                 string line;

@@ -1,0 +1,350 @@
+//! Where a model runs if nobody says: which devices this machine has, how much memory they have, and which of them has room
+//! for the model. Only chooses and loads; what is said to the user, and how, is the caller's.
+
+use std::fmt;
+use std::path::Path;
+
+use super::{Activations, Device, KvType};
+use crate::base::ErrorKind::{DeviceUnavailable, OutOfMemory, Unsupported};
+use crate::base::size::readable;
+use crate::base::{Error, Result, memory};
+use crate::checkpoint::{self, Checkpoint};
+use crate::cuda::{self, Report};
+
+/// Positions of a conversation that are counted as needed.
+const CONTEXT: usize = 4096;
+
+/// What of a device's memory a model may take: the rest is the system's, other programs' and working memory.
+const SHARE: f64 = 0.9;
+
+/// A device that can run models.
+#[derive(Clone, Debug)]
+pub struct Room {
+    /// The N of `cuda:N`; `None` is the CPU.
+    gpu: Option<usize>,
+    /// Its name for people.
+    label: String,
+    /// Bytes of its memory.
+    total: u64,
+    /// Bytes that nobody uses now.
+    free: u64,
+}
+
+impl Room {
+    /// `cpu`, `cuda:0`.
+    pub fn device(&self) -> String {
+        device_name(self.gpu)
+    }
+
+    /// Whether a model that needs so many bytes fits, if nothing else runs.
+    pub fn fits(&self, needs: u64) -> bool {
+        needs as f64 <= self.total as f64 * SHARE
+    }
+
+    /// Whether it fits beside what runs now.
+    fn fits_now(&self, needs: u64) -> bool {
+        needs as f64 <= self.free as f64 * SHARE
+    }
+}
+
+fn device_name(gpu: Option<usize>) -> String {
+    match gpu {
+        None => "cpu".to_owned(),
+        Some(ordinal) => format!("cuda:{ordinal}"),
+    }
+}
+
+/// The bytes that an opened model takes with a conversation of usual length; `quantize` if its dense weights are quantized while
+/// they are loaded.
+pub fn needs_of(checkpoint: &dyn Checkpoint, quantize: bool) -> Result<u64> {
+    let estimate = super::estimate(checkpoint, quantize)?;
+    let positions = estimate.max_positions.min(CONTEXT) as u64;
+    Ok(estimate.weight_bytes + estimate.kv_bytes_per_token * positions)
+}
+
+/// The CPU, if the system tells its memory, and the GPUs that can be used.
+pub fn rooms(report: &Report) -> Vec<Room> {
+    let cpu = memory::of_machine().map(|total| Room {
+        gpu: None,
+        label: "the processor".to_owned(),
+        total,
+        free: total,
+    });
+    cpu.into_iter().chain(gpus(report)).collect()
+}
+
+fn gpus(report: &Report) -> Vec<Room> {
+    let usable = report.devices.iter().filter(|_| report.available);
+    let gpu = |d: &cuda::DeviceReport| {
+        let details = d.details.as_ref()?;
+        Some(Room {
+            gpu: Some(d.index),
+            label: details.name.clone(),
+            total: details.total_bytes as u64,
+            free: details.free_bytes as u64,
+        })
+    };
+    usable.filter_map(gpu).collect()
+}
+
+/// How models are to run, as far as it bears on where they can.
+#[derive(Clone, Copy, Debug)]
+pub struct Requirements {
+    /// Whether dense weights are quantized while they are loaded.
+    pub quantize: bool,
+    /// Whether the layers are left out.
+    pub sampling_only: bool,
+    /// How activations enter products with NVFP4 weights.
+    pub activations: Activations,
+    /// How keys and values are cached.
+    pub kv: KvType,
+}
+
+impl Requirements {
+    /// Why no GPU will do, if that is so.
+    fn exclude_gpus(&self) -> Option<&'static str> {
+        match (self.activations, self.kv) {
+            (Activations::Int8, _) => Some("8-bit activations were asked for"),
+            (_, KvType::F32) => Some("keys and values in f32 were asked for"),
+            _ if self.sampling_only => Some("a model without its layers has nothing for a GPU"),
+            _ => None,
+        }
+    }
+}
+
+/// Where models run, and why there. Shown as one line: `running on cuda:0: A GPU has 20.0 GB free, and the model takes 1.0 GB`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Placement {
+    /// The N of `cuda:N`; `None` is the CPU.
+    gpu: Option<usize>,
+    reason: String,
+    had_gpus: bool,
+    /// Whether a GPU was chosen first, and failed.
+    after_all: bool,
+}
+
+impl Placement {
+    /// Whether there was a GPU to choose.
+    pub fn had_gpus(&self) -> bool {
+        self.had_gpus
+    }
+}
+
+impl fmt::Display for Placement {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (device, reason) = (device_name(self.gpu), &self.reason);
+        let after_all = if self.after_all { " after all" } else { "" };
+        write!(f, "running on {device}{after_all}: {reason}")
+    }
+}
+
+/// Loads the models at `paths`, all of them on one device: the GPU with the most room if they fit there, else the CPU, which `cpu`
+/// makes. A GPU that turns out not to run them, or not to have the memory, leaves them to the CPU, too.
+///
+/// `told` hears of each choice before `load` acts on it. `load` is called a second time where a GPU failed.
+pub fn load<T>(
+    paths: &[&Path],
+    requirements: &Requirements,
+    cpu: impl FnOnce() -> Result<Device>,
+    told: impl Fn(&Placement),
+    load: impl Fn(&Device, &Placement) -> Result<T>,
+) -> Result<T> {
+    let gpu = |ordinal| {
+        let named = |e: Error| e.within(format_args!("device 'cuda:{ordinal}'"));
+        Device::cuda(ordinal).map_err(named)
+    };
+    load_at(choose(paths, requirements), gpu, cpu, told, load)
+}
+
+fn load_at<T>(
+    mut placement: Placement,
+    gpu: impl FnOnce(usize) -> Result<Device>,
+    cpu: impl FnOnce() -> Result<Device>,
+    told: impl Fn(&Placement),
+    load: impl Fn(&Device, &Placement) -> Result<T>,
+) -> Result<T> {
+    told(&placement);
+    if let Some(ordinal) = placement.gpu {
+        match gpu(ordinal).and_then(|gpu| load(&gpu, &placement)) {
+            // Its kernels are made for some shapes, and other programs take memory, too.
+            Err(e) if [Unsupported, OutOfMemory, DeviceUnavailable].contains(&e.kind()) => {
+                placement = Placement {
+                    gpu: None,
+                    reason: e.to_string(),
+                    had_gpus: true,
+                    after_all: true,
+                };
+                told(&placement);
+            }
+            loaded => return loaded,
+        }
+    }
+    load(&cpu()?, &placement)
+}
+
+fn choose(paths: &[&Path], requirements: &Requirements) -> Placement {
+    let report = cuda::report();
+    let gpus = gpus(&report);
+    let needs = || {
+        paths.iter().try_fold(0, |sum, path| {
+            Ok::<u64, Error>(sum + needs_of(&*checkpoint::open(path)?, requirements.quantize)?)
+        })
+    };
+    let cpu = |reason: &str| Placement {
+        gpu: None,
+        reason: reason.to_owned(),
+        had_gpus: !gpus.is_empty(),
+        after_all: false,
+    };
+    match (&report.reason, requirements.exclude_gpus()) {
+        (Some(reason), _) => cpu(reason),
+        (None, Some(reason)) => cpu(reason),
+        (None, None) => match needs() {
+            Ok(needs) => among(&gpus, needs),
+            // Loading it says what is wrong with it.
+            Err(_) => cpu("what the model takes is not known"),
+        },
+    }
+}
+
+/// The GPU with the most room for so many bytes, if they fit.
+fn among(gpus: &[Room], needs: u64) -> Placement {
+    let Some(room) = gpus.iter().max_by_key(|gpu| gpu.free) else {
+        return Placement {
+            gpu: None,
+            reason: "no GPU can be used".to_owned(),
+            had_gpus: false,
+            after_all: false,
+        };
+    };
+    let (gpu, who) = match room.fits_now(needs) {
+        true => (room.gpu, room.label.clone()),
+        false => (None, format!("{} ({})", room.device(), room.label)),
+    };
+    Placement {
+        gpu,
+        reason: format!(
+            "{who} has {} free, and the model takes {}",
+            readable(room.free),
+            readable(needs)
+        ),
+        had_gpus: true,
+        after_all: false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::RefCell;
+
+    use super::*;
+    use crate::base::error::err;
+
+    fn gpu(index: usize, free: u64) -> Room {
+        Room {
+            gpu: Some(index),
+            label: "A GPU".to_owned(),
+            total: 100_000_000_000,
+            free,
+        }
+    }
+
+    #[test]
+    fn the_gpu_with_the_most_room() {
+        let two = [gpu(0, 10_000_000_000), gpu(1, 20_000_000_000)];
+        let fits = among(&two, 15_000_000_000);
+        assert_eq!(
+            fits.to_string(),
+            "running on cuda:1: A GPU has 20.0 GB free, and the model takes 15.0 GB"
+        );
+        let large = among(&two, 19_000_000_000);
+        assert_eq!(
+            large.to_string(),
+            "running on cpu: cuda:1 (A GPU) has 20.0 GB free, and the model takes 19.0 GB"
+        );
+        assert!(fits.had_gpus() && large.had_gpus());
+        let none = among(&[], 1);
+        assert_eq!(none.to_string(), "running on cpu: no GPU can be used");
+        assert!(!none.had_gpus());
+        assert!(two[0].fits(15_000_000_000) && !two[0].fits(95_000_000_000));
+    }
+
+    /// What a load says that meets `failure` on a GPU, and how it ends. The devices are CPUs of 1 and 2 threads.
+    fn said(failure: Option<Error>) -> (Vec<String>, Result<usize>) {
+        let said = RefCell::new(Vec::new());
+        let loaded = load_at(
+            among(&[gpu(3, 1000)], 500),
+            |ordinal| Device::cpu(Some(ordinal - 2)),
+            || Device::cpu(Some(2)),
+            |placement| said.borrow_mut().push(placement.to_string()),
+            |device, _| match &failure {
+                Some(e) if device.threads() == 1 => Err(e.clone()),
+                _ => Ok(device.threads()),
+            },
+        );
+        (said.into_inner(), loaded)
+    }
+
+    #[test]
+    fn a_gpu_that_fails_leaves_the_model_to_the_cpu_and_the_reason_is_told() {
+        let first = "running on cuda:3: A GPU has 1.0 kB free, and the model takes 500 B";
+        let (lines, loaded) = said(None);
+        assert_eq!((lines, loaded.unwrap()), (vec![first.to_owned()], 1));
+        for failure in [
+            err!(Unsupported, "heads of 80"),
+            err!(OutOfMemory, "heads of 80"),
+            err!(DeviceUnavailable, "heads of 80"),
+        ] {
+            let (lines, loaded) = said(Some(failure));
+            let after_all = "running on cpu after all: heads of 80";
+            assert_eq!(lines, [first, after_all]);
+            assert_eq!(loaded.unwrap(), 2);
+        }
+        for failure in [
+            err!(CorruptFile, "a bad file"),
+            err!(Cancelled, "was cancelled"),
+            err!(OverBudget, "the budget"),
+        ] {
+            let (lines, loaded) = said(Some(failure.clone()));
+            assert_eq!(lines, [first]);
+            assert_eq!(loaded.unwrap_err().kind(), failure.kind());
+        }
+    }
+
+    #[test]
+    fn what_a_gpu_does_not_do_excludes_it() {
+        let plain = Requirements {
+            quantize: true,
+            sampling_only: false,
+            activations: Activations::Exact,
+            kv: KvType::F16,
+        };
+        assert_eq!(plain.exclude_gpus(), None);
+        for (requirements, reason) in [
+            (
+                Requirements {
+                    activations: Activations::Int8,
+                    ..plain
+                },
+                "8-bit activations",
+            ),
+            (
+                Requirements {
+                    kv: KvType::F32,
+                    ..plain
+                },
+                "f32",
+            ),
+            (
+                Requirements {
+                    sampling_only: true,
+                    ..plain
+                },
+                "layers",
+            ),
+        ] {
+            let said = requirements.exclude_gpus().unwrap_or_default();
+            assert!(said.contains(reason), "{requirements:?}: {said}");
+        }
+    }
+}
