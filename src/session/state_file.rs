@@ -18,7 +18,8 @@ use crate::base::{Error, Result};
 use crate::model::{KvCache, KvType, Model};
 
 const MAGIC: [u8; 8] = *b"NVFP4SES";
-const VERSION: u32 = 1;
+/// Version 1 told models apart by the first and last rows of their weights.
+const VERSION: u32 = 2;
 /// Bytes of magic, version and the header's length.
 const FRONT: u64 = 16;
 const CHECKSUM: u64 = 8;
@@ -125,9 +126,13 @@ fn restore(model: Arc<Model>, file: File) -> Result<Session> {
     }
     let version = u32::from_le_bytes(input.array()?);
     if version != VERSION {
+        let advice = match version < VERSION {
+            true => "an older library wrote it; start the conversation anew, and save it again",
+            false => "a newer library wrote it; restore it with that one",
+        };
         bail!(
             Unsupported,
-            "session files of version {version} are not known; this library reads version {VERSION}"
+            "it is a session file of version {version}, and this library reads version {VERSION}: {advice}"
         );
     }
     let length = u32::from_le_bytes(input.array()?);
