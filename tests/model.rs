@@ -6,14 +6,16 @@ mod common;
 use std::cell::Cell;
 use std::collections::BTreeSet;
 use std::fs;
-use std::ops::ControlFlow;
+use std::ops::{ControlFlow, Range};
+use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use NVFP4::base::ErrorKind;
+use NVFP4::base::{ErrorKind, Result};
+use NVFP4::checkpoint::{self, Checkpoint, Entry, Metadata, Part};
 use NVFP4::format::nvfp4::QuantizeOptions;
 use NVFP4::model::{Activations, Device, KvCache, KvType, LoadOptions, Logits, Model, Scratch};
-use common::{Copy, golden, load, options, some_tokens};
+use common::{Copy, cut, golden, load, options, some_tokens};
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Value, json};
@@ -304,7 +306,7 @@ fn quantizing_while_loading_is_what_the_file_holds() {
     let exact = worst(&run(&as_stored, &tokens, Logits::All));
     assert!(exact <= TOLERANCE, "{exact}");
     assert_eq!(as_stored.info().formats["f32"].tensors, 14);
-    assert!(!as_stored.info().embedding_mapped);
+    assert!(!as_stored.info().embedding_in_file);
 
     let quantized = LoadOptions {
         quantize: Some(QuantizeOptions::default()),
@@ -313,7 +315,7 @@ fn quantizing_while_loading_is_what_the_file_holds() {
     let quantized = Model::load(&dense.0, &quantized).unwrap();
     let info = quantized.info();
     assert_eq!(info.formats["nvfp4"].tensors, 15);
-    assert!(info.embedding_mapped && info.formats.len() == 1);
+    assert!(info.embedding_in_file && info.formats.len() == 1);
     assert!(info.weight_bytes < as_stored.info().weight_bytes / 4);
     let mut row = vec![0.0; 64];
     let mut original = vec![0.0; 64];
@@ -472,17 +474,19 @@ impl Copy {
 /// A golden with its NVFP4 matrices stored as f32.
 fn dense_copy(case: &str) -> Copy {
     let dir = Copy::of(case, "dense");
-    let checkpoint = NVFP4::checkpoint::open(&golden(case)).unwrap();
+    let checkpoint = checkpoint::open(&golden(case)).unwrap();
     let tensors: Vec<(String, Dtype, Vec<usize>, Vec<u8>)> = checkpoint
         .entries()
         .iter()
         .map(|e| {
-            if let Some(bytes) = checkpoint.bytes(e) {
+            if let Some(part) = checkpoint.plain(e) {
+                let mut bytes = vec![0; part.bytes];
+                checkpoint.read_part(&part, 0, &mut bytes).unwrap();
                 let dtype = match e.encoding.name() {
                     "BF16" => Dtype::BF16,
                     _ => Dtype::F32,
                 };
-                return (e.name.clone(), dtype, e.shape.clone(), bytes.to_vec());
+                return (e.name.clone(), dtype, e.shape.clone(), bytes);
             }
             let mut values = vec![0.0f32; e.rows() * e.cols()];
             checkpoint.rows_f32(e, 0..e.rows(), &mut values).unwrap();
@@ -658,4 +662,119 @@ fn what_was_loaded() {
     assert_ne!(model.fingerprint(), load("qwen3_yarn").fingerprint());
     let e = load("llama_tied").tokenizer().unwrap_err();
     assert!(e.message().contains("tokenizer.json"), "{e}");
+}
+
+/// Each of these ended the process by a signal when files were mapped.
+#[test]
+fn a_file_that_shrinks_before_its_weights_are_read_is_an_error() {
+    for case in ["qwen3_tied", "qwen3_untied"] {
+        let whole = fs::metadata(golden(case).join("model.safetensors"))
+            .unwrap()
+            .len();
+        for len in [0, 4096, whole / 2, whole - 1] {
+            let dir = Copy::of(case, "shrinks");
+            let path = dir.0.join("model.safetensors");
+            let checkpoint = Arc::from(checkpoint::open(&dir.0).unwrap());
+            cut(&path, len);
+            let e = Model::from_checkpoint(checkpoint, &options()).unwrap_err();
+            assert_eq!(e.kind(), ErrorKind::CorruptFile, "{e}");
+            for part in [path.to_str().unwrap(), "at offset", "after it was opened"] {
+                assert!(e.message().contains(part), "'{part}' is not in: {e}");
+            }
+        }
+    }
+}
+
+/// A checkpoint whose file is cut off when so many runs of rows have been read from it.
+struct Shrinking {
+    checkpoint: Box<dyn Checkpoint>,
+    path: PathBuf,
+    left: AtomicUsize,
+}
+
+impl Shrinking {
+    fn count(&self) {
+        if self.left.fetch_sub(1, Ordering::Relaxed) == 1 {
+            cut(&self.path, 4096);
+        }
+    }
+}
+
+impl Checkpoint for Shrinking {
+    fn format(&self) -> &'static str {
+        self.checkpoint.format()
+    }
+
+    fn files(&self) -> Vec<&Path> {
+        self.checkpoint.files()
+    }
+
+    fn entries(&self) -> &[Entry] {
+        self.checkpoint.entries()
+    }
+
+    fn find(&self, name: &str) -> Option<&Entry> {
+        self.checkpoint.find(name)
+    }
+
+    fn rows_f32(&self, entry: &Entry, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
+        self.count();
+        self.checkpoint.rows_f32(entry, rows, out)
+    }
+
+    fn rows_nvfp4(
+        &self,
+        entry: &Entry,
+        rows: Range<usize>,
+        codes: &mut [u8],
+        scales: &mut [u8],
+    ) -> Result<()> {
+        self.count();
+        self.checkpoint.rows_nvfp4(entry, rows, codes, scales)
+    }
+
+    fn global_scale(&self, entry: &Entry) -> Result<f32> {
+        self.checkpoint.global_scale(entry)
+    }
+
+    fn plain(&self, entry: &Entry) -> Option<Part<'_>> {
+        self.checkpoint.plain(entry)
+    }
+
+    fn parts(&self, entry: &Entry) -> Result<Vec<Part<'_>>> {
+        self.checkpoint.parts(entry)
+    }
+
+    fn read_part(&self, part: &Part<'_>, at: usize, out: &mut [u8]) -> Result<()> {
+        self.checkpoint.read_part(part, at, out)
+    }
+
+    fn metadata(&self) -> &Metadata {
+        self.checkpoint.metadata()
+    }
+}
+
+#[test]
+fn a_file_that_shrinks_while_its_weights_are_read_is_an_error() {
+    for quantize in [None, Some(QuantizeOptions::default())] {
+        // A model of two layers takes some thirty runs.
+        for left in [1, 2, 7, 20] {
+            let dir = Copy::of("qwen3_untied", "shrinking");
+            let path = dir.0.join("model.safetensors");
+            let checkpoint = Arc::new(Shrinking {
+                checkpoint: checkpoint::open(&dir.0).unwrap(),
+                path: path.clone(),
+                left: AtomicUsize::new(left),
+            });
+            let options = LoadOptions {
+                quantize: quantize.clone(),
+                ..options()
+            };
+            let e = Model::from_checkpoint(checkpoint, &options).unwrap_err();
+            assert_eq!(e.kind(), ErrorKind::CorruptFile, "{e}");
+            for part in [path.to_str().unwrap(), "at offset", "after it was opened"] {
+                assert!(e.message().contains(part), "'{part}' is not in: {e}");
+            }
+        }
+    }
 }

@@ -17,7 +17,7 @@ use NVFP4::session::{
     Session, SessionOptions, step,
 };
 use NVFP4::text::{Detokenizer, Message};
-use common::{Copy, golden, load, options, some_tokens};
+use common::{Copy, cut, golden, load, options, some_tokens};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
@@ -1254,6 +1254,91 @@ fn session_files_of_other_models_are_refused() {
     assert_eq!(fs::read(&path.0).unwrap(), bytes);
 }
 
+/// A golden of which one byte of a tensor's middle row is another, so that its first and last rows are the same.
+fn with_another_row(case: &str, entry: &str, part: usize) -> Arc<Model> {
+    let copy = Copy::of(case, "row");
+    let checkpoint = NVFP4::checkpoint::open(&copy.0).unwrap();
+    let parts = checkpoint.parts(checkpoint.find(entry).unwrap()).unwrap();
+    let (shape, key) = (parts[part].shape, parts[part].key);
+    let mut bytes = fs::read(copy.0.join("model.safetensors")).unwrap();
+    let at = parts[part].offset + shape.iter().product::<usize>() / 2;
+    // The sign of a code, the last bit of a scale or of a value.
+    bytes[at] ^= if part == 0 { 8 } else { 1 };
+    copy.write("model.safetensors", &bytes);
+    let options = options();
+    Model::load(&copy.0, &options).unwrap_or_else(|e| panic!("{key}: {e}"))
+}
+
+#[test]
+fn a_model_that_differs_in_one_weight_is_another_model() {
+    let path = file("weight");
+    for (case, entry, part) in [
+        ("qwen3_tied", "model.layers.0.mlp.up_proj.weight", 0),
+        ("qwen3_tied", "model.layers.1.self_attn.q_proj.weight", 1),
+        ("qwen3_tied", "model.embed_tokens.weight", 0),
+        ("qwen3_untied", "model.embed_tokens.weight", 0),
+        ("qwen3_untied", "lm_head.weight", 0),
+        ("qwen3_untied", "model.norm.weight", 0),
+    ] {
+        let model = load(case);
+        filled(&model, 5).save(&path.0).unwrap();
+        let other = with_another_row(case, entry, part);
+        let e = match Session::restore(other, &path.0) {
+            Ok(_) => panic!("{case}: a model with another {entry} took the session"),
+            Err(e) => e,
+        };
+        assert_eq!(e.kind(), ErrorKind::InvalidArgument, "{e}");
+        assert!(e.message().contains("another model"), "{e}");
+        Session::restore(model, &path.0).unwrap();
+    }
+}
+
+/// The embedding of an untied model is read from its file for as long as the model lives. Mapped, it ended the process.
+#[test]
+fn a_file_that_shrinks_while_its_model_runs_is_an_error() {
+    let dir = Copy::of("qwen3_untied", "shrinks");
+    let path = dir.0.join("model.safetensors");
+    let model = Model::load(&dir.0, &options()).unwrap();
+    let mut session = filled(&model, 5);
+    session.logits().unwrap();
+    cut(&path, 8);
+    for call in [
+        |s: &mut Session| s.generate(&drawn(9), &mut go).map(|_| ()),
+        |s: &mut Session| s.prefill(&[1, 2, 3]).and_then(|()| s.logits().map(|_| ())),
+    ] {
+        let mut fork = session.fork().unwrap();
+        let e = call(&mut fork).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::CorruptFile, "{e}");
+        for part in [path.to_str().unwrap(), "at offset", "after it was opened"] {
+            assert!(e.message().contains(part), "'{part}' is not in: {e}");
+        }
+    }
+    refused(&mut session, ErrorKind::CorruptFile, "at offset", |s| {
+        s.decode(1)
+    });
+}
+
+/// As long as before, so that nothing but the time of writing tells.
+#[test]
+fn a_file_that_is_rewritten_while_its_model_runs_is_an_error() {
+    let dir = Copy::of("qwen3_untied", "changes");
+    let path = dir.0.join("model.safetensors");
+    let model = Model::load(&dir.0, &options()).unwrap();
+    let mut session = filled(&model, 5);
+    session.logits().unwrap();
+    let bytes = fs::read(&path).unwrap();
+    let file = fs::OpenOptions::new().write(true).open(&path).unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&file, &bytes, 0).unwrap();
+    let later = file.metadata().unwrap().modified().unwrap() + std::time::Duration::from_secs(1);
+    file.set_modified(later).unwrap();
+    refused(
+        &mut session,
+        ErrorKind::CorruptFile,
+        "after it was opened",
+        |s| s.decode(1),
+    );
+}
+
 /// A session file with `change` made to its JSON header, and lengths and checksum to fit.
 fn rewritten(bytes: &[u8], change: impl FnOnce(&mut Value)) -> Vec<u8> {
     let length = u32::from_le_bytes(bytes[12..16].try_into().unwrap()) as usize;
@@ -1289,28 +1374,17 @@ fn damaged_session_files_are_errors() {
         assert!(e.message().contains(part), "'{part}' is not in: {e}");
     };
     assert!(try_to_read(&rewritten(&bytes, |_| ())).is_ok());
-    // Files of version 1 do not say what was evicted.
-    let mut old = bytes.clone();
-    old[8] = 1;
-    let old = rewritten(&old, |h| {
-        h.as_object_mut().unwrap().remove("evicted").unwrap();
-    });
-    let restored = try_to_read(&old).unwrap();
-    assert_eq!(
-        (restored.tokens(), restored.appended()),
-        (session.tokens(), session.len())
-    );
     for len in (0..600).chain([bytes.len() - 9, bytes.len() - 8, bytes.len() - 1]) {
         corrupt(&bytes[..len], "");
     }
     corrupt(&[&bytes[..], &[0]].concat(), "damaged or cut off");
     corrupt(&[0; 100], "not a session file");
     let mut version = bytes.clone();
-    for unknown in [0, 3, 9] {
-        version[8] = unknown;
+    for (number, advice) in [(1, "start the conversation anew"), (9, "a newer library")] {
+        version[8] = number;
         let e = try_to_read(&version).unwrap_err();
         assert_eq!(e.kind(), ErrorKind::Unsupported);
-        assert!(e.message().contains("reads versions 1 to 2"), "{e}");
+        assert!(e.message().contains(advice), "{e}");
     }
     let mut long = bytes.clone();
     long[12..16].fill(0xff);

@@ -133,7 +133,7 @@ fn entry(cursor: &mut Cursor<'_>) -> Result<Raw> {
     }
     let start = cursor.position();
     cursor
-        .take(bytes as u64, "the payload")
+        .skip(bytes as u64, "the payload")
         .map_err(|e| e.within(format_args!("'{key}' of shape {shape:?}")))?;
     Ok(Raw {
         key,

@@ -106,9 +106,12 @@ impl Grouping<'_> {
             .ok_or_else(|| err!(CorruptFile, "{}: there is no '{key}' for it", self.place(i)))
     }
 
-    fn bytes(&self, i: usize) -> &[u8] {
+    /// The stored bytes of tensor `i`, which is small.
+    fn bytes(&self, i: usize) -> Result<Vec<u8>> {
         let span = &self.raws[i].span;
-        &self.sources[span.source].bytes()[span.range.clone()]
+        let mut staging = Vec::new();
+        let bytes = self.sources[span.source].slice(span.range.clone(), &mut staging)?;
+        Ok(bytes.to_vec())
     }
 
     /// The entry whose values tensor `i` holds, if it is the values tensor of a convention.
@@ -230,7 +233,7 @@ impl Grouping<'_> {
                 raw.shape
             );
         }
-        let values = f32s(self.bytes(i));
+        let values = f32s(&self.bytes(i)?);
         Ok(values[0])
     }
 
@@ -271,9 +274,9 @@ impl Grouping<'_> {
             );
         }
         let multipliers = match scale_raw.encoding {
-            Encoding::F32 => f32s(self.bytes(scales)),
+            Encoding::F32 => f32s(&self.bytes(scales)?),
             Encoding::BF16 => self
-                .bytes(scales)
+                .bytes(scales)?
                 .as_chunks::<2>()
                 .0
                 .iter()
@@ -319,7 +322,15 @@ impl Grouping<'_> {
             );
         }
         let state_raw = self.partner(i, &extra.state)?;
-        let state: QuantState = serde_json::from_slice(self.bytes(state_raw))
+        let state_bytes = self.raws[state_raw].span.len();
+        if state_bytes > MAX_STATE {
+            bail!(
+                CorruptFile,
+                "{}: it takes {state_bytes} bytes; a quant_state takes at most {MAX_STATE}",
+                self.place(state_raw)
+            );
+        }
+        let state: QuantState = serde_json::from_slice(&self.bytes(state_raw)?)
             .map_err(|e| err!(CorruptFile, "{}: {e}", self.place(state_raw)))?;
         let elements = state
             .shape
@@ -368,7 +379,7 @@ impl Grouping<'_> {
                 self.expect(nested_absmax, Encoding::F32, blocks.div_ceil(block))?;
                 also.extend([nested_absmax, nested_map]);
                 Some(Nested {
-                    absmax: f32s(self.bytes(nested_absmax)),
+                    absmax: f32s(&self.bytes(nested_absmax)?),
                     table: Box::new(self.table(nested_map)?),
                     block,
                     offset,
@@ -463,7 +474,7 @@ impl Grouping<'_> {
     fn table<const N: usize>(&self, i: usize) -> Result<[f32; N]> {
         self.expect(i, Encoding::F32, N)?;
         let mut table = [0.0; N];
-        table.copy_from_slice(&f32s(self.bytes(i)));
+        table.copy_from_slice(&f32s(&self.bytes(i)?));
         Ok(table)
     }
 }
@@ -548,6 +559,9 @@ pub(super) fn nf4_block(values: usize, scales: usize) -> Option<usize> {
             .filter(|&block| block > 0),
     }
 }
+
+/// More bytes than the JSON beside any NF4 weight takes, which are some hundred.
+const MAX_STATE: usize = 1 << 20;
 
 /// The JSON that bitsandbytes stores beside an NF4 weight.
 #[derive(serde::Deserialize)]

@@ -1,4 +1,4 @@
-//! Checkpoint files: readers and writers behind one trait, memory-mapped and validated before anything is allocated. What is
+//! Checkpoint files: readers and writers behind one trait, validated before anything is allocated and read at positions. What is
 //! stored as several tensors (codes, block scales, global scale) appears as one logical entry under its Hugging Face name.
 //! Knows nothing of models or devices; no other folder knows a file format.
 
@@ -153,8 +153,10 @@ pub struct Part<'a> {
     pub offset: usize,
     /// The stored shape, outermost dimension first: packed dimensions where values are packed.
     pub shape: &'a [usize],
-    /// The stored bytes.
-    pub bytes: &'a [u8],
+    /// How many bytes are stored.
+    pub bytes: usize,
+    /// Which of the checkpoint's files it is in.
+    source: usize,
 }
 
 /// What a checkpoint says beside its tensors.
@@ -215,7 +217,8 @@ pub struct Vocabulary {
     pub chat_template: Option<String>,
 }
 
-/// An opened checkpoint. All reads are from `&self` and may come from any thread.
+/// An opened checkpoint. All reads are from `&self` and may come from any thread. A file that was written to after it was opened
+/// is an error of every read, as the values may be of two contents.
 pub trait Checkpoint: Send + Sync {
     /// The layout found: "dat", "safetensors", "modelopt", "compressed-tensors", "torchao", "bitsandbytes" or "gguf".
     fn format(&self) -> &'static str;
@@ -246,15 +249,14 @@ pub trait Checkpoint: Send + Sync {
     /// The multiplier of an NVFP4 entry; 1.0 where the file stores none.
     fn global_scale(&self, entry: &Entry) -> Result<f32>;
 
-    /// The stored bytes, where the entry is one tensor that lies in the file in logical order.
-    fn bytes(&self, entry: &Entry) -> Option<&[u8]>;
+    /// The tensor of the file that `entry` is, where it is a single one whose values lie there in logical order.
+    fn plain(&self, entry: &Entry) -> Option<Part<'_>>;
 
     /// The tensors of the file that make up `entry`.
     fn parts(&self, entry: &Entry) -> Result<Vec<Part<'_>>>;
 
-    /// Tells that the stored bytes of `rows` have been used. They leave resident memory, so that loading a large file does
-    /// not hold it twice; reading them again is allowed and costs a page fault.
-    fn release(&self, entry: &Entry, rows: Range<usize>);
+    /// Copies stored bytes of a part of this checkpoint, from byte `at` of it on, as many as `out` takes.
+    fn read_part(&self, part: &Part<'_>, at: usize, out: &mut [u8]) -> Result<()>;
 
     /// What the checkpoint says beside its tensors.
     fn metadata(&self) -> &Metadata;
@@ -287,7 +289,7 @@ fn open_file(file: &Path) -> Result<Box<dyn Checkpoint>> {
             file, directory, metadata,
         )?));
     }
-    open_source(Source::map(file)?, Some(file))
+    open_source(Source::open(file)?, Some(file))
 }
 
 fn directory_of(file: &Path) -> &Path {
@@ -308,13 +310,16 @@ fn open_source(source: Source, file: Option<&Path>) -> Result<Box<dyn Checkpoint
         .extension()
         .map(|e| e.to_ascii_lowercase());
     let extension = extension.as_deref().and_then(|e| e.to_str()).unwrap_or("");
-    if gguf::recognises(source.bytes()) || extension == "gguf" {
+    let mut start = [0; 9];
+    let start = &mut start[..source.len().min(9)];
+    source.read(0, start)?;
+    if gguf::recognises(start) || extension == "gguf" {
         return Ok(Box::new(gguf::open(source, file)?));
     }
     let is_safetensors = match extension {
         "safetensors" => true,
         "dat" => false,
-        _ if safetensors::recognises(source.bytes()) => true,
+        _ if safetensors::recognises(start) => true,
         _ => bail!(
             Unsupported,
             "{} is no checkpoint known here: it has neither the GGUF magic nor a safetensors header, and its name does not end in .dat",

@@ -90,7 +90,7 @@ fn read_shards(paths: &[PathBuf]) -> Result<(Vec<Source>, Vec<Raw>)> {
     let mut sources = Vec::with_capacity(paths.len());
     let mut raws = Vec::new();
     for (i, path) in paths.iter().enumerate() {
-        let source = Source::map(path)?;
+        let source = Source::open(path)?;
         raws.extend(tensors(&source, i).map_err(|e| e.within(source.name()))?);
         sources.push(source);
     }

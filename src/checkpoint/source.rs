@@ -1,26 +1,32 @@
-//! The bytes of one opened file, mapped or owned, and a cursor that reads headers out of them without ever passing the end.
+//! The bytes of one opened file, read at positions, or of memory, and a cursor that reads headers out of them without ever
+//! passing the end. Nothing is mapped: a file that another process cuts off is an error here, not the end of this process.
 //! Knows nothing of any format.
 
-use std::fs::File;
+use std::fs::{File, Metadata};
+use std::io::ErrorKind;
 use std::ops::Range;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicUsize, Ordering};
-
-use memmap2::{Mmap, UncheckedAdvice};
+use std::time::SystemTime;
 
 use crate::base::Result;
 use crate::base::error::{Error, bail, err};
 
 enum Data {
-    Mapped(Mmap),
+    File {
+        file: File,
+        /// When it was last written to, where the system tells.
+        modified: Option<SystemTime>,
+    },
     Owned(Vec<u8>),
 }
 
-/// The whole content of a file, read as slices.
+/// The whole content of a file.
 pub(super) struct Source {
     name: String,
     /// `None` for bytes that came from memory.
     path: Option<PathBuf>,
+    len: usize,
     data: Data,
 }
 
@@ -38,27 +44,31 @@ impl Span {
 }
 
 impl Source {
-    /// Maps `path`. The file must not shrink while it is open: the system ends a process that reads a page past the end.
-    pub(super) fn map(path: &Path) -> Result<Self> {
+    /// Opens `path`, and keeps it open. A file that is written to from then on gives errors.
+    pub(super) fn open(path: &Path) -> Result<Self> {
         let name = path.display().to_string();
-        let file = File::open(path).map_err(|e| Error::io(format_args!("opening {name}"), e))?;
-        let info = file
-            .metadata()
-            .map_err(|e| Error::io(format_args!("opening {name}"), e))?;
+        let opening = |e| Error::io(format_args!("opening {name}"), e);
+        let file = File::open(path).map_err(opening)?;
+        let info = file.metadata().map_err(opening)?;
         if !info.is_file() {
             bail!(InvalidArgument, "{name} is not a regular file");
         }
         if info.len() == 0 {
             bail!(CorruptFile, "{name} is empty");
         }
-        // SAFETY: the mapping is read-only and private to this value. A file that another process rewrites in place could
-        // change under it; every value read is then still a plain byte, and lengths were copied out when they were checked.
-        let map = unsafe { Mmap::map(&file) }
-            .map_err(|e| Error::io(format_args!("mapping {name}"), e))?;
+        let Ok(len) = usize::try_from(info.len()) else {
+            bail!(
+                Unsupported,
+                "{name} has {} bytes, more than this system has addresses for",
+                info.len()
+            );
+        };
+        let modified = info.modified().ok();
         Ok(Source {
             name,
             path: Some(path.to_owned()),
-            data: Data::Mapped(map),
+            len,
+            data: Data::File { file, modified },
         })
     }
 
@@ -70,6 +80,7 @@ impl Source {
         Ok(Source {
             name: name.to_owned(),
             path: None,
+            len: bytes.len(),
             data: Data::Owned(bytes),
         })
     }
@@ -82,61 +93,122 @@ impl Source {
         self.path.as_deref()
     }
 
-    pub(super) fn bytes(&self) -> &[u8] {
+    /// Bytes that it had when it was opened.
+    pub(super) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Copies the bytes from `at` on to `out`.
+    pub(super) fn read(&self, at: usize, out: &mut [u8]) -> Result<()> {
+        let range = at..at.saturating_add(out.len());
         match &self.data {
-            Data::Mapped(map) => map,
-            Data::Owned(bytes) => bytes,
+            Data::Owned(bytes) => match bytes.get(range.clone()) {
+                Some(bytes) => out.copy_from_slice(bytes),
+                None => return Err(self.past_the_end(&range)),
+            },
+            Data::File { file, .. } => {
+                file.read_exact_at(out, at as u64)
+                    .map_err(|e| match e.kind() {
+                        ErrorKind::UnexpectedEof => self.past_the_end(&range),
+                        _ => Error::io(
+                            format_args!(
+                                "reading {} bytes at offset {at} of {}",
+                                out.len(),
+                                self.name
+                            ),
+                            e,
+                        ),
+                    })?;
+            }
         }
+        Ok(())
     }
 
-    /// Lets the system drop `range` from this process's resident memory; it is read from the file again when touched.
-    pub(super) fn release(&self, range: Range<usize>) {
-        let Data::Mapped(map) = &self.data else {
-            return;
+    fn past_the_end(&self, range: &Range<usize>) -> Error {
+        err!(
+            CorruptFile,
+            "{}: {} bytes at offset {} are not there; it had {} bytes, and must have been cut off after it was opened",
+            self.name,
+            range.len(),
+            range.start,
+            self.len
+        )
+    }
+
+    /// The bytes of `range`: those in memory, or read into `staging`.
+    pub(super) fn slice<'a>(
+        &'a self,
+        range: Range<usize>,
+        staging: &'a mut Vec<u8>,
+    ) -> Result<&'a [u8]> {
+        if let Data::Owned(bytes) = &self.data
+            && let Some(bytes) = bytes.get(range.clone())
+        {
+            return Ok(bytes);
+        }
+        if staging.len() < range.len() {
+            staging
+                .try_reserve_exact(range.len() - staging.len())
+                .map_err(|e| {
+                    err!(
+                        OutOfMemory,
+                        "{}: {} bytes at offset {}: {e}",
+                        self.name,
+                        range.len(),
+                        range.start
+                    )
+                })?;
+            staging.resize(range.len(), 0);
+        }
+        let staging = &mut staging[..range.len()];
+        self.read(range.start, staging)?;
+        Ok(staging)
+    }
+
+    /// Refuses what was read from `at` on if the file was written to since it was opened: it may be of another content, in whole
+    /// or in part.
+    pub(super) fn check_unchanged(&self, at: usize) -> Result<()> {
+        let Data::File { file, modified } = &self.data else {
+            return Ok(());
         };
-        let page = page_size();
-        let start = range.start / page * page;
-        let end = if range.end >= map.len() {
-            map.len()
-        } else {
-            range.end / page * page
-        };
-        if start < end {
-            // SAFETY: the mapping is a read-only view of a file, so a dropped page comes back with the same bytes.
-            // A refusal costs memory, nothing else, so it is not an error.
-            let _ = unsafe {
-                map.unchecked_advise_range(UncheckedAdvice::DontNeed, start, end - start)
-            };
+        let same =
+            |info: &Metadata| info.len() == self.len as u64 && info.modified().ok() == *modified;
+        match file.metadata() {
+            Ok(info) if same(&info) => Ok(()),
+            Ok(info) => bail!(
+                CorruptFile,
+                "{}: what lies at offset {at} is not to be trusted: the file was written to after it was opened, and has {} bytes where it had {}; open it again",
+                self.name,
+                info.len(),
+                self.len
+            ),
+            Err(e) => Err(Error::io(
+                format_args!("looking whether {} is unchanged", self.name),
+                e,
+            )),
         }
     }
 }
 
-fn page_size() -> usize {
-    static PAGE: AtomicUsize = AtomicUsize::new(0);
-    match PAGE.load(Ordering::Relaxed) {
-        0 => {
-            // SAFETY: sysconf only reads a number.
-            let page = usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) })
-                .unwrap_or(4096)
-                .max(1);
-            PAGE.store(page, Ordering::Relaxed);
-            page
-        }
-        page => page,
-    }
-}
+/// Bytes that a cursor reads ahead.
+const WINDOW: usize = 16 << 10;
 
 /// Reads little-endian header fields in order. Every read checks what is left; errors name the field and the byte offset.
 pub(super) struct Cursor<'a> {
-    bytes: &'a [u8],
+    source: &'a Source,
     position: usize,
+    /// What was read ahead, and where it starts.
+    window: Vec<u8>,
+    start: usize,
 }
 
 impl<'a> Cursor<'a> {
     pub(super) fn new(source: &'a Source) -> Self {
         Cursor {
-            bytes: source.bytes(),
+            source,
             position: 0,
+            window: Vec::new(),
+            start: 0,
         }
     }
 
@@ -145,24 +217,44 @@ impl<'a> Cursor<'a> {
     }
 
     pub(super) fn left(&self) -> usize {
-        self.bytes.len() - self.position
+        self.source.len() - self.position
     }
 
-    /// The next `len` bytes as `what`.
-    pub(super) fn take(&mut self, len: u64, what: &str) -> Result<&'a [u8]> {
+    /// `len`, which must be left, as `what`.
+    pub(super) fn check(&self, len: u64, what: &str) -> Result<usize> {
         let left = self.left();
         match usize::try_from(len) {
-            Ok(n) if n <= left => {
-                let start = self.position;
-                self.position += n;
-                Ok(&self.bytes[start..start + n])
-            }
+            Ok(n) if n <= left => Ok(n),
             _ => bail!(
                 CorruptFile,
                 "{what} takes {len} bytes at offset {}, but {left} are left",
                 self.position
             ),
         }
+    }
+
+    /// Goes over the next `len` bytes, which are not read, as `what`.
+    pub(super) fn skip(&mut self, len: u64, what: &str) -> Result<()> {
+        self.position += self.check(len, what)?;
+        Ok(())
+    }
+
+    /// The next `len` bytes as `what`.
+    pub(super) fn take(&mut self, len: u64, what: &str) -> Result<&[u8]> {
+        let from = self.position;
+        let ahead = self.left().min(WINDOW);
+        self.skip(len, what)?;
+        let n = self.position - from;
+        if let Data::Owned(bytes) = &self.source.data {
+            return Ok(&bytes[from..self.position]);
+        }
+        if from < self.start || self.position > self.start + self.window.len() {
+            self.window.clear();
+            self.start = from;
+            self.source
+                .slice(from..from + n.max(ahead), &mut self.window)?;
+        }
+        Ok(&self.window[from - self.start..][..n])
     }
 
     fn array<const N: usize>(&mut self, what: &str) -> Result<[u8; N]> {
@@ -205,7 +297,7 @@ impl<'a> Cursor<'a> {
     }
 
     /// `len` bytes of UTF-8.
-    pub(super) fn text(&mut self, len: u64, what: &str) -> Result<&'a str> {
+    pub(super) fn text(&mut self, len: u64, what: &str) -> Result<&str> {
         let start = self.position;
         let bytes = self.take(len, what)?;
         std::str::from_utf8(bytes)
@@ -244,5 +336,33 @@ mod tests {
         assert_eq!(cursor.take(3, "payload").unwrap(), [1, 2, 3]);
         assert_eq!(cursor.left(), 0);
         assert!(cursor.u8("field").is_err());
+    }
+
+    #[test]
+    fn a_file_is_read_ahead_as_memory_is() {
+        let bytes: Vec<u8> = (0..5 * WINDOW).map(|i| (i * 31 / 7) as u8).collect();
+        let name = format!("nvfp4-source-{}", std::process::id());
+        let path = std::env::temp_dir().join(name);
+        std::fs::write(&path, &bytes).unwrap();
+        let file = Source::open(&path).unwrap();
+        let owned = Source::owned("t", bytes.clone()).unwrap();
+        for step in [1, 7, 1000, WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW] {
+            let (mut file, mut owned) = (Cursor::new(&file), Cursor::new(&owned));
+            while file.left() >= 2 * step {
+                let at = file.position();
+                let taken = file.take(step as u64, "field").unwrap();
+                assert_eq!(taken, &bytes[at..at + step]);
+                assert_eq!(taken, owned.take(step as u64, "field").unwrap());
+                file.skip(step as u64 / 2, "payload").unwrap();
+                owned.skip(step as u64 / 2, "payload").unwrap();
+            }
+            let more = file.left() as u64 + 1;
+            let e = file.take(more, "field").unwrap_err();
+            assert_eq!(
+                e.message(),
+                owned.take(more, "field").unwrap_err().message()
+            );
+        }
+        std::fs::remove_file(&path).unwrap();
     }
 }

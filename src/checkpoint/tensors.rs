@@ -48,6 +48,10 @@ pub(super) enum Scales {
     F32,
 }
 
+/// Bytes that are read from a file at a time where they are decoded rather than copied, but for a row or a head that has more: so
+/// few that they are still in a core's own cache when they are.
+const STAGING: usize = 64 << 10;
+
 /// What an entry is made of; numbers are indices of [`Raw`] tensors.
 #[derive(Debug)]
 pub(super) enum Stored {
@@ -159,22 +163,57 @@ impl Tensors {
         }
     }
 
-    fn raw_bytes(&self, raw: usize) -> &[u8] {
-        let span = &self.raws[raw].span;
-        &self.sources[span.source].bytes()[span.range.clone()]
-    }
-
     /// "file: 'entry'", the start of a message about a bad value.
     fn place(&self, raw: usize) -> String {
         let raw = &self.raws[raw];
         format!("{}: '{}'", self.sources[raw.span.source].name(), raw.key)
     }
 
-    /// The bytes of whole `rows` of a tensor whose rows are equally long.
-    fn row_bytes(&self, raw: usize, all_rows: usize, rows: Range<usize>) -> &[u8] {
-        let bytes = self.raw_bytes(raw);
-        let stride = bytes.len() / all_rows;
-        &bytes[rows.start * stride..rows.end * stride]
+    fn source(&self, raw: usize) -> &Source {
+        &self.sources[self.raws[raw].span.source]
+    }
+
+    /// Where whole `rows` of a tensor lie whose `all` rows are equally long.
+    fn place_of(&self, raw: usize, all: usize, rows: Range<usize>) -> Range<usize> {
+        let span = &self.raws[raw].span;
+        let (start, stride) = (span.range.start, span.len() / all);
+        start + rows.start * stride..start + rows.end * stride
+    }
+
+    /// Copies the bytes of whole rows to `out`.
+    fn read_rows(&self, raw: usize, all: usize, rows: Range<usize>, out: &mut [u8]) -> Result<()> {
+        self.source(raw)
+            .read(self.place_of(raw, all, rows).start, out)
+    }
+
+    /// Calls `each` with the bytes of one row after the other, and with how many came before it. `heads` is as in [`Stored`].
+    fn each_row(
+        &self,
+        raw: usize,
+        all: usize,
+        heads: Option<usize>,
+        rows: Range<usize>,
+        mut each: impl FnMut(usize, &[u8]) -> Result<()>,
+    ) -> Result<()> {
+        let stride = self.raws[raw].span.len() / all;
+        // Rows of a head lie together, in whatever order.
+        let run = heads.map_or((STAGING / stride.max(1)).max(1), |heads| all / heads);
+        let lies = |row: usize| heads.map_or(row, |_| interleaved(row, run));
+        let mut staging = Vec::new();
+        let mut first = rows.start;
+        while first < rows.end {
+            let some = first..rows.end.min((first / run + 1) * run);
+            let low = some.clone().map(lies).min().unwrap_or(first);
+            let high = some.clone().map(lies).max().unwrap_or(first);
+            let place = self.place_of(raw, all, low..high + 1);
+            let bytes = self.source(raw).slice(place, &mut staging)?;
+            for row in some.clone() {
+                let bytes = &bytes[(lies(row) - low) * stride..][..stride];
+                each(row - rows.start, bytes)?;
+            }
+            first = some.end;
+        }
+        Ok(())
     }
 
     fn plain_f32(
@@ -184,64 +223,79 @@ impl Tensors {
         heads: Option<usize>,
         rows: Range<usize>,
         out: &mut [f32],
-    ) {
+    ) -> Result<()> {
         let encoding = self.raws[raw].encoding;
-        let all = entry.rows();
-        let Some(heads) = heads else {
-            return decode(encoding, self.row_bytes(raw, all, rows), out);
-        };
-        let cols = entry.cols();
-        if entry.shape.len() == 1 {
+        let (all, cols) = (entry.rows(), entry.cols());
+        if let Some(heads) = heads
+            && entry.shape.len() == 1
+        {
             let mut stored = vec![0.0; cols];
-            decode(encoding, self.row_bytes(raw, 1, 0..1), &mut stored);
+            self.each_row(raw, 1, None, 0..1, |_, bytes| {
+                decode(encoding, bytes, &mut stored);
+                Ok(())
+            })?;
             for (i, value) in out.iter_mut().enumerate() {
                 *value = stored[interleaved(i, cols / heads)];
             }
-            return;
+            return Ok(());
         }
-        for (row, out) in rows.zip(out.chunks_exact_mut(cols)) {
-            let from = interleaved(row, all / heads);
-            decode(encoding, self.row_bytes(raw, all, from..from + 1), out);
-        }
+        self.each_row(raw, all, heads, rows, |i, bytes| {
+            decode(encoding, bytes, &mut out[i * cols..][..cols]);
+            Ok(())
+        })
     }
 
-    /// The e4m3 scale bytes of one row.
-    fn scale_row(
+    /// The linear e4m3 scale bytes of `rows`.
+    fn scale_rows(
         &self,
         entry: &Entry,
         scales: usize,
         form: Scales,
-        row: usize,
+        rows: Range<usize>,
         out: &mut [u8],
     ) -> Result<()> {
-        let blocks = entry.cols() / nvfp4::BLOCK;
-        let bytes = self.raw_bytes(scales);
+        let (all, blocks) = (entry.rows(), entry.cols() / nvfp4::BLOCK);
         match form {
-            Scales::Linear => out.copy_from_slice(&bytes[row * blocks..(row + 1) * blocks]),
+            Scales::Linear => self.read_rows(scales, all, rows.clone(), out)?,
             Scales::Swizzled => {
-                for (block, scale) in out.iter_mut().enumerate() {
-                    *scale = bytes[swizzle::offset(row, block, blocks)];
+                // Lines of tiles lie one after the other.
+                let lines = all.div_ceil(swizzle::TILE_ROWS);
+                let mut out = out.chunks_exact_mut(blocks);
+                let mut staging = Vec::new();
+                for line in rows.start / swizzle::TILE_ROWS..rows.end.div_ceil(swizzle::TILE_ROWS) {
+                    let place = self.place_of(scales, lines, line..line + 1);
+                    let bytes = self.source(scales).slice(place, &mut staging)?;
+                    let first = line * swizzle::TILE_ROWS;
+                    let in_line = rows.start.max(first)..rows.end.min(first + swizzle::TILE_ROWS);
+                    for (row, out) in in_line.zip(&mut out) {
+                        for (block, scale) in out.iter_mut().enumerate() {
+                            *scale = bytes[swizzle::offset(row - first, block, blocks)];
+                        }
+                    }
                 }
             }
             Scales::F16 | Scales::F32 => {
                 let mut values = vec![0.0; blocks];
-                let width = if form == Scales::F16 { 2 } else { 4 };
-                let row_bytes = &bytes[row * blocks * width..(row + 1) * blocks * width];
-                decode(self.raws[scales].encoding, row_bytes, &mut values);
-                for (block, (scale, &value)) in out.iter_mut().zip(&values).enumerate() {
-                    *scale = e4m3::encode(value);
-                    // NaN and negative numbers are no scales, whether e4m3 holds them or not.
-                    if nvfp4::is_block_scale(*scale) && e4m3::decode(*scale) != value {
-                        bail!(
-                            Unsupported,
-                            "{}: the scale of row {row}, block {block} is {value}, which e4m3 cannot hold exactly",
-                            self.place(scales)
-                        );
+                self.each_row(scales, all, None, rows.clone(), |i, bytes| {
+                    decode(self.raws[scales].encoding, bytes, &mut values);
+                    let out = &mut out[i * blocks..][..blocks];
+                    for (block, (scale, &value)) in out.iter_mut().zip(&values).enumerate() {
+                        *scale = e4m3::encode(value);
+                        // NaN and negative numbers are no scales, whether e4m3 holds them or not.
+                        if nvfp4::is_block_scale(*scale) && e4m3::decode(*scale) != value {
+                            bail!(
+                                Unsupported,
+                                "{}: the scale of row {}, block {block} is {value}, which e4m3 cannot hold exactly",
+                                self.place(scales),
+                                rows.start + i
+                            );
+                        }
                     }
-                }
+                    Ok(())
+                })?;
             }
         }
-        self.check_scales(scales, entry, row, out)
+        self.check_scales(scales, entry, rows.start, out)
     }
 
     /// Refuses bytes that are no block scales, those of whole rows from `first_row` on.
@@ -263,62 +317,88 @@ impl Tensors {
         rows: Range<usize>,
         out: &mut [f32],
     ) -> Result<()> {
-        let all = entry.rows();
-        let cols = entry.cols();
-        if form == Scales::Linear {
-            let scale_bytes = self.row_bytes(scales, all, rows.clone());
-            self.check_scales(scales, entry, rows.start, scale_bytes)?;
-            return nvfp4::dequantize(self.row_bytes(codes, all, rows), scale_bytes, global, out);
-        }
-        let mut row_scales = vec![0u8; cols / nvfp4::BLOCK];
-        for (row, out) in rows.zip(out.chunks_exact_mut(cols)) {
-            self.scale_row(entry, scales, form, row, &mut row_scales)?;
-            let row_codes = self.row_bytes(codes, all, row..row + 1);
-            nvfp4::dequantize(row_codes, &row_scales, global, out)?;
+        let (all, cols) = (entry.rows(), entry.cols());
+        let blocks = cols / nvfp4::BLOCK;
+        let run = (STAGING / (cols / 2)).max(1);
+        let mut staging = Vec::new();
+        let mut row_scales = vec![0u8; run.min(rows.len()) * blocks];
+        for (first, out) in rows.clone().step_by(run).zip(out.chunks_mut(run * cols)) {
+            let some = first..rows.end.min(first + run);
+            let row_scales = &mut row_scales[..some.len() * blocks];
+            self.scale_rows(entry, scales, form, some.clone(), row_scales)?;
+            let place = self.place_of(codes, all, some);
+            let row_codes = self.source(codes).slice(place, &mut staging)?;
+            nvfp4::dequantize(row_codes, row_scales, global, out)?;
         }
         Ok(())
     }
 
-    /// Codes and scales of one row of GGUF's blocks.
-    fn gguf_nvfp4_row(
-        &self,
-        entry: &Entry,
-        raw: usize,
-        heads: Option<usize>,
-        row: usize,
-        codes: &mut [u8],
-        scales: &mut [u8],
-    ) -> Result<()> {
-        let all = entry.rows();
-        let from = heads.map_or(row, |h| interleaved(row, all / h));
-        blocks::repack_nvfp4(self.row_bytes(raw, all, from..from + 1), codes, scales);
-        self.check_scales(raw, entry, row, scales)
+    /// The values from `first` on, of the flattened tensor.
+    fn nf4_f32(&self, nf4: &Nf4, first: usize, out: &mut [f32]) -> Result<()> {
+        let width = if nf4.nested.is_some() { 1 } else { 4 };
+        let place = |raw: usize, range: Range<usize>| {
+            let start = self.raws[raw].span.range.start;
+            start + range.start..start + range.end
+        };
+        let (mut codes, mut absmax) = (Vec::new(), Vec::new());
+        for (first, out) in (first..)
+            .step_by(2 * STAGING)
+            .zip(out.chunks_mut(2 * STAGING))
+        {
+            let end = first + out.len();
+            let first_block = first / nf4.block;
+            let codes = self
+                .source(nf4.codes)
+                .slice(place(nf4.codes, first / 2..end.div_ceil(2)), &mut codes)?;
+            let blocks = first_block * width..end.div_ceil(nf4.block) * width;
+            let absmax = self
+                .source(nf4.absmax)
+                .slice(place(nf4.absmax, blocks), &mut absmax)?;
+            let mut index = first;
+            let mut rest = out;
+            while !rest.is_empty() {
+                let block = index / nf4.block;
+                let stored = &absmax[(block - first_block) * width..][..width];
+                let scale = match &nf4.nested {
+                    None => f32::from_le_bytes([stored[0], stored[1], stored[2], stored[3]]),
+                    Some(n) => n.table[stored[0] as usize] * n.absmax[block / n.block] + n.offset,
+                };
+                let run = (nf4.block - index % nf4.block).min(rest.len());
+                let (now, later) = rest.split_at_mut(run);
+                for (i, value) in (index..).zip(now) {
+                    let byte = codes[i / 2 - first / 2];
+                    let code = if i % 2 == 0 { byte >> 4 } else { byte & 15 };
+                    *value = nf4.table[code as usize] * scale;
+                }
+                index += run;
+                rest = later;
+            }
+        }
+        Ok(())
     }
 
-    fn nf4_f32(&self, nf4: &Nf4, first: usize, out: &mut [f32]) {
-        let codes = self.raw_bytes(nf4.codes);
-        let absmax = self.raw_bytes(nf4.absmax);
-        let mut index = first;
-        let mut rest = out;
-        while !rest.is_empty() {
-            let block = index / nf4.block;
-            let scale = match &nf4.nested {
-                None => {
-                    let b = &absmax[block * 4..block * 4 + 4];
-                    f32::from_le_bytes([b[0], b[1], b[2], b[3]])
-                }
-                Some(n) => n.table[absmax[block] as usize] * n.absmax[block / n.block] + n.offset,
-            };
-            let run = (nf4.block - index % nf4.block).min(rest.len());
-            let (now, later) = rest.split_at_mut(run);
-            for (i, value) in (index..).zip(now) {
-                let byte = codes[i / 2];
-                let code = if i % 2 == 0 { byte >> 4 } else { byte & 15 };
-                *value = nf4.table[code as usize] * scale;
-            }
-            index += run;
-            rest = later;
+    fn part(&self, raw: usize) -> Part<'_> {
+        let raw = &self.raws[raw];
+        Part {
+            key: &raw.key,
+            type_code: raw.type_code,
+            offset: raw.span.range.start,
+            shape: &raw.shape,
+            bytes: raw.span.len(),
+            source: raw.span.source,
         }
+    }
+
+    /// To be called when something of `stored` has been read; see [`Source::check_unchanged`].
+    fn check_unchanged(&self, stored: &Stored) -> Result<()> {
+        let mut checked = None;
+        for raw in Self::raws_of(stored) {
+            let span = &self.raws[raw].span;
+            if checked.replace(span.source) != Some(span.source) {
+                self.sources[span.source].check_unchanged(span.range.start)?;
+            }
+        }
+        Ok(())
     }
 
     /// The tensors that make up an entry, the one with the values first.
@@ -448,11 +528,11 @@ impl Checkpoint for Tensors {
             return Ok(());
         }
         match stored {
-            Stored::Plain { raw, heads } => self.plain_f32(entry, *raw, *heads, rows, out),
+            Stored::Plain { raw, heads } => self.plain_f32(entry, *raw, *heads, rows, out)?,
             Stored::ScaledF8 {
                 raw, multipliers, ..
             } => {
-                self.plain_f32(entry, *raw, None, rows.clone(), out);
+                self.plain_f32(entry, *raw, None, rows.clone(), out)?;
                 for (row, out) in rows.zip(out.chunks_exact_mut(entry.cols())) {
                     let multiplier = multipliers[row % multipliers.len()];
                     out.iter_mut().for_each(|v| *v *= multiplier);
@@ -470,14 +550,16 @@ impl Checkpoint for Tensors {
             } => {
                 let cols = entry.cols();
                 let (mut codes, mut scales) = (vec![0; cols / 2], vec![0; cols / nvfp4::BLOCK]);
-                for (row, out) in rows.zip(out.chunks_exact_mut(cols)) {
-                    self.gguf_nvfp4_row(entry, *raw, *heads, row, &mut codes, &mut scales)?;
-                    nvfp4::dequantize(&codes, &scales, *global, out)?;
-                }
+                let first = rows.start;
+                self.each_row(*raw, entry.rows(), *heads, rows, |i, bytes| {
+                    blocks::repack_nvfp4(bytes, &mut codes, &mut scales);
+                    self.check_scales(*raw, entry, first + i, &scales)?;
+                    nvfp4::dequantize(&codes, &scales, *global, &mut out[i * cols..][..cols])
+                })?;
             }
-            Stored::Nf4(nf4) => self.nf4_f32(nf4, rows.start * entry.cols(), out),
+            Stored::Nf4(nf4) => self.nf4_f32(nf4, rows.start * entry.cols(), out)?,
         }
-        Ok(())
+        self.check_unchanged(stored)
     }
 
     fn rows_nvfp4(
@@ -510,28 +592,23 @@ impl Checkpoint for Tensors {
                 form,
                 ..
             } => {
-                codes.copy_from_slice(self.row_bytes(*from, all, rows.clone()));
-                if *form == Scales::Linear {
-                    scales.copy_from_slice(self.row_bytes(*from_scales, all, rows.clone()));
-                    return self.check_scales(*from_scales, entry, rows.start, scales);
-                }
-                for (row, out) in rows.zip(scales.chunks_exact_mut(scale_cols)) {
-                    self.scale_row(entry, *from_scales, *form, row, out)?;
-                }
+                self.read_rows(*from, all, rows.clone(), codes)?;
+                self.scale_rows(entry, *from_scales, *form, rows, scales)?;
             }
             Stored::GgufNvfp4 { raw, heads, .. } => {
-                for ((row, codes), scales) in rows
-                    .zip(codes.chunks_exact_mut(code_cols))
-                    .zip(scales.chunks_exact_mut(scale_cols))
-                {
-                    self.gguf_nvfp4_row(entry, *raw, *heads, row, codes, scales)?;
-                }
+                let first = rows.start;
+                self.each_row(*raw, all, *heads, rows, |i, bytes| {
+                    let codes = &mut codes[i * code_cols..][..code_cols];
+                    let scales = &mut scales[i * scale_cols..][..scale_cols];
+                    blocks::repack_nvfp4(bytes, codes, scales);
+                    self.check_scales(*raw, entry, first + i, scales)
+                })?;
             }
             Stored::Plain { .. } | Stored::ScaledF8 { .. } | Stored::Nf4(_) => {
                 return Err(err!(Internal, "'{}' is NVFP4 without codes", entry.name));
             }
         }
-        Ok(())
+        self.check_unchanged(stored)
     }
 
     fn global_scale(&self, entry: &Entry) -> Result<f32> {
@@ -546,43 +623,33 @@ impl Checkpoint for Tensors {
         }
     }
 
-    fn bytes(&self, entry: &Entry) -> Option<&[u8]> {
+    fn plain(&self, entry: &Entry) -> Option<Part<'_>> {
         match self.stored(entry).ok()? {
-            Stored::Plain { raw, heads: None } => Some(self.raw_bytes(*raw)),
+            Stored::Plain { raw, heads: None } => Some(self.part(*raw)),
             _ => None,
         }
     }
 
     fn parts(&self, entry: &Entry) -> Result<Vec<Part<'_>>> {
-        let stored = self.stored(entry)?;
-        Ok(Self::raws_of(stored)
-            .into_iter()
-            .map(|i| Part {
-                key: &self.raws[i].key,
-                type_code: self.raws[i].type_code,
-                offset: self.raws[i].span.range.start,
-                shape: &self.raws[i].shape,
-                bytes: self.raw_bytes(i),
-            })
-            .collect())
+        let raws = Self::raws_of(self.stored(entry)?);
+        Ok(raws.into_iter().map(|raw| self.part(raw)).collect())
     }
 
-    fn release(&self, entry: &Entry, rows: Range<usize>) {
-        let Ok(stored) = self.stored(entry) else {
-            return;
+    fn read_part(&self, part: &Part<'_>, at: usize, out: &mut [u8]) -> Result<()> {
+        if at.checked_add(out.len()).is_none_or(|end| end > part.bytes) {
+            bail!(
+                InvalidArgument,
+                "'{}' has {} bytes; {} at offset {at} in it were asked for",
+                part.key,
+                part.bytes,
+                out.len()
+            );
+        }
+        let Some(source) = self.sources.get(part.source) else {
+            bail!(NotFound, "'{}' is a part of another checkpoint", part.key);
         };
-        let all = entry.rows();
-        let rows = rows.start.min(all)..rows.end.min(all);
-        if rows.is_empty() {
-            return;
-        }
-        for i in Self::raws_of(stored) {
-            let span = &self.raws[i].span;
-            let at = |row: usize| {
-                span.range.start + (span.len() as u128 * row as u128 / all as u128) as usize
-            };
-            self.sources[span.source].release(at(rows.start)..at(rows.end));
-        }
+        source.read(part.offset + at, out)?;
+        source.check_unchanged(part.offset + at)
     }
 
     fn metadata(&self) -> &Metadata {

@@ -413,7 +413,6 @@ impl<'a> Work<'a> {
             squares += sums.0;
             errors += sums.1;
             writer.nvfp4(&codes, &scales)?;
-            self.rows.source.release(entry, region.clone());
             self.done = before + (entry.bytes as u128 * region.end as u128 / rows as u128) as u64;
             self.tell(step.name)?;
         }

@@ -977,7 +977,7 @@ pub(super) fn table(
     width: usize,
     embedding: &Embedding,
 ) -> Result<Option<HostTable>> {
-    let Embedding::Mapped { checkpoint, entry } = embedding else {
+    let Embedding::File { checkpoint, entry } = embedding else {
         return Ok(None);
     };
     let (storage, plain) = match entry.encoding {
@@ -987,23 +987,21 @@ pub(super) fn table(
         _ => (Storage::F32, false),
     };
     let rows = entry.rows();
-    let stored = checkpoint.bytes(entry).filter(|_| plain);
+    let stored = checkpoint.plain(entry).filter(|_| plain);
     // Brings rows from `first` on, as many as `out` takes.
     let bring = |first: usize, out: &mut [u8], row_bytes: usize| {
-        let some = first..first + out.len() / row_bytes;
-        if let Some(stored) = stored {
-            out.copy_from_slice(&stored[some.start * row_bytes..some.end * row_bytes]);
-        } else {
-            let mut values = vec![0f32; some.len() * width];
-            checkpoint.rows_f32(entry, some.clone(), &mut values)?;
-            match storage {
-                Storage::BF16 => fill(out, &values, |v| bf16::from_f32(v).to_le_bytes()),
-                Storage::F16 => fill(out, &values, |v| f16::from_f32(v).to_le_bytes()),
-                Storage::F32 => fill(out, &values, f32::to_le_bytes),
-                Storage::Nvfp4 => bail!(Internal, "an embedding is dense"),
-            }
+        if let Some(stored) = &stored {
+            return checkpoint.read_part(stored, first * row_bytes, out);
         }
-        checkpoint.release(entry, some);
+        let some = first..first + out.len() / row_bytes;
+        let mut values = vec![0f32; some.len() * width];
+        checkpoint.rows_f32(entry, some, &mut values)?;
+        match storage {
+            Storage::BF16 => fill(out, &values, |v| bf16::from_f32(v).to_le_bytes()),
+            Storage::F16 => fill(out, &values, |v| f16::from_f32(v).to_le_bytes()),
+            Storage::F32 => fill(out, &values, f32::to_le_bytes),
+            Storage::Nvfp4 => bail!(Internal, "an embedding is dense"),
+        }
         Ok(())
     };
     let pool = Pool::new(Pool::default_threads()?)?;

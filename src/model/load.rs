@@ -1,7 +1,8 @@
 //! Weights out of a checkpoint. Everything is looked up and its shape checked before anything is read; then tensors are
-//! packed on several threads, a run of rows at a time, while the calling thread reports progress and hears about cancelling.
+//! packed on several threads, a run of rows at a time, while the calling thread reports progress and hears about cancelling. What
+//! passes through is summed up on the way, so that a model knows its fingerprint without being read twice.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::ops::{ControlFlow, Range};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -11,21 +12,22 @@ use std::time::Duration;
 use super::config::Config;
 use super::weights::{Embedding, Layer, Projection, Weights};
 use super::{LoadOptions, Progress};
+use crate::base::checksum::{Checksum, RowsChecksum};
 use crate::base::error::{Error, bail, err};
 use crate::base::memory::{Buffer, Tag};
 use crate::base::{ErrorKind, Result};
 use crate::checkpoint::{Checkpoint, Encoding, Entry};
 use crate::format::nvfp4::{self, BLOCK, NonFinite, QuantizeOptions};
 use crate::ops::Device;
-use crate::ops::linear::{DenseType, Linear};
+use crate::ops::linear::{DenseType, Linear, ReadNvfp4};
 
 const EMBEDDING: &str = "model.embed_tokens.weight";
 const HEAD: &str = "lm_head.weight";
 const NORM: &str = "model.norm.weight";
 
-/// Rows read at a time where this file reads them itself.
-const ROWS: usize = 256;
-/// Bytes of a table that one thread looks through.
+/// Values read at a time where this file reads them itself: so few that they are still in a core's own cache when they are used.
+const VALUES: usize = 1 << 16;
+/// Bytes of an embedding that one thread looks through.
 const CHECKED: u64 = 16 << 20;
 /// How often the calling thread looks up from waiting.
 const REPORT: Duration = Duration::from_millis(50);
@@ -122,6 +124,11 @@ enum Job {
     Vector,
     /// Only looks whether all values of these rows are finite.
     Check(Range<usize>),
+}
+
+/// Rows of an entry that are read at a time.
+fn run_of(entry: &Entry) -> usize {
+    (VALUES / entry.cols()).clamp(1, entry.rows())
 }
 
 /// Bytes of so many rows of an entry.
@@ -239,6 +246,10 @@ struct Shared<'a> {
     checkpoint: &'a dyn Checkpoint,
     device: &'a Device,
     quantize: Option<&'a QuantizeOptions>,
+    /// Whether all that looks at the embedding is the quantizing of the head that is tied to it.
+    checked_by_head: bool,
+    /// What the tensors of the model hold, by name.
+    sums: Mutex<BTreeMap<String, RowsChecksum>>,
     /// The next job.
     next: AtomicUsize,
     /// Bytes that have been read.
@@ -259,6 +270,8 @@ impl Shared<'_> {
 struct Work<'a> {
     shared: &'a Shared<'a>,
     number: usize,
+    /// What it makes, by its name in the model.
+    name: &'a str,
 }
 
 impl Work<'_> {
@@ -275,22 +288,32 @@ impl Work<'_> {
         let mut values = Buffer::zeroed(Tag::Weights, entry.cols())?;
         self.shared.checkpoint.rows_f32(entry, 0..1, &mut values)?;
         check_finite(&values, 0, entry.cols())?;
+        let mut sum = RowsChecksum::new();
+        sum.add_f32(0, entry.cols(), &values);
+        self.record(self.name, sum);
         self.advance(entry.bytes)?;
         Ok(values)
     }
 
-    /// Reads a run of rows and gives their pages back.
-    fn rows(&self, entry: &Entry, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
-        self.shared.checkpoint.rows_f32(entry, rows.clone(), out)?;
-        self.shared.checkpoint.release(entry, rows);
-        Ok(())
+    /// Adds to what is known of the tensor `name`.
+    fn record(&self, name: &str, sum: RowsChecksum) {
+        let mut sums = self
+            .shared
+            .sums
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        sums.entry(name.to_owned()).or_default().merge(sum);
     }
 
     fn check(&self, entry: &Entry, rows: Range<usize>) -> Result<()> {
+        let mut sum = RowsChecksum::new();
         self.each_run(entry, rows, |first, values| {
             check_finite(values, first, entry.cols())?;
+            sum.add_f32(first, entry.cols(), values);
             self.advance(bytes_of(entry, values.len() / entry.cols()))
-        })
+        })?;
+        self.record(self.name, sum);
+        Ok(())
     }
 
     fn each_run(
@@ -299,12 +322,13 @@ impl Work<'_> {
         rows: Range<usize>,
         mut each: impl FnMut(usize, &[f32]) -> Result<()>,
     ) -> Result<()> {
-        let cols = entry.cols();
-        let mut values = Buffer::<f32>::zeroed(Tag::Scratch, ROWS.min(rows.len()) * cols)?;
-        for first in rows.clone().step_by(ROWS) {
-            let n = ROWS.min(rows.end - first);
+        let (run, cols) = (run_of(entry), entry.cols());
+        let mut values = Buffer::<f32>::zeroed(Tag::Scratch, run.min(rows.len()) * cols)?;
+        for first in rows.clone().step_by(run) {
+            let n = run.min(rows.end - first);
             let values = &mut values[..n * cols];
-            self.rows(entry, first..first + n, values)?;
+            let rows = first..first + n;
+            self.shared.checkpoint.rows_f32(entry, rows, values)?;
             each(first, values)?;
         }
         Ok(())
@@ -315,75 +339,101 @@ impl Work<'_> {
         let Held::Dense(dtype) = held(entry, self.shared.quantize.is_some()) else {
             return self.packed(entry);
         };
-        Linear::dense(
+        let mut sum = RowsChecksum::new();
+        let linear = Linear::dense(
             self.shared.device,
             rows,
             cols,
             dtype,
             &mut |range, values| {
-                let n = range.len();
-                self.rows(entry, range, values)?;
-                self.advance(bytes_of(entry, n))
+                self.shared
+                    .checkpoint
+                    .rows_f32(entry, range.clone(), values)?;
+                sum.add_f32(range.start, cols, values);
+                self.advance(bytes_of(entry, range.len()))
             },
-        )
+        )?;
+        self.record(self.name, sum);
+        Ok(linear)
     }
 
     /// A matrix in NVFP4, as it is stored or quantized on the way.
     fn packed(&self, entry: &Entry) -> Result<Linear> {
-        let (rows, cols) = (entry.rows(), entry.cols());
-        let bytes = |n: usize| bytes_of(entry, n);
+        let cols = entry.cols();
         let Some(options) = self
             .shared
             .quantize
             .filter(|_| entry.encoding != Encoding::Nvfp4)
         else {
             let global = self.shared.checkpoint.global_scale(entry)?;
-            return Linear::nvfp4(
-                self.shared.device,
-                rows,
-                cols,
-                global,
-                &mut |range, codes, scales| {
-                    let n = range.len();
-                    self.shared
-                        .checkpoint
-                        .rows_nvfp4(entry, range.clone(), codes, scales)?;
-                    self.shared.checkpoint.release(entry, range);
-                    self.advance(bytes(n))
-                },
-            );
+            return self.nvfp4(entry, global, &mut |range, codes, scales| {
+                self.shared
+                    .checkpoint
+                    .rows_nvfp4(entry, range, codes, scales)
+            });
         };
-        let mut amax = 0f32;
-        self.each_run(entry, 0..rows, |first, values| {
+        let is_table = self.shared.checked_by_head && entry.name == EMBEDDING;
+        let (mut amax, mut sum) = (0f32, RowsChecksum::new());
+        self.each_run(entry, 0..entry.rows(), |first, values| {
             amax = amax.max(nvfp4::amax(values, first * cols, options.nonfinite)?);
+            if is_table {
+                sum.add_f32(first, cols, values);
+            }
             self.advance(0)
         })?;
+        if is_table {
+            self.record(EMBEDDING, sum);
+        }
         let global = nvfp4::global_scale(amax, options);
-        let mut values = Buffer::<f32>::zeroed(Tag::Scratch, ROWS.min(rows) * cols)?;
-        Linear::nvfp4(
+        let run = run_of(entry);
+        let mut values = Buffer::<f32>::zeroed(Tag::Scratch, run * cols)?;
+        self.nvfp4(entry, global, &mut |range, codes, scales| {
+            // The packer may take more rows at a time than this thread has room for.
+            for first in range.clone().step_by(run) {
+                let (at, n) = (first - range.start, run.min(range.end - first));
+                let values = &mut values[..n * cols];
+                let rows = first..first + n;
+                self.shared.checkpoint.rows_f32(entry, rows, values)?;
+                nvfp4::quantize_rows(
+                    values,
+                    cols,
+                    first,
+                    global,
+                    options,
+                    &mut codes[at * cols / 2..(at + n) * cols / 2],
+                    &mut scales[at * cols / BLOCK..(at + n) * cols / BLOCK],
+                )?;
+            }
+            Ok(())
+        })
+    }
+
+    /// The weight whose codes and block scales `read` gives.
+    fn nvfp4(&self, entry: &Entry, global: f32, read: &mut ReadNvfp4) -> Result<Linear> {
+        let (rows, cols) = (entry.rows(), entry.cols());
+        let mut sums = [RowsChecksum::new(); 2];
+        let linear = Linear::nvfp4(
             self.shared.device,
             rows,
             cols,
             global,
             &mut |range, codes, scales| {
-                // The packer may take more rows at a time than this thread has room for.
-                for first in range.clone().step_by(ROWS) {
-                    let (at, n) = (first - range.start, ROWS.min(range.end - first));
-                    let values = &mut values[..n * cols];
-                    self.rows(entry, first..first + n, values)?;
-                    nvfp4::quantize_rows(
-                        values,
-                        cols,
-                        first,
-                        global,
-                        options,
-                        &mut codes[at * cols / 2..(at + n) * cols / 2],
-                        &mut scales[at * cols / BLOCK..(at + n) * cols / BLOCK],
-                    )?;
-                }
-                self.advance(bytes(range.len()))
+                read(range.clone(), codes, scales)?;
+                sums[0].add(range.start, cols / 2, codes);
+                sums[1].add(range.start, cols / BLOCK, scales);
+                self.advance(bytes_of(entry, range.len()))
             },
-        )
+        )?;
+        let [codes, scales] = sums.map(RowsChecksum::finish);
+        let mut whole = RowsChecksum::new();
+        for (i, word) in [codes, scales, global.to_bits().into()]
+            .into_iter()
+            .enumerate()
+        {
+            whole.add(i, 8, &word.to_le_bytes());
+        }
+        self.record(self.name, whole);
+        Ok(linear)
     }
 }
 
@@ -408,14 +458,14 @@ fn check_finite(values: &[f32], first_row: usize, cols: usize) -> Result<()> {
     }
 }
 
-/// Loads all weights of `config` from `checkpoint`. What `meanwhile` makes of the embedding is made while they are read, on a thread
-/// of its own.
+/// Loads all weights of `config` from `checkpoint`, and gives a checksum of them all too. What `meanwhile` makes of the embedding is
+/// made while they are read, on a thread of its own.
 pub(super) fn load<T: Send>(
     checkpoint: Arc<dyn Checkpoint>,
     config: &Config,
     options: &LoadOptions<'_>,
     meanwhile: impl FnOnce(&Embedding) -> Result<T> + Send,
-) -> Result<(Weights, T)> {
+) -> Result<(Weights, u64, T)> {
     let found = find(&*checkpoint, config, options.sampling_only)?;
     let table = found[0].1;
     let tied = !found.iter().any(|(name, _)| name == HEAD);
@@ -451,17 +501,17 @@ pub(super) fn load<T: Send>(
         Embedding::Head
     } else {
         let entry = table.clone();
-        Embedding::Mapped {
+        Embedding::File {
             checkpoint: checkpoint.clone(),
             entry,
         }
     };
-    let (mut loaded, made) = std::thread::scope(|scope| {
+    let ((mut loaded, sum), made) = std::thread::scope(|scope| {
         let made = std::thread::Builder::new()
             .name("nvfp4-load-embedding".to_owned())
             .spawn_scoped(scope, || meanwhile(&embedding))
             .map_err(|e| err!(OutOfMemory, "starting a thread to load with: {e}"))?;
-        let loaded = run(&*checkpoint, &jobs, options);
+        let loaded = run(&*checkpoint, &jobs, options, checked_by_head);
         let made = made
             .join()
             .unwrap_or_else(|_| Err(err!(Internal, "the thread of the embedding panicked")));
@@ -479,19 +529,23 @@ pub(super) fn load<T: Send>(
         norm: loaded.vector(NORM)?,
         head: loaded.projection("lm_head")?,
     };
-    Ok((weights, made))
+    Ok((weights, sum, made))
 }
 
-/// Runs the jobs on the device's threads and reports progress on this one.
+/// Runs the jobs on the device's threads and reports progress on this one. Gives what they have made, and a checksum of what it is
+/// made of.
 fn run(
     checkpoint: &dyn Checkpoint,
     jobs: &[(String, &Entry, Job)],
     options: &LoadOptions<'_>,
-) -> Result<Parts> {
+    checked_by_head: bool,
+) -> Result<(Parts, u64)> {
     let shared = Shared {
         checkpoint,
         device: &options.device,
         quantize: options.quantize.as_ref(),
+        checked_by_head,
+        sums: Mutex::default(),
         next: AtomicUsize::new(0),
         done: AtomicU64::new(0),
         failed: AtomicUsize::new(usize::MAX),
@@ -519,6 +573,7 @@ fn run(
             let work = Work {
                 shared: &shared,
                 number,
+                name,
             };
             let made = match job {
                 Job::Matrix => work.matrix(entry).map(|m| Some(Loaded::Matrix(m))),
@@ -588,9 +643,14 @@ fn run(
     if shared.cancelled.load(Ordering::Relaxed) {
         bail!(Cancelled, "loading was cancelled");
     }
-    Ok(Parts(
-        parts.into_inner().unwrap_or_else(PoisonError::into_inner),
-    ))
+    let mut sum = Checksum::new();
+    let sums = shared.sums.into_inner();
+    for (name, rows) in sums.unwrap_or_else(PoisonError::into_inner) {
+        sum.update(name.as_bytes());
+        sum.update(&rows.finish().to_le_bytes());
+    }
+    let parts = parts.into_inner().unwrap_or_else(PoisonError::into_inner);
+    Ok((Parts(parts), sum.finish()))
 }
 
 /// Loaded tensors, taken out by name as the model is put together.

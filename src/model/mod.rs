@@ -140,8 +140,8 @@ pub struct ModelInfo {
     pub max_positions: usize,
     /// Whether embedding and head are one table in the file.
     pub tied: bool,
-    /// Whether the embedding is read from the mapped file rather than from memory.
-    pub embedding_mapped: bool,
+    /// Whether the rows of the embedding are read from the file as they are looked up, rather than held in memory.
+    pub embedding_in_file: bool,
     /// Whether the layers were left out.
     pub sampling_only: bool,
     /// Whether there is a tokenizer.
@@ -266,7 +266,7 @@ impl Model {
                 },
             )
         };
-        let (weights, table) = match device {
+        let (weights, sum, table) = match device {
             // Compiling kernels takes as long as reading weights, on other processors of the machine.
             Device::Cuda(gpu) => std::thread::scope(|scope| {
                 let preparing = scope.spawn(|| gpu.prepare(gpu::UNITS));
@@ -281,9 +281,9 @@ impl Model {
             Device::Cuda(gpu) => Some(gpu::Executor::new(gpu, &config, &weights, table)?),
             _ => None,
         };
-        let mut sum = Checksum::new();
-        sum.update(format!("{config:?}").as_bytes());
-        sum.update(&weights.fingerprint()?.to_le_bytes());
+        let mut fingerprint = Checksum::new();
+        fingerprint.update(format!("{config:?}").as_bytes());
+        fingerprint.update(&sum.to_le_bytes());
         let mut info = describe(&config, &weights, options);
         info.file_format = checkpoint.format();
         info.weight_bytes += executor.as_ref().map_or(0, |e| e.bytes() as u64);
@@ -299,7 +299,7 @@ impl Model {
             template: text.template.unwrap_or_else(ChatTemplate::chatml),
             stop_tokens,
             info,
-            fingerprint: sum.finish(),
+            fingerprint: fingerprint.finish(),
             turns: Turns::new(),
         }))
     }
@@ -360,7 +360,8 @@ impl Model {
         &self.info
     }
 
-    /// A number that tells this model, as loaded, from others.
+    /// A number that tells this model, as loaded, from others: made of its config and of every weight, with the bits that it is
+    /// held in. The same whatever device holds it and whatever file it came from, but not when quantized in another way.
     pub fn fingerprint(&self) -> u64 {
         self.fingerprint
     }
@@ -443,7 +444,8 @@ fn describe(config: &Config, weights: &Weights, options: &LoadOptions<'_>) -> Mo
         vocab_size: config.vocab_size,
         max_positions: config.max_positions,
         tied: config.tied,
-        embedding_mapped: matches!(weights.embedding, weights::Embedding::Mapped { .. }),
+        embedding_in_file: matches!(weights.embedding, weights::Embedding::File { .. })
+            && matches!(options.device, Device::Cpu(_)),
         sampling_only: options.sampling_only,
         tokenizer: false,
         chat_template: false,

@@ -1,18 +1,13 @@
 //! A model's weights as the forward pass reads them: what the loader makes, and what training will make copies of. Immutable
-//! and shared; knows nothing of files beyond the table of embeddings that may stay in one.
+//! and shared; knows nothing of files beyond the embedding that may stay in one.
 
 use std::sync::Arc;
 
 use crate::base::Result;
-use crate::base::checksum::Checksum;
-use crate::base::error::{bail, err};
+use crate::base::error::bail;
 use crate::base::memory::Buffer;
 use crate::checkpoint::{Checkpoint, Entry};
 use crate::ops::linear::Linear;
-
-/// Rows of a mapped embedding that are looked up before its pages are given back. Touching one byte may map as much as a huge
-/// page around it, so that a prompt would soon hold the whole table.
-const RUN: usize = 16;
 
 /// A linear map and its bias, where it has one.
 #[derive(Debug)]
@@ -52,9 +47,10 @@ pub struct Layer {
 
 /// Where the rows of the embedding come from.
 pub enum Embedding {
-    /// The checkpoint, which stays mapped: the system brings in what surrounds a row that is looked up, and gets it back.
-    Mapped {
-        /// The opened file.
+    /// The file, which stays open: the row of each token is read when it is looked up, out of what memory the system keeps files
+    /// in. A file that is cut off or written to meanwhile gives an error.
+    File {
+        /// What was opened.
         checkpoint: Arc<dyn Checkpoint>,
         /// The table in it.
         entry: Entry,
@@ -112,7 +108,7 @@ impl Weights {
             .chain([&self.head.linear])
     }
 
-    /// Bytes held in memory in the form that the kernels read. A mapped embedding is the file's and does not count.
+    /// Bytes held in memory in the form that the kernels read. An embedding that stays in its file does not count.
     pub fn bytes(&self) -> usize {
         let vectors = self.layers.iter().flat_map(Layer::vectors);
         self.linears().map(Linear::bytes).sum::<usize>()
@@ -139,40 +135,15 @@ impl Weights {
                 tokens.len()
             );
         }
-        for (tokens, rows) in tokens.chunks(RUN).zip(out.chunks_mut(RUN * hidden)) {
-            for (&token, row) in tokens.iter().zip(rows.chunks_exact_mut(hidden)) {
-                let token = token as usize;
-                match &self.embedding {
-                    Embedding::Head => self.head.linear.row(token, row)?,
-                    Embedding::Mapped { checkpoint, entry } => {
-                        checkpoint.rows_f32(entry, token..token + 1, row)?;
-                    }
+        for (&token, row) in tokens.iter().zip(out.chunks_exact_mut(hidden)) {
+            let token = token as usize;
+            match &self.embedding {
+                Embedding::Head => self.head.linear.row(token, row)?,
+                Embedding::File { checkpoint, entry } => {
+                    checkpoint.rows_f32(entry, token..token + 1, row)?;
                 }
-            }
-            if let Embedding::Mapped { checkpoint, entry } = &self.embedding {
-                checkpoint.release(entry, 0..entry.rows());
             }
         }
         Ok(())
-    }
-
-    /// A number that tells these weights from others: it covers every vector and the first and last row of every matrix.
-    pub(super) fn fingerprint(&self) -> Result<u64> {
-        let mut sum = Checksum::new();
-        for layer in &self.layers {
-            layer.vectors().for_each(|v| sum.update_f32(v));
-        }
-        sum.update_f32(&self.norm);
-        for linear in self.linears() {
-            let mut row = Vec::new();
-            row.try_reserve_exact(linear.cols())
-                .map_err(|e| err!(OutOfMemory, "a row of {}: {e}", linear.cols()))?;
-            row.resize(linear.cols(), 0.0);
-            for index in [0, linear.rows() - 1] {
-                linear.row(index, &mut row)?;
-                sum.update_f32(&row);
-            }
-        }
-        Ok(sum.finish())
     }
 }

@@ -10,7 +10,8 @@ use super::{Device, Workspace};
 use crate::base::error::{Result, bail, err};
 use crate::base::memory::Tag;
 use crate::base::size::product;
-use crate::cpu::{Kind, Packed, ReadDense, ReadNvfp4};
+pub use crate::cpu::ReadNvfp4;
+use crate::cpu::{Kind, Packed, ReadDense};
 use crate::cuda::{
     self, DeviceBuffer, FloatRows, Gpu, Input, LinearScratch, Matrix, Output, Storage,
 };

@@ -18,7 +18,7 @@ use crate::base::{Error, Result};
 use crate::model::{KvCache, KvType, Model};
 
 const MAGIC: [u8; 8] = *b"NVFP4SES";
-/// Files of version 1 do not say how many tokens were evicted; they are read as if none had been.
+/// Version 1 told models apart by the first and last rows of their weights.
 const VERSION: u32 = 2;
 /// Bytes of magic, version and the header's length.
 const FRONT: u64 = 16;
@@ -36,7 +36,6 @@ struct Header {
     keep: Option<usize>,
     tokens: usize,
     /// How many were forgotten before them.
-    #[serde(default)]
     evicted: usize,
     /// How many of them are in the cache.
     cached: usize,
@@ -129,10 +128,14 @@ fn restore(model: Arc<Model>, file: File) -> Result<Session> {
         bail!(CorruptFile, "it is not a session file");
     }
     let version = u32::from_le_bytes(input.array()?);
-    if !(1..=VERSION).contains(&version) {
+    if version != VERSION {
+        let advice = match version < VERSION {
+            true => "an older library wrote it; start the conversation anew, and save it again",
+            false => "a newer library wrote it; restore it with that one",
+        };
         bail!(
             Unsupported,
-            "session files of version {version} are not known; this library reads versions 1 to {VERSION}"
+            "it is a session file of version {version}, and this library reads version {VERSION}: {advice}"
         );
     }
     let length = u32::from_le_bytes(input.array()?);

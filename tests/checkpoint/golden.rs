@@ -82,7 +82,6 @@ fn compare(file: &str, format: &str, tolerance: f32) -> usize {
                     .all(|(a, b)| a.to_bits() == b.to_bits()),
                 "{file}: row {row} of {name} differs when read alone"
             );
-            checkpoint.release(entry, row..row + 1);
         }
     }
     packed / 2

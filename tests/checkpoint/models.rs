@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use NVFP4::base::threads::Pool;
 use NVFP4::base::{Error, ErrorKind};
 use NVFP4::checkpoint;
-use NVFP4::format::nvfp4::Recipe;
+use NVFP4::format::nvfp4::{QuantizeOptions, Recipe};
 use NVFP4::model::convert::{Container, ConvertOptions, convert};
 use NVFP4::model::{Device, LoadOptions, Model};
 use NVFP4::session::{GenerateOptions, Session, SessionOptions};
@@ -317,6 +317,40 @@ fn a_split_model_is_the_model() {
         let split = load(path).unwrap_or_else(|e| panic!("{e}"));
         assert_eq!(split.fingerprint(), whole.fingerprint());
         quantize(path).unwrap_or_else(|e| panic!("{e}"));
+    }
+}
+
+/// Held alike, the same weights are the same model whatever file they came from and however many threads read them.
+#[test]
+fn the_format_of_a_file_does_not_tell_models_apart() {
+    for formats in [["dat", "safetensors"], ["nf4.dat", "nf4"]] {
+        let fingerprints = formats.map(|format| {
+            let scratch = Scratch::new();
+            load(&good().write(format, &scratch)).unwrap().fingerprint()
+        });
+        assert_eq!(fingerprints[0], fingerprints[1], "{formats:?}");
+    }
+    let mut other = good();
+    other.tensor("gate_proj.weight").values[5 * HIDDEN + 3] = 0.25;
+    let fingerprint = |model: &Description, threads, quantize: Option<Recipe>| {
+        let scratch = Scratch::new();
+        let options = LoadOptions {
+            quantize: quantize.map(|recipe| QuantizeOptions {
+                recipe,
+                ..QuantizeOptions::default()
+            }),
+            ..LoadOptions::new(Device::cpu(Some(threads)).unwrap())
+        };
+        let path = model.write("safetensors", &scratch);
+        Model::load(&path, &options).unwrap().fingerprint()
+    };
+    let mut seen = std::collections::HashSet::new();
+    for model in [&good(), &other] {
+        for quantize in [None, Some(Recipe::Amax)] {
+            let one = fingerprint(model, 1, quantize);
+            assert!(seen.insert(one));
+            assert_eq!(fingerprint(model, 5, quantize), one);
+        }
     }
 }
 

@@ -57,6 +57,12 @@ impl Copy {
     }
 }
 
+/// Cuts a file off where it lies, as another process might.
+pub(crate) fn cut(path: &Path, len: u64) {
+    let file = fs::OpenOptions::new().write(true).open(path).unwrap();
+    file.set_len(len).unwrap();
+}
+
 impl Drop for Copy {
     fn drop(&mut self) {
         let _ = fs::remove_dir_all(&self.0);

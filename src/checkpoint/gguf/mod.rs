@@ -221,8 +221,9 @@ fn multiplier(sources: &[Source], raw: &Raw) -> Result<f32> {
             raw.shape
         );
     }
-    let b = &sources[raw.span.source].bytes()[raw.span.range.clone()];
-    let value = f32::from_le_bytes([b[0], b[1], b[2], b[3]]);
+    let mut bytes = [0; 4];
+    sources[raw.span.source].read(raw.span.range.start, &mut bytes)?;
+    let value = f32::from_le_bytes(bytes);
     nvfp4::check_global_scale(value)
         .map_err(|e| err!(CorruptFile, "'{}': {}", raw.key, e.message()))?;
     Ok(value)
@@ -314,8 +315,9 @@ fn array(cursor: &mut Cursor<'_>, depth: u32) -> Result<Value> {
         let bytes = len
             .checked_mul(width)
             .ok_or_else(|| err!(CorruptFile, "an array of {len} elements"))?;
-        let bytes = cursor.take(bytes, "an array")?;
+        cursor.check(bytes, "an array")?;
         check_elements(len)?;
+        let bytes = cursor.take(bytes, "an array")?;
         let items = bytes.chunks_exact(width as usize).map(|b| number(kind, b));
         return Ok(match kind {
             6 | 12 => Value::Floats(

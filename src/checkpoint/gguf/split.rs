@@ -63,7 +63,7 @@ pub(super) fn join(
         parts.push(match given.take_if(|_| number == own) {
             Some(given) => given,
             None => {
-                let source = Source::map(path)?;
+                let source = Source::open(path)?;
                 let header = read_header(&source).map_err(|e| e.within(source.name()))?;
                 (source, header)
             }

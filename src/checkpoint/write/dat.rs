@@ -3,7 +3,9 @@
 
 use std::path::Path;
 
-use super::{Planned, Progress, Slot, Temporary, Writer, check_names, copy_entry, sizes};
+use super::{
+    Planned, Progress, Slot, Temporary, Writer, check_names, copy_entry, copy_part, sizes,
+};
 use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::checkpoint::{Checkpoint, Encoding, Entry, dat};
@@ -107,7 +109,7 @@ impl DatWriter {
                     key: part.key.to_owned(),
                     elem_type: part.type_code,
                     shape: part.shape.to_vec(),
-                    bytes: part.bytes.len() as u64,
+                    bytes: part.bytes as u64,
                     tensor,
                     is_scale: i == 1,
                 };
@@ -202,7 +204,7 @@ impl Writer for DatWriter {
     fn copy(&mut self, source: &dyn Checkpoint, entry: &Entry) -> Result<()> {
         let next = self.progress.begun;
         if self.foreign_scales.get(next) == Some(&true)
-            && let [codes, scales] = source.parts(entry)?[..]
+            && let [codes, scales] = &source.parts(entry)?[..]
         {
             // They are copied as floats, once the reader has found them to be block scales.
             let mut row_codes = vec![0; entry.cols() / 2];
@@ -211,7 +213,8 @@ impl Writer for DatWriter {
                 source.rows_nvfp4(entry, row..row + 1, &mut row_codes, &mut row_scales)?;
             }
             self.progress.begin(&entry.name, 1.0)?;
-            return self.progress.append(codes.bytes, scales.bytes);
+            copy_part(source, codes, |bytes| self.progress.append(bytes, &[]))?;
+            return copy_part(source, scales, |bytes| self.progress.append(&[], bytes));
         }
         let planned = self.progress.next_encoding(&entry.name)?;
         copy_entry(self, planned, source, entry)

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use half::{bf16, f16};
 
 use super::companion::TOKENIZER_FILES;
-use super::{Checkpoint, Encoding, Entry, Metadata, TokenizerSource};
+use super::{Checkpoint, Encoding, Entry, Metadata, Part, TokenizerSource};
 use crate::base::error::{Error, bail, err};
 use crate::base::file::{self, Temporary};
 use crate::base::{Result, size};
@@ -364,9 +364,9 @@ fn copy_entry(
         writer.begin(&entry.name, 1.0)?;
     }
     if planned == entry.encoding
-        && let Some(bytes) = source.bytes(entry)
+        && let Some(part) = source.plain(entry)
     {
-        return writer.raw(bytes);
+        return copy_part(source, &part, |bytes| writer.raw(bytes));
     }
     let (all, cols) = (entry.rows(), entry.cols());
     // About a megabyte of f32 at a time.
@@ -383,7 +383,21 @@ fn copy_entry(
             source.rows_f32(entry, rows.clone(), &mut values)?;
             writer.values(&values)?;
         }
-        source.release(entry, rows);
+    }
+    Ok(())
+}
+
+/// Gives the stored bytes of `part` to `write`, about a megabyte at a time.
+fn copy_part(
+    source: &dyn Checkpoint,
+    part: &Part<'_>,
+    mut write: impl FnMut(&[u8]) -> Result<()>,
+) -> Result<()> {
+    let mut bytes = vec![0; part.bytes.min(1 << 20)];
+    for at in (0..part.bytes).step_by(1 << 20) {
+        let bytes = &mut bytes[..(part.bytes - at).min(1 << 20)];
+        source.read_part(part, at, bytes)?;
+        write(bytes)?;
     }
     Ok(())
 }
