@@ -1,7 +1,8 @@
 //! Whose turn it is to use what only one caller can use at a time: first come, first served, and who waits can give up.
 
 use std::collections::VecDeque;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread::{self, Thread};
 use std::time::Duration;
 
 /// How often one who waits asks whether to give up.
@@ -11,14 +12,21 @@ const PATIENCE: Duration = Duration::from_millis(10);
 #[derive(Debug, Default)]
 pub struct Turns {
     queue: Mutex<Queue>,
-    moved: Condvar,
 }
 
-/// Tickets in the order of their arrival; the first has its turn.
+/// Tickets and who holds them, in the order of their arrival; the first has its turn.
 #[derive(Debug, Default)]
 struct Queue {
-    tickets: VecDeque<u64>,
+    tickets: VecDeque<(u64, Thread)>,
     last: u64,
+}
+
+impl Queue {
+    fn is_first(&self, ticket: u64) -> bool {
+        self.tickets
+            .front()
+            .is_some_and(|&(first, _)| first == ticket)
+    }
 }
 
 impl Turns {
@@ -30,17 +38,24 @@ impl Turns {
     /// Waits for this caller's turn, which lasts until what is returned is dropped. Nothing if `give_up` says so before; it is
     /// asked every few milliseconds.
     pub fn take(&self, give_up: impl Fn() -> bool) -> Option<Turn<'_>> {
-        let mut queue = self.queue();
-        queue.last += 1;
-        let own = queue.last;
-        queue.tickets.push_back(own);
-        while queue.tickets.front() != Some(&own) {
+        let own = {
+            let mut queue = self.queue();
+            queue.last += 1;
+            let own = queue.last;
+            queue.tickets.push_back((own, thread::current()));
+            own
+        };
+        while !self.queue().is_first(own) {
             if give_up() {
-                queue.tickets.retain(|&ticket| ticket != own);
-                return None;
+                let mut queue = self.queue();
+                // The turn may have come just now.
+                if !queue.is_first(own) {
+                    queue.tickets.retain(|&(ticket, _)| ticket != own);
+                    return None;
+                }
+            } else {
+                thread::park_timeout(PATIENCE);
             }
-            let waited = self.moved.wait_timeout(queue, PATIENCE);
-            queue = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
         Some(Turn { turns: self })
     }
@@ -64,8 +79,14 @@ pub struct Turn<'a> {
 
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
-        self.turns.queue().tickets.pop_front();
-        self.turns.moved.notify_all();
+        let next = {
+            let mut queue = self.turns.queue();
+            queue.tickets.pop_front();
+            queue.tickets.front().map(|(_, thread)| thread.clone())
+        };
+        if let Some(next) = next {
+            next.unpark();
+        }
     }
 }
 

@@ -272,11 +272,13 @@ impl Session {
 
     fn run(&mut self, tokens: &[u32], step: usize) -> Result<()> {
         let before = self.tokens.len();
+        let (logits, likeliest) = (std::mem::take(&mut self.logits), self.likeliest);
         for part in tokens.chunks(step.max(1)) {
             self.push(part);
             if let Err(e) = self.settle() {
                 self.cache.truncate(before.min(self.cache.len()))?;
                 self.tokens.truncate(before);
+                (self.logits, self.likeliest) = (logits, likeliest);
                 return Err(e);
             }
         }
