@@ -379,11 +379,11 @@ fn mirrors_that_know_no_ranges_no_sizes_and_no_names() {
 fn what_cannot_be_resumed_is_gone_when_the_pull_is_killed() {
     let content = noise(24 * MEGABYTE);
     let unsized_ = json!({
-        "always_gzip": true, "plain": true, "metadata": false, "etags": false, "rate": 6 << 20,
+        "always_gzip": true, "plain": true, "metadata": false, "etags": false, "rate": 20 << 20,
     });
     let hub = large("unsized", &content, unsized_);
     for signal in ["-KILL", "-INT"] {
-        killed_after(&hub, 6 << 20, signal);
+        killed_after(&hub, 10 << 20, signal);
         let left: Vec<String> = names(&hub.place().join("blobs"))
             .into_iter()
             .filter(|n| n.contains("partial"))
