@@ -4,7 +4,7 @@
 
 Compiles benches/c/host.c against target/release (or $NVFP4_BUILD), and runs the two in turns, so that what slows the machine down
 slows both. Prints medians, the ratio of stepping through the C interface to the benchmark, which is to be 0.9 or more, and of every
-kind of sampling to the greedy one, likewise. Needs cc and nothing but Python.
+kind of sampling to the greedy one, likewise; and what eight threads make that generate at the same time. Needs cc and nothing but Python.
 """
 
 import argparse
@@ -45,18 +45,21 @@ def main():
         host = args.host
         if host is None:
             host = Path(folder) / "host"
-            output("cc", "-O2", "-I", ROOT / "include", ROOT / "benches/c/host.c", "-L", build, "-lNVFP4", f"-Wl,-rpath,{build}", "-o", host)
+            output("cc", "-O2", "-I", ROOT / "include", ROOT / "benches/c/host.c", "-L", build, "-lNVFP4", "-lpthread", f"-Wl,-rpath,{build}", "-o", host)
         batches = [int(batch) for batch in args.batches.split(",")]
         common = ["--model", args.model, "--prompt-tokens", args.prompt, "--gen-tokens", args.tokens, "--device", args.device,
                   "--runs", args.runs, "--json"]
         bench = {batch: [] for batch in batches}
-        stepped = {}
+        stepped, threads = {}, []
         for _ in range(args.rounds):
             for batch in batches:
                 bench[batch].append(json.loads(output(build / "nvfp4", "bench", *common, "--batch", batch))["decode_tok_s"])
             printed = output(host, args.model, "--device", args.device, "--prompt", args.prompt, "--tokens", args.tokens,
                              "--runs", args.runs, "--batches", args.batches, "--json")
             for one in json.loads(printed):
+                if one["sampling"] == "threads":
+                    threads.append((one["step_tok_s"], one["generate_tok_s"]))
+                    continue
                 stepped.setdefault((one["batch"], one["sampling"]), []).append((one["step_tok_s"], one["generate_tok_s"]))
     missed = False
     figures = []
@@ -75,6 +78,10 @@ def main():
             generating = f"; generating {alone:.1f}" if alone else ""
             print(f"    {sampling:33} {step:10.1f} tok/s, {to:.2f} {what}{generating}{'  BELOW THE BAR' if to < BAR else ''}")
             figures.append({"batch": batch, "sampling": sampling, "step_tok_s": step, "generate_tok_s": alone, "bench_tok_s": reference})
+    if threads:
+        many, single = (statistics.median(column) for column in zip(*threads))
+        print(f"8 threads that generate {many:10.1f} tok/s in all, {many / single:.2f} of one ({single:.1f})")
+        figures.append({"threads": 8, "tok_s": many, "one_tok_s": single})
     if args.json:
         record = {"date": datetime.date.today().isoformat(), "device": args.device, "model": args.model, "prompt": args.prompt,
                   "tokens": args.tokens, "figures": figures}

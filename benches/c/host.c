@@ -1,8 +1,8 @@
 /*
- * What a host gets through nvfp4.h: tokens per second of sequences stepped together, greedy and drawn by each kind of option, and of
- * generations.
+ * What a host gets through nvfp4.h: tokens per second of sequences stepped together, greedy and drawn by each kind of option, of
+ * generations, and of threads that each generate in a session of their own.
  *
- *     cc -O2 -I include benches/c/host.c -L target/release -lNVFP4 -Wl,-rpath,$PWD/target/release -o target/host
+ *     cc -O2 -I include benches/c/host.c -L target/release -lNVFP4 -lpthread -Wl,-rpath,$PWD/target/release -o target/host
  *     target/host MODEL [--device cpu|cuda:N] [--prompt N] [--tokens N] [--runs N] [--batches 1,8,64] [--threads N] [--json]
  *
  * The model is best a synthetic one (nvfp4 synth), whose answers no stop token ends. Medians of repeated runs after one that is not
@@ -11,12 +11,13 @@
  */
 #include <nvfp4.h>
 
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
-enum { MOST_SESSIONS = 256, MOST_RUNS = 101 };
+enum { MOST_SESSIONS = 256, MOST_RUNS = 101, THREADS = 8 };
 
 #define OK(call)                                                                                                                   \
     do {                                                                                                                           \
@@ -98,6 +99,42 @@ static double generation(NVFP4_GenerateOptions options)
         exit(1);
     }
     return (double)(result.generated_tokens - 1) / result.decode_seconds;
+}
+
+static NVFP4_GenerateOptions alone;
+static pthread_barrier_t start_line;
+
+static void *generating(void *session)
+{
+    NVFP4_GenerationResult result;
+    result.struct_size = sizeof result;
+    pthread_barrier_wait(&start_line);
+    OK(NVFP4_session_generate(session, &alone, NULL, NULL, &result));
+    return NULL;
+}
+
+/* One run: so many threads generate at the same time. */
+static double threads_together(int count, NVFP4_GenerateOptions options)
+{
+    pthread_t threads[THREADS];
+    alone = options;
+    alone.max_tokens = gen_tokens;
+    alone.ignore_model_stops = 1;
+    pthread_barrier_init(&start_line, NULL, (unsigned)count + 1);
+    for (int i = 0; i < count; i++) {
+        OK(NVFP4_session_reset(sessions[i]));
+        OK(NVFP4_session_prefill(sessions[i], prompt, prompt_tokens));
+        if (pthread_create(&threads[i], NULL, generating, sessions[i]) != 0) {
+            fprintf(stderr, "a thread could not be started\n");
+            exit(1);
+        }
+    }
+    double start = now();
+    pthread_barrier_wait(&start_line);
+    for (int i = 0; i < count; i++)
+        pthread_join(threads[i], NULL);
+    pthread_barrier_destroy(&start_line);
+    return (double)gen_tokens * count / (now() - start);
 }
 
 int main(int argc, char **argv)
@@ -198,6 +235,19 @@ int main(int argc, char **argv)
             separator = ",\n";
             fflush(stdout);
         }
+    }
+    if (made >= THREADS) {
+        static double one[MOST_RUNS], all[MOST_RUNS];
+        for (int run = -1; run < runs; run++) {
+            double single = threads_together(1, greedy), many = threads_together(THREADS, greedy);
+            if (run >= 0)
+                one[run] = single, all[run] = many;
+        }
+        double single = median(one, runs), many = median(all, runs);
+        if (json)
+            printf("%s{\"batch\":%d,\"sampling\":\"threads\",\"step_tok_s\":%.1f,\"generate_tok_s\":%.1f}", separator, THREADS, many, single);
+        else
+            printf("%d threads that generate: %.1f tok/s in all, where one makes %.1f (%.2f)\n", THREADS, many, single, many / single);
     }
     if (json)
         printf("]\n");
