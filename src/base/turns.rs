@@ -1,31 +1,48 @@
 //! Whose turn it is to use what only one caller can use at a time: first come, first served, and who waits can give up.
 
+use std::cell::Cell;
 use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::thread::{self, Thread};
-use std::time::Duration;
+use std::thread::{self, Thread, ThreadId};
+use std::time::{Duration, Instant};
 
+/// How long a thread may come back for more before it stands behind those who wait. Changing over costs more than going on.
+const SLICE: Duration = Duration::from_millis(20);
+/// How long it is waited for meanwhile.
+const GRACE: Duration = Duration::from_millis(1);
 /// How often one who waits asks whether to give up.
 const PATIENCE: Duration = Duration::from_millis(10);
 
-/// A queue in front of a resource. Unlike a mutex it is fair: a caller who comes back at once stands behind those who wait.
+/// A queue in front of a resource. Unlike a mutex it is fair: a caller who comes back again and again goes on for a slice of time,
+/// and then stands behind those who wait.
 #[derive(Debug, Default)]
 pub struct Turns {
     queue: Mutex<Queue>,
 }
 
-/// Tickets and who holds them, in the order of their arrival; the first has its turn.
 #[derive(Debug, Default)]
 struct Queue {
+    /// Tickets and who holds them, in the order of their arrival.
     tickets: VecDeque<(u64, Thread)>,
     last: u64,
+    taken: bool,
+    /// Whose slice it is, and since when.
+    slice: Option<(ThreadId, Instant)>,
+    /// Until when it may come back.
+    kept_until: Option<Instant>,
 }
 
 impl Queue {
-    fn is_first(&self, ticket: u64) -> bool {
-        self.tickets
-            .front()
-            .is_some_and(|&(first, _)| first == ticket)
+    fn take(&mut self, slice: (ThreadId, Instant)) {
+        self.taken = true;
+        self.slice = Some(slice);
+        self.kept_until = None;
+    }
+
+    /// Whether someone waits and the slice is over.
+    fn is_due(&self) -> bool {
+        let over = self.slice.is_none_or(|(_, since)| since.elapsed() >= SLICE);
+        over && !self.tickets.is_empty()
     }
 }
 
@@ -38,31 +55,57 @@ impl Turns {
     /// Waits for this caller's turn, which lasts until what is returned is dropped. Nothing if `give_up` says so before; it is
     /// asked every few milliseconds.
     pub fn take(&self, give_up: impl Fn() -> bool) -> Option<Turn<'_>> {
+        let turn = Turn {
+            turns: self,
+            ends: Cell::new(None),
+        };
+        let me = thread::current();
         let own = {
-            let mut queue = self.queue();
+            let (mut queue, now) = (self.queue(), Instant::now());
+            let kept = queue.kept_until.is_some_and(|until| now < until);
+            match queue.slice {
+                Some(slice) if kept && slice.0 == me.id() => {
+                    queue.take(slice);
+                    return Some(turn);
+                }
+                _ if !queue.taken && queue.tickets.is_empty() => {
+                    queue.take((me.id(), now));
+                    return Some(turn);
+                }
+                _ => {}
+            }
             queue.last += 1;
             let own = queue.last;
-            queue.tickets.push_back((own, thread::current()));
+            queue.tickets.push_back((own, me.clone()));
             own
         };
-        while !self.queue().is_first(own) {
+        loop {
+            let mut queue = self.queue();
+            let is_next = queue
+                .tickets
+                .front()
+                .is_some_and(|&(first, _)| first == own);
+            let now = Instant::now();
+            if is_next && !queue.taken && queue.kept_until.is_none_or(|until| until <= now) {
+                queue.tickets.pop_front();
+                queue.take((me.id(), now));
+                return Some(turn);
+            }
+            drop(queue);
             if give_up() {
                 let mut queue = self.queue();
-                // The turn may have come just now.
-                if !queue.is_first(own) {
-                    queue.tickets.retain(|&(ticket, _)| ticket != own);
-                    return None;
+                queue.tickets.retain(|&(ticket, _)| ticket != own);
+                let next = queue.tickets.front().map(|(_, thread)| thread.clone());
+                drop(queue);
+                if let Some(next) = next {
+                    next.unpark();
                 }
-            } else {
-                thread::park_timeout(PATIENCE);
+                // This caller never had its turn.
+                std::mem::forget(turn);
+                return None;
             }
+            thread::park_timeout(if is_next { GRACE } else { PATIENCE });
         }
-        Some(Turn { turns: self })
-    }
-
-    /// Whether someone waits.
-    pub fn is_contended(&self) -> bool {
-        self.queue().tickets.len() > 1
     }
 
     fn queue(&self) -> MutexGuard<'_, Queue> {
@@ -75,17 +118,37 @@ impl Turns {
 #[must_use = "the turn ends when this is dropped"]
 pub struct Turn<'a> {
     turns: &'a Turns,
+    /// Whether somebody else is next, once that is decided.
+    ends: Cell<Option<bool>>,
+}
+
+impl Turn<'_> {
+    /// Whether somebody else is next, so that what this caller would do next is not worth beginning.
+    pub fn ends(&self) -> bool {
+        let ends = self
+            .ends
+            .get()
+            .unwrap_or_else(|| self.turns.queue().is_due());
+        self.ends.set(Some(ends));
+        ends
+    }
 }
 
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
-        let next = {
-            let mut queue = self.turns.queue();
-            queue.tickets.pop_front();
-            queue.tickets.front().map(|(_, thread)| thread.clone())
-        };
-        if let Some(next) = next {
-            next.unpark();
+        let mut queue = self.turns.queue();
+        queue.taken = false;
+        if queue.tickets.is_empty() {
+            return;
+        }
+        if self.ends.get().unwrap_or_else(|| queue.is_due()) {
+            let next = queue.tickets.front().map(|(_, thread)| thread.clone());
+            drop(queue);
+            if let Some(next) = next {
+                next.unpark();
+            }
+        } else {
+            queue.kept_until = Some(Instant::now() + GRACE);
         }
     }
 }
@@ -95,48 +158,72 @@ mod tests {
     use super::*;
     use std::sync::atomic::{AtomicBool, Ordering};
 
-    /// Waits until so many stand in the queue.
+    /// Waits until so many wait.
     fn until(turns: &Turns, count: usize) {
         while turns.queue().tickets.len() != count {
-            std::thread::yield_now();
+            thread::yield_now();
         }
     }
 
     #[test]
     fn turns_come_in_the_order_of_arrival() {
         let (turns, order) = (Turns::new(), Mutex::new(Vec::new()));
-        std::thread::scope(|scope| {
+        thread::scope(|scope| {
             let first = turns.take(|| false).unwrap();
-            assert!(!turns.is_contended());
             for i in 0..5 {
                 let (turns, order) = (&turns, &order);
                 scope.spawn(move || {
                     let _turn = turns.take(|| false).unwrap();
                     order.lock().unwrap().push(i);
                 });
-                until(turns, i + 2);
+                until(turns, i + 1);
             }
-            assert!(turns.is_contended());
             drop(first);
         });
         assert_eq!(order.into_inner().unwrap(), [0, 1, 2, 3, 4]);
     }
 
     #[test]
+    fn a_thread_goes_on_for_its_slice_and_no_longer() {
+        let (turns, begun) = (Turns::new(), Instant::now());
+        let came = Mutex::new(None);
+        thread::scope(|scope| {
+            let first = turns.take(|| false).unwrap();
+            scope.spawn(|| {
+                let _turn = turns.take(|| false).unwrap();
+                *came.lock().unwrap() = Some(Instant::now());
+            });
+            until(&turns, 1);
+            assert!(!first.ends() || begun.elapsed() >= SLICE);
+            drop(first);
+            // Whoever comes back at once is before the one who waits, until its time is up.
+            let mut times = 0;
+            while came.lock().unwrap().is_none() {
+                drop(turns.take(|| false).unwrap());
+                times += 1;
+            }
+            assert!(times > 1, "{times}");
+        });
+        let waited = came.into_inner().unwrap().unwrap() - begun;
+        assert!(waited < SLICE + Duration::from_secs(5), "{waited:?}");
+    }
+
+    #[test]
     fn who_gives_up_holds_nobody_up() {
         let (turns, stop) = (Turns::new(), AtomicBool::new(false));
-        std::thread::scope(|scope| {
+        thread::scope(|scope| {
             let first = turns.take(|| false).unwrap();
             let gives_up = scope.spawn(|| turns.take(|| stop.load(Ordering::Relaxed)).is_none());
-            until(&turns, 2);
+            until(&turns, 1);
             let waits = scope.spawn(|| turns.take(|| false).is_some());
-            until(&turns, 3);
+            until(&turns, 2);
             stop.store(true, Ordering::Relaxed);
             assert!(gives_up.join().unwrap());
-            until(&turns, 2);
+            until(&turns, 1);
             drop(first);
             assert!(waits.join().unwrap());
         });
-        assert!(turns.queue().tickets.is_empty());
+        let queue = turns.queue();
+        assert!(queue.tickets.is_empty() && !queue.taken);
     }
 }

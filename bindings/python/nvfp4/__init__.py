@@ -20,7 +20,7 @@ import ctypes
 import json
 
 from . import native
-from .models import ChatSession, Generation, Model, Session, Stream, Tokenizer, convert, step
+from .models import ChatSession, Generation, Model, Session, Stream, Tokenizer, convert, step, step_sample
 from .native import (AbiMismatch, BufferTooSmall, Busy, Cancelled, ContextFull, CorruptFile, DeviceUnavailable, Error,
                      InputOutput, Internal, InvalidArgument, InvalidHandle, NotFound, OutOfMemory, OverBudget, Unsupported)
 from .tensors import (Nf4, Quantized, Tensor, Weight, dequantize, dequantize_packed, linear, quantize, quantize_nf4,
