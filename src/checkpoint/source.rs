@@ -175,12 +175,10 @@ impl Source {
             |info: &Metadata| info.len() == self.len as u64 && info.modified().ok() == *modified;
         match file.metadata() {
             Ok(info) if same(&info) => Ok(()),
-            Ok(info) => bail!(
+            Ok(_) => bail!(
                 CorruptFile,
-                "{}: what lies at offset {at} is not to be trusted: the file was written to after it was opened, and has {} bytes where it had {}; open it again",
-                self.name,
-                info.len(),
-                self.len
+                "{}: what was read at offset {at} may be of another content, as the file was written to after it was opened; load it again",
+                self.name
             ),
             Err(e) => Err(Error::io(
                 format_args!("looking whether {} is unchanged", self.name),
