@@ -4,8 +4,9 @@
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::ffi::c_void;
+use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, TryLockError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock};
 
 use crate::base::error::{Result, bail, err};
 
@@ -120,27 +121,142 @@ pub(super) fn release<T: Object>(argument: &str, handle: *const T::Handle) -> Re
     Ok(())
 }
 
-/// An object that one call at a time may use.
-pub(super) struct Exclusive<T>(Mutex<T>);
+/// An object that one call at a time may use, and that others may look at meanwhile. During a call that is long or calls the
+/// host back they see a snapshot `S` of how it was when that call began, and any other call they wait for.
+pub(super) struct Exclusive<T, S> {
+    value: Mutex<T>,
+    gate: Mutex<Gate<S>>,
+    changed: Condvar,
+}
 
-impl<T> Exclusive<T> {
+struct Gate<S> {
+    user: User<S>,
+    /// Lookers that wait for a short call.
+    waiting: usize,
+}
+
+enum User<S> {
+    None,
+    /// A call that soon ends by itself.
+    Short,
+    Long(S),
+}
+
+impl<T, S> Exclusive<T, S> {
     pub(super) fn new(value: T) -> Self {
-        Exclusive(Mutex::new(value))
+        Exclusive {
+            value: Mutex::new(value),
+            gate: Mutex::new(Gate {
+                user: User::None,
+                waiting: 0,
+            }),
+            changed: Condvar::new(),
+        }
     }
 
-    /// Takes the object for this call. In use elsewhere, or further up this thread's stack, is `Busy`.
-    pub(super) fn take(&self, argument: &str) -> Result<MutexGuard<'_, T>> {
-        match self.0.try_lock() {
-            Ok(guard) => Ok(guard),
-            Err(TryLockError::WouldBlock) => bail!(
+    /// Takes the object for this call, which is short and calls nothing back. In use by another call is `Busy`.
+    pub(super) fn take(&self, argument: &str) -> Result<Taken<'_, T, S>> {
+        self.take_as(argument, |_| User::Short)
+    }
+
+    /// Takes the object for this call, which may be long and call the host back. In use by another call, or further up this
+    /// thread's stack, is `Busy`.
+    pub(super) fn take_long(
+        &self,
+        argument: &str,
+        snapshot: impl FnOnce(&T) -> S,
+    ) -> Result<Taken<'_, T, S>> {
+        self.take_as(argument, |value| User::Long(snapshot(value)))
+    }
+
+    fn take_as(&self, argument: &str, user: impl FnOnce(&T) -> User<S>) -> Result<Taken<'_, T, S>> {
+        let mut gate = self.gate();
+        // Those who wait to look go first, or a loop of short calls would keep them out for ever.
+        while matches!(gate.user, User::None) && gate.waiting > 0 {
+            gate = self.wait(gate);
+        }
+        if !matches!(gate.user, User::None) {
+            bail!(
                 Busy,
                 "{argument} is in use by another call; wait for that call to return"
-            ),
-            Err(TryLockError::Poisoned(_)) => bail!(
+            );
+        }
+        let value = self.value(argument)?;
+        gate.user = user(&value);
+        Ok(Taken {
+            value,
+            _end: End(self),
+        })
+    }
+
+    /// Looks at the object, or at the snapshot of it while a long call has it.
+    pub(super) fn look<R>(
+        &self,
+        argument: &str,
+        live: impl FnOnce(&T) -> Result<R>,
+        snapshot: impl FnOnce(&S) -> Result<R>,
+    ) -> Result<R> {
+        let mut gate = self.gate();
+        while matches!(gate.user, User::Short) {
+            gate.waiting += 1;
+            gate = self.wait(gate);
+            gate.waiting -= 1;
+            self.changed.notify_all();
+        }
+        match &gate.user {
+            User::Long(known) => snapshot(known),
+            // The gate keeps calls from beginning until this has been read.
+            _ => live(&*self.value(argument)?),
+        }
+    }
+
+    fn gate(&self) -> MutexGuard<'_, Gate<S>> {
+        self.gate.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn wait<'a>(&self, gate: MutexGuard<'a, Gate<S>>) -> MutexGuard<'a, Gate<S>> {
+        self.changed
+            .wait(gate)
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn value(&self, argument: &str) -> Result<MutexGuard<'_, T>> {
+        self.value.lock().map_err(|_| {
+            err!(
                 Internal,
                 "{argument} was left unusable by an earlier internal error; release it"
-            ),
-        }
+            )
+        })
+    }
+}
+
+/// An object that a call has for itself.
+pub(super) struct Taken<'a, T, S> {
+    // Given back first: who finds the gate open must not have to wait for the object.
+    value: MutexGuard<'a, T>,
+    _end: End<'a, T, S>,
+}
+
+/// Opens the gate when a call ends.
+struct End<'a, T, S>(&'a Exclusive<T, S>);
+
+impl<T, S> Drop for End<'_, T, S> {
+    fn drop(&mut self) {
+        self.0.gate().user = User::None;
+        self.0.changed.notify_all();
+    }
+}
+
+impl<T, S> Deref for Taken<'_, T, S> {
+    type Target = T;
+    fn deref(&self) -> &T {
+        &self.value
+    }
+}
+
+impl<T, S> DerefMut for Taken<'_, T, S> {
+    fn deref_mut(&mut self) -> &mut T {
+        &mut self.value
     }
 }
 
@@ -197,8 +313,11 @@ mod tests {
 
     #[test]
     fn an_exclusive_object_is_busy_while_taken_and_unusable_after_a_panic() {
-        let x = Arc::new(Exclusive::new(1));
+        let x = Arc::new(Exclusive::<_, ()>::new(1));
         let taken = x.take("x").unwrap();
+        assert_eq!(x.take("x").err().unwrap().kind(), ErrorKind::Busy);
+        drop(taken);
+        let taken = x.take_long("x", |_| ()).unwrap();
         assert_eq!(x.take("x").err().unwrap().kind(), ErrorKind::Busy);
         drop(taken);
         let other = x.clone();
@@ -208,6 +327,39 @@ mod tests {
         })
         .join();
         assert!(panicked.is_err());
-        assert_eq!(x.take("x").err().unwrap().kind(), ErrorKind::Internal);
+        for kind in [
+            x.take("x").err().unwrap().kind(),
+            x.take_long("x", |_| ()).err().unwrap().kind(),
+            x.look("x", |_| Ok(()), |_| Ok(())).unwrap_err().kind(),
+        ] {
+            assert_eq!(kind, ErrorKind::Internal);
+        }
+    }
+
+    #[test]
+    fn who_looks_sees_what_a_long_call_began_with() {
+        let x = Exclusive::new(1);
+        let look = || x.look("x", |&live| Ok((live, "live")), |&s| Ok((s, "snapshot")));
+        assert_eq!(look().unwrap(), (1, "live"));
+        let mut taken = x.take_long("x", |&value| value).unwrap();
+        *taken = 2;
+        assert_eq!(look().unwrap(), (1, "snapshot"));
+        drop(taken);
+        assert_eq!(look().unwrap(), (2, "live"));
+    }
+
+    #[test]
+    fn who_looks_waits_for_a_short_call_and_is_let_in_between_two() {
+        let x = Arc::new(Exclusive::<_, i32>::new(1));
+        let taken = x.take("x").unwrap();
+        let other = x.clone();
+        let looking = std::thread::spawn(move || other.look("x", |&v| Ok(v), |_| Ok(0)).unwrap());
+        while x.gate().waiting == 0 {
+            std::thread::yield_now();
+        }
+        drop(taken);
+        // The next call is neither refused nor ahead of the one who waits.
+        *x.take("x").unwrap() = 2;
+        assert_eq!(looking.join().unwrap(), 1);
     }
 }

@@ -1,14 +1,15 @@
 //! Sessions: conversations and other sequences of tokens, run by a model.
 //!
 //! A session holds its tokens with their cached keys and values, so that a call runs only what is new. It keeps its model
-//! alive. One call at a time may use it: another one meanwhile, from a callback too, gets #NVFP4_BUSY. A call that fails
-//! leaves the session as it was.
+//! alive. One call at a time may use it: another one meanwhile, from a callback too, gets #NVFP4_BUSY. Length, memory and
+//! messages can be asked for at any time: during a call they are as they were before it. A call that fails leaves the session
+//! as it was.
 
 use std::collections::BTreeSet;
 use std::ffi::{c_char, c_void};
 use std::ops::ControlFlow;
 use std::path::Path;
-use std::sync::{Arc, MutexGuard};
+use std::sync::Arc;
 
 use super::arguments::{
     Growing, Out, choice, copy_items, copy_text, count, fill, flag, options, results, slice, text,
@@ -31,7 +32,7 @@ pub struct NVFP4_Session {
 
 /// A session, and what may be reached while a call uses it.
 struct Session {
-    state: Exclusive<State>,
+    state: Exclusive<State, Snapshot>,
     canceller: Canceller,
     context: usize,
 }
@@ -40,6 +41,28 @@ struct State {
     session: session::Session,
     /// The text of the last generation.
     text: String,
+}
+
+/// What a session was when the call that uses it began.
+struct Snapshot {
+    length: usize,
+    kv_bytes: u64,
+    messages: Result<String>,
+}
+
+impl Snapshot {
+    fn of(state: &State) -> Self {
+        Snapshot {
+            length: state.session.len(),
+            kv_bytes: state.session.kv_bytes() as u64,
+            messages: messages_of(state),
+        }
+    }
+}
+
+fn messages_of(state: &State) -> Result<String> {
+    serde_json::to_string(&state.session.messages()?)
+        .map_err(|e| err!(Internal, "the conversation: {e}"))
 }
 
 impl Object for Session {
@@ -328,11 +351,31 @@ fn insert(session: session::Session) -> *mut NVFP4_Session {
     }))
 }
 
-/// Runs `body` with a session that is this call's alone.
+/// Runs a short `body`, which calls nothing back, with a session that is this call's alone.
 fn with<T>(handle: *const NVFP4_Session, body: impl FnOnce(&mut State) -> Result<T>) -> Result<T> {
     let object = handle::get::<Session>("session", handle)?;
     let mut state = object.state.take("session")?;
     body(&mut state)
+}
+
+/// Runs `body`, which may be long and call back, with a session that is this call's alone.
+fn with_long<T>(
+    handle: *const NVFP4_Session,
+    body: impl FnOnce(&mut State) -> Result<T>,
+) -> Result<T> {
+    let object = handle::get::<Session>("session", handle)?;
+    let mut state = object.state.take_long("session", Snapshot::of)?;
+    body(&mut state)
+}
+
+/// Looks at a session, which another call may be using.
+fn look<T>(
+    handle: *const NVFP4_Session,
+    live: impl FnOnce(&State) -> Result<T>,
+    snapshot: impl FnOnce(&Snapshot) -> Result<T>,
+) -> Result<T> {
+    let object = handle::get::<Session>("session", handle)?;
+    object.state.look("session", live, snapshot)
 }
 
 /// Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_SessionOptions).
@@ -401,7 +444,7 @@ pub unsafe extern "C" fn NVFP4_session_prefill(
     enter("NVFP4_session_prefill", || {
         // SAFETY: the pointer is as the header asks.
         let tokens = tokens_in(unsafe { slice("tokens", tokens, count) }?)?;
-        with(session, |state| state.session.prefill(&tokens))
+        with_long(session, |state| state.session.prefill(&tokens))
     })
 }
 
@@ -415,7 +458,7 @@ pub unsafe extern "C" fn NVFP4_session_prefill_token_by_token(
     enter("NVFP4_session_prefill_token_by_token", || {
         // SAFETY: the pointer is as the header asks.
         let tokens = tokens_in(unsafe { slice("tokens", tokens, count) }?)?;
-        with(session, |state| {
+        with_long(session, |state| {
             state.session.prefill_token_by_token(&tokens)
         })
     })
@@ -496,7 +539,7 @@ unsafe fn generate(
             callback(user.0, piece.token.cast_signed(), text, length)
         }),
     };
-    let generation = with(session, |state| {
+    let generation = with_long(session, |state| {
         let generation = run(&mut state.session, &options, &mut on_piece)?;
         state.text.clone_from(&generation.text);
         Ok(generation)
@@ -586,38 +629,33 @@ pub unsafe extern "C" fn NVFP4_session_text(
     })
 }
 
-/// Copies the conversation of the chat turns, as a JSON array of objects with `role` and `content`. For the buffer see TEXT
-/// above.
+/// Copies the conversation of the chat turns, as a JSON array of objects with `role` and `content`; during a call, as it was
+/// before. For the buffer see TEXT above.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_session_messages(
-    session: *mut NVFP4_Session,
+    session: *const NVFP4_Session,
     buffer: *mut c_char,
     capacity: usize,
     length: *mut usize,
 ) -> NVFP4_Status {
     enter("NVFP4_session_messages", || {
-        with(session, |state| {
-            let json = serde_json::to_string(&state.session.messages()?)
-                .map_err(|e| err!(Internal, "the conversation: {e}"))?;
-            // SAFETY: the pointers are as the header asks.
-            unsafe { copy_text(&json, buffer, capacity, length) }
-        })
+        let json = look(session, messages_of, |s| s.messages.clone())?;
+        // SAFETY: the pointers are as the header asks.
+        unsafe { copy_text(&json, buffer, capacity, length) }
     })
 }
 
-/// Writes how many tokens the session holds.
+/// Writes how many tokens the session holds; during a call, how many it held before.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_session_length(
-    session: *mut NVFP4_Session,
+    session: *const NVFP4_Session,
     length: *mut usize,
 ) -> NVFP4_Status {
     enter("NVFP4_session_length", || {
         // SAFETY: the pointer is as the header asks.
         let out = unsafe { Out::new("length", length) }?;
-        with(session, |state| {
-            out.set(state.session.len());
-            Ok(())
-        })
+        out.set(look(session, |s| Ok(s.session.len()), |s| Ok(s.length))?);
+        Ok(())
     })
 }
 
@@ -635,19 +673,22 @@ pub unsafe extern "C" fn NVFP4_session_context(
     })
 }
 
-/// Writes the bytes of the session's cached keys and values, those it shares with forks included.
+/// Writes the bytes of the session's cached keys and values, those it shares with forks included; during a call, what they were
+/// before.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_session_memory(
-    session: *mut NVFP4_Session,
+    session: *const NVFP4_Session,
     bytes: *mut u64,
 ) -> NVFP4_Status {
     enter("NVFP4_session_memory", || {
         // SAFETY: the pointer is as the header asks.
         let out = unsafe { Out::new("bytes", bytes) }?;
-        with(session, |state| {
-            out.set(state.session.kv_bytes() as u64);
-            Ok(())
-        })
+        out.set(look(
+            session,
+            |s| Ok(s.session.kv_bytes() as u64),
+            |s| Ok(s.kv_bytes),
+        )?);
+        Ok(())
     })
 }
 
@@ -720,7 +761,7 @@ pub unsafe extern "C" fn NVFP4_session_save(
     enter("NVFP4_session_save", || {
         // SAFETY: the pointer is as the header asks.
         let path = Path::new(unsafe { text("path", path, path_length) }?);
-        with(session, |state| state.session.save(path))
+        with_long(session, |state| state.session.save(path))
     })
 }
 
@@ -785,7 +826,7 @@ pub unsafe extern "C" fn NVFP4_session_step(
 ///
 /// - `options`: how to choose, `options[i]` for `sessions[i]`; of each, what concerns stops and lengths has no part in it. NULL,
 ///   for one or for all, takes the likeliest token. One may stand for several sessions: draws depend on its seed and on how many
-///   tokens a session holds.
+///   tokens were appended to a session.
 /// - `next`: `count` tokens; unchanged if it fails. It may be `tokens`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_session_step_sample(
@@ -856,7 +897,7 @@ fn with_all<T>(
         .iter()
         .enumerate()
         .map(|(i, object)| object.state.take(&name(i)))
-        .collect::<Result<Vec<MutexGuard<'_, State>>>>()?;
+        .collect::<Result<Vec<_>>>()?;
     let mut sessions: Vec<_> = states.iter_mut().map(|s| &mut s.session).collect();
     body(&mut sessions)
 }
