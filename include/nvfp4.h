@@ -498,6 +498,21 @@ typedef struct NVFP4_Message {
     size_t content_length;
 } NVFP4_Message;
 
+/** How to convert a model. Fill with NVFP4_convert_options_init(), then change what is to differ. */
+typedef struct NVFP4_ConvertOptions {
+    /** sizeof(NVFP4_ConvertOptions) as the caller knows it. */
+    uint32_t struct_size;
+    /** One of NVFP4_CONTAINER_*; says what the destination becomes. Default: ModelOpt. */
+    int32_t container;
+    /**
+     * 1 to replace a directory that holds a model, and no folders, with all that is in it; 0 to refuse one that is not empty.
+     * Default: 0.
+     */
+    int32_t replace;
+    /** 1 to leave the output head as it is. Default: 0. */
+    int32_t keep_head;
+} NVFP4_ConvertOptions;
+
 /** How to make a session. Fill with NVFP4_session_options_init(), then change what is to differ. */
 typedef struct NVFP4_SessionOptions {
     /** sizeof(NVFP4_SessionOptions) as the caller knows it. */
@@ -1304,13 +1319,18 @@ NVFP4_Status NVFP4_model_render_chat(const NVFP4_Model *model,
                                      size_t capacity,
                                      size_t *length);
 
+/** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_ConvertOptions). */
+NVFP4_API NVFP4_Status NVFP4_convert_options_init(NVFP4_ConvertOptions *options, uint32_t struct_size);
+
 /**
- * Converts a model on disk to NVFP4 on disk, one tensor at a time: linear weights are quantized, the rest is kept. A file
- * that was there is replaced only when the new one is whole.
+ * Converts a model on disk to NVFP4 on disk, one tensor at a time: linear weights are quantized, the rest is kept. What was
+ * there is replaced as a whole, when the new one is whole; a call that fails leaves it as it was, and nothing else.
  *
  * - `source`: what NVFP4_model_load() takes.
- * - `container`: one of NVFP4_CONTAINER_*; says what `destination` becomes.
- * - `options`: NULL for the defaults, which are two-level scales for ModelOpt and single-level ones for `.dat`.
+ * - `destination`: a directory that is not there yet or empty, or one to replace; a file for `.dat`, replaced if it is there.
+ * - `options`: NULL for the defaults.
+ * - `quantize`: NULL for the defaults, which are two-level scales for ModelOpt and single-level ones for `.dat`, and the recipe
+ *   amax, as wherever this library quantizes. The sweep loses less and takes two to three times as long.
  * - `progress`, `user`: may be NULL.
  */
 NVFP4_API
@@ -1318,8 +1338,8 @@ NVFP4_Status NVFP4_model_convert(const char *source,
                                  size_t source_length,
                                  const char *destination,
                                  size_t destination_length,
-                                 int32_t container,
-                                 const NVFP4_QuantizeOptions *options,
+                                 const NVFP4_ConvertOptions *options,
+                                 const NVFP4_QuantizeOptions *quantize,
                                  NVFP4_ProgressCallback progress,
                                  void *user);
 

@@ -1198,23 +1198,32 @@ public:
     }
 };
 
-/** Converts a model on disk to NVFP4 on disk. `container` is one of NVFP4_CONTAINER_*; `options` nullptr has the defaults. */
+/** How to convert a model; the fields of the C struct, with their defaults. */
+struct ConvertOptions : NVFP4_ConvertOptions {
+    ConvertOptions() : NVFP4_ConvertOptions()
+    {
+        detail::filled(NVFP4_convert_options_init(this, sizeof(NVFP4_ConvertOptions)));
+    }
+};
+
+/** Converts a model on disk to NVFP4 on disk. `quantize` nullptr has the defaults. */
 inline Result<void> convert(std::string_view source, std::string_view destination,
-                    std::int32_t container = NVFP4_CONTAINER_MODELOPT, const NVFP4_QuantizeOptions *options = nullptr)
+                            const NVFP4_ConvertOptions &options = ConvertOptions(),
+                            const NVFP4_QuantizeOptions *quantize = nullptr)
 {
-    return check(NVFP4_model_convert(source.data(), source.size(), destination.data(), destination.size(), container, options,
-                              nullptr, nullptr));
+    return check(NVFP4_model_convert(source.data(), source.size(), destination.data(), destination.size(), &options, quantize,
+                                     nullptr, nullptr));
 }
 
 /** The same, with a callback `(std::uint64_t done, std::uint64_t total)` in bytes. */
 template <class Progress>
-Result<void> convert(std::string_view source, std::string_view destination, std::int32_t container,
-             const NVFP4_QuantizeOptions *options, Progress &&progress)
+Result<void> convert(std::string_view source, std::string_view destination, const NVFP4_ConvertOptions &options,
+                     const NVFP4_QuantizeOptions *quantize, Progress &&progress)
 {
     using F = std::remove_reference_t<Progress>;
     detail::Carried<F> carried{progress};
     return check(carried.after(NVFP4_model_convert(source.data(), source.size(), destination.data(), destination.size(),
-                                                   container, options, detail::progress<F>, &carried)));
+                                                   &options, quantize, detail::progress<F>, &carried)));
 }
 
 /** How to make a session; the fields of the C struct, with their defaults, but for the system prompt. */

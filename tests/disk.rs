@@ -378,6 +378,19 @@ fn force_replaces_models_alone() {
 }
 
 #[test]
+fn the_recipe_that_loses_least_is_the_default() {
+    let scratch = Scratch::new("recipe");
+    let weights = |name: &str, more: &[&str]| {
+        let out = scratch.path(name);
+        succeeded(&nvfp4(&[&["quantize", MODEL, &*out], more].concat()));
+        fs::read(Path::new(&out).join("model.safetensors")).unwrap()
+    };
+    let default = weights("default", &[]);
+    assert!(default == weights("sweep", &["--recipe", "sweep"]));
+    assert!(default != weights("amax", &["--recipe", "amax"]));
+}
+
+#[test]
 fn a_dat_is_not_put_beside_another_models_files() {
     let scratch = Scratch::new("dat");
     let dat = scratch.path("d/m.dat");

@@ -4,7 +4,7 @@
 use std::mem::offset_of;
 
 use super::linear::NVFP4_WeightOptions;
-use super::model::{NVFP4_LoadOptions, NVFP4_Message};
+use super::model::{NVFP4_ConvertOptions, NVFP4_LoadOptions, NVFP4_Message};
 use super::quantize::NVFP4_QuantizeOptions;
 use super::schema::{NVFP4_NamedTensor, NVFP4_SchemaResult};
 use super::session::{NVFP4_GenerateOptions, NVFP4_GenerationResult, NVFP4_SessionOptions};
@@ -23,6 +23,7 @@ layout!(NVFP4_NamedTensor, 32, name: 0, name_length: 8, dtype: 16, rank: 20, siz
 layout!(NVFP4_SchemaResult, 56, struct_size: 0, format: 4, tensors: 8, weights: 16, problems: 24, out_features: 32, in_features: 40,
     block: 48);
 layout!(NVFP4_LoadOptions, 24, struct_size: 0, device_type: 4, device_index: 8, threads: 12, activations: 16, sampling_only: 20);
+layout!(NVFP4_ConvertOptions, 16, struct_size: 0, container: 4, replace: 8, keep_head: 12);
 layout!(NVFP4_Message, 32, role: 0, role_length: 8, content: 16, content_length: 24);
 layout!(NVFP4_SessionOptions, 48, struct_size: 0, kv_type: 4, eviction: 8, reserved: 12, context: 16, keep: 24, system: 32, system_length: 40);
 layout!(NVFP4_GenerateOptions, 88, struct_size: 0, temperature: 4, top_k: 8, top_p: 12, min_p: 16, repetition_penalty: 20,

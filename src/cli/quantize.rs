@@ -16,10 +16,11 @@ use super::{model, output};
 pub(super) struct Args {
     /// The model to read: a file, a directory, or ORG/NAME on the hub
     input: String,
-    /// Where to write: a directory for safetensors, which is made, or a file for dat
+    /// Where to write: a directory for safetensors, new or empty, or a file for dat
     output: PathBuf,
-    /// How block scales are chosen
-    #[arg(long, value_enum, default_value_t = RecipeName::Amax)]
+    /// How block scales are chosen: sweep loses least. A model of Qwen3-0.6B's shape in bf16, 1.2 GB, took 10 s by sweep, 8 s by
+    /// four-over-six and 4 s by amax on 2 shared Xeon cores, 2026-11-23
+    #[arg(long, value_enum, default_value_t = RecipeName::Sweep)]
     recipe: RecipeName,
     /// What to write; without it, dat if OUTPUT ends in .dat and safetensors otherwise
     #[arg(long, value_enum)]

@@ -461,11 +461,27 @@ static void models(NVFP4_Model *model, const char *path)
     BAD(invalid, NVFP4_model_render_chat, model, NULL, 1, 1, text, sizeof text, &length);
     BAD(invalid, NVFP4_model_render_chat, model, &message, 1, 1, text, sizeof text, &length);
     BAD(invalid, NVFP4_model_render_chat, model, NULL, 0, 2, text, sizeof text, &length);
-    BAD(invalid, NVFP4_model_convert, NULL, 1, "/tmp", 4, 0, NULL, NULL, NULL);
-    BAD(invalid, NVFP4_model_convert, path, strlen(path), NULL, 4, 0, NULL, NULL, NULL);
-    BAD(invalid, NVFP4_model_convert, path, strlen(path), "/dev/null/x", 11, 9, NULL, NULL, NULL);
-    BAD(NVFP4_ABI_MISMATCH, NVFP4_model_convert, path, strlen(path), "/dev/null/x", 11, 0, &quantize, NULL, NULL);
-    BAD(NVFP4_NOT_FOUND, NVFP4_model_convert, "/nowhere", 8, "/dev/null/x", 11, 0, NULL, NULL, NULL);
+    NVFP4_ConvertOptions convert;
+    BAD(invalid, NVFP4_convert_options_init, NULL, sizeof convert);
+    BAD(NVFP4_ABI_MISMATCH, NVFP4_convert_options_init, &convert, 0);
+    OK(NVFP4_convert_options_init(&convert, sizeof convert));
+    BAD(invalid, NVFP4_model_convert, NULL, 1, "/tmp", 4, NULL, NULL, NULL, NULL);
+    BAD(invalid, NVFP4_model_convert, path, strlen(path), NULL, 4, NULL, NULL, NULL, NULL);
+    convert.container = 9;
+    BAD(invalid, NVFP4_model_convert, path, strlen(path), "/dev/null/x", 11, &convert, NULL, NULL, NULL);
+    convert.container = NVFP4_CONTAINER_MODELOPT;
+    convert.replace = 2;
+    BAD(invalid, NVFP4_model_convert, path, strlen(path), "/dev/null/x", 11, &convert, NULL, NULL, NULL);
+    convert.replace = 1;
+    convert.keep_head = 2;
+    BAD(invalid, NVFP4_model_convert, path, strlen(path), "/dev/null/x", 11, &convert, NULL, NULL, NULL);
+    convert.keep_head = 0;
+    /* A directory that is not empty, and holds no model to replace. */
+    BAD(invalid, NVFP4_model_convert, path, strlen(path), "/proc", 5, NULL, NULL, NULL, NULL);
+    CHECK(strstr(NVFP4_last_error(), "is not empty") != NULL);
+    BAD(invalid, NVFP4_model_convert, path, strlen(path), "/proc", 5, &convert, NULL, NULL, NULL);
+    BAD(NVFP4_ABI_MISMATCH, NVFP4_model_convert, path, strlen(path), "/dev/null/x", 11, NULL, &quantize, NULL, NULL);
+    BAD(NVFP4_NOT_FOUND, NVFP4_model_convert, "/nowhere", 8, "/dev/null/x", 11, NULL, NULL, NULL, NULL);
     CHECK(none == NULL);
 }
 

@@ -539,6 +539,11 @@ class Models(unittest.TestCase):
         path = os.path.join(self.scratch.name, "converted")
         nvfp4.convert(self.reciting, path, quantize=True)
         self.assertIn("nvfp4", nvfp4.Model(path).info["formats"])
+        with self.assertRaisesRegex(nvfp4.InvalidArgument, "is not empty, it holds .*model.safetensors.*`replace`"):
+            nvfp4.convert(self.reciting, path)
+        open(os.path.join(path, "merges.txt"), "w").close()
+        nvfp4.convert(self.reciting, path, replace=True, keep_head=True)
+        self.assertNotIn("merges.txt", os.listdir(path))
         with self.assertRaises(nvfp4.InputOutput):
             nvfp4.convert(GOLDEN, "/dev/null/x")
 

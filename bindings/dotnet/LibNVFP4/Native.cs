@@ -95,6 +95,15 @@ namespace LibNVFP4
     }
 
     [StructLayout(LayoutKind.Sequential)]
+    internal unsafe struct NativeConvertOptions
+    {
+        internal uint StructSize;
+        internal int Container;
+        internal int Replace;
+        internal int KeepHead;
+    }
+
+    [StructLayout(LayoutKind.Sequential)]
     internal unsafe struct NativeMessage
     {
         internal byte* Role;
@@ -403,8 +412,12 @@ namespace LibNVFP4
             int addGenerationPrompt, byte* buffer, UIntPtr capacity, UIntPtr* length);
 
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_convert_options_init(NativeConvertOptions* options, uint structSize);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
         internal static extern int NVFP4_model_convert(byte* source, UIntPtr sourceLength, byte* destination,
-            UIntPtr destinationLength, int container, NativeQuantizeOptions* options, ProgressCallback progress, IntPtr user);
+            UIntPtr destinationLength, NativeConvertOptions* options, NativeQuantizeOptions* quantize, ProgressCallback progress,
+            IntPtr user);
 
         // Sessions.
 

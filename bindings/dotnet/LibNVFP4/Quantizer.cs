@@ -236,15 +236,22 @@ namespace LibNVFP4
         /// <summary>Gives up the values that <see cref="SteWeight"/> keeps: call it when weights have changed.</summary>
         public static void ClearSteWeights() => Interop.Check(Native.NVFP4_ste_clear());
 
-        /// <summary>Converts a model on disk to NVFP4 on disk. A file that was there is replaced only when the new one is whole.</summary>
+        /// <summary>
+        /// Converts a model on disk to NVFP4 on disk. What was there is replaced as a whole, when the new one is whole.
+        /// </summary>
         /// <param name="source">What <see cref="Model.Load"/> takes.</param>
         /// <param name="destination">The directory or file to write.</param>
         /// <param name="container">Which of them.</param>
         /// <param name="options">Null for the defaults of the container.</param>
         /// <param name="progress">Is told how far it is, or null.</param>
         /// <param name="cancellation">Stops it.</param>
+        /// <param name="replace">
+        /// Replaces a directory that holds a model, with all that is in it; without it one that is not empty is refused.
+        /// </param>
+        /// <param name="keepHead">Leaves the output head as it is.</param>
         public static void ConvertModel(string source, string destination, Container container = Container.ModelOpt,
-            QuantizeOptions options = null, ProgressHandler progress = null, CancellationToken cancellation = default(CancellationToken))
+            QuantizeOptions options = null, ProgressHandler progress = null, CancellationToken cancellation = default(CancellationToken),
+            bool replace = false, bool keepHead = false)
         {
             byte[] from = Interop.Utf8(source, nameof(source)), to = Interop.Utf8(destination, nameof(destination));
             using (var call = new ProgressCall(progress, cancellation))
@@ -252,8 +259,15 @@ namespace LibNVFP4
                 call.Finish(Library.After(() =>
                 {
                     NativeQuantizeOptions raw = options == null ? default(NativeQuantizeOptions) : options.Raw;
+                    NativeConvertOptions how;
+                    int status = Native.NVFP4_convert_options_init(&how, (uint)sizeof(NativeConvertOptions));
+                    if (status != 0)
+                        return status;
+                    how.Container = (int)container;
+                    how.Replace = replace ? 1 : 0;
+                    how.KeepHead = keepHead ? 1 : 0;
                     fixed (byte* a = from, b = to)
-                        return Native.NVFP4_model_convert(a, Interop.Size(from.Length), b, Interop.Size(to.Length), (int)container,
+                        return Native.NVFP4_model_convert(a, Interop.Size(from.Length), b, Interop.Size(to.Length), &how,
                             options == null ? null : &raw, call.Callback, call.User);
                 }));
             }

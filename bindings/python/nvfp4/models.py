@@ -126,11 +126,14 @@ class Model(Handle):
         return ChatSession(self, system=system, **options)
 
 
-def convert(source, destination, container="modelopt", quantize=None, progress=None):
-    """Converts a model on disk to NVFP4 on disk. `container` is modelopt or dat; the rest is as for Model."""
+def convert(source, destination, container="modelopt", quantize=None, progress=None, **options):
+    """
+    Converts a model on disk to NVFP4 on disk. `container` is modelopt or dat. Options: replace (a directory that holds a model;
+    without it one that is not empty is refused), keep_head. The rest is as for Model.
+    """
+    how = native.options(native.ConvertOptions, dict(options, container=container))
     _loading(progress, lambda callback: lib.model_convert(
-        *native.text_in(source), *native.text_in(destination), choice("container", container), _quantization(quantize), callback,
-        None))
+        *native.text_in(source), *native.text_in(destination), ctypes.byref(how), _quantization(quantize), callback, None))
 
 
 class Session(Handle):

@@ -59,7 +59,8 @@ weight_options_init(pI)S backend_select(ippzp)S weight_create(ppfip)S weight_cre
 weight_create_dense(pp)S weight_report(ppzp)S weight_retain(p)S weight_release(p)S weight_size(pppp)S linear(ppiip)S
 matmul(ppfppfiip)S schema_detect(pzpzp)S schema_report(pzpzpzp)S schema_validate(pzpz)S load_options_init(pI)S
 model_load(pzppppp)S model_retain(p)S model_release(p)S model_info(ppzp)S model_vocab_size(pp)S model_tokenize(ppzipzp)S
-model_detokenize(ppzipzp)S model_render_chat(ppzipzp)S model_convert(pzpzippp)S session_options_init(pI)S
+model_detokenize(ppzipzp)S model_render_chat(ppzipzp)S convert_options_init(pI)S model_convert(pzpzpppp)S
+session_options_init(pI)S
 generate_options_init(pI)S session_create(ppp)S session_retain(p)S session_release(p)S session_prefill(ppz)S
 session_prefill_token_by_token(ppz)S session_decode(pi)S session_logits(ppzp)S session_sample(ppp)S session_generate(ppppp)S
 session_chat(ppzpppp)S session_text(ppzp)S session_messages(ppzp)S session_length(pp)S session_context(pp)S
@@ -92,6 +93,10 @@ class SchemaResult(ctypes.Structure):
 
 class LoadOptions(ctypes.Structure):
     _fields_ = _fields("struct_size:I device_type:i device_index:i threads:i activations:i sampling_only:i")
+
+
+class ConvertOptions(ctypes.Structure):
+    _fields_ = _fields("struct_size:I container:i replace:i keep_head:i")
 
 
 class Message(ctypes.Structure):
