@@ -299,7 +299,7 @@ static void weight_options(NVFP4_Tensor *codes, NVFP4_Tensor *scales)
 
     HANDLE(NVFP4_weight_create_nvfp4, h, scales, 1, &good, &none);
     HANDLE(NVFP4_weight_create_nvfp4, codes, h, 1, &good, &none);
-    BAD(invalid, NVFP4_weight_create_nvfp4, codes, scales, 0, &good, &none);
+    BAD(invalid, NVFP4_weight_create_nvfp4, codes, scales, -1, &good, &none);
     BAD(invalid, NVFP4_weight_create_nvfp4, codes, scales, 1, &good, NULL);
     HANDLE(NVFP4_weight_create_nf4, h, absmax, NULL, 64, 4, 16, &good, &none);
     HANDLE(NVFP4_weight_create_nf4, nf4, h, NULL, 64, 4, 16, &good, &none);
