@@ -1,5 +1,7 @@
 //! Conversion of a model on disk to NVFP4 on disk, against quantizing each tensor in memory.
 
+mod common;
+
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
@@ -13,6 +15,7 @@ use NVFP4::format::nvfp4::{self, Levels, QuantizeOptions, Recipe};
 use NVFP4::format::random;
 use NVFP4::model::convert::{Container, ConvertOptions, ConvertReport, convert};
 use NVFP4::text::read_directory;
+use common::expect_kind;
 
 struct Scratch(PathBuf);
 
@@ -329,7 +332,11 @@ fn failures_are_named_and_leave_nothing() {
 
     let mut two = ConvertOptions::new(Container::Dat, Recipe::Amax);
     two.quantize.levels = Levels::Two;
-    assert!(run(&source, &out, &two).is_err());
+    expect_kind(
+        run(&source, &out, &two),
+        ErrorKind::InvalidArgument,
+        ".dat holds no global scale",
+    );
 }
 
 #[test]

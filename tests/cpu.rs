@@ -1,13 +1,16 @@
 //! The CPU kernels: every level against an f64 oracle computed from decoded codes, and against the others bit for bit.
 //! A level this machine lacks prints SKIPPED, and fails the test if `NVFP4_REQUIRE` names it.
 
+mod common;
+
 use std::sync::Arc;
 
-use NVFP4::base::env;
+use NVFP4::base::{ErrorKind, env};
 use NVFP4::cpu::{Cpu, Kind, KvLayer, KvType, Level, Packed, Workspace};
 use NVFP4::format::nvfp4::{self, Nvfp4, QuantizeOptions};
 use NVFP4::format::random;
 use NVFP4::ops::{self, Device};
+use common::expect_kind;
 
 /// Standard normal values from counter-based bits.
 fn normal(seed: u64, n: usize) -> Vec<f32> {
@@ -419,10 +422,18 @@ fn wrong_shapes_are_errors_that_name_them() {
         e.message().contains("[16, 32]") && e.message().contains("48"),
         "{e}"
     );
-    assert!(cpu.rms_norm(&mut [0.0; 5], &[1.0; 2], 1e-6).is_err());
-    assert!(cpu.swiglu(&mut [0.0; 5], &[1.0; 2]).is_err());
+    expect_kind(
+        cpu.rms_norm(&mut [0.0; 5], &[1.0; 2], 1e-6),
+        ErrorKind::InvalidArgument,
+        "rms_norm: 5 elements",
+    );
+    expect_kind(
+        cpu.swiglu(&mut [0.0; 5], &[1.0; 2]),
+        ErrorKind::InvalidArgument,
+        "swiglu: 5 gate and 2 up",
+    );
     let kv = KvLayer::new(2, 16, KvType::F16).unwrap();
-    assert!(
+    expect_kind(
         cpu.attention(
             &[0.0; 48],
             3,
@@ -430,11 +441,12 @@ fn wrong_shapes_are_errors_that_name_them() {
             0,
             1.0,
             &mut [0.0; 48],
-            &mut Workspace::new()
-        )
-        .is_err()
+            &mut Workspace::new(),
+        ),
+        ErrorKind::InvalidArgument,
+        "for 3 heads of 16 over 2 key/value heads",
     );
-    assert!(
+    expect_kind(
         cpu.attention(
             &[0.0; 32],
             2,
@@ -442,9 +454,14 @@ fn wrong_shapes_are_errors_that_name_them() {
             0,
             1.0,
             &mut [0.0; 32],
-            &mut Workspace::new()
-        )
-        .is_err()
+            &mut Workspace::new(),
+        ),
+        ErrorKind::InvalidArgument,
+        "attention over 1 positions; the cache holds 0",
     );
-    assert!(KvLayer::new(2, 24, KvType::F16).is_err());
+    expect_kind(
+        KvLayer::new(2, 24, KvType::F16),
+        ErrorKind::Unsupported,
+        "2 heads of 24",
+    );
 }

@@ -25,7 +25,7 @@ use NVFP4::ops::tensors::{Nvfp4Tensor, scaled_mm};
 use NVFP4::ops::{Workspace, quantize};
 use NVFP4::session::{self, GenerateOptions, Sampler, SamplingOptions, Session, SessionOptions};
 use NVFP4::tensor::{DType, Tensor};
-use common::{golden, options, some_tokens};
+use common::{check_memory_comes_back, expect_kind, golden, options, some_tokens};
 use half::{bf16, f16};
 
 /// The first CUDA device; without one the test is skipped.
@@ -521,7 +521,11 @@ fn products_of_two_quantized_tensors_go_through_the_gpu() {
         codes: Tensor::zeros(&[n, k / 2 - 8], DType::U8).unwrap(),
         ..bt
     };
-    assert!(scaled_mm(&device, &at, &short, DType::F32, &mut workspace).is_err());
+    expect_kind(
+        scaled_mm(&device, &at, &short, DType::F32, &mut workspace),
+        ErrorKind::InvalidArgument,
+        "do not belong to codes",
+    );
     let other = Quantized::new(&gpu, n, k + 16, ScaleLayout::Linear, 7);
     let e = scaled_mm(&device, &at, &other.tensor(), DType::F32, &mut workspace);
     assert!(e.unwrap_err().message().contains("K must be equal"));
@@ -535,19 +539,52 @@ fn operands_that_do_not_fit_are_refused() {
         cuda::Operand::new(&q.codes, &q.scales, layout, rows, k, global).map(|_| ())
     };
     operand(ScaleLayout::Linear, 40, 64, 1.0).unwrap();
-    for refused in [
-        operand(ScaleLayout::Linear, 41, 64, 1.0),
-        operand(ScaleLayout::Linear, 40, 72, 1.0),
-        operand(ScaleLayout::Linear, 40, 0, 1.0),
-        operand(ScaleLayout::Linear, 40, 64, f32::NAN),
-        operand(ScaleLayout::Swizzled, 40, 64, 1.0),
-        operand(ScaleLayout::Linear, usize::MAX, 64, 1.0),
+    let (linear, swizzled) = (ScaleLayout::Linear, ScaleLayout::Swizzled);
+    for (layout, rows, k, kind, words) in [
+        (
+            linear,
+            41,
+            64,
+            ErrorKind::Internal,
+            "codes takes 1312 bytes",
+        ),
+        (linear, 40, 72, ErrorKind::InvalidArgument, "[40, 72]"),
+        (linear, 40, 0, ErrorKind::InvalidArgument, "[40, 0]"),
+        (
+            swizzled,
+            40,
+            64,
+            ErrorKind::Internal,
+            "scales takes 512 bytes",
+        ),
+        (
+            linear,
+            usize::MAX,
+            64,
+            ErrorKind::InvalidArgument,
+            "overflows",
+        ),
     ] {
-        assert!(refused.is_err());
+        expect_kind(operand(layout, rows, k, 1.0), kind, words);
+    }
+    for global in [-0.0, -1.0, f32::NAN, f32::INFINITY] {
+        expect_kind(
+            operand(linear, 40, 64, global),
+            ErrorKind::InvalidArgument,
+            "the global scale is",
+        );
     }
     let (a, small) = (q.operand(), poisoned(&gpu, 40 * 40 * 2));
-    assert!(cuda::scaled_mm(&gpu, &a, &a, DType::F32, &small).is_err());
-    assert!(cuda::scaled_mm(&gpu, &a, &a, DType::I32, &small).is_err());
+    expect_kind(
+        cuda::scaled_mm(&gpu, &a, &a, DType::F32, &small),
+        ErrorKind::Internal,
+        "a product takes 6400 bytes",
+    );
+    expect_kind(
+        cuda::scaled_mm(&gpu, &a, &a, DType::I32, &small),
+        ErrorKind::Unsupported,
+        "a product on a GPU in int32",
+    );
     cuda::scaled_mm(&gpu, &a, &a, DType::F16, &small).unwrap();
     let empty = cuda::Operand::new(&q.codes, &q.scales, ScaleLayout::Linear, 0, 64, 1.0).unwrap();
     cuda::scaled_mm(&gpu, &empty, &a, DType::F32, &small).unwrap();
@@ -823,8 +860,18 @@ fn deferred_norms_agree_with_f64() {
             eps: 1e-6,
         };
         let input = layout.input(&device_input, 1.0);
-        assert!(m == 1 || cuda::linear_add(&gpu, input, m, makes, &wrong).is_err());
-        assert!(cuda::linear_add(&gpu, input, m, three[0], &wrong).is_err());
+        if m > 1 {
+            expect_kind(
+                cuda::linear_add(&gpu, input, m, makes, &wrong),
+                ErrorKind::Internal,
+                "bytes, and its buffer has",
+            );
+        }
+        expect_kind(
+            cuda::linear_add(&gpu, input, m, three[0], &wrong),
+            ErrorKind::Internal,
+            "features added to rows of",
+        );
     }
 }
 
@@ -1448,26 +1495,13 @@ fn named_models_agree_with_the_processor() {
 #[test]
 fn memory_comes_back() {
     let Some(gpu) = gpu() else { return };
-    let case = "qwen3_tied";
-    let load = || {
-        Model::load(
-            &golden(case),
-            &LoadOptions {
-                device: Device::Cuda(gpu.clone()),
-                ..options()
-            },
-        )
-    };
-    let Ok(model) = load() else { return };
-    let tokens = some_tokens(&model, 40);
-    logits(&model, &tokens);
-    drop(model);
-    gpu.empty_cache().unwrap();
+    let device = Device::Cuda(gpu.clone());
+    let settle = || gpu.empty_cache().unwrap();
+    let used = |model: Arc<Model>| drop(logits(&model, &some_tokens(&model, 40)));
+    // What the first use makes for all that come later stays.
+    check_memory_comes_back(&device, 1, used, settle);
     let (before, _) = gpu.memory().unwrap();
-    for _ in 0..100 {
-        logits(&load().unwrap(), &tokens);
-    }
-    gpu.empty_cache().unwrap();
+    check_memory_comes_back(&device, 100, used, settle);
     let (after, _) = gpu.memory().unwrap();
     assert!(
         before.saturating_sub(after) < 4 << 20,

@@ -15,7 +15,7 @@ use NVFP4::base::{ErrorKind, Result};
 use NVFP4::checkpoint::{self, Checkpoint, Entry, Metadata, Part};
 use NVFP4::format::nvfp4::QuantizeOptions;
 use NVFP4::model::{Activations, Device, KvCache, KvType, LoadOptions, Logits, Model, Scratch};
-use common::{Copy, cut, golden, load, options, some_tokens};
+use common::{Copy, check_memory_comes_back, cut, expect_kind, golden, load, options, some_tokens};
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Value, json};
@@ -349,7 +349,11 @@ fn sampling_only() {
         .forward(&[1], &mut cache(&only), &mut scratch, Logits::Last, &mut a)
         .unwrap_err();
     assert!(e.message().contains("sampling only"), "{e}");
-    assert!(only.embed(&[150], &mut hidden[..48]).is_err());
+    expect_kind(
+        only.embed(&[150], &mut hidden[..48]),
+        ErrorKind::InvalidArgument,
+        "token 150 is outside the vocabulary of 150",
+    );
 }
 
 #[test]
@@ -385,8 +389,16 @@ fn refused_calls_leave_the_cache_as_it_was() {
         .forward(&[4], &mut cache, &mut scratch, Logits::Last, &mut logits)
         .unwrap();
     assert!(logits == run(&model, &[1, 2, 3, 4], Logits::Last));
-    assert!(KvCache::new(model.device(), model.config(), 257, KvType::F32).is_err());
-    assert!(KvCache::new(model.device(), model.config(), 0, KvType::F32).is_err());
+    expect_kind(
+        KvCache::new(model.device(), model.config(), 257, KvType::F32),
+        ErrorKind::InvalidArgument,
+        "a context of 257 positions",
+    );
+    expect_kind(
+        KvCache::new(model.device(), model.config(), 0, KvType::F32),
+        ErrorKind::InvalidArgument,
+        "a context of 0 positions",
+    );
 
     let mut full = KvCache::new(model.device(), model.config(), 4, KvType::F32).unwrap();
     model
@@ -428,6 +440,13 @@ fn progress_and_cancel() {
     };
     let e = Model::load(&golden("qwen3_tied"), &cancelled).unwrap_err();
     assert_eq!(e.kind(), ErrorKind::Cancelled);
+}
+
+#[test]
+fn memory_comes_back() {
+    let device = Device::cpu(Some(2)).unwrap();
+    let used = |model: Arc<Model>| drop(run(&model, &[1, 2, 3], Logits::Last));
+    check_memory_comes_back(&device, 3, used, || ());
 }
 
 /// A stored tensor: type, shape, bytes.

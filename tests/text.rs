@@ -1,11 +1,14 @@
 //! Tokenizers, templates and the detokenizer against golden data made by the Python packages `tokenizers` and
 //! `transformers` (`tests/golden/text/make.py`).
 
+mod common;
+
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use NVFP4::base::ErrorKind;
 use NVFP4::text::{ChatTemplate, Detokenizer, Message, Tokenizer, VocabularySpec, read_directory};
+use common::expect_kind;
 use serde_json::Value;
 
 fn golden(name: &str) -> PathBuf {
@@ -441,7 +444,11 @@ fn broken_bytes_become_replacement_characters_only_when_proven() {
     assert_eq!(d.push(byte(0xf0)).unwrap(), "");
     assert_eq!(d.finish(), "\u{fffd}");
     assert_eq!(d.finish(), "");
-    assert!(d.push(1_000_000).is_err());
+    expect_kind(
+        d.push(1_000_000),
+        ErrorKind::InvalidArgument,
+        "token id 1000000",
+    );
 }
 
 #[test]
@@ -615,6 +622,41 @@ fn damaged_tokenizer_files_are_survived() {
 }
 
 #[test]
+fn templates_that_do_not_end_are_stopped() {
+    let render = |source: &str| {
+        let template = ChatTemplate::from_jinja(source, None, None).unwrap();
+        template.render(&[Message::new("user", "x")], true)
+    };
+    let around = |body: &str| {
+        let start = "{% for i in range(100000) %}{% for j in range(100000) %}";
+        format!("{start}{body}{{% endfor %}}{{% endfor %}}")
+    };
+    for body in ["", "{% set x = i * j %}"] {
+        expect_kind(
+            render(&around(body)),
+            ErrorKind::CorruptFile,
+            "has not ended after 50000000 steps",
+        );
+    }
+    let macros = "{% macro f(n) %}{% for i in range(9) %}{{ f(n + 1) if n < 12 }}{% endfor %}{% endmacro %}{{ f(0) }}";
+    expect_kind(render(macros), ErrorKind::CorruptFile, "has not ended");
+    expect_kind(
+        render(&around("{{ 'a line' * 1000 }}")),
+        ErrorKind::CorruptFile,
+        "prints more than 67108864 bytes",
+    );
+    let deep = "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}";
+    expect_kind(render(deep), ErrorKind::InvalidArgument, "recursion");
+
+    // A conversation of many long turns is far from all that.
+    let template = ChatTemplate::chatml();
+    let turns: Vec<Message> = (0..20_000)
+        .map(|_| Message::new("user", "words ".repeat(100)))
+        .collect();
+    assert!(template.render(&turns, true).unwrap().len() > 12_000_000);
+}
+
+#[test]
 fn directories() {
     let directory = std::env::temp_dir().join(format!("nvfp4-text-{}", std::process::id()));
     std::fs::create_dir_all(&directory).unwrap();
@@ -654,7 +696,11 @@ fn directories() {
     assert_eq!(render(), "jinja user");
 
     write("chat_template.jinja", "{% if %}");
-    assert!(read_directory(&directory).is_err());
+    expect_kind(
+        read_directory(&directory),
+        ErrorKind::CorruptFile,
+        "the chat template does not parse",
+    );
     write("chat_template.jinja", "fine");
     write("tokenizer_config.json", "{");
     let e = read_directory(&directory).unwrap_err();

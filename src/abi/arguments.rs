@@ -281,6 +281,7 @@ pub(super) unsafe fn results<T: Growing>(place: *mut T) -> Result<Option<impl Fn
 mod tests {
     use super::*;
     use crate::base::ErrorKind;
+    use crate::base::error::expect_kind;
 
     #[repr(C)]
     #[derive(Clone, Copy, Debug, PartialEq)]
@@ -381,8 +382,16 @@ mod tests {
         // SAFETY: a NULL buffer is never written.
         unsafe {
             copy_text("abc", std::ptr::null_mut(), 0, &mut length).unwrap();
-            assert!(copy_text("abc", std::ptr::null_mut(), 3, &mut length).is_err());
-            assert!(copy_text("abc", buffer.as_mut_ptr(), 8, std::ptr::null_mut()).is_err());
+            expect_kind(
+                copy_text("abc", std::ptr::null_mut(), 3, &mut length),
+                ErrorKind::InvalidArgument,
+                "buffer is NULL",
+            );
+            expect_kind(
+                copy_text("abc", buffer.as_mut_ptr(), 8, std::ptr::null_mut()),
+                ErrorKind::InvalidArgument,
+                "the place for the length is NULL",
+            );
         }
     }
 
@@ -390,11 +399,27 @@ mod tests {
     fn arrays_are_checked_before_they_are_read() {
         // SAFETY: all of these are refused before anything is read.
         unsafe {
-            assert!(slice::<u32>("x", std::ptr::null(), 1).is_err());
-            assert!(slice::<u32>("x", std::ptr::without_provenance(3), 1).is_err());
-            assert!(slice::<u32>("x", std::ptr::without_provenance(4), usize::MAX).is_err());
+            expect_kind(
+                slice::<u32>("x", std::ptr::null(), 1),
+                ErrorKind::InvalidArgument,
+                "x is NULL, but its length is 1",
+            );
+            expect_kind(
+                slice::<u32>("x", std::ptr::without_provenance(3), 1),
+                ErrorKind::InvalidArgument,
+                "x is not aligned",
+            );
+            expect_kind(
+                slice::<u32>("x", std::ptr::without_provenance(4), usize::MAX),
+                ErrorKind::InvalidArgument,
+                "x cannot have 18446744073709551615 elements",
+            );
             assert_eq!(slice::<u32>("x", std::ptr::null(), 0).unwrap(), [0u32; 0]);
-            assert!(sizes("shape", std::ptr::null(), -1).is_err());
+            expect_kind(
+                sizes("shape", std::ptr::null(), -1),
+                ErrorKind::InvalidArgument,
+                "rank is -1",
+            );
         }
         assert!(
             flag("x", 2)

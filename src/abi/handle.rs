@@ -307,7 +307,8 @@ mod tests {
         let b = insert(Arc::new(B));
         assert!(is_own(b.cast()));
         assert!(text(b.cast()).contains("a handle of type B; pass a A"));
-        assert!(release::<A>("x", b.cast()).is_err());
+        let e = release::<A>("x", b.cast()).unwrap_err();
+        assert!(e.message().contains("a handle of type B"), "{e}");
         release::<B>("x", b).unwrap();
     }
 

@@ -129,6 +129,19 @@ macro_rules! bail {
 
 pub use crate::{bail, err};
 
+/// Test support: demands an error of `kind` whose message has these `words`.
+#[cfg(test)]
+#[track_caller]
+pub(crate) fn expect_kind<T>(result: Result<T>, kind: ErrorKind, words: &str) {
+    match result {
+        Ok(_) => panic!("no error, where {kind:?} with '{words}' was to come"),
+        Err(e) => {
+            assert_eq!(e.kind, kind, "{e}");
+            assert!(e.message.contains(words), "'{words}' is not in: {e}");
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -389,6 +389,8 @@ impl<T: Plain> std::fmt::Debug for Buffer<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::base::ErrorKind;
+    use crate::base::error::expect_kind;
 
     #[test]
     fn buffers_are_zeroed_aligned_and_accounted() {
@@ -405,6 +407,10 @@ mod tests {
                 buffer[len - 1] = 7;
             }
         }
-        assert!(Buffer::<f32>::zeroed(Tag::Tensor, usize::MAX / 2).is_err());
+        expect_kind(
+            Buffer::<f32>::zeroed(Tag::Tensor, usize::MAX / 2),
+            ErrorKind::OutOfMemory,
+            "9223372036854775807 elements of 4 bytes",
+        );
     }
 }

@@ -225,7 +225,10 @@ mod tests {
         let caught = catch_unwind(AssertUnwindSafe(|| {
             pool.run(8, |p| assert!(p != 5, "part five"))
         }));
-        assert!(caught.is_err());
+        assert_eq!(
+            *caught.unwrap_err().downcast::<&str>().unwrap(),
+            "part five"
+        );
         let sum = AtomicUsize::new(0);
         pool.run(10, |p| {
             sum.fetch_add(p, Ordering::Relaxed);

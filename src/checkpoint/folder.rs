@@ -269,6 +269,7 @@ fn is_no_model(stem: &str, extension: &str) -> bool {
 mod tests {
     use super::*;
     use crate::base::ErrorKind;
+    use crate::base::error::expect_kind;
 
     /// What is found in a folder with `lines` of names, separated by spaces.
     fn found(lines: &str) -> Weights {
@@ -422,7 +423,11 @@ mod tests {
         let want = vec![owned(other), owned(split), owned(single)];
         assert_eq!(found(&mixed), Weights::Several(want));
         // One of the candidates alone is what it is by itself.
-        assert!(weights(&other.split(' ').collect::<Vec<_>>()).is_err());
+        expect_kind(
+            weights(&other.split(' ').collect::<Vec<_>>()),
+            ErrorKind::NotFound,
+            "00002-of-00003.gguf is missing",
+        );
         assert_eq!(found(single), files(single));
     }
 

@@ -306,6 +306,8 @@ impl<'a> Cursor<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::base::ErrorKind;
+    use crate::base::error::expect_kind;
 
     fn leb(bytes: &[u8]) -> Result<u64> {
         let source = Source::owned("t", bytes.to_vec())?;
@@ -321,7 +323,11 @@ mod tests {
         assert_eq!(leb(&max).unwrap(), u64::MAX);
         max[9] = 0x02;
         assert!(leb(&max).unwrap_err().message().contains("more than 64"));
-        assert!(leb(&[0x80; 11]).is_err());
+        expect_kind(
+            leb(&[0x80; 11]),
+            ErrorKind::CorruptFile,
+            "more than 64 bits",
+        );
         assert!(leb(&[0x80]).unwrap_err().message().contains("0 are left"));
     }
 
@@ -329,11 +335,19 @@ mod tests {
     fn reads_never_pass_the_end() {
         let source = Source::owned("t", vec![1, 2, 3]).unwrap();
         let mut cursor = Cursor::new(&source);
-        assert!(cursor.u32("field").is_err());
-        assert!(cursor.take(u64::MAX, "payload").is_err());
+        expect_kind(
+            cursor.u32("field"),
+            ErrorKind::CorruptFile,
+            "field takes 4 bytes at offset 0, but 3 are left",
+        );
+        expect_kind(
+            cursor.take(u64::MAX, "payload"),
+            ErrorKind::CorruptFile,
+            "payload takes 18446744073709551615 bytes",
+        );
         assert_eq!(cursor.take(3, "payload").unwrap(), [1, 2, 3]);
         assert_eq!(cursor.left(), 0);
-        assert!(cursor.u8("field").is_err());
+        expect_kind(cursor.u8("field"), ErrorKind::CorruptFile, "but 0 are left");
     }
 
     #[test]

@@ -276,6 +276,8 @@ mod tests {
         assert!((sums.loss - 4f64.ln()).abs() < 1e-6);
         assert!((sums.reference_loss - 2f64.ln()).abs() < 1e-6);
         assert_eq!((sums.same, sums.predicted), (0, 1));
-        assert!(sums.add(&a, None, 3).is_err());
+        let e = sums.add(&a, None, 3).unwrap_err();
+        assert_eq!(e.kind(), NVFP4::base::ErrorKind::InvalidArgument);
+        assert!(e.message().contains("token 3"), "{e}");
     }
 }

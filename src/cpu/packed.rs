@@ -349,6 +349,8 @@ impl Packed {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::base::ErrorKind;
+    use crate::base::error::expect_kind;
     use crate::format::{e2m1, e4m3};
 
     #[test]
@@ -402,6 +404,10 @@ mod tests {
         })
         .unwrap_err();
         assert!(e.message().contains("[2, 8]"), "{e}");
-        assert!(Packed::dense(3, 20, Kind::F32, &mut |_, _| Ok(())).is_err());
+        expect_kind(
+            Packed::dense(3, 20, Kind::F32, &mut |_, _| Ok(())),
+            ErrorKind::InvalidArgument,
+            "shape [3, 20]",
+        );
     }
 }

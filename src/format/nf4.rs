@@ -182,6 +182,8 @@ pub fn dequantize_absmax(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::base::ErrorKind;
+    use crate::base::error::expect_kind;
     use proptest::prelude::*;
 
     #[test]
@@ -200,9 +202,21 @@ mod tests {
         );
         let e = quantize(&[1.0, 2.0, f32::NAN], 64).unwrap_err();
         assert!(e.message().contains("index 2"), "{e}");
-        assert!(quantize(&[1.0], 0).is_err());
-        assert!(dequantize(&[0; 2], &[1.0], &VALUES, 64, &mut [0.0; 5]).is_err());
-        assert!(dequantize_absmax(&[0; 257], &[1.0], &[0.0; 256], 256, 0.0).is_err());
+        expect_kind(
+            quantize(&[1.0], 0),
+            ErrorKind::InvalidArgument,
+            "block size is 0",
+        );
+        expect_kind(
+            dequantize(&[0; 2], &[1.0], &VALUES, 64, &mut [0.0; 5]),
+            ErrorKind::InvalidArgument,
+            "not 2 and 1",
+        );
+        expect_kind(
+            dequantize_absmax(&[0; 257], &[1.0], &[0.0; 256], 256, 0.0),
+            ErrorKind::InvalidArgument,
+            "take 2 nested absmax values, not 1",
+        );
     }
 
     #[test]
@@ -226,8 +240,16 @@ mod tests {
         for (first, n) in [(0, 37), (3, 9), (4, 1), (36, 1), (37, 0)] {
             assert_eq!(part(first, n).unwrap(), whole[first..first + n]);
         }
-        assert!(part(30, 9).is_err());
-        assert!(part(usize::MAX, 2).is_err());
+        expect_kind(
+            part(30, 9),
+            ErrorKind::InvalidArgument,
+            "values 30..39 are not among the 38",
+        );
+        expect_kind(
+            part(usize::MAX, 2),
+            ErrorKind::InvalidArgument,
+            "are not among the 38",
+        );
     }
 
     proptest! {

@@ -665,6 +665,8 @@ fn magnitude(code: u32) -> f32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::base::ErrorKind;
+    use crate::base::error::expect_kind;
     use proptest::prelude::*;
 
     const RECIPES: [Recipe; 3] = [Recipe::Amax, Recipe::FourOverSix, Recipe::Sweep];
@@ -784,7 +786,11 @@ mod tests {
     fn packing_puts_the_even_index_low() {
         assert_eq!(pack(&[1, 2, 0xff, 0]).unwrap(), [0x21, 0x0f]);
         assert_eq!(unpack(&[0x21, 0x0f]), [1, 2, 15, 0]);
-        assert!(pack(&[1]).is_err());
+        expect_kind(
+            pack(&[1]),
+            ErrorKind::InvalidArgument,
+            "1 codes do not fill whole bytes",
+        );
     }
 
     #[test]
@@ -908,7 +914,11 @@ mod tests {
         assert!(message(quantize(&[0.0; 24], 1, 24, &good)).contains("K = 24"));
         assert!(message(quantize(&[], 3, 0, &good)).contains("K = 0"));
         assert!(message(quantize(&[0.0; 16], 2, 16, &good)).contains("32 values, not 16"));
-        assert!(quantize(&[], usize::MAX, 16, &good).is_err());
+        expect_kind(
+            quantize(&[], usize::MAX, 16, &good),
+            ErrorKind::InvalidArgument,
+            "[18446744073709551615, 16] overflows",
+        );
         assert_eq!(quantize(&[], 0, 16, &good).unwrap().codes.len(), 0);
         let mixed = QuantizeOptions {
             recipe: Recipe::Sweep,
@@ -928,14 +938,38 @@ mod tests {
             )
         };
         assert!(rows(1.0, &good, 8, 1).is_ok());
-        assert!(rows(1.0, &good, 7, 1).is_err());
-        assert!(rows(1.0, &good, 8, 2).is_err());
+        expect_kind(
+            rows(1.0, &good, 7, 1),
+            ErrorKind::InvalidArgument,
+            "not 7 and 1",
+        );
+        expect_kind(
+            rows(1.0, &good, 8, 2),
+            ErrorKind::InvalidArgument,
+            "not 8 and 2",
+        );
         for global in [0.0, -1.0, f32::NAN, f32::INFINITY] {
-            assert!(rows(global, &good, 8, 1).is_err());
+            expect_kind(
+                rows(global, &good, 8, 1),
+                ErrorKind::InvalidArgument,
+                "the global scale is",
+            );
         }
-        assert!(rows(2.0, &legacy(Rounding::NearestEven), 8, 1).is_err());
-        assert!(dequantize(&[0; 8], &[0; 2], 1.0, &mut [0.0; 16]).is_err());
-        assert!(dequantize(&[0; 4], &[0; 0], 1.0, &mut [0.0; 8]).is_err());
+        expect_kind(
+            rows(2.0, &legacy(Rounding::NearestEven), 8, 1),
+            ErrorKind::InvalidArgument,
+            "without a second level it must be 1",
+        );
+        expect_kind(
+            dequantize(&[0; 8], &[0; 2], 1.0, &mut [0.0; 16]),
+            ErrorKind::InvalidArgument,
+            "not 8 and 2",
+        );
+        expect_kind(
+            dequantize(&[0; 4], &[0; 0], 1.0, &mut [0.0; 8]),
+            ErrorKind::InvalidArgument,
+            "8 values are not whole blocks",
+        );
     }
 
     #[test]

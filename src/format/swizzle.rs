@@ -90,13 +90,27 @@ pub fn unswizzle(scales: &[u8], rows: usize, k_blocks: usize) -> Result<Vec<u8>>
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::base::ErrorKind;
+    use crate::base::error::expect_kind;
     use proptest::prelude::*;
 
     #[test]
     fn lengths_that_do_not_fit_are_errors() {
-        assert!(swizzle(&[0; 5], 2, 3).is_err());
-        assert!(unswizzle(&[0; 6], 2, 3).is_err());
-        assert!(len(usize::MAX, usize::MAX).is_err());
+        expect_kind(
+            swizzle(&[0; 5], 2, 3),
+            ErrorKind::InvalidArgument,
+            "take 6 bytes, not 5",
+        );
+        expect_kind(
+            unswizzle(&[0; 6], 2, 3),
+            ErrorKind::InvalidArgument,
+            "take 512 bytes, not 6",
+        );
+        expect_kind(
+            len(usize::MAX, usize::MAX),
+            ErrorKind::InvalidArgument,
+            "overflows",
+        );
         assert_eq!(swizzle(&[], 0, 3).unwrap(), Vec::<u8>::new());
     }
 

@@ -345,6 +345,8 @@ pub(super) fn token_ids(value: &Value) -> Option<Vec<u32>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::base::ErrorKind;
+    use crate::base::error::expect_kind;
     use serde_json::json;
 
     fn base() -> Value {
@@ -413,6 +415,10 @@ mod tests {
         config["use_sliding_window"] = json!(false);
         assert!(Config::from_json(&config).is_ok());
         config["layer_types"] = json!(["full_attention", "sliding_attention"]);
-        assert!(Config::from_json(&config).is_err());
+        expect_kind(
+            Config::from_json(&config),
+            ErrorKind::Unsupported,
+            "sliding-window attention",
+        );
     }
 }

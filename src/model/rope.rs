@@ -222,6 +222,8 @@ pub(super) fn divide(table: &mut RopeTable, factors: &[f32]) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::base::ErrorKind;
+    use crate::base::error::expect_kind;
     use serde_json::{Value, json};
 
     fn of(config: Value) -> Result<RopeTable> {
@@ -294,7 +296,15 @@ mod tests {
                 .zip(&before)
                 .all(|(a, b)| a * 2.0 == *b)
         );
-        assert!(divide(&mut t, &[0.0; 16]).is_err());
-        assert!(divide(&mut t, &[1e-40; 16]).is_err());
+        expect_kind(
+            divide(&mut t, &[0.0; 16]),
+            ErrorKind::CorruptFile,
+            "rope_freqs.weight holds 0",
+        );
+        expect_kind(
+            divide(&mut t, &[1e-40; 16]),
+            ErrorKind::CorruptFile,
+            "a frequency of inf",
+        );
     }
 }

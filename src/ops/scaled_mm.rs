@@ -134,6 +134,8 @@ pub(super) fn in_place(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::base::ErrorKind;
+    use crate::base::error::expect_kind;
     use crate::format::e4m3;
 
     #[test]
@@ -156,7 +158,11 @@ mod tests {
                 let e = check_scales(&scales, layout, rows, blocks).unwrap_err();
                 assert!(e.message().contains("block 1 in row 2"), "{e}");
             }
-            assert!(check_scales(&scales[1..], layout, rows, blocks).is_err());
+            expect_kind(
+                check_scales(&scales[1..], layout, rows, blocks),
+                ErrorKind::InvalidArgument,
+                "scales of 3 rows by 2 blocks",
+            );
         }
     }
 }

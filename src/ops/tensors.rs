@@ -798,6 +798,8 @@ pub fn scaled_mm_into(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::base::ErrorKind;
+    use crate::base::error::expect_kind;
     use crate::format::random;
 
     fn device() -> Device {
@@ -945,9 +947,17 @@ mod tests {
         let mut wanted = vec![0.0; 65];
         nf4::dequantize(&packed.codes, &packed.absmax, &nf4::VALUES, 64, &mut wanted).unwrap();
         assert_eq!(&y.to_f32().unwrap()[..], wanted);
-        assert!(dequantize_nf4(&q, &[5, 16], DType::F32).is_err());
+        expect_kind(
+            dequantize_nf4(&q, &[5, 16], DType::F32),
+            ErrorKind::InvalidArgument,
+            "not 33 and 2",
+        );
         q.map = Some(q.absmax.clone());
-        assert!(dequantize_nf4(&q, &[5, 13], DType::F32).is_err());
+        expect_kind(
+            dequantize_nf4(&q, &[5, 13], DType::F32),
+            ErrorKind::InvalidArgument,
+            "the quant map is float32 of shape [2]",
+        );
     }
 
     #[test]
@@ -984,14 +994,18 @@ mod tests {
         }
         let kernel = weight_for(&d, &q, Backend::Nvfp4Kernel, DenseType::F32).unwrap();
         assert_eq!(kernel.kind().name(), "nvfp4");
-        assert!(weight_for(&d, &q, Backend::Nf4Kernel, DenseType::F32).is_err());
+        expect_kind(
+            weight_for(&d, &q, Backend::Nf4Kernel, DenseType::F32),
+            ErrorKind::InvalidArgument,
+            "nf4-kernel is not for NVFP4",
+        );
         let kernel = nf4_weight_for(&d, &nf4, (n, k), Backend::Nf4Kernel, DenseType::F32);
         assert_eq!(
             kernel.unwrap_err().kind(),
             crate::base::ErrorKind::Unsupported
         );
         let short = nf4_weight_for(&d, &nf4, (n - 1, k), dense, DenseType::F32);
-        assert!(short.is_err());
+        expect_kind(short, ErrorKind::InvalidArgument, "not 7200 and 225");
     }
 
     #[test]
@@ -1016,10 +1030,22 @@ mod tests {
         refused(&|q| q.codes = zeros(&[4, 16], DType::F32));
         refused(&|q| q.codes = zeros(&[4, 7], DType::U8));
         refused(&|q| q.global = f32::NAN);
-        assert!(dequantize(&d, &q, DType::I32).is_err());
+        expect_kind(
+            dequantize(&d, &q, DType::I32),
+            ErrorKind::InvalidArgument,
+            "not int32",
+        );
         let x = zeros(&[4, 17], DType::F32);
-        assert!(quantize(&d, &x, &QuantizeOptions::default(), ScaleLayout::Linear).is_err());
+        expect_kind(
+            quantize(&d, &x, &QuantizeOptions::default(), ScaleLayout::Linear),
+            ErrorKind::InvalidArgument,
+            "K = 17",
+        );
         let x = zeros(&[4, 16], DType::I32);
-        assert!(quantize(&d, &x, &QuantizeOptions::default(), ScaleLayout::Linear).is_err());
+        expect_kind(
+            quantize(&d, &x, &QuantizeOptions::default(), ScaleLayout::Linear),
+            ErrorKind::InvalidArgument,
+            "the input is int32",
+        );
     }
 }

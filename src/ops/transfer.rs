@@ -259,6 +259,7 @@ pub fn by_policy(tensor: &Tensor, ordinal: usize, read_mostly: bool) -> Result<T
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::base::error::expect_kind;
 
     /// One test: the policy is the process's.
     #[test]
@@ -286,7 +287,11 @@ mod tests {
                     assert_eq!(e.kind(), ErrorKind::Unsupported);
                 }
                 ManagedPolicy::Preferred if !able => assert_eq!(made.unwrap().data(), t.data()),
-                ManagedPolicy::Required if !able => assert!(made.is_err()),
+                ManagedPolicy::Required if !able => expect_kind(
+                    made,
+                    check_managed(0).unwrap_err().kind(),
+                    "managed memory of CUDA device 0",
+                ),
                 ManagedPolicy::Preferred | ManagedPolicy::Required => {
                     assert_eq!(made.unwrap().place(), Place::Managed(0));
                 }

@@ -173,6 +173,8 @@ impl DType {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::base::ErrorKind;
+    use crate::base::error::expect_kind;
 
     #[test]
     fn codes_come_back() {
@@ -214,8 +216,20 @@ mod tests {
             d.to_f32(&bytes, &mut one).unwrap();
             assert_eq!(one[0], value, "{}", d.name());
         }
-        assert!(DType::F4E2M1x2.to_f32(&[0], &mut one).is_err());
-        assert!(DType::F32.to_f32(&[0; 3], &mut one).is_err());
-        assert!(DType::I8.from_f32(&[0.0], &mut [0]).is_err());
+        expect_kind(
+            DType::F4E2M1x2.to_f32(&[0], &mut one),
+            ErrorKind::Unsupported,
+            "dequantize it instead",
+        );
+        expect_kind(
+            DType::F32.to_f32(&[0; 3], &mut one),
+            ErrorKind::InvalidArgument,
+            "do not take 3 bytes",
+        );
+        expect_kind(
+            DType::I8.from_f32(&[0.0], &mut [0]),
+            ErrorKind::InvalidArgument,
+            "not int8",
+        );
     }
 }

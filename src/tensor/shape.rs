@@ -170,6 +170,8 @@ impl Shape {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::base::ErrorKind;
+    use crate::base::error::expect_kind;
 
     #[test]
     fn contiguous_strides_and_extent() {
@@ -213,10 +215,30 @@ mod tests {
 
     #[test]
     fn impossible_shapes_are_refused() {
-        assert!(Shape::contiguous(&[usize::MAX, 2]).is_err());
-        assert!(Shape::contiguous(&[0, usize::MAX, usize::MAX]).is_err());
-        assert!(Shape::strided(&[2, 2], &[usize::MAX, 1]).is_err());
-        assert!(Shape::strided(&[2], &[1, 1]).is_err());
-        assert!(Shape::contiguous(&[1; MAX_RANK + 1]).is_err());
+        expect_kind(
+            Shape::contiguous(&[usize::MAX, 2]),
+            ErrorKind::InvalidArgument,
+            "shape [18446744073709551615, 2]",
+        );
+        expect_kind(
+            Shape::contiguous(&[0, usize::MAX, usize::MAX]),
+            ErrorKind::InvalidArgument,
+            "shape [0, 18446744073709551615, 18446744073709551615]",
+        );
+        expect_kind(
+            Shape::strided(&[2, 2], &[usize::MAX, 1]),
+            ErrorKind::InvalidArgument,
+            "does not fit in the address space",
+        );
+        expect_kind(
+            Shape::strided(&[2], &[1, 1]),
+            ErrorKind::InvalidArgument,
+            "1 sizes and 2 strides",
+        );
+        expect_kind(
+            Shape::contiguous(&[1; MAX_RANK + 1]),
+            ErrorKind::InvalidArgument,
+            "at most 8 dimensions, not 9",
+        );
     }
 }

@@ -443,6 +443,8 @@ impl Tensor {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::base::ErrorKind;
+    use crate::base::error::expect_kind;
     use std::sync::atomic::{AtomicU32, Ordering};
 
     #[test]
@@ -455,10 +457,15 @@ mod tests {
         assert!(v.as_bytes().is_none());
         let last = t.view(Shape::contiguous(&[2]).unwrap(), 4).unwrap();
         assert_eq!(&last.to_f32().unwrap()[..], [5.0, 6.0]);
-        assert!(t.view(Shape::contiguous(&[2]).unwrap(), 5).is_err());
-        assert!(
-            t.view(Shape::contiguous(&[1]).unwrap(), usize::MAX)
-                .is_err()
+        expect_kind(
+            t.view(Shape::contiguous(&[2]).unwrap(), 5),
+            ErrorKind::InvalidArgument,
+            "offset 5 reaches past the 6 elements",
+        );
+        expect_kind(
+            t.view(Shape::contiguous(&[1]).unwrap(), usize::MAX),
+            ErrorKind::InvalidArgument,
+            "offset 18446744073709551615 reaches past",
         );
     }
 
@@ -472,7 +479,11 @@ mod tests {
         let mut out = [0.0; 6];
         v.rows_f32(1..3, &mut out).unwrap();
         assert_eq!(out, [7.0, 9.0, 11.0, 13.0, 15.0, 17.0]);
-        assert!(v.rows_f32(3..5, &mut out).is_err());
+        expect_kind(
+            v.rows_f32(3..5, &mut out),
+            ErrorKind::InvalidArgument,
+            "rows 3..5 of 4 rows",
+        );
     }
 
     #[test]
@@ -598,7 +609,8 @@ mod tests {
                 )
             }
         };
-        assert!(on(0, &[1]).is_err() && on(62, &[1]).is_err());
+        expect_kind(on(0, &[1]), ErrorKind::InvalidArgument, "is NULL");
+        expect_kind(on(62, &[1]), ErrorKind::InvalidArgument, "is not aligned");
         assert!(on(0, &[0]).is_ok());
     }
 

@@ -186,6 +186,8 @@ impl Pieces {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::base::ErrorKind;
+    use crate::base::error::expect_kind;
 
     #[test]
     fn the_alphabet_is_a_bijection_on_bytes() {
@@ -213,6 +215,10 @@ mod tests {
         assert_eq!(pieces.get(2).unwrap(), b" b");
         assert!(pieces.get(1).unwrap_err().message().contains("gap"));
         assert!(pieces.get(3).unwrap_err().message().contains("below 3"));
-        assert!(Pieces::new(&Spelling::ByteLevel, &[token(u32::MAX, "a")]).is_err());
+        expect_kind(
+            Pieces::new(&Spelling::ByteLevel, &[token(u32::MAX, "a")]),
+            ErrorKind::CorruptFile,
+            "token 'a' has id 4294967295",
+        );
     }
 }

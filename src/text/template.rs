@@ -35,6 +35,13 @@ const CHATML: &str = "\
 
 const NAME: &str = "chat";
 
+/// Steps that rendering may take. A long conversation takes some hundreds for a message; a template in loops within loops takes
+/// these in a few seconds.
+const STEPS: u64 = 50_000_000;
+
+/// Bytes that a prompt may have, far beyond any context.
+const LONGEST: usize = 64 << 20;
+
 /// A compiled chat template.
 #[derive(Debug)]
 pub struct ChatTemplate {
@@ -47,6 +54,7 @@ impl ChatTemplate {
     /// The template `source`; `bos` and `eos` are what it may print as `bos_token` and `eos_token`.
     pub fn from_jinja(source: &str, bos: Option<&str>, eos: Option<&str>) -> Result<Self> {
         let mut environment = Environment::new();
+        environment.set_fuel(Some(STEPS));
         environment.set_trim_blocks(true);
         environment.set_lstrip_blocks(true);
         environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
@@ -107,10 +115,48 @@ impl ChatTemplate {
         for (name, value) in variables {
             context.push((name.clone(), Value::from_serialize(value)));
         }
+        let mut prompt = Prompt::default();
         self.environment
             .get_template(NAME)
-            .and_then(|t| t.render(Value::from_iter(context)))
-            .map_err(|e| err!(InvalidArgument, "the chat template: {}", chain(&e)))
+            .and_then(|t| {
+                t.render_captured_to(Value::from_iter(context), &mut prompt)
+                    .map(drop)
+            })
+            .map_err(|e| match e.kind() {
+                _ if prompt.is_too_long => err!(
+                    CorruptFile,
+                    "the chat template prints more than {LONGEST} bytes; it may be in an endless loop"
+                ),
+                ErrorKind::OutOfFuel => err!(
+                    CorruptFile,
+                    "the chat template has not ended after {STEPS} steps; it may be in an endless loop"
+                ),
+                _ => err!(InvalidArgument, "the chat template: {}", chain(&e)),
+            })?;
+        String::from_utf8(prompt.text)
+            .map_err(|e| err!(Internal, "the chat template prints no UTF-8: {e}"))
+    }
+}
+
+/// What a template has printed so far, up to [`LONGEST`].
+#[derive(Default)]
+struct Prompt {
+    text: Vec<u8>,
+    is_too_long: bool,
+}
+
+impl std::io::Write for Prompt {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        if self.text.len() + bytes.len() > LONGEST {
+            self.is_too_long = true;
+            return Err(std::io::ErrorKind::FileTooLarge.into());
+        }
+        self.text.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
     }
 }
 
@@ -355,7 +401,8 @@ mod tests {
         assert_eq!(strftime("%Y-%m-%d", 0).unwrap(), "1970-01-01");
         assert_eq!(strftime("%Y-%m-%d", 4_107_542_399).unwrap(), "2100-02-28");
         assert_eq!(strftime("%Y-%m-%d", 4_107_542_400).unwrap(), "2100-03-01");
-        assert!(strftime("%Q", 0).is_err());
+        let e = strftime("%Q", 0).unwrap_err();
+        assert!(e.to_string().contains("%Q"), "{e}");
     }
 
     #[test]

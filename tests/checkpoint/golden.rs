@@ -2,6 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
+use super::common::expect_kind;
+use NVFP4::base::ErrorKind;
 use NVFP4::checkpoint::{self, Checkpoint, Encoding, TokenizerSource};
 use safetensors::SafeTensors;
 
@@ -239,10 +241,18 @@ fn rows_and_buffers_are_checked() {
         .rows_nvfp4(norm, 0..1, &mut [0; 24], &mut [0; 3])
         .unwrap_err();
     assert!(error.message().contains("BF16, not NVFP4"), "{error}");
-    assert!(checkpoint.global_scale(norm).is_err());
+    expect_kind(
+        checkpoint.global_scale(norm),
+        ErrorKind::InvalidArgument,
+        "'norm.weight' is BF16, which has no global scale",
+    );
     let mut foreign = entry.clone();
     foreign.name = "elsewhere".into();
-    assert!(checkpoint.rows_f32(&foreign, 0..1, &mut out).is_err());
+    expect_kind(
+        checkpoint.rows_f32(&foreign, 0..1, &mut out),
+        ErrorKind::NotFound,
+        "'elsewhere' is not an entry",
+    );
 }
 
 /// A GGUF file with the f32 values 0 to 31 as a `[4, 8]` query projection of one head, and a query norm.

@@ -1,6 +1,8 @@
 //! Checkpoint readers and writers through their public interface.
 
 mod bad;
+#[path = "../common/mod.rs"]
+mod common;
 mod files;
 mod folders;
 mod golden;

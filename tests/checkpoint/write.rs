@@ -4,6 +4,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::Command;
 
+use super::common::expect_kind;
 use NVFP4::base::ErrorKind;
 use NVFP4::checkpoint::{
     self, Checkpoint, DatWriter, Encoding, Metadata, ModelOptWriter, Planned, TokenizerSource,
@@ -189,7 +190,11 @@ fn modelopt_directory_reads_back_and_with_the_reference_implementation() {
     writer
         .add_file("chat_template.jinja", b"hi".to_vec())
         .unwrap();
-    assert!(writer.add_file("../up", Vec::new()).is_err());
+    expect_kind(
+        writer.add_file("../up", Vec::new()),
+        ErrorKind::InvalidArgument,
+        "'../up' is not the name of a file",
+    );
     write_plan(writer, 0.75).unwrap();
     let checkpoint = checkpoint::open(&path).unwrap();
     assert_eq!(checkpoint.format(), "modelopt");
@@ -321,7 +326,11 @@ fn misuse_is_refused_and_nothing_is_left_behind() {
     let create = || Box::new(DatWriter::create(&path, &plan()).unwrap());
 
     let mut writer = create();
-    assert!(writer.values(&[1.0]).is_err());
+    expect_kind(
+        writer.values(&[1.0]),
+        ErrorKind::InvalidArgument,
+        "no tensor was begun",
+    );
     let error = writer.begin("a.weight", 1.0).unwrap_err();
     assert!(error.message().contains("'norm.weight'"), "{error}");
     writer.begin("norm.weight", 1.0).unwrap();
@@ -331,9 +340,17 @@ fn misuse_is_refused_and_nothing_is_left_behind() {
     let error = writer.begin("a.weight", 1.0).unwrap_err();
     assert!(error.message().contains("8 of 12 bytes"), "{error}");
     writer.values(&[0.0]).unwrap();
-    assert!(writer.begin("a.weight", f32::NAN).is_err());
+    expect_kind(
+        writer.begin("a.weight", f32::NAN),
+        ErrorKind::InvalidArgument,
+        "the global scale is NaN",
+    );
     writer.begin("a.weight", 1.0).unwrap();
-    assert!(writer.raw(&[0]).is_err());
+    expect_kind(
+        writer.raw(&[0]),
+        ErrorKind::InvalidArgument,
+        "'a.weight' was planned as NVFP4",
+    );
     let error = writer.nvfp4(&[0; 16], &[0; 3]).unwrap_err();
     assert!(error.message().contains("take 2 scales, not 3"), "{error}");
     let error = writer.finish().unwrap_err();
@@ -374,14 +391,30 @@ fn misuse_is_refused_and_nothing_is_left_behind() {
             .message()
             .contains("overflows")
     );
-    assert!(DatWriter::create(&path, &[]).is_err());
+    expect_kind(
+        DatWriter::create(&path, &[]),
+        ErrorKind::InvalidArgument,
+        "the plan has no tensors",
+    );
     let twice = [
         planned("w", &[1], Encoding::F32),
         planned("w", &[1], Encoding::F32),
     ];
-    assert!(DatWriter::create(&path, &twice).is_err());
-    assert!(DatWriter::create(&scratch.0, &plan()).is_err());
-    assert!(DatWriter::create(&scratch.0.join("no/such/m.dat"), &plan()).is_err());
+    expect_kind(
+        DatWriter::create(&path, &twice),
+        ErrorKind::InvalidArgument,
+        "names 'w' twice",
+    );
+    expect_kind(
+        DatWriter::create(&scratch.0, &plan()),
+        ErrorKind::InvalidArgument,
+        "is not a place for a file",
+    );
+    expect_kind(
+        DatWriter::create(&scratch.0.join("no/such/m.dat"), &plan()),
+        ErrorKind::NotFound,
+        "no/such",
+    );
 
     assert_eq!(scratch.names(), ["m.dat"]);
     assert_eq!(std::fs::read(&path).unwrap(), b"the old file");

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use cudarc::driver::{result, sys};
 use half::{bf16, f16};
 
+use super::common::expect_kind;
 use NVFP4::base::memory::{self, Tag};
 use NVFP4::base::{Error, ErrorKind, Result};
 use NVFP4::cuda::{self, DeviceBuffer, FloatRows, Gpu, ManagedBuffer, Unit};
@@ -517,7 +518,11 @@ fn scales_change_their_order_as_on_the_processor() {
         let out = poisoned(&gpu, linear.len());
         cuda::unswizzle(&gpu, &swizzled, rows, blocks, &out).unwrap();
         assert_same(&written(&out, linear.len(), &what), &linear, &what);
-        assert!(cuda::unswizzle(&gpu, &swizzled, rows + 128, blocks, &out).is_err());
+        expect_kind(
+            cuda::unswizzle(&gpu, &swizzled, rows + 128, blocks, &out),
+            ErrorKind::InvalidArgument,
+            "swizzled scales of",
+        );
     }
 }
 
@@ -786,7 +791,11 @@ fn memory_of_the_host_program_is_used_and_given_back() {
     assert!(e.message().contains("host tensor"), "{e}");
     let e = lend(99, foreign.address, release()).unwrap_err();
     assert_eq!(e.kind(), ErrorKind::DeviceUnavailable);
-    assert!(lend(0, 0, release()).is_err());
+    expect_kind(
+        lend(0, 0, release()),
+        ErrorKind::InvalidArgument,
+        "the data pointer",
+    );
     assert_eq!(released.load(Relaxed), 1);
 }
 
@@ -876,7 +885,11 @@ fn tensors_move_to_managed_memory_and_back() {
                 assert_same(&bytes(&got.codes), &bytes(&want.codes), "of managed memory");
             }
         }
-        assert!(transfer::prefetch(&source, Some(0)).is_err());
+        expect_kind(
+            transfer::prefetch(&source, Some(0)),
+            ErrorKind::InvalidArgument,
+            "only one in managed memory can be moved",
+        );
     }
     assert_eq!(
         transfer::by_policy(&host, 0, true).unwrap().place(),
@@ -1271,7 +1284,11 @@ fn weights_that_cannot_be_held_are_refused() {
         assert!(e.message().contains("row 0, column 0"), "{e}");
         decoded(&device, at, DenseType::BF16).unwrap();
     }
-    assert!(decoded(&cpu, &q, DenseType::F16).is_err());
+    expect_kind(
+        decoded(&cpu, &q, DenseType::F16),
+        ErrorKind::InvalidArgument,
+        "element [0, 0] is 120000",
+    );
     q.scales = bytes_tensor(&[0x38, 0x38, 0x38, 0x7f, 0, 0, 0, 0], &[4, 2], DType::U8);
     for at in [&q, &parts_there(&q, false)] {
         let e = decoded(&device, at, DenseType::F32).unwrap_err();
@@ -1522,7 +1539,11 @@ fn rows_are_halved_and_scaled_within_their_outputs() {
             let input = FloatRows::new(&gpu, &input).unwrap();
             let (halves, factors) = (poisoned(&gpu, rows * k * 2), poisoned(&gpu, rows * 4));
             input.halves(1, rows, &halves, &factors).unwrap();
-            assert!(input.halves(3, rows, &halves, &factors).is_err());
+            expect_kind(
+                input.halves(3, rows, &halves, &factors),
+                ErrorKind::Internal,
+                "rows from 3 on",
+            );
             let mut back = vec![0f32; rows * k];
             let bytes = written(&halves, rows * k * 2, "halves");
             DType::F16.to_f32(&bytes, &mut back).unwrap();
