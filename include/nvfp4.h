@@ -1278,8 +1278,9 @@ NVFP4_Status NVFP4_model_convert(const char *source,
  * @defgroup session Sessions: conversations and other sequences of tokens, run by a model
  *
  * A session holds its tokens with their cached keys and values, so that a call runs only what is new. It keeps its model
- * alive. One call at a time may use it: another one meanwhile, from a callback too, gets #NVFP4_BUSY. A call that fails
- * leaves the session as it was.
+ * alive. One call at a time may use it: another one meanwhile, from a callback too, gets #NVFP4_BUSY. Length, memory and
+ * messages can be asked for at any time: during a call they are as they were before it. A call that fails leaves the session
+ * as it was.
  */
 
 /** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_SessionOptions). */
@@ -1374,23 +1375,28 @@ NVFP4_Status NVFP4_session_text(NVFP4_Session *session,
                                 size_t *length);
 
 /**
- * Copies the conversation of the chat turns, as a JSON array of objects with `role` and `content`. For the buffer see TEXT
- * above.
+ * Copies the conversation of the chat turns, as a JSON array of objects with `role` and `content`; during a call, as it was
+ * before. For the buffer see TEXT above.
  */
 NVFP4_API
-NVFP4_Status NVFP4_session_messages(NVFP4_Session *session,
+NVFP4_Status NVFP4_session_messages(const NVFP4_Session *session,
                                     char *buffer,
                                     size_t capacity,
                                     size_t *length);
 
-/** Writes how many tokens the session holds. */
-NVFP4_API NVFP4_Status NVFP4_session_length(NVFP4_Session *session, size_t *length);
+/** Writes how many tokens the session holds; during a call, how many it held before. */
+NVFP4_API NVFP4_Status NVFP4_session_length(const NVFP4_Session *session, size_t *length);
 
 /** Writes how many tokens the session can hold. */
 NVFP4_API NVFP4_Status NVFP4_session_context(const NVFP4_Session *session, size_t *context);
 
-/** Writes the bytes of the session's cached keys and values, those it shares with forks included. */
-NVFP4_API NVFP4_Status NVFP4_session_memory(NVFP4_Session *session, uint64_t *bytes);
+/**
+ * Writes the bytes of the session's cached keys and values, those it shares with forks included; during a call, what they were
+ * before.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_session_memory(const NVFP4_Session *session,
+                                  uint64_t *bytes);
 
 /** Copies the tokens that the session holds. Writes their number to `count`; see ARRAYS OUT above. */
 NVFP4_API

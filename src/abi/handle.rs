@@ -4,8 +4,9 @@
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::ffi::c_void;
+use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, TryLockError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock};
 
 use crate::base::error::{Result, bail, err};
 
@@ -120,27 +121,155 @@ pub(super) fn release<T: Object>(argument: &str, handle: *const T::Handle) -> Re
     Ok(())
 }
 
-/// An object that one call at a time may use.
-pub(super) struct Exclusive<T>(Mutex<T>);
+/// What an [`Exclusive`] can hold.
+pub(super) trait Watched {
+    /// What is told of it while a call uses it.
+    type Snapshot;
+    /// What is to be told of it as it is now.
+    fn snapshot(&self) -> Self::Snapshot;
+    /// A call begins, which may change it.
+    fn taken(&mut self);
+}
 
-impl<T> Exclusive<T> {
+/// An object that one call at a time may use, and that others may look at meanwhile. During a call that is long or calls the
+/// host back they see a snapshot of how it was when that call began, and any other call they wait for.
+pub(super) struct Exclusive<T: Watched> {
+    value: Mutex<T>,
+    gate: Mutex<Gate<T::Snapshot>>,
+    changed: Condvar,
+}
+
+struct Gate<S> {
+    user: User<S>,
+    /// Lookers that wait for a short call.
+    waiting: usize,
+}
+
+enum User<S> {
+    None,
+    /// A call that soon ends by itself.
+    Short,
+    Long(S),
+}
+
+impl<T: Watched> Exclusive<T> {
     pub(super) fn new(value: T) -> Self {
-        Exclusive(Mutex::new(value))
+        Exclusive {
+            value: Mutex::new(value),
+            gate: Mutex::new(Gate {
+                user: User::None,
+                waiting: 0,
+            }),
+            changed: Condvar::new(),
+        }
     }
 
-    /// Takes the object for this call. In use elsewhere, or further up this thread's stack, is `Busy`.
-    pub(super) fn take(&self, argument: &str) -> Result<MutexGuard<'_, T>> {
-        match self.0.try_lock() {
-            Ok(guard) => Ok(guard),
-            Err(TryLockError::WouldBlock) => bail!(
+    /// Takes the object for this call, which is short and calls nothing back. In use by another call is `Busy`.
+    pub(super) fn take(&self, argument: &str) -> Result<Taken<'_, T>> {
+        self.take_as(argument, |_| User::Short)
+    }
+
+    /// Takes the object for this call, which may be long and call the host back. In use by another call, or further up this
+    /// thread's stack, is `Busy`.
+    pub(super) fn take_long(&self, argument: &str) -> Result<Taken<'_, T>> {
+        self.take_as(argument, |value| User::Long(value.snapshot()))
+    }
+
+    fn take_as(
+        &self,
+        argument: &str,
+        user: impl FnOnce(&T) -> User<T::Snapshot>,
+    ) -> Result<Taken<'_, T>> {
+        let mut gate = self.gate();
+        // Those who wait to look go first, or a loop of short calls would keep them out for ever.
+        while matches!(gate.user, User::None) && gate.waiting > 0 {
+            gate = self.wait(gate);
+        }
+        if !matches!(gate.user, User::None) {
+            bail!(
                 Busy,
                 "{argument} is in use by another call; wait for that call to return"
-            ),
-            Err(TryLockError::Poisoned(_)) => bail!(
+            );
+        }
+        let mut value = self.value(argument)?;
+        gate.user = user(&value);
+        value.taken();
+        Ok(Taken {
+            value,
+            _end: End(self),
+        })
+    }
+
+    /// Looks at the object, or at the snapshot of it while a long call has it. Calls cannot begin meanwhile.
+    pub(super) fn look<R>(
+        &self,
+        argument: &str,
+        live: impl FnOnce(&T) -> Result<R>,
+        snapshot: impl FnOnce(&T::Snapshot) -> Result<R>,
+    ) -> Result<R> {
+        let mut gate = self.gate();
+        while matches!(gate.user, User::Short) {
+            gate.waiting += 1;
+            gate = self.wait(gate);
+            gate.waiting -= 1;
+            self.changed.notify_all();
+        }
+        match &gate.user {
+            User::Long(known) => snapshot(known),
+            _ => live(&*self.value(argument)?),
+        }
+    }
+
+    fn gate(&self) -> MutexGuard<'_, Gate<T::Snapshot>> {
+        self.gate.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn wait<'a>(
+        &self,
+        gate: MutexGuard<'a, Gate<T::Snapshot>>,
+    ) -> MutexGuard<'a, Gate<T::Snapshot>> {
+        self.changed
+            .wait(gate)
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn value(&self, argument: &str) -> Result<MutexGuard<'_, T>> {
+        self.value.lock().map_err(|_| {
+            err!(
                 Internal,
                 "{argument} was left unusable by an earlier internal error; release it"
-            ),
-        }
+            )
+        })
+    }
+}
+
+/// An object that a call has for itself.
+pub(super) struct Taken<'a, T: Watched> {
+    // Given back first: who finds the gate open must not have to wait for the object.
+    value: MutexGuard<'a, T>,
+    _end: End<'a, T>,
+}
+
+/// Opens the gate when a call ends.
+struct End<'a, T: Watched>(&'a Exclusive<T>);
+
+impl<T: Watched> Drop for End<'_, T> {
+    fn drop(&mut self) {
+        self.0.gate().user = User::None;
+        self.0.changed.notify_all();
+    }
+}
+
+impl<T: Watched> Deref for Taken<'_, T> {
+    type Target = T;
+    fn deref(&self) -> &T {
+        &self.value
+    }
+}
+
+impl<T: Watched> DerefMut for Taken<'_, T> {
+    fn deref_mut(&mut self) -> &mut T {
+        &mut self.value
     }
 }
 
@@ -195,11 +324,37 @@ mod tests {
         release::<B>("x", b).unwrap();
     }
 
+    struct Watch {
+        number: i32,
+        taken: usize,
+    }
+    impl Watched for Watch {
+        type Snapshot = i32;
+        fn snapshot(&self) -> i32 {
+            self.number
+        }
+        fn taken(&mut self) {
+            self.taken += 1;
+        }
+    }
+
+    fn watched(number: i32) -> Arc<Exclusive<Watch>> {
+        Arc::new(Exclusive::new(Watch { number, taken: 0 }))
+    }
+
+    fn look(x: &Exclusive<Watch>) -> Result<(i32, &'static str)> {
+        x.look("x", |w| Ok((w.number, "live")), |&s| Ok((s, "snapshot")))
+    }
+
     #[test]
     fn an_exclusive_object_is_busy_while_taken_and_unusable_after_a_panic() {
-        let x = Arc::new(Exclusive::new(1));
+        let x = watched(1);
         let taken = x.take("x").unwrap();
         assert_eq!(x.take("x").err().unwrap().kind(), ErrorKind::Busy);
+        drop(taken);
+        let taken = x.take_long("x").unwrap();
+        assert_eq!(x.take("x").err().unwrap().kind(), ErrorKind::Busy);
+        assert_eq!(taken.taken, 2);
         drop(taken);
         let other = x.clone();
         let panicked = std::thread::spawn(move || {
@@ -208,6 +363,38 @@ mod tests {
         })
         .join();
         assert!(panicked.is_err());
-        assert_eq!(x.take("x").err().unwrap().kind(), ErrorKind::Internal);
+        for error in [
+            x.take("x").err().unwrap(),
+            x.take_long("x").err().unwrap(),
+            look(&x).unwrap_err(),
+        ] {
+            assert_eq!(error.kind(), ErrorKind::Internal);
+        }
+    }
+
+    #[test]
+    fn who_looks_sees_what_a_long_call_began_with() {
+        let x = watched(1);
+        assert_eq!(look(&x).unwrap(), (1, "live"));
+        let mut taken = x.take_long("x").unwrap();
+        taken.number = 2;
+        assert_eq!(look(&x).unwrap(), (1, "snapshot"));
+        drop(taken);
+        assert_eq!(look(&x).unwrap(), (2, "live"));
+    }
+
+    #[test]
+    fn who_looks_waits_for_a_short_call_and_is_let_in_between_two() {
+        let x = watched(1);
+        let taken = x.take("x").unwrap();
+        let other = x.clone();
+        let looking = std::thread::spawn(move || look(&other).unwrap());
+        while x.gate().waiting == 0 {
+            std::thread::yield_now();
+        }
+        drop(taken);
+        // The next call is neither refused nor ahead of the one who waits.
+        x.take("x").unwrap().number = 2;
+        assert_eq!(looking.join().unwrap(), (1, "live"));
     }
 }

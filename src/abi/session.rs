@@ -1,20 +1,22 @@
 //! Sessions: conversations and other sequences of tokens, run by a model.
 //!
 //! A session holds its tokens with their cached keys and values, so that a call runs only what is new. It keeps its model
-//! alive. One call at a time may use it: another one meanwhile, from a callback too, gets #NVFP4_BUSY. A call that fails
-//! leaves the session as it was.
+//! alive. One call at a time may use it: another one meanwhile, from a callback too, gets #NVFP4_BUSY. Length, memory and
+//! messages can be asked for at any time: during a call they are as they were before it. A call that fails leaves the session
+//! as it was.
 
+use std::cell::OnceCell;
 use std::collections::BTreeSet;
 use std::ffi::{c_char, c_void};
 use std::ops::ControlFlow;
 use std::path::Path;
-use std::sync::{Arc, MutexGuard};
+use std::sync::Arc;
 
 use super::arguments::{
     Growing, Out, choice, copy_items, copy_text, count, fill, flag, options, results, slice, text,
 };
 use super::guard::{User, answer, enter};
-use super::handle::{self, Exclusive, Object};
+use super::handle::{self, Exclusive, Object, Watched};
 use super::model::{NVFP4_Model, token_out, tokens_in};
 use super::status::NVFP4_Status;
 use crate::base::error::{Result, bail, err};
@@ -40,6 +42,39 @@ struct State {
     session: session::Session,
     /// The text of the last generation.
     text: String,
+    /// The conversation as JSON, once somebody has asked for it and until a call may have changed it.
+    messages: OnceCell<Result<String>>,
+}
+
+/// What a session was when the call that uses it began.
+struct Snapshot {
+    length: usize,
+    kv_bytes: u64,
+    messages: Result<String>,
+}
+
+impl State {
+    fn messages(&self) -> Result<String> {
+        let json = || {
+            serde_json::to_string(&self.session.messages()?)
+                .map_err(|e| err!(Internal, "the conversation: {e}"))
+        };
+        self.messages.get_or_init(json).clone()
+    }
+}
+
+impl Watched for State {
+    type Snapshot = Snapshot;
+    fn snapshot(&self) -> Snapshot {
+        Snapshot {
+            length: self.session.len(),
+            kv_bytes: self.session.kv_bytes() as u64,
+            messages: self.messages(),
+        }
+    }
+    fn taken(&mut self) {
+        self.messages.take();
+    }
 }
 
 impl Object for Session {
@@ -321,15 +356,36 @@ fn insert(session: session::Session) -> *mut NVFP4_Session {
         state: Exclusive::new(State {
             session,
             text: String::new(),
+            messages: OnceCell::new(),
         }),
     }))
 }
 
-/// Runs `body` with a session that is this call's alone.
+/// Runs a short `body`, which calls nothing back, with a session that is this call's alone.
 fn with<T>(handle: *const NVFP4_Session, body: impl FnOnce(&mut State) -> Result<T>) -> Result<T> {
     let object = handle::get::<Session>("session", handle)?;
     let mut state = object.state.take("session")?;
     body(&mut state)
+}
+
+/// Runs `body`, which may be long and call back, with a session that is this call's alone.
+fn with_long<T>(
+    handle: *const NVFP4_Session,
+    body: impl FnOnce(&mut State) -> Result<T>,
+) -> Result<T> {
+    let object = handle::get::<Session>("session", handle)?;
+    let mut state = object.state.take_long("session")?;
+    body(&mut state)
+}
+
+/// Looks at a session, which another call may be using.
+fn look<T>(
+    handle: *const NVFP4_Session,
+    live: impl FnOnce(&State) -> Result<T>,
+    snapshot: impl FnOnce(&Snapshot) -> Result<T>,
+) -> Result<T> {
+    let object = handle::get::<Session>("session", handle)?;
+    object.state.look("session", live, snapshot)
 }
 
 /// Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_SessionOptions).
@@ -398,7 +454,7 @@ pub unsafe extern "C" fn NVFP4_session_prefill(
     enter("NVFP4_session_prefill", || {
         // SAFETY: the pointer is as the header asks.
         let tokens = tokens_in(unsafe { slice("tokens", tokens, count) }?)?;
-        with(session, |state| state.session.prefill(&tokens))
+        with_long(session, |state| state.session.prefill(&tokens))
     })
 }
 
@@ -412,7 +468,7 @@ pub unsafe extern "C" fn NVFP4_session_prefill_token_by_token(
     enter("NVFP4_session_prefill_token_by_token", || {
         // SAFETY: the pointer is as the header asks.
         let tokens = tokens_in(unsafe { slice("tokens", tokens, count) }?)?;
-        with(session, |state| {
+        with_long(session, |state| {
             state.session.prefill_token_by_token(&tokens)
         })
     })
@@ -493,7 +549,7 @@ unsafe fn generate(
             callback(user.0, piece.token.cast_signed(), text, length)
         }),
     };
-    let generation = with(session, |state| {
+    let generation = with_long(session, |state| {
         let generation = run(&mut state.session, &options, &mut on_piece)?;
         state.text.clone_from(&generation.text);
         Ok(generation)
@@ -581,38 +637,33 @@ pub unsafe extern "C" fn NVFP4_session_text(
     })
 }
 
-/// Copies the conversation of the chat turns, as a JSON array of objects with `role` and `content`. For the buffer see TEXT
-/// above.
+/// Copies the conversation of the chat turns, as a JSON array of objects with `role` and `content`; during a call, as it was
+/// before. For the buffer see TEXT above.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_session_messages(
-    session: *mut NVFP4_Session,
+    session: *const NVFP4_Session,
     buffer: *mut c_char,
     capacity: usize,
     length: *mut usize,
 ) -> NVFP4_Status {
     enter("NVFP4_session_messages", || {
-        with(session, |state| {
-            let json = serde_json::to_string(&state.session.messages()?)
-                .map_err(|e| err!(Internal, "the conversation: {e}"))?;
-            // SAFETY: the pointers are as the header asks.
-            unsafe { copy_text(&json, buffer, capacity, length) }
-        })
+        let json = look(session, State::messages, |s| s.messages.clone())?;
+        // SAFETY: the pointers are as the header asks.
+        unsafe { copy_text(&json, buffer, capacity, length) }
     })
 }
 
-/// Writes how many tokens the session holds.
+/// Writes how many tokens the session holds; during a call, how many it held before.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_session_length(
-    session: *mut NVFP4_Session,
+    session: *const NVFP4_Session,
     length: *mut usize,
 ) -> NVFP4_Status {
     enter("NVFP4_session_length", || {
         // SAFETY: the pointer is as the header asks.
         let out = unsafe { Out::new("length", length) }?;
-        with(session, |state| {
-            out.set(state.session.len());
-            Ok(())
-        })
+        out.set(look(session, |s| Ok(s.session.len()), |s| Ok(s.length))?);
+        Ok(())
     })
 }
 
@@ -630,19 +681,22 @@ pub unsafe extern "C" fn NVFP4_session_context(
     })
 }
 
-/// Writes the bytes of the session's cached keys and values, those it shares with forks included.
+/// Writes the bytes of the session's cached keys and values, those it shares with forks included; during a call, what they were
+/// before.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_session_memory(
-    session: *mut NVFP4_Session,
+    session: *const NVFP4_Session,
     bytes: *mut u64,
 ) -> NVFP4_Status {
     enter("NVFP4_session_memory", || {
         // SAFETY: the pointer is as the header asks.
         let out = unsafe { Out::new("bytes", bytes) }?;
-        with(session, |state| {
-            out.set(state.session.kv_bytes() as u64);
-            Ok(())
-        })
+        out.set(look(
+            session,
+            |s| Ok(s.session.kv_bytes() as u64),
+            |s| Ok(s.kv_bytes),
+        )?);
+        Ok(())
     })
 }
 
@@ -714,7 +768,7 @@ pub unsafe extern "C" fn NVFP4_session_save(
     enter("NVFP4_session_save", || {
         // SAFETY: the pointer is as the header asks.
         let path = Path::new(unsafe { text("path", path, path_length) }?);
-        with(session, |state| state.session.save(path))
+        with_long(session, |state| state.session.save(path))
     })
 }
 
@@ -780,7 +834,7 @@ pub unsafe extern "C" fn NVFP4_session_step(
             .iter()
             .enumerate()
             .map(|(i, object)| object.state.take(&name(i)))
-            .collect::<Result<Vec<MutexGuard<'_, State>>>>()?;
+            .collect::<Result<Vec<_>>>()?;
         let mut sessions: Vec<_> = states.iter_mut().map(|s| &mut s.session).collect();
         session::step(&mut sessions, &tokens)
     })

@@ -181,7 +181,7 @@ static int32_t on_token(void *user, int32_t token, const char *text, size_t leng
     seen->calls++;
     if (seen->session != NULL) {
         size_t n;
-        seen->within = NVFP4_session_length(seen->session, &n);
+        seen->within = NVFP4_session_reset(seen->session);
         OK(NVFP4_session_context(seen->session, &n));
         if (seen->wait) {
             pthread_t thread;
@@ -367,6 +367,57 @@ static void chat(void)
     OK(NVFP4_session_release(session));
 }
 
+typedef struct Looker {
+    NVFP4_Session *session;
+    size_t length, json_length, calls;
+    uint64_t memory;
+    char json[8 * MOST];
+} Looker;
+
+static void look(Looker *looker)
+{
+    OK(NVFP4_session_length(looker->session, &looker->length));
+    OK(NVFP4_session_memory(looker->session, &looker->memory));
+    OK(NVFP4_session_messages(looker->session, looker->json, sizeof looker->json, &looker->json_length));
+}
+
+static void *look_from_another_thread(void *looker)
+{
+    look(looker);
+    return NULL;
+}
+
+static int32_t on_looking(void *user, int32_t token, const char *text, size_t length)
+{
+    Looker *looker = user;
+    pthread_t thread;
+    (void)token, (void)text, (void)length;
+    if (looker->calls++ == 0) {
+        CHECK(pthread_create(&thread, NULL, look_from_another_thread, looker) == 0);
+        CHECK(pthread_join(thread, NULL) == 0);
+    } else {
+        look(looker);
+    }
+    return 0;
+}
+
+/* During a call a session tells its length, memory and messages as they were before it, to its own callback and to others. */
+static void looking(void)
+{
+    static Looker before, within, after;
+    NVFP4_GenerateOptions generate = generate_options(NEW);
+    NVFP4_Session *session = create(NULL);
+    before.session = within.session = after.session = session;
+    OK(NVFP4_session_chat(session, "Hi", 2, &generate, NULL, NULL, NULL));
+    look(&before);
+    OK(NVFP4_session_chat(session, "Once more, at some length", 25, &generate, on_looking, &within, NULL));
+    look(&after);
+    CHECK(within.calls >= NEW && within.length == before.length && within.memory == before.memory);
+    CHECK(strcmp(within.json, before.json) == 0 && strstr(after.json, "Once more") != NULL);
+    CHECK(after.length > before.length && after.memory >= before.memory);
+    OK(NVFP4_session_release(session));
+}
+
 static void full_contexts(void)
 {
     NVFP4_SessionOptions options;
@@ -499,6 +550,7 @@ int main(int argc, char **argv)
     streaming();
     cancelled_prefill();
     chat();
+    looking();
     full_contexts();
     forks_and_files(argv[2]);
     batches(argv[1]);

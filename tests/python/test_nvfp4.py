@@ -536,10 +536,12 @@ class Models(unittest.TestCase):
             for piece in chat.ask("Hello"):
                 raise ZeroDivisionError
         self.assertEqual(chat.tokens[-2:], self.answer[:2])
+        before = len(chat), chat.nbytes, chat.messages
         stream = chat.ask("Hello")
         next(stream)
+        self.assertEqual((len(chat), chat.nbytes, chat.messages), before)
         with self.assertRaises(nvfp4.Busy):
-            len(chat)
+            chat.tokens
         with self.assertRaises(nvfp4.Busy):
             list(chat.ask("Me too"))
         stream.stop()
@@ -594,7 +596,7 @@ class Models(unittest.TestCase):
         self.assertIs(caught.exception, error)
 
         def busy(_piece):
-            len(chat)
+            chat.tokens
 
         self.assertRaises(nvfp4.Busy, chat.say, "Hello", busy)
         self.assertEqual(chat.say("Hello").text, TEXT)

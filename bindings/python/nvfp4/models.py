@@ -131,8 +131,9 @@ def convert(source, destination, container="modelopt", quantize=None, progress=N
 
 class Session(Handle):
     """
-    A sequence of tokens that a model runs. One call at a time may use it; another one raises Busy. Options: context (tokens
-    to hold), kv_type (float16, float32), eviction (error, drop_oldest), keep, system.
+    A sequence of tokens that a model runs. One call at a time may use it; another one raises Busy. Its length, memory and
+    messages can be asked for at any time: during a call they are as they were before it. Options: context (tokens to hold),
+    kv_type (float16, float32), eviction (error, drop_oldest), keep, system.
 
     Options of a generation: temperature, top_k, top_p, min_p, repetition_penalty, seed, max_tokens, stop (tokens and
     strings), ignore_model_stops, replay.
