@@ -5,6 +5,7 @@
 //! messages can be asked for at any time: during a call they are as they were before it. A call that fails leaves the session
 //! as it was.
 
+use std::cell::OnceCell;
 use std::collections::BTreeSet;
 use std::ffi::{c_char, c_void};
 use std::ops::ControlFlow;
@@ -15,7 +16,7 @@ use super::arguments::{
     Growing, Out, choice, copy_items, copy_text, count, fill, flag, options, results, slice, text,
 };
 use super::guard::{User, answer, enter};
-use super::handle::{self, Exclusive, Object};
+use super::handle::{self, Exclusive, Object, Watched};
 use super::model::{NVFP4_Model, token_out, tokens_in};
 use super::status::NVFP4_Status;
 use crate::base::error::{Result, bail, err};
@@ -41,6 +42,8 @@ struct State {
     session: session::Session,
     /// The text of the last generation.
     text: String,
+    /// The conversation as JSON, once somebody has asked for it and until a call may have changed it.
+    messages: OnceCell<Result<String>>,
 }
 
 /// What a session was when the call that uses it began.
@@ -50,19 +53,28 @@ struct Snapshot {
     messages: Result<String>,
 }
 
-impl Snapshot {
-    fn of(state: &State) -> Self {
-        Snapshot {
-            length: state.session.len(),
-            kv_bytes: state.session.kv_bytes() as u64,
-            messages: messages_of(state),
-        }
+impl State {
+    fn messages(&self) -> Result<String> {
+        let json = || {
+            serde_json::to_string(&self.session.messages()?)
+                .map_err(|e| err!(Internal, "the conversation: {e}"))
+        };
+        self.messages.get_or_init(json).clone()
     }
 }
 
-fn messages_of(state: &State) -> Result<String> {
-    serde_json::to_string(&state.session.messages()?)
-        .map_err(|e| err!(Internal, "the conversation: {e}"))
+impl Watched for State {
+    type Snapshot = Snapshot;
+    fn snapshot(&self) -> Snapshot {
+        Snapshot {
+            length: self.session.len(),
+            kv_bytes: self.session.kv_bytes() as u64,
+            messages: self.messages(),
+        }
+    }
+    fn taken(&mut self) {
+        self.messages.take();
+    }
 }
 
 impl Object for Session {
@@ -347,6 +359,7 @@ fn insert(session: session::Session) -> *mut NVFP4_Session {
         state: Exclusive::new(State {
             session,
             text: String::new(),
+            messages: OnceCell::new(),
         }),
     }))
 }
@@ -364,7 +377,7 @@ fn with_long<T>(
     body: impl FnOnce(&mut State) -> Result<T>,
 ) -> Result<T> {
     let object = handle::get::<Session>("session", handle)?;
-    let mut state = object.state.take_long("session", Snapshot::of)?;
+    let mut state = object.state.take_long("session")?;
     body(&mut state)
 }
 
@@ -639,7 +652,7 @@ pub unsafe extern "C" fn NVFP4_session_messages(
     length: *mut usize,
 ) -> NVFP4_Status {
     enter("NVFP4_session_messages", || {
-        let json = look(session, messages_of, |s| s.messages.clone())?;
+        let json = look(session, State::messages, |s| s.messages.clone())?;
         // SAFETY: the pointers are as the header asks.
         unsafe { copy_text(&json, buffer, capacity, length) }
     })

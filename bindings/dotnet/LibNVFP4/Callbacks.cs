@@ -11,7 +11,7 @@ namespace LibNVFP4
     /// Holds a handler for the time of a call.
     internal abstract class Call : IDisposable
     {
-        readonly CancellationToken cancellation;
+        protected readonly CancellationToken cancellation;
         readonly GCHandle self;
         ExceptionDispatchInfo thrown;
 
@@ -82,18 +82,37 @@ namespace LibNVFP4
     {
         internal static readonly TokenCallback Callback = OnToken;
 
+        readonly SessionHandle session;
         readonly TokenHandler handler;
+        long seen, given;
 
-        internal TokenCall(TokenHandler handler, CancellationToken cancellation) : base(cancellation)
+        internal TokenCall(SessionHandle session, TokenHandler handler, CancellationToken cancellation) : base(cancellation)
         {
+            this.session = session;
             this.handler = handler;
+        }
+
+        /// The native call is about to be made. Made a second time it gives the same pieces, of which the handler gets only new ones.
+        internal void Begin()
+        {
+            cancellation.ThrowIfCancellationRequested();
+            seen = 0;
+        }
+
+        bool Give(int token, byte* text, UIntPtr length)
+        {
+            if (++seen <= given)
+                return true;
+            given = seen;
+            // A session that was given up has been cancelled, which the native call overlooks if it had not quite begun.
+            return !session.IsGivenUp && (handler == null || handler(token, Interop.Read(text, length))) && !session.IsGivenUp;
         }
 
         [MonoPInvokeCallback(typeof(TokenCallback))]
         static int OnToken(IntPtr user, int token, byte* text, UIntPtr length)
         {
             var call = (TokenCall)GCHandle.FromIntPtr(user).Target;
-            return call.Stops(() => call.handler == null || call.handler(token, Interop.Read(text, length)));
+            return call.Stops(() => call.Give(token, text, length));
         }
     }
 }

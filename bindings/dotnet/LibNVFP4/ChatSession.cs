@@ -29,7 +29,7 @@ namespace LibNVFP4
         /// <summary>Makes a second conversation in the same state.</summary>
         public new ChatSession Fork() => new ChatSession(ForkHandle());
 
-        /// <summary>What was said until now.</summary>
+        /// <summary>What was said until now; during a turn, what was said before it.</summary>
         public IList<ChatMessage> Messages
         {
             get
@@ -64,7 +64,8 @@ namespace LibNVFP4
                     return true;
                 };
             Run(text, options, handler, cancellation);
-            return Text;
+            // What came until then must not look like the whole answer.
+            return Handle.IsGivenUp ? throw new ObjectDisposedException(GetType().Name) : Text;
         }
 
         /// <summary>The same, on a thread of its own.</summary>

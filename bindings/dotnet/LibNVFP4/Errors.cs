@@ -16,7 +16,7 @@ namespace LibNVFP4
         InvalidArgument = 1,
         /// <summary>This build, device, format or architecture cannot do it.</summary>
         Unsupported = 2,
-        /// <summary>The system refused memory.</summary>
+        /// <summary>The system refused memory, or a thread for a stream.</summary>
         OutOfMemory = 3,
         /// <summary>The allocation would pass <see cref="Memory.Budget"/>.</summary>
         OverBudget = 4,
@@ -104,10 +104,14 @@ namespace LibNVFP4
         }
     }
 
-    /// <summary>The system refused memory, or an allocation would pass <see cref="Memory.Budget"/>; <see cref="Nvfp4Exception.Status"/> says which.</summary>
+    /// <summary>
+    /// The system refused memory or a thread, or an allocation would pass <see cref="Memory.Budget"/>;
+    /// <see cref="Nvfp4Exception.Status"/> says which. Memory of objects that nobody holds any more was released first, and the
+    /// call tried a second time.
+    /// </summary>
     public sealed class Nvfp4OutOfMemoryException : Nvfp4Exception
     {
-        internal Nvfp4OutOfMemoryException(Status status, string message) : base(status, message)
+        internal Nvfp4OutOfMemoryException(Status status, string message, Exception inner = null) : base(status, message, inner)
         {
         }
     }

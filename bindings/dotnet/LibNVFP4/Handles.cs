@@ -3,6 +3,7 @@
 
 using System;
 using System.Runtime.InteropServices;
+using System.Threading;
 
 namespace LibNVFP4
 {
@@ -18,14 +19,15 @@ namespace LibNVFP4
         /// <summary>Whether this holds nothing.</summary>
         public override bool IsInvalid => handle == IntPtr.Zero;
 
-        /// Tells the garbage collector what the object takes outside its heap, which is how soon it looks for forgotten ones.
+        /// Tells the garbage collector what the object takes outside its heap now, which is how soon it looks for forgotten ones.
         internal void Press(ulong bytes)
         {
-            if (bytes > 0 && bytes < long.MaxValue)
-            {
-                pressure = (long)bytes;
-                GC.AddMemoryPressure(pressure);
-            }
+            long now = (long)Math.Min(bytes, long.MaxValue);
+            long before = Interlocked.Exchange(ref pressure, now);
+            if (now > before)
+                GC.AddMemoryPressure(now - before);
+            else if (now < before)
+                GC.RemoveMemoryPressure(before - now);
         }
 
         internal void Take(IntPtr value)
@@ -38,8 +40,7 @@ namespace LibNVFP4
         /// <summary>Gives up the reference.</summary>
         protected override bool ReleaseHandle()
         {
-            if (pressure > 0)
-                GC.RemoveMemoryPressure(pressure);
+            Press(0);
             return Release() == (int)Status.Ok;
         }
     }
@@ -64,6 +65,64 @@ namespace LibNVFP4
 
     internal sealed class SessionHandle : NativeHandle
     {
+        volatile bool givenUp;
+
+        /// Whether it was disposed of. IsClosed says so only when the last call that uses it has ended.
+        internal bool IsGivenUp => givenUp;
+
+        /// Ends the call that uses the session, if there is one.
+        internal void Cancel()
+        {
+            try
+            {
+                Native.NVFP4_session_cancel(this);
+            }
+            catch (ObjectDisposedException)
+            {
+                // No call uses it then.
+            }
+        }
+
+        /// <summary>Gives up the reference, and ends the call that uses the session.</summary>
+        protected override void Dispose(bool disposing)
+        {
+            if (disposing && !IsClosed)
+            {
+                givenUp = true;
+                Cancel();
+            }
+            base.Dispose(disposing);
+        }
+
+        /// Presses with the memory of the session, after a call that may have changed it.
+        internal void Press()
+        {
+            bool added = false;
+            try
+            {
+                // Held, so that it is not released between the question and the answer.
+                DangerousAddRef(ref added);
+                Press(Memory());
+            }
+            catch (ObjectDisposedException)
+            {
+                // Disposed of during the call: it is about to be released, or was.
+            }
+            finally
+            {
+                if (added)
+                    DangerousRelease();
+            }
+        }
+
+        /// The bytes of its cached keys and values.
+        internal unsafe ulong Memory()
+        {
+            ulong bytes;
+            Interop.Check(Native.NVFP4_session_memory(this, &bytes));
+            return bytes;
+        }
+
         internal override int Release() => Native.NVFP4_session_release(handle);
     }
 }

@@ -13,9 +13,39 @@ namespace LibNVFP4
 
     internal unsafe delegate int ArrayCall(void* buffer, UIntPtr capacity, UIntPtr* count);
 
+    /// Whether to make a call a second time: one that was refused memory, which objects that nobody holds any more may have had.
+    internal struct Retry
+    {
+        bool collected;
+
+        internal bool After(int status)
+        {
+            if (collected || (status != (int)Status.OutOfMemory && status != (int)Status.OverBudget))
+                return false;
+            collected = true;
+            GC.Collect();
+            GC.WaitForPendingFinalizers();
+            return true;
+        }
+    }
+
     internal static unsafe class Interop
     {
         static readonly UTF8Encoding Strict = new UTF8Encoding(false, true);
+
+        /// Makes a call that may take memory.
+        internal static void Call(Func<int> call) => Check(Try(call));
+
+        /// The same, and gives its status.
+        internal static int Try(Func<int> call)
+        {
+            var retry = new Retry();
+            int status;
+            do
+                status = call();
+            while (retry.After(status));
+            return status;
+        }
 
         /// Throws what the library says about a call that failed.
         internal static void Check(int status)
@@ -59,7 +89,11 @@ namespace LibNVFP4
         internal static string Text(TextCall call)
         {
             UIntPtr length = UIntPtr.Zero;
-            int status = call(null, UIntPtr.Zero, &length);
+            var retry = new Retry();
+            int status;
+            do
+                status = call(null, UIntPtr.Zero, &length);
+            while (retry.After(status));
             for (;;)
             {
                 if (status != (int)Status.BufferTooSmall)
@@ -80,7 +114,11 @@ namespace LibNVFP4
         internal static T[] Array<T>(ArrayCall call) where T : struct
         {
             UIntPtr count = UIntPtr.Zero;
-            int status = call(null, UIntPtr.Zero, &count);
+            var retry = new Retry();
+            int status;
+            do
+                status = call(null, UIntPtr.Zero, &count);
+            while (retry.After(status));
             for (;;)
             {
                 if (status != (int)Status.BufferTooSmall)

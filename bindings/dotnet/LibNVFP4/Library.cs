@@ -11,6 +11,9 @@ using System.Collections.Generic;
 using System.IO;
 using System.Reflection;
 using System.Runtime.InteropServices;
+#if NETCOREAPP
+using System.Runtime.Loader;
+#endif
 
 namespace LibNVFP4
 {
@@ -30,6 +33,9 @@ namespace LibNVFP4
         public const int AbiVersion = 1;
 
         const string Variable = "NVFP4_LIB_PATH";
+
+        /// What all copies of this assembly in the process know by this name is the gate of the one whose handler logs.
+        const string LogOwner = "LibNVFP4.Library.LogOwner";
 
         static readonly object Gate = new object();
         static readonly LogCallback OnLogCallback = OnLog;
@@ -75,7 +81,7 @@ namespace LibNVFP4
         static void CheckBound(IntPtr handle)
         {
             // The text is static, so two copies of the library have it in two places.
-            IntPtr expected = Loader.Function<PointerFunction>(handle, "NVFP4_version")();
+            IntPtr expected = Marshal.GetDelegateForFunctionPointer<PointerFunction>(Loader.Symbol(handle, "NVFP4_version"))();
             Func<IntPtr> ask = () => Native.NVFP4_version();
             IntPtr bound = IntPtr.Zero;
             try
@@ -129,22 +135,39 @@ namespace LibNVFP4
         /// <summary>Sets how many CPU threads calls and objects made from now on use. 0 leaves it to NVFP4_THREADS, or one per core.</summary>
         public static void SetThreads(int threads) => Call(() => Native.NVFP4_set_threads(threads));
 
-        /// <summary>Sends log messages of a level and more severe ones to a handler, for the whole process; null stops that. When the call returns, the handler before it is not running. What a handler throws is lost.</summary>
+        /// <summary>
+        /// Sends log messages of a level and more severe ones to a handler, for the whole process; null stops that. When the call
+        /// returns, the handler before it is not running. What a handler throws is lost. In a collectible AssemblyLoadContext the
+        /// handler is taken back when the context begins to unload.
+        /// </summary>
         public static void SetLog(LogHandler handler, LogLevel level = LogLevel.Info)
         {
             lock (Gate)
             {
+                bool logs = handler != null && level != LogLevel.Off;
+                if (logs)
+                    Unloading.Watch(TakeLogBack);
                 // The one before must not get messages of the new level.
                 Call(() => Native.NVFP4_set_log_callback(null, IntPtr.Zero, (int)LogLevel.Off));
                 log = handler;
-                if (handler != null && level != LogLevel.Off)
-                    Call(() => Native.NVFP4_set_log_callback(OnLogCallback, IntPtr.Zero, (int)level));
+                if (!logs)
+                    return;
+                Call(() => Native.NVFP4_set_log_callback(OnLogCallback, IntPtr.Zero, (int)level));
+                AppDomain.CurrentDomain.SetData(LogOwner, Gate);
             }
         }
 
         /// <summary>Waits until everything that calls have enqueued on a device has run. What the device has found wrong in one of them is the exception.</summary>
         public static void Synchronize(Device device) =>
             Call(() => Native.NVFP4_device_synchronize((int)device.Type, device.Index));
+
+        /// The library must not call what is about to be unloaded. A handler that another copy of this assembly has set stays.
+        static void TakeLogBack()
+        {
+            lock (Gate)
+                if (ReferenceEquals(AppDomain.CurrentDomain.GetData(LogOwner), Gate))
+                    SetLog(null);
+        }
 
         /// <summary>Frees what the library keeps for reuse. Objects that are in use keep what they need.</summary>
         public static void EmptyCache() =>
@@ -155,10 +178,13 @@ namespace LibNVFP4
             });
 
         /// Makes what may be the process's first call, and checks its status.
-        internal static void Call(Func<int> call)
+        internal static void Call(Func<int> call) => Interop.Check(Try(call));
+
+        /// The same, and gives its status.
+        internal static int Try(Func<int> call)
         {
             Load();
-            Interop.Check(call());
+            return Interop.Try(call);
         }
 
         /// Makes what may be the process's first call.
@@ -282,9 +308,6 @@ namespace LibNVFP4
             return handle;
         }
 
-        internal static T Function<T>(IntPtr handle, string name) where T : class =>
-            (T)(object)Marshal.GetDelegateForFunctionPointer(Symbol(handle, name), typeof(T));
-
         internal static IntPtr Symbol(IntPtr handle, string name) =>
             Windows ? GetProcAddress(handle, name) : Posix.Symbol(handle, name);
 
@@ -307,10 +330,7 @@ namespace LibNVFP4
 
             internal static IntPtr Error() => InLibdl ? dlerror() : dlerror_libc();
 
-            internal static T Function<T>(IntPtr handle, string name) where T : class =>
-            (T)(object)Marshal.GetDelegateForFunctionPointer(Symbol(handle, name), typeof(T));
-
-        internal static IntPtr Symbol(IntPtr handle, string name)
+            internal static IntPtr Symbol(IntPtr handle, string name)
             {
                 byte[] bytes = System.Text.Encoding.UTF8.GetBytes(name + "\0");
                 return InLibdl ? dlsym(handle, bytes) : dlsym_libc(handle, bytes);
@@ -347,6 +367,36 @@ namespace LibNVFP4
             [DllImport("libc", EntryPoint = "dlsym")]
             static extern IntPtr dlsym_libc(IntPtr handle, byte[] name);
         }
+    }
+
+    /// Tells that the code of this assembly is about to go, where that can happen: in a collectible AssemblyLoadContext.
+    static class Unloading
+    {
+#if NETCOREAPP
+        static readonly AssemblyLoadContext Context = AssemblyLoadContext.GetLoadContext(typeof(Unloading).Assembly);
+        static bool watched;
+        static volatile bool begun;
+
+        /// Has the action, which is always the same, done when unloading begins. Fails if it has begun.
+        internal static void Watch(Action action)
+        {
+            if (begun)
+                throw new InvalidOperationException("the AssemblyLoadContext " + Context.Name +
+                    " is being unloaded, and the code of a log handler with it; none can be set any more");
+            if (watched || !Context.IsCollectible)
+                return;
+            watched = true;
+            Context.Unloading += context =>
+            {
+                begun = true;
+                action();
+            };
+        }
+#else
+        internal static void Watch(Action action)
+        {
+        }
+#endif
     }
 
     /// Leads the runtime's own search to the file that was loaded.

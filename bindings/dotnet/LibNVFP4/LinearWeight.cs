@@ -74,12 +74,18 @@ namespace LibNVFP4
             NativeWeightOptions raw = options.Raw;
             raw.ScaleLayout = (int)weight.ScaleLayout;
             WeightHandle handle;
+            var retry = new Retry();
+            int status;
             fixed (byte* name = backend)
             {
                 raw.Backend = name;
                 raw.BackendLength = Interop.Size(backend == null ? 0 : backend.Length);
-                Interop.Check(Native.NVFP4_weight_create_nvfp4(weight.Codes.Handle, weight.Scales.Handle, weight.GlobalScale, &raw, out handle));
+                do
+                    status = Native.NVFP4_weight_create_nvfp4(weight.Codes.Handle, weight.Scales.Handle, weight.GlobalScale, &raw,
+                        out handle);
+                while (retry.After(status));
             }
+            Interop.Check(status);
             return new LinearWeight(handle);
         }
 
@@ -93,13 +99,18 @@ namespace LibNVFP4
             byte[] backend = options.Backend == null ? null : Interop.Utf8(options.Backend, nameof(options));
             NativeWeightOptions raw = options.Raw;
             WeightHandle handle;
+            var retry = new Retry();
+            int status;
             fixed (byte* name = backend)
             {
                 raw.Backend = name;
                 raw.BackendLength = Interop.Size(backend == null ? 0 : backend.Length);
-                Interop.Check(Native.NVFP4_weight_create_nf4(weight.Codes.Handle, weight.Absmax.Handle,
-                    quantMap?.Handle ?? TensorHandle.None, weight.Block, outFeatures, inFeatures, &raw, out handle));
+                do
+                    status = Native.NVFP4_weight_create_nf4(weight.Codes.Handle, weight.Absmax.Handle,
+                        quantMap?.Handle ?? TensorHandle.None, weight.Block, outFeatures, inFeatures, &raw, out handle);
+                while (retry.After(status));
             }
+            Interop.Check(status);
             return new LinearWeight(handle);
         }
 
@@ -108,7 +119,8 @@ namespace LibNVFP4
         {
             if (weight == null)
                 throw new ArgumentNullException(nameof(weight));
-            Interop.Check(Native.NVFP4_weight_create_dense(weight.Handle, out WeightHandle handle));
+            WeightHandle handle = null;
+            Interop.Call(() => Native.NVFP4_weight_create_dense(weight.Handle, out handle));
             return new LinearWeight(handle);
         }
 
@@ -147,8 +159,8 @@ namespace LibNVFP4
         {
             if (input == null)
                 throw new ArgumentNullException(nameof(input));
-            Interop.Check(Native.NVFP4_linear(handle, input.Handle, (int)activations, (int)dtype, out TensorHandle result));
-            return new Tensor(result);
+            return Tensor.Make((out TensorHandle result) =>
+                Native.NVFP4_linear(handle, input.Handle, (int)activations, (int)dtype, out result));
         }
 
         /// <summary>Gives up the weight.</summary>

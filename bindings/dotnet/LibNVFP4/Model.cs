@@ -101,7 +101,7 @@ namespace LibNVFP4
             ModelHandle handle = null;
             using (var call = new ProgressCall(progress, cancellation))
             {
-                call.Finish(Library.After(() =>
+                call.Finish(Library.Try(() =>
                 {
                     NativeLoadOptions raw = (options ?? new LoadOptions()).Raw;
                     NativeQuantizeOptions rawQuantize = quantize == null ? default(NativeQuantizeOptions) : quantize.Raw;

@@ -86,7 +86,13 @@ namespace LibNVFP4
             options = options ?? new QuantizeOptions();
             NativeQuantizeOptions raw = options.Raw;
             float global;
-            Interop.Check(Native.NVFP4_tensor_quantize(input.Handle, &raw, out TensorHandle codes, out TensorHandle scales, &global));
+            var retry = new Retry();
+            int status;
+            TensorHandle codes, scales;
+            do
+                status = Native.NVFP4_tensor_quantize(input.Handle, &raw, out codes, out scales, &global);
+            while (retry.After(status));
+            Interop.Check(status);
             return new QuantizedTensor(new Tensor(codes), new Tensor(scales), global, options.ScaleLayout);
         }
 
@@ -102,9 +108,8 @@ namespace LibNVFP4
         {
             if (tensor == null)
                 throw new ArgumentNullException(nameof(tensor));
-            Interop.Check(Native.NVFP4_tensor_dequantize(tensor.Codes.Handle, tensor.Scales.Handle, tensor.GlobalScale,
-                (int)tensor.ScaleLayout, (int)dtype, out TensorHandle handle));
-            return new Tensor(handle);
+            return Tensor.Make((out TensorHandle handle) => Native.NVFP4_tensor_dequantize(tensor.Codes.Handle, tensor.Scales.Handle,
+                tensor.GlobalScale, (int)tensor.ScaleLayout, (int)dtype, out handle));
         }
 
         /// <summary>Quantizes a tensor, flattened, to NF4 in the layout of bitsandbytes.</summary>
@@ -112,7 +117,8 @@ namespace LibNVFP4
         {
             if (input == null)
                 throw new ArgumentNullException(nameof(input));
-            Interop.Check(Native.NVFP4_tensor_quantize_nf4(input.Handle, block, out TensorHandle codes, out TensorHandle absmax));
+            TensorHandle codes = null, absmax = null;
+            Interop.Call(() => Native.NVFP4_tensor_quantize_nf4(input.Handle, block, out codes, out absmax));
             return new Nf4Tensor(new Tensor(codes), new Tensor(absmax), block, input.Shape);
         }
 
@@ -124,11 +130,12 @@ namespace LibNVFP4
         {
             if (tensor == null)
                 throw new ArgumentNullException(nameof(tensor));
-            TensorHandle handle;
-            fixed (long* shape = tensor.Shape)
-                Interop.Check(Native.NVFP4_tensor_dequantize_nf4(tensor.Codes.Handle, tensor.Absmax.Handle,
-                    quantMap?.Handle ?? TensorHandle.None, tensor.Block, shape, tensor.Shape.Length, (int)dtype, out handle));
-            return new Tensor(handle);
+            return Tensor.Make((out TensorHandle handle) =>
+            {
+                fixed (long* shape = tensor.Shape)
+                    return Native.NVFP4_tensor_dequantize_nf4(tensor.Codes.Handle, tensor.Absmax.Handle,
+                        quantMap?.Handle ?? TensorHandle.None, tensor.Block, shape, tensor.Shape.Length, (int)dtype, out handle);
+            });
         }
 
         /// <summary>Reorders row-major block scales [rows, K / 16] to <see cref="ScaleLayout.Swizzled"/>.</summary>
@@ -136,8 +143,7 @@ namespace LibNVFP4
         {
             if (scales == null)
                 throw new ArgumentNullException(nameof(scales));
-            Interop.Check(Native.NVFP4_scales_swizzle(scales.Handle, out TensorHandle handle));
-            return new Tensor(handle);
+            return Tensor.Make((out TensorHandle handle) => Native.NVFP4_scales_swizzle(scales.Handle, out handle));
         }
 
         /// <summary>Reorders swizzled block scales to row-major [rows, kBlocks], where kBlocks is K / 16.</summary>
@@ -145,8 +151,8 @@ namespace LibNVFP4
         {
             if (scales == null)
                 throw new ArgumentNullException(nameof(scales));
-            Interop.Check(Native.NVFP4_scales_unswizzle(scales.Handle, rows, kBlocks, out TensorHandle handle));
-            return new Tensor(handle);
+            return Tensor.Make((out TensorHandle handle) =>
+                Native.NVFP4_scales_unswizzle(scales.Handle, rows, kBlocks, out handle));
         }
 
         /// <summary>Multiplies a [M, K] by b [N, K] transposed, both in NVFP4 (W4A4), to [M, N].</summary>
@@ -159,9 +165,8 @@ namespace LibNVFP4
             if (a.ScaleLayout != b.ScaleLayout)
                 throw new ArgumentException("the scales of a are " + a.ScaleLayout + " and those of b are " + b.ScaleLayout +
                     "; both must be the same", nameof(b));
-            Interop.Check(Native.NVFP4_matmul(a.Codes.Handle, a.Scales.Handle, a.GlobalScale, b.Codes.Handle, b.Scales.Handle,
-                b.GlobalScale, (int)a.ScaleLayout, (int)dtype, out TensorHandle handle));
-            return new Tensor(handle);
+            return Tensor.Make((out TensorHandle handle) => Native.NVFP4_matmul(a.Codes.Handle, a.Scales.Handle, a.GlobalScale,
+                b.Codes.Handle, b.Scales.Handle, b.GlobalScale, (int)a.ScaleLayout, (int)dtype, out handle));
         }
 
         /// <summary>The quantizer of older hosts: block scales alone, by their rule.</summary>
@@ -170,12 +175,11 @@ namespace LibNVFP4
             if (input == null)
                 throw new ArgumentNullException(nameof(input));
             IntPtr codes = IntPtr.Zero, scales = IntPtr.Zero;
-            input.Legacy(native =>
+            Interop.Call(() => input.Legacy(native =>
             {
                 Native.NVFP4_quantize(native, out codes, out scales);
-                return 0;
-            });
-            Interop.Check(Native.NVFP4_last_status());
+                return Native.NVFP4_last_status();
+            }));
             return new QuantizedTensor(Tensor.FromHandle(codes, true), Tensor.FromHandle(scales, true));
         }
 
@@ -190,9 +194,12 @@ namespace LibNVFP4
                 throw new ArgumentNullException(nameof(scaleA));
             if (scaleB == null)
                 throw new ArgumentNullException(nameof(scaleB));
-            IntPtr product = a.Legacy(x => bTransposed.Legacy(y => scaleA.Legacy(u => scaleB.Legacy(
-                v => Native.NVFP4_scaled_mm(x, y, u, v, (sbyte)dtype)))));
-            Interop.Check(Native.NVFP4_last_status());
+            IntPtr product = IntPtr.Zero;
+            Interop.Call(() => a.Legacy(x => bTransposed.Legacy(y => scaleA.Legacy(u => scaleB.Legacy(v =>
+            {
+                product = Native.NVFP4_scaled_mm(x, y, u, v, (sbyte)dtype);
+                return Native.NVFP4_last_status();
+            })))));
             return Tensor.FromHandle(product, true);
         }
 
@@ -201,7 +208,8 @@ namespace LibNVFP4
         {
             if (weight == null)
                 throw new ArgumentNullException(nameof(weight));
-            Interop.Check(Native.NVFP4_quantize_packed(weight.Handle, out TensorHandle codes, out TensorHandle scales));
+            TensorHandle codes = null, scales = null;
+            Interop.Call(() => Native.NVFP4_quantize_packed(weight.Handle, out codes, out scales));
             return new QuantizedTensor(new Tensor(codes), new Tensor(scales));
         }
 
@@ -212,8 +220,8 @@ namespace LibNVFP4
                 throw new ArgumentNullException(nameof(qdata));
             if (scale == null)
                 throw new ArgumentNullException(nameof(scale));
-            Interop.Check(Native.NVFP4_dequantize_packed(qdata.Handle, scale.Handle, (int)dtype, out TensorHandle handle));
-            return new Tensor(handle);
+            return Tensor.Make((out TensorHandle handle) =>
+                Native.NVFP4_dequantize_packed(qdata.Handle, scale.Handle, (int)dtype, out handle));
         }
 
         /// <summary>
@@ -229,8 +237,7 @@ namespace LibNVFP4
         {
             if (weight == null)
                 throw new ArgumentNullException(nameof(weight));
-            Interop.Check(Native.NVFP4_ste_weight(weight.Handle, keep ? 1 : 0, out TensorHandle handle));
-            return new Tensor(handle);
+            return Tensor.Make((out TensorHandle handle) => Native.NVFP4_ste_weight(weight.Handle, Interop.Flag(keep), out handle));
         }
 
         /// <summary>Gives up the values that <see cref="SteWeight"/> keeps: call it when weights have changed.</summary>
@@ -256,7 +263,7 @@ namespace LibNVFP4
             byte[] from = Interop.Utf8(source, nameof(source)), to = Interop.Utf8(destination, nameof(destination));
             using (var call = new ProgressCall(progress, cancellation))
             {
-                call.Finish(Library.After(() =>
+                call.Finish(Library.Try(() =>
                 {
                     NativeQuantizeOptions raw = options == null ? default(NativeQuantizeOptions) : options.Raw;
                     NativeConvertOptions how;

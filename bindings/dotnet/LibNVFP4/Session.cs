@@ -44,7 +44,8 @@ namespace LibNVFP4
 
     /// <summary>
     /// A sequence of tokens that a model runs, with its cached keys and values. One call at a time may use it: another one
-    /// meanwhile, from a handler too, is an <see cref="Nvfp4BusyException"/>. A call that fails leaves it as it was.
+    /// meanwhile, from a handler too, is an <see cref="Nvfp4BusyException"/>. Length, memory and messages can be asked for at any
+    /// time: during a call or a stream they are as they were before it. A call that fails leaves the session as it was.
     /// </summary>
     public unsafe class Session : IDisposable
     {
@@ -58,17 +59,24 @@ namespace LibNVFP4
             options = options ?? new SessionOptions();
             byte[] system = options.System == null ? null : Interop.Utf8(options.System, nameof(options));
             NativeSessionOptions raw = options.Raw;
+            var retry = new Retry();
+            int status;
             fixed (byte* at = system)
             {
                 raw.System = at;
                 raw.SystemLength = Interop.Size(system == null ? 0 : system.Length);
-                Interop.Check(Native.NVFP4_session_create(model.Handle, &raw, out Handle));
+                do
+                    status = Native.NVFP4_session_create(model.Handle, &raw, out Handle);
+                while (retry.After(status));
             }
+            Interop.Check(status);
+            Handle.Press();
         }
 
         internal Session(SessionHandle handle)
         {
             Handle = handle;
+            Handle.Press();
         }
 
         /// <summary>Makes a session as it was when it was written to a file. The model must be the one that ran it.</summary>
@@ -97,15 +105,7 @@ namespace LibNVFP4
         }
 
         /// <summary>The bytes of its cached keys and values, those it shares with forks included.</summary>
-        public ulong MemoryBytes
-        {
-            get
-            {
-                ulong bytes;
-                Interop.Check(Native.NVFP4_session_memory(Handle, &bytes));
-                return bytes;
-            }
-        }
+        public ulong MemoryBytes => Handle.Memory();
 
         /// <summary>The tokens that it holds.</summary>
         public int[] Tokens =>
@@ -158,8 +158,13 @@ namespace LibNVFP4
         public int CopyLogits(Span<float> destination)
         {
             UIntPtr count;
+            var retry = new Retry();
+            int status;
             fixed (float* at = destination)
-                Interop.Check(Native.NVFP4_session_logits(Handle, at, Interop.Size(destination.Length), &count));
+                do
+                    status = Native.NVFP4_session_logits(Handle, at, Interop.Size(destination.Length), &count);
+                while (retry.After(status));
+            Interop.Check(status);
             return checked((int)count.ToUInt64());
         }
 
@@ -169,17 +174,26 @@ namespace LibNVFP4
 #endif
 
         /// <summary>Appends one token and runs it.</summary>
-        public void Decode(int token) => Interop.Check(Native.NVFP4_session_decode(Handle, token));
+        public void Decode(int token)
+        {
+            Interop.Call(() => Native.NVFP4_session_decode(Handle, token));
+            Handle.Press();
+        }
 
         /// <summary>Chooses the token to come, and does not append it. Without options it is the likeliest one.</summary>
         public int Sample(GenerateOptions options = null)
         {
             int token = 0;
+            var retry = new Retry();
+            int status;
             using (var pinned = new PinnedOptions(options))
             {
                 NativeGenerateOptions raw = pinned.Raw;
-                Interop.Check(Native.NVFP4_session_sample(Handle, options == null ? null : &raw, &token));
+                do
+                    status = Native.NVFP4_session_sample(Handle, options == null ? null : &raw, &token);
+                while (retry.After(status));
             }
+            Interop.Check(status);
             return token;
         }
 
@@ -203,10 +217,18 @@ namespace LibNVFP4
             new TextStream(this, (handler, token) => Generate(options, handler, token), cancellation);
 
         /// <summary>Forgets the tokens from a length on.</summary>
-        public void Truncate(long length) => Interop.Check(Native.NVFP4_session_truncate(Handle, Interop.Size(length)));
+        public void Truncate(long length)
+        {
+            Interop.Check(Native.NVFP4_session_truncate(Handle, Interop.Size(length)));
+            Handle.Press();
+        }
 
         /// <summary>Forgets all tokens and the conversation. The options stay.</summary>
-        public void Reset() => Interop.Check(Native.NVFP4_session_reset(Handle));
+        public void Reset()
+        {
+            Interop.Check(Native.NVFP4_session_reset(Handle));
+            Handle.Press();
+        }
 
         /// <summary>Makes a second session in the same state. The two share memory as far as neither writes to it.</summary>
         public Session Fork() => new Session(ForkHandle());
@@ -295,6 +317,8 @@ namespace LibNVFP4
                     handles[added] = sessions[added].Handle.DangerousGetHandle();
                 }
                 call(handles);
+                foreach (Session session in sessions)
+                    session.Handle.Press();
             }
             finally
             {
@@ -303,7 +327,10 @@ namespace LibNVFP4
             }
         }
 
-        /// <summary>Gives up the session. A call that is using it ends undisturbed.</summary>
+        /// <summary>
+        /// Gives up the session, and cancels a call that is using it as <see cref="Cancel"/> does. What needs the session after that,
+        /// as a stream does for its next piece and <see cref="ChatSession.Ask"/> for its text, is an ObjectDisposedException.
+        /// </summary>
         public void Dispose()
         {
             Handle.Dispose();
@@ -312,7 +339,8 @@ namespace LibNVFP4
 
         internal SessionHandle ForkHandle()
         {
-            Interop.Check(Native.NVFP4_session_fork(Handle, out SessionHandle handle));
+            SessionHandle handle = null;
+            Interop.Call(() => Native.NVFP4_session_fork(Handle, out handle));
             return handle;
         }
 
@@ -321,9 +349,12 @@ namespace LibNVFP4
             if (model == null)
                 throw new ArgumentNullException(nameof(model));
             byte[] bytes = Interop.Utf8(path, nameof(path));
-            SessionHandle handle;
-            fixed (byte* at = bytes)
-                Interop.Check(Native.NVFP4_session_restore(model.Handle, at, Interop.Size(bytes.Length), out handle));
+            SessionHandle handle = null;
+            Interop.Call(() =>
+            {
+                fixed (byte* at = bytes)
+                    return Native.NVFP4_session_restore(model.Handle, at, Interop.Size(bytes.Length), out handle);
+            });
             return handle;
         }
 
@@ -333,19 +364,28 @@ namespace LibNVFP4
             byte[] text = turn == null ? null : Interop.Utf8(turn, nameof(turn));
             NativeGenerationResult result = default(NativeGenerationResult);
             result.StructSize = (uint)sizeof(NativeGenerationResult);
-            using (var call = new TokenCall(handler, cancellation))
+            using (var call = new TokenCall(Handle, handler, cancellation))
             using (var pinned = new PinnedOptions(options))
             {
                 NativeGenerateOptions raw = pinned.Raw;
                 NativeGenerateOptions* chosen = options == null ? null : &raw;
+                var retry = new Retry();
                 int status;
                 using (CancelWith(cancellation))
                 fixed (byte* at = text)
-                    status = text == null
-                        ? Native.NVFP4_session_generate(Handle, chosen, TokenCall.Callback, call.User, &result)
-                        : Native.NVFP4_session_chat(Handle, at, Interop.Size(text.Length), chosen, TokenCall.Callback, call.User, &result);
+                    do
+                    {
+                        call.Begin();
+                        status = text == null
+                            ? Native.NVFP4_session_generate(Handle, chosen, TokenCall.Callback, call.User, &result)
+                            : Native.NVFP4_session_chat(Handle, at, Interop.Size(text.Length), chosen, TokenCall.Callback, call.User, &result);
+                    }
+                    while (retry.After(status));
                 if (status == (int)Status.Ok)
+                {
+                    Handle.Press();
                     LastGeneration = new Generation(result);
+                }
                 call.Finish(status, status == (int)Status.Ok && result.Finish == (int)FinishReason.Cancelled);
             }
             return LastGeneration;
@@ -353,31 +393,25 @@ namespace LibNVFP4
 
         void Prefill(int* tokens, int count, bool single, CancellationToken cancellation)
         {
-            cancellation.ThrowIfCancellationRequested();
+            var retry = new Retry();
             int status;
             using (CancelWith(cancellation))
-                status = single
-                    ? Native.NVFP4_session_prefill_token_by_token(Handle, tokens, Interop.Size(count))
-                    : Native.NVFP4_session_prefill(Handle, tokens, Interop.Size(count));
+                do
+                {
+                    cancellation.ThrowIfCancellationRequested();
+                    status = single
+                        ? Native.NVFP4_session_prefill_token_by_token(Handle, tokens, Interop.Size(count))
+                        : Native.NVFP4_session_prefill(Handle, tokens, Interop.Size(count));
+                }
+                while (retry.After(status));
             if (status == (int)Status.Cancelled)
                 cancellation.ThrowIfCancellationRequested();
             Interop.Check(status);
+            Handle.Press();
         }
 
         /// Disposing of it waits until the token's thread is done with the session, so that it cannot end a later call.
         CancellationTokenRegistration CancelWith(CancellationToken cancellation) =>
-            cancellation.CanBeCanceled ? cancellation.Register(CancelIfOpen) : default(CancellationTokenRegistration);
-
-        void CancelIfOpen()
-        {
-            try
-            {
-                Native.NVFP4_session_cancel(Handle);
-            }
-            catch (ObjectDisposedException)
-            {
-                // Disposed of during the call, which sees the token itself at its next piece.
-            }
-        }
+            cancellation.CanBeCanceled ? cancellation.Register(Handle.Cancel) : default(CancellationTokenRegistration);
     }
 }

@@ -41,11 +41,6 @@ namespace LibNVFP4
         {
             if (data == null)
                 throw new ArgumentNullException(nameof(data));
-            // The size of a bool is 4 for the marshaller, and 1 in an array.
-            int size = typeof(T) == typeof(bool) ? 1 : Marshal.SizeOf(typeof(T));
-            if (size != SizeOf(dtype))
-                throw new ArgumentException("elements of " + typeof(T).Name + " have " + size + " bytes, and those of " + dtype +
-                    " have " + SizeOf(dtype), nameof(dtype));
             long[] sizes = shape == null || shape.Length == 0 ? new[] { data.LongLength } : shape;
             long count = Count(sizes);
             if (count != data.LongLength)
@@ -53,14 +48,26 @@ namespace LibNVFP4
                     " elements, and the array " + data.LongLength, nameof(shape));
             return Make((out TensorHandle handle) =>
             {
-                GCHandle pin = GCHandle.Alloc(data, GCHandleType.Pinned);
-                int status;
-                fixed (long* at = sizes)
-                    status = Native.NVFP4_tensor_from_host(pin.AddrOfPinnedObject(), at, sizes.Length, null, (int)dtype,
-                        UnpinCallback, GCHandle.ToIntPtr(pin), out handle);
-                if (status != (int)Status.Ok)
-                    pin.Free();
-                return status;
+                var pin = new Pin(data);
+                bool lent = false;
+                try
+                {
+                    long size = pin.ElementSize;
+                    if (size != SizeOf(dtype))
+                        throw new ArgumentException("elements of " + typeof(T).Name + " have " + size + " bytes, and those of " +
+                            dtype + " have " + SizeOf(dtype), nameof(dtype));
+                    int status;
+                    fixed (long* at = sizes)
+                        status = Native.NVFP4_tensor_from_host(pin.Address, at, sizes.Length, null, (int)dtype, UnpinCallback,
+                            pin.User, out handle);
+                    lent = status == (int)Status.Ok;
+                    return status;
+                }
+                finally
+                {
+                    if (!lent)
+                        pin.Free();
+                }
             });
         }
 
@@ -212,10 +219,11 @@ namespace LibNVFP4
         public Tensor View(long[] shape, long[] strides = null, long offset = 0)
         {
             CheckStrides(shape, strides);
-            TensorHandle handle;
-            fixed (long* sizes = shape, steps = strides)
-                Interop.Check(Native.NVFP4_tensor_view(Handle, sizes, shape.Length, steps, offset, out handle));
-            return new Tensor(handle);
+            return Make((out TensorHandle handle) =>
+            {
+                fixed (long* sizes = shape, steps = strides)
+                    return Native.NVFP4_tensor_view(Handle, sizes, shape.Length, steps, offset, out handle);
+            });
         }
 
         /// <summary>The view with the last two dimensions exchanged.</summary>
@@ -233,15 +241,15 @@ namespace LibNVFP4
         /// <summary>A copy in the memory of a device, or of the host, row-major.</summary>
         public Tensor CopyTo(Device device)
         {
-            Interop.Check(Native.NVFP4_tensor_copy_to_device(Handle, (int)device.Type, device.Index, out TensorHandle handle));
-            return new Tensor(handle);
+            return Make((out TensorHandle handle) =>
+                Native.NVFP4_tensor_copy_to_device(Handle, (int)device.Type, device.Index, out handle));
         }
 
         /// <summary>What <see cref="Memory.ManagedPolicy"/> makes of a tensor that a CUDA device will use: a copy in managed memory, or another handle of this one.</summary>
         public Tensor ByManagedPolicy(int deviceIndex = 0, bool readMostly = false)
         {
-            Interop.Check(Native.NVFP4_tensor_by_managed_policy(Handle, deviceIndex, Interop.Flag(readMostly), out TensorHandle handle));
-            return new Tensor(handle);
+            return Make((out TensorHandle handle) =>
+                Native.NVFP4_tensor_by_managed_policy(Handle, deviceIndex, Interop.Flag(readMostly), out handle));
         }
 
         /// <summary>A tensor with the same values in managed memory.</summary>
@@ -249,8 +257,12 @@ namespace LibNVFP4
         /// <param name="readMostly">Whether it will be read far more than written.</param>
         public Tensor ToManaged(int? prefetchDevice = null, bool readMostly = false)
         {
-            IntPtr managed = Legacy(native => Native.NVFP4_to_managed(native, prefetchDevice ?? -1, Interop.Flag(readMostly)));
-            Interop.Check(Native.NVFP4_last_status());
+            IntPtr managed = IntPtr.Zero;
+            Interop.Call(() =>
+            {
+                managed = Legacy(native => Native.NVFP4_to_managed(native, prefetchDevice ?? -1, Interop.Flag(readMostly)));
+                return Native.NVFP4_last_status();
+            });
             return FromHandle(managed, true);
         }
 
@@ -306,12 +318,13 @@ namespace LibNVFP4
             }
         }
 
-        delegate int Maker(out TensorHandle handle);
+        internal delegate int Maker(out TensorHandle handle);
 
-        static Tensor Make(Maker maker)
+        /// Makes a tensor by a call, which may be the process's first.
+        internal static Tensor Make(Maker maker)
         {
-            Library.Load();
-            Interop.Check(maker(out TensorHandle handle));
+            TensorHandle handle = null;
+            Library.Call(() => maker(out handle));
             return new Tensor(handle);
         }
 
@@ -361,6 +374,36 @@ namespace LibNVFP4
         }
 
         [MonoPInvokeCallback(typeof(Deleter))]
-        static void Unpin(IntPtr data, IntPtr user) => GCHandle.FromIntPtr(user).Free();
+        static void Unpin(IntPtr data, IntPtr user) => ((Pin)GCHandle.FromIntPtr(user).Target).Free();
+
+        /// An array held in place for native memory. The library holds this object and not the array alone: it keeps the code that
+        /// frees it loaded, in an AssemblyLoadContext that is being unloaded too.
+        sealed class Pin
+        {
+            readonly GCHandle array, self;
+            readonly Array pinned;
+
+            internal Pin(Array pinned)
+            {
+                this.pinned = pinned;
+                array = GCHandle.Alloc(pinned, GCHandleType.Pinned);
+                self = GCHandle.Alloc(this);
+            }
+
+            internal IntPtr Address => array.AddrOfPinnedObject();
+
+            internal IntPtr User => GCHandle.ToIntPtr(self);
+
+            /// What an element takes in the array. For the marshaller a bool has 4 bytes and a char 1, and AOT compilers leave the
+            /// marshaller's sizes out.
+            internal long ElementSize =>
+                (long)Marshal.UnsafeAddrOfPinnedArrayElement(pinned, 1) - (long)Marshal.UnsafeAddrOfPinnedArrayElement(pinned, 0);
+
+            internal void Free()
+            {
+                array.Free();
+                self.Free();
+            }
+        }
     }
 }

@@ -31,36 +31,41 @@ namespace LibNVFP4
             this.cancellation = cancellation;
         }
 
-        public IEnumerator<string> GetEnumerator() => new Reader(new Producer(session, generator, cancellation));
+        public IEnumerator<string> GetEnumerator() => new Reader(new Producer(session, generator, cancellation, default(CancellationToken)));
 
         IEnumerator IEnumerable.GetEnumerator() => GetEnumerator();
 
 #if NETCOREAPP
-        public async IAsyncEnumerator<string> GetAsyncEnumerator(CancellationToken more = default)
+        public IAsyncEnumerator<string> GetAsyncEnumerator(CancellationToken more = default) =>
+            new AsyncReader(new Producer(session, generator, cancellation, more));
+
+        /// Written out and not an iterator: those have no finalizer, which ends what was left half-way without a Dispose.
+        sealed class AsyncReader : IAsyncEnumerator<string>
         {
-            using CancellationTokenSource both = CancellationTokenSource.CreateLinkedTokenSource(cancellation, more);
-            var producer = new Producer(session, generator, both.Token);
-            try
+            readonly Producer producer;
+
+            internal AsyncReader(Producer producer)
             {
-                for (;;)
-                {
-                    try
-                    {
-                        if (!await producer.NextAsync().ConfigureAwait(false))
-                            break;
-                    }
-                    catch (OperationCanceledException) when (both.IsCancellationRequested)
-                    {
-                        // In the words of the token that the reader knows.
-                        more.ThrowIfCancellationRequested();
-                        cancellation.ThrowIfCancellationRequested();
-                        throw;
-                    }
-                    yield return producer.Piece;
-                }
+                this.producer = producer;
             }
-            finally
+
+            ~AsyncReader()
             {
+                producer.Stop();
+            }
+
+            public string Current => producer.Piece;
+
+            public async ValueTask<bool> MoveNextAsync()
+            {
+                bool more = await producer.NextAsync().ConfigureAwait(false);
+                GC.KeepAlive(this);
+                return more;
+            }
+
+            public async ValueTask DisposeAsync()
+            {
+                GC.SuppressFinalize(this);
                 producer.Stop();
                 await producer.Ended.ConfigureAwait(false);
             }
@@ -107,7 +112,7 @@ namespace LibNVFP4
         {
             readonly Session session;
             readonly Generator generator;
-            readonly CancellationToken cancellation;
+            readonly CancellationToken cancellation, more;
             readonly SemaphoreSlim wanted = new SemaphoreSlim(0), made = new SemaphoreSlim(0);
             readonly TaskCompletionSource<bool> ended = new TaskCompletionSource<bool>(TaskCreationOptions.RunContinuationsAsynchronously);
             readonly object gate = new object();
@@ -115,11 +120,13 @@ namespace LibNVFP4
             bool started, over, left;
             volatile bool stopped;
 
-            internal Producer(Session session, Generator generator, CancellationToken cancellation)
+            /// Either token ends it.
+            internal Producer(Session session, Generator generator, CancellationToken cancellation, CancellationToken more)
             {
                 this.session = session;
                 this.generator = generator;
                 this.cancellation = cancellation;
+                this.more = more;
             }
 
             internal string Piece { get; private set; }
@@ -166,13 +173,26 @@ namespace LibNVFP4
                         return false;
                     if (!started)
                     {
-                        cancellation.ThrowIfCancellationRequested();
+                        ThrowIfCancelled();
+                        Start();
                         started = true;
-                        new Thread(Produce) { IsBackground = true, Name = "NVFP4 generation" }.Start();
                     }
                     else
                         wanted.Release();
                     return true;
+                }
+            }
+
+            void Start()
+            {
+                try
+                {
+                    new Thread(Produce) { IsBackground = true, Name = "NVFP4 generation" }.Start();
+                }
+                catch (Exception e)
+                {
+                    throw new Nvfp4OutOfMemoryException(Status.OutOfMemory, "the system refused the thread on which a stream " +
+                        "generates; raise the limit of threads (ulimit -u, or a container's limit of pids), or end other streams", e);
                 }
             }
 
@@ -181,15 +201,30 @@ namespace LibNVFP4
                 if (!over)
                     return true;
                 left = true;
+                // In the words of the token that the reader knows.
+                if (thrown?.SourceException is OperationCanceledException)
+                    ThrowIfCancelled();
                 thrown?.Throw();
                 return false;
+            }
+
+            void ThrowIfCancelled()
+            {
+                more.ThrowIfCancellationRequested();
+                cancellation.ThrowIfCancellationRequested();
             }
 
             void Produce()
             {
                 try
                 {
-                    generator(Take, cancellation);
+                    using (CancellationTokenSource either = CancellationTokenSource.CreateLinkedTokenSource(cancellation, more))
+                    {
+                        Generation generation = generator(Take, either.Token);
+                        // What is cut off because the session was disposed of must not look like a whole answer.
+                        if (generation.Finish == FinishReason.Cancelled && !stopped && session.Handle.IsGivenUp)
+                            throw new ObjectDisposedException(session.GetType().Name);
+                    }
                 }
                 catch (Exception e)
                 {
