@@ -826,6 +826,10 @@ static class Tests
             Check(converted.Info.Json.Contains("\"nvfp4\""));
             Same(Sentence, chat.Ask("Hi"));
         }
+        Throws<Nvfp4ArgumentException>(() => Quantizer.ConvertModel(reciterPath, dense), "is not empty");
+        Quantizer.ConvertModel(reciterPath, dense, replace: true, keepHead: true);
+        using (Model converted = Model.Load(dense))
+            Check(converted.Info.Json.Contains("\"nvfp4\""));
         var source = new CancellationTokenSource();
         Throws<OperationCanceledException>(() => Quantizer.ConvertModel(reciterPath, stopped, progress: (done, total) => source.Cancel(),
             cancellation: source.Token));
