@@ -33,7 +33,7 @@ pub struct NVFP4_Session {
 
 /// A session, and what may be reached while a call uses it.
 struct Session {
-    state: Exclusive<State, Snapshot>,
+    state: Exclusive<State>,
     canceller: Canceller,
     context: usize,
 }
