@@ -622,6 +622,24 @@ fn damaged_tokenizer_files_are_survived() {
 }
 
 #[test]
+fn broken_templates_are_errors() {
+    for source in [
+        "{%}",
+        "{% if messages %}{%}",
+        "{%",
+        "{% generation",
+        "{%}%}",
+        "{{}}",
+    ] {
+        expect_kind(
+            ChatTemplate::from_jinja(source, None, None),
+            ErrorKind::CorruptFile,
+            "the chat template does not parse",
+        );
+    }
+}
+
+#[test]
 fn templates_that_do_not_end_are_stopped() {
     let render = |source: &str| {
         let template = ChatTemplate::from_jinja(source, None, None).unwrap();

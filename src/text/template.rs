@@ -178,12 +178,13 @@ fn without_generation_marks(source: &str) -> String {
     while let Some(at) = rest.find("{%") {
         out.push_str(&rest[..at]);
         let tag = &rest[at..];
-        let Some(end) = tag.find("%}") else {
+        // Past the opening mark, whose percent sign `{%}` has in common with the closing one.
+        let Some(inside) = tag[2..].find("%}") else {
             rest = tag;
             break;
         };
-        let (tag, after) = tag.split_at(end + 2);
-        let word = tag[2..end].trim_matches(['-', '+', ' ', '\t', '\n', '\r']);
+        let (tag, after) = tag.split_at(2 + inside + 2);
+        let word = tag[2..2 + inside].trim_matches(['-', '+', ' ', '\t', '\n', '\r']);
         match word {
             "generation" => out.push_str(&tag.replacen("generation", "if true", 1)),
             "endgeneration" => out.push_str(&tag.replacen("endgeneration", "endif", 1)),
