@@ -11,10 +11,10 @@ constexpr int WEIGHT_BITS = 40;     // the likeliest token's weight is 2 to this
 constexpr float BUCKETS_PER_HALVING = (float)BUCKETS / WEIGHT_BITS;
 constexpr int DIGITS = 256;         // parts of what is left of a bucket
 constexpr int GROUP = 8;            // tokens whose buckets are read at once
-constexpr int AT_ONCE = 4;          // groups that a thread reads at once
+constexpr int AT_ONCE = 2;          // groups that a thread reads at once
 constexpr u16 NO_BUCKET = 0xffff;   // of what is behind the vocabulary
 static_assert(BUCKETS == 2 * CHOOSERS, "a thread has two buckets");
-static_assert(AT_ONCE * GROUP == 32, "a word has a bit for each token");
+static_assert(AT_ONCE * GROUP <= 32, "a word has a bit for each token");
 static_assert(CHOOSERS == WARP * WARP, "a warp sums the sums of all warps");
 
 struct Rule {
@@ -226,17 +226,22 @@ __device__ __forceinline__ Sums sums_through(Sums own) {
 // A row's tokens by bucket, for one block.
 struct Ranking {
     const Arguments& a;
-    const uint4* buckets;
+    int row;
     Logits logit;
     float largest, scale;
 
     __device__ __forceinline__ Ranking(const Arguments& a, int row, float largest, float scale)
-        : a(a), buckets((const uint4*)(a.buckets + (size_t)row * a.stride)), logit(a, row), largest(largest), scale(scale) {}
+        : a(a), row(row), logit(a, row), largest(largest), scale(scale) {}
+
+    // What a bucket holds. Read again and again: in registers it would displace others.
+    __device__ __forceinline__ Sums held(int bucket) const { return {a.sums[row * BUCKETS + bucket], a.counts[row * BUCKETS + bucket]}; }
+    __device__ __forceinline__ Sums held_by_thread() const { return held(2 * threadIdx.x) + held(2 * threadIdx.x + 1); }
 
     // Calls `each` with the tokens of this thread that are in a bucket, their logarithms and keys.
     template <typename Each>
     __device__ __forceinline__ void in_bucket(int bucket, Each each) const {
         int groups = a.stride / GROUP;
+        const uint4* buckets = (const uint4*)(a.buckets + (size_t)row * a.stride);
         for (int first = threadIdx.x; first < groups; first += AT_ONCE * CHOOSERS) {
             // A bit for each token, so that the few that matter are looked at in one place.
             u32 inside = 0;
@@ -262,7 +267,9 @@ struct Ranking {
 __device__ __forceinline__ u64 sorted(u64 key) {
     __shared__ u64 keys[CHOOSERS];
     int thread = threadIdx.x;
+#pragma unroll 1
     for (int run = 2; run <= CHOOSERS; run *= 2) {
+#pragma unroll 1
         for (int apart = run / 2; apart > 0; apart /= 2) {
             u64 other;
             if (apart < WARP) {
@@ -285,9 +292,8 @@ struct Found {
     u64 through;    // the sum of weights up to it, its own included
 };
 
-// The token at which the running sum of weights, or of tokens, passes `target`, which is less than the whole. `own` is what this
-// thread's two buckets hold, and `through` the sums up to them, from the first bucket on.
-__device__ __noinline__ Found passing(const Ranking& ranking, const Sums (&own)[2], Sums through, bool by_count, u64 target) {
+// The token at which the running sum of weights, or of tokens, passes `target`, which is less than the whole.
+__device__ __forceinline__ Found passing(const Ranking& ranking, bool by_count, u64 target) {
     __shared__ u64 keys[CHOOSERS];
     __shared__ Wide digit_sums[DIGITS];
     __shared__ u32 digit_counts[DIGITS];
@@ -296,16 +302,16 @@ __device__ __noinline__ Found passing(const Ranking& ranking, const Sums (&own)[
     __shared__ Found found;
     auto measure = [&](Sums s) { return by_count ? s.count : s.weight; };
 
-    Sums before = through - own[0] - own[1];
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        if (measure(before) <= target && target < measure(before + own[i])) {
-            shared_part = 2 * threadIdx.x + i;
+    Sums before = ranking.held_by_thread();
+    before = sums_through(before) - before;
+    for (int bucket = 2 * threadIdx.x; bucket < 2 * (int)threadIdx.x + 2; bucket++) {
+        Sums inside = ranking.held(bucket);
+        if (measure(before) <= target && target < measure(before + inside)) {
+            shared_part = bucket;
             shared_before = before;
-            shared_inside = own[i];
+            shared_inside = inside;
         }
-        before = before + own[i];
+        before = before + inside;
     }
     __syncthreads();
     int bucket = shared_part;
@@ -355,33 +361,44 @@ __device__ __noinline__ Found passing(const Ranking& ranking, const Sums (&own)[
     return found;
 }
 
-__device__ __forceinline__ int drawn(const Arguments& a, int row, const Rule& rule, float largest, const Sums (&own)[2]) {
-    __shared__ u64 total;
-    Ranking ranking(a, row, largest, rule.scale);
-    Sums through = sums_through(own[0] + own[1]);
-    if (threadIdx.x == CHOOSERS - 1) total = through.weight;
-    __syncthreads();
-    u64 all = total;
-    if (rule.top_k > 0 && rule.top_k < (u32)a.vocabulary) all = passing(ranking, own, through, true, rule.top_k - 1).through;
-    u64 kept = all;
-    if (rule.top_p < 1) {
-        u64 wanted = (u64)ceil(__dmul_rn(__ull2double_rn(all), (double)rule.top_p));
-        wanted = min(max(wanted, 1ull), all);
-        kept = min(kept, passing(ranking, own, through, false, wanted - 1).through);
-    }
+__device__ __forceinline__ int drawn(const Arguments& a, const Ranking& ranking, const Rule& rule) {
+    // What top-k keeps, and the least of what top-p and min-p keep. In shared memory, since registers would not do.
+    __shared__ u64 all, kept;
+    Sums sum = sums_through(ranking.held_by_thread());
+    if (threadIdx.x == CHOOSERS - 1) all = kept = sum.weight;
     if (rule.least_log > -INFINITY) {
-        int last = bucket_of(rule.least_log), first = 2 * threadIdx.x;
-        Sums sum = {(first < last ? own[0].weight : 0) + (first + 1 < last ? own[1].weight : 0), 0};
+        float least = rule.least_log;
+        int last = bucket_of(least);
+        sum = {0, 0};
+        for (int bucket = 2 * threadIdx.x; bucket < min(last, 2 * (int)threadIdx.x + 2); bucket++) sum = sum + ranking.held(bucket);
         ranking.in_bucket(last, [&](float log, u64) {
-            if (log >= rule.least_log) sum.weight += weight_of(log);
+            if (log >= least) sum.weight += weight_of(log);
         });
         sum = sums_through(sum);
-        if (threadIdx.x == CHOOSERS - 1) total = sum.weight;
-        __syncthreads();
-        kept = min(kept, total);
+        if (threadIdx.x == CHOOSERS - 1) kept = sum.weight;
     }
-    u64 at = __umul64hi(random_bits(random_stream(rule.seed), rule.draw), kept);
-    return (int)~(u32)passing(ranking, own, through, false, at).key;
+    __syncthreads();
+    // Top-k, top-p, and the token: one place looks for all three, so that it is compiled once.
+    for (int step = 0;; step++) {
+        u64 target;
+        if (step == 0) {
+            if (rule.top_k == 0 || rule.top_k >= (u32)a.vocabulary) continue;
+            target = rule.top_k - 1;
+        } else if (step == 1) {
+            if (rule.top_p >= 1) continue;
+            target = (u64)ceil(__dmul_rn(__ull2double_rn(all), (double)rule.top_p));
+            target = min(max(target, 1ull), all) - 1;
+        } else {
+            target = __umul64hi(random_bits(random_stream(rule.seed), rule.draw), min(kept, all));
+        }
+        Found found = passing(ranking, step == 0, target);
+        if (step == 2) return (int)~(u32)found.key;
+        if (threadIdx.x == 0) {
+            if (step == 0) all = found.through;
+            else kept = min(kept, found.through);
+        }
+        __syncthreads();
+    }
 }
 
 // Grid: (1, rows)
@@ -389,19 +406,17 @@ extern "C" __global__ void __launch_bounds__(CHOOSERS, 1) draw_choose(const __gr
     wait_for_earlier_kernels();
     let_later_kernels_start();
     int row = blockIdx.y;
-    Rule rule = a.rules[row];
+    const Rule& rule = a.rules[row];
     Best best = best_of_row(a, row);
     int token = best.token;
     if (draws(best, rule)) {
-        Sums own[2];
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            size_t at = (size_t)row * BUCKETS + 2 * threadIdx.x + i;
-            own[i] = {a.sums[at], a.counts[at]};
-            a.sums[at] = 0;
-            a.counts[at] = 0;
+        Ranking ranking(a, row, best.value, rule.scale);
+        token = drawn(a, ranking, rule);
+        // Nobody has bucket sums to read any more: the last of them were read before the last barrier.
+        for (int bucket = threadIdx.x; bucket < BUCKETS; bucket += CHOOSERS) {
+            a.sums[row * BUCKETS + bucket] = 0;
+            a.counts[row * BUCKETS + bucket] = 0;
         }
-        token = drawn(a, row, rule, best.value, own);
     }
     __syncthreads();
     if (threadIdx.x > 0) return;
@@ -409,7 +424,7 @@ extern "C" __global__ void __launch_bounds__(CHOOSERS, 1) draw_choose(const __gr
         int input = a.tokens[row];
         a.occurred[(size_t)row * ceil_div(a.vocabulary, 32) + input / 32] |= 1u << input % 32;
     }
-    a.rules[row].draw = rule.draw + 1;
+    a.rules[row].draw++;
     a.tokens[row] = token;
     int position = ++a.positions[row];
     a.history[(size_t)(position % a.history_steps) * gridDim.y + row] = said_of(best.value, token);

@@ -1204,12 +1204,15 @@ static class Tests
 
     static IntPtr TensorInPlugin() => Tensor.FromArray(new[] { 1f, 2 }).ToDLPack();
 
+    /// Where no device is looked for, a failure is the only line that is logged.
+    static readonly LoadOptions OnProcessor = new LoadOptions { Device = Device.Cpu };
+
     [MethodImpl(MethodImplOptions.NoInlining)]
     static WeakReference UnloadLogging(List<string> messages)
     {
         var plugin = new Plugin();
         plugin.Run(nameof(LogInPlugin), messages);
-        Throws<Nvfp4NotFoundException>(() => Model.Load("/nowhere"));
+        Throws<Nvfp4NotFoundException>(() => Model.Load("/nowhere", OnProcessor));
         Check(messages.Count == 1 && messages[0].Contains("/nowhere"));
         plugin.Unload();
         return new WeakReference(plugin);
@@ -1237,7 +1240,7 @@ static class Tests
     {
         var messages = new List<string>();
         UntilUnloaded(UnloadLogging(messages));
-        Throws<Nvfp4NotFoundException>(() => Model.Load("/nowhere"));
+        Throws<Nvfp4NotFoundException>(() => Model.Load("/nowhere", OnProcessor));
         Same(1, messages.Count);
         UntilUnloaded(UnloadAfter(nameof(LogTooLateInPlugin), out object _, messages));
         Same("refused", messages.Last());
@@ -1246,7 +1249,7 @@ static class Tests
         int heard = 0;
         WeakReference replaced = ReplaceLog(() => Interlocked.Increment(ref heard));
         UntilUnloaded(replaced);
-        Throws<Nvfp4NotFoundException>(() => Model.Load("/nowhere"));
+        Throws<Nvfp4NotFoundException>(() => Model.Load("/nowhere", OnProcessor));
         Library.SetLog(null);
         Same(1, heard);
 
