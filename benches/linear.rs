@@ -1,5 +1,5 @@
-//! The linear kernels at Qwen3-0.6B shapes: `cargo bench --bench linear`. Prints, for each level but the scalar reference, what one thread and all
-//! threads reach, as medians, beside the read bandwidth measured in the same run. Each answer is checked before it is timed.
+//! The linear kernels at Qwen3-0.6B shapes: `cargo bench --bench linear [-- LEVEL ..]`. Prints, for each level named, or each but the
+//! scalar reference, what one thread and two reach, as medians, beside the read bandwidth measured in the same run. Each answer is checked before it is timed.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -56,6 +56,10 @@ fn time(mut run: impl FnMut()) -> f64 {
 }
 
 fn main() {
+    let named: Vec<String> = std::env::args()
+        .skip(1)
+        .filter(|a| !a.starts_with('-'))
+        .collect();
     let weights: Vec<Packed> = (0..LAYERS)
         .flat_map(|l| {
             LAYER
@@ -78,6 +82,7 @@ fn main() {
         .into_iter()
         .rev()
         .filter(|l| l.is_present() && *l != Level::Scalar)
+        .filter(|l| named.is_empty() || named.iter().any(|n| n == l.name()))
     {
         for threads in [1, 2] {
             let cpu = Cpu::with_level(level, Some(threads)).expect("the level is present");
@@ -99,14 +104,22 @@ fn main() {
             let rate = |m: usize, s: f64| (m * few_macs) as f64 / s / 1e9;
             let exact = rate(512, time(|| all(512, false, few)));
             let int8 = rate(512, time(|| all(512, true, few)));
-            let batch8 = rate(8, time(|| all(8, false, few)));
+            let few_tokens = [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48];
+            let small = few_tokens.map(|m| {
+                let mut of = |int8, large| rate(m, time(|| all(m, int8, few))) / large;
+                format!(" {m}: {:.2} {:.2}", of(false, exact), of(true, int8))
+            });
             println!(
-                "{:7} {threads} threads: read {read:5.1} GB/s | M=1 exact {:5.1} GB/s ({:4.2}) int8 {:5.1} GB/s | M=8 exact {batch8:6.1} GMAC/s | M=512 exact {exact:6.1} int8 {int8:6.1} GMAC/s ({:.2})",
+                "{:7} {threads} threads: read {read:5.1} GB/s | M=1 exact {:5.1} GB/s ({:4.2}) int8 {:5.1} GB/s | M=512 exact {exact:6.1} int8 {int8:6.1} GMAC/s ({:.2})",
                 level.name(),
                 bytes as f64 / gemv / 1e9,
                 bytes as f64 / gemv / 1e9 / read,
                 bytes as f64 / gemv8 / 1e9,
                 exact / int8,
+            );
+            println!(
+                "        share of the rate at M=512, exact and int8, by M:{}",
+                small.concat()
             );
         }
     }

@@ -109,27 +109,41 @@ unsafe fn finish_dot(pairs: __m256i, offset: i32) -> __m256 {
     }
 }
 
-/// The same from the packed form, `units` pointing to the eight rows' half of the first unit.
+/// Eight rows' codes of a half unit as [`Simd::store_codes`] writes them.
 #[inline(always)]
-unsafe fn block_dot(units: *const u8, x: *const i8, offset: i32) -> __m256 {
-    // SAFETY: AVX2 by the trait's contract, as are the bytes at `units` and `x`.
+unsafe fn ordered_codes(n: __m256i) -> __m256i {
+    // SAFETY: AVX2 by the trait's contract; registers only.
     unsafe {
-        let codes = table(&doubled_codes(Avx2::CODE_OFFSET));
-        // The activations of k 0, 1 beside four rows' codes of k 0, 1; then those of k 2, 3.
-        let spread = table(&[0, 1, 0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3, 2, 3]);
-        let mut pairs = _mm256_setzero_si256();
-        for q in 0..4 {
-            let n = nibbles(units.add(q / 2 * 64), q % 2 == 1);
-            let x = _mm256_set1_epi32(x.add(4 * q).cast::<i32>().read_unaligned());
-            let products = _mm256_maddubs_epi16(
-                _mm256_shuffle_epi8(codes, n),
-                _mm256_shuffle_epi8(x, spread),
-            );
-            pairs = _mm256_add_epi16(pairs, products);
-        }
-        // A row's two sums side by side.
+        let codes = _mm256_shuffle_epi8(table(&doubled_codes(Avx2::CODE_OFFSET)), n);
         let order = table(&[0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]);
-        finish_dot(_mm256_shuffle_epi8(pairs, order), offset)
+        _mm256_shuffle_epi8(codes, order)
+    }
+}
+
+/// [`dot`] from the packed form with `T` tokens, `units` pointing to the eight rows' half of the first unit.
+#[inline(always)]
+unsafe fn block_dots<const T: usize>(
+    units: *const u8,
+    x: *const i8,
+    offsets: *const i32,
+    row: usize,
+) -> [__m256; T] {
+    // SAFETY: AVX2 by the trait's contract, as are the bytes at `units`, `x` and `offsets`.
+    unsafe {
+        let mut pairs = [_mm256_setzero_si256(); T];
+        for q in 0..4 {
+            let codes = ordered_codes(nibbles(units.add(q / 2 * 64), q % 2 == 1));
+            for t in 0..T {
+                let x = x.add(t * row * 16 + 4 * q).cast::<i32>();
+                let products = _mm256_maddubs_epi16(codes, _mm256_set1_epi32(x.read_unaligned()));
+                pairs[t] = _mm256_add_epi16(pairs[t], products);
+            }
+        }
+        let mut dots = [_mm256_setzero_ps(); T];
+        for t in 0..T {
+            dots[t] = finish_dot(pairs[t], *offsets.add(t * row));
+        }
+        dots
     }
 }
 
@@ -146,8 +160,11 @@ unsafe impl Simd for Avx2 {
     const TILE: usize = 6;
     // 4 sums, 4 sums of pairs, 2 codes; with more tokens they do not stay in registers.
     const INT8_TILE: usize = 2;
+    // 8 sums and the 8 registers of decoded weights; 6 tokens spill. In int8, 8 sums of pairs.
+    const SKINNY_TOKENS: [usize; 2] = [4, 8];
     // Four chains; more would not leave registers for decoding.
-    const GEMV_GROUPS: usize = 2;
+    const SKINNY_SUMS: usize = 2;
+    const PANEL_TOKENS: [usize; 2] = [13, 33];
     // Makes codes unsigned for vpmaddubsw; 4 * 2 * 24 * 127 still fits in 16 bits.
     const CODE_OFFSET: i32 = 12;
 
@@ -278,11 +295,8 @@ unsafe impl Simd for Avx2 {
     #[inline(always)]
     unsafe fn store_codes(p: *mut u8, n: [__m256i; 2]) {
         unsafe {
-            let codes = table(&doubled_codes(Self::CODE_OFFSET));
-            let order = table(&[0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]);
             for (i, n) in n.into_iter().enumerate() {
-                let bytes = _mm256_shuffle_epi8(_mm256_shuffle_epi8(codes, n), order);
-                _mm256_storeu_si256(p.add(32 * i).cast(), bytes);
+                _mm256_storeu_si256(p.add(32 * i).cast(), ordered_codes(n));
             }
         }
     }
@@ -291,12 +305,20 @@ unsafe impl Simd for Avx2 {
         unsafe { [dot(codes, x, offset), dot(codes.add(32), x, offset)] }
     }
     #[inline(always)]
-    unsafe fn block_dot(units: *const u8, x: *const i8, offset: i32) -> V {
+    unsafe fn block_dots<const T: usize>(
+        units: *const u8,
+        x: *const i8,
+        offsets: *const i32,
+        row: usize,
+    ) -> [V; T] {
         unsafe {
-            [
-                block_dot(units, x, offset),
-                block_dot(units.add(32), x, offset),
-            ]
+            let low = block_dots::<T>(units, x, offsets, row);
+            let high = block_dots::<T>(units.add(32), x, offsets, row);
+            let mut dots = [Self::splat(0.0); T];
+            for t in 0..T {
+                dots[t] = [low[t], high[t]];
+            }
+            dots
         }
     }
 

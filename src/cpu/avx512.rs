@@ -42,8 +42,10 @@ unsafe impl Simd for Avx512 {
     // Wide enough that the two FMA pipes, not the one weight load, are the limit; 24 of 32 registers with main sums.
     const TILE: usize = 12;
     const INT8_TILE: usize = 4;
-    // 16 decoded weights and 8 sums of 32 registers.
-    const GEMV_GROUPS: usize = 4;
+    // 16 sums, 4 decoded weights and the tables that decode them, of 32 registers.
+    const SKINNY_TOKENS: [usize; 2] = [8, 8];
+    const SKINNY_SUMS: usize = 8;
+    const PANEL_TOKENS: [usize; 2] = [33, 33];
     // Makes codes unsigned for vpdpbusd.
     const CODE_OFFSET: i32 = 12;
 
@@ -193,15 +195,30 @@ unsafe impl Simd for Avx512 {
         }
     }
     #[inline(always)]
-    unsafe fn block_dot(units: *const u8, x: *const i8, offset: i32) -> __m512 {
+    unsafe fn block_dots<const T: usize>(
+        units: *const u8,
+        x: *const i8,
+        offsets: *const i32,
+        row: usize,
+    ) -> [__m512; T] {
         unsafe {
-            let mut sum = _mm512_set1_epi32(-offset);
-            for q in 0..4 {
-                let n = Self::nibbles(units.add(q / 2 * 64), q % 2 == 1);
-                let x = _mm512_set1_epi32(x.add(4 * q).cast::<i32>().read_unaligned());
-                sum = _mm512_dpbusd_epi32(sum, ordered_codes(n), x);
+            let mut sums = [_mm512_setzero_si512(); T];
+            for t in 0..T {
+                sums[t] = _mm512_set1_epi32(-*offsets.add(t * row));
             }
-            _mm512_cvtepi32_ps(sum)
+            for q in 0..4 {
+                let codes = ordered_codes(Self::nibbles(units.add(q / 2 * 64), q % 2 == 1));
+                for t in 0..T {
+                    let x = x.add(t * row * 16 + 4 * q).cast::<i32>();
+                    let x = _mm512_set1_epi32(x.read_unaligned());
+                    sums[t] = _mm512_dpbusd_epi32(sums[t], codes, x);
+                }
+            }
+            let mut dots = [Self::splat(0.0); T];
+            for t in 0..T {
+                dots[t] = _mm512_cvtepi32_ps(sums[t]);
+            }
+            dots
         }
     }
 

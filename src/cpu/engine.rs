@@ -1,12 +1,15 @@
 //! The safe face of the kernels: checks, splitting over threads, and scratch.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 use super::kv::{KvLayer, KvType, PAGE};
 use super::level::Level;
 use super::packed::{GROUP, Kind, Packed};
-use super::table::{ATTENTION_QUERIES, INT8_SCALE_BLOCKS, MOST_INT8_TILE, Query, Table};
+use super::table::{
+    ATTENTION_QUERIES, INT8_SCALE_BLOCKS, MOST_INT8_TILE, MOST_SKINNY, Query, Table,
+};
 use super::workspace::{Workspace, grow};
 use crate::base::error::{Result, bail};
 use crate::base::threads::Pool;
@@ -120,66 +123,98 @@ impl Cpu {
         outputs: &mut [(&Packed, &mut [f32])],
         workspace: &mut Workspace,
     ) -> Result<()> {
-        match m {
-            _ if outputs.is_empty() => Ok(()),
-            1 => {
-                self.gemv(x, outputs);
-                Ok(())
-            }
-            _ => self.gemm(x, m, outputs, workspace),
+        if outputs.is_empty() {
+            return Ok(());
+        }
+        if m < self.table.panel_tokens[0] {
+            self.skinny(x, m, outputs, workspace)
+        } else {
+            self.gemm(x, m, outputs, workspace)
         }
     }
 
-    fn gemv(&self, x: &[f32], outputs: &mut [(&Packed, &mut [f32])]) {
-        self.gemv_by(outputs, &|w, data, groups, out| {
-            // SAFETY: the level is present, `x` has 16 * blocks elements, and the rest is as `gemv_by` says.
-            unsafe {
-                let (stride, blocks) = (w.group_stride(), w.blocks());
-                self.table.gemv(w.kind())(
-                    data,
-                    stride,
-                    groups,
-                    blocks,
-                    x.as_ptr(),
-                    w.global(),
-                    out,
-                );
+    fn skinny(
+        &self,
+        x: &[f32],
+        m: usize,
+        outputs: &mut [(&Packed, &mut [f32])],
+        workspace: &mut Workspace,
+    ) -> Result<()> {
+        let k = x.len() / m;
+        let most = self.table.skinny_tokens[0];
+        // A token alone lies as the kernel reads it.
+        let x = if m == 1 {
+            x
+        } else {
+            grow(&mut workspace.tiles, m * k)?;
+            for pass in passes(m, most) {
+                let width = pass.len();
+                let packed = &mut workspace.tiles[pass.start * k..pass.end * k];
+                for (t, x) in x[pass.start * k..pass.end * k].chunks_exact(k).enumerate() {
+                    for (packed, x) in packed.chunks_exact_mut(width).zip(x) {
+                        packed[t] = *x;
+                    }
+                }
+            }
+            &workspace.tiles[..m * k]
+        };
+        self.by_groups(m, outputs, &|w, data, groups, out, row| {
+            for pass in passes(m, most) {
+                // SAFETY: the level is present, `x` has `pass.len()` tokens of 16 * blocks elements from `pass.start * k`, and the
+                // rest is as `by_groups` says.
+                unsafe {
+                    self.table.skinny(w.kind())(
+                        pass.len(),
+                        data,
+                        w.group_stride(),
+                        groups,
+                        w.blocks(),
+                        x[pass.start * k..].as_ptr(),
+                        w.global(),
+                        out.add(pass.start * row),
+                        row,
+                    );
+                }
             }
         });
+        Ok(())
     }
 
-    /// Splits the row groups of `outputs` over threads. `kernel` is called with a weight, where some of its row groups start,
-    /// their number, and where their outputs go, 16 floats each.
-    fn gemv_by(
+    /// Splits the row groups of `outputs` `[m, N]` over threads. `kernel` is called with a weight, where some of its row groups
+    /// start, their number, where the first token's outputs of the first go, and how many floats on the next token's do.
+    fn by_groups(
         &self,
+        m: usize,
         outputs: &mut [(&Packed, &mut [f32])],
-        kernel: &(dyn Fn(&Packed, *const u8, usize, *mut f32) + Sync),
+        kernel: &(dyn Fn(&Packed, *const u8, usize, *mut f32, usize) + Sync),
     ) {
         let work = Work::new(outputs);
         // Enough parts that a thread held up elsewhere does not hold up the rest; whole runs of groups for the kernel.
         let grain = (work.groups / (self.pool.threads() * 8))
-            .clamp(2, 32)
-            .next_multiple_of(2);
+            .clamp(4, 32)
+            .next_multiple_of(4);
         self.pool.run(work.groups.div_ceil(grain), |part| {
             work.for_each(
                 part * grain..work.groups.min((part + 1) * grain),
                 |w, out, groups| {
                     // SAFETY: the weight has these groups. Each part writes rows of its own groups only; the last group, if
-                    // partial, goes through `ragged`.
+                    // partial, goes through `ragged`, which has room for `m` tokens.
                     unsafe {
                         let data = |group: usize| w.data().as_ptr().add(group * w.group_stride());
                         let whole = groups.start..groups.end.min(w.rows() / GROUP);
                         if !whole.is_empty() {
                             let out = out.at(whole.start * GROUP);
-                            kernel(w, data(whole.start), whole.len(), out);
+                            kernel(w, data(whole.start), whole.len(), out, w.rows());
                         }
                         if groups.end > whole.end.max(groups.start) {
                             let last = groups.end - 1;
-                            let mut ragged = [0.0; GROUP];
-                            kernel(w, data(last), 1, ragged.as_mut_ptr());
+                            let mut ragged = [0.0; MOST_SKINNY * GROUP];
+                            kernel(w, data(last), 1, ragged.as_mut_ptr(), GROUP);
                             let rows = w.rows() - last * GROUP;
-                            let out = out.at(last * GROUP);
-                            std::ptr::copy_nonoverlapping(ragged.as_ptr(), out, rows);
+                            for (t, ragged) in ragged.chunks_exact(GROUP).take(m).enumerate() {
+                                let out = out.at(t * w.rows() + last * GROUP);
+                                std::ptr::copy_nonoverlapping(ragged.as_ptr(), out, rows);
+                            }
                         }
                     }
                 },
@@ -295,12 +330,9 @@ impl Cpu {
         let blocks = k / BLOCK;
         let scale_row = blocks.div_ceil(INT8_SCALE_BLOCKS);
         let threads = self.pool.threads();
-        // A panel's bytes, counted in floats, then its scales.
-        let panel_len = blocks * (BLOCK * GROUP / 4 + GROUP);
         grow(&mut workspace.codes, m * k)?;
         grow(&mut workspace.scales, m * scale_row)?;
         grow(&mut workspace.offsets, m * blocks)?;
-        grow(&mut workspace.panels, threads * panel_len)?;
 
         let codes = Out(workspace.codes.as_mut_ptr());
         let scales = Out(workspace.scales.as_mut_ptr());
@@ -314,27 +346,35 @@ impl Cpu {
             }
         });
 
-        if m == 1 {
-            self.gemv_by(outputs, &|w, data, groups, out| {
-                // SAFETY: the level is present, the token was quantized above, and the rest is as `gemv_by` says.
-                unsafe {
-                    (self.table.gemv_int8)(
-                        data,
-                        w.group_stride(),
-                        groups,
-                        blocks,
-                        codes.at(0),
-                        scales.at(0),
-                        offsets.at(0),
-                        // Codes are doubled values.
-                        w.global() * 0.5,
-                        out,
-                    );
+        if m < self.table.panel_tokens[1] {
+            let most = self.table.skinny_tokens[1];
+            self.by_groups(m, outputs, &|w, data, groups, out, row| {
+                for pass in passes(m, most) {
+                    // SAFETY: the level is present, the tokens were quantized above, and the rest is as `by_groups` says.
+                    unsafe {
+                        (self.table.skinny_int8)(
+                            pass.len(),
+                            data,
+                            w.group_stride(),
+                            groups,
+                            blocks,
+                            codes.at(pass.start * k),
+                            scales.at(pass.start * scale_row),
+                            offsets.at(pass.start * blocks),
+                            // Codes are doubled values.
+                            w.global() * 0.5,
+                            out.add(pass.start * row),
+                            row,
+                        );
+                    }
                 }
             });
             return Ok(());
         }
 
+        // A panel's bytes, counted in floats, then its scales.
+        let panel_len = blocks * (BLOCK * GROUP / 4 + GROUP);
+        grow(&mut workspace.panels, threads * panel_len)?;
         let work = Work::new(outputs);
         let panels = Out(workspace.panels.as_mut_ptr());
         let next = AtomicUsize::new(0);
@@ -550,6 +590,12 @@ impl Cpu {
     }
 }
 
+/// `m` tokens in as few passes of at most `most` as will do, as even as can be.
+fn passes(m: usize, most: usize) -> impl Iterator<Item = Range<usize>> {
+    let passes = m.div_ceil(most);
+    (0..passes).map(move |i| m * i / passes..m * (i + 1) / passes)
+}
+
 /// The row groups of several weights as one range, so that they share a parallel region.
 struct Work<'a> {
     weights: Vec<(&'a Packed, Out<f32>)>,
@@ -567,11 +613,7 @@ impl<'a> Work<'a> {
     }
 
     /// Calls `each` with the parts of `range` that lie in each weight.
-    fn for_each(
-        &self,
-        range: std::ops::Range<usize>,
-        mut each: impl FnMut(&Packed, Out<f32>, std::ops::Range<usize>),
-    ) {
+    fn for_each(&self, range: Range<usize>, mut each: impl FnMut(&Packed, Out<f32>, Range<usize>)) {
         let mut start = 0;
         for &(w, out) in &self.weights {
             let end = start + w.groups();

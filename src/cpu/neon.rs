@@ -25,8 +25,10 @@ unsafe impl Simd for Neon {
     // 24 accumulators, 4 weights and an activation: 29 of 32 registers.
     const TILE: usize = 6;
     const INT8_TILE: usize = 4;
+    const SKINNY_TOKENS: [usize; 2] = [4, 4];
     // A row group is four registers, four chains.
-    const GEMV_GROUPS: usize = 1;
+    const SKINNY_SUMS: usize = 1;
+    const PANEL_TOKENS: [usize; 2] = [13, 5];
     const CODE_OFFSET: i32 = 0;
 
     #[inline(always)]

@@ -15,8 +15,8 @@ const BUCKETS_PER_HALVING: f32 = BUCKETS as f32 / WEIGHT_BITS as f32;
 
 /// The bucket of a logarithm to base 2 relative to the likeliest token's.
 pub fn bucket(log: f32) -> usize {
-    // Casts of floats saturate.
-    ((-log * BUCKETS_PER_HALVING) as usize).min(BUCKETS - 1)
+    // Through i32, for which there are vector instructions.
+    (-log * BUCKETS_PER_HALVING).min((BUCKETS - 1) as f32) as i32 as usize
 }
 
 /// A float's place among all that are numbers, -0 below +0.
@@ -42,13 +42,14 @@ pub fn largest(logits: &[f32]) -> ControlFlow<usize, f32> {
     ControlFlow::Continue(f32::from_bits(bits.cast_unsigned()))
 }
 
-/// Calls `each` with the index of every logit, its logarithm to base 2 relative to that of `largest`, which is
-/// `(x - largest) * scale`, and its weight: 2 to that power times 2^40, rounded down. The same on every level and on a GPU.
+/// For every logit its logarithm to base 2 relative to that of `largest`, which is `(x - largest) * scale`, and 2 to that power
+/// times 2^40, of which the whole part is its weight. All slices are of one length. The same on every level and on a GPU.
 pub fn weigh(
     logits: &[f32],
     largest: f32,
     scale: f32,
-    mut each: impl FnMut(usize, f32, u64),
+    logs: &mut [f32],
+    weights: &mut [f32],
 ) -> Result<()> {
     static TABLE: OnceLock<&Table> = OnceLock::new();
     let table = match TABLE.get() {
@@ -58,21 +59,19 @@ pub fn weigh(
             TABLE.get_or_init(|| table)
         }
     };
-    let (mut logs, mut weights) = ([0.0; 16], [0.0; 16]);
-    for (i, part) in logits.chunks(16).enumerate() {
-        let mut padded = [f32::NEG_INFINITY; 16];
-        let x = match part.len() {
-            16 => part.as_ptr(),
-            n => {
-                padded[..n].copy_from_slice(part);
-                padded.as_ptr()
-            }
-        };
-        // SAFETY: the level is present, and there are 16 elements behind each pointer.
-        unsafe { (table.weigh)(x, largest, scale, logs.as_mut_ptr(), weights.as_mut_ptr()) };
-        for (j, (&log, &weight)) in logs.iter().zip(&weights).enumerate().take(part.len()) {
-            each(16 * i + j, log, weight as u64);
-        }
+    assert!(logs.len() == logits.len() && weights.len() == logits.len());
+    let whole = logits.len() / 16 * 16;
+    let (x, rest) = logits.split_at(whole);
+    // SAFETY: the level is present; `whole` elements, a multiple of 16, are behind each pointer, 16 behind each of the second call.
+    unsafe {
+        let (to, powers) = (logs.as_mut_ptr(), weights.as_mut_ptr());
+        (table.weigh)(x.as_ptr(), whole, largest, scale, to, powers);
+        let (mut x, mut last, mut powers) = ([f32::NEG_INFINITY; 16], [0.0; 16], [0.0; 16]);
+        x[..rest.len()].copy_from_slice(rest);
+        let (to, from) = (last.as_mut_ptr(), powers.as_mut_ptr());
+        (table.weigh)(x.as_ptr(), 16, largest, scale, to, from);
+        logs[whole..].copy_from_slice(&last[..rest.len()]);
+        weights[whole..].copy_from_slice(&powers[..rest.len()]);
     }
     Ok(())
 }

@@ -32,7 +32,9 @@ unsafe impl Simd for Scalar {
 
     const TILE: usize = 4;
     const INT8_TILE: usize = 4;
-    const GEMV_GROUPS: usize = 1;
+    const SKINNY_TOKENS: [usize; 2] = [4, 4];
+    const SKINNY_SUMS: usize = 1;
+    const PANEL_TOKENS: [usize; 2] = [5, 5];
     const CODE_OFFSET: i32 = 0;
 
     #[inline(always)]

@@ -21,8 +21,13 @@ pub(super) unsafe trait Simd {
     const TILE: usize;
     /// Tokens per tile of the int8 products.
     const INT8_TILE: usize;
-    /// Row groups whose chains a GEMV interleaves: enough to hide the latency of a multiply-add, if registers allow.
-    const GEMV_GROUPS: usize;
+    /// Tokens that an exact skinny product takes at once, and an int8 one; 8 at most.
+    const SKINNY_TOKENS: [usize; 2];
+    /// Outputs of 16 rows that a skinny product sums at once, four row groups of a token at most: enough to hide the latency of a
+    /// multiply-add, if registers allow.
+    const SKINNY_SUMS: usize;
+    /// From how many tokens on unpacking into a panel is quicker than skinny products, exact and int8.
+    const PANEL_TOKENS: [usize; 2];
     /// What is added to a doubled code in integer panels, so that it suits the level's dot instruction.
     const CODE_OFFSET: i32;
 
@@ -67,9 +72,14 @@ pub(super) unsafe trait Simd {
     /// For 16 rows, the exact sum over 16 k of code times activation, as `f32`. `codes` holds 256 bytes from
     /// [`Simd::store_codes`], `x` 16 bytes, and `offset` is `CODE_OFFSET` times the sum of `x`.
     unsafe fn dot(codes: *const u8, x: *const i8, offset: i32) -> Self::V;
-    /// [`Simd::dot`] of a packed block: two units.
+    /// [`Simd::dot`] of a packed block, two units, with `T` tokens, `row` blocks apart in `x` and `offsets`.
     #[inline(always)]
-    unsafe fn block_dot(units: *const u8, x: *const i8, offset: i32) -> Self::V {
+    unsafe fn block_dots<const T: usize>(
+        units: *const u8,
+        x: *const i8,
+        offsets: *const i32,
+        row: usize,
+    ) -> [Self::V; T] {
         let mut codes = [0; 256];
         // SAFETY: forwarded; the four halves fill `codes`.
         unsafe {
@@ -77,7 +87,11 @@ pub(super) unsafe trait Simd {
                 let half = Self::nibbles(units.add(quarter / 2 * UNIT_BYTES), quarter % 2 == 1);
                 Self::store_codes(codes.as_mut_ptr().add(quarter * 64), half);
             }
-            Self::dot(codes.as_ptr(), x, offset)
+            let mut dots = [Self::splat(0.0); T];
+            for t in 0..T {
+                dots[t] = Self::dot(codes.as_ptr(), x.add(t * row * 16), *offsets.add(t * row));
+            }
+            dots
         }
     }
 

@@ -8,17 +8,29 @@ use super::simd::Simd;
 pub(super) use attention::Query;
 pub(super) use linear::INT8_SCALE_BLOCKS;
 
-/// Row groups times one token: see [`linear::gemv`].
-pub(super) type Gemv = unsafe fn(*const u8, usize, usize, usize, *const f32, f32, *mut f32);
+/// See [`linear::skinny`], after the number of tokens, from 1 to that of [`Table::skinny_tokens`].
+pub(super) type Skinny =
+    unsafe fn(usize, *const u8, usize, usize, usize, *const f32, f32, *mut f32, usize);
 /// See [`linear::unpack`].
 pub(super) type Unpack = unsafe fn(*const u8, usize, *mut f32, *mut f32);
 /// See [`linear::tile`], after the tile's width, one of [`Table::tiles`].
 pub(super) type Tile = unsafe fn(usize, *const f32, *const f32, usize, *const f32, f32, *mut f32);
 /// See [`linear::quantize_row`].
 pub(super) type QuantizeRow = unsafe fn(*const f32, usize, *mut i8, *mut f32, *mut i32);
-/// See [`linear::gemv_int8`].
-pub(super) type GemvInt8 =
-    unsafe fn(*const u8, usize, usize, usize, *const i8, *const f32, *const i32, f32, *mut f32);
+/// See [`linear::skinny_int8`], after the number of tokens, from 1 to that of [`Table::skinny_tokens`].
+pub(super) type SkinnyInt8 = unsafe fn(
+    usize,
+    *const u8,
+    usize,
+    usize,
+    usize,
+    *const i8,
+    *const f32,
+    *const i32,
+    f32,
+    *mut f32,
+    usize,
+);
 /// See [`linear::unpack_int8`].
 pub(super) type UnpackInt8 = unsafe fn(*const u8, usize, *mut u8, *mut f32);
 /// See [`linear::tile_int8`], after the number of tokens, 1 to [`Table::int8_tile`].
@@ -41,7 +53,7 @@ pub(super) type RmsNorm = unsafe fn(*const f32, *const f32, f32, usize, *mut f32
 /// See [`pointwise::swiglu`].
 pub(super) type Swiglu = unsafe fn(*mut f32, *const f32, usize);
 /// See [`sample::weigh`].
-pub(super) type Weigh = unsafe fn(*const f32, f32, f32, *mut f32, *mut f32);
+pub(super) type Weigh = unsafe fn(*const f32, usize, f32, f32, *mut f32, *mut f32);
 /// See [`pointwise::sum`].
 pub(super) type Sum = unsafe fn(*const f32, usize, usize) -> f32;
 
@@ -50,6 +62,9 @@ pub(super) const ATTENTION_QUERIES: usize = 4;
 
 /// The widest int8 tile of any level.
 pub(super) const MOST_INT8_TILE: usize = 4;
+
+/// The most tokens for which any level prefers a skinny product in several passes to a panel.
+pub(super) const MOST_SKINNY: usize = 32;
 
 /// Every tile width that is stamped; a level uses those up to its own.
 const WIDTHS: [usize; 7] = [1, 2, 3, 4, 6, 8, 12];
@@ -62,11 +77,15 @@ pub(super) struct Table {
     pub level: Level,
     /// The widest tile.
     pub widest: usize,
-    gemv: [Gemv; 4],
+    /// Tokens that an exact skinny product takes at once, and an int8 one.
+    pub skinny_tokens: [usize; 2],
+    /// The first number of tokens for which a panel is quicker, exact and int8; at most [`MOST_SKINNY`] + 1.
+    pub panel_tokens: [usize; 2],
+    skinny: [Skinny; 4],
     unpack: [Unpack; 4],
     pub tile: Tile,
     pub quantize_row: QuantizeRow,
-    pub gemv_int8: GemvInt8,
+    pub skinny_int8: SkinnyInt8,
     pub unpack_int8: UnpackInt8,
     /// Tokens in an int8 tile, [`MOST_INT8_TILE`] at most.
     pub int8_tile: usize,
@@ -94,8 +113,8 @@ impl Table {
         }
     }
 
-    pub(super) fn gemv(&self, kind: Kind) -> Gemv {
-        self.gemv[kind as usize]
+    pub(super) fn skinny(&self, kind: Kind) -> Skinny {
+        self.skinny[kind as usize]
     }
 
     pub(super) fn unpack(&self, kind: Kind) -> Unpack {
@@ -111,6 +130,22 @@ impl Table {
     }
 }
 
+/// The function for a number of tokens. A level has none for more than `$most`: the arms above that name the last again.
+macro_rules! of_tokens {
+    ($tokens:expr, $most:expr, $function:ident $(, $weights:ident)?) => {
+        of_tokens!(@ $tokens, $most, $function, ($($weights)?), [1 2 3 4 5 6 7 8])
+    };
+    (@ $tokens:expr, $most:expr, $function:ident, $weights:tt, [$($n:literal)*]) => {
+        match $tokens {
+            $($n => of_tokens!(@@ $n, $most, $function, $weights),)*
+            tokens => unreachable!("a skinny product of {tokens} tokens"),
+        }
+    };
+    (@@ $n:literal, $most:expr, $function:ident, ($($weights:ident)?)) => {
+        $function::<$($weights,)? { if $n < $most { $n } else { $most } }>
+    };
+}
+
 /// Stamps the table of one level: each function is a body of `generic` compiled with the level's target features, under
 /// the obligations of that body.
 macro_rules! stamp {
@@ -121,10 +156,19 @@ macro_rules! stamp {
             use $shell as Shell;
 
             $(#[$features])?
-            unsafe fn gemv<W: linear::Source<Shell>>(
+            unsafe fn skinny_of<W: linear::Source<Shell>, const T: usize>(
                 data: *const u8, stride: usize, groups: usize, blocks: usize, x: *const f32, global: f32, out: *mut f32,
+                row: usize,
             ) {
-                unsafe { linear::gemv::<Shell, W>(data, stride, groups, blocks, x, global, out) }
+                unsafe { linear::skinny::<Shell, W, T>(data, stride, groups, blocks, x, global, out, row) }
+            }
+
+            unsafe fn skinny<W: linear::Source<Shell>>(
+                tokens: usize, data: *const u8, stride: usize, groups: usize, blocks: usize, x: *const f32, global: f32,
+                out: *mut f32, row: usize,
+            ) {
+                let skinny = of_tokens!(tokens, <Shell as Simd>::SKINNY_TOKENS[0], skinny_of, W);
+                unsafe { skinny(data, stride, groups, blocks, x, global, out, row) }
             }
 
             $(#[$features])?
@@ -164,13 +208,23 @@ macro_rules! stamp {
             }
 
             $(#[$features])?
-            unsafe fn gemv_int8(
+            unsafe fn skinny_int8_of<const T: usize>(
                 data: *const u8, stride: usize, groups: usize, blocks: usize, codes: *const i8, scales: *const f32,
-                offsets: *const i32, half_global: f32, out: *mut f32,
+                offsets: *const i32, half_global: f32, out: *mut f32, row: usize,
             ) {
                 unsafe {
-                    linear::gemv_int8::<Shell>(data, stride, groups, blocks, codes, scales, offsets, half_global, out)
+                    linear::skinny_int8::<Shell, T>(
+                        data, stride, groups, blocks, codes, scales, offsets, half_global, out, row,
+                    )
                 }
+            }
+
+            unsafe fn skinny_int8(
+                tokens: usize, data: *const u8, stride: usize, groups: usize, blocks: usize, codes: *const i8,
+                scales: *const f32, offsets: *const i32, half_global: f32, out: *mut f32, row: usize,
+            ) {
+                let skinny = of_tokens!(tokens, <Shell as Simd>::SKINNY_TOKENS[1], skinny_int8_of);
+                unsafe { skinny(data, stride, groups, blocks, codes, scales, offsets, half_global, out, row) }
             }
 
             $(#[$features])?
@@ -230,8 +284,8 @@ macro_rules! stamp {
             }
 
             $(#[$features])?
-            unsafe fn weigh(x: *const f32, largest: f32, scale: f32, logs: *mut f32, weights: *mut f32) {
-                unsafe { sample::weigh::<Shell>(x, largest, scale, logs, weights) }
+            unsafe fn weigh(x: *const f32, n: usize, largest: f32, scale: f32, logs: *mut f32, weights: *mut f32) {
+                unsafe { sample::weigh::<Shell>(x, n, largest, scale, logs, weights) }
             }
 
             $(#[$features])?
@@ -242,13 +296,21 @@ macro_rules! stamp {
             pub(super) static TABLE: Table = Table {
                 level: Level::$level,
                 widest: <Shell as Simd>::TILE,
-                gemv: [gemv::<linear::Nvfp4>, gemv::<linear::F32>, gemv::<linear::F16>, gemv::<linear::Bf16>],
+                skinny_tokens: <Shell as Simd>::SKINNY_TOKENS,
+                panel_tokens: {
+                    let [exact, int8] = <Shell as Simd>::PANEL_TOKENS;
+                    assert!(exact <= MOST_SKINNY + 1 && int8 <= MOST_SKINNY + 1);
+                    [exact, int8]
+                },
+                skinny: [
+                    skinny::<linear::Nvfp4>, skinny::<linear::F32>, skinny::<linear::F16>, skinny::<linear::Bf16>,
+                ],
                 unpack: [
                     unpack::<linear::Nvfp4>, unpack::<linear::F32>, unpack::<linear::F16>, unpack::<linear::Bf16>,
                 ],
                 tile,
                 quantize_row,
-                gemv_int8,
+                skinny_int8,
                 unpack_int8,
                 int8_tile: {
                     assert!(<Shell as Simd>::INT8_TILE <= MOST_INT8_TILE);

@@ -2,8 +2,8 @@
 //! on rows of the residual stream; whose rows they are shows only where keys and values are stored and attended to.
 
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 
 use super::gpu::{self, Executor};
 use super::kv_cache::KvCache;
@@ -35,7 +35,7 @@ pub struct Scratch {
     attended: Buffer<f32>,
     gate: Buffer<f32>,
     up: Buffer<f32>,
-    sample: sample::Scratch,
+    sample: Vec<Mutex<sample::Scratch>>,
     interrupt: Option<Arc<AtomicBool>>,
 }
 
@@ -52,7 +52,7 @@ impl Scratch {
             attended: empty(),
             gate: empty(),
             up: empty(),
-            sample: sample::Scratch::default(),
+            sample: Vec::new(),
             interrupt: None,
         }
     }
@@ -289,10 +289,7 @@ impl Model {
     ) -> Result<Vec<u32>> {
         let mut logits = Vec::new();
         self.batch(tokens, caches, scratch, &mut logits)?;
-        let rows = logits.chunks_exact(self.config().vocab_size);
-        rows.zip(choices)
-            .map(|(row, choice)| sample::sample(row, choice, &mut scratch.sample))
-            .collect()
+        sample::sample_rows(&logits, choices, self.device.host()?, &mut scratch.sample)
     }
 
     fn check_batch(&self, tokens: &[u32], caches: &[&mut KvCache]) -> Result<()> {

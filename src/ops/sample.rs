@@ -12,9 +12,12 @@
 
 use std::cmp::Reverse;
 use std::ops::ControlFlow;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 use crate::base::error::{bail, err};
 use crate::base::{Error, Result};
+use crate::cpu::Cpu;
 use crate::cpu::sample::{self, BUCKETS, bucket};
 use crate::cuda::DrawRule;
 use crate::format::random;
@@ -180,6 +183,38 @@ pub fn sample(logits: &[f32], choice: &Choice<'_>, scratch: &mut Scratch) -> Res
     scratch.ranking.draw(logits, largest, &rule)
 }
 
+/// The tokens chosen from rows of `logits`, one for each choice, on the threads of `cpu`. `scratches` gets one for each thread.
+pub fn sample_rows(
+    logits: &[f32],
+    choices: &[Choice<'_>],
+    cpu: &Cpu,
+    scratches: &mut Vec<Mutex<Scratch>>,
+) -> Result<Vec<u32>> {
+    let threads = cpu.pool().threads().min(choices.len());
+    if scratches.len() < threads {
+        scratches.resize_with(threads, Mutex::default);
+    }
+    let scratches = &*scratches;
+    let chosen: Vec<OnceLock<Result<u32>>> = choices.iter().map(|_| OnceLock::new()).collect();
+    let next = AtomicUsize::new(0);
+    cpu.pool().run(threads, |thread| {
+        // One that a panic left behind is as good: it is filled anew each time.
+        let mut scratch = scratches[thread]
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        loop {
+            let i = next.fetch_add(1, Relaxed);
+            let Some(choice) = choices.get(i) else { break };
+            let row = logits.len() / choices.len();
+            let token = sample(&logits[i * row..][..row], choice, &mut scratch);
+            let _ = chosen[i].set(token);
+        }
+    });
+    let each = chosen.into_iter().map(OnceLock::into_inner);
+    each.map(|token| token.expect("every row was taken"))
+        .collect()
+}
+
 /// Applies a repetition penalty to the logits of tokens that have occurred.
 fn penalize(logits: &mut [f32], history: &[u32], penalty: f32, seen: &mut Vec<bool>) {
     seen.clear();
@@ -233,7 +268,8 @@ impl Measure {
 struct Ranking {
     buckets: Vec<u16>,
     logs: Vec<f32>,
-    weights: Vec<u64>,
+    /// Weights, before what is below 1 is cut off.
+    weights: Vec<f32>,
     sums: Vec<u64>,
     counts: Vec<u64>,
     members: Vec<Member>,
@@ -266,7 +302,7 @@ impl Ranking {
         let n = logits.len();
         self.buckets.resize(n, 0);
         self.logs.resize(n, 0.0);
-        self.weights.resize(n, 0);
+        self.weights.resize(n, 0.0);
         for sums in [&mut self.sums, &mut self.counts] {
             sums.clear();
             sums.resize(BUCKETS, 0);
@@ -276,14 +312,16 @@ impl Ranking {
             &mut self.logs[..n],
             &mut self.weights[..n],
         );
-        sample::weigh(logits, largest, scale, |i, log, weight| {
-            let bucket = bucket(log);
-            buckets[i] = bucket as u16;
-            logs[i] = log;
-            weights[i] = weight;
-            self.sums[bucket] += weight;
-            self.counts[bucket] += 1;
-        })
+        sample::weigh(logits, largest, scale, logs, weights)?;
+        // By itself, so that it becomes vector instructions.
+        for (place, &log) in buckets.iter_mut().zip(&*logs) {
+            *place = bucket(log) as u16;
+        }
+        for (&bucket, &w) in buckets.iter().zip(&*weights) {
+            self.sums[usize::from(bucket)] += weight(w);
+            self.counts[usize::from(bucket)] += 1;
+        }
+        Ok(())
     }
 
     /// The sum of weights up to the token at which the running sum of `measure` passes `target`, that token included.
@@ -299,7 +337,7 @@ impl Ranking {
         let tokens = self.buckets.iter().zip(self.logs.iter().zip(&self.weights));
         let within =
             tokens.filter(|&(&bucket, (&log, _))| usize::from(bucket) == last && log >= least);
-        before + within.map(|(_, (_, weight))| weight).sum::<u64>()
+        before + within.map(|(_, (_, &w))| weight(w)).sum::<u64>()
     }
 
     /// The token at which the running sum of `measure` passes `target`, which is less than the whole, and the sum of weights
@@ -323,7 +361,7 @@ impl Ranking {
             .filter(|&(_, &b)| usize::from(b) == bucket);
         self.members.extend(inside.map(|(i, _)| Member {
             key: key(logits[i], i as u32),
-            weight: self.weights[i],
+            weight: weight(self.weights[i]),
         }));
         within(&mut self.members, measure, target - passed, before)
     }
@@ -357,6 +395,11 @@ fn within(members: &mut [Member], measure: Measure, target: u64, before: u64) ->
         before += member.weight;
     }
     (members[last], before)
+}
+
+/// The whole part of a power that [`sample::weigh`] gives. Through i64, for which there is an instruction.
+fn weight(power: f32) -> u64 {
+    (power as i64).cast_unsigned()
 }
 
 /// A token's place in the ranking: larger for a larger logit, and of equal ones for the lower token, which is in the low half.
@@ -533,16 +576,24 @@ mod tests {
         assert_ne!(run(1), run(2));
     }
 
+    /// The logarithm and weight of each logit.
+    fn weighed(logits: &[f32], largest: f32, scale: f32) -> Vec<(f32, u64)> {
+        let (mut logs, mut weights) = (vec![0.0; logits.len()], vec![0.0; logits.len()]);
+        sample::weigh(logits, largest, scale, &mut logs, &mut weights).unwrap();
+        let weights = weights.into_iter().map(weight);
+        logs.into_iter().zip(weights).collect()
+    }
+
     /// What the ranking says, sorted as a whole and summed up token by token.
     fn in_order(logits: &[f32], rule: &DrawRule) -> u32 {
         let ControlFlow::Continue(largest) = sample::largest(logits) else {
             panic!("unusable logits");
         };
-        let mut ranking = Vec::new();
-        sample::weigh(logits, largest, rule.scale, |i, log, weight| {
-            ranking.push((key(logits[i], i as u32), log, weight, i as u32));
-        })
-        .unwrap();
+        let weighed = weighed(logits, largest, rule.scale);
+        let mut ranking: Vec<_> = (0u32..)
+            .zip(weighed)
+            .map(|(i, (log, weight))| (key(logits[i as usize], i), log, weight, i))
+            .collect();
         ranking.sort_by_key(|&(key, ..)| Reverse(key));
         if rule.top_k > 0 {
             ranking.truncate(rule.top_k as usize);
@@ -615,7 +666,7 @@ mod tests {
         for temperature in [0.2f32, 0.7, 1.0, 3.0] {
             let scale = std::f32::consts::LOG2_E / temperature;
             let mut last = (u64::MAX, 0);
-            sample::weigh(&logits, logits[0], scale, |i, log, weight| {
+            for (i, (log, weight)) in weighed(&logits, logits[0], scale).into_iter().enumerate() {
                 let x = (f64::from(logits[i]) - 5.0) / f64::from(temperature);
                 let want = x.exp() * 2f64.powi(40);
                 assert!(
@@ -625,8 +676,7 @@ mod tests {
                 let now = (weight, bucket(log));
                 assert!(now.0 <= last.0 && now.1 >= last.1, "{now:?} after {last:?}");
                 last = now;
-            })
-            .unwrap();
+            }
         }
     }
 

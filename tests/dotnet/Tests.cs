@@ -354,8 +354,15 @@ static class Tests
 
             // From another thread.
             source = new CancellationTokenSource();
-            source.CancelAfter(50);
-            Throws<OperationCanceledException>(() => chat.Ask("Hi", Tokens(1000000), null, source.Token));
+            var other = new Thread(source.Cancel);
+            int given = 0;
+            Throws<OperationCanceledException>(() => chat.Ask("Hi", Tokens(1000000), piece =>
+            {
+                if (++given == 1)
+                    other.Start();
+                other.Join();
+            }, source.Token));
+            Same(1, given);
             // Before it begins: the session is as it was.
             long length = chat.Length;
             Throws<OperationCanceledException>(() => chat.Ask("Hi", null, null, source.Token));

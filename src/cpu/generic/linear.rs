@@ -1,5 +1,5 @@
-//! Products of packed weights with activations: a GEMV that reads the packed form directly, and a tiled GEMM that first
-//! unpacks sixteen rows into a panel.
+//! Products of packed weights with activations: for few tokens a skinny GEMM that decodes the packed form in registers, and a
+//! tiled GEMM that first unpacks sixteen rows into a panel.
 //!
 //! Both compute each output in the same order: the sixteen k of a block by a chain of fused multiply-adds, then that partial
 //! sum times the block scale, fused onto the running sum. So a token gives the same bits alone or in a batch.
@@ -95,12 +95,13 @@ dense_source!(F32, f32, load);
 dense_source!(F16, u16, load_f16);
 dense_source!(Bf16, u16, load_bf16);
 
-/// One input row times `groups` row groups, `stride` bytes apart from `data`; `out` takes 16 floats a group.
+/// `T` tokens times `groups` row groups, `stride` bytes apart from `data`; `x` is `[16 * blocks][T]`. The 16 outputs of token
+/// `t` and group `g` go to `t * row + 16 * g` of `out`.
 ///
 /// # Safety
-/// As for [`Source`]; `x` holds `16 * blocks` floats and `out` room for `16 * groups`.
+/// As for [`Source`], with that much in `x` and room in `out`.
 #[inline(always)]
-pub(in crate::cpu) unsafe fn gemv<S: Simd, W: Source<S>>(
+pub(in crate::cpu) unsafe fn skinny<S: Simd, W: Source<S>, const T: usize>(
     data: *const u8,
     stride: usize,
     groups: usize,
@@ -108,26 +109,32 @@ pub(in crate::cpu) unsafe fn gemv<S: Simd, W: Source<S>>(
     x: *const f32,
     global: f32,
     out: *mut f32,
+    row: usize,
 ) {
     // SAFETY: forwarded.
     unsafe {
         let mut g = 0;
         while g < groups {
-            let (data, out) = (data.add(g * stride), out.add(g * 16));
-            g += match (S::GEMV_GROUPS, groups - g) {
-                (4.., 4..) => gemv_groups::<S, W, 4>(data, stride, blocks, x, global, out),
-                (2.., 2..) => gemv_groups::<S, W, 2>(data, stride, blocks, x, global, out),
-                _ => gemv_groups::<S, W, 1>(data, stride, blocks, x, global, out),
-            };
+            let (data, out, left) = (data.add(g * stride), out.add(g * 16), groups - g);
+            if const { S::SKINNY_SUMS / T >= 4 } && left >= 4 {
+                skinny_groups::<S, W, T, 4>(data, stride, blocks, x, global, out, row);
+                g += 4;
+            } else if const { S::SKINNY_SUMS / T >= 2 } && left >= 2 {
+                skinny_groups::<S, W, T, 2>(data, stride, blocks, x, global, out, row);
+                g += 2;
+            } else {
+                skinny_groups::<S, W, T, 1>(data, stride, blocks, x, global, out, row);
+                g += 1;
+            }
         }
     }
 }
 
-/// How far ahead of its use a GEMV asks for memory, in bytes of each row group it reads: as much as arrives in the time that
+/// How far ahead of its use a skinny product asks for memory, in bytes of each row group it reads: as much as arrives in the time that
 /// memory takes to answer. What the hardware prefetches by itself is not enough beside this much computing.
 const PREFETCH_BYTES: usize = 4096;
 
-/// Asks for what a GEMV will read of each of `G` row groups some blocks after `block`, or of the `G` groups after those.
+/// Asks for what a skinny product will read of each of `G` row groups some blocks after `block`, or of the `G` groups after those.
 #[inline(always)]
 unsafe fn prefetch<S: Simd, W: Source<S>, const G: usize>(
     data: *const u8,
@@ -150,57 +157,67 @@ unsafe fn prefetch<S: Simd, W: Source<S>, const G: usize>(
     }
 }
 
-/// Four k of a block, from `4 * Q`, onto the partial sums of `G` row groups.
+/// Four k of a block, from `4 * Q`, onto the partial sums of `G` row groups and `T` tokens.
 #[inline(always)]
-unsafe fn gemv_four<S: Simd, W: Source<S>, const G: usize, const Q: usize>(
+unsafe fn skinny_four<S: Simd, W: Source<S>, const T: usize, const G: usize, const Q: usize>(
     data: *const u8,
     stride: usize,
     block: usize,
     x: *const f32,
-    part: &mut [S::V; G],
+    part: &mut [[S::V; T]; G],
 ) {
     // SAFETY: forwarded.
     unsafe {
         for g in 0..G {
             let w = W::four(data.add(g * stride), block, Q);
             for k in 0..4 {
-                part[g] = S::fma(w[k], S::splat(*x.add(4 * Q + k)), part[g]);
+                for t in 0..T {
+                    let x = S::splat(*x.add((4 * Q + k) * T + t));
+                    part[g][t] = S::fma(w[k], x, part[g][t]);
+                }
             }
         }
     }
 }
 
-/// `G` row groups at once, so that their independent chains hide the latency of a multiply-add. Returns `G`.
+/// `G` row groups at once, so that `G * T` independent chains hide the latency of a multiply-add.
 #[inline(always)]
-unsafe fn gemv_groups<S: Simd, W: Source<S>, const G: usize>(
+unsafe fn skinny_groups<S: Simd, W: Source<S>, const T: usize, const G: usize>(
     data: *const u8,
     stride: usize,
     blocks: usize,
     x: *const f32,
     global: f32,
     out: *mut f32,
-) -> usize {
+    row: usize,
+) {
     // SAFETY: forwarded.
     unsafe {
-        let mut sum = [S::splat(0.0); G];
+        let zero = S::splat(0.0);
+        let mut sum = [[zero; T]; G];
         for block in 0..blocks {
             prefetch::<S, W, G>(data, stride, block, blocks);
-            let x = x.add(block * 16);
-            let mut part = [S::splat(0.0); G];
+            let x = x.add(block * 16 * T);
+            let mut part = [[zero; T]; G];
             // Written out: as a loop it stays one, with a branch on the quarter inside.
-            gemv_four::<S, W, G, 0>(data, stride, block, x, &mut part);
-            gemv_four::<S, W, G, 1>(data, stride, block, x, &mut part);
-            gemv_four::<S, W, G, 2>(data, stride, block, x, &mut part);
-            gemv_four::<S, W, G, 3>(data, stride, block, x, &mut part);
+            skinny_four::<S, W, T, G, 0>(data, stride, block, x, &mut part);
+            skinny_four::<S, W, T, G, 1>(data, stride, block, x, &mut part);
+            skinny_four::<S, W, T, G, 2>(data, stride, block, x, &mut part);
+            skinny_four::<S, W, T, G, 3>(data, stride, block, x, &mut part);
             for g in 0..G {
-                sum[g] = S::fma(part[g], W::scale(data.add(g * stride), block), sum[g]);
+                let scale = W::scale(data.add(g * stride), block);
+                for t in 0..T {
+                    sum[g][t] = S::fma(part[g][t], scale, sum[g][t]);
+                }
             }
         }
+        let global = S::splat(global);
         for g in 0..G {
-            S::store(out.add(g * 16), S::mul(sum[g], S::splat(global)));
+            for t in 0..T {
+                S::store(out.add(t * row + g * 16), S::mul(sum[g][t], global));
+            }
         }
     }
-    G
 }
 
 /// Unpacks one row group: `panel` takes `[16 * blocks][16]` unscaled values, `scales` takes `[blocks][16]`.
@@ -372,13 +389,13 @@ pub(in crate::cpu) unsafe fn tile_int8<S: Simd, const T: usize>(
     }
 }
 
-/// One quantized token, as [`quantize_row`] fills it, times `groups` NVFP4 row groups, `stride` bytes apart from `data`; `out`
-/// takes 16 floats a group. The bits are those of [`tile_int8`].
+/// `T` quantized tokens, laid out as for [`tile_int8`], times `groups` NVFP4 row groups, `stride` bytes apart from `data`; outputs
+/// go where [`skinny`] puts them. The bits are those of [`tile_int8`].
 ///
 /// # Safety
-/// As for [`gemv`], with that much in the inputs.
+/// As for [`skinny`], with that much in the inputs.
 #[inline(always)]
-pub(in crate::cpu) unsafe fn gemv_int8<S: Simd>(
+pub(in crate::cpu) unsafe fn skinny_int8<S: Simd, const T: usize>(
     data: *const u8,
     stride: usize,
     groups: usize,
@@ -388,21 +405,29 @@ pub(in crate::cpu) unsafe fn gemv_int8<S: Simd>(
     offsets: *const i32,
     half_global: f32,
     out: *mut f32,
+    row: usize,
 ) {
     // SAFETY: forwarded.
     unsafe {
+        let scale_row = blocks.div_ceil(INT8_SCALE_BLOCKS);
+        let half_global = S::splat(half_global);
         for g in 0..groups {
             let group = data.add(g * stride);
-            let mut sum = S::splat(0.0);
+            let mut sum = [S::splat(0.0); T];
             for block in 0..blocks {
                 prefetch::<S, Nvfp4, 1>(group, stride, block, blocks);
                 let (units, _) = nvfp4_block(group, block);
-                let dot = S::block_dot(units, codes.add(block * 16), *offsets.add(block));
                 let scale = <Nvfp4 as Source<S>>::scale(group, block);
-                let x = S::splat(*scales.add(block / INT8_SCALE_BLOCKS));
-                sum = S::fma(dot, S::mul(scale, x), sum);
+                let dots =
+                    S::block_dots::<T>(units, codes.add(block * 16), offsets.add(block), blocks);
+                for t in 0..T {
+                    let x = S::splat(*scales.add(t * scale_row + block / INT8_SCALE_BLOCKS));
+                    sum[t] = S::fma(dots[t], S::mul(scale, x), sum[t]);
+                }
             }
-            S::store(out.add(g * 16), S::mul(sum, S::splat(half_global)));
+            for t in 0..T {
+                S::store(out.add(t * row + g * 16), S::mul(sum[t], half_global));
+            }
         }
     }
 }

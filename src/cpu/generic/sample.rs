@@ -17,14 +17,15 @@ const SERIES: [f32; 7] = [
     std::f32::consts::LN_2,
 ];
 
-/// For 16 logits: their logarithms to base 2 relative to the largest, `(x - largest) * scale`, and 2 to that power times
-/// 2^[`WEIGHT_BITS`], of which the whole part is the weight. `kernels/sample/draw.cu` computes the same bits.
+/// For `n` logits, a multiple of 16: their logarithms to base 2 relative to the largest, `(x - largest) * scale`, and 2 to that
+/// power times 2^[`WEIGHT_BITS`], of which the whole part is the weight. `kernels/sample/draw.cu` computes the same bits.
 ///
 /// # Safety
-/// As for [`Simd`], with 16 elements behind each pointer.
+/// As for [`Simd`], with `n` elements behind each pointer.
 #[inline(always)]
 pub(in crate::cpu) unsafe fn weigh<S: Simd>(
     x: *const f32,
+    n: usize,
     largest: f32,
     scale: f32,
     logs: *mut f32,
@@ -32,18 +33,23 @@ pub(in crate::cpu) unsafe fn weigh<S: Simd>(
 ) {
     // SAFETY: forwarded.
     unsafe {
-        let log = S::mul(S::sub(S::load(x), S::splat(largest)), S::splat(scale));
-        S::store(logs, log);
-        // What is smaller has a weight of 0 as well, and no power that a float cannot hold.
-        let log = S::max(log, S::splat(-(WEIGHT_BITS as f32) - 2.0));
-        let n = S::round(log);
-        let r = S::sub(log, n);
-        let mut sum = S::splat(SERIES[0]);
-        for c in &SERIES[1..] {
-            sum = S::fma(sum, r, S::splat(*c));
+        for i in (0..n).step_by(16) {
+            let log = S::mul(
+                S::sub(S::load(x.add(i)), S::splat(largest)),
+                S::splat(scale),
+            );
+            S::store(logs.add(i), log);
+            // What is smaller has a weight of 0 as well, and no power that a float cannot hold.
+            let log = S::max(log, S::splat(-(WEIGHT_BITS as f32) - 2.0));
+            let n = S::round(log);
+            let r = S::sub(log, n);
+            let mut sum = S::splat(SERIES[0]);
+            for c in &SERIES[1..] {
+                sum = S::fma(sum, r, S::splat(*c));
+            }
+            let power = S::fma(sum, r, S::splat(1.0));
+            let n = S::add(n, S::splat(WEIGHT_BITS as f32));
+            S::store(weights.add(i), S::scale_by_power(power, n));
         }
-        let power = S::fma(sum, r, S::splat(1.0));
-        let n = S::add(n, S::splat(WEIGHT_BITS as f32));
-        S::store(weights, S::scale_by_power(power, n));
     }
 }
