@@ -14,8 +14,9 @@
  *
  * ERRORS. A function that can fail returns an NVFP4_Status: NVFP4_OK (0) or a positive number. NVFP4_last_error() then has
  * one line for people: what was wrong, with the values and names, and what would be right. Results go through pointers, at
- * the end of the parameters, and are untouched on failure unless the function says otherwise. Nothing but values crosses this
- * interface: no exception, no panic, no signal, no exit.
+ * the end of the parameters, and are untouched on failure unless the function says otherwise. The line is the calling thread's;
+ * NVFP4_take_error() makes an object of it that any thread may read. Nothing but values crosses this interface: no exception, no
+ * panic, no signal, no exit.
  *
  * ERRORS OF A GPU. A call on tensors of a CUDA device checks its arguments, enqueues its work and returns; it waits for the
  * device only where this file says so. What the device alone can see - values that are not finite in what is quantized, block
@@ -27,14 +28,21 @@
  * the first in full, and how many there were. NVFP4_device_synchronize() asks for them. The CPU has done the work of a call,
  * and found all that is wrong with it, when the call returns.
  *
- * HANDLES. NVFP4_Tensor, NVFP4_Weight, NVFP4_Model and NVFP4_Session are never defined and never dereferenced. Each is
- * counted: what creates one gives the caller a reference, _retain adds one, _release gives one up. Handles keep what they
+ * HANDLES. NVFP4_Tensor, NVFP4_Weight, NVFP4_Model, NVFP4_Session and NVFP4_Error are never defined and never dereferenced.
+ * Each is counted: what creates one gives the caller a reference, _retain adds one, _release gives one up. Handles keep what they
  * need alive inside (a session its model, a view its memory), so any order of release is right. A handle that is NULL, was
- * released, is of another type or is no handle at all gives NVFP4_INVALID_HANDLE. Handles are not reused.
+ * released, is of another type or of another copy of the library in the process, or is no handle at all gives
+ * NVFP4_INVALID_HANDLE; only _release takes NULL, and does nothing. Handles are not reused.
  *
  * THREADS. Every function may be called from any thread. Where a handle parameter is const, calls may overlap. Where it is
  * not, the call needs the handle for itself: while another call has it, the result is NVFP4_BUSY. Retain, release and
- * NVFP4_session_cancel() never do. Different handles are independent.
+ * NVFP4_session_cancel() never do. Different handles are independent. The library's own threads block all signals, so that
+ * handlers run on the host's.
+ *
+ * FORK. A child has its parent's models, sessions and tensors of the CPU and works with them and with its own; it starts threads
+ * of its own when it needs them. What a thread of the parent was using at that moment is half changed: a session gives
+ * NVFP4_BUSY in the child for ever, and can be released. CUDA does not work in the child of a process that has used it:
+ * everything there that is on a GPU gives NVFP4_DEVICE_UNAVAILABLE.
  *
  * TEXT is UTF-8. In: a pointer and a length in bytes; no NUL is needed. Out: the caller's buffer and its capacity; the length
  * in bytes is always written, the text is copied if it fits, and a NUL follows it if that fits too; else the result is
@@ -60,9 +68,9 @@
  * VERSIONS. NVFP4_ABI_VERSION changes only when a program built with an older header would break.
  */
 
-
 #ifndef NVFP4_H
 #define NVFP4_H
+
 
 #include <stddef.h>
 #include <stdint.h>
@@ -75,6 +83,10 @@
 
 /* From dlpack.h, which is only needed by those who use it. */
 struct DLManagedTensor;
+
+#ifdef __cplusplus
+extern "C" {
+#endif
 
 /** Success. */
 #define NVFP4_OK 0
@@ -352,6 +364,9 @@ struct DLManagedTensor;
 /** The callback or NVFP4_session_cancel() ended it. What was generated until then is kept. */
 #define NVFP4_FINISH_CANCELLED 4
 
+/** An error as an object, which may go to another thread. See NVFP4_take_error(). Immutable. */
+typedef struct NVFP4_Error NVFP4_Error;
+
 /** A loaded model. See the model chapter. */
 typedef struct NVFP4_Model NVFP4_Model;
 
@@ -605,10 +620,6 @@ typedef struct NVFP4_GenerationResult {
     double decode_seconds;
 } NVFP4_GenerationResult;
 
-#ifdef __cplusplus
-extern "C" {
-#endif // __cplusplus
-
 /**
  * @defgroup status Status numbers and the last error
  *
@@ -635,12 +646,35 @@ NVFP4_Status NVFP4_last_status(void);
 
 /**
  * Copies the message of NVFP4_last_error() into `buffer`, for hosts that may change threads between two calls. For the
- * buffer see TEXT above.
+ * buffer see TEXT above. Reading an error never changes it: where this call itself fails, its status alone says so.
  */
 NVFP4_API
 NVFP4_Status NVFP4_last_error_copy(char *buffer,
                                    size_t capacity,
                                    size_t *length);
+
+/**
+ * Takes this thread's last error away as an object with one reference, for another thread to read or for later: NVFP4_last_status()
+ * is #NVFP4_OK then. `out` gets NULL if no call has failed.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_take_error(NVFP4_Error **out);
+
+/** The status of the call that failed; #NVFP4_OK for NULL, and #NVFP4_INVALID_HANDLE for what is no error. */
+NVFP4_API NVFP4_Status NVFP4_error_status(const NVFP4_Error *error);
+
+/**
+ * The message of the call that failed, as NVFP4_last_error() had it: valid until the error is released for the last time. Empty for
+ * NULL and for what is no error; never NULL.
+ */
+NVFP4_API
+const char *NVFP4_error_message(const NVFP4_Error *error);
+
+/** Adds a reference to an error. */
+NVFP4_API NVFP4_Status NVFP4_error_retain(NVFP4_Error *error);
+
+/** Gives up a reference to an error. After the last one the handle is stale. */
+NVFP4_API NVFP4_Status NVFP4_error_release(NVFP4_Error *error);
 
 /**
  * @defgroup library The library itself: versions, logging, threads and what this machine offers
@@ -1281,7 +1315,8 @@ NVFP4_API NVFP4_Status NVFP4_model_vocab_size(const NVFP4_Model *model, size_t *
 
 /**
  * Text to token ids. `add_special` 1 adds what the model wants around a text (a first token, often); a rendered chat has it
- * already. Writes the number of tokens to `count`; see ARRAYS OUT above.
+ * already. Writes the number of tokens to `count`; see ARRAYS OUT above. Asking for the number first costs nothing: the tokens
+ * are kept for this thread's next call, which finds them if it is with the same text.
  */
 NVFP4_API
 NVFP4_Status NVFP4_model_tokenize(const NVFP4_Model *model,
@@ -1635,7 +1670,7 @@ void NVFP4_managed_prefetch(void *tensor,
                             int32_t device_index);
 
 #ifdef __cplusplus
-}  // extern "C"
-#endif  // __cplusplus
+}  /* extern "C" */
+#endif
 
 #endif  /* NVFP4_H */

@@ -371,6 +371,27 @@ inline Error last_error()
     return Error(status, message);
 }
 
+/** A failure of the C interface as an object, which may go to another thread. */
+class TakenError : public detail::Handle<NVFP4_Error, NVFP4_error_retain, NVFP4_error_release> {
+public:
+    using Handle::Handle;
+
+    /** The calling thread's last failure, which it then has no more; holds nothing if there was none. */
+    static Result<TakenError> take()
+    {
+        TakenError taken;
+        const NVFP4_Status status = NVFP4_take_error(taken.put());
+        return detail::result(status, std::move(taken));
+    }
+
+    /** A second owner. */
+    Result<TakenError> clone() const { return again<TakenError>(); }
+    /** What failed; NVFP4_OK if this holds nothing. */
+    NVFP4_Status status() const noexcept { return NVFP4_error_status(get()); }
+    /** The line that says why; lives as long as an owner. */
+    const char *what() const noexcept { return NVFP4_error_message(get()); }
+};
+
 /** Version of the library that runs, as "major.minor.patch". */
 inline const char *version() noexcept { return NVFP4_version(); }
 

@@ -2,12 +2,14 @@
 //! message.
 
 use std::cell::RefCell;
-use std::ffi::{c_char, c_void};
+use std::ffi::{CString, c_char, c_void};
 use std::ops::ControlFlow;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Once;
 
 use super::status::{NVFP4_OK, NVFP4_Status};
-use crate::base::{Error, ErrorKind, Result, entry, panics};
+use super::{handle, shared};
+use crate::base::{Error, ErrorKind, Result, entry, fork, panics};
 use crate::cuda::KeepContext;
 
 struct Last {
@@ -28,6 +30,15 @@ pub(super) fn enter(function: &'static str, body: impl FnOnce() -> Result<()>) -
     }
 }
 
+/// Runs the body of an entry that reads the last error, and leaves it as it is whatever happens.
+pub(super) fn enter_quietly(body: impl FnOnce() -> Result<()>) -> NVFP4_Status {
+    match catch_unwind(AssertUnwindSafe(body)) {
+        Ok(Ok(())) => NVFP4_OK,
+        Ok(Err(error)) => error.kind().status(),
+        Err(_) => ErrorKind::Internal.status(),
+    }
+}
+
 /// Runs the body of an entry without a status of its own: success clears the last error, so that the caller can tell.
 pub(super) fn enter_drop_in<T>(
     function: &'static str,
@@ -42,6 +53,11 @@ fn caught<T>(
     function: &'static str,
     body: impl FnOnce() -> Result<T>,
 ) -> std::result::Result<T, NVFP4_Status> {
+    static FIRST: Once = Once::new();
+    FIRST.call_once(|| {
+        panics::log_all();
+        fork::keep_whole(&[&handle::LIVE, &shared::SHARED]);
+    });
     // What a panic leaves half done is only reachable through an exclusive handle, which stays locked out after it.
     let error = match catch_unwind(AssertUnwindSafe(|| {
         let _context = KeepContext::new();
@@ -94,6 +110,19 @@ pub(super) fn last_text() -> String {
     .unwrap_or_default()
 }
 
+/// The last error, if there is one; then there is none.
+pub(super) fn take_last() -> Option<(NVFP4_Status, CString)> {
+    let taken = LAST.try_with(|last| {
+        let mut last = last.borrow_mut();
+        let status = std::mem::replace(&mut last.status, NVFP4_OK);
+        (status, std::mem::take(&mut last.text))
+    });
+    let (status, text) = taken.ok()?;
+    // The text has its only NUL at the end.
+    let text = CString::from_vec_with_nul(text).unwrap_or_default();
+    (status != NVFP4_OK).then_some((status, text))
+}
+
 /// The host's word that travels with its callback.
 #[derive(Clone, Copy)]
 pub(super) struct User(pub(super) *mut c_void);
@@ -124,6 +153,40 @@ mod tests {
         let status = enter("f", || std::panic::panic_any(3));
         assert_eq!(status, ErrorKind::Internal.status());
         assert_eq!(last_text(), "a panic without a message");
+    }
+
+    /// The other side of the test below, which runs it in a process of its own.
+    #[test]
+    #[ignore = "run by panics_are_not_printed"]
+    fn panics_in_an_entry_and_in_a_thread() {
+        let pool = crate::base::threads::Pool::new(2).unwrap();
+        let in_pool = || pool.run(8, |part| assert!(part != 5, "part {part} of a pool"));
+        assert_eq!(
+            enter("f", || panic!("in an entry")),
+            ErrorKind::Internal.status()
+        );
+        let status = enter("f", || {
+            in_pool();
+            Ok(())
+        });
+        assert_eq!(status, ErrorKind::Internal.status());
+        assert_eq!(last_text(), "part 5 of a pool");
+    }
+
+    #[test]
+    fn panics_are_not_printed() {
+        let output = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["--ignored", "--nocapture", "--exact"])
+            .arg("abi::guard::tests::panics_in_an_entry_and_in_a_thread")
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        let ran = String::from_utf8_lossy(&output.stdout).contains("1 passed");
+        assert!(output.status.success() && ran, "{output:?}");
+        assert!(
+            !said.contains("panicked") && !said.contains("in an entry"),
+            "{said}"
+        );
     }
 
     #[test]

@@ -4,11 +4,13 @@
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::ffi::c_void;
+use std::hash::{BuildHasher, RandomState};
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::{Arc, Condvar, LazyLock, Mutex, MutexGuard, PoisonError, RwLock};
 
 use crate::base::error::{Result, bail, err};
+use crate::base::fork;
 
 /// Something that C holds by handle.
 pub(super) trait Object: Send + Sync + 'static {
@@ -18,7 +20,7 @@ pub(super) trait Object: Send + Sync + 'static {
     const NAME: &'static str;
 }
 
-struct Live {
+pub(super) struct Live {
     /// References that C holds.
     references: usize,
     object: Arc<dyn Any + Send + Sync>,
@@ -33,8 +35,16 @@ const SHIFT: u32 = 48;
 /// Handles are multiples of this, as pointers to anything would be.
 const STEP: usize = 16;
 
-static NEXT: AtomicUsize = AtomicUsize::new(MARK + STEP);
-static LIVE: RwLock<BTreeMap<usize, Live>> = RwLock::new(BTreeMap::new());
+/// The number of the next handle. Each copy of the library in a process begins elsewhere, and takes none of another's for its own.
+static NEXT: LazyLock<AtomicUsize> = LazyLock::new(|| AtomicUsize::new(*FIRST));
+static FIRST: LazyLock<usize> =
+    LazyLock::new(|| first(RandomState::new().hash_one(&raw const LIVE) as usize));
+pub(super) static LIVE: RwLock<BTreeMap<usize, Live>> = RwLock::new(BTreeMap::new());
+
+/// A handle anywhere in the lower half of those there are; the upper half is enough for any process.
+const fn first(random: usize) -> usize {
+    MARK | (random & ((1 << (SHIFT - 1)) - 1) & !(STEP - 1))
+}
 
 /// Registers `object` with one reference.
 pub(super) fn insert<T: Object>(object: Arc<T>) -> *mut T::Handle {
@@ -53,7 +63,10 @@ pub(super) fn insert<T: Object>(object: Arc<T>) -> *mut T::Handle {
 fn unknown<T: Object>(argument: &str, handle: *const T::Handle) -> crate::base::Error {
     let what = match handle.addr() {
         0 => "NULL",
-        a if is_own(handle.cast()) && a < NEXT.load(Ordering::Relaxed) => "stale: it was released",
+        a if is_own(handle.cast()) && (*FIRST..NEXT.load(Ordering::Relaxed)).contains(&a) => {
+            "stale: it was released"
+        }
+        _ if is_own(handle.cast()) => "a handle of another copy of this library",
         _ => "not a handle of this library",
     };
     err!(
@@ -104,8 +117,11 @@ pub(super) fn retain<T: Object>(argument: &str, handle: *const T::Handle) -> Res
     Ok(())
 }
 
-/// Gives a reference up; the last one ends the handle. The object itself goes when nothing else uses it.
+/// Gives a reference up; the last one ends the handle. The object itself goes when nothing else uses it. NULL has none.
 pub(super) fn release<T: Object>(argument: &str, handle: *const T::Handle) -> Result<()> {
+    if handle.is_null() {
+        return Ok(());
+    }
     let mut all = LIVE.write().unwrap_or_else(PoisonError::into_inner);
     let Some(live) = all.get_mut(&handle.addr()) else {
         return Err(unknown::<T>(argument, handle));
@@ -141,6 +157,8 @@ pub(super) struct Exclusive<T: Watched> {
 
 struct Gate<S> {
     user: User<S>,
+    /// The process in which `user` is.
+    generation: u32,
     /// Lookers that wait for a short call.
     waiting: usize,
 }
@@ -158,6 +176,7 @@ impl<T: Watched> Exclusive<T> {
             value: Mutex::new(value),
             gate: Mutex::new(Gate {
                 user: User::None,
+                generation: fork::generation(),
                 waiting: 0,
             }),
             changed: Condvar::new(),
@@ -185,6 +204,7 @@ impl<T: Watched> Exclusive<T> {
         while matches!(gate.user, User::None) && gate.waiting > 0 {
             gate = self.wait(gate);
         }
+        self.check_here(&gate, argument)?;
         if !matches!(gate.user, User::None) {
             bail!(
                 Busy,
@@ -193,6 +213,7 @@ impl<T: Watched> Exclusive<T> {
         }
         let mut value = self.value(argument)?;
         gate.user = user(&value);
+        gate.generation = fork::generation();
         value.taken();
         Ok(Taken {
             value,
@@ -208,6 +229,7 @@ impl<T: Watched> Exclusive<T> {
         snapshot: impl FnOnce(&T::Snapshot) -> Result<R>,
     ) -> Result<R> {
         let mut gate = self.gate();
+        self.check_here(&gate, argument)?;
         while matches!(gate.user, User::Short) {
             gate.waiting += 1;
             gate = self.wait(gate);
@@ -218,6 +240,17 @@ impl<T: Watched> Exclusive<T> {
             User::Long(known) => snapshot(known),
             _ => live(&*self.value(argument)?),
         }
+    }
+
+    /// Refuses an object that a thread of the parent was using when this process was forked: it is half changed for ever.
+    fn check_here(&self, gate: &Gate<T::Snapshot>, argument: &str) -> Result<()> {
+        if !matches!(gate.user, User::None) && gate.generation != fork::generation() {
+            bail!(
+                Busy,
+                "{argument} was in use when this process was forked, by a thread that is not here; make another one"
+            );
+        }
+        Ok(())
     }
 
     fn gate(&self) -> MutexGuard<'_, Gate<T::Snapshot>> {

@@ -2,6 +2,7 @@
 //!
 //! A model is immutable. Any number of sessions, on any threads, may run it at once.
 
+use std::cell::Cell;
 use std::ffi::{c_char, c_void};
 use std::ops::ControlFlow;
 use std::path::Path;
@@ -286,8 +287,22 @@ pub(super) fn token_out(token: u32) -> Result<i32> {
     i32::try_from(token).map_err(|_| err!(Internal, "token id {token} is past int32_t"))
 }
 
+/// A text of whose tokens only the number has been taken yet.
+struct Counted {
+    model: usize,
+    add_special: bool,
+    text: String,
+    tokens: Vec<i32>,
+}
+
+thread_local! {
+    /// What this thread's next call is likely to ask for.
+    static COUNTED: Cell<Option<Counted>> = const { Cell::new(None) };
+}
+
 /// Text to token ids. `add_special` 1 adds what the model wants around a text (a first token, often); a rendered chat has it
-/// already. Writes the number of tokens to `count`; see ARRAYS OUT above.
+/// already. Writes the number of tokens to `count`; see ARRAYS OUT above. Asking for the number first costs nothing: the tokens
+/// are kept for this thread's next call, which finds them if it is with the same text.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_model_tokenize(
     model: *const NVFP4_Model,
@@ -299,17 +314,35 @@ pub unsafe extern "C" fn NVFP4_model_tokenize(
     count: *mut usize,
 ) -> NVFP4_Status {
     enter("NVFP4_model_tokenize", || {
-        let model = handle::get::<Model>("model", model)?;
+        let object = handle::get::<Model>("model", model)?;
         // SAFETY: the pointers are as the header asks.
         let text = unsafe { self::text("text", text, text_length) }?;
-        let ids = model
-            .tokenizer()?
-            .encode(text, flag("add_special", add_special)?)?
-            .into_iter()
-            .map(token_out)
-            .collect::<Result<Vec<_>>>()?;
+        let (model, add_special) = (model.addr(), flag("add_special", add_special)?);
+        // The storage of a thread that ends may be gone.
+        let counted = COUNTED.try_with(Cell::take).ok().flatten();
+        let ids = match counted {
+            Some(c) if (c.model, c.add_special) == (model, add_special) && c.text == text => {
+                c.tokens
+            }
+            _ => object
+                .tokenizer()?
+                .encode(text, add_special)?
+                .into_iter()
+                .map(token_out)
+                .collect::<Result<Vec<_>>>()?,
+        };
         // SAFETY: as above.
-        unsafe { copy_items(&ids, tokens, capacity, count) }
+        let result = unsafe { copy_items(&ids, tokens, capacity, count) };
+        if tokens.is_null() || capacity < ids.len() {
+            let counted = Counted {
+                model,
+                add_special,
+                text: text.to_owned(),
+                tokens: ids,
+            };
+            let _ = COUNTED.try_with(|c| c.set(Some(counted)));
+        }
+        result
     })
 }
 

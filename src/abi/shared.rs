@@ -13,14 +13,14 @@ use crate::ops::{Device, Workspace};
 /// Workspaces kept for reuse, at most.
 const IDLE: usize = 4;
 
-struct Shared {
+pub(super) struct Shared {
     /// Threads asked for; `None` leaves it to the environment and the machine.
     threads: Option<usize>,
     device: Option<Device>,
     idle: Vec<Workspace>,
 }
 
-static SHARED: Mutex<Shared> = Mutex::new(Shared {
+pub(super) static SHARED: Mutex<Shared> = Mutex::new(Shared {
     threads: None,
     device: None,
     idle: Vec::new(),

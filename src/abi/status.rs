@@ -3,10 +3,12 @@
 //! Every function that can fail returns an #NVFP4_Status. On any value but #NVFP4_OK outputs are untouched (unless the
 //! function says otherwise) and a message for people is kept for the calling thread.
 
-use std::ffi::{CStr, c_char};
+use std::ffi::{CStr, CString, c_char};
+use std::sync::Arc;
 
-use super::arguments::copy_text;
-use super::guard::{self, enter, last_text};
+use super::arguments::{Out, copy_text};
+use super::guard::{self, enter, enter_quietly, last_text};
+use super::handle::{self, Object};
 use crate::base::error::ErrorKind;
 
 /// What a call came to: #NVFP4_OK, or #NVFP4_INVALID_ARGUMENT and the numbers after it, which are never reused.
@@ -91,7 +93,7 @@ pub extern "C" fn NVFP4_last_status() -> NVFP4_Status {
 }
 
 /// Copies the message of NVFP4_last_error() into `buffer`, for hosts that may change threads between two calls. For the
-/// buffer see TEXT above.
+/// buffer see TEXT above. Reading an error never changes it: where this call itself fails, its status alone says so.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_last_error_copy(
     buffer: *mut c_char,
@@ -99,9 +101,72 @@ pub unsafe extern "C" fn NVFP4_last_error_copy(
     length: *mut usize,
 ) -> NVFP4_Status {
     let text = last_text();
-    enter("NVFP4_last_error_copy", || {
+    enter_quietly(|| {
         // SAFETY: the pointers are as the header asks.
         unsafe { copy_text(&text, buffer, capacity, length) }
+    })
+}
+
+/// An error as an object, which may go to another thread. See NVFP4_take_error(). Immutable.
+pub struct NVFP4_Error {
+    _private: [u8; 0],
+}
+
+struct Taken {
+    status: NVFP4_Status,
+    message: CString,
+}
+
+impl Object for Taken {
+    type Handle = NVFP4_Error;
+    const NAME: &'static str = "NVFP4_Error";
+}
+
+/// Takes this thread's last error away as an object with one reference, for another thread to read or for later: NVFP4_last_status()
+/// is #NVFP4_OK then. `out` gets NULL if no call has failed.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_take_error(out: *mut *mut NVFP4_Error) -> NVFP4_Status {
+    enter_quietly(|| {
+        // SAFETY: the pointer is as the header asks.
+        let out = unsafe { Out::new("out", out) }?;
+        out.set(match guard::take_last() {
+            None => std::ptr::null_mut(),
+            Some((status, message)) => handle::insert(Arc::new(Taken { status, message })),
+        });
+        Ok(())
+    })
+}
+
+/// The status of the call that failed; #NVFP4_OK for NULL, and #NVFP4_INVALID_HANDLE for what is no error.
+#[unsafe(no_mangle)]
+pub extern "C" fn NVFP4_error_status(error: *const NVFP4_Error) -> NVFP4_Status {
+    match error.is_null() {
+        true => NVFP4_OK,
+        false => handle::get::<Taken>("error", error).map_or(NVFP4_INVALID_HANDLE, |e| e.status),
+    }
+}
+
+/// The message of the call that failed, as NVFP4_last_error() had it: valid until the error is released for the last time. Empty for
+/// NULL and for what is no error; never NULL.
+#[unsafe(no_mangle)]
+pub extern "C" fn NVFP4_error_message(error: *const NVFP4_Error) -> *const c_char {
+    // The registry keeps the text where it is as long as the handle lives.
+    handle::get::<Taken>("error", error).map_or(c"".as_ptr(), |e| e.message.as_ptr())
+}
+
+/// Adds a reference to an error.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_error_retain(error: *mut NVFP4_Error) -> NVFP4_Status {
+    enter("NVFP4_error_retain", || {
+        handle::retain::<Taken>("error", error)
+    })
+}
+
+/// Gives up a reference to an error. After the last one the handle is stale.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_error_release(error: *mut NVFP4_Error) -> NVFP4_Status {
+    enter("NVFP4_error_release", || {
+        handle::release::<Taken>("error", error)
     })
 }
 

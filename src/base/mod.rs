@@ -6,6 +6,7 @@ pub mod entry;
 pub mod env;
 pub mod error;
 pub mod file;
+pub mod fork;
 pub mod leftover;
 pub mod memory;
 pub mod once;

@@ -1,28 +1,46 @@
-//! Panics of other people's code, stopped where it is called: what such code cannot take becomes an error, and nothing is
-//! printed on a host's standard error.
+//! Panics: those of other people's code, stopped where it is called, become errors; and none is printed on a host's standard error.
 
 use std::any::Any;
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Once;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 thread_local! {
     /// Whether this thread expects a panic, which then says nothing.
     static EXPECTED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs `body`; a panic in it becomes its message. What `body` changes must not be used after a panic.
-pub fn caught<T>(body: impl FnOnce() -> T) -> std::result::Result<T, String> {
+/// Whether panics are events of the log rather than lines on standard error.
+static LOGGED: AtomicBool = AtomicBool::new(false);
+
+fn install() {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
         let before = std::panic::take_hook();
         std::panic::set_hook(Box::new(move |info| {
             // A thread that ends may have lost its storage; then nothing is expected any more.
-            if !EXPECTED.try_with(Cell::get).unwrap_or(false) {
+            if EXPECTED.try_with(Cell::get).unwrap_or(false) {
+            } else if LOGGED.load(Ordering::Relaxed) {
+                let place = info.location().map(ToString::to_string);
+                let place = place.unwrap_or_default();
+                tracing::error!(place, "a defect in the library: {}", text(info.payload()));
+            } else {
                 before(info);
             }
         }));
     });
+}
+
+/// From now on panics are events of the log: the process is a host's, and so is its standard error.
+pub fn log_all() {
+    install();
+    LOGGED.store(true, Ordering::Relaxed);
+}
+
+/// Runs `body`; a panic in it becomes its message. What `body` changes must not be used after a panic.
+pub fn caught<T>(body: impl FnOnce() -> T) -> std::result::Result<T, String> {
+    install();
     let outer = EXPECTED.replace(true);
     let result = catch_unwind(AssertUnwindSafe(body));
     EXPECTED.set(outer);

@@ -6,12 +6,13 @@
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
 use super::env;
 use super::error::{Result, bail, err};
+use super::fork;
 
 /// How many times a thread looks again before it gives up its core: some tens of microseconds.
 const SPINS: u32 = 4_000;
@@ -44,10 +45,83 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// A fixed set of threads. The thread that calls [`Pool::run`] works too, so a pool of one starts none.
 pub struct Pool {
+    threads: usize,
+    /// Never null. Replaced in the child of a fork, which has none of its threads.
+    crew: AtomicPtr<Crew>,
+}
+
+/// The threads of a pool in one process.
+struct Crew {
+    generation: u32,
+    /// The one of the parent, whose locks threads may have that are not here: it is kept as it is.
+    #[expect(dead_code, reason = "kept in reach")]
+    parents: Option<&'static Crew>,
     shared: Arc<Shared>,
     workers: Vec<JoinHandle<()>>,
     /// Held for the length of a region: two sessions sharing a pool take turns.
     turn: Mutex<()>,
+}
+
+/// Calls `body` while no signal can reach this thread, nor then those that it starts: signals are for the host's own threads.
+pub fn without_signals<T>(body: impl FnOnce() -> T) -> T {
+    // SAFETY: fills and uses signal sets of this frame; the thread's own set comes back, also after a panic.
+    unsafe {
+        let mut all = std::mem::zeroed();
+        let mut before = std::mem::zeroed();
+        libc::sigfillset(&mut all);
+        libc::pthread_sigmask(libc::SIG_SETMASK, &all, &mut before);
+        let result = catch_unwind(AssertUnwindSafe(body));
+        libc::pthread_sigmask(libc::SIG_SETMASK, &before, std::ptr::null_mut());
+        result.unwrap_or_else(|panic| resume_unwind(panic))
+    }
+}
+
+impl Crew {
+    fn new(threads: usize, parents: Option<&'static Crew>) -> Result<Crew> {
+        let shared = Arc::new(Shared {
+            region: Mutex::new(None),
+            wake: Condvar::new(),
+            epoch: AtomicU32::new(0),
+            next_part: AtomicUsize::new(0),
+            active: AtomicUsize::new(0),
+            stop: AtomicBool::new(false),
+            panic: Mutex::new(None),
+        });
+        let mut crew = Crew {
+            generation: fork::generation(),
+            parents,
+            shared,
+            workers: Vec::with_capacity(threads - 1),
+            turn: Mutex::new(()),
+        };
+        for i in 1..threads {
+            let shared = crew.shared.clone();
+            let thread = std::thread::Builder::new().name(format!("nvfp4-{i}"));
+            let worker = without_signals(|| thread.spawn(move || work(&shared)))
+                .map_err(|e| err!(OutOfMemory, "starting thread {i} of {threads}: {e}"))?;
+            crew.workers.push(worker);
+        }
+        Ok(crew)
+    }
+
+    fn is_of_this_process(&self) -> bool {
+        self.generation == fork::generation()
+    }
+}
+
+impl Drop for Crew {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::Release);
+        {
+            let _region = lock(&self.shared.region);
+            self.shared.epoch.fetch_add(1, Ordering::Release);
+            self.shared.wake.notify_all();
+        }
+        for worker in self.workers.drain(..) {
+            // A worker catches its task's panics, so joining cannot fail; there is nothing to do if it did.
+            let _ = worker.join();
+        }
+    }
 }
 
 impl Pool {
@@ -59,29 +133,38 @@ impl Pool {
                 "a pool takes 1 to 1024 threads, not {threads}"
             );
         }
-        let shared = Arc::new(Shared {
-            region: Mutex::new(None),
-            wake: Condvar::new(),
-            epoch: AtomicU32::new(0),
-            next_part: AtomicUsize::new(0),
-            active: AtomicUsize::new(0),
-            stop: AtomicBool::new(false),
-            panic: Mutex::new(None),
-        });
-        let mut pool = Pool {
-            shared,
-            workers: Vec::with_capacity(threads - 1),
-            turn: Mutex::new(()),
-        };
-        for i in 1..threads {
-            let shared = pool.shared.clone();
-            let worker = std::thread::Builder::new()
-                .name(format!("nvfp4-{i}"))
-                .spawn(move || work(&shared))
-                .map_err(|e| err!(OutOfMemory, "starting thread {i} of {threads}: {e}"))?;
-            pool.workers.push(worker);
+        let crew = Box::into_raw(Box::new(Crew::new(threads, None)?));
+        Ok(Pool {
+            threads,
+            crew: AtomicPtr::new(crew),
+        })
+    }
+
+    /// The threads that are there. After a fork they are started anew; where the system refuses that, the caller works alone.
+    fn crew(&self) -> &Crew {
+        let current = self.crew.load(Ordering::Acquire);
+        // SAFETY: this process's crew lives as long as the pool, and its parent's is never freed.
+        let known: &'static Crew = unsafe { &*current };
+        if known.is_of_this_process() {
+            return known;
         }
-        Ok(pool)
+        let parents = Some(known);
+        let fresh = Crew::new(self.threads, parents).or_else(|_| Crew::new(1, parents));
+        let fresh = Box::into_raw(Box::new(fresh.expect("a crew of one starts no thread")));
+        match self
+            .crew
+            .compare_exchange(current, fresh, Ordering::AcqRel, Ordering::Acquire)
+        {
+            // SAFETY: as above.
+            Ok(_) => unsafe { &*fresh },
+            Err(other) => {
+                // SAFETY: nobody has seen `fresh`; as above.
+                unsafe {
+                    drop(Box::from_raw(fresh));
+                    &*other
+                }
+            }
+        }
     }
 
     /// The number of threads to use when the caller names none: `NVFP4_THREADS`, or one per available core.
@@ -94,25 +177,26 @@ impl Pool {
 
     /// Threads that take part in a region.
     pub fn threads(&self) -> usize {
-        self.workers.len() + 1
+        self.threads
     }
 
     /// Calls `task(part)` once for each part in `0..parts`, in any order and on any thread of the pool, and returns when all
     /// are done. A panic in a part is raised again here. Must not be called from within a part of the same pool.
     pub fn run(&self, parts: usize, task: impl Fn(usize) + Sync) {
-        if parts <= 1 || self.workers.is_empty() {
+        if parts <= 1 || self.threads == 1 {
             (0..parts).for_each(task);
             return;
         }
-        let _turn = lock(&self.turn);
-        let shared = &*self.shared;
+        let crew = self.crew();
+        let _turn = lock(&crew.turn);
+        let shared = &*crew.shared;
         let task: &(dyn Fn(usize) + Sync) = &task;
         // SAFETY: only the lifetime is erased; no worker touches the task after `active` reaches zero, awaited below.
         let task: Task = unsafe { std::mem::transmute::<&(dyn Fn(usize) + Sync), Task>(task) };
         {
             let mut region = lock(&shared.region);
             shared.next_part.store(0, Ordering::Relaxed);
-            shared.active.store(self.workers.len(), Ordering::Relaxed);
+            shared.active.store(crew.workers.len(), Ordering::Relaxed);
             *region = Some(Region { task, parts });
             shared.epoch.fetch_add(1, Ordering::Release);
             shared.wake.notify_all();
@@ -137,15 +221,13 @@ impl Pool {
 
 impl Drop for Pool {
     fn drop(&mut self) {
-        self.shared.stop.store(true, Ordering::Release);
-        {
-            let _region = lock(&self.shared.region);
-            self.shared.epoch.fetch_add(1, Ordering::Release);
-            self.shared.wake.notify_all();
-        }
-        for worker in self.workers.drain(..) {
-            // A worker catches its task's panics, so joining cannot fail; there is nothing to do if it did.
-            let _ = worker.join();
+        let crew = *self.crew.get_mut();
+        // SAFETY: the pool's own, used by nobody any more.
+        unsafe {
+            // The threads of a parent cannot be waited for.
+            if (*crew).is_of_this_process() {
+                drop(Box::from_raw(crew));
+            }
         }
     }
 }

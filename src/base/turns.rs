@@ -6,6 +6,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread::{self, Thread, ThreadId};
 use std::time::{Duration, Instant};
 
+use super::fork;
+
 /// How long a thread may come back for more before it stands behind those who wait. Changing over costs more than going on.
 const SLICE: Duration = Duration::from_millis(20);
 /// How long it is waited for meanwhile.
@@ -30,6 +32,8 @@ struct Queue {
     slice: Option<(ThreadId, Instant)>,
     /// Until when it may come back.
     kept_until: Option<Instant>,
+    /// The process that all this is about.
+    generation: u32,
 }
 
 impl Queue {
@@ -109,7 +113,16 @@ impl Turns {
     }
 
     fn queue(&self) -> MutexGuard<'_, Queue> {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+        let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
+        let generation = fork::generation();
+        if queue.generation != generation {
+            // Those who were before did not come through the fork.
+            *queue = Queue {
+                generation,
+                ..Queue::default()
+            };
+        }
+        queue
     }
 }
 

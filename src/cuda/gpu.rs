@@ -5,7 +5,6 @@ use std::cell::Cell;
 use std::collections::HashMap;
 use std::ffi::{c_int, c_void};
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use cudarc::driver::{result, sys};
@@ -17,6 +16,7 @@ use super::graph;
 use super::memory::Pinned;
 use super::nvrtc::{Unit, target};
 use crate::base::error::{Error, bail, err};
+use crate::base::fork;
 use crate::base::once::{SharedOnce, TryOnce};
 use crate::base::threads::Pool;
 use crate::base::{ErrorKind, Result};
@@ -162,8 +162,8 @@ pub fn count() -> Result<usize> {
 
 /// Loads and starts the driver once; what it speaks, as 13000 for CUDA 13.0.
 pub(super) fn driver() -> Result<i32> {
-    static STATE: OnceLock<Result<i32>> = OnceLock::new();
-    STATE
+    static STATE: OnceLock<Result<(i32, u32)>> = OnceLock::new();
+    let state = STATE
         .get_or_init(|| {
             // SAFETY: looking for a library runs its initialisers, which the driver's allow at any time.
             if !unsafe { sys::is_culib_present() } {
@@ -180,10 +180,23 @@ pub(super) fn driver() -> Result<i32> {
             // SAFETY: writes the one integer it is given.
             check(unsafe { sys::cuDriverGetVersion(&mut version) }.result(), "asking the CUDA driver's version")?;
             usable_driver(version)?;
-            STARTED.store(true, Ordering::Relaxed);
-            Ok(version)
+            Ok((version, fork::generation()))
         })
-        .clone()
+        .clone();
+    let (version, generation) = state?;
+    check_process(generation)?;
+    Ok(version)
+}
+
+/// Refuses to use CUDA in the child of a process that had started it in `generation`: the driver does not work there.
+fn check_process(generation: u32) -> Result<()> {
+    if generation != fork::generation() {
+        bail!(
+            DeviceUnavailable,
+            "this process was forked from one that uses CUDA, whose driver does not work in such a child: fork before the first use of a GPU, or start the child as a new program (in Python, multiprocessing's \"spawn\")"
+        );
+    }
+    Ok(())
 }
 
 /// The devices that are open, or were, by number. Locked to look one up, and not while it is opened.
@@ -198,31 +211,29 @@ pub fn open_gpus() -> Vec<Arc<Gpu>> {
     opened().iter().filter_map(|(_, gpu)| gpu.get()).collect()
 }
 
-/// The calling thread's current context, made current again when this goes: a host that uses CUDA itself finds its thread as
-/// it left it. Does nothing in a process without the driver.
-pub struct KeepContext(Option<sys::CUcontext>);
-
-/// Whether the host has loaded the driver before us.
-fn driver_in_process() -> bool {
-    // SAFETY: only looks whether the library is there; the reference that it takes is given back.
-    unsafe {
-        let library = libc::dlopen(
-            c"libcuda.so.1".as_ptr(),
-            libc::RTLD_LAZY | libc::RTLD_NOLOAD,
-        );
-        !library.is_null() && libc::dlclose(library) == 0
-    }
+/// What is known of the context that was current when an entry was called on this thread.
+#[derive(Clone, Copy)]
+enum Outer {
+    /// No entry is running, so nobody wants it back.
+    Unwatched,
+    /// It still is current.
+    Untouched,
+    /// This one was, or none.
+    Was(sys::CUcontext),
 }
 
-/// Whether the driver has been loaded and started here.
-static STARTED: AtomicBool = AtomicBool::new(false);
+thread_local! {
+    static OUTER: Cell<Outer> = const { Cell::new(Outer::Unwatched) };
+}
+
+/// The calling thread's current context, made current again when this goes, if it was changed: a host that uses CUDA itself finds
+/// its thread as it left it. A call that uses no GPU asks neither the driver nor the loader for anything.
+pub struct KeepContext(Outer);
 
 impl KeepContext {
-    /// Notes the current context.
+    /// Watches the current context from now on.
     pub fn new() -> KeepContext {
-        let present = STARTED.load(Ordering::Relaxed) || driver_in_process();
-        let current = present.then(|| result::ctx::get_current().ok().flatten());
-        KeepContext(current.map(|c| c.unwrap_or(std::ptr::null_mut())))
+        KeepContext(OUTER.replace(Outer::Untouched))
     }
 }
 
@@ -234,11 +245,24 @@ impl Default for KeepContext {
 
 impl Drop for KeepContext {
     fn drop(&mut self) {
-        if let Some(context) = self.0 {
+        if let Outer::Was(context) = OUTER.replace(self.0) {
             // SAFETY: it was this thread's current context when the call began, or none.
             let _ = unsafe { result::ctx::set_current(context) };
         }
     }
+}
+
+/// Makes `context`, which is retained, the calling thread's, and notes which one was.
+fn make_current(context: sys::CUcontext) -> Result<()> {
+    if matches!(OUTER.get(), Outer::Untouched) {
+        let outer = check(result::ctx::get_current(), "asking for the current context")?;
+        OUTER.set(Outer::Was(outer.unwrap_or(std::ptr::null_mut())));
+    }
+    check(
+        // SAFETY: the caller retained the context.
+        unsafe { result::ctx::set_current(context) },
+        "entering the device's context",
+    )
 }
 
 /// Events that order the device's stream with the default stream of the process, or with the stream of [`HostStream`].
@@ -293,6 +317,8 @@ pub struct Gpu {
     driver_version: i32,
     device: sys::CUdevice,
     context: sys::CUcontext,
+    /// The process that it is of.
+    generation: u32,
     stream: sys::CUstream,
     order: Order,
     pool: sys::CUmemoryPool,
@@ -413,6 +439,7 @@ impl Gpu {
             driver_version,
             device,
             context,
+            generation: fork::generation(),
             stream,
             order,
             pool,
@@ -429,11 +456,7 @@ impl Gpu {
         ordinal: usize,
         context: sys::CUcontext,
     ) -> Result<(sys::CUstream, Order, sys::CUmemoryPool)> {
-        check(
-            // SAFETY: the context was just retained.
-            unsafe { result::ctx::set_current(context) },
-            "entering the device's context",
-        )?;
+        make_current(context)?;
         let stream = check(
             result::stream::create(result::stream::StreamKind::NonBlocking),
             "creating a stream",
@@ -519,11 +542,8 @@ impl Gpu {
 
     /// Makes the device's context this thread's.
     pub(super) fn bind(&self) -> Result<()> {
-        check(
-            // SAFETY: the context lives as long as `self`.
-            unsafe { result::ctx::set_current(self.context) },
-            "entering the device's context",
-        )
+        check_process(self.generation)?;
+        make_current(self.context)
     }
 
     /// Waits until everything enqueued has run. A fault of earlier work comes out here; what it has found wrong in its input is

@@ -15,6 +15,7 @@ use super::{LoadOptions, Progress};
 use crate::base::checksum::{Checksum, RowsChecksum};
 use crate::base::error::{Error, bail, err};
 use crate::base::memory::{Buffer, Tag};
+use crate::base::threads::without_signals;
 use crate::base::{ErrorKind, Result};
 use crate::checkpoint::{Checkpoint, Encoding, Entry};
 use crate::format::nvfp4::{self, BLOCK, NonFinite, QuantizeOptions};
@@ -507,9 +508,8 @@ pub(super) fn load<T: Send>(
         }
     };
     let ((mut loaded, sum), made) = std::thread::scope(|scope| {
-        let made = std::thread::Builder::new()
-            .name("nvfp4-load-embedding".to_owned())
-            .spawn_scoped(scope, || meanwhile(&embedding))
+        let thread = std::thread::Builder::new().name("nvfp4-load-embedding".to_owned());
+        let made = without_signals(|| thread.spawn_scoped(scope, || meanwhile(&embedding)))
             .map_err(|e| err!(OutOfMemory, "starting a thread to load with: {e}"))?;
         let loaded = run(&*checkpoint, &jobs, options, checked_by_head);
         let made = made
@@ -610,13 +610,13 @@ fn run(
         let mut started = 0;
         for i in 0..options.device.threads().min(jobs.len()) {
             let finished = finished.clone();
-            let spawned = std::thread::Builder::new()
-                .name(format!("nvfp4-load-{i}"))
-                .spawn_scoped(scope, move || {
-                    work();
-                    // The receiver outlives the scope; there is nobody else to tell.
-                    let _ = finished.send(());
-                });
+            let thread = std::thread::Builder::new().name(format!("nvfp4-load-{i}"));
+            let work = move || {
+                work();
+                // The receiver outlives the scope; there is nobody else to tell.
+                let _ = finished.send(());
+            };
+            let spawned = without_signals(|| thread.spawn_scoped(scope, work));
             match spawned {
                 Ok(_) => started += 1,
                 // Fewer threads only take longer.

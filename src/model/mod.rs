@@ -22,6 +22,7 @@ use serde::Serialize;
 
 use crate::base::checksum::Checksum;
 use crate::base::error::{bail, err};
+use crate::base::threads::without_signals;
 use crate::base::turns::Turns;
 use crate::base::{Error, Result};
 use crate::checkpoint::{self, Checkpoint, TokenizerSource};
@@ -269,7 +270,7 @@ impl Model {
         let (weights, sum, table) = match device {
             // Compiling kernels takes as long as reading weights, on other processors of the machine.
             Device::Cuda(gpu) => std::thread::scope(|scope| {
-                let preparing = scope.spawn(|| gpu.prepare(gpu::UNITS));
+                let preparing = without_signals(|| scope.spawn(|| gpu.prepare(gpu::UNITS)));
                 let loaded = load()?;
                 let prepared = preparing.join();
                 prepared.map_err(|_| err!(Internal, "preparing kernels panicked"))??;

@@ -2,6 +2,7 @@
  * says why, and no result. The file NAMES has the names that the header declares, so that a function without a case here is
  * found out. */
 #include "check.h"
+#include <pthread.h>
 #include <stdlib.h>
 
 static const char *covered[256];
@@ -32,6 +33,14 @@ static void *no_handles[4];
         }                                                                                                    \
     } while (0)
 
+/* The call gives up a reference: as HANDLE, but NULL has none to give up. */
+#define RELEASE(function)                                                                                    \
+    do {                                                                                                     \
+        for (int i_ = 1; i_ < 4; i_++)                                                                       \
+            BAD(NVFP4_INVALID_HANDLE, function, no_handles[i_]);                                             \
+        OK(function(NULL));                                                                                  \
+    } while (0)
+
 /* The function cannot fail: it is called to see that it can be. */
 #define SURE(function, result)                                                                               \
     do {                                                                                                     \
@@ -54,6 +63,15 @@ static const int64_t shape[] = {2, 32};
 static NVFP4_Tensor *out;
 static int cuda;
 
+static void *read_error(void *error)
+{
+    SURE(NVFP4_error_status, NVFP4_error_status(error) == NVFP4_INVALID_ARGUMENT);
+    SURE(NVFP4_error_message, strstr(NVFP4_error_message(error), "-17") != NULL);
+    CHECK(NVFP4_error_status(NULL) == NVFP4_OK && NVFP4_error_message(NULL)[0] == '\0');
+    CHECK(NVFP4_last_status() == NVFP4_OK);
+    return NULL;
+}
+
 static void library(void)
 {
     SURE(NVFP4_version, NVFP4_version()[0] != '\0');
@@ -73,12 +91,30 @@ static void library(void)
     OK(NVFP4_diagnose(text, sizeof text, &length));
     CHECK(strlen(text) == length && strstr(text, cuda ? "\"compute_capability\":" : "\"cuda\":{\"available\":false") != NULL);
 
-    /* The copy is of the message before, also where it fails itself. */
+    /* Reading a message leaves it as it is, also where reading fails. */
     FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_set_threads(-17));
-    OK(NVFP4_last_error_copy(text, sizeof text, &length));
+    const char *message = NVFP4_last_error();
+    CHECK(NVFP4_last_error_copy(text, sizeof text, NULL) == NVFP4_INVALID_ARGUMENT);
+    length = 0;
+    CHECK(NVFP4_last_error_copy(text, 1, &length) == NVFP4_BUFFER_TOO_SMALL && length == strlen(message));
+    SURE(NVFP4_last_error_copy, NVFP4_last_error_copy(text, sizeof text, &length) == NVFP4_OK);
     CHECK(strstr(text, "-17") != NULL && strlen(text) == length);
-    BAD(NVFP4_INVALID_ARGUMENT, NVFP4_last_error_copy, text, sizeof text, NULL);
-    BAD(NVFP4_BUFFER_TOO_SMALL, NVFP4_last_error_copy, text, 1, &length);
+    CHECK(NVFP4_last_error() == message && strcmp(message, text) == 0 && NVFP4_last_status() == NVFP4_INVALID_ARGUMENT);
+
+    /* An error that was taken is another thread's to read. */
+    NVFP4_Error *taken = NULL, *none = NULL;
+    SURE(NVFP4_take_error, NVFP4_take_error(&taken) == NVFP4_OK && taken != NULL);
+    CHECK(NVFP4_last_status() == NVFP4_OK && NVFP4_last_error()[0] == '\0');
+    CHECK(NVFP4_take_error(&none) == NVFP4_OK && none == NULL);
+    CHECK(NVFP4_take_error(NULL) == NVFP4_INVALID_ARGUMENT && NVFP4_last_status() == NVFP4_OK);
+    OK(NVFP4_error_retain(taken));
+    OK(NVFP4_error_release(taken));
+    pthread_t reader;
+    CHECK(pthread_create(&reader, NULL, read_error, taken) == 0 && pthread_join(reader, NULL) == 0);
+    OK(NVFP4_error_release(taken));
+    CHECK(NVFP4_error_status(taken) == NVFP4_INVALID_HANDLE && NVFP4_error_message(taken)[0] == '\0');
+    HANDLE(NVFP4_error_retain, h);
+    RELEASE(NVFP4_error_release);
 
     uint64_t current, peak;
     BAD(NVFP4_INVALID_ARGUMENT, NVFP4_memory_stats, 99, &current, &peak);
@@ -148,7 +184,7 @@ static void tensors(NVFP4_Tensor *t)
     BAD(invalid, NVFP4_tensor_view, t, shape, 2, NULL, 1, &out);
     BAD(invalid, NVFP4_tensor_view, t, NULL, 2, NULL, 0, &out);
     HANDLE(NVFP4_tensor_retain, h);
-    HANDLE(NVFP4_tensor_release, h);
+    RELEASE(NVFP4_tensor_release);
 
     int32_t a, b;
     int64_t sizes[2];
@@ -254,7 +290,7 @@ static void products(NVFP4_Tensor *t, NVFP4_Tensor *codes, NVFP4_Tensor *scales)
     BAD(invalid, NVFP4_weight_create_dense, t, NULL);
     BAD(invalid, NVFP4_weight_create_dense, codes, &none);
     HANDLE(NVFP4_weight_retain, h);
-    HANDLE(NVFP4_weight_release, h);
+    RELEASE(NVFP4_weight_release);
     OK(NVFP4_weight_create(codes, scales, 1, linear, &weight));
     int64_t n, k;
     uint64_t bytes;
@@ -438,7 +474,7 @@ static void models(NVFP4_Model *model, const char *path)
     quantize.struct_size = 4;
     BAD(NVFP4_ABI_MISMATCH, NVFP4_model_load, path, strlen(path), NULL, &quantize, NULL, NULL, &none);
     HANDLE(NVFP4_model_retain, h);
-    HANDLE(NVFP4_model_release, h);
+    RELEASE(NVFP4_model_release);
 
     int32_t token = 3;
     const NVFP4_Message message = {"user", 4, NULL, 2};
@@ -509,7 +545,7 @@ static void sessions(NVFP4_Model *model)
     options.system_length = 1;
     BAD(invalid, NVFP4_session_create, model, &options, &none);
     HANDLE(NVFP4_session_retain, h);
-    HANDLE(NVFP4_session_release, h);
+    RELEASE(NVFP4_session_release);
     OK(NVFP4_session_create(model, NULL, &session));
 
     int32_t token = 3;
@@ -649,7 +685,6 @@ int main(int argc, char **argv)
     OK(NVFP4_model_load(argv[2], strlen(argv[2]), NULL, NULL, NULL, NULL, &model));
 
     cuda = cuda_device();
-    library();
     /* NULL, one that was released, an address that is no handle, and, for now, a weight: no function under test takes it. */
     OK(NVFP4_tensor_empty(shape, 2, NVFP4_DTYPE_UINT8, NVFP4_DEVICE_CPU, 0, &stale));
     OK(NVFP4_tensor_release(stale));
@@ -657,6 +692,7 @@ int main(int argc, char **argv)
     no_handles[1] = stale;
     no_handles[2] = &local;
     no_handles[3] = weight;
+    library();
     tensors(t);
     formats(t, codes, scales);
     models(model, argv[2]);

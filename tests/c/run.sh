@@ -113,9 +113,10 @@ check "symbols" symbols
 # What runs, each as NAME and then its command. The tests in C are compiled as two languages, and run as one.
 programs=()
 for std in c99 c11; do
-    for name in layout logging tensors linear schema drop_in sessions errors; do
+    for name in layout logging tensors linear schema drop_in sessions errors calls; do
         check "$name compiles as $std" compile $std $name $name.c
     done
+    [ $std = c99 ] || check "fork compiles as $std" compile $std fork fork.c
     check "two units as $std" compile $std two_units two_units_a.c two_units_b.c
 done
 for std in c++17 c++20; do
@@ -128,6 +129,7 @@ check "enqueue" "$work/enqueue" 100 64 256 256
 programs+=("layout $work/layout-c11" "logging $work/logging-c11" "tensors $work/tensors-c11" "linear $work/linear-c11"
     "schema $work/schema-c11" "drop_in $work/drop_in-c11" "two_units $work/two_units-c11"
     "errors $work/errors-c11 $work/declared $model" "sessions $work/sessions-c11 $model $work/scratch"
+    "calls $work/calls-c11 $model" "fork $work/fork-c11 $model"
     "wrapper $work/wrapper-c++17 $model $work/scratch" "wrapper-c++20 $work/wrapper-c++20 $model $work/scratch")
 
 if command -v cmake >/dev/null; then
@@ -170,6 +172,8 @@ if command -v valgrind >/dev/null; then
         name=$1
         shift
         case $1 in
+        # A child's copies of what threads of its parent had in hand are lost to it.
+        */fork-*) check "$name under valgrind" "${under[@]}" --leak-check=no "$@" ;;
         converse | fails) helper=$1 && shift && check "$name under valgrind" "$helper" "${under[@]}" "$@" ;;
         *) check "$name under valgrind" "${under[@]}" "$@" ;;
         esac

@@ -283,6 +283,13 @@ void log()
     CHECK(status_of([] { nvfp4::set_threads(-5); }) == NVFP4_INVALID_ARGUMENT && lines.size() == 1);
     CHECK(status_of([] { nvfp4::Log(17, nullptr); }) == NVFP4_INVALID_ARGUMENT);
     CHECK(nvfp4::last_error().status() == NVFP4_INVALID_ARGUMENT && has(nvfp4::last_error().what(), "17"));
+
+    nvfp4::TakenError taken = nvfp4::TakenError::take();
+    CHECK(taken && nvfp4::last_error().status() == NVFP4_OK && !nvfp4::TakenError::take());
+    const nvfp4::TakenError second = taken.clone();
+    taken.reset();
+    CHECK(taken.status() == NVFP4_OK && taken.what()[0] == '\0');
+    std::thread([&second] { CHECK(second.status() == NVFP4_INVALID_ARGUMENT && has(second.what(), "17")); }).join();
 }
 
 struct Own {

@@ -9,7 +9,7 @@ import sys
 
 SCALARS = {"int8_t": "sbyte", "int32_t": "int", "int64_t": "long", "uint32_t": "uint", "uint64_t": "ulong", "size_t": "UIntPtr",
            "float": "float", "double": "double", "NVFP4_Status": "int"}
-HANDLES = ("NVFP4_Tensor", "NVFP4_Weight", "NVFP4_Model", "NVFP4_Session")
+HANDLES = ("NVFP4_Tensor", "NVFP4_Weight", "NVFP4_Model", "NVFP4_Session", "NVFP4_Error")
 CALLBACKS = ("NVFP4_LogCallback", "NVFP4_Deleter", "NVFP4_ProgressCallback", "NVFP4_TokenCallback")
 # The names of C# where they are not those of the header in another spelling.
 GROUPS = {"LOG": "LogLevel", "MEMORY": "MemoryTag", "MANAGED": "ManagedPolicy", "DTYPE": "DType", "DEVICE": "DeviceType",

@@ -359,3 +359,48 @@ fn without_a_compiler_a_model_says_so() {
     }
     println!("{DONE}");
 }
+
+/// Forks. What `child` says of itself is this function's result; it has a minute.
+fn forked(child: impl FnOnce() -> bool) -> bool {
+    // SAFETY: the child leaves without running anything of its parent's.
+    unsafe {
+        match libc::fork() {
+            0 => {
+                libc::alarm(60);
+                libc::_exit(i32::from(!child()));
+            }
+            pid => {
+                let mut status = 0;
+                libc::waitpid(pid, &mut status, 0) == pid && status == 0
+            }
+        }
+    }
+}
+
+#[test]
+fn in_the_child_of_a_fork_a_gpu_is_refused_and_the_processor_works() {
+    let Some(_gpu) = gpu() else { return };
+    if !is_child() {
+        let test = "in_the_child_of_a_fork_a_gpu_is_refused_and_the_processor_works";
+        return in_a_child(test, &[]);
+    }
+    let load = |device| Model::load(&golden("qwen3_tied"), &LoadOptions::new(device));
+    let model = load(Device::cuda(0).unwrap()).unwrap();
+    let tokens = some_tokens(&model, 8);
+    let (mut before, mut fresh) = (session(&model), session(&model));
+    before.prefill(&tokens).unwrap();
+    let refused =
+        |e: Error| e.kind() == ErrorKind::DeviceUnavailable && e.message().contains("fork");
+    assert!(forked(|| {
+        let kept = before.decode(tokens[0]).is_err_and(refused);
+        let begun = fresh.prefill(&tokens).is_err_and(refused);
+        let opened = Device::cuda(0)
+            .and_then(|device| load(device).map(drop))
+            .is_err_and(refused);
+        let on_cpu = load(Device::cpu(Some(2)).unwrap()).unwrap();
+        kept && begun && opened && session(&on_cpu).prefill(&tokens).is_ok()
+    }));
+    before.decode(tokens[0]).unwrap();
+    fresh.prefill(&tokens).unwrap();
+    println!("{DONE}");
+}

@@ -96,7 +96,7 @@ class Declarations(unittest.TestCase):
     def test_functions(self):
         declared = {}
         for returned, name, taken in re.findall(r"NVFP4_API\s+([\w\s*]+?)NVFP4_(\w+)\(([^)]*)\);", self.header):
-            back = "S" if returned.strip() == "NVFP4_Status" and name != "last_status" else self.letter(returned)
+            back = "S" if returned.strip() == "NVFP4_Status" and name not in ("last_status", "error_status") else self.letter(returned)
             back = "s" if re.fullmatch(r"const\s+char\s*\*", returned.strip()) else back
             declared[name] = "".join(map(self.letter, taken.split(","))).replace("v", ""), back
         here = {name: (taken, back) for name, taken, back in re.findall(r"(\w+)\((\w*)\)(\w)", native.FUNCTIONS)}

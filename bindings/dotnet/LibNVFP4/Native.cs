@@ -176,6 +176,21 @@ namespace LibNVFP4
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
         internal static extern int NVFP4_last_error_copy(byte* buffer, UIntPtr capacity, UIntPtr* length);
 
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_take_error(IntPtr* result);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_error_status(IntPtr error);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern IntPtr NVFP4_error_message(IntPtr error);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_error_retain(IntPtr error);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_error_release(IntPtr error);
+
         // The library itself.
 
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]

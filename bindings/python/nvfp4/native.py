@@ -46,7 +46,7 @@ _TYPES = {"i": ctypes.c_int32, "I": ctypes.c_uint32, "l": ctypes.c_int64, "L": c
 
 # Each function with the types that it takes and that it returns; S is a status.
 FUNCTIONS = """
-status_name(i)s last_error()s last_status()i last_error_copy(pzp)S version()s abi_version()i set_log_callback(ppi)S
+status_name(i)s last_error()s last_status()i last_error_copy(pzp)S take_error(p)S error_status(p)i error_message(p)s error_retain(p)S error_release(p)S version()s abi_version()i set_log_callback(ppi)S
 set_threads(i)S diagnose(pzp)S memory_stats(ipp)S memory_reset_peak()S memory_set_budget(L)S memory_get_budget(p)S
 memory_set_managed_policy(i)S memory_get_managed_policy(p)S memory_can_be_managed(ip)S tensor_by_managed_policy(piip)S
 tensor_from_host(ppipippp)S tensor_from_device(ppipiippp)S tensor_empty(piiiip)S tensor_copy_to_device(piip)S
