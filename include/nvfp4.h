@@ -63,9 +63,13 @@
  * logits differ by rounding, and where two tokens are nearly equally likely, so may the choice. From the same logits the same
  * token is chosen everywhere.
  *
- * NOTHING TO START OR STOP. There is no init and no shutdown; the library may be loaded and unloaded at any time.
+ * NOTHING TO START OR STOP. There is no init and no shutdown. The library may be loaded and unloaded at any time; on Linux it stays
+ * in memory once it was loaded, as it is linked with -z nodelete.
  *
- * VERSIONS. NVFP4_ABI_VERSION changes only when a program built with an older header would break.
+ * VERSIONS. NVFP4_ABI_VERSION changes only when a program built with an older header would break. A library serves programs with
+ * the same one that are no newer than itself: NVFP4_check_version() says whether it does, and what to install if not. On Linux the
+ * soname is libNVFP4.so.0, after NVFP4_VERSION_MAJOR; libNVFP4.so is a link for those who compile, and for hosts that load it by
+ * that name.
  */
 
 #ifndef NVFP4_H
@@ -144,6 +148,9 @@ extern "C" {
 
 /** See #NVFP4_VERSION_MAJOR. */
 #define NVFP4_VERSION_PATCH 0
+
+/** The three in one number that grows with each version, major * 10000 + minor * 100 + patch. */
+#define NVFP4_VERSION_NUMBER 100
 
 /**
  * Version of the binary interface this header describes. A program built with one number runs with any library that
@@ -689,6 +696,18 @@ NVFP4_API const char *NVFP4_version(void);
  */
 NVFP4_API
 int32_t NVFP4_abi_version(void);
+
+/** The #NVFP4_VERSION_NUMBER of the library that runs. */
+NVFP4_API int32_t NVFP4_version_number(void);
+
+/**
+ * Whether the library that runs serves a program, given as NVFP4_check_version(#NVFP4_ABI_VERSION, #NVFP4_VERSION_NUMBER): it must
+ * have the same binary interface and be no older than the header that the program was built with. If not, the result is
+ * #NVFP4_ABI_MISMATCH, and the message names both versions and says what to install.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_check_version(int32_t abi_version,
+                                 int32_t version_number);
 
 /**
  * Sends log messages of `level` and more severe ones to `callback`, for the whole process; NULL or #NVFP4_LOG_OFF stops

@@ -395,15 +395,14 @@ public:
 /** Version of the library that runs, as "major.minor.patch". */
 inline const char *version() noexcept { return NVFP4_version(); }
 
-/** Fails if the library that runs has another binary interface than the header this was compiled with. */
-inline Result<void> check_abi()
-{
-    if (NVFP4_abi_version() != NVFP4_ABI_VERSION)
-        return detail::failure<void>(Error(NVFP4_ABI_MISMATCH, "compiled for version " + std::to_string(NVFP4_ABI_VERSION) +
-                                            " of the binary interface, running with " +
-                                            std::to_string(NVFP4_abi_version())));
-    return Result<void>();
-}
+/** The same as a number: major * 10000 + minor * 100 + patch. */
+inline std::int32_t version_number() noexcept { return NVFP4_version_number(); }
+
+/** Version of the binary interface of the library that runs. */
+inline std::int32_t abi_version() noexcept { return NVFP4_abi_version(); }
+
+/** Fails if the library that runs has another binary interface than the header this was compiled with, or is older. */
+inline Result<void> check_version() { return check(NVFP4_check_version(NVFP4_ABI_VERSION, NVFP4_VERSION_NUMBER)); }
 
 /** What the library can do on this machine, as JSON. */
 inline Result<std::string> diagnose()

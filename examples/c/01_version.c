@@ -9,8 +9,8 @@
 int main(void)
 {
     /* A library found at run time need not be the one this program was compiled for. */
-    if (NVFP4_abi_version() != NVFP4_ABI_VERSION) {
-        fprintf(stderr, "compiled for ABI %d, running with %d\n", NVFP4_ABI_VERSION, NVFP4_abi_version());
+    if (NVFP4_check_version(NVFP4_ABI_VERSION, NVFP4_VERSION_NUMBER) != NVFP4_OK) {
+        fprintf(stderr, "%s\n", NVFP4_last_error());
         return 1;
     }
     printf("libNVFP4 %s\n", NVFP4_version());

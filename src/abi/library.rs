@@ -28,6 +28,8 @@ pub const NVFP4_VERSION_MAJOR: i32 = 0;
 pub const NVFP4_VERSION_MINOR: i32 = 1;
 /// See #NVFP4_VERSION_MAJOR.
 pub const NVFP4_VERSION_PATCH: i32 = 0;
+/// The three in one number that grows with each version, major * 10000 + minor * 100 + patch.
+pub const NVFP4_VERSION_NUMBER: i32 = 100;
 /// Version of the binary interface this header describes. A program built with one number runs with any library that
 /// reports the same one.
 pub const NVFP4_ABI_VERSION: i32 = 1;
@@ -69,6 +71,46 @@ pub extern "C" fn NVFP4_version() -> *const c_char {
 #[unsafe(no_mangle)]
 pub extern "C" fn NVFP4_abi_version() -> i32 {
     NVFP4_ABI_VERSION
+}
+
+/// The #NVFP4_VERSION_NUMBER of the library that runs.
+#[unsafe(no_mangle)]
+pub extern "C" fn NVFP4_version_number() -> i32 {
+    NVFP4_VERSION_NUMBER
+}
+
+/// Whether the library that runs serves a program, given as NVFP4_check_version(#NVFP4_ABI_VERSION, #NVFP4_VERSION_NUMBER): it must
+/// have the same binary interface and be no older than the header that the program was built with. If not, the result is
+/// #NVFP4_ABI_MISMATCH, and the message names both versions and says what to install.
+#[unsafe(no_mangle)]
+pub extern "C" fn NVFP4_check_version(abi_version: i32, version_number: i32) -> NVFP4_Status {
+    enter("NVFP4_check_version", || {
+        count("version_number", version_number.into())?;
+        check_version(abi_version, version_number)
+    })
+}
+
+fn check_version(abi: i32, number: i32) -> Result<()> {
+    if abi == NVFP4_ABI_VERSION && number <= NVFP4_VERSION_NUMBER {
+        return Ok(());
+    }
+    let theirs = dotted(number);
+    let remedy = match number > NVFP4_VERSION_NUMBER {
+        true => format!("install libNVFP4 {theirs} or later"),
+        false => {
+            format!("install libNVFP4 {theirs}, or build the program with the library's nvfp4.h")
+        }
+    };
+    bail!(
+        AbiMismatch,
+        "this program was built with nvfp4.h {theirs} (ABI {abi}), and the library that was loaded is {} (ABI {NVFP4_ABI_VERSION}); {remedy}",
+        env!("CARGO_PKG_VERSION")
+    )
+}
+
+/// A version number as people write it.
+fn dotted(number: i32) -> String {
+    format!("{}.{}.{}", number / 10000, number / 100 % 100, number % 100)
 }
 
 struct Sink {
@@ -316,4 +358,41 @@ const _: () = {
     assert!(text[2] as i32 - 48 == NVFP4_VERSION_MINOR);
     assert!(text[4] as i32 - 48 == NVFP4_VERSION_PATCH);
     assert!(CStr::from_bytes_with_nul(text).is_ok() && text.len() == 6);
+    let parts = NVFP4_VERSION_MAJOR * 10000 + NVFP4_VERSION_MINOR * 100 + NVFP4_VERSION_PATCH;
+    assert!(
+        parts == NVFP4_VERSION_NUMBER && NVFP4_VERSION_MINOR < 100 && NVFP4_VERSION_PATCH < 100
+    );
 };
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_version_is_checked_both_ways() {
+        assert_eq!(dotted(NVFP4_VERSION_NUMBER), env!("CARGO_PKG_VERSION"));
+        assert_eq!(dotted(123456), "12.34.56");
+        for older in [0, 99, NVFP4_VERSION_NUMBER] {
+            assert!(check_version(NVFP4_ABI_VERSION, older).is_ok());
+        }
+        let here = format!(
+            "the library that was loaded is {} (ABI 1)",
+            env!("CARGO_PKG_VERSION")
+        );
+        let newer = check_version(1, NVFP4_VERSION_NUMBER + 200).unwrap_err();
+        assert_eq!(
+            newer.message(),
+            format!(
+                "this program was built with nvfp4.h 0.3.0 (ABI 1), and {here}; install libNVFP4 0.3.0 or later"
+            )
+        );
+        let other = check_version(0, 90).unwrap_err();
+        assert_eq!(
+            other.message(),
+            format!(
+                "this program was built with nvfp4.h 0.0.90 (ABI 0), and {here}; install libNVFP4 0.0.90, or build the program \
+                 with the library's nvfp4.h"
+            )
+        );
+    }
+}

@@ -76,6 +76,14 @@ static void library(void)
 {
     SURE(NVFP4_version, NVFP4_version()[0] != '\0');
     SURE(NVFP4_abi_version, NVFP4_abi_version() == NVFP4_ABI_VERSION);
+    SURE(NVFP4_version_number, NVFP4_version_number() == NVFP4_VERSION_NUMBER);
+    OK(NVFP4_check_version(NVFP4_ABI_VERSION, NVFP4_VERSION_NUMBER));
+    OK(NVFP4_check_version(NVFP4_ABI_VERSION, 0));
+    BAD(NVFP4_ABI_MISMATCH, NVFP4_check_version, NVFP4_ABI_VERSION, NVFP4_VERSION_NUMBER + 1);
+    CHECK(strstr(NVFP4_last_error(), "install libNVFP4") != NULL);
+    BAD(NVFP4_ABI_MISMATCH, NVFP4_check_version, NVFP4_ABI_VERSION + 1, NVFP4_VERSION_NUMBER);
+    BAD(NVFP4_ABI_MISMATCH, NVFP4_check_version, NVFP4_ABI_VERSION - 1, NVFP4_VERSION_NUMBER);
+    BAD(NVFP4_INVALID_ARGUMENT, NVFP4_check_version, NVFP4_ABI_VERSION, -1);
     SURE(NVFP4_status_name, strcmp(NVFP4_status_name(NVFP4_BUSY), "BUSY") == 0 && NVFP4_status_name(-7) != NULL);
     BAD(NVFP4_INVALID_ARGUMENT, NVFP4_set_log_callback, NULL, NULL, 6);
     BAD(NVFP4_INVALID_ARGUMENT, NVFP4_set_log_callback, NULL, NULL, -1);

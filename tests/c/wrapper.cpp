@@ -524,9 +524,10 @@ int main(int argc, char **argv)
         std::fprintf(stderr, "usage: wrapper MODEL_DIR SCRATCH_DIR\n");
         return 2;
     }
-    nvfp4::check_abi();
+    nvfp4::check_version();
     nvfp4::set_threads(1);
     CHECK(nvfp4::version()[0] != '\0' && nvfp4::diagnose().front() == '{');
+    CHECK(nvfp4::version_number() == NVFP4_VERSION_NUMBER && nvfp4::abi_version() == NVFP4_ABI_VERSION);
     tensors();
     formats();
     weights();

@@ -26,7 +26,7 @@ bool failed(const nvfp4::Result<T> &result, NVFP4_Status status)
 
 void tensors()
 {
-    CHECK(nvfp4::check_abi() && nvfp4::check(NVFP4_OK) && failed(nvfp4::set_threads(-5), NVFP4_INVALID_ARGUMENT));
+    CHECK(nvfp4::check_version() && nvfp4::check(NVFP4_OK) && failed(nvfp4::set_threads(-5), NVFP4_INVALID_ARGUMENT));
     float data[32] = {1, 2, 3, 4, 5, 6};
     nvfp4::Result<nvfp4::Tensor> tensor = nvfp4::Tensor::borrow(data, {2, 16});
     CHECK(tensor && tensor.status() == NVFP4_OK && *tensor->elements() == 32 && *tensor->data() == data);

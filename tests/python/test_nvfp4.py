@@ -115,6 +115,7 @@ class Declarations(unittest.TestCase):
     def test_numbers(self):
         numbers = {name: int(value) for name, value in re.findall(r"#define NVFP4_(\w+) (-?\d+)\n", self.header)}
         self.assertEqual(native.ABI_VERSION, numbers.pop("ABI_VERSION"))
+        self.assertEqual(native.VERSION_NUMBER, numbers["VERSION_NUMBER"])
         numbers = {name: value for name, value in numbers.items() if not name.startswith("VERSION")}
         for table, choices in native.CHOICES.items():
             for name, value in choices.items():
@@ -161,6 +162,14 @@ class Loading(unittest.TestCase):
         self.assertIn("; libNVFP4.so", said)
         said = self.load(NVFP4_LIB_PATH="/nowhere", LD_LIBRARY_PATH=BUILD).stderr
         self.assertIn("/nowhere: cannot open", said)
+        with tempfile.TemporaryDirectory() as directory:
+            beside = shutil.copytree(os.path.join(PACKAGE, "nvfp4"), os.path.join(directory, "nvfp4"))
+            with open(os.path.join(beside, "native.py"), encoding="utf-8") as file:
+                newer = re.sub(r"^VERSION_NUMBER = .*", "VERSION_NUMBER = 123456", file.read(), flags=re.M)
+            with open(os.path.join(beside, "native.py"), "w", encoding="utf-8") as file:
+                file.write(newer)
+            said = self.load(directory, NVFP4_LIB_PATH=BUILD).stderr
+            self.assertRegex(said, r"ImportError: .*libNVFP4\.so: .* nvfp4\.h 12\.34\.56 .*; install libNVFP4 12\.34\.56 or later")
         said = self.load(NVFP4_LIB_PATH="libc.so.6").stderr
         self.assertIn("ImportError", said)
         self.assertIn("NVFP4_abi_version", said)

@@ -10,7 +10,9 @@ import os
 import re
 import types
 
+# The header that this was written for.
 ABI_VERSION = 1
+VERSION_NUMBER = 100
 
 # By the first part of its name in C, each choice: NVFP4_RECIPE_AMAX is CHOICES["recipe"]["amax"].
 CHOICES = {
@@ -46,7 +48,8 @@ _TYPES = {"i": ctypes.c_int32, "I": ctypes.c_uint32, "l": ctypes.c_int64, "L": c
 
 # Each function with the types that it takes and that it returns; S is a status.
 FUNCTIONS = """
-status_name(i)s last_error()s last_status()i last_error_copy(pzp)S take_error(p)S error_status(p)i error_message(p)s error_retain(p)S error_release(p)S version()s abi_version()i set_log_callback(ppi)S
+status_name(i)s last_error()s last_status()i last_error_copy(pzp)S take_error(p)S error_status(p)i error_message(p)s error_retain(p)S error_release(p)S version()s abi_version()i version_number()i check_version(ii)S
+set_log_callback(ppi)S
 set_threads(i)S diagnose(pzp)S memory_stats(ipp)S memory_reset_peak()S memory_set_budget(L)S memory_get_budget(p)S
 memory_set_managed_policy(i)S memory_get_managed_policy(p)S memory_can_be_managed(ip)S tensor_by_managed_policy(piip)S
 tensor_from_host(ppipippp)S tensor_from_device(ppipiippp)S tensor_empty(piiiip)S tensor_copy_to_device(piip)S
@@ -191,6 +194,8 @@ def _load():
             if returned == "S":
                 function.errcheck = _check
             setattr(functions, name, function)
+        if library.NVFP4_check_version(ABI_VERSION, VERSION_NUMBER):
+            raise ImportError(f"{path}: {functions.last_error().decode()}")
         return functions
     raise ImportError("libNVFP4.so was not found; name the file or its folder in NVFP4_LIB_PATH. Tried: " + "; ".join(tried))
 
