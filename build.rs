@@ -25,12 +25,27 @@ fn main() {
     println!("cargo::rerun-if-changed=build.rs");
     if std::env::var("CARGO_CFG_TARGET_OS").as_deref() == Ok("linux") {
         // rustc sets no soname, and without one a program records the path it was linked against.
-        println!("cargo::rustc-cdylib-link-arg=-Wl,-soname,libNVFP4.so");
+        let soname = concat!("libNVFP4.so.", env!("CARGO_PKG_VERSION_MAJOR"));
+        println!("cargo::rustc-cdylib-link-arg=-Wl,-soname,{soname}");
         // Worker threads may outlive a dlclose, and so must their code.
         println!("cargo::rustc-cdylib-link-arg=-Wl,-z,nodelete");
+        link_soname(soname);
     }
     embed_kernels();
 }
+
+/// Makes a link of the soname to the library, beside where cargo will leave it: what is linked with `-L target/release -lNVFP4` looks
+/// for the soname when it runs, and cargo knows but one name of a library. Without the link only such programs fail.
+#[cfg(unix)]
+fn link_soname(soname: &str) {
+    let folder = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
+    // It is PROFILE/build/nvfp4-HASH/out.
+    if let Some(profile) = folder.ancestors().nth(3) {
+        let _ = std::os::unix::fs::symlink("libNVFP4.so", profile.join(soname));
+    }
+}
+#[cfg(not(unix))]
+fn link_soname(_: &str) {}
 
 /// Writes `kernels.rs`, the table that `src/cuda/compile.rs` includes. Its entries are machine code of every unit for every
 /// architecture if `NVFP4_EMBED_KERNELS` is 1, which takes NVRTC; by default there are none, and kernels are compiled when they

@@ -1,6 +1,6 @@
 /* Use the library without linking to it: what a plug-in, or the run-time of another language, does.
  *
- *     cc dlopen.c $(pkg-config --cflags nvfp4) -ldl -o dlopen && ./dlopen /path/to/libNVFP4.so
+ *     cc dlopen.c $(pkg-config --cflags nvfp4) -ldl -o dlopen && ./dlopen /path/to/libNVFP4.so.0
  */
 #include <dlfcn.h>
 #include <nvfp4.h>
@@ -9,7 +9,7 @@
 
 /* The functions this program uses, with the types that the header declares. */
 static struct {
-    __typeof__(&NVFP4_abi_version) abi_version;
+    __typeof__(&NVFP4_check_version) check_version;
     __typeof__(&NVFP4_version) version;
     __typeof__(&NVFP4_last_error) last_error;
     __typeof__(&NVFP4_tensor_empty) tensor_empty;
@@ -31,7 +31,7 @@ static int find(void *library, const char *name, void *place)
 
 int main(int argc, char **argv)
 {
-    const char *path = argc > 1 ? argv[1] : "libNVFP4.so";
+    const char *path = argc > 1 ? argv[1] : "libNVFP4.so.0";
     /* Hosts that only look whether a function is there load and unload freely. */
     for (int i = 0; i < 100; i++) {
         void *probe = dlopen(path, RTLD_NOW | RTLD_LOCAL);
@@ -47,14 +47,14 @@ int main(int argc, char **argv)
         fprintf(stderr, "%s\n", dlerror());
         return 1;
     }
-    if (!find(library, "NVFP4_abi_version", &nvfp4.abi_version) || !find(library, "NVFP4_version", &nvfp4.version) ||
+    if (!find(library, "NVFP4_check_version", &nvfp4.check_version) || !find(library, "NVFP4_version", &nvfp4.version) ||
         !find(library, "NVFP4_last_error", &nvfp4.last_error) ||
         !find(library, "NVFP4_tensor_empty", &nvfp4.tensor_empty) ||
         !find(library, "NVFP4_tensor_release", &nvfp4.tensor_release) ||
         !find(library, "NVFP4_empty_cache", &nvfp4.empty_cache))
         return 1;
-    if (nvfp4.abi_version() != NVFP4_ABI_VERSION) {
-        fprintf(stderr, "compiled for ABI %d, found %d\n", NVFP4_ABI_VERSION, nvfp4.abi_version());
+    if (nvfp4.check_version(NVFP4_ABI_VERSION, NVFP4_VERSION_NUMBER) != NVFP4_OK) {
+        fprintf(stderr, "%s\n", nvfp4.last_error());
         return 1;
     }
 

@@ -63,13 +63,15 @@ neon_is_chosen() {
     said=$("${emulator[@]}" "$build/nvfp4" diagnose) && echo "$said" && grep -q 'kernels neon' <<<"$said"
 }
 
-# The library exports what the header declares and nothing else, and stays loaded once loaded.
+# The library exports what the header declares and nothing else, under a soname that programs find beside it, and stays loaded once
+# loaded.
 symbols() {
     local dynamic
     aarch64-linux-gnu-nm -D --defined-only "$build/libNVFP4.so" | awk '{ print $NF }' | sort -u >"$work/exported" || return 1
     diff --label "exported by libNVFP4.so" --label "declared in nvfp4.h" -u "$work/exported" "$work/declared" || return 1
     dynamic=$(aarch64-linux-gnu-readelf -dW "$build/libNVFP4.so") || return 1
-    grep -q 'SONAME.*\[libNVFP4\.so\]' <<<"$dynamic" || { echo "no soname libNVFP4.so"; return 1; }
+    grep -q 'SONAME.*\[libNVFP4\.so\.0\]' <<<"$dynamic" || { echo "no soname libNVFP4.so.0"; return 1; }
+    [ "$(readlink "$build/libNVFP4.so.0")" = libNVFP4.so ] || { echo "no link libNVFP4.so.0 beside it"; return 1; }
     grep -q 'FLAGS_1.*NODELETE' <<<"$dynamic" || { echo "not linked with -z nodelete"; return 1; }
 }
 

@@ -2,8 +2,9 @@
 # The C interface from outside: bash tests/c/run.sh, with libNVFP4.so in $NVFP4_BUILD (target/release if unset).
 #
 # The headers alone; the library's symbols, and those that nvfp4.hpp calls, against the header; the tests of this folder as
-# pedantic C99, C11, C++17 and C++20; an installation that CMake and pkg-config find; the examples built against it. Then all
-# of that that runs, runs, and again under valgrind, where nothing may be lost. The last line is "N passed, N failed, N skipped".
+# pedantic C99, C11, C++17 and C++20; an installation that CMake and pkg-config find; the examples built against it; the static
+# library, which is compiled for this, and programs with nothing else. Then all of that that runs, runs, and again under valgrind,
+# where nothing may be lost. The last line is "N passed, N failed, N skipped".
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 source tests/common/checks.sh
@@ -28,14 +29,15 @@ declared() {
     gcc -E -P -Iinclude -xc - <<<"#include <nvfp4.h>" | grep -oE '\bNVFP4_[A-Za-z0-9_]+[[:space:]]*\(' | tr -d '( \t' | sort -u
 }
 
-# The library exports what the header declares and nothing else, under a soname, stays loaded once loaded, needs nothing that a
+# The library exports what the header declares and nothing else, under a soname that programs find beside it, stays loaded once loaded, needs nothing that a
 # bare system lacks, and reaches no network: only the command fetches models.
 symbols() {
     local dynamic
     nm -D --defined-only "$library" | awk '{ print $NF }' | sort -u >"$work/exported" || return 1
     dynamic=$(readelf -dW "$library") || return 1
     diff --label "exported by libNVFP4.so" --label "declared in nvfp4.h" -u "$work/exported" "$work/declared" || return 1
-    grep -q 'SONAME.*\[libNVFP4\.so\]' <<<"$dynamic" || { echo "no soname libNVFP4.so"; return 1; }
+    grep -q 'SONAME.*\[libNVFP4\.so\.0\]' <<<"$dynamic" || { echo "no soname libNVFP4.so.0"; return 1; }
+    [ "$(readlink "$build/libNVFP4.so.0")" = libNVFP4.so ] || { echo "no link libNVFP4.so.0 beside it"; return 1; }
     grep -q 'FLAGS_1.*NODELETE' <<<"$dynamic" || { echo "not linked with -z nodelete"; return 1; }
     ! nm -D --undefined-only "$library" | grep -wE '(socket|connect|getaddrinfo)(@.*)?' || return 1
     ! grep NEEDED <<<"$dynamic" | grep -vE '\[(lib(c|m|gcc_s|dl|pthread|rt)\.so\.[0-9]+|ld-linux[^]]*)\]'
@@ -58,9 +60,20 @@ wrapped() {
     diff --label "called through nvfp4.hpp" --label "declared in nvfp4.h" -u "$work/called" "$work/declared"
 }
 
+version=$(sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -1)
+
+# install FROM PREFIX
+install() {
+    cmake -S cmake -B "$2-build" -DNVFP4_BUILD_DIR="$1" -DCMAKE_INSTALL_PREFIX="$2" && cmake --install "$2-build"
+}
+
 install_tree() {
-    cmake -S cmake -B "$work/install" -DNVFP4_BUILD_DIR="$build" -DCMAKE_INSTALL_PREFIX="$work/first" &&
-        cmake --install "$work/install" && mv "$work/first" "$work/prefix"
+    install "$build" "$work/first" && mv "$work/first" "$work/prefix" || return 1
+    local folder
+    folder=$(dirname "$(find "$work/prefix" -name libNVFP4.so)")
+    ls -l "$folder"
+    [ "$(readlink "$folder/libNVFP4.so")" = libNVFP4.so.0 ] && [ "$(readlink "$folder/libNVFP4.so.0")" = "libNVFP4.so.$version" ] &&
+        [ ! -h "$folder/libNVFP4.so.$version" ]
 }
 
 # A program built with pkg-config alone, from the tree that was moved after its installation.
@@ -71,7 +84,42 @@ with_pkg_config() {
     flags=$(pkg-config --cflags --libs nvfp4) || return 1
     # shellcheck disable=SC2086 # The flags are several arguments.
     gcc -std=c99 examples/c/01_version.c $flags -Wl,-rpath,"$(pkg-config --variable=libdir nvfp4)" -o "$work/with-pkg-config" &&
-        "$work/with-pkg-config" && [ "$(pkg-config --modversion nvfp4)" = "$(sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -1)" ]
+        "$work/with-pkg-config" && [ "$(pkg-config --modversion nvfp4)" = "$version" ]
+}
+
+# The static library, installed alone. Cargo has compiled all of it before but for this crate.
+install_static() {
+    cargo rustc --locked --color never --release --lib --crate-type staticlib -- --print native-static-libs 2>"$work/native" ||
+        { cat "$work/native"; return 1; }
+    mkdir "$work/static-build" && cp "${CARGO_TARGET_DIR:-target}/release/libNVFP4.a" "$work/static-build" &&
+        install "$work/static-build" "$work/static" && [ -z "$(find "$work/static" -name '*.so*')" ] || return 1
+    nm -g --defined-only "$work/static-build/libNVFP4.a" 2>/dev/null | awk 'NF == 3 && $3 ~ /^NVFP4_/ { print $3 }' | sort -u >"$work/defined"
+    diff --label "defined in libNVFP4.a" --label "declared in nvfp4.h" -u "$work/defined" "$work/declared"
+}
+
+static_with_pkg_config() {
+    local name flags
+    PKG_CONFIG_PATH=$(dirname "$(find "$work/static" -name nvfp4.pc)")
+    export PKG_CONFIG_PATH
+    flags=$(pkg-config --static --cflags --libs nvfp4) || return 1
+    diff --label "nvfp4.pc" --label "rustc" -u <(pkg-config --static --libs-only-l nvfp4 | xargs -n 1 | grep -v NVFP4 | sort -u) \
+        <(sed -n 's/.*native-static-libs: //p' "$work/native" | xargs -n 1 | sort -u) || return 1
+    for name in 01_version 02_quantize; do
+        # shellcheck disable=SC2086 # The flags are several arguments.
+        gcc -std=c99 "examples/c/$name.c" $flags -lm -o "$work/static-$name" && "$work/static-$name" || return 1
+    done
+}
+
+static_with_cmake() {
+    mkdir "$work/static-project" && cat >"$work/static-project/CMakeLists.txt" <<END || return 1
+cmake_minimum_required(VERSION 3.18)
+project(static LANGUAGES C)
+find_package(NVFP4 REQUIRED)
+add_executable(version $PWD/examples/c/01_version.c)
+target_link_libraries(version PRIVATE NVFP4::static)
+END
+    cmake -S "$work/static-project" -B "$work/static-project/build" -DCMAKE_PREFIX_PATH="$work/static" &&
+        cmake --build "$work/static-project/build" && "$work/static-project/build/version"
 }
 
 build_examples() {
@@ -148,6 +196,15 @@ if command -v cmake >/dev/null; then
         check "a program with pkg-config" with_pkg_config
     else
         skip "a program with pkg-config" "pkg-config is missing"
+    fi
+    if ! command -v cargo >/dev/null; then
+        skip "the static library" "cargo is missing"
+    else
+        check "installation of the static library" install_static
+        check "programs with find_package and the static library" static_with_cmake
+        if command -v pkg-config >/dev/null; then
+            check "programs with pkg-config and the static library" static_with_pkg_config
+        fi
     fi
 else
     skip "installation and examples" "cmake is missing"

@@ -1,7 +1,7 @@
-"""Compares the declarations of the C# package with the header: python3 declarations.py HEADER NATIVE.cs ENUMS.cs...
+"""Compares the declarations of the C# package with the header: python3 declarations.py HEADER NATIVE.cs LIBRARY.cs ENUMS.cs...
 
-Functions by name, result and parameters; structs by the names and types of their fields, in order; numbers by name and value.
-Says what differs, and exits with 1.
+Functions by name, result and parameters; structs by the names and types of their fields, in order; numbers by name and value, those
+of the version among them. Says what differs, and exits with 1.
 """
 
 import re
@@ -49,9 +49,10 @@ def camel(name):
     return "".join(part.capitalize() for part in name.lower().split("_"))
 
 
-def main(header_path, native_path, *enum_paths):
+def main(header_path, native_path, library_path, *enum_paths):
     raw = open(header_path, encoding="utf-8").read()
     header, native = plain(raw), plain(open(native_path, encoding="utf-8").read())
+    library = plain(open(library_path, encoding="utf-8").read())
     problems = []
 
     declared = {name: (result, split(parameters)) for result, name, parameters in
@@ -89,7 +90,11 @@ def main(header_path, native_path, *enum_paths):
             members.update({(enum, member.lower()): int(value) for member, value in re.findall(r"(\w+) = (-?\d+)", body)})
     seen = set()
     for name, value in re.findall(r"^#define NVFP4_([A-Z0-9_]+) (-?\d+)$", header, flags=re.M):
-        if name.startswith("VERSION") or name == "ABI_VERSION":
+        if name in ("ABI_VERSION", "VERSION_NUMBER"):
+            if f"const int {camel(name)} = {value};" not in library:
+                problems.append(f"NVFP4_{name} is {value}, and not in {library_path}")
+            continue
+        if name.startswith("VERSION"):
             continue
         # The beginning is the name of an enum; what is in none is a status.
         words = name.split("_")

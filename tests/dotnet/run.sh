@@ -188,30 +188,33 @@ places() {
     NVFP4_LIB_PATH=$work/needs said "libmissing.so: cannot open shared object file" run "$kind" Load || return 1
     NVFP4_LIB_PATH=$work/other said "other/libNVFP4.so: has no function NVFP4_abi_version" run "$kind" Load || return 1
     NVFP4_LIB_PATH=$work/later said "AbiMismatch: $work/later/libNVFP4.so has version 999" run "$kind" Load || return 1
+    NVFP4_LIB_PATH=$work/older said "AbiMismatch: $work/older/libNVFP4.so is older" run "$kind" Load || return 1
+    NVFP4_LIB_PATH=$work/old said "AbiMismatch: $work/old/libNVFP4.so: install another" run "$kind" Load || return 1
     said "$folder/libNVFP4.so: not there" run "$kind" Load || return 1
     said "name the file in NVFP4_LIB_PATH" run "$kind" Load || return 1
     mkdir -p "$folder/runtimes/$rid/native" && cp "$build/libNVFP4.so" "$folder/runtimes/$rid/native" || return 1
-    # Mono's own search does not know that folder, and need not: the library is loaded.
     [ "$(run "$kind" Load)" = "$expected $folder/runtimes/$rid/native/libNVFP4.so" ] || { echo "not from runtimes"; return 1; }
     cp "$build/libNVFP4.so" "$folder"
     [ "$(run "$kind" Load)" = "$expected $folder/libNVFP4.so" ] || { echo "not from beside the assembly"; return 1; }
-    # Another copy beside the assembly: .NET Core takes what the variable names, Mono cannot, and says so.
-    if [ "$kind" = mono ]; then
-        NVFP4_LIB_PATH=$build said "does not take $build/libNVFP4.so but another" run "$kind" Load || return 1
-    elif [ "$kind" = core ]; then
-        [ "$(NVFP4_LIB_PATH=$build run "$kind" Load)" = "$expected $build/libNVFP4.so" ] || { echo "not from $build"; return 1; }
-    fi
+    # Another copy beside the assembly, which is where a runtime looks by itself.
+    [ "$(NVFP4_LIB_PATH=$build run "$kind" Load)" = "$expected $build/libNVFP4.so" ] || { echo "not from $build"; return 1; }
     rm -rf "$folder/libNVFP4.so" "$folder/runtimes"
 }
 
 # Libraries that cannot be loaded, each for a reason of its own, and one in a folder whose name is not ASCII.
 odd_libraries() {
-    mkdir -p "$work"/{needs,other,later,库} && cp "$build/libNVFP4.so" "$work/库" &&
+    mkdir -p "$work"/{needs,other,later,older,old,库} && cp "$build/libNVFP4.so" "$work/库" &&
         gcc -shared -fPIC -xc - -o "$work/libmissing.so" <<<'int missing(void) { return 0; }' &&
         gcc -shared -fPIC -xc - -o "$work/needs/libNVFP4.so" -Wl,--no-as-needed -L"$work" -lmissing <<<'int x;' && rm "$work/libmissing.so" &&
         gcc -shared -fPIC -xc - -o "$work/other/libNVFP4.so" <<<'int x;' &&
-        gcc -shared -fPIC -xc - -o "$work/later/libNVFP4.so" -Wl,-soname,libNVFP4.so \
-            <<<'int NVFP4_abi_version(void) { return 999; } const char *NVFP4_version(void) { return "9"; }'
+        gcc -shared -fPIC -xc - -o "$work/later/libNVFP4.so" \
+            <<<'int NVFP4_abi_version(void) { return 999; } const char *NVFP4_version(void) { return "9"; }' &&
+        gcc -shared -fPIC -xc - -o "$work/older/libNVFP4.so" \
+            <<<'int NVFP4_abi_version(void) { return 1; } const char *NVFP4_version(void) { return "0.0.9"; }' &&
+        gcc -shared -fPIC -xc - -o "$work/old/libNVFP4.so" \
+            <<<'int NVFP4_abi_version(void) { return 1; } const char *NVFP4_version(void) { return "0.0.9"; }
+                int NVFP4_check_version(int abi, int number) { return abi == 1 && number >= 100 ? 13 : 0; }
+                const char *NVFP4_last_error(void) { return "install another"; }'
 }
 
 # dotnet_build FOLDER COMMAND ARGUMENT...: MSBuild, on a copy of the tree, with no other packages than ours.
@@ -299,7 +302,7 @@ readme_examples() {
     csc example.dll -r:LibNVFP4.dll example.cs && [ "$("$sdk/dotnet" example.dll)" = 好語😀é ]
 }
 
-check "declarations as in nvfp4.h" python3 tests/dotnet/declarations.py include/nvfp4.h "$package"/{Native,Enums,Errors}.cs
+check "declarations as in nvfp4.h" python3 tests/dotnet/declarations.py include/nvfp4.h "$package"/{Native,Library,Enums,Errors}.cs
 check "version of the packages" version
 check "nothing that Native AOT lacks" ahead_of_time
 check "a model that recites" python3 tests/dotnet/reciter.py "$small/tokenizer.json" "$work/reciter" 好語😀é

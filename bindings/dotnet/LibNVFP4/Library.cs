@@ -1,8 +1,8 @@
 // The native library itself: where it is looked for, what it says when it cannot be loaded, and its functions for the whole
 // process.
 //
-// It is loaded by its full path before the first call, so that the runtime's own search finds it loaded already: .NET Core asks
-// the resolver below; Mono, .NET Framework and Unity find a library of that name in the process. Mono searches when it compiles
+// It is loaded by its full path before the first call, and the runtime's own search is led to it: .NET Core asks the resolver below,
+// Mono has a map of names, and .NET Framework finds a library of that name in the process. Mono searches when it compiles
 // a method that has the native call in it, so what may be the first call stands in a method or lambda of its own, which is
 // compiled after Load(): that is what Call() and After() are for.
 
@@ -31,6 +31,9 @@ namespace LibNVFP4
     {
         /// <summary>The version of the binary interface that this assembly is made for.</summary>
         public const int AbiVersion = 1;
+
+        /// The header that this assembly is written for, as NVFP4_VERSION_NUMBER.
+        const int VersionNumber = 100;
 
         const string Variable = "NVFP4_LIB_PATH";
 
@@ -71,7 +74,7 @@ namespace LibNVFP4
                 if (loaded)
                     return;
                 path = Find(out IntPtr handle);
-                Resolver.Install(path);
+                Resolver.Install(path, handle);
                 CheckBound(handle);
                 loaded = true;
             }
@@ -101,6 +104,11 @@ namespace LibNVFP4
             if (number != AbiVersion)
                 throw new Nvfp4LoadException(Status.AbiMismatch, path + " has version " + number +
                     " of the binary interface, and this assembly is made for version " + AbiVersion + "; take both from one release");
+            if (Loader.Symbol(handle, "NVFP4_check_version") == IntPtr.Zero)
+                throw new Nvfp4LoadException(Status.AbiMismatch, path + " is older than this assembly; take both from one release");
+            Func<int> check = () => Native.NVFP4_check_version(AbiVersion, VersionNumber);
+            if (check() != (int)Status.Ok)
+                throw new Nvfp4LoadException(Status.AbiMismatch, path + ": " + Interop.ReadZ(Native.NVFP4_last_error()));
         }
 
         /// <summary>Says whether the library can be loaded from where it is looked for now.</summary>
@@ -406,7 +414,7 @@ namespace LibNVFP4
         static bool installed;
         static string path;
 
-        internal static void Install(string file)
+        internal static void Install(string file, IntPtr handle)
         {
             path = file;
             if (installed)
@@ -425,9 +433,51 @@ namespace LibNVFP4
         static IntPtr Resolve(string name, Assembly assembly, DllImportSearchPath? search) =>
             name == Native.Name ? NativeLibrary.Load(path) : IntPtr.Zero;
 #else
-        internal static void Install(string file)
+        static bool installed;
+        static IntPtr library;
+
+        internal static void Install(string file, IntPtr handle)
         {
+            library = handle;
+            if (!Map(file) && !installed)
+                installed = Set();
         }
+
+        [UnmanagedFunctionPointer(CallingConvention.Cdecl)]
+        delegate void MapFunction(IntPtr assembly, byte[] name, IntPtr function, byte[] newName, IntPtr newFunction);
+
+        /// Mono's map, which is a function of the process, and only of Mono's.
+        static bool Map(string file)
+        {
+            IntPtr function = Type.GetType("Mono.Runtime") == null ? IntPtr.Zero : Loader.Symbol(IntPtr.Zero, "mono_dllmap_insert");
+            if (function == IntPtr.Zero)
+                return false;
+            byte[] from = System.Text.Encoding.UTF8.GetBytes(Native.Name + "\0"), to = System.Text.Encoding.UTF8.GetBytes(file + "\0");
+            Marshal.GetDelegateForFunctionPointer<MapFunction>(function)(IntPtr.Zero, from, IntPtr.Zero, to, IntPtr.Zero);
+            return true;
+        }
+
+        /// The resolver of .NET Core, which .NET Standard has no name for.
+        static bool Set()
+        {
+            Type resolver = Type.GetType("System.Runtime.InteropServices.DllImportResolver, System.Runtime.InteropServices");
+            MethodInfo set = Type.GetType("System.Runtime.InteropServices.NativeLibrary, System.Runtime.InteropServices")
+                ?.GetMethod("SetDllImportResolver");
+            if (resolver == null || set == null)
+                return false;
+            Func<string, Assembly, DllImportSearchPath?, IntPtr> resolve = Resolve;
+            try
+            {
+                set.Invoke(null, new object[] { typeof(Resolver).Assembly, Delegate.CreateDelegate(resolver, resolve.Method) });
+            }
+            catch (TargetInvocationException e) when (e.InnerException is InvalidOperationException)
+            {
+                // The program has set a resolver for this assembly, whose word counts.
+            }
+            return true;
+        }
+
+        static IntPtr Resolve(string name, Assembly assembly, DllImportSearchPath? search) => name == Native.Name ? library : IntPtr.Zero;
 #endif
     }
 }

@@ -200,6 +200,12 @@ namespace LibNVFP4
         internal static extern int NVFP4_abi_version();
 
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_version_number();
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_check_version(int abiVersion, int versionNumber);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
         internal static extern int NVFP4_set_log_callback(LogCallback callback, IntPtr user, int level);
 
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
