@@ -15,8 +15,15 @@
  * ERRORS. A function that can fail returns an NVFP4_Status: NVFP4_OK (0) or a positive number. NVFP4_last_error() then has
  * one line for people: what was wrong, with the values and names, and what would be right. Results go through pointers, at
  * the end of the parameters, and are untouched on failure unless the function says otherwise. The line is the calling thread's;
- * NVFP4_take_error() makes an object of it that any thread may read. Nothing but values crosses this interface: no exception, no
- * panic, no signal, no exit.
+ * NVFP4_take_error() makes an object of it that any thread may read.
+ *
+ * NOTHING BUT VALUES crosses this interface: no exception, no panic, no signal, no exit, and no line on standard error. Where the
+ * system refuses memory or threads, calls give NVFP4_OUT_OF_MEMORY, change nothing, and work when there is memory again. _release
+ * always works. To that end the library keeps 8 MiB of address space in reserve from the first call on, which takes memory only
+ * when it is used, and while a call runs more where code of others allocates: 512 bytes for each byte of text to be tokenized, 32 for
+ * each of a tokenizer.json, 16 for each of a message to be rendered. Without its reserve a call does not begin. Three things are not
+ * covered: a chat template, which is a program, that makes more of its messages than that; the driver of a GPU; and a system that
+ * promises memory it does not have, and ends processes when they use it.
  *
  * ERRORS OF A GPU. A call on tensors of a CUDA device checks its arguments, enqueues its work and returns; it waits for the
  * device only where this file says so. What the device alone can see - values that are not finite in what is quantized, block
@@ -37,7 +44,11 @@
  * THREADS. Every function may be called from any thread. Where a handle parameter is const, calls may overlap. Where it is
  * not, the call needs the handle for itself: while another call has it, the result is NVFP4_BUSY. Retain, release and
  * NVFP4_session_cancel() never do. Different handles are independent. The library's own threads block all signals, so that
- * handlers run on the host's.
+ * handlers run on the host's, and a signal interrupts no call.
+ *
+ * STACK. A thread that calls needs 96 KiB of stack, its own frames, callbacks and signal handlers not counted. What nests as deep as
+ * a model's files say runs on threads of the library. The first thread of a process, whose stack grows as it is used, must have that
+ * much before the process runs out of addresses.
  *
  * FORK. A child has its parent's models, sessions and tensors of the CPU and works with them and with its own; it starts threads
  * of its own when it needs them. What a thread of the parent was using at that moment is half changed: a session gives

@@ -33,3 +33,6 @@ pub mod model;
 pub mod session;
 
 pub mod abi;
+
+#[global_allocator]
+static ALLOCATOR: base::alloc::Allocator = base::alloc::Allocator;

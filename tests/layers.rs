@@ -27,8 +27,13 @@ const FLOORS: &[(&str, u32)] = &[
 const MACROS: &[&str] = &["bail", "err"];
 
 /// Files outside `abi` that define a C function, because they hand a callback to another library and export nothing: DLPack
-/// calls a tensor's deleter, and libc the handlers of a fork.
-const CALLBACKS: &[&str] = &["tensor/dlpack.rs", "base/fork.rs"];
+/// calls a tensor's deleter, and libc the handlers of a fork, what a thread does, and in a test a signal handler.
+const CALLBACKS: &[&str] = &[
+    "tensor/dlpack.rs",
+    "base/file.rs",
+    "base/fork.rs",
+    "base/threads.rs",
+];
 
 fn floor(module: &str) -> Option<u32> {
     FLOORS

@@ -1,29 +1,53 @@
 //! The boundary that every entry passes: a panic stops here and, like every error, becomes a status and this thread's last
 //! message.
 
-use std::cell::RefCell;
-use std::ffi::{CString, c_char, c_void};
+use std::any::Any;
+use std::cell::{Cell, RefCell};
+use std::ffi::{CStr, CString, c_char, c_void};
 use std::ops::ControlFlow;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Once;
 
 use super::status::{NVFP4_OK, NVFP4_Status};
 use super::{handle, shared};
-use crate::base::{Error, ErrorKind, Result, entry, fork, panics};
+use crate::base::{Error, ErrorKind, Result, alloc, entry, fork, panics};
 use crate::cuda::KeepContext;
 
 struct Last {
     status: NVFP4_Status,
     /// With a terminating NUL, and none before it.
     text: Vec<u8>,
+    /// What this thread's next call is likely to ask for.
+    kept: Option<Box<dyn Any>>,
 }
 
 thread_local! {
-    static LAST: RefCell<Last> = const { RefCell::new(Last { status: NVFP4_OK, text: Vec::new() }) };
+    static LAST: RefCell<Last> = const { RefCell::new(Last { status: NVFP4_OK, text: Vec::new(), kept: None }) };
+    /// Whether this thread has what calls need.
+    static KNOWN: Cell<bool> = const { Cell::new(false) };
+    /// Whether this thread's last call failed because there was no memory for that. `LAST` is not touched then.
+    static REFUSED: Cell<bool> = const { Cell::new(false) };
 }
+
+const REFUSAL: &CStr =
+    c"the system refused the memory that a thread's first call needs; free something and call again";
+/// Bytes that the C library may take when a thread first comes here. Where it has none it ends the process.
+const FOR_A_THREAD: usize = 4096;
 
 /// Runs the body of the entry `function`.
 pub(super) fn enter(function: &'static str, body: impl FnOnce() -> Result<()>) -> NVFP4_Status {
+    match prepared(function, body) {
+        Ok(()) => NVFP4_OK,
+        Err(status) => status,
+    }
+}
+
+/// Runs the body of an entry that gives memory up and takes none: it runs however little there is.
+pub(super) fn enter_to_free(
+    function: &'static str,
+    body: impl FnOnce() -> Result<()>,
+) -> NVFP4_Status {
+    is_known();
     match caught(function, body) {
         Ok(()) => NVFP4_OK,
         Err(status) => status,
@@ -46,7 +70,27 @@ pub(super) fn enter_drop_in<T>(
     body: impl FnOnce() -> Result<T>,
 ) -> T {
     remember(NVFP4_OK, "");
-    caught(function, body).unwrap_or(otherwise)
+    prepared(function, body).unwrap_or(otherwise)
+}
+
+/// The same of one that gives memory up.
+pub(super) fn enter_drop_in_to_free(function: &'static str, body: impl FnOnce() -> Result<()>) {
+    remember(NVFP4_OK, "");
+    enter_to_free(function, body);
+}
+
+/// Runs a body that may need memory.
+fn prepared<T>(
+    function: &'static str,
+    body: impl FnOnce() -> Result<T>,
+) -> std::result::Result<T, NVFP4_Status> {
+    if !is_known() {
+        return Err(ErrorKind::OutOfMemory.status());
+    }
+    caught(function, || {
+        alloc::check()?;
+        body()
+    })
 }
 
 fn caught<T>(
@@ -77,7 +121,32 @@ fn caught<T>(
     Err(status)
 }
 
+/// Whether this thread has what calls need: storage whose end the C library has noted, for which it takes memory.
+fn is_known() -> bool {
+    if KNOWN.get() {
+        return true;
+    }
+    // SAFETY: what comes is given back at once.
+    let there = unsafe {
+        // A compiler may leave out what is not used.
+        let probe = std::hint::black_box(libc::malloc(FOR_A_THREAD));
+        libc::free(probe);
+        !probe.is_null()
+    };
+    REFUSED.set(!there);
+    if there {
+        // The storage of a thread that ends may be gone; its calls have no message then.
+        let _ = LAST.try_with(|_| {});
+        let _ = std::thread::current();
+        KNOWN.set(true);
+    }
+    there
+}
+
 fn remember(status: NVFP4_Status, message: &str) {
+    if REFUSED.get() {
+        return;
+    }
     // The thread's storage may be gone when a destructor of the host calls in late; then there is nobody left to read it.
     let _ = LAST.try_with(|last| {
         let mut last = last.borrow_mut();
@@ -90,11 +159,17 @@ fn remember(status: NVFP4_Status, message: &str) {
 }
 
 pub(super) fn last_status() -> NVFP4_Status {
+    if REFUSED.get() {
+        return ErrorKind::OutOfMemory.status();
+    }
     LAST.try_with(|last| last.borrow().status)
         .unwrap_or(NVFP4_OK)
 }
 
 pub(super) fn last_pointer() -> *const c_char {
+    if REFUSED.get() {
+        return REFUSAL.as_ptr();
+    }
     LAST.try_with(|last| match &last.borrow().text {
         text if text.is_empty() => c"".as_ptr(),
         text => text.as_ptr().cast(),
@@ -103,6 +178,9 @@ pub(super) fn last_pointer() -> *const c_char {
 }
 
 pub(super) fn last_text() -> String {
+    if REFUSED.get() {
+        return REFUSAL.to_string_lossy().into_owned();
+    }
     LAST.try_with(|last| match last.borrow().text.split_last() {
         Some((_, text)) => String::from_utf8_lossy(text).into_owned(),
         None => String::new(),
@@ -112,6 +190,9 @@ pub(super) fn last_text() -> String {
 
 /// The last error, if there is one; then there is none.
 pub(super) fn take_last() -> Option<(NVFP4_Status, CString)> {
+    if REFUSED.take() {
+        return Some((ErrorKind::OutOfMemory.status(), REFUSAL.to_owned()));
+    }
     let taken = LAST.try_with(|last| {
         let mut last = last.borrow_mut();
         let status = std::mem::replace(&mut last.status, NVFP4_OK);
@@ -121,6 +202,20 @@ pub(super) fn take_last() -> Option<(NVFP4_Status, CString)> {
     // The text has its only NUL at the end.
     let text = CString::from_vec_with_nul(text).unwrap_or_default();
     (status != NVFP4_OK).then_some((status, text))
+}
+
+/// Keeps something for this thread's next call, instead of what was kept before.
+pub(super) fn keep<T: 'static>(value: T) {
+    // Dropped here if the storage of a thread that ends is gone.
+    let value: Box<dyn Any> = Box::new(value);
+    let before = LAST.try_with(|last| last.borrow_mut().kept.replace(value));
+    drop(before);
+}
+
+/// What was kept, if it is a `T`; then nothing is.
+pub(super) fn take_kept<T: 'static>() -> Option<Box<T>> {
+    let kept = LAST.try_with(|last| last.borrow_mut().kept.take());
+    kept.ok().flatten()?.downcast().ok()
 }
 
 /// The host's word that travels with its callback.

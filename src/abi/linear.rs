@@ -23,7 +23,7 @@ use std::sync::Arc;
 use serde_json::{Value, json};
 
 use super::arguments::{Growing, Out, choice, copy_text, count, fill, flag, options, text};
-use super::guard::enter;
+use super::guard::{enter, enter_to_free};
 use super::handle::{self, Object};
 use super::quantize::{NVFP4_SCALES_LINEAR, layout, nf4_parts, parts};
 use super::shared;
@@ -472,7 +472,7 @@ pub unsafe extern "C" fn NVFP4_weight_retain(weight: *mut NVFP4_Weight) -> NVFP4
 /// Gives up a reference to a weight. After the last one the handle is stale.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_weight_release(weight: *mut NVFP4_Weight) -> NVFP4_Status {
-    enter("NVFP4_weight_release", || {
+    enter_to_free("NVFP4_weight_release", || {
         handle::release::<Weight>("weight", weight)
     })
 }

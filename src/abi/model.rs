@@ -2,7 +2,6 @@
 //!
 //! A model is immutable. Any number of sessions, on any threads, may run it at once.
 
-use std::cell::Cell;
 use std::ffi::{c_char, c_void};
 use std::ops::ControlFlow;
 use std::path::Path;
@@ -12,7 +11,7 @@ use serde_json::json;
 use super::arguments::{
     Growing, Out, choice, copy_items, copy_text, fill, flag, options, slice, text,
 };
-use super::guard::{User, answer, enter};
+use super::guard::{self, User, answer, enter, enter_to_free};
 use super::handle::{self, Object};
 use super::library::thread_count;
 use super::linear::{NVFP4_ACTIVATIONS_EXACT, activations};
@@ -20,7 +19,9 @@ use super::quantize::NVFP4_QuantizeOptions;
 use super::shared;
 use super::status::NVFP4_Status;
 use super::tensor::{NVFP4_DEVICE_AUTO, NVFP4_DEVICE_CPU};
+use crate::base::alloc;
 use crate::base::error::{Result, err};
+use crate::base::memory::with_room;
 use crate::checkpoint;
 use crate::model::convert::{self, Container, ConvertOptions};
 use crate::model::placement::{self, Requirements};
@@ -231,7 +232,7 @@ pub unsafe extern "C" fn NVFP4_model_retain(model: *mut NVFP4_Model) -> NVFP4_St
 /// Gives up a reference to a model. After the last one the handle is stale; sessions keep the weights.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_model_release(model: *mut NVFP4_Model) -> NVFP4_Status {
-    enter("NVFP4_model_release", || {
+    enter_to_free("NVFP4_model_release", || {
         handle::release::<Model>("model", model)
     })
 }
@@ -272,17 +273,26 @@ pub unsafe extern "C" fn NVFP4_model_vocab_size(
 
 /// Token ids as the core has them.
 pub(super) fn tokens_in(tokens: &[i32]) -> Result<Vec<u32>> {
-    tokens
-        .iter()
-        .enumerate()
-        .map(|(i, &t)| {
+    let mut ids = with_room(tokens.len())?;
+    for (i, &t) in tokens.iter().enumerate() {
+        ids.push(
             u32::try_from(t)
-                .map_err(|_| err!(InvalidArgument, "token {i} is {t}; ids are not negative"))
-        })
-        .collect()
+                .map_err(|_| err!(InvalidArgument, "token {i} is {t}; ids are not negative"))?,
+        );
+    }
+    Ok(ids)
 }
 
 /// Token ids as C has them.
+pub(super) fn tokens_out(tokens: &[u32]) -> Result<Vec<i32>> {
+    let mut ids = with_room(tokens.len())?;
+    for &token in tokens {
+        ids.push(token_out(token)?);
+    }
+    Ok(ids)
+}
+
+/// A token id as C has it.
 pub(super) fn token_out(token: u32) -> Result<i32> {
     i32::try_from(token).map_err(|_| err!(Internal, "token id {token} is past int32_t"))
 }
@@ -291,13 +301,8 @@ pub(super) fn token_out(token: u32) -> Result<i32> {
 struct Counted {
     model: usize,
     add_special: bool,
-    text: String,
+    text: Vec<u8>,
     tokens: Vec<i32>,
-}
-
-thread_local! {
-    /// What this thread's next call is likely to ask for.
-    static COUNTED: Cell<Option<Counted>> = const { Cell::new(None) };
 }
 
 /// Text to token ids. `add_special` 1 adds what the model wants around a text (a first token, often); a rendered chat has it
@@ -318,29 +323,29 @@ pub unsafe extern "C" fn NVFP4_model_tokenize(
         // SAFETY: the pointers are as the header asks.
         let text = unsafe { self::text("text", text, text_length) }?;
         let (model, add_special) = (model.addr(), flag("add_special", add_special)?);
-        // The storage of a thread that ends may be gone.
-        let counted = COUNTED.try_with(Cell::take).ok().flatten();
+        let counted = guard::take_kept::<Counted>();
         let ids = match counted {
-            Some(c) if (c.model, c.add_special) == (model, add_special) && c.text == text => {
+            Some(c)
+                if (c.model, c.add_special) == (model, add_special)
+                    && c.text == text.as_bytes() =>
+            {
                 c.tokens
             }
-            _ => object
-                .tokenizer()?
-                .encode(text, add_special)?
-                .into_iter()
-                .map(token_out)
-                .collect::<Result<Vec<_>>>()?,
+            _ => tokens_out(&object.tokenizer()?.encode(text, add_special)?)?,
         };
         // SAFETY: as above.
         let result = unsafe { copy_items(&ids, tokens, capacity, count) };
         if tokens.is_null() || capacity < ids.len() {
-            let counted = Counted {
-                model,
-                add_special,
-                text: text.to_owned(),
-                tokens: ids,
-            };
-            let _ = COUNTED.try_with(|c| c.set(Some(counted)));
+            // Without the memory for that, the next call takes its time.
+            if let Ok(mut copy) = with_room(text.len()) {
+                copy.extend_from_slice(text.as_bytes());
+                guard::keep(Counted {
+                    model,
+                    add_special,
+                    text: copy,
+                    tokens: ids,
+                });
+            }
         }
         result
     })
@@ -384,7 +389,14 @@ pub unsafe extern "C" fn NVFP4_model_render_chat(
     enter("NVFP4_model_render_chat", || {
         let model = handle::get::<Model>("model", model)?;
         // SAFETY: the pointers are as the header asks.
-        let messages = unsafe { slice("messages", messages, count) }?
+        let messages = unsafe { slice("messages", messages, count) }?;
+        let bytes = messages.iter().map(|m| {
+            size_of::<Message>()
+                .saturating_add(m.role_length)
+                .saturating_add(m.content_length)
+        });
+        let _copies = alloc::set_aside(bytes.fold(0, usize::saturating_add))?;
+        let messages = messages
             .iter()
             .map(|m| {
                 // SAFETY: as above.

@@ -15,11 +15,13 @@ use std::sync::Arc;
 use super::arguments::{
     Growing, Out, choice, copy_items, copy_text, count, fill, flag, options, results, slice, text,
 };
-use super::guard::{User, answer, enter};
+use super::guard::{User, answer, enter, enter_to_free};
 use super::handle::{self, Exclusive, Object, Watched};
-use super::model::{NVFP4_Model, token_out, tokens_in};
+use super::model::{NVFP4_Model, token_out, tokens_in, tokens_out};
 use super::status::NVFP4_Status;
+use crate::base::alloc;
 use crate::base::error::{Result, bail, err};
+use crate::base::memory::copied;
 use crate::model::{KvType, Model};
 use crate::session::{
     self, Canceller, Eviction, Finish, GenerateOptions, Generation, Piece, Sampler,
@@ -30,6 +32,9 @@ use crate::session::{
 pub struct NVFP4_Session {
     _private: [u8; 0],
 }
+
+/// Bytes that a byte of a message may take as JSON, which grows by doubling.
+const FOR_JSON: usize = 16;
 
 /// A session, and what may be reached while a call uses it.
 struct Session {
@@ -43,7 +48,7 @@ struct State {
     /// The text of the last generation.
     text: String,
     /// The conversation as JSON, once somebody has asked for it and until a call may have changed it.
-    messages: OnceCell<Result<String>>,
+    messages: OnceCell<String>,
 }
 
 /// What a session was when the call that uses it began.
@@ -55,11 +60,15 @@ struct Snapshot {
 
 impl State {
     fn messages(&self) -> Result<String> {
-        let json = || {
-            serde_json::to_string(&self.session.messages()?)
-                .map_err(|e| err!(Internal, "the conversation: {e}"))
-        };
-        self.messages.get_or_init(json).clone()
+        if let Some(json) = self.messages.get() {
+            return copied(json);
+        }
+        let messages = self.session.messages()?;
+        let bytes = messages.iter().map(|m| m.content.len() * FOR_JSON + 256);
+        let _json = alloc::set_aside(bytes.sum())?;
+        let json = serde_json::to_string(&messages)
+            .map_err(|e| err!(Internal, "the conversation: {e}"))?;
+        copied(self.messages.get_or_init(|| json))
     }
 }
 
@@ -155,7 +164,9 @@ impl NVFP4_SessionOptions {
                     (NVFP4_KV_FLOAT32, "float32", KvType::F32),
                 ],
             )?,
-            system: (!self.system.is_null()).then(|| system.to_owned()),
+            system: (!self.system.is_null())
+                .then(|| copied(system))
+                .transpose()?,
             eviction: choice(
                 "eviction",
                 self.eviction,
@@ -253,7 +264,7 @@ impl NVFP4_GenerateOptions {
             .iter()
             .zip(lengths)
             // SAFETY: as above.
-            .map(|(&string, &length)| Ok(unsafe { text("a stop string", string, length) }?.into()))
+            .map(|(&string, &length)| copied(unsafe { text("a stop string", string, length) }?))
             .collect::<Result<_>>()?;
         Ok(GenerateOptions {
             max_tokens: self.max_tokens,
@@ -442,7 +453,7 @@ pub unsafe extern "C" fn NVFP4_session_retain(session: *mut NVFP4_Session) -> NV
 /// Gives up a reference to a session. After the last one the handle is stale; a call that is using it ends undisturbed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_session_release(session: *mut NVFP4_Session) -> NVFP4_Status {
-    enter("NVFP4_session_release", || {
+    enter_to_free("NVFP4_session_release", || {
         handle::release::<Session>("session", session)
     })
 }
@@ -652,7 +663,10 @@ pub unsafe extern "C" fn NVFP4_session_messages(
     length: *mut usize,
 ) -> NVFP4_Status {
     enter("NVFP4_session_messages", || {
-        let json = look(session, State::messages, |s| s.messages.clone())?;
+        let json = look(session, State::messages, |s| match &s.messages {
+            Ok(json) => copied(json),
+            Err(e) => Err(e.clone()),
+        })?;
         // SAFETY: the pointers are as the header asks.
         unsafe { copy_text(&json, buffer, capacity, length) }
     })
@@ -715,12 +729,7 @@ pub unsafe extern "C" fn NVFP4_session_tokens(
 ) -> NVFP4_Status {
     enter("NVFP4_session_tokens", || {
         with(session, |state| {
-            let ids = state
-                .session
-                .tokens()
-                .iter()
-                .map(|&t| token_out(t))
-                .collect::<Result<Vec<_>>>()?;
+            let ids = tokens_out(state.session.tokens())?;
             // SAFETY: the pointers are as the header asks.
             unsafe { copy_items(&ids, tokens, capacity, count) }
         })

@@ -7,7 +7,7 @@ use std::ffi::{CStr, CString, c_char};
 use std::sync::Arc;
 
 use super::arguments::{Out, copy_text};
-use super::guard::{self, enter, enter_quietly, last_text};
+use super::guard::{self, enter, enter_quietly, enter_to_free, last_text};
 use super::handle::{self, Object};
 use crate::base::error::ErrorKind;
 
@@ -165,7 +165,7 @@ pub unsafe extern "C" fn NVFP4_error_retain(error: *mut NVFP4_Error) -> NVFP4_St
 /// Gives up a reference to an error. After the last one the handle is stale.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_error_release(error: *mut NVFP4_Error) -> NVFP4_Status {
-    enter("NVFP4_error_release", || {
+    enter_to_free("NVFP4_error_release", || {
         handle::release::<Taken>("error", error)
     })
 }

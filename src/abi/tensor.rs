@@ -13,7 +13,7 @@ use std::ffi::c_void;
 use std::sync::Arc;
 
 use super::arguments::{Out, copy_items, count, sizes, slice_mut};
-use super::guard::{User, enter};
+use super::guard::{User, enter, enter_to_free};
 use super::handle::{self, Object};
 use super::status::NVFP4_Status;
 use crate::base::error::{Result, bail, err};
@@ -293,7 +293,7 @@ pub unsafe extern "C" fn NVFP4_tensor_retain(tensor: *mut NVFP4_Tensor) -> NVFP4
 /// Gives up a reference to a tensor. After the last one the handle is stale.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_tensor_release(tensor: *mut NVFP4_Tensor) -> NVFP4_Status {
-    enter("NVFP4_tensor_release", || {
+    enter_to_free("NVFP4_tensor_release", || {
         handle::release::<Tensor>("tensor", tensor)
     })
 }

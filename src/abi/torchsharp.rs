@@ -18,7 +18,7 @@
 use std::ffi::c_void;
 use std::sync::Arc;
 
-use super::guard::{enter_drop_in, last_status, last_text};
+use super::guard::{enter_drop_in, enter_drop_in_to_free, last_status, last_text};
 use super::handle;
 use super::libtorch;
 use super::shared;
@@ -226,7 +226,7 @@ pub unsafe extern "C" fn NVFP4_scaled_mm(
 /// process ends.
 #[unsafe(no_mangle)]
 pub extern "C" fn NVFP4_empty_cache() {
-    enter_drop_in("NVFP4_empty_cache", (), shared::empty);
+    enter_drop_in_to_free("NVFP4_empty_cache", shared::empty);
 }
 
 /// Whether tensors can be in managed (unified) memory of CUDA device 0: 1 or 0. NVFP4_diagnose() says why not. Also 0 if there is

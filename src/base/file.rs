@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 use super::Result;
 use super::error::{Error, bail};
 use super::leftover::Leftover;
+use super::threads;
 
 /// `path`, or the nearest folder above that exists.
 pub(super) fn nearest(path: &Path) -> &Path {
@@ -28,13 +29,20 @@ pub fn free_space(path: &Path) -> Result<u64> {
     let name = c_path(nearest(path)).map_err(failed)?;
     let mut info = MaybeUninit::<libc::statvfs>::uninit();
     // SAFETY: `name` ends with a zero byte, and `info` has room for what the call writes.
-    if unsafe { libc::statvfs(name.as_ptr(), info.as_mut_ptr()) } != 0 {
-        return Err(failed(io::Error::last_os_error()));
-    }
+    uninterrupted(|| unsafe { libc::statvfs(name.as_ptr(), info.as_mut_ptr()) }).map_err(failed)?;
     // SAFETY: the call has succeeded, so it has filled `info`.
     let info = unsafe { info.assume_init() };
     #[allow(clippy::useless_conversion)] // The fields are narrower on other systems.
     Ok(u64::from(info.f_bavail).saturating_mul(u64::from(info.f_frsize)))
+}
+
+/// Makes a system call that gives 0 if it succeeds, while no signal can end it early. Some begin anew each time, so that trying
+/// again would be no way out.
+fn uninterrupted(call: impl FnOnce() -> libc::c_int) -> io::Result<()> {
+    threads::without_signals(|| match call() {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    })
 }
 
 /// A file not yet in its place. Dropping it uncommitted leaves nothing of it, and where the system knows files without a name
@@ -98,11 +106,12 @@ impl Temporary {
                     self.place.display()
                 );
             };
+            let file = self.file.as_raw_fd();
             // SAFETY: the descriptor is open for as long as `self.file`; the call takes no pointers.
-            if unsafe { libc::fallocate(self.file.as_raw_fd(), 0, 0, wanted) } == 0 {
+            let reserved = uninterrupted(|| unsafe { libc::fallocate(file, 0, 0, wanted) });
+            let Err(error) = reserved else {
                 return Ok(());
-            }
-            let error = io::Error::last_os_error();
+            };
             // File systems that cannot reserve say so; on those a full disk is found out when it is full.
             if error.raw_os_error() != Some(libc::EOPNOTSUPP) {
                 return Err(self.failed("reserving space for", error));
@@ -232,4 +241,48 @@ pub(super) fn sync_folder(folder: &Path) -> Result<()> {
 /// Writes a small file in one go, but does not put it in its place yet.
 pub fn stage(place: &Path, content: &[u8]) -> Result<Temporary> {
     Temporary::create(place, 0)?.filled(content)
+}
+
+#[cfg(all(test, target_os = "linux"))]
+mod tests {
+    use super::*;
+
+    /// The other side of the test below, which runs it in a process of its own.
+    #[test]
+    #[ignore = "run by signals_do_not_end_a_reservation"]
+    fn reserve_under_signals() {
+        extern "C" fn ignore(_: libc::c_int) {}
+        // On a file system in memory the reservation takes its time, and begins anew when it is interrupted.
+        let place = PathBuf::from(format!("/dev/shm/nvfp4-file-{}", std::process::id()));
+        let interval = libc::timeval {
+            tv_sec: 0,
+            tv_usec: 100,
+        };
+        let timer = libc::itimerval {
+            it_interval: interval,
+            it_value: interval,
+        };
+        // SAFETY: a handler that does nothing, installed without flags, and a timer of this process alone.
+        unsafe {
+            let mut action: libc::sigaction = std::mem::zeroed();
+            action.sa_sigaction = ignore as extern "C" fn(libc::c_int) as usize;
+            libc::sigaction(libc::SIGALRM, &action, std::ptr::null_mut());
+            libc::setitimer(libc::ITIMER_REAL, &timer, std::ptr::null_mut());
+        }
+        for _ in 0..20 {
+            drop(Temporary::create(&place, 16 << 20).unwrap());
+            free_space(&place).unwrap();
+        }
+    }
+
+    #[test]
+    fn signals_do_not_end_a_reservation() {
+        let output = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["--ignored", "--exact"])
+            .arg("base::file::tests::reserve_under_signals")
+            .output()
+            .unwrap();
+        let ran = String::from_utf8_lossy(&output.stdout).contains("1 passed");
+        assert!(output.status.success() && ran, "{output:?}");
+    }
 }

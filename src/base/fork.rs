@@ -6,6 +6,8 @@ use std::cell::RefCell;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, Once, PoisonError, RwLock};
 
+use super::alloc;
+
 /// A lock of the process that no fork may come between.
 pub trait Held: Sync {
     /// Takes it, until what is returned is dropped.
@@ -40,9 +42,12 @@ extern "C" fn before() {
         held.extend(locks.iter().map(|lock| lock.hold()));
         held.push(Box::new(locks));
     });
+    // The last one: taking the others may allocate.
+    alloc::hold();
 }
 
 extern "C" fn after() {
+    alloc::let_go();
     let _ = HELD.try_with(|held| held.borrow_mut().clear());
 }
 

@@ -4,13 +4,14 @@
 //! Counters are process-wide atomics: a budget protects the process, not one model. All functions may be called from any
 //! thread.
 
-use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::alloc::{GlobalAlloc, Layout, System, alloc_zeroed};
 use std::ffi::c_void;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use super::error::{Result, bail, err};
+use super::alloc;
+use super::error::{Error, Result, bail, err};
 
 /// What an allocation is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -264,6 +265,45 @@ const fn mapped_len(bytes: usize) -> usize {
     bytes.next_multiple_of(64 << 10)
 }
 
+fn refused<T>(len: usize) -> Error {
+    err!(
+        OutOfMemory,
+        "the system refused {len} elements of {} bytes",
+        size_of::<T>()
+    )
+}
+
+/// An empty vector with room for `len` elements, not accounted: for what is small, or the host's to limit.
+pub fn with_room<T>(len: usize) -> Result<Vec<T>> {
+    let mut out = Vec::new();
+    out.try_reserve_exact(len).map_err(|_| refused::<T>(len))?;
+    Ok(out)
+}
+
+/// A copy of `text`, as [`with_room`].
+pub fn copied(text: &str) -> Result<String> {
+    let mut out = String::new();
+    out.try_reserve_exact(text.len())
+        .map_err(|_| refused::<u8>(text.len()))?;
+    out.push_str(text);
+    Ok(out)
+}
+
+/// A vector of `len` zeros, as [`with_room`].
+pub fn zeros<T: Plain>(len: usize) -> Result<Vec<T>> {
+    let layout = Layout::array::<T>(len).map_err(|_| refused::<T>(len))?;
+    if layout.size() == 0 {
+        return Ok(Vec::new());
+    }
+    // SAFETY: the layout has a non-zero size.
+    let data = unsafe { alloc_zeroed(layout) }.cast::<T>();
+    match data.is_null() {
+        true => Err(refused::<T>(len)),
+        // SAFETY: from the allocator with the layout of so many elements, which zeros are valid for.
+        false => Ok(unsafe { Vec::from_raw_parts(data, len, len) }),
+    }
+}
+
 /// A zero-initialised, 64-byte aligned, accounted array of fixed length.
 pub struct Buffer<T: Plain> {
     data: NonNull<T>,
@@ -302,12 +342,14 @@ impl<T: Plain> Buffer<T> {
                 tag,
             });
         }
+        alloc::check()?;
         reserve(tag, layout.size() as u64)?;
         let data = if layout.size() >= HUGE {
             map(layout.size())
         } else {
+            // The reserve is for allocations that cannot fail.
             // SAFETY: the layout has a non-zero size.
-            NonNull::new(unsafe { alloc_zeroed(layout) })
+            NonNull::new(unsafe { System.alloc_zeroed(layout) })
         };
         match data {
             Some(data) => Ok(Buffer {
@@ -347,12 +389,12 @@ impl<T: Plain> Drop for Buffer<T> {
             release(self.tag, bytes as u64);
             let layout =
                 Self::layout(self.len).expect("the layout was valid when the buffer was made");
-            // SAFETY: `data` came from `map` or from `alloc_zeroed` with this same layout, and is not used again.
+            // SAFETY: `data` came from `map` or from the system with this same layout, and is not used again.
             unsafe {
                 if bytes >= HUGE {
                     libc::munmap(self.data.as_ptr().cast(), mapped_len(bytes));
                 } else {
-                    dealloc(self.data.as_ptr().cast(), layout);
+                    System.dealloc(self.data.as_ptr().cast(), layout);
                 }
             }
         }

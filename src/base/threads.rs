@@ -5,11 +5,15 @@
 //! not depend on the number of threads or on timing.
 
 use std::any::Any;
+use std::cell::RefCell;
+use std::ffi::{CString, c_void};
+use std::marker::PhantomData;
+use std::mem::MaybeUninit;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread::JoinHandle;
 
+use super::alloc;
 use super::env;
 use super::error::{Result, bail, err};
 use super::fork;
@@ -57,13 +61,13 @@ struct Crew {
     #[expect(dead_code, reason = "kept in reach")]
     parents: Option<&'static Crew>,
     shared: Arc<Shared>,
-    workers: Vec<JoinHandle<()>>,
+    workers: Vec<Thread>,
     /// Held for the length of a region: two sessions sharing a pool take turns.
     turn: Mutex<()>,
 }
 
 /// Calls `body` while no signal can reach this thread, nor then those that it starts: signals are for the host's own threads.
-pub fn without_signals<T>(body: impl FnOnce() -> T) -> T {
+pub(super) fn without_signals<T>(body: impl FnOnce() -> T) -> T {
     // SAFETY: fills and uses signal sets of this frame; the thread's own set comes back, also after a panic.
     unsafe {
         let mut all = std::mem::zeroed();
@@ -74,6 +78,130 @@ pub fn without_signals<T>(body: impl FnOnce() -> T) -> T {
         libc::pthread_sigmask(libc::SIG_SETMASK, &before, std::ptr::null_mut());
         result.unwrap_or_else(|panic| resume_unwind(panic))
     }
+}
+
+/// Bytes of stack of a thread, as the standard library gives it.
+const STACK: usize = 2 << 20;
+
+/// A thread of the library's own. The standard library's would note the end of its storage as it starts, and the C library ends the
+/// process where it has no memory for the note.
+struct Thread(libc::pthread_t);
+
+struct Start<'a> {
+    name: CString,
+    body: Box<dyn FnOnce() + Send + 'a>,
+}
+
+extern "C" fn begin(start: *mut c_void) -> *mut c_void {
+    // SAFETY: `Thread::start` made it and gave it away.
+    let start = unsafe { Box::from_raw(start.cast::<Start<'_>>()) };
+    #[cfg(target_os = "linux")]
+    // SAFETY: this thread's own name, ended by a zero byte.
+    unsafe {
+        libc::pthread_setname_np(libc::pthread_self(), start.name.as_ptr());
+    }
+    alloc::probe();
+    // A panic must not leave the thread; those who start it look after their own.
+    let _ = catch_unwind(AssertUnwindSafe(start.body));
+    std::ptr::null_mut()
+}
+
+impl Thread {
+    /// Starts a thread that no signal reaches, and that stays until it is waited for.
+    ///
+    /// # Safety
+    /// What `body` borrows must live until the thread has ended.
+    unsafe fn start<'a>(name: &str, body: impl FnOnce() + Send + 'a) -> std::io::Result<Thread> {
+        // The system takes 15 bytes of a name.
+        let name = CString::new(&name[..name.len().min(15)]).unwrap_or_default();
+        let body = Box::new(body);
+        let start = Box::into_raw(Box::new(Start { name, body }));
+        let mut id = MaybeUninit::uninit();
+        // SAFETY: the attributes are made, used and taken down here; the thread gets what it then owns.
+        let error = unsafe {
+            let mut attributes = MaybeUninit::uninit();
+            let mut error = libc::pthread_attr_init(attributes.as_mut_ptr());
+            if error == 0 {
+                libc::pthread_attr_setstacksize(attributes.as_mut_ptr(), STACK);
+                error = without_signals(|| {
+                    libc::pthread_create(id.as_mut_ptr(), attributes.as_ptr(), begin, start.cast())
+                });
+                libc::pthread_attr_destroy(attributes.as_mut_ptr());
+            }
+            error
+        };
+        if error != 0 {
+            // SAFETY: no thread has it.
+            drop(unsafe { Box::from_raw(start) });
+            return Err(std::io::Error::from_raw_os_error(error));
+        }
+        // SAFETY: the call has succeeded, so it has filled it.
+        Ok(Thread(unsafe { id.assume_init() }))
+    }
+
+    fn join(self) {
+        // SAFETY: a thread that was started and not yet waited for.
+        unsafe { libc::pthread_join(self.0, std::ptr::null_mut()) };
+    }
+}
+
+/// Threads that end before what they borrow does.
+pub struct Scope<'env> {
+    threads: RefCell<Vec<Thread>>,
+    panic: Arc<Mutex<Option<Box<dyn Any + Send>>>>,
+    _borrowed: PhantomData<&'env mut &'env ()>,
+}
+
+impl<'env> Scope<'env> {
+    /// Starts a thread. A panic in it is raised again when the scope ends.
+    pub fn start(&self, name: &str, body: impl FnOnce() + Send + 'env) -> std::io::Result<()> {
+        let panic = self.panic.clone();
+        let body = move || {
+            if let Err(e) = catch_unwind(AssertUnwindSafe(body)) {
+                lock(&panic).get_or_insert(e);
+            }
+        };
+        // SAFETY: `'env` is alive while `scope` runs, which waits for the thread.
+        let thread = unsafe { Thread::start(name, body) }?;
+        self.threads.borrow_mut().push(thread);
+        Ok(())
+    }
+
+    fn join(&self) {
+        // Threads cannot start others: this is not theirs to share.
+        self.threads.take().into_iter().for_each(Thread::join);
+    }
+}
+
+/// Calls `body`, which may start threads, and waits until those have ended.
+pub fn scope<'env, T>(body: impl FnOnce(&Scope<'env>) -> T) -> T {
+    let scope = Scope {
+        threads: RefCell::default(),
+        panic: Arc::default(),
+        _borrowed: PhantomData,
+    };
+    let result = catch_unwind(AssertUnwindSafe(|| body(&scope)));
+    scope.join();
+    let panic = lock(&scope.panic).take();
+    match (result, panic) {
+        (Ok(result), None) => result,
+        (Err(panic), _) | (_, Some(panic)) => resume_unwind(panic),
+    }
+}
+
+/// Calls `body` on a thread of its own: for what goes as deep as a file says, and so takes more stack than a host's thread may have.
+pub fn with_stack<T: Send>(body: impl FnOnce() -> Result<T> + Send) -> Result<T> {
+    let made = Mutex::new(None);
+    let started = scope(|scope| {
+        scope.start("nvfp4-deep", || {
+            let result = body();
+            *lock(&made) = Some(result);
+        })
+    });
+    started.map_err(|e| err!(OutOfMemory, "starting a thread: {e}"))?;
+    made.into_inner()
+        .unwrap_or_else(PoisonError::into_inner)
+        .unwrap_or_else(|| Err(err!(Internal, "a thread has come to nothing")))
 }
 
 impl Crew {
@@ -96,8 +224,8 @@ impl Crew {
         };
         for i in 1..threads {
             let shared = crew.shared.clone();
-            let thread = std::thread::Builder::new().name(format!("nvfp4-{i}"));
-            let worker = without_signals(|| thread.spawn(move || work(&shared)))
+            // SAFETY: it borrows nothing.
+            let worker = unsafe { Thread::start(&format!("nvfp4-{i}"), move || work(&shared)) }
                 .map_err(|e| err!(OutOfMemory, "starting thread {i} of {threads}: {e}"))?;
             crew.workers.push(worker);
         }
@@ -118,8 +246,7 @@ impl Drop for Crew {
             self.shared.wake.notify_all();
         }
         for worker in self.workers.drain(..) {
-            // A worker catches its task's panics, so joining cannot fail; there is nothing to do if it did.
-            let _ = worker.join();
+            worker.join();
         }
     }
 }
@@ -299,6 +426,31 @@ mod tests {
                 assert!(counts.iter().all(|c| c.load(Ordering::Relaxed) == 1));
             }
         }
+    }
+
+    #[test]
+    fn a_scope_waits_for_its_threads_and_raises_their_panics() {
+        let (sum, ended) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        let count = |n| {
+            std::thread::sleep(std::time::Duration::from_millis(n as u64));
+            assert!(n != 5, "thread {n}");
+            sum.fetch_add(n, Ordering::Relaxed);
+        };
+        let caught = catch_unwind(AssertUnwindSafe(|| {
+            scope(|scope| {
+                for n in [1, 5, 9] {
+                    scope
+                        .start("nvfp4-test-of-threads", move || count(n))
+                        .unwrap();
+                }
+                ended.fetch_add(1, Ordering::Relaxed);
+            });
+        }));
+        assert_eq!(
+            *caught.unwrap_err().downcast::<String>().unwrap(),
+            "thread 5"
+        );
+        assert_eq!((sum.into_inner(), ended.into_inner()), (10, 1));
     }
 
     #[test]

@@ -18,8 +18,8 @@ use std::fmt;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use crate::base::Result;
 use crate::base::error::{Error, bail, err};
+use crate::base::{Result, threads};
 use source::Source;
 
 pub use companion::{DESCRIPTION_FILES, TOKENIZER_FILES};
@@ -266,6 +266,10 @@ pub trait Checkpoint: Send + Sync {
 /// a set of files; [`weights`] says which of its files are opened. Any part of a split GGUF model opens the whole model.
 /// `config.json` and the tokenizer are picked up from the directory; a GGUF file carries its own.
 pub fn open(path: &Path) -> Result<Box<dyn Checkpoint>> {
+    threads::with_stack(|| open_here(path))
+}
+
+fn open_here(path: &Path) -> Result<Box<dyn Checkpoint>> {
     let info = std::fs::metadata(path)
         .map_err(|e| Error::io(format_args!("opening {}", path.display()), e))?;
     if !info.is_dir() {

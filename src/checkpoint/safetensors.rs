@@ -8,13 +8,16 @@ use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};
 
 use super::layout;
 use super::source::{Cursor, Source, Span};
-use super::tensors::{Raw, Tensors};
+use super::tensors::{FOR_TENSOR, Raw, Tensors};
 use super::{Encoding, Metadata};
 use crate::base::error::{Error, bail, err};
-use crate::base::{Result, size};
+use crate::base::{Result, alloc, size};
 
 /// The header length that the format's own implementation allows.
 const MAX_HEADER: u64 = 100_000_000;
+
+/// Bytes of memory that a byte of a header may take while it is read.
+const HEADER: usize = 8;
 
 /// Whether `bytes` starts like a safetensors file: a plausible header length, then a JSON object.
 pub(super) fn recognises(bytes: &[u8]) -> bool {
@@ -36,6 +39,7 @@ pub(super) fn open(source: Source, metadata: Metadata) -> Result<Tensors> {
 pub(super) fn open_index(path: &Path, directory: &Path, metadata: Metadata) -> Result<Tensors> {
     let name = path.display();
     let text = std::fs::read(path).map_err(|e| Error::io(format_args!("reading {name}"), e))?;
+    let _index = alloc::set_aside(text.len().saturating_mul(HEADER))?;
     let index: Index =
         serde_json::from_slice(&text).map_err(|e| err!(CorruptFile, "{name}: {e}"))?;
     let mut shards: Vec<&str> = index.weight_map.0.iter().map(|(_, f)| f.as_str()).collect();
@@ -98,6 +102,7 @@ fn read_shards(paths: &[PathBuf]) -> Result<(Vec<Source>, Vec<Raw>)> {
 }
 
 fn assemble(sources: Vec<Source>, raws: Vec<Raw>, metadata: Metadata) -> Result<Tensors> {
+    let _names = alloc::set_aside(raws.len().saturating_mul(FOR_TENSOR))?;
     let layout = layout::group(&sources, &raws, false)?;
     let format = match layout.convention {
         None | Some("dat") => "safetensors",
@@ -116,6 +121,7 @@ fn tensors(source: &Source, number: usize) -> Result<Vec<Raw>> {
         );
     }
     let header = cursor.text(header_len, "the header")?;
+    let _header = alloc::set_aside(header.len().saturating_mul(HEADER))?;
     let header: Map<Item> =
         serde_json::from_str(header).map_err(|e| err!(CorruptFile, "header: {e}"))?;
     let data_start = cursor.position();

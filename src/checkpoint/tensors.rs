@@ -12,7 +12,7 @@ use super::gguf::blocks;
 use super::source::{Source, Span};
 use super::{Checkpoint, Encoding, Entry, Metadata, Part};
 use crate::base::error::{bail, err};
-use crate::base::{Result, size};
+use crate::base::{Result, alloc, memory, size};
 use crate::format::{e4m3, nvfp4, swizzle};
 
 /// A tensor as the file describes it. Its span has been checked to hold exactly the bytes that encoding and shape need.
@@ -105,6 +105,9 @@ pub(super) struct Nested {
     pub(super) offset: f32,
 }
 
+/// Bytes that what is known of a tensor may take.
+pub(super) const FOR_TENSOR: usize = 2048;
+
 /// An opened checkpoint of any format.
 pub(super) struct Tensors {
     format: &'static str,
@@ -124,6 +127,7 @@ impl Tensors {
         logical: Vec<(Entry, Stored)>,
         metadata: Metadata,
     ) -> Result<Self> {
+        let _names = alloc::set_aside(logical.len().saturating_mul(FOR_TENSOR))?;
         let mut index = HashMap::with_capacity(logical.len());
         let mut entries = Vec::with_capacity(logical.len());
         let mut stored = Vec::with_capacity(logical.len());
@@ -229,7 +233,7 @@ impl Tensors {
         if let Some(heads) = heads
             && entry.shape.len() == 1
         {
-            let mut stored = vec![0.0; cols];
+            let mut stored = memory::zeros(cols)?;
             self.each_row(raw, 1, None, 0..1, |_, bytes| {
                 decode(encoding, bytes, &mut stored);
                 Ok(())
@@ -275,7 +279,7 @@ impl Tensors {
                 }
             }
             Scales::F16 | Scales::F32 => {
-                let mut values = vec![0.0; blocks];
+                let mut values = memory::zeros(blocks)?;
                 self.each_row(scales, all, None, rows.clone(), |i, bytes| {
                     decode(self.raws[scales].encoding, bytes, &mut values);
                     let out = &mut out[i * blocks..][..blocks];
@@ -321,7 +325,7 @@ impl Tensors {
         let blocks = cols / nvfp4::BLOCK;
         let run = (STAGING / (cols / 2)).max(1);
         let mut staging = Vec::new();
-        let mut row_scales = vec![0u8; run.min(rows.len()) * blocks];
+        let mut row_scales = memory::zeros::<u8>(run.min(rows.len()) * blocks)?;
         for (first, out) in rows.clone().step_by(run).zip(out.chunks_mut(run * cols)) {
             let some = first..rows.end.min(first + run);
             let row_scales = &mut row_scales[..some.len() * blocks];

@@ -3,7 +3,7 @@
 //! Rows are padded to a multiple of 128 and scales per row to a multiple of 4, with zeros.
 
 use crate::base::error::{Result, bail};
-use crate::base::size;
+use crate::base::{memory, size};
 
 /// The order of block scales in memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -65,7 +65,7 @@ fn check(what: &str, given: usize, wanted: usize, rows: usize, k_blocks: usize) 
 pub fn swizzle(scales: &[u8], rows: usize, k_blocks: usize) -> Result<Vec<u8>> {
     let linear = size::product("scales", &[rows, k_blocks])?;
     check("row-major scales", scales.len(), linear, rows, k_blocks)?;
-    let mut out = vec![0; len(rows, k_blocks)?];
+    let mut out = memory::zeros(len(rows, k_blocks)?)?;
     for row in 0..rows {
         for block in 0..k_blocks {
             out[offset(row, block, k_blocks)] = scales[row * k_blocks + block];
@@ -78,7 +78,7 @@ pub fn swizzle(scales: &[u8], rows: usize, k_blocks: usize) -> Result<Vec<u8>> {
 pub fn unswizzle(scales: &[u8], rows: usize, k_blocks: usize) -> Result<Vec<u8>> {
     let swizzled = len(rows, k_blocks)?;
     check("swizzled scales", scales.len(), swizzled, rows, k_blocks)?;
-    let mut out = vec![0; size::product("scales", &[rows, k_blocks])?];
+    let mut out = memory::zeros(size::product("scales", &[rows, k_blocks])?)?;
     for row in 0..rows {
         for block in 0..k_blocks {
             out[row * k_blocks + block] = scales[offset(row, block, k_blocks)];

@@ -9,10 +9,10 @@ use std::sync::Mutex;
 use serde::Serialize;
 use serde_json::json;
 
-use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::base::file::folder_of;
 use crate::base::threads::Pool;
+use crate::base::{Result, memory};
 use crate::checkpoint::{
     Checkpoint, DatWriter, Encoding, Entry, Metadata, ModelOptWriter, Planned, TokenizerSource,
     Writer, check_not_read, missing_companions, write_companions,
@@ -400,8 +400,8 @@ impl<'a> Work<'a> {
         let (mut squares, mut errors) = (0.0, 0.0);
         for first in (0..rows).step_by(per_region) {
             let region = first..rows.min(first + per_region);
-            let mut codes = vec![0; region.len() * cols / 2];
-            let mut scales = vec![0; region.len() * cols / BLOCK];
+            let mut codes = memory::zeros(region.len() * cols / 2)?;
+            let mut scales = memory::zeros(region.len() * cols / BLOCK)?;
             let sums = self.rows.region(
                 entry,
                 region.clone(),
@@ -428,12 +428,11 @@ impl Rows<'_> {
         let found = Mutex::new(Vec::new());
         self.pool.run(starts.len(), |part| {
             let rows = starts[part]..entry.rows().min(starts[part] + step);
-            let mut values = vec![0.0; rows.len() * cols];
             let first = rows.start * cols;
-            let amax = self
-                .source
-                .rows_f32(entry, rows, &mut values)
-                .and_then(|()| nvfp4::amax(&values, first, self.options.nonfinite));
+            let amax = memory::zeros(rows.len() * cols).and_then(|mut values| {
+                self.source.rows_f32(entry, rows, &mut values)?;
+                nvfp4::amax(&values, first, self.options.nonfinite)
+            });
             lock(&found).push((part, amax));
         });
         let mut largest = 0f32;
@@ -485,7 +484,7 @@ impl Rows<'_> {
         scales: &mut [u8],
     ) -> Result<(f64, f64)> {
         let cols = entry.cols();
-        let mut values = vec![0.0; rows.len() * cols];
+        let mut values = memory::zeros(rows.len() * cols)?;
         self.source.rows_f32(entry, rows.clone(), &mut values)?;
         nvfp4::quantize_rows(
             &values,

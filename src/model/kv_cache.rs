@@ -3,8 +3,8 @@
 
 use super::config::Config;
 use super::gpu_cache::GpuCache;
-use crate::base::Result;
 use crate::base::error::bail;
+use crate::base::{Result, memory};
 use crate::ops::Device;
 use crate::ops::attention::{KvLayer, KvType, PAGE};
 
@@ -196,7 +196,7 @@ impl KvCache {
         let pages = len.div_ceil(PAGE);
         match &mut self.store {
             Store::Host(layers) => {
-                let mut bytes = vec![0; layers.first().map_or(0, KvLayer::page_bytes)];
+                let mut bytes = memory::zeros(layers.first().map_or(0, KvLayer::page_bytes))?;
                 for layer in layers {
                     for i in 0..pages {
                         next(&mut bytes)?;

@@ -5,8 +5,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::ops::{ControlFlow, Range};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::mpsc::{RecvTimeoutError, channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
 use super::config::Config;
@@ -15,8 +14,7 @@ use super::{LoadOptions, Progress};
 use crate::base::checksum::{Checksum, RowsChecksum};
 use crate::base::error::{Error, bail, err};
 use crate::base::memory::{Buffer, Tag};
-use crate::base::threads::without_signals;
-use crate::base::{ErrorKind, Result};
+use crate::base::{ErrorKind, Result, threads};
 use crate::checkpoint::{Checkpoint, Encoding, Entry};
 use crate::format::nvfp4::{self, BLOCK, NonFinite, QuantizeOptions};
 use crate::ops::Device;
@@ -507,16 +505,19 @@ pub(super) fn load<T: Send>(
             entry,
         }
     };
-    let ((mut loaded, sum), made) = std::thread::scope(|scope| {
-        let thread = std::thread::Builder::new().name("nvfp4-load-embedding".to_owned());
-        let made = without_signals(|| thread.spawn_scoped(scope, || meanwhile(&embedding)))
+    let made = Mutex::new(None);
+    let (mut loaded, sum) = threads::scope(|scope| {
+        let make = || {
+            let result = meanwhile(&embedding);
+            *made.lock().unwrap_or_else(PoisonError::into_inner) = Some(result);
+        };
+        scope
+            .start("nvfp4-embedding", make)
             .map_err(|e| err!(OutOfMemory, "starting a thread to load with: {e}"))?;
-        let loaded = run(&*checkpoint, &jobs, options, checked_by_head);
-        let made = made
-            .join()
-            .unwrap_or_else(|_| Err(err!(Internal, "the thread of the embedding panicked")));
-        Ok((loaded?, made?))
+        run(&*checkpoint, &jobs, options, checked_by_head)
     })?;
+    let made = made.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let made = made.ok_or_else(|| err!(Internal, "nothing was made of the embedding"))??;
     let layers = match options.sampling_only {
         true => 0,
         false => config.layers,
@@ -530,6 +531,16 @@ pub(super) fn load<T: Send>(
         head: loaded.projection("lm_head")?,
     };
     Ok((weights, sum, made))
+}
+
+/// Tells that a thread is done, also by a panic.
+struct Done<'a>(&'a Mutex<usize>, &'a Condvar);
+
+impl Drop for Done<'_> {
+    fn drop(&mut self) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+        self.1.notify_one();
+    }
 }
 
 /// Runs the jobs on the device's threads and reports progress on this one. Gives what they have made, and a checksum of what it is
@@ -560,7 +571,8 @@ fn run(
         .sum();
     let parts = Mutex::new(HashMap::new());
     let failure: Mutex<Option<(usize, Error)>> = Mutex::new(None);
-    let (finished, waiting) = channel::<()>();
+    // Threads that are at work. A channel would note the end of this thread's storage, for which the C library takes memory.
+    let (working, finished) = (Mutex::new(0usize), Condvar::new());
     let work = || {
         loop {
             let number = shared.next.fetch_add(1, Ordering::Relaxed);
@@ -606,29 +618,32 @@ fn run(
             shared.cancelled.store(true, Ordering::Relaxed);
         }
     };
-    std::thread::scope(|scope| -> Result<()> {
-        let mut started = 0;
+    threads::scope(|scope| -> Result<()> {
+        let lock = || working.lock().unwrap_or_else(PoisonError::into_inner);
         for i in 0..options.device.threads().min(jobs.len()) {
-            let finished = finished.clone();
-            let thread = std::thread::Builder::new().name(format!("nvfp4-load-{i}"));
-            let work = move || {
+            let work = || {
+                let _done = Done(&working, &finished);
                 work();
-                // The receiver outlives the scope; there is nobody else to tell.
-                let _ = finished.send(());
             };
-            let spawned = without_signals(|| thread.spawn_scoped(scope, work));
-            match spawned {
-                Ok(_) => started += 1,
+            *lock() += 1;
+            if let Err(e) = scope.start(&format!("nvfp4-load-{i}"), work) {
+                *lock() -= 1;
                 // Fewer threads only take longer.
-                Err(_) if started > 0 => break,
-                Err(e) => bail!(OutOfMemory, "starting a thread to load with: {e}"),
+                match i {
+                    0 => bail!(OutOfMemory, "starting a thread to load with: {e}"),
+                    _ => break,
+                }
             }
         }
-        while started > 0 {
-            match waiting.recv_timeout(REPORT) {
-                Ok(()) => started -= 1,
-                Err(RecvTimeoutError::Timeout) => report(),
-                Err(RecvTimeoutError::Disconnected) => break,
+        let mut left = lock();
+        while *left > 0 {
+            let waited = finished.wait_timeout(left, REPORT);
+            let (still, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
+            left = still;
+            if timeout.timed_out() {
+                drop(left);
+                report();
+                left = lock();
             }
         }
         Ok(())

@@ -16,15 +16,14 @@ pub mod weights;
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use serde::Serialize;
 
 use crate::base::checksum::Checksum;
 use crate::base::error::{bail, err};
-use crate::base::threads::without_signals;
 use crate::base::turns::Turns;
-use crate::base::{Error, Result};
+use crate::base::{Error, Result, threads};
 use crate::checkpoint::{self, Checkpoint, TokenizerSource};
 use crate::format::nvfp4::QuantizeOptions;
 use crate::text::{ChatTemplate, Tokenizer};
@@ -269,13 +268,23 @@ impl Model {
         };
         let (weights, sum, table) = match device {
             // Compiling kernels takes as long as reading weights, on other processors of the machine.
-            Device::Cuda(gpu) => std::thread::scope(|scope| {
-                let preparing = without_signals(|| scope.spawn(|| gpu.prepare(gpu::UNITS)));
-                let loaded = load()?;
-                let prepared = preparing.join();
-                prepared.map_err(|_| err!(Internal, "preparing kernels panicked"))??;
-                Ok::<_, Error>(loaded)
-            })?,
+            Device::Cuda(gpu) => {
+                let prepared = Mutex::new(Ok(()));
+                let prepare = || {
+                    let result = gpu.prepare(gpu::UNITS);
+                    *prepared.lock().unwrap_or_else(PoisonError::into_inner) = result;
+                };
+                let loaded = threads::scope(|scope| {
+                    scope
+                        .start("nvfp4-kernels", prepare)
+                        .map_err(|e| err!(OutOfMemory, "starting a thread for kernels: {e}"))?;
+                    load()
+                });
+                let prepared = prepared.into_inner();
+                let loaded = loaded?;
+                prepared.unwrap_or_else(PoisonError::into_inner)?;
+                loaded
+            }
             _ => load()?,
         };
         let executor = match device {

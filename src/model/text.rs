@@ -3,12 +3,20 @@
 
 use std::sync::Arc;
 
-use crate::base::Result;
+use crate::base::{Result, alloc, threads};
 use crate::checkpoint::{TokenizerSource, Vocabulary};
 use crate::text::{ChatTemplate, TextFiles, Tokenizer, VocabularySpec, read_directory};
 
 /// The text side of a checkpoint; empty where it has none.
 pub(super) fn text(source: &TokenizerSource) -> Result<TextFiles> {
+    match source {
+        TokenizerSource::None => Ok(TextFiles::default()),
+        // Templates and regular expressions nest.
+        _ => threads::with_stack(|| read(source)),
+    }
+}
+
+fn read(source: &TokenizerSource) -> Result<TextFiles> {
     match source {
         TokenizerSource::None => Ok(TextFiles::default()),
         TokenizerSource::Directory(directory) => read_directory(directory),
@@ -23,6 +31,8 @@ pub(super) fn text(source: &TokenizerSource) -> Result<TextFiles> {
                 .as_deref()
                 .map(|s| ChatTemplate::from_jinja(s, bos.as_deref(), eos.as_deref()))
                 .transpose()?;
+            let texts = vocabulary.tokens.iter().chain(&vocabulary.merges);
+            let _copies = alloc::set_aside(texts.map(|t| 2 * t.len() + 64).sum())?;
             Ok(TextFiles {
                 tokenizer: Some(Arc::new(Tokenizer::from_vocabulary(&spec(vocabulary))?)),
                 template,

@@ -12,7 +12,7 @@ use super::linear::{Activations, DenseType, Linear, linear as multiply, of_tenso
 use super::quantize::{dequantize_on, quantize_on, swizzle_on, unswizzle_on};
 use super::{Device, Workspace, prepare, scaled_mm};
 use crate::base::error::{Result, bail};
-use crate::base::memory::{Buffer, Tag};
+use crate::base::memory::{self, Buffer, Tag};
 use crate::base::size::product;
 use crate::cuda::{self, DeviceBuffer, Gpu};
 use crate::format::nvfp4::{self, BLOCK, Levels, QuantizeOptions};
@@ -115,7 +115,7 @@ impl Nvfp4Tensor {
         let blocks = cols / BLOCK;
         let mut swizzled = Vec::new();
         if self.layout == ScaleLayout::Swizzled {
-            swizzled = vec![0; self.scales.bytes()];
+            swizzled = memory::zeros(self.scales.bytes())?;
             self.scales.copy_to(&mut swizzled)?;
         }
         Ok(
@@ -142,7 +142,7 @@ fn in_order(x: &Tensor) -> Result<Cow<'_, [u8]>> {
     Ok(match x.as_bytes() {
         Some(bytes) => Cow::Borrowed(bytes),
         None => {
-            let mut bytes = vec![0; x.bytes()];
+            let mut bytes = memory::zeros(x.bytes())?;
             x.copy_to(&mut bytes)?;
             Cow::Owned(bytes)
         }
@@ -333,7 +333,7 @@ pub fn quantize_into(
     x.require_host()?;
     let (rows, cols) = x.shape().matrix();
     let read = |range: Range<usize>| -> Result<Vec<f32>> {
-        let mut values = vec![0.0; range.len() * cols];
+        let mut values = memory::zeros(range.len() * cols)?;
         x.rows_f32(range, &mut values)?;
         Ok(values)
     };
@@ -400,7 +400,7 @@ fn fill_rows(
     Tensor::build(sizes, dtype, |bytes| {
         let parts = split(bytes, cols * dtype.bytes(), cols);
         by_chunks(device, rows, cols, |i, range| {
-            let mut values = vec![0.0; range.len() * cols];
+            let mut values = memory::zeros(range.len() * cols)?;
             fill(range, &mut values)?;
             dtype.from_f32(&values, &mut part(&parts, i))
         })?;
@@ -415,8 +415,8 @@ fn decode_rows(
     rows: Range<usize>,
     values: &mut [f32],
 ) -> Result<()> {
-    let mut codes = vec![0; values.len() / 2];
-    let mut scales = vec![0; values.len() / BLOCK];
+    let mut codes = memory::zeros(values.len() / 2)?;
+    let mut scales = memory::zeros(values.len() / BLOCK)?;
     let first_row = rows.start;
     let blocks = scales.len() / rows.len().max(1);
     read(rows, &mut codes, &mut scales)?;
@@ -554,7 +554,7 @@ fn scale_bytes(scales: &Tensor) -> Result<Vec<u8>> {
             scales.dtype().name()
         );
     }
-    let mut bytes = vec![0; scales.bytes()];
+    let mut bytes = memory::zeros(scales.bytes())?;
     scales.copy_to(&mut bytes)?;
     Ok(bytes)
 }

@@ -100,8 +100,8 @@ fn stepped(sessions: &mut [&mut Session], tokens: &[u32], pass: &mut Pass<'_>) -
     // Only evicting changes a session in a way that cutting it cannot undo.
     let saved: Vec<_> = sessions
         .iter()
-        .map(|s| (s.len(), (!s.fits(1)).then(|| s.saved())))
-        .collect();
+        .map(|s| Ok((s.len(), (!s.fits(1)).then(|| s.saved()).transpose()?)))
+        .collect::<Result<_>>()?;
     let result = run(sessions, tokens, pass);
     if result.is_err() {
         for (session, (len, saved)) in sessions.iter_mut().zip(saved) {

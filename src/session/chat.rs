@@ -5,10 +5,13 @@ use std::ops::{ControlFlow, Range};
 
 use super::text::Text;
 use super::{GenerateOptions, Generation, Piece, Session};
-use crate::base::Result;
 use crate::base::error::bail;
+use crate::base::{Result, alloc};
 use crate::model::Model;
 use crate::text::{Message, Tokenizer};
+
+/// Bytes of text that a token may stand for, in the mean of an answer.
+const FOR_TOKEN: usize = 16;
 
 /// The turns of a session, and whether it ends where another can follow.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -83,6 +86,8 @@ impl Session {
     /// The conversation so far: the system prompt, and the turns that are in the sequence.
     pub fn messages(&self) -> Result<Vec<Message>> {
         let turns = &self.conversation.turns;
+        let bytes = self.len().saturating_mul(FOR_TOKEN) + self.text_bytes();
+        let _words = alloc::set_aside(bytes.saturating_mul(2))?;
         let mut messages: Vec<Message> = self.system().collect();
         for (i, turn) in turns.iter().enumerate() {
             let end = turns.get(i + 1).map_or(self.len(), |next| next.start);
@@ -108,6 +113,8 @@ impl Session {
         on_piece: &mut dyn FnMut(Piece<'_>) -> ControlFlow<()>,
     ) -> Result<Generation> {
         let started = std::time::Instant::now();
+        // Copies of the words, as messages and in the conversation.
+        let _words = alloc::set_aside((self.text_bytes() + user.len()).saturating_mul(8))?;
         let first = self.is_empty();
         let model = self.model.clone();
         let text = Text::after(&[], &model, &options.stop_strings)?;

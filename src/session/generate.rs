@@ -7,6 +7,7 @@ use serde::Serialize;
 
 use super::text::Text;
 use super::{Sampler, SamplingOptions, Session};
+use crate::base::error::err;
 use crate::base::{ErrorKind, Result};
 use crate::model::{KvCache, Logits};
 
@@ -160,6 +161,8 @@ impl Session {
                 }
                 room => room?,
             }
+            let room = out.tokens.try_reserve(1);
+            room.map_err(|e| err!(OutOfMemory, "{} tokens: {e}", out.tokens.len()))?;
             self.push(&[token]);
             out.tokens.push(token);
             let stopped = text.push(token);

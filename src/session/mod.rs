@@ -14,8 +14,8 @@ mod text;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::base::Result;
-use crate::base::error::bail;
+use crate::base::error::{bail, err};
+use crate::base::{Result, alloc};
 use crate::model::{KvCache, KvType, Logits, Model, Scratch};
 
 pub use crate::model::SamplingOptions;
@@ -110,6 +110,7 @@ impl Session {
     /// An empty session of `model`.
     pub fn new(model: Arc<Model>, options: &SessionOptions) -> Result<Session> {
         let most = model.config().max_positions;
+        let _system = alloc::set_aside(options.system.as_ref().map_or(0, String::len))?;
         let mut options = options.clone();
         if options.context == 0 {
             options.context = most.min(DEFAULT_CONTEXT);
@@ -248,6 +249,8 @@ impl Session {
 
     /// A second session in the same state. They share the pages of their caches until either writes to one.
     pub fn fork(&self) -> Result<Session> {
+        let bytes = size_of_val(&*self.tokens) + size_of_val(&*self.logits) + self.text_bytes();
+        let _copies = alloc::set_aside(bytes * 2)?;
         let mut fork = Session::new(self.model.clone(), &self.options)?;
         fork.tokens.clone_from(&self.tokens);
         fork.evicted = self.evicted;
@@ -272,6 +275,9 @@ impl Session {
 
     fn run(&mut self, tokens: &[u32], step: usize) -> Result<()> {
         let before = self.tokens.len();
+        self.tokens
+            .try_reserve(tokens.len())
+            .map_err(|e| err!(OutOfMemory, "{} tokens: {e}", tokens.len()))?;
         let (logits, likeliest) = (std::mem::take(&mut self.logits), self.likeliest);
         for part in tokens.chunks(step.max(1)) {
             self.push(part);
@@ -356,8 +362,12 @@ impl Session {
 
     /// Forgets old tokens until `count` more fit, where the options say so. What stays after the kept ones is pending then.
     fn make_room(&mut self, count: usize) -> Result<()> {
+        alloc::check()?;
         if self.fits(count) {
-            return Ok(());
+            return self
+                .tokens
+                .try_reserve(count)
+                .map_err(|e| err!(OutOfMemory, "{count} tokens: {e}"));
         }
         let (context, len) = (self.options.context, self.tokens.len());
         if count > context {
@@ -389,13 +399,25 @@ impl Session {
         Ok(())
     }
 
-    fn saved(&self) -> Saved {
-        Saved {
+    /// Bytes of the conversation's texts.
+    fn text_bytes(&self) -> usize {
+        let turns = self.conversation.turns.iter();
+        let system = self.options.system.as_ref().map_or(0, String::len);
+        turns.fold(system, |sum, turn| {
+            sum + size_of_val(turn) + turn.user.len()
+        })
+    }
+
+    fn saved(&self) -> Result<Saved> {
+        let pages = self.cache.len() / 16 * self.model.config().layers;
+        let bytes = size_of_val(&*self.tokens) + self.text_bytes() + pages * 16;
+        let _copies = alloc::set_aside(bytes * 2)?;
+        Ok(Saved {
             tokens: self.tokens.clone(),
             evicted: self.evicted,
             cache: self.cache.clone(),
             conversation: self.conversation.clone(),
-        }
+        })
     }
 
     fn go_back(&mut self, saved: Saved) {
@@ -408,7 +430,7 @@ impl Session {
 
     /// Calls `change`; if it fails, the session is as it was before.
     fn undone_on_error<T>(&mut self, change: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
-        let saved = self.saved();
+        let saved = self.saved()?;
         let result = change(self);
         if result.is_err() {
             self.go_back(saved);

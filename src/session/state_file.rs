@@ -14,7 +14,7 @@ use super::{Eviction, Session, SessionOptions};
 use crate::base::checksum::Checksum;
 use crate::base::error::{bail, err};
 use crate::base::file::Temporary;
-use crate::base::{Error, Result};
+use crate::base::{Error, Result, alloc, memory};
 use crate::model::{KvCache, KvType, Model};
 
 const MAGIC: [u8; 8] = *b"NVFP4SES";
@@ -50,6 +50,8 @@ impl Session {
     /// Writes the session to a file, which appears whole or not at all.
     pub fn save(&self, path: &Path) -> Result<()> {
         let conversation = &self.conversation;
+        // The texts once more, and as JSON, which may take six bytes for one and grows by doubling.
+        let _texts = alloc::set_aside(self.text_bytes().saturating_mul(14))?;
         let header = Header {
             model: self.model.fingerprint(),
             activations: self.model.info().activations.to_owned(),
@@ -95,8 +97,8 @@ impl Session {
         out.write(&VERSION.to_le_bytes())?;
         out.write(&length.to_le_bytes())?;
         out.write(&json)?;
-        out.write(&words(self.tokens.iter().copied()))?;
-        out.write(&words(self.logits.iter().map(|x| x.to_bits())))?;
+        out.words(self.tokens.iter().copied())?;
+        out.words(self.logits.iter().map(|x| x.to_bits()))?;
         self.cache.for_each_page(|page| out.write(page))?;
         let sum = out.sum.finish();
         out.write(&sum.to_le_bytes())?;
@@ -145,8 +147,11 @@ fn restore(model: Arc<Model>, file: File) -> Result<Session> {
             "its header of {length} bytes does not fit in its {size} bytes"
         );
     }
-    let header: Header = serde_json::from_slice(&input.bytes(length as usize)?)
-        .map_err(|e| err!(CorruptFile, "its header: {e}"))?;
+    let json = input.bytes(length as usize)?;
+    // The header's texts, and the options that have one of them.
+    let _texts = alloc::set_aside(json.len().saturating_mul(3))?;
+    let header: Header =
+        serde_json::from_slice(&json).map_err(|e| err!(CorruptFile, "its header: {e}"))?;
     header.check(&model)?;
     let mut session = Session::new(model, &header.options()?)
         .map_err(|e| err!(CorruptFile, "its header: {e}"))?;
@@ -160,11 +165,11 @@ fn restore(model: Arc<Model>, file: File) -> Result<Session> {
     }
     session.tokens = input.words(header.tokens)?;
     session.evicted = header.evicted;
-    session.logits = input
-        .words(header.logits)?
-        .into_iter()
-        .map(f32::from_bits)
-        .collect();
+    let logits = input.words(header.logits)?;
+    session.logits = memory::with_room(logits.len())?;
+    session
+        .logits
+        .extend(logits.into_iter().map(f32::from_bits));
     session
         .cache
         .read_pages(header.cached, |page| input.read(page))?;
@@ -273,10 +278,6 @@ impl Header {
     }
 }
 
-fn words(numbers: impl Iterator<Item = u32>) -> Vec<u8> {
-    numbers.flat_map(u32::to_le_bytes).collect()
-}
-
 struct Writer<'a> {
     file: &'a Temporary,
     at: u64,
@@ -289,6 +290,21 @@ impl Writer<'_> {
         self.sum.update(bytes);
         self.at += bytes.len() as u64;
         Ok(())
+    }
+
+    fn words(&mut self, mut numbers: impl Iterator<Item = u32>) -> Result<()> {
+        let mut bytes = [0; 4096];
+        loop {
+            let mut len = 0;
+            for (place, number) in bytes.as_chunks_mut::<4>().0.iter_mut().zip(&mut numbers) {
+                *place = number.to_le_bytes();
+                len += 4;
+            }
+            if len == 0 {
+                return Ok(());
+            }
+            self.write(&bytes[..len])?;
+        }
     }
 }
 
@@ -314,7 +330,7 @@ impl Reader {
 
     /// Must have been checked to be in the file.
     fn bytes(&mut self, len: usize) -> Result<Vec<u8>> {
-        let mut out = vec![0; len];
+        let mut out = memory::zeros(len)?;
         self.read(&mut out)?;
         Ok(out)
     }
@@ -323,6 +339,8 @@ impl Reader {
     fn words(&mut self, len: usize) -> Result<Vec<u32>> {
         let bytes = self.bytes(len * 4)?;
         let (words, _) = bytes.as_chunks::<4>();
-        Ok(words.iter().map(|w| u32::from_le_bytes(*w)).collect())
+        let mut out = memory::with_room(len)?;
+        out.extend(words.iter().map(|w| u32::from_le_bytes(*w)));
+        Ok(out)
     }
 }

@@ -9,7 +9,7 @@ use std::sync::{Arc, Weak};
 
 use super::{DType, Shape};
 use crate::base::error::{Result, bail};
-use crate::base::memory::{Buffer, Tag};
+use crate::base::memory::{self, Buffer, Tag};
 
 /// Called with nothing, once, when the last view of lent memory is gone.
 pub type Release = Box<dyn FnOnce() + Send>;
@@ -426,7 +426,7 @@ impl Tensor {
             return self.dtype.to_f32(bytes, out);
         }
         self.require_host()?;
-        let mut bytes = vec![0; rows.len() * row_bytes];
+        let mut bytes = memory::zeros(rows.len() * row_bytes)?;
         self.copy_rows(rows, &mut bytes)?;
         self.dtype.to_f32(&bytes, out)
     }

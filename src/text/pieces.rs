@@ -2,7 +2,7 @@
 //! this table and cannot disagree.
 
 use crate::base::Result;
-use crate::base::error::bail;
+use crate::base::error::{bail, err};
 
 /// More than any real vocabulary; a larger id in a file is damage, and would make the table huge.
 const MAX_ID: u32 = 1 << 24;
@@ -114,6 +114,9 @@ impl Pieces {
             }
             let id = token.id as usize;
             if order.len() <= id {
+                order
+                    .try_reserve(id + 1 - order.len())
+                    .map_err(|e| err!(OutOfMemory, "{} tokens: {e}", id + 1))?;
                 order.resize(id + 1, None);
             }
             order[id] = Some(i);

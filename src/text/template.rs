@@ -6,8 +6,8 @@ use minijinja::{Environment, ErrorKind, Output, State};
 use serde::{Deserialize, Serialize};
 use serde_json::ser::PrettyFormatter;
 
-use crate::base::Result;
 use crate::base::error::err;
+use crate::base::{Result, alloc, threads};
 
 /// One turn of a conversation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -41,6 +41,10 @@ const STEPS: u64 = 50_000_000;
 
 /// Bytes that a prompt may have, far beyond any context.
 const LONGEST: usize = 64 << 20;
+
+/// Bytes that rendering may take for a byte of a message, of which templates make copies, and for a message beside its text.
+const FOR_TEXT: usize = 16;
+const FOR_MESSAGE: usize = 1024;
 
 /// A compiled chat template.
 #[derive(Debug)]
@@ -97,6 +101,21 @@ impl ChatTemplate {
         add_generation_prompt: bool,
         variables: &serde_json::Map<String, serde_json::Value>,
     ) -> Result<String> {
+        // Macros call each other, some hundred deep.
+        threads::with_stack(|| self.render_here(messages, add_generation_prompt, variables))
+    }
+
+    fn render_here(
+        &self,
+        messages: &[Message],
+        add_generation_prompt: bool,
+        variables: &serde_json::Map<String, serde_json::Value>,
+    ) -> Result<String> {
+        let bytes = messages.iter().fold(0usize, |sum, m| {
+            sum.saturating_add((m.role.len() + m.content.len()).saturating_mul(FOR_TEXT))
+                .saturating_add(FOR_MESSAGE)
+        });
+        let _steps = alloc::set_aside(bytes)?;
         let mut context = vec![
             ("messages".to_owned(), Value::from_serialize(messages)),
             (
@@ -123,6 +142,9 @@ impl ChatTemplate {
                     .map(drop)
             })
             .map_err(|e| match e.kind() {
+                _ if prompt.has_no_memory => {
+                    err!(OutOfMemory, "the system refused memory for the prompt")
+                }
                 _ if prompt.is_too_long => err!(
                     CorruptFile,
                     "the chat template prints more than {LONGEST} bytes; it may be in an endless loop"
@@ -143,6 +165,7 @@ impl ChatTemplate {
 struct Prompt {
     text: Vec<u8>,
     is_too_long: bool,
+    has_no_memory: bool,
 }
 
 impl std::io::Write for Prompt {
@@ -150,6 +173,10 @@ impl std::io::Write for Prompt {
         if self.text.len() + bytes.len() > LONGEST {
             self.is_too_long = true;
             return Err(std::io::ErrorKind::FileTooLarge.into());
+        }
+        if self.text.try_reserve(bytes.len()).is_err() || alloc::check().is_err() {
+            self.has_no_memory = true;
+            return Err(std::io::ErrorKind::OutOfMemory.into());
         }
         self.text.extend_from_slice(bytes);
         Ok(bytes.len())

@@ -103,7 +103,7 @@ static inline int is_on_device(NVFP4_Tensor *tensor)
     return device_type == NVFP4_DEVICE_CUDA && device_index == 0 && !NVFP4_is_managed_tensor(tensor);
 }
 
-static int report(const char *name)
+static inline int report(const char *name)
 {
     printf("%s: %d checks, %d failed\n", name, checks, failures);
     NVFP4_empty_cache();

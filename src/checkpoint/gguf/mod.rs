@@ -9,10 +9,10 @@ use std::collections::HashMap;
 use std::path::Path;
 
 use super::source::{Cursor, Source, Span};
-use super::tensors::{Raw, Stored, Tensors};
+use super::tensors::{FOR_TENSOR, Raw, Stored, Tensors};
 use super::{Encoding, Entry, Metadata, TokenizerSource};
-use crate::base::Result;
 use crate::base::error::{bail, err};
+use crate::base::{Result, alloc, memory};
 use crate::format::nvfp4;
 
 pub use blocks::GgmlType;
@@ -75,6 +75,7 @@ pub(super) fn open(source: Source, path: Option<&Path>) -> Result<Tensors> {
     if raws.is_empty() {
         bail!(CorruptFile, "{name}: it has 0 tensors");
     }
+    let _names = alloc::set_aside(raws.len().saturating_mul(FOR_TENSOR))?;
     let translation = translate::Translation::new(&pairs, &raws).map_err(|e| e.within(name))?;
     let logical = logical(&sources, &raws, &translation)?;
     let metadata = metadata(&mut pairs, &translation).map_err(|e| e.within(name))?;
@@ -255,8 +256,13 @@ fn read_pairs(cursor: &mut Cursor<'_>, count: u64) -> Result<Pairs> {
 }
 
 fn text(cursor: &mut Cursor<'_>, what: &str) -> Result<String> {
+    // Files have hundreds of thousands of these.
+    alloc::check()?;
     let len = cursor.u64(what)?;
-    cursor.text(len, what).map(str::to_owned)
+    let text = cursor.text(len, what)?;
+    let mut out = memory::with_room(text.len())?;
+    out.extend_from_slice(text.as_bytes());
+    String::from_utf8(out).map_err(|e| err!(Internal, "{what}: {e}"))
 }
 
 /// Bytes of a fixed-size value type.
@@ -317,6 +323,7 @@ fn array(cursor: &mut Cursor<'_>, depth: u32) -> Result<Value> {
             .ok_or_else(|| err!(CorruptFile, "an array of {len} elements"))?;
         cursor.check(bytes, "an array")?;
         check_elements(len)?;
+        let _items = alloc::set_aside(8 * len as usize)?;
         let bytes = cursor.take(bytes, "an array")?;
         let items = bytes.chunks_exact(width as usize).map(|b| number(kind, b));
         return Ok(match kind {
@@ -352,10 +359,12 @@ fn array(cursor: &mut Cursor<'_>, depth: u32) -> Result<Value> {
     if kind == 8 {
         let mut texts = Vec::new();
         for i in 0..len {
-            texts.push(
-                text(cursor, "a text")
-                    .map_err(|e| e.within(format_args!("element {i} of {len}")))?,
-            );
+            let text = text(cursor, "a text")
+                .map_err(|e| e.within(format_args!("element {i} of {len}")))?;
+            texts
+                .try_reserve(1)
+                .map_err(|e| err!(OutOfMemory, "{len} texts: {e}"))?;
+            texts.push(text);
         }
         return Ok(Value::Texts(texts));
     }

@@ -1,0 +1,689 @@
+//! The allocator of the library, and the reserve behind it. Rust ends the process when a small allocation fails, and parts of the
+//! library that are other people's (tokenizers, templates, JSON) make such allocations everywhere. So memory is set aside
+//! beforehand, where a refusal can still be told: what the system refuses later comes from there, and a call gets to its end or
+//! to the next place where it can fail.
+//!
+//! The C library has allocations of its own, some of which end the process when they fail: the note of a thread's storage that has to
+//! be taken down is one. So when the system refuses for the first time, some address space is given back to it, and from then on
+//! allocations come from the reserve first, until both are whole again.
+//!
+//! The reserve is address space that nobody touches until then. A call does not begin without it, see [`check`]; work whose
+//! allocations grow with what comes from outside sets aside more for as long as it takes, see [`set_aside`].
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::{Cell, UnsafeCell};
+use std::marker::PhantomData;
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
+use std::sync::atomic::{AtomicBool, AtomicUsize};
+
+use super::error::{Result, bail};
+
+/// Bytes that are always set aside.
+const STANDING: usize = 8 << 20;
+/// Work that takes at most this many bytes has them in what is always set aside.
+const COVERED: usize = 1 << 20;
+/// A request above this many bytes leaves half of what is always set aside to smaller ones.
+const SMALL: usize = 64 << 10;
+/// Blocks of memory that the reserve can consist of.
+const REGIONS: usize = 32;
+/// Sizes of blocks within them: four for each power of two.
+const CLASSES: usize = 4 * usize::BITS as usize;
+/// Every place given out is a multiple of this, by `malloc` too.
+const ALIGN: usize = 2 * size_of::<usize>();
+
+thread_local! {
+    /// What this thread has set aside.
+    static OWN: Cell<usize> = const { Cell::new(0) };
+}
+
+/// The system's allocator, and where that refuses, the reserve.
+#[derive(Debug)]
+pub struct Allocator;
+
+// SAFETY: places come from the system or from the reserve, and go back to where they came from: the reserve knows its own.
+unsafe impl GlobalAlloc for Allocator {
+    #[inline]
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        if layout.align() <= PLAIN.load(Relaxed) && layout.align() <= layout.size() {
+            // SAFETY: a size that is not zero; `malloc` aligns to the size or to ALIGN, whichever is less.
+            let place = unsafe { libc::malloc(layout.size()) }.cast::<u8>();
+            if !place.is_null() {
+                return place;
+            }
+            // What comes is aligned to ALIGN in any case, so that the alignment need not be kept over the call above.
+            // SAFETY: 1 is a power of two, and the size was possible with a larger alignment.
+            return unsafe {
+                self.alloc_further(Layout::from_size_align_unchecked(layout.size(), 1))
+            };
+        }
+        // SAFETY: as promised to this function.
+        unsafe { self.alloc_further(layout) }
+    }
+
+    #[inline]
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        if !is_starved() {
+            // SAFETY: as promised to this function.
+            let place = unsafe { System.alloc_zeroed(layout) };
+            if !place.is_null() {
+                return place;
+            }
+        }
+        // SAFETY: as promised to this function; the place has as many bytes as were asked for.
+        unsafe {
+            starve();
+            let place = self.alloc_further(layout);
+            if !place.is_null() {
+                place.write_bytes(0, layout.size());
+            }
+            place
+        }
+    }
+
+    #[inline]
+    unsafe fn dealloc(&self, place: *mut u8, layout: Layout) {
+        match POOL.may_have(place) {
+            // SAFETY: as promised to this function.
+            true => unsafe { self.dealloc_near(place, layout) },
+            // SAFETY: as promised to this function; the place is the system's.
+            false => unsafe { System.dealloc(place, layout) },
+        }
+    }
+
+    #[inline]
+    unsafe fn realloc(&self, place: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        if !POOL.may_have(place) && layout.align() <= PLAIN.load(Relaxed) && layout.align() <= size
+        {
+            // SAFETY: the place is the system's, which gave it by `malloc` or as `free` and `realloc` take it too; else as in `alloc`.
+            let moved = unsafe { libc::realloc(place.cast(), size) }.cast::<u8>();
+            if !moved.is_null() {
+                return moved;
+            }
+        }
+        // SAFETY: as promised to this function.
+        unsafe { self.realloc_near(place, layout, size) }
+    }
+}
+
+impl Allocator {
+    /// `alloc` of what takes more than `malloc`: a large alignment, or the reserve.
+    ///
+    /// # Safety
+    /// As for `alloc`.
+    #[cold]
+    unsafe fn alloc_further(&self, layout: Layout) -> *mut u8 {
+        if !is_starved() {
+            // SAFETY: as promised to this function.
+            let place = unsafe { System.alloc(layout) };
+            if !place.is_null() {
+                return place;
+            }
+            starve();
+        }
+        match POOL.take(layout) {
+            // SAFETY: as promised to this function.
+            place if place.is_null() => unsafe { System.alloc(layout) },
+            place => place,
+        }
+    }
+
+    /// `dealloc` of a place that may be the reserve's.
+    ///
+    /// # Safety
+    /// As for `dealloc`.
+    #[cold]
+    unsafe fn dealloc_near(&self, place: *mut u8, layout: Layout) {
+        match POOL.has(place) {
+            true => POOL.give(place, layout),
+            // SAFETY: as promised to this function; the place is the system's.
+            false => unsafe { System.dealloc(place, layout) },
+        }
+    }
+
+    /// `realloc` of a place that may be the reserve's, or where the system has refused.
+    ///
+    /// # Safety
+    /// As for `realloc`.
+    #[cold]
+    unsafe fn realloc_near(&self, place: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        if !POOL.has(place) && (size < layout.size() || !is_starved()) {
+            // SAFETY: as promised to this function; the place is the system's.
+            let moved = unsafe { System.realloc(place, layout, size) };
+            if !moved.is_null() {
+                return moved;
+            }
+            starve();
+        }
+        // SAFETY: `realloc` was promised that the size is possible with this alignment. Both places have as many bytes as are copied,
+        // and do not overlap.
+        unsafe {
+            let wanted = Layout::from_size_align_unchecked(size, layout.align());
+            if POOL.has(place) && POOL.fits(place, layout, wanted) {
+                return place;
+            }
+            let moved = self.alloc(wanted);
+            if !moved.is_null() {
+                moved.copy_from_nonoverlapping(place, layout.size().min(size));
+                self.dealloc(place, layout);
+            }
+            moved
+        }
+    }
+}
+
+/// The largest alignment that goes to `malloc` as it is; 0 when the system has refused, and the reserve comes first.
+static PLAIN: AtomicUsize = AtomicUsize::new(ALIGN);
+/// Where the address space is that the system gets back then; 0 if it has it.
+static BALLAST: AtomicUsize = AtomicUsize::new(0);
+
+/// Address space for the C library when there is no more.
+const BALLAST_LEN: usize = 1 << 20;
+
+/// Notes that the system has refused, and gives it the ballast.
+fn starve() {
+    PLAIN.store(0, Relaxed);
+    POOL.spare.store(0, Relaxed);
+    let start = BALLAST.swap(0, AcqRel);
+    if start != 0 {
+        // SAFETY: a mapping of this file's own, of this length, that nothing uses.
+        unsafe { libc::munmap(std::ptr::with_exposed_provenance_mut(start), BALLAST_LEN) };
+    }
+}
+
+fn is_starved() -> bool {
+    PLAIN.load(Relaxed) == 0
+}
+
+/// `len` bytes from the system, or nothing.
+fn map(len: usize) -> Option<usize> {
+    // SAFETY: an anonymous private mapping at an address of the system's choice.
+    let start = unsafe {
+        libc::mmap(
+            std::ptr::null_mut(),
+            len,
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+            -1,
+            0,
+        )
+    };
+    (start != libc::MAP_FAILED).then(|| start.expose_provenance())
+}
+
+/// Finds out early whether the system refuses, before the C library does.
+pub(super) fn probe() {
+    let mut some: Vec<u8> = Vec::new();
+    // What this comes to, the allocator has noted.
+    let _ = some.try_reserve_exact(SMALL);
+    std::hint::black_box(&mut some);
+}
+
+/// A block of memory in the reserve.
+struct Region {
+    start: AtomicUsize,
+    /// 0 where there is none.
+    len: AtomicUsize,
+    inner: UnsafeCell<Inner>,
+}
+
+/// What only the holder of the pool's lock touches.
+struct Inner {
+    /// Bytes from the start that were given out since the region was last empty.
+    top: usize,
+    /// Bytes that are given out.
+    live: usize,
+    /// For each class the last place that came back; each has the address of the one before in it.
+    free: [usize; CLASSES],
+}
+
+impl Region {
+    const fn new() -> Region {
+        Region {
+            start: AtomicUsize::new(0),
+            len: AtomicUsize::new(0),
+            inner: UnsafeCell::new(Inner {
+                top: 0,
+                live: 0,
+                free: [0; CLASSES],
+            }),
+        }
+    }
+
+    fn has(&self, address: usize) -> bool {
+        address.wrapping_sub(self.start.load(Relaxed)) < self.len.load(Relaxed)
+    }
+}
+
+struct Pool {
+    locked: AtomicBool,
+    /// All regions that there ever were lie in `low..high`, so that a place of the system's is mostly told by two comparisons.
+    low: AtomicUsize,
+    high: AtomicUsize,
+    /// Bytes that are there and that nobody has set aside for work; 0 while the system refuses.
+    spare: AtomicUsize,
+    /// Bytes that are set aside for work.
+    claimed: UnsafeCell<usize>,
+    regions: [Region; REGIONS],
+}
+
+// SAFETY: what is not atomic is only touched by the holder of the lock.
+unsafe impl Sync for Pool {}
+
+static POOL: Pool = Pool::new();
+
+/// The size of the block for a request, and the number of its class.
+fn class(layout: Layout) -> (usize, usize) {
+    let wanted = layout.size().max(ALIGN);
+    let octave = wanted.ilog2();
+    let step = (1usize << (octave - 2)).max(ALIGN);
+    // A request of half of all addresses or more is refused later: no region has room for it.
+    let size = wanted.div_ceil(step).saturating_mul(step);
+    let octave = size.ilog2();
+    (size, 4 * octave as usize + (size >> (octave - 2)) % 4)
+}
+
+/// Holds a pool's lock.
+struct Locked<'a>(&'a Pool);
+
+impl Drop for Locked<'_> {
+    fn drop(&mut self) {
+        self.0.locked.store(false, Release);
+    }
+}
+
+impl Pool {
+    const fn new() -> Pool {
+        Pool {
+            locked: AtomicBool::new(false),
+            low: AtomicUsize::new(usize::MAX),
+            high: AtomicUsize::new(0),
+            spare: AtomicUsize::new(0),
+            claimed: UnsafeCell::new(0),
+            regions: [const { Region::new() }; REGIONS],
+        }
+    }
+
+    fn lock(&self) -> Locked<'_> {
+        // Held for some hundred instructions, or for a system call, by threads that are out of memory. A mutex of the standard
+        // library could allocate.
+        while self.locked.swap(true, Acquire) {
+            std::thread::yield_now();
+        }
+        Locked(self)
+    }
+
+    /// Whether a place is where the regions are: one elsewhere is the system's.
+    #[inline]
+    fn may_have(&self, place: *mut u8) -> bool {
+        let address = place.addr();
+        address >= self.low.load(Relaxed) && address < self.high.load(Relaxed)
+    }
+
+    fn has(&self, place: *mut u8) -> bool {
+        self.may_have(place) && self.regions.iter().any(|r| r.has(place.addr()))
+    }
+
+    /// A region's innards.
+    #[allow(clippy::mut_from_ref)] // The lock makes them one's own.
+    fn inner<'a>(&'a self, region: &'a Region, _: &'a mut Locked<'_>) -> &'a mut Inner {
+        // SAFETY: the lock is held, and borrowed for as long as what is returned.
+        unsafe { &mut *region.inner.get() }
+    }
+
+    #[cold]
+    fn take(&self, layout: Layout) -> *mut u8 {
+        let (size, class) = class(layout);
+        let mut lock = self.lock();
+        let own = OWN.try_with(Cell::get).unwrap_or(0) > 0;
+        let spare = self
+            .left(&mut lock)
+            .saturating_sub(*self.claimed(&mut lock));
+        if layout.size() > SMALL && !own && spare < size.saturating_add(STANDING / 2) {
+            return std::ptr::null_mut();
+        }
+        let mut found = 0;
+        for region in &self.regions {
+            let (start, len) = (region.start.load(Relaxed), region.len.load(Relaxed));
+            let inner = self.inner(region, &mut lock);
+            let last = inner.free[class];
+            if last != 0 && last.is_multiple_of(layout.align()) {
+                // SAFETY: a block that came back has the one before it in its first bytes.
+                inner.free[class] =
+                    unsafe { std::ptr::with_exposed_provenance::<usize>(last).read() };
+                found = last;
+            } else {
+                let at = (start + inner.top).next_multiple_of(layout.align().max(ALIGN)) - start;
+                if at.saturating_add(size) > len {
+                    continue;
+                }
+                inner.top = at + size;
+                found = start + at;
+            }
+            inner.live += size;
+            break;
+        }
+        self.count(&mut lock);
+        std::ptr::with_exposed_provenance_mut(found)
+    }
+
+    #[cold]
+    fn give(&self, place: *mut u8, layout: Layout) {
+        let (size, class) = class(layout);
+        let mut lock = self.lock();
+        for region in self.regions.iter().filter(|r| r.has(place.addr())) {
+            let inner = self.inner(region, &mut lock);
+            inner.live -= size;
+            if inner.live == 0 {
+                inner.top = 0;
+                inner.free = [0; CLASSES];
+            } else {
+                // SAFETY: the block is nobody's any more, and has room for an address.
+                unsafe { place.cast::<usize>().write(inner.free[class]) };
+                inner.free[class] = place.expose_provenance();
+            }
+        }
+        self.count(&mut lock);
+    }
+
+    /// Whether a place serves for `wanted` too; then it is one of that layout.
+    fn fits(&self, place: *mut u8, layout: Layout, wanted: Layout) -> bool {
+        let (before, now) = (class(layout).0, class(wanted).0);
+        if now < before {
+            let mut lock = self.lock();
+            for region in self.regions.iter().filter(|r| r.has(place.addr())) {
+                // The rest is idle until the region is empty.
+                self.inner(region, &mut lock).live -= before - now;
+            }
+        }
+        now <= before
+    }
+
+    /// Bytes that can be given out for requests of any size.
+    fn left(&self, lock: &mut Locked<'_>) -> usize {
+        let mut left = 0;
+        for region in &self.regions {
+            left += region.len.load(Relaxed) - self.inner(region, lock).top;
+        }
+        left
+    }
+
+    /// Bytes that are set aside for work.
+    #[allow(clippy::mut_from_ref)] // The lock makes the number one's own.
+    fn claimed<'a>(&'a self, _: &'a mut Locked<'_>) -> &'a mut usize {
+        // SAFETY: the lock is held, and borrowed for as long as what is returned.
+        unsafe { &mut *self.claimed.get() }
+    }
+
+    fn count(&self, lock: &mut Locked<'_>) {
+        let left = self.left(lock);
+        let spare = match is_starved() {
+            true => 0,
+            false => left.saturating_sub(*self.claimed(lock)),
+        };
+        self.spare.store(spare, Relaxed);
+    }
+
+    /// Adds a region if fewer than `wanted` bytes more than what is claimed are left besides the standing ones. Whether they
+    /// are there now.
+    fn grow(&self, wanted: usize, lock: &mut Locked<'_>) -> bool {
+        let needed = self.claimed(lock).saturating_add(STANDING);
+        let missing = needed
+            .saturating_add(wanted)
+            .saturating_sub(self.left(lock));
+        if missing == 0 {
+            return true;
+        }
+        // What is wanted may come as one request.
+        let missing = missing.max(wanted);
+        let Some(region) = self.regions.iter().find(|r| r.len.load(Relaxed) == 0) else {
+            return false;
+        };
+        let Some(len) = missing.max(STANDING).checked_next_multiple_of(STANDING) else {
+            return false;
+        };
+        let Some(start) = map(len) else {
+            return false;
+        };
+        self.low.fetch_min(start, Relaxed);
+        self.high.fetch_max(start + len, Relaxed);
+        region.start.store(start, Relaxed);
+        region.len.store(len, Relaxed);
+        true
+    }
+
+    /// Gives regions back that are not in use and not needed.
+    fn shrink(&self, lock: &mut Locked<'_>) {
+        for region in &self.regions {
+            let len = region.len.load(Relaxed);
+            let needed = self.claimed(lock).saturating_add(STANDING);
+            if len == 0 || self.inner(region, lock).live > 0 || self.left(lock) - len < needed {
+                continue;
+            }
+            region.len.store(0, Relaxed);
+            let start = std::ptr::with_exposed_provenance_mut(region.start.load(Relaxed));
+            // SAFETY: a mapping of this pool's own, of which nothing is given out. It has this length, so this cannot fail.
+            unsafe { libc::munmap(start, len) };
+        }
+    }
+}
+
+/// Makes sure of the reserve; an error if the system has no memory for it. Costs a comparison as long as nothing was taken from it.
+#[inline]
+pub fn check() -> Result<()> {
+    match POOL.spare.load(Relaxed) >= STANDING / 2 {
+        true => Ok(()),
+        false => refill(),
+    }
+}
+
+#[cold]
+fn refill() -> Result<()> {
+    let mut lock = POOL.lock();
+    let mut there = POOL.grow(0, &mut lock);
+    if there && BALLAST.load(Relaxed) == 0 {
+        match map(BALLAST_LEN) {
+            Some(start) => {
+                PLAIN.store(ALIGN, Relaxed);
+                BALLAST.store(start, Release);
+            }
+            None => there = false,
+        }
+    }
+    POOL.count(&mut lock);
+    drop(lock);
+    if !there {
+        bail!(
+            OutOfMemory,
+            "the system refused {STANDING} bytes, which are set aside for when memory runs out"
+        );
+    }
+    Ok(())
+}
+
+/// Memory set aside for what the thread that holds this does meanwhile.
+#[derive(Debug)]
+#[must_use = "what is set aside is so until this is dropped"]
+pub struct Aside {
+    bytes: usize,
+    /// The thread's own.
+    _thread: PhantomData<*const ()>,
+}
+
+/// Sets `bytes` aside for allocations that cannot fail: whatever the system refuses this thread, it has them. Nothing is asked of
+/// the system where the reserve is enough.
+pub fn set_aside(bytes: usize) -> Result<Aside> {
+    check()?;
+    let bytes = if bytes <= COVERED { 0 } else { bytes };
+    if bytes > 0 {
+        let mut lock = POOL.lock();
+        let there = POOL.grow(bytes, &mut lock);
+        if there {
+            *POOL.claimed(&mut lock) += bytes;
+        }
+        POOL.count(&mut lock);
+        drop(lock);
+        if !there {
+            bail!(
+                OutOfMemory,
+                "the system refused {bytes} bytes, which may be needed for what is to be done"
+            );
+        }
+        OWN.set(OWN.get() + bytes);
+    }
+    Ok(Aside {
+        bytes,
+        _thread: PhantomData,
+    })
+}
+
+impl Drop for Aside {
+    fn drop(&mut self) {
+        if self.bytes > 0 {
+            let _ = OWN.try_with(|own| own.set(own.get() - self.bytes));
+            let mut lock = POOL.lock();
+            *POOL.claimed(&mut lock) -= self.bytes;
+            POOL.shrink(&mut lock);
+            POOL.count(&mut lock);
+        }
+    }
+}
+
+/// Holds the reserve while the process forks, so that no other thread is within it.
+pub(super) fn hold() {
+    std::mem::forget(POOL.lock());
+}
+
+/// Ends what [`hold`] began.
+pub(super) fn let_go() {
+    POOL.locked.store(false, Release);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn layout(size: usize, align: usize) -> Layout {
+        Layout::from_size_align(size, align).unwrap()
+    }
+
+    fn grown(pool: &Pool, wanted: usize) -> bool {
+        let mut lock = pool.lock();
+        let there = pool.grow(wanted, &mut lock);
+        pool.count(&mut lock);
+        there
+    }
+
+    /// Gives all regions back.
+    fn emptied(pool: &Pool) {
+        for region in &pool.regions {
+            let len = region.len.swap(0, Relaxed);
+            if len > 0 {
+                let start = std::ptr::with_exposed_provenance_mut(region.start.load(Relaxed));
+                // SAFETY: the pool's own mapping, which nothing uses any more.
+                unsafe { libc::munmap(start, len) };
+            }
+        }
+    }
+
+    #[test]
+    fn classes_are_in_order_and_waste_a_quarter_at_most() {
+        let mut before = (0, 0);
+        for size in (1..5000).chain([1 << 20, (1 << 20) + 1, usize::MAX >> 1]) {
+            let (rounded, class) = class(layout(size, 1));
+            assert!(rounded >= size && rounded.is_multiple_of(ALIGN));
+            assert!(
+                rounded <= size.max(ALIGN) + (size / 4).max(ALIGN),
+                "{size}: {rounded}"
+            );
+            assert!(class < CLASSES && (rounded, class) >= before);
+            assert_eq!(rounded == before.0, class == before.1, "{size}");
+            before = (rounded, class);
+        }
+    }
+
+    #[test]
+    fn places_are_apart_come_back_and_the_last_one_empties_the_region() {
+        let pool = Pool::new();
+        assert!(pool.take(layout(8, 8)).is_null());
+        assert!(grown(&pool, 0));
+        let mut places = Vec::new();
+        for (i, size) in (1..400).map(|i| i * 7).enumerate() {
+            let layout = layout(size, [1, 8, 64, 4096][i % 4]);
+            let place = pool.take(layout);
+            assert!(pool.has(place) && place.addr().is_multiple_of(layout.align()));
+            // SAFETY: the pool gave the place for so many bytes.
+            unsafe { place.write_bytes(i as u8, size) };
+            places.push((place, layout, i as u8));
+        }
+        for &(place, layout, byte) in &places {
+            // SAFETY: as above.
+            let bytes = unsafe { std::slice::from_raw_parts(place, layout.size()) };
+            assert!(bytes.iter().all(|&b| b == byte));
+        }
+        let (place, kept, _) = places.swap_remove(7);
+        for (place, layout, _) in places {
+            pool.give(place, layout);
+        }
+        // One that came back is given out again, and one that becomes smaller stays where it is.
+        let again = layout(60, 16);
+        let first = pool.take(again);
+        pool.give(first, again);
+        assert_eq!(pool.take(again), first);
+        assert!(pool.fits(first, again, layout(10, 16)));
+        assert!(!pool.fits(first, layout(10, 16), again));
+        pool.give(first, layout(10, 16));
+        pool.give(place, kept);
+        let mut lock = pool.lock();
+        assert_eq!(pool.left(&mut lock), STANDING);
+        drop(lock);
+        emptied(&pool);
+    }
+
+    #[test]
+    fn what_is_large_leaves_something_to_what_is_small() {
+        let pool = Pool::new();
+        assert!(grown(&pool, 0));
+        let large = layout(STANDING / 4, 8);
+        let first = pool.take(large);
+        assert!(!first.is_null());
+        assert!(!pool.take(layout(SMALL, 8)).is_null());
+        assert!(pool.take(large).is_null());
+        emptied(&pool);
+    }
+
+    #[test]
+    fn what_is_set_aside_is_there_and_then_no_more() {
+        check().unwrap();
+        let bytes = 5 * STANDING;
+        let aside = set_aside(bytes).unwrap();
+        let within = set_aside(1000).unwrap();
+        assert_eq!((OWN.get(), within.bytes), (bytes, 0));
+        let large = layout(bytes - STANDING, 8);
+        let place = POOL.take(large);
+        assert!(!place.is_null());
+        POOL.give(place, large);
+        drop((aside, within));
+        assert_eq!(OWN.get(), 0);
+        assert!(set_aside(usize::MAX / 2).is_err());
+        check().unwrap();
+    }
+
+    #[test]
+    fn memory_of_the_reserve_is_memory_like_any_other() {
+        check().unwrap();
+        let old = layout(100, 8);
+        let place = POOL.take(old);
+        // SAFETY: the place is of that layout, and then of the one that it is made to have.
+        unsafe {
+            place.write_bytes(7, 100);
+            let moved = Allocator.realloc(place, old, 5000);
+            assert!(!POOL.has(moved));
+            assert!(
+                std::slice::from_raw_parts(moved, 100)
+                    .iter()
+                    .all(|&b| b == 7)
+            );
+            Allocator.dealloc(moved, layout(5000, 8));
+        }
+    }
+}
