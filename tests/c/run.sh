@@ -53,6 +53,24 @@ compile() {
     $compiler -std="$std" -g "${warnings[@]}" -Iinclude "${sources[@]}" -o "$work/$name-$std" "${link[@]}"
 }
 
+# compile_alone NAME: a test program that is not linked with the library, but opens it.
+compile_alone() {
+    gcc -std=c11 -g "${warnings[@]}" -Iinclude "tests/c/$1.c" -o "$work/$1-c11" -Wl,--as-needed -ldl -pthread
+}
+
+# A model that takes stack: a tokenizer with a large regular expression, and a template that goes deep.
+deep_model() {
+    local text old new
+    old='"pre_tokenizer":{"type":"ByteLevel","add_prefix_space":false,"trim_offsets":true,"use_regex":true}'
+    read -r new <<'END'
+"pre_tokenizer":{"type":"Sequence","pretokenizers":[{"type":"Split","pattern":{"Regex":"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"},"behavior":"Isolated","invert":false},{"type":"ByteLevel","add_prefix_space":false,"trim_offsets":true,"use_regex":false}]}
+END
+    cp -r "$model" "$work/deep" && cp tests/c/deep.jinja "$work/deep/chat_template.jinja" || return 1
+    text=$(<"$model/tokenizer.json")
+    printf '%s' "${text/"$old"/"$new"}" >"$work/deep/tokenizer.json"
+    grep -q '(?i:' "$work/deep/tokenizer.json"
+}
+
 # The wrapper's test calls, through the wrapper, every function that the header declares.
 wrapped() {
     ! grep '\bNVFP4_[a-z][A-Za-z0-9_]*(' tests/c/wrapper*.cpp || return 1
@@ -164,9 +182,15 @@ for std in c99 c11; do
     for name in layout logging tensors linear schema drop_in sessions errors calls; do
         check "$name compiles as $std" compile $std $name $name.c
     done
-    [ $std = c99 ] || check "fork compiles as $std" compile $std fork fork.c
     check "two units as $std" compile $std two_units two_units_a.c two_units_b.c
 done
+for name in fork limits stack storm leave; do
+    check "$name compiles as c11" compile c11 $name $name.c
+done
+for name in unload copies; do
+    check "$name compiles as c11" compile_alone $name
+done
+check "a model that takes stack" deep_model
 for std in c++17 c++20; do
     check "nvfp4.hpp in three units as $std" compile $std wrapper wrapper.cpp wrapper_unit.cpp wrapper_results.cpp
 done
@@ -177,7 +201,10 @@ check "enqueue" "$work/enqueue" 100 64 256 256
 programs+=("layout $work/layout-c11" "logging $work/logging-c11" "tensors $work/tensors-c11" "linear $work/linear-c11"
     "schema $work/schema-c11" "drop_in $work/drop_in-c11" "two_units $work/two_units-c11"
     "errors $work/errors-c11 $work/declared $model" "sessions $work/sessions-c11 $model $work/scratch"
-    "calls $work/calls-c11 $model" "fork $work/fork-c11 $model"
+    "calls $work/calls-c11 $model" "fork $work/fork-c11 $model" "limits $work/limits-c11 $model $work/scratch"
+    "limits-deep $work/limits-c11 $work/deep $work/scratch 25"
+    "stack $work/stack-c11 $work/deep $work/scratch" "storm $work/storm-c11 $model $work/scratch" "leave $work/leave-c11 $model"
+    "unload $work/unload-c11 $library $model" "copies $work/copies-c11 $library $model $work/scratch"
     "wrapper $work/wrapper-c++17 $model $work/scratch" "wrapper-c++20 $work/wrapper-c++20 $model $work/scratch")
 
 if command -v cmake >/dev/null; then
@@ -229,8 +256,9 @@ if command -v valgrind >/dev/null; then
         name=$1
         shift
         case $1 in
-        # A child's copies of what threads of its parent had in hand are lost to it.
-        */fork-*) check "$name under valgrind" "${under[@]}" --leak-check=no "$@" ;;
+        # A child's copies of what threads of its parent had in hand are lost to it, and what a process has in hand when it ends
+        # anywhere.
+        */fork-* | */limits-* | */leave-*) check "$name under valgrind" "${under[@]}" --leak-check=no "$@" ;;
         converse | fails) helper=$1 && shift && check "$name under valgrind" "$helper" "${under[@]}" "$@" ;;
         *) check "$name under valgrind" "${under[@]}" "$@" ;;
         esac
