@@ -4,26 +4,65 @@
  *
  *     NVFP4_Model *model = NULL;
  *     NVFP4_Session *session = NULL;
- *     if (NVFP4_model_load(path, strlen(path), NULL, NULL, NULL, NULL, &model) ||
+ *     if (NVFP4_model_load(path, strlen(path), NULL, NULL, &model) ||
  *         NVFP4_session_create(model, NULL, &session) ||
  *         NVFP4_session_chat(session, question, strlen(question), NULL, print_piece, NULL, NULL))
  *         fprintf(stderr, "%s\n", NVFP4_last_error());
  *
  * This file is the authority on the C interface: what is not in it is not part of it. It is generated from the library's
- * source; change it there.
+ * source; change it there. The rules, all of them; NOTHING BUT VALUES, ERRORS OF A GPU and SAME BITS go into detail below.
  *
- * ERRORS. A function that can fail returns an NVFP4_Status: NVFP4_OK (0) or a positive number. NVFP4_last_error() then has
- * one line for people: what was wrong, with the values and names, and what would be right. Results go through pointers, at
- * the end of the parameters, and are untouched on failure unless the function says otherwise. The line is the calling thread's;
- * NVFP4_take_error() makes an object of it that any thread may read.
+ * OWNERSHIP. Handles are counted: what creates one gives the caller a reference, _retain adds one, _release gives one up (and takes
+ * NULL). They keep what they need alive, a session its model, a view its memory, so any order of release is right. One that is
+ * NULL, released, of another type or of another copy of the library gives NVFP4_INVALID_HANDLE. None is used again.
  *
+ * ERRORS. What can fail returns an NVFP4_Status: NVFP4_OK (0) or a positive number. NVFP4_last_error() then has one line for people,
+ * of the calling thread; NVFP4_take_error() makes an object of it that any thread may read. Results go through pointers, at the
+ * end of the parameters, and are untouched on failure unless the function says otherwise.
+ *
+ * THREADS. Any thread may call any function, and needs 96 KiB of stack for it, beside its own frames and callbacks. Where a handle
+ * parameter is const, calls may overlap. Where it is not, the call has the handle for itself, and another one gives NVFP4_BUSY.
+ *
+ * CALLBACKS take the caller's word (void *user) first and return an int32_t: 0 to go on, anything else to cancel. They run on the
+ * thread that made the call, never after it returns (log callbacks excepted), must not throw or longjmp, and may call the library,
+ * but not with a handle that is in use.
+ *
+ * CANCELLING. Long calls take NVFP4_CallOptions: a handle or a flag that ends them from anywhere, before they begin too.
+ *
+ * SIGNALS. The library handles none, raises none, and blocks all in its own threads; a signal interrupts no call. A handler may call
+ * NVFP4_cancel_trigger() and NVFP4_cancel_reset(), and nothing else.
+ *
+ * FORK. A child has its parent's models, sessions and tensors of the CPU, and works with them. A session that a thread of the parent
+ * was using then gives NVFP4_BUSY there for ever, and can be released. CUDA does not work in the child of a process that
+ * has used it: all that is on a GPU gives NVFP4_DEVICE_UNAVAILABLE.
+ *
+ * UNLOADING. There is no init and no shutdown. Once loaded, the library stays in the process, whatever dlclose() says. Who leaves
+ * takes back his log callbacks, and the tensors over memory that goes with him. A process may end at any time.
+ *
+ * VERSIONS. NVFP4_ABI_VERSION changes only when a program built with an older header would break: NVFP4_check_version() says whether a
+ * library serves a program, and what to install if not. On Linux the soname is libNVFP4.so.0, after NVFP4_VERSION_MAJOR;
+ * libNVFP4.so is a link for those who compile, and for hosts that load it by that name.
+ *
+ * TEXT is UTF-8. In: a pointer and a length in bytes; no NUL is needed. Out: the caller's buffer and its capacity; the length
+ * in bytes is always written, the text is copied if it fits, and a NUL follows it if that fits too; else the result is
+ * NVFP4_BUFFER_TOO_SMALL. A NULL buffer with capacity 0 asks for the length alone. ARRAYS OUT are the same, in elements.
+ *
+ * STRUCTS start with struct_size, sizeof the struct as the caller was compiled; for elements of arrays it is a parameter. Options
+ * have an _init function that sets it with the defaults, and NULL means the defaults. For results the caller sets it. They grow at
+ * their end in later versions: what an older caller does not know has its default, and what a newer caller uses that the library
+ * does not know gives NVFP4_ABI_MISMATCH, as does a size that no version had. Flags are int32_t, 0 or 1.
+ */
+
+/*
  * NOTHING BUT VALUES crosses this interface: no exception, no panic, no signal, no exit, and no line on standard error. Where the
  * system refuses memory or threads, calls give NVFP4_OUT_OF_MEMORY, change nothing, and work when there is memory again. _release
  * always works. To that end the library keeps 8 MiB of address space in reserve from the first call on, which takes memory only
  * when it is used, and while a call runs more where code of others allocates: 512 bytes for each byte of text to be tokenized, 32 for
- * each of a tokenizer.json, 16 for each of a message to be rendered. Without its reserve a call does not begin. Three things are not
- * covered: a chat template, which is a program, that makes more of its messages than that; the driver of a GPU; and a system that
- * promises memory it does not have, and ends processes when they use it.
+ * each of a tokenizer.json, 16 for each of a message to be rendered. Without its reserve a call does not begin. Four things are not
+ * covered: a chat template, which is a program, that makes more of its messages than that; the driver of a GPU; the C library where
+ * it ends the process itself, for which 1 MiB is kept; and a system that promises memory it does not have, and ends processes when
+ * they use it. Nor does the first thread of a process have its 96 KiB of
+ * stack if it has not used them before the process runs out of addresses.
  *
  * ERRORS OF A GPU. A call on tensors of a CUDA device checks its arguments, enqueues its work and returns; it waits for the
  * device only where this file says so. What the device alone can see - values that are not finite in what is quantized, block
@@ -35,52 +74,11 @@
  * the first in full, and how many there were. NVFP4_device_synchronize() asks for them. The CPU has done the work of a call,
  * and found all that is wrong with it, when the call returns.
  *
- * HANDLES. NVFP4_Tensor, NVFP4_Weight, NVFP4_Model, NVFP4_Session and NVFP4_Error are never defined and never dereferenced.
- * Each is counted: what creates one gives the caller a reference, _retain adds one, _release gives one up. Handles keep what they
- * need alive inside (a session its model, a view its memory), so any order of release is right. A handle that is NULL, was
- * released, is of another type or of another copy of the library in the process, or is no handle at all gives
- * NVFP4_INVALID_HANDLE; only _release takes NULL, and does nothing. Handles are not reused.
- *
- * THREADS. Every function may be called from any thread. Where a handle parameter is const, calls may overlap. Where it is
- * not, the call needs the handle for itself: while another call has it, the result is NVFP4_BUSY. Retain, release and
- * NVFP4_session_cancel() never do. Different handles are independent. The library's own threads block all signals, so that
- * handlers run on the host's, and a signal interrupts no call.
- *
- * STACK. A thread that calls needs 96 KiB of stack, its own frames, callbacks and signal handlers not counted. What nests as deep as
- * a model's files say runs on threads of the library. The first thread of a process, whose stack grows as it is used, must have that
- * much before the process runs out of addresses.
- *
- * FORK. A child has its parent's models, sessions and tensors of the CPU and works with them and with its own; it starts threads
- * of its own when it needs them. What a thread of the parent was using at that moment is half changed: a session gives
- * NVFP4_BUSY in the child for ever, and can be released. CUDA does not work in the child of a process that has used it:
- * everything there that is on a GPU gives NVFP4_DEVICE_UNAVAILABLE.
- *
- * TEXT is UTF-8. In: a pointer and a length in bytes; no NUL is needed. Out: the caller's buffer and its capacity; the length
- * in bytes is always written, the text is copied if it fits, and a NUL follows it if that fits too; else the result is
- * NVFP4_BUFFER_TOO_SMALL. A NULL buffer with capacity 0 asks for the length alone. ARRAYS OUT are the same, in elements.
- *
- * STRUCTS start with struct_size, sizeof the struct as the caller was compiled. Options have an _init function that sets it
- * with the defaults, and where they are taken NULL means the defaults. For results the caller sets it before the call. Such
- * structs grow at their end in later versions: a caller with a smaller one gets the defaults for the rest, and a caller with
- * a larger one is refused with NVFP4_ABI_MISMATCH only if it uses what the library does not know. Flags are int32_t, 0 or 1.
- *
- * CALLBACKS take the caller's word (void *user) first and return an int32_t: 0 to go on, anything else to cancel, which gives
- * NVFP4_CANCELLED; only a generation then succeeds with what it has. They run on the thread that made the call and never
- * after it returns, must not throw or longjmp, and may call the library, but not with a handle that is in exclusive use.
- *
  * SAME BITS. On the CPU, a token's logits have the same bits alone, beside others in a batch, and in a prompt however it was
  * divided; on any number of threads and any instruction set. On a GPU the same calls in the same order on the same kind of GPU
  * give the same bits; a prompt, a decode step and a step of another number of sessions add up in different orders, so their
  * logits differ by rounding, and where two tokens are nearly equally likely, so may the choice. From the same logits the same
  * token is chosen everywhere.
- *
- * NOTHING TO START OR STOP. There is no init and no shutdown. The library may be loaded and unloaded at any time; on Linux it stays
- * in memory once it was loaded, as it is linked with -z nodelete.
- *
- * VERSIONS. NVFP4_ABI_VERSION changes only when a program built with an older header would break. A library serves programs with
- * the same one that are no newer than itself: NVFP4_check_version() says whether it does, and what to install if not. On Linux the
- * soname is libNVFP4.so.0, after NVFP4_VERSION_MAJOR; libNVFP4.so is a link for those who compile, and for hosts that load it by
- * that name.
  */
 
 #ifndef NVFP4_H
@@ -168,9 +166,6 @@ extern "C" {
  * reports the same one.
  */
 #define NVFP4_ABI_VERSION 1
-
-/** Log nothing. */
-#define NVFP4_LOG_OFF 0
 
 /** Log what went wrong inside the library. */
 #define NVFP4_LOG_ERROR 1
@@ -367,6 +362,9 @@ extern "C" {
 /** Forget old tokens: the older half of those after the first `keep`, or more if that is not enough. What stays is run anew. */
 #define NVFP4_EVICTION_DROP_OLDEST 1
 
+/** Nothing has ended the text yet. */
+#define NVFP4_FINISH_NONE -1
+
 /** A stop token ended the text. */
 #define NVFP4_FINISH_STOP 0
 
@@ -379,8 +377,20 @@ extern "C" {
 /** The context is full. */
 #define NVFP4_FINISH_CONTEXT 3
 
-/** The callback or NVFP4_session_cancel() ended it. What was generated until then is kept. */
+/** A callback, a cancel handle or a flag ended it. What was generated until then is kept. */
 #define NVFP4_FINISH_CANCELLED 4
+
+/** A token, with the text that it completes. */
+#define NVFP4_EVENT_TOKEN 0
+
+/** No token, but text that was held back in case it was the beginning of a stop string. It comes last. */
+#define NVFP4_EVENT_HELD_TEXT 1
+
+/** What ends calls early. See the chapter on long calls. */
+typedef struct NVFP4_Cancel NVFP4_Cancel;
+
+/** The text of one sequence. See the detokenizer chapter. */
+typedef struct NVFP4_Detokenizer NVFP4_Detokenizer;
 
 /** An error as an object, which may go to another thread. See NVFP4_take_error(). Immutable. */
 typedef struct NVFP4_Error NVFP4_Error;
@@ -402,9 +412,42 @@ typedef int32_t NVFP4_Status;
 
 /**
  * Takes a log message: one line of UTF-8, `length` bytes without a NUL. Unlike other callbacks it is kept, and called on
- * whichever thread has something to say; it must not call into the library. Its result is ignored; return 0.
+ * whichever thread has something to say, on several at once too. What it calls of the library is not logged; it may add and remove
+ * log callbacks, itself too, but should do no more. Its result is ignored; return 0.
  */
 typedef int32_t (*NVFP4_LogCallback)(void *user, int32_t level, const char *message, size_t length);
+
+/** Takes back the word of a log callback. */
+typedef void (*NVFP4_LogRelease)(void *user);
+
+/**
+ * Is told how far a long call is, now and then, on the thread that made it: in bytes of a file, or in tokens of a prompt (a
+ * generation counts on with those it makes). Returns 0 to go on, anything else to cancel. It should be quick: the call waits for it.
+ * It may call the library, but not use the model that is being run: that gives #NVFP4_BUSY.
+ */
+typedef int32_t (*NVFP4_ProgressCallback)(void *user, uint64_t done, uint64_t total);
+
+/**
+ * What may end a long call, and who hears how far it is. Fill with NVFP4_call_options_init(), then change what is to differ.
+ * It and what it points to must stay as long as the call runs.
+ */
+typedef struct NVFP4_CallOptions {
+    /** sizeof(NVFP4_CallOptions) as the caller knows it. */
+    uint32_t struct_size;
+    /** Leave it 0. */
+    int32_t reserved;
+    /** Ends the call when it is triggered, or if it has been. Default: NULL. */
+    const NVFP4_Cancel *cancel;
+    /**
+     * Ends the call when it is not 0: a variable of the host, which any thread and any signal handler may write. Aligned to 4
+     * bytes. Default: NULL.
+     */
+    const volatile int32_t *cancel_flag;
+    /** Is told how far the call is, at its end too. Default: NULL. */
+    NVFP4_ProgressCallback progress;
+    /** The first argument of `progress`. */
+    void *user;
+} NVFP4_CallOptions;
 
 /**
  * Takes back memory that the host lent: called once with the data pointer and the host's word, on whichever thread gives up
@@ -460,7 +503,10 @@ typedef struct NVFP4_WeightOptions {
     size_t backend_length;
 } NVFP4_WeightOptions;
 
-/** A tensor as its host describes it. Nothing is read but the description. */
+/**
+ * A tensor as its host describes it. Nothing is read but the description. Later versions may add to its end: where they are taken,
+ * so is their size.
+ */
 typedef struct NVFP4_NamedTensor {
     /** Its name, in UTF-8. */
     const char *name;
@@ -514,12 +560,11 @@ typedef struct NVFP4_LoadOptions {
     int32_t activations;
     /** 1 to leave out the layers: tokenizer, embedding, final norm and head only. Default: 0. */
     int32_t sampling_only;
+    /** What may end the call, and who hears how many bytes are read; NULL for nobody. Default: NULL. */
+    const NVFP4_CallOptions *call;
 } NVFP4_LoadOptions;
 
-/** Is told how far a long call is, in bytes, now and then. Returns 0 to go on, anything else to cancel. */
-typedef int32_t (*NVFP4_ProgressCallback)(void *user, uint64_t done, uint64_t total);
-
-/** A message of a conversation. */
+/** A message of a conversation. Later versions may add to its end: where they are taken, so is their size. */
 typedef struct NVFP4_Message {
     /** Who speaks: "system", "user", "assistant". */
     const char *role;
@@ -544,6 +589,8 @@ typedef struct NVFP4_ConvertOptions {
     int32_t replace;
     /** 1 to leave the output head as it is. Default: 0. */
     int32_t keep_head;
+    /** What may end the call, and who hears how many bytes of the source are done; NULL for nobody. Default: NULL. */
+    const NVFP4_CallOptions *call;
 } NVFP4_ConvertOptions;
 
 /** How to make a session. Fill with NVFP4_session_options_init(), then change what is to differ. */
@@ -590,6 +637,10 @@ typedef struct NVFP4_GenerateOptions {
     int32_t ignore_model_stops;
     /** 1 computes each token from the whole sequence without the cache, for comparison; slow. Default: 0. */
     int32_t replay;
+    /** 1 gives each token's log-probability to the callback, for which the logits of each come to the host. Default: 0. */
+    int32_t log_probabilities;
+    /** Leave it 0. */
+    int32_t reserved;
     /** Tokens to generate at most. Default: 512. */
     size_t max_tokens;
     /**
@@ -610,15 +661,41 @@ typedef struct NVFP4_GenerateOptions {
     const size_t *stop_string_lengths;
     /** Elements of `stop_strings` and of `stop_string_lengths`. */
     size_t stop_string_count;
+    /** What may end the call, and who hears how many tokens are run; NULL for nobody. Default: NULL. */
+    const NVFP4_CallOptions *call;
 } NVFP4_GenerateOptions;
 
+/** What a generation has to say. Later versions may add to its end: a field is there if `struct_size` reaches that far. */
+typedef struct NVFP4_TokenEvent {
+    /** sizeof(NVFP4_TokenEvent) as the library knows it. */
+    uint32_t struct_size;
+    /** One of NVFP4_EVENT_*. */
+    int32_t kind;
+    /** The token, or -1 where the event is none. */
+    int32_t token;
+    /** Which session of a batch it is for; 0 for the only one. */
+    int32_t index;
+    /**
+     * Whole UTF-8 characters without a NUL behind; none while a character, or what may be a stop string, is incomplete. The
+     * texts of all events together are the generation's, unless the callback ends it. Valid during the callback.
+     */
+    const char *text;
+    /** Bytes of `text`. */
+    size_t text_length;
+    /**
+     * The natural logarithm of the token's probability as the model gives it, before temperature, penalties and the like; NaN
+     * unless `log_probabilities` of the options is 1.
+     */
+    float log_probability;
+    /** 0. */
+    int32_t reserved;
+} NVFP4_TokenEvent;
+
 /**
- * Is given each token as it comes, and the text that it completes: `length` bytes of whole UTF-8 characters without a NUL
- * behind, none while a character or what may be a stop string is incomplete. All texts together are the generation's,
- * unless the callback ends it. A token may come a second time, at the end, with text that was held back. Returns 0 to go
- * on, anything else to end the generation.
+ * Is given each token as it comes, in the order of the text. Returns 0 to go on, anything else to end the generation, which keeps
+ * that token.
  */
-typedef int32_t (*NVFP4_TokenCallback)(void *user, int32_t token, const char *text, size_t length);
+typedef int32_t (*NVFP4_TokenCallback)(void *user, const NVFP4_TokenEvent *event);
 
 /** What a generation came to. Set `struct_size` before the call. */
 typedef struct NVFP4_GenerationResult {
@@ -721,14 +798,28 @@ NVFP4_Status NVFP4_check_version(int32_t abi_version,
                                  int32_t version_number);
 
 /**
- * Sends log messages of `level` and more severe ones to `callback`, for the whole process; NULL or #NVFP4_LOG_OFF stops
- * that. When the call returns, the callback set before it is not running and will not be called again. #NVFP4_UNSUPPORTED, each
- * time, if the process is a Rust program with a subscriber of `tracing` of its own: it has the messages already.
+ * Sends log messages of `level` and more severe ones to `callback` from now on, for the whole process, beside those that were
+ * added before. Writes a token to `token`, by which NVFP4_log_remove() takes the callback back; tokens are not reused.
+ * #NVFP4_UNSUPPORTED, each time, if the process is a Rust program with a subscriber of `tracing` of its own: it has the messages
+ * already.
+ *
+ * - `release`: called once with `user` when the callback has been removed and will not be called again, on whichever thread leaves
+ *   it last; not if this call fails. May be NULL.
  */
 NVFP4_API
-NVFP4_Status NVFP4_set_log_callback(NVFP4_LogCallback callback,
-                                    void *user,
-                                    int32_t level);
+NVFP4_Status NVFP4_log_add(NVFP4_LogCallback callback,
+                           void *user,
+                           int32_t level,
+                           NVFP4_LogRelease release,
+                           uint64_t *token);
+
+/**
+ * Takes back a callback of NVFP4_log_add(): when the call returns, it is not running and will not be called again, and its word has
+ * been released. From within a log callback, where nobody can be waited for, other threads may still be in it: there the release
+ * says when that is over. #NVFP4_NOT_FOUND if `token` is none, or was removed before.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_log_remove(uint64_t token);
 
 /**
  * Sets how many CPU threads calls and objects made from now on use, where they are not told otherwise. 0 leaves it to the
@@ -746,6 +837,46 @@ NVFP4_API
 NVFP4_Status NVFP4_diagnose(char *buffer,
                             size_t capacity,
                             size_t *length);
+
+/**
+ * @defgroup call Long calls: ending them early, and hearing how far they are
+ *
+ * Calls that may take long - loading, converting, prompts, generations, session files - take an #NVFP4_CallOptions, or have one in
+ * their options. It names what ends them: a cancel handle, a flag of the host, or the answer of a progress callback. All of them
+ * are looked at every 50 ms or more often, on all devices, also while a prompt is run and while a call waits for another. What is
+ * set before a call begins ends it when it begins: nothing is lost, and one handle may be in many calls.
+ */
+
+/** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_CallOptions). */
+NVFP4_API NVFP4_Status NVFP4_call_options_init(NVFP4_CallOptions *options, uint32_t struct_size);
+
+/** Makes a cancel handle, which is not triggered. */
+NVFP4_API NVFP4_Status NVFP4_cancel_create(NVFP4_Cancel **out);
+
+/**
+ * Ends the calls that the handle was given to, those that have yet to begin too: a generation with what it has, anything else with
+ * #NVFP4_CANCELLED. From any thread, from a callback, and from a signal handler: it takes no lock and no memory. It leaves
+ * no message: what is no live cancel handle gives #NVFP4_INVALID_HANDLE, and that is all there is to say.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_cancel_trigger(NVFP4_Cancel *cancel);
+
+/**
+ * Makes the handle as it was at first, for more calls. Like NVFP4_cancel_trigger() it leaves no message and may be called anywhere. A
+ * call that has seen it triggered ends all the same; one that has not goes on.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_cancel_reset(NVFP4_Cancel *cancel);
+
+/** Writes 1 if the handle is triggered, else 0. */
+NVFP4_API NVFP4_Status NVFP4_cancel_is_triggered(const NVFP4_Cancel *cancel, int32_t *triggered);
+
+/** Adds a reference to a cancel handle. */
+NVFP4_API NVFP4_Status NVFP4_cancel_retain(NVFP4_Cancel *cancel);
+
+/** Gives up a reference to a cancel handle. After the last one it is stale; calls that run with it go on, and see it as it is. */
+NVFP4_API
+NVFP4_Status NVFP4_cancel_release(NVFP4_Cancel *cancel);
 
 /**
  * @defgroup memory Memory: what is in use and for what, and a limit
@@ -1260,6 +1391,7 @@ NVFP4_Status NVFP4_matmul(const NVFP4_Tensor *a_codes,
  * Finds the 4-bit weights of a set of tensors.
  *
  * - `tensors`, `count`: the set; no two of one name.
+ * - `tensor_size`: sizeof(NVFP4_NamedTensor), as the caller knows it.
  * - `prefix`: looks at the tensor of this name and at those whose names begin with it and a dot, such as one layer's; NULL
  *   and 0 for all.
  * - `result`: its struct_size is set by the caller. A set without 4-bit weights has #NVFP4_FORMAT_NONE.
@@ -1267,6 +1399,7 @@ NVFP4_Status NVFP4_matmul(const NVFP4_Tensor *a_codes,
 NVFP4_API
 NVFP4_Status NVFP4_schema_detect(const NVFP4_NamedTensor *tensors,
                                  size_t count,
+                                 size_t tensor_size,
                                  const char *prefix,
                                  size_t prefix_length,
                                  NVFP4_SchemaResult *result);
@@ -1280,6 +1413,7 @@ NVFP4_Status NVFP4_schema_detect(const NVFP4_NamedTensor *tensors,
 NVFP4_API
 NVFP4_Status NVFP4_schema_report(const NVFP4_NamedTensor *tensors,
                                  size_t count,
+                                 size_t tensor_size,
                                  const char *prefix,
                                  size_t prefix_length,
                                  char *buffer,
@@ -1294,6 +1428,7 @@ NVFP4_Status NVFP4_schema_report(const NVFP4_NamedTensor *tensors,
 NVFP4_API
 NVFP4_Status NVFP4_schema_validate(const NVFP4_NamedTensor *tensors,
                                    size_t count,
+                                   size_t tensor_size,
                                    const char *prefix,
                                    size_t prefix_length);
 
@@ -1312,15 +1447,12 @@ NVFP4_API NVFP4_Status NVFP4_load_options_init(NVFP4_LoadOptions *options, uint3
  * - `path`, `path_length`: UTF-8.
  * - `options`: NULL for the defaults.
  * - `quantize`: how to quantize dense weights to NVFP4 while loading; NULL holds weights as they are stored.
- * - `progress`, `user`: may be NULL.
  */
 NVFP4_API
 NVFP4_Status NVFP4_model_load(const char *path,
                               size_t path_length,
                               const NVFP4_LoadOptions *options,
                               const NVFP4_QuantizeOptions *quantize,
-                              NVFP4_ProgressCallback progress,
-                              void *user,
                               NVFP4_Model **out);
 
 /** Adds a reference to a model. */
@@ -1372,13 +1504,14 @@ NVFP4_Status NVFP4_model_detokenize(const NVFP4_Model *model,
                                     size_t *length);
 
 /**
- * Renders a conversation with the model's chat template (ChatML if it has none). `add_generation_prompt` 1 opens the
- * assistant's next turn.
+ * Renders a conversation with the model's chat template (ChatML if it has none): `count` messages, each of `message_size` bytes,
+ * which is sizeof(NVFP4_Message). `add_generation_prompt` 1 opens the assistant's next turn.
  */
 NVFP4_API
 NVFP4_Status NVFP4_model_render_chat(const NVFP4_Model *model,
                                      const NVFP4_Message *messages,
                                      size_t count,
+                                     size_t message_size,
                                      int32_t add_generation_prompt,
                                      char *buffer,
                                      size_t capacity,
@@ -1396,7 +1529,6 @@ NVFP4_API NVFP4_Status NVFP4_convert_options_init(NVFP4_ConvertOptions *options,
  * - `options`: NULL for the defaults.
  * - `quantize`: NULL for the defaults, which are two-level scales for ModelOpt and single-level ones for `.dat`, and the recipe
  *   amax, as wherever this library quantizes. The sweep loses less and takes two to three times as long.
- * - `progress`, `user`: may be NULL.
  */
 NVFP4_API
 NVFP4_Status NVFP4_model_convert(const char *source,
@@ -1404,9 +1536,7 @@ NVFP4_Status NVFP4_model_convert(const char *source,
                                  const char *destination,
                                  size_t destination_length,
                                  const NVFP4_ConvertOptions *options,
-                                 const NVFP4_QuantizeOptions *quantize,
-                                 NVFP4_ProgressCallback progress,
-                                 void *user);
+                                 const NVFP4_QuantizeOptions *quantize);
 
 /**
  * @defgroup session Sessions: conversations and other sequences of tokens, run by a model
@@ -1438,27 +1568,46 @@ NVFP4_API NVFP4_Status NVFP4_session_retain(NVFP4_Session *session);
 NVFP4_API
 NVFP4_Status NVFP4_session_release(NVFP4_Session *session);
 
-/** Appends tokens and runs them, a whole prompt in blocks. */
+/**
+ * Appends tokens and runs them, a whole prompt in blocks.
+ *
+ * - `call`: what may end it, and who hears how far it is; may be NULL.
+ */
 NVFP4_API
 NVFP4_Status NVFP4_session_prefill(NVFP4_Session *session,
                                    const int32_t *tokens,
-                                   size_t count);
+                                   size_t count,
+                                   const NVFP4_CallOptions *call);
 
 /** Appends tokens and runs them one after the other, more slowly: for comparison. See SAME BITS above. */
 NVFP4_API
 NVFP4_Status NVFP4_session_prefill_token_by_token(NVFP4_Session *session,
                                                   const int32_t *tokens,
-                                                  size_t count);
+                                                  size_t count,
+                                                  const NVFP4_CallOptions *call);
 
-/** Appends one token and runs it. */
-NVFP4_API NVFP4_Status NVFP4_session_decode(NVFP4_Session *session, int32_t token);
+/**
+ * Appends one token and runs it, with what has not been run before it: the last token of a generation, or what eviction left.
+ *
+ * - `call`: as for NVFP4_session_prefill().
+ */
+NVFP4_API
+NVFP4_Status NVFP4_session_decode(NVFP4_Session *session,
+                                  int32_t token,
+                                  const NVFP4_CallOptions *call);
 
-/** Copies the logits of the token to come, one for each token id. Writes their number to `count`; see ARRAYS OUT above. */
+/**
+ * Copies the logits of the token to come, one for each token id. Writes their number to `count`; see ARRAYS OUT above. Runs what has
+ * not been run, as NVFP4_session_decode() does.
+ *
+ * - `call`: as for NVFP4_session_prefill().
+ */
 NVFP4_API
 NVFP4_Status NVFP4_session_logits(NVFP4_Session *session,
                                   float *logits,
                                   size_t capacity,
-                                  size_t *count);
+                                  size_t *count,
+                                  const NVFP4_CallOptions *call);
 
 /**
  * Chooses the token to come as NVFP4_session_generate() would, and does not append it. `options`: NULL for the likeliest
@@ -1470,8 +1619,8 @@ NVFP4_Status NVFP4_session_sample(NVFP4_Session *session,
                                   int32_t *token);
 
 /**
- * Generates from where the session stands, which takes a prefilled prompt. Cancelling it is no failure: see
- * #NVFP4_FINISH_CANCELLED.
+ * Generates from where the session stands, which takes a prefilled prompt. Cancelling it is no failure, but gives what there is:
+ * see #NVFP4_FINISH_CANCELLED.
  *
  * - `options`: NULL for the defaults.
  * - `callback`, `user`: may be NULL; NVFP4_session_text() has the text afterwards.
@@ -1562,57 +1711,123 @@ NVFP4_Status NVFP4_session_fork(NVFP4_Session *session,
 /**
  * Writes the session to a file, cache and conversation included. A file that was there is replaced only when the new one
  * is whole.
+ *
+ * - `call`: what may end it, and who hears how many bytes are written; may be NULL.
  */
 NVFP4_API
 NVFP4_Status NVFP4_session_save(NVFP4_Session *session,
                                 const char *path,
-                                size_t path_length);
+                                size_t path_length,
+                                const NVFP4_CallOptions *call);
 
-/** Makes a session as it was when it was written to a file. `model` must be the model that ran it. */
+/**
+ * Makes a session as it was when it was written to a file. `model` must be the model that ran it.
+ *
+ * - `call`: what may end it, and who hears how many bytes are read; may be NULL.
+ */
 NVFP4_API
 NVFP4_Status NVFP4_session_restore(const NVFP4_Model *model,
                                    const char *path,
                                    size_t path_length,
+                                   const NVFP4_CallOptions *call,
                                    NVFP4_Session **out);
-
-/**
- * Ends the call that uses the session, if there is one, soon: a generation with what it has, anything else with
- * #NVFP4_CANCELLED. From any thread, and from a callback.
- */
-NVFP4_API
-NVFP4_Status NVFP4_session_cancel(const NVFP4_Session *session);
 
 /**
  * Appends `tokens[i]` to `sessions[i]`, `count` of both, and runs them in one pass over the weights, which takes little
  * longer than one of them. The sessions are different ones of the same model handle. If it fails, all are as they were.
- * NVFP4_session_cancel() of the first one ends it.
  *
  * NVFP4_session_step_sample() is the faster call where only the next tokens are wanted: here the logits of every session come to
  * the host.
+ *
+ * - `call`: what may end the pass; may be NULL. Its progress callback is not called.
+ * - `statuses`: may be NULL: then a session that cannot take its token fails the call. Otherwise `count` of them, all written
+ *   if the other arguments are right: a session whose handle is stale or in use, whose context is full, or that is there twice,
+ *   or whose token is none of the model's, gets its status and stays as it is, and the others are run. The call is
+ *   #NVFP4_OK then, with the first one's message in NVFP4_last_error(); the status of those that were run is the call's.
  */
 NVFP4_API
 NVFP4_Status NVFP4_session_step(NVFP4_Session *const *sessions,
                                 const int32_t *tokens,
-                                size_t count);
+                                size_t count,
+                                const NVFP4_CallOptions *call,
+                                NVFP4_Status *statuses);
 
 /**
  * NVFP4_session_step(), and writes the token to come of each session to `next`, chosen where the model runs: on a GPU no logits
  * come to the host. `next[i]` is what NVFP4_session_sample() would choose then, and is not appended: to generate, pass it as
- * the token of the next step, until a stop token or length of yours ends that sequence. Sequences may join and leave between
- * any two steps. The order of `sessions` is best kept: with the same sessions, and `next` as their tokens, a GPU has begun the
- * next step before it is asked for.
+ * the token of the next step, until a stop token or length of yours ends that sequence; a detokenizer says when. Sequences may join
+ * and leave between any two steps. The order of `sessions` is best kept: with the same sessions, and `next` as their tokens, a GPU
+ * has begun the next step before it is asked for.
  *
  * - `options`: how to choose, `options[i]` for `sessions[i]`; of each, what concerns stops and lengths has no part in it. NULL,
  *   for one or for all, takes the likeliest token. One may stand for several sessions: draws depend on its seed and on how many
- *   tokens were appended to a session.
- * - `next`: `count` tokens; unchanged if it fails. It may be `tokens`.
+ *   tokens were appended to a session. What ends `options[i].call` before the pass begins leaves out that session, with
+ *   #NVFP4_CANCELLED; its progress callback is not called.
+ * - `call`, `statuses`: as for NVFP4_session_step().
+ * - `next`: `count` tokens; those of sessions that were not run are unchanged. It may be `tokens`.
  */
 NVFP4_API
 NVFP4_Status NVFP4_session_step_sample(NVFP4_Session *const *sessions,
                                        const int32_t *tokens,
                                        size_t count,
                                        const NVFP4_GenerateOptions *const *options,
-                                       int32_t *next);
+                                       const NVFP4_CallOptions *call,
+                                       int32_t *next,
+                                       NVFP4_Status *statuses);
+
+/**
+ * @defgroup detokenizer Text as tokens come, for hosts that step many sessions
+ *
+ * A detokenizer follows one sequence: it is given each token, gives the text that the token completes, in whole characters, and says
+ * what ends the sequence, as NVFP4_session_generate() would: a stop token, a stop string, or its length. What may be the beginning
+ * of a stop string waits until that is decided.
+ */
+
+/**
+ * Makes a detokenizer of a model, which must have a tokenizer.
+ *
+ * - `tokens`, `count`: what the sequence holds already: its text is not given again, but may end within a character, which the next
+ *   token goes on with. NULL and 0 at the start of a text, as an answer is.
+ * - `options`: what ends the sequence: stop tokens and strings, whether the model's own stop tokens count, and how many tokens it
+ *   may have. NULL for the defaults. Copied.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_detokenizer_create(const NVFP4_Model *model,
+                                      const int32_t *tokens,
+                                      size_t count,
+                                      const NVFP4_GenerateOptions *options,
+                                      NVFP4_Detokenizer **out);
+
+/**
+ * Adds the next token. Writes the text that it completes, UTF-8 with a NUL behind it, to `text` and its bytes to `length`; the text
+ * is valid until the next call with this detokenizer. Writes what ends the sequence with this token to `finish`, one of
+ * NVFP4_FINISH_*: a stop token then is not part of the sequence, and gives no text; any other token is. After that no token is taken.
+ *
+ * - `length`, `finish`: may be NULL.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_detokenizer_push(NVFP4_Detokenizer *detokenizer,
+                                    int32_t token,
+                                    const char **text,
+                                    size_t *length,
+                                    int32_t *finish);
+
+/**
+ * Ends the sequence, where no token has. Gives the text that was held back in case it was the beginning of a stop string; there is
+ * none after a stop string. A character that is unfinished gives none: see NVFP4_detokenizer_create() for what follows it.
+ *
+ * - `text`, `length`: as for NVFP4_detokenizer_push().
+ */
+NVFP4_API
+NVFP4_Status NVFP4_detokenizer_finish(NVFP4_Detokenizer *detokenizer,
+                                      const char **text,
+                                      size_t *length);
+
+/** Adds a reference to a detokenizer. */
+NVFP4_API NVFP4_Status NVFP4_detokenizer_retain(NVFP4_Detokenizer *detokenizer);
+
+/** Gives up a reference to a detokenizer. After the last one the handle is stale. */
+NVFP4_API NVFP4_Status NVFP4_detokenizer_release(NVFP4_Detokenizer *detokenizer);
 
 /**
  * @defgroup torchsharp Drop-in functions for TorchSharp hosts, with the signatures those hosts bind

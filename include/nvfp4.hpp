@@ -412,10 +412,7 @@ inline Result<std::string> diagnose()
     });
 }
 
-/**
- * Takes the library's log messages as long as it lives. There is one for the whole process: a second one takes the place of the
- * first, and whichever ends first ends the logging.
- */
+/** Takes the library's log messages as long as it lives, beside others that do. It may end, and be replaced, in its own callback. */
 class Log {
 public:
     /** Takes one of NVFP4_LOG_* and a line of text, on whichever thread has something to say. May throw, for nothing. */
@@ -427,25 +424,32 @@ public:
     static Result<Log> start(std::int32_t level, Function function)
     {
         Log out;
-        out.function_ = std::make_unique<Function>(std::move(function));
-        const NVFP4_Status status = NVFP4_set_log_callback(take, out.function_.get(), level);
-        if (status != NVFP4_OK)
-            out.function_.reset();
+        auto owned = std::make_unique<Function>(std::move(function));
+        const NVFP4_Status status = NVFP4_log_add(take, owned.get(), level, give_back, &out.token_);
+        // The library has it until it calls give_back().
+        if (status == NVFP4_OK)
+            static_cast<void>(owned.release());
         return detail::result(status, std::move(out));
     }
 #ifndef NVFP4_NO_EXCEPTIONS
     Log(std::int32_t level, Function function) : Log(start(level, std::move(function))) {}
 #endif
-    Log(Log &&) noexcept = default;
+    Log(Log &&other) noexcept : token_(std::exchange(other.token_, 0)) {}
     Log &operator=(Log &&other) noexcept
     {
-        std::swap(function_, other.function_);
+        if (this != &other) {
+            stop();
+            token_ = std::exchange(other.token_, 0);
+        }
         return *this;
     }
-    ~Log()
+    ~Log() { stop(); }
+
+    /** Takes nothing from now on. */
+    void stop() noexcept
     {
-        if (function_)
-            NVFP4_set_log_callback(nullptr, nullptr, NVFP4_LOG_OFF);
+        if (token_ != 0)
+            NVFP4_log_remove(std::exchange(token_, 0));
     }
 
 private:
@@ -455,9 +459,62 @@ private:
         auto call = [&] { function(level, std::string_view(message, length)); };
         return detail::Carried<decltype(call)>(call).call();
     }
+    static void give_back(void *user) noexcept { delete static_cast<Function *>(user); }
 
-    std::unique_ptr<Function> function_;
+    std::uint64_t token_ = 0;
 };
+
+/** Ends the long calls that are given it, from any thread and from a signal handler; those that have yet to begin too. */
+class Cancel : public detail::Handle<NVFP4_Cancel, NVFP4_cancel_retain, NVFP4_cancel_release> {
+public:
+    using Handle::Handle;
+
+    static Result<Cancel> create()
+    {
+        Cancel out;
+        return detail::result(NVFP4_cancel_create(out.put()), std::move(out));
+    }
+
+    /** A second owner of the same. */
+    Result<Cancel> clone() const { return again<Cancel>(); }
+    /** Ends the calls. False if this holds nothing. */
+    bool trigger() const noexcept { return NVFP4_cancel_trigger(get()) == NVFP4_OK; }
+    /** Makes it as it was at first. False if this holds nothing. */
+    bool renew() const noexcept { return NVFP4_cancel_reset(get()) == NVFP4_OK; }
+    Result<bool> triggered() const
+    {
+        std::int32_t out = 0;
+        const NVFP4_Status status = NVFP4_cancel_is_triggered(get(), &out);
+        return detail::result(status, out != 0);
+    }
+};
+
+/**
+ * What may end a long call, and who hears how far it is; the fields of the C struct, with their defaults. It and what it names must
+ * stay as long as the call runs.
+ */
+struct CallOptions : NVFP4_CallOptions {
+    CallOptions() : NVFP4_CallOptions()
+    {
+        detail::filled(NVFP4_call_options_init(this, sizeof(NVFP4_CallOptions)));
+    }
+    explicit CallOptions(const Cancel &handle) : CallOptions() { cancel = handle.get(); }
+};
+
+/** Not part of the interface. */
+namespace detail {
+
+/** `call`, or the defaults, with a callback for its progress. */
+template <class F>
+NVFP4_CallOptions told(const NVFP4_CallOptions *call, Carried<F> &carried)
+{
+    NVFP4_CallOptions out = call != nullptr ? *call : CallOptions();
+    out.progress = progress<F>;
+    out.user = &carried;
+    return out;
+}
+
+} // namespace detail
 
 /** CPU threads of what is made from now on; 0 leaves it to the environment and the machine. */
 inline Result<void> set_threads(std::int32_t threads) { return check(NVFP4_set_threads(threads)); }
@@ -1103,7 +1160,7 @@ inline Result<NVFP4_SchemaResult> detect_schema(Span<NamedTensor> tensors, std::
     const std::vector<NVFP4_NamedTensor> plain = detail::plain(tensors);
     NVFP4_SchemaResult out{};
     out.struct_size = sizeof out;
-    return detail::result(NVFP4_schema_detect(plain.data(), plain.size(), prefix.data(), prefix.size(), &out), std::move(out));
+    return detail::result(NVFP4_schema_detect(plain.data(), plain.size(), sizeof(NVFP4_NamedTensor), prefix.data(), prefix.size(), &out), std::move(out));
 }
 
 /** All about them, as JSON. */
@@ -1111,7 +1168,8 @@ inline Result<std::string> schema_report(Span<NamedTensor> tensors, std::string_
 {
     const std::vector<NVFP4_NamedTensor> plain = detail::plain(tensors);
     return detail::text([&](char *buffer, std::size_t capacity, std::size_t *length) {
-        return NVFP4_schema_report(plain.data(), plain.size(), prefix.data(), prefix.size(), buffer, capacity, length);
+        return NVFP4_schema_report(plain.data(), plain.size(), sizeof(NVFP4_NamedTensor), prefix.data(), prefix.size(), buffer,
+                                   capacity, length);
     });
 }
 
@@ -1119,7 +1177,7 @@ inline Result<std::string> schema_report(Span<NamedTensor> tensors, std::string_
 inline Result<void> validate_schema(Span<NamedTensor> tensors, std::string_view prefix = {})
 {
     const std::vector<NVFP4_NamedTensor> plain = detail::plain(tensors);
-    return check(NVFP4_schema_validate(plain.data(), plain.size(), prefix.data(), prefix.size()));
+    return check(NVFP4_schema_validate(plain.data(), plain.size(), sizeof(NVFP4_NamedTensor), prefix.data(), prefix.size()));
 }
 
 /** How to load a model; the fields of the C struct, with their defaults. */
@@ -1146,7 +1204,7 @@ public:
                               const NVFP4_QuantizeOptions *quantize = nullptr)
     {
         Model out;
-        return detail::result(NVFP4_model_load(path.data(), path.size(), &options, quantize, nullptr, nullptr, out.put()),
+        return detail::result(NVFP4_model_load(path.data(), path.size(), &options, quantize, out.put()),
                               std::move(out));
     }
 
@@ -1157,9 +1215,11 @@ public:
     {
         using F = std::remove_reference_t<Progress>;
         detail::Carried<F> carried{progress};
+        const NVFP4_CallOptions call = detail::told(options.call, carried);
+        NVFP4_LoadOptions with = options;
+        with.call = &call;
         Model out;
-        return detail::result(carried.after(NVFP4_model_load(path.data(), path.size(), &options, quantize, detail::progress<F>,
-                                                             &carried, out.put())),
+        return detail::result(carried.after(NVFP4_model_load(path.data(), path.size(), &with, quantize, out.put())),
                               std::move(out));
     }
 
@@ -1212,8 +1272,8 @@ public:
         for (const Message &m : messages)
             plain.push_back({m.role.data(), m.role.size(), m.content.data(), m.content.size()});
         return detail::text([&](char *buffer, std::size_t capacity, std::size_t *length) {
-            return NVFP4_model_render_chat(get(), plain.data(), plain.size(), add_generation_prompt, buffer, capacity,
-                                           length);
+            return NVFP4_model_render_chat(get(), plain.data(), plain.size(), sizeof(NVFP4_Message), add_generation_prompt, buffer,
+                                           capacity, length);
         });
     }
 };
@@ -1231,8 +1291,8 @@ inline Result<void> convert(std::string_view source, std::string_view destinatio
                             const NVFP4_ConvertOptions &options = ConvertOptions(),
                             const NVFP4_QuantizeOptions *quantize = nullptr)
 {
-    return check(NVFP4_model_convert(source.data(), source.size(), destination.data(), destination.size(), &options, quantize,
-                                     nullptr, nullptr));
+    return check(NVFP4_model_convert(source.data(), source.size(), destination.data(), destination.size(), &options,
+                                     quantize));
 }
 
 /** The same, with a callback `(std::uint64_t done, std::uint64_t total)` in bytes. */
@@ -1242,8 +1302,11 @@ Result<void> convert(std::string_view source, std::string_view destination, cons
 {
     using F = std::remove_reference_t<Progress>;
     detail::Carried<F> carried{progress};
-    return check(carried.after(NVFP4_model_convert(source.data(), source.size(), destination.data(), destination.size(),
-                                                   &options, quantize, detail::progress<F>, &carried)));
+    const NVFP4_CallOptions call = detail::told(options.call, carried);
+    NVFP4_ConvertOptions with = options;
+    with.call = &call;
+    return check(carried.after(NVFP4_model_convert(source.data(), source.size(), destination.data(), destination.size(), &with,
+                                                   quantize)));
 }
 
 /** How to make a session; the fields of the C struct, with their defaults, but for the system prompt. */
@@ -1271,11 +1334,20 @@ struct GenerateOptions : NVFP4_GenerateOptions {
     std::vector<std::int32_t> stop_ids;
 };
 
-/** A token as it comes, and the text that it completes. */
+/** A token as it comes, and the text that it completes; or, at the end, text that was held back. */
 struct Piece {
+    /** -1 for text that was held back. */
     std::int32_t token;
     /** Valid during the callback, or until a stream goes on. */
     std::string_view text;
+    /** NaN unless the options ask for it. */
+    float log_probability;
+
+    /** Not part of the interface. */
+    static Piece of(const NVFP4_TokenEvent &event)
+    {
+        return {event.token, std::string_view(event.text, event.text_length), event.log_probability};
+    }
 };
 
 class Stream;
@@ -1333,12 +1405,15 @@ public:
 #endif
 
     /** A session as it was when save() wrote it. */
-    static Result<Session> restore(const Model &model, std::string_view path)
+    static Result<Session> restore(const Model &model, std::string_view path, const NVFP4_CallOptions *call = nullptr)
     {
         Session out;
-        return detail::result(NVFP4_session_restore(model.get(), path.data(), path.size(), out.put()), std::move(out));
+        return detail::result(NVFP4_session_restore(model.get(), path.data(), path.size(), call, out.put()), std::move(out));
     }
-    Result<void> save(std::string_view path) const { return check(NVFP4_session_save(get(), path.data(), path.size())); }
+    Result<void> save(std::string_view path, const NVFP4_CallOptions *call = nullptr) const
+    {
+        return check(NVFP4_session_save(get(), path.data(), path.size(), call));
+    }
 
     /** A second owner of the same session; fork() makes another session. */
     Result<Session> clone() const { return again<Session>(); }
@@ -1349,19 +1424,30 @@ public:
         return detail::result(NVFP4_session_fork(get(), out.put()), std::move(out));
     }
 
-    Result<void> prefill(Span<std::int32_t> tokens)
+    Result<void> prefill(Span<std::int32_t> tokens, const NVFP4_CallOptions *call = nullptr)
     {
-        return check(NVFP4_session_prefill(get(), tokens.data(), tokens.size()));
+        return check(NVFP4_session_prefill(get(), tokens.data(), tokens.size(), call));
     }
-    Result<void> prefill_token_by_token(Span<std::int32_t> tokens)
+    /** The same, with a callback `(std::uint64_t done, std::uint64_t total)` in tokens; what returns false ends it. */
+    template <class Progress>
+    Result<void> prefill(Span<std::int32_t> tokens, const NVFP4_CallOptions *call, Progress &&progress)
     {
-        return check(NVFP4_session_prefill_token_by_token(get(), tokens.data(), tokens.size()));
+        detail::Carried<std::remove_reference_t<Progress>> carried{progress};
+        const NVFP4_CallOptions with = detail::told(call, carried);
+        return check(carried.after(NVFP4_session_prefill(get(), tokens.data(), tokens.size(), &with)));
     }
-    Result<void> decode(std::int32_t token) { return check(NVFP4_session_decode(get(), token)); }
-    Result<std::vector<float>> logits()
+    Result<void> prefill_token_by_token(Span<std::int32_t> tokens, const NVFP4_CallOptions *call = nullptr)
+    {
+        return check(NVFP4_session_prefill_token_by_token(get(), tokens.data(), tokens.size(), call));
+    }
+    Result<void> decode(std::int32_t token, const NVFP4_CallOptions *call = nullptr)
+    {
+        return check(NVFP4_session_decode(get(), token, call));
+    }
+    Result<std::vector<float>> logits(const NVFP4_CallOptions *call = nullptr)
     {
         return detail::items<float>([&](float *buffer, std::size_t capacity, std::size_t *count) {
-            return NVFP4_session_logits(get(), buffer, capacity, count);
+            return NVFP4_session_logits(get(), buffer, capacity, count, call);
         });
     }
     /** The token to come, which is not appended. */
@@ -1443,8 +1529,6 @@ public:
     Result<void> truncate(std::size_t length) { return check(NVFP4_session_truncate(get(), length)); }
     /** Forgets all tokens and the conversation. */
     Result<void> clear() { return check(NVFP4_session_reset(get())); }
-    /** Ends the running call, from any thread. */
-    Result<void> cancel() const { return check(NVFP4_session_cancel(get())); }
 
 private:
     template <class F, class Call>
@@ -1467,21 +1551,21 @@ private:
     }
 
     template <class F>
-    static std::int32_t piece(void *user, std::int32_t token, const char *text, std::size_t length)
+    static std::int32_t piece(void *user, const NVFP4_TokenEvent *event)
     {
         auto &carried = *static_cast<detail::Carried<F> *>(user);
-        const std::string_view view(text, length);
+        const Piece piece = Piece::of(*event);
         if constexpr (std::is_invocable_v<F &, const Piece &>)
-            return carried.call(Piece{token, view});
+            return carried.call(piece);
         else
-            return carried.call(view);
+            return carried.call(piece.text);
     }
 };
 
 /**
  * The pieces of a generation as they come: a range, to be gone through once. Its thread waits while a piece is looked at, so
  * nothing is generated that was not asked for, and a loop that is left leaves the session with the tokens that it has seen.
- * The session is in use until the stream has come to its end or is destroyed.
+ * The session is in use until the stream has come to its end or is destroyed. The cancel flag of its options' call is its own.
  */
 class Stream {
     enum class Phase { asked, given, taken, done };
@@ -1492,6 +1576,8 @@ class Stream {
         std::condition_variable changed;
         Phase phase = Phase::asked;
         bool stopped = false;
+        /** Ends the call, also where no token has come. */
+        std::int32_t flag = 0;
         Piece piece{};
         Session session;
         std::optional<std::string> said;
@@ -1505,7 +1591,10 @@ class Stream {
         /** In the thread that generates. */
         void run()
         {
-            const detail::PlainOptions given(options);
+            detail::PlainOptions given(options);
+            NVFP4_CallOptions call = options.call != nullptr ? *options.call : CallOptions();
+            call.cancel_flag = &flag;
+            given.plain.call = &call;
             NVFP4_Session *handle = session.get();
             NVFP4_Status status = said ? NVFP4_session_chat(handle, said->data(), said->size(), &given.plain, give, this,
                                                             &generation)
@@ -1522,12 +1611,12 @@ class Stream {
             changed.notify_all();
         }
 
-        static std::int32_t give(void *user, std::int32_t token, const char *text, std::size_t length)
+        static std::int32_t give(void *user, const NVFP4_TokenEvent *event)
         {
             auto &relay = *static_cast<Relay *>(user);
             std::unique_lock<std::mutex> lock(relay.mutex);
             if (!relay.stopped) {
-                relay.piece = Piece{token, std::string_view(text, length)};
+                relay.piece = Piece::of(*event);
                 relay.phase = Phase::given;
                 relay.changed.notify_all();
                 relay.changed.wait(lock, [&] { return relay.phase == Phase::asked; });
@@ -1560,8 +1649,7 @@ class Stream {
         {
             const std::lock_guard<std::mutex> lock(mutex);
             stopped = true;
-            if (phase == Phase::asked)
-                NVFP4_session_cancel(session.get());
+            *const_cast<volatile std::int32_t *>(&flag) = 1;
             if (phase == Phase::given || phase == Phase::taken) {
                 phase = Phase::asked;
                 changed.notify_all();
@@ -1689,20 +1777,29 @@ inline Error not_one_each(std::size_t count, const char *what, std::size_t sessi
 
 } // namespace detail
 
-/** Appends `tokens[i]` to `*sessions[i]` and runs all of them in one pass over the weights. */
-inline Result<void> step(Span<Session *> sessions, Span<std::int32_t> tokens)
+/**
+ * Appends `tokens[i]` to `*sessions[i]` and runs all of them in one pass over the weights. With `statuses`, which becomes one for
+ * each, those that cannot take their token are left out.
+ */
+inline Result<void> step(Span<Session *> sessions, Span<std::int32_t> tokens, const NVFP4_CallOptions *call = nullptr,
+                         std::vector<NVFP4_Status> *statuses = nullptr)
 {
     if (sessions.size() != tokens.size())
         return detail::failure<void>(detail::not_one_each(tokens.size(), " tokens for ", sessions.size()));
-    return check(NVFP4_session_step(detail::handles(sessions).data(), tokens.data(), tokens.size()));
+    if (statuses != nullptr)
+        statuses->assign(sessions.size(), NVFP4_OK);
+    return check(NVFP4_session_step(detail::handles(sessions).data(), tokens.data(), tokens.size(), call,
+                                    statuses != nullptr ? statuses->data() : nullptr));
 }
 
 /**
- * The same, and gives the token to come of each session, which is not appended. `options` say how each is chosen; one stands for
- * all, and none takes the likeliest. On a GPU no logits come to the host.
+ * The same, and gives the token to come of each session, which is not appended, or -1 where it was left out. `options` say how
+ * each is chosen; one stands for all, and none takes the likeliest. On a GPU no logits come to the host.
  */
 inline Result<std::vector<std::int32_t>> step_sample(Span<Session *> sessions, Span<std::int32_t> tokens,
-                                                     Span<GenerateOptions> options = {})
+                                                     Span<GenerateOptions> options = {},
+                                                     const NVFP4_CallOptions *call = nullptr,
+                                                     std::vector<NVFP4_Status> *statuses = nullptr)
 {
     using Tokens = std::vector<std::int32_t>;
     const std::size_t count = sessions.size();
@@ -1713,11 +1810,63 @@ inline Result<std::vector<std::int32_t>> step_sample(Span<Session *> sessions, S
     std::vector<const NVFP4_GenerateOptions *> each(count);
     for (std::size_t i = 0; i < count && options.size() > 0; i++)
         each[i] = options.data() + (options.size() > 1 ? i : 0);
-    Tokens next(count);
-    return detail::result(
-        NVFP4_session_step_sample(detail::handles(sessions).data(), tokens.data(), count, each.data(), next.data()),
-        std::move(next));
+    Tokens next(count, -1);
+    if (statuses != nullptr)
+        statuses->assign(count, NVFP4_OK);
+    return detail::result(NVFP4_session_step_sample(detail::handles(sessions).data(), tokens.data(), count, each.data(), call,
+                                                    next.data(), statuses != nullptr ? statuses->data() : nullptr),
+                          std::move(next));
 }
+
+/** Follows one sequence of tokens: gives the text that each completes, and says which one ends it. */
+class Detokenizer : public detail::Handle<NVFP4_Detokenizer, NVFP4_detokenizer_retain, NVFP4_detokenizer_release> {
+public:
+    using Handle::Handle;
+
+    /** What a token gives. */
+    struct Text {
+        /** Valid until the detokenizer is used again. */
+        std::string_view text;
+        /** One of NVFP4_FINISH_*; NVFP4_FINISH_NONE while the sequence goes on. */
+        std::int32_t finish;
+    };
+
+    /** Goes on after `tokens`, and ends where generating with `options` would. */
+    static Result<Detokenizer> create(const Model &model, Span<std::int32_t> tokens = {}, const GenerateOptions &options = {})
+    {
+        const detail::PlainOptions given(options);
+        Detokenizer out;
+        return detail::result(NVFP4_detokenizer_create(model.get(), tokens.data(), tokens.size(), &given.plain, out.put()),
+                              std::move(out));
+    }
+#ifndef NVFP4_NO_EXCEPTIONS
+    explicit Detokenizer(const Model &model, Span<std::int32_t> tokens = {}, const GenerateOptions &options = {})
+        : Detokenizer(create(model, tokens, options))
+    {
+    }
+#endif
+
+    /** A second owner of the same. */
+    Result<Detokenizer> clone() const { return again<Detokenizer>(); }
+    /** Adds the next token. */
+    Result<Text> push(std::int32_t token)
+    {
+        const char *text = nullptr;
+        std::size_t length = 0;
+        Text out{{}, NVFP4_FINISH_NONE};
+        const NVFP4_Status status = NVFP4_detokenizer_push(get(), token, &text, &length, &out.finish);
+        out.text = std::string_view(text, length);
+        return detail::result(status, std::move(out));
+    }
+    /** Ends the sequence; the text that was held back. */
+    Result<std::string_view> finish()
+    {
+        const char *text = nullptr;
+        std::size_t length = 0;
+        const NVFP4_Status status = NVFP4_detokenizer_finish(get(), &text, &length);
+        return detail::result(status, std::string_view(text, length));
+    }
+};
 
 /** The drop-in functions for TorchSharp hosts, whose results are tensors of the same kind as what they are given. */
 namespace drop_in {

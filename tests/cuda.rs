@@ -8,6 +8,7 @@ mod tensors;
 use std::ops::ControlFlow;
 use std::sync::Arc;
 
+use NVFP4::base::call::{Cancel, Progress, Watch};
 use NVFP4::base::memory::{self, Tag};
 use NVFP4::base::{ErrorKind, env};
 use NVFP4::cuda::{
@@ -2090,4 +2091,65 @@ fn a_step_that_fails_leaves_the_next_one_alone() {
     };
     let want = run(false);
     assert_eq!(run(true), want);
+}
+
+/// A prompt that is cancelled at any moment leaves its session as it was, and the device in order.
+#[test]
+fn a_cancelled_prompt_on_a_gpu_changes_nothing() {
+    let Some(gpu) = gpu() else { return };
+    let on_gpu = LoadOptions {
+        device: Device::Cuda(gpu),
+        ..options()
+    };
+    let model = Model::load(&golden("qwen3_tied"), &on_gpu).unwrap();
+    let new = || Session::new(model.clone(), &SessionOptions::default()).unwrap();
+    let (mut session, mut whole) = (new(), new());
+    let (head, tokens) = (some_tokens(&model, 6), some_tokens(&model, 200));
+    session.prefill(&head).unwrap();
+    let mut before = session.logits().unwrap().to_vec();
+    whole.prefill(&head).unwrap();
+    whole.prefill(&tokens).unwrap();
+    let expected = whole.logits().unwrap().to_vec();
+    let mut ended = 0;
+    for delay in 0..200 {
+        let cancel = Cancel::new();
+        let result = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let begun = std::time::Instant::now();
+                while begun.elapsed().as_micros() < delay * 5 {
+                    std::hint::spin_loop();
+                }
+                cancel.cancel();
+            });
+            cancel.watching(|| session.prefill(&tokens))
+        });
+        match result {
+            Err(e) => {
+                assert_eq!(e.kind(), ErrorKind::Cancelled, "{e}");
+                assert_eq!(session.len(), head.len());
+                assert!(session.logits().unwrap() == before);
+                ended += 1;
+            }
+            Ok(()) => {
+                session.truncate(head.len()).unwrap();
+                // Now of one token alone, which adds up in another order.
+                before = session.logits().unwrap().to_vec();
+            }
+        }
+    }
+    assert!(ended > 0);
+    let heard = std::cell::RefCell::new(Vec::new());
+    let progress = |p: Progress| {
+        heard.borrow_mut().push((p.done, p.total));
+        ControlFlow::Continue(())
+    };
+    let watch = Watch {
+        flags: &[],
+        progress: Some(&progress),
+    };
+    let mut again = new();
+    again.prefill(&head).unwrap();
+    watch.during(|| again.prefill(&tokens).unwrap());
+    assert_eq!(heard.borrow().last(), Some(&(200, 200)));
+    assert!(again.logits().unwrap() == expected);
 }

@@ -4,8 +4,8 @@
 use std::ffi::{CStr, c_char, c_void};
 use std::ptr;
 
-use NVFP4::abi::library::{NVFP4_LOG_DEBUG, NVFP4_LOG_OFF, NVFP4_set_log_callback};
-use NVFP4::abi::status::{NVFP4_OK, NVFP4_UNSUPPORTED, NVFP4_last_error};
+use NVFP4::abi::library::{NVFP4_LOG_DEBUG, NVFP4_log_add, NVFP4_log_remove};
+use NVFP4::abi::status::{NVFP4_NOT_FOUND, NVFP4_UNSUPPORTED, NVFP4_last_error};
 
 /// A subscriber that wants nothing.
 struct Quiet;
@@ -38,16 +38,21 @@ unsafe extern "C" fn take(_: *mut c_void, _: i32, _: *const c_char, _: usize) ->
 fn a_callback_that_will_never_be_called_is_refused_each_time() {
     tracing::subscriber::set_global_default(Quiet).unwrap();
     for attempt in 1..=3 {
+        let mut token = 0;
         // SAFETY: the callback uses nothing that it is given.
-        let status =
-            unsafe { NVFP4_set_log_callback(Some(take), ptr::null_mut(), NVFP4_LOG_DEBUG) };
+        let status = unsafe {
+            NVFP4_log_add(
+                Some(take),
+                ptr::null_mut(),
+                NVFP4_LOG_DEBUG,
+                None,
+                &mut token,
+            )
+        };
         assert_eq!(status, NVFP4_UNSUPPORTED, "attempt {attempt}");
         // SAFETY: the text is valid until the next failure on this thread.
         let said = unsafe { CStr::from_ptr(NVFP4_last_error()) };
         assert!(said.to_string_lossy().contains("subscriber of its own"));
     }
-    // To stop what never began is no failure.
-    // SAFETY: there is no callback.
-    let status = unsafe { NVFP4_set_log_callback(None, ptr::null_mut(), NVFP4_LOG_OFF) };
-    assert_eq!(status, NVFP4_OK);
+    assert_eq!(NVFP4_log_remove(0), NVFP4_NOT_FOUND);
 }

@@ -9,8 +9,9 @@ use std::fs;
 use std::ops::{ControlFlow, Range};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
+use NVFP4::base::call::{Cancel, Progress, Watch};
 use NVFP4::base::{ErrorKind, Result};
 use NVFP4::checkpoint::{self, Checkpoint, Entry, Metadata, Part};
 use NVFP4::format::nvfp4::QuantizeOptions;
@@ -359,8 +360,7 @@ fn sampling_only() {
 #[test]
 fn refused_calls_leave_the_cache_as_it_was() {
     let model = load("qwen3_tied");
-    let flag = Arc::new(AtomicBool::new(false));
-    let mut scratch = Scratch::new().interrupted_by(flag.clone());
+    let mut scratch = Scratch::new();
     let mut cache = KvCache::new(model.device(), model.config(), 20, KvType::F32).unwrap();
     let mut logits = Vec::new();
     model
@@ -382,9 +382,9 @@ fn refused_calls_leave_the_cache_as_it_was() {
     };
     refused(&[4; 18], ErrorKind::ContextFull);
     refused(&[4, 320], ErrorKind::InvalidArgument);
-    flag.store(true, std::sync::atomic::Ordering::Relaxed);
-    refused(&[4; 17], ErrorKind::Cancelled);
-    flag.store(false, std::sync::atomic::Ordering::Relaxed);
+    let cancel = Cancel::new();
+    cancel.cancel();
+    cancel.watching(|| refused(&[4; 17], ErrorKind::Cancelled));
     model
         .forward(&[4], &mut cache, &mut scratch, Logits::Last, &mut logits)
         .unwrap();
@@ -420,25 +420,28 @@ fn refused_calls_leave_the_cache_as_it_was() {
 #[test]
 fn progress_and_cancel() {
     let (last, calls) = (Cell::new((0, 0)), Cell::new(0));
-    let progress = |p: NVFP4::model::Progress| {
+    let progress = |p: Progress| {
         assert!(p.done <= p.total);
         last.set((p.done, p.total));
         calls.set(calls.get() + 1);
         ControlFlow::Continue(())
     };
-    let watched = LoadOptions {
-        progress: Some(&progress),
-        ..options()
+    let load = |progress| {
+        let watch = Watch {
+            flags: &[],
+            progress: Some(progress),
+        };
+        watch.during(|| Model::load(&golden("qwen3_tied"), &options()))
     };
-    Model::load(&golden("qwen3_tied"), &watched).unwrap();
+    load(&progress).unwrap();
     let (done, total) = last.get();
     assert!(calls.get() > 0 && done == total && total > 80_000);
-    let cancel = |_| ControlFlow::Break(());
-    let cancelled = LoadOptions {
-        progress: Some(&cancel),
-        ..options()
-    };
-    let e = Model::load(&golden("qwen3_tied"), &cancelled).unwrap_err();
+    let e = load(&|_| ControlFlow::Break(())).unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::Cancelled);
+    let cancel = Cancel::new();
+    cancel.cancel();
+    let load = || Model::load(&golden("qwen3_tied"), &options());
+    let e = cancel.watching(load).unwrap_err();
     assert_eq!(e.kind(), ErrorKind::Cancelled);
 }
 

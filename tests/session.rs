@@ -7,14 +7,14 @@ use std::fs;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
+use NVFP4::base::call::{Cancel, Progress, Watch};
 use NVFP4::base::checksum::Checksum;
 use NVFP4::base::{Error, ErrorKind};
 use NVFP4::model::{Activations, KvType, LoadOptions, Model};
 use NVFP4::session::{
-    Canceller, Eviction, Finish, GenerateOptions, Generation, Piece, Sampler, SamplingOptions,
-    Session, SessionOptions, step,
+    Eviction, Finish, GenerateOptions, Generation, Piece, Sampler, SamplingOptions, Session,
+    SessionOptions, step,
 };
 use NVFP4::text::{Detokenizer, Message};
 use common::{Copy, cut, expect_kind, golden, load, options, some_tokens};
@@ -99,7 +99,7 @@ fn sessions_move_between_threads() {
     fn sends<T: Send>() {}
     fn shares<T: Send + Sync + Clone>() {}
     sends::<Session>();
-    shares::<Canceller>();
+    shares::<Cancel>();
 }
 
 #[test]
@@ -390,7 +390,7 @@ fn stop_strings_and_special_tokens_are_not_shown() {
             },
             &mut |piece| {
                 shown.push_str(piece.text);
-                tokens.push(piece.token);
+                tokens.extend(piece.token);
                 ControlFlow::Continue(())
             },
         )
@@ -513,22 +513,23 @@ fn cancelled_generations_keep_what_they_have() {
         assert_eq!((out.finish, &*out.tokens), (Finish::Cancelled, &free[..3]));
 
         let mut cancelled = filled(&model, 6);
-        let canceller = cancelled.canceller();
+        let cancel = Cancel::new();
         let mut seen = 0;
-        let out = cancelled
-            .generate(&options, &mut |_| {
-                seen += 1;
-                if seen == 4 {
-                    canceller.cancel();
-                }
-                ControlFlow::Continue(())
-            })
-            .unwrap();
+        let mut count = |_: Piece<'_>| {
+            seen += 1;
+            if seen == 4 {
+                cancel.cancel();
+            }
+            ControlFlow::Continue(())
+        };
+        let out = cancel.watching(|| cancelled.generate(&options, &mut count).unwrap());
         assert_eq!((out.finish, &*out.tokens), (Finish::Cancelled, &free[..4]));
         assert_eq!(cancelled.len(), 10);
-        // The call is over, and so is its cancelling.
+        // Before it begins is not too early.
+        let out = cancel.watching(|| generate(&mut cancelled, &options));
+        assert_eq!((out.finish, out.tokens.len()), (Finish::Cancelled, 0));
+        // Other calls have nothing to do with it.
         assert_eq!(generate(&mut cancelled, &options).finish, Finish::Length);
-        canceller.cancel();
         assert_eq!(generate(&mut broken, &drawn(7)).tokens, free[3..]);
     }
 }
@@ -540,21 +541,10 @@ fn interrupted(
 ) -> Session {
     loop {
         let mut fork = session.fork().unwrap();
-        let canceller = fork.canceller();
-        let (started, done) = (AtomicBool::new(false), AtomicBool::new(false));
+        let cancel = Cancel::new();
         let result = std::thread::scope(|scope| {
-            scope.spawn(|| {
-                started.store(true, Ordering::Relaxed);
-                while !done.load(Ordering::Relaxed) {
-                    canceller.cancel();
-                }
-            });
-            while !started.load(Ordering::Relaxed) {
-                std::thread::yield_now();
-            }
-            let result = call(&mut fork);
-            done.store(true, Ordering::Relaxed);
-            result
+            scope.spawn(|| cancel.cancel());
+            cancel.watching(|| call(&mut fork))
         });
         // On a busy machine the other thread may not have had its turn.
         if let Err(e) = result {
@@ -577,6 +567,67 @@ fn a_cancelled_prefill_changes_nothing() {
     cancelled.prefill(&tokens).unwrap();
     session.prefill(&tokens).unwrap();
     assert!(state(&mut cancelled) == state(&mut session));
+}
+
+#[test]
+fn a_prompt_says_how_far_it_is() {
+    let model = load("qwen3_tied");
+    let heard = std::cell::RefCell::new(Vec::new());
+    let progress = |p: Progress| {
+        heard.borrow_mut().push((p.done, p.total));
+        ControlFlow::Continue(())
+    };
+    let watch = Watch {
+        flags: &[],
+        progress: Some(&progress),
+    };
+    let mut session = session(&model);
+    let tokens: Vec<u32> = (0..240).collect();
+    watch.during(|| session.prefill(&tokens).unwrap());
+    let rising = heard.borrow().is_sorted() && heard.borrow().iter().all(|p| p.1 == 240);
+    assert!(
+        rising && heard.borrow().last() == Some(&(240, 240)),
+        "{heard:?}"
+    );
+    heard.borrow_mut().clear();
+    watch.during(|| session.prefill_token_by_token(&tokens[..7]).unwrap());
+    assert_eq!(heard.borrow().last(), Some(&(7, 7)));
+}
+
+/// A callback in the middle of a pass may use anything but that model.
+#[test]
+fn who_is_told_may_run_another_model_but_not_this_one() {
+    let (model, other) = (load("qwen3_tied"), load("qwen3_untied"));
+    let (same, another) = (filled(&model, 3), filled(&other, 3));
+    let (same, another) = (
+        std::cell::RefCell::new(same),
+        std::cell::RefCell::new(another),
+    );
+    let told = std::cell::Cell::new(0);
+    let progress = |p: Progress| {
+        // The end is told when the pass is over.
+        if p.done < p.total {
+            told.set(told.get() + 1);
+            let e = same.borrow_mut().decode(1).unwrap_err();
+            assert_eq!(e.kind(), ErrorKind::Busy, "{e}");
+            another.borrow_mut().decode(1).unwrap();
+            another.borrow_mut().truncate(3).unwrap();
+        }
+        ControlFlow::Continue(())
+    };
+    let watch = Watch {
+        flags: &[],
+        progress: Some(&progress),
+    };
+    let mut session = session(&model);
+    let tokens: Vec<u32> = (0..240).collect();
+    watch.during(|| {
+        while told.get() == 0 {
+            session.truncate(0).unwrap();
+            session.prefill_token_by_token(&tokens).unwrap();
+        }
+    });
+    assert_eq!(same.borrow_mut().len(), 3);
 }
 
 #[test]
@@ -1073,15 +1124,6 @@ fn forks_go_their_own_ways() {
     let with = |more: &[u32]| fresh(&filled(&model, 1), &[&tokens, more].concat());
     assert!(state(&mut first) == with(&[5, 6, 7]));
     assert!(state(&mut second) == with(&[9]));
-    // Cancelling one does not cancel the other.
-    let canceller = second.canceller();
-    let out = first
-        .generate(&drawn(5), &mut |_| {
-            canceller.cancel();
-            ControlFlow::Continue(())
-        })
-        .unwrap();
-    assert_eq!(out.finish, Finish::Length);
 }
 
 #[test]

@@ -66,19 +66,19 @@ static double steps(int batch, const NVFP4_GenerateOptions *options)
         each[i] = options;
         OK(NVFP4_session_reset(sessions[i]));
         prompt[0] = i;
-        OK(NVFP4_session_prefill(sessions[i], prompt, prompt_tokens));
+        OK(NVFP4_session_prefill(sessions[i], prompt, prompt_tokens, NULL));
         OK(NVFP4_session_sample(sessions[i], options, &next[i]));
     }
     double start = now();
     for (size_t n = 0; n < gen_tokens; n++)
-        OK(NVFP4_session_step_sample(sessions, next, (size_t)batch, each, next));
+        OK(NVFP4_session_step_sample(sessions, next, (size_t)batch, each, NULL, next, NULL));
     return (double)gen_tokens * batch / (now() - start);
 }
 
 static size_t given;
-static int32_t count(void *user, int32_t token, const char *text, size_t length)
+static int32_t count(void *user, const NVFP4_TokenEvent *event)
 {
-    (void)user, (void)token, (void)text, (void)length;
+    (void)user, (void)event;
     given++;
     return 0;
 }
@@ -91,7 +91,7 @@ static double generation(NVFP4_GenerateOptions options)
     options.max_tokens = gen_tokens + 1;
     options.ignore_model_stops = 1;
     OK(NVFP4_session_reset(sessions[0]));
-    OK(NVFP4_session_prefill(sessions[0], prompt, prompt_tokens));
+    OK(NVFP4_session_prefill(sessions[0], prompt, prompt_tokens, NULL));
     given = 0;
     OK(NVFP4_session_generate(sessions[0], &options, count, NULL, &result));
     if (given < result.generated_tokens) {
@@ -123,7 +123,7 @@ static double threads_together(int count, NVFP4_GenerateOptions options)
     pthread_barrier_init(&start_line, NULL, (unsigned)count + 1);
     for (int i = 0; i < count; i++) {
         OK(NVFP4_session_reset(sessions[i]));
-        OK(NVFP4_session_prefill(sessions[i], prompt, prompt_tokens));
+        OK(NVFP4_session_prefill(sessions[i], prompt, prompt_tokens, NULL));
         if (pthread_create(&threads[i], NULL, generating, sessions[i]) != 0) {
             fprintf(stderr, "a thread could not be started\n");
             exit(1);
@@ -173,7 +173,7 @@ int main(int argc, char **argv)
         load.device_type = NVFP4_DEVICE_CUDA;
         load.device_index = device[4] == ':' ? atoi(device + 5) : 0;
     }
-    OK(NVFP4_model_load(path, strlen(path), &load, NULL, NULL, NULL, &model));
+    OK(NVFP4_model_load(path, strlen(path), &load, NULL, &model));
     NVFP4_SessionOptions options;
     OK(NVFP4_session_options_init(&options, sizeof options));
     options.context = prompt_tokens + gen_tokens + 2;

@@ -21,10 +21,10 @@ static void check(NVFP4_Status status)
 }
 
 /* Called with each token as it comes. Its text is whole characters, perhaps none, and has no NUL behind. */
-static int32_t print_piece(void *user, int32_t token, const char *text, size_t length)
+static int32_t print_piece(void *user, const NVFP4_TokenEvent *event)
 {
-    (void)user, (void)token;
-    fwrite(text, 1, length, stdout);
+    (void)user;
+    fwrite(event->text, 1, event->text_length, stdout);
     /* Anything but 0 ends the answer: here, when nobody reads it any more. */
     return fflush(stdout);
 }
@@ -59,10 +59,11 @@ int main(int argc, char **argv)
     NVFP4_LoadOptions load_options;
     check(NVFP4_load_options_init(&load_options, sizeof load_options));
     load_options.device_type = NVFP4_DEVICE_AUTO;
-    check(NVFP4_set_log_callback(print_log, NULL, NVFP4_LOG_INFO));
+    uint64_t log;
+    check(NVFP4_log_add(print_log, NULL, NVFP4_LOG_INFO, NULL, &log));
     NVFP4_Model *model;
-    check(NVFP4_model_load(argv[1], strlen(argv[1]), &load_options, NULL, NULL, NULL, &model));
-    check(NVFP4_set_log_callback(NULL, NULL, NVFP4_LOG_OFF));
+    check(NVFP4_model_load(argv[1], strlen(argv[1]), &load_options, NULL, &model));
+    check(NVFP4_log_remove(log));
 
     /* A long conversation forgets its oldest turns rather than end. */
     NVFP4_SessionOptions session_options;

@@ -186,6 +186,8 @@ pub(super) unsafe fn sizes(name: &str, data: *const i64, len: i32) -> Result<Vec
 pub(super) unsafe trait Growing: Copy {
     /// Its name in the header.
     const NAME: &'static str;
+    /// The sizes that it had in earlier versions.
+    const EARLIER: &'static [usize] = &[];
     /// The defaults, whose `struct_size` is that of this library.
     fn defaults() -> Self;
 }
@@ -193,18 +195,97 @@ pub(super) unsafe trait Growing: Copy {
 /// More is taken for a struct_size that was never set.
 const LARGEST_STRUCT: usize = 4096;
 
-fn check_size<T: Growing>(size: usize) -> Result<()> {
-    // Fields are naturally aligned, so a multiple of the struct's alignment never cuts one.
-    if size < size_of::<u64>() || size > LARGEST_STRUCT || !size.is_multiple_of(align_of::<T>()) {
+/// Refuses a size that a struct has in no version: this one's, an earlier one's, or a larger one as later versions may have.
+fn check_size<T>(name: &str, what: &str, size: usize, earlier: &[usize]) -> Result<()> {
+    let known = size == size_of::<T>() || earlier.contains(&size);
+    let later = size > size_of::<T>() && size <= LARGEST_STRUCT;
+    if !(known || later && size.is_multiple_of(align_of::<T>())) {
         bail!(
             AbiMismatch,
-            "the struct_size of {} is {size}; set it to sizeof({}), which is {} in this version",
-            T::NAME,
-            T::NAME,
+            "{what} is {size}, which no version of {name} has; pass sizeof({name}), which is {} in this version",
             size_of::<T>()
         );
     }
     Ok(())
+}
+
+fn check_struct_size<T: Growing>(size: usize) -> Result<()> {
+    let what = format!("the struct_size of {}", T::NAME);
+    check_size::<T>(T::NAME, &what, size, T::EARLIER)
+}
+
+/// Copies a struct of `size` bytes as far as it is known here, and refuses what goes beyond that unless it is 0.
+///
+/// # Safety
+/// `from` must be readable for `size` bytes, and T take any bits.
+unsafe fn copy_known<T>(name: &str, from: *const u8, size: usize, to: &mut T) -> Result<()> {
+    // SAFETY: promised by the caller.
+    unsafe {
+        let known = size.min(size_of::<T>());
+        std::ptr::copy_nonoverlapping(from, (&raw mut *to).cast::<u8>(), known);
+        let unknown = std::slice::from_raw_parts(from.add(known), size - known);
+        if let Some(at) = unknown.iter().position(|&b| b != 0) {
+            bail!(
+                AbiMismatch,
+                "{name} has a field at byte {} that this version does not know and that is not zero; update the library, or leave the field alone",
+                known + at
+            );
+        }
+    }
+    Ok(())
+}
+
+/// An element of an array from C that may grow at its end in later versions. The caller says what size it has.
+///
+/// # Safety
+/// `repr(C)`, valid for every bit pattern, and without padding.
+pub(super) unsafe trait Element: Copy {
+    /// Its name in the header.
+    const NAME: &'static str;
+    /// What fields have that a caller does not know.
+    fn defaults() -> Self;
+}
+
+/// An array of structs from C, each of `size` bytes.
+///
+/// # Safety
+/// `data`, unless NULL, must be readable for `len` elements of that size.
+pub(super) unsafe fn elements<T: Element>(
+    name: &str,
+    data: *const T,
+    len: usize,
+    size: usize,
+) -> Result<Vec<T>> {
+    if len == 0 {
+        return Ok(Vec::new());
+    }
+    check_size::<T>(
+        T::NAME,
+        &format!("the size of an element of {name}"),
+        size,
+        &[],
+    )?;
+    check_array(name, data, len)?;
+    if len
+        .checked_mul(size)
+        .is_none_or(|n| n > isize::MAX as usize)
+    {
+        bail!(
+            InvalidArgument,
+            "{name} cannot have {len} elements of {size} bytes"
+        );
+    }
+    let mut out = Vec::new();
+    out.try_reserve_exact(len)
+        .map_err(|e| err!(OutOfMemory, "{len} elements of {name}: {e}"))?;
+    for i in 0..len {
+        let mut element = T::defaults();
+        // SAFETY: promised by the caller.
+        unsafe { copy_known(T::NAME, data.cast::<u8>().add(i * size), size, &mut element) }
+            .map_err(|e| e.within(format_args!("{name}[{i}]")))?;
+        out.push(element);
+    }
+    Ok(out)
 }
 
 /// Options from C: NULL means the defaults, fields past the caller's size have their defaults, and fields past ours must be
@@ -220,21 +301,9 @@ pub(super) unsafe fn options<T: Growing>(options: *const T) -> Result<T> {
     let bytes = options.cast::<u8>();
     // SAFETY: the first field is a u32.
     let size = unsafe { bytes.cast::<u32>().read_unaligned() } as usize;
-    check_size::<T>(size)?;
+    check_struct_size::<T>(size)?;
     // SAFETY: readable for `size` bytes; T takes any bits.
-    unsafe {
-        let known = size.min(size_of::<T>());
-        std::ptr::copy_nonoverlapping(bytes, (&raw mut out).cast::<u8>(), known);
-        let unknown = std::slice::from_raw_parts(bytes.add(known), size - known);
-        if let Some(at) = unknown.iter().position(|&b| b != 0) {
-            bail!(
-                AbiMismatch,
-                "{} has a field at byte {} that this version does not know and that is not zero; update the library, or leave the field alone",
-                T::NAME,
-                known + at
-            );
-        }
-    }
+    unsafe { copy_known(T::NAME, bytes, size, &mut out) }?;
     Ok(out)
 }
 
@@ -247,7 +316,7 @@ pub(super) unsafe fn fill<T: Growing>(place: *mut T, struct_size: u32, value: T)
     if place.is_null() {
         bail!(InvalidArgument, "the {} is NULL; pass where it is", T::NAME);
     }
-    check_size::<T>(size)?;
+    check_struct_size::<T>(size)?;
     let bytes = place.cast::<u8>();
     // SAFETY: writable for `size` bytes.
     unsafe {
@@ -269,7 +338,7 @@ pub(super) unsafe fn results<T: Growing>(place: *mut T) -> Result<Option<impl Fn
     }
     // SAFETY: the first field is a u32.
     let size = unsafe { place.cast::<u32>().read_unaligned() };
-    check_size::<T>(size as usize)?;
+    check_struct_size::<T>(size as usize)?;
     Ok(Some(move |value| {
         // SAFETY: writable for `size` bytes; the size was checked above, and the place is not NULL.
         let filled = unsafe { fill(place, size, value) };
@@ -309,6 +378,7 @@ mod tests {
     // SAFETY: as above.
     unsafe impl Growing for New {
         const NAME: &'static str = "Options";
+        const EARLIER: &'static [usize] = &[size_of::<Old>()];
         fn defaults() -> Self {
             New {
                 struct_size: 16,
@@ -354,7 +424,7 @@ mod tests {
 
     #[test]
     fn a_size_that_was_never_set_is_refused() {
-        for size in [0, 4, 7, 12, 4104, u32::MAX] {
+        for size in [0, 4, 7, 12, 20, 4104, u32::MAX] {
             let host = New {
                 struct_size: size,
                 ..New::defaults()
@@ -364,6 +434,43 @@ mod tests {
             assert_eq!(e.kind(), ErrorKind::AbiMismatch);
             assert!(e.message().contains("16 in this version"), "{e}");
         }
+    }
+
+    #[repr(C)]
+    #[derive(Clone, Copy, Debug, PartialEq)]
+    struct Item {
+        a: u64,
+        b: u64,
+    }
+    // SAFETY: integers without padding.
+    unsafe impl Element for Item {
+        const NAME: &'static str = "Item";
+        fn defaults() -> Self {
+            Item { a: 1, b: 2 }
+        }
+    }
+
+    #[test]
+    fn elements_have_the_size_that_the_caller_says() {
+        let item = |a, b| Item { a, b };
+        let items = [item(1, 2), item(0, 0), item(5, 6), item(7, 8)];
+        // SAFETY: all four, or two of twice the size, are there.
+        let read = |len, size| unsafe { elements("items", items.as_ptr(), len, size) };
+        assert_eq!(read(4, 16).unwrap(), items);
+        assert_eq!(read(1, 32).unwrap(), [items[0]]);
+        let e = read(2, 32).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::AbiMismatch);
+        assert!(
+            e.message()
+                .contains("items[1]: Item has a field at byte 16"),
+            "{e}"
+        );
+        for size in [0, 8, 15, 20, 4104] {
+            let e = read(1, size).unwrap_err();
+            assert_eq!(e.kind(), ErrorKind::AbiMismatch);
+            assert!(e.message().contains("16 in this version"), "{e}");
+        }
+        assert_eq!(read(0, 3).unwrap(), []);
     }
 
     #[test]

@@ -9,7 +9,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Once;
 
 use super::status::{NVFP4_OK, NVFP4_Status};
-use super::{handle, shared};
+use super::{call, handle, library, shared};
 use crate::base::{Error, ErrorKind, Result, alloc, entry, fork, panics};
 use crate::cuda::KeepContext;
 
@@ -100,7 +100,12 @@ fn caught<T>(
     static FIRST: Once = Once::new();
     FIRST.call_once(|| {
         panics::log_all();
-        fork::keep_whole(&[&handle::LIVE, &shared::SHARED]);
+        fork::keep_whole(&[
+            &handle::LIVE,
+            &shared::SHARED,
+            &call::SLOTS.free,
+            &library::LISTENERS,
+        ]);
     });
     // What a panic leaves half done is only reachable through an exclusive handle, which stays locked out after it.
     let error = match catch_unwind(AssertUnwindSafe(|| {
@@ -119,6 +124,13 @@ fn caught<T>(
     }));
     remember(status, error.message());
     Err(status)
+}
+
+/// Keeps the message of `error` as the last one of this thread, though its call does not fail.
+pub(super) fn note(error: &Error) -> NVFP4_Status {
+    let status = error.kind().status();
+    remember(status, error.message());
+    status
 }
 
 /// Whether this thread has what calls need: storage whose end the C library has noted, for which it takes memory.

@@ -48,10 +48,15 @@ const fn first(random: usize) -> usize {
 
 /// Registers `object` with one reference.
 pub(super) fn insert<T: Object>(object: Arc<T>) -> *mut T::Handle {
+    insert_as(|_| object)
+}
+
+/// Registers the object that `make` makes for its handle, with one reference.
+pub(super) fn insert_as<T: Object>(make: impl FnOnce(usize) -> Arc<T>) -> *mut T::Handle {
     let handle = NEXT.fetch_add(STEP, Ordering::Relaxed);
     let live = Live {
         references: 1,
-        object,
+        object: make(handle),
         name: T::NAME,
     };
     LIVE.write()
@@ -119,8 +124,13 @@ pub(super) fn retain<T: Object>(argument: &str, handle: *const T::Handle) -> Res
 
 /// Gives a reference up; the last one ends the handle. The object itself goes when nothing else uses it. NULL has none.
 pub(super) fn release<T: Object>(argument: &str, handle: *const T::Handle) -> Result<()> {
+    give_up::<T>(argument, handle).map(|_| ())
+}
+
+/// [`release`], and whether that was the last one.
+pub(super) fn give_up<T: Object>(argument: &str, handle: *const T::Handle) -> Result<bool> {
     if handle.is_null() {
-        return Ok(());
+        return Ok(false);
     }
     let mut all = LIVE.write().unwrap_or_else(PoisonError::into_inner);
     let Some(live) = all.get_mut(&handle.addr()) else {
@@ -128,13 +138,14 @@ pub(super) fn release<T: Object>(argument: &str, handle: *const T::Handle) -> Re
     };
     of_kind::<T>(argument, live)?;
     live.references -= 1;
-    if live.references == 0 {
+    let last = live.references == 0;
+    if last {
         let ended = all.remove(&handle.addr());
         // Dropping may run a host's deleter, which may call in here.
         drop(all);
         drop(ended);
     }
-    Ok(())
+    Ok(last)
 }
 
 /// What an [`Exclusive`] can hold.

@@ -3,11 +3,14 @@
 
 use std::mem::offset_of;
 
+use super::call::NVFP4_CallOptions;
 use super::linear::NVFP4_WeightOptions;
 use super::model::{NVFP4_ConvertOptions, NVFP4_LoadOptions, NVFP4_Message};
 use super::quantize::NVFP4_QuantizeOptions;
 use super::schema::{NVFP4_NamedTensor, NVFP4_SchemaResult};
-use super::session::{NVFP4_GenerateOptions, NVFP4_GenerationResult, NVFP4_SessionOptions};
+use super::session::{
+    NVFP4_GenerateOptions, NVFP4_GenerationResult, NVFP4_SessionOptions, NVFP4_TokenEvent,
+};
 
 /// The size of a struct on a 64-bit machine, and the offsets of its fields.
 macro_rules! layout {
@@ -22,12 +25,14 @@ layout!(NVFP4_WeightOptions, 48, struct_size: 0, compute_path: 4, device_type: 8
 layout!(NVFP4_NamedTensor, 32, name: 0, name_length: 8, dtype: 16, rank: 20, sizes: 24);
 layout!(NVFP4_SchemaResult, 56, struct_size: 0, format: 4, tensors: 8, weights: 16, problems: 24, out_features: 32, in_features: 40,
     block: 48);
-layout!(NVFP4_LoadOptions, 24, struct_size: 0, device_type: 4, device_index: 8, threads: 12, activations: 16, sampling_only: 20);
-layout!(NVFP4_ConvertOptions, 16, struct_size: 0, container: 4, replace: 8, keep_head: 12);
+layout!(NVFP4_CallOptions, 40, struct_size: 0, reserved: 4, cancel: 8, cancel_flag: 16, progress: 24, user: 32);
+layout!(NVFP4_LoadOptions, 32, struct_size: 0, device_type: 4, device_index: 8, threads: 12, activations: 16, sampling_only: 20, call: 24);
+layout!(NVFP4_ConvertOptions, 24, struct_size: 0, container: 4, replace: 8, keep_head: 12, call: 16);
 layout!(NVFP4_Message, 32, role: 0, role_length: 8, content: 16, content_length: 24);
 layout!(NVFP4_SessionOptions, 48, struct_size: 0, kv_type: 4, eviction: 8, reserved: 12, context: 16, keep: 24, system: 32, system_length: 40);
-layout!(NVFP4_GenerateOptions, 88, struct_size: 0, temperature: 4, top_k: 8, top_p: 12, min_p: 16, repetition_penalty: 20,
-    ignore_model_stops: 24, replay: 28, max_tokens: 32, seed: 40, stop_tokens: 48, stop_token_count: 56, stop_strings: 64,
-    stop_string_lengths: 72, stop_string_count: 80);
+layout!(NVFP4_GenerateOptions, 104, struct_size: 0, temperature: 4, top_k: 8, top_p: 12, min_p: 16, repetition_penalty: 20,
+    ignore_model_stops: 24, replay: 28, log_probabilities: 32, reserved: 36, max_tokens: 40, seed: 48, stop_tokens: 56,
+    stop_token_count: 64, stop_strings: 72, stop_string_lengths: 80, stop_string_count: 88, call: 96);
+layout!(NVFP4_TokenEvent, 40, struct_size: 0, kind: 4, token: 8, index: 12, text: 16, text_length: 24, log_probability: 32, reserved: 36);
 layout!(NVFP4_GenerationResult, 48, struct_size: 0, finish: 4, prompt_tokens: 8, generated_tokens: 16, prefill_seconds: 24,
     first_token_seconds: 32, decode_seconds: 40);

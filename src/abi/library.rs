@@ -3,15 +3,16 @@
 use std::cell::Cell;
 use std::ffi::{CStr, c_char, c_void};
 use std::fmt::{self, Write};
-use std::sync::atomic::{AtomicI32, Ordering};
-use std::sync::{OnceLock, PoisonError, RwLock};
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 
 use serde_json::json;
 use tracing::field::{Field, Visit};
 use tracing::span;
 use tracing::{Event, Level, Metadata, Subscriber};
 
-use super::arguments::{choice, copy_text, count};
+use super::arguments::{Out, choice, copy_text, count};
 use super::guard::{User, enter};
 use super::shared;
 use super::status::NVFP4_Status;
@@ -34,8 +35,8 @@ pub const NVFP4_VERSION_NUMBER: i32 = 100;
 /// reports the same one.
 pub const NVFP4_ABI_VERSION: i32 = 1;
 
-/// Log nothing.
-pub const NVFP4_LOG_OFF: i32 = 0;
+/// What listens to nothing.
+const OFF: i32 = 0;
 /// Log what went wrong inside the library.
 pub const NVFP4_LOG_ERROR: i32 = 1;
 /// Log what may surprise, and more severe messages.
@@ -48,7 +49,8 @@ pub const NVFP4_LOG_DEBUG: i32 = 4;
 pub const NVFP4_LOG_TRACE: i32 = 5;
 
 /// Takes a log message: one line of UTF-8, `length` bytes without a NUL. Unlike other callbacks it is kept, and called on
-/// whichever thread has something to say; it must not call into the library. Its result is ignored; return 0.
+/// whichever thread has something to say, on several at once too. What it calls of the library is not logged; it may add and remove
+/// log callbacks, itself too, but should do no more. Its result is ignored; return 0.
 pub type NVFP4_LogCallback = Option<
     unsafe extern "C" fn(
         user: *mut c_void,
@@ -57,6 +59,9 @@ pub type NVFP4_LogCallback = Option<
         length: usize,
     ) -> i32,
 >;
+
+/// Takes back the word of a log callback.
+pub type NVFP4_LogRelease = Option<unsafe extern "C" fn(user: *mut c_void)>;
 
 const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), "\0");
 
@@ -113,13 +118,33 @@ fn dotted(number: i32) -> String {
     format!("{}.{}.{}", number / 10000, number / 100 % 100, number % 100)
 }
 
-struct Sink {
+/// Somebody who listens.
+pub(super) struct Listener {
+    number: u64,
+    level: i32,
     callback: unsafe extern "C" fn(*mut c_void, i32, *const c_char, usize) -> i32,
     user: User,
+    release: Option<unsafe extern "C" fn(*mut c_void)>,
+    /// Taken to read while it is called: who removes it waits for that. False once it is removed.
+    listens: RwLock<bool>,
+    /// Removed by a callback, which can wait for nobody.
+    gone: AtomicBool,
 }
 
-static SINK: RwLock<Option<Sink>> = RwLock::new(None);
-static LEVEL: AtomicI32 = AtomicI32::new(NVFP4_LOG_OFF);
+impl Drop for Listener {
+    fn drop(&mut self) {
+        if let Some(release) = self.release {
+            // SAFETY: the host's own, called once, when nothing of the library knows its word any more.
+            unsafe { release(self.user.0) };
+        }
+    }
+}
+
+pub(super) static LISTENERS: RwLock<Vec<Arc<Listener>>> = RwLock::new(Vec::new());
+/// The number of the next one. None is used twice.
+static NEXT: AtomicU64 = AtomicU64::new(1);
+/// The least severe level that somebody listens to.
+static LEVEL: AtomicI32 = AtomicI32::new(OFF);
 /// Whether [`ToHost`] is the process's subscriber, once that was tried: it is the only one that the process will ever have.
 static INSTALLED: OnceLock<Result<()>> = OnceLock::new();
 
@@ -176,10 +201,16 @@ impl Subscriber for ToHost {
         let mut line = Line::default();
         event.record(&mut line);
         let text = line.message + &line.fields;
-        if let Some(sink) = &*SINK.read().unwrap_or_else(PoisonError::into_inner) {
-            let level = number(event.metadata().level());
-            // SAFETY: the host keeps the callback and its word valid until it sets another; the lock holds that off.
-            unsafe { (sink.callback)(sink.user.0, level, text.as_ptr().cast(), text.len()) };
+        let level = number(event.metadata().level());
+        // One at a time, and not under the lock: a callback may add and remove. Those that are added now hear what comes next.
+        let (mut last, end) = (0, NEXT.load(Ordering::Relaxed));
+        while let Some(to) = next_listener(last + 1..end, level) {
+            last = to.number;
+            let listens = to.listens.read().unwrap_or_else(PoisonError::into_inner);
+            if *listens && !to.gone.load(Ordering::Acquire) {
+                // SAFETY: the host keeps the callback and its word valid until it has removed them; the lock holds that off.
+                unsafe { (to.callback)(to.user.0, level, text.as_ptr().cast(), text.len()) };
+            }
         }
         LOGGING.set(false);
     }
@@ -202,21 +233,45 @@ impl Visit for Line {
     }
 }
 
-/// Sends log messages of `level` and more severe ones to `callback`, for the whole process; NULL or #NVFP4_LOG_OFF stops
-/// that. When the call returns, the callback set before it is not running and will not be called again. #NVFP4_UNSUPPORTED, each
-/// time, if the process is a Rust program with a subscriber of `tracing` of its own: it has the messages already.
+/// The first of these numbers that listens to `level`. The list is in the order of the numbers.
+fn next_listener(numbers: Range<u64>, level: i32) -> Option<Arc<Listener>> {
+    let all = LISTENERS.read().unwrap_or_else(PoisonError::into_inner);
+    let mut next = all.iter();
+    let next = next.find(|to| numbers.contains(&to.number) && level <= to.level);
+    next.cloned()
+}
+
+/// Changes who listens, and with them what is worth telling.
+fn change_listeners<T>(change: impl FnOnce(&mut Vec<Arc<Listener>>) -> T) -> T {
+    let mut all = LISTENERS.write().unwrap_or_else(PoisonError::into_inner);
+    let result = change(&mut all);
+    let level = all.iter().map(|to| to.level).max();
+    LEVEL.store(level.unwrap_or(OFF), Ordering::Relaxed);
+    result
+}
+
+/// Sends log messages of `level` and more severe ones to `callback` from now on, for the whole process, beside those that were
+/// added before. Writes a token to `token`, by which NVFP4_log_remove() takes the callback back; tokens are not reused.
+/// #NVFP4_UNSUPPORTED, each time, if the process is a Rust program with a subscriber of `tracing` of its own: it has the messages
+/// already.
+///
+/// - `release`: called once with `user` when the callback has been removed and will not be called again, on whichever thread leaves
+///   it last; not if this call fails. May be NULL.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_set_log_callback(
+pub unsafe extern "C" fn NVFP4_log_add(
     callback: NVFP4_LogCallback,
     user: *mut c_void,
     level: i32,
+    release: NVFP4_LogRelease,
+    token: *mut u64,
 ) -> NVFP4_Status {
-    enter("NVFP4_set_log_callback", || {
+    enter("NVFP4_log_add", || {
+        // SAFETY: the pointer is as the header asks.
+        let out = unsafe { Out::new("token", token) }?;
         let level = choice(
             "level",
             level,
             &[
-                (NVFP4_LOG_OFF, "off", NVFP4_LOG_OFF),
                 (NVFP4_LOG_ERROR, "error", NVFP4_LOG_ERROR),
                 (NVFP4_LOG_WARN, "warn", NVFP4_LOG_WARN),
                 (NVFP4_LOG_INFO, "info", NVFP4_LOG_INFO),
@@ -224,32 +279,63 @@ pub unsafe extern "C" fn NVFP4_set_log_callback(
                 (NVFP4_LOG_TRACE, "trace", NVFP4_LOG_TRACE),
             ],
         )?;
-        if LOGGING.get() {
-            bail!(
-                Busy,
-                "the log callback cannot be changed from within itself"
-            );
-        }
-        let sink = callback.filter(|_| level > NVFP4_LOG_OFF);
-        if sink.is_some() {
-            let install = || {
-                tracing::subscriber::set_global_default(ToHost).map_err(|_| {
-                    err!(
-                        Unsupported,
-                        "the process has a tracing subscriber of its own; read this library's events there"
-                    )
-                })
-            };
-            INSTALLED.get_or_init(install).clone()?;
-        }
-        LEVEL.store(
-            if sink.is_some() { level } else { NVFP4_LOG_OFF },
-            Ordering::Relaxed,
-        );
-        *SINK.write().unwrap_or_else(PoisonError::into_inner) = sink.map(|callback| Sink {
-            callback,
-            user: User(user),
+        let Some(callback) = callback else {
+            bail!(InvalidArgument, "callback is NULL; pass a function");
+        };
+        let install = || {
+            tracing::subscriber::set_global_default(ToHost).map_err(|_| {
+                err!(
+                    Unsupported,
+                    "the process has a tracing subscriber of its own; read this library's events there"
+                )
+            })
+        };
+        INSTALLED.get_or_init(install).clone()?;
+        let number = change_listeners(|all| {
+            let number = NEXT.fetch_add(1, Ordering::Relaxed);
+            all.push(Arc::new(Listener {
+                number,
+                level,
+                callback,
+                user: User(user),
+                release,
+                listens: RwLock::new(true),
+                gone: AtomicBool::new(false),
+            }));
+            number
         });
+        out.set(number);
+        Ok(())
+    })
+}
+
+/// Takes back a callback of NVFP4_log_add(): when the call returns, it is not running and will not be called again, and its word has
+/// been released. From within a log callback, where nobody can be waited for, other threads may still be in it: there the release
+/// says when that is over. #NVFP4_NOT_FOUND if `token` is none, or was removed before.
+#[unsafe(no_mangle)]
+pub extern "C" fn NVFP4_log_remove(token: u64) -> NVFP4_Status {
+    enter("NVFP4_log_remove", || {
+        let removed = change_listeners(|all| {
+            let at = all.iter().position(|to| to.number == token);
+            at.map(|at| all.remove(at))
+        });
+        let Some(removed) = removed else {
+            bail!(
+                NotFound,
+                "no log callback has the token {token}; it was removed, or never added"
+            );
+        };
+        removed.gone.store(true, Ordering::Release);
+        if !LOGGING.get() {
+            *removed
+                .listens
+                .write()
+                .unwrap_or_else(PoisonError::into_inner) = false;
+            // Who has just found it has still to find out that it is gone.
+            while Arc::strong_count(&removed) > 1 {
+                std::thread::yield_now();
+            }
+        }
         Ok(())
     })
 }

@@ -1,9 +1,9 @@
 //! Floor 7: the C ABI, one file per chapter of `nvfp4.h`. A function here checks what C gave it, converts, and calls; there
 //! is no arithmetic. This is the only place with `extern "C"`. The order of the `mod` lines is that of the header.
 //!
-//! What makes each chapter short stands in five files: `guard` (panics and errors become a status), `handle` (the registry
-//! of live handles), `arguments` (pointers, text and options from C), `shared` (the device of calls that name none) and
-//! `libtorch` (tensors of that library). A sixth, `layout`, fixes the structs.
+//! What makes each chapter short stands in six files: `guard` (panics and errors become a status), `handle` (the registry
+//! of live handles), `arguments` (pointers, text and options from C), `shared` (the device of calls that name none),
+//! `slots` (flags that signal handlers set) and `libtorch` (tensors of that library). A seventh, `layout`, fixes the structs.
 
 // Names are those of the header.
 #![allow(non_camel_case_types)]
@@ -16,10 +16,13 @@ mod handle;
 mod layout;
 mod libtorch;
 mod shared;
+mod slots;
 
 pub mod status;
 
 pub mod library;
+
+pub mod call;
 
 pub mod memory;
 
@@ -34,5 +37,7 @@ pub mod schema;
 pub mod model;
 
 pub mod session;
+
+pub mod detokenizer;
 
 pub mod torchsharp;

@@ -2,16 +2,18 @@
 //!
 //! A model is immutable. Any number of sessions, on any threads, may run it at once.
 
-use std::ffi::{c_char, c_void};
+use std::ffi::c_char;
 use std::ops::ControlFlow;
 use std::path::Path;
 
 use serde_json::json;
 
 use super::arguments::{
-    Growing, Out, choice, copy_items, copy_text, fill, flag, options, slice, text,
+    Element, Growing, Out, choice, copy_items, copy_text, elements, fill, flag, options, slice,
+    text,
 };
-use super::guard::{self, User, answer, enter, enter_to_free};
+use super::call::{NVFP4_CallOptions, watched};
+use super::guard::{self, enter, enter_to_free};
 use super::handle::{self, Object};
 use super::library::thread_count;
 use super::linear::{NVFP4_ACTIVATIONS_EXACT, activations};
@@ -20,6 +22,7 @@ use super::shared;
 use super::status::NVFP4_Status;
 use super::tensor::{NVFP4_DEVICE_AUTO, NVFP4_DEVICE_CPU};
 use crate::base::alloc;
+use crate::base::call::{self, Progress};
 use crate::base::error::{Result, err};
 use crate::base::memory::with_room;
 use crate::checkpoint;
@@ -37,10 +40,6 @@ impl Object for Model {
     type Handle = NVFP4_Model;
     const NAME: &'static str = "NVFP4_Model";
 }
-
-/// Is told how far a long call is, in bytes, now and then. Returns 0 to go on, anything else to cancel.
-pub type NVFP4_ProgressCallback =
-    Option<unsafe extern "C" fn(user: *mut c_void, done: u64, total: u64) -> i32>;
 
 /// How to load a model. Fill with NVFP4_load_options_init(), then change what is to differ.
 #[repr(C)]
@@ -60,9 +59,11 @@ pub struct NVFP4_LoadOptions {
     pub activations: i32,
     /// 1 to leave out the layers: tokenizer, embedding, final norm and head only. Default: 0.
     pub sampling_only: i32,
+    /// What may end the call, and who hears how many bytes are read; NULL for nobody. Default: NULL.
+    pub call: *const NVFP4_CallOptions,
 }
 
-// SAFETY: integers without padding, the first a u32 size.
+// SAFETY: integers and a pointer without padding, the first a u32 size.
 unsafe impl Growing for NVFP4_LoadOptions {
     const NAME: &'static str = "NVFP4_LoadOptions";
     fn defaults() -> Self {
@@ -73,11 +74,12 @@ unsafe impl Growing for NVFP4_LoadOptions {
             threads: 0,
             activations: NVFP4_ACTIVATIONS_EXACT,
             sampling_only: 0,
+            call: std::ptr::null(),
         }
     }
 }
 
-/// A message of a conversation.
+/// A message of a conversation. Later versions may add to its end: where they are taken, so is their size.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct NVFP4_Message {
@@ -89,6 +91,19 @@ pub struct NVFP4_Message {
     pub content: *const c_char,
     /// Bytes of `content`.
     pub content_length: usize,
+}
+
+// SAFETY: pointers and sizes without padding.
+unsafe impl Element for NVFP4_Message {
+    const NAME: &'static str = "NVFP4_Message";
+    fn defaults() -> Self {
+        NVFP4_Message {
+            role: std::ptr::null(),
+            role_length: 0,
+            content: std::ptr::null(),
+            content_length: 0,
+        }
+    }
 }
 
 /// A directory of safetensors in ModelOpt's layout, with config and tokenizer.
@@ -109,9 +124,11 @@ pub struct NVFP4_ConvertOptions {
     pub replace: i32,
     /// 1 to leave the output head as it is. Default: 0.
     pub keep_head: i32,
+    /// What may end the call, and who hears how many bytes of the source are done; NULL for nobody. Default: NULL.
+    pub call: *const NVFP4_CallOptions,
 }
 
-// SAFETY: integers without padding, the first a u32 size.
+// SAFETY: integers and a pointer without padding, the first a u32 size.
 unsafe impl Growing for NVFP4_ConvertOptions {
     const NAME: &'static str = "NVFP4_ConvertOptions";
     fn defaults() -> Self {
@@ -120,6 +137,7 @@ unsafe impl Growing for NVFP4_ConvertOptions {
             container: NVFP4_CONTAINER_MODELOPT,
             replace: 0,
             keep_head: 0,
+            call: std::ptr::null(),
         }
     }
 }
@@ -136,32 +154,17 @@ pub unsafe extern "C" fn NVFP4_load_options_init(
     })
 }
 
-fn progress(
-    callback: NVFP4_ProgressCallback,
-    user: *mut c_void,
-) -> impl Fn(u64, u64) -> ControlFlow<()> {
-    let user = User(user);
-    move |done, total| match callback {
-        // SAFETY: the host's callback, called while the call it was given to runs, on the same thread.
-        Some(callback) => answer(unsafe { callback({ user }.0, done, total) }),
-        None => ControlFlow::Continue(()),
-    }
-}
-
 /// Loads a model: a directory, or a `.safetensors`, `.dat` or `.gguf` file.
 ///
 /// - `path`, `path_length`: UTF-8.
 /// - `options`: NULL for the defaults.
 /// - `quantize`: how to quantize dense weights to NVFP4 while loading; NULL holds weights as they are stored.
-/// - `progress`, `user`: may be NULL.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_model_load(
     path: *const c_char,
     path_length: usize,
     options: *const NVFP4_LoadOptions,
     quantize: *const NVFP4_QuantizeOptions,
-    progress: NVFP4_ProgressCallback,
-    user: *mut c_void,
     out: *mut *mut NVFP4_Model,
 ) -> NVFP4_Status {
     enter("NVFP4_model_load", || {
@@ -181,7 +184,6 @@ pub unsafe extern "C" fn NVFP4_model_load(
         let threads = thread_count(options.threads)?;
         let activations = activations(options.activations)?;
         let sampling_only = flag("sampling_only", options.sampling_only)?;
-        let progress = self::progress(progress, user);
         let load = |device: Device, device_choice: Option<String>| {
             Model::load(
                 path,
@@ -191,11 +193,14 @@ pub unsafe extern "C" fn NVFP4_model_load(
                     quantize: quantize.clone(),
                     activations,
                     sampling_only,
-                    progress: Some(&|p| progress(p.done, p.total)),
                 },
             )
         };
-        let model = if options.device_type == NVFP4_DEVICE_AUTO {
+        let load = || {
+            if options.device_type != NVFP4_DEVICE_AUTO {
+                let device = shared::device_of(options.device_type, options.device_index, threads)?;
+                return load(device, None);
+            }
             shared::check_only("the library's choice", options.device_index)?;
             let requirements = Requirements {
                 quantize: quantize.is_some(),
@@ -210,11 +215,10 @@ pub unsafe extern "C" fn NVFP4_model_load(
                 || shared::cpu(threads),
                 |placement| tracing::info!("{placement}"),
                 |device, placement| load(device.clone(), Some(placement.to_string())),
-            )?
-        } else {
-            let device = shared::device_of(options.device_type, options.device_index, threads)?;
-            load(device, None)?
+            )
         };
+        // SAFETY: as above.
+        let model = unsafe { watched(options.call, load) }?;
         tracing::debug!(?path, "loaded {model:?}");
         out.set(handle::insert(model));
         Ok(())
@@ -374,13 +378,14 @@ pub unsafe extern "C" fn NVFP4_model_detokenize(
     })
 }
 
-/// Renders a conversation with the model's chat template (ChatML if it has none). `add_generation_prompt` 1 opens the
-/// assistant's next turn.
+/// Renders a conversation with the model's chat template (ChatML if it has none): `count` messages, each of `message_size` bytes,
+/// which is sizeof(NVFP4_Message). `add_generation_prompt` 1 opens the assistant's next turn.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_model_render_chat(
     model: *const NVFP4_Model,
     messages: *const NVFP4_Message,
     count: usize,
+    message_size: usize,
     add_generation_prompt: i32,
     buffer: *mut c_char,
     capacity: usize,
@@ -389,7 +394,7 @@ pub unsafe extern "C" fn NVFP4_model_render_chat(
     enter("NVFP4_model_render_chat", || {
         let model = handle::get::<Model>("model", model)?;
         // SAFETY: the pointers are as the header asks.
-        let messages = unsafe { slice("messages", messages, count) }?;
+        let messages = unsafe { elements("messages", messages, count, message_size) }?;
         let bytes = messages.iter().map(|m| {
             size_of::<Message>()
                 .saturating_add(m.role_length)
@@ -436,7 +441,6 @@ pub unsafe extern "C" fn NVFP4_convert_options_init(
 /// - `options`: NULL for the defaults.
 /// - `quantize`: NULL for the defaults, which are two-level scales for ModelOpt and single-level ones for `.dat`, and the recipe
 ///   amax, as wherever this library quantizes. The sweep loses less and takes two to three times as long.
-/// - `progress`, `user`: may be NULL.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_model_convert(
     source: *const c_char,
@@ -445,8 +449,6 @@ pub unsafe extern "C" fn NVFP4_model_convert(
     destination_length: usize,
     options: *const NVFP4_ConvertOptions,
     quantize: *const NVFP4_QuantizeOptions,
-    progress: NVFP4_ProgressCallback,
-    user: *mut c_void,
 ) -> NVFP4_Status {
     enter("NVFP4_model_convert", || {
         // SAFETY: the pointers are as the header asks.
@@ -474,15 +476,26 @@ pub unsafe extern "C" fn NVFP4_model_convert(
         }
         let checkpoint = checkpoint::open(Path::new(source))?;
         let device = shared::device()?;
-        let progress = self::progress(progress, user);
-        convert::convert(
-            &*checkpoint,
-            Path::new(destination),
-            &convert,
-            device.host()?.pool(),
-            &mut |p| progress(p.done, p.total),
-        )
-        .map_err(|e| e.within(source))?;
-        Ok(())
+        let run = || {
+            convert::convert(
+                &*checkpoint,
+                Path::new(destination),
+                &convert,
+                device.host()?.pool(),
+                &mut |p| {
+                    call::tell(Progress {
+                        done: p.done,
+                        total: p.total,
+                    });
+                    match call::is_over() {
+                        true => ControlFlow::Break(()),
+                        false => ControlFlow::Continue(()),
+                    }
+                },
+            )
+            .map_err(|e| e.within(source))
+        };
+        // SAFETY: as above.
+        unsafe { watched(options.call, run) }.map(|_| ())
     })
 }

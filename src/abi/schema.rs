@@ -9,7 +9,7 @@ use std::ffi::c_char;
 
 use serde_json::{Value, json};
 
-use super::arguments::{Growing, copy_text, results, sizes, slice, text};
+use super::arguments::{Element, Growing, copy_text, elements, results, sizes, text};
 use super::guard::enter;
 use super::linear::{NVFP4_FORMAT_MIXED, NVFP4_FORMAT_NF4, NVFP4_FORMAT_NONE, NVFP4_FORMAT_NVFP4};
 use super::status::NVFP4_Status;
@@ -18,7 +18,8 @@ use crate::base::error::err;
 use crate::checkpoint::schema::{self, Format, Named, Schema, Weight};
 use crate::tensor::{DType, Shape};
 
-/// A tensor as its host describes it. Nothing is read but the description.
+/// A tensor as its host describes it. Nothing is read but the description. Later versions may add to its end: where they are taken,
+/// so is their size.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct NVFP4_NamedTensor {
@@ -32,6 +33,20 @@ pub struct NVFP4_NamedTensor {
     pub rank: i32,
     /// `rank` sizes, outermost first.
     pub sizes: *const i64,
+}
+
+// SAFETY: pointers and integers without padding.
+unsafe impl Element for NVFP4_NamedTensor {
+    const NAME: &'static str = "NVFP4_NamedTensor";
+    fn defaults() -> Self {
+        NVFP4_NamedTensor {
+            name: std::ptr::null(),
+            name_length: 0,
+            dtype: 0,
+            rank: 0,
+            sizes: std::ptr::null(),
+        }
+    }
 }
 
 /// What a set of tensors holds, in short. NVFP4_schema_report() has all of it.
@@ -78,13 +93,14 @@ unsafe impl Growing for NVFP4_SchemaResult {
 unsafe fn detect(
     tensors: *const NVFP4_NamedTensor,
     count: usize,
+    tensor_size: usize,
     prefix: *const c_char,
     prefix_length: usize,
 ) -> Result<Schema> {
     // SAFETY: promised by the caller.
     let (tensors, prefix) = unsafe {
         (
-            slice("tensors", tensors, count)?,
+            elements("tensors", tensors, count, tensor_size)?,
             text("prefix", prefix, prefix_length)?,
         )
     };
@@ -165,6 +181,7 @@ fn report(schema: &Schema) -> Value {
 /// Finds the 4-bit weights of a set of tensors.
 ///
 /// - `tensors`, `count`: the set; no two of one name.
+/// - `tensor_size`: sizeof(NVFP4_NamedTensor), as the caller knows it.
 /// - `prefix`: looks at the tensor of this name and at those whose names begin with it and a dot, such as one layer's; NULL
 ///   and 0 for all.
 /// - `result`: its struct_size is set by the caller. A set without 4-bit weights has #NVFP4_FORMAT_NONE.
@@ -172,6 +189,7 @@ fn report(schema: &Schema) -> Value {
 pub unsafe extern "C" fn NVFP4_schema_detect(
     tensors: *const NVFP4_NamedTensor,
     count: usize,
+    tensor_size: usize,
     prefix: *const c_char,
     prefix_length: usize,
     result: *mut NVFP4_SchemaResult,
@@ -181,7 +199,7 @@ pub unsafe extern "C" fn NVFP4_schema_detect(
         let (result, schema) = unsafe {
             (
                 results(result)?,
-                detect(tensors, count, prefix, prefix_length)?,
+                detect(tensors, count, tensor_size, prefix, prefix_length)?,
             )
         };
         let result = result.ok_or_else(|| {
@@ -203,6 +221,7 @@ pub unsafe extern "C" fn NVFP4_schema_detect(
 pub unsafe extern "C" fn NVFP4_schema_report(
     tensors: *const NVFP4_NamedTensor,
     count: usize,
+    tensor_size: usize,
     prefix: *const c_char,
     prefix_length: usize,
     buffer: *mut c_char,
@@ -212,7 +231,7 @@ pub unsafe extern "C" fn NVFP4_schema_report(
     enter("NVFP4_schema_report", || {
         // SAFETY: the pointers are as the header asks.
         unsafe {
-            let schema = detect(tensors, count, prefix, prefix_length)?;
+            let schema = detect(tensors, count, tensor_size, prefix, prefix_length)?;
             copy_text(&report(&schema).to_string(), buffer, capacity, length)
         }
     })
@@ -225,11 +244,12 @@ pub unsafe extern "C" fn NVFP4_schema_report(
 pub unsafe extern "C" fn NVFP4_schema_validate(
     tensors: *const NVFP4_NamedTensor,
     count: usize,
+    tensor_size: usize,
     prefix: *const c_char,
     prefix_length: usize,
 ) -> NVFP4_Status {
     enter("NVFP4_schema_validate", || {
         // SAFETY: the pointers are as the header asks.
-        unsafe { detect(tensors, count, prefix, prefix_length) }?.check()
+        unsafe { detect(tensors, count, tensor_size, prefix, prefix_length) }?.check()
     })
 }

@@ -6,7 +6,6 @@
 //! as it was.
 
 use std::cell::OnceCell;
-use std::collections::BTreeSet;
 use std::ffi::{c_char, c_void};
 use std::ops::ControlFlow;
 use std::path::Path;
@@ -15,17 +14,18 @@ use std::sync::Arc;
 use super::arguments::{
     Growing, Out, choice, copy_items, copy_text, count, fill, flag, options, results, slice, text,
 };
-use super::guard::{User, answer, enter, enter_to_free};
+use super::call::{Ends, NVFP4_CallOptions, watched};
+use super::guard::{User, answer, enter, enter_to_free, note};
 use super::handle::{self, Exclusive, Object, Watched};
 use super::model::{NVFP4_Model, token_out, tokens_in, tokens_out};
-use super::status::NVFP4_Status;
-use crate::base::alloc;
+use super::status::{NVFP4_OK, NVFP4_Status};
+use crate::base::{Error, alloc, call};
 use crate::base::error::{Result, bail, err};
 use crate::base::memory::copied;
 use crate::model::{KvType, Model};
 use crate::session::{
-    self, Canceller, Eviction, Finish, GenerateOptions, Generation, Piece, Sampler,
-    SamplingOptions, SessionOptions,
+    self, Eviction, Finish, GenerateOptions, Generation, Piece, Sampler, SamplingOptions,
+    SessionOptions,
 };
 
 /// A session. See the session chapter.
@@ -39,7 +39,6 @@ const FOR_JSON: usize = 16;
 /// A session, and what may be reached while a call uses it.
 struct Session {
     state: Exclusive<State>,
-    canceller: Canceller,
     context: usize,
 }
 
@@ -201,6 +200,10 @@ pub struct NVFP4_GenerateOptions {
     pub ignore_model_stops: i32,
     /// 1 computes each token from the whole sequence without the cache, for comparison; slow. Default: 0.
     pub replay: i32,
+    /// 1 gives each token's log-probability to the callback, for which the logits of each come to the host. Default: 0.
+    pub log_probabilities: i32,
+    /// Leave it 0.
+    pub reserved: i32,
     /// Tokens to generate at most. Default: 512.
     pub max_tokens: usize,
     /// Fixes the draws: the same seed at the same place gives the same token. A place is the number of tokens appended before
@@ -217,6 +220,8 @@ pub struct NVFP4_GenerateOptions {
     pub stop_string_lengths: *const usize,
     /// Elements of `stop_strings` and of `stop_string_lengths`.
     pub stop_string_count: usize,
+    /// What may end the call, and who hears how many tokens are run; NULL for nobody. Default: NULL.
+    pub call: *const NVFP4_CallOptions,
 }
 
 // SAFETY: numbers and pointers without padding, the first a u32 size.
@@ -233,6 +238,8 @@ unsafe impl Growing for NVFP4_GenerateOptions {
             repetition_penalty: defaults.sampling.repetition_penalty,
             ignore_model_stops: 0,
             replay: 0,
+            log_probabilities: 0,
+            reserved: 0,
             max_tokens: defaults.max_tokens,
             seed: defaults.sampling.seed,
             stop_tokens: std::ptr::null(),
@@ -240,6 +247,7 @@ unsafe impl Growing for NVFP4_GenerateOptions {
             stop_strings: std::ptr::null(),
             stop_string_lengths: std::ptr::null(),
             stop_string_count: 0,
+            call: std::ptr::null(),
         }
     }
 }
@@ -247,7 +255,14 @@ unsafe impl Growing for NVFP4_GenerateOptions {
 impl NVFP4_GenerateOptions {
     /// # Safety
     /// The arrays and texts must be readable.
-    unsafe fn read(&self) -> Result<GenerateOptions> {
+    pub(super) unsafe fn read(&self) -> Result<GenerateOptions> {
+        if self.reserved != 0 {
+            bail!(
+                InvalidArgument,
+                "reserved is {} in NVFP4_GenerateOptions; it must be 0",
+                self.reserved
+            );
+        }
         // SAFETY: promised by the caller.
         let (stop_tokens, strings, lengths) = unsafe {
             (
@@ -273,6 +288,7 @@ impl NVFP4_GenerateOptions {
             stop_strings,
             ignore_model_stops: flag("ignore_model_stops", self.ignore_model_stops)?,
             replay: flag("replay", self.replay)?,
+            log_probabilities: flag("log_probabilities", self.log_probabilities)?,
         })
     }
 
@@ -288,6 +304,8 @@ impl NVFP4_GenerateOptions {
     }
 }
 
+/// Nothing has ended the text yet.
+pub const NVFP4_FINISH_NONE: i32 = -1;
 /// A stop token ended the text.
 pub const NVFP4_FINISH_STOP: i32 = 0;
 /// A stop string ended the text.
@@ -296,7 +314,7 @@ pub const NVFP4_FINISH_STOP_STRING: i32 = 1;
 pub const NVFP4_FINISH_LENGTH: i32 = 2;
 /// The context is full.
 pub const NVFP4_FINISH_CONTEXT: i32 = 3;
-/// The callback or NVFP4_session_cancel() ended it. What was generated until then is kept.
+/// A callback, a cancel handle or a flag ended it. What was generated until then is kept.
 pub const NVFP4_FINISH_CANCELLED: i32 = 4;
 
 /// What a generation came to. Set `struct_size` before the call.
@@ -335,16 +353,20 @@ unsafe impl Growing for NVFP4_GenerationResult {
     }
 }
 
+pub(super) fn finish_number(finish: Finish) -> i32 {
+    match finish {
+        Finish::Stop => NVFP4_FINISH_STOP,
+        Finish::StopString => NVFP4_FINISH_STOP_STRING,
+        Finish::Length => NVFP4_FINISH_LENGTH,
+        Finish::Context => NVFP4_FINISH_CONTEXT,
+        Finish::Cancelled => NVFP4_FINISH_CANCELLED,
+    }
+}
+
 impl NVFP4_GenerationResult {
     fn of(generation: &Generation) -> Self {
         NVFP4_GenerationResult {
-            finish: match generation.finish {
-                Finish::Stop => NVFP4_FINISH_STOP,
-                Finish::StopString => NVFP4_FINISH_STOP_STRING,
-                Finish::Length => NVFP4_FINISH_LENGTH,
-                Finish::Context => NVFP4_FINISH_CONTEXT,
-                Finish::Cancelled => NVFP4_FINISH_CANCELLED,
-            },
+            finish: finish_number(generation.finish),
             prompt_tokens: generation.prompt_tokens,
             generated_tokens: generation.tokens.len(),
             prefill_seconds: generation.timings.prefill_seconds,
@@ -355,17 +377,58 @@ impl NVFP4_GenerationResult {
     }
 }
 
-/// Is given each token as it comes, and the text that it completes: `length` bytes of whole UTF-8 characters without a NUL
-/// behind, none while a character or what may be a stop string is incomplete. All texts together are the generation's,
-/// unless the callback ends it. A token may come a second time, at the end, with text that was held back. Returns 0 to go
-/// on, anything else to end the generation.
-pub type NVFP4_TokenCallback = Option<
-    unsafe extern "C" fn(user: *mut c_void, token: i32, text: *const c_char, length: usize) -> i32,
->;
+/// A token, with the text that it completes.
+pub const NVFP4_EVENT_TOKEN: i32 = 0;
+/// No token, but text that was held back in case it was the beginning of a stop string. It comes last.
+pub const NVFP4_EVENT_HELD_TEXT: i32 = 1;
+
+/// What a generation has to say. Later versions may add to its end: a field is there if `struct_size` reaches that far.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct NVFP4_TokenEvent {
+    /// sizeof(NVFP4_TokenEvent) as the library knows it.
+    pub struct_size: u32,
+    /// One of NVFP4_EVENT_*.
+    pub kind: i32,
+    /// The token, or -1 where the event is none.
+    pub token: i32,
+    /// Which session of a batch it is for; 0 for the only one.
+    pub index: i32,
+    /// Whole UTF-8 characters without a NUL behind; none while a character, or what may be a stop string, is incomplete. The
+    /// texts of all events together are the generation's, unless the callback ends it. Valid during the callback.
+    pub text: *const c_char,
+    /// Bytes of `text`.
+    pub text_length: usize,
+    /// The natural logarithm of the token's probability as the model gives it, before temperature, penalties and the like; NaN
+    /// unless `log_probabilities` of the options is 1.
+    pub log_probability: f32,
+    /// 0.
+    pub reserved: i32,
+}
+
+/// Is given each token as it comes, in the order of the text. Returns 0 to go on, anything else to end the generation, which keeps
+/// that token.
+pub type NVFP4_TokenCallback =
+    Option<unsafe extern "C" fn(user: *mut c_void, event: *const NVFP4_TokenEvent) -> i32>;
+
+fn event_of(piece: Piece<'_>) -> Result<NVFP4_TokenEvent> {
+    Ok(NVFP4_TokenEvent {
+        struct_size: size_of::<NVFP4_TokenEvent>() as u32,
+        kind: match piece.token {
+            Some(_) => NVFP4_EVENT_TOKEN,
+            None => NVFP4_EVENT_HELD_TEXT,
+        },
+        token: piece.token.map_or(Ok(-1), token_out)?,
+        index: 0,
+        text: piece.text.as_ptr().cast(),
+        text_length: piece.text.len(),
+        log_probability: piece.log_probability.unwrap_or(f32::NAN),
+        reserved: 0,
+    })
+}
 
 fn insert(session: session::Session) -> *mut NVFP4_Session {
     handle::insert(Arc::new(Session {
-        canceller: session.canceller(),
         context: session.context(),
         state: Exclusive::new(State {
             session,
@@ -382,14 +445,35 @@ fn with<T>(handle: *const NVFP4_Session, body: impl FnOnce(&mut State) -> Result
     body(&mut state)
 }
 
-/// Runs `body`, which may be long and call back, with a session that is this call's alone.
-fn with_long<T>(
+/// Runs `body`, which may be long and call back, as `call` says, with a session that is this call's alone.
+///
+/// # Safety
+/// As for [`watched`].
+unsafe fn with_long<T>(
     handle: *const NVFP4_Session,
+    call: *const NVFP4_CallOptions,
     body: impl FnOnce(&mut State) -> Result<T>,
 ) -> Result<T> {
     let object = handle::get::<Session>("session", handle)?;
     let mut state = object.state.take_long("session")?;
-    body(&mut state)
+    // SAFETY: promised by the caller.
+    unsafe { watched(call, || body(&mut state)) }
+}
+
+/// Runs `body`, which is short unless eviction left much to run: it can be ended, or call back, only where `call` says so.
+///
+/// # Safety
+/// As for [`watched`].
+unsafe fn with_call<T>(
+    handle: *const NVFP4_Session,
+    call: *const NVFP4_CallOptions,
+    body: impl FnOnce(&mut State) -> Result<T>,
+) -> Result<T> {
+    match call.is_null() {
+        true => with(handle, body),
+        // SAFETY: promised by the caller.
+        false => unsafe { with_long(handle, call, body) },
+    }
 }
 
 /// Looks at a session, which another call may be using.
@@ -459,16 +543,21 @@ pub unsafe extern "C" fn NVFP4_session_release(session: *mut NVFP4_Session) -> N
 }
 
 /// Appends tokens and runs them, a whole prompt in blocks.
+///
+/// - `call`: what may end it, and who hears how far it is; may be NULL.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_session_prefill(
     session: *mut NVFP4_Session,
     tokens: *const i32,
     count: usize,
+    call: *const NVFP4_CallOptions,
 ) -> NVFP4_Status {
     enter("NVFP4_session_prefill", || {
-        // SAFETY: the pointer is as the header asks.
-        let tokens = tokens_in(unsafe { slice("tokens", tokens, count) }?)?;
-        with_long(session, |state| state.session.prefill(&tokens))
+        // SAFETY: the pointers are as the header asks.
+        unsafe {
+            let tokens = tokens_in(slice("tokens", tokens, count)?)?;
+            with_long(session, call, |state| state.session.prefill(&tokens))
+        }
     })
 }
 
@@ -478,41 +567,54 @@ pub unsafe extern "C" fn NVFP4_session_prefill_token_by_token(
     session: *mut NVFP4_Session,
     tokens: *const i32,
     count: usize,
+    call: *const NVFP4_CallOptions,
 ) -> NVFP4_Status {
     enter("NVFP4_session_prefill_token_by_token", || {
-        // SAFETY: the pointer is as the header asks.
-        let tokens = tokens_in(unsafe { slice("tokens", tokens, count) }?)?;
-        with_long(session, |state| {
-            state.session.prefill_token_by_token(&tokens)
-        })
+        // SAFETY: the pointers are as the header asks.
+        unsafe {
+            let tokens = tokens_in(slice("tokens", tokens, count)?)?;
+            with_long(session, call, |state| {
+                state.session.prefill_token_by_token(&tokens)
+            })
+        }
     })
 }
 
-/// Appends one token and runs it.
+/// Appends one token and runs it, with what has not been run before it: the last token of a generation, or what eviction left.
+///
+/// - `call`: as for NVFP4_session_prefill().
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_session_decode(
     session: *mut NVFP4_Session,
     token: i32,
+    call: *const NVFP4_CallOptions,
 ) -> NVFP4_Status {
     enter("NVFP4_session_decode", || {
         let token = tokens_in(&[token])?[0];
-        with(session, |state| state.session.decode(token))
+        // SAFETY: the pointer is as the header asks.
+        unsafe { with_call(session, call, |state| state.session.decode(token)) }
     })
 }
 
-/// Copies the logits of the token to come, one for each token id. Writes their number to `count`; see ARRAYS OUT above.
+/// Copies the logits of the token to come, one for each token id. Writes their number to `count`; see ARRAYS OUT above. Runs what has
+/// not been run, as NVFP4_session_decode() does.
+///
+/// - `call`: as for NVFP4_session_prefill().
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_session_logits(
     session: *mut NVFP4_Session,
     logits: *mut f32,
     capacity: usize,
     count: *mut usize,
+    call: *const NVFP4_CallOptions,
 ) -> NVFP4_Status {
     enter("NVFP4_session_logits", || {
-        with(session, |state| {
-            // SAFETY: the pointers are as the header asks.
-            unsafe { copy_items(state.session.logits()?, logits, capacity, count) }
-        })
+        // SAFETY: the pointers are as the header asks.
+        unsafe {
+            with_call(session, call, |state| {
+                copy_items(state.session.logits()?, logits, capacity, count)
+            })
+        }
     })
 }
 
@@ -528,11 +630,13 @@ pub unsafe extern "C" fn NVFP4_session_sample(
         // SAFETY: the pointers are as the header asks.
         let (out, options) = unsafe { (Out::new("token", token)?, self::options(options)?) };
         let sampler = Sampler::new(&options.sampling()?)?;
-        with(session, |state| {
+        let sample = |state: &mut State| {
             let mut sampler = sampler.after(state.session.appended());
-            out.set(token_out(state.session.sample(&mut sampler)?)?);
-            Ok(())
-        })
+            token_out(state.session.sample(&mut sampler)?)
+        };
+        // SAFETY: as above.
+        out.set(unsafe { with_call(session, options.call, sample) }?);
+        Ok(())
     })
 }
 
@@ -553,29 +657,39 @@ unsafe fn generate(
     ) -> Result<Generation>,
 ) -> Result<()> {
     // SAFETY: promised by the caller.
-    let (options, result) = unsafe { (self::options(options)?.read()?, results(result)?) };
+    let (options, result) = unsafe { (self::options(options)?, results(result)?) };
+    let call = options.call;
+    // SAFETY: as above.
+    let options = unsafe { options.read() }?;
     let user = User(user);
-    let mut on_piece = |piece: Piece<'_>| match callback {
-        None => ControlFlow::Continue(()),
-        // SAFETY: the host's callback, called on its thread while its call runs.
-        Some(callback) => answer(unsafe {
-            let (text, length) = (piece.text.as_ptr().cast(), piece.text.len());
-            callback(user.0, piece.token.cast_signed(), text, length)
-        }),
+    let mut failed = Ok(());
+    let mut on_piece = |piece: Piece<'_>| match (callback, event_of(piece)) {
+        (None, _) => ControlFlow::Continue(()),
+        (Some(callback), Ok(event)) => {
+            // SAFETY: the host's callback, called on its thread while its call runs.
+            call::outside(|| answer(unsafe { callback(user.0, &event) }))
+        }
+        (_, Err(e)) => {
+            failed = Err(e);
+            ControlFlow::Break(())
+        }
     };
-    let generation = with_long(session, |state| {
+    let generate = |state: &mut State| {
         let generation = run(&mut state.session, &options, &mut on_piece)?;
         state.text.clone_from(&generation.text);
         Ok(generation)
-    })?;
+    };
+    // SAFETY: as above.
+    let generation = unsafe { with_long(session, call, generate) }?;
+    failed?;
     if let Some(result) = result {
         result(NVFP4_GenerationResult::of(&generation));
     }
     Ok(())
 }
 
-/// Generates from where the session stands, which takes a prefilled prompt. Cancelling it is no failure: see
-/// #NVFP4_FINISH_CANCELLED.
+/// Generates from where the session stands, which takes a prefilled prompt. Cancelling it is no failure, but gives what there is:
+/// see #NVFP4_FINISH_CANCELLED.
 ///
 /// - `options`: NULL for the defaults.
 /// - `callback`, `user`: may be NULL; NVFP4_session_text() has the text afterwards.
@@ -774,98 +888,102 @@ pub unsafe extern "C" fn NVFP4_session_fork(
 
 /// Writes the session to a file, cache and conversation included. A file that was there is replaced only when the new one
 /// is whole.
+///
+/// - `call`: what may end it, and who hears how many bytes are written; may be NULL.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_session_save(
     session: *mut NVFP4_Session,
     path: *const c_char,
     path_length: usize,
+    call: *const NVFP4_CallOptions,
 ) -> NVFP4_Status {
     enter("NVFP4_session_save", || {
-        // SAFETY: the pointer is as the header asks.
-        let path = Path::new(unsafe { text("path", path, path_length) }?);
-        with_long(session, |state| state.session.save(path))
+        // SAFETY: the pointers are as the header asks.
+        unsafe {
+            let path = Path::new(text("path", path, path_length)?);
+            with_long(session, call, |state| state.session.save(path))
+        }
     })
 }
 
 /// Makes a session as it was when it was written to a file. `model` must be the model that ran it.
+///
+/// - `call`: what may end it, and who hears how many bytes are read; may be NULL.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_session_restore(
     model: *const NVFP4_Model,
     path: *const c_char,
     path_length: usize,
+    call: *const NVFP4_CallOptions,
     out: *mut *mut NVFP4_Session,
 ) -> NVFP4_Status {
     enter("NVFP4_session_restore", || {
         // SAFETY: the pointers are as the header asks.
         let (out, path) = unsafe { (Out::new("out", out)?, text("path", path, path_length)?) };
         let model = handle::get::<Model>("model", model)?;
-        out.set(insert(session::Session::restore(model, Path::new(path))?));
-        Ok(())
-    })
-}
-
-/// Ends the call that uses the session, if there is one, soon: a generation with what it has, anything else with
-/// #NVFP4_CANCELLED. From any thread, and from a callback.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_session_cancel(session: *const NVFP4_Session) -> NVFP4_Status {
-    enter("NVFP4_session_cancel", || {
-        handle::get::<Session>("session", session)?
-            .canceller
-            .cancel();
+        let restore = || session::Session::restore(model, Path::new(path));
+        // SAFETY: as above.
+        out.set(insert(unsafe { watched(call, restore) }?));
         Ok(())
     })
 }
 
 /// Appends `tokens[i]` to `sessions[i]`, `count` of both, and runs them in one pass over the weights, which takes little
 /// longer than one of them. The sessions are different ones of the same model handle. If it fails, all are as they were.
-/// NVFP4_session_cancel() of the first one ends it.
 ///
 /// NVFP4_session_step_sample() is the faster call where only the next tokens are wanted: here the logits of every session come to
 /// the host.
+///
+/// - `call`: what may end the pass; may be NULL. Its progress callback is not called.
+/// - `statuses`: may be NULL: then a session that cannot take its token fails the call. Otherwise `count` of them, all written
+///   if the other arguments are right: a session whose handle is stale or in use, whose context is full, or that is there twice,
+///   or whose token is none of the model's, gets its status and stays as it is, and the others are run. The call is
+///   #NVFP4_OK then, with the first one's message in NVFP4_last_error(); the status of those that were run is the call's.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_session_step(
     sessions: *const *mut NVFP4_Session,
     tokens: *const i32,
     count: usize,
+    call: *const NVFP4_CallOptions,
+    statuses: *mut NVFP4_Status,
 ) -> NVFP4_Status {
     enter("NVFP4_session_step", || {
         // SAFETY: the pointers are as the header asks.
-        let (handles, tokens) = unsafe {
-            (
-                slice("sessions", sessions, count)?,
-                tokens_in(slice("tokens", tokens, count)?)?,
-            )
-        };
-        with_all(handles, |sessions| session::step(sessions, &tokens))
+        unsafe {
+            let step = Step::new(sessions, tokens, count, statuses)?;
+            let run = |sessions: &mut [&mut session::Session], tokens: &[u32], _: &[usize]| {
+                Ends::read(call)?.ending(|| session::step(sessions, tokens))
+            };
+            step.run(|_| Ok(()), run).map(|_| ())
+        }
     })
 }
 
 /// NVFP4_session_step(), and writes the token to come of each session to `next`, chosen where the model runs: on a GPU no logits
 /// come to the host. `next[i]` is what NVFP4_session_sample() would choose then, and is not appended: to generate, pass it as
-/// the token of the next step, until a stop token or length of yours ends that sequence. Sequences may join and leave between
-/// any two steps. The order of `sessions` is best kept: with the same sessions, and `next` as their tokens, a GPU has begun the
-/// next step before it is asked for.
+/// the token of the next step, until a stop token or length of yours ends that sequence; a detokenizer says when. Sequences may join
+/// and leave between any two steps. The order of `sessions` is best kept: with the same sessions, and `next` as their tokens, a GPU
+/// has begun the next step before it is asked for.
 ///
 /// - `options`: how to choose, `options[i]` for `sessions[i]`; of each, what concerns stops and lengths has no part in it. NULL,
 ///   for one or for all, takes the likeliest token. One may stand for several sessions: draws depend on its seed and on how many
-///   tokens were appended to a session.
-/// - `next`: `count` tokens; unchanged if it fails. It may be `tokens`.
+///   tokens were appended to a session. What ends `options[i].call` before the pass begins leaves out that session, with
+///   #NVFP4_CANCELLED; its progress callback is not called.
+/// - `call`, `statuses`: as for NVFP4_session_step().
+/// - `next`: `count` tokens; those of sessions that were not run are unchanged. It may be `tokens`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_session_step_sample(
     sessions: *const *mut NVFP4_Session,
     tokens: *const i32,
     count: usize,
     options: *const *const NVFP4_GenerateOptions,
+    call: *const NVFP4_CallOptions,
     next: *mut i32,
+    statuses: *mut NVFP4_Status,
 ) -> NVFP4_Status {
     enter("NVFP4_session_step_sample", || {
         // SAFETY: the pointers are as the header asks.
-        let (handles, tokens) = unsafe {
-            (
-                slice("sessions", sessions, count)?,
-                tokens_in(slice("tokens", tokens, count)?)?,
-            )
-        };
+        let step = unsafe { Step::new(sessions, tokens, count, statuses) }?;
         if next.is_null() && count > 0 {
             bail!(InvalidArgument, "next is NULL");
         }
@@ -879,17 +997,32 @@ pub unsafe extern "C" fn NVFP4_session_step_sample(
             .enumerate()
             .map(|(i, &options)| {
                 // SAFETY: as above.
-                let options = unsafe { self::options(options) };
-                let sampling = options.and_then(|o| o.sampling());
-                let checked = sampling.and_then(|s| s.check().map(|()| s));
-                checked.map_err(|e| e.within(format_args!("options[{i}]")))
+                let read = || unsafe {
+                    let options = self::options(options)?;
+                    let sampling = options.sampling()?;
+                    sampling.check()?;
+                    Ok((sampling, Ends::read(options.call)?))
+                };
+                read().map_err(|e: Error| e.within(format_args!("options[{i}]")))
             })
-            .collect::<Result<Vec<SamplingOptions>>>()?;
-        let sampling: Vec<&SamplingOptions> = sampling.iter().collect();
-        let chosen = with_all(handles, |sessions| {
-            session::step_choose(sessions, &tokens, &sampling, true)
-        })?;
-        for (i, token) in chosen.into_iter().enumerate() {
+            .collect::<Result<Vec<(SamplingOptions, Ends)>>>()?;
+        let goes_on = |i: usize| {
+            if sampling[i].1.is_set() {
+                bail!(Cancelled, "options[{i}]: cancelled");
+            }
+            Ok(())
+        };
+        let run = |sessions: &mut [&mut session::Session], tokens: &[u32], places: &[usize]| {
+            let sampling: Vec<_> = places.iter().map(|&i| &sampling[i].0).collect();
+            // SAFETY: as above.
+            unsafe { Ends::read(call) }?
+                .ending(|| session::step_choose(sessions, tokens, &sampling, true))
+        };
+        // SAFETY: as above.
+        let Some((chosen, places)) = unsafe { step.run(goes_on, run) }? else {
+            return Ok(());
+        };
+        for (token, i) in chosen.into_iter().zip(places) {
             let token = token_out(token)?;
             // SAFETY: there is room for `count` tokens.
             unsafe { next.add(i).write(token) };
@@ -898,30 +1031,110 @@ pub unsafe extern "C" fn NVFP4_session_step_sample(
     })
 }
 
-/// Runs `body` with sessions that are this call's alone.
-fn with_all<T>(
-    handles: &[*mut NVFP4_Session],
-    body: impl FnOnce(&mut [&mut session::Session]) -> Result<T>,
-) -> Result<T> {
-    let mut seen = BTreeSet::new();
-    let mut objects = Vec::with_capacity(handles.len());
-    for (i, handle) in handles.iter().enumerate() {
-        objects.push(handle::get::<Session>(&name(i), *handle)?);
-        if !seen.insert(handle.addr()) {
+/// A step of several sessions, as C asks for it.
+struct Step<'a> {
+    handles: &'a [*mut NVFP4_Session],
+    tokens: &'a [i32],
+    /// Of each session; NULL where the first that cannot be run is to fail the call.
+    statuses: *mut NVFP4_Status,
+}
+
+impl<'a> Step<'a> {
+    /// # Safety
+    /// As the header says of the pointers.
+    unsafe fn new(
+        sessions: *const *mut NVFP4_Session,
+        tokens: *const i32,
+        count: usize,
+        statuses: *mut NVFP4_Status,
+    ) -> Result<Self> {
+        // SAFETY: promised by the caller.
+        unsafe {
+            Ok(Step {
+                handles: slice("sessions", sessions, count)?,
+                tokens: slice("tokens", tokens, count)?,
+                statuses,
+            })
+        }
+    }
+
+    /// Runs `pass` with the sessions that can be run, their tokens and their places in the call; nothing if there are none. Those
+    /// that `goes_on` refuses, given their places, cannot.
+    ///
+    /// # Safety
+    /// As for [`Step::new`].
+    unsafe fn run<T>(
+        &self,
+        goes_on: impl Fn(usize) -> Result<()>,
+        pass: impl FnOnce(&mut [&mut session::Session], &[u32], &[usize]) -> Result<T>,
+    ) -> Result<Option<(T, Vec<usize>)>> {
+        let count = self.handles.len();
+        let tell = |i: usize, status: NVFP4_Status| {
+            if !self.statuses.is_null() {
+                // SAFETY: there is room for `count` of them.
+                unsafe { self.statuses.add(i).write(status) };
+            }
+        };
+        let objects: Vec<_> = (0..count).map(|i| self.object(i)).collect();
+        let (mut states, mut tokens, mut places) = (Vec::new(), Vec::new(), Vec::new());
+        let mut first = None;
+        let mut model = None;
+        for (i, object) in objects.iter().enumerate() {
+            let taken = object.as_ref().map_err(Error::clone).and_then(|object| {
+                goes_on(i)?;
+                let token = tokens_in(&[self.tokens[i]]).map_err(|e| e.within(name(i)))?[0];
+                let state = object.state.take(&name(i))?;
+                let own = state.session.model();
+                if !Arc::ptr_eq(own, model.get_or_insert_with(|| own.clone())) {
+                    bail!(
+                        InvalidArgument,
+                        "{} runs another model than the first; sessions of a step share one",
+                        name(i)
+                    );
+                }
+                let checked = state.session.check_step(token);
+                checked.map_err(|e| e.within(name(i)))?;
+                Ok((state, token))
+            });
+            match taken {
+                Ok((state, token)) => {
+                    states.push(state);
+                    tokens.push(token);
+                    places.push(i);
+                }
+                Err(e) if self.statuses.is_null() => return Err(e),
+                Err(e) => {
+                    tell(i, e.kind().status());
+                    first.get_or_insert(e);
+                }
+            }
+        }
+        let mut sessions: Vec<_> = states.iter_mut().map(|s| &mut s.session).collect();
+        let ran = match places.is_empty() {
+            true => Ok(None),
+            false => pass(&mut sessions, &tokens, &places).map(Some),
+        };
+        let status = ran
+            .as_ref()
+            .map_or_else(|e| e.kind().status(), |_| NVFP4_OK);
+        places.iter().for_each(|&i| tell(i, status));
+        if let (Ok(_), Some(e)) = (&ran, &first) {
+            note(e);
+        }
+        Ok(ran?.map(|result| (result, places)))
+    }
+
+    fn object(&self, i: usize) -> Result<Arc<Session>> {
+        let object = handle::get::<Session>(&name(i), self.handles[i])?;
+        if self.handles[..i].contains(&self.handles[i]) {
             bail!(
                 InvalidArgument,
                 "{} is there before; a session takes one token in a step",
                 name(i)
             );
         }
+        Ok(object)
     }
-    let mut states = objects
-        .iter()
-        .enumerate()
-        .map(|(i, object)| object.state.take(&name(i)))
-        .collect::<Result<Vec<_>>>()?;
-    let mut sessions: Vec<_> = states.iter_mut().map(|s| &mut s.session).collect();
-    body(&mut sessions)
 }
 
 fn name(session: usize) -> String {

@@ -1,6 +1,7 @@
 //! Floor 0: what every other floor stands on. Imports nothing of this crate.
 
 pub mod alloc;
+pub mod call;
 pub mod checksum;
 pub mod directory;
 pub mod entry;

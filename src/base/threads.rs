@@ -5,7 +5,7 @@
 //! not depend on the number of threads or on timing.
 
 use std::any::Any;
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::ffi::{CString, c_void};
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
@@ -20,6 +20,11 @@ use super::fork;
 
 /// How many times a thread looks again before it gives up its core: some tens of microseconds.
 const SPINS: u32 = 4_000;
+
+thread_local! {
+    /// Whether this thread works at a region.
+    static WORKING: Cell<bool> = const { Cell::new(false) };
+}
 
 type Task = *const (dyn Fn(usize) + Sync);
 
@@ -308,9 +313,9 @@ impl Pool {
     }
 
     /// Calls `task(part)` once for each part in `0..parts`, in any order and on any thread of the pool, and returns when all
-    /// are done. A panic in a part is raised again here. Must not be called from within a part of the same pool.
+    /// are done. A panic in a part is raised again here. From within a part, of whatever pool, this thread does it all.
     pub fn run(&self, parts: usize, task: impl Fn(usize) + Sync) {
-        if parts <= 1 || self.threads == 1 {
+        if parts <= 1 || self.threads == 1 || WORKING.get() {
             (0..parts).for_each(task);
             return;
         }
@@ -360,6 +365,7 @@ impl Drop for Pool {
 }
 
 fn take_parts(shared: &Shared, task: Task, parts: usize) {
+    WORKING.set(true);
     let result = catch_unwind(AssertUnwindSafe(|| {
         loop {
             let part = shared.next_part.fetch_add(1, Ordering::Relaxed);
@@ -370,6 +376,7 @@ fn take_parts(shared: &Shared, task: Task, parts: usize) {
             unsafe { (*task)(part) }
         }
     }));
+    WORKING.set(false);
     if let Err(panic) = result {
         shared.next_part.store(parts, Ordering::Relaxed);
         lock(&shared.panic).get_or_insert(panic);
@@ -426,6 +433,20 @@ mod tests {
                 assert!(counts.iter().all(|c| c.load(Ordering::Relaxed) == 1));
             }
         }
+    }
+
+    #[test]
+    fn a_part_may_use_pools() {
+        let (pool, other) = (Pool::new(2).unwrap(), Pool::new(3).unwrap());
+        let sum = AtomicUsize::new(0);
+        pool.run(8, |_| {
+            for inner in [&pool, &other] {
+                inner.run(10, |p| {
+                    sum.fetch_add(p, Ordering::Relaxed);
+                });
+            }
+        });
+        assert_eq!(sum.into_inner(), 8 * 2 * 45);
     }
 
     #[test]

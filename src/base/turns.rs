@@ -6,6 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread::{self, Thread, ThreadId};
 use std::time::{Duration, Instant};
 
+use super::error::{Result, bail};
 use super::fork;
 
 /// How long a thread may come back for more before it stands behind those who wait. Changing over costs more than going on.
@@ -56,10 +57,13 @@ impl Turns {
         Turns::default()
     }
 
-    /// Waits for this caller's turn, which lasts until what is returned is dropped. Nothing if `give_up` says so before; it is
-    /// asked every few milliseconds.
-    pub fn take(&self, give_up: impl Fn() -> bool) -> Option<Turn<'_>> {
-        let turn = Turn {
+    /// Waits for this caller's turn, which lasts until what is returned is dropped; [`Cancelled`] if `give_up` says so before,
+    /// which is asked every few milliseconds. [`Busy`] where the caller has one already: that comes of a callback.
+    ///
+    /// [`Busy`]: super::ErrorKind::Busy
+    /// [`Cancelled`]: super::ErrorKind::Cancelled
+    pub fn take(&self, give_up: impl Fn() -> bool) -> Result<Turn<'_>> {
+        let turn = || Turn {
             turns: self,
             ends: Cell::new(None),
         };
@@ -68,13 +72,19 @@ impl Turns {
             let (mut queue, now) = (self.queue(), Instant::now());
             let kept = queue.kept_until.is_some_and(|until| now < until);
             match queue.slice {
+                Some((thread, _)) if queue.taken && thread == me.id() => {
+                    bail!(
+                        Busy,
+                        "the model is in use further up this thread's stack, by the call that called back; use it when that call has returned"
+                    );
+                }
                 Some(slice) if kept && slice.0 == me.id() => {
                     queue.take(slice);
-                    return Some(turn);
+                    return Ok(turn());
                 }
                 _ if !queue.taken && queue.tickets.is_empty() => {
                     queue.take((me.id(), now));
-                    return Some(turn);
+                    return Ok(turn());
                 }
                 _ => {}
             }
@@ -93,7 +103,7 @@ impl Turns {
             if is_next && !queue.taken && queue.kept_until.is_none_or(|until| until <= now) {
                 queue.tickets.pop_front();
                 queue.take((me.id(), now));
-                return Some(turn);
+                return Ok(turn());
             }
             drop(queue);
             if give_up() {
@@ -104,9 +114,7 @@ impl Turns {
                 if let Some(next) = next {
                     next.unpark();
                 }
-                // This caller never had its turn.
-                std::mem::forget(turn);
-                return None;
+                bail!(Cancelled, "cancelled");
             }
             thread::park_timeout(if is_next { GRACE } else { PATIENCE });
         }
@@ -169,6 +177,7 @@ impl Drop for Turn<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::base::ErrorKind;
     use std::sync::atomic::{AtomicBool, Ordering};
 
     /// Waits until so many wait.
@@ -222,13 +231,22 @@ mod tests {
     }
 
     #[test]
+    fn who_has_a_turn_gets_no_other() {
+        let turns = Turns::new();
+        let turn = turns.take(|| false).unwrap();
+        assert_eq!(turns.take(|| false).unwrap_err().kind(), ErrorKind::Busy);
+        drop(turn);
+        drop(turns.take(|| false).unwrap());
+    }
+
+    #[test]
     fn who_gives_up_holds_nobody_up() {
         let (turns, stop) = (Turns::new(), AtomicBool::new(false));
         thread::scope(|scope| {
             let first = turns.take(|| false).unwrap();
-            let gives_up = scope.spawn(|| turns.take(|| stop.load(Ordering::Relaxed)).is_none());
+            let gives_up = scope.spawn(|| turns.take(|| stop.load(Ordering::Relaxed)).is_err());
             until(&turns, 1);
-            let waits = scope.spawn(|| turns.take(|| false).is_some());
+            let waits = scope.spawn(|| turns.take(|| false).is_ok());
             until(&turns, 2);
             stop.store(true, Ordering::Relaxed);
             assert!(gives_up.join().unwrap());

@@ -5,11 +5,12 @@ use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use NVFP4::base::call::{Progress, Watch};
 use NVFP4::base::error::{bail, err};
 use NVFP4::base::{Error, Result};
 use NVFP4::format::nvfp4::{QuantizeOptions, Recipe};
 use NVFP4::model::placement::{self, Placement, Requirements};
-use NVFP4::model::{Activations, Device, KvType, LoadOptions, Model, Progress};
+use NVFP4::model::{Activations, Device, KvType, LoadOptions, Model};
 use clap::ValueEnum;
 
 use super::quantize::RecipeName;
@@ -183,20 +184,21 @@ impl ModelArgs {
             bar.set_position(p.done);
             ControlFlow::Continue(())
         };
-        let model = Model::load(
-            path,
-            &LoadOptions {
-                device: device.clone(),
-                device_choice: placement.map(Placement::to_string),
-                quantize: self.quantize.map(|recipe| QuantizeOptions {
-                    recipe: Recipe::from(recipe),
-                    ..QuantizeOptions::default()
-                }),
-                activations: self.activations(),
-                sampling_only: false,
-                progress: Some(&progress),
-            },
-        );
+        let options = LoadOptions {
+            device: device.clone(),
+            device_choice: placement.map(Placement::to_string),
+            quantize: self.quantize.map(|recipe| QuantizeOptions {
+                recipe: Recipe::from(recipe),
+                ..QuantizeOptions::default()
+            }),
+            activations: self.activations(),
+            sampling_only: false,
+        };
+        let watch = Watch {
+            flags: &[],
+            progress: Some(&progress),
+        };
+        let model = watch.during(|| Model::load(path, &options));
         bar.finish_and_clear();
         model
     }

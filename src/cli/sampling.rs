@@ -52,6 +52,7 @@ impl SamplingArgs {
             stop_tokens: Vec::new(),
             ignore_model_stops: self.ignore_stops,
             replay: self.replay,
+            log_probabilities: false,
         }
     }
 }

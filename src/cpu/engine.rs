@@ -11,6 +11,7 @@ use super::table::{
     ATTENTION_QUERIES, INT8_SCALE_BLOCKS, MOST_INT8_TILE, MOST_SKINNY, Query, Table,
 };
 use super::workspace::{Workspace, grow};
+use crate::base::call::{self, Call};
 use crate::base::error::{Result, bail};
 use crate::base::threads::Pool;
 use crate::format::nvfp4::BLOCK;
@@ -77,7 +78,7 @@ impl Cpu {
 
     /// `x` `[m, K]` times each weight `[N, K]` transposed, into its output `[m, N]`. Exact but for the order of summation in
     /// f32. With `int8`, activations are first rounded to 8 bits, one scale for each 32 along K, where the weight is
-    /// NVFP4; dense weights stay exact.
+    /// NVFP4; dense weights stay exact. Cancelled with the thread's [`call`], as [`Cpu::attention`] is.
     pub fn linear(
         &self,
         x: &[f32],
@@ -104,16 +105,19 @@ impl Cpu {
         if m == 0 {
             return Ok(());
         }
-        if int8 {
-            let (mut quantized, mut dense): (Vec<_>, Vec<_>) = outputs
-                .iter_mut()
-                .map(|(w, y)| (*w, &mut **y))
-                .partition(|(w, _)| w.kind() == Kind::Nvfp4);
-            self.linear_int8(x, m, &mut quantized, workspace)?;
-            self.linear_exact(x, m, &mut dense, workspace)
-        } else {
-            self.linear_exact(x, m, outputs, workspace)
-        }
+        call::with(|call| {
+            if int8 {
+                let (mut quantized, mut dense): (Vec<_>, Vec<_>) = outputs
+                    .iter_mut()
+                    .map(|(w, y)| (*w, &mut **y))
+                    .partition(|(w, _)| w.kind() == Kind::Nvfp4);
+                self.linear_int8(x, m, &mut quantized, workspace, call)?;
+                self.linear_exact(x, m, &mut dense, workspace, call)?;
+            } else {
+                self.linear_exact(x, m, outputs, workspace, call)?;
+            }
+            call.check()
+        })
     }
 
     fn linear_exact(
@@ -122,14 +126,15 @@ impl Cpu {
         m: usize,
         outputs: &mut [(&Packed, &mut [f32])],
         workspace: &mut Workspace,
+        call: Call<'_>,
     ) -> Result<()> {
         if outputs.is_empty() {
             return Ok(());
         }
         if m < self.table.panel_tokens[0] {
-            self.skinny(x, m, outputs, workspace)
+            self.skinny(x, m, outputs, workspace, call)
         } else {
-            self.gemm(x, m, outputs, workspace)
+            self.gemm(x, m, outputs, workspace, call)
         }
     }
 
@@ -139,6 +144,7 @@ impl Cpu {
         m: usize,
         outputs: &mut [(&Packed, &mut [f32])],
         workspace: &mut Workspace,
+        call: Call<'_>,
     ) -> Result<()> {
         let k = x.len() / m;
         let most = self.table.skinny_tokens[0];
@@ -158,7 +164,7 @@ impl Cpu {
             }
             &workspace.tiles[..m * k]
         };
-        self.by_groups(m, outputs, &|w, data, groups, out, row| {
+        self.by_groups(m, outputs, call, &|w, data, groups, out, row| {
             for pass in passes(m, most) {
                 // SAFETY: the level is present, `x` has `pass.len()` tokens of 16 * blocks elements from `pass.start * k`, and the
                 // rest is as `by_groups` says.
@@ -181,11 +187,13 @@ impl Cpu {
     }
 
     /// Splits the row groups of `outputs` `[m, N]` over threads. `kernel` is called with a weight, where some of its row groups
-    /// start, their number, where the first token's outputs of the first go, and how many floats on the next token's do.
+    /// start, their number, where the first token's outputs of the first go, and how many floats on the next token's do. Stops
+    /// early where `call` is over.
     fn by_groups(
         &self,
         m: usize,
         outputs: &mut [(&Packed, &mut [f32])],
+        call: Call<'_>,
         kernel: &(dyn Fn(&Packed, *const u8, usize, *mut f32, usize) + Sync),
     ) {
         let work = Work::new(outputs);
@@ -194,6 +202,9 @@ impl Cpu {
             .clamp(4, 32)
             .next_multiple_of(4);
         self.pool.run(work.groups.div_ceil(grain), |part| {
+            if call.is_over() {
+                return;
+            }
             work.for_each(
                 part * grain..work.groups.min((part + 1) * grain),
                 |w, out, groups| {
@@ -228,6 +239,7 @@ impl Cpu {
         m: usize,
         outputs: &mut [(&Packed, &mut [f32])],
         workspace: &mut Workspace,
+        call: Call<'_>,
     ) -> Result<()> {
         let k = x.len() / m;
         let blocks = k / BLOCK;
@@ -277,7 +289,7 @@ impl Cpu {
                 debug_assert!(widest * GROUP <= result.len());
                 loop {
                     let group = next.fetch_add(1, Relaxed);
-                    if group >= work.groups {
+                    if group >= work.groups || call.is_over() {
                         break;
                     }
                     work.for_each(group..group + 1, |w, out, groups| {
@@ -322,6 +334,7 @@ impl Cpu {
         m: usize,
         outputs: &mut [(&Packed, &mut [f32])],
         workspace: &mut Workspace,
+        call: Call<'_>,
     ) -> Result<()> {
         if outputs.is_empty() {
             return Ok(());
@@ -348,7 +361,7 @@ impl Cpu {
 
         if m < self.table.panel_tokens[1] {
             let most = self.table.skinny_tokens[1];
-            self.by_groups(m, outputs, &|w, data, groups, out, row| {
+            self.by_groups(m, outputs, call, &|w, data, groups, out, row| {
                 for pass in passes(m, most) {
                     // SAFETY: the level is present, the tokens were quantized above, and the rest is as `by_groups` says.
                     unsafe {
@@ -386,7 +399,7 @@ impl Cpu {
                 let mut result = [0.0; MOST_INT8_TILE * GROUP];
                 loop {
                     let group = next.fetch_add(1, Relaxed);
-                    if group >= work.groups {
+                    if group >= work.groups || call.is_over() {
                         break;
                     }
                     work.for_each(group..group + 1, |w, out, groups| {
@@ -476,11 +489,11 @@ impl Cpu {
         };
         let spans = m.div_ceil(ATTENTION_TOKENS);
         let next = AtomicUsize::new(0);
-        self.pool.run(threads, |thread| {
+        let attend_parts = |call: Call<'_>, thread: usize| {
             let pages: Vec<*const u8> = pages.iter().map(|p| p.0.cast_const()).collect();
             loop {
                 let part = next.fetch_add(1, Relaxed);
-                if part >= spans * kv.heads() {
+                if part >= spans * kv.heads() || call.is_over() {
                     break;
                 }
                 // The last tokens see the most positions: taking them first evens out the threads.
@@ -518,8 +531,11 @@ impl Cpu {
                     attend(&queries[..filled], &pages, kv_head * head_bytes, dim, scale);
                 }
             }
-        });
-        Ok(())
+        };
+        call::with(|call| {
+            self.pool.run(threads, |thread| attend_parts(call, thread));
+            call.check()
+        })
     }
 
     /// RMSNorm of each row of `x`, in place; rows have `weight.len()` elements.

@@ -8,9 +8,9 @@ use cudarc::driver::{result, sys};
 use super::gpu::{Gpu, check};
 use super::memory::{DeviceBuffer, DeviceSlice};
 use super::staging::Staging;
-use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::{Plain, Tag};
+use crate::base::{Result, call};
 
 /// The bytes of plain values.
 pub(super) fn as_bytes<T: Plain>(values: &[T]) -> &[u8] {
@@ -158,6 +158,21 @@ impl Event {
             unsafe { result::event::synchronize(self.event) },
             "waiting for the device",
         )
+    }
+
+    /// Waits for it, unless the thread's [`call`] is cancelled meanwhile.
+    pub fn wait_or_cancel(&self) -> Result<()> {
+        self.gpu.bind()?;
+        loop {
+            // SAFETY: the event is alive.
+            match unsafe { result::event::query(self.event) } {
+                Ok(()) => return Ok(()),
+                Err(e) if e.0 == sys::CUresult::CUDA_ERROR_NOT_READY => {}
+                failed => return check(failed, "waiting for the device"),
+            }
+            call::check()?;
+            std::thread::yield_now();
+        }
     }
 }
 

@@ -740,8 +740,9 @@ impl Gpu {
     }
 
     /// Compiles and loads those of `units` that are not ready, as many at a time as there are threads. Units that have no kernels for
-    /// this device are left out. Other threads may use the device meanwhile.
-    pub fn prepare(&self, units: &[Unit]) -> Result<()> {
+    /// this device are left out. Other threads may use the device meanwhile. `give_up` says, on any thread, whether to begin no
+    /// more of them; one that is being compiled cannot be stopped.
+    pub fn prepare(&self, units: &[Unit], give_up: &(dyn Fn() -> bool + Sync)) -> Result<()> {
         let wanted: Vec<Unit> = Unit::for_target(&target(self.arch))
             .filter(|&unit| units.contains(&unit) && self.modules[unit as usize].get().is_none())
             .collect();
@@ -751,6 +752,9 @@ impl Gpu {
         let failed = Mutex::new(None);
         let pool = Pool::new(Pool::default_threads()?.min(wanted.len()))?;
         pool.run(wanted.len(), |i| {
+            if give_up() {
+                return;
+            }
             if let Err(e) = self.module(wanted[i]) {
                 let mut failed = failed.lock().unwrap_or_else(PoisonError::into_inner);
                 failed.get_or_insert(e);

@@ -12,7 +12,7 @@ use serde_json::json;
 use crate::base::error::{bail, err};
 use crate::base::file::folder_of;
 use crate::base::threads::Pool;
-use crate::base::{Result, memory};
+use crate::base::{Result, call, memory};
 use crate::checkpoint::{
     Checkpoint, DatWriter, Encoding, Entry, Metadata, ModelOptWriter, Planned, TokenizerSource,
     Writer, check_not_read, missing_companions, write_companions,
@@ -339,6 +339,7 @@ impl<'a> Work<'a> {
             done: self.done,
             total: self.total,
         };
+        call::check().map_err(|e| e.within(format_args!("the conversion at '{tensor}'")))?;
         match (self.progress)(at) {
             ControlFlow::Continue(()) => Ok(()),
             ControlFlow::Break(()) => bail!(Cancelled, "the conversion was stopped at '{tensor}'"),
@@ -426,15 +427,21 @@ impl Rows<'_> {
         let step = (PART / cols).max(1);
         let starts: Vec<usize> = (0..entry.rows()).step_by(step).collect();
         let found = Mutex::new(Vec::new());
-        self.pool.run(starts.len(), |part| {
-            let rows = starts[part]..entry.rows().min(starts[part] + step);
-            let first = rows.start * cols;
-            let amax = memory::zeros(rows.len() * cols).and_then(|mut values| {
-                self.source.rows_f32(entry, rows, &mut values)?;
-                nvfp4::amax(&values, first, self.options.nonfinite)
-            });
-            lock(&found).push((part, amax));
+        call::with(|call| {
+            self.pool.run(starts.len(), |part| {
+                if call.is_over() {
+                    return;
+                }
+                let rows = starts[part]..entry.rows().min(starts[part] + step);
+                let first = rows.start * cols;
+                let amax = memory::zeros(rows.len() * cols).and_then(|mut values| {
+                    self.source.rows_f32(entry, rows, &mut values)?;
+                    nvfp4::amax(&values, first, self.options.nonfinite)
+                });
+                lock(&found).push((part, amax));
+            })
         });
+        call::check()?;
         let mut largest = 0f32;
         for amax in in_order(found) {
             largest = largest.max(amax?);
@@ -458,14 +465,20 @@ impl Rows<'_> {
             .map(Mutex::new)
             .collect();
         let found = Mutex::new(Vec::new());
-        self.pool.run(parts.len(), |part| {
-            let mut out = lock(&parts[part]);
-            let (codes, scales) = &mut *out;
-            let first = region.start + part * per_part;
-            let rows = first..region.end.min(first + per_part);
-            let sums = self.part(entry, rows, global, codes, scales);
-            lock(&found).push((part, sums));
+        call::with(|call| {
+            self.pool.run(parts.len(), |part| {
+                if call.is_over() {
+                    return;
+                }
+                let mut out = lock(&parts[part]);
+                let (codes, scales) = &mut *out;
+                let first = region.start + part * per_part;
+                let rows = first..region.end.min(first + per_part);
+                let sums = self.part(entry, rows, global, codes, scales);
+                lock(&found).push((part, sums));
+            })
         });
+        call::check()?;
         let (mut squares, mut errors) = (0.0, 0.0);
         for sums in in_order(found) {
             let (s, e) = sums?;

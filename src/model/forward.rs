@@ -2,17 +2,16 @@
 //! on rows of the residual stream; whose rows they are shows only where keys and values are stored and attended to.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::Mutex;
 
 use super::gpu::{self, Executor};
 use super::kv_cache::KvCache;
 use super::weights::{Layer, Projection};
 use super::{Logits, Model};
-use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::base::memory::{Buffer, Plain, Tag};
 use crate::base::turns::Turn;
+use crate::base::{Result, call};
 use crate::ops::attention::attention;
 use crate::ops::linear::linear;
 use crate::ops::rope::Angles;
@@ -36,7 +35,6 @@ pub struct Scratch {
     gate: Buffer<f32>,
     up: Buffer<f32>,
     sample: Vec<Mutex<sample::Scratch>>,
-    interrupt: Option<Arc<AtomicBool>>,
 }
 
 impl Scratch {
@@ -53,16 +51,7 @@ impl Scratch {
             gate: empty(),
             up: empty(),
             sample: Vec::new(),
-            interrupt: None,
         }
-    }
-
-    /// Passes that use this memory look at `flag` before each block, and end with [`Cancelled`] once it is set.
-    ///
-    /// [`Cancelled`]: crate::base::ErrorKind::Cancelled
-    pub fn interrupted_by(mut self, flag: Arc<AtomicBool>) -> Self {
-        self.interrupt = Some(flag);
-        self
     }
 
     /// Bytes held.
@@ -78,18 +67,6 @@ impl Scratch {
             &self.up,
         ];
         self.workspace.bytes() + buffers.iter().map(|b| b.bytes()).sum::<usize>()
-    }
-
-    fn is_interrupted(&self) -> bool {
-        let flag = self.interrupt.as_ref();
-        flag.is_some_and(|flag| flag.load(Ordering::Relaxed))
-    }
-
-    fn check_interrupt(&self) -> Result<()> {
-        if self.is_interrupted() {
-            bail!(Cancelled, "cancelled");
-        }
-        Ok(())
     }
 }
 
@@ -139,7 +116,7 @@ struct Segment<'a> {
 
 impl Model {
     /// Runs `tokens` after what `cache` holds, and appends them to it. `logits` becomes the rows asked for, `vocab_size`
-    /// numbers each. On an error, and when interrupted, `cache` is as it was before and `logits` is empty.
+    /// numbers each. On an error, and when the thread's [`call`] is cancelled, `cache` is as it was before and `logits` is empty.
     ///
     /// On the CPU a token's logits have the same bits whether it comes alone, in a batch or with others of its sequence, and on
     /// any number of threads. On a GPU the same calls give the same bits; those that divide the work otherwise add up in another
@@ -156,7 +133,7 @@ impl Model {
         let before = cache.len();
         let result = match &self.executor {
             None => self.forward_in_parts(tokens, cache, scratch, wanted, logits),
-            Some(executor) => self.forward_on_gpu(executor, tokens, cache, scratch, wanted, logits),
+            Some(executor) => self.forward_on_gpu(executor, tokens, cache, wanted, logits),
         };
         if result.is_err() {
             logits.clear();
@@ -177,7 +154,7 @@ impl Model {
         cache.reserve(tokens.len())?;
         let parts = tokens.len().div_ceil(ROWS);
         for (i, part) in tokens.chunks(ROWS).enumerate() {
-            let _turn = self.turn(scratch)?;
+            let _turn = self.turn()?;
             let mut segments = [Segment {
                 cache: &mut *cache,
                 rows: 0..part.len(),
@@ -191,6 +168,7 @@ impl Model {
                 Logits::Last | Logits::None => {}
             }
             cache.advance(part.len());
+            call::add(part.len() as u64);
         }
         Ok(())
     }
@@ -200,7 +178,6 @@ impl Model {
         executor: &Executor,
         tokens: &[u32],
         cache: &mut KvCache,
-        scratch: &mut Scratch,
         wanted: Logits,
         logits: &mut Vec<f32>,
     ) -> Result<()> {
@@ -208,14 +185,15 @@ impl Model {
         cache.reserve(tokens.len())?;
         let (config, weights) = (self.config(), self.weights());
         if tokens.len() == 1 && wanted != Logits::None {
-            let _turn = self.turn(scratch)?;
+            let _turn = self.turn()?;
             executor.step_logits(config, weights, tokens, &[&*cache], logits)?;
             cache.advance(1);
+            call::add(1);
             return Ok(());
         }
         let chunks = tokens.len().div_ceil(gpu::ROWS);
         for (i, chunk) in tokens.chunks(gpu::ROWS).enumerate() {
-            let _turn = self.turn(scratch)?;
+            let _turn = self.turn()?;
             let mut pass = executor.run(config, weights, chunk, cache)?;
             match wanted {
                 Logits::All => pass.logits(0, chunk.len(), logits)?,
@@ -223,16 +201,16 @@ impl Model {
                 Logits::Last | Logits::None => pass.finish()?,
             }
             cache.advance(chunk.len());
+            call::add(chunk.len() as u64);
         }
         Ok(())
     }
 
-    /// Waits until no other sequence is being run, unless the call is interrupted meanwhile. Prompts give way after each chunk,
+    /// Waits until no other sequence is being run, unless the call is cancelled meanwhile. Prompts give way after each chunk,
     /// so nobody waits for a whole one.
-    fn turn(&self, scratch: &Scratch) -> Result<Turn<'_>> {
-        let turn = self.turns.take(|| scratch.is_interrupted());
-        let turn = turn.ok_or_else(|| err!(Cancelled, "cancelled"))?;
-        scratch.check_interrupt()?;
+    fn turn(&self) -> Result<Turn<'_>> {
+        let turn = self.turns.take(call::is_over)?;
+        call::check()?;
         Ok(turn)
     }
 
@@ -270,7 +248,7 @@ impl Model {
                 }
                 let caches: Vec<&KvCache> = caches.iter().map(|c| &**c).collect();
                 let (config, weights) = (self.config(), self.weights());
-                let turn = self.turn(scratch)?;
+                let turn = self.turn()?;
                 // Who waits runs other sequences next.
                 let look_ahead = look_ahead && !turn.ends();
                 executor.step_choose(config, weights, tokens, &caches, choices, look_ahead)
@@ -328,7 +306,7 @@ impl Model {
             Some(_) if tokens.is_empty() => Ok(()),
             Some(executor) => reserve_each(caches, 1).and_then(|()| {
                 let caches: Vec<&KvCache> = caches.iter().map(|c| &**c).collect();
-                let _turn = self.turn(scratch)?;
+                let _turn = self.turn()?;
                 executor.step_logits(self.config(), self.weights(), tokens, &caches, logits)
             }),
         };
@@ -348,7 +326,7 @@ impl Model {
     ) -> Result<()> {
         reserve_each(caches, 1)?;
         for (part, caches) in tokens.chunks(ROWS).zip(caches.chunks_mut(ROWS)) {
-            let _turn = self.turn(scratch)?;
+            let _turn = self.turn()?;
             let mut segments: Vec<Segment<'_>> = caches
                 .iter_mut()
                 .enumerate()
@@ -386,7 +364,7 @@ impl Model {
             );
         }
         for rows in hidden.chunks(ROWS * width) {
-            let _turn = self.turn(scratch)?;
+            let _turn = self.turn()?;
             sized(&mut scratch.residual, rows.len())?.copy_from_slice(rows);
             self.head(0..rows.len() / width, scratch, logits)?;
         }
@@ -441,7 +419,8 @@ impl Model {
         }
         let angles = config.rope.angles(&positions);
         for (index, layer) in self.weights().layers.iter().enumerate() {
-            s.check_interrupt()?;
+            call::check()?;
+            call::begun((m * index / config.layers) as u64);
             self.attend(layer, index, m, segments, &angles, s)?;
             self.mlp(layer, m, s)?;
         }
@@ -602,8 +581,10 @@ impl Model {
 mod tests {
     use super::*;
     use std::path::Path;
+    use std::sync::Arc;
 
     use crate::base::ErrorKind;
+    use crate::base::call::Cancel;
     use crate::model::{Device, KvType, LoadOptions};
 
     fn golden() -> Arc<Model> {
@@ -613,10 +594,10 @@ mod tests {
 
     /// While one sequence is run, calls for others wait, and end when they are told to.
     #[test]
-    fn who_waits_for_another_sequence_can_be_interrupted() {
+    fn who_waits_for_another_sequence_can_be_cancelled() {
         let model = golden();
-        let flag = Arc::new(AtomicBool::new(false));
-        let mut scratch = Scratch::new().interrupted_by(flag.clone());
+        let cancel = Cancel::new();
+        let mut scratch = Scratch::new();
         let mut cache = KvCache::new(model.device(), model.config(), 64, KvType::F16).unwrap();
         let greedy = crate::model::SamplingOptions::default();
         let choice = Choice {
@@ -628,23 +609,25 @@ mod tests {
             let other = model.turns.take(|| false).unwrap();
             let waiting = scope.spawn(|| {
                 let mut logits = Vec::new();
-                let all = [
-                    model.forward(
-                        &[1, 2, 3],
-                        &mut cache,
-                        &mut scratch,
-                        Logits::Last,
-                        &mut logits,
-                    ),
-                    model.forward_batch(&[1], &mut [&mut cache], &mut scratch, &mut logits),
-                    model
-                        .forward_choose(&[1], &mut [&mut cache], &[choice], &mut scratch, true)
-                        .map(|_| ()),
-                ];
+                let all = cancel.watching(|| {
+                    [
+                        model.forward(
+                            &[1, 2, 3],
+                            &mut cache,
+                            &mut scratch,
+                            Logits::Last,
+                            &mut logits,
+                        ),
+                        model.forward_batch(&[1], &mut [&mut cache], &mut scratch, &mut logits),
+                        model
+                            .forward_choose(&[1], &mut [&mut cache], &[choice], &mut scratch, true)
+                            .map(|_| ()),
+                    ]
+                });
                 (all, cache.len())
             });
             // Whether it waits by now or not, it does not get its turn.
-            flag.store(true, Ordering::Relaxed);
+            cancel.cancel();
             let (all, len) = waiting.join().unwrap();
             for result in all {
                 assert_eq!(result.unwrap_err().kind(), ErrorKind::Cancelled);

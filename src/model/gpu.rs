@@ -4,7 +4,7 @@
 //!
 //! One caller at a time: the working memory belongs to the model.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use half::{bf16, f16};
@@ -13,10 +13,10 @@ use super::config::Config;
 use super::gpu_cache::GpuCache;
 use super::kv_cache::KvCache;
 use super::weights::{Embedding, Layer, Projection, Weights};
-use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::base::memory::{Buffer, Tag};
 use crate::base::threads::Pool;
+use crate::base::{Result, call};
 use crate::checkpoint::Encoding;
 use crate::cuda::{
     self, Best, Biased, DeferredNorm, DeviceBuffer, Division, DrawRule, DrawScratch, Drawn, Event,
@@ -34,6 +34,9 @@ pub(super) const ROWS: usize = 4096;
 const TABLE_ROWS: usize = 1024;
 /// Rows whose logits are computed together.
 const HEAD_ROWS: usize = 64;
+/// Layers of a prompt that are enqueued ahead of the one that runs, where a call may be cancelled: enough that the device never waits,
+/// few enough that who cancels does not.
+const AHEAD: usize = 4;
 /// Steps that the host may lag behind.
 const HISTORY: usize = 8;
 
@@ -251,9 +254,28 @@ impl Executor {
             rows,
             &state.residual,
         )?;
-        for index in 0..weights.layers.len() {
-            let attention = Attention::Rows(first);
-            self.block(config, weights, index, rows, &state, attention)?;
+        let watched = call::with(|call| call.is_watched());
+        let enqueue = || {
+            let mut enqueued = VecDeque::new();
+            for index in 0..weights.layers.len() {
+                let attention = Attention::Rows(first);
+                self.block(config, weights, index, rows, &state, attention)?;
+                if watched {
+                    enqueued.push_back(Event::record(&self.gpu)?);
+                }
+                if enqueued.len() > AHEAD {
+                    enqueued
+                        .pop_front()
+                        .map_or(Ok(()), |e| e.wait_or_cancel())?;
+                    call::begun((rows * (index + 1 - AHEAD) / weights.layers.len()) as u64);
+                }
+            }
+            enqueued.iter().try_for_each(Event::wait_or_cancel)
+        };
+        if let Err(e) = enqueue() {
+            // What is enqueued still uses the working memory and the cache. If waiting fails too, the device is lost.
+            let _ = self.gpu.synchronize();
+            return Err(e);
         }
         Ok(Pass {
             executor: self,

@@ -3,14 +3,15 @@
 //! passes through is summed up on the way, so that a model knows its fingerprint without being read twice.
 
 use std::collections::{BTreeMap, HashMap};
-use std::ops::{ControlFlow, Range};
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
+use super::LoadOptions;
 use super::config::Config;
 use super::weights::{Embedding, Layer, Projection, Weights};
-use super::{LoadOptions, Progress};
+use crate::base::call::{self, Progress};
 use crate::base::checksum::{Checksum, RowsChecksum};
 use crate::base::error::{Error, bail, err};
 use crate::base::memory::{Buffer, Tag};
@@ -29,7 +30,7 @@ const VALUES: usize = 1 << 16;
 /// Bytes of an embedding that one thread looks through.
 const CHECKED: u64 = 16 << 20;
 /// How often the calling thread looks up from waiting.
-const REPORT: Duration = Duration::from_millis(50);
+const REPORT: Duration = Duration::from_millis(20);
 /// Missing names that a message spells out.
 const NAMED: usize = 64;
 
@@ -462,7 +463,7 @@ fn check_finite(values: &[f32], first_row: usize, cols: usize) -> Result<()> {
 pub(super) fn load<T: Send>(
     checkpoint: Arc<dyn Checkpoint>,
     config: &Config,
-    options: &LoadOptions<'_>,
+    options: &LoadOptions,
     meanwhile: impl FnOnce(&Embedding) -> Result<T> + Send,
 ) -> Result<(Weights, u64, T)> {
     let found = find(&*checkpoint, config, options.sampling_only)?;
@@ -548,7 +549,7 @@ impl Drop for Done<'_> {
 fn run(
     checkpoint: &dyn Checkpoint,
     jobs: &[(String, &Entry, Job)],
-    options: &LoadOptions<'_>,
+    options: &LoadOptions,
     checked_by_head: bool,
 ) -> Result<(Parts, u64)> {
     let shared = Shared {
@@ -612,9 +613,8 @@ fn run(
     };
     let report = || {
         let done = shared.done.load(Ordering::Relaxed).min(total);
-        if let Some(progress) = options.progress
-            && progress(Progress { done, total }) == ControlFlow::Break(())
-        {
+        call::tell(Progress { done, total });
+        if call::is_over() {
             shared.cancelled.store(true, Ordering::Relaxed);
         }
     };

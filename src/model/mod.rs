@@ -14,16 +14,17 @@ mod text;
 pub mod weights;
 
 use std::collections::BTreeMap;
-use std::ops::ControlFlow;
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use serde::Serialize;
 
 use crate::base::checksum::Checksum;
 use crate::base::error::{bail, err};
 use crate::base::turns::Turns;
-use crate::base::{Error, Result, threads};
+use crate::base::{Error, Result, call, threads};
 use crate::checkpoint::{self, Checkpoint, TokenizerSource};
 use crate::format::nvfp4::QuantizeOptions;
 use crate::text::{ChatTemplate, Tokenizer};
@@ -40,6 +41,9 @@ pub use weights::Weights;
 /// Tokens that end an assistant's turn in the templates of the known families, where the vocabulary has them.
 const TURN_ENDS: [&str; 3] = ["<|im_end|>", "<|endoftext|>", "<|eot_id|>"];
 
+/// How often is looked whether kernels are ready that a model waits for.
+const WAIT: Duration = Duration::from_millis(2);
+
 /// Which logits a forward pass computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Logits {
@@ -51,18 +55,9 @@ pub enum Logits {
     All,
 }
 
-/// How far loading is, in bytes of the checkpoint.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Progress {
-    /// Bytes read.
-    pub done: u64,
-    /// Bytes to read in all.
-    pub total: u64,
-}
-
 /// How to load a model.
 #[derive(Clone)]
-pub struct LoadOptions<'a> {
+pub struct LoadOptions {
     /// Where it runs.
     pub device: Device,
     /// Why it runs there, if nobody named the device: what a [`placement::Placement`] says.
@@ -74,11 +69,9 @@ pub struct LoadOptions<'a> {
     pub activations: Activations,
     /// Leaves out the layers: tokenizer, embedding, final norm and head only.
     pub sampling_only: bool,
-    /// Called now and then on the calling thread; [`ControlFlow::Break`] cancels.
-    pub progress: Option<&'a dyn Fn(Progress) -> ControlFlow<()>>,
 }
 
-impl LoadOptions<'_> {
+impl LoadOptions {
     /// Everything as stored, activations exact.
     pub fn new(device: Device) -> Self {
         LoadOptions {
@@ -87,7 +80,6 @@ impl LoadOptions<'_> {
             quantize: None,
             activations: Activations::Exact,
             sampling_only: false,
-            progress: None,
         }
     }
 }
@@ -212,8 +204,9 @@ impl std::fmt::Debug for Model {
 }
 
 impl Model {
-    /// Loads the model at `path`: a directory, or a `.safetensors`, `.dat` or `.gguf` file.
-    pub fn load(path: &Path, options: &LoadOptions<'_>) -> Result<Arc<Model>> {
+    /// Loads the model at `path`: a directory, or a `.safetensors`, `.dat` or `.gguf` file. Tells the thread's
+    /// [`call`] how many bytes of it are read, and is cancelled with it.
+    pub fn load(path: &Path, options: &LoadOptions) -> Result<Arc<Model>> {
         let checkpoint = Arc::from(checkpoint::open(path)?);
         Self::from_checkpoint(checkpoint, options).map_err(|e| e.within(path.display()))
     }
@@ -221,7 +214,7 @@ impl Model {
     /// Loads the model in an opened checkpoint.
     pub fn from_checkpoint(
         checkpoint: Arc<dyn Checkpoint>,
-        options: &LoadOptions<'_>,
+        options: &LoadOptions,
     ) -> Result<Arc<Model>> {
         if let Some(quantize) = &options.quantize {
             quantize.check()?;
@@ -269,16 +262,26 @@ impl Model {
         let (weights, sum, table) = match device {
             // Compiling kernels takes as long as reading weights, on other processors of the machine.
             Device::Cuda(gpu) => {
+                let (given_up, done) = (AtomicBool::new(false), AtomicBool::new(false));
                 let prepared = Mutex::new(Ok(()));
                 let prepare = || {
-                    let result = gpu.prepare(gpu::UNITS);
+                    let result = gpu.prepare(gpu::UNITS, &|| given_up.load(Ordering::Relaxed));
                     *prepared.lock().unwrap_or_else(PoisonError::into_inner) = result;
+                    done.store(true, Ordering::Release);
                 };
                 let loaded = threads::scope(|scope| {
                     scope
                         .start("nvfp4-kernels", prepare)
                         .map_err(|e| err!(OutOfMemory, "starting a thread for kernels: {e}"))?;
-                    load()
+                    let mut loaded = load();
+                    while loaded.is_ok() && !done.load(Ordering::Acquire) {
+                        std::thread::sleep(WAIT);
+                        if let Err(e) = call::check() {
+                            loaded = Err(e);
+                        }
+                    }
+                    given_up.store(loaded.is_err(), Ordering::Relaxed);
+                    loaded
                 });
                 let prepared = prepared.into_inner();
                 let loaded = loaded?;
@@ -421,7 +424,7 @@ fn generation_config_eos(path: &Path) -> Result<Vec<u32>> {
     }
 }
 
-fn describe(config: &Config, weights: &Weights, options: &LoadOptions<'_>) -> ModelInfo {
+fn describe(config: &Config, weights: &Weights, options: &LoadOptions) -> ModelInfo {
     let mut formats: BTreeMap<&'static str, FormatUse> = BTreeMap::new();
     for linear in weights.linears() {
         let format = formats.entry(linear.kind().name()).or_default();

@@ -8,7 +8,8 @@ use crate::base::error::bail;
 use crate::model::{Choice, KvCache, Logits, Model, Scratch};
 
 /// Appends `tokens[i]` to `sessions[i]` and runs all of them in one pass over the weights. If anything fails, all of them are as
-/// they were. The first session's canceller ends the call.
+/// they were. Cancelled with the thread's
+/// [`call`](crate::base::call).
 pub fn step(sessions: &mut [&mut Session], tokens: &[u32]) -> Result<()> {
     let mut logits = Vec::new();
     stepped(sessions, tokens, &mut |model, caches, _, scratch| {
@@ -96,7 +97,6 @@ fn stepped(sessions: &mut [&mut Session], tokens: &[u32], pass: &mut Pass<'_>) -
         );
     }
     first.model.check_tokens(tokens)?;
-    first.canceller.clear();
     // Only evicting changes a session in a way that cutting it cannot undo.
     let saved: Vec<_> = sessions
         .iter()

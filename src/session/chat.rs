@@ -4,9 +4,9 @@
 use std::ops::{ControlFlow, Range};
 
 use super::text::Text;
-use super::{GenerateOptions, Generation, Piece, Session};
+use super::{GenerateOptions, Generation, Piece, Session, Transcript};
 use crate::base::error::bail;
-use crate::base::{Result, alloc};
+use crate::base::{Result, alloc, call};
 use crate::model::Model;
 use crate::text::{Message, Tokenizer};
 
@@ -72,7 +72,6 @@ impl Session {
         options: &GenerateOptions,
         on_piece: &mut dyn FnMut(Piece<'_>) -> ControlFlow<()>,
     ) -> Result<Generation> {
-        self.canceller.clear();
         if !self.is_empty() && !self.conversation.open {
             bail!(
                 InvalidArgument,
@@ -117,7 +116,7 @@ impl Session {
         let _words = alloc::set_aside((self.text_bytes() + user.len()).saturating_mul(8))?;
         let first = self.is_empty();
         let model = self.model.clone();
-        let text = Text::after(&[], &model, &options.stop_strings)?;
+        let text = Transcript::new(&model, &[], options)?;
         let spelling = Spelling {
             model: &model,
             system: self.system().collect(),
@@ -134,6 +133,7 @@ impl Session {
         let start = self.len();
         self.push(&tokens);
         self.settle()?;
+        call::check()?;
         let prefill_seconds = started.elapsed().as_secs_f64();
         self.conversation.turns.push(Turn {
             start,

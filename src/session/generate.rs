@@ -5,10 +5,9 @@ use std::time::Instant;
 
 use serde::Serialize;
 
-use super::text::Text;
-use super::{Sampler, SamplingOptions, Session};
+use super::{Sampler, SamplingOptions, Session, Transcript};
 use crate::base::error::err;
-use crate::base::{ErrorKind, Result};
+use crate::base::{ErrorKind, Result, call};
 use crate::model::{KvCache, Logits};
 
 /// How to generate.
@@ -27,6 +26,8 @@ pub struct GenerateOptions {
     pub ignore_model_stops: bool,
     /// Computes every token from the whole sequence, without cached keys and values; slow, for comparison.
     pub replay: bool,
+    /// Tells each token's probability, for which the logits of each come to the host.
+    pub log_probabilities: bool,
 }
 
 impl Default for GenerateOptions {
@@ -38,6 +39,7 @@ impl Default for GenerateOptions {
             stop_strings: Vec::new(),
             ignore_model_stops: false,
             replay: false,
+            log_probabilities: false,
         }
     }
 }
@@ -54,7 +56,7 @@ pub enum Finish {
     Length,
     /// The context is full, and nothing may be or is left to be evicted.
     Context,
-    /// The callback, or a [`Canceller`](super::Canceller).
+    /// The callback, or the end of the thread's [`call`].
     Cancelled,
 }
 
@@ -85,14 +87,17 @@ pub struct Generation {
     pub timings: Timings,
 }
 
-/// A token as it comes. The texts of all pieces make the text of the generation; only a callback that breaks misses what may
-/// have been the beginning of a stop string.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// A token as it comes, or text that was held back until the end. The texts of all pieces make the text of the generation; only a
+/// callback that breaks misses what may have been the beginning of a stop string.
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Piece<'a> {
-    /// The token. The last one comes a second time if text was held back until the end.
-    pub token: u32,
+    /// The token; none for the text that was held back, which may come last.
+    pub token: Option<u32>,
     /// The text that it completes; empty while a character or what may be a stop string is incomplete.
     pub text: &'a str,
+    /// The natural logarithm of the token's probability as the model gives it, before temperature, penalties and the like, where
+    /// that was asked for.
+    pub log_probability: Option<f32>,
 }
 
 impl Session {
@@ -102,15 +107,14 @@ impl Session {
         options: &GenerateOptions,
         on_piece: &mut dyn FnMut(Piece<'_>) -> ControlFlow<()>,
     ) -> Result<Generation> {
-        self.canceller.clear();
-        let text = Text::after(&self.tokens, &self.model, &options.stop_strings)?;
+        let text = Transcript::new(&self.model, &self.tokens, options)?;
         self.undone_on_error(|session| session.generate_text(text, options, on_piece))
     }
 
     /// The loop, whose tokens go on with `text`.
     pub(super) fn generate_text(
         &mut self,
-        mut text: Text<'_>,
+        mut text: Transcript,
         options: &GenerateOptions,
         on_piece: &mut dyn FnMut(Piece<'_>) -> ControlFlow<()>,
     ) -> Result<Generation> {
@@ -129,13 +133,25 @@ impl Session {
         while out.tokens.len() < options.max_tokens {
             let look_ahead = out.tokens.len() + 1 < options.max_tokens;
             let chosen = match options.replay {
-                true => self
-                    .logits_from_scratch(&mut replayed)
-                    .and_then(|()| sampler.sample(&replayed, &self.tokens)),
-                false => self.settle_chosen(&mut sampler, look_ahead),
+                true => self.logits_from_scratch(&mut replayed).and_then(|()| {
+                    let token = sampler.sample(&replayed, &self.tokens)?;
+                    Ok((token, Some(&*replayed)))
+                }),
+                false if options.log_probabilities => self.settle().and_then(|()| {
+                    let token = sampler.sample(&self.logits, &self.tokens)?;
+                    Ok((token, Some(&*self.logits)))
+                }),
+                false => {
+                    let token = self.settle_chosen(&mut sampler, look_ahead);
+                    token.map(|token| (token, None))
+                }
             };
-            let token = match chosen {
-                Ok(token) if !self.canceller.is_set() => token,
+            let chosen = chosen.map(|(token, logits)| {
+                let logits = logits.filter(|_| options.log_probabilities);
+                (token, logits.map(|all| log_probability(all, token)))
+            });
+            let (token, log_probability) = match chosen {
+                Ok(token) if !call::is_over() => token,
                 Err(e) if e.kind() != ErrorKind::Cancelled => return Err(e),
                 _ => {
                     out.finish = Finish::Cancelled;
@@ -149,8 +165,7 @@ impl Session {
                 out.timings.first_token_seconds = start.elapsed().as_secs_f64();
                 first = Some(Instant::now());
             }
-            let own = !options.ignore_model_stops && self.model.stop_tokens().contains(&token);
-            if own || options.stop_tokens.contains(&token) {
+            if text.is_stop(token) {
                 out.finish = Finish::Stop;
                 break;
             }
@@ -165,10 +180,11 @@ impl Session {
             room.map_err(|e| err!(OutOfMemory, "{} tokens: {e}", out.tokens.len()))?;
             self.push(&[token]);
             out.tokens.push(token);
-            let stopped = text.push(token);
+            let (piece, finish) = text.push(token);
             if on_piece(Piece {
-                token,
-                text: text.next(),
+                token: Some(token),
+                text: piece,
+                log_probability,
             })
             .is_break()
             {
@@ -176,22 +192,22 @@ impl Session {
                 out.finish = Finish::Cancelled;
                 break;
             }
-            if stopped {
-                out.finish = Finish::StopString;
+            if let Some(finish) = finish {
+                out.finish = finish;
                 break;
             }
         }
         if out.finish != Finish::StopString && !broke {
-            text.finish();
-            let rest = text.next();
-            if let Some(&token) = out.tokens.last()
-                && !rest.is_empty()
-                && on_piece(Piece { token, text: rest }).is_break()
-            {
+            let rest = Piece {
+                token: None,
+                text: text.finish(),
+                log_probability: None,
+            };
+            if !rest.text.is_empty() && on_piece(rest).is_break() {
                 out.finish = Finish::Cancelled;
             }
         }
-        out.text = text.into_string();
+        out.text = text.into_text();
         if let Some(first) = first {
             out.timings.decode_seconds = first.elapsed().as_secs_f64();
         }
@@ -215,5 +231,29 @@ impl Session {
             Logits::Last,
             logits,
         )
+    }
+}
+
+/// The natural logarithm of the share that `token` has of the softmax of `logits`.
+fn log_probability(logits: &[f32], token: u32) -> f32 {
+    let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let sum: f64 = logits.iter().map(|&l| f64::from(l - most).exp()).sum();
+    (f64::from(logits[token as usize] - most) - sum.ln()) as f32
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn log_probabilities_are_those_of_the_softmax() {
+        let logits = [0.0, 1.0, f32::NEG_INFINITY, 3.0];
+        let sum = 1.0 + 1f64.exp() + 3f64.exp();
+        for (token, expected) in [(0, -sum.ln()), (3, 3.0 - sum.ln())] {
+            assert!((f64::from(log_probability(&logits, token)) - expected).abs() < 1e-6);
+        }
+        assert_eq!(log_probability(&logits, 2), f32::NEG_INFINITY);
+        // Large ones do not overflow.
+        assert_eq!(log_probability(&[1e38, -1e38], 0), 0.0);
     }
 }

@@ -10,18 +10,20 @@ mod generate;
 mod sampler;
 mod state_file;
 mod text;
+mod transcript;
 
+use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::base::error::{bail, err};
-use crate::base::{Result, alloc};
+use crate::base::{Result, alloc, call};
 use crate::model::{KvCache, KvType, Logits, Model, Scratch};
 
 pub use crate::model::SamplingOptions;
 pub use batch::{step, step_choose};
 pub use generate::{Finish, GenerateOptions, Generation, Piece, Timings};
 pub use sampler::Sampler;
+pub use transcript::Transcript;
 
 use chat::Conversation;
 
@@ -56,29 +58,10 @@ pub struct SessionOptions {
     pub eviction: Eviction,
 }
 
-/// Ends the running call of one session, from any thread; nothing if none runs. Handed out by [`Session::canceller`].
-#[derive(Clone, Debug, Default)]
-pub struct Canceller(Arc<AtomicBool>);
-
-impl Canceller {
-    /// Ends the running call: a generation keeps what it has, anything else fails with
-    /// [`ErrorKind::Cancelled`](crate::base::ErrorKind::Cancelled) and changes nothing.
-    pub fn cancel(&self) {
-        self.0.store(true, Ordering::Relaxed);
-    }
-
-    fn clear(&self) {
-        self.0.store(false, Ordering::Relaxed);
-    }
-
-    fn is_set(&self) -> bool {
-        self.0.load(Ordering::Relaxed)
-    }
-}
-
 /// One sequence of tokens and what is needed to continue it.
 ///
-/// A call that fails leaves the session as it was. The tokens at its end may not have been run yet: the last one of a
+/// A call that fails leaves the session as it was. A long one is cancelled with its thread's [`call`], which it also tells how many
+/// tokens have been run. The tokens at its end may not have been run yet: the last one of a
 /// generation is run by the call that needs its logits, together with whatever follows it.
 pub struct Session {
     model: Arc<Model>,
@@ -95,7 +78,6 @@ pub struct Session {
     /// The likeliest token to come, where the device told it and kept the logits.
     likeliest: Option<u32>,
     conversation: Conversation,
-    canceller: Canceller,
 }
 
 /// What a session was, to go back to.
@@ -125,18 +107,16 @@ impl Session {
             );
         }
         let cache = KvCache::new(model.device(), model.config(), options.context, options.kv)?;
-        let canceller = Canceller::default();
         Ok(Session {
             model,
             options,
             tokens: Vec::new(),
             evicted: 0,
             cache,
-            scratch: Scratch::new().interrupted_by(canceller.0.clone()),
+            scratch: Scratch::new(),
             logits: Vec::new(),
             likeliest: None,
             conversation: Conversation::default(),
-            canceller,
         })
     }
 
@@ -176,45 +156,34 @@ impl Session {
         self.cache.bytes()
     }
 
-    /// What ends its running call from another thread.
-    pub fn canceller(&self) -> Canceller {
-        self.canceller.clone()
-    }
-
     /// Appends `tokens` and runs them in blocks.
     pub fn prefill(&mut self, tokens: &[u32]) -> Result<()> {
-        self.canceller.clear();
         self.append(tokens, tokens.len())
     }
 
     /// Appends `tokens` and runs them one after the other.
     pub fn prefill_token_by_token(&mut self, tokens: &[u32]) -> Result<()> {
-        self.canceller.clear();
         self.append(tokens, 1)
     }
 
     /// Appends one token and runs it.
     pub fn decode(&mut self, token: u32) -> Result<()> {
-        self.canceller.clear();
         self.append(&[token], 1)
     }
 
     /// The logits of the token to come, one for each row of the model's vocabulary.
     pub fn logits(&mut self) -> Result<&[f32]> {
-        self.canceller.clear();
         self.settle()?;
         Ok(&self.logits)
     }
 
     /// The likeliest token to come, the first of equals: what a greedy sampler chooses, without the logits leaving a GPU.
     pub fn likeliest(&mut self) -> Result<u32> {
-        self.canceller.clear();
         self.settle_chosen(&mut Sampler::new(&SamplingOptions::default())?, false)
     }
 
     /// Chooses the token to come, without appending it.
     pub fn sample(&mut self, sampler: &mut Sampler) -> Result<u32> {
-        self.canceller.clear();
         self.settle()?;
         sampler.sample(&self.logits, &self.tokens)
     }
@@ -275,13 +244,14 @@ impl Session {
 
     fn run(&mut self, tokens: &[u32], step: usize) -> Result<()> {
         let before = self.tokens.len();
+        call::expect((tokens.len() + before - self.cache.len().min(before)) as u64);
         self.tokens
             .try_reserve(tokens.len())
             .map_err(|e| err!(OutOfMemory, "{} tokens: {e}", tokens.len()))?;
         let (logits, likeliest) = (std::mem::take(&mut self.logits), self.likeliest);
         for part in tokens.chunks(step.max(1)) {
             self.push(part);
-            if let Err(e) = self.settle() {
+            if let Err(e) = self.settle().and_then(|()| call::check()) {
                 self.cache.truncate(before.min(self.cache.len()))?;
                 self.tokens.truncate(before);
                 (self.logits, self.likeliest) = (logits, likeliest);
@@ -347,6 +317,7 @@ impl Session {
         }
         let cached = self.cache.len().min(self.tokens.len() - 1);
         self.cache.truncate(cached)?;
+        call::expect((self.tokens.len() - cached) as u64);
         self.model.forward(
             &self.tokens[cached..],
             &mut self.cache,
@@ -360,14 +331,16 @@ impl Session {
         count <= self.options.context - self.tokens.len()
     }
 
-    /// Forgets old tokens until `count` more fit, where the options say so. What stays after the kept ones is pending then.
-    fn make_room(&mut self, count: usize) -> Result<()> {
-        alloc::check()?;
+    /// Says whether the session can take `token` in a step, and changes nothing.
+    pub fn check_step(&self, token: u32) -> Result<()> {
+        self.model.check_tokens(&[token])?;
+        self.to_drop(1).map(|_| ())
+    }
+
+    /// The old tokens to forget for `count` more to fit, where the options say so.
+    fn to_drop(&self, count: usize) -> Result<Range<usize>> {
         if self.fits(count) {
-            return self
-                .tokens
-                .try_reserve(count)
-                .map_err(|e| err!(OutOfMemory, "{count} tokens: {e}"));
+            return Ok(0..0);
         }
         let (context, len) = (self.options.context, self.tokens.len());
         if count > context {
@@ -390,12 +363,24 @@ impl Session {
                 "{count} tokens do not fit in a context of {context} beside the {keep} that are kept"
             );
         }
-        let dropped = needed.max((len - keep).div_ceil(2));
-        self.tokens.drain(keep..keep + dropped);
-        self.evicted += dropped;
-        self.cache.truncate(keep.min(self.cache.len()))?;
+        Ok(keep..keep + needed.max((len - keep).div_ceil(2)))
+    }
+
+    /// Forgets old tokens until `count` more fit, where the options say so. What stays after the kept ones is pending then.
+    fn make_room(&mut self, count: usize) -> Result<()> {
+        alloc::check()?;
+        let dropped = self.to_drop(count)?;
+        if dropped.is_empty() {
+            return self
+                .tokens
+                .try_reserve(count)
+                .map_err(|e| err!(OutOfMemory, "{count} tokens: {e}"));
+        }
+        self.tokens.drain(dropped.clone());
+        self.evicted += dropped.len();
+        self.cache.truncate(dropped.start.min(self.cache.len()))?;
         self.forget_logits();
-        self.conversation.forget(keep..keep + dropped);
+        self.conversation.forget(dropped);
         Ok(())
     }
 

@@ -14,7 +14,7 @@ use super::{Eviction, Session, SessionOptions};
 use crate::base::checksum::Checksum;
 use crate::base::error::{bail, err};
 use crate::base::file::Temporary;
-use crate::base::{Error, Result, alloc, memory};
+use crate::base::{Error, Result, alloc, call, memory};
 use crate::model::{KvCache, KvType, Model};
 
 const MAGIC: [u8; 8] = *b"NVFP4SES";
@@ -47,7 +47,7 @@ struct Header {
 }
 
 impl Session {
-    /// Writes the session to a file, which appears whole or not at all.
+    /// Writes the session to a file, which appears whole or not at all. Tells the thread's [`call`] how many bytes are written.
     pub fn save(&self, path: &Path) -> Result<()> {
         let conversation = &self.conversation;
         // The texts once more, and as JSON, which may take six bytes for one and grows by doubling.
@@ -87,6 +87,7 @@ impl Session {
             .file_size(length, &self.cache)
             .ok_or_else(|| err!(InvalidArgument, "the session is too large for a file"))?;
 
+        call::expect(size);
         let file = Temporary::create(path, size)?;
         let mut out = Writer {
             file: &file,
@@ -119,6 +120,7 @@ fn restore(model: Arc<Model>, file: File) -> Result<Session> {
         .metadata()
         .map_err(|e| Error::io("reading its size", e))?
         .len();
+    call::expect(size);
     if size < FRONT + CHECKSUM {
         bail!(CorruptFile, "{size} bytes are too few for a session file");
     }
@@ -289,7 +291,8 @@ impl Writer<'_> {
         self.file.write_at(bytes, self.at)?;
         self.sum.update(bytes);
         self.at += bytes.len() as u64;
-        Ok(())
+        call::add(bytes.len() as u64);
+        call::check()
     }
 
     fn words(&mut self, mut numbers: impl Iterator<Item = u32>) -> Result<()> {
@@ -319,7 +322,8 @@ impl Reader {
             .read_exact(out)
             .map_err(|e| Error::io("reading", e))?;
         self.sum.update(out);
-        Ok(())
+        call::add(out.len() as u64);
+        call::check()
     }
 
     fn array<const N: usize>(&mut self) -> Result<[u8; N]> {

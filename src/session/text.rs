@@ -7,22 +7,22 @@ use crate::model::Model;
 use crate::text::Detokenizer;
 
 /// The text of a generation: what may be shown, and what waits.
-pub(super) struct Text<'a> {
+pub(super) struct Text {
     /// None where the model has no tokenizer; there is no text then.
     detokenizer: Option<Detokenizer>,
     all: String,
     /// The stop strings, in `all`.
-    shown: Watch<'a>,
+    shown: Watch,
     /// Those that name a special token, in a text with the names of special tokens.
-    spelled: Watch<'a>,
+    spelled: Watch,
     /// Bytes of `all` that may be shown, and that were.
     free: usize,
     given: usize,
 }
 
-impl<'a> Text<'a> {
+impl Text {
     /// A text that goes on after that of `tokens`, which may end within a character.
-    pub(super) fn after(tokens: &[u32], model: &Model, stops: &'a [String]) -> Result<Self> {
+    pub(super) fn after(tokens: &[u32], model: &Model, stops: &[String]) -> Result<Self> {
         if stops.iter().any(String::is_empty) {
             bail!(
                 InvalidArgument,
@@ -41,7 +41,7 @@ impl<'a> Text<'a> {
 
     fn new(
         detokenizer: Option<Detokenizer>,
-        stops: &'a [String],
+        stops: &[String],
         names_special: impl Fn(&str) -> bool,
     ) -> Self {
         let all = stops.iter().map(String::as_str);
@@ -105,18 +105,18 @@ impl<'a> Text<'a> {
 }
 
 /// Looks for stop strings in a text as it comes.
-struct Watch<'a> {
-    stops: Vec<&'a str>,
+struct Watch {
+    stops: Vec<String>,
     /// The end of the text, as far as a stop string may begin in it.
     waiting: String,
     /// Where each byte of `waiting` stands in the text that is shown.
     places: Vec<usize>,
 }
 
-impl<'a> Watch<'a> {
-    fn of(stops: impl Iterator<Item = &'a str>) -> Self {
+impl Watch {
+    fn of<'a>(stops: impl Iterator<Item = &'a str>) -> Self {
         Watch {
-            stops: stops.collect(),
+            stops: stops.map(str::to_owned).collect(),
             waiting: String::new(),
             places: Vec::new(),
         }
@@ -130,7 +130,7 @@ impl<'a> Watch<'a> {
     /// Where the first stop string begins. If there is none, what cannot be the beginning of one waits no longer.
     fn look(&mut self) -> Option<usize> {
         let waiting = &*self.waiting;
-        if let Some(at) = self.stops.iter().filter_map(|s| waiting.find(s)).min() {
+        if let Some(at) = self.stops.iter().filter_map(|s| waiting.find(&**s)).min() {
             return Some(self.places[at]);
         }
         let may_begin_stop = |rest: &str| self.stops.iter().any(|s| s.starts_with(rest));

@@ -109,14 +109,14 @@ int main(int argc, char **argv)
         return 2;
     NVFP4_Model *model = NULL;
     NVFP4_Session *session = NULL;
-    OK(NVFP4_model_load(argv[1], strlen(argv[1]), NULL, NULL, NULL, NULL, &model));
+    OK(NVFP4_model_load(argv[1], strlen(argv[1]), NULL, NULL, &model));
     OK(NVFP4_session_create(model, NULL, &session));
 
     loads = 0;
     const double length = microseconds(read_length, session), tensor = microseconds(make_tensor, NULL);
     const int32_t prompt[] = {5, 6, 7};
-    OK(NVFP4_session_prefill(session, prompt, 3));
-    CHECK(NVFP4_session_decode(session, -1) != NVFP4_OK);
+    OK(NVFP4_session_prefill(session, prompt, 3, NULL));
+    CHECK(NVFP4_session_decode(session, -1, NULL) != NVFP4_OK);
     CHECK(loads == 0);
     printf("session_length %.3f us, tensor_empty and tensor_release %.3f us\n", length, tensor);
     /* Under valgrind, a simulated processor takes its time. */

@@ -7,13 +7,12 @@
 
 struct copy {
     const char *(*last_error)(void);
-    NVFP4_Status (*load)(const char *, size_t, const NVFP4_LoadOptions *, const NVFP4_QuantizeOptions *, NVFP4_ProgressCallback,
-                         void *, NVFP4_Model **);
+    NVFP4_Status (*load)(const char *, size_t, const NVFP4_LoadOptions *, const NVFP4_QuantizeOptions *, NVFP4_Model **);
     NVFP4_Status (*vocab_size)(const NVFP4_Model *, size_t *);
     NVFP4_Status (*retain_model)(NVFP4_Model *), (*release_model)(NVFP4_Model *);
     NVFP4_Status (*create)(const NVFP4_Model *, const NVFP4_SessionOptions *, NVFP4_Session **);
-    NVFP4_Status (*prefill)(NVFP4_Session *, const int32_t *, size_t);
-    NVFP4_Status (*logits)(NVFP4_Session *, float *, size_t, size_t *);
+    NVFP4_Status (*prefill)(NVFP4_Session *, const int32_t *, size_t, const NVFP4_CallOptions *);
+    NVFP4_Status (*logits)(NVFP4_Session *, float *, size_t, size_t *, const NVFP4_CallOptions *);
     NVFP4_Status (*retain_session)(NVFP4_Session *), (*release_session)(NVFP4_Session *);
     NVFP4_Status (*empty)(const int64_t *, int32_t, int32_t, int32_t, int32_t, NVFP4_Tensor **);
     NVFP4_Status (*bytes)(const NVFP4_Tensor *, uint64_t *);
@@ -21,6 +20,7 @@ struct copy {
     NVFP4_Status (*dense)(const NVFP4_Tensor *, NVFP4_Weight **);
     NVFP4_Status (*size)(const NVFP4_Weight *, int64_t *, int64_t *, uint64_t *);
     NVFP4_Status (*retain_weight)(NVFP4_Weight *), (*release_weight)(NVFP4_Weight *);
+    NVFP4_Status (*cancel)(NVFP4_Cancel **), (*trigger)(NVFP4_Cancel *), (*release_cancel)(NVFP4_Cancel *);
     NVFP4_Status (*set_threads)(int32_t);
     NVFP4_Status (*take)(NVFP4_Error **);
     NVFP4_Status (*status)(const NVFP4_Error *);
@@ -33,6 +33,7 @@ struct copy {
     NVFP4_Tensor *tensor;
     NVFP4_Weight *weight;
     NVFP4_Error *error;
+    NVFP4_Cancel *ends;
 };
 
 static struct copy ours, theirs;
@@ -71,6 +72,9 @@ static void open_copy(struct copy *copy, const char *library)
     FIND(copy, size, "NVFP4_weight_size");
     FIND(copy, retain_weight, "NVFP4_weight_retain");
     FIND(copy, release_weight, "NVFP4_weight_release");
+    FIND(copy, cancel, "NVFP4_cancel_create");
+    FIND(copy, trigger, "NVFP4_cancel_trigger");
+    FIND(copy, release_cancel, "NVFP4_cancel_release");
     FIND(copy, set_threads, "NVFP4_set_threads");
     FIND(copy, take, "NVFP4_take_error");
     FIND(copy, status, "NVFP4_error_status");
@@ -105,11 +109,12 @@ static void make(struct copy *copy)
 {
     const int64_t shape[] = {16, 32};
     const int32_t prompt[] = {5, 6, 7};
-    DONE(copy, load(path, strlen(path), NULL, NULL, NULL, NULL, &copy->model));
+    DONE(copy, load(path, strlen(path), NULL, NULL, &copy->model));
     DONE(copy, create(copy->model, NULL, &copy->session));
-    DONE(copy, prefill(copy->session, prompt, 3));
+    DONE(copy, prefill(copy->session, prompt, 3, NULL));
     DONE(copy, empty(shape, 2, NVFP4_DTYPE_FLOAT32, NVFP4_DEVICE_CPU, 0, &copy->tensor));
     DONE(copy, dense(copy->tensor, &copy->weight));
+    DONE(copy, cancel(&copy->ends));
     CHECK(copy->set_threads(-7) == NVFP4_INVALID_ARGUMENT);
     DONE(copy, take(&copy->error));
 }
@@ -125,11 +130,13 @@ static void refuse(const struct copy *copy, const struct copy *other)
     int64_t n = 0, k = 0;
     uint64_t bytes = 0;
     FOREIGN(copy, vocab_size(other->model, &count));
+    CHECK(copy->trigger(other->ends) == NVFP4_INVALID_HANDLE);
+    FOREIGN(copy, release_cancel(other->ends));
     FOREIGN(copy, create(other->model, NULL, &session));
     FOREIGN(copy, retain_model(other->model));
     FOREIGN(copy, release_model(other->model));
-    FOREIGN(copy, prefill(other->session, prompt, 1));
-    FOREIGN(copy, logits(other->session, logits, 1, &count));
+    FOREIGN(copy, prefill(other->session, prompt, 1, NULL));
+    FOREIGN(copy, logits(other->session, logits, 1, &count, NULL));
     FOREIGN(copy, retain_session(other->session));
     FOREIGN(copy, release_session(other->session));
     FOREIGN(copy, bytes(other->tensor, &bytes));
@@ -150,7 +157,7 @@ static void check_whole(const struct copy *copy, float *logits, size_t capacity,
 {
     int64_t n = 0, k = 0;
     uint64_t bytes = 0;
-    DONE(copy, logits(copy->session, logits, capacity, count));
+    DONE(copy, logits(copy->session, logits, capacity, count, NULL));
     DONE(copy, bytes(copy->tensor, &bytes));
     CHECK(bytes == 16 * 32 * 4);
     DONE(copy, size(copy->weight, &n, &k, &bytes));
@@ -160,6 +167,7 @@ static void check_whole(const struct copy *copy, float *logits, size_t capacity,
 static void release(const struct copy *copy)
 {
     DONE(copy, release_error(copy->error));
+    DONE(copy, release_cancel(copy->ends));
     DONE(copy, release_weight(copy->weight));
     DONE(copy, release_tensor(copy->tensor));
     DONE(copy, release_session(copy->session));

@@ -25,7 +25,7 @@ static NVFP4_Model *load(void)
     NVFP4_LoadOptions options;
     OK(NVFP4_load_options_init(&options, sizeof options));
     options.threads = 2;
-    OK(NVFP4_model_load(path, strlen(path), &options, NULL, NULL, NULL, &loaded));
+    OK(NVFP4_model_load(path, strlen(path), &options, NULL, &loaded));
     return loaded;
 }
 
@@ -36,8 +36,8 @@ static void prefill(NVFP4_Model *with)
     NVFP4_Session *session = NULL;
     size_t count = 0;
     OK(NVFP4_session_create(with, NULL, &session));
-    OK(NVFP4_session_prefill(session, prompt, PROMPT));
-    OK(NVFP4_session_logits(session, logits, MOST, &count));
+    OK(NVFP4_session_prefill(session, prompt, PROMPT, NULL));
+    OK(NVFP4_session_logits(session, logits, MOST, &count, NULL));
     CHECK(count == vocabulary && memcmp(logits, expected, count * sizeof *logits) == 0);
     OK(NVFP4_session_release(session));
 }
@@ -52,7 +52,7 @@ static void with_its_own_model(void)
 static void with_its_parents_model(void)
 {
     prefill(model);
-    OK(NVFP4_session_decode(parents, prompt[0]));
+    OK(NVFP4_session_decode(parents, prompt[0], NULL));
     size_t length = 0;
     OK(NVFP4_session_length(parents, &length));
     CHECK(length == PROMPT + 1);
@@ -62,7 +62,7 @@ static void with_its_parents_model(void)
 static void beside_what_was_in_use(void)
 {
     size_t length = 0;
-    FAILS(NVFP4_BUSY, NVFP4_session_decode(generating, prompt[0]));
+    FAILS(NVFP4_BUSY, NVFP4_session_decode(generating, prompt[0], NULL));
     SAYS("forked");
     FAILS(NVFP4_BUSY, NVFP4_session_length(generating, &length));
     prefill(model);
@@ -92,12 +92,10 @@ static void forked(void (*child)(void))
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
 }
 
-static int32_t on_token(void *user, int32_t token, const char *text, size_t length)
+static int32_t on_token(void *user, const NVFP4_TokenEvent *event)
 {
     (void)user;
-    (void)token;
-    (void)text;
-    (void)length;
+    (void)event;
     atomic_fetch_add(&tokens_made, 1);
     return atomic_load(&stop);
 }
@@ -167,15 +165,15 @@ int main(int argc, char **argv)
         prompt[i] = 3 + 7 * i;
     model = load();
     OK(NVFP4_session_create(model, NULL, &parents));
-    OK(NVFP4_session_prefill(parents, prompt, PROMPT));
-    OK(NVFP4_session_logits(parents, expected, MOST, &vocabulary));
+    OK(NVFP4_session_prefill(parents, prompt, PROMPT, NULL));
+    OK(NVFP4_session_logits(parents, expected, MOST, &vocabulary, NULL));
 
     forked(with_its_own_model);
     forked(with_its_parents_model);
     prefill(model);
 
     OK(NVFP4_session_create(model, NULL, &generating));
-    OK(NVFP4_session_prefill(generating, prompt, 1));
+    OK(NVFP4_session_prefill(generating, prompt, 1, NULL));
     pthread_t thread;
     CHECK(pthread_create(&thread, NULL, generate, NULL) == 0);
     for (int i = 0; i < FORKS; i++) {

@@ -49,7 +49,26 @@ int main(void)
     AT(NVFP4_SchemaResult, in_features, 40);
     AT(NVFP4_SchemaResult, block, 48);
 
-    SIZE(NVFP4_LoadOptions, 24);
+    SIZE(NVFP4_CallOptions, 40);
+    AT(NVFP4_CallOptions, struct_size, 0);
+    AT(NVFP4_CallOptions, reserved, 4);
+    AT(NVFP4_CallOptions, cancel, 8);
+    AT(NVFP4_CallOptions, cancel_flag, 16);
+    AT(NVFP4_CallOptions, progress, 24);
+    AT(NVFP4_CallOptions, user, 32);
+
+    SIZE(NVFP4_TokenEvent, 40);
+    AT(NVFP4_TokenEvent, struct_size, 0);
+    AT(NVFP4_TokenEvent, kind, 4);
+    AT(NVFP4_TokenEvent, token, 8);
+    AT(NVFP4_TokenEvent, index, 12);
+    AT(NVFP4_TokenEvent, text, 16);
+    AT(NVFP4_TokenEvent, text_length, 24);
+    AT(NVFP4_TokenEvent, log_probability, 32);
+    AT(NVFP4_TokenEvent, reserved, 36);
+
+    SIZE(NVFP4_LoadOptions, 32);
+    AT(NVFP4_LoadOptions, call, 24);
     AT(NVFP4_LoadOptions, struct_size, 0);
     AT(NVFP4_LoadOptions, device_type, 4);
     AT(NVFP4_LoadOptions, device_index, 8);
@@ -57,7 +76,8 @@ int main(void)
     AT(NVFP4_LoadOptions, activations, 16);
     AT(NVFP4_LoadOptions, sampling_only, 20);
 
-    SIZE(NVFP4_ConvertOptions, 16);
+    SIZE(NVFP4_ConvertOptions, 24);
+    AT(NVFP4_ConvertOptions, call, 16);
     AT(NVFP4_ConvertOptions, struct_size, 0);
     AT(NVFP4_ConvertOptions, container, 4);
     AT(NVFP4_ConvertOptions, replace, 8);
@@ -79,7 +99,10 @@ int main(void)
     AT(NVFP4_SessionOptions, system, 32);
     AT(NVFP4_SessionOptions, system_length, 40);
 
-    SIZE(NVFP4_GenerateOptions, 88);
+    SIZE(NVFP4_GenerateOptions, 104);
+    AT(NVFP4_GenerateOptions, log_probabilities, 32);
+    AT(NVFP4_GenerateOptions, reserved, 36);
+    AT(NVFP4_GenerateOptions, call, 96);
     AT(NVFP4_GenerateOptions, struct_size, 0);
     AT(NVFP4_GenerateOptions, temperature, 4);
     AT(NVFP4_GenerateOptions, top_k, 8);
@@ -88,13 +111,13 @@ int main(void)
     AT(NVFP4_GenerateOptions, repetition_penalty, 20);
     AT(NVFP4_GenerateOptions, ignore_model_stops, 24);
     AT(NVFP4_GenerateOptions, replay, 28);
-    AT(NVFP4_GenerateOptions, max_tokens, 32);
-    AT(NVFP4_GenerateOptions, seed, 40);
-    AT(NVFP4_GenerateOptions, stop_tokens, 48);
-    AT(NVFP4_GenerateOptions, stop_token_count, 56);
-    AT(NVFP4_GenerateOptions, stop_strings, 64);
-    AT(NVFP4_GenerateOptions, stop_string_lengths, 72);
-    AT(NVFP4_GenerateOptions, stop_string_count, 80);
+    AT(NVFP4_GenerateOptions, max_tokens, 40);
+    AT(NVFP4_GenerateOptions, seed, 48);
+    AT(NVFP4_GenerateOptions, stop_tokens, 56);
+    AT(NVFP4_GenerateOptions, stop_token_count, 64);
+    AT(NVFP4_GenerateOptions, stop_strings, 72);
+    AT(NVFP4_GenerateOptions, stop_string_lengths, 80);
+    AT(NVFP4_GenerateOptions, stop_string_count, 88);
 
     SIZE(NVFP4_GenerationResult, 48);
     AT(NVFP4_GenerationResult, struct_size, 0);

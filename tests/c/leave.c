@@ -16,12 +16,10 @@ static const char *path;
 static NVFP4_Session *session;
 static atomic_int begun;
 
-static int32_t on_token(void *user, int32_t token, const char *text, size_t length)
+static int32_t on_token(void *user, const NVFP4_TokenEvent *event)
 {
     (void)user;
-    (void)token;
-    (void)text;
-    (void)length;
+    (void)event;
     atomic_fetch_add(&begun, 1);
     return 0;
 }
@@ -47,7 +45,7 @@ static NVFP4_Model *load(void)
     if (NVFP4_load_options_init(&options, sizeof options) != NVFP4_OK)
         abort();
     options.threads = 2;
-    if (NVFP4_model_load(path, strlen(path), &options, NULL, NULL, NULL, &model) != NVFP4_OK)
+    if (NVFP4_model_load(path, strlen(path), &options, NULL, &model) != NVFP4_OK)
         abort();
     return model;
 }
@@ -76,7 +74,7 @@ static int child(int way, int work, int wait)
     if (work == 0) {
         const int32_t prompt[] = {5};
         NVFP4_Model *model = load();
-        if (NVFP4_session_create(model, NULL, &session) != NVFP4_OK || NVFP4_session_prefill(session, prompt, 1) != NVFP4_OK)
+        if (NVFP4_session_create(model, NULL, &session) != NVFP4_OK || NVFP4_session_prefill(session, prompt, 1, NULL) != NVFP4_OK)
             abort();
     }
     if (pthread_create(&worker, NULL, work == 0 ? generate : load_again, NULL) != 0)

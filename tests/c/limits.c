@@ -34,7 +34,7 @@ static NVFP4_Status load(void)
         return status;
     options.device_type = NVFP4_DEVICE_CPU;
     options.threads = 2;
-    return NVFP4_model_load(path, strlen(path), &options, NULL, NULL, NULL, &model);
+    return NVFP4_model_load(path, strlen(path), &options, NULL, &model);
 }
 
 static NVFP4_Status create(void)
@@ -62,12 +62,12 @@ static NVFP4_Status render(void)
     static char prompt[4 * LONG_TEXT];
     const NVFP4_Message messages[] = {{"user", 4, text, LONG_TEXT}, {"assistant", 9, "Yes.", 4}, {"user", 4, "Why?", 4}};
     size_t length = 0;
-    return NVFP4_model_render_chat(model, messages, 3, 1, prompt, sizeof prompt, &length);
+    return NVFP4_model_render_chat(model, messages, 3, sizeof(NVFP4_Message), 1, prompt, sizeof prompt, &length);
 }
 
 static NVFP4_Status prefill(void)
 {
-    return NVFP4_session_prefill(session, tokens, WORDS);
+    return NVFP4_session_prefill(session, tokens, WORDS, NULL);
 }
 
 static NVFP4_Status generate(void)
@@ -95,12 +95,12 @@ static NVFP4_Status chat(void)
 
 static NVFP4_Status save(void)
 {
-    return NVFP4_session_save(session, saved, strlen(saved));
+    return NVFP4_session_save(session, saved, strlen(saved), NULL);
 }
 
 static NVFP4_Status restore(void)
 {
-    return NVFP4_session_restore(model, saved, strlen(saved), &restored);
+    return NVFP4_session_restore(model, saved, strlen(saved), NULL, &restored);
 }
 
 static NVFP4_Status lend(void)

@@ -13,6 +13,10 @@ build=$(cd "${NVFP4_BUILD:-target/release}" && pwd) || exit 1
 library=$build/libNVFP4.so
 model=$PWD/tests/golden/model/qwen3_tied
 mkdir "$work/scratch"
+# The same with room for prompts that take a while.
+long=$work/long
+cp -r "$model" "$long"
+sed -i 's/"max_position_embeddings": 256/"max_position_embeddings": 8192/' "$long/config.json"
 
 warnings=(-pedantic-errors -Wall -Wextra -Wconversion -Wshadow -Wundef -Werror)
 link=(-L"$build" -lNVFP4 "-Wl,-rpath,$build" -lm -pthread)
@@ -151,6 +155,32 @@ converse() {
     printf 'Hello\n\nAnd you?\n' | "$@" "$model" >"$work/answers" && [ "$(wc -c <"$work/answers")" -gt 20 ]
 }
 
+# serve COMMAND...: 20 questions at once, each of which is answered; without time, each ends at once.
+serve() {
+    seq 20 | "$@" "$model" >"$work/served" && [ "$(LC_ALL=C grep -acE '\[(stop|length)\]$' "$work/served")" -eq 20 ] &&
+        seq 20 | "$@" "$model" 0 >"$work/served" && [ "$(LC_ALL=C grep -acE '^[0-9]+: .*\[CANCELLED\]$' "$work/served")" -eq 20 ]
+}
+
+# interrupted COMMAND...: the command ends with 130 soon after an interrupt, whatever it is doing then.
+interrupted() {
+    local delay pid code
+    for delay in 0.05 0.2 0.4; do
+        # A shell's background jobs ignore interrupts; those of this one do not.
+        setsid bash -c 'trap - INT; exec "$@"' - "$@" "$long" "Tell me a long story." >"$work/story" 2>&1 &
+        pid=$!
+        sleep "$delay"
+        kill -INT "$pid"
+        wait "$pid"
+        code=$?
+        [ $code -eq 130 ] || [ $code -eq 0 ] || { cat "$work/story"; echo "code $code"; return 1; }
+    done
+}
+
+# plugged COMMAND...: a plug-in answers, twice.
+plugged() {
+    "$@" "$examples/libplugin.so" "$model" "Why is the sky blue?" >"$work/plugged" && [ "$(wc -c <"$work/plugged")" -gt 20 ]
+}
+
 # fails COMMAND...: the command says what is wrong and exits with 1.
 fails() {
     "$@" 2>"$work/said"
@@ -179,7 +209,7 @@ check "symbols" symbols
 # What runs, each as NAME and then its command. The tests in C are compiled as two languages, and run as one.
 programs=()
 for std in c99 c11; do
-    for name in layout logging tensors linear schema drop_in sessions errors calls; do
+    for name in layout logging tensors linear schema drop_in sessions errors calls cancel; do
         check "$name compiles as $std" compile $std $name $name.c
     done
     check "two units as $std" compile $std two_units two_units_a.c two_units_b.c
@@ -201,7 +231,8 @@ check "enqueue" "$work/enqueue" 100 64 256 256
 programs+=("layout $work/layout-c11" "logging $work/logging-c11" "tensors $work/tensors-c11" "linear $work/linear-c11"
     "schema $work/schema-c11" "drop_in $work/drop_in-c11" "two_units $work/two_units-c11"
     "errors $work/errors-c11 $work/declared $model" "sessions $work/sessions-c11 $model $work/scratch"
-    "calls $work/calls-c11 $model" "fork $work/fork-c11 $model" "limits $work/limits-c11 $model $work/scratch"
+    "calls $work/calls-c11 $model" "fork $work/fork-c11 $model" "cancel $work/cancel-c11 $long $work/scratch"
+    "limits $work/limits-c11 $model $work/scratch"
     "limits-deep $work/limits-c11 $work/deep $work/scratch 25"
     "stack $work/stack-c11 $work/deep $work/scratch" "storm $work/storm-c11 $model $work/scratch" "leave $work/leave-c11 $model"
     "unload $work/unload-c11 $library $model" "copies $work/copies-c11 $library $model $work/scratch"
@@ -215,7 +246,8 @@ if command -v cmake >/dev/null; then
     for name in 01_version 02_quantize 03_scaled_mm quantize_cpp; do
         programs+=("example-$name $examples/$name")
     done
-    programs+=("example-dlopen $examples/dlopen $library")
+    programs+=("example-dlopen $examples/dlopen $library" "example-server serve $examples/server"
+        "example-plugin plugged $examples/plugin_host" "example-interrupt interrupted $examples/interrupt")
     for name in chat chat_cpp; do
         programs+=("example-$name converse $examples/$name" "example-$name-without-model fails $examples/$name /nowhere")
     done
@@ -259,7 +291,11 @@ if command -v valgrind >/dev/null; then
         # A child's copies of what threads of its parent had in hand are lost to it, and what a process has in hand when it ends
         # anywhere.
         */fork-* | */limits-* | */leave-*) check "$name under valgrind" "${under[@]}" --leak-check=no "$@" ;;
-        converse | fails) helper=$1 && shift && check "$name under valgrind" "$helper" "${under[@]}" "$@" ;;
+        # Fewer races: valgrind makes each of them a hundred times as long.
+        */cancel-*) check "$name under valgrind" "${under[@]}" "$@" 100 ;;
+        # An interrupt would end valgrind.
+        interrupted) ;;
+        converse | fails | serve | plugged) helper=$1 && shift && check "$name under valgrind" "$helper" "${under[@]}" "$@" ;;
         *) check "$name under valgrind" "${under[@]}" "$@" ;;
         esac
     done

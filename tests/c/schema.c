@@ -18,7 +18,7 @@ static NVFP4_SchemaResult detect(const NVFP4_NamedTensor *set, size_t count, con
 {
     NVFP4_SchemaResult result;
     result.struct_size = sizeof result;
-    OK(NVFP4_schema_detect(set, count, prefix, prefix == NULL ? 0 : strlen(prefix), &result));
+    OK(NVFP4_schema_detect(set, count, sizeof(NVFP4_NamedTensor), prefix, prefix == NULL ? 0 : strlen(prefix), &result));
     CHECK(result.struct_size == sizeof result);
     return result;
 }
@@ -48,11 +48,11 @@ static void both_formats(void)
     CHECK(r.format == NVFP4_FORMAT_NONE && r.tensors == 1 && r.weights == 0);
     r = detect(NULL, 0, NULL);
     CHECK(r.format == NVFP4_FORMAT_NONE && r.tensors == 0);
-    OK(NVFP4_schema_validate(set, 7, NULL, 0));
+    OK(NVFP4_schema_validate(set, 7, sizeof(NVFP4_NamedTensor), NULL, 0));
 
     size_t length, again;
-    OK(NVFP4_schema_report(set, 7, "l.0", 3, NULL, 0, &length));
-    OK(NVFP4_schema_report(set, 7, "l.0", 3, text, sizeof text, &again));
+    OK(NVFP4_schema_report(set, 7, sizeof(NVFP4_NamedTensor), "l.0", 3, NULL, 0, &length));
+    OK(NVFP4_schema_report(set, 7, sizeof(NVFP4_NamedTensor), "l.0", 3, text, sizeof text, &again));
     CHECK(length == again && strlen(text) == length);
     const char *expected = "{\"format\":\"nvfp4\",\"tensors\":3,\"problems\":0,\"weights\":[{\"name\":\"l.0.weight\","
                            "\"format\":\"nvfp4\",\"convention\":\"dat\",\"keys\":{\"codes\":\"l.0.qdata\","
@@ -60,12 +60,15 @@ static void both_formats(void)
                            "\"in_features\":128,\"block\":16,\"faults\":[]}]}";
     CHECK(strcmp(text, expected) == 0);
 
-    /* An older host's result ends after the format; what lies behind it is not touched. */
-    NVFP4_SchemaResult old = r;
-    old.struct_size = 8;
-    old.weights = 99;
-    OK(NVFP4_schema_detect(set, 7, NULL, 0, &old));
-    CHECK(old.format == NVFP4_FORMAT_MIXED && old.weights == 99);
+    /* A later host's elements and result are larger; what this version does not know is 0. */
+    struct { NVFP4_NamedTensor known; uint64_t unknown; } later[7];
+    struct { NVFP4_SchemaResult known; uint64_t unknown; } result = {.known = {.struct_size = sizeof result}, .unknown = 1};
+    for (int i = 0; i < 7; i++) {
+        later[i].known = set[i];
+        later[i].unknown = 0;
+    }
+    OK(NVFP4_schema_detect(&later->known, 7, sizeof later[0], NULL, 0, &result.known));
+    CHECK(result.known.format == NVFP4_FORMAT_MIXED && result.known.weights == 2 && result.unknown == 0);
 }
 
 static void what_is_wrong(void)
@@ -79,14 +82,14 @@ static void what_is_wrong(void)
     };
     NVFP4_SchemaResult r = detect(set, 4, NULL);
     CHECK(r.format == NVFP4_FORMAT_MIXED && r.weights == 3 && r.problems == 4);
-    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_schema_validate(set, 4, NULL, 0));
+    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_schema_validate(set, 4, sizeof(NVFP4_NamedTensor), NULL, 0));
     CHECK(strcmp(NVFP4_last_error(), "missing tensors: 'a.scale', 'b.absmax', 'c.weight.scale'; "
                                      "'c.weight.qdata': its dimensions [7, 9] are not aligned to 8") == 0);
-    FAILS(NVFP4_NOT_FOUND, NVFP4_schema_validate(set, 4, "d", 1));
+    FAILS(NVFP4_NOT_FOUND, NVFP4_schema_validate(set, 4, sizeof(NVFP4_NamedTensor), "d", 1));
     SAYS(".qdata");
 
     set[0] = tensor("b.absmax", F32, 1, few);
-    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_schema_validate(set, 4, "b", 1));
+    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_schema_validate(set, 4, sizeof(NVFP4_NamedTensor), "b", 1));
     SAYS("'b.absmax': 31 scales do not divide 4096 values");
 }
 

@@ -18,7 +18,7 @@ static NVFP4_Session *session, *chatting, *restored;
 
 static void load(void)
 {
-    OK(NVFP4_model_load(path, strlen(path), NULL, NULL, NULL, NULL, &model));
+    OK(NVFP4_model_load(path, strlen(path), NULL, NULL, &model));
 }
 
 static void tokenize(void)
@@ -33,21 +33,19 @@ static void render(void)
     const NVFP4_Message messages[] = {
         {"system", 6, "Be brief.", 9}, {"user", 4, text, LONG_TEXT}, {"assistant", 9, "Yes.", 4}, {"user", 4, "Why?", 4}};
     size_t length = 0;
-    OK(NVFP4_model_render_chat(model, messages, 4, 1, prompt, sizeof prompt, &length));
+    OK(NVFP4_model_render_chat(model, messages, 4, sizeof(NVFP4_Message), 1, prompt, sizeof prompt, &length));
 }
 
 static void prefill(void)
 {
     OK(NVFP4_session_create(model, NULL, &session));
-    OK(NVFP4_session_prefill(session, tokens, 64));
+    OK(NVFP4_session_prefill(session, tokens, 64, NULL));
 }
 
-static int32_t on_token(void *user, int32_t token, const char *piece, size_t length)
+static int32_t on_token(void *user, const NVFP4_TokenEvent *event)
 {
     (void)user;
-    (void)token;
-    (void)piece;
-    (void)length;
+    (void)event;
     return 0;
 }
 
@@ -79,12 +77,12 @@ static void chat(void)
 
 static void save(void)
 {
-    OK(NVFP4_session_save(chatting, saved, strlen(saved)));
+    OK(NVFP4_session_save(chatting, saved, strlen(saved), NULL));
 }
 
 static void restore(void)
 {
-    OK(NVFP4_session_restore(model, saved, strlen(saved), &restored));
+    OK(NVFP4_session_restore(model, saved, strlen(saved), NULL, &restored));
 }
 
 static void quantize(void)
@@ -125,7 +123,7 @@ static void diagnose(void)
 {
     size_t length = 0;
     OK(NVFP4_diagnose(prompt, sizeof prompt, &length));
-    CHECK(NVFP4_model_load("/nowhere", 8, NULL, NULL, NULL, NULL, &model) != NVFP4_OK);
+    CHECK(NVFP4_model_load("/nowhere", 8, NULL, NULL, &model) != NVFP4_OK);
 }
 
 static void release(void)

@@ -77,10 +77,10 @@ static void run(struct results *out)
 
     OK(NVFP4_load_options_init(&load, sizeof load));
     load.threads = 2;
-    OK(NVFP4_model_load(path, strlen(path), &load, NULL, NULL, NULL, &model));
+    OK(NVFP4_model_load(path, strlen(path), &load, NULL, &model));
     OK(NVFP4_session_create(model, NULL, &session));
-    OK(NVFP4_session_prefill(session, prompt, PROMPT));
-    OK(NVFP4_session_logits(session, out->logits, MOST, &out->logit_count));
+    OK(NVFP4_session_prefill(session, prompt, PROMPT, NULL));
+    OK(NVFP4_session_logits(session, out->logits, MOST, &out->logit_count, NULL));
     OK(NVFP4_generate_options_init(&generate, sizeof generate));
     generate.max_tokens = TOKENS;
     generate.ignore_model_stops = 1;
@@ -91,15 +91,15 @@ static void run(struct results *out)
     OK(NVFP4_session_chat(chatting, "How are you?", 12, &generate, NULL, NULL, NULL));
     OK(NVFP4_session_text(chatting, out->answer, MOST, &out->answer_length));
 
-    OK(NVFP4_session_save(session, file, strlen(file)));
+    OK(NVFP4_session_save(session, file, strlen(file), NULL));
     sum(file, &out->session, &out->session_sum);
-    OK(NVFP4_session_restore(model, file, strlen(file), &restored));
-    OK(NVFP4_session_logits(restored, out->restored, MOST, &out->restored_count));
+    OK(NVFP4_session_restore(model, file, strlen(file), NULL, &restored));
+    OK(NVFP4_session_logits(restored, out->restored, MOST, &out->restored_count, NULL));
 
     OK(NVFP4_convert_options_init(&convert, sizeof convert));
     convert.container = NVFP4_CONTAINER_DAT;
     convert.replace = 1;
-    OK(NVFP4_model_convert(path, strlen(path), converted, strlen(converted), &convert, NULL, NULL, NULL));
+    OK(NVFP4_model_convert(path, strlen(path), converted, strlen(converted), &convert, NULL));
     sum(converted, &out->converted, &out->converted_sum);
 
     OK(NVFP4_session_release(restored));

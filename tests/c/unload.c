@@ -30,10 +30,9 @@ static void find(void *handle, const char *name, void *function, size_t size)
 
 static void *use(void *user)
 {
-    NVFP4_Status (*load)(const char *, size_t, const NVFP4_LoadOptions *, const NVFP4_QuantizeOptions *, NVFP4_ProgressCallback,
-                         void *, NVFP4_Model **);
+    NVFP4_Status (*load)(const char *, size_t, const NVFP4_LoadOptions *, const NVFP4_QuantizeOptions *, NVFP4_Model **);
     NVFP4_Status (*create)(const NVFP4_Model *, const NVFP4_SessionOptions *, NVFP4_Session **);
-    NVFP4_Status (*prefill)(NVFP4_Session *, const int32_t *, size_t);
+    NVFP4_Status (*prefill)(NVFP4_Session *, const int32_t *, size_t, const NVFP4_CallOptions *);
     NVFP4_Status (*release)(NVFP4_Session *), (*release_model)(NVFP4_Model *), (*set_threads)(int32_t);
     const char *(*version)(void);
     void (*empty)(void);
@@ -57,9 +56,9 @@ static void *use(void *user)
     CHECK(version()[0] != 0);
     CHECK(set_threads(-1) == NVFP4_INVALID_ARGUMENT && set_threads(2) == NVFP4_OK);
     if (user != NULL) {
-        CHECK(load(path, strlen(path), NULL, NULL, NULL, NULL, &model) == NVFP4_OK);
+        CHECK(load(path, strlen(path), NULL, NULL, &model) == NVFP4_OK);
         CHECK(create(model, NULL, &session) == NVFP4_OK);
-        CHECK(prefill(session, prompt, 3) == NVFP4_OK);
+        CHECK(prefill(session, prompt, 3, NULL) == NVFP4_OK);
         CHECK(release(session) == NVFP4_OK && release_model(model) == NVFP4_OK);
     }
     empty();

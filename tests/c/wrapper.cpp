@@ -281,6 +281,20 @@ void log()
         CHECK(lines.size() == 1 && has(lines[0], "threads is -5"));
     }
     CHECK(status_of([] { nvfp4::set_threads(-5); }) == NVFP4_INVALID_ARGUMENT && lines.size() == 1);
+    {
+        /* One that is replaced while it lives, one that ends in its own callback, and one beside them. */
+        int counts[3] = {0, 0, 0};
+        nvfp4::Log log(NVFP4_LOG_DEBUG, [&](std::int32_t, std::string_view) { counts[0]++; });
+        const nvfp4::Log beside(NVFP4_LOG_DEBUG, [&](std::int32_t, std::string_view) { counts[2]++; });
+        log = nvfp4::Log(NVFP4_LOG_DEBUG, [&, kept = std::make_shared<int>(7)](std::int32_t, std::string_view) {
+            counts[1]++;
+            log = nvfp4::Log();
+            CHECK(*kept == 7);
+        });
+        for (int i = 0; i < 2; i++)
+            CHECK(status_of([] { nvfp4::set_threads(-5); }) == NVFP4_INVALID_ARGUMENT);
+        CHECK(counts[0] == 0 && counts[1] == 1 && counts[2] == 2);
+    }
     CHECK(status_of([] { nvfp4::Log(17, nullptr); }) == NVFP4_INVALID_ARGUMENT);
     CHECK(nvfp4::last_error().status() == NVFP4_INVALID_ARGUMENT && has(nvfp4::last_error().what(), "17"));
 
@@ -381,11 +395,14 @@ void sessions(const std::string &path, const std::string &scratch)
 
     /* Cancelled from another thread, which can only be told from the end of the generation by its reason. */
     options.max_tokens = 200;
+    nvfp4::Cancel cancel = nvfp4::Cancel::create();
+    const nvfp4::CallOptions call(cancel);
+    options.call = &call;
     std::atomic<bool> running{false};
     std::thread canceller([&] {
         while (!running)
             std::this_thread::yield();
-        session.cancel();
+        cancel.trigger();
         running = false;
     });
     nvfp4::Generation cancelled = session.generate(options, [&](std::string_view) {
@@ -398,9 +415,29 @@ void sessions(const std::string &path, const std::string &scratch)
     });
     canceller.join();
     CHECK(cancelled.finish == NVFP4_FINISH_CANCELLED && cancelled.generated_tokens == 1);
+    const nvfp4::Cancel same = cancel.clone();
+    CHECK(same.triggered() && status_of([&] { session.decode(1, &call); }) == NVFP4_CANCELLED);
+    CHECK(status_of([&] { fork.save(scratch + "/never", &call); }) == NVFP4_CANCELLED);
+    cancel.renew();
+    CHECK(!same.triggered() && !nvfp4::Cancel().trigger() && !nvfp4::Cancel().renew());
+    options.call = nullptr;
 
     session.clear();
     fork.clear();
+    std::uint64_t told = 0;
+    session.prefill(prompt, &call, [&](std::uint64_t done, std::uint64_t total) { told = done == total ? done : 0; });
+    CHECK(told == prompt.size());
+    session.clear();
+    CHECK(status_of([&] {
+              session.prefill(prompt, nullptr, [](std::uint64_t, std::uint64_t) { return false; });
+          }) == NVFP4_CANCELLED && session.length() == 0);
+    try {
+        session.prefill(prompt, nullptr, [](std::uint64_t, std::uint64_t) { throw Own{42}; });
+        CHECK(false);
+    } catch (const Own &own) {
+        CHECK(own.number == 42);
+    }
+    session.clear();
     session.prefill(prompt);
     fork.prefill_token_by_token(prompt);
     const std::int32_t a = session.sample(), b = fork.sample(options);
@@ -422,6 +459,11 @@ void sessions(const std::string &path, const std::string &scratch)
     CHECK(next[0] == session.sample(warm) && next[1] == fork.sample(warm));
     next = nvfp4::step_sample({&session, &fork}, next);
     CHECK(next[0] == session.sample() && next[1] == fork.sample());
+    std::vector<NVFP4_Status> statuses;
+    nvfp4::step({&session, nullptr}, {1, 2}, nullptr, &statuses);
+    CHECK(statuses == std::vector<NVFP4_Status>({NVFP4_OK, NVFP4_INVALID_HANDLE}));
+    next = nvfp4::step_sample({&session, &fork, &session}, {1, 2, 3}, {warm}, &call, &statuses);
+    CHECK(statuses == std::vector<NVFP4_Status>({NVFP4_OK, NVFP4_OK, NVFP4_INVALID_ARGUMENT}) && next[0] >= 0 && next[2] == -1);
     CHECK(status_of([&] { nvfp4::step_sample({&session}, {1, 2}); }) == NVFP4_INVALID_ARGUMENT);
     CHECK(status_of([&] { nvfp4::step_sample({&session}, {1}, {warm, warm}); }) == NVFP4_INVALID_ARGUMENT);
     CHECK(nvfp4::memory(NVFP4_MEMORY_KV_CACHE).current > 0);
@@ -444,6 +486,17 @@ void streams(const std::string &path)
     const nvfp4::Generation expected = other.chat("Hi", options);
     const std::vector<std::int32_t> tokens = other.tokens();
     const std::size_t prompt = tokens.size() - 20;
+
+    nvfp4::Detokenizer detokenizer(model, {}, options);
+    const nvfp4::Detokenizer owner = detokenizer.clone();
+    std::string spelled;
+    for (std::size_t i = 0; i < 20; i++) {
+        const nvfp4::Detokenizer::Text next = detokenizer.push(tokens[prompt + i]);
+        spelled += next.text;
+        CHECK(next.finish == (i + 1 < 20 ? NVFP4_FINISH_NONE : NVFP4_FINISH_LENGTH));
+    }
+    spelled += detokenizer.finish();
+    CHECK(spelled == expected.text && status_of([&] { detokenizer.push(1); }) == NVFP4_INVALID_ARGUMENT);
 
     std::string text;
     nvfp4::Stream stream = session.ask("Hi", options);

@@ -30,7 +30,7 @@ pub(crate) fn golden(case: &str) -> PathBuf {
 }
 
 /// Everything as stored, on two threads.
-pub(crate) fn options() -> LoadOptions<'static> {
+pub(crate) fn options() -> LoadOptions {
     LoadOptions::new(Device::cpu(Some(2)).unwrap())
 }
 

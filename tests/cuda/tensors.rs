@@ -1880,9 +1880,9 @@ fn any_number_of_calls_is_checked() {
 fn units_are_prepared_and_devices_opened_by_many_at_once() {
     let Some(gpu) = gpu() else { return };
     let ready = std::time::Instant::now();
-    gpu.prepare(Unit::ALL).unwrap();
+    gpu.prepare(Unit::ALL, &|| false).unwrap();
     println!("all units: {:?}", ready.elapsed());
-    gpu.prepare(Unit::ALL).unwrap();
+    gpu.prepare(Unit::ALL, &|| false).unwrap();
     std::thread::scope(|scope| {
         for _ in 0..8 {
             scope.spawn(|| {

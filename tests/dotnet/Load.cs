@@ -1,18 +1,23 @@
-// Loads the library, and says which version and file it is or why it cannot be loaded.
+// Load [MODEL]: loads the library, and says which version and file it is or why it cannot be loaded. With a model, loading that
+// is the first call.
 
 using System;
+using System.Threading;
 using LibNVFP4;
 
 static class Load
 {
-    static int Main()
+    static int Main(string[] args)
     {
         try
         {
+            using (var source = new CancellationTokenSource())
+                if (args.Length > 0)
+                    Model.Load(args[0], cancellation: source.Token).Dispose();
             Console.WriteLine(Library.Version + " " + Library.Path);
             return 0;
         }
-        catch (Nvfp4LoadException e)
+        catch (Nvfp4Exception e)
         {
             Console.WriteLine(e.Status + ": " + e.Message);
             return 1;

@@ -43,6 +43,11 @@ static class Tests
             Run("a forgotten stream ends", ForgottenStream);
             Run("looking at a stream", LookingAtStream);
             Run("cancellation", Cancellation);
+            Run("no cancellation is lost", CancellationAtAnyTime);
+            Run("cancellation of every kind of call", CancellationOfEach);
+            Run("progress", Progress);
+            Run("log-probabilities", LogProbabilities);
+            Run("detokenizers", Detokenizers);
             Run("exceptions from handlers", HandlersThrow);
             Run("typed exceptions", TypedExceptions);
             Run("conversations", Conversations);
@@ -154,6 +159,21 @@ static class Tests
         Throws<Nvfp4NotFoundException>(() => Model.Load("/nowhere"));
         Same(count, messages.Count);
 
+        // A handler may set the next one, on several threads at once too.
+        int first = 0, second = 0;
+        Library.SetLog((level, message) =>
+        {
+            Interlocked.Increment(ref first);
+            Library.SetLog((more, text) => Interlocked.Increment(ref second), LogLevel.Debug);
+        }, LogLevel.Debug);
+        OnThreads(4, i =>
+        {
+            for (int n = 0; n < 20; n++)
+                Throws<Nvfp4NotFoundException>(() => Session.Restore(model, "/nowhere"));
+        });
+        Library.SetLog(null);
+        Check(first >= 1 && first <= 4 && second > 0 && first + second <= 80, first + " and " + second);
+
         // The defaults are the library's.
         var generate = new GenerateOptions();
         Check(generate.MaxTokens == 512 && generate.TopP == 1 && generate.RepetitionPenalty == 1 && generate.Temperature == 0);
@@ -249,6 +269,22 @@ static class Tests
             // Not text at all: it is the reader who is told.
             Throws<ArgumentException>(() => chat.Stream("\uDC00").First());
             Same(Sentence, chat.Ask("Hi", Tokens(12)));
+        }
+
+        // In the middle of a prompt, from another thread than the reader's.
+        using (var chat = new ChatSession(forever, null, new SessionOptions { Context = 1 << 18 }))
+        {
+            IEnumerator<string> stream = chat.Stream(new string('a', 200000)).GetEnumerator();
+            bool more = true;
+            var reader = new Thread(() => more = stream.MoveNext());
+            reader.Start();
+            Thread.Sleep(100);
+            Check(Busy(chat));
+            var watch = Stopwatch.StartNew();
+            stream.Dispose();
+            Check(watch.ElapsedMilliseconds < 200, watch.ElapsedMilliseconds + " ms");
+            reader.Join();
+            Check(!more && chat.Length == 0 && !Busy(chat));
         }
     }
 
@@ -374,32 +410,351 @@ static class Tests
             Check(Throws<AggregateException>(() => task.Wait()).InnerException is OperationCanceledException && task.IsCanceled);
 
             // Session.Cancel is no failure of a generation, and no token's.
-            Generation result = chat.Chat("Hi", (token, text) =>
+            Generation result = chat.Chat("Hi", piece =>
             {
                 chat.Cancel();
                 return true;
             }, Tokens(1000000));
-            Same(FinishReason.Cancelled, result.Finish);
+            Check(result.Finish == FinishReason.Cancelled && result.GeneratedTokens == 1);
+            // Of no call it cancels nothing, nor of one to come.
+            chat.Cancel();
+            Same(Sentence, chat.Ask("On", Tokens(12)));
             // Nor is a handler that has heard enough.
             int calls = 0;
-            Same(3L, chat.Chat("Hi", (token, text) => ++calls < 3, Tokens(1000)).GeneratedTokens);
+            Same(3L, chat.Chat("Hi", piece => ++calls < 3, Tokens(1000)).GeneratedTokens);
+        }
 
-            // A long prompt.
-            source = new CancellationTokenSource();
-            source.CancelAfter(20);
-            chat.Reset();
-            using (var session = new Session(forever, new SessionOptions { Context = 1 << 16 }))
-            {
-                int[] prompt = Enumerable.Repeat(7, 60000).ToArray();
-                Throws<OperationCanceledException>(() => session.PrefillTokenByToken(prompt, source.Token));
-                Same(0L, session.Length);
-            }
+        // Long prompts, from another thread.
+        using (var session = new Session(forever, new SessionOptions { Context = 1 << 17 }))
+        {
+            int[] prompt = Enumerable.Repeat(7, 120000).ToArray();
+            foreach (bool single in new[] { false, true })
+                foreach (bool byToken in new[] { true, false })
+                {
+                    var source = new CancellationTokenSource();
+                    var watch = new Stopwatch();
+                    var other = new Thread(() =>
+                    {
+                        Thread.Sleep(60);
+                        watch.Start();
+                        if (byToken)
+                            source.Cancel();
+                        else
+                            session.Cancel();
+                    });
+                    Action prefill = () =>
+                    {
+                        other.Start();
+                        if (single)
+                            session.PrefillTokenByToken(prompt, null, source.Token);
+                        else
+                            session.Prefill(prompt, null, source.Token);
+                    };
+                    if (byToken)
+                        Same(source.Token, Throws<OperationCanceledException>(prefill).CancellationToken);
+                    else
+                        Throws<Nvfp4CancelledException>(prefill);
+                    long took = watch.ElapsedMilliseconds;
+                    other.Join();
+                    Check(took < 200, "it took " + took + " ms");
+                    Same(0L, session.Length);
+                }
         }
         var loading = new CancellationTokenSource();
         Throws<OperationCanceledException>(() => Model.Load(modelPath, null, null, (done, total) => loading.Cancel(), loading.Token));
         Check(Model.LoadAsync(modelPath, cancellation: loading.Token).IsCanceled);
         using (Model loaded = Model.LoadAsync(modelPath).Result)
             Same(320, loaded.Tokenizer.VocabularySize);
+    }
+
+    /// A token that is cancelled at any moment around the beginning of a call ends it, unless it was done before.
+    static void CancellationAtAnyTime()
+    {
+        var random = new Random(3);
+        int cancelled = 0;
+        using (var session = new Session(forever, new SessionOptions { Context = 1 << 16 }))
+        using (Session other = session.Fork())
+        using (var go = new SemaphoreSlim(0))
+        {
+            CancellationTokenSource source = null;
+            int spins = 0;
+            bool over = false;
+            var canceller = new Thread(() =>
+            {
+                for (;;)
+                {
+                    go.Wait();
+                    if (Volatile.Read(ref over))
+                        return;
+                    Thread.SpinWait(spins);
+                    source.Cancel();
+                }
+            });
+            canceller.Start();
+            int[] prompt = Enumerable.Repeat(7, 60000).ToArray();
+            int[] answer = { 5 };
+            try
+            {
+                for (int i = 0; i < 300; i++)
+                {
+                    session.Truncate(0);
+                    session.Prefill(answer);
+                    source = new CancellationTokenSource();
+                    CancellationToken token = source.Token;
+                    spins = random.Next(i % 2 == 0 ? 200 : 20000);
+                    // None of them would end within the time of this test, but for the last.
+                    Action call = i % 4 == 0 ? () => session.Prefill(prompt, null, token)
+                        : i % 4 == 1 ? () => session.Generate(Tokens(60000), null, token)
+                        : i % 4 == 2 ? (Action)(() => { foreach (string piece in session.Stream(Tokens(60000), token)) { } })
+                        : () => session.Decode(7, token);
+                    go.Release();
+                    var watch = Stopwatch.StartNew();
+                    try
+                    {
+                        call();
+                        Check(i % 4 == 3, "a call has ended, but not by its token");
+                    }
+                    catch (OperationCanceledException e)
+                    {
+                        Same(token, e.CancellationToken);
+                        cancelled++;
+                    }
+                    Check(watch.ElapsedMilliseconds < 1000, "it took " + watch.ElapsedMilliseconds + " ms");
+                    // Cancelled it is before the next one is made.
+                    Until(() => token.IsCancellationRequested, "the token is cancelled");
+                }
+            }
+            finally
+            {
+                Volatile.Write(ref over, true);
+                go.Release();
+                canceller.Join();
+            }
+        }
+        Check(cancelled >= 225, cancelled + " were cancelled");
+    }
+
+    /// Every call that may be long takes a token, which one that is cancelled keeps from doing anything.
+    static void CancellationOfEach()
+    {
+        string file = Path.Combine(scratch, "cancelled.nvfp4session");
+        using (Session session = new Session(model), other = new Session(model))
+        {
+            session.Prefill(Prompt);
+            other.Prefill(Prompt);
+            session.Save(file);
+            var cancelled = new CancellationToken(true);
+            Session[] both = { session, other };
+            int[] tokens = { 3, 4 };
+            Status[] statuses = null;
+            foreach (Action call in new Action[]
+            {
+                () => session.Prefill(Prompt, null, cancelled), () => session.PrefillTokenByToken(Prompt, null, cancelled),
+                () => session.Decode(3, cancelled), () => session.GetLogits(cancelled), () => session.Sample(null, cancelled),
+                () => session.Generate(null, null, cancelled), () => session.Stream(null, cancelled).First(),
+                () => session.Save(file + "2", null, cancelled), () => Session.Restore(model, file, null, cancelled),
+                () => ChatSession.Restore(model, file, null, cancelled), () => Session.Step(both, tokens, cancelled),
+                () => Session.Step(both, tokens, out statuses, cancelled),
+                () => Session.StepSample(both, tokens, (GenerateOptions)null, cancelled),
+                () => Session.StepSample(both, tokens, null, out statuses, cancelled), () => Model.Load(modelPath, cancellation: cancelled),
+                () => Quantizer.ConvertModel(modelPath, file + "3", cancellation: cancelled),
+            })
+                Same(cancelled, Throws<OperationCanceledException>(call).CancellationToken);
+            Check(session.Length == Prompt.Length && other.Length == Prompt.Length && !File.Exists(file + "2"));
+            // And one that could be cancelled, but is not, changes nothing.
+            using (var source = new CancellationTokenSource())
+            {
+                CancellationToken token = source.Token;
+                session.Decode(3, token);
+                Check(session.GetLogits(token).SequenceEqual(session.Logits));
+                Same(session.Sample(), session.Sample(null, token));
+                Session.Step(both, tokens, token);
+                Session.StepSample(both, tokens, (GenerateOptions)null, token);
+                session.Save(file, null, token);
+                using (Session restored = Session.Restore(model, file, null, token))
+                    Check(restored.Tokens.SequenceEqual(session.Tokens));
+            }
+            // By its own progress, in the middle.
+            using (var source = new CancellationTokenSource())
+                Throws<OperationCanceledException>(() => session.Save(file + "2", (done, total) => source.Cancel(), source.Token));
+            Check(!File.Exists(file + "2"));
+            using (var source = new CancellationTokenSource())
+                Throws<OperationCanceledException>(() => Session.Restore(model, file, (done, total) => source.Cancel(), source.Token));
+        }
+    }
+
+    /// What a progress handler has heard.
+    sealed class Heard
+    {
+        internal long Calls, Done, Total;
+
+        internal void Hear(long done, long total)
+        {
+            Check(done >= Done && done <= total, done + " of " + total + " after " + Done + " of " + Total);
+            Calls++;
+            Done = done;
+            Total = total;
+        }
+    }
+
+    static void Progress()
+    {
+        string file = Path.Combine(scratch, "progress.nvfp4session");
+        using (var session = new Session(model))
+        {
+            var heard = new Heard();
+            session.Prefill(Prompt, heard.Hear);
+            Check(heard.Calls > 0 && heard.Done == Prompt.Length && heard.Total == Prompt.Length);
+            heard = new Heard();
+            session.PrefillTokenByToken(Prompt, heard.Hear);
+            Check(heard.Calls > 0 && heard.Done == Prompt.Length && heard.Total == Prompt.Length);
+            heard = new Heard();
+            session.Save(file, heard.Hear);
+            Check(heard.Calls > 0 && heard.Done == heard.Total && heard.Total == new FileInfo(file).Length, heard.Done + " of " + heard.Total);
+            heard = new Heard();
+            Session.Restore(model, file, heard.Hear).Dispose();
+            Check(heard.Calls > 0 && heard.Done == heard.Total && heard.Total == new FileInfo(file).Length, heard.Done + " of " + heard.Total);
+        }
+        using (var session = new Session(forever, new SessionOptions { Context = 1 << 16 }))
+        {
+            // In the middle of a long one, a handler that throws ends the call, and its exception comes out; or it cancels it.
+            int[] prompt = Enumerable.Repeat(7, 60000).ToArray();
+            var special = new Special();
+            long first = 0;
+            Check(ReferenceEquals(special, Throws<Special>(() => session.Prefill(prompt, (done, total) =>
+            {
+                first = done;
+                ThrowSpecial(special);
+            }))));
+            Check(first < prompt.Length && session.Length == 0, first + " tokens");
+            using (var source = new CancellationTokenSource())
+                Throws<OperationCanceledException>(() => session.Prefill(prompt, (done, total) => source.Cancel(), source.Token));
+            Same(0L, session.Length);
+        }
+        using (var chat = new ChatSession(forever, null, new SessionOptions { Context = 1 << 16 }))
+        {
+            // A prompt that is long enough to be told of in its middle, and what is generated.
+            var heard = new Heard();
+            GenerateOptions options = Tokens(12);
+            options.Progress = heard.Hear;
+            Same(Sentence, chat.Ask(new string('a', 20000), options));
+            Check(heard.Calls > 1 && heard.Done == heard.Total && heard.Total > 20000, heard.Done + " of " + heard.Total);
+            options = options.Clone();
+            heard = new Heard();
+            options.Progress = heard.Hear;
+            Same(Sentence, string.Concat(chat.Stream("On", options).ToArray()));
+            Check(heard.Done == heard.Total && heard.Total < 100, heard.Done + " of " + heard.Total);
+        }
+    }
+
+    static void LogProbabilities()
+    {
+        using (Session session = new Session(model), other = new Session(model))
+        {
+            session.Prefill(Prompt);
+            other.Prefill(Prompt);
+            GenerateOptions options = Tokens(8);
+            options.Temperature = 1.3f;
+            options.LogProbabilities = true;
+            int count = 0;
+            session.Generate(options, piece =>
+            {
+                if (piece.Kind == TokenEventKind.HeldText)
+                    return true;
+                count++;
+                float[] logits = other.Logits;
+                double most = logits.Max();
+                double expected = logits[piece.Token] - most - Math.Log(logits.Sum(l => Math.Exp(l - most)));
+                Check(Math.Abs(piece.LogProbability - expected) < 1e-4, piece.LogProbability + " and not " + expected);
+                other.Decode(piece.Token);
+                return true;
+            });
+            Same(8, count);
+            options.LogProbabilities = false;
+            session.Generate(options, piece => float.IsNaN(piece.LogProbability));
+            Same(20 + 8L, session.Length);
+        }
+    }
+
+    static void Detokenizers()
+    {
+        foreach (GenerateOptions options in new[]
+        {
+            new GenerateOptions(), Tokens(7), Tokens(1), new GenerateOptions { StopStrings = new[] { "nothing", "語😀" } },
+            new GenerateOptions { StopStrings = new[] { "é of which there is more" } },
+            new GenerateOptions { StopTokens = new[] { reciter.Tokenizer.Encode("😀")[0] } },
+        })
+            using (var chat = new ChatSession(reciter))
+            using (var detokenizer = new Detokenizer(reciter, options))
+            {
+                // A handler hears a token once, and its texts are the answer.
+                string heard = "", text = "";
+                var tokens = new List<int>();
+                Generation result = chat.Chat("Hi", piece =>
+                {
+                    heard += piece.Text;
+                    Check(piece.Kind == TokenEventKind.Token ? piece.Token >= 0 : piece.Token == -1 && piece.Text != "");
+                    if (piece.Kind == TokenEventKind.Token)
+                        tokens.Add(piece.Token);
+                    return true;
+                }, options);
+                Check(tokens.Count == result.GeneratedTokens && tokens.SequenceEqual(chat.Tokens.Skip(chat.Tokens.Length - tokens.Count)));
+                var finish = FinishReason.None;
+                foreach (int token in tokens)
+                {
+                    Same(FinishReason.None, finish);
+                    text += detokenizer.Push(token, out finish);
+                }
+                if (result.Finish == FinishReason.Stop)
+                    Same("", detokenizer.Push(options.StopTokens == null ? reciter.Info.StopTokens[0] : options.StopTokens.First(), out finish));
+                Same(result.Finish, finish);
+                text += detokenizer.Finish();
+                Same(chat.Text, text);
+                Same(chat.Text, heard);
+                Throws<Nvfp4ArgumentException>(() => detokenizer.Push(5, out finish), "ended");
+            }
+
+        // From within a character, and out of range.
+        int[] bytes = model.Tokenizer.Encode("你");
+        using (var detokenizer = new Detokenizer(model, null, bytes.Take(1).ToArray()))
+        {
+            FinishReason finish;
+            Throws<Nvfp4ArgumentException>(() => detokenizer.Push(320, out finish), "320");
+            string text = string.Concat(bytes.Skip(1).Select(token => detokenizer.Push(token, out finish)).ToArray());
+            Same("你", text);
+            detokenizer.Dispose();
+            detokenizer.Dispose();
+            Throws<ObjectDisposedException>(() => detokenizer.Finish());
+        }
+        Throws<ArgumentNullException>(() => new Detokenizer(null));
+
+        // Many sessions in steps, each with a text of its own.
+        using (Session one = new Session(reciter), two = new Session(reciter))
+        using (Detokenizer first = new Detokenizer(reciter), second = new Detokenizer(reciter, Tokens(6)))
+        {
+            int[] prompt = reciter.Tokenizer.Encode(reciter.RenderChat(new[] { new ChatMessage("user", "Hi") }));
+            var sessions = new List<Session> { one, two };
+            var detokenizers = new List<Detokenizer> { first, second };
+            var texts = new Dictionary<Detokenizer, string> { { first, "" }, { second, "" } };
+            foreach (Session session in sessions)
+                session.Prefill(prompt.Take(prompt.Length - 1).ToArray());
+            int[] next = { prompt.Last(), prompt.Last() };
+            while (sessions.Count > 0)
+            {
+                next = Session.StepSample(sessions, next);
+                for (int i = sessions.Count - 1; i >= 0; i--)
+                {
+                    texts[detokenizers[i]] += detokenizers[i].Push(next[i], out FinishReason finish);
+                    if (finish == FinishReason.None)
+                        continue;
+                    Same(detokenizers[i] == first ? FinishReason.Stop : FinishReason.Length, finish);
+                    sessions.RemoveAt(i);
+                    detokenizers.RemoveAt(i);
+                    next = next.Where((token, at) => at != i).ToArray();
+                }
+            }
+            Same(Sentence + "|好語", texts[first] + "|" + texts[second]);
+        }
     }
 
     sealed class Special : Exception
@@ -510,10 +865,10 @@ static class Tests
             var drawn = new GenerateOptions { MaxTokens = 10, Temperature = 1.2f, TopK = 40, TopP = 0.95f, MinP = 0.01f,
                 RepetitionPenalty = 1.1f, Seed = 7, IgnoreModelStops = true };
             var tokens = new List<int>();
-            Generation result = whole.Generate(drawn, (token, text) =>
+            Generation result = whole.Generate(drawn, piece =>
             {
-                if (tokens.Count < 10)
-                    tokens.Add(token);
+                if (piece.Kind == TokenEventKind.Token)
+                    tokens.Add(piece.Token);
                 return true;
             });
             Check(result.Finish == FinishReason.Length && result.GeneratedTokens == 10 && result.PromptTokens == 12);
@@ -540,6 +895,25 @@ static class Tests
             Same(whole.Sample() + " " + other.Sample(), next[0] + " " + next[1]);
             Throws<ArgumentException>(() => Session.StepSample(new[] { whole, other }, next, new[] { warm }));
             Check(whole.Context == 256 && whole.MemoryBytes > 0);
+
+            // Those that cannot take their token do not hold up the others.
+            Session gone = whole.Fork(), full = new Session(model, new SessionOptions { Context = Prompt.Length });
+            using (full)
+            {
+                gone.Dispose();
+                full.Prefill(Prompt);
+                var many = new[] { whole, gone, full, whole, other };
+                long before = whole.Length;
+                Session.Step(many, new[] { 3, 3, 3, 3, 320 }, out Status[] statuses);
+                Check(statuses.SequenceEqual(new[] { Status.Ok, Status.InvalidHandle, Status.ContextFull, Status.InvalidArgument,
+                    Status.InvalidArgument }), string.Join(" ", statuses));
+                Check(whole.Length == before + 1 && other.Length == before && full.Length == Prompt.Length);
+                next = Session.StepSample(many, new[] { 3, 3, 3, 3, 4 }, null, out statuses);
+                Check(statuses[0] == Status.Ok && statuses[4] == Status.Ok && statuses.Count(s => s == Status.Ok) == 2);
+                Check(next.SequenceEqual(new[] { whole.Sample(), -1, -1, -1, other.Sample() }));
+                Throws<ObjectDisposedException>(() => Session.Step(many, new[] { 3, 3, 3, 3, 3 }));
+                Throws<ArgumentException>(() => Session.Step(many, new[] { 3 }, out statuses));
+            }
         }
         using (var evicting = new Session(model, new SessionOptions { Context = 16, Keep = 2, Eviction = Eviction.DropOldest }))
         {
@@ -624,7 +998,7 @@ static class Tests
             {
                 if (i == 0)
                 {
-                    session.Generate(Tokens(1000000), (token, text) =>
+                    session.Generate(Tokens(1000000), piece =>
                     {
                         started.Set();
                         return Volatile.Read(ref busy) < 7;
@@ -837,10 +1211,33 @@ static class Tests
         Quantizer.ConvertModel(reciterPath, dense, replace: true, keepHead: true);
         using (Model converted = Model.Load(dense))
             Check(converted.Info.Json.Contains("\"nvfp4\""));
-        var source = new CancellationTokenSource();
-        Throws<OperationCanceledException>(() => Quantizer.ConvertModel(reciterPath, stopped, progress: (done, total) => source.Cancel(),
-            cancellation: source.Token));
-        Check(!File.Exists(Path.Combine(stopped, "model.safetensors")));
+        // Cancelled at any moment there is no model, unless it was done before.
+        var random = new Random(5);
+        for (int i = 0; i < 40; i++)
+            using (var source = new CancellationTokenSource())
+            {
+                int spins = random.Next(200000);
+                var other = new Thread(() =>
+                {
+                    Thread.SpinWait(spins);
+                    source.Cancel();
+                });
+                bool done = true;
+                other.Start();
+                try
+                {
+                    Quantizer.ConvertModel(reciterPath, stopped, cancellation: source.Token, replace: true);
+                }
+                catch (OperationCanceledException e)
+                {
+                    Same(source.Token, e.CancellationToken);
+                    done = false;
+                }
+                other.Join();
+                Same(done, File.Exists(Path.Combine(stopped, "model.safetensors")));
+                if (done)
+                    Directory.Delete(stopped, true);
+            }
         using (Model quantized = Model.Load(reciterPath, null, new QuantizeOptions()))
             Check(quantized.Info.WeightBytes < reciter.Info.WeightBytes);
     }
@@ -871,7 +1268,7 @@ static class Tests
         // By its own handler.
         var chat = new ChatSession(forever);
         int calls = 0;
-        Generation generation = chat.Chat("Hi", (token, text) =>
+        Generation generation = chat.Chat("Hi", piece =>
         {
             if (++calls == 3)
                 chat.Dispose();
@@ -896,6 +1293,20 @@ static class Tests
                 Check(e is ObjectDisposedException || early && e is Nvfp4CancelledException, e.ToString());
                 Check(calls < 100000, calls + " pieces came");
             }
+
+        // In the middle of a long prompt, which ends it.
+        var session = new Session(forever, new SessionOptions { Context = 1 << 17 });
+        var watch = new Stopwatch();
+        var other = new Thread(() =>
+        {
+            Thread.Sleep(60);
+            watch.Start();
+            session.Dispose();
+        });
+        other.Start();
+        Throws<Nvfp4CancelledException>(() => session.Prefill(Enumerable.Repeat(7, 120000).ToArray()));
+        Check(watch.ElapsedMilliseconds < 200, watch.ElapsedMilliseconds + " ms");
+        other.Join();
 
         // While its stream is read: what was cut off does not look like the end.
         chat = new ChatSession(forever);
@@ -1252,13 +1663,13 @@ static class Tests
         UntilUnloaded(UnloadAfter(nameof(LogTooLateInPlugin), out object _, messages));
         Same("refused", messages.Last());
 
-        // One whose handler has been replaced leaves the new one in place.
+        // Each copy of the package has a handler of its own, and the one that goes leaves the other's in place.
         int heard = 0;
-        WeakReference replaced = ReplaceLog(() => Interlocked.Increment(ref heard));
-        UntilUnloaded(replaced);
+        messages.Clear();
+        UntilUnloaded(LogBeside(messages, () => Interlocked.Increment(ref heard)));
         Throws<Nvfp4NotFoundException>(() => Model.Load("/nowhere", OnProcessor));
         Library.SetLog(null);
-        Same(1, heard);
+        Same("2 1", heard + " " + messages.Count);
 
         // Memory that has outlived the plugin that it is from keeps what will free it.
         WeakReference lender = UnloadAfter(nameof(TensorInPlugin), out object managed);
@@ -1270,11 +1681,12 @@ static class Tests
     }
 
     [MethodImpl(MethodImplOptions.NoInlining)]
-    static WeakReference ReplaceLog(Action heard)
+    static WeakReference LogBeside(List<string> messages, Action heard)
     {
         var plugin = new Plugin();
-        plugin.Run(nameof(LogInPlugin), new List<string>());
+        plugin.Run(nameof(LogInPlugin), messages);
         Library.SetLog((level, message) => heard(), LogLevel.Debug);
+        Throws<Nvfp4NotFoundException>(() => Model.Load("/nowhere", OnProcessor));
         plugin.Unload();
         return new WeakReference(plugin);
     }

@@ -1,7 +1,7 @@
 """Compares the declarations of the C# package with the header: python3 declarations.py HEADER NATIVE.cs LIBRARY.cs ENUMS.cs...
 
-Functions by name, result and parameters; structs by the names and types of their fields, in order; numbers by name and value, those
-of the version among them. Says what differs, and exits with 1.
+Functions and callbacks by name, result and parameters; structs by the names and types of their fields, in order; numbers by name
+and value, those of the version among them. Says what differs, and exits with 1.
 """
 
 import re
@@ -9,11 +9,12 @@ import sys
 
 SCALARS = {"int8_t": "sbyte", "int32_t": "int", "int64_t": "long", "uint32_t": "uint", "uint64_t": "ulong", "size_t": "UIntPtr",
            "float": "float", "double": "double", "NVFP4_Status": "int"}
-HANDLES = ("NVFP4_Tensor", "NVFP4_Weight", "NVFP4_Model", "NVFP4_Session", "NVFP4_Error")
-CALLBACKS = ("NVFP4_LogCallback", "NVFP4_Deleter", "NVFP4_ProgressCallback", "NVFP4_TokenCallback")
+HANDLES = ("NVFP4_Tensor", "NVFP4_Weight", "NVFP4_Model", "NVFP4_Session", "NVFP4_Detokenizer", "NVFP4_Cancel", "NVFP4_Error")
+CALLBACKS = ("NVFP4_LogCallback", "NVFP4_LogRelease", "NVFP4_Deleter", "NVFP4_ProgressCallback", "NVFP4_TokenCallback")
 # The names of C# where they are not those of the header in another spelling.
 GROUPS = {"LOG": "LogLevel", "MEMORY": "MemoryTag", "MANAGED": "ManagedPolicy", "DTYPE": "DType", "DEVICE": "DeviceType",
-          "SCALES": "ScaleLayout", "KV": "KvType", "FINISH": "FinishReason"}
+          "SCALES": "ScaleLayout", "KV": "KvType", "FINISH": "FinishReason",
+          "EVENT": "TokenEventKind"}
 
 
 def plain(text):
@@ -22,10 +23,11 @@ def plain(text):
 
 def allowed(kind):
     """The types of C# that fit a type of C."""
-    kind = re.sub(r"\b(const|struct)\b|\s", "", kind)
+    kind = re.sub(r"\b(const|struct|volatile)\b|\s", "", kind)
     base, stars = kind.rstrip("*"), kind.count("*")
     if base in CALLBACKS:
-        return {base[len("NVFP4_"):]}
+        # A struct has the address of one, as pointers to it would not be possible otherwise.
+        return {base[len("NVFP4_"):], "IntPtr"}
     if base in HANDLES:
         name = base[len("NVFP4_"):] + "Handle"
         return {name, "IntPtr"} if stars == 1 else {"out " + name, "IntPtr*"}
@@ -56,9 +58,12 @@ def main(header_path, native_path, library_path, *enum_paths):
     problems = []
 
     declared = {name: (result, split(parameters)) for result, name, parameters in
-                re.findall(r"NVFP4_API\s+([\w\s*]+?)\s*\b(NVFP4_\w+)\s*\(([^)]*)\)\s*;", header)}
+                re.findall(r"NVFP4_API\s+([\w\s*]+?)\s*\b(NVFP4_\w+)\s*\(([^)]*)\)\s*;", header) +
+                re.findall(r"typedef (\w+) \(\*(NVFP4_\w+)\)\(([^)]*)\);", header)}
     imported = {name: (result, split(parameters)) for result, name, parameters in
-                re.findall(r"static extern ([\w*]+) (NVFP4_\w+)\(([^)]*)\);", native)}
+                re.findall(r"static extern ([\w*]+) (NVFP4_\w+)\(([^)]*)\);", native) +
+                [(result, "NVFP4_" + name, parameters) for result, name, parameters in
+                 re.findall(r"delegate ([\w*]+) (\w+)\(([^)]*)\);", native)]}
     if len(declared) < 90:
         problems.append(f"only {len(declared)} functions were found in {header_path}")
     problems += [f"{name} is not declared in C#" for name in sorted(declared.keys() - imported.keys())]
@@ -106,7 +111,7 @@ def main(header_path, native_path, library_path, *enum_paths):
             problems.append(f"NVFP4_{name} is {value}, and {'.'.join(key)} in C# {members.get(key)}")
     problems += [f"{'.'.join(key)} is not in the header" for key in sorted(members.keys() - seen - {("Status", "notloaded")})]
 
-    print("\n".join(problems) if problems else f"{len(imported)} functions, {len(members)} numbers")
+    print("\n".join(problems) if problems else f"{len(imported)} functions and callbacks, {len(members)} numbers")
     return 1 if problems else 0
 
 

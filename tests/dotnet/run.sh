@@ -199,6 +199,9 @@ places() {
     # Another copy beside the assembly, which is where a runtime looks by itself.
     [ "$(NVFP4_LIB_PATH=$build run "$kind" Load)" = "$expected $build/libNVFP4.so" ] || { echo "not from $build"; return 1; }
     rm -rf "$folder/libNVFP4.so" "$folder/runtimes"
+    # The very first call may fail, and can be one that takes a token.
+    NVFP4_LIB_PATH=$build said "NotFound: " run "$kind" Load /nowhere || return 1
+    [ "$(NVFP4_LIB_PATH=$build run "$kind" Load "$small")" = "$expected $build/libNVFP4.so" ]
 }
 
 # Libraries that cannot be loaded, each for a reason of its own, and one in a folder whose name is not ASCII.

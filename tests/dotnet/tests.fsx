@@ -53,6 +53,19 @@ test "pipes of models and conversations" (fun () ->
     same "好語" ("" |> Chat.askWith few chat)
     same [ "好" ] ("" |> Chat.streamWith (few |> Generate.stopStrings [ "語" ]) chat |> List.ofSeq)
     same 512L (Generate.defaults ()).MaxTokens
+    // The text again, of the tokens alone.
+    use detokenizer = new Detokenizer(model, few)
+    let mutable text = ""
+    let mutable told = 0L, 0L
+    let watched = few |> Generate.logProbabilities |> Generate.progress (fun d total -> told <- d, total)
+    let handler (piece: TokenEvent) =
+        if piece.Kind = TokenEventKind.Token then
+            if not (piece.LogProbability <= 0.0f) then failwithf "a log-probability of %f" piece.LogProbability
+            text <- text + fst (detokenizer.Push piece.Token)
+        true
+    let result = chat.Chat("!", TokenHandler handler, watched)
+    same ("好語", FinishReason.Length) (text, result.Finish)
+    same (fst told) (snd told)
     // Lazy: a prefix is all that is made.
     same [ "好" ] ("!" |> Chat.stream chat |> Seq.take 1 |> List.ofSeq)
     same "好" chat.Text

@@ -90,13 +90,13 @@ class Declarations(unittest.TestCase):
         kinds = {"int32_t": "i", "uint32_t": "I", "int64_t": "l", "uint64_t": "L", "size_t": "z", "int8_t": "b", "float": "f",
                  "double": "d", "NVFP4_Status": "i", "void": "v"}
         kind = re.sub(r"\bconst\b|\bstruct\b", "", declaration).split()[0]
-        pointer = "*" in declaration or kind.endswith("Callback") or kind == "NVFP4_Deleter"
+        pointer = "*" in declaration or kind.endswith("Callback") or kind in ("NVFP4_Deleter", "NVFP4_LogRelease")
         return "p" if pointer else kinds[kind]
 
     def test_functions(self):
         declared = {}
         for returned, name, taken in re.findall(r"NVFP4_API\s+([\w\s*]+?)NVFP4_(\w+)\(([^)]*)\);", self.header):
-            back = "S" if returned.strip() == "NVFP4_Status" and name not in ("last_status", "error_status") else self.letter(returned)
+            back = "S" if returned.strip() == "NVFP4_Status" and name not in ("last_status", "error_status", "cancel_trigger", "cancel_reset") else self.letter(returned)
             back = "s" if re.fullmatch(r"const\s+char\s*\*", returned.strip()) else back
             declared[name] = "".join(map(self.letter, taken.split(","))).replace("v", ""), back
         here = {name: (taken, back) for name, taken, back in re.findall(r"(\w+)\((\w*)\)(\w)", native.FUNCTIONS)}
@@ -712,18 +712,42 @@ class Models(unittest.TestCase):
 
     def test_cancelling(self):
         chat = self.reciter.chat()
-        heard = []
+        heard, cancel = [], nvfp4.Cancel()
 
-        def cancel(piece):
+        def hear(piece):
             heard.append(piece)
             if len(heard) == 3:
-                chat.cancel()
+                cancel.trigger()
 
-        result = chat.say("Hello", cancel)
+        result = chat.say("Hello", hear, cancel=cancel)
         self.assertEqual((result.finish, result.text[:3]), ("cancelled", TEXT[:3]))
-        self.assertEqual(chat.say("Hello", lambda piece: False).finish, "cancelled")
-
+        # What was told before a call begins is not lost, and tells other calls nothing.
+        self.assertTrue(cancel.triggered)
         session = self.golden.session()
+        for call in (lambda: session.prefill([17], cancel=cancel), lambda: session.prefill([17], True, cancel=cancel),
+                     lambda: chat.say("Hello", cancel=cancel), lambda: nvfp4.Model(GOLDEN, cancel=cancel),
+                     lambda: nvfp4.convert(GOLDEN, "/dev/null/x", cancel=cancel), lambda: session.decode(17, cancel=cancel),
+                     lambda: session.save("/dev/null/x", cancel=cancel), lambda: nvfp4.step([session], [17], cancel=cancel)):
+            self.assertRaises(nvfp4.Cancelled, call)
+        self.assertEqual((len(session), chat.say("Hello", lambda piece: False).finish), (0, "cancelled"))
+        cancel.reset()
+        self.assertEqual((cancel.triggered, chat.say("Hello", cancel=cancel).text), (False, TEXT))
+        cancel.close()
+        self.assertRaises(nvfp4.InvalidHandle, cancel.trigger)
+        self.assertRaises(nvfp4.InvalidHandle, session.decode, 17, cancel=cancel)
+        for _ in range(100):
+            cancel = nvfp4.Cancel()
+            thread = threading.Thread(target=cancel.trigger)
+            thread.start()
+            try:
+                session.prefill([17, 5, 9], cancel=cancel)
+                session.truncate(0)
+            except nvfp4.Cancelled:
+                pass
+            thread.join()
+            self.assertEqual(len(session), 0)
+            self.assertRaises(nvfp4.Cancelled, session.prefill, [17], cancel=cancel)
+
         session.prefill([17, 201, 33])
         stream = session.stream(max_tokens=250, ignore_model_stops=True)
         timer = threading.Timer(0.02, stream.stop)
@@ -732,6 +756,65 @@ class Models(unittest.TestCase):
             time.sleep(0.005)
         timer.join()
         self.assertEqual(stream.result.finish, "cancelled")
+
+    def test_progress(self):
+        """Prompts and files say how far they are."""
+        session, told = self.golden.session(), []
+        session.prefill(range(200), progress=lambda *at: told.append(at))
+        self.assertEqual((told[-1], sorted(told)), ((200, 200), told))
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "session")
+            for call in (lambda: session.save(path, progress=lambda *at: told.append(at)),
+                         lambda: nvfp4.Session.restore(self.golden, path, progress=lambda *at: told.append(at))):
+                told.clear()
+                call()
+                self.assertEqual(told[-1], (os.path.getsize(path),) * 2)
+        session.reset()
+        self.assertRaises(nvfp4.Cancelled, session.prefill, [17], progress=lambda done, total: False)
+        chat = self.reciter.chat()
+        self.assertEqual(len(session), 0)
+        self.assertRaises(nvfp4.Cancelled, chat.say, "Hello", progress=lambda done, total: False)
+        with self.assertRaises(ZeroDivisionError):
+            chat.say("Hello", progress=lambda done, total: 1 // 0)
+
+    def test_pieces(self):
+        """Each has its token, and its probability where that is asked for."""
+        chat = self.reciter.chat()
+        pieces = list(chat.ask("Hello"))
+        self.assertEqual("".join(pieces), TEXT)
+        self.assertTrue(all(piece and piece.log_probability is None for piece in pieces))
+        chat.reset()
+        pieces = list(chat.ask("Hello", log_probabilities=True))
+        self.assertEqual(([piece.token for piece in pieces], "".join(pieces)), (self.answer, TEXT))
+        self.assertTrue(all(-1 < piece.log_probability <= 0 for piece in pieces))
+
+    def test_detokenizer(self):
+        detokenizer = nvfp4.Detokenizer(self.reciter)
+        given = [detokenizer.push(token) for token in self.answer]
+        self.assertEqual(("".join(text for text, _ in given) + detokenizer.finish(), {finish for _, finish in given}), (TEXT, {None}))
+        self.assertRaises(nvfp4.InvalidArgument, detokenizer.push, self.answer[0])
+        detokenizer = nvfp4.Detokenizer(self.reciter, stop="字か", max_tokens=100)
+        text, ended = "", None
+        for token in self.answer:
+            if ended is None:
+                more, ended = detokenizer.push(token)
+                text += more
+        self.assertEqual((text + detokenizer.finish(), ended), ("漢", "stop_string"))
+        # In the middle of a character.
+        detokenizer = nvfp4.Detokenizer(self.reciter, self.answer[:1])
+        self.assertEqual("".join(detokenizer.push(token)[0] for token in self.answer[1:]), TEXT)
+
+    def test_statuses(self):
+        """A session that cannot take its token is left out of a step."""
+        sessions, statuses = [self.golden.session(context=context) for context in (8, 3, 8)], []
+        for session in sessions:
+            session.prefill([17, 201, 33])
+        self.assertRaises(nvfp4.ContextFull, nvfp4.step, sessions, [1, 2, 3])
+        nvfp4.step(sessions, [1, 2, 3], statuses=statuses)
+        self.assertEqual((statuses, [len(s) for s in sessions]), ([None, nvfp4.ContextFull, None], [4, 3, 4]))
+        chosen = nvfp4.step_sample(sessions, [1, 2, 3], statuses=statuses)
+        self.assertEqual((statuses, chosen[1]), ([None, nvfp4.ContextFull, None], None))
+        self.assertEqual(chosen[::2], [sessions[0].sample(), sessions[2].sample()])
 
     def test_exceptions(self):
         """One that a callback raises ends the call and comes out as it is; the session goes on."""
@@ -768,6 +851,15 @@ class Models(unittest.TestCase):
             while time.monotonic() < deadline:
                 session.truncate(1)
                 session.generate(max_tokens=250, ignore_model_stops=True)
+        timer.join()
+        session.truncate(1)
+        # And a prompt.
+        timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with self.assertRaises(KeyboardInterrupt):
+            while time.monotonic() < deadline:
+                session.truncate(1)
+                session.prefill(range(250))
         timer.join()
         session.truncate(1)
 

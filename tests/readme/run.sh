@@ -47,11 +47,27 @@ environment() {
         <(grep -oE 'text\("NVFP4_[A-Z0-9_]+"\)' src/base/env.rs | grep -oE 'NVFP4_[A-Z0-9_]+' | sort -u)
 }
 
+# Each piece of C in docs/ is in one of the examples, as it stands.
+documented() {
+    python3 - docs/*.md <<'END'
+import glob, re, sys
+examples = [open(path, encoding="utf-8").read() for path in glob.glob("examples/c/*.c")]
+pieces = [(path, piece) for path in sys.argv[1:] for piece in re.findall(r"```c\n(.*?)```", open(path, encoding="utf-8").read(), flags=re.S)]
+strange = [(path, piece) for path, piece in pieces if not any(piece in example for example in examples)]
+for path, piece in strange:
+    print(f"{path}: in no example:\n{piece}")
+sys.exit(bool(strange) or len(pieces) < 3)
+END
+}
+
 links() {
     local target ok=0
     while read -r target; do
         [ -e "$target" ] || { echo "no $target"; ok=1; }
     done < <(grep -ohE '\]\([^)#:]+\)' README.md CONTRIBUTING.md | tr -d '])(')
+    while read -r target; do
+        [ -e "docs/$target" ] || { echo "no docs/$target"; ok=1; }
+    done < <(grep -ohE '\]\([^)#:]+\)' docs/*.md | tr -d '])(')
     return $ok
 }
 
@@ -68,6 +84,7 @@ check "the C++ program compiles and answers" cpp_example
 check "the Python program answers" python_example
 check "the environment variables" environment
 check "the linked files" links
+check "the C of docs" documented
 check "the subcommands" commands
 check "table and chart of the comparison" python3 benches/compare.py --check
 finish

@@ -37,7 +37,7 @@ def tokenize(library, path, text):
     model, count = ctypes.c_void_p(), ctypes.c_size_t()
     path, text = os.fsencode(path), text.encode()
     size = ctypes.c_size_t
-    call("NVFP4_model_load", path, size(len(path)), None, None, None, None, ctypes.byref(model))
+    call("NVFP4_model_load", path, size(len(path)), None, None, ctypes.byref(model))
     tokens = (ctypes.c_int32 * len(text))()
     call("NVFP4_model_tokenize", model, text, size(len(text)), 0, tokens, size(len(tokens)), ctypes.byref(count))
     call("NVFP4_model_release", model)

@@ -118,6 +118,12 @@ module Generate =
     /// Texts that end the text.
     let stopStrings (texts: string seq) = changed (fun o -> o.StopStrings <- texts)
 
+    /// Has handlers told each token's log-probability.
+    let logProbabilities (options: GenerateOptions) = changed (fun o -> o.LogProbabilities <- true) options
+
+    /// Tells a function how many tokens are run, and their total: those of the prompt, and then those that are generated.
+    let progress (report: int64 -> int64 -> unit) = changed (fun o -> o.Progress <- ProgressHandler(fun ``done`` total -> report ``done`` total))
+
     /// Takes the model's own stop tokens like any other.
     let ignoreModelStops (options: GenerateOptions) = changed (fun o -> o.IgnoreModelStops <- true) options
 

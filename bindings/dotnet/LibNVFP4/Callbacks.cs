@@ -1,5 +1,6 @@
-// Calls that call back. What a handler throws is kept, ends the native call by its own rules, and is thrown again when that has
-// returned, unchanged and with its own stack: nothing but a number crosses native frames.
+// Calls that may be long: what ends them early, and what they call back. What a handler throws is kept, ends the native call by
+// its own rules, and is thrown again when that has returned, unchanged and with its own stack: nothing but a number crosses
+// native frames.
 
 using System;
 using System.Runtime.ExceptionServices;
@@ -8,30 +9,89 @@ using System.Threading;
 
 namespace LibNVFP4
 {
-    /// Holds a handler for the time of a call.
-    internal abstract class Call : IDisposable
+    /// Lends a call what ends it, and who hears how far it is. A token that is cancelled ends it at any time, also before the
+    /// native call has begun; so does a session that is cancelled or disposed of, from here on.
+    internal unsafe class Call : IDisposable
     {
-        protected readonly CancellationToken cancellation;
-        readonly GCHandle self;
+        static readonly ProgressCallback OnProgressCallback = OnProgress;
+        static readonly IntPtr OnProgressAddress = Marshal.GetFunctionPointerForDelegate(OnProgressCallback);
+
+        readonly CancellationToken cancellation;
+        readonly ProgressHandler progress;
+        readonly SessionHandle session;
+        readonly CancelHandle cancel;
+        readonly CancellationTokenRegistration registration;
+        readonly bool begun;
+        GCHandle self;
+        NativeCallOptions* options;
         ExceptionDispatchInfo thrown;
 
-        internal Call(CancellationToken cancellation)
+        internal Call(CancellationToken cancellation, ProgressHandler progress = null, SessionHandle session = null)
         {
             cancellation.ThrowIfCancellationRequested();
             this.cancellation = cancellation;
-            self = GCHandle.Alloc(this);
+            this.progress = progress;
+            this.session = session;
+            if (progress == null && session == null && !cancellation.CanBeCanceled)
+                return;
+            try
+            {
+                options = (NativeCallOptions*)Marshal.AllocHGlobal(sizeof(NativeCallOptions));
+                Library.Call(() => Native.NVFP4_call_options_init(options, (uint)sizeof(NativeCallOptions)));
+                if (progress != null)
+                {
+                    options->Progress = OnProgressAddress;
+                    options->User = User;
+                }
+                if (session == null && !cancellation.CanBeCanceled)
+                    return;
+                cancel = CancelHandle.Create();
+                options->Cancel = cancel.DangerousGetHandle();
+                session?.Begin(cancel);
+                begun = true;
+                if (cancellation.CanBeCanceled)
+                    registration = cancellation.Register(cancel.Trigger);
+            }
+            catch
+            {
+                Dispose();
+                throw;
+            }
         }
 
-        internal IntPtr User => GCHandle.ToIntPtr(self);
+        /// What the native call takes; null where there is nothing to say.
+        internal NativeCallOptions* Options => options;
 
-        public void Dispose() => self.Free();
+        /// What native code gives back to the callbacks below.
+        internal IntPtr User
+        {
+            get
+            {
+                if (!self.IsAllocated)
+                    self = GCHandle.Alloc(this);
+                return GCHandle.ToIntPtr(self);
+            }
+        }
+
+        public void Dispose()
+        {
+            // Waits until the token's thread is done with the handle.
+            registration.Dispose();
+            if (begun)
+                session?.End(cancel);
+            cancel?.Dispose();
+            Marshal.FreeHGlobal((IntPtr)options);
+            options = null;
+            if (self.IsAllocated)
+                self.Free();
+        }
 
         /// What a callback returns after this: 1 if the call is to end.
         internal int Stops(Func<bool> goesOn)
         {
             try
             {
-                return !cancellation.IsCancellationRequested && goesOn() && !cancellation.IsCancellationRequested ? 0 : 1;
+                return goesOn() ? 0 : 1;
             }
             catch (Exception e)
             {
@@ -49,30 +109,14 @@ namespace LibNVFP4
                 cancellation.ThrowIfCancellationRequested();
             Interop.Check(status);
         }
-    }
-
-    internal sealed class ProgressCall : Call
-    {
-        static readonly ProgressCallback OnProgressCallback = OnProgress;
-
-        readonly ProgressHandler handler;
-        readonly bool needed;
-
-        internal ProgressCall(ProgressHandler handler, CancellationToken cancellation) : base(cancellation)
-        {
-            this.handler = handler;
-            needed = handler != null || cancellation.CanBeCanceled;
-        }
-
-        internal ProgressCallback Callback => needed ? OnProgressCallback : null;
 
         [MonoPInvokeCallback(typeof(ProgressCallback))]
         static int OnProgress(IntPtr user, ulong done, ulong total)
         {
-            var call = (ProgressCall)GCHandle.FromIntPtr(user).Target;
+            var call = (Call)GCHandle.FromIntPtr(user).Target;
             return call.Stops(() =>
             {
-                call.handler?.Invoke((long)done, (long)total);
+                call.progress((long)done, (long)total);
                 return true;
             });
         }
@@ -82,37 +126,31 @@ namespace LibNVFP4
     {
         internal static readonly TokenCallback Callback = OnToken;
 
-        readonly SessionHandle session;
         readonly TokenHandler handler;
         long seen, given;
 
-        internal TokenCall(SessionHandle session, TokenHandler handler, CancellationToken cancellation) : base(cancellation)
+        internal TokenCall(SessionHandle session, TokenHandler handler, ProgressHandler progress, CancellationToken cancellation)
+            : base(cancellation, progress, session)
         {
-            this.session = session;
             this.handler = handler;
         }
 
         /// The native call is about to be made. Made a second time it gives the same pieces, of which the handler gets only new ones.
-        internal void Begin()
-        {
-            cancellation.ThrowIfCancellationRequested();
-            seen = 0;
-        }
+        internal void Begin() => seen = 0;
 
-        bool Give(int token, byte* text, UIntPtr length)
+        bool Give(NativeTokenEvent* piece)
         {
             if (++seen <= given)
                 return true;
             given = seen;
-            // A session that was given up has been cancelled, which the native call overlooks if it had not quite begun.
-            return !session.IsGivenUp && (handler == null || handler(token, Interop.Read(text, length))) && !session.IsGivenUp;
+            return handler == null || handler(new TokenEvent(piece));
         }
 
         [MonoPInvokeCallback(typeof(TokenCallback))]
-        static int OnToken(IntPtr user, int token, byte* text, UIntPtr length)
+        static int OnToken(IntPtr user, NativeTokenEvent* piece)
         {
             var call = (TokenCall)GCHandle.FromIntPtr(user).Target;
-            return call.Stops(() => call.Give(token, text, length));
+            return call.Stops(() => call.Give(piece));
         }
     }
 }

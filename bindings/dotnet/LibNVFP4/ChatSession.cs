@@ -24,7 +24,13 @@ namespace LibNVFP4
         }
 
         /// <summary>Makes a conversation as it was when it was written to a file.</summary>
-        public static new ChatSession Restore(Model model, string path) => new ChatSession(RestoreHandle(model, path));
+        /// <param name="model">The model that ran it.</param>
+        /// <param name="path">The file.</param>
+        /// <param name="progress">Is told how many bytes are read, or null.</param>
+        /// <param name="cancellation">Stops it, with an OperationCanceledException.</param>
+        public static new ChatSession Restore(Model model, string path, ProgressHandler progress = null,
+            CancellationToken cancellation = default(CancellationToken)) =>
+            new ChatSession(RestoreHandle(model, path, progress, cancellation));
 
         /// <summary>Makes a second conversation in the same state.</summary>
         public new ChatSession Fork() => new ChatSession(ForkHandle());
@@ -57,10 +63,10 @@ namespace LibNVFP4
                 throw new ArgumentNullException(nameof(text));
             TokenHandler handler = null;
             if (onText != null)
-                handler = (token, piece) =>
+                handler = piece =>
                 {
-                    if (piece.Length > 0)
-                        onText(piece);
+                    if (piece.Text.Length > 0)
+                        onText(piece.Text);
                     return true;
                 };
             Run(text, options, handler, cancellation);

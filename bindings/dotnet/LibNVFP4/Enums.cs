@@ -5,8 +5,6 @@ namespace LibNVFP4
     /// <summary>How severe a log message is.</summary>
     public enum LogLevel
     {
-        /// <summary>Log nothing.</summary>
-        Off = 0,
         /// <summary>What went wrong inside the library.</summary>
         Error = 1,
         /// <summary>What may surprise.</summary>
@@ -209,6 +207,8 @@ namespace LibNVFP4
     /// <summary>Why a generation ended.</summary>
     public enum FinishReason
     {
+        /// <summary>Nothing has ended it yet.</summary>
+        None = -1,
         /// <summary>A stop token.</summary>
         Stop = 0,
         /// <summary>A stop string.</summary>
@@ -219,5 +219,14 @@ namespace LibNVFP4
         Context = 3,
         /// <summary>A callback, a token or <see cref="Session.Cancel"/>. What was generated until then is kept.</summary>
         Cancelled = 4,
+    }
+
+    /// <summary>What a generation tells its handler.</summary>
+    public enum TokenEventKind
+    {
+        /// <summary>A token, with the text that it completes.</summary>
+        Token = 0,
+        /// <summary>No token, but text that was held back in case it was the beginning of a stop string. It comes last.</summary>
+        HeldText = 1,
     }
 }

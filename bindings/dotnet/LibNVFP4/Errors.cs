@@ -30,7 +30,7 @@ namespace LibNVFP4
         ContextFull = 8,
         /// <summary>The object is in use by another call.</summary>
         Busy = 9,
-        /// <summary>A callback or a cancel call stopped the work.</summary>
+        /// <summary>A callback, a token or <see cref="Session.Cancel"/> stopped the work.</summary>
         Cancelled = 10,
         /// <summary>A buffer is too small.</summary>
         BufferTooSmall = 11,
@@ -156,7 +156,7 @@ namespace LibNVFP4
         }
     }
 
-    /// <summary>The work was stopped by <see cref="Session.Cancel"/> or by a callback. Where a CancellationToken stopped it, that is an OperationCanceledException instead.</summary>
+    /// <summary>The work was stopped by <see cref="Session.Cancel"/>, by the session's Dispose, or by a callback. Where a CancellationToken stopped it, that is an OperationCanceledException instead.</summary>
     public sealed class Nvfp4CancelledException : Nvfp4Exception
     {
         internal Nvfp4CancelledException(string message) : base(Status.Cancelled, message)

@@ -2,6 +2,7 @@
 // after it; one that is forgotten is released by its finalizer, on whichever thread that runs.
 
 using System;
+using System.Collections.Generic;
 using System.Runtime.InteropServices;
 using System.Threading;
 
@@ -65,22 +66,37 @@ namespace LibNVFP4
 
     internal sealed class SessionHandle : NativeHandle
     {
+        /// What ends the calls that use the session or are about to.
+        readonly List<CancelHandle> calls = new List<CancelHandle>();
         volatile bool givenUp;
 
         /// Whether it was disposed of. IsClosed says so only when the last call that uses it has ended.
         internal bool IsGivenUp => givenUp;
 
-        /// Ends the call that uses the session, if there is one.
+        /// A call is about to begin, which the session's end is to end.
+        internal void Begin(CancelHandle call)
+        {
+            lock (calls)
+            {
+                if (givenUp)
+                    throw new ObjectDisposedException(nameof(Session));
+                calls.Add(call);
+            }
+        }
+
+        /// The call has returned.
+        internal void End(CancelHandle call)
+        {
+            lock (calls)
+                calls.Remove(call);
+        }
+
+        /// Ends the calls that have begun; it cannot come too early for them. Triggering takes no lock.
         internal void Cancel()
         {
-            try
-            {
-                Native.NVFP4_session_cancel(this);
-            }
-            catch (ObjectDisposedException)
-            {
-                // No call uses it then.
-            }
+            lock (calls)
+                foreach (CancelHandle call in calls)
+                    call.Trigger();
         }
 
         /// <summary>Gives up the reference, and ends the call that uses the session.</summary>
@@ -124,5 +140,25 @@ namespace LibNVFP4
         }
 
         internal override int Release() => Native.NVFP4_session_release(handle);
+    }
+
+    internal sealed class DetokenizerHandle : NativeHandle
+    {
+        internal override int Release() => Native.NVFP4_detokenizer_release(handle);
+    }
+
+    /// What ends a call, from any thread, whether that has begun or not.
+    internal sealed class CancelHandle : NativeHandle
+    {
+        internal static CancelHandle Create()
+        {
+            CancelHandle handle = null;
+            Library.Call(() => Native.NVFP4_cancel_create(out handle));
+            return handle;
+        }
+
+        internal void Trigger() => Native.NVFP4_cancel_trigger(this);
+
+        internal override int Release() => Native.NVFP4_cancel_release(handle);
     }
 }

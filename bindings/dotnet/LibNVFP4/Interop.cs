@@ -2,6 +2,7 @@
 // their length first, and a long call has a thread of its own.
 
 using System;
+using System.Runtime.CompilerServices;
 using System.Runtime.InteropServices;
 using System.Text;
 using System.Threading;
@@ -60,6 +61,8 @@ namespace LibNVFP4
                 ? Task.FromCanceled<T>(cancellation)
                 : Task.Factory.StartNew(work, cancellation, TaskCreationOptions.LongRunning, TaskScheduler.Default);
 
+        /// Mono looks for a native function when it thinks of inlining its caller, and here that may be before the library is loaded.
+        [MethodImpl(MethodImplOptions.NoInlining)]
         internal static string LastError() => ReadZ(Native.NVFP4_last_error());
 
         /// The bytes of a text. One with half a surrogate pair is an ArgumentException, as it is no text.
@@ -110,8 +113,8 @@ namespace LibNVFP4
             }
         }
 
-        /// Elements that `call` copies out.
-        internal static T[] Array<T>(ArrayCall call) where T : struct
+        /// Elements that `call` copies out; what a long call came to is `watched`'s to say.
+        internal static T[] Array<T>(ArrayCall call, Call watched = null) where T : struct
         {
             UIntPtr count = UIntPtr.Zero;
             var retry = new Retry();
@@ -122,7 +125,10 @@ namespace LibNVFP4
             for (;;)
             {
                 if (status != (int)Status.BufferTooSmall)
-                    Check(status);
+                    if (watched != null)
+                        watched.Finish(status);
+                    else
+                        Check(status);
                 T[] items = new T[checked((int)count.ToUInt64())];
                 if (items.Length == 0)
                     return items;

@@ -17,7 +17,7 @@ using System.Runtime.Loader;
 
 namespace LibNVFP4
 {
-    /// <summary>Takes a log message. It may come on any thread, and must not call into the library.</summary>
+    /// <summary>Takes a log message. It may come on any thread, on several at once too. It may set another handler, but should do no more with the library.</summary>
     /// <param name="level">How severe it is.</param>
     /// <param name="message">One line.</param>
     public delegate void LogHandler(LogLevel level, string message);
@@ -37,15 +37,13 @@ namespace LibNVFP4
 
         const string Variable = "NVFP4_LIB_PATH";
 
-        /// What all copies of this assembly in the process know by this name is the gate of the one whose handler logs.
-        const string LogOwner = "LibNVFP4.Library.LogOwner";
-
-        static readonly object Gate = new object();
+        static readonly object Gate = new object(), LogGate = new object();
         static readonly LogCallback OnLogCallback = OnLog;
         static volatile bool loaded;
         static string used;
         static string path;
-        static LogHandler log;
+        static volatile Log log;
+        static long logs;
 
         /// <summary>The file that was loaded, or null if none is yet. A name without a folder was found by the system.</summary>
         public static string Path => loaded ? path : null;
@@ -144,38 +142,63 @@ namespace LibNVFP4
         public static void SetThreads(int threads) => Call(() => Native.NVFP4_set_threads(threads));
 
         /// <summary>
-        /// Sends log messages of a level and more severe ones to a handler, for the whole process; null stops that. When the call
-        /// returns, the handler before it is not running. What a handler throws is lost. In a collectible AssemblyLoadContext the
-        /// handler is taken back when the context begins to unload.
+        /// Sends log messages of a level and more severe ones to a handler, for the whole process, in the place of the one
+        /// before; null stops that. When the call returns, the handler before it is not running, unless it is what calls this.
+        /// What a handler throws is lost. Each copy of this assembly has a handler of its own; that of a collectible
+        /// AssemblyLoadContext is taken back when the context begins to unload.
         /// </summary>
         public static void SetLog(LogHandler handler, LogLevel level = LogLevel.Info)
         {
-            lock (Gate)
+            Log next = null, before;
+            if (handler != null)
+                Load();
+            lock (LogGate)
             {
-                bool logs = handler != null && level != LogLevel.Off;
-                if (logs)
-                    Unloading.Watch(TakeLogBack);
-                // The one before must not get messages of the new level.
-                Call(() => Native.NVFP4_set_log_callback(null, IntPtr.Zero, (int)LogLevel.Off));
-                log = handler;
-                if (!logs)
-                    return;
-                Call(() => Native.NVFP4_set_log_callback(OnLogCallback, IntPtr.Zero, (int)level));
-                AppDomain.CurrentDomain.SetData(LogOwner, Gate);
+                before = log;
+                if (handler != null)
+                {
+                    Unloading.Watch(() => SetLog(null));
+                    next = new Log(++logs, handler);
+                    Interop.Call(() => next.Add(OnLogCallback, level));
+                }
+                // From here on the one before gets nothing more.
+                log = next;
+            }
+            // This waits for handlers that run, which may be setting another one, so it holds no lock.
+            before?.Remove();
+        }
+
+        /// A handler that is known to the library.
+        sealed class Log
+        {
+            readonly IntPtr user;
+            readonly LogHandler handler;
+            ulong token;
+
+            internal Log(long number, LogHandler handler)
+            {
+                user = new IntPtr(number);
+                this.handler = handler;
+            }
+
+            internal int Add(LogCallback callback, LogLevel level)
+            {
+                fixed (ulong* at = &token)
+                    return Native.NVFP4_log_add(callback, user, (int)level, null, at);
+            }
+
+            internal void Remove() => Interop.Call(() => Native.NVFP4_log_remove(token));
+
+            internal void Give(IntPtr to, int level, string message)
+            {
+                if (to == user)
+                    handler((LogLevel)level, message);
             }
         }
 
         /// <summary>Waits until everything that calls have enqueued on a device has run. What the device has found wrong in one of them is the exception.</summary>
         public static void Synchronize(Device device) =>
             Call(() => Native.NVFP4_device_synchronize((int)device.Type, device.Index));
-
-        /// The library must not call what is about to be unloaded. A handler that another copy of this assembly has set stays.
-        static void TakeLogBack()
-        {
-            lock (Gate)
-                if (ReferenceEquals(AppDomain.CurrentDomain.GetData(LogOwner), Gate))
-                    SetLog(null);
-        }
 
         /// <summary>Frees what the library keeps for reuse. Objects that are in use keep what they need.</summary>
         public static void EmptyCache() =>
@@ -207,7 +230,7 @@ namespace LibNVFP4
         {
             try
             {
-                log?.Invoke((LogLevel)level, Interop.Read(message, length));
+                log?.Give(user, level, Interop.Read(message, length));
             }
             catch (Exception)
             {

@@ -296,7 +296,7 @@ namespace LibNVFP4
             {
                 NativeSchemaResult found = default(NativeSchemaResult);
                 found.StructSize = (uint)sizeof(NativeSchemaResult);
-                int status = Native.NVFP4_schema_detect(set, count, name, length, &found);
+                int status = Native.NVFP4_schema_detect(set, count, TensorSize, name, length, &found);
                 result = found;
                 return status;
             });
@@ -310,7 +310,7 @@ namespace LibNVFP4
             With(tensors, prefix, (set, count, name, length) =>
             {
                 json = Interop.Text((buffer, capacity, written) =>
-                    Native.NVFP4_schema_report(set, count, name, length, buffer, capacity, written));
+                    Native.NVFP4_schema_report(set, count, TensorSize, name, length, buffer, capacity, written));
                 return (int)Status.Ok;
             });
             return json;
@@ -327,7 +327,9 @@ namespace LibNVFP4
 
         /// <summary>Checks that no part of a 4-bit weight is missing, and that types and shapes fit together. All that is wrong is in the one exception.</summary>
         public static void Validate(IEnumerable<NamedTensor> tensors, string prefix = null) =>
-            With(tensors, prefix, (set, count, name, length) => Native.NVFP4_schema_validate(set, count, name, length));
+            With(tensors, prefix, (set, count, name, length) => Native.NVFP4_schema_validate(set, count, TensorSize, name, length));
+
+        static UIntPtr TensorSize => Interop.Size(sizeof(NativeNamedTensor));
 
         delegate int SetCall(NativeNamedTensor* set, UIntPtr count, byte* prefix, UIntPtr prefixLength);
 

@@ -92,22 +92,23 @@ namespace LibNVFP4
         /// <param name="path">Where it is.</param>
         /// <param name="options">Null for the defaults: the GPU with room for the model, or else the processor.</param>
         /// <param name="quantize">How to quantize dense weights to NVFP4 while loading; null holds weights as they are stored.</param>
-        /// <param name="progress">Is told how far it is, or null.</param>
-        /// <param name="cancellation">Stops it.</param>
+        /// <param name="progress">Is told how many bytes are read, or null.</param>
+        /// <param name="cancellation">Stops it, with an OperationCanceledException.</param>
         public static Model Load(string path, LoadOptions options = null, QuantizeOptions quantize = null,
             ProgressHandler progress = null, CancellationToken cancellation = default(CancellationToken))
         {
             byte[] bytes = Interop.Utf8(path, nameof(path));
             ModelHandle handle = null;
-            using (var call = new ProgressCall(progress, cancellation))
+            using (var call = new Call(cancellation, progress))
             {
                 call.Finish(Library.Try(() =>
                 {
                     NativeLoadOptions raw = (options ?? new LoadOptions()).Raw;
+                    raw.Call = call.Options;
                     NativeQuantizeOptions rawQuantize = quantize == null ? default(NativeQuantizeOptions) : quantize.Raw;
                     fixed (byte* at = bytes)
                         return Native.NVFP4_model_load(at, Interop.Size(bytes.Length), &raw,
-                            quantize == null ? null : &rawQuantize, call.Callback, call.User, out handle);
+                            quantize == null ? null : &rawQuantize, out handle);
                 }));
             }
             return new Model(handle);
@@ -157,7 +158,7 @@ namespace LibNVFP4
                         from = ends[2 * i + 1];
                     }
                     return Native.NVFP4_model_render_chat(Handle, first, Interop.Size(list.Length),
-                        Interop.Flag(addGenerationPrompt), buffer, capacity, length);
+                        Interop.Size(sizeof(NativeMessage)), Interop.Flag(addGenerationPrompt), buffer, capacity, length);
                 }
             });
         }

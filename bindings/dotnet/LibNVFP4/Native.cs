@@ -13,13 +13,16 @@ namespace LibNVFP4
     internal unsafe delegate int LogCallback(IntPtr user, int level, byte* message, UIntPtr length);
 
     [UnmanagedFunctionPointer(CallingConvention.Cdecl)]
+    internal delegate void LogRelease(IntPtr user);
+
+    [UnmanagedFunctionPointer(CallingConvention.Cdecl)]
     internal delegate void Deleter(IntPtr data, IntPtr user);
 
     [UnmanagedFunctionPointer(CallingConvention.Cdecl)]
     internal delegate int ProgressCallback(IntPtr user, ulong done, ulong total);
 
     [UnmanagedFunctionPointer(CallingConvention.Cdecl)]
-    internal unsafe delegate int TokenCallback(IntPtr user, int token, byte* text, UIntPtr length);
+    internal unsafe delegate int TokenCallback(IntPtr user, NativeTokenEvent* piece);
 
     /// Unity's AOT compiler looks for an attribute of this name on methods that native code calls.
     [AttributeUsage(AttributeTargets.Method)]
@@ -31,6 +34,17 @@ namespace LibNVFP4
         }
 
         public Type Type { get; }
+    }
+
+    [StructLayout(LayoutKind.Sequential)]
+    internal unsafe struct NativeCallOptions
+    {
+        internal uint StructSize;
+        internal int Reserved;
+        internal IntPtr Cancel;
+        internal int* CancelFlag;
+        internal IntPtr Progress;
+        internal IntPtr User;
     }
 
     [StructLayout(LayoutKind.Sequential)]
@@ -92,6 +106,7 @@ namespace LibNVFP4
         internal int Threads;
         internal int Activations;
         internal int SamplingOnly;
+        internal NativeCallOptions* Call;
     }
 
     [StructLayout(LayoutKind.Sequential)]
@@ -101,6 +116,7 @@ namespace LibNVFP4
         internal int Container;
         internal int Replace;
         internal int KeepHead;
+        internal NativeCallOptions* Call;
     }
 
     [StructLayout(LayoutKind.Sequential)]
@@ -136,6 +152,8 @@ namespace LibNVFP4
         internal float RepetitionPenalty;
         internal int IgnoreModelStops;
         internal int Replay;
+        internal int LogProbabilities;
+        internal int Reserved;
         internal UIntPtr MaxTokens;
         internal ulong Seed;
         internal int* StopTokens;
@@ -143,6 +161,20 @@ namespace LibNVFP4
         internal byte** StopStrings;
         internal UIntPtr* StopStringLengths;
         internal UIntPtr StopStringCount;
+        internal NativeCallOptions* Call;
+    }
+
+    [StructLayout(LayoutKind.Sequential)]
+    internal unsafe struct NativeTokenEvent
+    {
+        internal uint StructSize;
+        internal int Kind;
+        internal int Token;
+        internal int Index;
+        internal byte* Text;
+        internal UIntPtr TextLength;
+        internal float LogProbability;
+        internal int Reserved;
     }
 
     [StructLayout(LayoutKind.Sequential)]
@@ -206,13 +238,39 @@ namespace LibNVFP4
         internal static extern int NVFP4_check_version(int abiVersion, int versionNumber);
 
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
-        internal static extern int NVFP4_set_log_callback(LogCallback callback, IntPtr user, int level);
+        internal static extern int NVFP4_log_add(LogCallback callback, IntPtr user, int level, LogRelease release, ulong* token);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_log_remove(ulong token);
 
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
         internal static extern int NVFP4_set_threads(int threads);
 
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
         internal static extern int NVFP4_diagnose(byte* buffer, UIntPtr capacity, UIntPtr* length);
+
+        // Long calls.
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_call_options_init(NativeCallOptions* options, uint structSize);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_cancel_create(out CancelHandle result);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_cancel_trigger(CancelHandle cancel);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_cancel_reset(CancelHandle cancel);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_cancel_is_triggered(CancelHandle cancel, int* triggered);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_cancel_retain(IntPtr cancel);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_cancel_release(IntPtr cancel);
 
         // Memory.
 
@@ -388,16 +446,16 @@ namespace LibNVFP4
         // Schemas.
 
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
-        internal static extern int NVFP4_schema_detect(NativeNamedTensor* tensors, UIntPtr count, byte* prefix,
-            UIntPtr prefixLength, NativeSchemaResult* result);
+        internal static extern int NVFP4_schema_detect(NativeNamedTensor* tensors, UIntPtr count, UIntPtr tensorSize,
+            byte* prefix, UIntPtr prefixLength, NativeSchemaResult* result);
 
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
-        internal static extern int NVFP4_schema_report(NativeNamedTensor* tensors, UIntPtr count, byte* prefix,
-            UIntPtr prefixLength, byte* buffer, UIntPtr capacity, UIntPtr* length);
+        internal static extern int NVFP4_schema_report(NativeNamedTensor* tensors, UIntPtr count, UIntPtr tensorSize,
+            byte* prefix, UIntPtr prefixLength, byte* buffer, UIntPtr capacity, UIntPtr* length);
 
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
-        internal static extern int NVFP4_schema_validate(NativeNamedTensor* tensors, UIntPtr count, byte* prefix,
-            UIntPtr prefixLength);
+        internal static extern int NVFP4_schema_validate(NativeNamedTensor* tensors, UIntPtr count, UIntPtr tensorSize,
+            byte* prefix, UIntPtr prefixLength);
 
         // Models.
 
@@ -406,7 +464,7 @@ namespace LibNVFP4
 
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
         internal static extern int NVFP4_model_load(byte* path, UIntPtr pathLength, NativeLoadOptions* options,
-            NativeQuantizeOptions* quantize, ProgressCallback progress, IntPtr user, out ModelHandle result);
+            NativeQuantizeOptions* quantize, out ModelHandle result);
 
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
         internal static extern int NVFP4_model_retain(IntPtr model);
@@ -430,15 +488,14 @@ namespace LibNVFP4
 
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
         internal static extern int NVFP4_model_render_chat(ModelHandle model, NativeMessage* messages, UIntPtr count,
-            int addGenerationPrompt, byte* buffer, UIntPtr capacity, UIntPtr* length);
+            UIntPtr messageSize, int addGenerationPrompt, byte* buffer, UIntPtr capacity, UIntPtr* length);
 
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
         internal static extern int NVFP4_convert_options_init(NativeConvertOptions* options, uint structSize);
 
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
         internal static extern int NVFP4_model_convert(byte* source, UIntPtr sourceLength, byte* destination,
-            UIntPtr destinationLength, NativeConvertOptions* options, NativeQuantizeOptions* quantize, ProgressCallback progress,
-            IntPtr user);
+            UIntPtr destinationLength, NativeConvertOptions* options, NativeQuantizeOptions* quantize);
 
         // Sessions.
 
@@ -459,16 +516,19 @@ namespace LibNVFP4
         internal static extern int NVFP4_session_release(IntPtr session);
 
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
-        internal static extern int NVFP4_session_prefill(SessionHandle session, int* tokens, UIntPtr count);
+        internal static extern int NVFP4_session_prefill(SessionHandle session, int* tokens, UIntPtr count,
+            NativeCallOptions* call);
 
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
-        internal static extern int NVFP4_session_prefill_token_by_token(SessionHandle session, int* tokens, UIntPtr count);
+        internal static extern int NVFP4_session_prefill_token_by_token(SessionHandle session, int* tokens, UIntPtr count,
+            NativeCallOptions* call);
 
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
-        internal static extern int NVFP4_session_decode(SessionHandle session, int token);
+        internal static extern int NVFP4_session_decode(SessionHandle session, int token, NativeCallOptions* call);
 
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
-        internal static extern int NVFP4_session_logits(SessionHandle session, float* logits, UIntPtr capacity, UIntPtr* count);
+        internal static extern int NVFP4_session_logits(SessionHandle session, float* logits, UIntPtr capacity, UIntPtr* count,
+            NativeCallOptions* call);
 
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
         internal static extern int NVFP4_session_sample(SessionHandle session, NativeGenerateOptions* options, int* token);
@@ -509,21 +569,39 @@ namespace LibNVFP4
         internal static extern int NVFP4_session_fork(SessionHandle session, out SessionHandle result);
 
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
-        internal static extern int NVFP4_session_save(SessionHandle session, byte* path, UIntPtr pathLength);
+        internal static extern int NVFP4_session_save(SessionHandle session, byte* path, UIntPtr pathLength,
+            NativeCallOptions* call);
 
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
         internal static extern int NVFP4_session_restore(ModelHandle model, byte* path, UIntPtr pathLength,
-            out SessionHandle result);
+            NativeCallOptions* call, out SessionHandle result);
 
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
-        internal static extern int NVFP4_session_cancel(SessionHandle session);
-
-        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
-        internal static extern int NVFP4_session_step(IntPtr* sessions, int* tokens, UIntPtr count);
+        internal static extern int NVFP4_session_step(IntPtr* sessions, int* tokens, UIntPtr count, NativeCallOptions* call,
+            int* statuses);
 
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
         internal static extern int NVFP4_session_step_sample(IntPtr* sessions, int* tokens, UIntPtr count,
-            NativeGenerateOptions** options, int* next);
+            NativeGenerateOptions** options, NativeCallOptions* call, int* next, int* statuses);
+
+        // Detokenizers.
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_detokenizer_create(ModelHandle model, int* tokens, UIntPtr count,
+            NativeGenerateOptions* options, out DetokenizerHandle result);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_detokenizer_push(DetokenizerHandle detokenizer, int token, byte** text,
+            UIntPtr* length, int* finish);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_detokenizer_finish(DetokenizerHandle detokenizer, byte** text, UIntPtr* length);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_detokenizer_retain(IntPtr detokenizer);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_detokenizer_release(IntPtr detokenizer);
 
         // Drop-in functions.
 

@@ -231,6 +231,9 @@ namespace LibNVFP4
         /// <summary>Whether to compute each token from the whole sequence, for comparison. Default: no.</summary>
         public bool Replay { get => Raw.Replay != 0; set => Raw.Replay = Interop.Flag(value); }
 
+        /// <summary>Whether handlers are told each token's log-probability, for which the logits of each come to the host. Default: no.</summary>
+        public bool LogProbabilities { get => Raw.LogProbabilities != 0; set => Raw.LogProbabilities = Interop.Flag(value); }
+
         /// <summary>Tokens to generate at most. Default: 512.</summary>
         public long MaxTokens { get => Interop.Long(Raw.MaxTokens); set => Raw.MaxTokens = Interop.Size(value); }
 
@@ -242,6 +245,9 @@ namespace LibNVFP4
 
         /// <summary>Texts that end the text and are not part of it. A special token gives no text, but counts where one of these has its name in it. Default: null, none.</summary>
         public IEnumerable<string> StopStrings { get; set; }
+
+        /// <summary>Is told how many tokens are run: those of the prompt, and then those that are generated. Default: null, nobody.</summary>
+        public ProgressHandler Progress { get; set; }
 
         /// <summary>A copy, to change something in.</summary>
         public GenerateOptions Clone() => (GenerateOptions)MemberwiseClone();

@@ -72,7 +72,11 @@ namespace LibNVFP4
         }
     }
 
-    /// <summary>Is told how far a long call is, in bytes.</summary>
+    /// <summary>
+    /// Is told how far a long call is, now and then and at its end, on the thread that made it: in bytes of a file, or in tokens
+    /// of a prompt. It should be quick, as the call waits for it, and must not use the model that is being run: that is an
+    /// <see cref="Nvfp4BusyException"/>. At the end it may be too late to cancel.
+    /// </summary>
     public delegate void ProgressHandler(long done, long total);
 
     /// <summary>Number formats, both ways, and models on disk.</summary>
@@ -250,8 +254,8 @@ namespace LibNVFP4
         /// <param name="destination">The directory or file to write.</param>
         /// <param name="container">Which of them.</param>
         /// <param name="options">Null for the defaults of the container.</param>
-        /// <param name="progress">Is told how far it is, or null.</param>
-        /// <param name="cancellation">Stops it.</param>
+        /// <param name="progress">Is told how many bytes of the source are done, or null.</param>
+        /// <param name="cancellation">Stops it, with an OperationCanceledException.</param>
         /// <param name="replace">
         /// Replaces a directory that holds a model, with all that is in it; without it one that is not empty is refused.
         /// </param>
@@ -261,7 +265,7 @@ namespace LibNVFP4
             bool replace = false, bool keepHead = false)
         {
             byte[] from = Interop.Utf8(source, nameof(source)), to = Interop.Utf8(destination, nameof(destination));
-            using (var call = new ProgressCall(progress, cancellation))
+            using (var call = new Call(cancellation, progress))
             {
                 call.Finish(Library.Try(() =>
                 {
@@ -273,9 +277,10 @@ namespace LibNVFP4
                     how.Container = (int)container;
                     how.Replace = replace ? 1 : 0;
                     how.KeepHead = keepHead ? 1 : 0;
+                    how.Call = call.Options;
                     fixed (byte* a = from, b = to)
                         return Native.NVFP4_model_convert(a, Interop.Size(from.Length), b, Interop.Size(to.Length), &how,
-                            options == null ? null : &raw, call.Callback, call.User);
+                            options == null ? null : &raw);
                 }));
             }
         }

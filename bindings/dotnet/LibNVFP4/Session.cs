@@ -7,8 +7,32 @@ using System.Threading.Tasks;
 
 namespace LibNVFP4
 {
-    /// <summary>Is given each token as it comes, and the text that it completes: whole characters, none while one is incomplete. A token may come a second time, at the end, with text that was held back. Returns false to end the generation.</summary>
-    public delegate bool TokenHandler(int token, string text);
+    /// <summary>Is given each token as it comes, with the text that it completes, and at the end text that was held back, if there is any. Returns false to end the generation, which keeps that token.</summary>
+    public delegate bool TokenHandler(TokenEvent piece);
+
+    /// <summary>What a generation has to say.</summary>
+    public struct TokenEvent
+    {
+        internal unsafe TokenEvent(NativeTokenEvent* raw)
+        {
+            Kind = (TokenEventKind)raw->Kind;
+            Token = raw->Token;
+            Text = Interop.Read(raw->Text, raw->TextLength);
+            LogProbability = raw->LogProbability;
+        }
+
+        /// <summary>Whether it is a token.</summary>
+        public TokenEventKind Kind { get; }
+
+        /// <summary>The token, or -1 where it is none.</summary>
+        public int Token { get; }
+
+        /// <summary>Whole characters; none while one, or what may be a stop string, is incomplete.</summary>
+        public string Text { get; }
+
+        /// <summary>The natural logarithm of the token's probability as the model gives it, before temperature, penalties and the like; NaN unless <see cref="GenerateOptions.LogProbabilities"/> asks for it.</summary>
+        public float LogProbability { get; }
+    }
 
     /// <summary>What a generation came to.</summary>
     public sealed class Generation
@@ -80,7 +104,13 @@ namespace LibNVFP4
         }
 
         /// <summary>Makes a session as it was when it was written to a file. The model must be the one that ran it.</summary>
-        public static Session Restore(Model model, string path) => new Session(RestoreHandle(model, path));
+        /// <param name="model">The model.</param>
+        /// <param name="path">The file.</param>
+        /// <param name="progress">Is told how many bytes are read, or null.</param>
+        /// <param name="cancellation">Stops it, with an OperationCanceledException.</param>
+        public static Session Restore(Model model, string path, ProgressHandler progress = null,
+            CancellationToken cancellation = default(CancellationToken)) =>
+            new Session(RestoreHandle(model, path, progress, cancellation));
 
         /// <summary>How many tokens it holds.</summary>
         public long Length
@@ -112,8 +142,7 @@ namespace LibNVFP4
             Interop.Array<int>((buffer, capacity, count) => Native.NVFP4_session_tokens(Handle, (int*)buffer, capacity, count));
 
         /// <summary>The logits of the token to come, one for each token id.</summary>
-        public float[] Logits =>
-            Interop.Array<float>((buffer, capacity, count) => Native.NVFP4_session_logits(Handle, (float*)buffer, capacity, count));
+        public float[] Logits => GetLogits();
 
         /// <summary>The text of the last generation, which is empty before the first. A character that it left unfinished is not part of it, and comes with the text of the next one if that completes it.</summary>
         public string Text => Interop.Text((buffer, capacity, length) => Native.NVFP4_session_text(Handle, buffer, capacity, length));
@@ -122,49 +151,59 @@ namespace LibNVFP4
         public Generation LastGeneration { get; private set; }
 
         /// <summary>Appends tokens and runs them, a whole prompt in blocks.</summary>
-        public void Prefill(int[] tokens, CancellationToken cancellation = default(CancellationToken))
+        /// <param name="tokens">The tokens.</param>
+        /// <param name="progress">Is told how many of them are run, or null.</param>
+        /// <param name="cancellation">Stops it, with an OperationCanceledException. The session is as it was, then.</param>
+        public void Prefill(int[] tokens, ProgressHandler progress = null, CancellationToken cancellation = default(CancellationToken))
         {
             if (tokens == null)
                 throw new ArgumentNullException(nameof(tokens));
             fixed (int* at = tokens)
-                Prefill(at, tokens.Length, false, cancellation);
+                Prefill(at, tokens.Length, false, progress, cancellation);
         }
 
         /// <summary>Appends tokens and runs them one after the other, which gives the same bits more slowly.</summary>
-        public void PrefillTokenByToken(int[] tokens, CancellationToken cancellation = default(CancellationToken))
+        /// <param name="tokens">The tokens.</param>
+        /// <param name="progress">Is told how many of them are run, or null.</param>
+        /// <param name="cancellation">Stops it, with an OperationCanceledException. The session is as it was, then.</param>
+        public void PrefillTokenByToken(int[] tokens, ProgressHandler progress = null,
+            CancellationToken cancellation = default(CancellationToken))
         {
             if (tokens == null)
                 throw new ArgumentNullException(nameof(tokens));
             fixed (int* at = tokens)
-                Prefill(at, tokens.Length, true, cancellation);
+                Prefill(at, tokens.Length, true, progress, cancellation);
         }
 
 #if NETCOREAPP
         /// <summary>Appends tokens and runs them, a whole prompt in blocks.</summary>
-        public void Prefill(ReadOnlySpan<int> tokens, CancellationToken cancellation = default)
+        public void Prefill(ReadOnlySpan<int> tokens, ProgressHandler progress = null, CancellationToken cancellation = default)
         {
             fixed (int* at = tokens)
-                Prefill(at, tokens.Length, false, cancellation);
+                Prefill(at, tokens.Length, false, progress, cancellation);
         }
 
         /// <summary>Appends tokens and runs them one after the other.</summary>
-        public void PrefillTokenByToken(ReadOnlySpan<int> tokens, CancellationToken cancellation = default)
+        public void PrefillTokenByToken(ReadOnlySpan<int> tokens, ProgressHandler progress = null, CancellationToken cancellation = default)
         {
             fixed (int* at = tokens)
-                Prefill(at, tokens.Length, true, cancellation);
+                Prefill(at, tokens.Length, true, progress, cancellation);
         }
 
         /// <summary>Copies the logits of the token to come, and gives their number.</summary>
-        public int CopyLogits(Span<float> destination)
+        public int CopyLogits(Span<float> destination, CancellationToken cancellation = default)
         {
             UIntPtr count;
-            var retry = new Retry();
-            int status;
-            fixed (float* at = destination)
-                do
-                    status = Native.NVFP4_session_logits(Handle, at, Interop.Size(destination.Length), &count);
-                while (retry.After(status));
-            Interop.Check(status);
+            using (var call = new Call(cancellation, null, Handle))
+            {
+                var retry = new Retry();
+                int status;
+                fixed (float* at = destination)
+                    do
+                        status = Native.NVFP4_session_logits(Handle, at, Interop.Size(destination.Length), &count, call.Options);
+                    while (retry.After(status));
+                call.Finish(status);
+            }
             return checked((int)count.ToUInt64());
         }
 
@@ -173,27 +212,38 @@ namespace LibNVFP4
             new TextStream(this, (handler, token) => Generate(options, handler, token), cancellation);
 #endif
 
-        /// <summary>Appends one token and runs it.</summary>
-        public void Decode(int token)
+        /// <summary>Appends one token and runs it, with what has not been run before it: the last token of a generation, or what eviction left.</summary>
+        public void Decode(int token, CancellationToken cancellation = default(CancellationToken))
         {
-            Interop.Call(() => Native.NVFP4_session_decode(Handle, token));
+            using (var call = new Call(cancellation, null, Handle))
+                call.Finish(Interop.Try(() => Native.NVFP4_session_decode(Handle, token, call.Options)));
             Handle.Press();
         }
 
+        /// <summary>The logits of the token to come, one for each token id. Runs what has not been run, as <see cref="Decode"/> does.</summary>
+        public float[] GetLogits(CancellationToken cancellation = default(CancellationToken))
+        {
+            using (var call = new Call(cancellation, null, Handle))
+                return Interop.Array<float>((buffer, capacity, count) =>
+                    Native.NVFP4_session_logits(Handle, (float*)buffer, capacity, count, call.Options), call);
+        }
+
         /// <summary>Chooses the token to come, and does not append it. Without options it is the likeliest one.</summary>
-        public int Sample(GenerateOptions options = null)
+        public int Sample(GenerateOptions options = null, CancellationToken cancellation = default(CancellationToken))
         {
             int token = 0;
-            var retry = new Retry();
-            int status;
-            using (var pinned = new PinnedOptions(options))
+            using (var call = new Call(cancellation, options?.Progress, Handle))
             {
-                NativeGenerateOptions raw = pinned.Raw;
+                // What concerns stops has no part in it, so there is nothing to pin but the numbers.
+                NativeGenerateOptions raw = (options ?? new GenerateOptions()).Raw;
+                raw.Call = call.Options;
+                var retry = new Retry();
+                int status;
                 do
-                    status = Native.NVFP4_session_sample(Handle, options == null ? null : &raw, &token);
+                    status = Native.NVFP4_session_sample(Handle, &raw, &token);
                 while (retry.After(status));
+                call.Finish(status);
             }
-            Interop.Check(status);
             return token;
         }
 
@@ -233,44 +283,84 @@ namespace LibNVFP4
         /// <summary>Makes a second session in the same state. The two share memory as far as neither writes to it.</summary>
         public Session Fork() => new Session(ForkHandle());
 
-        /// <summary>Writes the session to a file, cache and conversation included.</summary>
-        public void Save(string path)
+        /// <summary>Writes the session to a file, cache and conversation included. A file that was there is replaced only when the new one is whole.</summary>
+        /// <param name="path">The file.</param>
+        /// <param name="progress">Is told how many bytes are written, or null.</param>
+        /// <param name="cancellation">Stops it, with an OperationCanceledException.</param>
+        public void Save(string path, ProgressHandler progress = null, CancellationToken cancellation = default(CancellationToken))
         {
             byte[] bytes = Interop.Utf8(path, nameof(path));
-            fixed (byte* at = bytes)
-                Interop.Check(Native.NVFP4_session_save(Handle, at, Interop.Size(bytes.Length)));
-        }
-
-        /// <summary>Ends the call that uses the session, if there is one, soon. From any thread, and from a handler.</summary>
-        public void Cancel() => Interop.Check(Native.NVFP4_session_cancel(Handle));
-
-        /// <summary>Appends a token to each of several sessions of one model, and runs them in one pass over the weights.</summary>
-        public static void Step(IList<Session> sessions, int[] tokens)
-        {
-            WithHandles(sessions, tokens, handles => Library.Call(() =>
-            {
-                fixed (IntPtr* first = handles)
-                fixed (int* at = tokens)
-                    return Native.NVFP4_session_step(first, at, Interop.Size(handles.Length));
-            }));
+            using (var call = new Call(cancellation, progress, Handle))
+                fixed (byte* at = bytes)
+                    call.Finish(Native.NVFP4_session_save(Handle, at, Interop.Size(bytes.Length), call.Options));
         }
 
         /// <summary>
-        /// The same, and returns the token to come of each session, which is not appended: to generate, it is the token of the next
-        /// step. On a GPU no logits come to the host. Without options it is the likeliest one.
+        /// Ends the call that uses the session, if there is one, soon: a generation with what it has, anything else with an
+        /// <see cref="Nvfp4CancelledException"/>. From any thread, and from a handler. What begins later is not ended, nor is a step
+        /// of several sessions, which its token ends.
         /// </summary>
-        public static int[] StepSample(IList<Session> sessions, int[] tokens, GenerateOptions options = null)
+        public void Cancel() => Handle.Cancel();
+
+        /// <summary>Appends a token to each of several sessions of one model, and runs them in one pass over the weights. If it fails, all are as they were.</summary>
+        public static void Step(IList<Session> sessions, int[] tokens, CancellationToken cancellation = default(CancellationToken)) =>
+            Step(sessions, tokens, null, cancellation);
+
+        /// <summary>
+        /// The same, where a session that cannot take its token does not keep the others from being run: it is disposed of or in use,
+        /// its context is full, it is there twice, or the token is none of the model's. It stays as it is.
+        /// </summary>
+        /// <param name="sessions">The sessions.</param>
+        /// <param name="tokens">A token for each.</param>
+        /// <param name="statuses">Why each session was left out; <see cref="Status.Ok"/> for those that were run.</param>
+        /// <param name="cancellation">Stops it, with an OperationCanceledException.</param>
+        public static void Step(IList<Session> sessions, int[] tokens, out Status[] statuses,
+            CancellationToken cancellation = default(CancellationToken))
         {
-            if (tokens == null)
-                throw new ArgumentNullException(nameof(tokens));
-            var each = new GenerateOptions[tokens.Length];
-            for (int i = 0; i < each.Length; i++)
-                each[i] = options;
-            return StepSample(sessions, tokens, each);
+            statuses = new Status[tokens == null ? 0 : tokens.Length];
+            Step(sessions, tokens, statuses, cancellation);
         }
 
+        static void Step(IList<Session> sessions, int[] tokens, Status[] statuses, CancellationToken cancellation) =>
+            WithHandles(sessions, tokens, statuses, cancellation, (handles, call) =>
+            {
+                fixed (IntPtr* first = handles)
+                fixed (int* at = tokens)
+                fixed (Status* told = statuses)
+                    return Native.NVFP4_session_step(first, at, Interop.Size(handles.Length), call, (int*)told);
+            });
+
+        /// <summary>
+        /// The same, and returns the token to come of each session, which is not appended: to generate, it is the token of the next
+        /// step, until a <see cref="Detokenizer"/> says that the text has ended. On a GPU no logits come to the host. Without options
+        /// it is the likeliest one.
+        /// </summary>
+        public static int[] StepSample(IList<Session> sessions, int[] tokens, GenerateOptions options = null,
+            CancellationToken cancellation = default(CancellationToken)) =>
+            StepSample(sessions, tokens, ForEach(options, tokens), null, cancellation);
+
         /// <summary>The same with options for each session; one that is null takes the likeliest token.</summary>
-        public static int[] StepSample(IList<Session> sessions, int[] tokens, IList<GenerateOptions> options)
+        public static int[] StepSample(IList<Session> sessions, int[] tokens, IList<GenerateOptions> options,
+            CancellationToken cancellation = default(CancellationToken)) => StepSample(sessions, tokens, options, null, cancellation);
+
+        /// <summary>The same with a status for each session, as <see cref="Step(IList{Session}, int[], out Status[], CancellationToken)"/> gives it. The token of one that was not run is -1.</summary>
+        public static int[] StepSample(IList<Session> sessions, int[] tokens, IList<GenerateOptions> options, out Status[] statuses,
+            CancellationToken cancellation = default(CancellationToken))
+        {
+            statuses = new Status[tokens == null ? 0 : tokens.Length];
+            return StepSample(sessions, tokens, options ?? ForEach(null, tokens), statuses, cancellation);
+        }
+
+        static GenerateOptions[] ForEach(GenerateOptions options, int[] tokens)
+        {
+            var each = new GenerateOptions[tokens == null ? 0 : tokens.Length];
+            for (int i = 0; i < each.Length; i++)
+                each[i] = options;
+            return each;
+        }
+
+        static int[] StepSample(IList<Session> sessions, int[] tokens, IList<GenerateOptions> options, Status[] statuses,
+            CancellationToken cancellation)
         {
             if (options == null)
                 throw new ArgumentNullException(nameof(options));
@@ -280,25 +370,32 @@ namespace LibNVFP4
             // What concerns stops has no part in it, so there is nothing to pin but the numbers.
             var raw = new NativeGenerateOptions[next.Length];
             for (int i = 0; i < raw.Length; i++)
+            {
                 raw[i] = (options[i] ?? new GenerateOptions()).Raw;
-            WithHandles(sessions, tokens, handles => Library.Call(() =>
+                next[i] = -1;
+            }
+            WithHandles(sessions, tokens, statuses, cancellation, (handles, call) =>
             {
                 var each = new IntPtr[raw.Length];
                 fixed (NativeGenerateOptions* one = raw)
                 fixed (IntPtr* all = each)
                 fixed (IntPtr* first = handles)
-                fixed (int* at = tokens)
-                fixed (int* to = next)
+                fixed (int* at = tokens, to = next)
+                fixed (Status* told = statuses)
                 {
                     for (int i = 0; i < raw.Length; i++)
                         each[i] = (IntPtr)(one + i);
-                    return Native.NVFP4_session_step_sample(first, at, Interop.Size(handles.Length), (NativeGenerateOptions**)all, to);
+                    return Native.NVFP4_session_step_sample(first, at, Interop.Size(handles.Length), (NativeGenerateOptions**)all, call,
+                        to, (int*)told);
                 }
-            }));
+            });
             return next;
         }
 
-        static void WithHandles(IList<Session> sessions, int[] tokens, Action<IntPtr[]> call)
+        delegate int StepCall(IntPtr[] sessions, NativeCallOptions* call);
+
+        /// Holds the sessions for a step. One that was disposed of is a NULL where there are statuses, which then say so.
+        static void WithHandles(IList<Session> sessions, int[] tokens, Status[] statuses, CancellationToken cancellation, StepCall step)
         {
             if (sessions == null)
                 throw new ArgumentNullException(nameof(sessions));
@@ -306,24 +403,34 @@ namespace LibNVFP4
                 throw new ArgumentNullException(nameof(tokens));
             if (sessions.Count != tokens.Length)
                 throw new ArgumentException(tokens.Length + " tokens for " + sessions.Count + " sessions", nameof(tokens));
-            IntPtr[] handles = new IntPtr[sessions.Count];
-            int added = 0;
+            var handles = new IntPtr[sessions.Count];
+            var held = new List<SessionHandle>();
             try
             {
-                for (; added < handles.Length; added++)
+                for (int i = 0; i < handles.Length; i++)
                 {
-                    bool done = false;
-                    sessions[added].Handle.DangerousAddRef(ref done);
-                    handles[added] = sessions[added].Handle.DangerousGetHandle();
+                    SessionHandle handle = sessions[i].Handle;
+                    bool added = false;
+                    try
+                    {
+                        handle.DangerousAddRef(ref added);
+                    }
+                    catch (ObjectDisposedException) when (statuses != null)
+                    {
+                        continue;
+                    }
+                    held.Add(handle);
+                    handles[i] = handle.DangerousGetHandle();
                 }
-                call(handles);
-                foreach (Session session in sessions)
-                    session.Handle.Press();
+                using (var call = new Call(cancellation))
+                    call.Finish(Library.Try(() => step(handles, call.Options)));
+                foreach (SessionHandle handle in held)
+                    handle.Press();
             }
             finally
             {
-                while (added > 0)
-                    sessions[--added].Handle.DangerousRelease();
+                foreach (SessionHandle handle in held)
+                    handle.DangerousRelease();
             }
         }
 
@@ -344,17 +451,18 @@ namespace LibNVFP4
             return handle;
         }
 
-        internal static SessionHandle RestoreHandle(Model model, string path)
+        internal static SessionHandle RestoreHandle(Model model, string path, ProgressHandler progress, CancellationToken cancellation)
         {
             if (model == null)
                 throw new ArgumentNullException(nameof(model));
             byte[] bytes = Interop.Utf8(path, nameof(path));
             SessionHandle handle = null;
-            Interop.Call(() =>
-            {
-                fixed (byte* at = bytes)
-                    return Native.NVFP4_session_restore(model.Handle, at, Interop.Size(bytes.Length), out handle);
-            });
+            using (var call = new Call(cancellation, progress))
+                call.Finish(Interop.Try(() =>
+                {
+                    fixed (byte* at = bytes)
+                        return Native.NVFP4_session_restore(model.Handle, at, Interop.Size(bytes.Length), call.Options, out handle);
+                }));
             return handle;
         }
 
@@ -364,21 +472,21 @@ namespace LibNVFP4
             byte[] text = turn == null ? null : Interop.Utf8(turn, nameof(turn));
             NativeGenerationResult result = default(NativeGenerationResult);
             result.StructSize = (uint)sizeof(NativeGenerationResult);
-            using (var call = new TokenCall(Handle, handler, cancellation))
+            options = options ?? new GenerateOptions();
+            using (var call = new TokenCall(Handle, handler, options.Progress, cancellation))
             using (var pinned = new PinnedOptions(options))
             {
                 NativeGenerateOptions raw = pinned.Raw;
-                NativeGenerateOptions* chosen = options == null ? null : &raw;
+                raw.Call = call.Options;
                 var retry = new Retry();
                 int status;
-                using (CancelWith(cancellation))
                 fixed (byte* at = text)
                     do
                     {
                         call.Begin();
                         status = text == null
-                            ? Native.NVFP4_session_generate(Handle, chosen, TokenCall.Callback, call.User, &result)
-                            : Native.NVFP4_session_chat(Handle, at, Interop.Size(text.Length), chosen, TokenCall.Callback, call.User, &result);
+                            ? Native.NVFP4_session_generate(Handle, &raw, TokenCall.Callback, call.User, &result)
+                            : Native.NVFP4_session_chat(Handle, at, Interop.Size(text.Length), &raw, TokenCall.Callback, call.User, &result);
                     }
                     while (retry.After(status));
                 if (status == (int)Status.Ok)
@@ -391,27 +499,13 @@ namespace LibNVFP4
             return LastGeneration;
         }
 
-        void Prefill(int* tokens, int count, bool single, CancellationToken cancellation)
+        void Prefill(int* tokens, int count, bool single, ProgressHandler progress, CancellationToken cancellation)
         {
-            var retry = new Retry();
-            int status;
-            using (CancelWith(cancellation))
-                do
-                {
-                    cancellation.ThrowIfCancellationRequested();
-                    status = single
-                        ? Native.NVFP4_session_prefill_token_by_token(Handle, tokens, Interop.Size(count))
-                        : Native.NVFP4_session_prefill(Handle, tokens, Interop.Size(count));
-                }
-                while (retry.After(status));
-            if (status == (int)Status.Cancelled)
-                cancellation.ThrowIfCancellationRequested();
-            Interop.Check(status);
+            using (var call = new Call(cancellation, progress, Handle))
+                call.Finish(Interop.Try(() => single
+                    ? Native.NVFP4_session_prefill_token_by_token(Handle, tokens, Interop.Size(count), call.Options)
+                    : Native.NVFP4_session_prefill(Handle, tokens, Interop.Size(count), call.Options)));
             Handle.Press();
         }
-
-        /// Disposing of it waits until the token's thread is done with the session, so that it cannot end a later call.
-        CancellationTokenRegistration CancelWith(CancellationToken cancellation) =>
-            cancellation.CanBeCanceled ? cancellation.Register(Handle.Cancel) : default(CancellationTokenRegistration);
     }
 }

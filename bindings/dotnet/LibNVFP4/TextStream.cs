@@ -117,6 +117,7 @@ namespace LibNVFP4
             readonly TaskCompletionSource<bool> ended = new TaskCompletionSource<bool>(TaskCreationOptions.RunContinuationsAsynchronously);
             readonly object gate = new object();
             ExceptionDispatchInfo thrown;
+            CancellationTokenSource ends;
             bool started, over, left;
             volatile bool stopped;
 
@@ -153,7 +154,7 @@ namespace LibNVFP4
             }
 #endif
 
-            /// Lets the native call end at its next token, or now if it is between two.
+            /// Ends the native call, where it is: in a prompt, in a token, or between two.
             internal void Stop()
             {
                 lock (gate)
@@ -161,6 +162,7 @@ namespace LibNVFP4
                     stopped = true;
                     if (!started)
                         ended.TrySetResult(true);
+                    ends?.Cancel();
                     wanted.Release();
                 }
             }
@@ -201,9 +203,13 @@ namespace LibNVFP4
                 if (!over)
                     return true;
                 left = true;
-                // In the words of the token that the reader knows.
+                // In the words of the token that the reader knows. One that was disposed of meanwhile has ended.
                 if (thrown?.SourceException is OperationCanceledException)
+                {
                     ThrowIfCancelled();
+                    if (stopped)
+                        return false;
+                }
                 thrown?.Throw();
                 return false;
             }
@@ -218,29 +224,48 @@ namespace LibNVFP4
             {
                 try
                 {
-                    using (CancellationTokenSource either = CancellationTokenSource.CreateLinkedTokenSource(cancellation, more))
-                    {
-                        Generation generation = generator(Take, either.Token);
-                        // What is cut off because the session was disposed of must not look like a whole answer.
-                        if (generation.Finish == FinishReason.Cancelled && !stopped && session.Handle.IsGivenUp)
-                            throw new ObjectDisposedException(session.GetType().Name);
-                    }
+                    Generation generation = generator(Take, Begin());
+                    // What is cut off because the session was disposed of must not look like a whole answer.
+                    if (generation.Finish == FinishReason.Cancelled && !stopped && session.Handle.IsGivenUp)
+                        throw new ObjectDisposedException(session.GetType().Name);
                 }
                 catch (Exception e)
                 {
                     thrown = ExceptionDispatchInfo.Capture(e);
                 }
+                End();
                 over = true;
                 made.Release();
                 ended.TrySetResult(true);
                 GC.KeepAlive(session);
             }
 
-            bool Take(int token, string text)
+            /// What ends the generation: either token, or Stop(), which may have come already.
+            CancellationToken Begin()
             {
-                if (text.Length > 0 && !stopped)
+                lock (gate)
                 {
-                    Piece = text;
+                    ends = CancellationTokenSource.CreateLinkedTokenSource(cancellation, more);
+                    if (stopped)
+                        ends.Cancel();
+                    return ends.Token;
+                }
+            }
+
+            void End()
+            {
+                lock (gate)
+                {
+                    ends?.Dispose();
+                    ends = null;
+                }
+            }
+
+            bool Take(TokenEvent piece)
+            {
+                if (piece.Text.Length > 0 && !stopped)
+                {
+                    Piece = piece.Text;
                     made.Release();
                     // A token that is cancelled here is seen at the next piece, which its reader has to ask for.
                     wanted.Wait();

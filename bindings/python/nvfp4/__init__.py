@@ -17,10 +17,12 @@ given up by close(), by the end of a `with`, or with their last use. Calls may c
 """
 
 import ctypes
+import itertools
 import json
 
 from . import native
-from .models import ChatSession, Generation, Model, Session, Stream, Tokenizer, convert, step, step_sample
+from .models import (Cancel, ChatSession, Detokenizer, Generation, Model, Piece, Session, Stream, Tokenizer, convert, step,
+                     step_sample)
 from .native import (AbiMismatch, BufferTooSmall, Busy, Cancelled, ContextFull, CorruptFile, DeviceUnavailable, Error,
                      InputOutput, Internal, InvalidArgument, InvalidHandle, NotFound, OutOfMemory, OverBudget, Unsupported)
 from .tensors import (Nf4, Quantized, Tensor, Weight, dequantize, dequantize_packed, linear, quantize, quantize_nf4,
@@ -74,17 +76,33 @@ def set_threads(threads):
     native.lib.set_threads(threads)
 
 
-_log = None
+_log = None  # The token of what set_log() was given last.
+_words = itertools.count(1)
+_listening = {}  # The callbacks that the library has, each by its word.
+
+
+@native.LogRelease
+def _released(word):
+    del _listening[word]
 
 
 def set_log(function, level="warn"):
     """Has `function` called with the level's name and a line of text, on any thread. None ends that."""
     global _log
 
-    def take(_user, number, message, length):
+    def take(_word, number, message, length):
         function(native.chosen("log", number), ctypes.string_at(message, length).decode(errors="replace"))
         return 0
 
-    new = native.LogCallback(take) if function else None
-    native.lib.set_log_callback(new, None, native.choice("log", level if function else "off"))
-    _log = new  # The one before is not called any more.
+    token, level = None, native.choice("log", level)
+    if function:
+        word = next(_words)
+        _listening[word] = native.LogCallback(take)
+        try:
+            token = native.value_out(ctypes.c_uint64, native.lib.log_add, _listening[word], word, level, _released)
+        except native.Error:
+            del _listening[word]
+            raise
+    old, _log = _log, token
+    if old:
+        native.lib.log_remove(old)

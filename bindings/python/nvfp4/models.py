@@ -37,30 +37,68 @@ def _tokens(ids):
     return (ctypes.c_int32 * len(ids)).from_buffer(ids)
 
 
-def _loading(progress, call):
+class Cancel(Handle):
     """
-    `call(callback)`, in another thread: an interrupt comes to this one, which waits, and not into a callback, where it would
-    be lost. `progress` is called there.
+    Ends the long calls that are given it as `cancel`, from any thread: those that run, and those that have yet to begin. A
+    generation then ends with what it has, and anything else raises Cancelled.
     """
-    outcome, stopped = {}, threading.Event()
+
+    _kind = "cancel"
+
+    def __init__(self):
+        self._as_parameter_ = native.value_out(ctypes.c_void_p, lib.cancel_create)
+
+    def trigger(self):
+        """Ends the calls, now and later."""
+        self._mark(lib.cancel_trigger)
+
+    def reset(self):
+        """Makes it as it was at first."""
+        self._mark(lib.cancel_reset)
+
+    def _mark(self, function):
+        if function(self):
+            raise native.InvalidHandle("the Cancel was closed; make another one")
+
+    @property
+    def triggered(self):
+        return bool(self._value(ctypes.c_int32, "is_triggered"))
+
+
+def _watched(call, cancel=None, progress=None):
+    """
+    `call(options)`, a long call that an interrupt of this thread ends. That comes while this thread waits for another one, which
+    makes the call: in a callback it would be lost. `progress` is called there.
+    """
+    flag = ctypes.c_int32()
+
+    def made():
+        with native.call_options(cancel, flag, progress) as options:
+            return call(ctypes.addressof(options))
+
+    if threading.current_thread() is not threading.main_thread():  # Interrupts do not come here.
+        return made()
+    outcome, gate = {}, threading.Lock()
 
     def run():
+        with gate:
+            if outcome.setdefault("begun", True) is False:
+                return
         try:
-            with native.callback(native.ProgressCallback, goes_on) as callback:
-                outcome["result"] = call(callback)
+            outcome["result"] = made()
         except BaseException as error:
             outcome["error"] = error
 
-    def goes_on(done, total):
-        return not stopped.is_set() and (progress is None or progress(done, total))
-
     thread = threading.Thread(target=run)
-    thread.start()
     try:
+        thread.start()
         thread.join()
     except BaseException:
-        stopped.set()
-        thread.join()
+        flag.value = 1
+        with gate:  # The interrupt may have come before the thread did.
+            begun = outcome.setdefault("begun", False)
+        if begun:
+            thread.join()
         raise
     if "error" in outcome:
         raise outcome.pop("error")
@@ -88,7 +126,8 @@ class Tokenizer:
         texts = [native.text_in(message[key]) for message in messages for key in ("role", "content")]
         fields = [field for data, length in texts for field in (ctypes.cast(data, ctypes.c_void_p).value, length)]
         plain = (native.Message * len(messages))(*(tuple(fields[i:i + 4]) for i in range(0, len(fields), 4)))
-        return native.text_out(lib.model_render_chat, self._model, plain, len(plain), add_generation_prompt)
+        size = ctypes.sizeof(native.Message)
+        return native.text_out(lib.model_render_chat, self._model, plain, len(plain), size, add_generation_prompt)
 
 
 class Model(Handle):
@@ -96,15 +135,20 @@ class Model(Handle):
     A model from a directory or file, on the GPU with room for it, or else on the CPU: info["device"] says where, and
     info["device_choice"] why. Options: device (auto, the default, cpu, cuda, cuda:1), threads, activations (exact, int8),
     sampling_only. `quantize` is True, or the options of quantize(), to make dense weights NVFP4; `progress` takes bytes done
-    and in all, and cancels if it returns False.
+    and in all, and cancels if it returns False; `cancel` is a Cancel.
     """
 
     _kind = "model"
 
-    def __init__(self, path, quantize=None, progress=None, **options):
+    def __init__(self, path, quantize=None, progress=None, cancel=None, **options):
         how = native.options(native.LoadOptions, {"device": "auto", **options})
-        self._as_parameter_ = _loading(progress, lambda callback: native.value_out(
-            ctypes.c_void_p, lib.model_load, *native.text_in(path), ctypes.byref(how), _quantization(quantize), callback, None))
+
+        def load(call):
+            how.call = call
+            return native.value_out(
+                ctypes.c_void_p, lib.model_load, *native.text_in(path), ctypes.byref(how), _quantization(quantize))
+
+        self._as_parameter_ = _watched(load, cancel, progress)
 
     @property
     def info(self):
@@ -126,14 +170,18 @@ class Model(Handle):
         return ChatSession(self, system=system, **options)
 
 
-def convert(source, destination, container="modelopt", quantize=None, progress=None, **options):
+def convert(source, destination, container="modelopt", quantize=None, progress=None, cancel=None, **options):
     """
     Converts a model on disk to NVFP4 on disk. `container` is modelopt or dat. Options: replace (a directory that holds a model;
     without it one that is not empty is refused), keep_head. The rest is as for Model.
     """
     how = native.options(native.ConvertOptions, dict(options, container=container))
-    _loading(progress, lambda callback: lib.model_convert(
-        *native.text_in(source), *native.text_in(destination), ctypes.byref(how), _quantization(quantize), callback, None))
+
+    def run(call):
+        how.call = call
+        lib.model_convert(*native.text_in(source), *native.text_in(destination), ctypes.byref(how), _quantization(quantize))
+
+    _watched(run, cancel, progress)
 
 
 class Session(Handle):
@@ -143,7 +191,12 @@ class Session(Handle):
     kv_type (float16, float32), eviction (error, drop_oldest), keep, system.
 
     Options of a generation: temperature, top_k, top_p (0 takes the likeliest token), min_p, repetition_penalty, seed,
-    max_tokens, stop (tokens and strings, or one of them; a string may name a special token), ignore_model_stops, replay.
+    max_tokens, stop (tokens and strings, or one of them; a string may name a special token), ignore_model_stops, replay,
+    log_probabilities (of each token, in the pieces).
+
+    Whatever may take long takes `cancel`, a Cancel, and ends at an interrupt. Prompts and files take `progress` too, which is
+    called with what is done and what there is to do, in tokens or bytes, and ends the call by returning False; it may not use
+    this model.
 
     The text of a generation has whole characters: the bytes of one that is unfinished at the end come with the text of the next
     generation, if that completes it.
@@ -156,35 +209,40 @@ class Session(Handle):
         self._as_parameter_ = native.value_out(ctypes.c_void_p, lib.session_create, model, ctypes.byref(how))
 
     @classmethod
-    def restore(cls, model, path):
+    def restore(cls, model, path, cancel=None, progress=None):
         """A session as it was when save() wrote it."""
-        return cls._own(native.value_out(ctypes.c_void_p, lib.session_restore, model, *native.text_in(path)))
+        def restore(call):
+            return native.value_out(ctypes.c_void_p, lib.session_restore, model, *native.text_in(path), call)
 
-    def save(self, path):
-        lib.session_save(self, *native.text_in(path))
+        return cls._own(_watched(restore, cancel, progress))
+
+    def save(self, path, cancel=None, progress=None):
+        _watched(lambda call: lib.session_save(self, *native.text_in(path), call), cancel, progress)
 
     def fork(self):
         """A second session in the same state."""
         return self._own(self._value(ctypes.c_void_p, "fork"))
 
-    def prefill(self, tokens, one_by_one=False):
-        """Appends tokens and runs them, all at once or, to the same bits, one after the other."""
+    def prefill(self, tokens, one_by_one=False, cancel=None, progress=None):
+        """Appends tokens and runs them, all at once or, on the CPU to the same bits, one after the other."""
         tokens = _tokens(tokens)
         run = lib.session_prefill_token_by_token if one_by_one else lib.session_prefill
-        run(self, tokens, len(tokens))
+        _watched(lambda call: run(self, tokens, len(tokens), call), cancel, progress)
 
-    def decode(self, token):
+    def decode(self, token, cancel=None):
         """Appends a token and runs it."""
-        lib.session_decode(self, token)
+        with native.call_options(cancel) as call:
+            lib.session_decode(self, token, cancel and ctypes.byref(call))
 
-    def logits(self):
+    def logits(self, cancel=None):
         """Those of the token to come, as an array of floats."""
-        out = array.array("f", bytes(4 * self._count("logits")))
-        lib.session_logits(self, out.buffer_info()[0], len(out), ctypes.byref(ctypes.c_size_t()))
+        count = ctypes.c_size_t()
+        with native.call_options(cancel) as call:
+            call = cancel and ctypes.byref(call)
+            lib.session_logits(self, None, 0, ctypes.byref(count), call)
+            out = array.array("f", bytes(4 * count.value))
+            lib.session_logits(self, out.buffer_info()[0], len(out), ctypes.byref(count), call)
         return out
-
-    def _count(self, name):
-        return native.value_out(ctypes.c_size_t, getattr(lib, "session_" + name), self, None, 0)
 
     def sample(self, **options):
         """The token to come, which is not appended."""
@@ -201,10 +259,6 @@ class Session(Handle):
     def stream(self, **options):
         """The same as an iterator of pieces of text. It begins when the first one is asked for."""
         return Stream(self, lib.session_generate, (), options)
-
-    def cancel(self):
-        """Ends the call that uses the session, from any thread."""
-        lib.session_cancel(self)
 
     def truncate(self, length):
         """Forgets the tokens from `length` on."""
@@ -255,15 +309,22 @@ class ChatSession(Session):
         return json.loads(self._text("messages"))
 
 
-def step(sessions, tokens):
-    """Appends tokens[i] to sessions[i] and runs all of them in one pass over the weights."""
-    lib.session_step(_handles(sessions, tokens), _tokens(tokens), len(tokens))
-
-
-def step_sample(sessions, tokens, each=None, **options):
+def step(sessions, tokens, cancel=None, statuses=None):
     """
-    The same, and returns the token to come of each session, which is not appended. Options are those of a generation; `each` is
-    a list of dictionaries of them instead, one for each session. On a GPU no logits come to the host.
+    Appends tokens[i] to sessions[i] and runs all of them in one pass over the weights. With a list as `statuses`, a session that
+    cannot take its token is left out: the list gets, for each, None, or the class of the error that it would be.
+    """
+    with native.call_options(cancel) as call:
+        numbers = _statuses(statuses, len(tokens))
+        lib.session_step(_handles(sessions, tokens), _tokens(tokens), len(tokens), ctypes.byref(call), numbers)
+    _tell(statuses, numbers)
+
+
+def step_sample(sessions, tokens, each=None, cancel=None, statuses=None, **options):
+    """
+    The same, and returns the token to come of each session, which is not appended, or None where it was left out. Options are
+    those of a generation; `each` is a list of dictionaries of them instead, one for each session. On a GPU no logits come to the
+    host.
     """
     handles = _handles(sessions, tokens)
     if each is None:
@@ -274,15 +335,65 @@ def step_sample(sessions, tokens, each=None, **options):
         raise InvalidArgument(f"options for {len(each)} of {len(tokens)} sessions")
     how = [native.options(native.GenerateOptions, one) for one in each]
     pointers = (ctypes.c_void_p * len(tokens))(*(ctypes.addressof(one) for one in how))
-    chosen = (ctypes.c_int32 * len(tokens))()
-    lib.session_step_sample(handles, _tokens(tokens), len(tokens), pointers, chosen)
-    return list(chosen)
+    chosen = (ctypes.c_int32 * len(tokens))(*[-1] * len(tokens))
+    numbers = _statuses(statuses, len(tokens))
+    with native.call_options(cancel) as call:
+        lib.session_step_sample(handles, _tokens(tokens), len(tokens), pointers, ctypes.byref(call), chosen, numbers)
+    _tell(statuses, numbers)
+    return [None if token < 0 else token for token in chosen]
+
+
+def _statuses(wanted, count):
+    return None if wanted is None else (ctypes.c_int32 * count)()
+
+
+def _tell(statuses, numbers):
+    if statuses is not None:
+        statuses[:] = [native.ERRORS[number] if number else None for number in numbers]
 
 
 def _handles(sessions, tokens):
     if len(sessions) != len(tokens):
         raise InvalidArgument(f"{len(tokens)} tokens for {len(sessions)} sessions")
     return (ctypes.c_void_p * len(sessions))(*(session._as_parameter_ for session in sessions))
+
+
+class Detokenizer(Handle):
+    """
+    The text of one sequence as its tokens come, for those who step many. It goes on after `tokens`, and ends where generating with
+    the same options (stop, ignore_model_stops, max_tokens) would.
+    """
+
+    _kind = "detokenizer"
+
+    def __init__(self, model, tokens=(), **options):
+        tokens, how = _tokens(tokens), native.options(native.GenerateOptions, options)
+        self._as_parameter_ = native.value_out(
+            ctypes.c_void_p, lib.detokenizer_create, model, tokens, len(tokens), ctypes.byref(how))
+
+    def push(self, token):
+        """The text that the token completes, and what ends the sequence with it, as in a Generation, or None."""
+        finish = ctypes.c_int32()
+        text = self._given(lib.detokenizer_push, token, finish=finish)
+        return text, None if finish.value < 0 else chosen("finish", finish.value)
+
+    def finish(self):
+        """Ends the sequence; the text that was held back."""
+        return self._given(lib.detokenizer_finish)
+
+    def _given(self, function, *arguments, finish=None):
+        text, length = ctypes.c_void_p(), ctypes.c_size_t()
+        function(self, *arguments, ctypes.byref(text), ctypes.byref(length), *([] if finish is None else [ctypes.byref(finish)]))
+        return ctypes.string_at(text, length.value).decode()
+
+
+class Piece(str):
+    """
+    A piece of text. `token` is the one that completed it, or None for text that was held back until the end; `log_probability` is
+    None unless that was asked for. Where it was, pieces come for tokens that complete no text too.
+    """
+
+    token = log_probability = None
 
 
 class _Relay:
@@ -296,13 +407,17 @@ class _Relay:
     def __init__(self, wanted):
         self.changed = threading.Condition()
         self.phase, self.piece = self.NEW, None
-        self.wanted, self.stopped, self.calling = wanted, False, False
+        self.wanted, self.stopped, self.all = wanted, False, False
+        self.flag = ctypes.c_int32()  # Ends the call, also one that has yet to begin.
         self.result = self.error = None
 
-    def run(self, session, call, prompt, options):
+    def run(self, session, call, prompt, options, cancel, progress):
         """In the thread that generates."""
         try:
-            self.result = self.generate(session, call, prompt, native.options(native.GenerateOptions, options))
+            options = native.options(native.GenerateOptions, options)
+            with native.call_options(cancel, self.flag, progress) as watched:
+                options.call = ctypes.addressof(watched)
+                self.result = self.generate(session, call, prompt, options)
         except BaseException as error:
             self.error = error.with_traceback(None)
         with self.changed:
@@ -312,24 +427,20 @@ class _Relay:
 
     def generate(self, session, call, prompt, options):
         result = native.GenerationResult(struct_size=ctypes.sizeof(native.GenerationResult))
-        with self.changed:
-            if self.stopped:
-                return None
-            self.calling = True
-        try:
-            with native.callback(native.TokenCallback, self.give) as callback:
-                call(session, *prompt, ctypes.byref(options), callback, None, ctypes.byref(result))
-        finally:
-            with self.changed:
-                self.calling = False
-                self.changed.notify_all()
+        self.all = bool(options.log_probabilities)
+        with native.callback(native.TokenCallback, self.give) as callback:
+            call(session, *prompt, ctypes.byref(options), callback, None, ctypes.byref(result))
         numbers = {name: getattr(result, name) for name in Generation._fields[2:]}
         return Generation(session._text("text"), chosen("finish", result.finish), **numbers)
 
-    def give(self, _token, text, length):
+    def give(self, event):
+        event = event.contents
         with self.changed:
-            if length and self.wanted and not self.stopped:
-                self.phase, self.piece = self.GIVEN, ctypes.string_at(text, length).decode()
+            if (event.text_length or self.all) and self.wanted and not self.stopped:
+                piece = Piece(ctypes.string_at(event.text, event.text_length).decode())
+                piece.token = None if event.token < 0 else event.token
+                piece.log_probability = event.log_probability if self.all and event.token >= 0 else None
+                self.phase, self.piece = self.GIVEN, piece
                 self.changed.notify_all()
                 self.changed.wait_for(lambda: self.phase == self.ASKED)
             return not self.stopped
@@ -358,11 +469,8 @@ class _Relay:
             if not thread.is_alive():  # It has ended, or was not started.
                 self.phase = self.DONE
                 session.close()
+            self.flag.value = 1
             self.go_on((self.GIVEN, self.TAKEN))
-            # A call that begins forgets that it was to end: so it is told again, until it has ended.
-            while self.calling and thread is not threading.current_thread():
-                session.cancel()
-                self.changed.wait(0.01)
 
 
 class Stream:
@@ -373,10 +481,12 @@ class Stream:
     """
 
     def __init__(self, session, call, prompt, options, on_text=True):
+        cancel, progress = options.pop("cancel", None), options.pop("progress", None)
         self._session = session._second()
         self._on_text, self._relay = on_text, _Relay(on_text is not None)
         # Not this thread: an interrupt would be lost in a callback, but not while this one waits for a piece.
-        self._thread = threading.Thread(target=self._relay.run, args=(self._session, call, prompt, options), daemon=True)
+        self._thread = threading.Thread(target=self._relay.run, args=(self._session, call, prompt, options, cancel, progress),
+                                        daemon=True)
         _running.add(self)
 
     def __iter__(self):

@@ -16,7 +16,7 @@ VERSION_NUMBER = 100
 
 # By the first part of its name in C, each choice: NVFP4_RECIPE_AMAX is CHOICES["recipe"]["amax"].
 CHOICES = {
-    "log": {"off": 0, "error": 1, "warn": 2, "info": 3, "debug": 4, "trace": 5},
+    "log": {"error": 1, "warn": 2, "info": 3, "debug": 4, "trace": 5},
     "memory": {"total": 0, "weights": 1, "kv_cache": 2, "scratch": 3, "tensor": 4, "device_weights": 5,
                "device_kv_cache": 6, "device_scratch": 7, "device_tensor": 8},
     "managed": {"disabled": 0, "preferred": 1, "required": 2},
@@ -34,7 +34,8 @@ CHOICES = {
     "container": {"modelopt": 0, "dat": 1},
     "kv": {"float16": 0, "float32": 1},
     "eviction": {"error": 0, "drop_oldest": 1},
-    "finish": {"stop": 0, "stop_string": 1, "length": 2, "context": 3, "cancelled": 4},
+    "finish": {"none": -1, "stop": 0, "stop_string": 1, "length": 2, "context": 3, "cancelled": 4},
+    "event": {"token": 0, "held_text": 1},
 }
 
 # The fields of options that take a choice by name, with its table.
@@ -49,7 +50,8 @@ _TYPES = {"i": ctypes.c_int32, "I": ctypes.c_uint32, "l": ctypes.c_int64, "L": c
 # Each function with the types that it takes and that it returns; S is a status.
 FUNCTIONS = """
 status_name(i)s last_error()s last_status()i last_error_copy(pzp)S take_error(p)S error_status(p)i error_message(p)s error_retain(p)S error_release(p)S version()s abi_version()i version_number()i check_version(ii)S
-set_log_callback(ppi)S
+log_add(ppipp)S log_remove(L)S
+call_options_init(pI)S cancel_create(p)S cancel_trigger(p)i cancel_reset(p)i cancel_is_triggered(pp)S cancel_retain(p)S cancel_release(p)S
 set_threads(i)S diagnose(pzp)S memory_stats(ipp)S memory_reset_peak()S memory_set_budget(L)S memory_get_budget(p)S
 memory_set_managed_policy(i)S memory_get_managed_policy(p)S memory_can_be_managed(ip)S tensor_by_managed_policy(piip)S
 tensor_from_host(ppipippp)S tensor_from_device(ppipiippp)S tensor_empty(piiiip)S tensor_copy_to_device(piip)S
@@ -60,16 +62,17 @@ tensor_quantize_nf4(plpp)S tensor_dequantize_nf4(ppplpiip)S scales_swizzle(pp)S 
 quantize_packed(ppp)S dequantize_packed(ppip)S ste_weight(pip)S ste_clear()S
 weight_options_init(pI)S backend_select(ippzp)S weight_create(ppfip)S weight_create_nvfp4(ppfpp)S weight_create_nf4(ppplllpp)S
 weight_create_dense(pp)S weight_report(ppzp)S weight_retain(p)S weight_release(p)S weight_size(pppp)S linear(ppiip)S
-matmul(ppfppfiip)S schema_detect(pzpzp)S schema_report(pzpzpzp)S schema_validate(pzpz)S load_options_init(pI)S
-model_load(pzppppp)S model_retain(p)S model_release(p)S model_info(ppzp)S model_vocab_size(pp)S model_tokenize(ppzipzp)S
-model_detokenize(ppzipzp)S model_render_chat(ppzipzp)S convert_options_init(pI)S model_convert(pzpzpppp)S
+matmul(ppfppfiip)S schema_detect(pzzpzp)S schema_report(pzzpzpzp)S schema_validate(pzzpz)S load_options_init(pI)S
+model_load(pzppp)S model_retain(p)S model_release(p)S model_info(ppzp)S model_vocab_size(pp)S model_tokenize(ppzipzp)S
+model_detokenize(ppzipzp)S model_render_chat(ppzzipzp)S convert_options_init(pI)S model_convert(pzpzpp)S
 session_options_init(pI)S
-generate_options_init(pI)S session_create(ppp)S session_retain(p)S session_release(p)S session_prefill(ppz)S
-session_prefill_token_by_token(ppz)S session_decode(pi)S session_logits(ppzp)S session_sample(ppp)S session_generate(ppppp)S
+generate_options_init(pI)S session_create(ppp)S session_retain(p)S session_release(p)S session_prefill(ppzp)S
+session_prefill_token_by_token(ppzp)S session_decode(pip)S session_logits(ppzpp)S session_sample(ppp)S session_generate(ppppp)S
 session_chat(ppzpppp)S session_text(ppzp)S session_messages(ppzp)S session_length(pp)S session_context(pp)S
-session_memory(pp)S session_tokens(ppzp)S session_truncate(pz)S session_reset(p)S session_fork(pp)S session_save(ppz)S
-session_restore(ppzp)S session_cancel(p)S session_step(ppz)S
-session_step_sample(ppzpp)S quantize(ppp)v scaled_mm(ppppb)p empty_cache()v can_use_managed()i is_managed_tensor(p)i to_managed(pii)p managed_prefetch(pi)v
+session_memory(pp)S session_tokens(ppzp)S session_truncate(pz)S session_reset(p)S session_fork(pp)S session_save(ppzp)S
+session_restore(ppzpp)S session_step(ppzpp)S session_step_sample(ppzpppp)S
+detokenizer_create(ppzpp)S detokenizer_push(pippp)S detokenizer_finish(ppp)S detokenizer_retain(p)S detokenizer_release(p)S
+ quantize(ppp)v scaled_mm(ppppb)p empty_cache()v can_use_managed()i is_managed_tensor(p)i to_managed(pii)p managed_prefetch(pi)v
 """
 
 
@@ -94,12 +97,16 @@ class SchemaResult(ctypes.Structure):
     _fields_ = _fields("struct_size:I format:i tensors:z weights:z problems:z out_features:l in_features:l block:l")
 
 
+class CallOptions(ctypes.Structure):
+    _fields_ = _fields("struct_size:I reserved:i cancel:p cancel_flag:p progress:p user:p")
+
+
 class LoadOptions(ctypes.Structure):
-    _fields_ = _fields("struct_size:I device_type:i device_index:i threads:i activations:i sampling_only:i")
+    _fields_ = _fields("struct_size:I device_type:i device_index:i threads:i activations:i sampling_only:i call:p")
 
 
 class ConvertOptions(ctypes.Structure):
-    _fields_ = _fields("struct_size:I container:i replace:i keep_head:i")
+    _fields_ = _fields("struct_size:I container:i replace:i keep_head:i call:p")
 
 
 class Message(ctypes.Structure):
@@ -112,8 +119,12 @@ class SessionOptions(ctypes.Structure):
 
 class GenerateOptions(ctypes.Structure):
     _fields_ = _fields("struct_size:I temperature:f top_k:i top_p:f min_p:f repetition_penalty:f ignore_model_stops:i replay:i "
-                       "max_tokens:z seed:L stop_tokens:p stop_token_count:z stop_strings:p stop_string_lengths:p "
-                       "stop_string_count:z")
+                       "log_probabilities:i reserved:i max_tokens:z seed:L stop_tokens:p stop_token_count:z stop_strings:p stop_string_lengths:p "
+                       "stop_string_count:z call:p")
+
+
+class TokenEvent(ctypes.Structure):
+    _fields_ = _fields("struct_size:I kind:i token:i index:i text:p text_length:z log_probability:f reserved:i")
 
 
 class GenerationResult(ctypes.Structure):
@@ -123,7 +134,8 @@ class GenerationResult(ctypes.Structure):
 
 LogCallback = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p, ctypes.c_size_t)
 ProgressCallback = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64)
-TokenCallback = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p, ctypes.c_size_t)
+LogRelease = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+TokenCallback = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.POINTER(TokenEvent))
 Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
 
 
@@ -316,6 +328,24 @@ def callback(kind, function):
     finally:
         if raised:
             raise raised.pop() from None
+
+
+@contextlib.contextmanager
+def call_options(cancel=None, flag=None, progress=None):
+    """What may end a call: a Cancel, a c_int32, and `progress`, which is told how far it is and ends it by False or an exception."""
+    out = options(CallOptions, {})
+    if cancel is not None:
+        out.cancel = cancel._as_parameter_
+        if not out.cancel:
+            raise InvalidHandle("the Cancel was closed; pass one that is open")
+    if flag is not None:
+        out.cancel_flag = ctypes.addressof(flag)
+    if progress is None:
+        yield out
+    else:
+        with callback(ProgressCallback, progress) as function:
+            out.progress = ctypes.cast(function, ctypes.c_void_p)
+            yield out
 
 
 class Handle:

@@ -437,7 +437,7 @@ def schema(tensors, prefix="", validate=False):
     plain = (native.NamedTensor * len(names))(*(
         (ctypes.cast(name, ctypes.c_void_p), len(name), choice("dtype", dtype), len(size), ctypes.addressof(size))
         for name, size, (dtype, _) in zip(names, sizes, tensors.values())))
-    arguments = (plain, len(plain), *native.text_in(prefix))
+    arguments = (plain, len(plain), ctypes.sizeof(native.NamedTensor), *native.text_in(prefix))
     if validate:
         lib.schema_validate(*arguments)
     return json.loads(native.text_out(lib.schema_report, *arguments))

@@ -35,6 +35,11 @@ fn tidy(header: &str) -> String {
                 i += 3;
             }
             [line, ..] if !line.starts_with("typedef struct") => {
+                // Rust has no word for what another thread or a signal handler may change.
+                let line = line.replace(
+                    "const int32_t *cancel_flag",
+                    "const volatile int32_t *cancel_flag",
+                );
                 out.push_str(&line.replace("struct NVFP4_", "NVFP4_"));
                 i += 1;
             }

@@ -1,0 +1,254 @@
+//! Long calls: ending them early, and hearing how far they are
+//!
+//! Calls that may take long - loading, converting, prompts, generations, session files - take an #NVFP4_CallOptions, or have one in
+//! their options. It names what ends them: a cancel handle, a flag of the host, or the answer of a progress callback. All of them
+//! are looked at every 50 ms or more often, on all devices, also while a prompt is run and while a call waits for another. What is
+//! set before a call begins ends it when it begins: nothing is lost, and one handle may be in many calls.
+
+use std::ffi::c_void;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI32, Ordering};
+
+use super::arguments::{Growing, Out, options};
+use super::guard::{User, answer, enter, enter_to_free};
+use super::handle::{self, Object};
+use super::slots::{self, Slot, Slots};
+use super::status::{NVFP4_INVALID_HANDLE, NVFP4_OK, NVFP4_Status};
+use crate::base::call::{self, Flag, Progress, Watch};
+use crate::base::error::{Result, bail};
+
+/// What ends calls early. See the chapter on long calls.
+pub struct NVFP4_Cancel {
+    _private: [u8; 0],
+}
+
+pub(super) static SLOTS: Slots = Slots::new();
+
+struct Cancel(&'static Slot);
+
+impl Drop for Cancel {
+    fn drop(&mut self) {
+        SLOTS.give_back(self.0);
+    }
+}
+
+impl Object for Cancel {
+    type Handle = NVFP4_Cancel;
+    const NAME: &'static str = "NVFP4_Cancel";
+}
+
+/// Is told how far a long call is, now and then, on the thread that made it: in bytes of a file, or in tokens of a prompt (a
+/// generation counts on with those it makes). Returns 0 to go on, anything else to cancel. It should be quick: the call waits for it.
+/// It may call the library, but not use the model that is being run: that gives #NVFP4_BUSY.
+pub type NVFP4_ProgressCallback =
+    Option<unsafe extern "C" fn(user: *mut c_void, done: u64, total: u64) -> i32>;
+
+/// What may end a long call, and who hears how far it is. Fill with NVFP4_call_options_init(), then change what is to differ.
+/// It and what it points to must stay as long as the call runs.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct NVFP4_CallOptions {
+    /// sizeof(NVFP4_CallOptions) as the caller knows it.
+    pub struct_size: u32,
+    /// Leave it 0.
+    pub reserved: i32,
+    /// Ends the call when it is triggered, or if it has been. Default: NULL.
+    pub cancel: *const NVFP4_Cancel,
+    /// Ends the call when it is not 0: a variable of the host, which any thread and any signal handler may write. Aligned to 4
+    /// bytes. Default: NULL.
+    pub cancel_flag: *const i32,
+    /// Is told how far the call is, at its end too. Default: NULL.
+    pub progress: NVFP4_ProgressCallback,
+    /// The first argument of `progress`.
+    pub user: *mut c_void,
+}
+
+// SAFETY: integers and pointers without padding, the first a u32 size. The callback is one of the host's, or NULL.
+unsafe impl Growing for NVFP4_CallOptions {
+    const NAME: &'static str = "NVFP4_CallOptions";
+    fn defaults() -> Self {
+        NVFP4_CallOptions {
+            struct_size: size_of::<Self>() as u32,
+            reserved: 0,
+            cancel: std::ptr::null(),
+            cancel_flag: std::ptr::null(),
+            progress: None,
+            user: std::ptr::null_mut(),
+        }
+    }
+}
+
+/// A variable of the host that ends a call once it is not 0.
+#[derive(Clone, Copy)]
+struct HostFlag(*const AtomicI32);
+// SAFETY: an atomic may be looked at from any thread; the host keeps it while the call runs.
+unsafe impl Sync for HostFlag {}
+
+/// What ends a call.
+pub(super) struct Ends {
+    cancel: Option<Arc<Cancel>>,
+    flag: HostFlag,
+}
+
+impl Ends {
+    /// # Safety
+    /// The flag must be readable as long as this lives.
+    unsafe fn of(call: &NVFP4_CallOptions) -> Result<Ends> {
+        if call.reserved != 0 {
+            bail!(
+                InvalidArgument,
+                "reserved is {} in NVFP4_CallOptions; it must be 0",
+                call.reserved
+            );
+        }
+        if !call.cancel_flag.is_aligned() {
+            bail!(InvalidArgument, "cancel_flag is not aligned to 4 bytes");
+        }
+        Ok(Ends {
+            cancel: match call.cancel.is_null() {
+                true => None,
+                false => Some(handle::get::<Cancel>("cancel", call.cancel)?),
+            },
+            flag: HostFlag(call.cancel_flag.cast()),
+        })
+    }
+
+    /// # Safety
+    /// `call`, unless NULL, must be readable, and its flag as long as this lives.
+    pub(super) unsafe fn read(call: *const NVFP4_CallOptions) -> Result<Ends> {
+        // SAFETY: promised by the caller.
+        unsafe { Self::of(&options(call)?) }
+    }
+
+    /// Runs `body`, which this may end.
+    pub(super) fn ending<T>(&self, body: impl FnOnce() -> Result<T>) -> Result<T> {
+        let flag = || self.is_set();
+        let watch = Watch {
+            flags: &[&flag],
+            progress: None,
+        };
+        watch.during(body)
+    }
+
+    /// Whether the call is to end.
+    pub(super) fn is_set(&self) -> bool {
+        let Ends { cancel, flag } = self;
+        let triggered = cancel.as_ref().is_some_and(|c| slots::is_set(c.0));
+        // SAFETY: promised at construction.
+        triggered || unsafe { flag.0.as_ref() }.is_some_and(|f| f.load(Ordering::Relaxed) != 0)
+    }
+}
+
+/// Runs `body`, which may be long, as `call` says.
+///
+/// # Safety
+/// `call`, unless NULL, must be readable, and what it points to as the header says.
+pub(super) unsafe fn watched<T>(
+    call: *const NVFP4_CallOptions,
+    body: impl FnOnce() -> Result<T>,
+) -> Result<T> {
+    if call.is_null() {
+        return Watch::default().during(body);
+    }
+    // SAFETY: promised by the caller.
+    let options = unsafe { options(call) }?;
+    // SAFETY: as above.
+    let ends = unsafe { Ends::of(&options) }?;
+    let user = User(options.user);
+    let progress = options.progress.map(|callback| {
+        // SAFETY: the host's callback, called while the call it was given to runs, on the same thread.
+        move |p: Progress| answer(unsafe { callback({ user }.0, p.done, p.total) })
+    });
+    let flag = || ends.is_set();
+    let flags: [Flag<'_>; 1] = [&flag];
+    let watch = Watch {
+        flags: &flags,
+        progress: progress.as_ref().map(|p| p as _),
+    };
+    watch.during(|| {
+        call::check()?;
+        body()
+    })
+}
+
+/// Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_CallOptions).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_call_options_init(
+    options: *mut NVFP4_CallOptions,
+    struct_size: u32,
+) -> NVFP4_Status {
+    enter("NVFP4_call_options_init", || {
+        // SAFETY: the pointer is as the header asks.
+        unsafe { super::arguments::fill(options, struct_size, NVFP4_CallOptions::defaults()) }
+    })
+}
+
+/// Makes a cancel handle, which is not triggered.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_cancel_create(out: *mut *mut NVFP4_Cancel) -> NVFP4_Status {
+    enter("NVFP4_cancel_create", || {
+        // SAFETY: the pointer is as the header asks.
+        let out = unsafe { Out::new("out", out) }?;
+        out.set(handle::insert_as(|handle| {
+            Arc::new(Cancel(SLOTS.claim(handle)))
+        }));
+        Ok(())
+    })
+}
+
+/// Ends the calls that the handle was given to, those that have yet to begin too: a generation with what it has, anything else with
+/// #NVFP4_CANCELLED. From any thread, from a callback, and from a signal handler: it takes no lock and no memory. It leaves
+/// no message: what is no live cancel handle gives #NVFP4_INVALID_HANDLE, and that is all there is to say.
+#[unsafe(no_mangle)]
+pub extern "C" fn NVFP4_cancel_trigger(cancel: *mut NVFP4_Cancel) -> NVFP4_Status {
+    mark(cancel, true)
+}
+
+/// Makes the handle as it was at first, for more calls. Like NVFP4_cancel_trigger() it leaves no message and may be called anywhere. A
+/// call that has seen it triggered ends all the same; one that has not goes on.
+#[unsafe(no_mangle)]
+pub extern "C" fn NVFP4_cancel_reset(cancel: *mut NVFP4_Cancel) -> NVFP4_Status {
+    mark(cancel, false)
+}
+
+fn mark(cancel: *mut NVFP4_Cancel, set: bool) -> NVFP4_Status {
+    match handle::is_own(cancel.cast()) && SLOTS.mark(cancel.addr(), set) {
+        true => NVFP4_OK,
+        false => NVFP4_INVALID_HANDLE,
+    }
+}
+
+/// Writes 1 if the handle is triggered, else 0.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_cancel_is_triggered(
+    cancel: *const NVFP4_Cancel,
+    triggered: *mut i32,
+) -> NVFP4_Status {
+    enter("NVFP4_cancel_is_triggered", || {
+        // SAFETY: the pointer is as the header asks.
+        let out = unsafe { Out::new("triggered", triggered) }?;
+        let cancel = handle::get::<Cancel>("cancel", cancel)?;
+        out.set(i32::from(slots::is_set(cancel.0)));
+        Ok(())
+    })
+}
+
+/// Adds a reference to a cancel handle.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_cancel_retain(cancel: *mut NVFP4_Cancel) -> NVFP4_Status {
+    enter("NVFP4_cancel_retain", || {
+        handle::retain::<Cancel>("cancel", cancel)
+    })
+}
+
+/// Gives up a reference to a cancel handle. After the last one it is stale; calls that run with it go on, and see it as it is.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_cancel_release(cancel: *mut NVFP4_Cancel) -> NVFP4_Status {
+    enter_to_free("NVFP4_cancel_release", || {
+        let last = handle::give_up::<Cancel>("cancel", cancel)?;
+        if last {
+            SLOTS.retire(cancel.addr());
+        }
+        Ok(())
+    })
+}

@@ -1,0 +1,211 @@
+//! Text as tokens come, for hosts that step many sessions
+//!
+//! A detokenizer follows one sequence: it is given each token, gives the text that the token completes, in whole characters, and says
+//! what ends the sequence, as NVFP4_session_generate() would: a stop token, a stop string, or its length. What may be the beginning
+//! of a stop string waits until that is decided.
+
+use std::ffi::c_char;
+use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
+
+use super::arguments::{Out, options, slice};
+use super::guard::{enter, enter_to_free};
+use super::handle::{self, Object};
+use super::model::{NVFP4_Model, tokens_in};
+use super::session::{
+    NVFP4_FINISH_CANCELLED, NVFP4_FINISH_NONE, NVFP4_GenerateOptions, finish_number,
+};
+use super::status::NVFP4_Status;
+use crate::base::error::{Result, bail};
+use crate::model::Model;
+use crate::session::Transcript;
+
+/// The text of one sequence. See the detokenizer chapter.
+pub struct NVFP4_Detokenizer {
+    _private: [u8; 0],
+}
+
+struct State {
+    transcript: Transcript,
+    /// What the last call gave.
+    text: String,
+    finish: i32,
+}
+
+struct Detokenizer(Mutex<State>);
+
+impl Object for Detokenizer {
+    type Handle = NVFP4_Detokenizer;
+    const NAME: &'static str = "NVFP4_Detokenizer";
+}
+
+impl Detokenizer {
+    fn state(&self) -> Result<MutexGuard<'_, State>> {
+        match self.0.try_lock() {
+            Ok(state) => Ok(state),
+            Err(TryLockError::WouldBlock) => bail!(
+                Busy,
+                "detokenizer is in use by another call; wait for that call to return"
+            ),
+            Err(TryLockError::Poisoned(_)) => bail!(
+                Internal,
+                "detokenizer was left unusable by an earlier internal error; release it"
+            ),
+        }
+    }
+}
+
+/// Makes a detokenizer of a model, which must have a tokenizer.
+///
+/// - `tokens`, `count`: what the sequence holds already: its text is not given again, but may end within a character, which the next
+///   token goes on with. NULL and 0 at the start of a text, as an answer is.
+/// - `options`: what ends the sequence: stop tokens and strings, whether the model's own stop tokens count, and how many tokens it
+///   may have. NULL for the defaults. Copied.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_detokenizer_create(
+    model: *const NVFP4_Model,
+    tokens: *const i32,
+    count: usize,
+    options: *const NVFP4_GenerateOptions,
+    out: *mut *mut NVFP4_Detokenizer,
+) -> NVFP4_Status {
+    enter("NVFP4_detokenizer_create", || {
+        let model = handle::get::<Model>("model", model)?;
+        // SAFETY: the pointers are as the header asks.
+        let (out, tokens, options) = unsafe {
+            (
+                Out::new("out", out)?,
+                tokens_in(slice("tokens", tokens, count)?)?,
+                self::options(options)?.read()?,
+            )
+        };
+        model.tokenizer()?;
+        let state = State {
+            transcript: Transcript::new(&model, &tokens, &options)?,
+            text: String::new(),
+            finish: NVFP4_FINISH_NONE,
+        };
+        out.set(handle::insert(Arc::new(Detokenizer(Mutex::new(state)))));
+        Ok(())
+    })
+}
+
+/// Adds the next token. Writes the text that it completes, UTF-8 with a NUL behind it, to `text` and its bytes to `length`; the text
+/// is valid until the next call with this detokenizer. Writes what ends the sequence with this token to `finish`, one of
+/// NVFP4_FINISH_*: a stop token then is not part of the sequence, and gives no text; any other token is. After that no token is taken.
+///
+/// - `length`, `finish`: may be NULL.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_detokenizer_push(
+    detokenizer: *mut NVFP4_Detokenizer,
+    token: i32,
+    text: *mut *const c_char,
+    length: *mut usize,
+    finish: *mut i32,
+) -> NVFP4_Status {
+    enter("NVFP4_detokenizer_push", || {
+        let token = tokens_in(&[token])?[0];
+        // SAFETY: the pointers are as the header asks.
+        unsafe {
+            give(detokenizer, text, length, finish, |state| {
+                if state.finish != NVFP4_FINISH_NONE {
+                    bail!(
+                        InvalidArgument,
+                        "the sequence has ended, and takes no token; make another detokenizer for what follows"
+                    );
+                }
+                let State {
+                    transcript,
+                    text,
+                    finish,
+                } = state;
+                transcript.check(token)?;
+                let (piece, ended) = transcript.push(token);
+                text.clear();
+                text.push_str(piece);
+                *finish = ended.map_or(NVFP4_FINISH_NONE, finish_number);
+                Ok(())
+            })
+        }
+    })
+}
+
+/// Ends the sequence, where no token has. Gives the text that was held back in case it was the beginning of a stop string; there is
+/// none after a stop string. A character that is unfinished gives none: see NVFP4_detokenizer_create() for what follows it.
+///
+/// - `text`, `length`: as for NVFP4_detokenizer_push().
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_detokenizer_finish(
+    detokenizer: *mut NVFP4_Detokenizer,
+    text: *mut *const c_char,
+    length: *mut usize,
+) -> NVFP4_Status {
+    enter("NVFP4_detokenizer_finish", || {
+        // SAFETY: the pointers are as the header asks.
+        unsafe {
+            give(detokenizer, text, length, std::ptr::null_mut(), |state| {
+                let State {
+                    transcript,
+                    text,
+                    finish,
+                } = state;
+                text.clear();
+                text.push_str(transcript.finish());
+                if *finish == NVFP4_FINISH_NONE {
+                    *finish = NVFP4_FINISH_CANCELLED;
+                }
+                Ok(())
+            })
+        }
+    })
+}
+
+/// Changes the state, and gives its text.
+///
+/// # Safety
+/// As the header says of the pointers.
+unsafe fn give(
+    detokenizer: *mut NVFP4_Detokenizer,
+    text: *mut *const c_char,
+    length: *mut usize,
+    finish: *mut i32,
+    change: impl FnOnce(&mut State) -> Result<()>,
+) -> Result<()> {
+    // SAFETY: promised by the caller.
+    let out = unsafe { Out::new("text", text) }?;
+    let object = handle::get::<Detokenizer>("detokenizer", detokenizer)?;
+    let mut state = object.state()?;
+    change(&mut state)?;
+    let bytes = state.text.len();
+    state.text.push('\0');
+    out.set(state.text.as_ptr().cast());
+    // SAFETY: promised by the caller.
+    unsafe {
+        if let Some(length) = length.as_mut() {
+            *length = bytes;
+        }
+        if let Some(place) = finish.as_mut() {
+            *place = state.finish;
+        }
+    }
+    Ok(())
+}
+
+/// Adds a reference to a detokenizer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_detokenizer_retain(
+    detokenizer: *mut NVFP4_Detokenizer,
+) -> NVFP4_Status {
+    enter("NVFP4_detokenizer_retain", || {
+        handle::retain::<Detokenizer>("detokenizer", detokenizer)
+    })
+}
+
+/// Gives up a reference to a detokenizer. After the last one the handle is stale.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_detokenizer_release(
+    detokenizer: *mut NVFP4_Detokenizer,
+) -> NVFP4_Status {
+    enter_to_free("NVFP4_detokenizer_release", || {
+        handle::release::<Detokenizer>("detokenizer", detokenizer)
+    })
+}

@@ -1,0 +1,136 @@
+//! Flags that a signal handler may set: they are found by the number of their handle without a lock, without asking for memory,
+//! and without anything that belongs to the thread.
+
+use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+/// The low bits of a handle are free: see `handle`.
+const SET: usize = 1;
+/// No handle leads here any more; a call that runs still looks.
+const RETIRED: usize = 2;
+
+/// Slots of the first chunk; each chunk has twice as many as the one before.
+const FIRST: usize = 64;
+
+/// A handle with its marks, or 0.
+pub(super) type Slot = AtomicUsize;
+
+/// The slots there are. They are used again and again, and never given back.
+pub(super) struct Slots {
+    chunks: [AtomicPtr<Slot>; 32],
+    /// Those that nobody uses. The lock is for making and ending flags alone.
+    pub(super) free: Mutex<Vec<&'static Slot>>,
+}
+
+impl Slots {
+    pub(super) const fn new() -> Self {
+        Slots {
+            chunks: [const { AtomicPtr::new(std::ptr::null_mut()) }; 32],
+            free: Mutex::new(Vec::new()),
+        }
+    }
+
+    /// A slot for the flag of `handle`, which is not set.
+    pub(super) fn claim(&self, handle: usize) -> &'static Slot {
+        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        let slot = free.pop().unwrap_or_else(|| {
+            let chunk = self
+                .chunks
+                .iter()
+                .position(|c| c.load(Ordering::Relaxed).is_null())
+                .expect("memory ends before 2^37 slots are in use");
+            let slots: &'static [Slot] = (0..FIRST << chunk)
+                .map(|_| Slot::new(0))
+                .collect::<Vec<_>>()
+                .leak();
+            self.chunks[chunk].store(slots.as_ptr().cast_mut(), Ordering::Release);
+            let (first, rest) = slots.split_first().expect("a chunk has slots");
+            free.extend(rest);
+            first
+        });
+        slot.store(handle, Ordering::Release);
+        slot
+    }
+
+    /// Ends the use of a slot.
+    pub(super) fn give_back(&self, slot: &'static Slot) {
+        slot.store(0, Ordering::Relaxed);
+        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        free.push(slot);
+    }
+
+    fn find(&self, handle: usize) -> Option<&'static Slot> {
+        if handle == 0 || handle & (SET | RETIRED) != 0 {
+            return None;
+        }
+        for (i, chunk) in self.chunks.iter().enumerate() {
+            let chunk = chunk.load(Ordering::Acquire);
+            if chunk.is_null() {
+                break;
+            }
+            // SAFETY: a chunk that is there has so many slots, for ever.
+            let slots: &'static [Slot] = unsafe { std::slice::from_raw_parts(chunk, FIRST << i) };
+            let found = slots
+                .iter()
+                .find(|s| s.load(Ordering::Acquire) & !SET == handle);
+            if found.is_some() {
+                return found;
+            }
+        }
+        None
+    }
+
+    /// Sets or clears the flag of `handle`; false if no flag has that handle. From anywhere, a signal handler too.
+    pub(super) fn mark(&self, handle: usize, set: bool) -> bool {
+        let Some(slot) = self.find(handle) else {
+            return false;
+        };
+        let (from, to) = match set {
+            true => (handle, handle | SET),
+            false => (handle | SET, handle),
+        };
+        // If it was the other already, this changes nothing; if it has become another handle's, neither.
+        match slot.compare_exchange(from, to, Ordering::AcqRel, Ordering::Acquire) {
+            Ok(_) => true,
+            Err(found) => found == to,
+        }
+    }
+
+    /// No handle leads to the flag from now on.
+    pub(super) fn retire(&self, handle: usize) {
+        if let Some(slot) = self.find(handle) {
+            slot.fetch_or(RETIRED, Ordering::AcqRel);
+        }
+    }
+}
+
+/// Whether the flag in a slot is set.
+pub(super) fn is_set(slot: &Slot) -> bool {
+    slot.load(Ordering::Relaxed) & SET != 0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_flag_is_found_by_its_handle_alone() {
+        let slots = Slots::new();
+        let claimed: Vec<_> = (1..=1000).map(|i| (i * 16, slots.claim(i * 16))).collect();
+        assert!(slots.mark(160, true) && slots.mark(160, true));
+        for &(handle, slot) in &claimed {
+            assert_eq!(is_set(slot), handle == 160);
+        }
+        assert!(slots.mark(160, false));
+        assert!(!is_set(claimed[9].1));
+        assert!(!slots.mark(16_016, true) && !slots.mark(0, true));
+        // Who waits for it still sees it; nobody else reaches it.
+        assert!(slots.mark(320, true));
+        slots.retire(320);
+        assert!(is_set(claimed[19].1) && !slots.mark(320, false));
+        slots.give_back(claimed[19].1);
+        assert!(!slots.mark(320, true));
+        let again = slots.claim(16_032);
+        assert!(std::ptr::eq(again, claimed[19].1) && !is_set(again));
+    }
+}

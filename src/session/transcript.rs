@@ -1,0 +1,69 @@
+//! The text of a sequence as its tokens come, and whether one of them ends it: what a generation makes of the tokens that it
+//! chooses, for those too who choose them in steps of many sessions.
+
+use std::sync::Arc;
+
+use super::text::Text;
+use super::{Finish, GenerateOptions};
+use crate::base::Result;
+use crate::model::Model;
+
+/// Follows one sequence.
+pub struct Transcript {
+    model: Arc<Model>,
+    text: Text,
+    stop_tokens: Vec<u32>,
+    ignore_model_stops: bool,
+    /// Tokens that it may still have.
+    left: usize,
+}
+
+impl Transcript {
+    /// One that goes on after `tokens`, which may end within a character, and ends where generating with `options` would.
+    pub fn new(model: &Arc<Model>, tokens: &[u32], options: &GenerateOptions) -> Result<Self> {
+        Ok(Transcript {
+            text: Text::after(tokens, model, &options.stop_strings)?,
+            model: model.clone(),
+            stop_tokens: options.stop_tokens.clone(),
+            ignore_model_stops: options.ignore_model_stops,
+            left: options.max_tokens,
+        })
+    }
+
+    /// Whether `token` ends the sequence without being part of it.
+    pub fn is_stop(&self, token: u32) -> bool {
+        let own = !self.ignore_model_stops && self.model.stop_tokens().contains(&token);
+        own || self.stop_tokens.contains(&token)
+    }
+
+    /// Refuses a token that the model does not have.
+    pub fn check(&self, token: u32) -> Result<()> {
+        self.model.check_tokens(&[token])
+    }
+
+    /// Adds the next token: the text that it completes, and whether it ends the sequence. A stop token is not part of it, and adds
+    /// nothing.
+    pub fn push(&mut self, token: u32) -> (&str, Option<Finish>) {
+        if self.is_stop(token) {
+            return ("", Some(Finish::Stop));
+        }
+        self.left = self.left.saturating_sub(1);
+        let finish = match self.text.push(token) {
+            true => Some(Finish::StopString),
+            false => (self.left == 0).then_some(Finish::Length),
+        };
+        (self.text.next(), finish)
+    }
+
+    /// The text that was held back in case it was the beginning of a stop string, when no token comes any more. A character that is
+    /// unfinished is not part of it.
+    pub fn finish(&mut self) -> &str {
+        self.text.finish();
+        self.text.next()
+    }
+
+    /// All of the text.
+    pub fn into_text(self) -> String {
+        self.text.into_string()
+    }
+}
