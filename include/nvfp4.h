@@ -96,6 +96,7 @@
 
 /* From dlpack.h, which is only needed by those who use it. */
 struct DLManagedTensor;
+struct DLManagedTensorVersioned;
 
 #ifdef __cplusplus
 extern "C" {
@@ -951,7 +952,8 @@ NVFP4_Status NVFP4_tensor_by_managed_policy(const NVFP4_Tensor *tensor,
 /**
  * Makes a tensor over memory of the host, without a copy.
  *
- * - `data`: the first element, aligned to its type.
+ * - `data`: the first element, aligned to its type. The library only reads it; it is not const because NVFP4_tensor_data() and
+ *   DLPack give it to those who may write. For memory that nobody may write to: NVFP4_tensor_from_host_read_only().
  * - `shape`, `rank`: sizes, outermost first; at most 8 dimensions; NULL and 0 for a scalar.
  * - `strides`: `rank` strides in elements, none negative, or NULL for row-major without gaps.
  * - `dtype`: one of NVFP4_DTYPE_*.
@@ -968,6 +970,20 @@ NVFP4_Status NVFP4_tensor_from_host(void *data,
                                     NVFP4_Deleter deleter,
                                     void *user,
                                     NVFP4_Tensor **out);
+
+/**
+ * The same over memory that nobody may write to: the tensor and its views are read-only, as NVFP4_tensor_is_read_only() and
+ * NVFP4_tensor_to_dlpack_versioned() say.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_tensor_from_host_read_only(const void *data,
+                                              const int64_t *shape,
+                                              int32_t rank,
+                                              const int64_t *strides,
+                                              int32_t dtype,
+                                              NVFP4_Deleter deleter,
+                                              void *user,
+                                              NVFP4_Tensor **out);
 
 /**
  * Makes a tensor over memory of the CUDA device `device_index`, or over managed memory for it, without a copy. The parameters
@@ -1060,11 +1076,20 @@ NVFP4_Status NVFP4_tensor_strides(const NVFP4_Tensor *tensor,
 
 /**
  * Writes the address of the first element, on the device if the memory is there; valid as long as the caller has a reference to
- * the tensor. Do not write through it while a call uses the tensor. Of no use when the tensor has no elements.
+ * the tensor. Do not write through it while a call uses the tensor, nor ever if the tensor is read-only. Of no use when the
+ * tensor has no elements.
  */
 NVFP4_API
 NVFP4_Status NVFP4_tensor_data(const NVFP4_Tensor *tensor,
                                void **data);
+
+/**
+ * Writes 1 to `read_only` if nobody may write to the memory, as whoever lent it has said, and 0 if not. What the library computes
+ * goes to memory of its own in any case: it writes to no tensor that it is given.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_tensor_is_read_only(const NVFP4_Tensor *tensor,
+                                       int32_t *read_only);
 
 /** Writes the bytes that the elements take without gaps: what NVFP4_tensor_copy_to_host() copies. */
 NVFP4_API NVFP4_Status NVFP4_tensor_bytes(const NVFP4_Tensor *tensor, uint64_t *bytes);
@@ -1098,12 +1123,31 @@ NVFP4_Status NVFP4_tensor_from_dlpack(struct DLManagedTensor *managed,
                                       NVFP4_Tensor **out);
 
 /**
- * Makes a DLPack tensor over the tensor's memory, without a copy; managed memory is given as kDLCUDA. It keeps the memory alive until its consumer calls its
- * deleter, which may be after the release of `tensor`.
+ * Takes over a versioned DLPack tensor as NVFP4_tensor_from_dlpack() does one without a version. With the flag
+ * DLPACK_FLAG_BITMASK_READ_ONLY the tensor and its views are read-only: see NVFP4_tensor_is_read_only(). Of a major version
+ * other than 1, which is #NVFP4_UNSUPPORTED, nothing but the version is read; so are padded elements of fewer than 8 bits, and
+ * flags that this library does not know.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_tensor_from_dlpack_versioned(struct DLManagedTensorVersioned *managed,
+                                                NVFP4_Tensor **out);
+
+/**
+ * Makes a DLPack tensor over the tensor's memory, without a copy; managed memory is given as kDLCUDA. It keeps the memory alive
+ * until its consumer calls its deleter, which may be after the release of `tensor`. A read-only tensor is #NVFP4_UNSUPPORTED, as
+ * this form cannot say so.
  */
 NVFP4_API
 NVFP4_Status NVFP4_tensor_to_dlpack(const NVFP4_Tensor *tensor,
                                     struct DLManagedTensor **out);
+
+/**
+ * The same in the versioned form, which says that a read-only tensor is. The version is 1.0, or 1.1 for float8 and float4, which
+ * came with it.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_tensor_to_dlpack_versioned(const NVFP4_Tensor *tensor,
+                                              struct DLManagedTensorVersioned **out);
 
 /**
  * @defgroup quantize Number formats: NVFP4 and NF4, both ways
@@ -1492,7 +1536,8 @@ NVFP4_Status NVFP4_model_tokenize(const NVFP4_Model *model,
 /**
  * Token ids to text. `skip_special` 1 leaves out tokens such as `<|im_end|>`. Ids that the model knows and its tokenizer does
  * not, as many models have them, give no text; others are refused. Bytes that are no character become U+FFFD: for a stream
- * of tokens use the text that generation gives, which waits for whole characters.
+ * of tokens use the text that generation gives, which waits for whole characters. Asking for the length first costs nothing, as
+ * for NVFP4_model_tokenize().
  */
 NVFP4_API
 NVFP4_Status NVFP4_model_detokenize(const NVFP4_Model *model,
@@ -1505,7 +1550,8 @@ NVFP4_Status NVFP4_model_detokenize(const NVFP4_Model *model,
 
 /**
  * Renders a conversation with the model's chat template (ChatML if it has none): `count` messages, each of `message_size` bytes,
- * which is sizeof(NVFP4_Message). `add_generation_prompt` 1 opens the assistant's next turn.
+ * which is sizeof(NVFP4_Message). `add_generation_prompt` 1 opens the assistant's next turn. Asking for the length first costs
+ * nothing, as for NVFP4_model_tokenize().
  */
 NVFP4_API
 NVFP4_Status NVFP4_model_render_chat(const NVFP4_Model *model,

@@ -588,15 +588,20 @@ public:
     /** Over memory of the caller, which must outlive every use of it. */
     static Result<Tensor> borrow(void *data, Shape shape, std::int32_t dtype, Shape strides = {})
     {
-        return host(data, shape, dtype, strides, nullptr, nullptr);
+        return host(NVFP4_tensor_from_host, data, shape, dtype, strides, nullptr, nullptr);
     }
 
-    /** The same, of the type that the pointer says. The library does not write to it. */
+    /** The same over memory that nobody may write to, which makes the tensor read-only. */
+    static Result<Tensor> borrow(const void *data, Shape shape, std::int32_t dtype, Shape strides = {})
+    {
+        return host(NVFP4_tensor_from_host_read_only, data, shape, dtype, strides, nullptr, nullptr);
+    }
+
+    /** The same, of the type that the pointer says, and read-only if it is one to const. */
     template <class T>
     static Result<Tensor> borrow(T *data, Shape shape)
     {
-        using Value = std::remove_const_t<T>;
-        return borrow(const_cast<Value *>(data), shape, dtype_of<Value>);
+        return borrow(data, shape, dtype_of<std::remove_const_t<T>>);
     }
 
     /** Over memory that the tensor keeps: `done(data)` is called when nothing needs it any more, and must not throw. */
@@ -604,7 +609,7 @@ public:
                                 Shape strides = {})
     {
         auto kept = std::make_unique<std::function<void(void *)>>(std::move(done));
-        Result<Tensor> out = host(data, shape, dtype, strides, call_done, kept.get());
+        Result<Tensor> out = host(NVFP4_tensor_from_host, data, shape, dtype, strides, call_done, kept.get());
         return kept_by(std::move(out), kept);
     }
 
@@ -615,7 +620,7 @@ public:
         if (const std::optional<Error> error = filling(values.size(), shape))
             return detail::failure<Tensor>(*error);
         auto kept = std::make_unique<std::vector<T>>(std::move(values));
-        Result<Tensor> out = host(kept->data(), shape, dtype_of<T>, {}, [](void *, void *user) {
+        Result<Tensor> out = host(NVFP4_tensor_from_host, kept->data(), shape, dtype_of<T>, {}, [](void *, void *user) {
             delete static_cast<std::vector<T> *>(user);
         }, kept.get());
         return kept_by(std::move(out), kept);
@@ -709,11 +714,25 @@ public:
         return detail::result(NVFP4_tensor_from_dlpack(managed, out.put()), std::move(out));
     }
 
-    /** A DLPack tensor over the same memory, for its consumer to delete. */
+    /** The same with a version. A tensor with the flag read-only, and its views, are read-only. */
+    static Result<Tensor> from_dlpack(struct DLManagedTensorVersioned *managed)
+    {
+        Tensor out;
+        return detail::result(NVFP4_tensor_from_dlpack_versioned(managed, out.put()), std::move(out));
+    }
+
+    /** A DLPack tensor over the same memory, for its consumer to delete. None can be had of a read-only tensor. */
     Result<struct DLManagedTensor *> to_dlpack() const
     {
         return detail::value<struct DLManagedTensor *>(
             [&](struct DLManagedTensor **out) { return NVFP4_tensor_to_dlpack(get(), out); });
+    }
+
+    /** The same with a version, of any tensor. */
+    Result<struct DLManagedTensorVersioned *> to_dlpack_versioned() const
+    {
+        return detail::value<struct DLManagedTensorVersioned *>(
+            [&](struct DLManagedTensorVersioned **out) { return NVFP4_tensor_to_dlpack_versioned(get(), out); });
     }
 
     /** A second owner of the same tensor. */
@@ -756,6 +775,16 @@ public:
     Result<std::uint64_t> bytes() const
     {
         return detail::value<std::uint64_t>([&](std::uint64_t *out) { return NVFP4_tensor_bytes(get(), out); });
+    }
+    /** Whether nobody may write to the memory, as whoever lent it has said. */
+    Result<bool> is_read_only() const
+    {
+        return detail::value<bool>([&](bool *out) {
+            std::int32_t read_only = 0;
+            const NVFP4_Status status = NVFP4_tensor_is_read_only(get(), &read_only);
+            *out = read_only != 0;
+            return status;
+        });
     }
     /** The first element, valid as long as the tensor. */
     Result<void *> data() const
@@ -898,13 +927,14 @@ private:
             static_cast<void>(kept.release());
         return made;
     }
-    static Result<Tensor> host(void *data, Shape shape, std::int32_t dtype, Shape strides, NVFP4_Deleter deleter, void *user)
+    template <class Make, class Data>
+    static Result<Tensor> host(Make make, Data *data, Shape shape, std::int32_t dtype, Shape strides, NVFP4_Deleter deleter,
+                               void *user)
     {
         if (const std::optional<Error> error = matching(shape, strides))
             return detail::failure<Tensor>(*error);
         Tensor out;
-        return detail::result(NVFP4_tensor_from_host(data, shape.data(), detail::rank(shape), strides.data(), dtype, deleter,
-                                                     user, out.put()),
+        return detail::result(make(data, shape.data(), detail::rank(shape), strides.data(), dtype, deleter, user, out.put()),
                               std::move(out));
     }
     static Result<Tensor> on_device(void *data, Shape shape, std::int32_t dtype, std::int32_t index, Shape strides,

@@ -467,10 +467,11 @@ fn wrap_dlpack(torch: &Functions, from_dlpack: FromDlpack, tensor: Tensor) -> Re
     )?;
     // An empty std::function: the tensor's own deleter is called.
     let deleter = [0usize; 4];
+    let managed = Box::into_raw(tensor.into_dlpack()?);
     // SAFETY: the DLPack tensor is valid and given away. An at::Tensor is one word, which goes to the new object in place of
     // that of an undefined tensor, which counts no references.
     unsafe {
-        let Returned([word, ..]) = from_dlpack(Box::into_raw(tensor.into_dlpack()), &deleter);
+        let Returned([word, ..]) = from_dlpack(managed, &deleter);
         handle.cast::<usize>().write(word);
     }
     Ok(handle)

@@ -301,12 +301,41 @@ pub(super) fn token_out(token: u32) -> Result<i32> {
     i32::try_from(token).map_err(|_| err!(Internal, "token id {token} is past int32_t"))
 }
 
-/// A text of whose tokens only the number has been taken yet.
-struct Counted {
+/// What a model made of an input, of which only the length has been taken yet.
+struct Counted<E, O> {
     model: usize,
-    add_special: bool,
-    text: Vec<u8>,
-    tokens: Vec<i32>,
+    flag: bool,
+    input: Vec<E>,
+    output: O,
+}
+
+/// Hands to `take` what `make` makes of an input, or what it has made of the same one in this thread's last call. `take` says
+/// whether there was room for it; if not, it is kept, unless there is no memory for that.
+fn counted<E: Copy + PartialEq + 'static, O: 'static>(
+    model: *const NVFP4_Model,
+    flag: bool,
+    input: &[E],
+    make: impl FnOnce() -> Result<O>,
+    take: impl FnOnce(&O) -> (bool, Result<()>),
+) -> Result<()> {
+    let model = model.addr();
+    let last = guard::take_kept::<Counted<E, O>>();
+    let last = last.filter(|c| (c.model, c.flag) == (model, flag) && c.input == input);
+    let output = match last {
+        Some(counted) => counted.output,
+        None => make()?,
+    };
+    let (had_room, result) = take(&output);
+    if !had_room && let Ok(mut copy) = with_room(input.len()) {
+        copy.extend_from_slice(input);
+        guard::keep(Counted {
+            model,
+            flag,
+            input: copy,
+            output,
+        });
+    }
+    result
 }
 
 /// Text to token ids. `add_special` 1 adds what the model wants around a text (a first token, often); a rendered chat has it
@@ -326,38 +355,20 @@ pub unsafe extern "C" fn NVFP4_model_tokenize(
         let object = handle::get::<Model>("model", model)?;
         // SAFETY: the pointers are as the header asks.
         let text = unsafe { self::text("text", text, text_length) }?;
-        let (model, add_special) = (model.addr(), flag("add_special", add_special)?);
-        let counted = guard::take_kept::<Counted>();
-        let ids = match counted {
-            Some(c)
-                if (c.model, c.add_special) == (model, add_special)
-                    && c.text == text.as_bytes() =>
-            {
-                c.tokens
-            }
-            _ => tokens_out(&object.tokenizer()?.encode(text, add_special)?)?,
-        };
-        // SAFETY: as above.
-        let result = unsafe { copy_items(&ids, tokens, capacity, count) };
-        if tokens.is_null() || capacity < ids.len() {
-            // Without the memory for that, the next call takes its time.
-            if let Ok(mut copy) = with_room(text.len()) {
-                copy.extend_from_slice(text.as_bytes());
-                guard::keep(Counted {
-                    model,
-                    add_special,
-                    text: copy,
-                    tokens: ids,
-                });
-            }
-        }
-        result
+        let add_special = flag("add_special", add_special)?;
+        let encode = || tokens_out(&object.tokenizer()?.encode(text, add_special)?);
+        counted(model, add_special, text.as_bytes(), encode, |ids| {
+            // SAFETY: as above.
+            let result = unsafe { copy_items(ids, tokens, capacity, count) };
+            (ids.len() <= capacity, result)
+        })
     })
 }
 
 /// Token ids to text. `skip_special` 1 leaves out tokens such as `<|im_end|>`. Ids that the model knows and its tokenizer does
 /// not, as many models have them, give no text; others are refused. Bytes that are no character become U+FFFD: for a stream
-/// of tokens use the text that generation gives, which waits for whole characters.
+/// of tokens use the text that generation gives, which waits for whole characters. Asking for the length first costs nothing, as
+/// for NVFP4_model_tokenize().
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_model_detokenize(
     model: *const NVFP4_Model,
@@ -369,17 +380,22 @@ pub unsafe extern "C" fn NVFP4_model_detokenize(
     length: *mut usize,
 ) -> NVFP4_Status {
     enter("NVFP4_model_detokenize", || {
-        let model = handle::get::<Model>("model", model)?;
+        let object = handle::get::<Model>("model", model)?;
         // SAFETY: the pointers are as the header asks.
-        let tokens = tokens_in(unsafe { slice("tokens", tokens, count) }?)?;
-        let text = model.decode(&tokens, flag("skip_special", skip_special)?)?;
-        // SAFETY: as above.
-        unsafe { copy_text(&text, buffer, capacity, length) }
+        let tokens = unsafe { slice("tokens", tokens, count) }?;
+        let skip_special = flag("skip_special", skip_special)?;
+        let decode = || object.decode(&tokens_in(tokens)?, skip_special);
+        counted(model, skip_special, tokens, decode, |text| {
+            // SAFETY: as above.
+            let result = unsafe { copy_text(text, buffer, capacity, length) };
+            (text.len() <= capacity, result)
+        })
     })
 }
 
 /// Renders a conversation with the model's chat template (ChatML if it has none): `count` messages, each of `message_size` bytes,
-/// which is sizeof(NVFP4_Message). `add_generation_prompt` 1 opens the assistant's next turn.
+/// which is sizeof(NVFP4_Message). `add_generation_prompt` 1 opens the assistant's next turn. Asking for the length first costs
+/// nothing, as for NVFP4_model_tokenize().
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_model_render_chat(
     model: *const NVFP4_Model,
@@ -392,7 +408,7 @@ pub unsafe extern "C" fn NVFP4_model_render_chat(
     length: *mut usize,
 ) -> NVFP4_Status {
     enter("NVFP4_model_render_chat", || {
-        let model = handle::get::<Model>("model", model)?;
+        let object = handle::get::<Model>("model", model)?;
         // SAFETY: the pointers are as the header asks.
         let messages = unsafe { elements("messages", messages, count, message_size) }?;
         let bytes = messages.iter().map(|m| {
@@ -400,7 +416,8 @@ pub unsafe extern "C" fn NVFP4_model_render_chat(
                 .saturating_add(m.role_length)
                 .saturating_add(m.content_length)
         });
-        let _copies = alloc::set_aside(bytes.fold(0, usize::saturating_add))?;
+        let bytes = bytes.fold(0, usize::saturating_add);
+        let _copies = alloc::set_aside(bytes)?;
         let messages = messages
             .iter()
             .map(|m| {
@@ -411,13 +428,25 @@ pub unsafe extern "C" fn NVFP4_model_render_chat(
                         text("content", m.content, m.content_length)?,
                     )
                 };
-                Ok(Message::new(role, content))
+                Ok((role, content))
             })
             .collect::<Result<Vec<_>>>()?;
         let prompt = flag("add_generation_prompt", add_generation_prompt)?;
-        let text = model.chat_template().render(&messages, prompt)?;
-        // SAFETY: as above.
-        unsafe { copy_text(&text, buffer, capacity, length) }
+        // In one piece, which costs less to compare and to give up than a thousand messages.
+        let mut input: Vec<u8> = with_room(bytes)?;
+        for part in messages.iter().flat_map(|&(role, content)| [role, content]) {
+            input.extend_from_slice(&part.len().to_ne_bytes());
+            input.extend_from_slice(part.as_bytes());
+        }
+        let render = || {
+            let messages: Vec<_> = messages.iter().map(|&(r, c)| Message::new(r, c)).collect();
+            object.chat_template().render(&messages, prompt)
+        };
+        counted(model, prompt, &input[..], render, |text| {
+            // SAFETY: as above.
+            let result = unsafe { copy_text(text, buffer, capacity, length) };
+            (text.len() <= capacity, result)
+        })
     })
 }
 

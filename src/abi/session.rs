@@ -19,9 +19,9 @@ use super::guard::{User, answer, enter, enter_to_free, note};
 use super::handle::{self, Exclusive, Object, Watched};
 use super::model::{NVFP4_Model, token_out, tokens_in, tokens_out};
 use super::status::{NVFP4_OK, NVFP4_Status};
-use crate::base::{Error, alloc, call};
 use crate::base::error::{Result, bail, err};
 use crate::base::memory::copied;
+use crate::base::{Error, alloc, call};
 use crate::model::{KvType, Model};
 use crate::session::{
     self, Eviction, Finish, GenerateOptions, Generation, Piece, Sampler, SamplingOptions,

@@ -18,7 +18,9 @@ use super::handle::{self, Object};
 use super::status::NVFP4_Status;
 use crate::base::error::{Result, bail, err};
 use crate::ops::transfer;
-use crate::tensor::{DLManagedTensor, DType, Release, Shape, Tensor};
+use crate::tensor::{
+    DLManagedTensor, DLManagedTensorVersioned, DType, Managed, Release, Shape, Tensor,
+};
 
 /// A tensor. See the tensor chapter.
 pub struct NVFP4_Tensor {
@@ -128,7 +130,8 @@ fn release(deleter: NVFP4_Deleter, data: *mut c_void, user: *mut c_void) -> Opti
 
 /// Makes a tensor over memory of the host, without a copy.
 ///
-/// - `data`: the first element, aligned to its type.
+/// - `data`: the first element, aligned to its type. The library only reads it; it is not const because NVFP4_tensor_data() and
+///   DLPack give it to those who may write. For memory that nobody may write to: NVFP4_tensor_from_host_read_only().
 /// - `shape`, `rank`: sizes, outermost first; at most 8 dimensions; NULL and 0 for a scalar.
 /// - `strides`: `rank` strides in elements, none negative, or NULL for row-major without gaps.
 /// - `dtype`: one of NVFP4_DTYPE_*.
@@ -151,13 +154,51 @@ pub unsafe extern "C" fn NVFP4_tensor_from_host(
         unsafe {
             let out = Out::new("out", out)?;
             let shape = read_shape(shape, rank, strides)?;
-            let dtype = DType::from_code(dtype)?;
-            let release = release(deleter, data, user);
-            let tensor = Tensor::lent(data.cast(), shape, dtype, release)?;
+            let tensor = from_host(data, shape, dtype, deleter, user)?;
             out.set(handle::insert(Arc::new(tensor)));
         }
         Ok(())
     })
+}
+
+/// The same over memory that nobody may write to: the tensor and its views are read-only, as NVFP4_tensor_is_read_only() and
+/// NVFP4_tensor_to_dlpack_versioned() say.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_tensor_from_host_read_only(
+    data: *const c_void,
+    shape: *const i64,
+    rank: i32,
+    strides: *const i64,
+    dtype: i32,
+    deleter: NVFP4_Deleter,
+    user: *mut c_void,
+    out: *mut *mut NVFP4_Tensor,
+) -> NVFP4_Status {
+    enter("NVFP4_tensor_from_host_read_only", || {
+        // SAFETY: the pointers are as the header asks.
+        unsafe {
+            let out = Out::new("out", out)?;
+            let shape = read_shape(shape, rank, strides)?;
+            let tensor = from_host(data.cast_mut(), shape, dtype, deleter, user)?.into_read_only();
+            out.set(handle::insert(Arc::new(tensor)));
+        }
+        Ok(())
+    })
+}
+
+/// # Safety
+/// As for [`Tensor::lent`], with `deleter` to release the memory.
+unsafe fn from_host(
+    data: *mut c_void,
+    shape: Shape,
+    dtype: i32,
+    deleter: NVFP4_Deleter,
+    user: *mut c_void,
+) -> Result<Tensor> {
+    let dtype = DType::from_code(dtype)?;
+    let release = release(deleter, data, user);
+    // SAFETY: promised by the caller.
+    unsafe { Tensor::lent(data.cast(), shape, dtype, release) }
 }
 
 /// Makes a tensor over memory of the CUDA device `device_index`, or over managed memory for it, without a copy. The parameters
@@ -375,7 +416,8 @@ pub unsafe extern "C" fn NVFP4_tensor_strides(
 }
 
 /// Writes the address of the first element, on the device if the memory is there; valid as long as the caller has a reference to
-/// the tensor. Do not write through it while a call uses the tensor. Of no use when the tensor has no elements.
+/// the tensor. Do not write through it while a call uses the tensor, nor ever if the tensor is read-only. Of no use when the
+/// tensor has no elements.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_tensor_data(
     tensor: *const NVFP4_Tensor,
@@ -385,6 +427,25 @@ pub unsafe extern "C" fn NVFP4_tensor_data(
         // SAFETY: the pointer is as the header asks.
         let out = unsafe { Out::new("data", data) }?;
         out.set(handle::get::<Tensor>("tensor", tensor)?.data().cast());
+        Ok(())
+    })
+}
+
+/// Writes 1 to `read_only` if nobody may write to the memory, as whoever lent it has said, and 0 if not. What the library computes
+/// goes to memory of its own in any case: it writes to no tensor that it is given.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_tensor_is_read_only(
+    tensor: *const NVFP4_Tensor,
+    read_only: *mut i32,
+) -> NVFP4_Status {
+    enter("NVFP4_tensor_is_read_only", || {
+        // SAFETY: the pointer is as the header asks.
+        let out = unsafe { Out::new("read_only", read_only) }?;
+        out.set(
+            handle::get::<Tensor>("tensor", tensor)?
+                .is_read_only()
+                .into(),
+        );
         Ok(())
     })
 }
@@ -453,16 +514,39 @@ pub unsafe extern "C" fn NVFP4_tensor_from_dlpack(
 ) -> NVFP4_Status {
     enter("NVFP4_tensor_from_dlpack", || {
         // SAFETY: the pointers are as the header asks.
-        unsafe {
-            let out = Out::new("out", out)?;
-            out.set(handle::insert(Arc::new(transfer::from_dlpack(managed)?)));
-        }
-        Ok(())
+        unsafe { from_dlpack(managed, out) }
     })
 }
 
-/// Makes a DLPack tensor over the tensor's memory, without a copy; managed memory is given as kDLCUDA. It keeps the memory alive until its consumer calls its
-/// deleter, which may be after the release of `tensor`.
+/// Takes over a versioned DLPack tensor as NVFP4_tensor_from_dlpack() does one without a version. With the flag
+/// DLPACK_FLAG_BITMASK_READ_ONLY the tensor and its views are read-only: see NVFP4_tensor_is_read_only(). Of a major version
+/// other than 1, which is #NVFP4_UNSUPPORTED, nothing but the version is read; so are padded elements of fewer than 8 bits, and
+/// flags that this library does not know.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_tensor_from_dlpack_versioned(
+    managed: *mut DLManagedTensorVersioned,
+    out: *mut *mut NVFP4_Tensor,
+) -> NVFP4_Status {
+    enter("NVFP4_tensor_from_dlpack_versioned", || {
+        // SAFETY: the pointers are as the header asks.
+        unsafe { from_dlpack(managed, out) }
+    })
+}
+
+/// # Safety
+/// As for `Out::new` and [`transfer::from_dlpack`].
+unsafe fn from_dlpack<M: Managed>(managed: *mut M, out: *mut *mut NVFP4_Tensor) -> Result<()> {
+    // SAFETY: promised by the caller.
+    unsafe {
+        let out = Out::new("out", out)?;
+        out.set(handle::insert(Arc::new(transfer::from_dlpack(managed)?)));
+    }
+    Ok(())
+}
+
+/// Makes a DLPack tensor over the tensor's memory, without a copy; managed memory is given as kDLCUDA. It keeps the memory alive
+/// until its consumer calls its deleter, which may be after the release of `tensor`. A read-only tensor is #NVFP4_UNSUPPORTED, as
+/// this form cannot say so.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_tensor_to_dlpack(
     tensor: *const NVFP4_Tensor,
@@ -470,9 +554,29 @@ pub unsafe extern "C" fn NVFP4_tensor_to_dlpack(
 ) -> NVFP4_Status {
     enter("NVFP4_tensor_to_dlpack", || {
         // SAFETY: the pointer is as the header asks.
-        let out = unsafe { Out::new("out", out) }?;
-        let tensor = handle::get::<Tensor>("tensor", tensor)?;
-        out.set(Box::into_raw(Tensor::clone(&tensor).into_dlpack()));
-        Ok(())
+        unsafe { to_dlpack(tensor, out) }
     })
+}
+
+/// The same in the versioned form, which says that a read-only tensor is. The version is 1.0, or 1.1 for float8 and float4, which
+/// came with it.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_tensor_to_dlpack_versioned(
+    tensor: *const NVFP4_Tensor,
+    out: *mut *mut DLManagedTensorVersioned,
+) -> NVFP4_Status {
+    enter("NVFP4_tensor_to_dlpack_versioned", || {
+        // SAFETY: the pointer is as the header asks.
+        unsafe { to_dlpack(tensor, out) }
+    })
+}
+
+/// # Safety
+/// As for `Out::new`.
+unsafe fn to_dlpack<M: Managed>(tensor: *const NVFP4_Tensor, out: *mut *mut M) -> Result<()> {
+    // SAFETY: promised by the caller.
+    let out = unsafe { Out::new("out", out) }?;
+    let tensor = handle::get::<Tensor>("tensor", tensor)?;
+    out.set(Box::into_raw(Tensor::clone(&tensor).into_dlpack()?));
+    Ok(())
 }

@@ -11,7 +11,7 @@ use crate::base::error::{Result, bail};
 use crate::base::memory::{Buffer, Tag};
 use crate::base::{ErrorKind, env};
 use crate::cuda::{self, DeviceBuffer, Gpu, ManagedBuffer};
-use crate::tensor::{DLManagedTensor, DType, Place, Release, Shape, Tensor};
+use crate::tensor::{DType, Managed, Place, Release, Shape, Tensor};
 
 pub use crate::cuda::HostStream;
 
@@ -75,7 +75,7 @@ pub unsafe fn lent(
 ///
 /// # Safety
 /// As for [`Tensor::from_dlpack`], in the order of the legacy default stream.
-pub unsafe fn from_dlpack(managed: *mut DLManagedTensor) -> Result<Tensor> {
+pub unsafe fn from_dlpack<M: Managed>(managed: *mut M) -> Result<Tensor> {
     // SAFETY: the caller's promise.
     unsafe { Tensor::from_dlpack(managed, cuda::find) }
 }

@@ -1,4 +1,5 @@
-//! DLPack 0.x and 1.x in its unversioned form (`DLManagedTensor`): the structs, and tensors made from and into them.
+//! DLPack in both of its forms, the unversioned one of 0.x (`DLManagedTensor`) and the versioned one of 1.x
+//! (`DLManagedTensorVersioned`): the structs, and tensors made from and into them.
 
 use std::ffi::c_void;
 
@@ -11,6 +12,18 @@ const CPU: i32 = 1;
 const CUDA: i32 = 2;
 /// CUDA managed memory.
 const CUDA_MANAGED: i32 = 13;
+
+/// The major version that this is. Another may have anything behind its number.
+const MAJOR: u32 = 1;
+/// The minor version that the type codes from 7 on came with.
+const MINOR_OF_SMALL_FLOATS: u32 = 1;
+
+/// The memory must not be written to.
+const READ_ONLY: u64 = 1;
+/// The producer made a copy for the consumer.
+const COPIED: u64 = 1 << 1;
+/// Elements of fewer than 8 bits have a byte each.
+const PADDED: u64 = 1 << 2;
 
 /// Where the memory is.
 #[repr(C)]
@@ -66,6 +79,131 @@ pub struct DLManagedTensor {
     pub deleter: Option<unsafe extern "C" fn(*mut DLManagedTensor)>,
 }
 
+/// Which DLPack a struct is of.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DLPackVersion {
+    /// Another number is another layout of the struct.
+    pub major: u32,
+    /// A higher number has more types, devices and flags.
+    pub minor: u32,
+}
+
+/// A [`DLTensor`] with the way to give it back, its version, and what may be done with it.
+#[repr(C)]
+#[derive(Debug)]
+pub struct DLManagedTensorVersioned {
+    /// The version; the other fields are those of this struct only if its major one is 1.
+    pub version: DLPackVersion,
+    /// For the producer.
+    pub manager_ctx: *mut c_void,
+    /// Called once by the consumer when it is done; may be NULL.
+    pub deleter: Option<unsafe extern "C" fn(*mut DLManagedTensorVersioned)>,
+    /// Bits: 1 read-only, 2 copied, 4 elements of fewer than 8 bits are padded to a byte.
+    pub flags: u64,
+    /// The tensor.
+    pub dl_tensor: DLTensor,
+}
+
+/// What gives a DLPack tensor of a form back.
+type Delete<M> = unsafe extern "C" fn(*mut M);
+
+/// A form of DLPack: a [`DLTensor`] with the way to give it back.
+pub trait Managed: Sized + 'static {
+    /// Whether it can say that memory is read-only.
+    const HAS_FLAGS: bool;
+
+    /// The form over `tensor`, whose `context` is the producer's. Flags are lost if it has none.
+    fn close(tensor: DLTensor, flags: u64, context: *mut c_void, delete: Delete<Self>) -> Self;
+
+    /// The tensor and its flags.
+    ///
+    /// # Safety
+    /// `managed` must point to a valid struct, of any version.
+    unsafe fn open(managed: *const Self) -> Result<(DLTensor, u64)>;
+
+    /// What the producer gave.
+    fn context(&self) -> *mut c_void;
+
+    /// What gives it back, if anything does.
+    fn delete(&self) -> Option<Delete<Self>>;
+}
+
+impl Managed for DLManagedTensor {
+    const HAS_FLAGS: bool = false;
+
+    fn close(tensor: DLTensor, _: u64, context: *mut c_void, delete: Delete<Self>) -> Self {
+        DLManagedTensor {
+            dl_tensor: tensor,
+            manager_ctx: context,
+            deleter: Some(delete),
+        }
+    }
+
+    unsafe fn open(managed: *const Self) -> Result<(DLTensor, u64)> {
+        // SAFETY: valid by the caller's promise.
+        Ok((unsafe { (*managed).dl_tensor }, 0))
+    }
+
+    fn context(&self) -> *mut c_void {
+        self.manager_ctx
+    }
+
+    fn delete(&self) -> Option<Delete<Self>> {
+        self.deleter
+    }
+}
+
+impl Managed for DLManagedTensorVersioned {
+    const HAS_FLAGS: bool = true;
+
+    fn close(tensor: DLTensor, flags: u64, context: *mut c_void, delete: Delete<Self>) -> Self {
+        let minor = match tensor.dtype.code {
+            0..7 => 0,
+            _ => MINOR_OF_SMALL_FLOATS,
+        };
+        DLManagedTensorVersioned {
+            version: DLPackVersion {
+                major: MAJOR,
+                minor,
+            },
+            manager_ctx: context,
+            deleter: Some(delete),
+            flags,
+            dl_tensor: tensor,
+        }
+    }
+
+    unsafe fn open(managed: *const Self) -> Result<(DLTensor, u64)> {
+        // SAFETY: every version begins with its number.
+        let DLPackVersion { major, minor } = unsafe { (*managed).version };
+        if major != MAJOR {
+            bail!(
+                Unsupported,
+                "the DLPack tensor is of version {major}.{minor}; versions {MAJOR}.x are supported"
+            );
+        }
+        // SAFETY: valid by the caller's promise, and of this layout by its version.
+        let (tensor, flags) = unsafe { ((*managed).dl_tensor, (*managed).flags) };
+        if flags & !(READ_ONLY | COPIED | PADDED) != 0 {
+            bail!(
+                Unsupported,
+                "the DLPack tensor of version {major}.{minor} has flags {flags:#x}, of which only {:#x} are known here",
+                READ_ONLY | COPIED | PADDED
+            );
+        }
+        Ok((tensor, flags))
+    }
+
+    fn context(&self) -> *mut c_void {
+        self.manager_ctx
+    }
+
+    fn delete(&self) -> Option<Delete<Self>> {
+        self.deleter
+    }
+}
+
 /// The one table of element types: DLPack's (code, bits, lanes) and ours.
 const TYPES: [(u8, u8, u16, DType); 12] = [
     (1, 8, 1, DType::U8),
@@ -97,21 +235,22 @@ fn sizes(what: &str, values: &[i64]) -> Result<Vec<usize>> {
 }
 
 impl Tensor {
-    /// Takes over a DLPack tensor; its deleter runs when the last view is gone. On an error it stays the caller's. Of CUDA
-    /// memory, `find` is given the device's number and the address, says where that really is, and what keeps the device.
+    /// Takes over a DLPack tensor of either form; its deleter runs when the last view is gone. On an error it stays the
+    /// caller's. Of CUDA memory, `find` is given the device's number and the address, says where that really is, and what keeps
+    /// the device.
     ///
     /// # Safety
-    /// `managed` must point to a valid `DLManagedTensor` whose memory stays usable and unchanging, from any thread, until
+    /// `managed` must point to a valid DLPack tensor whose memory stays usable and unchanging, from any thread, until
     /// its deleter is called, which any thread may do. For memory of a device, what [`Tensor::on_device`] asks.
-    pub unsafe fn from_dlpack(
-        managed: *mut DLManagedTensor,
+    pub unsafe fn from_dlpack<M: Managed>(
+        managed: *mut M,
         find: impl FnOnce(usize, u64) -> Result<(Place, Owner)>,
     ) -> Result<Tensor> {
         if managed.is_null() {
             bail!(InvalidArgument, "the DLPack tensor is NULL");
         }
         // SAFETY: valid by the caller's promise.
-        let t = unsafe { (*managed).dl_tensor };
+        let (t, flags) = unsafe { M::open(managed) }?;
         let DLDevice {
             device_type,
             device_id,
@@ -132,6 +271,12 @@ impl Tensor {
                 "DLPack type code {code} with {bits} bits and {lanes} lanes has no counterpart here"
             );
         };
+        if flags & PADDED != 0 && bits < 8 {
+            bail!(
+                Unsupported,
+                "the DLPack tensor's elements of {bits} bits are padded to a byte each; packed ones are supported"
+            );
+        }
         let rank = usize::try_from(t.ndim)
             .ok()
             .filter(|&n| n <= super::MAX_RANK)
@@ -182,21 +327,21 @@ impl Tensor {
             }
         };
 
-        struct Taken(*mut DLManagedTensor);
+        struct Taken<M>(*mut M);
         // SAFETY: the caller promised that any thread may call the deleter.
-        unsafe impl Send for Taken {}
+        unsafe impl<M> Send for Taken<M> {}
         let taken = Taken(managed);
         let release: Release = Box::new(move || {
             let Taken(managed) = { taken };
             // SAFETY: the struct is valid until its deleter is called, which happens here, once.
             unsafe {
-                if let Some(deleter) = (*managed).deleter {
-                    deleter(managed);
+                if let Some(delete) = (*managed).delete() {
+                    delete(managed);
                 }
             }
         });
         // SAFETY: the memory is as the caller promised.
-        unsafe {
+        let tensor = unsafe {
             match found {
                 None => Tensor::lent(data, shape, dtype, Some(release)),
                 Some((place, owner)) => Tensor::on_device(
@@ -208,27 +353,39 @@ impl Tensor {
                     owner,
                 ),
             }
-        }
+        }?;
+        Ok(match flags & READ_ONLY {
+            0 => tensor,
+            _ => tensor.into_read_only(),
+        })
     }
 
     /// A DLPack tensor over this one's memory, which it keeps alive until the consumer calls its deleter. Managed memory is
-    /// passed as the CUDA device's, which more consumers know.
-    pub fn into_dlpack(self) -> Box<DLManagedTensor> {
+    /// passed as the CUDA device's, which more consumers know. The unversioned form of a read-only tensor is an error.
+    pub fn into_dlpack<M: Managed>(self) -> Result<Box<M>> {
         struct Context {
             _tensor: Tensor,
             shape: Vec<i64>,
             strides: Vec<i64>,
         }
-        unsafe extern "C" fn delete(managed: *mut DLManagedTensor) {
+        unsafe extern "C" fn delete<M: Managed>(managed: *mut M) {
             if managed.is_null() {
                 return;
             }
             // SAFETY: `managed` and its context are the boxes made below, given back here once.
             unsafe {
                 let managed = Box::from_raw(managed);
-                drop(Box::from_raw(managed.manager_ctx.cast::<Context>()));
+                drop(Box::from_raw(managed.context().cast::<Context>()));
             }
         }
+        let flags = match self.is_read_only() {
+            true if !M::HAS_FLAGS => bail!(
+                Unsupported,
+                "the tensor is read-only, which DLPack without versions cannot say: take the versioned form, or copy the tensor"
+            ),
+            true => READ_ONLY,
+            false => 0,
+        };
         let to_i64 = |values: &[usize]| values.iter().map(|&n| n as i64).collect::<Vec<_>>();
         let dtype = self.dtype();
         let (code, bits, lanes, _) = TYPES[TYPES
@@ -258,51 +415,137 @@ impl Tensor {
             strides: context.strides.as_mut_ptr(),
             byte_offset: 0,
         };
-        Box::new(DLManagedTensor {
-            dl_tensor,
-            manager_ctx: Box::into_raw(context).cast(),
-            deleter: Some(delete),
-        })
+        let context = Box::into_raw(context).cast();
+        Ok(Box::new(M::close(dl_tensor, flags, context, delete::<M>)))
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::base::ErrorKind;
+    use crate::base::error::expect_kind;
 
     fn nowhere(_: usize, _: u64) -> Result<(Place, Owner)> {
         bail!(DeviceUnavailable, "no device")
     }
 
+    fn round_trip<M: Managed>(dtype: DType) {
+        let t = Tensor::build(&[2, 3], dtype, |bytes| {
+            bytes.iter_mut().enumerate().for_each(|(i, b)| *b = i as u8);
+            Ok(())
+        })
+        .unwrap();
+        let view = t
+            .view(Shape::strided(&[3, 2], &[1, 3]).unwrap(), 0)
+            .unwrap();
+        let managed = Box::into_raw(view.into_dlpack::<M>().unwrap());
+        // SAFETY: just made, and given away here.
+        let back = unsafe { Tensor::from_dlpack(managed, nowhere) }.unwrap();
+        assert_eq!((back.dtype(), back.is_read_only()), (dtype, false));
+        assert_eq!(back.shape().strides(), [1, 3]);
+        let original = t.data();
+        drop(t);
+        assert_eq!(back.data(), original);
+        let mut bytes = vec![0; back.bytes()];
+        back.copy_to(&mut bytes).unwrap();
+        assert_eq!(bytes[0], 0);
+        assert_eq!(usize::from(bytes[dtype.bytes()]), 3 * dtype.bytes());
+    }
+
     #[test]
     fn every_dtype_survives_the_round_trip() {
         for &dtype in DType::ALL {
-            let t = Tensor::build(&[2, 3], dtype, |bytes| {
-                bytes.iter_mut().enumerate().for_each(|(i, b)| *b = i as u8);
-                Ok(())
-            })
-            .unwrap();
-            let view = t
-                .view(Shape::strided(&[3, 2], &[1, 3]).unwrap(), 0)
-                .unwrap();
-            let managed = Box::into_raw(view.into_dlpack());
+            round_trip::<DLManagedTensor>(dtype);
+            round_trip::<DLManagedTensorVersioned>(dtype);
+        }
+    }
+
+    fn versioned(dtype: DType) -> Box<DLManagedTensorVersioned> {
+        Tensor::zeros(&[4], dtype).unwrap().into_dlpack().unwrap()
+    }
+
+    #[test]
+    fn the_version_is_the_least_that_has_the_type() {
+        for (dtype, minor) in [
+            (DType::BF16, 0),
+            (DType::Bool, 0),
+            (DType::F8E4M3, 1),
+            (DType::F4E2M1x2, 1),
+        ] {
+            let managed = versioned(dtype);
+            let DLPackVersion {
+                major,
+                minor: found,
+            } = managed.version;
+            assert_eq!((major, found, managed.flags), (1, minor, 0));
             // SAFETY: just made, and given away here.
-            let back = unsafe { Tensor::from_dlpack(managed, nowhere) }.unwrap();
-            assert_eq!(back.dtype(), dtype);
-            assert_eq!(back.shape().strides(), [1, 3]);
-            let original = t.data();
-            drop(t);
-            assert_eq!(back.data(), original);
-            let mut bytes = vec![0; back.bytes()];
-            back.copy_to(&mut bytes).unwrap();
-            assert_eq!(bytes[0], 0);
-            assert_eq!(usize::from(bytes[dtype.bytes()]), 3 * dtype.bytes());
+            drop(unsafe { Tensor::from_dlpack(Box::into_raw(managed), nowhere) }.unwrap());
         }
     }
 
     #[test]
+    fn read_only_goes_with_the_memory() {
+        let mut managed = versioned(DType::F32);
+        managed.flags = READ_ONLY | COPIED;
+        // SAFETY: just made, and given away here.
+        let t = unsafe { Tensor::from_dlpack(Box::into_raw(managed), nowhere) }.unwrap();
+        let mut view = t.view(Shape::contiguous(&[2]).unwrap(), 1).unwrap();
+        assert!(t.is_read_only() && view.is_read_only() && view.clone().is_read_only());
+        drop(t);
+        assert!(view.bytes_mut().is_none());
+        expect_kind(
+            view.clone().into_dlpack::<DLManagedTensor>(),
+            ErrorKind::Unsupported,
+            "read-only",
+        );
+        let managed = view.into_dlpack::<DLManagedTensorVersioned>().unwrap();
+        assert_eq!(managed.flags, READ_ONLY);
+        // SAFETY: just made, and given away here.
+        let back = unsafe { Tensor::from_dlpack(Box::into_raw(managed), nowhere) }.unwrap();
+        assert!(back.is_read_only());
+    }
+
+    #[test]
+    fn versions_and_flags_that_are_not_known_stay_the_callers() {
+        let mut managed = versioned(DType::F4E2M1x2);
+        let mut refused = |change: &dyn Fn(&mut DLManagedTensorVersioned), message| {
+            let (version, flags) = (managed.version, managed.flags);
+            change(&mut managed);
+            // SAFETY: the struct is valid.
+            let result = unsafe { Tensor::from_dlpack(&raw mut *managed, nowhere) };
+            expect_kind(result, ErrorKind::Unsupported, message);
+            (managed.version, managed.flags) = (version, flags);
+        };
+        refused(&|m| m.version.major = 2, "version 2.1");
+        refused(&|m| m.version.major = 0, "version 0.1");
+        refused(&|m| m.flags = PADDED, "4 bits are padded");
+        refused(&|m| m.flags = READ_ONLY | 8, "flags 0x9");
+        managed.version.minor = 99;
+        // SAFETY: made above, and given away here.
+        drop(unsafe { Tensor::from_dlpack(Box::into_raw(managed), nowhere) }.unwrap());
+
+        // Padding is nothing to elements of whole bytes.
+        let mut managed = versioned(DType::F16);
+        managed.flags = PADDED;
+        // SAFETY: just made, and given away here.
+        drop(unsafe { Tensor::from_dlpack(Box::into_raw(managed), nowhere) }.unwrap());
+
+        // Behind another version's number there may be nothing.
+        let version = DLPackVersion { major: 2, minor: 0 };
+        let managed = (&raw const version).cast_mut();
+        // SAFETY: a struct of version 2 as short as can be, of which no more than the version is read.
+        let result =
+            unsafe { Tensor::from_dlpack(managed.cast::<DLManagedTensorVersioned>(), nowhere) };
+        expect_kind(result, ErrorKind::Unsupported, "version 2.0");
+    }
+
+    #[test]
     fn what_cannot_be_taken_stays_the_callers() {
-        let mut managed = Tensor::zeros(&[2], DType::F32).unwrap().into_dlpack();
+        let mut managed: Box<DLManagedTensor> = Tensor::zeros(&[2], DType::F32)
+            .unwrap()
+            .into_dlpack()
+            .unwrap();
         let mut refused = |change: &dyn Fn(&mut DLTensor)| {
             let keep = managed.dl_tensor;
             change(&mut managed.dl_tensor);
@@ -340,7 +583,7 @@ mod tests {
             let t =
                 unsafe { Tensor::on_device(256, place, shape, DType::F16, None, owner.clone()) }
                     .unwrap();
-            let mut managed = t.into_dlpack();
+            let mut managed: Box<DLManagedTensor> = t.into_dlpack().unwrap();
             let device = managed.dl_tensor.device;
             assert_eq!((device.device_type, device.device_id), (CUDA, 3));
             managed.dl_tensor.device.device_type = device_type;

@@ -8,7 +8,10 @@ mod dtype;
 mod shape;
 mod storage;
 
-pub use dlpack::{DLDataType, DLDevice, DLManagedTensor, DLTensor};
+pub use dlpack::{
+    DLDataType, DLDevice, DLManagedTensor, DLManagedTensorVersioned, DLPackVersion, DLTensor,
+    Managed,
+};
 pub use dtype::DType;
 pub use shape::{MAX_RANK, Shape};
 pub use storage::{Owner, Place, Release, Tensor, WeakTensor};

@@ -119,6 +119,8 @@ pub struct Tensor {
     bytes: usize,
     shape: Shape,
     dtype: DType,
+    /// Whether its owner has said that nobody may write to the memory.
+    read_only: bool,
 }
 
 /// Knows a tensor and does not keep it.
@@ -172,6 +174,7 @@ impl Tensor {
             bytes,
             shape,
             dtype,
+            read_only: false,
         })
     }
 
@@ -222,6 +225,7 @@ impl Tensor {
             bytes,
             shape,
             dtype,
+            read_only: false,
         })
     }
 
@@ -253,7 +257,19 @@ impl Tensor {
             bytes,
             shape,
             dtype,
+            read_only: false,
         })
+    }
+
+    /// The tensor as one of memory that nobody may write to. Its views are the same.
+    pub fn into_read_only(mut self) -> Tensor {
+        self.read_only = true;
+        self
+    }
+
+    /// Whether nobody may write to the memory, as its owner has said.
+    pub fn is_read_only(&self) -> bool {
+        self.read_only
     }
 
     /// Where the memory is.
@@ -291,6 +307,7 @@ impl Tensor {
                 bytes: self.bytes,
                 shape,
                 dtype: self.dtype,
+                read_only: self.read_only,
             }),
             _ => bail!(
                 InvalidArgument,
@@ -348,9 +365,9 @@ impl Tensor {
     }
 
     /// The same to write a result to: nothing where the memory is not of [`zeros`](Tensor::zeros) or
-    /// [`lent_for_result`](Tensor::lent_for_result), or where another tensor shares it.
+    /// [`lent_for_result`](Tensor::lent_for_result), is read-only, or where another tensor shares it.
     pub fn bytes_mut(&mut self) -> Option<&mut [u8]> {
-        if !self.shape.is_contiguous() {
+        if self.read_only || !self.shape.is_contiguous() {
             return None;
         }
         let bytes = self.bytes();

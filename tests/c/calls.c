@@ -1,5 +1,6 @@
 /* What a call costs: calls MODEL_DIR. Where no GPU is used, a call asks the loader for nothing; one that only reads is done in less
- * than 0.2 us, a small tensor is made and released in less than 1 us, and a text is tokenized once for its length and its tokens. */
+ * than 0.2 us, a small tensor is made and released in less than 1 us, and a text is tokenized once for its length and its tokens; as
+ * are tokens made into text, and messages rendered. */
 #define _GNU_SOURCE
 #include "check.h"
 #include <dlfcn.h>
@@ -103,6 +104,73 @@ static void tokenize(NVFP4_Model *model)
     CHECK(number == count && memcmp(tokens, again, count * sizeof *tokens) != 0);
 }
 
+/* A text that a model gives, asked for its length and then to be filled. */
+typedef NVFP4_Status (*Giver)(NVFP4_Model *model, int32_t flag, char *buffer, size_t capacity, size_t *bytes);
+
+enum { MANY = 1 << 13 };
+static int32_t ids[MANY];
+static NVFP4_Message messages[MANY];
+static size_t many;
+
+static NVFP4_Status detokenized(NVFP4_Model *model, int32_t flag, char *buffer, size_t capacity, size_t *bytes)
+{
+    return NVFP4_model_detokenize(model, ids, many, flag, buffer, capacity, bytes);
+}
+
+static NVFP4_Status rendered(NVFP4_Model *model, int32_t flag, char *buffer, size_t capacity, size_t *bytes)
+{
+    return NVFP4_model_render_chat(model, messages, many, sizeof *messages, flag, buffer, capacity, bytes);
+}
+
+/* What is given is made once, and anew where anything is different: the input, the flag or the function. */
+static void texts(NVFP4_Model *model, const char *name, Giver give, Giver other)
+{
+    enum { LENGTH = 1 << 20 };
+    static char first[LENGTH], again[LENGTH];
+    static const char words[] = "what was said before";
+    double counting[5], filling[5];
+    size_t length = 0, number = 0;
+    many = MANY;
+    for (int round = 0; round < 5; round++) {
+        for (int i = 0; i < MANY; i++) {
+            const NVFP4_Message message = {i % 2 ? "assistant" : "user", i % 2 ? 9 : 4, words, (size_t)((i + round) % 20)};
+            ids[i] = 5 + (i * 7 + round) % 100;
+            messages[i] = message;
+        }
+        const double start = now();
+        OK(give(model, 0, NULL, 0, &length));
+        const double counted = now();
+        CHECK(length > MANY / 2 && length < LENGTH);
+        OK(give(model, 0, first, LENGTH, &number));
+        filling[round] = now() - counted;
+        counting[round] = counted - start;
+        CHECK(number == length && strlen(first) == length);
+        OK(give(model, 0, again, LENGTH, &number));
+        CHECK(number == length && strcmp(first, again) == 0);
+    }
+    qsort(counting, 5, sizeof *counting, rising);
+    qsort(filling, 5, sizeof *filling, rising);
+    printf("%s of %d: to count %.2f ms, then to fill %.3f ms\n", name, MANY, counting[2] * 1e3, filling[2] * 1e3);
+    CHECK(filling[2] < counting[2] / 10);
+
+    /* A buffer that is too small is a question too; the answer is not that of another input, flag or function. */
+    CHECK(give(model, 0, first, 1, &length) == NVFP4_BUFFER_TOO_SMALL);
+    many--;
+    OK(give(model, 0, first, LENGTH, &number));
+    CHECK(number < length);
+    OK(give(model, 0, NULL, 0, &length));
+    OK(give(model, 1, again, LENGTH, &number));
+    OK(give(model, 0, again, LENGTH, &number));
+    CHECK(number == length && strcmp(first, again) == 0);
+    OK(other(model, 0, NULL, 0, &number));
+    OK(give(model, 0, again, LENGTH, &number));
+    CHECK(number == length && strcmp(first, again) == 0);
+    many = 0;
+    OK(give(model, 0, NULL, 0, &length));
+    OK(give(model, 0, first, LENGTH, &number));
+    CHECK(number == length && strlen(first) == length);
+}
+
 int main(int argc, char **argv)
 {
     if (argc != 2)
@@ -127,6 +195,8 @@ int main(int argc, char **argv)
     }
 
     tokenize(model);
+    texts(model, "detokenizing", detokenized, rendered);
+    texts(model, "rendering a chat", rendered, detokenized);
     OK(NVFP4_session_release(session));
     OK(NVFP4_model_release(model));
     return report("calls");

@@ -166,6 +166,9 @@ static void tensors(NVFP4_Tensor *t)
     BAD(invalid, NVFP4_tensor_from_host, floats, nine, 9, NULL, f32, NULL, NULL, &out);
     BAD(invalid, NVFP4_tensor_from_host, floats, shape, 2, negative, f32, NULL, NULL, &out);
     BAD(invalid, NVFP4_tensor_from_host, floats, shape, 2, NULL, 8, NULL, NULL, &out);
+    BAD(invalid, NVFP4_tensor_from_host_read_only, floats, shape, 2, NULL, f32, NULL, NULL, NULL);
+    BAD(invalid, NVFP4_tensor_from_host_read_only, NULL, shape, 2, NULL, f32, NULL, NULL, &out);
+    BAD(invalid, NVFP4_tensor_from_host_read_only, floats, shape, 2, NULL, 8, NULL, NULL, &out);
     BAD(invalid, NVFP4_tensor_empty, shape, 2, f32, cpu, 0, NULL);
     BAD(invalid, NVFP4_tensor_empty, shape, 2, f32, cpu, 1, &out);
     BAD(invalid, NVFP4_tensor_empty, shape, 2, f32, 7, 0, &out);
@@ -224,6 +227,8 @@ static void tensors(NVFP4_Tensor *t)
     BAD(NVFP4_BUFFER_TOO_SMALL, NVFP4_tensor_strides, t, sizes, 1, &length);
     HANDLE(NVFP4_tensor_data, h, &data);
     BAD(invalid, NVFP4_tensor_data, t, NULL);
+    HANDLE(NVFP4_tensor_is_read_only, h, &a);
+    BAD(invalid, NVFP4_tensor_is_read_only, t, NULL);
     HANDLE(NVFP4_tensor_bytes, h, &bytes);
     BAD(invalid, NVFP4_tensor_bytes, t, NULL);
     HANDLE(NVFP4_tensor_copy_to_host, h, floats, sizeof floats);
@@ -237,7 +242,15 @@ static void tensors(NVFP4_Tensor *t)
     BAD(invalid, NVFP4_tensor_from_dlpack, NULL, NULL);
     HANDLE(NVFP4_tensor_to_dlpack, h, &managed);
     BAD(invalid, NVFP4_tensor_to_dlpack, t, NULL);
-    CHECK(out == NULL && managed == NULL);
+    struct DLManagedTensorVersioned *versioned = NULL;
+    const uint32_t version[2] = {2, 0};
+    BAD(invalid, NVFP4_tensor_from_dlpack_versioned, NULL, &out);
+    BAD(invalid, NVFP4_tensor_from_dlpack_versioned, NULL, NULL);
+    BAD(NVFP4_UNSUPPORTED, NVFP4_tensor_from_dlpack_versioned, (void *)version, &out);
+    SAYS("version 2.0");
+    HANDLE(NVFP4_tensor_to_dlpack_versioned, h, &versioned);
+    BAD(invalid, NVFP4_tensor_to_dlpack_versioned, t, NULL);
+    CHECK(out == NULL && managed == NULL && versioned == NULL);
 }
 
 static void formats(NVFP4_Tensor *t, NVFP4_Tensor *codes, NVFP4_Tensor *scales)

@@ -89,6 +89,17 @@ install() {
     cmake -S cmake -B "$2-build" -DNVFP4_BUILD_DIR="$1" -DCMAKE_INSTALL_PREFIX="$2" && cmake --install "$2-build"
 }
 
+# What took a token and its text, before they came in a struct.
+old_callback() {
+    local program='#include <nvfp4.h>
+CALLBACK
+int main(void) { return NVFP4_session_generate(0, 0, take, 0, 0); }'
+    local old='static int32_t take(void *user, int32_t token, const char *text, size_t length) { return !user + token + !text + !length; }'
+    local new='static int32_t take(void *user, const NVFP4_TokenEvent *event) { return !user + !event; }'
+    gcc -std=c99 -pedantic-errors -fsyntax-only -Iinclude -xc - <<<"${program/CALLBACK/$new}" &&
+        ! gcc -std=c99 -pedantic-errors -fsyntax-only -Iinclude -xc - <<<"${program/CALLBACK/$old}" 2>/dev/null
+}
+
 install_tree() {
     install "$build" "$work/first" && mv "$work/first" "$work/prefix" || return 1
     local folder
@@ -225,6 +236,7 @@ for std in c++17 c++20; do
     check "nvfp4.hpp in three units as $std" compile $std wrapper wrapper.cpp wrapper_unit.cpp wrapper_results.cpp
 done
 check "nvfp4.hpp wraps every function" wrapped
+check "a token callback of the old form does not compile" old_callback
 # What is measured on a GPU: here it is to build as its first lines say, and to run where there is one.
 check "enqueue compiles" gcc -std=c99 "${warnings[@]}" -Iinclude benches/c/enqueue.c -o "$work/enqueue" "${link[@]}"
 check "enqueue" "$work/enqueue" 100 64 256 256

@@ -18,6 +18,15 @@ struct DLManagedTensor {
     void (*deleter)(struct DLManagedTensor *);
 };
 
+struct DLManagedTensorVersioned {
+    struct { uint32_t major, minor; } version;
+    void *manager_ctx;
+    void (*deleter)(struct DLManagedTensorVersioned *);
+    uint64_t flags;
+    DLTensor dl_tensor;
+};
+enum { READ_ONLY = 1, COPIED = 2, PADDED = 4 };
+
 static int deleted;
 static void *deleted_data, *deleted_user;
 
@@ -127,6 +136,95 @@ static void dlpack(void)
     CHECK(exported->dl_tensor.dtype.code == 2 && exported->dl_tensor.dtype.bits == 16);
     exported->deleter(exported);
     CHECK(deleted == 1);
+}
+
+static int is_read_only(const NVFP4_Tensor *t)
+{
+    int32_t out = -1;
+    OK(NVFP4_tensor_is_read_only(t, &out));
+    return out;
+}
+
+static void versioned_delete(struct DLManagedTensorVersioned *managed)
+{
+    deleted++;
+    free(managed);
+}
+
+/* DLPack with a version, and memory that nobody may write to: a write to it would end the program. */
+static void dlpack_versioned(void)
+{
+    static const uint8_t codes[4] = {0x12, 0x34, 0x56, 0x78};
+    static int64_t shape[] = {4};
+    struct DLManagedTensorVersioned *managed = calloc(1, sizeof *managed), *exported = NULL;
+    struct DLManagedTensor *plain = NULL;
+    managed->version.major = 1;
+    managed->flags = READ_ONLY | COPIED;
+    const void *address = codes;
+    memcpy(&managed->dl_tensor.data, &address, sizeof address);
+    managed->dl_tensor.device.device_type = 1;
+    managed->dl_tensor.ndim = 1;
+    managed->dl_tensor.dtype.code = 17;
+    managed->dl_tensor.dtype.bits = 4;
+    managed->dl_tensor.dtype.lanes = 2;
+    managed->dl_tensor.shape = shape;
+    managed->deleter = versioned_delete;
+    deleted = 0;
+
+    NVFP4_Tensor *t = NULL, *v = NULL, *copy = NULL;
+    managed->version.major = 2;
+    FAILS(NVFP4_UNSUPPORTED, NVFP4_tensor_from_dlpack_versioned(managed, &t));
+    SAYS("version 2.0");
+    managed->version.major = 1;
+    managed->flags = PADDED;
+    FAILS(NVFP4_UNSUPPORTED, NVFP4_tensor_from_dlpack_versioned(managed, &t));
+    SAYS("padded");
+    managed->flags = 64;
+    FAILS(NVFP4_UNSUPPORTED, NVFP4_tensor_from_dlpack_versioned(managed, &t));
+    SAYS("flags 0x40");
+    CHECK(t == NULL && deleted == 0);
+    managed->flags = READ_ONLY | COPIED;
+    managed->version.minor = 7;
+    OK(NVFP4_tensor_from_dlpack_versioned(managed, &t));
+    OK(NVFP4_tensor_view(t, shape, 1, NULL, 0, &v));
+    CHECK(is_read_only(t) == 1 && is_read_only(v) == 1);
+    OK(NVFP4_tensor_release(t));
+
+    FAILS(NVFP4_UNSUPPORTED, NVFP4_tensor_to_dlpack(v, &plain));
+    SAYS("read-only");
+    CHECK(plain == NULL);
+    OK(NVFP4_tensor_to_dlpack_versioned(v, &exported));
+    CHECK(exported->version.major == 1 && exported->version.minor == 1 && exported->flags == READ_ONLY);
+    CHECK(exported->dl_tensor.data == address && exported->dl_tensor.dtype.code == 17);
+    OK(NVFP4_tensor_release(v));
+    OK(NVFP4_tensor_from_dlpack_versioned(exported, &t));
+    CHECK(is_read_only(t) == 1 && deleted == 0);
+
+    /* A copy is another's to write. */
+    OK(NVFP4_tensor_copy_to_device(t, NVFP4_DEVICE_CPU, 0, &copy));
+    CHECK(is_read_only(copy) == 0);
+    OK(NVFP4_tensor_release(t));
+    CHECK(deleted == 1);
+    OK(NVFP4_tensor_to_dlpack(copy, &plain));
+    plain->deleter(plain);
+    OK(NVFP4_tensor_release(copy));
+
+    /* The same by a pointer to const. */
+    deleted = 0;
+    OK(NVFP4_tensor_from_host_read_only(codes, shape, 1, NULL, NVFP4_DTYPE_UINT8, deleter, NULL, &t));
+    OK(NVFP4_tensor_view(t, shape, 1, NULL, 0, &v));
+    CHECK(is_read_only(t) == 1 && is_read_only(v) == 1);
+    FAILS(NVFP4_UNSUPPORTED, NVFP4_tensor_to_dlpack(t, &plain));
+    OK(NVFP4_tensor_release(t));
+    OK(NVFP4_tensor_release(v));
+    CHECK(deleted == 1 && deleted_data == address);
+
+    float numbers[] = {1, 2, 3, 4};
+    OK(NVFP4_tensor_from_host(numbers, shape, 1, NULL, NVFP4_DTYPE_FLOAT32, NULL, NULL, &t));
+    OK(NVFP4_tensor_to_dlpack_versioned(t, &exported));
+    CHECK(is_read_only(t) == 0 && exported->flags == 0 && exported->version.major == 1 && exported->version.minor == 0);
+    exported->deleter(exported);
+    OK(NVFP4_tensor_release(t));
 }
 
 static void formats(void)
@@ -408,6 +506,7 @@ int main(void)
 {
     lent_memory();
     dlpack();
+    dlpack_versioned();
     formats();
     straight_through();
     memory();

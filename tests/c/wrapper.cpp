@@ -84,7 +84,11 @@ void tensors()
     CHECK((kept.to_vector<std::int64_t>() == std::vector<std::int64_t>{8, 9}));
     CHECK(status_of([] { nvfp4::Tensor::adopt(std::vector<float>(3), {4}); }) == NVFP4_INVALID_ARGUMENT);
     nvfp4::Tensor imported = nvfp4::Tensor::from_dlpack(kept.to_dlpack());
+    CHECK(!imported.is_read_only());
+    imported = nvfp4::Tensor::from_dlpack(kept.to_dlpack_versioned());
     kept.reset();
+    CHECK(!imported.is_read_only());
+    CHECK(status_of([] { nvfp4::Tensor().is_read_only(); }) == NVFP4_INVALID_HANDLE);
     CHECK((imported.to_vector<std::int64_t>() == std::vector<std::int64_t>{8, 9}));
 
     /* Memory of someone else, who is told when it is not needed any more; not if there is no tensor. */
@@ -106,6 +110,9 @@ void tensors()
     /* The elements where they are. */
     const float constant[] = {1, 2};
     const nvfp4::Tensor borrowed = nvfp4::Tensor::borrow(constant, {2, 1});
+    CHECK(borrowed.is_read_only() && status_of([&] { borrowed.to_dlpack(); }) == NVFP4_UNSUPPORTED);
+    CHECK(nvfp4::Tensor::from_dlpack(borrowed.to_dlpack_versioned()).is_read_only());
+    CHECK(!nvfp4::Tensor::borrow(data, {6}).is_read_only());
     const nvfp4::Span<float> values = borrowed.values<float>();
     CHECK(values.data() == constant && std::accumulate(values.begin(), values.end(), 0.0f) == 3);
     CHECK(status_of([&] { borrowed.values<std::int32_t>(); }) == NVFP4_INVALID_ARGUMENT);

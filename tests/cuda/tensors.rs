@@ -21,7 +21,7 @@ use NVFP4::ops::linear::{Activations, DenseType, Linear};
 use NVFP4::ops::tensors::{self, Nf4Tensor, Nvfp4Tensor, ScaleLayout};
 use NVFP4::ops::transfer::{self, ManagedPolicy};
 use NVFP4::ops::{Device, Workspace};
-use NVFP4::tensor::{DType, Place, Release, Shape, Tensor};
+use NVFP4::tensor::{DLManagedTensor, DType, Place, Release, Shape, Tensor};
 
 use super::{Quantized, RESULTS, assert_close, assert_rounded, gpu, scaled_product};
 
@@ -767,7 +767,7 @@ fn memory_of_the_host_program_is_used_and_given_back() {
     };
     let t = lend(0, foreign.address, release()).unwrap();
     assert_eq!(t.place(), Place::Cuda(0));
-    let exported = t.clone().into_dlpack();
+    let exported: Box<DLManagedTensor> = t.clone().into_dlpack().unwrap();
     let device = exported.dl_tensor.device;
     assert_eq!((device.device_type, device.device_id), (2, 0));
     assert_eq!(exported.dl_tensor.data.addr() as u64, foreign.address);
@@ -872,7 +872,7 @@ fn tensors_move_to_managed_memory_and_back() {
             transfer::prefetch(&t, None).unwrap();
             assert_same(&bytes(&t), &bytes(&source), "copied to the host");
             assert_eq!(cuda::find(0, t.data().addr() as u64).unwrap().0, t.place());
-            let exported = t.clone().into_dlpack();
+            let exported: Box<DLManagedTensor> = t.clone().into_dlpack().unwrap();
             // SAFETY: just made.
             let back = unsafe { transfer::from_dlpack(Box::into_raw(exported)) }.unwrap();
             assert_eq!(back.place(), Place::Managed(0));

@@ -1074,6 +1074,14 @@ static class Tests
             {
                 zeros.Dispose();
                 Same(9f, again.ToFloats()[0]);
+                using (Tensor versioned = Tensor.FromVersionedDLPack(again.ToVersionedDLPack()))
+                    Check(versioned.Data == again.Data && !versioned.IsReadOnly);
+                using (Tensor locked = Tensor.FromReadOnlyPointer(again.Data, DType.Float32, new long[] { 12 }))
+                {
+                    Throws<Nvfp4UnsupportedException>(() => locked.ToDLPack(), "read-only");
+                    using (Tensor versioned = Tensor.FromVersionedDLPack(locked.ToVersionedDLPack()))
+                        Check(locked.IsReadOnly && versioned.IsReadOnly);
+                }
                 Same(9f, same.ToFloats()[0]);
                 Same(9f, copy.ToFloats()[0]);
                 Same(9f, borrowed.ToFloats()[0]);

@@ -31,7 +31,7 @@ def allowed(kind):
     if base in HANDLES:
         name = base[len("NVFP4_"):] + "Handle"
         return {name, "IntPtr"} if stars == 1 else {"out " + name, "IntPtr*"}
-    if base in ("void", "DLManagedTensor"):
+    if base in ("void", "DLManagedTensor", "DLManagedTensorVersioned"):
         return {"void"} if stars == 0 else {"IntPtr"} if stars == 1 else {"out IntPtr"}
     if base == "char":
         return {"byte" + "*" * stars, "IntPtr"}

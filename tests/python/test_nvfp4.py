@@ -278,11 +278,28 @@ class Tensors(unittest.TestCase):
         self.assertRaises(BufferError, other.__dlpack__, copy=True)
         self.assertRaises(BufferError, other.__dlpack__, dl_device=(2, 0))
 
+        # A version for those who ask for one, and a capsule of either form in; not one that was taken.
+        for version, name in ((None, "dltensor"), ((0, 8), "dltensor"), ((1, 0), "dltensor_versioned"), ((2, 3), "dltensor_versioned")):
+            capsule = other.__dlpack__(max_version=version)
+            self.assertIn(f'"{name}"', repr(capsule))
+
+            class Old:
+                def __dlpack_device__(self):
+                    return 1, 0
+
+                def __dlpack__(self, stream=None):
+                    return capsule
+
+            self.assertEqual(nvfp4.Tensor(Old()).tolist(), other.tolist())
+            self.assertRaisesRegex(BufferError, "no capsule", nvfp4.Tensor, Old())
+
         # A capsule that nobody takes keeps the memory until it is dropped, and then does not.
-        capsule = other.__dlpack__()
+        capsules = [other.__dlpack__(max_version=version) for version in (None, (1, 0))]
         other.close()
-        nvfp4.Tensor.zeros(()).close()
-        self.assertGreater(nvfp4.memory()["tensor"][0], before)
+        for _ in range(2):
+            nvfp4.Tensor.zeros(()).close()
+            self.assertGreater(nvfp4.memory()["tensor"][0], before)
+            del capsules[0]
         del capsule
         nvfp4.Tensor.zeros(()).close()
         self.assertEqual(nvfp4.memory()["tensor"][0], before)
@@ -308,8 +325,23 @@ class Tensors(unittest.TestCase):
         gc.collect()
         self.assertEqual(array_.tolist(), expected)
 
+        # Read-only stays so, whichever way it goes.
+        self.assertTrue(back.flags.writeable and numpy.from_dlpack(tensor).shape == (4, 3))
         numbers.flags.writeable = False
-        self.assertEqual(nvfp4.Tensor(numbers).tolist(), numbers.tolist())
+        fixed = nvfp4.Tensor(numbers)
+        self.assertEqual((fixed.tolist(), fixed.read_only, fixed.view((2,)).read_only), (numbers.tolist(), True, True))
+        self.assertFalse(fixed.numpy().flags.writeable)
+        self.assertRaisesRegex(BufferError, "read-only", fixed.__dlpack__)
+        self.assertTrue(nvfp4.Tensor(b"fixed").read_only)
+        self.assertFalse(fixed.to("cpu").read_only or tensor.read_only)
+        if numpy.lib.NumpyVersion(numpy.__version__) >= "2.1.0":
+            shared = numpy.from_dlpack(fixed)
+            self.assertTrue(numpy.shares_memory(shared, numbers) and not shared.flags.writeable)
+
+            class ByDlpack:
+                __dlpack__, __dlpack_device__ = numbers.__dlpack__, numbers.__dlpack_device__
+
+            self.assertTrue(nvfp4.Tensor(ByDlpack()).read_only)
         self.assertRaisesRegex(nvfp4.InvalidArgument, "ascontiguousarray", nvfp4.Tensor, numbers[::-1])
         self.assertEqual(nvfp4.Tensor(numpy.float32(3)).tolist(), 3)
         self.assertEqual(nvfp4.Tensor(numpy.array([True, False])).dtype, "bool")

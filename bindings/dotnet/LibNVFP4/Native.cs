@@ -306,6 +306,10 @@ namespace LibNVFP4
             Deleter deleter, IntPtr user, out TensorHandle result);
 
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_tensor_from_host_read_only(IntPtr data, long* shape, int rank, long* strides, int dtype,
+            Deleter deleter, IntPtr user, out TensorHandle result);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
         internal static extern int NVFP4_tensor_from_device(IntPtr data, long* shape, int rank, long* strides, int dtype,
             int deviceIndex, Deleter deleter, IntPtr user, out TensorHandle result);
 
@@ -346,6 +350,9 @@ namespace LibNVFP4
         internal static extern int NVFP4_tensor_data(TensorHandle tensor, out IntPtr data);
 
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_tensor_is_read_only(TensorHandle tensor, int* readOnly);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
         internal static extern int NVFP4_tensor_bytes(TensorHandle tensor, ulong* bytes);
 
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
@@ -359,6 +366,12 @@ namespace LibNVFP4
 
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
         internal static extern int NVFP4_tensor_to_dlpack(TensorHandle tensor, out IntPtr result);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_tensor_from_dlpack_versioned(IntPtr managed, out TensorHandle result);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_tensor_to_dlpack_versioned(TensorHandle tensor, out IntPtr result);
 
         // Number formats.
 

@@ -108,7 +108,19 @@ namespace LibNVFP4
             });
         }
 
-        /// <summary>The same over memory of a CUDA device, or managed memory for it.</summary>
+        /// <summary>The same over memory that nobody may write to, which makes the tensor and its views read-only.</summary>
+        public static Tensor FromReadOnlyPointer(IntPtr data, DType dtype, long[] shape, long[] strides = null)
+        {
+            CheckStrides(shape, strides);
+            return Make((out TensorHandle handle) =>
+            {
+                fixed (long* sizes = shape, steps = strides)
+                    return Native.NVFP4_tensor_from_host_read_only(data, sizes, shape.Length, steps, (int)dtype, null, IntPtr.Zero,
+                        out handle);
+            });
+        }
+
+        /// <summary>As FromPointer, over memory of a CUDA device, or managed memory for it.</summary>
         public static Tensor FromDevicePointer(IntPtr data, int deviceIndex, DType dtype, long[] shape, long[] strides = null)
         {
             CheckStrides(shape, strides);
@@ -142,6 +154,17 @@ namespace LibNVFP4
         public IntPtr ToDLPack()
         {
             Interop.Check(Native.NVFP4_tensor_to_dlpack(Handle, out IntPtr managed));
+            return managed;
+        }
+
+        /// <summary>Takes over a DLManagedTensorVersioned, without a copy. If that fails, it stays the caller's.</summary>
+        public static Tensor FromVersionedDLPack(IntPtr managed) =>
+            Make((out TensorHandle handle) => Native.NVFP4_tensor_from_dlpack_versioned(managed, out handle));
+
+        /// <summary>A DLManagedTensorVersioned over the tensor's memory, without a copy, whose deleter its consumer calls. It says whether the tensor is read-only, which the form without a version cannot.</summary>
+        public IntPtr ToVersionedDLPack()
+        {
+            Interop.Check(Native.NVFP4_tensor_to_dlpack_versioned(Handle, out IntPtr managed));
             return managed;
         }
 
@@ -201,6 +224,17 @@ namespace LibNVFP4
             {
                 Interop.Check(Native.NVFP4_tensor_data(Handle, out IntPtr data));
                 return data;
+            }
+        }
+
+        /// <summary>Whether nobody may write to the memory, as whoever lent it has said.</summary>
+        public bool IsReadOnly
+        {
+            get
+            {
+                int readOnly;
+                Interop.Check(Native.NVFP4_tensor_is_read_only(Handle, &readOnly));
+                return readOnly != 0;
             }
         }
 

@@ -78,7 +78,7 @@ def _watched(call, cancel=None, progress=None):
 
     if threading.current_thread() is not threading.main_thread():  # Interrupts do not come here.
         return made()
-    outcome, gate = {}, threading.Lock()
+    outcome, gate, ended = {}, threading.Lock(), threading.Event()
 
     def run():
         with gate:
@@ -88,17 +88,18 @@ def _watched(call, cancel=None, progress=None):
             outcome["result"] = made()
         except BaseException as error:
             outcome["error"] = error
+        finally:
+            ended.set()
 
-    thread = threading.Thread(target=run)
     try:
-        thread.start()
-        thread.join()
+        threading.Thread(target=run).start()
+        ended.wait()  # A join() that was interrupted may take a thread for one that has ended.
     except BaseException:
         flag.value = 1
         with gate:  # The interrupt may have come before the thread did.
             begun = outcome.setdefault("begun", False)
         if begun:
-            thread.join()
+            ended.wait()
         raise
     if "error" in outcome:
         raise outcome.pop("error")

@@ -54,10 +54,11 @@ log_add(ppipp)S log_remove(L)S
 call_options_init(pI)S cancel_create(p)S cancel_trigger(p)i cancel_reset(p)i cancel_is_triggered(pp)S cancel_retain(p)S cancel_release(p)S
 set_threads(i)S diagnose(pzp)S memory_stats(ipp)S memory_reset_peak()S memory_set_budget(L)S memory_get_budget(p)S
 memory_set_managed_policy(i)S memory_get_managed_policy(p)S memory_can_be_managed(ip)S tensor_by_managed_policy(piip)S
-tensor_from_host(ppipippp)S tensor_from_device(ppipiippp)S tensor_empty(piiiip)S tensor_copy_to_device(piip)S
+tensor_from_host(ppipippp)S tensor_from_host_read_only(ppipippp)S tensor_from_device(ppipiippp)S tensor_empty(piiiip)S tensor_copy_to_device(piip)S
 device_synchronize(ii)S tensor_view(ppiplp)S tensor_retain(p)S tensor_release(p)S tensor_dtype(pp)S tensor_device(ppp)S tensor_shape(ppzp)S
 tensor_strides(ppzp)S tensor_data(pp)S tensor_bytes(pp)S tensor_copy_to_host(ppz)S tensor_copy_as_float(ppz)S
-tensor_from_dlpack(pp)S tensor_to_dlpack(pp)S quantize_options_init(pI)S tensor_quantize(ppppp)S tensor_dequantize(ppfiip)S
+tensor_is_read_only(pp)S tensor_from_dlpack(pp)S tensor_to_dlpack(pp)S tensor_from_dlpack_versioned(pp)S
+tensor_to_dlpack_versioned(pp)S quantize_options_init(pI)S tensor_quantize(ppppp)S tensor_dequantize(ppfiip)S
 tensor_quantize_nf4(plpp)S tensor_dequantize_nf4(ppplpiip)S scales_swizzle(pp)S scales_unswizzle(pllp)S
 quantize_packed(ppp)S dequantize_packed(ppip)S ste_weight(pip)S ste_clear()S
 weight_options_init(pI)S backend_select(ippzp)S weight_create(ppfip)S weight_create_nvfp4(ppfpp)S weight_create_nf4(ppplllpp)S

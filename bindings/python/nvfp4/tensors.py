@@ -45,7 +45,6 @@ _new_capsule = _python("PyCapsule_New", ctypes.py_object, ctypes.c_void_p, ctype
 _capsule_is = _python("PyCapsule_IsValid", ctypes.c_int, ctypes.py_object, ctypes.c_char_p)
 _capsule_pointer = _python("PyCapsule_GetPointer", ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
 _rename_capsule = _python("PyCapsule_SetName", ctypes.c_int, ctypes.py_object, ctypes.c_char_p)
-_DLPACK, _USED = ctypes.c_char_p(b"dltensor"), ctypes.c_char_p(b"used_dltensor")  # Capsules point to these names.
 
 
 class _Managed(ctypes.Structure):
@@ -54,6 +53,32 @@ class _Managed(ctypes.Structure):
     _fields_ = [("data", ctypes.c_void_p), ("device", ctypes.c_int32 * 2), ("rank", ctypes.c_int32), ("dtype", ctypes.c_uint32),
                 ("shape", ctypes.c_void_p), ("strides", ctypes.c_void_p), ("offset", ctypes.c_uint64),
                 ("context", ctypes.c_void_p), ("deleter", ctypes.CFUNCTYPE(None, ctypes.c_void_p))]
+
+
+class _ManagedVersioned(ctypes.Structure):
+    """The beginning of DLManagedTensorVersioned."""
+
+    _fields_ = [("version", ctypes.c_uint32 * 2), ("context", ctypes.c_void_p),
+                ("deleter", ctypes.CFUNCTYPE(None, ctypes.c_void_p))]
+
+
+class _Form(typing.NamedTuple):
+    """A form of DLPack: the names of its capsules, which point to these, before and after they are taken; and its functions."""
+
+    name: ctypes.c_char_p
+    used: ctypes.c_char_p
+    managed: type
+    suffix: str
+
+
+_PLAIN = _Form(ctypes.c_char_p(b"dltensor"), ctypes.c_char_p(b"used_dltensor"), _Managed, "")
+_VERSIONED = _Form(ctypes.c_char_p(b"dltensor_versioned"), ctypes.c_char_p(b"used_dltensor_versioned"), _ManagedVersioned,
+                   "_versioned")
+
+
+def _form(capsule):
+    """The form of a capsule that nobody has taken, or None."""
+    return next((form for form in (_VERSIONED, _PLAIN) if _capsule_is(capsule, form.name)), None)
 
 
 # Capsules that were handed out. One that is dropped before anybody has taken it over owns a tensor still. A destructor would
@@ -77,14 +102,15 @@ def _sweep():
             capsule, references = _first(_offered)
         except IndexError:  # Another thread was faster.
             return
-        if not _capsule_is(capsule, _DLPACK):
+        form = _form(capsule)
+        if form is None:
             continue
         if references > _ALONE:
             _offered.append(capsule)
             continue
-        managed = _capsule_pointer(capsule, _DLPACK)
-        _rename_capsule(capsule, _USED)
-        _Managed.from_address(managed).deleter(managed)
+        managed = _capsule_pointer(capsule, form.name)
+        _rename_capsule(capsule, form.used)
+        form.managed.from_address(managed).deleter(managed)
 
 
 _lent = {}  # Buffers that the library holds, by their addresses.
@@ -122,9 +148,9 @@ def _from_buffer(source, dtype, out):
         if any(stride % buffer.itemsize or stride < 0 for stride in strides):
             raise InvalidArgument(f"strides of {strides} bytes for elements of {buffer.itemsize}: negative and uneven ones are "
                                   "not supported; copy the array (numpy.ascontiguousarray)")
-        lib.tensor_from_host(buffer.data or ctypes.addressof(buffer), (ctypes.c_int64 * len(shape))(*shape), len(shape),
-                             (ctypes.c_int64 * len(shape))(*(stride // buffer.itemsize for stride in strides)),
-                             number, _give_back, user, out)
+        make = lib.tensor_from_host_read_only if buffer.readonly else lib.tensor_from_host
+        make(buffer.data or ctypes.addressof(buffer), (ctypes.c_int64 * len(shape))(*shape), len(shape),
+             (ctypes.c_int64 * len(shape))(*(stride // buffer.itemsize for stride in strides)), number, _give_back, user, out)
     except BaseException:
         _give_back(None, user)
         raise
@@ -134,9 +160,16 @@ def _from_buffer(source, dtype, out):
 def _from_dlpack(source, out):
     on_gpu = source.__dlpack_device__()[0] != _DLPACK_DEVICES["cpu"]
     # 1 is the legacy default stream, in whose order the library uses memory of a GPU.
-    capsule = source.__dlpack__(stream=1) if on_gpu else source.__dlpack__()
-    lib.tensor_from_dlpack(_capsule_pointer(capsule, _DLPACK), out)
-    _rename_capsule(capsule, _USED)
+    how = {"stream": 1} if on_gpu else {}
+    try:
+        capsule = source.__dlpack__(max_version=(1, 0), **how)
+    except TypeError:  # It knows of no versions.
+        capsule = source.__dlpack__(**how)
+    form = _form(capsule)
+    if form is None:
+        raise BufferError(f"the __dlpack__ of a {type(source).__name__} gives no capsule of DLPack that is new")
+    getattr(lib, "tensor_from_dlpack" + form.suffix)(_capsule_pointer(capsule, form.name), out)
+    _rename_capsule(capsule, form.used)
 
 
 class _Memory:
@@ -145,7 +178,7 @@ class _Memory:
     def __init__(self, tensor, dtype):
         self.tensor = tensor._second()
         self.__array_interface__ = {"version": 3, "shape": tensor.shape, "typestr": dtype.str,
-                                    "data": (tensor._value(ctypes.c_void_p, "data"), False),
+                                    "data": (tensor._value(ctypes.c_void_p, "data"), tensor.read_only),
                                     "strides": tuple(stride * dtype.itemsize for stride in tensor.strides)}
 
 
@@ -195,6 +228,11 @@ class Tensor(Handle):
         return name if name == "cpu" else f"{name}:{index.value}"
 
     @property
+    def read_only(self):
+        """Whether nobody may write to the memory, as its owner has said."""
+        return bool(self._value(ctypes.c_int32, "is_read_only"))
+
+    @property
     def nbytes(self):
         """Bytes of the elements without gaps."""
         return self._value(ctypes.c_uint64, "bytes")
@@ -241,15 +279,18 @@ class Tensor(Handle):
         return _DLPACK_DEVICES[kind], int(index or 0)
 
     def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None):
-        """A DLPack capsule over the same memory."""
+        """A DLPack capsule over the same memory, with a version for those who take version 1 or later."""
         if dl_device not in (None, self.__dlpack_device__()) or copy:
             raise BufferError("a tensor gives its own memory, where it is, without a copy")
+        form = _VERSIONED if max_version is not None and max_version[0] >= 1 else _PLAIN
+        if form is _PLAIN and self.read_only:
+            raise BufferError("the tensor is read-only, which DLPack without versions cannot say: take to('cpu') or another copy")
         if stream not in (None, -1, 1) and math.prod(self.shape):
             # The consumer's stream must come after the default one, for which a copy to the host waits.
             first = self.view((1,))
             lib.tensor_copy_to_host(first, ctypes.create_string_buffer(first.nbytes), first.nbytes)
         _sweep()
-        capsule = _new_capsule(self._value(ctypes.c_void_p, "to_dlpack"), _DLPACK, None)
+        capsule = _new_capsule(self._value(ctypes.c_void_p, "to_dlpack" + form.suffix), form.name, None)
         _offered.append(capsule)
         return capsule
 
