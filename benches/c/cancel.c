@@ -8,36 +8,12 @@
  * with a handle that another thread triggers somewhere in the prompt.
  */
 #define _POSIX_C_SOURCE 200809L
-#include <nvfp4.h>
+#include "measure.h"
 
 #include <pthread.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 enum { MOST_RUNS = 1001 };
-
-#define OK(call)                                                                                                                   \
-    do {                                                                                                                           \
-        if ((call) != NVFP4_OK) {                                                                                                  \
-            fprintf(stderr, "%s: %s\n", #call, NVFP4_last_error());                                                                \
-            exit(1);                                                                                                               \
-        }                                                                                                                          \
-    } while (0)
-
-static double now(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
-static int ascending(const void *a, const void *b)
-{
-    double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
 
 static double last_heard, longest_silence;
 static int heard;

@@ -9,36 +9,12 @@
  * counted. What is measured is a decode loop as a server has it: every step takes the tokens that the one before gave. The other kind
  * is NVFP4_session_generate() with a callback. benches/host.py compares them with `nvfp4 bench`.
  */
-#include <nvfp4.h>
+#include "measure.h"
 
 #include <pthread.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 enum { MOST_SESSIONS = 256, MOST_RUNS = 101, THREADS = 8 };
-
-#define OK(call)                                                                                                                   \
-    do {                                                                                                                           \
-        if ((call) != NVFP4_OK) {                                                                                                  \
-            fprintf(stderr, "%s: %s\n", #call, NVFP4_last_error());                                                                \
-            exit(1);                                                                                                               \
-        }                                                                                                                          \
-    } while (0)
-
-static double now(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
-static int ascending(const void *a, const void *b)
-{
-    double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
 
 static double median(double *values, int count)
 {

@@ -2,9 +2,11 @@
 //! with the library. The rules are those that the header's opening states.
 
 use std::ffi::c_char;
+use std::fmt;
 use std::mem::size_of;
 
 use crate::base::error::{Result, bail, err};
+use crate::base::memory::with_room;
 use crate::text::utf8;
 
 /// A place that C gave for a result.
@@ -196,7 +198,12 @@ pub(super) unsafe trait Growing: Copy {
 const LARGEST_STRUCT: usize = 4096;
 
 /// Refuses a size that a struct has in no version: this one's, an earlier one's, or a larger one as later versions may have.
-fn check_size<T>(name: &str, what: &str, size: usize, earlier: &[usize]) -> Result<()> {
+fn check_size<T>(
+    name: &str,
+    what: fmt::Arguments<'_>,
+    size: usize,
+    earlier: &[usize],
+) -> Result<()> {
     let known = size == size_of::<T>() || earlier.contains(&size);
     let later = size > size_of::<T>() && size <= LARGEST_STRUCT;
     if !(known || later && size.is_multiple_of(align_of::<T>())) {
@@ -209,9 +216,21 @@ fn check_size<T>(name: &str, what: &str, size: usize, earlier: &[usize]) -> Resu
     Ok(())
 }
 
+/// Refuses a field of `_options` that no version has a use for yet, and that is not 0.
+pub(super) fn reserved<T: Growing>(_options: &T, value: i32) -> Result<()> {
+    if value != 0 {
+        bail!(
+            InvalidArgument,
+            "reserved is {value} in {}; it must be 0",
+            T::NAME
+        );
+    }
+    Ok(())
+}
+
 fn check_struct_size<T: Growing>(size: usize) -> Result<()> {
-    let what = format!("the struct_size of {}", T::NAME);
-    check_size::<T>(T::NAME, &what, size, T::EARLIER)
+    let what = format_args!("the struct_size of {}", T::NAME);
+    check_size::<T>(T::NAME, what, size, T::EARLIER)
 }
 
 /// Copies a struct of `size` bytes as far as it is known here, and refuses what goes beyond that unless it is 0.
@@ -261,7 +280,7 @@ pub(super) unsafe fn elements<T: Element>(
     }
     check_size::<T>(
         T::NAME,
-        &format!("the size of an element of {name}"),
+        format_args!("the size of an element of {name}"),
         size,
         &[],
     )?;
@@ -275,9 +294,7 @@ pub(super) unsafe fn elements<T: Element>(
             "{name} cannot have {len} elements of {size} bytes"
         );
     }
-    let mut out = Vec::new();
-    out.try_reserve_exact(len)
-        .map_err(|e| err!(OutOfMemory, "{len} elements of {name}: {e}"))?;
+    let mut out = with_room(len).map_err(|e| e.within(name))?;
     for i in 0..len {
         let mut element = T::defaults();
         // SAFETY: promised by the caller.

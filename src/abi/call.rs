@@ -9,7 +9,7 @@ use std::ffi::c_void;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, Ordering};
 
-use super::arguments::{Growing, Out, options};
+use super::arguments::{Growing, Out, fill, options, reserved};
 use super::guard::{User, answer, enter, enter_to_free};
 use super::handle::{self, Object};
 use super::slots::{self, Slot, Slots};
@@ -94,13 +94,7 @@ impl Ends {
     /// # Safety
     /// The flag must be readable as long as this lives.
     unsafe fn of(call: &NVFP4_CallOptions) -> Result<Ends> {
-        if call.reserved != 0 {
-            bail!(
-                InvalidArgument,
-                "reserved is {} in NVFP4_CallOptions; it must be 0",
-                call.reserved
-            );
-        }
+        reserved(call, call.reserved)?;
         if !call.cancel_flag.is_aligned() {
             bail!(InvalidArgument, "cancel_flag is not aligned to 4 bytes");
         }
@@ -179,7 +173,7 @@ pub unsafe extern "C" fn NVFP4_call_options_init(
 ) -> NVFP4_Status {
     enter("NVFP4_call_options_init", || {
         // SAFETY: the pointer is as the header asks.
-        unsafe { super::arguments::fill(options, struct_size, NVFP4_CallOptions::defaults()) }
+        unsafe { fill(options, struct_size, NVFP4_CallOptions::defaults()) }
     })
 }
 

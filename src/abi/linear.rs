@@ -22,7 +22,9 @@ use std::sync::Arc;
 
 use serde_json::{Value, json};
 
-use super::arguments::{Growing, Out, choice, copy_text, count, fill, flag, options, text};
+use super::arguments::{
+    Growing, Out, choice, copy_text, count, fill, flag, options, reserved, text,
+};
 use super::guard::{enter, enter_to_free};
 use super::handle::{self, Object};
 use super::quantize::{NVFP4_SCALES_LINEAR, layout, nf4_parts, parts};
@@ -32,7 +34,6 @@ use super::tensor::{
     NVFP4_DEVICE_CPU, NVFP4_DTYPE_BFLOAT16, NVFP4_DTYPE_FLOAT16, NVFP4_DTYPE_FLOAT32, NVFP4_Tensor,
 };
 use crate::base::Result;
-use crate::base::error::bail;
 use crate::ops::Device;
 use crate::ops::backend::{self, Backend, Choice, ComputePath, Request, WeightFormat};
 use crate::ops::linear::{Activations, DenseType, Linear};
@@ -170,13 +171,7 @@ impl Plan {
             // SAFETY: as above.
             false => Some(unsafe { text("backend", given.backend, given.backend_length) }?),
         };
-        if given.reserved != 0 {
-            bail!(
-                InvalidArgument,
-                "reserved is {}; it must be 0",
-                given.reserved
-            );
-        }
+        reserved(&given, given.reserved)?;
         Ok(Plan {
             request: Request {
                 format,

@@ -12,7 +12,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use super::arguments::{
-    Growing, Out, choice, copy_items, copy_text, count, fill, flag, options, results, slice, text,
+    Growing, Out, choice, copy_items, copy_text, count, fill, flag, options, reserved, results,
+    slice, text,
 };
 use super::call::{Ends, NVFP4_CallOptions, watched};
 use super::guard::{User, answer, enter, enter_to_free, note};
@@ -143,13 +144,7 @@ impl NVFP4_SessionOptions {
     /// # Safety
     /// The text must be readable.
     unsafe fn read(&self) -> Result<SessionOptions> {
-        if self.reserved != 0 {
-            bail!(
-                InvalidArgument,
-                "reserved is {}; it must be 0",
-                self.reserved
-            );
-        }
+        reserved(self, self.reserved)?;
         // SAFETY: promised by the caller.
         let system = unsafe { text("system", self.system, self.system_length) }?;
         let drop_oldest = Eviction::DropOldest { keep: self.keep };
@@ -256,13 +251,7 @@ impl NVFP4_GenerateOptions {
     /// # Safety
     /// The arrays and texts must be readable.
     pub(super) unsafe fn read(&self) -> Result<GenerateOptions> {
-        if self.reserved != 0 {
-            bail!(
-                InvalidArgument,
-                "reserved is {} in NVFP4_GenerateOptions; it must be 0",
-                self.reserved
-            );
-        }
+        reserved(self, self.reserved)?;
         // SAFETY: promised by the caller.
         let (stop_tokens, strings, lengths) = unsafe {
             (

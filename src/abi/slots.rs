@@ -99,7 +99,9 @@ impl Slots {
     /// No handle leads to the flag from now on.
     pub(super) fn retire(&self, handle: usize) {
         if let Some(slot) = self.find(handle) {
-            slot.fetch_or(RETIRED, Ordering::AcqRel);
+            // By then it may have been given back, and be another handle's.
+            let retired = |found: usize| (found & !SET == handle).then_some(found | RETIRED);
+            let _ = slot.fetch_update(Ordering::AcqRel, Ordering::Acquire, retired);
         }
     }
 }

@@ -280,6 +280,11 @@ pub fn with_room<T>(len: usize) -> Result<Vec<T>> {
     Ok(out)
 }
 
+/// Makes room for `more` elements in a vector, as [`with_room`].
+pub fn make_room<T>(items: &mut Vec<T>, more: usize) -> Result<()> {
+    items.try_reserve(more).map_err(|_| refused::<T>(more))
+}
+
 /// A copy of `text`, as [`with_room`].
 pub fn copied(text: &str) -> Result<String> {
     let mut out = String::new();

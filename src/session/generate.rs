@@ -6,8 +6,7 @@ use std::time::Instant;
 use serde::Serialize;
 
 use super::{Sampler, SamplingOptions, Session, Transcript};
-use crate::base::error::err;
-use crate::base::{ErrorKind, Result, call};
+use crate::base::{ErrorKind, Result, call, memory};
 use crate::model::{KvCache, Logits};
 
 /// How to generate.
@@ -176,8 +175,7 @@ impl Session {
                 }
                 room => room?,
             }
-            let room = out.tokens.try_reserve(1);
-            room.map_err(|e| err!(OutOfMemory, "{} tokens: {e}", out.tokens.len()))?;
+            memory::make_room(&mut out.tokens, 1)?;
             self.push(&[token]);
             out.tokens.push(token);
             let (piece, finish) = text.push(token);

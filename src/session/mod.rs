@@ -15,8 +15,8 @@ mod transcript;
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::base::error::{bail, err};
-use crate::base::{Result, alloc, call};
+use crate::base::error::bail;
+use crate::base::{Result, alloc, call, memory};
 use crate::model::{KvCache, KvType, Logits, Model, Scratch};
 
 pub use crate::model::SamplingOptions;
@@ -245,9 +245,7 @@ impl Session {
     fn run(&mut self, tokens: &[u32], step: usize) -> Result<()> {
         let before = self.tokens.len();
         call::expect((tokens.len() + before - self.cache.len().min(before)) as u64);
-        self.tokens
-            .try_reserve(tokens.len())
-            .map_err(|e| err!(OutOfMemory, "{} tokens: {e}", tokens.len()))?;
+        memory::make_room(&mut self.tokens, tokens.len())?;
         let (logits, likeliest) = (std::mem::take(&mut self.logits), self.likeliest);
         for part in tokens.chunks(step.max(1)) {
             self.push(part);
@@ -371,10 +369,7 @@ impl Session {
         alloc::check()?;
         let dropped = self.to_drop(count)?;
         if dropped.is_empty() {
-            return self
-                .tokens
-                .try_reserve(count)
-                .map_err(|e| err!(OutOfMemory, "{count} tokens: {e}"));
+            return memory::make_room(&mut self.tokens, count);
         }
         self.tokens.drain(dropped.clone());
         self.evicted += dropped.len();

@@ -74,7 +74,7 @@ def _watched(call, cancel=None, progress=None):
 
     def made():
         with native.call_options(cancel, flag, progress) as options:
-            return call(ctypes.addressof(options))
+            return call(options)
 
     if threading.current_thread() is not threading.main_thread():  # Interrupts do not come here.
         return made()
@@ -233,13 +233,12 @@ class Session(Handle):
     def decode(self, token, cancel=None):
         """Appends a token and runs it."""
         with native.call_options(cancel) as call:
-            lib.session_decode(self, token, cancel and ctypes.byref(call))
+            lib.session_decode(self, token, call)
 
     def logits(self, cancel=None):
         """Those of the token to come, as an array of floats."""
         count = ctypes.c_size_t()
         with native.call_options(cancel) as call:
-            call = cancel and ctypes.byref(call)
             lib.session_logits(self, None, 0, ctypes.byref(count), call)
             out = array.array("f", bytes(4 * count.value))
             lib.session_logits(self, out.buffer_info()[0], len(out), ctypes.byref(count), call)
@@ -317,7 +316,7 @@ def step(sessions, tokens, cancel=None, statuses=None):
     """
     with native.call_options(cancel) as call:
         numbers = _statuses(statuses, len(tokens))
-        lib.session_step(_handles(sessions, tokens), _tokens(tokens), len(tokens), ctypes.byref(call), numbers)
+        lib.session_step(_handles(sessions, tokens), _tokens(tokens), len(tokens), call, numbers)
     _tell(statuses, numbers)
 
 
@@ -339,7 +338,7 @@ def step_sample(sessions, tokens, each=None, cancel=None, statuses=None, **optio
     chosen = (ctypes.c_int32 * len(tokens))(*[-1] * len(tokens))
     numbers = _statuses(statuses, len(tokens))
     with native.call_options(cancel) as call:
-        lib.session_step_sample(handles, _tokens(tokens), len(tokens), pointers, ctypes.byref(call), chosen, numbers)
+        lib.session_step_sample(handles, _tokens(tokens), len(tokens), pointers, call, chosen, numbers)
     _tell(statuses, numbers)
     return [None if token < 0 else token for token in chosen]
 
@@ -417,7 +416,7 @@ class _Relay:
         try:
             options = native.options(native.GenerateOptions, options)
             with native.call_options(cancel, self.flag, progress) as watched:
-                options.call = ctypes.addressof(watched)
+                options.call = watched
                 self.result = self.generate(session, call, prompt, options)
         except BaseException as error:
             self.error = error.with_traceback(None)

@@ -333,7 +333,13 @@ def callback(kind, function):
 
 @contextlib.contextmanager
 def call_options(cancel=None, flag=None, progress=None):
-    """What may end a call: a Cancel, a c_int32, and `progress`, which is told how far it is and ends it by False or an exception."""
+    """
+    The address of what may end a call: a Cancel, a c_int32, and `progress`, which is told how far it is and ends it by False or an
+    exception. None where there is none of them.
+    """
+    if cancel is None and flag is None and progress is None:
+        yield None
+        return
     out = options(CallOptions, {})
     if cancel is not None:
         out.cancel = cancel._as_parameter_
@@ -342,11 +348,11 @@ def call_options(cancel=None, flag=None, progress=None):
     if flag is not None:
         out.cancel_flag = ctypes.addressof(flag)
     if progress is None:
-        yield out
+        yield ctypes.addressof(out)
     else:
         with callback(ProgressCallback, progress) as function:
             out.progress = ctypes.cast(function, ctypes.c_void_p)
-            yield out
+            yield ctypes.addressof(out)
 
 
 class Handle:
