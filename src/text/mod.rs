@@ -6,12 +6,14 @@ mod directory;
 mod pieces;
 mod template;
 mod tokenizer;
+mod tool_call;
 mod vocabulary;
 
 pub use detokenizer::Detokenizer;
 pub use directory::{TextFiles, read_directory};
 pub use template::{ChatTemplate, Message};
 pub use tokenizer::Tokenizer;
+pub use tool_call::ToolCall;
 pub use vocabulary::{TokenKind, VocabularySpec};
 
 use crate::base::Result;
