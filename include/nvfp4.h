@@ -422,8 +422,8 @@ typedef int32_t (*NVFP4_LogCallback)(void *user, int32_t level, const char *mess
 typedef void (*NVFP4_LogRelease)(void *user);
 
 /**
- * Is told how far a long call is, now and then, on the thread that made it: in bytes of a file, or in tokens of a prompt (a
- * generation counts on with those it makes). Returns 0 to go on, anything else to cancel. It should be quick: the call waits for it.
+ * Is told how far a long call is, now and then, on the thread that made it: in bytes of a file, in values of a tensor, or in tokens of a
+ * prompt (a generation counts on with those it makes). Returns 0 to go on, anything else to cancel. It should be quick: the call waits for it.
  * It may call the library, but not use the model that is being run: that gives #NVFP4_BUSY.
  */
 typedef int32_t (*NVFP4_ProgressCallback)(void *user, uint64_t done, uint64_t total);
@@ -472,6 +472,11 @@ typedef struct NVFP4_QuantizeOptions {
     int32_t scale_layout;
     /** For stochastic rounding. Default: 0. */
     uint64_t seed;
+    /**
+     * What may end NVFP4_tensor_quantize(), and hears how far it is, in values. Leave it NULL where a model is loaded or converted: that
+     * has one in its own options. Default: NULL.
+     */
+    const NVFP4_CallOptions *call;
 } NVFP4_QuantizeOptions;
 
 /** How to prepare a weight. Fill with NVFP4_weight_options_init(), then change what is to differ. */
@@ -842,8 +847,8 @@ NVFP4_Status NVFP4_diagnose(char *buffer,
 /**
  * @defgroup call Long calls: ending them early, and hearing how far they are
  *
- * Calls that may take long - loading, converting, prompts, generations, session files - take an #NVFP4_CallOptions, or have one in
- * their options. It names what ends them: a cancel handle, a flag of the host, or the answer of a progress callback. All of them
+ * Calls that may take long - loading, converting, quantizing, prompts, generations, session files - take an #NVFP4_CallOptions, or
+ * have one in their options; a product of tensors takes as long as its operations, and none. It names what ends them: a cancel handle, a flag of the host, or the answer of a progress callback. All of them
  * are looked at every 50 ms or more often, on all devices, also while a prompt is run and while a call waits for another. What is
  * set before a call begins ends it when it begins: nothing is lost, and one handle may be in many calls.
  */

@@ -1,7 +1,7 @@
 //! Long calls: ending them early, and hearing how far they are
 //!
-//! Calls that may take long - loading, converting, prompts, generations, session files - take an #NVFP4_CallOptions, or have one in
-//! their options. It names what ends them: a cancel handle, a flag of the host, or the answer of a progress callback. All of them
+//! Calls that may take long - loading, converting, quantizing, prompts, generations, session files - take an #NVFP4_CallOptions, or
+//! have one in their options; a product of tensors takes as long as its operations, and none. It names what ends them: a cancel handle, a flag of the host, or the answer of a progress callback. All of them
 //! are looked at every 50 ms or more often, on all devices, also while a prompt is run and while a call waits for another. What is
 //! set before a call begins ends it when it begins: nothing is lost, and one handle may be in many calls.
 
@@ -37,8 +37,8 @@ impl Object for Cancel {
     const NAME: &'static str = "NVFP4_Cancel";
 }
 
-/// Is told how far a long call is, now and then, on the thread that made it: in bytes of a file, or in tokens of a prompt (a
-/// generation counts on with those it makes). Returns 0 to go on, anything else to cancel. It should be quick: the call waits for it.
+/// Is told how far a long call is, now and then, on the thread that made it: in bytes of a file, in values of a tensor, or in tokens of a
+/// prompt (a generation counts on with those it makes). Returns 0 to go on, anything else to cancel. It should be quick: the call waits for it.
 /// It may call the library, but not use the model that is being run: that gives #NVFP4_BUSY.
 pub type NVFP4_ProgressCallback =
     Option<unsafe extern "C" fn(user: *mut c_void, done: u64, total: u64) -> i32>;

@@ -19,7 +19,7 @@ macro_rules! layout {
     };
 }
 
-layout!(NVFP4_QuantizeOptions, 32, struct_size: 0, levels: 4, recipe: 8, rounding: 12, nonfinite: 16, scale_layout: 20, seed: 24);
+layout!(NVFP4_QuantizeOptions, 40, struct_size: 0, levels: 4, recipe: 8, rounding: 12, nonfinite: 16, scale_layout: 20, seed: 24, call: 32);
 layout!(NVFP4_WeightOptions, 48, struct_size: 0, compute_path: 4, device_type: 8, device_index: 12, scale_layout: 16, dense_dtype: 20,
     exclude_cpu_kernels: 24, reserved: 28, backend: 32, backend_length: 40);
 layout!(NVFP4_NamedTensor, 32, name: 0, name_length: 8, dtype: 16, rank: 20, sizes: 24);

@@ -176,7 +176,7 @@ pub unsafe extern "C" fn NVFP4_model_load(
                 self::options(options)?,
                 match quantize.is_null() {
                     true => None,
-                    false => Some(self::options(quantize)?.read()?.0),
+                    false => Some(self::options(quantize)?.read_for_model()?),
                 },
             )
         };
@@ -501,7 +501,7 @@ pub unsafe extern "C" fn NVFP4_model_convert(
         convert.keep_head = flag("keep_head", options.keep_head)?;
         if !quantize.is_null() {
             // SAFETY: as above.
-            convert.quantize = unsafe { self::options(quantize) }?.read()?.0;
+            convert.quantize = unsafe { self::options(quantize) }?.read_for_model()?;
         }
         let checkpoint = checkpoint::open(Path::new(source))?;
         let device = shared::device()?;

@@ -7,12 +7,13 @@
 use std::sync::Arc;
 
 use super::arguments::{Growing, Out, choice, count, fill, options, sizes};
+use super::call::{NVFP4_CallOptions, watched};
 use super::guard::enter;
 use super::handle;
 use super::shared;
 use super::status::NVFP4_Status;
 use super::tensor::NVFP4_Tensor;
-use crate::base::error::Result;
+use crate::base::error::{Result, bail};
 use crate::format::Rounding;
 use crate::format::nvfp4::{Levels, NonFinite, QuantizeOptions, Recipe};
 use crate::ops::ste;
@@ -68,9 +69,12 @@ pub struct NVFP4_QuantizeOptions {
     pub scale_layout: i32,
     /// For stochastic rounding. Default: 0.
     pub seed: u64,
+    /// What may end NVFP4_tensor_quantize(), and hears how far it is, in values. Leave it NULL where a model is loaded or converted: that
+    /// has one in its own options. Default: NULL.
+    pub call: *const NVFP4_CallOptions,
 }
 
-// SAFETY: integers without padding, the first a u32 size.
+// SAFETY: integers and a pointer without padding, the first a u32 size.
 unsafe impl Growing for NVFP4_QuantizeOptions {
     const NAME: &'static str = "NVFP4_QuantizeOptions";
     fn defaults() -> Self {
@@ -82,11 +86,23 @@ unsafe impl Growing for NVFP4_QuantizeOptions {
             nonfinite: NVFP4_NONFINITE_ERROR,
             scale_layout: NVFP4_SCALES_LINEAR,
             seed: 0,
+            call: std::ptr::null(),
         }
     }
 }
 
 impl NVFP4_QuantizeOptions {
+    /// How to quantize in a call that another struct watches.
+    pub(super) fn read_for_model(&self) -> Result<QuantizeOptions> {
+        if !self.call.is_null() {
+            bail!(
+                InvalidArgument,
+                "NVFP4_QuantizeOptions.call is for tensors; leave it NULL and set the one of the other options"
+            );
+        }
+        Ok(self.read()?.0)
+    }
+
     pub(super) fn read(&self) -> Result<(QuantizeOptions, ScaleLayout)> {
         let options = QuantizeOptions {
             levels: choice(
@@ -233,10 +249,13 @@ pub unsafe extern "C" fn NVFP4_tensor_quantize(
                 self::options(options)?,
             )
         };
+        let call = options.call;
         let (options, layout) = options.read()?;
         let input = handle::get::<Tensor>("input", input)?;
         let device = tensors::device_of(&input, shared::device)?;
-        let q = tensors::quantize(&device, &input, &options, layout)?;
+        let quantized = || tensors::quantize(&device, &input, &options, layout);
+        // SAFETY: the pointer is as the header asks.
+        let q = unsafe { watched(call, quantized) }?;
         codes.set(handle::insert(Arc::new(q.codes)));
         scales.set(handle::insert(Arc::new(q.scales)));
         global_scale.set(q.global);

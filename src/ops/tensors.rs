@@ -5,12 +5,14 @@
 
 use std::borrow::Cow;
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use super::backend::Backend;
 use super::linear::{Activations, DenseType, Linear, linear as multiply, of_tensor};
 use super::quantize::{dequantize_on, quantize_on, swizzle_on, unswizzle_on};
 use super::{Device, Workspace, prepare, scaled_mm};
+use crate::base::call;
 use crate::base::error::{Result, bail};
 use crate::base::memory::{self, Buffer, Tag};
 use crate::base::size::product;
@@ -150,7 +152,7 @@ fn in_order(x: &Tensor) -> Result<Cow<'_, [u8]>> {
 }
 
 /// Calls `each` for ranges of rows of about [`CHUNK`] values, spread over the device's threads, and gives the results in
-/// order; of several errors, the first in that order.
+/// order; of several errors, the first in that order. The end of the thread's [`call`] is one.
 fn by_chunks<T: Send>(
     device: &Device,
     rows: usize,
@@ -160,12 +162,17 @@ fn by_chunks<T: Send>(
     let step = chunk_rows(cols);
     let parts = rows.div_ceil(step);
     let results: Vec<Mutex<Option<Result<T>>>> = (0..parts).map(|_| Mutex::new(None)).collect();
-    device.host()?.pool().run(parts, |part| {
-        let start = part * step;
-        let result = each(part, start..(start + step).min(rows));
-        if let Ok(mut slot) = results[part].lock() {
-            *slot = Some(result);
-        }
+    let pool = device.host()?.pool();
+    call::with(|call| {
+        pool.run(parts, |part| {
+            let start = part * step;
+            let result = call
+                .check()
+                .and_then(|()| each(part, start..(start + step).min(rows)));
+            if let Ok(mut slot) = results[part].lock() {
+                *slot = Some(result);
+            }
+        });
     });
     results
         .into_iter()
@@ -350,6 +357,8 @@ pub fn quantize_into(
     let blocks = cols / BLOCK;
     let codes = host_result("codes", codes)?;
     let scales = host_result("scales", scales)?;
+    let done = AtomicU64::new(0);
+    call::expect((rows * cols) as u64);
     let mut run = |linear: &mut [u8]| {
         let codes = split(codes, cols / 2, cols);
         let scales = split(linear, blocks, cols);
@@ -365,7 +374,10 @@ pub fn quantize_into(
                 options,
                 &mut codes,
                 &mut scales,
-            )
+            )?;
+            let len = values.len() as u64;
+            call::begun(done.fetch_add(len, Ordering::Relaxed) + len);
+            Ok(())
         })
     };
     match layout {
@@ -379,6 +391,8 @@ pub fn quantize_into(
             scales.copy_from_slice(&swizzle::swizzle(&linear, rows, blocks)?);
         }
     }
+    call::add((rows * cols) as u64);
+    call::check()?;
     Ok(global)
 }
 

@@ -40,6 +40,20 @@ static NVFP4_CallOptions call_options(void)
     return call;
 }
 
+static int32_t told_values(void *user, uint64_t done, uint64_t total)
+{
+    uint64_t *told = user;
+    CHECK(done >= told[1] && done <= total && total == 256 * 4096);
+    told[0]++;
+    told[1] = done;
+    return 0;
+}
+
+static int32_t stop_at_once(void *user, uint64_t done, uint64_t total)
+{
+    return user != NULL || done <= total;
+}
+
 /* What was set before a call begins ends it: each kind of call. */
 static void before(const char *path, const char *scratch)
 {
@@ -87,6 +101,41 @@ static void before(const char *path, const char *scratch)
         OK(NVFP4_session_decode(session, 3, &call));
         OK(NVFP4_session_truncate(session, 3));
     }
+}
+
+/* Quantizing ends too, and says how many values are done; a model's loading has its own word. */
+static void quantizing(const char *path)
+{
+    NVFP4_CallOptions call = call_options();
+    NVFP4_QuantizeOptions quantize;
+    NVFP4_Tensor *values = NULL, *codes = NULL, *scales = NULL;
+    NVFP4_Model *none = NULL;
+    int64_t shape[] = {256, 4096};
+    float *data = calloc(256 * 4096, sizeof *data), factor;
+    uint64_t told[2] = {0, 0};
+    CHECK(data != NULL);
+    for (int i = 0; i < 256 * 4096; i++)
+        data[i] = (float)(i % 1999 - 999);
+    OK(NVFP4_tensor_from_host(data, shape, 2, NULL, NVFP4_DTYPE_FLOAT32, NULL, NULL, &values));
+    OK(NVFP4_quantize_options_init(&quantize, sizeof quantize));
+    CHECK(quantize.call == NULL);
+    quantize.recipe = NVFP4_RECIPE_SWEEP;
+    quantize.call = &call;
+    CHECK(NVFP4_cancel_trigger(cancel) == NVFP4_OK);
+    FAILS(NVFP4_CANCELLED, NVFP4_tensor_quantize(values, &quantize, &codes, &scales, &factor));
+    CHECK(codes == NULL && scales == NULL);
+    CHECK(NVFP4_cancel_reset(cancel) == NVFP4_OK);
+    call.progress = told_values;
+    call.user = told;
+    OK(NVFP4_tensor_quantize(values, &quantize, &codes, &scales, &factor));
+    CHECK(told[0] >= 1 && told[1] == 256 * 4096);
+    OK(NVFP4_tensor_release(codes));
+    OK(NVFP4_tensor_release(scales));
+    call.progress = stop_at_once;
+    FAILS(NVFP4_CANCELLED, NVFP4_tensor_quantize(values, &quantize, &codes, &scales, &factor));
+    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_model_load(path, strlen(path), NULL, &quantize, &none));
+    OK(NVFP4_tensor_release(values));
+    free(data);
 }
 
 static void *trigger(void *delay)
@@ -329,6 +378,7 @@ int main(int argc, char **argv)
     for (int i = 0; i < LONG; i++)
         prompt[i] = (i * 37 + 11) % 300;
     before(argv[1], argv[2]);
+    quantizing(argv[1]);
     lifetimes();
     races(argc > 3 ? atoi(argv[3]) : RACES);
     in_the_middle();

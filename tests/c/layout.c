@@ -11,7 +11,7 @@ int main(void)
     SIZE(NVFP4_Status, 4);
     SIZE(size_t, 8);
 
-    SIZE(NVFP4_QuantizeOptions, 32);
+    SIZE(NVFP4_QuantizeOptions, 40);
     AT(NVFP4_QuantizeOptions, struct_size, 0);
     AT(NVFP4_QuantizeOptions, levels, 4);
     AT(NVFP4_QuantizeOptions, recipe, 8);
@@ -19,6 +19,7 @@ int main(void)
     AT(NVFP4_QuantizeOptions, nonfinite, 16);
     AT(NVFP4_QuantizeOptions, scale_layout, 20);
     AT(NVFP4_QuantizeOptions, seed, 24);
+    AT(NVFP4_QuantizeOptions, call, 32);
 
     SIZE(NVFP4_WeightOptions, 48);
     AT(NVFP4_WeightOptions, struct_size, 0);

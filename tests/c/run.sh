@@ -155,6 +155,20 @@ END
         cmake --build "$work/static-project/build" && "$work/static-project/build/version"
 }
 
+# The shared library with symbol versions, which is linked from the static one.
+versioned() {
+    local library
+    cmake -S cmake -B "$work/versioned-build" -DNVFP4_BUILD_DIR="$work/static-build" -DNVFP4_SYMBOL_VERSIONS=ON \
+        -DCMAKE_INSTALL_PREFIX="$work/versioned" && cmake --build "$work/versioned-build" &&
+        cmake --install "$work/versioned-build" || return 1
+    library=$(find "$work/versioned" -name libNVFP4.so.0)
+    [ -n "$library" ] && readelf -d "$library" | grep 'SONAME.*\[libNVFP4.so.0\]' >/dev/null && readelf -d "$library" | grep NODELETE >/dev/null &&
+        nm -D --defined-only --with-symbol-versions "$library" | awk '{ print $3 }' | grep -v '^NVFP4_0$' | sort >"$work/versions"
+    diff --label "versioned" --label "declared in nvfp4.h" -u "$work/versions" <(sed 's/$/@@NVFP4_0/' "$work/declared" | sort) &&
+        gcc -std=c99 -Iinclude examples/c/02_quantize.c "$library" -Wl,-rpath,"$(dirname "$library")" -lm -o "$work/with-versions" &&
+        "$work/with-versions" && objdump -T "$work/with-versions" | grep 'NVFP4_0.*NVFP4_tensor_quantize' >/dev/null
+}
+
 build_examples() {
     cmake -S examples -B "$work/examples" -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_PREFIX_PATH="$work/prefix" \
         -DNVFP4_EXAMPLE_MODEL="$model" -DCMAKE_C_FLAGS=-Werror -DCMAKE_CXX_FLAGS=-Werror &&
@@ -273,6 +287,7 @@ if command -v cmake >/dev/null; then
     else
         check "installation of the static library" install_static
         check "programs with find_package and the static library" static_with_cmake
+        check "a shared library with symbol versions" versioned
         if command -v pkg-config >/dev/null; then
             check "programs with pkg-config and the static library" static_with_pkg_config
         fi

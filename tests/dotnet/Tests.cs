@@ -1179,6 +1179,13 @@ static class Tests
         }
         using (QuantizedTensor quantized = Quantizer.Quantize(values, new long[] { 64, 256 }))
             Same("uint8 [64, 128] on cpu", quantized.Codes.ToString());
+        using (Tensor input = Tensor.FromArray(values, 64, 256))
+        {
+            Throws<OperationCanceledException>(() => Quantizer.Quantize(input, null, null, new CancellationToken(true)));
+            long told = 0;
+            using (Quantizer.Quantize(input, null, (done, total) => told = done * 100000 + total))
+                Same(64L * 256 * 100001, told);
+        }
     }
 
     static void Schemas()

@@ -249,6 +249,8 @@ class Tensors(unittest.TestCase):
         for code, dtype in zip("bhilqBfd", "int8 int16 int32 int64 int64 uint8 float32 float64".split()):
             tensor = nvfp4.Tensor(array.array(code, [1, 2, 3]))
             self.assertEqual((tensor.dtype, tensor.tolist()), (dtype, [1, 2, 3]))
+        # An array of ctypes, whose buffer gives no strides.
+        self.assertEqual(nvfp4.Tensor((ctypes.c_float * 2 * 3)((1, 2), (3, 4), (5, 6))).tolist(), [[1, 2], [3, 4], [5, 6]])
         halves = nvfp4.Tensor(array.array("h", struct.pack("2e", 1.5, -2)), dtype="float16")
         self.assertEqual((halves.dtype, halves.tolist()), ("float16", [1.5, -2]))
         self.assertEqual(nvfp4.Tensor(b"\0\1").tolist(), [0, 1])
@@ -759,7 +761,8 @@ class Models(unittest.TestCase):
         for call in (lambda: session.prefill([17], cancel=cancel), lambda: session.prefill([17], True, cancel=cancel),
                      lambda: chat.say("Hello", cancel=cancel), lambda: nvfp4.Model(GOLDEN, cancel=cancel),
                      lambda: nvfp4.convert(GOLDEN, "/dev/null/x", cancel=cancel), lambda: session.decode(17, cancel=cancel),
-                     lambda: session.save("/dev/null/x", cancel=cancel), lambda: nvfp4.step([session], [17], cancel=cancel)):
+                     lambda: session.save("/dev/null/x", cancel=cancel), lambda: nvfp4.step([session], [17], cancel=cancel),
+                     lambda: nvfp4.quantize((ctypes.c_float * 16 * 3)(), cancel=cancel)):
             self.assertRaises(nvfp4.Cancelled, call)
         self.assertEqual((len(session), chat.say("Hello", lambda piece: False).finish), (0, "cancelled"))
         cancel.reset()

@@ -57,6 +57,7 @@ namespace LibNVFP4
         internal int Nonfinite;
         internal int ScaleLayout;
         internal ulong Seed;
+        internal NativeCallOptions* Call;
     }
 
     [StructLayout(LayoutKind.Sequential)]

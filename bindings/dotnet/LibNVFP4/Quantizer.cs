@@ -83,20 +83,30 @@ namespace LibNVFP4
     public static unsafe class Quantizer
     {
         /// <summary>Quantizes a tensor along its last dimension, a multiple of 16, to NVFP4.</summary>
-        public static QuantizedTensor Quantize(Tensor input, QuantizeOptions options = null)
+        /// <param name="input">Of a floating type, with any strides.</param>
+        /// <param name="options">Null for the defaults.</param>
+        /// <param name="progress">Is told how many values are done, and of how many.</param>
+        /// <param name="cancellation">Stops it, with an OperationCanceledException.</param>
+        public static QuantizedTensor Quantize(Tensor input, QuantizeOptions options = null, ProgressHandler progress = null,
+            CancellationToken cancellation = default(CancellationToken))
         {
             if (input == null)
                 throw new ArgumentNullException(nameof(input));
             options = options ?? new QuantizeOptions();
-            NativeQuantizeOptions raw = options.Raw;
-            float global;
-            var retry = new Retry();
-            int status;
-            TensorHandle codes, scales;
-            do
-                status = Native.NVFP4_tensor_quantize(input.Handle, &raw, out codes, out scales, &global);
-            while (retry.After(status));
-            Interop.Check(status);
+            float global = 0;
+            TensorHandle codes = null, scales = null;
+            using (var call = new Call(cancellation, progress))
+            {
+                call.Finish(Library.Try(() =>
+                {
+                    NativeQuantizeOptions raw = options.Raw;
+                    raw.Call = call.Options;
+                    float factor;
+                    int status = Native.NVFP4_tensor_quantize(input.Handle, &raw, out codes, out scales, &factor);
+                    global = factor;
+                    return status;
+                }));
+            }
             return new QuantizedTensor(new Tensor(codes), new Tensor(scales), global, options.ScaleLayout);
         }
 

@@ -82,7 +82,7 @@ def _fields(text):
 
 
 class QuantizeOptions(ctypes.Structure):
-    _fields_ = _fields("struct_size:I levels:i recipe:i rounding:i nonfinite:i scale_layout:i seed:L")
+    _fields_ = _fields("struct_size:I levels:i recipe:i rounding:i nonfinite:i scale_layout:i seed:L call:p")
 
 
 class WeightOptions(ctypes.Structure):

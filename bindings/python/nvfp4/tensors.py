@@ -129,6 +129,14 @@ def _buffer_dtype(buffer):
     return name if name in _SIZES else None
 
 
+def _row_major(shape, itemsize):
+    """Strides in bytes without gaps."""
+    strides = [itemsize] * len(shape)
+    for axis in range(len(shape) - 2, -1, -1):
+        strides[axis] = strides[axis + 1] * shape[axis + 1]
+    return strides
+
+
 def _from_buffer(source, dtype, out):
     """Makes a tensor over the memory of a buffer, which is locked until the library is done with it; False if it is none."""
     buffer = _Buffer()
@@ -144,7 +152,9 @@ def _from_buffer(source, dtype, out):
         if number is None or _SIZES[known] != buffer.itemsize:
             raise InvalidArgument(f"elements of {buffer.itemsize} bytes with format {(buffer.format or b'').decode()!r} are no "
                                   f"{known or 'type of this library; name one of ' + ', '.join(_SIZES)}")
-        shape, strides = buffer.shape[:buffer.rank], buffer.strides[:buffer.rank]
+        shape = buffer.shape[:buffer.rank]
+        # Arrays of ctypes give no strides, though they are asked for them.
+        strides = buffer.strides[:buffer.rank] if buffer.strides else _row_major(shape, buffer.itemsize)
         if any(stride % buffer.itemsize or stride < 0 for stride in strides):
             raise InvalidArgument(f"strides of {strides} bytes for elements of {buffer.itemsize}: negative and uneven ones are "
                                   "not supported; copy the array (numpy.ascontiguousarray)")
@@ -354,14 +364,17 @@ def _made(function, *arguments):
     return Tensor._own(native.value_out(ctypes.c_void_p, function, *arguments))
 
 
-def quantize(source, **options):
+def quantize(source, cancel=None, progress=None, **options):
     """
     To NVFP4 along the last dimension. Options: levels (two, single, legacy), recipe (amax, four_over_six, sweep), rounding
-    (nearest_even, half_away, stochastic), nonfinite (error, saturate), scale_layout (linear, swizzled), seed.
+    (nearest_even, half_away, stochastic), nonfinite (error, saturate), scale_layout (linear, swizzled), seed. `cancel`, a Cancel, ends
+    it; `progress` is told how many values are done, and of how many.
     """
     how = native.options(native.QuantizeOptions, options)
     codes, scales, factor = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_float()
-    lib.tensor_quantize(tensor(source), ctypes.byref(how), *map(ctypes.byref, (codes, scales, factor)))
+    with native.call_options(cancel, None, progress) as call:
+        how.call = call
+        lib.tensor_quantize(tensor(source), ctypes.byref(how), *map(ctypes.byref, (codes, scales, factor)))
     return Quantized(Tensor._own(codes.value), Tensor._own(scales.value), factor.value, chosen("scales", how.scale_layout))
 
 
