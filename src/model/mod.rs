@@ -235,18 +235,6 @@ impl Model {
             checkpoint.rows_f32(factors, 0..1, &mut values)?;
             rope::divide(&mut config.rope, &values)?;
         }
-        let text = text::text(&metadata.tokenizer)?;
-        if let Some(tokenizer) = &text.tokenizer
-            && tokenizer.vocab_size() > config.vocab_size
-        {
-            bail!(
-                CorruptFile,
-                "the tokenizer has ids up to {}, but the embedding has only {} rows",
-                tokenizer.vocab_size() - 1,
-                config.vocab_size
-            );
-        }
-        let stop_tokens = stop_tokens(&config, &metadata.tokenizer, text.tokenizer.as_deref())?;
         let device = &options.device;
         let load = || {
             load::load(
@@ -259,7 +247,7 @@ impl Model {
                 },
             )
         };
-        let (weights, sum, table) = match device {
+        let (text, loaded) = text::beside(&metadata.tokenizer, || match device {
             // Compiling kernels takes as long as reading weights, on other processors of the machine.
             Device::Cuda(gpu) => {
                 let (given_up, done) = (AtomicBool::new(false), AtomicBool::new(false));
@@ -286,10 +274,23 @@ impl Model {
                 let prepared = prepared.into_inner();
                 let loaded = loaded?;
                 prepared.unwrap_or_else(PoisonError::into_inner)?;
-                loaded
+                Ok(loaded)
             }
-            _ => load()?,
-        };
+            _ => load(),
+        })?;
+        let text = text?;
+        if let Some(tokenizer) = &text.tokenizer
+            && tokenizer.vocab_size() > config.vocab_size
+        {
+            bail!(
+                CorruptFile,
+                "the tokenizer has ids up to {}, but the embedding has only {} rows",
+                tokenizer.vocab_size() - 1,
+                config.vocab_size
+            );
+        }
+        let stop_tokens = stop_tokens(&config, &metadata.tokenizer, text.tokenizer.as_deref())?;
+        let (weights, sum, table) = loaded?;
         let executor = match device {
             Device::Cuda(gpu) => Some(gpu::Executor::new(gpu, &config, &weights, table)?),
             _ => None,

@@ -1,19 +1,33 @@
 //! From what a checkpoint says about text to a tokenizer and a template. `checkpoint` and `text` stand on one floor and do
 //! not know each other; this is where they meet.
 
-use std::sync::Arc;
+use std::io;
+use std::sync::{Arc, Mutex, PoisonError};
 
+use crate::base::error::err;
 use crate::base::{Result, alloc, threads};
 use crate::checkpoint::{TokenizerSource, Vocabulary};
 use crate::text::{ChatTemplate, TextFiles, Tokenizer, VocabularySpec, read_directory};
 
-/// The text side of a checkpoint; empty where it has none.
-pub(super) fn text(source: &TokenizerSource) -> Result<TextFiles> {
-    match source {
-        TokenizerSource::None => Ok(TextFiles::default()),
-        // Templates and regular expressions nest.
-        _ => threads::with_stack(|| read(source)),
-    }
+/// The text side of a checkpoint, empty where it has none, and what `work` gives: text is read on a thread of its own meanwhile.
+pub(super) fn beside<T>(
+    source: &TokenizerSource,
+    work: impl FnOnce() -> T,
+) -> Result<(Result<TextFiles>, T)> {
+    let text = Mutex::new(Ok(TextFiles::default()));
+    let worked = threads::scope(|scope| {
+        if !matches!(source, TokenizerSource::None) {
+            scope.start("nvfp4-text", || {
+                let read = read(source);
+                *text.lock().unwrap_or_else(PoisonError::into_inner) = read;
+            })?;
+        }
+        Ok(work())
+    });
+    let worked =
+        worked.map_err(|e: io::Error| err!(OutOfMemory, "starting a thread for text: {e}"))?;
+    let text = text.into_inner();
+    Ok((text.unwrap_or_else(PoisonError::into_inner), worked))
 }
 
 fn read(source: &TokenizerSource) -> Result<TextFiles> {

@@ -1,8 +1,10 @@
 //! Floor 3: text in and out of tokens. Tokenizers from `tokenizer.json` or from a GGUF vocabulary, chat templates, and a
 //! detokenizer that never emits half a character. Knows nothing of models, weights or sessions.
 
+mod bpe;
 mod detokenizer;
 mod directory;
+mod engine;
 mod pieces;
 mod template;
 mod tokenizer;

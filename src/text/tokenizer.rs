@@ -1,5 +1,5 @@
-//! Text to tokens by the crate `tokenizers`, and back by our own table of bytes, which the incremental detokenizer needs and
-//! which makes both directions agree.
+//! Text to tokens, by our own byte-level BPE or, for every other kind of tokenizer, by the crate `tokenizers`; and back by our own
+//! table of bytes, which the incremental detokenizer needs and which makes both directions agree.
 
 use std::ops::Range;
 use std::path::Path;
@@ -10,6 +10,8 @@ use tokenizers::{
     PreTokenizer,
 };
 
+use super::bpe::{Bpe, File};
+use super::engine::Engine;
 use super::pieces::{Pieces, Spelling, Token};
 use super::vocabulary::{self, VocabularySpec};
 use crate::base::error::{bail, err};
@@ -23,7 +25,7 @@ const FOR_ENTRY: usize = 1024;
 
 /// A tokenizer: immutable, and usable from several threads at once.
 pub struct Tokenizer {
-    inner: tokenizers::Tokenizer,
+    engine: Engine,
     pieces: Pieces,
     leading_spaces: usize,
 }
@@ -43,13 +45,10 @@ impl Tokenizer {
 
     fn read(json: &[u8]) -> Result<Self> {
         let _vocabulary = alloc::set_aside(json.len().saturating_mul(FOR_JSON))?;
-        let mut inner = tokenizers::Tokenizer::from_bytes(json)
-            .map_err(|e| err!(CorruptFile, "not a tokenizer.json: {e}"))?;
-        // Prompts are neither cut nor padded behind the caller's back, whatever the training set-up left in the file.
-        inner.with_padding(None);
-        inner
-            .with_truncation(None)
-            .map_err(|e| err!(CorruptFile, "tokenizer.json: {e}"))?;
+        if let Some(tokenizer) = Self::read_own(json)? {
+            return Ok(tokenizer);
+        }
+        let inner = read_foreign(json)?;
         let (spelling, leading_spaces) = spelling(inner.get_decoder())?;
         let vocabulary = inner.get_vocab(true);
         let added = inner.get_added_tokens_decoder();
@@ -64,9 +63,48 @@ impl Tokenizer {
             .collect();
         Ok(Tokenizer {
             pieces: Pieces::new(&spelling, &tokens)?,
-            inner,
+            engine: Engine::Crate(Box::new(inner)),
             leading_spaces,
         })
+    }
+
+    /// The tokenizer of a file that our own byte-level BPE knows; None for every other file, also a broken one.
+    fn read_own(json: &[u8]) -> Result<Option<Self>> {
+        let file = std::str::from_utf8(json).ok();
+        let file = file.and_then(|json| serde_json::from_str::<File<'_>>(json).ok());
+        let Some(file) = file else {
+            return Ok(None);
+        };
+        let decoder = serde_json::from_value::<DecoderWrapper>(file.decoder.clone()).ok();
+        match decoder.map(|decoder| spelling(Some(&decoder))) {
+            Some(Ok((Spelling::ByteLevel, 0))) => {}
+            _ => return Ok(None),
+        }
+        let Some(own) = Bpe::new(&file) else {
+            return Ok(None);
+        };
+        let mut tokens: Vec<Token<'_>> = own
+            .tokens()
+            .map(|(text, id)| Token {
+                id,
+                text,
+                literal: false,
+                special: false,
+            })
+            .collect();
+        // Behind those of the vocabulary, of which they may be.
+        tokens.extend(own.added().iter().map(|added| Token {
+            id: added.id,
+            text: &added.content,
+            literal: true,
+            special: added.special,
+        }));
+        let pieces = Pieces::new(&Spelling::ByteLevel, &tokens)?;
+        Ok(Some(Tokenizer {
+            pieces,
+            engine: Engine::Own(Box::new(own)),
+            leading_spaces: 0,
+        }))
     }
 
     /// The tokenizer of a GGUF vocabulary.
@@ -78,7 +116,7 @@ impl Tokenizer {
             .fold(0, |sum, text| sum + text.len() * FOR_JSON + FOR_ENTRY);
         let _vocabulary = alloc::set_aside(bytes)?;
         let vocabulary::Built {
-            inner,
+            engine,
             spelling,
             leading_spaces,
         } = vocabulary::build(spec)?;
@@ -98,16 +136,25 @@ impl Tokenizer {
             .collect();
         Ok(Tokenizer {
             pieces: Pieces::new(&spelling, &tokens)?,
-            inner,
+            engine,
             leading_spaces,
         })
     }
 
     /// The text of a `tokenizer.json` that makes this tokenizer, whatever it was made from.
     pub fn to_json(&self) -> Result<String> {
-        self.inner
-            .to_string(false)
-            .map_err(|e| err!(Internal, "writing tokenizer.json: {e}"))
+        let failed = |e: &dyn std::fmt::Display| err!(Internal, "writing tokenizer.json: {e}");
+        match &self.engine {
+            Engine::Own(own) => {
+                let json = serde_json::to_string(&own.file()).map_err(|e| failed(&e))?;
+                foreign("writing it", || {
+                    let _vocabulary = alloc::set_aside(json.len().saturating_mul(FOR_JSON))?;
+                    let inner = read_foreign(json.as_bytes())?;
+                    inner.to_string(false).map_err(|e| failed(&e))
+                })
+            }
+            Engine::Crate(inner) => inner.to_string(false).map_err(|e| failed(&e)),
+        }
     }
 
     /// The tokens of `text`. Special tokens spelled out in the text become those tokens. With `add_special`, the tokens that
@@ -115,7 +162,11 @@ impl Tokenizer {
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>> {
         let encode = || {
             let _steps = alloc::set_aside(text.len().saturating_mul(FOR_TEXT))?;
-            let encoding = self.inner.encode_fast(text, add_special);
+            let inner = match &self.engine {
+                Engine::Own(own) => return Ok(own.encode(text, add_special)),
+                Engine::Crate(inner) => inner,
+            };
+            let encoding = inner.encode_fast(text, add_special);
             Ok(encoding
                 .map_err(|e| unencoded(text, &e))?
                 .get_ids()
@@ -151,7 +202,10 @@ impl Tokenizer {
 
     /// Where `text` has special tokens.
     fn special_in(&self, text: &str) -> Vec<Range<usize>> {
-        let inner = &self.inner;
+        let inner = match &self.engine {
+            Engine::Own(own) => return own.special_in(text),
+            Engine::Crate(inner) => inner,
+        };
         let added = inner.get_added_vocabulary();
         let pieces = added.extract_and_normalize(inner.get_normalizer(), text);
         let pieces = pieces.get_splits(OffsetReferential::Original, OffsetType::Byte);
@@ -165,7 +219,19 @@ impl Tokenizer {
     /// The tokens of what stands between special tokens, behind one if `follows`: the steps of the crate `tokenizers`, without
     /// the one that looks for special tokens.
     fn encode_between(&self, text: &str, follows: bool) -> Result<Vec<u32>> {
-        let inner = &self.inner;
+        let inner = match &self.engine {
+            Engine::Own(own) => {
+                let tokens = own.encode_plain(text);
+                match tokens.iter().find(|&&id| self.is_special(id)) {
+                    Some(&id) => {
+                        let spelled = String::from_utf8_lossy(self.pieces.get(id)?);
+                        return Err(forged(id, &spelled));
+                    }
+                    None => return Ok(tokens),
+                }
+            }
+            Engine::Crate(inner) => inner,
+        };
         let (normalizer, model) = (inner.get_normalizer(), inner.get_model());
         let mut added = inner.get_added_vocabulary().clone();
         added.set_encode_special_tokens(true);
@@ -197,11 +263,7 @@ impl Tokenizer {
         for (&id, spelled) in encoding.get_ids().iter().zip(spelled) {
             // An unknown character's token is special too.
             if self.is_special(id) && spelled.map(str::as_bytes) == self.pieces.get(id).ok() {
-                bail!(
-                    Unsupported,
-                    "the tokenizer has no way to write '{}' but special token {id}, which a user's words must not become",
-                    spelled.unwrap_or_default()
-                );
+                return Err(forged(id, spelled.unwrap_or_default()));
             }
         }
         Ok(encoding.get_ids()[usize::from(follows)..].to_vec())
@@ -251,7 +313,10 @@ impl Tokenizer {
 
     /// The id of the token spelled `token` in the vocabulary (`<|im_end|>`, `Ġthe`).
     pub fn id_of(&self, token: &str) -> Option<u32> {
-        self.inner.token_to_id(token)
+        match &self.engine {
+            Engine::Own(own) => own.id_of(token),
+            Engine::Crate(inner) => inner.token_to_id(token),
+        }
     }
 
     /// Whether `token` marks structure (end of text, turn borders) rather than text.
@@ -276,6 +341,25 @@ fn unencoded(text: &str, error: &tokenizers::Error) -> Error {
         "encoding {} bytes of text: {error}",
         text.len()
     )
+}
+
+fn forged(id: u32, spelled: &str) -> Error {
+    err!(
+        Unsupported,
+        "the tokenizer has no way to write '{spelled}' but special token {id}, which a user's words must not become"
+    )
+}
+
+/// What the crate `tokenizers` makes of a `tokenizer.json`.
+fn read_foreign(json: &[u8]) -> Result<tokenizers::Tokenizer> {
+    let mut inner = tokenizers::Tokenizer::from_bytes(json)
+        .map_err(|e| err!(CorruptFile, "not a tokenizer.json: {e}"))?;
+    // Prompts are neither cut nor padded behind the caller's back, whatever the training set-up left in the file.
+    inner.with_padding(None);
+    inner
+        .with_truncation(None)
+        .map_err(|e| err!(CorruptFile, "tokenizer.json: {e}"))?;
+    Ok(inner)
 }
 
 /// Runs code of the crate `tokenizers`, which panics at files that contradict themselves.

@@ -2,24 +2,23 @@
 //! cuts text into words before merging; the rules of the known names stand here, as published with the models' own
 //! tokenizers. An unknown name is an error: a wrong rule gives nearly right tokens, which is worse than none.
 
+use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
 
+use serde_json::{Value, json};
 use tokenizers::decoders::byte_fallback::ByteFallback;
-use tokenizers::decoders::byte_level::ByteLevel;
 use tokenizers::decoders::fuse::Fuse;
 use tokenizers::decoders::sequence::Sequence as Decoders;
 use tokenizers::decoders::strip::Strip;
 use tokenizers::models::bpe::{BPE, Vocab};
 use tokenizers::normalizers::prepend::Prepend;
 use tokenizers::normalizers::replace::Replace;
-use tokenizers::normalizers::unicode::NFC;
 use tokenizers::normalizers::{NormalizerWrapper, Sequence as Normalizers};
-use tokenizers::pre_tokenizers::PreTokenizerWrapper;
-use tokenizers::pre_tokenizers::sequence::Sequence as PreTokenizers;
-use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
+use tokenizers::processors::PostProcessorWrapper;
 use tokenizers::processors::template::{SpecialToken, TemplateProcessing};
-use tokenizers::{AddedToken, SplitDelimiterBehavior};
 
+use super::bpe::{self, Bpe, patterns};
+use super::engine::Engine;
 use super::pieces::Spelling;
 use crate::base::Result;
 use crate::base::error::{bail, err};
@@ -95,7 +94,7 @@ impl VocabularySpec {
 
 /// A tokenizer with what is needed to read its vocabulary.
 pub(super) struct Built {
-    pub(super) inner: tokenizers::Tokenizer,
+    pub(super) engine: Engine,
     pub(super) spelling: Spelling,
     pub(super) leading_spaces: usize,
 }
@@ -114,10 +113,6 @@ struct PreTokenizer {
     usual_bos: bool,
 }
 
-const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
-
-const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
-
 const PLAIN: PreTokenizer = PreTokenizer {
     names: &[],
     patterns: &[],
@@ -129,17 +124,22 @@ const PLAIN: PreTokenizer = PreTokenizer {
 const PRE_TOKENIZERS: &[PreTokenizer] = &[
     PreTokenizer {
         names: &["default"],
-        patterns: &[r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"],
+        patterns: &[
+            patterns::PUNCTUATION,
+            patterns::GPT2,
+            r"\p{N}+",
+            "[0-9][0-9][0-9]",
+        ],
         ..PLAIN
     },
     PreTokenizer {
         names: &["gpt-2", "phi-2", "olmo", "exaone4"],
-        patterns: &[GPT2],
+        patterns: &[patterns::GPT2],
         ..PLAIN
     },
     PreTokenizer {
         names: &["smollm", "starcoder", "refact", "command-r", "exaone"],
-        patterns: &[r"\p{N}", GPT2],
+        patterns: &[r"\p{N}", patterns::GPT2],
         ..PLAIN
     },
     PreTokenizer {
@@ -153,46 +153,38 @@ const PRE_TOKENIZERS: &[PreTokenizer] = &[
             "midm-2.0",
             "lfm2",
         ],
-        patterns: &[LLAMA3],
+        patterns: &[patterns::LLAMA3],
         whole_words: true,
         usual_bos: true,
         ..PLAIN
     },
     PreTokenizer {
         names: &["dbrx", "smaug-bpe", "glm4", "chatglm-bpe"],
-        patterns: &[LLAMA3],
+        patterns: &[patterns::LLAMA3],
         ..PLAIN
     },
     PreTokenizer {
         names: &["qwen2", "deepseek-r1-qwen", "megrez"],
-        patterns: &[
-            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-        ],
+        patterns: &[patterns::QWEN2],
         nfc: true,
         ..PLAIN
     },
     PreTokenizer {
         names: &["qwen35"],
-        patterns: &[
-            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-        ],
+        patterns: &[patterns::QWEN35],
         nfc: true,
         ..PLAIN
     },
     PreTokenizer {
         names: &["tekken"],
-        patterns: &[
-            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-        ],
+        patterns: &[patterns::TEKKEN],
         whole_words: true,
         usual_bos: true,
         ..PLAIN
     },
     PreTokenizer {
         names: &["gpt-4o", "llama4"],
-        patterns: &[
-            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-        ],
+        patterns: &[patterns::GPT4O],
         ..PLAIN
     },
 ];
@@ -233,32 +225,35 @@ pub(super) fn build(spec: &VocabularySpec) -> Result<Built> {
             );
         }
     }
-    let mut built = match spec.model.as_str() {
-        "gpt2" => byte_level(spec)?,
-        "llama" => sentencepiece(spec)?,
+    match spec.model.as_str() {
+        "gpt2" => byte_level(spec),
+        "llama" => sentencepiece(spec),
         other => bail!(
             Unsupported,
             "the vocabulary is of model '{other}'; gpt2 (byte-level BPE) and llama (sentencepiece BPE) work"
         ),
-    };
-    for special in [true, false] {
-        let tokens: Vec<AddedToken> = spec
-            .tokens
-            .iter()
-            .enumerate()
-            .filter(|(i, text)| {
-                let kind = spec.kind(*i);
-                kind.is_added() && kind.is_special() == special && !text.is_empty()
-            })
-            .map(|(_, text)| AddedToken::from(text.as_str(), special).normalized(false))
-            .collect();
-        if special {
-            built.inner.add_special_tokens(&tokens);
-        } else {
-            built.inner.add_tokens(&tokens);
-        }
     }
-    Ok(built)
+}
+
+/// The tokens that are found in text before anything else, special ones first.
+fn added(spec: &VocabularySpec) -> Vec<bpe::AddedToken> {
+    let added = |special: bool| {
+        let tokens = spec.tokens.iter().enumerate();
+        let chosen = tokens.filter(move |(i, text)| {
+            let kind = spec.kind(*i);
+            kind.is_added() && kind.is_special() == special && !text.is_empty()
+        });
+        chosen.map(move |(i, text)| bpe::AddedToken {
+            id: i as u32,
+            content: text.clone(),
+            single_word: false,
+            lstrip: false,
+            rstrip: false,
+            normalized: false,
+            special,
+        })
+    };
+    added(true).chain(added(false)).collect()
 }
 
 /// Token string to id. Where two tokens are spelled alike, text becomes the first.
@@ -278,7 +273,41 @@ fn byte_level(spec: &VocabularySpec) -> Result<Built> {
             "a gpt2 vocabulary needs merges, and this one has none"
         );
     }
-    let ids = ids(spec);
+    let mut file = byte_level_file(spec, rule)?;
+    let engine = match Bpe::new(&file) {
+        Some(own) => Engine::Own(Box::new(own)),
+        None => {
+            let ids = ids(spec);
+            for (i, (left, right)) in file.model.merges.0.iter().enumerate() {
+                for token in [left, right, &Cow::Owned(format!("{left}{right}"))] {
+                    if !ids.contains_key(&**token) {
+                        bail!(
+                            CorruptFile,
+                            "merge {i} ('{}') needs token '{token}', which the vocabulary does not have",
+                            spec.merges[i]
+                        );
+                    }
+                }
+            }
+            let first = |text: &str, id: u32| ids.get(text) == Some(&id);
+            file.model.vocab.0.retain(|(text, id)| first(text, *id));
+            let failed = |e: &dyn std::fmt::Display| {
+                err!(CorruptFile, "the vocabulary does not make a tokenizer: {e}")
+            };
+            let json = serde_json::to_vec(&file).map_err(|e| failed(&e))?;
+            let inner = tokenizers::Tokenizer::from_bytes(json).map_err(|e| failed(&e))?;
+            Engine::Crate(Box::new(inner))
+        }
+    };
+    Ok(Built {
+        engine,
+        spelling: Spelling::ByteLevel,
+        leading_spaces: 0,
+    })
+}
+
+/// The `tokenizer.json` of a byte-level vocabulary.
+fn byte_level_file<'a>(spec: &'a VocabularySpec, rule: &PreTokenizer) -> Result<bpe::File<'a>> {
     let mut merges = Vec::with_capacity(spec.merges.len());
     for (i, merge) in spec.merges.iter().enumerate() {
         let Some((left, right)) = merge.split_once(' ') else {
@@ -287,52 +316,53 @@ fn byte_level(spec: &VocabularySpec) -> Result<Built> {
                 "merge {i} is '{merge}'; a merge is two tokens with a space between"
             );
         };
-        for token in [left, right, &format!("{left}{right}")] {
-            if !ids.contains_key(token) {
-                bail!(
-                    CorruptFile,
-                    "merge {i} ('{merge}') needs token '{token}', which the vocabulary does not have"
-                );
-            }
-        }
-        merges.push((left.to_owned(), right.to_owned()));
+        merges.push((Cow::Borrowed(left), Cow::Borrowed(right)));
     }
-    let model = BPE::builder()
-        .vocab_and_merges::<Vocab>(ids.into_iter().collect(), merges)
-        .ignore_merges(rule.whole_words)
-        .build()
-        .map_err(|e| err!(CorruptFile, "the vocabulary does not make a tokenizer: {e}"))?;
-    let mut steps: Vec<PreTokenizerWrapper> = Vec::new();
-    for pattern in rule.patterns {
-        let split = Split::new(
-            SplitPattern::Regex((*pattern).to_owned()),
-            SplitDelimiterBehavior::Isolated,
-            false,
-        )
-        .map_err(|e| err!(Internal, "pre-tokenizer pattern {pattern}: {e}"))?;
-        steps.push(split.into());
-    }
-    steps.push(ByteLevel::new(false, true, false).into());
-    let mut inner = tokenizers::Tokenizer::new(model);
-    inner.with_pre_tokenizer(Some(PreTokenizers::new(steps)));
-    inner.with_decoder(Some(ByteLevel::default()));
-    add_ends(&mut inner, spec, rule.usual_bos)?;
-    if rule.nfc {
-        inner.with_normalizer(Some(NFC));
-    }
-    Ok(Built {
-        inner,
-        spelling: Spelling::ByteLevel,
-        leading_spaces: 0,
+    let tokens = spec.tokens.iter().enumerate();
+    let tokens = tokens.map(|(id, text)| (Cow::Borrowed(&**text), id as u32));
+    let split = |pattern: &&str| {
+        let pattern = json!({"Regex": pattern});
+        json!({"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": false})
+    };
+    let level = |own_words: bool| {
+        json!({
+            "type": "ByteLevel",
+            "add_prefix_space": own_words,
+            "trim_offsets": true,
+            "use_regex": own_words,
+        })
+    };
+    let mut steps: Vec<Value> = rule.patterns.iter().map(split).collect();
+    steps.push(level(false));
+    let ends = match ends(spec, rule.usual_bos)? {
+        Some(ends) => serde_json::to_value(PostProcessorWrapper::from(ends))
+            .map_err(|e| err!(Internal, "the tokens around a text: {e}"))?,
+        None => Value::Null,
+    };
+    Ok(bpe::File {
+        version: "1.0".to_owned(),
+        truncation: Value::Null,
+        padding: Value::Null,
+        added_tokens: added(spec),
+        normalizer: match rule.nfc {
+            true => json!({"type": "NFC"}),
+            false => Value::Null,
+        },
+        pre_tokenizer: json!({"type": "Sequence", "pretokenizers": steps}),
+        post_processor: ends,
+        decoder: level(true),
+        model: bpe::Model {
+            kind: "BPE".to_owned(),
+            ignore_merges: rule.whole_words,
+            vocab: bpe::Tokens(tokens.collect()),
+            merges: bpe::Pairs(merges),
+            ..bpe::Model::default()
+        },
     })
 }
 
-/// Makes `inner` put the tokens around each text that the vocabulary asks for.
-fn add_ends(
-    inner: &mut tokenizers::Tokenizer,
-    spec: &VocabularySpec,
-    usual_bos: bool,
-) -> Result<()> {
+/// What puts the tokens around each text that the vocabulary asks for, if it asks for any.
+fn ends(spec: &VocabularySpec, usual_bos: bool) -> Result<Option<TemplateProcessing>> {
     let wanted = |add: Option<bool>, usual: bool, id: Option<u32>, name: &str| match id {
         _ if add == Some(false) || (add.is_none() && !usual) => Ok(None),
         Some(id) => match spec.tokens.get(id as usize) {
@@ -360,7 +390,7 @@ fn add_ends(
         tokens.push(("eos", token));
     }
     if tokens.is_empty() {
-        return Ok(());
+        return Ok(None);
     }
     let failed = |e: &dyn std::fmt::Display| err!(Internal, "the tokens around a text: {e}");
     let tokens = tokens
@@ -374,8 +404,7 @@ fn add_ends(
         .special_tokens(tokens)
         .build()
         .map_err(|e| failed(&e))?;
-    inner.with_post_processor(Some(around));
-    Ok(())
+    Ok(Some(around))
 }
 
 /// The character that sentencepiece writes for a space.
@@ -437,9 +466,13 @@ fn sentencepiece(spec: &VocabularySpec) -> Result<Built> {
         Fuse::new().into(),
         Strip::new(' ', usize::from(prefix), 0).into(),
     ])));
-    add_ends(&mut inner, spec, true)?;
+    inner.with_post_processor(ends(spec, true)?);
+    let added = added(spec)
+        .into_iter()
+        .map(|token| tokenizers::AddedToken::from(token.content, token.special).normalized(false));
+    inner.add_tokens(&added.collect::<Vec<_>>());
     Ok(Built {
-        inner,
+        engine: Engine::Crate(Box::new(inner)),
         spelling: Spelling::Plain {
             space: Some(SPACE),
             bytes: true,
@@ -490,6 +523,8 @@ mod tests {
         let text = "The year 2024: it's\tÀ l'été 東京😀 \r\n  path/to/THing!?  ";
         for name in PRE_TOKENIZERS.iter().flat_map(|p| p.names) {
             spec.pre = (*name).to_owned();
+            let engine = build(&spec).unwrap().engine;
+            assert!(matches!(engine, Engine::Own(_)), "{name}");
             let tokenizer = super::super::Tokenizer::from_vocabulary(&spec).unwrap();
             let tokens = tokenizer.encode(text, false).unwrap();
             assert_eq!(tokenizer.decode(&tokens, false).unwrap(), text, "{name}");

