@@ -163,7 +163,7 @@ impl Tokenizer {
         let encode = || {
             let _steps = alloc::set_aside(text.len().saturating_mul(FOR_TEXT))?;
             let inner = match &self.engine {
-                Engine::Own(own) => return Ok(own.encode(text, add_special)),
+                Engine::Own(own) => return own.encode(text, add_special),
                 Engine::Crate(inner) => inner,
             };
             let encoding = inner.encode_fast(text, add_special);
@@ -221,7 +221,7 @@ impl Tokenizer {
     fn encode_between(&self, text: &str, follows: bool) -> Result<Vec<u32>> {
         let inner = match &self.engine {
             Engine::Own(own) => {
-                let tokens = own.encode_plain(text);
+                let tokens = own.encode_plain(text)?;
                 match tokens.iter().find(|&&id| self.is_special(id)) {
                     Some(&id) => {
                         let spelled = String::from_utf8_lossy(self.pieces.get(id)?);

@@ -26,6 +26,8 @@ use self::merge::{Memory, Merges, Steps};
 use self::split::{Kind, Step};
 use self::vocabulary::Vocabulary;
 use super::pieces::byte_of;
+use crate::base::Result;
+use crate::base::error::bail;
 
 pub(super) use self::added::AddedToken;
 pub(super) use self::file::{File, Model, Pairs, Tokens};
@@ -38,6 +40,8 @@ struct Room {
     steps: Steps,
 }
 
+/// Bytes of the longest text: places in it, with what NFC may add, are numbers of 32 bits.
+const MAX_TEXT: usize = 1 << 30;
 /// How many threads find their room again.
 const ROOMS: usize = 8;
 
@@ -192,26 +196,33 @@ impl Bpe {
     }
 
     /// The tokens of `text`, with those that the model expects around it if `add_special`.
-    pub(super) fn encode(&self, text: &str, add_special: bool) -> Vec<u32> {
+    pub(super) fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>> {
         let mut tokens = Vec::with_capacity(text.len() / 4 + 4);
         if add_special {
             tokens.extend(&self.around.0);
         }
-        self.append(text, false, &mut tokens);
+        self.append(text, false, &mut tokens)?;
         if add_special {
             tokens.extend(&self.around.1);
         }
-        tokens
+        Ok(tokens)
     }
 
     /// The tokens of `text` as if no special token had a name.
-    pub(super) fn encode_plain(&self, text: &str) -> Vec<u32> {
+    pub(super) fn encode_plain(&self, text: &str) -> Result<Vec<u32>> {
         let mut tokens = Vec::with_capacity(text.len() / 4);
-        self.append(text, true, &mut tokens);
-        tokens
+        self.append(text, true, &mut tokens)?;
+        Ok(tokens)
     }
 
-    fn append(&self, text: &str, plain: bool, out: &mut Vec<u32>) {
+    fn append(&self, text: &str, plain: bool, out: &mut Vec<u32>) -> Result<()> {
+        if text.len() > MAX_TEXT {
+            bail!(
+                InvalidArgument,
+                "the text has {} bytes; {MAX_TEXT} are the most that become tokens in one call",
+                text.len()
+            );
+        }
         // Nobody waits for a room, so that a process forked from a thread's midst has nothing to wait for.
         let room = self.rooms.try_lock().ok().and_then(|mut r| r.pop());
         let mut room = room.unwrap_or_default();
@@ -227,6 +238,7 @@ impl Bpe {
         {
             rooms.push(room);
         }
+        Ok(())
     }
 
     fn append_normalized(&self, text: &str, plain: bool, room: &mut Room, out: &mut Vec<u32>) {
