@@ -305,7 +305,8 @@ fn tokens_are_those_of_the_crate_under_every_rule() {
 
 #[test]
 fn tokens_are_those_of_the_crate_under_every_setting() {
-    let changes: [(&str, fn(&mut Value)); 7] = [
+    type Change = fn(&mut Value);
+    let changes: [(&str, Change); 7] = [
         ("whole words", |file| {
             file["model"]["ignore_merges"] = json!(true)
         }),

@@ -63,7 +63,7 @@ pub(super) struct Bpe {
     around: (Vec<u32>, Vec<u32>),
     /// The file without tokens and merges.
     settings: File<'static>,
-    rooms: Mutex<Vec<Box<Room>>>,
+    rooms: Mutex<Vec<Room>>,
 }
 
 impl Bpe {
