@@ -95,5 +95,6 @@ say "compiling examples/c/chat.c against libNVFP4.so"
 "$cc" -std=c11 -O2 -Wall -Wextra -Iinclude examples/c/chat.c -o "$work/chat" \
     -L"$build" -lNVFP4 -Wl,-rpath,"$(cd "$build" && pwd)"
 
+# Thoughts would make a newcomer wait: without them the answer comes at once.
 say "answering"
-"$work/chat" "$quantized" "$prompt"
+"$work/chat" --no-thinking "$quantized" "$prompt"

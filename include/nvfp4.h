@@ -360,8 +360,17 @@ extern "C" {
 /** Refuse tokens that do not fit: #NVFP4_CONTEXT_FULL, or #NVFP4_FINISH_CONTEXT within a generation. */
 #define NVFP4_EVICTION_ERROR 0
 
-/** Forget old tokens: the older half of those after the first `keep`, or more if that is not enough. What stays is run anew. */
+/**
+ * Forget old tokens: the older half of those after the first `keep`, or more if that is not enough. What stays is run anew. A chat
+ * forgets whole turns, never what stands before the first user's words or the last question.
+ */
 #define NVFP4_EVICTION_DROP_OLDEST 1
+
+/**
+ * A seed that is drawn anew for each generation, whose result tells it. Steps of sessions draw it when the session is made, and
+ * anew when it is cut.
+ */
+#define NVFP4_SEED_NEW 18446744073709551615ull
 
 /** Nothing has ended the text yet. */
 #define NVFP4_FINISH_NONE -1
@@ -384,8 +393,17 @@ extern "C" {
 /** A token, with the text that it completes. */
 #define NVFP4_EVENT_TOKEN 0
 
-/** No token, but text that was held back in case it was the beginning of a stop string. It comes last. */
-#define NVFP4_EVENT_HELD_TEXT 1
+/** No token, but text: more that the token before completes, or what was held back in case it was the beginning of something else. */
+#define NVFP4_EVENT_TEXT 1
+
+/** The text itself: the answer in a chat, and all that is generated outside of one. */
+#define NVFP4_PART_CONTENT 0
+
+/** What the model thinks before it answers. */
+#define NVFP4_PART_REASONING 1
+
+/** A call of a tool, whole: a JSON object with `id`, `type` and `function`, which has `name` and `arguments`, a text of JSON. */
+#define NVFP4_PART_TOOL_CALL 2
 
 /** What ends calls early. See the chapter on long calls. */
 typedef struct NVFP4_Cancel NVFP4_Cancel;
@@ -609,7 +627,7 @@ typedef struct NVFP4_SessionOptions {
     int32_t eviction;
     /** Leave it 0. */
     int32_t reserved;
-    /** Tokens to hold at most. 0, the default, is 4096, or what the model was made for if that is less. */
+    /** Tokens to hold at most; memory is taken as they come. 0, the default, is what the model was made for. */
     size_t context;
     /** Tokens at the beginning that eviction never forgets. Default: 0. A chat's system prompt stays in any case. */
     size_t keep;
@@ -620,8 +638,8 @@ typedef struct NVFP4_SessionOptions {
 } NVFP4_SessionOptions;
 
 /**
- * How to generate. Fill with NVFP4_generate_options_init(), then change what is to differ. Arrays and texts are read during
- * the call only.
+ * How to generate. Fill with NVFP4_generate_options_init(), or as the model's maker asks with NVFP4_model_generate_options(), then
+ * change what is to differ. Arrays and texts are read during the call only.
  */
 typedef struct NVFP4_GenerateOptions {
     /** sizeof(NVFP4_GenerateOptions) as the caller knows it. */
@@ -647,11 +665,11 @@ typedef struct NVFP4_GenerateOptions {
     int32_t log_probabilities;
     /** Leave it 0. */
     int32_t reserved;
-    /** Tokens to generate at most. Default: 512. */
+    /** Tokens to generate at most. Default: SIZE_MAX, as many as the context has room for. With 0 a prompt is run and nothing generated. */
     size_t max_tokens;
     /**
      * Fixes the draws: the same seed at the same place gives the same token. A place is the number of tokens appended before
-     * it, those that eviction has forgotten included. Default: 0.
+     * it, those that eviction has forgotten included. Default: #NVFP4_SEED_NEW.
      */
     uint64_t seed;
     /** Tokens that end the text, besides the model's own. The one that did is not appended. Default: NULL. */
@@ -682,8 +700,9 @@ typedef struct NVFP4_TokenEvent {
     /** Which session of a batch it is for; 0 for the only one. */
     int32_t index;
     /**
-     * Whole UTF-8 characters without a NUL behind; none while a character, or what may be a stop string, is incomplete. The
-     * texts of all events together are the generation's, unless the callback ends it. Valid during the callback.
+     * Whole UTF-8 characters without a NUL behind; none while a character, or what may be a stop string or a mark of the model's, is
+     * incomplete. The contents of all events together are the generation's text, unless the callback ends it. Valid during
+     * the callback.
      */
     const char *text;
     /** Bytes of `text`. */
@@ -693,8 +712,8 @@ typedef struct NVFP4_TokenEvent {
      * unless `log_probabilities` of the options is 1.
      */
     float log_probability;
-    /** 0. */
-    int32_t reserved;
+    /** What the text is, or is going to be: one of NVFP4_PART_*. */
+    int32_t part;
 } NVFP4_TokenEvent;
 
 /**
@@ -719,7 +738,44 @@ typedef struct NVFP4_GenerationResult {
     double first_token_seconds;
     /** Time from the first token to the end. */
     double decode_seconds;
+    /** The seed of the draws, which repeats them. */
+    uint64_t seed;
+    /** Calls of tools in the answer; NVFP4_session_tool_calls() has them. */
+    size_t tool_calls;
 } NVFP4_GenerationResult;
+
+/**
+ * How a turn is written and answered. Fill with NVFP4_chat_options_init(), then change what is to differ. Texts are read during the
+ * call only.
+ */
+typedef struct NVFP4_ChatOptions {
+    /** sizeof(NVFP4_ChatOptions) as the caller knows it. */
+    uint32_t struct_size;
+    /**
+     * 1 leaves earlier answers in the session with their reasoning, whatever the template does about it: a turn then runs only
+     * what it adds, but the model sees what it was not trained on, and the context fills sooner. Default: 0.
+     */
+    int32_t keep_reasoning;
+    /**
+     * The most tokens that a thought may have, or -1 for any number. Then it is ended in the words of the model's maker, and the answer
+     * follows. A model that does not think has none to end. Default: -1.
+     */
+    int64_t reasoning_budget;
+    /**
+     * Variables of the model's template: a JSON object such as `{"enable_thinking": false}`, or NULL for none. One that the template
+     * never reads changes nothing, and is logged as a warning. Default: NULL.
+     */
+    const char *variables;
+    /** Bytes of `variables`. */
+    size_t variables_length;
+    /**
+     * The tools that the model may call: a JSON array of `{"type": "function", "function": {"name": ..., "description": ...,
+     * "parameters": {...}}}`, or NULL for none. #NVFP4_UNSUPPORTED if the template knows no tools. Default: NULL.
+     */
+    const char *tools;
+    /** Bytes of `tools`. */
+    size_t tools_length;
+} NVFP4_ChatOptions;
 
 /**
  * @defgroup status Status numbers and the last error
@@ -1670,6 +1726,16 @@ NVFP4_Status NVFP4_session_sample(NVFP4_Session *session,
                                   int32_t *token);
 
 /**
+ * Fills `options` as NVFP4_generate_options_init() does, and with the temperature, top_k, top_p, min_p and repetition penalty that the
+ * model's maker asks for, in `generation_config.json` or in a GGUF file's metadata. Where nothing is said they are the defaults,
+ * which take the likeliest token. The tokens that end an answer need no option: the model knows them.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_model_generate_options(const NVFP4_Model *model,
+                                          NVFP4_GenerateOptions *options,
+                                          uint32_t struct_size);
+
+/**
  * Generates from where the session stands, which takes a prefilled prompt. Cancelling it is no failure, but gives what there is:
  * see #NVFP4_FINISH_CANCELLED.
  *
@@ -1685,42 +1751,15 @@ NVFP4_Status NVFP4_session_generate(NVFP4_Session *session,
                                     NVFP4_GenerationResult *result);
 
 /**
- * Says something to the model in a conversation and generates the answer, spelled as the model's chat template says. Only
- * what the turn adds is run. The first turn takes an empty session. Names of special tokens within the text count as
- * plain text.
- *
- * - `text`, `text_length`: what the user says, in UTF-8.
- * - The rest is as for NVFP4_session_generate(). Cancelled before its first token is due, it fails with #NVFP4_CANCELLED.
- */
-NVFP4_API
-NVFP4_Status NVFP4_session_chat(NVFP4_Session *session,
-                                const char *text,
-                                size_t text_length,
-                                const NVFP4_GenerateOptions *options,
-                                NVFP4_TokenCallback callback,
-                                void *user,
-                                NVFP4_GenerationResult *result);
-
-/**
- * Copies the text of the last generation, which is empty before the first. A character that it left unfinished is not part of
- * it, whatever ended it: if the next generation completes the character, its text begins with it. For the buffer see TEXT
- * above.
+ * Copies the text of the last generation, of a chat the answer's content, which is empty before the first. A character that it left
+ * unfinished is not part of it, whatever ended it: if the next generation completes the character, its text begins with it. For the
+ * buffer see TEXT above.
  */
 NVFP4_API
 NVFP4_Status NVFP4_session_text(NVFP4_Session *session,
                                 char *buffer,
                                 size_t capacity,
                                 size_t *length);
-
-/**
- * Copies the conversation of the chat turns, as a JSON array of objects with `role` and `content`; during a call, as it was
- * before. For the buffer see TEXT above.
- */
-NVFP4_API
-NVFP4_Status NVFP4_session_messages(const NVFP4_Session *session,
-                                    char *buffer,
-                                    size_t capacity,
-                                    size_t *length);
 
 /** Writes how many tokens the session holds; during a call, how many it held before. */
 NVFP4_API NVFP4_Status NVFP4_session_length(const NVFP4_Session *session, size_t *length);
@@ -1744,8 +1783,8 @@ NVFP4_Status NVFP4_session_tokens(NVFP4_Session *session,
                                   size_t *count);
 
 /**
- * Forgets the tokens from `length` on. A conversation goes on if the cut is in an answer or at its end. Draws are then those
- * that followed `length` before; cut to 0, the session is as after NVFP4_session_reset().
+ * Forgets the tokens from `length` on. A conversation then ends in the answer that the cut is in, or else with the last one before
+ * it. Draws are then those that followed `length` before; cut to 0, the session is as after NVFP4_session_reset().
  */
 NVFP4_API
 NVFP4_Status NVFP4_session_truncate(NVFP4_Session *session,
@@ -1825,6 +1864,103 @@ NVFP4_Status NVFP4_session_step_sample(NVFP4_Session *const *sessions,
                                        const NVFP4_CallOptions *call,
                                        int32_t *next,
                                        NVFP4_Status *statuses);
+
+/**
+ * @defgroup chat Conversations, as a model was trained to have them
+ *
+ * A turn gives the conversation as chat servers take it, and generates the answer: JSON of an array of messages, each an object with
+ * `role` (system, developer, user, assistant or tool) and `content` (a text, or an array of parts `{"type": "text", "text": ...}`).
+ * An assistant's message may have `reasoning_content`, what was thought before, and `tool_calls`; a tool's has the
+ * `tool_call_id` that it answers.
+ *
+ * The model's chat template (ChatML if it has none) writes that as text. Of the tokens that the session holds those stay with which
+ * the new text begins, and the rest is run: so an answer that is asked for again, an earlier message that has changed, another system
+ * prompt and the results of tools are turns as any other. Names of special tokens in messages count as plain text.
+ */
+
+/** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_ChatOptions). */
+NVFP4_API NVFP4_Status NVFP4_chat_options_init(NVFP4_ChatOptions *options, uint32_t struct_size);
+
+/**
+ * Says something to the model and generates the answer: a turn whose messages are those that the session has, and one more of the
+ * user's. The first takes an empty session, and begins with the system prompt of its options.
+ *
+ * - `text`, `text_length`: what the user says, in UTF-8.
+ * - `chat`: NULL for the options of the turn before, or the defaults.
+ * - The rest is as for NVFP4_session_generate(). Cancelled before its first token is due, it fails with #NVFP4_CANCELLED.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_session_chat(NVFP4_Session *session,
+                                const char *text,
+                                size_t text_length,
+                                const NVFP4_ChatOptions *chat,
+                                const NVFP4_GenerateOptions *options,
+                                NVFP4_TokenCallback callback,
+                                void *user,
+                                NVFP4_GenerationResult *result);
+
+/**
+ * Generates the answer to a conversation, all of which is given; the system prompt of the session's options has no part in it. With
+ * `max_tokens` 0 the prompt is run and nothing generated, so that steps of many sessions can go on from there.
+ *
+ * - `messages`, `messages_length`: a JSON array, as said at the top of this chapter. What is wrong with it is told with line and
+ *   column, or with the number of the message.
+ * - `chat`: NULL for the options of the turn before, or the defaults.
+ * - The rest is as for NVFP4_session_chat().
+ */
+NVFP4_API
+NVFP4_Status NVFP4_session_chat_messages(NVFP4_Session *session,
+                                         const char *messages,
+                                         size_t messages_length,
+                                         const NVFP4_ChatOptions *chat,
+                                         const NVFP4_GenerateOptions *options,
+                                         NVFP4_TokenCallback callback,
+                                         void *user,
+                                         NVFP4_GenerationResult *result);
+
+/**
+ * Copies the conversation of the chat turns, as a JSON array of messages like those of NVFP4_session_chat_messages(), the last answer
+ * with its reasoning and calls of tools; during a call, as it was before. For the buffer see TEXT above.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_session_messages(const NVFP4_Session *session,
+                                    char *buffer,
+                                    size_t capacity,
+                                    size_t *length);
+
+/** Copies what the model thought before the last answer; empty where it did not. For the buffer see TEXT above. */
+NVFP4_API
+NVFP4_Status NVFP4_session_reasoning(NVFP4_Session *session,
+                                     char *buffer,
+                                     size_t capacity,
+                                     size_t *length);
+
+/**
+ * Copies the calls of tools in the last answer, as a JSON array of objects like those of #NVFP4_PART_TOOL_CALL. Their results go back as
+ * messages of the role tool. For the buffer see TEXT above.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_session_tool_calls(NVFP4_Session *session,
+                                      char *buffer,
+                                      size_t capacity,
+                                      size_t *length);
+
+/**
+ * Copies the text that a turn with these messages is written as. `add_generation_prompt` 1 opens the assistant's answer. Asking for
+ * the length first costs nothing, as for NVFP4_model_tokenize(). Names of special tokens in messages cannot be told from
+ * the template's own in this text: where strangers write messages, let a session run them.
+ *
+ * - `messages`, `messages_length`, `chat`: as for NVFP4_session_chat_messages(); `chat` NULL for the defaults.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_model_render_messages(const NVFP4_Model *model,
+                                         const char *messages,
+                                         size_t messages_length,
+                                         const NVFP4_ChatOptions *chat,
+                                         int32_t add_generation_prompt,
+                                         char *buffer,
+                                         size_t capacity,
+                                         size_t *length);
 
 /**
  * @defgroup detokenizer Text as tokens come, for hosts that step many sessions

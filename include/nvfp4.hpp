@@ -26,7 +26,8 @@
  * STREAMS are the same the other way round, for a loop:
  *
  *     for (const nvfp4::Piece &piece : session.ask("And at night?"))
- *         std::cout << piece.text << std::flush;
+ *         if (piece.part == NVFP4_PART_CONTENT)
+ *             std::cout << piece.text << std::flush;
  *
  * They generate in a thread of their own; glibc before 2.34 wants -pthread for that.
  */
@@ -1224,6 +1225,37 @@ struct Message {
     std::string role, content;
 };
 
+/** How a chat turn is written and answered; the fields of the C struct, with their defaults, but for the two texts of JSON. */
+struct ChatOptions : NVFP4_ChatOptions {
+    ChatOptions() : NVFP4_ChatOptions()
+    {
+        detail::filled(NVFP4_chat_options_init(this, sizeof(NVFP4_ChatOptions)));
+    }
+
+    /** Variables of the template, as a JSON object; used instead of the pointer `variables`. */
+    std::string variables_json;
+    /** The tools that the model may call, as a JSON array; used instead of the pointer `tools`. */
+    std::string tools_json;
+};
+
+/** Not part of the interface. */
+namespace detail {
+
+/** ChatOptions as C takes them, as long as `options` lives. */
+inline NVFP4_ChatOptions plain(const ChatOptions &options)
+{
+    NVFP4_ChatOptions plain = options;
+    plain.variables = options.variables_json.data();
+    plain.variables_length = options.variables_json.size();
+    plain.tools = options.tools_json.data();
+    plain.tools_length = options.tools_json.size();
+    return plain;
+}
+
+} // namespace detail
+
+struct GenerateOptions;
+
 /** A loaded model: weights, tokenizer and chat template. */
 class Model : public detail::Handle<NVFP4_Model, NVFP4_model_retain, NVFP4_model_release> {
 public:
@@ -1306,6 +1338,18 @@ public:
                                            capacity, length);
         });
     }
+    /** The same for messages as JSON, which may have reasoning, calls of tools and their results. */
+    Result<std::string> render_messages(std::string_view messages, const ChatOptions &chat = ChatOptions(),
+                                        bool add_generation_prompt = true) const
+    {
+        const NVFP4_ChatOptions plain = detail::plain(chat);
+        return detail::text([&](char *buffer, std::size_t capacity, std::size_t *length) {
+            return NVFP4_model_render_messages(get(), messages.data(), messages.size(), &plain, add_generation_prompt, buffer,
+                                               capacity, length);
+        });
+    }
+    /** The defaults, with the sampling that the model's maker asks for. */
+    Result<GenerateOptions> generate_options() const;
 };
 
 /** How to convert a model; the fields of the C struct, with their defaults. */
@@ -1364,19 +1408,28 @@ struct GenerateOptions : NVFP4_GenerateOptions {
     std::vector<std::int32_t> stop_ids;
 };
 
-/** A token as it comes, and the text that it completes; or, at the end, text that was held back. */
+inline Result<GenerateOptions> Model::generate_options() const
+{
+    GenerateOptions out;
+    const NVFP4_Status status = NVFP4_model_generate_options(get(), &out, sizeof(NVFP4_GenerateOptions));
+    return detail::result(status, std::move(out));
+}
+
+/** A token as it comes, and the text that it completes; or text without a token, which was held back or is of another part. */
 struct Piece {
-    /** -1 for text that was held back. */
+    /** -1 for text without a token. */
     std::int32_t token;
     /** Valid during the callback, or until a stream goes on. */
     std::string_view text;
     /** NaN unless the options ask for it. */
     float log_probability;
+    /** What the text is: one of NVFP4_PART_*. A call of a tool comes whole, as JSON. */
+    std::int32_t part;
 
     /** Not part of the interface. */
     static Piece of(const NVFP4_TokenEvent &event)
     {
-        return {event.token, std::string_view(event.text, event.text_length), event.log_probability};
+        return {event.token, std::string_view(event.text, event.text_length), event.log_probability, event.part};
     }
 };
 
@@ -1407,13 +1460,21 @@ struct PlainOptions {
     std::vector<std::size_t> lengths;
 };
 
+/** NVFP4_session_chat() or NVFP4_session_chat_messages(). */
+using Turn = decltype(&NVFP4_session_chat);
+
+/** Keeps options from being taken for a callback. */
+template <class F>
+using IfTakesPieces = std::enable_if_t<std::is_invocable_v<F &, const Piece &> || std::is_invocable_v<F &, std::string_view> ||
+                                       std::is_same_v<std::decay_t<F>, Nothing>>;
+
 } // namespace detail
 
 /** What a generation came to. */
 struct Generation : NVFP4_GenerationResult {
     Generation() : NVFP4_GenerationResult() { struct_size = sizeof(NVFP4_GenerationResult); }
 
-    /** All of its text. */
+    /** All of its text; of a chat the answer's content. Session::reasoning() and Session::tool_calls() have the rest. */
     std::string text;
 };
 
@@ -1488,7 +1549,7 @@ public:
 
     /** Generates from where the session stands. */
     Result<Generation> generate(const GenerateOptions &options = {}) { return generate(options, detail::Nothing()); }
-    /** The same; `on_piece` takes a Piece, or its text as a std::string_view. */
+    /** The same; `on_piece` takes every Piece, or of the content alone the text as a std::string_view. */
     template <class F>
     Result<Generation> generate(const GenerateOptions &options, F &&on_piece)
     {
@@ -1499,32 +1560,77 @@ public:
                    });
     }
 
-    /** Says something to the model and generates its answer. */
+    /** Says something to the model and generates its answer, with the chat options of the turn before. */
     Result<Generation> chat(std::string_view text, const GenerateOptions &options = {})
     {
         return chat(text, options, detail::Nothing());
     }
-    /** The same; `on_piece` takes a Piece, or its text as a std::string_view. */
-    template <class F>
+    /** The same; `on_piece` is as for generate(). */
+    template <class F, class = detail::IfTakesPieces<F>>
     Result<Generation> chat(std::string_view text, const GenerateOptions &options, F &&on_piece)
     {
-        return run(options, on_piece,
-                   [&](const NVFP4_GenerateOptions &plain, NVFP4_TokenCallback callback, void *user,
-                       NVFP4_GenerationResult *result) {
-                       return NVFP4_session_chat(get(), text.data(), text.size(), &plain, callback, user, result);
-                   });
+        return turn(NVFP4_session_chat, text, nullptr, options, on_piece);
+    }
+    /** With chat options, which later turns keep. */
+    Result<Generation> chat(std::string_view text, const ChatOptions &chat, const GenerateOptions &options = {})
+    {
+        return this->chat(text, chat, options, detail::Nothing());
+    }
+    template <class F>
+    Result<Generation> chat(std::string_view text, const ChatOptions &chat, const GenerateOptions &options, F &&on_piece)
+    {
+        return turn(NVFP4_session_chat, text, &chat, options, on_piece);
+    }
+
+    /** Generates the answer to a whole conversation, which is JSON like that of messages(); the rest is as for chat(). */
+    Result<Generation> chat_messages(std::string_view messages, const GenerateOptions &options = {})
+    {
+        return chat_messages(messages, options, detail::Nothing());
+    }
+    template <class F, class = detail::IfTakesPieces<F>>
+    Result<Generation> chat_messages(std::string_view messages, const GenerateOptions &options, F &&on_piece)
+    {
+        return turn(NVFP4_session_chat_messages, messages, nullptr, options, on_piece);
+    }
+    Result<Generation> chat_messages(std::string_view messages, const ChatOptions &chat, const GenerateOptions &options = {})
+    {
+        return chat_messages(messages, chat, options, detail::Nothing());
+    }
+    template <class F>
+    Result<Generation> chat_messages(std::string_view messages, const ChatOptions &chat, const GenerateOptions &options,
+                                     F &&on_piece)
+    {
+        return turn(NVFP4_session_chat_messages, messages, &chat, options, on_piece);
     }
 
     /** generate() as a range of pieces. */
     Stream stream(const GenerateOptions &options = {}) const;
     /** chat() as a range of pieces. */
     Stream ask(std::string_view text, const GenerateOptions &options = {}) const;
+    Stream ask(std::string_view text, const ChatOptions &chat, const GenerateOptions &options = {}) const;
+    /** chat_messages() as a range of pieces. */
+    Stream ask_messages(std::string_view messages, const GenerateOptions &options = {}) const;
+    Stream ask_messages(std::string_view messages, const ChatOptions &chat, const GenerateOptions &options = {}) const;
 
-    /** All the text of the last generation. */
+    /** All the text of the last generation; of a chat the answer's content. */
     Result<std::string> text() const
     {
         return detail::text([&](char *buffer, std::size_t capacity, std::size_t *length) {
             return NVFP4_session_text(get(), buffer, capacity, length);
+        });
+    }
+    /** What the model thought before the last answer. */
+    Result<std::string> reasoning() const
+    {
+        return detail::text([&](char *buffer, std::size_t capacity, std::size_t *length) {
+            return NVFP4_session_reasoning(get(), buffer, capacity, length);
+        });
+    }
+    /** The calls of tools in the last answer, as a JSON array. */
+    Result<std::string> tool_calls() const
+    {
+        return detail::text([&](char *buffer, std::size_t capacity, std::size_t *length) {
+            return NVFP4_session_tool_calls(get(), buffer, capacity, length);
         });
     }
     /** The conversation of the chat turns, as JSON. */
@@ -1561,6 +1667,19 @@ public:
     Result<void> clear() { return check(NVFP4_session_reset(get())); }
 
 private:
+    template <class F>
+    Result<Generation> turn(detail::Turn function, std::string_view words, const ChatOptions *chat,
+                            const GenerateOptions &options, F &on_piece)
+    {
+        const NVFP4_ChatOptions how = chat != nullptr ? detail::plain(*chat) : NVFP4_ChatOptions();
+        return run(options, on_piece,
+                   [&](const NVFP4_GenerateOptions &plain, NVFP4_TokenCallback callback, void *user,
+                       NVFP4_GenerationResult *result) {
+                       return function(get(), words.data(), words.size(), chat != nullptr ? &how : nullptr, &plain, callback,
+                                       user, result);
+                   });
+    }
+
     template <class F, class Call>
     Result<Generation> run(const GenerateOptions &options, F &on_piece, Call &&call)
     {
@@ -1588,7 +1707,7 @@ private:
         if constexpr (std::is_invocable_v<F &, const Piece &>)
             return carried.call(piece);
         else
-            return carried.call(piece.text);
+            return piece.part == NVFP4_PART_CONTENT ? carried.call(piece.text) : 0;
     }
 };
 
@@ -1610,7 +1729,10 @@ class Stream {
         std::int32_t flag = 0;
         Piece piece{};
         Session session;
-        std::optional<std::string> said;
+        /** What a chat turn is given, and by which function; NVFP4_session_generate() runs where there is none. */
+        detail::Turn turn = nullptr;
+        std::string said;
+        std::optional<ChatOptions> chat;
         GenerateOptions options;
         Generation generation;
         std::optional<Error> error;
@@ -1626,9 +1748,10 @@ class Stream {
             call.cancel_flag = &flag;
             given.plain.call = &call;
             NVFP4_Session *handle = session.get();
-            NVFP4_Status status = said ? NVFP4_session_chat(handle, said->data(), said->size(), &given.plain, give, this,
-                                                            &generation)
-                                       : NVFP4_session_generate(handle, &given.plain, give, this, &generation);
+            const NVFP4_ChatOptions how = chat ? detail::plain(*chat) : NVFP4_ChatOptions();
+            NVFP4_Status status = turn != nullptr ? turn(handle, said.data(), said.size(), chat ? &how : nullptr, &given.plain,
+                                                         give, this, &generation)
+                                                  : NVFP4_session_generate(handle, &given.plain, give, this, &generation);
             if (status == NVFP4_OK)
                 status = detail::copy(generation.text, [&](char *buffer, std::size_t capacity, std::size_t *length) {
                     return NVFP4_session_text(handle, buffer, capacity, length);
@@ -1764,11 +1887,15 @@ public:
 
 private:
     friend Session;
-    Stream(NVFP4_Session *session, const GenerateOptions &options, std::optional<std::string> said)
+    Stream(NVFP4_Session *session, const GenerateOptions &options, detail::Turn turn = nullptr, std::string_view said = {},
+           const ChatOptions *chat = nullptr)
         : relay_(std::make_unique<Relay>())
     {
         relay_->options = options;
-        relay_->said = std::move(said);
+        relay_->turn = turn;
+        relay_->said = said;
+        if (chat != nullptr)
+            relay_->chat = *chat;
         const NVFP4_Status status = NVFP4_session_retain(session);
         if (status != NVFP4_OK) {
             relay_->fail(status);
@@ -1782,10 +1909,22 @@ private:
     std::unique_ptr<Relay> relay_;
 };
 
-inline Stream Session::stream(const GenerateOptions &options) const { return Stream(get(), options, std::nullopt); }
+inline Stream Session::stream(const GenerateOptions &options) const { return Stream(get(), options); }
 inline Stream Session::ask(std::string_view text, const GenerateOptions &options) const
 {
-    return Stream(get(), options, std::string(text));
+    return Stream(get(), options, NVFP4_session_chat, text);
+}
+inline Stream Session::ask(std::string_view text, const ChatOptions &chat, const GenerateOptions &options) const
+{
+    return Stream(get(), options, NVFP4_session_chat, text, &chat);
+}
+inline Stream Session::ask_messages(std::string_view messages, const GenerateOptions &options) const
+{
+    return Stream(get(), options, NVFP4_session_chat_messages, messages);
+}
+inline Stream Session::ask_messages(std::string_view messages, const ChatOptions &chat, const GenerateOptions &options) const
+{
+    return Stream(get(), options, NVFP4_session_chat_messages, messages, &chat);
 }
 
 /** Not part of the interface. */

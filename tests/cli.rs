@@ -244,17 +244,18 @@ const MODEL: &str = "tests/golden/model/qwen3_tied";
 #[test]
 fn run_gives_the_same_tokens_with_and_without_the_cache() {
     let prompt = ["run", "--model", MODEL, "--prompt", "Hello there"];
-    let tokens = |more: &[&str]| {
+    let seeded = |seed: &str, more: &[&str]| {
         let sampled = ["--max-tokens", "20", "--ignore-stops", "--temp", "1.5"];
-        let out = json(&[&prompt[..], &sampled, more].concat());
+        let out = json(&[&prompt[..], &sampled, &["--seed", seed], more].concat());
         assert_eq!(out["finish"], "length");
         assert!(out["timings"]["prefill_seconds"].as_f64().unwrap() > 0.0);
         (out["prompt_tokens"].clone(), out["tokens"].clone())
     };
+    let tokens = |more: &[&str]| seeded("0", more);
     let cached = tokens(&[]);
     assert_eq!(cached.1.as_array().unwrap().len(), 20);
     assert_eq!(tokens(&["--replay"]), cached);
-    assert_ne!(tokens(&["--seed", "1"]), cached);
+    assert_ne!(seeded("1", &[]), cached);
     let likeliest = tokens(&["--top-k", "1"]);
     assert_ne!(likeliest, cached);
     assert_eq!(tokens(&["--top-p", "0"]), likeliest);
@@ -264,7 +265,7 @@ fn run_gives_the_same_tokens_with_and_without_the_cache() {
     assert_eq!(tokens(&["--raw", "--replay"]), raw);
 
     let e = failure(&["run", "--model", MODEL, "--prompt", "x", "--context", "4"]);
-    assert!(e.contains("do not fit in a context of 4"), "{e}");
+    assert!(e.contains("the context holds 4"), "{e}");
     let e = failure(&["run", "--model", MODEL, "--prompt", "x", "--top-p", "2"]);
     assert!(e.contains("top_p is 2"), "{e}");
     for args in [
@@ -329,7 +330,7 @@ fn chat_takes_turns_from_a_pipe() {
             format!("/load {saved}\n").into_bytes(),
             "damaged or cut off",
         ),
-        (b"many words ".repeat(200), "in a context of 256"),
+        (b"many words ".repeat(200), "the context holds 256"),
         (
             b"Hi\xff\n".to_vec(),
             "the line is not valid UTF-8: byte 2 of 4",
@@ -467,12 +468,12 @@ fn prompts_that_cannot_be_answered() {
     let scratch = Scratch::new("prompts");
     let long = "many words ".repeat(200);
     for (more, needle) in [
-        (&["--context", "32"][..], "do not fit in a context of 32"),
+        (&["--context", "32"][..], "the context holds 32"),
         (
             &["--context", "32", "--raw"],
             "do not fit in a context of 32",
         ),
-        (&[], "do not fit in a context of 256"),
+        (&[], "the context holds 256"),
         (&["--context", "257"], "made for 1 to 256"),
     ] {
         let args = [&["run", "--model", MODEL, "--prompt", &long][..], more].concat();
@@ -675,4 +676,257 @@ fn numbers_out_of_range() {
     let greedy = ["--max-tokens", &huge, "--top-k", &huge, "--ignore-stops"];
     let answer = json(&[&run[..], &greedy].concat());
     assert_eq!(answer["finish"], "context");
+}
+
+/// A model that thinks, calls a tool and answers: see tests/common/thinker.py.
+fn thinker(scratch: &Scratch) -> String {
+    let model = scratch.path("thinker");
+    let made = Command::new("python3")
+        .args(["tests/common/thinker.py", &model])
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&made.stderr);
+    assert!(made.status.success(), "{said}");
+    model
+}
+
+const THOUGHT: &str = "Let me see what is asked.\n";
+const ANSWER: &str = "Blue \u{6f22}\u{5b57} light \u{1f980}.\n";
+const CALL: &str = "weather({\"city\":\"Paris\"})\n";
+const RESULT: &str = "It rains in Paris.\n";
+const TOOLS: &[u8] = br#"[{"type": "function", "function": {"name": "weather"}}]"#;
+
+/// The command with this standard input.
+fn given(args: &[&str], input: &str) -> Output {
+    let mut child = Command::new(env!("CARGO_BIN_EXE_nvfp4"))
+        .env("CUDA_VISIBLE_DEVICES", "")
+        .args(args)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    // A command that fails may be gone already.
+    let _ = child.stdin.take().unwrap().write_all(input.as_bytes());
+    child.wait_with_output().unwrap()
+}
+
+/// What `nvfp4 chat` with `args` prints on standard output and on standard error when these lines are piped into it.
+fn chat(args: &[&str], lines: &[&str]) -> (String, String) {
+    let output = given(&[&["chat"], args].concat(), &(lines.join("\n") + "\n"));
+    let errors = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.success(), "{lines:?}: {errors}");
+    (String::from_utf8(output.stdout).unwrap(), errors)
+}
+
+/// The roles, and the JSON, of what `/messages` prints.
+fn conversation(line: &str) -> (Vec<String>, Value) {
+    let messages: Value = serde_json::from_str(line).unwrap();
+    let roles = messages.as_array().unwrap().iter();
+    let roles = roles.map(|m| m["role"].as_str().unwrap().to_owned());
+    (roles.collect(), messages)
+}
+
+#[test]
+fn a_pipe_gets_answers_and_standard_error_the_reasoning() {
+    let scratch = Scratch::new("thinking");
+    let model = thinker(&scratch);
+    let said = chat(&["--model", &model], &["Hi", "And you?"]);
+    assert_eq!(said, (ANSWER.repeat(2), THOUGHT.repeat(2)));
+    let quiet = (ANSWER.to_owned(), String::new());
+    assert_eq!(chat(&["--model", &model, "--think", "off"], &["Hi"]), quiet);
+    let set = ["--model", &model, "--set", "enable_thinking=false"];
+    assert_eq!(chat(&set, &["Hi"]), quiet);
+    let said = chat(
+        &["--model", &model],
+        &["/think off", "Hi", "/think on", "Hi"],
+    );
+    assert_eq!(said, (ANSWER.repeat(2), THOUGHT.to_owned()));
+    let (answer, thought) = chat(&["--model", &model, "--think-budget", "2"], &["Hi"]);
+    assert_eq!(answer, ANSWER);
+    let ended = thought.strip_prefix("Let").expect(&thought);
+    assert!(
+        ended.contains("limited time") && !ended.contains("asked"),
+        "{thought}"
+    );
+
+    let (_, warned) = chat(&["--model", &model, "--set", "style=terse"], &["/exit"]);
+    assert!(warned.contains("never reads 'style'"), "{warned}");
+    let (_, warned) = chat(&["--model", MODEL], &["/think on"]);
+    assert!(warned.contains("never reads 'enable_thinking'"), "{warned}");
+    for wrong in ["style", "=1", "messages=[]"] {
+        let output = nvfp4(&["chat", "--model", &model, "--set", wrong]);
+        assert!(!output.status.success(), "{wrong}");
+    }
+}
+
+#[test]
+fn commands_change_the_conversation() {
+    let scratch = Scratch::new("commands");
+    let model = thinker(&scratch);
+    let args = ["--model", &model, "--think", "off"];
+    let lines = [
+        "First",
+        "Second",
+        "/retry",
+        "/edit Third",
+        "/system Be brief.",
+        "/messages",
+        "/reset",
+        "/messages",
+        "/system",
+        "/messages",
+    ];
+    let (said, errors) = chat(&args, &lines);
+    assert_eq!(errors, "");
+    let said: Vec<_> = said.lines().collect();
+    assert_eq!(said[..4], [ANSWER.trim_end(); 4]);
+    let (roles, messages) = conversation(said[4]);
+    assert_eq!(roles, ["system", "user", "assistant", "user", "assistant"]);
+    assert_eq!(messages[0]["content"], "Be brief.");
+    assert_eq!(messages[1]["content"], "First");
+    assert_eq!(messages[3]["content"], "Third");
+    assert_eq!(conversation(said[5]).0, ["system"]);
+    assert_eq!(said[6], "[]");
+
+    // An answer again is another where tokens are drawn, also where the first had a seed.
+    let drawn = [
+        "--model",
+        MODEL,
+        "--temp",
+        "1.5",
+        "--seed",
+        "1",
+        "--max-tokens",
+        "20",
+        "--ignore-stops",
+    ];
+    let (stats, _) = chat(&drawn, &["Hi", "/stats", "/retry", "/stats"]);
+    let seeds = stats
+        .lines()
+        .filter_map(|l| Some(l.rsplit_once(", seed ")?.1));
+    let seeds: Vec<_> = seeds.collect();
+    assert_eq!(seeds[0], "1");
+    assert_ne!(seeds[1], "1");
+    assert!(stats.contains("\nsampling: temperature 1.5\n"), "{stats}");
+    let (stats, _) = chat(&args, &["/stats", "/help"]);
+    let sampling = "sampling: temperature 0.6, top-k 20, top-p 0.95, as the model's maker asks\n";
+    assert!(stats.contains(sampling), "{stats}");
+    assert!(stats.contains("/retry "), "{stats}");
+
+    let marked = [
+        "\"\"\"",
+        "/reset",
+        "  two",
+        "\"\"\"",
+        "/messages",
+        "\"\"\"a\"\"\"",
+        "/messages",
+    ];
+    let (said, _) = chat(&args, &marked);
+    let said: Vec<_> = said.lines().collect();
+    assert_eq!(conversation(said[1]).1[0]["content"], "/reset\n  two");
+    assert_eq!(conversation(said[3]).1[2]["content"], "a");
+
+    for (line, needle) in [
+        (
+            "/rset",
+            "there is no command /rset; the commands are /edit, ",
+        ),
+        ("/retry", "nothing has been asked yet"),
+        ("/edit", "/edit TEXT"),
+        ("/think maybe", "on or off"),
+        ("/tools /no/such/tools", "/no/such/tools"),
+        ("\"\"\"\nHi", "ends within"),
+    ] {
+        let output = given(&["chat", "--model", &model], line);
+        let said = failed(&output, line);
+        assert!(said.contains(needle), "{said}");
+    }
+}
+
+#[test]
+fn tools_are_called_and_their_results_given() {
+    let scratch = Scratch::new("tools");
+    let model = thinker(&scratch);
+    let tools = scratch.file("tools.json", TOOLS);
+    let args = ["--model", &model, "--tools", &tools];
+    let (said, _) = chat(&args, &["Paris?", "rain, 12 degrees", "/messages"]);
+    let answered = format!("{CALL}{RESULT}");
+    let (roles, messages) = conversation(said.strip_prefix(&answered).expect(&said));
+    assert_eq!(roles, ["user", "assistant", "tool", "assistant"]);
+    let call = &messages[1]["tool_calls"][0];
+    assert_eq!(call["function"]["arguments"], "{\"city\":\"Paris\"}");
+    assert_eq!(messages[2]["content"], "rain, 12 degrees");
+    assert_eq!(messages[2]["tool_call_id"], call["id"]);
+    // No result, a command in its place, and the end of the input.
+    let (said, _) = chat(&args, &["Paris?", "", "/messages"]);
+    let said = said.strip_prefix(CALL).expect(&said).to_owned();
+    assert_eq!(conversation(&said).0, ["user", "assistant"]);
+    let (said, _) = chat(&args, &["Paris?", "/reset", "/messages"]);
+    assert_eq!(said, format!("{CALL}[]\n"));
+    assert_eq!(chat(&args, &["Paris?"]).0, CALL);
+    let (said, _) = chat(
+        &["--model", &model, "--think", "off"],
+        &["Hi", &format!("/tools {tools}"), "Paris?"],
+    );
+    assert_eq!(said, format!("{ANSWER}{CALL}"));
+
+    let run = ["run", "--model", &model, "--tools", &tools];
+    assert_eq!(text(&[&run[..], &["--prompt", "Paris?"]].concat()), CALL);
+    let answer = json(&[&run[..], &["--prompt", "Paris?"]].concat());
+    assert_eq!(answer["tool_calls"][0]["function"]["name"], "weather");
+    assert_eq!(answer["content"], "");
+    let asked = r#"[{"role": "user", "content": "Paris?"},
+        {"role": "assistant", "content": null, "tool_calls": [{"id": "c", "function": {"name": "weather", "arguments": "{}"}}]},
+        {"role": "tool", "tool_call_id": "c", "content": "rain"}]"#;
+    let output = given(&[&run[..], &["--messages", "-"]].concat(), asked);
+    assert_eq!(String::from_utf8(output.stdout).unwrap(), RESULT);
+    let said = failure(&["run", "--model", MODEL, "--tools", &tools, "--prompt", "x"]);
+    assert!(said.contains("knows no tools"), "{said}");
+    let wrong = scratch.file("wrong.json", b"{}");
+    let said = failure(&["run", "--model", &model, "--tools", &wrong, "--prompt", "x"]);
+    assert!(
+        said.contains("wrong.json") && said.contains("not an array"),
+        "{said}"
+    );
+}
+
+#[test]
+fn run_answers_conversations_and_tells_their_parts() {
+    let scratch = Scratch::new("messages");
+    let model = thinker(&scratch);
+    let asked =
+        br#"[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]"#;
+    let messages = scratch.file("messages.json", asked);
+    let run = ["run", "--model", &model];
+    let output = nvfp4(&[&run[..], &["--messages", &messages]].concat());
+    assert_eq!(String::from_utf8(output.stdout).unwrap(), ANSWER);
+    assert_eq!(String::from_utf8(output.stderr).unwrap(), THOUGHT);
+    let answer = json(&[&run[..], &["--messages", &messages, "--seed", "7"]].concat());
+    assert_eq!(answer["reasoning"], THOUGHT.trim_end());
+    assert_eq!(answer["content"], ANSWER.trim_end());
+    assert_eq!(answer["text"], answer["content"]);
+    assert_eq!(answer["tool_calls"], serde_json::json!([]));
+    assert_eq!(answer["seed"], 7);
+    // The same conversation as a prompt.
+    let prompt = ["--system", "Be brief.", "--prompt", "Hi", "--seed", "7"];
+    let same = json(&[&run[..], &prompt].concat());
+    assert_eq!(same["tokens"], answer["tokens"]);
+    let off = json(&[&run[..], &["--prompt", "Hi", "--think", "off"]].concat());
+    assert_eq!(off["reasoning"], "");
+    assert_eq!(off["content"], answer["content"]);
+
+    for more in [["--prompt", "x"], ["--system", "x"]] {
+        let args = [&run[..], &["--messages", &messages], &more].concat();
+        assert_eq!(nvfp4(&args).status.code(), Some(2), "{more:?}");
+    }
+    let raw = [&run[..], &["--prompt", "x", "--raw", "--think", "on"]].concat();
+    assert_eq!(nvfp4(&raw).status.code(), Some(2));
+    let wrong = scratch.file("wrong.json", br#"[{"role": "nobody", "content": "Hi"}]"#);
+    let said = failure(&[&run[..], &["--messages", &wrong]].concat());
+    assert!(
+        said.contains("wrong.json") && said.contains("'nobody'"),
+        "{said}"
+    );
 }

@@ -1812,7 +1812,7 @@ fn tokens_drawn_on_the_device_are_those_of_the_cpu() {
                                 true => [1.2, 0.8, 1.0][pick(4, 3)],
                                 false => 1.0,
                             },
-                            seed: row,
+                            seed: Some(row),
                         }
                     })
                     .collect();
@@ -1946,7 +1946,7 @@ fn sampling_on_the_device_draws_the_same_tokens() {
     .enumerate()
     {
         let sampling = SamplingOptions {
-            seed: i as u64,
+            seed: Some(i as u64),
             ..sampling
         };
         let start = || {
@@ -2003,7 +2003,7 @@ fn steps_choose_what_sessions_choose() {
     let warm = SamplingOptions {
         temperature: 0.9,
         top_p: 0.9,
-        seed: 5,
+        seed: Some(5),
         ..greedy
     };
     let penalized = SamplingOptions {

@@ -597,7 +597,7 @@ fn tokens_are_chosen_on_an_emulated_gpu_as_on_the_cpu() {
                     true => [1.0, 1.3, 0.7, f32::MAX][pick(6, 4) as usize],
                     false => 1.0,
                 },
-                seed: case,
+                seed: Some(case),
             };
             let history: Vec<u32> = (0..1 + pick(7, 40))
                 .map(|i| (random::bits(case, i) % vocabulary as u64) as u32)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs every test: bash tests/run.sh
 #
-# Installs the tools that are missing (cargo-nextest with cargo; g++, cmake, pkg-config and valgrind with apt-get, where that
+# Installs the tools that are missing (cargo-nextest with cargo; g++, cmake, pkg-config, valgrind and tmux with apt-get, where that
 # is allowed), runs the Rust tests and the documentation's examples, builds the release library, and then runs every
 # executable tests/*/run.sh. Those start in the repository's root and find libNVFP4.so and nvfp4 in the folder $NVFP4_BUILD;
 # each may close with a line "N passed, N failed, N skipped", and counts as one test if it does not.
@@ -59,7 +59,7 @@ failures() { grep -E '^ *(FAIL|SIG[A-Z]+|ABORT|TIMEOUT|LEAK-FAIL) \[|^FAILED|^te
 
 install_system_tools() {
     local tool missing=()
-    for tool in g++ cmake pkg-config valgrind; do
+    for tool in g++ cmake pkg-config valgrind tmux; do
         command -v "$tool" >/dev/null || missing+=("$tool")
     done
     [ ${#missing[@]} -eq 0 ] && return

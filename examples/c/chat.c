@@ -3,6 +3,7 @@
  *     cc chat.c $(pkg-config --cflags --libs nvfp4) -o chat
  *     ./chat MODEL "Why is the sky blue?"     answers and ends
  *     ./chat MODEL                            a conversation, one turn per line
+ *     ./chat --no-thinking MODEL [PROMPT]     the same without thoughts, of a model that has them
  *
  * MODEL is a directory or file that `nvfp4 quantize` wrote, or any other that NVFP4_model_load() takes.
  */
@@ -20,11 +21,15 @@ static void check(NVFP4_Status status)
     }
 }
 
-/* Called with each token as it comes. Its text is whole characters, perhaps none, and has no NUL behind. */
+/* Called with each token as it comes. Its text is whole characters, perhaps none, and has no NUL behind. Thoughts go where they are
+ * no part of the answer. */
 static int32_t print_piece(void *user, const NVFP4_TokenEvent *event)
 {
-    (void)user;
-    fwrite(event->text, 1, event->text_length, stdout);
+    int32_t *last = user;
+    if (*last == NVFP4_PART_REASONING && event->part != NVFP4_PART_REASONING)
+        fputs("\n", stderr);
+    *last = event->part;
+    fwrite(event->text, 1, event->text_length, event->part == NVFP4_PART_REASONING ? stderr : stdout);
     /* Anything but 0 ends the answer: here, when nobody reads it any more. */
     return fflush(stdout);
 }
@@ -38,10 +43,12 @@ static int32_t print_log(void *user, int32_t level, const char *message, size_t 
 }
 
 /* The session holds the conversation, so only what is new is run. */
-static void answer(NVFP4_Session *session, const NVFP4_GenerateOptions *options, const char *text, size_t length)
+static void answer(NVFP4_Session *session, const NVFP4_ChatOptions *chat, const NVFP4_GenerateOptions *options, const char *text,
+                   size_t length)
 {
     NVFP4_GenerationResult result = {.struct_size = sizeof result};
-    check(NVFP4_session_chat(session, text, length, options, print_piece, NULL, &result));
+    int32_t part = NVFP4_PART_CONTENT;
+    check(NVFP4_session_chat(session, text, length, chat, options, print_piece, &part, &result));
     printf("\n");
     double seconds = result.decode_seconds > 0 ? result.decode_seconds : 1;
     fprintf(stderr, "[%zu tokens after %.2f s, then %.1f per second%s]\n", result.generated_tokens,
@@ -51,8 +58,16 @@ static void answer(NVFP4_Session *session, const NVFP4_GenerateOptions *options,
 
 int main(int argc, char **argv)
 {
+    /* What is not known to a model's template changes nothing, so that this is for any model. */
+    NVFP4_ChatOptions chat;
+    check(NVFP4_chat_options_init(&chat, sizeof chat));
+    if (argc > 1 && strcmp(argv[1], "--no-thinking") == 0) {
+        chat.variables = "{\"enable_thinking\": false}";
+        chat.variables_length = strlen(chat.variables);
+        argc--, argv++;
+    }
     if (argc != 2 && argc != 3) {
-        fprintf(stderr, "usage: %s MODEL [PROMPT]\n", argv[0]);
+        fprintf(stderr, "usage: chat [--no-thinking] MODEL [PROMPT]\n");
         return 2;
     }
     /* On the GPU with room for the model, or else on the CPU. */
@@ -71,22 +86,24 @@ int main(int argc, char **argv)
     session_options.eviction = NVFP4_EVICTION_DROP_OLDEST;
     NVFP4_Session *session;
     check(NVFP4_session_create(model, &session_options, &session));
+
+    /* What the model's maker asks for. Where that is the likeliest token, small models tend to repeat themselves. */
+    NVFP4_GenerateOptions options;
+    check(NVFP4_model_generate_options(model, &options, sizeof options));
+    if (options.temperature <= 0 && options.repetition_penalty <= 1)
+        options.repetition_penalty = 1.1f;
+    fprintf(stderr, "[temperature %g, top_k %d, top_p %g, min_p %g, repetition penalty %g]\n", (double)options.temperature,
+            (int)options.top_k, (double)options.top_p, (double)options.min_p, (double)options.repetition_penalty);
     /* The session keeps what it needs of the model. */
     check(NVFP4_model_release(model));
 
-    NVFP4_GenerateOptions options;
-    check(NVFP4_generate_options_init(&options, sizeof options));
-    options.temperature = 0.3f;
-    options.top_p = 0.9f;
-    options.repetition_penalty = 1.1f;
-
     if (argc == 3)
-        answer(session, &options, argv[2], strlen(argv[2]));
+        answer(session, &chat, &options, argv[2], strlen(argv[2]));
     char line[8192];
     while (argc == 2 && fputs("> ", stderr) >= 0 && fgets(line, sizeof line, stdin) != NULL) {
         size_t length = strcspn(line, "\n");
         if (length > 0)
-            answer(session, &options, line, length);
+            answer(session, &chat, &options, line, length);
     }
 
     check(NVFP4_session_release(session));

@@ -75,7 +75,7 @@ int main(int argc, char **argv)
     fprintf(stderr, "\n");
     call.progress = NULL;
     if ((status = NVFP4_session_create(model, NULL, &session)) != NVFP4_OK ||
-        (status = NVFP4_session_chat(session, argv[2], strlen(argv[2]), &generate, print_piece, NULL, &result)) != NVFP4_OK)
+        (status = NVFP4_session_chat(session, argv[2], strlen(argv[2]), NULL, &generate, print_piece, NULL, &result)) != NVFP4_OK)
         return failed(status);
     /* An answer that was ended keeps what it has, and the conversation can go on. */
     if (result.finish == NVFP4_FINISH_CANCELLED)

@@ -58,14 +58,18 @@ long plugin_ask(void *plugin, const char *question, char *buffer, size_t capacit
     NVFP4_GenerateOptions generate;
     NVFP4_CallOptions call;
     size_t length = 0;
+    NVFP4_ChatOptions chat;
     int fine = NVFP4_generate_options_init(&generate, sizeof generate) == NVFP4_OK &&
-               NVFP4_call_options_init(&call, sizeof call) == NVFP4_OK;
+               NVFP4_chat_options_init(&chat, sizeof chat) == NVFP4_OK && NVFP4_call_options_init(&call, sizeof call) == NVFP4_OK;
     if (fine) {
+        /* A short answer has no room for thoughts. */
+        chat.variables = "{\"enable_thinking\": false}";
+        chat.variables_length = strlen(chat.variables);
         call.cancel = own->cancel;
         generate.call = &call;
         generate.max_tokens = 64;
         fine = NVFP4_session_create(own->model, NULL, &session) == NVFP4_OK &&
-               NVFP4_session_chat(session, question, strlen(question), &generate, NULL, NULL, NULL) == NVFP4_OK &&
+               NVFP4_session_chat(session, question, strlen(question), &chat, &generate, NULL, NULL, NULL) == NVFP4_OK &&
                NVFP4_session_text(session, buffer, capacity, &length) == NVFP4_OK;
     }
     if (!fine)

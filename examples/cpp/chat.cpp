@@ -19,17 +19,21 @@ try {
     nvfp4::Log log(NVFP4_LOG_INFO, [](std::int32_t, std::string_view line) { std::cerr << '[' << line << "]\n"; });
     nvfp4::SessionOptions session_options("You are a helpful assistant.");
     session_options.eviction = NVFP4_EVICTION_DROP_OLDEST;
-    nvfp4::Session session(nvfp4::Model(argv[1]), session_options);
+    const nvfp4::Model model(argv[1]);
+    nvfp4::Session session(model, session_options);
 
-    nvfp4::GenerateOptions options;
-    options.temperature = 0.3f;
-    options.top_p = 0.9f;
-    options.repetition_penalty = 1.1f;
+    /* What the model's maker asks for. Where that is the likeliest token, small models tend to repeat themselves. */
+    nvfp4::GenerateOptions options = model.generate_options();
+    if (options.temperature <= 0 && options.repetition_penalty <= 1)
+        options.repetition_penalty = 1.1f;
+    std::cerr << "[temperature " << options.temperature << ", top_k " << options.top_k << ", top_p " << options.top_p << ", min_p "
+              << options.min_p << ", repetition penalty " << options.repetition_penalty << "]\n";
     auto answer = [&](const std::string &text) {
         /* The pieces come as they are generated. Leaving the loop ends the answer: here, when nobody reads it any more. */
         nvfp4::Stream stream = session.ask(text, options);
         for (const nvfp4::Piece &piece : stream)
-            if (!(std::cout << piece.text << std::flush))
+            /* Thoughts go where they are no part of the answer. */
+            if (!((piece.part == NVFP4_PART_REASONING ? std::cerr : std::cout) << piece.text << std::flush))
                 stream.stop();
         std::cout << std::endl;
         const nvfp4::Generation result = stream.result();

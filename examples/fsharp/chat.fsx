@@ -10,11 +10,10 @@ open System
 open LibNVFP4
 open LibNVFP4.FSharp
 
-let options () = Generate.defaults () |> Generate.temperature 0.3f |> Generate.topP 0.9f |> Generate.repetitionPenalty 1.1f
-
 let answer chat text =
-    // Each piece is made when it is asked for, and is whole characters.
-    text |> Chat.streamWith (options ()) chat |> Seq.iter (printf "%s")
+    // Each piece is made when it is asked for, and is whole characters. Tokens are drawn as the model's maker asks; streamWith takes
+    // options that say otherwise.
+    text |> Chat.stream chat |> Seq.iter (printf "%s")
     printfn ""
 
 let talk path (prompt: string option) =

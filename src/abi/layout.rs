@@ -4,6 +4,7 @@
 use std::mem::offset_of;
 
 use super::call::NVFP4_CallOptions;
+use super::chat::NVFP4_ChatOptions;
 use super::linear::NVFP4_WeightOptions;
 use super::model::{NVFP4_ConvertOptions, NVFP4_LoadOptions, NVFP4_Message};
 use super::quantize::NVFP4_QuantizeOptions;
@@ -33,6 +34,8 @@ layout!(NVFP4_SessionOptions, 48, struct_size: 0, kv_type: 4, eviction: 8, reser
 layout!(NVFP4_GenerateOptions, 104, struct_size: 0, temperature: 4, top_k: 8, top_p: 12, min_p: 16, repetition_penalty: 20,
     ignore_model_stops: 24, replay: 28, log_probabilities: 32, reserved: 36, max_tokens: 40, seed: 48, stop_tokens: 56,
     stop_token_count: 64, stop_strings: 72, stop_string_lengths: 80, stop_string_count: 88, call: 96);
-layout!(NVFP4_TokenEvent, 40, struct_size: 0, kind: 4, token: 8, index: 12, text: 16, text_length: 24, log_probability: 32, reserved: 36);
-layout!(NVFP4_GenerationResult, 48, struct_size: 0, finish: 4, prompt_tokens: 8, generated_tokens: 16, prefill_seconds: 24,
-    first_token_seconds: 32, decode_seconds: 40);
+layout!(NVFP4_TokenEvent, 40, struct_size: 0, kind: 4, token: 8, index: 12, text: 16, text_length: 24, log_probability: 32, part: 36);
+layout!(NVFP4_GenerationResult, 64, struct_size: 0, finish: 4, prompt_tokens: 8, generated_tokens: 16, prefill_seconds: 24,
+    first_token_seconds: 32, decode_seconds: 40, seed: 48, tool_calls: 56);
+layout!(NVFP4_ChatOptions, 48, struct_size: 0, keep_reasoning: 4, reasoning_budget: 8, variables: 16, variables_length: 24, tools: 32,
+    tools_length: 40);

@@ -38,6 +38,8 @@ pub mod model;
 
 pub mod session;
 
+pub mod chat;
+
 pub mod detokenizer;
 
 pub mod torchsharp;

@@ -311,7 +311,7 @@ struct Counted<E, O> {
 
 /// Hands to `take` what `make` makes of an input, or what it has made of the same one in this thread's last call. `take` says
 /// whether there was room for it; if not, it is kept, unless there is no memory for that.
-fn counted<E: Copy + PartialEq + 'static, O: 'static>(
+pub(super) fn counted<E: Copy + PartialEq + 'static, O: 'static>(
     model: *const NVFP4_Model,
     flag: bool,
     input: &[E],

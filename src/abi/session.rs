@@ -20,14 +20,16 @@ use super::guard::{User, answer, enter, enter_to_free, note};
 use super::handle::{self, Exclusive, Object, Watched};
 use super::model::{NVFP4_Model, token_out, tokens_in, tokens_out};
 use super::status::{NVFP4_OK, NVFP4_Status};
-use crate::base::error::{Result, bail, err};
+use crate::base::error::{Result, bail};
 use crate::base::memory::copied;
 use crate::base::{Error, alloc, call};
 use crate::model::{KvType, Model};
 use crate::session::{
-    self, Eviction, Finish, GenerateOptions, Generation, Piece, Sampler, SamplingOptions,
+    self, Eviction, Finish, GenerateOptions, Generation, Part, Piece, Sampler, SamplingOptions,
     SessionOptions,
 };
+use crate::text::{ToolCall, messages_to_json};
+use serde_json::Value;
 
 /// A session. See the session chapter.
 pub struct NVFP4_Session {
@@ -43,31 +45,32 @@ struct Session {
     context: usize,
 }
 
-struct State {
-    session: session::Session,
-    /// The text of the last generation.
-    text: String,
+pub(super) struct State {
+    pub(super) session: session::Session,
+    /// The text of the last generation, what was thought before it, and the calls of tools in it, as JSON.
+    pub(super) text: String,
+    pub(super) reasoning: String,
+    pub(super) tool_calls: String,
     /// The conversation as JSON, once somebody has asked for it and until a call may have changed it.
     messages: OnceCell<String>,
 }
 
 /// What a session was when the call that uses it began.
-struct Snapshot {
+pub(super) struct Snapshot {
     length: usize,
     kv_bytes: u64,
-    messages: Result<String>,
+    pub(super) messages: Result<String>,
 }
 
 impl State {
-    fn messages(&self) -> Result<String> {
+    pub(super) fn messages(&self) -> Result<String> {
         if let Some(json) = self.messages.get() {
             return copied(json);
         }
         let messages = self.session.messages()?;
-        let bytes = messages.iter().map(|m| m.content.len() * FOR_JSON + 256);
+        let bytes = messages.iter().map(|m| m.size() * FOR_JSON + 256);
         let _json = alloc::set_aside(bytes.sum())?;
-        let json = serde_json::to_string(&messages)
-            .map_err(|e| err!(Internal, "the conversation: {e}"))?;
+        let json = messages_to_json(&messages).to_string();
         copied(self.messages.get_or_init(|| json))
     }
 }
@@ -98,7 +101,8 @@ pub const NVFP4_KV_FLOAT32: i32 = 1;
 
 /// Refuse tokens that do not fit: #NVFP4_CONTEXT_FULL, or #NVFP4_FINISH_CONTEXT within a generation.
 pub const NVFP4_EVICTION_ERROR: i32 = 0;
-/// Forget old tokens: the older half of those after the first `keep`, or more if that is not enough. What stays is run anew.
+/// Forget old tokens: the older half of those after the first `keep`, or more if that is not enough. What stays is run anew. A chat
+/// forgets whole turns, never what stands before the first user's words or the last question.
 pub const NVFP4_EVICTION_DROP_OLDEST: i32 = 1;
 
 /// How to make a session. Fill with NVFP4_session_options_init(), then change what is to differ.
@@ -113,7 +117,7 @@ pub struct NVFP4_SessionOptions {
     pub eviction: i32,
     /// Leave it 0.
     pub reserved: i32,
-    /// Tokens to hold at most. 0, the default, is 4096, or what the model was made for if that is less.
+    /// Tokens to hold at most; memory is taken as they come. 0, the default, is what the model was made for.
     pub context: usize,
     /// Tokens at the beginning that eviction never forgets. Default: 0. A chat's system prompt stays in any case.
     pub keep: usize,
@@ -173,8 +177,12 @@ impl NVFP4_SessionOptions {
     }
 }
 
-/// How to generate. Fill with NVFP4_generate_options_init(), then change what is to differ. Arrays and texts are read during
-/// the call only.
+/// A seed that is drawn anew for each generation, whose result tells it. Steps of sessions draw it when the session is made, and
+/// anew when it is cut.
+pub const NVFP4_SEED_NEW: u64 = 0xffff_ffff_ffff_ffff;
+
+/// How to generate. Fill with NVFP4_generate_options_init(), or as the model's maker asks with NVFP4_model_generate_options(), then
+/// change what is to differ. Arrays and texts are read during the call only.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct NVFP4_GenerateOptions {
@@ -199,10 +207,10 @@ pub struct NVFP4_GenerateOptions {
     pub log_probabilities: i32,
     /// Leave it 0.
     pub reserved: i32,
-    /// Tokens to generate at most. Default: 512.
+    /// Tokens to generate at most. Default: SIZE_MAX, as many as the context has room for. With 0 a prompt is run and nothing generated.
     pub max_tokens: usize,
     /// Fixes the draws: the same seed at the same place gives the same token. A place is the number of tokens appended before
-    /// it, those that eviction has forgotten included. Default: 0.
+    /// it, those that eviction has forgotten included. Default: #NVFP4_SEED_NEW.
     pub seed: u64,
     /// Tokens that end the text, besides the model's own. The one that did is not appended. Default: NULL.
     pub stop_tokens: *const i32,
@@ -236,7 +244,7 @@ unsafe impl Growing for NVFP4_GenerateOptions {
             log_probabilities: 0,
             reserved: 0,
             max_tokens: defaults.max_tokens,
-            seed: defaults.sampling.seed,
+            seed: NVFP4_SEED_NEW,
             stop_tokens: std::ptr::null(),
             stop_token_count: 0,
             stop_strings: std::ptr::null(),
@@ -288,7 +296,7 @@ impl NVFP4_GenerateOptions {
             top_p: self.top_p,
             min_p: self.min_p,
             repetition_penalty: self.repetition_penalty,
-            seed: self.seed,
+            seed: (self.seed != NVFP4_SEED_NEW).then_some(self.seed),
         })
     }
 }
@@ -324,6 +332,10 @@ pub struct NVFP4_GenerationResult {
     pub first_token_seconds: f64,
     /// Time from the first token to the end.
     pub decode_seconds: f64,
+    /// The seed of the draws, which repeats them.
+    pub seed: u64,
+    /// Calls of tools in the answer; NVFP4_session_tool_calls() has them.
+    pub tool_calls: usize,
 }
 
 // SAFETY: numbers without padding, the first a u32 size.
@@ -338,6 +350,8 @@ unsafe impl Growing for NVFP4_GenerationResult {
             prefill_seconds: 0.0,
             first_token_seconds: 0.0,
             decode_seconds: 0.0,
+            seed: 0,
+            tool_calls: 0,
         }
     }
 }
@@ -361,6 +375,8 @@ impl NVFP4_GenerationResult {
             prefill_seconds: generation.timings.prefill_seconds,
             first_token_seconds: generation.timings.first_token_seconds,
             decode_seconds: generation.timings.decode_seconds,
+            seed: generation.seed,
+            tool_calls: generation.tool_calls.len(),
             ..Self::defaults()
         }
     }
@@ -368,8 +384,15 @@ impl NVFP4_GenerationResult {
 
 /// A token, with the text that it completes.
 pub const NVFP4_EVENT_TOKEN: i32 = 0;
-/// No token, but text that was held back in case it was the beginning of a stop string. It comes last.
-pub const NVFP4_EVENT_HELD_TEXT: i32 = 1;
+/// No token, but text: more that the token before completes, or what was held back in case it was the beginning of something else.
+pub const NVFP4_EVENT_TEXT: i32 = 1;
+
+/// The text itself: the answer in a chat, and all that is generated outside of one.
+pub const NVFP4_PART_CONTENT: i32 = 0;
+/// What the model thinks before it answers.
+pub const NVFP4_PART_REASONING: i32 = 1;
+/// A call of a tool, whole: a JSON object with `id`, `type` and `function`, which has `name` and `arguments`, a text of JSON.
+pub const NVFP4_PART_TOOL_CALL: i32 = 2;
 
 /// What a generation has to say. Later versions may add to its end: a field is there if `struct_size` reaches that far.
 #[repr(C)]
@@ -383,16 +406,17 @@ pub struct NVFP4_TokenEvent {
     pub token: i32,
     /// Which session of a batch it is for; 0 for the only one.
     pub index: i32,
-    /// Whole UTF-8 characters without a NUL behind; none while a character, or what may be a stop string, is incomplete. The
-    /// texts of all events together are the generation's, unless the callback ends it. Valid during the callback.
+    /// Whole UTF-8 characters without a NUL behind; none while a character, or what may be a stop string or a mark of the model's, is
+    /// incomplete. The contents of all events together are the generation's text, unless the callback ends it. Valid during
+    /// the callback.
     pub text: *const c_char,
     /// Bytes of `text`.
     pub text_length: usize,
     /// The natural logarithm of the token's probability as the model gives it, before temperature, penalties and the like; NaN
     /// unless `log_probabilities` of the options is 1.
     pub log_probability: f32,
-    /// 0.
-    pub reserved: i32,
+    /// What the text is, or is going to be: one of NVFP4_PART_*.
+    pub part: i32,
 }
 
 /// Is given each token as it comes, in the order of the text. Returns 0 to go on, anything else to end the generation, which keeps
@@ -405,14 +429,18 @@ fn event_of(piece: Piece<'_>) -> Result<NVFP4_TokenEvent> {
         struct_size: size_of::<NVFP4_TokenEvent>() as u32,
         kind: match piece.token {
             Some(_) => NVFP4_EVENT_TOKEN,
-            None => NVFP4_EVENT_HELD_TEXT,
+            None => NVFP4_EVENT_TEXT,
         },
         token: piece.token.map_or(Ok(-1), token_out)?,
         index: 0,
         text: piece.text.as_ptr().cast(),
         text_length: piece.text.len(),
         log_probability: piece.log_probability.unwrap_or(f32::NAN),
-        reserved: 0,
+        part: match piece.part {
+            Part::Content => NVFP4_PART_CONTENT,
+            Part::Reasoning => NVFP4_PART_REASONING,
+            Part::ToolCall => NVFP4_PART_TOOL_CALL,
+        },
     })
 }
 
@@ -422,13 +450,18 @@ fn insert(session: session::Session) -> *mut NVFP4_Session {
         state: Exclusive::new(State {
             session,
             text: String::new(),
+            reasoning: String::new(),
+            tool_calls: "[]".to_owned(),
             messages: OnceCell::new(),
         }),
     }))
 }
 
 /// Runs a short `body`, which calls nothing back, with a session that is this call's alone.
-fn with<T>(handle: *const NVFP4_Session, body: impl FnOnce(&mut State) -> Result<T>) -> Result<T> {
+pub(super) fn with<T>(
+    handle: *const NVFP4_Session,
+    body: impl FnOnce(&mut State) -> Result<T>,
+) -> Result<T> {
     let object = handle::get::<Session>("session", handle)?;
     let mut state = object.state.take("session")?;
     body(&mut state)
@@ -466,7 +499,7 @@ unsafe fn with_call<T>(
 }
 
 /// Looks at a session, which another call may be using.
-fn look<T>(
+pub(super) fn look<T>(
     handle: *const NVFP4_Session,
     live: impl FnOnce(&State) -> Result<T>,
     snapshot: impl FnOnce(&Snapshot) -> Result<T>,
@@ -629,11 +662,35 @@ pub unsafe extern "C" fn NVFP4_session_sample(
     })
 }
 
+/// Fills `options` as NVFP4_generate_options_init() does, and with the temperature, top_k, top_p, min_p and repetition penalty that the
+/// model's maker asks for, in `generation_config.json` or in a GGUF file's metadata. Where nothing is said they are the defaults,
+/// which take the likeliest token. The tokens that end an answer need no option: the model knows them.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_model_generate_options(
+    model: *const NVFP4_Model,
+    options: *mut NVFP4_GenerateOptions,
+    struct_size: u32,
+) -> NVFP4_Status {
+    enter("NVFP4_model_generate_options", || {
+        let sampling = handle::get::<Model>("model", model)?.sampling().clone();
+        let filled = NVFP4_GenerateOptions {
+            temperature: sampling.temperature,
+            top_k: i32::try_from(sampling.top_k).unwrap_or(0),
+            top_p: sampling.top_p,
+            min_p: sampling.min_p,
+            repetition_penalty: sampling.repetition_penalty,
+            ..NVFP4_GenerateOptions::defaults()
+        };
+        // SAFETY: the pointer is as the header asks.
+        unsafe { fill(options, struct_size, filled) }
+    })
+}
+
 /// What both kinds of generation have in common; `run` is the one that is meant.
 ///
 /// # Safety
 /// As the header says of the pointers.
-unsafe fn generate(
+pub(super) unsafe fn generate(
     session: *mut NVFP4_Session,
     options: *const NVFP4_GenerateOptions,
     callback: NVFP4_TokenCallback,
@@ -666,6 +723,9 @@ unsafe fn generate(
     let generate = |state: &mut State| {
         let generation = run(&mut state.session, &options, &mut on_piece)?;
         state.text.clone_from(&generation.text);
+        state.reasoning.clone_from(&generation.reasoning);
+        let calls = generation.tool_calls.iter().map(ToolCall::to_json);
+        state.tool_calls = Value::from_iter(calls).to_string();
         Ok(generation)
     };
     // SAFETY: as above.
@@ -706,41 +766,9 @@ pub unsafe extern "C" fn NVFP4_session_generate(
     })
 }
 
-/// Says something to the model in a conversation and generates the answer, spelled as the model's chat template says. Only
-/// what the turn adds is run. The first turn takes an empty session. Names of special tokens within the text count as
-/// plain text.
-///
-/// - `text`, `text_length`: what the user says, in UTF-8.
-/// - The rest is as for NVFP4_session_generate(). Cancelled before its first token is due, it fails with #NVFP4_CANCELLED.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_session_chat(
-    session: *mut NVFP4_Session,
-    text: *const c_char,
-    text_length: usize,
-    options: *const NVFP4_GenerateOptions,
-    callback: NVFP4_TokenCallback,
-    user: *mut c_void,
-    result: *mut NVFP4_GenerationResult,
-) -> NVFP4_Status {
-    enter("NVFP4_session_chat", || {
-        // SAFETY: the pointers are as the header asks.
-        unsafe {
-            let text = self::text("text", text, text_length)?;
-            generate(
-                session,
-                options,
-                callback,
-                user,
-                result,
-                |session, options, on_piece| session.chat(text, options, on_piece),
-            )
-        }
-    })
-}
-
-/// Copies the text of the last generation, which is empty before the first. A character that it left unfinished is not part of
-/// it, whatever ended it: if the next generation completes the character, its text begins with it. For the buffer see TEXT
-/// above.
+/// Copies the text of the last generation, of a chat the answer's content, which is empty before the first. A character that it left
+/// unfinished is not part of it, whatever ended it: if the next generation completes the character, its text begins with it. For the
+/// buffer see TEXT above.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_session_text(
     session: *mut NVFP4_Session,
@@ -753,25 +781,6 @@ pub unsafe extern "C" fn NVFP4_session_text(
         with(session, |state| unsafe {
             copy_text(&state.text, buffer, capacity, length)
         })
-    })
-}
-
-/// Copies the conversation of the chat turns, as a JSON array of objects with `role` and `content`; during a call, as it was
-/// before. For the buffer see TEXT above.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_session_messages(
-    session: *const NVFP4_Session,
-    buffer: *mut c_char,
-    capacity: usize,
-    length: *mut usize,
-) -> NVFP4_Status {
-    enter("NVFP4_session_messages", || {
-        let json = look(session, State::messages, |s| match &s.messages {
-            Ok(json) => copied(json),
-            Err(e) => Err(e.clone()),
-        })?;
-        // SAFETY: the pointers are as the header asks.
-        unsafe { copy_text(&json, buffer, capacity, length) }
     })
 }
 
@@ -839,8 +848,8 @@ pub unsafe extern "C" fn NVFP4_session_tokens(
     })
 }
 
-/// Forgets the tokens from `length` on. A conversation goes on if the cut is in an answer or at its end. Draws are then those
-/// that followed `length` before; cut to 0, the session is as after NVFP4_session_reset().
+/// Forgets the tokens from `length` on. A conversation then ends in the answer that the cut is in, or else with the last one before
+/// it. Draws are then those that followed `length` before; cut to 0, the session is as after NVFP4_session_reset().
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_session_truncate(
     session: *mut NVFP4_Session,

@@ -7,6 +7,9 @@
 //! be taken down is one. So when the system refuses for the first time, some address space is given back to it, and from then on
 //! allocations come from the reserve first, until both are whole again.
 //!
+//! A thread that runs a stranger's program may have a limit of its own. While there is one, all threads take the way that
+//! looks for it; otherwise none pays for that.
+//!
 //! The reserve is address space that nobody touches until then. A call does not begin without it, see [`check`]; work whose
 //! allocations grow with what comes from outside sets aside more for as long as it takes, see [`set_aside`].
 
@@ -14,7 +17,9 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::{Cell, UnsafeCell};
 use std::marker::PhantomData;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
-use std::sync::atomic::{AtomicBool, AtomicUsize};
+use std::sync::atomic::{AtomicBool, AtomicIsize, AtomicUsize};
+use std::sync::{Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use super::error::{Result, bail};
 
@@ -34,6 +39,8 @@ const ALIGN: usize = 2 * size_of::<usize>();
 thread_local! {
     /// What this thread has set aside.
     static OWN: Cell<usize> = const { Cell::new(0) };
+    /// What limits it.
+    static LIMIT: Cell<*const Limit> = const { Cell::new(std::ptr::null()) };
 }
 
 /// The system's allocator, and where that refuses, the reserve.
@@ -63,6 +70,9 @@ unsafe impl GlobalAlloc for Allocator {
     #[inline]
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         if !is_starved() {
+            if PLAIN.load(Relaxed) == 0 {
+                charge(layout.size());
+            }
             // SAFETY: as promised to this function.
             let place = unsafe { System.alloc_zeroed(layout) };
             if !place.is_null() {
@@ -112,6 +122,7 @@ impl Allocator {
     /// As for `alloc`.
     #[cold]
     unsafe fn alloc_further(&self, layout: Layout) -> *mut u8 {
+        charge(layout.size());
         if !is_starved() {
             // SAFETY: as promised to this function.
             let place = unsafe { System.alloc(layout) };
@@ -133,6 +144,7 @@ impl Allocator {
     /// As for `dealloc`.
     #[cold]
     unsafe fn dealloc_near(&self, place: *mut u8, layout: Layout) {
+        refund(layout.size());
         match POOL.has(place) {
             true => POOL.give(place, layout),
             // SAFETY: as promised to this function; the place is the system's.
@@ -147,11 +159,14 @@ impl Allocator {
     #[cold]
     unsafe fn realloc_near(&self, place: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         if !POOL.has(place) && (size < layout.size() || !is_starved()) {
+            charge(size);
             // SAFETY: as promised to this function; the place is the system's.
             let moved = unsafe { System.realloc(place, layout, size) };
             if !moved.is_null() {
+                refund(layout.size());
                 return moved;
             }
+            refund(size);
             starve();
         }
         // SAFETY: `realloc` was promised that the size is possible with this alignment. Both places have as many bytes as are copied,
@@ -171,8 +186,13 @@ impl Allocator {
     }
 }
 
-/// The largest alignment that goes to `malloc` as it is; 0 when the system has refused, and the reserve comes first.
+/// The largest alignment that goes to `malloc` as it is; 0 when the system has refused, and the reserve comes first, and while a thread
+/// has a limit.
 static PLAIN: AtomicUsize = AtomicUsize::new(ALIGN);
+/// Whether the system has refused.
+static STARVED: AtomicBool = AtomicBool::new(false);
+/// Threads that have limits.
+static LIMITED: AtomicUsize = AtomicUsize::new(0);
 /// Where the address space is that the system gets back then; 0 if it has it.
 static BALLAST: AtomicUsize = AtomicUsize::new(0);
 
@@ -181,6 +201,7 @@ const BALLAST_LEN: usize = 1 << 20;
 
 /// Notes that the system has refused, and gives it the ballast.
 fn starve() {
+    STARVED.store(true, Relaxed);
     PLAIN.store(0, Relaxed);
     POOL.spare.store(0, Relaxed);
     let start = BALLAST.swap(0, AcqRel);
@@ -191,7 +212,7 @@ fn starve() {
 }
 
 fn is_starved() -> bool {
-    PLAIN.load(Relaxed) == 0
+    STARVED.load(Relaxed)
 }
 
 /// `len` bytes from the system, or nothing.
@@ -256,9 +277,12 @@ impl Region {
 
 struct Pool {
     locked: AtomicBool,
-    /// All regions that there ever were lie in `low..high`, so that a place of the system's is mostly told by two comparisons.
+    /// All regions that there ever were lie in `low..high`, so that a place of the system's is mostly told by two comparisons. While a
+    /// thread has a limit, everything does.
     low: AtomicUsize,
     high: AtomicUsize,
+    /// The bounds when no thread has one.
+    bounds: UnsafeCell<(usize, usize)>,
     /// Bytes that are there and that nobody has set aside for work; 0 while the system refuses.
     spare: AtomicUsize,
     /// Bytes that are set aside for work.
@@ -297,6 +321,7 @@ impl Pool {
             locked: AtomicBool::new(false),
             low: AtomicUsize::new(usize::MAX),
             high: AtomicUsize::new(0),
+            bounds: UnsafeCell::new((usize::MAX, 0)),
             spare: AtomicUsize::new(0),
             claimed: UnsafeCell::new(0),
             regions: [const { Region::new() }; REGIONS],
@@ -444,6 +469,9 @@ impl Pool {
         let Some(start) = map(len) else {
             return false;
         };
+        // SAFETY: the lock is held.
+        let bounds = unsafe { &mut *self.bounds.get() };
+        *bounds = (bounds.0.min(start), bounds.1.max(start + len));
         self.low.fetch_min(start, Relaxed);
         self.high.fetch_max(start + len, Relaxed);
         region.start.store(start, Relaxed);
@@ -483,7 +511,10 @@ fn refill() -> Result<()> {
     if there && BALLAST.load(Relaxed) == 0 {
         match map(BALLAST_LEN) {
             Some(start) => {
-                PLAIN.store(ALIGN, Relaxed);
+                STARVED.store(false, Relaxed);
+                if LIMITED.load(Relaxed) == 0 {
+                    PLAIN.store(ALIGN, Relaxed);
+                }
                 BALLAST.store(start, Release);
             }
             None => there = false,
@@ -545,6 +576,122 @@ impl Drop for Aside {
             POOL.shrink(&mut lock);
             POOL.count(&mut lock);
         }
+    }
+}
+
+/// How much a thread may allocate and how long it may take, for programs of strangers, which nothing else bounds: an allocator cannot
+/// refuse without ending the process. A thread that goes beyond its limit stands still for ever, with what it has, and others are
+/// told.
+#[derive(Debug)]
+pub(super) struct Limit {
+    /// Bytes that it may still take.
+    left: AtomicIsize,
+    is_over: Mutex<Over>,
+    changed: Condvar,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Over {
+    No,
+    /// The work was done.
+    Done,
+    /// It went beyond the limit.
+    Beyond,
+}
+
+impl Limit {
+    /// One of so many bytes.
+    pub(super) fn new(bytes: usize) -> Limit {
+        Limit {
+            left: AtomicIsize::new(isize::try_from(bytes).unwrap_or(isize::MAX)),
+            is_over: Mutex::new(Over::No),
+            changed: Condvar::new(),
+        }
+    }
+
+    /// Runs `body` on this thread, within the limit.
+    pub(super) fn during<T>(&self, body: impl FnOnce() -> T) -> T {
+        struct Leave;
+        impl Drop for Leave {
+            fn drop(&mut self) {
+                LIMIT.set(std::ptr::null());
+                look_for_limits(-1);
+            }
+        }
+        look_for_limits(1);
+        LIMIT.set(self);
+        let _leave = Leave;
+        body()
+    }
+
+    /// Tells that the work is done.
+    pub(super) fn done(&self) {
+        self.tell(Over::Done);
+    }
+
+    fn tell(&self, over: Over) {
+        *self.is_over.lock().unwrap_or_else(PoisonError::into_inner) = over;
+        self.changed.notify_all();
+    }
+
+    /// Waits until the work is done; false if it went beyond the limit, or has not ended after `longest`. Then its thread stands still
+    /// from its next allocation on.
+    pub(super) fn wait(&self, longest: Duration) -> bool {
+        let end = Instant::now() + longest;
+        let mut over = self.is_over.lock().unwrap_or_else(PoisonError::into_inner);
+        while *over == Over::No {
+            let Some(left) = end.checked_duration_since(Instant::now()) else {
+                self.left.store(isize::MIN / 2, Relaxed);
+                return false;
+            };
+            let waited = self.changed.wait_timeout(over, left);
+            over = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        *over == Over::Done
+    }
+}
+
+/// Lets all threads look for limits while there are any.
+fn look_for_limits(more: isize) {
+    let _lock = POOL.lock();
+    let limited = LIMITED.load(Relaxed).saturating_add_signed(more);
+    LIMITED.store(limited, Relaxed);
+    // SAFETY: the lock is held.
+    let (low, high) = unsafe { *POOL.bounds.get() };
+    let plain = if is_starved() { 0 } else { ALIGN };
+    let (plain, low, high) = match limited {
+        0 => (plain, low, high),
+        _ => (0, 0, usize::MAX),
+    };
+    PLAIN.store(plain, Relaxed);
+    POOL.low.store(low, Relaxed);
+    POOL.high.store(high, Relaxed);
+}
+
+/// Notes that this thread takes `bytes`.
+fn charge(bytes: usize) {
+    let limit = LIMIT.try_with(Cell::get).unwrap_or(std::ptr::null());
+    // SAFETY: `Limit::during` has borrowed it.
+    let Some(limit) = (unsafe { limit.as_ref() }) else {
+        return;
+    };
+    let bytes = isize::try_from(bytes).unwrap_or(isize::MAX / 2);
+    if limit.left.fetch_sub(bytes, Relaxed) < bytes {
+        LIMIT.set(std::ptr::null());
+        look_for_limits(-1);
+        limit.tell(Over::Beyond);
+        loop {
+            std::thread::park();
+        }
+    }
+}
+
+/// Notes that this thread gives `bytes` back.
+fn refund(bytes: usize) {
+    let limit = LIMIT.try_with(Cell::get).unwrap_or(std::ptr::null());
+    // SAFETY: as above.
+    if let Some(limit) = unsafe { limit.as_ref() } {
+        limit.left.fetch_add(bytes.cast_signed(), Relaxed);
     }
 }
 

@@ -26,6 +26,11 @@ fn path(name: &str) -> Option<PathBuf> {
     text(name).map(|s| expanded(&s, text))
 }
 
+/// A file as it is named at a shell, where no shell has seen the name: with `~` and variables replaced.
+pub fn shell_path(name: &str) -> PathBuf {
+    expanded(name, text)
+}
+
 /// Replaces `~` and variables as Python's `expanduser` and `expandvars` do, so that other programs find the same folder. What
 /// is not set stays as it stands.
 fn expanded(path: &str, variable: impl Fn(&str) -> Option<String>) -> PathBuf {
@@ -63,6 +68,16 @@ fn expanded(path: &str, variable: impl Fn(&str) -> Option<String>) -> PathBuf {
 /// The user's folder for caches: `XDG_CACHE_HOME`, or `.cache` in the home folder.
 fn caches() -> Option<PathBuf> {
     path("XDG_CACHE_HOME").or_else(|| Some(PathBuf::from(text("HOME")?).join(".cache")))
+}
+
+/// The user's folder for what programs keep from one run to the next: `XDG_STATE_HOME`, or `.local/state` in the home folder.
+pub fn state() -> Option<PathBuf> {
+    path("XDG_STATE_HOME").or_else(|| Some(PathBuf::from(text("HOME")?).join(".local/state")))
+}
+
+/// `NO_COLOR`: whether output is to be without colours and other emphasis.
+pub fn no_color() -> bool {
+    text("NO_COLOR").is_some()
 }
 
 /// `NVFP4_CPU`: the ISA level to use instead of the best one present (`scalar`, `avx2`, `avx512`, `neon`).

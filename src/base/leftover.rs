@@ -9,10 +9,14 @@ use std::mem::MaybeUninit;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use super::call::Cancel;
 use super::error::{Error, Result};
 
 /// The names that are to go.
 static NAMES: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
+
+/// What the next SIGINT sets instead of ending the process.
+static INTERRUPT: Mutex<Option<Cancel>> = Mutex::new(None);
 
 fn names() -> MutexGuard<'static, BTreeSet<PathBuf>> {
     NAMES.lock().unwrap_or_else(PoisonError::into_inner)
@@ -82,7 +86,7 @@ fn remove(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Has SIGHUP, SIGINT and SIGTERM remove what is unfinished before they end the process, for a program to call before it starts
+/// Has SIGHUP, SIGINT and SIGTERM remove what is unfinished and leave the terminal as it was before they end the process, for a program to call before it starts
 /// other threads. A signal that the process was started to ignore stays ignored.
 pub fn remove_on_signals() -> Result<()> {
     let mut signals = MaybeUninit::<libc::sigset_t>::uninit();
@@ -104,25 +108,70 @@ pub fn remove_on_signals() -> Result<()> {
         let error = io::Error::from_raw_os_error(blocked);
         return Err(Error::io("blocking signals", error));
     }
+    let terminal = terminal();
     std::thread::Builder::new()
         .name("signals".to_owned())
-        .spawn(move || end_cleanly(&signals))
+        .spawn(move || end_cleanly(&signals, terminal.as_ref()))
         .map_err(|e| Error::io("starting the thread that waits for signals", e))?;
     Ok(())
 }
 
+/// Has the next SIGINT set `cancel` instead of ending the process, and only the next one. For a program that has called
+/// [`remove_on_signals`].
+pub fn cancel_on_interrupt(cancel: &Cancel) {
+    *interrupt() = Some(cancel.clone());
+}
+
+fn interrupt() -> MutexGuard<'static, Option<Cancel>> {
+    INTERRUPT.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The settings of the terminal that standard input is, if it is one.
+fn terminal() -> Option<libc::termios> {
+    let mut settings = MaybeUninit::uninit();
+    // SAFETY: the call fills what it is given, or fails.
+    unsafe {
+        let got = libc::tcgetattr(libc::STDIN_FILENO, settings.as_mut_ptr());
+        (got == 0).then(|| settings.assume_init())
+    }
+}
+
+/// Gives the terminal the settings that it had: what edits lines changes them.
+fn restore(settings: &libc::termios) {
+    let mut signal = MaybeUninit::uninit();
+    // SAFETY: the set is made here, and the settings are those of a terminal. A process in the background would be stopped.
+    unsafe {
+        libc::sigemptyset(signal.as_mut_ptr());
+        libc::sigaddset(signal.as_mut_ptr(), libc::SIGTTOU);
+        libc::pthread_sigmask(libc::SIG_BLOCK, signal.as_ptr(), std::ptr::null_mut());
+        libc::tcsetattr(libc::STDIN_FILENO, libc::TCSANOW, settings);
+    }
+}
+
 /// Waits for one of the signals, which are blocked, and ends the process as it would have.
-fn end_cleanly(signals: &libc::sigset_t) {
+fn end_cleanly(signals: &libc::sigset_t, terminal: Option<&libc::termios>) {
     let mut signal = 0;
-    // SAFETY: the set and the number live through the call, which fails only for a set that is none.
-    unsafe { libc::sigwait(signals, &mut signal) };
+    loop {
+        // SAFETY: the set and the number live through the call, which fails only for a set that is none.
+        unsafe { libc::sigwait(signals, &mut signal) };
+        let cancel = interrupt().take_if(|_| signal == libc::SIGINT);
+        match cancel {
+            Some(cancel) => cancel.cancel(),
+            None => break,
+        }
+    }
     // Held until the process has ended: nothing new is made meanwhile.
     let names = names();
     for name in names.iter() {
         let _ = remove(name);
     }
-    // SAFETY: the set lives through the call; the signal has its default action, which ends the process.
+    if let Some(settings) = terminal {
+        restore(settings);
+    }
+    // SAFETY: the set lives through the call; the default action of each of these signals ends the process. What reads lines from a
+    // terminal may have put a handler in its place.
     unsafe {
+        libc::signal(signal, libc::SIG_DFL);
         libc::raise(signal);
         libc::pthread_sigmask(libc::SIG_UNBLOCK, signals, std::ptr::null_mut());
     }

@@ -12,6 +12,7 @@ use std::mem::MaybeUninit;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use super::alloc;
 use super::env;
@@ -117,6 +118,19 @@ impl Thread {
     /// # Safety
     /// What `body` borrows must live until the thread has ended.
     unsafe fn start<'a>(name: &str, body: impl FnOnce() + Send + 'a) -> std::io::Result<Thread> {
+        // SAFETY: as promised to this function.
+        unsafe { Self::start_with(STACK, name, body) }
+    }
+
+    /// The same with `stack` bytes of stack.
+    ///
+    /// # Safety
+    /// As for [`Thread::start`].
+    unsafe fn start_with<'a>(
+        stack: usize,
+        name: &str,
+        body: impl FnOnce() + Send + 'a,
+    ) -> std::io::Result<Thread> {
         // The system takes 15 bytes of a name.
         let name = CString::new(&name[..name.len().min(15)]).unwrap_or_default();
         let body = Box::new(body);
@@ -127,7 +141,7 @@ impl Thread {
             let mut attributes = MaybeUninit::uninit();
             let mut error = libc::pthread_attr_init(attributes.as_mut_ptr());
             if error == 0 {
-                libc::pthread_attr_setstacksize(attributes.as_mut_ptr(), STACK);
+                libc::pthread_attr_setstacksize(attributes.as_mut_ptr(), stack);
                 error = without_signals(|| {
                     libc::pthread_create(id.as_mut_ptr(), attributes.as_ptr(), begin, start.cast())
                 });
@@ -142,6 +156,12 @@ impl Thread {
         }
         // SAFETY: the call has succeeded, so it has filled it.
         Ok(Thread(unsafe { id.assume_init() }))
+    }
+
+    /// Lets it go on for as long as it will.
+    fn detach(self) {
+        // SAFETY: the thread was neither joined nor detached.
+        unsafe { libc::pthread_detach(self.0) };
     }
 
     fn join(self) {
@@ -207,6 +227,38 @@ pub fn with_stack<T: Send>(body: impl FnOnce() -> Result<T> + Send) -> Result<T>
     made.into_inner()
         .unwrap_or_else(PoisonError::into_inner)
         .unwrap_or_else(|| Err(err!(Internal, "a thread has come to nothing")))
+}
+
+/// Calls `body`, a program of a stranger's, on a thread of its own with `stack` bytes of stack; nothing if it takes more than `bytes` of
+/// memory at a time, or longer than `longest`. Its thread then stands still for ever with what it has: there is no way to end it.
+pub fn bounded<T: Send + 'static>(
+    stack: usize,
+    bytes: usize,
+    longest: Duration,
+    body: impl FnOnce() -> Result<T> + Send + 'static,
+) -> Result<Option<T>> {
+    let shared = Arc::new((alloc::Limit::new(bytes), Mutex::new(None)));
+    let own = shared.clone();
+    let work = move || {
+        let (limit, made) = &*own;
+        let result = catch_unwind(AssertUnwindSafe(|| limit.during(body)));
+        *lock(made) = Some(result);
+        limit.done();
+    };
+    // SAFETY: it borrows nothing.
+    let thread = unsafe { Thread::start_with(stack, "nvfp4-bounded", work) }
+        .map_err(|e| err!(OutOfMemory, "starting a thread: {e}"))?;
+    let (limit, made) = &*shared;
+    if !limit.wait(longest) {
+        thread.detach();
+        return Ok(None);
+    }
+    thread.join();
+    match lock(made).take() {
+        Some(Ok(result)) => result.map(Some),
+        Some(Err(panic)) => resume_unwind(panic),
+        None => bail!(Internal, "a thread has come to nothing"),
+    }
 }
 
 impl Crew {

@@ -215,6 +215,8 @@ pub struct Vocabulary {
     pub add_space_prefix: Option<bool>,
     /// The chat template (Jinja), where the file has one.
     pub chat_template: Option<String>,
+    /// How the model's maker asks for tokens to be chosen (`general.sampling`), with the keys of `generation_config.json`.
+    pub sampling: Box<serde_json::Map<String, serde_json::Value>>,
 }
 
 /// An opened checkpoint. All reads are from `&self` and may come from any thread. A file that was written to after it was opened

@@ -11,12 +11,14 @@ mod model;
 mod models;
 mod output;
 mod perplexity;
+mod prompting;
 mod pull;
 mod quantize;
 mod rm;
 mod run;
 mod sampling;
 mod synth;
+mod view;
 
 use std::process::ExitCode;
 

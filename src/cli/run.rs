@@ -1,6 +1,7 @@
-//! `nvfp4 run`: one prompt, one answer, streamed.
+//! `nvfp4 run`: one prompt or conversation, one answer, streamed.
 
 use std::ffi::OsString;
+use std::io::IsTerminal;
 use std::ops::ControlFlow;
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
@@ -8,10 +9,12 @@ use std::time::Instant;
 
 use NVFP4::base::Result;
 use NVFP4::base::memory;
-use NVFP4::session::{Session, SessionOptions};
-use serde_json::json;
+use NVFP4::session::{GenerateOptions, Generation, Piece, Session, SessionOptions};
+use NVFP4::text::{Message, ToolCall, messages_from_json};
+use serde_json::{Value, json};
 
-use super::{model, output, sampling};
+use super::view::View;
+use super::{model, output, prompting, sampling};
 
 #[derive(clap::Args)]
 pub(super) struct Args {
@@ -19,22 +22,24 @@ pub(super) struct Args {
     model: model::ModelArgs,
     #[command(flatten)]
     sampling: sampling::SamplingArgs,
+    #[command(flatten)]
+    prompting: prompting::PromptingArgs,
     /// What to say
-    #[arg(long, required_unless_present = "prompt_file")]
+    #[arg(long, required_unless_present_any = ["prompt_file", "messages"])]
     prompt: Option<OsString>,
     /// A file with what to say; - is standard input
     #[arg(long, conflicts_with = "prompt")]
     prompt_file: Option<PathBuf>,
-    /// What the model is told about its role
-    #[arg(long)]
-    system: Option<String>,
+    /// A file with a conversation to answer, as the JSON array of messages that chat servers take; - is standard input
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["prompt", "prompt_file", "system"])]
+    messages: Option<PathBuf>,
     /// Continue the prompt as it stands, without the model's chat template
-    #[arg(long, conflicts_with = "system")]
+    #[arg(long, conflicts_with_all = ["messages", "system", "think", "think_budget", "tools", "set"])]
     raw: bool,
     /// Run the prompt one token after the other, for comparison
     #[arg(long, requires = "raw")]
     token_by_token: bool,
-    /// Tokens of room for prompt and answer; 0 takes 4096, or what the model was made for if that is less
+    /// Tokens of room for prompt and answer; 0 takes what the model was made for
     #[arg(long, default_value_t = 0)]
     context: usize,
     /// Print the answer and its timings as JSON
@@ -42,67 +47,102 @@ pub(super) struct Args {
     json: bool,
 }
 
+/// What is asked.
+enum Question {
+    Prompt(String),
+    Conversation(Vec<Message>),
+}
+
 pub(super) fn run(args: &Args) -> Result<()> {
-    let prompt = match (&args.prompt, &args.prompt_file) {
-        (Some(prompt), _) => NVFP4::text::utf8("the prompt", prompt.as_bytes())?.to_owned(),
-        (None, Some(file)) => model::read_text(file)?,
-        (None, None) => unreachable!("clap requires one of them"),
-    };
+    let question = args.question()?;
     let model = args.model.load()?;
     let mut session = Session::new(
         model.clone(),
         &SessionOptions {
             context: args.context,
             kv: args.model.kv.into(),
-            system: args.system.clone(),
+            system: args.prompting.system.clone(),
             ..SessionOptions::default()
         },
     )?;
-    let options = args.sampling.options();
-    let mut failed = None;
-    let mut show = |piece: NVFP4::session::Piece<'_>| {
-        if args.json {
-            return ControlFlow::Continue(());
+    let options = args.sampling.options(&model);
+    if std::io::stderr().is_terminal() {
+        let sampling = sampling::described(&options.sampling, &model);
+        eprintln!("sampling: {sampling}");
+    }
+    let mut view = View::new();
+    let answer = args.answer(
+        &mut session,
+        &question,
+        &options,
+        &mut |piece| match args.json {
+            true => ControlFlow::Continue(()),
+            false => view.show(piece),
+        },
+    )?;
+    if !args.json {
+        return view.end();
+    }
+    let calls: Vec<Value> = answer.tool_calls.iter().map(ToolCall::to_json).collect();
+    output::json(&json!({
+        "text": answer.text,
+        "content": answer.text,
+        "reasoning": answer.reasoning,
+        "tool_calls": calls,
+        "tokens": answer.tokens,
+        "finish": answer.finish,
+        "seed": answer.seed,
+        "prompt_tokens": answer.prompt_tokens,
+        "timings": answer.timings,
+        "memory": {"peak_bytes": memory::total().peak, "kv_bytes": session.kv_bytes()},
+        "model": model.info(),
+    }))
+}
+
+impl Args {
+    fn question(&self) -> Result<Question> {
+        if let Some(file) = &self.messages {
+            let messages = messages_from_json(&model::read_text(file)?);
+            let messages = messages.map_err(|e| e.within(file.display()))?;
+            return Ok(Question::Conversation(messages));
         }
-        match output::print(piece.text) {
-            Ok(()) => ControlFlow::Continue(()),
-            Err(e) => {
-                failed = Some(e);
-                ControlFlow::Break(())
+        Ok(Question::Prompt(match (&self.prompt, &self.prompt_file) {
+            (Some(prompt), _) => NVFP4::text::utf8("the prompt", prompt.as_bytes())?.to_owned(),
+            (None, Some(file)) => model::read_text(file)?,
+            (None, None) => unreachable!("clap requires one of them"),
+        }))
+    }
+
+    fn answer(
+        &self,
+        session: &mut Session,
+        question: &Question,
+        options: &GenerateOptions,
+        show: &mut dyn FnMut(Piece<'_>) -> ControlFlow<()>,
+    ) -> Result<Generation> {
+        let model = session.model().clone();
+        let prompt = match question {
+            Question::Prompt(prompt) if self.raw => prompt,
+            Question::Prompt(prompt) => {
+                let chat = self.prompting.options(&model)?;
+                return session.chat(prompt, Some(&chat), options, show);
             }
-        }
-    };
-    let answer = if args.raw {
+            Question::Conversation(messages) => {
+                let chat = self.prompting.options(&model)?;
+                return session.chat_messages(messages, Some(&chat), options, show);
+            }
+        };
         let start = Instant::now();
-        let tokens = model.tokenizer()?.encode(&prompt, true)?;
-        if args.token_by_token {
+        let tokens = model.tokenizer()?.encode(prompt, true)?;
+        if self.token_by_token {
             session.prefill_token_by_token(&tokens)?;
         } else {
             session.prefill(&tokens)?;
         }
         let prefill = start.elapsed().as_secs_f64();
-        session.generate(&options, &mut show).map(|mut answer| {
-            answer.timings.prefill_seconds += prefill;
-            answer.timings.first_token_seconds += prefill;
-            answer
-        })
-    } else {
-        session.chat(&prompt, &options, &mut show)
-    };
-    if let Some(e) = failed {
-        return Err(e);
+        let mut answer = session.generate(options, show)?;
+        answer.timings.prefill_seconds += prefill;
+        answer.timings.first_token_seconds += prefill;
+        Ok(answer)
     }
-    let answer = answer?;
-    if args.json {
-        return output::json(&json!({
-            "text": answer.text,
-            "tokens": answer.tokens,
-            "finish": answer.finish,
-            "prompt_tokens": answer.prompt_tokens,
-            "timings": answer.timings,
-            "memory": {"peak_bytes": memory::total().peak, "kv_bytes": session.kv_bytes()},
-            "model": model.info(),
-        }));
-    }
-    output::line("")
 }

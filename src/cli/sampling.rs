@@ -1,30 +1,33 @@
 //! The arguments of `run` and `chat` that say how an answer is chosen and when it ends.
 
-use NVFP4::session::{GenerateOptions, SamplingOptions};
+use std::fmt::Write as _;
+
+use NVFP4::model::{Model, SamplingOptions};
+use NVFP4::session::GenerateOptions;
 
 #[derive(clap::Args)]
 pub(super) struct SamplingArgs {
-    /// Stop after this many tokens
-    #[arg(long, default_value_t = 512)]
-    max_tokens: usize,
-    /// Randomness; 0 takes the likeliest token each time
-    #[arg(long, default_value_t = 0.0)]
-    temp: f32,
+    /// Stop after this many tokens; without it an answer may fill the context
+    #[arg(long)]
+    max_tokens: Option<usize>,
+    /// Randomness; 0 takes the likeliest token each time. Without it, and the four below, what the model's maker asks for
+    #[arg(long)]
+    temp: Option<f32>,
     /// Choose among this many likeliest tokens; 0 means all
-    #[arg(long, default_value_t = 0)]
-    top_k: usize,
+    #[arg(long)]
+    top_k: Option<usize>,
     /// Choose among the likeliest tokens that together have this probability; 0 takes the likeliest
-    #[arg(long, default_value_t = 1.0)]
-    top_p: f32,
+    #[arg(long)]
+    top_p: Option<f32>,
     /// Leave out tokens less likely than this part of the likeliest one
-    #[arg(long, default_value_t = 0.0)]
-    min_p: f32,
+    #[arg(long)]
+    min_p: Option<f32>,
     /// Above 1, tokens that occurred already become less likely
-    #[arg(long, default_value_t = 1.0)]
-    repetition_penalty: f32,
-    /// The same seed gives the same answer
-    #[arg(long, default_value_t = 0)]
-    seed: u64,
+    #[arg(long)]
+    repetition_penalty: Option<f32>,
+    /// The same seed gives the same answer; without it each answer has its own
+    #[arg(long)]
+    seed: Option<u64>,
     /// Stop before this text, which may name special tokens; may be given several times
     #[arg(long)]
     stop: Vec<String>,
@@ -37,22 +40,61 @@ pub(super) struct SamplingArgs {
 }
 
 impl SamplingArgs {
-    pub(super) fn options(&self) -> GenerateOptions {
+    /// What was asked for, and for the rest what the model's maker does.
+    pub(super) fn options(&self, model: &Model) -> GenerateOptions {
+        let own = model.sampling();
         GenerateOptions {
-            max_tokens: self.max_tokens,
+            max_tokens: self.max_tokens.unwrap_or(usize::MAX),
             sampling: SamplingOptions {
-                temperature: self.temp,
-                top_k: self.top_k,
-                top_p: self.top_p,
-                min_p: self.min_p,
-                repetition_penalty: self.repetition_penalty,
+                temperature: self.temp.unwrap_or(own.temperature),
+                top_k: self.top_k.unwrap_or(own.top_k),
+                top_p: self.top_p.unwrap_or(own.top_p),
+                min_p: self.min_p.unwrap_or(own.min_p),
+                repetition_penalty: self.repetition_penalty.unwrap_or(own.repetition_penalty),
                 seed: self.seed,
             },
             stop_strings: self.stop.clone(),
-            stop_tokens: Vec::new(),
             ignore_model_stops: self.ignore_stops,
             replay: self.replay,
-            log_probabilities: false,
+            ..GenerateOptions::default()
         }
     }
+}
+
+/// How tokens are chosen, and whether that is what the model's maker asks for, in words.
+pub(super) fn described(sampling: &SamplingOptions, model: &Model) -> String {
+    let seedless = SamplingOptions {
+        seed: None,
+        ..sampling.clone()
+    };
+    let own = model.sampling();
+    let as_asked = seedless == *own && *own != SamplingOptions::default();
+    match as_asked {
+        true => format!("{}, as the model's maker asks", in_words(sampling)),
+        false => in_words(sampling),
+    }
+}
+
+/// How tokens are chosen, in words.
+fn in_words(sampling: &SamplingOptions) -> String {
+    let mut words = match sampling.is_greedy() {
+        true => "the likeliest token each time".to_owned(),
+        false => format!("temperature {}", sampling.temperature),
+    };
+    let defaults = SamplingOptions::default();
+    let mut add = |differs: bool, name: &str, value: &dyn std::fmt::Display| {
+        if differs && !sampling.is_greedy() {
+            let _ = write!(words, ", {name} {value}");
+        }
+    };
+    add(sampling.top_k != defaults.top_k, "top-k", &sampling.top_k);
+    add(sampling.top_p != defaults.top_p, "top-p", &sampling.top_p);
+    add(sampling.min_p != defaults.min_p, "min-p", &sampling.min_p);
+    let penalty = sampling.repetition_penalty;
+    add(
+        penalty != defaults.repetition_penalty,
+        "repetition penalty",
+        &penalty,
+    );
+    words
 }

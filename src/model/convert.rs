@@ -575,6 +575,9 @@ fn description(source: &Metadata, head_added: bool) -> Result<(Metadata, Files)>
         if let Some(bos) = vocabulary.bos {
             generation["bos_token_id"] = json!(bos);
         }
+        for (key, value) in &*vocabulary.sampling {
+            generation[key] = value.clone();
+        }
         files.push((
             "tokenizer.json".to_owned(),
             tokenizer.to_json()?.into_bytes(),

@@ -4,6 +4,7 @@
 pub mod config;
 pub mod convert;
 mod forward;
+mod generation;
 mod gpu;
 mod gpu_cache;
 mod kv_cache;
@@ -24,10 +25,10 @@ use serde::Serialize;
 use crate::base::checksum::Checksum;
 use crate::base::error::{bail, err};
 use crate::base::turns::Turns;
-use crate::base::{Error, Result, call, threads};
-use crate::checkpoint::{self, Checkpoint, TokenizerSource};
+use crate::base::{Result, call, threads};
+use crate::checkpoint::{self, Checkpoint};
 use crate::format::nvfp4::QuantizeOptions;
-use crate::text::{ChatTemplate, Tokenizer};
+use crate::text::{AnswerForm, ChatTemplate, Tokenizer};
 
 pub use crate::ops::Device;
 pub use crate::ops::attention::KvType;
@@ -38,8 +39,7 @@ pub use forward::Scratch;
 pub use kv_cache::KvCache;
 pub use weights::Weights;
 
-/// Tokens that end an assistant's turn in the templates of the known families, where the vocabulary has them.
-const TURN_ENDS: [&str; 3] = ["<|im_end|>", "<|endoftext|>", "<|eot_id|>"];
+use generation::Generation;
 
 /// How often is looked whether kernels are ready that a model waits for.
 const WAIT: Duration = Duration::from_millis(2);
@@ -186,6 +186,8 @@ pub struct Model {
     activations: Activations,
     tokenizer: Option<Arc<Tokenizer>>,
     template: ChatTemplate,
+    answer_form: AnswerForm,
+    sampling: SamplingOptions,
     stop_tokens: Vec<u32>,
     info: ModelInfo,
     fingerprint: u64,
@@ -289,7 +291,10 @@ impl Model {
                 config.vocab_size
             );
         }
-        let stop_tokens = stop_tokens(&config, &metadata.tokenizer, text.tokenizer.as_deref())?;
+        let Generation {
+            stop_tokens,
+            sampling,
+        } = generation::read(&config, &metadata.tokenizer, text.tokenizer.as_deref())?;
         let (weights, sum, table) = loaded?;
         let executor = match device {
             Device::Cuda(gpu) => Some(gpu::Executor::new(gpu, &config, &weights, table)?),
@@ -303,14 +308,21 @@ impl Model {
         info.weight_bytes += executor.as_ref().map_or(0, |e| e.bytes() as u64);
         info.tokenizer = text.tokenizer.is_some();
         info.chat_template = text.template.is_some();
+        let template = text.template.unwrap_or_else(ChatTemplate::chatml);
+        let is_token = |name: &str| {
+            let tokenizer = text.tokenizer.as_ref();
+            tokenizer.is_some_and(|t| t.id_of(name).is_some())
+        };
         Ok(Arc::new(Model {
+            answer_form: AnswerForm::of(template.source(), is_token),
             config,
             weights,
             device: options.device.clone(),
             executor,
             activations: options.activations,
             tokenizer: text.tokenizer,
-            template: text.template.unwrap_or_else(ChatTemplate::chatml),
+            template,
+            sampling,
             stop_tokens,
             info,
             fingerprint: fingerprint.finish(),
@@ -363,6 +375,17 @@ impl Model {
         &self.template
     }
 
+    /// How it spells reasoning and calls of tools in its answers.
+    pub fn answer_form(&self) -> &AnswerForm {
+        &self.answer_form
+    }
+
+    /// How its maker asks for tokens to be chosen: by `generation_config.json`, or a GGUF file's `general.sampling` entries; greedy where
+    /// nothing is said.
+    pub fn sampling(&self) -> &SamplingOptions {
+        &self.sampling
+    }
+
     /// The tokens that end a generation: those of the config and of `generation_config.json`, and the turn ends that the
     /// tokenizer knows.
     pub fn stop_tokens(&self) -> &[u32] {
@@ -378,50 +401,6 @@ impl Model {
     /// held in. The same whatever device holds it and whatever file it came from, but not when quantized in another way.
     pub fn fingerprint(&self) -> u64 {
         self.fingerprint
-    }
-}
-
-fn stop_tokens(
-    config: &Config,
-    source: &TokenizerSource,
-    tokenizer: Option<&Tokenizer>,
-) -> Result<Vec<u32>> {
-    let mut stops = config.eos.clone();
-    match source {
-        TokenizerSource::Directory(directory) => {
-            stops.extend(generation_config_eos(
-                &directory.join("generation_config.json"),
-            )?);
-        }
-        TokenizerSource::Vocabulary(v) => stops.extend(v.eos.into_iter().chain(v.eot)),
-        TokenizerSource::None => {}
-    }
-    if let Some(tokenizer) = tokenizer {
-        let ends = TURN_ENDS.iter().filter_map(|t| tokenizer.id_of(t));
-        stops.extend(ends.filter(|&id| tokenizer.is_special(id)));
-    }
-    stops.sort_unstable();
-    stops.dedup();
-    Ok(stops)
-}
-
-fn generation_config_eos(path: &Path) -> Result<Vec<u32>> {
-    let bytes = match std::fs::read(path) {
-        Ok(bytes) => bytes,
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
-        Err(e) => return Err(Error::io(format_args!("reading {}", path.display()), e)),
-    };
-    let json: serde_json::Value =
-        serde_json::from_slice(&bytes).map_err(|e| err!(CorruptFile, "{}: {e}", path.display()))?;
-    match &json["eos_token_id"] {
-        serde_json::Value::Null => Ok(Vec::new()),
-        value => config::token_ids(value).ok_or_else(|| {
-            err!(
-                CorruptFile,
-                "{}: 'eos_token_id' is {value}; expected token ids",
-                path.display()
-            )
-        }),
     }
 }
 

@@ -38,8 +38,8 @@ pub struct SamplingOptions {
     pub min_p: f32,
     /// Divides the positive logits of tokens that have occurred, and multiplies the negative ones; 1 changes none.
     pub repetition_penalty: f32,
-    /// Fixes the draws.
-    pub seed: u64,
+    /// Fixes the draws. Without one, whoever draws gives it one ([`SamplingOptions::seeded_by`]); a choice by itself takes 0.
+    pub seed: Option<u64>,
 }
 
 impl Default for SamplingOptions {
@@ -50,7 +50,7 @@ impl Default for SamplingOptions {
             top_p: 1.0,
             min_p: 0.0,
             repetition_penalty: 1.0,
-            seed: 0,
+            seed: None,
         }
     }
 }
@@ -86,6 +86,14 @@ impl SamplingOptions {
         )
     }
 
+    /// The same with a seed: its own, or else this one.
+    pub fn seeded_by(&self, seed: u64) -> Self {
+        SamplingOptions {
+            seed: self.seed.or(Some(seed)),
+            ..self.clone()
+        }
+    }
+
     /// Whether the likeliest token is chosen, and nothing is drawn.
     fn takes_likeliest(&self) -> bool {
         self.temperature == 0.0 || self.top_k == 1 || self.top_p == 0.0
@@ -114,7 +122,7 @@ impl Choice<'_> {
         let options = self.options;
         let scale = std::f64::consts::LOG2_E / f64::from(options.temperature);
         DrawRule {
-            seed: options.seed,
+            seed: options.seed.unwrap_or_default(),
             draw: self.draw,
             scale: match options.takes_likeliest() {
                 true => 0.0,
@@ -561,7 +569,10 @@ mod tests {
     fn seeds_fix_the_draws() {
         let l = vec![0.0; 1000];
         let run = |seed| {
-            let options = SamplingOptions { seed, ..warm() };
+            let options = SamplingOptions {
+                seed: Some(seed),
+                ..warm()
+            };
             let draws = (0..8).map(|draw| {
                 let choice = Choice {
                     options: &options,
@@ -646,7 +657,7 @@ mod tests {
                 top_p: [1.0, 0.95, 0.5, 1e-9][pick(5, 4) as usize],
                 min_p: [0.0, 0.05, 0.9, 1.0, 1e-20][pick(6, 5) as usize],
                 repetition_penalty: 1.0,
-                seed: case,
+                seed: Some(case),
             };
             let choice = Choice {
                 options: &options,

@@ -49,6 +49,8 @@ pub fn step_choose(
             .check()
             .map_err(|e| e.within(format_args!("session {i}")))?;
     }
+    let each = options.iter().zip(&*sessions);
+    let options: Vec<SamplingOptions> = each.map(|(o, s)| o.seeded_by(s.seed)).collect();
     let mut next = Vec::new();
     stepped(sessions, tokens, &mut |model, caches, places, scratch| {
         let choices: Vec<Choice<'_>> = options
@@ -63,7 +65,7 @@ pub fn step_choose(
         next = model.forward_choose(tokens, caches, &choices, scratch, look_ahead)?;
         Ok(())
     })?;
-    for ((session, options), &token) in sessions.iter_mut().zip(options).zip(&next) {
+    for ((session, options), &token) in sessions.iter_mut().zip(&options).zip(&next) {
         session.likeliest = options.is_greedy().then_some(token);
     }
     Ok(next)

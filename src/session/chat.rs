@@ -1,257 +1,594 @@
-//! Chat turns. The model's template says how a conversation is spelled; only what a turn adds to it is run: what closes the
-//! last answer, the user's words, and what opens the next answer.
+//! Chat turns. The model's template says how a conversation is spelled: a turn renders all of it, keeps what the sequence holds of
+//! that already, and runs the rest. So an answer that is asked for again, an earlier message that has changed, and the results of
+//! tools are turns as any other.
 
-use std::ops::{ControlFlow, Range};
+use std::ops::ControlFlow;
+use std::time::Instant;
 
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use super::answer::Answer;
 use super::text::Text;
-use super::{GenerateOptions, Generation, Piece, Session, Transcript};
+use super::{Eviction, GenerateOptions, Generation, Piece, Session, Transcript, sampler};
 use crate::base::error::bail;
-use crate::base::{Result, alloc, call};
+use crate::base::{Result, alloc, call, memory};
 use crate::model::Model;
-use crate::text::{Message, Tokenizer};
+use crate::text::{Aligned, Message, Prompt, Tokenizer};
 
 /// Bytes of text that a token may stand for, in the mean of an answer.
 const FOR_TOKEN: usize = 16;
+/// Bytes at the end of a prompt that tell how an answer begins.
+const OPENING: usize = 256;
 
-/// The turns of a session, and whether it ends where another can follow.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Conversation {
-    pub(super) turns: Vec<Turn>,
-    /// The sequence ends in an answer, which the next turn closes.
-    pub(super) open: bool,
-    /// Tokens before the first user's words, which eviction keeps.
-    pub(super) head: usize,
+/// How a chat turn is rendered and answered.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct ChatOptions {
+    /// Variables of the model's template, such as `enable_thinking`.
+    pub variables: Map<String, Value>,
+    /// The tools that the model may call, each an object as chat servers take them.
+    pub tools: Vec<Value>,
+    /// Earlier answers stay in the sequence with their reasoning, whatever the template does about it. A turn then runs only
+    /// what it adds, but the model sees what it was not trained on, and the context fills sooner.
+    pub keep_reasoning: bool,
+    /// The most tokens that a thought may have. Then it is ended in the words of the model's maker, and the answer follows.
+    /// A model that does not think has none to end.
+    pub reasoning_budget: Option<usize>,
 }
 
-/// One turn, as far as it was not evicted.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Turn {
+impl ChatOptions {
+    /// The template's variables, tools among them.
+    fn all_variables(&self) -> Map<String, Value> {
+        let mut variables = self.variables.clone();
+        if !self.tools.is_empty() {
+            variables.insert("tools".to_owned(), Value::Array(self.tools.clone()));
+        }
+        variables
+    }
+}
+
+/// The conversation that the sequence holds.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(super) struct Conversation {
+    /// Whether the tokens are those of a conversation, also where they are too few for a message.
+    pub(super) begun: bool,
+    /// What was said, without the answer that the sequence ends in.
+    pub(super) messages: Vec<Message>,
+    pub(super) answer: Option<Answering>,
+    /// The options of the last turn.
+    pub(super) options: ChatOptions,
+}
+
+/// The answer that the sequence ends in.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Answering {
     /// Where its tokens begin.
     pub(super) start: usize,
-    /// Where the answer begins. It ends where the next turn starts.
-    pub(super) answer: usize,
-    pub(super) user: String,
+    /// The end of the text before it.
+    pub(super) opening: String,
+    /// Whether the model ended it.
+    pub(super) whole: bool,
+    /// What it says, while the sequence has that many tokens.
+    pub(super) said: Option<(usize, Message)>,
 }
 
 impl Conversation {
-    /// Follows a sequence that was cut to `len`.
-    pub(super) fn truncate(&mut self, len: usize) {
-        if len == 0 {
-            *self = Conversation::default();
-            return;
-        }
-        let left = self.turns.partition_point(|t| t.answer <= len);
-        // With no turn left it cannot be told what the sequence ends in.
-        let whole = self.turns.get(left).is_none_or(|cut| cut.start == len);
-        self.open &= left > 0 && whole;
-        self.turns.truncate(left);
-        self.head = self.head.min(len);
+    pub(super) fn is_empty(&self) -> bool {
+        !self.begun
     }
 
-    /// Follows a sequence from which `range` was taken out, and with it the beginning of turns.
-    pub(super) fn forget(&mut self, range: Range<usize>) {
-        self.turns.retain(|t| t.start >= range.end);
-        for turn in &mut self.turns {
-            turn.start -= range.len();
-            turn.answer -= range.len();
-        }
+    /// Bytes of its texts.
+    pub(super) fn bytes(&self) -> usize {
+        let messages = self.messages.iter();
+        let said = self.answer.iter().filter_map(|a| a.said.as_ref());
+        let all = messages.chain(said.map(|(_, message)| message));
+        all.fold(0, |sum, message| sum + message.size())
     }
 }
 
+/// What a turn makes of the sequence.
+pub(super) struct Plan {
+    messages: Vec<Message>,
+    tokens: Aligned,
+    /// The end of the prompt's text.
+    opening: String,
+    /// Tokens that the conversation had before it, where old turns are left out.
+    dropped: usize,
+}
+
 impl Session {
-    /// Says `user` in the conversation and generates the answer. The first turn is spelled by the model's template, with the
-    /// session's system prompt if it has one; later turns run only what they add. Special tokens spelled out in `user`
-    /// enter as plain text and cannot forge a turn.
+    /// Says `user` in the conversation and generates the answer. Special tokens spelled out in `user` enter as plain text and
+    /// cannot forge a turn. Without `chat`, the options are those of the turn before.
     ///
     /// Tokens that [`generate`](Session::generate), [`decode`](Session::decode) or [`prefill`](Session::prefill) appended
-    /// after an answer count as part of it. A session that was prefilled before its first turn is refused: nothing says
-    /// where the template should go on from.
+    /// after an answer count as part of it. A session that was prefilled before its first turn is refused: its tokens are no
+    /// conversation.
     pub fn chat(
         &mut self,
         user: &str,
+        chat: Option<&ChatOptions>,
         options: &GenerateOptions,
         on_piece: &mut dyn FnMut(Piece<'_>) -> ControlFlow<()>,
     ) -> Result<Generation> {
-        if !self.is_empty() && !self.conversation.open {
+        if !self.is_empty() && self.conversation.is_empty() {
             bail!(
                 InvalidArgument,
-                "the session holds {} tokens that do not end in an answer of a chat; reset it, or go on with prefill and generate",
+                "the session holds {} tokens that are no conversation; reset it, or go on with prefill and generate",
                 self.len()
             );
         }
-        self.undone_on_error(|session| session.turn(user, options, on_piece))
+        let _words = alloc::set_aside(user.len().saturating_mul(2))?;
+        let mut messages = self.messages()?;
+        messages.push(Message::new("user", user));
+        self.answer(messages, chat, options, on_piece)
     }
 
-    /// The conversation so far: the system prompt, and the turns that are in the sequence.
+    /// Generates the answer to a conversation, all of which is given. Of the tokens that the session holds, those stay with which the
+    /// conversation as the template writes it begins; the others go. Without `chat`, the options are those of the turn
+    /// before. The system prompt of the session's options has no part in it.
+    pub fn chat_messages(
+        &mut self,
+        messages: &[Message],
+        chat: Option<&ChatOptions>,
+        options: &GenerateOptions,
+        on_piece: &mut dyn FnMut(Piece<'_>) -> ControlFlow<()>,
+    ) -> Result<Generation> {
+        if messages.is_empty() {
+            bail!(
+                InvalidArgument,
+                "the conversation has no message; give it at least what a user says"
+            );
+        }
+        let bytes = messages.iter().fold(0, |sum, m| sum + m.size());
+        let _words = alloc::set_aside(bytes.saturating_mul(2))?;
+        self.answer(messages.to_vec(), chat, options, on_piece)
+    }
+
+    /// The conversation so far, with the answer that the sequence ends in.
     pub fn messages(&self) -> Result<Vec<Message>> {
-        let turns = &self.conversation.turns;
+        let conversation = &self.conversation;
         let bytes = self.len().saturating_mul(FOR_TOKEN) + self.text_bytes();
         let _words = alloc::set_aside(bytes.saturating_mul(2))?;
-        let mut messages: Vec<Message> = self.system().collect();
-        for (i, turn) in turns.iter().enumerate() {
-            let end = turns.get(i + 1).map_or(self.len(), |next| next.start);
-            let mut answer = Text::after(&[], &self.model, &[])?;
-            for &token in &self.tokens[turn.answer..end] {
-                answer.push(token);
-            }
-            messages.push(Message::new("user", &*turn.user));
-            messages.push(Message::new("assistant", answer.into_string()));
+        if conversation.is_empty() {
+            let system = self.options.system.as_deref();
+            return Ok(system
+                .map(|s| Message::new("system", s))
+                .into_iter()
+                .collect());
+        }
+        let mut messages = conversation.messages.clone();
+        if let Some(answer) = &conversation.answer {
+            messages.push(match &answer.said {
+                Some((len, said)) if *len == self.len() => said.clone(),
+                _ => self.spoken(answer, &self.tokens[answer.start..])?,
+            });
         }
         Ok(messages)
     }
 
-    fn system(&self) -> impl Iterator<Item = Message> {
-        let system = self.options.system.as_deref();
-        system.map(|s| Message::new("system", s)).into_iter()
+    /// What `tokens` say as an answer.
+    fn spoken(&self, answer: &Answering, tokens: &[u32]) -> Result<Message> {
+        let conversation = &self.conversation;
+        let form = self.model.answer_form();
+        let mut text = Text::after(&[], &self.model, &[])?.showing(form.shown_tokens());
+        for &token in tokens {
+            text.push(token);
+        }
+        let tools = !conversation.options.tools.is_empty();
+        let calls = calls_in(&conversation.messages);
+        let mut spoken = Answer::new(&self.model, &answer.opening, tools, calls);
+        spoken.push(&text.into_string());
+        spoken.finish(answer.whole);
+        Ok(spoken.into_message())
+    }
+
+    fn answer(
+        &mut self,
+        messages: Vec<Message>,
+        chat: Option<&ChatOptions>,
+        options: &GenerateOptions,
+        on_piece: &mut dyn FnMut(Piece<'_>) -> ControlFlow<()>,
+    ) -> Result<Generation> {
+        let chat = chat.unwrap_or(&self.conversation.options).clone();
+        for name in self.model.chat_template().unread(&chat.variables) {
+            tracing::warn!(
+                "the model's chat template never reads '{name}', so that it changes nothing"
+            );
+        }
+        self.undone_on_error(|session| session.turn(messages, chat, options, on_piece))
     }
 
     fn turn(
         &mut self,
-        user: &str,
+        messages: Vec<Message>,
+        chat: ChatOptions,
         options: &GenerateOptions,
         on_piece: &mut dyn FnMut(Piece<'_>) -> ControlFlow<()>,
     ) -> Result<Generation> {
-        let started = std::time::Instant::now();
-        // Copies of the words, as messages and in the conversation.
-        let _words = alloc::set_aside((self.text_bytes() + user.len()).saturating_mul(8))?;
-        let first = self.is_empty();
+        let started = Instant::now();
+        let _words = alloc::set_aside(self.text_bytes().saturating_mul(8))?;
         let model = self.model.clone();
-        let text = Transcript::new(&model, &[], options)?;
-        let spelling = Spelling {
-            model: &model,
-            system: self.system().collect(),
-        };
-        let tokens = if first {
-            let (tokens, head) = spelling.first(user)?;
-            self.conversation.head = head;
-            tokens
-        } else {
-            spelling.following(user)?
-        };
-        self.model.check_tokens(&tokens)?;
-        self.make_room(tokens.len())?;
-        let start = self.len();
-        self.push(&tokens);
+        let form = model.answer_form();
+        let text = Transcript::new(&model, &[], options)?.showing(form.shown_tokens());
+        let Plan {
+            messages,
+            tokens,
+            opening,
+            dropped,
+        } = self.plan(messages, &chat)?;
+        self.model.check_tokens(&tokens.added)?;
+        tracing::debug!(
+            "a turn keeps {} of {} tokens and runs {}",
+            tokens.kept,
+            self.len(),
+            tokens.added.len()
+        );
+        self.keep(tokens.kept)?;
+        memory::make_room(&mut self.tokens, tokens.added.len())?;
+        self.push(&tokens.added);
+        self.evicted += dropped;
         self.settle()?;
         call::check()?;
         let prefill_seconds = started.elapsed().as_secs_f64();
-        self.conversation.turns.push(Turn {
-            start,
-            answer: self.len(),
-            user: user.to_owned(),
-        });
-        self.conversation.open = true;
-        let mut generation = self.generate_text(text, options, on_piece)?;
-        generation.prompt_tokens = tokens.len();
+        let calls = calls_in(&messages);
+        let answer = Answer::new(&model, &opening, !chat.tools.is_empty(), calls)
+            .within(&model, chat.reasoning_budget)?;
+        self.conversation = Conversation {
+            begun: true,
+            messages,
+            answer: Some(Answering {
+                start: self.len(),
+                opening,
+                whole: false,
+                said: None,
+            }),
+            options: chat,
+        };
+        let mut generation = self.generate_text(text, Some(answer), options, on_piece)?;
+        generation.prompt_tokens = tokens.added.len();
         generation.timings.prefill_seconds = prefill_seconds;
         generation.timings.first_token_seconds += prefill_seconds;
         Ok(generation)
     }
-}
 
-/// How a model's template spells turns.
-struct Spelling<'a> {
-    model: &'a Model,
-    system: Vec<Message>,
-}
+    /// Cuts the sequence to its first `len` tokens.
+    fn keep(&mut self, len: usize) -> Result<()> {
+        if len < self.len() {
+            self.cache.truncate(len.min(self.cache.len()))?;
+            self.tokens.truncate(len);
+            self.forget_logits();
+            self.seed = sampler::new_seed();
+        }
+        Ok(())
+    }
 
-impl Spelling<'_> {
-    /// The tokens of a first turn up to the answer, and how many of them stand before the user's words.
-    fn first(&self, user: &str) -> Result<(Vec<u32>, usize)> {
-        let tokenizer = self.model.tokenizer()?;
-        let marks = self.marks(user);
-        let marked = self.render(&[Message::new("user", &*marks.user)])?;
-        let (before, after) = split(&marked, &marks.user, "user")?;
-        let head = tokenizer.encode(before, false)?;
-        let turn = match names_special(tokenizer, user)? {
-            true => tokenizer.encode_around(before, user, after)?,
-            false => tokenizer.encode(&self.render(&[Message::new("user", user)])?, false)?,
+    /// How the sequence becomes the prompt for an answer to `messages`, of which old turns are left out where the context has no room
+    /// for them and the options say so.
+    fn plan(&self, messages: Vec<Message>, chat: &ChatOptions) -> Result<Plan> {
+        let following = match chat.keep_reasoning {
+            true => self.following(&messages, chat)?,
+            false => None,
         };
-        let common = head.iter().zip(&turn).take_while(|(a, b)| a == b).count();
-        let mut tokens = self.beginning(tokenizer)?;
-        let head = tokens.len() + common;
-        tokens.extend(turn);
-        Ok((tokens, head))
-    }
-
-    /// The tokens that stand before what the template writes. A template writes all that a text begins with; where ChatML
-    /// stands in for one, the tokenizer knows that.
-    fn beginning(&self, tokenizer: &Tokenizer) -> Result<Vec<u32>> {
-        let mut whole = Vec::new();
-        if !self.model.info().chat_template {
-            let bare = tokenizer.encode("a", false)?;
-            whole = tokenizer.encode("a", true)?;
-            let at = whole.windows(bare.len().max(1)).position(|w| w == bare);
-            whole.truncate(at.unwrap_or(0));
+        let (tokens, opening) = match following {
+            Some(found) => found,
+            None => self.aligned(&messages, chat)?,
+        };
+        let (context, len) = (self.options.context, tokens.len());
+        if len <= context {
+            return Ok(Plan {
+                messages,
+                tokens,
+                opening,
+                dropped: 0,
+            });
         }
-        Ok(whole)
+        match self.shortened(&messages, chat, len, 0)? {
+            Some(plan) => Ok(plan),
+            None => bail!(
+                ContextFull,
+                "the conversation takes {len} tokens, and the context holds {context}{}",
+                match self.options.eviction {
+                    Eviction::Error => "",
+                    Eviction::DropOldest { .. } => ", which what has to be kept takes alone",
+                }
+            ),
+        }
     }
 
-    /// The tokens that a following turn adds. They are what comes after an answer in a conversation of two turns, whatever
-    /// the answer was: templates may spell earlier answers differently, but those stay as the model gave them.
-    fn following(&self, user: &str) -> Result<Vec<u32>> {
+    /// The prompt for `messages` beside the sequence, and the end of its text.
+    fn aligned(&self, messages: &[Message], chat: &ChatOptions) -> Result<(Aligned, String)> {
         let tokenizer = self.model.tokenizer()?;
-        let marks = self.marks(user);
-        let plain = names_special(tokenizer, user)?;
-        let says = if plain { &*marks.user } else { user };
-        let spelled = self.render(&[
-            Message::new("user", "Hello"),
-            Message::new("assistant", &*marks.answer),
-            Message::new("user", says),
-        ])?;
-        let (_, added) = split(&spelled, &marks.answer, "assistant")?;
-        if !plain {
-            return tokenizer.encode(added, false);
+        let prompt = prompt(&self.model, messages, true, chat)?;
+        let tokens = prompt.align(tokenizer, &beginning(&self.model)?, &self.tokens)?;
+        Ok((tokens, end_of(&prompt.text())))
+    }
+
+    /// What follows the whole sequence, where `messages` are those that it holds and more, and the end of its text. Nothing where they
+    /// are not, or where the template gives no clue.
+    fn following(
+        &self,
+        messages: &[Message],
+        chat: &ChatOptions,
+    ) -> Result<Option<(Aligned, String)>> {
+        let held = self.messages()?;
+        let Some(answer) = held.len().checked_sub(1) else {
+            return Ok(None);
+        };
+        // Clients may leave out the reasoning that they were given.
+        let same = |given: &Message, held: &Message| {
+            let reasoning_content = match &given.reasoning_content {
+                None => None,
+                Some(_) => held.reasoning_content.clone(),
+            };
+            let held = Message {
+                reasoning_content,
+                ..held.clone()
+            };
+            *given == held
+        };
+        if self.conversation.answer.is_none()
+            || messages.len() <= held.len()
+            || !messages
+                .iter()
+                .zip(&held)
+                .all(|(given, held)| same(given, held))
+        {
+            return Ok(None);
         }
-        let (before, after) = split(added, &marks.user, "user")?;
-        tokenizer.encode_around(before, user, after)
-    }
-
-    fn render(&self, turns: &[Message]) -> Result<String> {
-        let messages = [&self.system, turns].concat();
-        self.model.chat_template().render(&messages, true)
-    }
-
-    /// Contents that stand for others and occur in none of them.
-    fn marks(&self, user: &str) -> Marks {
-        let mut number = 0;
-        loop {
-            let mark = format!("content-{number}-here");
-            let taken = |text: &str| text.contains(&mark);
-            if !taken(user) && !self.system.iter().any(|m| taken(&m.content)) {
-                return Marks {
-                    user: format!("{mark}-user"),
-                    answer: format!("{mark}-answer"),
-                };
+        // A content that occurs nowhere stands for the answer's: what the template writes behind it closes the answer.
+        let mark = free_mark(messages);
+        let without_reasoning = |message: &Message| Message {
+            reasoning_content: None,
+            ..message.clone()
+        };
+        let mut before: Vec<Message> = held.iter().map(without_reasoning).collect();
+        let new = &messages[held.len()..];
+        let spelled = |messages: &[Message], new: &[Message], prompt: bool| {
+            self::prompt(&self.model, &[messages, new].concat(), prompt, chat)
+        };
+        let added = if before[answer].tool_calls.is_empty() {
+            before[answer] = Message::new("assistant", &*mark);
+            let whole = spelled(&before, new, true)?;
+            let Some(at) = whole.end_of_only(&mark) else {
+                return Ok(None);
+            };
+            whole.after(at)
+        } else {
+            let closed = spelled(&before, &[], false)?;
+            let whole = spelled(&before, new, true)?;
+            if !whole.begins_with(&closed) {
+                return Ok(None);
             }
-            number += 1;
-        }
+            before[answer] = Message::new("assistant", &*mark);
+            let closing = spelled(&before, &[], false)?;
+            let Some(at) = closing.end_of_only(&mark) else {
+                return Ok(None);
+            };
+            let rest = whole.after(closed.len());
+            rest.preceded_by(&closing.after(at))
+        };
+        let tokens = added.tokens(self.model.tokenizer()?, !self.is_empty())?;
+        let aligned = Aligned {
+            kept: self.len(),
+            added: tokens,
+        };
+        Ok(Some((aligned, end_of(&added.text()))))
     }
-}
 
-struct Marks {
-    user: String,
-    answer: String,
-}
+    /// The conversation without its oldest turns, so that `extra` more tokens fit behind its prompt: the older half of what stands between
+    /// what is kept and the last question, or more if that is not enough. What stands before the first user's words is kept
+    /// in any case. None where eviction is not wanted or cannot make room. `whole` tokens is what the conversation takes now.
+    fn shortened(
+        &self,
+        messages: &[Message],
+        chat: &ChatOptions,
+        whole: usize,
+        extra: usize,
+    ) -> Result<Option<Plan>> {
+        let Eviction::DropOldest { keep } = self.options.eviction else {
+            return Ok(None);
+        };
+        let starts: Vec<usize> = (0..messages.len())
+            .filter(|&i| messages[i].role == "user")
+            .collect();
+        let tokenizer = self.model.tokenizer()?;
+        let start = beginning(&self.model)?;
+        let mut first = 0;
+        while keep > 0 && first < starts.len() {
+            let head = prompt(&self.model, &messages[..starts[first]], false, chat)?;
+            if start.len() + head.tokens(tokenizer, false)?.len() >= keep {
+                break;
+            }
+            first += 1;
+        }
+        let Some((&from, later)) = starts.get(first..).and_then(<[usize]>::split_first) else {
+            return Ok(None);
+        };
+        let without = |to: usize| [&messages[..from], &messages[to..]].concat();
+        let bytes = |messages: &[Message]| Ok(prompt(&self.model, messages, true, chat)?.len());
+        let (most, least) = (
+            bytes(messages)?,
+            bytes(&without(*later.last().unwrap_or(&from)))?,
+        );
+        for &to in later {
+            let shorter = without(to);
+            let is_last = later.last() == Some(&to);
+            if !is_last && bytes(&shorter)? > least + (most - least) / 2 {
+                continue;
+            }
+            let (tokens, opening) = self.aligned(&shorter, chat)?;
+            if tokens.len() + extra <= self.options.context {
+                let dropped = whole.saturating_sub(tokens.len());
+                return Ok(Some(Plan {
+                    messages: shorter,
+                    tokens,
+                    opening,
+                    dropped,
+                }));
+            }
+        }
+        Ok(None)
+    }
 
-/// What stands before and after `mark`, which the template was given as what `role` says.
-fn split<'a>(spelled: &'a str, mark: &str, role: &str) -> Result<(&'a str, &'a str)> {
-    match spelled.split_once(mark) {
-        Some((before, after)) if !after.contains(mark) => Ok((before, after)),
-        found => bail!(
-            Unsupported,
-            "the model's chat template writes the words of the {role} {}, so turns cannot be told apart; it must write them once, as they are",
-            if found.is_some() {
-                "more than once"
+    /// How the conversation may be shortened for `count` more tokens of the answer that the sequence ends in.
+    pub(super) fn shortened_for(&self, count: usize) -> Result<Option<Plan>> {
+        let Conversation {
+            messages,
+            answer: Some(answer),
+            options,
+            ..
+        } = &self.conversation
+        else {
+            return Ok(None);
+        };
+        self.shortened(
+            messages,
+            options,
+            answer.start,
+            self.len() - answer.start + count,
+        )
+    }
+
+    /// Forgets what a shorter conversation leaves out. What stands behind what is kept is pending then.
+    pub(super) fn shorten(&mut self, plan: Plan) -> Result<()> {
+        let Some(answer) = &mut self.conversation.answer else {
+            return Ok(());
+        };
+        let said = self.tokens[answer.start..].to_vec();
+        answer.start = plan.tokens.len();
+        answer.opening = plan.opening;
+        answer.said = None;
+        self.conversation.messages = plan.messages;
+        self.keep(plan.tokens.kept)?;
+        self.push(&plan.tokens.added);
+        self.push(&said);
+        self.evicted += plan.dropped;
+        Ok(())
+    }
+
+    /// The conversation that is left of a sequence cut to `len` tokens.
+    pub(super) fn conversation_until(&self, len: usize) -> Result<Conversation> {
+        let mut left = self.conversation.clone();
+        if len == 0 {
+            return Ok(Conversation::default());
+        }
+        if left.is_empty() {
+            return Ok(left);
+        }
+        if let Some(answer) = &mut left.answer
+            && answer.start <= len
+        {
+            answer.whole = false;
+            answer.said = None;
+            return Ok(left);
+        }
+        let held = &self.tokens[..len];
+        let options = &left.options;
+        let asked = |k: &usize| self.conversation.messages[*k].role == "assistant";
+        for k in (0..left.messages.len()).rev().filter(asked) {
+            let before = &left.messages[..k];
+            let tokenizer = self.model.tokenizer()?;
+            let start = beginning(&self.model)?;
+            let align = |generation: bool| {
+                let prompt = prompt(&self.model, before, generation, options)?;
+                Ok((
+                    prompt.align(tokenizer, &start, held)?,
+                    end_of(&prompt.text()),
+                ))
+            };
+            // A template may open an answer otherwise than it writes an earlier one.
+            let (closed, _) = align(false)?;
+            let (opened, opening) = align(true)?;
+            if !closed.added.is_empty() || opened.kept < closed.kept || opened.kept > len {
+                continue;
+            }
+            let opens = opened.added.is_empty();
+            if !opens && opened.kept == len {
+                // The cut is in what opens the answer.
+                continue;
+            }
+            let answer = Answering {
+                start: opened.kept,
+                opening: if opens { opening } else { String::new() },
+                whole: false,
+                said: None,
+            };
+            let said = &held[opened.kept..];
+            let ends = |t: &u32| self.model.stop_tokens().contains(t);
+            let is_whole = said.iter().any(ends) || {
+                let spoken = self.spoken(&answer, said)?.text();
+                let wanted = left.messages[k].text();
+                spoken.len() > wanted.len() && spoken.starts_with(&wanted)
+            };
+            left.answer = None;
+            if is_whole {
+                left.messages.truncate(k + 1);
             } else {
-                "changed or not at all"
+                left.messages.truncate(k);
+                left.answer = Some(answer);
             }
-        ),
+            return Ok(left);
+        }
+        let before_user = left.messages.iter().position(|m| m.role == "user");
+        left.messages.truncate(before_user.unwrap_or(0));
+        left.answer = None;
+        Ok(left)
     }
 }
 
-/// Whether encoding `text` as it stands gives special tokens.
-fn names_special(tokenizer: &Tokenizer, text: &str) -> Result<bool> {
-    let tokens = tokenizer.encode(text, false)?;
-    Ok(tokens.iter().any(|&t| tokenizer.is_special(t)))
+/// The text that a conversation is written as; `generation` opens the assistant's answer.
+pub fn render(
+    model: &Model,
+    messages: &[Message],
+    generation: bool,
+    chat: &ChatOptions,
+) -> Result<String> {
+    let template = model.chat_template();
+    template.render_with(messages, generation, &chat.all_variables())
+}
+
+/// A conversation as the model's template writes it, divided into what is special and what is text.
+fn prompt(
+    model: &Model,
+    messages: &[Message],
+    generation: bool,
+    chat: &ChatOptions,
+) -> Result<Prompt> {
+    let (template, tokenizer) = (model.chat_template(), model.tokenizer()?);
+    Prompt::new(
+        template,
+        tokenizer,
+        messages,
+        generation,
+        &chat.all_variables(),
+    )
+}
+
+/// The tokens that stand before what the template writes. A template writes all that a text begins with; where ChatML stands in
+/// for one, the tokenizer knows that.
+fn beginning(model: &Model) -> Result<Vec<u32>> {
+    let tokenizer: &Tokenizer = model.tokenizer()?;
+    let mut whole = Vec::new();
+    if !model.info().chat_template {
+        let bare = tokenizer.encode("a", false)?;
+        whole = tokenizer.encode("a", true)?;
+        let at = whole.windows(bare.len().max(1)).position(|w| w == bare);
+        whole.truncate(at.unwrap_or(0));
+    }
+    Ok(whole)
+}
+
+fn end_of(text: &str) -> String {
+    text[text.ceil_char_boundary(text.len().saturating_sub(OPENING))..].to_owned()
+}
+
+fn calls_in(messages: &[Message]) -> usize {
+    messages.iter().map(|m| m.tool_calls.len()).sum()
+}
+
+/// A content that occurs in no message.
+fn free_mark(messages: &[Message]) -> String {
+    let mut marks = (0..).map(|i| format!("content-{i}-here"));
+    let free = |mark: &String| !messages.iter().any(|m| m.text().contains(&**mark));
+    marks.find(free).unwrap_or_default()
 }

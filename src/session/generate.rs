@@ -1,18 +1,22 @@
 //! The generation loop: logits to a token, the token to text, until something ends it.
 
+use std::collections::VecDeque;
 use std::ops::ControlFlow;
 use std::time::Instant;
 
 use serde::Serialize;
 
-use super::{Sampler, SamplingOptions, Session, Transcript};
+use super::answer::Answer;
+use super::{Eviction, Part, Sampler, SamplingOptions, Session, Transcript};
 use crate::base::{ErrorKind, Result, call, memory};
-use crate::model::{KvCache, Logits};
+use crate::model::{KvCache, Logits, Model};
+use crate::text::ToolCall;
 
 /// How to generate.
 #[derive(Clone, Debug, PartialEq)]
 pub struct GenerateOptions {
-    /// Tokens to generate at most.
+    /// Tokens to generate at most. With the default, [`usize::MAX`], the text ends when the room is used up that the context has for
+    /// it at the beginning; an answer in a chat may make more by forgetting old turns.
     pub max_tokens: usize,
     /// How tokens are chosen.
     pub sampling: SamplingOptions,
@@ -32,13 +36,23 @@ pub struct GenerateOptions {
 impl Default for GenerateOptions {
     fn default() -> Self {
         GenerateOptions {
-            max_tokens: 512,
+            max_tokens: usize::MAX,
             sampling: SamplingOptions::default(),
             stop_tokens: Vec::new(),
             stop_strings: Vec::new(),
             ignore_model_stops: false,
             replay: false,
             log_probabilities: false,
+        }
+    }
+}
+
+impl GenerateOptions {
+    /// The defaults, with the sampling that the model's maker asks for.
+    pub fn of(model: &Model) -> Self {
+        GenerateOptions {
+            sampling: model.sampling().clone(),
+            ..Self::default()
         }
     }
 }
@@ -76,8 +90,14 @@ pub struct Generation {
     /// The tokens, which the session now holds. A stop token is not among them.
     pub tokens: Vec<u32>,
     /// Their text, without special tokens and up to a stop string. A character that is unfinished at the end is not part of
-    /// it: its bytes come with the text of the next generation if that completes it.
+    /// it: its bytes come with the text of the next generation if that completes it. Of an answer in a chat, its content.
     pub text: String,
+    /// What the model thought before the answer, in a chat.
+    pub reasoning: String,
+    /// The tools that the answer calls, in a chat.
+    pub tool_calls: Vec<ToolCall>,
+    /// The seed of the draws, which repeats them.
+    pub seed: u64,
     /// What ended it.
     pub finish: Finish,
     /// Tokens that stood before it: all that the session held, or for a chat turn those that the turn added.
@@ -86,12 +106,15 @@ pub struct Generation {
     pub timings: Timings,
 }
 
-/// A token as it comes, or text that was held back until the end. The texts of all pieces make the text of the generation; only a
-/// callback that breaks misses what may have been the beginning of a stop string.
+/// A token as it comes, or text without one: what was held back until the end, or what else the token before completes. The texts
+/// of all pieces that are content make the text of the generation; only a callback that breaks misses what may have been the
+/// beginning of a stop string.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Piece<'a> {
-    /// The token; none for the text that was held back, which may come last.
+    /// The token, if it is the first piece of one.
     pub token: Option<u32>,
+    /// What the text is.
+    pub part: Part,
     /// The text that it completes; empty while a character or what may be a stop string is incomplete.
     pub text: &'a str,
     /// The natural logarithm of the token's probability as the model gives it, before temperature, penalties and the like, where
@@ -107,13 +130,14 @@ impl Session {
         on_piece: &mut dyn FnMut(Piece<'_>) -> ControlFlow<()>,
     ) -> Result<Generation> {
         let text = Transcript::new(&self.model, &self.tokens, options)?;
-        self.undone_on_error(|session| session.generate_text(text, options, on_piece))
+        self.undone_on_error(|session| session.generate_text(text, None, options, on_piece))
     }
 
-    /// The loop, whose tokens go on with `text`.
+    /// The loop, whose tokens go on with `text`, and with `answer` where they are one of a chat.
     pub(super) fn generate_text(
         &mut self,
         mut text: Transcript,
+        mut answer: Option<Answer>,
         options: &GenerateOptions,
         on_piece: &mut dyn FnMut(Piece<'_>) -> ControlFlow<()>,
     ) -> Result<Generation> {
@@ -122,33 +146,40 @@ impl Session {
         let mut out = Generation {
             tokens: Vec::new(),
             text: String::new(),
+            reasoning: String::new(),
+            tool_calls: Vec::new(),
+            seed: sampler.seed(),
             finish: Finish::Length,
             prompt_tokens: self.tokens.len(),
             timings: Timings::default(),
         };
+        let room = match self.options.eviction {
+            // What is no answer would never end, as all that is old may be forgotten.
+            Eviction::DropOldest { .. } if options.max_tokens == usize::MAX && answer.is_none() => {
+                (self.options.context - self.tokens.len()).max(1)
+            }
+            _ => options.max_tokens,
+        };
+        if room < options.max_tokens {
+            out.finish = Finish::Context;
+        }
         let mut replayed = Vec::new();
         let mut broke = false;
         let mut first = None;
-        while out.tokens.len() < options.max_tokens {
-            let look_ahead = out.tokens.len() + 1 < options.max_tokens;
-            let chosen = match options.replay {
-                true => self.logits_from_scratch(&mut replayed).and_then(|()| {
-                    let token = sampler.sample(&replayed, &self.tokens)?;
-                    Ok((token, Some(&*replayed)))
-                }),
-                false if options.log_probabilities => self.settle().and_then(|()| {
-                    let token = sampler.sample(&self.logits, &self.tokens)?;
-                    Ok((token, Some(&*self.logits)))
-                }),
-                false => {
-                    let token = self.settle_chosen(&mut sampler, look_ahead);
-                    token.map(|token| (token, None))
+        // Tokens that nobody chooses: they end a thought.
+        let mut given = VecDeque::new();
+        while out.tokens.len() < room {
+            if let Some(end) = answer.as_mut().and_then(Answer::early_end) {
+                given.extend(end);
+            }
+            let look_ahead = out.tokens.len() + 1 < room;
+            let chosen = match given.pop_front() {
+                Some(token) => {
+                    sampler.moves_on();
+                    Ok((token, None))
                 }
+                None => self.chosen(&mut sampler, options, look_ahead, &mut replayed),
             };
-            let chosen = chosen.map(|(token, logits)| {
-                let logits = logits.filter(|_| options.log_probabilities);
-                (token, logits.map(|all| log_probability(all, token)))
-            });
             let (token, log_probability) = match chosen {
                 Ok(token) if !call::is_over() => token,
                 Err(e) if e.kind() != ErrorKind::Cancelled => return Err(e),
@@ -178,15 +209,28 @@ impl Session {
             memory::make_room(&mut out.tokens, 1)?;
             self.push(&[token]);
             out.tokens.push(token);
-            let (piece, finish) = text.push(token);
-            if on_piece(Piece {
-                token: Some(token),
-                text: piece,
-                log_probability,
-            })
-            .is_break()
-            {
-                broke = true;
+            let (shown, finish) = text.push(token);
+            let told = match &mut answer {
+                None => vec![(Part::Content, shown.to_owned())],
+                Some(answer) => {
+                    let mut told = answer.push(shown);
+                    if told.is_empty() {
+                        told.push((answer.part(), String::new()));
+                    }
+                    told
+                }
+            };
+            let mut named = Some(token);
+            broke = told.iter().any(|(part, text)| {
+                on_piece(Piece {
+                    token: named.take(),
+                    part: *part,
+                    text,
+                    log_probability,
+                })
+                .is_break()
+            });
+            if broke {
                 out.finish = Finish::Cancelled;
                 break;
             }
@@ -195,21 +239,88 @@ impl Session {
                 break;
             }
         }
-        if out.finish != Finish::StopString && !broke {
-            let rest = Piece {
-                token: None,
-                text: text.finish(),
-                log_probability: None,
-            };
-            if !rest.text.is_empty() && on_piece(rest).is_break() {
-                out.finish = Finish::Cancelled;
-            }
-        }
-        out.text = text.into_text();
+        self.finish(&mut out, text, answer, broke, on_piece);
         if let Some(first) = first {
             out.timings.decode_seconds = first.elapsed().as_secs_f64();
         }
         Ok(out)
+    }
+
+    /// The next token, with the logarithm of its probability where that is asked for.
+    fn chosen(
+        &mut self,
+        sampler: &mut Sampler,
+        options: &GenerateOptions,
+        look_ahead: bool,
+        replayed: &mut Vec<f32>,
+    ) -> Result<(u32, Option<f32>)> {
+        if !options.replay && !options.log_probabilities {
+            return Ok((self.settle_chosen(sampler, look_ahead)?, None));
+        }
+        let logits = match options.replay {
+            true => {
+                self.logits_from_scratch(replayed)?;
+                &*replayed
+            }
+            false => {
+                self.settle()?;
+                &self.logits
+            }
+        };
+        let token = sampler.sample(logits, &self.tokens)?;
+        let wanted = options.log_probabilities;
+        Ok((token, wanted.then(|| log_probability(logits, token))))
+    }
+
+    /// Ends a text: tells what was held back unless `broke`, and notes what it came to.
+    fn finish(
+        &mut self,
+        out: &mut Generation,
+        mut text: Transcript,
+        answer: Option<Answer>,
+        broke: bool,
+        on_piece: &mut dyn FnMut(Piece<'_>) -> ControlFlow<()>,
+    ) {
+        let held = match out.finish {
+            Finish::StopString => "",
+            _ => text.finish(),
+        };
+        let whole = matches!(out.finish, Finish::Stop | Finish::StopString);
+        let (mut told, mut said) = (Vec::new(), None);
+        match answer {
+            None => told.push((Part::Content, held.to_owned())),
+            Some(mut answer) => {
+                told.extend(answer.push(held));
+                told.extend(answer.finish(whole));
+                said = Some(answer.into_message());
+            }
+        }
+        told.retain(|(_, text)| !text.is_empty());
+        let stopped = !broke
+            && told.iter().any(|(part, text)| {
+                on_piece(Piece {
+                    token: None,
+                    part: *part,
+                    text,
+                    log_probability: None,
+                })
+                .is_break()
+            });
+        if stopped {
+            out.finish = Finish::Cancelled;
+        }
+        let Some(said) = said else {
+            out.text = text.into_text();
+            return;
+        };
+        out.text = said.text();
+        out.reasoning = said.reasoning_content.clone().unwrap_or_default();
+        out.tool_calls.clone_from(&said.tool_calls);
+        let len = self.len();
+        if let Some(answer) = &mut self.conversation.answer {
+            answer.whole = whole;
+            answer.said = Some((len, said));
+        }
     }
 
     fn logits_from_scratch(&mut self, logits: &mut Vec<f32>) -> Result<()> {

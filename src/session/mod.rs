@@ -4,6 +4,7 @@
 //! On the CPU a token's logits have the same bits alone, in a batch and in a prompt; on a GPU the same calls give the same bits,
 //! and others differ by rounding. See [`Model::forward`].
 
+mod answer;
 mod batch;
 mod chat;
 mod generate;
@@ -20,15 +21,14 @@ use crate::base::{Result, alloc, call, memory};
 use crate::model::{KvCache, KvType, Logits, Model, Scratch};
 
 pub use crate::model::SamplingOptions;
+pub use answer::Part;
 pub use batch::{step, step_choose};
+pub use chat::{ChatOptions, render};
 pub use generate::{Finish, GenerateOptions, Generation, Piece, Timings};
 pub use sampler::Sampler;
 pub use transcript::Transcript;
 
-use chat::Conversation;
-
-/// The context of a session that asks for none, unless its model was made for less.
-const DEFAULT_CONTEXT: usize = 4096;
+use chat::{Conversation, Plan};
 
 /// What to do when tokens no longer fit in the context.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -38,7 +38,8 @@ pub enum Eviction {
     Error,
     /// Forget the older half of what stands between the first `keep` tokens and the end, or more if that is not enough. Keys
     /// carry their positions, so what stays is computed anew: the session is then what a fresh one given those tokens would
-    /// be. A conversation keeps what stands before its first user's words in any case.
+    /// be. A conversation forgets whole turns, the oldest first, and never what stands before its first user's words, nor its
+    /// last question.
     DropOldest {
         /// How many tokens at the beginning are never forgotten.
         keep: usize,
@@ -48,7 +49,7 @@ pub enum Eviction {
 /// How to make a session.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct SessionOptions {
-    /// Tokens it can hold; 0 takes 4096, or what the model was made for if that is less.
+    /// Tokens it can hold; 0 takes what the model was made for. Memory is taken as they come.
     pub context: usize,
     /// How keys and values are stored.
     pub kv: KvType,
@@ -78,6 +79,8 @@ pub struct Session {
     /// The likeliest token to come, where the device told it and kept the logits.
     likeliest: Option<u32>,
     conversation: Conversation,
+    /// That of draws in steps whose options have none: one for many steps, so that a device can go on by itself.
+    seed: u64,
 }
 
 /// What a session was, to go back to.
@@ -88,6 +91,16 @@ struct Saved {
     conversation: Conversation,
 }
 
+/// How more tokens fit.
+enum Room {
+    /// As it is.
+    Free,
+    /// Without these tokens.
+    Tokens(Range<usize>),
+    /// Without the oldest turns.
+    Turns(Plan),
+}
+
 impl Session {
     /// An empty session of `model`.
     pub fn new(model: Arc<Model>, options: &SessionOptions) -> Result<Session> {
@@ -95,7 +108,7 @@ impl Session {
         let _system = alloc::set_aside(options.system.as_ref().map_or(0, String::len))?;
         let mut options = options.clone();
         if options.context == 0 {
-            options.context = most.min(DEFAULT_CONTEXT);
+            options.context = most;
         }
         if let Eviction::DropOldest { keep } = options.eviction
             && keep >= options.context
@@ -117,6 +130,7 @@ impl Session {
             logits: Vec::new(),
             likeliest: None,
             conversation: Conversation::default(),
+            seed: sampler::new_seed(),
         })
     }
 
@@ -188,8 +202,8 @@ impl Session {
         sampler.sample(&self.logits, &self.tokens)
     }
 
-    /// Forgets the tokens from `len` on. A conversation goes on from the answer that `len` lies in or at the end of; cut
-    /// within a user's turn it is over, and [`Session::chat`] fails until a reset. Nothing is left of a session cut to 0.
+    /// Forgets the tokens from `len` on. A conversation ends there too: within the answer that `len` lies in, or with the last one
+    /// before it. Nothing is left of a session cut to 0.
     pub fn truncate(&mut self, len: usize) -> Result<()> {
         if len > self.tokens.len() {
             bail!(
@@ -201,13 +215,15 @@ impl Session {
         if len == self.tokens.len() {
             return Ok(());
         }
+        let conversation = self.conversation_until(len)?;
         self.cache.truncate(len.min(self.cache.len()))?;
         self.tokens.truncate(len);
         if len == 0 {
             self.evicted = 0;
         }
         self.forget_logits();
-        self.conversation.truncate(len);
+        self.conversation = conversation;
+        self.seed = sampler::new_seed();
         Ok(())
     }
 
@@ -332,13 +348,13 @@ impl Session {
     /// Says whether the session can take `token` in a step, and changes nothing.
     pub fn check_step(&self, token: u32) -> Result<()> {
         self.model.check_tokens(&[token])?;
-        self.to_drop(1).map(|_| ())
+        self.room_for(1).map(|_| ())
     }
 
-    /// The old tokens to forget for `count` more to fit, where the options say so.
-    fn to_drop(&self, count: usize) -> Result<Range<usize>> {
+    /// What has to be forgotten for `count` more tokens to fit, where the options say so.
+    fn room_for(&self, count: usize) -> Result<Room> {
         if self.fits(count) {
-            return Ok(0..0);
+            return Ok(Room::Free);
         }
         let (context, len) = (self.options.context, self.tokens.len());
         if count > context {
@@ -353,7 +369,16 @@ impl Session {
                 "{count} tokens do not fit: {len} of {context} are in use"
             );
         };
-        let keep = keep.max(self.conversation.head).min(len);
+        if self.conversation.answer.is_some() {
+            return match self.shortened_for(count)? {
+                Some(plan) => Ok(Room::Turns(plan)),
+                None => bail!(
+                    ContextFull,
+                    "{count} tokens do not fit in a context of {context} beside the last turn and what is kept before it"
+                ),
+            };
+        }
+        let keep = keep.min(len);
         let needed = len + count - context;
         if needed > len - keep {
             bail!(
@@ -361,31 +386,31 @@ impl Session {
                 "{count} tokens do not fit in a context of {context} beside the {keep} that are kept"
             );
         }
-        Ok(keep..keep + needed.max((len - keep).div_ceil(2)))
+        Ok(Room::Tokens(
+            keep..keep + needed.max((len - keep).div_ceil(2)),
+        ))
     }
 
-    /// Forgets old tokens until `count` more fit, where the options say so. What stays after the kept ones is pending then.
+    /// Forgets what is old until `count` more tokens fit, where the options say so. What stays after what is kept is pending then.
     fn make_room(&mut self, count: usize) -> Result<()> {
         alloc::check()?;
-        let dropped = self.to_drop(count)?;
-        if dropped.is_empty() {
-            return memory::make_room(&mut self.tokens, count);
+        match self.room_for(count)? {
+            Room::Free => {}
+            Room::Tokens(dropped) => {
+                self.tokens.drain(dropped.clone());
+                self.evicted += dropped.len();
+                self.cache.truncate(dropped.start.min(self.cache.len()))?;
+                self.forget_logits();
+                self.conversation = Conversation::default();
+            }
+            Room::Turns(plan) => self.shorten(plan)?,
         }
-        self.tokens.drain(dropped.clone());
-        self.evicted += dropped.len();
-        self.cache.truncate(dropped.start.min(self.cache.len()))?;
-        self.forget_logits();
-        self.conversation.forget(dropped);
-        Ok(())
+        memory::make_room(&mut self.tokens, count)
     }
 
     /// Bytes of the conversation's texts.
     fn text_bytes(&self) -> usize {
-        let turns = self.conversation.turns.iter();
-        let system = self.options.system.as_ref().map_or(0, String::len);
-        turns.fold(system, |sum, turn| {
-            sum + size_of_val(turn) + turn.user.len()
-        })
+        self.options.system.as_ref().map_or(0, String::len) + self.conversation.bytes()
     }
 
     fn saved(&self) -> Result<Saved> {

@@ -1,8 +1,16 @@
 //! Choices one after the other: options, and the number of draws so far. The same seed gives the same text.
 
+use std::hash::{BuildHasher, Hasher, RandomState};
+
 use crate::base::Result;
 use crate::model::{Choice, SamplingOptions};
 use crate::ops::sample;
+
+/// A seed that nobody has had, in all likelihood.
+pub(super) fn new_seed() -> u64 {
+    // The standard library keys its hash maps by random numbers of the system's.
+    RandomState::new().build_hasher().finish()
+}
 
 /// Chooses tokens one after the other.
 #[derive(Clone, Debug)]
@@ -13,11 +21,11 @@ pub struct Sampler {
 }
 
 impl Sampler {
-    /// A sampler that has drawn nothing yet.
+    /// A sampler that has drawn nothing yet. Where the options have no seed, it takes a new one.
     pub fn new(options: &SamplingOptions) -> Result<Self> {
         options.check()?;
         Ok(Sampler {
-            options: options.clone(),
+            options: options.seeded_by(new_seed()),
             draws: 0,
             scratch: sample::Scratch::default(),
         })
@@ -41,6 +49,11 @@ impl Sampler {
         let token = sample::sample(logits, &choice, &mut self.scratch)?;
         self.moves_on();
         Ok(token)
+    }
+
+    /// The seed of its draws.
+    pub fn seed(&self) -> u64 {
+        self.options.seed.unwrap_or_default()
     }
 
     pub(super) fn options(&self) -> &SamplingOptions {

@@ -8,18 +8,20 @@ use std::path::Path;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
 
-use super::chat::{Conversation, Turn};
-use super::{Eviction, Session, SessionOptions};
+use super::chat::{Answering, Conversation};
+use super::{ChatOptions, Eviction, Session, SessionOptions};
 use crate::base::checksum::Checksum;
 use crate::base::error::{bail, err};
 use crate::base::file::Temporary;
 use crate::base::{Error, Result, alloc, call, memory};
 use crate::model::{KvCache, KvType, Model};
+use crate::text::{Message, messages_from_json, messages_to_json};
 
 const MAGIC: [u8; 8] = *b"NVFP4SES";
-/// Version 1 told models apart by the first and last rows of their weights.
-const VERSION: u32 = 2;
+/// Version 1 told models apart by the first and last rows of their weights; version 2 knew user and assistant alone.
+const VERSION: u32 = 3;
 /// Bytes of magic, version and the header's length.
 const FRONT: u64 = 16;
 const CHECKSUM: u64 = 8;
@@ -41,9 +43,21 @@ struct Header {
     cached: usize,
     /// Logits stored: all or none.
     logits: usize,
-    open: bool,
-    head: usize,
-    turns: Vec<(usize, usize, String)>,
+    /// The conversation, as chat servers write one, if the tokens are one.
+    messages: Option<Box<RawValue>>,
+    answer: Option<AnswerHeader>,
+    chat: ChatOptions,
+}
+
+/// The answer that the tokens end in.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct AnswerHeader {
+    start: usize,
+    opening: String,
+    whole: bool,
+    /// A message, where what it says is not what its tokens say: a stop string was cut off.
+    said: Option<Box<RawValue>>,
 }
 
 impl Session {
@@ -66,13 +80,25 @@ impl Session {
             evicted: self.evicted,
             cached: self.cache.len(),
             logits: self.logits.len(),
-            open: conversation.open,
-            head: conversation.head,
-            turns: conversation
-                .turns
-                .iter()
-                .map(|t| (t.start, t.answer, t.user.clone()))
-                .collect(),
+            messages: match conversation.begun {
+                true => Some(raw(&conversation.messages)?),
+                false => None,
+            },
+            answer: match &conversation.answer {
+                None => None,
+                Some(answer) => Some(AnswerHeader {
+                    start: answer.start,
+                    opening: answer.opening.clone(),
+                    whole: answer.whole,
+                    said: match &answer.said {
+                        Some((len, said)) if *len == self.len() => {
+                            Some(raw(std::slice::from_ref(said))?)
+                        }
+                        _ => None,
+                    },
+                }),
+            },
+            chat: conversation.options.clone(),
         };
         let json = serde_json::to_vec(&header)
             .map_err(|e| err!(Internal, "writing the session's header: {e}"))?;
@@ -186,19 +212,7 @@ fn restore(model: Arc<Model>, file: File) -> Result<Session> {
         .model
         .check_tokens(&session.tokens)
         .map_err(|e| err!(CorruptFile, "{e}"))?;
-    session.conversation = Conversation {
-        open: header.open,
-        head: header.head,
-        turns: header
-            .turns
-            .into_iter()
-            .map(|(start, answer, user)| Turn {
-                start,
-                answer,
-                user,
-            })
-            .collect(),
-    };
+    session.conversation = header.conversation()?;
     Ok(session)
 }
 
@@ -222,12 +236,7 @@ impl Header {
         }
         let vocabulary = model.config().vocab_size;
         let settled = self.logits == vocabulary && self.tokens > 0 && self.cached == self.tokens;
-        let mut end = 0;
-        let in_order = self.turns.iter().all(|(start, answer, _)| {
-            let fits = end <= *start && start <= answer;
-            end = *answer;
-            fits
-        });
+        let answer = self.answer.as_ref().map_or(0, |answer| answer.start);
         // No session ever has so many appended that they cannot be counted.
         let evicted = match self.keep {
             Some(_) if self.tokens > 0 => self.evicted <= isize::MAX as usize,
@@ -236,20 +245,18 @@ impl Header {
         if self.tokens > self.context
             || self.cached > self.tokens
             || !(settled || self.logits == 0)
-            || !in_order
-            || end > self.tokens
-            || self.head > self.tokens
+            || answer > self.tokens
+            || (self.answer.is_some() && self.messages.is_none())
             || !evicted
         {
             bail!(
                 CorruptFile,
-                "its header contradicts itself: {} tokens in a context of {}, {} evicted, {} cached, {} logits, {} turns up to {end}",
+                "its header contradicts itself: {} tokens in a context of {}, {} evicted, {} cached, {} logits, an answer from {answer} on",
                 self.tokens,
                 self.context,
                 self.evicted,
                 self.cached,
-                self.logits,
-                self.turns.len()
+                self.logits
             );
         }
         Ok(())
@@ -271,6 +278,33 @@ impl Header {
         })
     }
 
+    fn conversation(&self) -> Result<Conversation> {
+        let messages = |json: &RawValue| {
+            messages_from_json(json.get()).map_err(|e| err!(CorruptFile, "its header: {e}"))
+        };
+        let answer = |answer: &AnswerHeader| {
+            let said = match &answer.said {
+                Some(said) => messages(said)?.pop(),
+                None => None,
+            };
+            Ok(Answering {
+                start: answer.start,
+                opening: answer.opening.clone(),
+                whole: answer.whole,
+                said: said.map(|said| (self.tokens, said)),
+            })
+        };
+        Ok(Conversation {
+            begun: self.messages.is_some(),
+            messages: match &self.messages {
+                Some(json) => messages(json)?,
+                None => Vec::new(),
+            },
+            answer: self.answer.as_ref().map(answer).transpose()?,
+            options: self.chat.clone(),
+        })
+    }
+
     /// The size of the whole file, where that is a number at all.
     fn file_size(&self, header: u32, cache: &KvCache) -> Option<u64> {
         let numbers = (self.tokens as u64).checked_add(self.logits as u64)?;
@@ -278,6 +312,12 @@ impl Header {
             .checked_add(numbers.checked_mul(4)?)?
             .checked_add(cache.page_bytes(self.cached)?)
     }
+}
+
+/// Messages as JSON.
+fn raw(messages: &[Message]) -> Result<Box<RawValue>> {
+    serde_json::value::to_raw_value(&messages_to_json(messages))
+        .map_err(|e| err!(Internal, "writing the conversation: {e}"))
 }
 
 struct Writer<'a> {

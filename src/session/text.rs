@@ -18,6 +18,8 @@ pub(super) struct Text {
     /// Bytes of `all` that may be shown, and that were.
     free: usize,
     given: usize,
+    /// Special tokens whose names are text.
+    named: Vec<&'static str>,
 }
 
 impl Text {
@@ -52,7 +54,14 @@ impl Text {
             shown: Watch::of(all),
             free: 0,
             given: 0,
+            named: Vec::new(),
         }
+    }
+
+    /// The same with the names of these special tokens as text.
+    pub(super) fn showing(mut self, named: &[&'static str]) -> Self {
+        self.named = named.to_vec();
+        self
     }
 
     /// Adds a token. Whether that completes a stop string, which is then cut off.
@@ -63,7 +72,10 @@ impl Text {
         // A model may have rows for ids that its tokenizer has no text for.
         let text = detokenizer.push(token).unwrap_or_default();
         let name = detokenizer.name_of_special(token).to_owned();
-        self.add(&text, &name)
+        match self.named.contains(&&*name) {
+            true => self.add(&(text + &name), ""),
+            false => self.add(&text, &name),
+        }
     }
 
     /// Adds text, and after it the name of a special token. Whether that completes a stop string.

@@ -30,6 +30,12 @@ impl Transcript {
         })
     }
 
+    /// The same with the names of these special tokens as text.
+    pub(super) fn showing(mut self, named: &[&'static str]) -> Self {
+        self.text = self.text.showing(named);
+        self
+    }
+
     /// Whether `token` ends the sequence without being part of it.
     pub fn is_stop(&self, token: u32) -> bool {
         let own = !self.ignore_model_stops && self.model.stop_tokens().contains(&token);

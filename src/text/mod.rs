@@ -1,19 +1,28 @@
-//! Floor 3: text in and out of tokens. Tokenizers from `tokenizer.json` or from a GGUF vocabulary, chat templates, and a
-//! detokenizer that never emits half a character. Knows nothing of models, weights or sessions.
+//! Floor 3: text in and out of tokens. Tokenizers from `tokenizer.json` or from a GGUF vocabulary, chat templates, a detokenizer
+//! that never emits half a character, and the parts of an answer: reasoning, content, calls of tools. Knows nothing of models,
+//! weights or sessions.
 
+mod answer;
 mod bpe;
 mod detokenizer;
 mod directory;
 mod engine;
+mod message;
 mod pieces;
+mod prompt;
 mod template;
 mod tokenizer;
 mod tool_call;
 mod vocabulary;
 
+pub use answer::{AnswerForm, AnswerParser, Event, Reasoning};
 pub use detokenizer::Detokenizer;
 pub use directory::{TextFiles, read_directory};
-pub use template::{ChatTemplate, Message};
+pub use message::{
+    Content, Message, messages_from_json, messages_to_json, tools_from_json, variables_from_json,
+};
+pub use prompt::{Aligned, Prompt};
+pub use template::ChatTemplate;
 pub use tokenizer::Tokenizer;
 pub use tool_call::ToolCall;
 pub use vocabulary::{TokenKind, VocabularySpec};

@@ -23,6 +23,15 @@ const FOR_TEXT: usize = 512;
 const FOR_JSON: usize = 32;
 const FOR_ENTRY: usize = 1024;
 
+/// A part of a text that is encoded by itself.
+#[derive(Clone, Debug)]
+pub(super) struct Piece {
+    /// Its bytes.
+    pub(super) range: Range<usize>,
+    /// The added token that it spells; none for text.
+    pub(super) token: Option<u32>,
+}
+
 /// A tokenizer: immutable, and usable from several threads at once.
 pub struct Tokenizer {
     engine: Engine,
@@ -200,25 +209,47 @@ impl Tokenizer {
         })
     }
 
-    /// Where `text` has special tokens.
-    fn special_in(&self, text: &str) -> Vec<Range<usize>> {
+    /// `text` divided at the added tokens that are spelled out in it, special ones and others, as far as that can be told without
+    /// normalizing it. What lies between two of them is encoded by itself.
+    pub(super) fn split(&self, text: &str) -> Vec<Piece> {
         let inner = match &self.engine {
-            Engine::Own(own) => return own.special_in(text),
+            Engine::Own(own) => {
+                let pieces = own.split(text).into_iter();
+                return pieces
+                    .map(|(range, token)| Piece { range, token })
+                    .collect();
+            }
             Engine::Crate(inner) => inner,
         };
         let added = inner.get_added_vocabulary();
         let pieces = added.extract_and_normalize(inner.get_normalizer(), text);
         let pieces = pieces.get_splits(OffsetReferential::Original, OffsetType::Byte);
-        let special = pieces.into_iter().filter_map(|(_, (start, end), tokens)| {
-            let token = tokens.as_ref()?.first()?.id;
-            self.is_special(token).then_some(start..end)
+        let pieces = pieces.into_iter().map(|(_, (start, end), tokens)| Piece {
+            range: start..end,
+            token: tokens.as_ref().and_then(|t| t.first()).map(|t| t.id),
         });
-        special.collect()
+        pieces.filter(|piece| !piece.range.is_empty()).collect()
+    }
+
+    /// Where names of special tokens begin in `text`.
+    pub(super) fn special_names_in(&self, text: &str) -> Vec<usize> {
+        let name = |range: &Range<usize>| {
+            let name = &text[range.clone()];
+            range.start + (name.len() - name.trim_start().len())
+        };
+        self.special_in(text).iter().map(name).collect()
+    }
+
+    /// Where `text` has special tokens.
+    fn special_in(&self, text: &str) -> Vec<Range<usize>> {
+        let pieces = self.split(text).into_iter();
+        let special = |piece: &Piece| piece.token.is_some_and(|token| self.is_special(token));
+        pieces.filter(special).map(|piece| piece.range).collect()
     }
 
     /// The tokens of what stands between special tokens, behind one if `follows`: the steps of the crate `tokenizers`, without
     /// the one that looks for special tokens.
-    fn encode_between(&self, text: &str, follows: bool) -> Result<Vec<u32>> {
+    pub(super) fn encode_between(&self, text: &str, follows: bool) -> Result<Vec<u32>> {
         let inner = match &self.engine {
             Engine::Own(own) => {
                 let tokens = own.encode_plain(text)?;
@@ -363,7 +394,7 @@ fn read_foreign(json: &[u8]) -> Result<tokenizers::Tokenizer> {
 }
 
 /// Runs code of the crate `tokenizers`, which panics at files that contradict themselves.
-fn foreign<T>(action: &str, body: impl FnOnce() -> Result<T>) -> Result<T> {
+pub(super) fn foreign<T>(action: &str, body: impl FnOnce() -> Result<T>) -> Result<T> {
     panics::caught(body).unwrap_or_else(|panic| {
         Err(err!(
             CorruptFile,

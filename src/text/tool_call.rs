@@ -1,6 +1,6 @@
 //! A call of a tool, as a model makes it.
 
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 /// A call of one of the tools that a conversation offers.
 #[derive(Clone, Debug, PartialEq)]
@@ -11,4 +11,12 @@ pub struct ToolCall {
     pub name: String,
     /// Its arguments by name, in the order in which they were given.
     pub arguments: Map<String, Value>,
+}
+
+impl ToolCall {
+    /// In the form of chat servers, with the arguments as a text.
+    pub fn to_json(&self) -> Value {
+        let arguments = Value::Object(self.arguments.clone()).to_string();
+        json!({"id": self.id, "type": "function", "function": {"name": self.name, "arguments": arguments}})
+    }
 }

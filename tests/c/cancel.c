@@ -89,7 +89,7 @@ static void before(const char *path, const char *scratch)
         FAILS(NVFP4_CANCELLED, NVFP4_session_decode(session, 3, &call));
         FAILS(NVFP4_CANCELLED, NVFP4_session_logits(session, logits, 512, &count, &call));
         FAILS(NVFP4_CANCELLED, NVFP4_session_sample(session, &generate, &token));
-        FAILS(NVFP4_CANCELLED, NVFP4_session_chat(session, "Hi", 2, &generate, NULL, NULL, &result));
+        FAILS(NVFP4_CANCELLED, NVFP4_session_chat(session, "Hi", 2, NULL, &generate, NULL, NULL, &result));
         FAILS(NVFP4_CANCELLED, NVFP4_session_step(&session, &token, 1, &call, NULL));
         FAILS(NVFP4_CANCELLED, NVFP4_session_step_sample(&session, &token, 1, NULL, &call, &token, NULL));
         FAILS(NVFP4_CANCELLED, NVFP4_session_save(session, destination, strlen(destination), &call));
@@ -258,10 +258,10 @@ static void progress(const char *scratch)
     generate.call = &call;
     generate.max_tokens = 5;
     OK(NVFP4_session_reset(session));
-    FAILS(NVFP4_CANCELLED, NVFP4_session_chat(session, "How far is it?", 14, &generate, NULL, NULL, &result));
+    FAILS(NVFP4_CANCELLED, NVFP4_session_chat(session, "How far is it?", 14, NULL, &generate, NULL, NULL, &result));
     CHECK(heard.calls == 1 && length_of(session) == 0);
     call.progress = NULL;
-    OK(NVFP4_session_chat(session, "How far is it?", 14, &generate, NULL, NULL, &result));
+    OK(NVFP4_session_chat(session, "How far is it?", 14, NULL, &generate, NULL, NULL, &result));
 }
 
 static void on_signal(int signal)

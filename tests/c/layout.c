@@ -66,7 +66,7 @@ int main(void)
     AT(NVFP4_TokenEvent, text, 16);
     AT(NVFP4_TokenEvent, text_length, 24);
     AT(NVFP4_TokenEvent, log_probability, 32);
-    AT(NVFP4_TokenEvent, reserved, 36);
+    AT(NVFP4_TokenEvent, part, 36);
 
     SIZE(NVFP4_LoadOptions, 32);
     AT(NVFP4_LoadOptions, call, 24);
@@ -120,7 +120,7 @@ int main(void)
     AT(NVFP4_GenerateOptions, stop_string_lengths, 80);
     AT(NVFP4_GenerateOptions, stop_string_count, 88);
 
-    SIZE(NVFP4_GenerationResult, 48);
+    SIZE(NVFP4_GenerationResult, 64);
     AT(NVFP4_GenerationResult, struct_size, 0);
     AT(NVFP4_GenerationResult, finish, 4);
     AT(NVFP4_GenerationResult, prompt_tokens, 8);
@@ -128,6 +128,17 @@ int main(void)
     AT(NVFP4_GenerationResult, prefill_seconds, 24);
     AT(NVFP4_GenerationResult, first_token_seconds, 32);
     AT(NVFP4_GenerationResult, decode_seconds, 40);
+    AT(NVFP4_GenerationResult, seed, 48);
+    AT(NVFP4_GenerationResult, tool_calls, 56);
+
+    SIZE(NVFP4_ChatOptions, 48);
+    AT(NVFP4_ChatOptions, struct_size, 0);
+    AT(NVFP4_ChatOptions, keep_reasoning, 4);
+    AT(NVFP4_ChatOptions, reasoning_budget, 8);
+    AT(NVFP4_ChatOptions, variables, 16);
+    AT(NVFP4_ChatOptions, variables_length, 24);
+    AT(NVFP4_ChatOptions, tools, 32);
+    AT(NVFP4_ChatOptions, tools_length, 40);
 
     return report("layout");
 }

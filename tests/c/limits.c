@@ -90,7 +90,7 @@ static NVFP4_Status chat(void)
     if (status != NVFP4_OK)
         return status;
     options.max_tokens = 4;
-    return NVFP4_session_chat(chatting, "How are you?", 12, &options, NULL, NULL, NULL);
+    return NVFP4_session_chat(chatting, "How are you?", 12, NULL, &options, NULL, NULL, NULL);
 }
 
 static NVFP4_Status save(void)

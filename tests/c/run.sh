@@ -17,6 +17,9 @@ mkdir "$work/scratch"
 long=$work/long
 cp -r "$model" "$long"
 sed -i 's/"max_position_embeddings": 256/"max_position_embeddings": 8192/' "$long/config.json"
+# One that thinks, calls a tool and answers.
+thinker=$work/thinker
+python3 tests/common/thinker.py "$thinker" || exit 1
 
 warnings=(-pedantic-errors -Wall -Wextra -Wconversion -Wshadow -Wundef -Werror)
 link=(-L"$build" -lNVFP4 "-Wl,-rpath,$build" -lm -pthread)
@@ -180,6 +183,24 @@ converse() {
     printf 'Hello\n\nAnd you?\n' | "$@" "$model" >"$work/answers" && [ "$(wc -c <"$work/answers")" -gt 20 ]
 }
 
+# thinks COMMAND...: four turns of a model that thinks in two of them: answers on standard output, thoughts on standard error.
+thinks() {
+    "$@" "$thinker" >"$work/answers" 2>"$work/thoughts" && [ "$(grep -c '^Blue .* light .*\.$' "$work/answers")" -eq 4 ] &&
+        [ "$(wc -l <"$work/answers")" -eq 4 ] && [ "$(grep -o 'what is asked' "$work/thoughts" | wc -l)" -eq 2 ]
+}
+
+# calls COMMAND...: a model calls a tool, gets its result and answers.
+calls() {
+    "$@" "$thinker" "How is the weather in Paris?" >"$work/answers" 2>"$work/called" &&
+        [ "$(cat "$work/answers")" = "It rains in Paris." ] && grep -q '^\[calls {.*"weather".*Paris.*}\]$' "$work/called"
+}
+
+# shows_sampling COMMAND...: a chat says how it samples, and keeps thoughts out of its answers.
+shows_sampling() {
+    "$@" "$thinker" "Hello" >"$work/answers" 2>"$work/said" && grep -q '^Blue .* light .*\.$' "$work/answers" &&
+        [ "$(wc -l <"$work/answers")" -eq 1 ] && grep -q '^\[temperature 0.6, top_k 20, top_p 0.95,' "$work/said"
+}
+
 # serve COMMAND...: 20 questions at once, each of which is answered; without time, each ends at once.
 serve() {
     seq 20 | "$@" "$model" >"$work/served" && [ "$(LC_ALL=C grep -acE '\[(stop|length)\]$' "$work/served")" -eq 20 ] &&
@@ -234,7 +255,7 @@ check "symbols" symbols
 # What runs, each as NAME and then its command. The tests in C are compiled as two languages, and run as one.
 programs=()
 for std in c99 c11; do
-    for name in layout logging tensors linear schema drop_in sessions errors calls cancel; do
+    for name in layout logging tensors linear schema drop_in sessions conversation errors calls cancel; do
         check "$name compiles as $std" compile $std $name $name.c
     done
     check "two units as $std" compile $std two_units two_units_a.c two_units_b.c
@@ -257,12 +278,13 @@ check "enqueue" "$work/enqueue" 100 64 256 256
 programs+=("layout $work/layout-c11" "logging $work/logging-c11" "tensors $work/tensors-c11" "linear $work/linear-c11"
     "schema $work/schema-c11" "drop_in $work/drop_in-c11" "two_units $work/two_units-c11"
     "errors $work/errors-c11 $work/declared $model" "sessions $work/sessions-c11 $model $work/scratch"
+    "conversation $work/conversation-c11 $thinker $model $work/scratch"
     "calls $work/calls-c11 $model" "fork $work/fork-c11 $model" "cancel $work/cancel-c11 $long $work/scratch"
     "limits $work/limits-c11 $model $work/scratch"
     "limits-deep $work/limits-c11 $work/deep $work/scratch 25"
     "stack $work/stack-c11 $work/deep $work/scratch" "storm $work/storm-c11 $model $work/scratch" "leave $work/leave-c11 $model"
     "unload $work/unload-c11 $library $model" "copies $work/copies-c11 $library $model $work/scratch"
-    "wrapper $work/wrapper-c++17 $model $work/scratch" "wrapper-c++20 $work/wrapper-c++20 $model $work/scratch")
+    "wrapper $work/wrapper-c++17 $model $work/scratch $thinker" "wrapper-c++20 $work/wrapper-c++20 $model $work/scratch $thinker")
 
 if command -v cmake >/dev/null; then
     check "installation" install_tree
@@ -275,7 +297,14 @@ if command -v cmake >/dev/null; then
     programs+=("example-dlopen $examples/dlopen $library" "example-server serve $examples/server"
         "example-plugin plugged $examples/plugin_host" "example-interrupt interrupted $examples/interrupt")
     for name in chat chat_cpp; do
-        programs+=("example-$name converse $examples/$name" "example-$name-without-model fails $examples/$name /nowhere")
+        programs+=("example-$name converse $examples/$name" "example-$name-without-model fails $examples/$name /nowhere"
+            "example-$name-sampling shows_sampling $examples/$name")
+    done
+    for name in thinking thinking_cpp; do
+        programs+=("example-$name thinks $examples/$name")
+    done
+    for name in tools tools_cpp; do
+        programs+=("example-$name calls $examples/$name")
     done
     if command -v pkg-config >/dev/null; then
         check "a program with pkg-config" with_pkg_config
@@ -322,7 +351,7 @@ if command -v valgrind >/dev/null; then
         */cancel-*) check "$name under valgrind" "${under[@]}" "$@" 100 ;;
         # An interrupt would end valgrind.
         interrupted) ;;
-        converse | fails | serve | plugged) helper=$1 && shift && check "$name under valgrind" "$helper" "${under[@]}" "$@" ;;
+        converse | thinks | calls | shows_sampling | fails | serve | plugged) helper=$1 && shift && check "$name under valgrind" "$helper" "${under[@]}" "$@" ;;
         *) check "$name under valgrind" "${under[@]}" "$@" ;;
         esac
     done

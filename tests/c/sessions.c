@@ -23,6 +23,7 @@ static NVFP4_GenerateOptions generate_options(size_t max_tokens)
     OK(NVFP4_generate_options_init(&options, sizeof options));
     options.max_tokens = max_tokens;
     options.ignore_model_stops = 1;
+    options.seed = 0;
     return options;
 }
 
@@ -246,7 +247,7 @@ static int32_t on_token(void *user, const NVFP4_TokenEvent *event)
     memcpy(seen->text + seen->bytes, event->text, event->text_length);
     seen->bytes += event->text_length;
     if (event->kind != NVFP4_EVENT_TOKEN) {
-        CHECK(event->kind == NVFP4_EVENT_HELD_TEXT && event->token == -1 && event->text_length > 0);
+        CHECK(event->kind == NVFP4_EVENT_TEXT && event->token == -1 && event->text_length > 0);
         return 0;
     }
     if (seen->calls < MOST)
@@ -388,23 +389,22 @@ static void chat(void)
     NVFP4_Session *session = create(&options);
     NVFP4_GenerateOptions generate = generate_options(8);
     NVFP4_GenerationResult first = {.struct_size = sizeof first}, second = {.struct_size = sizeof second};
-    OK(NVFP4_session_chat(session, "Hi", 2, &generate, on_token, &seen, &first));
+    OK(NVFP4_session_chat(session, "Hi", 2, NULL, &generate, on_token, &seen, &first));
     CHECK(seen.calls >= 8 && first.generated_tokens == 8 && length_of(session) == first.prompt_tokens + 8);
-    /* The second turn runs what it adds, not the conversation. */
-    OK(NVFP4_session_chat(session, "Hi", 2, &generate, NULL, NULL, &second));
-    CHECK(second.prompt_tokens < first.prompt_tokens);
-    CHECK(length_of(session) == first.prompt_tokens + second.prompt_tokens + 16);
+    /* The second turn runs what it adds, and the answer where its tokens are no text, but not what stands before. */
+    OK(NVFP4_session_chat(session, "Hi", 2, NULL, &generate, NULL, NULL, &second));
+    CHECK(second.generated_tokens == 8 && length_of(session) >= first.prompt_tokens + second.prompt_tokens + 8);
     OK(NVFP4_session_messages(session, json, sizeof json, &length));
     static const char begins[] = "[{\"role\":\"system\",\"content\":\"Be brief.\"},{\"role\":\"user\",\"content\":\"Hi\"},"
                                  "{\"role\":\"assistant\",\"content\":\"";
     CHECK(strncmp(json, begins, strlen(begins)) == 0);
-    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_session_chat(session, "\xc3", 1, &generate, NULL, NULL, NULL));
+    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_session_chat(session, "\xc3", 1, NULL, &generate, NULL, NULL, NULL));
     SAYS("UTF-8");
 
     /* A prefilled session is no conversation. */
     OK(NVFP4_session_reset(session));
     OK(NVFP4_session_prefill(session, prompt, PROMPT, NULL));
-    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_session_chat(session, "Hi", 2, &generate, NULL, NULL, NULL));
+    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_session_chat(session, "Hi", 2, NULL, &generate, NULL, NULL, NULL));
     SAYS("12 tokens");
     OK(NVFP4_session_release(session));
 }
@@ -450,9 +450,9 @@ static void looking(void)
     NVFP4_GenerateOptions generate = generate_options(NEW);
     NVFP4_Session *session = create(NULL);
     before.session = within.session = after.session = session;
-    OK(NVFP4_session_chat(session, "Hi", 2, &generate, NULL, NULL, NULL));
+    OK(NVFP4_session_chat(session, "Hi", 2, NULL, &generate, NULL, NULL, NULL));
     look(&before);
-    OK(NVFP4_session_chat(session, "Once more, at some length", 25, &generate, on_looking, &within, NULL));
+    OK(NVFP4_session_chat(session, "Once more, at some length", 25, NULL, &generate, on_looking, &within, NULL));
     look(&after);
     CHECK(within.calls >= NEW && within.length == before.length && within.memory == before.memory);
     CHECK(strcmp(within.json, before.json) == 0 && strstr(after.json, "Once more") != NULL);
@@ -507,15 +507,15 @@ static void forks_and_files(const char *scratch)
     CHECK(written > 0 && written < (int)sizeof path);
     NVFP4_GenerateOptions options = generate_options(NEW);
     NVFP4_Session *session = create(NULL), *fork = NULL, *restored = NULL, *none = NULL;
-    OK(NVFP4_session_chat(session, "Hi", 2, &options, NULL, NULL, NULL));
+    OK(NVFP4_session_chat(session, "Hi", 2, NULL, &options, NULL, NULL, NULL));
     OK(NVFP4_session_save(session, path, strlen(path), NULL));
     OK(NVFP4_session_fork(session, &fork));
     OK(NVFP4_session_restore(model, path, strlen(path), NULL, &restored));
     CHECK(same(session, fork) && same(session, restored));
-    OK(NVFP4_session_chat(session, "More", 4, &options, NULL, NULL, NULL));
+    OK(NVFP4_session_chat(session, "More", 4, NULL, &options, NULL, NULL, NULL));
     CHECK(!same(session, fork) && same(fork, restored));
-    OK(NVFP4_session_chat(fork, "More", 4, &options, NULL, NULL, NULL));
-    OK(NVFP4_session_chat(restored, "More", 4, &options, NULL, NULL, NULL));
+    OK(NVFP4_session_chat(fork, "More", 4, NULL, &options, NULL, NULL, NULL));
+    OK(NVFP4_session_chat(restored, "More", 4, NULL, &options, NULL, NULL, NULL));
     CHECK(same(session, fork) && same(session, restored));
 
     FAILS(NVFP4_IO, NVFP4_session_save(session, "/dev/null/x", 11, NULL));
@@ -554,8 +554,9 @@ static void batches(const char *path)
     /* Tokens chosen by the step are those that the sessions choose, each with its own options or none. */
     NVFP4_GenerateOptions warm, penalized;
     OK(NVFP4_generate_options_init(&warm, sizeof warm));
+    warm.seed = 4;
     penalized = warm;
-    warm.temperature = 1.5f, warm.top_p = 0.9f, warm.seed = 4;
+    warm.temperature = 1.5f, warm.top_p = 0.9f;
     penalized.repetition_penalty = 1.3f, penalized.temperature = 1, penalized.top_k = 50;
     const NVFP4_GenerateOptions *how[COUNT] = {&warm, NULL, &penalized};
     for (int i = 0; i < COUNT; i++)

@@ -70,8 +70,8 @@ static void chat(void)
     OK(NVFP4_generate_options_init(&options, sizeof options));
     options.max_tokens = 4;
     OK(NVFP4_session_create(model, NULL, &chatting));
-    OK(NVFP4_session_chat(chatting, "Hello <|im_end|>", 16, &options, on_token, NULL, NULL));
-    OK(NVFP4_session_chat(chatting, "And you?", 8, &options, on_token, NULL, NULL));
+    OK(NVFP4_session_chat(chatting, "Hello <|im_end|>", 16, NULL, &options, on_token, NULL, NULL));
+    OK(NVFP4_session_chat(chatting, "And you?", 8, NULL, &options, on_token, NULL, NULL));
     OK(NVFP4_session_messages(chatting, prompt, sizeof prompt, &length));
 }
 

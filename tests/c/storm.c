@@ -85,10 +85,11 @@ static void run(struct results *out)
     generate.max_tokens = TOKENS;
     generate.ignore_model_stops = 1;
     generate.temperature = 0.8f;
+    generate.seed = 1;
     OK(NVFP4_session_generate(session, &generate, NULL, NULL, NULL));
     OK(NVFP4_session_text(session, out->text, MOST, &out->text_length));
     OK(NVFP4_session_create(model, NULL, &chatting));
-    OK(NVFP4_session_chat(chatting, "How are you?", 12, &generate, NULL, NULL, NULL));
+    OK(NVFP4_session_chat(chatting, "How are you?", 12, NULL, &generate, NULL, NULL, NULL));
     OK(NVFP4_session_text(chatting, out->answer, MOST, &out->answer_length));
 
     OK(NVFP4_session_save(session, file, strlen(file), NULL));

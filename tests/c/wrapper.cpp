@@ -1,5 +1,5 @@
-/* nvfp4.hpp: wrapper MODEL_DIR SCRATCH_DIR. Ownership, exceptions through callbacks, streams, and every wrapper once. In the
- * same program wrapper_unit.cpp is a second unit, and wrapper_results.cpp one without exceptions. */
+/* nvfp4.hpp: wrapper MODEL_DIR SCRATCH_DIR THINKER_DIR. Ownership, exceptions through callbacks, streams, and every wrapper once. In
+ * the same program wrapper_unit.cpp is a second unit, and wrapper_results.cpp one without exceptions. */
 #include <nvfp4.hpp>
 
 #include <atomic>
@@ -481,6 +481,71 @@ void sessions(const std::string &path, const std::string &scratch)
     CHECK(status_of([&] { nvfp4::convert(path, "/proc", how); }) == NVFP4_INVALID_ARGUMENT);
 }
 
+/* The conversation of a model that thinks and calls a tool, as tests/common/thinker.py writes one. */
+void conversations(const std::string &path)
+{
+    const std::string answer = "Blue \u6f22\u5b57 light \U0001f980.";
+    const std::string tools = R"([{"type": "function", "function": {"name": "weather"}}])";
+    const std::string question = R"([{"role": "user", "content": "And in Paris?"}])";
+    const nvfp4::Model model(path);
+    const nvfp4::GenerateOptions options = model.generate_options();
+    CHECK(options.temperature > 0.59f && options.top_k == 20 && options.seed == NVFP4_SEED_NEW);
+    nvfp4::Session session(model);
+
+    /* A text is that of the content alone; a piece says what it is of. */
+    std::string content, parts[3];
+    const auto by_part = [&](const nvfp4::Piece &piece) { parts[piece.part] += piece.text; };
+    nvfp4::Generation said = session.chat("Hello", options, [&](std::string_view text) { content += text; });
+    CHECK(content == answer && said.text == answer && said.tool_calls == 0 && said.seed != NVFP4_SEED_NEW);
+    CHECK(has(session.reasoning(), "what is asked") && session.tool_calls() == "[]");
+    said = session.chat("And?", options, by_part);
+    CHECK(parts[NVFP4_PART_CONTENT] == answer && parts[NVFP4_PART_REASONING] == session.reasoning());
+
+    /* Chat options stay until others are given. */
+    nvfp4::ChatOptions quick;
+    quick.variables_json = R"({"enable_thinking": false})";
+    CHECK(session.chat("Quick", quick).text == answer && session.reasoning().empty());
+    CHECK(session.chat("Again").text == answer && session.reasoning().empty());
+    CHECK(session.chat("Still", options, by_part).text == answer && session.reasoning().empty());
+    quick.variables_json = R"({"tools": []})";
+    CHECK(status_of([&] { session.chat("Never", quick); }) == NVFP4_INVALID_ARGUMENT);
+    nvfp4::ChatOptions brief;
+    brief.reasoning_budget = 0;
+    CHECK(session.chat("Brief", brief, options, by_part).text == answer && has(session.reasoning(), "limited time"));
+
+    /* A call and its result. */
+    nvfp4::ChatOptions with_tools;
+    with_tools.tools_json = tools;
+    CHECK(has(model.render_messages(question, with_tools), "<tools>") && !has(model.render_messages(question), "<tools>"));
+    CHECK(!has(model.render_messages(question, with_tools, false), "assistant"));
+    CHECK(session.chat_messages(question, with_tools).tool_calls == 1 && has(session.tool_calls(), "weather"));
+    CHECK(session.chat_messages(question).tool_calls == 1);
+    for (std::string &part : parts)
+        part.clear();
+    said = session.chat_messages(question, options, by_part);
+    CHECK(said.text.empty() && "[" + parts[NVFP4_PART_TOOL_CALL] + "]" == session.tool_calls());
+    std::string messages = session.messages();
+    messages.back() = ',';
+    messages += R"({"role": "tool", "content": "Rain"}])";
+    nvfp4::Session fork = session.fork();
+    CHECK(session.chat_messages(messages, with_tools, options, by_part).text == "It rains in Paris.");
+
+    /* The same as ranges. */
+    std::string streamed;
+    nvfp4::Stream stream = fork.ask_messages(messages);
+    for (const nvfp4::Piece &piece : stream)
+        streamed += piece.text;
+    CHECK(streamed == "It rains in Paris." && stream.result().text == streamed && fork.messages() == session.messages());
+    stream = fork.ask_messages(question, with_tools);
+    CHECK(stream.result().tool_calls == 1);
+    stream = fork.ask("Thanks", nvfp4::ChatOptions());
+    bool thought = false;
+    for (const nvfp4::Piece &piece : stream)
+        thought = thought || (piece.part == NVFP4_PART_REASONING && !piece.text.empty());
+    CHECK(thought && stream.result().text == answer);
+    CHECK(status_of([&] { fork.ask_messages("[{]").begin(); }) == NVFP4_INVALID_ARGUMENT);
+}
+
 /* A generation as a range: the same text, and a loop that is left leaves the session where it was. */
 void streams(const std::string &path)
 {
@@ -580,8 +645,8 @@ void streams(const std::string &path)
 
 int main(int argc, char **argv)
 {
-    if (argc != 3) {
-        std::fprintf(stderr, "usage: wrapper MODEL_DIR SCRATCH_DIR\n");
+    if (argc != 4) {
+        std::fprintf(stderr, "usage: wrapper MODEL_DIR SCRATCH_DIR THINKER_DIR\n");
         return 2;
     }
     nvfp4::check_version();
@@ -597,6 +662,7 @@ int main(int argc, char **argv)
     spans();
 #endif
     sessions(argv[1], argv[2]);
+    conversations(argv[3]);
     streams(argv[1]);
     CHECK(without_exceptions(argv[1]) == 0);
     nvfp4::reset_memory_peak();

@@ -77,6 +77,14 @@ void sessions(const char *path)
     CHECK(answer && answer->text == heard && answer->generated_tokens == 8);
     CHECK(session->clear());
 
+    const char *messages = R"([{"role": "user", "content": "Hi"}])";
+    nvfp4::ChatOptions chat;
+    CHECK(session->chat_messages(messages, chat, options)->text == heard && session->reasoning()->empty());
+    CHECK(model->generate_options()->max_tokens == SIZE_MAX && !model->render_messages(messages)->empty());
+    chat.tools_json = R"([{"name": "f"}])";
+    CHECK(failed(session->chat_messages(messages, chat, options), NVFP4_UNSUPPORTED) && *session->tool_calls() == "[]");
+    CHECK(session->clear());
+
     std::string text;
     nvfp4::Stream stream = session->ask("Hi", options);
     for (const nvfp4::Piece &piece : stream)

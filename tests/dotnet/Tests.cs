@@ -1,5 +1,6 @@
-// The C# package on a runtime: Tests MODEL RECITER FOREVER SCRATCH, where the first is a small random model, the second answers
-// everything with one sentence, and the third never stops saying it (see reciter.py).
+// The C# package on a runtime: Tests MODEL RECITER FOREVER THINKER SCRATCH, where the first is a small random model, the second answers
+// everything with one sentence, the third never stops saying it (see reciter.py), and the fourth thinks and calls a tool
+// (see thinker.py).
 //
 // The same source is compiled for netstandard2.0, run on Mono and .NET Core, and for .NET Core, with what it has besides.
 
@@ -23,7 +24,7 @@ static class Tests
     const string Sentence = "好語😀é";
 
     static string modelPath, reciterPath, foreverPath, scratch;
-    static Model model, reciter, forever;
+    static Model model, reciter, forever, thinker;
     static int failures;
 
     static int Main(string[] args)
@@ -31,10 +32,11 @@ static class Tests
         modelPath = args[0];
         reciterPath = args[1];
         foreverPath = args[2];
-        scratch = args[3];
+        scratch = args[4];
         using (model = Model.Load(modelPath))
         using (reciter = Model.Load(reciterPath))
         using (forever = Model.Load(foreverPath))
+        using (thinker = Model.Load(args[3]))
         {
             Run("library", TheLibrary);
             Run("text both ways", TextBothWays);
@@ -51,6 +53,13 @@ static class Tests
             Run("exceptions from handlers", HandlersThrow);
             Run("typed exceptions", TypedExceptions);
             Run("conversations", Conversations);
+            Run("turns of a model that thinks", Turns);
+            Run("thinking", Thinking);
+            Run("a thought that is cut off", CutThoughts);
+            Run("tools", Tools);
+            Run("whole conversations", WholeConversations);
+            Run("what is wrong with messages", Faults);
+            Run("draws", Draws);
             Run("sessions", Sessions);
             Run("two models at once", TwoModels);
             Run("eight threads on one model", EightThreads);
@@ -176,7 +185,8 @@ static class Tests
 
         // The defaults are the library's.
         var generate = new GenerateOptions();
-        Check(generate.MaxTokens == 512 && generate.TopP == 1 && generate.RepetitionPenalty == 1 && generate.Temperature == 0);
+        Check(generate.MaxTokens == long.MaxValue && generate.TopP == 1 && generate.RepetitionPenalty == 1 && generate.Temperature == 0);
+        Check(generate.Seed == null && new GenerateOptions { Seed = 3 }.Seed == 3);
         Check(new QuantizeOptions().Levels == Levels.Two && new WeightOptions().DenseDType == DType.Float32);
         Check(new SessionOptions().KvType == KvType.Float16);
 
@@ -659,7 +669,7 @@ static class Tests
             int count = 0;
             session.Generate(options, piece =>
             {
-                if (piece.Kind == TokenEventKind.HeldText)
+                if (piece.Kind == TokenEventKind.Text)
                     return true;
                 count++;
                 float[] logits = other.Logits;
@@ -845,6 +855,265 @@ static class Tests
             Check(chat.LastGeneration.PromptTokens < 40 && chat.Length > length);
             chat.Reset();
             Same(0, chat.Messages.Count);
+        }
+    }
+
+    const string Thought = "Let me see what is asked.", Answer = "Blue 漢字 light 🦀.", Result = "It rains in Paris.";
+
+    const string Weather = "[{\"type\":\"function\",\"function\":{\"name\":\"weather\",\"parameters\":{\"type\":\"object\"," +
+        "\"properties\":{\"city\":{\"type\":\"string\"}}}}}]";
+
+    /// The session holds the beginning of what the template makes of its messages.
+    static void CheckWritten(ChatSession chat, [CallerLineNumber] int line = 0)
+    {
+        string held = thinker.Tokenizer.Decode(chat.Tokens, false), written = thinker.RenderChat(chat.MessagesJson, false, chat.Turns);
+        Check(written.StartsWith(held, StringComparison.Ordinal), held + " | " + written, line);
+        // The JSON of messages is the library's, however it is written.
+        Same(written, thinker.RenderChat(chat.Messages, false, chat.Turns), line);
+    }
+
+    static void Turns()
+    {
+        using (var chat = new ChatSession(thinker, "Be \"brief\".\n\\"))
+        {
+            for (int turn = 0; turn < 5; turn++)
+            {
+                long before = chat.Length;
+                Same(Answer, chat.Ask("Question " + turn));
+                Generation result = chat.LastGeneration;
+                Same(Thought, chat.Reasoning.Trim());
+                Check(result.Finish == FinishReason.Stop && result.ToolCalls == 0 && chat.ToolCalls.Count == 0);
+                CheckWritten(chat);
+                // The thought before is gone, and the answer behind it is run again; nothing else is.
+                Check(turn == 0 || result.PromptTokens < before && result.PromptTokens < 80, before + ", " + result.PromptTokens);
+            }
+            Same(11, chat.Messages.Count);
+            Same(Thought, chat.Messages[10].ReasoningContent.Trim());
+        }
+        using (var chat = new ChatSession(thinker, turns: new ChatOptions { KeepReasoning = true }))
+            for (int turn = 0; turn < 3; turn++)
+            {
+                long before = chat.Length;
+                chat.Ask("Again");
+                Same(chat.Length - before, chat.LastGeneration.PromptTokens + chat.LastGeneration.GeneratedTokens);
+            }
+    }
+
+    static void Thinking()
+    {
+        using (var chat = new ChatSession(thinker))
+        {
+            var parts = new Dictionary<Part, string> { { Part.Reasoning, "" }, { Part.Content, "" } };
+            chat.Chat("Hi", piece =>
+            {
+                parts[piece.Part] += piece.Text;
+                return true;
+            });
+            Check(parts[Part.Reasoning] == chat.Reasoning && parts[Part.Content] == Answer && chat.Text == Answer);
+            Same(Answer, string.Concat(chat.Stream("Hi").ToArray()));
+            string heard = "";
+            Same(Answer, chat.AskAsync("Hi", null, piece => heard += piece).Result);
+            Same(Answer, heard);
+            Same(Answer, chat.Ask("Hi", turn: new ChatOptions { Thinking = false }));
+            Same("", chat.Reasoning);
+            // For that turn.
+            chat.Ask("Hi");
+            Same(Thought, chat.Reasoning.Trim());
+            foreach (string variables in new[] { "", "{}", "{ \"enable_thinking\" : true }" })
+            {
+                chat.Ask("Hi", turn: new ChatOptions { Thinking = false, Variables = variables });
+                Same("", chat.Reasoning);
+            }
+            chat.Turns.Variables = "{\"enable_thinking\": false}";
+            using (ChatSession fork = chat.Fork())
+            {
+                fork.Ask("Hi");
+                Same("", fork.Reasoning);
+                string file = Path.Combine(scratch, "thinking");
+                fork.Save(file);
+                using (ChatSession restored = ChatSession.Restore(thinker, file))
+                {
+                    Check(restored.Turns == null);
+                    restored.Ask("Hi");
+                    Same("", restored.Reasoning);
+                    restored.Turns = new ChatOptions();
+                    restored.Ask("Hi");
+                    Same(Thought, restored.Reasoning.Trim());
+                }
+            }
+        }
+        foreach (int budget in new[] { 0, 2 })
+            using (var chat = new ChatSession(thinker, turns: new ChatOptions { ReasoningBudget = budget }))
+            {
+                Same(Answer, chat.Ask("Hi"));
+                Check(chat.Reasoning.Trim() != Thought, chat.Reasoning);
+                Same(Answer, chat.Ask("Again"));
+            }
+    }
+
+    static void CutThoughts()
+    {
+        using (var chat = new ChatSession(thinker))
+        {
+            Same("", chat.Ask("Hi", new GenerateOptions { MaxTokens = 4 }));
+            Same(FinishReason.Length, chat.LastGeneration.Finish);
+            Check(chat.Reasoning.Length > 0 && Thought.StartsWith(chat.Reasoning.Trim(), StringComparison.Ordinal), chat.Reasoning);
+            Same(Answer, chat.Ask("And now?"));
+            CheckWritten(chat);
+            Same(FinishReason.Cancelled, chat.Chat("Leave", piece => piece.Text.Length < 2).Finish);
+            Check(chat.Text == "" && chat.Reasoning.Length > 0);
+            Same(Answer, chat.Ask("And now?"));
+            using (var source = new CancellationTokenSource())
+            {
+                Throws<OperationCanceledException>(() => chat.Chat("Leave", piece =>
+                {
+                    source.Cancel();
+                    return true;
+                }, null, source.Token));
+                Throws<OperationCanceledException>(() => chat.Complete(chat.Messages, null, null, source.Token));
+            }
+            Same(Answer, chat.Ask("And now?"));
+            chat.Truncate(chat.Length - 2);
+            Same(Answer, chat.Ask("And now?"));
+            // Stop strings, in the answer and in the thought.
+            Same("Blue 漢", chat.Ask("Hi", new GenerateOptions { StopStrings = new[] { "nowhere", "字" } }));
+            Same(FinishReason.StopString, chat.LastGeneration.Finish);
+            Same("", chat.Ask("Hi", new GenerateOptions { StopStrings = new[] { "see" } }));
+            Same("Let me", chat.Reasoning.Trim());
+        }
+    }
+
+    static void Tools()
+    {
+        using (var chat = new ChatSession(thinker, turns: new ChatOptions { Tools = Weather }))
+        {
+            string told = null;
+            Generation result = chat.Chat("What is the weather in Paris?", piece =>
+            {
+                told = piece.Part == Part.ToolCall ? piece.Text : told;
+                return true;
+            });
+            Check(result.ToolCalls == 1 && chat.ToolCalls.Count == 1 && chat.Text == "");
+            ToolCall call = chat.ToolCalls[0];
+            Same("weather({\"city\":\"Paris\"})", call.ToString());
+            Check(ToolCall.FromJson(told).ToString() == call.ToString() && ToolCall.FromJson(told).Id == call.Id);
+            IList<ChatMessage> messages = chat.Messages;
+            Check(messages.Count == 2 && messages[1].Content == null && messages[1].ToolCalls[0].Id == call.Id);
+            CheckWritten(chat);
+            messages.Add(ChatMessage.ToolResult(call, "Rain"));
+            long before = chat.Length;
+            Same(Result, chat.Complete(messages));
+            Check(chat.LastGeneration.PromptTokens < before && chat.ToolCalls.Count == 0);
+            Same(Result, string.Concat(chat.Stream(messages).ToArray()));
+            // The same as JSON.
+            Same(Result, chat.Complete(ChatMessage.ToJson(messages)));
+            Same(Result, chat.CompleteAsync(messages).Result);
+            Same(Result, chat.Ask("Are you sure?"));
+            IList<ChatMessage> all = chat.Messages;
+            Same(6, all.Count);
+            string prompt = thinker.RenderChat(all.Take(5), true, chat.Turns);
+            Same(thinker.Tokenizer.Encode(prompt).Length + chat.LastGeneration.GeneratedTokens, chat.Length);
+        }
+    }
+
+    static void WholeConversations()
+    {
+        using (var chat = new ChatSession(thinker))
+        {
+            chat.Ask("Hi");
+            long first = chat.LastGeneration.PromptTokens;
+            chat.Ask("And?");
+            // An answer that is asked for again, a message that has changed, and another system prompt.
+            IList<ChatMessage> asked = chat.Messages;
+            asked.RemoveAt(3);
+            Same(Answer, chat.Complete(asked));
+            Check(chat.LastGeneration.PromptTokens < first && chat.Messages.Count == 4);
+            asked[2] = ChatMessage.User("Or \"else\"?\r\n\t😀\u0001");
+            Same(Answer, chat.Complete(asked));
+            Same(asked[2].Content, chat.Messages[2].Content);
+            CheckWritten(chat);
+            asked.Insert(0, ChatMessage.System("Be long."));
+            Same(Answer, chat.Complete(asked));
+            Same("Be long.", chat.Messages[0].Content);
+            Same(Answer, chat.Complete("[{\"role\":\"user\",\"name\":\"me\",\"content\":" +
+                "[{\"type\":\"text\",\"text\":\"a\"},{\"type\":\"text\",\"text\":\"b\"}]}]"));
+            Check(chat.Messages[0].Content == "a\nb" && chat.Messages[0].Name == "me");
+            Same(Answer, chat.Complete(chat.Messages.Take(1)));
+            // A prompt alone.
+            Same("", chat.Complete(asked, new GenerateOptions { MaxTokens = 0 }));
+            Same((long)thinker.Tokenizer.Encode(thinker.RenderChat(asked)).Length, chat.Length);
+        }
+    }
+
+    static void Faults()
+    {
+        using (var chat = new ChatSession(thinker))
+        {
+            chat.Ask("Hi");
+            string before = chat.MessagesJson;
+            foreach (string[] fault in new[] {
+                new[] { "[]", "no message" }, new[] { "{}", "not an array" }, new[] { "[{\"role\": \"user\", }]", "line 1 column 19" },
+                new[] { "[{\"role\":\"robot\",\"content\":\"?\"}]", "message 0: role 'robot'" },
+                new[] { "[{\"role\":\"user\"}]", "has no content" } })
+                Throws<Nvfp4ArgumentException>(() => chat.Complete(fault[0]), fault[1]);
+            Throws<Nvfp4ArgumentException>(() => chat.Complete(new[] { new ChatMessage("robot", "?") }), "robot");
+            Throws<Nvfp4ArgumentException>(() => chat.Ask("?", turn: new ChatOptions { Tools = "[{}]" }), "tool 0");
+            Throws<Nvfp4ArgumentException>(() => chat.Ask("?", turn: new ChatOptions { Variables = "[1]", Thinking = true }), "not an object");
+            Throws<Nvfp4ArgumentException>(() => chat.Ask("?", turn: new ChatOptions { ReasoningBudget = -2 }), "reasoning_budget");
+            Throws<ArgumentException>(() => chat.Complete(new[] { ChatMessage.User("\uD800") }));
+            Throws<ArgumentNullException>(() => chat.Complete((string)null));
+            Throws<ArgumentNullException>(() => chat.Stream((IEnumerable<ChatMessage>)null));
+            Same(before, chat.MessagesJson);
+        }
+    }
+
+    static void Draws()
+    {
+        GenerateOptions maker = thinker.GenerateOptions();
+        Check(maker.Temperature == 0.6f && maker.TopP == 0.95f && maker.TopK == 20 && maker.MinP == 0 && maker.RepetitionPenalty == 1);
+        Same(0f, reciter.GenerateOptions().Temperature);
+        using (var chat = new ChatSession(thinker))
+        {
+            chat.Ask("Hi");
+            ulong seed = chat.LastGeneration.Seed;
+            chat.Ask("Hi");
+            Check(seed != chat.LastGeneration.Seed);
+            chat.Ask("Hi", new GenerateOptions { Seed = 7 });
+            Same(7UL, chat.LastGeneration.Seed);
+        }
+        using (Session first = new Session(model), second = new Session(model))
+        {
+            first.Prefill(Prompt);
+            second.Prefill(Prompt);
+            var drawn = new GenerateOptions { Temperature = 1.5f, MaxTokens = 30, IgnoreModelStops = true };
+            Generation result = first.Generate(drawn);
+            drawn.Seed = result.Seed;
+            Same(result.Seed, second.Generate(drawn).Seed);
+            Check(first.Tokens.SequenceEqual(second.Tokens));
+            // Outside of a chat nobody is asked but the options.
+            Same(second.Sample(new GenerateOptions()), second.Sample());
+        }
+        // A chat draws as the options say that are set, and else as the maker does: a hundred draws are not all the likeliest.
+        string config = Path.Combine(scratch, "drawing");
+        Directory.CreateDirectory(config);
+        foreach (string file in Directory.GetFiles(modelPath))
+            File.Copy(file, Path.Combine(config, Path.GetFileName(file)));
+        File.WriteAllText(Path.Combine(config, "generation_config.json"), "{\"do_sample\": true, \"temperature\": 1.7}");
+        using (Model drawing = Model.Load(config))
+        {
+            Same(1.7f, drawing.GenerateOptions().Temperature);
+            Func<GenerateOptions, string> said = options =>
+            {
+                using (var chat = new ChatSession(drawing))
+                {
+                    chat.Ask("Hi", options);
+                    return string.Join(" ", chat.Tokens);
+                }
+            };
+            string likeliest = said(new GenerateOptions { MaxTokens = 30, Temperature = 0 });
+            Same(likeliest, said(new GenerateOptions { MaxTokens = 30, TopK = 1 }));
+            Check(likeliest != said(new GenerateOptions { MaxTokens = 30 }));
+            Same(said(new GenerateOptions { MaxTokens = 30, Seed = 4 }), said(new GenerateOptions { MaxTokens = 30, Seed = 4, Temperature = 1.7f }));
         }
     }
 
@@ -1522,16 +1791,18 @@ static class Tests
             foreach (bool between in new[] { false, true })
             {
                 using var source = new CancellationTokenSource();
+                using var own = new ChatSession(forever);
                 int count = 0;
                 try
                 {
+                    // Of its own: a timer that is late on a busy machine may have let a long answer come.
                     IAsyncEnumerable<string> stream = enumerator
-                        ? chat.StreamAsync("Hi", Tokens(1000000))
-                        : chat.StreamAsync("Hi", Tokens(1000000), source.Token);
-                    if (!between)
-                        source.CancelAfter(30);
+                        ? own.StreamAsync("Hi", Tokens(1000000))
+                        : own.StreamAsync("Hi", Tokens(1000000), source.Token);
                     await foreach (string piece in stream.WithCancellation(enumerator ? source.Token : default))
-                        if (++count == 7 && between)
+                        if (++count == 1 && !between)
+                            source.CancelAfter(30);
+                        else if (count == 7 && between)
                             source.Cancel();
                     Check(false, "the stream has ended");
                 }
@@ -1540,7 +1811,7 @@ static class Tests
                     Same(source.Token, e.CancellationToken);
                 }
                 Check(between ? count == 7 : count > 0);
-                Check(chat.Length > 0);
+                Check(own.Length > 0);
             }
         }
         Same(Sentence, await chat.AskAsync("Hi", Tokens(12)));

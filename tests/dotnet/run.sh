@@ -142,7 +142,8 @@ run() {
 }
 
 tests() {
-    rm -rf "$work/scratch" && mkdir "$work/scratch" && NVFP4_LIB_PATH=$build run "$1" Tests "$small" "$work/reciter" "$work/forever" "$work/scratch"
+    rm -rf "$work/scratch" && mkdir "$work/scratch" &&
+        NVFP4_LIB_PATH=$build run "$1" Tests "$small" "$work"/{reciter,forever,thinker,scratch}
 }
 
 # Runs a command as a user whose threads the system counts, which it does not for root, but who may open the same files.
@@ -251,7 +252,7 @@ END
 # The projects of the examples, which copy the library of this tree.
 csharp_examples() {
     local example output=bin/Debug/netcoreapp3.1
-    for example in chat quantize; do
+    for example in chat quantize thinking tools; do
         dotnet_build "$work/tree/examples/csharp/$example" build || return 1
     done
     cd "$work/tree/examples/csharp" || return 1
@@ -259,12 +260,29 @@ csharp_examples() {
     [ "$(printf 'Hi\n\nOn\n' | "$sdk/dotnet" chat/$output/chat.dll "$work/reciter" | grep -c 好語😀é)" -eq 2 ] || return 1
     said "NotFound: " "$sdk/dotnet" chat/$output/chat.dll /nowhere Hi || return 1
     [ "$("$sdk/dotnet" quantize/$output/quantize.dll | grep -c 'by nvfp4-kernel')" -eq 3 ] || return 1
-    "$sdk/dotnet" quantize/$output/quantize.dll "$work/reciter" "$work/quantized" && [ -s "$work/quantized/model.safetensors" ]
+    "$sdk/dotnet" quantize/$output/quantize.dll "$work/reciter" "$work/quantized" && [ -s "$work/quantized/model.safetensors" ] || return 1
+    thinks 3 "$sdk/dotnet" thinking/$output/thinking.dll && calls "$sdk/dotnet" tools/$output/tools.dll
+}
+
+# thinks COUNT COMMAND...: an example that gets so many answers of the model that thinks, and nothing else to stdout.
+thinks() {
+    local count=$1
+    shift
+    "$@" "$work/thinker" "What?" >"$work/answer" 2>"$work/said" && grep -q 'Let me see what is asked.' "$work/said" &&
+        [ "$(cat "$work/answer")" = "$(yes 'Blue 漢字 light 🦀.' | head -"$count")" ]
+}
+
+calls() {
+    [ "$("$@" "$work/thinker" "What?" 2>"$work/said")" = "It rains in Paris." ] && grep -q '^\[weather({"city":"Paris"})\]$' "$work/said"
 }
 
 mono_examples() {
     export NVFP4_LIB_PATH=$build
-    program mono examples/csharp/chat/Program.cs chat && program mono examples/csharp/quantize/Program.cs quantize &&
+    local example
+    for example in chat quantize thinking tools; do
+        program mono examples/csharp/$example/Program.cs $example || return 1
+    done
+    thinks 3 run mono thinking && calls run mono tools &&
         [ "$(run mono chat "$work/reciter" 你好)" = 好語😀é ] && [ "$(run mono quantize | grep -c 'by nvfp4-kernel')" -eq 3 ]
 }
 
@@ -274,6 +292,7 @@ fsharp_examples() {
     [ "$(script "$folder/quantize.fsx" | grep -c 'weight off by 0.[01]')" -eq 3 ] || return 1
     script "$folder/quantize.fsx" "$work/reciter" "$work/by-fsharp" && [ -s "$work/by-fsharp/model.safetensors" ] || return 1
     [ "$(script "$folder/chat.fsx" "$work/reciter" 你好)" = 好語😀é ] || return 1
+    thinks 2 script "$folder/thinking.fsx" && calls script "$folder/tools.fsx" || return 1
     [ "$(printf 'Hi\n\nOn\n' | script "$folder/chat.fsx" "$work/reciter" | grep -c '^好語😀é$')" -eq 2 ] || return 1
     said "NotFound: " script "$folder/chat.fsx" /nowhere Hi
 }
@@ -310,6 +329,7 @@ check "version of the packages" version
 check "nothing that Native AOT lacks" ahead_of_time
 check "a model that recites" python3 tests/dotnet/reciter.py "$small/tokenizer.json" "$work/reciter" 好語😀é
 check "a model that never stops" python3 tests/dotnet/reciter.py "$small/tokenizer.json" "$work/forever" 好語😀é --forever
+check "a model that thinks" python3 tests/common/thinker.py "$work/thinker"
 check "libraries that cannot be loaded" odd_libraries
 
 kinds=()
@@ -357,7 +377,7 @@ done
 if [ -e "$work/core/LibNVFP4.FSharp.dll" ]; then
     mkdir -p "$work/fsharp"
     several "F# Interactive" env NVFP4_LIB_PATH="$build" "$sdk/dotnet" exec "$sdk"/sdk/*/FSharp/fsi.exe --quiet \
-        -r:"$work/core/LibNVFP4.dll" -r:"$work/core/LibNVFP4.FSharp.dll" --exec tests/dotnet/tests.fsx "$work/reciter" "$work/fsharp"
+        -r:"$work/core/LibNVFP4.dll" -r:"$work/core/LibNVFP4.FSharp.dll" --exec tests/dotnet/tests.fsx "$work/reciter" "$work/thinker" "$work/fsharp"
     check "F# examples" fsharp_examples
     check "F# persistent conversation" persistent
     check "README examples" readme_examples

@@ -1,4 +1,5 @@
-// The F# package on the real fsi: tests.fsx RECITER SCRATCH, where the first answers everything with one sentence (reciter.py).
+// The F# package on the real fsi: tests.fsx RECITER THINKER SCRATCH, where the first answers everything with one sentence
+// (reciter.py), and the second thinks and calls a tool (thinker.py).
 
 open System
 open System.IO
@@ -7,10 +8,10 @@ open LibNVFP4.FSharp
 open LibNVFP4.Q4
 
 let sentence = "好語😀é"
-let reciter, scratch =
+let reciter, thinker, scratch =
     match fsi.CommandLineArgs with
-    | [| _; reciter; scratch |] -> reciter, scratch
-    | _ -> failwith "usage: tests.fsx RECITER SCRATCH"
+    | [| _; reciter; thinker; scratch |] -> reciter, thinker, scratch
+    | _ -> failwith "usage: tests.fsx RECITER THINKER SCRATCH"
 
 let mutable failures = 0
 
@@ -52,7 +53,7 @@ test "pipes of models and conversations" (fun () ->
     same 6L few.MaxTokens
     same "好語" ("" |> Chat.askWith few chat)
     same [ "好" ] ("" |> Chat.streamWith (few |> Generate.stopStrings [ "語" ]) chat |> List.ofSeq)
-    same 512L (Generate.defaults ()).MaxTokens
+    same Int64.MaxValue (Generate.defaults ()).MaxTokens
     // The text again, of the tokens alone.
     use detokenizer = new Detokenizer(model, few)
     let mutable text = ""
@@ -74,6 +75,39 @@ test "pipes of models and conversations" (fun () ->
     for _ in "!" |> Chat.stream chat do
         same before (Chat.messages chat)
     same (before.Length + 2) (Chat.messages chat).Length)
+
+test "a model that thinks and calls a tool" (fun () ->
+    let answer, thought = "Blue 漢字 light 🦀.", "Let me see what is asked."
+    use model = Model.load thinker
+    same (0.6f, 0.95f, 20) (let maker = Generate.ofModel model in maker.Temperature, maker.TopP, maker.TopK)
+    use chat = Chat.create model
+    for turn in 1..5 do
+        same answer (sprintf "Question %d" turn |> Chat.ask chat)
+        same thought ((Chat.reasoning chat).Trim())
+        let held = model.Tokenizer.Decode(chat.Tokens, false)
+        if not (model.RenderChat(Chat.history chat, false).StartsWith held) then failwith held
+    let heard = Collections.Generic.List()
+    let result = "Again" |> Chat.parts (fun part text -> heard.Add(part, text)) chat
+    let told part = heard |> Seq.filter (fun (p, _) -> p = part) |> Seq.map snd |> String.concat ""
+    same (Chat.reasoning chat, answer) (told Part.Reasoning, told Part.Content)
+    if result.Seed = chat.Fork().Chat("Again", null).Seed then failwith "the same seed"
+    same answer ("Hi" |> Chat.askTurn (Turn.defaults () |> Turn.thinking false) chat)
+    same "" (Chat.reasoning chat)
+    same answer ("Hi" |> Chat.askTurn (Turn.defaults () |> Turn.reasoningBudget 2) chat)
+    if (Chat.reasoning chat).Trim() = thought then failwith "the whole thought"
+    let keeping = Turn.defaults () |> Turn.variables "{}" |> Turn.keepReasoning
+    let before = chat.Length
+    same answer ("Hi" |> Chat.askTurn keeping chat)
+    same (chat.Length - before) (chat.LastGeneration.PromptTokens + chat.LastGeneration.GeneratedTokens)
+    let tools = """[{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]"""
+    use caller = model |> Chat.withTurns (Turn.defaults () |> Turn.tools tools)
+    same "" ("Weather?" |> Chat.ask caller)
+    let calls = Chat.toolCalls caller
+    same [ "weather", """{"city":"Paris"}""" ] [ for call in calls -> call.Name, call.Arguments ]
+    let results = [ for call in calls -> ChatMessage.ToolResult(call, "Rain") ]
+    same "It rains in Paris." (Chat.history caller @ results |> Chat.complete caller)
+    same "It rains" (Chat.history caller |> List.take 3 |> Chat.completeWith (Generate.defaults () |> Generate.stopStrings [ " in" ]) caller)
+    raises<Nvfp4ArgumentException, _> "robot" (fun () -> [ ChatMessage("robot", "?") ] |> Chat.complete caller))
 
 test "results and exceptions" (fun () ->
     match Model.tryLoad "/nowhere" with

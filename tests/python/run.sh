@@ -50,9 +50,23 @@ fails() {
     [ $? -eq 1 ] && cat "$work/said" && grep -q '^NotFound: .*/nowhere' "$work/said"
 }
 
+# What comes to stdout is the answers alone, and the thought to stderr.
+thinks() {
+    "$python" examples/python/thinking.py "$work/thinker" "What?" >"$work/answer" 2>"$work/said" &&
+        [ "$(cat "$work/answer")" = "$(printf 'Blue 漢字 light 🦀.\n%.0s' 1 2 3)" ] && grep -q 'Let me see what is asked.' "$work/said"
+}
+
+calls() {
+    "$python" examples/python/tools.py "$work/thinker" "What?" >"$work/answer" 2>"$work/said" &&
+        [ "$(cat "$work/answer")" = "It rains in Paris." ] && grep -q "^\[weather {'city': 'Paris'}\]$" "$work/said"
+}
+
 check "example chat.py" recites
 check "example chat.py, a conversation" converses
 check "example chat.py without a model" fails
+check "a model that thinks" "$python" tests/common/thinker.py "$work/thinker"
+check "example thinking.py" thinks
+check "example tools.py" calls
 if has_numpy; then
     check "example quantize.py" "$python" examples/python/quantize.py
 else

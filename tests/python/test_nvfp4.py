@@ -1,7 +1,8 @@
 """The Python package: test_nvfp4.py. See run.sh.
 
-Numbers are held against exact fractions of the decoded codes, text against a model that recites it (reciter.py), and the
-declarations against nvfp4.h. What numpy and torch have part in is skipped where they are missing.
+Numbers are held against exact fractions of the decoded codes, text against a model that recites it (reciter.py), conversations
+against one that thinks and calls tools (thinker.py), and the declarations against nvfp4.h. What numpy and torch have part in is
+skipped where they are missing.
 """
 
 import array
@@ -29,8 +30,9 @@ PACKAGE = os.path.join(ROOT, "bindings", "python")
 BUILD = os.path.abspath(os.environ.get("NVFP4_BUILD", os.path.join(ROOT, "target", "release")))
 GOLDEN = os.path.join(ROOT, "tests", "golden", "model", "qwen3_tied")
 os.environ["NVFP4_LIB_PATH"] = BUILD
-sys.path.insert(0, PACKAGE)
+sys.path[:0] = [PACKAGE, os.path.join(ROOT, "tests", "common")]
 
+import thinker  # noqa: E402
 import nvfp4  # noqa: E402
 from nvfp4 import native  # noqa: E402
 
@@ -1017,6 +1019,258 @@ class Models(unittest.TestCase):
         done = subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": PACKAGE}, capture_output=True,
                               text=True, timeout=60)
         self.assertEqual((done.returncode, done.stdout, done.stderr), (0, "漢\n", ""))
+
+
+class Conversations(unittest.TestCase):
+    """With a model that thinks, calls tools and answers."""
+
+    TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {
+        "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}}]
+    THOUGHT = thinker.THOUGHT.strip()
+
+    @classmethod
+    def setUpClass(cls):
+        cls.scratch = tempfile.TemporaryDirectory()
+        cls.path = os.path.join(cls.scratch.name, "thinker")
+        thinker.write(cls.path)
+        cls.model = nvfp4.Model(cls.path, device="cpu", threads=1)
+
+    @classmethod
+    def tearDownClass(cls):
+        cls.model.close()
+        cls.scratch.cleanup()
+
+    def assert_written(self, chat, **options):
+        """The session holds the beginning of what the template makes of its messages."""
+        held = self.model.tokenizer.decode(chat.tokens, skip_special=False)
+        written = self.model.tokenizer.render_chat(chat.messages, add_generation_prompt=False, **options)
+        self.assertEqual(held, written[:len(held)])
+        self.assertTrue(held.endswith(chat.messages[-1]["content"] or "</tool_call>"), held)
+
+    def length(self, messages, **options):
+        """Tokens of a prompt."""
+        tokenizer = self.model.tokenizer
+        return len(tokenizer.encode(tokenizer.render_chat(messages, **options), add_special=False))
+
+    def test_turns(self):
+        """Five of them: earlier thoughts go, as the template has it, and no more is run than what that changes."""
+        chat, held = self.model.chat(system="Be brief."), []
+        for turn in range(5):
+            before = chat.messages + [{"role": "user", "content": f"Question {turn}"}]
+            result = chat.say(f"Question {turn}")
+            self.assertEqual((result.text, result.reasoning.strip(), result.tool_calls, result.finish),
+                             (thinker.ANSWER, self.THOUGHT, [], "stop"))
+            self.assert_written(chat)
+            prompt = chat.tokens[:len(chat) - result.generated_tokens]
+            self.assertEqual(len(prompt), self.length(before))
+            kept = next((i for i, (a, b) in enumerate(zip(prompt, held)) if a != b), min(len(prompt), len(held)))
+            self.assertEqual(result.prompt_tokens, len(prompt) - kept)
+            held = chat.tokens
+        self.assertLess(result.prompt_tokens, len(prompt) // 3)
+        self.assertEqual([message["role"] for message in chat.messages], ["system"] + ["user", "assistant"] * 5)
+
+        # With earlier thoughts in their place, a turn runs only what it adds.
+        chat, added = self.model.chat(keep_reasoning=True), []
+        for turn in range(3):
+            before = len(chat)
+            result = chat.say("Again")
+            self.assertEqual(len(chat) - before, result.prompt_tokens + result.generated_tokens)
+            added.append(result.prompt_tokens)
+        self.assertEqual(added[1], added[2])
+        self.assertEqual(self.model.tokenizer.decode(chat.tokens, skip_special=False).count("<think>"), 3)
+
+    def test_thinking(self):
+        chat = self.model.chat(think=False)
+        result = chat.say("Hello")
+        self.assertEqual((result.text, result.reasoning), (thinker.ANSWER, ""))
+        # For one turn.
+        self.assertEqual(chat.say("And?", think=True).reasoning.strip(), self.THOUGHT)
+        self.assertEqual(chat.say("And?").reasoning, "")
+        self.assertEqual(chat.fork().say("And?").reasoning, "")
+        self.assertEqual(self.model.chat(variables={"enable_thinking": False}).say("Hello").reasoning, "")
+        self.assertIn("<think>\n\n</think>", self.model.tokenizer.render_chat([{"role": "user", "content": "?"}], think=False))
+        self.assertRaises(TypeError, self.model.tokenizer.render_chat, [], thinking=False)
+
+        # A file has the options of the last turn.
+        path = os.path.join(self.scratch.name, "session")
+        chat.save(path)
+        self.assertEqual(nvfp4.ChatSession.restore(self.model, path).say("And?").reasoning, "")
+        self.assertEqual(nvfp4.ChatSession.restore(self.model, path, think=True).say("And?").reasoning.strip(), self.THOUGHT)
+
+        # Thoughts of a few tokens, and of none.
+        whole = self.model.chat().say("Hello")
+        for budget in (0, 2):
+            chat = self.model.chat(reasoning_budget=budget)
+            result = chat.say("Hello")
+            self.assertEqual((result.text, result.finish), (thinker.ANSWER, "stop"))
+            self.assertNotEqual(result.reasoning, whole.reasoning)
+            self.assertEqual(chat.say("Again").text, thinker.ANSWER)
+        self.assertRaises(nvfp4.InvalidArgument, chat.say, "Hello", reasoning_budget=-2)
+
+    def test_parts(self):
+        """Pieces are the answer alone, unless the others are asked for."""
+        chat = self.model.chat()
+        self.assertEqual("".join(chat.ask("Hello")), thinker.ANSWER)
+        heard = []
+        result = chat.say("Hello", heard.append)
+        self.assertEqual(("".join(heard), {piece.part for piece in heard}), (thinker.ANSWER, {"content"}))
+        heard.clear()
+        chat.say("Hello", heard.append, parts=True)
+        for pieces in (heard, list(chat.ask("Hello", parts=True))):
+            parts = {part: "".join(piece for piece in pieces if piece.part == part) for part in ("reasoning", "content")}
+            self.assertEqual(parts, {"reasoning": result.reasoning, "content": thinker.ANSWER})
+            self.assertEqual([piece.part for piece in pieces], sorted((piece.part for piece in pieces), reverse=True))
+        chat = self.model.chat(tools=self.TOOLS)
+        self.assertEqual(list(chat.ask("Hello")), [])
+        call, = [piece for piece in chat.ask("Hello", parts=True) if piece.part == "tool_call"]
+        self.assertEqual(nvfp4.ToolCall.from_json(call)[1:], ("weather", {"city": "Paris"}))
+        # Their tokens are those of the session.
+        chat.reset()
+        pieces = list(chat.ask("Hello", log_probabilities=True, parts=True))
+        tokens = [piece.token for piece in pieces if piece.token is not None]
+        self.assertEqual(tokens, chat.tokens[len(chat) - len(tokens):])
+
+    def test_cut(self):
+        """A thought that was cut off is no answer's beginning for the turns after it."""
+        chat = self.model.chat()
+        result = chat.say("Hello", max_tokens=4)
+        self.assertEqual((result.text, result.finish), ("", "length"))
+        self.assertTrue(self.THOUGHT.startswith(result.reasoning.strip()) and result.reasoning)
+        self.assertEqual(chat.say("And now?").text, thinker.ANSWER)
+        for piece in chat.ask("Leave", parts=True):
+            if len(piece) > 1:
+                break
+        self.assertEqual(piece.part, "reasoning")
+        self.assertEqual(chat.say("And now?").text, thinker.ANSWER)
+        self.assertTrue(chat.messages[-1]["reasoning_content"])
+        self.assert_written(chat)
+        cancel = nvfp4.Cancel()
+        result = chat.say("Stop", lambda piece: cancel.trigger(), parts=True, cancel=cancel)
+        self.assertEqual((result.finish, result.text), ("cancelled", ""))
+        self.assertRaises(nvfp4.Cancelled, chat.say, "Stop", cancel=cancel)
+        self.assertEqual(chat.say("Go on").text, thinker.ANSWER)
+        chat.truncate(len(chat) - 2)
+        self.assertEqual(chat.say("Go on").text, thinker.ANSWER)
+
+        # Wherever a conversation is cut, it goes on with what is left of it.
+        for chat in (self.model.chat(system="Be brief."), self.model.chat()):
+            for text in ("One", "Two"):
+                chat.say(text)
+            for length in range(len(chat) + 1):
+                fork = chat.fork()
+                fork.truncate(length)
+                result = fork.say("Next")
+                self.assertEqual(result.text, thinker.ANSWER, length)
+                held = fork.tokens[:len(fork) - result.generated_tokens]
+                self.assertEqual(self.model.tokenizer.decode(held, skip_special=False),
+                                 self.model.tokenizer.render_chat(fork.messages[:-1]), length)
+
+        # Stop strings, in the answer and in the thought.
+        for stop, text in (("字", "Blue 漢"), ("see", "")):
+            result = chat.say("Stop", stop=["never", stop])
+            self.assertEqual((result.text, result.finish), (text, "stop_string"))
+        self.assertEqual(result.reasoning.strip(), "Let me")
+        self.assertEqual(chat.say("Go on").text, thinker.ANSWER)
+
+    def test_eviction(self):
+        """Earlier turns make room for an answer, also while it comes."""
+        chat = self.model.chat(context=80, eviction="drop_oldest")
+        for turn in range(6):
+            result = chat.say(f"Question {turn}")
+            self.assertEqual((result.text, result.finish), (thinker.ANSWER, "stop"))
+            self.assertEqual([message["content"] for message in chat.messages[-2:]], [f"Question {turn}", thinker.ANSWER])
+        self.assertLess(len(chat.messages), 6)
+
+    def test_tools(self):
+        chat = self.model.chat(tools=self.TOOLS)
+        result = chat.say("What is the weather in Paris?")
+        call, = result.tool_calls
+        self.assertEqual((call.name, call.arguments, result.text, result.finish), ("weather", {"city": "Paris"}, "", "stop"))
+        messages = chat.messages
+        self.assertEqual([message["role"] for message in messages], ["user", "assistant"])
+        self.assertEqual(messages[1]["tool_calls"][0]["id"], call.id)
+        self.assert_written(chat, tools=self.TOOLS)
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": "Rain"})
+        before = len(chat)
+        result = chat.complete(messages)
+        self.assertEqual((result.text, result.tool_calls), (thinker.RESULT, []))
+        self.assertLess(result.prompt_tokens, before)
+        self.assertEqual("".join(chat.stream(messages)), thinker.RESULT)
+        result = chat.say("Are you sure?")
+        self.assertEqual((result.text, len(chat.messages)), (thinker.RESULT, 6))
+        self.assertEqual(len(chat), self.length(chat.messages[:-1], tools=self.TOOLS) + result.generated_tokens)
+
+        # An answer that is asked for again, a message that has changed, and another system prompt.
+        chat = self.model.chat()
+        first = chat.say("Hello")
+        chat.say("And?")
+        asked = chat.messages[:-1]
+        result = chat.complete(asked)
+        self.assertEqual((result.text, len(chat.messages)), (thinker.ANSWER, 4))
+        self.assertLess(result.prompt_tokens, first.prompt_tokens)
+        asked[-1]["content"] = [{"type": "text", "text": "Or "}, {"type": "text", "text": "else?"}]
+        self.assertEqual(chat.complete(asked).text, thinker.ANSWER)
+        self.assert_written(chat)
+        result = chat.complete([{"role": "system", "content": "Be long."}, *asked])
+        self.assertEqual((result.text, chat.messages[0]["content"]), (thinker.ANSWER, "Be long."))
+        self.assertEqual(len(chat), self.length(chat.messages[:-1]) + result.generated_tokens)
+        # A prompt alone.
+        result = chat.complete(asked, max_tokens=0)
+        self.assertEqual((result.text, result.generated_tokens), ("", 0))
+        self.assertEqual(len(chat), self.length(asked))
+
+    def test_faults(self):
+        chat = self.model.chat()
+        chat.say("Hello")
+        before = chat.tokens, chat.messages
+        user = {"role": "user", "content": "?"}
+        for messages, says in (([], "no message"), ({}, "not an array"),
+                               ([user, {"role": "robot", "content": "?"}], "message 1: role 'robot'"),
+                               ([{"role": "user"}], "message 0: has no content"), ([{**user, "colour": 1}], "message 0: key 'colour'"),
+                               ([user, {"role": "tool", "tool_call_id": "x", "content": "?"}], "message 1: ")):
+            with self.assertRaisesRegex(nvfp4.InvalidArgument, says):
+                chat.complete(messages)
+        for options, says in (({"tools": [{}]}, "tool 0"), ({"tools": {"a": 1}}, "tools are not an array"),
+                              ({"variables": {"messages": []}}, "messages cannot be a template variable")):
+            with self.assertRaisesRegex(nvfp4.InvalidArgument, says):
+                chat.say("?", **options)
+        text = b'[{"role": "user", }]'
+        with self.assertRaisesRegex(nvfp4.InvalidArgument, "messages are not JSON: .* line 1 column 19"):
+            native.lib.session_chat_messages(chat, text, len(text), None, None, native.TokenCallback(), None, None)
+        self.assertRaises(TypeError, chat.complete, [{"role": "user", "content": b"?"}])
+        self.assertRaises(TypeError, self.model.chat, thinking=True)
+        self.assertEqual((chat.tokens, chat.messages), before)
+
+    def test_draws(self):
+        """As the model's maker asks, if nothing else is said, with a new seed each time."""
+        self.assertEqual(self.model.generate_options(),
+                         {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.0, "repetition_penalty": 1.0})
+        asked = []
+        answer = native.lib.session_chat
+
+        def heard(*arguments):
+            asked.append({name: getattr(arguments[4]._obj, name) for name in ("temperature", "top_k")})
+            return answer(*arguments)
+
+        native.lib.session_chat = heard
+        self.addCleanup(setattr, native.lib, "session_chat", answer)
+        chat = self.model.chat()
+        seeds = {chat.say("Hello").seed, chat.say("Hello", temperature=0).seed, chat.fork().say("Hello", top_k=3).seed}
+        self.assertEqual(len(seeds), 3)
+        self.assertEqual([(round(one["temperature"], 3), one["top_k"]) for one in asked], [(0.6, 20), (0.0, 20), (0.6, 3)])
+        self.assertEqual(chat.say("Hello", seed=7).seed, 7)
+
+        # The seed of a result repeats its draws.
+        golden = nvfp4.Model(GOLDEN, device="cpu", threads=1)
+        how = {"temperature": 1.5, "max_tokens": 30, "ignore_model_stops": True}
+        drawn = []
+        for seed in (None, None, "again"):
+            session = golden.session()
+            session.prefill([17, 201, 33])
+            result = session.generate(**how, **({"seed": result.seed} if seed else {}))
+            drawn.append((result.seed, session.tokens))
+        self.assertNotEqual(drawn[0], drawn[1])
+        self.assertEqual(drawn[1], drawn[2])
 
 
 class Result(unittest.TextTestResult):

@@ -2,8 +2,9 @@
 
 TOKENIZER_FOLDER has Qwen3's own tokenizer.json and tokenizer_config.json, which go along. The weights are bfloat16, with Qwen3's
 vocabulary and little else: embeddings of the tokens that matter are one-hot, the one layer adds nothing, and the head's row of a
-token points to the token before it. So after the newline that ends the prompt comes the first token of TEXT, after each token the
-next, and after the last one the end of the turn. TEXT is cut into the longest tokens that fit, of which none may come twice.
+token points to the token before it. So after the newline that ends the prompt, or the two that follow the mark of a thought
+left out, comes the first token of TEXT, after each token the next, and after the last one the end of the turn. TEXT is cut into
+the longest tokens that fit, of which none may come twice.
 """
 
 import array
@@ -14,7 +15,7 @@ import struct
 import sys
 
 ROWS, HIDDEN, HEAD = 151_936, 64, 32
-NEWLINE, END = "\u010a", "<|im_end|>"
+NEWLINE, NEWLINES, END = "\u010a", "\u010a\u010a", "<|im_end|>"
 
 
 def main(tokenizer, directory, text):
@@ -42,7 +43,9 @@ def main(tokenizer, directory, text):
     layer = "model.layers.0."
     tensors = {
         "lm_head.weight": matrix(ROWS, HIDDEN, ((token, place) for place, token in enumerate(chain[1:]))),
-        "model.embed_tokens.weight": matrix(ROWS, HIDDEN, ((token, place) for place, token in enumerate(chain))),
+        "model.embed_tokens.weight": matrix(
+            ROWS, HIDDEN, [(vocabulary[NEWLINES], 0), *((token, place) for place, token in enumerate(chain))]
+        ),
         layer + "input_layernorm.weight": norm(HIDDEN),
         layer + "mlp.down_proj.weight": matrix(HIDDEN, HEAD),
         layer + "mlp.gate_proj.weight": matrix(HEAD, HIDDEN),

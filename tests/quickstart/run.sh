@@ -31,10 +31,11 @@ JSON
 }
 
 # The model by the name that the quickstart itself has, redirected, compressed and with a token. One line of the C program says
-# where it runs, and why there.
+# where it runs, and why there; another how it samples, which is as Qwen asks.
 from_the_hub() {
     HF_TOKEN=hf_good bash examples/quickstart.sh "Why is the sky blue?" >"$work/answer" 2>"$work/said"
     [ $? -eq 0 ] && cat "$work/said" && grep -qE '^\[running on (cpu|cuda:[0-9]+)( after all)?: .+\]$' "$work/said" &&
+        grep -q '^\[temperature 0.6, top_k 20, top_p 0.95,' "$work/said" &&
         [ "$(cat "$work/answer")" = "Blue light scatters most." ] && [ -f "$work/made/Qwen_Qwen3-0.6B-nvfp4/merges.txt" ]
 }
 

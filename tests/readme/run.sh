@@ -15,7 +15,7 @@ block() {
 
 # With a small model in the place of the one that it names, whose answers mean nothing.
 c_example() {
-    block c 15 && mkdir -p "$work/c" && ln -s "$PWD/tests/golden/model/qwen3_tied" "$work/c/qwen3-nvfp4" &&
+    block c 17 && mkdir -p "$work/c" && ln -s "$PWD/tests/golden/model/qwen3_tied" "$work/c/qwen3-nvfp4" &&
         gcc -std=c99 -pedantic-errors -Wall -Werror -Iinclude "$work/example.c" -o "$work/example" -L"$build" -lNVFP4 -Wl,-rpath,"$build" &&
         (cd "$work/c" && "$work/example" >answer) && [ -s "$work/c/answer" ]
 }
@@ -29,7 +29,7 @@ answers() {
 }
 
 cpp_example() {
-    block cpp 10 && g++ -std=c++17 -pedantic-errors -Wall -Werror -Iinclude -xc++ "$work/example.cpp" -o "$work/example-cpp" \
+    block cpp 11 && g++ -std=c++17 -pedantic-errors -Wall -Werror -Iinclude -xc++ "$work/example.cpp" -o "$work/example-cpp" \
         -L"$build" -lNVFP4 -Wl,-rpath,"$build" -pthread && answers "Because. " "$work/example-cpp" &&
         ! (cd "$work" && ./example-cpp 2>said) && grep -q qwen3-nvfp4 "$work/said"
 }
@@ -47,13 +47,16 @@ environment() {
         <(grep -oE 'text\("NVFP4_[A-Z0-9_]+"\)' src/base/env.rs | grep -oE 'NVFP4_[A-Z0-9_]+' | sort -u)
 }
 
-# Each piece of C in docs/ is in one of the examples, as it stands.
+# Each piece of code in docs/ is in one of the examples of its language, as it stands.
 documented() {
     python3 - docs/*.md <<'END'
 import glob, re, sys
-examples = [open(path, encoding="utf-8").read() for path in glob.glob("examples/c/*.c")]
-pieces = [(path, piece) for path in sys.argv[1:] for piece in re.findall(r"```c\n(.*?)```", open(path, encoding="utf-8").read(), flags=re.S)]
-strange = [(path, piece) for path, piece in pieces if not any(piece in example for example in examples)]
+places = {"c": "c/*.c", "cpp": "cpp/*.cpp", "csharp": "csharp/**/*.cs", "fsharp": "fsharp/*.fsx", "python": "python/*.py"}
+def read(path):
+    return open(path, encoding="utf-8").read()
+examples = {name: [read(path) for path in glob.glob("examples/" + place, recursive=True)] for name, place in places.items()}
+pieces = [(path, *piece) for path in sys.argv[1:] for piece in re.findall(r"```(\w+)\n(.*?)```", read(path), flags=re.S)]
+strange = [(path, piece) for path, name, piece in pieces if not any(piece in example for example in examples.get(name, ()))]
 for path, piece in strange:
     print(f"{path}: in no example:\n{piece}")
 sys.exit(bool(strange) or len(pieces) < 3)
@@ -84,7 +87,7 @@ check "the C++ program compiles and answers" cpp_example
 check "the Python program answers" python_example
 check "the environment variables" environment
 check "the linked files" links
-check "the C of docs" documented
+check "the code of docs" documented
 check "the subcommands" commands
 check "table and chart of the comparison" python3 benches/compare.py --check
 finish

@@ -88,8 +88,11 @@ module Generate =
         change copy
         copy
 
-    /// The default options.
+    /// The default options. In a chat, how tokens are drawn is as the model's maker asks where it is not said.
     let defaults () = GenerateOptions()
+
+    /// How a model's maker asks to draw tokens.
+    let ofModel (model: Model) = GenerateOptions.From model
 
     /// Tokens to generate at most.
     let maxTokens count = changed (fun o -> o.MaxTokens <- int64 (count: int))
@@ -110,7 +113,7 @@ module Generate =
     let repetitionPenalty value = changed (fun o -> o.RepetitionPenalty <- value)
 
     /// Fixes the draws.
-    let seed value = changed (fun o -> o.Seed <- value)
+    let seed (value: uint64) = changed (fun o -> o.Seed <- Nullable value)
 
     /// Tokens that end the text, besides the model's own.
     let stopTokens (tokens: int seq) = changed (fun o -> o.StopTokens <- tokens)
@@ -127,6 +130,32 @@ module Generate =
     /// Takes the model's own stop tokens like any other.
     let ignoreModelStops (options: GenerateOptions) = changed (fun o -> o.IgnoreModelStops <- true) options
 
+/// How turns are written and answered: `Turn.defaults () |> Turn.thinking false |> Turn.tools json`. Each function gives a copy.
+[<RequireQualifiedAccess>]
+module Turn =
+    let private changed change (options: ChatOptions) =
+        let copy = options.Clone()
+        change copy
+        copy
+
+    /// The default options.
+    let defaults () = ChatOptions()
+
+    /// Whether the model thinks before it answers, where it can do both.
+    let thinking (on: bool) = changed (fun o -> o.Thinking <- Nullable on)
+
+    /// Other variables of the model's template, as a JSON object.
+    let variables (json: string) = changed (fun o -> o.Variables <- json)
+
+    /// The tools that the model may call, as a JSON array.
+    let tools (json: string) = changed (fun o -> o.Tools <- json)
+
+    /// Tokens that a thought may have at most.
+    let reasoningBudget (tokens: int) = changed (fun o -> o.ReasoningBudget <- Nullable tokens)
+
+    /// Leaves earlier thoughts in the session, so that a turn runs only what it adds.
+    let keepReasoning (options: ChatOptions) = changed (fun o -> o.KeepReasoning <- true) options
+
 /// Conversations.
 [<RequireQualifiedAccess>]
 module Chat =
@@ -139,6 +168,9 @@ module Chat =
     /// An empty conversation with a model.
     let createWith (options: SessionOptions) (model: Model) = new ChatSession(model, null, options)
 
+    /// An empty conversation with a model, whose turns are written and answered in a way of their own.
+    let withTurns (turns: ChatOptions) (model: Model) = new ChatSession(model, null, null, turns)
+
     /// Says something and waits for the answer.
     let ask (chat: ChatSession) (text: string) = chat.Ask(text)
 
@@ -150,6 +182,31 @@ module Chat =
 
     /// Says something and gives the answer as pieces of text.
     let streamWith (options: GenerateOptions) (chat: ChatSession) (text: string) : string seq = chat.Stream(text, options)
+
+    /// Says something and waits for the answer; the turn is written and answered in a way of its own.
+    let askTurn (turn: ChatOptions) (chat: ChatSession) (text: string) = chat.Ask(text, turn = turn)
+
+    /// Answers a whole conversation.
+    let complete (chat: ChatSession) (messages: ChatMessage seq) = chat.Complete(messages)
+
+    /// Answers a whole conversation.
+    let completeWith (options: GenerateOptions) (chat: ChatSession) (messages: ChatMessage seq) = chat.Complete(messages, options)
+
+    /// Says something and tells a function each part of the answer as it comes.
+    let parts (heard: Part -> string -> unit) (chat: ChatSession) (text: string) =
+        let handler (piece: TokenEvent) =
+            if piece.Text <> "" then heard piece.Part piece.Text
+            true
+        chat.Chat(text, TokenHandler handler)
+
+    /// What the model thought before the last answer.
+    let reasoning (chat: ChatSession) = chat.Reasoning
+
+    /// The calls of tools in the last answer.
+    let toolCalls (chat: ChatSession) = List.ofSeq chat.ToolCalls
+
+    /// What was said until now, with reasoning and calls of tools; `complete` takes it.
+    let history (chat: ChatSession) = List.ofSeq chat.Messages
 
     /// What was said until now, as role and content; during a turn, what was said before it.
     let messages (chat: ChatSession) = chat.Messages |> Seq.map (fun m -> m.Role, m.Content) |> Seq.toList

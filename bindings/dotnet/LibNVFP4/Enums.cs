@@ -226,7 +226,18 @@ namespace LibNVFP4
     {
         /// <summary>A token, with the text that it completes.</summary>
         Token = 0,
-        /// <summary>No token, but text that was held back in case it was the beginning of a stop string. It comes last.</summary>
-        HeldText = 1,
+        /// <summary>No token, but text: more that the token before completes, or what was held back in case it was the beginning of something else.</summary>
+        Text = 1,
+    }
+
+    /// <summary>What a piece of an answer is.</summary>
+    public enum Part
+    {
+        /// <summary>The answer itself, and all that is generated outside of a chat.</summary>
+        Content = 0,
+        /// <summary>What the model thinks before it answers.</summary>
+        Reasoning = 1,
+        /// <summary>A call of a tool, whole, as JSON, which <see cref="LibNVFP4.ToolCall.FromJson"/> reads.</summary>
+        ToolCall = 2,
     }
 }

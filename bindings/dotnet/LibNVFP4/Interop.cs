@@ -156,7 +156,8 @@ namespace LibNVFP4
             return new UIntPtr((ulong)value);
         }
 
-        internal static long Long(UIntPtr value) => checked((long)value.ToUInt64());
+        /// What says that there is no limit is the largest there is.
+        internal static long Long(UIntPtr value) => (long)Math.Min(value.ToUInt64(), long.MaxValue);
 
         internal static int Flag(bool value) => value ? 1 : 0;
     }

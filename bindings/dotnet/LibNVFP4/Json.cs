@@ -1,5 +1,5 @@
-// A reader of the JSON that the library writes. netstandard2.0 has none, and a package for this would be a dependency of every
-// host.
+// A reader of the JSON that the library writes, and a writer of texts. netstandard2.0 has none, and a package for this would be a
+// dependency of every host.
 
 using System;
 using System.Collections.Generic;
@@ -22,6 +22,24 @@ namespace LibNVFP4
         internal static Dictionary<string, object> Object(string text) => (Dictionary<string, object>)new Json(text).Value();
 
         internal static List<object> List(string text) => (List<object>)new Json(text).Value();
+
+        /// The text at a name, or null where there is none.
+        internal static string Text(Dictionary<string, object> members, string name) =>
+            members.TryGetValue(name, out object value) ? (string)value : null;
+
+        /// Writes a text in quotes.
+        internal static void Write(StringBuilder to, string text)
+        {
+            to.Append('"');
+            foreach (char c in text)
+                if (c == '"' || c == '\\')
+                    to.Append('\\').Append(c);
+                else if (c < ' ')
+                    to.Append("\\u").Append(((int)c).ToString("x4", CultureInfo.InvariantCulture));
+                else
+                    to.Append(c);
+            to.Append('"');
+        }
 
         object Value()
         {

@@ -55,26 +55,6 @@ namespace LibNVFP4
         public override string ToString() => Json;
     }
 
-    /// <summary>A message of a conversation.</summary>
-    public sealed class ChatMessage
-    {
-        /// <summary>A message.</summary>
-        public ChatMessage(string role, string content)
-        {
-            Role = role ?? throw new ArgumentNullException(nameof(role));
-            Content = content ?? throw new ArgumentNullException(nameof(content));
-        }
-
-        /// <summary>Who speaks: "system", "user", "assistant".</summary>
-        public string Role { get; }
-
-        /// <summary>What is said.</summary>
-        public string Content { get; }
-
-        /// <summary>"user: Hello".</summary>
-        public override string ToString() => Role + ": " + Content;
-    }
-
     /// <summary>A loaded model. It is immutable: any number of sessions, on any threads, may run it at once. A session keeps it alive, so it may be disposed of before its sessions.</summary>
     public sealed unsafe class Model : IDisposable
     {
@@ -125,42 +105,26 @@ namespace LibNVFP4
         /// <summary>Its tokenizer.</summary>
         public Tokenizer Tokenizer { get; }
 
+        /// <summary>How its maker asks to draw tokens. Chats draw them so, unless a turn is told otherwise.</summary>
+        public GenerateOptions GenerateOptions() => LibNVFP4.GenerateOptions.From(this);
+
         /// <summary>Renders a conversation with the model's chat template.</summary>
         /// <param name="messages">The conversation.</param>
         /// <param name="addGenerationPrompt">Whether to open the assistant's next turn.</param>
-        public string RenderChat(IEnumerable<ChatMessage> messages, bool addGenerationPrompt = true)
+        /// <param name="chat">How it is written; null for the defaults.</param>
+        public string RenderChat(IEnumerable<ChatMessage> messages, bool addGenerationPrompt = true, ChatOptions chat = null) =>
+            RenderChat(ChatMessage.ToJson(messages), addGenerationPrompt, chat);
+
+        /// <summary>The same of JSON, as <see cref="ChatSession.Complete(string, LibNVFP4.GenerateOptions, Action{string}, CancellationToken, ChatOptions)"/> takes it.</summary>
+        public string RenderChat(string messages, bool addGenerationPrompt = true, ChatOptions chat = null)
         {
-            if (messages == null)
-                throw new ArgumentNullException(nameof(messages));
-            var text = new List<byte>();
-            var ends = new List<int>();
-            foreach (ChatMessage message in messages)
+            byte[] json = Interop.Utf8(messages, nameof(messages));
+            return Interop.Text((buffer, capacity, length) => ChatOptions.Use(chat, raw =>
             {
-                text.AddRange(Interop.Utf8(message.Role, nameof(messages)));
-                ends.Add(text.Count);
-                text.AddRange(Interop.Utf8(message.Content, nameof(messages)));
-                ends.Add(text.Count);
-            }
-            byte[] all = text.ToArray();
-            NativeMessage[] list = new NativeMessage[ends.Count / 2];
-            return Interop.Text((buffer, capacity, length) =>
-            {
-                fixed (byte* at = all)
-                fixed (NativeMessage* first = list)
-                {
-                    int from = 0;
-                    for (int i = 0; i < list.Length; i++)
-                    {
-                        list[i].Role = at + from;
-                        list[i].RoleLength = Interop.Size(ends[2 * i] - from);
-                        list[i].Content = at + ends[2 * i];
-                        list[i].ContentLength = Interop.Size(ends[2 * i + 1] - ends[2 * i]);
-                        from = ends[2 * i + 1];
-                    }
-                    return Native.NVFP4_model_render_chat(Handle, first, Interop.Size(list.Length),
-                        Interop.Size(sizeof(NativeMessage)), Interop.Flag(addGenerationPrompt), buffer, capacity, length);
-                }
-            });
+                fixed (byte* at = json)
+                    return Native.NVFP4_model_render_messages(Handle, at, Interop.Size(json.Length), raw,
+                        Interop.Flag(addGenerationPrompt), buffer, capacity, length);
+            }));
         }
 
         /// <summary>Gives up the model. Its sessions keep the weights.</summary>

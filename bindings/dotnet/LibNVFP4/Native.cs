@@ -175,7 +175,7 @@ namespace LibNVFP4
         internal byte* Text;
         internal UIntPtr TextLength;
         internal float LogProbability;
-        internal int Reserved;
+        internal int Part;
     }
 
     [StructLayout(LayoutKind.Sequential)]
@@ -188,6 +188,20 @@ namespace LibNVFP4
         internal double PrefillSeconds;
         internal double FirstTokenSeconds;
         internal double DecodeSeconds;
+        internal ulong Seed;
+        internal UIntPtr ToolCalls;
+    }
+
+    [StructLayout(LayoutKind.Sequential)]
+    internal unsafe struct NativeChatOptions
+    {
+        internal uint StructSize;
+        internal int KeepReasoning;
+        internal long ReasoningBudget;
+        internal byte* Variables;
+        internal UIntPtr VariablesLength;
+        internal byte* Tools;
+        internal UIntPtr ToolsLength;
     }
 
     internal static unsafe class Native
@@ -520,6 +534,9 @@ namespace LibNVFP4
         internal static extern int NVFP4_generate_options_init(NativeGenerateOptions* options, uint structSize);
 
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_model_generate_options(ModelHandle model, NativeGenerateOptions* options, uint structSize);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
         internal static extern int NVFP4_session_create(ModelHandle model, NativeSessionOptions* options,
             out SessionHandle result);
 
@@ -552,14 +569,7 @@ namespace LibNVFP4
             TokenCallback callback, IntPtr user, NativeGenerationResult* result);
 
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
-        internal static extern int NVFP4_session_chat(SessionHandle session, byte* text, UIntPtr textLength,
-            NativeGenerateOptions* options, TokenCallback callback, IntPtr user, NativeGenerationResult* result);
-
-        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
         internal static extern int NVFP4_session_text(SessionHandle session, byte* buffer, UIntPtr capacity, UIntPtr* length);
-
-        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
-        internal static extern int NVFP4_session_messages(SessionHandle session, byte* buffer, UIntPtr capacity, UIntPtr* length);
 
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
         internal static extern int NVFP4_session_length(SessionHandle session, UIntPtr* length);
@@ -597,6 +607,33 @@ namespace LibNVFP4
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
         internal static extern int NVFP4_session_step_sample(IntPtr* sessions, int* tokens, UIntPtr count,
             NativeGenerateOptions** options, NativeCallOptions* call, int* next, int* statuses);
+
+        // Conversations.
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_chat_options_init(NativeChatOptions* options, uint structSize);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_session_chat(SessionHandle session, byte* text, UIntPtr textLength, NativeChatOptions* chat,
+            NativeGenerateOptions* options, TokenCallback callback, IntPtr user, NativeGenerationResult* result);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_session_chat_messages(SessionHandle session, byte* messages, UIntPtr messagesLength,
+            NativeChatOptions* chat, NativeGenerateOptions* options, TokenCallback callback, IntPtr user,
+            NativeGenerationResult* result);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_session_messages(SessionHandle session, byte* buffer, UIntPtr capacity, UIntPtr* length);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_session_reasoning(SessionHandle session, byte* buffer, UIntPtr capacity, UIntPtr* length);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_session_tool_calls(SessionHandle session, byte* buffer, UIntPtr capacity, UIntPtr* length);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_model_render_messages(ModelHandle model, byte* messages, UIntPtr messagesLength,
+            NativeChatOptions* chat, int addGenerationPrompt, byte* buffer, UIntPtr capacity, UIntPtr* length);
 
         // Detokenizers.
 

@@ -178,7 +178,7 @@ namespace LibNVFP4
         /// <summary>What happens to tokens that do not fit. Default: an error.</summary>
         public Eviction Eviction { get => (Eviction)Raw.Eviction; set => Raw.Eviction = (int)value; }
 
-        /// <summary>Tokens to hold at most. 0, the default, is 4096, or what the model was made for if that is less.</summary>
+        /// <summary>Tokens to hold at most. Memory is taken as they come. 0, the default, is what the model was made for.</summary>
         public long Context { get => Interop.Long(Raw.Context); set => Raw.Context = Interop.Size(value); }
 
         /// <summary>Tokens at the beginning that eviction never forgets. Default: 0.</summary>
@@ -195,12 +195,17 @@ namespace LibNVFP4
         }
     }
 
-    /// <summary>How to generate.</summary>
+    /// <summary>How to generate. In a chat, what is not set of temperature, top-k, top-p, min-p and repetition penalty is as the model's maker asks.</summary>
     public sealed unsafe class GenerateOptions
     {
+        const ulong NewSeed = ulong.MaxValue;
+
         internal NativeGenerateOptions Raw;
 
-        /// <summary>The defaults: the likeliest tokens, 512 at most.</summary>
+        /// The options of drawing that were set.
+        bool temperature, topK, topP, minP, repetitionPenalty;
+
+        /// <summary>The defaults: the likeliest tokens, as many as there is room for.</summary>
         public GenerateOptions()
         {
             Library.Call(() =>
@@ -210,20 +215,89 @@ namespace LibNVFP4
             });
         }
 
+        /// <summary>Options with the temperature, top-k, top-p, min-p and repetition penalty that a model's maker asks for, and defaults besides. Where the maker says nothing they take the likeliest token.</summary>
+        public static GenerateOptions From(Model model)
+        {
+            if (model == null)
+                throw new ArgumentNullException(nameof(model));
+            var options = new GenerateOptions();
+            fixed (NativeGenerateOptions* raw = &options.Raw)
+                Interop.Check(Native.NVFP4_model_generate_options(model.Handle, raw, (uint)sizeof(NativeGenerateOptions)));
+            options.temperature = options.topK = options.topP = options.minP = options.repetitionPenalty = true;
+            return options;
+        }
+
+        /// A copy in which what was not set is as in other options.
+        internal GenerateOptions Over(GenerateOptions others)
+        {
+            GenerateOptions copy = Clone();
+            if (!temperature)
+                copy.Raw.Temperature = others.Raw.Temperature;
+            if (!topK)
+                copy.Raw.TopK = others.Raw.TopK;
+            if (!topP)
+                copy.Raw.TopP = others.Raw.TopP;
+            if (!minP)
+                copy.Raw.MinP = others.Raw.MinP;
+            if (!repetitionPenalty)
+                copy.Raw.RepetitionPenalty = others.Raw.RepetitionPenalty;
+            return copy;
+        }
+
         /// <summary>Divides the logits before a draw. 0, the default, takes the likeliest token.</summary>
-        public float Temperature { get => Raw.Temperature; set => Raw.Temperature = value; }
+        public float Temperature
+        {
+            get => Raw.Temperature;
+            set
+            {
+                Raw.Temperature = value;
+                temperature = true;
+            }
+        }
 
         /// <summary>Draws from this many of the likeliest tokens. Default: 0, all.</summary>
-        public int TopK { get => Raw.TopK; set => Raw.TopK = value; }
+        public int TopK
+        {
+            get => Raw.TopK;
+            set
+            {
+                Raw.TopK = value;
+                topK = true;
+            }
+        }
 
         /// <summary>Draws from the fewest of the likeliest tokens whose probabilities reach this sum. 0 takes the likeliest one. Default: 1, all.</summary>
-        public float TopP { get => Raw.TopP; set => Raw.TopP = value; }
+        public float TopP
+        {
+            get => Raw.TopP;
+            set
+            {
+                Raw.TopP = value;
+                topP = true;
+            }
+        }
 
         /// <summary>Leaves out tokens less likely than this share of the likeliest. Default: 0, none.</summary>
-        public float MinP { get => Raw.MinP; set => Raw.MinP = value; }
+        public float MinP
+        {
+            get => Raw.MinP;
+            set
+            {
+                Raw.MinP = value;
+                minP = true;
+            }
+        }
 
         /// <summary>Makes tokens that have occurred less likely. Default: 1, not at all.</summary>
-        public float RepetitionPenalty { get => Raw.RepetitionPenalty; set => Raw.RepetitionPenalty = value; }
+        public float RepetitionPenalty
+        {
+            get => Raw.RepetitionPenalty;
+            set
+            {
+                Raw.RepetitionPenalty = value;
+                repetitionPenalty = true;
+            }
+        }
 
         /// <summary>Whether to take the model's own stop tokens like any other. Default: no.</summary>
         public bool IgnoreModelStops { get => Raw.IgnoreModelStops != 0; set => Raw.IgnoreModelStops = Interop.Flag(value); }
@@ -234,11 +308,11 @@ namespace LibNVFP4
         /// <summary>Whether handlers are told each token's log-probability, for which the logits of each come to the host. Default: no.</summary>
         public bool LogProbabilities { get => Raw.LogProbabilities != 0; set => Raw.LogProbabilities = Interop.Flag(value); }
 
-        /// <summary>Tokens to generate at most. Default: 512.</summary>
+        /// <summary>Tokens to generate at most. With 0 a prompt is run and nothing generated. Default: as many as the context has room for.</summary>
         public long MaxTokens { get => Interop.Long(Raw.MaxTokens); set => Raw.MaxTokens = Interop.Size(value); }
 
-        /// <summary>Fixes the draws. Default: 0.</summary>
-        public ulong Seed { get => Raw.Seed; set => Raw.Seed = value; }
+        /// <summary>Fixes the draws. Default: null, a new one for each generation, which <see cref="Generation.Seed"/> tells.</summary>
+        public ulong? Seed { get => Raw.Seed == NewSeed ? (ulong?)null : Raw.Seed; set => Raw.Seed = value ?? NewSeed; }
 
         /// <summary>Tokens that end the text, besides the model's own. Default: null, none.</summary>
         public IEnumerable<int> StopTokens { get; set; }

@@ -7,7 +7,7 @@ using System.Threading.Tasks;
 
 namespace LibNVFP4
 {
-    /// <summary>Is given each token as it comes, with the text that it completes, and at the end text that was held back, if there is any. Returns false to end the generation, which keeps that token.</summary>
+    /// <summary>Is given each token as it comes, with the text that it completes, and text that comes without a token. Returns false to end the generation, which keeps that token.</summary>
     public delegate bool TokenHandler(TokenEvent piece);
 
     /// <summary>What a generation has to say.</summary>
@@ -19,6 +19,7 @@ namespace LibNVFP4
             Token = raw->Token;
             Text = Interop.Read(raw->Text, raw->TextLength);
             LogProbability = raw->LogProbability;
+            Part = (Part)raw->Part;
         }
 
         /// <summary>Whether it is a token.</summary>
@@ -27,8 +28,11 @@ namespace LibNVFP4
         /// <summary>The token, or -1 where it is none.</summary>
         public int Token { get; }
 
-        /// <summary>Whole characters; none while one, or what may be a stop string, is incomplete.</summary>
+        /// <summary>Whole characters; none while one, or what may be a stop string or a mark of the model's, is incomplete.</summary>
         public string Text { get; }
+
+        /// <summary>What the text is, or is going to be.</summary>
+        public Part Part { get; }
 
         /// <summary>The natural logarithm of the token's probability as the model gives it, before temperature, penalties and the like; NaN unless <see cref="GenerateOptions.LogProbabilities"/> asks for it.</summary>
         public float LogProbability { get; }
@@ -45,6 +49,8 @@ namespace LibNVFP4
             Prefill = TimeSpan.FromTicks((long)(result.PrefillSeconds * TimeSpan.TicksPerSecond));
             FirstToken = TimeSpan.FromTicks((long)(result.FirstTokenSeconds * TimeSpan.TicksPerSecond));
             Decode = TimeSpan.FromTicks((long)(result.DecodeSeconds * TimeSpan.TicksPerSecond));
+            Seed = result.Seed;
+            ToolCalls = checked((int)result.ToolCalls.ToUInt64());
         }
 
         /// <summary>Why it ended.</summary>
@@ -64,6 +70,12 @@ namespace LibNVFP4
 
         /// <summary>Time from the first token to the end. A stream's has the time in it that its reader took.</summary>
         public TimeSpan Decode { get; }
+
+        /// <summary>The seed of the draws, which repeats them.</summary>
+        public ulong Seed { get; }
+
+        /// <summary>Calls of tools in the answer, which <see cref="ChatSession.ToolCalls"/> has.</summary>
+        public int ToolCalls { get; }
     }
 
     /// <summary>
@@ -144,7 +156,7 @@ namespace LibNVFP4
         /// <summary>The logits of the token to come, one for each token id.</summary>
         public float[] Logits => GetLogits();
 
-        /// <summary>The text of the last generation, which is empty before the first. A character that it left unfinished is not part of it, and comes with the text of the next one if that completes it.</summary>
+        /// <summary>The text of the last generation, of a chat the answer without its reasoning, which is empty before the first. A character that it left unfinished is not part of it, and comes with the text of the next one if that completes it.</summary>
         public string Text => Interop.Text((buffer, capacity, length) => Native.NVFP4_session_text(Handle, buffer, capacity, length));
 
         /// <summary>What the last generation came to, or null. Streams set it at their end.</summary>
@@ -466,10 +478,9 @@ namespace LibNVFP4
             return handle;
         }
 
-        /// Generates, after a turn of the user's if there is one.
-        internal Generation Run(string turn, GenerateOptions options, TokenHandler handler, CancellationToken cancellation)
+        /// Generates, the answer to a turn if there is one.
+        internal Generation Run(Turn turn, GenerateOptions options, TokenHandler handler, CancellationToken cancellation)
         {
-            byte[] text = turn == null ? null : Interop.Utf8(turn, nameof(turn));
             NativeGenerationResult result = default(NativeGenerationResult);
             result.StructSize = (uint)sizeof(NativeGenerationResult);
             options = options ?? new GenerateOptions();
@@ -480,15 +491,14 @@ namespace LibNVFP4
                 raw.Call = call.Options;
                 var retry = new Retry();
                 int status;
-                fixed (byte* at = text)
-                    do
-                    {
-                        call.Begin();
-                        status = text == null
-                            ? Native.NVFP4_session_generate(Handle, &raw, TokenCall.Callback, call.User, &result)
-                            : Native.NVFP4_session_chat(Handle, at, Interop.Size(text.Length), &raw, TokenCall.Callback, call.User, &result);
-                    }
-                    while (retry.After(status));
+                do
+                {
+                    call.Begin();
+                    status = turn == null
+                        ? Native.NVFP4_session_generate(Handle, &raw, TokenCall.Callback, call.User, &result)
+                        : turn.Run(Handle, &raw, call.User, &result);
+                }
+                while (retry.After(status));
                 if (status == (int)Status.Ok)
                 {
                     Handle.Press();

@@ -263,7 +263,7 @@ namespace LibNVFP4
 
             bool Take(TokenEvent piece)
             {
-                if (piece.Text.Length > 0 && !stopped)
+                if (piece.Part == Part.Content && piece.Text.Length > 0 && !stopped)
                 {
                     Piece = piece.Text;
                     made.Release();

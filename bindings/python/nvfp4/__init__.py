@@ -6,6 +6,9 @@ NVFP4 from Python: quantize and multiply, and run language models whose weights 
     for piece in chat.ask("Why is the sky blue?"):
         print(piece, end="", flush=True)
 
+A chat draws tokens as the model's maker asks, and gives the answer alone: what a model thinks before it is in the result, and in
+the pieces where parts=True asks for it. Tools, thinking and whole conversations: see ChatSession.
+
 A model runs on the GPU with room for it, or else on the CPU, unless device= names one; model.info says which and why.
 
 tensors.py has Tensor, quantize() and products; models.py has Model, Tokenizer, Session and ChatSession. native.py has the C
@@ -21,8 +24,8 @@ import itertools
 import json
 
 from . import native
-from .models import (Cancel, ChatSession, Detokenizer, Generation, Model, Piece, Session, Stream, Tokenizer, convert, step,
-                     step_sample)
+from .models import (Cancel, ChatSession, Detokenizer, Generation, Model, Piece, Session, Stream, Tokenizer, ToolCall,
+                     convert, step, step_sample)
 from .native import (AbiMismatch, BufferTooSmall, Busy, Cancelled, ContextFull, CorruptFile, DeviceUnavailable, Error,
                      InputOutput, Internal, InvalidArgument, InvalidHandle, NotFound, OutOfMemory, OverBudget, Unsupported)
 from .tensors import (Nf4, Quantized, Tensor, Weight, dequantize, dequantize_packed, linear, quantize, quantize_nf4,

@@ -12,16 +12,74 @@ from . import native
 from .native import Cancelled, Handle, InvalidArgument, chosen, choice, lib
 
 
+class ToolCall(typing.NamedTuple):
+    """A call of a tool that the model makes. Its result goes back as a message of the role tool, whose tool_call_id is `id`."""
+
+    id: str
+    name: str
+    arguments: dict
+
+    @classmethod
+    def from_json(cls, text):
+        """The call that a piece of the part tool_call is."""
+        return cls._of(json.loads(text))
+
+    @classmethod
+    def _of(cls, call):
+        return cls(call["id"], call["function"]["name"], json.loads(call["function"]["arguments"]))
+
+
 class Generation(typing.NamedTuple):
-    """What a generation came to. `finish` is stop, stop_string, length, context or cancelled."""
+    """
+    What a generation came to. `finish` is stop, stop_string, length, context or cancelled; `seed` repeats its draws. In a chat,
+    `text` is the answer alone, `reasoning` what the model thought before it, and `tool_calls` a list of ToolCall.
+    """
 
     text: str
     finish: str
+    reasoning: str
+    tool_calls: list
     prompt_tokens: int
     generated_tokens: int
     prefill_seconds: float
     first_token_seconds: float
     decode_seconds: float
+    seed: int
+
+
+# Options of a chat's turn. All others are those of a generation or of a session.
+_CHAT_OPTIONS = ("think", "variables", "tools", "reasoning_budget", "keep_reasoning")
+
+
+def _take_chat_options(options):
+    """Takes those of a chat's turn out of a dictionary of options."""
+    return {name: options.pop(name) for name in _CHAT_OPTIONS if name in options}
+
+
+def _only_chat_options(options):
+    """The same dictionary, which may hold no others."""
+    for name in options:
+        if name not in _CHAT_OPTIONS:
+            raise TypeError(f"{name!r} is none of the options: {', '.join(_CHAT_OPTIONS)}")
+    return options
+
+
+def _chat_options(values):
+    """The options of a chat's turn as the library takes them."""
+    variables = dict(values.get("variables") or {})
+    if values.get("think") is not None:
+        variables["enable_thinking"] = bool(values["think"])
+    budget = values.get("reasoning_budget")
+    return native.options(native.ChatOptions, {
+        "variables": json.dumps(variables) if variables else "",
+        "tools": json.dumps(values["tools"]) if values.get("tools") else "",
+        "reasoning_budget": -1 if budget is None else budget, "keep_reasoning": bool(values.get("keep_reasoning"))})
+
+
+def _shortest(value):
+    """The shortest number that is `value` as a C float: 0.6, and not 0.6000000238418579."""
+    numbers = (float(f"{value:.{digits}g}") for digits in range(6, 10))
+    return next(number for number in numbers if ctypes.c_float(number).value == value)
 
 
 def _quantization(quantize):
@@ -122,13 +180,11 @@ class Tokenizer:
         tokens = _tokens(tokens)
         return native.text_out(lib.model_detokenize, self._model, tokens, len(tokens), skip_special)
 
-    def render_chat(self, messages, add_generation_prompt=True):
-        """A conversation, of dictionaries with role and content, spelled by the model's chat template."""
-        texts = [native.text_in(message[key]) for message in messages for key in ("role", "content")]
-        fields = [field for data, length in texts for field in (ctypes.cast(data, ctypes.c_void_p).value, length)]
-        plain = (native.Message * len(messages))(*(tuple(fields[i:i + 4]) for i in range(0, len(fields), 4)))
-        size = ctypes.sizeof(native.Message)
-        return native.text_out(lib.model_render_chat, self._model, plain, len(plain), size, add_generation_prompt)
+    def render_chat(self, messages, add_generation_prompt=True, **options):
+        """A conversation, of messages as for ChatSession.complete(), spelled by the model's chat template. Options are a chat's."""
+        how = _chat_options(_only_chat_options(options))
+        return native.text_out(lib.model_render_messages, self._model, *native.text_in(json.dumps(messages)), ctypes.byref(how),
+                               add_generation_prompt)
 
 
 class Model(Handle):
@@ -164,6 +220,13 @@ class Model(Handle):
     def tokenizer(self):
         return Tokenizer(self)
 
+    def generate_options(self):
+        """How the model's maker asks to draw tokens: a dictionary of options of a generation. Chats begin with them."""
+        how = native.GenerateOptions()
+        lib.model_generate_options(self, ctypes.byref(how), ctypes.sizeof(how))
+        drawn = {name: _shortest(getattr(how, name)) for name in ("temperature", "top_p", "min_p", "repetition_penalty")}
+        return {**drawn, "top_k": how.top_k}
+
     def session(self, **options):
         return Session(self, **options)
 
@@ -188,12 +251,12 @@ def convert(source, destination, container="modelopt", quantize=None, progress=N
 class Session(Handle):
     """
     A sequence of tokens that a model runs. One call at a time may use it; another one raises Busy. Its length, memory and
-    messages can be asked for at any time: during a call they are as they were before it. Options: context (tokens to hold),
-    kv_type (float16, float32), eviction (error, drop_oldest), keep, system.
+    messages can be asked for at any time: during a call they are as they were before it. Options: context (tokens to hold; what
+    the model was made for unless told), kv_type (float16, float32), eviction (error, drop_oldest), keep, system.
 
-    Options of a generation: temperature, top_k, top_p (0 takes the likeliest token), min_p, repetition_penalty, seed,
-    max_tokens, stop (tokens and strings, or one of them; a string may name a special token), ignore_model_stops, replay,
-    log_probabilities (of each token, in the pieces).
+    Options of a generation: temperature, top_k, top_p (0 takes the likeliest token), min_p, repetition_penalty, seed (a new one
+    unless told), max_tokens (unless told, as many as there is room for), stop (tokens and strings, or one of them; a string may
+    name a special token), ignore_model_stops, replay, log_probabilities (of each token, in the pieces).
 
     Whatever may take long takes `cancel`, a Cancel, and ends at an interrupt. Prompts and files take `progress` too, which is
     called with what is done and what there is to do, in tokens or bytes, and ends the call by returning False; it may not use
@@ -290,22 +353,68 @@ class Session(Handle):
 
 
 class ChatSession(Session):
-    """A conversation with a model."""
+    """
+    A conversation with a model. Beside a session's its options are those of turns, which each turn may be given otherwise: think
+    (True or False, where the model can do both; the variable enable_thinking of its template), variables (a dictionary of
+    others), tools (a list of dictionaries, as chat servers take them), reasoning_budget (tokens of a thought at most),
+    keep_reasoning (earlier thoughts stay in the session, so that a turn runs only what it adds).
+
+    Tokens are drawn as the model's maker asks (see Model.generate_options()), as far as a turn is not told otherwise. Of what the
+    model says only the answer is given in pieces, with parts=True also what it thinks and the tools that it calls: see Piece.
+    """
+
+    def __init__(self, model, **options):
+        self._turns, self._drawn = _take_chat_options(options), model.generate_options()
+        super().__init__(model, **options)
+
+    @classmethod
+    def restore(cls, model, path, cancel=None, progress=None, **options):
+        """A conversation as it was when save() wrote it, and with the options of its last turn where none is given here."""
+        turns = _only_chat_options(options)
+        out = super().restore(model, path, cancel, progress)
+        out._turns, out._drawn = turns or None, model.generate_options()
+        return out
+
+    def fork(self):
+        out = super().fork()
+        out._turns, out._drawn = self._turns, self._drawn
+        return out
 
     def ask(self, text, **options):
         """
         Says something to the model: an iterator of the pieces of its answer, which begins when the first one is asked for.
-        Options are those of a generation.
+        Options are those of a turn and of a generation.
         """
-        return Stream(self, lib.session_chat, native.text_in(text), options)
+        return self._turn(lib.session_chat, text, options)
 
     def say(self, text, on_text=None, **options):
         """The same, as the whole answer: a Generation. `on_text` is as for generate()."""
-        return Stream(self, lib.session_chat, native.text_in(text), options, on_text)._run()
+        return self._turn(lib.session_chat, text, options, on_text)._run()
+
+    def complete(self, messages, on_text=None, **options):
+        """
+        The answer to a whole conversation, as a Generation: a list of dictionaries as chat servers take them, with role (system,
+        user, assistant, tool) and content, and where they belong reasoning_content, tool_calls and tool_call_id. Only what the
+        session does not hold yet is run. The rest is as for say().
+        """
+        return self._turn(lib.session_chat_messages, json.dumps(messages), options, on_text)._run()
+
+    def stream(self, messages=None, **options):
+        """The same as an iterator of pieces; without messages it generates from where the session stands."""
+        if messages is None:
+            return super().stream(**options)
+        return self._turn(lib.session_chat_messages, json.dumps(messages), options)
+
+    def _turn(self, call, text, options, on_text=True):
+        options = {**self._drawn, **options}
+        given = _take_chat_options(options)
+        # A conversation from a file has options that only the library knows.
+        how = None if self._turns is None and not given else ctypes.byref(_chat_options({**(self._turns or {}), **given}))
+        return Stream(self, call, (*native.text_in(text), how), options, on_text)
 
     @property
     def messages(self):
-        """The conversation, as a list of dictionaries with role and content."""
+        """The conversation, as complete() takes it; an answer has its reasoning and its calls of tools."""
         return json.loads(self._text("messages"))
 
 
@@ -389,11 +498,13 @@ class Detokenizer(Handle):
 
 class Piece(str):
     """
-    A piece of text. `token` is the one that completed it, or None for text that was held back until the end; `log_probability` is
-    None unless that was asked for. Where it was, pieces come for tokens that complete no text too.
+    A piece of text. `part` is content, reasoning, or tool_call: the JSON of a whole call, which ToolCall.from_json() reads. `token`
+    is the one that completed it, or None for text that was held back; `log_probability` is None unless that was asked for.
+    Where it was, pieces come for tokens that complete no text too.
     """
 
     token = log_probability = None
+    part = "content"
 
 
 class _Relay:
@@ -404,10 +515,10 @@ class _Relay:
 
     NEW, ASKED, GIVEN, TAKEN, DONE = range(5)
 
-    def __init__(self, wanted):
+    def __init__(self, wanted, parts):
         self.changed = threading.Condition()
         self.phase, self.piece = self.NEW, None
-        self.wanted, self.stopped, self.all = wanted, False, False
+        self.wanted, self.parts, self.stopped, self.all = wanted, parts, False, False
         self.flag = ctypes.c_int32()  # Ends the call, also one that has yet to begin.
         self.result = self.error = None
 
@@ -430,14 +541,18 @@ class _Relay:
         self.all = bool(options.log_probabilities)
         with native.callback(native.TokenCallback, self.give) as callback:
             call(session, *prompt, ctypes.byref(options), callback, None, ctypes.byref(result))
-        numbers = {name: getattr(result, name) for name in Generation._fields[2:]}
-        return Generation(session._text("text"), chosen("finish", result.finish), **numbers)
+        calls = json.loads(session._text("tool_calls")) if result.tool_calls else []
+        numbers = {name: getattr(result, name) for name in Generation._fields[4:]}
+        return Generation(session._text("text"), chosen("finish", result.finish), session._text("reasoning"),
+                          [ToolCall._of(call) for call in calls], **numbers)
 
     def give(self, event):
         event = event.contents
         with self.changed:
-            if (event.text_length or self.all) and self.wanted and not self.stopped:
+            part = chosen("part", event.part)
+            if (event.text_length or self.all) and self.wanted and (self.parts or part == "content") and not self.stopped:
                 piece = Piece(ctypes.string_at(event.text, event.text_length).decode())
+                piece.part = part
                 piece.token = None if event.token < 0 else event.token
                 piece.log_probability = event.log_probability if self.all and event.token >= 0 else None
                 self.phase, self.piece = self.GIVEN, piece
@@ -481,9 +596,9 @@ class Stream:
     """
 
     def __init__(self, session, call, prompt, options, on_text=True):
-        cancel, progress = options.pop("cancel", None), options.pop("progress", None)
+        cancel, progress, parts = options.pop("cancel", None), options.pop("progress", None), options.pop("parts", False)
         self._session = session._second()
-        self._on_text, self._relay = on_text, _Relay(on_text is not None)
+        self._on_text, self._relay = on_text, _Relay(on_text is not None, parts)
         # Not this thread: an interrupt would be lost in a callback, but not while this one waits for a piece.
         self._thread = threading.Thread(target=self._relay.run, args=(self._session, call, prompt, options, cancel, progress),
                                         daemon=True)

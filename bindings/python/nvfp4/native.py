@@ -35,7 +35,8 @@ CHOICES = {
     "kv": {"float16": 0, "float32": 1},
     "eviction": {"error": 0, "drop_oldest": 1},
     "finish": {"none": -1, "stop": 0, "stop_string": 1, "length": 2, "context": 3, "cancelled": 4},
-    "event": {"token": 0, "held_text": 1},
+    "event": {"token": 0, "text": 1},
+    "part": {"content": 0, "reasoning": 1, "tool_call": 2},
 }
 
 # The fields of options that take a choice by name, with its table.
@@ -67,9 +68,10 @@ matmul(ppfppfiip)S schema_detect(pzzpzp)S schema_report(pzzpzpzp)S schema_valida
 model_load(pzppp)S model_retain(p)S model_release(p)S model_info(ppzp)S model_vocab_size(pp)S model_tokenize(ppzipzp)S
 model_detokenize(ppzipzp)S model_render_chat(ppzzipzp)S convert_options_init(pI)S model_convert(pzpzpp)S
 session_options_init(pI)S
-generate_options_init(pI)S session_create(ppp)S session_retain(p)S session_release(p)S session_prefill(ppzp)S
+generate_options_init(pI)S model_generate_options(ppI)S session_create(ppp)S session_retain(p)S session_release(p)S session_prefill(ppzp)S
 session_prefill_token_by_token(ppzp)S session_decode(pip)S session_logits(ppzpp)S session_sample(ppp)S session_generate(ppppp)S
-session_chat(ppzpppp)S session_text(ppzp)S session_messages(ppzp)S session_length(pp)S session_context(pp)S
+chat_options_init(pI)S session_chat(ppzppppp)S session_chat_messages(ppzppppp)S session_messages(ppzp)S session_reasoning(ppzp)S
+session_tool_calls(ppzp)S model_render_messages(ppzpipzp)S session_text(ppzp)S session_length(pp)S session_context(pp)S
 session_memory(pp)S session_tokens(ppzp)S session_truncate(pz)S session_reset(p)S session_fork(pp)S session_save(ppzp)S
 session_restore(ppzpp)S session_step(ppzpp)S session_step_sample(ppzpppp)S
 detokenizer_create(ppzpp)S detokenizer_push(pippp)S detokenizer_finish(ppp)S detokenizer_retain(p)S detokenizer_release(p)S
@@ -125,12 +127,16 @@ class GenerateOptions(ctypes.Structure):
 
 
 class TokenEvent(ctypes.Structure):
-    _fields_ = _fields("struct_size:I kind:i token:i index:i text:p text_length:z log_probability:f reserved:i")
+    _fields_ = _fields("struct_size:I kind:i token:i index:i text:p text_length:z log_probability:f part:i")
 
 
 class GenerationResult(ctypes.Structure):
     _fields_ = _fields("struct_size:I finish:i prompt_tokens:z generated_tokens:z prefill_seconds:d first_token_seconds:d "
-                       "decode_seconds:d")
+                       "decode_seconds:d seed:L tool_calls:z")
+
+
+class ChatOptions(ctypes.Structure):
+    _fields_ = _fields("struct_size:I keep_reasoning:i reasoning_budget:l variables:p variables_length:z tools:p tools_length:z")
 
 
 LogCallback = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p, ctypes.c_size_t)
@@ -263,7 +269,7 @@ def options(struct, values):
             point("stop_tokens", "stop_token_count", numbers(ctypes.c_int32, tokens))
             point("stop_strings", "stop_string_count", (ctypes.c_char_p * len(strings))(*strings))
             point("stop_string_lengths", "stop_string_count", (ctypes.c_size_t * len(strings))(*map(len, strings)))
-        elif field in ("backend", "system") and field in kinds:
+        elif field in ("backend", "system", "variables", "tools") and field in kinds:
             if value:
                 data, length = text_in(value)
                 point(field, field + "_length", (ctypes.c_char * length)(*data))

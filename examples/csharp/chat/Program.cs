@@ -52,7 +52,6 @@ static class Program
 
     static void Answer(ChatSession chat, string text)
     {
-        var options = new GenerateOptions { Temperature = 0.3f, TopP = 0.9f, RepetitionPenalty = 1.1f };
         using (var stop = new CancellationTokenSource())
         {
             ConsoleCancelEventHandler handler = (sender, e) =>
@@ -63,8 +62,9 @@ static class Program
             Console.CancelKeyPress += handler;
             try
             {
-                // Each piece is made when the loop asks for it, and is whole characters.
-                foreach (string piece in chat.Stream(text, options, stop.Token))
+                // Each piece is made when the loop asks for it, and is whole characters. Tokens are drawn as the model's maker asks,
+                // where no GenerateOptions say otherwise.
+                foreach (string piece in chat.Stream(text, null, stop.Token))
                     Console.Write(piece);
                 Console.WriteLine();
                 Generation result = chat.LastGeneration;

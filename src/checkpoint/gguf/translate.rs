@@ -273,6 +273,26 @@ pub(super) fn vocabulary(pairs: &mut Pairs) -> Result<Option<Vocabulary>> {
         add_eos: pairs.boolean(&key("add_eos_token"))?,
         add_space_prefix: pairs.boolean(&key("add_space_prefix"))?,
         chat_template: text("tokenizer.chat_template")?,
+        sampling: Box::new(sampling(pairs)?),
         tokens,
     }))
+}
+
+/// What the file says about choosing tokens, with the keys of `generation_config.json`.
+fn sampling(pairs: &Pairs) -> Result<serde_json::Map<String, Json>> {
+    let mut sampling = serde_json::Map::new();
+    for (key, name) in [
+        ("temperature", "temp"),
+        ("top_p", "top_p"),
+        ("min_p", "min_p"),
+        ("repetition_penalty", "penalty_repeat"),
+    ] {
+        if let Some(value) = pairs.float(&format!("general.sampling.{name}"))? {
+            sampling.insert(key.to_owned(), value.into());
+        }
+    }
+    if let Some(value) = pairs.integer("general.sampling.top_k")? {
+        sampling.insert("top_k".to_owned(), value.into());
+    }
+    Ok(sampling)
 }

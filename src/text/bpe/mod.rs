@@ -174,25 +174,29 @@ impl Bpe {
             .or_else(|| self.vocabulary.id(token))
     }
 
-    /// Where `text` has special tokens.
-    pub(super) fn special_in(&self, text: &str) -> Vec<Range<usize>> {
-        let mut special = Vec::new();
+    /// `text` divided at its added tokens, with their ids. Those that are looked for in the normal form are found only without a
+    /// normalizer; otherwise they are within what is text.
+    pub(super) fn split(&self, text: &str) -> Vec<(Range<usize>, Option<u32>)> {
+        let mut pieces = Vec::new();
         for (range, token) in self.exact.divide(&self.added, text, false) {
-            match token {
-                Some(token) if self.added[token].special => special.push(range),
-                // Special tokens that are looked for in the normal form are known only without a normalizer.
-                None if !self.nfc => {
-                    let start = range.start;
-                    for (range, token) in self.normalized.divide(&self.added, &text[range], false) {
-                        if token.is_some_and(|token| self.added[token].special) {
-                            special.push(start + range.start..start + range.end);
-                        }
-                    }
-                }
-                _ => {}
+            if token.is_some() || self.nfc {
+                pieces.push((range, token));
+                continue;
             }
+            let start = range.start;
+            let within = self.normalized.divide(&self.added, &text[range], false);
+            let moved = |range: Range<usize>| start + range.start..start + range.end;
+            pieces.extend(
+                within
+                    .into_iter()
+                    .map(|(range, token)| (moved(range), token)),
+            );
         }
-        special
+        let id = |token: Option<usize>| token.map(|token| self.added[token].id);
+        pieces
+            .into_iter()
+            .map(|(range, token)| (range, id(token)))
+            .collect()
     }
 
     /// The tokens of `text`, with those that the model expects around it if `add_special`.

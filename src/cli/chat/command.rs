@@ -1,0 +1,156 @@
+//! The commands of a conversation: what a line that begins with a slash asks for.
+
+use std::path::PathBuf;
+
+use NVFP4::base::error::{bail, err};
+use NVFP4::base::{Result, env};
+
+/// What is said of a command: its name, its argument and its meaning.
+pub(super) const COMMANDS: [(&str, &str, &str); 12] = [
+    ("/edit", "TEXT", "asks TEXT in place of the last question"),
+    ("/exit", "", "ends the program, as Ctrl-D does"),
+    ("/help", "", "shows this"),
+    ("/load", "FILE", "takes up the conversation in FILE"),
+    ("/messages", "", "prints the conversation as JSON"),
+    ("/reset", "", "forgets the conversation"),
+    (
+        "/retry",
+        "",
+        "answers the last question again, with a new seed",
+    ),
+    ("/save", "FILE", "keeps the conversation in FILE"),
+    ("/stats", "", "shows tokens, memory, speed and sampling"),
+    (
+        "/system",
+        "TEXT",
+        "tells the model about its role from the next turn on; without TEXT, nothing",
+    ),
+    ("/think", "on|off", "switches thinking on or off"),
+    (
+        "/tools",
+        "FILE",
+        "offers the tools in FILE, a JSON array; without FILE, none",
+    ),
+];
+
+/// What a line asks for.
+#[derive(Debug, PartialEq)]
+pub(super) enum Command<'a> {
+    Edit(&'a str),
+    Exit,
+    Help,
+    Load(PathBuf),
+    Messages,
+    Reset,
+    Retry,
+    Save(PathBuf),
+    Stats,
+    System(&'a str),
+    Think(bool),
+    Tools(Option<PathBuf>),
+}
+
+impl<'a> Command<'a> {
+    /// The command in a line; nothing where it is none, as a path or the comment of a program that begins with a slash.
+    pub(super) fn parse(line: &'a str) -> Result<Option<Command<'a>>> {
+        let (name, rest) = line.split_once(char::is_whitespace).unwrap_or((line, ""));
+        let rest = rest.trim();
+        let is_name = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
+        if !name
+            .strip_prefix('/')
+            .is_some_and(|name| name.chars().all(is_name))
+        {
+            return Ok(None);
+        }
+        let file = || match rest {
+            "" => Err(err!(InvalidArgument, "{name} takes a file: {name} FILE")),
+            file => Ok(env::shell_path(file)),
+        };
+        let command = match name {
+            "/edit" if rest.is_empty() => {
+                bail!(InvalidArgument, "/edit takes the new question: /edit TEXT")
+            }
+            "/edit" => Command::Edit(rest),
+            "/load" => Command::Load(file()?),
+            "/save" => Command::Save(file()?),
+            "/system" => Command::System(rest),
+            "/think" => match rest {
+                "on" => Command::Think(true),
+                "off" => Command::Think(false),
+                _ => bail!(InvalidArgument, "/think takes on or off"),
+            },
+            "/tools" => Command::Tools(file().ok()),
+            "/exit" | "/quit" => Command::Exit,
+            "/help" => Command::Help,
+            "/messages" => Command::Messages,
+            "/reset" => Command::Reset,
+            "/retry" => Command::Retry,
+            "/stats" => Command::Stats,
+            _ => {
+                let names: Vec<_> = COMMANDS.iter().map(|(name, ..)| *name).collect();
+                bail!(
+                    InvalidArgument,
+                    "there is no command {name}; the commands are {}",
+                    names.join(", ")
+                )
+            }
+        };
+        Ok(Some(command))
+    }
+}
+
+/// What `/help` shows.
+pub(super) fn help() -> String {
+    let mut text = String::new();
+    for (name, argument, meaning) in COMMANDS {
+        text.push_str(&format!("{:<16}{meaning}\n", format!("{name} {argument}")));
+    }
+    text + "Lines between two of \"\"\" are one message, and so are lines that are pasted. Ctrl-C stops an answer."
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_are_commands_or_text() {
+        for (line, command) in [
+            ("/think on", Command::Think(true)),
+            ("/edit  two\nlines ", Command::Edit("two\nlines")),
+            ("/system", Command::System("")),
+            ("/tools", Command::Tools(None)),
+            ("/save a file", Command::Save(PathBuf::from("a file"))),
+            ("/quit", Command::Exit),
+        ] {
+            assert_eq!(Command::parse(line).unwrap(), Some(command), "{line}");
+        }
+        for line in [
+            "",
+            "Hi /help",
+            "/usr/bin is what?",
+            "/* a */ int x;",
+            "// a",
+        ] {
+            assert_eq!(Command::parse(line).unwrap(), None, "{line}");
+        }
+        for (line, needle) in [
+            ("/", "there is no command /; the commands are /edit, "),
+            ("/resett now", "there is no command /resett"),
+            ("/think", "on or off"),
+            ("/load", "/load FILE"),
+            ("/edit ", "/edit TEXT"),
+        ] {
+            let e = Command::parse(line).unwrap_err();
+            assert!(e.message().contains(needle), "{line}: {e}");
+        }
+    }
+
+    #[test]
+    fn what_is_listed_is_known() {
+        for (name, argument, _) in COMMANDS {
+            let line = format!("{name} {}", argument.split('|').next().unwrap());
+            assert!(Command::parse(&line).unwrap().is_some(), "{name}");
+        }
+        assert!(COMMANDS.is_sorted());
+    }
+}

@@ -1,0 +1,166 @@
+//! The conversation and what commands do with it. A turn hands the session all of it, so that an answer asked for again and a
+//! question that has changed are turns as any other.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use NVFP4::base::call::Cancel;
+use NVFP4::base::error::{bail, err};
+use NVFP4::base::{Result, leftover, memory};
+use NVFP4::model::Model;
+use NVFP4::session::{ChatOptions, Finish, GenerateOptions, Generation, Session};
+use NVFP4::text::{Message, ToolCall};
+
+use crate::cli::prompting::{self, THINKING};
+use crate::cli::view::View;
+use crate::cli::{output, sampling};
+
+pub(super) struct Conversation {
+    pub(super) model: Arc<Model>,
+    pub(super) session: Session,
+    pub(super) chat: ChatOptions,
+    pub(super) generation: GenerateOptions,
+    /// What takes the place of the system prompt in the next turn; an empty one of none.
+    pub(super) system: Option<String>,
+    pub(super) last: Option<Generation>,
+    /// Whether Ctrl-C stops an answer rather than the program.
+    pub(super) stops_alone: bool,
+}
+
+impl Conversation {
+    /// What has been said, as the next turn begins with it.
+    pub(super) fn messages(&self) -> Result<Vec<Message>> {
+        let mut messages = self.session.messages()?;
+        let Some(system) = &self.system else {
+            return Ok(messages);
+        };
+        if messages.first().is_some_and(|m| m.role == "system") {
+            messages.remove(0);
+        }
+        if !system.is_empty() {
+            messages.insert(0, Message::new("system", system));
+        }
+        Ok(messages)
+    }
+
+    /// Answers `text`.
+    pub(super) fn say(&mut self, text: &str) -> Result<()> {
+        let mut messages = self.messages()?;
+        messages.push(Message::new("user", text));
+        self.answer(&messages, &self.generation.clone())
+    }
+
+    /// Answers the last question again, with draws of its own.
+    pub(super) fn retry(&mut self) -> Result<()> {
+        let mut messages = self.messages()?;
+        messages.truncate(last_question(&messages)? + 1);
+        let mut options = self.generation.clone();
+        options.sampling.seed = None;
+        self.answer(&messages, &options)
+    }
+
+    /// Answers `text` in place of the last question.
+    pub(super) fn edit(&mut self, text: &str) -> Result<()> {
+        let mut messages = self.messages()?;
+        messages.truncate(last_question(&messages)?);
+        messages.push(Message::new("user", text));
+        self.answer(&messages, &self.generation.clone())
+    }
+
+    /// The calls of tools that wait for results.
+    pub(super) fn calls(&self) -> Vec<ToolCall> {
+        match &self.last {
+            Some(last) if last.finish != Finish::Cancelled => last.tool_calls.clone(),
+            _ => Vec::new(),
+        }
+    }
+
+    /// Goes on after the results of calls.
+    pub(super) fn go_on(&mut self, results: Vec<(ToolCall, String)>) -> Result<()> {
+        let mut messages = self.messages()?;
+        for (call, result) in results {
+            messages.push(Message {
+                tool_call_id: Some(call.id),
+                name: Some(call.name),
+                ..Message::new("tool", result)
+            });
+        }
+        self.answer(&messages, &self.generation.clone())
+    }
+
+    fn answer(&mut self, messages: &[Message], options: &GenerateOptions) -> Result<()> {
+        let cancel = Cancel::new();
+        if self.stops_alone {
+            leftover::cancel_on_interrupt(&cancel);
+        }
+        self.last = None;
+        let mut view = View::new();
+        let answer = cancel.watching(|| {
+            self.session
+                .chat_messages(messages, Some(&self.chat), options, &mut |piece| {
+                    view.show(piece)
+                })
+        });
+        // A prompt that was cancelled has shown nothing, and the conversation is as it was before.
+        let answer = answer.map_err(|e| match cancel.is_set() {
+            true => err!(
+                Cancelled,
+                "stopped before the answer began; the question is not part of the conversation"
+            ),
+            false => e,
+        })?;
+        view.end()?;
+        self.last = Some(answer);
+        Ok(())
+    }
+
+    pub(super) fn think(&mut self, on: bool) {
+        self.chat.variables.insert(THINKING.to_owned(), on.into());
+        prompting::warn_of_unread(&self.model, &self.chat.variables);
+    }
+
+    pub(super) fn reset(&mut self) -> Result<()> {
+        self.last = None;
+        self.session.reset()
+    }
+
+    pub(super) fn load(&mut self, file: &Path) -> Result<()> {
+        self.session = Session::restore(self.model.clone(), file)?;
+        self.system = None;
+        self.last = None;
+        Ok(())
+    }
+
+    pub(super) fn stats(&self) -> Result<()> {
+        output::line(format_args!(
+            "{} tokens in the cache, {} of keys and values, {} in all (peak {})",
+            self.session.len(),
+            output::size(self.session.kv_bytes() as u64),
+            output::size(memory::total().current),
+            output::size(memory::total().peak)
+        ))?;
+        if let Some(last) = &self.last {
+            let t = &last.timings;
+            let rate = |tokens: usize, seconds: f64| tokens as f64 / seconds.max(1e-9);
+            output::line(format_args!(
+                "last turn: {} tokens in at {:.1}/s, {} tokens out at {:.1}/s, seed {}",
+                last.prompt_tokens,
+                rate(last.prompt_tokens, t.prefill_seconds),
+                last.tokens.len(),
+                // The first token belongs to the prompt's time.
+                rate(last.tokens.len().saturating_sub(1), t.decode_seconds),
+                last.seed
+            ))?;
+        }
+        let sampling = sampling::described(&self.generation.sampling, &self.model);
+        output::line(format_args!("sampling: {sampling}"))
+    }
+}
+
+/// Where the last question is.
+fn last_question(messages: &[Message]) -> Result<usize> {
+    match messages.iter().rposition(|m| m.role == "user") {
+        Some(at) => Ok(at),
+        None => bail!(InvalidArgument, "nothing has been asked yet"),
+    }
+}

@@ -1,0 +1,112 @@
+//! The arguments of `run` and `chat` that say what the model is told beside the conversation: variables of its template, tools,
+//! and how long it may think.
+
+use std::path::{Path, PathBuf};
+
+use NVFP4::base::Result;
+use NVFP4::model::Model;
+use NVFP4::session::ChatOptions;
+use NVFP4::text::{tools_from_json, variables_from_json};
+use clap::ValueEnum;
+use serde_json::{Map, Value};
+
+use super::model;
+
+/// The variable by which templates switch thinking on and off.
+pub(super) const THINKING: &str = "enable_thinking";
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Switch {
+    On,
+    Off,
+}
+
+#[derive(clap::Args)]
+pub(super) struct PromptingArgs {
+    /// What the model is told about its role
+    #[arg(long)]
+    pub(super) system: Option<String>,
+    /// Whether the model thinks before it answers, if its template leaves the choice (the variable enable_thinking)
+    #[arg(long, value_enum)]
+    think: Option<Switch>,
+    /// The most tokens that a thought may have; then the answer follows
+    #[arg(long)]
+    think_budget: Option<usize>,
+    /// A file with the tools that the model may call: a JSON array of {"type": "function", "function": {"name": ...}}
+    #[arg(long, value_name = "FILE")]
+    tools: Option<PathBuf>,
+    /// Sets a variable of the model's template; a value that is no JSON is a text. May be given several times
+    #[arg(long, value_name = "NAME=JSON", value_parser = variable)]
+    set: Vec<(String, Value)>,
+}
+
+impl PromptingArgs {
+    /// How turns are rendered. What would change nothing is said on standard error.
+    pub(super) fn options(&self, model: &Model) -> Result<ChatOptions> {
+        let mut variables: Map<String, Value> = self.set.iter().cloned().collect();
+        if let Some(think) = self.think {
+            variables.insert(THINKING.to_owned(), (think == Switch::On).into());
+        }
+        let variables = variables_from_json(&Value::Object(variables).to_string())?;
+        warn_of_unread(model, &variables);
+        if self.think_budget.is_some() && model.answer_form().reasoning().is_none() {
+            eprintln!(
+                "nvfp4: the model is not known to think, so that --think-budget changes nothing"
+            );
+        }
+        Ok(ChatOptions {
+            variables,
+            tools: match &self.tools {
+                Some(file) => read_tools(file)?,
+                None => Vec::new(),
+            },
+            reasoning_budget: self.think_budget,
+            ..ChatOptions::default()
+        })
+    }
+}
+
+/// `NAME=JSON`; what is no JSON is a text.
+fn variable(text: &str) -> std::result::Result<(String, Value), String> {
+    match text.split_once('=') {
+        Some((name, value)) if !name.is_empty() => Ok((
+            name.to_owned(),
+            serde_json::from_str(value).unwrap_or_else(|_| value.into()),
+        )),
+        _ => Err("it is to be NAME=JSON".to_owned()),
+    }
+}
+
+/// Says which of `variables` the model's template never reads.
+pub(super) fn warn_of_unread(model: &Model, variables: &Map<String, Value>) {
+    for name in model.chat_template().unread(variables) {
+        eprintln!(
+            "nvfp4: the model's chat template never reads '{name}', so that it changes nothing"
+        );
+    }
+}
+
+/// The tools in a file.
+pub(super) fn read_tools(file: &Path) -> Result<Vec<Value>> {
+    tools_from_json(&model::read_text(file)?).map_err(|e| e.within(file.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_value_is_json_or_a_text() {
+        for (text, name, value) in [
+            ("a=true", "a", Value::from(true)),
+            ("a=[1]", "a", serde_json::json!([1])),
+            ("date=26 Jul 2024", "date", "26 Jul 2024".into()),
+            ("a=\"1\"", "a", "1".into()),
+            ("a=b=c", "a", "b=c".into()),
+            ("a=", "a", "".into()),
+        ] {
+            assert_eq!(variable(text), Ok((name.to_owned(), value)), "{text}");
+        }
+        assert!(variable("a").is_err() && variable("=1").is_err());
+    }
+}

@@ -1,0 +1,156 @@
+//! How a model's maker asks for text to be generated: what ends it, and how its tokens are chosen.
+
+use std::path::Path;
+
+use serde_json::{Map, Value};
+
+use super::SamplingOptions;
+use super::config::{self, Config};
+use crate::base::error::{bail, err};
+use crate::base::{Error, Result};
+use crate::checkpoint::TokenizerSource;
+use crate::text::Tokenizer;
+
+/// Tokens that end an assistant's turn in the templates of the known families, where the vocabulary has them. The last ends a message
+/// in which Llama calls a tool.
+const TURN_ENDS: [&str; 4] = ["<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>"];
+
+/// What is read.
+pub(super) struct Generation {
+    /// Tokens that end a text, in order.
+    pub(super) stop_tokens: Vec<u32>,
+    pub(super) sampling: SamplingOptions,
+}
+
+/// Reads what the config, `generation_config.json` or GGUF metadata, and the tokenizer say.
+pub(super) fn read(
+    config: &Config,
+    source: &TokenizerSource,
+    tokenizer: Option<&Tokenizer>,
+) -> Result<Generation> {
+    let mut stop_tokens = config.eos.clone();
+    let sampling = match source {
+        TokenizerSource::Directory(directory) => {
+            let path = directory.join("generation_config.json");
+            let file = file(&path)?;
+            let named = |e: Error| e.within(path.display());
+            stop_tokens.extend(eos(&file).map_err(named)?);
+            sampling(&file).map_err(named)?
+        }
+        TokenizerSource::Vocabulary(v) => {
+            stop_tokens.extend(v.eos.into_iter().chain(v.eot));
+            sampling(&v.sampling).map_err(|e| e.within("general.sampling"))?
+        }
+        TokenizerSource::None => SamplingOptions::default(),
+    };
+    if let Some(tokenizer) = tokenizer {
+        let ends = TURN_ENDS.iter().filter_map(|t| tokenizer.id_of(t));
+        stop_tokens.extend(ends.filter(|&id| tokenizer.is_special(id)));
+    }
+    stop_tokens.sort_unstable();
+    stop_tokens.dedup();
+    Ok(Generation {
+        stop_tokens,
+        sampling,
+    })
+}
+
+/// The object in a file; an empty one where there is no file.
+fn file(path: &Path) -> Result<Map<String, Value>> {
+    let bytes = match std::fs::read(path) {
+        Ok(bytes) => bytes,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Map::new()),
+        Err(e) => return Err(Error::io(format_args!("reading {}", path.display()), e)),
+    };
+    serde_json::from_slice(&bytes).map_err(|e| err!(CorruptFile, "{}: {e}", path.display()))
+}
+
+fn eos(file: &Map<String, Value>) -> Result<Vec<u32>> {
+    match file.get("eos_token_id") {
+        None | Some(Value::Null) => Ok(Vec::new()),
+        Some(value) => config::token_ids(value)
+            .ok_or_else(|| err!(CorruptFile, "'eos_token_id' is {value}; expected token ids")),
+    }
+}
+
+/// What transformers' `generate` would do: it draws where `do_sample` is true, and takes the likeliest token otherwise, whatever
+/// the other entries are. A GGUF file has no `do_sample`; there a temperature says as much.
+fn sampling(file: &Map<String, Value>) -> Result<SamplingOptions> {
+    let number = |key: &str| match file.get(key) {
+        None | Some(Value::Null) => Ok(None),
+        Some(value) => match value.as_f64() {
+            Some(number) => Ok(Some(number as f32)),
+            None => bail!(CorruptFile, "'{key}' is {value}; expected a number"),
+        },
+    };
+    let mut sampling = SamplingOptions::default();
+    let draws = match file.get("do_sample") {
+        Some(value) => value.as_bool().unwrap_or(false),
+        None => file.contains_key("temperature"),
+    };
+    if draws {
+        // Without an entry transformers takes these.
+        sampling.temperature = number("temperature")?.unwrap_or(1.0);
+        sampling.top_k = number("top_k")?.map_or(50, |k| k.max(0.0) as usize);
+        sampling.top_p = number("top_p")?.unwrap_or(1.0);
+        sampling.min_p = number("min_p")?.unwrap_or(0.0);
+    }
+    sampling.repetition_penalty = number("repetition_penalty")?.unwrap_or(1.0);
+    sampling
+        .check()
+        .map_err(|e| err!(CorruptFile, "{}", e.message()))?;
+    Ok(sampling)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::base::ErrorKind;
+    use crate::base::error::expect_kind;
+    use serde_json::json;
+
+    fn of(file: Value) -> Result<SamplingOptions> {
+        sampling(file.as_object().unwrap())
+    }
+
+    #[test]
+    fn sampling_is_what_the_maker_asks_for() {
+        // Qwen3's.
+        let qwen3 =
+            of(json!({"do_sample": true, "temperature": 0.6, "top_k": 20, "top_p": 0.95})).unwrap();
+        let expected = SamplingOptions {
+            temperature: 0.6,
+            top_k: 20,
+            top_p: 0.95,
+            ..SamplingOptions::default()
+        };
+        assert_eq!(qwen3, expected);
+        // SmolLM2's has nothing of the kind, and many keep a temperature that they do not draw with.
+        assert_eq!(
+            of(json!({"eos_token_id": 2})).unwrap(),
+            SamplingOptions::default()
+        );
+        let greedy =
+            of(json!({"do_sample": false, "temperature": 0.6, "repetition_penalty": 1.1})).unwrap();
+        assert!(greedy.temperature == 0.0 && greedy.repetition_penalty == 1.1);
+        let only = of(json!({"do_sample": true})).unwrap();
+        assert!(only.temperature == 1.0 && only.top_k == 50 && only.top_p == 1.0);
+        // As GGUF metadata has it.
+        let gguf = of(json!({"temperature": 1.0, "min_p": 0.1, "top_k": 0})).unwrap();
+        assert!(gguf.temperature == 1.0 && gguf.min_p == 0.1 && gguf.top_k == 0);
+    }
+
+    #[test]
+    fn what_is_no_sampling_is_named() {
+        for (file, words) in [
+            (
+                json!({"do_sample": true, "temperature": "warm"}),
+                "'temperature' is \"warm\"",
+            ),
+            (json!({"do_sample": true, "top_p": 7}), "top_p is 7"),
+            (json!({"temperature": -1}), "temperature is -1"),
+        ] {
+            expect_kind(of(file), ErrorKind::CorruptFile, words);
+        }
+    }
+}

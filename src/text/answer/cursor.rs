@@ -1,0 +1,69 @@
+//! A place in a text that is read by hand, for the forms whose arguments are no JSON.
+
+use serde_json::Value;
+
+/// Values in values that are followed. A model that opens more makes no sense.
+pub(super) const DEPTH: usize = 64;
+
+/// What is left of a text.
+#[derive(Clone, Copy)]
+pub(super) struct Cursor<'a> {
+    pub(super) rest: &'a str,
+}
+
+impl<'a> Cursor<'a> {
+    /// At the beginning of `text`.
+    pub(super) fn new(text: &'a str) -> Self {
+        Cursor { rest: text }
+    }
+
+    /// Skips white space and then `mark`, if that is next.
+    pub(super) fn eat(&mut self, mark: &str) -> bool {
+        self.rest = self.rest.trim_start();
+        match self.rest.strip_prefix(mark) {
+            Some(rest) => {
+                self.rest = rest;
+                true
+            }
+            None => false,
+        }
+    }
+
+    /// What stands before `mark`, and moves behind it.
+    pub(super) fn until(&mut self, mark: &str) -> Option<&'a str> {
+        let (before, rest) = self.rest.split_once(mark)?;
+        self.rest = rest;
+        Some(before)
+    }
+
+    /// The characters from here on that are `wanted`.
+    pub(super) fn run(&mut self, wanted: impl Fn(char) -> bool) -> &'a str {
+        let end = self.rest.find(|c| !wanted(c)).unwrap_or(self.rest.len());
+        let (run, rest) = self.rest.split_at(end);
+        self.rest = rest;
+        run
+    }
+
+    /// A name, with dots in it if it has some.
+    pub(super) fn name(&mut self) -> Option<&'a str> {
+        self.rest = self.rest.trim_start();
+        let name = self.run(|c| c.is_alphanumeric() || "_-.".contains(c));
+        (!name.is_empty()).then_some(name)
+    }
+
+    /// A number or a constant, as JSON or Python spells it.
+    pub(super) fn word(&mut self) -> Option<Value> {
+        self.rest = self.rest.trim_start();
+        match self.run(|c| c.is_alphanumeric() || "+-.".contains(c)) {
+            "True" => Some(Value::Bool(true)),
+            "False" => Some(Value::Bool(false)),
+            "None" => Some(Value::Null),
+            word => serde_json::from_str(word).ok(),
+        }
+    }
+
+    /// Whether nothing but white space is left.
+    pub(super) fn is_at_end(&self) -> bool {
+        self.rest.trim_start().is_empty()
+    }
+}

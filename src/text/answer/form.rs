@@ -1,0 +1,272 @@
+//! How a model spells reasoning and calls of tools, found from its chat template and its tokens.
+
+use super::section::Form;
+use super::{deepseek, gemma, json, llama, mistral, python, xml};
+
+/// The marks around a thought.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Reasoning {
+    /// What begins a thought.
+    pub begin: &'static str,
+    /// What ends it.
+    pub end: &'static str,
+    /// What ends a thought whose budget is used up: all that is written in place of the model, up to the answer.
+    pub early_end: &'static str,
+}
+
+static REASONING: [Reasoning; 4] = [
+    // Qwen3, QwQ, DeepSeek-R1 and many others. The sentence is the one with which Qwen3 was made to stop, as its technical
+    // report gives it.
+    Reasoning {
+        begin: "<think>",
+        end: "</think>",
+        early_end: "\n\nConsidering the limited time by the user, I have to give the solution based on the thinking directly now.\n\
+            </think>\n\n",
+    },
+    // Magistral.
+    Reasoning {
+        begin: "[THINK]",
+        end: "[/THINK]",
+        early_end: "\n[/THINK]\n\n",
+    },
+    // Seed-OSS.
+    Reasoning {
+        begin: "<seed:think>",
+        end: "</seed:think>",
+        early_end: "\n</seed:think>\n\n",
+    },
+    // Command.
+    Reasoning {
+        begin: "<|START_THINKING|>",
+        end: "<|END_THINKING|>",
+        early_end: "\n<|END_THINKING|>\n\n",
+    },
+];
+
+/// The forms, each with what its templates contain. The first whose evidence is complete is taken, so that a form stands before
+/// those that share a part of its evidence.
+static FORMS: [(&dyn Form, &[&str]); 14] = [
+    (&mistral::Mistral, &["[TOOL_CALLS]"]),
+    (&deepseek::DeepSeek, &["<｜tool▁call▁begin｜>"]),
+    (&xml::SEED, &["<seed:tool_call>"]),
+    (&gemma::FUNCTION_GEMMA, &["<start_function_call>"]),
+    (&gemma::GEMMA4, &["<|tool_call>"]),
+    (&json::COMMAND, &["<|START_ACTION|>"]),
+    (&python::LFM2, &["<|tool_call_start|>"]),
+    (&json::NEMOTRON, &["<TOOLCALL>"]),
+    (&xml::QWEN_CODER, &["<tool_call>", "<function="]),
+    (&json::HERMES, &["<tool_call>"]),
+    (&json::PHI, &["<|tool_call|>", "<|/tool_call|>"]),
+    (&json::GRANITE, &["<|tool_call|>"]),
+    (&python::TOOL_CODE, &["```tool_code"]),
+    (&llama::Llama, &["<|python_tag|>"]),
+];
+
+/// What the templates of Llama 3 without built-in tools say of the form.
+const LLAMA: &str = "\"parameters\": dictionary of argument name";
+
+/// How a model spells reasoning and tool calls.
+#[derive(Clone, Debug)]
+pub struct AnswerForm {
+    pub(super) reasoning: Option<&'static Reasoning>,
+    pub(super) calls: Option<&'static dyn Form>,
+    knows_tools: bool,
+    shown: Vec<&'static str>,
+}
+
+impl AnswerForm {
+    /// From the chat template's source and the tokenizer's tokens (`is_token` says whether a string is one token of the
+    /// vocabulary, special or added).
+    pub fn of(template: &str, is_token: impl Fn(&str) -> bool) -> AnswerForm {
+        let reasoning = REASONING
+            .iter()
+            .find(|r| template.contains(r.end))
+            .or_else(|| {
+                REASONING
+                    .iter()
+                    .find(|r| is_token(r.begin) && is_token(r.end))
+            });
+        let knows_tools = reads_tools(template);
+        let with = |is_there: &dyn Fn(&str) -> bool| {
+            let (form, _) = FORMS
+                .iter()
+                .find(|(_, evidence)| evidence.iter().all(|mark| is_there(mark)))?;
+            Some(*form)
+        };
+        let calls = with(&|mark| template.contains(mark))
+            .or_else(|| template.contains(LLAMA).then_some(&llama::Llama as _))
+            // A template may offer tools and leave the form of calls to what the model learned.
+            .or_else(|| with(&|mark| knows_tools && is_token(mark)));
+        let marks = reasoning.map_or(Vec::new(), |r| vec![r.begin, r.end]);
+        let marks = marks
+            .into_iter()
+            .chain(calls.map_or(&[][..], |form| form.marks()).iter().copied());
+        AnswerForm {
+            reasoning,
+            calls,
+            knows_tools,
+            shown: marks.filter(|mark| is_token(mark)).collect(),
+        }
+    }
+
+    /// The marks around a thought, if the model thinks.
+    pub fn reasoning(&self) -> Option<&Reasoning> {
+        self.reasoning
+    }
+
+    /// Whether the template reads the variable `tools`.
+    pub fn knows_tools(&self) -> bool {
+        self.knows_tools
+    }
+
+    /// Names of tokens that must be shown to the parser as text although they are special and normally give no text.
+    pub fn shown_tokens(&self) -> &[&'static str] {
+        &self.shown
+    }
+}
+
+/// Whether `tools` occurs as a name in the expressions and statements of a template, not in its text or in a string.
+fn reads_tools(template: &str) -> bool {
+    let mut rest = template;
+    while let Some(open) = rest.find('{') {
+        let tag = &rest[open..];
+        let close = match tag.as_bytes().get(1) {
+            Some(b'{') => "}}",
+            Some(b'%') => "%}",
+            Some(b'#') => "#}",
+            _ => {
+                rest = &tag[1..];
+                continue;
+            }
+        };
+        let (names, after) = names_to(&tag[2..], close);
+        if close != "#}" && names {
+            return true;
+        }
+        rest = after;
+    }
+    false
+}
+
+/// Whether `tools` is a name in `tag` up to `close`, and what follows that.
+fn names_to<'a>(tag: &'a str, close: &str) -> (bool, &'a str) {
+    let mut found = false;
+    let mut rest = tag;
+    while let Some(char) = rest.chars().next() {
+        if let Some(after) = rest.strip_prefix(close) {
+            return (found, after);
+        }
+        let is_name = |c: char| c.is_alphanumeric() || c == '_';
+        let next = if is_name(char) {
+            let end = rest.find(|c| !is_name(c)).unwrap_or(rest.len());
+            // `message.tools` and the like are other variables.
+            let is_member = tag[..tag.len() - rest.len()].ends_with('.');
+            found |= &rest[..end] == "tools" && !is_member;
+            end
+        } else if close != "#}" && (char == '"' || char == '\'') {
+            quoted(rest)
+        } else {
+            char.len_utf8()
+        };
+        rest = &rest[next..];
+    }
+    (found, rest)
+}
+
+/// The length of the string with which `text` begins.
+fn quoted(text: &str) -> usize {
+    let bytes = text.as_bytes();
+    let mut at = 1;
+    while at < bytes.len() && bytes[at] != bytes[0] {
+        at +=
+            1 + usize::from(bytes[at] == b'\\' && at + 1 < bytes.len() && bytes[at + 1].is_ascii());
+    }
+    (at + 1).min(text.len())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn found(template: &str, tokens: &[&str]) -> AnswerForm {
+        AnswerForm::of(template, |t| tokens.contains(&t))
+    }
+
+    fn begin_of(form: &AnswerForm) -> Option<&'static str> {
+        form.calls.map(|calls| calls.begins()[0])
+    }
+
+    #[test]
+    fn from_the_template() {
+        for (template, begin) in [
+            ("{{ '[TOOL_CALLS]' + name }}", Some("[TOOL_CALLS]")),
+            (
+                "{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>'}}",
+                Some("<｜tool▁calls▁begin｜>"),
+            ),
+            ("<tool_call>\n{\"name\": ", Some("<tool_call>")),
+            (
+                "<|tool_call|> followed by a JSON list",
+                Some("<|tool_call|>"),
+            ),
+            (
+                "respond with \"parameters\": dictionary of argument name",
+                Some("<|python_tag|>"),
+            ),
+            ("<start_function_call>call:", Some("<start_function_call>")),
+            ("{% for m in messages %}{{ m.content }}{% endfor %}", None),
+        ] {
+            assert_eq!(begin_of(&found(template, &[])), begin, "{template}");
+        }
+        let closed = found(
+            "<|tool_call|>{}<|/tool_call|>",
+            &["<|tool_call|>", "<|/tool_call|>"],
+        );
+        assert_eq!(closed.shown_tokens(), ["<|tool_call|>", "<|/tool_call|>"]);
+        let coder = found("<tool_call>\n<function=f>", &[]).calls.unwrap();
+        assert_eq!(coder.begins()[1], "<function=");
+    }
+
+    #[test]
+    fn from_the_tokens() {
+        let form = found("{{ tools | tojson }}", &["<|python_tag|>"]);
+        assert_eq!(begin_of(&form), Some("<|python_tag|>"));
+        assert!(form.knows_tools());
+        assert_eq!(form.shown_tokens(), ["<|python_tag|>"]);
+        let form = found("{{ messages }}", &["<|python_tag|>"]);
+        assert_eq!(begin_of(&form), None);
+        assert!(!form.knows_tools());
+    }
+
+    #[test]
+    fn reasoning() {
+        let end = |template, tokens: &[&str]| found(template, tokens).reasoning().map(|r| r.end);
+        assert_eq!(end("content.split('</think>')", &[]), Some("</think>"));
+        assert_eq!(end("", &["[THINK]", "[/THINK]"]), Some("[/THINK]"));
+        assert_eq!(end("[/THINK]", &["<think>", "</think>"]), Some("[/THINK]"));
+        assert_eq!(end("", &["<think>"]), None);
+        for reasoning in &REASONING {
+            let after = reasoning.early_end.split_once(reasoning.end).unwrap().1;
+            assert_eq!(after, "\n\n");
+        }
+    }
+
+    #[test]
+    fn a_template_reads_tools_as_a_variable() {
+        for (template, reads) in [
+            ("{%- if tools %}", true),
+            ("{{ '}} %}' ~ tools }}", true),
+            ("{% set t = x if tools is defined %}", true),
+            (
+                "{%- if xml_tools %}{{ \"tools\" }} tools {# tools #}",
+                false,
+            ),
+            ("{{ message.tools }}", false),
+            ("{ tools } {% 'tools", false),
+            ("{", false),
+            ("{{ '\\", false),
+        ] {
+            assert_eq!(reads_tools(template), reads, "{template}");
+        }
+    }
+}

@@ -1,0 +1,196 @@
+//! Calls as JSON behind a mark: an object with `name` and `arguments`, or a list of them. So write the Hermes models, Qwen 2.5
+//! and 3, SmolLM3 and Granite 4 (`<tool_call>`, closed), Granite 3 (`<|tool_call|>`, a list, not closed), Phi-4-mini
+//! (`<|tool_call|>`, closed), Command R7B (`<|START_ACTION|>`, a list with `tool_name` and `parameters`) and Nemotron
+//! (`<TOOLCALL>`, a list).
+
+use super::section::{Form, Found, HEADER, Scan, Step, after_call, call_of};
+
+/// JSON between marks.
+pub(super) struct Json {
+    marks: &'static [&'static str],
+}
+
+pub(super) static HERMES: Json = Json::between(&["<tool_call>", "</tool_call>"]);
+pub(super) static GRANITE: Json = Json::between(&["<|tool_call|>"]);
+pub(super) static PHI: Json = Json::between(&["<|tool_call|>", "<|/tool_call|>"]);
+pub(super) static COMMAND: Json = Json::between(&["<|START_ACTION|>", "<|END_ACTION|>"]);
+pub(super) static NEMOTRON: Json = Json::between(&["<TOOLCALL>", "</TOOLCALL>"]);
+
+impl Json {
+    /// The mark that begins a section and, in families that write one, the mark that ends it.
+    pub(super) const fn between(marks: &'static [&'static str]) -> Self {
+        Json { marks }
+    }
+}
+
+impl Form for Json {
+    fn begins(&self) -> &[&'static str] {
+        &self.marks[..1]
+    }
+
+    fn marks(&self) -> &[&'static str] {
+        self.marks
+    }
+
+    fn read(&self, text: &str, scan: &mut Scan, _: bool) -> Step {
+        let (begin, end) = (self.marks[0], self.marks.get(1).copied());
+        if scan.at == 0 && scan.has_calls {
+            // The closers of the list, and one too many of which some models write.
+            let separates = |c: char| c.is_whitespace() || ",;]}".contains(c);
+            if let Some(step) = after_call(text, separates, end) {
+                return step;
+            }
+            if !text.starts_with('{') {
+                return Step::Over(Vec::new(), 0);
+            }
+            scan.begin(0);
+        } else if scan.at == 0 {
+            let body = text[begin.len()..].trim_start();
+            let body = body.strip_prefix('[').unwrap_or(body).trim_start();
+            let at = text.len() - body.len();
+            if at > HEADER || !(body.is_empty() || body.starts_with('{')) {
+                return Step::Malformed(begin.len());
+            }
+            if body.is_empty() {
+                return Step::More;
+            }
+            scan.begin(at);
+        }
+        loop {
+            match scan.value(text, end) {
+                Found::More => return Step::More,
+                Found::Mark(until) => return Step::Malformed(until),
+                Found::Value(until) if !scan.is_bad => {
+                    let value = serde_json::from_str(&text[scan.start..until]);
+                    if let Some(call) = value.ok().and_then(call_of) {
+                        return Step::Go(vec![call], until);
+                    }
+                    if end.is_none() {
+                        return Step::Malformed(until);
+                    }
+                    scan.is_bad = true;
+                }
+                Found::Value(_) => {}
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{call, content, parsed};
+    use super::*;
+
+    #[test]
+    fn hermes() {
+        // Two calls, one after the other.
+        let answer = "<tool_call>\n\
+            {\"name\": \"get_current_temperature\", \"arguments\": {\"location\": \"San Francisco, CA, USA\"}}\n\
+            </tool_call>\n<tool_call>\n\
+            {\"name\": \"get_temperature_date\", \"arguments\": {\"location\": \"San Francisco, CA, USA\", \
+            \"date\": \"2024-10-01\"}}\n</tool_call>";
+        let calls = [
+            call(
+                0,
+                "get_current_temperature",
+                r#"{"location": "San Francisco, CA, USA"}"#,
+            ),
+            call(
+                1,
+                "get_temperature_date",
+                r#"{"location": "San Francisco, CA, USA", "date": "2024-10-01"}"#,
+            ),
+        ];
+        assert_eq!(parsed(&HERMES, answer), calls);
+        assert_eq!(
+            parsed(&HERMES, &format!("I look it up.\n\n{answer}\n")),
+            [&[content("I look it up.")], &calls[..]].concat()
+        );
+    }
+
+    #[test]
+    fn an_end_mark_in_a_string_is_text() {
+        let answer = r#"<tool_call>{"name": "write", "arguments": {"text": "a </tool_call> \"b"}}</tool_call>"#;
+        let arguments = r#"{"text": "a </tool_call> \"b"}"#;
+        assert_eq!(parsed(&HERMES, answer), [call(0, "write", arguments)]);
+    }
+
+    #[test]
+    fn arguments_in_a_string_or_none() {
+        let answer = r#"<tool_call>{"name": "f", "arguments": "{\"a\": 1}"}</tool_call><tool_call>{"name": "g"}</tool_call>
+            <tool_call>{"type": "function", "function": {"name": "h", "parameters": {"b": [2]}}}</tool_call>"#;
+        let calls = [
+            call(0, "f", r#"{"a": 1}"#),
+            call(1, "g", "{}"),
+            call(2, "h", r#"{"b": [2]}"#),
+        ];
+        assert_eq!(parsed(&HERMES, answer), calls);
+    }
+
+    #[test]
+    fn what_is_no_call_stays() {
+        for answer in [
+            "<tool_call>{\"name\": }</tool_call>",
+            "<tool_call>\n{\"title\": \"no name\"}\n</tool_call> and on",
+            "<tool_call>{\"name\": \"f\", \"arguments\": 3}</tool_call>",
+            "<tool_call>{\"name\": \"f, \"arguments\": {}}\n</tool_call>",
+            "Say <tool_call> and nothing else",
+            "<tool_call></tool_call>",
+            "<tool_call>[]</tool_call>",
+            "<tool_call>",
+        ] {
+            assert_eq!(parsed(&HERMES, answer), [content(answer)], "{answer}");
+        }
+        let deep = format!(
+            "<tool_call>{{\"name\": \"f\", \"arguments\": {}}}</tool_call>",
+            "[".repeat(5000)
+        );
+        assert_eq!(parsed(&HERMES, &deep), [content(&deep)]);
+    }
+
+    #[test]
+    fn a_brace_too_many() {
+        let answer = "<tool_call>\n{\"name\": \"f\", \"arguments\": {}}}\n</tool_call>";
+        assert_eq!(parsed(&HERMES, answer), [call(0, "f", "{}")]);
+    }
+
+    #[test]
+    fn granite() {
+        // The system prompt of Granite 3.3 asks for the mark followed by a list.
+        let answer = r#"<|tool_call|>[{"name": "get_stock_price", "arguments": {"ticker": "IBM", "date": "2024-10-07"}}, {"name": "f"}]"#;
+        let calls = [
+            call(
+                0,
+                "get_stock_price",
+                r#"{"ticker": "IBM", "date": "2024-10-07"}"#,
+            ),
+            call(1, "f", "{}"),
+        ];
+        assert_eq!(parsed(&GRANITE, answer), calls);
+    }
+
+    #[test]
+    fn phi() {
+        // The template of Phi-4-mini gives this as its example.
+        let answer = r#"<|tool_call|>{"name": "foo", "arguments": {"a": 1}}<|/tool_call|>"#;
+        assert_eq!(parsed(&PHI, answer), [call(0, "foo", r#"{"a": 1}"#)]);
+    }
+
+    #[test]
+    fn command() {
+        // As the template of Command R7B writes a turn.
+        let answer = "<|START_ACTION|>[\n    {\"tool_call_id\": \"0\", \
+            \"tool_name\": \"day\", \"parameters\": {\"day\": \"2023-09-29\"}}\n\
+            ]<|END_ACTION|>";
+        assert_eq!(
+            parsed(&COMMAND, answer),
+            [call(0, "day", r#"{"day": "2023-09-29"}"#)]
+        );
+    }
+
+    #[test]
+    fn nemotron() {
+        let answer = r#"<TOOLCALL>[{"name": "f", "arguments": {"x": 3.5}}]</TOOLCALL>"#;
+        assert_eq!(parsed(&NEMOTRON, answer), [call(0, "f", r#"{"x": 3.5}"#)]);
+    }
+}

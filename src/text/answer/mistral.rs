@@ -1,0 +1,108 @@
+//! Mistral: `[TOOL_CALLS]` and then a list of objects (up to Small 3.1), or a name and its arguments (`[TOOL_CALLS]name{...}`),
+//! between them `[ARGS]` (Devstral, Magistral 2509, Ministral 3) or `[CALL_ID]`, an id and `[ARGS]` (Small 3.2).
+
+use super::json::Json;
+use super::section::{Form, Found, HEADER, Scan, Step, Written, arguments_of, written};
+
+const BEGIN: &str = "[TOOL_CALLS]";
+const CALL_ID: &str = "[CALL_ID]";
+const ARGS: &str = "[ARGS]";
+
+static LIST: Json = Json::between(&[BEGIN]);
+
+pub(super) struct Mistral;
+
+impl Form for Mistral {
+    fn begins(&self) -> &[&'static str] {
+        &[BEGIN]
+    }
+
+    fn marks(&self) -> &[&'static str] {
+        &[BEGIN, CALL_ID, ARGS]
+    }
+
+    fn read(&self, text: &str, scan: &mut Scan, whole: bool) -> Step {
+        let body = text.get(BEGIN.len()..).unwrap_or_default().trim_start();
+        // Only a list goes on after its first call: a further name comes with a mark of its own.
+        if scan.has_calls || body.starts_with(['[', '{']) {
+            return LIST.read(text, scan, whole);
+        }
+        if scan.at == 0 {
+            let Some(at) = text.find('{').filter(|&at| at <= HEADER) else {
+                return match text.len() > HEADER {
+                    true => Step::Malformed(BEGIN.len()),
+                    false => Step::More,
+                };
+            };
+            scan.begin(at);
+        }
+        match scan.value(text, None) {
+            Found::Value(until) => {
+                match call(&text[BEGIN.len()..scan.start], &text[scan.start..until]) {
+                    Some(call) => Step::Over(vec![call], until),
+                    None => Step::Malformed(until),
+                }
+            }
+            Found::Mark(_) | Found::More => Step::More,
+        }
+    }
+}
+
+fn call(head: &str, arguments: &str) -> Option<Written> {
+    let head = head.trim().strip_suffix(ARGS).unwrap_or(head);
+    let name = head.split_once(CALL_ID).map_or(head, |(name, _)| name);
+    written(
+        name,
+        arguments_of(Some(serde_json::from_str(arguments).ok()?))?,
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{call, content, parsed};
+    use super::*;
+
+    #[test]
+    fn a_list() {
+        let answer = "[TOOL_CALLS] [{\"name\": \"get_current_weather\", \"arguments\": {\"location\": \"Paris, France\", \
+            \"format\": \"celsius\"}, \"id\": \"VvvODy9mT\"}, {\"name\": \"now\", \"arguments\": {}}]";
+        let calls = [
+            call(
+                0,
+                "get_current_weather",
+                r#"{"location": "Paris, France", "format": "celsius"}"#,
+            ),
+            call(1, "now", "{}"),
+        ];
+        assert_eq!(parsed(&Mistral, answer), calls);
+    }
+
+    #[test]
+    fn names() {
+        let answer = "I look.[TOOL_CALLS]weather[ARGS]{\"city\": \"Oslo\"}\
+            [TOOL_CALLS]now{}[TOOL_CALLS]day[CALL_ID]VvvODy9mT[ARGS]{\"n\": 2}";
+        let events = [
+            content("I look."),
+            call(0, "weather", r#"{"city": "Oslo"}"#),
+            call(1, "now", "{}"),
+            call(2, "day", r#"{"n": 2}"#),
+        ];
+        assert_eq!(parsed(&Mistral, answer), events);
+    }
+
+    #[test]
+    fn what_is_no_call_stays() {
+        let long = format!("[TOOL_CALLS]{} {{}}", "x".repeat(400));
+        for answer in [
+            "[TOOL_CALLS]two words{}",
+            "[TOOL_CALLS]f{\"a\": }",
+            "[TOOL_CALLS][{\"id\": 3}]",
+            "[TOOL_CALLS]",
+            "[TOOL_CALLS][]",
+            "[TOOL_CALLS]f",
+            &long,
+        ] {
+            assert_eq!(parsed(&Mistral, answer), [content(answer)], "{answer}");
+        }
+    }
+}

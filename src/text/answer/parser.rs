@@ -1,0 +1,300 @@
+//! The parser: one buffer of what is undecided, a cursor in it, and a stage.
+
+use super::form::{AnswerForm, Reasoning};
+use super::section::{Form, Scan, Step, Written, search};
+use crate::text::ToolCall;
+
+/// A piece of an answer.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Event {
+    /// More of the thought.
+    Reasoning(String),
+    /// More of the answer itself.
+    Content(String),
+    /// A whole call.
+    ToolCall(ToolCall),
+}
+
+/// Takes an answer apart as it comes.
+pub struct AnswerParser {
+    reasoning: Option<&'static Reasoning>,
+    calls: Option<&'static dyn Form>,
+    /// The number of the next call in the conversation.
+    next_call: usize,
+    stage: Stage,
+    /// What has come and is not decided.
+    text: String,
+    /// The part of a stretch of text that waits, and how the stretch began.
+    edges: Edges,
+}
+
+enum Stage {
+    /// Nothing but so many bytes of white space has come: a thought or content may begin.
+    Undecided(usize),
+    Thought,
+    /// Content; `is_first` while nothing but white space was in it.
+    Content {
+        is_first: bool,
+    },
+    Section(Scan),
+}
+
+/// What is left out at both ends of a stretch of text.
+struct Edges {
+    drops_first: fn(char) -> bool,
+    drops_last: fn(char) -> bool,
+    is_begun: bool,
+    /// What is left out if the stretch ends here.
+    held: String,
+}
+
+impl Edges {
+    fn new(drops_first: fn(char) -> bool, drops_last: fn(char) -> bool) -> Self {
+        Edges {
+            drops_first,
+            drops_last,
+            is_begun: false,
+            held: String::new(),
+        }
+    }
+
+    /// What of the stretch may be shown now that `text` belongs to it.
+    fn push(&mut self, mut text: &str) -> String {
+        if !self.is_begun {
+            text = text.trim_start_matches(self.drops_first);
+            self.is_begun = !text.is_empty();
+        }
+        let shown = text.trim_end_matches(self.drops_last);
+        let mut out = String::new();
+        if !shown.is_empty() {
+            out = std::mem::take(&mut self.held);
+            out.push_str(shown);
+        }
+        self.held.push_str(&text[shown.len()..]);
+        out
+    }
+}
+
+fn is_newline(c: char) -> bool {
+    matches!(c, '\n' | '\r')
+}
+
+fn is_none(_: char) -> bool {
+    false
+}
+
+impl AnswerParser {
+    /// A parser at the beginning of an answer. `prompt` is the rendered text up to it: its end tells whether the answer begins
+    /// inside a thought, after an empty one, or undecided. Without `tools` nothing is taken for a call. `first_call` is the
+    /// number of calls in the conversation so far, from which ids are made.
+    pub fn new(form: &AnswerForm, prompt: &str, tools: bool, first_call: usize) -> Self {
+        let mut parser = Self::with(form.reasoning, form.calls.filter(|_| tools), first_call);
+        let prompt = prompt.trim_end();
+        match parser.reasoning {
+            Some(marks) if prompt.ends_with(marks.end) => parser.begin_content(is_newline),
+            Some(marks) if prompt.ends_with(marks.begin) => parser.begin_thought(),
+            Some(_) => parser.stage = Stage::Undecided(0),
+            None => {}
+        }
+        parser
+    }
+
+    /// A parser at the beginning of the content.
+    pub(super) fn with(
+        reasoning: Option<&'static Reasoning>,
+        calls: Option<&'static dyn Form>,
+        first_call: usize,
+    ) -> Self {
+        let mut parser = AnswerParser {
+            reasoning,
+            calls,
+            next_call: first_call,
+            stage: Stage::Undecided(0),
+            text: String::new(),
+            edges: Edges::new(is_none, is_none),
+        };
+        parser.begin_content(is_none);
+        parser
+    }
+
+    /// The events of `text`, which may be cut anywhere.
+    pub fn push(&mut self, text: &str) -> Vec<Event> {
+        self.text.push_str(text);
+        self.run(false)
+    }
+
+    /// The events of what was held back. `whole` says that the model ended the answer itself; otherwise it was cut.
+    pub fn finish(&mut self, whole: bool) -> Vec<Event> {
+        let mut events = self.run(whole);
+        let rest = std::mem::take(&mut self.text);
+        match self.stage {
+            // A call that was cut means nothing, and neither does the space before it.
+            Stage::Section(_) => self.edges.held.clear(),
+            _ => self.show(&rest, &mut events),
+        }
+        let held = std::mem::take(&mut self.edges.held);
+        self.add(held, &mut events);
+        events
+    }
+
+    /// Whether the answer is inside a thought.
+    pub fn is_reasoning(&self) -> bool {
+        matches!(self.stage, Stage::Thought)
+    }
+
+    fn begin_thought(&mut self) {
+        self.stage = Stage::Thought;
+        self.edges = Edges::new(is_newline, is_newline);
+    }
+
+    /// Content whose first characters are left out if they are `drops_first`.
+    fn begin_content(&mut self, drops_first: fn(char) -> bool) {
+        // Space before a call belongs to the call; where there are no calls, nothing need wait.
+        let drops_last = match self.calls {
+            Some(_) => char::is_whitespace,
+            None => is_none,
+        };
+        self.stage = Stage::Content { is_first: true };
+        self.edges = Edges::new(drops_first, drops_last);
+    }
+
+    /// Reads the buffer as far as it is decided.
+    fn run(&mut self, whole: bool) -> Vec<Event> {
+        let mut events = Vec::new();
+        let mut text = std::mem::take(&mut self.text);
+        let mut at = 0;
+        loop {
+            let rest = &text[at..];
+            let (read, goes_on) = match &mut self.stage {
+                Stage::Undecided(blank) => {
+                    let body = rest[*blank..].trim_start();
+                    *blank = rest.len() - body.len();
+                    self.undecided(rest, body)
+                }
+                Stage::Thought => self.thought(rest, &mut events),
+                Stage::Content { .. } => self.content(rest, &mut events),
+                Stage::Section(_) => self.section(rest, whole, &mut events),
+            };
+            at += read;
+            if !goes_on {
+                break;
+            }
+        }
+        text.drain(..at);
+        self.text = text;
+        events
+    }
+
+    /// Decides between a thought and content. Like the readers of the other stages, it returns how many bytes were read and
+    /// whether what is left can be read now.
+    fn undecided(&mut self, text: &str, body: &str) -> (usize, bool) {
+        match self.reasoning.map(|marks| marks.begin) {
+            Some(begin) if body.starts_with(begin) => {
+                self.begin_thought();
+                (text.len() - body.len() + begin.len(), true)
+            }
+            Some(begin) if begin.starts_with(body) => (0, false),
+            _ => {
+                self.begin_content(is_none);
+                (0, true)
+            }
+        }
+    }
+
+    fn thought(&mut self, text: &str, events: &mut Vec<Event>) -> (usize, bool) {
+        let end = self.reasoning.map(|marks| marks.end);
+        let (at, mark) = search(text, 0, end.as_slice());
+        self.show(&text[..at], events);
+        match mark {
+            Some(mark) => {
+                self.begin_content(is_newline);
+                (at + mark.len(), true)
+            }
+            None => (at, false),
+        }
+    }
+
+    fn content(&mut self, text: &str, events: &mut Vec<Event>) -> (usize, bool) {
+        let Some(form) = self.calls else {
+            self.show(text, events);
+            return (text.len(), false);
+        };
+        let body = text.trim_start();
+        let Stage::Content { is_first } = &mut self.stage else {
+            return (0, false);
+        };
+        if *is_first && form.is_bare() && body.starts_with('{') {
+            let blank = text.len() - body.len();
+            self.stage = Stage::Section(Scan::default());
+            self.show(&text[..blank], events);
+            return (blank, true);
+        }
+        let (at, mark) = search(text, 0, form.begins());
+        *is_first &= text[..at].trim_start().is_empty();
+        if mark.is_some() {
+            self.stage = Stage::Section(Scan::default());
+        }
+        self.show(&text[..at], events);
+        (at, mark.is_some())
+    }
+
+    fn section(&mut self, text: &str, whole: bool, events: &mut Vec<Event>) -> (usize, bool) {
+        let (Some(form), Stage::Section(scan)) = (self.calls, &mut self.stage) else {
+            return (0, false);
+        };
+        let step = match form.read(text, scan, whole) {
+            Step::More if whole => Step::Malformed(text.len()),
+            step => step,
+        };
+        match step {
+            Step::More => (0, false),
+            Step::Go(calls, read) => {
+                *scan = Scan::after(scan.has_calls || !calls.is_empty());
+                self.call(calls, events);
+                (read, true)
+            }
+            Step::Over(calls, read) => {
+                self.stage = Stage::Content { is_first: false };
+                self.call(calls, events);
+                (read, true)
+            }
+            Step::Malformed(read) => {
+                self.stage = Stage::Content { is_first: false };
+                self.show(&text[..read], events);
+                (read, true)
+            }
+        }
+    }
+
+    /// Adds `calls`. The space before them is left out, and so is that after them.
+    fn call(&mut self, calls: Vec<Written>, events: &mut Vec<Event>) {
+        for Written { name, arguments } in calls {
+            self.edges = Edges::new(char::is_whitespace, char::is_whitespace);
+            // Nine letters and digits, which Mistral's templates insist on.
+            let id = format!("call{:05}", self.next_call % 100_000);
+            self.next_call = self.next_call.wrapping_add(1);
+            events.push(Event::ToolCall(ToolCall {
+                id,
+                name,
+                arguments,
+            }));
+        }
+    }
+
+    /// Adds `text` to the stretch of the stage, but for what its edges leave out.
+    fn show(&mut self, text: &str, events: &mut Vec<Event>) {
+        let shown = self.edges.push(text);
+        self.add(shown, events);
+    }
+
+    fn add(&self, text: String, events: &mut Vec<Event>) {
+        match (self.is_reasoning(), events.last_mut()) {
+            _ if text.is_empty() => {}
+            (true, Some(Event::Reasoning(last))) | (false, Some(Event::Content(last))) => {
+                last.push_str(&text);
+            }
+            (true, _) => events.push(Event::Reasoning(text)),
+            (false, _) => events.push(Event::Content(text)),
+        }
+    }
+}

@@ -1,0 +1,476 @@
+//! Messages of a conversation, in the JSON that chat servers made common, and the tools and variables that go with them.
+
+use serde_json::{Map, Value, json};
+
+use super::ToolCall;
+use crate::base::error::{bail, err};
+use crate::base::{Result, alloc};
+
+/// Who may speak. `developer` is a newer word for `system`.
+const ROLES: [&str; 5] = ["system", "developer", "user", "assistant", "tool"];
+
+/// Keys that clients copy from a server's answer into the next request, and that say nothing a template could use.
+const IGNORED: [&str; 2] = ["refusal", "annotations"];
+
+/// Variables that the library gives every template, and where a caller says what they are to be.
+const OWN_VARIABLES: [(&str, &str); 5] = [
+    ("messages", "are passed as messages"),
+    ("tools", "are passed as tools"),
+    ("add_generation_prompt", "is an argument of its own"),
+    ("bos_token", "comes from the model's tokenizer_config.json"),
+    ("eos_token", "comes from the model's tokenizer_config.json"),
+];
+
+/// Bytes that reading may take for a byte of JSON: an empty object of two bytes and a comma becomes a value of some seventy.
+const FOR_BYTE: usize = 48;
+
+/// Bytes that stand for a value beside its text in the size of a message.
+const FOR_VALUE: usize = 16;
+
+/// What a message says.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Content {
+    /// Nothing, as in a message that only calls tools.
+    None,
+    /// A text.
+    Text(String),
+    /// Several texts, which some templates write differently from one.
+    Parts(Vec<String>),
+}
+
+/// One message of a conversation.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Message {
+    /// `system`, `developer`, `user`, `assistant`, `tool`, or another role that the template knows.
+    pub role: String,
+    /// What it says.
+    pub content: Content,
+    /// What the assistant thought before it said that.
+    pub reasoning_content: Option<String>,
+    /// The calls that the assistant makes.
+    pub tool_calls: Vec<ToolCall>,
+    /// The call that a `tool` message answers.
+    pub tool_call_id: Option<String>,
+    /// Who speaks, or the tool that a `tool` message is from.
+    pub name: Option<String>,
+}
+
+impl Message {
+    /// A message of `role` that says `content`.
+    pub fn new(role: impl Into<String>, content: impl Into<String>) -> Self {
+        Message {
+            role: role.into(),
+            content: Content::Text(content.into()),
+            reasoning_content: None,
+            tool_calls: Vec::new(),
+            tool_call_id: None,
+            name: None,
+        }
+    }
+
+    /// What the message says, as one text: parts become lines, nothing becomes an empty text.
+    pub fn text(&self) -> String {
+        match &self.content {
+            Content::None => String::new(),
+            Content::Text(text) => text.clone(),
+            Content::Parts(parts) => parts.join("\n"),
+        }
+    }
+
+    /// Bytes of its texts, and what stands for the values beside them.
+    pub(crate) fn size(&self) -> usize {
+        let content = match &self.content {
+            Content::None => 0,
+            Content::Text(text) => text.len(),
+            Content::Parts(parts) => parts.iter().map(|text| FOR_VALUE + text.len()).sum(),
+        };
+        let calls = self
+            .tool_calls
+            .iter()
+            .map(|call| FOR_VALUE + call.id.len() + call.name.len() + object_size(&call.arguments));
+        let others = [&self.reasoning_content, &self.tool_call_id, &self.name];
+        let others: usize = others.into_iter().flatten().map(String::len).sum();
+        self.role.len() + content + others + calls.sum::<usize>()
+    }
+}
+
+fn object_size(object: &Map<String, Value>) -> usize {
+    let fields = object.iter();
+    fields.map(|(name, v)| name.len() + value_size(v)).sum()
+}
+
+fn value_size(value: &Value) -> usize {
+    FOR_VALUE
+        + match value {
+            Value::String(text) => text.len(),
+            Value::Array(values) => values.iter().map(value_size).sum(),
+            Value::Object(object) => object_size(object),
+            _ => 0,
+        }
+}
+
+/// Reads `[{"role": ..., "content": ...}, ...]`, the form that chat servers take.
+///
+/// - `content` is a text, or an array of `{"type": "text", "text": ...}`; an assistant's message that has `tool_calls` or
+///   reasoning may do without.
+/// - `reasoning_content`, or `reasoning`, is what an assistant thought.
+/// - `tool_calls` holds `{"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}`, or what is in `function`
+///   alone. Arguments are an object, or the JSON of one as a text; an empty text stands for no arguments.
+/// - A `tool` message answers an earlier call, which `tool_call_id` names.
+pub fn messages_from_json(json: &str) -> Result<Vec<Message>> {
+    let _values = alloc::set_aside(json.len().saturating_mul(FOR_BYTE))?;
+    let Value::Array(items) = parse("messages", json)? else {
+        bail!(
+            InvalidArgument,
+            "messages are not an array; they are to be [{{\"role\": ..., \"content\": ...}}, ...]"
+        );
+    };
+    let mut messages: Vec<Message> = Vec::with_capacity(items.len());
+    for (index, item) in items.into_iter().enumerate() {
+        let message = read_message(item)
+            .and_then(|message| answers_a_call(message, &messages))
+            .map_err(|e| e.within(format_args!("message {index}")))?;
+        messages.push(message);
+    }
+    Ok(messages)
+}
+
+/// The form that [`messages_from_json`] reads, with the arguments of calls as texts, as chat servers write them.
+pub fn messages_to_json(messages: &[Message]) -> Value {
+    messages.iter().map(write_message).collect()
+}
+
+/// Reads an array of `{"type": "function", "function": {"name": ..., ...}}`. What is in `function` alone is taken for the whole.
+pub fn tools_from_json(json: &str) -> Result<Vec<Value>> {
+    let _values = alloc::set_aside(json.len().saturating_mul(FOR_BYTE))?;
+    let Value::Array(items) = parse("tools", json)? else {
+        bail!(
+            InvalidArgument,
+            "tools are not an array; they are to be [{{\"type\": \"function\", \"function\": {{\"name\": ...}}}}, ...]"
+        );
+    };
+    items
+        .into_iter()
+        .enumerate()
+        .map(|(index, item)| read_tool(item).map_err(|e| e.within(format_args!("tool {index}"))))
+        .collect()
+}
+
+/// Reads an object of variables for a template. Names that the library itself gives are refused.
+pub fn variables_from_json(json: &str) -> Result<Map<String, Value>> {
+    let _values = alloc::set_aside(json.len().saturating_mul(FOR_BYTE))?;
+    let value = parse("template variables", json)?;
+    let Value::Object(variables) = value else {
+        bail!(
+            InvalidArgument,
+            "template variables are {}, not an object of names and values",
+            kind(&value)
+        );
+    };
+    for (name, where_from) in OWN_VARIABLES {
+        if variables.contains_key(name) {
+            bail!(
+                InvalidArgument,
+                "{name} cannot be a template variable: {name} {where_from}"
+            );
+        }
+    }
+    Ok(variables)
+}
+
+fn parse(what: &str, json: &str) -> Result<Value> {
+    serde_json::from_str(json).map_err(|e| err!(InvalidArgument, "{what} are not JSON: {e}"))
+}
+
+/// A value's kind, as an error names it.
+fn kind(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "null",
+        Value::Bool(_) => "a boolean",
+        Value::Number(_) => "a number",
+        Value::String(_) => "a text",
+        Value::Array(_) => "an array",
+        Value::Object(_) => "an object",
+    }
+}
+
+fn object(value: Value) -> Result<Map<String, Value>> {
+    match value {
+        Value::Object(map) => Ok(map),
+        other => bail!(InvalidArgument, "is {}, not an object", kind(&other)),
+    }
+}
+
+/// The text at `key`, which is taken out; None where there is none or null.
+fn take_text(map: &mut Map<String, Value>, key: &str) -> Result<Option<String>> {
+    match map.remove(key) {
+        None | Some(Value::Null) => Ok(None),
+        Some(Value::String(text)) => Ok(Some(text)),
+        Some(other) => bail!(InvalidArgument, "{key} is {}, not a text", kind(&other)),
+    }
+}
+
+fn read_message(item: Value) -> Result<Message> {
+    let mut item = object(item)?;
+    let Some(role) = take_text(&mut item, "role")? else {
+        bail!(InvalidArgument, "has no role; it is one of {}", roles());
+    };
+    if !ROLES.contains(&role.as_str()) {
+        let hint = match role.as_str() {
+            "function" => {
+                ". A function's result is a 'tool' message, with the tool_call_id of its call"
+            }
+            _ => "",
+        };
+        bail!(
+            InvalidArgument,
+            "role '{role}' is not known; it is one of {}{hint}",
+            roles()
+        );
+    }
+    let content = read_content(item.remove("content"))?;
+    let reasoning_content = match (
+        take_text(&mut item, "reasoning_content")?,
+        take_text(&mut item, "reasoning")?,
+    ) {
+        (Some(a), Some(b)) if a != b => bail!(
+            InvalidArgument,
+            "reasoning_content and reasoning are different texts; one of the two is enough"
+        ),
+        (a, b) => a.or(b),
+    };
+    let tool_calls = read_calls(item.remove("tool_calls"))?;
+    let message = Message {
+        content,
+        reasoning_content,
+        tool_calls,
+        tool_call_id: take_text(&mut item, "tool_call_id")?,
+        name: take_text(&mut item, "name")?,
+        role,
+    };
+    let unknown = item
+        .iter()
+        .find(|(key, value)| !value.is_null() && !IGNORED.contains(&key.as_str()));
+    if let Some((key, _)) = unknown {
+        bail!(
+            InvalidArgument,
+            "key '{key}' is not known; a message has role, content, reasoning_content, tool_calls, tool_call_id and name"
+        );
+    }
+    let Message { role, content, .. } = &message;
+    let assistant = role == "assistant";
+    for (key, there) in [
+        ("tool_calls", !message.tool_calls.is_empty()),
+        ("reasoning_content", message.reasoning_content.is_some()),
+    ] {
+        if there && !assistant {
+            bail!(
+                InvalidArgument,
+                "a {role} message has {key}, which only an assistant's may have"
+            );
+        }
+    }
+    if message.tool_call_id.is_some() && role != "tool" {
+        bail!(
+            InvalidArgument,
+            "a {role} message has tool_call_id, which only a tool's may have"
+        );
+    }
+    let silent = message.tool_calls.is_empty() && message.reasoning_content.is_none();
+    if *content == Content::None && silent {
+        bail!(
+            InvalidArgument,
+            "has no content; only an assistant's message with tool_calls or reasoning_content may do without"
+        );
+    }
+    Ok(message)
+}
+
+fn roles() -> String {
+    ROLES.join(", ")
+}
+
+fn read_content(value: Option<Value>) -> Result<Content> {
+    match value {
+        None | Some(Value::Null) => Ok(Content::None),
+        Some(Value::String(text)) => Ok(Content::Text(text)),
+        Some(Value::Array(parts)) => {
+            let texts = parts.into_iter().enumerate().map(|(i, part)| {
+                read_part(part).map_err(|e| e.within(format_args!("content part {i}")))
+            });
+            Ok(Content::Parts(texts.collect::<Result<_>>()?))
+        }
+        Some(other) => bail!(
+            InvalidArgument,
+            "content is {}, not a text or an array of parts",
+            kind(&other)
+        ),
+    }
+}
+
+fn read_part(part: Value) -> Result<String> {
+    let mut part = object(part)?;
+    match take_text(&mut part, "type")?.as_deref() {
+        Some("text") => {}
+        Some(other) => bail!(
+            InvalidArgument,
+            "is of type '{other}', and this library runs text models: parts are {{\"type\": \"text\", \"text\": ...}}"
+        ),
+        None => bail!(
+            InvalidArgument,
+            "has no type; parts are {{\"type\": \"text\", \"text\": ...}}"
+        ),
+    }
+    take_text(&mut part, "text")?.ok_or_else(|| err!(InvalidArgument, "has no text"))
+}
+
+fn read_calls(value: Option<Value>) -> Result<Vec<ToolCall>> {
+    match value {
+        None | Some(Value::Null) => Ok(Vec::new()),
+        Some(Value::Array(calls)) => {
+            let calls = calls.into_iter().enumerate().map(|(i, call)| {
+                read_call(call).map_err(|e| e.within(format_args!("tool call {i}")))
+            });
+            calls.collect()
+        }
+        Some(other) => bail!(
+            InvalidArgument,
+            "tool_calls is {}, not an array",
+            kind(&other)
+        ),
+    }
+}
+
+fn read_call(call: Value) -> Result<ToolCall> {
+    let mut call = object(call)?;
+    let id = take_text(&mut call, "id")?.unwrap_or_default();
+    let mut function = function_of(call)?;
+    let Some(name) = take_text(&mut function, "name")? else {
+        bail!(InvalidArgument, "has no name");
+    };
+    let arguments = match function.remove("arguments") {
+        Some(Value::Object(arguments)) => arguments,
+        Some(Value::String(text)) if text.trim().is_empty() => Map::new(),
+        Some(Value::String(text)) => serde_json::from_str(&text).map_err(|e| {
+            err!(
+                InvalidArgument,
+                "the arguments for '{name}' are no JSON object: {e}"
+            )
+        })?,
+        other => bail!(
+            InvalidArgument,
+            "the arguments for '{name}' are {}, not an object or the JSON of one",
+            other.as_ref().map_or("missing", kind)
+        ),
+    };
+    Ok(ToolCall {
+        id,
+        name,
+        arguments,
+    })
+}
+
+/// What stands in `function`, or `of` itself where it stands there alone.
+fn function_of(mut of: Map<String, Value>) -> Result<Map<String, Value>> {
+    match take_text(&mut of, "type")?.as_deref() {
+        None | Some("function") => {}
+        Some(other) => bail!(
+            InvalidArgument,
+            "is of type '{other}'; the type there is, is 'function'"
+        ),
+    }
+    match of.remove("function") {
+        None | Some(Value::Null) => Ok(of),
+        Some(function) => object(function).map_err(|e| e.within("function")),
+    }
+}
+
+fn read_tool(item: Value) -> Result<Value> {
+    let tool = object(item)?;
+    let function = function_of(tool.clone())?;
+    match function.get("name") {
+        Some(Value::String(name)) if !name.is_empty() => {}
+        Some(other) => bail!(
+            InvalidArgument,
+            "its name is {}, not a text that says something",
+            kind(other)
+        ),
+        None => bail!(
+            InvalidArgument,
+            "has no name; a tool is {{\"type\": \"function\", \"function\": {{\"name\": ...}}}}"
+        ),
+    }
+    Ok(match tool.get("function") {
+        Some(Value::Object(_)) => Value::Object(tool),
+        _ => json!({"type": "function", "function": function}),
+    })
+}
+
+/// `message`, if it is not a result that answers none of the calls in the messages `before` it.
+fn answers_a_call(message: Message, before: &[Message]) -> Result<Message> {
+    if message.role != "tool" {
+        return Ok(message);
+    }
+    let calls = || before.iter().flat_map(|m| &m.tool_calls);
+    if calls().next().is_none() {
+        bail!(
+            InvalidArgument,
+            "a tool's result{} follows no assistant message with tool_calls",
+            match &message.tool_call_id {
+                Some(id) => format!(" for the call '{id}'"),
+                None => String::new(),
+            }
+        );
+    }
+    if let Some(id) = &message.tool_call_id
+        && !calls().any(|call| call.id == *id)
+    {
+        let ids: Vec<_> = calls().map(|call| format!("'{}'", call.id)).collect();
+        bail!(
+            InvalidArgument,
+            "tool_call_id '{id}' is not that of an earlier call; there are {}",
+            ids.join(", ")
+        );
+    }
+    Ok(message)
+}
+
+fn write_message(message: &Message) -> Value {
+    let mut out = Map::new();
+    out.insert("role".into(), message.role.clone().into());
+    let content = match &message.content {
+        Content::None => Value::Null,
+        Content::Text(text) => text.clone().into(),
+        Content::Parts(parts) => parts
+            .iter()
+            .map(|text| json!({"type": "text", "text": text}))
+            .collect(),
+    };
+    out.insert("content".into(), content);
+    if let Some(reasoning) = &message.reasoning_content {
+        out.insert("reasoning_content".into(), reasoning.clone().into());
+    }
+    if !message.tool_calls.is_empty() {
+        let calls = message.tool_calls.iter().map(|call| {
+            let arguments = Value::Object(call.arguments.clone()).to_string();
+            let mut out = Map::new();
+            if !call.id.is_empty() {
+                out.insert("id".into(), call.id.clone().into());
+            }
+            out.insert("type".into(), "function".into());
+            let function = json!({"name": call.name, "arguments": arguments});
+            out.insert("function".into(), function);
+            Value::Object(out)
+        });
+        out.insert("tool_calls".into(), calls.collect());
+    }
+    for (key, value) in [
+        ("tool_call_id", &message.tool_call_id),
+        ("name", &message.name),
+    ] {
+        if let Some(value) = value {
+            out.insert(key.into(), value.clone().into());
+        }
+    }
+    Value::Object(out)
+}

@@ -1,0 +1,364 @@
+//! A conversation as the tokens that a model is given: rendered by the chat template, divided at the special tokens that the template
+//! writes, and laid beside the tokens that a sequence holds already.
+
+use std::borrow::Cow;
+
+use serde_json::{Map, Value};
+
+use super::tokenizer::{Piece, foreign};
+use super::{ChatTemplate, Content, Message, Tokenizer, messages_to_json};
+use crate::base::{Result, alloc};
+
+/// Bytes that a copy of the texts may take for a byte of theirs.
+const FOR_TEXT: usize = 8;
+
+/// A rendered conversation. What its messages say is plain text: names of special tokens in it are no special tokens.
+#[derive(Debug)]
+pub struct Prompt {
+    /// What the template wrote, with [`Prompt::mark`] within the names of special tokens that messages spell out.
+    text: String,
+    mark: Option<char>,
+}
+
+/// A prompt beside a sequence of tokens.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Aligned {
+    /// Tokens that the sequence may keep: the prompt begins with them.
+    pub kept: usize,
+    /// Tokens that follow them in the prompt.
+    pub added: Vec<u32>,
+}
+
+impl Aligned {
+    /// How many tokens the prompt has.
+    pub fn len(&self) -> usize {
+        self.kept + self.added.len()
+    }
+
+    /// Whether the prompt has no token.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+impl Prompt {
+    /// Renders `messages`; with `add_generation_prompt` up to where the assistant's answer begins. `variables` are those of
+    /// [`ChatTemplate::render_with`].
+    pub fn new(
+        template: &ChatTemplate,
+        tokenizer: &Tokenizer,
+        messages: &[Message],
+        add_generation_prompt: bool,
+        variables: &Map<String, Value>,
+    ) -> Result<Prompt> {
+        foreign("looking for special tokens", || {
+            Self::render(
+                template,
+                tokenizer,
+                messages,
+                add_generation_prompt,
+                variables,
+            )
+        })
+    }
+
+    fn render(
+        template: &ChatTemplate,
+        tokenizer: &Tokenizer,
+        messages: &[Message],
+        add_generation_prompt: bool,
+        variables: &Map<String, Value>,
+    ) -> Result<Prompt> {
+        let mut spelled = Spelled {
+            tokenizer,
+            bytes: 0,
+            any: false,
+        };
+        messages.iter().for_each(|m| spelled.look_at_message(m));
+        for (_, value) in texts(variables) {
+            spelled.look_at(value);
+        }
+        let _copies = alloc::set_aside(spelled.bytes.saturating_mul(FOR_TEXT))?;
+        if !spelled.any {
+            let text = template.render_with(messages, add_generation_prompt, variables)?;
+            return Ok(Prompt { text, mark: None });
+        }
+        let mark = free_mark(template.source(), messages, variables);
+        let marked: Vec<Message> = messages
+            .iter()
+            .map(|m| marked_message(tokenizer, m, mark))
+            .collect();
+        let mut variables = variables.clone();
+        for (name, value) in texts(&variables.clone()) {
+            variables.insert(name.clone(), marked_value(tokenizer, value, mark));
+        }
+        Ok(Prompt {
+            text: template.render_with(&marked, add_generation_prompt, &variables)?,
+            mark: Some(mark),
+        })
+    }
+
+    /// The prompt's text.
+    pub fn text(&self) -> Cow<'_, str> {
+        self.plain(&self.text)
+    }
+
+    /// Bytes of the rendered text. They tell how long prompts are beside each other, and places in them.
+    pub fn len(&self) -> usize {
+        self.text.len()
+    }
+
+    /// Whether the template wrote nothing.
+    pub fn is_empty(&self) -> bool {
+        self.text.is_empty()
+    }
+
+    /// Where `content` ends, which the template was given; nothing where it wrote that not once but never or more often.
+    pub fn end_of_only(&self, content: &str) -> Option<usize> {
+        let (before, after) = self.text.split_once(content)?;
+        (!after.contains(content)).then_some(before.len() + content.len())
+    }
+
+    /// Whether it begins as `other` goes.
+    pub fn begins_with(&self, other: &Prompt) -> bool {
+        self.text.starts_with(&other.text)
+    }
+
+    /// What stands behind its first `bytes` bytes.
+    pub fn after(mut self, bytes: usize) -> Prompt {
+        self.text.drain(..bytes);
+        self
+    }
+
+    /// The same with what `first` is in front.
+    pub fn preceded_by(mut self, first: &Prompt) -> Prompt {
+        self.text.insert_str(0, &first.plain(&first.text));
+        self
+    }
+
+    fn plain<'a>(&self, text: &'a str) -> Cow<'a, str> {
+        match self.mark {
+            Some(mark) if text.contains(mark) => Cow::Owned(text.replace(mark, "")),
+            _ => Cow::Borrowed(text),
+        }
+    }
+
+    /// Its tokens; `follows` says that it stands behind others.
+    pub fn tokens(&self, tokenizer: &Tokenizer, follows: bool) -> Result<Vec<u32>> {
+        foreign("encoding with it", || {
+            self.encode(tokenizer, &tokenizer.split(&self.text), follows)
+        })
+    }
+
+    /// Its tokens, which follow those of `start`, beside `held`: how many of these may stay, and what follows.
+    ///
+    /// A text has more than one spelling in tokens, and a model need not choose the tokenizer's. So text between special tokens that
+    /// `held` has whole stays in the spelling that it has; only where a text ends otherwise the tokenizer's spelling decides how
+    /// much of it stays. Text that stays is not tokenized again.
+    pub fn align(&self, tokenizer: &Tokenizer, start: &[u32], held: &[u32]) -> Result<Aligned> {
+        foreign("encoding with it", || self.aligned(tokenizer, start, held))
+    }
+
+    fn aligned(&self, tokenizer: &Tokenizer, start: &[u32], held: &[u32]) -> Result<Aligned> {
+        let pieces = tokenizer.split(&self.text);
+        let mut kept = common(start, held);
+        if kept < start.len() {
+            let mut added = start[kept..].to_vec();
+            added.extend(self.encode(tokenizer, &pieces, false)?);
+            return Ok(Aligned { kept, added });
+        }
+        for (i, piece) in pieces.iter().enumerate() {
+            let rest = &held[kept..];
+            let spelled = match piece.token {
+                Some(token) => (rest.first() == Some(&token)).then_some(1),
+                None => spelled_by(
+                    tokenizer,
+                    self.plain(&self.text[piece.range.clone()]).as_bytes(),
+                    rest,
+                ),
+            };
+            if let Some(count) = spelled {
+                kept += count;
+                continue;
+            }
+            let tokens = self.encode(tokenizer, std::slice::from_ref(piece), false)?;
+            let same = common(&tokens, rest);
+            kept += same;
+            if same < tokens.len() {
+                let mut added = tokens[same..].to_vec();
+                added.extend(self.encode(tokenizer, &pieces[i + 1..], false)?);
+                return Ok(Aligned { kept, added });
+            }
+        }
+        Ok(Aligned {
+            kept,
+            added: Vec::new(),
+        })
+    }
+
+    fn encode(&self, tokenizer: &Tokenizer, pieces: &[Piece], follows: bool) -> Result<Vec<u32>> {
+        let mut tokens = Vec::new();
+        for piece in pieces {
+            match piece.token {
+                Some(token) => tokens.push(token),
+                None => {
+                    let text = self.plain(&self.text[piece.range.clone()]);
+                    let follows = follows || piece.range.start > 0;
+                    tokens.extend(tokenizer.encode_between(&text, follows)?);
+                }
+            }
+        }
+        Ok(tokens)
+    }
+}
+
+fn common(a: &[u32], b: &[u32]) -> usize {
+    a.iter().zip(b).take_while(|(a, b)| a == b).count()
+}
+
+/// How many of `tokens`, from the first on, spell `text` and nothing more; none if they do not, or if there is none.
+fn spelled_by(tokenizer: &Tokenizer, text: &[u8], tokens: &[u32]) -> Option<usize> {
+    let mut left = text;
+    let mut count = 0;
+    while !left.is_empty() {
+        let &token = tokens.get(count)?;
+        let bytes = tokenizer.bytes_of(token).ok()?;
+        if tokenizer.is_special(token) || bytes.is_empty() {
+            return None;
+        }
+        left = left.strip_prefix(bytes)?;
+        count += 1;
+    }
+    Some(count)
+}
+
+/// Variables that hold what others wrote.
+fn texts(variables: &Map<String, Value>) -> impl Iterator<Item = (&String, &Value)> {
+    let of_others = |name: &str| matches!(name, "tools" | "documents");
+    variables.iter().filter(move |(name, _)| of_others(name))
+}
+
+/// What is said in a conversation, and whether special tokens are spelled out in it.
+struct Spelled<'a> {
+    tokenizer: &'a Tokenizer,
+    bytes: usize,
+    any: bool,
+}
+
+impl Spelled<'_> {
+    fn look_at_message(&mut self, message: &Message) {
+        for text in strings(message) {
+            self.look_at_text(text);
+        }
+        for call in &message.tool_calls {
+            for (name, value) in &call.arguments {
+                self.look_at_text(name);
+                self.look_at(value);
+            }
+        }
+    }
+
+    fn look_at(&mut self, value: &Value) {
+        match value {
+            Value::String(text) => self.look_at_text(text),
+            Value::Array(items) => items.iter().for_each(|item| self.look_at(item)),
+            Value::Object(map) => map.iter().for_each(|(name, value)| {
+                self.look_at_text(name);
+                self.look_at(value);
+            }),
+            _ => {}
+        }
+    }
+
+    fn look_at_text(&mut self, text: &str) {
+        self.bytes = self.bytes.saturating_add(text.len());
+        self.any = self.any || !self.tokenizer.special_names_in(text).is_empty();
+    }
+}
+
+/// A private-use character that occurs nowhere, as far as there is one.
+fn free_mark(template: &str, messages: &[Message], variables: &Map<String, Value>) -> char {
+    // Written out, it is seen wherever it stands in a value.
+    let said = messages_to_json(messages).to_string();
+    let others: String = texts(variables)
+        .map(|(_, value)| value.to_string())
+        .collect();
+    let free = |c: &char| {
+        [template, &said, &others]
+            .iter()
+            .all(|text| !text.contains(*c))
+    };
+    ('\u{e000}'..='\u{f8ff}').find(free).unwrap_or('\u{f8ff}')
+}
+
+/// The texts of a message, without the arguments of calls.
+fn strings(message: &Message) -> impl Iterator<Item = &str> {
+    let content: &[String] = match &message.content {
+        Content::None => &[],
+        Content::Text(text) => std::slice::from_ref(text),
+        Content::Parts(parts) => parts,
+    };
+    let calls = message.tool_calls.iter();
+    content
+        .iter()
+        .chain(&message.reasoning_content)
+        .chain(&message.tool_call_id)
+        .chain(&message.name)
+        .chain(calls.flat_map(|call| [&call.id, &call.name]))
+        .map(String::as_str)
+}
+
+fn marked_message(tokenizer: &Tokenizer, message: &Message, mark: char) -> Message {
+    let text = |text: &String| marked(tokenizer, text, mark);
+    let mut out = message.clone();
+    match &mut out.content {
+        Content::None => {}
+        Content::Text(content) => *content = text(content),
+        Content::Parts(parts) => parts.iter_mut().for_each(|part| *part = text(part)),
+    }
+    for field in [
+        &mut out.reasoning_content,
+        &mut out.tool_call_id,
+        &mut out.name,
+    ] {
+        *field = field.as_ref().map(text);
+    }
+    for call in &mut out.tool_calls {
+        call.id = text(&call.id);
+        call.name = text(&call.name);
+        call.arguments = match marked_value(tokenizer, &Value::Object(call.arguments.clone()), mark)
+        {
+            Value::Object(map) => map,
+            _ => Map::new(),
+        };
+    }
+    out
+}
+
+fn marked_value(tokenizer: &Tokenizer, value: &Value, mark: char) -> Value {
+    let again = |value: &Value| marked_value(tokenizer, value, mark);
+    match value {
+        Value::String(text) => Value::String(marked(tokenizer, text, mark)),
+        Value::Array(items) => Value::Array(items.iter().map(again).collect()),
+        Value::Object(map) => {
+            let entries = map.iter();
+            let entries = entries.map(|(name, v)| (marked(tokenizer, name, mark), again(v)));
+            Value::Object(entries.collect())
+        }
+        other => other.clone(),
+    }
+}
+
+/// `text` with a mark behind the first character of each name of a special token.
+fn marked(tokenizer: &Tokenizer, text: &str, mark: char) -> String {
+    let mut out = String::with_capacity(text.len());
+    let mut from = 0;
+    for start in tokenizer.special_names_in(text) {
+        let first = text[start..].chars().next().map_or(0, char::len_utf8);
+        out.push_str(&text[from..start + first]);
+        out.push(mark);
+        from = start + first;
+    }
+    out.push_str(&text[from..]);
+    out
+}

@@ -1,0 +1,188 @@
+//! Conversations to prompts, by the Jinja template that a model ships, rendered under the same settings and with the same
+//! extra functions as Hugging Face's `apply_chat_template`; ChatML for models without one.
+//!
+//! `engine` is the template itself, `form` brings messages into the form that it was written for, `python` and `date` are functions
+//! that templates call.
+
+mod date;
+mod engine;
+mod form;
+mod python;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use serde_json::Map;
+
+use self::engine::Compiled;
+use self::form::{Form, check_tools};
+use super::Message;
+use crate::base::error::bail;
+use crate::base::{Result, alloc, threads};
+
+/// ChatML, which most open chat models without a template of their own were tuned on.
+const CHATML: &str = "\
+{%- for message in messages %}{{ '<|im_start|>' ~ message.role ~ '\\n' ~ message.content ~ '<|im_end|>\\n' }}{% endfor %}\
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}";
+
+/// Bytes that rendering may take for a byte of a message, of which templates make copies, and for a message beside its text.
+const FOR_TEXT: usize = 16;
+const FOR_MESSAGE: usize = 1024;
+
+/// Bytes of memory that rendering may take at a time beside those for the messages, and how long it may take. A template that goes
+/// beyond is a trap: its thread stands still from then on, so it is not rendered again.
+const MEMORY: usize = 256 << 20;
+const LONGEST_TIME: Duration = Duration::from_secs(60);
+/// Macros call each other, and values may be nested as deeply as a template has steps for, of which the template engine takes some 200
+/// bytes of stack for a level.
+const STACK: usize = 128 << 20;
+
+/// A compiled chat template.
+#[derive(Debug)]
+pub struct ChatTemplate {
+    template: Arc<(Compiled, Form)>,
+    /// Whether rendering has gone beyond its bounds.
+    is_trap: AtomicBool,
+}
+
+impl ChatTemplate {
+    /// The template `source`; `bos` and `eos` are what it may print as `bos_token` and `eos_token`.
+    pub fn from_jinja(source: &str, bos: Option<&str>, eos: Option<&str>) -> Result<Self> {
+        let compiled = Compiled::new(source, bos, eos)?;
+        Ok(ChatTemplate {
+            template: Arc::new((compiled, Form::default())),
+            is_trap: AtomicBool::new(false),
+        })
+    }
+
+    /// ChatML: each turn between `<|im_start|>role` and `<|im_end|>`.
+    pub fn chatml() -> Self {
+        Self::from_jinja(CHATML, None, None).expect("the ChatML template parses")
+    }
+
+    /// The Jinja source.
+    pub fn source(&self) -> &str {
+        &self.template.0.source
+    }
+
+    /// Whether the template reads the variable `name`.
+    pub fn reads(&self, name: &str) -> bool {
+        self.template.0.reads(name)
+    }
+
+    /// Those of `variables` that the template never reads: they would change nothing.
+    pub fn unread<'a>(&self, variables: &'a Map<String, serde_json::Value>) -> Vec<&'a str> {
+        let names = variables.keys().map(String::as_str);
+        names.filter(|name| !self.reads(name)).collect()
+    }
+
+    /// The prompt for `messages`; with `add_generation_prompt` it ends where the assistant's next turn begins.
+    pub fn render(&self, messages: &[Message], add_generation_prompt: bool) -> Result<String> {
+        self.render_with(messages, add_generation_prompt, &Map::new())
+    }
+
+    /// As [`ChatTemplate::render`], with further variables for the template (`enable_thinking`, `tools`, `documents`, ...).
+    ///
+    /// Messages reach a template in the form it was written for: `developer` becomes `system` where that role is unknown, and
+    /// the parts of a content become lines where the template does not look into them. A template that knows nothing of tools
+    /// would leave them out, so it is refused tools, calls and results.
+    pub fn render_with(
+        &self,
+        messages: &[Message],
+        add_generation_prompt: bool,
+        variables: &Map<String, serde_json::Value>,
+    ) -> Result<String> {
+        self.check_trap()?;
+        let text = messages.iter().map(Message::size);
+        let bytes = text
+            .map(|size| size.saturating_mul(FOR_TEXT).saturating_add(FOR_MESSAGE))
+            .fold(0, usize::saturating_add);
+        let _copies = alloc::set_aside(bytes)?;
+        let (template, messages) = (self.template.clone(), messages.to_vec());
+        let variables = variables.clone();
+        let rendered = threads::bounded(
+            STACK,
+            MEMORY.saturating_add(bytes),
+            LONGEST_TIME,
+            move || {
+                let _steps = alloc::set_aside(bytes)?;
+                let (compiled, form) = &*template;
+                check_tools(compiled, &messages, &variables)?;
+                let messages = messages.iter().map(|m| form.of(compiled, m)).collect();
+                compiled.print(messages, add_generation_prompt, &variables)
+            },
+        )?;
+        if let Some(text) = rendered {
+            return Ok(text);
+        }
+        self.is_trap.store(true, Ordering::Relaxed);
+        self.check_trap()?;
+        bail!(Internal, "a template is not bounded")
+    }
+
+    fn check_trap(&self) -> Result<()> {
+        if self.is_trap.load(Ordering::Relaxed) {
+            bail!(
+                CorruptFile,
+                "the chat template takes more than {} MB of memory or {} s for a conversation; it was not made to be used",
+                MEMORY >> 20,
+                LONGEST_TIME.as_secs()
+            );
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn chatml() {
+        let text = ChatTemplate::chatml()
+            .render(
+                &[
+                    Message::new("system", "Be brief."),
+                    Message::new("user", "Hi\n"),
+                ],
+                true,
+            )
+            .unwrap();
+        assert_eq!(
+            text,
+            "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi\n<|im_end|>\n<|im_start|>assistant\n"
+        );
+    }
+
+    #[test]
+    fn a_template_may_refuse_and_may_be_broken() {
+        let refusing = ChatTemplate::from_jinja(
+            "{% if messages[0].role != 'user' %}{{ raise_exception('starts with ' + messages[0].role) }}{% endif %}ok",
+            None,
+            None,
+        )
+        .unwrap();
+        let e = refusing
+            .render(&[Message::new("system", "")], true)
+            .unwrap_err();
+        assert!(e.message().contains("starts with system"), "{e}");
+        assert_eq!(
+            refusing.render(&[Message::new("user", "")], true).unwrap(),
+            "ok"
+        );
+        let e = ChatTemplate::from_jinja("{% for %}", None, None).unwrap_err();
+        assert!(e.message().contains("does not parse"), "{e}");
+    }
+
+    #[test]
+    fn generation_marks_print_nothing() {
+        let t = ChatTemplate::from_jinja(
+            "a {%- generation -%} b {% endgeneration %} c {{ '{% generation' }}",
+            None,
+            None,
+        )
+        .unwrap();
+        assert_eq!(t.render(&[], false).unwrap(), "ab  c {% generation");
+    }
+}

