@@ -2009,6 +2009,7 @@ fn steps_choose_what_sessions_choose() {
     let penalized = SamplingOptions {
         temperature: 1.2,
         repetition_penalty: 1.4,
+        seed: Some(6),
         ..greedy
     };
     let new = |n: usize| {
