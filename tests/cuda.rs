@@ -1183,6 +1183,67 @@ fn dense_products_agree_with_f64() {
     }
 }
 
+#[test]
+fn dense_products_of_many_rows_give_what_is_asked_for() {
+    let Some(gpu) = gpu() else { return };
+    let (n, k, stride) = (100, 96, 104);
+    let values = normal(1, n * k);
+    for (m, storage) in [20, 70]
+        .into_iter()
+        .flat_map(|m| [(m, Storage::F16), (m, Storage::BF16)])
+    {
+        // Values that both types hold.
+        let exact = |v: &f32| bf16::from_f32(f16::from_f32(*v).to_f32()).to_f32();
+        let x: Vec<f32> = normal(2, m * k).iter().map(exact).collect();
+        let values: Vec<f32> = values.iter().map(exact).collect();
+        let device_x = upload(&gpu, &as_f16(&x));
+        let w = Matrix::dense(&gpu, n, k, storage, &mut |range, out| {
+            let of_range = &values[range.start * k..range.end * k];
+            for (&v, out) in of_range.iter().zip(out.chunks_exact_mut(2)) {
+                out.copy_from_slice(&match storage {
+                    Storage::F16 => f16::from_f32(v).to_le_bytes(),
+                    _ => bf16::from_f32(v).to_le_bytes(),
+                });
+            }
+            Ok(())
+        })
+        .unwrap();
+        let scratch = LinearScratch::for_product(&gpu, &w, m).unwrap();
+        for output in [Output::F32, Output::F16] {
+            let out = poisoned(&gpu, m * stride * 4);
+            cuda::linear(
+                &gpu,
+                Input::Plain(&device_x, 1.0),
+                m,
+                &[(&w, None)],
+                output,
+                &out,
+                stride,
+                &scratch,
+            )
+            .unwrap();
+            let got: Vec<f32> = match output {
+                Output::F16 => read_f16(&out, m * stride),
+                _ => read_f32(&out, m * stride),
+            };
+            for (r, row) in x.chunks_exact(k).enumerate() {
+                let dot = |w: &[f32]| {
+                    let products = row.iter().zip(w);
+                    products.map(|(&a, &b)| f64::from(a) * f64::from(b)).sum()
+                };
+                let want: Vec<f64> = values.chunks_exact(k).map(dot).collect();
+                let bound = match (output, storage) {
+                    (Output::F16, Storage::BF16) => BF16,
+                    (Output::F16, _) => HALF,
+                    _ => EXACT,
+                };
+                let what = format!("{storage:?} as {output:?}, row {r} of {m}");
+                assert_close(&got[r * stride..r * stride + n], &want, bound, &what);
+            }
+        }
+    }
+}
+
 /// What attention is checked with: one sequence's projections, and the answer in f64.
 struct Sequence {
     heads: usize,
@@ -2046,6 +2107,41 @@ fn steps_choose_what_sessions_choose() {
         }
         tokens = next;
     }
+}
+
+/// A model whose weights are plain bf16, as models are published, in conversations whose prompts are long and short.
+#[test]
+fn conversations_are_those_of_the_processor() {
+    let Some(gpu) = gpu() else { return };
+    let thinker = std::env::temp_dir().join(format!("nvfp4-thinker-{}", std::process::id()));
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/common/thinker.py");
+    let python = std::process::Command::new("python3")
+        .arg(script)
+        .arg(&thinker)
+        .status();
+    assert!(python.unwrap().success());
+    let held = |device: Device| {
+        let options = LoadOptions {
+            device,
+            ..options()
+        };
+        let model = Model::load(&thinker, &options).unwrap();
+        let mut session = Session::new(model.clone(), &SessionOptions::default()).unwrap();
+        for question in ["Why is the sky blue, and what of the sea?", "Hm?", ""] {
+            session
+                .chat(question, None, &GenerateOptions::of(&model), &mut |_| {
+                    ControlFlow::Continue(())
+                })
+                .unwrap();
+        }
+        (session.messages().unwrap(), session.tokens().to_vec())
+    };
+    let (said, tokens) = held(Device::Cuda(gpu));
+    let wanted = held(Device::cpu(None).unwrap());
+    assert_eq!((&said, &tokens), (&wanted.0, &wanted.1));
+    assert_eq!(said.len(), 6);
+    assert!(said[5].reasoning_content.is_some() && said[3].text().starts_with("Blue"));
+    let _ = std::fs::remove_dir_all(&thinker);
 }
 
 /// A step that fails half-way leaves nothing behind that the next step of other sessions would take for its own.

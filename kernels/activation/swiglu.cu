@@ -1,4 +1,4 @@
-// silu(gate) * up, the addition of a bias to rows, and a change of type.
+// silu(gate) * up, the addition of a bias to rows, and changes of type.
 #include "activation/silu.cuh"
 #include "common/ptx.cuh"
 
@@ -59,4 +59,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) f16_to_bf16(const __grid_c
     wait_for_earlier_kernels();
     u64 i = (u64)blockIdx.x * THREADS + threadIdx.x;
     if (i < a.pairs) a.y[i] = pack_bf16(f16_low(a.x[i]), f16_high(a.x[i]));
+}
+
+struct RowsArguments {
+    u16* y;                 // bf16 [rows, stride], which becomes f16
+    int width;
+    int stride;
+};
+
+// Grid: (ceil(width / THREADS), rows)
+extern "C" __global__ void __launch_bounds__(THREADS) bf16_to_f16(const __grid_constant__ RowsArguments a) {
+    wait_for_earlier_kernels();
+    int i = blockIdx.x * THREADS + threadIdx.x;
+    if (i >= a.width) return;
+    u16* y = a.y + (size_t)blockIdx.y * a.stride + i;
+    *y = to_f16(bf16_to_float(*y));
 }

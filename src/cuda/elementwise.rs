@@ -20,6 +20,7 @@ pub(super) const ARGUMENTS: &[(&str, usize)] = &[
     ("swiglu", size_of::<SwigluArguments>()),
     ("add_bias", size_of::<BiasArguments>()),
     ("f16_to_bf16", size_of::<ConvertArguments>()),
+    ("bf16_to_f16", size_of::<RowsArguments>()),
 ];
 
 fn blocks(elements: usize) -> u32 {
@@ -218,4 +219,29 @@ pub(super) fn f16_to_bf16(
             &arguments,
         )
     }
+}
+
+#[repr(C)]
+struct RowsArguments {
+    y: u64,
+    width: i32,
+    stride: i32,
+}
+
+/// Makes f16 of the bf16 in `rows` rows of `width` at the address `y`, `stride` apart.
+pub(super) fn bf16_to_f16_at(
+    gpu: &Gpu,
+    y: u64,
+    rows: usize,
+    width: usize,
+    stride: usize,
+) -> Result<()> {
+    let arguments = RowsArguments {
+        y,
+        width: int("the width", width)?,
+        stride: int("the stride", stride)?,
+    };
+    let launch = Launch::new([blocks(width), rows as u32, 1], THREADS);
+    // SAFETY: the struct is the kernel's; the caller checked the rows.
+    unsafe { launch.run(gpu, Unit::Swiglu, "bf16_to_f16", &arguments) }
 }

@@ -11,7 +11,7 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::Tag;
 use crate::base::size::product;
-use crate::cuda::blas::Element;
+use crate::cuda::blas::{Element, Store};
 use crate::cuda::elementwise;
 use crate::cuda::gpu::{Gpu, int};
 use crate::cuda::memory::DeviceBuffer;
@@ -110,7 +110,7 @@ impl LinearScratch {
             return dense(gpu, w, None, x, factor, m, output, out, stride);
         };
         if matches!(w.storage, Storage::BF16 | Storage::F16) {
-            // The library multiplies operands of one type.
+            // The library multiplies operands of one type, and gives bf16 or f32 of bf16.
             let (kind, x) = match w.storage {
                 Storage::F16 => (Element::F16, x.address()),
                 _ => {
@@ -118,19 +118,38 @@ impl LinearScratch {
                     (Element::Bf16, self.room.address())
                 }
             };
+            let (rows, k, workspace) = (w.rows, w.cols, &self.workspace);
+            if w.storage == Storage::BF16 && output == Output::F16 {
+                let store = Store::Bf16;
+                blas.multiply(
+                    gpu,
+                    kind,
+                    w.address(),
+                    rows,
+                    k,
+                    factor,
+                    x,
+                    m,
+                    store,
+                    out,
+                    stride,
+                    workspace,
+                )?;
+                return elementwise::bf16_to_f16_at(gpu, out, m, rows, stride);
+            }
             return blas.product(
                 gpu,
                 kind,
                 w.address(),
-                w.rows,
-                w.cols,
+                rows,
+                k,
                 factor,
                 x,
                 m,
                 output,
                 out,
                 stride,
-                &self.workspace,
+                workspace,
             );
         }
         let step = self.room.bytes() / (2 * w.cols) / CHUNK_ROWS * CHUNK_ROWS;
