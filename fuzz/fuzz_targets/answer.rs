@@ -30,7 +30,7 @@ fn joined(events: Vec<Event>) -> Vec<Event> {
 
 libfuzzer_sys::fuzz_target!(|input: (u8, u8, bool, &str)| {
     let (form, step, whole, text) = input;
-    let form = AnswerForm::of(TEMPLATES[form as usize % TEMPLATES.len()], |_| false);
+    let form = AnswerForm::of(TEMPLATES[form as usize % TEMPLATES.len()], true, |_| false);
     let parsed = |step: usize| {
         let mut parser = AnswerParser::new(&form, "<|im_start|>assistant\n", true, 0);
         let chars: Vec<char> = text.chars().collect();

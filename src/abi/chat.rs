@@ -21,7 +21,7 @@ use super::handle;
 use super::model::{NVFP4_Model, counted};
 use super::session::{
     NVFP4_GenerateOptions, NVFP4_GenerationResult, NVFP4_Session, NVFP4_TokenCallback, State,
-    generate, look, with,
+    copy_last, generate, look,
 };
 use super::status::NVFP4_Status;
 use crate::base::error::{Result, bail};
@@ -225,9 +225,7 @@ pub unsafe extern "C" fn NVFP4_session_reasoning(
 ) -> NVFP4_Status {
     enter("NVFP4_session_reasoning", || {
         // SAFETY: the pointers are as the header asks.
-        with(session, |state| unsafe {
-            copy_text(&state.reasoning, buffer, capacity, length)
-        })
+        unsafe { copy_last(session, |state| &state.reasoning, buffer, capacity, length) }
     })
 }
 
@@ -242,9 +240,7 @@ pub unsafe extern "C" fn NVFP4_session_tool_calls(
 ) -> NVFP4_Status {
     enter("NVFP4_session_tool_calls", || {
         // SAFETY: the pointers are as the header asks.
-        with(session, |state| unsafe {
-            copy_text(&state.tool_calls, buffer, capacity, length)
-        })
+        unsafe { copy_last(session, |state| &state.tool_calls, buffer, capacity, length) }
     })
 }
 

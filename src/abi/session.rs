@@ -458,10 +458,7 @@ fn insert(session: session::Session) -> *mut NVFP4_Session {
 }
 
 /// Runs a short `body`, which calls nothing back, with a session that is this call's alone.
-pub(super) fn with<T>(
-    handle: *const NVFP4_Session,
-    body: impl FnOnce(&mut State) -> Result<T>,
-) -> Result<T> {
+fn with<T>(handle: *const NVFP4_Session, body: impl FnOnce(&mut State) -> Result<T>) -> Result<T> {
     let object = handle::get::<Session>("session", handle)?;
     let mut state = object.state.take("session")?;
     body(&mut state)
@@ -766,6 +763,23 @@ pub unsafe extern "C" fn NVFP4_session_generate(
     })
 }
 
+/// Copies a text that the last generation left in a session.
+///
+/// # Safety
+/// As for [`copy_text`].
+pub(super) unsafe fn copy_last(
+    session: *mut NVFP4_Session,
+    text: fn(&State) -> &str,
+    buffer: *mut c_char,
+    capacity: usize,
+    length: *mut usize,
+) -> Result<()> {
+    // SAFETY: promised by the caller.
+    with(session, |state| unsafe {
+        copy_text(text(state), buffer, capacity, length)
+    })
+}
+
 /// Copies the text of the last generation, of a chat the answer's content, which is empty before the first. A character that it left
 /// unfinished is not part of it, whatever ended it: if the next generation completes the character, its text begins with it. For the
 /// buffer see TEXT above.
@@ -778,9 +792,7 @@ pub unsafe extern "C" fn NVFP4_session_text(
 ) -> NVFP4_Status {
     enter("NVFP4_session_text", || {
         // SAFETY: the pointers are as the header asks.
-        with(session, |state| unsafe {
-            copy_text(&state.text, buffer, capacity, length)
-        })
+        unsafe { copy_last(session, |state| &state.text, buffer, capacity, length) }
     })
 }
 

@@ -314,7 +314,7 @@ impl Model {
             tokenizer.is_some_and(|t| t.id_of(name).is_some())
         };
         Ok(Arc::new(Model {
-            answer_form: AnswerForm::of(template.source(), is_token),
+            answer_form: AnswerForm::of(template.source(), template.reads("tools"), is_token),
             config,
             weights,
             device: options.device.clone(),

@@ -451,17 +451,7 @@ fn write_message(message: &Message) -> Value {
         out.insert("reasoning_content".into(), reasoning.clone().into());
     }
     if !message.tool_calls.is_empty() {
-        let calls = message.tool_calls.iter().map(|call| {
-            let arguments = Value::Object(call.arguments.clone()).to_string();
-            let mut out = Map::new();
-            if !call.id.is_empty() {
-                out.insert("id".into(), call.id.clone().into());
-            }
-            out.insert("type".into(), "function".into());
-            let function = json!({"name": call.name, "arguments": arguments});
-            out.insert("function".into(), function);
-            Value::Object(out)
-        });
+        let calls = message.tool_calls.iter().map(ToolCall::to_json);
         out.insert("tool_calls".into(), calls.collect());
     }
     for (key, value) in [

@@ -88,12 +88,12 @@ impl Prompt {
             .iter()
             .map(|m| marked_message(tokenizer, m, mark))
             .collect();
-        let mut variables = variables.clone();
-        for (name, value) in texts(&variables.clone()) {
-            variables.insert(name.clone(), marked_value(tokenizer, value, mark));
+        let mut with_marks = variables.clone();
+        for (name, value) in texts(variables) {
+            with_marks.insert(name.clone(), marked_value(tokenizer, value, mark));
         }
         Ok(Prompt {
-            text: template.render_with(&marked, add_generation_prompt, &variables)?,
+            text: template.render_with(&marked, add_generation_prompt, &with_marks)?,
             mark: Some(mark),
         })
     }

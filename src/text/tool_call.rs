@@ -14,9 +14,16 @@ pub struct ToolCall {
 }
 
 impl ToolCall {
-    /// In the form of chat servers, with the arguments as a text.
+    /// In the form of chat servers, with the arguments as a text. A call without an id has none there.
     pub fn to_json(&self) -> Value {
         let arguments = Value::Object(self.arguments.clone()).to_string();
-        json!({"id": self.id, "type": "function", "function": {"name": self.name, "arguments": arguments}})
+        let mut out = Map::new();
+        if !self.id.is_empty() {
+            out.insert("id".into(), self.id.clone().into());
+        }
+        out.insert("type".into(), "function".into());
+        let function = json!({"name": self.name, "arguments": arguments});
+        out.insert("function".into(), function);
+        Value::Object(out)
     }
 }

@@ -70,14 +70,13 @@ const LLAMA: &str = "\"parameters\": dictionary of argument name";
 pub struct AnswerForm {
     pub(super) reasoning: Option<&'static Reasoning>,
     pub(super) calls: Option<&'static dyn Form>,
-    knows_tools: bool,
     shown: Vec<&'static str>,
 }
 
 impl AnswerForm {
-    /// From the chat template's source and the tokenizer's tokens (`is_token` says whether a string is one token of the
-    /// vocabulary, special or added).
-    pub fn of(template: &str, is_token: impl Fn(&str) -> bool) -> AnswerForm {
+    /// From the chat template's source, whether it reads the variable `tools`, and the tokenizer's tokens (`is_token` says whether a
+    /// string is one token of the vocabulary, special or added).
+    pub fn of(template: &str, reads_tools: bool, is_token: impl Fn(&str) -> bool) -> AnswerForm {
         let reasoning = REASONING
             .iter()
             .find(|r| template.contains(r.end))
@@ -86,7 +85,6 @@ impl AnswerForm {
                     .iter()
                     .find(|r| is_token(r.begin) && is_token(r.end))
             });
-        let knows_tools = reads_tools(template);
         let with = |is_there: &dyn Fn(&str) -> bool| {
             let (form, _) = FORMS
                 .iter()
@@ -96,7 +94,7 @@ impl AnswerForm {
         let calls = with(&|mark| template.contains(mark))
             .or_else(|| template.contains(LLAMA).then_some(&llama::Llama as _))
             // A template may offer tools and leave the form of calls to what the model learned.
-            .or_else(|| with(&|mark| knows_tools && is_token(mark)));
+            .or_else(|| with(&|mark| reads_tools && is_token(mark)));
         let marks = reasoning.map_or(Vec::new(), |r| vec![r.begin, r.end]);
         let marks = marks
             .into_iter()
@@ -104,7 +102,6 @@ impl AnswerForm {
         AnswerForm {
             reasoning,
             calls,
-            knows_tools,
             shown: marks.filter(|mark| is_token(mark)).collect(),
         }
     }
@@ -114,74 +111,10 @@ impl AnswerForm {
         self.reasoning
     }
 
-    /// Whether the template reads the variable `tools`.
-    pub fn knows_tools(&self) -> bool {
-        self.knows_tools
-    }
-
     /// Names of tokens that must be shown to the parser as text although they are special and normally give no text.
     pub fn shown_tokens(&self) -> &[&'static str] {
         &self.shown
     }
-}
-
-/// Whether `tools` occurs as a name in the expressions and statements of a template, not in its text or in a string.
-fn reads_tools(template: &str) -> bool {
-    let mut rest = template;
-    while let Some(open) = rest.find('{') {
-        let tag = &rest[open..];
-        let close = match tag.as_bytes().get(1) {
-            Some(b'{') => "}}",
-            Some(b'%') => "%}",
-            Some(b'#') => "#}",
-            _ => {
-                rest = &tag[1..];
-                continue;
-            }
-        };
-        let (names, after) = names_to(&tag[2..], close);
-        if close != "#}" && names {
-            return true;
-        }
-        rest = after;
-    }
-    false
-}
-
-/// Whether `tools` is a name in `tag` up to `close`, and what follows that.
-fn names_to<'a>(tag: &'a str, close: &str) -> (bool, &'a str) {
-    let mut found = false;
-    let mut rest = tag;
-    while let Some(char) = rest.chars().next() {
-        if let Some(after) = rest.strip_prefix(close) {
-            return (found, after);
-        }
-        let is_name = |c: char| c.is_alphanumeric() || c == '_';
-        let next = if is_name(char) {
-            let end = rest.find(|c| !is_name(c)).unwrap_or(rest.len());
-            // `message.tools` and the like are other variables.
-            let is_member = tag[..tag.len() - rest.len()].ends_with('.');
-            found |= &rest[..end] == "tools" && !is_member;
-            end
-        } else if close != "#}" && (char == '"' || char == '\'') {
-            quoted(rest)
-        } else {
-            char.len_utf8()
-        };
-        rest = &rest[next..];
-    }
-    (found, rest)
-}
-
-/// The length of the string with which `text` begins.
-fn quoted(text: &str) -> usize {
-    let bytes = text.as_bytes();
-    let mut at = 1;
-    while at < bytes.len() && bytes[at] != bytes[0] {
-        at +=
-            1 + usize::from(bytes[at] == b'\\' && at + 1 < bytes.len() && bytes[at + 1].is_ascii());
-    }
-    (at + 1).min(text.len())
 }
 
 #[cfg(test)]
@@ -189,7 +122,9 @@ mod tests {
     use super::*;
 
     fn found(template: &str, tokens: &[&str]) -> AnswerForm {
-        AnswerForm::of(template, |t| tokens.contains(&t))
+        AnswerForm::of(template, template.contains("tools"), |t| {
+            tokens.contains(&t)
+        })
     }
 
     fn begin_of(form: &AnswerForm) -> Option<&'static str> {
@@ -231,11 +166,9 @@ mod tests {
     fn from_the_tokens() {
         let form = found("{{ tools | tojson }}", &["<|python_tag|>"]);
         assert_eq!(begin_of(&form), Some("<|python_tag|>"));
-        assert!(form.knows_tools());
         assert_eq!(form.shown_tokens(), ["<|python_tag|>"]);
         let form = found("{{ messages }}", &["<|python_tag|>"]);
         assert_eq!(begin_of(&form), None);
-        assert!(!form.knows_tools());
     }
 
     #[test]
@@ -248,25 +181,6 @@ mod tests {
         for reasoning in &REASONING {
             let after = reasoning.early_end.split_once(reasoning.end).unwrap().1;
             assert_eq!(after, "\n\n");
-        }
-    }
-
-    #[test]
-    fn a_template_reads_tools_as_a_variable() {
-        for (template, reads) in [
-            ("{%- if tools %}", true),
-            ("{{ '}} %}' ~ tools }}", true),
-            ("{% set t = x if tools is defined %}", true),
-            (
-                "{%- if xml_tools %}{{ \"tools\" }} tools {# tools #}",
-                false,
-            ),
-            ("{{ message.tools }}", false),
-            ("{ tools } {% 'tools", false),
-            ("{", false),
-            ("{{ '\\", false),
-        ] {
-            assert_eq!(reads_tools(template), reads, "{template}");
         }
     }
 }

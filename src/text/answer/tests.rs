@@ -83,7 +83,7 @@ pub(super) fn parsed(form: &'static dyn Form, answer: &str) -> Vec<Event> {
 fn qwen3() -> AnswerForm {
     let template =
         "{% if tools %}<tool_call>\n{\"name\": {% endif %}{{ content.split('</think>') }}";
-    AnswerForm::of(template, |token| {
+    AnswerForm::of(template, true, |token| {
         token.contains("think") || token.contains("tool_call")
     })
 }
@@ -124,7 +124,7 @@ fn without_a_thought() {
     for answer in ["Hi <think> there", " <thin", "\n\n", "\nHi"] {
         assert_eq!(answered("", answer, true), [content(answer)]);
     }
-    let none = AnswerForm::of("", |_| false);
+    let none = AnswerForm::of("", false, |_| false);
     let parser = AnswerParser::new(&none, "<think>", true, 0);
     assert_eq!(run(parser, ["<think>a "], true), [content("<think>a ")]);
 }

@@ -185,4 +185,21 @@ mod tests {
         .unwrap();
         assert_eq!(t.render(&[], false).unwrap(), "ab  c {% generation");
     }
+
+    #[test]
+    fn a_template_reads_tools_as_a_variable() {
+        for (source, reads) in [
+            ("{%- if tools %}{% endif %}", true),
+            ("{{ '}} %}' ~ tools }}", true),
+            ("{% set t = x if tools is defined %}", true),
+            (
+                "{%- if xml_tools %}{{ \"tools\" }} tools {# tools #}{% endif %}",
+                false,
+            ),
+            ("{{ message.tools }}", false),
+        ] {
+            let template = ChatTemplate::from_jinja(source, None, None).unwrap();
+            assert_eq!(template.reads("tools"), reads, "{source}");
+        }
+    }
 }
