@@ -12,9 +12,9 @@ use std::time::Instant;
 
 use NVFP4::base::memory::Tag;
 use NVFP4::cuda::{
-    self, Biased, DeferredNorm, DeviceBuffer, Division, Gpu, Graph, Heads, Input, Layout,
-    LinearScratch, Matrix, NormScratch, Output, PAGE, PageTable, Pinned, Plan, Rows, ScaledTile,
-    TileKernel, Way,
+    self, Activation, Biased, DeferredNorm, DeviceBuffer, Division, Glu, Gpu, Graph, Hardware,
+    Heads, Input, Layout, LinearScratch, Matrix, MatrixShape, NormScratch, Output, PAGE, PageTable,
+    Pinned, Plan, Rows, ScaledTile, TileKernel, Unit, Way,
 };
 use NVFP4::format::nvfp4::{BLOCK, Levels, NonFinite, QuantizeOptions};
 use NVFP4::format::random;
@@ -24,6 +24,11 @@ use NVFP4::ops::sample::{self, Choice, SamplingOptions};
 use NVFP4::ops::tensors;
 use NVFP4::tensor::{DType, Tensor};
 
+/// What follows gate and up.
+const GLU: Glu = Glu {
+    activation: Activation::Silu,
+    divisor: 16,
+};
 /// Several times the second-level cache.
 const ROTATION: usize = 400 << 20;
 const REPLAYS: usize = 21;
@@ -61,7 +66,7 @@ const SHAPES: [Shape; 5] = [
         name: "gate_up",
         rows: &[9728, 9728],
         k: 2560,
-        output: Output::Swiglu,
+        output: Output::Glu(GLU),
     },
     Shape {
         name: "down",
@@ -386,7 +391,7 @@ fn products(gpu: &Arc<Gpu>, bandwidth: f64, only: &[String]) {
             })
             .collect();
         let features: usize = match shape.output {
-            Output::Swiglu => shape.rows[0],
+            Output::Glu(_) => shape.rows[0],
             _ => shape.rows.iter().sum(),
         };
         let x = floats(gpu, 128 * shape.k, 2);
@@ -413,10 +418,10 @@ fn products(gpu: &Arc<Gpu>, bandwidth: f64, only: &[String]) {
             );
         };
         for m in [1, 2, 4, 8, 16] {
-            let layout = Layout::taken(gpu, m);
+            let layout = Layout::taken(&Hardware::of(gpu), m);
             let input = layout.input(&x, 1.0);
             let output = match shape.output {
-                Output::Swiglu => layout.swiglu(),
+                Output::Glu(glu) => layout.glu(glu),
                 other => other,
             };
             let plan = Plan::choose(
@@ -425,7 +430,7 @@ fn products(gpu: &Arc<Gpu>, bandwidth: f64, only: &[String]) {
                 shape.rows,
                 output,
                 layout,
-                cuda::divisible(gpu),
+                Hardware::of(gpu).has_clusters(),
                 gpu.multiprocessors(),
                 gpu.shared_limit(),
             )
@@ -440,7 +445,7 @@ fn products(gpu: &Arc<Gpu>, bandwidth: f64, only: &[String]) {
         }
         // Where the kernels before and after are others than the fused one's.
         let output = match shape.output {
-            Output::Swiglu => Output::F16,
+            Output::Glu(_) => Output::F16,
             other => other,
         };
         let stride: usize = shape.rows.iter().sum();
@@ -448,8 +453,8 @@ fn products(gpu: &Arc<Gpu>, bandwidth: f64, only: &[String]) {
             for &kernel in TileKernel::all(gpu.arch()) {
                 let (input, output) = match (kernel, shape.output) {
                     (TileKernel::Tiled, _) => (Input::Plain(&x, 1.0), output),
-                    (TileKernel::Wide, Output::Swiglu) => {
-                        (Input::Ordered(&x, 1.0), Output::SwigluOrdered)
+                    (TileKernel::Wide, Output::Glu(glu)) => {
+                        (Input::Ordered(&x, 1.0), Output::GluOrdered(glu))
                     }
                     (TileKernel::Wide, _) => (Input::Ordered(&x, 1.0), output),
                 };
@@ -508,7 +513,7 @@ fn chain(gpu: &Arc<Gpu>) {
             floats(gpu, batch * 9728, 5),
         );
         let scratch = LinearScratch::new(gpu, batch, 9728, 0).unwrap();
-        let layout = Layout::taken(gpu, batch);
+        let layout = Layout::taken(&Hardware::of(gpu), batch);
         let normed =
             DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, layout.elements(batch, 2560) * 2)
                 .unwrap();
@@ -522,7 +527,14 @@ fn chain(gpu: &Arc<Gpu>) {
             eps: 1e-6,
         };
         let deferred = |makes: &[Biased<'_>], takes: &[Biased<'_>], output| {
-            DeferredNorm::serves(gpu, batch, layout, makes[0], takes, output)
+            DeferredNorm::serves(
+                &Hardware::of(gpu),
+                batch,
+                layout,
+                makes[0].0.shape(),
+                &shapes(takes),
+                output,
+            )
         };
         let norm_input = |turn: usize, deferred: bool| -> NVFP4::base::Result<Input<'_>> {
             if deferred {
@@ -551,7 +563,7 @@ fn chain(gpu: &Arc<Gpu>) {
             for (layer, w) in weights.iter().enumerate() {
                 let all = |i: usize| w[i].iter().map(|w| (w, None)).collect::<Vec<_>>();
                 let input_deferred = deferred(&all(3), &all(0), Output::F32);
-                let post_deferred = deferred(&all(1), &all(2), layout.swiglu());
+                let post_deferred = deferred(&all(1), &all(2), layout.glu(GLU));
                 if wanted[0] {
                     cuda::linear(
                         gpu,
@@ -569,8 +581,17 @@ fn chain(gpu: &Arc<Gpu>) {
                         table: &table,
                         stride: 2,
                         layer,
+                        unfit: None,
                     };
-                    let division = Division::of(gpu, HEADS, KV_HEADS, batch, length + 1);
+                    let division = Division::of(
+                        gpu,
+                        HEADS,
+                        KV_HEADS,
+                        DIM,
+                        Unit::AttentionDecode,
+                        batch,
+                        length + 1,
+                    );
                     cuda::decode(
                         gpu, &h, &pages, &qkv, &positions, batch, division, &rows, &attended,
                         layout,
@@ -581,9 +602,9 @@ fn chain(gpu: &Arc<Gpu>) {
                     add(input, &all(1), 2 * layer + 1, post_deferred)?;
                 }
                 if wanted[3] {
-                    let fused = cuda::has_swiglu(gpu, batch, &all(2), layout);
+                    let fused = cuda::has_glu(&Hardware::of(gpu), batch, &shapes(&all(2)), layout);
                     let (output, out, stride) = match fused {
-                        true => (layout.swiglu(), &mlp, 9728),
+                        true => (layout.glu(GLU), &mlp, 9728),
                         false => (Output::F16, &gate_up, 2 * 9728),
                     };
                     cuda::linear(
@@ -597,7 +618,7 @@ fn chain(gpu: &Arc<Gpu>) {
                         &scratch,
                     )?;
                     if !fused {
-                        cuda::swiglu(gpu, &gate_up, batch, 9728, &mlp)?;
+                        cuda::glu(gpu, GLU, &gate_up, batch, 9728, &mlp)?;
                     }
                 }
                 if wanted[4] {
@@ -620,7 +641,7 @@ fn chain(gpu: &Arc<Gpu>) {
         let last_down = [(&weights[LAYERS - 1][3][0], None)];
         let head_deferred = deferred(&last_down, &[(&head, None)], Output::F32);
         let token = || -> NVFP4::base::Result<()> {
-            cuda::embed(gpu, cuda::Table::Device(&head), &tokens, batch, &x)?;
+            cuda::embed(gpu, cuda::Table::Device(&head), &tokens, batch, 1.0, &x)?;
             enqueue([true; 5])?;
             cuda::linear(
                 gpu,
@@ -661,10 +682,17 @@ fn layer_heads<'a>(norm: &'a DeviceBuffer, frequencies: &'a DeviceBuffer) -> Hea
         q_norm: Some(norm),
         k_norm: Some(norm),
         frequencies,
+        rotary_dim: DIM,
         attention_factor: 1.0,
         eps: 1e-6,
         scale: 0.088,
+        window: None,
+        score_cap: None,
     }
+}
+
+fn shapes(matrices: &[Biased<'_>]) -> Vec<MatrixShape> {
+    matrices.iter().map(|(w, _)| w.shape()).collect()
 }
 
 fn attention(gpu: &Arc<Gpu>) {
@@ -702,7 +730,15 @@ fn attention(gpu: &Arc<Gpu>) {
         let qkv = floats(gpu, batch * (HEADS + 2 * KV_HEADS) * DIM, 6);
         let out = floats(gpu, batch * HEADS * DIM / 2, 7);
         let rows = Rows::new(gpu, HEADS, KV_HEADS, DIM, batch).unwrap();
-        let chosen = Division::of(gpu, HEADS, KV_HEADS, batch, length);
+        let chosen = Division::of(
+            gpu,
+            HEADS,
+            KV_HEADS,
+            DIM,
+            Unit::AttentionDecode,
+            batch,
+            length,
+        );
         let parts = [1, 2, 4, 8, 16, 32].map(Division::Parts);
         for division in iter::once(chosen).chain(parts) {
             let enqueue = || -> NVFP4::base::Result<()> {
@@ -711,6 +747,7 @@ fn attention(gpu: &Arc<Gpu>) {
                         table: &table,
                         stride: count,
                         layer,
+                        unfit: None,
                     };
                     cuda::decode(
                         gpu,

@@ -8,11 +8,12 @@ use std::path::{Path, PathBuf};
 use NVFP4::base::ErrorKind;
 use NVFP4::base::threads::Pool;
 use NVFP4::checkpoint::{
-    self, Checkpoint, Encoding, Metadata, ModelOptWriter, Planned, TOKENIZER_FILES,
-    TokenizerSource, Writer,
+    Checkpoint, Encoding, Metadata, ModelOptWriter, Planned, TOKENIZER_FILES, TokenizerSource,
+    Writer,
 };
 use NVFP4::format::nvfp4::{self, Levels, QuantizeOptions, Recipe};
 use NVFP4::format::random;
+use NVFP4::model;
 use NVFP4::model::convert::{Container, ConvertOptions, ConvertReport, convert};
 use NVFP4::text::read_directory;
 use common::expect_kind;
@@ -94,7 +95,7 @@ fn values(checkpoint: &dyn Checkpoint, name: &str) -> Vec<f32> {
 }
 
 fn run(source: &Path, out: &Path, options: &ConvertOptions) -> NVFP4::base::Result<ConvertReport> {
-    let source = checkpoint::open(source)?;
+    let source = model::open(source)?;
     let pool = Pool::new(3)?;
     convert(&*source, out, options, &pool, &mut |_| {
         ControlFlow::Continue(())
@@ -117,12 +118,53 @@ fn check(out: &dyn Checkpoint, name: &str, values: &[f32], global: f32, options:
     assert!(codes == got_codes && scales == got_scales, "{name}");
 }
 
+/// Experts that a GGUF file has as stacks become tensors of their own, quantized each by itself, and the model runs.
+#[test]
+fn stacks_of_experts_come_apart() {
+    let scratch = Scratch::new("experts");
+    let file =
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/gguf/qwen3moe_normalized.gguf");
+    let source = model::open(&file).unwrap();
+    let out = scratch.0.join("out");
+    let options = ConvertOptions::new(Container::ModelOpt, Recipe::Amax);
+    let report = run(&file, &out, &options).unwrap();
+    // Two blocks of four projections of attention and six experts of three, and the head.
+    assert_eq!(report.quantized, 2 * (4 + 6 * 3) + 1);
+    let made = model::open(&out).unwrap();
+    for projection in ["gate_proj", "up_proj", "down_proj"] {
+        let stack = source
+            .find(&format!("model.layers.1.mlp.experts.{projection}.weight"))
+            .unwrap();
+        let (rows, cols) = (stack.shape[1], stack.shape[2]);
+        for expert in 0..6 {
+            let name = format!("model.layers.1.mlp.experts.{expert}.{projection}.weight");
+            assert_eq!(made.find(&name).unwrap().shape, [rows, cols]);
+            let mut want = vec![0f32; rows * cols];
+            let of_expert = expert * rows..(expert + 1) * rows;
+            source.rows_f32(stack, of_expert, &mut want).unwrap();
+            let got = values(&*made, &name);
+            let error: f32 = got.iter().zip(&want).map(|(a, b)| (a - b).powi(2)).sum();
+            let norm: f32 = want.iter().map(|b| b * b).sum();
+            // What is quantized again has lost nothing where global scales are the same, and little where they are not.
+            assert!(error <= norm * 0.02, "{name}: {error} of {norm}");
+        }
+    }
+    let router = made.find("model.layers.0.mlp.gate.weight").unwrap();
+    assert_ne!(router.encoding, Encoding::Nvfp4);
+    let model = model::Model::load(
+        &out,
+        &model::LoadOptions::new(model::Device::cpu(Some(1)).unwrap()),
+    )
+    .unwrap();
+    assert_eq!(model.info().formats["nvfp4"].tensors, report.quantized);
+}
+
 #[test]
 fn weights_are_quantized_and_the_rest_is_kept() {
     let scratch = Scratch::new("kept");
     let plan = plan();
     write_source(&scratch.0.join("in"), None, &plan);
-    let source = checkpoint::open(&scratch.0.join("in")).unwrap();
+    let source = model::open(&scratch.0.join("in")).unwrap();
     for (container, out) in [
         (Container::ModelOpt, "out"),
         (Container::Dat, "dat/model.dat"),
@@ -142,7 +184,7 @@ fn weights_are_quantized_and_the_rest_is_kept() {
             );
             assert!(report.head_added);
             assert!((0.05..0.15).contains(&report.relative_error), "{report:?}");
-            let converted = checkpoint::open(&path).unwrap();
+            let converted = model::open(&path).unwrap();
             assert_eq!(converted.entries().len(), 11);
             let config = converted.metadata().config.as_ref().unwrap();
             assert_eq!(config["tie_word_embeddings"], false);
@@ -234,7 +276,7 @@ fn a_head_is_kept_where_that_is_asked_for() {
     write_source(&tied, None, &plan);
     let report = run(&tied, &out, &options).unwrap();
     assert_eq!((report.quantized, report.head_added), (4, false));
-    let converted = checkpoint::open(&out).unwrap();
+    let converted = model::open(&out).unwrap();
     assert!(converted.find("lm_head.weight").is_none());
     let config = converted.metadata().config.as_ref().unwrap();
     assert_eq!(config["tie_word_embeddings"], true);
@@ -247,7 +289,7 @@ fn a_head_is_kept_where_that_is_asked_for() {
     write_source(&own, None, &plan);
     let report = run(&own, &scratch.0.join("out2"), &options).unwrap();
     assert_eq!((report.quantized, report.head_added), (4, false));
-    let converted = checkpoint::open(&scratch.0.join("out2")).unwrap();
+    let converted = model::open(&scratch.0.join("out2")).unwrap();
     let head = converted.find("lm_head.weight").unwrap();
     assert_eq!(head.encoding, Encoding::BF16);
 }
@@ -344,7 +386,7 @@ fn progress_reaches_the_end_and_may_stop() {
     let scratch = Scratch::new("progress");
     let (source, out) = (scratch.0.join("in"), scratch.0.join("out"));
     write_source(&source, None, &plan());
-    let source = checkpoint::open(&source).unwrap();
+    let source = model::open(&source).unwrap();
     let pool = Pool::new(2).unwrap();
     let options = ConvertOptions::new(Container::ModelOpt, Recipe::Amax);
     let mut calls = 0;

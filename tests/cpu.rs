@@ -6,7 +6,7 @@ mod common;
 use std::sync::Arc;
 
 use NVFP4::base::{ErrorKind, env};
-use NVFP4::cpu::{Cpu, Kind, KvLayer, KvType, Level, Packed, Workspace};
+use NVFP4::cpu::{AttentionOptions, Cpu, Kind, KvLayer, KvType, Level, Packed, Workspace};
 use NVFP4::format::nvfp4::{self, Nvfp4, QuantizeOptions};
 use NVFP4::format::random;
 use NVFP4::ops::{self, Device};
@@ -21,6 +21,16 @@ fn normal(seed: u64, n: usize) -> Vec<f32> {
                 * (std::f64::consts::TAU * unit(2 * i + 1)).cos()) as f32
         })
         .collect()
+}
+
+/// Queries that see everything before them.
+fn plain(heads: usize, scale: f32) -> AttentionOptions {
+    AttentionOptions {
+        heads,
+        scale,
+        window: None,
+        score_cap: None,
+    }
 }
 
 /// One CPU for each level present, with one and with two threads.
@@ -228,7 +238,8 @@ fn attend_f64(
     heads: usize,
     kv_heads: usize,
     dim: usize,
-    first: usize,
+    window: usize,
+    cap: Option<f64>,
 ) -> Vec<f64> {
     let m = q.len() / (heads * dim);
     let mut out = Vec::new();
@@ -236,12 +247,14 @@ fn attend_f64(
         for h in 0..heads {
             let kv = h / (heads / kv_heads);
             let at = |x: &[f32], p: usize, d: usize| f64::from(x[(p * kv_heads + kv) * dim + d]);
-            let scores: Vec<f64> = (0..=first + t)
+            let first = (t + 1).saturating_sub(window);
+            let scores: Vec<f64> = (first..=t)
                 .map(|p| {
-                    (0..dim)
+                    let score = (0..dim)
                         .map(|d| f64::from(q[(t * heads + h) * dim + d]) * at(k, p, d))
                         .sum::<f64>()
-                        * 0.25
+                        * 0.25;
+                    cap.map_or(score, |cap| cap * (score / cap).tanh())
                 })
                 .collect();
             let largest = scores.iter().copied().fold(f64::MIN, f64::max);
@@ -251,7 +264,7 @@ fn attend_f64(
                 weights
                     .iter()
                     .enumerate()
-                    .map(|(p, w)| w * at(v, p, d))
+                    .map(|(p, w)| w * at(v, first + p, d))
                     .sum::<f64>()
                     / sum
             }));
@@ -262,11 +275,14 @@ fn attend_f64(
 
 #[test]
 fn attention_agrees_with_f64_and_is_the_same_everywhere() {
-    for (heads, kv_heads, dim, total) in [
-        (4, 2, 16, 37),
-        (3, 1, 48, 20),
-        (2, 2, 64, 50),
-        (8, 2, 32, 16),
+    // Windows that end within pages and at their ends, and that no two queries of a call share; soft caps that bite.
+    for (heads, kv_heads, dim, total, window, cap) in [
+        (4, 2, 16, 37, None, None),
+        (3, 1, 48, 20, None, Some(0.5)),
+        (2, 2, 64, 50, Some(7), None),
+        (2, 1, 80, 70, Some(32), None),
+        (4, 1, 256, 40, Some(1), None),
+        (8, 2, 32, 16, Some(3), Some(2.0)),
     ] {
         let q = normal(1, total * heads * dim);
         let (k, v) = (
@@ -284,7 +300,13 @@ fn attention_agrees_with_f64_and_is_the_same_everywhere() {
             } else {
                 (half(&k), half(&v))
             };
-            let reference = attend_f64(&q, &ks, &vs, heads, kv_heads, dim, 0);
+            let (visible, f64_cap) = (window.unwrap_or(total), cap.map(f64::from));
+            let reference = attend_f64(&q, &ks, &vs, heads, kv_heads, dim, visible, f64_cap);
+            let options = AttentionOptions {
+                window,
+                score_cap: cap,
+                ..plain(heads, 0.25)
+            };
             let mut first: Option<Vec<f32>> = None;
             for cpu in cpus() {
                 for batch in [1, 5, total] {
@@ -299,7 +321,7 @@ fn attention_agrees_with_f64_and_is_the_same_everywhere() {
                             &q[t * heads * dim..end * heads * dim],
                             &mut out[t * heads * dim..end * heads * dim],
                         );
-                        cpu.attention(q, heads, &kv, t, 0.25, out, &mut Workspace::new())
+                        cpu.attention(q, &options, &kv, t, out, &mut Workspace::new())
                             .unwrap();
                     }
                     let error = relative_l2(&out, &reference);
@@ -338,7 +360,7 @@ fn a_cloned_cache_shares_pages_until_written() {
 }
 
 #[test]
-fn norm_and_swiglu_agree_with_f64_and_are_the_same_everywhere() {
+fn norm_and_activations_agree_with_f64_and_are_the_same_everywhere() {
     for n in [16, 24, 128, 1000] {
         let (x, w) = (normal(4, 3 * n), normal(5, n));
         let norm: Vec<f64> = x
@@ -353,24 +375,34 @@ fn norm_and_swiglu_agree_with_f64_and_are_the_same_everywhere() {
             .collect();
         let up = normal(6, 3 * n);
         let gate: Vec<f32> = x.iter().map(|x| x * 8.0).collect();
-        let silu: Vec<f64> = gate
+        let glu = |of: fn(f64) -> f64| -> Vec<f64> {
+            let both = gate.iter().zip(&up);
+            both.map(|(&g, &u)| of(f64::from(g)) * f64::from(u))
+                .collect()
+        };
+        let silu = glu(|g| g / (1.0 + (-g).exp()));
+        let gelu = glu(|g| {
+            let u = (2.0 / std::f64::consts::PI).sqrt() * (g + 0.044715 * g.powi(3));
+            0.5 * g * (1.0 + u.tanh())
+        });
+        let capped: Vec<f64> = x
             .iter()
-            .zip(&up)
-            .map(|(&g, &u)| f64::from(g) / (1.0 + (-f64::from(g)).exp()) * f64::from(u))
+            .map(|&x| 1.5 * (f64::from(x) / 1.5).tanh())
             .collect();
-        let mut first: Option<(Vec<f32>, Vec<f32>)> = None;
+        let mut first: Option<[Vec<f32>; 4]> = None;
         for cpu in cpus() {
-            let (mut y, mut z) = (x.clone(), gate.clone());
-            cpu.rms_norm(&mut y, &w, 1e-6).unwrap();
-            cpu.swiglu(&mut z, &up).unwrap();
-            assert!(relative_l2(&y, &norm) <= 1e-6);
-            assert!(
-                relative_l2(&z, &silu) <= 1e-6,
-                "{:e}",
-                relative_l2(&z, &silu)
-            );
-            let first = first.get_or_insert_with(|| (y.clone(), z.clone()));
-            assert_eq!(first, &(y, z), "{}", cpu.level().name());
+            let mut made = [x.clone(), gate.clone(), gate.clone(), x.clone()];
+            let [y, z, t, c] = &mut made;
+            cpu.rms_norm(y, &w, 1e-6).unwrap();
+            cpu.swiglu(z, &up).unwrap();
+            cpu.geglu(t, &up).unwrap();
+            cpu.soft_cap(c, 1.5).unwrap();
+            for (made, reference) in made.iter().zip([&norm, &silu, &gelu, &capped]) {
+                let error = relative_l2(made, reference);
+                assert!(error <= 1e-6, "{error:e}");
+            }
+            let first = first.get_or_insert_with(|| made.clone());
+            assert_eq!(*first, made, "{}", cpu.level().name());
         }
     }
 }
@@ -386,8 +418,15 @@ fn swiglu_and_attention_survive_extreme_inputs() {
         kv.write(0, &[&[1e4f32; 16][..], &[-1e4; 16]].concat(), &[1.0; 32])
             .unwrap();
         let mut out = [0.0; 16];
-        cpu.attention(&[1e3; 16], 1, &kv, 1, 1.0, &mut out, &mut Workspace::new())
-            .unwrap();
+        cpu.attention(
+            &[1e3; 16],
+            &plain(1, 1.0),
+            &kv,
+            1,
+            &mut out,
+            &mut Workspace::new(),
+        )
+        .unwrap();
         assert!(out.iter().all(|x| (x - 1.0).abs() < 1e-6), "{out:?}");
     }
 }
@@ -433,16 +472,15 @@ fn wrong_shapes_are_errors_that_name_them() {
     expect_kind(
         cpu.swiglu(&mut [0.0; 5], &[1.0; 2]),
         ErrorKind::InvalidArgument,
-        "swiglu: 5 gate and 2 up",
+        "a gated activation of 5 gate and 2 up",
     );
     let kv = KvLayer::new(2, 16, KvType::F16).unwrap();
     expect_kind(
         cpu.attention(
             &[0.0; 48],
-            3,
+            &plain(3, 1.0),
             &kv,
             0,
-            1.0,
             &mut [0.0; 48],
             &mut Workspace::new(),
         ),
@@ -452,10 +490,9 @@ fn wrong_shapes_are_errors_that_name_them() {
     expect_kind(
         cpu.attention(
             &[0.0; 32],
-            2,
+            &plain(2, 1.0),
             &kv,
             0,
-            1.0,
             &mut [0.0; 32],
             &mut Workspace::new(),
         ),

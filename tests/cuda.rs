@@ -12,9 +12,9 @@ use NVFP4::base::call::{Cancel, Progress, Watch};
 use NVFP4::base::memory::{self, Tag};
 use NVFP4::base::{ErrorKind, env};
 use NVFP4::cuda::{
-    self, Biased, DeferredNorm, DeviceBuffer, Division, DrawRule, Drawn, Gpu, Heads, Input, Layout,
-    LinearScratch, Matrix, NormScratch, Output, PAGE, PageTable, Pinned, Rows, ScaledTile, Storage,
-    TileKernel, Way,
+    self, Biased, DeferredNorm, DeviceBuffer, DeviceSlice, Division, DrawRule, Drawn, Glu, Gpu,
+    Hardware, Heads, Input, Layout, LinearScratch, Matrix, MatrixShape, NormScratch, Output, PAGE,
+    PageTable, Pinned, ReferenceAttention, Rows, ScaledTile, Storage, TileKernel, Unit, Way,
 };
 use NVFP4::format::nvfp4::{self, BLOCK, Nvfp4, QuantizeOptions};
 use NVFP4::format::random;
@@ -23,7 +23,7 @@ use NVFP4::model::{Activations, Device, KvCache, KvType, LoadOptions, Logits, Mo
 use NVFP4::ops::linear::{DenseType, Linear, linear};
 use NVFP4::ops::sample::{self, Choice};
 use NVFP4::ops::tensors::{Nvfp4Tensor, scaled_mm};
-use NVFP4::ops::{Workspace, quantize};
+use NVFP4::ops::{Slice, SliceMut, Workspace, quantize};
 use NVFP4::session::{self, GenerateOptions, Sampler, SamplingOptions, Session, SessionOptions};
 use NVFP4::tensor::{DType, Tensor};
 use common::{check_memory_comes_back, expect_kind, golden, options, some_tokens};
@@ -42,6 +42,10 @@ fn gpu() -> Option<Arc<Gpu>> {
             None
         }
     }
+}
+
+fn shapes(matrices: &[Biased<'_>]) -> Vec<MatrixShape> {
+    matrices.iter().map(|(w, _)| w.shape()).collect()
 }
 
 /// Numbers around zero, of about unit variance, that depend on the seed alone.
@@ -598,7 +602,9 @@ fn swiglu(x: &[f64], m: usize, gate: &Weight, up: &Weight) -> Vec<f64> {
         .iter()
         .zip(&up)
         .map(|(g, u)| g / (1.0 + (-g).exp()) * u);
-    activated.map(|y| y / f64::from(cuda::MLP_SCALE)).collect()
+    activated
+        .map(|y| y / f64::from(Glu::default().divisor))
+        .collect()
 }
 
 /// What the norm of a row multiplies it by.
@@ -649,7 +655,7 @@ fn fused_norms_and_activations_agree_with_f64() {
         let (x, norm) = (normal(seed + 10, m * k), normal(seed + 11, k));
         let normed = rms_norm(&x, &norm, 1e-6);
         let (device_x, device_norm) = (upload(&gpu, &x), upload(&gpu, &norm));
-        let layout = Layout::taken(&gpu, m);
+        let layout = Layout::taken(&Hardware::of(&gpu), m);
         let device_normed = poisoned(&gpu, layout.elements(m, k) * 2);
         let factors = poisoned(&gpu, m * 4);
         cuda::rms_norm(
@@ -702,7 +708,7 @@ fn fused_norms_and_activations_agree_with_f64() {
         let elements = layout.elements(m, rows[0]);
         let out = poisoned(&gpu, elements * 2);
         let both = [(&gate.device, None), (&up.device, None)];
-        if !cuda::has_swiglu(&gpu, m, &both, layout) {
+        if !cuda::has_glu(&Hardware::of(&gpu), m, &shapes(&both), layout) {
             continue;
         }
         cuda::linear(
@@ -710,7 +716,7 @@ fn fused_norms_and_activations_agree_with_f64() {
             input,
             m,
             &both,
-            layout.swiglu(),
+            layout.glu(Glu::default()),
             &out,
             rows[0],
             &scratch,
@@ -746,7 +752,7 @@ fn deferred_norms_agree_with_f64() {
     .iter()
     .enumerate()
     {
-        let layout = Layout::taken(&gpu, m);
+        let layout = Layout::taken(&Hardware::of(&gpu), m);
         let seed = 7000 + 50 * i as u64;
         let maker = weight(&gpu, width, k, seed);
         let takers = rows.map(|n| weight(&gpu, n, width, seed + n as u64));
@@ -758,14 +764,21 @@ fn deferred_norms_agree_with_f64() {
         let two = [(&gate.device, None), (&up.device, None)];
         let makes = (&maker.device, Some(&maker.device_bias));
         let serves = |takes: &[Biased<'_>], output| {
-            DeferredNorm::serves(&gpu, m, layout, makes, takes, output)
+            DeferredNorm::serves(
+                &Hardware::of(&gpu),
+                m,
+                layout,
+                makes.0.shape(),
+                &shapes(takes),
+                output,
+            )
         };
         if !serves(&three, Output::F32) {
             // Of the last, blocks do not hold all rows at once.
             assert!(m > 4 || k == 60_000, "up to 4 rows are served by every GPU");
             continue;
         }
-        assert!(serves(&two, layout.swiglu()));
+        assert!(serves(&two, layout.glu(Glu::default())));
         assert!(!serves(&three[..1], Output::F16));
 
         let (before, norm) = (normal(seed + 2, m * width), normal(seed + 3, width));
@@ -844,7 +857,7 @@ fn deferred_norms_agree_with_f64() {
 
                 let elements = layout.elements(m, rows[0]);
                 let out = poisoned(&gpu, elements * 2);
-                let output = layout.swiglu();
+                let output = layout.glu(Glu::default());
                 cuda::linear(&gpu, input, m, &two, output, &out, rows[0], &scratch).unwrap();
                 let got = in_rows(layout, &read_f16(&out, elements), m, rows[0]);
                 let want = swiglu(&rounded(&normed), m, gate, &up);
@@ -1068,14 +1081,14 @@ fn products_of_host_memory_agree_with_f64() {
             wanted.push((dense, product(x, &values)));
         }
         let mut results = vec![vec![f32::NAN; m * n]; wanted.len()];
-        let mut outputs: Vec<(&Linear, &mut [f32])> = wanted
+        let mut outputs: Vec<(&Linear, SliceMut<'_>)> = wanted
             .iter()
             .zip(&mut results)
-            .map(|((w, _), y)| (w, &mut y[..]))
+            .map(|((w, _), y)| (w, SliceMut::Host(y)))
             .collect();
         linear(
             &device,
-            &x,
+            Slice::Host(&x),
             m,
             &mut outputs,
             Activations::Exact,
@@ -1096,9 +1109,9 @@ fn products_of_host_memory_agree_with_f64() {
         let mut y = vec![0.0; m * n];
         let e = linear(
             &device,
-            &x,
+            Slice::Host(&x),
             m,
-            &mut [(&wanted[0].0, &mut y)],
+            &mut [(&wanted[0].0, SliceMut::Host(&mut y))],
             Activations::Int8,
             &mut workspace,
         )
@@ -1107,9 +1120,9 @@ fn products_of_host_memory_agree_with_f64() {
         let cpu = Device::cpu(Some(1)).unwrap();
         let e = linear(
             &cpu,
-            &x,
+            Slice::Host(&x),
             m,
-            &mut [(&wanted[0].0, &mut y)],
+            &mut [(&wanted[0].0, SliceMut::Host(&mut y))],
             Activations::Exact,
             &mut workspace,
         )
@@ -1252,11 +1265,19 @@ struct Sequence {
     qkv: Vec<f32>,
     q_norm: Vec<f32>,
     k_norm: Vec<f32>,
+    /// Of as many pairs as rotate.
     frequencies: Vec<f32>,
+    window: Option<usize>,
+    cap: Option<f32>,
 }
 
 impl Sequence {
-    fn new(heads: usize, kv_heads: usize, dim: usize, len: usize, seed: u64) -> Sequence {
+    fn new(
+        (heads, kv_heads, dim): (usize, usize, usize),
+        len: usize,
+        (rotary_dim, window, cap): (usize, Option<usize>, Option<f32>),
+        seed: u64,
+    ) -> Sequence {
         let norm = |seed| normal(seed, dim).iter().map(|v| 1.0 + 0.2 * v).collect();
         Sequence {
             heads,
@@ -1265,9 +1286,11 @@ impl Sequence {
             qkv: normal(seed, len * (heads + 2 * kv_heads) * dim),
             q_norm: norm(seed + 1),
             k_norm: norm(seed + 2),
-            frequencies: (0..dim / 2)
-                .map(|i| 10_000f32.powf(-(2.0 * i as f32) / dim as f32))
+            frequencies: (0..rotary_dim / 2)
+                .map(|i| 10_000f32.powf(-(2.0 * i as f32) / rotary_dim as f32))
                 .collect(),
+            window,
+            cap,
         }
     }
 
@@ -1281,10 +1304,11 @@ impl Sequence {
             return x.iter().map(|&v| v.into()).collect();
         };
         let normed: Vec<f64> = rms_norm(x, norm, 1e-6).into_iter().map(f64::from).collect();
-        let half = self.dim / 2;
+        let half = self.frequencies.len();
         let mut y = normed.clone();
         for i in 0..half {
             let (sin, cos) = f64::from(position as f32 * self.frequencies[i]).sin_cos();
+            let (sin, cos) = (sin * ATTENTION_FACTOR, cos * ATTENTION_FACTOR);
             y[i] = normed[i] * cos - normed[i + half] * sin;
             y[i + half] = normed[i + half] * cos + normed[i] * sin;
         }
@@ -1297,10 +1321,15 @@ impl Sequence {
         for head in 0..self.heads {
             let kv = head / (self.heads / self.kv_heads);
             let q = self.head(position, head, Some(&self.q_norm));
-            let scores: Vec<f64> = (0..=position)
+            let first = (position + 1).saturating_sub(self.window.unwrap_or(usize::MAX));
+            let scores: Vec<f64> = (first..=position)
                 .map(|p| {
                     let k = self.head(p, self.heads + kv, Some(&self.k_norm));
-                    q.iter().zip(&k).map(|(a, b)| a * b).sum::<f64>() / (self.dim as f64).sqrt()
+                    let product: f64 = q.iter().zip(&k).map(|(a, b)| a * b).sum();
+                    let score = product / (self.dim as f64).sqrt();
+                    self.cap
+                        .map(f64::from)
+                        .map_or(score, |cap| cap * (score / cap).tanh())
                 })
                 .collect();
             let top = scores.iter().copied().fold(f64::MIN, f64::max);
@@ -1308,7 +1337,7 @@ impl Sequence {
             let total: f64 = weights.iter().sum();
             let mut sum = vec![0.0; self.dim];
             for (p, w) in weights.iter().enumerate() {
-                let v = self.head(p, self.heads + self.kv_heads + kv, None);
+                let v = self.head(first + p, self.heads + self.kv_heads + kv, None);
                 sum.iter_mut()
                     .zip(&v)
                     .for_each(|(s, v)| *s += w / total * v);
@@ -1321,22 +1350,43 @@ impl Sequence {
 
 /// Queries, keys, values, weights and the output in f16, sums in f32.
 const ATTENTION: f64 = 1e-3;
+/// On the cosines and sines of elements that rotate.
+const ATTENTION_FACTOR: f64 = 1.125;
 
 #[test]
 fn attention_agrees_with_f64() {
     let Some(gpu) = gpu() else { return };
-    for (i, &(heads, kv_heads, dim, len, prefix)) in [
-        (4, 2, 32, 70, 1),
-        (9, 3, 64, 200, 63),
-        (8, 2, 128, 150, 64),
-        (2, 2, 64, 33, 0),
-        (20, 2, 128, 40, 5),
-        (4, 1, 128, 700, 690),
+    for (i, &(heads, kv_heads, dim, rotary_dim, len, prefix, window, cap)) in [
+        (4, 2, 32, 32, 70, 1, None, None),
+        (9, 3, 64, 64, 200, 63, None, None),
+        (8, 2, 128, 128, 150, 64, None, None),
+        (2, 2, 64, 64, 33, 0, None, None),
+        (20, 2, 128, 128, 40, 5, None, None),
+        (4, 1, 128, 128, 700, 690, None, None),
+        // Windows within a page, over several, and at their ends; soft caps that bite.
+        (4, 2, 32, 32, 300, 100, Some(1), None),
+        (4, 2, 64, 64, 300, 130, Some(17), Some(0.7)),
+        (8, 2, 128, 128, 400, 190, Some(64), None),
+        (4, 1, 128, 128, 700, 300, Some(333), Some(2.0)),
+        // Other sizes, and heads of which a part rotates.
+        (4, 2, 32, 16, 70, 3, None, None),
+        (4, 2, 64, 20, 90, 65, Some(30), None),
+        (4, 1, 80, 80, 200, 64, None, Some(1.0)),
+        (3, 3, 80, 32, 150, 10, Some(70), None),
+        (6, 2, 96, 96, 200, 129, None, None),
+        (6, 2, 96, 72, 200, 129, Some(100), None),
+        (3, 1, 128, 96, 200, 70, None, None),
+        (4, 2, 192, 192, 300, 128, Some(129), None),
+        (4, 2, 192, 64, 130, 1, None, None),
+        (8, 4, 256, 256, 300, 150, None, None),
+        (8, 4, 256, 256, 300, 65, Some(100), Some(1.5)),
+        (2, 1, 256, 128, 100, 64, Some(65), None),
     ]
     .iter()
     .enumerate()
     {
-        let s = Sequence::new(heads, kv_heads, dim, len, 10 * i as u64);
+        let shape = (heads, kv_heads, dim);
+        let s = Sequence::new(shape, len, (rotary_dim, window, cap), 10 * i as u64);
         let (q_norm, k_norm) = (upload(&gpu, &s.q_norm), upload(&gpu, &s.k_norm));
         let frequencies = upload(&gpu, &s.frequencies);
         let h = Heads {
@@ -1346,9 +1396,12 @@ fn attention_agrees_with_f64() {
             q_norm: Some(&q_norm),
             k_norm: Some(&k_norm),
             frequencies: &frequencies,
-            attention_factor: 1.0,
+            rotary_dim,
+            attention_factor: ATTENTION_FACTOR as f32,
             eps: 1e-6,
             scale: 1.0 / (dim as f32).sqrt(),
+            window,
+            score_cap: cap,
         };
         // Two layers, of which the second is used, and pages in no order.
         let count = len.div_ceil(PAGE);
@@ -1361,6 +1414,7 @@ fn attention_agrees_with_f64() {
             table: &table,
             stride: count,
             layer: 1,
+            unfit: None,
         };
         let width = heads * dim;
         let q = poisoned(&gpu, len * width * 2);
@@ -1383,7 +1437,9 @@ fn attention_agrees_with_f64() {
             (prefix + last) / 2,
             last - 1,
         ] {
-            let what = format!("prefill {heads}/{kv_heads} heads of {dim}, position {position}");
+            let what = format!(
+                "prefill {heads}/{kv_heads} heads of {dim} ({rotary_dim}), position {position}, window {window:?}"
+            );
             assert_close(
                 &got[position * width..(position + 1) * width],
                 &s.attend(position),
@@ -1398,7 +1454,9 @@ fn attention_agrees_with_f64() {
         let positions = upload(&gpu, &[last as u32]);
         let rows = Rows::new(&gpu, heads, kv_heads, dim, 1).unwrap();
         let parts = [1, 2, 3, 8].map(Division::Parts);
-        let pairs = (gpu.arch().0 >= 9).then_some(Division::Pairs);
+        let [unit, ..] = cuda::attention_units(dim, rotary_dim, window.is_some() || cap.is_some());
+        let has_pairs = gpu.arch().0 >= 9 && unit == Unit::AttentionDecode;
+        let pairs = has_pairs.then_some(Division::Pairs);
         for division in parts.into_iter().chain(pairs) {
             let out = poisoned(&gpu, width * 2);
             cuda::decode(
@@ -1414,10 +1472,358 @@ fn attention_agrees_with_f64() {
                 Layout::Rows,
             )
             .unwrap();
-            let what =
-                format!("decode {heads}/{kv_heads} heads of {dim}, position {last}, {division:?}");
+            let what = format!(
+                "decode {heads}/{kv_heads} heads of {dim} ({rotary_dim}), window {window:?}, {division:?}"
+            );
             assert_close(&read_f16(&out, width), &want, ATTENTION, &what);
         }
+    }
+}
+
+/// The pages of a layer, the second of two, for `len` positions, and the table of their addresses.
+fn pages_of(gpu: &Arc<Gpu>, layer_bytes: usize, len: usize) -> (Vec<DeviceBuffer>, DeviceBuffer) {
+    let page = || DeviceBuffer::zeroed(gpu, Tag::DeviceKvCache, 2 * layer_bytes).unwrap();
+    let pages: Vec<DeviceBuffer> = (0..len.div_ceil(PAGE)).map(|_| page()).collect();
+    let addresses: Vec<u64> = pages.iter().map(DeviceBuffer::address).collect();
+    let table = upload(gpu, &addresses);
+    (pages, table)
+}
+
+/// What the cache makes of a row, which is the one thing that is rounded.
+const REFERENCE: f64 = 6e-4;
+
+/// Attention in f32, from norms and rotations of their own to what comes out, over a cache that is filled in two parts.
+#[test]
+fn unfused_attention_agrees_with_f64() {
+    let Some(gpu) = gpu() else { return };
+    for (i, &(heads, kv_heads, dim, rotary_dim, len, prefix, window, cap)) in [
+        (4, 2, 16, 16, 70, 1, None, None),
+        (6, 2, 48, 32, 200, 63, Some(30), None),
+        (8, 2, 128, 128, 150, 64, None, Some(0.7)),
+        (4, 1, 80, 80, 300, 130, Some(65), Some(2.0)),
+        (8, 4, 256, 256, 300, 65, Some(100), None),
+        (2, 1, 256, 128, 100, 64, Some(1), Some(1.5)),
+    ]
+    .iter()
+    .enumerate()
+    {
+        let shape = (heads, kv_heads, dim);
+        let s = Sequence::new(shape, len, (rotary_dim, window, cap), 3000 + 10 * i as u64);
+        let angle = |i: usize| (i / (rotary_dim / 2)) as f32 * s.frequencies[i % (rotary_dim / 2)];
+        let table = |of: fn(f32) -> f32| -> Vec<f32> {
+            let all = 0..len * (rotary_dim / 2);
+            all.map(|i| of(angle(i)) * ATTENTION_FACTOR as f32)
+                .collect()
+        };
+        let (cos, sin) = (
+            upload(&gpu, &table(f32::cos)),
+            upload(&gpu, &table(f32::sin)),
+        );
+        let of_heads = |first: usize, count: usize| -> DeviceBuffer {
+            let rows = s.qkv.chunks_exact(s.row());
+            let values: Vec<f32> = rows
+                .flat_map(|row| &row[first * dim..(first + count) * dim])
+                .copied()
+                .collect();
+            upload(&gpu, &values)
+        };
+        let (q, k, v) = (
+            of_heads(0, heads),
+            of_heads(heads, kv_heads),
+            of_heads(heads + kv_heads, kv_heads),
+        );
+        for (x, heads, norm) in [(&q, heads, &s.q_norm), (&k, kv_heads, &s.k_norm)] {
+            let norm = upload(&gpu, norm);
+            cuda::rms_norm_f32(x.into(), (&norm).into(), 1e-6, x.into()).unwrap();
+            cuda::rotate(x.into(), heads, dim, (&cos).into(), (&sin).into()).unwrap();
+        }
+        let (_pages, table) = pages_of(&gpu, 2 * kv_heads * PAGE * dim * 2, len);
+        let unfit = upload(&gpu, &[0u32]);
+        let pages = PageTable {
+            table: &table,
+            stride: len.div_ceil(PAGE),
+            layer: 1,
+            unfit: Some(&unfit),
+        };
+        let options = ReferenceAttention {
+            heads,
+            kv_heads,
+            dim,
+            scale: 1.0 / (dim as f32).sqrt(),
+            window,
+            score_cap: cap,
+        };
+        let out = poisoned(&gpu, len * heads * dim * 4);
+        for (first, end) in [(0, prefix), (prefix, len)] {
+            let part = |x: &DeviceBuffer, heads: usize| {
+                DeviceBuffer::from_slice(
+                    &gpu,
+                    Tag::DeviceScratch,
+                    &read_f32(x, len * heads * dim)[first * heads * dim..end * heads * dim],
+                )
+                .unwrap()
+            };
+            let (q, k, v) = (part(&q, heads), part(&k, kv_heads), part(&v, kv_heads));
+            let rows = end - first;
+            cuda::store_kv(kv_heads, dim, &pages, (&k).into(), (&v).into(), rows, first).unwrap();
+            let row = heads * dim * 4;
+            let out = DeviceSlice::from(&out)
+                .part(first * row..end * row)
+                .unwrap();
+            cuda::attention_reference(&options, &pages, (&q).into(), rows, first, out).unwrap();
+        }
+        let got = read_f32(&out, len * heads * dim);
+        for position in [0, prefix - 1, prefix, len - 1] {
+            let what = format!("{heads}/{kv_heads} heads of {dim} at {position}");
+            let got = &got[position * heads * dim..(position + 1) * heads * dim];
+            assert_close(got, &s.attend(position), REFERENCE, &what);
+        }
+        let mut noted = [7u32];
+        unfit.read(0, &mut noted).unwrap();
+        assert_eq!(noted, [0], "everything fits");
+    }
+}
+
+/// What f16 does not hold is noted with the first layer that it is of.
+#[test]
+fn keys_and_values_that_do_not_fit_are_noted() {
+    let Some(gpu) = gpu() else { return };
+    let (kv_heads, dim) = (2, 64);
+    let (_pages, table) = pages_of(&gpu, 2 * kv_heads * PAGE * dim * 2, 1);
+    let unfit = upload(&gpu, &[0u32]);
+    let store = |layer: usize, value: f32| {
+        let mut rows = normal(1, kv_heads * dim);
+        let k = upload(&gpu, &rows);
+        rows[77] = value;
+        let v = upload(&gpu, &rows);
+        let pages = PageTable {
+            table: &table,
+            stride: 1,
+            layer,
+            unfit: Some(&unfit),
+        };
+        cuda::store_kv(kv_heads, dim, &pages, (&k).into(), (&v).into(), 1, 0).unwrap();
+        let mut noted = [7u32];
+        unfit.read(0, &mut noted).unwrap();
+        noted[0]
+    };
+    assert_eq!(store(0, 65_519.0), 0);
+    assert_eq!(store(1, -65_520.0), 2);
+    assert_eq!(store(0, f32::NAN), 2, "the first that was noted stays");
+}
+
+/// Operations that no other test of the device has: products of each storage's rows with themselves, and what happens to numbers one by
+/// one.
+#[test]
+fn unfused_operations_agree_with_f64() {
+    let Some(gpu) = gpu() else { return };
+    let (m, width) = (7, 300);
+    let (x, y) = (normal(31, m * width), normal(32, m * width));
+    let check = |what: &str, run: &dyn Fn(DeviceSlice<'_>), want: &dyn Fn(usize) -> f64| {
+        let on_device = upload(&gpu, &x);
+        run((&on_device).into());
+        let want: Vec<f64> = (0..m * width).map(want).collect();
+        assert_close(&read_f32(&on_device, m * width), &want, EXACT, what);
+    };
+    let (all, row) = (upload(&gpu, &y), upload(&gpu, &y[..width]));
+    let of = |v: &[f32], i: usize| f64::from(v[i]);
+    let add = |y: &DeviceBuffer, x: DeviceSlice<'_>| cuda::add(x, y.into()).unwrap();
+    check("add", &|x| add(&all, x), &|i| of(&x, i) + of(&y, i));
+    check("add a row", &|x| add(&row, x), &|i| {
+        of(&x, i) + of(&y, i % width)
+    });
+    check("scale", &|x| cuda::scale(x, -2.5).unwrap(), &|i| {
+        -2.5 * of(&x, i)
+    });
+    check("fill", &|x| cuda::fill(x, 3.5).unwrap(), &|_| 3.5);
+    check("cap", &|x| cuda::cap_f32(x, 0.5).unwrap(), &|i| {
+        0.5 * (of(&x, i) / 0.5).tanh()
+    });
+    let glu = |activation, x: DeviceSlice<'_>| {
+        cuda::glu_f32(activation, x, (&all).into()).unwrap();
+    };
+    check("SwiGLU", &|x| glu(cuda::Activation::Silu, x), &|i| {
+        of(&x, i) / (1.0 + (-of(&x, i)).exp()) * of(&y, i)
+    });
+    check("GeGLU", &|x| glu(cuda::Activation::GeluTanh, x), &|i| {
+        let g = of(&x, i);
+        let u = (2.0 / std::f64::consts::PI).sqrt() * (g + 0.044715 * g.powi(3));
+        0.5 * g * (1.0 + u.tanh()) * of(&y, i)
+    });
+    for wrong in [
+        cuda::add(
+            (&all).into(),
+            DeviceSlice::from(&row).part(0..4 * 299).unwrap(),
+        ),
+        cuda::glu_f32(cuda::Activation::Silu, (&all).into(), (&row).into()),
+        cuda::rotate((&all).into(), 3, 64, (&row).into(), (&row).into()),
+    ] {
+        expect_kind(wrong, ErrorKind::Internal, "elements");
+    }
+}
+
+/// Norms of rows, by columns that are weighted and not, of every storage.
+#[test]
+fn norms_of_rows_agree_with_f64() {
+    let Some(gpu) = gpu() else { return };
+    let (rows, cols) = (37, 336);
+    let columns = normal(5, cols);
+    let on_device = upload(&gpu, &columns);
+    let packed = weight(&gpu, rows, cols, 6);
+    let check = |matrix: &Matrix, values: &[f32]| {
+        for weighted in [false, true] {
+            let out = poisoned(&gpu, rows * 4);
+            let by = weighted.then_some(DeviceSlice::from(&on_device));
+            cuda::row_norms(matrix, by, (&out).into()).unwrap();
+            let want: Vec<f64> = values
+                .chunks_exact(cols)
+                .map(|row| {
+                    let squares = row.iter().zip(&columns).map(|(&w, &c)| {
+                        let c = if weighted { f64::from(c) } else { 1.0 };
+                        (f64::from(w) * c).powi(2)
+                    });
+                    squares.sum::<f64>().sqrt()
+                })
+                .collect();
+            let what = format!("norms of rows of {:?}", matrix.storage());
+            assert_close(&read_f32(&out, rows), &want, EXACT, &what);
+        }
+    };
+    check(&packed.device, &packed.values);
+    for (storage, dtype) in [
+        (Storage::F32, DType::F32),
+        (Storage::F16, DType::F16),
+        (Storage::BF16, DType::BF16),
+    ] {
+        // Eight bits of mantissa, which every storage holds.
+        let values: Vec<f32> = normal(7, rows * cols)
+            .iter()
+            .map(|&v| bf16::from_f32(v).to_f32())
+            .collect();
+        let matrix = Matrix::dense(&gpu, rows, cols, storage, &mut |range, bytes| {
+            dtype.from_f32(&values[range.start * cols..range.end * cols], bytes)
+        })
+        .unwrap();
+        check(&matrix, &values);
+    }
+}
+
+/// A norm of what is added, and the norm of the sum: rows that fill registers and such that do not, in both layouts.
+#[test]
+fn norms_of_what_is_added_agree_with_f64() {
+    let Some(gpu) = gpu() else { return };
+    for (i, (m, width)) in [(1, 64), (3, 2560), (9, 1152), (40, 5376), (2, 8192)]
+        .into_iter()
+        .enumerate()
+    {
+        let seed = 600 + 10 * i as u64;
+        let (y, x) = (normal(seed, m * width), normal(seed + 1, m * width));
+        let (post, next) = (normal(seed + 2, width), normal(seed + 3, width));
+        let layout = Layout::taken(&Hardware::of(&gpu), m);
+        let residual = upload(&gpu, &x);
+        let normed = poisoned(&gpu, layout.elements(m, width) * 2);
+        let (device_post, device_next) = (upload(&gpu, &post), upload(&gpu, &next));
+        let follows = Some((&device_next, layout, &normed));
+        let y_on_device = upload(&gpu, &y);
+        cuda::post_norm(
+            &gpu,
+            &y_on_device,
+            &device_post,
+            1e-6,
+            m,
+            width,
+            &residual,
+            follows,
+        )
+        .unwrap();
+        let added: Vec<f32> = rms_norm(&y, &post, 1e-6)
+            .iter()
+            .zip(&x)
+            .map(|(a, b)| a + b)
+            .collect();
+        let want: Vec<f64> = added.iter().map(|&v| v.into()).collect();
+        assert_close(
+            &read_f32(&residual, m * width),
+            &want,
+            EXACT,
+            "what was added to",
+        );
+        let want: Vec<f64> = rms_norm(&added, &next, 1e-6)
+            .into_iter()
+            .map(f64::from)
+            .collect();
+        let got = in_rows(
+            layout,
+            &read_f16(&normed, layout.elements(m, width)),
+            m,
+            width,
+        );
+        assert_close(&got, &want, F16, "the norm after");
+        // Without a norm that follows.
+        cuda::post_norm(
+            &gpu,
+            &y_on_device,
+            &device_post,
+            1e-6,
+            m,
+            width,
+            &residual,
+            None,
+        )
+        .unwrap();
+        let twice = rms_norm(&y, &post, 1e-6)
+            .iter()
+            .zip(&added)
+            .map(|(a, b)| f64::from(a + b))
+            .collect::<Vec<_>>();
+        assert_close(
+            &read_f32(&residual, m * width),
+            &twice,
+            EXACT,
+            "what was added to twice",
+        );
+    }
+}
+
+#[test]
+fn gated_activations_agree_with_f64() {
+    let Some(gpu) = gpu() else { return };
+    let (m, width) = (5, 136);
+    let gate_up: Vec<f32> = normal(77, m * 2 * width)
+        .iter()
+        .map(|v| rounded(&[4.0 * v])[0] as f32)
+        .collect();
+    for (activation, of) in [
+        (
+            cuda::Activation::Silu,
+            (|g| g / (1.0 + (-g).exp())) as fn(f64) -> f64,
+        ),
+        (cuda::Activation::GeluTanh, |g| {
+            let u = (2.0 / std::f64::consts::PI).sqrt() * (g + 0.044715 * g.powi(3));
+            0.5 * g * (1.0 + u.tanh())
+        }),
+    ] {
+        let glu = Glu {
+            activation,
+            divisor: 4,
+        };
+        let out = poisoned(&gpu, m * width * 2);
+        cuda::glu(&gpu, glu, &upload(&gpu, &as_f16(&gate_up)), m, width, &out).unwrap();
+        let want: Vec<f64> = gate_up
+            .chunks_exact(2 * width)
+            .flat_map(|row| {
+                let (gate, up) = row.split_at(width);
+                let both = gate.iter().zip(up);
+                both.map(move |(&g, &u)| of(g.into()) * f64::from(u) / 4.0)
+                    .collect::<Vec<_>>()
+            })
+            .collect();
+        assert_close(
+            &read_f16(&out, m * width),
+            &want,
+            F16,
+            &format!("{activation:?}"),
+        );
     }
 }
 
@@ -1453,15 +1859,7 @@ fn the_likeliest_token_is_the_first_of_equals() {
 fn logits(model: &Model, tokens: &[u32]) -> (Vec<f32>, Vec<f32>) {
     let (mut scratch, mut all, mut each, mut one) =
         (Scratch::new(), Vec::new(), Vec::new(), Vec::new());
-    let new = || {
-        KvCache::new(
-            model.device(),
-            model.config(),
-            4 * tokens.len(),
-            KvType::F16,
-        )
-        .unwrap()
-    };
+    let new = || KvCache::new(model.device(), model.spec(), 4 * tokens.len(), KvType::F16).unwrap();
     model
         .forward(tokens, &mut new(), &mut scratch, Logits::All, &mut all)
         .unwrap();
@@ -1490,6 +1888,17 @@ fn models_agree_with_the_processor() {
         "llama_biased",
         "llama_linear",
         "llama_llama3",
+        "llama_wide",
+        "qwen3_uneven",
+        "qwen2_window",
+        "mistral_plain",
+        "mistral_window",
+        "phi3_window",
+        "phi3_partial",
+        "phi3_longrope",
+        "gemma3_narrow",
+        "gemma3_wide",
+        "qwen3moe_mixed",
     ] {
         for quantize in [Some(QuantizeOptions::default()), None] {
             let cpu = Model::load(
@@ -1505,25 +1914,49 @@ fn models_agree_with_the_processor() {
                 quantize,
                 ..options()
             };
-            if !matches!(cpu.config().head_dim, 32 | 64 | 128) {
+            let refused = match &cpu.spec().blocks[0] {
+                block if block.mlp.experts() > 0 => Some("for which there is no kernel on a GPU"),
+                block if block.attention.head_dim < 32 => {
+                    Some("head_dim must be one of [32, 64, 80, 96, 128, 192, 256]")
+                }
+                _ => None,
+            };
+            if let Some(refused) = refused {
                 let error = Model::load(&golden(case), &on_gpu).unwrap_err();
-                assert!(
-                    error.message().contains("head_dim must be 32, 64 or 128"),
-                    "{error}"
-                );
+                assert!(error.message().contains(refused), "{error}");
                 continue;
             }
             let model = Model::load(&golden(case), &on_gpu).unwrap();
             let tokens = some_tokens(&cpu, 60);
             let (want, _) = logits(&cpu, &tokens);
             let want: Vec<f64> = want.into_iter().map(f64::from).collect();
+            // The reference block on the GPU, some rows after others; and fused kernels against both. What enters its products is rounded
+            // to f16, seven times a block, and so are keys and values.
+            let mut reference = Vec::new();
+            let mut cache =
+                KvCache::new(model.device(), model.spec(), 4 * tokens.len(), KvType::F16).unwrap();
+            for part in tokens.chunks(37) {
+                let (mut scratch, mut some) = (Scratch::new(), Vec::new());
+                model
+                    .forward_reference(part, &mut cache, &mut scratch, Logits::All, &mut some)
+                    .unwrap();
+                reference.extend(some);
+            }
+            assert_close(
+                &reference,
+                &want,
+                3e-3,
+                &format!("{case}, operation by operation"),
+            );
+            let by_reference: Vec<f64> = reference.iter().map(|&v| v.into()).collect();
             let (all, each) = logits(&model, &tokens);
             assert_close(&all, &want, 5e-3, &format!("{case}, one call"));
             assert_close(&each, &want, 5e-3, &format!("{case}, token by token"));
+            assert_close(&all, &by_reference, 5e-3, &format!("{case}, fused"));
             tested += 1;
         }
     }
-    assert!(tested > 0, "no golden model has heads that the GPU takes");
+    assert_eq!(tested, 2 * 8, "models with heads that the GPU takes");
 }
 
 /// Models named in NVFP4_TEST_MODELS, separated by colons: real ones, or of a real size.

@@ -780,10 +780,10 @@ fn reports_are_read_and_spills_refused() {
 
 #[test]
 fn an_architecture_that_the_compiler_does_not_know_is_named() {
-    if compile(Unit::Swiglu, "sm_80").is_none() {
+    if compile(Unit::Glu, "sm_80").is_none() {
         return;
     }
-    let error = cuda::compile(Unit::Swiglu, "sm_990a").unwrap_err();
+    let error = cuda::compile(Unit::Glu, "sm_990a").unwrap_err();
     for part in ["does not know sm_990a", "newer", "NVFP4_NVRTC"] {
         assert!(error.message().contains(part), "{error}");
     }
@@ -792,7 +792,7 @@ fn an_architecture_that_the_compiler_does_not_know_is_named() {
 /// The benchmarks' kernels are for Hopper alone, and measure nothing if they spill or the assembler takes a pipeline apart.
 #[test]
 fn benchmark_sources_compile_for_hopper() {
-    if compile(Unit::Swiglu, "sm_90a").is_none() {
+    if compile(Unit::Glu, "sm_90a").is_none() {
         return;
     }
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("benches/micro/kernels");

@@ -233,7 +233,7 @@ fn ids_without_text_decode_to_none() {
     let tokenizer = model.tokenizer().unwrap();
     let (ids, rows) = (
         tokenizer.vocab_size() as u32,
-        model.config().vocab_size as u32,
+        model.spec().vocab_size as u32,
     );
     assert!(ids < rows);
     let text = encode(&model, "Hello");
@@ -1321,7 +1321,7 @@ fn session_files_of_other_models_are_refused() {
 /// A golden of which one byte of a tensor's middle row is another, so that its first and last rows are the same.
 fn with_another_row(case: &str, entry: &str, part: usize) -> Arc<Model> {
     let copy = Copy::of(case, "row");
-    let checkpoint = NVFP4::checkpoint::open(&copy.0).unwrap();
+    let checkpoint = NVFP4::model::open(&copy.0).unwrap();
     let parts = checkpoint.parts(checkpoint.find(entry).unwrap()).unwrap();
     let (shape, key) = (parts[part].shape, parts[part].key);
     let mut bytes = fs::read(copy.0.join("model.safetensors")).unwrap();
@@ -1378,7 +1378,7 @@ fn a_file_that_shrinks_while_its_model_runs_is_an_error() {
     session.prefill(&[1, 2, 3]).map_or_else(told, |()| {
         told(session.logits().unwrap_err());
     });
-    let mut row = vec![0.0; model.config().hidden_size];
+    let mut row = vec![0.0; model.spec().hidden_size];
     told(model.embed(&[7], &mut row).unwrap_err());
 }
 

@@ -167,8 +167,11 @@ pub(super) fn many_rows(gpu: &Arc<Gpu>, figures: &mut Figures) {
         q_norm: Some(&ones),
         k_norm: Some(&ones),
         frequencies: &ones,
+        rotary_dim: DIM,
         attention_factor: 1.0,
         eps: 1e-6,
+        window: None,
+        score_cap: None,
         scale: 0.088,
     };
     for m in [512, 2048, 4096, 8192] {
@@ -180,6 +183,7 @@ pub(super) fn many_rows(gpu: &Arc<Gpu>, figures: &mut Figures) {
             table: &table,
             stride: count,
             layer: 0,
+            unfit: None,
         };
         let values: Vec<f32> = (0..(m * (HEADS + 2 * KV_HEADS) * DIM) as u64)
             .map(|i| (random::bits(6, i) % 2001) as f32 / 1000.0 - 1.0)

@@ -1,9 +1,9 @@
 //! What every target does with a file: open it and, if it opens, read both ends of every entry in every way.
 
-use NVFP4::checkpoint;
+use NVFP4::model;
 
 pub fn walk(name: &str, bytes: &[u8]) {
-    let Ok(opened) = checkpoint::open_bytes(name, bytes.to_vec()) else {
+    let Ok(opened) = model::open_bytes(name, bytes.to_vec()) else {
         return;
     };
     for entry in opened.entries() {

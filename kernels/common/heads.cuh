@@ -1,18 +1,35 @@
-// One head of queries or keys: RMSNorm over the head where the architecture has it, then the rotation of its halves.
+// One head of queries or keys: RMSNorm over the head where the model has it, then the rotation of its halves, or of the halves of
+// its first elements.
 #pragma once
 #include "common/ptx.cuh"
 #include "common/reduce.cuh"
 
 struct HeadOptions {
-    const float* frequencies;  // [D / 2]
+    const float* frequencies;  // [rotary_dim / 2]
     float attention_factor;    // multiplies cosines and sines
     float eps;
+    int rotary_dim;            // elements that rotate: element i with element i + rotary_dim / 2
 };
 
-// The angles of a lane's elements at a position. Depends on nothing but the position, so it may come before a wait.
+// Elements of a head that a lane holds: those lane + 32 j that exist.
 template <int D>
+constexpr int SLOTS = ceil_div(D, WARP);
+
+template <int D>
+__device__ __forceinline__ bool has_slot(int j) {
+    return D % WARP == 0 || lane_id() + WARP * j < D;
+}
+
+// Whether an element and its partner are a lane's own where all elements rotate, or all lanes hold one element.
+template <int D>
+constexpr bool IN_LANE = D == WARP || D % (2 * WARP) == 0;
+
+// The angles of a lane's elements at a position. Depends on nothing but the position, so it may come before a wait. PART: any
+// elements may rotate; otherwise all do, and partners are in one lane.
+template <int D, bool PART>
 struct Rotation {
-    static constexpr int ANGLES = D / 2 <= WARP ? 1 : D / 2 / WARP;
+    static_assert(IN_LANE<D>, "");
+    static constexpr int N = SLOTS<D>, ANGLES = D / 2 <= WARP ? 1 : D / 2 / WARP;
     float sine[ANGLES], cosine[ANGLES];
 
     __device__ __forceinline__ Rotation(const HeadOptions& o, int position) {
@@ -23,45 +40,80 @@ struct Rotation {
             cosine[j] *= o.attention_factor;
         }
     }
+    __device__ __forceinline__ void apply(float (&y)[N], float scale) const {
+        if (N == 1) {
+            float partner = __shfl_xor_sync(ALL_LANES, y[0], D / 2);
+            y[0] = (y[0] * cosine[0] + (lane_id() < D / 2 ? -partner : partner) * sine[0]) * scale;
+        } else {
+#pragma unroll
+            for (int j = 0; j < N / 2; j++) {
+                float low = y[j], high = y[(j + N / 2) % N];
+                y[j] = (low * cosine[j] - high * sine[j]) * scale;
+                y[(j + N / 2) % N] = (high * cosine[j] + low * sine[j]) * scale;
+            }
+        }
+    }
+};
+
+template <int D>
+struct Rotation<D, true> {
+    static constexpr int N = SLOTS<D>;
+    float sine[N], cosine[N];  // the sine with the sign of the partner's part
+    int partner[N];
+
+    __device__ __forceinline__ Rotation(const HeadOptions& o, int position) {
+        int half = o.rotary_dim / 2;
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            int i = lane_id() + WARP * j;
+            bool first = i < half, rotates = i < 2 * half;
+            partner[j] = rotates ? first ? i + half : i - half : i;
+            cosine[j] = 1, sine[j] = 0;
+            if (!rotates) continue;
+            sincosf(position * o.frequencies[first ? i : i - half], &sine[j], &cosine[j]);
+            cosine[j] *= o.attention_factor;
+            sine[j] *= first ? -o.attention_factor : o.attention_factor;
+        }
+    }
+    __device__ __forceinline__ void apply(float (&y)[N], float scale) const {
+        float other[N] = {};
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+#pragma unroll
+            for (int slot = 0; slot < N; slot++) {
+                float x = __shfl_sync(ALL_LANES, y[slot], partner[j] % WARP);
+                if (partner[j] / WARP == slot) other[j] = x;
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < N; j++) y[j] = (y[j] * cosine[j] + other[j] * sine[j]) * scale;
+    }
 };
 
 // A norm's weights for a lane's elements, or ones.
 template <int D>
-__device__ __forceinline__ void load_norm(const float* weight, float (&w)[D / WARP]) {
+__device__ __forceinline__ void load_norm(const float* weight, float (&w)[SLOTS<D>]) {
 #pragma unroll
-    for (int j = 0; j < D / WARP; j++) w[j] = weight ? weight[lane_id() + WARP * j] : 1;
+    for (int j = 0; j < SLOTS<D>; j++) w[j] = weight && has_slot<D>(j) ? weight[lane_id() + WARP * j] : 1;
 }
 
-// Head `x` of D elements, which a warp holds: lane l has elements l + 32 j.
+// Head `x` of D elements, which a warp holds.
 template <int D>
-__device__ __forceinline__ void load_head(const float* x, float (&y)[D / WARP]) {
+__device__ __forceinline__ void load_head(const float* x, float (&y)[SLOTS<D>]) {
 #pragma unroll
-    for (int j = 0; j < D / WARP; j++) y[j] = x[lane_id() + WARP * j];
+    for (int j = 0; j < SLOTS<D>; j++) y[j] = has_slot<D>(j) ? x[lane_id() + WARP * j] : 0;
 }
 
-template <int D>
-__device__ __forceinline__ void norm_and_rotate(float (&y)[D / WARP], bool normed, const float (&weight)[D / WARP], float eps, const Rotation<D>& r,
-                                                float scale) {
-    constexpr int N = D / WARP;
-    static_assert(D == 32 || D == 64 || D == 128, "a lane holds an element and its partner, or all lanes hold one");
-    int lane = lane_id();
+template <int D, bool PART>
+__device__ __forceinline__ void norm_and_rotate(float (&y)[SLOTS<D>], bool normed, const float (&weight)[SLOTS<D>], float eps,
+                                                const Rotation<D, PART>& r, float scale) {
     if (normed) {
         float sum = 0;
 #pragma unroll
-        for (int j = 0; j < N; j++) sum += y[j] * y[j];
+        for (int j = 0; j < SLOTS<D>; j++) sum += y[j] * y[j];
         float factor = rsqrtf(warp_sum(sum) / D + eps);
 #pragma unroll
-        for (int j = 0; j < N; j++) y[j] *= factor * weight[j];
+        for (int j = 0; j < SLOTS<D>; j++) y[j] *= factor * weight[j];
     }
-    if (N == 1) {
-        float partner = __shfl_xor_sync(ALL_LANES, y[0], D / 2);
-        y[0] = (y[0] * r.cosine[0] + (lane < D / 2 ? -partner : partner) * r.sine[0]) * scale;
-    } else {
-#pragma unroll
-        for (int j = 0; j < N / 2; j++) {
-            float low = y[j], high = y[(j + N / 2) % N];
-            y[j] = (low * r.cosine[j] - high * r.sine[j]) * scale;
-            y[(j + N / 2) % N] = (high * r.cosine[j] + low * r.sine[j]) * scale;
-        }
-    }
+    r.apply(y, scale);
 }

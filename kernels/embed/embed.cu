@@ -9,6 +9,7 @@ struct Arguments {
     const void* table;      // [vocabulary, width]; NVFP4: see format/packed.cuh
     float* out;             // [rows, width]
     float global;           // NVFP4
+    float scale;            // of the rows
     int kind;
     int width;
 };
@@ -27,14 +28,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) embed(const __grid_constan
         case F32: value = ((const float*)a.table)[at]; break;
         case F16: value = f16_to_float(((const u16*)a.table)[at]); break;
         case BF16: value = bf16_to_float(((const u16*)a.table)[at]); break;
-        default: {
-            int row = a.tokens[blockIdx.y], g = row % CHUNK_ROWS, block = i % CHUNK_K / BLOCK, e = i % BLOCK;
-            const u8* chunk = chunk_of((const u8*)a.table, ceil_div(a.width, CHUNK_K), row, i);
-            u32 pairs[4];
-            decode_word(((const u32*)chunk)[(4 * g + e / 4) * 4 + block / 2], pairs);
-            u32 code = gather_code(pairs[e % 4] >> (block % 2 * 16));
-            value = decode_value(code_to_float(code), scale_to_float(chunk[CHUNK_CODES + g * CHUNK_BLOCKS + block]), a.global);
-        }
+        default: value = packed_value((const u8*)a.table, a.width, a.tokens[blockIdx.y], i, a.global);
     }
-    a.out[(size_t)blockIdx.y * a.width + i] = value;
+    a.out[(size_t)blockIdx.y * a.width + i] = value * a.scale;
 }

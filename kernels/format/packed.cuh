@@ -81,3 +81,13 @@ __device__ __forceinline__ u32 gather_code(u32 half) { return (half >> 15 & 1) <
 __device__ __forceinline__ const u8* chunk_of(const u8* weight, int chunks, int row, int k) {
     return weight + (u64)((u32)(row / CHUNK_ROWS) * (u32)chunks + (u32)(k / CHUNK_K)) * CHUNK_BYTES;
 }
+
+// One value of a weight of rows of `width`.
+__device__ __forceinline__ float packed_value(const u8* weight, int width, int row, int k, float global) {
+    int g = row % CHUNK_ROWS, block = k % CHUNK_K / BLOCK, e = k % BLOCK;
+    const u8* chunk = chunk_of(weight, ceil_div(width, CHUNK_K), row, k);
+    u32 pairs[4];
+    decode_word(((const u32*)chunk)[(4 * g + e / 4) * 4 + block / 2], pairs);
+    u32 code = gather_code(pairs[e % 4] >> (block % 2 * 16));
+    return decode_value(code_to_float(code), scale_to_float(chunk[CHUNK_CODES + g * CHUNK_BLOCKS + block]), global);
+}

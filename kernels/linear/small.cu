@@ -19,7 +19,7 @@
 // x stands in shared memory as f16 in the order of the weights, padded with zeros to whole steps; they may come in the order of
 // format/ordered.cuh, and are then copied as they are, of which products need not await the last. K must be a multiple of 16.
 // Norms of x are applied at the end, and those of a sum of x and the product are prepared there (norm/deferred.cuh).
-#include "activation/silu.cuh"
+#include "activation/gate.cuh"
 #include "common/cluster.cuh"
 #include "common/ptx.cuh"
 #include "common/ring.cuh"
@@ -37,7 +37,7 @@ __device__ __forceinline__ int quotient(int a, int b) {
 
 enum Tile { ROWS, PAIR, SPLIT };
 enum Input { PLAIN, ORDERED };
-enum Output { STORE_F32, STORE_F16, ADD_F32, SWIGLU_F16, SWIGLU_ORDERED };
+enum Output { STORE_F32, STORE_F16, ADD_F32, GLU_F16, GLU_ORDERED };
 
 constexpr int WARPS = 16;
 constexpr int THREADS = WARPS * WARP;
@@ -54,7 +54,7 @@ struct Part {
 struct Arguments {
     const u16* x;               // f16 [m, k]
     void* out;                  // [m, out_stride]; the matrices' features follow each other
-    Matrix matrix[MATRICES];    // SWIGLU: gate and up, of equal rows
+    Matrix matrix[MATRICES];    // GLU: gate and up, of equal rows
     int tiles[MATRICES - 1];    // of all matrices up to this one; PAIR: of all
     int each, more;             // tiles of a cluster; clusters that have one more
     Part part[PARTS];           // of K, for the blocks of a cluster along the last dimension of the grid; the last one is no smaller
@@ -62,7 +62,8 @@ struct Arguments {
     int m;
     int k;
     int out_stride;
-    float out_scale;            // SWIGLU: of the result, which may be large
+    float out_scale;            // GLU: of the result, which may be large
+    int activation;             // GLU
     DeferredNorm norm;          // ADD: of the result; others: of x
 };
 
@@ -380,7 +381,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
     // What a warp asks for before the kernel's wait delays the last weights of the kernel before, and then its own activations, if there
     // is much of it; for the same reason a kernel with a long loop lets the next one start when its warps have asked for their
     // last weights. benches/NOTES.md has what was measured, of rings of more stages, too.
-    constexpr bool LONG = TILE == PAIR, SWIGLU = OUTPUT == SWIGLU_F16 || OUTPUT == SWIGLU_ORDERED;
+    constexpr bool LONG = TILE == PAIR, GLU = OUTPUT == GLU_F16 || OUTPUT == GLU_ORDERED;
     constexpr int EARLY = BLOCKS == 1 && INPUT == PLAIN ? 1 : 2, STAGES = LONG && COUNT == ONE ? 4 : 3;
     using Ring = WarpRing<STAGES, CHUNK_BYTES>;
     extern __shared__ __align__(128) char shared[];
@@ -483,7 +484,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
         p.sums = shared_address(partial + ((tile + first) * a.m + m) * SUMS + feature);
         if (m < a.m && p.row < a.matrix[p.matrix].rows) p.count = shares.owner((tile + 1) * steps - 1) - first + 1;
         int column = p.row + (p.matrix > 0 ? a.matrix[0].rows : 0) + (p.matrix > 1 ? a.matrix[1].rows : 0);
-        p.at = OUTPUT == SWIGLU_ORDERED ? (int)ordered_at(MOST / GROUP_ROWS, m, p.row) : m * a.out_stride + column;
+        p.at = OUTPUT == GLU_ORDERED ? (int)ordered_at(MOST / GROUP_ROWS, m, p.row) : m * a.out_stride + column;
         p.next = INPUT == ORDERED ? (int)ordered_at(MOST / GROUP_ROWS, m, p.row) : p.at;
         return p;
     };
@@ -612,15 +613,15 @@ __device__ __forceinline__ void run(const Arguments& a) {
             }
         }
         if (OUTPUT == STORE_F16) ((u16*)a.out)[p.at] = to_f16(sum.x);
-        if (SWIGLU) {
+        if (GLU) {
             const Matrix& up = a.matrix[1];
             sum.y *= up.global * factor;
             if (up.bias) sum.y += up.bias[p.row];
-            ((u16*)a.out)[p.at] = to_f16(silu(sum.x) * sum.y * a.out_scale);
+            ((u16*)a.out)[p.at] = to_f16(activate(a.activation, sum.x) * sum.y * a.out_scale);
         }
     };
 
-    u16* ordered = OUTPUT == SWIGLU_ORDERED ? (u16*)a.out : OUTPUT == ADD_F32 && INPUT == ORDERED && a.norm.squares ? a.norm.rows : nullptr;
+    u16* ordered = OUTPUT == GLU_ORDERED ? (u16*)a.out : OUTPUT == ADD_F32 && INPUT == ORDERED && a.norm.squares ? a.norm.rows : nullptr;
     if (ordered && block == (int)gridDim.x - 1) {
         // What is missing at the end is zeros.
         int rows = a.matrix[0].rows, missing = filled(rows) - rows;
@@ -678,11 +679,11 @@ __device__ __forceinline__ void run(const Arguments& a) {
 ORDERED_KERNELS(linear_f32, ROWS, STORE_F32, 1)
 ORDERED_KERNELS(linear_f16, ROWS, STORE_F16, 1)
 ORDERED_KERNELS(linear_add, ROWS, ADD_F32, 1)
-ORDERED_KERNELS(linear_swiglu, PAIR, SWIGLU_ORDERED, 2)
+ORDERED_KERNELS(linear_glu, PAIR, GLU_ORDERED, 2)
 #endif
 KERNELS(linear_f32, STORE_F32)
 KERNELS(linear_f16, STORE_F16)
 KERNELS(linear_add, ADD_F32)
-KERNEL(linear_swiglu_1, PAIR, PLAIN, SWIGLU_F16, ONE, 2)
-KERNEL(linear_swiglu_8, PAIR, PLAIN, SWIGLU_F16, FEW, 2)
-KERNEL(linear_swiglu_16, PAIR, PLAIN, SWIGLU_F16, MANY, 1)
+KERNEL(linear_glu_1, PAIR, PLAIN, GLU_F16, ONE, 2)
+KERNEL(linear_glu_8, PAIR, PLAIN, GLU_F16, FEW, 2)
+KERNEL(linear_glu_16, PAIR, PLAIN, GLU_F16, MANY, 1)

@@ -1,11 +1,11 @@
 // What products that take tiles of features and rows have in common: their arguments, where tiles lie, and what becomes of sums.
 #pragma once
-#include "activation/silu.cuh"
+#include "activation/gate.cuh"
 #include "common/ptx.cuh"
 #include "format/ordered.cuh"
 #include "linear/matrix.cuh"
 
-enum Output { STORE_F32, STORE_F16, ADD_F32, STORE_ORDERED };  // the last is SwiGLU's, which has kernels of its own
+enum Output { STORE_F32, STORE_F16, ADD_F32, STORE_ORDERED };  // the last is that of gated activations, which have kernels of their own
 
 struct Arguments {
     const u16* x;               // f16 [m, k]; those of linear/wide.cu in the order of format/ordered.cuh
@@ -18,7 +18,8 @@ struct Arguments {
     int out_stride;
     int output;
     int parts;                  // blocks that share a tile, each with a range of K
-    float out_scale;            // SwiGLU: of the result, which may be large
+    float out_scale;            // GLU: of the result, which may be large
+    int activation;             // GLU
 };
 
 __device__ __forceinline__ int features_of(const Arguments& a) {
@@ -79,7 +80,7 @@ __device__ __forceinline__ void put_away_part(const Arguments& a, const Matrix& 
 // The same for rows 0 to 7 of A that are gate's features from `first` on and rows 8 to 15 that are up's: calls put(row of
 // activations, feature, value) with f16 values, which are zeros past the last feature.
 template <class Put>
-__device__ __forceinline__ void put_away_swiglu(const Arguments& a, int first, int first_row, const float (&c)[4], Put put) {
+__device__ __forceinline__ void put_away_glu(const Arguments& a, int first, int first_row, const float (&c)[4], Put put) {
     int g = lane_id() / 4, t = lane_id() % 4, row = first + g;
     const Matrix &gate = a.matrix[0], &up = a.matrix[1];
     bool there = row < gate.rows;
@@ -87,6 +88,6 @@ __device__ __forceinline__ void put_away_swiglu(const Arguments& a, int first, i
 #pragma unroll
     for (int e = 0; e < 2; e++) {
         float x = c[e] * (gate.global * PACKED_FACTOR) + gate_bias, y = c[e + 2] * (up.global * PACKED_FACTOR) + up_bias;
-        put(first_row + 2 * t + e, row, there ? to_f16(silu(x) * y * a.out_scale) : (u16)0);
+        put(first_row + 2 * t + e, row, there ? to_f16(activate(a.activation, x) * y * a.out_scale) : (u16)0);
     }
 }

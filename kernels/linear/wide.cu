@@ -64,7 +64,7 @@ __device__ __forceinline__ void store_pair(const Arguments& a, char* shared, int
     together();
 #pragma unroll
     for (int i = 0; i < TILES; i++) {
-        put_away_swiglu(a, first_feature + warp * 8, 0, c[i], [&](int m, int feature, u16 value) {
+        put_away_glu(a, first_feature + warp * 8, 0, c[i], [&](int m, int feature, u16 value) {
             ((u16*)(shared + i * PAIR_BYTES))[ordered_at(1, m, feature - first_feature)] = value;
         });
     }
@@ -162,7 +162,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
 
     auto put = [&](int warp, int i, const float (&sums)[4]) {
         if (PAIR) {
-            put_away_swiglu(a, first_feature(warp), first_row + 8 * i, sums, [&](int m, int feature, u16 value) {
+            put_away_glu(a, first_feature(warp), first_row + 8 * i, sums, [&](int m, int feature, u16 value) {
                 bool ordered = a.output == STORE_ORDERED;
                 if (m >= a.m || feature >= (ordered ? filled(w.rows) : w.rows)) return;
                 ((u16*)a.out)[ordered ? ordered_at(groups, m, feature) : (size_t)m * a.out_stride + feature] = value;
@@ -220,7 +220,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
     extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wide_##COLUMNS(const __grid_constant__ Arguments a) {    \
         run<COLUMNS, false>(a);                                                                                              \
     }                                                                                                                        \
-    extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wide_swiglu_##COLUMNS(const __grid_constant__ Arguments a) { \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wide_glu_##COLUMNS(const __grid_constant__ Arguments a) { \
         run<COLUMNS, true>(a);                                                                                               \
     }
 

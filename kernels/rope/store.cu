@@ -1,67 +1,9 @@
-// Between the projections and attention, for rows of one sequence: norm and rotation of queries and keys, and the cache's new
-// keys and values.
-#include "common/heads.cuh"
-#include "common/pages.cuh"
+// Heads of 32, 64 or 128 elements, all of which rotate. See rope/store.cuh.
+#include "rope/store.cuh"
 
-struct Arguments {
-    const float* qkv;       // [rows, (heads + 2 kv_heads) D]
-    const float* q_norm;    // [D] or null
-    const float* k_norm;
-    u16* q;                 // f16 [rows, heads, D], scaled
-    HeadOptions head;
-    Pages pages;            // of the one sequence
-    int heads;
-    int rows;
-    int first_position;
-    float scale;            // of the scores, times log2(e)
-};
-
-constexpr int WARPS = 4;
-
-// Grid: (rows, ceil((heads + kv_heads) / WARPS)); a warp takes a head.
-template <int D>
-__device__ __forceinline__ void heads(const Arguments& a) {
-    wait_for_earlier_kernels();
-    int row = blockIdx.x, head = blockIdx.y * WARPS + threadIdx.x / WARP, lane = lane_id();
-    if (head >= a.heads + a.pages.kv_heads) return;
-    int position = a.first_position + row;
-    bool is_key = head >= a.heads;
-    const float* x = a.qkv + ((size_t)row * (a.heads + 2 * a.pages.kv_heads) + head) * D;
-    const float* norm = is_key ? a.k_norm : a.q_norm;
-    float weight[D / WARP], y[D / WARP];
-    load_norm<D>(norm, weight);
-    load_head<D>(x, y);
-    norm_and_rotate<D>(y, norm != nullptr, weight, a.head.eps, Rotation<D>(a.head, position), is_key ? 1 : a.scale);
-    u16* to = is_key ? keys<D>(a.pages, 0, position, head - a.heads) : a.q + ((size_t)row * a.heads + head) * D;
-#pragma unroll
-    for (int j = 0; j < D / WARP; j++) to[lane + WARP * j] = to_f16(y[j]);
-}
-
-// Grid: (groups of 8 positions that rows fall in, kv_heads); a thread takes an element of 8 positions.
-template <int D>
-__device__ __forceinline__ void store_values(const Arguments& a) {
-    wait_for_earlier_kernels();
-    int d = threadIdx.x, head = blockIdx.y, start = (a.first_position / 8 + blockIdx.x) * 8;
-    size_t stride = (size_t)(a.heads + 2 * a.pages.kv_heads) * D;
-    const float* x = a.qkv + (size_t)(a.heads + a.pages.kv_heads + head) * D + d;
-    u16* to = values<D>(a.pages, 0, start, head) + d * PAGE;
-    u32 packed[4];
-    bool whole = start >= a.first_position && start + 8 <= a.first_position + a.rows;
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        int row = start + i - a.first_position;
-        bool inside = row >= 0 && row < a.rows;
-        u16 v = inside ? to_f16(x[row * stride]) : 0;
-        if (!whole && inside) to[i] = v;
-        packed[i / 2] = i % 2 ? packed[i / 2] | (u32)v << 16 : v;
-    }
-    if (whole) *(uint4*)to = make_uint4(packed[0], packed[1], packed[2], packed[3]);
-}
-
-#define KERNEL(D)                                                                                                                     \
-    extern "C" __global__ void __launch_bounds__(WARPS* WARP) rope_store_heads_##D(const __grid_constant__ Arguments a) { heads<D>(a); } \
-    extern "C" __global__ void __launch_bounds__(D) rope_store_values_##D(const __grid_constant__ Arguments a) { store_values<D>(a); }
-
-KERNEL(32)
-KERNEL(64)
-KERNEL(128)
+HEADS(32, false, rope_store_heads_32)
+HEADS(64, false, rope_store_heads_64)
+HEADS(128, false, rope_store_heads_128)
+VALUES(32)
+VALUES(64)
+VALUES(128)

@@ -25,10 +25,9 @@ use crate::base::alloc;
 use crate::base::call::{self, Progress};
 use crate::base::error::{Result, err};
 use crate::base::memory::with_room;
-use crate::checkpoint;
 use crate::model::convert::{self, Container, ConvertOptions};
 use crate::model::placement::{self, Requirements};
-use crate::model::{Device, KvType, LoadOptions, Model};
+use crate::model::{self, Device, KvType, LoadOptions, Model};
 use crate::text::Message;
 
 /// A loaded model. See the model chapter.
@@ -503,7 +502,7 @@ pub unsafe extern "C" fn NVFP4_model_convert(
             // SAFETY: as above.
             convert.quantize = unsafe { self::options(quantize) }?.read_for_model()?;
         }
-        let checkpoint = checkpoint::open(Path::new(source))?;
+        let checkpoint = model::open(Path::new(source))?;
         let device = shared::device()?;
         let run = || {
             convert::convert(

@@ -59,7 +59,7 @@ pub(super) fn elem_type(encoding: Encoding) -> Option<u32> {
 pub(super) fn open(source: Source, metadata: Metadata) -> Result<Tensors> {
     let raws = entries(&source).map_err(|e| e.within(source.name()))?;
     let sources = vec![source];
-    let layout = layout::group(&sources, &raws, true)?;
+    let layout = layout::group(&sources, &raws, true, metadata.config.as_ref())?;
     Tensors::new("dat", sources, raws, layout.logical, metadata)
 }
 

@@ -4,15 +4,21 @@
 
 use std::collections::HashMap;
 
+use serde_json::Value as Json;
+
 use super::keys::{self, Convention};
+use super::names;
 use super::source::Source;
-use super::tensors::{Nested, Nf4, Raw, Scales, Stored};
+use super::tensors::{self, BlockScales, Form, Nested, Nf4, Raw, Scales, Stored};
 use super::{Encoding, Entry};
-use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::base::size::round_up;
+use crate::base::{Result, memory};
 use crate::format::nvfp4::{self, BLOCK};
 use crate::format::swizzle;
+
+/// Rows and columns of the blocks of float8 weights where the config does not say.
+const F8_BLOCK: usize = 128;
 
 /// Logical entries in file order, and the name of the convention found (`None` when every tensor is plain).
 pub(super) struct Layout {
@@ -21,7 +27,13 @@ pub(super) struct Layout {
 }
 
 /// Groups `raws` into logical entries. `strict` says that a `.scale` can only be the partner of a `.qdata`, as in `.dat`.
-pub(super) fn group(sources: &[Source], raws: &[Raw], strict: bool) -> Result<Layout> {
+/// `config` is what stands beside the tensors, and says how large the blocks of float8 weights are.
+pub(super) fn group(
+    sources: &[Source],
+    raws: &[Raw],
+    strict: bool,
+    config: Option<&Json>,
+) -> Result<Layout> {
     let mut by_key = HashMap::with_capacity(raws.len());
     for (i, raw) in raws.iter().enumerate() {
         if by_key.insert(raw.key.as_str(), i).is_some() {
@@ -37,6 +49,7 @@ pub(super) fn group(sources: &[Source], raws: &[Raw], strict: bool) -> Result<La
         sources,
         raws,
         by_key,
+        config,
         used: vec![false; raws.len()],
         convention: None,
     }
@@ -47,6 +60,7 @@ struct Grouping<'a> {
     sources: &'a [Source],
     raws: &'a [Raw],
     by_key: HashMap<&'a str, usize>,
+    config: Option<&'a Json>,
     /// Tensors that already belong to an entry.
     used: Vec<bool>,
     convention: Option<&'static str>,
@@ -73,14 +87,14 @@ impl Grouping<'_> {
                 }
                 logical.push((
                     Entry {
-                        name: raw.key.clone(),
+                        name: names::logical(&raw.key),
                         shape: raw.shape.clone(),
                         encoding: raw.encoding,
                         bytes: raw.span.len() as u64,
                     },
                     Stored::Plain {
                         raw: i,
-                        heads: None,
+                        form: Form::AsStored,
                     },
                 ));
             }
@@ -120,6 +134,15 @@ impl Grouping<'_> {
         if let Some(keys) = keys::nvfp4(key) {
             return self.nvfp4(i, &keys).map(Some);
         }
+        if let Some(base) = key.strip_suffix("_blocks")
+            && self.get(&format!("{base}_scales")).is_some()
+        {
+            bail!(
+                Unsupported,
+                "{}: MXFP4 as gpt-oss stores its experts, in _blocks and _scales, is not supported; known are NVFP4, NF4, float8 with scales, dense weights, and MXFP4 in GGUF",
+                self.place(i)
+            );
+        }
         let Some(module) = key.strip_suffix(".weight") else {
             return Ok(None);
         };
@@ -130,17 +153,16 @@ impl Grouping<'_> {
             }
             .map(Some);
         }
-        for (scale, what) in [
-            ("weight_scale_inv", "float8 weights scaled block by block"),
-            ("SCB", "the 8-bit integers of bitsandbytes"),
-        ] {
-            if let Some(scale) = self.get(&format!("{module}.{scale}")) {
-                bail!(
-                    Unsupported,
-                    "{}: {what} are not supported; export the model in BF16 or NVFP4",
-                    self.place(scale)
-                );
-            }
+        if let Some(scale) = self.get(&format!("{module}.SCB")) {
+            bail!(
+                Unsupported,
+                "{}: the 8-bit integers of bitsandbytes are not supported; export the model in BF16 or NVFP4",
+                self.place(scale)
+            );
+        }
+        if let Some(scales) = self.get(&format!("{module}.weight_scale_inv")) {
+            let multipliers = self.f8_blocks(i, scales)?;
+            return self.scaled_f8(i, scales, multipliers).map(Some);
         }
         let modelopt = keys::modelopt(module);
         let is_codes = self.raws[i].encoding == Encoding::U8
@@ -161,7 +183,10 @@ impl Grouping<'_> {
         }
         match self.raws[i].encoding {
             Encoding::U8 => self.nvfp4(i, &modelopt).map(Some),
-            Encoding::F8E4M3 => self.scaled_f8(key.to_owned(), i, scales).map(Some),
+            Encoding::F8E4M3 => {
+                let multipliers = self.f8_rows(i, scales)?;
+                self.scaled_f8(i, scales, multipliers).map(Some)
+            }
             _ => Ok(None),
         }
     }
@@ -199,7 +224,7 @@ impl Grouping<'_> {
         self.convention.get_or_insert(keys.convention.name());
         Ok((
             Entry {
-                name: keys::weight(&keys.module),
+                name: names::logical(&keys::weight(&keys.module)),
                 shape,
                 encoding: Encoding::Nvfp4,
                 bytes,
@@ -259,40 +284,122 @@ impl Grouping<'_> {
             .map_err(|e| err!(CorruptFile, "{}: {what}{}", self.place(i), e.message()))
     }
 
-    fn scaled_f8(&mut self, name: String, i: usize, scales: usize) -> Result<(Entry, Stored)> {
-        let (raw, scale_raw) = (&self.raws[i], &self.raws[scales]);
-        let rows: usize = raw.shape[..raw.shape.len().saturating_sub(1)]
-            .iter()
-            .product();
-        let per_row = scale_raw.shape == [rows] || scale_raw.shape == [rows, 1];
-        if !(scale_raw.elements() == 1 || per_row) {
+    /// The scales of a float8 weight that has one, or one per row.
+    fn f8_rows(&self, i: usize, scales: usize) -> Result<BlockScales> {
+        let (raw, shape) = (&self.raws[i], &self.raws[scales].shape);
+        let (rows, cols) = raw.matrix();
+        let block_rows = match shape[..] {
+            _ if self.raws[scales].elements() == 1 => rows,
+            [n] | [n, 1] if n == rows => 1,
+            _ => bail!(
+                Unsupported,
+                "{}: its shape is {shape:?}; float8 weights take one scale, or one per row",
+                self.place(scales)
+            ),
+        };
+        Ok(BlockScales {
+            values: self.f8_scales(scales)?,
+            matrix_rows: rows,
+            block: [block_rows, cols],
+        })
+    }
+
+    /// The scales of a float8 weight that has one for each block of its matrix or, in a stack of experts, its matrices.
+    fn f8_blocks(&self, i: usize, scales: usize) -> Result<BlockScales> {
+        let (raw, shape) = (&self.raws[i], &self.raws[scales].shape);
+        if raw.encoding != Encoding::F8E4M3 {
             bail!(
                 Unsupported,
-                "{}: its shape is {:?}; float8 weights take one scale, or one per row",
+                "{}: it scales '{}', which is {}; only float8 weights, F8_E4M3, are scaled block by block",
                 self.place(scales),
-                scale_raw.shape
+                raw.key,
+                raw.encoding
             );
         }
-        let multipliers = match scale_raw.encoding {
-            Encoding::F32 => f32s(&self.bytes(scales)?),
-            Encoding::BF16 => self
-                .bytes(scales)?
-                .as_chunks::<2>()
-                .0
-                .iter()
-                .map(|b| f32::from_bits(u32::from(u16::from_le_bytes(*b)) << 16))
-                .collect(),
+        if self.raws[scales].elements() == 1 && shape.len() < 2 {
+            return self.f8_rows(i, scales);
+        }
+        let [rows, cols] = self.f8_block_size()?;
+        let [leading @ .., matrix_rows, matrix_cols] = &raw.shape[..] else {
+            bail!(
+                CorruptFile,
+                "{}: it scales blocks of '{}', whose shape {:?} is not that of a matrix",
+                self.place(scales),
+                raw.key,
+                raw.shape
+            );
+        };
+        let blocks = [matrix_rows.div_ceil(rows), matrix_cols.div_ceil(cols)];
+        let expected = [leading, &blocks].concat();
+        if *shape != expected {
+            bail!(
+                CorruptFile,
+                "{}: its shape is {shape:?}, but '{}' of shape {:?} in blocks of {rows} x {cols} takes scales of shape {expected:?}",
+                self.place(scales),
+                raw.key,
+                raw.shape
+            );
+        }
+        Ok(BlockScales {
+            values: self.f8_scales(scales)?,
+            matrix_rows: *matrix_rows,
+            block: [rows, cols],
+        })
+    }
+
+    /// Rows and columns of the blocks of float8 weights, as the config says.
+    fn f8_block_size(&self) -> Result<[usize; 2]> {
+        let given = self
+            .config
+            .map(|config| &config["quantization_config"]["weight_block_size"])
+            .filter(|given| !given.is_null());
+        let Some(given) = given else {
+            return Ok([F8_BLOCK; 2]);
+        };
+        let size = |v: &Json| v.as_u64().and_then(|n| usize::try_from(n).ok());
+        match given.as_array().map(|all| &all[..]) {
+            Some([rows, cols]) => match (size(rows), size(cols)) {
+                (Some(rows @ 1..), Some(cols @ 1..)) => Some([rows, cols]),
+                _ => None,
+            },
+            _ => None,
+        }
+        .ok_or_else(|| {
+            err!(
+                CorruptFile,
+                "config.json: weight_block_size is {given}; expected two numbers above 0, rows and columns"
+            )
+        })
+    }
+
+    fn f8_scales(&self, scales: usize) -> Result<Vec<f32>> {
+        let raw = &self.raws[scales];
+        match raw.encoding {
+            Encoding::F32 | Encoding::BF16 => {
+                let mut values = memory::zeros(raw.elements())?;
+                tensors::decode(raw.encoding, &self.bytes(scales)?, &mut values);
+                Ok(values)
+            }
             other => bail!(
                 Unsupported,
                 "{}: scales of float8 weights are F32 or BF16, not {other}",
                 self.place(scales)
             ),
-        };
+        }
+    }
+
+    fn scaled_f8(
+        &mut self,
+        i: usize,
+        scales: usize,
+        multipliers: BlockScales,
+    ) -> Result<(Entry, Stored)> {
+        let (raw, scale_raw) = (&self.raws[i], &self.raws[scales]);
         self.used[i] = true;
         self.used[scales] = true;
         Ok((
             Entry {
-                name,
+                name: names::logical(&raw.key),
                 shape: raw.shape.clone(),
                 encoding: Encoding::F8E4M3,
                 bytes: (raw.span.len() + scale_raw.span.len()) as u64,
@@ -449,7 +556,7 @@ impl Grouping<'_> {
         }
         self.convention.get_or_insert(keys.convention.name());
         let entry = Entry {
-            name: keys::weight(&keys.module),
+            name: names::logical(&keys::weight(&keys.module)),
             shape,
             encoding: Encoding::Nf4,
             bytes,

@@ -8,6 +8,7 @@ mod folder;
 mod gguf;
 mod keys;
 mod layout;
+mod names;
 mod safetensors;
 pub mod schema;
 mod source;
@@ -24,7 +25,8 @@ use source::Source;
 
 pub use companion::{DESCRIPTION_FILES, TOKENIZER_FILES};
 pub use folder::{Weights, gguf_parts, weights};
-pub use gguf::GgmlType;
+pub use gguf::{GgmlType, GgufFamily, GgufKind, GgufMetadata};
+pub use names::is_of_text_model;
 pub use write::{
     DatWriter, ModelOptWriter, Planned, Writer, check_not_read, missing_companions,
     write_companions,
@@ -248,8 +250,21 @@ pub trait Checkpoint: Send + Sync {
         scales: &mut [u8],
     ) -> Result<()>;
 
-    /// The multiplier of an NVFP4 entry; 1.0 where the file stores none.
-    fn global_scale(&self, entry: &Entry) -> Result<f32>;
+    /// The global scale of an NVFP4 entry; 1.0 where the file stores none. An entry with several, which differ, is an error.
+    fn global_scale(&self, entry: &Entry) -> Result<f32> {
+        match self.global_scales(entry)? {
+            [first, rest @ ..] if rest.iter().all(|g| g == first) => Ok(*first),
+            several => bail!(
+                Unsupported,
+                "'{}' has {} global scales, one per expert; only one is supported here",
+                entry.name,
+                several.len()
+            ),
+        }
+    }
+
+    /// The global scales of an NVFP4 entry: one for all of it, or one per index of its first dimension.
+    fn global_scales(&self, entry: &Entry) -> Result<&[f32]>;
 
     /// The tensor of the file that `entry` is, where it is a single one whose values lie there in logical order.
     fn plain(&self, entry: &Entry) -> Option<Part<'_>>;
@@ -266,28 +281,29 @@ pub trait Checkpoint: Send + Sync {
 
 /// Opens a checkpoint: a `.dat`, `.safetensors` or `.gguf` file, a safetensors index, or a directory that holds one of them or
 /// a set of files; [`weights`] says which of its files are opened. Any part of a split GGUF model opens the whole model.
-/// `config.json` and the tokenizer are picked up from the directory; a GGUF file carries its own.
-pub fn open(path: &Path) -> Result<Box<dyn Checkpoint>> {
-    threads::with_stack(|| open_here(path))
+/// `config.json` and the tokenizer are picked up from the directory; a GGUF file carries its own, and is in the words of
+/// Hugging Face if its architecture is that of one of `families`.
+pub fn open(path: &Path, families: &[GgufFamily]) -> Result<Box<dyn Checkpoint>> {
+    threads::with_stack(|| open_here(path, families))
 }
 
-fn open_here(path: &Path) -> Result<Box<dyn Checkpoint>> {
+fn open_here(path: &Path, families: &[GgufFamily]) -> Result<Box<dyn Checkpoint>> {
     let info = std::fs::metadata(path)
         .map_err(|e| Error::io(format_args!("opening {}", path.display()), e))?;
     if !info.is_dir() {
-        return open_file(path);
+        return open_file(path, families);
     }
     let files = folder::find_in_directory(path)?;
     match &files[..] {
         [first, _, ..] if first.extension().is_some_and(|e| e == "safetensors") => Ok(Box::new(
             safetensors::open_shards(&files, companion::read(path)?)?,
         )),
-        [first, ..] => open_file(first),
+        [first, ..] => open_file(first, families),
         [] => Err(err!(Internal, "a model without files was found")),
     }
 }
 
-fn open_file(file: &Path) -> Result<Box<dyn Checkpoint>> {
+fn open_file(file: &Path, families: &[GgufFamily]) -> Result<Box<dyn Checkpoint>> {
     if file.extension().is_some_and(|e| e == "json") {
         let directory = directory_of(file);
         let metadata = companion::read(directory)?;
@@ -295,7 +311,7 @@ fn open_file(file: &Path) -> Result<Box<dyn Checkpoint>> {
             file, directory, metadata,
         )?));
     }
-    open_source(Source::open(file)?, Some(file))
+    open_source(Source::open(file)?, Some(file), families)
 }
 
 fn directory_of(file: &Path) -> &Path {
@@ -306,12 +322,20 @@ fn directory_of(file: &Path) -> &Path {
 }
 
 /// Opens the content of one whole `.dat`, `.safetensors` or `.gguf` file that is already in memory. `name` stands for the file
-/// in messages, and its extension tells `.dat` apart, which has no magic number.
-pub fn open_bytes(name: &str, bytes: Vec<u8>) -> Result<Box<dyn Checkpoint>> {
-    open_source(Source::owned(name, bytes)?, None)
+/// in messages, and its extension tells `.dat` apart, which has no magic number. `families` are as in [`open`].
+pub fn open_bytes(
+    name: &str,
+    bytes: Vec<u8>,
+    families: &[GgufFamily],
+) -> Result<Box<dyn Checkpoint>> {
+    open_source(Source::owned(name, bytes)?, None, families)
 }
 
-fn open_source(source: Source, file: Option<&Path>) -> Result<Box<dyn Checkpoint>> {
+fn open_source(
+    source: Source,
+    file: Option<&Path>,
+    families: &[GgufFamily],
+) -> Result<Box<dyn Checkpoint>> {
     let extension = Path::new(source.name())
         .extension()
         .map(|e| e.to_ascii_lowercase());
@@ -320,7 +344,7 @@ fn open_source(source: Source, file: Option<&Path>) -> Result<Box<dyn Checkpoint
     let start = &mut start[..source.len().min(9)];
     source.read(0, start)?;
     if gguf::recognises(start) || extension == "gguf" {
-        return Ok(Box::new(gguf::open(source, file)?));
+        return Ok(Box::new(gguf::open(source, file, families)?));
     }
     let is_safetensors = match extension {
         "safetensors" => true,

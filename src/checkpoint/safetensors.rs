@@ -103,7 +103,7 @@ fn read_shards(paths: &[PathBuf]) -> Result<(Vec<Source>, Vec<Raw>)> {
 
 fn assemble(sources: Vec<Source>, raws: Vec<Raw>, metadata: Metadata) -> Result<Tensors> {
     let _names = alloc::set_aside(raws.len().saturating_mul(FOR_TENSOR))?;
-    let layout = layout::group(&sources, &raws, false)?;
+    let layout = layout::group(&sources, &raws, false, metadata.config.as_ref())?;
     let format = match layout.convention {
         None | Some("dat") => "safetensors",
         Some(convention) => convention,

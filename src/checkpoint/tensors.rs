@@ -33,6 +33,12 @@ impl Raw {
     pub(super) fn elements(&self) -> usize {
         self.shape.iter().product()
     }
+
+    /// Rows and columns when seen as a matrix, as those of an [`Entry`].
+    pub(super) fn matrix(&self) -> (usize, usize) {
+        let cols = self.shape.last().copied().unwrap_or(1);
+        (self.elements() / cols, cols)
+    }
 }
 
 /// How the block scales of an NVFP4 entry lie in the file.
@@ -52,17 +58,61 @@ pub(super) enum Scales {
 /// few that they are still in a core's own cache when they are.
 const STAGING: usize = 64 << 10;
 
+/// How the values of one stored tensor become those of its entry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Form {
+    /// They are the same.
+    AsStored,
+    /// The rows of each of that many attention heads lie in the interleaved order of GGUF's llama architecture.
+    Interleaved { heads: usize },
+    /// 1 has been added to each, as GGUF's gemma architectures store norms.
+    OnePlus,
+}
+
+impl Form {
+    pub(super) fn heads(self) -> Option<usize> {
+        match self {
+            Form::Interleaved { heads } => Some(heads),
+            Form::AsStored | Form::OnePlus => None,
+        }
+    }
+}
+
+/// The scales of a float8 tensor. Each applies to a block of a matrix; the last blocks of its rows and columns may be cut off.
+#[derive(Debug)]
+pub(super) struct BlockScales {
+    /// Row-major, one matrix after the other.
+    pub(super) values: Vec<f32>,
+    /// Rows of one matrix; a stack of experts has several.
+    pub(super) matrix_rows: usize,
+    /// Rows and columns of a block.
+    pub(super) block: [usize; 2],
+}
+
+impl BlockScales {
+    /// Multiplies the values of row `row`, which are a whole row.
+    fn apply(&self, row: usize, values: &mut [f32]) {
+        let [rows, cols] = self.block;
+        let lines = self.matrix_rows.div_ceil(rows);
+        let line = row / self.matrix_rows * lines + row % self.matrix_rows / rows;
+        let blocks = values.len().div_ceil(cols);
+        let scales = &self.values[line * blocks..][..blocks];
+        for (values, scale) in values.chunks_mut(cols).zip(scales) {
+            values.iter_mut().for_each(|v| *v *= scale);
+        }
+    }
+}
+
 /// What an entry is made of; numbers are indices of [`Raw`] tensors.
 #[derive(Debug)]
 pub(super) enum Stored {
-    /// One tensor, dense or in GGUF blocks. `heads` is set where the rows of each of that many attention heads lie in the
-    /// interleaved order of GGUF's llama architecture.
-    Plain { raw: usize, heads: Option<usize> },
-    /// e4m3 values with one multiplier, or one per row.
+    /// One tensor, dense or in GGUF blocks.
+    Plain { raw: usize, form: Form },
+    /// e4m3 values with one scale, or one per row, or one per block.
     ScaledF8 {
         raw: usize,
         scales: usize,
-        multipliers: Vec<f32>,
+        multipliers: BlockScales,
     },
     /// Codes and scales as two tensors.
     Nvfp4 {
@@ -73,11 +123,12 @@ pub(super) enum Stored {
         /// Other tensors that belong to it.
         also: Vec<usize>,
     },
-    /// GGUF's NVFP4 blocks.
+    /// GGUF's NVFP4 blocks. `heads` is as in [`Form::Interleaved`].
     GgufNvfp4 {
         raw: usize,
         heads: Option<usize>,
-        global: f32,
+        /// One for the whole tensor, or one per expert.
+        globals: Vec<f32>,
         also: Option<usize>,
     },
     /// bitsandbytes NF4.
@@ -190,7 +241,7 @@ impl Tensors {
             .read(self.place_of(raw, all, rows).start, out)
     }
 
-    /// Calls `each` with the bytes of one row after the other, and with how many came before it. `heads` is as in [`Stored`].
+    /// Calls `each` with the bytes of one row after the other, and with how many came before it. `heads` is as in [`Form::Interleaved`].
     fn each_row(
         &self,
         raw: usize,
@@ -224,13 +275,13 @@ impl Tensors {
         &self,
         entry: &Entry,
         raw: usize,
-        heads: Option<usize>,
+        form: Form,
         rows: Range<usize>,
         out: &mut [f32],
     ) -> Result<()> {
         let encoding = self.raws[raw].encoding;
         let (all, cols) = (entry.rows(), entry.cols());
-        if let Some(heads) = heads
+        if let Form::Interleaved { heads } = form
             && entry.shape.len() == 1
         {
             let mut stored = memory::zeros(cols)?;
@@ -243,8 +294,12 @@ impl Tensors {
             }
             return Ok(());
         }
-        self.each_row(raw, all, heads, rows, |i, bytes| {
-            decode(encoding, bytes, &mut out[i * cols..][..cols]);
+        self.each_row(raw, all, form.heads(), rows, |i, bytes| {
+            let out = &mut out[i * cols..][..cols];
+            decode(encoding, bytes, out);
+            if form == Form::OnePlus {
+                out.iter_mut().for_each(|v| *v -= 1.0);
+            }
             Ok(())
         })
     }
@@ -470,7 +525,7 @@ fn interleaved(row: usize, width: usize) -> usize {
 }
 
 /// Decodes a run of dense values or whole GGUF blocks.
-fn decode(encoding: Encoding, bytes: &[u8], out: &mut [f32]) {
+pub(super) fn decode(encoding: Encoding, bytes: &[u8], out: &mut [f32]) {
     fn each<const N: usize>(bytes: &[u8], out: &mut [f32], value: impl Fn([u8; N]) -> f32) {
         for (o, b) in out.iter_mut().zip(bytes.as_chunks::<N>().0) {
             *o = value(*b);
@@ -532,14 +587,13 @@ impl Checkpoint for Tensors {
             return Ok(());
         }
         match stored {
-            Stored::Plain { raw, heads } => self.plain_f32(entry, *raw, *heads, rows, out)?,
+            Stored::Plain { raw, form } => self.plain_f32(entry, *raw, *form, rows, out)?,
             Stored::ScaledF8 {
                 raw, multipliers, ..
             } => {
-                self.plain_f32(entry, *raw, None, rows.clone(), out)?;
+                self.plain_f32(entry, *raw, Form::AsStored, rows.clone(), out)?;
                 for (row, out) in rows.zip(out.chunks_exact_mut(entry.cols())) {
-                    let multiplier = multipliers[row % multipliers.len()];
-                    out.iter_mut().for_each(|v| *v *= multiplier);
+                    multipliers.apply(row, out);
                 }
             }
             Stored::Nvfp4 {
@@ -550,15 +604,19 @@ impl Checkpoint for Tensors {
                 ..
             } => self.nvfp4_f32(entry, (*codes, *scales, *form, *global), rows, out)?,
             Stored::GgufNvfp4 {
-                raw, heads, global, ..
+                raw,
+                heads,
+                globals,
+                ..
             } => {
-                let cols = entry.cols();
+                let (cols, share) = (entry.cols(), entry.rows() / globals.len());
                 let (mut codes, mut scales) = (vec![0; cols / 2], vec![0; cols / nvfp4::BLOCK]);
                 let first = rows.start;
                 self.each_row(*raw, entry.rows(), *heads, rows, |i, bytes| {
                     blocks::repack_nvfp4(bytes, &mut codes, &mut scales);
                     self.check_scales(*raw, entry, first + i, &scales)?;
-                    nvfp4::dequantize(&codes, &scales, *global, &mut out[i * cols..][..cols])
+                    let global = globals[(first + i) / share];
+                    nvfp4::dequantize(&codes, &scales, global, &mut out[i * cols..][..cols])
                 })?;
             }
             Stored::Nf4(nf4) => self.nf4_f32(nf4, rows.start * entry.cols(), out)?,
@@ -615,9 +673,10 @@ impl Checkpoint for Tensors {
         self.check_unchanged(stored)
     }
 
-    fn global_scale(&self, entry: &Entry) -> Result<f32> {
+    fn global_scales(&self, entry: &Entry) -> Result<&[f32]> {
         match self.stored(entry)? {
-            Stored::Nvfp4 { global, .. } | Stored::GgufNvfp4 { global, .. } => Ok(*global),
+            Stored::Nvfp4 { global, .. } => Ok(std::slice::from_ref(global)),
+            Stored::GgufNvfp4 { globals, .. } => Ok(globals),
             _ => bail!(
                 InvalidArgument,
                 "'{}' is {}, which has no global scale",
@@ -629,7 +688,10 @@ impl Checkpoint for Tensors {
 
     fn plain(&self, entry: &Entry) -> Option<Part<'_>> {
         match self.stored(entry).ok()? {
-            Stored::Plain { raw, heads: None } => Some(self.part(*raw)),
+            Stored::Plain {
+                raw,
+                form: Form::AsStored,
+            } => Some(self.part(*raw)),
             _ => None,
         }
     }

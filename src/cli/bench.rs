@@ -105,7 +105,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
         .map(|_| Session::new(model.clone(), &options))
         .collect::<Result<Vec<_>>>()?;
 
-    let vocabulary = model.config().vocab_size as u64;
+    let vocabulary = model.spec().vocab_size as u64;
     let prompts: Vec<Vec<u32>> = (0..args.batch as u64)
         .map(|s| {
             (0..args.prompt_tokens as u64)

@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 
 use NVFP4::base::Result;
-use NVFP4::checkpoint::{self, TokenizerSource};
+use NVFP4::checkpoint::TokenizerSource;
+use NVFP4::model::open;
 use serde_json::json;
 
 use super::{model, output};
@@ -18,7 +19,7 @@ pub(super) struct Args {
 }
 
 pub(super) fn run(args: &Args) -> Result<()> {
-    let checkpoint = checkpoint::open(&model::resolve(&args.file)?)?;
+    let checkpoint = open(&model::resolve(&args.file)?)?;
     let entries = checkpoint.entries();
     let mut encodings: BTreeMap<&str, (usize, u64)> = BTreeMap::new();
     let (mut bytes, mut values) = (0, 0);

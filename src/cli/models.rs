@@ -3,8 +3,9 @@
 use std::collections::BTreeSet;
 
 use NVFP4::base::Result;
+use NVFP4::cuda;
+use NVFP4::model::open;
 use NVFP4::model::placement::{self, Room};
-use NVFP4::{checkpoint, cuda};
 use serde::Serialize;
 use serde_json::{Value, json};
 
@@ -162,7 +163,7 @@ fn describe(model: &hub::Model, devices: &[Room]) -> Described {
 }
 
 fn content(model: &hub::Model, devices: &[Room]) -> Result<Content> {
-    let checkpoint = checkpoint::open(&model.path)?;
+    let checkpoint = open(&model.path)?;
     let needs_bytes = placement::needs_of(&*checkpoint, false)?;
     Ok(Content::Runs {
         format: checkpoint.format(),

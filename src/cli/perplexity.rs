@@ -71,7 +71,7 @@ struct Reader {
 impl Reader {
     fn new(model: Arc<Model>, window: usize, kv: KvType) -> Result<Self> {
         Ok(Reader {
-            cache: KvCache::new(model.device(), model.config(), window, kv)?,
+            cache: KvCache::new(model.device(), model.spec(), window, kv)?,
             scratch: Scratch::default(),
             logits: Vec::new(),
             model,
@@ -117,14 +117,14 @@ pub(super) fn run(args: &Args) -> Result<()> {
         }
         None => (args.model.load()?, None),
     };
-    let vocabulary = model.config().vocab_size;
+    let vocabulary = model.spec().vocab_size;
     if let Some(reference) = &reference
-        && reference.config().vocab_size != vocabulary
+        && reference.spec().vocab_size != vocabulary
     {
         bail!(
             InvalidArgument,
             "the model has {vocabulary} tokens and the reference {}; their predictions cannot be compared",
-            reference.config().vocab_size
+            reference.spec().vocab_size
         );
     }
     let tokens = model.tokenizer()?.encode(&text, false)?;

@@ -5,9 +5,9 @@ use std::path::PathBuf;
 
 use NVFP4::base::Result;
 use NVFP4::base::threads::Pool;
-use NVFP4::checkpoint;
 use NVFP4::format::nvfp4::Recipe;
 use NVFP4::model::convert::{Container, ConvertOptions, convert};
+use NVFP4::model::open;
 use clap::ValueEnum;
 
 use super::{model, output};
@@ -74,7 +74,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
         None if args.output.extension().is_some_and(|e| e == "dat") => Container::Dat,
         None => Container::ModelOpt,
     };
-    let source = checkpoint::open(&model::resolve(&args.input)?)?;
+    let source = open(&model::resolve(&args.input)?)?;
     let pool = Pool::new(match args.threads {
         Some(threads) => threads,
         None => Pool::default_threads()?,

@@ -7,8 +7,9 @@ use NVFP4::base::Result;
 use NVFP4::checkpoint::{Encoding, Metadata, ModelOptWriter, Planned, TokenizerSource, Writer};
 use NVFP4::format::nvfp4::BLOCK;
 use NVFP4::format::random;
+use NVFP4::model::{Spec, families, tensors};
 use clap::ValueEnum;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::output;
 
@@ -44,121 +45,72 @@ enum Arch {
     Qwen3_4B,
     #[value(name = "qwen3-8b")]
     Qwen3_8B,
-}
-
-struct Shape {
-    hidden: usize,
-    layers: usize,
-    heads: usize,
-    kv_heads: usize,
-    head_dim: usize,
-    intermediate: usize,
-    vocabulary: usize,
+    #[value(name = "qwen3-30b-a3b")]
+    Qwen3_30BA3B,
+    #[value(name = "gemma3-4b")]
+    Gemma3_4B,
 }
 
 impl Arch {
-    fn shape(self) -> Shape {
-        let qwen3 = |hidden, layers, heads, intermediate| Shape {
-            hidden,
-            layers,
-            heads,
-            kv_heads: 8,
-            head_dim: 128,
-            intermediate,
-            vocabulary: 151_936,
+    /// The config of a published model of this shape, but for its head, which is a tensor of its own.
+    fn config(self) -> Value {
+        let qwen3 = |hidden, layers, heads, intermediate| {
+            json!({
+                "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": hidden,
+                "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128,
+                "intermediate_size": intermediate, "vocab_size": 151_936, "hidden_act": "silu", "attention_bias": false,
+                "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0, "rope_scaling": null,
+                "tie_word_embeddings": false, "torch_dtype": "bfloat16"
+            })
+        };
+        let with = |mut config: Value, changes: Value| {
+            for (key, value) in changes.as_object().into_iter().flatten() {
+                config[key] = value.clone();
+            }
+            config
         };
         match self {
-            Arch::Tiny => Shape {
-                hidden: 64,
-                layers: 2,
-                heads: 4,
-                kv_heads: 2,
-                head_dim: 16,
-                intermediate: 160,
-                vocabulary: 640,
-            },
+            Arch::Tiny => with(
+                qwen3(64, 2, 4, 160),
+                json!({"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 640}),
+            ),
             Arch::Qwen3_0_6B => qwen3(1024, 28, 16, 3072),
             Arch::Qwen3_1_7B => qwen3(2048, 28, 16, 6144),
             Arch::Qwen3_4B => qwen3(2560, 36, 32, 9728),
             Arch::Qwen3_8B => qwen3(4096, 36, 32, 12288),
+            Arch::Qwen3_30BA3B => with(
+                qwen3(2048, 48, 32, 6144),
+                json!({
+                    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_key_value_heads": 4,
+                    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": true,
+                    "decoder_sparse_step": 1, "mlp_only_layers": []
+                }),
+            ),
+            Arch::Gemma3_4B => json!({
+                "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 2560,
+                "num_hidden_layers": 34, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+                "intermediate_size": 10240, "vocab_size": 262_208, "hidden_activation": "gelu_pytorch_tanh",
+                "sliding_window": 1024, "sliding_window_pattern": 6, "query_pre_attn_scalar": 256,
+                "max_position_embeddings": 131_072, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0,
+                "rope_local_base_freq": 10_000.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+                "tie_word_embeddings": false, "torch_dtype": "bfloat16"
+            }),
         }
     }
 }
 
-fn plan(s: &Shape) -> Vec<Planned> {
-    let mut plan = Vec::new();
-    let mut add = |name: String, shape: &[usize], encoding| {
-        plan.push(Planned {
-            name,
-            shape: shape.to_vec(),
-            encoding,
-        });
-    };
-    let (q, kv) = (s.heads * s.head_dim, s.kv_heads * s.head_dim);
-    add(
-        "model.embed_tokens.weight".into(),
-        &[s.vocabulary, s.hidden],
-        Encoding::BF16,
-    );
-    for layer in 0..s.layers {
-        let name = |rest: &str| format!("model.layers.{layer}.{rest}.weight");
-        add(name("input_layernorm"), &[s.hidden], Encoding::BF16);
-        add(name("self_attn.q_proj"), &[q, s.hidden], Encoding::Nvfp4);
-        add(name("self_attn.k_proj"), &[kv, s.hidden], Encoding::Nvfp4);
-        add(name("self_attn.v_proj"), &[kv, s.hidden], Encoding::Nvfp4);
-        add(name("self_attn.o_proj"), &[s.hidden, q], Encoding::Nvfp4);
-        add(name("self_attn.q_norm"), &[s.head_dim], Encoding::BF16);
-        add(name("self_attn.k_norm"), &[s.head_dim], Encoding::BF16);
-        add(
-            name("post_attention_layernorm"),
-            &[s.hidden],
-            Encoding::BF16,
-        );
-        add(
-            name("mlp.gate_proj"),
-            &[s.intermediate, s.hidden],
-            Encoding::Nvfp4,
-        );
-        add(
-            name("mlp.up_proj"),
-            &[s.intermediate, s.hidden],
-            Encoding::Nvfp4,
-        );
-        add(
-            name("mlp.down_proj"),
-            &[s.hidden, s.intermediate],
-            Encoding::Nvfp4,
-        );
-    }
-    add("model.norm.weight".into(), &[s.hidden], Encoding::BF16);
-    add(
-        "lm_head.weight".into(),
-        &[s.vocabulary, s.hidden],
-        Encoding::Nvfp4,
-    );
-    plan
-}
-
-fn config(s: &Shape) -> serde_json::Value {
-    json!({
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_size": s.hidden,
-        "num_hidden_layers": s.layers,
-        "num_attention_heads": s.heads,
-        "num_key_value_heads": s.kv_heads,
-        "head_dim": s.head_dim,
-        "intermediate_size": s.intermediate,
-        "vocab_size": s.vocabulary,
-        "hidden_act": "silu",
-        "attention_bias": false,
-        "max_position_embeddings": 40960,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1_000_000.0,
-        "rope_scaling": null,
-        "tie_word_embeddings": false,
-        "torch_dtype": "bfloat16",
-    })
+/// The tensors to write: linear weights in NVFP4, the rest in bf16.
+fn plan(spec: &Spec) -> Vec<Planned> {
+    let tensors = tensors::all(spec).into_iter().filter(|t| t.required);
+    let planned = tensors.map(|t| Planned {
+        name: t.name,
+        shape: t.shape,
+        encoding: match t.is_linear {
+            true => Encoding::Nvfp4,
+            false => Encoding::BF16,
+        },
+    });
+    planned.collect()
 }
 
 /// Root mean square of the 16 e2m1 values, each as likely as another.
@@ -178,10 +130,11 @@ fn fill(seed: u64, first: u64, out: &mut [u8]) {
 }
 
 pub(super) fn run(args: &Args) -> Result<()> {
-    let shape = args.arch.shape();
-    let plan = plan(&shape);
+    let config = args.arch.config();
+    let spec = families::read(&config)?;
+    let plan = plan(&spec);
     let metadata = Metadata {
-        config: Some(config(&shape)),
+        config: Some(config),
         tokenizer: TokenizerSource::None,
     };
     let values = |p: &Planned| p.shape.iter().product::<usize>();
@@ -217,7 +170,9 @@ pub(super) fn run(args: &Args) -> Result<()> {
         }
         writer.begin(&tensor.name, 1.0)?;
         if tensor.shape.len() == 1 {
-            writer.values(&vec![1.0; values(tensor)])?;
+            // What normalizes and does no more.
+            let one = if spec.norm_plus_one { 0.0 } else { 1.0 };
+            writer.values(&vec![one; values(tensor)])?;
             bar.inc(bytes(tensor));
             continue;
         }

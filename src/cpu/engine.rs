@@ -8,7 +8,7 @@ use super::kv::{KvLayer, KvType, PAGE};
 use super::level::Level;
 use super::packed::{GROUP, Kind, Packed};
 use super::table::{
-    ATTENTION_QUERIES, INT8_SCALE_BLOCKS, MOST_INT8_TILE, MOST_SKINNY, Query, Table,
+    ATTENTION_QUERIES, Glu, INT8_SCALE_BLOCKS, MOST_INT8_TILE, MOST_SKINNY, Query, Scores, Table,
 };
 use super::workspace::{Workspace, grow};
 use crate::base::call::{self, Call};
@@ -18,8 +18,23 @@ use crate::format::nvfp4::BLOCK;
 
 /// Elements under which a pointwise operation is not worth a second thread.
 const POINTWISE_GRAIN: usize = 16 * 1024;
+/// Elements that a pointwise operation without rows takes at a time.
+const RUN: usize = 1024;
 /// Tokens of one key/value head that a thread takes at a time.
 const ATTENTION_TOKENS: usize = 8;
+
+/// How the queries of a layer attend.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AttentionOptions {
+    /// Query heads, a multiple of the key/value heads.
+    pub heads: usize,
+    /// Multiplies the product of query and key.
+    pub scale: f32,
+    /// Positions that a query sees, its own included; all before its own if `None`.
+    pub window: Option<usize>,
+    /// Bounds scores softly: `cap * tanh(score / cap)`.
+    pub score_cap: Option<f32>,
+}
 
 /// A level's kernels and the threads they run on. Cheap to share; calls from several threads take turns on the pool.
 pub struct Cpu {
@@ -437,19 +452,18 @@ impl Cpu {
         Ok(())
     }
 
-    /// Causal attention of queries `[m, heads, dim]` over a layer's cache. Query row `i` sees positions
-    /// `0..=first + i`. Query heads are shared evenly among key/value heads (GQA).
+    /// Causal attention of queries `[m, heads, dim]` over a layer's cache. Query row `i` stands at position `first + i` and sees
+    /// the positions up to its own: all, or the last `window` of them. Query heads are shared evenly among key/value heads (GQA).
     pub fn attention(
         &self,
         q: &[f32],
-        heads: usize,
+        options: &AttentionOptions,
         kv: &KvLayer,
         first: usize,
-        scale: f32,
         out: &mut [f32],
         workspace: &mut Workspace,
     ) -> Result<()> {
-        let dim = kv.dim();
+        let (heads, dim) = (options.heads, kv.dim());
         let row = heads * dim;
         if heads == 0
             || !heads.is_multiple_of(kv.heads())
@@ -474,7 +488,24 @@ impl Cpu {
             );
         }
         let shared = heads / kv.heads();
-        let room = (first + m).next_multiple_of(PAGE);
+        let window = options.window.unwrap_or(usize::MAX);
+        if window == 0
+            || options
+                .score_cap
+                .is_some_and(|cap| cap.is_nan() || cap <= 0.0)
+        {
+            bail!(
+                InvalidArgument,
+                "attention with a window of {window} and a score cap of {:?}; both must be positive",
+                options.score_cap
+            );
+        }
+        let scores_of = Scores {
+            scale: options.scale,
+            cap: options.score_cap,
+        };
+        // A softmax may begin anywhere in a page, and works on whole vectors.
+        let room = (first + m).next_multiple_of(PAGE) + PAGE;
         let threads = self.pool.threads();
         grow(&mut workspace.scores, threads * ATTENTION_QUERIES * room)?;
         let scores = Out(workspace.scores.as_mut_ptr());
@@ -501,6 +532,7 @@ impl Cpu {
                 let tokens = span * ATTENTION_TOKENS..m.min((span + 1) * ATTENTION_TOKENS);
                 let mut queries = [Query {
                     q: q.as_ptr(),
+                    start: 0,
                     len: 0,
                     scores: scores.0,
                     out: out.0,
@@ -514,13 +546,14 @@ impl Cpu {
                             let at = t * row + head * dim;
                             queries[filled] = Query {
                                 q: q.as_ptr().add(at),
+                                start: (first + t + 1).saturating_sub(window),
                                 len: first + t + 1,
                                 scores: scores.at((thread * ATTENTION_QUERIES + filled) * room),
                                 out: out.at(at),
                             };
                             filled += 1;
                             if filled == ATTENTION_QUERIES {
-                                attend(&queries, &pages, kv_head * head_bytes, dim, scale);
+                                attend(&queries, &pages, kv_head * head_bytes, dim, scores_of);
                                 filled = 0;
                             }
                         }
@@ -528,7 +561,13 @@ impl Cpu {
                 }
                 // SAFETY: as above.
                 unsafe {
-                    attend(&queries[..filled], &pages, kv_head * head_bytes, dim, scale);
+                    attend(
+                        &queries[..filled],
+                        &pages,
+                        kv_head * head_bytes,
+                        dim,
+                        scores_of,
+                    );
                 }
             }
         };
@@ -558,21 +597,43 @@ impl Cpu {
         Ok(())
     }
 
-    /// `gate = silu(gate) * up`.
+    /// `gate = silu(gate) * up`, with `silu(x) = x / (1 + e^-x)`.
     pub fn swiglu(&self, gate: &mut [f32], up: &[f32]) -> Result<()> {
+        self.glu(self.table.swiglu, gate, up)
+    }
+
+    /// `gate = gelu(gate) * up`, with the tanh form of GELU.
+    pub fn geglu(&self, gate: &mut [f32], up: &[f32]) -> Result<()> {
+        self.glu(self.table.geglu, gate, up)
+    }
+
+    fn glu(&self, glu: Glu, gate: &mut [f32], up: &[f32]) -> Result<()> {
         if gate.len() != up.len() {
             bail!(
                 InvalidArgument,
-                "swiglu: {} gate and {} up elements must be equal in number",
+                "a gated activation of {} gate and {} up elements, which must be equal in number",
                 gate.len(),
                 up.len()
             );
         }
         let (n, out) = (gate.len(), Out(gate.as_mut_ptr()));
-        self.by_rows(n.div_ceil(1024), 1024, |row| {
-            let len = 1024.min(n - row * 1024);
-            // SAFETY: the level is present; each run of 1024 elements is one thread's.
-            unsafe { (self.table.swiglu)(out.at(row * 1024), up.as_ptr().add(row * 1024), len) }
+        self.by_rows(n.div_ceil(RUN), RUN, |run| {
+            let len = RUN.min(n - run * RUN);
+            // SAFETY: the level is present; each run of elements is one thread's.
+            unsafe { glu(out.at(run * RUN), up.as_ptr().add(run * RUN), len) }
+        });
+        Ok(())
+    }
+
+    /// `x = cap * tanh(x / cap)`.
+    pub fn soft_cap(&self, x: &mut [f32], cap: f32) -> Result<()> {
+        if !(cap > 0.0 && cap.is_finite()) {
+            bail!(InvalidArgument, "a soft cap of {cap}; it must be positive");
+        }
+        let (n, out) = (x.len(), Out(x.as_mut_ptr()));
+        self.by_rows(n.div_ceil(RUN), RUN, |run| {
+            // SAFETY: the level is present; each run of elements is one thread's.
+            unsafe { (self.table.soft_cap)(out.at(run * RUN), cap, RUN.min(n - run * RUN)) }
         });
         Ok(())
     }

@@ -22,7 +22,7 @@ mod avx512;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 
-pub use engine::Cpu;
+pub use engine::{AttentionOptions, Cpu};
 pub use kv::{KvLayer, KvType, PAGE};
 pub use level::Level;
 pub use packed::{Kind, Packed, ReadDense, ReadNvfp4};

@@ -5,7 +5,7 @@ use super::level::Level;
 use super::packed::Kind;
 use super::simd::Simd;
 
-pub(super) use attention::Query;
+pub(super) use attention::{Query, Scores};
 pub(super) use linear::INT8_SCALE_BLOCKS;
 
 /// See [`linear::skinny`], after the number of tokens, from 1 to that of [`Table::skinny_tokens`].
@@ -46,12 +46,14 @@ pub(super) type TileInt8 = unsafe fn(
     *mut f32,
 );
 /// See [`attention::attend`]: up to [`ATTENTION_QUERIES`], then pages' addresses, a head's byte offset in a page, dim and
-/// scale.
-pub(super) type Attend = unsafe fn(&[Query], &[*const u8], usize, usize, f32);
+/// what happens to scores.
+pub(super) type Attend = unsafe fn(&[Query], &[*const u8], usize, usize, Scores);
 /// See [`pointwise::rms_norm`].
 pub(super) type RmsNorm = unsafe fn(*const f32, *const f32, f32, usize, *mut f32);
-/// See [`pointwise::swiglu`].
-pub(super) type Swiglu = unsafe fn(*mut f32, *const f32, usize);
+/// See [`pointwise::glu`].
+pub(super) type Glu = unsafe fn(*mut f32, *const f32, usize);
+/// See [`pointwise::soft_cap`].
+pub(super) type SoftCap = unsafe fn(*mut f32, f32, usize);
 /// See [`sample::weigh`].
 pub(super) type Weigh = unsafe fn(*const f32, usize, f32, f32, *mut f32, *mut f32);
 /// See [`pointwise::sum`].
@@ -93,7 +95,9 @@ pub(super) struct Table {
     pub attend_f16: Attend,
     pub attend_f32: Attend,
     pub rms_norm: RmsNorm,
-    pub swiglu: Swiglu,
+    pub swiglu: Glu,
+    pub geglu: Glu,
+    pub soft_cap: SoftCap,
     pub weigh: Weigh,
     pub sum: Sum,
 }
@@ -257,17 +261,17 @@ macro_rules! stamp {
 
             $(#[$features])?
             unsafe fn attend<E: attention::Element<Shell>>(
-                queries: &[Query], pages: &[*const u8], head: usize, dim: usize, scale: f32,
+                queries: &[Query], pages: &[*const u8], head: usize, dim: usize, scores: Scores,
             ) {
                 unsafe {
                     let page = |i: usize| pages[i].add(head).cast::<E>();
                     if let Ok(all) = <[Query; ATTENTION_QUERIES]>::try_from(queries) {
-                        return attention::attend::<Shell, E, ATTENTION_QUERIES>(all, page, dim, scale);
+                        return attention::attend::<Shell, E, ATTENTION_QUERIES>(all, page, dim, scores);
                     }
                     for part in queries.chunks(2) {
                         match *part {
-                            [a, b] => attention::attend::<Shell, E, 2>([a, b], page, dim, scale),
-                            _ => attention::attend::<Shell, E, 1>([part[0]], page, dim, scale),
+                            [a, b] => attention::attend::<Shell, E, 2>([a, b], page, dim, scores),
+                            _ => attention::attend::<Shell, E, 1>([part[0]], page, dim, scores),
                         }
                     }
                 }
@@ -279,8 +283,13 @@ macro_rules! stamp {
             }
 
             $(#[$features])?
-            unsafe fn swiglu(gate: *mut f32, up: *const f32, n: usize) {
-                unsafe { pointwise::swiglu::<Shell>(gate, up, n) }
+            unsafe fn glu<A: pointwise::Activation<Shell>>(gate: *mut f32, up: *const f32, n: usize) {
+                unsafe { pointwise::glu::<Shell, A>(gate, up, n) }
+            }
+
+            $(#[$features])?
+            unsafe fn soft_cap(x: *mut f32, cap: f32, n: usize) {
+                unsafe { pointwise::soft_cap::<Shell>(x, cap, n) }
             }
 
             $(#[$features])?
@@ -320,7 +329,9 @@ macro_rules! stamp {
                 attend_f16: attend::<u16>,
                 attend_f32: attend::<f32>,
                 rms_norm,
-                swiglu,
+                swiglu: glu::<pointwise::Silu>,
+                geglu: glu::<pointwise::GeluTanh>,
+                soft_cap,
                 weigh,
                 sum,
             };

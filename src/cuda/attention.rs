@@ -43,35 +43,80 @@ pub struct Heads<'a> {
     pub heads: usize,
     /// Key/value heads.
     pub kv_heads: usize,
-    /// Elements of one head: 32, 64 or 128.
+    /// Elements of one head: 32, 64, 80, 96, 128, 192 or 256.
     pub dim: usize,
     /// RMSNorm of each query head, f32 `[dim]`.
     pub q_norm: Option<&'a DeviceBuffer>,
     /// RMSNorm of each key head.
     pub k_norm: Option<&'a DeviceBuffer>,
-    /// Rotary frequencies, f32 `[dim / 2]`.
+    /// Rotary frequencies, f32 `[rotary_dim / 2]`.
     pub frequencies: &'a DeviceBuffer,
+    /// Elements of a head that rotate, from the first on.
+    pub rotary_dim: usize,
     /// Multiplies cosines and sines.
     pub attention_factor: f32,
     /// Of the norms.
     pub eps: f32,
     /// Of the scores.
     pub scale: f32,
+    /// Positions that a token sees, its own included; all if `None`.
+    pub window: Option<usize>,
+    /// Bounds scores softly: `cap * tanh(score / cap)`.
+    pub score_cap: Option<f32>,
+}
+
+/// The sizes of heads that there are kernels for.
+const DIMS: [usize; 7] = [32, 64, 80, 96, 128, 192, 256];
+
+/// Whether these are the sizes of heads that most models have.
+fn is_common(dim: usize) -> bool {
+    matches!(dim, 32 | 64 | 128)
+}
+
+/// Whether kernels serve these heads all elements of which rotate, with their partners in the same lane.
+fn rotates_whole(dim: usize, rotary_dim: usize) -> bool {
+    rotary_dim == dim && (is_common(dim) || matches!(dim, 192 | 256))
+}
+
+/// The kernels for heads of `dim` elements of which `rotary_dim` rotate, whose scores are limited by a window or a cap or not: those that
+/// decode, those for prompts, and those that store.
+pub fn attention_units(dim: usize, rotary_dim: usize, is_limited: bool) -> [Unit; 3] {
+    let whole = rotates_whole(dim, rotary_dim);
+    [
+        match whole {
+            true if is_common(dim) && !is_limited => Unit::AttentionDecode,
+            true => Unit::AttentionDecodeLimited,
+            false => Unit::AttentionDecodeGeneral,
+        },
+        match is_common(dim) {
+            true => Unit::AttentionPrefill,
+            false => Unit::AttentionPrefillWide,
+        },
+        match whole && is_common(dim) {
+            true => Unit::RopeStore,
+            false => Unit::RopeStoreGeneral,
+        },
+    ]
 }
 
 impl Heads<'_> {
     /// Refuses shapes that the kernels do not know.
     pub fn check(&self) -> Result<()> {
-        if !matches!(self.dim, 32 | 64 | 128)
+        if !DIMS.contains(&self.dim)
+            || self.rotary_dim == 0
+            || self.rotary_dim > self.dim
+            || !self.rotary_dim.is_multiple_of(2)
+            || self.window == Some(0)
             || self.kv_heads == 0
             || !self.heads.is_multiple_of(self.kv_heads)
         {
             bail!(
                 Unsupported,
-                "attention of {} query and {} key/value heads of {} on a GPU; head_dim must be 32, 64 or 128, and the query heads a multiple of the others",
+                "attention of {} query and {} key/value heads of {}, of which {} elements rotate, on a GPU; head_dim must be one of {DIMS:?}, and the query heads a multiple of the others",
                 self.heads,
                 self.kv_heads,
-                self.dim
+                self.dim,
+                self.rotary_dim
             );
         }
         Ok(())
@@ -79,15 +124,33 @@ impl Heads<'_> {
 
     /// Bytes of one layer in a page.
     pub fn page_bytes(&self) -> usize {
-        2 * self.kv_heads * PAGE * self.dim * 2
+        layer_bytes(self.kv_heads, self.dim)
     }
 
-    fn options(&self) -> HeadOptions {
-        HeadOptions {
+    fn options(&self) -> Result<HeadOptions> {
+        self.frequencies
+            .holds("frequencies", &[self.rotary_dim / 2, 4])?;
+        Ok(HeadOptions {
             frequencies: self.frequencies.address(),
             attention_factor: self.attention_factor,
             eps: self.eps,
-        }
+            rotary_dim: self.rotary_dim as i32,
+        })
+    }
+
+    fn units(&self) -> [Unit; 3] {
+        let is_limited = self.window.is_some() || self.score_cap.is_some();
+        attention_units(self.dim, self.rotary_dim, is_limited)
+    }
+
+    fn window(&self) -> Result<i32> {
+        self.window
+            .map_or(Ok(0), |window| int("the window", window))
+    }
+
+    /// The soft cap of scores in powers of two; 0 without one.
+    fn cap_log2(&self) -> f32 {
+        self.score_cap.unwrap_or(0.0) * std::f32::consts::LOG2_E
     }
 
     fn norms(&self) -> (u64, u64) {
@@ -101,6 +164,11 @@ impl Heads<'_> {
     }
 }
 
+/// Bytes of one layer in a page.
+fn layer_bytes(kv_heads: usize, dim: usize) -> usize {
+    2 * kv_heads * PAGE * dim * 2
+}
+
 /// Where the pages of sequences are: u64 addresses `[sequences, stride]` on the device.
 #[derive(Clone, Copy)]
 pub struct PageTable<'a> {
@@ -110,10 +178,15 @@ pub struct PageTable<'a> {
     pub stride: usize,
     /// The layer.
     pub layer: usize,
+    /// A u32, zero at first: 1 + the first layer with a query, key or value that f16 does not hold is written there.
+    pub unfit: Option<&'a DeviceBuffer>,
 }
 
 impl PageTable<'_> {
-    fn argument(&self, heads: &Heads<'_>, sequences: usize) -> Result<Pages> {
+    pub(super) fn argument(&self, kv_heads: usize, dim: usize, sequences: usize) -> Result<Pages> {
+        if let Some(unfit) = self.unfit {
+            unfit.holds("what does not fit", &[4])?;
+        }
         if self.table.bytes() < sequences * self.stride * 8 {
             bail!(
                 Internal,
@@ -125,8 +198,10 @@ impl PageTable<'_> {
         Ok(Pages {
             table: self.table.address(),
             stride: int("pages", self.stride)?,
-            kv_heads: int("key/value heads", heads.kv_heads)?,
-            layer_offset: (self.layer * heads.page_bytes()) as u64,
+            kv_heads: int("key/value heads", kv_heads)?,
+            layer_offset: (self.layer * layer_bytes(kv_heads, dim)) as u64,
+            unfit: self.unfit.map_or(0, DeviceBuffer::address),
+            layer: int("the layer", self.layer)? as u32,
         })
     }
 }
@@ -137,15 +212,18 @@ struct HeadOptions {
     frequencies: u64,
     attention_factor: f32,
     eps: f32,
+    rotary_dim: i32,
 }
 
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct Pages {
+pub(super) struct Pages {
     table: u64,
     stride: i32,
     kv_heads: i32,
     layer_offset: u64,
+    unfit: u64,
+    layer: u32,
 }
 
 #[repr(C)]
@@ -161,6 +239,8 @@ struct DecodeArguments {
     pages: Pages,
     group: i32,
     scale: f32,
+    cap: f32,
+    window: i32,
     ordered: i32,
 }
 
@@ -190,16 +270,21 @@ enum Form {
 }
 
 impl Form {
-    fn of(gpu: &Gpu, blocks: usize) -> Form {
-        if blocks > gpu.multiprocessors()
-            || decode_shared(Form::Few.pages(), 128) > gpu.shared_limit()
-        {
+    fn of(gpu: &Gpu, blocks: usize, dim: usize) -> Form {
+        let fits = |form: Form, dim| decode_shared(form.pages(), dim) <= gpu.shared_limit();
+        let form = if blocks > gpu.multiprocessors() || !fits(Form::Few, 128) {
             Form::Many
         } else if 2 * blocks > gpu.multiprocessors() {
             Form::Some
         } else {
             Form::Few
-        }
+        };
+        // Wider heads leave room for a shorter ring.
+        let shorter = [form, Form::Some, Form::Many];
+        let fitting = shorter
+            .into_iter()
+            .find(|&f| f.pages() <= form.pages() && fits(f, dim));
+        fitting.unwrap_or(Form::Many)
     }
 
     /// Blocks that share a multiprocessor.
@@ -246,32 +331,39 @@ pub enum Division {
 }
 
 impl Division {
-    /// The one that keeps the device busy with so many sequences of up to `positions`.
+    /// The one that keeps the device busy with so many sequences that see up to `positions` each, of heads that the kernels of `unit`
+    /// decode.
     pub fn of(
         gpu: &Gpu,
         heads: usize,
         kv_heads: usize,
+        dim: usize,
+        unit: Unit,
         sequences: usize,
         positions: usize,
     ) -> Division {
         let blocks = blocks(heads, kv_heads) * sequences;
-        let form = Form::of(gpu, blocks);
+        let form = Form::of(gpu, blocks, dim);
         // Blocks of products of more than a few rows leave no room for a long ring, and it would have to be filled after them; 8
         // sequences of Qwen3-4B in pairs save 0.6 us of a layer at 64 positions, 1.5 at 192, 2.2 at 448 (H200). A layer of 1, 2 or
         // 4 took 7 to 14 us more so, which was not traced.
         if form == Form::Few
             && gpu.arch() == (9, 0)
             && sequences > FEW
+            && unit == Unit::AttentionDecode
             && positions <= PAIR_POSITIONS
         {
             return Division::Pairs;
         }
         let parts_of = |length: usize| positions.div_ceil(length).next_power_of_two();
-        let useful = parts_of(PART).min(FEW_PARTS).max(parts_of(LONG_PART));
+        // Wider heads have as much to read of fewer positions.
+        let width = dim.div_ceil(128);
+        let few = parts_of(PART / width).min(FEW_PARTS * width);
+        let useful = few.max(parts_of(LONG_PART / width));
         let busy = form.together() * gpu.multiprocessors() / blocks;
         let parts = useful.min(busy).clamp(1, MOST_PARTS);
         // An H200 takes 4.2 us for 256 positions undivided, and 5.5 in 4 parts; for 512 it takes 7.4, 6.2 in 2 parts and 5.7 in 4.
-        let short = if parts < 4 { 512 } else { 320 };
+        let short = if parts < 4 { 512 } else { 320 } / width;
         Division::Parts(if positions <= short { 1 } else { parts })
     }
 
@@ -351,14 +443,16 @@ pub fn decode(
         out: out.address(),
         partial: rows.partial.address(),
         arrived: rows.arrived.address(),
-        head: heads.options(),
-        pages: pages.argument(heads, sequences)?,
+        head: heads.options()?,
+        pages: pages.argument(heads.kv_heads, heads.dim, sequences)?,
         group: group as i32,
         scale: heads.scale_log2(),
+        cap: heads.cap_log2(),
+        window: heads.window()?,
         ordered: i32::from(layout == Layout::Ordered),
     };
     let (form, cluster, received) = match division {
-        Division::Parts(_) => (Form::of(gpu, blocks * sequences), 1, 0),
+        Division::Parts(_) => (Form::of(gpu, blocks * sequences, heads.dim), 1, 0),
         Division::Pairs if gpu.arch().0 < 9 => {
             bail!(Internal, "pairs of blocks are for Hopper and later")
         }
@@ -372,9 +466,15 @@ pub fn decode(
             form.threads(),
         )
     };
-    let name = format!("attention_decode_{}_{}", heads.dim, form.name());
+    let [unit, ..] = heads.units();
+    let suffix = match unit {
+        Unit::AttentionDecodeLimited => "_limited",
+        Unit::AttentionDecodeGeneral => "_general",
+        _ => "",
+    };
+    let name = format!("attention_decode_{}{suffix}_{}", heads.dim, form.name());
     // SAFETY: the struct is the kernel's; sizes were checked; pages and positions are the caller's word.
-    unsafe { launch.run(gpu, Unit::AttentionDecode, &name, &arguments) }
+    unsafe { launch.run(gpu, unit, &name, &arguments) }
 }
 
 #[repr(C)]
@@ -414,13 +514,18 @@ pub fn store(
         );
     }
     let (q_norm, k_norm) = heads.norms();
+    let [.., store] = heads.units();
+    let suffix = match rotates_whole(heads.dim, heads.rotary_dim) {
+        true => "",
+        false => "_general",
+    };
     let arguments = StoreArguments {
         qkv: qkv.address() + (at * width * 4) as u64,
         q_norm,
         k_norm,
         q: q.address() + (at * heads.heads * heads.dim * 2) as u64,
-        head: heads.options(),
-        pages: pages.argument(heads, 1)?,
+        head: heads.options()?,
+        pages: pages.argument(heads.kv_heads, heads.dim, 1)?,
         heads: heads.heads as i32,
         rows: int("rows", rows)?,
         first_position: int("the position", first_position)?,
@@ -440,13 +545,16 @@ pub fn store(
     unsafe {
         by_head.run(
             gpu,
-            Unit::RopeStore,
-            &format!("rope_store_heads_{}", heads.dim),
+            store,
+            &format!("rope_store_heads_{}{suffix}", heads.dim),
             &arguments,
         )?;
         by_value.run(
             gpu,
-            Unit::RopeStore,
+            match is_common(heads.dim) {
+                true => Unit::RopeStore,
+                false => Unit::RopeStoreGeneral,
+            },
             &format!("rope_store_values_{}", heads.dim),
             &arguments,
         )
@@ -461,6 +569,8 @@ struct PrefillArguments {
     heads: i32,
     rows: i32,
     first_position: i32,
+    window: i32,
+    cap: f32,
 }
 
 /// Attention of `rows` rows of one sequence, from row `at` of `q` and `out` on; see [`store`] for `q`. `out` is f16
@@ -486,21 +596,25 @@ pub fn prefill(
     let arguments = PrefillArguments {
         q: q.address() + (at * row) as u64,
         out: out.address() + (at * row) as u64,
-        pages: pages.argument(heads, 1)?,
+        pages: pages.argument(heads.kv_heads, heads.dim, 1)?,
         heads: heads.heads as i32,
         rows: int("rows", rows)?,
         first_position: int("the position", first_position)?,
+        window: heads.window()?,
+        cap: heads.cap_log2(),
     };
     let grid = [heads.heads as u32, rows.div_ceil(BLOCK_ROWS) as u32, 1];
+    // Of wide heads one page at a time.
+    let stages = if heads.dim > 128 { 1 } else { 2 };
     let launch = Launch {
-        shared: (2 * 2 * PAGE * heads.dim * 2) as u32,
+        shared: (stages * 2 * PAGE * heads.dim * 2) as u32,
         ..Launch::new(grid, 256)
     };
     // SAFETY: the struct is the kernel's; sizes were checked; pages are the caller's word.
     unsafe {
         launch.run(
             gpu,
-            Unit::AttentionPrefill,
+            heads.units()[1],
             &format!("attention_prefill_{}", heads.dim),
             &arguments,
         )

@@ -108,7 +108,7 @@ impl Blas {
             Output::F32 => Store::F32,
             Output::Add => Store::Add,
             Output::F16 => Store::F16,
-            Output::Swiglu | Output::SwigluOrdered => {
+            Output::Glu(_) | Output::GluOrdered(_) => {
                 bail!(Internal, "only fused kernels apply SwiGLU")
             }
         };

@@ -42,11 +42,7 @@ impl DeviceBuffer {
 
     /// Copies `values` to byte `at` on; they may be changed when this returns.
     pub fn write<T: Plain>(&mut self, at: usize, values: &[T]) -> Result<()> {
-        let bytes = as_bytes(values);
-        self.write_with(at, bytes.len(), |range, out| {
-            out.copy_from_slice(&bytes[range]);
-            Ok(())
-        })
+        DeviceSlice::from(&*self).write(at, values)
     }
 
     /// Writes `len` bytes from byte `at` on; `fill` writes ranges of them, in order, to page-locked memory.
@@ -54,18 +50,9 @@ impl DeviceBuffer {
         &mut self,
         at: usize,
         len: usize,
-        mut fill: impl FnMut(Range<usize>, &mut [u8]) -> Result<()>,
+        fill: impl FnMut(Range<usize>, &mut [u8]) -> Result<()>,
     ) -> Result<()> {
-        within(&*self, &(at..at.saturating_add(len)))?;
-        let mut staging = Staging::new(self.gpu(), len);
-        let step = staging.bytes();
-        for start in (0..len).step_by(step) {
-            let n = step.min(len - start);
-            fill(start..start + n, &mut staging.next()?[..n])?;
-            // SAFETY: the range lies within this buffer.
-            unsafe { staging.send(&[(0..n, self.address() + (at + start) as u64)])? };
-        }
-        staging.finish()
+        DeviceSlice::from(&*self).write_with(at, len, fill)
     }
 
     /// Copies from byte `at` on to `out`, when everything enqueued before has run.
@@ -81,8 +68,48 @@ impl DeviceBuffer {
         from: usize,
         len: usize,
     ) -> Result<()> {
-        within(&*self, &(at..at.saturating_add(len)))?;
-        within(source, &(from..from.saturating_add(len)))?;
+        DeviceSlice::from(&*self).copy_from(at, &source.into(), from, len)
+    }
+}
+
+impl DeviceSlice<'_> {
+    /// Copies `values` to byte `at` on; they may be changed when this returns.
+    pub fn write<T: Plain>(&self, at: usize, values: &[T]) -> Result<()> {
+        let bytes = as_bytes(values);
+        self.write_with(at, bytes.len(), |range, out| {
+            out.copy_from_slice(&bytes[range]);
+            Ok(())
+        })
+    }
+
+    fn write_with(
+        &self,
+        at: usize,
+        len: usize,
+        mut fill: impl FnMut(Range<usize>, &mut [u8]) -> Result<()>,
+    ) -> Result<()> {
+        within(*self, &(at..at.saturating_add(len)))?;
+        let mut staging = Staging::new(self.gpu(), len);
+        let step = staging.bytes();
+        for start in (0..len).step_by(step) {
+            let n = step.min(len - start);
+            fill(start..start + n, &mut staging.next()?[..n])?;
+            // SAFETY: the range lies within this memory.
+            unsafe { staging.send(&[(0..n, self.address() + (at + start) as u64)])? };
+        }
+        staging.finish()
+    }
+
+    /// Copies `len` bytes from byte `from` of `source` to byte `at` of this.
+    pub fn copy_from(
+        &self,
+        at: usize,
+        source: &DeviceSlice<'_>,
+        from: usize,
+        len: usize,
+    ) -> Result<()> {
+        within(*self, &(at..at.saturating_add(len)))?;
+        within(*source, &(from..from.saturating_add(len)))?;
         self.gpu().bind()?;
         if len == 0 {
             return Ok(());
@@ -100,9 +127,7 @@ impl DeviceBuffer {
             "copying on the device",
         )
     }
-}
 
-impl DeviceSlice<'_> {
     /// Copies from byte `at` on to `out`, when everything enqueued before has run.
     pub fn read<T: Plain>(&self, at: usize, out: &mut [T]) -> Result<()> {
         let out = as_bytes_mut(out);

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::gpu::{Gpu, int};
 use super::launch::Launch;
-use super::linear::{Layout, MLP_SCALE, Storage};
+use super::linear::{Glu, Layout, Storage};
 use super::memory::DeviceBuffer;
 use super::nvrtc::Unit;
 use crate::base::Result;
@@ -17,7 +17,9 @@ const THREADS: u32 = 256;
 pub(super) const ARGUMENTS: &[(&str, usize)] = &[
     ("embed", size_of::<EmbedArguments>()),
     ("rms_norm", size_of::<NormArguments>()),
-    ("swiglu", size_of::<SwigluArguments>()),
+    ("glu", size_of::<GluArguments>()),
+    ("post_norm", size_of::<PostNormArguments>()),
+    ("soft_cap", size_of::<CapArguments>()),
     ("add_bias", size_of::<BiasArguments>()),
     ("f16_to_bf16", size_of::<ConvertArguments>()),
     ("bf16_to_f16", size_of::<RowsArguments>()),
@@ -33,6 +35,7 @@ struct EmbedArguments {
     table: u64,
     out: u64,
     global: f32,
+    scale: f32,
     kind: i32,
     width: i32,
 }
@@ -51,6 +54,7 @@ pub(super) fn embed(
     table: &TableArgument,
     tokens: &DeviceBuffer,
     rows: usize,
+    scale: f32,
     out: &DeviceBuffer,
 ) -> Result<()> {
     let width = table.width;
@@ -61,6 +65,7 @@ pub(super) fn embed(
         table: table.address,
         out: out.address(),
         global: table.global,
+        scale,
         kind: match table.storage {
             Storage::F32 => 0,
             Storage::F16 => 1,
@@ -127,16 +132,74 @@ pub fn rms_norm(
 }
 
 #[repr(C)]
-struct SwigluArguments {
+struct PostNormArguments {
+    y: u64,
+    weight: u64,
+    x: u64,
+    next: u64,
+    normed: u64,
+    width: i32,
+    eps: f32,
+    ordered: i32,
+}
+
+/// The longest row that [`post_norm`] takes.
+const POST_NORM_WIDTH: usize = 8192;
+
+/// `x += rms_norm(y) * weight` for f32 rows of `width`; and, where `next` has the weight of the norm that follows, that norm of the new `x`,
+/// as f16 in a layout.
+pub fn post_norm(
+    gpu: &Gpu,
+    y: &DeviceBuffer,
+    weight: &DeviceBuffer,
+    eps: f32,
+    rows: usize,
+    width: usize,
+    x: &DeviceBuffer,
+    next: Option<(&DeviceBuffer, Layout, &DeviceBuffer)>,
+) -> Result<()> {
+    y.holds("rows", &[rows, width, 4])?;
+    x.holds("rows", &[rows, width, 4])?;
+    weight.holds("a norm", &[width, 4])?;
+    let layout = next.map_or(Layout::Rows, |(_, layout, _)| layout);
+    if let Some((next, layout, normed)) = next {
+        next.holds("a norm", &[width, 4])?;
+        normed.holds("normalised rows", &[layout.elements(rows, width), 2])?;
+    }
+    if !width.is_multiple_of(BLOCK) || width > POST_NORM_WIDTH {
+        bail!(
+            Unsupported,
+            "rows of {width}; a norm of what is added takes multiples of {BLOCK} up to {POST_NORM_WIDTH}"
+        );
+    }
+    let arguments = PostNormArguments {
+        y: y.address(),
+        weight: weight.address(),
+        x: x.address(),
+        next: next.map_or(0, |(next, ..)| next.address()),
+        normed: next.map_or(0, |(_, _, normed)| normed.address()),
+        width: int("the hidden size", width)?,
+        eps,
+        ordered: i32::from(layout == Layout::Ordered),
+    };
+    let launch = Launch::new([rows as u32, 1, 1], 2 * THREADS);
+    // SAFETY: the struct is the kernel's; sizes were checked.
+    unsafe { launch.run(gpu, Unit::PostNorm, "post_norm", &arguments) }
+}
+
+#[repr(C)]
+struct GluArguments {
     gate_up: u64,
     y: u64,
     width: i32,
     scale: f32,
+    activation: i32,
 }
 
-/// silu(gate) * up: f16 `[rows, 2 width]` to f16 `[rows, width]`, divided by [`MLP_SCALE`].
-pub fn swiglu(
+/// act(gate) * up: f16 `[rows, 2 width]` to f16 `[rows, width]`, divided.
+pub fn glu(
     gpu: &Arc<Gpu>,
+    glu: Glu,
     gate_up: &DeviceBuffer,
     rows: usize,
     width: usize,
@@ -145,17 +208,41 @@ pub fn swiglu(
     gate_up.holds("gate and up", &[rows * width * 4])?;
     y.holds("activations", &[rows * width * 2])?;
     if !width.is_multiple_of(8) {
-        bail!(Unsupported, "rows of {width}; SwiGLU takes multiples of 8");
+        bail!(
+            Unsupported,
+            "rows of {width}; gated activations take multiples of 8"
+        );
     }
-    let arguments = SwigluArguments {
+    let arguments = GluArguments {
         gate_up: gate_up.address(),
         y: y.address(),
         width: int("the intermediate size", width)?,
-        scale: 1.0 / MLP_SCALE,
+        scale: glu.factor(),
+        activation: glu.activation as i32,
     };
     let launch = Launch::new([blocks(width / 8), rows as u32, 1], THREADS);
     // SAFETY: the struct is the kernel's; sizes were checked.
-    unsafe { launch.run(gpu, Unit::Swiglu, "swiglu", &arguments) }
+    unsafe { launch.run(gpu, Unit::Glu, "glu", &arguments) }
+}
+
+#[repr(C)]
+struct CapArguments {
+    x: u64,
+    count: u64,
+    cap: f32,
+}
+
+/// `x = cap * tanh(x / cap)` for the first `count` f32.
+pub fn soft_cap(gpu: &Gpu, x: &DeviceBuffer, count: usize, cap: f32) -> Result<()> {
+    x.holds("numbers", &[count, 4])?;
+    let arguments = CapArguments {
+        x: x.address(),
+        count: count as u64,
+        cap,
+    };
+    let launch = Launch::new([blocks(count), 1, 1], THREADS);
+    // SAFETY: the struct is the kernel's; sizes were checked.
+    unsafe { launch.run(gpu, Unit::Glu, "soft_cap", &arguments) }
 }
 
 #[repr(C)]
@@ -186,7 +273,7 @@ pub(super) fn add_bias_at(
     };
     let launch = Launch::new([blocks(width), rows as u32, 1], THREADS);
     // SAFETY: the struct is the kernel's; the caller checked the rows.
-    unsafe { launch.run(gpu, Unit::Swiglu, "add_bias", &arguments) }
+    unsafe { launch.run(gpu, Unit::Glu, "add_bias", &arguments) }
 }
 
 #[repr(C)]
@@ -214,7 +301,7 @@ pub(super) fn f16_to_bf16(
     unsafe {
         Launch::new([blocks(count / 2), 1, 1], THREADS).run(
             gpu,
-            Unit::Swiglu,
+            Unit::Glu,
             "f16_to_bf16",
             &arguments,
         )
@@ -243,5 +330,5 @@ pub(super) fn bf16_to_f16_at(
     };
     let launch = Launch::new([blocks(width), rows as u32, 1], THREADS);
     // SAFETY: the struct is the kernel's; the caller checked the rows.
-    unsafe { launch.run(gpu, Unit::Swiglu, "bf16_to_f16", &arguments) }
+    unsafe { launch.run(gpu, Unit::Glu, "bf16_to_f16", &arguments) }
 }

@@ -1,6 +1,7 @@
 //! Accounted device memory, ordered with the device's stream, and page-locked host memory for copies.
 
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 
@@ -142,6 +143,18 @@ impl<'a> DeviceSlice<'a> {
     /// Its size.
     pub fn bytes(&self) -> usize {
         self.bytes
+    }
+
+    /// The bytes of `range`, which must exist.
+    pub fn part(self, range: Range<usize>) -> Result<DeviceSlice<'a>> {
+        if range.start > range.end || range.end > self.bytes {
+            bail!(Internal, "bytes {range:?} of {} on a device", self.bytes);
+        }
+        Ok(DeviceSlice {
+            address: self.address + range.start as u64,
+            bytes: range.len(),
+            ..self
+        })
     }
 
     /// Refuses to be taken for `what`, the product of `sizes` in bytes, if it is smaller.

@@ -11,8 +11,8 @@ use crate::base::checksum::Checksum;
 /// Headers, by the name that sources include them by.
 const HEADERS: &[(&str, &str)] = &[
     (
-        "activation/silu.cuh",
-        include_str!("../../kernels/activation/silu.cuh"),
+        "activation/gate.cuh",
+        include_str!("../../kernels/activation/gate.cuh"),
     ),
     (
         "common/types.cuh",
@@ -87,6 +87,18 @@ const HEADERS: &[(&str, &str)] = &[
         include_str!("../../kernels/linear/tile.cuh"),
     ),
     (
+        "attention/decode.cuh",
+        include_str!("../../kernels/attention/decode.cuh"),
+    ),
+    (
+        "attention/prefill.cuh",
+        include_str!("../../kernels/attention/prefill.cuh"),
+    ),
+    (
+        "rope/store.cuh",
+        include_str!("../../kernels/rope/store.cuh"),
+    ),
+    (
         "norm/deferred.cuh",
         include_str!("../../kernels/norm/deferred.cuh"),
     ),
@@ -126,17 +138,25 @@ macro_rules! units {
 
 units! {
     ReadAll = "bandwidth/read.cu",
-    Swiglu = "activation/swiglu.cu",
+    Glu = "activation/glu.cu",
+    Pointwise = "activation/pointwise.cu",
     AttentionDecode = "attention/decode.cu",
+    AttentionDecodeGeneral = "attention/decode_general.cu",
+    AttentionDecodeLimited = "attention/decode_limited.cu",
     AttentionPrefill = "attention/prefill.cu",
+    AttentionPrefillWide = "attention/prefill_wide.cu",
+    AttentionReference = "attention/reference.cu",
     Embed = "embed/embed.cu",
     LinearDense = "linear/dense.cu",
     LinearPack = "linear/pack.cu",
+    LinearRowNorms = "linear/row_norms.cu",
     LinearRows = "linear/rows.cu",
     LinearSmall = "linear/small.cu",
     LinearTiled = "linear/tiled.cu",
     LinearWide = "linear/wide.cu",
+    PostNorm = "norm/post_norm.cu",
     RmsNorm = "norm/rms_norm.cu",
+    RmsNormF32 = "norm/rms_norm_f32.cu",
     Amax = "quantize/amax.cu",
     CheckScales = "quantize/check.cu",
     Dequantize = "quantize/dequantize.cu",
@@ -144,7 +164,9 @@ units! {
     Quantize = "quantize/quantize.cu",
     QuantizeSearch = "quantize/search.cu",
     Swizzle = "quantize/swizzle.cu",
+    Rotate = "rope/rotate.cu",
     RopeStore = "rope/store.cu",
+    RopeStoreGeneral = "rope/store_general.cu",
     Argmax = "sample/argmax.cu",
     Draw = "sample/draw.cu",
     ScaledMmDecode = "scaled_mm/decode.cu",

@@ -1,11 +1,12 @@
 //! Rows of activations in a tensor of the device, as products take them, and products as their callers want them: the same that
 //! the host does with rows in its memory.
 
+use std::marker::PhantomData;
 use std::sync::Arc;
 
 use super::gpu::{Gpu, int};
 use super::launch::Launch;
-use super::memory::DeviceBuffer;
+use super::memory::{DeviceBuffer, DeviceSlice};
 use super::nvrtc::Unit;
 use super::tensor::{Rows, rows, suffix};
 use crate::base::Result;
@@ -42,9 +43,12 @@ struct ResultArguments {
 /// The rows of a tensor `[.., K]` of float16, bfloat16 or float32 and any strides, on a device.
 pub struct FloatRows<'a> {
     gpu: &'a Arc<Gpu>,
-    tensor: &'a Tensor,
+    /// Rows and elements of one.
+    sizes: (usize, usize),
     rows: Rows,
     kernel: String,
+    /// What keeps the memory.
+    _memory: PhantomData<&'a ()>,
 }
 
 impl<'a> FloatRows<'a> {
@@ -57,9 +61,28 @@ impl<'a> FloatRows<'a> {
         }
         Ok(FloatRows {
             gpu,
-            tensor,
+            sizes: tensor.shape().matrix(),
             rows: rows(gpu, tensor, 16)?,
             kernel,
+            _memory: PhantomData,
+        })
+    }
+
+    /// Those of f32 `[.., K]`, one after the other. K must be a multiple of 8.
+    pub fn of_f32(gpu: &'a Arc<Gpu>, x: DeviceSlice<'a>, k: usize) -> Result<FloatRows<'a>> {
+        if k == 0 || !k.is_multiple_of(8) || !x.address().is_multiple_of(16) {
+            bail!(
+                Unsupported,
+                "rows of {k} at an address of {} past a multiple of 16; they must be multiples of 8, and aligned",
+                x.address() % 16
+            );
+        }
+        Ok(FloatRows {
+            gpu,
+            sizes: (x.bytes() / (k * 4), k),
+            rows: Rows::at(x.address(), k * 4),
+            kernel: "linear_halves_f32".to_owned(),
+            _memory: PhantomData,
         })
     }
 
@@ -72,7 +95,7 @@ impl<'a> FloatRows<'a> {
         halves: &DeviceBuffer,
         factors: &DeviceBuffer,
     ) -> Result<()> {
-        let (height, k) = self.tensor.shape().matrix();
+        let (height, k) = self.sizes;
         if first.checked_add(count).is_none_or(|end| end > height) || count > ROWS {
             bail!(Internal, "{count} rows from {first} on, of {height}");
         }
@@ -93,14 +116,15 @@ impl<'a> FloatRows<'a> {
 
 /// Enqueues f32 `y` `[rows, n]`, each row times its factor, as `dtype` (float16, bfloat16 or float32) to the rows of `out` `[.., n]`
 /// from `first` on.
-pub fn scaled_rows(
+pub fn scaled_rows<'a>(
     y: &DeviceBuffer,
     factors: &DeviceBuffer,
     (rows, n): (usize, usize),
     dtype: DType,
-    out: &DeviceBuffer,
+    out: impl Into<DeviceSlice<'a>>,
     first: usize,
 ) -> Result<()> {
+    let out = out.into();
     y.holds("a product", &[rows, n, 4])?;
     factors.holds("factors", &[rows, 4])?;
     out.holds("rows", &[first.saturating_add(rows), n, dtype.bytes()])?;

@@ -55,12 +55,13 @@ pub enum Table<'a> {
     Host(&'a HostTable),
 }
 
-/// Looks up `rows` tokens (i32, each less than the table's rows) into f32 `out` `[rows, width]`.
+/// Looks up `rows` tokens (i32, each less than the table's rows) into f32 `out` `[rows, width]`, and multiplies them by `scale`.
 pub fn embed(
     gpu: &Gpu,
     table: Table<'_>,
     tokens: &DeviceBuffer,
     rows: usize,
+    scale: f32,
     out: &DeviceBuffer,
 ) -> Result<()> {
     let argument = match table {
@@ -77,7 +78,7 @@ pub fn embed(
             width: t.width,
         },
     };
-    elementwise::embed(gpu, &argument, tokens, rows, out)
+    elementwise::embed(gpu, &argument, tokens, rows, scale, out)
 }
 
 /// The exact values of one row of a weight, brought to the host: `out` takes as many as a row has.
@@ -95,6 +96,6 @@ pub fn table_row(table: &Matrix, row: usize, out: &mut [f32]) -> Result<()> {
     let token =
         DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, &[super::gpu::int("the row", row)?])?;
     let values = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, out.len() * 4)?;
-    embed(gpu, Table::Device(table), &token, 1, &values)?;
+    embed(gpu, Table::Device(table), &token, 1, 1.0, &values)?;
     values.read(0, out)
 }

@@ -251,6 +251,17 @@ pub(super) struct Rows {
     _copy: Option<DeviceBuffer>,
 }
 
+impl Rows {
+    /// Rows that lie so already.
+    pub(super) fn at(address: u64, stride: usize) -> Rows {
+        Rows {
+            address,
+            stride,
+            _copy: None,
+        }
+    }
+}
+
 /// The rows of a tensor's matrix, each aligned to `align` bytes: of the tensor itself where that has them so, or of a copy.
 pub(super) fn rows(gpu: &Arc<Gpu>, tensor: &Tensor, align: usize) -> Result<Rows> {
     require(gpu, tensor)?;

@@ -15,7 +15,7 @@ use crate::base::threads::Pool;
 use crate::base::{Result, call, memory};
 use crate::checkpoint::{
     Checkpoint, DatWriter, Encoding, Entry, Metadata, ModelOptWriter, Planned, TokenizerSource,
-    Writer, check_not_read, missing_companions, write_companions,
+    Writer, check_not_read, is_of_text_model, missing_companions, write_companions,
 };
 use crate::format::nvfp4::{self, BLOCK, Levels, QuantizeOptions, Recipe};
 use crate::text::Tokenizer;
@@ -98,15 +98,38 @@ pub struct ConvertReport {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Action {
     Copy,
+    /// Copies the codes and scales of some rows.
+    CopyRows,
     Quantize,
 }
 
 struct Step<'a> {
-    /// Differs from the entry's name for a head that is tied to the embedding.
-    name: &'a str,
+    /// Differs from the entry's name for a head that is tied to the embedding, and for an expert of a stack.
+    name: String,
     entry: &'a Entry,
+    /// What becomes a tensor, of the entry seen as a matrix: all of it but for an expert of a stack.
+    rows: Range<usize>,
+    shape: Vec<usize>,
     action: Action,
     encoding: Encoding,
+}
+
+impl<'a> Step<'a> {
+    fn whole(name: &str, entry: &'a Entry, action: Action, encoding: Encoding) -> Step<'a> {
+        Step {
+            name: name.to_owned(),
+            entry,
+            rows: 0..entry.rows(),
+            shape: entry.shape.clone(),
+            action,
+            encoding,
+        }
+    }
+
+    /// Bytes of the source.
+    fn bytes(&self) -> u64 {
+        self.entry.bytes * self.rows.len() as u64 / self.entry.rows() as u64
+    }
 }
 
 const EMBEDDING: &str = "model.embed_tokens.weight";
@@ -118,9 +141,15 @@ const FUSED: [&[&str]; 2] = [
     &["gate_proj.weight", "up_proj.weight"],
 ];
 
-const ALONE: [&str; 2] = ["o_proj.weight", "down_proj.weight"];
+/// The others, of which some are stored fused.
+const ALONE: [&str; 4] = [
+    "o_proj.weight",
+    "down_proj.weight",
+    "qkv_proj.weight",
+    "gate_up_proj.weight",
+];
 
-/// Whether `entry` is a weight of a linear layer, by name and shape.
+/// Whether `entry` is a weight of a linear layer of the text model, by name and shape.
 fn is_linear(entry: &Entry) -> bool {
     let last_two = |suffix: &&str| {
         entry
@@ -129,6 +158,7 @@ fn is_linear(entry: &Entry) -> bool {
             .is_some_and(|rest| rest.ends_with('.'))
     };
     entry.shape.len() == 2
+        && is_of_text_model(&entry.name)
         && (entry.name == HEAD || FUSED.concat().iter().chain(&ALONE).any(last_two))
 }
 
@@ -150,12 +180,12 @@ pub fn convert(
         );
     }
     let steps = plan(source, options)?;
-    let head_added = steps.iter().any(|s| s.name != s.entry.name);
+    let head_added = steps.iter().any(|s| s.name == HEAD && s.entry.name != HEAD);
     let planned: Vec<Planned> = steps
         .iter()
         .map(|s| Planned {
-            name: s.name.to_owned(),
-            shape: s.entry.shape.clone(),
+            name: s.name.clone(),
+            shape: s.shape.clone(),
             encoding: s.encoding,
         })
         .collect();
@@ -187,7 +217,7 @@ pub fn convert(
         },
         largest: HashMap::new(),
         done: 0,
-        total: steps.iter().map(|s| s.entry.bytes).sum(),
+        total: steps.iter().map(Step::bytes).sum(),
         progress,
     };
     let mut report = ConvertReport {
@@ -198,8 +228,8 @@ pub fn convert(
     };
     let (mut squares, mut errors) = (0.0, 0.0);
     for step in &steps {
-        work.tell(step.name)?;
-        let values = (step.entry.rows() * step.entry.cols()) as u64;
+        work.tell(&step.name)?;
+        let values = (step.rows.len() * step.entry.cols()) as u64;
         report.bytes_out += match step.encoding.element_bytes() {
             Some(width) => values * width as u64,
             None => values / 2 + values / BLOCK as u64,
@@ -211,6 +241,11 @@ pub fn convert(
                     .map_err(|e| e.within(&step.entry.name))?;
                 work.done += step.entry.bytes;
                 report.kept_nvfp4 += usize::from(step.encoding == Encoding::Nvfp4);
+            }
+            Action::CopyRows => {
+                copy_rows(source, step, &mut *writer).map_err(|e| e.within(&step.entry.name))?;
+                work.done += step.bytes();
+                report.kept_nvfp4 += 1;
             }
             Action::Quantize => {
                 let sums = work
@@ -235,6 +270,10 @@ pub fn convert(
 fn plan<'a>(source: &'a dyn Checkpoint, options: &ConvertOptions) -> Result<Vec<Step<'a>>> {
     let mut steps = Vec::with_capacity(source.entries().len() + 1);
     for entry in source.entries() {
+        if let Some(experts) = experts(source, entry, options.container)? {
+            steps.extend(experts);
+            continue;
+        }
         let keeps = entry.encoding == Encoding::Nvfp4
             && (options.container == Container::ModelOpt || source.global_scale(entry)? == 1.0);
         let (action, encoding) = if keeps {
@@ -271,12 +310,7 @@ fn plan<'a>(source: &'a dyn Checkpoint, options: &ConvertOptions) -> Result<Vec<
                 entry.cols()
             );
         }
-        steps.push(Step {
-            name: &entry.name,
-            entry,
-            action,
-            encoding,
-        });
+        steps.push(Step::whole(&entry.name, entry, action, encoding));
     }
     let tied = source
         .metadata()
@@ -290,22 +324,73 @@ fn plan<'a>(source: &'a dyn Checkpoint, options: &ConvertOptions) -> Result<Vec<
         && entry.shape.len() == 2
         && entry.cols().is_multiple_of(BLOCK)
     {
-        steps.push(Step {
-            name: HEAD,
-            entry,
-            action: Action::Quantize,
-            encoding: Encoding::Nvfp4,
-        });
+        steps.push(Step::whole(HEAD, entry, Action::Quantize, Encoding::Nvfp4));
     }
     if steps.iter().all(|s| s.encoding != Encoding::Nvfp4) {
         bail!(
             InvalidArgument,
             "none of the {} tensors is a linear weight (…q_proj.weight, …down_proj.weight, {HEAD}, …); the first is '{}'",
             steps.len(),
-            steps.first().map_or("", |s| s.name)
+            steps.first().map_or("", |s| &s.name)
         );
     }
     Ok(steps)
+}
+
+/// A tensor for each expert of a stack, as serving engines and this library's loader have them: `mlp.experts.E.gate_proj.weight`. `None` for
+/// what is no stack.
+fn experts<'a>(
+    source: &'a dyn Checkpoint,
+    entry: &'a Entry,
+    container: Container,
+) -> Result<Option<Vec<Step<'a>>>> {
+    const STACKED: &str = ".mlp.experts.";
+    let (Some((block, projection)), &[count, rows, cols]) =
+        (entry.name.split_once(STACKED), &entry.shape[..])
+    else {
+        return Ok(None);
+    };
+    if entry.encoding.is_integer() || !cols.is_multiple_of(BLOCK) {
+        bail!(
+            Unsupported,
+            "'{}' is a stack of experts of shape {:?} stored as {}; NVFP4 holds rows of a multiple of {BLOCK} numbers",
+            entry.name,
+            entry.shape,
+            entry.encoding
+        );
+    }
+    let is_kept = entry.encoding == Encoding::Nvfp4
+        && (container == Container::ModelOpt
+            || source
+                .global_scales(entry)?
+                .iter()
+                .all(|&scale| scale == 1.0));
+    let step = |expert: usize| Step {
+        name: format!("{block}{STACKED}{expert}.{projection}"),
+        entry,
+        rows: expert * rows..(expert + 1) * rows,
+        shape: vec![rows, cols],
+        action: match is_kept {
+            true => Action::CopyRows,
+            false => Action::Quantize,
+        },
+        encoding: Encoding::Nvfp4,
+    };
+    Ok(Some((0..count).map(step).collect()))
+}
+
+/// Writes some rows of an NVFP4 entry as they are.
+fn copy_rows(source: &dyn Checkpoint, step: &Step<'_>, writer: &mut dyn Writer) -> Result<()> {
+    let (entry, rows) = (step.entry, step.rows.clone());
+    let globals = source.global_scales(entry)?;
+    writer.begin(
+        &step.name,
+        globals[rows.start / (entry.rows() / globals.len())],
+    )?;
+    let mut codes = memory::zeros(rows.len() * entry.cols() / 2)?;
+    let mut scales = memory::zeros(rows.len() * entry.cols() / BLOCK)?;
+    source.rows_nvfp4(entry, rows, &mut codes, &mut scales)?;
+    writer.nvfp4(&codes, &scales)
 }
 
 /// What is done to rows in parallel.
@@ -347,7 +432,7 @@ impl<'a> Work<'a> {
     }
 
     /// The global scale for `step`, common to the weights that are fused with it.
-    fn global(&mut self, step: &Step<'a>, steps: &[Step<'a>]) -> Result<f32> {
+    fn global(&mut self, step: &'a Step<'_>, steps: &'a [Step<'_>]) -> Result<f32> {
         if self.rows.options.levels != Levels::Two {
             return Ok(1.0);
         }
@@ -362,20 +447,20 @@ impl<'a> Work<'a> {
                         .collect::<Vec<_>>(),
                 )
             })
-            .unwrap_or_else(|| vec![step.name.to_owned()]);
+            .unwrap_or_else(|| vec![step.name.clone()]);
         let mut largest = 0f32;
         for other in steps {
-            if other.action != Action::Quantize || !fused.iter().any(|n| n == other.name) {
+            if other.action != Action::Quantize || !fused.contains(&other.name) {
                 continue;
             }
-            let amax = match self.largest.get(other.name) {
+            let amax = match self.largest.get(other.name.as_str()) {
                 Some(&amax) => amax,
                 None => {
                     let amax = self
                         .rows
-                        .amax(other.entry)
+                        .amax(other.entry, other.rows.clone())
                         .map_err(|e| e.within(format_args!("'{}'", other.name)))?;
-                    self.largest.insert(other.name, amax);
+                    self.largest.insert(&other.name, amax);
                     amax
                 }
             };
@@ -387,20 +472,20 @@ impl<'a> Work<'a> {
     /// Writes `step` quantized. Returns the sum of squares of the weights and of their errors.
     fn quantize(
         &mut self,
-        step: &Step<'a>,
-        steps: &[Step<'a>],
+        step: &'a Step<'_>,
+        steps: &'a [Step<'_>],
         writer: &mut dyn Writer,
     ) -> Result<(f64, f64)> {
         let global = self.global(step, steps)?;
-        writer.begin(step.name, global)?;
+        writer.begin(&step.name, global)?;
         let entry = step.entry;
-        let (rows, cols) = (entry.rows(), entry.cols());
+        let (rows, cols) = (step.rows.clone(), entry.cols());
         let per_part = (PART / cols).max(1);
         let per_region = per_part * PARTS;
         let before = self.done;
         let (mut squares, mut errors) = (0.0, 0.0);
-        for first in (0..rows).step_by(per_region) {
-            let region = first..rows.min(first + per_region);
+        for first in rows.clone().step_by(per_region) {
+            let region = first..rows.end.min(first + per_region);
             let mut codes = memory::zeros(region.len() * cols / 2)?;
             let mut scales = memory::zeros(region.len() * cols / BLOCK)?;
             let sums = self.rows.region(
@@ -414,25 +499,26 @@ impl<'a> Work<'a> {
             squares += sums.0;
             errors += sums.1;
             writer.nvfp4(&codes, &scales)?;
-            self.done = before + (entry.bytes as u128 * region.end as u128 / rows as u128) as u64;
-            self.tell(step.name)?;
+            let done = (region.end - rows.start) as u128;
+            self.done = before + (step.bytes() as u128 * done / rows.len() as u128) as u64;
+            self.tell(&step.name)?;
         }
         Ok((squares, errors))
     }
 }
 
 impl Rows<'_> {
-    fn amax(&self, entry: &Entry) -> Result<f32> {
+    fn amax(&self, entry: &Entry, rows: Range<usize>) -> Result<f32> {
         let cols = entry.cols();
         let step = (PART / cols).max(1);
-        let starts: Vec<usize> = (0..entry.rows()).step_by(step).collect();
+        let starts: Vec<usize> = rows.clone().step_by(step).collect();
         let found = Mutex::new(Vec::new());
         call::with(|call| {
             self.pool.run(starts.len(), |part| {
                 if call.is_over() {
                     return;
                 }
-                let rows = starts[part]..entry.rows().min(starts[part] + step);
+                let rows = starts[part]..rows.end.min(starts[part] + step);
                 let first = rows.start * cols;
                 let amax = memory::zeros(rows.len() * cols).and_then(|mut values| {
                     self.source.rows_f32(entry, rows, &mut values)?;

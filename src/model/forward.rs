@@ -1,22 +1,18 @@
-//! The decoder forward: embedding, blocks, final norm and head, for one sequence or for several that advance together. Works
-//! on rows of the residual stream; whose rows they are shows only where keys and values are stored and attended to.
+//! Runs a model: one sequence or several that advance together, on the CPU through the reference block, on a GPU through fused kernels.
+//! Decides how rows are divided, whose turn it is, and what becomes of caches when something fails.
 
 use std::ops::Range;
 use std::sync::Mutex;
 
-use super::gpu::{self, Executor};
+use super::block::{self, Pass, Segment};
+use super::fused::{self, Executor, Source};
 use super::kv_cache::KvCache;
-use super::weights::{Layer, Projection};
 use super::{Logits, Model};
-use crate::base::error::{bail, err};
-use crate::base::memory::{Buffer, Plain, Tag};
+use crate::base::error::bail;
 use crate::base::turns::Turn;
 use crate::base::{Result, call};
-use crate::ops::attention::attention;
-use crate::ops::linear::linear;
-use crate::ops::rope::Angles;
+use crate::ops::Slice;
 use crate::ops::sample::{self, Choice};
-use crate::ops::{Workspace, activation, norm, rope};
 
 /// Rows that go through the blocks together on the CPU: enough to make full use of the weights as they pass, few enough that
 /// scratch memory does not grow with the prompt.
@@ -25,15 +21,7 @@ const ROWS: usize = 512;
 /// Memory that forward passes reuse. One serves one caller at a time; it grows to the largest pass it has seen.
 #[derive(Debug)]
 pub struct Scratch {
-    workspace: Workspace,
-    residual: Buffer<f32>,
-    normed: Buffer<f32>,
-    q: Buffer<f32>,
-    k: Buffer<f32>,
-    v: Buffer<f32>,
-    attended: Buffer<f32>,
-    gate: Buffer<f32>,
-    up: Buffer<f32>,
+    block: block::Scratch,
     sample: Vec<Mutex<sample::Scratch>>,
 }
 
@@ -41,32 +29,14 @@ impl Scratch {
     /// Empty scratch memory.
     pub fn new() -> Self {
         Scratch {
-            workspace: Workspace::new(),
-            residual: empty(),
-            normed: empty(),
-            q: empty(),
-            k: empty(),
-            v: empty(),
-            attended: empty(),
-            gate: empty(),
-            up: empty(),
+            block: block::Scratch::new(),
             sample: Vec::new(),
         }
     }
 
     /// Bytes held.
     pub fn bytes(&self) -> usize {
-        let buffers = [
-            &self.residual,
-            &self.normed,
-            &self.q,
-            &self.k,
-            &self.v,
-            &self.attended,
-            &self.gate,
-            &self.up,
-        ];
-        self.workspace.bytes() + buffers.iter().map(|b| b.bytes()).sum::<usize>()
+        self.block.bytes()
     }
 }
 
@@ -74,19 +44,6 @@ impl Default for Scratch {
     fn default() -> Self {
         Self::new()
     }
-}
-
-fn empty<T: Plain>() -> Buffer<T> {
-    Buffer::zeroed(Tag::Scratch, 0).expect("an empty buffer allocates nothing")
-}
-
-/// The first `len` elements of `buffer`, which is made larger if need be; what it held is lost then.
-fn sized<T: Plain>(buffer: &mut Buffer<T>, len: usize) -> Result<&mut [T]> {
-    if buffer.len() < len {
-        *buffer = empty();
-        *buffer = Buffer::zeroed(Tag::Scratch, len)?;
-    }
-    Ok(&mut buffer[..len])
 }
 
 fn reserve_each(caches: &mut [&mut KvCache], count: usize) -> Result<()> {
@@ -106,12 +63,6 @@ fn finish_batch(caches: &mut [&mut KvCache], ran: bool) {
             false => cache.roll_back(),
         }
     }
-}
-
-/// Rows of one sequence within a pass.
-struct Segment<'a> {
-    cache: &'a mut KvCache,
-    rows: Range<usize>,
 }
 
 impl Model {
@@ -135,6 +86,26 @@ impl Model {
             None => self.forward_in_parts(tokens, cache, scratch, wanted, logits),
             Some(executor) => self.forward_on_gpu(executor, tokens, cache, wanted, logits),
         };
+        if result.is_err() {
+            logits.clear();
+            cache.truncate(before)?;
+        }
+        result
+    }
+
+    /// Like [`Model::forward`], through the reference block, operation by operation, also where fused kernels would run: what these are
+    /// tested against. Slow on a GPU.
+    pub fn forward_reference(
+        &self,
+        tokens: &[u32],
+        cache: &mut KvCache,
+        scratch: &mut Scratch,
+        wanted: Logits,
+        logits: &mut Vec<f32>,
+    ) -> Result<()> {
+        logits.clear();
+        let before = cache.len();
+        let result = self.forward_in_parts(tokens, cache, scratch, wanted, logits);
         if result.is_err() {
             logits.clear();
             cache.truncate(before)?;
@@ -183,18 +154,18 @@ impl Model {
     ) -> Result<()> {
         self.check_tokens(tokens)?;
         cache.reserve(tokens.len())?;
-        let (config, weights) = (self.config(), self.weights());
+        let source = self.source();
         if tokens.len() == 1 && wanted != Logits::None {
             let _turn = self.turn()?;
-            executor.step_logits(config, weights, tokens, &[&*cache], logits)?;
+            executor.step_logits(source, tokens, &[&*cache], logits)?;
             cache.advance(1);
             call::add(1);
             return Ok(());
         }
-        let chunks = tokens.len().div_ceil(gpu::ROWS);
-        for (i, chunk) in tokens.chunks(gpu::ROWS).enumerate() {
+        let chunks = tokens.len().div_ceil(fused::ROWS);
+        for (i, chunk) in tokens.chunks(fused::ROWS).enumerate() {
             let _turn = self.turn()?;
-            let mut pass = executor.run(config, weights, chunk, cache)?;
+            let mut pass = executor.run(source, chunk, cache)?;
             match wanted {
                 Logits::All => pass.logits(0, chunk.len(), logits)?,
                 Logits::Last if i + 1 == chunks => pass.logits(chunk.len() - 1, 1, logits)?,
@@ -204,6 +175,13 @@ impl Model {
             call::add(chunk.len() as u64);
         }
         Ok(())
+    }
+
+    fn source(&self) -> Source<'_> {
+        Source {
+            spec: self.spec(),
+            weights: self.weights(),
+        }
     }
 
     /// Waits until no other sequence is being run, unless the call is cancelled meanwhile. Prompts give way after each chunk,
@@ -247,11 +225,10 @@ impl Model {
                     }
                 }
                 let caches: Vec<&KvCache> = caches.iter().map(|c| &**c).collect();
-                let (config, weights) = (self.config(), self.weights());
                 let turn = self.turn()?;
                 // Who waits runs other sequences next.
                 let look_ahead = look_ahead && !turn.ends();
-                executor.step_choose(config, weights, tokens, &caches, choices, look_ahead)
+                executor.step_choose(self.source(), tokens, &caches, choices, look_ahead)
             }),
         };
         finish_batch(caches, result.is_ok());
@@ -279,12 +256,12 @@ impl Model {
                 caches.len()
             );
         }
-        if self.executor.is_some() && tokens.len() > gpu::BATCH {
+        if self.executor.is_some() && tokens.len() > fused::BATCH {
             bail!(
                 Unsupported,
                 "a batch of {} sequences on a GPU; at most {} are stepped together",
                 tokens.len(),
-                gpu::BATCH
+                fused::BATCH
             );
         }
         self.check_tokens(tokens)
@@ -307,7 +284,7 @@ impl Model {
             Some(executor) => reserve_each(caches, 1).and_then(|()| {
                 let caches: Vec<&KvCache> = caches.iter().map(|c| &**c).collect();
                 let _turn = self.turn()?;
-                executor.step_logits(self.config(), self.weights(), tokens, &caches, logits)
+                executor.step_logits(self.source(), tokens, &caches, logits)
             }),
         };
         finish_batch(caches, result.is_ok());
@@ -343,7 +320,10 @@ impl Model {
 
     /// The embeddings of `tokens`: what enters the first block, `hidden_size` numbers each.
     pub fn embed(&self, tokens: &[u32], out: &mut [f32]) -> Result<()> {
-        self.weights().embed(tokens, out)
+        self.weights().embed(tokens, out)?;
+        let scale = self.spec().embedding_scale;
+        out.iter_mut().for_each(|x| *x *= scale);
+        Ok(())
     }
 
     /// The logits of rows that left the last block elsewhere, `hidden_size` numbers each: final norm and head. With
@@ -354,7 +334,7 @@ impl Model {
         scratch: &mut Scratch,
         logits: &mut Vec<f32>,
     ) -> Result<()> {
-        let width = self.config().hidden_size;
+        let width = self.spec().hidden_size;
         logits.clear();
         if !hidden.len().is_multiple_of(width) {
             bail!(
@@ -365,7 +345,10 @@ impl Model {
         }
         for rows in hidden.chunks(ROWS * width) {
             let _turn = self.turn()?;
-            sized(&mut scratch.residual, rows.len())?.copy_from_slice(rows);
+            let residual = &mut scratch.block.residual;
+            residual.grow(&self.device, rows.len())?;
+            let to = residual.first_mut(rows.len())?;
+            to.copy_from(Slice::Host(rows))?;
             self.head(0..rows.len() / width, scratch, logits)?;
         }
         Ok(())
@@ -373,7 +356,7 @@ impl Model {
 
     /// Refuses tokens that cannot be run.
     pub(crate) fn check_tokens(&self, tokens: &[u32]) -> Result<()> {
-        if self.weights().layers.is_empty() {
+        if self.weights().blocks.is_empty() {
             bail!(
                 Unsupported,
                 "the model was loaded for sampling only, without its layers; load it whole to run tokens"
@@ -384,7 +367,7 @@ impl Model {
 
     /// Refuses ids that the embedding has no rows for.
     pub(super) fn check_ids(&self, tokens: &[u32]) -> Result<()> {
-        let vocab = self.config().vocab_size;
+        let vocab = self.spec().vocab_size;
         if let Some(i) = tokens.iter().position(|&t| t as usize >= vocab) {
             bail!(
                 InvalidArgument,
@@ -395,185 +378,24 @@ impl Model {
         Ok(())
     }
 
-    /// Takes rows through all blocks and stores their keys and values; the last block's output is left in the residual.
+    /// Takes rows through all blocks and stores their keys and values; the last block's output is left in the residual stream.
     fn run(&self, tokens: &[u32], segments: &mut [Segment<'_>], s: &mut Scratch) -> Result<()> {
-        let config = self.config();
-        let (m, hidden) = (tokens.len(), config.hidden_size);
-        let (q, kv) = (
-            config.heads * config.head_dim,
-            config.kv_heads * config.head_dim,
-        );
-        self.weights()
-            .embed(tokens, sized(&mut s.residual, m * hidden)?)?;
-        sized(&mut s.normed, m * hidden)?;
-        sized(&mut s.q, m * q)?;
-        sized(&mut s.k, m * kv)?;
-        sized(&mut s.v, m * kv)?;
-        sized(&mut s.attended, m * q)?;
-        sized(&mut s.gate, m * config.intermediate_size)?;
-        sized(&mut s.up, m * config.intermediate_size)?;
-        let mut positions = Vec::with_capacity(m);
-        for segment in segments.iter() {
-            let first = segment.cache.len();
-            positions.extend((first..first + segment.rows.len()).map(|p| p as u32));
-        }
-        let angles = config.rope.angles(&positions);
-        for (index, layer) in self.weights().layers.iter().enumerate() {
+        let (spec, weights) = (self.spec(), self.weights());
+        let pass = Pass::new(&self.device, spec, self.activations, segments)?;
+        pass.embed(weights, tokens, &mut s.block)?;
+        for (index, block) in weights.blocks.iter().enumerate() {
             call::check()?;
-            call::begun((m * index / config.layers) as u64);
-            self.attend(layer, index, m, segments, &angles, s)?;
-            self.mlp(layer, m, s)?;
+            call::begun((tokens.len() * index / spec.blocks.len()) as u64);
+            pass.block(index, block, segments, &mut s.block)?;
         }
         Ok(())
     }
 
-    fn attend(
-        &self,
-        layer: &Layer,
-        index: usize,
-        m: usize,
-        segments: &mut [Segment<'_>],
-        angles: &Angles,
-        s: &mut Scratch,
-    ) -> Result<()> {
-        let (config, device) = (self.config(), self.device());
-        let (heads, kv_heads) = (config.heads, config.kv_heads);
-        let (q_row, kv_row) = (heads * config.head_dim, kv_heads * config.head_dim);
-        let (x, normed) = (
-            &mut s.residual[..m * config.hidden_size],
-            &mut s.normed[..m * config.hidden_size],
-        );
-        let (q, k, v) = (
-            &mut s.q[..m * q_row],
-            &mut s.k[..m * kv_row],
-            &mut s.v[..m * kv_row],
-        );
-        norm::rms_norm(device, x, &layer.input_norm, config.rms_norm_eps, normed)?;
-        self.project(
-            normed,
-            m,
-            &mut [
-                (&layer.q, &mut *q),
-                (&layer.k, &mut *k),
-                (&layer.v, &mut *v),
-            ],
-            &mut s.workspace,
-        )?;
-        for (x, weight) in [(&mut *q, &layer.q_norm), (&mut *k, &layer.k_norm)] {
-            if let Some(weight) = weight {
-                norm::rms_norm_in_place(device, x, weight, config.rms_norm_eps)?;
-            }
-        }
-        rope::apply(device, q, heads, angles)?;
-        rope::apply(device, k, kv_heads, angles)?;
-        let attended = &mut s.attended[..m * q_row];
-        let scale = 1.0 / (config.head_dim as f32).sqrt();
-        for segment in segments {
-            let (first, rows) = (segment.cache.len(), segment.rows.clone());
-            let kv_rows = rows.start * kv_row..rows.end * kv_row;
-            let q_rows = rows.start * q_row..rows.end * q_row;
-            let cache = segment.cache.layer(index)?;
-            cache.write(first, &k[kv_rows.clone()], &v[kv_rows])?;
-            attention(
-                device,
-                &q[q_rows.clone()],
-                heads,
-                cache,
-                first,
-                scale,
-                &mut attended[q_rows],
-                &mut s.workspace,
-            )?;
-        }
-        self.project(
-            attended,
-            m,
-            &mut [(&layer.o, &mut *normed)],
-            &mut s.workspace,
-        )?;
-        activation::add(x, normed)
-    }
-
-    fn mlp(&self, layer: &Layer, m: usize, s: &mut Scratch) -> Result<()> {
-        let (config, device) = (self.config(), self.device());
-        let (x, normed) = (
-            &mut s.residual[..m * config.hidden_size],
-            &mut s.normed[..m * config.hidden_size],
-        );
-        let (gate, up) = (
-            &mut s.gate[..m * config.intermediate_size],
-            &mut s.up[..m * config.intermediate_size],
-        );
-        norm::rms_norm(device, x, &layer.post_norm, config.rms_norm_eps, normed)?;
-        self.project(
-            normed,
-            m,
-            &mut [(&layer.gate, &mut *gate), (&layer.up, &mut *up)],
-            &mut s.workspace,
-        )?;
-        activation::swiglu(device, gate, up)?;
-        self.project(
-            gate,
-            m,
-            &mut [(&layer.down, &mut *normed)],
-            &mut s.workspace,
-        )?;
-        activation::add(x, normed)
-    }
-
-    /// Appends the logits of `rows` of the residual.
+    /// Appends the logits of `rows` of the residual stream.
     fn head(&self, rows: Range<usize>, s: &mut Scratch, logits: &mut Vec<f32>) -> Result<()> {
-        let config = self.config();
-        let (m, hidden) = (rows.len(), config.hidden_size);
-        let normed = sized(&mut s.normed, m * hidden)?;
-        let x = &s.residual[rows.start * hidden..rows.end * hidden];
-        norm::rms_norm(
-            self.device(),
-            x,
-            &self.weights().norm,
-            config.rms_norm_eps,
-            normed,
-        )?;
-        let before = logits.len();
-        let len = m * config.vocab_size;
-        logits
-            .try_reserve(len)
-            .map_err(|e| err!(OutOfMemory, "{len} logits: {e}"))?;
-        logits.resize(before + len, 0.0);
-        self.project(
-            normed,
-            m,
-            &mut [(&self.weights().head, &mut logits[before..])],
-            &mut s.workspace,
-        )
-    }
-
-    /// Applies projections that share an input, and their biases.
-    fn project(
-        &self,
-        x: &[f32],
-        m: usize,
-        outputs: &mut [(&Projection, &mut [f32])],
-        workspace: &mut Workspace,
-    ) -> Result<()> {
-        let mut products: Vec<_> = outputs
-            .iter_mut()
-            .map(|(p, y)| (&p.linear, &mut **y))
-            .collect();
-        linear(
-            self.device(),
-            x,
-            m,
-            &mut products,
-            self.activations(),
-            workspace,
-        )?;
-        for (projection, y) in outputs {
-            if let Some(bias) = &projection.bias {
-                activation::add(y, bias)?;
-            }
-        }
-        Ok(())
+        let (spec, weights) = (self.spec(), self.weights());
+        let (device, s) = (&self.device, &mut s.block);
+        block::head(device, spec, self.activations, weights, rows, s, logits)
     }
 }
 
@@ -598,7 +420,7 @@ mod tests {
         let model = golden();
         let cancel = Cancel::new();
         let mut scratch = Scratch::new();
-        let mut cache = KvCache::new(model.device(), model.config(), 64, KvType::F16).unwrap();
+        let mut cache = KvCache::new(model.device(), model.spec(), 64, KvType::F16).unwrap();
         let greedy = crate::model::SamplingOptions::default();
         let choice = Choice {
             options: &greedy,

@@ -5,7 +5,8 @@ use std::path::Path;
 use serde_json::{Map, Value};
 
 use super::SamplingOptions;
-use super::config::{self, Config};
+use super::families;
+use super::spec::Spec;
 use crate::base::error::{bail, err};
 use crate::base::{Error, Result};
 use crate::checkpoint::TokenizerSource;
@@ -24,11 +25,11 @@ pub(super) struct Generation {
 
 /// Reads what the config, `generation_config.json` or GGUF metadata, and the tokenizer say.
 pub(super) fn read(
-    config: &Config,
+    spec: &Spec,
     source: &TokenizerSource,
     tokenizer: Option<&Tokenizer>,
 ) -> Result<Generation> {
-    let mut stop_tokens = config.eos.clone();
+    let mut stop_tokens = spec.eos.clone();
     let sampling = match source {
         TokenizerSource::Directory(directory) => {
             let path = directory.join("generation_config.json");
@@ -68,7 +69,7 @@ fn file(path: &Path) -> Result<Map<String, Value>> {
 fn eos(file: &Map<String, Value>) -> Result<Vec<u32>> {
     match file.get("eos_token_id") {
         None | Some(Value::Null) => Ok(Vec::new()),
-        Some(value) => config::token_ids(value)
+        Some(value) => families::token_ids(value)
             .ok_or_else(|| err!(CorruptFile, "'eos_token_id' is {value}; expected token ids")),
     }
 }

@@ -5,12 +5,13 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::config::Config;
+use super::spec::{BlockSpec, Spec};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::Tag;
-use crate::cuda::{self, DeviceBuffer, Gpu};
-use crate::ops::attention::PAGE as FILE_PAGE;
+use crate::cuda::{self, DeviceBuffer, Gpu, PageTable};
+use crate::format::nvfp4::BLOCK;
+use crate::ops::attention::{CachedLayer, PAGE as FILE_PAGE};
 
 /// Bytes of an element: f16.
 const ELEMENT: usize = 2;
@@ -44,15 +45,27 @@ impl Clone for GpuCache {
 }
 
 impl GpuCache {
-    pub(super) fn new(gpu: &Arc<Gpu>, config: &Config) -> GpuCache {
-        GpuCache {
+    /// An empty cache of a model whose blocks have keys and values of one shape.
+    pub(super) fn new(gpu: &Arc<Gpu>, spec: &Spec) -> Result<GpuCache> {
+        let shape = |b: &BlockSpec| (b.attention.kv_heads, b.attention.head_dim);
+        let (kv_heads, dim) = spec.blocks.first().map_or((1, BLOCK), shape);
+        if let Some(i) = spec.blocks.iter().position(|b| shape(b) != (kv_heads, dim)) {
+            let other = shape(&spec.blocks[i]);
+            bail!(
+                Unsupported,
+                "block {i} has {} key/value heads of {}, and block 0 {kv_heads} of {dim}; on a GPU all are alike",
+                other.0,
+                other.1
+            );
+        }
+        Ok(GpuCache {
             gpu: gpu.clone(),
-            layers: config.layers,
-            kv_heads: config.kv_heads,
-            dim: config.head_dim,
+            layers: spec.blocks.len(),
+            kv_heads,
+            dim,
             pages: Vec::new(),
             version: new_version(),
-        }
+        })
     }
 
     /// Bytes of one layer in a page.
@@ -83,6 +96,26 @@ impl GpuCache {
 
     pub(super) fn addresses(&self) -> impl Iterator<Item = u64> {
         self.pages.iter().map(|p| p.address())
+    }
+
+    /// Gives a layer to an operation, with the addresses of its pages on the device.
+    pub(super) fn with_layer(
+        &self,
+        layer: usize,
+        work: impl FnOnce(CachedLayer<'_>) -> Result<()>,
+    ) -> Result<()> {
+        let addresses: Vec<u64> = self.addresses().collect();
+        let table = DeviceBuffer::from_slice(&self.gpu, Tag::DeviceScratch, &addresses)?;
+        work(CachedLayer::Cuda {
+            pages: PageTable {
+                table: &table,
+                stride: addresses.len(),
+                layer,
+                unfit: None,
+            },
+            kv_heads: self.kv_heads,
+            dim: self.dim,
+        })
     }
 
     /// Makes pages for positions `0..len`, and makes those from `first` on this cache's own.

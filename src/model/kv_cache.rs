@@ -1,12 +1,12 @@
 //! The keys and values of one sequence, owned by whoever runs it. Memory comes in pages of sixteen positions as the sequence
 //! grows; a clone shares its pages until either side writes. Knows shapes, not weights.
 
-use super::config::Config;
 use super::gpu_cache::GpuCache;
+use super::spec::Spec;
 use crate::base::error::bail;
 use crate::base::{Result, memory};
-use crate::ops::Device;
-use crate::ops::attention::{KvLayer, KvType, PAGE};
+use crate::ops::attention::{self, AttentionOptions, CachedLayer, KvLayer, KvType, PAGE};
+use crate::ops::{Device, Slice, SliceMut, Workspace};
 
 /// Where keys and values are.
 #[derive(Clone, Debug)]
@@ -27,21 +27,22 @@ pub struct KvCache {
 impl KvCache {
     /// An empty cache with room for `capacity` positions of a model of this shape on its device. Nothing is allocated yet.
     /// A GPU keeps f16.
-    pub fn new(device: &Device, config: &Config, capacity: usize, kind: KvType) -> Result<Self> {
-        if capacity == 0 || capacity > config.max_positions {
+    pub fn new(device: &Device, spec: &Spec, capacity: usize, kind: KvType) -> Result<Self> {
+        if capacity == 0 || capacity > spec.max_positions {
             bail!(
                 InvalidArgument,
                 "a context of {capacity} positions; the model was made for 1 to {}",
-                config.max_positions
+                spec.max_positions
             );
         }
         let store = match device {
             Device::Cpu(_) => Store::Host(
-                (0..config.layers)
-                    .map(|_| KvLayer::new(config.kv_heads, config.head_dim, kind))
+                spec.blocks
+                    .iter()
+                    .map(|b| KvLayer::new(b.attention.kv_heads, b.attention.head_dim, kind))
                     .collect::<Result<_>>()?,
             ),
-            Device::Cuda(gpu) if kind == KvType::F16 => Store::Gpu(GpuCache::new(gpu, config)),
+            Device::Cuda(gpu) if kind == KvType::F16 => Store::Gpu(GpuCache::new(gpu, spec)?),
             Device::Cuda(_) => bail!(
                 Unsupported,
                 "keys and values as {} on {}; a GPU keeps them as f16",
@@ -124,14 +125,44 @@ impl KvCache {
         }
     }
 
-    /// A layer in host memory.
-    pub(super) fn layer(&mut self, index: usize) -> Result<&mut KvLayer> {
+    /// Writes keys and values, each `[m, kv_heads, head_dim]`, of layer `index` at positions `first..first + m`, for which there is room.
+    pub(super) fn store(
+        &mut self,
+        device: &Device,
+        index: usize,
+        first: usize,
+        keys: Slice<'_>,
+        values: Slice<'_>,
+    ) -> Result<()> {
+        self.with_layer(index, |layer| {
+            attention::store(device, layer, first, keys, values)
+        })
+    }
+
+    /// Attention of queries `[m, heads, head_dim]` from position `first` on over layer `index`.
+    pub(super) fn attend(
+        &mut self,
+        device: &Device,
+        index: usize,
+        q: Slice<'_>,
+        options: &AttentionOptions,
+        first: usize,
+        out: SliceMut<'_>,
+        workspace: &mut Workspace,
+    ) -> Result<()> {
+        self.with_layer(index, |layer| {
+            attention::attention(device, q, options, layer, first, out, workspace)
+        })
+    }
+
+    fn with_layer(
+        &mut self,
+        index: usize,
+        work: impl FnOnce(CachedLayer<'_>) -> Result<()>,
+    ) -> Result<()> {
         match &mut self.store {
-            Store::Host(layers) => Ok(&mut layers[index]),
-            Store::Gpu(_) => bail!(
-                InvalidArgument,
-                "the cache is on a GPU, and its model is not"
-            ),
+            Store::Host(layers) => work(CachedLayer::Host(&mut layers[index])),
+            Store::Gpu(cache) => cache.with_layer(index, work),
         }
     }
 
@@ -172,11 +203,11 @@ impl KvCache {
     /// Bytes that [`KvCache::for_each_page`] gives for `len` positions, where that is a number at all.
     pub fn page_bytes(&self, len: usize) -> Option<u64> {
         let pages = len.div_ceil(PAGE) as u64;
-        let (layers, each) = match &self.store {
-            Store::Host(layers) => (layers.len(), layers.first().map_or(0, KvLayer::page_bytes)),
-            Store::Gpu(cache) => (cache.layers(), cache.file_page_bytes()),
+        let of_all_layers: usize = match &self.store {
+            Store::Host(layers) => layers.iter().map(KvLayer::page_bytes).sum(),
+            Store::Gpu(cache) => cache.layers() * cache.file_page_bytes(),
         };
-        (layers as u64).checked_mul(each as u64)?.checked_mul(pages)
+        (of_all_layers as u64).checked_mul(pages)
     }
 
     /// Fills an empty cache with `len` positions; `next` gives the pages in the order of [`KvCache::for_each_page`].
@@ -196,8 +227,8 @@ impl KvCache {
         let pages = len.div_ceil(PAGE);
         match &mut self.store {
             Store::Host(layers) => {
-                let mut bytes = memory::zeros(layers.first().map_or(0, KvLayer::page_bytes))?;
                 for layer in layers {
+                    let mut bytes = memory::zeros(layer.page_bytes())?;
                     for i in 0..pages {
                         next(&mut bytes)?;
                         layer.set_page(i, &bytes)?;

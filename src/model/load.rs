@@ -2,15 +2,18 @@
 //! packed on several threads, a run of rows at a time, while the calling thread reports progress and hears about cancelling. What
 //! passes through is summed up on the way, so that a model knows its fingerprint without being read twice.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
 use super::LoadOptions;
-use super::config::Config;
-use super::weights::{Embedding, Layer, Projection, Weights};
+use super::spec::{BlockSpec, ExpertsSpec, MlpSpec, Spec};
+use super::tensors::{self, EMBEDDING, HEAD, NORM, TensorSpec, block_name};
+use super::weights::{
+    Attention, Block, Embedding, Experts, GatedMlp, Mlp, Norms, Projection, Weights,
+};
 use crate::base::call::{self, Progress};
 use crate::base::checksum::{Checksum, RowsChecksum};
 use crate::base::error::{Error, bail, err};
@@ -18,12 +21,8 @@ use crate::base::memory::{Buffer, Tag};
 use crate::base::{ErrorKind, Result, threads};
 use crate::checkpoint::{Checkpoint, Encoding, Entry};
 use crate::format::nvfp4::{self, BLOCK, NonFinite, QuantizeOptions};
-use crate::ops::Device;
 use crate::ops::linear::{DenseType, Linear, ReadNvfp4};
-
-const EMBEDDING: &str = "model.embed_tokens.weight";
-const HEAD: &str = "lm_head.weight";
-const NORM: &str = "model.norm.weight";
+use crate::ops::{Array, Device};
 
 /// Values read at a time where this file reads them itself: so few that they are still in a core's own cache when they are used.
 const VALUES: usize = 1 << 16;
@@ -34,50 +33,35 @@ const REPORT: Duration = Duration::from_millis(20);
 /// Missing names that a message spells out.
 const NAMED: usize = 64;
 
-/// A tensor that a model has.
-struct Wanted {
-    name: String,
-    shape: Vec<usize>,
-    required: bool,
+/// A tensor of the model, and where the checkpoint has it.
+struct Found<'a> {
+    spec: TensorSpec,
+    entry: &'a Entry,
+    /// Its rows in the entry seen as a matrix; of a vector, its elements.
+    rows: Range<usize>,
 }
 
-fn layer_name(layer: usize, name: &str) -> String {
-    format!("model.layers.{layer}.{name}")
-}
-
-/// Everything that one layer has.
-fn layer_tensors(config: &Config) -> Vec<(String, Vec<usize>, bool)> {
-    let (hidden, wide) = (config.hidden_size, config.intermediate_size);
-    let (q, kv) = (
-        config.heads * config.head_dim,
-        config.kv_heads * config.head_dim,
-    );
-    let mut out = vec![
-        ("input_layernorm.weight".to_owned(), vec![hidden], true),
-        (
-            "post_attention_layernorm.weight".to_owned(),
-            vec![hidden],
-            true,
-        ),
-    ];
-    for (name, rows, cols, bias) in [
-        ("self_attn.q_proj", q, hidden, config.qkv_bias),
-        ("self_attn.k_proj", kv, hidden, config.qkv_bias),
-        ("self_attn.v_proj", kv, hidden, config.qkv_bias),
-        ("self_attn.o_proj", hidden, q, config.o_bias),
-        ("mlp.gate_proj", wide, hidden, config.mlp_bias),
-        ("mlp.up_proj", wide, hidden, config.mlp_bias),
-        ("mlp.down_proj", hidden, wide, config.mlp_bias),
-    ] {
-        out.push((format!("{name}.weight"), vec![rows, cols], true));
-        out.push((format!("{name}.bias"), vec![rows], bias));
+impl Found<'_> {
+    fn is_vector(&self) -> bool {
+        self.spec.shape.len() == 1
     }
-    if config.architecture.qk_norm {
-        for name in ["self_attn.q_norm.weight", "self_attn.k_norm.weight"] {
-            out.push((name.to_owned(), vec![config.head_dim], true));
+
+    /// Output features of a matrix.
+    fn height(&self) -> usize {
+        self.spec.shape[0]
+    }
+
+    fn cols(&self) -> usize {
+        self.entry.cols()
+    }
+
+    /// Bytes of the checkpoint that it takes.
+    fn bytes(&self) -> u64 {
+        match self.is_vector() {
+            true => self.entry.bytes * self.rows.len() as u64 / self.cols() as u64,
+            false => bytes_of(self.entry, self.rows.len()),
         }
     }
-    out
 }
 
 /// How a matrix is held in memory.
@@ -86,11 +70,11 @@ enum Held {
     Dense(DenseType),
 }
 
-/// How the matrix of an entry is held, where dense ones are quantized on the way or not.
-fn held(entry: &Entry, quantize: bool) -> Held {
-    match entry.encoding {
+/// How a matrix is held, where dense ones are quantized on the way or not.
+fn held(found: &Found<'_>, quantize: bool) -> Held {
+    match found.entry.encoding {
         Encoding::Nvfp4 => Held::Nvfp4,
-        _ if quantize => Held::Nvfp4,
+        _ if quantize && found.spec.is_linear => Held::Nvfp4,
         Encoding::BF16 => Held::Dense(DenseType::BF16),
         Encoding::F16 => Held::Dense(DenseType::F16),
         _ => Held::Dense(DenseType::F32),
@@ -100,17 +84,20 @@ fn held(entry: &Entry, quantize: bool) -> Held {
 /// Bytes that the weights of a checkpoint take once loaded, but for what kernels round up to.
 pub(super) fn weight_bytes(
     checkpoint: &dyn Checkpoint,
-    config: &Config,
+    spec: &Spec,
     quantize: bool,
 ) -> Result<u64> {
-    let found = find(checkpoint, config, false)?;
-    let has_head = found.iter().any(|(name, _)| name == HEAD);
-    let bytes = |(name, entry): &(String, &Entry)| {
-        let elements = entry.rows() as u64 * entry.cols() as u64;
-        match held(entry, quantize) {
-            // An embedding with a head beside it stays in the file.
-            _ if name == EMBEDDING && has_head => 0,
-            _ if entry.shape.len() == 1 => elements * 4,
+    let mut found = find(checkpoint, spec, false)?;
+    if !found.iter().any(|f| f.spec.name == HEAD) {
+        // The table is the head; with a head beside it, it stays in the file.
+        found[0].spec.is_linear = true;
+    } else {
+        found.remove(0);
+    }
+    let bytes = |found: &Found<'_>| {
+        let elements = found.spec.shape.iter().product::<usize>() as u64;
+        match held(found, quantize) {
+            _ if found.is_vector() => elements * 4,
             Held::Nvfp4 => elements / 2 + elements / BLOCK as u64,
             Held::Dense(dtype) => elements * dtype.dtype().bytes() as u64,
         }
@@ -118,12 +105,20 @@ pub(super) fn weight_bytes(
     Ok(found.iter().map(bytes).sum())
 }
 
-/// What a job makes of its entry.
-enum Job {
+/// What a job makes of its tensor.
+enum Action {
     Matrix,
     Vector,
     /// Only looks whether all values of these rows are finite.
     Check(Range<usize>),
+}
+
+/// What one thread does at a time.
+struct Job<'a> {
+    /// What it makes, by its name in the model.
+    name: String,
+    found: Found<'a>,
+    action: Action,
 }
 
 /// Rows of an entry that are read at a time.
@@ -138,52 +133,46 @@ fn bytes_of(entry: &Entry, rows: usize) -> u64 {
 
 enum Loaded {
     Matrix(Linear),
-    Vector(Buffer<f32>),
+    Vector(Array),
 }
 
-/// Finds every tensor that the model needs. All missing names, and then all wrong shapes, are reported together.
+/// Finds every tensor that the model needs, the embedding first. All missing names, and then all wrong shapes, are reported together.
 fn find<'a>(
     checkpoint: &'a dyn Checkpoint,
-    config: &Config,
+    spec: &Spec,
     sampling_only: bool,
-) -> Result<Vec<(String, &'a Entry)>> {
-    let mut wanted: Vec<Wanted> = Vec::new();
-    let mut want = |name: String, shape: Vec<usize>, required| {
-        wanted.push(Wanted {
-            name,
-            shape,
-            required,
-        });
+) -> Result<Vec<Found<'a>>> {
+    // GGUF has one flag for attention biases, and leaves the output's out where there is none.
+    let lenient = checkpoint.format() == "gguf";
+    let wanted = match sampling_only {
+        true => tensors::outside(spec),
+        false => tensors::all(spec),
     };
-    let table = vec![config.vocab_size, config.hidden_size];
-    want(EMBEDDING.to_owned(), table.clone(), true);
-    want(HEAD.to_owned(), table, !config.tied);
-    want(NORM.to_owned(), vec![config.hidden_size], true);
-    if !sampling_only {
-        // GGUF has one flag for attention biases, and leaves the output's out where there is none.
-        let lenient = checkpoint.format() == "gguf";
-        let tensors = layer_tensors(config);
-        for layer in 0..config.layers {
-            for (name, shape, required) in &tensors {
-                let required = *required && !(lenient && name == "self_attn.o_proj.bias");
-                want(layer_name(layer, name), shape.clone(), required);
-            }
-        }
-    }
     let (mut found, mut missing, mut wrong) = (Vec::new(), Vec::new(), Vec::new());
-    for w in wanted {
-        match checkpoint.find(&w.name) {
-            None if w.required => missing.push(w.name),
-            None => {}
-            Some(entry) if entry.shape != w.shape => wrong.push(format!(
-                "{} has shape {:?}, expected {:?}",
-                w.name, entry.shape, w.shape
-            )),
-            Some(entry) if entry.encoding.is_integer() => wrong.push(format!(
+    for tensor in wanted {
+        let required = tensor.required && !(lenient && tensor.name.ends_with("o_proj.bias"));
+        let Some((entry, rows, shape)) = locate(checkpoint, &tensor) else {
+            if required {
+                missing.push(tensor.name);
+            }
+            continue;
+        };
+        if entry.shape != shape {
+            wrong.push(format!(
+                "{} has shape {:?}, expected {shape:?}",
+                entry.name, entry.shape
+            ));
+        } else if entry.encoding.is_integer() {
+            wrong.push(format!(
                 "{} is stored as {}, and nothing says how weights come of that",
-                w.name, entry.encoding
-            )),
-            Some(entry) => found.push((w.name, entry)),
+                entry.name, entry.encoding
+            ));
+        } else {
+            found.push(Found {
+                spec: tensor,
+                entry,
+                rows,
+            });
         }
     }
     if !missing.is_empty() {
@@ -191,17 +180,32 @@ fn find<'a>(
             NotFound,
             "{} tensors of this {} model are missing: {}",
             missing.len(),
-            config.architecture.name,
+            spec.family,
             listed(&missing)
         );
     }
     if !wrong.is_empty() {
+        wrong.dedup();
         bail!(CorruptFile, "{}", listed(&wrong));
     }
     if !sampling_only {
-        check_nothing_left_out(checkpoint, config, &found)?;
+        check_nothing_left_out(checkpoint, spec, &found)?;
     }
     Ok(found)
+}
+
+/// The entry that a tensor is or is a part of, its rows there, and the shape that the entry must have.
+fn locate<'a>(
+    checkpoint: &'a dyn Checkpoint,
+    tensor: &TensorSpec,
+) -> Option<(&'a Entry, Range<usize>, Vec<usize>)> {
+    if let Some(entry) = checkpoint.find(&tensor.name) {
+        return Some((entry, 0..tensor.shape[0], tensor.shape.clone()));
+    }
+    tensor.within.iter().find_map(|within| {
+        let entry = checkpoint.find(&within.name)?;
+        Some((entry, within.rows.clone(), within.shape.clone()))
+    })
 }
 
 fn listed(names: &[String]) -> String {
@@ -216,10 +220,10 @@ fn listed(names: &[String]) -> String {
 /// A weight or bias in a layer that the forward pass would not use means that the model is not what its config says.
 fn check_nothing_left_out(
     checkpoint: &dyn Checkpoint,
-    config: &Config,
-    found: &[(String, &Entry)],
+    spec: &Spec,
+    found: &[Found<'_>],
 ) -> Result<()> {
-    let used: std::collections::HashSet<&str> = found.iter().map(|(n, _)| n.as_str()).collect();
+    let used: HashSet<&str> = found.iter().map(|f| f.entry.name.as_str()).collect();
     let extra: Vec<String> = checkpoint
         .entries()
         .iter()
@@ -233,8 +237,8 @@ fn check_nothing_left_out(
             Unsupported,
             "{} tensors have no place in a {} model of {} layers: {}",
             extra.len(),
-            config.architecture.name,
-            config.layers,
+            spec.family,
+            spec.blocks.len(),
             listed(&extra)
         );
     }
@@ -248,6 +252,8 @@ struct Shared<'a> {
     quantize: Option<&'a QuantizeOptions>,
     /// Whether all that looks at the embedding is the quantizing of the head that is tied to it.
     checked_by_head: bool,
+    /// Whether norms are stored as what is to be added to one.
+    norms_plus_one: bool,
     /// What the tensors of the model hold, by name.
     sums: Mutex<BTreeMap<String, RowsChecksum>>,
     /// The next job.
@@ -284,15 +290,22 @@ impl Work<'_> {
         Ok(())
     }
 
-    fn vector(&self, entry: &Entry) -> Result<Buffer<f32>> {
+    fn vector(&self, found: &Found<'_>) -> Result<Array> {
+        let entry = found.entry;
         let mut values = Buffer::zeroed(Tag::Weights, entry.cols())?;
         self.shared.checkpoint.rows_f32(entry, 0..1, &mut values)?;
-        check_finite(&values, 0, entry.cols())?;
+        if found.rows.len() != entry.cols() {
+            values = Buffer::from_slice(Tag::Weights, &values[found.rows.clone()])?;
+        }
+        check_finite(&values, 0, values.len())?;
         let mut sum = RowsChecksum::new();
-        sum.add_f32(0, entry.cols(), &values);
+        sum.add_f32(0, values.len(), &values);
         self.record(self.name, sum);
-        self.advance(entry.bytes)?;
-        Ok(values)
+        if self.shared.norms_plus_one && self.name.ends_with("norm.weight") {
+            values.iter_mut().for_each(|v| *v += 1.0);
+        }
+        self.advance(found.bytes())?;
+        Array::weight(self.shared.device, values)
     }
 
     /// Adds to what is known of the tensor `name`.
@@ -305,39 +318,44 @@ impl Work<'_> {
         sums.entry(name.to_owned()).or_default().merge(sum);
     }
 
-    fn check(&self, entry: &Entry, rows: Range<usize>) -> Result<()> {
-        let mut sum = RowsChecksum::new();
-        self.each_run(entry, rows, |first, values| {
-            check_finite(values, first, entry.cols())?;
-            sum.add_f32(first, entry.cols(), values);
-            self.advance(bytes_of(entry, values.len() / entry.cols()))
+    fn check(&self, found: &Found<'_>, rows: Range<usize>) -> Result<()> {
+        let (mut sum, cols) = (RowsChecksum::new(), found.cols());
+        self.each_run(found, rows, |first, values| {
+            check_finite(values, first, cols)?;
+            sum.add_f32(first, cols, values);
+            self.advance(bytes_of(found.entry, values.len() / cols))
         })?;
         self.record(self.name, sum);
         Ok(())
     }
 
+    /// Reads rows of a tensor as f32.
+    fn rows_f32(&self, found: &Found<'_>, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
+        let rows = found.rows.start + rows.start..found.rows.start + rows.end;
+        self.shared.checkpoint.rows_f32(found.entry, rows, out)
+    }
+
     fn each_run(
         &self,
-        entry: &Entry,
+        found: &Found<'_>,
         rows: Range<usize>,
         mut each: impl FnMut(usize, &[f32]) -> Result<()>,
     ) -> Result<()> {
-        let (run, cols) = (run_of(entry), entry.cols());
+        let (run, cols) = (run_of(found.entry), found.cols());
         let mut values = Buffer::<f32>::zeroed(Tag::Scratch, run.min(rows.len()) * cols)?;
         for first in rows.clone().step_by(run) {
             let n = run.min(rows.end - first);
             let values = &mut values[..n * cols];
-            let rows = first..first + n;
-            self.shared.checkpoint.rows_f32(entry, rows, values)?;
+            self.rows_f32(found, first..first + n, values)?;
             each(first, values)?;
         }
         Ok(())
     }
 
-    fn matrix(&self, entry: &Entry) -> Result<Linear> {
-        let (rows, cols) = (entry.rows(), entry.cols());
-        let Held::Dense(dtype) = held(entry, self.shared.quantize.is_some()) else {
-            return self.packed(entry);
+    fn matrix(&self, found: &Found<'_>) -> Result<Linear> {
+        let (rows, cols) = (found.height(), found.cols());
+        let Held::Dense(dtype) = held(found, self.shared.quantize.is_some()) else {
+            return self.packed(found);
         };
         let mut sum = RowsChecksum::new();
         let linear = Linear::dense(
@@ -346,11 +364,9 @@ impl Work<'_> {
             cols,
             dtype,
             &mut |range, values| {
-                self.shared
-                    .checkpoint
-                    .rows_f32(entry, range.clone(), values)?;
+                self.rows_f32(found, range.clone(), values)?;
                 sum.add_f32(range.start, cols, values);
-                self.advance(bytes_of(entry, range.len()))
+                self.advance(bytes_of(found.entry, range.len()))
             },
         )?;
         self.record(self.name, sum);
@@ -358,15 +374,18 @@ impl Work<'_> {
     }
 
     /// A matrix in NVFP4, as it is stored or quantized on the way.
-    fn packed(&self, entry: &Entry) -> Result<Linear> {
-        let cols = entry.cols();
+    fn packed(&self, found: &Found<'_>) -> Result<Linear> {
+        let (entry, cols, at) = (found.entry, found.cols(), found.rows.start);
         let Some(options) = self
             .shared
             .quantize
             .filter(|_| entry.encoding != Encoding::Nvfp4)
         else {
-            let global = self.shared.checkpoint.global_scale(entry)?;
-            return self.nvfp4(entry, global, &mut |range, codes, scales| {
+            let globals = self.shared.checkpoint.global_scales(entry)?;
+            // Of a stack of experts each may have its own.
+            let global = globals[at / (entry.rows() / globals.len())];
+            return self.nvfp4(found, global, &mut |range, codes, scales| {
+                let range = at + range.start..at + range.end;
                 self.shared
                     .checkpoint
                     .rows_nvfp4(entry, range, codes, scales)
@@ -374,7 +393,7 @@ impl Work<'_> {
         };
         let is_table = self.shared.checked_by_head && entry.name == EMBEDDING;
         let (mut amax, mut sum) = (0f32, RowsChecksum::new());
-        self.each_run(entry, 0..entry.rows(), |first, values| {
+        self.each_run(found, 0..found.height(), |first, values| {
             amax = amax.max(nvfp4::amax(values, first * cols, options.nonfinite)?);
             if is_table {
                 sum.add_f32(first, cols, values);
@@ -387,13 +406,12 @@ impl Work<'_> {
         let global = nvfp4::global_scale(amax, options);
         let run = run_of(entry);
         let mut values = Buffer::<f32>::zeroed(Tag::Scratch, run * cols)?;
-        self.nvfp4(entry, global, &mut |range, codes, scales| {
+        self.nvfp4(found, global, &mut |range, codes, scales| {
             // The packer may take more rows at a time than this thread has room for.
             for first in range.clone().step_by(run) {
                 let (at, n) = (first - range.start, run.min(range.end - first));
                 let values = &mut values[..n * cols];
-                let rows = first..first + n;
-                self.shared.checkpoint.rows_f32(entry, rows, values)?;
+                self.rows_f32(found, first..first + n, values)?;
                 nvfp4::quantize_rows(
                     values,
                     cols,
@@ -409,8 +427,8 @@ impl Work<'_> {
     }
 
     /// The weight whose codes and block scales `read` gives.
-    fn nvfp4(&self, entry: &Entry, global: f32, read: &mut ReadNvfp4) -> Result<Linear> {
-        let (rows, cols) = (entry.rows(), entry.cols());
+    fn nvfp4(&self, found: &Found<'_>, global: f32, read: &mut ReadNvfp4) -> Result<Linear> {
+        let (rows, cols) = (found.height(), found.cols());
         let mut sums = [RowsChecksum::new(); 2];
         let linear = Linear::nvfp4(
             self.shared.device,
@@ -421,7 +439,7 @@ impl Work<'_> {
                 read(range.clone(), codes, scales)?;
                 sums[0].add(range.start, cols / 2, codes);
                 sums[1].add(range.start, cols / BLOCK, scales);
-                self.advance(bytes_of(entry, range.len()))
+                self.advance(bytes_of(found.entry, range.len()))
             },
         )?;
         let [codes, scales] = sums.map(RowsChecksum::finish);
@@ -458,17 +476,17 @@ fn check_finite(values: &[f32], first_row: usize, cols: usize) -> Result<()> {
     }
 }
 
-/// Loads all weights of `config` from `checkpoint`, and gives a checksum of them all too. What `meanwhile` makes of the embedding is
+/// Loads all weights of `spec` from `checkpoint`, and gives a checksum of them all too. What `meanwhile` makes of the embedding is
 /// made while they are read, on a thread of its own.
 pub(super) fn load<T: Send>(
     checkpoint: Arc<dyn Checkpoint>,
-    config: &Config,
+    spec: &Spec,
     options: &LoadOptions,
     meanwhile: impl FnOnce(&Embedding) -> Result<T> + Send,
 ) -> Result<(Weights, u64, T)> {
-    let found = find(&*checkpoint, config, options.sampling_only)?;
-    let table = found[0].1;
-    let tied = !found.iter().any(|(name, _)| name == HEAD);
+    let found = find(&*checkpoint, spec, options.sampling_only)?;
+    let table = found[0].entry;
+    let tied = !found.iter().any(|f| f.spec.name == HEAD);
     // The head holds the embedding's exact values unless it was quantized on the way.
     let shared = tied && (table.encoding == Encoding::Nvfp4 || options.quantize.is_none());
     let checked_by_head = tied
@@ -477,24 +495,47 @@ pub(super) fn load<T: Send>(
             .as_ref()
             .is_none_or(|q| q.nonfinite == NonFinite::Error);
 
-    let mut jobs: Vec<(String, &Entry, Job)> = Vec::new();
-    for (name, entry) in found {
-        if name == EMBEDDING {
-            if tied {
-                jobs.push((HEAD.to_owned(), entry, Job::Matrix));
+    let mut jobs: Vec<Job<'_>> = Vec::new();
+    for found in found {
+        let name = found.spec.name.clone();
+        let action = match found.is_vector() {
+            true => Action::Vector,
+            false => Action::Matrix,
+        };
+        if name != EMBEDDING {
+            jobs.push(Job {
+                name,
+                found,
+                action,
+            });
+            continue;
+        }
+        let table = |is_linear| Found {
+            spec: TensorSpec {
+                is_linear,
+                ..found.spec.clone()
+            },
+            entry: found.entry,
+            rows: found.rows.clone(),
+        };
+        if tied {
+            jobs.push(Job {
+                name: HEAD.to_owned(),
+                found: table(true),
+                action,
+            });
+        }
+        if !checked_by_head {
+            let row_bytes = found.entry.bytes.div_ceil(found.entry.rows() as u64);
+            let step = (CHECKED / row_bytes.max(1)).max(1) as usize;
+            for first in (0..found.entry.rows()).step_by(step) {
+                let rows = first..(first + step).min(found.entry.rows());
+                jobs.push(Job {
+                    name: name.clone(),
+                    found: table(false),
+                    action: Action::Check(rows),
+                });
             }
-            if !checked_by_head {
-                let row_bytes = entry.bytes.div_ceil(entry.rows() as u64);
-                let step = (CHECKED / row_bytes.max(1)).max(1) as usize;
-                for first in (0..entry.rows()).step_by(step) {
-                    let rows = first..(first + step).min(entry.rows());
-                    jobs.push((name.clone(), entry, Job::Check(rows)));
-                }
-            }
-        } else if entry.shape.len() == 1 {
-            jobs.push((name, entry, Job::Vector));
-        } else {
-            jobs.push((name, entry, Job::Matrix));
         }
     }
     let embedding = if shared {
@@ -515,18 +556,18 @@ pub(super) fn load<T: Send>(
         scope
             .start("nvfp4-embedding", make)
             .map_err(|e| err!(OutOfMemory, "starting a thread to load with: {e}"))?;
-        run(&*checkpoint, &jobs, options, checked_by_head)
+        run(&*checkpoint, &jobs, spec, options, checked_by_head)
     })?;
     let made = made.into_inner().unwrap_or_else(PoisonError::into_inner);
     let made = made.ok_or_else(|| err!(Internal, "nothing was made of the embedding"))??;
-    let layers = match options.sampling_only {
+    let blocks = match options.sampling_only {
         true => 0,
-        false => config.layers,
+        false => spec.blocks.len(),
     };
     let weights = Weights {
         embedding,
-        layers: (0..layers)
-            .map(|i| loaded.layer(i))
+        blocks: (0..blocks)
+            .map(|i| loaded.block(spec, i))
             .collect::<Result<_>>()?,
         norm: loaded.vector(NORM)?,
         head: loaded.projection("lm_head")?,
@@ -548,7 +589,8 @@ impl Drop for Done<'_> {
 /// made of.
 fn run(
     checkpoint: &dyn Checkpoint,
-    jobs: &[(String, &Entry, Job)],
+    jobs: &[Job<'_>],
+    spec: &Spec,
     options: &LoadOptions,
     checked_by_head: bool,
 ) -> Result<(Parts, u64)> {
@@ -557,6 +599,7 @@ fn run(
         device: &options.device,
         quantize: options.quantize.as_ref(),
         checked_by_head,
+        norms_plus_one: spec.norm_plus_one,
         sums: Mutex::default(),
         next: AtomicUsize::new(0),
         done: AtomicU64::new(0),
@@ -565,9 +608,9 @@ fn run(
     };
     let total = jobs
         .iter()
-        .map(|(_, entry, job)| match job {
-            Job::Check(rows) => bytes_of(entry, rows.len()),
-            Job::Matrix | Job::Vector => entry.bytes,
+        .map(|job| match &job.action {
+            Action::Check(rows) => bytes_of(job.found.entry, rows.len()),
+            Action::Matrix | Action::Vector => job.found.bytes(),
         })
         .sum();
     let parts = Mutex::new(HashMap::new());
@@ -577,7 +620,12 @@ fn run(
     let work = || {
         loop {
             let number = shared.next.fetch_add(1, Ordering::Relaxed);
-            let Some((name, entry, job)) = jobs.get(number) else {
+            let Some(Job {
+                name,
+                found,
+                action,
+            }) = jobs.get(number)
+            else {
                 break;
             };
             if shared.is_moot(number) {
@@ -588,10 +636,10 @@ fn run(
                 number,
                 name,
             };
-            let made = match job {
-                Job::Matrix => work.matrix(entry).map(|m| Some(Loaded::Matrix(m))),
-                Job::Vector => work.vector(entry).map(|v| Some(Loaded::Vector(v))),
-                Job::Check(rows) => work.check(entry, rows.clone()).map(|()| None),
+            let made = match action {
+                Action::Matrix => work.matrix(found).map(|m| Some(Loaded::Matrix(m))),
+                Action::Vector => work.vector(found).map(|v| Some(Loaded::Vector(v))),
+                Action::Check(rows) => work.check(found, rows.clone()).map(|()| None),
             };
             match made {
                 Ok(None) => {}
@@ -605,7 +653,7 @@ fn run(
                     shared.failed.fetch_min(number, Ordering::Relaxed);
                     let mut failure = failure.lock().unwrap_or_else(PoisonError::into_inner);
                     if failure.as_ref().is_none_or(|(at, _)| number < *at) {
-                        *failure = Some((number, of_the_file(e).within(&entry.name)));
+                        *failure = Some((number, of_the_file(e).within(&found.entry.name)));
                     }
                 }
             }
@@ -672,42 +720,92 @@ fn run(
 struct Parts(HashMap<String, Loaded>);
 
 impl Parts {
-    fn vector(&mut self, name: &str) -> Result<Buffer<f32>> {
+    fn vector(&mut self, name: &str) -> Result<Array> {
         self.optional(name)
             .ok_or_else(|| err!(Internal, "{name} was not loaded"))
     }
 
-    fn optional(&mut self, name: &str) -> Option<Buffer<f32>> {
+    fn optional(&mut self, name: &str) -> Option<Array> {
         match self.0.remove(name) {
             Some(Loaded::Vector(v)) => Some(v),
             _ => None,
         }
     }
 
-    fn projection(&mut self, name: &str) -> Result<Projection> {
-        match self.0.remove(&format!("{name}.weight")) {
-            Some(Loaded::Matrix(linear)) => Ok(Projection {
-                linear,
-                bias: self.optional(&format!("{name}.bias")),
-            }),
-            _ => bail!(Internal, "{name}.weight was not loaded"),
+    fn linear(&mut self, name: &str) -> Result<Linear> {
+        match self.0.remove(name) {
+            Some(Loaded::Matrix(linear)) => Ok(linear),
+            _ => bail!(Internal, "{name} was not loaded"),
         }
     }
 
-    fn layer(&mut self, i: usize) -> Result<Layer> {
-        let name = |n: &str| layer_name(i, n);
-        Ok(Layer {
-            input_norm: self.vector(&name("input_layernorm.weight"))?,
-            q: self.projection(&name("self_attn.q_proj"))?,
-            k: self.projection(&name("self_attn.k_proj"))?,
-            v: self.projection(&name("self_attn.v_proj"))?,
-            q_norm: self.optional(&name("self_attn.q_norm.weight")),
-            k_norm: self.optional(&name("self_attn.k_norm.weight")),
-            o: self.projection(&name("self_attn.o_proj"))?,
-            post_norm: self.vector(&name("post_attention_layernorm.weight"))?,
-            gate: self.projection(&name("mlp.gate_proj"))?,
-            up: self.projection(&name("mlp.up_proj"))?,
-            down: self.projection(&name("mlp.down_proj"))?,
+    fn projection(&mut self, name: &str) -> Result<Projection> {
+        Ok(Projection {
+            linear: self.linear(&format!("{name}.weight"))?,
+            bias: self.optional(&format!("{name}.bias")),
+        })
+    }
+
+    fn block(&mut self, spec: &Spec, index: usize) -> Result<Block> {
+        let BlockSpec { norms, mlp, .. } = &spec.blocks[index];
+        let name = |n: &str| block_name(index, n);
+        let mut norm = |n: &str, has: bool| match has {
+            true => self.vector(&name(&format!("{n}.weight"))).map(Some),
+            false => Ok(None),
+        };
+        let names = spec.norm_names;
+        let attention_norms = Norms {
+            pre: norm(names.attention, norms.pre)?,
+            post: norm(names.attention_post, norms.post)?,
+        };
+        let mlp_norms = Norms {
+            pre: norm(names.mlp, norms.pre)?,
+            post: norm(names.mlp_post, norms.post)?,
+        };
+        Ok(Block {
+            attention_norms,
+            attention: Attention {
+                q: self.projection(&name("self_attn.q_proj"))?,
+                k: self.projection(&name("self_attn.k_proj"))?,
+                v: self.projection(&name("self_attn.v_proj"))?,
+                q_norm: self.optional(&name("self_attn.q_norm.weight")),
+                k_norm: self.optional(&name("self_attn.k_norm.weight")),
+                o: self.projection(&name("self_attn.o_proj"))?,
+            },
+            mlp_norms,
+            mlp: match mlp {
+                MlpSpec::Dense(_) => Mlp::Dense(Box::new(self.gated_mlp(&name("mlp"))?)),
+                MlpSpec::Experts(experts) => Mlp::Experts(Box::new(self.experts(experts, index)?)),
+            },
+        })
+    }
+
+    fn gated_mlp(&mut self, name: &str) -> Result<GatedMlp> {
+        Ok(GatedMlp {
+            gate: self.projection(&format!("{name}.gate_proj"))?,
+            up: self.projection(&format!("{name}.up_proj"))?,
+            down: self.projection(&format!("{name}.down_proj"))?,
+        })
+    }
+
+    fn experts(&mut self, spec: &ExpertsSpec, index: usize) -> Result<Experts> {
+        let name = |n: &str| block_name(index, n);
+        let shared = match &spec.shared {
+            None => None,
+            Some(shared) => Some((
+                self.gated_mlp(&name("mlp.shared_expert"))?,
+                match shared.gated {
+                    true => Some(self.linear(&name("mlp.shared_expert_gate.weight"))?),
+                    false => None,
+                },
+            )),
+        };
+        Ok(Experts {
+            router: self.linear(&name("mlp.gate.weight"))?,
+            experts: (0..spec.count)
+                .map(|expert| self.gated_mlp(&block_name(index, &format!("mlp.experts.{expert}"))))
+                .collect::<Result<_>>()?,
+            shared,
         })
     }
 }

@@ -1,16 +1,19 @@
 //! Floor 5: decoder models. Config, weights (immutable, shared), the forward pass, and the KV cache (owned by its user).
 //! Architectures are data. Knows nothing of conversations, sampling or training.
 
-pub mod config;
+mod block;
 pub mod convert;
+pub mod families;
 mod forward;
+mod fused;
 mod generation;
-mod gpu;
 mod gpu_cache;
 mod kv_cache;
 mod load;
 pub mod placement;
 mod rope;
+pub mod spec;
+pub mod tensors;
 mod text;
 pub mod weights;
 
@@ -26,20 +29,25 @@ use crate::base::checksum::Checksum;
 use crate::base::error::{bail, err};
 use crate::base::turns::Turns;
 use crate::base::{Result, call, threads};
-use crate::checkpoint::{self, Checkpoint};
+use crate::checkpoint::Checkpoint;
 use crate::format::nvfp4::QuantizeOptions;
 use crate::text::{AnswerForm, ChatTemplate, Tokenizer};
+
+use crate::ops::Array;
 
 pub use crate::ops::Device;
 pub use crate::ops::attention::KvType;
 pub use crate::ops::linear::Activations;
 pub use crate::ops::sample::{Choice, SamplingOptions};
-pub use config::Config;
+pub use families::{open, open_bytes};
 pub use forward::Scratch;
 pub use kv_cache::KvCache;
+pub use rope::{LongRope, RopeSet};
+pub use spec::Spec;
 pub use weights::Weights;
 
 use generation::Generation;
+use spec::AttentionSpec;
 
 /// How often is looked whether kernels are ready that a model waits for.
 const WAIT: Duration = Duration::from_millis(2);
@@ -118,8 +126,10 @@ pub struct ModelInfo {
     pub layers: usize,
     /// Width of the residual stream.
     pub hidden_size: usize,
-    /// Width of the MLP.
+    /// Width of the MLP; of an expert, where there are some. Like the next four, that of the first block.
     pub intermediate_size: usize,
+    /// Experts of a mixture; 0 where there are none.
+    pub experts: usize,
     /// Query heads.
     pub heads: usize,
     /// Key/value heads.
@@ -158,17 +168,17 @@ pub struct Estimate {
 /// Estimates what the model in `checkpoint` takes in memory; `quantize` if dense weights are quantized while they are loaded.
 /// A checkpoint that cannot be run is an error that says why, as loading it would be; no weights are read.
 pub fn estimate(checkpoint: &dyn Checkpoint, quantize: bool) -> Result<Estimate> {
-    let config = config_of(checkpoint)?;
+    let spec = spec_of(checkpoint)?;
     Ok(Estimate {
-        weight_bytes: load::weight_bytes(checkpoint, &config, quantize)?,
-        kv_bytes_per_token: config.kv_bytes_per_token(),
-        max_positions: config.max_positions,
+        weight_bytes: load::weight_bytes(checkpoint, &spec, quantize)?,
+        kv_bytes_per_token: spec.kv_bytes_per_token(),
+        max_positions: spec.max_positions,
     })
 }
 
-fn config_of(checkpoint: &dyn Checkpoint) -> Result<Config> {
+fn spec_of(checkpoint: &dyn Checkpoint) -> Result<Spec> {
     match &checkpoint.metadata().config {
-        Some(config) => Config::from_json(config),
+        Some(config) => families::read(config),
         None => bail!(
             NotFound,
             "there is no config.json beside the weights to say what the model is"
@@ -178,11 +188,11 @@ fn config_of(checkpoint: &dyn Checkpoint) -> Result<Config> {
 
 /// A loaded model. Immutable, and shared by everything that runs it.
 pub struct Model {
-    config: Config,
+    spec: Spec,
     weights: Weights,
     device: Device,
     /// What runs it, if that is a GPU.
-    executor: Option<gpu::Executor>,
+    executor: Option<fused::Executor>,
     activations: Activations,
     tokenizer: Option<Arc<Tokenizer>>,
     template: ChatTemplate,
@@ -209,7 +219,7 @@ impl Model {
     /// Loads the model at `path`: a directory, or a `.safetensors`, `.dat` or `.gguf` file. Tells the thread's
     /// [`call`] how many bytes of it are read, and is cancelled with it.
     pub fn load(path: &Path, options: &LoadOptions) -> Result<Arc<Model>> {
-        let checkpoint = Arc::from(checkpoint::open(path)?);
+        let checkpoint = Arc::from(open(path)?);
         Self::from_checkpoint(checkpoint, options).map_err(|e| e.within(path.display()))
     }
 
@@ -223,28 +233,30 @@ impl Model {
         }
         options.activations.check(&options.device)?;
         let metadata = checkpoint.metadata();
-        let mut config = config_of(&*checkpoint)?;
+        let mut spec = spec_of(&*checkpoint)?;
         if let Some(factors) = checkpoint.find("rope_freqs.weight") {
-            let expected = config.rope.frequencies.len();
-            if factors.shape != [expected] {
-                bail!(
-                    CorruptFile,
-                    "rope_freqs.weight has shape {:?}, expected [{expected}]",
-                    factors.shape
-                );
+            for set in &mut spec.ropes {
+                let expected = set.table.frequencies.len();
+                if factors.shape != [expected] {
+                    bail!(
+                        CorruptFile,
+                        "rope_freqs.weight has shape {:?}, expected [{expected}]",
+                        factors.shape
+                    );
+                }
+                let mut values = vec![0.0; expected];
+                checkpoint.rows_f32(factors, 0..1, &mut values)?;
+                set.divide(&values)?;
             }
-            let mut values = vec![0.0; expected];
-            checkpoint.rows_f32(factors, 0..1, &mut values)?;
-            rope::divide(&mut config.rope, &values)?;
         }
         let device = &options.device;
         let load = || {
             load::load(
                 checkpoint.clone(),
-                &config,
+                &spec,
                 options,
                 |embedding| match device {
-                    Device::Cuda(gpu) => gpu::table(gpu, config.hidden_size, embedding),
+                    Device::Cuda(gpu) => fused::table(gpu, spec.hidden_size, embedding),
                     _ => Ok(None),
                 },
             )
@@ -254,8 +266,9 @@ impl Model {
             Device::Cuda(gpu) => {
                 let (given_up, done) = (AtomicBool::new(false), AtomicBool::new(false));
                 let prepared = Mutex::new(Ok(()));
+                let units = fused::units(&spec);
                 let prepare = || {
-                    let result = gpu.prepare(gpu::UNITS, &|| given_up.load(Ordering::Relaxed));
+                    let result = gpu.prepare(&units, &|| given_up.load(Ordering::Relaxed));
                     *prepared.lock().unwrap_or_else(PoisonError::into_inner) = result;
                     done.store(true, Ordering::Release);
                 };
@@ -282,28 +295,35 @@ impl Model {
         })?;
         let text = text?;
         if let Some(tokenizer) = &text.tokenizer
-            && tokenizer.vocab_size() > config.vocab_size
+            && tokenizer.vocab_size() > spec.vocab_size
         {
             bail!(
                 CorruptFile,
                 "the tokenizer has ids up to {}, but the embedding has only {} rows",
                 tokenizer.vocab_size() - 1,
-                config.vocab_size
+                spec.vocab_size
             );
         }
         let Generation {
             stop_tokens,
             sampling,
-        } = generation::read(&config, &metadata.tokenizer, text.tokenizer.as_deref())?;
+        } = generation::read(&spec, &metadata.tokenizer, text.tokenizer.as_deref())?;
         let (weights, sum, table) = loaded?;
         let executor = match device {
-            Device::Cuda(gpu) => Some(gpu::Executor::new(gpu, &config, &weights, table)?),
+            Device::Cuda(gpu) => Some(fused::Executor::new(
+                gpu,
+                fused::Source {
+                    spec: &spec,
+                    weights: &weights,
+                },
+                table,
+            )?),
             _ => None,
         };
         let mut fingerprint = Checksum::new();
-        fingerprint.update(format!("{config:?}").as_bytes());
+        fingerprint.update(format!("{spec:?}").as_bytes());
         fingerprint.update(&sum.to_le_bytes());
-        let mut info = describe(&config, &weights, options);
+        let mut info = describe(&spec, &weights, options);
         info.file_format = checkpoint.format();
         info.weight_bytes += executor.as_ref().map_or(0, |e| e.bytes() as u64);
         info.tokenizer = text.tokenizer.is_some();
@@ -315,7 +335,7 @@ impl Model {
         };
         Ok(Arc::new(Model {
             answer_form: AnswerForm::of(template.source(), template.reads("tools"), is_token),
-            config,
+            spec,
             weights,
             device: options.device.clone(),
             executor,
@@ -330,9 +350,9 @@ impl Model {
         }))
     }
 
-    /// Its shape and constants.
-    pub fn config(&self) -> &Config {
-        &self.config
+    /// What it is made of.
+    pub fn spec(&self) -> &Spec {
+        &self.spec
     }
 
     /// Its weights.
@@ -380,13 +400,13 @@ impl Model {
         &self.answer_form
     }
 
-    /// How its maker asks for tokens to be chosen: by `generation_config.json`, or a GGUF file's `general.sampling` entries; greedy where
+    /// How its maker asks for tokens to be chosen: by `generation_spec.json`, or a GGUF file's `general.sampling` entries; greedy where
     /// nothing is said.
     pub fn sampling(&self) -> &SamplingOptions {
         &self.sampling
     }
 
-    /// The tokens that end a generation: those of the config and of `generation_config.json`, and the turn ends that the
+    /// The tokens that end a generation: those of the config and of `generation_spec.json`, and the turn ends that the
     /// tokenizer knows.
     pub fn stop_tokens(&self) -> &[u32] {
         &self.stop_tokens
@@ -404,7 +424,7 @@ impl Model {
     }
 }
 
-fn describe(config: &Config, weights: &Weights, options: &LoadOptions) -> ModelInfo {
+fn describe(spec: &Spec, weights: &Weights, options: &LoadOptions) -> ModelInfo {
     let mut formats: BTreeMap<&'static str, FormatUse> = BTreeMap::new();
     for linear in weights.linears() {
         let format = formats.entry(linear.kind().name()).or_default();
@@ -412,12 +432,14 @@ fn describe(config: &Config, weights: &Weights, options: &LoadOptions) -> ModelI
         format.parameters += linear.rows() as u64 * linear.cols() as u64;
         format.bytes += linear.bytes() as u64;
     }
-    let table = (config.vocab_size * config.hidden_size) as u64;
-    let vectors = config.hidden_size * (2 * weights.layers.len() + 1);
+    let table = (spec.vocab_size * spec.hidden_size) as u64;
+    let vectors: usize = weights.vectors().map(Array::len).sum();
     let matrices: u64 = formats.values().map(|f| f.parameters).sum();
-    let own_table = if config.tied { 0 } else { table };
+    let own_table = if spec.tied { 0 } else { table };
+    let first = spec.blocks.first();
+    let attention = |of: fn(&AttentionSpec) -> usize| first.map_or(0, |b| of(&b.attention));
     ModelInfo {
-        architecture: config.architecture.name,
+        architecture: spec.family,
         file_format: "",
         device: options.device.name(),
         device_choice: options.device_choice.clone(),
@@ -428,20 +450,21 @@ fn describe(config: &Config, weights: &Weights, options: &LoadOptions) -> ModelI
             Activations::Exact => "exact",
             Activations::Int8 => "int8",
         },
-        layers: config.layers,
-        hidden_size: config.hidden_size,
-        intermediate_size: config.intermediate_size,
-        heads: config.heads,
-        kv_heads: config.kv_heads,
-        head_dim: config.head_dim,
-        vocab_size: config.vocab_size,
-        max_positions: config.max_positions,
-        tied: config.tied,
+        layers: spec.blocks.len(),
+        hidden_size: spec.hidden_size,
+        intermediate_size: first.map_or(0, |b| b.mlp.intermediate_size()),
+        experts: first.map_or(0, |b| b.mlp.experts()),
+        heads: attention(|a| a.heads),
+        kv_heads: attention(|a| a.kv_heads),
+        head_dim: attention(|a| a.head_dim),
+        vocab_size: spec.vocab_size,
+        max_positions: spec.max_positions,
+        tied: spec.tied,
         embedding_in_file: matches!(weights.embedding, weights::Embedding::File { .. })
             && matches!(options.device, Device::Cpu(_)),
         sampling_only: options.sampling_only,
         tokenizer: false,
         chat_template: false,
-        kv_bytes_per_token: config.kv_bytes_per_token(),
+        kv_bytes_per_token: spec.kv_bytes_per_token(),
     }
 }

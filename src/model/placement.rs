@@ -4,11 +4,11 @@
 use std::fmt;
 use std::path::Path;
 
-use super::{Activations, Device, KvType};
+use super::{Activations, Device, KvType, families};
 use crate::base::ErrorKind::{DeviceUnavailable, OutOfMemory, Unsupported};
 use crate::base::size::readable;
 use crate::base::{Error, Result, memory};
-use crate::checkpoint::{self, Checkpoint};
+use crate::checkpoint::Checkpoint;
 use crate::cuda::{self, Report};
 
 /// Positions of a conversation that are counted as needed.
@@ -187,7 +187,7 @@ fn choose(paths: &[&Path], requirements: &Requirements) -> Placement {
     let gpus = gpus(&report);
     let needs = || {
         paths.iter().try_fold(0, |sum, path| {
-            Ok::<u64, Error>(sum + needs_of(&*checkpoint::open(path)?, requirements.quantize)?)
+            Ok::<u64, Error>(sum + needs_of(&*families::open(path)?, requirements.quantize)?)
         })
     };
     let cpu = |reason: &str| Placement {

@@ -1,24 +1,158 @@
-//! Rotary frequencies from a config: plain, linear, llama3 and yarn scaling, in the single-precision steps of transformers
-//! so that both take cosines of the same angles. Knows nothing of how the rotation is applied.
+//! Rotary frequencies from a config: plain, linear, dynamic, llama3, yarn and longrope scaling, of whole heads or of their first
+//! elements, in the single-precision steps of transformers so that both take cosines of the same angles. Knows nothing of how the
+//! rotation is applied.
 
 use std::f64::consts::PI;
 
-use super::config::Keys;
+use super::families::Keys;
 use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::ops::rope::RopeTable;
 
 /// The scalings that are known, as errors list them.
-const KNOWN: &str = "default, linear, llama3, yarn";
+const KNOWN: &str = "default, linear, dynamic, llama3, yarn, longrope";
 
 /// More than any frequency, which is 1 before scaling; times a position it is still a number.
 const HIGHEST: f32 = 1e20;
 
-/// The table that `config` describes, in the old words (`rope_theta`, `rope_scaling`) or the new (`rope_parameters`).
-pub(super) fn table(config: &Keys<'_>, head_dim: usize, max_positions: usize) -> Result<RopeTable> {
-    let table = scaled(config, head_dim, max_positions)?;
-    check(&table)?;
-    Ok(table)
+/// How queries and keys are rotated.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RopeSet {
+    /// The frequencies.
+    pub table: RopeTable,
+    /// Those of long contexts, where they differ (longrope).
+    pub long: Option<LongRope>,
+}
+
+/// The frequencies of sequences with room for more positions than the model was first trained for.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LongRope {
+    /// Positions up to which the others serve.
+    pub original_positions: usize,
+    /// The frequencies.
+    pub table: RopeTable,
+}
+
+impl RopeSet {
+    /// The frequencies of a sequence with room for `capacity` positions. They are the same for all of its positions, as keys in a cache
+    /// stay as they were rotated.
+    pub fn table(&self, capacity: usize) -> &RopeTable {
+        match &self.long {
+            Some(long) if capacity > long.original_positions => &long.table,
+            _ => &self.table,
+        }
+    }
+
+    /// Divides each frequency by the factor that a GGUF file stores for it in place of a scaling's parameters.
+    pub(super) fn divide(&mut self, factors: &[f32]) -> Result<()> {
+        if let Some(bad) = factors.iter().find(|f| !(f.is_finite() && **f > 0.0)) {
+            bail!(
+                CorruptFile,
+                "rope_freqs.weight holds {bad}; expected positive numbers"
+            );
+        }
+        for (frequency, factor) in self.table.frequencies.iter_mut().zip(factors) {
+            *frequency /= factor;
+        }
+        check(&self.table)
+    }
+}
+
+/// The rotation that `config` describes for all layers, in the old words (`rope_theta`, `rope_scaling`) or the new (`rope_parameters`).
+pub(super) fn read(config: &Keys<'_>, head_dim: usize, max_positions: usize) -> Result<RopeSet> {
+    let (empty, scaling) = (Default::default(), parameters(config)?);
+    let scaling = scaling.unwrap_or(Keys(&empty));
+    if let Some((layer_type, _)) = by_layer_type(&scaling) {
+        bail!(
+            Unsupported,
+            "config: rope parameters per layer type ('{layer_type}'); models of this family are known with one set for all layers"
+        );
+    }
+    set(config, &scaling, "rope_theta", head_dim, max_positions)
+}
+
+/// The rotations of layers that see everything and of those with a window: `rope_parameters` with a set for each type, or the old words,
+/// where scaling is for the former, and `rope_local_base_freq` is the base of the latter.
+pub(super) fn read_by_layer_type(
+    config: &Keys<'_>,
+    head_dim: usize,
+    max_positions: usize,
+) -> Result<(RopeSet, RopeSet)> {
+    let empty = Default::default();
+    let scaling = parameters(config)?.unwrap_or(Keys(&empty));
+    let of = |scaling: &Keys<'_>, base| set(config, scaling, base, head_dim, max_positions);
+    if by_layer_type(&scaling).is_none() {
+        return Ok((
+            of(&scaling, "rope_theta")?,
+            of(&Keys(&empty), "rope_local_base_freq")?,
+        ));
+    }
+    let own = |layer_type: &str| -> Result<Keys<'_>> {
+        scaling.object(layer_type)?.ok_or_else(|| {
+            err!(
+                CorruptFile,
+                "config: 'rope_parameters' has no '{layer_type}'"
+            )
+        })
+    };
+    Ok((
+        of(&own("full_attention")?, "rope_theta")?,
+        of(&own("sliding_attention")?, "rope_local_base_freq")?,
+    ))
+}
+
+fn parameters<'a>(config: &Keys<'a>) -> Result<Option<Keys<'a>>> {
+    match config.object("rope_parameters")? {
+        Some(parameters) => Ok(Some(parameters)),
+        None => config.object("rope_scaling"),
+    }
+}
+
+fn by_layer_type<'a>(scaling: &Keys<'a>) -> Option<(&'a String, &'a serde_json::Value)> {
+    scaling.0.iter().find(|(_, v)| v.is_object())
+}
+
+/// One rotation, whose base is `rope_theta` among `scaling` or `base` in the config.
+fn set(
+    config: &Keys<'_>,
+    scaling: &Keys<'_>,
+    base: &str,
+    head_dim: usize,
+    max_positions: usize,
+) -> Result<RopeSet> {
+    let theta = match scaling.number("rope_theta")? {
+        Some(theta) => theta,
+        None => config.number(base)?.unwrap_or(10000.0),
+    };
+    let theta = positive(base, theta)?;
+    let part = match scaling.number("partial_rotary_factor")? {
+        Some(part) => Some(part),
+        None => config.number("partial_rotary_factor")?,
+    };
+    let rotary_dim = (head_dim as f64 * part.unwrap_or(1.0)) as usize;
+    if part.is_some_and(|p| !(p > 0.0 && p <= 1.0))
+        || rotary_dim == 0
+        || !rotary_dim.is_multiple_of(2)
+    {
+        bail!(
+            Unsupported,
+            "config: partial_rotary_factor is {}, {rotary_dim} of {head_dim} elements of a head; an even number must rotate",
+            part.unwrap_or(1.0)
+        );
+    }
+    let rope = Rope {
+        config,
+        scaling,
+        theta,
+        rotary_dim,
+        max_positions,
+    };
+    let set = rope.scaled()?;
+    check(&set.table)?;
+    if let Some(long) = &set.long {
+        check(&long.table)?;
+    }
+    Ok(set)
 }
 
 /// Refuses what would turn every logit into NaN.
@@ -43,114 +177,176 @@ fn check(table: &RopeTable) -> Result<()> {
     Ok(())
 }
 
-fn scaled(config: &Keys<'_>, head_dim: usize, max_positions: usize) -> Result<RopeTable> {
-    let scaling = match config.object("rope_parameters")? {
-        Some(parameters) => Some(parameters),
-        None => config.object("rope_scaling")?,
-    };
-    let empty = serde_json::Map::new();
-    let scaling = scaling.unwrap_or(Keys(&empty));
-    if let Some((layer_type, _)) = scaling.0.iter().find(|(_, v)| v.is_object()) {
-        bail!(
-            Unsupported,
-            "config: rope parameters per layer type ('{layer_type}'); only one set for all layers is known"
-        );
+/// What a rotation is made of.
+struct Rope<'a> {
+    config: &'a Keys<'a>,
+    scaling: &'a Keys<'a>,
+    theta: f64,
+    rotary_dim: usize,
+    max_positions: usize,
+}
+
+impl Rope<'_> {
+    /// The exponents of the base: `2 i / rotary_dim` for pair `i`.
+    fn powers(&self) -> impl Iterator<Item = f32> {
+        let (theta, dim) = (self.theta as f32, self.rotary_dim);
+        (0..dim / 2).map(move |i| theta.powf((2 * i) as f32 / dim as f32))
     }
-    let either = |name: &str| -> Result<Option<f64>> {
-        match scaling.number(name)? {
-            Some(x) => Ok(Some(x)),
-            None => config.number(name),
+
+    fn scaled(&self) -> Result<RopeSet> {
+        let plain: Vec<f32> = self.powers().map(|power| 1.0 / power).collect();
+        let one = |frequencies, attention_factor: f64| RopeSet {
+            table: RopeTable {
+                frequencies,
+                attention_factor: attention_factor as f32,
+            },
+            long: None,
+        };
+        match self.kind()? {
+            // The frequencies of dynamic scaling differ past the positions that the model was made for only.
+            None | Some("default" | "none" | "dynamic") => Ok(one(plain, 1.0)),
+            Some("linear") => {
+                let factor = self.required("factor")? as f32;
+                Ok(one(plain.iter().map(|f| f / factor).collect(), 1.0))
+            }
+            Some("llama3") => {
+                let low = self.required("low_freq_factor")?;
+                let high = self.required("high_freq_factor")?;
+                if low >= high {
+                    bail!(
+                        CorruptFile,
+                        "config: low_freq_factor {low} is not below high_freq_factor {high}"
+                    );
+                }
+                let factor = self.required("factor")?;
+                let scaled = llama3(&plain, factor, low, high, self.original_positions()?);
+                Ok(one(scaled, 1.0))
+            }
+            Some("yarn") => {
+                let (frequencies, attention_factor) = self.yarn()?;
+                Ok(one(frequencies, attention_factor))
+            }
+            Some("longrope" | "su") => self.longrope(),
+            Some(kind) => bail!(
+                Unsupported,
+                "config: rope scaling '{kind}' is not known; known are {KNOWN}"
+            ),
         }
-    };
-    let theta = positive("rope_theta", either("rope_theta")?.unwrap_or(10000.0))?;
-    if let Some(part) = either("partial_rotary_factor")?.filter(|&p| p != 1.0) {
-        bail!(
-            Unsupported,
-            "config: partial_rotary_factor is {part}; only whole heads are rotated (1)"
-        );
     }
-    let plain: Vec<f32> = (0..head_dim / 2)
-        .map(|i| 1.0 / (theta as f32).powf((2 * i) as f32 / head_dim as f32))
-        .collect();
-    let unscaled = |frequencies| RopeTable {
-        frequencies,
-        attention_factor: 1.0,
-    };
-    let kind = match scaling.text("rope_type")? {
-        Some(kind) => Some(kind),
-        None => scaling.text("type")?,
-    };
-    let required = |name: &str| -> Result<f64> {
-        let value = scaling.number(name)?.ok_or_else(|| {
+
+    fn kind(&self) -> Result<Option<&str>> {
+        match self.scaling.text("rope_type")? {
+            Some(kind) => Ok(Some(kind)),
+            None => self.scaling.text("type"),
+        }
+    }
+
+    fn required(&self, name: &str) -> Result<f64> {
+        let value = self.scaling.number(name)?.ok_or_else(|| {
             err!(
                 CorruptFile,
                 "config: rope scaling '{}' has no '{name}'",
-                kind.unwrap_or_default()
+                self.kind().ok().flatten().unwrap_or_default()
             )
         })?;
         positive(name, value)
-    };
-    let original = || -> Result<f64> {
-        let outer = config.number("original_max_position_embeddings")?;
-        match outer.or(scaling.number("original_max_position_embeddings")?) {
-            Some(n) => positive("original_max_position_embeddings", n),
-            None => Ok(max_positions as f64),
+    }
+
+    fn optional(&self, name: &str) -> Result<Option<f64>> {
+        let value = self.scaling.number(name)?;
+        value.map(|x| positive(name, x)).transpose()
+    }
+
+    /// Positions that the model was trained for before it was scaled.
+    fn original_positions(&self) -> Result<f64> {
+        const NAME: &str = "original_max_position_embeddings";
+        let value = match self.config.number(NAME)? {
+            Some(n) => Some(n),
+            None => self.scaling.number(NAME)?,
+        };
+        match value {
+            Some(n) => positive(NAME, n),
+            None => Ok(self.max_positions as f64),
         }
-    };
-    match kind {
-        None | Some("default" | "none") => Ok(unscaled(plain)),
-        Some("linear") => {
-            let factor = required("factor")? as f32;
-            Ok(unscaled(plain.iter().map(|f| f / factor).collect()))
+    }
+
+    /// Frequencies and attention factor (Peng et al., 2023).
+    fn yarn(&self) -> Result<(Vec<f32>, f64)> {
+        let factor = match self.scaling.number("factor")? {
+            Some(f) => positive("factor", f)?,
+            None => self.max_positions as f64 / self.original_positions()?,
+        };
+        let beta_fast = self.optional("beta_fast")?.unwrap_or(32.0);
+        let beta_slow = self.optional("beta_slow")?.unwrap_or(1.0);
+        let m = (self.optional("mscale")?, self.optional("mscale_all_dim")?);
+        let attention_factor = match (self.optional("attention_factor")?, m) {
+            (Some(given), _) => given,
+            (None, (Some(m), Some(all))) => mscale(factor, m) / mscale(factor, all),
+            (None, _) => mscale(factor, 1.0),
+        };
+        let dim = self.rotary_dim as f64;
+        let correction = |rotations: f64| -> Result<f64> {
+            let original = self.original_positions()?;
+            Ok(dim * (original / (rotations * 2.0 * PI)).ln() / (2.0 * self.theta.ln()))
+        };
+        let (mut low, mut high) = (correction(beta_fast)?, correction(beta_slow)?);
+        if self.scaling.flag("truncate")?.unwrap_or(true) {
+            (low, high) = (low.floor(), high.ceil());
         }
-        Some("llama3") => {
-            let (low, high) = (required("low_freq_factor")?, required("high_freq_factor")?);
-            if low >= high {
+        let (low, high) = (low.max(0.0), high.min(dim - 1.0));
+        // A ramp over the dimensions from extrapolation to interpolation.
+        let high = if low == high { high + 0.001 } else { high };
+        let frequency = |(i, power): (usize, f32)| {
+            let (kept, stretched) = (1.0 / power, 1.0 / (factor as f32 * power));
+            let ramp = ((i as f32 - low as f32) / (high - low) as f32).clamp(0.0, 1.0);
+            stretched * ramp + kept * (1.0 - ramp)
+        };
+        let frequencies = self.powers().enumerate().map(frequency).collect();
+        Ok((frequencies, attention_factor))
+    }
+
+    /// Two sets of factors, for short contexts and for long ones (Ding et al., 2024).
+    fn longrope(&self) -> Result<RopeSet> {
+        let original = self.original_positions()?;
+        let has_original = self
+            .config
+            .get("original_max_position_embeddings")
+            .is_some();
+        let factor = match self.optional("factor")? {
+            Some(factor) if !has_original => factor,
+            _ => self.max_positions as f64 / original,
+        };
+        let attention_factor = match self.optional("attention_factor")? {
+            Some(given) => given,
+            None if factor <= 1.0 => 1.0,
+            None => (1.0 + factor.ln() / original.ln()).sqrt(),
+        };
+        let divided = |name: &str| -> Result<RopeTable> {
+            let factors = self.scaling.numbers(name)?.unwrap_or_default();
+            if factors.len() != self.rotary_dim / 2 {
                 bail!(
                     CorruptFile,
-                    "config: low_freq_factor {low} is not below high_freq_factor {high}"
+                    "config: rope scaling 'longrope' has {} numbers in '{name}'; expected {}, one for each pair",
+                    factors.len(),
+                    self.rotary_dim / 2
                 );
             }
-            let scaled = llama3(&plain, required("factor")?, low, high, original()?);
-            Ok(unscaled(scaled))
-        }
-        Some("yarn") => {
-            let factor = match scaling.number("factor")? {
-                Some(f) => positive("factor", f)?,
-                None => max_positions as f64 / original()?,
-            };
-            let optional = |name: &str| -> Result<Option<f64>> {
-                scaling.number(name)?.map(|x| positive(name, x)).transpose()
-            };
-            let beta_fast = optional("beta_fast")?.unwrap_or(32.0);
-            let beta_slow = optional("beta_slow")?.unwrap_or(1.0);
-            let m = (optional("mscale")?, optional("mscale_all_dim")?);
-            let attention_factor = match (optional("attention_factor")?, m) {
-                (Some(given), _) => given,
-                (None, (Some(m), Some(all))) => mscale(factor, m) / mscale(factor, all),
-                (None, _) => mscale(factor, 1.0),
-            };
-            let truncate = scaling.flag("truncate")?.unwrap_or(true);
-            let correction = |rotations: f64| -> Result<f64> {
-                let dim = head_dim as f64 * (original()? / (rotations * 2.0 * PI)).ln()
-                    / (2.0 * theta.ln());
-                Ok(dim)
-            };
-            let (mut low, mut high) = (correction(beta_fast)?, correction(beta_slow)?);
-            if truncate {
-                (low, high) = (low.floor(), high.ceil());
+            let mut frequencies = Vec::with_capacity(factors.len());
+            for (&factor, power) in factors.iter().zip(self.powers()) {
+                frequencies.push(1.0 / (positive(name, factor)? as f32 * power));
             }
-            let (low, high) = (low.max(0.0), high.min(head_dim as f64 - 1.0));
-            let frequencies = yarn(theta, head_dim, factor, low, high);
             Ok(RopeTable {
                 frequencies,
                 attention_factor: attention_factor as f32,
             })
-        }
-        Some(kind) => bail!(
-            Unsupported,
-            "config: rope scaling '{kind}' is not known; known are {KNOWN}"
-        ),
+        };
+        Ok(RopeSet {
+            table: divided("short_factor")?,
+            long: Some(LongRope {
+                original_positions: original as usize,
+                table: divided("long_factor")?,
+            }),
+        })
     }
 }
 
@@ -184,39 +380,12 @@ fn llama3(plain: &[f32], factor: f64, low: f64, high: f64, original: f64) -> Vec
         .collect()
 }
 
-/// A ramp over the dimensions from extrapolation to interpolation (Peng et al., 2023).
-fn yarn(theta: f64, head_dim: usize, factor: f64, low: f64, high: f64) -> Vec<f32> {
-    let high = if low == high { high + 0.001 } else { high };
-    (0..head_dim / 2)
-        .map(|i| {
-            let power = (theta as f32).powf((2 * i) as f32 / head_dim as f32);
-            let (kept, stretched) = (1.0 / power, 1.0 / (factor as f32 * power));
-            let ramp = ((i as f32 - low as f32) / (high - low) as f32).clamp(0.0, 1.0);
-            stretched * ramp + kept * (1.0 - ramp)
-        })
-        .collect()
-}
-
 fn mscale(factor: f64, mscale: f64) -> f64 {
     if factor <= 1.0 {
         1.0
     } else {
         0.1 * mscale * factor.ln() + 1.0
     }
-}
-
-/// Divides each frequency by the factor that a GGUF file stores for it in place of a scaling's parameters.
-pub(super) fn divide(table: &mut RopeTable, factors: &[f32]) -> Result<()> {
-    if let Some(bad) = factors.iter().find(|f| !(f.is_finite() && **f > 0.0)) {
-        bail!(
-            CorruptFile,
-            "rope_freqs.weight holds {bad}; expected positive numbers"
-        );
-    }
-    for (frequency, factor) in table.frequencies.iter_mut().zip(factors) {
-        *frequency /= factor;
-    }
-    check(table)
 }
 
 #[cfg(test)]
@@ -227,7 +396,7 @@ mod tests {
     use serde_json::{Value, json};
 
     fn of(config: Value) -> Result<RopeTable> {
-        table(&Keys(config.as_object().unwrap()), 32, 1024)
+        Ok(read(&Keys(config.as_object().unwrap()), 32, 1024)?.table)
     }
 
     #[test]
@@ -246,8 +415,12 @@ mod tests {
     fn refusals() {
         for (config, expected) in [
             (
-                json!({"rope_scaling": {"rope_type": "longrope"}}),
-                "'longrope'",
+                json!({"rope_scaling": {"rope_type": "telepathy"}}),
+                "'telepathy'",
+            ),
+            (
+                json!({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}}),
+                "1 numbers in 'short_factor'; expected 16",
             ),
             (
                 json!({"rope_scaling": {"rope_type": "linear"}}),
@@ -258,8 +431,8 @@ mod tests {
                 "'factor' is 0",
             ),
             (
-                json!({"partial_rotary_factor": 0.5}),
-                "partial_rotary_factor is 0.5",
+                json!({"partial_rotary_factor": 1.5}),
+                "partial_rotary_factor is 1.5",
             ),
             (json!({"rope_theta": -1}), "'rope_theta' is -1"),
             (json!({"rope_theta": 1e-60}), "a frequency of inf"),
@@ -287,22 +460,23 @@ mod tests {
 
     #[test]
     fn stored_factors_divide() {
-        let mut t = of(json!({})).unwrap();
-        let before = t.frequencies.clone();
-        divide(&mut t, &[2.0; 16]).unwrap();
+        let mut t = read(&Keys(&Default::default()), 32, 1024).unwrap();
+        let before = t.table.frequencies.clone();
+        t.divide(&[2.0; 16]).unwrap();
         assert!(
-            t.frequencies
+            t.table
+                .frequencies
                 .iter()
                 .zip(&before)
                 .all(|(a, b)| a * 2.0 == *b)
         );
         expect_kind(
-            divide(&mut t, &[0.0; 16]),
+            t.divide(&[0.0; 16]),
             ErrorKind::CorruptFile,
             "rope_freqs.weight holds 0",
         );
         expect_kind(
-            divide(&mut t, &[1e-40; 16]),
+            t.divide(&[1e-40; 16]),
             ErrorKind::CorruptFile,
             "a frequency of inf",
         );

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use crate::base::Result;
 use crate::base::error::bail;
-use crate::base::memory::Buffer;
 use crate::checkpoint::{Checkpoint, Entry};
+use crate::ops::Array;
 use crate::ops::linear::Linear;
 
 /// A linear map and its bias, where it has one.
@@ -15,34 +15,77 @@ pub struct Projection {
     /// The weight, `[out features, in features]`.
     pub linear: Linear,
     /// One number per output feature.
-    pub bias: Option<Buffer<f32>>,
+    pub bias: Option<Array>,
 }
 
 /// One decoder block.
 #[derive(Debug)]
-pub struct Layer {
-    /// RMSNorm before attention.
-    pub input_norm: Buffer<f32>,
+pub struct Block {
+    /// Before and after attention.
+    pub attention_norms: Norms,
+    /// The attention.
+    pub attention: Attention,
+    /// Before and after the MLP.
+    pub mlp_norms: Norms,
+    /// The MLP.
+    pub mlp: Mlp,
+}
+
+/// The RMSNorms around a half of a block, `[hidden]`, where the model has them.
+#[derive(Debug)]
+pub struct Norms {
+    /// Of what enters.
+    pub pre: Option<Array>,
+    /// Of what leaves, before it is added to the residual stream.
+    pub post: Option<Array>,
+}
+
+/// The weights of grouped-query attention.
+#[derive(Debug)]
+pub struct Attention {
     /// Queries, `[heads * head_dim, hidden]`.
     pub q: Projection,
     /// Keys, `[kv_heads * head_dim, hidden]`.
     pub k: Projection,
     /// Values, as keys.
     pub v: Projection,
-    /// RMSNorm of each query head, `[head_dim]`, where the architecture has it.
-    pub q_norm: Option<Buffer<f32>>,
+    /// RMSNorm of each query head, `[head_dim]`, where the model has it.
+    pub q_norm: Option<Array>,
     /// RMSNorm of each key head.
-    pub k_norm: Option<Buffer<f32>>,
-    /// Attention output, `[hidden, heads * head_dim]`.
+    pub k_norm: Option<Array>,
+    /// Output, `[hidden, heads * head_dim]`.
     pub o: Projection,
-    /// RMSNorm before the MLP.
-    pub post_norm: Buffer<f32>,
+}
+
+/// What follows attention.
+#[derive(Debug)]
+pub enum Mlp {
+    /// One for all tokens.
+    Dense(Box<GatedMlp>),
+    /// Several, and what chooses among them.
+    Experts(Box<Experts>),
+}
+
+/// A gated MLP.
+#[derive(Debug)]
+pub struct GatedMlp {
     /// `[intermediate, hidden]`.
     pub gate: Projection,
     /// `[intermediate, hidden]`.
     pub up: Projection,
     /// `[hidden, intermediate]`.
     pub down: Projection,
+}
+
+/// A mixture of experts.
+#[derive(Debug)]
+pub struct Experts {
+    /// The logits of the experts, `[experts, hidden]`.
+    pub router: Linear,
+    /// The experts.
+    pub experts: Vec<GatedMlp>,
+    /// The expert of every token, and the projection `[1, hidden]` whose sigmoid it is multiplied by.
+    pub shared: Option<(GatedMlp, Option<Linear>)>,
 }
 
 /// Where the rows of the embedding come from.
@@ -64,61 +107,93 @@ pub struct Weights {
     /// The table that turns tokens into rows of the residual stream.
     pub embedding: Embedding,
     /// The blocks, first to last; empty when loaded for sampling only.
-    pub layers: Vec<Layer>,
-    /// The final RMSNorm.
-    pub norm: Buffer<f32>,
+    pub blocks: Vec<Block>,
+    /// The last RMSNorm.
+    pub norm: Array,
     /// The output layer, `[vocab, hidden]`.
     pub head: Projection,
 }
 
-impl Layer {
-    /// The projections by their names within a layer of a checkpoint.
-    pub fn projections(&self) -> [(&'static str, &Projection); 7] {
-        [
-            ("self_attn.q_proj", &self.q),
-            ("self_attn.k_proj", &self.k),
-            ("self_attn.v_proj", &self.v),
-            ("self_attn.o_proj", &self.o),
-            ("mlp.gate_proj", &self.gate),
-            ("mlp.up_proj", &self.up),
-            ("mlp.down_proj", &self.down),
-        ]
+impl GatedMlp {
+    fn projections(&self) -> [&Projection; 3] {
+        [&self.gate, &self.up, &self.down]
+    }
+}
+
+impl Mlp {
+    fn mlps(&self) -> Vec<&GatedMlp> {
+        match self {
+            Mlp::Dense(mlp) => vec![mlp],
+            Mlp::Experts(experts) => {
+                let shared = experts.shared.iter().map(|(mlp, _)| mlp);
+                experts.experts.iter().chain(shared).collect()
+            }
+        }
+    }
+
+    /// The projections that choose among experts.
+    fn routers(&self) -> Vec<&Linear> {
+        match self {
+            Mlp::Dense(_) => Vec::new(),
+            Mlp::Experts(experts) => {
+                let shared = experts.shared.iter().filter_map(|(_, gate)| gate.as_ref());
+                std::iter::once(&experts.router).chain(shared).collect()
+            }
+        }
+    }
+}
+
+impl Block {
+    fn projections(&self) -> impl Iterator<Item = &Projection> {
+        let Attention { q, k, v, o, .. } = &self.attention;
+        let mlps = self.mlp.mlps().into_iter();
+        [q, k, v, o]
+            .into_iter()
+            .chain(mlps.flat_map(GatedMlp::projections))
     }
 
     /// The vectors: norms and biases.
-    fn vectors(&self) -> impl Iterator<Item = &Buffer<f32>> {
-        [
-            Some(&self.input_norm),
-            Some(&self.post_norm),
-            self.q_norm.as_ref(),
-            self.k_norm.as_ref(),
-        ]
-        .into_iter()
-        .chain(self.projections().map(|(_, p)| p.bias.as_ref()))
-        .flatten()
+    fn vectors(&self) -> impl Iterator<Item = &Array> {
+        let norms = [
+            &self.attention_norms.pre,
+            &self.attention_norms.post,
+            &self.attention.q_norm,
+            &self.attention.k_norm,
+            &self.mlp_norms.pre,
+            &self.mlp_norms.post,
+        ];
+        norms
+            .into_iter()
+            .flatten()
+            .chain(self.projections().filter_map(|p| p.bias.as_ref()))
     }
 }
 
 impl Weights {
     /// Every linear map, blocks first, then the head.
     pub fn linears(&self) -> impl Iterator<Item = &Linear> {
-        self.layers
+        self.blocks
             .iter()
-            .flat_map(|l| l.projections().map(|(_, p)| &p.linear))
+            .flat_map(|b| {
+                let projections = b.projections().map(|p| &p.linear);
+                projections.chain(b.mlp.routers())
+            })
             .chain([&self.head.linear])
+    }
+
+    /// The norms and biases.
+    pub fn vectors(&self) -> impl Iterator<Item = &Array> {
+        let blocks = self.blocks.iter().flat_map(Block::vectors);
+        blocks.chain([&self.norm]).chain(&self.head.bias)
     }
 
     /// Bytes held in memory in the form that the kernels read. An embedding that stays in its file does not count.
     pub fn bytes(&self) -> usize {
-        let vectors = self.layers.iter().flat_map(Layer::vectors);
         self.linears().map(Linear::bytes).sum::<usize>()
-            + vectors
-                .chain([&self.norm])
-                .map(Buffer::bytes)
-                .sum::<usize>()
+            + self.vectors().map(Array::bytes).sum::<usize>()
     }
 
-    /// Writes the embeddings of `tokens`, one row of `hidden` numbers each, to `out`.
+    /// Writes the embeddings of `tokens`, one row of `hidden` numbers each, to `out`, as they are stored.
     pub fn embed(&self, tokens: &[u32], out: &mut [f32]) -> Result<()> {
         let (vocab, hidden) = (self.head.linear.rows(), self.head.linear.cols());
         if let Some(token) = tokens.iter().find(|&&t| t as usize >= vocab) {

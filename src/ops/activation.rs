@@ -1,15 +1,45 @@
-//! SwiGLU and the residual sum.
+//! What happens to numbers one by one: gated activations, sums, factors and soft caps.
 
-use super::Device;
+use super::{Device, Slice, SliceMut};
 use crate::base::error::{Result, bail};
+use crate::cuda;
 
-/// `gate = silu(gate) * up`, with `silu(x) = x / (1 + e^-x)`.
-pub fn swiglu(device: &Device, gate: &mut [f32], up: &[f32]) -> Result<()> {
-    device.host()?.swiglu(gate, up)
+/// The function in a gated linear unit.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Activation {
+    /// `x / (1 + e^-x)`, of SwiGLU (Shazeer, 2020).
+    #[default]
+    Silu,
+    /// The tanh form of GELU, `x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) / 2` (Hendrycks and Gimpel, 2016), of GeGLU.
+    GeluTanh,
+}
+
+impl Activation {
+    /// The same as kernels know it.
+    pub(crate) const fn on_gpu(self) -> cuda::Activation {
+        match self {
+            Activation::Silu => cuda::Activation::Silu,
+            Activation::GeluTanh => cuda::Activation::GeluTanh,
+        }
+    }
+}
+
+/// `gate = act(gate) * up`, element by element.
+pub fn glu(
+    device: &Device,
+    activation: Activation,
+    gate: SliceMut<'_>,
+    up: Slice<'_>,
+) -> Result<()> {
+    match (device, activation) {
+        (Device::Cpu(cpu), Activation::Silu) => cpu.swiglu(gate.host()?, up.host()?),
+        (Device::Cpu(cpu), Activation::GeluTanh) => cpu.geglu(gate.host()?, up.host()?),
+        (Device::Cuda(_), _) => cuda::glu_f32(activation.on_gpu(), gate.cuda()?, up.cuda()?),
+    }
 }
 
 /// `x += y`, element by element; `y` may be one row that is added to each row of `x` (a bias).
-pub fn add(x: &mut [f32], y: &[f32]) -> Result<()> {
+pub fn add(device: &Device, x: SliceMut<'_>, y: Slice<'_>) -> Result<()> {
     if y.is_empty() || !x.len().is_multiple_of(y.len()) {
         bail!(
             InvalidArgument,
@@ -18,8 +48,38 @@ pub fn add(x: &mut [f32], y: &[f32]) -> Result<()> {
             y.len()
         );
     }
-    for row in x.chunks_exact_mut(y.len()) {
+    if device.is_cuda() {
+        return cuda::add(x.cuda()?, y.cuda()?);
+    }
+    let y = y.host()?;
+    for row in x.host()?.chunks_exact_mut(y.len()) {
         row.iter_mut().zip(y).for_each(|(x, y)| *x += y);
     }
     Ok(())
+}
+
+/// `x *= factor`.
+pub fn scale(device: &Device, x: SliceMut<'_>, factor: f32) -> Result<()> {
+    match device {
+        Device::Cpu(_) => x.host()?.iter_mut().for_each(|x| *x *= factor),
+        Device::Cuda(_) => cuda::scale(x.cuda()?, factor)?,
+    }
+    Ok(())
+}
+
+/// `x = value`.
+pub fn fill(device: &Device, x: SliceMut<'_>, value: f32) -> Result<()> {
+    match device {
+        Device::Cpu(_) => x.host()?.fill(value),
+        Device::Cuda(_) => cuda::fill(x.cuda()?, value)?,
+    }
+    Ok(())
+}
+
+/// `x = cap * tanh(x / cap)`.
+pub fn soft_cap(device: &Device, x: SliceMut<'_>, cap: f32) -> Result<()> {
+    match device {
+        Device::Cpu(cpu) => cpu.soft_cap(x.host()?, cap),
+        Device::Cuda(_) => cuda::cap_f32(x.cuda()?, cap),
+    }
 }

@@ -6,14 +6,14 @@ use std::sync::Arc;
 use half::f16;
 
 use super::transfer::in_order;
-use super::{Device, Workspace};
+use super::{Device, Slice, SliceMut, Workspace};
 use crate::base::error::{Result, bail, err};
 use crate::base::memory::Tag;
 use crate::base::size::product;
 pub use crate::cpu::ReadNvfp4;
 use crate::cpu::{Kind, Packed, ReadDense};
 use crate::cuda::{
-    self, DeviceBuffer, FloatRows, Gpu, Input, LinearScratch, Matrix, Output, Storage,
+    self, DeviceBuffer, DeviceSlice, FloatRows, Gpu, Input, LinearScratch, Matrix, Output, Storage,
 };
 use crate::tensor::{DType, Tensor};
 
@@ -231,12 +231,13 @@ pub(super) fn check_finite(
 }
 
 /// `x` `[m, K]` times each weight `[N, K]` transposed, into its output `[m, N]`, f32 accumulate. Weights that share an input
-/// (q, k, v; gate, up) go together and share one pass. On the CPU each output row has the same bits whatever `m` is.
+/// (q, k, v; gate, up) go together and share one pass. Weights, input and outputs are on one device; a GPU also takes input and
+/// outputs in host memory, and brings them over. On the CPU each output row has the same bits whatever `m` is.
 pub fn linear(
     device: &Device,
-    x: &[f32],
+    x: Slice<'_>,
     m: usize,
-    outputs: &mut [(&Linear, &mut [f32])],
+    outputs: &mut [(&Linear, SliceMut<'_>)],
     activations: Activations,
     workspace: &mut Workspace,
 ) -> Result<()> {
@@ -252,19 +253,19 @@ pub fn linear(
             let mut packed: Vec<(&Packed, &mut [f32])> = Vec::with_capacity(outputs.len());
             for (w, y) in outputs.iter_mut() {
                 match &w.weight {
-                    Weight::Cpu(weight) => packed.push((weight, &mut **y)),
+                    Weight::Cpu(weight) => packed.push((weight, y.reborrow().host()?)),
                     Weight::Cuda(matrix) => return Err(foreign(matrix.gpu())),
                 }
             }
             let int8 = activations == Activations::Int8;
-            cpu.linear(x, m, &mut packed, int8, workspace)
+            cpu.linear(x.host()?, m, &mut packed, int8, workspace)
         }
         Device::Cuda(gpu) => {
-            let mut matrices: Vec<(&Matrix, &mut [f32])> = Vec::with_capacity(outputs.len());
+            let mut matrices: Vec<(&Matrix, SliceMut<'_>)> = Vec::with_capacity(outputs.len());
             for (w, y) in outputs.iter_mut() {
                 match &w.weight {
                     Weight::Cuda(matrix) if Arc::ptr_eq(matrix.gpu(), gpu) => {
-                        matrices.push((matrix, &mut **y));
+                        matrices.push((matrix, y.reborrow()));
                     }
                     Weight::Cuda(matrix) => return Err(foreign(matrix.gpu())),
                     Weight::Cpu(_) => return Err(foreign(&format_args!("the cpu"))),
@@ -274,9 +275,31 @@ pub fn linear(
             if matrices.iter().any(|(w, _)| w.storage() == Storage::Nvfp4) {
                 activations.check(device)?;
             }
-            on_gpu(gpu, x, m, &mut matrices)
+            let k = check_sizes(x, m, &matrices)?;
+            match x {
+                Slice::Host(x) => from_host(gpu, x, m, k, matrices),
+                Slice::Cuda(x) => on_gpu(gpu, x, m, k, matrices),
+            }
         }
     }
+}
+
+/// Refuses inputs and outputs of other sizes than the weights'; gives K.
+fn check_sizes(x: Slice<'_>, m: usize, outputs: &[(&Matrix, SliceMut<'_>)]) -> Result<usize> {
+    let k = outputs.first().map_or(0, |(w, _)| w.cols());
+    for (w, y) in outputs {
+        let (n, whole) = (w.rows(), product("outputs", &[m, w.rows()])?);
+        if w.cols() != k || x.len() != product("inputs", &[m, k])? || y.len() != whole {
+            bail!(
+                InvalidArgument,
+                "linear: {} inputs and {} outputs for {m} tokens and a weight [{n}, {}]; they must be m * K and m * N",
+                x.len(),
+                y.len(),
+                w.cols()
+            );
+        }
+    }
+    Ok(k)
 }
 
 /// Rows that a GPU multiplies together, of an input and an output of at most so many elements.
@@ -320,60 +343,96 @@ pub(super) fn of_tensor(
         );
     }
     let ((m, k), n) = (x.shape().matrix(), w.rows());
-    let step = rows_at_once(k.max(n)).min(m.max(1));
     in_order(gpu, || {
+        let bytes = product("a product", &[m, n, dtype.bytes()])?;
+        let out = DeviceBuffer::uninit(gpu, Tag::DeviceTensor, bytes)?;
         let input = FloatRows::new(gpu, x)?;
-        let buffer =
-            |tag, sizes: &[usize]| DeviceBuffer::uninit(gpu, tag, product("a product", sizes)?);
-        let out = buffer(Tag::DeviceTensor, &[m, n, dtype.bytes()])?;
-        let halves = buffer(Tag::DeviceScratch, &[step, k, 2])?;
-        let factors = buffer(Tag::DeviceScratch, &[step, 4])?;
-        let sums = buffer(Tag::DeviceScratch, &[step, n, 4])?;
-        for first in (0..m).step_by(step) {
-            let rows = step.min(m - first);
-            input.halves(first, rows, &halves, &factors)?;
-            let scratch = LinearScratch::for_product(gpu, w, rows)?;
-            cuda::linear(
-                gpu,
-                Input::Plain(&halves, 1.0),
-                rows,
-                &[(w, None)],
-                Output::F32,
-                &sums,
-                n,
-                &scratch,
-            )?;
-            cuda::scaled_rows(&sums, &factors, (rows, n), dtype, &out, first)?;
-        }
+        products(gpu, &input, (m, k), &[(w, (&out).into())], dtype)?;
         cuda::tensor(out, &x.shape().with_last(n), dtype)
     })
 }
 
-/// Products of host memory with weights on a GPU: a part of the rows at a time goes there as f16 and comes back as f32.
+/// Products of `m` rows of K = `k` on a GPU, a part of them at a time: each row as f16, divided by a power of two that keeps its
+/// magnitudes within f16, and multiplied by it after. Outputs are of `dtype`.
+fn products(
+    gpu: &Arc<Gpu>,
+    input: &FloatRows<'_>,
+    (m, k): (usize, usize),
+    outputs: &[(&Matrix, DeviceSlice<'_>)],
+    dtype: DType,
+) -> Result<()> {
+    let widest = outputs.iter().map(|(w, _)| w.rows()).fold(k, usize::max);
+    let step = rows_at_once(widest.max(1)).min(m.max(1));
+    let scratch = |sizes: &[usize]| {
+        DeviceBuffer::uninit(gpu, Tag::DeviceScratch, product("a product", sizes)?)
+    };
+    let (halves, factors) = (scratch(&[step, k, 2])?, scratch(&[step, 4])?);
+    let sums = scratch(&[step, widest, 4])?;
+    for first in (0..m).step_by(step) {
+        let rows = step.min(m - first);
+        input.halves(first, rows, &halves, &factors)?;
+        for (w, y) in outputs {
+            let n = w.rows();
+            multiply(gpu, &halves, rows, w, &sums)?;
+            cuda::scaled_rows(&sums, &factors, (rows, n), dtype, *y, first)?;
+        }
+    }
+    Ok(())
+}
+
+/// `rows` rows of f16 times a weight, as f32.
+fn multiply(
+    gpu: &Arc<Gpu>,
+    halves: &DeviceBuffer,
+    rows: usize,
+    w: &Matrix,
+    out: &DeviceBuffer,
+) -> Result<()> {
+    let scratch = LinearScratch::for_product(gpu, w, rows)?;
+    let input = Input::Plain(halves, 1.0);
+    let (matrices, stride) = ([(w, None)], w.rows());
+    cuda::linear(
+        gpu,
+        input,
+        rows,
+        &matrices,
+        Output::F32,
+        out,
+        stride,
+        &scratch,
+    )
+}
+
+/// Products of rows and outputs in the memory of a GPU.
 fn on_gpu(
+    gpu: &Arc<Gpu>,
+    x: DeviceSlice<'_>,
+    m: usize,
+    k: usize,
+    outputs: Vec<(&Matrix, SliceMut<'_>)>,
+) -> Result<()> {
+    let outputs = outputs
+        .into_iter()
+        .map(|(w, y)| Ok((w, y.cuda()?)))
+        .collect::<Result<Vec<_>>>()?;
+    let input = FloatRows::of_f32(gpu, x, k)?;
+    products(gpu, &input, (m, k), &outputs, DType::F32)
+}
+
+/// Products of host memory with weights on a GPU: a part of the rows at a time goes there as f16 and comes back as f32.
+fn from_host(
     gpu: &Arc<Gpu>,
     x: &[f32],
     m: usize,
-    outputs: &mut [(&Matrix, &mut [f32])],
+    k: usize,
+    outputs: Vec<(&Matrix, SliceMut<'_>)>,
 ) -> Result<()> {
-    let Some(k) = outputs.first().map(|(w, _)| w.cols()) else {
-        return Ok(());
-    };
-    let mut widest = k;
-    for (w, y) in outputs.iter() {
-        let (n, whole) = (w.rows(), product("outputs", &[m, w.rows()])?);
-        if w.cols() != k || x.len() != product("inputs", &[m, k])? || y.len() != whole {
-            bail!(
-                InvalidArgument,
-                "linear: {} inputs and {} outputs for {m} tokens and a weight [{n}, {}]; they must be m * K and m * N",
-                x.len(),
-                y.len(),
-                w.cols()
-            );
-        }
-        widest = widest.max(n);
-    }
-    let step = rows_at_once(widest);
+    let mut outputs = outputs
+        .into_iter()
+        .map(|(w, y)| Ok((w, y.host()?)))
+        .collect::<Result<Vec<_>>>()?;
+    let widest = outputs.iter().map(|(w, _)| w.rows()).fold(k, usize::max);
+    let step = rows_at_once(widest.max(1));
     for first in (0..m).step_by(step) {
         let rows = step.min(m - first);
         let (halves, factors) = scaled_halves(&x[first * k..(first + rows) * k], k);
@@ -381,18 +440,8 @@ fn on_gpu(
         for (w, y) in outputs.iter_mut() {
             let n = w.rows();
             let y = &mut y[first * n..(first + rows) * n];
-            let scratch = LinearScratch::for_product(gpu, w, rows)?;
             let out = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, size_of_val(y))?;
-            cuda::linear(
-                gpu,
-                Input::Plain(&input, 1.0),
-                rows,
-                &[(w, None)],
-                Output::F32,
-                &out,
-                n,
-                &scratch,
-            )?;
+            multiply(gpu, &input, rows, w, &out)?;
             out.read(0, y)?;
             for (row, factor) in y.chunks_exact_mut(n).zip(&factors) {
                 row.iter_mut().for_each(|v| *v *= factor);

@@ -1,10 +1,12 @@
-//! Floor 4: one file per operation. An operation checks its arguments, chooses the device once, and calls it; forward
-//! stands here now, backward will stand beside it. Knows nothing of models or sessions.
+//! Floor 4: one file per operation, on arrays of either device. An operation checks its arguments, chooses the device once, and calls it;
+//! forward stands here now, backward will stand beside it. Knows nothing of models or sessions.
 
 pub mod activation;
+mod array;
 pub mod attention;
 pub mod backend;
 mod device;
+pub mod experts;
 pub mod linear;
 pub mod norm;
 mod prepare;
@@ -17,4 +19,5 @@ pub mod tensors;
 pub mod transfer;
 
 pub use crate::cpu::Workspace;
+pub use array::{Array, Slice, SliceMut};
 pub use device::Device;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::linear::{Activations, Linear, linear};
 use super::tensors::Nvfp4Tensor;
 use super::transfer::{in_order, in_order_and_wait};
-use super::{Device, Workspace, scaled_mm};
+use super::{Device, Slice, SliceMut, Workspace, scaled_mm};
 use crate::base::error::{Result, bail};
 use crate::base::memory::Tag;
 use crate::base::size::product;
@@ -79,9 +79,9 @@ pub fn scaled_mm(
     )?;
     linear(
         device,
-        &dequantize(a)?,
+        Slice::Host(&dequantize(a)?),
         a.rows,
-        &mut [(&weight, out)],
+        &mut [(&weight, SliceMut::Host(out))],
         Activations::Exact,
         workspace,
     )

@@ -1,63 +1,93 @@
-//! Rotary position embedding in the half-rotation form: element i of a head pairs with element i + head_dim / 2.
+//! Rotary position embedding in the half-rotation form (Su et al., 2021): of the first `rotary_dim` elements of a head, element i
+//! pairs with element i + rotary_dim / 2; the others pass unchanged.
 
-use super::Device;
+use super::{Array, Device, Slice, SliceMut};
 use crate::base::error::{Result, bail};
+use crate::cuda;
 
-/// The angular frequency of each pair, and the factor on cosine and sine that some scalings (yarn) ask for.
+/// The angular frequency of each pair, and the factor on cosine and sine that some scalings (yarn, longrope) ask for.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RopeTable {
-    /// Radians per position for each of the head_dim / 2 pairs.
+    /// Radians per position for each of the rotary_dim / 2 pairs.
     pub frequencies: Vec<f32>,
     /// Multiplies cosine and sine; 1 for most models.
     pub attention_factor: f32,
 }
 
-/// Cosines and sines for a run of positions, computed once and used by every layer.
-#[derive(Clone, Debug)]
+/// Cosines and sines for a run of positions, computed once and used by every layer that rotates alike.
+#[derive(Debug)]
 pub struct Angles {
+    /// Pairs of a head that rotate.
     half: usize,
-    cos: Vec<f32>,
-    sin: Vec<f32>,
+    /// `[rows, half]`.
+    cos: Array,
+    sin: Array,
 }
 
 impl RopeTable {
-    /// Cosines and sines at `positions`.
-    pub fn angles(&self, positions: &[u32]) -> Angles {
-        let half = self.frequencies.len();
-        let angles = || {
-            positions
-                .iter()
-                .flat_map(|&p| self.frequencies.iter().map(move |f| p as f32 * f))
-        };
-        Angles {
-            half,
-            cos: angles().map(|a| a.cos() * self.attention_factor).collect(),
-            sin: angles().map(|a| a.sin() * self.attention_factor).collect(),
-        }
+    /// Elements of a head that rotate.
+    pub fn rotary_dim(&self) -> usize {
+        2 * self.frequencies.len()
     }
 }
 
-/// Rotates `x` `[m, heads, head_dim]` in place, row `i` by the angles of position `i`.
-pub fn apply(device: &Device, x: &mut [f32], heads: usize, angles: &Angles) -> Result<()> {
-    let half = angles.half;
-    let row = heads * half * 2;
-    if row == 0 || x.len() != angles.cos.len() / half * row {
+impl Angles {
+    /// Those of rows at these positions, each by a table of its own; all tables are of one size.
+    pub fn new<'a>(
+        device: &Device,
+        rows: impl Iterator<Item = (&'a RopeTable, u32)>,
+    ) -> Result<Angles> {
+        let (mut half, mut cos, mut sin) = (0, Vec::new(), Vec::new());
+        for (table, position) in rows {
+            half = table.frequencies.len();
+            for frequency in &table.frequencies {
+                let angle = position as f32 * frequency;
+                cos.push(angle.cos() * table.attention_factor);
+                sin.push(angle.sin() * table.attention_factor);
+            }
+        }
+        let array = |values: &[f32]| {
+            let mut array = Array::scratch(device, values.len())?;
+            array
+                .first_mut(values.len())?
+                .copy_from(Slice::Host(values))?;
+            Ok(array)
+        };
+        Ok(Angles {
+            half,
+            cos: array(&cos)?,
+            sin: array(&sin)?,
+        })
+    }
+}
+
+/// Rotates `x` `[m, heads, head_dim]` in place, row `i` by the angles of row `i`.
+pub fn apply(
+    device: &Device,
+    x: SliceMut<'_>,
+    heads: usize,
+    head_dim: usize,
+    angles: &Angles,
+) -> Result<()> {
+    let (half, row) = (angles.half, heads * head_dim);
+    let rows = angles.cos.len().checked_div(half).unwrap_or(0);
+    if half == 0 || 2 * half > head_dim || x.len() != rows * row {
         bail!(
             InvalidArgument,
-            "rope: {} elements for {} positions of {heads} heads of {}",
+            "rope: {} elements for {rows} positions of {heads} heads of {head_dim}, of which {} rotate",
             x.len(),
-            angles.cos.len().checked_div(half).unwrap_or(0),
             2 * half
         );
     }
-    let cpu = device.host()?;
-    for_each_row(cpu, x, row, |i, x| {
-        let (cos, sin) = (
-            &angles.cos[i * half..][..half],
-            &angles.sin[i * half..][..half],
-        );
-        for head in x.chunks_exact_mut(2 * half) {
-            let (low, high) = head.split_at_mut(half);
+    let Device::Cpu(cpu) = device else {
+        let (cos, sin) = (angles.cos.all().cuda()?, angles.sin.all().cuda()?);
+        return cuda::rotate(x.cuda()?, heads, head_dim, cos, sin);
+    };
+    let (cosines, sines) = (angles.cos.all().host()?, angles.sin.all().host()?);
+    for_each_row(cpu, x.host()?, row, |i, x| {
+        let (cos, sin) = (&cosines[i * half..][..half], &sines[i * half..][..half]);
+        for head in x.chunks_exact_mut(head_dim) {
+            let (low, high) = head[..2 * half].split_at_mut(half);
             for (((a, b), c), s) in low.iter_mut().zip(high).zip(cos).zip(sin) {
                 (*a, *b) = (*a * c - *b * s, *b * c + *a * s);
             }
@@ -95,12 +125,27 @@ mod tests {
         let (q, k) = ([0.3, -1.0, 0.7, 2.0], [1.5, 0.2, -0.4, 0.9]);
         let at = |x: [f32; 4], p: u32| {
             let mut x = x;
-            apply(&device, &mut x, 1, &table.angles(&[p])).unwrap();
+            let angles = Angles::new(&device, [(&table, p)].into_iter()).unwrap();
+            apply(&device, SliceMut::Host(&mut x), 1, 4, &angles).unwrap();
             x
         };
         let dot = |a: [f32; 4], b: [f32; 4]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f32>();
         assert!((dot(at(q, 9), at(q, 9)) - dot(q, q)).abs() < 1e-5);
         assert!((dot(at(q, 9), at(k, 4)) - dot(at(q, 25), at(k, 20))).abs() < 1e-5);
         assert!((dot(at(q, 9), at(k, 4)) - dot(at(q, 9), at(k, 3))).abs() > 1e-2);
+    }
+
+    #[test]
+    fn a_part_of_a_head_rotates_and_the_rest_passes() {
+        let device = Device::cpu(Some(1)).unwrap();
+        let table = RopeTable {
+            frequencies: vec![0.5],
+            attention_factor: 3.0,
+        };
+        let mut x = [1.0, 2.0, 5.0, 7.0];
+        let angles = Angles::new(&device, [(&table, 2)].into_iter()).unwrap();
+        apply(&device, SliceMut::Host(&mut x), 1, 4, &angles).unwrap();
+        let (c, s) = (3.0 * 1f32.cos(), 3.0 * 1f32.sin());
+        assert_eq!(x, [c - 2.0 * s, 2.0 * c + s, 5.0, 7.0]);
     }
 }

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex};
 use super::backend::Backend;
 use super::linear::{Activations, DenseType, Linear, linear as multiply, of_tensor};
 use super::quantize::{dequantize_on, quantize_on, swizzle_on, unswizzle_on};
-use super::{Device, Workspace, prepare, scaled_mm};
+use super::{Device, Slice, SliceMut, Workspace, prepare, scaled_mm};
 use crate::base::call;
 use crate::base::error::{Result, bail};
 use crate::base::memory::{self, Buffer, Tag};
@@ -707,9 +707,9 @@ pub fn linear(
     let mut out = Buffer::zeroed(Tag::Scratch, product("output", &[rows, weight.rows()])?)?;
     multiply(
         device,
-        &values,
+        Slice::Host(&values),
         rows,
-        &mut [(weight, &mut out)],
+        &mut [(weight, SliceMut::Host(&mut out))],
         activations,
         workspace,
     )?;
@@ -800,9 +800,9 @@ pub fn scaled_mm_into(
     let mut products = Buffer::<f32>::zeroed(Tag::Scratch, m * n)?;
     multiply(
         device,
-        &values,
+        Slice::Host(&values),
         m,
-        &mut [(&weight, &mut products)],
+        &mut [(&weight, SliceMut::Host(&mut products))],
         Activations::Exact,
         workspace,
     )?;

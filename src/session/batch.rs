@@ -17,7 +17,7 @@ pub fn step(sessions: &mut [&mut Session], tokens: &[u32]) -> Result<()> {
     })?;
     if let Some(first) = sessions.first() {
         let rows = logits
-            .chunks_exact(first.model.config().vocab_size)
+            .chunks_exact(first.model.spec().vocab_size)
             .map(<[f32]>::to_vec)
             .collect::<Vec<_>>();
         for (session, row) in sessions.iter_mut().zip(rows) {

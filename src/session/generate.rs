@@ -329,7 +329,7 @@ impl Session {
         }
         let mut cache = KvCache::new(
             self.model.device(),
-            self.model.config(),
+            self.model.spec(),
             self.options.context,
             self.options.kv,
         )?;

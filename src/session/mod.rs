@@ -104,7 +104,7 @@ enum Room {
 impl Session {
     /// An empty session of `model`.
     pub fn new(model: Arc<Model>, options: &SessionOptions) -> Result<Session> {
-        let most = model.config().max_positions;
+        let most = model.spec().max_positions;
         let _system = alloc::set_aside(options.system.as_ref().map_or(0, String::len))?;
         let mut options = options.clone();
         if options.context == 0 {
@@ -119,7 +119,7 @@ impl Session {
                 options.context
             );
         }
-        let cache = KvCache::new(model.device(), model.config(), options.context, options.kv)?;
+        let cache = KvCache::new(model.device(), model.spec(), options.context, options.kv)?;
         Ok(Session {
             model,
             options,
@@ -414,7 +414,7 @@ impl Session {
     }
 
     fn saved(&self) -> Result<Saved> {
-        let pages = self.cache.len() / 16 * self.model.config().layers;
+        let pages = self.cache.len() / 16 * self.model.spec().blocks.len();
         let bytes = size_of_val(&*self.tokens) + self.text_bytes() + pages * 16;
         let _copies = alloc::set_aside(bytes * 2)?;
         Ok(Saved {

@@ -234,7 +234,7 @@ impl Header {
                 model.info().activations
             );
         }
-        let vocabulary = model.config().vocab_size;
+        let vocabulary = model.spec().vocab_size;
         let settled = self.logits == vocabulary && self.tokens > 0 && self.cached == self.tokens;
         let answer = self.answer.as_ref().map_or(0, |answer| answer.start);
         // No session ever has so many appended that they cannot be counted.

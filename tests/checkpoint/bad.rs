@@ -4,13 +4,14 @@ use std::path::Path;
 
 use super::common::expect_kind;
 use NVFP4::base::{Error, ErrorKind};
-use NVFP4::checkpoint::{self, Checkpoint};
+use NVFP4::checkpoint::Checkpoint;
+use NVFP4::model;
 
 use super::files::{Gguf, Scratch, dat, dat_entry, leb128, safetensors, tensors};
 
 /// Opens `bytes` as `name`, which must fail with a message that holds the name and every needle.
 fn refused(name: &str, bytes: Vec<u8>, needles: &[&str]) -> Error {
-    match checkpoint::open_bytes(name, bytes) {
+    match model::open_bytes(name, bytes) {
         Ok(_) => panic!("{name} was opened; wanted an error with {needles:?}"),
         Err(error) => {
             let message = error.message();
@@ -54,8 +55,8 @@ fn files_are_read_as_bytes_are() {
         let path = scratch.0.join(name);
         let open = |bytes: &[u8]| {
             std::fs::write(&path, bytes).unwrap();
-            let given = checkpoint::open_bytes(path.to_str().unwrap(), bytes.to_vec());
-            (checkpoint::open(&path), given)
+            let given = model::open_bytes(path.to_str().unwrap(), bytes.to_vec());
+            (model::open(&path), given)
         };
         for len in 0..bytes.len() {
             match open(&bytes[..len]) {
@@ -210,7 +211,7 @@ fn good() -> Vec<(&'static str, Vec<u8>)> {
 #[test]
 fn the_good_files_are_good() {
     for (name, bytes) in good() {
-        let opened = checkpoint::open_bytes(name, bytes).unwrap_or_else(|e| panic!("{name}: {e}"));
+        let opened = model::open_bytes(name, bytes).unwrap_or_else(|e| panic!("{name}: {e}"));
         let entry = &opened.entries()[0];
         assert!(
             opened
@@ -242,7 +243,7 @@ fn any_flipped_bit_is_survived() {
             for bit in 0..8 {
                 let mut flipped = bytes.clone();
                 flipped[at] ^= 1 << bit;
-                if let Ok(opened) = checkpoint::open_bytes(name, flipped) {
+                if let Ok(opened) = model::open_bytes(name, flipped) {
                     walk(&*opened);
                 }
             }
@@ -256,10 +257,10 @@ fn empty_missing_and_foreign_files() {
         refused(name, Vec::new(), &["is empty"]);
         let scratch = Scratch::new();
         let path = scratch.0.join(name);
-        let error = checkpoint::open(&path).map(|_| ()).unwrap_err();
+        let error = model::open(&path).map(|_| ()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::NotFound);
         std::fs::write(&path, b"").unwrap();
-        let error = checkpoint::open(&path).map(|_| ()).unwrap_err();
+        let error = model::open(&path).map(|_| ()).unwrap_err();
         assert!(error.message().contains("is empty"), "{error}");
     }
     refused(
@@ -273,12 +274,12 @@ fn empty_missing_and_foreign_files() {
         &["does not start with 'GGUF'"],
     );
     let scratch = Scratch::new();
-    let error = checkpoint::open(&scratch.0).map(|_| ()).unwrap_err();
+    let error = model::open(&scratch.0).map(|_| ()).unwrap_err();
     assert!(error.message().contains("holds no model"), "{error}");
     for name in ["a.gguf", "b.gguf"] {
         std::fs::write(scratch.0.join(name), b"GGUF").unwrap();
     }
-    let error = checkpoint::open(&scratch.0).map(|_| ()).unwrap_err();
+    let error = model::open(&scratch.0).map(|_| ()).unwrap_err();
     assert!(
         error
             .message()
@@ -286,7 +287,7 @@ fn empty_missing_and_foreign_files() {
         "{error}"
     );
     expect_kind(
-        checkpoint::open(Path::new("/dev/null")),
+        model::open(Path::new("/dev/null")),
         ErrorKind::InvalidArgument,
         "/dev/null is not a regular file",
     );
@@ -340,7 +341,7 @@ fn folders_without_one_whole_model() {
     ] {
         let names: Vec<&str> = names.iter().map(String::as_str).collect();
         let scratch = folder(&names);
-        let error = checkpoint::open(&scratch.0).map(|_| ()).unwrap_err();
+        let error = model::open(&scratch.0).map(|_| ()).unwrap_err();
         assert_eq!(error.kind(), kind, "{error}");
         for needle in needles.iter().map(String::as_str).chain(scratch.0.to_str()) {
             assert!(
@@ -353,7 +354,7 @@ fn folders_without_one_whole_model() {
     let scratch = folder(&["m-1-of-2.safetensors"]);
     let path = |name: &str| scratch.0.join(name);
     std::fs::copy(path("m-1-of-2.safetensors"), path("m-2-of-2.safetensors")).unwrap();
-    let error = checkpoint::open(&scratch.0).map(|_| ()).unwrap_err();
+    let error = model::open(&scratch.0).map(|_| ()).unwrap_err();
     let message = error.message();
     assert_eq!(error.kind(), ErrorKind::CorruptFile);
     assert!(
@@ -368,7 +369,7 @@ fn a_broken_config_is_named() {
     let (_, bytes) = &good()[0];
     std::fs::write(scratch.0.join("model.dat"), bytes).unwrap();
     std::fs::write(scratch.0.join("config.json"), b"{\"a\":").unwrap();
-    let error = checkpoint::open(&scratch.0).map(|_| ()).unwrap_err();
+    let error = model::open(&scratch.0).map(|_| ()).unwrap_err();
     assert!(error.message().contains("config.json"), "{error}");
     assert_eq!(error.kind(), ErrorKind::CorruptFile);
 }
@@ -407,7 +408,7 @@ fn counts_that_lie_in_large_files() {
         std::fs::write(&path, start).unwrap();
         let file = std::fs::File::options().write(true).open(&path).unwrap();
         file.set_len(LEN).unwrap();
-        let error = checkpoint::open(&path).map(|_| ()).unwrap_err();
+        let error = model::open(&path).map(|_| ()).unwrap_err();
         assert!(error.message().contains(needle), "{name}: {error}");
         assert_eq!(error.kind(), ErrorKind::CorruptFile, "{name}");
     }
@@ -532,7 +533,7 @@ mod dat_files {
     fn scales_that_are_no_scales() {
         let codes = dat_entry("w.qdata", 0, &[1, 16], &[0; 16]);
         let read = |scale: Vec<u8>| {
-            let opened = checkpoint::open_bytes("x.dat", dat(&[codes.clone(), scale])).unwrap();
+            let opened = model::open_bytes("x.dat", dat(&[codes.clone(), scale])).unwrap();
             let entry = &opened.entries()[0];
             let values = opened.rows_f32(entry, 0..1, &mut [0.0; 32]);
             let packed = opened.rows_nvfp4(entry, 0..1, &mut [0; 16], &mut [0; 2]);
@@ -575,7 +576,7 @@ mod safetensors_files {
                 &[0; 8],
             )
         };
-        assert!(checkpoint::open_bytes(file, w("F32", "[2]", "[0,8]")).is_ok());
+        assert!(model::open_bytes(file, w("F32", "[2]", "[0,8]")).is_ok());
         refused(file, w("F32", "[-2]", "[0,8]"), &["'w'", "shape"]);
         refused(file, w("F32", "[0]", "[0,0]"), &["'w'", "is 0"]);
         refused(
@@ -613,6 +614,35 @@ mod safetensors_files {
         );
         let gap = r#"{"w":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}}"#;
         refused(file, safetensors(gap, &[0; 2]), &["'w'", "starts at 1"]);
+    }
+
+    /// Float8 weights with a scale for each block of 128 x 128, the last of which are cut off.
+    #[test]
+    fn blocks_of_float8_are_scaled() {
+        let (rows, cols) = (130, 144);
+        let codes: Vec<u8> = (0..rows * cols).map(|i| (i % 0x7f) as u8).collect();
+        let scales = [0.5f32, 3.0, -0.25, 7.0];
+        let bytes = tensors(&[
+            ("a.weight", "F8_E4M3", "[130,144]", codes.clone()),
+            (
+                "a.weight_scale_inv",
+                "F32",
+                "[2,2]",
+                scales.iter().flat_map(|s| s.to_le_bytes()).collect(),
+            ),
+        ]);
+        let file = model::open_bytes("x.safetensors", bytes).unwrap();
+        let entry = file.find("a.weight").unwrap();
+        for first in [0, 100, 127, 128] {
+            let mut got = vec![0f32; (rows - first) * cols];
+            file.rows_f32(entry, first..rows, &mut got).unwrap();
+            for (i, value) in got.iter().enumerate() {
+                let (row, col) = (first + i / cols, i % cols);
+                let scale = scales[row / 128 * 2 + col / 128];
+                let code = NVFP4::format::e4m3::decode(codes[row * cols + col]);
+                assert_eq!(*value, code * scale, "[{row}, {col}]");
+            }
+        }
     }
 
     #[test]
@@ -686,11 +716,21 @@ mod safetensors_files {
             &["'a.weight_scale'", "one per row"],
         );
         // Weights whose scales go unread would load, and be wrong.
-        let by_block = ("a.weight_scale_inv", "F32", "[1,1]", vec![0; 4]);
+        let by_block = ("a.weight_scale_inv", "F32", "[2,1]", vec![0; 8]);
         refused(
             file,
             make(&[by_block, f8]),
-            &["'a.weight_scale_inv'", "not supported"],
+            &["'a.weight_scale_inv'", "'a.weight'", "[2, 1]", "[1, 1]"],
+        );
+        let experts = "model.layers.0.mlp.experts.gate_up_proj";
+        let (blocks, scales) = (format!("{experts}_blocks"), format!("{experts}_scales"));
+        refused(
+            file,
+            make(&[
+                (&blocks, "U8", "[1,2,1,16]", vec![0; 32]),
+                (&scales, "U8", "[1,2,1]", vec![0; 2]),
+            ]),
+            &["gate_up_proj_blocks'", "MXFP4", "not supported"],
         );
         let int8 = ("a.weight", "I8", "[2,16]", vec![0; 32]);
         let by_row = ("a.SCB", "F32", "[2]", vec![0; 8]);
@@ -775,7 +815,7 @@ mod safetensors_files {
             ])
         };
         let good = r#"{"blocksize":64,"shape":[2,64]}"#;
-        assert!(checkpoint::open_bytes(file, make(good, 2, 16, 64)).is_ok());
+        assert!(model::open_bytes(file, make(good, 2, 16, 64)).is_ok());
         refused(
             file,
             make(good, 3, 16, 64),
@@ -855,7 +895,7 @@ mod safetensors_files {
                 dat_entry("a.quant_map", 6, &[map], &bytes(map, 4)),
             ])
         };
-        assert!(checkpoint::open_bytes(file, make(0, &[4, 32], (6, 4), 16)).is_ok());
+        assert!(model::open_bytes(file, make(0, &[4, 32], (6, 4), 16)).is_ok());
         for (content, needles) in [
             (make(0, &[128], (6, 4), 16), ["'a.weight'", "[N, K / 2]"]),
             (
@@ -919,7 +959,7 @@ mod safetensors_files {
             )
         };
         let good = state("2");
-        assert!(checkpoint::open_bytes(file, make(&good, "U8", 2, 256)).is_ok());
+        assert!(model::open_bytes(file, make(&good, "U8", 2, 256)).is_ok());
         let state_key = "'a.weight.quant_state.bitsandbytes__nf4'";
         for (bytes, needles) in [
             (
@@ -963,7 +1003,7 @@ mod safetensors_files {
             for (name, bytes) in shards {
                 std::fs::write(scratch.0.join(name), bytes).unwrap();
             }
-            checkpoint::open(&scratch.0).map(|c| c.entries().len())
+            model::open(&scratch.0).map(|c| c.entries().len())
         };
         let two = r#"{"metadata":{},"weight_map":{"a":"1.safetensors","b":"2.safetensors"}}"#;
         let both = [("1.safetensors", shard("a")), ("2.safetensors", shard("b"))];
@@ -1036,7 +1076,7 @@ mod gguf_files {
     fn lying_headers() {
         let file = "x.gguf";
         let base = llama().tensor("w", &[8], F32, 0).with_data(vec![0; 32]);
-        assert!(checkpoint::open_bytes(file, base.build()).is_ok());
+        assert!(model::open_bytes(file, base.build()).is_ok());
         let with = |change: &dyn Fn(&mut Gguf)| {
             let mut gguf = base.clone();
             change(&mut gguf);
@@ -1219,11 +1259,11 @@ mod gguf_files {
         };
         refused(file, base().build(), &["tokenizer.ggml.model"]);
         let base = || base().with_pair(Gguf::text_pair("tokenizer.ggml.model", "gpt2"));
-        assert!(checkpoint::open_bytes(file, base().build()).is_ok());
+        assert!(model::open_bytes(file, base().build()).is_ok());
         let with = |pair: Vec<u8>| base().with_pair(pair).build();
         let id = |n: u32| number_pair("tokenizer.ggml.eos_token_id", n);
         refused(file, with(id(2)), &["eos_token_id", "2 tokens"]);
-        assert!(checkpoint::open_bytes(file, with(id(u32::MAX))).is_ok());
+        assert!(model::open_bytes(file, with(id(u32::MAX))).is_ok());
         let types = Gguf::array_pair("tokenizer.ggml.token_type", 5, 1, &[1, 0, 0, 0]);
         refused(
             file,
@@ -1319,7 +1359,7 @@ mod split_gguf_files {
             .map(|n| scratch.0.join(name(n)))
             .chain([scratch.0.clone()])
         {
-            let error = checkpoint::open(&opened).map(|_| ()).unwrap_err();
+            let error = model::open(&opened).map(|_| ()).unwrap_err();
             let message = error.message();
             assert_eq!(error.kind(), ErrorKind::CorruptFile, "{message}");
             for needle in needles.iter().copied().chain(culprit.to_str()) {
@@ -1338,13 +1378,13 @@ mod split_gguf_files {
     fn the_good_set_is_good() {
         let scratch = Scratch::new();
         write(&scratch, &changed(|_| {}));
-        assert_eq!(checkpoint::open(&scratch.0).unwrap().entries().len(), 4);
+        assert_eq!(model::open(&scratch.0).unwrap().entries().len(), 4);
         // What need not be said.
         write(
             &scratch,
             &changed(|p| p.iter_mut().for_each(|p| p.tensors = None)),
         );
-        assert_eq!(checkpoint::open(&scratch.0).unwrap().entries().len(), 4);
+        assert_eq!(model::open(&scratch.0).unwrap().entries().len(), 4);
     }
 
     #[test]
@@ -1357,7 +1397,7 @@ mod split_gguf_files {
                 .filter(|&n| n != gone)
                 .map(|n| scratch.0.join(name(n)));
             for opened in there.chain([scratch.0.clone()]) {
-                let error = checkpoint::open(&opened).map(|_| ()).unwrap_err();
+                let error = model::open(&opened).map(|_| ()).unwrap_err();
                 let missing = format!("{} is missing", name(gone));
                 assert!(error.message().contains(&missing), "{error}");
                 assert!(
@@ -1380,7 +1420,7 @@ mod split_gguf_files {
         ] {
             let path = scratch.0.join(odd);
             std::fs::write(&path, set()[0].build()).unwrap();
-            let error = checkpoint::open(&path).map(|_| ()).unwrap_err();
+            let error = model::open(&path).map(|_| ()).unwrap_err();
             assert!(
                 error.message().contains(odd)
                     && error.message().contains("PREFIX-00001-of-00003.gguf"),
@@ -1412,7 +1452,7 @@ mod split_gguf_files {
             let parts = changed(|p| p[1].count = count);
             let scratch = Scratch::new();
             write(&scratch, &parts);
-            let error = checkpoint::open(&scratch.0).map(|_| ()).unwrap_err();
+            let error = model::open(&scratch.0).map(|_| ()).unwrap_err();
             assert!(
                 error.message().contains(&name(2))
                     && error.message().contains("no such split.count"),
@@ -1422,7 +1462,7 @@ mod split_gguf_files {
         let all = changed(|p| p.iter_mut().for_each(|p| p.count = Some(4)));
         let scratch = Scratch::new();
         write(&scratch, &all);
-        let error = checkpoint::open(&scratch.0.join(name(3)))
+        let error = model::open(&scratch.0.join(name(3)))
             .map(|_| ())
             .unwrap_err();
         assert!(
@@ -1488,7 +1528,7 @@ mod split_gguf_files {
         let path = scratch.0.join(name(2));
         for len in 0..good[1].len() {
             std::fs::write(&path, &good[1][..len]).unwrap();
-            let error = checkpoint::open(&scratch.0).map(|_| ()).unwrap_err();
+            let error = model::open(&scratch.0).map(|_| ()).unwrap_err();
             assert!(error.message().contains(&name(2)), "{len}: {error}");
         }
         for (part, bytes) in good.iter().enumerate() {
@@ -1496,7 +1536,7 @@ mod split_gguf_files {
                 let mut flipped = bytes.clone();
                 flipped[at] ^= 1 << (at % 8);
                 std::fs::write(scratch.0.join(name(part + 1)), flipped).unwrap();
-                if let Ok(opened) = checkpoint::open(&scratch.0) {
+                if let Ok(opened) = model::open(&scratch.0) {
                     walk(&*opened);
                 }
             }

@@ -2,7 +2,8 @@
 
 use std::path::Path;
 
-use NVFP4::checkpoint::{self, TokenizerSource};
+use NVFP4::checkpoint::TokenizerSource;
+use NVFP4::model;
 
 use super::files::{Scratch, tensors};
 
@@ -25,7 +26,7 @@ fn folder(files: &[&str], texts: &[(&str, &str)]) -> Scratch {
 
 /// The names of the tensors, sorted.
 fn tensors_of(path: &Path) -> Vec<String> {
-    let opened = checkpoint::open(path).unwrap_or_else(|e| panic!("{e}"));
+    let opened = model::open(path).unwrap_or_else(|e| panic!("{e}"));
     let mut names: Vec<String> = opened.entries().iter().map(|e| e.name.clone()).collect();
     names.sort();
     names
@@ -41,7 +42,7 @@ fn a_set_without_an_index_is_one_model() {
     let described = [("config.json", r#"{"a": 1}"#), ("tokenizer.json", "{}")];
     let scratch = folder(&set, &described);
     assert_eq!(tensors_of(&scratch.0), set);
-    let opened = checkpoint::open(&scratch.0).unwrap();
+    let opened = model::open(&scratch.0).unwrap();
     assert_eq!(opened.format(), "safetensors");
     assert_eq!(opened.metadata().config.as_ref().unwrap()["a"], 1);
     let TokenizerSource::Directory(tokenizer) = &opened.metadata().tokenizer else {
@@ -65,7 +66,7 @@ fn a_set_without_an_index_is_one_model() {
     let scratch = Scratch::new();
     std::fs::write(scratch.0.join("q-1-of-2.safetensors"), codes).unwrap();
     std::fs::write(scratch.0.join("q-2-of-2.safetensors"), scales).unwrap();
-    let opened = checkpoint::open(&scratch.0).unwrap();
+    let opened = model::open(&scratch.0).unwrap();
     assert_eq!(opened.format(), "modelopt");
     let weight = opened.find("a.weight").unwrap();
     assert_eq!(opened.global_scale(weight).unwrap(), 0.5);

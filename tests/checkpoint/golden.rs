@@ -4,7 +4,8 @@ use std::path::{Path, PathBuf};
 
 use super::common::expect_kind;
 use NVFP4::base::ErrorKind;
-use NVFP4::checkpoint::{self, Checkpoint, Encoding, TokenizerSource};
+use NVFP4::checkpoint::{Checkpoint, Encoding, TokenizerSource};
+use NVFP4::model;
 use safetensors::SafeTensors;
 
 use super::files::{Gguf, dat, dat_entry};
@@ -27,7 +28,7 @@ fn values(checkpoint: &dyn Checkpoint, name: &str) -> Vec<f32> {
 /// Reads every tensor that has expected values, whole and by row ranges, and compares bit for bit (`tolerance` 0) or
 /// relatively. Returns the number of NVFP4 entries whose codes and scales were compared as well.
 fn compare(file: &str, format: &str, tolerance: f32) -> usize {
-    let checkpoint = checkpoint::open(&directory().join(file)).unwrap();
+    let checkpoint = model::open(&directory().join(file)).unwrap();
     assert_eq!(checkpoint.format(), format);
     let expected = std::fs::read(directory().join(format!("{file}.expected.safetensors"))).unwrap();
     let expected = SafeTensors::deserialize(&expected).unwrap();
@@ -92,7 +93,7 @@ fn compare(file: &str, format: &str, tolerance: f32) -> usize {
 #[test]
 fn every_gguf_type_decodes_as_the_gguf_package_does() {
     compare("blocks.gguf", "gguf", 0.0);
-    let checkpoint = checkpoint::open(&directory().join("blocks.gguf")).unwrap();
+    let checkpoint = model::open(&directory().join("blocks.gguf")).unwrap();
     assert_eq!(checkpoint.entries().len(), 18);
     for entry in checkpoint.entries() {
         assert_eq!(entry.encoding.name(), entry.name);
@@ -102,7 +103,7 @@ fn every_gguf_type_decodes_as_the_gguf_package_does() {
 #[test]
 fn a_llama_gguf_reads_in_hugging_face_terms() {
     assert_eq!(compare("llama.gguf", "gguf", 0.0), 5);
-    let checkpoint = checkpoint::open(&directory().join("llama.gguf")).unwrap();
+    let checkpoint = model::open(&directory().join("llama.gguf")).unwrap();
     assert_eq!(checkpoint.entries().len(), 13);
     let scale = |name: &str| {
         let entry = checkpoint.find(name).unwrap();
@@ -156,7 +157,7 @@ fn plain_safetensors_of_every_dtype() {
 #[test]
 fn modelopt() {
     assert_eq!(compare("modelopt.safetensors", "modelopt", 0.0), 1);
-    let checkpoint = checkpoint::open(&directory().join("modelopt.safetensors")).unwrap();
+    let checkpoint = model::open(&directory().join("modelopt.safetensors")).unwrap();
     let entry = checkpoint.find("a.weight").unwrap();
     assert_eq!(checkpoint.global_scale(entry).unwrap(), 0.00321);
     assert_eq!(entry.bytes, 6 * 24 + 6 * 3 + 4);
@@ -199,12 +200,12 @@ fn torchsharp_nf4() {
         dat_entry("a.weight", 0, &[rows, packed as u64], &codes),
         dat_entry("a.absmax", 6, &[blocks], &absmax),
     ]);
-    let made = checkpoint::open_bytes("x.dat", made).unwrap();
+    let made = model::open_bytes("x.dat", made).unwrap();
     let entry = made.find("a.weight").unwrap();
     assert_eq!(entry.encoding, Encoding::Nf4);
     assert_eq!(entry.shape, [rows as usize, 2 * packed]);
     assert_eq!(entry.bytes as usize, codes.len() + absmax.len() + 64);
-    let source = checkpoint::open(&file).unwrap();
+    let source = model::open(&file).unwrap();
     let bits = |checkpoint: &dyn Checkpoint| -> Vec<u32> {
         let values = values(checkpoint, "a.weight");
         values.into_iter().map(f32::to_bits).collect()
@@ -215,7 +216,7 @@ fn torchsharp_nf4() {
 #[test]
 fn dat_as_the_host_writes_it() {
     assert_eq!(compare("host.dat", "dat", 0.0), 2);
-    let checkpoint = checkpoint::open(&directory().join("host.dat")).unwrap();
+    let checkpoint = model::open(&directory().join("host.dat")).unwrap();
     let entry = checkpoint.find("other.weight").unwrap();
     let parts = checkpoint.parts(entry).unwrap();
     let seen: Vec<_> = parts.iter().map(|p| (p.key, p.type_code)).collect();
@@ -224,7 +225,7 @@ fn dat_as_the_host_writes_it() {
 
 #[test]
 fn rows_and_buffers_are_checked() {
-    let checkpoint = checkpoint::open(&directory().join("modelopt.safetensors")).unwrap();
+    let checkpoint = model::open(&directory().join("modelopt.safetensors")).unwrap();
     let entry = checkpoint.find("a.weight").unwrap();
     let mut out = vec![0.0; 48];
     for rows in [6..7, 0..7, usize::MAX..usize::MAX] {
@@ -276,7 +277,7 @@ fn only_llama_stores_rotated_rows_interleaved() {
     ] {
         let mut gguf = small_gguf(architecture);
         gguf.version = 2;
-        let opened = checkpoint::open_bytes("x.gguf", gguf.build()).unwrap();
+        let opened = model::open_bytes("x.gguf", gguf.build()).unwrap();
         let query = values(&*opened, "model.layers.7.self_attn.q_proj.weight");
         let got: Vec<f32> = query.chunks(8).map(|row| row[0]).collect();
         assert_eq!(got, starts, "{architecture}");
@@ -288,7 +289,7 @@ fn only_llama_stores_rotated_rows_interleaved() {
 #[test]
 fn rope_scaling_and_unknown_architectures() {
     let config = |gguf: Gguf| {
-        let opened = checkpoint::open_bytes("x.gguf", gguf.build()).unwrap();
+        let opened = model::open_bytes("x.gguf", gguf.build()).unwrap();
         opened.metadata().config.clone().unwrap()
     };
     let float = |key: &str, value: f32| Gguf::pair(key, 6, &value.to_le_bytes());
@@ -306,7 +307,7 @@ fn rope_scaling_and_unknown_architectures() {
         .with_pair(float("llama.rope.scaling.factor", 1.0));
     assert!(config(none).get("rope_scaling").is_none());
 
-    let opened = checkpoint::open_bytes("x.gguf", small_gguf("mamba").build()).unwrap();
+    let opened = model::open_bytes("x.gguf", small_gguf("mamba").build()).unwrap();
     assert_eq!(
         opened.metadata().config.as_ref().unwrap()["model_type"],
         "mamba"

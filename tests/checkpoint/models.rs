@@ -6,10 +6,9 @@ use std::path::PathBuf;
 
 use NVFP4::base::threads::Pool;
 use NVFP4::base::{Error, ErrorKind};
-use NVFP4::checkpoint;
 use NVFP4::format::nvfp4::{QuantizeOptions, Recipe};
 use NVFP4::model::convert::{Container, ConvertOptions, convert};
-use NVFP4::model::{Device, LoadOptions, Model};
+use NVFP4::model::{self, Device, LoadOptions, Model};
 use NVFP4::session::{GenerateOptions, Session, SessionOptions};
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -248,7 +247,7 @@ fn quantize(path: &std::path::Path) -> NVFP4::base::Result<()> {
     let scratch = Scratch::new();
     for (container, name) in [(Container::ModelOpt, "out"), (Container::Dat, "out.dat")] {
         let options = ConvertOptions::new(container, Recipe::Amax);
-        let source = checkpoint::open(path)?;
+        let source = model::open(path)?;
         let pool = Pool::new(2).unwrap();
         let result = convert(
             &*source,
@@ -302,7 +301,7 @@ fn the_good_model_loads_and_converts() {
         let scratch = Scratch::new();
         let path = good().write(format, &scratch);
         let model = load(&path).unwrap_or_else(|e| panic!("{format}: {e}"));
-        assert_eq!(model.config().vocab_size, ROWS, "{format}");
+        assert_eq!(model.spec().vocab_size, ROWS, "{format}");
         quantize(&path).unwrap_or_else(|e| panic!("{format}: {e}"));
     }
 }
@@ -361,7 +360,7 @@ fn missing_tensors_are_named_together() {
     model
         .tensors
         .retain(|t| !gone.iter().any(|g| t.name.ends_with(g)));
-    let all = "model.norm.weight, model.layers.0.mlp.down_proj.weight, model.layers.0.self_attn.q_norm.weight";
+    let all = "model.norm.weight, model.layers.0.self_attn.q_norm.weight, model.layers.0.mlp.down_proj.weight";
     refused(
         &model,
         ErrorKind::NotFound,

@@ -14,6 +14,7 @@ use NVFP4::base::{Error, ErrorKind, Result};
 use NVFP4::checkpoint::{self, DatWriter, Encoding, ModelOptWriter, Planned, Writer};
 use NVFP4::format::nvfp4::{Nvfp4, dequantize, pack};
 use NVFP4::format::{e2m1, e4m3, swizzle};
+use NVFP4::model;
 use NVFP4::ops::backend::Backend;
 use NVFP4::ops::linear::{DenseType, Linear};
 use NVFP4::ops::quantize;
@@ -168,7 +169,7 @@ struct Door {
 
 /// Reads a file of one weight in every way there is, which must agree: as values, and as codes and scales, which are then packed.
 fn read(file: &str, content: Vec<u8>) -> Result<Vec<f32>> {
-    let opened = checkpoint::open_bytes(file, content)?;
+    let opened = model::open_bytes(file, content)?;
     let entry = &opened.entries()[0];
     let mut values = vec![f32::NAN; ROWS * COLS];
     let plain = opened.rows_f32(entry, 0..ROWS, &mut values);
@@ -481,7 +482,7 @@ fn doors() -> Vec<Door> {
             if c.valid && c.byte % 9 != 2 {
                 return None;
             }
-            let source = checkpoint::open_bytes("x.dat", dat_of(c, 5, half)?).unwrap();
+            let source = model::open_bytes("x.dat", dat_of(c, 5, half)?).unwrap();
             let scratch = Scratch::new();
             let path = scratch.0.join("y.dat");
             let mut writer = Box::new(DatWriter::create_like(&path, &*source).unwrap());

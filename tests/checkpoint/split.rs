@@ -2,7 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
-use NVFP4::checkpoint::{self, Checkpoint, Encoding};
+use NVFP4::checkpoint::{Checkpoint, Encoding};
+use NVFP4::model;
 
 use super::files::{Gguf, Scratch};
 
@@ -167,7 +168,7 @@ fn any_part_and_the_directory_open_the_whole_model() {
         let golden = Path::new(env!("CARGO_MANIFEST_DIR"))
             .join("tests/golden/checkpoint")
             .join(file);
-        let whole = checkpoint::open(&golden).unwrap();
+        let whole = model::open(&golden).unwrap();
         let bytes = std::fs::read(&golden).unwrap();
         let count = parse(&bytes).1.len();
         let in_order = |i: usize, _: &str| i * 3 / count;
@@ -183,11 +184,11 @@ fn any_part_and_the_directory_open_the_whole_model() {
             let scratch = Scratch::new();
             let paths = write_split(&bytes, &scratch.0, part_of);
             for path in paths.iter().chain([&scratch.0]) {
-                let split = checkpoint::open(path).unwrap_or_else(|e| panic!("{e}"));
+                let split = model::open(path).unwrap_or_else(|e| panic!("{e}"));
                 same(&*split, &*whole);
             }
             std::fs::write(scratch.0.join("mmproj-F16.gguf"), "no model").unwrap();
-            same(&*checkpoint::open(&scratch.0).unwrap(), &*whole);
+            same(&*model::open(&scratch.0).unwrap(), &*whole);
         };
         compare(&in_order);
         compare(&in_turn);
@@ -209,7 +210,7 @@ fn a_set_of_one_is_a_file() {
     for name in ["m-00001-of-00001.gguf", "m.gguf"] {
         let path = scratch.0.join(name);
         std::fs::write(&path, &whole).unwrap();
-        assert_eq!(checkpoint::open(&path).unwrap().entries().len(), 1);
+        assert_eq!(model::open(&path).unwrap().entries().len(), 1);
     }
-    assert!(checkpoint::open_bytes("m.gguf", whole).is_ok());
+    assert!(model::open_bytes("m.gguf", whole).is_ok());
 }

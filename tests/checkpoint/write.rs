@@ -10,6 +10,7 @@ use NVFP4::checkpoint::{
     self, Checkpoint, DatWriter, Encoding, Metadata, ModelOptWriter, Planned, TokenizerSource,
     Writer, write_companions,
 };
+use NVFP4::model;
 use safetensors::SafeTensors;
 
 use super::files::{Scratch, dat, dat_entry, leb128};
@@ -86,7 +87,7 @@ fn dat_reads_back_and_is_laid_out_as_the_host_expects() {
     let scratch = Scratch::new();
     let path = scratch.0.join("m.dat");
     write_plan(Box::new(DatWriter::create(&path, &plan()).unwrap()), 1.0).unwrap();
-    check_plan(&*checkpoint::open(&path).unwrap(), 1.0);
+    check_plan(&*model::open(&path).unwrap(), 1.0);
     let floats: Vec<u8> = [1.0f32, -2.5, 3e-9]
         .iter()
         .flat_map(|v| v.to_le_bytes())
@@ -111,7 +112,7 @@ fn dat_reads_back_and_is_laid_out_as_the_host_expects() {
 #[test]
 fn a_dat_copied_entry_by_entry_is_the_same_file() {
     let scratch = Scratch::new();
-    let source = checkpoint::open(&golden("host.dat")).unwrap();
+    let source = model::open(&golden("host.dat")).unwrap();
     let path = scratch.0.join("copy.dat");
     let mut writer = Box::new(DatWriter::create_like(&path, &*source).unwrap());
     for entry in source.entries() {
@@ -122,7 +123,7 @@ fn a_dat_copied_entry_by_entry_is_the_same_file() {
         std::fs::read(&path).unwrap(),
         std::fs::read(golden("host.dat")).unwrap()
     );
-    let other = checkpoint::open(&golden("modelopt.safetensors")).unwrap();
+    let other = model::open(&golden("modelopt.safetensors")).unwrap();
     let error = DatWriter::create_like(&path, &*other)
         .map(|_| ())
         .unwrap_err();
@@ -140,7 +141,7 @@ fn requantized_entries_keep_their_element_types() {
         dat_entry("v.scale", 5, &[1, 1], &[0, 0x3c]),
     ];
     std::fs::write(&original, dat(&entries)).unwrap();
-    let source = checkpoint::open(&original).unwrap();
+    let source = model::open(&original).unwrap();
     let mut writer = Box::new(DatWriter::create_like(&original, &*source).unwrap());
     writer.begin("w.weight", 1.0).unwrap();
     writer.nvfp4(&[9; 8], &[0x40]).unwrap();
@@ -196,7 +197,7 @@ fn modelopt_directory_reads_back_and_with_the_reference_implementation() {
         "'../up' is not the name of a file",
     );
     write_plan(writer, 0.75).unwrap();
-    let checkpoint = checkpoint::open(&path).unwrap();
+    let checkpoint = model::open(&path).unwrap();
     assert_eq!(checkpoint.format(), "modelopt");
     check_plan(&*checkpoint, 0.75);
     assert!(matches!(
@@ -266,7 +267,7 @@ fn gguf_and_compressed_tensors_convert_to_modelopt() {
         "torchao.safetensors",
     ] {
         let scratch = Scratch::new();
-        let source = checkpoint::open(&golden(name)).unwrap();
+        let source = model::open(&golden(name)).unwrap();
         let plan: Vec<Planned> = source.entries().iter().map(Planned::from).collect();
         let path = scratch.0.join("out");
         let mut writer = Box::new(ModelOptWriter::create(&path, &plan, source.metadata()).unwrap());
@@ -274,7 +275,7 @@ fn gguf_and_compressed_tensors_convert_to_modelopt() {
             writer.copy(&*source, entry).unwrap();
         }
         writer.finish().unwrap();
-        let copy = checkpoint::open(&path).unwrap();
+        let copy = model::open(&path).unwrap();
         assert_eq!(copy.entries().len(), plan.len());
         for entry in source.entries() {
             let twin = copy.find(&entry.name).unwrap();
@@ -296,7 +297,7 @@ fn gguf_and_compressed_tensors_convert_to_modelopt() {
 #[test]
 fn block_formats_convert_to_float_but_are_not_written_as_they_are() {
     let scratch = Scratch::new();
-    let source = checkpoint::open(&golden("nf4.safetensors")).unwrap();
+    let source = model::open(&golden("nf4.safetensors")).unwrap();
     let path = scratch.0.join("m.dat");
     let same: Vec<Planned> = source.entries().iter().map(Planned::from).collect();
     let error = DatWriter::create(&path, &same).map(|_| ()).unwrap_err();
@@ -310,7 +311,7 @@ fn block_formats_convert_to_float_but_are_not_written_as_they_are() {
         writer.copy(&*source, entry).unwrap();
     }
     writer.finish().unwrap();
-    let copy = checkpoint::open(&path).unwrap();
+    let copy = model::open(&path).unwrap();
     let (from, to) = (&source.entries()[0], &copy.entries()[0]);
     let (mut a, mut b) = (vec![0.0; from.cols()], vec![0.0; to.cols()]);
     source.rows_f32(from, 1..2, &mut a).unwrap();
@@ -449,7 +450,7 @@ fn an_unfinished_directory_goes_away_and_an_old_one_stays() {
     );
     std::fs::write(path.join("merges.txt"), "of the old one").unwrap();
     write_plan(replace(), 0.25).unwrap();
-    check_plan(&*checkpoint::open(&path).unwrap(), 0.25);
+    check_plan(&*model::open(&path).unwrap(), 0.25);
     assert_eq!(scratch.names(), ["out"]);
     let inside: Vec<_> = std::fs::read_dir(&path).unwrap().collect();
     assert_eq!(inside.len(), 2, "{inside:?}");
@@ -466,7 +467,7 @@ fn an_unfinished_directory_goes_away_and_an_old_one_stays() {
     std::fs::create_dir(path.join("notes")).unwrap();
     let error = write_plan(writer, 0.5).unwrap_err();
     assert!(error.message().contains("the folder notes"), "{error}");
-    check_plan(&*checkpoint::open(&path).unwrap(), 0.25);
+    check_plan(&*model::open(&path).unwrap(), 0.25);
     let empty = scratch.0.join("empty");
     std::fs::create_dir(&empty).unwrap();
     let writer = Box::new(ModelOptWriter::create(&empty, &plan(), &none).unwrap());
@@ -496,7 +497,7 @@ fn companions_go_beside_a_dat_and_never_replace_others() {
         1.0,
     )
     .unwrap();
-    let opened = checkpoint::open(&out).unwrap();
+    let opened = model::open(&out).unwrap();
     assert_eq!(
         opened.metadata().config,
         Some(serde_json::json!({"model_type": "qwen3"}))
@@ -512,7 +513,7 @@ fn companions_go_beside_a_dat_and_never_replace_others() {
     let error = write_companions(&out, &other, &[]).unwrap_err();
     assert!(error.message().contains("config.json"), "{error}");
     assert_eq!(
-        checkpoint::open(&out).unwrap().metadata().config,
+        model::open(&out).unwrap().metadata().config,
         opened.metadata().config
     );
 }
@@ -623,7 +624,7 @@ fn files_beyond_four_gigabytes() {
             7.0f32.to_le_bytes().to_vec()
         };
         file.write_all_at(&end, at).unwrap();
-        let checkpoint = checkpoint::open(&path).unwrap();
+        let checkpoint = model::open(&path).unwrap();
         let big = checkpoint.find("big").unwrap();
         let mut row = [0.0; 64];
         let rows = big.rows();

@@ -41,7 +41,7 @@ pub(crate) fn load(case: &str) -> Arc<Model> {
 
 /// Tokens that any golden model knows.
 pub(crate) fn some_tokens(model: &Model, n: usize) -> Vec<u32> {
-    let vocab = model.config().vocab_size as u32;
+    let vocab = model.spec().vocab_size as u32;
     (0..n as u32).map(|i| (i * 37 + 11) % vocab).collect()
 }
 

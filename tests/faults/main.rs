@@ -15,8 +15,8 @@ use NVFP4::base::memory::{self, Tag};
 use NVFP4::base::{Error, ErrorKind, env};
 use NVFP4::cuda::{self, DeviceBuffer, Gpu, Program, Shape};
 use NVFP4::model::{Activations, Device, LoadOptions, Model};
-use NVFP4::ops::Workspace;
 use NVFP4::ops::linear::{Linear, linear};
+use NVFP4::ops::{Slice, SliceMut, Workspace};
 use NVFP4::session::{GenerateOptions, Session, SessionOptions};
 use common::{golden, options, some_tokens};
 
@@ -288,9 +288,9 @@ fn spoil(gpu: Arc<Gpu>, kernel: &str, why: &str) {
             let (x, mut y) = (vec![1f32; rows * 64], vec![0f32; rows * 64]);
             let done = linear(
                 &device,
-                &x,
+                Slice::Host(&x),
                 rows,
-                &mut [(&product, &mut y)],
+                &mut [(&product, SliceMut::Host(&mut y))],
                 Activations::Exact,
                 &mut Workspace::new(),
             );

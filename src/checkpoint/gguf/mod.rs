@@ -2,6 +2,7 @@
 //! `blocks`, the joining of split models in `split`, the translation to Hugging Face names and config in `translate`.
 
 pub(super) mod blocks;
+mod family;
 mod split;
 mod translate;
 
@@ -9,13 +10,14 @@ use std::collections::HashMap;
 use std::path::Path;
 
 use super::source::{Cursor, Source, Span};
-use super::tensors::{FOR_TENSOR, Raw, Stored, Tensors};
+use super::tensors::{FOR_TENSOR, Form, Raw, Stored, Tensors};
 use super::{Encoding, Entry, Metadata, TokenizerSource};
 use crate::base::error::{bail, err};
 use crate::base::{Result, alloc, memory};
 use crate::format::nvfp4;
 
 pub use blocks::GgmlType;
+pub use family::{GgufFamily, GgufKind, GgufMetadata};
 
 const MAGIC: &[u8] = b"GGUF";
 
@@ -49,7 +51,7 @@ enum Value {
 
 /// The key-value pairs of a header.
 #[derive(Default)]
-struct Pairs {
+pub(super) struct Pairs {
     values: HashMap<String, Value>,
 }
 
@@ -60,9 +62,13 @@ struct Header {
     raws: Vec<Raw>,
 }
 
-/// Opens a model. If `source` is one of several parts, the others are looked for beside `path`, which bytes that are already in
-/// memory do not have.
-pub(super) fn open(source: Source, path: Option<&Path>) -> Result<Tensors> {
+/// Opens a model, in the words of Hugging Face where its architecture is that of one of `families`. If `source` is one of
+/// several parts, the others are looked for beside `path`, which bytes that are already in memory do not have.
+pub(super) fn open(
+    source: Source,
+    path: Option<&Path>,
+    families: &[GgufFamily],
+) -> Result<Tensors> {
     let header = read_header(&source).map_err(|e| e.within(source.name()))?;
     let split = split::Split::read(&header.pairs).map_err(|e| e.within(source.name()))?;
     let (sources, header) = match split {
@@ -76,9 +82,31 @@ pub(super) fn open(source: Source, path: Option<&Path>) -> Result<Tensors> {
         bail!(CorruptFile, "{name}: it has 0 tensors");
     }
     let _names = alloc::set_aside(raws.len().saturating_mul(FOR_TENSOR))?;
-    let translation = translate::Translation::new(&pairs, &raws).map_err(|e| e.within(name))?;
-    let logical = logical(&sources, &raws, &translation)?;
-    let metadata = metadata(&mut pairs, &translation).map_err(|e| e.within(name))?;
+    let architecture = match pairs.text("general.architecture") {
+        Ok(Some(name)) => name.to_owned(),
+        Ok(None) => bail!(CorruptFile, "{name}: it has no general.architecture"),
+        Err(e) => return Err(e.within(name)),
+    };
+    let (logical, config) = {
+        let metadata = GgufMetadata {
+            architecture: &architecture,
+            pairs: &pairs,
+            raws: &raws,
+            sources: &sources,
+        };
+        let translation =
+            translate::Translation::new(metadata, families).map_err(|e| e.within(name))?;
+        let logical = logical(&sources, &raws, &translation)?;
+        (logical, translation.config().map_err(|e| e.within(name))?)
+    };
+    let tokenizer = match translate::vocabulary(&mut pairs).map_err(|e| e.within(name))? {
+        Some(vocabulary) => TokenizerSource::Vocabulary(vocabulary),
+        None => TokenizerSource::None,
+    };
+    let metadata = Metadata {
+        config: Some(config),
+        tokenizer,
+    };
     Tensors::new("gguf", sources, raws, logical, metadata)
 }
 
@@ -114,23 +142,21 @@ fn read_header(source: &Source) -> Result<Header> {
     Ok(Header { pairs, raws })
 }
 
-fn metadata(pairs: &mut Pairs, translation: &translate::Translation) -> Result<Metadata> {
-    let config = translation.config(pairs)?;
-    let tokenizer = match translate::vocabulary(pairs)? {
-        Some(vocabulary) => TokenizerSource::Vocabulary(vocabulary),
-        None => TokenizerSource::None,
-    };
-    Ok(Metadata {
-        config: Some(config),
-        tokenizer,
-    })
+/// The double with the fewest digits that is the same f32: 1e-6 stored as an f32 reads 1e-6 again.
+fn shortest(value: f64) -> f64 {
+    let single = value as f32;
+    if f64::from(single) == value {
+        single.to_string().parse().unwrap_or(value)
+    } else {
+        value
+    }
 }
 
 /// The entries, with the multiplier tensors of NVFP4 weights folded into them.
 fn logical(
     sources: &[Source],
     raws: &[Raw],
-    translation: &translate::Translation,
+    translation: &translate::Translation<'_>,
 ) -> Result<Vec<(Entry, Stored)>> {
     let by_key: HashMap<&str, usize> = raws
         .iter()
@@ -179,25 +205,33 @@ fn logical(
         if is_multiplier[i] {
             continue;
         }
-        let (name, heads) = translation.name(raw).map_err(|e| e.within(file(i)))?;
+        let (name, form) = translation.name(raw).map_err(|e| e.within(file(i)))?;
         let mut bytes = raw.span.len() as u64;
         let stored = if raw.encoding == Encoding::Nvfp4 {
+            if form == Form::OnePlus {
+                bail!(
+                    Unsupported,
+                    "{}: '{}' is a norm in NVFP4; norms are stored as dense vectors",
+                    file(i),
+                    raw.key
+                );
+            }
             let also = multiplier_of[i];
-            let global = match also {
-                None => 1.0,
+            let globals = match also {
+                None => vec![1.0],
                 Some(m) => {
                     bytes += raws[m].span.len() as u64;
-                    multiplier(sources, &raws[m]).map_err(|e| e.within(file(m)))?
+                    multipliers(sources, &raws[m], raw).map_err(|e| e.within(file(m)))?
                 }
             };
             Stored::GgufNvfp4 {
                 raw: i,
-                heads,
-                global,
+                heads: form.heads(),
+                globals,
                 also,
             }
         } else {
-            Stored::Plain { raw: i, heads }
+            Stored::Plain { raw: i, form }
         };
         logical.push((
             Entry {
@@ -212,22 +246,41 @@ fn logical(
     Ok(logical)
 }
 
-fn multiplier(sources: &[Source], raw: &Raw) -> Result<f32> {
-    if raw.encoding != Encoding::F32 || raw.elements() != 1 {
+/// The multipliers of the NVFP4 tensor `weight`: one, or one per expert where it is a stack of them.
+fn multipliers(sources: &[Source], raw: &Raw, weight: &Raw) -> Result<Vec<f32>> {
+    let experts = match weight.shape[..] {
+        [experts, _, _] => experts,
+        _ => 1,
+    };
+    let len = raw.elements();
+    if raw.encoding != Encoding::F32 || raw.shape.len() != 1 || (len != 1 && len != experts) {
         bail!(
             Unsupported,
-            "'{}' is {} of shape {:?}; only one F32 scale per tensor is supported",
+            "'{}' is {} of shape {:?}; '{}' of shape {:?} takes one F32 scale{}",
             raw.key,
             raw.encoding,
-            raw.shape
+            raw.shape,
+            weight.key,
+            weight.shape,
+            match experts {
+                1 => String::new(),
+                n => format!(", or {n}, one per expert"),
+            }
         );
     }
-    let mut bytes = [0; 4];
-    sources[raw.span.source].read(raw.span.range.start, &mut bytes)?;
-    let value = f32::from_le_bytes(bytes);
-    nvfp4::check_global_scale(value)
-        .map_err(|e| err!(CorruptFile, "'{}': {}", raw.key, e.message()))?;
-    Ok(value)
+    let mut staging = Vec::new();
+    let bytes = sources[raw.span.source].slice(raw.span.range.clone(), &mut staging)?;
+    let values: Vec<f32> = bytes
+        .as_chunks::<4>()
+        .0
+        .iter()
+        .map(|b| f32::from_le_bytes(*b))
+        .collect();
+    for &value in &values {
+        nvfp4::check_global_scale(value)
+            .map_err(|e| err!(CorruptFile, "'{}': {}", raw.key, e.message()))?;
+    }
+    Ok(values)
 }
 
 fn read_pairs(cursor: &mut Cursor<'_>, count: u64) -> Result<Pairs> {
@@ -550,7 +603,14 @@ impl Pairs {
         }
     }
 
-    // Lists are long, so they are moved out.
+    fn integers(&self, key: &str) -> Option<&[i64]> {
+        match self.get(key) {
+            Some(Value::Integers(all)) => Some(all),
+            _ => None,
+        }
+    }
+
+    // Lists of a vocabulary are long, so they are moved out.
 
     fn take_texts(&mut self, key: &str) -> Result<Option<Vec<String>>> {
         match self.values.remove(key) {

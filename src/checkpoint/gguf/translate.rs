@@ -1,195 +1,194 @@
-//! GGUF names and metadata in the words of Hugging Face: tensor names, `config.json` keys, the vocabulary. Knows which
-//! architectures store rotated rows interleaved; decodes nothing.
+//! GGUF names and metadata in the words of Hugging Face: tensor names, `config.json` keys, the vocabulary. What differs
+//! between architectures is data of a [`GgufFamily`]; decodes nothing.
 
 use serde_json::{Map, Value as Json, json};
 
 use super::Pairs;
+use super::family::{GgufFamily, GgufKind, GgufMetadata};
 use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::checkpoint::Vocabulary;
-use crate::checkpoint::tensors::Raw;
+use crate::checkpoint::tensors::{Form, Raw};
 
-/// The architectures whose names and metadata are translated, and the class that Hugging Face loads them with.
-const ARCHITECTURES: [(&str, &str); 3] = [
-    ("llama", "LlamaForCausalLM"),
-    ("qwen2", "Qwen2ForCausalLM"),
-    ("qwen3", "Qwen3ForCausalLM"),
+/// What every architecture has in `config.json`, as in [`GgufFamily::keys`].
+const COMMON: [(&str, &str, GgufKind); 6] = [
+    ("hidden_size", "embedding_length", GgufKind::Integer),
+    (
+        "intermediate_size",
+        "feed_forward_length",
+        GgufKind::Integer,
+    ),
+    ("num_hidden_layers", "block_count", GgufKind::Integer),
+    ("num_attention_heads", HEADS, GgufKind::Integer),
+    (
+        "max_position_embeddings",
+        "context_length",
+        GgufKind::Integer,
+    ),
+    (
+        "rms_norm_eps",
+        "attention.layer_norm_rms_epsilon",
+        GgufKind::Float,
+    ),
 ];
 
-/// Tensor names outside the layers.
-const GLOBAL: [(&str, &str); 3] = [
-    ("token_embd", "model.embed_tokens"),
-    ("output_norm", "model.norm"),
-    ("output", "lm_head"),
-];
+const HEADS: &str = "attention.head_count";
+const KV_HEADS: &str = "attention.head_count_kv";
 
-/// Tensor names within `blk.N` and `model.layers.N`.
-const PER_LAYER: [(&str, &str); 11] = [
-    ("attn_norm", "input_layernorm"),
-    ("attn_q", "self_attn.q_proj"),
-    ("attn_k", "self_attn.k_proj"),
-    ("attn_v", "self_attn.v_proj"),
-    ("attn_output", "self_attn.o_proj"),
-    ("attn_q_norm", "self_attn.q_norm"),
-    ("attn_k_norm", "self_attn.k_norm"),
-    ("ffn_norm", "post_attention_layernorm"),
-    ("ffn_gate", "mlp.gate_proj"),
-    ("ffn_up", "mlp.up_proj"),
-    ("ffn_down", "mlp.down_proj"),
-];
-
-/// What the header says about the model, as far as names and row orders depend on it.
-pub(super) struct Translation {
-    architecture: String,
-    known: bool,
-    heads: usize,
-    kv_heads: usize,
-    vocab_size: Option<usize>,
-    tied: bool,
-    attention_bias: bool,
+/// The file's metadata and what it means for its architecture.
+pub(super) struct Translation<'a> {
+    metadata: GgufMetadata<'a>,
+    /// `None` for an architecture that nobody knows, whose names stay as they are.
+    family: Option<&'a GgufFamily>,
 }
 
-impl Translation {
-    pub(super) fn new(pairs: &Pairs, raws: &[Raw]) -> Result<Self> {
-        let architecture = pairs
-            .text("general.architecture")?
-            .ok_or_else(|| err!(CorruptFile, "it has no general.architecture",))?
-            .to_owned();
-        let known = ARCHITECTURES.iter().any(|(a, _)| *a == architecture);
-        let count = |key: &str| -> Result<Option<usize>> {
-            let key = format!("{architecture}.attention.{key}");
-            match pairs.integer(&key)? {
-                Some(n) if !(1..=65536).contains(&n) => {
-                    bail!(CorruptFile, "'{key}' is {n}")
-                }
-                n => Ok(n.map(|n| n as usize)),
-            }
+impl<'a> Translation<'a> {
+    pub(super) fn new(metadata: GgufMetadata<'a>, families: &'a [GgufFamily]) -> Result<Self> {
+        let translation = Translation {
+            metadata,
+            family: families
+                .iter()
+                .find(|f| f.architecture == metadata.architecture),
         };
-        let heads = count("head_count")?;
-        let kv_heads = count("head_count_kv")?.or(heads);
-        if known && heads.is_none() {
-            bail!(CorruptFile, "it has no {architecture}.attention.head_count",);
+        let heads = translation.heads(HEADS)?;
+        translation.heads(KV_HEADS)?;
+        if translation.family.is_some() && heads.is_none() {
+            bail!(CorruptFile, "it has no {}", metadata.key(HEADS));
         }
-        let find = |key: &str| raws.iter().find(|r| r.key == key);
-        Ok(Translation {
-            known,
-            heads: heads.unwrap_or(1),
-            kv_heads: kv_heads.unwrap_or(1),
-            vocab_size: find("token_embd.weight").map(|r| r.shape[0]),
-            tied: find("output.weight").is_none(),
-            attention_bias: raws.iter().any(|r| r.key.ends_with(".attn_q.bias")),
-            architecture,
-        })
+        Ok(translation)
     }
 
-    /// The Hugging Face name of a tensor, and the number of heads whose rows lie interleaved in it.
-    pub(super) fn name(&self, raw: &Raw) -> Result<(String, Option<usize>)> {
-        let key = raw.key.as_str();
-        let plain = Ok((key.to_owned(), None));
-        if !self.known {
-            return plain;
+    /// The number of attention heads that `key` gives; where it has none, that of the query.
+    fn heads(&self, key: &str) -> Result<Option<usize>> {
+        match self.metadata.integer(key)? {
+            Some(n) if !(1..=65536).contains(&n) => {
+                bail!(CorruptFile, "'{}' is {n}", self.metadata.key(key))
+            }
+            Some(n) => Ok(Some(n as usize)),
+            None if key == HEADS => Ok(None),
+            None => self.heads(HEADS),
         }
+    }
+
+    /// The logical name of a tensor, and how its values lie.
+    pub(super) fn name(&self, raw: &Raw) -> Result<(String, Form)> {
+        let key = raw.key.as_str();
+        let plain = Ok((key.to_owned(), Form::AsStored));
+        let Some(family) = self.family else {
+            return plain;
+        };
         let Some((stem, suffix @ ("weight" | "bias" | "input_scale"))) = key.rsplit_once('.')
         else {
             return plain;
         };
-        let lookup = |table: &'static [(&str, &str)], stem: &str| {
+        let lookup = |table: &'static [(&str, &'static str)], stem: &str| {
             table.iter().find(|(g, _)| *g == stem).map(|(_, h)| *h)
         };
-        if let Some(name) = lookup(&GLOBAL, stem) {
-            return Ok((format!("{name}.{suffix}"), None));
+        let norm = match suffix == "weight" {
+            true => Form::OnePlus,
+            false => Form::AsStored,
+        };
+        if let Some(name) = lookup(family.globals, stem) {
+            let form = match family.one_plus.contains(&stem) {
+                true => norm,
+                false => Form::AsStored,
+            };
+            return Ok((format!("{name}.{suffix}"), form));
         }
         let layer = stem.strip_prefix("blk.").and_then(|s| s.split_once('.'));
         let Some((layer, stem)) = layer.filter(|(n, _)| n.parse::<u32>().is_ok()) else {
             return plain;
         };
-        let Some(name) = lookup(&PER_LAYER, stem) else {
+        let Some(name) = lookup(family.per_layer, stem) else {
             return plain;
         };
-        let heads = match stem {
-            "attn_q" => Some(self.heads),
-            "attn_k" => Some(self.kv_heads),
-            _ => None,
+        let name = format!("model.layers.{layer}.{name}.{suffix}");
+        if family.one_plus.contains(&stem) {
+            return Ok((name, norm));
+        }
+        let counted = lookup(family.interleaved, stem).filter(|_| suffix != "input_scale");
+        let Some(heads) = counted.map(|key| self.heads(key)).transpose()?.flatten() else {
+            return Ok((name, Form::AsStored));
         };
-        let heads = heads.filter(|_| self.architecture == "llama" && suffix != "input_scale");
-        if let Some(heads) = heads
-            && (raw.shape.len() > 2 || !raw.shape[0].is_multiple_of(2 * heads))
-        {
+        if raw.shape.len() > 2 || !raw.shape[0].is_multiple_of(2 * heads) {
             bail!(
                 CorruptFile,
                 "'{key}' of shape {:?} does not divide into {heads} heads of even width",
                 raw.shape
             );
         }
-        Ok((format!("model.layers.{layer}.{name}.{suffix}"), heads))
+        Ok((name, Form::Interleaved { heads }))
     }
 
     /// The metadata with the keys of `config.json`. What the file does not say is left out rather than guessed, except where
     /// GGUF defines a default.
-    pub(super) fn config(&self, pairs: &Pairs) -> Result<Json> {
-        let a = &self.architecture;
+    pub(super) fn config(&self) -> Result<Json> {
+        let metadata = &self.metadata;
         let mut config = Map::new();
-        if let Some((_, class)) = ARCHITECTURES.iter().find(|(name, _)| name == a) {
-            config.insert("architectures".into(), json!([class]));
-        }
-        config.insert("model_type".into(), json!(a));
-        let whole = [
-            ("hidden_size", "embedding_length"),
-            ("intermediate_size", "feed_forward_length"),
-            ("num_hidden_layers", "block_count"),
-            ("num_attention_heads", "attention.head_count"),
-            ("max_position_embeddings", "context_length"),
-            ("num_local_experts", "expert_count"),
-            ("num_experts_per_tok", "expert_used_count"),
-            ("sliding_window", "attention.sliding_window"),
-        ];
-        for (key, gguf) in whole {
-            if let Some(n) = pairs.integer(&format!("{a}.{gguf}"))? {
-                config.insert(key.into(), json!(n));
+        let model_type = match self.family {
+            Some(family) => {
+                config.insert("architectures".into(), json!([family.class]));
+                let (key, activation) = family.activation;
+                config.insert(key.into(), json!(activation));
+                family.model_type
+            }
+            None => metadata.architecture,
+        };
+        config.insert("model_type".into(), json!(model_type));
+        let own = self.family.map_or(&[][..], |f| f.keys);
+        for &(key, gguf, kind) in COMMON.iter().chain(own) {
+            if let Some(value) = metadata.json(gguf, kind)? {
+                config.insert(key.into(), value);
             }
         }
-        if config.contains_key("num_attention_heads") {
-            config.insert("num_key_value_heads".into(), json!(self.kv_heads));
+        let heads = self.heads(HEADS)?;
+        if heads.is_some() {
+            config.insert("num_key_value_heads".into(), json!(self.heads(KV_HEADS)?));
         }
-        let hidden = pairs.integer(&format!("{a}.embedding_length"))?;
-        let head_dim = pairs
-            .integer(&format!("{a}.attention.key_length"))?
-            .or(hidden.map(|h| h / self.heads as u64));
+        let hidden = metadata.integer("embedding_length")?;
+        let head_dim = metadata
+            .integer("attention.key_length")?
+            .or(hidden.map(|h| h / heads.unwrap_or(1) as u64));
         if let Some(head_dim) = head_dim {
             config.insert("head_dim".into(), json!(head_dim));
-            let rotated = pairs.integer(&format!("{a}.rope.dimension_count"))?;
+            let rotated = metadata.integer("rope.dimension_count")?;
             if let Some(rotated) = rotated.filter(|&r| r != head_dim && head_dim > 0) {
                 let factor = rotated as f64 / head_dim as f64;
                 config.insert("partial_rotary_factor".into(), json!(factor));
             }
         }
-        let theta = pairs.float(&format!("{a}.rope.freq_base"))?;
+        let theta = metadata.float("rope.freq_base")?;
         config.insert("rope_theta".into(), json!(theta.unwrap_or(10000.0)));
-        if let Some(scaling) = self.rope_scaling(pairs)? {
+        if let Some(scaling) = self.rope_scaling()? {
             config.insert("rope_scaling".into(), scaling);
         }
-        if let Some(eps) = pairs.float(&format!("{a}.attention.layer_norm_rms_epsilon"))? {
-            config.insert("rms_norm_eps".into(), json!(shortest(eps)));
+        let find = |key: &str| metadata.raws.iter().find(|r| r.key == key);
+        if let Some(embedding) = find("token_embd.weight") {
+            config.insert("vocab_size".into(), json!(embedding.shape[0]));
         }
-        if let Some(vocab_size) = self.vocab_size {
-            config.insert("vocab_size".into(), json!(vocab_size));
-        }
-        config.insert("hidden_act".into(), json!("silu"));
-        config.insert("tie_word_embeddings".into(), json!(self.tied));
-        config.insert("attention_bias".into(), json!(self.attention_bias));
+        let tied = find("output.weight").is_none();
+        config.insert("tie_word_embeddings".into(), json!(tied));
+        let biases = [".attn_q.bias", ".attn_qkv.bias"];
+        let biased = |raw: &Raw| biases.iter().any(|bias| raw.key.ends_with(bias));
+        let attention_bias = metadata.raws.iter().any(biased);
+        config.insert("attention_bias".into(), json!(attention_bias));
         for name in ["bos", "eos"] {
-            if let Some(id) = pairs.integer(&format!("tokenizer.ggml.{name}_token_id"))? {
+            let key = format!("tokenizer.ggml.{name}_token_id");
+            if let Some(id) = metadata.pairs.integer(&key)? {
                 config.insert(format!("{name}_token_id"), json!(id));
             }
+        }
+        if let Some(family) = self.family {
+            (family.config)(metadata, &mut config)?;
         }
         Ok(Json::Object(config))
     }
 
-    fn rope_scaling(&self, pairs: &Pairs) -> Result<Option<Json>> {
-        let key = |name: &str| format!("{}.rope.scaling.{name}", self.architecture);
-        let kind = pairs.text(&key("type"))?;
-        let old_linear = pairs.float(&format!("{}.rope.scale_linear", self.architecture))?;
-        let factor = pairs.float(&key("factor"))?.or(old_linear);
+    fn rope_scaling(&self) -> Result<Option<Json>> {
+        let metadata = &self.metadata;
+        let kind = metadata.text("rope.scaling.type")?;
+        let old_linear = metadata.float("rope.scale_linear")?;
+        let factor = metadata.float("rope.scaling.factor")?.or(old_linear);
         let kind = match (kind, factor) {
             (None | Some("none"), None) | (Some("none"), _) => return Ok(None),
             (None, Some(_)) => "linear",
@@ -197,31 +196,22 @@ impl Translation {
         };
         let mut scaling = Map::new();
         scaling.insert("rope_type".into(), json!(kind));
-        scaling.insert("factor".into(), json!(shortest(factor.unwrap_or(1.0))));
-        let optional = [
-            ("attention_factor", "attn_factor"),
-            ("beta_fast", "yarn_beta_fast"),
-            ("beta_slow", "yarn_beta_slow"),
-        ];
-        for (name, gguf) in optional {
-            if let Some(value) = pairs.float(&key(gguf))? {
-                scaling.insert(name.into(), json!(shortest(value)));
+        scaling.insert("factor".into(), json!(factor.unwrap_or(1.0)));
+        for (name, gguf, kind) in [
+            ("attention_factor", "attn_factor", GgufKind::Float),
+            ("beta_fast", "yarn_beta_fast", GgufKind::Float),
+            ("beta_slow", "yarn_beta_slow", GgufKind::Float),
+            (
+                "original_max_position_embeddings",
+                "original_context_length",
+                GgufKind::Integer,
+            ),
+        ] {
+            if let Some(value) = metadata.json(&format!("rope.scaling.{gguf}"), kind)? {
+                scaling.insert(name.into(), value);
             }
         }
-        if let Some(length) = pairs.integer(&key("original_context_length"))? {
-            scaling.insert("original_max_position_embeddings".into(), json!(length));
-        }
         Ok(Some(Json::Object(scaling)))
-    }
-}
-
-/// The double with the fewest digits that is the same f32: 1e-6 stored as an f32 reads 1e-6 again.
-fn shortest(value: f64) -> f64 {
-    let single = value as f32;
-    if f64::from(single) == value {
-        single.to_string().parse().unwrap_or(value)
-    } else {
-        value
     }
 }
 

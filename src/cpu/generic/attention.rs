@@ -2,7 +2,9 @@
 //! positions at a time, softmax, then the weighted sum of values in order of position. Each query is computed in the same
 //! order whatever its neighbours, so prefill and decode agree bit for bit.
 
-use super::pointwise::softmax;
+use std::ops::Range;
+
+use super::pointwise::{soft_cap, softmax};
 use crate::cpu::simd::Simd;
 
 /// How cached keys and values are read.
@@ -30,14 +32,23 @@ unsafe impl<S: Simd> Element<S> for u16 {
     }
 }
 
-/// One query: its vector, how many positions it sees, where its scores go (room for that many rounded up to 16) and
-/// where its result goes.
+/// One query: its vector, the positions `start..len` that it sees, where the scores of positions `0..len` go (with room for 16
+/// more) and where its result goes.
 #[derive(Clone, Copy)]
 pub(in crate::cpu) struct Query {
     pub q: *const f32,
+    pub start: usize,
     pub len: usize,
     pub scores: *mut f32,
     pub out: *mut f32,
+}
+
+/// What happens to the product of a query and a key before the softmax.
+#[derive(Clone, Copy)]
+pub(in crate::cpu) struct Scores {
+    pub scale: f32,
+    /// Bounds scores softly: `cap * tanh(score / cap)`.
+    pub cap: Option<f32>,
 }
 
 /// `Q` queries over the pages of one head. `page(i)` is page `i`: keys `[dim][16]`, then values `[16][dim]`.
@@ -49,14 +60,15 @@ pub(in crate::cpu) unsafe fn attend<S: Simd, E: Element<S>, const Q: usize>(
     queries: [Query; Q],
     page: impl Fn(usize) -> *const E,
     dim: usize,
-    scale: f32,
+    scores: Scores,
 ) {
     // SAFETY: forwarded.
     unsafe {
         let longest = queries.iter().map(|q| q.len).max().unwrap_or(0);
+        let earliest = queries.iter().map(|q| q.start).min().unwrap_or(0);
         let zero = S::splat(0.0);
-        let scale = S::splat(scale);
-        for p in 0..longest.div_ceil(16) {
+        let scale = S::splat(scores.scale);
+        for p in earliest / 16..longest.div_ceil(16) {
             let keys = page(p);
             let mut sum = [zero; Q];
             for d in 0..dim {
@@ -74,41 +86,58 @@ pub(in crate::cpu) unsafe fn attend<S: Simd, E: Element<S>, const Q: usize>(
         }
         let mut inverse = [0.0; Q];
         for i in 0..Q {
-            inverse[i] = 1.0 / softmax::<S>(queries[i].scores, queries[i].len);
+            let Query { start, len, .. } = queries[i];
+            let visible = queries[i].scores.add(start);
+            if let Some(cap) = scores.cap {
+                soft_cap::<S>(visible, cap, len - start);
+            }
+            inverse[i] = 1.0 / softmax::<S>(visible, len - start);
         }
+        let latest = queries.iter().map(|q| q.start).max().unwrap_or(0);
         let shortest = queries.iter().map(|q| q.len).min().unwrap_or(0);
+        // The positions that all of them see, if there are any.
+        let common = latest.min(shortest)..shortest;
         let mut d = 0;
         while d < dim {
             // Twice the sums where there are registers for them.
             if 2 * Q <= S::TILE && d + 32 <= dim {
-                weigh::<S, E, Q, 2>(&queries, &page, dim, d, shortest, &inverse);
+                weigh::<S, E, Q, 2>(&queries, &page, dim, d, &common, &inverse);
                 d += 32;
             } else {
-                weigh::<S, E, Q, 1>(&queries, &page, dim, d, shortest, &inverse);
+                weigh::<S, E, Q, 1>(&queries, &page, dim, d, &common, &inverse);
                 d += 16;
             }
         }
     }
 }
 
-/// `16 * D` dimensions, from `d`, of the weighted sums of values.
+/// `16 * D` dimensions, from `d`, of the weighted sums of values: in order of position, those of `common` for all queries at once.
 #[inline(always)]
 unsafe fn weigh<S: Simd, E: Element<S>, const Q: usize, const D: usize>(
     queries: &[Query; Q],
     page: &impl Fn(usize) -> *const E,
     dim: usize,
     d: usize,
-    shortest: usize,
+    common: &Range<usize>,
     inverse: &[f32; Q],
 ) {
     // SAFETY: forwarded.
     unsafe {
+        let value = |position: usize| page(position / 16).add((16 + position % 16) * dim + d);
         let mut sum = [[S::splat(0.0); D]; Q];
-        let mut position = 0;
-        while position < shortest {
-            let values = page(position / 16).add(16 * dim + d);
-            let end = (shortest - position).min(16);
-            for j in 0..end {
+        for i in 0..Q {
+            add_values::<S, E, D>(
+                &queries[i],
+                &value,
+                queries[i].start..common.start,
+                &mut sum[i],
+            );
+        }
+        let mut position = common.start;
+        while position < common.end {
+            let values = value(position);
+            let count = (common.end - position).min(16 - position % 16);
+            for j in 0..count {
                 let mut v = [S::splat(0.0); D];
                 for c in 0..D {
                     v[c] = E::load(values.add(j * dim + c * 16));
@@ -120,21 +149,35 @@ unsafe fn weigh<S: Simd, E: Element<S>, const Q: usize, const D: usize>(
                     }
                 }
             }
-            position += end;
+            position += count;
         }
         for i in 0..Q {
-            for position in shortest..queries[i].len {
-                let values = page(position / 16).add(16 * dim + position % 16 * dim + d);
-                let p = S::splat(*queries[i].scores.add(position));
-                for c in 0..D {
-                    sum[i][c] = S::fma(p, E::load(values.add(c * 16)), sum[i][c]);
-                }
-            }
+            let rest = common.end.max(queries[i].start)..queries[i].len;
+            add_values::<S, E, D>(&queries[i], &value, rest, &mut sum[i]);
             for c in 0..D {
                 S::store(
                     queries[i].out.add(d + c * 16),
                     S::mul(sum[i][c], S::splat(inverse[i])),
                 );
+            }
+        }
+    }
+}
+
+/// Adds the weighted values of some positions that one query sees.
+#[inline(always)]
+unsafe fn add_values<S: Simd, E: Element<S>, const D: usize>(
+    query: &Query,
+    value: &impl Fn(usize) -> *const E,
+    positions: Range<usize>,
+    sum: &mut [S::V; D],
+) {
+    for position in positions {
+        // SAFETY: forwarded.
+        unsafe {
+            let p = S::splat(*query.scores.add(position));
+            for c in 0..D {
+                sum[c] = S::fma(p, E::load(value(position).add(c * 16)), sum[c]);
             }
         }
     }

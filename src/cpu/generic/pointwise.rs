@@ -1,4 +1,4 @@
-//! RMSNorm, softmax and SwiGLU over rows of any length: whole vectors first, then a tail through a padded one, which gives
+//! RMSNorm, softmax, gated activations and soft caps over rows of any length: whole vectors first, then a tail through a padded one, which gives
 //! the same sums because the padding adds zeros.
 
 use crate::cpu::simd::Simd;
@@ -89,36 +89,99 @@ pub(in crate::cpu) unsafe fn rms_norm<S: Simd>(
     }
 }
 
+/// `x / (1 + e^-t)`.
 #[inline(always)]
-unsafe fn gated<S: Simd>(gate: S::V, up: S::V) -> S::V {
+unsafe fn gated<S: Simd>(x: S::V, t: S::V) -> S::V {
     // SAFETY: registers only.
     unsafe {
-        let denominator = S::add(S::splat(1.0), exp::<S>(S::sub(S::splat(0.0), gate)));
-        S::mul(S::div(gate, denominator), up)
+        let denominator = S::add(S::splat(1.0), exp::<S>(S::sub(S::splat(0.0), t)));
+        S::div(x, denominator)
     }
 }
 
-/// `gate = gate / (1 + e^-gate) * up`, over `n` elements.
+/// The activation of a gated linear unit.
+pub(in crate::cpu) trait Activation<S: Simd> {
+    /// # Safety
+    /// As for [`Simd`].
+    unsafe fn of(x: S::V) -> S::V;
+}
+
+/// `x sigmoid(x)`.
+pub(in crate::cpu) struct Silu;
+
+impl<S: Simd> Activation<S> for Silu {
+    #[inline(always)]
+    unsafe fn of(x: S::V) -> S::V {
+        // SAFETY: registers only.
+        unsafe { gated::<S>(x, x) }
+    }
+}
+
+/// The tanh form of GELU, `x (1 + tanh(u)) / 2` with `u = sqrt(2/pi) (x + 0.044715 x^3)` (Hendrycks and Gimpel, 2016), which is
+/// `x sigmoid(2 u)`.
+pub(in crate::cpu) struct GeluTanh;
+
+impl<S: Simd> Activation<S> for GeluTanh {
+    #[inline(always)]
+    unsafe fn of(x: S::V) -> S::V {
+        /// 2 sqrt(2/pi).
+        const FACTOR: f32 = 1.595_769;
+        const CUBE: f32 = 0.044_715;
+        // SAFETY: registers only.
+        unsafe {
+            let cube = S::mul(S::mul(x, x), S::mul(x, S::splat(CUBE)));
+            gated::<S>(x, S::mul(S::add(x, cube), S::splat(FACTOR)))
+        }
+    }
+}
+
+/// `gate = act(gate) * up`, over `n` elements.
 ///
 /// # Safety
 /// As for [`Simd`], with `n` elements behind each pointer.
 #[inline(always)]
-pub(in crate::cpu) unsafe fn swiglu<S: Simd>(gate: *mut f32, up: *const f32, n: usize) {
+pub(in crate::cpu) unsafe fn glu<S: Simd, A: Activation<S>>(
+    gate: *mut f32,
+    up: *const f32,
+    n: usize,
+) {
     // SAFETY: forwarded.
     unsafe {
         let whole = n / 16 * 16;
         for i in (0..whole).step_by(16) {
-            S::store(
-                gate.add(i),
-                gated::<S>(S::load(gate.add(i)), S::load(up.add(i))),
-            );
+            let (g, u) = (S::load(gate.add(i)), S::load(up.add(i)));
+            S::store(gate.add(i), S::mul(A::of(g), u));
         }
         if whole < n {
             let (g, u) = (
                 load_tail::<S>(gate.add(whole), n - whole),
                 load_tail::<S>(up.add(whole), n - whole),
             );
-            store_tail::<S>(gate.add(whole), gated::<S>(g, u), n - whole);
+            store_tail::<S>(gate.add(whole), S::mul(A::of(g), u), n - whole);
+        }
+    }
+}
+
+/// `x = cap * tanh(x / cap)`, over `n` elements; tanh as `2 sigmoid(2 x) - 1`.
+///
+/// # Safety
+/// As for [`Simd`], with `n` elements behind the pointer.
+#[inline(always)]
+pub(in crate::cpu) unsafe fn soft_cap<S: Simd>(x: *mut f32, cap: f32, n: usize) {
+    // SAFETY: forwarded.
+    unsafe {
+        let (to_exponent, from_sigmoid) = (S::splat(2.0 / cap), S::splat(2.0 * cap));
+        let capped = |x: S::V| {
+            let sigmoid = gated::<S>(S::splat(1.0), S::mul(x, to_exponent));
+            S::fma(from_sigmoid, sigmoid, S::splat(-cap))
+        };
+        let whole = n / 16 * 16;
+        for i in (0..whole).step_by(16) {
+            S::store(x.add(i), capped(S::load(x.add(i))));
+        }
+        if whole < n {
+            let tail = capped(load_tail::<S>(x.add(whole), n - whole));
+            store_tail::<S>(x.add(whole), tail, n - whole);
         }
     }
 }

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use super::{Biased, Input, Layout, Output, SMALL, Tile, fused_plan};
+use super::{Biased, Hardware, Input, Layout, MatrixShape, Output, SMALL, Tile, fused_plan};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::Tag;
@@ -75,18 +75,18 @@ impl DeferredNorm<'_> {
     /// Whether products of `m` rows that lie like this can defer the norm between them, each in one launch: `makes` adds to the rows,
     /// `takes` are what become of them.
     pub fn serves(
-        gpu: &Gpu,
+        hardware: &Hardware,
         m: usize,
         layout: Layout,
-        makes: Biased<'_>,
-        takes: &[Biased<'_>],
+        makes: MatrixShape,
+        takes: &[MatrixShape],
         output: Output,
     ) -> bool {
         let at_once = |matrices: &[_], output| {
-            fused_plan(gpu, m, matrices, output, layout).is_some_and(|plan| plan.rows == m)
+            fused_plan(hardware, m, matrices, output, layout).is_some_and(|plan| plan.rows == m)
         };
         (m <= super::FEW || layout == Layout::Ordered)
-            && makes.0.rows().is_multiple_of(MULTIPLE)
+            && makes.rows.is_multiple_of(MULTIPLE)
             && output != Output::F16
             && at_once(&[makes], Output::Add)
             && at_once(takes, output)
@@ -138,7 +138,8 @@ pub fn linear_add(
         );
     }
     input.holds(m, matrix.0.cols())?;
-    let Some(plan) = fused_plan(gpu, m, &[matrix], Output::Add, input.layout()) else {
+    let (hardware, shape) = (Hardware::of(gpu), matrix.0.shape());
+    let Some(plan) = fused_plan(&hardware, m, &[shape], Output::Add, input.layout()) else {
         bail!(Internal, "no kernel that defers a norm serves {m} rows");
     };
     super::small(

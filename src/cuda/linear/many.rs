@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::dense::dense;
 use super::matrix::{CHUNK_ROWS, by_words, chunk_offset};
 use super::tiled::TileKernel;
-use super::{FEW, Matrix, Output, SMALL, Storage, TILED, tiles_serve};
+use super::{FEW, Hardware, Matrix, Output, SMALL, Storage, TILED, tiles_serve};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::Tag;
@@ -81,7 +81,7 @@ impl LinearScratch {
             // Activations of the weight's type.
             Storage::F16 | Storage::BF16 if m > SMALL => product("activations", &[m, row])?,
             Storage::F16 | Storage::BF16 => 0,
-            Storage::Nvfp4 if tiles_serve(gpu, m) => 0,
+            Storage::Nvfp4 if tiles_serve(&Hardware::of(gpu), m) => 0,
             Storage::Nvfp4 => row * w.rows.min(COPY / row).max(1).next_multiple_of(CHUNK_ROWS),
         };
         Self::new(gpu, m, w.cols, bytes)

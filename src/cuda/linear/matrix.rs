@@ -3,6 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::MatrixShape;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::Tag;
@@ -276,6 +277,15 @@ impl Matrix {
     /// Input features.
     pub fn cols(&self) -> usize {
         self.cols
+    }
+
+    /// What the choice of kernels depends on.
+    pub fn shape(&self) -> MatrixShape {
+        MatrixShape {
+            storage: self.storage,
+            rows: self.rows,
+            cols: self.cols,
+        }
     }
 
     /// Bytes on the device.

@@ -23,11 +23,44 @@ pub use deferred::{DeferredNorm, NormScratch, linear_add};
 pub use many::LinearScratch;
 pub(super) use many::WORKSPACE;
 pub use matrix::{Matrix, ReadBytes, ReadNvfp4, Storage};
-pub use small::{Plan, Tile, divisible, small};
+pub use small::{Plan, Tile, small};
 pub use tiled::{TileKernel, tiled};
 
-/// What activations between gate and down are divided by: they are the largest of a model, and f16 ends at 65504.
-pub const MLP_SCALE: f32 = 16.0;
+/// What is made of gate and up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Glu {
+    /// The function of the gate.
+    pub activation: Activation,
+    /// What the result is divided by, a power of two: it is the largest of a model's activations, and f16 ends at 65504.
+    pub divisor: u32,
+}
+
+impl Default for Glu {
+    /// SwiGLU, with room for what models have.
+    fn default() -> Self {
+        Glu {
+            activation: Activation::Silu,
+            divisor: 16,
+        }
+    }
+}
+
+impl Glu {
+    /// What kernels multiply the result by.
+    pub(super) fn factor(self) -> f32 {
+        1.0 / self.divisor as f32
+    }
+}
+
+/// The function in a gated linear unit, by the number that kernels know it by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Activation {
+    /// `x / (1 + e^-x)`.
+    Silu = 0,
+    /// The tanh form of GELU.
+    GeluTanh = 1,
+}
+
 /// Rows of activations that the fused kernel takes at once.
 pub const SMALL: usize = 16;
 /// Rows of activations beyond which Hopper's kernel of wide tiles serves, unless they are ordered: of 16 rows a layer of Qwen3-4B took
@@ -98,9 +131,9 @@ pub enum Layout {
 
 impl Layout {
     /// The one that products of `m` rows with NVFP4 weights take without another kernel before.
-    pub fn taken(gpu: &Gpu, m: usize) -> Layout {
-        match gpu.arch() {
-            (9, 0) if m > FEW && tiles_serve(gpu, m) => Layout::Ordered,
+    pub fn taken(hardware: &Hardware, m: usize) -> Layout {
+        match hardware.arch {
+            (9, 0) if m > FEW && tiles_serve(hardware, m) => Layout::Ordered,
             _ => Layout::Rows,
         }
     }
@@ -121,11 +154,11 @@ impl Layout {
         }
     }
 
-    /// What applies SwiGLU and leaves its result like this.
-    pub const fn swiglu(self) -> Output {
+    /// What applies a gated activation and leaves its result like this.
+    pub const fn glu(self, glu: Glu) -> Output {
         match self {
-            Layout::Rows => Output::Swiglu,
-            Layout::Ordered => Output::SwigluOrdered,
+            Layout::Rows => Output::Glu(glu),
+            Layout::Ordered => Output::GluOrdered(glu),
         }
     }
 }
@@ -139,30 +172,34 @@ pub enum Output {
     F16,
     /// Added to f32.
     Add,
-    /// silu of the first matrix's times the second's, as f16, divided by [`MLP_SCALE`].
-    Swiglu,
+    /// The activation of the first matrix's times the second's, as f16, divided.
+    Glu(Glu),
     /// The same as [`Layout::Ordered`], of ordered activations or by the wide kernel.
-    SwigluOrdered,
+    GluOrdered(Glu),
 }
 
 impl Output {
     const fn bytes(self) -> usize {
         match self {
             Output::F32 | Output::Add => 4,
-            Output::F16 | Output::Swiglu | Output::SwigluOrdered => 2,
+            Output::F16 | Output::Glu(_) | Output::GluOrdered(_) => 2,
         }
     }
 
     /// How it lies.
     const fn layout(self) -> Layout {
         match self {
-            Output::SwigluOrdered => Layout::Ordered,
-            Output::F32 | Output::F16 | Output::Add | Output::Swiglu => Layout::Rows,
+            Output::GluOrdered(_) => Layout::Ordered,
+            Output::F32 | Output::F16 | Output::Add | Output::Glu(_) => Layout::Rows,
         }
     }
 
-    const fn is_swiglu(self) -> bool {
-        matches!(self, Output::Swiglu | Output::SwigluOrdered)
+    /// The gated activation that it applies, if it does.
+    const fn applied(self) -> Option<Glu> {
+        match self {
+            Output::Glu(glu) | Output::GluOrdered(glu) => Some(glu),
+            Output::F32 | Output::F16 | Output::Add => None,
+        }
     }
 
     /// The number by which kernels that apply nothing know it.
@@ -171,8 +208,8 @@ impl Output {
             Output::F32 => Ok(0),
             Output::F16 => Ok(1),
             Output::Add => Ok(2),
-            Output::Swiglu | Output::SwigluOrdered => {
-                bail!(Internal, "only fused kernels apply SwiGLU")
+            Output::Glu(_) | Output::GluOrdered(_) => {
+                bail!(Internal, "only fused kernels apply gated activations")
             }
         }
     }
@@ -229,13 +266,16 @@ pub fn linear(
             matrices.len()
         );
     }
-    if output.is_swiglu() && (matrices.len() != 2 || matrices[1].0.rows != first.rows) {
-        bail!(Internal, "SwiGLU takes two matrices of one shape");
+    if output.applied().is_some() && (matrices.len() != 2 || matrices[1].0.rows != first.rows) {
+        bail!(
+            Internal,
+            "a gated activation takes two matrices of one shape"
+        );
     }
     if m == 0 {
         return Ok(());
     }
-    let features: usize = match output.is_swiglu() {
+    let features: usize = match output.applied().is_some() {
         true => first.rows,
         false => matrices.iter().map(|(w, _)| w.rows).sum(),
     };
@@ -243,19 +283,23 @@ pub fn linear(
         bail!(Internal, "rows of {features} features {stride} apart");
     }
     let elements = match output {
-        Output::SwigluOrdered => Layout::Ordered.elements(m, features),
+        Output::GluOrdered(_) => Layout::Ordered.elements(m, features),
         _ => (m - 1) * stride + features,
     };
     out.holds("a product", &[elements, output.bytes()])?;
     input.holds(m, k)?;
     let layout = input.layout();
-    if let Some(plan) = fused_plan(gpu, m, matrices, output, layout) {
+    let (hardware, shapes) = (Hardware::of(gpu), shapes(matrices));
+    if let Some(plan) = fused_plan(&hardware, m, &shapes, output, layout) {
         return small(gpu, input, m, matrices, output, out, stride, plan, None);
     }
-    if output.is_swiglu() && !tiled::has_swiglu(gpu, m, matrices, output.layout()) {
-        bail!(Internal, "no kernel applies SwiGLU to {m} rows of these");
+    if output.applied().is_some() && !tiled::has_glu(&hardware, m, &shapes, output.layout()) {
+        bail!(
+            Internal,
+            "no kernel applies a gated activation to {m} rows of these"
+        );
     }
-    if are_nvfp4(matrices) && tiles_serve(gpu, m) {
+    if are_nvfp4(&shapes) && tiles_serve(&hardware, m) {
         let kernel = TileKernel::serving(gpu.arch(), m, layout);
         return tiled(
             gpu, kernel, input, m, matrices, output, out, stride, scratch,
@@ -280,53 +324,98 @@ pub fn linear(
     Ok(())
 }
 
-/// Whether a kernel of tiles, and not the library, serves `m` rows that are too many for the fused one.
-fn tiles_serve(gpu: &Gpu, m: usize) -> bool {
-    m <= TILED || gpu.blas().is_none()
+/// What the choice of kernels depends on of a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Hardware {
+    /// Compute capability, major and minor.
+    pub arch: (i32, i32),
+    /// How many multiprocessors there are.
+    pub multiprocessors: usize,
+    /// Bytes of shared memory that a block may have.
+    pub shared_limit: usize,
+    /// Whether cuBLASLt was found.
+    pub cublas: bool,
 }
 
-fn are_nvfp4(matrices: &[Biased<'_>]) -> bool {
-    matrices.iter().all(|(w, _)| w.storage == Storage::Nvfp4)
+impl Hardware {
+    /// That of a device.
+    pub fn of(gpu: &Gpu) -> Hardware {
+        Hardware {
+            arch: gpu.arch(),
+            multiprocessors: gpu.multiprocessors(),
+            shared_limit: gpu.shared_limit(),
+            cublas: gpu.blas().is_some(),
+        }
+    }
+
+    /// Whether two blocks may share the tiles of a product.
+    pub fn has_clusters(&self) -> bool {
+        self.arch.0 >= 9
+    }
+}
+
+/// What the choice of kernels depends on of a weight.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MatrixShape {
+    /// How it is held.
+    pub storage: Storage,
+    /// Output features.
+    pub rows: usize,
+    /// Input features, K.
+    pub cols: usize,
+}
+
+fn shapes(matrices: &[Biased<'_>]) -> Vec<MatrixShape> {
+    matrices.iter().map(|(w, _)| w.shape()).collect()
+}
+
+/// Whether a kernel of tiles, and not the library, serves `m` rows that are too many for the fused one.
+fn tiles_serve(hardware: &Hardware, m: usize) -> bool {
+    m <= TILED || !hardware.cublas
+}
+
+fn are_nvfp4(matrices: &[MatrixShape]) -> bool {
+    matrices.iter().all(|w| w.storage == Storage::Nvfp4)
 }
 
 /// How the fused kernel serves `m` rows that lie like this, if it is the one for them.
 fn fused_plan(
-    gpu: &Gpu,
+    hardware: &Hardware,
     m: usize,
-    matrices: &[Biased<'_>],
+    matrices: &[MatrixShape],
     output: Output,
     layout: Layout,
 ) -> Option<Plan> {
     let takes = m <= SMALL
         && are_nvfp4(matrices)
         && (layout == Layout::Ordered
-            || TileKernel::serving(gpu.arch(), m, layout) == TileKernel::Tiled);
+            || TileKernel::serving(hardware.arch, m, layout) == TileKernel::Tiled);
     if !takes {
         return None;
     }
-    let k = matrices[0].0.cols;
-    let features: Vec<usize> = matrices.iter().map(|(w, _)| w.rows).collect();
+    let k = matrices[0].cols;
+    let features: Vec<usize> = matrices.iter().map(|w| w.rows).collect();
     let plan = Plan::choose(
         m,
         k,
         &features,
         output,
         layout,
-        divisible(gpu),
-        gpu.multiprocessors(),
-        gpu.shared_limit(),
+        hardware.has_clusters(),
+        hardware.multiprocessors,
+        hardware.shared_limit,
     )?;
     let pays = m <= FEW
-        || output.is_swiglu()
+        || output.applied().is_some()
         || match layout {
-            Layout::Ordered => plan.clusters * plan.parts <= gpu.multiprocessors(),
+            Layout::Ordered => plan.clusters * plan.parts <= hardware.multiprocessors,
             Layout::Rows => plan.rows == m && m * k * 2 <= FUSED_BYTES * plan.parts,
         };
     pays.then_some(plan)
 }
 
-/// Whether one kernel serves `m` rows of two matrices, and applies SwiGLU after.
-pub fn has_swiglu(gpu: &Gpu, m: usize, matrices: &[Biased<'_>], layout: Layout) -> bool {
-    fused_plan(gpu, m, matrices, layout.swiglu(), layout).is_some()
-        || tiled::has_swiglu(gpu, m, matrices, layout)
+/// Whether one kernel serves `m` rows of two matrices, and applies a gated activation after.
+pub fn has_glu(hardware: &Hardware, m: usize, matrices: &[MatrixShape], layout: Layout) -> bool {
+    fused_plan(hardware, m, matrices, layout.glu(Glu::default()), layout).is_some()
+        || tiled::has_glu(hardware, m, matrices, layout)
 }

@@ -6,8 +6,7 @@ use std::sync::Arc;
 use super::deferred::{DeferredNorm, NormArgument};
 use super::matrix::{CHUNK_BYTES, CHUNK_K};
 use super::{
-    Biased, FEW, GROUP_ROWS, Input, Layout, MLP_SCALE, MatrixArgument, Output, SMALL,
-    matrix_arguments,
+    Biased, FEW, GROUP_ROWS, Input, Layout, MatrixArgument, Output, SMALL, matrix_arguments,
 };
 use crate::base::Result;
 use crate::base::error::bail;
@@ -33,6 +32,7 @@ struct SmallArguments {
     k: i32,
     out_stride: i32,
     out_scale: f32,
+    activation: i32,
     norm: NormArgument,
 }
 
@@ -74,7 +74,7 @@ impl Tile {
     /// The tile for `m` rows of activations.
     pub(super) fn of(output: Output, m: usize) -> Tile {
         match output {
-            Output::Swiglu | Output::SwigluOrdered => Tile::Pair,
+            Output::Glu(_) | Output::GluOrdered(_) => Tile::Pair,
             _ if m <= 4 => Tile::Split,
             _ => Tile::Rows,
         }
@@ -216,11 +216,6 @@ impl Plan {
     }
 }
 
-/// Whether two blocks may share the tiles of a product.
-pub fn divisible(gpu: &Gpu) -> bool {
-    gpu.arch().0 >= 9
-}
-
 /// The fused kernel with a plan of the caller's. `next` is the norm that follows what is added to `out`, where that is deferred.
 pub fn small(
     gpu: &Arc<Gpu>,
@@ -278,14 +273,15 @@ pub fn small(
         Output::F32 => "f32",
         Output::F16 => "f16",
         Output::Add => "add",
-        Output::Swiglu | Output::SwigluOrdered => "swiglu",
+        Output::Glu(_) | Output::GluOrdered(_) => "glu",
     };
-    if output.is_swiglu() && output.layout() != input.layout() {
+    if output.applied().is_some() && output.layout() != input.layout() {
         bail!(
             Internal,
-            "the fused kernel leaves what SwiGLU makes in the layout of its input"
+            "the fused kernel leaves what a gated activation makes in the layout of its input"
         );
     }
+    let glu = output.applied().unwrap_or_default();
     for first in (0..m).step_by(plan.rows) {
         let rows = plan.rows.min(m - first);
         let order = match input.layout() {
@@ -305,7 +301,8 @@ pub fn small(
             m: rows as i32,
             k: int("K", k)?,
             out_stride: int("the stride of a product", stride)?,
-            out_scale: 1.0 / MLP_SCALE,
+            out_scale: glu.factor(),
+            activation: glu.activation as i32,
             norm: norm.map_or(Ok(NormArgument::default()), |norm| norm.argument(m))?,
         };
         let launch = Launch {
@@ -331,6 +328,7 @@ pub fn small(
 
 #[cfg(test)]
 mod tests {
+    use super::super::Glu;
     use super::*;
 
     #[test]
@@ -338,7 +336,7 @@ mod tests {
         let shapes: [(usize, &[usize], Output); 6] = [
             (2560, &[4096, 1024, 1024], Output::F32),
             (4096, &[2560], Output::Add),
-            (2560, &[9728, 9728], Output::Swiglu),
+            (2560, &[9728, 9728], Output::Glu(Glu::default())),
             (9728, &[2560], Output::Add),
             (2560, &[151_936], Output::F32),
             (576, &[576, 192, 192], Output::F32),
@@ -380,7 +378,7 @@ mod tests {
         assert!(at_most_99_kb(9728).is_some());
         assert!(at_most_99_kb(1 << 20).is_none());
         // Gate and up of one row, whose rings are the longest, of the widest models that are common.
-        let swiglu = Output::Swiglu;
+        let swiglu = Output::Glu(Glu::default());
         let widest = [28_672, 28_672];
         assert!(Plan::choose(1, 8192, &widest, swiglu, Layout::Rows, true, 48, 99 << 10).is_some());
     }

@@ -2,8 +2,8 @@
 
 use super::matrix::{CHUNK_BYTES, CHUNK_K, CHUNK_ROWS};
 use super::{
-    Biased, Input, Layout, LinearScratch, MLP_SCALE, MatrixArgument, Output, Storage, TILED, WIDE,
-    matrix_arguments,
+    Biased, Hardware, Input, Layout, LinearScratch, MatrixArgument, MatrixShape, Output, Storage,
+    TILED, WIDE, matrix_arguments,
 };
 use crate::base::Result;
 use crate::base::error::bail;
@@ -38,6 +38,7 @@ struct TiledArguments {
     output: i32,
     parts: i32,
     out_scale: f32,
+    activation: i32,
 }
 
 #[repr(C)]
@@ -74,8 +75,8 @@ impl TileKernel {
         }
     }
 
-    /// Whether it applies SwiGLU to what it makes of two matrices.
-    pub(super) const fn has_swiglu(self) -> bool {
+    /// Whether it applies a gated activation to what it makes of two matrices.
+    pub(super) const fn has_glu(self) -> bool {
         matches!(self, TileKernel::Wide)
     }
 
@@ -216,11 +217,16 @@ impl Tiling {
     }
 }
 
-/// Whether a kernel of tiles applies SwiGLU to products of `m` rows that lie like this with these matrices.
-pub(super) fn has_swiglu(gpu: &Gpu, m: usize, matrices: &[Biased<'_>], layout: Layout) -> bool {
+/// Whether a kernel of tiles applies a gated activation to products of `m` rows that lie like this with these matrices.
+pub(super) fn has_glu(
+    hardware: &Hardware,
+    m: usize,
+    matrices: &[MatrixShape],
+    layout: Layout,
+) -> bool {
     m <= TILED
-        && matrices.iter().all(|(w, _)| w.storage == Storage::Nvfp4)
-        && TileKernel::serving(gpu.arch(), m, layout).has_swiglu()
+        && matrices.iter().all(|w| w.storage == Storage::Nvfp4)
+        && TileKernel::serving(hardware.arch, m, layout).has_glu()
 }
 
 /// Enqueues f16 rows `x` `[m, k]` as [`Layout::Ordered`] to `y`.
@@ -260,14 +266,13 @@ pub fn tiled(
         }
         _ => bail!(Internal, "{kernel:?} does not take such input"),
     };
+    let glu = output.applied().unwrap_or_default();
     let (features, kind, output): (Vec<usize>, _, _) = match output {
         // A block has half as many features of each matrix. An ordered result is filled up with zeros.
-        Output::Swiglu if kernel.has_swiglu() => {
-            (vec![2 * matrices[0].0.rows], "_swiglu", STORE_ROWS)
-        }
-        Output::SwigluOrdered if kernel.has_swiglu() => {
+        Output::Glu(_) if kernel.has_glu() => (vec![2 * matrices[0].0.rows], "_glu", STORE_ROWS),
+        Output::GluOrdered(_) if kernel.has_glu() => {
             let filled = matrices[0].0.rows.next_multiple_of(CHUNK_K);
-            (vec![2 * filled], "_swiglu", STORE_ORDERED)
+            (vec![2 * filled], "_glu", STORE_ORDERED)
         }
         _ => (
             matrices.iter().map(|(w, _)| w.rows).collect(),
@@ -303,7 +308,8 @@ pub fn tiled(
         out_stride: int("the stride of a product", stride)?,
         output,
         parts: parts as i32,
-        out_scale: 1.0 / MLP_SCALE,
+        out_scale: glu.factor(),
+        activation: glu.activation as i32,
     };
     let sum = Launch::new([all.div_ceil(256) as u32, m as u32, 1], 256);
     // SAFETY: the struct is the kernels'; sizes were checked here and by `linear`.

@@ -1,7 +1,7 @@
 """Makes the model goldens: small seeded models in ModelOpt's NVFP4 layout, and the logits that transformers computes from
 the same dequantized weights in f32. Run with torch, transformers, tokenizers and safetensors installed:
 
-    python tests/golden/model/make.py
+    python tests/golden/model/make.py [CASE ...]
 
 Each case is a directory with config.json, model.safetensors and expected.safetensors: for each length L, `tokens_L` and
 `logits_L` (of the last positions). The quantizer here is written from the format's description, not from this library.
@@ -10,6 +10,7 @@ Each case is a directory with config.json, model.safetensors and expected.safete
 import json
 import pathlib
 import shutil
+import sys
 
 import torch
 import transformers
@@ -77,15 +78,83 @@ CASES = {
     "qwen2_yarn": ("Qwen2", dict(SMALL, hidden_size=64, head_dim=None, tie_word_embeddings=True, **rope(
         rope_theta=1e4, rope_type="yarn", factor=8.0, original_max_position_embeddings=32, attention_factor=0.9, beta_fast=16.0, beta_slow=2.0))),
 }
+GEMMA3 = dict(
+    SMALL,
+    intermediate_size=96,
+    num_hidden_layers=4,
+    sliding_window=8,
+    query_pre_attn_scalar=24,
+    hidden_activation="gelu_pytorch_tanh",
+    layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+    tie_word_embeddings=True,
+    rope_parameters={
+        "full_attention": dict(rope_theta=1e6, rope_type="linear", factor=8.0),
+        "sliding_attention": dict(rope_theta=1e4, rope_type="default"),
+    },
+)
+EXPERTS = dict(
+    SMALL,
+    num_experts=6,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    norm_topk_prob=True,
+    tie_word_embeddings=False,
+    **rope(rope_theta=1e6, rope_type="default"),
+)
+LONGROPE = dict(
+    rope_type="longrope",
+    rope_theta=1e4,
+    short_factor=[1.0, 1.1, 1.2, 1.3, 1.5, 1.7],
+    long_factor=[1.0, 2.0, 3.0, 5.0, 8.0, 13.0],
+    original_max_position_embeddings=16,
+)
+PHI3 = dict(SMALL, tie_word_embeddings=False, pad_token_id=0, eos_token_id=1)
+CASES.update({
+    "gemma3_narrow": ("Gemma3", GEMMA3),
+    "gemma3_wide": ("Gemma3", dict(GEMMA3, head_dim=256, num_attention_heads=2, num_key_value_heads=1, query_pre_attn_scalar=256)),
+    "qwen3moe_normalized": ("Qwen3Moe", EXPERTS),
+    "qwen3moe_mixed": ("Qwen3Moe", dict(
+        EXPERTS, num_hidden_layers=3, num_experts_per_tok=3, norm_topk_prob=False, mlp_only_layers=[1], head_dim=32)),
+    "mistral_window": ("Mistral", dict(SMALL, sliding_window=9, head_dim=32, tie_word_embeddings=False, **rope(rope_theta=1e4, rope_type="default"))),
+    "mistral_plain": ("Mistral", dict(SMALL, sliding_window=None, head_dim=80, tie_word_embeddings=False, **rope(rope_theta=1e6, rope_type="default"))),
+    "qwen2_window": ("Qwen2", dict(
+        SMALL, hidden_size=64, head_dim=None, num_hidden_layers=3, use_sliding_window=True, sliding_window=6, max_window_layers=1,
+        tie_word_embeddings=True, **rope(rope_theta=1e4, rope_type="default"))),
+    "phi3_window": ("Phi3", dict(PHI3, head_dim=None, hidden_size=64, sliding_window=11, **rope(rope_theta=1e4, rope_type="default"))),
+    "phi3_partial": ("Phi3", dict(PHI3, head_dim=None, hidden_size=128, sliding_window=None, **rope(
+        rope_theta=1e4, rope_type="default", partial_rotary_factor=0.75))),
+    "phi3_longrope": ("Phi3", dict(PHI3, head_dim=None, hidden_size=64, sliding_window=None, original_max_position_embeddings=16, **rope(
+        **LONGROPE, partial_rotary_factor=0.75))),
+    "llama_wide": ("Llama", dict(SMALL, head_dim=192, num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True, **rope(rope_theta=1e4, rope_type="dynamic", factor=2.0))),
+    "qwen3_uneven": ("Qwen3", dict(SMALL, head_dim=96, num_attention_heads=3, num_key_value_heads=1, tie_word_embeddings=True, **rope(rope_theta=1e4, rope_type="default"))),
+})
 # In these the config is written with the words of older files.
-OLD_WORDS = {"qwen2_untied", "llama_linear", "qwen2_yarn", "llama_llama3"}
+OLD_WORDS = {"qwen2_untied", "llama_linear", "qwen2_yarn", "llama_llama3", "gemma3_narrow", "phi3_longrope"}
+# As families are called in classes and in `model_type`.
+CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+TYPES = {"Gemma3": "gemma3_text", "Qwen3Moe": "qwen3_moe"}
 LENGTHS = [7, 33]
 KEPT = 3
 
 
+def store_expert(stored, key, expert, w):
+    """Stores what transformers stacks as files have it, a tensor to a projection; gives the values they stand for."""
+    prefix, projection = key.rsplit(".", 1)
+    parts = dict(zip(["gate_proj", "up_proj"], w.chunk(2))) if projection == "gate_up_proj" else {projection: w}
+    values = []
+    for part, matrix in parts.items():
+        packed, scales, multiplier, held = quantize(matrix)
+        name = f"{prefix}.{expert}.{part}.weight"
+        stored[name] = packed
+        stored[name + "_scale"] = scales
+        stored[name + "_scale_2"] = multiplier
+        values.append(held)
+    return torch.cat(values)
+
+
 def make(name, family, settings, seed):
     settings = {k: v for k, v in settings.items() if v is not None}
-    config = getattr(transformers, family + "Config")(**settings)
+    config = getattr(transformers, CONFIGS.get(family, family + "Config"))(**settings)
     config._attn_implementation = "eager"
     generator = torch.Generator().manual_seed(seed)
     random = lambda shape: torch.randn(shape, generator=generator)
@@ -96,8 +165,13 @@ def make(name, family, settings, seed):
         if key == "lm_head.weight" and config.tie_word_embeddings:
             continue
         if key.endswith("norm.weight"):
-            w = 1 + 0.2 * random(value.shape)
+            w = (0 if family == "Gemma3" else 1) + 0.2 * random(value.shape)
             stored[key] = w
+        elif key.endswith("mlp.gate.weight"):
+            w = random(value.shape).bfloat16().float()
+            stored[key] = w.bfloat16()
+        elif ".experts." in key and value.dim() == 3:
+            w = torch.stack([store_expert(stored, key, e, random(part.shape) * (2.0 / part.shape[1] ** 0.5)) for e, part in enumerate(value)])
         elif key.endswith(".bias"):
             w = (0.3 * random(value.shape)).bfloat16().float()
             stored[key] = w.bfloat16()
@@ -124,9 +198,18 @@ def make(name, family, settings, seed):
     out.mkdir()
     save_file(stored, out / "model.safetensors")
     save_file(expected, out / "expected.safetensors")
-    written = {"architectures": [family + "ForCausalLM"], "model_type": family.lower(), "hidden_act": "silu", **settings}
+    written = {"architectures": [family + "ForCausalLM"], "model_type": TYPES.get(family, family.lower()), "hidden_act": "silu", **settings}
+    if "hidden_activation" in written:
+        del written["hidden_act"]
     if name in OLD_WORDS:
         parameters = dict(written.pop("rope_parameters"))
+        if "full_attention" in parameters:
+            written["rope_local_base_freq"] = parameters["sliding_attention"]["rope_theta"]
+            parameters = dict(parameters["full_attention"])
+            del written["layer_types"]
+            written["sliding_window_pattern"] = 3
+        if "partial_rotary_factor" in parameters:
+            written["partial_rotary_factor"] = parameters.pop("partial_rotary_factor")
         written["rope_theta"] = parameters.pop("rope_theta")
         kind = parameters.pop("rope_type")
         written["rope_scaling"] = {("type" if kind == "linear" else "rope_type"): kind, **parameters} if parameters else None
@@ -158,6 +241,9 @@ def make_text(out):
 if __name__ == "__main__":
     torch.manual_seed(0)
     torch.set_num_threads(1)
+    wanted = sys.argv[1:] or CASES
     for seed, (name, (family, settings)) in enumerate(CASES.items(), start=1):
-        make(name, family, settings, seed)
-    make_text(HERE / "qwen3_tied")
+        if name in wanted:
+            make(name, family, settings, seed)
+    if "qwen3_tied" in wanted:
+        make_text(HERE / "qwen3_tied")

@@ -1,4 +1,4 @@
-// kernels/rope/store.cu and kernels/attention/{prefill,decode}.cu on the processor, against attention in f64: the sources as they
+// kernels/rope/store.cuh and kernels/attention/{prefill,decode}.cuh and reference.cu on the processor, against attention in f64: the sources as they
 // ship, with instructions replaced by what the PTX ISA says of them. A sequence is filled in two runs of rows, and goes on by a
 // token at a time. Prints "ok" or what is wrong.
 #include "cuda.hpp"
@@ -10,37 +10,45 @@
 #include "format/ordered.cuh"
 
 namespace store {
-#include "rope/store.cu"
-#undef KERNEL
+#include "rope/store.cuh"
 }
 // What kernels declare as shared memory is the one array that the copies know.
 namespace prefill {
 extern u16 shared[] asm("shared");
-#include "attention/prefill.cu"
+#include "attention/prefill.cuh"
 #undef KERNEL
 }
 namespace decode {
 extern char shared[] asm("shared");
-#include "attention/decode.cu"
-#undef KERNEL
+#include "attention/decode.cuh"
+}
+// Shared memory outlives its block, as no two run at once.
+#undef __shared__
+#define __shared__ static
+namespace reference {
+#include "attention/reference.cu"
 }
 
-static double half(double x) { return f16_to_float(to_f16(x)); }
+static double half(double x) { return f16_to_float(to_f16((float)x)); }
 
 // A sequence of one layer, whose tokens are all known in advance.
 struct Sequence {
-    int D, heads, kv_heads, length, all;
+    int D, heads, kv_heads, length, all, rotary_dim, window;
+    float cap;
     bool normed;
     std::vector<float> qkv, q_norm, k_norm, frequencies;
     std::vector<std::vector<u16>> pages;
     std::vector<u64> table;
+    u32 unfit = 0;
+    bool compares = true;
     static constexpr float EPS = 1e-6f, FACTOR = 1.25f;
 
-    Sequence(int D, int heads, int kv_heads, int length, bool normed)
-        : D(D), heads(heads), kv_heads(kv_heads), length(length), all(heads + 2 * kv_heads), normed(normed) {
+    Sequence(int D, int heads, int kv_heads, int length, bool normed, int rotary_dim, int window, float cap)
+        : D(D), heads(heads), kv_heads(kv_heads), length(length), all(heads + 2 * kv_heads), rotary_dim(rotary_dim), window(window), cap(cap),
+          normed(normed) {
         for (int i = 0; i < length * all * D; i++) qkv.push_back(uniform());
         for (int i = 0; i < D; i++) q_norm.push_back(1 + 0.5f * uniform()), k_norm.push_back(1 + 0.5f * uniform());
-        for (int i = 0; i < D / 2; i++) frequencies.push_back(std::pow(100.0f, -2.0f * i / D));
+        for (int i = 0; i < rotary_dim / 2; i++) frequencies.push_back(std::pow(100.0f, -2.0f * i / rotary_dim));
         // Two layers, of which the second is used, and room to align them. What is not written yet is any number.
         for (int i = 0; i < ceil_div(length, PAGE); i++) {
             pages.emplace_back(2 * layer() / sizeof(u16) + 8);
@@ -50,8 +58,8 @@ struct Sequence {
     }
     // Bytes of a layer in a page.
     int layer() const { return 2 * kv_heads * PAGE * D * 2; }
-    Pages arguments() const { return {table.data(), (int)table.size(), kv_heads, (u64)layer()}; }
-    HeadOptions options() const { return {frequencies.data(), FACTOR, EPS}; }
+    Pages arguments() { return {table.data(), (int)table.size(), kv_heads, (u64)layer(), &unfit, 1}; }
+    HeadOptions options() const { return {frequencies.data(), FACTOR, EPS, rotary_dim}; }
     float scale() const { return 1 / std::sqrt((float)D); }
 
     // Head `head` of a token's queries, keys and values, as attention takes it.
@@ -64,11 +72,12 @@ struct Sequence {
             for (double v : y) squares += v * v;
             for (int i = 0; i < D; i++) y[i] *= (head < heads ? q_norm : k_norm)[i] / std::sqrt(squares / D + EPS);
         }
-        std::vector<double> r(D);
-        for (int i = 0; i < D / 2; i++) {
+        std::vector<double> r = y;
+        int half = rotary_dim / 2;
+        for (int i = 0; i < half; i++) {
             double angle = (double)token * frequencies[i], c = FACTOR * std::cos(angle), s = FACTOR * std::sin(angle);
-            r[i] = y[i] * c - y[i + D / 2] * s;
-            r[i + D / 2] = y[i + D / 2] * c + y[i] * s;
+            r[i] = y[i] * c - y[i + half] * s;
+            r[i + half] = y[i + half] * c + y[i] * s;
         }
         return r;
     }
@@ -76,16 +85,18 @@ struct Sequence {
         std::vector<double> q = vector(token, head), out(D), score;
         int kv_head = head / (heads / kv_heads);
         double sum = 0, best = -1e300;
-        for (int p = 0; p <= token; p++) {
+        int start = window > 0 ? std::max(token + 1 - window, 0) : 0;
+        for (int p = start; p <= token; p++) {
             std::vector<double> k = vector(p, heads + kv_head);
             double dot = 0;
             for (int i = 0; i < D; i++) dot += q[i] * half(k[i]);
-            score.push_back(dot * scale());
+            dot *= scale();
+            score.push_back(cap > 0 ? cap * std::tanh(dot / cap) : dot);
             best = std::max(best, score.back());
         }
-        for (int p = 0; p <= token; p++) {
+        for (int p = start; p <= token; p++) {
             std::vector<double> v = vector(p, heads + kv_heads + kv_head);
-            double weight = std::exp(score[p] - best);
+            double weight = std::exp(score[p - start] - best);
             sum += weight;
             for (int i = 0; i < D; i++) out[i] += weight * half(v[i]);
         }
@@ -108,28 +119,58 @@ struct Sequence {
         }
     }
 
-    template <int D>
+    template <int D, bool PART>
     void run(int first, int rows) {
         float log2 = scale() * 1.44269504f;
         std::vector<u16> q((size_t)rows * heads * D, 0x7e00), out(q);
         store::Arguments s = {&qkv[(size_t)first * all * D], normed ? q_norm.data() : nullptr, normed ? k_norm.data() : nullptr, q.data(), options(),
                               arguments(), heads, rows, first, log2};
-        launch(rows, ceil_div(heads + kv_heads, store::WARPS), 1, store::WARPS * WARP, [&] { store::heads<D>(s); });
+        launch(rows, ceil_div(heads + kv_heads, store::WARPS), 1, store::WARPS * WARP, [&] { store::heads<D, PART>(s); });
         launch((first + rows - 1) / 8 - first / 8 + 1, kv_heads, 1, D, [&] { store::store_values<D>(s); });
-        prefill::Arguments p = {q.data(), out.data(), arguments(), heads, rows, first};
+        prefill::Arguments p = {q.data(), out.data(), arguments(), heads, rows, first, window, cap * 1.44269504f};
         launch(heads, ceil_div(rows, prefill::ROWS), 1, prefill::WARPS * WARP, [&] { prefill::run<D>(p); });
-        compare("rows", out, first, rows);
+        if (compares) compare("rows", out, first, rows);
     }
-    template <int D>
+    // Keys, values and queries in f32, of which the cache gets what f16 makes of them.
+    void run_reference(int first, int rows) {
+        std::vector<float> q, k, v, out((size_t)rows * heads * D, NAN);
+        for (int token = first; token < first + rows; token++) {
+            for (int head = 0; head < all; head++) {
+                std::vector<double> y = vector(token, head);
+                std::vector<float>& to = head < heads ? q : head < heads + kv_heads ? k : v;
+                to.insert(to.end(), y.begin(), y.end());
+            }
+        }
+        reference::StoreArguments s = {k.data(), v.data(), arguments(), D, first};
+        launch(rows, kv_heads, 1, reference::THREADS, [&] { reference::attention_store(s); });
+        reference::AttendArguments a = {q.data(), out.data(), arguments(), heads, D, first, window, scale(), cap};
+        launch(rows, heads, 1, reference::THREADS, [&] { reference::attention_reference(a); });
+        if (!compares) return;
+        for (int row = 0; row < rows; row++) {
+            for (int head = 0; head < heads; head++) {
+                std::vector<double> want = attention(first + row, head);
+                for (int i = 0; i < D; i++) {
+                    float x = out[((size_t)row * heads + head) * D + i];
+                    if (std::fabs(x - want[i]) <= 2e-6) continue;
+                    printf("the reference, D = %d, token %d, head %d, element %d: %g, not %g\n", D, first + row, head, i, x, want[i]), exit(1);
+                }
+            }
+        }
+    }
+    void expect_unfit(const char* what, u32 want) {
+        if (unfit != want) printf("%s: what does not fit is of %u, not %u\n", what, unfit, want), exit(1);
+        unfit = 0;
+    }
+    template <int D, bool LIMITED, bool PART>
     void step(int token, int parts) {
-        step_with<D, decode::FEW_STAGES, decode::FEW_SPAN, false>(token, parts, token % 2);
-        step_with<D, decode::SOME_STAGES, 1, false>(token, parts, parts % 2);
-        step_with<D, decode::MANY_STAGES, 1, false>(token, parts, parts % 2);
+        step_with<D, LIMITED, PART, decode::FEW_STAGES, decode::FEW_SPAN, false>(token, parts, token % 2);
+        step_with<D, LIMITED, PART, decode::SOME_STAGES, 1, false>(token, parts, parts % 2);
+        step_with<D, LIMITED, PART, decode::MANY_STAGES, 1, false>(token, parts, parts % 2);
 #if __CUDA_ARCH__ >= 900
-        step_with<D, decode::SOME_STAGES, 1, true>(token, 2, parts % 2);
+        if constexpr (!LIMITED && D <= 128) step_with<D, LIMITED, PART, decode::SOME_STAGES, 1, true>(token, 2, parts % 2);
 #endif
     }
-    template <int D, int STAGES, int SPAN, bool CLUSTER>
+    template <int D, bool LIMITED, bool PART, int STAGES, int SPAN, bool CLUSTER>
     void step_with(int token, int parts, int ordered) {
         int blocks = kv_heads * ceil_div(heads / kv_heads, decode::HEADS);
         int width = heads * D, whole = filled(width);
@@ -137,8 +178,9 @@ struct Sequence {
         std::vector<float> partial((size_t)blocks * parts * decode::HEADS * (D + 2), NAN);
         std::vector<u32> arrived(blocks);
         decode::Arguments d = {&qkv[(size_t)token * all * D], normed ? q_norm.data() : nullptr, normed ? k_norm.data() : nullptr, &token, out.data(),
-                               partial.data(), arrived.data(), options(), arguments(), heads / kv_heads, scale() * 1.44269504f, ordered};
-        launch(blocks, 1, parts, SPAN * decode::PAGE_WARPS * WARP, [&] { decode::run<D, STAGES, SPAN, CLUSTER>(d); }, CLUSTER ? parts : 1);
+                               partial.data(), arrived.data(), options(), arguments(), heads / kv_heads, scale() * 1.44269504f, cap * 1.44269504f, window,
+                               ordered};
+        launch(blocks, 1, parts, SPAN * decode::PAGE_WARPS * WARP, [&] { decode::run<D, LIMITED, PART, STAGES, SPAN, CLUSTER>(d); }, CLUSTER ? parts : 1);
         if (ordered) {
             std::vector<u16> row;
             for (int k = 0; k < whole; k++) row.push_back(out[ordered_at(1, 0, k)]);
@@ -147,26 +189,69 @@ struct Sequence {
             }
             out = row;
         }
-        compare(CLUSTER ? "a token among pairs" : SPAN > 1 ? "a token" : STAGES > 1 ? "a token among some" : "a token among many", out, token, 1);
+        if (compares) compare(CLUSTER ? "a token among pairs" : SPAN > 1 ? "a token" : STAGES > 1 ? "a token among some" : "a token among many", out, token, 1);
         for (u32 n : arrived) {
             if (n != 0) printf("%u blocks are still counted\n", n), exit(1);
         }
     }
 };
 
-template <int D>
-static void check(int heads, int kv_heads, bool normed, int first, int more, int tokens, int parts) {
-    Sequence s(D, heads, kv_heads, first + more + tokens, normed);
-    s.run<D>(0, first);
-    s.run<D>(first, more);
-    for (int i = 0; i < tokens; i++) s.step<D>(first + more + i, i % 2 ? parts : 1);
+template <int D, bool LIMITED = false, bool PART = false>
+static void check(int heads, int kv_heads, bool normed, int first, int more, int tokens, int parts, int rotary_dim = D, int window = 0,
+                  float cap = 0) {
+    Sequence s(D, heads, kv_heads, first + more + tokens, normed, rotary_dim, window, cap);
+    s.run<D, PART>(0, first);
+    s.run<D, PART>(first, more);
+    for (int i = 0; i < tokens; i++) s.step<D, LIMITED, PART>(first + more + i, i % 2 ? parts : 1);
+}
+
+static void check_reference(int D, int heads, int kv_heads, int first, int more, int rotary_dim, int window, float cap) {
+    Sequence s(D, heads, kv_heads, first + more, true, rotary_dim, window, cap);
+    s.run_reference(0, first);
+    s.run_reference(first, more);
+    s.expect_unfit("the reference", 0);
+}
+
+// A value of the last token that f16 holds, when it is rounded, and others that it does not, of values and keys.
+static void check_unfit() {
+    const int D = 64, HEADS = 2, LENGTH = 3, LAST = LENGTH - 1;
+    struct { int head; float value; u32 want; } cases[] = {{3, 65519, 0}, {3, -65520, 2}, {3, NAN, 2}, {2, 1e6f, 2}};
+    for (auto& c : cases) {
+        Sequence s(D, HEADS, 1, LENGTH, false, D, 0, 0);
+        float& x = s.qkv[((size_t)LAST * s.all + c.head) * D + 5];
+        x = c.value;
+        // Beside what is so large nothing has digits left.
+        s.compares = false;
+        s.run_reference(LAST, 1);
+        s.expect_unfit("the reference", c.want);
+    }
 }
 
 int main() {
+    check_unfit();
+    check_reference(16, 2, 1, 3, 70, 16, 0, 0);
+    check_reference(48, 2, 2, 66, 5, 20, 30, 0.5f);
+    check_reference(128, 2, 1, 70, 3, 128, 65, 0);
+    check_reference(256, 1, 1, 5, 65, 256, 1, 2);
     check<32>(4, 2, false, 3, 70, 3, 2);
     check<64>(3, 1, true, 130, 9, 2, 3);
     check<64>(9, 1, false, 1, 1, 2, 2);
     check<128>(4, 1, true, 60, 5, 2, 4);
     check<128>(2, 2, false, 61, 66, 2, 3);
+    // Windows within a page, at its end and over several; soft caps that bite.
+    check<32, true>(2, 1, true, 70, 65, 2, 2, 32, 1, 0);
+    check<64, true>(2, 1, true, 130, 70, 2, 2, 64, 64, 0.5f);
+    check<128, true>(1, 1, true, 66, 70, 2, 3, 128, 65, 0);
+    check<32, true>(1, 1, false, 10, 200, 2, 2, 32, 100, 1);
+    // Other sizes, and heads of which a part rotates.
+    check<32, true, true>(2, 1, true, 3, 20, 2, 2, 20, 0, 0);
+    check<80, true, true>(2, 1, true, 66, 5, 2, 2, 80, 30, 0);
+    check<80, true, true>(2, 2, false, 3, 66, 2, 2, 32, 0, 0);
+    check<96, true, true>(2, 1, true, 66, 5, 2, 2, 96, 0, 1);
+    check<128, true, true>(2, 1, true, 3, 66, 2, 2, 96, 0, 0);
+    check<192, true>(1, 1, true, 66, 5, 2, 2, 192, 20, 0);
+    check<192, true, true>(1, 1, true, 3, 66, 1, 2, 64, 0, 0);
+    check<256, true>(2, 1, true, 66, 5, 2, 2, 256, 0, 2);
+    check<256, true, true>(1, 1, false, 66, 5, 1, 2, 128, 9, 0);
     puts("ok");
 }

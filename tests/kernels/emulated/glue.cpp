@@ -1,9 +1,9 @@
 // What stands between products and attention, on the processor, against f64 and against sorting: kernels/norm/rms_norm.cu,
-// kernels/activation/swiglu.cu, kernels/sample/argmax.cu, as they ship, with instructions replaced by what the PTX ISA says of
+// kernels/norm/post_norm.cu, kernels/activation/glu.cu, kernels/sample/argmax.cu and what there is unfused, as they ship, with instructions replaced by what the PTX ISA says of
 // them. Prints "ok" or what is wrong.
 #include "cuda.hpp"
 
-#include "activation/silu.cuh"
+#include "activation/gate.cuh"
 #include "common/ptx.cuh"
 #include "common/reduce.cuh"
 #include "format/ordered.cuh"
@@ -16,8 +16,20 @@
 namespace norm {
 #include "norm/rms_norm.cu"
 }
+namespace post {
+#include "norm/post_norm.cu"
+}
 namespace activation {
-#include "activation/swiglu.cu"
+#include "activation/glu.cu"
+}
+namespace unfused_norm {
+#include "norm/rms_norm_f32.cu"
+}
+namespace unfused_rope {
+#include "rope/rotate.cu"
+}
+namespace unfused {
+#include "activation/pointwise.cu"
 }
 namespace best {
 #include "sample/argmax.cu"
@@ -53,19 +65,117 @@ static void check_norm(int rows, int width, bool ordered) {
     }
 }
 
-static void check_swiglu(int rows, int width) {
+// A norm of what is added, and the norm of the sum, if one follows.
+static void check_post_norm(int rows, int width, bool ordered, bool followed) {
+    std::vector<float4> y(rows * width / 4), x(y), weight(width / 4), next(weight);
+    for (auto* all : {&y, &x, &weight, &next}) {
+        for (float4& v : *all) v = {uniform(), uniform(), uniform(), uniform()};
+    }
+    std::vector<float4> before = x;
+    int groups = ceil_div(rows, GROUP_ROWS), whole = filled(width);
+    std::vector<uint4> normed(groups * GROUP_ROWS * whole / 8, uint4{~0u, ~0u, ~0u, ~0u});
+    post::Arguments a = {&y[0].x, &weight[0].x, &x[0].x, followed ? &next[0].x : nullptr, (u16*)normed.data(), width, 1e-6f, ordered};
+    launch(rows, 1, 1, post::THREADS, [&] { post::post_norm(a); });
+    for (int r = 0; r < rows; r++) {
+        double squares = 0, after = 0;
+        for (int i = 0; i < width; i++) squares += std::pow(a.y[r * width + i], 2.0);
+        double factor = 1 / std::sqrt(squares / width + 1e-6);
+        std::vector<double> sum(width);
+        for (int i = 0; i < width; i++) {
+            sum[i] = (&before[0].x)[r * width + i] + a.y[r * width + i] * factor * a.weight[i];
+            after += sum[i] * sum[i];
+            expect(std::fabs(a.x[r * width + i] - sum[i]) <= 1e-5, "what a norm is added to", r, i, a.x[r * width + i], sum[i]);
+        }
+        factor = 1 / std::sqrt(after / width + 1e-6);
+        for (int i = 0; followed && i < width; i++) {
+            double want = sum[i] * factor * a.next[i], got = f16_to_float(a.normed[ordered ? ordered_at(groups, r, i) : (size_t)r * width + i]);
+            expect(std::fabs(got - want) <= std::fabs(want) * 0x1.2p-11 + 0x1p-20, "the norm after a norm", r, i, got, want);
+        }
+        for (int i = width; followed && ordered && i < whole; i++) {
+            u16 got = a.normed[ordered_at(groups, r, i)];
+            expect(got == 0, "what is missing at the end of a norm", r, i, f16_to_float(got), 0);
+        }
+    }
+}
+
+static void check_glu(int rows, int width, int kind) {
     std::vector<uint4> x(rows * width / 4), y(rows * width / 8);
     u16* halves = (u16*)x.data();
     for (int i = 0; i < rows * width * 2; i++) halves[i] = to_f16(8 * uniform());
-    activation::SwigluArguments a = {halves, (u16*)y.data(), width, 0.25f};
-    launch(ceil_div(width / 8, activation::THREADS), rows, 1, activation::THREADS, [&] { activation::swiglu(a); });
+    activation::GluArguments a = {halves, (u16*)y.data(), width, 0.25f, kind};
+    launch(ceil_div(width / 8, activation::THREADS), rows, 1, activation::THREADS, [&] { activation::glu(a); });
     for (int r = 0; r < rows; r++) {
         for (int i = 0; i < width; i++) {
             double gate = f16_to_float(halves[r * 2 * width + i]), up = f16_to_float(halves[r * 2 * width + width + i]);
-            double want = gate / (1 + std::exp(-gate)) * up * 0.25, got = f16_to_float(a.y[r * width + i]);
-            expect(std::fabs(got - want) <= std::fabs(want) * 0x1.1p-11 + 0x1p-25, "swiglu", r, i, got, want);
+            double u = std::sqrt(2 / M_PI) * (gate + 0.044715 * gate * gate * gate);
+            double act = kind == SILU ? gate / (1 + std::exp(-gate)) : 0.5 * gate * (1 + std::tanh(u));
+            double want = act * up * 0.25, got = f16_to_float(a.y[r * width + i]);
+            // Where tanh is near -1, 1 + tanh of it loses digits.
+            expect(std::fabs(got - want) <= std::fabs(want) * 0x1.1p-11 + 0x1p-19, "a gated activation", r, i, got, want);
         }
     }
+}
+
+static void check_unfused_norm(int rows, int width, bool in_place) {
+    std::vector<float> x, weight, y((size_t)rows * width, NAN);
+    for (int i = 0; i < rows * width; i++) x.push_back(uniform());
+    for (int i = 0; i < width; i++) weight.push_back(uniform());
+    std::vector<float> before = x;
+    float* out = in_place ? x.data() : y.data();
+    unfused_norm::Arguments a = {x.data(), weight.data(), out, width, 1e-6f};
+    launch(rows, 1, 1, unfused_norm::THREADS, [&] { unfused_norm::rms_norm_f32(a); });
+    for (int r = 0; r < rows; r++) {
+        double squares = 0;
+        for (int i = 0; i < width; i++) squares += std::pow(before[r * width + i], 2.0);
+        for (int i = 0; i < width; i++) {
+            double want = before[r * width + i] / std::sqrt(squares / width + 1e-6) * weight[i], got = out[r * width + i];
+            expect(std::fabs(got - want) <= std::fabs(want) * 2e-6, "an unfused norm", r, i, got, want);
+        }
+    }
+}
+
+static void check_rotate(int rows, int heads, int dim, int half) {
+    std::vector<float> x, cos, sin;
+    for (int i = 0; i < rows * heads * dim; i++) x.push_back(uniform());
+    for (int i = 0; i < rows * half; i++) cos.push_back(uniform()), sin.push_back(uniform());
+    std::vector<float> y = x;
+    unfused_rope::Arguments a = {y.data(), cos.data(), sin.data(), heads, dim, half};
+    launch(rows, ceil_div(heads * half, unfused_rope::THREADS), 1, unfused_rope::THREADS, [&] { unfused_rope::rotate(a); });
+    for (int r = 0; r < rows; r++) {
+        for (int i = 0; i < heads * dim; i++) {
+            const float* head = &x[(r * heads + i / dim) * dim];
+            int e = i % dim, pair = e % half;
+            double c = cos[r * half + pair], s = sin[r * half + pair], low = head[pair], high = head[pair + half];
+            double want = e < half ? low * c - high * s : e < 2 * half ? high * c + low * s : head[e], got = y[r * heads * dim + i];
+            expect(std::fabs(got - want) <= 3e-7, "a rotation", r, i, got, want);
+        }
+    }
+}
+
+static void check_pointwise(int rows, int width, int blocks) {
+    std::vector<float> x, row, all;
+    for (int i = 0; i < rows * width; i++) x.push_back(8 * uniform()), all.push_back(uniform());
+    for (int i = 0; i < width; i++) row.push_back(uniform());
+    auto gelu = [](double g) { return 0.5 * g * (1 + std::tanh(std::sqrt(2 / M_PI) * (g + 0.044715 * g * g * g))); };
+    auto check = [&](const char* what, const std::vector<float>* y, float factor, int kind, auto kernel, auto want_of) {
+        std::vector<float> z = x;
+        unfused::Arguments a = {z.data(), y ? y->data() : nullptr, z.size(), y ? y->size() : 1, factor, kind};
+        launch(blocks, 1, 1, unfused::THREADS, [&] { kernel(a); });
+        for (int i = 0; i < rows * width; i++) {
+            double want = want_of((double)x[i], y ? (double)(*y)[i % y->size()] : 0);
+            expect(std::fabs(z[i] - want) <= 2e-6 * std::max(1.0, std::fabs(want)), what, i / width, i % width, z[i], want);
+        }
+    };
+    auto glu = [](auto a) { unfused::pointwise_glu(a); };
+    auto add = [](auto a) { unfused::pointwise_add(a); };
+    check("an unfused SwiGLU", &all, 0, SILU, glu, [](double x, double y) { return x / (1 + std::exp(-x)) * y; });
+    check("an unfused GeGLU", &all, 0, GELU_TANH, glu, [&](double x, double y) { return gelu(x) * y; });
+    check("a sum", &all, 0, 0, add, [](double x, double y) { return x + y; });
+    check("a sum with a row", &row, 0, 0, add, [](double x, double y) { return x + y; });
+    check("a factor", nullptr, -2.5f, 0, [](auto a) { unfused::pointwise_scale(a); }, [](double x, double) { return x * -2.5; });
+    check("a soft cap", nullptr, 3, 0, [](auto a) { unfused::pointwise_cap(a); }, [](double x, double) { return 3 * std::tanh(x / 3); });
+    x.assign(x.size(), NAN);
+    check("one value", nullptr, 7, 0, [](auto a) { unfused::pointwise_fill(a); }, [](double, double) { return 7; });
 }
 
 // Logits of one of several kinds: many equal, all equal, some that are not finite, descending, unusable, ruled out.
@@ -114,8 +224,18 @@ int main() {
     check_norm(1, 9236, false);
     check_norm(9, 112, true);
     check_norm(2, 9232, true);
-    check_swiglu(2, 24);
-    check_swiglu(1, 4104);
+    check_glu(2, 24, SILU);
+    check_glu(2, 24, GELU_TANH);
+    check_post_norm(2, 48, false, true);
+    check_post_norm(9, 576, true, true);
+    check_post_norm(1, 64, false, false);
+    check_glu(1, 4104, GELU_TANH);
+    check_unfused_norm(3, 7, false);
+    check_unfused_norm(2, 2561, true);
+    check_rotate(3, 5, 16, 8);
+    check_rotate(2, 9, 80, 32);
+    check_pointwise(3, 100, 2);
+    check_pointwise(5, 200, 2);
     for (int kind = 0; kind < 7; kind++) check_argmax(kind, 2, 1000, 3);
     check_argmax(1, 1, 50, 4);
     puts("ok");

@@ -4,7 +4,7 @@
 // wrong.
 #include "cuda.hpp"
 
-#include "activation/silu.cuh"
+#include "activation/gate.cuh"
 #include "common/cluster.cuh"
 #include "common/ptx.cuh"
 #include "common/reduce.cuh"
@@ -49,6 +49,13 @@ namespace dequantize {
 }
 namespace embed {
 #include "embed/embed.cu"
+}
+// Shared memory outlives its block, as no two run at once.
+#undef __shared__
+#define __shared__ static
+namespace row_norms {
+using namespace rows;
+#include "linear/row_norms.cu"
 }
 
 static constexpr u8 POISON = 0xee;
@@ -119,12 +126,31 @@ struct Weight {
 
         std::vector<int> tokens = {rows - 1, 0, rows / 2};
         Memory embedded(tokens.size() * k * 4);
-        embed::Arguments e = {tokens.data(), chunks.data(), (float*)embedded.data(), GLOBAL, embed::NVFP4, k};
+        embed::Arguments e = {tokens.data(), chunks.data(), (float*)embedded.data(), GLOBAL, 2.5f, embed::NVFP4, k};
         launch(ceil_div(k, embed::THREADS), (unsigned)tokens.size(), 1, embed::THREADS, [&] { embed::embed(e); });
         embedded.check("embedding");
         for (size_t i = 0; i < tokens.size() * k; i++) {
-            float got = e.out[i], want = (float)values[(size_t)tokens[i / k] * k + i % k] * GLOBAL;
+            float got = e.out[i], want = (float)values[(size_t)tokens[i / k] * k + i % k] * GLOBAL * 2.5f;
             if (got != want) wrong("embedding", tokens[i / k], (int)(i % k), got, want);
+        }
+
+        std::vector<float> columns, exact(values.begin(), values.end()), norms(2 * rows, NAN);
+        for (int c = 0; c < k; c++) columns.push_back(uniform());
+        row_norms::Arguments packed = {chunks.data(), columns.data(), norms.data(), GLOBAL, embed::NVFP4, k};
+        row_norms::Arguments plain = {exact.data(), nullptr, norms.data() + rows, 1, embed::F32, k};
+        for (auto& n : {packed, plain}) launch(rows, 1, 1, row_norms::THREADS, [&] { row_norms::linear_row_norms(n); });
+        for (int r = 0; r < rows; r++) {
+            double weighted = 0, squares = 0;
+            for (int c = 0; c < k; c++) {
+                double value = values[(size_t)r * k + c];
+                squares += value * value;
+                weighted += std::pow(value * GLOBAL * columns[c], 2);
+            }
+            double want[] = {std::sqrt(weighted), std::sqrt(squares)};
+            for (int i : {0, 1}) {
+                double got = norms[i * rows + r];
+                if (!(std::fabs(got - want[i]) <= 2e-6 * want[i])) wrong("norms of rows", r, i, got, want[i]);
+            }
         }
     }
     double product(int row, const double* x) const {
@@ -146,8 +172,8 @@ struct Activations {
     }
 };
 
-enum Output { F32, F16, ADD, SWIGLU, SWIGLU_ORDERED };
-static bool is_swiglu(Output output) { return output == SWIGLU || output == SWIGLU_ORDERED; }
+enum Output { F32, F16, ADD, GLU, GLU_ORDERED };
+static bool is_glu(Output output) { return output == GLU || output == GLU_ORDERED; }
 
 // Rows in the order of format/ordered.cuh, in which what is missing at the end of K is zeros.
 static void order(const Memory& x, int m, int k, Memory& ordered) {
@@ -176,7 +202,7 @@ static void disorder(const char* what, Memory& ordered, int m, int k, Memory& x)
 static void compare(const char* what, Memory& out, int m, int features, int stride, Output output, double slack,
                     const std::function<double(int, int)>& want) {
     out.check(what);
-    bool half = output == F16 || is_swiglu(output);
+    bool half = output == F16 || is_glu(output);
     for (int i = 0; i < m; i++) {
         double norm = 0;
         for (int j = 0; j < features; j++) norm = std::max(norm, std::fabs(want(i, j)));
@@ -206,6 +232,8 @@ static Memory before(int m, int stride, int features, Output output) {
 }
 
 // Several matrices that share their input, whose features follow each other.
+static int activation = SILU;
+
 struct Set {
     std::vector<std::unique_ptr<Weight>> weights;
     int features = 0;
@@ -232,8 +260,10 @@ struct Set {
     // What becomes of products with biases.
     double result(int feature, const double* x, Output output) const {
         double gate = product(feature, x, true);
-        if (!is_swiglu(output)) return gate;
-        return gate / (1 + std::exp(-gate)) * product(weights[0]->rows + feature, x, true) / 16;
+        if (!is_glu(output)) return gate;
+        double u = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate);
+        double act = activation == SILU ? gate / (1 + std::exp(-gate)) : 0.5 * gate * (1 + std::tanh(u));
+        return act * product(weights[0]->rows + feature, x, true) / 16;
     }
 };
 
@@ -244,12 +274,15 @@ struct Tiling {
     bool ordered;
 };
 
+// The function of gated activations, which each check changes.
+static int next_activation() { return activation = activation == SILU ? GELU_TANH : SILU; }
+
 static void check_tiles(Tiling tiling, void (*kernel)(tile::Arguments), int m, std::initializer_list<int> rows, int k, int parts, Output output) {
     char what[128];
     snprintf(what, sizeof what, "%s %d, %d rows, K = %d, %d parts, output %d", tiling.name, tiling.columns, m, k, parts, output);
     Set set(rows, k);
     Activations x(m, k);
-    int features = is_swiglu(output) ? set.weights[0]->rows : set.features, stride = features + 2, tiles = 0;
+    int features = is_glu(output) ? set.weights[0]->rows : set.features, stride = features + 2, tiles = 0;
     Memory out = before(m, stride, features, output), partial((size_t)parts * m * set.features * 4);
     Memory ordered(ordered_bytes(m, k)), ordered_out(ordered_bytes(m, features));
     if (tiling.ordered) order(x.halves, m, k, ordered);
@@ -257,22 +290,23 @@ static void check_tiles(Tiling tiling, void (*kernel)(tile::Arguments), int m, s
     for (int i = 0; i < m * stride; i++) old.push_back(output == ADD ? ((float*)out.data())[i] : 0);
     tile::Arguments a = {};
     a.x = (const u16*)(tiling.ordered ? ordered : x.halves).data();
-    a.out = (output == SWIGLU_ORDERED ? ordered_out : out).data();
+    a.out = (output == GLU_ORDERED ? ordered_out : out).data();
     a.partial = (float*)partial.data();
     set.fill(a.matrix, true);
     a.matrices = (int)rows.size();
     a.m = m;
     a.k = k;
     a.out_stride = stride;
-    a.output = output == SWIGLU_ORDERED ? (int)tile::STORE_ORDERED : output == SWIGLU ? (int)tile::STORE_F16 : output;
+    a.output = output == GLU_ORDERED ? (int)tile::STORE_ORDERED : output == GLU ? (int)tile::STORE_F16 : output;
     a.parts = parts;
     a.out_scale = 1 / 16.0f;
+    a.activation = next_activation();
     for (int n : rows) tiles += ceil_div(n, tiling.features);
-    if (output == SWIGLU) tiles = ceil_div(2 * features, tiling.features);
-    if (output == SWIGLU_ORDERED) tiles = ceil_div(2 * filled(features), tiling.features);
+    if (output == GLU) tiles = ceil_div(2 * features, tiling.features);
+    if (output == GLU_ORDERED) tiles = ceil_div(2 * filled(features), tiling.features);
     launch(tiles, ceil_div(m, tiling.columns), parts, tiling.threads, [&] { kernel(a); }, tiling.ordered ? parts : 1);
     partial.check(what);
-    if (output == SWIGLU_ORDERED) disorder(what, ordered_out, m, features, out);
+    if (output == GLU_ORDERED) disorder(what, ordered_out, m, features, out);
     if (parts > 1 && !tiling.ordered) launch(ceil_div(set.features, tiled::SUM_THREADS), m, 1, tiled::SUM_THREADS, [&] { tiled::linear_tiled_sum(a); });
     compare(what, out, m, features, stride, output, 1e-5, [&](int i, int j) {
         return old[i * stride + j] + set.result(j, &x.values[(size_t)i * k], output);
@@ -294,7 +328,7 @@ static small::Arguments arguments_of(const Set& set, const Memory& x, int m, int
     set.fill(a.matrix, true);
     int tiles = 0, index = 0;
     for (auto& w : set.weights) {
-        if (!is_swiglu(output) || index == 0) tiles += ceil_div(w->rows, tile_features);
+        if (!is_glu(output) || index == 0) tiles += ceil_div(w->rows, tile_features);
         for (int i = index++; i < (int)std::size(a.tiles); i++) a.tiles[i] = tiles;
     }
     a.each = tiles / by.clusters;
@@ -309,6 +343,7 @@ static small::Arguments arguments_of(const Set& set, const Memory& x, int m, int
     a.k = k;
     a.out_stride = stride;
     a.out_scale = 1 / 16.0f;
+    a.activation = next_activation();
     return a;
 }
 static void launch_small(void (*kernel)(small::Arguments), const small::Arguments& a, Launched by) {
@@ -320,16 +355,16 @@ static void check_small(const char* name, void (*kernel)(small::Arguments), int 
     char what[128];
     snprintf(what, sizeof what, "%s, %d rows, K = %d, %d clusters of %d blocks", name, m, k, clusters, parts);
     Set set(rows, k);
-    int features = is_swiglu(output) ? set.weights[0]->rows : set.features, stride = features + 2;
+    int features = is_glu(output) ? set.weights[0]->rows : set.features, stride = features + 2;
     Activations x(m, k);
     Memory out = before(m, stride, features, output), ordered(ordered_bytes(m, k)), ordered_out(ordered_bytes(m, features));
     if (input == small::ORDERED) order(x.halves, m, k, ordered);
     std::vector<double> old;
     for (int i = 0; i < m * stride; i++) old.push_back(output == ADD ? ((float*)out.data())[i] : 0);
     Launched by = {input, tile, clusters, parts};
-    Memory& to = output == SWIGLU_ORDERED ? ordered_out : out;
+    Memory& to = output == GLU_ORDERED ? ordered_out : out;
     launch_small(kernel, arguments_of(set, input == small::ORDERED ? ordered : x.halves, m, k, output, to, stride, by), by);
-    if (output == SWIGLU_ORDERED) disorder(what, ordered_out, m, features, out);
+    if (output == GLU_ORDERED) disorder(what, ordered_out, m, features, out);
     compare(what, out, m, features, stride, output, 1e-5, [&](int i, int j) {
         return old[i * stride + j] + set.result(j, &x.values[(size_t)i * k], output);
     });
@@ -342,7 +377,7 @@ static void check_deferred(void (*maker)(small::Arguments), void (*taker)(small:
     char what[128];
     snprintf(what, sizeof what, "a norm of %d rows of %d that is deferred, with %g of its factor", m, width, factor);
     bool is_ordered = makes.input == small::ORDERED;
-    Set first({width}, k), second(is_swiglu(output) ? std::initializer_list<int>{40, 40} : std::initializer_list<int>{40, 24, 9}, width);
+    Set first({width}, k), second(is_glu(output) ? std::initializer_list<int>{40, 40} : std::initializer_list<int>{40, 24, 9}, width);
     Activations x(m, k);
     Memory ordered(ordered_bytes(m, k)), residual = before(m, width, width, ADD), rows(is_ordered ? ordered_bytes(m, width) : m * width * 2);
     if (is_ordered) order(x.halves, m, k, ordered);
@@ -373,13 +408,13 @@ static void check_deferred(void (*maker)(small::Arguments), void (*taker)(small:
         if (!(std::fabs(got - want[i]) <= 1e-4 * (1 + std::fabs(want[i])))) wrong(what, i / width, i % width, got, want[i]);
     }
 
-    int features = is_swiglu(output) ? second.weights[0]->rows : second.features, stride = features + 2;
+    int features = is_glu(output) ? second.weights[0]->rows : second.features, stride = features + 2;
     Memory out = before(m, stride, features, output), ordered_out(ordered_bytes(m, features));
-    Memory& to = output == SWIGLU_ORDERED ? ordered_out : out;
+    Memory& to = output == GLU_ORDERED ? ordered_out : out;
     a = arguments_of(second, rows, m, width, output, to, stride, takes);
     a.norm = {weight.data(), (float*)squares.data(), told.data(), tiles, nullptr, left.data(), (const float*)residual.data(), 1e-6f};
     launch_small(taker, a, takes);
-    if (output == SWIGLU_ORDERED) disorder(what, ordered_out, m, features, out);
+    if (output == GLU_ORDERED) disorder(what, ordered_out, m, features, out);
     std::vector<double> normed;
     for (int i = 0; i < m * width; i++) normed.push_back(((float*)residual.data())[i] * factors[i / width] * weight[i % width]);
     // Rows are rounded to f16.
@@ -415,13 +450,13 @@ int main() {
     check_tiles(wide_by(64), w64, 64, {192}, 656, 3, ADD);
     check_tiles(wide_by(64), w64, 70, {33}, 16, 1, F32);
     check_tiles(wide_by(128), w128, 100, {50, 30}, 400, 2, F32);
-    auto ws8 = [](tile::Arguments a) { wide::linear_wide_swiglu_8(a); };
-    auto ws64 = [](tile::Arguments a) { wide::linear_wide_swiglu_64(a); };
-    check_tiles(wide_by(8), ws8, 5, {203, 203}, 272, 1, SWIGLU);
-    check_tiles(wide_by(64), ws64, 70, {40, 40}, 656, 1, SWIGLU);
-    check_tiles(wide_by(64), ws64, 40, {208, 208}, 784, 1, SWIGLU_ORDERED);
-    check_tiles(wide_by(8), ws8, 8, {112, 112}, 1024, 3, SWIGLU_ORDERED);
-    check_tiles(wide_by(8), ws8, 11, {90, 90}, 272, 1, SWIGLU_ORDERED);
+    auto ws8 = [](tile::Arguments a) { wide::linear_wide_glu_8(a); };
+    auto ws64 = [](tile::Arguments a) { wide::linear_wide_glu_64(a); };
+    check_tiles(wide_by(8), ws8, 5, {203, 203}, 272, 1, GLU);
+    check_tiles(wide_by(64), ws64, 70, {40, 40}, 656, 1, GLU);
+    check_tiles(wide_by(64), ws64, 40, {208, 208}, 784, 1, GLU_ORDERED);
+    check_tiles(wide_by(8), ws8, 8, {112, 112}, 1024, 3, GLU_ORDERED);
+    check_tiles(wide_by(8), ws8, 11, {90, 90}, 272, 1, GLU_ORDERED);
 #endif
 
     auto f4 = [](small::Arguments a) { small::linear_f32_4(a); };
@@ -432,9 +467,9 @@ int main() {
     auto h4 = [](small::Arguments a) { small::linear_f16_4(a); };
     auto add8 = [](small::Arguments a) { small::linear_add_8(a); };
     auto add4 = [](small::Arguments a) { small::linear_add_4(a); };
-    auto swiglu8 = [](small::Arguments a) { small::linear_swiglu_8(a); };
-    auto swiglu16 = [](small::Arguments a) { small::linear_swiglu_16(a); };
-    auto swiglu1 = [](small::Arguments a) { small::linear_swiglu_1(a); };
+    auto glu8 = [](small::Arguments a) { small::linear_glu_8(a); };
+    auto glu16 = [](small::Arguments a) { small::linear_glu_16(a); };
+    auto glu1 = [](small::Arguments a) { small::linear_glu_1(a); };
     check_small("f32_1", f1, 1, {40, 24, 9}, 656, F32, small::PLAIN, 3, 1, small::SPLIT);
     check_small("add_1", add1, 1, {50}, 2064, ADD, small::PLAIN, 4, 1, small::SPLIT);
     check_small("f32_4", f4, 2, {40, 24, 9}, 656, F32, small::PLAIN, 3, 1, small::SPLIT);
@@ -444,16 +479,16 @@ int main() {
     check_small("f32_8", f8, 8, {40, 20}, 400, F32, small::PLAIN, 2, 1, small::ROWS);
     check_small("add_8", add8, 5, {23}, 2320, ADD, small::PLAIN, 2, 1, small::ROWS);
     check_small("f32_16", f16, 13, {72}, 272, F32, small::PLAIN, 2, 1, small::ROWS);
-    check_small("swiglu_8", swiglu8, 6, {24, 24}, 272, SWIGLU, small::PLAIN, 2, 1, small::PAIR);
-    check_small("swiglu_16", swiglu16, 11, {20, 20}, 144, SWIGLU, small::PLAIN, 1, 1, small::PAIR);
-    check_small("swiglu_1", swiglu1, 1, {16, 16}, 272, SWIGLU, small::PLAIN, 2, 1, small::PAIR);
+    check_small("glu_8", glu8, 6, {24, 24}, 272, GLU, small::PLAIN, 2, 1, small::PAIR);
+    check_small("glu_16", glu16, 11, {20, 20}, 144, GLU, small::PLAIN, 1, 1, small::PAIR);
+    check_small("glu_1", glu1, 1, {16, 16}, 272, GLU, small::PLAIN, 2, 1, small::PAIR);
     // As large as the rows; so large that they do not fit f16; so small that they vanish.
     for (double factor : {1.0, 1e5, 1e-5}) {
         Launched split = {small::PLAIN, small::SPLIT, 3, 1}, pair = {small::PLAIN, small::PAIR, 2, 1};
         check_deferred(add1, f1, 1, 656, 192, factor, F32, split, split);
-        check_deferred(add1, swiglu1, 1, 272, 3136, factor, SWIGLU, split, pair);
+        check_deferred(add1, glu1, 1, 272, 3136, factor, GLU, split, pair);
         check_deferred(add4, f4, 3, 272, 320, factor, F32, split, split);
-        check_deferred(add4, swiglu8, 4, 272, 64, factor, SWIGLU, split, pair);
+        check_deferred(add4, glu8, 4, 272, 64, factor, GLU, split, pair);
     }
 #if __CUDA_ARCH__ >= 900
     check_small("f32_1", f1, 1, {40, 24, 9}, 656, F32, small::PLAIN, 3, 2, small::SPLIT);
@@ -464,26 +499,26 @@ int main() {
     auto f_ordered = [](small::Arguments a) { small::linear_f32_ordered_8(a); };
     auto h_ordered = [](small::Arguments a) { small::linear_f16_ordered_8(a); };
     auto add_ordered = [](small::Arguments a) { small::linear_add_ordered_8(a); };
-    auto swiglu_ordered = [](small::Arguments a) { small::linear_swiglu_ordered_8(a); };
+    auto glu_ordered = [](small::Arguments a) { small::linear_glu_ordered_8(a); };
     check_small("f32_ordered", f_ordered, 8, {40, 20}, 400, F32, small::ORDERED, 2, 1, small::ROWS);
     check_small("f32_ordered", f_ordered, 5, {40, 20, 9}, 1168, F32, small::ORDERED, 2, 2, small::ROWS);
     check_small("f16_ordered", h_ordered, 6, {33}, 16, F16, small::ORDERED, 1, 1, small::ROWS);
     check_small("add_ordered", add_ordered, 7, {23}, 2320, ADD, small::ORDERED, 2, 2, small::ROWS);
-    check_small("swiglu_ordered", swiglu_ordered, 8, {24, 24}, 272, SWIGLU_ORDERED, small::ORDERED, 2, 1, small::PAIR);
-    check_small("swiglu_ordered", swiglu_ordered, 6, {128, 128}, 1040, SWIGLU_ORDERED, small::ORDERED, 3, 1, small::PAIR);
+    check_small("glu_ordered", glu_ordered, 8, {24, 24}, 272, GLU_ORDERED, small::ORDERED, 2, 1, small::PAIR);
+    check_small("glu_ordered", glu_ordered, 6, {128, 128}, 1040, GLU_ORDERED, small::ORDERED, 3, 1, small::PAIR);
     auto f_ordered_16 = [](small::Arguments a) { small::linear_f32_ordered_16(a); };
     auto add_ordered_16 = [](small::Arguments a) { small::linear_add_ordered_16(a); };
-    auto swiglu_ordered_16 = [](small::Arguments a) { small::linear_swiglu_ordered_16(a); };
+    auto glu_ordered_16 = [](small::Arguments a) { small::linear_glu_ordered_16(a); };
     check_small("f32_ordered_16", f_ordered_16, 16, {40, 20, 9}, 1168, F32, small::ORDERED, 2, 1, small::ROWS);
     check_small("add_ordered_16", add_ordered_16, 11, {83}, 1296, ADD, small::ORDERED, 2, 2, small::ROWS);
-    check_small("swiglu_ordered_16", swiglu_ordered_16, 13, {40, 40}, 272, SWIGLU_ORDERED, small::ORDERED, 2, 1, small::PAIR);
+    check_small("glu_ordered_16", glu_ordered_16, 13, {40, 40}, 272, GLU_ORDERED, small::ORDERED, 2, 1, small::PAIR);
     for (double factor : {1.0, 1e5, 1e-5}) {
         Launched split = {small::PLAIN, small::SPLIT, 3, 2}, rows = {small::ORDERED, small::ROWS, 2, 2}, pair = {small::ORDERED, small::PAIR, 3, 1};
         check_deferred(add1, f1, 1, 1296, 704, factor, F32, split, split);
         check_deferred(add_ordered, f_ordered, 7, 1168, 320, factor, F32, rows, rows);
-        check_deferred(add_ordered, swiglu_ordered, 8, 272, 576, factor, SWIGLU_ORDERED, rows, pair);
+        check_deferred(add_ordered, glu_ordered, 8, 272, 576, factor, GLU_ORDERED, rows, pair);
         check_deferred(add_ordered_16, f_ordered_16, 11, 400, 640, factor, F32, rows, rows);
-        check_deferred(add_ordered_16, swiglu_ordered_16, 16, 272, 192, factor, SWIGLU_ORDERED, rows, pair);
+        check_deferred(add_ordered_16, glu_ordered_16, 16, 272, 192, factor, GLU_ORDERED, rows, pair);
     }
 #endif
     puts("ok");

@@ -225,6 +225,11 @@ T atomicMin(T* p, T value) {
     *p = min(*p, value);
     return before;
 }
+inline u32 atomicCAS(u32* p, u32 expected, u32 value) {
+    u32 before = *p;
+    if (before == expected) *p = value;
+    return before;
+}
 template <class T>
 T __ldcg(const T* p) {
     return *p;

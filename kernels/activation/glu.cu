@@ -1,30 +1,46 @@
-// silu(gate) * up, the addition of a bias to rows, and changes of type.
-#include "activation/silu.cuh"
+// Gated activations, soft caps, the addition of a bias to rows, and changes of type.
+#include "activation/gate.cuh"
 #include "common/ptx.cuh"
 
-struct SwigluArguments {
+struct GluArguments {
     const u16* gate_up;     // f16 [rows, 2 width]: gate, then up
     u16* y;                 // f16 [rows, width]
     int width;              // a multiple of 8
     float scale;            // of the result, which may be large
+    int activation;
 };
 
 constexpr int THREADS = 256;
 
-__device__ __forceinline__ u32 product(u32 gate, u32 up, float scale) {
-    return pack_f16(silu(f16_low(gate)) * f16_low(up) * scale, silu(f16_high(gate)) * f16_high(up) * scale);
+__device__ __forceinline__ u32 product(u32 gate, u32 up, float scale, int activation) {
+    return pack_f16(activate(activation, f16_low(gate)) * f16_low(up) * scale,
+                    activate(activation, f16_high(gate)) * f16_high(up) * scale);
 }
 
 // Grid: (ceil(width / 8 / THREADS), rows)
-extern "C" __global__ void __launch_bounds__(THREADS) swiglu(const __grid_constant__ SwigluArguments a) {
+extern "C" __global__ void __launch_bounds__(THREADS) glu(const __grid_constant__ GluArguments a) {
     wait_for_earlier_kernels();
     let_later_kernels_start();
     int i = blockIdx.x * THREADS + threadIdx.x, pieces = a.width / 8;
     if (i >= pieces) return;
     const uint4* row = (const uint4*)a.gate_up + (size_t)blockIdx.y * 2 * pieces;
     uint4 g = row[i], u = row[pieces + i];
-    uint4 y = make_uint4(product(g.x, u.x, a.scale), product(g.y, u.y, a.scale), product(g.z, u.z, a.scale), product(g.w, u.w, a.scale));
+    auto made = [&](u32 gate, u32 up) { return product(gate, up, a.scale, a.activation); };
+    uint4 y = make_uint4(made(g.x, u.x), made(g.y, u.y), made(g.z, u.z), made(g.w, u.w));
     ((uint4*)a.y)[(size_t)blockIdx.y * pieces + i] = y;
+}
+
+struct CapArguments {
+    float* x;
+    u64 count;
+    float cap;
+};
+
+// x = cap * tanh(x / cap)
+extern "C" __global__ void __launch_bounds__(THREADS) soft_cap(const __grid_constant__ CapArguments a) {
+    wait_for_earlier_kernels();
+    u64 i = (u64)blockIdx.x * THREADS + threadIdx.x;
+    if (i < a.count) a.x[i] = a.cap * tanhf(a.x[i] / a.cap);
 }
 
 struct BiasArguments {

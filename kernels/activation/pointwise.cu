@@ -1,0 +1,44 @@
+// What happens to f32 one by one, for the unfused path: gated activations, sums, factors, and one value for all.
+#include "activation/gate.cuh"
+#include "common/ptx.cuh"
+
+struct Arguments {
+    float* x;           // [count]
+    const float* y;     // [period], of which element i % period belongs to x[i]; or null
+    u64 count;
+    u64 period;
+    float factor;
+    int activation;
+};
+
+constexpr int THREADS = 256;
+
+// Grid: (blocks of THREADS elements, as many as there are at a time, and again)
+template <class F>
+__device__ __forceinline__ void each(const Arguments& a, F change) {
+    wait_for_earlier_kernels();
+    for (u64 i = (u64)blockIdx.x * THREADS + threadIdx.x; i < a.count; i += (u64)gridDim.x * THREADS) {
+        a.x[i] = change(a.x[i], a.y ? a.y[i % a.period] : 0);
+    }
+}
+
+// x = act(x) * y
+extern "C" __global__ void __launch_bounds__(THREADS) pointwise_glu(const __grid_constant__ Arguments a) {
+    each(a, [&](float x, float y) { return activate(a.activation, x) * y; });
+}
+// x += y
+extern "C" __global__ void __launch_bounds__(THREADS) pointwise_add(const __grid_constant__ Arguments a) {
+    each(a, [](float x, float y) { return x + y; });
+}
+// x *= factor
+extern "C" __global__ void __launch_bounds__(THREADS) pointwise_scale(const __grid_constant__ Arguments a) {
+    each(a, [&](float x, float) { return x * a.factor; });
+}
+// x = factor, whatever it was
+extern "C" __global__ void __launch_bounds__(THREADS) pointwise_fill(const __grid_constant__ Arguments a) {
+    each(a, [&](float, float) { return a.factor; });
+}
+// x = factor * tanh(x / factor)
+extern "C" __global__ void __launch_bounds__(THREADS) pointwise_cap(const __grid_constant__ Arguments a) {
+    each(a, [&](float x, float) { return a.factor * tanhf(x / a.factor); });
+}

@@ -1,0 +1,188 @@
+// Attention of many rows of one sequence over its cached keys and values, causal: row i stands at first_position + i and sees
+// the positions up to its own. Bound by the tensor cores.
+//
+// A block takes 128 rows of one query head, 16 to a warp, and walks over the pages; a page's keys and values are copied to
+// shared memory while the one before is worked on. Scores stay in registers and become the A operand of the product with the
+// values; the softmax is kept running. 16-byte pieces in shared memory are exchanged by row so that loads of matrices meet no
+// bank twice.
+#pragma once
+#include "common/pages.cuh"
+#include "common/ptx.cuh"
+
+constexpr int WARPS = 8;
+constexpr int ROWS = WARPS * 16;
+
+struct Arguments {
+    const u16* q;           // f16 [rows, heads, D], scaled by the scores' scale times log2(e)
+    u16* out;               // f16 [rows, heads, D]
+    Pages pages;            // of the one sequence
+    int heads;
+    int rows;
+    int first_position;
+    int window;             // positions that a row sees, its own included; 0: all
+    float cap;              // of the scores, times log2(e); 0: none
+};
+
+template <int D>
+__device__ __forceinline__ void run(const Arguments& a) {
+    constexpr int KEY_PIECES = D / 8, VALUE_PIECES = PAGE / 8, TILE = PAGE * D;
+    // Wide heads leave room for one page at a time, and no registers for queries.
+    constexpr bool WIDE = D > 128;
+    constexpr int STAGES = WIDE ? 1 : 2;
+    extern __shared__ __align__(128) u16 shared[];  // [STAGES][keys, values][TILE]
+    int lane = lane_id(), warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
+    // The blocks that see most positions start first.
+    int first_row = (gridDim.y - 1 - blockIdx.y) * ROWS;
+    int head = blockIdx.x, kv_head = head / (a.heads / a.pages.kv_heads);
+
+    auto key_at = [&](u16* tile, int row, int piece) { return tile + row * D + swizzled_piece<KEY_PIECES>(row, piece) * 8; };
+    auto value_at = [&](u16* tile, int row, int piece) { return tile + row * PAGE + ((piece ^ (row % 8)) * 8); };
+    auto load = [&](int page) {
+        u16* to = shared + page % STAGES * 2 * TILE;
+        const u16* k = keys<D>(a.pages, 0, page * PAGE, kv_head);
+        const u16* v = values<D>(a.pages, 0, page * PAGE, kv_head);
+        for (int i = threadIdx.x; i < TILE / 8; i += WARPS * WARP) {
+            copy_async_16(shared_address(key_at(to, i / KEY_PIECES, i % KEY_PIECES)), k + i * 8, 16);
+            copy_async_16(shared_address(value_at(to + TILE, i / VALUE_PIECES, i % VALUE_PIECES)), v + i * 8, 16);
+        }
+        copy_async_commit();
+    };
+
+    wait_for_earlier_kernels();
+    int last_row = min(first_row + ROWS, a.rows) - 1;
+    int pages = (a.first_position + last_row) / PAGE + 1;
+    int first_page = a.window > 0 ? max(a.first_position + first_row + 1 - a.window, 0) / PAGE : 0;
+    if (!WIDE) load(first_page);
+
+    int rows[2] = {first_row + warp * 16 + g, first_row + warp * 16 + g + 8};
+    const u16* from[2];
+    u32 held[WIDE ? 1 : D / 16][4];
+    auto load_query = [&](int k, u32 (&q)[4]) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            q[i] = *(const u32*)(from[i] + 16 * k + 2 * t);
+            q[i + 2] = *(const u32*)(from[i] + 16 * k + 2 * t + 8);
+        }
+    };
+#pragma unroll
+    for (int i = 0; i < 2; i++) from[i] = a.q + ((size_t)min(rows[i], a.rows - 1) * a.heads + head) * D;
+    if (!WIDE) {
+#pragma unroll
+        for (int k = 0; k < D / 16; k++) load_query(k, held[WIDE ? 0 : k]);
+    }
+    float sums[D / 8][4] = {}, top[2] = {-INFINITY, -INFINITY}, weight[2] = {0, 0};
+    // ldmatrix: lanes 8 i to 8 i + 7 address matrix i of four; the first two are one tile of 8 columns by 16 of the sum.
+    int matrix_row = lane % 8 + lane / 16 * 8, matrix_half = lane / 8 % 2;
+
+    for (int page = first_page; page < pages; page++) {
+        if (WIDE) {
+            __syncthreads();
+            load(page);
+        }
+        copy_async_wait<0>();
+        __syncthreads();
+        if (!WIDE && page + 1 < pages) load(page + 1);
+        u16* k_tile = shared + page % STAGES * 2 * TILE;
+        u16* v_tile = k_tile + TILE;
+
+        float score[PAGE / 8][4] = {};
+        auto multiply = [&](int n, int k, const u32(&q)[4]) {
+            u32 b[4];
+            load_matrices(b, shared_address(key_at(k_tile, n * 8 + matrix_row, 2 * k + matrix_half)));
+            mma_f16(score[n], q[0], q[1], q[2], q[3], b[0], b[1]);
+            mma_f16(score[n + 1], q[0], q[1], q[2], q[3], b[2], b[3]);
+        };
+        if (WIDE) {
+#pragma unroll 2
+            for (int k = 0; k < D / 16; k++) {
+                u32 q[4];
+                load_query(k, q);
+#pragma unroll
+                for (int n = 0; n < PAGE / 8; n += 2) multiply(n, k, q);
+            }
+        } else {
+#pragma unroll
+            for (int n = 0; n < PAGE / 8; n += 2) {
+#pragma unroll
+                for (int k = 0; k < D / 16; k++) multiply(n, k, held[WIDE ? 0 : k]);
+            }
+        }
+        if (a.cap > 0) {
+#pragma unroll
+            for (int n = 0; n < PAGE / 8; n++) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) score[n][i] = capped(score[n][i], a.cap);
+            }
+        }
+        if ((page + 1) * PAGE > a.first_position + first_row + warp * 16) {
+#pragma unroll
+            for (int n = 0; n < PAGE / 8; n++) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    if (page * PAGE + n * 8 + 2 * t + i % 2 > a.first_position + rows[i / 2]) score[n][i] = -INFINITY;
+                }
+            }
+        }
+        if (a.window > 0 && page * PAGE <= a.first_position + first_row + warp * 16 + 15 - a.window) {
+#pragma unroll
+            for (int n = 0; n < PAGE / 8; n++) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    if (page * PAGE + n * 8 + 2 * t + i % 2 <= a.first_position + rows[i / 2] - a.window) score[n][i] = -INFINITY;
+                }
+            }
+        }
+        float factor[2], least[2];
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float best = top[r];
+#pragma unroll
+            for (int n = 0; n < PAGE / 8; n++) best = fmaxf(best, fmaxf(score[n][2 * r], score[n][2 * r + 1]));
+            best = fmaxf(best, __shfl_xor_sync(ALL_LANES, best, 1));
+            best = fmaxf(best, __shfl_xor_sync(ALL_LANES, best, 2));
+            // The window of a row may begin later, and it has seen nothing then.
+            least[r] = best == -INFINITY ? 0 : best;
+            factor[r] = exp2_approx(top[r] - least[r]);
+            top[r] = best;
+            weight[r] *= factor[r];
+        }
+        u32 p[PAGE / 8][2];
+#pragma unroll
+        for (int n = 0; n < PAGE / 8; n++) {
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                float x = exp2_approx(score[n][2 * r] - least[r]), y = exp2_approx(score[n][2 * r + 1] - least[r]);
+                weight[r] += x + y;
+                p[n][r] = pack_f16(x, y);
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < D / 8; n += 2) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                sums[n][i] *= factor[i / 2];
+                sums[n + 1][i] *= factor[i / 2];
+            }
+#pragma unroll
+            for (int k = 0; k < PAGE / 16; k++) {
+                u32 b[4];
+                load_matrices(b, shared_address(value_at(v_tile, n * 8 + matrix_row, 2 * k + matrix_half)));
+                mma_f16(sums[n], p[2 * k][0], p[2 * k][1], p[2 * k + 1][0], p[2 * k + 1][1], b[0], b[1]);
+                mma_f16(sums[n + 1], p[2 * k][0], p[2 * k][1], p[2 * k + 1][0], p[2 * k + 1][1], b[2], b[3]);
+            }
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        weight[r] += __shfl_xor_sync(ALL_LANES, weight[r], 1);
+        weight[r] += __shfl_xor_sync(ALL_LANES, weight[r], 2);
+        if (rows[r] >= a.rows) continue;
+        u16* out = a.out + ((size_t)rows[r] * a.heads + head) * D;
+        float factor = 1 / weight[r];
+#pragma unroll
+        for (int n = 0; n < D / 8; n++) *(u32*)(out + n * 8 + 2 * t) = pack_f16(sums[n][2 * r] * factor, sums[n][2 * r + 1] * factor);
+    }
+}
+
+#define KERNEL(D)                                                                                                                    \
+    extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1) attention_prefill_##D(const __grid_constant__ Arguments a) { run<D>(a); }

@@ -1,0 +1,99 @@
+//! The names of a text model that is published within a model of text, pictures and sound: what its tensors are called alone, and
+//! which tensors are not its own. Knows nothing of what is in them.
+
+/// Beginnings of names within larger models, and what stands there in a text model's.
+const WITHIN: [(&str, &str); 3] = [
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("model.language_model.", "model."),
+];
+
+/// Parts of larger models that read pictures or sound, or bring what was read to the text model.
+const BESIDE: [&str; 11] = [
+    "vision_tower.",
+    "vision_model.",
+    "vision_embed_tokens.",
+    "visual.",
+    "embed_vision.",
+    "multi_modal_projector.",
+    "mm_projector.",
+    "audio_tower.",
+    "audio_model.",
+    "embed_audio.",
+    "patch_merger.",
+];
+
+/// The name of the tensor `key` in a text model.
+pub(super) fn logical(key: &str) -> String {
+    for (within, alone) in WITHIN {
+        if let Some(rest) = key.strip_prefix(within) {
+            return format!("{alone}{rest}");
+        }
+    }
+    key.to_owned()
+}
+
+/// Whether the entry `name` is of a text model, rather than of the parts for pictures and sound that are published beside it.
+pub fn is_of_text_model(name: &str) -> bool {
+    let name = name.strip_prefix("model.").unwrap_or(name);
+    !BESIDE.iter().any(|part| name.starts_with(part))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn published_names_become_those_of_a_text_model() {
+        for (published, name) in [
+            (
+                "language_model.model.layers.3.mlp.up_proj.weight",
+                "model.layers.3.mlp.up_proj.weight",
+            ),
+            (
+                "model.language_model.layers.0.self_attn.q_norm.weight",
+                "model.layers.0.self_attn.q_norm.weight",
+            ),
+            (
+                "model.language_model.embed_tokens.weight",
+                "model.embed_tokens.weight",
+            ),
+            ("language_model.model.norm.weight", "model.norm.weight"),
+            ("language_model.lm_head.weight", "lm_head.weight"),
+            ("lm_head.weight", "lm_head.weight"),
+            (
+                "model.layers.0.input_layernorm.weight",
+                "model.layers.0.input_layernorm.weight",
+            ),
+            (
+                "model.vision_tower.encoder.layers.0.mlp.fc1.weight",
+                "model.vision_tower.encoder.layers.0.mlp.fc1.weight",
+            ),
+        ] {
+            assert_eq!(logical(published), name);
+        }
+    }
+
+    #[test]
+    fn parts_for_pictures_and_sound_are_not_of_the_text_model() {
+        for name in [
+            "vision_tower.vision_model.encoder.layers.0.self_attn.q_proj.weight",
+            "model.vision_tower.patch_embed.weight",
+            "multi_modal_projector.mm_input_projection_weight",
+            "model.multi_modal_projector.linear_1.weight",
+            "visual.blocks.0.mlp.gate_proj.weight",
+            "model.visual.merger.mlp.0.weight",
+            "audio_tower.layers.0.fc1.weight",
+            "model.embed_vision.embedding.weight",
+        ] {
+            assert!(!is_of_text_model(name), "{name}");
+        }
+        for name in [
+            "model.layers.0.mlp.up_proj.weight",
+            "lm_head.weight",
+            "model.embed_tokens.weight",
+        ] {
+            assert!(is_of_text_model(name), "{name}");
+        }
+    }
+}

@@ -1,0 +1,338 @@
+//! One operation a kernel, from f32 to f32: what a block is on a device before anything is fused, and what fused kernels are compared
+//! with. Only the cache holds f16. Everything is enqueued.
+
+use super::attention::{PageTable, Pages};
+use super::gpu::int;
+use super::launch::Launch;
+use super::linear::Activation;
+use super::memory::DeviceSlice;
+use super::nvrtc::Unit;
+use crate::base::Result;
+use crate::base::error::bail;
+use crate::base::size::product;
+
+/// What the kernels of this file are passed, by the start of their names.
+pub(super) const ARGUMENTS: &[(&str, usize)] = &[
+    ("rms_norm_f32", size_of::<NormArguments>()),
+    ("rotate", size_of::<RotateArguments>()),
+    ("pointwise_", size_of::<PointwiseArguments>()),
+    ("attention_reference", size_of::<AttendArguments>()),
+    ("attention_store", size_of::<StoreArguments>()),
+];
+
+const THREADS: u32 = 256;
+/// Blocks that walk over an array at most.
+const MOST_BLOCKS: usize = 65_535;
+/// Elements of a head at most.
+const MOST_ELEMENTS: usize = 256;
+
+/// Elements of an array of f32.
+fn elements(x: DeviceSlice<'_>) -> usize {
+    x.bytes() / size_of::<f32>()
+}
+
+/// Refuses an array that is not exactly so large.
+fn expect(what: &str, x: DeviceSlice<'_>, sizes: &[usize]) -> Result<()> {
+    let wanted = product(what, sizes)?;
+    if elements(x) != wanted {
+        bail!(
+            Internal,
+            "{what}: {} elements, and {wanted} are wanted",
+            elements(x)
+        );
+    }
+    Ok(())
+}
+
+#[repr(C)]
+struct NormArguments {
+    x: u64,
+    weight: u64,
+    y: u64,
+    width: i32,
+    eps: f32,
+}
+
+/// `out = x / sqrt(mean(x^2) + eps) * weight`, row by row; rows are as long as `weight`. `out` may be `x`.
+pub fn rms_norm_f32(
+    x: DeviceSlice<'_>,
+    weight: DeviceSlice<'_>,
+    eps: f32,
+    out: DeviceSlice<'_>,
+) -> Result<()> {
+    let width = elements(weight);
+    if width == 0 || !elements(x).is_multiple_of(width) {
+        bail!(
+            Internal,
+            "a norm of {} elements, which are not whole rows of {width}",
+            elements(x)
+        );
+    }
+    expect("normalised rows", out, &[elements(x)])?;
+    let arguments = NormArguments {
+        x: x.address(),
+        weight: weight.address(),
+        y: out.address(),
+        width: int("the width of a norm", width)?,
+        eps,
+    };
+    let rows = int("rows", elements(x) / width)?;
+    let launch = Launch::new([rows as u32, 1, 1], THREADS);
+    // SAFETY: the struct is the kernel's; sizes were checked.
+    unsafe { launch.run(x.gpu(), Unit::RmsNormF32, "rms_norm_f32", &arguments) }
+}
+
+#[repr(C)]
+struct RotateArguments {
+    x: u64,
+    cos: u64,
+    sin: u64,
+    heads: i32,
+    dim: i32,
+    half: i32,
+}
+
+/// Rotates `x` `[rows, heads, dim]` in place, row i by the cosines and sines in row i of `cos` and `sin`, `[rows, rotary_dim / 2]`: of the
+/// first rotary_dim elements of a head, element i pairs with element i + rotary_dim / 2, and the others pass unchanged.
+pub fn rotate(
+    x: DeviceSlice<'_>,
+    heads: usize,
+    dim: usize,
+    cos: DeviceSlice<'_>,
+    sin: DeviceSlice<'_>,
+) -> Result<()> {
+    let row = heads * dim;
+    if row == 0 || !elements(x).is_multiple_of(row) {
+        bail!(
+            Internal,
+            "a rotation of {} elements, which are not whole rows of {heads} heads of {dim}",
+            elements(x)
+        );
+    }
+    let rows = elements(x) / row;
+    let half = elements(cos).checked_div(rows).unwrap_or(0);
+    if 2 * half > dim {
+        bail!(
+            Internal,
+            "a rotation of {} elements of heads of {dim}",
+            2 * half
+        );
+    }
+    expect("cosines", cos, &[rows, half])?;
+    expect("sines", sin, &[rows, half])?;
+    let arguments = RotateArguments {
+        x: x.address(),
+        cos: cos.address(),
+        sin: sin.address(),
+        heads: int("heads", heads)?,
+        dim: int("the size of a head", dim)?,
+        half: int("pairs of a head", half)?,
+    };
+    let pairs = int("pairs of a row", heads * half)? as u32;
+    let launch = Launch::new(
+        [int("rows", rows)? as u32, pairs.div_ceil(THREADS), 1],
+        THREADS,
+    );
+    // SAFETY: the struct is the kernel's; sizes were checked.
+    unsafe { launch.run(x.gpu(), Unit::Rotate, "rotate", &arguments) }
+}
+
+#[repr(C)]
+struct PointwiseArguments {
+    x: u64,
+    y: u64,
+    count: u64,
+    period: u64,
+    factor: f32,
+    activation: i32,
+}
+
+/// Runs a kernel over the elements of `x`, with those of `y` again and again beside them.
+fn pointwise(
+    name: &str,
+    x: DeviceSlice<'_>,
+    y: Option<DeviceSlice<'_>>,
+    factor: f32,
+    activation: Activation,
+) -> Result<()> {
+    let (count, period) = (elements(x), y.map_or(1, elements));
+    if period == 0 || !count.is_multiple_of(period) {
+        bail!(
+            Internal,
+            "{name}: {count} elements are not whole rows of {period}"
+        );
+    }
+    let arguments = PointwiseArguments {
+        x: x.address(),
+        y: y.map_or(0, |y| y.address()),
+        count: count as u64,
+        period: period as u64,
+        factor,
+        activation: activation as i32,
+    };
+    let blocks = count.div_ceil(THREADS as usize).min(MOST_BLOCKS);
+    let launch = Launch::new([blocks as u32, 1, 1], THREADS);
+    // SAFETY: the struct is the kernel's; sizes were checked.
+    unsafe { launch.run(x.gpu(), Unit::Pointwise, name, &arguments) }
+}
+
+/// `gate = act(gate) * up`, element by element.
+pub fn glu_f32(activation: Activation, gate: DeviceSlice<'_>, up: DeviceSlice<'_>) -> Result<()> {
+    expect("up", up, &[elements(gate)])?;
+    pointwise("pointwise_glu", gate, Some(up), 0.0, activation)
+}
+
+/// `x += y`, element by element; `y` may be one row that is added to each row of `x` (a bias).
+pub fn add(x: DeviceSlice<'_>, y: DeviceSlice<'_>) -> Result<()> {
+    pointwise("pointwise_add", x, Some(y), 0.0, Activation::Silu)
+}
+
+/// `x *= factor`.
+pub fn scale(x: DeviceSlice<'_>, factor: f32) -> Result<()> {
+    pointwise("pointwise_scale", x, None, factor, Activation::Silu)
+}
+
+/// `x = value`.
+pub fn fill(x: DeviceSlice<'_>, value: f32) -> Result<()> {
+    pointwise("pointwise_fill", x, None, value, Activation::Silu)
+}
+
+/// `x = cap * tanh(x / cap)`.
+pub fn cap_f32(x: DeviceSlice<'_>, cap: f32) -> Result<()> {
+    pointwise("pointwise_cap", x, None, cap, Activation::Silu)
+}
+
+/// How [`attention_reference`] attends.
+#[derive(Clone, Copy, Debug)]
+pub struct ReferenceAttention {
+    /// Query heads.
+    pub heads: usize,
+    /// Key/value heads.
+    pub kv_heads: usize,
+    /// Elements of one head: a multiple of 16 up to 256.
+    pub dim: usize,
+    /// Of the scores.
+    pub scale: f32,
+    /// Positions that a row sees, its own included; all if `None`.
+    pub window: Option<usize>,
+    /// Bounds scores softly: `cap * tanh(score / cap)`.
+    pub score_cap: Option<f32>,
+}
+
+#[repr(C)]
+struct AttendArguments {
+    q: u64,
+    out: u64,
+    pages: Pages,
+    heads: i32,
+    dim: i32,
+    first_position: i32,
+    window: i32,
+    scale: f32,
+    cap: f32,
+}
+
+/// Refuses heads that the kernels do not know, and positions without a page.
+fn check_heads(kv_heads: usize, dim: usize, pages: &PageTable<'_>, positions: usize) -> Result<()> {
+    if kv_heads == 0 || dim == 0 || dim > MOST_ELEMENTS || !dim.is_multiple_of(16) {
+        bail!(
+            Unsupported,
+            "attention of {kv_heads} key/value heads of {dim} on a GPU; head_dim must be a multiple of 16 up to {MOST_ELEMENTS}"
+        );
+    }
+    if positions > pages.stride * super::attention::PAGE {
+        bail!(Internal, "{positions} positions in {} pages", pages.stride);
+    }
+    Ok(())
+}
+
+/// Attention of the rows of f32 `q` `[rows, heads, dim]`, of one sequence from `first_position` on, over its cached keys and values: softmax(q
+/// k^T * scale) v in f32, to f32 `out` of the same shape. A row sees positions up to its own, whose pages must exist and hold them.
+pub fn attention_reference(
+    options: &ReferenceAttention,
+    pages: &PageTable<'_>,
+    q: DeviceSlice<'_>,
+    rows: usize,
+    first_position: usize,
+    out: DeviceSlice<'_>,
+) -> Result<()> {
+    let ReferenceAttention {
+        heads,
+        kv_heads,
+        dim,
+        ..
+    } = *options;
+    check_heads(kv_heads, dim, pages, first_position + rows)?;
+    if heads == 0 || !heads.is_multiple_of(kv_heads) || options.window == Some(0) {
+        bail!(
+            Unsupported,
+            "attention of {heads} query and {kv_heads} key/value heads in a window of {:?}; the query heads must be a multiple of the others, and a window at least 1",
+            options.window
+        );
+    }
+    expect("queries", q, &[rows, heads, dim])?;
+    expect("what attention makes", out, &[rows, heads, dim])?;
+    let arguments = AttendArguments {
+        q: q.address(),
+        out: out.address(),
+        pages: pages.argument(kv_heads, dim, 1)?,
+        heads: int("heads", heads)?,
+        dim: dim as i32,
+        first_position: int("the position", first_position)?,
+        window: int("the window", options.window.unwrap_or(0))?,
+        scale: options.scale,
+        cap: options.score_cap.unwrap_or(0.0),
+    };
+    let launch = Launch::new([int("rows", rows)? as u32, heads as u32, 1], THREADS);
+    // SAFETY: the struct is the kernel's; sizes were checked; pages are the caller's word.
+    unsafe {
+        launch.run(
+            q.gpu(),
+            Unit::AttentionReference,
+            "attention_reference",
+            &arguments,
+        )
+    }
+}
+
+#[repr(C)]
+struct StoreArguments {
+    k: u64,
+    v: u64,
+    pages: Pages,
+    dim: i32,
+    first_position: i32,
+}
+
+/// Rounds f32 keys and values `[rows, kv_heads, dim]` of one sequence to f16, ties to even, and stores them in the cache from
+/// `first_position` on, where pages must exist. What does not fit is noted where `pages` says.
+pub fn store_kv(
+    kv_heads: usize,
+    dim: usize,
+    pages: &PageTable<'_>,
+    k: DeviceSlice<'_>,
+    v: DeviceSlice<'_>,
+    rows: usize,
+    first_position: usize,
+) -> Result<()> {
+    check_heads(kv_heads, dim, pages, first_position + rows)?;
+    expect("keys", k, &[rows, kv_heads, dim])?;
+    expect("values", v, &[rows, kv_heads, dim])?;
+    let arguments = StoreArguments {
+        k: k.address(),
+        v: v.address(),
+        pages: pages.argument(kv_heads, dim, 1)?,
+        dim: dim as i32,
+        first_position: int("the position", first_position)?,
+    };
+    let launch = Launch::new([int("rows", rows)? as u32, kv_heads as u32, 1], THREADS);
+    // SAFETY: the struct is the kernel's; sizes were checked; pages are the caller's word.
+    unsafe {
+        launch.run(
+            k.gpu(),
+            Unit::AttentionReference,
+            "attention_store",
+            &arguments,
+        )
+    }
+}

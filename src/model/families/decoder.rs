@@ -1,0 +1,304 @@
+//! What the configs of all families have in common: sizes, heads, biases, rotation, and one block that all layers are like until a
+//! family says otherwise.
+
+use serde_json::{Map, Value};
+
+use super::keys::{Keys, LARGEST};
+use crate::base::Result;
+use crate::base::error::bail;
+use crate::format::nvfp4::BLOCK;
+use crate::model::rope::{self, RopeSet};
+use crate::model::spec::{
+    Activation, AttentionSpec, BlockSpec, ExpertsSpec, GatedMlpSpec, MlpSpec, NormNames,
+    NormPlacement, Spec,
+};
+
+/// More blocks than any model has, and few enough that listing the tensors they lack stays cheap.
+const MOST_LAYERS: usize = 4096;
+/// More experts than any model has.
+const MOST_EXPERTS: usize = 4096;
+
+/// A decoder whose blocks are all alike so far.
+pub(super) struct Decoder {
+    /// All but the blocks.
+    pub(super) spec: Spec,
+    /// What every block is, unless it differs.
+    pub(super) block: BlockSpec,
+    pub(super) layers: usize,
+}
+
+/// A config with values for keys that it does not have: what transformers takes where they are left out.
+pub(super) fn with_defaults(keys: &Keys<'_>, defaults: Value) -> Map<String, Value> {
+    let mut all = keys.0.clone();
+    if let Value::Object(defaults) = defaults {
+        for (key, value) in defaults {
+            if !all.contains_key(&key) {
+                all.insert(key, value);
+            }
+        }
+    }
+    all
+}
+
+impl Decoder {
+    /// Reads what all families have, with one rotation for all layers.
+    pub(super) fn read(keys: &Keys<'_>) -> Result<Decoder> {
+        Decoder::read_with(keys, |head_dim, max_positions| {
+            Ok(vec![rope::read(keys, head_dim, max_positions)?])
+        })
+    }
+
+    /// The same with rotations of the family's own, which are made for a head size and the longest context.
+    pub(super) fn read_with(
+        keys: &Keys<'_>,
+        ropes: impl FnOnce(usize, usize) -> Result<Vec<RopeSet>>,
+    ) -> Result<Decoder> {
+        let hidden_size = keys.required_size("hidden_size")?;
+        let layers = keys.required_size("num_hidden_layers")?;
+        if layers > MOST_LAYERS {
+            bail!(
+                CorruptFile,
+                "config: num_hidden_layers is {layers}; expected at most {MOST_LAYERS}"
+            );
+        }
+        multiple_of_block("hidden_size", hidden_size)?;
+        let max_positions = keys.size("max_position_embeddings")?.unwrap_or(2048);
+        let attention = attention(keys, hidden_size)?;
+        let mlp = GatedMlpSpec {
+            intermediate_size: intermediate_size(keys, "intermediate_size")?,
+            activation: activation(keys)?,
+            bias: keys.flag("mlp_bias")? == Some(true),
+        };
+        Ok(Decoder {
+            layers,
+            spec: Spec {
+                family: "",
+                hidden_size,
+                vocab_size: keys.required_size("vocab_size")?,
+                max_positions,
+                norm_eps: norm_eps(keys)?,
+                norm_plus_one: false,
+                embedding_scale: 1.0,
+                tied: keys.flag("tie_word_embeddings")?.unwrap_or(false),
+                logit_cap: cap(keys, "final_logit_softcapping")?,
+                ropes: ropes(attention.head_dim, max_positions)?,
+                blocks: Vec::new(),
+                norm_names: NormNames::PRE,
+                eos: keys.ids("eos_token_id")?,
+                bos: keys.ids("bos_token_id")?.first().copied(),
+            },
+            block: BlockSpec {
+                norms: NormPlacement {
+                    pre: true,
+                    post: false,
+                },
+                attention,
+                mlp: MlpSpec::Dense(mlp),
+            },
+        })
+    }
+
+    /// The biases that `attention_bias` in the config gives all four projections of attention.
+    pub(super) fn read_attention_bias(&mut self, keys: &Keys<'_>) -> Result<()> {
+        let bias = keys.flag("attention_bias")? == Some(true);
+        self.block.attention.qkv_bias = bias;
+        self.block.attention.o_bias = bias;
+        Ok(())
+    }
+
+    /// Refuses a mixture of experts, of a family that has none.
+    pub(super) fn refuse_experts(&self, keys: &Keys<'_>) -> Result<()> {
+        for key in ["num_local_experts", "num_experts"] {
+            if let Some(n) = keys.count(key)?.filter(|&n| n > 1) {
+                bail!(
+                    Unsupported,
+                    "config: {key} is {n}, a mixture of experts; models of this family are known only without"
+                );
+            }
+        }
+        Ok(())
+    }
+
+    /// A window that ends before the last position, and so bears on anything.
+    pub(super) fn effective_window(&self, window: Option<usize>) -> Option<usize> {
+        window.filter(|&w| w < self.spec.max_positions)
+    }
+
+    /// The layers that see only a window, as `layer_types` lists them; `None` where the config has no such list.
+    pub(super) fn read_layer_types(&self, keys: &Keys<'_>) -> Result<Option<Vec<bool>>> {
+        let Some(types) = keys.texts("layer_types")? else {
+            return Ok(None);
+        };
+        if types.len() != self.layers {
+            bail!(
+                CorruptFile,
+                "config: 'layer_types' names {} layers; num_hidden_layers is {}",
+                types.len(),
+                self.layers
+            );
+        }
+        let is_windowed = |kind: &&str| match *kind {
+            "full_attention" => Ok(false),
+            "sliding_attention" => Ok(true),
+            other => bail!(
+                Unsupported,
+                "config: 'layer_types' has '{other}'; known are full_attention, sliding_attention"
+            ),
+        };
+        types
+            .iter()
+            .map(is_windowed)
+            .collect::<Result<_>>()
+            .map(Some)
+    }
+
+    /// The model, each block as `change` leaves it.
+    pub(super) fn finish(mut self, mut change: impl FnMut(usize, &mut BlockSpec)) -> Spec {
+        self.spec.blocks = (0..self.layers)
+            .map(|layer| {
+                let mut block = self.block.clone();
+                change(layer, &mut block);
+                block
+            })
+            .collect();
+        self.spec
+    }
+
+    /// The model, of which `windowed` says what layers see only `window` positions.
+    pub(super) fn finish_windowed(
+        self,
+        window: Option<usize>,
+        windowed: impl Fn(usize) -> bool,
+    ) -> Spec {
+        let window = self.effective_window(window);
+        self.finish(|layer, block| {
+            block.attention.window = window.filter(|_| windowed(layer));
+        })
+    }
+}
+
+fn multiple_of_block(name: &str, k: usize) -> Result<()> {
+    if !k.is_multiple_of(BLOCK) {
+        bail!(
+            Unsupported,
+            "config: {name} is {k}; it must be a multiple of {BLOCK}"
+        );
+    }
+    Ok(())
+}
+
+/// The width of an MLP that the config has under `name`.
+pub(super) fn intermediate_size(keys: &Keys<'_>, name: &str) -> Result<usize> {
+    let size = keys.required_size(name)?;
+    multiple_of_block(name, size)?;
+    Ok(size)
+}
+
+fn attention(keys: &Keys<'_>, hidden_size: usize) -> Result<AttentionSpec> {
+    let heads = keys.required_size("num_attention_heads")?;
+    let kv_heads = keys.size("num_key_value_heads")?.unwrap_or(heads);
+    let head_dim = match keys.size("head_dim")? {
+        Some(d) => d,
+        None if hidden_size.is_multiple_of(heads) => hidden_size / heads,
+        None => bail!(
+            CorruptFile,
+            "config: hidden_size {hidden_size} is not a multiple of num_attention_heads {heads}, and there is no head_dim"
+        ),
+    };
+    if !heads.is_multiple_of(kv_heads) {
+        bail!(
+            CorruptFile,
+            "config: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+        );
+    }
+    match heads.checked_mul(head_dim) {
+        Some(width) if width as u64 <= LARGEST => {
+            multiple_of_block("num_attention_heads * head_dim", width)?;
+        }
+        _ => bail!(
+            CorruptFile,
+            "config: {heads} heads of {head_dim} are too wide"
+        ),
+    }
+    multiple_of_block("head_dim", head_dim)?;
+    Ok(AttentionSpec {
+        heads,
+        kv_heads,
+        head_dim,
+        qk_norm: false,
+        qkv_bias: false,
+        o_bias: false,
+        rope: 0,
+        window: None,
+        scale: 1.0 / (head_dim as f32).sqrt(),
+        score_cap: cap(keys, "attn_logit_softcapping")?,
+    })
+}
+
+fn norm_eps(keys: &Keys<'_>) -> Result<f32> {
+    match keys.number("rms_norm_eps")? {
+        None => bail!(CorruptFile, "config: 'rms_norm_eps' is missing"),
+        Some(eps) if eps > 0.0 && eps < 1.0 => Ok(eps as f32),
+        Some(eps) => bail!(
+            CorruptFile,
+            "config: rms_norm_eps is {eps}; it must lie between 0 and 1"
+        ),
+    }
+}
+
+fn activation(keys: &Keys<'_>) -> Result<Activation> {
+    let (key, name) = match keys.text("hidden_activation")? {
+        Some(name) => ("hidden_activation", Some(name)),
+        None => ("hidden_act", keys.text("hidden_act")?),
+    };
+    match name {
+        None | Some("silu" | "swish") => Ok(Activation::Silu),
+        Some("gelu_pytorch_tanh" | "gelu_tanh") => Ok(Activation::GeluTanh),
+        Some(other) => bail!(
+            Unsupported,
+            "config: {key} is '{other}'; known are silu, gelu_pytorch_tanh"
+        ),
+    }
+}
+
+fn cap(keys: &Keys<'_>, name: &str) -> Result<Option<f32>> {
+    match keys.number(name)? {
+        Some(cap) if !(cap > 0.0 && cap.is_finite()) => bail!(
+            CorruptFile,
+            "config: '{name}' is {cap}; expected a positive number"
+        ),
+        cap => Ok(cap.map(|cap| cap as f32)),
+    }
+}
+
+/// The experts that a config describes in the words of Qwen.
+pub(super) fn experts(keys: &Keys<'_>) -> Result<ExpertsSpec> {
+    let (count, per_token) = (
+        keys.required_size("num_experts")?,
+        keys.required_size("num_experts_per_tok")?,
+    );
+    if count > MOST_EXPERTS || per_token > count {
+        bail!(
+            CorruptFile,
+            "config: a token goes to {per_token} experts (num_experts_per_tok) of {count} (num_experts); expected at most {MOST_EXPERTS}, and no more for a token than there are"
+        );
+    }
+    Ok(ExpertsSpec {
+        count,
+        per_token,
+        normalized: keys.flag("norm_topk_prob")? == Some(true),
+        expert: GatedMlpSpec {
+            intermediate_size: intermediate_size(keys, "moe_intermediate_size")?,
+            activation: activation(keys)?,
+            bias: false,
+        },
+        shared: None,
+    })
+}
+
+/// Which layers have experts, as Qwen's configs say it: every `decoder_sparse_step`th but for `mlp_only_layers`.
+pub(super) fn expert_layers(keys: &Keys<'_>) -> Result<impl Fn(usize) -> bool + use<>> {
+    let step = keys.size("decoder_sparse_step")?.unwrap_or(1);
+    let dense = keys.counts("mlp_only_layers")?.unwrap_or_default();
+    Ok(move |layer: usize| (layer + 1).is_multiple_of(step) && !dense.contains(&layer))
+}

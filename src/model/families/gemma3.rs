@@ -1,0 +1,80 @@
+//! Gemma 3: norms before and after each half of a block, stored as what is added to one; GeGLU; five layers with a window and a rotation
+//! of their own for each that sees everything.
+
+use half::bf16;
+use serde_json::json;
+
+use super::decoder::{Decoder, with_defaults};
+use super::{Family, Keys};
+use crate::base::Result;
+use crate::base::error::bail;
+use crate::model::rope;
+use crate::model::spec::{NormNames, NormPlacement, Spec};
+
+pub(super) const GEMMA3: Family = Family {
+    model_type: "gemma3",
+    class: "Gemma3ForCausalLM",
+    read,
+};
+
+fn read(keys: &Keys<'_>) -> Result<Spec> {
+    // Published configs leave out what transformers has as defaults.
+    let all = with_defaults(
+        keys,
+        json!({
+            "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-6, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window": 4096,
+            "query_pre_attn_scalar": 256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": true
+        }),
+    );
+    let keys = &Keys(&all);
+    let mut decoder = Decoder::read_with(keys, |head_dim, max_positions| {
+        let (full, windowed) = rope::read_by_layer_type(keys, head_dim, max_positions)?;
+        Ok(vec![full, windowed])
+    })?;
+    decoder.refuse_experts(keys)?;
+    decoder.read_attention_bias(keys)?;
+    decoder.spec.norm_plus_one = true;
+    decoder.spec.norm_names = NormNames::PRE_AND_POST;
+    decoder.spec.embedding_scale = embedding_scale(keys, decoder.spec.hidden_size)?;
+    decoder.block.norms = NormPlacement {
+        pre: true,
+        post: true,
+    };
+    decoder.block.attention.qk_norm = true;
+    decoder.block.attention.scale = match keys.number("query_pre_attn_scalar")? {
+        Some(n) if n > 0.0 && n.is_finite() => n.powf(-0.5) as f32,
+        n => bail!(
+            CorruptFile,
+            "config: 'query_pre_attn_scalar' is {}; expected a positive number",
+            n.unwrap_or_default()
+        ),
+    };
+    let pattern = keys.size("sliding_window_pattern")?;
+    let pattern = pattern
+        .or(keys.size("_sliding_window_pattern")?)
+        .unwrap_or(6);
+    let types = decoder.read_layer_types(keys)?;
+    let window = decoder.effective_window(keys.size("sliding_window")?);
+    Ok(decoder.finish(|layer, block| {
+        let is_windowed = match &types {
+            Some(windowed) => windowed[layer],
+            None => !(layer + 1).is_multiple_of(pattern),
+        };
+        if is_windowed {
+            block.attention.rope = 1;
+            block.attention.window = window;
+        }
+    }))
+}
+
+/// The square root of the width, in the type that the model was trained in.
+fn embedding_scale(keys: &Keys<'_>, hidden_size: usize) -> Result<f32> {
+    let scale = (hidden_size as f64).sqrt() as f32;
+    let dtype = keys.text("dtype")?.or(keys.text("torch_dtype")?);
+    Ok(match dtype {
+        Some("bfloat16") => bf16::from_f32(scale).to_f32(),
+        _ => scale,
+    })
+}

@@ -1,0 +1,74 @@
+//! The embedding of a model on a GPU where the head does not serve for it: in page-locked host memory, of which a token reads one row.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use half::{bf16, f16};
+
+use crate::base::Result;
+use crate::base::error::bail;
+use crate::base::threads::Pool;
+use crate::checkpoint::Encoding;
+use crate::cuda::{Gpu, HostTable, Storage};
+use crate::model::weights::Embedding;
+
+/// Rows that are brought to memory at a time.
+const TABLE_ROWS: usize = 1024;
+
+/// The embedding in host memory, in the type of the file where that has 16 or 32 bits, else as f32.
+pub(in crate::model) fn table(
+    gpu: &Arc<Gpu>,
+    width: usize,
+    embedding: &Embedding,
+) -> Result<Option<HostTable>> {
+    let Embedding::File { checkpoint, entry } = embedding else {
+        return Ok(None);
+    };
+    let (storage, plain) = match entry.encoding {
+        Encoding::BF16 => (Storage::BF16, true),
+        Encoding::F16 => (Storage::F16, true),
+        Encoding::F32 => (Storage::F32, true),
+        _ => (Storage::F32, false),
+    };
+    let rows = entry.rows();
+    let stored = checkpoint.plain(entry).filter(|_| plain);
+    // Brings rows from `first` on, as many as `out` takes.
+    let bring = |first: usize, out: &mut [u8], row_bytes: usize| {
+        if let Some(stored) = &stored {
+            return checkpoint.read_part(stored, first * row_bytes, out);
+        }
+        let some = first..first + out.len() / row_bytes;
+        let mut values = vec![0f32; some.len() * width];
+        checkpoint.rows_f32(entry, some, &mut values)?;
+        match storage {
+            Storage::BF16 => fill(out, &values, |v| bf16::from_f32(v).to_le_bytes()),
+            Storage::F16 => fill(out, &values, |v| f16::from_f32(v).to_le_bytes()),
+            Storage::F32 => fill(out, &values, f32::to_le_bytes),
+            Storage::Nvfp4 => bail!(Internal, "an embedding is dense"),
+        }
+        Ok(())
+    };
+    let pool = Pool::new(Pool::default_threads()?)?;
+    let table = HostTable::new(gpu, rows, width, storage, |bytes| {
+        let row_bytes = bytes.len() / rows;
+        let pieces = Mutex::new(bytes.chunks_mut(TABLE_ROWS * row_bytes).enumerate());
+        let result = Mutex::new(Ok(()));
+        pool.run(pool.threads(), |_| {
+            loop {
+                let piece = pieces.lock().unwrap_or_else(PoisonError::into_inner).next();
+                let Some((i, out)) = piece else { break };
+                if let Err(e) = bring(i * TABLE_ROWS, out, row_bytes) {
+                    *result.lock().unwrap_or_else(PoisonError::into_inner) = Err(e);
+                    break;
+                }
+            }
+        });
+        result.into_inner().unwrap_or_else(PoisonError::into_inner)
+    })?;
+    Ok(Some(table))
+}
+
+fn fill<const N: usize>(bytes: &mut [u8], values: &[f32], each: impl Fn(f32) -> [u8; N]) {
+    for (out, &value) in bytes.chunks_exact_mut(N).zip(values) {
+        out.copy_from_slice(&each(value));
+    }
+}

@@ -1,0 +1,246 @@
+//! The working memory of steps and prompts on a GPU, and what of it is known to be ready for the next step.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use super::sizes::Sizes;
+use crate::base::Result;
+use crate::base::memory::Tag;
+use crate::cuda::{
+    self, Best, DeviceBuffer, Division, DrawRule, DrawScratch, Drawn, Event, Gpu, Graph, Layout,
+    LinearScratch, NormScratch, Pinned, Rows,
+};
+use crate::model::gpu_cache::GpuCache;
+
+/// Steps that the host may lag behind.
+const HISTORY: usize = 8;
+
+/// How a step ends.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) enum Choosing {
+    /// With the likeliest tokens.
+    Argmax,
+    /// With tokens drawn by rules, of which some may have a penalty for what has occurred.
+    Drawn { penalties: bool },
+}
+
+/// What a recorded step is good for.
+#[derive(Clone, PartialEq, Eq, Hash)]
+pub(super) struct GraphKey {
+    pub(super) batch: usize,
+    /// By number of [`Sizes::attentions`].
+    pub(super) divisions: Vec<Division>,
+    pub(super) choosing: Choosing,
+    /// Whether the sequences have room for long contexts.
+    pub(super) long: bool,
+}
+
+/// A sequence that the device holds: its pages and the position of its next token.
+#[derive(Clone, Copy, PartialEq)]
+pub(super) struct Ready {
+    pub(super) version: u64,
+    pub(super) position: usize,
+}
+
+/// Working memory, and what of it is ready for a step.
+pub(super) struct Memory {
+    pub(super) rows: usize,
+    head_rows: usize,
+    batch: usize,
+    pub(super) pages: usize,
+    /// f32 `[rows, hidden]`: what blocks add to.
+    pub(super) residual: DeviceBuffer,
+    /// What goes into the first product of a half of a block, normed, and what attention gives to its last: f16.
+    pub(super) input: DeviceBuffer,
+    /// What the first product of a half of a block gives: qkv in f32; gate and up in f16. And the last of a half that has a norm of its
+    /// own, in f32.
+    pub(super) projected: DeviceBuffer,
+    /// Rotated queries, and later what goes into the last product of the MLP: f16.
+    pub(super) inner: DeviceBuffer,
+    pub(super) logits: DeviceBuffer,
+    pub(super) tokens: DeviceBuffer,
+    pub(super) positions: DeviceBuffer,
+    pub(super) table: DeviceBuffer,
+    pub(super) best: Best,
+    /// Made when a token is first drawn.
+    pub(super) draw: Option<DrawScratch>,
+    pub(super) splits: Rows,
+    pub(super) norms: NormScratch,
+    pub(super) linear: LinearScratch,
+    pub(super) history: Pinned,
+    pub(super) graphs: HashMap<GraphKey, Graph>,
+    /// The sequences that the device is ready to step, and where they stand; none while that is not known.
+    pub(super) ready: Vec<Ready>,
+    /// The rules by which the device will draw next; none if it takes the likeliest tokens, or that is not known.
+    pub(super) rules: Vec<DrawRule>,
+    /// A step that was enqueued before anyone asked for it.
+    pub(super) ahead: Option<Event>,
+}
+
+impl Memory {
+    /// Room for so many rows that go through the blocks, rows of logits, sequences of a step, and pages of each.
+    pub(super) fn new(
+        gpu: &Arc<Gpu>,
+        sizes: &Sizes,
+        rows: usize,
+        head_rows: usize,
+        batch: usize,
+        pages: usize,
+    ) -> Result<Memory> {
+        let scratch = |elements: usize, bytes: usize| {
+            DeviceBuffer::uninit(gpu, Tag::DeviceScratch, elements * bytes)
+        };
+        let (hidden, q, wide) = (sizes.hidden, sizes.q, sizes.intermediate);
+        // The widest weight but the head, whose rows are taken in parts: logits of many rows are rarely wanted.
+        let widest = sizes.qkv().max(wide) * hidden * 2;
+        let k = wide.max(hidden).max(q);
+        let converted = rows * k * 2;
+        let widest = widest.max(if sizes.dense { converted } else { 0 });
+        let activations = |k| Layout::Ordered.elements(rows, k);
+        let fused = if sizes.dense {
+            cuda::SMALL
+        } else {
+            cuda::TILED
+        };
+        let large = rows.max(head_rows) > fused;
+        let copy = if large { widest } else { 0 };
+        Ok(Memory {
+            rows,
+            head_rows,
+            batch,
+            pages,
+            residual: scratch(rows * hidden, 4)?,
+            input: scratch(activations(hidden.max(q)), 2)?,
+            projected: scratch(rows * sizes.qkv().max(wide).max(hidden), 4)?,
+            inner: scratch(activations(wide.max(q)), 2)?,
+            logits: scratch(head_rows * sizes.vocab, 4)?,
+            tokens: scratch(rows.max(batch), 4)?,
+            positions: scratch(batch, 4)?,
+            table: scratch(batch * pages, 8)?,
+            best: Best::new(gpu, batch)?,
+            draw: None,
+            splits: Rows::new(gpu, sizes.heads, sizes.kv_heads, sizes.head_dim, batch)?,
+            norms: NormScratch::new(gpu, hidden)?,
+            linear: LinearScratch::new(gpu, rows.max(head_rows), k, copy)?,
+            history: Pinned::new(gpu, Tag::Scratch, HISTORY * batch * 4)?,
+            graphs: HashMap::new(),
+            ready: Vec::new(),
+            rules: Vec::new(),
+            ahead: None,
+        })
+    }
+
+    /// Makes the memory large enough. What it held is lost if it was not.
+    pub(super) fn fit(
+        &mut self,
+        gpu: &Arc<Gpu>,
+        sizes: &Sizes,
+        rows: usize,
+        head_rows: usize,
+        batch: usize,
+        pages: usize,
+    ) -> Result<()> {
+        if rows <= self.rows
+            && head_rows <= self.head_rows
+            && batch <= self.batch
+            && pages <= self.pages
+        {
+            return Ok(());
+        }
+        self.settle()?;
+        self.graphs.clear();
+        self.forget();
+        if pages > self.pages {
+            // Pages come one at a time; the table grows by leaps.
+            let pages = pages.next_power_of_two().max(64);
+            let mut table = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, self.batch * pages * 8)?;
+            for row in 0..self.batch {
+                let bytes = self.pages * 8;
+                table.copy_from(row * pages * 8, &self.table, row * bytes, bytes)?;
+            }
+            (self.table, self.pages) = (table, pages);
+        }
+        if rows <= self.rows && batch <= self.batch && head_rows <= cuda::SMALL {
+            // Rows wait in the residual for their logits.
+            if head_rows > self.head_rows {
+                let bytes = head_rows * sizes.vocab * 4;
+                self.logits = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, bytes)?;
+                self.head_rows = head_rows;
+            }
+            return Ok(());
+        }
+        let empty = Memory::new(gpu, sizes, 0, 0, 1, 1)?;
+        // All else is freed before there is more of it.
+        let (rows, head_rows, batch, pages, old_batch, residual, table) = {
+            let old = std::mem::replace(self, empty);
+            let (rows, head_rows) = (rows.max(old.rows), head_rows.max(old.head_rows));
+            let most = batch.max(old.batch);
+            let (residual, table) = (old.residual, old.table);
+            (rows, head_rows, most, old.pages, old.batch, residual, table)
+        };
+        let mut new = Memory::new(gpu, sizes, rows, head_rows, batch, pages)?;
+        let len = residual.bytes();
+        new.residual.copy_from(0, &residual, 0, len)?;
+        new.table.copy_from(0, &table, 0, old_batch * pages * 8)?;
+        *self = new;
+        Ok(())
+    }
+
+    /// Waits for a step that was enqueued ahead.
+    pub(super) fn settle(&mut self) -> Result<()> {
+        match self.ahead.take() {
+            Some(event) => event.wait(),
+            None => Ok(()),
+        }
+    }
+
+    pub(super) fn write_pages(&mut self, caches: &[&GpuCache]) -> Result<()> {
+        let mut all = vec![0u64; caches.len() * self.pages];
+        for (row, cache) in all.chunks_exact_mut(self.pages).zip(caches) {
+            for (slot, address) in row.iter_mut().zip(cache.addresses()) {
+                *slot = address;
+            }
+        }
+        self.table.write(0, &all)
+    }
+
+    /// What is on the device is no longer known.
+    pub(super) fn forget(&mut self) {
+        self.ready.clear();
+        self.rules.clear();
+    }
+
+    /// Room for what draws need, of as many rows as there is room for otherwise.
+    pub(super) fn drawing(&mut self, gpu: &Arc<Gpu>, sizes: &Sizes) -> Result<&mut DrawScratch> {
+        if self.draw.as_ref().is_some_and(|d| d.rows() < self.batch) {
+            self.settle()?;
+            self.graphs.clear();
+            self.draw = None;
+        }
+        match &mut self.draw {
+            Some(scratch) => Ok(scratch),
+            none => Ok(none.insert(DrawScratch::new(gpu, self.batch, sizes.vocab)?)),
+        }
+    }
+
+    /// What the device said of its choice for a position of a sequence.
+    pub(super) fn drawn(&self, row: usize, batch: usize, position: usize) -> Option<Drawn> {
+        let said = self
+            .history
+            .read_i32(position % self.steps(batch) * batch + row)?;
+        Some(Drawn::read(said))
+    }
+
+    /// Whether these are the tokens that the device chose for these positions.
+    pub(super) fn chose(&self, tokens: &[u32], positions: &[usize]) -> bool {
+        let mut rows = tokens.iter().zip(positions).enumerate();
+        rows.all(|(row, (&token, &position))| {
+            self.drawn(row, tokens.len(), position) == Some(Drawn::Token(token))
+        })
+    }
+
+    /// Steps that the history holds for a batch: what the kernel makes of its size.
+    fn steps(&self, batch: usize) -> usize {
+        self.history.bytes() / 4 / batch
+    }
+}

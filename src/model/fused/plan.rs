@@ -1,0 +1,486 @@
+//! Which fused kernels take rows through a model on a GPU: a pure function of the blocks, the rows, the device and how weights are held.
+//! Prints as a table, which a golden test keeps.
+
+use std::fmt;
+
+use crate::cuda::{self, DeferredNorm, Glu, Hardware, Layout, MatrixShape, Output, Storage};
+use crate::model::spec::{Activation, BlockSpec, MlpSpec, NormPlacement, Spec};
+
+/// A norm of the residual stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Norm {
+    /// Before the attention of a block.
+    Attention(usize),
+    /// Before the MLP of a block.
+    Mlp(usize),
+    /// Before the head.
+    Head,
+}
+
+/// What goes into a product: normalized rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Normed {
+    pub(super) norm: Norm,
+    pub(super) layout: Layout,
+    /// Whether the products around the norm apply it, so that no kernel of its own has.
+    pub(super) deferred: bool,
+}
+
+/// What becomes of the product that ends a half of a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Then {
+    /// It is added to the residual stream.
+    Add,
+    /// The same, and what the next norm takes is left with it.
+    AddAndDefer(Norm),
+    /// It is stored for a norm of its own.
+    Store,
+}
+
+/// The two halves of a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Half {
+    Attention,
+    Mlp,
+}
+
+/// A launch of a fused kernel, or of a few that belong together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kernel {
+    /// Normalizes the residual stream.
+    Normalize { norm: Norm, layout: Layout },
+    /// Queries, keys and values, f32.
+    Qkv { input: Normed },
+    /// Normalizes and rotates heads, stores keys and values, and attends: one token of each of several sequences.
+    Decode { layout: Layout },
+    /// Normalizes and rotates heads, and stores keys and values, of rows of one sequence.
+    StoreKv,
+    /// Attends with the queries that the kernel before has left.
+    Prefill,
+    /// Gate and up; with the activation after them, or as f16.
+    GateUp { input: Normed, fused: bool },
+    /// The activation of gate and up by itself.
+    Activate,
+    /// The projection that ends a half, of rows in this layout.
+    Project {
+        half: Half,
+        layout: Layout,
+        then: Then,
+    },
+    /// Normalizes what a half leaves, adds it to the residual stream, and normalizes that for what comes next, if that is known.
+    PostNorm {
+        half: Half,
+        next: Option<(Norm, Layout)>,
+    },
+    /// Logits.
+    Head { input: Normed },
+}
+
+/// A kernel and the block that it is of; of the head, the number of blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Step {
+    pub(super) block: usize,
+    pub(super) kernel: Kernel,
+}
+
+/// What the plan depends on of a block.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct BlockShape {
+    pub(super) norms: NormPlacement,
+    pub(super) qkv: [MatrixShape; 3],
+    pub(super) o: MatrixShape,
+    pub(super) gate_up: [MatrixShape; 2],
+    pub(super) down: MatrixShape,
+}
+
+impl BlockShape {
+    /// How activations of its products lie: as they take them, where one kernel serves them all.
+    fn layout(&self, hardware: &Hardware, rows: usize) -> Layout {
+        let mut all = self
+            .qkv
+            .iter()
+            .chain(&self.gate_up)
+            .chain([&self.o, &self.down]);
+        match all.all(|w| w.storage == Storage::Nvfp4) {
+            true => Layout::taken(hardware, rows),
+            false => Layout::Rows,
+        }
+    }
+}
+
+/// What no fused kernel does of a model, if there is anything.
+pub(super) fn unsupported(spec: &Spec) -> Option<String> {
+    let of = |(index, block): (usize, &BlockSpec)| {
+        let what = match (&block.mlp, block.norms.pre) {
+            (MlpSpec::Experts(experts), _) => format!("{} experts", experts.count),
+            (_, false) => "no norm before attention and MLP".to_owned(),
+            _ => return None,
+        };
+        Some(format!(
+            "block {index} of this {} model has {what}",
+            spec.family
+        ))
+    };
+    spec.blocks.iter().enumerate().find_map(of)
+}
+
+/// The kernels that take `rows` rows through all blocks: of a step, one token of each of so many sequences, with the logits at the end; or
+/// consecutive rows of one sequence.
+pub(super) fn plan(
+    blocks: &[BlockShape],
+    head: MatrixShape,
+    rows: usize,
+    is_step: bool,
+    hardware: &Hardware,
+) -> Vec<Step> {
+    let mut planner = Planner {
+        blocks,
+        head,
+        rows,
+        is_step,
+        hardware,
+        steps: Vec::new(),
+        known: None,
+    };
+    for index in 0..blocks.len() {
+        planner.attention(index);
+        planner.mlp(index);
+    }
+    if is_step {
+        let input = planner.normed(Norm::Head, blocks.len());
+        planner.push(blocks.len(), Kernel::Head { input });
+    }
+    planner.steps
+}
+
+/// How logits of some rows are computed after a prompt.
+pub(super) fn head_layout(head: MatrixShape, rows: usize, hardware: &Hardware) -> Layout {
+    match head.storage {
+        Storage::Nvfp4 => Layout::taken(hardware, rows),
+        _ => Layout::Rows,
+    }
+}
+
+struct Planner<'a> {
+    blocks: &'a [BlockShape],
+    head: MatrixShape,
+    rows: usize,
+    is_step: bool,
+    hardware: &'a Hardware,
+    steps: Vec<Step>,
+    /// The norm that the last kernels have left, and whether it is deferred.
+    known: Option<(Norm, bool)>,
+}
+
+impl Planner<'_> {
+    fn push(&mut self, block: usize, kernel: Kernel) {
+        self.steps.push(Step { block, kernel });
+    }
+
+    fn layout_of(&self, norm: Norm) -> Layout {
+        match norm {
+            Norm::Attention(i) | Norm::Mlp(i) => self.blocks[i].layout(self.hardware, self.rows),
+            Norm::Head => head_layout(self.head, self.rows, self.hardware),
+        }
+    }
+
+    /// What products take of a norm, which a kernel of its own applies unless the ones before have.
+    fn normed(&mut self, norm: Norm, block: usize) -> Normed {
+        let layout = self.layout_of(norm);
+        let known = self.known.take().filter(|(known, _)| *known == norm);
+        if known.is_none() {
+            self.push(block, Kernel::Normalize { norm, layout });
+        }
+        Normed {
+            norm,
+            layout,
+            deferred: known.is_some_and(|(_, deferred)| deferred),
+        }
+    }
+
+    fn attention(&mut self, block: usize) {
+        let layout = self.blocks[block].layout(self.hardware, self.rows);
+        let input = self.normed(Norm::Attention(block), block);
+        self.push(block, Kernel::Qkv { input });
+        let attended = match self.is_step {
+            true => {
+                self.push(block, Kernel::Decode { layout });
+                layout
+            }
+            false => {
+                self.push(block, Kernel::StoreKv);
+                self.push(block, Kernel::Prefill);
+                Layout::Rows
+            }
+        };
+        self.end(block, Half::Attention, attended, Norm::Mlp(block));
+    }
+
+    fn mlp(&mut self, block: usize) {
+        let shape = &self.blocks[block];
+        let layout = shape.layout(self.hardware, self.rows);
+        let fused = cuda::has_glu(self.hardware, self.rows, &shape.gate_up, layout);
+        let input = self.normed(Norm::Mlp(block), block);
+        self.push(block, Kernel::GateUp { input, fused });
+        let layout = match fused {
+            true => layout,
+            false => {
+                self.push(block, Kernel::Activate);
+                Layout::Rows
+            }
+        };
+        let next = match block + 1 < self.blocks.len() {
+            true => Norm::Attention(block + 1),
+            false => Norm::Head,
+        };
+        self.end(block, Half::Mlp, layout, next);
+    }
+
+    /// The projection that ends a half, and what is known of the next norm after it.
+    fn end(&mut self, block: usize, half: Half, layout: Layout, next: Norm) {
+        // The head takes but some rows of a prompt.
+        let next_is_known = self.is_step || next != Norm::Head;
+        let then = if self.blocks[block].norms.post {
+            Then::Store
+        } else if self.is_step && self.defers(block, half, layout, next) {
+            self.known = Some((next, true));
+            Then::AddAndDefer(next)
+        } else {
+            Then::Add
+        };
+        self.push(block, Kernel::Project { half, layout, then });
+        if then == Then::Store {
+            let next = next_is_known.then(|| (next, self.layout_of(next)));
+            self.known = next.map(|(norm, _)| (norm, false));
+            self.push(block, Kernel::PostNorm { half, next });
+        }
+    }
+
+    /// Whether the products around a norm apply it.
+    fn defers(&self, block: usize, half: Half, layout: Layout, next: Norm) -> bool {
+        let shape = &self.blocks[block];
+        let makes = match half {
+            Half::Attention => shape.o,
+            Half::Mlp => shape.down,
+        };
+        let serves = |takes: &[MatrixShape], output| {
+            let layout_now = shape.layout(self.hardware, self.rows);
+            DeferredNorm::serves(self.hardware, self.rows, layout_now, makes, takes, output)
+        };
+        let same_layout = layout == self.layout_of(next);
+        same_layout
+            && match next {
+                Norm::Mlp(i) => serves(&self.blocks[i].gate_up, layout.glu(Glu::default())),
+                Norm::Attention(i) => serves(&self.blocks[i].qkv, Output::F32),
+                Norm::Head => serves(&[self.head], Output::F32),
+            }
+    }
+}
+
+impl fmt::Display for Norm {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Norm::Attention(_) => "attention",
+            Norm::Mlp(_) => "mlp",
+            Norm::Head => "head",
+        })
+    }
+}
+
+fn layout_name(layout: Layout) -> &'static str {
+    match layout {
+        Layout::Rows => "rows",
+        Layout::Ordered => "fragment-major",
+    }
+}
+
+impl fmt::Display for Normed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let how = match self.deferred {
+            true => "RMSNorm in the epilogue",
+            false => "normalized",
+        };
+        write!(f, "{how}, {}", layout_name(self.layout))
+    }
+}
+
+impl fmt::Display for Kernel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let half = |half: &Half| match half {
+            Half::Attention => "o",
+            Half::Mlp => "down",
+        };
+        match self {
+            Kernel::Normalize { norm, layout } => {
+                write!(f, "{norm} norm -> f16 {}", layout_name(*layout))
+            }
+            Kernel::Qkv { input } => write!(f, "q, k, v ({input}) -> f32"),
+            Kernel::Decode { layout } => {
+                write!(
+                    f,
+                    "rope, store, split-KV attention -> {}",
+                    layout_name(*layout)
+                )
+            }
+            Kernel::StoreKv => f.write_str("rope, store"),
+            Kernel::Prefill => f.write_str("flash attention -> rows"),
+            Kernel::GateUp { input, fused: true } => write!(f, "gate, up, GLU ({input}) -> f16"),
+            Kernel::GateUp {
+                input,
+                fused: false,
+            } => write!(f, "gate, up ({input}) -> f16"),
+            Kernel::Activate => f.write_str("GLU -> f16 rows"),
+            Kernel::Project {
+                half: which,
+                layout,
+                then,
+            } => {
+                write!(f, "{} ({})", half(which), layout_name(*layout))?;
+                match then {
+                    Then::Add => f.write_str(", add"),
+                    Then::AddAndDefer(norm) => write!(f, ", add, squares for the {norm} norm"),
+                    Then::Store => f.write_str(" -> f32"),
+                }
+            }
+            Kernel::PostNorm { half: which, next } => {
+                write!(f, "norm of {}, add", half(which))?;
+                match next {
+                    Some((norm, layout)) => {
+                        write!(f, ", {norm} norm -> f16 {}", layout_name(*layout))
+                    }
+                    None => Ok(()),
+                }
+            }
+            Kernel::Head { input } => write!(f, "head ({input}) -> f32"),
+        }
+    }
+}
+
+/// The function of a gate, as kernels know it.
+pub(super) fn glu(activation: Activation, divisor: u32) -> Glu {
+    Glu {
+        activation: activation.on_gpu(),
+        divisor,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fmt::Write as _;
+
+    use super::*;
+
+    const H200: Hardware = Hardware {
+        arch: (9, 0),
+        multiprocessors: 132,
+        shared_limit: 227 << 10,
+        cublas: true,
+    };
+    const GB10: Hardware = Hardware {
+        arch: (12, 1),
+        multiprocessors: 48,
+        shared_limit: 99 << 10,
+        cublas: true,
+    };
+
+    struct Sizes {
+        hidden: usize,
+        q: usize,
+        kv: usize,
+        intermediate: usize,
+        vocab: usize,
+        post: bool,
+    }
+
+    const QWEN3_4B: Sizes = Sizes {
+        hidden: 2560,
+        q: 4096,
+        kv: 1024,
+        intermediate: 9728,
+        vocab: 151_936,
+        post: false,
+    };
+    const GEMMA3_4B: Sizes = Sizes {
+        hidden: 2560,
+        q: 2048,
+        kv: 1024,
+        intermediate: 10_240,
+        vocab: 262_208,
+        post: true,
+    };
+
+    /// Three blocks and the head, held like this.
+    fn model(s: &Sizes, storage: Storage) -> (Vec<BlockShape>, MatrixShape) {
+        let shape = |rows, cols| MatrixShape {
+            storage,
+            rows,
+            cols,
+        };
+        let block = BlockShape {
+            norms: NormPlacement {
+                pre: true,
+                post: s.post,
+            },
+            qkv: [s.q, s.kv, s.kv].map(|rows| shape(rows, s.hidden)),
+            o: shape(s.hidden, s.q),
+            gate_up: [shape(s.intermediate, s.hidden); 2],
+            down: shape(s.hidden, s.intermediate),
+        };
+        (vec![block; 3], shape(s.vocab, s.hidden))
+    }
+
+    /// The plan as lines, with blocks that are like the one before named once.
+    fn printed(steps: &[Step]) -> String {
+        let (mut text, mut last) = (String::new(), String::new());
+        for of_block in steps.chunk_by(|a, b| a.block == b.block) {
+            let lines: String = of_block
+                .iter()
+                .map(|step| format!("    {}\n", step.kernel))
+                .collect();
+            let index = of_block[0].block;
+            match lines == last {
+                true => writeln!(text, "  block {index}: as the one before").unwrap(),
+                false => write!(text, "  block {index}:\n{lines}").unwrap(),
+            }
+            last = lines;
+        }
+        text
+    }
+
+    /// Every kind of plan, as it stands in `plan.txt` beside this file. What a change of kernels or of their choice does to models is seen
+    /// there.
+    #[test]
+    fn plans_are_as_written_down() {
+        let mut table = String::new();
+        for (name, sizes, storage, hardware) in [
+            ("Qwen3-4B, NVFP4, H200", &QWEN3_4B, Storage::Nvfp4, &H200),
+            ("Gemma3-4B, NVFP4, H200", &GEMMA3_4B, Storage::Nvfp4, &H200),
+            ("Qwen3-4B, bf16, H200", &QWEN3_4B, Storage::BF16, &H200),
+            ("Qwen3-4B, NVFP4, GB10", &QWEN3_4B, Storage::Nvfp4, &GB10),
+        ] {
+            let (blocks, head) = model(sizes, storage);
+            for (rows, is_step) in [
+                (1, true),
+                (8, true),
+                (16, true),
+                (64, true),
+                (200, true),
+                (1, false),
+                (40, false),
+                (4096, false),
+            ] {
+                let kind = if is_step { "a step" } else { "a prompt" };
+                writeln!(table, "{name}, {kind} of {rows}").unwrap();
+                let steps = plan(&blocks, head, rows, is_step, hardware);
+                table.push_str(&printed(&steps));
+            }
+        }
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/src/model/fused/plan.txt");
+        let expected = std::fs::read_to_string(path).unwrap_or_default();
+        if table != expected {
+            let got = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("target/plan.txt");
+            std::fs::write(&got, &table).unwrap();
+            panic!("plans have changed: compare {} with {path}", got.display());
+        }
+    }
+}

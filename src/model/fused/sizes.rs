@@ -1,0 +1,82 @@
+//! The sizes of a model that working memory and launches on a GPU depend on: the largest of its blocks.
+
+use crate::base::Result;
+use crate::base::error::bail;
+use crate::model::spec::{AttentionSpec, Spec};
+
+/// Largest sizes over all blocks.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Sizes {
+    pub(super) hidden: usize,
+    pub(super) vocab: usize,
+    pub(super) heads: usize,
+    pub(super) kv_heads: usize,
+    pub(super) head_dim: usize,
+    /// Elements of a row of queries.
+    pub(super) q: usize,
+    pub(super) intermediate: usize,
+    /// The different kinds of attention of blocks.
+    pub(super) attentions: Vec<AttentionSpec>,
+    /// Whether some weight is dense, for which activations of its type need room.
+    pub(super) dense: bool,
+}
+
+impl Sizes {
+    /// Those of a model, whose heads must be alike in all blocks.
+    pub(super) fn of(spec: &Spec, dense: bool) -> Result<Sizes> {
+        let Some(first) = spec.blocks.first() else {
+            bail!(
+                Unsupported,
+                "a model without its layers has nothing for a GPU"
+            );
+        };
+        let heads = |a: &AttentionSpec| (a.heads, a.kv_heads, a.head_dim);
+        let alike = heads(&first.attention);
+        for (index, block) in spec.blocks.iter().enumerate() {
+            let own = heads(&block.attention);
+            if own != alike {
+                bail!(
+                    Unsupported,
+                    "block {index} has {} query and {} key/value heads of {}, and block 0 {}, {} of {}; on a GPU all are alike",
+                    own.0,
+                    own.1,
+                    own.2,
+                    alike.0,
+                    alike.1,
+                    alike.2
+                );
+            }
+        }
+        let mut attentions: Vec<AttentionSpec> = Vec::new();
+        for block in &spec.blocks {
+            if !attentions.contains(&block.attention) {
+                attentions.push(block.attention.clone());
+            }
+        }
+        let widths = spec.blocks.iter().map(|b| b.mlp.intermediate_size());
+        Ok(Sizes {
+            hidden: spec.hidden_size,
+            vocab: spec.vocab_size,
+            heads: alike.0,
+            kv_heads: alike.1,
+            head_dim: alike.2,
+            q: first.attention.q_width(),
+            intermediate: widths.max().unwrap_or(0),
+            attentions,
+            dense,
+        })
+    }
+
+    /// The number of a kind of attention among [`Sizes::attentions`].
+    pub(super) fn attention_index(&self, attention: &AttentionSpec) -> usize {
+        self.attentions
+            .iter()
+            .position(|a| a == attention)
+            .unwrap_or(0)
+    }
+
+    /// Elements of a row of queries, keys and values.
+    pub(super) fn qkv(&self) -> usize {
+        self.q + 2 * self.kv_heads * self.head_dim
+    }
+}
