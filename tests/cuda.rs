@@ -1959,6 +1959,80 @@ fn models_agree_with_the_processor() {
     assert_eq!(tested, 2 * 8, "models with heads that the GPU takes");
 }
 
+/// A residual stream of 2e5, 3e6 between gate and down, keys of 500 and scores of a thousand (`qwen2_massive`): with the processor's
+/// logits from a cache in f16, too. And keys that f16 does not hold are an error that names their layer, after which all is well.
+#[test]
+fn massive_activations_fit_or_are_refused() {
+    let Some(gpu) = gpu() else { return };
+    let load = |path: &std::path::Path, device| {
+        Model::load(
+            path,
+            &LoadOptions {
+                device,
+                ..options()
+            },
+        )
+        .unwrap()
+    };
+    let cpu = load(&golden("qwen2_massive"), Device::cpu(None).unwrap());
+    let model = load(&golden("qwen2_massive"), Device::Cuda(gpu.clone()));
+    // The first token is the one that has them.
+    let mut tokens = some_tokens(&cpu, 40);
+    tokens[0] = 1;
+    let (want, _) = logits(&cpu, &tokens);
+    let want: Vec<f64> = want.into_iter().map(f64::from).collect();
+    let (all, each) = logits(&model, &tokens);
+    for (what, got) in [("one call", &all), ("token by token", &each)] {
+        println!("{what}: relative L2 {:.2e}", relative_l2(got, &want));
+    }
+    assert_close(&all, &want, 1e-2, "massive activations, one call");
+    assert_close(&each, &want, 1e-2, "massive activations, token by token");
+
+    let dir = common::Copy::of("qwen2_massive", "unfit");
+    let mut bytes = std::fs::read(dir.0.join("model.safetensors")).unwrap();
+    let bias = {
+        let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        let bias = file.tensor("model.layers.1.self_attn.k_proj.bias").unwrap();
+        bias.data().as_ptr() as usize - bytes.as_ptr() as usize
+    };
+    bytes[bias..bias + 2].copy_from_slice(&bf16::from_f32(150_000.0).to_le_bytes());
+    dir.write("model.safetensors", &bytes);
+    let model = load(&dir.0, Device::Cuda(gpu.clone()));
+    let mut cache = KvCache::new(model.device(), model.spec(), 64, KvType::F16).unwrap();
+    let (mut scratch, mut out) = (Scratch::new(), Vec::new());
+    for part in [&tokens[..1], &tokens[..20]] {
+        for _ in 0..2 {
+            let error = model
+                .forward(part, &mut cache, &mut scratch, Logits::Last, &mut out)
+                .unwrap_err();
+            assert!(
+                error.message().contains("layer 1: a query, key or value"),
+                "{error}"
+            );
+            assert_eq!((cache.len(), out.len()), (0, 0));
+        }
+    }
+    let greedy = SamplingOptions::default();
+    let choice = Choice {
+        options: &greedy,
+        draw: 0,
+        history: &[],
+    };
+    let error = model
+        .forward_choose(
+            &tokens[..1],
+            &mut [&mut cache],
+            &[choice],
+            &mut scratch,
+            true,
+        )
+        .unwrap_err();
+    assert!(
+        error.message().contains("layer 1: a query, key or value"),
+        "{error}"
+    );
+}
+
 /// Models named in NVFP4_TEST_MODELS, separated by colons: real ones, or of a real size.
 #[test]
 fn named_models_agree_with_the_processor() {

@@ -225,6 +225,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
     constexpr int TURNS = ceil_div(HEADS + 2, WARPS);
     const float* row = a.qkv + (size_t)sequence * (all_heads + 2 * a.pages.kv_heads) * D;
     float y[TURNS][N];
+    bool is_unfit = false;
 #pragma unroll
     for (int turn = 0; turn < TURNS; turn++) {
         int i = warp + turn * WARPS;
@@ -244,9 +245,11 @@ __device__ __forceinline__ void run(const Arguments& a) {
 #pragma unroll
             for (int j = 0; j < N; j++) {
                 if (has_slot<D>(j)) to[lane + WARP * j] = to_f16(y[turn][j]);
+                is_unfit |= !fits_f16(y[turn][j]);
             }
         }
     }
+    note_unfit(a.pages, is_unfit);
     for (int i = threadIdx.x; i < (HEADS - heads) * D; i += THREADS) q[heads + i / D][i % D] = 0;
     __syncthreads();
 

@@ -34,8 +34,10 @@ const HEAD_ROWS: usize = 64;
 /// Blocks of a prompt that are enqueued ahead of the one that runs, where a call may be cancelled: enough that the device never waits,
 /// few enough that who cancels does not.
 const LOOK_AHEAD: usize = 4;
-/// What activations between gate and down are divided by: they are the largest of a model, and f16 ends at 65504.
+/// What activations between gate and down are divided by at least: they are the largest of a model, and f16 ends at [`F16_MOST`].
 const GLU_DIVISOR: u32 = 16;
+/// The largest number of f16.
+const F16_MOST: f64 = 65504.0;
 
 /// What the steps and prompts of a model may need of kernels.
 pub(in crate::model) fn units(spec: &Spec) -> Vec<Unit> {
@@ -45,6 +47,7 @@ pub(in crate::model) fn units(spec: &Spec) -> Vec<Unit> {
         Unit::LinearWide,
         Unit::LinearDense,
         Unit::LinearRows,
+        Unit::LinearRowNorms,
         Unit::LinearPack,
         Unit::Embed,
         Unit::RmsNorm,
@@ -92,6 +95,8 @@ pub(in crate::model) struct Executor {
     sizes: Sizes,
     blocks: Vec<BlockShape>,
     head: MatrixShape,
+    /// What activations between gate and down are divided by, in each block.
+    glu_divisors: Vec<u32>,
     frequencies: Vec<Frequencies>,
     /// The embedding, unless the head serves for it.
     table: Option<HostTable>,
@@ -149,8 +154,10 @@ impl Executor {
                 long,
             })
         });
+        let divisors = weights.blocks.iter().map(|b| glu_divisor(gpu, b));
         let executor = Executor {
             gpu: gpu.clone(),
+            glu_divisors: divisors.collect::<Result<_>>()?,
             hardware: Hardware::of(gpu),
             frequencies: frequencies.collect::<Result<_>>()?,
             blocks: weights
@@ -433,7 +440,8 @@ impl Executor {
         let mut memory = self.memory();
         memory.settle()?;
         self.step(source, tokens, &sequences, &[], &mut memory)?;
-        read_logits(&memory.logits, tokens.len() * self.sizes.vocab, logits)
+        read_logits(&memory.logits, tokens.len() * self.sizes.vocab, logits)?;
+        memory.check_fits()
     }
 
     /// One token of each of several sequences; the next tokens, as `choices` says. With `look_ahead`, the step after is enqueued
@@ -480,6 +488,21 @@ impl Executor {
         }
         done.wait()?;
         ahead?;
+        // What f16 does not hold makes logits that nothing can be chosen by.
+        let unusable = |row: usize, position| {
+            !matches!(
+                memory.drawn(row, tokens.len(), position),
+                Some(Drawn::Token(_))
+            )
+        };
+        if after
+            .iter()
+            .enumerate()
+            .any(|(row, &position)| unusable(row, position))
+        {
+            memory.settle()?;
+            memory.check_fits()?;
+        }
         let chosen = after.iter().enumerate().map(|(row, &position)| {
             match memory.drawn(row, tokens.len(), position) {
                 Some(Drawn::Token(token)) => Ok(token),
@@ -553,12 +576,12 @@ impl Prompt<'_> {
             pass.head(&input)?;
             read_logits(&self.memory.logits, n * sizes.vocab, logits)?;
         }
-        Ok(())
+        self.memory.check_fits()
     }
 
     /// Waits for the device, so that a fault comes out here.
-    pub(in crate::model) fn finish(&self) -> Result<()> {
-        self.executor.gpu.synchronize()
+    pub(in crate::model) fn finish(&mut self) -> Result<()> {
+        self.memory.check_fits()
     }
 }
 
@@ -612,7 +635,7 @@ impl<'a> Pass<'a> {
                 let wide = spec.intermediate_size;
                 match fused {
                     true => {
-                        let glu = plan::glu(spec.activation, GLU_DIVISOR);
+                        let glu = plan::glu(spec.activation, executor.glu_divisors[index]);
                         let output = input.layout().glu(glu);
                         self.linear(input, &matrices, output, &memory.inner, wide)
                     }
@@ -626,7 +649,7 @@ impl<'a> Pass<'a> {
                 let (spec, _) = self.mlp(index)?;
                 cuda::glu(
                     &executor.gpu,
-                    plan::glu(spec.activation, GLU_DIVISOR),
+                    plan::glu(spec.activation, executor.glu_divisors[index]),
                     &memory.projected,
                     self.rows,
                     spec.intermediate_size,
@@ -674,7 +697,7 @@ impl<'a> Pass<'a> {
             table: &memory.table,
             stride: memory.pages,
             layer: index,
-            unfit: None,
+            unfit: Some(&memory.unfit),
         };
         match (kernel, self.attention) {
             (Kernel::Decode { layout }, Attention::Step(divisions)) => cuda::decode(
@@ -708,7 +731,7 @@ impl<'a> Pass<'a> {
         let (input, weight) = match half {
             Half::Attention => (layout.input(&memory.input, 1.0), &block.attention.o),
             Half::Mlp => {
-                let divisor = GLU_DIVISOR as f32;
+                let divisor = self.executor.glu_divisors[index] as f32;
                 (
                     layout.input(&memory.inner, divisor),
                     &self.mlp(index)?.1.down,
@@ -803,6 +826,38 @@ impl<'a> Pass<'a> {
             None => Ok(()),
         }
     }
+}
+
+/// A power of two by which what is made of gate and up in this block fits f16, whatever enters it: a row that was normalized is no longer
+/// than the square root of its width, and so gate and up are no larger than the norms of their rows, with the weight of the norm in them,
+/// times that. Activations are no larger than what they take.
+fn glu_divisor(gpu: &Arc<Gpu>, block: &Block) -> Result<u32> {
+    let (Mlp::Dense(mlp), Some(norm)) = (&block.mlp, &block.mlp_norms.pre) else {
+        return Ok(GLU_DIVISOR);
+    };
+    let bounds = |projection: &Projection| -> Result<Vec<f64>> {
+        let matrix = matrix(projection)?;
+        let out = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, matrix.rows() * 4)?;
+        cuda::row_norms(matrix, Some(norm.all().cuda()?), (&out).into())?;
+        let (mut norms, mut bias) = (vec![0f32; matrix.rows()], vec![0f32; matrix.rows()]);
+        out.read(0, &mut norms)?;
+        if let Some(stored) = &projection.bias {
+            stored.all().read(&mut bias)?;
+        }
+        let width = (matrix.cols() as f64).sqrt();
+        let both = norms.iter().zip(&bias);
+        Ok(both
+            .map(|(&n, &b)| width * f64::from(n) + f64::from(b.abs()))
+            .collect())
+    };
+    let (gate, up) = (bounds(&mlp.gate)?, bounds(&mlp.up)?);
+    let largest = gate.iter().zip(&up).map(|(g, u)| g * u).fold(0.0, f64::max);
+    // Room for the rounding of everything before.
+    let mut divisor = GLU_DIVISOR;
+    while largest * 1.01 > F16_MOST * f64::from(divisor) && divisor < 1 << 30 {
+        divisor *= 2;
+    }
+    Ok(divisor)
 }
 
 fn read_logits(from: &DeviceBuffer, count: usize, logits: &mut Vec<f32>) -> Result<()> {

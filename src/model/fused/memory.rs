@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use super::sizes::Sizes;
 use crate::base::Result;
+use crate::base::error::bail;
 use crate::base::memory::Tag;
 use crate::cuda::{
     self, Best, DeviceBuffer, Division, DrawRule, DrawScratch, Drawn, Event, Gpu, Graph, Layout,
@@ -64,6 +65,8 @@ pub(super) struct Memory {
     pub(super) best: Best,
     /// Made when a token is first drawn.
     pub(super) draw: Option<DrawScratch>,
+    /// A u32: 1 + the first block whose queries, keys or values f16 does not hold, or 0.
+    pub(super) unfit: DeviceBuffer,
     pub(super) splits: Rows,
     pub(super) norms: NormScratch,
     pub(super) linear: LinearScratch,
@@ -119,6 +122,7 @@ impl Memory {
             table: scratch(batch * pages, 8)?,
             best: Best::new(gpu, batch)?,
             draw: None,
+            unfit: DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, 4)?,
             splits: Rows::new(gpu, sizes.heads, sizes.kv_heads, sizes.head_dim, batch)?,
             norms: NormScratch::new(gpu, hidden)?,
             linear: LinearScratch::new(gpu, rows.max(head_rows), k, copy)?,
@@ -192,6 +196,20 @@ impl Memory {
             Some(event) => event.wait(),
             None => Ok(()),
         }
+    }
+
+    /// Waits for the device, and refuses what attention was asked to hold in f16 and could not.
+    pub(super) fn check_fits(&mut self) -> Result<()> {
+        let mut unfit = [0u32];
+        self.unfit.read(0, &mut unfit)?;
+        let Some(block) = unfit[0].checked_sub(1) else {
+            return Ok(());
+        };
+        self.unfit.write(0, &[0u32])?;
+        bail!(
+            Unsupported,
+            "layer {block}: a query, key or value reaches beyond 65,504, the largest number of the cache's f16; a GPU has no other cache, run this model on the CPU with keys and values in f32"
+        )
     }
 
     pub(super) fn write_pages(&mut self, caches: &[&GpuCache]) -> Result<()> {

@@ -128,6 +128,12 @@ CASES.update({
     "llama_wide": ("Llama", dict(SMALL, head_dim=192, num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True, **rope(rope_theta=1e4, rope_type="dynamic", factor=2.0))),
     "qwen3_uneven": ("Qwen3", dict(SMALL, head_dim=96, num_attention_heads=3, num_key_value_heads=1, tie_word_embeddings=True, **rope(rope_theta=1e4, rope_type="default"))),
 })
+# What published models have and random ones do not: a token whose residual stream reaches 2e5, by an activation of the MLP of some
+# millions; keys of 500, common to all positions, and scores of a thousand. Computed in f64.
+CASES["qwen2_massive"] = ("Qwen2", dict(
+    MEDIUM, head_dim=None, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=3, tie_word_embeddings=False,
+    **rope(rope_theta=1e6, rope_type="default")))
+MASSIVE = {"qwen2_massive"}
 # In these the config is written with the words of older files.
 OLD_WORDS = {"qwen2_untied", "llama_linear", "qwen2_yarn", "llama_llama3", "gemma3_narrow", "phi3_longrope"}
 # As families are called in classes and in `model_type`.
@@ -152,6 +158,40 @@ def store_expert(stored, key, expert, w):
     return torch.cat(values)
 
 
+def make_massive(key, w, embeddings):
+    """Changes a random weight so that the first of the embeddings becomes a massive activation in the first block."""
+    direction = embeddings[1] / embeddings[1].norm()
+    if key == "model.layers.0.mlp.gate_proj.weight" or key == "model.layers.0.mlp.up_proj.weight":
+        w[0] = direction * 260
+    elif key == "model.layers.0.mlp.down_proj.weight":
+        w[0, 0] = 0.06
+        w[1:, 0] *= 1e-5
+    elif key.endswith("o_proj.weight") and ".0." in key:
+        w *= 0.05
+    elif key.endswith("k_proj.bias"):
+        w[31] = 500
+    elif key.endswith("q_proj.bias"):
+        w[31::32] = 12
+    return w
+
+
+def maxima(model, tokens):
+    """The largest magnitudes that a run meets."""
+    found = {}
+
+    def note(what, x):
+        found[what] = max(found.get(what, 0), x.abs().max().item())
+
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda m, i, o: note("residual", o[0] if isinstance(o, tuple) else o))
+        layer.mlp.down_proj.register_forward_pre_hook(lambda m, i: note("between gate and down", i[0]))
+        layer.self_attn.k_proj.register_forward_hook(lambda m, i, o: note("keys", o))
+        layer.self_attn.q_proj.register_forward_hook(lambda m, i, o: note("queries", o))
+    with torch.no_grad():
+        model(tokens[None])
+    return found
+
+
 def make(name, family, settings, seed):
     settings = {k: v for k, v in settings.items() if v is not None}
     config = getattr(transformers, CONFIGS.get(family, family + "Config"))(**settings)
@@ -159,6 +199,8 @@ def make(name, family, settings, seed):
     generator = torch.Generator().manual_seed(seed)
     random = lambda shape: torch.randn(shape, generator=generator)
     model = getattr(transformers, family + "ForCausalLM")(config).eval().float()
+    if name in MASSIVE:
+        model = model.double()
     stored = {}
     state = model.state_dict()
     for key, value in state.items():
@@ -173,13 +215,16 @@ def make(name, family, settings, seed):
         elif ".experts." in key and value.dim() == 3:
             w = torch.stack([store_expert(stored, key, e, random(part.shape) * (2.0 / part.shape[1] ** 0.5)) for e, part in enumerate(value)])
         elif key.endswith(".bias"):
-            w = (0.3 * random(value.shape)).bfloat16().float()
+            w = 0.3 * random(value.shape)
+            w = (make_massive(key, w, state["model.embed_tokens.weight"]) if name in MASSIVE else w).bfloat16().float()
             stored[key] = w.bfloat16()
         elif key == "model.embed_tokens.weight":
             w = (random(value.shape) * 0.3).bfloat16().float()
             stored[key] = w.bfloat16()
         else:
-            packed, scales, multiplier, w = quantize(random(value.shape) * (2.0 / value.shape[1] ** 0.5))
+            w = random(value.shape) * (2.0 / value.shape[1] ** 0.5)
+            w = make_massive(key, w, state["model.embed_tokens.weight"].float()) if name in MASSIVE else w
+            packed, scales, multiplier, w = quantize(w)
             stored[key] = packed
             stored[key + "_scale"] = scales
             stored[key + "_scale_2"] = multiplier
@@ -187,8 +232,11 @@ def make(name, family, settings, seed):
     expected = {}
     for length in LENGTHS:
         tokens = torch.randint(0, config.vocab_size, (length,), generator=generator)
+        if name in MASSIVE:
+            tokens[0] = 1
+            print(name, maxima(model, tokens))
         with torch.no_grad():
-            logits = model(tokens[None]).logits[0]
+            logits = model(tokens[None]).logits[0].float()
         expected[f"tokens_{length}"] = tokens
         kept = length if length < 10 and "tied" in name else KEPT
         expected[f"logits_{length}"] = logits[-kept:].contiguous()

@@ -212,18 +212,28 @@ static void check_reference(int D, int heads, int kv_heads, int first, int more,
     s.expect_unfit("the reference", 0);
 }
 
-// A value of the last token that f16 holds, when it is rounded, and others that it does not, of values and keys.
+// A value of the last token that f16 holds, when it is rounded, and others that it does not, of values, keys and queries.
 static void check_unfit() {
     const int D = 64, HEADS = 2, LENGTH = 3, LAST = LENGTH - 1;
-    struct { int head; float value; u32 want; } cases[] = {{3, 65519, 0}, {3, -65520, 2}, {3, NAN, 2}, {2, 1e6f, 2}};
+    struct { int head; float value; u32 want; } cases[] = {{3, 65519, 0}, {3, -65520, 2}, {3, NAN, 2}, {2, 1e6f, 2}, {0, 1e7f, 2}};
     for (auto& c : cases) {
         Sequence s(D, HEADS, 1, LENGTH, false, D, 0, 0);
         float& x = s.qkv[((size_t)LAST * s.all + c.head) * D + 5];
+        s.run<D, false>(0, LAST);
+        s.expect_unfit("before", 0);
         x = c.value;
         // Beside what is so large nothing has digits left.
         s.compares = false;
+        s.run<D, false>(LAST, 1);
+        s.expect_unfit("rows", c.want);
+        s.step_with<D, false, false, decode::MANY_STAGES, 1, false>(LAST, 1, 0);
+        s.expect_unfit("a token", c.want);
         s.run_reference(LAST, 1);
-        s.expect_unfit("the reference", c.want);
+        s.expect_unfit("the reference", c.head == 0 ? 0 : c.want);
+        // An earlier layer has said so already.
+        s.unfit = 1;
+        s.run<D, false>(LAST, 1);
+        s.expect_unfit("rows", 1);
     }
 }
 
