@@ -26,7 +26,7 @@ use serde_json::{Value, json};
 /// The bar of the parity tests, in f32 with a cache in f32: some hundred rounding errors of logits that reach 8.
 const TOLERANCE: f32 = 2e-4;
 
-const CASES: [&str; 22] = [
+const CASES: [&str; 23] = [
     "qwen3_tied",
     "qwen3_untied",
     "qwen3_yarn",
@@ -49,6 +49,7 @@ const CASES: [&str; 22] = [
     "gemma3_wide",
     "qwen3moe_normalized",
     "qwen3moe_mixed",
+    "qwen2moe_shared",
 ];
 
 fn cache(model: &Model) -> KvCache {

@@ -36,6 +36,7 @@ pub const FAMILIES: &[Family] = &[
     llama::LLAMA,
     qwen::QWEN2,
     qwen::QWEN3,
+    qwen::QWEN2_MOE,
     qwen::QWEN3_MOE,
     mistral::MISTRAL,
     phi3::PHI3,
@@ -217,7 +218,7 @@ mod tests {
             (
                 "model_type",
                 json!("mamba"),
-                "'mamba'; known are llama, qwen2, qwen3, qwen3_moe, mistral, phi3, gemma3",
+                "'mamba'; known are llama, qwen2, qwen3, qwen2_moe, qwen3_moe, mistral, phi3, gemma3",
             ),
             ("hidden_act", json!("gelu"), "'gelu'"),
             ("hidden_size", json!(72), "hidden_size is 72"),

@@ -1,10 +1,10 @@
-//! Qwen2, whose queries, keys and values have biases; Qwen3, which normalizes the heads of queries and keys instead; and Qwen3 with a
-//! mixture of experts.
+//! Qwen2, whose queries, keys and values have biases; Qwen3, which normalizes the heads of queries and keys instead; and both with a
+//! mixture of experts, which Qwen2 has beside an expert of every token.
 
-use super::decoder::{Decoder, expert_layers, experts};
+use super::decoder::{Decoder, expert_layers, experts, intermediate_size};
 use super::{Family, Keys};
 use crate::base::Result;
-use crate::model::spec::{MlpSpec, Spec};
+use crate::model::spec::{ExpertsSpec, GatedMlpSpec, MlpSpec, SharedExpertSpec, Spec};
 
 pub(super) const QWEN2: Family = Family {
     model_type: "qwen2",
@@ -16,6 +16,12 @@ pub(super) const QWEN3: Family = Family {
     model_type: "qwen3",
     class: "Qwen3ForCausalLM",
     read: qwen3,
+};
+
+pub(super) const QWEN2_MOE: Family = Family {
+    model_type: "qwen2_moe",
+    class: "Qwen2MoeForCausalLM",
+    read: qwen2_moe,
 };
 
 pub(super) const QWEN3_MOE: Family = Family {
@@ -39,12 +45,35 @@ fn qwen3(keys: &Keys<'_>) -> Result<Spec> {
     finish(decoder, keys)
 }
 
+fn qwen2_moe(keys: &Keys<'_>) -> Result<Spec> {
+    let mut decoder = Decoder::read(keys)?;
+    decoder.block.attention.qkv_bias = true;
+    let experts = experts(keys)?;
+    let shared = GatedMlpSpec {
+        intermediate_size: intermediate_size(keys, "shared_expert_intermediate_size")?,
+        ..experts.expert
+    };
+    let experts = ExpertsSpec {
+        shared: Some(SharedExpertSpec {
+            mlp: shared,
+            gated: true,
+        }),
+        ..experts
+    };
+    with_experts(finish(decoder, keys)?, keys, experts)
+}
+
 fn qwen3_moe(keys: &Keys<'_>) -> Result<Spec> {
     let mut decoder = Decoder::read(keys)?;
     decoder.read_attention_bias(keys)?;
     decoder.block.attention.qk_norm = true;
-    let (experts, has_experts) = (experts(keys)?, expert_layers(keys)?);
-    let mut spec = finish(decoder, keys)?;
+    let experts = experts(keys)?;
+    with_experts(finish(decoder, keys)?, keys, experts)
+}
+
+/// The model with these experts in the layers that the config gives them.
+fn with_experts(mut spec: Spec, keys: &Keys<'_>, experts: ExpertsSpec) -> Result<Spec> {
+    let has_experts = expert_layers(keys)?;
     for (layer, block) in spec.blocks.iter_mut().enumerate() {
         if has_experts(layer) {
             block.mlp = MlpSpec::Experts(experts);

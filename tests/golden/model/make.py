@@ -134,11 +134,14 @@ CASES["qwen2_massive"] = ("Qwen2", dict(
     MEDIUM, head_dim=None, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=3, tie_word_embeddings=False,
     **rope(rope_theta=1e6, rope_type="default")))
 MASSIVE = {"qwen2_massive"}
+# New cases come last: the seed of a case is its number.
+CASES["qwen2moe_shared"] = ("Qwen2Moe", dict(
+    EXPERTS, head_dim=None, hidden_size=64, norm_topk_prob=False, shared_expert_intermediate_size=48))
 # In these the config is written with the words of older files.
 OLD_WORDS = {"qwen2_untied", "llama_linear", "qwen2_yarn", "llama_llama3", "gemma3_narrow", "phi3_longrope"}
 # As families are called in classes and in `model_type`.
 CONFIGS = {"Gemma3": "Gemma3TextConfig"}
-TYPES = {"Gemma3": "gemma3_text", "Qwen3Moe": "qwen3_moe"}
+TYPES = {"Gemma3": "gemma3_text", "Qwen3Moe": "qwen3_moe", "Qwen2Moe": "qwen2_moe"}
 LENGTHS = [7, 33]
 KEPT = 3
 
@@ -209,7 +212,7 @@ def make(name, family, settings, seed):
         if key.endswith("norm.weight"):
             w = (0 if family == "Gemma3" else 1) + 0.2 * random(value.shape)
             stored[key] = w
-        elif key.endswith("mlp.gate.weight"):
+        elif key.endswith(("mlp.gate.weight", "shared_expert_gate.weight")):
             w = random(value.shape).bfloat16().float()
             stored[key] = w.bfloat16()
         elif ".experts." in key and value.dim() == 3:
