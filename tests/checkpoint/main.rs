@@ -3,6 +3,8 @@
 mod bad;
 #[path = "../common/mod.rs"]
 mod common;
+mod experts;
+mod families;
 mod files;
 mod folders;
 mod golden;

@@ -1,0 +1,627 @@
+//! Models of every family as GGUF has them: the weights of a golden, under the names and in the order that llama.cpp's converter
+//! writes, are the same model and give the logits of transformers. And models within larger ones, as they are published.
+
+use std::collections::HashMap;
+use std::ops::ControlFlow;
+use std::path::Path;
+
+use super::common::{expect_kind, golden, options};
+use super::files::{Gguf, Scratch, tensors};
+use NVFP4::base::ErrorKind;
+use NVFP4::base::threads::Pool;
+use NVFP4::checkpoint::{Checkpoint, Encoding};
+use NVFP4::format::nvfp4::Recipe;
+use NVFP4::model::convert::{Container, ConvertOptions, convert};
+use NVFP4::model::{self, KvCache, KvType, Logits, Model, Scratch as Room, families};
+use safetensors::SafeTensors;
+use serde_json::{Value, json};
+
+/// The bar of the parity tests in f32.
+const TOLERANCE: f32 = 2e-4;
+
+fn bytes(values: &[f32]) -> Vec<u8> {
+    values.iter().flat_map(|v| v.to_le_bytes()).collect()
+}
+
+fn values(checkpoint: &dyn Checkpoint, name: &str) -> Vec<f32> {
+    let entry = checkpoint.find(name).unwrap_or_else(|| panic!("{name}"));
+    let mut out = vec![f32::NAN; entry.rows() * entry.cols()];
+    checkpoint
+        .rows_f32(entry, 0..entry.rows(), &mut out)
+        .unwrap();
+    out
+}
+
+fn integer(key: &str, value: u32) -> Vec<u8> {
+    Gguf::pair(key, 4, &value.to_le_bytes())
+}
+
+fn float(key: &str, value: f32) -> Vec<u8> {
+    Gguf::pair(key, 6, &value.to_le_bytes())
+}
+
+/// A golden as a GGUF file of `architecture`.
+struct Case {
+    golden: &'static str,
+    architecture: &'static str,
+    /// Names within a layer that are not those of llama, logical before GGUF.
+    names: &'static [(&'static str, &'static str)],
+    integers: &'static [(&'static str, u32)],
+    floats: &'static [(&'static str, f32)],
+    /// Plain vectors that the file has beside weights.
+    vectors: &'static [(&'static str, &'static [f32])],
+}
+
+const CASES: [Case; 6] = [
+    Case {
+        golden: "mistral_window",
+        architecture: "llama",
+        names: &[],
+        integers: &[
+            ("attention.key_length", 32),
+            ("attention.sliding_window", 9),
+        ],
+        floats: &[("rope.freq_base", 1e4)],
+        vectors: &[],
+    },
+    Case {
+        golden: "gemma3_wide",
+        architecture: "gemma3",
+        names: &[
+            ("post_attention_layernorm", "post_attention_norm"),
+            ("pre_feedforward_layernorm", "ffn_norm"),
+            ("post_feedforward_layernorm", "post_ffw_norm"),
+        ],
+        integers: &[
+            ("attention.key_length", 256),
+            ("attention.sliding_window", 8),
+            ("attention.sliding_window_pattern", 3),
+        ],
+        floats: &[("rope.freq_base", 1e6), ("rope.scaling.factor", 8.0)],
+        vectors: &[],
+    },
+    Case {
+        golden: "qwen3moe_normalized",
+        architecture: "qwen3moe",
+        names: &[
+            ("mlp.gate", "ffn_gate_inp"),
+            ("mlp.experts.gate_proj", "ffn_gate_exps"),
+            ("mlp.experts.up_proj", "ffn_up_exps"),
+            ("mlp.experts.down_proj", "ffn_down_exps"),
+        ],
+        integers: &[
+            ("attention.key_length", 16),
+            ("expert_count", 6),
+            ("expert_used_count", 2),
+            ("expert_feed_forward_length", 32),
+        ],
+        floats: &[("rope.freq_base", 1e6)],
+        vectors: &[],
+    },
+    Case {
+        golden: "phi3_window",
+        architecture: "phi3",
+        names: PHI3,
+        integers: &[
+            ("attention.sliding_window", 11),
+            ("rope.dimension_count", 16),
+            ("rope.scaling.original_context_length", 256),
+        ],
+        floats: &[("rope.freq_base", 1e4)],
+        vectors: &[],
+    },
+    Case {
+        golden: "phi3_partial",
+        architecture: "phi3",
+        names: PHI3,
+        integers: &[
+            ("attention.sliding_window", 0),
+            ("rope.dimension_count", 24),
+            ("rope.scaling.original_context_length", 256),
+        ],
+        floats: &[("rope.freq_base", 1e4)],
+        vectors: &[],
+    },
+    Case {
+        golden: "phi3_longrope",
+        architecture: "phi3",
+        names: PHI3,
+        integers: &[
+            ("attention.sliding_window", 0),
+            ("rope.dimension_count", 12),
+            ("rope.scaling.original_context_length", 16),
+        ],
+        // sqrt(1 + ln(256 / 16) / ln(16))
+        floats: &[
+            ("rope.freq_base", 1e4),
+            ("rope.scaling.attn_factor", std::f32::consts::SQRT_2),
+        ],
+        vectors: &[
+            ("rope_factors_short.weight", &[1.0, 1.1, 1.2, 1.3, 1.5, 1.7]),
+            ("rope_factors_long.weight", &[1.0, 2.0, 3.0, 5.0, 8.0, 13.0]),
+        ],
+    },
+];
+
+const PHI3: &[(&str, &str)] = &[
+    ("self_attn.qkv_proj", "attn_qkv"),
+    ("mlp.gate_up_proj", "ffn_up"),
+];
+
+/// Names outside the layers and within, logical before GGUF.
+const NAMES: [(&str, &str); 14] = [
+    ("model.embed_tokens", "token_embd"),
+    ("model.norm", "output_norm"),
+    ("lm_head", "output"),
+    ("input_layernorm", "attn_norm"),
+    ("self_attn.q_proj", "attn_q"),
+    ("self_attn.k_proj", "attn_k"),
+    ("self_attn.v_proj", "attn_v"),
+    ("self_attn.o_proj", "attn_output"),
+    ("self_attn.q_norm", "attn_q_norm"),
+    ("self_attn.k_norm", "attn_k_norm"),
+    ("post_attention_layernorm", "ffn_norm"),
+    ("mlp.gate_proj", "ffn_gate"),
+    ("mlp.up_proj", "ffn_up"),
+    ("mlp.down_proj", "ffn_down"),
+];
+
+impl Case {
+    /// The GGUF name of the tensor with the logical name `name`, without the expert's number.
+    fn gguf_name(&self, name: &str) -> String {
+        let stem = name.strip_suffix(".weight").unwrap();
+        let lookup = |stem: &str| {
+            let all = self.names.iter().chain(&NAMES);
+            let found = all.clone().find(|(logical, _)| *logical == stem);
+            found.unwrap_or_else(|| panic!("{stem}")).1
+        };
+        match stem.strip_prefix("model.layers.") {
+            None => format!("{}.weight", lookup(stem)),
+            Some(rest) => {
+                let (layer, stem) = rest.split_once('.').unwrap();
+                format!("blk.{layer}.{}.weight", lookup(stem))
+            }
+        }
+    }
+
+    /// The values of a tensor as the converter writes them.
+    fn stored(&self, name: &str, shape: &[usize], values: &mut [f32], config: &Value) {
+        if self.architecture == "gemma3" && name.ends_with("norm.weight") {
+            values.iter_mut().for_each(|v| *v += 1.0);
+        }
+        let heads = match name {
+            _ if self.architecture != "llama" => return,
+            _ if name.ends_with("q_proj.weight") => "num_attention_heads",
+            _ if name.ends_with("k_proj.weight") => "num_key_value_heads",
+            _ => return,
+        };
+        let (rows, cols) = (shape[0], shape[1]);
+        let width = rows / config[heads].as_u64().unwrap() as usize;
+        let original = values.to_vec();
+        for row in 0..rows {
+            // Row i of a head and row i + width / 2 rotate together, and lie side by side.
+            let within = row % width;
+            let at = row - within + 2 * (within % (width / 2)) + within / (width / 2);
+            values[at * cols..][..cols].copy_from_slice(&original[row * cols..][..cols]);
+        }
+    }
+
+    fn gguf(&self) -> Vec<u8> {
+        let source = model::open(&golden(self.golden)).unwrap();
+        let config = source.metadata().config.clone().unwrap();
+        let key = |name: &str| format!("{}.{name}", self.architecture);
+        let mut gguf = Gguf::new(self.architecture);
+        for (name, of) in [
+            ("embedding_length", "hidden_size"),
+            ("feed_forward_length", "intermediate_size"),
+            ("block_count", "num_hidden_layers"),
+            ("attention.head_count", "num_attention_heads"),
+            ("attention.head_count_kv", "num_key_value_heads"),
+            ("context_length", "max_position_embeddings"),
+        ] {
+            let value = config[of].as_u64().unwrap() as u32;
+            gguf = gguf.with_pair(integer(&key(name), value));
+        }
+        gguf = gguf.with_pair(float(&key("attention.layer_norm_rms_epsilon"), 1e-6));
+        for (name, value) in self.integers {
+            gguf = gguf.with_pair(integer(&key(name), *value));
+        }
+        for (name, value) in self.floats {
+            gguf = gguf.with_pair(float(&key(name), *value));
+        }
+        if let Some(eos) = config["eos_token_id"].as_u64() {
+            gguf = gguf.with_pair(integer("tokenizer.ggml.eos_token_id", eos as u32));
+        }
+        // Experts of a layer come one after the other, and are stacked.
+        let mut order: Vec<String> = Vec::new();
+        let mut made: HashMap<String, (Vec<usize>, Vec<f32>)> = HashMap::new();
+        let expert = |name: &str| {
+            let rest = name.split_once(".experts.")?.1;
+            rest.split_once('.')?.0.parse::<usize>().ok()
+        };
+        let mut entries: Vec<_> = source
+            .entries()
+            .iter()
+            .map(|e| (expert(&e.name), e))
+            .collect();
+        entries.sort_by_key(|(expert, _)| *expert);
+        for (expert, entry) in entries {
+            let name = match expert {
+                Some(n) => entry.name.replace(&format!(".experts.{n}."), ".experts."),
+                None => entry.name.clone(),
+            };
+            let mut read = values(&*source, &entry.name);
+            self.stored(&name, &entry.shape, &mut read, &config);
+            let name = self.gguf_name(&name);
+            match made.get_mut(&name) {
+                None => {
+                    let mut shape = entry.shape.clone();
+                    if expert.is_some() {
+                        shape.insert(0, 1);
+                    }
+                    order.push(name.clone());
+                    made.insert(name, (shape, read));
+                }
+                Some((shape, all)) => {
+                    shape[0] += 1;
+                    all.extend(read);
+                }
+            }
+        }
+        for (name, vector) in self.vectors {
+            order.push((*name).to_owned());
+            made.insert((*name).to_owned(), (vec![vector.len()], vector.to_vec()));
+        }
+        let mut data = Vec::new();
+        for name in order {
+            let (shape, values) = &made[&name];
+            let dims: Vec<u64> = shape.iter().rev().map(|&d| d as u64).collect();
+            gguf = gguf.tensor(&name, &dims, 0, data.len() as u64);
+            data.extend(bytes(values));
+            data.resize(data.len().next_multiple_of(32), 0);
+        }
+        gguf.with_data(data).build()
+    }
+}
+
+/// Tokens and the logits that transformers has after them.
+fn expected(case: &str) -> Vec<(Vec<u32>, Vec<f32>)> {
+    let bytes = std::fs::read(golden(case).join("expected.safetensors")).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let of = |n: usize| {
+        let tokens = file.tensor(&format!("tokens_{n}")).unwrap();
+        let logits = file.tensor(&format!("logits_{n}")).unwrap();
+        let tokens = tokens.data().as_chunks::<8>().0.iter();
+        let logits = logits.data().as_chunks::<4>().0.iter();
+        (
+            tokens.map(|b| i64::from_le_bytes(*b) as u32).collect(),
+            logits.map(|b| f32::from_le_bytes(*b)).collect(),
+        )
+    };
+    vec![of(7), of(33)]
+}
+
+fn agrees_with_transformers(path: &Path, case: &str) {
+    let model = Model::load(path, &options()).unwrap();
+    for (tokens, want) in expected(case) {
+        let mut cache =
+            KvCache::new(model.device(), model.spec(), tokens.len(), KvType::F32).unwrap();
+        let mut got = Vec::new();
+        model
+            .forward(&tokens, &mut cache, &mut Room::new(), Logits::All, &mut got)
+            .unwrap();
+        assert!(want.len() <= got.len() && !want.is_empty());
+        let got = &got[got.len() - want.len()..];
+        let worst = got.iter().zip(&want).map(|(g, w)| (g - w).abs());
+        let worst = worst.fold(0f32, f32::max);
+        assert!(
+            worst <= TOLERANCE,
+            "{case}, {} tokens: {worst}",
+            tokens.len()
+        );
+    }
+}
+
+#[test]
+fn gguf_models_of_every_family_are_those_of_transformers() {
+    for case in &CASES {
+        let scratch = Scratch::new();
+        let path = scratch.0.join("model.gguf");
+        std::fs::write(&path, case.gguf()).unwrap();
+        let read = |path: &Path| {
+            let opened = model::open(path).unwrap();
+            families::read(opened.metadata().config.as_ref().unwrap()).unwrap()
+        };
+        assert_eq!(read(&path), read(&golden(case.golden)), "{}", case.golden);
+        agrees_with_transformers(&path, case.golden);
+    }
+}
+
+/// Subtracting what was added gives the weights back, but for what was lost when it was added.
+#[test]
+fn norms_of_gemma_are_stored_with_one_added() {
+    let case = CASES.iter().find(|c| c.architecture == "gemma3").unwrap();
+    let opened = model::open_bytes("x.gguf", case.gguf()).unwrap();
+    let source = model::open(&golden(case.golden)).unwrap();
+    let mut norms = 0;
+    for entry in source.entries() {
+        let is_norm = entry.name.ends_with("norm.weight");
+        let want = values(&*source, &entry.name);
+        let want = want.into_iter().map(|v| match is_norm {
+            true => (v + 1.0) - 1.0,
+            false => v,
+        });
+        let got = values(&*opened, &entry.name);
+        assert!(
+            got.iter()
+                .zip(want)
+                .all(|(g, w)| g.to_bits() == w.to_bits()),
+            "{}",
+            entry.name
+        );
+        let found = opened.find(&entry.name).unwrap();
+        assert_eq!(opened.plain(found).is_none(), is_norm, "{}", entry.name);
+        norms += usize::from(is_norm);
+    }
+    assert_eq!(norms, 4 * 6 + 1);
+}
+
+/// A GGUF file with the least that a family needs, and `pairs`.
+fn small(architecture: &str, pairs: Vec<Vec<u8>>) -> Gguf {
+    let key = |name: &str| format!("{architecture}.{name}");
+    let sizes = [
+        ("attention.head_count", 4),
+        ("embedding_length", 32),
+        ("feed_forward_length", 48),
+    ];
+    let mut gguf = Gguf::new(architecture);
+    for (name, value) in sizes {
+        gguf = gguf.with_pair(integer(&key(name), value));
+    }
+    pairs
+        .into_iter()
+        .fold(gguf, Gguf::with_pair)
+        .tensor("output_norm.weight", &[8], 0, 0)
+        .with_data(vec![0; 32])
+}
+
+fn config(gguf: &Gguf) -> Value {
+    let opened = model::open_bytes("x.gguf", gguf.build()).unwrap();
+    opened.metadata().config.clone().unwrap()
+}
+
+#[test]
+fn what_gemma_leaves_out_is_known() {
+    let layers = |n| integer("gemma3.block_count", n);
+    let window = || integer("gemma3.attention.sliding_window", 512);
+    let sliding = |config: &Value| -> Vec<bool> {
+        let types = config["layer_types"].as_array().unwrap();
+        types.iter().map(|t| t == "sliding_attention").collect()
+    };
+    let c = config(&small("gemma3", vec![layers(7), window()]));
+    assert_eq!(sliding(&c), [true, true, true, true, true, false, true]);
+    assert_eq!(c["rope_local_base_freq"], 1e4);
+    assert_eq!(c["sliding_window"], 512);
+    assert_eq!(c["query_pre_attn_scalar"], 8);
+    assert_eq!(c["hidden_activation"], "gelu_pytorch_tanh");
+    assert!(c.get("hidden_act").is_none() && c.get("final_logit_softcapping").is_none());
+
+    let c = config(&small("gemma3", vec![layers(3)]));
+    assert_eq!(sliding(&c), [false; 3]);
+    assert!(c.get("sliding_window").is_none());
+
+    let pattern = Gguf::array_pair("gemma3.attention.sliding_window_pattern", 7, 3, &[0, 1, 0]);
+    let more = vec![
+        layers(3),
+        window(),
+        pattern,
+        float("gemma3.rope.freq_base_swa", 5e3),
+        float("gemma3.final_logit_softcapping", 30.0),
+        integer("gemma3.attention.key_length", 16),
+    ];
+    let c = config(&small("gemma3", more));
+    assert_eq!(sliding(&c), [false, true, false]);
+    assert_eq!(c["rope_local_base_freq"], 5e3);
+    assert_eq!(c["final_logit_softcapping"], 30.0);
+    assert_eq!(c["query_pre_attn_scalar"], 16);
+
+    // The largest one scales by its width over its heads.
+    let large = vec![layers(62), integer("gemma3.attention.key_length", 16)];
+    assert_eq!(config(&small("gemma3", large))["query_pre_attn_scalar"], 8);
+}
+
+#[test]
+fn what_experts_leave_out_is_known() {
+    let count = |name: &str, n| integer(&format!("qwen3moe.{name}"), n);
+    let c = config(&small(
+        "qwen3moe",
+        vec![count("expert_count", 8), count("expert_used_count", 3)],
+    ));
+    assert_eq!(
+        (&c["num_experts"], &c["num_experts_per_tok"]),
+        (&json!(8), &json!(3))
+    );
+    assert_eq!(c["moe_intermediate_size"], 16);
+    assert_eq!(c["norm_topk_prob"], true);
+    assert_eq!(c["model_type"], "qwen3_moe");
+}
+
+#[test]
+fn a_window_makes_mistral_of_llama() {
+    let c = config(&small("llama", vec![]));
+    assert_eq!(
+        (&c["model_type"], c.get("sliding_window")),
+        (&json!("llama"), None)
+    );
+    let window = integer("llama.attention.sliding_window", 4096);
+    let c = config(&small("llama", vec![window]));
+    assert_eq!(c["model_type"], "mistral");
+    assert_eq!(c["architectures"], json!(["MistralForCausalLM"]));
+    assert_eq!(c["sliding_window"], 4096);
+}
+
+#[test]
+fn metadata_that_makes_no_config_is_refused() {
+    let refused = |gguf: Gguf, needles: &[&str]| {
+        let error = model::open_bytes("x.gguf", gguf.build())
+            .map(|_| ())
+            .unwrap_err();
+        for needle in ["x.gguf"].iter().chain(needles) {
+            assert!(error.message().contains(needle), "{error} lacks {needle}");
+        }
+        assert_eq!(error.kind(), ErrorKind::CorruptFile, "{error}");
+    };
+    let gemma = |pairs: Vec<Vec<u8>>| small("gemma3", pairs);
+    let layers = |n| integer("gemma3.block_count", n);
+    let window = || integer("gemma3.attention.sliding_window", 8);
+    let pattern = "gemma3.attention.sliding_window_pattern";
+    refused(gemma(vec![]), &["no gemma3.block_count"]);
+    refused(gemma(vec![layers(0)]), &["'gemma3.block_count' is 0"]);
+    refused(
+        gemma(vec![layers(1 << 30)]),
+        &["is 1073741824", "at most 4096"],
+    );
+    refused(
+        gemma(vec![layers(2), window(), integer(pattern, 0)]),
+        &[pattern, "is 0"],
+    );
+    let list = Gguf::array_pair(pattern, 7, 3, &[1, 1, 0]);
+    refused(
+        gemma(vec![layers(2), window(), list]),
+        &["has 3 elements for 2 layers"],
+    );
+    refused(
+        small("qwen3moe", vec![]),
+        &["no qwen3moe.expert_used_count"],
+    );
+    let experts = integer("qwen3moe.expert_used_count", 0);
+    refused(
+        small("qwen3moe", vec![experts]),
+        &["'qwen3moe.expert_used_count' is 0"],
+    );
+
+    let (short, long) = ("rope_factors_short.weight", "rope_factors_long.weight");
+    let with = |tensors: &[(&str, &[u64], u32)]| {
+        let mut gguf = small("phi3", vec![]).with_data(vec![0; 512]);
+        for (i, (name, dims, kind)) in tensors.iter().enumerate() {
+            gguf = gguf.tensor(name, dims, *kind, 32 + 64 * i as u64);
+        }
+        gguf
+    };
+    refused(
+        with(&[(short, &[4], 0)]),
+        &[short, "no 'rope_factors_long.weight'"],
+    );
+    refused(
+        with(&[(long, &[4], 0)]),
+        &[long, "no 'rope_factors_short.weight'"],
+    );
+    refused(
+        with(&[(short, &[4], 0), (long, &[2, 2], 0)]),
+        &[long, "[2, 2]", "vector"],
+    );
+    refused(
+        with(&[(short, &[4], 0), (long, &[32], 8)]),
+        &[long, "Q8_0", "plain numbers"],
+    );
+    let zero = "blk.0.attn_norm.weight";
+    let packed = small("gemma3", vec![layers(1)])
+        .with_data(vec![0; 512])
+        .tensor(zero, &[64], 40, 64);
+    expect_kind(
+        model::open_bytes("x.gguf", packed.build()),
+        ErrorKind::Unsupported,
+        "'blk.0.attn_norm.weight' is a norm in NVFP4",
+    );
+}
+
+/// A golden as it would be within a model that also takes pictures.
+fn published(case: &str, within: &str, scratch: &Scratch) {
+    let bytes = std::fs::read(golden(case).join("model.safetensors")).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let eye = "vision_tower.vision_model.encoder.layers.0.self_attn.q_proj.weight";
+    let mut items = vec![(eye.to_owned(), "F32", "[2, 20]".to_owned(), vec![0; 160])];
+    for (name, tensor) in file.tensors() {
+        let name = match name.strip_prefix("model.") {
+            Some(rest) => format!("{within}{rest}"),
+            None => format!("language_model.{name}"),
+        };
+        let dtype = match tensor.dtype() {
+            safetensors::Dtype::F32 => "F32",
+            safetensors::Dtype::BF16 => "BF16",
+            safetensors::Dtype::U8 => "U8",
+            safetensors::Dtype::F8_E4M3 => "F8_E4M3",
+            other => panic!("{other:?}"),
+        };
+        let shape = format!("{:?}", tensor.shape());
+        items.push((name, dtype, shape, tensor.data().to_vec()));
+    }
+    let items: Vec<_> = items
+        .iter()
+        .map(|(n, d, s, b)| (n.as_str(), *d, s.as_str(), b.clone()))
+        .collect();
+    std::fs::write(scratch.0.join("model.safetensors"), tensors(&items)).unwrap();
+    let text = std::fs::read(golden(case).join("config.json")).unwrap();
+    let text: Value = serde_json::from_slice(&text).unwrap();
+    let config = json!({
+        "architectures": ["SeesForConditionalGeneration"], "model_type": "sees",
+        "text_config": text, "vision_config": {"hidden_size": 20},
+    });
+    std::fs::write(scratch.0.join("config.json"), config.to_string()).unwrap();
+}
+
+#[test]
+fn a_text_model_within_a_larger_one_is_run_and_converted() {
+    for (case, within) in [
+        ("gemma3_wide", "language_model.model."),
+        ("gemma3_wide", "model.language_model."),
+        ("mistral_window", "language_model.model."),
+        ("mistral_window", "model.language_model."),
+    ] {
+        let scratch = Scratch::new();
+        published(case, within, &scratch);
+        agrees_with_transformers(&scratch.0, case);
+        let source = model::open(&scratch.0).unwrap();
+        let stored = source.find("model.norm.weight").unwrap();
+        assert_eq!(
+            source.parts(stored).unwrap()[0].key,
+            format!("{within}norm.weight")
+        );
+        for (container, name) in [(Container::ModelOpt, "out"), (Container::Dat, "out.dat")] {
+            let made = Scratch::new();
+            let path = made.0.join(name);
+            let keep_head = ConvertOptions {
+                keep_head: true,
+                ..ConvertOptions::new(container, Recipe::Amax)
+            };
+            let pool = Pool::new(2).unwrap();
+            convert(&*source, &path, &keep_head, &pool, &mut |_| {
+                ControlFlow::Continue(())
+            })
+            .unwrap();
+            let eye = "vision_tower.vision_model.encoder.layers.0.self_attn.q_proj.weight";
+            let copy = model::open(&path).unwrap();
+            assert_eq!(copy.find(eye).unwrap().encoding, Encoding::F32);
+            let config = copy.metadata().config.as_ref().unwrap();
+            assert!(config["text_config"].is_object());
+            match container {
+                // Its tensors are NVFP4 already and kept.
+                Container::ModelOpt => agrees_with_transformers(&path, case),
+                Container::Dat => drop(Model::load(&path, &options()).unwrap()),
+            }
+        }
+    }
+}
+
+#[test]
+fn a_tensor_under_two_names_is_refused() {
+    let twice = tensors(&[
+        ("model.language_model.norm.weight", "F32", "[2]", vec![0; 8]),
+        ("model.norm.weight", "F32", "[2]", vec![0; 8]),
+    ]);
+    expect_kind(
+        model::open_bytes("x.safetensors", twice),
+        ErrorKind::CorruptFile,
+        "two tensors are both 'model.norm.weight'",
+    );
+}
