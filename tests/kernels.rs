@@ -346,6 +346,16 @@ fn products_are_right_on_an_emulated_gpu() {
     }
 }
 
+/// Routing, products with experts and their sum, and products with routers, from the kernels' sources, on the processor.
+#[test]
+fn experts_are_right_on_an_emulated_gpu() {
+    for arch in [800, 900] {
+        if let Some(said) = emulate("experts", arch) {
+            assert_eq!(said, "ok\n", "for {arch}");
+        }
+    }
+}
+
 /// Norm and rotation, the cache's keys and values, and attention of rows and of tokens, from the kernels' sources, on the processor.
 #[test]
 fn attention_is_right_on_an_emulated_gpu() {

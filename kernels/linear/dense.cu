@@ -17,42 +17,57 @@ struct Arguments {
     int output;
     int m;
     int rows;
-    int k;
+    int k;                  // a multiple of 8
     int out_stride;
 };
 
 constexpr int WARPS = 8;
-constexpr int TOKENS = 8;
+constexpr int TOKENS = 8;    // at a time, where there are several
 
-__device__ __forceinline__ float at(const void* p, int kind, size_t i) {
-    switch (kind) {
-        case F32: return ((const float*)p)[i];
-        case F16: return f16_to_float(((const u16*)p)[i]);
-        default: return bf16_to_float(((const u16*)p)[i]);
-    }
-}
+// Eight values from element i on, which is a multiple of 8.
+template <int KIND>
+struct Eight {
+    float v[8];
 
-// Grid: (ceil(rows / WARPS), ceil(m / TOKENS))
-extern "C" __global__ void __launch_bounds__(WARPS* WARP) linear_dense(const __grid_constant__ Arguments a) {
-    wait_for_earlier_kernels();
-    let_later_kernels_start();
-    int row = blockIdx.x * WARPS + threadIdx.x / WARP, first = blockIdx.y * TOKENS, lane = lane_id();
-    if (row >= a.rows) return;
-    int tokens = min(TOKENS, a.m - first);
-    float sums[TOKENS] = {};
-    for (int i = lane; i < a.k; i += WARP) {
-        float w = at(a.weight, a.kind, (size_t)row * a.k + i);
+    __device__ __forceinline__ Eight(const void* p, size_t i) {
+        if (KIND == F32) {
+            float4 low = *(const float4*)((const float*)p + i), high = *(const float4*)((const float*)p + i + 4);
+            v[0] = low.x, v[1] = low.y, v[2] = low.z, v[3] = low.w, v[4] = high.x, v[5] = high.y, v[6] = high.z, v[7] = high.w;
+            return;
+        }
+        uint4 words = *(const uint4*)((const u16*)p + i);
+        u32 pairs[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
-        for (int m = 0; m < TOKENS; m++) {
-            if (m < tokens) sums[m] += w * f16_to_float(a.x[(size_t)(first + m) * a.k + i]);
+        for (int j = 0; j < 4; j++) {
+            v[2 * j] = KIND == F16 ? f16_low(pairs[j]) : bf16_to_float((u16)pairs[j]);
+            v[2 * j + 1] = KIND == F16 ? f16_high(pairs[j]) : bf16_to_float((u16)(pairs[j] >> 16));
+        }
+    }
+};
+
+template <int KIND, int MOST, int AHEAD>
+__device__ __forceinline__ void multiply(const Arguments& a) {
+    int row = blockIdx.x * WARPS + threadIdx.x / WARP, first = blockIdx.y * MOST, lane = lane_id();
+    if (row >= a.rows) return;
+    int tokens = min(MOST, a.m - first);
+    float sums[MOST] = {};
+#pragma unroll AHEAD
+    for (int i = 8 * lane; i < a.k; i += 8 * WARP) {
+        Eight<KIND> w(a.weight, (size_t)row * a.k + i);
+#pragma unroll
+        for (int m = 0; m < MOST; m++) {
+            if (MOST > 1 && m >= tokens) continue;
+            Eight<F16> x(a.x, (size_t)(first + m) * a.k + i);
+#pragma unroll
+            for (int j = 0; j < 8; j++) sums[m] += w.v[j] * x.v[j];
         }
     }
 #pragma unroll
-    for (int m = 0; m < TOKENS; m++) sums[m] = warp_sum(sums[m]);
+    for (int m = 0; m < MOST; m++) sums[m] = warp_sum(sums[m]);
     if (lane != 0) return;
 #pragma unroll
-    for (int m = 0; m < TOKENS; m++) {
-        if (m >= tokens) continue;
+    for (int m = 0; m < MOST; m++) {
+        if (MOST > 1 && m >= tokens) continue;
         float y = sums[m] * a.factor + (a.bias ? a.bias[row] : 0);
         size_t to = (size_t)(first + m) * a.out_stride + row;
         if (a.output == STORE_F32) ((float*)a.out)[to] = y;
@@ -60,3 +75,18 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP) linear_dense(const __g
         if (a.output == STORE_F16) ((u16*)a.out)[to] = to_f16(y);
     }
 }
+
+template <int MOST, int AHEAD>
+__device__ __forceinline__ void run(const Arguments& a) {
+    wait_for_earlier_kernels();
+    let_later_kernels_start();
+    switch (a.kind) {
+        case F32: return multiply<F32, MOST, AHEAD>(a);
+        case F16: return multiply<F16, MOST, AHEAD>(a);
+        default: return multiply<BF16, MOST, AHEAD>(a);
+    }
+}
+
+// Grid: (ceil(rows / WARPS), ceil(m / TOKENS)), or m. One row leaves registers for more weights on their way.
+extern "C" __global__ void __launch_bounds__(WARPS* WARP) linear_dense(const __grid_constant__ Arguments a) { run<TOKENS, 2>(a); }
+extern "C" __global__ void __launch_bounds__(WARPS* WARP) linear_dense_1(const __grid_constant__ Arguments a) { run<1, 4>(a); }

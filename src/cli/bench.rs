@@ -158,7 +158,8 @@ pub(super) fn run(args: &Args) -> Result<()> {
     let kv_bytes_per_token =
         (info.kv_bytes_per_token as usize * kv.size() / KvType::F16.size()) as f64;
     // A GPU holds the embedding too, of which a step reads a row.
-    let read = model.weights().bytes() as f64 + args.batch as f64 * kv_bytes_per_token * positions;
+    let weights = model.weights().bytes_per_step(model.spec(), args.batch);
+    let read = weights + args.batch as f64 * kv_bytes_per_token * positions;
     let steps = args.gen_tokens as f64 / decode;
     let report = Report {
         model: args.model.model.clone(),

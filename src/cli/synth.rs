@@ -7,7 +7,8 @@ use NVFP4::base::Result;
 use NVFP4::checkpoint::{Encoding, Metadata, ModelOptWriter, Planned, TokenizerSource, Writer};
 use NVFP4::format::nvfp4::BLOCK;
 use NVFP4::format::random;
-use NVFP4::model::{Spec, families, tensors};
+use NVFP4::model::tensors::{self, TensorRole};
+use NVFP4::model::{Spec, families};
 use clap::ValueEnum;
 use serde_json::{Value, json};
 
@@ -105,9 +106,9 @@ fn plan(spec: &Spec) -> Vec<Planned> {
     let planned = tensors.map(|t| Planned {
         name: t.name,
         shape: t.shape,
-        encoding: match t.is_linear {
-            true => Encoding::Nvfp4,
-            false => Encoding::BF16,
+        encoding: match t.role {
+            TensorRole::Linear => Encoding::Nvfp4,
+            _ => Encoding::BF16,
         },
     });
     planned.collect()

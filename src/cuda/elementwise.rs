@@ -136,18 +136,67 @@ struct PostNormArguments {
     y: u64,
     weight: u64,
     x: u64,
-    next: u64,
+    next: NextArgument,
+}
+
+/// The longest row of a residual stream that a block of threads keeps in registers.
+const RESIDUAL_WIDTH: usize = 8192;
+/// Threads of such a block.
+pub(super) const RESIDUAL_THREADS: u32 = 512;
+
+/// The norm that follows, of rows of the residual stream that a kernel has changed: its weight, f32 `[width]`, and where the normalized
+/// rows go, as f16 in a layout.
+#[derive(Clone, Copy)]
+pub struct NextNorm<'a> {
+    /// The weight.
+    pub weight: &'a DeviceBuffer,
+    /// How normalized rows lie.
+    pub layout: Layout,
+    /// The normalized rows.
+    pub rows: &'a DeviceBuffer,
+}
+
+#[repr(C)]
+pub(super) struct NextArgument {
+    weight: u64,
     normed: u64,
     width: i32,
     eps: f32,
     ordered: i32,
 }
 
-/// The longest row that [`post_norm`] takes.
-const POST_NORM_WIDTH: usize = 8192;
+impl NextArgument {
+    /// For `rows` rows of `width`.
+    pub(super) fn new(
+        next: Option<NextNorm<'_>>,
+        rows: usize,
+        width: usize,
+        eps: f32,
+    ) -> Result<NextArgument> {
+        if let Some(next) = next {
+            next.weight.holds("a norm", &[width, 4])?;
+            next.rows
+                .holds("normalised rows", &[next.layout.elements(rows, width), 2])?;
+        }
+        if !width.is_multiple_of(BLOCK) || width > RESIDUAL_WIDTH {
+            bail!(
+                Unsupported,
+                "a residual stream of {width}; what adds to it and normalizes takes multiples of {BLOCK} up to {RESIDUAL_WIDTH}"
+            );
+        }
+        Ok(NextArgument {
+            weight: next.map_or(0, |next| next.weight.address()),
+            normed: next.map_or(0, |next| next.rows.address()),
+            width: int("the hidden size", width)?,
+            eps,
+            ordered: next
+                .is_some_and(|next| next.layout == Layout::Ordered)
+                .into(),
+        })
+    }
+}
 
-/// `x += rms_norm(y) * weight` for f32 rows of `width`; and, where `next` has the weight of the norm that follows, that norm of the new `x`,
-/// as f16 in a layout.
+/// `x += rms_norm(y) * weight` for f32 rows of `width`; and the norm of the new `x`, if one follows.
 pub fn post_norm(
     gpu: &Gpu,
     y: &DeviceBuffer,
@@ -156,33 +205,18 @@ pub fn post_norm(
     rows: usize,
     width: usize,
     x: &DeviceBuffer,
-    next: Option<(&DeviceBuffer, Layout, &DeviceBuffer)>,
+    next: Option<NextNorm<'_>>,
 ) -> Result<()> {
     y.holds("rows", &[rows, width, 4])?;
     x.holds("rows", &[rows, width, 4])?;
     weight.holds("a norm", &[width, 4])?;
-    let layout = next.map_or(Layout::Rows, |(_, layout, _)| layout);
-    if let Some((next, layout, normed)) = next {
-        next.holds("a norm", &[width, 4])?;
-        normed.holds("normalised rows", &[layout.elements(rows, width), 2])?;
-    }
-    if !width.is_multiple_of(BLOCK) || width > POST_NORM_WIDTH {
-        bail!(
-            Unsupported,
-            "rows of {width}; a norm of what is added takes multiples of {BLOCK} up to {POST_NORM_WIDTH}"
-        );
-    }
     let arguments = PostNormArguments {
         y: y.address(),
         weight: weight.address(),
         x: x.address(),
-        next: next.map_or(0, |(next, ..)| next.address()),
-        normed: next.map_or(0, |(_, _, normed)| normed.address()),
-        width: int("the hidden size", width)?,
-        eps,
-        ordered: i32::from(layout == Layout::Ordered),
+        next: NextArgument::new(next, rows, width, eps)?,
     };
-    let launch = Launch::new([rows as u32, 1, 1], 2 * THREADS);
+    let launch = Launch::new([rows as u32, 1, 1], RESIDUAL_THREADS);
     // SAFETY: the struct is the kernel's; sizes were checked.
     unsafe { launch.run(gpu, Unit::PostNorm, "post_norm", &arguments) }
 }

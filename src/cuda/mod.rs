@@ -11,6 +11,7 @@ mod checks;
 mod compile;
 mod copy;
 mod elementwise;
+mod experts;
 mod gpu;
 mod graph;
 mod launch;
@@ -39,7 +40,10 @@ pub use bandwidth::{copy_bandwidth, read_bandwidth};
 pub use compile::compile_source;
 pub use compile::{compile, compiler, have_kernels};
 pub use copy::Event;
-pub use elementwise::{glu, post_norm, rms_norm, soft_cap};
+pub use elementwise::{NextNorm, glu, post_norm, rms_norm, soft_cap};
+pub use experts::{
+    ExpertScratch, ExpertTable, Routing, Shared, experts_down, experts_gate_up, route, sum_experts,
+};
 pub use gpu::{Gpu, HostStream, KeepContext, check_managed, count, open_gpus, unavailable};
 pub use graph::Graph;
 pub use linear::{
@@ -72,6 +76,7 @@ pub fn argument_bytes(kernel: &str) -> Option<usize> {
         attention::ARGUMENTS,
         bandwidth::ARGUMENTS,
         elementwise::ARGUMENTS,
+        experts::ARGUMENTS,
         operand::ARGUMENTS,
         quantize::ARGUMENTS,
         row_norms::ARGUMENTS,

@@ -55,6 +55,10 @@ const HEADERS: &[(&str, &str)] = &[
         include_str!("../../kernels/common/pages.cuh"),
     ),
     (
+        "common/tiles.cuh",
+        include_str!("../../kernels/common/tiles.cuh"),
+    ),
+    (
         "format/nvfp4.cuh",
         include_str!("../../kernels/format/nvfp4.cuh"),
     ),
@@ -107,6 +111,10 @@ const HEADERS: &[(&str, &str)] = &[
         include_str!("../../kernels/norm/fours.cuh"),
     ),
     (
+        "norm/residual.cuh",
+        include_str!("../../kernels/norm/residual.cuh"),
+    ),
+    (
         "quantize/block.cuh",
         include_str!("../../kernels/quantize/block.cuh"),
     ),
@@ -147,7 +155,10 @@ units! {
     AttentionPrefillWide = "attention/prefill_wide.cu",
     AttentionReference = "attention/reference.cu",
     Embed = "embed/embed.cu",
+    ExpertsRoute = "experts/route.cu",
+    ExpertsSum = "norm/sum_experts.cu",
     LinearDense = "linear/dense.cu",
+    LinearExperts = "linear/experts.cu",
     LinearPack = "linear/pack.cu",
     LinearRowNorms = "linear/row_norms.cu",
     LinearRows = "linear/rows.cu",

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use super::LoadOptions;
 use super::spec::{BlockSpec, ExpertsSpec, MlpSpec, Spec};
-use super::tensors::{self, EMBEDDING, HEAD, NORM, TensorSpec, block_name};
+use super::tensors::{self, EMBEDDING, HEAD, NORM, TensorRole, TensorSpec, block_name};
 use super::weights::{
     Attention, Block, Embedding, Experts, GatedMlp, Mlp, Norms, Projection, Weights,
 };
@@ -74,7 +74,8 @@ enum Held {
 fn held(found: &Found<'_>, quantize: bool) -> Held {
     match found.entry.encoding {
         Encoding::Nvfp4 => Held::Nvfp4,
-        _ if quantize && found.spec.is_linear => Held::Nvfp4,
+        _ if quantize && found.spec.role == TensorRole::Linear => Held::Nvfp4,
+        _ if found.spec.role == TensorRole::Router => Held::Dense(DenseType::F32),
         Encoding::BF16 => Held::Dense(DenseType::BF16),
         Encoding::F16 => Held::Dense(DenseType::F16),
         _ => Held::Dense(DenseType::F32),
@@ -90,7 +91,7 @@ pub(super) fn weight_bytes(
     let mut found = find(checkpoint, spec, false)?;
     if !found.iter().any(|f| f.spec.name == HEAD) {
         // The table is the head; with a head beside it, it stays in the file.
-        found[0].spec.is_linear = true;
+        found[0].spec.role = TensorRole::Linear;
     } else {
         found.remove(0);
     }
@@ -510,9 +511,9 @@ pub(super) fn load<T: Send>(
             });
             continue;
         }
-        let table = |is_linear| Found {
+        let table = |role| Found {
             spec: TensorSpec {
-                is_linear,
+                role,
                 ..found.spec.clone()
             },
             entry: found.entry,
@@ -521,7 +522,7 @@ pub(super) fn load<T: Send>(
         if tied {
             jobs.push(Job {
                 name: HEAD.to_owned(),
-                found: table(true),
+                found: table(TensorRole::Linear),
                 action,
             });
         }
@@ -532,7 +533,7 @@ pub(super) fn load<T: Send>(
                 let rows = first..(first + step).min(found.entry.rows());
                 jobs.push(Job {
                     name: name.clone(),
-                    found: table(false),
+                    found: table(TensorRole::Table),
                     action: Action::Check(rows),
                 });
             }

@@ -116,9 +116,22 @@ impl MlpSpec {
 
     /// How many experts there are; 0 for a dense MLP.
     pub fn experts(&self) -> usize {
+        self.mixture().map_or(0, |experts| experts.count)
+    }
+
+    /// The mixture of experts, if it is one.
+    pub fn mixture(&self) -> Option<&ExpertsSpec> {
         match self {
-            MlpSpec::Dense(_) => 0,
-            MlpSpec::Experts(experts) => experts.count,
+            MlpSpec::Dense(_) => None,
+            MlpSpec::Experts(experts) => Some(experts),
+        }
+    }
+
+    /// The gated MLP that all tokens go through, if there is one.
+    pub fn of_all_rows(&self) -> Option<&GatedMlpSpec> {
+        match self {
+            MlpSpec::Dense(mlp) => Some(mlp),
+            MlpSpec::Experts(experts) => experts.shared.as_ref().map(|shared| &shared.mlp),
         }
     }
 }

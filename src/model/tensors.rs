@@ -24,10 +24,23 @@ pub struct TensorSpec {
     pub shape: Vec<usize>,
     /// Whether the model cannot be without it.
     pub required: bool,
-    /// Whether it is a matrix that is multiplied with, and may be held in 4 bits.
-    pub is_linear: bool,
+    /// What it is for.
+    pub role: TensorRole,
     /// Where else it may be, in the order in which they are looked for.
     pub within: Vec<Within>,
+}
+
+/// What a tensor is for, by which it is held.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TensorRole {
+    /// A norm or a bias, in f32.
+    Vector,
+    /// Rows that are looked up.
+    Table,
+    /// A matrix that is multiplied with, and may be held in 4 bits.
+    Linear,
+    /// A projection whose precision decides where tokens go, in f32 unless it is stored in 4 bits.
+    Router,
 }
 
 /// Some rows of a stored tensor.
@@ -63,17 +76,17 @@ pub fn all(spec: &Spec) -> Vec<TensorSpec> {
 /// Those outside the blocks.
 pub(super) fn outside(spec: &Spec) -> Vec<TensorSpec> {
     let table = vec![spec.vocab_size, spec.hidden_size];
-    let whole = |name: &str, shape, required, is_linear| TensorSpec {
+    let whole = |name: &str, shape, required, role| TensorSpec {
         name: name.to_owned(),
         shape,
         required,
-        is_linear,
+        role,
         within: Vec::new(),
     };
     vec![
-        whole(EMBEDDING, table.clone(), true, false),
-        whole(HEAD, table, !spec.tied, true),
-        whole(NORM, vec![spec.hidden_size], true, false),
+        whole(EMBEDDING, table.clone(), true, TensorRole::Table),
+        whole(HEAD, table, !spec.tied, TensorRole::Linear),
+        whole(NORM, vec![spec.hidden_size], true, TensorRole::Vector),
     ]
 }
 
@@ -118,7 +131,7 @@ impl List {
             name: block_name(self.index, name),
             shape: vec![len],
             required,
-            is_linear: false,
+            role: TensorRole::Vector,
             within: Vec::new(),
         });
     }
@@ -142,7 +155,10 @@ impl List {
                 name: block_name(self.index, &format!("{name}.{suffix}")),
                 shape: shape(rows),
                 required,
-                is_linear: cols.is_some(),
+                role: match cols {
+                    Some(_) => TensorRole::Linear,
+                    None => TensorRole::Vector,
+                },
                 within: within.into_iter().collect(),
             });
         }
@@ -196,7 +212,7 @@ impl List {
                     name: expert_name(self.index, expert, projection) + ".weight",
                     shape: vec![rows, cols],
                     required: true,
-                    is_linear: true,
+                    role: TensorRole::Linear,
                     within,
                 });
             }
@@ -209,13 +225,12 @@ impl List {
         }
     }
 
-    /// A projection whose precision decides where tokens go, and which stays as it is stored.
     fn router(&mut self, name: &str, rows: usize, hidden: usize) {
         self.tensors.push(TensorSpec {
             name: block_name(self.index, name),
             shape: vec![rows, hidden],
             required: true,
-            is_linear: false,
+            role: TensorRole::Router,
             within: Vec::new(),
         });
     }

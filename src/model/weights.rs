@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 
+use super::spec::Spec;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::checkpoint::{Checkpoint, Entry};
@@ -121,7 +122,16 @@ impl GatedMlp {
 }
 
 impl Mlp {
-    fn mlps(&self) -> Vec<&GatedMlp> {
+    /// The gated MLP that all tokens go through, if there is one.
+    pub fn of_all_rows(&self) -> Option<&GatedMlp> {
+        match self {
+            Mlp::Dense(mlp) => Some(mlp),
+            Mlp::Experts(experts) => experts.shared.as_ref().map(|(mlp, _)| mlp),
+        }
+    }
+
+    /// All gated MLPs: of a mixture the experts, and then that of all tokens.
+    pub fn mlps(&self) -> Vec<&GatedMlp> {
         match self {
             Mlp::Dense(mlp) => vec![mlp],
             Mlp::Experts(experts) => {
@@ -191,6 +201,20 @@ impl Weights {
     pub fn bytes(&self) -> usize {
         self.linears().map(Linear::bytes).sum::<usize>()
             + self.vectors().map(Array::bytes).sum::<usize>()
+    }
+
+    /// Bytes that a decode step of `batch` sequences reads on average, if every expert is as likely as the others.
+    pub fn bytes_per_step(&self, spec: &Spec, batch: usize) -> f64 {
+        let idle = self.blocks.iter().zip(&spec.blocks).map(|(block, spec)| {
+            let (Mlp::Experts(experts), Some(spec)) = (&block.mlp, spec.mlp.mixture()) else {
+                return 0.0;
+            };
+            let projections = experts.experts.iter().flat_map(GatedMlp::projections);
+            let all: usize = projections.map(|p| p.linear.bytes()).sum();
+            let chosen = spec.per_token as f64 / spec.count as f64;
+            all as f64 * (1.0 - chosen).powi(batch.min(1 << 20) as i32)
+        });
+        self.bytes() as f64 - idle.sum::<f64>()
     }
 
     /// Writes the embeddings of `tokens`, one row of `hidden` numbers each, to `out`, as they are stored.

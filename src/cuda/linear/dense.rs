@@ -56,7 +56,11 @@ pub(super) fn dense(
         k: int("K", w.cols)?,
         out_stride: int("the stride of a product", stride)?,
     };
-    let launch = Launch::new([w.rows.div_ceil(8) as u32, m.div_ceil(8) as u32, 1], 256);
+    let (name, tokens) = match m {
+        1 => ("linear_dense_1", 1),
+        _ => ("linear_dense", 8),
+    };
+    let grid = [w.rows.div_ceil(8) as u32, m.div_ceil(tokens) as u32, 1];
     // SAFETY: the struct is the kernel's; sizes were checked by `linear`.
-    unsafe { launch.run(gpu, Unit::LinearDense, "linear_dense", &arguments) }
+    unsafe { Launch::new(grid, 256).run(gpu, Unit::LinearDense, name, &arguments) }
 }

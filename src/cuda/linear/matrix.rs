@@ -51,14 +51,14 @@ pub struct Matrix {
     pub(super) rows: usize,
     pub(super) cols: usize,
     /// Rows of values; of NVFP4, chunks of codes and scales.
-    values: DeviceBuffer,
+    values: Arc<DeviceBuffer>,
     pub(super) global: f32,
 }
 
 /// Rows and elements of K of a chunk of an NVFP4 weight, and its bytes, as `kernels/format/packed.cuh` has them.
-pub(super) const CHUNK_ROWS: usize = 8;
-pub(super) const CHUNK_K: usize = 128;
-pub(super) const CHUNK_BYTES: usize = CHUNK_ROWS * (CHUNK_K / 2 + CHUNK_K / BLOCK);
+pub(in crate::cuda) const CHUNK_ROWS: usize = 8;
+pub(in crate::cuda) const CHUNK_K: usize = 128;
+pub(in crate::cuda) const CHUNK_BYTES: usize = CHUNK_ROWS * (CHUNK_K / 2 + CHUNK_K / BLOCK);
 /// Threads of a block of the kernels that take a 32-bit word of codes each.
 const WORD_THREADS: usize = 256;
 
@@ -161,7 +161,7 @@ impl Matrix {
             storage: Storage::Nvfp4,
             rows,
             cols,
-            values,
+            values: Arc::new(values),
             global: w.global,
         })
     }
@@ -182,7 +182,7 @@ impl Matrix {
             storage,
             rows,
             cols,
-            values,
+            values: Arc::new(values),
             global: 1.0,
         })
     }
@@ -225,7 +225,7 @@ impl Matrix {
             storage: Storage::Nvfp4,
             rows,
             cols,
-            values,
+            values: Arc::new(values),
             global,
         })
     }
@@ -259,7 +259,7 @@ impl Matrix {
             storage,
             rows,
             cols,
-            values,
+            values: Arc::new(values),
             global: 1.0,
         })
     }
@@ -305,7 +305,12 @@ impl Matrix {
 
     /// What it holds on the device.
     pub fn values(&self) -> DeviceSlice<'_> {
-        (&self.values).into()
+        (&*self.values).into()
+    }
+
+    /// What it holds on the device, for as long as someone needs it.
+    pub(in crate::cuda) fn shared_values(&self) -> Arc<DeviceBuffer> {
+        self.values.clone()
     }
 
     /// Where the values are, for kernels.

@@ -12,7 +12,6 @@ mod tiled;
 use std::sync::Arc;
 
 use super::elementwise;
-use matrix::CHUNK_K;
 
 use super::gpu::{Gpu, int};
 use super::memory::DeviceBuffer;
@@ -22,6 +21,7 @@ use crate::base::error::bail;
 pub use deferred::{DeferredNorm, NormScratch, linear_add};
 pub use many::LinearScratch;
 pub(super) use many::WORKSPACE;
+pub(super) use matrix::{CHUNK_BYTES, CHUNK_K, CHUNK_ROWS};
 pub use matrix::{Matrix, ReadBytes, ReadNvfp4, Storage};
 pub use small::{Plan, Tile, small};
 pub use tiled::{TileKernel, tiled};
@@ -215,13 +215,26 @@ impl Output {
     }
 }
 
+/// A weight as kernels take it.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
-struct MatrixArgument {
+pub(super) struct MatrixArgument {
     chunks: u64,
     bias: u64,
     global: f32,
     rows: i32,
+}
+
+impl MatrixArgument {
+    /// A weight without a bias, as the words of a table of them.
+    pub(super) fn words(w: &Matrix) -> Result<[u64; 3]> {
+        let rows = int("output features", w.rows)? as u32;
+        Ok([
+            w.address(),
+            0,
+            u64::from(rows) << 32 | u64::from(w.global.to_bits()),
+        ])
+    }
 }
 
 fn matrix_arguments(matrices: &[Biased<'_>]) -> Result<[MatrixArgument; 3]> {

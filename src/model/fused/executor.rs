@@ -7,19 +7,19 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::memory::{Choosing, GraphKey, Memory, Ready};
-use super::plan::{self, BlockShape, Half, Kernel, Norm, Normed, Step, Then};
+use super::plan::{self, BlockShape, GatedShape, Half, Kernel, MlpShape, Norm, Normed, Step, Then};
 use super::sizes::Sizes;
 use crate::base::error::{bail, err};
 use crate::base::memory::Tag;
 use crate::base::{Result, call};
 use crate::cuda::{
-    self, Biased, DeferredNorm, DeviceBuffer, Division, DrawRule, Drawn, Event, Gpu, Graph,
-    Hardware, Heads, HostTable, Input, Layout, Matrix, MatrixShape, Output, PageTable, Storage,
-    Table, Unit,
+    self, Biased, DeferredNorm, DeviceBuffer, DeviceSlice, Division, DrawRule, Drawn, Event,
+    ExpertScratch, ExpertTable, Gpu, Graph, Hardware, Heads, HostTable, Input, Layout, Matrix,
+    MatrixShape, NextNorm, Output, PageTable, Routing, Shared, Storage, Table, Unit,
 };
 use crate::model::gpu_cache::GpuCache;
 use crate::model::kv_cache::KvCache;
-use crate::model::spec::{AttentionSpec, GatedMlpSpec, MlpSpec, Spec};
+use crate::model::spec::{AttentionSpec, BlockSpec, GatedMlpSpec, Spec};
 use crate::model::weights::{Block, GatedMlp, Mlp, Projection, Weights};
 use crate::ops::Array;
 use crate::ops::linear::Linear;
@@ -58,6 +58,9 @@ pub(in crate::model) fn units(spec: &Spec) -> Vec<Unit> {
         Unit::Argmax,
         Unit::Draw,
     ];
+    if spec.blocks.iter().any(|b| b.mlp.mixture().is_some()) {
+        units.extend([Unit::ExpertsRoute, Unit::LinearExperts, Unit::ExpertsSum]);
+    }
     for block in &spec.blocks {
         for unit in attention_units(spec, &block.attention) {
             if !units.contains(&unit) {
@@ -88,6 +91,12 @@ struct Frequencies {
     long: Option<(usize, DeviceBuffer)>,
 }
 
+/// A mixture of experts, as its kernels need it.
+struct Mixture {
+    routing: Routing,
+    table: ExpertTable,
+}
+
 /// What the forward pass needs beside weights.
 pub(in crate::model) struct Executor {
     gpu: Arc<Gpu>,
@@ -95,6 +104,8 @@ pub(in crate::model) struct Executor {
     sizes: Sizes,
     blocks: Vec<BlockShape>,
     head: MatrixShape,
+    /// The mixture of each block that has one.
+    mixtures: Vec<Option<Mixture>>,
     /// What activations between gate and down are divided by, in each block.
     glu_divisors: Vec<u32>,
     frequencies: Vec<Frequencies>,
@@ -140,8 +151,13 @@ impl Executor {
         if let Some(what) = plan::unsupported(spec) {
             bail!(Unsupported, "{what}, for which there is no kernel on a GPU");
         }
-        let mut matrices = weights.linears().filter_map(Linear::matrix);
-        let dense = matrices.any(|w| w.storage() != Storage::Nvfp4);
+        let pairs = weights.blocks.iter().zip(&spec.blocks);
+        let mixtures = pairs.clone().map(|pair| mixture(gpu, pair));
+        let mixtures = mixtures.collect::<Result<_>>()?;
+        let blocks: Vec<BlockShape> = pairs.map(shape).collect::<Result<_>>()?;
+        let head = matrix(&weights.head)?.shape();
+        let is_dense = |w: &MatrixShape| w.storage != Storage::Nvfp4;
+        let dense = is_dense(&head) || blocks.iter().flat_map(BlockShape::matrices).any(is_dense);
         let sizes = Sizes::of(spec, dense)?;
         let upload = |values: &[f32]| DeviceBuffer::from_slice(gpu, Tag::DeviceWeights, values);
         let frequencies = spec.ropes.iter().map(|set| {
@@ -160,13 +176,9 @@ impl Executor {
             glu_divisors: divisors.collect::<Result<_>>()?,
             hardware: Hardware::of(gpu),
             frequencies: frequencies.collect::<Result<_>>()?,
-            blocks: weights
-                .blocks
-                .iter()
-                .zip(&spec.blocks)
-                .map(shape)
-                .collect::<Result<_>>()?,
-            head: matrix(&weights.head)?.shape(),
+            blocks,
+            head,
+            mixtures,
             table,
             memory: Mutex::new(Memory::new(gpu, &sizes, 0, 0, 1, 1)?),
             sizes,
@@ -656,23 +668,86 @@ impl<'a> Pass<'a> {
                     &memory.inner,
                 )
             }
+            Kernel::Route => {
+                let (mixture, scratch) = self.mixture(index)?;
+                let Mlp::Experts(experts) = &self.block(index).0.mlp else {
+                    bail!(Internal, "block {index} has no router");
+                };
+                let gate = experts.shared.as_ref().and_then(|(_, gate)| gate.as_ref());
+                cuda::route(
+                    &executor.gpu,
+                    &mixture.routing,
+                    of_linear(&experts.router)?,
+                    gate.map(of_linear).transpose()?,
+                    &memory.input,
+                    self.rows,
+                    scratch,
+                    &memory.linear,
+                    (&memory.unroutable, index),
+                )
+            }
+            Kernel::ExpertsGateUp => {
+                let (Mixture { routing, table }, scratch) = self.mixture(index)?;
+                let Some(spec) = self.source.spec.blocks[index].mlp.mixture() else {
+                    bail!(Internal, "block {index} has no experts");
+                };
+                let glu = plan::glu(spec.expert.activation, executor.glu_divisors[index]);
+                let (gpu, x) = (&executor.gpu, &memory.input);
+                cuda::experts_gate_up(gpu, routing, table, x, self.rows, glu, scratch)
+            }
+            Kernel::ExpertsDown => {
+                let (Mixture { routing, table }, scratch) = self.mixture(index)?;
+                let divisor = executor.glu_divisors[index] as f32;
+                cuda::experts_down(&executor.gpu, routing, table, self.rows, divisor, scratch)
+            }
+            Kernel::SumExperts { next } => self.sum_experts(index, *next),
             Kernel::Project { half, layout, then } => self.project(index, *half, *layout, *then),
             Kernel::PostNorm { half, next } => self.post_norm(index, *half, *next),
             Kernel::Head { input } => self.head(input),
         }
     }
 
+    /// The MLP of a block that all rows go through.
     fn mlp(&self, index: usize) -> Result<(&'a GatedMlpSpec, &'a GatedMlp)> {
-        match (
-            &self.source.spec.blocks[index].mlp,
-            &self.block(index).0.mlp,
-        ) {
-            (MlpSpec::Dense(spec), Mlp::Dense(weights)) => Ok((spec, weights)),
-            _ => Err(err!(
+        let spec = self.source.spec.blocks[index].mlp.of_all_rows();
+        let weights = self.block(index).0.mlp.of_all_rows();
+        spec.zip(weights).ok_or_else(|| {
+            err!(
                 Internal,
-                "block {index} has experts, and its plan a dense MLP"
-            )),
-        }
+                "block {index} has experts alone, and its plan an MLP of all rows"
+            )
+        })
+    }
+
+    /// The experts of a block, and what they work in.
+    fn mixture(&self, index: usize) -> Result<(&'a Mixture, &'a ExpertScratch)> {
+        let mixture = self.executor.mixtures[index].as_ref();
+        mixture.zip(self.memory.experts.as_ref()).ok_or_else(|| {
+            err!(
+                Internal,
+                "block {index} has a dense MLP, and its plan experts"
+            )
+        })
+    }
+
+    fn sum_experts(&self, index: usize, next: Option<(Norm, Layout)>) -> Result<()> {
+        let (mixture, scratch) = self.mixture(index)?;
+        let spec = self.source.spec.blocks[index].mlp.mixture();
+        let shared = spec.and_then(|spec| spec.shared).map(|shared| Shared {
+            made: &self.memory.projected,
+            gated: shared.gated,
+        });
+        cuda::sum_experts(
+            &self.executor.gpu,
+            &mixture.routing,
+            shared,
+            self.source.spec.norm_eps,
+            self.rows,
+            self.executor.sizes.hidden,
+            &self.memory.residual,
+            self.next_norm(next)?,
+            scratch,
+        )
     }
 
     fn linear(
@@ -755,10 +830,6 @@ impl<'a> Pass<'a> {
             Half::Attention => &block.attention_norms.post,
             Half::Mlp => &block.mlp_norms.post,
         };
-        let next = match next {
-            Some((norm, layout)) => Some((self.norm_weight(norm)?, layout, &self.memory.input)),
-            None => None,
-        };
         cuda::post_norm(
             &self.executor.gpu,
             &self.memory.projected,
@@ -767,8 +838,19 @@ impl<'a> Pass<'a> {
             self.rows,
             self.executor.sizes.hidden,
             &self.memory.residual,
-            next,
+            self.next_norm(next)?,
         )
+    }
+
+    fn next_norm(&self, next: Option<(Norm, Layout)>) -> Result<Option<NextNorm<'a>>> {
+        let Some((norm, layout)) = next else {
+            return Ok(None);
+        };
+        Ok(Some(NextNorm {
+            weight: self.norm_weight(norm)?,
+            layout,
+            rows: &self.memory.input,
+        }))
     }
 
     fn norm_weight(&self, norm: Norm) -> Result<&'a DeviceBuffer> {
@@ -832,32 +914,47 @@ impl<'a> Pass<'a> {
 /// than the square root of its width, and so gate and up are no larger than the norms of their rows, with the weight of the norm in them,
 /// times that. Activations are no larger than what they take.
 fn glu_divisor(gpu: &Arc<Gpu>, block: &Block) -> Result<u32> {
-    let (Mlp::Dense(mlp), Some(norm)) = (&block.mlp, &block.mlp_norms.pre) else {
+    let Some(norm) = &block.mlp_norms.pre else {
         return Ok(GLU_DIVISOR);
     };
-    let bounds = |projection: &Projection| -> Result<Vec<f64>> {
-        let matrix = matrix(projection)?;
-        let out = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, matrix.rows() * 4)?;
-        cuda::row_norms(matrix, Some(norm.all().cuda()?), (&out).into())?;
-        let (mut norms, mut bias) = (vec![0f32; matrix.rows()], vec![0f32; matrix.rows()]);
-        out.read(0, &mut norms)?;
-        if let Some(stored) = &projection.bias {
-            stored.all().read(&mut bias)?;
-        }
-        let width = (matrix.cols() as f64).sqrt();
-        let both = norms.iter().zip(&bias);
-        Ok(both
-            .map(|(&n, &b)| width * f64::from(n) + f64::from(b.abs()))
-            .collect())
-    };
-    let (gate, up) = (bounds(&mlp.gate)?, bounds(&mlp.up)?);
-    let largest = gate.iter().zip(&up).map(|(g, u)| g * u).fold(0.0, f64::max);
+    let mut largest = 0f64;
+    for mlp in block.mlp.mlps() {
+        let both = bounds(gpu, [&mlp.gate, &mlp.up], norm)?;
+        let (gate, up) = both.split_at(both.len() / 2);
+        let products = gate.iter().zip(up).map(|(g, u)| g * u);
+        largest = products.fold(largest, f64::max);
+    }
     // Room for the rounding of everything before.
     let mut divisor = GLU_DIVISOR;
     while largest * 1.01 > F16_MOST * f64::from(divisor) && divisor < 1 << 30 {
         divisor *= 2;
     }
     Ok(divisor)
+}
+
+/// What the features of projections that share a normalized input can reach, one projection after the other.
+fn bounds(gpu: &Arc<Gpu>, projections: [&Projection; 2], norm: &Array) -> Result<Vec<f64>> {
+    let rows: usize = projections.iter().map(|p| p.linear.rows()).sum();
+    let out = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, rows * 4)?;
+    let mut bias = vec![0f32; rows];
+    let mut first = 0;
+    for projection in projections {
+        let matrix = matrix(projection)?;
+        let own = first..first + matrix.rows();
+        let slice = DeviceSlice::from(&out).part(own.start * 4..own.end * 4)?;
+        cuda::row_norms(matrix, Some(norm.all().cuda()?), slice)?;
+        if let Some(stored) = &projection.bias {
+            stored.all().read(&mut bias[own.clone()])?;
+        }
+        first = own.end;
+    }
+    let mut norms = vec![0f32; rows];
+    out.read(0, &mut norms)?;
+    let width = (projections[0].linear.cols() as f64).sqrt();
+    let both = norms.iter().zip(&bias);
+    Ok(both
+        .map(|(&n, &b)| width * f64::from(n) + f64::from(b.abs()))
+        .collect())
 }
 
 fn read_logits(from: &DeviceBuffer, count: usize, logits: &mut Vec<f32>) -> Result<()> {
@@ -877,8 +974,11 @@ fn on_gpu(array: &Option<Array>) -> Result<&DeviceBuffer> {
 }
 
 fn matrix(projection: &Projection) -> Result<&Matrix> {
-    projection
-        .linear
+    of_linear(&projection.linear)
+}
+
+fn of_linear(linear: &Linear) -> Result<&Matrix> {
+    linear
         .matrix()
         .ok_or_else(|| err!(Internal, "a weight of a model on a GPU is in host memory"))
 }
@@ -888,12 +988,17 @@ fn biased(projection: &Projection) -> Result<Biased<'_>> {
     Ok((matrix(projection)?, bias))
 }
 
-fn shape((weights, spec): (&Block, &crate::model::spec::BlockSpec)) -> Result<BlockShape> {
+fn gated_shape(mlp: &GatedMlp) -> Result<GatedShape> {
+    Ok(GatedShape {
+        gate_up: [matrix(&mlp.gate)?.shape(), matrix(&mlp.up)?.shape()],
+        down: matrix(&mlp.down)?.shape(),
+    })
+}
+
+fn shape((weights, spec): (&Block, &BlockSpec)) -> Result<BlockShape> {
     let shape = |p: &Projection| Ok(matrix(p)?.shape());
-    let Mlp::Dense(mlp) = &weights.mlp else {
-        bail!(Internal, "experts in the plan of a dense MLP");
-    };
     let attention = &weights.attention;
+    let of_all_rows = weights.mlp.of_all_rows().map(gated_shape).transpose()?;
     Ok(BlockShape {
         norms: spec.norms,
         qkv: [
@@ -902,7 +1007,29 @@ fn shape((weights, spec): (&Block, &crate::model::spec::BlockSpec)) -> Result<Bl
             shape(&attention.v)?,
         ],
         o: shape(&attention.o)?,
-        gate_up: [shape(&mlp.gate)?, shape(&mlp.up)?],
-        down: shape(&mlp.down)?,
+        mlp: match (&weights.mlp, of_all_rows) {
+            (Mlp::Experts(_), shared) => MlpShape::Experts { shared },
+            (Mlp::Dense(_), Some(mlp)) => MlpShape::Dense(mlp),
+            (Mlp::Dense(_), None) => bail!(Internal, "a dense MLP without projections"),
+        },
     })
+}
+
+fn mixture(gpu: &Arc<Gpu>, (weights, spec): (&Block, &BlockSpec)) -> Result<Option<Mixture>> {
+    let (Mlp::Experts(weights), Some(spec)) = (&weights.mlp, spec.mlp.mixture()) else {
+        return Ok(None);
+    };
+    let routing = Routing {
+        experts: spec.count,
+        per_token: spec.per_token,
+        normalized: spec.normalized,
+    };
+    routing.check()?;
+    let experts = weights.experts.iter().map(|mlp| {
+        let GatedMlp { gate, up, down } = mlp;
+        Ok([biased(gate)?, biased(up)?, biased(down)?])
+    });
+    let experts = experts.collect::<Result<Vec<_>>>()?;
+    let table = ExpertTable::new(gpu, &experts)?;
+    Ok(Some(Mixture { routing, table }))
 }

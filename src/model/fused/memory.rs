@@ -8,8 +8,8 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::Tag;
 use crate::cuda::{
-    self, Best, DeviceBuffer, Division, DrawRule, DrawScratch, Drawn, Event, Gpu, Graph, Layout,
-    LinearScratch, NormScratch, Pinned, Rows,
+    self, Best, DeviceBuffer, Division, DrawRule, DrawScratch, Drawn, Event, ExpertScratch, Gpu,
+    Graph, Layout, LinearScratch, NormScratch, Pinned, Rows,
 };
 use crate::model::gpu_cache::GpuCache;
 
@@ -67,6 +67,10 @@ pub(super) struct Memory {
     pub(super) draw: Option<DrawScratch>,
     /// A u32: 1 + the first block whose queries, keys or values f16 does not hold, or 0.
     pub(super) unfit: DeviceBuffer,
+    /// A u32: 1 + the first block whose router gives a logit that is not finite, or 0.
+    pub(super) unroutable: DeviceBuffer,
+    /// What mixtures of experts work in.
+    pub(super) experts: Option<ExpertScratch>,
     pub(super) splits: Rows,
     pub(super) norms: NormScratch,
     pub(super) linear: LinearScratch,
@@ -123,6 +127,11 @@ impl Memory {
             best: Best::new(gpu, batch)?,
             draw: None,
             unfit: DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, 4)?,
+            unroutable: DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, 4)?,
+            experts: sizes
+                .experts
+                .map(|e| ExpertScratch::new(gpu, e.routing, rows, e.intermediate, hidden))
+                .transpose()?,
             splits: Rows::new(gpu, sizes.heads, sizes.kv_heads, sizes.head_dim, batch)?,
             norms: NormScratch::new(gpu, hidden)?,
             linear: LinearScratch::new(gpu, rows.max(head_rows), k, copy)?,
@@ -198,18 +207,26 @@ impl Memory {
         }
     }
 
-    /// Waits for the device, and refuses what attention was asked to hold in f16 and could not.
+    /// Waits for the device, and refuses what attention was asked to hold in f16 and could not, and what no router could route.
     pub(super) fn check_fits(&mut self) -> Result<()> {
-        let mut unfit = [0u32];
-        self.unfit.read(0, &mut unfit)?;
-        let Some(block) = unfit[0].checked_sub(1) else {
+        // Experts get nonsense from attention that did not fit, and so it is named first.
+        if let Some(block) = noted(&mut self.unfit)? {
+            self.unroutable.write(0, &[0u32])?;
+            bail!(
+                Unsupported,
+                "layer {block}: a query, key or value reaches beyond 65,504, the largest number of the cache's f16; a GPU has no other cache, run this model on the CPU with keys and values in f32"
+            )
+        }
+        if self.experts.is_none() {
             return Ok(());
-        };
-        self.unfit.write(0, &[0u32])?;
-        bail!(
-            Unsupported,
-            "layer {block}: a query, key or value reaches beyond 65,504, the largest number of the cache's f16; a GPU has no other cache, run this model on the CPU with keys and values in f32"
-        )
+        }
+        match noted(&mut self.unroutable)? {
+            Some(block) => bail!(
+                Unsupported,
+                "layer {block}: the router gives an expert a logit that is not finite, by which nothing can be chosen"
+            ),
+            None => Ok(()),
+        }
     }
 
     pub(super) fn write_pages(&mut self, caches: &[&GpuCache]) -> Result<()> {
@@ -261,4 +278,15 @@ impl Memory {
     fn steps(&self, batch: usize) -> usize {
         self.history.bytes() / 4 / batch
     }
+}
+
+/// The block that was noted, after which there is none.
+fn noted(note: &mut DeviceBuffer) -> Result<Option<u32>> {
+    let mut said = [0u32];
+    note.read(0, &mut said)?;
+    let block = said[0].checked_sub(1);
+    if block.is_some() {
+        note.write(0, &[0u32])?;
+    }
+    Ok(block)
 }

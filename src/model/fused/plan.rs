@@ -57,10 +57,18 @@ pub(super) enum Kernel {
     StoreKv,
     /// Attends with the queries that the kernel before has left.
     Prefill,
-    /// Gate and up; with the activation after them, or as f16.
+    /// Gate and up, of a mixture those of the expert of all rows; with the activation after them, or as f16.
     GateUp { input: Normed, fused: bool },
     /// The activation of gate and up by itself.
     Activate,
+    /// Chooses the experts of each row, and orders rows by them.
+    Route,
+    /// Gate and up of the experts of each row, with the activation after them.
+    ExpertsGateUp,
+    /// The last projections of the experts of each row.
+    ExpertsDown,
+    /// Adds what experts have made to the residual stream, and normalizes that for what comes next, if that is known.
+    SumExperts { next: Option<(Norm, Layout)> },
     /// The projection that ends a half, of rows in this layout.
     Project {
         half: Half,
@@ -89,19 +97,47 @@ pub(super) struct BlockShape {
     pub(super) norms: NormPlacement,
     pub(super) qkv: [MatrixShape; 3],
     pub(super) o: MatrixShape,
+    pub(super) mlp: MlpShape,
+}
+
+/// The projections of a gated MLP.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct GatedShape {
     pub(super) gate_up: [MatrixShape; 2],
     pub(super) down: MatrixShape,
 }
 
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum MlpShape {
+    Dense(GatedShape),
+    /// Experts in NVFP4, and perhaps one of all rows.
+    Experts {
+        shared: Option<GatedShape>,
+    },
+}
+
+impl MlpShape {
+    /// The MLP that all rows go through.
+    fn of_all_rows(&self) -> Option<&GatedShape> {
+        match self {
+            MlpShape::Dense(mlp) => Some(mlp),
+            MlpShape::Experts { shared } => shared.as_ref(),
+        }
+    }
+}
+
 impl BlockShape {
-    /// How activations of its products lie: as they take them, where one kernel serves them all.
-    fn layout(&self, hardware: &Hardware, rows: usize) -> Layout {
-        let mut all = self
-            .qkv
-            .iter()
-            .chain(&self.gate_up)
-            .chain([&self.o, &self.down]);
-        match all.all(|w| w.storage == Storage::Nvfp4) {
+    /// Its projections, without those of experts that not all rows go to.
+    pub(super) fn matrices(&self) -> impl Iterator<Item = &MatrixShape> {
+        let mlp = self.mlp.of_all_rows().into_iter();
+        let attention = self.qkv.iter().chain([&self.o]);
+        attention.chain(mlp.flat_map(|mlp| mlp.gate_up.iter().chain([&mlp.down])))
+    }
+
+    /// How activations of a half lie: as its products take them, where one kernel serves all of the block's. Experts gather rows.
+    fn layout(&self, half: Half, hardware: &Hardware, rows: usize) -> Layout {
+        let gathers = half == Half::Mlp && matches!(self.mlp, MlpShape::Experts { .. });
+        match !gathers && self.matrices().all(|w| w.storage == Storage::Nvfp4) {
             true => Layout::taken(hardware, rows),
             false => Layout::Rows,
         }
@@ -111,9 +147,9 @@ impl BlockShape {
 /// What no fused kernel does of a model, if there is anything.
 pub(super) fn unsupported(spec: &Spec) -> Option<String> {
     let of = |(index, block): (usize, &BlockSpec)| {
-        let what = match (&block.mlp, block.norms.pre) {
-            (MlpSpec::Experts(experts), _) => format!("{} experts", experts.count),
-            (_, false) => "no norm before attention and MLP".to_owned(),
+        let what = match (&block.mlp, block.norms.pre, block.norms.post) {
+            (MlpSpec::Experts(_), _, true) => "a norm after its experts",
+            (_, false, _) => "no norm before attention and MLP",
             _ => return None,
         };
         Some(format!(
@@ -179,7 +215,8 @@ impl Planner<'_> {
 
     fn layout_of(&self, norm: Norm) -> Layout {
         match norm {
-            Norm::Attention(i) | Norm::Mlp(i) => self.blocks[i].layout(self.hardware, self.rows),
+            Norm::Attention(i) => self.blocks[i].layout(Half::Attention, self.hardware, self.rows),
+            Norm::Mlp(i) => self.blocks[i].layout(Half::Mlp, self.hardware, self.rows),
             Norm::Head => head_layout(self.head, self.rows, self.hardware),
         }
     }
@@ -199,7 +236,7 @@ impl Planner<'_> {
     }
 
     fn attention(&mut self, block: usize) {
-        let layout = self.blocks[block].layout(self.hardware, self.rows);
+        let layout = self.layout_of(Norm::Attention(block));
         let input = self.normed(Norm::Attention(block), block);
         self.push(block, Kernel::Qkv { input });
         let attended = match self.is_step {
@@ -217,29 +254,56 @@ impl Planner<'_> {
     }
 
     fn mlp(&mut self, block: usize) {
-        let shape = &self.blocks[block];
-        let layout = shape.layout(self.hardware, self.rows);
-        let fused = cuda::has_glu(self.hardware, self.rows, &shape.gate_up, layout);
         let input = self.normed(Norm::Mlp(block), block);
+        let next = match block + 1 < self.blocks.len() {
+            true => Norm::Attention(block + 1),
+            false => Norm::Head,
+        };
+        match &self.blocks[block].mlp {
+            MlpShape::Dense(mlp) => {
+                let layout = self.gate_up(block, mlp, input);
+                self.end(block, Half::Mlp, layout, next);
+            }
+            MlpShape::Experts { shared } => {
+                self.push(block, Kernel::Route);
+                if let Some(mlp) = shared {
+                    let layout = self.gate_up(block, mlp, input);
+                    let (half, then) = (Half::Mlp, Then::Store);
+                    self.push(block, Kernel::Project { half, layout, then });
+                }
+                self.push(block, Kernel::ExpertsGateUp);
+                self.push(block, Kernel::ExpertsDown);
+                let next = self.normalized_next(next);
+                self.push(block, Kernel::SumExperts { next });
+            }
+        }
+    }
+
+    /// Gate, up and the activation; returns how what they make lies.
+    fn gate_up(&mut self, block: usize, mlp: &GatedShape, input: Normed) -> Layout {
+        let layout = input.layout;
+        let fused = cuda::has_glu(self.hardware, self.rows, &mlp.gate_up, layout);
         self.push(block, Kernel::GateUp { input, fused });
-        let layout = match fused {
+        match fused {
             true => layout,
             false => {
                 self.push(block, Kernel::Activate);
                 Layout::Rows
             }
-        };
-        let next = match block + 1 < self.blocks.len() {
-            true => Norm::Attention(block + 1),
-            false => Norm::Head,
-        };
-        self.end(block, Half::Mlp, layout, next);
+        }
+    }
+
+    /// The norm that follows, where the kernel before can apply it.
+    fn normalized_next(&mut self, next: Norm) -> Option<(Norm, Layout)> {
+        // The head takes but some rows of a prompt.
+        let is_known = self.is_step || next != Norm::Head;
+        let next = is_known.then(|| (next, self.layout_of(next)));
+        self.known = next.map(|(norm, _)| (norm, false));
+        next
     }
 
     /// The projection that ends a half, and what is known of the next norm after it.
     fn end(&mut self, block: usize, half: Half, layout: Layout, next: Norm) {
-        // The head takes but some rows of a prompt.
-        let next_is_known = self.is_step || next != Norm::Head;
         let then = if self.blocks[block].norms.post {
             Then::Store
         } else if self.is_step && self.defers(block, half, layout, next) {
@@ -250,8 +314,7 @@ impl Planner<'_> {
         };
         self.push(block, Kernel::Project { half, layout, then });
         if then == Then::Store {
-            let next = next_is_known.then(|| (next, self.layout_of(next)));
-            self.known = next.map(|(norm, _)| (norm, false));
+            let next = self.normalized_next(next);
             self.push(block, Kernel::PostNorm { half, next });
         }
     }
@@ -259,18 +322,22 @@ impl Planner<'_> {
     /// Whether the products around a norm apply it.
     fn defers(&self, block: usize, half: Half, layout: Layout, next: Norm) -> bool {
         let shape = &self.blocks[block];
-        let makes = match half {
-            Half::Attention => shape.o,
-            Half::Mlp => shape.down,
+        let makes = match (half, &shape.mlp) {
+            (Half::Attention, _) => shape.o,
+            (Half::Mlp, MlpShape::Dense(mlp)) => mlp.down,
+            (Half::Mlp, MlpShape::Experts { .. }) => return false,
         };
         let serves = |takes: &[MatrixShape], output| {
-            let layout_now = shape.layout(self.hardware, self.rows);
+            let layout_now = shape.layout(half, self.hardware, self.rows);
             DeferredNorm::serves(self.hardware, self.rows, layout_now, makes, takes, output)
         };
         let same_layout = layout == self.layout_of(next);
         same_layout
             && match next {
-                Norm::Mlp(i) => serves(&self.blocks[i].gate_up, layout.glu(Glu::default())),
+                Norm::Mlp(i) => match &self.blocks[i].mlp {
+                    MlpShape::Dense(mlp) => serves(&mlp.gate_up, layout.glu(Glu::default())),
+                    MlpShape::Experts { .. } => false,
+                },
                 Norm::Attention(i) => serves(&self.blocks[i].qkv, Output::F32),
                 Norm::Head => serves(&[self.head], Output::F32),
             }
@@ -301,6 +368,13 @@ impl fmt::Display for Normed {
             false => "normalized",
         };
         write!(f, "{how}, {}", layout_name(self.layout))
+    }
+}
+
+fn write_next(f: &mut fmt::Formatter<'_>, next: &Option<(Norm, Layout)>) -> fmt::Result {
+    match next {
+        Some((norm, layout)) => write!(f, ", {norm} norm -> f16 {}", layout_name(*layout)),
+        None => Ok(()),
     }
 }
 
@@ -342,14 +416,16 @@ impl fmt::Display for Kernel {
                     Then::Store => f.write_str(" -> f32"),
                 }
             }
+            Kernel::Route => f.write_str("router, top-k, rows by expert"),
+            Kernel::ExpertsGateUp => f.write_str("experts' gate, up, GLU (gathered rows) -> f16"),
+            Kernel::ExpertsDown => f.write_str("experts' down -> f32"),
+            Kernel::SumExperts { next } => {
+                f.write_str("weighted sum of experts, add")?;
+                write_next(f, next)
+            }
             Kernel::PostNorm { half: which, next } => {
                 write!(f, "norm of {}, add", half(which))?;
-                match next {
-                    Some((norm, layout)) => {
-                        write!(f, ", {norm} norm -> f16 {}", layout_name(*layout))
-                    }
-                    None => Ok(()),
-                }
+                write_next(f, next)
             }
             Kernel::Head { input } => write!(f, "head ({input}) -> f32"),
         }
@@ -390,6 +466,8 @@ mod tests {
         intermediate: usize,
         vocab: usize,
         post: bool,
+        /// Of a mixture, whether it has an expert of all rows.
+        experts: Option<bool>,
     }
 
     const QWEN3_4B: Sizes = Sizes {
@@ -399,6 +477,7 @@ mod tests {
         intermediate: 9728,
         vocab: 151_936,
         post: false,
+        experts: None,
     };
     const GEMMA3_4B: Sizes = Sizes {
         hidden: 2560,
@@ -407,6 +486,25 @@ mod tests {
         intermediate: 10_240,
         vocab: 262_208,
         post: true,
+        experts: None,
+    };
+    const QWEN3_30B_A3B: Sizes = Sizes {
+        hidden: 2048,
+        q: 4096,
+        kv: 512,
+        intermediate: 0,
+        vocab: 151_936,
+        post: false,
+        experts: Some(false),
+    };
+    const QWEN2_57B_A14B: Sizes = Sizes {
+        hidden: 3584,
+        q: 3584,
+        kv: 512,
+        intermediate: 20_480,
+        vocab: 151_936,
+        post: false,
+        experts: Some(true),
     };
 
     /// Three blocks and the head, held like this.
@@ -416,6 +514,10 @@ mod tests {
             rows,
             cols,
         };
+        let mlp = GatedShape {
+            gate_up: [shape(s.intermediate, s.hidden); 2],
+            down: shape(s.hidden, s.intermediate),
+        };
         let block = BlockShape {
             norms: NormPlacement {
                 pre: true,
@@ -423,8 +525,12 @@ mod tests {
             },
             qkv: [s.q, s.kv, s.kv].map(|rows| shape(rows, s.hidden)),
             o: shape(s.hidden, s.q),
-            gate_up: [shape(s.intermediate, s.hidden); 2],
-            down: shape(s.hidden, s.intermediate),
+            mlp: match s.experts {
+                None => MlpShape::Dense(mlp),
+                Some(shared) => MlpShape::Experts {
+                    shared: shared.then_some(mlp),
+                },
+            },
         };
         (vec![block; 3], shape(s.vocab, s.hidden))
     }
@@ -457,6 +563,18 @@ mod tests {
             ("Gemma3-4B, NVFP4, H200", &GEMMA3_4B, Storage::Nvfp4, &H200),
             ("Qwen3-4B, bf16, H200", &QWEN3_4B, Storage::BF16, &H200),
             ("Qwen3-4B, NVFP4, GB10", &QWEN3_4B, Storage::Nvfp4, &GB10),
+            (
+                "Qwen3-30B-A3B, NVFP4, H200",
+                &QWEN3_30B_A3B,
+                Storage::Nvfp4,
+                &H200,
+            ),
+            (
+                "Qwen2-57B-A14B, NVFP4, H200",
+                &QWEN2_57B_A14B,
+                Storage::Nvfp4,
+                &H200,
+            ),
         ] {
             let (blocks, head) = model(sizes, storage);
             for (rows, is_step) in [

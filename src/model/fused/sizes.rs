@@ -2,6 +2,7 @@
 
 use crate::base::Result;
 use crate::base::error::bail;
+use crate::cuda::Routing;
 use crate::model::spec::{AttentionSpec, Spec};
 
 /// Largest sizes over all blocks.
@@ -14,11 +15,35 @@ pub(super) struct Sizes {
     pub(super) head_dim: usize,
     /// Elements of a row of queries.
     pub(super) q: usize,
+    /// Elements between the projections of an MLP that all rows go through.
     pub(super) intermediate: usize,
+    pub(super) experts: Option<ExpertSizes>,
     /// The different kinds of attention of blocks.
     pub(super) attentions: Vec<AttentionSpec>,
     /// Whether some weight is dense, for which activations of its type need room.
     pub(super) dense: bool,
+}
+
+/// Largest sizes of mixtures of experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct ExpertSizes {
+    pub(super) routing: Routing,
+    /// Elements between the projections of an expert.
+    pub(super) intermediate: usize,
+}
+
+impl ExpertSizes {
+    fn of(spec: &Spec) -> Option<ExpertSizes> {
+        let mixtures = || spec.blocks.iter().filter_map(|b| b.mlp.mixture());
+        Some(ExpertSizes {
+            routing: Routing {
+                experts: mixtures().map(|e| e.count).max()?,
+                per_token: mixtures().map(|e| e.per_token).max()?,
+                normalized: false,
+            },
+            intermediate: mixtures().map(|e| e.expert.intermediate_size).max()?,
+        })
+    }
 }
 
 impl Sizes {
@@ -53,7 +78,8 @@ impl Sizes {
                 attentions.push(block.attention.clone());
             }
         }
-        let widths = spec.blocks.iter().map(|b| b.mlp.intermediate_size());
+        let of_all_rows = spec.blocks.iter().filter_map(|b| b.mlp.of_all_rows());
+        let widths = of_all_rows.map(|mlp| mlp.intermediate_size);
         Ok(Sizes {
             hidden: spec.hidden_size,
             vocab: spec.vocab_size,
@@ -62,6 +88,7 @@ impl Sizes {
             head_dim: alike.2,
             q: first.attention.q_width(),
             intermediate: widths.max().unwrap_or(0),
+            experts: ExpertSizes::of(spec),
             attentions,
             dense,
         })

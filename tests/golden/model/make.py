@@ -136,7 +136,8 @@ CASES["qwen2_massive"] = ("Qwen2", dict(
 MASSIVE = {"qwen2_massive"}
 # New cases come last: the seed of a case is its number.
 CASES["qwen2moe_shared"] = ("Qwen2Moe", dict(
-    EXPERTS, head_dim=None, hidden_size=64, norm_topk_prob=False, shared_expert_intermediate_size=48))
+    EXPERTS, head_dim=None, hidden_size=64, num_attention_heads=2, num_key_value_heads=1, norm_topk_prob=False,
+    shared_expert_intermediate_size=48))
 # In these the config is written with the words of older files.
 OLD_WORDS = {"qwen2_untied", "llama_linear", "qwen2_yarn", "llama_llama3", "gemma3_narrow", "phi3_longrope"}
 # As families are called in classes and in `model_type`.
@@ -213,7 +214,8 @@ def make(name, family, settings, seed):
             w = (0 if family == "Gemma3" else 1) + 0.2 * random(value.shape)
             stored[key] = w
         elif key.endswith(("mlp.gate.weight", "shared_expert_gate.weight")):
-            w = random(value.shape).bfloat16().float()
+            # Logits of about 2, as trained routers give: larger ones make the sum of experts hang on the last bits of their input.
+            w = (random(value.shape) * (2.0 / value.shape[1] ** 0.5)).bfloat16().float()
             stored[key] = w.bfloat16()
         elif ".experts." in key and value.dim() == 3:
             w = torch.stack([store_expert(stored, key, e, random(part.shape) * (2.0 / part.shape[1] ** 0.5)) for e, part in enumerate(value)])

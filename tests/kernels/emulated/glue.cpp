@@ -74,7 +74,7 @@ static void check_post_norm(int rows, int width, bool ordered, bool followed) {
     std::vector<float4> before = x;
     int groups = ceil_div(rows, GROUP_ROWS), whole = filled(width);
     std::vector<uint4> normed(groups * GROUP_ROWS * whole / 8, uint4{~0u, ~0u, ~0u, ~0u});
-    post::Arguments a = {&y[0].x, &weight[0].x, &x[0].x, followed ? &next[0].x : nullptr, (u16*)normed.data(), width, 1e-6f, ordered};
+    post::Arguments a = {&y[0].x, &weight[0].x, &x[0].x, {followed ? &next[0].x : nullptr, (u16*)normed.data(), width, 1e-6f, ordered}};
     launch(rows, 1, 1, post::THREADS, [&] { post::post_norm(a); });
     for (int r = 0; r < rows; r++) {
         double squares = 0, after = 0;
@@ -88,11 +88,11 @@ static void check_post_norm(int rows, int width, bool ordered, bool followed) {
         }
         factor = 1 / std::sqrt(after / width + 1e-6);
         for (int i = 0; followed && i < width; i++) {
-            double want = sum[i] * factor * a.next[i], got = f16_to_float(a.normed[ordered ? ordered_at(groups, r, i) : (size_t)r * width + i]);
+            double want = sum[i] * factor * a.next.weight[i], got = f16_to_float(a.next.normed[ordered ? ordered_at(groups, r, i) : (size_t)r * width + i]);
             expect(std::fabs(got - want) <= std::fabs(want) * 0x1.2p-11 + 0x1p-20, "the norm after a norm", r, i, got, want);
         }
         for (int i = width; followed && ordered && i < whole; i++) {
-            u16 got = a.normed[ordered_at(groups, r, i)];
+            u16 got = a.next.normed[ordered_at(groups, r, i)];
             expect(got == 0, "what is missing at the end of a norm", r, i, f16_to_float(got), 0);
         }
     }

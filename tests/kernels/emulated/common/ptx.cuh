@@ -173,6 +173,7 @@ inline int __any_sync(u32 mask, bool x) {
                for (Lane& l : lanes) l.x = any;
            }, mask).x;
 }
+inline int __all_sync(u32 mask, bool x) { return !__any_sync(mask, !x); }
 inline u32 __ballot_sync(u32, bool x) {
     struct Lane {
         bool x;

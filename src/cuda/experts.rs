@@ -1,0 +1,532 @@
+//! A mixture of experts on the device: rows are routed, brought into the order of their experts, multiplied with them tile by tile, and the
+//! results added up, without the host. Experts are NVFP4.
+
+use std::sync::Arc;
+
+use super::elementwise::{NextArgument, NextNorm, RESIDUAL_THREADS};
+use super::gpu::{Gpu, int};
+use super::launch::Launch;
+use super::linear::{
+    Biased, CHUNK_BYTES, CHUNK_K, CHUNK_ROWS, Glu, Input, LinearScratch, Matrix, MatrixArgument,
+    MatrixShape, Output, Storage, linear,
+};
+use super::memory::DeviceBuffer;
+use super::nvrtc::Unit;
+use crate::base::Result;
+use crate::base::error::bail;
+use crate::base::memory::Tag;
+use crate::base::size::product;
+
+/// What the kernels of this file are passed, by the start of their names.
+pub(super) const ARGUMENTS: &[(&str, usize)] = &[
+    ("experts_", size_of::<RouteArguments>()),
+    ("experts_sum", size_of::<SumArguments>()),
+    ("linear_experts_", size_of::<ProductArguments>()),
+];
+
+/// Experts of a mixture at most.
+const MOST_EXPERTS: usize = 512;
+/// Experts of a row at most.
+const MOST_PER_TOKEN: usize = 32;
+/// Rows, and their pairs with experts, that one block routes and brings into order.
+const FEW_ROWS: usize = 16;
+const FEW_PAIRS: usize = 512;
+/// Pairs of a tile at least and at most: the kernels that there are.
+const TILE_PAIRS: [usize; 2] = [8, 64];
+/// Warps of a block of products, each of which has two rows of chunks.
+const WARPS: usize = 4;
+/// Bytes of a tile: expert, first pair, number of pairs, and four that are unused.
+const TILE_BYTES: usize = 16;
+
+/// How rows are routed: softmax over the logits of all experts, of which the most probable are chosen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Routing {
+    /// How many experts there are.
+    pub experts: usize,
+    /// How many of them a row goes to.
+    pub per_token: usize,
+    /// Whether the probabilities of those are divided by their sum.
+    pub normalized: bool,
+}
+
+impl Routing {
+    /// Refuses what no kernel routes.
+    pub fn check(&self) -> Result<()> {
+        if self.experts > MOST_EXPERTS || self.per_token > MOST_PER_TOKEN.min(self.experts) {
+            bail!(
+                Unsupported,
+                "{} of {} experts for a token; a GPU takes up to {MOST_PER_TOKEN} of up to {MOST_EXPERTS}",
+                self.per_token,
+                self.experts
+            );
+        }
+        Ok(())
+    }
+
+    /// Pairs of a tile at most: about as many as an expert has of `rows` rows.
+    fn tile_pairs(&self, rows: usize) -> usize {
+        let of_expert = (rows * self.per_token).div_ceil(self.experts);
+        let [least, most] = TILE_PAIRS;
+        of_expert.next_power_of_two().clamp(least, most)
+    }
+
+    /// Tiles that `rows` rows have at most.
+    fn most_tiles(&self, rows: usize) -> usize {
+        let pairs = rows * self.per_token;
+        pairs / self.tile_pairs(rows) + pairs.min(self.experts)
+    }
+}
+
+/// The weights of the experts of one block, as kernels find them. Keeps them in memory.
+#[derive(Debug)]
+pub struct ExpertTable {
+    /// Gate, up and down of each expert.
+    table: DeviceBuffer,
+    experts: usize,
+    /// `[intermediate, hidden]`.
+    gate: MatrixShape,
+    _weights: Vec<Arc<DeviceBuffer>>,
+}
+
+impl ExpertTable {
+    /// Of gate, up and down of each expert.
+    pub fn new(gpu: &Arc<Gpu>, experts: &[[Biased<'_>; 3]]) -> Result<ExpertTable> {
+        let Some([(first, _), ..]) = experts.first() else {
+            bail!(Internal, "a mixture without experts");
+        };
+        let gate = first.shape();
+        let mut table: Vec<u64> = Vec::with_capacity(experts.len() * 9);
+        let mut weights = Vec::with_capacity(experts.len() * 3);
+        for (expert, projections) in experts.iter().enumerate() {
+            for (i, (w, bias)) in projections.iter().enumerate() {
+                let what = ["gate", "up", "down"][i];
+                if w.storage() != Storage::Nvfp4 {
+                    bail!(
+                        Unsupported,
+                        "the {what} projection of expert {expert} is held as {:?}; a GPU has kernels for experts in NVFP4 alone: quantize the model, or its weights while it is loaded",
+                        w.storage()
+                    );
+                }
+                if bias.is_some() {
+                    bail!(
+                        Unsupported,
+                        "the {what} projection of expert {expert} has a bias, for which there is no kernel on a GPU"
+                    );
+                }
+                let wanted = match i {
+                    2 => (gate.cols, gate.rows),
+                    _ => (gate.rows, gate.cols),
+                };
+                if (w.rows(), w.cols()) != wanted {
+                    bail!(
+                        Internal,
+                        "the {what} projection of expert {expert} is {:?}, not {wanted:?}",
+                        (w.rows(), w.cols())
+                    );
+                }
+                table.extend(MatrixArgument::words(w)?);
+                weights.push(w.shared_values());
+            }
+        }
+        Ok(ExpertTable {
+            table: DeviceBuffer::from_slice(gpu, Tag::DeviceWeights, &table)?,
+            experts: experts.len(),
+            gate,
+            _weights: weights,
+        })
+    }
+}
+
+/// Working memory of a mixture.
+#[derive(Debug)]
+pub struct ExpertScratch {
+    rows: usize,
+    /// f32 `[rows, experts + 1]`: of the router, and of the gate of an expert of all rows.
+    logits: DeviceBuffer,
+    choices: DeviceBuffer,
+    weights: DeviceBuffer,
+    places: DeviceBuffer,
+    sources: DeviceBuffer,
+    tiles: DeviceBuffer,
+    /// f16 `[pairs, intermediate]`.
+    inner: DeviceBuffer,
+    /// f32 `[pairs, hidden]`.
+    made: DeviceBuffer,
+}
+
+impl ExpertScratch {
+    /// Room for `rows` rows of `hidden` elements.
+    pub fn new(
+        gpu: &Arc<Gpu>,
+        routing: Routing,
+        rows: usize,
+        intermediate: usize,
+        hidden: usize,
+    ) -> Result<ExpertScratch> {
+        let scratch = |sizes: &[usize]| {
+            DeviceBuffer::uninit(gpu, Tag::DeviceScratch, product("experts", sizes)?)
+        };
+        let pairs = rows * routing.per_token;
+        // Of fewer rows there may be more tiles.
+        let tiles = pairs / TILE_PAIRS[0] + pairs.min(routing.experts);
+        Ok(ExpertScratch {
+            rows,
+            logits: scratch(&[rows, routing.experts + 1, 4])?,
+            choices: scratch(&[pairs, 4])?,
+            weights: scratch(&[pairs, 4])?,
+            places: scratch(&[pairs, 4])?,
+            sources: scratch(&[pairs, 4])?,
+            tiles: scratch(&[tiles, TILE_BYTES])?,
+            inner: scratch(&[pairs, intermediate, 2])?,
+            made: scratch(&[pairs, hidden, 4])?,
+        })
+    }
+
+    fn check(&self, routing: &Routing, rows: usize) -> Result<()> {
+        routing.check()?;
+        if rows > self.rows {
+            bail!(Internal, "{rows} rows, and room for {}", self.rows);
+        }
+        self.logits
+            .holds("logits of experts", &[rows, routing.experts + 1, 4])?;
+        self.choices
+            .holds("choices of experts", &[rows, routing.per_token, 4])?;
+        self.tiles
+            .holds("tiles of experts", &[routing.most_tiles(rows), TILE_BYTES])
+    }
+}
+
+#[repr(C)]
+struct RouteArguments {
+    logits: u64,
+    choices: u64,
+    weights: u64,
+    places: u64,
+    sources: u64,
+    tiles: u64,
+    unfit: u64,
+    rows: i32,
+    stride: i32,
+    experts: i32,
+    per_token: i32,
+    normalized: i32,
+    tile_pairs: i32,
+    most_tiles: i32,
+    layer: i32,
+}
+
+/// Routes f16 rows `x` `[rows, hidden]` by a router `[experts, hidden]`, and cuts their pairs with experts into tiles.
+/// `shared_gate` `[1, hidden]` is multiplied with them, too, for [`sum_experts`]. Where a logit is not finite, `unfit`, a u32, becomes 1 + `layer`
+/// unless something is there.
+pub fn route(
+    gpu: &Arc<Gpu>,
+    routing: &Routing,
+    router: &Matrix,
+    shared_gate: Option<&Matrix>,
+    x: &DeviceBuffer,
+    rows: usize,
+    scratch: &ExpertScratch,
+    linear_scratch: &LinearScratch,
+    (unfit, layer): (&DeviceBuffer, usize),
+) -> Result<()> {
+    scratch.check(routing, rows)?;
+    unfit.holds("a note", &[4])?;
+    let matrices: Vec<Biased<'_>> = std::iter::once(router)
+        .chain(shared_gate)
+        .map(|w| (w, None))
+        .collect();
+    let wanted = [routing.experts, 1];
+    if matrices.iter().zip(wanted).any(|((w, _), n)| w.rows() != n) {
+        bail!(
+            Internal,
+            "a router of {} for {} experts",
+            router.rows(),
+            routing.experts
+        );
+    }
+    let stride = routing.experts + 1;
+    linear(
+        gpu,
+        Input::Plain(x, 1.0),
+        rows,
+        &matrices,
+        Output::F32,
+        &scratch.logits,
+        stride,
+        linear_scratch,
+    )?;
+    let arguments = RouteArguments {
+        logits: scratch.logits.address(),
+        choices: scratch.choices.address(),
+        weights: scratch.weights.address(),
+        places: scratch.places.address(),
+        sources: scratch.sources.address(),
+        tiles: scratch.tiles.address(),
+        unfit: unfit.address(),
+        rows: int("rows", rows)?,
+        stride: stride as i32,
+        experts: routing.experts as i32,
+        per_token: routing.per_token as i32,
+        normalized: routing.normalized.into(),
+        tile_pairs: routing.tile_pairs(rows) as i32,
+        most_tiles: int("tiles", routing.most_tiles(rows))?,
+        layer: int("the layer", layer)?,
+    };
+    let launch = |blocks: usize, threads: u32, name: &str| {
+        let launch = Launch::new([blocks as u32, 1, 1], threads);
+        // SAFETY: the struct is the kernel's; sizes were checked.
+        unsafe { launch.run(gpu, Unit::ExpertsRoute, name, &arguments) }
+    };
+    if rows <= FEW_ROWS && rows * routing.per_token <= FEW_PAIRS {
+        return launch(1, 32 * FEW_ROWS as u32, "experts_route_few");
+    }
+    launch(rows.div_ceil(4), 128, "experts_route")?;
+    launch(routing.experts, 512, "experts_group")
+}
+
+#[repr(C)]
+struct ProductArguments {
+    x: u64,
+    sources: u64,
+    tiles: u64,
+    experts: u64,
+    out: u64,
+    n: i32,
+    k: i32,
+    factor: f32,
+    out_scale: f32,
+    activation: i32,
+}
+
+/// A product of the tiles of `rows` routed rows: `kind` and `features` of a block say which.
+fn products(
+    gpu: &Gpu,
+    routing: &Routing,
+    rows: usize,
+    kind: &str,
+    features: usize,
+    arguments: &ProductArguments,
+) -> Result<()> {
+    let pairs = routing.tile_pairs(rows);
+    // As `kernels/linear/experts.cu` has them.
+    let stages = match pairs {
+        8 => 6,
+        16 => 4,
+        _ => 3,
+    };
+    let grid = [
+        (arguments.n as usize).div_ceil(features) as u32,
+        int("tiles", routing.most_tiles(rows))? as u32,
+        1,
+    ];
+    if grid[1] > 65_535 {
+        bail!(
+            Unsupported,
+            "{rows} rows have {} tiles of experts; a launch takes 65,535",
+            grid[1]
+        );
+    }
+    let launch = Launch {
+        shared: (stages * (2 * WARPS * CHUNK_BYTES + pairs * CHUNK_K * 2)) as u32,
+        ..Launch::new(grid, 32 * WARPS as u32)
+    };
+    let name = format!("{kind}_{pairs}");
+    // SAFETY: the struct is the kernel's; callers checked sizes, and the table keeps the weights.
+    unsafe { launch.run(gpu, Unit::LinearExperts, &name, arguments) }
+}
+
+fn check_table(table: &ExpertTable, routing: &Routing) -> Result<()> {
+    if table.experts != routing.experts {
+        bail!(
+            Internal,
+            "{} experts routed, of {}",
+            routing.experts,
+            table.experts
+        );
+    }
+    Ok(())
+}
+
+/// Gated activations of gate and up of the experts of routed f16 rows `x` `[rows, hidden]`, kept for [`experts_down`].
+pub fn experts_gate_up(
+    gpu: &Gpu,
+    routing: &Routing,
+    table: &ExpertTable,
+    x: &DeviceBuffer,
+    rows: usize,
+    glu: Glu,
+    scratch: &ExpertScratch,
+) -> Result<()> {
+    check_table(table, routing)?;
+    scratch.check(routing, rows)?;
+    let (n, k) = (table.gate.rows, table.gate.cols);
+    x.holds("activations", &[rows, k, 2])?;
+    let pairs = rows * routing.per_token;
+    scratch
+        .inner
+        .holds("activations of experts", &[pairs, n, 2])?;
+    let arguments = ProductArguments {
+        x: x.address(),
+        sources: scratch.sources.address(),
+        tiles: scratch.tiles.address(),
+        experts: table.table.address(),
+        out: scratch.inner.address(),
+        n: int("output features", n)?,
+        k: int("K", k)?,
+        factor: 1.0,
+        out_scale: glu.factor(),
+        activation: glu.activation as i32,
+    };
+    let features = CHUNK_ROWS * WARPS;
+    products(
+        gpu,
+        routing,
+        rows,
+        "linear_experts_glu",
+        features,
+        &arguments,
+    )
+}
+
+/// The last projections of experts, of what [`experts_gate_up`] has left, which was divided by `divisor`.
+pub fn experts_down(
+    gpu: &Gpu,
+    routing: &Routing,
+    table: &ExpertTable,
+    rows: usize,
+    divisor: f32,
+    scratch: &ExpertScratch,
+) -> Result<()> {
+    check_table(table, routing)?;
+    scratch.check(routing, rows)?;
+    let (n, k) = (table.gate.cols, table.gate.rows);
+    let pairs = rows * routing.per_token;
+    scratch
+        .inner
+        .holds("activations of experts", &[pairs, k, 2])?;
+    scratch.made.holds("products of experts", &[pairs, n, 4])?;
+    let arguments = ProductArguments {
+        x: scratch.inner.address(),
+        sources: 0,
+        tiles: scratch.tiles.address(),
+        experts: table.table.address(),
+        out: scratch.made.address(),
+        n: int("output features", n)?,
+        k: int("K", k)?,
+        factor: divisor,
+        out_scale: 1.0,
+        activation: 0,
+    };
+    let features = 2 * CHUNK_ROWS * WARPS;
+    products(gpu, routing, rows, "linear_experts", features, &arguments)
+}
+
+/// What an expert of all rows has made.
+#[derive(Clone, Copy)]
+pub struct Shared<'a> {
+    /// f32 `[rows, hidden]`.
+    pub made: &'a DeviceBuffer,
+    /// Whether the sigmoid of the gate that [`route`] was given multiplies it.
+    pub gated: bool,
+}
+
+#[repr(C)]
+struct SumArguments {
+    made: u64,
+    places: u64,
+    weights: u64,
+    shared: u64,
+    gate: u64,
+    x: u64,
+    next: NextArgument,
+    per_token: i32,
+    gate_stride: i32,
+}
+
+/// Adds to f32 rows `x` `[rows, hidden]` what their experts have made, weighted, and what the expert of all rows has; and normalizes them,
+/// if a norm follows.
+pub fn sum_experts(
+    gpu: &Gpu,
+    routing: &Routing,
+    shared: Option<Shared<'_>>,
+    eps: f32,
+    rows: usize,
+    hidden: usize,
+    x: &DeviceBuffer,
+    next: Option<NextNorm<'_>>,
+    scratch: &ExpertScratch,
+) -> Result<()> {
+    scratch.check(routing, rows)?;
+    x.holds("rows", &[rows, hidden, 4])?;
+    let pairs = rows * routing.per_token;
+    scratch
+        .made
+        .holds("products of experts", &[pairs, hidden, 4])?;
+    if let Some(shared) = shared {
+        shared.made.holds("rows", &[rows, hidden, 4])?;
+    }
+    let gate = scratch.logits.address() + (routing.experts * 4) as u64;
+    let arguments = SumArguments {
+        made: scratch.made.address(),
+        places: scratch.places.address(),
+        weights: scratch.weights.address(),
+        shared: shared.map_or(0, |s| s.made.address()),
+        gate: if shared.is_some_and(|s| s.gated) {
+            gate
+        } else {
+            0
+        },
+        x: x.address(),
+        next: NextArgument::new(next, rows, hidden, eps)?,
+        per_token: routing.per_token as i32,
+        gate_stride: (routing.experts + 1) as i32,
+    };
+    let launch = Launch::new([rows as u32, 1, 1], RESIDUAL_THREADS);
+    // SAFETY: the struct is the kernel's; sizes were checked.
+    unsafe { launch.run(gpu, Unit::ExpertsSum, "experts_sum", &arguments) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Whatever the counts of pairs are: all rows to the same experts, evenly, and one expert with what others have not.
+    #[test]
+    fn tiles_suffice_however_rows_are_routed() {
+        for (experts, per_token) in [(128, 8), (60, 4), (8, 2), (512, 10), (3, 3)] {
+            let routing = Routing {
+                experts,
+                per_token,
+                normalized: true,
+            };
+            for rows in [1, 2, 7, 33, 256, 1000, 4096] {
+                let (pairs, tile) = (rows * per_token, routing.tile_pairs(rows));
+                assert!((8..=64).contains(&tile));
+                let same = vec![rows; per_token];
+                let even: Vec<usize> = (0..experts).map(|e| (pairs + e) / experts).collect();
+                let mut skewed = vec![1; pairs.min(experts)];
+                skewed[0] += pairs - skewed.len();
+                for counts in [same, even, skewed] {
+                    assert_eq!(counts.iter().sum::<usize>(), pairs);
+                    let tiles: usize = counts.iter().map(|n| n.div_ceil(tile)).sum();
+                    assert!(tiles <= routing.most_tiles(rows), "{routing:?} {rows}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_no_kernel_routes_is_refused() {
+        let of = |experts, per_token| Routing {
+            experts,
+            per_token,
+            normalized: false,
+        };
+        assert!(of(512, 32).check().is_ok());
+        for (experts, per_token) in [(513, 8), (512, 33), (4, 5)] {
+            let error = of(experts, per_token).check().unwrap_err();
+            let named = format!("{per_token} of {experts} experts");
+            assert!(error.message().contains(&named), "{error}");
+        }
+    }
+}

@@ -1,0 +1,239 @@
+// A mixture of experts on the processor, against f64 and against sorting: kernels/experts/route.cu, kernels/linear/experts.cu,
+// kernels/norm/sum_experts.cu and kernels/linear/dense.cu as they ship, with instructions replaced by what the PTX ISA says of them. Weights
+// go through the packing kernel first. Prints "ok" or what is wrong.
+#include "cuda.hpp"
+
+#include "activation/gate.cuh"
+#include "common/ptx.cuh"
+#include "common/reduce.cuh"
+#include "common/tiles.cuh"
+#include "format/ordered.cuh"
+#include "format/packed.cuh"
+#include "linear/matrix.cuh"
+
+namespace pack {
+#include "linear/pack.cu"
+}
+// What kernels declare as shared memory is the one array that the copies know.
+namespace products {
+extern char shared[] asm("shared");
+#include "linear/experts.cu"
+}
+// Shared memory outlives its block, as no two run at once.
+#undef __shared__
+#define __shared__ static
+namespace routes {
+#include "experts/route.cu"
+}
+namespace sum {
+#include "norm/sum_experts.cu"
+}
+namespace dense {
+#include "linear/dense.cu"
+}
+
+static void expect(bool held, const char* what, int row, int i, double got, double want) {
+    if (!held) printf("%s: (%d, %d) is %g, not %g\n", what, row, i, got, want), exit(1);
+}
+
+struct Routed {
+    std::vector<int> choices, places, sources;
+    std::vector<float> weights;
+    std::vector<ExpertTile> tiles;
+};
+
+// Routes rows whose logits have equals among them, and compares with sorting.
+static Routed check_route(int rows, int experts, int per_token, bool normalized, int tile_pairs) {
+    bool few = rows <= routes::FEW_ROWS && rows * per_token <= routes::FEW_PAIRS;
+    int pairs = rows * per_token, most = pairs / tile_pairs + min(pairs, experts), stride = experts + 1;
+    std::vector<float> logits(rows * stride, NAN);
+    for (int r = 0; r < rows; r++) {
+        for (int e = 0; e < experts; e++) logits[r * stride + e] = noise() % 3 ? 4 * uniform() : (float)(noise() % 3);
+    }
+    Routed routed = {std::vector<int>(pairs, -1), std::vector<int>(pairs, -1), std::vector<int>(pairs, -1), std::vector<float>(pairs, NAN),
+                     std::vector<ExpertTile>(most, ExpertTile{-1, -1, -1, -1})};
+    u32 unfit = 0;
+    routes::Arguments a = {logits.data(), routed.choices.data(), routed.weights.data(), routed.places.data(), routed.sources.data(),
+                           routed.tiles.data(), &unfit, rows, stride, experts, per_token, normalized, tile_pairs, most, 7};
+    if (few) {
+        launch(1, 1, 1, routes::FEW_THREADS, [&] { routes::experts_route_few(a); });
+    } else {
+        launch(ceil_div(rows, routes::ROUTE_THREADS / WARP), 1, 1, routes::ROUTE_THREADS, [&] { routes::experts_route(a); });
+        launch(experts, 1, 1, routes::GROUP_THREADS, [&] { routes::experts_group(a); });
+    }
+    expect(unfit == 0, "a logit that is not finite", 0, 0, unfit, 0);
+    std::vector<std::pair<int, int>> order;     // of experts and pairs
+    for (int r = 0; r < rows; r++) {
+        const float* of = &logits[r * stride];
+        std::vector<int> best(experts);
+        double all = 0, chosen = 0;
+        for (int e = 0; e < experts; e++) best[e] = e, all += std::exp((double)of[e]);
+        std::stable_sort(best.begin(), best.end(), [&](int i, int j) { return of[i] > of[j]; });
+        for (int i = 0; i < per_token; i++) chosen += std::exp((double)of[best[i]]) / all;
+        for (int i = 0; i < per_token; i++) {
+            int at = r * per_token + i;
+            double want = std::exp((double)of[best[i]]) / all / (normalized ? chosen : 1);
+            expect(routed.choices[at] == best[i], "a choice", r, i, routed.choices[at], best[i]);
+            expect(std::fabs(routed.weights[at] - want) <= 1e-5 * want, "the weight of an expert", r, i, routed.weights[at], want);
+            order.push_back({best[i], at});
+        }
+    }
+    std::sort(order.begin(), order.end());
+    int tiles = 0;
+    for (int place = 0; place < pairs; place++) {
+        auto [expert, pair] = order[place];
+        expect(routed.places[pair] == place, "a place", pair, expert, routed.places[pair], place);
+        expect(routed.sources[place] == pair / per_token, "a source", place, expert, routed.sources[place], pair / per_token);
+        bool goes_on = tiles > 0 && routed.tiles[tiles - 1].expert == expert && place < routed.tiles[tiles - 1].first + tile_pairs;
+        if (goes_on) continue;
+        int last = place;
+        while (last < pairs && last < place + tile_pairs && order[last].first == expert) last++;
+        const ExpertTile& tile = routed.tiles[tiles++];
+        expect(tile.expert == expert && tile.first == place && tile.pairs == last - place, "a tile", expert, place, tile.first, place);
+    }
+    for (int i = tiles; i < most; i++) expect(routed.tiles[i].pairs == 0, "a tile that is not needed", i, 0, routed.tiles[i].pairs, 0);
+
+    // What is not finite is noted, and every choice is an expert.
+    logits[(rows - 1) * stride + experts / 2] = NAN;
+    std::vector<int> choices(pairs, -1);
+    std::vector<float> weights(pairs);
+    routes::Arguments odd = a;
+    odd.choices = choices.data(), odd.weights = weights.data();
+    launch(ceil_div(rows, routes::ROUTE_THREADS / WARP), 1, 1, routes::ROUTE_THREADS, [&] { routes::experts_route(odd); });
+    for (int i = 0; i < pairs; i++) expect(choices[i] >= 0 && choices[i] < experts, "a choice of what is not finite", i, 0, choices[i], 0);
+    expect(unfit == 8, "a logit that is not finite", 0, 0, unfit, 8);
+    return routed;
+}
+
+// An NVFP4 weight that has been packed.
+struct Weight {
+    std::vector<double> values;
+    std::vector<uint4> chunks;
+    float global;
+
+    Weight(int rows, int k) : chunks((size_t)ceil_div(rows, CHUNK_ROWS) * ceil_div(k, CHUNK_K) * CHUNK_BYTES / 16), global(1e-3f * (1 + noise() % 4)) {
+        std::vector<uint4> codes(rows * k / 32), scales(ceil_div(rows * k / BLOCK, 16));
+        u8 *c = (u8*)codes.data(), *s = (u8*)scales.data();
+        for (int i = 0; i < rows * k / 2; i++) c[i] = (u8)noise();
+        for (int i = 0; i < rows * k / BLOCK; i++) s[i] = (u8)(0x30 + noise() % 16);
+        for (int i = 0; i < rows * k; i++) values.push_back(e2m1(i % 2 ? c[i / 2] >> 4 : c[i / 2]) * ue4m3(s[i / BLOCK]) * global);
+        pack::Arguments a = {c, s, (u8*)chunks.data(), 0, rows, k, 0};
+        launch(ceil_div(ceil_div(k, CHUNK_K) * pack::WORDS, pack::THREADS), ceil_div(rows, CHUNK_ROWS), 1, pack::THREADS, [&] { pack::linear_pack(a); });
+    }
+};
+
+// A whole mixture: routed rows through gate and up, down, and the sum, each against f64.
+static void check_mixture(int rows, int experts, int per_token, int hidden, int wide, int columns, bool shared, bool ordered) {
+    Routed routed = check_route(rows, experts, per_token, true, columns);
+    int pairs = rows * per_token;
+    std::vector<std::unique_ptr<Weight>> weights;
+    std::vector<Matrix> table;
+    for (int i = 0; i < experts * products::PROJECTIONS; i++) {
+        bool down = i % products::PROJECTIONS == products::DOWN;
+        weights.push_back(std::make_unique<Weight>(down ? hidden : wide, down ? wide : hidden));
+        table.push_back({(const u8*)weights.back()->chunks.data(), nullptr, weights.back()->global, down ? hidden : wide});
+    }
+    std::vector<uint4> x(rows * hidden / 8), inner(pairs * wide / 8 + 1, uint4{~0u, ~0u, ~0u, ~0u});
+    u16* halves = (u16*)x.data();
+    for (int i = 0; i < rows * hidden; i++) halves[i] = to_f16(uniform());
+    std::vector<float> made(pairs * hidden, NAN);
+    products::Arguments up = {halves, routed.sources.data(), routed.tiles.data(), table.data(), inner.data(), wide, hidden, 2, 0.25f, SILU};
+    products::Arguments down = {(u16*)inner.data(), nullptr, routed.tiles.data(), table.data(), made.data(), hidden, wide, 4, 1, SILU};
+    int of_block = CHUNK_ROWS * products::WARPS, count = (int)routed.tiles.size();
+    launch(ceil_div(wide, of_block), count, 1, products::THREADS, [&] {
+        columns == 8 ? products::linear_experts_glu_8(up) : columns == 16 ? products::linear_experts_glu_16(up) : columns == 32 ? products::linear_experts_glu_32(up) : products::linear_experts_glu_64(up);
+    });
+    launch(ceil_div(hidden, 2 * of_block), count, 1, products::THREADS, [&] {
+        columns == 8 ? products::linear_experts_8(down) : columns == 16 ? products::linear_experts_16(down) : columns == 32 ? products::linear_experts_32(down) : products::linear_experts_64(down);
+    });
+    auto product = [](const Weight& w, int feature, int k, auto x) {
+        double sum = 0;
+        for (int i = 0; i < k; i++) sum += w.values[(size_t)feature * k + i] * x(i);
+        return sum;
+    };
+    for (int pair = 0; pair < pairs; pair++) {
+        int place = routed.places[pair], row = pair / per_token, expert = routed.choices[pair];
+        const auto* of = &weights[expert * products::PROJECTIONS];
+        const u16* made_inner = (const u16*)inner.data() + (size_t)place * wide;
+        for (int i = 0; i < wide; i++) {
+            auto in = [&](int j) { return 2.0 * f16_to_float(halves[row * hidden + j]); };
+            double gate = product(*of[0], i, hidden, in), want = gate / (1 + std::exp(-gate)) * product(*of[1], i, hidden, in) * 0.25;
+            expect(std::fabs(f16_to_float(made_inner[i]) - want) <= 1e-3 * std::fabs(want) + 1e-5, "gate and up", place, i, f16_to_float(made_inner[i]), want);
+        }
+        for (int i = 0; i < hidden; i++) {
+            double want = product(*of[2], i, wide, [&](int j) { return 4.0 * f16_to_float(made_inner[j]); }), got = made[(size_t)place * hidden + i];
+            expect(std::fabs(got - want) <= 1e-4 * std::fabs(want) + 1e-5, "down", place, i, got, want);
+        }
+    }
+
+    auto some = [](int n) {
+        std::vector<float4> v(n / 4);
+        for (float4& f : v) f = {uniform(), uniform(), uniform(), uniform()};
+        return v;
+    };
+    auto residual = some(rows * hidden), before = residual, of_all = some(rows * hidden), norm = some(hidden), gates = some(rows * 4);
+    int groups = ceil_div(rows, GROUP_ROWS), whole = filled(hidden);
+    std::vector<uint4> normed(groups * GROUP_ROWS * whole / 8, uint4{~0u, ~0u, ~0u, ~0u});
+    sum::Arguments s = {made.data(), routed.places.data(), routed.weights.data(), shared ? &of_all[0].x : nullptr, shared ? &gates[0].x : nullptr,
+                        &residual[0].x, {&norm[0].x, (u16*)normed.data(), hidden, 1e-6f, ordered}, per_token, 3};
+    launch(rows, 1, 1, sum::THREADS, [&] { sum::experts_sum(s); });
+    for (int r = 0; r < rows; r++) {
+        double squares = 0;
+        std::vector<double> want(hidden);
+        for (int i = 0; i < hidden; i++) {
+            want[i] = (&before[0].x)[r * hidden + i];
+            for (int j = 0; j < per_token; j++) {
+                int pair = r * per_token + j;
+                want[i] += routed.weights[pair] * (double)made[(size_t)routed.places[pair] * hidden + i];
+            }
+            if (shared) want[i] += (&of_all[0].x)[r * hidden + i] / (1 + std::exp(-(double)s.gate[r * 3]));
+            squares += want[i] * want[i];
+            double got = s.x[r * hidden + i];
+            expect(std::fabs(got - want[i]) <= 1e-5 * std::fabs(want[i]) + 1e-5, "the sum of experts", r, i, got, want[i]);
+        }
+        double factor = 1 / std::sqrt(squares / hidden + 1e-6);
+        for (int i = 0; i < hidden; i++) {
+            double of = want[i] * factor * s.next.weight[i], got = f16_to_float(s.next.normed[ordered ? ordered_at(groups, r, i) : (size_t)r * hidden + i]);
+            expect(std::fabs(got - of) <= std::fabs(of) * 0x1.2p-11 + 1e-5, "the norm after experts", r, i, got, of);
+        }
+    }
+}
+
+// Dense weights, as routers are.
+static void check_dense(int m, int rows, int k, int kind) {
+    std::vector<uint4> x(ceil_div(m * k, 8)), w(rows * k / 4);
+    std::vector<double> values;
+    for (int i = 0; i < m * k; i++) ((u16*)x.data())[i] = to_f16(uniform());
+    for (int i = 0; i < rows * k; i++) {
+        float v = uniform();
+        if (kind == dense::F32) ((float*)w.data())[i] = v;
+        if (kind == dense::F16) ((u16*)w.data())[i] = to_f16(v), v = f16_to_float(to_f16(v));
+        if (kind == dense::BF16) ((u16*)w.data())[i] = (u16)pack_bf16(v, 0), v = bf16_to_float((u16)pack_bf16(v, 0));
+        values.push_back(v);
+    }
+    std::vector<float> out(m * (rows + 1), NAN);
+    dense::Arguments a = {(u16*)x.data(), w.data(), nullptr, out.data(), 0.5f, kind, dense::STORE_F32, m, rows, k, rows + 1};
+    int tokens = m == 1 ? 1 : dense::TOKENS;
+    launch(ceil_div(rows, dense::WARPS), ceil_div(m, tokens), 1, dense::WARPS * WARP, [&] { m == 1 ? dense::linear_dense_1(a) : dense::linear_dense(a); });
+    for (int i = 0; i < m * rows; i++) {
+        double want = 0, got = out[i / rows * (rows + 1) + i % rows];
+        for (int j = 0; j < k; j++) want += values[i % rows * k + j] * f16_to_float(a.x[i / rows * k + j]) * 0.5;
+        expect(std::fabs(got - want) <= 1e-5, "a product with a dense weight", i / rows, i % rows, got, want);
+    }
+}
+
+int main() {
+    check_route(1, 128, 8, true, 8);
+    check_route(16, 60, 4, false, 8);
+    check_route(17, 16, 2, true, 16);
+    check_route(300, 512, 10, false, 8);
+    check_route(700, 3, 3, true, 64);
+    check_mixture(1, 8, 2, 144, 48, 8, false, false);
+    check_mixture(20, 3, 2, 272, 80, 16, true, true);
+    check_mixture(40, 2, 1, 128, 144, 32, true, false);
+    check_mixture(90, 2, 2, 64, 32, 64, false, true);
+    check_dense(1, 9, 272, dense::BF16);
+    check_dense(11, 3, 528, dense::F16);
+    check_dense(8, 17, 48, dense::F32);
+    puts("ok");
+}
