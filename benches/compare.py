@@ -1,12 +1,11 @@
 """The comparison with other programs on one H200, from the figures in benches/record: prints the table of the README.
 
-    python3 benches/compare.py            # the table
-    python3 benches/compare.py --write    # puts table and chart where they belong: README.md and benches/compare.svg
+    python3 benches/compare.py            # the tables
+    python3 benches/compare.py --write    # puts tables and chart where they belong: README.md, docs/performance.md and benches/compare.svg
     python3 benches/compare.py --check    # fails if they are not what the figures say
 
 The library's own figures are those of the newest DATE-h200-qwen3-4b.json, made of what `nvfp4 bench --json` prints, and of the newest
-DATE-h200-kernels.txt, which is what `cargo bench --bench cuda` prints; the others, and the bars that the library is to reach, those
-of the newest DATE-h200-qwen3-4b-peers.json. Needs nothing but Python.
+DATE-h200-kernels.txt, which is what `cargo bench --bench cuda` prints; the others those of the newest DATE-h200-qwen3-4b-peers.json. Needs nothing but Python.
 """
 
 import argparse
@@ -20,13 +19,14 @@ from xml.sax.saxutils import escape
 
 HERE = Path(__file__).resolve().parent
 README = HERE.parent / "README.md"
+PERFORMANCE = HERE.parent / "docs" / "performance.md"
 CHART = HERE / "compare.svg"
 BEGIN, END = "<!-- benches/compare.py writes this -->", "<!-- to here -->"
 OURS = "libNVFP4"
 
 # Chart: pixels and colours. Text is grey enough for a light and a dark page.
 WIDTH, NAMES, VALUES, BAR, GAP, TITLE, PANEL = 760, 150, 80, 16, 5, 22, 14
-OUR_COLOUR, PEER_COLOUR, TEXT_COLOUR, BAR_COLOUR = "#2f6fde", "#9aa4b2", "#6e7781", "#d1603d"
+OUR_COLOUR, PEER_COLOUR, TEXT_COLOUR = "#2f6fde", "#9aa4b2", "#6e7781"
 
 
 def newest(pattern):
@@ -60,7 +60,7 @@ def scaled_mm(kernels):
     return f"{min(percent):.0f} to {max(percent):.0f} %"
 
 
-# Bars other than tokens per second: what `nvfp4 bench` and the kernels' benchmark printed, in the units of the bar.
+# Measures other than tokens per second: what `nvfp4 bench` and the kernels' benchmark printed.
 METRICS = {
     "roofline": lambda own, kernels: f"{100 * run_of(own, 1, 128)['roofline']:.0f} %",
     "scaled_mm": lambda own, kernels: scaled_mm(kernels),
@@ -73,11 +73,11 @@ METRICS = {
 
 
 def load():
-    """Where the figures come from, and for each quantity its name, its bar, and (program, figure or None) in columns."""
+    """Where the figures come from, and for each quantity its name and (program, figure or None) in columns."""
     own, peers = json.loads(newest("*-h200-qwen3-4b.json")), json.loads(newest("*-h200-qwen3-4b-peers.json"))
     kernels = newest("*-h200-kernels.txt")
-    for bar in peers["bars"]:
-        bar["figure"] = METRICS[bar["metric"]](own, kernels)
+    for measure in peers["bars"]:
+        measure["figure"] = METRICS[measure["metric"]](own, kernels)
     rows = []
     for i, quantity in enumerate(peers["quantities"]):
         run = run_of(own, quantity["batch"], quantity["prompt_tokens"])
@@ -86,7 +86,7 @@ def load():
             if len(peer["figures"]) != len(peers["quantities"]):
                 sys.exit(f"{peer['name']} has {len(peer['figures'])} figures for {len(peers['quantities'])} quantities")
             figures.append((peer["name"], peer["figures"][i]))
-        rows.append((quantity["name"], quantity["bar"], figures))
+        rows.append((quantity["name"], figures))
     return own, peers, rows
 
 
@@ -98,24 +98,27 @@ def number(value):
 
 
 def table(own, peers, rows):
-    names = [name for name, _ in rows[0][2]]
+    names = [name for name, _ in rows[0][1]]
     # Whichever quantity it is, the best contender to beat.
     lines = [
         f"One H200, Qwen3-4B shape, tokens per second (decoding with 128 tokens of context, medians of {own['medians_of']}, {own['date']}, "
         f"commit {own['commit']}; the others {peers['source']}):",
         "",
-        "| | " + " | ".join([*names, "to the best other", "bar"]) + " |",
-        "|---" * (len(names) + 3) + "|",
+        "| | " + " | ".join([*names, "to the best other"]) + " |",
+        "|---" * (len(names) + 2) + "|",
     ]
-    for name, bar, figures in rows:
+    for name, figures in rows:
         best = max(value for _, value in figures[1:] if value is not None)
         ratio = f"{figures[0][1] / best:.2f}x"
-        lines.append("| " + " | ".join([name, *(number(value) for _, value in figures), ratio, number(bar)]) + " |")
-    alt = "Tokens per second of libNVFP4 and others, from the table above"
-    lines += ["", f"![{alt}]({CHART.relative_to(README.parent).as_posix()})", ""]
-    lines += ["Bars of other kinds; `benches/NOTES.md` says why what is below its bar is there:", ""]
-    lines += [f"| | {OURS} | others | bar |", "|---|---|---|---|"]
-    lines += [f"| {bar['name']} | {bar['figure']} | {bar['others']} | {bar['bar']} |" for bar in peers["bars"]]
+        lines.append("| " + " | ".join([name, *(number(value) for _, value in figures), ratio]) + " |")
+    return "\n".join(lines)
+
+
+def measures(own, peers):
+    chart = f"../{CHART.relative_to(README.parent).as_posix()}"
+    lines = [f"![Tokens per second of libNVFP4 and others, from the table of the README]({chart})", ""]
+    lines += [f"On the same machine, {own['date']}:", "", f"| | {OURS} | others |", "|---|---|---|"]
+    lines += [f"| {measure['name']} | {measure['figure']} | {measure['others']} |" for measure in peers["bars"]]
     return "\n".join(lines)
 
 
@@ -124,28 +127,21 @@ def text(x, y, what, anchor="start", weight="normal"):
 
 
 def chart(own, rows):
-    """A panel for each quantity, each with a scale of its own from 0; a line marks the bar."""
+    """A panel for each quantity, each with a scale of its own from 0."""
     parts, y, room = [], 8, WIDTH - NAMES - VALUES
-    for name, bar, figures in rows:
+    for name, figures in rows:
         figures = [(program, value) for program, value in figures if value is not None]
-        scale = room / max([bar, *(value for _, value in figures)])
+        scale = room / max(value for _, value in figures)
         y += TITLE
         parts.append(text(0, y - 7, f"{name}, tokens per second", weight="bold"))
-        top = y
         for program, value in figures:
             colour = OUR_COLOUR if program == OURS else PEER_COLOUR
             parts.append(text(NAMES - 8, y + BAR - 4, program, "end"))
             parts.append(f'<rect x="{NAMES}" y="{y}" width="{value * scale:.1f}" height="{BAR}" rx="2" fill="{colour}"/>')
-            # Beside the line of the bar where that would run through it.
-            x = NAMES + value * scale + 6
-            if x - 4 < NAMES + bar * scale < x + 8 * len(number(value)):
-                x = NAMES + bar * scale + 6
-            parts.append(text(x, y + BAR - 4, number(value)))
+            parts.append(text(NAMES + value * scale + 6, y + BAR - 4, number(value)))
             y += BAR + GAP
-        x = NAMES + bar * scale
-        parts.append(f'<line x1="{x:.1f}" y1="{top - 3}" x2="{x:.1f}" y2="{y - GAP + 3}" stroke="{BAR_COLOUR}" stroke-width="2" stroke-dasharray="4 3"/>')
         y += PANEL
-    parts.append(text(0, y + 4, f"Dashed: the bar that libNVFP4 is to reach. One H200, Qwen3-4B shape, {own['date']}."))
+    parts.append(text(0, y + 4, f"One H200, Qwen3-4B shape, {own['date']}."))
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y + 12}" width="{WIDTH}" height="{y + 12}" '
@@ -158,24 +154,24 @@ def chart(own, rows):
     )
 
 
-def readme_with(block):
-    page = README.read_text()
+def page_with(path, block):
+    page = path.read_text()
     if page.count(BEGIN) != 1 or page.count(END) != 1:
-        sys.exit(f"README.md must have one '{BEGIN}' and one '{END}'")
+        sys.exit(f"{path.name} must have one '{BEGIN}' and one '{END}'")
     before, rest = page.split(BEGIN)
     return f"{before}{BEGIN}\n{block}\n{END}{rest.split(END)[1]}"
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="rewrite README.md and the chart")
+    parser.add_argument("--write", action="store_true", help="rewrite the pages and the chart")
     parser.add_argument("--check", action="store_true", help="fail if they differ from the figures")
     options = parser.parse_args()
     own, peers, rows = load()
-    block = table(own, peers, rows)
+    blocks = {README: table(own, peers, rows), PERFORMANCE: measures(own, peers)}
     wanted = {CHART: chart(own, rows)}
     if options.write or options.check:
-        wanted[README] = readme_with(block)
+        wanted |= {path: page_with(path, block) for path, block in blocks.items()}
     if options.write:
         for path, content in wanted.items():
             path.write_text(content)
@@ -188,7 +184,7 @@ def main():
         if stale:
             sys.exit("not what the figures say: python3 benches/compare.py --write")
     else:
-        print(block)
+        print("\n\n".join(blocks.values()))
 
 
 if __name__ == "__main__":

