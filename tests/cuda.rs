@@ -15,7 +15,7 @@ use NVFP4::cuda::{
     self, Biased, DeferredNorm, DeviceBuffer, DeviceSlice, Division, DrawRule, Drawn,
     ExpertScratch, ExpertTable, Glu, Gpu, Hardware, Heads, Input, Layout, LinearScratch, Matrix,
     MatrixShape, NextNorm, NormScratch, Output, PAGE, PageTable, Pinned, ReferenceAttention,
-    Routing, Rows, ScaledTile, Shared, Storage, TileKernel, Unit, Way,
+    ResidualRow, Routing, Rows, ScaledTile, Shared, Storage, TileKernel, Unit, Way,
 };
 use NVFP4::format::nvfp4::{self, BLOCK, Nvfp4, QuantizeOptions};
 use NVFP4::format::random;
@@ -749,6 +749,97 @@ fn fused_norms_and_activations_agree_with_f64() {
 
 /// A product that leaves rows for their norm, and products that apply it: with rows of the magnitude of the ones before, and with
 /// rows that have grown or shrunk so much that they are normalised anew.
+/// One row that a product makes on the way: of the residual stream and what is added to it after a norm of its own.
+#[test]
+fn rows_made_on_the_way_agree_with_f64() {
+    let Some(gpu) = gpu() else { return };
+    let hardware = Hardware::of(&gpu);
+    for (i, (k, n)) in [(48, 40), (2560, 264), (3840, 4096), (4096, 72)]
+        .into_iter()
+        .enumerate()
+    {
+        let seed = 2000 + 20 * i as u64;
+        let (first, second) = (weight(&gpu, n, k, seed), weight(&gpu, n, k, seed + 1));
+        let rows: Vec<Vec<f32>> = (2..6).map(|s| normal(seed + s, k)).collect();
+        let [y, post, x, next] = [0, 1, 2, 3].map(|i| upload(&gpu, &rows[i]));
+        let sum = poisoned(&gpu, k * 4);
+        let row = ResidualRow {
+            y: &y,
+            post: &post,
+            x: &x,
+            weight: &next,
+            sum: &sum,
+            eps: 1e-6,
+        };
+        let added: Vec<f32> = rms_norm(&rows[0], &rows[1], 1e-6)
+            .iter()
+            .zip(&rows[2])
+            .map(|(a, b)| a + b)
+            .collect();
+        let normed: Vec<f64> = rms_norm(&added, &rows[3], 1e-6)
+            .into_iter()
+            .map(f64::from)
+            .collect();
+        let scratch = LinearScratch::new(&gpu, 1, k, 0).unwrap();
+        let both: [Biased<'_>; 2] = [(&first.device, None), (&second.device, None)];
+        let glu = Output::Glu(Glu::default());
+        for (output, features) in [(Output::F32, 2 * n), (glu, n)] {
+            let what = format!("K = {k}, N = {n}, {output:?}");
+            assert!(
+                ResidualRow::serves(&hardware, 1, &shapes(&both), output),
+                "{what}"
+            );
+            let out = poisoned(&gpu, features * 4);
+            cuda::linear(
+                &gpu,
+                Input::Residual(row),
+                1,
+                &both,
+                output,
+                &out,
+                features,
+                &scratch,
+            )
+            .unwrap();
+            let (got, want) = match output {
+                Output::F32 => (
+                    read_f32(&out, features),
+                    [&first, &second]
+                        .iter()
+                        .flat_map(|w| product(&normed, 1, w, false))
+                        .collect(),
+                ),
+                _ => (
+                    read_f16(&out, features),
+                    swiglu(&normed, 1, &first, &second),
+                ),
+            };
+            assert_close(&got, &want, 2.0 * F16, &what);
+            let want: Vec<f64> = added.iter().map(|&v| v.into()).collect();
+            assert_close(
+                &read_f32(&sum, k),
+                &want,
+                EXACT,
+                &format!("{what}, the sum"),
+            );
+        }
+    }
+    // Longer rows, and several, are for a kernel of their own.
+    let shape = |cols| MatrixShape {
+        storage: Storage::Nvfp4,
+        rows: 512,
+        cols,
+    };
+    for (m, cols) in [(1, 4112), (2, 2560)] {
+        assert!(!ResidualRow::serves(
+            &hardware,
+            m,
+            &[shape(cols)],
+            Output::F32
+        ));
+    }
+}
+
 #[test]
 fn deferred_norms_agree_with_f64() {
     let Some(gpu) = gpu() else { return };

@@ -201,6 +201,9 @@ __device__ __forceinline__ float load_shared_float(u32 shared) {
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(shared) : "memory");
     return v;
 }
+__device__ __forceinline__ void store_shared_float(u32 shared, float v) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(shared), "f"(v) : "memory");
+}
 __device__ __forceinline__ u32 load_shared_2(u32 shared) {
     u16 v;
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(shared) : "memory");

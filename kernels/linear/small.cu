@@ -18,7 +18,8 @@
 //
 // x stands in shared memory as f16 in the order of the weights, padded with zeros to whole steps; they may come in the order of
 // format/ordered.cuh, and are then copied as they are, of which products need not await the last. K must be a multiple of 16.
-// Norms of x are applied at the end, and those of a sum of x and the product are prepared there (norm/deferred.cuh).
+// Norms of x are applied at the end, and those of a sum of x and the product are prepared there (norm/deferred.cuh). Or a row is made
+// on the way to shared memory, of what is added to the residual stream after a norm of its own, by every block for itself.
 #include "activation/gate.cuh"
 #include "common/cluster.cuh"
 #include "common/ptx.cuh"
@@ -36,7 +37,7 @@ __device__ __forceinline__ int quotient(int a, int b) {
 }
 
 enum Tile { ROWS, PAIR, SPLIT };
-enum Input { PLAIN, ORDERED };
+enum Input { PLAIN, ORDERED, RESIDUAL };
 enum Output { STORE_F32, STORE_F16, ADD_F32, GLU_F16, GLU_ORDERED };
 
 constexpr int WARPS = 16;
@@ -45,6 +46,16 @@ constexpr int X_CHUNK = CHUNK_K * 2;            // bytes of a row's activations 
 constexpr int SUMS = 16;                        // of a tile, for each row of activations: features, or halves of sums
 
 constexpr int PARTS = 2;    // of K, at most
+
+// One row of x, which is norm(x + norm(y) * post) * weight. What is normalized at last is stored for those who add to it next.
+struct ResidualRow {
+    const float* y;         // [k]
+    const float* post;      // [k]
+    const float* x;         // [k]: the residual stream
+    const float* weight;    // [k]
+    float* sum;             // [k]: x + norm(y) * post; not x
+    float eps;
+};
 
 struct Part {
     int first, steps;
@@ -65,6 +76,7 @@ struct Arguments {
     float out_scale;            // GLU: of the result, which may be large
     int activation;             // GLU
     DeferredNorm norm;          // ADD: of the result; others: of x
+    ResidualRow residual;       // RESIDUAL
 };
 
 // Activations are kept in pieces of 16 bytes: those that lane t multiplies with word j of a chunk, elements 4 t to 4 t + 3 of
@@ -131,6 +143,44 @@ struct PlainLoad {
             k += BATCH * STRIDE * 8;
             to += BATCH * STRIDE * 16;
         }
+    }
+    __device__ __forceinline__ void ready(int) const {}
+};
+
+// One row of up to 8 THREADS elements, of which each thread has a piece.
+struct ResidualLoad {
+    Room room;
+    int thread;
+    Fours post, weight;
+
+    __device__ __forceinline__ ResidualLoad(const Arguments& a, const Room& room, int thread)
+        : room(room), thread(thread), post(a.residual.post, thread, a.k), weight(a.residual.weight, thread, a.k) {}
+    // The sum over the block, by way of WARPS floats of shared memory.
+    __device__ __forceinline__ float block_sum(float sum, u32 sums) const {
+        sum = warp_sum(sum);
+        if (lane_id() == 0) store_shared_float(sums + thread / WARP * 4, sum);
+        __syncthreads();
+        return warp_sum(lane_id() < WARPS ? load_shared_float(sums + lane_id() * 4) : 0);
+    }
+    __device__ __forceinline__ void run(const Arguments& a) const {
+        const ResidualRow& r = a.residual;
+        Fours y(r.y, thread, a.k), x(r.x, thread, a.k);
+        // The last of the barriers is in use.
+        static_assert(2 * WARPS * 4 <= BEHIND && WARPS * 4 <= EXCHANGE, "sums stand where barriers and factors of norms would");
+        float factor = rsqrtf(block_sum(y.squares(), room.barriers) / a.k + r.eps);
+        auto add = [&](float4& to, float4 of, float4 post) {
+            to = make_float4(to.x + of.x * factor * post.x, to.y + of.y * factor * post.y, to.z + of.z * factor * post.z, to.w + of.w * factor * post.w);
+        };
+        add(x.first, y.first, post.first);
+        add(x.second, y.second, post.second);
+        if (blockIdx.x == 0 && blockIdx.z == 0) {
+            int k = first_element(thread);
+            if (k < a.k) *(float4*)(r.sum + k) = x.first;
+            if (k + BLOCK < a.k) *(float4*)(r.sum + k + BLOCK) = x.second;
+        }
+        factor = rsqrtf(block_sum(x.squares(), room.barriers + BARRIERS) / a.k + r.eps);
+        int piece = thread - room.first_k / 8;
+        if (piece >= 0 && piece < room.pieces()) store_shared_16(room.at + piece * 16, paired(x, weight, factor));
     }
     __device__ __forceinline__ void ready(int) const {}
 };
@@ -202,6 +252,10 @@ struct OrderedLoad {
 template <Input INPUT, int MOST, int BATCH>
 struct LoadOf {
     using Type = PlainLoad<MOST, BATCH>;
+};
+template <int MOST, int BATCH>
+struct LoadOf<RESIDUAL, MOST, BATCH> {
+    using Type = ResidualLoad;
 };
 #if __CUDA_ARCH__ >= 900
 template <int MOST, int BATCH>
@@ -513,7 +567,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
     wait_for_earlier_kernels();
     if (!LONG) let_later_kernels_start();
     Former before = former(mine, thread);
-    constexpr bool MAY_DEFER = OUTPUT != ADD_F32 && OUTPUT != STORE_F16;
+    constexpr bool MAY_DEFER = OUTPUT != ADD_F32 && OUTPUT != STORE_F16 && INPUT != RESIDUAL;
     bool deferred = MAY_DEFER && a.norm.squares;
     // A warp for each row, from the last warp on: they have fewer activations to bring.
     if (int row = WARPS - 1 - warp; deferred && row < a.m) {
@@ -687,3 +741,5 @@ KERNELS(linear_add, ADD_F32)
 KERNEL(linear_glu_1, PAIR, PLAIN, GLU_F16, ONE, 2)
 KERNEL(linear_glu_8, PAIR, PLAIN, GLU_F16, FEW, 2)
 KERNEL(linear_glu_16, PAIR, PLAIN, GLU_F16, MANY, 1)
+KERNEL(linear_f32_residual_1, SPLIT, RESIDUAL, STORE_F32, ONE, 2)
+KERNEL(linear_glu_residual_1, PAIR, RESIDUAL, GLU_F16, ONE, 2)

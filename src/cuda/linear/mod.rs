@@ -6,6 +6,7 @@ mod deferred;
 mod dense;
 mod many;
 mod matrix;
+mod residual;
 mod small;
 mod tiled;
 
@@ -23,6 +24,7 @@ pub use many::LinearScratch;
 pub(super) use many::WORKSPACE;
 pub(super) use matrix::{CHUNK_BYTES, CHUNK_K, CHUNK_ROWS};
 pub use matrix::{Matrix, ReadBytes, ReadNvfp4, Storage};
+pub use residual::ResidualRow;
 pub use small::{Plan, Tile, small};
 pub use tiled::{TileKernel, tiled};
 
@@ -98,13 +100,15 @@ pub enum Input<'a> {
     Ordered(&'a DeviceBuffer, f32),
     /// What a kernel has left of rows in this layout for their norm, see [`linear_add`]; for the fused kernel only.
     Deferred(DeferredNorm<'a>, Layout),
+    /// One row that is made on the way, see [`ResidualRow::serves`]; for the fused kernel only.
+    Residual(ResidualRow<'a>),
 }
 
 impl Input<'_> {
     /// How the activations lie.
     pub const fn layout(self) -> Layout {
         match self {
-            Input::Plain(..) => Layout::Rows,
+            Input::Plain(..) | Input::Residual(_) => Layout::Rows,
             Input::Ordered(..) => Layout::Ordered,
             Input::Deferred(_, layout) => layout,
         }
@@ -115,6 +119,8 @@ impl Input<'_> {
         let x = match &self {
             Input::Plain(x, _) | Input::Ordered(x, _) => x,
             Input::Deferred(norm, _) => norm.rows(),
+            // The fused kernel checks what it is made of.
+            Input::Residual(_) => return Ok(()),
         };
         x.holds("activations", &[self.layout().elements(m, k), 2])
     }

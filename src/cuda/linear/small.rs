@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use super::deferred::{DeferredNorm, NormArgument};
 use super::matrix::{CHUNK_BYTES, CHUNK_K};
+use super::residual::ResidualArgument;
 use super::{
     Biased, FEW, GROUP_ROWS, Input, Layout, MatrixArgument, Output, SMALL, matrix_arguments,
 };
@@ -34,6 +35,7 @@ struct SmallArguments {
     out_scale: f32,
     activation: i32,
     norm: NormArgument,
+    residual: ResidualArgument,
 }
 
 /// A part of K: its first step, how many there are, and 2^32 divided by them, rounded up.
@@ -236,10 +238,11 @@ pub fn small(
     let (x, norm) = match (&input, next) {
         (Input::Plain(x, factor) | Input::Ordered(x, factor), next) => {
             matrix.iter_mut().for_each(|w| w.global *= factor);
-            (*x, next)
+            (Some(*x), next)
         }
-        (Input::Deferred(norm, _), None) => (norm.rows(), Some(norm)),
-        (Input::Deferred(..), Some(_)) => {
+        (Input::Deferred(norm, _), None) => (Some(norm.rows()), Some(norm)),
+        (Input::Residual(_), None) => (None, None),
+        (Input::Deferred(..) | Input::Residual(_), Some(_)) => {
             bail!(Internal, "a product between two norms that are deferred")
         }
     };
@@ -254,6 +257,10 @@ pub fn small(
             plan.rows
         );
     }
+    let residual = match input {
+        Input::Residual(row) => row.argument(m, k, output)?,
+        _ => ResidualArgument::default(),
+    };
     let features: Vec<usize> = matrices.iter().map(|(w, _)| w.rows).collect();
     let counts = plan.tile.counts(&features);
     let tiles = counts[counts.len() - 1];
@@ -284,13 +291,14 @@ pub fn small(
     let glu = output.applied().unwrap_or_default();
     for first in (0..m).step_by(plan.rows) {
         let rows = plan.rows.min(m - first);
-        let order = match input.layout() {
-            Layout::Rows => "",
-            Layout::Ordered => "_ordered",
+        let how = match (&input, input.layout()) {
+            (Input::Residual(_), _) => "_residual",
+            (_, Layout::Rows) => "",
+            (_, Layout::Ordered) => "_ordered",
         };
-        let name = format!("linear_{kind}{order}_{}", plan.tile.room(rows));
+        let name = format!("linear_{kind}{how}_{}", plan.tile.room(rows));
         let arguments = SmallArguments {
-            x: x.address() + (first * k * 2) as u64,
+            x: x.map_or(0, |x| x.address() + (first * k * 2) as u64),
             out: out.address() + (first * stride * output.bytes()) as u64,
             matrix,
             tiles: [up_to(0)?, up_to(1)?],
@@ -304,6 +312,7 @@ pub fn small(
             out_scale: glu.factor(),
             activation: glu.activation as i32,
             norm: norm.map_or(Ok(NormArgument::default()), |norm| norm.argument(m))?,
+            residual,
         };
         let launch = Launch {
             // A multiprocessor holds two blocks at most, of which one is the next kernel's, which fills its rings while the

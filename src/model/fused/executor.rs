@@ -7,7 +7,9 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::memory::{Choosing, GraphKey, Memory, Ready};
-use super::plan::{self, BlockShape, GatedShape, Half, Kernel, MlpShape, Norm, Normed, Step, Then};
+use super::plan::{
+    self, Applied, BlockShape, GatedShape, Half, Kernel, MlpShape, Norm, Normed, Step, Then,
+};
 use super::sizes::Sizes;
 use crate::base::error::{bail, err};
 use crate::base::memory::Tag;
@@ -15,7 +17,7 @@ use crate::base::{Result, call};
 use crate::cuda::{
     self, Biased, DeferredNorm, DeviceBuffer, DeviceSlice, Division, DrawRule, Drawn, Event,
     ExpertScratch, ExpertTable, Gpu, Graph, Hardware, Heads, HostTable, Input, Layout, Matrix,
-    MatrixShape, NextNorm, Output, PageTable, Routing, Shared, Storage, Table, Unit,
+    MatrixShape, NextNorm, Output, PageTable, ResidualRow, Routing, Shared, Storage, Table, Unit,
 };
 use crate::model::gpu_cache::GpuCache;
 use crate::model::kv_cache::KvCache;
@@ -582,7 +584,7 @@ impl Prompt<'_> {
             let input = Normed {
                 norm: Norm::Head,
                 layout: plan::head_layout(*head, n, hardware),
-                deferred: false,
+                applied: Applied::Before,
             };
             pass.normalize(input.norm, start, input.layout)?;
             pass.head(&input)?;
@@ -821,6 +823,7 @@ impl<'a> Pass<'a> {
                 cuda::linear_add(&self.executor.gpu, input, self.rows, matrix, &norm)
             }
             Then::Store => self.linear(input, &[matrix], Output::F32, &memory.projected, hidden),
+            Then::StoreRow => self.linear(input, &[matrix], Output::F32, &memory.half, hidden),
         }
     }
 
@@ -874,9 +877,35 @@ impl<'a> Pass<'a> {
 
     /// What products take of normalized rows.
     fn input(&self, normed: &Normed) -> Result<Input<'a>> {
-        Ok(match normed.deferred {
-            true => Input::Deferred(self.deferred(normed.norm)?, normed.layout),
-            false => normed.layout.input(&self.memory.input, 1.0),
+        Ok(match normed.applied {
+            Applied::Before => normed.layout.input(&self.memory.input, 1.0),
+            Applied::Deferred => Input::Deferred(self.deferred(normed.norm)?, normed.layout),
+            Applied::OnTheWay => Input::Residual(self.residual_row(normed.norm)?),
+        })
+    }
+
+    /// The row that a product makes of what the half before a norm has left. The residual stream is at its usual place between blocks.
+    fn residual_row(&self, norm: Norm) -> Result<ResidualRow<'a>> {
+        let Memory {
+            residual,
+            between,
+            half,
+            ..
+        } = self.memory;
+        let last = self.source.spec.blocks.len() - 1;
+        let (post, x, sum) = match norm {
+            Norm::Mlp(i) => (&self.block(i).0.attention_norms.post, residual, between),
+            Norm::Attention(0) => bail!(Internal, "nothing is before the first norm"),
+            Norm::Attention(i) => (&self.block(i - 1).0.mlp_norms.post, between, residual),
+            Norm::Head => (&self.block(last).0.mlp_norms.post, between, residual),
+        };
+        Ok(ResidualRow {
+            y: half,
+            post: on_gpu(post)?,
+            x,
+            weight: self.norm_weight(norm)?,
+            sum,
+            eps: self.source.spec.norm_eps,
         })
     }
 

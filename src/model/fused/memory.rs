@@ -51,6 +51,10 @@ pub(super) struct Memory {
     pub(super) pages: usize,
     /// f32 `[rows, hidden]`: what blocks add to.
     pub(super) residual: DeviceBuffer,
+    /// f32 `[hidden]`, of one row whose norms products apply on the way: the residual stream between the halves of a block, and what a
+    /// half has made.
+    pub(super) between: DeviceBuffer,
+    pub(super) half: DeviceBuffer,
     /// What goes into the first product of a half of a block, normed, and what attention gives to its last: f16.
     pub(super) input: DeviceBuffer,
     /// What the first product of a half of a block gives: qkv in f32; gate and up in f16. And the last of a half that has a norm of its
@@ -117,6 +121,8 @@ impl Memory {
             batch,
             pages,
             residual: scratch(rows * hidden, 4)?,
+            between: scratch(hidden, 4)?,
+            half: scratch(hidden, 4)?,
             input: scratch(activations(hidden.max(q)), 2)?,
             projected: scratch(rows * sizes.qkv().max(wide).max(hidden), 4)?,
             inner: scratch(activations(wide.max(q)), 2)?,

@@ -3,7 +3,9 @@
 
 use std::fmt;
 
-use crate::cuda::{self, DeferredNorm, Glu, Hardware, Layout, MatrixShape, Output, Storage};
+use crate::cuda::{
+    self, DeferredNorm, Glu, Hardware, Layout, MatrixShape, Output, ResidualRow, Storage,
+};
 use crate::model::spec::{Activation, BlockSpec, MlpSpec, NormPlacement, Spec};
 
 /// A norm of the residual stream.
@@ -22,8 +24,18 @@ pub(super) enum Norm {
 pub(super) struct Normed {
     pub(super) norm: Norm,
     pub(super) layout: Layout,
-    /// Whether the products around the norm apply it, so that no kernel of its own has.
-    pub(super) deferred: bool,
+    pub(super) applied: Applied,
+}
+
+/// Who applies a norm.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Applied {
+    /// A kernel before.
+    Before,
+    /// The products around it, together.
+    Deferred,
+    /// The product that takes the row, which also normalizes and adds what the half before has left.
+    OnTheWay,
 }
 
 /// What becomes of the product that ends a half of a block.
@@ -35,6 +47,8 @@ pub(super) enum Then {
     AddAndDefer(Norm),
     /// It is stored for a norm of its own.
     Store,
+    /// It is stored for a norm that the next product applies.
+    StoreRow,
 }
 
 /// The two halves of a block.
@@ -177,7 +191,9 @@ pub(super) fn plan(
         hardware,
         steps: Vec::new(),
         known: None,
+        on_the_way: false,
     };
+    planner.on_the_way = planner.makes_rows_on_the_way();
     for index in 0..blocks.len() {
         planner.attention(index);
         planner.mlp(index);
@@ -204,8 +220,10 @@ struct Planner<'a> {
     is_step: bool,
     hardware: &'a Hardware,
     steps: Vec<Step>,
-    /// The norm that the last kernels have left, and whether it is deferred.
-    known: Option<(Norm, bool)>,
+    /// The norm that the last kernels have left, and who applies it.
+    known: Option<(Norm, Applied)>,
+    /// Whether all norms after a half of a block are applied by the next product.
+    on_the_way: bool,
 }
 
 impl Planner<'_> {
@@ -231,7 +249,7 @@ impl Planner<'_> {
         Normed {
             norm,
             layout,
-            deferred: known.is_some_and(|(_, deferred)| deferred),
+            applied: known.map_or(Applied::Before, |(_, applied)| applied),
         }
     }
 
@@ -298,16 +316,19 @@ impl Planner<'_> {
         // The head takes but some rows of a prompt.
         let is_known = self.is_step || next != Norm::Head;
         let next = is_known.then(|| (next, self.layout_of(next)));
-        self.known = next.map(|(norm, _)| (norm, false));
+        self.known = next.map(|(norm, _)| (norm, Applied::Before));
         next
     }
 
     /// The projection that ends a half, and what is known of the next norm after it.
     fn end(&mut self, block: usize, half: Half, layout: Layout, next: Norm) {
-        let then = if self.blocks[block].norms.post {
+        let then = if self.on_the_way {
+            self.known = Some((next, Applied::OnTheWay));
+            Then::StoreRow
+        } else if self.blocks[block].norms.post {
             Then::Store
         } else if self.is_step && self.defers(block, half, layout, next) {
-            self.known = Some((next, true));
+            self.known = Some((next, Applied::Deferred));
             Then::AddAndDefer(next)
         } else {
             Then::Add
@@ -317,6 +338,26 @@ impl Planner<'_> {
             let next = self.normalized_next(next);
             self.push(block, Kernel::PostNorm { half, next });
         }
+    }
+
+    /// Whether one row goes through blocks that all normalize what leaves them, by products that make their row on the way.
+    fn makes_rows_on_the_way(&self) -> bool {
+        let serves = |takes: &[MatrixShape], output| {
+            ResidualRow::serves(self.hardware, self.rows, takes, output)
+        };
+        let glu = Output::Glu(Glu::default());
+        self.is_step
+            && serves(&[self.head], Output::F32)
+            && self.blocks.iter().all(|block| match &block.mlp {
+                MlpShape::Dense(mlp) if block.norms.post => {
+                    let rows = |half| block.layout(half, self.hardware, self.rows) == Layout::Rows;
+                    rows(Half::Attention)
+                        && rows(Half::Mlp)
+                        && serves(&block.qkv, Output::F32)
+                        && serves(&mlp.gate_up, glu)
+                }
+                _ => false,
+            })
     }
 
     /// Whether the products around a norm apply it.
@@ -363,9 +404,10 @@ fn layout_name(layout: Layout) -> &'static str {
 
 impl fmt::Display for Normed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let how = match self.deferred {
-            true => "RMSNorm in the epilogue",
-            false => "normalized",
+        let how = match self.applied {
+            Applied::Before => "normalized",
+            Applied::Deferred => "RMSNorm in the epilogue",
+            Applied::OnTheWay => "post norm, add, RMSNorm on the way",
         };
         write!(f, "{how}, {}", layout_name(self.layout))
     }
@@ -413,7 +455,7 @@ impl fmt::Display for Kernel {
                 match then {
                     Then::Add => f.write_str(", add"),
                     Then::AddAndDefer(norm) => write!(f, ", add, squares for the {norm} norm"),
-                    Then::Store => f.write_str(" -> f32"),
+                    Then::Store | Then::StoreRow => f.write_str(" -> f32"),
                 }
             }
             Kernel::Route => f.write_str("router, top-k, rows by expert"),

@@ -424,6 +424,37 @@ static void check_deferred(void (*maker)(small::Arguments), void (*taker)(small:
     }
 }
 
+// A product of a row that is made on the way: of a residual stream and what is added to it after a norm of its own.
+static void check_residual(void (*kernel)(small::Arguments), int k, Output output, Launched by) {
+    char what[128];
+    snprintf(what, sizeof what, "a row of %d that is made on the way, %d clusters of %d blocks", k, by.clusters, by.parts);
+    Set set(is_glu(output) ? std::initializer_list<int>{40, 40} : std::initializer_list<int>{40, 24, 9}, k);
+    int features = is_glu(output) ? set.weights[0]->rows : set.features, stride = features + 2;
+    Memory x(k * 4), y(k * 4), post(k * 4), weight(k * 4), sum(k * 4), out = before(1, stride, features, output);
+    double squares = 0, after = 0;
+    for (int i = 0; i < k; i++) {
+        for (Memory* m : {&x, &y, &post, &weight}) ((float*)m->data())[i] = uniform();
+        squares += std::pow(((float*)y.data())[i], 2.0);
+    }
+    std::vector<double> normed;
+    for (int i = 0; i < k; i++) {
+        normed.push_back(((float*)x.data())[i] + ((float*)y.data())[i] / std::sqrt(squares / k + 1e-6) * ((float*)post.data())[i]);
+        after += normed[i] * normed[i];
+    }
+    small::Arguments a = arguments_of(set, x, 1, k, output, out, stride, by);
+    a.x = nullptr;
+    a.residual = {(float*)y.data(), (float*)post.data(), (float*)x.data(), (float*)weight.data(), (float*)sum.data(), 1e-6f};
+    launch_small(kernel, a, by);
+    sum.check(what);
+    for (int i = 0; i < k; i++) {
+        double got = ((float*)sum.data())[i];
+        if (!(std::fabs(got - normed[i]) <= 1e-5)) wrong(what, 0, i, got, normed[i]);
+        normed[i] *= ((float*)weight.data())[i] / std::sqrt(after / k + 1e-6);
+    }
+    // The row is rounded to f16.
+    compare(what, out, 1, features, stride, output, 2e-3, [&](int, int j) { return set.result(j, normed.data(), output); });
+}
+
 int main() {
     auto t8 = [](tile::Arguments a) { tiled::linear_tiled_8(a); };
     auto t16 = [](tile::Arguments a) { tiled::linear_tiled_16(a); };
@@ -490,7 +521,14 @@ int main() {
         check_deferred(add4, f4, 3, 272, 320, factor, F32, split, split);
         check_deferred(add4, glu8, 4, 272, 64, factor, GLU, split, pair);
     }
+    auto f_residual = [](small::Arguments a) { small::linear_f32_residual_1(a); };
+    auto glu_residual = [](small::Arguments a) { small::linear_glu_residual_1(a); };
+    check_residual(f_residual, 656, F32, {small::RESIDUAL, small::SPLIT, 3, 1});
+    check_residual(f_residual, 4096, F32, {small::RESIDUAL, small::SPLIT, 2, 1});
+    check_residual(glu_residual, 272, GLU, {small::RESIDUAL, small::PAIR, 2, 1});
 #if __CUDA_ARCH__ >= 900
+    check_residual(f_residual, 656, F32, {small::RESIDUAL, small::SPLIT, 3, 2});
+    check_residual(f_residual, 4096, F32, {small::RESIDUAL, small::SPLIT, 2, 2});
     check_small("f32_1", f1, 1, {40, 24, 9}, 656, F32, small::PLAIN, 3, 2, small::SPLIT);
     check_small("add_1", add1, 1, {50}, 2064, ADD, small::PLAIN, 4, 2, small::SPLIT);
     check_small("f16_4", h4, 3, {24}, 1040, F16, small::PLAIN, 1, 2, small::SPLIT);

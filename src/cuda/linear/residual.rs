@@ -1,0 +1,75 @@
+//! The norms around what is added to the residual stream, without a kernel of their own: the products that take a row of it make the row on
+//! their way, every block for itself.
+
+use super::{Hardware, Layout, MatrixShape, Output, fused_plan};
+use crate::base::Result;
+use crate::base::error::bail;
+use crate::cuda::memory::DeviceBuffer;
+
+/// Elements of a row at most: a thread of a block has eight.
+const WIDTH: usize = 4096;
+
+/// One row `norm(x + norm(y) * post) * weight`, and where `x + norm(y) * post` goes.
+#[derive(Clone, Copy)]
+pub struct ResidualRow<'a> {
+    /// What is added, f32 `[width]`.
+    pub y: &'a DeviceBuffer,
+    /// The norm of what is added, f32 `[width]`.
+    pub post: &'a DeviceBuffer,
+    /// The residual stream, f32 `[width]`.
+    pub x: &'a DeviceBuffer,
+    /// The norm of the sum, f32 `[width]`.
+    pub weight: &'a DeviceBuffer,
+    /// The residual stream after, f32 `[width]`; not `x`, which other blocks still read.
+    pub sum: &'a DeviceBuffer,
+    /// Added to the mean squares.
+    pub eps: f32,
+}
+
+/// The same as the fused kernel takes it.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+pub(super) struct ResidualArgument {
+    y: u64,
+    post: u64,
+    x: u64,
+    weight: u64,
+    sum: u64,
+    eps: f32,
+}
+
+impl ResidualRow<'_> {
+    /// Whether products of `m` rows with these matrices can make their row.
+    pub fn serves(hardware: &Hardware, m: usize, takes: &[MatrixShape], output: Output) -> bool {
+        m == 1
+            && takes.iter().all(|w| w.cols <= WIDTH)
+            && matches!(output, Output::F32 | Output::Glu(_))
+            && fused_plan(hardware, m, takes, output, Layout::Rows).is_some()
+    }
+
+    pub(super) fn argument(&self, m: usize, k: usize, output: Output) -> Result<ResidualArgument> {
+        if m != 1 || k > WIDTH || !matches!(output, Output::F32 | Output::Glu(_)) {
+            bail!(
+                Internal,
+                "{m} rows of {k} that are made on the way to {output:?}; it is one of up to {WIDTH}"
+            );
+        }
+        if self.sum.address() == self.x.address() {
+            bail!(
+                Internal,
+                "a residual stream that is read and written at once"
+            );
+        }
+        for array in [self.y, self.post, self.x, self.weight, self.sum] {
+            array.holds("a row of the residual stream", &[k, 4])?;
+        }
+        Ok(ResidualArgument {
+            y: self.y.address(),
+            post: self.post.address(),
+            x: self.x.address(),
+            weight: self.weight.address(),
+            sum: self.sum.address(),
+            eps: self.eps,
+        })
+    }
+}
