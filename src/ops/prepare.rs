@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::linear::{DenseType, Linear, check_finite};
 use super::scaled_mm::Operand;
-use super::tensors::Nvfp4Tensor;
+use super::tensors::types::Nvfp4Tensor;
 use super::transfer::in_order_and_wait;
 use crate::base::error::{Result, bail};
 use crate::base::memory::{Buffer, Tag};

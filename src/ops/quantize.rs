@@ -1,19 +1,13 @@
-//! Quantize, dequantize and the W4A4 product on host memory; and quantize, dequantize and the order of scales on tensors in
-//! the memory of a GPU.
-
-use std::sync::Arc;
+//! Quantize, dequantize and the W4A4 product of matrices in host memory. On tensors of any type, stride and place they are in
+//! [`super::tensors`].
 
 use super::linear::{Activations, Linear, linear};
-use super::tensors::Nvfp4Tensor;
-use super::transfer::{in_order, in_order_and_wait};
 use super::{Device, Slice, SliceMut, Workspace, scaled_mm};
 use crate::base::error::{Result, bail};
-use crate::base::memory::Tag;
 use crate::base::size::product;
-use crate::cuda::{self, DeviceBuffer, DeviceSlice, Gpu};
-use crate::format::nvfp4::{self, BLOCK, Levels, Nvfp4, QuantizeOptions};
-use crate::format::swizzle::{self, ScaleLayout};
-use crate::tensor::{DType, Tensor};
+use crate::format::nvfp4::{self, BLOCK, Nvfp4, QuantizeOptions};
+use crate::format::swizzle::ScaleLayout;
+use crate::tensor::DType;
 
 /// Quantizes `x` `[rows, cols]`; see [`nvfp4::quantize`].
 pub fn quantize(x: &[f32], rows: usize, cols: usize, options: &QuantizeOptions) -> Result<Nvfp4> {
@@ -85,82 +79,4 @@ pub fn scaled_mm(
         Activations::Exact,
         workspace,
     )
-}
-
-fn buffer(gpu: &Arc<Gpu>, sizes: &[usize]) -> Result<DeviceBuffer> {
-    DeviceBuffer::uninit(gpu, Tag::DeviceTensor, product("a tensor", sizes)?)
-}
-
-/// Quantizes `x` `[.., K]` in the memory of `gpu`; see [`super::tensors::quantize_into`], which has checked the results' sizes.
-pub(super) fn quantize_on(
-    gpu: &Arc<Gpu>,
-    x: &Tensor,
-    options: &QuantizeOptions,
-    layout: ScaleLayout,
-    codes: &mut Tensor,
-    scales: &mut Tensor,
-) -> Result<f32> {
-    let swizzled = layout == ScaleLayout::Swizzled;
-    let work = || {
-        let (codes, scales) = (
-            DeviceSlice::result(gpu, codes)?,
-            DeviceSlice::result(gpu, scales)?,
-        );
-        cuda::quantize(gpu, x, options, None, swizzled, codes, scales)
-    };
-    match options.levels {
-        // The global scale is waited for.
-        Levels::Two => in_order_and_wait(gpu, work),
-        Levels::Single | Levels::Legacy => in_order(gpu, work),
-    }
-}
-
-/// The values of `a`, in the memory of `gpu`; see [`super::tensors::dequantize`]. With `check`, waits until its scales have been
-/// looked at.
-pub(super) fn dequantize_on(
-    gpu: &Arc<Gpu>,
-    a: &Nvfp4Tensor,
-    dtype: DType,
-    check: bool,
-) -> Result<Tensor> {
-    let (rows, cols) = a.dims()?;
-    in_order(gpu, || {
-        let out = buffer(gpu, &[rows, cols, dtype.bytes()])?;
-        let swizzled = a.layout == ScaleLayout::Swizzled;
-        let decode = || cuda::dequantize(gpu, &a.codes, &a.scales, swizzled, a.global, dtype, &out);
-        match check {
-            true => {
-                let operand = scaled_mm::Operand::of(gpu, a)?;
-                cuda::check_scales_of(gpu, "dequantize", &operand.on_device()?)?;
-                decode()?;
-            }
-            false => decode()?,
-        }
-        cuda::tensor(out, &a.codes.shape().with_last(cols), dtype)
-    })
-}
-
-/// Row-major scales in the memory of `gpu` in swizzled order.
-pub(super) fn swizzle_on(gpu: &Arc<Gpu>, scales: &Tensor) -> Result<Tensor> {
-    let (rows, blocks) = scales.shape().matrix();
-    let len = swizzle::len(rows, blocks)?;
-    in_order(gpu, || {
-        let out = buffer(gpu, &[len])?;
-        cuda::swizzle(gpu, scales, &out)?;
-        cuda::tensor(out, &[len], DType::F8E4M3)
-    })
-}
-
-/// Swizzled scales in the memory of `gpu` in row-major order.
-pub(super) fn unswizzle_on(
-    gpu: &Arc<Gpu>,
-    scales: &Tensor,
-    rows: usize,
-    blocks: usize,
-) -> Result<Tensor> {
-    in_order(gpu, || {
-        let out = buffer(gpu, &[rows, blocks])?;
-        cuda::unswizzle(gpu, scales, rows, blocks, &out)?;
-        cuda::tensor(out, &[rows, blocks], DType::F8E4M3)
-    })
 }

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use super::tensors::Nvfp4Tensor;
+use super::tensors::types::Nvfp4Tensor;
 use super::transfer::in_order;
 use crate::base::error::{Result, bail};
 use crate::base::memory::Tag;
