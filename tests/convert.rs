@@ -15,6 +15,7 @@ use NVFP4::format::nvfp4::{self, Levels, QuantizeOptions, Recipe};
 use NVFP4::format::random;
 use NVFP4::model;
 use NVFP4::model::convert::{Container, ConvertOptions, ConvertReport, convert};
+use NVFP4::tensor::DType;
 use NVFP4::text::read_directory;
 use common::expect_kind;
 
@@ -44,10 +45,19 @@ fn plan() -> Vec<Planned> {
         shape: shape.to_vec(),
         encoding,
     };
-    let layer =
-        |name: &str, shape: &[usize]| tensor(&format!("{LAYER}{name}"), shape, Encoding::BF16);
+    let layer = |name: &str, shape: &[usize]| {
+        tensor(
+            &format!("{LAYER}{name}"),
+            shape,
+            Encoding::Dense(DType::BF16),
+        )
+    };
     vec![
-        tensor("model.embed_tokens.weight", &[40, 32], Encoding::BF16),
+        tensor(
+            "model.embed_tokens.weight",
+            &[40, 32],
+            Encoding::Dense(DType::BF16),
+        ),
         layer("self_attn.q_proj.weight", &[32, 32]),
         layer("self_attn.k_proj.weight", &[16, 32]),
         layer("self_attn.v_proj.weight", &[16, 32]),
@@ -57,7 +67,7 @@ fn plan() -> Vec<Planned> {
         layer("mlp.gate_proj.weight", &[140_000, 32]),
         layer("mlp.up_proj.weight", &[48, 32]),
         layer("mlp.down_proj.weight", &[32, 48]),
-        tensor("model.norm.weight", &[32], Encoding::F32),
+        tensor("model.norm.weight", &[32], Encoding::Dense(DType::F32)),
     ]
 }
 
@@ -284,14 +294,14 @@ fn a_head_is_kept_where_that_is_asked_for() {
     plan.push(Planned {
         name: "lm_head.weight".to_owned(),
         shape: vec![40, 32],
-        encoding: Encoding::BF16,
+        encoding: Encoding::Dense(DType::BF16),
     });
     write_source(&own, None, &plan);
     let report = run(&own, &scratch.0.join("out2"), &options).unwrap();
     assert_eq!((report.quantized, report.head_added), (4, false));
     let converted = model::open(&scratch.0.join("out2")).unwrap();
     let head = converted.find("lm_head.weight").unwrap();
-    assert_eq!(head.encoding, Encoding::BF16);
+    assert_eq!(head.encoding, Encoding::Dense(DType::BF16));
 }
 
 #[test]

@@ -6,10 +6,11 @@ mod common;
 use std::sync::Arc;
 
 use NVFP4::base::{ErrorKind, env};
-use NVFP4::cpu::{AttentionOptions, Cpu, Kind, KvLayer, KvType, Level, Packed, Workspace};
+use NVFP4::cpu::{AttentionOptions, Cpu, KvLayer, KvType, Level, Packed, Workspace};
 use NVFP4::format::nvfp4::{self, Nvfp4, QuantizeOptions};
 use NVFP4::format::random;
 use NVFP4::ops::{self, Device};
+use NVFP4::tensor::WeightType;
 use common::expect_kind;
 
 /// Standard normal values from counter-based bits.
@@ -72,7 +73,7 @@ fn pack(w: &Nvfp4) -> Packed {
     .unwrap()
 }
 
-fn pack_dense(w: &[f32], rows: usize, cols: usize, kind: Kind) -> Packed {
+fn pack_dense(w: &[f32], rows: usize, cols: usize, kind: WeightType) -> Packed {
     Packed::dense(rows, cols, kind, &mut |range, out| {
         out.copy_from_slice(&w[range.start * cols..range.end * cols]);
         Ok(())
@@ -125,16 +126,19 @@ fn exact_linear_is_exact_and_the_same_everywhere() {
         let dense = w.dequantize().unwrap();
         let packed = [
             (pack(&w), dense.clone()),
-            (pack_dense(&dense, rows, cols, Kind::F32), dense.clone()),
             (
-                pack_dense(&dense, rows, cols, Kind::Bf16),
+                pack_dense(&dense, rows, cols, WeightType::F32),
+                dense.clone(),
+            ),
+            (
+                pack_dense(&dense, rows, cols, WeightType::BF16),
                 dense
                     .iter()
                     .map(|&x| half::bf16::from_f32(x).to_f32())
                     .collect(),
             ),
             (
-                pack_dense(&dense, rows, cols, Kind::F16),
+                pack_dense(&dense, rows, cols, WeightType::F16),
                 dense
                     .iter()
                     .map(|&x| half::f16::from_f32(x).to_f32())

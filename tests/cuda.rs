@@ -15,18 +15,18 @@ use NVFP4::cuda::{
     self, Biased, DeferredNorm, DeviceBuffer, DeviceSlice, Division, DrawRule, Drawn,
     ExpertScratch, ExpertTable, Glu, Gpu, Hardware, Heads, Input, Layout, LinearScratch, Matrix,
     MatrixShape, NextNorm, NormScratch, Output, PAGE, PageTable, Pinned, ReferenceAttention,
-    ResidualRow, Routing, Rows, ScaledTile, Shared, Storage, TileKernel, Unit, Way,
+    ResidualRow, Routing, Rows, ScaledTile, Shared, TileKernel, Unit, Way,
 };
 use NVFP4::format::nvfp4::{self, BLOCK, Nvfp4, QuantizeOptions};
 use NVFP4::format::random;
 use NVFP4::format::swizzle::{self, ScaleLayout};
 use NVFP4::model::{Activations, Device, KvCache, KvType, LoadOptions, Logits, Model, Scratch};
-use NVFP4::ops::linear::{DenseType, Linear, linear};
+use NVFP4::ops::linear::{Linear, linear};
 use NVFP4::ops::sample::{self, Choice};
 use NVFP4::ops::tensors::{Nvfp4Tensor, scaled_mm};
 use NVFP4::ops::{Slice, SliceMut, Workspace, quantize};
 use NVFP4::session::{self, GenerateOptions, Sampler, SamplingOptions, Session, SessionOptions};
-use NVFP4::tensor::{DType, Tensor};
+use NVFP4::tensor::{DType, Tensor, WeightType};
 use common::{check_memory_comes_back, expect_kind, golden, options, some_tokens};
 use half::{bf16, f16};
 
@@ -826,7 +826,7 @@ fn rows_made_on_the_way_agree_with_f64() {
     }
     // Longer rows, and several, are for a kernel of their own.
     let shape = |cols| MatrixShape {
-        storage: Storage::Nvfp4,
+        storage: WeightType::Nvfp4,
         rows: 512,
         cols,
     };
@@ -1169,7 +1169,7 @@ fn products_of_host_memory_agree_with_f64() {
                 .collect()
         };
         let mut wanted = vec![(quantized, product(&x, &host.dequantize().unwrap()))];
-        for dtype in [DenseType::F32, DenseType::F16, DenseType::BF16] {
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
             // Values that each type holds.
             let values: Vec<f32> = values
                 .iter()
@@ -1183,7 +1183,7 @@ fn products_of_host_memory_agree_with_f64() {
             })
             .unwrap();
             // For many rows and a bf16 weight the library multiplies activations in bf16.
-            let x = if dtype == DenseType::BF16 && m > cuda::SMALL {
+            let x = if dtype == DType::BF16 && m > cuda::SMALL {
                 &in_bf16
             } else {
                 &x
@@ -1249,13 +1249,13 @@ fn dense_products_agree_with_f64() {
     let x = normal(2, m * k);
     let device_x = upload(&gpu, &as_f16(&x));
     let scratch = LinearScratch::new(&gpu, 16, 9728, 0).unwrap();
-    for storage in [Storage::F32, Storage::F16, Storage::BF16] {
+    for storage in [WeightType::F32, WeightType::F16, WeightType::BF16] {
         let (bytes, exact): (Vec<u8>, Vec<f64>) = match storage {
-            Storage::F32 => (
+            WeightType::F32 => (
                 values.iter().flat_map(|v| v.to_le_bytes()).collect(),
                 values.iter().map(|&v| v.into()).collect(),
             ),
-            Storage::F16 => (
+            WeightType::F16 => (
                 values
                     .iter()
                     .flat_map(|&v| f16::from_f32(v).to_le_bytes())
@@ -1313,7 +1313,7 @@ fn dense_products_of_many_rows_give_what_is_asked_for() {
     let values = normal(1, n * k);
     for (m, storage) in [20, 70]
         .into_iter()
-        .flat_map(|m| [(m, Storage::F16), (m, Storage::BF16)])
+        .flat_map(|m| [(m, WeightType::F16), (m, WeightType::BF16)])
     {
         // Values that both types hold.
         let exact = |v: &f32| bf16::from_f32(f16::from_f32(*v).to_f32()).to_f32();
@@ -1324,7 +1324,7 @@ fn dense_products_of_many_rows_give_what_is_asked_for() {
             let of_range = &values[range.start * k..range.end * k];
             for (&v, out) in of_range.iter().zip(out.chunks_exact_mut(2)) {
                 out.copy_from_slice(&match storage {
-                    Storage::F16 => f16::from_f32(v).to_le_bytes(),
+                    WeightType::F16 => f16::from_f32(v).to_le_bytes(),
                     _ => bf16::from_f32(v).to_le_bytes(),
                 });
             }
@@ -1356,7 +1356,7 @@ fn dense_products_of_many_rows_give_what_is_asked_for() {
                 };
                 let want: Vec<f64> = values.chunks_exact(k).map(dot).collect();
                 let bound = match (output, storage) {
-                    (Output::F16, Storage::BF16) => BF16,
+                    (Output::F16, WeightType::BF16) => BF16,
                     (Output::F16, _) => HALF,
                     _ => EXACT,
                 };
@@ -1801,9 +1801,9 @@ fn norms_of_rows_agree_with_f64() {
     };
     check(&packed.device, &packed.values);
     for (storage, dtype) in [
-        (Storage::F32, DType::F32),
-        (Storage::F16, DType::F16),
-        (Storage::BF16, DType::BF16),
+        (WeightType::F32, DType::F32),
+        (WeightType::F16, DType::F16),
+        (WeightType::BF16, DType::BF16),
     ] {
         // Eight bits of mantissa, which every storage holds.
         let values: Vec<f32> = normal(7, rows * cols)
@@ -1935,7 +1935,7 @@ fn mixtures_of_experts_agree_with_f64() {
         let table = ExpertTable::new(&gpu, &biased).unwrap();
         let x = normal(seed + 1, rows * hidden);
         let (halves, exact) = (as_f16(&x), rounded(&x));
-        let storage = [Storage::F32, Storage::F16, Storage::BF16][i % 3];
+        let storage = [WeightType::F32, WeightType::F16, WeightType::BF16][i % 3];
         let dense = |rows: usize, seed| {
             let dtype = [DType::F32, DType::F16, DType::BF16][i % 3];
             let mut bytes = vec![0; rows * hidden * dtype.bytes()];

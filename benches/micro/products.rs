@@ -6,11 +6,11 @@ use std::sync::Arc;
 use NVFP4::base::memory::Tag;
 use NVFP4::cuda::{
     self, DeviceBuffer, Gpu, Graph, Heads, Input, LinearScratch, Matrix, Output, PAGE, PageTable,
-    Storage,
 };
 use NVFP4::format::random;
 
 use super::{Figures, Mark, time, zeros};
+use NVFP4::tensor::WeightType;
 
 /// Output features and K of the products of a Qwen3-4B layer.
 const SHAPES: [(&str, usize, usize); 4] = [
@@ -53,7 +53,7 @@ fn nvfp4(gpu: &Arc<Gpu>, rows: usize, k: usize, seed: u64) -> Matrix {
 }
 
 fn dense(gpu: &Arc<Gpu>, rows: usize, k: usize, seed: u64) -> Matrix {
-    Matrix::dense(gpu, rows, k, Storage::F16, &mut |_, bytes| {
+    Matrix::dense(gpu, rows, k, WeightType::F16, &mut |_, bytes| {
         noise(bytes, seed, halves);
         Ok(())
     })

@@ -36,7 +36,7 @@ use super::tensor::{
 use crate::base::Result;
 use crate::ops::Device;
 use crate::ops::backend::{self, Backend, Choice, ComputePath, Request, WeightFormat};
-use crate::ops::linear::{Activations, DenseType, Linear};
+use crate::ops::linear::{Activations, Linear};
 use crate::ops::tensors::{self, Nvfp4Tensor, ScaleLayout};
 use crate::tensor::{DType, Tensor};
 
@@ -156,7 +156,7 @@ unsafe impl Growing for NVFP4_WeightOptions {
 struct Plan {
     request: Request,
     device: Device,
-    dense: DenseType,
+    dense: DType,
     layout: ScaleLayout,
 }
 
@@ -183,9 +183,9 @@ impl Plan {
                 "dense_dtype",
                 given.dense_dtype,
                 &[
-                    (NVFP4_DTYPE_FLOAT32, "float32", DenseType::F32),
-                    (NVFP4_DTYPE_FLOAT16, "float16", DenseType::F16),
-                    (NVFP4_DTYPE_BFLOAT16, "bfloat16", DenseType::BF16),
+                    (NVFP4_DTYPE_FLOAT32, "float32", DType::F32),
+                    (NVFP4_DTYPE_FLOAT16, "float16", DType::F16),
+                    (NVFP4_DTYPE_BFLOAT16, "bfloat16", DType::BF16),
                 ],
             )?,
             layout: layout(given.scale_layout)?,

@@ -7,6 +7,7 @@ use super::tensors::{Raw, Tensors};
 use super::{Encoding, Metadata};
 use crate::base::Result;
 use crate::base::error::{bail, err};
+use crate::tensor::DType;
 
 /// elemType of float8 e4m3fn bytes, as the exporting scripts write it.
 pub(super) const E4M3: u32 = 101;
@@ -20,40 +21,24 @@ const SMALLEST_ENTRY: usize = 5;
 /// More dimensions than any tensor here has.
 const MAX_DIMS: u64 = 8;
 
-/// How the values of an elemType are encoded. Types 0 to 45 are torch's own numbers.
+/// How the values of an elemType are encoded. Types 0 to 45 are torch's own numbers; packed codes are bytes here.
 fn encoding(elem_type: u64) -> Option<Encoding> {
-    Some(match elem_type {
-        0 | 45 | 100 => Encoding::U8,
-        1 => Encoding::I8,
-        2 => Encoding::I16,
-        3 => Encoding::I32,
-        4 => Encoding::I64,
-        5 => Encoding::F16,
-        6 => Encoding::F32,
-        7 => Encoding::F64,
-        11 => Encoding::Bool,
-        15 => Encoding::BF16,
-        24 | 101 => Encoding::F8E4M3,
-        _ => return None,
-    })
+    let dtype = match elem_type {
+        45 | 100 => DType::U8,
+        101 => DType::F8E4M3,
+        torch => DType::from_code(i32::try_from(torch).ok()?).ok()?,
+    };
+    Some(Encoding::Dense(dtype))
 }
 
 /// The elemType that a dense encoding is written with.
 pub(super) fn elem_type(encoding: Encoding) -> Option<u32> {
-    Some(match encoding {
-        Encoding::U8 => 0,
-        Encoding::I8 => 1,
-        Encoding::I16 => 2,
-        Encoding::I32 => 3,
-        Encoding::I64 => 4,
-        Encoding::F16 => 5,
-        Encoding::F32 => 6,
-        Encoding::F64 => 7,
-        Encoding::Bool => 11,
-        Encoding::BF16 => 15,
-        Encoding::F8E4M3 => E4M3,
-        Encoding::Nvfp4 | Encoding::Nf4 | Encoding::Ggml(_) => return None,
-    })
+    match encoding {
+        Encoding::Dense(DType::F8E4M3) => Some(E4M3),
+        Encoding::Dense(DType::F4E2M1x2) => None,
+        Encoding::Dense(dtype) => u32::try_from(dtype.code()).ok(),
+        Encoding::Nvfp4 | Encoding::Nf4 | Encoding::Ggml(_) => None,
+    }
 }
 
 pub(super) fn open(source: Source, metadata: Metadata) -> Result<Tensors> {

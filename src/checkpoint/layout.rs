@@ -16,6 +16,7 @@ use crate::base::size::round_up;
 use crate::base::{Result, memory};
 use crate::format::nvfp4::{self, BLOCK};
 use crate::format::swizzle;
+use crate::tensor::DType;
 
 /// Rows and columns of the blocks of float8 weights where the config does not say.
 const F8_BLOCK: usize = 128;
@@ -165,7 +166,7 @@ impl Grouping<'_> {
             return self.scaled_f8(i, scales, multipliers).map(Some);
         }
         let modelopt = keys::modelopt(module);
-        let is_codes = self.raws[i].encoding == Encoding::U8
+        let is_codes = self.raws[i].encoding == Encoding::Dense(DType::U8)
             && (modelopt.global.iter()).any(|global| self.get(&global.key).is_some());
         let scales = match self.get(&modelopt.scales) {
             None if is_codes => self.partner(i, &modelopt.scales)?,
@@ -182,8 +183,8 @@ impl Grouping<'_> {
             }
         }
         match self.raws[i].encoding {
-            Encoding::U8 => self.nvfp4(i, &modelopt).map(Some),
-            Encoding::F8E4M3 => {
+            Encoding::Dense(DType::U8) => self.nvfp4(i, &modelopt).map(Some),
+            Encoding::Dense(DType::F8E4M3) => {
                 let multipliers = self.f8_rows(i, scales)?;
                 self.scaled_f8(i, scales, multipliers).map(Some)
             }
@@ -242,7 +243,7 @@ impl Grouping<'_> {
     /// The one value of a global scale tensor.
     fn scalar(&self, i: usize) -> Result<f32> {
         let raw = &self.raws[i];
-        if raw.encoding != Encoding::F32 {
+        if raw.encoding != Encoding::Dense(DType::F32) {
             bail!(
                 CorruptFile,
                 "{}: a global scale is F32, not {}",
@@ -307,7 +308,7 @@ impl Grouping<'_> {
     /// The scales of a float8 weight that has one for each block of its matrix or, in a stack of experts, its matrices.
     fn f8_blocks(&self, i: usize, scales: usize) -> Result<BlockScales> {
         let (raw, shape) = (&self.raws[i], &self.raws[scales].shape);
-        if raw.encoding != Encoding::F8E4M3 {
+        if raw.encoding != Encoding::Dense(DType::F8E4M3) {
             bail!(
                 Unsupported,
                 "{}: it scales '{}', which is {}; only float8 weights, F8_E4M3, are scaled block by block",
@@ -375,7 +376,7 @@ impl Grouping<'_> {
     fn f8_scales(&self, scales: usize) -> Result<Vec<f32>> {
         let raw = &self.raws[scales];
         match raw.encoding {
-            Encoding::F32 | Encoding::BF16 => {
+            Encoding::Dense(DType::F32) | Encoding::Dense(DType::BF16) => {
                 let mut values = memory::zeros(raw.elements())?;
                 tensors::decode(raw.encoding, &self.bytes(scales)?, &mut values);
                 Ok(values)
@@ -401,7 +402,7 @@ impl Grouping<'_> {
             Entry {
                 name: names::logical(&raw.key),
                 shape: raw.shape.clone(),
-                encoding: Encoding::F8E4M3,
+                encoding: Encoding::Dense(DType::F8E4M3),
                 bytes: (raw.span.len() + scale_raw.span.len()) as u64,
             },
             Stored::ScaledF8 {
@@ -462,7 +463,7 @@ impl Grouping<'_> {
         let nested_absmax = self.get(&extra.nested_absmax);
         let nested = match nested_absmax {
             None => {
-                self.expect(absmax, Encoding::F32, blocks)?;
+                self.expect(absmax, Encoding::Dense(DType::F32), blocks)?;
                 None
             }
             Some(nested_absmax) => {
@@ -482,8 +483,12 @@ impl Grouping<'_> {
                         self.place(state_raw)
                     );
                 }
-                self.expect(absmax, Encoding::U8, blocks)?;
-                self.expect(nested_absmax, Encoding::F32, blocks.div_ceil(block))?;
+                self.expect(absmax, Encoding::Dense(DType::U8), blocks)?;
+                self.expect(
+                    nested_absmax,
+                    Encoding::Dense(DType::F32),
+                    blocks.div_ceil(block),
+                )?;
                 also.extend([nested_absmax, nested_map]);
                 Some(Nested {
                     absmax: f32s(&self.bytes(nested_absmax)?),
@@ -517,7 +522,7 @@ impl Grouping<'_> {
                 raw.shape
             );
         };
-        if raw.encoding != Encoding::U8 {
+        if raw.encoding != Encoding::Dense(DType::U8) {
             bail!(
                 CorruptFile,
                 "{}: packed 4-bit codes are bytes, not {}",
@@ -535,7 +540,11 @@ impl Grouping<'_> {
                 self.place(absmax)
             );
         };
-        self.expect(absmax, Encoding::F32, elements.div_ceil(block))?;
+        self.expect(
+            absmax,
+            Encoding::Dense(DType::F32),
+            elements.div_ceil(block),
+        )?;
         let nf4 = Nf4 {
             codes: i,
             absmax,
@@ -579,7 +588,7 @@ impl Grouping<'_> {
     }
 
     fn table<const N: usize>(&self, i: usize) -> Result<[f32; N]> {
-        self.expect(i, Encoding::F32, N)?;
+        self.expect(i, Encoding::Dense(DType::F32), N)?;
         let mut table = [0.0; N];
         table.copy_from_slice(&f32s(&self.bytes(i)?));
         Ok(table)
@@ -624,8 +633,8 @@ pub(super) fn nvfp4_form(
     let tiled = [round_up(rows, 128) / 4, round_up(blocks, 4) * 4];
     let form = if scales.1 == linear {
         match scales.0 {
-            Encoding::F16 if convention == Convention::Dat => Scales::F16,
-            Encoding::F32 if convention == Convention::Dat => Scales::F32,
+            Encoding::Dense(DType::F16) if convention == Convention::Dat => Scales::F16,
+            Encoding::Dense(DType::F32) if convention == Convention::Dat => Scales::F32,
             _ => Scales::Linear,
         }
     } else if convention == Convention::TorchAo

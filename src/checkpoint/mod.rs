@@ -21,6 +21,7 @@ use std::path::{Path, PathBuf};
 
 use crate::base::error::{Error, bail, err};
 use crate::base::{Result, threads};
+use crate::tensor::DType;
 use source::Source;
 
 pub use companion::{DESCRIPTION_FILES, TOKENIZER_FILES};
@@ -35,29 +36,10 @@ pub use write::{
 /// How the values of an entry are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Encoding {
-    /// IEEE binary32.
-    F32,
-    /// IEEE binary16.
-    F16,
-    /// bfloat16.
-    BF16,
-    /// IEEE binary64.
-    F64,
-    /// Unsigned byte.
-    U8,
-    /// Signed byte.
-    I8,
-    /// 16-bit signed integer.
-    I16,
-    /// 32-bit signed integer.
-    I32,
-    /// 64-bit signed integer.
-    I64,
-    /// One byte, zero or not.
-    Bool,
-    /// float8 e4m3fn, with an outer scale where the file has one.
-    F8E4M3,
-    /// NVFP4: 4-bit codes, an e4m3 scale per 16 elements, one multiplier.
+    /// Elements of one type, one after the other; float8 with an outer scale where the file has one. Packed 4-bit codes are bytes
+    /// to a file, so the type is never [`DType::F4E2M1x2`].
+    Dense(DType),
+    /// NVFP4: 4-bit codes, an e4m3 scale per 16 elements, one global scale.
     Nvfp4,
     /// bitsandbytes NF4: 4-bit codes into a table, a scale per block of the flattened tensor.
     Nf4,
@@ -69,41 +51,34 @@ impl Encoding {
     /// Bytes per element of a dense encoding; `None` for the block encodings.
     pub const fn element_bytes(self) -> Option<usize> {
         match self {
-            Encoding::U8 | Encoding::I8 | Encoding::Bool | Encoding::F8E4M3 => Some(1),
-            Encoding::F16 | Encoding::BF16 | Encoding::I16 => Some(2),
-            Encoding::F32 | Encoding::I32 => Some(4),
-            Encoding::F64 | Encoding::I64 => Some(8),
+            Encoding::Dense(DType::F4E2M1x2) => None,
+            Encoding::Dense(dtype) => Some(dtype.bytes()),
             Encoding::Nvfp4 | Encoding::Nf4 | Encoding::Ggml(_) => None,
         }
     }
 
     /// Whether the values are whole numbers or truth values, which no model has as weights: codes whose scales are missing.
     pub const fn is_integer(self) -> bool {
-        matches!(
-            self,
-            Encoding::U8
-                | Encoding::I8
-                | Encoding::I16
-                | Encoding::I32
-                | Encoding::I64
-                | Encoding::Bool
-        )
+        matches!(self, Encoding::Dense(dtype) if dtype.is_integer())
     }
 
-    /// The usual name, as reports print it.
+    /// The name that safetensors has for it, which reports print too.
     pub const fn name(self) -> &'static str {
         match self {
-            Encoding::F32 => "F32",
-            Encoding::F16 => "F16",
-            Encoding::BF16 => "BF16",
-            Encoding::F64 => "F64",
-            Encoding::U8 => "U8",
-            Encoding::I8 => "I8",
-            Encoding::I16 => "I16",
-            Encoding::I32 => "I32",
-            Encoding::I64 => "I64",
-            Encoding::Bool => "BOOL",
-            Encoding::F8E4M3 => "F8_E4M3",
+            Encoding::Dense(dtype) => match dtype {
+                DType::F32 => "F32",
+                DType::F16 => "F16",
+                DType::BF16 => "BF16",
+                DType::F64 => "F64",
+                DType::U8 => "U8",
+                DType::I8 => "I8",
+                DType::I16 => "I16",
+                DType::I32 => "I32",
+                DType::I64 => "I64",
+                DType::Bool => "BOOL",
+                DType::F8E4M3 => "F8_E4M3",
+                DType::F4E2M1x2 => "F4",
+            },
             Encoding::Nvfp4 => "NVFP4",
             Encoding::Nf4 => "NF4",
             Encoding::Ggml(t) => t.name(),

@@ -12,6 +12,7 @@ use super::tensors::{FOR_TENSOR, Raw, Tensors};
 use super::{Encoding, Metadata};
 use crate::base::error::{Error, bail, err};
 use crate::base::{Result, alloc, size};
+use crate::tensor::DType;
 
 /// The header length that the format's own implementation allows.
 const MAX_HEADER: u64 = 100_000_000;
@@ -204,21 +205,11 @@ fn tensors(source: &Source, number: usize) -> Result<Vec<Raw>> {
     Ok(raws)
 }
 
-fn encoding(dtype: &str) -> Option<Encoding> {
-    Some(match dtype {
-        "F64" => Encoding::F64,
-        "F32" => Encoding::F32,
-        "F16" => Encoding::F16,
-        "BF16" => Encoding::BF16,
-        "F8_E4M3" => Encoding::F8E4M3,
-        "I64" => Encoding::I64,
-        "I32" => Encoding::I32,
-        "I16" => Encoding::I16,
-        "I8" => Encoding::I8,
-        "U8" => Encoding::U8,
-        "BOOL" => Encoding::Bool,
-        _ => return None,
-    })
+fn encoding(name: &str) -> Option<Encoding> {
+    DType::ALL
+        .iter()
+        .map(|&dtype| Encoding::Dense(dtype))
+        .find(|&encoding| dtype(encoding) == Some(name))
 }
 
 /// The name of a dense encoding in a header.

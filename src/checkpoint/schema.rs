@@ -36,21 +36,12 @@ struct Seen<'a> {
 impl<'a> Seen<'a> {
     /// As the readers see it.
     fn described(self) -> (Encoding, &'a [usize]) {
-        let encoding = match self.dtype {
+        let dtype = match self.dtype {
             // Packed codes are bytes to a file.
-            DType::U8 | DType::F4E2M1x2 => Encoding::U8,
-            DType::I8 => Encoding::I8,
-            DType::I16 => Encoding::I16,
-            DType::I32 => Encoding::I32,
-            DType::I64 => Encoding::I64,
-            DType::F16 => Encoding::F16,
-            DType::F32 => Encoding::F32,
-            DType::F64 => Encoding::F64,
-            DType::Bool => Encoding::Bool,
-            DType::BF16 => Encoding::BF16,
-            DType::F8E4M3 => Encoding::F8E4M3,
+            DType::F4E2M1x2 => DType::U8,
+            dtype => dtype,
         };
-        (encoding, self.shape.sizes())
+        (Encoding::Dense(dtype), self.shape.sizes())
     }
 }
 

@@ -14,6 +14,7 @@ use super::{Checkpoint, Encoding, Entry, Metadata, Part};
 use crate::base::error::{bail, err};
 use crate::base::{Result, alloc, memory, size};
 use crate::format::{e4m3, nvfp4, swizzle};
+use crate::tensor::DType;
 
 /// A tensor as the file describes it. Its span has been checked to hold exactly the bytes that encoding and shape need.
 #[derive(Debug)]
@@ -532,19 +533,22 @@ pub(super) fn decode(encoding: Encoding, bytes: &[u8], out: &mut [f32]) {
         }
     }
     match encoding {
-        Encoding::F32 => each(bytes, out, f32::from_le_bytes),
-        Encoding::BF16 => each(bytes, out, |b| {
-            f32::from_bits(u32::from(u16::from_le_bytes(b)) << 16)
-        }),
-        Encoding::F16 => f16_to_f32(bytes, out),
-        Encoding::F64 => each(bytes, out, |b| f64::from_le_bytes(b) as f32),
-        Encoding::U8 => each(bytes, out, |b: [u8; 1]| f32::from(b[0])),
-        Encoding::I8 => each(bytes, out, |b| f32::from(i8::from_le_bytes(b))),
-        Encoding::I16 => each(bytes, out, |b| f32::from(i16::from_le_bytes(b))),
-        Encoding::I32 => each(bytes, out, |b| i32::from_le_bytes(b) as f32),
-        Encoding::I64 => each(bytes, out, |b| i64::from_le_bytes(b) as f32),
-        Encoding::Bool => each(bytes, out, |b: [u8; 1]| f32::from(u8::from(b[0] != 0))),
-        Encoding::F8E4M3 => each(bytes, out, |b: [u8; 1]| e4m3::decode(b[0])),
+        Encoding::Dense(dtype) => match dtype {
+            DType::F32 => each(bytes, out, f32::from_le_bytes),
+            DType::BF16 => each(bytes, out, |b| {
+                f32::from_bits(u32::from(u16::from_le_bytes(b)) << 16)
+            }),
+            DType::F16 => f16_to_f32(bytes, out),
+            DType::F64 => each(bytes, out, |b| f64::from_le_bytes(b) as f32),
+            DType::U8 => each(bytes, out, |b: [u8; 1]| f32::from(b[0])),
+            DType::I8 => each(bytes, out, |b| f32::from(i8::from_le_bytes(b))),
+            DType::I16 => each(bytes, out, |b| f32::from(i16::from_le_bytes(b))),
+            DType::I32 => each(bytes, out, |b| i32::from_le_bytes(b) as f32),
+            DType::I64 => each(bytes, out, |b| i64::from_le_bytes(b) as f32),
+            DType::Bool => each(bytes, out, |b: [u8; 1]| f32::from(u8::from(b[0] != 0))),
+            DType::F8E4M3 => each(bytes, out, |b: [u8; 1]| e4m3::decode(b[0])),
+            DType::F4E2M1x2 => unreachable!("packed codes are bytes to a file"),
+        },
         Encoding::Ggml(block_type) => blocks::decode(block_type, bytes, out),
         Encoding::Nvfp4 | Encoding::Nf4 => unreachable!("several tensors make up {encoding}"),
     }
@@ -744,7 +748,7 @@ mod tests {
             .collect();
         let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
         let mut out = vec![0.0; values.len()];
-        decode(Encoding::F16, &bytes, &mut out);
+        decode(Encoding::Dense(DType::F16), &bytes, &mut out);
         assert!(out.iter().zip(&values).all(|(o, v)| *o == v.to_f32()));
     }
 }

@@ -13,6 +13,7 @@ use clap::ValueEnum;
 use serde_json::{Value, json};
 
 use super::output;
+use NVFP4::tensor::DType;
 
 #[derive(clap::Args)]
 pub(super) struct Args {
@@ -108,7 +109,7 @@ fn plan(spec: &Spec) -> Vec<Planned> {
         shape: t.shape,
         encoding: match t.role {
             TensorRole::Linear => Encoding::Nvfp4,
-            _ => Encoding::BF16,
+            _ => Encoding::Dense(DType::BF16),
         },
     });
     planned.collect()

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 use super::kv::{KvLayer, KvType, PAGE};
 use super::level::Level;
-use super::packed::{GROUP, Kind, Packed};
+use super::packed::{GROUP, Packed};
 use super::table::{
     ATTENTION_QUERIES, Glu, INT8_SCALE_BLOCKS, MOST_INT8_TILE, MOST_SKINNY, Query, Scores, Table,
 };
@@ -15,6 +15,7 @@ use crate::base::call::{self, Call};
 use crate::base::error::{Result, bail};
 use crate::base::threads::Pool;
 use crate::format::nvfp4::BLOCK;
+use crate::tensor::WeightType;
 
 /// Elements under which a pointwise operation is not worth a second thread.
 const POINTWISE_GRAIN: usize = 16 * 1024;
@@ -125,7 +126,7 @@ impl Cpu {
                 let (mut quantized, mut dense): (Vec<_>, Vec<_>) = outputs
                     .iter_mut()
                     .map(|(w, y)| (*w, &mut **y))
-                    .partition(|(w, _)| w.kind() == Kind::Nvfp4);
+                    .partition(|(w, _)| w.kind() == WeightType::Nvfp4);
                 self.linear_int8(x, m, &mut quantized, workspace, call)?;
                 self.linear_exact(x, m, &mut dense, workspace, call)?;
             } else {

@@ -13,7 +13,7 @@ use crate::base::size::product;
 /// Positions in a page.
 pub const PAGE: usize = 16;
 
-/// How cached keys and values are stored.
+/// How cached keys and values are stored: of the element types, those that attention reads.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum KvType {
     /// IEEE half precision, rounded to nearest even.

@@ -25,5 +25,5 @@ mod neon;
 pub use engine::{AttentionOptions, Cpu};
 pub use kv::{KvLayer, KvType, PAGE};
 pub use level::Level;
-pub use packed::{Kind, Packed, ReadDense, ReadNvfp4};
+pub use packed::{Packed, ReadDense, ReadNvfp4};
 pub use workspace::Workspace;

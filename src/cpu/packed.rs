@@ -12,6 +12,7 @@ use crate::base::error::{Result, bail, err};
 use crate::base::memory::{Buffer, Plain, Tag};
 use crate::base::size::product;
 use crate::format::nvfp4::{self, BLOCK};
+use crate::tensor::WeightType;
 
 use half::{bf16, f16};
 
@@ -29,37 +30,12 @@ const _: () =
 /// Rows read from the source at a time.
 const READ_ROWS: usize = 16 * GROUP;
 
-/// How a packed weight is stored.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Kind {
-    /// e2m1 codes with an e4m3 scale per 16 along K and one global scale.
-    Nvfp4,
-    /// IEEE single precision.
-    F32,
-    /// IEEE half precision.
-    F16,
-    /// bfloat16.
-    Bf16,
-}
-
-impl Kind {
-    /// Lower-case name used in reports.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Kind::Nvfp4 => "nvfp4",
-            Kind::F32 => "f32",
-            Kind::F16 => "f16",
-            Kind::Bf16 => "bf16",
-        }
-    }
-}
-
 /// A weight of shape `[rows, cols]`, packed.
 #[derive(Debug)]
 pub struct Packed {
     rows: usize,
     cols: usize,
-    kind: Kind,
+    kind: WeightType,
     global: f32,
     data: Buffer<u8>,
 }
@@ -104,18 +80,18 @@ impl Packed {
         Ok(())
     }
 
-    fn group_bytes(kind: Kind, cols: usize) -> Result<usize> {
+    fn group_bytes(kind: WeightType, cols: usize) -> Result<usize> {
         match kind {
-            Kind::Nvfp4 => product(
+            WeightType::Nvfp4 => product(
                 "packed weight",
                 &[(cols / BLOCK).div_ceil(CHUNK_BLOCKS), NVFP4_CHUNK_BYTES],
             ),
-            Kind::F32 => product("packed weight", &[cols, GROUP, 4]),
-            Kind::F16 | Kind::Bf16 => product("packed weight", &[cols, GROUP, 2]),
+            WeightType::F32 => product("packed weight", &[cols, GROUP, 4]),
+            WeightType::F16 | WeightType::BF16 => product("packed weight", &[cols, GROUP, 2]),
         }
     }
 
-    fn zeroed(rows: usize, cols: usize, kind: Kind, global: f32) -> Result<Packed> {
+    fn zeroed(rows: usize, cols: usize, kind: WeightType, global: f32) -> Result<Packed> {
         Self::check(rows, cols)?;
         let bytes = product(
             "packed weight",
@@ -133,7 +109,7 @@ impl Packed {
     /// Packs an NVFP4 weight, read a few rows at a time. What is no block scale or no global scale is an error.
     pub fn nvfp4(rows: usize, cols: usize, global: f32, read: &mut ReadNvfp4) -> Result<Packed> {
         nvfp4::check_global_scale(global)?;
-        let mut packed = Self::zeroed(rows, cols, Kind::Nvfp4, global)?;
+        let mut packed = Self::zeroed(rows, cols, WeightType::Nvfp4, global)?;
         let (row_codes, blocks) = (cols / 2, cols / BLOCK);
         let batch = READ_ROWS.min(rows);
         let mut codes = Buffer::<u8>::zeroed(Tag::Scratch, batch * row_codes)?;
@@ -175,7 +151,12 @@ impl Packed {
 
     /// Packs a dense weight, read a few rows at a time and rounded to nearest even where `kind` is narrower than the
     /// source. NaN, infinity and values that `kind` cannot hold are errors that name their index.
-    pub fn dense(rows: usize, cols: usize, kind: Kind, read: &mut ReadDense) -> Result<Packed> {
+    pub fn dense(
+        rows: usize,
+        cols: usize,
+        kind: WeightType,
+        read: &mut ReadDense,
+    ) -> Result<Packed> {
         let mut packed = Self::zeroed(rows, cols, kind, 1.0)?;
         let batch = READ_ROWS.min(rows);
         let mut values = Buffer::<f32>::zeroed(Tag::Scratch, batch * cols)?;
@@ -185,22 +166,22 @@ impl Packed {
             read(first..first + n, values)?;
             for (i, values) in values.chunks_exact(cols).enumerate() {
                 let put = match kind {
-                    Kind::F32 => packed.put(first + i, values, f32::to_bits, |b| {
+                    WeightType::F32 => packed.put(first + i, values, f32::to_bits, |b| {
                         f32::from_bits(b).is_finite()
                     }),
-                    Kind::F16 => packed.put(
+                    WeightType::F16 => packed.put(
                         first + i,
                         values,
                         |x| f16::from_f32(x).to_bits(),
                         |b| f16::from_bits(b).is_finite(),
                     ),
-                    Kind::Bf16 => packed.put(
+                    WeightType::BF16 => packed.put(
                         first + i,
                         values,
                         |x| bf16::from_f32(x).to_bits(),
                         |b| bf16::from_bits(b).is_finite(),
                     ),
-                    Kind::Nvfp4 => bail!(
+                    WeightType::Nvfp4 => bail!(
                         InvalidArgument,
                         "NVFP4 is not a dense kind; pack codes and scales instead"
                     ),
@@ -264,19 +245,19 @@ impl Packed {
         }
         let first = row / GROUP * self.cols * GROUP + row % GROUP;
         match self.kind {
-            Kind::F32 => out
+            WeightType::F32 => out
                 .iter_mut()
                 .zip(self.elements::<u32>()[first..].iter().step_by(GROUP))
                 .for_each(|(o, &b)| *o = f32::from_bits(b)),
-            Kind::F16 => out
+            WeightType::F16 => out
                 .iter_mut()
                 .zip(self.elements::<u16>()[first..].iter().step_by(GROUP))
                 .for_each(|(o, &b)| *o = f16::from_bits(b).to_f32()),
-            Kind::Bf16 => out
+            WeightType::BF16 => out
                 .iter_mut()
                 .zip(self.elements::<u16>()[first..].iter().step_by(GROUP))
                 .for_each(|(o, &b)| *o = bf16::from_bits(b).to_f32()),
-            Kind::Nvfp4 => self.nvfp4_row(row, out),
+            WeightType::Nvfp4 => self.nvfp4_row(row, out),
         }
         Ok(())
     }
@@ -315,7 +296,7 @@ impl Packed {
     }
 
     /// How it is stored.
-    pub fn kind(&self) -> Kind {
+    pub fn kind(&self) -> WeightType {
         self.kind
     }
 
@@ -398,14 +379,14 @@ mod tests {
         })
         .unwrap_err();
         assert!(e.message().contains("block 1 in row 17"), "{e}");
-        let e = Packed::dense(3, 16, Kind::F16, &mut |_, values| {
+        let e = Packed::dense(3, 16, WeightType::F16, &mut |_, values| {
             values[40] = 1e6;
             Ok(())
         })
         .unwrap_err();
         assert!(e.message().contains("[2, 8]"), "{e}");
         expect_kind(
-            Packed::dense(3, 20, Kind::F32, &mut |_, _| Ok(())),
+            Packed::dense(3, 20, WeightType::F32, &mut |_, _| Ok(())),
             ErrorKind::InvalidArgument,
             "shape [3, 20]",
         );

@@ -2,8 +2,8 @@
 
 use super::generic::{attention, linear, pointwise, sample};
 use super::level::Level;
-use super::packed::Kind;
 use super::simd::Simd;
+use crate::tensor::WeightType;
 
 pub(super) use attention::{Query, Scores};
 pub(super) use linear::INT8_SCALE_BLOCKS;
@@ -117,11 +117,11 @@ impl Table {
         }
     }
 
-    pub(super) fn skinny(&self, kind: Kind) -> Skinny {
+    pub(super) fn skinny(&self, kind: WeightType) -> Skinny {
         self.skinny[kind as usize]
     }
 
-    pub(super) fn unpack(&self, kind: Kind) -> Unpack {
+    pub(super) fn unpack(&self, kind: WeightType) -> Unpack {
         self.unpack[kind as usize]
     }
 

@@ -17,7 +17,7 @@ use crate::base::error::{bail, err};
 const AS_IT_IS: i32 = 0;
 const TRANSPOSED: i32 = 1;
 
-/// The type of both operands.
+/// The type of both operands: the two that cuBLASLt is asked to multiply.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Element {
     F16,

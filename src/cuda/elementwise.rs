@@ -4,12 +4,13 @@ use std::sync::Arc;
 
 use super::gpu::{Gpu, int};
 use super::launch::Launch;
-use super::linear::{Glu, Layout, Storage};
+use super::linear::{Glu, Layout};
 use super::memory::DeviceBuffer;
 use super::nvrtc::Unit;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::format::nvfp4::BLOCK;
+use crate::tensor::WeightType;
 
 const THREADS: u32 = 256;
 
@@ -44,7 +45,7 @@ struct EmbedArguments {
 pub(super) struct TableArgument {
     pub(super) address: u64,
     pub(super) global: f32,
-    pub(super) storage: Storage,
+    pub(super) storage: WeightType,
     pub(super) width: usize,
 }
 
@@ -67,10 +68,10 @@ pub(super) fn embed(
         global: table.global,
         scale,
         kind: match table.storage {
-            Storage::F32 => 0,
-            Storage::F16 => 1,
-            Storage::BF16 => 2,
-            Storage::Nvfp4 => 3,
+            WeightType::F32 => 0,
+            WeightType::F16 => 1,
+            WeightType::BF16 => 2,
+            WeightType::Nvfp4 => 3,
         },
         width: int("the hidden size", width)?,
     };

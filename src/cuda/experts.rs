@@ -8,7 +8,7 @@ use super::gpu::{Gpu, int};
 use super::launch::Launch;
 use super::linear::{
     Biased, CHUNK_BYTES, CHUNK_K, CHUNK_ROWS, Glu, Input, LinearScratch, Matrix, MatrixArgument,
-    MatrixShape, Output, Storage, linear,
+    MatrixShape, Output, linear,
 };
 use super::memory::DeviceBuffer;
 use super::nvrtc::Unit;
@@ -16,6 +16,7 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::Tag;
 use crate::base::size::product;
+use crate::tensor::WeightType;
 
 /// What the kernels of this file are passed, by the start of their names.
 pub(super) const ARGUMENTS: &[(&str, usize)] = &[
@@ -100,7 +101,7 @@ impl ExpertTable {
         for (expert, projections) in experts.iter().enumerate() {
             for (i, (w, bias)) in projections.iter().enumerate() {
                 let what = ["gate", "up", "down"][i];
-                if w.storage() != Storage::Nvfp4 {
+                if w.storage() != WeightType::Nvfp4 {
                     bail!(
                         Unsupported,
                         "the {what} projection of expert {expert} is held as {:?}; a GPU has kernels for experts in NVFP4 alone: quantize the model, or its weights while it is loaded",

@@ -48,8 +48,8 @@ pub use gpu::{Gpu, HostStream, KeepContext, check_managed, count, open_gpus, una
 pub use graph::Graph;
 pub use linear::{
     Activation, Biased, DeferredNorm, Glu, Hardware, Input, Layout, LinearScratch, Matrix,
-    MatrixShape, NormScratch, Output, Plan, ReadBytes, ReadNvfp4, ResidualRow, SMALL, Storage,
-    TILED, Tile, TileKernel, has_glu, linear, linear_add, small, tiled,
+    MatrixShape, NormScratch, Output, Plan, ReadBytes, ReadNvfp4, ResidualRow, SMALL, TILED, Tile,
+    TileKernel, has_glu, linear, linear_add, small, tiled,
 };
 pub use managed::ManagedBuffer;
 pub use memory::{DeviceBuffer, DeviceSlice, Pinned};

@@ -2,10 +2,11 @@
 
 use super::gpu::int;
 use super::launch::Launch;
-use super::linear::{Matrix, Storage};
+use super::linear::Matrix;
 use super::memory::DeviceSlice;
 use super::nvrtc::Unit;
 use crate::base::Result;
+use crate::tensor::WeightType;
 
 /// What the kernel of this file is passed, by its name.
 pub(super) const ARGUMENTS: &[(&str, usize)] =
@@ -40,10 +41,10 @@ pub fn row_norms(
         out: out.address(),
         global: matrix.global(),
         kind: match matrix.storage() {
-            Storage::F32 => 0,
-            Storage::F16 => 1,
-            Storage::BF16 => 2,
-            Storage::Nvfp4 => 3,
+            WeightType::F32 => 0,
+            WeightType::F16 => 1,
+            WeightType::BF16 => 2,
+            WeightType::Nvfp4 => 3,
         },
         k: int("the width of a weight", matrix.cols())?,
     };

@@ -3,18 +3,19 @@
 
 use super::elementwise::{self, TableArgument};
 use super::gpu::Gpu;
-use super::linear::{Matrix, Storage};
+use super::linear::Matrix;
 use super::memory::{DeviceBuffer, Pinned};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::Tag;
 use crate::base::size::product;
+use crate::tensor::WeightType;
 
 /// Rows `[rows, width]` of plain values in page-locked host memory. Immutable.
 #[derive(Debug)]
 pub struct HostTable {
     values: Pinned,
-    storage: Storage,
+    storage: WeightType,
     width: usize,
 }
 
@@ -24,7 +25,7 @@ impl HostTable {
         gpu: &Gpu,
         rows: usize,
         width: usize,
-        storage: Storage,
+        storage: WeightType,
         fill: impl FnOnce(&mut [u8]) -> Result<()>,
     ) -> Result<HostTable> {
         let Some(element) = storage.element_bytes() else {

@@ -21,6 +21,7 @@ use crate::format::nvfp4::{self, BLOCK, Levels, QuantizeOptions, Recipe};
 use crate::text::Tokenizer;
 
 use super::text;
+use crate::tensor::DType;
 
 /// What kind of model is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -284,12 +285,15 @@ fn plan<'a>(source: &'a dyn Checkpoint, options: &ConvertOptions) -> Result<Vec<
             (Action::Quantize, Encoding::Nvfp4)
         } else {
             let dense = match entry.encoding {
-                Encoding::Nf4 | Encoding::F8E4M3 | Encoding::Ggml(_) if entry.shape.len() > 1 => {
-                    Encoding::BF16
+                Encoding::Nf4 | Encoding::Dense(DType::F8E4M3) | Encoding::Ggml(_)
+                    if entry.shape.len() > 1 =>
+                {
+                    Encoding::Dense(DType::BF16)
                 }
-                Encoding::Nf4 | Encoding::F8E4M3 | Encoding::Ggml(_) | Encoding::F64 => {
-                    Encoding::F32
-                }
+                Encoding::Nf4
+                | Encoding::Dense(DType::F8E4M3)
+                | Encoding::Ggml(_)
+                | Encoding::Dense(DType::F64) => Encoding::Dense(DType::F32),
                 same => same,
             };
             (Action::Copy, dense)

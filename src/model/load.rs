@@ -21,8 +21,9 @@ use crate::base::memory::{Buffer, Tag};
 use crate::base::{ErrorKind, Result, threads};
 use crate::checkpoint::{Checkpoint, Encoding, Entry};
 use crate::format::nvfp4::{self, BLOCK, NonFinite, QuantizeOptions};
-use crate::ops::linear::{DenseType, Linear, ReadNvfp4};
+use crate::ops::linear::{Linear, ReadNvfp4};
 use crate::ops::{Array, Device};
+use crate::tensor::{DType, WeightType};
 
 /// Values read at a time where this file reads them itself: so few that they are still in a core's own cache when they are used.
 const VALUES: usize = 1 << 16;
@@ -64,21 +65,15 @@ impl Found<'_> {
     }
 }
 
-/// How a matrix is held in memory.
-enum Held {
-    Nvfp4,
-    Dense(DenseType),
-}
-
 /// How a matrix is held, where dense ones are quantized on the way or not.
-fn held(found: &Found<'_>, quantize: bool) -> Held {
+fn held(found: &Found<'_>, quantize: bool) -> WeightType {
     match found.entry.encoding {
-        Encoding::Nvfp4 => Held::Nvfp4,
-        _ if quantize && found.spec.role == TensorRole::Linear => Held::Nvfp4,
-        _ if found.spec.role == TensorRole::Router => Held::Dense(DenseType::F32),
-        Encoding::BF16 => Held::Dense(DenseType::BF16),
-        Encoding::F16 => Held::Dense(DenseType::F16),
-        _ => Held::Dense(DenseType::F32),
+        Encoding::Nvfp4 => WeightType::Nvfp4,
+        _ if quantize && found.spec.role == TensorRole::Linear => WeightType::Nvfp4,
+        _ if found.spec.role == TensorRole::Router => WeightType::F32,
+        Encoding::Dense(DType::BF16) => WeightType::BF16,
+        Encoding::Dense(DType::F16) => WeightType::F16,
+        _ => WeightType::F32,
     }
 }
 
@@ -99,8 +94,10 @@ pub(super) fn weight_bytes(
         let elements = found.spec.shape.iter().product::<usize>() as u64;
         match held(found, quantize) {
             _ if found.is_vector() => elements * 4,
-            Held::Nvfp4 => elements / 2 + elements / BLOCK as u64,
-            Held::Dense(dtype) => elements * dtype.dtype().bytes() as u64,
+            held => match held.element_bytes() {
+                None => elements / 2 + elements / BLOCK as u64,
+                Some(bytes) => elements * bytes as u64,
+            },
         }
     };
     Ok(found.iter().map(bytes).sum())
@@ -355,7 +352,7 @@ impl Work<'_> {
 
     fn matrix(&self, found: &Found<'_>) -> Result<Linear> {
         let (rows, cols) = (found.height(), found.cols());
-        let Held::Dense(dtype) = held(found, self.shared.quantize.is_some()) else {
+        let Some(dtype) = held(found, self.shared.quantize.is_some()).dtype() else {
             return self.packed(found);
         };
         let mut sum = RowsChecksum::new();

@@ -11,11 +11,11 @@ use crate::base::error::{Result, bail, err};
 use crate::base::memory::Tag;
 use crate::base::size::product;
 pub use crate::cpu::ReadNvfp4;
-use crate::cpu::{Kind, Packed, ReadDense};
+use crate::cpu::{Packed, ReadDense};
 use crate::cuda::{
-    self, DeviceBuffer, DeviceSlice, FloatRows, Gpu, Input, LinearScratch, Matrix, Output, Storage,
+    self, DeviceBuffer, DeviceSlice, FloatRows, Gpu, Input, LinearScratch, Matrix, Output,
 };
-use crate::tensor::{DType, Tensor};
+use crate::tensor::{DType, Tensor, WeightType};
 
 /// How activations enter a product with an NVFP4 weight.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -36,36 +36,6 @@ impl Activations {
                 "8-bit activations were asked for on {gpu:?}, which has exact ones; ask for exact activations"
             ),
             _ => Ok(()),
-        }
-    }
-}
-
-/// The types a dense weight may be held in.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum DenseType {
-    /// IEEE single precision.
-    F32,
-    /// IEEE half precision.
-    F16,
-    /// bfloat16.
-    BF16,
-}
-
-impl DenseType {
-    /// The type of a tensor's elements.
-    pub const fn dtype(self) -> DType {
-        match self {
-            DenseType::F32 => DType::F32,
-            DenseType::F16 => DType::F16,
-            DenseType::BF16 => DType::BF16,
-        }
-    }
-
-    pub(super) const fn storage(self) -> Storage {
-        match self {
-            DenseType::F32 => Storage::F32,
-            DenseType::F16 => Storage::F16,
-            DenseType::BF16 => Storage::BF16,
         }
     }
 }
@@ -101,22 +71,18 @@ impl Linear {
         }
     }
 
-    /// Prepares a dense weight whose values `read` gives a range of rows at a time.
+    /// Prepares a dense weight, held in float32, float16 or bfloat16, whose values `read` gives a range of rows at a time.
     pub fn dense(
         device: &Device,
         rows: usize,
         cols: usize,
-        dtype: DenseType,
+        dtype: DType,
         read: &mut ReadDense,
     ) -> Result<Linear> {
-        let kind = match dtype {
-            DenseType::F32 => Kind::F32,
-            DenseType::F16 => Kind::F16,
-            DenseType::BF16 => Kind::Bf16,
-        };
+        let held = WeightType::dense(dtype)?;
         match device {
             Device::Cpu(_) => Ok(Linear {
-                weight: Weight::Cpu(Packed::dense(rows, cols, kind, read)?),
+                weight: Weight::Cpu(Packed::dense(rows, cols, held, read)?),
             }),
             Device::Cuda(gpu) => Ok(Linear {
                 weight: Weight::Cuda(dense_matrix(gpu, rows, cols, dtype, read)?),
@@ -156,15 +122,10 @@ impl Linear {
     }
 
     /// How the values are held.
-    pub fn kind(&self) -> Kind {
+    pub fn kind(&self) -> WeightType {
         match &self.weight {
             Weight::Cpu(packed) => packed.kind(),
-            Weight::Cuda(matrix) => match matrix.storage() {
-                Storage::Nvfp4 => Kind::Nvfp4,
-                Storage::F32 => Kind::F32,
-                Storage::F16 => Kind::F16,
-                Storage::BF16 => Kind::Bf16,
-            },
+            Weight::Cuda(matrix) => matrix.storage(),
         }
     }
 
@@ -190,31 +151,32 @@ fn dense_matrix(
     gpu: &Arc<Gpu>,
     rows: usize,
     cols: usize,
-    dtype: DenseType,
+    dtype: DType,
     read: &mut ReadDense,
 ) -> Result<Matrix> {
     let mut values = Vec::new();
-    Matrix::dense(gpu, rows, cols, dtype.storage(), &mut |range, bytes| {
-        let first = range.start;
-        values.resize(range.len() * cols, 0.0);
-        read(range, &mut values)?;
-        check_finite(&values, first, cols, dtype)?;
-        dtype.dtype().from_f32(&values, bytes)
-    })
+    Matrix::dense(
+        gpu,
+        rows,
+        cols,
+        WeightType::dense(dtype)?,
+        &mut |range, bytes| {
+            let first = range.start;
+            values.resize(range.len() * cols, 0.0);
+            read(range, &mut values)?;
+            check_finite(&values, first, cols, dtype)?;
+            dtype.from_f32(&values, bytes)
+        },
+    )
 }
 
 /// Refuses values that are not finite, or would not be when they are rounded, in rows of `cols` from row `first` on.
-pub(super) fn check_finite(
-    values: &[f32],
-    first: usize,
-    cols: usize,
-    dtype: DenseType,
-) -> Result<()> {
+pub(super) fn check_finite(values: &[f32], first: usize, cols: usize, dtype: DType) -> Result<()> {
     // What is rounded to infinity: from half a step above the largest value on.
     let limit = match dtype {
-        DenseType::F32 => f32::INFINITY,
-        DenseType::F16 => 65_520.0,
-        DenseType::BF16 => f32::from_bits(0x7f7f_8000),
+        DType::F16 => 65_520.0,
+        DType::BF16 => f32::from_bits(0x7f7f_8000),
+        _ => f32::INFINITY,
     };
     let fits = |v: &f32| v.abs() < limit;
     let Some(i) = values.iter().position(|v| !fits(v)) else {
@@ -226,7 +188,7 @@ pub(super) fn check_finite(
         first + i / cols,
         i % cols,
         values[i],
-        dtype.dtype().name()
+        dtype.name()
     )
 }
 
@@ -272,7 +234,10 @@ pub fn linear(
                 }
             }
             // As on the CPU, dense weights take activations as they are.
-            if matrices.iter().any(|(w, _)| w.storage() == Storage::Nvfp4) {
+            if matrices
+                .iter()
+                .any(|(w, _)| w.storage() == WeightType::Nvfp4)
+            {
                 activations.check(device)?;
             }
             let k = check_sizes(x, m, &matrices)?;
@@ -332,7 +297,7 @@ pub(super) fn of_tensor(
             "a weight on the cpu was given to {gpu:?}; prepare it for that device"
         ),
     };
-    if w.storage() == Storage::Nvfp4 {
+    if w.storage() == WeightType::Nvfp4 {
         activations.check(&Device::Cuda(gpu.clone()))?;
     }
     if !matches!(dtype, DType::F32 | DType::F16 | DType::BF16) {
@@ -484,9 +449,9 @@ mod tests {
     fn weights_that_a_type_cannot_hold_are_refused() {
         let below = |v: f32| f32::from_bits(v.to_bits() - 1);
         for (dtype, limit) in [
-            (DenseType::F32, f32::INFINITY),
-            (DenseType::F16, 65_520.0),
-            (DenseType::BF16, f32::from_bits(0x7f7f_8000)),
+            (DType::F32, f32::INFINITY),
+            (DType::F16, 65_520.0),
+            (DType::BF16, f32::from_bits(0x7f7f_8000)),
         ] {
             for (value, fits) in [
                 (below(limit), true),
@@ -496,10 +461,10 @@ mod tests {
                 (f32::NAN, false),
             ] {
                 let mut rounded = [0; 4];
-                let rounded = &mut rounded[..dtype.dtype().bytes()];
-                dtype.dtype().from_f32(&[value], rounded).unwrap();
+                let rounded = &mut rounded[..dtype.bytes()];
+                dtype.from_f32(&[value], rounded).unwrap();
                 let mut back = [0f32];
-                dtype.dtype().to_f32(rounded, &mut back).unwrap();
+                dtype.to_f32(rounded, &mut back).unwrap();
                 assert_eq!(back[0].is_finite(), fits, "{dtype:?} {value:e}");
                 let e = check_finite(&[0.0, 0.0, 0.0, value], 7, 2, dtype);
                 assert_eq!(e.is_ok(), fits, "{dtype:?} {value:e}");

@@ -3,16 +3,16 @@
 
 use std::sync::Arc;
 
-use super::linear::{DenseType, Linear, check_finite};
+use super::linear::{Linear, check_finite};
 use super::scaled_mm::Operand;
 use super::tensors::types::Nvfp4Tensor;
 use super::transfer::in_order_and_wait;
-use crate::base::error::{Result, bail};
+use crate::base::error::Result;
 use crate::base::memory::{Buffer, Tag};
 use crate::base::size::product;
 use crate::cuda::{self, DeviceBuffer, Gpu, Matrix};
 use crate::format::swizzle::ScaleLayout;
-use crate::tensor::Tensor;
+use crate::tensor::{DType, Tensor, WeightType};
 
 /// The NVFP4 weight `w` `[N, K]`, held in its codes.
 pub(super) fn nvfp4(gpu: &Arc<Gpu>, w: &Nvfp4Tensor) -> Result<Linear> {
@@ -24,10 +24,9 @@ pub(super) fn nvfp4(gpu: &Arc<Gpu>, w: &Nvfp4Tensor) -> Result<Linear> {
     })
 }
 
-/// The NVFP4 weight `w` `[N, K]`, decoded to values of `dense`.
-pub(super) fn decoded(gpu: &Arc<Gpu>, w: &Nvfp4Tensor, dense: DenseType) -> Result<Linear> {
+/// The NVFP4 weight `w` `[N, K]`, decoded to values of `dtype`.
+pub(super) fn decoded(gpu: &Arc<Gpu>, w: &Nvfp4Tensor, dtype: DType) -> Result<Linear> {
     let (rows, cols) = w.dims()?;
-    let dtype = dense.dtype();
     in_order_and_wait(gpu, || {
         let bytes = product("a weight", &[rows, cols, dtype.bytes()])?;
         let values = DeviceBuffer::uninit(gpu, Tag::DeviceWeights, bytes)?;
@@ -35,43 +34,33 @@ pub(super) fn decoded(gpu: &Arc<Gpu>, w: &Nvfp4Tensor, dense: DenseType) -> Resu
         let operand = Operand::of(gpu, w)?;
         cuda::wait_for_scales(gpu, &operand.on_device()?)?;
         cuda::dequantize(gpu, &w.codes, &w.scales, swizzled, w.global, dtype, &values)?;
-        of_values((rows, cols), dense, values)
+        of_values((rows, cols), dtype, values)
     })
 }
 
-/// The dense weight `w` `[N, K]`, of the type `dense`.
-pub(super) fn dense(gpu: &Arc<Gpu>, w: &Tensor, dense: DenseType) -> Result<Linear> {
-    if w.dtype() != dense.dtype() {
-        bail!(
-            Unsupported,
-            "a {} weight on a GPU; it takes float16, bfloat16 and float32",
-            w.dtype().name()
-        );
-    }
+/// The dense weight `w` `[N, K]`, held in its own type.
+pub(super) fn dense(gpu: &Arc<Gpu>, w: &Tensor) -> Result<Linear> {
+    WeightType::dense(w.dtype())?;
     in_order_and_wait(gpu, || {
         let values = cuda::contiguous(gpu, Tag::DeviceWeights, w)?;
-        of_values(w.shape().matrix(), dense, values)
+        of_values(w.shape().matrix(), w.dtype(), values)
     })
 }
 
 /// A weight over values that are in its memory already, once they are known to be finite.
-fn of_values(
-    (rows, cols): (usize, usize),
-    dense: DenseType,
-    values: DeviceBuffer,
-) -> Result<Linear> {
-    let matrix = Matrix::from_values(rows, cols, dense.storage(), values)?;
-    if !cuda::is_finite(matrix.values(), (rows, cols), dense.dtype())? {
-        find_infinite(&matrix, dense)?;
+fn of_values((rows, cols): (usize, usize), dtype: DType, values: DeviceBuffer) -> Result<Linear> {
+    let matrix = Matrix::from_values(rows, cols, WeightType::dense(dtype)?, values)?;
+    if !cuda::is_finite(matrix.values(), (rows, cols), dtype)? {
+        find_infinite(&matrix, dtype)?;
     }
     Ok(Linear::on_gpu(matrix))
 }
 
 /// The error of the first value that is not finite.
-fn find_infinite(matrix: &Matrix, dense: DenseType) -> Result<()> {
+fn find_infinite(matrix: &Matrix, dtype: DType) -> Result<()> {
     /// Values looked at together.
     const AT_ONCE: usize = 1 << 20;
-    let (rows, cols, element) = (matrix.rows(), matrix.cols(), dense.dtype().bytes());
+    let (rows, cols, element) = (matrix.rows(), matrix.cols(), dtype.bytes());
     let step = (AT_ONCE / cols).max(1);
     let mut bytes = Buffer::<u8>::zeroed(Tag::Scratch, step.min(rows) * cols * element)?;
     let mut values = Buffer::<f32>::zeroed(Tag::Scratch, step.min(rows) * cols)?;
@@ -79,8 +68,8 @@ fn find_infinite(matrix: &Matrix, dense: DenseType) -> Result<()> {
         let count = step.min(rows - first) * cols;
         let (bytes, values) = (&mut bytes[..count * element], &mut values[..count]);
         matrix.values().read(first * cols * element, bytes)?;
-        dense.dtype().to_f32(bytes, values)?;
-        check_finite(values, first, cols, dense)?;
+        dtype.to_f32(bytes, values)?;
+        check_finite(values, first, cols, dtype)?;
     }
     Ok(())
 }

@@ -89,6 +89,14 @@ impl DType {
         matches!(self, DType::F16 | DType::F32 | DType::F64 | DType::BF16)
     }
 
+    /// Whether values of this type are whole numbers or truth values.
+    pub const fn is_integer(self) -> bool {
+        matches!(
+            self,
+            DType::U8 | DType::I8 | DType::I16 | DType::I32 | DType::I64 | DType::Bool
+        )
+    }
+
     /// The elements `from`, as f32, into `to`. Integers and f64 round to nearest; a byte of [`DType::F8E4M3`] decodes.
     pub fn to_f32(self, from: &[u8], to: &mut [f32]) -> Result<()> {
         self.check_lengths(from.len(), to.len())?;

@@ -7,6 +7,7 @@ mod dlpack;
 mod dtype;
 mod shape;
 mod storage;
+mod weight_type;
 
 pub use dlpack::{
     DLDataType, DLDevice, DLManagedTensor, DLManagedTensorVersioned, DLPackVersion, DLTensor,
@@ -15,3 +16,4 @@ pub use dlpack::{
 pub use dtype::DType;
 pub use shape::{MAX_RANK, Shape};
 pub use storage::{Owner, Place, Release, Tensor, WeakTensor};
+pub use weight_type::WeightType;

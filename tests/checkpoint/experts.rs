@@ -9,6 +9,7 @@ use NVFP4::base::ErrorKind;
 use NVFP4::checkpoint::{Checkpoint, Encoding};
 use NVFP4::format::{e4m3, nvfp4};
 use NVFP4::model;
+use NVFP4::tensor::DType;
 
 const NVFP4: u32 = 40;
 
@@ -275,7 +276,7 @@ fn float8_is_scaled_by_the_blocks_that_the_config_names() {
             let entry = opened.find("a.weight").unwrap();
             assert_eq!(
                 (&entry.shape[..], entry.encoding),
-                (shape, Encoding::F8E4M3)
+                (shape, Encoding::Dense(DType::F8E4M3))
             );
             assert_eq!(opened.entries().len(), 1);
             assert!(opened.plain(entry).is_none());

@@ -13,6 +13,7 @@ use NVFP4::checkpoint::{Checkpoint, Encoding};
 use NVFP4::format::nvfp4::Recipe;
 use NVFP4::model::convert::{Container, ConvertOptions, convert};
 use NVFP4::model::{self, KvCache, KvType, Logits, Model, Scratch as Room, families};
+use NVFP4::tensor::DType;
 use safetensors::SafeTensors;
 use serde_json::{Value, json};
 
@@ -601,7 +602,10 @@ fn a_text_model_within_a_larger_one_is_run_and_converted() {
             .unwrap();
             let eye = "vision_tower.vision_model.encoder.layers.0.self_attn.q_proj.weight";
             let copy = model::open(&path).unwrap();
-            assert_eq!(copy.find(eye).unwrap().encoding, Encoding::F32);
+            assert_eq!(
+                copy.find(eye).unwrap().encoding,
+                Encoding::Dense(DType::F32)
+            );
             let config = copy.metadata().config.as_ref().unwrap();
             assert!(config["text_config"].is_object());
             match container {

@@ -16,7 +16,7 @@ use NVFP4::format::nvfp4::{Nvfp4, dequantize, pack};
 use NVFP4::format::{e2m1, e4m3, swizzle};
 use NVFP4::model;
 use NVFP4::ops::backend::Backend;
-use NVFP4::ops::linear::{DenseType, Linear};
+use NVFP4::ops::linear::Linear;
 use NVFP4::ops::quantize;
 use NVFP4::ops::tensors::{self, Nvfp4Tensor, ScaleLayout};
 use NVFP4::ops::{Device, Workspace};
@@ -543,7 +543,7 @@ fn doors() -> Vec<Door> {
             // Held as dense values, it is refused where those are not finite.
             has_products(c).then(|| {
                 let q = c.tensor(ScaleLayout::Linear);
-                tensors::weight_for(&device(), &q, Backend::DequantMatmul, DenseType::F32)
+                tensors::weight_for(&device(), &q, Backend::DequantMatmul, DType::F32)
                     .and_then(|w| rows_of(&w))
             })
         }),

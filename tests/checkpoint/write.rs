@@ -14,6 +14,7 @@ use NVFP4::model;
 use safetensors::SafeTensors;
 
 use super::files::{Scratch, dat, dat_entry, leb128};
+use NVFP4::tensor::DType;
 
 fn golden(name: &str) -> std::path::PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -31,10 +32,10 @@ fn planned(name: &str, shape: &[usize], encoding: Encoding) -> Planned {
 
 fn plan() -> Vec<Planned> {
     vec![
-        planned("norm.weight", &[3], Encoding::F32),
+        planned("norm.weight", &[3], Encoding::Dense(DType::F32)),
         planned("a.weight", &[2, 32], Encoding::Nvfp4),
-        planned("half.weight", &[2, 2], Encoding::F16),
-        planned("lm_head.weight", &[1, 3], Encoding::BF16),
+        planned("half.weight", &[2, 2], Encoding::Dense(DType::F16)),
+        planned("lm_head.weight", &[1, 3], Encoding::Dense(DType::BF16)),
     ]
 }
 
@@ -304,7 +305,7 @@ fn block_formats_convert_to_float_but_are_not_written_as_they_are() {
     assert_eq!(error.kind(), ErrorKind::Unsupported);
     let float: Vec<Planned> = same
         .into_iter()
-        .map(|p| planned(&p.name, &p.shape, Encoding::F32))
+        .map(|p| planned(&p.name, &p.shape, Encoding::Dense(DType::F32)))
         .collect();
     let mut writer = Box::new(DatWriter::create(&path, &float).unwrap());
     for entry in source.entries() {
@@ -388,7 +389,7 @@ fn misuse_is_refused_and_nothing_is_left_behind() {
     );
     assert!(bad(planned("w", &[2, 0], nvfp4)).message().contains("is 0"));
     assert!(
-        bad(planned("w", &[usize::MAX, 2], Encoding::F32))
+        bad(planned("w", &[usize::MAX, 2], Encoding::Dense(DType::F32)))
             .message()
             .contains("overflows")
     );
@@ -398,8 +399,8 @@ fn misuse_is_refused_and_nothing_is_left_behind() {
         "the plan has no tensors",
     );
     let twice = [
-        planned("w", &[1], Encoding::F32),
-        planned("w", &[1], Encoding::F32),
+        planned("w", &[1], Encoding::Dense(DType::F32)),
+        planned("w", &[1], Encoding::Dense(DType::F32)),
     ];
     expect_kind(
         DatWriter::create(&path, &twice),
@@ -560,7 +561,7 @@ fn with_little_space() {
         return;
     };
     let directory = Path::new(&directory);
-    let big = [planned("w", &[64, 1024], Encoding::F32)];
+    let big = [planned("w", &[64, 1024], Encoding::Dense(DType::F32))];
     let refused = |error: NVFP4::base::Error, place: &str| {
         assert_eq!(error.kind(), ErrorKind::Io, "{error}");
         assert!(error.message().contains(place), "{error}");

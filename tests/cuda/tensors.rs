@@ -17,7 +17,7 @@ use NVFP4::format::nvfp4::{
 };
 use NVFP4::format::{Rounding, e2m1, e4m3, random, swizzle};
 use NVFP4::ops::backend::Backend;
-use NVFP4::ops::linear::{Activations, DenseType, Linear};
+use NVFP4::ops::linear::{Activations, Linear};
 use NVFP4::ops::tensors::{self, Nf4Tensor, Nvfp4Tensor, ScaleLayout};
 use NVFP4::ops::transfer::{self, ManagedPolicy};
 use NVFP4::ops::{Device, Workspace};
@@ -1169,7 +1169,7 @@ fn scales_that_are_none_are_found() {
                 let bad = tensor(&bytes);
                 let said = format!("block {block} in row {row} has the byte {byte:#04x}");
                 let decoded = Backend::DequantMatmul;
-                let decoded = tensors::weight_for(&device, &bad, decoded, DenseType::F32);
+                let decoded = tensors::weight_for(&device, &bad, decoded, DType::F32);
                 let refused = [
                     tensors::weight(&device, &bad).unwrap_err(),
                     decoded.unwrap_err(),
@@ -1204,7 +1204,7 @@ fn held(weight: &Linear) -> Vec<u8> {
     bytes
 }
 
-const DENSE: [DenseType; 3] = [DenseType::F32, DenseType::F16, DenseType::BF16];
+const DENSE: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
 /// Weights of every kind from tensors of the device hold what they hold from host memory.
 #[test]
@@ -1280,18 +1280,18 @@ fn weights_that_cannot_be_held_are_refused() {
         tensors::weight_for(device, q, Backend::DequantMatmul, dense)
     };
     for at in [&q, &parts_there(&q, false)] {
-        let e = decoded(&device, at, DenseType::F16).unwrap_err();
+        let e = decoded(&device, at, DType::F16).unwrap_err();
         assert!(e.message().contains("row 0, column 0"), "{e}");
-        decoded(&device, at, DenseType::BF16).unwrap();
+        decoded(&device, at, DType::BF16).unwrap();
     }
     expect_kind(
-        decoded(&cpu, &q, DenseType::F16),
+        decoded(&cpu, &q, DType::F16),
         ErrorKind::InvalidArgument,
         "element [0, 0] is 120000",
     );
     q.scales = bytes_tensor(&[0x38, 0x38, 0x38, 0x7f, 0, 0, 0, 0], &[4, 2], DType::U8);
     for at in [&q, &parts_there(&q, false)] {
-        let e = decoded(&device, at, DenseType::F32).unwrap_err();
+        let e = decoded(&device, at, DType::F32).unwrap_err();
         assert!(e.message().contains("block 1 in row 1"), "{e}");
     }
 
@@ -1302,11 +1302,11 @@ fn weights_that_cannot_be_held_are_refused() {
         ..at.clone()
     };
     for backend in [Backend::Nvfp4Kernel, Backend::DequantMatmul] {
-        let e = tensors::weight_for(&device, &split, backend, DenseType::F32).unwrap_err();
+        let e = tensors::weight_for(&device, &split, backend, DType::F32).unwrap_err();
         assert_eq!(e.kind(), ErrorKind::InvalidArgument);
         assert!(e.message().contains("the memory of the host"), "{e}");
         assert!(e.message().contains("the memory of cuda:0"), "{e}");
-        let e = tensors::weight_for(&cpu, &at, backend, DenseType::F32).unwrap_err();
+        let e = tensors::weight_for(&cpu, &at, backend, DType::F32).unwrap_err();
         assert_eq!(e.kind(), ErrorKind::Unsupported);
     }
     let f64s = there(&Tensor::zeros(&[4, 32], DType::F64).unwrap(), false);
@@ -1322,7 +1322,7 @@ fn weights_that_cannot_be_held_are_refused() {
         block: 64,
     };
     let backend = Backend::DequantMatmul;
-    let e = tensors::nf4_weight_for(&device, &nf4, (4, 32), backend, DenseType::F32);
+    let e = tensors::nf4_weight_for(&device, &nf4, (4, 32), backend, DType::F32);
     assert_eq!(e.unwrap_err().kind(), ErrorKind::Unsupported);
 }
 

@@ -5,6 +5,7 @@ use half::f16;
 
 use crate::checkpoint::Encoding;
 use crate::format::e2m1;
+use crate::tensor::DType;
 
 /// Elements of a super-block of the K types.
 const SUPER: usize = 256;
@@ -65,10 +66,11 @@ impl GgmlType {
 /// Encoding, elements per block and bytes per block of a GGUF type number.
 pub(super) fn encoding(code: u32) -> Option<(Encoding, usize, usize)> {
     use GgmlType::*;
+    let dense = |dtype: DType| Some((Encoding::Dense(dtype), 1, dtype.bytes()));
     let ggml = |t, elements, bytes| Some((Encoding::Ggml(t), elements, bytes));
     match code {
-        0 => Some((Encoding::F32, 1, 4)),
-        1 => Some((Encoding::F16, 1, 2)),
+        0 => dense(DType::F32),
+        1 => dense(DType::F16),
         2 => ggml(Q4_0, 32, 18),
         3 => ggml(Q4_1, 32, 20),
         6 => ggml(Q5_0, 32, 22),
@@ -81,12 +83,12 @@ pub(super) fn encoding(code: u32) -> Option<(Encoding, usize, usize)> {
         14 => ggml(Q6_K, SUPER, 210),
         20 => ggml(IQ4_NL, 32, 18),
         23 => ggml(IQ4_XS, SUPER, 136),
-        24 => Some((Encoding::I8, 1, 1)),
-        25 => Some((Encoding::I16, 1, 2)),
-        26 => Some((Encoding::I32, 1, 4)),
-        27 => Some((Encoding::I64, 1, 8)),
-        28 => Some((Encoding::F64, 1, 8)),
-        30 => Some((Encoding::BF16, 1, 2)),
+        24 => dense(DType::I8),
+        25 => dense(DType::I16),
+        26 => dense(DType::I32),
+        27 => dense(DType::I64),
+        28 => dense(DType::F64),
+        30 => dense(DType::BF16),
         39 => ggml(MXFP4, 32, 17),
         40 => Some((Encoding::Nvfp4, 64, 36)),
         _ => None,

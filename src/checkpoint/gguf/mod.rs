@@ -15,6 +15,7 @@ use super::{Encoding, Entry, Metadata, TokenizerSource};
 use crate::base::error::{bail, err};
 use crate::base::{Result, alloc, memory};
 use crate::format::nvfp4;
+use crate::tensor::DType;
 
 pub use blocks::GgmlType;
 pub use family::{GgufFamily, GgufKind, GgufMetadata};
@@ -253,7 +254,10 @@ fn multipliers(sources: &[Source], raw: &Raw, weight: &Raw) -> Result<Vec<f32>> 
         _ => 1,
     };
     let len = raw.elements();
-    if raw.encoding != Encoding::F32 || raw.shape.len() != 1 || (len != 1 && len != experts) {
+    if raw.encoding != Encoding::Dense(DType::F32)
+        || raw.shape.len() != 1
+        || (len != 1 && len != experts)
+    {
         bail!(
             Unsupported,
             "'{}' is {} of shape {:?}; '{}' of shape {:?} takes one F32 scale{}",

@@ -14,6 +14,7 @@ use crate::base::error::{Error, bail, err};
 use crate::base::file::{self, Temporary};
 use crate::base::{Result, size};
 use crate::format::nvfp4::{self, BLOCK};
+use crate::tensor::DType;
 
 pub use dat::DatWriter;
 pub use modelopt::ModelOptWriter;
@@ -275,12 +276,12 @@ impl Progress {
         let slot = self.current(true)?;
         let name = &slot.name;
         let bytes: Vec<u8> = match slot.encoding {
-            Encoding::F32 => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
-            Encoding::BF16 => values
+            Encoding::Dense(DType::F32) => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
+            Encoding::Dense(DType::BF16) => values
                 .iter()
                 .flat_map(|&v| bf16::from_f32(v).to_le_bytes())
                 .collect(),
-            Encoding::F16 => {
+            Encoding::Dense(DType::F16) => {
                 if let Some(large) = values
                     .iter()
                     .find(|v| v.is_finite() && f16::from_f32(**v).is_infinite())

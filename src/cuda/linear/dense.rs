@@ -1,12 +1,13 @@
 //! The plain kernel for weights that are values one after the other.
 
-use super::{Matrix, Output, Storage};
+use super::{Matrix, Output};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::cuda::gpu::{Gpu, int};
 use crate::cuda::launch::Launch;
 use crate::cuda::memory::DeviceBuffer;
 use crate::cuda::nvrtc::Unit;
+use crate::tensor::WeightType;
 
 /// What the kernel of this file is passed, by its name.
 pub(super) const ARGUMENTS: &[(&str, usize)] = &[("linear_dense", size_of::<DenseArguments>())];
@@ -45,10 +46,10 @@ pub(super) fn dense(
         out,
         factor,
         kind: match w.storage {
-            Storage::F32 => 0,
-            Storage::F16 => 1,
-            Storage::BF16 => 2,
-            Storage::Nvfp4 => bail!(Internal, "the dense kernel was given an NVFP4 weight"),
+            WeightType::F32 => 0,
+            WeightType::F16 => 1,
+            WeightType::BF16 => 2,
+            WeightType::Nvfp4 => bail!(Internal, "the dense kernel was given an NVFP4 weight"),
         },
         output: output.plain()?,
         m: int("rows", m)?,

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::dense::dense;
 use super::matrix::{CHUNK_ROWS, by_words, chunk_offset};
 use super::tiled::TileKernel;
-use super::{FEW, Hardware, Matrix, Output, SMALL, Storage, TILED, tiles_serve};
+use super::{FEW, Hardware, Matrix, Output, SMALL, TILED, tiles_serve};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::Tag;
@@ -16,6 +16,7 @@ use crate::cuda::elementwise;
 use crate::cuda::gpu::{Gpu, int};
 use crate::cuda::memory::DeviceBuffer;
 use crate::cuda::nvrtc::Unit;
+use crate::tensor::WeightType;
 
 /// What the kernel of this file is passed, by its name.
 pub(super) const ARGUMENTS: &[(&str, usize)] =
@@ -77,12 +78,12 @@ impl LinearScratch {
     pub fn for_product(gpu: &Arc<Gpu>, w: &Matrix, m: usize) -> Result<LinearScratch> {
         let row = 2 * w.cols;
         let bytes = match w.storage {
-            Storage::F32 => 0,
+            WeightType::F32 => 0,
             // Activations of the weight's type.
-            Storage::F16 | Storage::BF16 if m > SMALL => product("activations", &[m, row])?,
-            Storage::F16 | Storage::BF16 => 0,
-            Storage::Nvfp4 if tiles_serve(&Hardware::of(gpu), m) => 0,
-            Storage::Nvfp4 => row * w.rows.min(COPY / row).max(1).next_multiple_of(CHUNK_ROWS),
+            WeightType::F16 | WeightType::BF16 if m > SMALL => product("activations", &[m, row])?,
+            WeightType::F16 | WeightType::BF16 => 0,
+            WeightType::Nvfp4 if tiles_serve(&Hardware::of(gpu), m) => 0,
+            WeightType::Nvfp4 => row * w.rows.min(COPY / row).max(1).next_multiple_of(CHUNK_ROWS),
         };
         Self::new(gpu, m, w.cols, bytes)
     }
@@ -100,7 +101,7 @@ impl LinearScratch {
         stride: usize,
     ) -> Result<()> {
         let Some(blas) = gpu.blas().filter(|_| self.workspace.bytes() > 0) else {
-            if w.storage == Storage::Nvfp4 {
+            if w.storage == WeightType::Nvfp4 {
                 bail!(
                     Unsupported,
                     "a weight with K = {} fits no kernel of this device, and there is no cuBLASLt",
@@ -109,17 +110,17 @@ impl LinearScratch {
             }
             return dense(gpu, w, None, x, factor, m, output, out, stride);
         };
-        if matches!(w.storage, Storage::BF16 | Storage::F16) {
+        if matches!(w.storage, WeightType::BF16 | WeightType::F16) {
             // The library multiplies operands of one type, and gives bf16 or f32 of bf16.
             let (kind, x) = match w.storage {
-                Storage::F16 => (Element::F16, x.address()),
+                WeightType::F16 => (Element::F16, x.address()),
                 _ => {
                     elementwise::f16_to_bf16(gpu, x, m * w.cols, &self.room)?;
                     (Element::Bf16, self.room.address())
                 }
             };
             let (rows, k, workspace) = (w.rows, w.cols, &self.workspace);
-            if w.storage == Storage::BF16 && output == Output::F16 {
+            if w.storage == WeightType::BF16 && output == Output::F16 {
                 let store = Store::Bf16;
                 blas.multiply(
                     gpu,

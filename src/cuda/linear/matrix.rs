@@ -16,38 +16,15 @@ use crate::cuda::operand::Operand;
 use crate::cuda::staging::{STAGING, Staging};
 use crate::format::nvfp4::{self, BLOCK};
 use crate::format::swizzle::ScaleLayout;
+use crate::tensor::WeightType;
 
 /// What the kernel of this file is passed, by its name.
 pub(super) const ARGUMENTS: &[(&str, usize)] = &[("linear_pack", size_of::<PackArguments>())];
 
-/// How a matrix is held.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Storage {
-    /// IEEE single precision.
-    F32,
-    /// IEEE half precision.
-    F16,
-    /// bfloat16.
-    BF16,
-    /// Codes and block scales in an order of the kernels' own, and a global scale.
-    Nvfp4,
-}
-
-impl Storage {
-    /// Bytes of a value, of storage that is values one after the other.
-    pub(in crate::cuda) const fn element_bytes(self) -> Option<usize> {
-        match self {
-            Storage::F32 => Some(4),
-            Storage::F16 | Storage::BF16 => Some(2),
-            Storage::Nvfp4 => None,
-        }
-    }
-}
-
 /// A weight `[rows, cols]` on a device. Immutable.
 #[derive(Debug)]
 pub struct Matrix {
-    pub(super) storage: Storage,
+    pub(super) storage: WeightType,
     pub(super) rows: usize,
     pub(super) cols: usize,
     /// Rows of values; of NVFP4, chunks of codes and scales.
@@ -158,7 +135,7 @@ impl Matrix {
             unsafe { pack(w, first, n, chunks)? };
         }
         Ok(Matrix {
-            storage: Storage::Nvfp4,
+            storage: WeightType::Nvfp4,
             rows,
             cols,
             values: Arc::new(values),
@@ -170,7 +147,7 @@ impl Matrix {
     pub fn from_values(
         rows: usize,
         cols: usize,
-        storage: Storage,
+        storage: WeightType,
         values: DeviceBuffer,
     ) -> Result<Matrix> {
         let Some(element) = storage.element_bytes() else {
@@ -222,7 +199,7 @@ impl Matrix {
         }
         staging.finish()?;
         Ok(Matrix {
-            storage: Storage::Nvfp4,
+            storage: WeightType::Nvfp4,
             rows,
             cols,
             values: Arc::new(values),
@@ -235,7 +212,7 @@ impl Matrix {
         gpu: &Arc<Gpu>,
         rows: usize,
         cols: usize,
-        storage: Storage,
+        storage: WeightType,
         read: &mut ReadBytes,
     ) -> Result<Matrix> {
         let Some(element) = storage.element_bytes() else {
@@ -265,7 +242,7 @@ impl Matrix {
     }
 
     /// How it is held.
-    pub fn storage(&self) -> Storage {
+    pub fn storage(&self) -> WeightType {
         self.storage
     }
 

@@ -18,12 +18,13 @@ use super::gpu::{Gpu, int};
 use super::memory::DeviceBuffer;
 use crate::base::Result;
 use crate::base::error::bail;
+use crate::tensor::WeightType;
 
 pub use deferred::{DeferredNorm, NormScratch, linear_add};
 pub use many::LinearScratch;
 pub(super) use many::WORKSPACE;
 pub(super) use matrix::{CHUNK_BYTES, CHUNK_K, CHUNK_ROWS};
-pub use matrix::{Matrix, ReadBytes, ReadNvfp4, Storage};
+pub use matrix::{Matrix, ReadBytes, ReadNvfp4};
 pub use residual::ResidualRow;
 pub use small::{Plan, Tile, small};
 pub use tiled::{TileKernel, tiled};
@@ -330,7 +331,7 @@ pub fn linear(
     let mut column = 0;
     for (w, bias) in matrices {
         let at = out.address() + (column * output.bytes()) as u64;
-        if w.storage == Storage::Nvfp4 || (m > SMALL && w.storage != Storage::F32) {
+        if w.storage == WeightType::Nvfp4 || (m > SMALL && w.storage != WeightType::F32) {
             scratch.product(gpu, w, x, factor, m, output, at, stride)?;
             if let Some(bias) = bias {
                 elementwise::add_bias_at(gpu, at, output == Output::F16, m, w.rows, stride, bias)?;
@@ -377,7 +378,7 @@ impl Hardware {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MatrixShape {
     /// How it is held.
-    pub storage: Storage,
+    pub storage: WeightType,
     /// Output features.
     pub rows: usize,
     /// Input features, K.
@@ -394,7 +395,7 @@ fn tiles_serve(hardware: &Hardware, m: usize) -> bool {
 }
 
 fn are_nvfp4(matrices: &[MatrixShape]) -> bool {
-    matrices.iter().all(|w| w.storage == Storage::Nvfp4)
+    matrices.iter().all(|w| w.storage == WeightType::Nvfp4)
 }
 
 /// How the fused kernel serves `m` rows that lie like this, if it is the one for them.

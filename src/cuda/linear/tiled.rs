@@ -2,8 +2,8 @@
 
 use super::matrix::{CHUNK_BYTES, CHUNK_K, CHUNK_ROWS};
 use super::{
-    Biased, Hardware, Input, Layout, LinearScratch, MatrixArgument, MatrixShape, Output, Storage,
-    TILED, WIDE, matrix_arguments,
+    Biased, Hardware, Input, Layout, LinearScratch, MatrixArgument, MatrixShape, Output, TILED,
+    WIDE, matrix_arguments,
 };
 use crate::base::Result;
 use crate::base::error::bail;
@@ -11,6 +11,7 @@ use crate::cuda::gpu::{Gpu, int};
 use crate::cuda::launch::Launch;
 use crate::cuda::memory::DeviceBuffer;
 use crate::cuda::nvrtc::Unit;
+use crate::tensor::WeightType;
 
 /// What the kernels of this file are passed, by the start of their names.
 pub(super) const ARGUMENTS: &[(&str, usize)] = &[
@@ -225,7 +226,7 @@ pub(super) fn has_glu(
     layout: Layout,
 ) -> bool {
     m <= TILED
-        && matrices.iter().all(|w| w.storage == Storage::Nvfp4)
+        && matrices.iter().all(|w| w.storage == WeightType::Nvfp4)
         && TileKernel::serving(hardware.arch, m, layout).has_glu()
 }
 

@@ -8,8 +8,9 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::threads::Pool;
 use crate::checkpoint::Encoding;
-use crate::cuda::{Gpu, HostTable, Storage};
+use crate::cuda::{Gpu, HostTable};
 use crate::model::weights::Embedding;
+use crate::tensor::{DType, WeightType};
 
 /// Rows that are brought to memory at a time.
 const TABLE_ROWS: usize = 1024;
@@ -24,10 +25,10 @@ pub(in crate::model) fn table(
         return Ok(None);
     };
     let (storage, plain) = match entry.encoding {
-        Encoding::BF16 => (Storage::BF16, true),
-        Encoding::F16 => (Storage::F16, true),
-        Encoding::F32 => (Storage::F32, true),
-        _ => (Storage::F32, false),
+        Encoding::Dense(DType::BF16) => (WeightType::BF16, true),
+        Encoding::Dense(DType::F16) => (WeightType::F16, true),
+        Encoding::Dense(DType::F32) => (WeightType::F32, true),
+        _ => (WeightType::F32, false),
     };
     let rows = entry.rows();
     let stored = checkpoint.plain(entry).filter(|_| plain);
@@ -40,10 +41,10 @@ pub(in crate::model) fn table(
         let mut values = vec![0f32; some.len() * width];
         checkpoint.rows_f32(entry, some, &mut values)?;
         match storage {
-            Storage::BF16 => fill(out, &values, |v| bf16::from_f32(v).to_le_bytes()),
-            Storage::F16 => fill(out, &values, |v| f16::from_f32(v).to_le_bytes()),
-            Storage::F32 => fill(out, &values, f32::to_le_bytes),
-            Storage::Nvfp4 => bail!(Internal, "an embedding is dense"),
+            WeightType::BF16 => fill(out, &values, |v| bf16::from_f32(v).to_le_bytes()),
+            WeightType::F16 => fill(out, &values, |v| f16::from_f32(v).to_le_bytes()),
+            WeightType::F32 => fill(out, &values, f32::to_le_bytes),
+            WeightType::Nvfp4 => bail!(Internal, "an embedding is dense"),
         }
         Ok(())
     };

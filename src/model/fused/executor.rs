@@ -17,7 +17,7 @@ use crate::base::{Result, call};
 use crate::cuda::{
     self, Biased, DeferredNorm, DeviceBuffer, DeviceSlice, Division, DrawRule, Drawn, Event,
     ExpertScratch, ExpertTable, Gpu, Graph, Hardware, Heads, HostTable, Input, Layout, Matrix,
-    MatrixShape, NextNorm, Output, PageTable, ResidualRow, Routing, Shared, Storage, Table, Unit,
+    MatrixShape, NextNorm, Output, PageTable, ResidualRow, Routing, Shared, Table, Unit,
 };
 use crate::model::gpu_cache::GpuCache;
 use crate::model::kv_cache::KvCache;
@@ -26,6 +26,7 @@ use crate::model::weights::{Block, GatedMlp, Mlp, Projection, Weights};
 use crate::ops::Array;
 use crate::ops::linear::Linear;
 use crate::ops::sample::{self, Choice};
+use crate::tensor::WeightType;
 
 /// Sequences that are stepped together at most.
 pub(in crate::model) const BATCH: usize = 256;
@@ -158,7 +159,7 @@ impl Executor {
         let mixtures = mixtures.collect::<Result<_>>()?;
         let blocks: Vec<BlockShape> = pairs.map(shape).collect::<Result<_>>()?;
         let head = matrix(&weights.head)?.shape();
-        let is_dense = |w: &MatrixShape| w.storage != Storage::Nvfp4;
+        let is_dense = |w: &MatrixShape| w.storage != WeightType::Nvfp4;
         let dense = is_dense(&head) || blocks.iter().flat_map(BlockShape::matrices).any(is_dense);
         let sizes = Sizes::of(spec, dense)?;
         let upload = |values: &[f32]| DeviceBuffer::from_slice(gpu, Tag::DeviceWeights, values);

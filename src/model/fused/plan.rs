@@ -3,10 +3,9 @@
 
 use std::fmt;
 
-use crate::cuda::{
-    self, DeferredNorm, Glu, Hardware, Layout, MatrixShape, Output, ResidualRow, Storage,
-};
+use crate::cuda::{self, DeferredNorm, Glu, Hardware, Layout, MatrixShape, Output, ResidualRow};
 use crate::model::spec::{Activation, BlockSpec, MlpSpec, NormPlacement, Spec};
+use crate::tensor::WeightType;
 
 /// A norm of the residual stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -151,7 +150,7 @@ impl BlockShape {
     /// How activations of a half lie: as its products take them, where one kernel serves all of the block's. Experts gather rows.
     fn layout(&self, half: Half, hardware: &Hardware, rows: usize) -> Layout {
         let gathers = half == Half::Mlp && matches!(self.mlp, MlpShape::Experts { .. });
-        match !gathers && self.matrices().all(|w| w.storage == Storage::Nvfp4) {
+        match !gathers && self.matrices().all(|w| w.storage == WeightType::Nvfp4) {
             true => Layout::taken(hardware, rows),
             false => Layout::Rows,
         }
@@ -208,7 +207,7 @@ pub(super) fn plan(
 /// How logits of some rows are computed after a prompt.
 pub(super) fn head_layout(head: MatrixShape, rows: usize, hardware: &Hardware) -> Layout {
     match head.storage {
-        Storage::Nvfp4 => Layout::taken(hardware, rows),
+        WeightType::Nvfp4 => Layout::taken(hardware, rows),
         _ => Layout::Rows,
     }
 }
@@ -550,7 +549,7 @@ mod tests {
     };
 
     /// Three blocks and the head, held like this.
-    fn model(s: &Sizes, storage: Storage) -> (Vec<BlockShape>, MatrixShape) {
+    fn model(s: &Sizes, storage: WeightType) -> (Vec<BlockShape>, MatrixShape) {
         let shape = |rows, cols| MatrixShape {
             storage,
             rows,
@@ -601,20 +600,25 @@ mod tests {
     fn plans_are_as_written_down() {
         let mut table = String::new();
         for (name, sizes, storage, hardware) in [
-            ("Qwen3-4B, NVFP4, H200", &QWEN3_4B, Storage::Nvfp4, &H200),
-            ("Gemma3-4B, NVFP4, H200", &GEMMA3_4B, Storage::Nvfp4, &H200),
-            ("Qwen3-4B, bf16, H200", &QWEN3_4B, Storage::BF16, &H200),
-            ("Qwen3-4B, NVFP4, GB10", &QWEN3_4B, Storage::Nvfp4, &GB10),
+            ("Qwen3-4B, NVFP4, H200", &QWEN3_4B, WeightType::Nvfp4, &H200),
+            (
+                "Gemma3-4B, NVFP4, H200",
+                &GEMMA3_4B,
+                WeightType::Nvfp4,
+                &H200,
+            ),
+            ("Qwen3-4B, bf16, H200", &QWEN3_4B, WeightType::BF16, &H200),
+            ("Qwen3-4B, NVFP4, GB10", &QWEN3_4B, WeightType::Nvfp4, &GB10),
             (
                 "Qwen3-30B-A3B, NVFP4, H200",
                 &QWEN3_30B_A3B,
-                Storage::Nvfp4,
+                WeightType::Nvfp4,
                 &H200,
             ),
             (
                 "Qwen2-57B-A14B, NVFP4, H200",
                 &QWEN2_57B_A14B,
-                Storage::Nvfp4,
+                WeightType::Nvfp4,
                 &H200,
             ),
         ] {

@@ -6,7 +6,7 @@ use super::types::{Nvfp4Tensor, float_input};
 use crate::base::error::{Result, bail};
 use crate::base::size::product;
 use crate::ops::backend::Backend;
-use crate::ops::linear::{DenseType, Linear};
+use crate::ops::linear::Linear;
 use crate::ops::{Device, prepare};
 use crate::tensor::{DType, Tensor};
 
@@ -27,7 +27,7 @@ pub fn weight_for(
     device: &Device,
     w: &Nvfp4Tensor,
     backend: Backend,
-    dense: DenseType,
+    dense: DType,
 ) -> Result<Linear> {
     match backend {
         Backend::Nvfp4Kernel => weight(device, w),
@@ -51,7 +51,7 @@ pub fn nf4_weight_for(
     w: &Nf4Tensor,
     (rows, cols): (usize, usize),
     backend: Backend,
-    dense: DenseType,
+    dense: DType,
 ) -> Result<Linear> {
     match backend {
         Backend::DequantMatmul => {
@@ -72,14 +72,13 @@ pub fn nf4_weight_for(
 /// Prepares the dense weight `w` `[N, K]`, held in its own type (float64 as float32), from where [`weight`] takes its own.
 pub fn dense_weight(device: &Device, w: &Tensor) -> Result<Linear> {
     let (rows, cols) = float_input(w, "the weight")?;
-    let dtype = match w.dtype() {
-        DType::F16 => DenseType::F16,
-        DType::BF16 => DenseType::BF16,
-        _ => DenseType::F32,
-    };
     if let (Device::Cuda(gpu), Some(_)) = (device, w.place().cuda()) {
-        return prepare::dense(gpu, w, dtype);
+        return prepare::dense(gpu, w);
     }
+    let dtype = match w.dtype() {
+        DType::F64 => DType::F32,
+        dtype => dtype,
+    };
     Linear::dense(device, rows, cols, dtype, &mut |range, values| {
         w.rows_f32(range, values)
     })
@@ -112,11 +111,11 @@ mod tests {
         let dense = Backend::DequantMatmul;
         for (weight, wanted) in [
             (
-                weight_for(&d, &q, dense, DenseType::F32).unwrap(),
+                weight_for(&d, &q, dense, DType::F32).unwrap(),
                 dequantize(&d, &q, DType::F32).unwrap(),
             ),
             (
-                nf4_weight_for(&d, &nf4, (n, k), dense, DenseType::F32).unwrap(),
+                nf4_weight_for(&d, &nf4, (n, k), dense, DType::F32).unwrap(),
                 dequantize_nf4(&nf4, &[n, k], DType::F32).unwrap(),
             ),
         ] {
@@ -127,16 +126,16 @@ mod tests {
                 assert_eq!(row, wanted, "row {r}");
             }
         }
-        let kernel = weight_for(&d, &q, Backend::Nvfp4Kernel, DenseType::F32).unwrap();
+        let kernel = weight_for(&d, &q, Backend::Nvfp4Kernel, DType::F32).unwrap();
         assert_eq!(kernel.kind().name(), "nvfp4");
         expect_kind(
-            weight_for(&d, &q, Backend::Nf4Kernel, DenseType::F32),
+            weight_for(&d, &q, Backend::Nf4Kernel, DType::F32),
             ErrorKind::InvalidArgument,
             "nf4-kernel is not for NVFP4",
         );
-        let kernel = nf4_weight_for(&d, &nf4, (n, k), Backend::Nf4Kernel, DenseType::F32);
+        let kernel = nf4_weight_for(&d, &nf4, (n, k), Backend::Nf4Kernel, DType::F32);
         assert_eq!(kernel.unwrap_err().kind(), ErrorKind::Unsupported);
-        let short = nf4_weight_for(&d, &nf4, (n - 1, k), dense, DenseType::F32);
+        let short = nf4_weight_for(&d, &nf4, (n - 1, k), dense, DType::F32);
         expect_kind(short, ErrorKind::InvalidArgument, "not 7200 and 225");
     }
 }
