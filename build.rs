@@ -11,15 +11,8 @@ use nvrtc::{Compiler, TARGETS, Unit};
 
 // What the library compiles kernels with at run time. It uses more of it than this script.
 #[allow(dead_code, unreachable_pub)]
-#[path = "src/base/checksum.rs"]
-mod checksum;
-#[allow(dead_code, unreachable_pub)]
 #[path = "src/cuda/nvrtc.rs"]
 mod nvrtc;
-/// Where that file looks for its one import.
-mod base {
-    pub(crate) use super::checksum;
-}
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");

@@ -217,6 +217,12 @@ unsafe impl Plain for u64 {}
 // SAFETY: as above.
 unsafe impl Plain for f32 {}
 
+/// The bytes of plain values.
+pub(crate) fn as_bytes<T: Plain>(values: &[T]) -> &[u8] {
+    // SAFETY: plain values have no padding and any byte may be read.
+    unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) }
+}
+
 /// Size and alignment from which memory comes from the system in huge pages where it has them: weights are read from end
 /// to end for every token, and small pages would spend a good part of that in address translation.
 const HUGE: usize = 2 << 20;

@@ -3,14 +3,15 @@
 use std::borrow::Cow;
 use std::collections::HashMap;
 use std::ffi::CString;
+use std::hash::Hasher;
 use std::path::PathBuf;
 use std::sync::{Mutex, OnceLock};
 
 use cudarc::driver::{result, sys};
+use twox_hash::XxHash3_64;
 
 use super::gpu::check;
 use super::nvrtc::{Compiler, Unit, fingerprint, target};
-use crate::base::checksum::Checksum;
 use crate::base::error::err;
 use crate::base::{Result, env, file};
 
@@ -89,9 +90,9 @@ fn image(unit: Unit, target: &str) -> Result<Cow<'static, [u8]>> {
     let Some(folder) = env::kernel_cache() else {
         return Ok(Cow::Owned(compile(unit, target)?.0));
     };
-    let mut key = Checksum::new();
-    key.update(&fingerprint(unit, target).to_le_bytes());
-    key.update(format!("{version:?}").as_bytes());
+    let mut key = XxHash3_64::new();
+    key.write(&fingerprint(unit, target).to_le_bytes());
+    key.write(format!("{version:?}").as_bytes());
     let name = format!(
         "{}-{target}-{:016x}.cubin",
         unit.path().replace(['/', '.'], "-"),
@@ -102,13 +103,13 @@ fn image(unit: Unit, target: &str) -> Result<Cow<'static, [u8]>> {
         && let Some((image, sum)) = image
             .split_last_chunk::<8>()
             .map(|(i, s)| (i, u64::from_le_bytes(*s)))
-        && checksum(image) == sum
+        && XxHash3_64::oneshot(image) == sum
     {
         return Ok(Cow::Owned(image.to_vec()));
     }
     let (image, _) = compile(unit, target)?;
     let mut kept = image.clone();
-    kept.extend(checksum(&image).to_le_bytes());
+    kept.extend(XxHash3_64::oneshot(&image).to_le_bytes());
     // A cache that cannot be written costs time, not results.
     if let Err(e) = std::fs::create_dir_all(&folder)
         .map_err(|e| err!(Io, "{e}"))
@@ -120,12 +121,6 @@ fn image(unit: Unit, target: &str) -> Result<Cow<'static, [u8]>> {
         );
     }
     Ok(Cow::Owned(image))
-}
-
-fn checksum(bytes: &[u8]) -> u64 {
-    let mut sum = Checksum::new();
-    sum.update(bytes);
-    sum.finish()
 }
 
 /// Machine code loaded into the current context.

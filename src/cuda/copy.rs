@@ -9,18 +9,12 @@ use super::gpu::{Gpu, check};
 use super::memory::{DeviceBuffer, DeviceSlice};
 use super::staging::Staging;
 use crate::base::error::bail;
-use crate::base::memory::{Plain, Tag};
+use crate::base::memory::{Plain, Tag, as_bytes};
 use crate::base::{Result, call};
-
-/// The bytes of plain values.
-pub(super) fn as_bytes<T: Plain>(values: &[T]) -> &[u8] {
-    // SAFETY: plain values have no padding and any byte may be read.
-    unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) }
-}
 
 /// The bytes of plain values, to be written.
 fn as_bytes_mut<T: Plain>(values: &mut [T]) -> &mut [u8] {
-    // SAFETY: as above, and any bytes are a valid value.
+    // SAFETY: plain values have no padding, and any bytes are a valid value.
     unsafe { std::slice::from_raw_parts_mut(values.as_mut_ptr().cast(), size_of_val(values)) }
 }
 

@@ -1,12 +1,13 @@
 //! Kernels from source to machine code: the sources, the compiler, and what machine code depends on. NVRTC is looked for when
-//! it is needed, like the driver; it needs no GPU. `build.rs` has this file as a module too, so it knows libc and the checksum
-//! alone, its errors are text, and it does not read the environment.
+//! it is needed, like the driver; it needs no GPU. `build.rs` has this file as a module too, so it knows libc and the
+//! crate of the checksum alone, its errors are text, and it does not read the environment.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::hash::Hasher;
 use std::path::Path;
 use std::sync::OnceLock;
 
-use crate::base::checksum::Checksum;
+use twox_hash::XxHash3_64;
 
 /// Headers, by the name that sources include them by.
 const HEADERS: &[(&str, &str)] = &[
@@ -217,19 +218,19 @@ fn options(target: &str) -> Vec<CString> {
 /// Tells sources and options apart; machine code depends on them and the compiler's version.
 pub(super) fn fingerprint(unit: Unit, target: &str) -> u64 {
     /// What the headers, which all units share, have left of a checksum.
-    static OF_HEADERS: OnceLock<Checksum> = OnceLock::new();
+    static OF_HEADERS: OnceLock<XxHash3_64> = OnceLock::new();
     let of_headers = || {
-        let mut sum = Checksum::new();
+        let mut sum = XxHash3_64::new();
         for (name, source) in HEADERS {
-            sum.update(name.as_bytes());
-            sum.update(source.as_bytes());
+            sum.write(name.as_bytes());
+            sum.write(source.as_bytes());
         }
         sum
     };
     let mut sum = OF_HEADERS.get_or_init(of_headers).clone();
-    sum.update(unit.source().as_bytes());
+    sum.write(unit.source().as_bytes());
     for option in options(target) {
-        sum.update(option.as_bytes());
+        sum.write(option.as_bytes());
     }
     sum.finish()
 }

@@ -3,10 +3,13 @@
 //! passes through is summed up on the way, so that a model knows its fingerprint without being read twice.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::hash::Hasher;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
+
+use twox_hash::XxHash3_64;
 
 use super::LoadOptions;
 use super::spec::{BlockSpec, ExpertsSpec, MlpSpec, Spec};
@@ -15,7 +18,7 @@ use super::weights::{
     Attention, Block, Embedding, Experts, GatedMlp, Mlp, Norms, Projection, Weights,
 };
 use crate::base::call::{self, Progress};
-use crate::base::checksum::{Checksum, RowsChecksum};
+use crate::base::checksum::RowsChecksum;
 use crate::base::error::{Error, bail, err};
 use crate::base::memory::{Buffer, Tag};
 use crate::base::{ErrorKind, Result, threads};
@@ -704,11 +707,11 @@ fn run(
     if shared.cancelled.load(Ordering::Relaxed) {
         bail!(Cancelled, "loading was cancelled");
     }
-    let mut sum = Checksum::new();
+    let mut sum = XxHash3_64::new();
     let sums = shared.sums.into_inner();
     for (name, rows) in sums.unwrap_or_else(PoisonError::into_inner) {
-        sum.update(name.as_bytes());
-        sum.update(&rows.finish().to_le_bytes());
+        sum.write(name.as_bytes());
+        sum.write(&rows.finish().to_le_bytes());
     }
     let parts = parts.into_inner().unwrap_or_else(PoisonError::into_inner);
     Ok((Parts(parts), sum.finish()))

@@ -18,14 +18,15 @@ mod text;
 pub mod weights;
 
 use std::collections::BTreeMap;
+use std::hash::Hasher;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use serde::Serialize;
+use twox_hash::XxHash3_64;
 
-use crate::base::checksum::Checksum;
 use crate::base::error::{bail, err};
 use crate::base::turns::Turns;
 use crate::base::{Result, call, threads};
@@ -320,9 +321,9 @@ impl Model {
             )?),
             _ => None,
         };
-        let mut fingerprint = Checksum::new();
-        fingerprint.update(format!("{spec:?}").as_bytes());
-        fingerprint.update(&sum.to_le_bytes());
+        let mut fingerprint = XxHash3_64::new();
+        fingerprint.write(format!("{spec:?}").as_bytes());
+        fingerprint.write(&sum.to_le_bytes());
         let mut info = describe(&spec, &weights, options);
         info.file_format = checkpoint.format();
         info.weight_bytes += executor.as_ref().map_or(0, |e| e.bytes() as u64);

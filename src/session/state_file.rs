@@ -3,16 +3,17 @@
 //! Nothing in it is believed before it was checked against the size of the file, the model, and the checksum.
 
 use std::fs::File;
+use std::hash::Hasher;
 use std::io::Read;
 use std::path::Path;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
+use twox_hash::XxHash3_64;
 
 use super::chat::{Answering, Conversation};
 use super::{ChatOptions, Eviction, Session, SessionOptions};
-use crate::base::checksum::Checksum;
 use crate::base::error::{bail, err};
 use crate::base::file::Temporary;
 use crate::base::{Error, Result, alloc, call, memory};
@@ -20,8 +21,9 @@ use crate::model::{KvCache, KvType, Model};
 use crate::text::{Message, messages_from_json, messages_to_json};
 
 const MAGIC: [u8; 8] = *b"NVFP4SES";
-/// Version 1 told models apart by the first and last rows of their weights; version 2 knew user and assistant alone.
-const VERSION: u32 = 3;
+/// Version 1 told models apart by the first and last rows of their weights; version 2 knew user and assistant alone; version 3 had
+/// other checksums.
+const VERSION: u32 = 4;
 /// Bytes of magic, version and the header's length.
 const FRONT: u64 = 16;
 const CHECKSUM: u64 = 8;
@@ -118,7 +120,7 @@ impl Session {
         let mut out = Writer {
             file: &file,
             at: 0,
-            sum: Checksum::new(),
+            sum: XxHash3_64::new(),
         };
         out.write(&MAGIC)?;
         out.write(&VERSION.to_le_bytes())?;
@@ -152,7 +154,7 @@ fn restore(model: Arc<Model>, file: File) -> Result<Session> {
     }
     let mut input = Reader {
         file: std::io::BufReader::new(file),
-        sum: Checksum::new(),
+        sum: XxHash3_64::new(),
     };
     if input.array()? != MAGIC {
         bail!(CorruptFile, "it is not a session file");
@@ -323,13 +325,13 @@ fn raw(messages: &[Message]) -> Result<Box<RawValue>> {
 struct Writer<'a> {
     file: &'a Temporary,
     at: u64,
-    sum: Checksum,
+    sum: XxHash3_64,
 }
 
 impl Writer<'_> {
     fn write(&mut self, bytes: &[u8]) -> Result<()> {
         self.file.write_at(bytes, self.at)?;
-        self.sum.update(bytes);
+        self.sum.write(bytes);
         self.at += bytes.len() as u64;
         call::add(bytes.len() as u64);
         call::check()
@@ -353,7 +355,7 @@ impl Writer<'_> {
 
 struct Reader {
     file: std::io::BufReader<File>,
-    sum: Checksum,
+    sum: XxHash3_64,
 }
 
 impl Reader {
@@ -361,7 +363,7 @@ impl Reader {
         self.file
             .read_exact(out)
             .map_err(|e| Error::io("reading", e))?;
-        self.sum.update(out);
+        self.sum.write(out);
         call::add(out.len() as u64);
         call::check()
     }
