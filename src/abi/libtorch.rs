@@ -2,8 +2,12 @@
 //! and made through libtorch's C functions, which are found in the process when a call first needs them, so that this library
 //! depends on neither. What is computed with the tensors is not known here.
 
-use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_void};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
+
+use libloading::os::unix::{Library, RTLD_LAZY};
 
 use crate::base::error::{Result, bail, err};
 use crate::ops::transfer::{self, HostStream};
@@ -38,10 +42,10 @@ macro_rules! functions {
                 // SAFETY: the library stays loaded, and libtorch's functions of these names have these types.
                 unsafe {
                     Some(Functions {
-                        $($name: std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($argument),*) -> i32>(library.symbol($symbol)?),)+
-                        $($option: library.symbol($other).map(|f| std::mem::transmute::<*mut c_void, $type>(f)),)+
+                        $($name: symbol(library, $symbol)?,)+
+                        $($option: symbol::<$type>(library, $other),)+
                         // A virtual table begins with two words that objects do not point to.
-                        dense: library.symbol(c"_ZTVN3c1010TensorImplE").map(|table| table.addr() + 2 * size_of::<usize>()),
+                        dense: symbol::<*const c_void>(library, c"_ZTVN3c1010TensorImplE").map(|table| table.addr() + 2 * size_of::<usize>()),
                     })
                 }
             }
@@ -71,42 +75,29 @@ functions! {
     }
 }
 
-/// A library that was in the process before us, and now stays.
-struct Library(*mut c_void);
-
-impl Library {
-    /// The loaded library called `lib<name>.so`, or else one whose file name begins like that.
-    fn loaded(name: &str) -> Option<Library> {
-        let open = |path: &CStr| {
-            // SAFETY: nothing is loaded by this, so no code of a library runs.
-            let handle =
-                unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD) };
-            (!handle.is_null()).then(|| Library(handle))
-        };
-        let name = format!("lib{name}");
-        open(&CString::new(format!("{name}.so")).ok()?)
-            .or_else(|| paths(&name).iter().find_map(|path| open(path)))
-    }
-
-    fn symbol(&self, name: &CStr) -> Option<*mut c_void> {
-        // SAFETY: the library is loaded. Symbols of what it depends on are found too.
-        let symbol = unsafe { libc::dlsym(self.0, name.as_ptr()) };
-        (!symbol.is_null()).then_some(symbol)
-    }
+/// The library called `lib<name>.so` that is in the process already, or else one whose file name begins like that.
+fn loaded(name: &str) -> Option<Library> {
+    // SAFETY: nothing is loaded by this, so no code of a library runs.
+    let open =
+        |path: &Path| unsafe { Library::open(Some(path), RTLD_LAZY | libc::RTLD_NOLOAD).ok() };
+    let name = format!("lib{name}");
+    open(format!("{name}.so").as_ref()).or_else(|| paths(&name).iter().find_map(|path| open(path)))
 }
 
-impl Drop for Library {
-    fn drop(&mut self) {
-        // SAFETY: opened once by `loaded`.
-        unsafe { libc::dlclose(self.0) };
-    }
+/// What a library, or one that it depends on, has under a name.
+///
+/// # Safety
+/// It is of the type `T`, which has the size of a pointer, and is not used after the library has gone.
+unsafe fn symbol<T: Copy>(library: &Library, name: &CStr) -> Option<T> {
+    // SAFETY: the caller's promise.
+    unsafe { library.get::<T>(name) }.ok().map(|symbol| *symbol)
 }
 
 /// The paths of loaded libraries whose file name begins with `name`.
-fn paths(name: &str) -> Vec<CString> {
+fn paths(name: &str) -> Vec<PathBuf> {
     struct Search<'a> {
         name: &'a str,
-        found: Vec<CString>,
+        found: Vec<PathBuf>,
     }
     unsafe extern "C" fn look(
         info: *mut libc::dl_phdr_info,
@@ -123,7 +114,7 @@ fn paths(name: &str) -> Vec<CString> {
         };
         let file = path.to_bytes().rsplit(|&b| b == b'/').next();
         if file.is_some_and(|file| file.starts_with(search.name.as_bytes())) {
-            search.found.push(path.to_owned());
+            search.found.push(OsStr::from_bytes(path.to_bytes()).into());
         }
         0
     }
@@ -143,7 +134,7 @@ fn once<T>(
     find: impl FnOnce(&Library) -> Option<T>,
 ) -> Option<&'static T> {
     if cell.get().is_none() {
-        let library = Library::loaded(name)?;
+        let library = loaded(name)?;
         let found = find(&library)?;
         // Whoever came first has kept the library.
         if cell.set(found).is_ok() {
@@ -483,9 +474,8 @@ pub(super) fn on_current_stream(place: Place) -> Option<HostStream> {
     static CURRENT: OnceLock<Current> = OnceLock::new();
     let ordinal = place.cuda()?;
     let current = once(&CURRENT, "torch_cuda", |library| {
-        let symbol = library.symbol(c"aoti_torch_get_current_cuda_stream")?;
         // SAFETY: libtorch's function of this name has this type.
-        Some(unsafe { std::mem::transmute::<*mut c_void, Current>(symbol) })
+        unsafe { symbol(library, c"aoti_torch_get_current_cuda_stream") }
     })?;
     let mut stream = std::ptr::null_mut();
     // SAFETY: the place is of a pointer's size.
@@ -502,9 +492,8 @@ pub(super) fn throw(text: &str) {
     type FromFile = unsafe extern "C" fn(*const c_char, i8, i64, i8, i32, i32, bool) -> Handle;
     static FROM_FILE: OnceLock<FromFile> = OnceLock::new();
     let from_file = once(&FROM_FILE, "LibTorchSharp", |library| {
-        let symbol = library.symbol(c"THSTensor_from_file")?;
         // SAFETY: TorchSharp's function of this name has this type.
-        Some(unsafe { std::mem::transmute::<*mut c_void, FromFile>(symbol) })
+        unsafe { symbol(library, c"THSTensor_from_file") }
     });
     if let (Some(from_file), Ok(text)) = (from_file, CString::new(text)) {
         // SAFETY: the name has its end. One byte of a file of that name, on the CPU, without a gradient.
