@@ -2539,10 +2539,7 @@ fn a_step_ahead_changes_nothing() {
 
     // Several together get what each would get alone.
     let mut sessions = [session(), session(), session()];
-    let mut next: Vec<u32> = sessions
-        .iter_mut()
-        .map(|s| s.likeliest().unwrap())
-        .collect();
+    let mut next: Vec<u32> = sessions.iter_mut().map(|s| s.argmax().unwrap()).collect();
     let likeliest = SamplingOptions::default();
     let greedy = [&likeliest; 3];
     for &token in &want[1..100] {

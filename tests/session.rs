@@ -1265,8 +1265,8 @@ fn a_restored_session_goes_on_as_if_nothing_happened() {
         assert!(empty.is_empty() && empty.context() == 200);
         chat(&mut session, "Hi", 4);
         // Once with a token that was not run, and once with logits.
-        for settled in [false, true] {
-            if settled {
+        for flushed in [false, true] {
+            if flushed {
                 session.logits().unwrap();
             }
             session.save(&path.0).unwrap();

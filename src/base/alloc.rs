@@ -1,17 +1,17 @@
-//! The allocator of the library, and the reserve behind it. Rust ends the process when a small allocation fails, and parts of the
-//! library that are other people's (tokenizers, templates, JSON) make such allocations everywhere. So memory is set aside
-//! beforehand, where a refusal can still be told: what the system refuses later comes from there, and a call gets to its end or
-//! to the next place where it can fail.
+//! The allocator of the library, and the reserve behind it. Rust ends the process when a small allocation fails, and
+//! dependencies (tokenizers, templates, JSON) make such allocations everywhere. So memory is set aside beforehand, where a
+//! refusal can still be reported. What the system refuses later comes from there, and a call gets to its end or to the next
+//! place where it can fail.
 //!
-//! The C library has allocations of its own, some of which end the process when they fail: the note of a thread's storage that has to
-//! be taken down is one. So when the system refuses for the first time, some address space is given back to it, and from then on
-//! allocations come from the reserve first, until both are whole again.
+//! The C library allocates too, and ends the process where some of its allocations fail: registering a thread-local destructor
+//! is one. So when the system first refuses, some address space is given back to it, and from then on allocations come from the
+//! reserve first, until both are whole again.
 //!
-//! A thread that runs a stranger's program may have a limit of its own. While there is one, all threads take the way that
-//! looks for it; otherwise none pays for that.
+//! A thread that runs an untrusted program may have a limit of its own. While any thread has one, all threads take the path
+//! that checks for it; otherwise none pays for that.
 //!
 //! The reserve is address space that nobody touches until then. A call does not begin without it, see [`check`]; work whose
-//! allocations grow with what comes from outside sets aside more for as long as it takes, see [`set_aside`].
+//! allocations grow with its input sets aside more while it runs, see [`set_aside`].
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::{Cell, UnsafeCell};
@@ -25,7 +25,7 @@ use super::error::{Result, bail};
 
 /// Bytes that are always set aside.
 const STANDING: usize = 8 << 20;
-/// Work that takes at most this many bytes has them in what is always set aside.
+/// Work that takes at most this many bytes is covered by what is always set aside.
 const COVERED: usize = 1 << 20;
 /// A request above this many bytes leaves half of what is always set aside to smaller ones.
 const SMALL: usize = 64 << 10;
@@ -579,9 +579,9 @@ impl Drop for Aside {
     }
 }
 
-/// How much a thread may allocate and how long it may take, for programs of strangers, which nothing else bounds: an allocator cannot
-/// refuse without ending the process. A thread that goes beyond its limit stands still for ever, with what it has, and others are
-/// told.
+/// How much a thread may allocate and how long it may run, for untrusted programs, which nothing else bounds: an allocator
+/// cannot refuse without ending the process. A thread that exceeds its limit stands still for ever and keeps what it has, and
+/// the thread that waits for it is told.
 #[derive(Debug)]
 pub(super) struct Limit {
     /// Bytes that it may still take.

@@ -1,5 +1,5 @@
-//! The long call that a thread is in: what may end it before it is done, and who is told how far it is. What works deep inside
-//! asks here; a program that watches nothing pays for a look at one thread-local variable.
+//! The long call that a thread is in: what may cancel it, and who is told of its progress. Code deep inside asks here; where
+//! nobody watches, that costs a look at one thread-local variable.
 
 use std::cell::Cell;
 use std::ops::ControlFlow;
@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use super::error::{Result, bail};
 
-/// How long who watches is left without word. Long loops look here more often than that.
+/// The longest time without a progress report. Long loops look here more often.
 const TELL_EVERY: Duration = Duration::from_millis(20);
 
 /// How far a call is: bytes of a file, or tokens of a prompt.
@@ -21,7 +21,8 @@ pub struct Progress {
     pub total: u64,
 }
 
-/// Ends the calls that are given it, from any thread: one that runs, and one that has yet to begin.
+/// A flag that cancels calls. Setting it, from any thread, ends the calls that were given it: those that run, and those that
+/// have yet to begin.
 #[derive(Clone, Debug, Default)]
 pub struct Cancel(Arc<AtomicBool>);
 
@@ -36,7 +37,7 @@ impl Cancel {
         self.0.store(true, Ordering::Relaxed);
     }
 
-    /// Whether it was called for.
+    /// Whether it is set.
     pub fn is_set(&self) -> bool {
         self.0.load(Ordering::Relaxed)
     }
@@ -78,7 +79,7 @@ thread_local! {
     static CURRENT: Cell<*const Active<'static>> = const { Cell::new(std::ptr::null()) };
 }
 
-/// Makes another call the thread's until it goes.
+/// Makes another call the thread's until this is dropped.
 struct Within(*const Active<'static>);
 
 impl Within {
@@ -163,7 +164,7 @@ impl Call<'_> {
 }
 
 impl Active<'_> {
-    /// Whether who is told wants it to end.
+    /// Whether the progress callback wants it to end.
     fn tell(&self) -> bool {
         let Some(progress) = self.watch.progress else {
             return false;

@@ -63,8 +63,8 @@ impl NewDirectory {
         if new.there == There::Old {
             check(&new.place)?;
             new.check = Some(check);
-            // Asked of a directory that is not empty, this tells whether its name may be taken from it: that is not so where a
-            // disk is mounted, or in a folder that belongs to somebody else. Better to know it now than after hours of work.
+            // Removing a directory that is not empty fails, and how it fails tells whether it may be renamed: not where a disk
+            // is mounted, nor in a folder of another user. Better to know that now than after hours of work.
             match fs::remove_dir(&new.place) {
                 Ok(()) => new.there = There::Nothing,
                 Err(e) if e.kind() == io::ErrorKind::DirectoryNotEmpty => {}
@@ -131,7 +131,7 @@ impl NewDirectory {
         match self.there {
             There::Nothing => {
                 let made = self.assemble(files)?;
-                self.settle(|| {
+                self.put_in_place(|| {
                     fs::create_dir_all(folder_of(&self.place))?;
                     fs::rename(made.path(), &self.place)
                 })
@@ -149,7 +149,7 @@ impl NewDirectory {
                 let made = self.assemble(files)?;
                 let old = fs::metadata(&self.place);
                 let mut aside = None;
-                self.settle(|| {
+                self.put_in_place(|| {
                     fs::set_permissions(made.path(), old?.permissions())?;
                     match exchange(made.path(), &self.place) {
                         Err(e) if is_unknown(&e) => {
@@ -159,7 +159,7 @@ impl NewDirectory {
                         exchanged => exchanged,
                     }
                 })?;
-                // What was there has the name of the new directory now, or that of its own.
+                // The old directory now has the temporary name of the new one, or one of its own.
                 aside.unwrap_or(made).remove()
             }
         }
@@ -175,8 +175,8 @@ impl NewDirectory {
         Ok(made)
     }
 
-    /// Does what puts the directory in its place.
-    fn settle(&self, put: impl FnOnce() -> io::Result<()>) -> Result<()> {
+    /// Calls `put`, which moves the directory to its place, and waits until the new name is on the disk.
+    fn put_in_place(&self, put: impl FnOnce() -> io::Result<()>) -> Result<()> {
         put().map_err(|e| Error::io(format_args!("renaming to {}", self.place.display()), e))?;
         sync_folder(folder_of(&self.place))
     }

@@ -36,8 +36,8 @@ pub fn free_space(path: &Path) -> Result<u64> {
     Ok(u64::from(info.f_bavail).saturating_mul(u64::from(info.f_frsize)))
 }
 
-/// Makes a system call that gives 0 if it succeeds, while no signal can end it early. Some begin anew each time, so that trying
-/// again would be no way out.
+/// Makes a system call that gives 0 if it succeeds, with signals blocked so that none interrupts it. Some calls start over when
+/// they are interrupted, so trying again might never end.
 fn uninterrupted(call: impl FnOnce() -> libc::c_int) -> io::Result<()> {
     threads::without_signals(|| match call() {
         0 => Ok(()),
@@ -45,8 +45,8 @@ fn uninterrupted(call: impl FnOnce() -> libc::c_int) -> io::Result<()> {
     })
 }
 
-/// A file not yet in its place. Dropping it uncommitted leaves nothing of it, and where the system knows files without a name
-/// nothing that ends the process does.
+/// A file not yet in its place. Dropping it uncommitted leaves nothing of it. Where the system knows files without a name,
+/// neither does anything that ends the process.
 pub struct Temporary {
     file: File,
     /// `None` for a file without a name.
@@ -72,7 +72,7 @@ impl Temporary {
     pub(super) fn create_in(folder: &Path, place: &Path, len: u64) -> Result<Self> {
         let (file, name) = match nameless(folder) {
             Some(file) => (file, None),
-            // Also where the folder takes no files at all, which is told here.
+            // Reached too where the folder takes no files at all, which is the error then.
             None => Leftover::make(folder, place, |path| {
                 OpenOptions::new().write(true).create_new(true).open(path)
             })
@@ -112,7 +112,7 @@ impl Temporary {
             let Err(error) = reserved else {
                 return Ok(());
             };
-            // File systems that cannot reserve say so; on those a full disk is found out when it is full.
+            // File systems that cannot reserve say so; there a full disk shows only when it is full.
             if error.raw_os_error() != Some(libc::EOPNOTSUPP) {
                 return Err(self.failed("reserving space for", error));
             }
@@ -175,8 +175,8 @@ impl Temporary {
     }
 }
 
-/// A file in `folder` that has no name, and so is gone with the process, where the system knows such files and gives them a name
-/// in the end.
+/// A file in `folder` without a name, which is gone with the process. `None` where the system knows no such files, or cannot
+/// name them in the end.
 #[cfg(target_os = "linux")]
 fn nameless(folder: &Path) -> Option<File> {
     use std::os::unix::fs::OpenOptionsExt;
@@ -194,7 +194,7 @@ fn nameless(_: &Path) -> Option<File> {
     None
 }
 
-/// Where an open file is seen as a path, unless the process sees no `/proc`.
+/// The path of an open file under `/proc`, which exists if that is mounted.
 fn entrance(file: &File) -> PathBuf {
     PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()))
 }

@@ -8,7 +8,7 @@ use std::sync::{Mutex, Once, PoisonError, RwLock};
 
 use super::alloc;
 
-/// A lock of the process that no fork may come between.
+/// A lock that is held while the process forks, so that no other thread holds it then.
 pub trait Held: Sync {
     /// Takes it, until what is returned is dropped.
     fn hold(&'static self) -> Box<dyn Any>;
@@ -64,7 +64,7 @@ fn watch() {
     });
 }
 
-/// A number that is another one in a child than in its parent. What remembers it knows later whether it came through a fork.
+/// A number that differs between a process and its children. What stores it can tell later whether it has come through a fork.
 pub fn generation() -> u32 {
     watch();
     GENERATION.load(Ordering::Relaxed)

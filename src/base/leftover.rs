@@ -57,7 +57,7 @@ impl Leftover {
         &self.path
     }
 
-    /// Removes it now, to hear of a failure.
+    /// Removes it now, and reports a failure.
     pub(super) fn remove(self) -> Result<()> {
         remove(&self.path)
             .map_err(|e| Error::io(format_args!("removing {}", self.path.display()), e))
@@ -86,8 +86,8 @@ fn remove(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Has SIGHUP, SIGINT and SIGTERM remove what is unfinished and leave the terminal as it was before they end the process, for a program to call before it starts
-/// other threads. A signal that the process was started to ignore stays ignored.
+/// Makes SIGHUP, SIGINT and SIGTERM remove what is unfinished and restore the terminal before they end the process. A program
+/// calls it before it starts other threads. A signal that the process was started to ignore stays ignored.
 pub fn remove_on_signals() -> Result<()> {
     let mut signals = MaybeUninit::<libc::sigset_t>::uninit();
     // SAFETY: the calls are given a set to fill, and then the set that was filled.
@@ -136,7 +136,7 @@ fn terminal() -> Option<libc::termios> {
     }
 }
 
-/// Gives the terminal the settings that it had: what edits lines changes them.
+/// Gives the terminal the settings that it had, which a line editor changes.
 fn restore(settings: &libc::termios) {
     let mut signal = MaybeUninit::uninit();
     // SAFETY: the set is made here, and the settings are those of a terminal. A process in the background would be stopped.

@@ -1,5 +1,5 @@
-//! Values that are made when they are first asked for, where that may fail and takes long. Who asks for one that is ready waits
-//! for nothing, and who asks for another that is being made does not wait for this one.
+//! Values that are made when they are first asked for, where making them takes long and may fail. A value that is ready is
+//! given without waiting, and making one does not hold up another.
 
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
@@ -29,8 +29,8 @@ impl<T> TryOnce<T> {
         self.made.get()
     }
 
-    /// The value, which `make` makes unless it is there or somebody else is making it. A failure is that of the caller whose `make`
-    /// it was: whoever waited for it tries next.
+    /// The value, made by `make` unless it exists or another caller is making it. Only the caller whose `make` failed gets its
+    /// error: the next caller that waited then tries its own.
     pub fn get_or_try(&self, make: impl FnOnce() -> Result<T>) -> Result<&T> {
         if let Some(value) = self.made.get() {
             return Ok(value);
@@ -55,7 +55,7 @@ impl<T> Default for TryOnce<T> {
     }
 }
 
-/// A value that all who use it share, and that goes with the last of them.
+/// A value that its users share, dropped with the last of them.
 pub struct SharedOnce<T> {
     /// Locked for a moment only, and never while the value is made.
     made: Mutex<Weak<T>>,

@@ -1,4 +1,4 @@
-//! Panics: those of other people's code, stopped where it is called, become errors; and none is printed on a host's standard error.
+//! Panics of dependencies become errors where they are called, and no panic is printed on a host's standard error.
 
 use std::any::Any;
 use std::cell::Cell;

@@ -23,7 +23,7 @@ use super::fork;
 const SPINS: u32 = 4_000;
 
 thread_local! {
-    /// Whether this thread works at a region.
+    /// Whether this thread is inside a parallel region.
     static WORKING: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -63,7 +63,7 @@ pub struct Pool {
 /// The threads of a pool in one process.
 struct Crew {
     generation: u32,
-    /// The one of the parent, whose locks threads may have that are not here: it is kept as it is.
+    /// The parent's, whose locks may be held by threads that do not exist here: it is kept untouched.
     #[expect(dead_code, reason = "kept in reach")]
     parents: Option<&'static Crew>,
     shared: Arc<Shared>,
@@ -72,7 +72,8 @@ struct Crew {
     turn: Mutex<()>,
 }
 
-/// Calls `body` while no signal can reach this thread, nor then those that it starts: signals are for the host's own threads.
+/// Calls `body` with all signals blocked on this thread, and so on the threads it starts: signals are for the host's own
+/// threads.
 pub(super) fn without_signals<T>(body: impl FnOnce() -> T) -> T {
     // SAFETY: fills and uses signal sets of this frame; the thread's own set comes back, also after a panic.
     unsafe {
@@ -158,7 +159,7 @@ impl Thread {
         Ok(Thread(unsafe { id.assume_init() }))
     }
 
-    /// Lets it go on for as long as it will.
+    /// Detaches the thread.
     fn detach(self) {
         // SAFETY: the thread was neither joined nor detached.
         unsafe { libc::pthread_detach(self.0) };
@@ -214,7 +215,8 @@ pub fn scope<'env, T>(body: impl FnOnce(&Scope<'env>) -> T) -> T {
     }
 }
 
-/// Calls `body` on a thread of its own: for what goes as deep as a file says, and so takes more stack than a host's thread may have.
+/// Calls `body` on a thread of its own: for recursion as deep as a file demands, which may take more stack than a host's thread
+/// has.
 pub fn with_stack<T: Send>(body: impl FnOnce() -> Result<T> + Send) -> Result<T> {
     let made = Mutex::new(None);
     let started = scope(|scope| {
@@ -229,8 +231,9 @@ pub fn with_stack<T: Send>(body: impl FnOnce() -> Result<T> + Send) -> Result<T>
         .unwrap_or_else(|| Err(err!(Internal, "a thread has come to nothing")))
 }
 
-/// Calls `body`, a program of a stranger's, on a thread of its own with `stack` bytes of stack; nothing if it takes more than `bytes` of
-/// memory at a time, or longer than `longest`. Its thread then stands still for ever with what it has: there is no way to end it.
+/// Calls `body`, an untrusted program, on a thread of its own with `stack` bytes of stack. Gives nothing if it takes more than
+/// `bytes` of memory at a time, or longer than `longest`. Its thread then stands still for ever and keeps what it has: a thread
+/// cannot be ended from outside.
 pub fn bounded<T: Send + 'static>(
     stack: usize,
     bytes: usize,
@@ -365,7 +368,8 @@ impl Pool {
     }
 
     /// Calls `task(part)` once for each part in `0..parts`, in any order and on any thread of the pool, and returns when all
-    /// are done. A panic in a part is raised again here. From within a part, of whatever pool, this thread does it all.
+    /// are done. A panic in a part is raised again here. Called from within a part of any pool, it runs all parts on this
+    /// thread.
     pub fn run(&self, parts: usize, task: impl Fn(usize) + Sync) {
         if parts <= 1 || self.threads == 1 || WORKING.get() {
             (0..parts).for_each(task);
@@ -408,7 +412,7 @@ impl Drop for Pool {
         let crew = *self.crew.get_mut();
         // SAFETY: the pool's own, used by nobody any more.
         unsafe {
-            // The threads of a parent cannot be waited for.
+            // The threads of a parent process cannot be joined.
             if (*crew).is_of_this_process() {
                 drop(Box::from_raw(crew));
             }

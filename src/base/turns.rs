@@ -1,4 +1,4 @@
-//! Whose turn it is to use what only one caller can use at a time: first come, first served, and who waits can give up.
+//! A fair queue for what only one caller can use at a time: first come, first served, and a waiting caller can give up.
 
 use std::cell::Cell;
 use std::collections::VecDeque;
@@ -9,15 +9,15 @@ use std::time::{Duration, Instant};
 use super::error::{Result, bail};
 use super::fork;
 
-/// How long a thread may come back for more before it stands behind those who wait. Changing over costs more than going on.
+/// How long a thread may keep coming back before it queues behind those that wait. Changing threads costs more than going on.
 const SLICE: Duration = Duration::from_millis(20);
 /// How long it is waited for meanwhile.
 const GRACE: Duration = Duration::from_millis(1);
-/// How often one who waits asks whether to give up.
+/// How often a waiting caller asks whether to give up.
 const PATIENCE: Duration = Duration::from_millis(10);
 
-/// A queue in front of a resource. Unlike a mutex it is fair: a caller who comes back again and again goes on for a slice of time,
-/// and then stands behind those who wait.
+/// A queue in front of a resource. Unlike a mutex it is fair: a caller that keeps coming back keeps its turn for a slice of
+/// time, and then queues behind those that wait.
 #[derive(Debug, Default)]
 pub struct Turns {
     queue: Mutex<Queue>,
@@ -33,7 +33,7 @@ struct Queue {
     slice: Option<(ThreadId, Instant)>,
     /// Until when it may come back.
     kept_until: Option<Instant>,
-    /// The process that all this is about.
+    /// The process whose threads these are: the child of a fork has others.
     generation: u32,
 }
 
@@ -124,7 +124,7 @@ impl Turns {
         let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
         let generation = fork::generation();
         if queue.generation != generation {
-            // Those who were before did not come through the fork.
+            // The threads that queued before the fork do not exist in the child.
             *queue = Queue {
                 generation,
                 ..Queue::default()

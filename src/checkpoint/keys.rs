@@ -31,13 +31,13 @@ impl Convention {
     }
 }
 
-/// The number that applies to a whole NVFP4 tensor.
+/// The global scale of an NVFP4 tensor.
 #[derive(Debug, PartialEq)]
 pub(super) struct Global {
     pub(super) key: String,
     /// Whether the weight cannot be read without it.
     pub(super) required: bool,
-    /// Whether values are divided by it, rather than multiplied.
+    /// Whether the file stores its reciprocal, which divides values.
     pub(super) divides: bool,
 }
 

@@ -21,7 +21,7 @@ use crate::tensor::DType;
 /// Rows and columns of the blocks of float8 weights where the config does not say.
 const F8_BLOCK: usize = 128;
 
-/// Logical entries in file order, and the name of the convention found (`None` when every tensor is plain).
+/// Logical entries in file order, and the name of the convention found (`None` when every tensor is dense).
 pub(super) struct Layout {
     pub(super) logical: Vec<(Entry, Stored)>,
     pub(super) convention: Option<&'static str>,
@@ -162,8 +162,8 @@ impl Grouping<'_> {
             );
         }
         if let Some(scales) = self.get(&format!("{module}.weight_scale_inv")) {
-            let multipliers = self.f8_blocks(i, scales)?;
-            return self.scaled_f8(i, scales, multipliers).map(Some);
+            let block_scales = self.f8_blocks(i, scales)?;
+            return self.scaled_f8(i, scales, block_scales).map(Some);
         }
         let modelopt = keys::modelopt(module);
         let is_codes = self.raws[i].encoding == Encoding::Dense(DType::U8)
@@ -185,8 +185,8 @@ impl Grouping<'_> {
         match self.raws[i].encoding {
             Encoding::Dense(DType::U8) => self.nvfp4(i, &modelopt).map(Some),
             Encoding::Dense(DType::F8E4M3) => {
-                let multipliers = self.f8_rows(i, scales)?;
-                self.scaled_f8(i, scales, multipliers).map(Some)
+                let block_scales = self.f8_rows(i, scales)?;
+                self.scaled_f8(i, scales, block_scales).map(Some)
             }
             _ => Ok(None),
         }
@@ -203,7 +203,7 @@ impl Grouping<'_> {
             global = match global_raw {
                 None => 1.0,
                 Some(i) if stored.divides => self.reciprocal(i)?,
-                Some(i) => self.multiplier(i)?,
+                Some(i) => self.global_scale(i)?,
             };
         }
         let (form, shape) = nvfp4_form(
@@ -263,21 +263,20 @@ impl Grouping<'_> {
         Ok(values[0])
     }
 
-    fn multiplier(&self, i: usize) -> Result<f32> {
+    fn global_scale(&self, i: usize) -> Result<f32> {
         let value = self.scalar(i)?;
         self.check_global_scale(i, value, "")?;
         Ok(value)
     }
 
-    /// The multiplier of what a file holds as a divisor. That must be a global scale itself, and above zero and not so small that
-    /// its reciprocal is none.
+    /// The global scale that a file holds as its reciprocal. Both must be valid global scales.
     fn reciprocal(&self, i: usize) -> Result<f32> {
         let divisor = self.scalar(i)?;
         self.check_global_scale(i, divisor, "as a divisor: ")?;
-        let multiplier = 1.0 / divisor;
+        let global = 1.0 / divisor;
         let what = format!("the reciprocal of the divisor {divisor:?}: ");
-        self.check_global_scale(i, multiplier, &what)?;
-        Ok(multiplier)
+        self.check_global_scale(i, global, &what)?;
+        Ok(global)
     }
 
     fn check_global_scale(&self, i: usize, value: f32, what: &str) -> Result<()> {
@@ -393,7 +392,7 @@ impl Grouping<'_> {
         &mut self,
         i: usize,
         scales: usize,
-        multipliers: BlockScales,
+        block_scales: BlockScales,
     ) -> Result<(Entry, Stored)> {
         let (raw, scale_raw) = (&self.raws[i], &self.raws[scales]);
         self.used[i] = true;
@@ -408,7 +407,7 @@ impl Grouping<'_> {
             Stored::ScaledF8 {
                 raw: i,
                 scales,
-                multipliers,
+                block_scales,
             },
         ))
     }

@@ -55,8 +55,8 @@ pub(super) enum Scales {
     F32,
 }
 
-/// Bytes that are read from a file at a time where they are decoded rather than copied, but for a row or a head that has more: so
-/// few that they are still in a core's own cache when they are.
+/// Bytes that are read from a file at a time where they are decoded rather than copied, unless a row or a head has more: few
+/// enough that they are still in a core's own cache when they are decoded.
 const STAGING: usize = 64 << 10;
 
 /// How the values of one stored tensor become those of its entry.
@@ -113,7 +113,7 @@ pub(super) enum Stored {
     ScaledF8 {
         raw: usize,
         scales: usize,
-        multipliers: BlockScales,
+        block_scales: BlockScales,
     },
     /// Codes and scales as two tensors.
     Nvfp4 {
@@ -252,7 +252,7 @@ impl Tensors {
         mut each: impl FnMut(usize, &[u8]) -> Result<()>,
     ) -> Result<()> {
         let stride = self.raws[raw].span.len() / all;
-        // Rows of a head lie together, in whatever order.
+        // The rows of a head lie together, in any order.
         let run = heads.map_or((STAGING / stride.max(1)).max(1), |heads| all / heads);
         let lies = |row: usize| heads.map_or(row, |_| interleaved(row, run));
         let mut staging = Vec::new();
@@ -341,7 +341,7 @@ impl Tensors {
                     let out = &mut out[i * blocks..][..blocks];
                     for (block, (scale, &value)) in out.iter_mut().zip(&values).enumerate() {
                         *scale = e4m3::encode(value);
-                        // NaN and negative numbers are no scales, whether e4m3 holds them or not.
+                        // NaN and negative numbers are not scales, whether e4m3 can hold them or not.
                         if nvfp4::is_block_scale(*scale) && e4m3::decode(*scale) != value {
                             bail!(
                                 Unsupported,
@@ -593,11 +593,11 @@ impl Checkpoint for Tensors {
         match stored {
             Stored::Plain { raw, form } => self.plain_f32(entry, *raw, *form, rows, out)?,
             Stored::ScaledF8 {
-                raw, multipliers, ..
+                raw, block_scales, ..
             } => {
                 self.plain_f32(entry, *raw, Form::AsStored, rows.clone(), out)?;
                 for (row, out) in rows.zip(out.chunks_exact_mut(entry.cols())) {
-                    multipliers.apply(row, out);
+                    block_scales.apply(row, out);
                 }
             }
             Stored::Nvfp4 {

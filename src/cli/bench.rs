@@ -217,7 +217,7 @@ fn measure(sessions: &mut [Session], prompts: &[Vec<u32>], args: &Args) -> Resul
         let start = Instant::now();
         session.prefill(prompt)?;
         prefill += start.elapsed().as_secs_f64();
-        next.push(session.likeliest()?);
+        next.push(session.argmax()?);
         first_token += start.elapsed().as_secs_f64();
         if args.decode_from_empty {
             session.truncate(1)?;

@@ -99,7 +99,7 @@ unsafe fn dot(codes: *const u8, x: *const i8, offset: i32) -> __m256 {
     }
 }
 
-/// From sums of pairs of k, which fit 16 bits, to the sums of rows.
+/// From the 16-bit sums of pairs of k to the accumulators of rows.
 #[inline(always)]
 unsafe fn finish_dot(pairs: __m256i, offset: i32) -> __m256 {
     // SAFETY: AVX2 by the trait's contract; registers only.
@@ -111,7 +111,7 @@ unsafe fn finish_dot(pairs: __m256i, offset: i32) -> __m256 {
 
 /// Eight rows' codes of a half unit as [`Simd::store_codes`] writes them.
 #[inline(always)]
-unsafe fn ordered_codes(n: __m256i) -> __m256i {
+unsafe fn codes_to_store(n: __m256i) -> __m256i {
     // SAFETY: AVX2 by the trait's contract; registers only.
     unsafe {
         let codes = _mm256_shuffle_epi8(table(&doubled_codes(Avx2::CODE_OFFSET)), n);
@@ -132,7 +132,7 @@ unsafe fn block_dots<const T: usize>(
     unsafe {
         let mut pairs = [_mm256_setzero_si256(); T];
         for q in 0..4 {
-            let codes = ordered_codes(nibbles(units.add(q / 2 * 64), q % 2 == 1));
+            let codes = codes_to_store(nibbles(units.add(q / 2 * 64), q % 2 == 1));
             for t in 0..T {
                 let x = x.add(t * row * 16 + 4 * q).cast::<i32>();
                 let products = _mm256_maddubs_epi16(codes, _mm256_set1_epi32(x.read_unaligned()));
@@ -158,9 +158,9 @@ unsafe impl Simd for Avx2 {
 
     // 12 accumulators, 2 weights, 1 activation: 15 of 16 registers.
     const TILE: usize = 6;
-    // 4 sums, 4 sums of pairs, 2 codes; with more tokens they do not stay in registers.
+    // 4 accumulators, 4 sums of pairs, 2 codes; with more tokens they do not stay in registers.
     const INT8_TILE: usize = 2;
-    // 8 sums and the 8 registers of decoded weights; 6 tokens spill. In int8, 8 sums of pairs.
+    // 8 accumulators and the 8 registers of decoded weights; 6 tokens spill. In int8, 8 sums of pairs.
     const SKINNY_TOKENS: [usize; 2] = [4, 8];
     // Four chains; more would not leave registers for decoding.
     const SKINNY_SUMS: usize = 2;
@@ -296,7 +296,7 @@ unsafe impl Simd for Avx2 {
     unsafe fn store_codes(p: *mut u8, n: [__m256i; 2]) {
         unsafe {
             for (i, n) in n.into_iter().enumerate() {
-                _mm256_storeu_si256(p.add(32 * i).cast(), ordered_codes(n));
+                _mm256_storeu_si256(p.add(32 * i).cast(), codes_to_store(n));
             }
         }
     }

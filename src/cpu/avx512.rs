@@ -21,7 +21,7 @@ unsafe fn upper(a: __m512) -> __m256 {
 
 /// The codes of a half unit as [`Simd::store_codes`] writes them.
 #[inline(always)]
-unsafe fn ordered_codes(n: __m512i) -> __m512i {
+unsafe fn codes_to_store(n: __m512i) -> __m512i {
     // SAFETY: AVX-512 by the trait's contract; registers only.
     unsafe {
         let codes = _mm512_shuffle_epi8(table(&doubled_codes(Avx512::CODE_OFFSET)), n);
@@ -39,10 +39,11 @@ unsafe impl Simd for Avx512 {
     type V = __m512;
     type N = __m512i;
 
-    // Wide enough that the two FMA pipes, not the one weight load, are the limit; 24 of 32 registers with main sums.
+    // Wide enough that the two FMA pipes, not the one weight load, are the limit; 24 of 32 registers with the main
+    // accumulators.
     const TILE: usize = 12;
     const INT8_TILE: usize = 4;
-    // 16 sums, 4 decoded weights and the tables that decode them, of 32 registers.
+    // 16 accumulators, 4 decoded weights and the tables that decode them, of 32 registers.
     const SKINNY_TOKENS: [usize; 2] = [8, 8];
     const SKINNY_SUMS: usize = 8;
     const PANEL_TOKENS: [usize; 2] = [33, 33];
@@ -181,7 +182,7 @@ unsafe impl Simd for Avx512 {
     }
     #[inline(always)]
     unsafe fn store_codes(p: *mut u8, n: __m512i) {
-        unsafe { _mm512_storeu_si512(p.cast(), ordered_codes(n)) }
+        unsafe { _mm512_storeu_si512(p.cast(), codes_to_store(n)) }
     }
     #[inline(always)]
     unsafe fn dot(codes: *const u8, x: *const i8, offset: i32) -> __m512 {
@@ -207,7 +208,7 @@ unsafe impl Simd for Avx512 {
                 sums[t] = _mm512_set1_epi32(-*offsets.add(t * row));
             }
             for q in 0..4 {
-                let codes = ordered_codes(Self::nibbles(units.add(q / 2 * 64), q % 2 == 1));
+                let codes = codes_to_store(Self::nibbles(units.add(q / 2 * 64), q % 2 == 1));
                 for t in 0..T {
                     let x = x.add(t * row * 16 + 4 * q).cast::<i32>();
                     let x = _mm512_set1_epi32(x.read_unaligned());

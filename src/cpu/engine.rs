@@ -1,4 +1,4 @@
-//! The safe face of the kernels: checks, splitting over threads, and scratch.
+//! The safe interface of the kernels: checks, splitting over threads, and scratch.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -164,7 +164,7 @@ impl Cpu {
     ) -> Result<()> {
         let k = x.len() / m;
         let most = self.table.skinny_tokens[0];
-        // A token alone lies as the kernel reads it.
+        // A single token is in the layout that the kernel reads already.
         let x = if m == 1 {
             x
         } else {
@@ -213,7 +213,7 @@ impl Cpu {
         kernel: &(dyn Fn(&Packed, *const u8, usize, *mut f32, usize) + Sync),
     ) {
         let work = Work::new(outputs);
-        // Enough parts that a thread held up elsewhere does not hold up the rest; whole runs of groups for the kernel.
+        // Enough parts that one slow thread does not hold up the rest; whole runs of groups for the kernel.
         let grain = (work.groups / (self.pool.threads() * 8))
             .clamp(4, 32)
             .next_multiple_of(4);
@@ -646,7 +646,7 @@ impl Cpu {
         const PART: usize = 1 << 19;
         let parts = buffer.len() / PART;
         let mut best = f64::MAX;
-        // Whether the processor reads ahead well by itself depends on its make.
+        // How well hardware prefetches depends on the processor.
         for ahead in [0, 4096, 0, 4096, 0, 4096, 0, 4096] {
             let start = std::time::Instant::now();
             self.pool.run(parts, |part| {

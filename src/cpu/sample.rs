@@ -1,4 +1,4 @@
-//! What drawing a token takes of a row of logits: the largest, and every token's weight and bucket.
+//! What a draw needs of a row of logits: the largest, and every token's weight and bucket.
 
 use std::ops::ControlFlow;
 use std::sync::OnceLock;
@@ -8,12 +8,12 @@ use super::level::Level;
 use super::table::Table;
 use crate::base::Result;
 
-/// Parts of the ranking: a token's bucket is never smaller than that of a likelier one.
+/// Parts of the ranking: a token's bucket is never smaller than that of a more probable one.
 pub const BUCKETS: usize = 2048;
 /// Buckets by which a token's probability halves. The last one also holds all that have a weight of 0.
 const BUCKETS_PER_HALVING: f32 = BUCKETS as f32 / WEIGHT_BITS as f32;
 
-/// The bucket of a logarithm to base 2 relative to the likeliest token's.
+/// The bucket of a logarithm to base 2 relative to that of the most probable token.
 pub fn bucket(log: f32) -> usize {
     // Through i32, for which there are vector instructions.
     (-log * BUCKETS_PER_HALVING).min((BUCKETS - 1) as f32) as i32 as usize

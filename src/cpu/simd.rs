@@ -95,7 +95,7 @@ pub(super) unsafe trait Simd {
         }
     }
 
-    /// Brings the cache line at `p` near, if there is memory; any address will do.
+    /// Prefetches the cache line at `p`; any address will do.
     #[inline(always)]
     unsafe fn prefetch(_p: *const u8) {}
 }

@@ -27,9 +27,9 @@ pub const fn is_global_scale(global: f32) -> bool {
     global.is_finite() && global.is_sign_positive()
 }
 
-/// Refuses bytes that are no block scales, of rows of `blocks` from row `first_row` on, in row-major order.
+/// Refuses bytes that are not block scales, of rows of `blocks` from row `first_row` on, in row-major order.
 pub fn check_block_scales(scales: &[u8], first_row: usize, blocks: usize) -> Result<()> {
-    // Looked for only where there is one: `all` is vector code.
+    // The offending byte is searched for only if there is one: `all` compiles to vector code.
     if scales.iter().all(|&byte| is_block_scale(byte)) {
         return Ok(());
     }
@@ -39,7 +39,7 @@ pub fn check_block_scales(scales: &[u8], first_row: usize, blocks: usize) -> Res
     Ok(())
 }
 
-/// Refuses a byte that is no block scale, the one of block `block` in row `row`.
+/// Refuses a byte that is not a block scale, that of block `block` in row `row`.
 pub fn check_block_scale(byte: u8, row: usize, block: usize) -> Result<()> {
     if !is_block_scale(byte) {
         bail!(
@@ -55,7 +55,7 @@ pub fn check_block_scale(byte: u8, row: usize, block: usize) -> Result<()> {
     Ok(())
 }
 
-/// Refuses a number that is no global scale.
+/// Refuses a number that is not a global scale.
 pub fn check_global_scale(global: f32) -> Result<()> {
     if !is_global_scale(global) {
         bail!(
@@ -163,7 +163,7 @@ pub struct Nvfp4 {
     pub codes: Vec<u8>,
     /// E4M3, `[rows, cols / 16]`, row-major.
     pub scales: Vec<u8>,
-    /// What every value is multiplied by.
+    /// The global scale.
     pub global: f32,
 }
 
@@ -196,7 +196,8 @@ fn nonfinite_error(x: &[f32], first_index: usize, cols: Option<usize>) -> Error 
     nonfinite(x[at], first_index + at, cols)
 }
 
-/// The error of a value that is not finite, at an index of a tensor whose rows have `cols` values, if those are to be told.
+/// The error of a value that is not finite. It names the index in the tensor, and the row and column if rows have `cols`
+/// values.
 pub fn nonfinite(value: f32, index: usize, cols: Option<usize>) -> Error {
     let place = match cols {
         Some(cols) => format!(" (row {}, column {})", index / cols, index % cols),
@@ -338,8 +339,8 @@ fn saturated(value: f32, limit: f32) -> f32 {
     }
 }
 
-/// Expands codes and row-major scales: see [`decode`]. What is no scale is refused; the error counts blocks from the first one
-/// given, so callers that know rows look with [`check_block_scales`] before.
+/// Expands codes and row-major scales: see [`decode`]. Bytes and numbers that are not scales are refused; the error counts
+/// blocks from the first one given, so callers that know rows check with [`check_block_scales`] first.
 pub fn dequantize(codes: &[u8], scales: &[u8], global: f32, out: &mut [f32]) -> Result<()> {
     if !out.len().is_multiple_of(BLOCK) {
         bail!(
@@ -504,7 +505,7 @@ fn sweep(x: &Values, amax: f32, global: f32) -> u8 {
         let found = estimate.errors(first);
         errors[usize::from(first)..][..LANES].copy_from_slice(&found);
         for error in found {
-            // Not `min`, which takes longer over what is not a number; this leaves that out as well.
+            // Not `min`, which is slower because it handles NaN; this comparison leaves NaN out too.
             least = if error < least { error } else { least };
         }
         let limit = estimate.limit(least);

@@ -1,4 +1,4 @@
-//! What happens to numbers one by one: gated activations, sums, factors and soft caps.
+//! Elementwise operations: gated activations, sums, scaling and soft caps.
 
 use super::{Device, Slice, SliceMut};
 use crate::base::error::{Result, bail};

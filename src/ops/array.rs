@@ -33,7 +33,7 @@ impl Array {
         }
     }
 
-    /// `len` elements of working memory, which hold anything.
+    /// `len` elements of working memory, whose contents are unspecified.
     pub fn scratch(device: &Device, len: usize) -> Result<Array> {
         let memory = match device {
             Device::Cpu(_) => Memory::Host(Buffer::zeroed(Tag::Scratch, len)?),
@@ -126,7 +126,7 @@ impl Array {
             _ => false,
         };
         if !fits {
-            // What it held is freed before there is more.
+            // Frees the old memory before it allocates the new.
             *self = Array::empty();
             *self = Array::scratch(device, len)?;
         }

@@ -1,5 +1,5 @@
-//! Which way products with a 4-bit weight are computed: a pure function of what was asked for and of the kernels there are.
-//! What was asked for is chosen or refused, and where one way stands in for another, the choice says why. Prepares nothing.
+//! How products with a 4-bit weight are computed: a pure function of the request and of the kernels that are available. A
+//! request is met or refused; where a fallback is chosen, the choice says why. Prepares nothing.
 
 use super::Device;
 use crate::base::error::{Result, bail};
@@ -107,14 +107,14 @@ impl Backend {
     }
 }
 
-/// What is asked for.
+/// What a caller asks for.
 #[derive(Clone, Copy, Debug)]
 pub struct Request {
     /// The weight's format.
     pub format: WeightFormat,
     /// What may be chosen.
     pub path: ComputePath,
-    /// The only backend that will do, if there is one.
+    /// The one backend that the caller insists on, if any.
     pub backend: Option<Backend>,
     /// Whether kernels of the CPU do not count, as TorchSharp hosts have it: kernels are a GPU's.
     pub exclude_cpu_kernels: bool,

@@ -5,7 +5,7 @@ use crate::base::error::{Result, bail};
 /// The rows that each expert takes.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Routes {
-    /// By expert: numbers of rows, in order, and the weights of the expert in their sums.
+    /// For each expert: the indices of its rows in ascending order, and its weight in the sum of each.
     by_expert: Vec<Vec<(usize, f32)>>,
 }
 
@@ -16,8 +16,8 @@ impl Routes {
     }
 }
 
-/// Routes rows by their logits, `[rows, count]`: to the `per_token` experts that are most probable by softmax over all of them, of equal
-/// ones those with the lower numbers, each weighted with its probability. `normalized` divides the weights of a row by their sum.
+/// Routes each row by its logits, `[rows, count]`, to its top `per_token` experts, weighted with their softmax probabilities
+/// over all experts. Of equal logits the lower index wins. `normalized` divides the weights of a row by their sum.
 pub fn route(logits: &[f32], count: usize, per_token: usize, normalized: bool) -> Result<Routes> {
     if per_token == 0 || per_token > count || !logits.len().is_multiple_of(count) {
         bail!(

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use half::f16;
 
-use super::transfer::in_order;
+use super::transfer::in_stream_order;
 use super::{Device, Slice, SliceMut, Workspace};
 use crate::base::error::{Result, bail, err};
 use crate::base::memory::Tag;
@@ -172,7 +172,7 @@ fn dense_matrix(
 
 /// Refuses values that are not finite, or would not be when they are rounded, in rows of `cols` from row `first` on.
 pub(super) fn check_finite(values: &[f32], first: usize, cols: usize, dtype: DType) -> Result<()> {
-    // What is rounded to infinity: from half a step above the largest value on.
+    // Values from half a step above the largest finite one on round to infinity.
     let limit = match dtype {
         DType::F16 => 65_520.0,
         DType::BF16 => f32::from_bits(0x7f7f_8000),
@@ -267,11 +267,11 @@ fn check_sizes(x: Slice<'_>, m: usize, outputs: &[(&Matrix, SliceMut<'_>)]) -> R
     Ok(k)
 }
 
-/// Rows that a GPU multiplies together, of an input and an output of at most so many elements.
+/// The most rows, and the most elements of input or output, that a GPU multiplies at a time.
 const GPU_ROWS: usize = 2048;
 const GPU_ELEMENTS: usize = 16 << 20;
 
-/// Rows of so many elements that a GPU multiplies together.
+/// How many rows a GPU multiplies at a time, where input or output rows have at most `widest` elements.
 fn rows_at_once(widest: usize) -> usize {
     (GPU_ELEMENTS / widest).clamp(1, GPU_ROWS)
 }
@@ -308,7 +308,7 @@ pub(super) fn of_tensor(
         );
     }
     let ((m, k), n) = (x.shape().matrix(), w.rows());
-    in_order(gpu, || {
+    in_stream_order(gpu, || {
         let bytes = product("a product", &[m, n, dtype.bytes()])?;
         let out = DeviceBuffer::uninit(gpu, Tag::DeviceTensor, bytes)?;
         let input = FloatRows::new(gpu, x)?;
@@ -317,8 +317,8 @@ pub(super) fn of_tensor(
     })
 }
 
-/// Products of `m` rows of K = `k` on a GPU, a part of them at a time: each row as f16, divided by a power of two that keeps its
-/// magnitudes within f16, and multiplied by it after. Outputs are of `dtype`.
+/// Products of `m` rows of K = `k` on a GPU, some rows at a time. Each row enters as f16, divided by a power of two that keeps
+/// its magnitudes within f16; its products are multiplied by that power. Outputs are of `dtype`.
 fn products(
     gpu: &Arc<Gpu>,
     input: &FloatRows<'_>,
@@ -332,14 +332,14 @@ fn products(
         DeviceBuffer::uninit(gpu, Tag::DeviceScratch, product("a product", sizes)?)
     };
     let (halves, factors) = (scratch(&[step, k, 2])?, scratch(&[step, 4])?);
-    let sums = scratch(&[step, widest, 4])?;
+    let accumulators = scratch(&[step, widest, 4])?;
     for first in (0..m).step_by(step) {
         let rows = step.min(m - first);
         input.halves(first, rows, &halves, &factors)?;
         for (w, y) in outputs {
             let n = w.rows();
-            multiply(gpu, &halves, rows, w, &sums)?;
-            cuda::scaled_rows(&sums, &factors, (rows, n), dtype, *y, first)?;
+            multiply(gpu, &halves, rows, w, &accumulators)?;
+            cuda::scaled_rows(&accumulators, &factors, (rows, n), dtype, *y, first)?;
         }
     }
     Ok(())
@@ -384,7 +384,7 @@ fn on_gpu(
     products(gpu, &input, (m, k), &outputs, DType::F32)
 }
 
-/// Products of host memory with weights on a GPU: a part of the rows at a time goes there as f16 and comes back as f32.
+/// Products of host memory with weights on a GPU: some rows at a time are uploaded as f16, and their products come back as f32.
 fn from_host(
     gpu: &Arc<Gpu>,
     x: &[f32],
@@ -425,9 +425,9 @@ fn scaled_halves(x: &[f32], k: usize) -> (Vec<u16>, Vec<f32>) {
         let largest = row.iter().fold(0f32, |most, v| most.max(v.abs()));
         let power = |e: i32| f32::from_bits(((127 + e) as u32) << 23);
         let mut exponent = match largest {
-            // What is infinite stays so, whatever it is divided by.
+            // Infinity stays infinite, whatever it is divided by.
             0.0 | f32::INFINITY => 0,
-            // Of the exponents whose power of two and its inverse are both normal.
+            // Clamped so that the power of two and its inverse are both normal.
             _ => ((largest.to_bits() >> 23) as i32 - 127 - 15).clamp(-126, 126),
         };
         if largest.is_finite() && largest * power(-exponent) > f16::MAX.to_f32() {

@@ -1,5 +1,5 @@
 //! Floor 4: one file per operation, on arrays of either device. An operation checks its arguments, chooses the device once, and calls it;
-//! forward stands here now, backward will stand beside it. Knows nothing of models or sessions.
+//! only the forward pass is here so far, and the backward pass belongs beside it. Knows nothing of models or sessions.
 
 pub mod activation;
 mod array;

@@ -1,12 +1,12 @@
-//! Weights prepared on a GPU from tensors in its memory, without a way through the host: the checks are those of weights that
-//! come from there.
+//! Weights prepared on a GPU from tensors in its own memory, without a copy through the host. They are checked like weights
+//! that come from the host.
 
 use std::sync::Arc;
 
 use super::linear::{Linear, check_finite};
 use super::scaled_mm::Operand;
 use super::tensors::types::Nvfp4Tensor;
-use super::transfer::in_order_and_wait;
+use super::transfer::in_stream_order_and_wait;
 use crate::base::error::Result;
 use crate::base::memory::{Buffer, Tag};
 use crate::base::size::product;
@@ -16,7 +16,7 @@ use crate::tensor::{DType, Tensor, WeightType};
 
 /// The NVFP4 weight `w` `[N, K]`, held in its codes.
 pub(super) fn nvfp4(gpu: &Arc<Gpu>, w: &Nvfp4Tensor) -> Result<Linear> {
-    in_order_and_wait(gpu, || {
+    in_stream_order_and_wait(gpu, || {
         let operand = Operand::of(gpu, w)?;
         let operand = operand.on_device()?;
         cuda::wait_for_scales(gpu, &operand)?;
@@ -27,7 +27,7 @@ pub(super) fn nvfp4(gpu: &Arc<Gpu>, w: &Nvfp4Tensor) -> Result<Linear> {
 /// The NVFP4 weight `w` `[N, K]`, decoded to values of `dtype`.
 pub(super) fn decoded(gpu: &Arc<Gpu>, w: &Nvfp4Tensor, dtype: DType) -> Result<Linear> {
     let (rows, cols) = w.dims()?;
-    in_order_and_wait(gpu, || {
+    in_stream_order_and_wait(gpu, || {
         let bytes = product("a weight", &[rows, cols, dtype.bytes()])?;
         let values = DeviceBuffer::uninit(gpu, Tag::DeviceWeights, bytes)?;
         let swizzled = w.layout == ScaleLayout::Swizzled;
@@ -41,13 +41,13 @@ pub(super) fn decoded(gpu: &Arc<Gpu>, w: &Nvfp4Tensor, dtype: DType) -> Result<L
 /// The dense weight `w` `[N, K]`, held in its own type.
 pub(super) fn dense(gpu: &Arc<Gpu>, w: &Tensor) -> Result<Linear> {
     WeightType::dense(w.dtype())?;
-    in_order_and_wait(gpu, || {
+    in_stream_order_and_wait(gpu, || {
         let values = cuda::contiguous(gpu, Tag::DeviceWeights, w)?;
         of_values(w.shape().matrix(), w.dtype(), values)
     })
 }
 
-/// A weight over values that are in its memory already, once they are known to be finite.
+/// A weight made of values that are in GPU memory already, once they are known to be finite.
 fn of_values((rows, cols): (usize, usize), dtype: DType, values: DeviceBuffer) -> Result<Linear> {
     let matrix = Matrix::from_values(rows, cols, WeightType::dense(dtype)?, values)?;
     if !cuda::is_finite(matrix.values(), (rows, cols), dtype)? {
@@ -56,9 +56,9 @@ fn of_values((rows, cols): (usize, usize), dtype: DType, values: DeviceBuffer) -
     Ok(Linear::on_gpu(matrix))
 }
 
-/// The error of the first value that is not finite.
+/// Fails with an error that names the first value that is not finite.
 fn find_infinite(matrix: &Matrix, dtype: DType) -> Result<()> {
-    /// Values looked at together.
+    /// Values checked at a time.
     const AT_ONCE: usize = 1 << 20;
     let (rows, cols, element) = (matrix.rows(), matrix.cols(), dtype.bytes());
     let step = (AT_ONCE / cols).max(1);

@@ -104,7 +104,7 @@ fn for_each_row(
     each: impl Fn(usize, &mut [f32]) + Sync,
 ) {
     use std::sync::Mutex;
-    // Rows are handed out whole, so a lock per row costs nothing beside the row and keeps this safe code.
+    // Threads take whole rows, so a lock per row costs next to nothing and keeps this code safe.
     let rows: Vec<Mutex<&mut [f32]>> = x.chunks_exact_mut(row).map(Mutex::new).collect();
     cpu.by_rows(rows.len(), row, |i| {
         each(i, &mut rows[i].lock().expect("no row is locked twice"))

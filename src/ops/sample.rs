@@ -1,14 +1,14 @@
-//! From logits to a token: the likeliest, or one drawn from a distribution that temperature, top-k, top-p and min-p have
-//! shaped. A pure function of logits, history, options and the number of draws so far.
+//! From logits to a token: the argmax, or a draw from a distribution shaped by temperature, top-k, top-p and min-p. A pure
+//! function of logits, history, options and the number of draws so far.
 //!
 //! Weights are whole numbers, so their sums do not depend on the order of summation, and a GPU chooses exactly the token that
-//! the processor chooses from the same logits. A weight is 2^40 times a token's probability over the likeliest one's, with a
-//! relative error of at most 2e-6.
+//! the processor chooses from the same logits. A weight is 2^40 times the ratio of a token's probability to the largest
+//! probability, with a relative error of at most 2e-6.
 //!
-//! Tokens are ranked from the largest logit down, +0 before -0, equal ones by id. What top-k, top-p and min-p each keep is a
-//! beginning of that ranking, so the shortest of the three decides, and so do their sums of weights. The token drawn is the
-//! first at which the running sum passes a random number below that sum. Nothing is sorted: tokens are put into buckets by
-//! their probability, and only the bucket in which a running sum passes its target is looked into.
+//! Tokens are ranked from the largest logit down, +0 before -0, equal ones by id. top-k, top-p and min-p each keep a prefix of
+//! that ranking. The shortest prefix decides, and it is the one with the smallest sum of weights. The token drawn is the first
+//! at which the running sum of weights passes a random number below that sum. Nothing is sorted: tokens are put into buckets by
+//! their probability, and only the bucket in which a running sum passes its target is searched.
 
 use std::cmp::Reverse;
 use std::ops::ControlFlow;
@@ -27,18 +27,19 @@ use crate::format::random;
 /// The order is that of transformers: repetition penalty, temperature, top-k, top-p, min-p.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SamplingOptions {
-    /// Divides the logits before the softmax; 0 takes the likeliest token.
+    /// Divides the logits before the softmax; 0 takes the argmax.
     pub temperature: f32,
-    /// Draws from this many of the likeliest tokens; 0 from all.
+    /// Draws from this many of the most probable tokens; 0 draws from all.
     pub top_k: usize,
-    /// Draws from the fewest of the likeliest tokens whose probabilities reach this sum; the one that crosses it is kept. 1
-    /// draws from all, 0 takes the likeliest.
+    /// Draws from the fewest of the most probable tokens whose probabilities reach this sum, the one that crosses it included.
+    /// 1 draws from all, 0 takes the argmax.
     pub top_p: f32,
-    /// Leaves out tokens less likely than this share of the likeliest; 0 leaves out none.
+    /// Leaves out tokens less probable than this fraction of the most probable one; 0 leaves out none.
     pub min_p: f32,
     /// Divides the positive logits of tokens that have occurred, and multiplies the negative ones; 1 changes none.
     pub repetition_penalty: f32,
-    /// Fixes the draws. Without one, whoever draws gives it one ([`SamplingOptions::seeded_by`]); a choice by itself takes 0.
+    /// Makes the draws repeatable. A caller that draws fills it in where it is missing ([`SamplingOptions::seeded_by`]); a
+    /// single choice takes 0.
     pub seed: Option<u64>,
 }
 
@@ -56,7 +57,7 @@ impl Default for SamplingOptions {
 }
 
 impl SamplingOptions {
-    /// Refuses values that no distribution comes from.
+    /// Refuses values that do not describe a distribution.
     pub fn check(&self) -> Result<()> {
         let finite = |name: &str, value: f32, fits: bool, range: &str| {
             if !fits {
@@ -94,14 +95,14 @@ impl SamplingOptions {
         }
     }
 
-    /// Whether the likeliest token is chosen, and nothing is drawn.
-    fn takes_likeliest(&self) -> bool {
+    /// Whether the argmax is chosen and nothing is drawn.
+    fn takes_argmax(&self) -> bool {
         self.temperature == 0.0 || self.top_k == 1 || self.top_p == 0.0
     }
 
-    /// Whether the choice is that of the largest logit, whatever has occurred.
+    /// Whether the largest logit is chosen, whatever tokens came before.
     pub fn is_greedy(&self) -> bool {
-        self.takes_likeliest() && self.repetition_penalty == 1.0
+        self.takes_argmax() && self.repetition_penalty == 1.0
     }
 }
 
@@ -117,14 +118,14 @@ pub struct Choice<'a> {
 }
 
 impl Choice<'_> {
-    /// The same in the numbers that the choice is made with.
+    /// The same as the numbers that a draw is computed with.
     pub fn rule(&self) -> DrawRule {
         let options = self.options;
         let scale = std::f64::consts::LOG2_E / f64::from(options.temperature);
         DrawRule {
             seed: options.seed.unwrap_or_default(),
             draw: self.draw,
-            scale: match options.takes_likeliest() {
+            scale: match options.takes_argmax() {
                 true => 0.0,
                 // The smallest temperatures leave the largest logits alone with any factor.
                 false => (scale as f32).min(f32::MAX),
@@ -206,7 +207,7 @@ pub fn sample_rows(
     let chosen: Vec<OnceLock<Result<u32>>> = choices.iter().map(|_| OnceLock::new()).collect();
     let next = AtomicUsize::new(0);
     cpu.pool().run(threads, |thread| {
-        // One that a panic left behind is as good: it is filled anew each time.
+        // A scratch that a panic left behind will do: it is filled anew each time.
         let mut scratch = scratches[thread]
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
@@ -321,7 +322,7 @@ impl Ranking {
             &mut self.weights[..n],
         );
         sample::weigh(logits, largest, scale, logs, weights)?;
-        // By itself, so that it becomes vector instructions.
+        // A loop of its own, so that it is vectorized.
         for (place, &log) in buckets.iter_mut().zip(&*logs) {
             *place = bucket(log) as u16;
         }
@@ -379,7 +380,7 @@ impl Ranking {
 /// it, where `before` is that of all larger ones elsewhere.
 fn within(members: &mut [Member], measure: Measure, target: u64, before: u64) -> (Member, u64) {
     let (mut members, mut target, mut before) = (members, target, before);
-    // Halves what is left, about, until sorting it costs nothing.
+    // Roughly halves what is left until it is cheap to sort.
     while members.len() > 32 {
         let middle = members.len() / 2;
         let (upper, _, _) = members.select_nth_unstable_by_key(middle, |m| Reverse(m.key));
@@ -405,7 +406,7 @@ fn within(members: &mut [Member], measure: Measure, target: u64, before: u64) ->
     (members[last], before)
 }
 
-/// The whole part of a power that [`sample::weigh`] gives. Through i64, for which there is an instruction.
+/// The integer part of a power that [`sample::weigh`] gives, converted through i64, for which there is an instruction.
 fn weight(power: f32) -> u64 {
     (power as i64).cast_unsigned()
 }
@@ -596,7 +597,7 @@ mod tests {
     }
 
     /// What the ranking says, sorted as a whole and summed up token by token.
-    fn in_order(logits: &[f32], rule: &DrawRule) -> u32 {
+    fn by_sorting(logits: &[f32], rule: &DrawRule) -> u32 {
         let ControlFlow::Continue(largest) = sample::largest(logits) else {
             panic!("unusable logits");
         };
@@ -665,7 +666,11 @@ mod tests {
                 history: &[],
             };
             let got = sample(&logits, &choice, &mut scratch).unwrap();
-            assert_eq!(got, in_order(&logits, &choice.rule()), "{options:?} of {n}");
+            assert_eq!(
+                got,
+                by_sorting(&logits, &choice.rule()),
+                "{options:?} of {n}"
+            );
             different.insert(got);
         }
         assert!(different.len() > 500, "{} tokens", different.len());

@@ -1,10 +1,10 @@
-//! W4A4 products on a GPU: of host memory, which goes there as it is, and of tensors in the GPU's memory, where their result is
-//! too.
+//! W4A4 products on a GPU: of host memory, which is uploaded as it is, and of tensors in the GPU's memory, whose result is
+//! there too.
 
 use std::sync::Arc;
 
 use super::tensors::types::Nvfp4Tensor;
-use super::transfer::in_order;
+use super::transfer::in_stream_order;
 use crate::base::error::{Result, bail};
 use crate::base::memory::Tag;
 use crate::base::size::product;
@@ -24,7 +24,7 @@ pub(super) struct Operand<'a> {
 }
 
 impl Operand<'static> {
-    /// Brings codes and scales of a matrix `[rows, k]` there.
+    /// Uploads the codes and scales of a matrix `[rows, k]`.
     pub(super) fn upload(
         gpu: &Arc<Gpu>,
         codes: &[u8],
@@ -50,8 +50,8 @@ impl Operand<'static> {
 }
 
 impl<'a> Operand<'a> {
-    /// A matrix in the memory of `gpu`, where it is if its parts have no gaps and are aligned as kernels want them. Its scales are
-    /// not checked yet.
+    /// A matrix in the memory of `gpu`: its own memory if that is contiguous and aligned as kernels need it, else a copy. Its
+    /// scales are not checked yet.
     pub(super) fn of(gpu: &'a Arc<Gpu>, x: &'a Nvfp4Tensor) -> Result<Operand<'a>> {
         let (rows, k) = x.dims()?;
         let [codes, scales] = cuda::Operand::ALIGNMENT;
@@ -77,7 +77,7 @@ impl<'a> Operand<'a> {
     }
 }
 
-/// Refuses bytes that are no block scales, which kernels do not expect; what pads swizzled ones may be anything.
+/// Refuses bytes that are not block scales, which kernels do not handle; the padding of swizzled scales may hold anything.
 fn check_scales(scales: &[u8], layout: ScaleLayout, rows: usize, blocks: usize) -> Result<()> {
     let wanted = layout.len(rows, blocks)?;
     if scales.len() != wanted {
@@ -122,7 +122,7 @@ pub(super) fn in_place(
     out: &mut Tensor,
 ) -> Result<()> {
     let dtype = out.dtype();
-    in_order(gpu, || {
+    in_stream_order(gpu, || {
         let (a, b) = (Operand::of(gpu, a)?, Operand::of(gpu, b)?);
         let out = DeviceSlice::result(gpu, out)?;
         let (a, b) = (a.on_device()?, b.on_device()?);

@@ -1,6 +1,6 @@
 //! Weights as training in 4 bits sees them, by the straight-through estimator (Bengio, Léonard and Courville, arXiv 1308.3432):
-//! the forward pass has the values that NVFP4 leaves of a weight, and the backward pass takes the rounding for the identity, so
-//! that the gradient of those values is the gradient of the weight as it is.
+//! the forward pass uses a weight rounded to NVFP4, and the backward pass treats the rounding as the identity, so that the
+//! gradient of the rounded values is the gradient of the weight.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -36,18 +36,18 @@ pub fn dequantize_packed(
     tensors::dequantize(device, &packed, dtype)
 }
 
-/// What NVFP4 leaves of `weight` `[.., K]`, in its own type.
+/// `weight` `[.., K]` rounded to NVFP4 and back, in its own type.
 pub fn weight(device: &Device, weight: &Tensor) -> Result<Tensor> {
     let packed = quantize_packed(device, weight)?;
     tensors::dequantize_own(device, &packed, weight.dtype())
 }
 
-/// The forward values of weights that do not change, each kept as long as its weight lives.
+/// A cache of the rounded values of weights that do not change. Each is kept as long as its weight lives.
 #[derive(Default)]
 pub struct EvalWeights(Mutex<Vec<(WeakTensor, Tensor)>>);
 
 impl EvalWeights {
-    /// None.
+    /// An empty cache.
     pub const fn new() -> EvalWeights {
         EvalWeights(Mutex::new(Vec::new()))
     }
@@ -56,7 +56,7 @@ impl EvalWeights {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What [`weight`] gives: of a first call, or as it was then.
+    /// What [`weight`] gives, computed by the first call for a weight and cached.
     pub fn weight(&self, device: &Device, weight: &Tensor) -> Result<Tensor> {
         let find = |kept: &[(WeakTensor, Tensor)]| {
             let found = kept.iter().find(|(of, _)| of.is(weight));
@@ -67,7 +67,7 @@ impl EvalWeights {
         }
         let made = self::weight(device, weight)?;
         if let Device::Cuda(gpu) = device {
-            // What is kept must not be of a weight that the device finds wrong later.
+            // A weight in which the device finds an error later must not be cached.
             gpu.synchronize()?;
             gpu.check_calls()?;
         }
@@ -83,14 +83,14 @@ impl EvalWeights {
         Ok(made)
     }
 
-    /// Gives up what is kept of weights that are gone.
+    /// Drops the values of weights that are gone.
     pub fn prune(&self) {
-        // The guard is gone before the tensors, whose memory may take a while to free.
+        // Unlocks before it drops the tensors, whose memory may take a while to free.
         let dead = take_dead(&mut self.kept());
         drop(dead);
     }
 
-    /// Gives up everything.
+    /// Drops everything.
     pub fn clear(&self) {
         let all = std::mem::take(&mut *self.kept());
         drop(all);

@@ -1,5 +1,5 @@
-//! Tensors in memory of any place: made, taken from the host program, copied from place to place, and managed memory by the
-//! process's policy.
+//! Tensors in the memory of any device: allocated, borrowed from the host program, and copied between devices; and managed
+//! memory under the process's policy.
 //!
 //! Memory that a host program shares with the library is used in the order of its legacy default stream, or of another that it
 //! names ([`HostStream`]): the library's work comes after what the program had enqueued there before the call, and before what
@@ -15,26 +15,29 @@ use crate::tensor::{DType, Managed, Place, Release, Shape, Tensor};
 
 pub use crate::cuda::HostStream;
 
-/// Does `work` of `gpu` with memory that the host program shares, unless the device has found something wrong in an earlier call,
-/// which is an error then.
-pub(super) fn in_order<T>(gpu: &Gpu, work: impl FnOnce() -> Result<T>) -> Result<T> {
+/// Does `work` on `gpu` with memory that the host program shares, in the order of the program's stream. If the device has found
+/// an error in an earlier call, that is returned instead.
+pub(super) fn in_stream_order<T>(gpu: &Gpu, work: impl FnOnce() -> Result<T>) -> Result<T> {
     gpu.check_calls()?;
     gpu.after_host_stream()?;
     let result = work();
-    // Also after an error, which may have come after some of the work.
+    // Even after an error: some of the work may have been enqueued.
     gpu.before_host_stream()?;
     result
 }
 
-/// The same for work that waits for the device: what was wrong in calls before it is known then, and is its error.
-pub(super) fn in_order_and_wait<T>(gpu: &Gpu, work: impl FnOnce() -> Result<T>) -> Result<T> {
-    let result = in_order(gpu, work)?;
+/// The same for work that waits for the device: errors of earlier calls are known by then, and are returned too.
+pub(super) fn in_stream_order_and_wait<T>(
+    gpu: &Gpu,
+    work: impl FnOnce() -> Result<T>,
+) -> Result<T> {
+    let result = in_stream_order(gpu, work)?;
     gpu.check_calls()?;
     Ok(result)
 }
 
-/// Waits until everything that calls have enqueued on CUDA device `ordinal` has run. What the device has found wrong in one of them
-/// is an error.
+/// Waits until all work that calls have enqueued on CUDA device `ordinal` has run. An error that the device has found in it is
+/// returned.
 pub fn synchronize(ordinal: usize) -> Result<()> {
     let gpu = Gpu::open(ordinal)?;
     gpu.synchronize()?;
@@ -47,7 +50,7 @@ pub fn zeros(sizes: &[usize], dtype: DType, device: Option<usize>) -> Result<Ten
         return Tensor::zeros(sizes, dtype);
     };
     let gpu = Gpu::open(ordinal)?;
-    in_order(&gpu, || {
+    in_stream_order(&gpu, || {
         let bytes = Shape::contiguous(sizes)?.elements() * dtype.bytes();
         let buffer = DeviceBuffer::zeroed(&gpu, Tag::DeviceTensor, bytes)?;
         cuda::tensor(buffer, sizes, dtype)
@@ -87,7 +90,7 @@ pub fn copy_to_host(tensor: &Tensor, out: &mut [u8]) -> Result<()> {
         Some(ordinal) => {
             let gpu = Gpu::open(ordinal)?;
             gpu.after_host_stream()?;
-            // It has waited for its own work when it returns, so nothing is left to come before the program's next.
+            // The download waits for its own work, so nothing is left that the program's next work would have to wait for.
             cuda::download(tensor, out)?;
             gpu.check_calls()
         }
@@ -112,7 +115,7 @@ pub fn copy(tensor: &Tensor, device: Option<usize>) -> Result<Tensor> {
         return to_host();
     };
     let gpu = Gpu::open(ordinal)?;
-    in_order_and_wait(&gpu, || match tensor.place().cuda() {
+    in_stream_order_and_wait(&gpu, || match tensor.place().cuda() {
         None => cuda::upload(&gpu, tensor),
         Some(there) if there == ordinal => {
             let buffer = cuda::contiguous(&gpu, Tag::DeviceTensor, tensor)?;
@@ -230,17 +233,17 @@ pub fn prefetch(tensor: &Tensor, to: Option<usize>) -> Result<()> {
         Some(ordinal) => Some(Gpu::open(ordinal)?),
         None => None,
     };
-    in_order(&gpu, || ManagedBuffer::prefetch(tensor, target.as_deref()))
+    in_stream_order(&gpu, || ManagedBuffer::prefetch(tensor, target.as_deref()))
 }
 
-/// What the policy makes of a tensor that will be used by CUDA device `ordinal`: a copy in managed memory, brought there, or
-/// the tensor itself. Only what the host program hands in is moved: the library does so of itself with nothing.
+/// Applies the policy to a tensor that CUDA device `ordinal` will use: gives a copy in managed memory, prefetched to the
+/// device, or the tensor itself. Only tensors that the host program hands in are moved; the library moves none on its own.
 pub fn by_policy(tensor: &Tensor, ordinal: usize, read_mostly: bool) -> Result<Tensor> {
     match managed_policy() {
         ManagedPolicy::Disabled => Ok(tensor.clone()),
         ManagedPolicy::Required => to_managed(tensor, ordinal, Some(ordinal), read_mostly),
         ManagedPolicy::Preferred => match to_managed(tensor, ordinal, Some(ordinal), read_mostly) {
-            // Where it cannot be, or there is no room, it stays; all other errors are errors.
+            // Where managed memory is unavailable or full, the tensor stays where it is; any other error is returned.
             Err(e) => match e.kind() {
                 ErrorKind::Unsupported
                 | ErrorKind::DeviceUnavailable

@@ -1,4 +1,5 @@
-//! An answer while it is generated: what of it is reasoning, content and calls of tools, and when a thought has used up its budget.
+//! An answer while it is generated: which parts of it are reasoning, content and tool calls, and when the reasoning has used up
+//! its budget.
 
 use crate::base::Result;
 use crate::model::Model;

@@ -27,9 +27,8 @@ pub fn step(sessions: &mut [&mut Session], tokens: &[u32]) -> Result<()> {
     Ok(())
 }
 
-/// Like [`step`], and gives the token to come of each session, which is not appended: chosen as `options[i]` says, and as
-/// generating would choose it there. On a GPU the logits stay there; with `look_ahead` the device goes on with those tokens
-/// before it is asked to.
+/// Like [`step`], and gives each session's next token, chosen by `options[i]` as a generation would choose it, without
+/// appending it. On a GPU the logits stay on the device; with `look_ahead` it runs those tokens before it is asked to.
 pub fn step_choose(
     sessions: &mut [&mut Session],
     tokens: &[u32],
@@ -66,7 +65,7 @@ pub fn step_choose(
         Ok(())
     })?;
     for ((session, options), &token) in sessions.iter_mut().zip(&options).zip(&next) {
-        session.likeliest = options.is_greedy().then_some(token);
+        session.argmax = options.is_greedy().then_some(token);
     }
     Ok(next)
 }
@@ -99,7 +98,7 @@ fn stepped(sessions: &mut [&mut Session], tokens: &[u32], pass: &mut Pass<'_>) -
         );
     }
     first.model.check_tokens(tokens)?;
-    // Only evicting changes a session in a way that cutting it cannot undo.
+    // Only eviction changes a session in a way that truncating it cannot undo.
     let saved: Vec<_> = sessions
         .iter()
         .map(|s| Ok((s.len(), (!s.fits(1)).then(|| s.saved()).transpose()?)))

@@ -227,7 +227,7 @@ impl Session {
         memory::make_room(&mut self.tokens, tokens.added.len())?;
         self.push(&tokens.added);
         self.evicted += dropped;
-        self.settle()?;
+        self.flush()?;
         call::check()?;
         let prefill_seconds = started.elapsed().as_secs_f64();
         let calls = calls_in(&messages);
@@ -303,8 +303,8 @@ impl Session {
         Ok((tokens, end_of(&prompt.text())))
     }
 
-    /// What follows the whole sequence, where `messages` are those that it holds and more, and the end of its text. Nothing where they
-    /// are not, or where the template gives no clue.
+    /// What follows the whole sequence, where `messages` are those that it holds and more, and the end of its text. `None` if
+    /// they are not, or if the template does not tell.
     fn following(
         &self,
         messages: &[Message],
@@ -335,7 +335,8 @@ impl Session {
         {
             return Ok(None);
         }
-        // A content that occurs nowhere stands for the answer's: what the template writes behind it closes the answer.
+        // A placeholder that occurs nowhere else stands for the answer's content: what the template writes after it closes the
+        // answer.
         let mark = free_mark(messages);
         let without_reasoning = |message: &Message| Message {
             reasoning_content: None,
@@ -375,9 +376,9 @@ impl Session {
         Ok(Some((aligned, end_of(&added.text()))))
     }
 
-    /// The conversation without its oldest turns, so that `extra` more tokens fit behind its prompt: the older half of what stands between
-    /// what is kept and the last question, or more if that is not enough. What stands before the first user's words is kept
-    /// in any case. None where eviction is not wanted or cannot make room. `whole` tokens is what the conversation takes now.
+    /// The conversation without its oldest turns, so that `extra` more tokens fit after its prompt. The older half of the turns
+    /// between the kept prefix and the last question goes, or more if that is not enough; what precedes the first user message
+    /// always stays. `None` if eviction is off or cannot make room. The conversation takes `whole` tokens now.
     fn shortened(
         &self,
         messages: &[Message],
@@ -449,7 +450,7 @@ impl Session {
         )
     }
 
-    /// Forgets what a shorter conversation leaves out. What stands behind what is kept is pending then.
+    /// Forgets what a shortened conversation leaves out. The tokens after the kept prefix are then pending.
     pub(super) fn shorten(&mut self, plan: Plan) -> Result<()> {
         let Some(answer) = &mut self.conversation.answer else {
             return Ok(());
@@ -564,8 +565,8 @@ fn prompt(
     )
 }
 
-/// The tokens that stand before what the template writes. A template writes all that a text begins with; where ChatML stands in
-/// for one, the tokenizer knows that.
+/// The tokens before the template's text. A model's own template writes all that a text begins with; where ChatML stands in for
+/// it, the tokenizer adds them.
 fn beginning(model: &Model) -> Result<Vec<u32>> {
     let tokenizer: &Tokenizer = model.tokenizer()?;
     let mut whole = Vec::new();
@@ -586,7 +587,7 @@ fn calls_in(messages: &[Message]) -> usize {
     messages.iter().map(|m| m.tool_calls.len()).sum()
 }
 
-/// A content that occurs in no message.
+/// A placeholder that occurs in no message.
 fn free_mark(messages: &[Message]) -> String {
     let mut marks = (0..).map(|i| format!("content-{i}-here"));
     let free = |mark: &String| !messages.iter().any(|m| m.text().contains(&**mark));

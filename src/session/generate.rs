@@ -106,9 +106,9 @@ pub struct Generation {
     pub timings: Timings,
 }
 
-/// A token as it comes, or text without one: what was held back until the end, or what else the token before completes. The texts
-/// of all pieces that are content make the text of the generation; only a callback that breaks misses what may have been the
-/// beginning of a stop string.
+/// A generated token, or text without a token: text that was held back until the end, or more of what the previous token
+/// completes. The content pieces together are the text of the generation; only a callback that breaks misses text that was held
+/// back because a stop string might have begun in it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Piece<'a> {
     /// The token, if it is the first piece of one.
@@ -166,7 +166,7 @@ impl Session {
         let mut replayed = Vec::new();
         let mut broke = false;
         let mut first = None;
-        // Tokens that nobody chooses: they end a thought.
+        // Forced tokens, which end the reasoning.
         let mut given = VecDeque::new();
         while out.tokens.len() < room {
             if let Some(end) = answer.as_mut().and_then(Answer::early_end) {
@@ -255,7 +255,7 @@ impl Session {
         replayed: &mut Vec<f32>,
     ) -> Result<(u32, Option<f32>)> {
         if !options.replay && !options.log_probabilities {
-            return Ok((self.settle_chosen(sampler, look_ahead)?, None));
+            return Ok((self.flush_and_choose(sampler, look_ahead)?, None));
         }
         let logits = match options.replay {
             true => {
@@ -263,7 +263,7 @@ impl Session {
                 &*replayed
             }
             false => {
-                self.settle()?;
+                self.flush()?;
                 &self.logits
             }
         };
@@ -272,7 +272,7 @@ impl Session {
         Ok((token, wanted.then(|| log_probability(logits, token))))
     }
 
-    /// Ends a text: tells what was held back unless `broke`, and notes what it came to.
+    /// Ends a text: passes on what was held back unless `broke`, and records the outcome.
     fn finish(
         &mut self,
         out: &mut Generation,
@@ -325,7 +325,7 @@ impl Session {
 
     fn logits_from_scratch(&mut self, logits: &mut Vec<f32>) -> Result<()> {
         if self.tokens.is_empty() {
-            return self.settle();
+            return self.flush();
         }
         let mut cache = KvCache::new(
             self.model.device(),

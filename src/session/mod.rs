@@ -73,17 +73,16 @@ pub struct Session {
     /// Holds the first tokens; those after are pending.
     cache: KvCache,
     scratch: Scratch,
-    /// Those that follow the last token; empty where they are not known, and then no promise is made about the last token's
-    /// place in the cache.
+    /// The logits after the last token; empty where they are not known, and then the cache may or may not hold the last token.
     logits: Vec<f32>,
-    /// The likeliest token to come, where the device told it and kept the logits.
-    likeliest: Option<u32>,
+    /// The argmax of the logits, where the device computed it and kept the logits.
+    argmax: Option<u32>,
     conversation: Conversation,
-    /// That of draws in steps whose options have none: one for many steps, so that a device can go on by itself.
+    /// The seed of draws in steps whose options have none. One serves many steps, so that a device can look ahead.
     seed: u64,
 }
 
-/// What a session was, to go back to.
+/// A snapshot of a session, to roll back to.
 struct Saved {
     tokens: Vec<u32>,
     evicted: usize,
@@ -91,7 +90,7 @@ struct Saved {
     conversation: Conversation,
 }
 
-/// How more tokens fit.
+/// How room is made for more tokens.
 enum Room {
     /// As it is.
     Free,
@@ -128,7 +127,7 @@ impl Session {
             cache,
             scratch: Scratch::new(),
             logits: Vec::new(),
-            likeliest: None,
+            argmax: None,
             conversation: Conversation::default(),
             seed: sampler::new_seed(),
         })
@@ -187,18 +186,18 @@ impl Session {
 
     /// The logits of the token to come, one for each row of the model's vocabulary.
     pub fn logits(&mut self) -> Result<&[f32]> {
-        self.settle()?;
+        self.flush()?;
         Ok(&self.logits)
     }
 
-    /// The likeliest token to come, the first of equals: what a greedy sampler chooses, without the logits leaving a GPU.
-    pub fn likeliest(&mut self) -> Result<u32> {
-        self.settle_chosen(&mut Sampler::new(&SamplingOptions::default())?, false)
+    /// The argmax of the logits, the first of equals: what a greedy sampler chooses, without the logits leaving a GPU.
+    pub fn argmax(&mut self) -> Result<u32> {
+        self.flush_and_choose(&mut Sampler::new(&SamplingOptions::default())?, false)
     }
 
     /// Chooses the token to come, without appending it.
     pub fn sample(&mut self, sampler: &mut Sampler) -> Result<u32> {
-        self.settle()?;
+        self.flush()?;
         sampler.sample(&self.logits, &self.tokens)
     }
 
@@ -241,7 +240,7 @@ impl Session {
         fork.evicted = self.evicted;
         fork.cache = self.cache.clone();
         fork.logits.clone_from(&self.logits);
-        fork.likeliest = self.likeliest;
+        fork.argmax = self.argmax;
         fork.conversation = self.conversation.clone();
         Ok(fork)
     }
@@ -262,13 +261,13 @@ impl Session {
         let before = self.tokens.len();
         call::expect((tokens.len() + before - self.cache.len().min(before)) as u64);
         memory::make_room(&mut self.tokens, tokens.len())?;
-        let (logits, likeliest) = (std::mem::take(&mut self.logits), self.likeliest);
+        let (logits, argmax) = (std::mem::take(&mut self.logits), self.argmax);
         for part in tokens.chunks(step.max(1)) {
             self.push(part);
-            if let Err(e) = self.settle().and_then(|()| call::check()) {
+            if let Err(e) = self.flush().and_then(|()| call::check()) {
                 self.cache.truncate(before.min(self.cache.len()))?;
                 self.tokens.truncate(before);
-                (self.logits, self.likeliest) = (logits, likeliest);
+                (self.logits, self.argmax) = (logits, argmax);
                 return Err(e);
             }
         }
@@ -283,14 +282,14 @@ impl Session {
 
     fn forget_logits(&mut self) {
         self.logits.clear();
-        self.likeliest = None;
+        self.argmax = None;
     }
 
-    /// The token that `sampler` chooses next. On a GPU the logits stay there where one token has to be run for that, and with
-    /// `look_ahead` it goes on with the token chosen before it is asked to.
-    fn settle_chosen(&mut self, sampler: &mut Sampler, look_ahead: bool) -> Result<u32> {
+    /// The token that `sampler` chooses next. On a GPU the logits stay on the device where a single token has to be run for it,
+    /// and with `look_ahead` the device runs the chosen token before it is asked to.
+    fn flush_and_choose(&mut self, sampler: &mut Sampler, look_ahead: bool) -> Result<u32> {
         let greedy = sampler.options().is_greedy();
-        if let Some(token) = self.likeliest.filter(|_| greedy) {
+        if let Some(token) = self.argmax.filter(|_| greedy) {
             return Ok(token);
         }
         let pending = self.cache.len().min(self.tokens.len());
@@ -310,16 +309,16 @@ impl Session {
                 next[0]
             }
             _ => {
-                self.settle()?;
+                self.flush()?;
                 sampler.sample(&self.logits, &self.tokens)?
             }
         };
-        self.likeliest = greedy.then_some(token);
+        self.argmax = greedy.then_some(token);
         Ok(token)
     }
 
-    /// Runs what has to be run for the logits to be those after the last token.
-    fn settle(&mut self) -> Result<()> {
+    /// Runs the pending tokens, so that the logits are those after the last token.
+    fn flush(&mut self) -> Result<()> {
         if self.tokens.is_empty() {
             bail!(
                 InvalidArgument,
@@ -391,7 +390,8 @@ impl Session {
         ))
     }
 
-    /// Forgets what is old until `count` more tokens fit, where the options say so. What stays after what is kept is pending then.
+    /// Forgets what is old until `count` more tokens fit, where the options say so. The tokens after the kept prefix are then
+    /// pending.
     fn make_room(&mut self, count: usize) -> Result<()> {
         alloc::check()?;
         match self.room_for(count)? {

@@ -1,4 +1,4 @@
-//! Choices one after the other: options, and the number of draws so far. The same seed gives the same text.
+//! A sequence of choices: options, and the number of draws so far. The same seed gives the same text.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 
@@ -6,9 +6,9 @@ use crate::base::Result;
 use crate::model::{Choice, SamplingOptions};
 use crate::ops::sample;
 
-/// A seed that nobody has had, in all likelihood.
+/// A fresh random seed.
 pub(super) fn new_seed() -> u64 {
-    // The standard library keys its hash maps by random numbers of the system's.
+    // The standard library seeds its hash maps with the system's random numbers.
     RandomState::new().build_hasher().finish()
 }
 
@@ -31,9 +31,8 @@ impl Sampler {
         })
     }
 
-    /// The same sampler with `draws` draws behind it. A generation begins with as many as tokens were appended before it
-    /// ([`Session::appended`](super::Session::appended)), so that its draws do not depend on how a text was divided into
-    /// calls.
+    /// The same sampler after `draws` draws. A generation starts after as many draws as tokens were appended before it
+    /// ([`Session::appended`](super::Session::appended)), so that its draws do not depend on how a text was divided into calls.
     pub fn after(mut self, draws: usize) -> Self {
         self.draws = draws as u64;
         self

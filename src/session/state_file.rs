@@ -1,6 +1,6 @@
 //! Session files: everything a session is, so that it goes on elsewhere as if it had never stopped. A file holds a magic
 //! number, a JSON header, the tokens, the logits, the cache's pages, and a checksum of all that; numbers are little-endian.
-//! Nothing in it is believed before it was checked against the size of the file, the model, and the checksum.
+//! Nothing in it is trusted before it has been checked against the size of the file, the model, and the checksum.
 
 use std::fs::File;
 use std::hash::Hasher;
@@ -66,7 +66,7 @@ impl Session {
     /// Writes the session to a file, which appears whole or not at all. Tells the thread's [`call`] how many bytes are written.
     pub fn save(&self, path: &Path) -> Result<()> {
         let conversation = &self.conversation;
-        // The texts once more, and as JSON, which may take six bytes for one and grows by doubling.
+        // Room for a copy of the texts and for their JSON, which may take six bytes for one and grows by doubling.
         let _texts = alloc::set_aside(self.text_bytes().saturating_mul(14))?;
         let header = Header {
             model: self.model.fingerprint(),
@@ -237,7 +237,7 @@ impl Header {
             );
         }
         let vocabulary = model.spec().vocab_size;
-        let settled = self.logits == vocabulary && self.tokens > 0 && self.cached == self.tokens;
+        let flushed = self.logits == vocabulary && self.tokens > 0 && self.cached == self.tokens;
         let answer = self.answer.as_ref().map_or(0, |answer| answer.start);
         // No session ever has so many appended that they cannot be counted.
         let evicted = match self.keep {
@@ -246,7 +246,7 @@ impl Header {
         };
         if self.tokens > self.context
             || self.cached > self.tokens
-            || !(settled || self.logits == 0)
+            || !(flushed || self.logits == 0)
             || answer > self.tokens
             || (self.answer.is_some() && self.messages.is_none())
             || !evicted
@@ -307,7 +307,7 @@ impl Header {
         })
     }
 
-    /// The size of the whole file, where that is a number at all.
+    /// The size of the whole file; `None` if it overflows.
     fn file_size(&self, header: u32, cache: &KvCache) -> Option<u64> {
         let numbers = (self.tokens as u64).checked_add(self.logits as u64)?;
         (FRONT + CHECKSUM + u64::from(header))
@@ -374,7 +374,7 @@ impl Reader {
         Ok(out)
     }
 
-    /// Must have been checked to be in the file.
+    /// `len` must have been checked against the size of the file.
     fn bytes(&mut self, len: usize) -> Result<Vec<u8>> {
         let mut out = memory::zeros(len)?;
         self.read(&mut out)?;

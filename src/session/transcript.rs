@@ -1,5 +1,5 @@
-//! The text of a sequence as its tokens come, and whether one of them ends it: what a generation makes of the tokens that it
-//! chooses, for those too who choose them in steps of many sessions.
+//! The text of a sequence as its tokens come, and whether one of them ends it. Generations use it, and so do callers that
+//! choose the tokens themselves as they step many sessions.
 
 use std::sync::Arc;
 

@@ -1,5 +1,5 @@
-//! A tensor over memory that this library allocated or that a host lent, with the host's way to take it back. The memory may
-//! be a device's: then this folder knows where it is and what keeps it, and never reads it.
+//! A tensor over memory that this library allocated, or that a host lent with a function to release it. The memory may be a
+//! device's: then this folder knows its address and what keeps it alive, and never reads it.
 
 use std::any::Any;
 use std::fmt;
@@ -88,7 +88,7 @@ impl Storage {
     }
 }
 
-/// Refuses memory that elements of `dtype` cannot be at.
+/// Refuses an address that is not aligned for elements of `dtype`.
 fn check_address(address: usize, shape: &Shape, dtype: DType) -> Result<()> {
     if shape.extent() > 0 && address == 0 {
         bail!(
@@ -123,7 +123,7 @@ pub struct Tensor {
     read_only: bool,
 }
 
-/// Knows a tensor and does not keep it.
+/// A weak reference: identifies a tensor without keeping it alive.
 pub struct WeakTensor {
     // As long as this lives no other storage gets the address.
     storage: Weak<Storage>,
@@ -133,7 +133,7 @@ pub struct WeakTensor {
 }
 
 impl WeakTensor {
-    /// Whether `tensor` is the one, or a clone of it: the same type and shape over the same memory.
+    /// Whether `tensor` is the referenced one or a clone of it: the same type and shape over the same memory.
     pub fn is(&self, tensor: &Tensor) -> bool {
         std::ptr::eq(self.storage.as_ptr(), Arc::as_ptr(&tensor.storage))
             && (self.offset, self.dtype) == (tensor.offset, tensor.dtype)
@@ -261,13 +261,13 @@ impl Tensor {
         })
     }
 
-    /// The tensor as one of memory that nobody may write to. Its views are the same.
+    /// The same tensor, read-only. So are its views.
     pub fn into_read_only(mut self) -> Tensor {
         self.read_only = true;
         self
     }
 
-    /// Whether nobody may write to the memory, as its owner has said.
+    /// Whether the owner of the memory has declared it read-only.
     pub fn is_read_only(&self) -> bool {
         self.read_only
     }
@@ -354,7 +354,7 @@ impl Tensor {
         Some(unsafe { std::slice::from_raw_parts(data, self.bytes()) })
     }
 
-    /// What knows this tensor and does not keep it.
+    /// A weak reference to this tensor.
     pub fn downgrade(&self) -> WeakTensor {
         WeakTensor {
             storage: Arc::downgrade(&self.storage),

@@ -18,7 +18,7 @@ pub enum WeightType {
 }
 
 impl WeightType {
-    /// That of a dense weight with elements of `dtype`.
+    /// The type of a dense weight with elements of `dtype`.
     pub fn dense(dtype: DType) -> Result<WeightType> {
         Ok(match dtype {
             DType::F32 => WeightType::F32,

@@ -10,7 +10,7 @@ use crate::tensor::DType;
 /// Elements of a super-block of the K types.
 const SUPER: usize = 256;
 
-/// The block types that can be decoded. Dense types appear as [`Encoding`]s of their own, and so does NVFP4.
+/// The block types that can be decoded. Dense types are [`Encoding::Dense`], and NVFP4 is [`Encoding::Nvfp4`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[allow(non_camel_case_types)]
 pub enum GgmlType {
@@ -201,7 +201,7 @@ fn q8_0(b: &[u8; 34], out: &mut [f32; 32]) {
     }
 }
 
-/// Layout: 16 bytes of scale (low nibble) and minimum (high nibble), 64 bytes of codes, the two f16 multipliers. Each 32
+/// Layout: 16 bytes of scale (low nibble) and minimum (high nibble), 64 bytes of codes, the two f16 super-block scales. Each 32
 /// bytes of codes serve 128 elements, two bits of every byte at a time.
 fn q2_k(b: &[u8; 84], out: &mut [f32; SUPER]) {
     let (d, d_min) = (half_at(b, 80), half_at(b, 82));
@@ -216,7 +216,7 @@ fn q2_k(b: &[u8; 84], out: &mut [f32; SUPER]) {
     }
 }
 
-/// Layout: 32 bytes of third bits, 64 bytes of the two low bits, 12 bytes of 6-bit scales, one f16 multiplier.
+/// Layout: 32 bytes of third bits, 64 bytes of the two low bits, 12 bytes of 6-bit scales, one f16 super-block scale.
 fn q3_k(b: &[u8; 110], out: &mut [f32; SUPER]) {
     let d = half_at(b, 108);
     let packed = &b[96..108];
@@ -249,7 +249,7 @@ fn scale_and_minimum(packed: &[u8], j: usize) -> (f32, f32) {
     (f32::from(scale), f32::from(minimum))
 }
 
-/// Layout: two f16 multipliers, 12 bytes of scales and minima, 128 bytes of codes; 32 bytes serve two groups of 32.
+/// Layout: two f16 super-block scales, 12 bytes of scales and minima, 128 bytes of codes; 32 bytes serve two groups of 32.
 fn q4_k(b: &[u8; 144], out: &mut [f32; SUPER]) {
     let (d, d_min) = (half_at(b, 0), half_at(b, 2));
     for (j, o) in out.as_chunks_mut::<32>().0.iter_mut().enumerate() {
@@ -278,7 +278,7 @@ fn q5_k(b: &[u8; 176], out: &mut [f32; SUPER]) {
     }
 }
 
-/// Layout: 128 bytes of low nibbles, 64 bytes of upper pairs of bits, 16 signed scales, one f16 multiplier.
+/// Layout: 128 bytes of low nibbles, 64 bytes of upper pairs of bits, 16 signed scales, one f16 super-block scale.
 fn q6_k(b: &[u8; 210], out: &mut [f32; SUPER]) {
     let d = half_at(b, 208);
     for (j, o) in out.as_chunks_mut::<32>().0.iter_mut().enumerate() {
@@ -309,7 +309,7 @@ fn iq4_nl(b: &[u8; 18], out: &mut [f32; 32]) {
     }
 }
 
-/// Layout: one f16 multiplier, 2 bytes of upper scale bits, 4 bytes of lower nibbles, then 16 bytes of codes per 32.
+/// Layout: one f16 super-block scale, 2 bytes of upper scale bits, 4 bytes of lower nibbles, then 16 bytes of codes per 32.
 fn iq4_xs(b: &[u8; 136], out: &mut [f32; SUPER]) {
     let d = half_at(b, 0);
     let upper = u16::from_le_bytes([b[2], b[3]]);

@@ -153,7 +153,7 @@ fn shortest(value: f64) -> f64 {
     }
 }
 
-/// The entries, with the multiplier tensors of NVFP4 weights folded into them.
+/// The entries, with the global scales of NVFP4 weights folded into them.
 fn logical(
     sources: &[Source],
     raws: &[Raw],
@@ -165,8 +165,8 @@ fn logical(
         .map(|(i, r)| (r.key.as_str(), i))
         .collect();
     let file = |i: usize| sources[raws[i].span.source].name();
-    let mut multiplier_of = vec![None; raws.len()];
-    let mut is_multiplier = vec![false; raws.len()];
+    let mut global_scale_of = vec![None; raws.len()];
+    let mut is_global_scale = vec![false; raws.len()];
     for (i, raw) in raws.iter().enumerate() {
         let Some(base) = raw.key.strip_suffix(".scale") else {
             continue;
@@ -177,8 +177,8 @@ fn logical(
             .or_else(|| by_key.get(format!("{base}.weight").as_str()));
         match weight {
             Some(&w) if raws[w].encoding == Encoding::Nvfp4 => {
-                is_multiplier[i] = true;
-                if multiplier_of[w].replace(i).is_some() {
+                is_global_scale[i] = true;
+                if global_scale_of[w].replace(i).is_some() {
                     bail!(
                         CorruptFile,
                         "{}: '{}' has two scale tensors",
@@ -203,7 +203,7 @@ fn logical(
     }
     let mut logical = Vec::with_capacity(raws.len());
     for (i, raw) in raws.iter().enumerate() {
-        if is_multiplier[i] {
+        if is_global_scale[i] {
             continue;
         }
         let (name, form) = translation.name(raw).map_err(|e| e.within(file(i)))?;
@@ -217,12 +217,12 @@ fn logical(
                     raw.key
                 );
             }
-            let also = multiplier_of[i];
+            let also = global_scale_of[i];
             let globals = match also {
                 None => vec![1.0],
                 Some(m) => {
                     bytes += raws[m].span.len() as u64;
-                    multipliers(sources, &raws[m], raw).map_err(|e| e.within(file(m)))?
+                    global_scales(sources, &raws[m], raw).map_err(|e| e.within(file(m)))?
                 }
             };
             Stored::GgufNvfp4 {
@@ -247,8 +247,8 @@ fn logical(
     Ok(logical)
 }
 
-/// The multipliers of the NVFP4 tensor `weight`: one, or one per expert where it is a stack of them.
-fn multipliers(sources: &[Source], raw: &Raw, weight: &Raw) -> Result<Vec<f32>> {
+/// The global scales of the NVFP4 tensor `weight`: one, or one per expert where it is a stack of them.
+fn global_scales(sources: &[Source], raw: &Raw, weight: &Raw) -> Result<Vec<f32>> {
     let experts = match weight.shape[..] {
         [experts, _, _] => experts,
         _ => 1,

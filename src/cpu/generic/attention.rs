@@ -78,7 +78,7 @@ pub(in crate::cpu) unsafe fn attend<S: Simd, E: Element<S>, const Q: usize>(
                 }
             }
             for i in 0..Q {
-                // A shorter neighbour has no room for, and no interest in, pages past its own.
+                // A query that sees fewer positions needs no scores of later pages, and has no room for them.
                 if p * 16 < queries[i].len {
                     S::store(queries[i].scores.add(p * 16), S::mul(sum[i], scale));
                 }
@@ -99,7 +99,7 @@ pub(in crate::cpu) unsafe fn attend<S: Simd, E: Element<S>, const Q: usize>(
         let common = latest.min(shortest)..shortest;
         let mut d = 0;
         while d < dim {
-            // Twice the sums where there are registers for them.
+            // Twice the accumulators where there are registers for them.
             if 2 * Q <= S::TILE && d + 32 <= dim {
                 weigh::<S, E, Q, 2>(&queries, &page, dim, d, &common, &inverse);
                 d += 32;

@@ -18,7 +18,7 @@ fn chunk_rows(cols: usize) -> usize {
 }
 
 /// Calls `each` for ranges of rows of about [`CHUNK`] values, spread over the device's threads, and gives the results in
-/// order; of several errors, the first in that order. The end of the thread's [`call`] is one.
+/// order; of several errors, the first in that order. Cancelling the thread's [`call`] is one, too.
 pub(super) fn by_chunks<T: Send>(
     device: &Device,
     rows: usize,

@@ -125,8 +125,8 @@ pub fn scaled_mm(
     Ok(out)
 }
 
-/// The same into a tensor of the caller's, of a floating type, which is where the operands are. After an error it holds
-/// anything.
+/// The same into a tensor of the caller's, of a floating type, which is where the operands are. After an error its contents are
+/// unspecified.
 pub fn scaled_mm_into(
     device: &Device,
     a: &Nvfp4Tensor,

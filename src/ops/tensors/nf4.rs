@@ -27,7 +27,7 @@ pub struct Nf4Tensor {
     pub codes: Tensor,
     /// The largest magnitude of each block, of a floating type and any shape.
     pub absmax: Tensor,
-    /// The 16 values of the codes, if not the usual ones.
+    /// The 16 values of the codes, if not the standard ones.
     pub map: Option<Tensor>,
     /// Values in a block.
     pub block: usize,

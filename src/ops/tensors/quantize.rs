@@ -15,7 +15,7 @@ use crate::format::nvfp4::{self, BLOCK, Levels, QuantizeOptions};
 use crate::format::swizzle::{self, ScaleLayout};
 use crate::ops::Device;
 use crate::ops::scaled_mm::Operand;
-use crate::ops::transfer::{in_order, in_order_and_wait};
+use crate::ops::transfer::{in_stream_order, in_stream_order_and_wait};
 use crate::tensor::{DType, Tensor};
 
 /// The sizes of the codes and of the scales of `x` `[.., K]`: codes take its leading dimensions, as do linear scales.
@@ -57,7 +57,7 @@ pub fn quantize(
 }
 
 /// The same into tensors of the caller's, uint8 and float8_e4m3fn, which are where `x` is; gives the global scale. After an
-/// error they hold anything.
+/// error their contents are unspecified.
 pub fn quantize_into(
     device: &Device,
     x: &Tensor,
@@ -148,13 +148,13 @@ pub(super) fn decode_rows(
     nvfp4::dequantize(&codes, &scales, global, values)
 }
 
-/// The values of `a`, `[.., K]`, in a floating `dtype`, where it is: see [`quantize`]. On a GPU waits until the scales have been
-/// looked at, and not for the values.
+/// The values of `a`, `[.., K]`, in a floating `dtype`, where it is: see [`quantize`]. On a GPU waits until the scales have
+/// been checked, but not for the values.
 pub fn dequantize(device: &Device, a: &Nvfp4Tensor, dtype: DType) -> Result<Tensor> {
     dequantize_if(device, a, dtype, true)
 }
 
-/// The same of what [`quantize`] has made, whose scales are scales: on a GPU it waits for nothing.
+/// The same for what [`quantize`] has made, whose scales need no check: on a GPU it waits for nothing.
 pub(in crate::ops) fn dequantize_own(
     device: &Device,
     a: &Nvfp4Tensor,
@@ -241,16 +241,15 @@ fn quantize_on(
     };
     match options.levels {
         // The global scale is waited for.
-        Levels::Two => in_order_and_wait(gpu, work),
-        Levels::Single | Levels::Legacy => in_order(gpu, work),
+        Levels::Two => in_stream_order_and_wait(gpu, work),
+        Levels::Single | Levels::Legacy => in_stream_order(gpu, work),
     }
 }
 
-/// The values of `a`, in the memory of `gpu`; see [`dequantize`]. With `check`, waits until its scales have been
-/// looked at.
+/// The values of `a`, in the memory of `gpu`; see [`dequantize`]. With `check`, waits until its scales have been checked.
 fn dequantize_on(gpu: &Arc<Gpu>, a: &Nvfp4Tensor, dtype: DType, check: bool) -> Result<Tensor> {
     let (rows, cols) = a.dims()?;
-    in_order(gpu, || {
+    in_stream_order(gpu, || {
         let out = buffer(gpu, &[rows, cols, dtype.bytes()])?;
         let swizzled = a.layout == ScaleLayout::Swizzled;
         let decode = || cuda::dequantize(gpu, &a.codes, &a.scales, swizzled, a.global, dtype, &out);
@@ -270,7 +269,7 @@ fn dequantize_on(gpu: &Arc<Gpu>, a: &Nvfp4Tensor, dtype: DType, check: bool) -> 
 fn swizzle_on(gpu: &Arc<Gpu>, scales: &Tensor) -> Result<Tensor> {
     let (rows, blocks) = scales.shape().matrix();
     let len = swizzle::len(rows, blocks)?;
-    in_order(gpu, || {
+    in_stream_order(gpu, || {
         let out = buffer(gpu, &[len])?;
         cuda::swizzle(gpu, scales, &out)?;
         cuda::tensor(out, &[len], DType::F8E4M3)
@@ -279,7 +278,7 @@ fn swizzle_on(gpu: &Arc<Gpu>, scales: &Tensor) -> Result<Tensor> {
 
 /// Swizzled scales in the memory of `gpu` in row-major order.
 fn unswizzle_on(gpu: &Arc<Gpu>, scales: &Tensor, rows: usize, blocks: usize) -> Result<Tensor> {
-    in_order(gpu, || {
+    in_stream_order(gpu, || {
         let out = buffer(gpu, &[rows, blocks])?;
         cuda::unswizzle(gpu, scales, rows, blocks, &out)?;
         cuda::tensor(out, &[rows, blocks], DType::F8E4M3)

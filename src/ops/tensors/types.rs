@@ -19,7 +19,7 @@ pub struct Nvfp4Tensor {
     pub codes: Tensor,
     /// Block scales, `float8_e4m3fn`, or as uint8 from hosts that have no such type.
     pub scales: Tensor,
-    /// What every value is multiplied by.
+    /// The global scale.
     pub global: f32,
     /// How `scales` are ordered.
     pub layout: ScaleLayout,
@@ -145,7 +145,7 @@ pub(super) fn float_input(x: &Tensor, what: &str) -> Result<(usize, usize)> {
     Ok(x.shape().matrix())
 }
 
-/// Refuses tensors of which not all are in host memory, or all in the memory of one CUDA device. Gives that device.
+/// Refuses tensors that are not all in host memory, or all in the memory of one CUDA device. Gives that device.
 pub fn one_place(tensors: &[(&str, &Tensor)]) -> Result<Option<usize>> {
     let mut all = tensors.iter().map(|(name, t)| (name, t.place()));
     let Some((first, place)) = all.next() else {
@@ -162,7 +162,7 @@ pub fn one_place(tensors: &[(&str, &Tensor)]) -> Result<Option<usize>> {
     Ok(place.cuda())
 }
 
-/// The device that computes with a tensor in the place where it is: `processor` gives the one for host memory.
+/// The device that computes with a tensor where it is; `processor` gives the one for host memory.
 pub fn device_of(tensor: &Tensor, processor: impl FnOnce() -> Result<Device>) -> Result<Device> {
     match tensor.place().cuda() {
         None => processor(),
@@ -170,7 +170,7 @@ pub fn device_of(tensor: &Tensor, processor: impl FnOnce() -> Result<Device>) ->
     }
 }
 
-/// A tensor of `device` that a result of all its elements will be written to.
+/// A new tensor on `device` for a result that fills it. Its contents are unspecified until then.
 pub(super) fn new_result(device: &Device, sizes: &[usize], dtype: DType) -> Result<Tensor> {
     match device {
         Device::Cpu(_) => Tensor::zeros(sizes, dtype),
