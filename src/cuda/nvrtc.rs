@@ -1,129 +1,39 @@
 //! Kernels from source to machine code: the sources, the compiler, and what machine code depends on. NVRTC is looked for when
-//! it is needed, like the driver; it needs no GPU. `build.rs` has this file as a module too, so it knows libc and the
-//! crate of the checksum alone, its errors are text, and it does not read the environment.
+//! it is needed, like the driver; it needs no GPU. `build.rs` has this file as a module too, so it imports
+//! nothing of the library, its errors are text, and it does not read the environment.
 
+use std::error::Error as _;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::hash::Hasher;
 use std::path::Path;
 use std::sync::OnceLock;
 
+use include_dir::{Dir, File, include_dir};
+use libloading::AsFilename;
+use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 use twox_hash::XxHash3_64;
 
-/// Headers, by the name that sources include them by.
-const HEADERS: &[(&str, &str)] = &[
-    (
-        "activation/gate.cuh",
-        include_str!("../../kernels/activation/gate.cuh"),
-    ),
-    (
-        "common/types.cuh",
-        include_str!("../../kernels/common/types.cuh"),
-    ),
-    (
-        "common/note.cuh",
-        include_str!("../../kernels/common/note.cuh"),
-    ),
-    (
-        "common/ptx.cuh",
-        include_str!("../../kernels/common/ptx.cuh"),
-    ),
-    (
-        "common/reduce.cuh",
-        include_str!("../../kernels/common/reduce.cuh"),
-    ),
-    (
-        "common/values.cuh",
-        include_str!("../../kernels/common/values.cuh"),
-    ),
-    (
-        "common/ring.cuh",
-        include_str!("../../kernels/common/ring.cuh"),
-    ),
-    (
-        "common/cluster.cuh",
-        include_str!("../../kernels/common/cluster.cuh"),
-    ),
-    (
-        "common/wgmma.cuh",
-        include_str!("../../kernels/common/wgmma.cuh"),
-    ),
-    (
-        "common/heads.cuh",
-        include_str!("../../kernels/common/heads.cuh"),
-    ),
-    (
-        "common/pages.cuh",
-        include_str!("../../kernels/common/pages.cuh"),
-    ),
-    (
-        "common/tiles.cuh",
-        include_str!("../../kernels/common/tiles.cuh"),
-    ),
-    (
-        "format/nvfp4.cuh",
-        include_str!("../../kernels/format/nvfp4.cuh"),
-    ),
-    (
-        "format/packed.cuh",
-        include_str!("../../kernels/format/packed.cuh"),
-    ),
-    (
-        "format/ordered.cuh",
-        include_str!("../../kernels/format/ordered.cuh"),
-    ),
-    (
-        "format/encode.cuh",
-        include_str!("../../kernels/format/encode.cuh"),
-    ),
-    (
-        "format/random.cuh",
-        include_str!("../../kernels/format/random.cuh"),
-    ),
-    (
-        "format/swizzle.cuh",
-        include_str!("../../kernels/format/swizzle.cuh"),
-    ),
-    (
-        "linear/matrix.cuh",
-        include_str!("../../kernels/linear/matrix.cuh"),
-    ),
-    (
-        "linear/tile.cuh",
-        include_str!("../../kernels/linear/tile.cuh"),
-    ),
-    (
-        "attention/decode.cuh",
-        include_str!("../../kernels/attention/decode.cuh"),
-    ),
-    (
-        "attention/prefill.cuh",
-        include_str!("../../kernels/attention/prefill.cuh"),
-    ),
-    (
-        "rope/store.cuh",
-        include_str!("../../kernels/rope/store.cuh"),
-    ),
-    (
-        "norm/deferred.cuh",
-        include_str!("../../kernels/norm/deferred.cuh"),
-    ),
-    (
-        "norm/fours.cuh",
-        include_str!("../../kernels/norm/fours.cuh"),
-    ),
-    (
-        "norm/residual.cuh",
-        include_str!("../../kernels/norm/residual.cuh"),
-    ),
-    (
-        "quantize/block.cuh",
-        include_str!("../../kernels/quantize/block.cuh"),
-    ),
-    (
-        "sample/said.cuh",
-        include_str!("../../kernels/sample/said.cuh"),
-    ),
-];
+/// The folder of the sources. Files in it are named by their paths within it; sources include headers by these names.
+static KERNELS: Dir<'_> = include_dir!("$CARGO_MANIFEST_DIR/kernels");
+
+/// Name and text of every header, in the order of their names.
+fn headers() -> &'static [(&'static str, &'static str)] {
+    static HEADERS: OnceLock<Vec<(&str, &str)>> = OnceLock::new();
+    fn collect(folder: &'static Dir<'static>, found: &mut Vec<(&'static str, &'static str)>) {
+        folder.dirs().for_each(|inner| collect(inner, found));
+        let headers = folder.files().filter_map(|f| {
+            let name = f.path().to_str().filter(|name| name.ends_with(".cuh"))?;
+            Some((name, f.contents_utf8()?))
+        });
+        found.extend(headers);
+    }
+    HEADERS.get_or_init(|| {
+        let mut found = Vec::new();
+        collect(&KERNELS, &mut found);
+        found.sort_unstable();
+        found
+    })
+}
 
 macro_rules! units {
     ($($name:ident = $path:literal),+ $(,)?) => {
@@ -137,10 +47,6 @@ macro_rules! units {
 
             /// Path under `kernels/`.
             pub const fn path(self) -> &'static str { match self { $(Unit::$name => $path,)+ } }
-
-            const fn source(self) -> &'static str {
-                match self { $(Unit::$name => include_str!(concat!("../../kernels/", $path)),)+ }
-            }
         }
     };
 }
@@ -187,6 +93,13 @@ units! {
 }
 
 impl Unit {
+    fn source(self) -> Result<&'static str, String> {
+        KERNELS
+            .get_file(self.path())
+            .and_then(File::contents_utf8)
+            .ok_or_else(|| format!("kernels/{} is not embedded", self.path()))
+    }
+
     /// Those with kernels for an architecture, as [`target`] names it.
     pub fn for_target(target: &str) -> impl Iterator<Item = Unit> {
         let hopper = target == "sm_90a";
@@ -221,14 +134,14 @@ pub(super) fn fingerprint(unit: Unit, target: &str) -> u64 {
     static OF_HEADERS: OnceLock<XxHash3_64> = OnceLock::new();
     let of_headers = || {
         let mut sum = XxHash3_64::new();
-        for (name, source) in HEADERS {
+        for (name, source) in headers() {
             sum.write(name.as_bytes());
             sum.write(source.as_bytes());
         }
         sum
     };
     let mut sum = OF_HEADERS.get_or_init(of_headers).clone();
-    sum.write(unit.source().as_bytes());
+    sum.write(KERNELS.get_file(unit.path()).map_or(&[], File::contents));
     for option in options(target) {
         sum.write(option.as_bytes());
     }
@@ -253,19 +166,13 @@ macro_rules! functions {
 
         impl Functions {
             /// # Safety
-            /// The library is NVRTC.
-            unsafe fn find(library: *mut c_void) -> Result<Functions, String> {
-                Ok(Functions {
-                    $($name: {
-                        // SAFETY: the library was loaded and is never closed.
-                        let function = unsafe { libc::dlsym(library, $symbol.as_ptr()) };
-                        if function.is_null() {
-                            return Err(format!("what was loaded as NVRTC lacks {}: {}", $symbol.to_string_lossy(), loader_error()));
-                        }
-                        // SAFETY: NVRTC's function of this name has this type.
-                        unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($argument),*) -> $result>(function) }
-                    },)+
-                })
+            /// The library is NVRTC, and is never closed.
+            unsafe fn find(library: &Library) -> Result<Functions, String> {
+                let lacks = |symbol: &CStr, error| {
+                    format!("what was loaded as NVRTC lacks {}: {}", symbol.to_string_lossy(), reason(error))
+                };
+                // SAFETY: NVRTC's functions of these names have these types.
+                unsafe { Ok(Functions { $($name: *library.get($symbol).map_err(|e| lacks($symbol, e))?,)+ }) }
             }
         }
     };
@@ -283,36 +190,22 @@ functions! {
     destroy = c"nvrtcDestroyProgram": fn(*mut Program) -> c_int,
 }
 
-fn loader_error() -> String {
-    // SAFETY: dlerror gives a string or NULL.
-    let why = unsafe { libc::dlerror() };
-    match why.is_null() {
-        true => "no reason given".into(),
-        // SAFETY: not NULL, and valid until this thread's next call of the loader.
-        false => unsafe { CStr::from_ptr(why) }
-            .to_string_lossy()
-            .into_owned(),
-    }
+/// What the loader says of an error.
+fn reason(error: libloading::Error) -> String {
+    error
+        .source()
+        .map_or_else(|| error.to_string(), ToString::to_string)
 }
 
-/// Loads a library for good.
-fn open(name: &CStr) -> Result<*mut c_void, String> {
-    // SAFETY: loading a library runs its initialisers, and NVRTC's allow that at any time. It stays loaded.
-    let library = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL) };
-    if library.is_null() {
-        Err(loader_error())
-    } else {
-        Ok(library)
-    }
+/// Loads a library.
+fn open(path: impl AsFilename) -> Result<Library, String> {
+    // SAFETY: loading a library runs its initialisers, and NVRTC's allow that at any time.
+    unsafe { Library::open(Some(path), RTLD_NOW | RTLD_GLOBAL) }.map_err(reason)
 }
 
 /// Loads NVRTC from a path of the user's choice, after the library beside it that it asks for by its bare name.
-fn open_path(path: &Path) -> Result<*mut c_void, String> {
-    let open = |path: &Path| {
-        let name = CString::new(path.as_os_str().as_encoded_bytes())
-            .map_err(|_| format!("{}: the path has a zero byte", path.display()))?;
-        open(&name).map_err(|why| format!("loading {}: {why}", path.display()))
-    };
+fn open_path(path: &Path) -> Result<Library, String> {
+    let open = |path: &Path| open(path).map_err(|why| format!("loading {}: {why}", path.display()));
     let folder = path
         .parent()
         .filter(|p| !p.as_os_str().is_empty())
@@ -321,7 +214,8 @@ fn open_path(path: &Path) -> Result<*mut c_void, String> {
         let name = entry.file_name();
         let name = name.to_string_lossy();
         if name.starts_with("libnvrtc-builtins.so") && !name.contains("alt") {
-            open(&entry.path())?;
+            // Stays loaded, as NVRTC looks for it later.
+            std::mem::forget(open(&entry.path())?);
         }
     }
     open(path)
@@ -340,12 +234,14 @@ impl Compiler {
             Some(path) => open_path(path).map_err(|why| {
                 format!("the compiler for GPU kernels that NVFP4_NVRTC names: {why}; it takes the path of a libnvrtc.so.12 or later, and without it the loader looks for one")
             })?,
-            None => [c"libnvrtc.so.13", c"libnvrtc.so.12", c"libnvrtc.so"].iter().find_map(|name| open(name).ok()).ok_or(
+            None => ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"].iter().find_map(|&name| open(name).ok()).ok_or(
                 "no compiler for GPU kernels: libnvrtc.so.13 (or .so.12) was not found; install the CUDA toolkit or the Python package nvidia-cuda-nvrtc, and name the library in NVFP4_NVRTC or its folder in LD_LIBRARY_PATH",
             )?,
         };
         // SAFETY: what has NVRTC's name, or what the user calls NVRTC, is taken to be NVRTC.
-        let functions = unsafe { Functions::find(library) }?;
+        let functions = unsafe { Functions::find(&library) }?;
+        // It may have threads, so it stays loaded.
+        std::mem::forget(library);
         let mut compiler = Compiler {
             functions,
             version: (0, 0),
@@ -373,7 +269,7 @@ impl Compiler {
 
     /// Machine code of a unit, and the assembler's report on registers and spills.
     pub(super) fn compile(&self, unit: Unit, target: &str) -> Result<(Vec<u8>, String), String> {
-        self.compile_source(unit.path(), unit.source(), target)
+        self.compile_source(unit.path(), unit.source()?, target)
     }
 
     /// The same of a source, which may include the library's headers; `path` names it in messages.
@@ -385,8 +281,8 @@ impl Compiler {
     ) -> Result<(Vec<u8>, String), String> {
         let f = &self.functions;
         let (source, name) = (text(source), text(path));
-        let names: Vec<CString> = HEADERS.iter().map(|(name, _)| text(name)).collect();
-        let sources: Vec<CString> = HEADERS.iter().map(|(_, source)| text(source)).collect();
+        let names: Vec<CString> = headers().iter().map(|(name, _)| text(name)).collect();
+        let sources: Vec<CString> = headers().iter().map(|(_, source)| text(source)).collect();
         let options = options(target);
         let pointers =
             |all: &[CString]| -> Vec<*const c_char> { all.iter().map(|s| s.as_ptr()).collect() };
@@ -396,7 +292,7 @@ impl Compiler {
         // SAFETY: all strings end in zero and live to the end of this function; each call writes what it is given room for,
         // and the program is destroyed once.
         unsafe {
-            let count = HEADERS.len() as c_int;
+            let count = headers().len() as c_int;
             self.check(
                 (f.create)(
                     &mut program,
@@ -441,6 +337,22 @@ impl Compiler {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn every_source_is_embedded() {
+        // Each header that a source includes is one of those that the compiler is given.
+        let known = |name: &str| headers().iter().any(|(header, _)| *header == name);
+        let units = Unit::ALL.iter().map(|unit| unit.source().unwrap());
+        for source in units.chain(headers().iter().map(|(_, source)| *source)) {
+            for line in source.lines() {
+                let Some(included) = line.strip_prefix("#include \"") else {
+                    continue;
+                };
+                let name = included.trim_end_matches('"');
+                assert!(known(name), "kernels/{name} is included and not embedded");
+            }
+        }
+    }
 
     #[test]
     fn a_compiler_that_is_not_there_is_named() {
