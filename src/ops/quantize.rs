@@ -2,7 +2,8 @@
 //! [`super::tensors`].
 
 use super::linear::{Activations, Linear, linear};
-use super::{Device, Slice, SliceMut, Workspace, scaled_mm};
+use super::tensors::w4a4;
+use super::{Device, Slice, SliceMut, Workspace};
 use crate::base::error::{Result, bail};
 use crate::base::size::product;
 use crate::format::nvfp4::{self, BLOCK, Nvfp4, QuantizeOptions};
@@ -48,7 +49,7 @@ pub fn scaled_mm(
     }
     if let Device::Cuda(gpu) = device {
         let operand = |x: &Nvfp4| {
-            scaled_mm::Operand::upload(
+            w4a4::Operand::upload(
                 gpu,
                 &x.codes,
                 &x.scales,
@@ -57,7 +58,7 @@ pub fn scaled_mm(
                 x.global,
             )
         };
-        return scaled_mm::on_gpu(gpu, &operand(a)?, &operand(b)?, DType::F32)?.read(0, out);
+        return w4a4::on_gpu(gpu, &operand(a)?, &operand(b)?, DType::F32)?.read(0, out);
     }
     let (row_codes, row_scales) = (b.cols / 2, b.cols / BLOCK);
     let weight = Linear::nvfp4(

@@ -7,13 +7,13 @@ use super::quantize::decode_rows;
 use super::types::{
     Nvfp4Tensor, check_result, float_input, host_result, new_result, one_place, row_major,
 };
+use super::w4a4::{Operand, in_place, on_gpu};
 use super::weight::weight;
 use crate::base::error::{Result, bail};
 use crate::base::memory::{Buffer, Tag};
 use crate::base::size::product;
 use crate::cuda::Gpu;
 use crate::ops::linear::{Activations, Linear, linear as multiply, of_tensor};
-use crate::ops::scaled_mm::{Operand, in_place, on_gpu};
 use crate::ops::{Device, Slice, SliceMut, Workspace};
 use crate::tensor::{DType, Tensor};
 

@@ -6,8 +6,10 @@
 mod chunks;
 mod matmul;
 mod nf4;
+mod prepare;
 mod quantize;
-pub(super) mod types;
+mod types;
+pub(super) mod w4a4;
 mod weight;
 
 pub use crate::format::swizzle::ScaleLayout;

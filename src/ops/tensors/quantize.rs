@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::chunks::{by_chunks, fill_rows, part, split};
 use super::types::{Nvfp4Tensor, check_result, float_input, host_result, new_result};
+use super::w4a4::Operand;
 use crate::base::call;
 use crate::base::error::{Result, bail};
 use crate::base::memory::{self, Buffer, Tag};
@@ -14,7 +15,6 @@ use crate::cuda::{self, DeviceBuffer, DeviceSlice, Gpu};
 use crate::format::nvfp4::{self, BLOCK, Levels, QuantizeOptions};
 use crate::format::swizzle::{self, ScaleLayout};
 use crate::ops::Device;
-use crate::ops::scaled_mm::Operand;
 use crate::ops::transfer::{in_stream_order, in_stream_order_and_wait};
 use crate::tensor::{DType, Tensor};
 

@@ -1,13 +1,14 @@
 //! Weights prepared for products from tensors: NVFP4 and NF4 for the backend that was chosen, and dense ones.
 
 use super::nf4::Nf4Tensor;
+use super::prepare;
 use super::quantize::decode_rows;
 use super::types::{Nvfp4Tensor, float_input};
 use crate::base::error::{Result, bail};
 use crate::base::size::product;
+use crate::ops::Device;
 use crate::ops::backend::Backend;
 use crate::ops::linear::Linear;
-use crate::ops::{Device, prepare};
 use crate::tensor::{DType, Tensor};
 
 /// Prepares the NVFP4 weight `w` `[N, K]` for products on `device`: from host memory, or on a GPU from its own memory too.

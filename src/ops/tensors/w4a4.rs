@@ -3,18 +3,18 @@
 
 use std::sync::Arc;
 
-use super::tensors::types::Nvfp4Tensor;
-use super::transfer::in_stream_order;
+use super::types::Nvfp4Tensor;
 use crate::base::error::{Result, bail};
 use crate::base::memory::Tag;
 use crate::base::size::product;
 use crate::cuda::{self, Contiguous, DeviceBuffer, DeviceSlice, Gpu};
 use crate::format::nvfp4::{self, BLOCK};
 use crate::format::swizzle::{self, ScaleLayout};
+use crate::ops::transfer::in_stream_order;
 use crate::tensor::{DType, Tensor};
 
 /// An NVFP4 matrix `[rows, k]` on a GPU.
-pub(super) struct Operand<'a> {
+pub(in crate::ops) struct Operand<'a> {
     codes: Contiguous<'a>,
     scales: Contiguous<'a>,
     layout: ScaleLayout,
@@ -25,7 +25,7 @@ pub(super) struct Operand<'a> {
 
 impl Operand<'static> {
     /// Uploads the codes and scales of a matrix `[rows, k]`.
-    pub(super) fn upload(
+    pub(in crate::ops) fn upload(
         gpu: &Arc<Gpu>,
         codes: &[u8],
         scales: &[u8],
@@ -102,7 +102,7 @@ fn check_scales(scales: &[u8], layout: ScaleLayout, rows: usize, blocks: usize) 
 }
 
 /// `a` `[M, K]` times `b` `[N, K]` transposed, as `[M, N]` of `dtype`: f32, f16 or bf16.
-pub(super) fn on_gpu(
+pub(in crate::ops) fn on_gpu(
     gpu: &Arc<Gpu>,
     a: &Operand<'_>,
     b: &Operand<'_>,
@@ -114,7 +114,7 @@ pub(super) fn on_gpu(
     Ok(out)
 }
 
-/// The same of tensors in the memory of `gpu`, into one there; see [`super::tensors::scaled_mm_into`].
+/// The same of tensors in the memory of `gpu`, into one there; see [`super::scaled_mm_into`].
 pub(super) fn in_place(
     gpu: &Arc<Gpu>,
     a: &Nvfp4Tensor,

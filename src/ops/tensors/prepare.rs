@@ -3,15 +3,15 @@
 
 use std::sync::Arc;
 
-use super::linear::{Linear, check_finite};
-use super::scaled_mm::Operand;
-use super::tensors::types::Nvfp4Tensor;
-use super::transfer::in_stream_order_and_wait;
+use super::types::Nvfp4Tensor;
+use super::w4a4::Operand;
 use crate::base::error::Result;
 use crate::base::memory::{Buffer, Tag};
 use crate::base::size::product;
 use crate::cuda::{self, DeviceBuffer, Gpu, Matrix};
 use crate::format::swizzle::ScaleLayout;
+use crate::ops::linear::{Linear, check_finite};
+use crate::ops::transfer::in_stream_order_and_wait;
 use crate::tensor::{DType, Tensor, WeightType};
 
 /// The NVFP4 weight `w` `[N, K]`, held in its codes.
