@@ -5,8 +5,8 @@
 //!
 //! | floor | modules |
 //! |---|---|
-//! | 7 | `abi` (and the `nvfp4` binary) |
-//! | 6 | [`session`] |
+//! | 8 | `abi` (and the `nvfp4` binary) |
+//! | 7 | [`session`] |
 //! | 5 | [`model`] |
 //! | 4 | [`ops`] |
 //! | 3 | [`cpu`], [`cuda`], [`checkpoint`], [`text`] |

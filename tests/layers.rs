@@ -1,17 +1,27 @@
-//! The floors of `src/`: reads every path that names another part of the crate and refuses the ones that go up or sideways.
+//! The floors of `src/`: reads every path that names another part of the crate and refuses the ones that go up or sideways, and circles
+//! of files within a room.
 //! Also what else a room may not do: `format/` is safe and touches no system, `abi/` alone defines C functions, the command
 //! sees only the public Rust API, and one file reads the environment.
+
+#[path = "layers/circles.rs"]
+mod circles;
+#[path = "layers/source.rs"]
+mod source;
 
 use std::fmt::Write as _;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use circles::{Crate, in_circles, shortest, show, show_edge, way};
+use source::{Source, from_root};
+
 /// Module and floor, as in the design. A module may import those on lower floors only.
 const FLOORS: &[(&str, u32)] = &[
-    ("abi", 7),
-    ("cli", 7),
-    ("session", 6),
-    ("train", 6),
+    ("abi", 8),
+    ("cli", 8),
+    ("session", 7),
+    ("train", 7),
+    ("engine", 6),
     ("model", 5),
     ("ops", 4),
     ("cpu", 3),
@@ -35,6 +45,178 @@ const CALLBACKS: &[&str] = &[
     "base/threads.rs",
 ];
 
+/// Rooms that stand under the room around them, and name nothing else of it.
+const FOUNDATIONS: &[&str] = &["cuda/driver"];
+
+/// A file or a room, those of its imports that close a circle, and why they stay for now.
+type Known = (&'static str, &'static [&'static str], &'static str);
+
+/// The list only shrinks.
+const KNOWN: &[Known] = &[
+    (
+        "abi/guard.rs",
+        &["abi/call.rs", "abi/library.rs", "abi/shared.rs"],
+        "a handle's kinds and the status table are known to the guard around every entry",
+    ),
+    (
+        "abi/status.rs",
+        &["abi/guard.rs"],
+        "a handle's kinds and the status table are known to the guard around every entry",
+    ),
+    (
+        "checkpoint/gguf/mod.rs",
+        &[
+            "checkpoint/gguf/family.rs",
+            "checkpoint/gguf/split.rs",
+            "checkpoint/gguf/translate.rs",
+        ],
+        "the root of the room defines the pairs that its files read",
+    ),
+    (
+        "checkpoint/mod.rs",
+        &[
+            "checkpoint/companion.rs",
+            "checkpoint/dat.rs",
+            "checkpoint/folder.rs",
+            "checkpoint/gguf",
+            "checkpoint/safetensors.rs",
+        ],
+        "the root of the room defines the trait and the tensors that its readers return",
+    ),
+    (
+        "checkpoint/tensors.rs",
+        &["checkpoint/gguf"],
+        "the root of the room defines the trait and the tensors that its readers return",
+    ),
+    (
+        "cli/model.rs",
+        &["cli/quantize.rs"],
+        "the names of recipes are where they are parsed",
+    ),
+    (
+        "cuda/compile.rs",
+        &["cuda/gpu.rs"],
+        "the device owns what is built on it",
+    ),
+    (
+        "cuda/copy.rs",
+        &["cuda/staging.rs"],
+        "the device owns what is built on it",
+    ),
+    (
+        "cuda/gpu.rs",
+        &[
+            "cuda/blas.rs",
+            "cuda/checks.rs",
+            "cuda/graph.rs",
+            "cuda/memory.rs",
+        ],
+        "the device owns what is built on it",
+    ),
+    (
+        "cuda/linear",
+        &["cuda/blas.rs", "cuda/elementwise.rs"],
+        "the device owns what is built on it",
+    ),
+    (
+        "cuda/linear/deferred.rs",
+        &["cuda/linear/small.rs"],
+        "the root of the room defines what its launchers are passed, and chooses among them",
+    ),
+    (
+        "cuda/linear/many.rs",
+        &["cuda/linear/tiled.rs"],
+        "the root of the room defines what its launchers are passed, and chooses among them",
+    ),
+    (
+        "cuda/linear/mod.rs",
+        &[
+            "cuda/linear/deferred.rs",
+            "cuda/linear/dense.rs",
+            "cuda/linear/many.rs",
+            "cuda/linear/matrix.rs",
+            "cuda/linear/small.rs",
+            "cuda/linear/tiled.rs",
+        ],
+        "the root of the room defines what its launchers are passed, and chooses among them",
+    ),
+    (
+        "cuda/mod.rs",
+        &[
+            "cuda/attention.rs",
+            "cuda/bandwidth.rs",
+            "cuda/elementwise.rs",
+            "cuda/experts.rs",
+            "cuda/linear",
+            "cuda/operand.rs",
+            "cuda/quantize.rs",
+            "cuda/row_norms.rs",
+            "cuda/rows.rs",
+            "cuda/sample.rs",
+            "cuda/scaled_mm.rs",
+            "cuda/tensor.rs",
+            "cuda/unfused.rs",
+        ],
+        "the device owns what is built on it",
+    ),
+    (
+        "model/families",
+        &["model/rope.rs"],
+        "the specification names the tables that its families fill in",
+    ),
+    (
+        "model/families/mod.rs",
+        &[
+            "model/families/gemma3.rs",
+            "model/families/llama.rs",
+            "model/families/mistral.rs",
+            "model/families/phi3.rs",
+            "model/families/qwen.rs",
+        ],
+        "the root of the room defines a family, and lists them",
+    ),
+    (
+        "model/mod.rs",
+        &["model/load.rs"],
+        "the specification names the tables that its families fill in",
+    ),
+    (
+        "model/spec.rs",
+        &["model/rope.rs"],
+        "the specification names the tables that its families fill in",
+    ),
+    (
+        "ops/prepare.rs",
+        &["ops/tensors.rs"],
+        "the tensors of 4-bit weights are where they are quantized",
+    ),
+    (
+        "ops/quantize.rs",
+        &["ops/tensors.rs"],
+        "the tensors of 4-bit weights are where they are quantized",
+    ),
+    (
+        "ops/scaled_mm.rs",
+        &["ops/tensors.rs"],
+        "the tensors of 4-bit weights are where they are quantized",
+    ),
+    (
+        "session/generate.rs",
+        &["session/transcript.rs"],
+        "the session owns its conversation",
+    ),
+    (
+        "session/mod.rs",
+        &["session/chat.rs"],
+        "the session owns its conversation",
+    ),
+    (
+        "text/bpe/mod.rs",
+        &["text/bpe/file.rs"],
+        "the root of the room defines what a vocabulary's file gives",
+    ),
+];
+
 fn floor(module: &str) -> Option<u32> {
     FLOORS
         .iter()
@@ -42,348 +224,176 @@ fn floor(module: &str) -> Option<u32> {
         .map(|(_, floor)| *floor)
 }
 
-#[derive(Clone, Debug, PartialEq)]
-enum Token {
-    Word(String),
-    Text(String),
-    /// `::` is one mark, every other mark is one character.
-    Mark(&'static str),
-}
-
-struct Located {
-    token: Token,
-    line: usize,
-}
-
-/// Words, string literals and the marks that matter, without comments. No more of Rust than paths need.
-fn tokens(source: &str) -> Vec<Located> {
-    const MARKS: &[&str] = &["::", "{", "}", "(", ")", "[", "]", ",", ";", "*", "#", "$"];
-    let bytes = source.as_bytes();
-    let mut out = Vec::new();
-    let (mut at, mut line) = (0, 1);
-    while at < bytes.len() {
-        let rest = &source[at..];
-        let start = at;
-        let mut token = None;
-        if rest.starts_with("//") {
-            at += rest.find('\n').unwrap_or(rest.len());
-        } else if rest.starts_with("/*") {
-            at += block_comment(rest);
-        } else if let Some(hashes) = raw_string(rest) {
-            let open = rest.find('"').expect("a raw string has a quote") + 1;
-            let close = format!("\"{}", "#".repeat(hashes));
-            let length = rest[open..].find(&close).unwrap_or(rest.len() - open);
-            token = Some(Token::Text(rest[open..open + length].to_owned()));
-            at += (open + length + close.len()).min(rest.len());
-        } else if rest.starts_with('"') {
-            let length = string(rest);
-            token = Some(Token::Text(rest[1..length.max(2) - 1].to_owned()));
-            at += length;
-        } else if rest.starts_with('\'') {
-            at += character_or_lifetime(rest);
-        } else if rest.starts_with(|c: char| c.is_alphanumeric() || c == '_') {
-            let length = rest
-                .find(|c: char| !c.is_alphanumeric() && c != '_')
-                .unwrap_or(rest.len());
-            token = Some(Token::Word(rest[..length].to_owned()));
-            at += length;
-        } else if let Some(mark) = MARKS.iter().find(|m| rest.starts_with(**m)) {
-            token = Some(Token::Mark(mark));
-            at += mark.len();
-        } else {
-            at += rest.chars().next().map_or(1, char::len_utf8);
-        }
-        if let Some(token) = token {
-            out.push(Located { token, line });
-        }
-        line += source[start..at].matches('\n').count();
-    }
-    out
-}
-
-fn block_comment(rest: &str) -> usize {
-    let (mut at, mut depth) = (0, 0);
-    while at < rest.len() {
-        if rest[at..].starts_with("/*") {
-            (depth, at) = (depth + 1, at + 2);
-        } else if rest[at..].starts_with("*/") {
-            (depth, at) = (depth - 1, at + 2);
-            if depth == 0 {
-                return at;
-            }
-        } else {
-            at += rest[at..].chars().next().map_or(1, char::len_utf8);
-        }
-    }
-    rest.len()
-}
-
-/// The number of `#` of a raw string that starts here.
-fn raw_string(rest: &str) -> Option<usize> {
-    let after = ["r", "br", "cr"]
-        .iter()
-        .find_map(|prefix| rest.strip_prefix(prefix))?;
-    let hashes = after.len() - after.trim_start_matches('#').len();
-    after[hashes..].starts_with('"').then_some(hashes)
-}
-
-fn string(rest: &str) -> usize {
-    let mut escaped = false;
-    for (i, c) in rest.char_indices().skip(1) {
-        match c {
-            _ if escaped => escaped = false,
-            '\\' => escaped = true,
-            '"' => return i + 1,
-            _ => {}
-        }
-    }
-    rest.len()
-}
-
-fn character_or_lifetime(rest: &str) -> usize {
-    let mut chars = rest.char_indices().skip(1);
-    match chars.next() {
-        // An escape: the closing quote is the first one after the escaped character.
-        Some((_, '\\')) => rest[3..].find('\'').map_or(rest.len(), |i| i + 4),
-        Some(_) => match chars.next() {
-            Some((i, '\'')) => i + 1,
-            _ => 1,
-        },
-        None => 1,
-    }
-}
-
-/// A source file by its place under `src/`.
-struct File<'a> {
-    path: &'a str,
-    tokens: Vec<Located>,
-}
-
-impl<'a> File<'a> {
-    fn new(path: &'a str, source: &str) -> Self {
-        File {
-            path,
-            tokens: tokens(source),
-        }
-    }
-
-    /// The path of the file's module: `["cpu", "avx2"]`; empty for `lib.rs` and `main.rs`.
-    fn module(&self) -> Vec<String> {
-        let parts: Vec<&str> = self.path.trim_end_matches(".rs").split('/').collect();
-        parts
-            .into_iter()
-            .filter(|p| !["mod", "lib", "main"].contains(p))
-            .map(str::to_owned)
-            .collect()
-    }
-
-    fn is_command(&self) -> bool {
-        self.path == "main.rs" || self.path == "cli.rs" || self.path.starts_with("cli/")
-    }
-
-    fn word(&self, at: usize) -> Option<&str> {
-        match &self.tokens.get(at)?.token {
-            Token::Word(w) => Some(w),
-            _ => None,
-        }
-    }
-
-    fn is_mark(&self, at: usize, mark: &str) -> bool {
-        matches!(self.tokens.get(at), Some(Located { token: Token::Mark(m), .. }) if *m == mark)
-    }
-
-    fn is_path(&self, at: usize, words: &[&str]) -> bool {
-        words.iter().enumerate().all(|(i, word)| {
-            self.word(at + 2 * i) == Some(word) && (i == 0 || self.is_mark(at + 2 * i - 1, "::"))
-        })
-    }
-
-    /// The first names of what follows `::` at `at`: one, or each branch of a `{}` tree.
-    fn heads(&self, at: usize) -> Vec<String> {
-        if let Some(word) = self.word(at) {
-            return vec![word.to_owned()];
-        }
-        if self.is_mark(at, "*") {
-            return vec!["*".to_owned()];
-        }
-        let mut heads = Vec::new();
-        if self.is_mark(at, "{") {
-            let (mut depth, mut fresh, mut i) = (1, true, at + 1);
-            while depth > 0 && i < self.tokens.len() {
-                match &self.tokens[i].token {
-                    Token::Mark("{") => depth += 1,
-                    Token::Mark("}") => depth -= 1,
-                    Token::Mark(",") if depth == 1 => fresh = true,
-                    Token::Mark("*") if fresh => heads.push("*".to_owned()),
-                    Token::Word(w) if fresh => {
-                        heads.push(w.clone());
-                        fresh = false;
-                    }
-                    _ => {}
-                }
-                i += 1;
-            }
-        }
-        heads
-    }
-
-    /// Line and name of everything this file names at the root of its crate, and of the library by its crate name.
-    fn roots(&self) -> Vec<(usize, Root)> {
-        let mut found = Vec::new();
-        let mut module = self.module();
-        // Inline modules, with the brace depth outside them.
-        let (mut depth, mut inline) = (0usize, Vec::new());
-        let mut i = 0;
-        while i < self.tokens.len() {
-            let line = self.tokens[i].line;
-            match &self.tokens[i].token {
-                Token::Mark("{") => depth += 1,
-                Token::Mark("}") => {
-                    depth = depth.saturating_sub(1);
-                    if inline.last() == Some(&depth) {
-                        inline.pop();
-                        module.pop();
-                    }
-                }
-                Token::Word(w) if w == "mod" && self.is_mark(i + 2, "{") => {
-                    if let Some(name) = self.word(i + 1) {
-                        module.push(name.to_owned());
-                        inline.push(depth);
-                    }
-                }
-                Token::Word(w) if (w == "crate" || w == "NVFP4") && self.is_mark(i + 1, "::") => {
-                    let library = w == "NVFP4";
-                    for name in self.heads(i + 2) {
-                        found.push((line, Root { library, name }));
-                    }
-                }
-                Token::Word(w) if w == "super" => {
-                    let mut climbed = module.clone();
-                    while self.word(i) == Some("super") && self.is_mark(i + 1, "::") {
-                        climbed.pop();
-                        i += 2;
-                    }
-                    if climbed.is_empty() && i > 0 && self.is_mark(i - 1, "::") {
-                        for name in self.heads(i) {
-                            found.push((
-                                line,
-                                Root {
-                                    library: false,
-                                    name,
-                                },
-                            ));
-                        }
-                    }
-                    // The token after the climb is looked at again: it may be a brace.
-                    if self.word(i) != Some("super") {
-                        continue;
-                    }
-                }
-                _ => {}
-            }
-            i += 1;
-        }
-        found
-    }
-
-    fn complaints(&self) -> Vec<String> {
-        let mut out = Vec::new();
-        let mut complain =
-            |line: usize, what: String| out.push(format!("{}:{line}: {what}", self.path));
-        let module = self.module();
-        let room = module.first().map_or("", String::as_str);
-
-        if !room.is_empty() && floor(room).is_none() {
-            complain(
-                1,
-                format!("'{room}' has no floor; give it one in tests/layers.rs and in the design"),
-            );
-        }
-        for (line, root) in self.roots() {
-            let name = root.name.as_str();
-            if self.is_command() {
-                if !root.library && name != "cli" {
-                    complain(
-                        line,
-                        format!("crate::{name}: the command uses the library as NVFP4:: only"),
-                    );
-                }
-                continue;
-            }
-            if root.library {
-                complain(
-                    line,
-                    format!("NVFP4::{name}: the library names itself crate::"),
-                );
-                continue;
-            }
-            let name = if MACROS.contains(&name) { "base" } else { name };
-            // The root itself only lists the modules.
-            if room.is_empty() || name == room {
-                continue;
-            }
-            match (floor(room), floor(name)) {
-                (_, None) => complain(line, format!("crate::{name}: not a module with a floor")),
-                (Some(own), Some(other)) if other >= own => complain(
-                    line,
-                    format!(
-                        "{room} (floor {own}) imports {name} (floor {other}); imports go down only"
-                    ),
-                ),
-                _ => {}
-            }
-        }
-        for i in 0..self.tokens.len() {
-            let line = self.tokens[i].line;
-            let c_text = matches!(
-                self.tokens.get(i + 1),
-                Some(Located {
-                    token: Token::Text(_),
-                    ..
-                })
-            );
-            // A function pointer type has no name after `fn`.
-            if self.word(i) == Some("extern")
-                && c_text
-                && self.word(i + 2) == Some("fn")
-                && self.word(i + 3).is_some()
-                && room != "abi"
-                && !CALLBACKS.contains(&self.path)
-            {
-                complain(line, "a C function is defined outside abi".to_owned());
-            }
-            if ["no_mangle", "export_name"].contains(&self.word(i).unwrap_or("")) && room != "abi" {
-                complain(line, "a symbol is exported outside abi".to_owned());
-            }
-            let reads_environment =
-                self.is_path(i, &["env", "var"]) || self.is_path(i, &["env", "var_os"]);
-            if reads_environment && self.path != "base/env.rs" {
-                complain(
-                    line,
-                    "the environment is read outside base/env.rs".to_owned(),
-                );
-            }
-            if room == "format" {
-                if self.word(i) == Some("unsafe") {
-                    complain(line, "format is safe Rust".to_owned());
-                }
-                for system in [
-                    "env", "fs", "io", "net", "process", "sync", "thread", "time",
-                ] {
-                    if self.is_path(i, &["std", system]) {
-                        complain(line, format!("std::{system}: format is pure functions"));
-                    }
-                }
-            }
-        }
-        out
-    }
-}
-
 struct Root {
     /// Named by the library's crate name rather than by `crate` or `super`.
     library: bool,
     name: String,
+}
+
+/// Line and name of everything that a source names at the root of its crate, and of the library by its crate name.
+fn roots(source: &Source) -> Vec<(usize, Root)> {
+    let mut found = Vec::new();
+    for named in &source.named {
+        let path = from_root(&named.module, &named.segments);
+        if let Some(name) = path.and_then(|path| path.first().cloned()) {
+            let library = named.segments[0] == "NVFP4";
+            found.push((named.line, Root { library, name }));
+        }
+    }
+    found
+}
+
+fn is_command(source: &Source) -> bool {
+    source.path == "main.rs" || source.path == "cli.rs" || source.path.starts_with("cli/")
+}
+
+/// Whether `path` names `words` one after another somewhere.
+fn names(path: &[String], words: &[&str]) -> bool {
+    path.windows(words.len()).any(|window| window == words)
+}
+
+fn complaints(source: &Source) -> Vec<String> {
+    let mut out: Vec<String> = Vec::new();
+    let mut complain = |line: usize, what: String| {
+        let said = format!("{}:{line}: {what}", source.path);
+        if !out.contains(&said) {
+            out.push(said);
+        }
+    };
+    let module = source.module();
+    let room = module.first().map_or("", String::as_str);
+
+    if !room.is_empty() && floor(room).is_none() {
+        complain(
+            1,
+            format!("'{room}' has no floor; give it one in tests/layers.rs and in the design"),
+        );
+    }
+    for (line, root) in roots(source) {
+        let name = root.name.as_str();
+        if is_command(source) {
+            if !root.library && name != "cli" {
+                complain(
+                    line,
+                    format!("crate::{name}: the command uses the library as NVFP4:: only"),
+                );
+            }
+            continue;
+        }
+        if root.library {
+            complain(
+                line,
+                format!("NVFP4::{name}: the library names itself crate::"),
+            );
+            continue;
+        }
+        let name = if MACROS.contains(&name) { "base" } else { name };
+        // The root itself only lists the modules.
+        if room.is_empty() || name == room {
+            continue;
+        }
+        match (floor(room), floor(name)) {
+            (_, None) => complain(line, format!("crate::{name}: not a module with a floor")),
+            (Some(own), Some(other)) if other >= own => complain(
+                line,
+                format!(
+                    "{room} (floor {own}) imports {name} (floor {other}); imports go down only"
+                ),
+            ),
+            _ => {}
+        }
+    }
+    for named in &source.named {
+        let path = &named.segments;
+        let reads_environment = names(path, &["env", "var"]) || names(path, &["env", "var_os"]);
+        if reads_environment && source.path != "base/env.rs" {
+            complain(
+                named.line,
+                "the environment is read outside base/env.rs".to_owned(),
+            );
+        }
+        for system in [
+            "env", "fs", "io", "net", "process", "sync", "thread", "time",
+        ] {
+            if room == "format" && names(path, &["std", system]) {
+                complain(
+                    named.line,
+                    format!("std::{system}: format is pure functions"),
+                );
+            }
+        }
+    }
+    let words = &source.words;
+    let word = |at: usize| words.get(at).map_or("", |w| w.text.as_str());
+    for (i, here) in words.iter().enumerate() {
+        // A function pointer type has no name after `fn`.
+        if here.text == "extern"
+            && word(i + 1).ends_with('"')
+            && word(i + 2) == "fn"
+            && word(i + 3) != "("
+            && room != "abi"
+            && !CALLBACKS.contains(&source.path.as_str())
+        {
+            complain(here.line, "a C function is defined outside abi".to_owned());
+        }
+        if ["no_mangle", "export_name"].contains(&word(i)) && room != "abi" {
+            complain(here.line, "a symbol is exported outside abi".to_owned());
+        }
+        if room == "format" && here.text == "unsafe" {
+            complain(here.line, "format is safe Rust".to_owned());
+        }
+    }
+    out
+}
+
+/// What is wrong with the imports inside the rooms of `sources`, but for the circles that `known` closes; and what of `known` is needed no
+/// longer.
+fn circle_complaints(sources: &[Source], known: &[Known]) -> String {
+    let all = Crate::new(sources);
+    let mut report = String::new();
+    let known: Vec<(&str, &str)> = known
+        .iter()
+        .flat_map(|(from, imports, _)| imports.iter().map(move |to| (*from, *to)))
+        .collect();
+    let mut needless = known.clone();
+    for room in all.rooms() {
+        let edges = all.edges(&room);
+        let mut allowed = edges.clone();
+        allowed.retain(|(from, to), _| !known.iter().any(|(f, t)| f == from && t == to));
+        if let Some(circle) = shortest(&allowed) {
+            writeln!(
+                report,
+                "  {room}: {} files import each other in circles; the shortest:\n{}",
+                in_circles(&allowed).len(),
+                show(&allowed, &circle).trim_end()
+            )
+            .unwrap();
+        }
+        needless.retain(|(from, to)| {
+            !(edges.contains_key(&((*from).to_owned(), (*to).to_owned()))
+                && (way(&allowed, to, from).is_some()))
+        });
+    }
+    for foundation in FOUNDATIONS {
+        let around = foundation.rsplit_once('/').map_or("", |(room, _)| room);
+        let edges = all.edges(around);
+        for (from, to) in edges.keys().filter(|(from, _)| from == foundation) {
+            writeln!(
+                report,
+                "  {foundation} knows nothing of what stands on it: {}",
+                show_edge(&edges, from, to)
+            )
+            .unwrap();
+        }
+    }
+    for (from, to) in needless {
+        writeln!(
+            report,
+            "  {from} -> {to} closes no circle; take it out of KNOWN"
+        )
+        .unwrap();
+    }
+    report
 }
 
 fn sources(folder: &Path, out: &mut Vec<PathBuf>) {
@@ -401,27 +411,40 @@ fn sources(folder: &Path, out: &mut Vec<PathBuf>) {
     }
 }
 
-#[test]
-fn imports_go_down_only() {
+fn read_all() -> Vec<Source> {
     let src = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
     let mut files = Vec::new();
     sources(&src, &mut files);
     assert!(files.len() > 10, "only {} sources found", files.len());
+    files
+        .iter()
+        .map(|path| {
+            let name = path.strip_prefix(&src).unwrap().to_str().unwrap();
+            Source::new(name, &fs::read_to_string(path).unwrap())
+        })
+        .collect()
+}
+
+#[test]
+fn imports_go_down_only() {
     let mut report = String::new();
-    for path in &files {
-        let name = path.strip_prefix(&src).unwrap().to_str().unwrap();
-        let source = fs::read_to_string(path).unwrap();
-        for complaint in File::new(name, &source).complaints() {
+    for source in read_all() {
+        for complaint in complaints(&source) {
             writeln!(report, "  src/{complaint}").unwrap();
         }
     }
     assert!(report.is_empty(), "the floors are crossed:\n{report}");
 }
 
+#[test]
+fn no_circle_inside_a_room() {
+    let report = circle_complaints(&read_all(), KNOWN);
+    assert!(report.is_empty(), "files import each other:\n{report}");
+}
+
 /// What the reader says about one source, without the place.
 fn said(path: &str, source: &str) -> Vec<String> {
-    File::new(path, source)
-        .complaints()
+    complaints(&Source::new(path, source))
         .into_iter()
         .map(|c| c.split_once(": ").unwrap().1.to_owned())
         .collect()
@@ -498,7 +521,7 @@ fn the_reader_refuses_what_is_not() {
         (
             "session/mod.rs",
             "use crate::{base::{Error, Result}, train::Trainer};",
-            "session (floor 6) imports train",
+            "session (floor 7) imports train",
         ),
         (
             "checkpoint/mod.rs",
@@ -561,4 +584,172 @@ fn the_reader_refuses_what_is_not() {
             "{path}: {source}: {said:?}"
         );
     }
+}
+
+/// The report on sources that `known` may close circles of.
+fn circles(sources: &[(&str, &str)], known: &[Known]) -> String {
+    let sources: Vec<Source> = sources.iter().map(|(p, s)| Source::new(p, s)).collect();
+    circle_complaints(&sources, known)
+}
+
+/// A room whose files name each other only downwards: the root re-exports and declares, a room in it is one node, a test may use
+/// anything, and a macro's branches are read.
+const STRAIGHT: &[(&str, &str)] = &[
+    ("lib.rs", "mod ops; mod tensor;"),
+    (
+        "ops/mod.rs",
+        "mod deep; mod norm; mod rope; pub use norm::{Norm, norm}; pub(crate) use rope::*; use crate::tensor::Tensor;",
+    ),
+    (
+        "ops/norm.rs",
+        "use crate::tensor::Tensor; use super::rope; fn f() { rope::g() } struct Norm;",
+    ),
+    (
+        "ops/rope.rs",
+        "pub struct Rope; fn g() { let norm = 1; h(norm) } #[cfg(test)] mod tests { use super::super::Norm; use super::*; }",
+    ),
+    ("ops/deep/mod.rs", "mod a; mod b; pub use a::A;"),
+    (
+        "ops/deep/a.rs",
+        "use super::b::B; pub struct A(crate::ops::Norm);",
+    ),
+    (
+        "ops/deep/b.rs",
+        "use super::super::norm as other; pub struct B;",
+    ),
+    ("tensor/mod.rs", "mod tensor; pub use self::tensor::Tensor;"),
+    ("tensor/tensor.rs", "pub struct Tensor;"),
+];
+
+#[test]
+fn files_that_import_downwards_form_no_circle() {
+    assert_eq!(circles(STRAIGHT, &[]), "");
+}
+
+#[test]
+fn circles_are_found_and_shown() {
+    let with = |path: &str, source: &'static str| {
+        let mut sources = STRAIGHT.to_vec();
+        let place = sources.iter_mut().find(|(p, _)| *p == path).unwrap();
+        place.1 = source;
+        sources
+    };
+    for (path, source, lines) in [
+        // By its module.
+        (
+            "ops/rope.rs",
+            "// A line.\nuse super::norm::Norm;",
+            &[
+                "  ops: 2 files",
+                "ops/norm.rs -> ops/rope.rs: src/ops/norm.rs:1: ",
+                "ops/rope.rs -> ops/norm.rs: src/ops/rope.rs:2: super::norm::Norm",
+            ][..],
+        ),
+        // Through a re-export of the room, in a tree, renamed.
+        (
+            "ops/rope.rs",
+            "use crate::{ops::{\nNorm as Other}};",
+            &["src/ops/rope.rs:2: crate::ops::Norm"],
+        ),
+        // Through a glob of the room.
+        (
+            "ops/rope.rs",
+            "use super::*; struct Rope(Norm);",
+            &["src/ops/rope.rs:1: Norm"],
+        ),
+        // By a path alone, by a call, and in a macro.
+        (
+            "ops/rope.rs",
+            "fn g(n: super::Norm) {}",
+            &["src/ops/rope.rs:1: super::Norm"],
+        ),
+        (
+            "ops/rope.rs",
+            "use super::*; fn g() { norm(1) }",
+            &["src/ops/rope.rs:1: norm"],
+        ),
+        (
+            "ops/rope.rs",
+            "fn g() { vec![super::norm::norm(1)] }",
+            &["src/ops/rope.rs:1: super::norm::norm"],
+        ),
+        // Of three, one of which is a room.
+        (
+            "ops/rope.rs",
+            "use super::deep::A;",
+            &[
+                "  ops: 3 files",
+                "ops/deep -> ops/norm.rs: src/ops/deep/a.rs:1: crate::ops::Norm",
+                "ops/rope.rs -> ops/deep: src/ops/rope.rs:1: super::deep::A",
+            ],
+        ),
+        // Inside the inner room.
+        (
+            "ops/deep/b.rs",
+            "use super::A; pub struct B;",
+            &[
+                "  ops/deep: 2 files",
+                "ops/deep/b.rs -> ops/deep/a.rs: src/ops/deep/b.rs:1: super::A",
+            ],
+        ),
+        // With the root itself, once it defines something.
+        (
+            "tensor/mod.rs",
+            "mod tensor; pub fn empty() -> tensor::Tensor { tensor::empty() }",
+            &[],
+        ),
+    ] {
+        let report = circles(&with(path, source), &[]);
+        assert_eq!(report.is_empty(), lines.is_empty(), "{source}: {report}");
+        for line in lines {
+            assert!(report.contains(line), "{source}: no '{line}' in\n{report}");
+        }
+    }
+    let mut sources = with(
+        "tensor/mod.rs",
+        "mod tensor; pub fn rank() -> tensor::Tensor {}",
+    );
+    sources.retain(|(path, _)| *path != "tensor/tensor.rs");
+    sources.push(("tensor/tensor.rs", "fn f() { super::rank() }"));
+    let report = circles(&sources, &[]);
+    assert!(
+        report.contains("tensor/mod.rs -> tensor/tensor.rs"),
+        "{report}"
+    );
+}
+
+#[test]
+fn what_is_known_must_be_needed() {
+    let mut sources = STRAIGHT.to_vec();
+    sources.retain(|(path, _)| *path != "ops/rope.rs");
+    sources.push(("ops/rope.rs", "use super::Norm;"));
+    let known = ("ops/rope.rs", &["ops/norm.rs"][..], "a reason");
+    assert_eq!(circles(&sources, &[known]), "");
+    let report = circles(STRAIGHT, &[known]);
+    assert!(
+        report.contains("ops/rope.rs -> ops/norm.rs closes no circle"),
+        "{report}"
+    );
+    let upward = ("ops/norm.rs", &["ops/rope.rs"][..], "one of both is enough");
+    let report = circles(&sources, &[known, upward]);
+    assert!(report.contains("closes no circle"), "{report}");
+}
+
+#[test]
+fn the_driver_imports_no_launcher() {
+    let sources = [
+        ("lib.rs", "mod cuda;"),
+        (
+            "cuda/mod.rs",
+            "mod driver; mod linear; pub use linear::Matrix;",
+        ),
+        ("cuda/driver/mod.rs", "mod gpu;"),
+        ("cuda/driver/gpu.rs", "use crate::cuda::Matrix;"),
+        ("cuda/linear.rs", "pub struct Matrix;"),
+    ];
+    let report = circles(&sources, &[]);
+    assert!(
+        report.contains("cuda/driver knows nothing of what stands on it: cuda/driver -> cuda/linear.rs: src/cuda/driver/gpu.rs:1"),
+        "{report}"
+    );
 }

@@ -1,4 +1,4 @@
-//! Floor 7: the C ABI, one file per chapter of `nvfp4.h`. A function here checks what C gave it, converts, and calls; there
+//! Floor 8: the C ABI, one file per chapter of `nvfp4.h`. A function here checks what C gave it, converts, and calls; there
 //! is no arithmetic. This is the only place with `extern "C"`. The order of the `mod` lines is that of the header.
 //!
 //! What makes each chapter short stands in six files: `guard` (panics and errors become a status), `handle` (the registry

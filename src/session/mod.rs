@@ -1,4 +1,4 @@
-//! Floor 6: conversations. A session is one sequence of tokens run by a shared model: its cache of keys and values, the logits
+//! Floor 7: conversations. A session is one sequence of tokens run by a shared model: its cache of keys and values, the logits
 //! of its last token, and the conversation that chat turns make of it. Knows nothing of weights, kernels or training.
 //!
 //! On the CPU a token's logits have the same bits alone, in a batch and in a prompt; on a GPU the same calls give the same bits,
