@@ -7,12 +7,20 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use nvrtc::{Compiler, TARGETS, Unit};
+use nvrtc::{Compiler, TARGETS};
+use units::Unit;
 
 // What the library compiles kernels with at run time. It uses more of it than this script.
 #[allow(dead_code, unreachable_pub)]
-#[path = "src/cuda/nvrtc.rs"]
+#[path = "src/cuda/driver/nvrtc.rs"]
 mod nvrtc;
+#[allow(dead_code, unreachable_pub)]
+#[path = "src/cuda/units.rs"]
+mod units;
+/// Where that file looks for what it imports.
+mod driver {
+    pub(crate) use super::nvrtc;
+}
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
@@ -40,7 +48,7 @@ fn link_soname(soname: &str) {
 #[cfg(not(unix))]
 fn link_soname(_: &str) {}
 
-/// Writes `kernels.rs`, the table that `src/cuda/compile.rs` includes. Its entries are machine code of every unit for every
+/// Writes `kernels.rs`, the table that `src/cuda/registry.rs` includes. Its entries are machine code of every unit for every
 /// architecture if `NVFP4_EMBED_KERNELS` is 1, which takes NVRTC; by default there are none, and kernels are compiled when they
 /// are first used.
 fn embed_kernels() {
@@ -79,7 +87,9 @@ fn compile_all(folder: &Path) -> Result<(usize, String), String> {
             let Some(&(unit, target)) = jobs.get(at) else {
                 return;
             };
-            let image = compiler.compile(unit, target).map(|(image, _)| image);
+            let image = compiler
+                .compile(unit.source(), target)
+                .map(|(image, _)| image);
             done.lock().expect("no thread panicked")[at] = Some(image);
         }
     };
@@ -100,7 +110,7 @@ fn compile_all(folder: &Path) -> Result<(usize, String), String> {
         ));
         std::fs::write(&path, image.expect("every job is done")?)
             .map_err(|e| format!("writing {}: {e}", path.display()))?;
-        let sum = nvrtc::fingerprint(*unit, target);
+        let sum = units::fingerprint(*unit, target);
         writeln!(
             entries,
             "    Embedded {{ unit: Unit::{unit:?}, target: {target:?}, fingerprint: {sum:#018x}, is_current: OnceLock::new(), image: include_bytes!({path:?}) }},"

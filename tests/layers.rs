@@ -94,26 +94,6 @@ const KNOWN: &[Known] = &[
         "the names of recipes are where they are parsed",
     ),
     (
-        "cuda/compile.rs",
-        &["cuda/gpu.rs"],
-        "the device owns what is built on it",
-    ),
-    (
-        "cuda/copy.rs",
-        &["cuda/staging.rs"],
-        "the device owns what is built on it",
-    ),
-    (
-        "cuda/gpu.rs",
-        &[
-            "cuda/blas.rs",
-            "cuda/checks.rs",
-            "cuda/graph.rs",
-            "cuda/memory.rs",
-        ],
-        "the device owns what is built on it",
-    ),
-    (
         "cuda/linear",
         &["cuda/blas.rs", "cuda/elementwise.rs"],
         "the device owns what is built on it",
@@ -139,25 +119,6 @@ const KNOWN: &[Known] = &[
             "cuda/linear/tiled.rs",
         ],
         "the root of the room defines what its launchers are passed, and chooses among them",
-    ),
-    (
-        "cuda/mod.rs",
-        &[
-            "cuda/attention.rs",
-            "cuda/bandwidth.rs",
-            "cuda/elementwise.rs",
-            "cuda/experts.rs",
-            "cuda/linear",
-            "cuda/operand.rs",
-            "cuda/quantize.rs",
-            "cuda/row_norms.rs",
-            "cuda/rows.rs",
-            "cuda/sample.rs",
-            "cuda/scaled_mm.rs",
-            "cuda/tensor.rs",
-            "cuda/unfused.rs",
-        ],
-        "the device owns what is built on it",
     ),
     (
         "model/families",

@@ -2,11 +2,9 @@
 
 use std::sync::Arc;
 
-use super::gpu::{Gpu, int};
-use super::launch::Launch;
+use super::driver::{DeviceBuffer, Gpu, Launch, int};
 use super::linear::{FEW, Layout};
-use super::memory::DeviceBuffer;
-use super::nvrtc::Unit;
+use super::units::Unit;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::Tag;

@@ -3,10 +3,8 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::gpu::Gpu;
-use super::launch::Launch;
-use super::memory::DeviceBuffer;
-use super::nvrtc::Unit;
+use super::driver::{DeviceBuffer, Gpu, Launch};
+use super::units::Unit;
 use crate::base::Result;
 use crate::base::memory::Tag;
 use crate::format::random;

@@ -2,16 +2,15 @@
 
 use std::collections::HashMap;
 use std::ffi::c_void;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::cublaslt::result::{self, CublasError};
 use cudarc::cublaslt::sys;
 
-use super::gpu::Gpu;
+use super::driver::{Attached, DeviceBuffer, Gpu};
 use super::linear::Output;
-use super::memory::DeviceBuffer;
-use crate::base::Result;
 use crate::base::error::{bail, err};
+use crate::base::{ErrorKind, Result};
 
 /// `CUBLAS_OP_N` and `CUBLAS_OP_T`.
 const AS_IT_IS: i32 = 0;
@@ -271,5 +270,38 @@ impl Drop for Blas {
     fn drop(&mut self) {
         // SAFETY: made in `new`, and given back once.
         let _ = unsafe { result::destroy_handle(self.handle) };
+    }
+}
+
+/// Attached to a device: the library, or why there is none.
+struct Loaded(Result<Arc<Blas>>);
+
+impl Attached for Loaded {}
+
+impl Gpu {
+    /// The library for large products, or why there is none. Only a library that is missing stays so: one that could not
+    /// start, for want of memory say, is tried again.
+    fn loaded_blas(&self) -> Result<Arc<Blas>> {
+        let loaded = self.attached_or(|| match Blas::new(self) {
+            Err(e) if e.kind() != ErrorKind::DeviceUnavailable => Err(e),
+            state => Ok(Loaded(state.map(Arc::new))),
+        })?;
+        loaded.0.clone()
+    }
+
+    /// The library for large products, if there is one.
+    pub(super) fn blas(&self) -> Option<Arc<Blas>> {
+        self.loaded_blas().ok()
+    }
+
+    /// The library for large products, of whoever cannot do without.
+    pub(super) fn need_blas(&self) -> Result<Arc<Blas>> {
+        self.loaded_blas()
+            .map_err(|e| err!(Unsupported, "{}", e.message()))
+    }
+
+    /// Why there is no library for large products.
+    pub fn blas_unavailable(&self) -> Option<String> {
+        self.loaded_blas().err().map(|e| e.message().to_owned())
     }
 }

@@ -10,11 +10,9 @@ use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
-use cudarc::driver::result;
+use cudarc::driver::{result, sys};
 
-use super::gpu::{Gpu, check};
-use super::graph;
-use super::memory::Pinned;
+use super::driver::{Attached, Gpu, Pinned, check, recorded};
 use crate::base::error::{bail, err};
 use crate::base::memory::{Claim, Tag};
 use crate::base::{Error, Result, entry};
@@ -220,16 +218,10 @@ impl Checks {
         match checks.clear(gpu, 0, CALLS) {
             Ok(()) => Ok(checks),
             Err(e) => {
-                checks.free(gpu);
+                checks.free(gpu.stream());
                 Err(e)
             }
         }
-    }
-
-    /// Enqueues that the notes are freed, before the device goes.
-    pub(super) fn free(&self, gpu: &Gpu) {
-        // SAFETY: allocated in `new`, and not used by anything that is enqueued later. A failure means that the context is broken.
-        let _ = unsafe { result::free_async(self.notes, gpu.stream()) };
     }
 
     fn calls(&self) -> MutexGuard<'_, Calls> {
@@ -274,23 +266,6 @@ impl Checks {
         gpu.wait()
     }
 
-    /// The number before which all calls are enqueued: see [`Checks::retire`].
-    pub(super) fn enqueued_before(&self) -> u64 {
-        self.calls().enqueued_before()
-    }
-
-    /// Forgets the calls before a number if nothing was found: the device has been waited for since they were enqueued.
-    pub(super) fn retire(&self, before: u64) {
-        let _turn = match self.reading.try_lock() {
-            Ok(turn) => turn,
-            Err(TryLockError::Poisoned(e)) => e.into_inner(),
-            Err(TryLockError::WouldBlock) => return,
-        };
-        if self.found().is_ok_and(|f| f.load(Ordering::Acquire) == 0) {
-            self.calls().retire(before);
-        }
-    }
-
     /// Reads the notes if there are any, forgets them, and says what they are.
     fn report(&self, gpu: &Gpu) -> Result<()> {
         let _turn = self.reading.lock().unwrap_or_else(PoisonError::into_inner);
@@ -313,10 +288,33 @@ impl Checks {
     }
 }
 
+impl Attached for Checks {
+    fn enqueued(&self) -> u64 {
+        self.calls().enqueued_before()
+    }
+
+    /// Forgets the calls before a number if nothing was found.
+    fn has_run(&self, before: u64) {
+        let _turn = match self.reading.try_lock() {
+            Ok(turn) => turn,
+            Err(TryLockError::Poisoned(e)) => e.into_inner(),
+            Err(TryLockError::WouldBlock) => return,
+        };
+        if self.found().is_ok_and(|f| f.load(Ordering::Acquire) == 0) {
+            self.calls().retire(before);
+        }
+    }
+
+    fn free(&self, stream: sys::CUstream) {
+        // SAFETY: allocated in `new`, and not used by anything that is enqueued later. A failure means that the context is broken.
+        let _ = unsafe { result::free_async(self.notes, stream) };
+    }
+}
+
 /// A call that is being enqueued. When it goes, all of it is.
 pub(super) struct CheckedCall<'a> {
     gpu: &'a Gpu,
-    checks: &'a Checks,
+    checks: Arc<Checks>,
     number: u64,
     subject: Subject,
 }
@@ -342,14 +340,14 @@ impl<'a> CheckedCall<'a> {
         subject: Subject,
         waited: bool,
     ) -> Result<CheckedCall<'a>> {
-        if graph::recorded().is_some() {
+        if recorded().is_some() {
             bail!(
                 Internal,
                 "a call that is checked cannot be recorded: its place is its own"
             );
         }
         let name = entry::entered().unwrap_or(name);
-        let checks = gpu.checks().get_or_try(|| Checks::new(gpu))?;
+        let checks = gpu.attached_or(|| Checks::new(gpu))?;
         loop {
             let number = checks.calls().begin(name, subject, waited);
             if let Some(number) = number {
@@ -395,7 +393,7 @@ impl Gpu {
     /// Reports what the device has found wrong in earlier calls, each of which it then forgets. Does not wait for calls on their way
     /// unless there is something to report: after [`Gpu::synchronize`] it knows of all of them.
     pub fn check_calls(&self) -> Result<()> {
-        match self.checks().get() {
+        match self.attached::<Checks>() {
             Some(checks) if checks.found()?.load(Ordering::Acquire) != 0 => checks.report(self),
             _ => Ok(()),
         }

@@ -3,15 +3,13 @@
 
 use std::sync::Arc;
 
+use super::driver::{DeviceBuffer, Gpu, Launch, int};
 use super::elementwise::{NextArgument, NextNorm, RESIDUAL_THREADS};
-use super::gpu::{Gpu, int};
-use super::launch::Launch;
 use super::linear::{
     Biased, CHUNK_BYTES, CHUNK_K, CHUNK_ROWS, Glu, Input, LinearScratch, Matrix, MatrixArgument,
     MatrixShape, Output, linear,
 };
-use super::memory::DeviceBuffer;
-use super::nvrtc::Unit;
+use super::units::Unit;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::Tag;

@@ -4,10 +4,8 @@
 use std::sync::Arc;
 
 use super::checks::{CheckedCall, NoteArgument, Subject};
-use super::gpu::{Gpu, int};
-use super::launch::Launch;
-use super::memory::DeviceSlice;
-use super::nvrtc::Unit;
+use super::driver::{DeviceSlice, Gpu, Launch, int};
+use super::units::Unit;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::size::product;

@@ -4,10 +4,8 @@
 use std::borrow::Cow;
 use std::sync::Arc;
 
-use super::compile::{Module, compile_source};
-use super::gpu::Gpu;
-use super::launch::Launch;
-use super::nvrtc::target;
+use super::driver::{Gpu, Launch, Module, target};
+use super::registry::compile_source;
 use crate::base::Result;
 
 /// A compiled source, loaded on a device.

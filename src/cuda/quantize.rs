@@ -4,12 +4,9 @@
 use std::sync::Arc;
 
 use super::checks::{CheckedCall, NoteArgument, Subject};
-use super::gpu::{Gpu, int};
-use super::launch::Launch;
-use super::memory::{DeviceBuffer, DeviceSlice, Pinned};
-use super::nvrtc::Unit;
-use super::staging::{keep, take};
+use super::driver::{DeviceBuffer, DeviceSlice, Gpu, Launch, Pinned, int, keep, take};
 use super::tensor::{Contiguous, download, rows, suffix};
+use super::units::Unit;
 use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::base::memory::{Buffer, Tag};

@@ -3,8 +3,8 @@
 
 use serde::Serialize;
 
-use super::compile::{compiler, is_embedded};
-use super::gpu::{Gpu, count, driver};
+use super::driver::{Gpu, compiler, count, driver};
+use super::registry::is_embedded;
 use crate::base::{Result, env};
 
 /// Whether something is there, and why not.

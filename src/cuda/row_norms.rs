@@ -1,10 +1,8 @@
 //! Norms of the rows of a weight: what its products are at most, by the inequality of Cauchy and Schwarz.
 
-use super::gpu::int;
-use super::launch::Launch;
+use super::driver::{DeviceSlice, Launch, int};
 use super::linear::Matrix;
-use super::memory::DeviceSlice;
-use super::nvrtc::Unit;
+use super::units::Unit;
 use crate::base::Result;
 use crate::tensor::WeightType;
 

@@ -4,11 +4,9 @@
 use std::marker::PhantomData;
 use std::sync::Arc;
 
-use super::gpu::{Gpu, int};
-use super::launch::Launch;
-use super::memory::{DeviceBuffer, DeviceSlice};
-use super::nvrtc::Unit;
+use super::driver::{DeviceBuffer, DeviceSlice, Gpu, Launch, int};
 use super::tensor::{Rows, rows, suffix};
+use super::units::Unit;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::tensor::{DType, Tensor};

@@ -2,10 +2,8 @@
 
 use std::sync::Arc;
 
-use super::gpu::{Gpu, int};
-use super::launch::Launch;
-use super::memory::{DeviceBuffer, Pinned};
-use super::nvrtc::Unit;
+use super::driver::{DeviceBuffer, Gpu, Launch, Pinned, int};
+use super::units::Unit;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::{Plain, Tag};

@@ -5,12 +5,10 @@
 use std::sync::Arc;
 
 use super::blas::{Element, Store};
-use super::gpu::{Gpu, int};
-use super::launch::Launch;
+use super::driver::{DeviceBuffer, DeviceSlice, Gpu, Launch, int};
 use super::linear::WORKSPACE;
-use super::memory::{DeviceBuffer, DeviceSlice};
-use super::nvrtc::Unit;
 use super::operand::Operand;
+use super::units::Unit;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::Tag;

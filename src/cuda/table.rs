@@ -1,10 +1,9 @@
 //! Tables whose rows are looked up: a weight on the device, or rows that stay in page-locked host memory, which the device reads
 //! over the bus. A token takes one row, so an embedding need not fill device memory.
 
+use super::driver::{DeviceBuffer, Gpu, Pinned};
 use super::elementwise::{self, TableArgument};
-use super::gpu::Gpu;
 use super::linear::Matrix;
-use super::memory::{DeviceBuffer, Pinned};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::Tag;
@@ -94,8 +93,11 @@ pub fn table_row(table: &Matrix, row: usize, out: &mut [f32]) -> Result<()> {
         );
     }
     let gpu = table.gpu();
-    let token =
-        DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, &[super::gpu::int("the row", row)?])?;
+    let token = DeviceBuffer::from_slice(
+        gpu,
+        Tag::DeviceScratch,
+        &[super::driver::int("the row", row)?],
+    )?;
     let values = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, out.len() * 4)?;
     embed(gpu, Table::Device(table), &token, 1, 1.0, &values)?;
     values.read(0, out)

@@ -8,11 +8,10 @@ use std::sync::Arc;
 
 use cudarc::driver::{result, sys};
 
-use super::gpu::{Gpu, check};
-use super::launch::Launch;
-use super::managed::{self, ManagedBuffer};
-use super::memory::{DeviceBuffer, DeviceSlice};
-use super::nvrtc::Unit;
+use super::driver::{
+    DeviceBuffer, DeviceSlice, Gpu, Launch, ManagedBuffer, check, prefetch as prefetch_managed,
+};
+use super::units::Unit;
 use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::base::memory::Tag;
@@ -170,7 +169,7 @@ unsafe fn gather(gpu: &Gpu, tensor: &Tensor, to: u64) -> Result<()> {
     };
     let blocks = shape.elements().div_ceil(THREADS as usize);
     let launch = Launch::new(
-        [super::gpu::int("a copy's blocks", blocks)? as u32, 1, 1],
+        [super::driver::int("a copy's blocks", blocks)? as u32, 1, 1],
         THREADS,
     );
     // SAFETY: the struct is the kernel's; the tensor has its elements, and `to` has room for them.
@@ -380,6 +379,6 @@ impl ManagedBuffer {
         let gpu = Gpu::open(ordinal)?;
         let bytes = tensor.shape().extent() * tensor.dtype().bytes();
         // SAFETY: the tensor's memory is managed.
-        unsafe { managed::prefetch(&gpu, address(tensor), bytes, to) }
+        unsafe { prefetch_managed(&gpu, address(tensor), bytes, to) }
     }
 }

@@ -2,11 +2,9 @@
 //! with. Only the cache holds f16. Everything is enqueued.
 
 use super::attention::{PageTable, Pages};
-use super::gpu::int;
-use super::launch::Launch;
+use super::driver::{DeviceSlice, Launch, int};
 use super::linear::Activation;
-use super::memory::DeviceSlice;
-use super::nvrtc::Unit;
+use super::units::Unit;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::size::product;

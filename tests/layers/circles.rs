@@ -10,8 +10,10 @@ use crate::source::{Import, Source, Target, from_root};
 pub(crate) struct Crate<'a> {
     sources: &'a [Source],
     /// The source of a module, and its names.
-    modules: BTreeMap<Vec<String>, (usize, BTreeMap<&'a str, Vec<&'a Target>>)>,
+    modules: BTreeMap<Vec<String>, (usize, Names<'a>)>,
 }
+
+type Names<'a> = BTreeMap<&'a str, Vec<&'a Target>>;
 
 /// What a path names.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]

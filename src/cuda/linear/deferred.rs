@@ -7,8 +7,7 @@ use super::{Biased, Hardware, Input, Layout, MatrixShape, Output, SMALL, Tile, f
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::Tag;
-use crate::cuda::gpu::{Gpu, int};
-use crate::cuda::memory::DeviceBuffer;
+use crate::cuda::driver::{DeviceBuffer, Gpu, int};
 
 /// Rows are multiples of this many elements: sums of squares, one for each tile, are read four at a time.
 const MULTIPLE: usize = 64;

@@ -3,10 +3,8 @@
 use super::{Matrix, Output};
 use crate::base::Result;
 use crate::base::error::bail;
-use crate::cuda::gpu::{Gpu, int};
-use crate::cuda::launch::Launch;
-use crate::cuda::memory::DeviceBuffer;
-use crate::cuda::nvrtc::Unit;
+use crate::cuda::driver::{DeviceBuffer, Gpu, Launch, int};
+use crate::cuda::units::Unit;
 use crate::tensor::WeightType;
 
 /// What the kernel of this file is passed, by its name.

@@ -12,10 +12,9 @@ use crate::base::error::bail;
 use crate::base::memory::Tag;
 use crate::base::size::product;
 use crate::cuda::blas::{Element, Store};
+use crate::cuda::driver::{DeviceBuffer, Gpu, int};
 use crate::cuda::elementwise;
-use crate::cuda::gpu::{Gpu, int};
-use crate::cuda::memory::DeviceBuffer;
-use crate::cuda::nvrtc::Unit;
+use crate::cuda::units::Unit;
 use crate::tensor::WeightType;
 
 /// What the kernel of this file is passed, by its name.

@@ -14,8 +14,7 @@ use std::sync::Arc;
 
 use super::elementwise;
 
-use super::gpu::{Gpu, int};
-use super::memory::DeviceBuffer;
+use super::driver::{DeviceBuffer, Gpu, int};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::tensor::WeightType;

@@ -4,7 +4,7 @@
 use super::{Hardware, Layout, MatrixShape, Output, fused_plan};
 use crate::base::Result;
 use crate::base::error::bail;
-use crate::cuda::memory::DeviceBuffer;
+use crate::cuda::driver::DeviceBuffer;
 
 /// Elements of a row at most: a thread of a block has eight.
 const WIDTH: usize = 4096;

@@ -7,8 +7,9 @@ use std::sync::atomic::AtomicU32;
 
 use cudarc::driver::result;
 
-use super::gpu::{Gpu, check};
-use super::graph;
+use super::error::check;
+use super::gpu::Gpu;
+use super::recording;
 use crate::base::error::{bail, err};
 use crate::base::memory::{Claim, Tag};
 use crate::base::size::product;
@@ -34,7 +35,7 @@ fn allocate(gpu: &Gpu, tag: Tag, bytes: usize) -> Result<u64> {
     // What is freed and kept for later may be in pieces too small; given back, it can become one of the right size. Nothing
     // may be waited for while a graph is recorded.
     let is_refused = |r: &Result<u64>| matches!(r, Err(e) if e.kind() == ErrorKind::OutOfMemory);
-    if is_refused(&result) && graph::recorded().is_none() {
+    if is_refused(&result) && recording::recorded().is_none() {
         gpu.empty_cache()?;
         result = attempt();
         if is_refused(&result) {
@@ -84,7 +85,7 @@ impl DeviceBuffer {
     }
 
     /// Enqueues zeros for its first `bytes` bytes.
-    pub(super) fn clear(&self, bytes: usize) -> Result<()> {
+    pub(in crate::cuda) fn clear(&self, bytes: usize) -> Result<()> {
         DeviceSlice::from(self).clear(bytes)
     }
 
@@ -104,7 +105,7 @@ impl DeviceBuffer {
     }
 
     /// Refuses to be taken for `what`, the product of `sizes` in bytes, if it is smaller.
-    pub(super) fn holds(&self, what: &str, sizes: &[usize]) -> Result<()> {
+    pub(in crate::cuda) fn holds(&self, what: &str, sizes: &[usize]) -> Result<()> {
         DeviceSlice::from(self).holds(what, sizes)
     }
 }
@@ -122,7 +123,11 @@ impl<'a> DeviceSlice<'a> {
     ///
     /// # Safety
     /// So many bytes there must be memory that the device can use, as long as the slice lives; for none, any address will do.
-    pub(super) unsafe fn new(gpu: &'a Arc<Gpu>, address: u64, bytes: usize) -> DeviceSlice<'a> {
+    pub(in crate::cuda) unsafe fn new(
+        gpu: &'a Arc<Gpu>,
+        address: u64,
+        bytes: usize,
+    ) -> DeviceSlice<'a> {
         DeviceSlice {
             gpu,
             address: if bytes == 0 { 0 } else { address },
@@ -158,7 +163,7 @@ impl<'a> DeviceSlice<'a> {
     }
 
     /// Refuses to be taken for `what`, the product of `sizes` in bytes, if it is smaller.
-    pub(super) fn holds(&self, what: &str, sizes: &[usize]) -> Result<()> {
+    pub(in crate::cuda) fn holds(&self, what: &str, sizes: &[usize]) -> Result<()> {
         let wanted = product(what, sizes)?;
         if self.bytes < wanted {
             bail!(
@@ -171,7 +176,7 @@ impl<'a> DeviceSlice<'a> {
     }
 
     /// Enqueues zeros for its first `bytes` bytes.
-    pub(super) fn clear(&self, bytes: usize) -> Result<()> {
+    pub(in crate::cuda) fn clear(&self, bytes: usize) -> Result<()> {
         self.holds("zeros", &[bytes])?;
         if bytes == 0 {
             return Ok(());
@@ -250,12 +255,12 @@ impl Pinned {
     }
 
     /// Where it begins, for copies that the driver makes.
-    pub(super) fn as_ptr(&self) -> *const u8 {
+    pub(in crate::cuda) fn as_ptr(&self) -> *const u8 {
         self.data
     }
 
     /// Where the device sees it: the same address as the host.
-    pub(super) fn address(&self) -> u64 {
+    pub(in crate::cuda) fn address(&self) -> u64 {
         self.data.expose_provenance() as u64
     }
 
@@ -269,7 +274,7 @@ impl Pinned {
     }
 
     /// Its first word, which device and host may change at any time; nothing if there is none.
-    pub(super) fn word(&self) -> Option<&AtomicU32> {
+    pub(in crate::cuda) fn word(&self) -> Option<&AtomicU32> {
         // SAFETY: within the allocation, which is aligned to more, and used as an atomic while it is borrowed.
         (self.bytes >= 4).then(|| unsafe { AtomicU32::from_ptr(self.data.cast()) })
     }

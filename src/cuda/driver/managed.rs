@@ -6,7 +6,9 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use cudarc::driver::{result, sys};
 
-use super::gpu::{Gpu, check, check_managed};
+use super::error::check;
+use super::gpu::Gpu;
+use super::loading::check_managed;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::{Claim, Tag};
@@ -136,7 +138,7 @@ fn location(gpu: Option<&Gpu>) -> sys::CUmemLocation {
 ///
 /// # Safety
 /// The range must be managed memory.
-pub(super) unsafe fn prefetch(
+pub(in crate::cuda) unsafe fn prefetch(
     gpu: &Gpu,
     address: u64,
     bytes: usize,

@@ -2,26 +2,48 @@
 //! than a copy.
 
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cudarc::driver::sys;
 
-use super::copy::Event;
-use super::gpu::{Gpu, check};
+use super::attached::Attached;
+use super::error::check;
+use super::event::Event;
+use super::gpu::Gpu;
 use super::memory::Pinned;
 use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::base::memory::Tag;
 
 /// Bytes of a buffer: long enough for full speed.
-pub(super) const STAGING: usize = 1 << 20;
+pub(in crate::cuda) const STAGING: usize = 1 << 20;
 /// Kept at most: two for each thread of a large machine. Those who load give them back, see [`Gpu::empty_cache`].
 const KEPT: usize = 64;
 
+/// Page-locked memory that a device keeps.
+#[derive(Default)]
+struct Kept(Mutex<Vec<Pinned>>);
+
+impl Kept {
+    fn all(&self) -> MutexGuard<'_, Vec<Pinned>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn of(gpu: &Gpu) -> Result<Arc<Kept>> {
+        gpu.attached_or(|| Ok(Kept::default()))
+    }
+}
+
+impl Attached for Kept {
+    fn trim(&self) {
+        self.all().clear();
+    }
+}
+
 /// Page-locked memory of at least `bytes`, to be given back by [`keep`] when nothing enqueued uses it any more.
-pub(super) fn take(gpu: &Gpu, bytes: usize) -> Result<Pinned> {
+pub(in crate::cuda) fn take(gpu: &Gpu, bytes: usize) -> Result<Pinned> {
     let kept = match bytes <= STAGING {
-        true => gpu.staging().pop(),
+        true => Kept::of(gpu)?.all().pop(),
         false => None,
     };
     match kept {
@@ -31,15 +53,18 @@ pub(super) fn take(gpu: &Gpu, bytes: usize) -> Result<Pinned> {
 }
 
 /// Keeps what [`take`] gave for the next caller, unless there is enough of it.
-pub(super) fn keep(gpu: &Gpu, pinned: Pinned) {
-    let mut kept = gpu.staging();
+pub(in crate::cuda) fn keep(gpu: &Gpu, pinned: Pinned) {
+    let Some(kept) = gpu.attached::<Kept>() else {
+        return;
+    };
+    let mut kept = kept.all();
     if pinned.bytes() == STAGING && kept.len() < KEPT {
         kept.push(pinned);
     }
 }
 
 /// Two buffers, of which one is filled while the other is copied. Dropped, it waits for its copies.
-pub(super) struct Staging {
+pub(in crate::cuda) struct Staging {
     gpu: Arc<Gpu>,
     bytes: usize,
     /// Each with the copies that read it.
@@ -49,12 +74,12 @@ pub(super) struct Staging {
 
 impl Staging {
     /// For pieces of up to `bytes`, or of [`Staging::bytes`] if that is less.
-    pub(super) fn new(gpu: &Arc<Gpu>, bytes: usize) -> Staging {
+    pub(in crate::cuda) fn new(gpu: &Arc<Gpu>, bytes: usize) -> Staging {
         Self::of(gpu, bytes.clamp(1, STAGING))
     }
 
     /// For pieces of `bytes`, however many.
-    pub(super) fn of(gpu: &Arc<Gpu>, bytes: usize) -> Staging {
+    pub(in crate::cuda) fn of(gpu: &Arc<Gpu>, bytes: usize) -> Staging {
         Staging {
             gpu: gpu.clone(),
             bytes,
@@ -64,12 +89,12 @@ impl Staging {
     }
 
     /// Bytes of a piece.
-    pub(super) fn bytes(&self) -> usize {
+    pub(in crate::cuda) fn bytes(&self) -> usize {
         self.bytes
     }
 
     /// The buffer whose turn it is, to be filled.
-    pub(super) fn next(&mut self) -> Result<&mut [u8]> {
+    pub(in crate::cuda) fn next(&mut self) -> Result<&mut [u8]> {
         self.turn = 1 - self.turn;
         let (pinned, busy) = match &mut self.buffers[self.turn] {
             Some(slot) => slot,
@@ -85,7 +110,7 @@ impl Staging {
     ///
     /// # Safety
     /// So many bytes there must be device memory, used in the order of the stream.
-    pub(super) unsafe fn send(&mut self, copies: &[(Range<usize>, u64)]) -> Result<()> {
+    pub(in crate::cuda) unsafe fn send(&mut self, copies: &[(Range<usize>, u64)]) -> Result<()> {
         let Some((pinned, busy)) = &mut self.buffers[self.turn] else {
             return Err(err!(Internal, "no staging buffer was filled"));
         };
@@ -118,7 +143,7 @@ impl Staging {
     }
 
     /// Waits for what was sent, so that a fault comes out here.
-    pub(super) fn finish(mut self) -> Result<()> {
+    pub(in crate::cuda) fn finish(mut self) -> Result<()> {
         self.settle()
     }
 

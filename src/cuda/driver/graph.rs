@@ -1,11 +1,12 @@
 //! Recorded sequences of launches, replayed with one call.
 
-use std::cell::Cell;
 use std::sync::Arc;
 
 use cudarc::driver::{result, sys};
 
-use super::gpu::{Gpu, check};
+use super::error::check;
+use super::gpu::Gpu;
+use super::recording::Recording;
 use crate::base::Result;
 use crate::base::error::err;
 
@@ -18,38 +19,6 @@ pub struct Graph {
 // SAFETY: handles of the driver, used under a bound context.
 unsafe impl Send for Graph {}
 
-thread_local! {
-    /// The stream that this thread records.
-    static RECORDED: Cell<sys::CUstream> = const { Cell::new(std::ptr::null_mut()) };
-}
-
-/// The stream that this thread records, if it does.
-pub(super) fn recorded() -> Option<sys::CUstream> {
-    Some(RECORDED.get()).filter(|stream| !stream.is_null())
-}
-
-/// A stream that stands in for the device's on this thread.
-struct Recording(sys::CUstream);
-
-impl Recording {
-    fn start() -> Result<Recording> {
-        let stream = check(
-            result::stream::create(result::stream::StreamKind::NonBlocking),
-            "creating a stream",
-        )?;
-        RECORDED.set(stream);
-        Ok(Recording(stream))
-    }
-}
-
-impl Drop for Recording {
-    fn drop(&mut self) {
-        RECORDED.set(std::ptr::null_mut());
-        // SAFETY: made in `start`, and not used again.
-        let _ = unsafe { result::stream::destroy(self.0) };
-    }
-}
-
 impl Graph {
     /// Records what `enqueue` enqueues, without running it. Other threads may use the device meanwhile: what this thread
     /// enqueues goes to a stream of its own.
@@ -61,7 +30,7 @@ impl Graph {
             // SAFETY: the stream was just made.
             unsafe {
                 result::stream::begin_capture(
-                    recording.0,
+                    recording.stream(),
                     sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL,
                 )
             },
@@ -70,7 +39,7 @@ impl Graph {
         let enqueued = enqueue();
         // SAFETY: recording was started above.
         let graph = check(
-            unsafe { result::stream::end_capture(recording.0) },
+            unsafe { result::stream::end_capture(recording.stream()) },
             "recording a graph",
         );
         enqueued?;

@@ -4,26 +4,28 @@ use std::ffi::c_void;
 
 use cudarc::driver::{result, sys};
 
-use super::gpu::{Gpu, check};
-use super::nvrtc::Unit;
+use super::error::check;
+use super::gpu::Gpu;
+use super::module::KernelUnit;
 use crate::base::Result;
+use crate::base::error::err;
 
 /// Shared memory that a block gets without asking.
 const DEFAULT_SHARED: u32 = 48 << 10;
 
 /// How a kernel is launched.
 #[derive(Clone, Copy)]
-pub(super) struct Launch {
-    pub(super) grid: [u32; 3],
-    pub(super) block: [u32; 3],
+pub(in crate::cuda) struct Launch {
+    pub(in crate::cuda) grid: [u32; 3],
+    pub(in crate::cuda) block: [u32; 3],
     /// Dynamic shared memory in bytes.
-    pub(super) shared: u32,
+    pub(in crate::cuda) shared: u32,
     /// Blocks along the last dimension of the grid that form a cluster; only Hopper and later know more than one.
-    pub(super) cluster: u32,
+    pub(in crate::cuda) cluster: u32,
 }
 
 impl Launch {
-    pub(super) fn new(grid: [u32; 3], threads: u32) -> Launch {
+    pub(in crate::cuda) fn new(grid: [u32; 3], threads: u32) -> Launch {
         Launch {
             grid,
             block: [threads, 1, 1],
@@ -37,17 +39,17 @@ impl Launch {
     /// # Safety
     /// `arguments` is the kernel's one parameter, laid out as it has it, and what it points to is valid device memory until
     /// the kernel has run.
-    pub(super) unsafe fn run<T>(
+    pub(in crate::cuda) unsafe fn run<T>(
         &self,
         gpu: &Gpu,
-        unit: Unit,
+        unit: impl KernelUnit,
         name: &str,
         arguments: &T,
     ) -> Result<()> {
         if self.grid.contains(&0) {
             return Ok(());
         }
-        debug_assert_eq!(super::argument_bytes(name), Some(size_of::<T>()), "{name}");
+        debug_assert_eq!(unit.argument_bytes(name), Some(size_of::<T>()), "{name}");
         // SAFETY: the caller's word.
         unsafe { self.enqueue(gpu, gpu.function(unit, name)?, name, true, arguments) }
     }
@@ -56,7 +58,7 @@ impl Launch {
     ///
     /// # Safety
     /// As for [`Launch::run`].
-    pub(super) unsafe fn enqueue<T>(
+    pub(in crate::cuda) unsafe fn enqueue<T>(
         &self,
         gpu: &Gpu,
         function: sys::CUfunction,
@@ -85,7 +87,12 @@ impl Launch {
     }
 
     /// Clusters of this launch that the device runs at the same time, of a kernel whose blocks are always of the same size.
-    pub(super) fn clusters_at_once(&self, gpu: &Gpu, unit: Unit, name: &str) -> Result<usize> {
+    pub(in crate::cuda) fn clusters_at_once(
+        &self,
+        gpu: &Gpu,
+        unit: impl KernelUnit,
+        name: &str,
+    ) -> Result<usize> {
         let key = (name.to_string(), self.cluster);
         let known = gpu.clusters_at_once().get(&key).copied();
         if let Some(clusters) = known {
@@ -174,4 +181,14 @@ impl Attributes {
         self.count += 1;
         &mut self.all[self.count as usize - 1]
     }
+}
+
+/// What a size must be for a kernel's 32-bit integer.
+pub(in crate::cuda) fn int(what: &str, value: usize) -> Result<i32> {
+    i32::try_from(value).map_err(|_| {
+        err!(
+            Unsupported,
+            "{what} is {value}; a GPU kernel takes less than 2^31"
+        )
+    })
 }

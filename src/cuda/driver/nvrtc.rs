@@ -1,111 +1,20 @@
-//! Kernels from source to machine code: the sources, the compiler, and what machine code depends on. NVRTC is looked for when
-//! it is needed, like the driver; it needs no GPU. `build.rs` has this file as a module too, so it imports
-//! nothing of the library, its errors are text, and it does not read the environment.
+//! NVRTC, the compiler of kernels, and its options. It is looked for when it is needed, like the driver; it needs no GPU. `build.rs` has
+//! this file as a module too, so it imports nothing of the library, its errors are text, and it does not read the environment.
 
 use std::error::Error as _;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
-use std::hash::Hasher;
 use std::path::Path;
-use std::sync::OnceLock;
 
-use include_dir::{Dir, File, include_dir};
 use libloading::AsFilename;
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
-use twox_hash::XxHash3_64;
 
-/// The folder of the sources. Files in it are named by their paths within it; sources include headers by these names.
-static KERNELS: Dir<'_> = include_dir!("$CARGO_MANIFEST_DIR/kernels");
-
-/// Name and text of every header, in the order of their names.
-fn headers() -> &'static [(&'static str, &'static str)] {
-    static HEADERS: OnceLock<Vec<(&str, &str)>> = OnceLock::new();
-    fn collect(folder: &'static Dir<'static>, found: &mut Vec<(&'static str, &'static str)>) {
-        folder.dirs().for_each(|inner| collect(inner, found));
-        let headers = folder.files().filter_map(|f| {
-            let name = f.path().to_str().filter(|name| name.ends_with(".cuh"))?;
-            Some((name, f.contents_utf8()?))
-        });
-        found.extend(headers);
-    }
-    HEADERS.get_or_init(|| {
-        let mut found = Vec::new();
-        collect(&KERNELS, &mut found);
-        found.sort_unstable();
-        found
-    })
-}
-
-macro_rules! units {
-    ($($name:ident = $path:literal),+ $(,)?) => {
-        /// A source file that is compiled by itself.
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-        pub enum Unit { $(#[doc = $path] $name,)+ }
-
-        impl Unit {
-            /// All of them.
-            pub const ALL: &'static [Unit] = &[$(Unit::$name,)+];
-
-            /// Path under `kernels/`.
-            pub const fn path(self) -> &'static str { match self { $(Unit::$name => $path,)+ } }
-        }
-    };
-}
-
-units! {
-    ReadAll = "bandwidth/read.cu",
-    Glu = "activation/glu.cu",
-    Pointwise = "activation/pointwise.cu",
-    AttentionDecode = "attention/decode.cu",
-    AttentionDecodeGeneral = "attention/decode_general.cu",
-    AttentionDecodeLimited = "attention/decode_limited.cu",
-    AttentionPrefill = "attention/prefill.cu",
-    AttentionPrefillWide = "attention/prefill_wide.cu",
-    AttentionReference = "attention/reference.cu",
-    Embed = "embed/embed.cu",
-    ExpertsRoute = "experts/route.cu",
-    ExpertsSum = "norm/sum_experts.cu",
-    LinearDense = "linear/dense.cu",
-    LinearExperts = "linear/experts.cu",
-    LinearPack = "linear/pack.cu",
-    LinearRowNorms = "linear/row_norms.cu",
-    LinearRows = "linear/rows.cu",
-    LinearSmall = "linear/small.cu",
-    LinearTiled = "linear/tiled.cu",
-    LinearWide = "linear/wide.cu",
-    PostNorm = "norm/post_norm.cu",
-    RmsNorm = "norm/rms_norm.cu",
-    RmsNormF32 = "norm/rms_norm_f32.cu",
-    Amax = "quantize/amax.cu",
-    CheckScales = "quantize/check.cu",
-    Dequantize = "quantize/dequantize.cu",
-    Expand = "quantize/expand.cu",
-    Quantize = "quantize/quantize.cu",
-    QuantizeSearch = "quantize/search.cu",
-    Swizzle = "quantize/swizzle.cu",
-    Rotate = "rope/rotate.cu",
-    RopeStore = "rope/store.cu",
-    RopeStoreGeneral = "rope/store_general.cu",
-    Argmax = "sample/argmax.cu",
-    Draw = "sample/draw.cu",
-    ScaledMmDecode = "scaled_mm/decode.cu",
-    ScaledMmProduct = "scaled_mm/product.cu",
-    Gather = "tensor/gather.cu",
-}
-
-impl Unit {
-    fn source(self) -> Result<&'static str, String> {
-        KERNELS
-            .get_file(self.path())
-            .and_then(File::contents_utf8)
-            .ok_or_else(|| format!("kernels/{} is not embedded", self.path()))
-    }
-
-    /// Those with kernels for an architecture, as [`target`] names it.
-    pub fn for_target(target: &str) -> impl Iterator<Item = Unit> {
-        let hopper = target == "sm_90a";
-        let all = Unit::ALL.iter().copied();
-        all.filter(move |&unit| hopper || unit != Unit::LinearWide)
-    }
+/// A source that is compiled by itself, and the headers that it may include, by the name that it includes them by.
+#[derive(Clone, Copy)]
+pub(crate) struct Source<'a> {
+    /// Its name in messages.
+    pub(crate) path: &'a str,
+    pub(crate) text: &'a str,
+    pub(crate) headers: &'static [(&'static str, &'static str)],
 }
 
 /// Architectures that every kernel is tested for and that packages embed, as [`target`] names them.
@@ -117,7 +26,8 @@ pub fn target((major, minor): (i32, i32)) -> String {
     format!("sm_{major}{minor}{special}")
 }
 
-fn options(target: &str) -> Vec<CString> {
+/// What the compiler is told.
+pub(crate) fn options(target: &str) -> Vec<CString> {
     [
         format!("--gpu-architecture={target}").as_str(),
         "--std=c++17",
@@ -126,26 +36,6 @@ fn options(target: &str) -> Vec<CString> {
     ]
     .map(text)
     .into()
-}
-
-/// Tells sources and options apart; machine code depends on them and the compiler's version.
-pub(super) fn fingerprint(unit: Unit, target: &str) -> u64 {
-    /// What the headers, which all units share, have left of a checksum.
-    static OF_HEADERS: OnceLock<XxHash3_64> = OnceLock::new();
-    let of_headers = || {
-        let mut sum = XxHash3_64::new();
-        for (name, source) in headers() {
-            sum.write(name.as_bytes());
-            sum.write(source.as_bytes());
-        }
-        sum
-    };
-    let mut sum = OF_HEADERS.get_or_init(of_headers).clone();
-    sum.write(KERNELS.get_file(unit.path()).map_or(&[], File::contents));
-    for option in options(target) {
-        sum.write(option.as_bytes());
-    }
-    sum.finish()
 }
 
 fn text(s: &str) -> CString {
@@ -222,14 +112,14 @@ fn open_path(path: &Path) -> Result<Library, String> {
 }
 
 /// NVRTC, loaded.
-pub(super) struct Compiler {
+pub(crate) struct Compiler {
     functions: Functions,
     version: (c_int, c_int),
 }
 
 impl Compiler {
     /// Loads the library: this one, or the one that the loader finds. An error says what to do.
-    pub(super) fn load(path: Option<&Path>) -> Result<Compiler, String> {
+    pub(crate) fn load(path: Option<&Path>) -> Result<Compiler, String> {
         let library = match path {
             Some(path) => open_path(path).map_err(|why| {
                 format!("the compiler for GPU kernels that NVFP4_NVRTC names: {why}; it takes the path of a libnvrtc.so.12 or later, and without it the loader looks for one")
@@ -254,7 +144,7 @@ impl Compiler {
         Ok(compiler)
     }
 
-    pub(super) fn version(&self) -> (i32, i32) {
+    pub(crate) fn version(&self) -> (i32, i32) {
         self.version
     }
 
@@ -267,22 +157,21 @@ impl Compiler {
         Err(format!("{doing}: {}", why.to_string_lossy()))
     }
 
-    /// Machine code of a unit, and the assembler's report on registers and spills.
-    pub(super) fn compile(&self, unit: Unit, target: &str) -> Result<(Vec<u8>, String), String> {
-        self.compile_source(unit.path(), unit.source()?, target)
-    }
-
-    /// The same of a source, which may include the library's headers; `path` names it in messages.
-    pub(super) fn compile_source(
+    /// Machine code of a source, and the assembler's report on registers and spills.
+    pub(crate) fn compile(
         &self,
-        path: &str,
-        source: &str,
+        source: Source<'_>,
         target: &str,
     ) -> Result<(Vec<u8>, String), String> {
+        let Source {
+            path,
+            text: source,
+            headers,
+        } = source;
         let f = &self.functions;
         let (source, name) = (text(source), text(path));
-        let names: Vec<CString> = headers().iter().map(|(name, _)| text(name)).collect();
-        let sources: Vec<CString> = headers().iter().map(|(_, source)| text(source)).collect();
+        let names: Vec<CString> = headers.iter().map(|(name, _)| text(name)).collect();
+        let sources: Vec<CString> = headers.iter().map(|(_, source)| text(source)).collect();
         let options = options(target);
         let pointers =
             |all: &[CString]| -> Vec<*const c_char> { all.iter().map(|s| s.as_ptr()).collect() };
@@ -292,7 +181,7 @@ impl Compiler {
         // SAFETY: all strings end in zero and live to the end of this function; each call writes what it is given room for,
         // and the program is destroyed once.
         unsafe {
-            let count = headers().len() as c_int;
+            let count = headers.len() as c_int;
             self.check(
                 (f.create)(
                     &mut program,
@@ -337,22 +226,6 @@ impl Compiler {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn every_source_is_embedded() {
-        // Each header that a source includes is one of those that the compiler is given.
-        let known = |name: &str| headers().iter().any(|(header, _)| *header == name);
-        let units = Unit::ALL.iter().map(|unit| unit.source().unwrap());
-        for source in units.chain(headers().iter().map(|(_, source)| *source)) {
-            for line in source.lines() {
-                let Some(included) = line.strip_prefix("#include \"") else {
-                    continue;
-                };
-                let name = included.trim_end_matches('"');
-                assert!(known(name), "kernels/{name} is included and not embedded");
-            }
-        }
-    }
 
     #[test]
     fn a_compiler_that_is_not_there_is_named() {

@@ -1,0 +1,137 @@
+//! What launchers keep on a device from call to call: each is there once for a device, is made when it is first asked for, and goes
+//! with the device.
+
+use std::any::Any;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use cudarc::driver::sys;
+
+use crate::base::Result;
+use crate::base::once::TryOnce;
+
+/// Something kept on a device.
+pub(in crate::cuda) trait Attached: Send + Sync + 'static {
+    /// The number before which all that it has counted is enqueued.
+    fn enqueued(&self) -> u64 {
+        0
+    }
+
+    /// The device has been waited for since [`Attached::enqueued`] gave this number.
+    fn has_run(&self, _before: u64) {}
+
+    /// Gives back what it only keeps for the next call.
+    fn trim(&self) {}
+
+    /// Enqueues that its device memory is freed, before the device goes. The device's context is current.
+    fn free(&self, _stream: sys::CUstream) {}
+}
+
+/// The place of one type.
+type Slot<T> = TryOnce<Arc<T>>;
+
+/// A place, whatever its type.
+trait AnySlot: Any + Send + Sync {
+    fn made(&self) -> Option<Arc<dyn Attached>>;
+}
+
+impl<T: Attached> AnySlot for Slot<T> {
+    fn made(&self) -> Option<Arc<dyn Attached>> {
+        self.get().map(|made| made.clone() as Arc<dyn Attached>)
+    }
+}
+
+/// All that is attached to a device.
+#[derive(Default)]
+pub(in crate::cuda) struct Attachments(Mutex<Vec<Arc<dyn AnySlot>>>);
+
+impl Attachments {
+    fn slots(&self) -> MutexGuard<'_, Vec<Arc<dyn AnySlot>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn find<T: Attached>(slots: &[Arc<dyn AnySlot>]) -> Option<Arc<Slot<T>>> {
+        let downcast = |slot: &Arc<dyn AnySlot>| {
+            let any: Arc<dyn Any + Send + Sync> = slot.clone();
+            any.downcast().ok()
+        };
+        slots.iter().find_map(downcast)
+    }
+
+    /// What there is of this type.
+    pub(in crate::cuda) fn get<T: Attached>(&self) -> Option<Arc<T>> {
+        Self::find::<T>(&self.slots())?.get().cloned()
+    }
+
+    /// The same, made if there is none. Others are not waited for.
+    pub(in crate::cuda) fn get_or_try<T: Attached>(
+        &self,
+        make: impl FnOnce() -> Result<T>,
+    ) -> Result<Arc<T>> {
+        let slot = {
+            let mut slots = self.slots();
+            match Self::find(&slots) {
+                Some(slot) => slot,
+                None => {
+                    let slot = Arc::new(Slot::<T>::new());
+                    slots.push(slot.clone());
+                    slot
+                }
+            }
+        };
+        slot.get_or_try(|| make().map(Arc::new)).cloned()
+    }
+
+    /// All that are made.
+    pub(in crate::cuda) fn made(&self) -> Vec<Arc<dyn Attached>> {
+        self.slots().iter().filter_map(|slot| slot.made()).collect()
+    }
+
+    /// Lets go of everything.
+    pub(in crate::cuda) fn detach(&self) {
+        self.slots().clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    use super::*;
+    use crate::base::error::err;
+
+    #[derive(Default)]
+    struct First(AtomicU64);
+    struct Second;
+
+    impl Attached for First {
+        fn enqueued(&self) -> u64 {
+            7
+        }
+        fn has_run(&self, before: u64) {
+            self.0.store(before, Ordering::Relaxed);
+        }
+    }
+    impl Attached for Second {}
+
+    #[test]
+    fn each_type_has_one_place_that_a_failure_leaves_empty() {
+        let all = Attachments::default();
+        assert!(all.get::<First>().is_none());
+        assert!(
+            all.get_or_try::<Second>(|| Err(err!(Io, "not yet")))
+                .is_err()
+        );
+        assert!(all.made().is_empty());
+        let first = all.get_or_try(|| Ok(First::default())).unwrap();
+        all.get_or_try(|| Ok(Second)).unwrap();
+        let again = all.get_or_try::<First>(|| Err(err!(Io, "there is one")));
+        assert!(Arc::ptr_eq(&first, &again.unwrap()));
+        for attached in all.made() {
+            attached.has_run(attached.enqueued());
+        }
+        assert_eq!(first.0.load(Ordering::Relaxed), 7);
+        assert_eq!(all.made().len(), 2);
+        all.detach();
+        assert!(all.get::<Second>().is_none());
+    }
+}

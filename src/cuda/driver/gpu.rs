@@ -1,0 +1,394 @@
+//! A GPU: its primary context, which the process's other users of CUDA share, one stream, a memory pool, and what kernels
+//! need to know about it.
+
+use std::collections::HashMap;
+use std::ffi::c_int;
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use cudarc::driver::{result, sys};
+
+use super::attached::{Attached, Attachments};
+use super::context::make_current;
+use super::error::check;
+use super::loading::{attribute, check_process, count, driver, usable, usable_ordinal};
+use super::module::{KernelUnit, Module, Modules};
+use super::nvrtc::target;
+use super::order::Order;
+use super::recording;
+use crate::base::once::SharedOnce;
+use crate::base::threads::Pool;
+use crate::base::{Result, fork};
+
+/// The devices that are open, or were, by number. Locked to look one up, and not while it is opened.
+static OPEN: Mutex<Vec<(usize, Arc<SharedOnce<Gpu>>)>> = Mutex::new(Vec::new());
+
+fn opened() -> MutexGuard<'static, Vec<(usize, Arc<SharedOnce<Gpu>>)>> {
+    OPEN.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The devices that are open: something uses each.
+pub fn open_gpus() -> Vec<Arc<Gpu>> {
+    opened().iter().filter_map(|(_, gpu)| gpu.get()).collect()
+}
+
+/// One CUDA device, opened. Shared by everything that uses it; work of all of it goes to one stream in order.
+pub struct Gpu {
+    ordinal: usize,
+    name: String,
+    arch: (i32, i32),
+    multiprocessors: usize,
+    shared_limit: usize,
+    managed: bool,
+    driver_version: i32,
+    device: sys::CUdevice,
+    context: sys::CUcontext,
+    /// The process that it is of.
+    generation: u32,
+    stream: sys::CUstream,
+    order: Order,
+    pool: sys::CUmemoryPool,
+    modules: Modules,
+    /// See [`Gpu::clusters_at_once`].
+    clusters: Mutex<HashMap<(String, u32), usize>>,
+    attached: Attachments,
+}
+
+// SAFETY: the driver's handles may be used from any thread whose current context is theirs, which `bind` sees to.
+unsafe impl Send for Gpu {}
+// SAFETY: as above; the driver serialises calls on one stream, and the rest is behind locks.
+unsafe impl Sync for Gpu {}
+
+impl Gpu {
+    /// The device numbered `ordinal`. Opened once however often it is asked for.
+    pub fn open(ordinal: usize) -> Result<Arc<Gpu>> {
+        let find = |open: &[(usize, Arc<SharedOnce<Gpu>>)]| {
+            let known = open.iter().find(|(o, _)| *o == ordinal);
+            known.map(|(_, gpu)| gpu.clone())
+        };
+        let known = find(&opened());
+        let gpu = match known {
+            Some(gpu) => gpu,
+            None => {
+                // Only devices that are there get a place in the list.
+                usable_ordinal(ordinal, count()?)?;
+                let mut open = opened();
+                find(&open).unwrap_or_else(|| {
+                    let gpu = Arc::new(SharedOnce::new());
+                    open.push((ordinal, gpu.clone()));
+                    gpu
+                })
+            }
+        };
+        gpu.get_or_try(|| Gpu::new(ordinal))
+    }
+
+    fn new(ordinal: usize) -> Result<Gpu> {
+        let (device, name, arch) = usable(ordinal)?;
+        let attribute = |which| attribute(device, which);
+        use sys::CUdevice_attribute::*;
+        let multiprocessors = attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize;
+        let shared_limit =
+            attribute(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize;
+        let managed = attribute(CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS)? != 0;
+        let driver_version = driver()?;
+        // SAFETY: retained once here and released once in `drop`.
+        let context = check(
+            unsafe { result::primary_ctx::retain(device) },
+            "retaining the device's context",
+        )?;
+        let ready = Gpu::streams_and_pool(ordinal, context);
+        let (stream, order, pool) = match ready {
+            Ok(ready) => ready,
+            Err(e) => {
+                // SAFETY: gives back what was retained above; nothing was made in it that is still used.
+                let _ = unsafe { result::primary_ctx::release(device) };
+                return Err(e);
+            }
+        };
+        Ok(Gpu {
+            ordinal,
+            name,
+            arch,
+            multiprocessors,
+            shared_limit,
+            managed,
+            driver_version,
+            device,
+            context,
+            generation: fork::generation(),
+            stream,
+            order,
+            pool,
+            modules: Modules::default(),
+            clusters: Mutex::default(),
+            attached: Attachments::default(),
+        })
+    }
+
+    fn streams_and_pool(
+        ordinal: usize,
+        context: sys::CUcontext,
+    ) -> Result<(sys::CUstream, Order, sys::CUmemoryPool)> {
+        make_current(context)?;
+        let stream = check(
+            result::stream::create(result::stream::StreamKind::NonBlocking),
+            "creating a stream",
+        )?;
+        let order = Order::new()?;
+        // SAFETY: a plain C struct of integers and pointers, all of which may be zero.
+        let mut properties: sys::CUmemPoolProps = unsafe { std::mem::zeroed() };
+        properties.allocType = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
+        properties.location.type_ = sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;
+        properties.location.id = ordinal as c_int;
+        // SAFETY: the properties are complete.
+        let pool = check(
+            unsafe { result::mem_pool::create(&properties) },
+            "creating a memory pool",
+        )?;
+        let mut keep = u64::MAX;
+        check(
+            // SAFETY: the attribute is a u64, and the pool was just made.
+            unsafe {
+                result::mem_pool::set_attribute(
+                    pool,
+                    sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD,
+                    (&raw mut keep).cast(),
+                )
+            },
+            "setting up the memory pool",
+        )?;
+        Ok((stream, order, pool))
+    }
+
+    /// Its number.
+    pub fn ordinal(&self) -> usize {
+        self.ordinal
+    }
+
+    /// Its name, as the driver has it.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Compute capability.
+    pub fn arch(&self) -> (i32, i32) {
+        self.arch
+    }
+
+    /// What the driver speaks: 13000 is CUDA 13.0.
+    pub fn driver_version(&self) -> i32 {
+        self.driver_version
+    }
+
+    /// Multiprocessors.
+    pub fn multiprocessors(&self) -> usize {
+        self.multiprocessors
+    }
+
+    /// Shared memory that a block may ask for.
+    pub fn shared_limit(&self) -> usize {
+        self.shared_limit
+    }
+
+    /// Whether managed memory may be used by host and device at once.
+    pub fn concurrent_managed_access(&self) -> bool {
+        self.managed
+    }
+
+    /// Where this thread's work goes: the device's stream, or the one that is being recorded.
+    pub(in crate::cuda) fn stream(&self) -> sys::CUstream {
+        recording::recorded().unwrap_or(self.stream)
+    }
+
+    pub(in crate::cuda) fn pool(&self) -> sys::CUmemoryPool {
+        self.pool
+    }
+
+    /// Makes the device's context this thread's.
+    pub(in crate::cuda) fn bind(&self) -> Result<()> {
+        check_process(self.generation)?;
+        make_current(self.context)
+    }
+
+    /// Waits until everything enqueued has run. A fault of earlier work comes out here; what it has found wrong in its input is
+    /// for [`Gpu::check_calls`].
+    pub fn synchronize(&self) -> Result<()> {
+        let attached = self.attached.made();
+        let before: Vec<u64> = attached.iter().map(|a| a.enqueued()).collect();
+        self.wait()?;
+        for (attached, before) in attached.iter().zip(before) {
+            attached.has_run(before);
+        }
+        Ok(())
+    }
+
+    /// The wait alone.
+    pub(in crate::cuda) fn wait(&self) -> Result<()> {
+        self.bind()?;
+        check(
+            // SAFETY: the stream lives as long as `self`.
+            unsafe { result::stream::synchronize(self.stream) },
+            "waiting for the device",
+        )
+    }
+
+    /// What of this type is attached to the device, made if nothing is.
+    pub(in crate::cuda) fn attached_or<T: Attached>(
+        &self,
+        make: impl FnOnce() -> Result<T>,
+    ) -> Result<Arc<T>> {
+        self.attached.get_or_try(make)
+    }
+
+    /// What of this type is attached to the device.
+    pub(in crate::cuda) fn attached<T: Attached>(&self) -> Option<Arc<T>> {
+        self.attached.get()
+    }
+
+    /// Lets what is enqueued here from now on wait for all that the process has enqueued on its legacy default stream, or on
+    /// the one of [`HostStream`]: for memory that comes from the host program.
+    ///
+    /// [`HostStream`]: super::HostStream
+    pub fn after_host_stream(&self) -> Result<()> {
+        self.bind()?;
+        self.order.after_host(self.ordinal, self.stream)
+    }
+
+    /// Lets what the process enqueues on that stream from now on wait for all that was enqueued here: for memory that goes to
+    /// the host program.
+    pub fn before_host_stream(&self) -> Result<()> {
+        self.bind()?;
+        self.order.before_host(self.ordinal, self.stream)
+    }
+
+    /// Free and total bytes of the device.
+    pub fn memory(&self) -> Result<(usize, usize)> {
+        self.bind()?;
+        check(
+            result::mem_get_info(),
+            "asking for the device's free memory",
+        )
+    }
+
+    /// Gives cached memory back to the driver.
+    pub fn empty_cache(&self) -> Result<()> {
+        self.trim();
+        self.synchronize()?;
+        check(
+            // SAFETY: the pool lives as long as `self`.
+            unsafe { result::mem_pool::trim_to(self.pool, 0) },
+            "emptying the memory pool",
+        )
+    }
+
+    fn trim(&self) {
+        for attached in self.attached.made() {
+            attached.trim();
+        }
+    }
+
+    /// Bytes that the library has allocated of the device, and bytes that it keeps for its next allocations.
+    pub(in crate::cuda) fn held(&self) -> Result<(u64, u64)> {
+        use sys::CUmemPool_attribute::*;
+        let attribute = |which| {
+            let mut bytes = 0u64;
+            check(
+                // SAFETY: both attributes are a u64, and the pool lives as long as `self`.
+                unsafe {
+                    result::mem_pool::get_attribute(self.pool, which, (&raw mut bytes).cast())
+                },
+                "asking about the memory pool",
+            )?;
+            Ok(bytes)
+        };
+        let used = attribute(CU_MEMPOOL_ATTR_USED_MEM_CURRENT)?;
+        let reserved = attribute(CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT)?;
+        Ok((used, reserved.saturating_sub(used)))
+    }
+
+    /// A kernel, compiled for this device when first asked for.
+    pub(in crate::cuda) fn function(
+        &self,
+        unit: impl KernelUnit,
+        name: &str,
+    ) -> Result<sys::CUfunction> {
+        self.module(unit)?.function(name)
+    }
+
+    /// A unit's kernels, compiled for this device when first asked for. Units that others compile meanwhile are not waited for.
+    fn module(&self, unit: impl KernelUnit) -> Result<Arc<Module>> {
+        self.modules.get_or_try(unit, || {
+            self.bind()?;
+            Module::load(unit, self.arch)
+        })
+    }
+
+    /// Compiles and loads those of `units` that are not ready, as many at a time as there are threads. Units that have no kernels for
+    /// this device are left out. Other threads may use the device meanwhile. `give_up` says, on any thread, whether to begin no
+    /// more of them; one that is being compiled cannot be stopped.
+    pub(in crate::cuda) fn load_units<U: KernelUnit>(
+        &self,
+        units: &[U],
+        give_up: &(dyn Fn() -> bool + Sync),
+    ) -> Result<()> {
+        let target = target(self.arch);
+        let is_wanted = |unit: &U| unit.is_for(&target) && !self.modules.is_loaded(*unit);
+        let wanted: Vec<U> = units.iter().copied().filter(is_wanted).collect();
+        if wanted.is_empty() {
+            return Ok(());
+        }
+        let failed = Mutex::new(None);
+        let pool = Pool::new(Pool::default_threads()?.min(wanted.len()))?;
+        pool.run(wanted.len(), |i| {
+            if give_up() {
+                return;
+            }
+            if let Err(e) = self.module(wanted[i]) {
+                let mut failed = failed.lock().unwrap_or_else(PoisonError::into_inner);
+                failed.get_or_insert(e);
+            }
+        });
+        let failed = failed.into_inner().unwrap_or_else(PoisonError::into_inner);
+        failed.map_or(Ok(()), Err)
+    }
+
+    /// What [`Launch::clusters_at_once`] has found out, by kernel and blocks of a cluster.
+    ///
+    /// [`Launch::clusters_at_once`]: super::Launch::clusters_at_once
+    pub(in crate::cuda) fn clusters_at_once(
+        &self,
+    ) -> MutexGuard<'_, HashMap<(String, u32), usize>> {
+        self.clusters.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Gpu {
+    fn drop(&mut self) {
+        self.trim();
+        if self.bind().is_err() {
+            return;
+        }
+        self.modules.unload();
+        for attached in self.attached.made() {
+            attached.free(self.stream());
+        }
+        // SAFETY: nothing made in the context outlives `self`, which every buffer and graph keeps alive. Failures have no
+        // one to hear of them, and the driver frees the rest with the process.
+        unsafe {
+            let _ = result::stream::synchronize(self.stream);
+            // With what no kernel writes any more.
+            self.attached.detach();
+            self.order.destroy();
+            let _ = result::mem_pool::destroy(self.pool);
+            let _ = result::stream::destroy(self.stream);
+            let _ = result::primary_ctx::release(self.device);
+        }
+    }
+}
+
+impl fmt::Debug for Gpu {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "cuda:{} ({})", self.ordinal, self.name)
+    }
+}

@@ -1,0 +1,42 @@
+//! The NVIDIA driver: loading it, devices and their contexts, the order of streams, memory, copies, graphs, the compiler of kernels, their
+//! modules and launches. Knows no operation: what launchers keep on a device is [`Attached`] to it, and what they launch is a
+//! [`KernelUnit`].
+
+mod attached;
+mod context;
+mod copy;
+mod error;
+mod event;
+mod gpu;
+mod graph;
+mod launch;
+mod loading;
+mod managed;
+mod memory;
+mod module;
+pub(super) mod nvrtc;
+mod order;
+mod recording;
+mod staging;
+
+pub(super) use attached::Attached;
+pub use context::KeepContext;
+pub(super) use error::check;
+pub use event::Event;
+pub use gpu::{Gpu, open_gpus};
+pub use graph::Graph;
+pub(super) use launch::{Launch, int};
+pub(super) use loading::driver;
+pub use loading::{check_managed, count, unavailable};
+pub use managed::ManagedBuffer;
+pub(super) use managed::prefetch;
+pub use memory::{DeviceBuffer, DeviceSlice, Pinned};
+pub use module::compiler;
+#[cfg(all(test, embedded_kernels))]
+pub(super) use module::image;
+pub(super) use module::{KernelUnit, Module, compile};
+pub(super) use nvrtc::Source;
+pub use nvrtc::{TARGETS, target};
+pub use order::HostStream;
+pub(super) use recording::recorded;
+pub(super) use staging::{STAGING, Staging, keep, take};

@@ -1,0 +1,141 @@
+//! The order of the device's stream and the streams of the host program, where memory changes hands.
+
+use std::cell::Cell;
+use std::ffi::c_void;
+
+use cudarc::driver::{result, sys};
+
+use super::error::check;
+use crate::base::Result;
+
+/// Events that order the device's stream with the default stream of the process, or with the stream of [`HostStream`].
+///
+/// The device's stream is one that the default stream does not wait for and that does not wait for it: a program that uses
+/// both for other things loses nothing. Where memory changes hands, an event on one of them that the other waits for is the
+/// order that is needed, and no more. Both are recorded anew each time: who waits for a later point than his own waits for
+/// his own too.
+pub(in crate::cuda) struct Order {
+    default: sys::CUevent,
+    own: sys::CUevent,
+}
+
+/// The handle of the legacy default stream, where CUDA programs that name no stream work.
+const DEFAULT_STREAM: sys::CUstream = std::ptr::without_provenance_mut(1);
+
+thread_local! {
+    /// The stream in whose order the calling thread's host program uses a device's memory, and the number of that device.
+    static HOST_STREAM: Cell<Option<(usize, sys::CUstream)>> = const { Cell::new(None) };
+}
+
+/// While this lives, what this thread does with a device's memory that the host program shares is ordered with a stream of the
+/// program's choice, and no longer with its legacy default stream.
+#[derive(Debug)]
+pub struct HostStream(Option<(usize, sys::CUstream)>);
+
+impl HostStream {
+    /// Chooses `stream` of device `ordinal`; NULL is the legacy default stream.
+    ///
+    /// # Safety
+    /// `stream` must be a stream of the device's primary context for as long as this lives.
+    pub unsafe fn new(ordinal: usize, stream: *mut c_void) -> HostStream {
+        let chosen = (!stream.is_null()).then_some((ordinal, stream.cast()));
+        HostStream(HOST_STREAM.replace(chosen))
+    }
+}
+
+impl Drop for HostStream {
+    fn drop(&mut self) {
+        HOST_STREAM.set(self.0);
+    }
+}
+
+/// The stream that [`HostStream`] chose of the device, or the legacy default stream.
+fn host_stream(ordinal: usize) -> sys::CUstream {
+    // A thread that is ending has none.
+    match HOST_STREAM.try_with(Cell::get) {
+        Ok(Some((chosen, stream))) if chosen == ordinal => stream,
+        _ => DEFAULT_STREAM,
+    }
+}
+
+impl Order {
+    /// Makes the events, in the current context.
+    pub(in crate::cuda) fn new() -> Result<Order> {
+        Ok(Order {
+            default: event()?,
+            own: event()?,
+        })
+    }
+
+    /// Lets what is enqueued on `stream`, the device's, from now on wait for all that is enqueued on the host program's.
+    pub(in crate::cuda) fn after_host(&self, ordinal: usize, stream: sys::CUstream) -> Result<()> {
+        let host = host_stream(ordinal);
+        // Another thread may record a shared event on another stream before this one waits for it.
+        let shared = (host == DEFAULT_STREAM).then_some(self.default);
+        let_wait(stream, host, shared)
+    }
+
+    /// Lets what is enqueued on the host program's stream from now on wait for all that is enqueued on `stream`.
+    pub(in crate::cuda) fn before_host(&self, ordinal: usize, stream: sys::CUstream) -> Result<()> {
+        let_wait(host_stream(ordinal), stream, Some(self.own))
+    }
+
+    /// Gives the events back.
+    ///
+    /// # Safety
+    /// Nothing uses them afterwards.
+    pub(in crate::cuda) unsafe fn destroy(&self) {
+        for event in [self.default, self.own] {
+            // SAFETY: made in `new`; the rest is the caller's promise.
+            let _ = unsafe { result::event::destroy(event) };
+        }
+    }
+}
+
+fn event() -> Result<sys::CUevent> {
+    check(
+        result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING),
+        "creating an event",
+    )
+}
+
+/// Lets `later` wait for what is enqueued on `earlier`, by an event that is shared or one of its own.
+fn let_wait(
+    later: sys::CUstream,
+    earlier: sys::CUstream,
+    shared: Option<sys::CUevent>,
+) -> Result<()> {
+    // Mostly nothing is left to wait for, and the events would only be a pause between the streams.
+    // SAFETY: the device's stream lives as long as the device, the default stream as long as the context, another stream of the
+    // host by the promise of `HostStream`.
+    match unsafe { sys::cuStreamQuery(earlier) } {
+        sys::CUresult::CUDA_SUCCESS => return Ok(()),
+        sys::CUresult::CUDA_ERROR_NOT_READY => {}
+        failed => check(failed.result(), "asking what a stream has left to do")?,
+    }
+    let order = |event| {
+        // SAFETY: as above, and the event lives as long as the device or until it is destroyed below, which an event that is
+        // waited for survives.
+        let ordered = unsafe {
+            result::event::record(event, earlier).and_then(|()| {
+                result::stream::wait_event(
+                    later,
+                    event,
+                    sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT,
+                )
+            })
+        };
+        check(
+            ordered,
+            "ordering the device's stream with a stream of the program",
+        )
+    };
+    if let Some(event) = shared {
+        return order(event);
+    }
+    let own = event()?;
+    let ordered = order(own);
+    // SAFETY: made above.
+    let _ = unsafe { result::event::destroy(own) };
+    ordered
+}

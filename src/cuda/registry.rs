@@ -1,0 +1,172 @@
+//! What the driver is told of every unit, and what is asked of all of them together: which machine code the library brings along, and
+//! what each launcher passes.
+
+use std::sync::OnceLock;
+
+use super::driver::{self, Attached, Gpu, KernelUnit, Source, compiler, target};
+use super::units::{Unit, fingerprint, source};
+use super::{
+    attention, bandwidth, elementwise, experts, linear, operand, quantize, row_norms, rows, sample,
+    scaled_mm, tensor, unfused,
+};
+use crate::base::Result;
+
+/// Machine code that a package brings along.
+struct Embedded {
+    unit: Unit,
+    target: &'static str,
+    fingerprint: u64,
+    /// Whether that is the fingerprint of the sources here, once somebody has looked.
+    is_current: OnceLock<bool>,
+    image: &'static [u8],
+}
+
+// `static EMBEDDED: [Embedded; N]`, written by `build.rs`; empty unless the build was asked for it.
+include!(concat!(env!("OUT_DIR"), "/kernels.rs"));
+
+fn embedded(unit: Unit, target: &str) -> Option<&'static [u8]> {
+    let found = EMBEDDED
+        .iter()
+        .find(|e| e.unit == unit && e.target == target)?;
+    let is_current = || found.fingerprint == fingerprint(unit, target);
+    found
+        .is_current
+        .get_or_init(is_current)
+        .then_some(found.image)
+}
+
+/// Whether every kernel for an architecture is embedded, so that it needs no compiler.
+pub(super) fn is_embedded(arch: (i32, i32)) -> bool {
+    let target = target(arch);
+    Unit::for_target(&target).all(|unit| embedded(unit, &target).is_some())
+}
+
+/// Whether kernels for this architecture can be had at all: embedded, or by a compiler.
+pub fn have_kernels(arch: (i32, i32)) -> Result<()> {
+    match is_embedded(arch) {
+        true => Ok(()),
+        false => compiler().map(|_| ()),
+    }
+}
+
+/// Compiles a unit for an architecture, given as [`target`] names it. Needs no GPU. Returns machine code and the assembler's
+/// report on registers and spills.
+pub fn compile(unit: Unit, target: &str) -> Result<(Vec<u8>, String)> {
+    driver::compile(unit.source(), target)
+}
+
+/// The same for a source that is not the library's, under the name `path`. It may include the library's headers.
+#[doc(hidden)]
+pub fn compile_source(path: &str, text: &str, target: &str) -> Result<(Vec<u8>, String)> {
+    driver::compile(source(path, text), target)
+}
+
+/// Bytes of the one argument that a kernel's launcher passes, which its parameter must have too.
+pub fn argument_bytes(kernel: &str) -> Option<usize> {
+    let all = [
+        attention::ARGUMENTS,
+        bandwidth::ARGUMENTS,
+        elementwise::ARGUMENTS,
+        experts::ARGUMENTS,
+        operand::ARGUMENTS,
+        quantize::ARGUMENTS,
+        row_norms::ARGUMENTS,
+        rows::ARGUMENTS,
+        sample::ARGUMENTS,
+        scaled_mm::ARGUMENTS,
+        tensor::ARGUMENTS,
+        unfused::ARGUMENTS,
+    ];
+    let named = all
+        .iter()
+        .chain(linear::ARGUMENTS)
+        .copied()
+        .flatten()
+        .filter(|(start, _)| kernel.starts_with(start));
+    named
+        .max_by_key(|(start, _)| start.len())
+        .map(|&(_, bytes)| bytes)
+}
+
+impl KernelUnit for Unit {
+    fn source(self) -> Source<'static> {
+        Unit::source(self)
+    }
+
+    fn fingerprint(self, target: &str) -> u64 {
+        fingerprint(self, target)
+    }
+
+    fn is_for(self, target: &str) -> bool {
+        Unit::is_for(self, target)
+    }
+
+    fn embedded(self, target: &str) -> Option<&'static [u8]> {
+        embedded(self, target)
+    }
+
+    fn argument_bytes(self, kernel: &str) -> Option<usize> {
+        argument_bytes(kernel)
+    }
+}
+
+impl Gpu {
+    /// Refuses a device for which kernels cannot be had: see [`have_kernels`]. Looks until they are found, and then no more.
+    pub fn need_kernels(&self) -> Result<()> {
+        self.attached_or(|| have_kernels(self.arch()).map(|()| HasKernels))?;
+        Ok(())
+    }
+
+    /// Compiles and loads those of `units` that are not ready, as many at a time as there are threads. Units that have no kernels for
+    /// this device are left out. Other threads may use the device meanwhile. `give_up` says, on any thread, whether to begin no
+    /// more of them; one that is being compiled cannot be stopped.
+    pub fn prepare(&self, units: &[Unit], give_up: &(dyn Fn() -> bool + Sync)) -> Result<()> {
+        self.load_units(units, give_up)
+    }
+}
+
+/// Attached to a device for which there are kernels.
+struct HasKernels;
+
+impl Attached for HasKernels {}
+
+#[cfg(all(test, embedded_kernels))]
+mod tests {
+    use std::borrow::Cow;
+
+    use super::driver::{TARGETS, image};
+    use super::*;
+
+    #[test]
+    fn embedded_kernels_need_no_compiler() {
+        for &target in TARGETS {
+            for unit in Unit::for_target(target) {
+                let image = image(unit, target).unwrap();
+                assert!(
+                    matches!(image, Cow::Borrowed(_)),
+                    "{} for {target} is not embedded",
+                    unit.path()
+                );
+                assert!(
+                    image.starts_with(b"\x7fELF"),
+                    "{} for {target} is no machine code",
+                    unit.path()
+                );
+            }
+        }
+        assert!(is_embedded((9, 0)) && !is_embedded((7, 5)));
+    }
+
+    /// Drop-in calls ask each time. The sources of an architecture's kernels are some 1.5 MB with the headers: once is enough.
+    #[test]
+    fn sources_are_hashed_once() {
+        assert!(is_embedded((9, 0)));
+        let start = std::time::Instant::now();
+        for _ in 0..1000 {
+            have_kernels((9, 0)).unwrap();
+        }
+        // Hashed each time, they would be more than a gigabyte.
+        let taken = start.elapsed();
+        assert!(taken < std::time::Duration::from_millis(500), "{taken:?}");
+    }
+}

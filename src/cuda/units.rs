@@ -1,0 +1,161 @@
+//! The sources of kernels: every header, and every unit, which is a source that is compiled by itself. `build.rs` has this file as a
+//! module too, so it imports the compiler's options alone.
+
+use std::hash::Hasher;
+use std::sync::OnceLock;
+
+use include_dir::{Dir, File, include_dir};
+use twox_hash::XxHash3_64;
+
+use super::driver::nvrtc::{Source, options};
+
+/// The folder of the sources. Files in it are named by their paths within it; sources include headers by these names.
+static KERNELS: Dir<'_> = include_dir!("$CARGO_MANIFEST_DIR/kernels");
+
+/// Name and text of every header, in the order of their names.
+fn headers() -> &'static [(&'static str, &'static str)] {
+    static HEADERS: OnceLock<Vec<(&str, &str)>> = OnceLock::new();
+    fn collect(folder: &'static Dir<'static>, found: &mut Vec<(&'static str, &'static str)>) {
+        folder.dirs().for_each(|inner| collect(inner, found));
+        let headers = folder.files().filter_map(|f| {
+            let name = f.path().to_str().filter(|name| name.ends_with(".cuh"))?;
+            Some((name, f.contents_utf8()?))
+        });
+        found.extend(headers);
+    }
+    HEADERS.get_or_init(|| {
+        let mut found = Vec::new();
+        collect(&KERNELS, &mut found);
+        found.sort_unstable();
+        found
+    })
+}
+
+macro_rules! units {
+    ($($name:ident = $path:literal),+ $(,)?) => {
+        /// A source file that is compiled by itself.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        pub enum Unit { $(#[doc = $path] $name,)+ }
+
+        impl Unit {
+            /// All of them.
+            pub const ALL: &'static [Unit] = &[$(Unit::$name,)+];
+
+            /// Path under `kernels/`.
+            pub const fn path(self) -> &'static str { match self { $(Unit::$name => $path,)+ } }
+        }
+    };
+}
+
+units! {
+    ReadAll = "bandwidth/read.cu",
+    Glu = "activation/glu.cu",
+    Pointwise = "activation/pointwise.cu",
+    AttentionDecode = "attention/decode.cu",
+    AttentionDecodeGeneral = "attention/decode_general.cu",
+    AttentionDecodeLimited = "attention/decode_limited.cu",
+    AttentionPrefill = "attention/prefill.cu",
+    AttentionPrefillWide = "attention/prefill_wide.cu",
+    AttentionReference = "attention/reference.cu",
+    Embed = "embed/embed.cu",
+    ExpertsRoute = "experts/route.cu",
+    ExpertsSum = "norm/sum_experts.cu",
+    LinearDense = "linear/dense.cu",
+    LinearExperts = "linear/experts.cu",
+    LinearPack = "linear/pack.cu",
+    LinearRowNorms = "linear/row_norms.cu",
+    LinearRows = "linear/rows.cu",
+    LinearSmall = "linear/small.cu",
+    LinearTiled = "linear/tiled.cu",
+    LinearWide = "linear/wide.cu",
+    PostNorm = "norm/post_norm.cu",
+    RmsNorm = "norm/rms_norm.cu",
+    RmsNormF32 = "norm/rms_norm_f32.cu",
+    Amax = "quantize/amax.cu",
+    CheckScales = "quantize/check.cu",
+    Dequantize = "quantize/dequantize.cu",
+    Expand = "quantize/expand.cu",
+    Quantize = "quantize/quantize.cu",
+    QuantizeSearch = "quantize/search.cu",
+    Swizzle = "quantize/swizzle.cu",
+    Rotate = "rope/rotate.cu",
+    RopeStore = "rope/store.cu",
+    RopeStoreGeneral = "rope/store_general.cu",
+    Argmax = "sample/argmax.cu",
+    Draw = "sample/draw.cu",
+    ScaledMmDecode = "scaled_mm/decode.cu",
+    ScaledMmProduct = "scaled_mm/product.cu",
+    Gather = "tensor/gather.cu",
+}
+
+impl Unit {
+    /// Whether it has kernels for an architecture, as the compiler names it.
+    pub(crate) fn is_for(self, target: &str) -> bool {
+        target == "sm_90a" || self != Unit::LinearWide
+    }
+
+    /// Those with kernels for an architecture, as the compiler names it.
+    pub fn for_target(target: &str) -> impl Iterator<Item = Unit> {
+        let all = Unit::ALL.iter().copied();
+        all.filter(move |unit| unit.is_for(target))
+    }
+
+    /// What is compiled. A test holds that every unit is embedded.
+    pub(crate) fn source(self) -> Source<'static> {
+        source(self.path(), self.text().unwrap_or_default())
+    }
+
+    fn text(self) -> Option<&'static str> {
+        KERNELS.get_file(self.path()).and_then(File::contents_utf8)
+    }
+}
+
+/// A source that may include the library's headers.
+pub(crate) fn source<'a>(path: &'a str, text: &'a str) -> Source<'a> {
+    Source {
+        path,
+        text,
+        headers: headers(),
+    }
+}
+
+/// Tells sources and options apart; machine code depends on them and the compiler's version.
+pub(crate) fn fingerprint(unit: Unit, target: &str) -> u64 {
+    /// What the headers, which all units share, have left of a checksum.
+    static OF_HEADERS: OnceLock<XxHash3_64> = OnceLock::new();
+    let of_headers = || {
+        let mut sum = XxHash3_64::new();
+        for (name, source) in headers() {
+            sum.write(name.as_bytes());
+            sum.write(source.as_bytes());
+        }
+        sum
+    };
+    let mut sum = OF_HEADERS.get_or_init(of_headers).clone();
+    sum.write(unit.source().text.as_bytes());
+    for option in options(target) {
+        sum.write(option.as_bytes());
+    }
+    sum.finish()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_source_is_embedded() {
+        // Each header that a source includes is one of those that the compiler is given.
+        let known = |name: &str| headers().iter().any(|(header, _)| *header == name);
+        let units = Unit::ALL.iter().map(|unit| unit.text().unwrap());
+        for source in units.chain(headers().iter().map(|(_, source)| *source)) {
+            for line in source.lines() {
+                let Some(included) = line.strip_prefix("#include \"") else {
+                    continue;
+                };
+                let name = included.trim_end_matches('"');
+                assert!(known(name), "kernels/{name} is included and not embedded");
+            }
+        }
+    }
+}
