@@ -94,33 +94,6 @@ const KNOWN: &[Known] = &[
         "the names of recipes are where they are parsed",
     ),
     (
-        "cuda/linear",
-        &["cuda/blas.rs", "cuda/elementwise.rs"],
-        "the device owns what is built on it",
-    ),
-    (
-        "cuda/linear/deferred.rs",
-        &["cuda/linear/small.rs"],
-        "the root of the room defines what its launchers are passed, and chooses among them",
-    ),
-    (
-        "cuda/linear/many.rs",
-        &["cuda/linear/tiled.rs"],
-        "the root of the room defines what its launchers are passed, and chooses among them",
-    ),
-    (
-        "cuda/linear/mod.rs",
-        &[
-            "cuda/linear/deferred.rs",
-            "cuda/linear/dense.rs",
-            "cuda/linear/many.rs",
-            "cuda/linear/matrix.rs",
-            "cuda/linear/small.rs",
-            "cuda/linear/tiled.rs",
-        ],
-        "the root of the room defines what its launchers are passed, and chooses among them",
-    ),
-    (
         "model/families",
         &["model/rope.rs"],
         "the specification names the tables that its families fill in",

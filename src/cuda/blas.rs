@@ -8,7 +8,6 @@ use cudarc::cublaslt::result::{self, CublasError};
 use cudarc::cublaslt::sys;
 
 use super::driver::{Attached, DeviceBuffer, Gpu};
-use super::linear::Output;
 use crate::base::error::{bail, err};
 use crate::base::{ErrorKind, Result};
 
@@ -89,35 +88,6 @@ impl Blas {
 
     /// `out[m, n] (+)= alpha * x[m, k] w[n, k]^T` with rows of `out` `stride` apart.
     pub(super) fn product(
-        &self,
-        gpu: &Gpu,
-        element: Element,
-        w: u64,
-        n: usize,
-        k: usize,
-        alpha: f32,
-        x: u64,
-        m: usize,
-        output: Output,
-        out: u64,
-        stride: usize,
-        workspace: &DeviceBuffer,
-    ) -> Result<()> {
-        let store = match output {
-            Output::F32 => Store::F32,
-            Output::Add => Store::Add,
-            Output::F16 => Store::F16,
-            Output::Glu(_) | Output::GluOrdered(_) => {
-                bail!(Internal, "only fused kernels apply SwiGLU")
-            }
-        };
-        self.multiply(
-            gpu, element, w, n, k, alpha, x, m, store, out, stride, workspace,
-        )
-    }
-
-    /// The same for any type of result.
-    pub(super) fn multiply(
         &self,
         gpu: &Gpu,
         element: Element,

@@ -8,6 +8,7 @@ mod attention;
 mod bandwidth;
 mod blas;
 mod checks;
+mod convert;
 mod driver;
 mod elementwise;
 mod experts;

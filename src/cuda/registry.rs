@@ -6,8 +6,8 @@ use std::sync::OnceLock;
 use super::driver::{self, Attached, Gpu, KernelUnit, Source, compiler, target};
 use super::units::{Unit, fingerprint, source};
 use super::{
-    attention, bandwidth, elementwise, experts, linear, operand, quantize, row_norms, rows, sample,
-    scaled_mm, tensor, unfused,
+    attention, bandwidth, convert, elementwise, experts, linear, operand, quantize, row_norms,
+    rows, sample, scaled_mm, tensor, unfused,
 };
 use crate::base::Result;
 
@@ -66,6 +66,7 @@ pub fn argument_bytes(kernel: &str) -> Option<usize> {
     let all = [
         attention::ARGUMENTS,
         bandwidth::ARGUMENTS,
+        convert::ARGUMENTS,
         elementwise::ARGUMENTS,
         experts::ARGUMENTS,
         operand::ARGUMENTS,

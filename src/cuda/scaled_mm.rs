@@ -381,7 +381,7 @@ fn by_library(
                 (b, first_b, new_b, copy_b.address()),
             ];
             decode(gpu, parts, element)?;
-            blas.multiply(
+            blas.product(
                 gpu,
                 element,
                 copy_b.address(),
@@ -428,7 +428,7 @@ pub fn dense_mm(
         ),
     };
     let workspace = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, WORKSPACE)?;
-    blas.multiply(
+    blas.product(
         gpu,
         element,
         b.address(),

@@ -3,14 +3,16 @@
 
 use std::sync::Arc;
 
-use super::{Biased, Hardware, Input, Layout, MatrixShape, Output, SMALL, Tile, fused_plan};
+use super::limits::SMALL;
+use super::output::{Layout, Output};
+use super::tile::Tile;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::Tag;
 use crate::cuda::driver::{DeviceBuffer, Gpu, int};
 
 /// Rows are multiples of this many elements: sums of squares, one for each tile, are read four at a time.
-const MULTIPLE: usize = 64;
+pub(super) const MULTIPLE: usize = 64;
 
 /// What passes between products around a norm, of up to [`SMALL`] rows.
 pub struct NormScratch {
@@ -71,24 +73,9 @@ pub(super) struct NormArgument {
 }
 
 impl DeferredNorm<'_> {
-    /// Whether products of `m` rows that lie like this can defer the norm between them, each in one launch: `makes` adds to the rows,
-    /// `takes` are what become of them.
-    pub fn serves(
-        hardware: &Hardware,
-        m: usize,
-        layout: Layout,
-        makes: MatrixShape,
-        takes: &[MatrixShape],
-        output: Output,
-    ) -> bool {
-        let at_once = |matrices: &[_], output| {
-            fused_plan(hardware, m, matrices, output, layout).is_some_and(|plan| plan.rows == m)
-        };
-        (m <= super::FEW || layout == Layout::Ordered)
-            && makes.rows.is_multiple_of(MULTIPLE)
-            && output != Output::F16
-            && at_once(&[makes], Output::Add)
-            && at_once(takes, output)
+    /// Elements of a row.
+    pub(super) fn width(&self) -> usize {
+        self.scratch.width
     }
 
     /// The rows as the fused kernel takes them.
@@ -117,39 +104,4 @@ impl DeferredNorm<'_> {
             eps: self.eps,
         })
     }
-}
-
-/// Adds a product of `m` rows to the rows of a norm, and leaves what products with [`Input::Deferred`] take of them. Both are for
-/// what [`DeferredNorm::serves`].
-pub fn linear_add(
-    gpu: &Arc<Gpu>,
-    input: Input<'_>,
-    m: usize,
-    matrix: Biased<'_>,
-    norm: &DeferredNorm<'_>,
-) -> Result<()> {
-    let width = norm.scratch.width;
-    if matrix.0.rows() != width {
-        bail!(
-            Internal,
-            "a product of {} features added to rows of {width}",
-            matrix.0.rows()
-        );
-    }
-    input.holds(m, matrix.0.cols())?;
-    let (hardware, shape) = (Hardware::of(gpu), matrix.0.shape());
-    let Some(plan) = fused_plan(&hardware, m, &[shape], Output::Add, input.layout()) else {
-        bail!(Internal, "no kernel that defers a norm serves {m} rows");
-    };
-    super::small(
-        gpu,
-        input,
-        m,
-        &[matrix],
-        Output::Add,
-        norm.x,
-        width,
-        plan,
-        Some(norm),
-    )
 }

@@ -1,6 +1,7 @@
 //! The plain kernel for weights that are values one after the other.
 
-use super::{Matrix, Output};
+use super::matrix::Matrix;
+use super::output::Output;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::cuda::driver::{DeviceBuffer, Gpu, Launch, int};

@@ -4,16 +4,19 @@
 use std::sync::Arc;
 
 use super::dense::dense;
-use super::matrix::{CHUNK_ROWS, by_words, chunk_offset};
-use super::tiled::TileKernel;
-use super::{FEW, Hardware, Matrix, Output, SMALL, TILED, tiles_serve};
+use super::hardware::Hardware;
+use super::input::Input;
+use super::limits::{FEW, SMALL, TILED};
+use super::matrix::{Biased, CHUNK_ROWS, Matrix, by_words, chunk_offset};
+use super::output::Output;
+use super::tiled::{self, TileKernel};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::Tag;
 use crate::base::size::product;
 use crate::cuda::blas::{Element, Store};
+use crate::cuda::convert;
 use crate::cuda::driver::{DeviceBuffer, Gpu, int};
-use crate::cuda::elementwise;
 use crate::cuda::units::Unit;
 use crate::tensor::WeightType;
 
@@ -81,7 +84,7 @@ impl LinearScratch {
             // Activations of the weight's type.
             WeightType::F16 | WeightType::BF16 if m > SMALL => product("activations", &[m, row])?,
             WeightType::F16 | WeightType::BF16 => 0,
-            WeightType::Nvfp4 if tiles_serve(&Hardware::of(gpu), m) => 0,
+            WeightType::Nvfp4 if Hardware::of(gpu).tiles_serve(m) => 0,
             WeightType::Nvfp4 => row * w.rows.min(COPY / row).max(1).next_multiple_of(CHUNK_ROWS),
         };
         Self::new(gpu, m, w.cols, bytes)
@@ -114,14 +117,14 @@ impl LinearScratch {
             let (kind, x) = match w.storage {
                 WeightType::F16 => (Element::F16, x.address()),
                 _ => {
-                    elementwise::f16_to_bf16(gpu, x, m * w.cols, &self.room)?;
+                    convert::f16_to_bf16(gpu, x, m * w.cols, &self.room)?;
                     (Element::Bf16, self.room.address())
                 }
             };
             let (rows, k, workspace) = (w.rows, w.cols, &self.workspace);
             if w.storage == WeightType::BF16 && output == Output::F16 {
                 let store = Store::Bf16;
-                blas.multiply(
+                blas.product(
                     gpu,
                     kind,
                     w.address(),
@@ -135,7 +138,7 @@ impl LinearScratch {
                     stride,
                     workspace,
                 )?;
-                return elementwise::bf16_to_f16_at(gpu, out, m, rows, stride);
+                return convert::bf16_to_f16_at(gpu, out, m, rows, stride);
             }
             return blas.product(
                 gpu,
@@ -146,7 +149,7 @@ impl LinearScratch {
                 factor,
                 x,
                 m,
-                output,
+                store(output)?,
                 out,
                 stride,
                 workspace,
@@ -182,7 +185,7 @@ impl LinearScratch {
                 w.global * factor,
                 x.address(),
                 m,
-                output,
+                store(output)?,
                 at,
                 stride,
                 &self.workspace,
@@ -190,4 +193,32 @@ impl LinearScratch {
         }
         Ok(())
     }
+}
+
+/// What the library makes of a product.
+fn store(output: Output) -> Result<Store> {
+    match output {
+        Output::F32 => Ok(Store::F32),
+        Output::Add => Ok(Store::Add),
+        Output::F16 => Ok(Store::F16),
+        Output::Glu(_) | Output::GluOrdered(_) => {
+            bail!(Internal, "only fused kernels apply SwiGLU")
+        }
+    }
+}
+
+/// A kernel of tiles with NVFP4 weights. [`super::linear`] checks sizes and chooses.
+pub fn tiled(
+    gpu: &Gpu,
+    kernel: TileKernel,
+    input: Input<'_>,
+    m: usize,
+    matrices: &[Biased<'_>],
+    output: Output,
+    out: &DeviceBuffer,
+    stride: usize,
+    scratch: &LinearScratch,
+) -> Result<()> {
+    let room = scratch.room();
+    tiled::tiled(gpu, kernel, input, m, matrices, output, out, stride, room)
 }

@@ -3,7 +3,6 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::MatrixShape;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::Tag;
@@ -292,3 +291,55 @@ impl Matrix {
         self.values.address()
     }
 }
+
+/// What the choice of kernels depends on of a weight.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MatrixShape {
+    /// How it is held.
+    pub storage: WeightType,
+    /// Output features.
+    pub rows: usize,
+    /// Input features, K.
+    pub cols: usize,
+}
+
+/// A weight as kernels take it.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+pub(in crate::cuda) struct MatrixArgument {
+    chunks: u64,
+    bias: u64,
+    pub(super) global: f32,
+    rows: i32,
+}
+
+impl MatrixArgument {
+    /// A weight without a bias, as the words of a table of them.
+    pub(in crate::cuda) fn words(w: &Matrix) -> Result<[u64; 3]> {
+        let rows = int("output features", w.rows)? as u32;
+        Ok([
+            w.address(),
+            0,
+            u64::from(rows) << 32 | u64::from(w.global.to_bits()),
+        ])
+    }
+}
+
+pub(super) fn matrix_arguments(matrices: &[Biased<'_>]) -> Result<[MatrixArgument; 3]> {
+    let mut all = [MatrixArgument::default(); 3];
+    for (argument, (w, bias)) in all.iter_mut().zip(matrices) {
+        if let Some(bias) = bias {
+            bias.holds("a bias", &[w.rows, 4])?;
+        }
+        *argument = MatrixArgument {
+            chunks: w.address(),
+            bias: bias.map_or(0, DeviceBuffer::address),
+            global: w.global,
+            rows: int("output features", w.rows)?,
+        };
+    }
+    Ok(all)
+}
+
+/// A weight and its bias, f32 `[rows]`.
+pub type Biased<'a> = (&'a Matrix, Option<&'a DeviceBuffer>);

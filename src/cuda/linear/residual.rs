@@ -1,13 +1,13 @@
 //! The norms around what is added to the residual stream, without a kernel of their own: the products that take a row of it make the row on
 //! their way, every block for itself.
 
-use super::{Hardware, Layout, MatrixShape, Output, fused_plan};
+use super::output::Output;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::cuda::driver::DeviceBuffer;
 
 /// Elements of a row at most: a thread of a block has eight.
-const WIDTH: usize = 4096;
+pub(super) const WIDTH: usize = 4096;
 
 /// One row `norm(x + norm(y) * post) * weight`, and where `x + norm(y) * post` goes.
 #[derive(Clone, Copy)]
@@ -39,14 +39,6 @@ pub(super) struct ResidualArgument {
 }
 
 impl ResidualRow<'_> {
-    /// Whether products of `m` rows with these matrices can make their row.
-    pub fn serves(hardware: &Hardware, m: usize, takes: &[MatrixShape], output: Output) -> bool {
-        m == 1
-            && takes.iter().all(|w| w.cols <= WIDTH)
-            && matches!(output, Output::F32 | Output::Glu(_))
-            && fused_plan(hardware, m, takes, output, Layout::Rows).is_some()
-    }
-
     pub(super) fn argument(&self, m: usize, k: usize, output: Output) -> Result<ResidualArgument> {
         if m != 1 || k > WIDTH || !matches!(output, Output::F32 | Output::Glu(_)) {
             bail!(

@@ -4,11 +4,12 @@ use std::ops::RangeInclusive;
 use std::sync::Arc;
 
 use super::deferred::{DeferredNorm, NormArgument};
-use super::matrix::{CHUNK_BYTES, CHUNK_K};
+use super::input::Input;
+use super::limits::{FEW, SMALL};
+use super::matrix::{Biased, CHUNK_K, MatrixArgument, matrix_arguments};
+use super::output::{GROUP_ROWS, Layout, Output};
 use super::residual::ResidualArgument;
-use super::{
-    Biased, FEW, GROUP_ROWS, Input, Layout, MatrixArgument, Output, SMALL, matrix_arguments,
-};
+use super::tile::{Tile, WARPS};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::cuda::driver::{DeviceBuffer, Gpu, Launch, int};
@@ -46,8 +47,6 @@ struct PartArgument {
 
 /// Parts of K at most.
 const PARTS: usize = 2;
-/// Warps of a block of the fused kernel.
-const WARPS: usize = 16;
 /// Sums that a warp has of a tile, for each row of activations.
 const SUMS: usize = 16;
 /// Rows of activations that kernels of which blocks may form clusters take at most, unless they are ordered.
@@ -58,78 +57,6 @@ const ORDERED: RangeInclusive<usize> = FEW + 1..=SMALL;
 const SUMS_BYTES: usize = 48 << 10;
 /// What follows activations in shared memory: barriers, and factors of a norm.
 const BEHIND: usize = 128 + WARPS * 4;
-
-/// What the sixteen rows of a tile of the fused kernel are.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Tile {
-    /// Sixteen output features.
-    Rows,
-    /// Eight output features of each of two matrices.
-    Pair,
-    /// Eight output features, in two halves of K; for up to four rows of activations.
-    Split,
-}
-
-impl Tile {
-    /// The tile for `m` rows of activations.
-    pub(super) fn of(output: Output, m: usize) -> Tile {
-        match output {
-            Output::Glu(_) | Output::GluOrdered(_) => Tile::Pair,
-            _ if m <= 4 => Tile::Split,
-            _ => Tile::Rows,
-        }
-    }
-
-    /// Elements of K that a warp takes at a time.
-    const fn step(self) -> usize {
-        match self {
-            Tile::Rows | Tile::Pair => CHUNK_K,
-            Tile::Split => 2 * CHUNK_K,
-        }
-    }
-
-    /// Output features of a tile, of each matrix.
-    pub(super) const fn features(self) -> usize {
-        match self {
-            Tile::Rows => 16,
-            Tile::Pair | Tile::Split => 8,
-        }
-    }
-
-    /// Rows that the kernel for `rows` of them has room for, by which it is named.
-    const fn room(self, rows: usize) -> usize {
-        match self {
-            Tile::Split | Tile::Pair if rows == 1 => 1,
-            Tile::Split => 4,
-            Tile::Rows | Tile::Pair if rows <= 8 => 8,
-            Tile::Rows | Tile::Pair => 16,
-        }
-    }
-
-    /// What the rings of a block's warps take, of stages of two chunks.
-    const fn rings(self, rows: usize) -> usize {
-        let stages = match (self, self.room(rows)) {
-            (Tile::Pair, 1) => 4,
-            _ => 3,
-        };
-        WARPS * stages * 2 * CHUNK_BYTES
-    }
-
-    /// How many tiles these matrices are up to each of them.
-    fn counts(self, features: &[usize]) -> Vec<usize> {
-        let count = |n: &usize| n.div_ceil(self.features());
-        match self {
-            Tile::Pair => vec![count(&features[0])],
-            Tile::Rows | Tile::Split => features
-                .iter()
-                .scan(0, |sum, n| {
-                    *sum += count(n);
-                    Some(*sum)
-                })
-                .collect(),
-        }
-    }
-}
 
 /// How the fused kernel is launched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -335,7 +262,7 @@ pub fn small(
 
 #[cfg(test)]
 mod tests {
-    use super::super::Glu;
+    use super::super::output::Glu;
     use super::*;
 
     #[test]

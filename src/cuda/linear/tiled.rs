@@ -1,10 +1,12 @@
 //! Kernels of tiles: products of some tens of rows with NVFP4 weights.
 
-use super::matrix::{CHUNK_BYTES, CHUNK_K, CHUNK_ROWS};
-use super::{
-    Biased, Hardware, Input, Layout, LinearScratch, MatrixArgument, MatrixShape, Output, TILED,
-    WIDE, matrix_arguments,
+use super::hardware::Hardware;
+use super::input::Input;
+use super::limits::{TILED, WIDE};
+use super::matrix::{
+    Biased, CHUNK_BYTES, CHUNK_K, CHUNK_ROWS, MatrixArgument, MatrixShape, matrix_arguments,
 };
+use super::output::{Layout, Output};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::cuda::driver::{DeviceBuffer, Gpu, Launch, int};
@@ -242,8 +244,8 @@ fn order(gpu: &Gpu, x: &DeviceBuffer, m: usize, k: usize, y: &DeviceBuffer) -> R
     unsafe { launch.run(gpu, Unit::LinearRows, "linear_order", &arguments) }
 }
 
-/// A kernel of tiles with NVFP4 weights. [`super::linear`] checks sizes and chooses.
-pub fn tiled(
+/// A kernel of tiles with NVFP4 weights, and scratch memory of [`TileKernel::scratch`]. [`super::linear`] checks sizes and chooses.
+pub(super) fn tiled(
     gpu: &Gpu,
     kernel: TileKernel,
     input: Input<'_>,
@@ -252,10 +254,9 @@ pub fn tiled(
     output: Output,
     out: &DeviceBuffer,
     stride: usize,
-    scratch: &LinearScratch,
+    room: &DeviceBuffer,
 ) -> Result<()> {
     let k = matrices[0].0.cols;
-    let room = scratch.room();
     let (x, factor) = match (kernel, input) {
         (TileKernel::Tiled, Input::Plain(x, factor)) => (x, factor),
         (TileKernel::Wide, Input::Ordered(x, factor)) => (x, factor),

@@ -1,0 +1,107 @@
+//! What the rows of a library's product still need: the types that it takes and gives, and a bias.
+
+use super::driver::{DeviceBuffer, Gpu, Launch, int};
+use super::units::Unit;
+use crate::base::Result;
+
+const THREADS: u32 = 256;
+
+/// What the kernels of this file are passed, by the start of their names.
+pub(super) const ARGUMENTS: &[(&str, usize)] = &[
+    ("add_bias", size_of::<BiasArguments>()),
+    ("f16_to_bf16", size_of::<ConvertArguments>()),
+    ("bf16_to_f16", size_of::<RowsArguments>()),
+];
+
+fn blocks(elements: usize) -> u32 {
+    (elements as u32).div_ceil(THREADS)
+}
+
+#[repr(C)]
+struct BiasArguments {
+    y: u64,
+    bias: u64,
+    width: i32,
+    stride: i32,
+    is_f16: i32,
+}
+
+/// Adds `bias`, f32 `[width]`, to `rows` rows of `width` f16 or f32 at the address `y`, `stride` apart.
+pub(super) fn add_bias_at(
+    gpu: &Gpu,
+    y: u64,
+    is_f16: bool,
+    rows: usize,
+    width: usize,
+    stride: usize,
+    bias: &DeviceBuffer,
+) -> Result<()> {
+    bias.holds("a bias", &[width * 4])?;
+    let arguments = BiasArguments {
+        y,
+        bias: bias.address(),
+        width: int("the width", width)?,
+        stride: int("the stride", stride)?,
+        is_f16: i32::from(is_f16),
+    };
+    let launch = Launch::new([blocks(width), rows as u32, 1], THREADS);
+    // SAFETY: the struct is the kernel's; the caller checked the rows.
+    unsafe { launch.run(gpu, Unit::Glu, "add_bias", &arguments) }
+}
+
+#[repr(C)]
+struct ConvertArguments {
+    x: u64,
+    y: u64,
+    pairs: u64,
+}
+
+/// Rounds `count` f16, an even number, to bf16.
+pub(super) fn f16_to_bf16(
+    gpu: &Gpu,
+    x: &DeviceBuffer,
+    count: usize,
+    y: &DeviceBuffer,
+) -> Result<()> {
+    x.holds("activations", &[2 * count])?;
+    y.holds("activations", &[2 * count])?;
+    let arguments = ConvertArguments {
+        x: x.address(),
+        y: y.address(),
+        pairs: (count / 2) as u64,
+    };
+    // SAFETY: the struct is the kernel's; sizes were checked.
+    unsafe {
+        Launch::new([blocks(count / 2), 1, 1], THREADS).run(
+            gpu,
+            Unit::Glu,
+            "f16_to_bf16",
+            &arguments,
+        )
+    }
+}
+
+#[repr(C)]
+struct RowsArguments {
+    y: u64,
+    width: i32,
+    stride: i32,
+}
+
+/// Makes f16 of the bf16 in `rows` rows of `width` at the address `y`, `stride` apart.
+pub(super) fn bf16_to_f16_at(
+    gpu: &Gpu,
+    y: u64,
+    rows: usize,
+    width: usize,
+    stride: usize,
+) -> Result<()> {
+    let arguments = RowsArguments {
+        y,
+        width: int("the width", width)?,
+        stride: int("the stride", stride)?,
+    };
+    let launch = Launch::new([blocks(width), rows as u32, 1], THREADS);
+    // SAFETY: the struct is the kernel's; the caller checked the rows.
+    unsafe { launch.run(gpu, Unit::Glu, "bf16_to_f16", &arguments) }
+}

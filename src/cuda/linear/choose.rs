@@ -1,0 +1,69 @@
+//! Which kernel serves a product, from its rows, its matrices and the device.
+
+use super::hardware::Hardware;
+use super::limits::{FEW, FUSED_BYTES, SMALL};
+use super::matrix::{Biased, MatrixShape};
+use super::output::{Glu, Layout, Output};
+use super::small::Plan;
+use super::tiled::{self, TileKernel};
+use crate::tensor::WeightType;
+
+impl Layout {
+    /// The one that products of `m` rows with NVFP4 weights take without another kernel before.
+    pub fn taken(hardware: &Hardware, m: usize) -> Layout {
+        match hardware.arch {
+            (9, 0) if m > FEW && hardware.tiles_serve(m) => Layout::Ordered,
+            _ => Layout::Rows,
+        }
+    }
+}
+
+pub(super) fn shapes(matrices: &[Biased<'_>]) -> Vec<MatrixShape> {
+    matrices.iter().map(|(w, _)| w.shape()).collect()
+}
+
+pub(super) fn are_nvfp4(matrices: &[MatrixShape]) -> bool {
+    matrices.iter().all(|w| w.storage == WeightType::Nvfp4)
+}
+
+/// How the fused kernel serves `m` rows that lie like this, if it is the one for them.
+pub(super) fn fused_plan(
+    hardware: &Hardware,
+    m: usize,
+    matrices: &[MatrixShape],
+    output: Output,
+    layout: Layout,
+) -> Option<Plan> {
+    let takes = m <= SMALL
+        && are_nvfp4(matrices)
+        && (layout == Layout::Ordered
+            || TileKernel::serving(hardware.arch, m, layout) == TileKernel::Tiled);
+    if !takes {
+        return None;
+    }
+    let k = matrices[0].cols;
+    let features: Vec<usize> = matrices.iter().map(|w| w.rows).collect();
+    let plan = Plan::choose(
+        m,
+        k,
+        &features,
+        output,
+        layout,
+        hardware.has_clusters(),
+        hardware.multiprocessors,
+        hardware.shared_limit,
+    )?;
+    let pays = m <= FEW
+        || output.applied().is_some()
+        || match layout {
+            Layout::Ordered => plan.clusters * plan.parts <= hardware.multiprocessors,
+            Layout::Rows => plan.rows == m && m * k * 2 <= FUSED_BYTES * plan.parts,
+        };
+    pays.then_some(plan)
+}
+
+/// Whether one kernel serves `m` rows of two matrices, and applies a gated activation after.
+pub fn has_glu(hardware: &Hardware, m: usize, matrices: &[MatrixShape], layout: Layout) -> bool {
+    fused_plan(hardware, m, matrices, layout.glu(Glu::default()), layout).is_some()
+        || tiled::has_glu(hardware, m, matrices, layout)
+}
