@@ -89,34 +89,8 @@ const KNOWN: &[Known] = &[
         "the root of the room defines the trait and the tensors that its readers return",
     ),
     (
-        "cli/model.rs",
-        &["cli/quantize.rs"],
-        "the names of recipes are where they are parsed",
-    ),
-    (
-        "model/families",
-        &["model/rope.rs"],
-        "the specification names the tables that its families fill in",
-    ),
-    (
-        "model/families/mod.rs",
-        &[
-            "model/families/gemma3.rs",
-            "model/families/llama.rs",
-            "model/families/mistral.rs",
-            "model/families/phi3.rs",
-            "model/families/qwen.rs",
-        ],
-        "the root of the room defines a family, and lists them",
-    ),
-    (
         "model/mod.rs",
         &["model/load.rs"],
-        "the specification names the tables that its families fill in",
-    ),
-    (
-        "model/spec.rs",
-        &["model/rope.rs"],
         "the specification names the tables that its families fill in",
     ),
     (
@@ -143,11 +117,6 @@ const KNOWN: &[Known] = &[
         "session/mod.rs",
         &["session/chat.rs"],
         "the session owns its conversation",
-    ),
-    (
-        "text/bpe/mod.rs",
-        &["text/bpe/file.rs"],
-        "the root of the room defines what a vocabulary's file gives",
     ),
 ];
 

@@ -14,6 +14,7 @@ mod perplexity;
 mod prompting;
 mod pull;
 mod quantize;
+mod recipe;
 mod rm;
 mod run;
 mod sampling;

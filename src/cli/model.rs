@@ -13,7 +13,7 @@ use NVFP4::model::placement::{self, Placement, Requirements};
 use NVFP4::model::{Activations, Device, KvType, LoadOptions, Model};
 use clap::ValueEnum;
 
-use super::quantize::RecipeName;
+use super::recipe::RecipeName;
 use super::{hub, output};
 
 /// Where `model` lies: a path that exists, or a model of the hub, fetched if the cache does not hold it.

@@ -5,11 +5,11 @@ use std::path::PathBuf;
 
 use NVFP4::base::Result;
 use NVFP4::base::threads::Pool;
-use NVFP4::format::nvfp4::Recipe;
 use NVFP4::model::convert::{Container, ConvertOptions, convert};
 use NVFP4::model::open;
 use clap::ValueEnum;
 
+use super::recipe::RecipeName;
 use super::{model, output};
 
 #[derive(clap::Args)]
@@ -44,27 +44,6 @@ pub(super) struct Args {
 enum Format {
     Dat,
     Safetensors,
-}
-
-/// A recipe as the command line names it.
-#[derive(Clone, Copy, ValueEnum)]
-pub(super) enum RecipeName {
-    /// The largest magnitude of a block becomes 6
-    Amax,
-    /// The better of 6 and 4 for the largest magnitude
-    FourOverSix,
-    /// The best of all scales
-    Sweep,
-}
-
-impl From<RecipeName> for Recipe {
-    fn from(name: RecipeName) -> Self {
-        match name {
-            RecipeName::Amax => Recipe::Amax,
-            RecipeName::FourOverSix => Recipe::FourOverSix,
-            RecipeName::Sweep => Recipe::Sweep,
-        }
-    }
 }
 
 pub(super) fn run(args: &Args) -> Result<()> {

@@ -5,7 +5,7 @@ use std::path::Path;
 use serde_json::{Map, Value};
 
 use super::SamplingOptions;
-use super::families;
+use super::keys;
 use super::spec::Spec;
 use crate::base::error::{bail, err};
 use crate::base::{Error, Result};
@@ -69,7 +69,7 @@ fn file(path: &Path) -> Result<Map<String, Value>> {
 fn eos(file: &Map<String, Value>) -> Result<Vec<u32>> {
     match file.get("eos_token_id") {
         None | Some(Value::Null) => Ok(Vec::new()),
-        Some(value) => families::token_ids(value)
+        Some(value) => keys::token_ids(value)
             .ok_or_else(|| err!(CorruptFile, "'eos_token_id' is {value}; expected token ids")),
     }
 }

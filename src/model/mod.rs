@@ -8,6 +8,7 @@ mod forward;
 mod fused;
 mod generation;
 mod gpu_cache;
+mod keys;
 mod kv_cache;
 mod load;
 pub mod placement;

@@ -4,7 +4,7 @@
 
 use std::f64::consts::PI;
 
-use super::families::Keys;
+use super::keys::Keys;
 use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::ops::rope::RopeTable;

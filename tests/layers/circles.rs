@@ -77,6 +77,7 @@ impl<'a> Crate<'a> {
             }
         }
         if only_module && found.iter().any(|f| matches!(f, Found::Module(_))) {
+            found.retain(|f| matches!(f, Found::Module(_)));
             return found;
         }
         if trail.iter().any(|(m, n)| m == module && *n == name) {

@@ -3,10 +3,10 @@
 
 use serde_json::{Map, Value};
 
-use super::keys::{Keys, LARGEST};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::format::nvfp4::BLOCK;
+use crate::model::keys::{Keys, LARGEST};
 use crate::model::rope::{self, RopeSet};
 use crate::model::spec::{
     Activation, AttentionSpec, BlockSpec, ExpertsSpec, GatedMlpSpec, MlpSpec, NormNames,

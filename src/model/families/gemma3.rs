@@ -5,9 +5,10 @@ use half::bf16;
 use serde_json::json;
 
 use super::decoder::{Decoder, with_defaults};
-use super::{Family, Keys};
+use super::family::Family;
 use crate::base::Result;
 use crate::base::error::bail;
+use crate::model::keys::Keys;
 use crate::model::rope;
 use crate::model::spec::{NormNames, NormPlacement, Spec};
 

@@ -1,8 +1,9 @@
 //! Llama: the block that the others differ from.
 
 use super::decoder::Decoder;
-use super::{Family, Keys};
+use super::family::Family;
 use crate::base::Result;
+use crate::model::keys::Keys;
 use crate::model::spec::Spec;
 
 pub(super) const LLAMA: Family = Family {

@@ -1,8 +1,9 @@
 //! Mistral: Llama, every layer of which may see only a window.
 
 use super::decoder::Decoder;
-use super::{Family, Keys};
+use super::family::Family;
 use crate::base::Result;
+use crate::model::keys::Keys;
 use crate::model::spec::Spec;
 
 pub(super) const MISTRAL: Family = Family {

@@ -2,9 +2,9 @@
 //! what families share is in `decoder`.
 
 mod decoder;
+mod family;
 mod gemma3;
 mod gguf;
-mod keys;
 mod llama;
 mod mistral;
 mod phi3;
@@ -14,22 +14,13 @@ use std::path::Path;
 
 use serde_json::Value;
 
+use super::keys::Keys;
 use super::spec::Spec;
 use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::checkpoint::{self, Checkpoint, GgufFamily};
 
-pub(super) use keys::{Keys, token_ids};
-
-/// Models that share their blocks.
-pub struct Family {
-    /// `model_type` in `config.json`.
-    pub model_type: &'static str,
-    /// The entry of `architectures` in `config.json`.
-    pub class: &'static str,
-    /// Makes a spec of a config.
-    read: fn(&Keys<'_>) -> Result<Spec>,
-}
+pub use family::Family;
 
 /// Every family that can be run.
 pub const FAMILIES: &[Family] = &[
@@ -79,16 +70,6 @@ pub fn read(config: &Value) -> Result<Spec> {
             }
             Ok(spec)
         }
-    }
-}
-
-impl Family {
-    fn read(&self, keys: &Keys<'_>) -> Result<Spec> {
-        let spec = (self.read)(keys)?;
-        Ok(Spec {
-            family: self.model_type,
-            ..spec
-        })
     }
 }
 

@@ -1,8 +1,9 @@
 //! Phi-3 and Phi-4: Llama with fused projections, of which a part of each head may rotate.
 
 use super::decoder::Decoder;
-use super::{Family, Keys};
+use super::family::Family;
 use crate::base::Result;
+use crate::model::keys::Keys;
 use crate::model::spec::Spec;
 
 pub(super) const PHI3: Family = Family {

@@ -2,8 +2,9 @@
 //! mixture of experts, which Qwen2 has beside an expert of every token.
 
 use super::decoder::{Decoder, expert_layers, experts, intermediate_size};
-use super::{Family, Keys};
+use super::family::Family;
 use crate::base::Result;
+use crate::model::keys::Keys;
 use crate::model::spec::{ExpertsSpec, GatedMlpSpec, MlpSpec, SharedExpertSpec, Spec};
 
 pub(super) const QWEN2: Family = Family {
