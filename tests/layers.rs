@@ -94,21 +94,6 @@ const KNOWN: &[Known] = &[
         "the specification names the tables that its families fill in",
     ),
     (
-        "ops/prepare.rs",
-        &["ops/tensors.rs"],
-        "the tensors of 4-bit weights are where they are quantized",
-    ),
-    (
-        "ops/quantize.rs",
-        &["ops/tensors.rs"],
-        "the tensors of 4-bit weights are where they are quantized",
-    ),
-    (
-        "ops/scaled_mm.rs",
-        &["ops/tensors.rs"],
-        "the tensors of 4-bit weights are where they are quantized",
-    ),
-    (
         "session/generate.rs",
         &["session/transcript.rs"],
         "the session owns its conversation",
