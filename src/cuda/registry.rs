@@ -90,6 +90,10 @@ pub fn argument_bytes(kernel: &str) -> Option<usize> {
 }
 
 impl KernelUnit for Unit {
+    fn path(self) -> &'static str {
+        Unit::path(self)
+    }
+
     fn source(self) -> Source<'static> {
         Unit::source(self)
     }

@@ -18,7 +18,10 @@ use crate::base::{Result, env, file};
 
 /// What the driver has to know of a source of kernels that is compiled by itself.
 pub(in crate::cuda) trait KernelUnit: Copy + Send + Sync {
-    /// What is compiled. Its path tells units apart.
+    /// Tells units apart, and names them in messages. It is asked for at every launch.
+    fn path(self) -> &'static str;
+
+    /// What is compiled.
     fn source(self) -> Source<'static>;
 
     /// Tells sources and options apart; machine code depends on them and the compiler's version.
@@ -67,7 +70,7 @@ pub(in crate::cuda) fn image(unit: impl KernelUnit, target: &str) -> Result<Cow<
     key.write(format!("{version:?}").as_bytes());
     let name = format!(
         "{}-{target}-{:016x}.cubin",
-        unit.source().path.replace(['/', '.'], "-"),
+        unit.path().replace(['/', '.'], "-"),
         key.finish()
     );
     let path: PathBuf = folder.join(name);
@@ -111,7 +114,7 @@ impl Module {
     pub(in crate::cuda) fn load(unit: impl KernelUnit, arch: (i32, i32)) -> Result<Module> {
         Module::from_image(
             &image(unit, &target(arch))?,
-            Cow::Borrowed(unit.source().path),
+            Cow::Borrowed(unit.path()),
         )
     }
 
@@ -181,7 +184,7 @@ impl Modules {
     /// Whether a unit's is loaded.
     pub(in crate::cuda) fn is_loaded(&self, unit: impl KernelUnit) -> bool {
         let all = self.all();
-        all.get(unit.source().path)
+        all.get(unit.path())
             .is_some_and(|module| module.get().is_some())
     }
 
@@ -191,7 +194,7 @@ impl Modules {
         unit: impl KernelUnit,
         load: impl FnOnce() -> Result<Module>,
     ) -> Result<Arc<Module>> {
-        let slot = self.all().entry(unit.source().path).or_default().clone();
+        let slot = self.all().entry(unit.path()).or_default().clone();
         slot.get_or_try(|| load().map(Arc::new)).cloned()
     }
 
