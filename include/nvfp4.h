@@ -10,75 +10,80 @@
  *         fprintf(stderr, "%s\n", NVFP4_last_error());
  *
  * This file is the authority on the C interface: what is not in it is not part of it. It is generated from the library's
- * source; change it there. The rules, all of them; NOTHING BUT VALUES, ERRORS OF A GPU and SAME BITS go into detail below.
+ * source; change it there. These are all the rules; OUT OF MEMORY, ASYNCHRONOUS ERRORS and REPRODUCIBILITY follow in detail
+ * below.
  *
- * OWNERSHIP. Handles are counted: what creates one gives the caller a reference, _retain adds one, _release gives one up (and takes
- * NULL). They keep what they need alive, a session its model, a view its memory, so any order of release is right. One that is
- * NULL, released, of another type or of another copy of the library gives NVFP4_INVALID_HANDLE. None is used again.
+ * OWNERSHIP. Handles are reference-counted. A function that creates one gives the caller a reference, _retain adds one, and
+ * _release gives one up (and accepts NULL). A handle keeps what it needs alive - a session its model, a view its memory - so
+ * handles may be released in any order. A handle that is NULL, released, of another type or of another copy of the library gives
+ * NVFP4_INVALID_HANDLE. The value of a released handle is never used again.
  *
- * ERRORS. What can fail returns an NVFP4_Status: NVFP4_OK (0) or a positive number. NVFP4_last_error() then has one line for people,
- * of the calling thread; NVFP4_take_error() makes an object of it that any thread may read. Results go through pointers, at the
- * end of the parameters, and are untouched on failure unless the function says otherwise.
+ * ERRORS. A function that can fail returns an NVFP4_Status: NVFP4_OK (0) or a positive number. NVFP4_last_error() then gives a
+ * message of one line for people, kept for each thread; NVFP4_take_error() turns it into an object that any thread may read.
+ * Results go through pointers at the end of the parameters, and are untouched on failure unless the function says otherwise.
  *
- * THREADS. Any thread may call any function, and needs 96 KiB of stack for it, beside its own frames and callbacks. Where a handle
- * parameter is const, calls may overlap. Where it is not, the call has the handle for itself, and another one gives NVFP4_BUSY.
+ * THREADS. Any thread may call any function. A call needs 96 KiB of stack, besides the caller's own frames and callbacks. Calls on
+ * one handle may overlap where the parameter is const. Where it is not const, a call has exclusive use of the handle, and an
+ * overlapping call fails with NVFP4_BUSY.
  *
- * CALLBACKS take the caller's word (void *user) first and return an int32_t: 0 to go on, anything else to cancel. They run on the
- * thread that made the call, never after it returns (log callbacks excepted), must not throw or longjmp, and may call the library,
- * but not with a handle that is in use.
+ * CALLBACKS take the host's user data (void *user) first and return an int32_t: 0 to go on, anything else to cancel. They run on
+ * the thread that made the call, and never after it returns (log callbacks excepted). They must not throw or longjmp. They may call
+ * the library, but not with a handle that is in use.
  *
- * CANCELLING. Long calls take NVFP4_CallOptions: a handle or a flag that ends them from anywhere, before they begin too.
+ * CANCELLING. Long calls take NVFP4_CallOptions: a cancel handle or a flag that any thread may set, even before the call begins.
  *
- * SIGNALS. The library handles none, raises none, and blocks all in its own threads; a signal interrupts no call. A handler may call
- * NVFP4_cancel_trigger() and NVFP4_cancel_reset(), and nothing else.
+ * SIGNALS. The library handles none, raises none, and blocks all in its own threads; a signal interrupts no call. A signal handler
+ * may call NVFP4_cancel_trigger() and NVFP4_cancel_reset(), and nothing else.
  *
- * FORK. A child has its parent's models, sessions and tensors of the CPU, and works with them. A session that a thread of the parent
- * was using then gives NVFP4_BUSY there for ever, and can be released. CUDA does not work in the child of a process that
- * has used it: all that is on a GPU gives NVFP4_DEVICE_UNAVAILABLE.
+ * FORK. A child process has its parent's models, sessions and tensors in host memory, and can use them. A session that was in use
+ * by a thread of the parent at the fork gives NVFP4_BUSY in the child for ever, but can be released. CUDA does not work in the
+ * child of a process that has used it: everything on a GPU gives NVFP4_DEVICE_UNAVAILABLE there.
  *
- * UNLOADING. There is no init and no shutdown. Once loaded, the library stays in the process, whatever dlclose() says. Who leaves
- * takes back his log callbacks, and the tensors over memory that goes with him. A process may end at any time.
+ * UNLOADING. There is no init and no shutdown. Once loaded, the library stays in the process, even after dlclose(). A plugin that
+ * is unloaded itself must first remove its log callbacks, and release the tensors over its own memory. A process may end at any
+ * time.
  *
- * VERSIONS. NVFP4_ABI_VERSION changes only when a program built with an older header would break: NVFP4_check_version() says whether a
- * library serves a program, and what to install if not. On Linux the soname is libNVFP4.so.0, after NVFP4_VERSION_MAJOR;
- * libNVFP4.so is a link for those who compile, and for hosts that load it by that name.
+ * VERSIONS. NVFP4_ABI_VERSION changes only when a program built with an older header would break. NVFP4_check_version() says
+ * whether a library is compatible with a program, and what to install if not. On Linux the soname is libNVFP4.so.0, after
+ * NVFP4_VERSION_MAJOR; libNVFP4.so is a link to it, for compilers and for hosts that load it by that name.
  *
- * TEXT is UTF-8. In: a pointer and a length in bytes; no NUL is needed. Out: the caller's buffer and its capacity; the length
- * in bytes is always written, the text is copied if it fits, and a NUL follows it if that fits too; else the result is
- * NVFP4_BUFFER_TOO_SMALL. A NULL buffer with capacity 0 asks for the length alone. ARRAYS OUT are the same, in elements.
+ * TEXT is UTF-8. In: a pointer and a length in bytes; no NUL is needed. Out: the caller's buffer and its capacity. The length in
+ * bytes is always written. The text is copied if it fits, followed by a NUL if that fits too; otherwise the result is
+ * NVFP4_BUFFER_TOO_SMALL. A NULL buffer with capacity 0 asks for the length alone. ARRAYS OUT work the same, in elements.
  *
- * STRUCTS start with struct_size, sizeof the struct as the caller was compiled; for elements of arrays it is a parameter. Options
- * have an _init function that sets it with the defaults, and NULL means the defaults. For results the caller sets it. They grow at
- * their end in later versions: what an older caller does not know has its default, and what a newer caller uses that the library
- * does not know gives NVFP4_ABI_MISMATCH, as does a size that no version had. Flags are int32_t, 0 or 1.
+ * STRUCTS start with struct_size, the sizeof the struct as the caller was compiled; for elements of arrays it is a parameter.
+ * Options have an _init function that sets struct_size and the defaults, and NULL stands for the defaults. In results the caller
+ * sets struct_size. Later versions add fields at the end. A field that an older caller does not know has its default; a field that a
+ * newer caller uses and the library does not know gives NVFP4_ABI_MISMATCH, as does a size that no version had. Flags are
+ * int32_t, 0 or 1.
  */
 
 /*
- * NOTHING BUT VALUES crosses this interface: no exception, no panic, no signal, no exit, and no line on standard error. Where the
- * system refuses memory or threads, calls give NVFP4_OUT_OF_MEMORY, change nothing, and work when there is memory again. _release
- * always works. To that end the library keeps 8 MiB of address space in reserve from the first call on, which takes memory only
- * when it is used, and while a call runs more where code of others allocates: 512 bytes for each byte of text to be tokenized, 32 for
- * each of a tokenizer.json, 16 for each of a message to be rendered. Without its reserve a call does not begin. Four things are not
- * covered: a chat template, which is a program, that makes more of its messages than that; the driver of a GPU; the C library where
- * it ends the process itself, for which 1 MiB is kept; and a system that promises memory it does not have, and ends processes when
- * they use it. Nor does the first thread of a process have its 96 KiB of
- * stack if it has not used them before the process runs out of addresses.
+ * OUT OF MEMORY. Nothing but values crosses this interface: no exception, no panic, no signal, no exit, and no line on standard
+ * error. Where the system refuses memory or threads, calls fail with NVFP4_OUT_OF_MEMORY, change nothing, and work again once
+ * there is memory. _release always works. For this the library reserves 8 MiB of address space from the first call on, which
+ * takes memory only when it is used. Calls that run third-party code which allocates reserve more while they run: 512 bytes for
+ * each byte of text to be tokenized, 32 for each byte of a tokenizer.json, 16 for each byte of a message to be rendered. A call
+ * that cannot have its reserve fails before it begins. Not covered are: a chat template, which is a program, that makes more of
+ * its messages than that; the driver of a GPU; the C library where it ends the process itself, for which 1 MiB is kept; a system
+ * that grants memory it does not have, and ends processes when they use it; and the stack of a process's first thread, if its
+ * 96 KiB have not been touched before the process runs out of address space.
  *
- * ERRORS OF A GPU. A call on tensors of a CUDA device checks its arguments, enqueues its work and returns; it waits for the
- * device only where this file says so. What the device alone can see - values that are not finite in what is quantized, block
- * scales that are NaN or negative in what is multiplied - it finds when the work runs. The next call on tensors of that device
- * then fails with NVFP4_INVALID_ARGUMENT, in whichever thread that is: a call that waits for the device, in any case; another,
- * if the device has come so far. The message names the function that was given the tensor, its number among the calls that the
- * device has checked, and the first element that is wrong. What that call gave is undefined, and so is what was made of it;
- * the call that reports it has failed like any other. Each such failure is reported once; of several at once the message has
- * the first in full, and how many there were. NVFP4_device_synchronize() asks for them. The CPU has done the work of a call,
- * and found all that is wrong with it, when the call returns.
+ * ASYNCHRONOUS ERRORS. A call on tensors of a CUDA device checks its arguments, enqueues its work and returns; it waits for the
+ * device only where this file says so. Two errors are found only when the work runs: values to be quantized that are not finite,
+ * and block scales to be multiplied that are NaN or negative. They fail a later call on tensors of that device, on any thread,
+ * with NVFP4_INVALID_ARGUMENT: the next one that waits for the device, or one before it if the device has got that far. The message
+ * names the function that was given the tensor, its number among the calls that the device has checked, and the first wrong
+ * element. The results of the faulty call, and everything computed from them, are undefined; the call that reports the error has
+ * failed like any other. Each error is reported once; of several at once the message gives the first in full, and how many
+ * there were. NVFP4_device_synchronize() waits for them. On the CPU a call has done its work, and reported its errors, when it
+ * returns.
  *
- * SAME BITS. On the CPU, a token's logits have the same bits alone, beside others in a batch, and in a prompt however it was
- * divided; on any number of threads and any instruction set. On a GPU the same calls in the same order on the same kind of GPU
- * give the same bits; a prompt, a decode step and a step of another number of sessions add up in different orders, so their
- * logits differ by rounding, and where two tokens are nearly equally likely, so may the choice. From the same logits the same
- * token is chosen everywhere.
+ * REPRODUCIBILITY. On the CPU, a token's logits have the same bits whether it is run alone, in a batch with others, or in a prompt
+ * divided in any way, on any number of threads and with any instruction set. On a GPU the same calls in the same order on the same
+ * kind of GPU give the same bits. A prompt, a decode step, and a step with another number of sessions sum in different orders
+ * there, so their logits differ by rounding; where two tokens are nearly equally probable, so may the choice. From the same
+ * logits every device chooses the same token.
  */
 
 #ifndef NVFP4_H
@@ -94,7 +99,7 @@
 #define NVFP4_API
 #endif
 
-/* From dlpack.h, which is only needed by those who use it. */
+/* Defined in dlpack.h, which only hosts that use DLPack need. */
 struct DLManagedTensor;
 struct DLManagedTensorVersioned;
 
@@ -114,7 +119,7 @@ extern "C" {
 /** The system refused memory. */
 #define NVFP4_OUT_OF_MEMORY 3
 
-/** The allocation would pass the budget of NVFP4_memory_set_budget(). */
+/** The allocation would exceed the budget of NVFP4_memory_set_budget(). */
 #define NVFP4_OVER_BUDGET 4
 
 /** Reading or writing a file failed. */
@@ -132,7 +137,7 @@ extern "C" {
 /** The handle is in use by another call. */
 #define NVFP4_BUSY 9
 
-/** A callback or a cancel call stopped the work. */
+/** A callback, a cancel handle or a cancel flag ended the call. */
 #define NVFP4_CANCELLED 10
 
 /** The caller's buffer is too small; the required length was written. */
@@ -147,7 +152,7 @@ extern "C" {
 /** No such device, or its driver is missing. */
 #define NVFP4_DEVICE_UNAVAILABLE 14
 
-/** A defect in this library; the message is the panic's. The handle that was in exclusive use, if any, stays unusable. */
+/** A bug in this library; the message is that of its panic. A handle that was in exclusive use can only be released. */
 #define NVFP4_INTERNAL 15
 
 /** Version of the library this header belongs to. */
@@ -159,19 +164,19 @@ extern "C" {
 /** See #NVFP4_VERSION_MAJOR. */
 #define NVFP4_VERSION_PATCH 0
 
-/** The three in one number that grows with each version, major * 10000 + minor * 100 + patch. */
+/** The three as one number that grows with each version: major * 10000 + minor * 100 + patch. */
 #define NVFP4_VERSION_NUMBER 100
 
 /**
- * Version of the binary interface this header describes. A program built with one number runs with any library that
- * reports the same one.
+ * Version of the binary interface (ABI) that this header describes. A program built with one number runs with any library
+ * that reports the same number.
  */
 #define NVFP4_ABI_VERSION 1
 
-/** Log what went wrong inside the library. */
+/** Log errors inside the library. */
 #define NVFP4_LOG_ERROR 1
 
-/** Log what may surprise, and more severe messages. */
+/** Log warnings, and more severe messages. */
 #define NVFP4_LOG_WARN 2
 
 /** Log milestones, and more severe messages. */
@@ -183,7 +188,7 @@ extern "C" {
 /** Log everything. */
 #define NVFP4_LOG_TRACE 5
 
-/** All tags together. Its peak is that of the sum. */
+/** All tags together. Its peak is the peak of the sum. */
 #define NVFP4_MEMORY_TOTAL 0
 
 /** Weights in the form the kernels read. */
@@ -198,7 +203,7 @@ extern "C" {
 /** Tensors made through the tensor chapter or as results. */
 #define NVFP4_MEMORY_TENSOR 4
 
-/** Weights on GPUs. All NVFP4_MEMORY_DEVICE_* are of GPUs, and the others of the host. */
+/** Weights on GPUs. All NVFP4_MEMORY_DEVICE_* count GPU memory, and the others host memory. */
 #define NVFP4_MEMORY_DEVICE_WEIGHTS 5
 
 /** Cached keys and values of sessions on GPUs. */
@@ -213,7 +218,7 @@ extern "C" {
 /** No managed memory. */
 #define NVFP4_MANAGED_DISABLED 0
 
-/** Managed memory where the device can, and other memory where it cannot. */
+/** Managed memory where the device supports it, and other memory where it does not. */
 #define NVFP4_MANAGED_PREFERRED 1
 
 /** Managed memory, or an error. */
@@ -252,7 +257,7 @@ extern "C" {
 /** E4M3 without infinities, the type of NVFP4 block scales. */
 #define NVFP4_DTYPE_FLOAT8_E4M3FN 24
 
-/** Two E2M1 codes in one byte; an element is the pair. */
+/** A pair of E2M1 codes in one byte; an element is the pair. */
 #define NVFP4_DTYPE_FLOAT4_E2M1FN_X2 45
 
 /** The host's memory. All NVFP4_DEVICE_* are libtorch's numbers. */
@@ -262,15 +267,15 @@ extern "C" {
 #define NVFP4_DEVICE_CUDA 1
 
 /**
- * The library's choice, where a device is chosen for work; its index is 0 (or -1). A model gets the GPU that has room for it,
- * or else the CPU, and NVFP4_model_info() says why; a weight gets CUDA device 0 if there is one, or else the CPU.
+ * The library's choice of a device for a model or a weight; its index is 0 (or -1). A model gets the GPU that has room for
+ * it, or else the CPU, and NVFP4_model_info() says why; a weight gets CUDA device 0 if there is one, or else the CPU.
  */
 #define NVFP4_DEVICE_AUTO -1
 
-/** A multiplier for the whole tensor above the block scales. */
+/** Two levels of scales: a global scale for the whole tensor, and the block scales. */
 #define NVFP4_LEVELS_TWO 0
 
-/** Block scales alone; the multiplier is 1. */
+/** Block scales alone; the global scale is 1. */
 #define NVFP4_LEVELS_SINGLE 1
 
 /** The single-level rule of NVFP4_quantize(). */
@@ -282,16 +287,16 @@ extern "C" {
 /** The largest magnitude of a block becomes 6 or 4, whichever has the smaller squared error. */
 #define NVFP4_RECIPE_FOUR_OVER_SIX 1
 
-/** The scale, of all there are, with the smallest squared error. */
+/** Each block takes the scale, of all E4M3 scales, with the smallest squared error. */
 #define NVFP4_RECIPE_SWEEP 2
 
-/** To the nearer code; a tie goes to the even one. What the hardware does. */
+/** To the nearest code; a tie goes to the even one, as in the hardware. */
 #define NVFP4_ROUNDING_NEAREST_EVEN 0
 
-/** To the nearer code; a tie goes away from zero. */
+/** To the nearest code; a tie goes away from zero. */
 #define NVFP4_ROUNDING_HALF_AWAY 1
 
-/** Up or down by chance, so that the expected result is the value. The seed fixes the chance. */
+/** Randomly up or down, so that the expected result is the value. The seed makes it repeatable. */
 #define NVFP4_ROUNDING_STOCHASTIC 2
 
 /** NaN and infinity are errors that name the first index. */
@@ -303,18 +308,18 @@ extern "C" {
 /** Scales row-major, `[.., K / 16]`. */
 #define NVFP4_SCALES_LINEAR 0
 
-/** Scales in the 128 x 4 tiles that tensor cores read, padded with zeros, as one run of bytes. */
+/** Scales in the 128 x 4 tiles that tensor cores read, padded with zeros, as a tensor of one dimension. */
 #define NVFP4_SCALES_SWIZZLED 1
 
 /**
- * Activations as they are (W4A16 with an NVFP4 weight): on the CPU in float; on a GPU in float16, each row scaled by a power of
- * two that keeps it in range, or in bfloat16 where the weight is.
+ * Activations that are not quantized (W4A16 with an NVFP4 weight): on the CPU in float; on a GPU in float16, each row
+ * scaled by a power of two that keeps it in range, or in bfloat16 if the weight is bfloat16.
  */
 #define NVFP4_ACTIVATIONS_EXACT 0
 
 /**
- * Activations rounded to 8 bits, one scale for each 32 along K (W4A8). Faster, and not exact. Dense weights ignore it.
- * For the CPU only: with an NVFP4 weight on a GPU it is #NVFP4_UNSUPPORTED.
+ * Activations quantized to 8 bits, with a scale for each 32 values along K (W4A8). Faster, but not exact. Ignored with
+ * dense weights. On the CPU only: with an NVFP4 weight on a GPU it is #NVFP4_UNSUPPORTED.
  */
 #define NVFP4_ACTIVATIONS_INT8 1
 
@@ -333,22 +338,22 @@ extern "C" {
 /** The decoded weight. */
 #define NVFP4_COMPUTE_PATH_DEQUANT_MATMUL_ONLY 3
 
-/** No weight in 4 bits. */
+/** No 4-bit weight. */
 #define NVFP4_FORMAT_NONE 0
 
-/** Codes of E2M1 with a scale for each 16 along K. */
+/** NVFP4: E2M1 codes with an E4M3 scale for each 16 values along K. */
 #define NVFP4_FORMAT_NVFP4 1
 
-/** NF4 of bitsandbytes. */
+/** NF4, as bitsandbytes stores it. */
 #define NVFP4_FORMAT_NF4 2
 
 /** Weights of several formats. */
 #define NVFP4_FORMAT_MIXED 3
 
-/** A directory of safetensors in ModelOpt's layout, with config and tokenizer. */
+/** A directory with safetensors in ModelOpt's layout, config and tokenizer. */
 #define NVFP4_CONTAINER_MODELOPT 0
 
-/** TorchSharp's `.dat` with single-level scales, and config and tokenizer beside it. */
+/** A `.dat` file of TorchSharp with single-level scales, and config and tokenizer beside it. */
 #define NVFP4_CONTAINER_DAT 1
 
 /** Cached keys and values in IEEE half precision. */
@@ -361,14 +366,14 @@ extern "C" {
 #define NVFP4_EVICTION_ERROR 0
 
 /**
- * Forget old tokens: the older half of those after the first `keep`, or more if that is not enough. What stays is run anew. A chat
- * forgets whole turns, never what stands before the first user's words or the last question.
+ * Drop old tokens: the older half of those after the first `keep`, or more if that is not enough. The remaining tokens are
+ * run again. A chat drops whole turns, but never what precedes the first user message, nor the last question.
  */
 #define NVFP4_EVICTION_DROP_OLDEST 1
 
 /**
- * A seed that is drawn anew for each generation, whose result tells it. Steps of sessions draw it when the session is made, and
- * anew when it is cut.
+ * A new random seed for each generation, which reports it in its result. Steps of sessions use one that is chosen when the
+ * session is created, and again when it is truncated.
  */
 #define NVFP4_SEED_NEW 18446744073709551615ull
 
@@ -381,34 +386,40 @@ extern "C" {
 /** A stop string ended the text. */
 #define NVFP4_FINISH_STOP_STRING 1
 
-/** As many tokens were generated as were allowed. */
+/** `max_tokens` tokens were generated. */
 #define NVFP4_FINISH_LENGTH 2
 
 /** The context is full. */
 #define NVFP4_FINISH_CONTEXT 3
 
-/** A callback, a cancel handle or a flag ended it. What was generated until then is kept. */
+/** A callback, a cancel handle or a cancel flag ended it. The tokens generated until then are kept. */
 #define NVFP4_FINISH_CANCELLED 4
 
 /** A token, with the text that it completes. */
 #define NVFP4_EVENT_TOKEN 0
 
-/** No token, but text: more that the token before completes, or what was held back in case it was the beginning of something else. */
+/**
+ * Text without a token: more text of the token before, or text that was held back because it might have begun a stop
+ * string or a marker.
+ */
 #define NVFP4_EVENT_TEXT 1
 
-/** The text itself: the answer in a chat, and all that is generated outside of one. */
+/** The text itself: the answer in a chat, or everything that is generated outside a chat. */
 #define NVFP4_PART_CONTENT 0
 
-/** What the model thinks before it answers. */
+/** The model's reasoning before its answer. */
 #define NVFP4_PART_REASONING 1
 
-/** A call of a tool, whole: a JSON object with `id`, `type` and `function`, which has `name` and `arguments`, a text of JSON. */
+/**
+ * A complete tool call: a JSON object with `id`, `type` and `function`, which has `name` and `arguments`, a string of
+ * JSON.
+ */
 #define NVFP4_PART_TOOL_CALL 2
 
-/** What ends calls early. See the chapter on long calls. */
+/** Cancels long calls. See the chapter on long calls. */
 typedef struct NVFP4_Cancel NVFP4_Cancel;
 
-/** The text of one sequence. See the detokenizer chapter. */
+/** Converts the tokens of one sequence to text. See the detokenizer chapter. */
 typedef struct NVFP4_Detokenizer NVFP4_Detokenizer;
 
 /** An error as an object, which may go to another thread. See NVFP4_take_error(). Immutable. */
@@ -426,51 +437,55 @@ typedef struct NVFP4_Tensor NVFP4_Tensor;
 /** A weight `[N, K]` prepared for products. Immutable; several threads may use it at once. */
 typedef struct NVFP4_Weight NVFP4_Weight;
 
-/** What a call came to: #NVFP4_OK, or #NVFP4_INVALID_ARGUMENT and the numbers after it, which are never reused. */
+/**
+ * The result of a call: #NVFP4_OK, or one of the errors from #NVFP4_INVALID_ARGUMENT on. A number never gets another
+ * meaning.
+ */
 typedef int32_t NVFP4_Status;
 
 /**
- * Takes a log message: one line of UTF-8, `length` bytes without a NUL. Unlike other callbacks it is kept, and called on
- * whichever thread has something to say, on several at once too. What it calls of the library is not logged; it may add and remove
- * log callbacks, itself too, but should do no more. Its result is ignored; return 0.
+ * Receives a log message: one line of UTF-8, `length` bytes without a NUL. Unlike other callbacks it stays registered, and
+ * is called on any thread that logs, on several at once too. Calls of the library from within it are not logged; it may
+ * add and remove log callbacks, even itself, but should do no more. Its return value is ignored; return 0.
  */
 typedef int32_t (*NVFP4_LogCallback)(void *user, int32_t level, const char *message, size_t length);
 
-/** Takes back the word of a log callback. */
+/** Called when the user data of a log callback is no longer used. */
 typedef void (*NVFP4_LogRelease)(void *user);
 
 /**
- * Is told how far a long call is, now and then, on the thread that made it: in bytes of a file, in values of a tensor, or in tokens of a
- * prompt (a generation counts on with those it makes). Returns 0 to go on, anything else to cancel. It should be quick: the call waits for it.
- * It may call the library, but not use the model that is being run: that gives #NVFP4_BUSY.
+ * Receives the progress of a long call, now and then, on the thread that made it: `done` of `total`, in bytes of a file,
+ * values of a tensor, or tokens (those of the prompt, then those generated). Returns 0 to go on, anything else to cancel.
+ * It should be quick: the call waits for it. It may call the library, but not use the model that is being run: that gives
+ * #NVFP4_BUSY.
  */
 typedef int32_t (*NVFP4_ProgressCallback)(void *user, uint64_t done, uint64_t total);
 
 /**
- * What may end a long call, and who hears how far it is. Fill with NVFP4_call_options_init(), then change what is to differ.
- * It and what it points to must stay as long as the call runs.
+ * How a long call is cancelled and reports its progress. Fill with NVFP4_call_options_init(), then change what is to
+ * differ. The struct and what it points to must stay valid until the call returns.
  */
 typedef struct NVFP4_CallOptions {
     /** sizeof(NVFP4_CallOptions) as the caller knows it. */
     uint32_t struct_size;
-    /** Leave it 0. */
+    /** Must be 0. */
     int32_t reserved;
-    /** Ends the call when it is triggered, or if it has been. Default: NULL. */
+    /** Cancels the call when it is triggered, or if it already has been. Default: NULL. */
     const NVFP4_Cancel *cancel;
     /**
-     * Ends the call when it is not 0: a variable of the host, which any thread and any signal handler may write. Aligned to 4
-     * bytes. Default: NULL.
+     * Cancels the call when it is not 0: a variable of the host, which any thread and any signal handler may write.
+     * Aligned to 4 bytes. Default: NULL.
      */
     const volatile int32_t *cancel_flag;
-    /** Is told how far the call is, at its end too. Default: NULL. */
+    /** Called with the progress, and once more at the end. Default: NULL. */
     NVFP4_ProgressCallback progress;
     /** The first argument of `progress`. */
     void *user;
 } NVFP4_CallOptions;
 
 /**
- * Takes back memory that the host lent: called once with the data pointer and the host's word, on whichever thread gives up
- * the last use of the memory.
+ * Frees memory that the host lent to a tensor: called once with the data pointer and the host's user data, on the thread
+ * that ends the last use of the memory.
  */
 typedef void (*NVFP4_Deleter)(void *data, void *user);
 
@@ -488,11 +503,11 @@ typedef struct NVFP4_QuantizeOptions {
     int32_t nonfinite;
     /** One of NVFP4_SCALES_*. Default: linear. */
     int32_t scale_layout;
-    /** For stochastic rounding. Default: 0. */
+    /** Seed of stochastic rounding. Default: 0. */
     uint64_t seed;
     /**
-     * What may end NVFP4_tensor_quantize(), and hears how far it is, in values. Leave it NULL where a model is loaded or converted: that
-     * has one in its own options. Default: NULL.
+     * Cancels NVFP4_tensor_quantize() and reports its progress, in values. Must be NULL where a model is loaded or
+     * converted, which has one in its own options. Default: NULL.
      */
     const NVFP4_CallOptions *call;
 } NVFP4_QuantizeOptions;
@@ -510,57 +525,60 @@ typedef struct NVFP4_WeightOptions {
     /** One of NVFP4_SCALES_*, for NVFP4 weights. Default: linear. */
     int32_t scale_layout;
     /**
-     * What a decoded weight is held as: #NVFP4_DTYPE_FLOAT32, which is what decoding gives, or #NVFP4_DTYPE_FLOAT16 or
-     * #NVFP4_DTYPE_BFLOAT16, to which that is rounded, to nearest even. Default: float32.
+     * The type that a decoded weight is stored in: #NVFP4_DTYPE_FLOAT32, which decoding gives, or #NVFP4_DTYPE_FLOAT16 or
+     * #NVFP4_DTYPE_BFLOAT16, to which it is rounded to nearest even. Default: float32.
      */
     int32_t dense_dtype;
     /**
-     * 1 to count only a GPU's kernels as kernels, which is how TorchSharp.Q4.Extension understands a CPU target: the
-     * kernel-only path is an error there, and the other paths decode. Default: 0.
+     * 1 to count only GPU kernels as kernels, as TorchSharp.Q4.Extension does: on the CPU the kernel-only path is then an
+     * error, and the other paths decode. Default: 0.
      */
     int32_t exclude_cpu_kernels;
     /** Must be 0. */
     int32_t reserved;
-    /** The name of the only backend that will do, in UTF-8, or NULL. Default: NULL. */
+    /** The name of the backend to insist on, in UTF-8, or NULL for any. Default: NULL. */
     const char *backend;
     /** Bytes of `backend`. */
     size_t backend_length;
 } NVFP4_WeightOptions;
 
 /**
- * A tensor as its host describes it. Nothing is read but the description. Later versions may add to its end: where they are taken,
- * so is their size.
+ * The description of a host's tensor; its elements are not needed. Later versions may add fields at the end: functions
+ * that take an array of these also take the size of an element.
  */
 typedef struct NVFP4_NamedTensor {
     /** Its name, in UTF-8. */
     const char *name;
     /** Bytes of `name`. */
     size_t name_length;
-    /** The type of its elements, as NVFP4_DTYPE_* number it. Tensors of other types may be in the set, but in no 4-bit weight. */
+    /**
+     * The element type, one of NVFP4_DTYPE_*. Tensors of other types may be in the set too, but not as parts of a 4-bit
+     * weight.
+     */
     int32_t dtype;
-    /** Dimensions, at most 8. */
+    /** Number of dimensions, at most 8. */
     int32_t rank;
     /** `rank` sizes, outermost first. */
     const int64_t *sizes;
 } NVFP4_NamedTensor;
 
-/** What a set of tensors holds, in short. NVFP4_schema_report() has all of it. */
+/** A summary of the 4-bit weights in a set of tensors. NVFP4_schema_report() has the details. */
 typedef struct NVFP4_SchemaResult {
     /** sizeof(NVFP4_SchemaResult) as the caller knows it. */
     uint32_t struct_size;
     /** One of NVFP4_FORMAT_*. */
     int32_t format;
-    /** Tensors looked at: those under the prefix. */
+    /** Number of tensors examined: those under the prefix. */
     size_t tensors;
-    /** 4-bit weights among them. */
+    /** Number of 4-bit weights among them. */
     size_t weights;
-    /** What NVFP4_schema_validate() would complain of; 0 if it would not. */
+    /** Number of problems that NVFP4_schema_validate() would report. */
     size_t problems;
-    /** If there is exactly one weight, its output features, N; or 0 where the shapes do not tell. */
+    /** If there is exactly one weight, its output features N, or 0 if the shapes do not determine them. */
     int64_t out_features;
-    /** If there is exactly one weight, its input features, K; or 0 where the shapes do not tell. */
+    /** If there is exactly one weight, its input features K, or 0 if the shapes do not determine them. */
     int64_t in_features;
-    /** If there is exactly one weight, the values that share a scale; or 0 where the shapes do not tell. */
+    /** If there is exactly one weight, the number of values that share a scale, or 0 if the shapes do not determine it. */
     int64_t block;
 } NVFP4_SchemaResult;
 
@@ -569,32 +587,32 @@ typedef struct NVFP4_LoadOptions {
     /** sizeof(NVFP4_LoadOptions) as the caller knows it. */
     uint32_t struct_size;
     /**
-     * One of NVFP4_DEVICE_*. #NVFP4_DEVICE_AUTO is the GPU that has room for the model, or else the CPU: also where the model
-     * asks for what no GPU does, or a GPU fails for want of memory or kernels, in which case loading begins anew. Default: CPU.
+     * One of NVFP4_DEVICE_*. #NVFP4_DEVICE_AUTO is a GPU that has room for the model and supports it, or else the CPU. If
+     * loading on that GPU fails for lack of memory or kernels, it starts again on the CPU. Default: CPU.
      */
     int32_t device_type;
-    /** Which device of that type; 0 (or -1) for #NVFP4_DEVICE_AUTO. Default: 0. */
+    /** The number of the device of that type; 0 (or -1) for #NVFP4_DEVICE_AUTO. Default: 0. */
     int32_t device_index;
-    /**
-     * CPU threads of this model, or 0 for those of NVFP4_set_threads(), which models share. A model on a GPU has no use for
-     * them. Default: 0.
-     */
+    /** CPU threads of this model, or 0 for those of NVFP4_set_threads(), which models share. Ignored on a GPU. Default: 0. */
     int32_t threads;
-    /** One of NVFP4_ACTIVATIONS_*; a GPU has only the exact ones. Default: exact. */
+    /** One of NVFP4_ACTIVATIONS_*; on a GPU only #NVFP4_ACTIVATIONS_EXACT. Default: exact. */
     int32_t activations;
-    /** 1 to leave out the layers: tokenizer, embedding, final norm and head only. Default: 0. */
+    /** 1 to load only tokenizer, embedding, final norm and output head, without the layers. Default: 0. */
     int32_t sampling_only;
-    /** What may end the call, and who hears how many bytes are read; NULL for nobody. Default: NULL. */
+    /** Cancels the call and reports the bytes read; NULL for neither. Default: NULL. */
     const NVFP4_CallOptions *call;
 } NVFP4_LoadOptions;
 
-/** A message of a conversation. Later versions may add to its end: where they are taken, so is their size. */
+/**
+ * A message of a conversation. Later versions may add fields at the end: functions that take an array of these also take
+ * the size of an element.
+ */
 typedef struct NVFP4_Message {
-    /** Who speaks: "system", "user", "assistant". */
+    /** The role: "system", "user" or "assistant", in UTF-8. */
     const char *role;
     /** Bytes of `role`. */
     size_t role_length;
-    /** What is said. */
+    /** The text, in UTF-8. */
     const char *content;
     /** Bytes of `content`. */
     size_t content_length;
@@ -604,16 +622,16 @@ typedef struct NVFP4_Message {
 typedef struct NVFP4_ConvertOptions {
     /** sizeof(NVFP4_ConvertOptions) as the caller knows it. */
     uint32_t struct_size;
-    /** One of NVFP4_CONTAINER_*; says what the destination becomes. Default: ModelOpt. */
+    /** One of NVFP4_CONTAINER_*: what is written. Default: ModelOpt. */
     int32_t container;
     /**
-     * 1 to replace a directory that holds a model, and no folders, with all that is in it; 0 to refuse one that is not empty.
-     * Default: 0.
+     * 1 to replace a directory that holds a model and no subdirectories, with everything in it; 0 to refuse a directory
+     * that is not empty. Default: 0.
      */
     int32_t replace;
-    /** 1 to leave the output head as it is. Default: 0. */
+    /** 1 to leave the output head unquantized. Default: 0. */
     int32_t keep_head;
-    /** What may end the call, and who hears how many bytes of the source are done; NULL for nobody. Default: NULL. */
+    /** Cancels the call and reports the bytes of the source that are done; NULL for neither. Default: NULL. */
     const NVFP4_CallOptions *call;
 } NVFP4_ConvertOptions;
 
@@ -625,152 +643,170 @@ typedef struct NVFP4_SessionOptions {
     int32_t kv_type;
     /** One of NVFP4_EVICTION_*. Default: error. */
     int32_t eviction;
-    /** Leave it 0. */
+    /** Must be 0. */
     int32_t reserved;
-    /** Tokens to hold at most; memory is taken as they come. 0, the default, is what the model was made for. */
+    /**
+     * The most tokens to hold; memory is allocated as they are appended. 0, the default, is the context length of the
+     * model.
+     */
     size_t context;
-    /** Tokens at the beginning that eviction never forgets. Default: 0. A chat's system prompt stays in any case. */
+    /** Tokens at the beginning that eviction never drops. Default: 0. A chat's system prompt stays in any case. */
     size_t keep;
-    /** What chat turns tell the model first about its role. Default: NULL, nothing. Copied. */
+    /** The system prompt of NVFP4_session_chat(), in UTF-8. Default: NULL, none. Copied. */
     const char *system;
     /** Bytes of `system`. */
     size_t system_length;
 } NVFP4_SessionOptions;
 
 /**
- * How to generate. Fill with NVFP4_generate_options_init(), or as the model's maker asks with NVFP4_model_generate_options(), then
- * change what is to differ. Arrays and texts are read during the call only.
+ * How to generate. Fill with NVFP4_generate_options_init(), or with the model's recommended settings by
+ * NVFP4_model_generate_options(), then change what is to differ. Arrays and texts are read during the call only.
  */
 typedef struct NVFP4_GenerateOptions {
     /** sizeof(NVFP4_GenerateOptions) as the caller knows it. */
     uint32_t struct_size;
-    /** Divides the logits before a draw. 0, the default, takes the likeliest token. */
+    /** Divides the logits before the softmax. 0, the default, takes the argmax. */
     float temperature;
-    /** Draws from this many of the likeliest tokens. Default: 0, all. */
+    /** Draws from this many of the most probable tokens. Default: 0, all. */
     int32_t top_k;
     /**
-     * Draws from the fewest of the likeliest tokens whose probabilities reach this sum. 0 takes the likeliest
-     * one. Default: 1, all.
+     * Draws from the fewest of the most probable tokens whose probabilities reach this sum. 0 takes the argmax. Default:
+     * 1, all.
      */
     float top_p;
-    /** Leaves out tokens less likely than this share of the likeliest. Default: 0, none. */
+    /** Leaves out tokens less probable than this fraction of the most probable one. Default: 0, none. */
     float min_p;
-    /** Makes tokens that have occurred less likely. Default: 1, not at all. */
+    /**
+     * Makes tokens that have occurred less probable: divides their logits if positive, else multiplies them. Default: 1,
+     * no penalty.
+     */
     float repetition_penalty;
-    /** 1 takes the model's own stop tokens like any other. Default: 0. */
+    /** 1 treats the model's own stop tokens like any other token. Default: 0. */
     int32_t ignore_model_stops;
-    /** 1 computes each token from the whole sequence without the cache, for comparison; slow. Default: 0. */
+    /** 1 computes each token from the whole sequence without the KV cache, for comparison; slow. Default: 0. */
     int32_t replay;
-    /** 1 gives each token's log-probability to the callback, for which the logits of each come to the host. Default: 0. */
+    /**
+     * 1 passes each token's log-probability to the callback, which copies the logits of each token to the host. Default:
+     * 0.
+     */
     int32_t log_probabilities;
-    /** Leave it 0. */
+    /** Must be 0. */
     int32_t reserved;
-    /** Tokens to generate at most. Default: SIZE_MAX, as many as the context has room for. With 0 a prompt is run and nothing generated. */
+    /**
+     * The most tokens to generate. Default: SIZE_MAX, as many as fit in the context. With 0 a prompt is run and nothing is
+     * generated.
+     */
     size_t max_tokens;
     /**
-     * Fixes the draws: the same seed at the same place gives the same token. A place is the number of tokens appended before
-     * it, those that eviction has forgotten included. Default: #NVFP4_SEED_NEW.
+     * Makes the draws repeatable: the same logits, options, seed and position give the same token. The position counts all
+     * tokens appended before, including those that eviction has dropped. Default: #NVFP4_SEED_NEW.
      */
     uint64_t seed;
-    /** Tokens that end the text, besides the model's own. The one that did is not appended. Default: NULL. */
+    /** Tokens that end the text, besides the model's own stop tokens. A stop token is not appended. Default: NULL. */
     const int32_t *stop_tokens;
     /** Elements of `stop_tokens`. */
     size_t stop_token_count;
     /**
-     * Texts that end the text and are not part of it, in UTF-8. A special token gives no text, but counts where one of these
-     * has its name in it. Default: NULL.
+     * Stop strings, in UTF-8: each ends the text and is not part of it. Special tokens give no text, but a stop string may
+     * contain the name of one. Default: NULL.
      */
     const char *const *stop_strings;
     /** Bytes of each of `stop_strings`. */
     const size_t *stop_string_lengths;
     /** Elements of `stop_strings` and of `stop_string_lengths`. */
     size_t stop_string_count;
-    /** What may end the call, and who hears how many tokens are run; NULL for nobody. Default: NULL. */
+    /** Cancels the call and reports the tokens run; NULL for neither. Default: NULL. */
     const NVFP4_CallOptions *call;
 } NVFP4_GenerateOptions;
 
-/** What a generation has to say. Later versions may add to its end: a field is there if `struct_size` reaches that far. */
+/**
+ * A token or a piece of text of a generation. Later versions may add fields at the end: a field exists if `struct_size`
+ * includes it.
+ */
 typedef struct NVFP4_TokenEvent {
     /** sizeof(NVFP4_TokenEvent) as the library knows it. */
     uint32_t struct_size;
     /** One of NVFP4_EVENT_*. */
     int32_t kind;
-    /** The token, or -1 where the event is none. */
+    /** The token, or -1 if the event has none. */
     int32_t token;
-    /** Which session of a batch it is for; 0 for the only one. */
+    /** The index of the session in a batch; 0 for a single session. */
     int32_t index;
     /**
-     * Whole UTF-8 characters without a NUL behind; none while a character, or what may be a stop string or a mark of the model's, is
-     * incomplete. The contents of all events together are the generation's text, unless the callback ends it. Valid during
-     * the callback.
+     * The new text: whole UTF-8 characters, without a NUL after them. Empty while a character, or a possible stop string
+     * or marker of the model, is incomplete. The #NVFP4_PART_CONTENT texts of all events together are the text of the
+     * generation, unless the callback ends it. Valid during the callback.
      */
     const char *text;
     /** Bytes of `text`. */
     size_t text_length;
     /**
-     * The natural logarithm of the token's probability as the model gives it, before temperature, penalties and the like; NaN
-     * unless `log_probabilities` of the options is 1.
+     * The natural logarithm of the token's probability by the model's own logits, before temperature, penalties and
+     * filters; NaN unless `log_probabilities` of the options is 1.
      */
     float log_probability;
-    /** What the text is, or is going to be: one of NVFP4_PART_*. */
+    /** The kind of text that this is, or that is to come: one of NVFP4_PART_*. */
     int32_t part;
 } NVFP4_TokenEvent;
 
 /**
- * Is given each token as it comes, in the order of the text. Returns 0 to go on, anything else to end the generation, which keeps
- * that token.
+ * Receives each token when it is generated, and the text. Returns 0 to go on, anything else to end the generation, which
+ * keeps that token.
  */
 typedef int32_t (*NVFP4_TokenCallback)(void *user, const NVFP4_TokenEvent *event);
 
-/** What a generation came to. Set `struct_size` before the call. */
+/** The result of a generation. Set `struct_size` before the call. */
 typedef struct NVFP4_GenerationResult {
     /** sizeof(NVFP4_GenerationResult) as the caller knows it. */
     uint32_t struct_size;
     /** One of NVFP4_FINISH_*. */
     int32_t finish;
-    /** Tokens before the first generated one: all that the session held, or those that a chat turn added. */
+    /** Tokens before the first generated one: all those in the session, or in a chat those that the turn added. */
     size_t prompt_tokens;
-    /** Tokens generated. They are the session's last ones. */
+    /** Tokens generated, which are the last ones of the session. */
     size_t generated_tokens;
-    /** Time for the prompt, as far as it had not been run. */
+    /** Seconds to run the part of the prompt that was not cached. */
     double prefill_seconds;
-    /** Time from the call to the first token. */
+    /** Seconds from the call to the first token. */
     double first_token_seconds;
-    /** Time from the first token to the end. */
+    /** Seconds from the first token to the end. */
     double decode_seconds;
-    /** The seed of the draws, which repeats them. */
+    /** The seed of the draws; the same seed repeats them. */
     uint64_t seed;
-    /** Calls of tools in the answer; NVFP4_session_tool_calls() has them. */
+    /** Number of tool calls in the answer; NVFP4_session_tool_calls() gives them. */
     size_t tool_calls;
 } NVFP4_GenerationResult;
 
 /**
- * How a turn is written and answered. Fill with NVFP4_chat_options_init(), then change what is to differ. Texts are read during the
- * call only.
+ * How a turn is rendered and answered. Fill with NVFP4_chat_options_init(), then change what is to differ. Texts are read
+ * during the call only.
  */
 typedef struct NVFP4_ChatOptions {
     /** sizeof(NVFP4_ChatOptions) as the caller knows it. */
     uint32_t struct_size;
     /**
-     * 1 leaves earlier answers in the session with their reasoning, whatever the template does about it: a turn then runs only
-     * what it adds, but the model sees what it was not trained on, and the context fills sooner. Default: 0.
+     * 1 keeps the reasoning of earlier answers in the session, even if the template would remove it. A turn then runs only
+     * its new tokens, but the model gets a prompt unlike those it was trained on, and the context fills sooner. Default:
+     * 0.
      */
     int32_t keep_reasoning;
     /**
-     * The most tokens that a thought may have, or -1 for any number. Then it is ended in the words of the model's maker, and the answer
-     * follows. A model that does not think has none to end. Default: -1.
+     * The most tokens of reasoning, or -1 for any number. After that many the library closes the reasoning with the text
+     * that the model's maker provides for this, and the answer follows. No effect on models without reasoning. Default:
+     * -1.
      */
     int64_t reasoning_budget;
     /**
-     * Variables of the model's template: a JSON object such as `{"enable_thinking": false}`, or NULL for none. One that the template
-     * never reads changes nothing, and is logged as a warning. Default: NULL.
+     * Variables of the model's chat template: a JSON object such as `{"enable_thinking": false}`, or NULL for none. A
+     * variable that the template never reads has no effect, and is logged as a warning. Default: NULL.
      */
     const char *variables;
     /** Bytes of `variables`. */
     size_t variables_length;
     /**
-     * The tools that the model may call: a JSON array of `{"type": "function", "function": {"name": ..., "description": ...,
-     * "parameters": {...}}}`, or NULL for none. #NVFP4_UNSUPPORTED if the template knows no tools. Default: NULL.
+     * The tools that the model may call: a JSON array of `{"type": "function", "function": {"name": ..., "description":
+     * ..., "parameters": {...}}}`, or NULL for none. #NVFP4_UNSUPPORTED if the template does not support tools. Default:
+     * NULL.
      */
     const char *tools;
     /** Bytes of `tools`. */
@@ -780,30 +816,31 @@ typedef struct NVFP4_ChatOptions {
 /**
  * @defgroup status Status numbers and the last error
  *
- * Every function that can fail returns an #NVFP4_Status. On any value but #NVFP4_OK outputs are untouched (unless the
- * function says otherwise) and a message for people is kept for the calling thread.
+ * Every function that can fail returns an #NVFP4_Status. On any value but #NVFP4_OK outputs are untouched, unless the
+ * function says otherwise, and the calling thread's last error message is set.
  */
 
 /** The name of a status without its prefix ("INVALID_ARGUMENT"), or "unknown". The text is static. */
 NVFP4_API const char *NVFP4_status_name(NVFP4_Status status);
 
 /**
- * The message of the last call that failed on this thread: one line, what was wrong and what would be right. Empty if none
- * failed yet. Never NULL. Valid until the next call on this thread that fails or is one of the drop-in chapter; never free it.
+ * The message of the last call that failed on this thread: one line that says what was wrong and what would be right.
+ * Empty if none has failed yet, never NULL. Valid until the next call on this thread that fails or belongs to the drop-in
+ * chapter; do not free it.
  */
 NVFP4_API
 const char *NVFP4_last_error(void);
 
 /**
- * The status that belongs to NVFP4_last_error(): the way to tell success from failure after the functions of the drop-in
- * chapter, which have no status of their own.
+ * The status that belongs to NVFP4_last_error(). After a function of the drop-in chapter, which returns no status, it
+ * tells success from failure.
  */
 NVFP4_API
 NVFP4_Status NVFP4_last_status(void);
 
 /**
  * Copies the message of NVFP4_last_error() into `buffer`, for hosts that may change threads between two calls. For the
- * buffer see TEXT above. Reading an error never changes it: where this call itself fails, its status alone says so.
+ * buffer see TEXT above. This function never changes the last error: if it fails itself, only its status says so.
  */
 NVFP4_API
 NVFP4_Status NVFP4_last_error_copy(char *buffer,
@@ -811,18 +848,19 @@ NVFP4_Status NVFP4_last_error_copy(char *buffer,
                                    size_t *length);
 
 /**
- * Takes this thread's last error away as an object with one reference, for another thread to read or for later: NVFP4_last_status()
- * is #NVFP4_OK then. `out` gets NULL if no call has failed.
+ * Moves this thread's last error into an object with one reference, for another thread or for later; NVFP4_last_status()
+ * is #NVFP4_OK afterwards. `out` gets NULL if no call has failed.
  */
 NVFP4_API
 NVFP4_Status NVFP4_take_error(NVFP4_Error **out);
 
-/** The status of the call that failed; #NVFP4_OK for NULL, and #NVFP4_INVALID_HANDLE for what is no error. */
-NVFP4_API NVFP4_Status NVFP4_error_status(const NVFP4_Error *error);
+/** The status of the call that failed; #NVFP4_OK for NULL, #NVFP4_INVALID_HANDLE if `error` is not a live NVFP4_Error. */
+NVFP4_API
+NVFP4_Status NVFP4_error_status(const NVFP4_Error *error);
 
 /**
- * The message of the call that failed, as NVFP4_last_error() had it: valid until the error is released for the last time. Empty for
- * NULL and for what is no error; never NULL.
+ * The message of the call that failed, as NVFP4_last_error() had it. Valid until the last reference is released. Empty for
+ * NULL and if `error` is not a live NVFP4_Error; never NULL.
  */
 NVFP4_API
 const char *NVFP4_error_message(const NVFP4_Error *error);
@@ -834,39 +872,40 @@ NVFP4_API NVFP4_Status NVFP4_error_retain(NVFP4_Error *error);
 NVFP4_API NVFP4_Status NVFP4_error_release(NVFP4_Error *error);
 
 /**
- * @defgroup library The library itself: versions, logging, threads and what this machine offers
+ * @defgroup library The library itself: versions, logging, threads and the capabilities of this machine
  */
 
-/** Version of the library that runs, as "major.minor.patch". The text is static. */
+/** Version of the loaded library, as "major.minor.patch". The text is static. */
 NVFP4_API const char *NVFP4_version(void);
 
 /**
- * The #NVFP4_ABI_VERSION of the library that runs. A host that loads the library by name compares it with the one it was
+ * The #NVFP4_ABI_VERSION of the loaded library. A host that loads the library by name compares it with the one it was
  * built with.
  */
 NVFP4_API
 int32_t NVFP4_abi_version(void);
 
-/** The #NVFP4_VERSION_NUMBER of the library that runs. */
+/** The #NVFP4_VERSION_NUMBER of the loaded library. */
 NVFP4_API int32_t NVFP4_version_number(void);
 
 /**
- * Whether the library that runs serves a program, given as NVFP4_check_version(#NVFP4_ABI_VERSION, #NVFP4_VERSION_NUMBER): it must
- * have the same binary interface and be no older than the header that the program was built with. If not, the result is
- * #NVFP4_ABI_MISMATCH, and the message names both versions and says what to install.
+ * Checks that the loaded library is compatible with a program, which calls NVFP4_check_version(#NVFP4_ABI_VERSION,
+ * #NVFP4_VERSION_NUMBER): the library must have the same binary interface and be no older than the header that the program
+ * was built with. Otherwise the result is #NVFP4_ABI_MISMATCH, and the message names both versions and says what to
+ * install.
  */
 NVFP4_API
 NVFP4_Status NVFP4_check_version(int32_t abi_version,
                                  int32_t version_number);
 
 /**
- * Sends log messages of `level` and more severe ones to `callback` from now on, for the whole process, beside those that were
- * added before. Writes a token to `token`, by which NVFP4_log_remove() takes the callback back; tokens are not reused.
- * #NVFP4_UNSUPPORTED, each time, if the process is a Rust program with a subscriber of `tracing` of its own: it has the messages
+ * Adds a log callback for the whole process: from now on it gets messages of `level`, one of NVFP4_LOG_*, and more severe
+ * ones. Callbacks added before stay. Writes a number to `token` that NVFP4_log_remove() takes; numbers are not reused.
+ * #NVFP4_UNSUPPORTED if the process is a Rust program with a `tracing` subscriber of its own, which gets the messages
  * already.
  *
- * - `release`: called once with `user` when the callback has been removed and will not be called again, on whichever thread leaves
- *   it last; not if this call fails. May be NULL.
+ * - `release`: called once with `user` when the callback has been removed and will not be called again, on any thread; not
+ *   called if this function fails. May be NULL.
  */
 NVFP4_API
 NVFP4_Status NVFP4_log_add(NVFP4_LogCallback callback,
@@ -876,24 +915,25 @@ NVFP4_Status NVFP4_log_add(NVFP4_LogCallback callback,
                            uint64_t *token);
 
 /**
- * Takes back a callback of NVFP4_log_add(): when the call returns, it is not running and will not be called again, and its word has
- * been released. From within a log callback, where nobody can be waited for, other threads may still be in it: there the release
- * says when that is over. #NVFP4_NOT_FOUND if `token` is none, or was removed before.
+ * Removes a callback of NVFP4_log_add(). When the function returns, the callback is not running and will not be called
+ * again, and its user data has been released. Called from within a log callback it does not wait: other threads may still
+ * be running the callback, and `release` is called when they are done. #NVFP4_NOT_FOUND if no callback has this token.
  */
 NVFP4_API
 NVFP4_Status NVFP4_log_remove(uint64_t token);
 
 /**
- * Sets how many CPU threads calls and objects made from now on use, where they are not told otherwise. 0 leaves it to the
- * environment variable NVFP4_THREADS, or one thread per core. Results do not depend on it.
+ * Sets how many CPU threads are used by later calls, and by objects created later, unless their own options say otherwise.
+ * From 0 to 1024; 0 takes the environment variable NVFP4_THREADS, or one thread per core. Results do not depend on it.
  */
 NVFP4_API
 NVFP4_Status NVFP4_set_threads(int32_t threads);
 
 /**
- * What this library can do on this machine, as JSON: version, CPU levels with the one in use, the backends of linear layers,
- * the CUDA backend (driver, devices, compiler of kernels) and why what of it is unavailable, memory, and the environment
- * variables that are set. Opens each GPU for a moment. Keys may be added in later versions.
+ * Describes what this library can do on this machine, as JSON: version, CPU instruction set levels with the one in use,
+ * the backends of linear layers, the CUDA backend (driver, devices, kernel compiler) with the reason why something is
+ * unavailable, memory, and the environment variables that are set. Opens each GPU for a moment. Later versions may add
+ * keys.
  */
 NVFP4_API
 NVFP4_Status NVFP4_diagnose(char *buffer,
@@ -901,31 +941,34 @@ NVFP4_Status NVFP4_diagnose(char *buffer,
                             size_t *length);
 
 /**
- * @defgroup call Long calls: ending them early, and hearing how far they are
+ * @defgroup call Long calls: cancellation and progress
  *
- * Calls that may take long - loading, converting, quantizing, prompts, generations, session files - take an #NVFP4_CallOptions, or
- * have one in their options; a product of tensors takes as long as its operations, and none. It names what ends them: a cancel handle, a flag of the host, or the answer of a progress callback. All of them
- * are looked at every 50 ms or more often, on all devices, also while a prompt is run and while a call waits for another. What is
- * set before a call begins ends it when it begins: nothing is lost, and one handle may be in many calls.
+ * Calls that may take long - loading, converting, quantizing, prompts, generations, session files - take an
+ * #NVFP4_CallOptions, directly or within their options. Products of tensors take none and cannot be cancelled. A call can
+ * be cancelled in three ways: by a cancel handle, by a flag in the host's memory, or by what its progress callback
+ * returns. All of them are checked at least every 50 ms, on all devices, also while a prompt is run and while a call waits
+ * for another. A cancel handle or flag that is set before a call begins ends the call at its start. One cancel handle may
+ * serve many calls.
  */
 
 /** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_CallOptions). */
 NVFP4_API NVFP4_Status NVFP4_call_options_init(NVFP4_CallOptions *options, uint32_t struct_size);
 
-/** Makes a cancel handle, which is not triggered. */
+/** Creates a cancel handle, not triggered yet. */
 NVFP4_API NVFP4_Status NVFP4_cancel_create(NVFP4_Cancel **out);
 
 /**
- * Ends the calls that the handle was given to, those that have yet to begin too: a generation with what it has, anything else with
- * #NVFP4_CANCELLED. From any thread, from a callback, and from a signal handler: it takes no lock and no memory. It leaves
- * no message: what is no live cancel handle gives #NVFP4_INVALID_HANDLE, and that is all there is to say.
+ * Cancels the calls that were given the handle, including those that have yet to begin: a generation ends with the tokens
+ * it has, anything else fails with #NVFP4_CANCELLED. May be called from any thread, callback or signal handler: it takes
+ * no lock and no memory. #NVFP4_INVALID_HANDLE if the handle is not a live cancel handle; NVFP4_last_error() is not
+ * changed.
  */
 NVFP4_API
 NVFP4_Status NVFP4_cancel_trigger(NVFP4_Cancel *cancel);
 
 /**
- * Makes the handle as it was at first, for more calls. Like NVFP4_cancel_trigger() it leaves no message and may be called anywhere. A
- * call that has seen it triggered ends all the same; one that has not goes on.
+ * Makes the handle not triggered again, for further calls. May be called wherever NVFP4_cancel_trigger() may, and does not
+ * change NVFP4_last_error() either. A call that has already seen it triggered still ends; one that has not goes on.
  */
 NVFP4_API
 NVFP4_Status NVFP4_cancel_reset(NVFP4_Cancel *cancel);
@@ -936,34 +979,37 @@ NVFP4_API NVFP4_Status NVFP4_cancel_is_triggered(const NVFP4_Cancel *cancel, int
 /** Adds a reference to a cancel handle. */
 NVFP4_API NVFP4_Status NVFP4_cancel_retain(NVFP4_Cancel *cancel);
 
-/** Gives up a reference to a cancel handle. After the last one it is stale; calls that run with it go on, and see it as it is. */
+/**
+ * Gives up a reference to a cancel handle. After the last one the handle is stale; calls that run with it go on, and keep
+ * its last state.
+ */
 NVFP4_API
 NVFP4_Status NVFP4_cancel_release(NVFP4_Cancel *cancel);
 
 /**
- * @defgroup memory Memory: what is in use and for what, and a limit
+ * @defgroup memory Memory: usage by purpose, a budget, and managed memory
  *
- * All of it is the library's own account of its large allocations, for the whole process, in host memory and on GPUs. One
- * budget covers them all together. What a GPU's driver, libraries and compiled kernels take is not in it, nor memory of
- * GPUs that is free and kept for reuse, which NVFP4_empty_cache() gives back.
+ * The library counts its own large allocations in bytes, for the whole process, in host memory and on GPUs. One budget
+ * covers them all. Not counted are the memory of a GPU's driver, libraries and compiled kernels, and GPU memory that is
+ * free but kept for reuse, which NVFP4_empty_cache() frees.
  *
- * Managed (unified) memory has one address for the host and for CUDA devices, between which its pages move. Nothing is put
- * there unless the host asks for it: by NVFP4_to_managed(), or by NVFP4_tensor_by_managed_policy(), for a weight, say, under
- * a policy of the process. The environment variable TS_Q4_DISABLE_UM (1, true or yes) switches it off altogether.
+ * Managed (unified) memory has the same address on the host and on CUDA devices, and its pages move between them. The
+ * library puts a tensor there only when the host asks for it, by NVFP4_to_managed() or NVFP4_tensor_by_managed_policy().
+ * The environment variable TS_Q4_DISABLE_UM (1, true or yes) disables it altogether.
  */
 
 /**
- * Writes the bytes in use under `tag`, one of NVFP4_MEMORY_*, now and at most since the start or the last
+ * Writes the bytes in use under `tag`, one of NVFP4_MEMORY_*: now, and the peak since the start or the last
  * NVFP4_memory_reset_peak().
  */
 NVFP4_API NVFP4_Status NVFP4_memory_stats(int32_t tag, uint64_t *current, uint64_t *peak);
 
-/** Starts the peaks again from what is in use now. */
+/** Sets all peaks to what is in use now. */
 NVFP4_API NVFP4_Status NVFP4_memory_reset_peak(void);
 
 /**
- * Sets the most bytes all tags together may use, of the host and of GPUs; 0 removes the limit. An allocation that would pass
- * it fails with #NVFP4_OVER_BUDGET. What is allocated already stays.
+ * Sets the most bytes that all tags together may use, on the host and on GPUs; 0 removes the limit. An allocation that
+ * would exceed it fails with #NVFP4_OVER_BUDGET. Existing allocations stay.
  */
 NVFP4_API
 NVFP4_Status NVFP4_memory_set_budget(uint64_t bytes);
@@ -971,25 +1017,26 @@ NVFP4_Status NVFP4_memory_set_budget(uint64_t bytes);
 /** Writes the limit set by NVFP4_memory_set_budget(), or 0 if there is none. */
 NVFP4_API NVFP4_Status NVFP4_memory_get_budget(uint64_t *bytes);
 
-/** Sets the policy of the process on managed memory, one of NVFP4_MANAGED_*. At first it is #NVFP4_MANAGED_PREFERRED. */
-NVFP4_API
-NVFP4_Status NVFP4_memory_set_managed_policy(int32_t policy);
+/** Sets the process's policy on managed memory, one of NVFP4_MANAGED_*. It starts as #NVFP4_MANAGED_PREFERRED. */
+NVFP4_API NVFP4_Status NVFP4_memory_set_managed_policy(int32_t policy);
 
-/** Writes the policy in force: what was set, or #NVFP4_MANAGED_DISABLED where TS_Q4_DISABLE_UM says so. */
-NVFP4_API NVFP4_Status NVFP4_memory_get_managed_policy(int32_t *policy);
+/** Writes the policy in force: the one that was set, or #NVFP4_MANAGED_DISABLED where TS_Q4_DISABLE_UM says so. */
+NVFP4_API
+NVFP4_Status NVFP4_memory_get_managed_policy(int32_t *policy);
 
 /**
- * Writes 1 if tensors can be in managed memory of the CUDA device `device_index`, and else 0: there is no such device, it
- * cannot share memory with the host while it works, or managed memory is switched off. NVFP4_diagnose() says which.
+ * Writes 1 if tensors can be in managed memory of the CUDA device `device_index`, else 0: there is no such device, it
+ * cannot share memory with the host while it works, or managed memory is disabled. NVFP4_diagnose() says which.
  */
 NVFP4_API
 NVFP4_Status NVFP4_memory_can_be_managed(int32_t device_index,
                                          int32_t *can);
 
 /**
- * Gives what the policy makes of a tensor that the CUDA device `device_index` will use, a weight say: a copy in managed memory,
- * brought to the device, or another handle of the tensor itself, which stays where it is. `read_mostly` is 1 if it will be
- * read far more than written. Where the policy requires managed memory and it cannot be had, the call fails.
+ * Applies the policy to a tensor that the CUDA device `device_index` will use, such as a weight. `out` gets a copy in
+ * managed memory, prefetched to the device, or another handle of the tensor itself, which stays where it is. `read_mostly`
+ * is 1 if it will be read far more often than written. The call fails if the policy requires managed memory and there is
+ * none.
  */
 NVFP4_API
 NVFP4_Status NVFP4_tensor_by_managed_policy(const NVFP4_Tensor *tensor,
@@ -1000,26 +1047,27 @@ NVFP4_Status NVFP4_tensor_by_managed_policy(const NVFP4_Tensor *tensor,
 /**
  * @defgroup tensor Tensors: typed, shaped views of memory
  *
- * A tensor is immutable in type and shape and may be used by several threads at once. Its memory is the host's to keep
- * readable and unchanging while a call uses it.
+ * A tensor is immutable in type and shape and may be used by several threads at once. The host must keep its memory
+ * readable and unchanged while a call uses it.
  *
- * A tensor may be in the memory of a CUDA device, or in managed memory, which counts as a device's here. What computes with
- * it then runs on that device and gives tensors there; a function that works on host memory alone refuses it with
- * #NVFP4_UNSUPPORTED. Calls use such memory in the order of the legacy default stream: after what the process enqueued
- * there before the call, and before what it enqueues there after it. With other streams, wait for them before a call, and let
- * them wait for the default stream after it.
+ * A tensor may be in host memory, in the memory of a CUDA device, or in managed memory, which counts as a device's here.
+ * Computations with it run on its device and give tensors there; a function that works on host memory alone refuses it
+ * with #NVFP4_UNSUPPORTED. Calls use device memory in the order of the legacy default stream: after the work that the
+ * process enqueued there before the call, and before the work that it enqueues there later. A host that uses other streams
+ * waits for them before a call, and lets them wait for the default stream after it.
  */
 
 /**
- * Makes a tensor over memory of the host, without a copy.
+ * Makes a tensor over the host's memory, without a copy.
  *
- * - `data`: the first element, aligned to its type. The library only reads it; it is not const because NVFP4_tensor_data() and
- *   DLPack give it to those who may write. For memory that nobody may write to: NVFP4_tensor_from_host_read_only().
- * - `shape`, `rank`: sizes, outermost first; at most 8 dimensions; NULL and 0 for a scalar.
- * - `strides`: `rank` strides in elements, none negative, or NULL for row-major without gaps.
+ * - `data`: the first element, aligned to its type. The library only reads it; it is not const because NVFP4_tensor_data()
+ *   and DLPack hand it out for writing. NVFP4_tensor_from_host_read_only() is for memory that must not be written.
+ * - `shape`, `rank`: the sizes, outermost first, and their number, at most 8; NULL and 0 for a scalar.
+ * - `strides`: `rank` strides in elements, none negative, or NULL for a contiguous row-major tensor.
  * - `dtype`: one of NVFP4_DTYPE_*.
- * - `deleter`, `user`: called when the library is done with the memory, which may be after the release of the tensor: other
- *   objects may share it. NULL when the memory outlives every use. Not called if this function fails.
+ * - `deleter`, `user`: the deleter is called as deleter(data, user) when the library no longer uses the memory. That may
+ *   be after the release of the tensor, because other objects may share it. NULL if the memory outlives every use. Not
+ *   called if this function fails.
  * - `out`: the tensor, one reference for the caller.
  */
 NVFP4_API
@@ -1033,8 +1081,8 @@ NVFP4_Status NVFP4_tensor_from_host(void *data,
                                     NVFP4_Tensor **out);
 
 /**
- * The same over memory that nobody may write to: the tensor and its views are read-only, as NVFP4_tensor_is_read_only() and
- * NVFP4_tensor_to_dlpack_versioned() say.
+ * The same over memory that must not be written: the tensor and its views are read-only, which NVFP4_tensor_is_read_only()
+ * and NVFP4_tensor_to_dlpack_versioned() report.
  */
 NVFP4_API
 NVFP4_Status NVFP4_tensor_from_host_read_only(const void *data,
@@ -1047,9 +1095,10 @@ NVFP4_Status NVFP4_tensor_from_host_read_only(const void *data,
                                               NVFP4_Tensor **out);
 
 /**
- * Makes a tensor over memory of the CUDA device `device_index`, or over managed memory for it, without a copy. The parameters
- * are those of NVFP4_tensor_from_host(), with `data` an address on the device. When `deleter` is called, the library's work
- * with the memory comes before what is enqueued on the legacy default stream from then on.
+ * Makes a tensor over memory of the CUDA device `device_index`, or over managed memory for it, without a copy. The
+ * parameters are those of NVFP4_tensor_from_host(), with `data` an address on the device. When `deleter` is called, the
+ * library's work with the memory may still be running, but comes before anything that is enqueued on the legacy default
+ * stream from then on.
  */
 NVFP4_API
 NVFP4_Status NVFP4_tensor_from_device(void *data,
@@ -1063,8 +1112,8 @@ NVFP4_Status NVFP4_tensor_from_device(void *data,
                                       NVFP4_Tensor **out);
 
 /**
- * Makes a tensor of zeros in memory of the library, aligned to 64 bytes or more: on the host (#NVFP4_DEVICE_CPU and 0) or on a
- * CUDA device (#NVFP4_DEVICE_CUDA and its number).
+ * Makes a contiguous tensor of zeros in the library's own memory, aligned to at least 64 bytes: on the host
+ * (#NVFP4_DEVICE_CPU and 0) or on a CUDA device (#NVFP4_DEVICE_CUDA and its number).
  */
 NVFP4_API
 NVFP4_Status NVFP4_tensor_empty(const int64_t *shape,
@@ -1074,7 +1123,7 @@ NVFP4_Status NVFP4_tensor_empty(const int64_t *shape,
                                 int32_t device_index,
                                 NVFP4_Tensor **out);
 
-/** Copies a tensor to the memory of a device, or of the host, row-major without gaps, from wherever it is. */
+/** Copies a tensor, wherever it is, to host memory or to the memory of a CUDA device, as a contiguous row-major tensor. */
 NVFP4_API
 NVFP4_Status NVFP4_tensor_copy_to_device(const NVFP4_Tensor *tensor,
                                          int32_t device_type,
@@ -1082,18 +1131,18 @@ NVFP4_Status NVFP4_tensor_copy_to_device(const NVFP4_Tensor *tensor,
                                          NVFP4_Tensor **out);
 
 /**
- * Waits until everything that calls have enqueued on a device has run, and fails if the device has found something wrong in one
- * of them: see ERRORS OF A GPU above. After #NVFP4_OK the results of all calls before this one are right. The host
- * (#NVFP4_DEVICE_CPU and 0) is never behind.
+ * Waits until all work that calls have enqueued on a device has run, and fails if the device has found an error in it: see
+ * ASYNCHRONOUS ERRORS above. After #NVFP4_OK the results of all earlier calls are valid. On the host (#NVFP4_DEVICE_CPU
+ * and 0) there is never anything to wait for.
  */
 NVFP4_API
 NVFP4_Status NVFP4_device_synchronize(int32_t device_type,
                                       int32_t device_index);
 
 /**
- * Makes another view of a tensor's memory, which it keeps alive: a transpose, a slice, another shape. `offset` counts
- * elements from the first one of `tensor`; `strides` may be NULL for row-major. A view that would leave the tensor's memory
- * is refused.
+ * Makes another view of a tensor's memory, which the view keeps alive: a transpose, a slice, another shape. `offset` is in
+ * elements from the first one of `tensor`; `strides`, in elements, may be NULL for contiguous row-major. A view that would
+ * exceed the tensor's memory is #NVFP4_INVALID_ARGUMENT.
  */
 NVFP4_API
 NVFP4_Status NVFP4_tensor_view(const NVFP4_Tensor *tensor,
@@ -1113,8 +1162,8 @@ NVFP4_API NVFP4_Status NVFP4_tensor_release(NVFP4_Tensor *tensor);
 NVFP4_API NVFP4_Status NVFP4_tensor_dtype(const NVFP4_Tensor *tensor, int32_t *dtype);
 
 /**
- * Writes where the memory is: one of NVFP4_DEVICE_*, and which device of that type. Managed memory is the device's that works
- * with it; NVFP4_is_managed_tensor() tells it apart.
+ * Writes where the memory is: one of NVFP4_DEVICE_*, and the number of the device of that type. Managed memory belongs to
+ * the CUDA device that works with it; NVFP4_is_managed_tensor() recognises it.
  */
 NVFP4_API
 NVFP4_Status NVFP4_tensor_device(const NVFP4_Tensor *tensor,
@@ -1136,28 +1185,31 @@ NVFP4_Status NVFP4_tensor_strides(const NVFP4_Tensor *tensor,
                                   size_t *rank);
 
 /**
- * Writes the address of the first element, on the device if the memory is there; valid as long as the caller has a reference to
- * the tensor. Do not write through it while a call uses the tensor, nor ever if the tensor is read-only. Of no use when the
- * tensor has no elements.
+ * Writes the address of the first element, a device address if the memory is on a device. Valid as long as the caller has
+ * a reference to the tensor. Do not write through it while a call uses the tensor, nor ever if the tensor is read-only.
+ * Not to be used if the tensor has no elements.
  */
 NVFP4_API
 NVFP4_Status NVFP4_tensor_data(const NVFP4_Tensor *tensor,
                                void **data);
 
 /**
- * Writes 1 to `read_only` if nobody may write to the memory, as whoever lent it has said, and 0 if not. What the library computes
- * goes to memory of its own in any case: it writes to no tensor that it is given.
+ * Writes 1 to `read_only` if the memory must not be written, as its lender has said, else 0. The library itself never
+ * writes to a tensor that it is given; results are new tensors.
  */
 NVFP4_API
 NVFP4_Status NVFP4_tensor_is_read_only(const NVFP4_Tensor *tensor,
                                        int32_t *read_only);
 
-/** Writes the bytes that the elements take without gaps: what NVFP4_tensor_copy_to_host() copies. */
-NVFP4_API NVFP4_Status NVFP4_tensor_bytes(const NVFP4_Tensor *tensor, uint64_t *bytes);
+/** Writes the bytes that the elements take without gaps between them, which NVFP4_tensor_copy_to_host() copies. */
+NVFP4_API
+NVFP4_Status NVFP4_tensor_bytes(const NVFP4_Tensor *tensor,
+                                uint64_t *bytes);
 
 /**
- * Copies the elements, wherever they are, to `destination` in host memory, row-major without gaps. `bytes` must be exactly what
- * NVFP4_tensor_bytes() says. From a GPU it waits for them; if that reports an earlier call, `destination` has been written.
+ * Copies the elements, wherever they are, to `destination` in host memory, contiguous and row-major. `bytes` must be
+ * exactly what NVFP4_tensor_bytes() gives. From a GPU the call waits for the copy; if it then fails because of an earlier
+ * call (see ASYNCHRONOUS ERRORS above), `destination` has been written.
  */
 NVFP4_API
 NVFP4_Status NVFP4_tensor_copy_to_host(const NVFP4_Tensor *tensor,
@@ -1165,9 +1217,9 @@ NVFP4_Status NVFP4_tensor_copy_to_host(const NVFP4_Tensor *tensor,
                                        size_t bytes);
 
 /**
- * Copies the elements to `destination` in host memory as float, whatever their type, row-major without gaps, as
- * NVFP4_tensor_copy_to_host() does. `elements` must be exactly the tensor's number of elements. Packed 4-bit codes have no
- * values of their own: dequantize them.
+ * Converts the elements, whatever their type, to float and copies them to `destination` in host memory, contiguous and
+ * row-major, as NVFP4_tensor_copy_to_host() does. `elements` must be exactly the tensor's number of elements. Packed 4-bit
+ * codes cannot be converted: use NVFP4_tensor_dequantize().
  */
 NVFP4_API
 NVFP4_Status NVFP4_tensor_copy_as_float(const NVFP4_Tensor *tensor,
@@ -1175,36 +1227,35 @@ NVFP4_Status NVFP4_tensor_copy_as_float(const NVFP4_Tensor *tensor,
                                         size_t elements);
 
 /**
- * Takes over a DLPack tensor in host memory (kDLCPU), CUDA memory (kDLCUDA) or managed memory (kDLCUDAManaged), without a copy:
- * its deleter is called when the library is done with the memory, on whichever thread that is. If this function fails, the
- * tensor stays the caller's.
+ * Takes ownership of a DLPack tensor in host memory (kDLCPU), CUDA memory (kDLCUDA) or managed memory (kDLCUDAManaged),
+ * without a copy. Its deleter is called when the library no longer uses the memory, on any thread. If this function fails,
+ * the DLPack tensor stays the caller's.
  */
 NVFP4_API
 NVFP4_Status NVFP4_tensor_from_dlpack(struct DLManagedTensor *managed,
                                       NVFP4_Tensor **out);
 
 /**
- * Takes over a versioned DLPack tensor as NVFP4_tensor_from_dlpack() does one without a version. With the flag
- * DLPACK_FLAG_BITMASK_READ_ONLY the tensor and its views are read-only: see NVFP4_tensor_is_read_only(). Of a major version
- * other than 1, which is #NVFP4_UNSUPPORTED, nothing but the version is read; so are padded elements of fewer than 8 bits, and
- * flags that this library does not know.
+ * The same for a versioned DLPack tensor. With the flag DLPACK_FLAG_BITMASK_READ_ONLY the tensor and its views are
+ * read-only: see NVFP4_tensor_is_read_only(). #NVFP4_UNSUPPORTED for a major version other than 1 (nothing but the version
+ * is read then), for padded elements of fewer than 8 bits, and for flags that this library does not know.
  */
 NVFP4_API
 NVFP4_Status NVFP4_tensor_from_dlpack_versioned(struct DLManagedTensorVersioned *managed,
                                                 NVFP4_Tensor **out);
 
 /**
- * Makes a DLPack tensor over the tensor's memory, without a copy; managed memory is given as kDLCUDA. It keeps the memory alive
- * until its consumer calls its deleter, which may be after the release of `tensor`. A read-only tensor is #NVFP4_UNSUPPORTED, as
- * this form cannot say so.
+ * Makes a DLPack tensor over the tensor's memory, without a copy; managed memory is exported as kDLCUDA. It keeps the
+ * memory alive until its consumer calls its deleter, which may be after the release of `tensor`. A read-only tensor is
+ * #NVFP4_UNSUPPORTED, because this form of DLPack has no read-only flag.
  */
 NVFP4_API
 NVFP4_Status NVFP4_tensor_to_dlpack(const NVFP4_Tensor *tensor,
                                     struct DLManagedTensor **out);
 
 /**
- * The same in the versioned form, which says that a read-only tensor is. The version is 1.0, or 1.1 for float8 and float4, which
- * came with it.
+ * The same in the versioned form, with the read-only flag if the tensor is read-only. The version is 1.0, or 1.1 for
+ * float8 and float4, which 1.1 introduced.
  */
 NVFP4_API
 NVFP4_Status NVFP4_tensor_to_dlpack_versioned(const NVFP4_Tensor *tensor,
@@ -1213,9 +1264,10 @@ NVFP4_Status NVFP4_tensor_to_dlpack_versioned(const NVFP4_Tensor *tensor,
 /**
  * @defgroup quantize Number formats: NVFP4 and NF4, both ways
  *
- * NVFP4 is two 4-bit codes (E2M1) to a byte, the even index in the low nibble; a scale (E4M3) for each 16 values along the
- * last dimension K; and one float that multiplies every value of the tensor. NVFP4 and the order of its scales are computed
- * where the tensors are, on the processor or on a GPU; NF4 on the processor, in host memory.
+ * An NVFP4 tensor has three parts: 4-bit codes (E2M1), two to a byte with the even index in the low nibble; block scales
+ * (E4M3), one for each 16 values along the last dimension K; and one float, the global scale. A value is code x block
+ * scale x global scale. NVFP4 is converted where its tensors are, on the CPU or on a GPU; NF4 on the CPU only, in host
+ * memory.
  */
 
 /** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_QuantizeOptions). */
@@ -1230,12 +1282,12 @@ NVFP4_Status NVFP4_quantize_options_init(NVFP4_QuantizeOptions *options,
  * - `options`: NULL for the defaults.
  * - `codes`: uint8 `[.., K / 2]`.
  * - `scales`: float8_e4m3fn `[.., K / 16]`, or one dimension if swizzled.
- * - `global_scale`: the multiplier; 1 when single-level.
+ * - `global_scale`: the global scale; 1 with a single level.
  *
- * A tensor on a GPU is quantized there, in one pass without temporary memory (two for a second level; a copy first if rows
- * are at uneven distances or not aligned to 16 bytes), to the same bits. With two levels the call waits for the multiplier, and
- * values that are not finite are its own error; with one it does not wait, and they are that of a later call: see ERRORS OF A
- * GPU above.
+ * A tensor on a GPU is quantized there, to the same bits as on the CPU: in one pass for a single level, in two for two
+ * levels, and after a copy if its rows are unevenly spaced or not aligned to 16 bytes. With two levels the call waits for
+ * the global scale, and fails itself if a value is not finite. With a single level it does not wait, and a later call
+ * fails: see ASYNCHRONOUS ERRORS above.
  */
 NVFP4_API
 NVFP4_Status NVFP4_tensor_quantize(const NVFP4_Tensor *input,
@@ -1245,11 +1297,12 @@ NVFP4_Status NVFP4_tensor_quantize(const NVFP4_Tensor *input,
                                    float *global_scale);
 
 /**
- * Expands NVFP4 to `[.., K]` of the floating type `dtype`: code x block scale x global_scale, exactly, then rounded to float and to
- * `dtype`. On a CUDA device the call waits until the scales have been looked at, and not for the values.
+ * Expands NVFP4 to `[.., K]` of the floating type `dtype`: code x block scale x global_scale, exactly, then rounded to
+ * float and to `dtype`. On a CUDA device the call waits until the scales have been checked, but not for the values.
  *
  * - `codes`: uint8 or float4_e2m1fn_x2 `[.., K / 2]`.
- * - `scales`: float8_e4m3fn, or uint8 holding its bytes, in the order `scale_layout` names. NaN and negative ones are an error.
+ * - `scales`: float8_e4m3fn, or uint8 holding its bytes, in the layout `scale_layout`, one of NVFP4_SCALES_*. A scale that
+ *   is NaN or negative is an error.
  * - `global_scale`: finite and not negative.
  */
 NVFP4_API
@@ -1261,8 +1314,8 @@ NVFP4_Status NVFP4_tensor_dequantize(const NVFP4_Tensor *codes,
                                      NVFP4_Tensor **out);
 
 /**
- * Quantizes a tensor, flattened, to NF4 in the layout of bitsandbytes: blocks of `block` values (64 is usual), two codes to
- * a byte, the first in the high nibble.
+ * Quantizes a tensor, flattened, to NF4 in the layout of bitsandbytes: blocks of `block` values (64 is usual), two codes
+ * to a byte, the first in the high nibble. The tensor is in host memory and has n values.
  *
  * - `codes`: uint8 `[ceil(n / 2)]`.
  * - `absmax`: float32 `[ceil(n / block)]`, the largest magnitude of each block.
@@ -1274,8 +1327,8 @@ NVFP4_Status NVFP4_tensor_quantize_nf4(const NVFP4_Tensor *input,
                                        NVFP4_Tensor **absmax);
 
 /**
- * Expands NF4 to a tensor of the given shape and floating type. `quant_map` holds the 16 values of the codes; NULL takes
- * the usual ones.
+ * Expands NF4, in host memory, to a tensor of the given shape and floating type. `codes` and `absmax` are as
+ * NVFP4_tensor_quantize_nf4() gives them. `quant_map` holds the 16 values of the codes; NULL takes the standard ones.
  */
 NVFP4_API
 NVFP4_Status NVFP4_tensor_dequantize_nf4(const NVFP4_Tensor *codes,
@@ -1297,13 +1350,16 @@ NVFP4_Status NVFP4_scales_unswizzle(const NVFP4_Tensor *scales,
                                     int64_t k_blocks,
                                     NVFP4_Tensor **out);
 
-/** Quantizes a weight `[.., K]` for training in 4 bits: NVFP4_quantize() with a status. `qdata` and `scale` are as there. */
+/**
+ * Quantizes a weight `[.., K]` for training in 4 bits, with block scales alone: NVFP4_quantize() with a status. `qdata`
+ * and `scale` are described there.
+ */
 NVFP4_API
 NVFP4_Status NVFP4_quantize_packed(const NVFP4_Tensor *weight,
                                    NVFP4_Tensor **qdata,
                                    NVFP4_Tensor **scale);
 
-/** The values of what NVFP4_quantize_packed() gives, `[.., K]` of the floating type `dtype`. */
+/** Expands the result of NVFP4_quantize_packed() to `[.., K]` of the floating type `dtype`. */
 NVFP4_API
 NVFP4_Status NVFP4_dequantize_packed(const NVFP4_Tensor *qdata,
                                      const NVFP4_Tensor *scale,
@@ -1311,12 +1367,13 @@ NVFP4_Status NVFP4_dequantize_packed(const NVFP4_Tensor *qdata,
                                      NVFP4_Tensor **out);
 
 /**
- * The values that a weight `[.., K]` has in the forward pass of training in 4 bits: what NVFP4_quantize_packed() leaves of them,
- * in the weight's type. The gradient of the weight is that of these values as it is (the straight-through estimator).
+ * Rounds a weight `[.., K]` to 4 bits and back, for the forward pass of training in 4 bits: the values that
+ * NVFP4_quantize_packed() stores, in the weight's own type. The gradient of these values is used unchanged as the gradient
+ * of the weight (straight-through estimator).
  *
- * - `keep`: 0 to compute them. Otherwise the weight must not change: its values are computed once, for which the call waits,
- *   and kept as long as its memory lives or until NVFP4_ste_clear(), and every such call gives a handle of the same tensor,
- *   which is only read.
+ * - `keep`: 0 to compute the values anew. 1 to cache them, for a weight that does not change: the first call computes them
+ *   and waits, and later calls give a handle of the same tensor, which must not be written. They are kept as long as the
+ *   weight's memory lives, or until NVFP4_ste_clear().
  */
 NVFP4_API
 NVFP4_Status NVFP4_ste_weight(const NVFP4_Tensor *weight,
@@ -1324,8 +1381,8 @@ NVFP4_Status NVFP4_ste_weight(const NVFP4_Tensor *weight,
                               NVFP4_Tensor **out);
 
 /**
- * Gives up the values that NVFP4_ste_weight() keeps: call it when weights have changed. Those of weights that are gone are also
- * given up by NVFP4_empty_cache().
+ * Drops the values that NVFP4_ste_weight() has cached: call it when weights have changed. NVFP4_empty_cache() drops those
+ * of weights that no longer exist.
  */
 NVFP4_API
 NVFP4_Status NVFP4_ste_clear(void);
@@ -1333,35 +1390,36 @@ NVFP4_Status NVFP4_ste_clear(void);
 /**
  * @defgroup linear Products with weights in 4 bits
  *
- * What is computed is what was asked for: activations are quantized only by option, and a weight is decoded to a dense one
- * only where the compute path allows that. What was chosen is reported, with the reason where one backend stands in for
- * another. There are three backends: "nvfp4-kernel" and "nf4-kernel" read the 4-bit codes, "dequant-matmul" decodes the weight
- * once, when it is prepared, and holds it dense. In this version the CPU and CUDA devices have "nvfp4-kernel"
+ * There is no silent fallback: activations are quantized only if an option says so, and a weight is decoded to a dense one
+ * only if the compute path allows it. NVFP4_weight_report() reports the backend that was chosen, and the reason where it
+ * is a fallback. There are three backends: "nvfp4-kernel" and "nf4-kernel" read the 4-bit codes; "dequant-matmul" decodes
+ * the weight once, when it is prepared, and stores it dense. In this version the CPU and CUDA devices have "nvfp4-kernel"
  * and "dequant-matmul".
  *
- * A product is computed where its tensors are, and its result is there: on the processor for tensors in host memory, and on a
- * CUDA device for tensors in that device's memory or in managed memory, in the order of the default stream that the tensor
- * chapter states. Only a weight that was prepared for a CUDA device takes host memory there, and brings the result back. Tensors
- * of a call that are in different places, or not where their weight is, are #NVFP4_INVALID_ARGUMENT with a message that names
- * both. On a CUDA device tensors are float16, bfloat16 or float32 and not float64.
+ * A product is computed where its tensors are, and its result is there too: on the CPU for tensors in host memory, and on
+ * a CUDA device for tensors in that device's memory or in managed memory, in stream order as the tensor chapter states.
+ * The one exception is an input in host memory for a weight on a CUDA device: it is copied there, and the result is copied
+ * back. Otherwise the tensors of a call and its weight must be in the same place; if not, the call fails with
+ * #NVFP4_INVALID_ARGUMENT and a message that names both places. On a CUDA device tensors may be float16, bfloat16 or
+ * float32, but not float64.
  *
- * A weight for a CUDA device is made of tensors in host memory or in that device's, and of the latter without leaving it.
- * Its checks are the same, and wait for the device: block scales that are NaN or negative and weights that are not finite are
- * errors of the call that prepares it. Products with it need no more checks.
+ * A weight for a CUDA device is prepared from tensors in host memory, or in that device's memory without a copy through
+ * the host. The call that prepares it waits for the device, and fails if a block scale is NaN or negative or a value of a
+ * dense weight is not finite. Products with the weight need no such checks.
  */
 
 /** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_WeightOptions). */
 NVFP4_API NVFP4_Status NVFP4_weight_options_init(NVFP4_WeightOptions *options, uint32_t struct_size);
 
 /**
- * Says which backend a weight of `format` (#NVFP4_FORMAT_NVFP4 or #NVFP4_FORMAT_NF4) would have with these options, as JSON,
- * or fails as its preparation would. `options` may be NULL for the defaults.
+ * Says as JSON which backend a weight of `format` (#NVFP4_FORMAT_NVFP4 or #NVFP4_FORMAT_NF4) would get with these options,
+ * or fails as preparing it would. `options`: NULL for the defaults.
  *
  * - "format": "nvfp4" or "nf4".
  * - "backend": "nvfp4-kernel", "nf4-kernel" or "dequant-matmul".
  * - "path": "Auto", "KernelOnly", "KernelOrFallback" or "DequantMatmulOnly".
  * - "device": its name, as in NVFP4_diagnose().
- * - "fallback_reason": why it is not the kernel of the format, where that was wanted; or null.
+ * - "fallback_reason": why it is not the kernel of the format, if that was wanted but could not be chosen; else null.
  */
 NVFP4_API
 NVFP4_Status NVFP4_backend_select(int32_t format,
@@ -1371,9 +1429,9 @@ NVFP4_Status NVFP4_backend_select(int32_t format,
                                   size_t *length);
 
 /**
- * Prepares the NVFP4 weight `[N, K]` for products: a copy in the order that the kernels read. The tensors may be released
- * afterwards. The weight is for the CPU, or for the CUDA device whose memory the tensors are in. NVFP4_weight_create_nvfp4()
- * is the same with options.
+ * Prepares the NVFP4 weight `[N, K]` for products: copies it in the order that the kernels read. The tensors may be
+ * released afterwards. The weight is on the CPU, or on the CUDA device whose memory the tensors are in. The parameters are
+ * those of NVFP4_tensor_dequantize(). NVFP4_weight_create_nvfp4() is the same with options.
  */
 NVFP4_API
 NVFP4_Status NVFP4_weight_create(const NVFP4_Tensor *codes,
@@ -1383,8 +1441,9 @@ NVFP4_Status NVFP4_weight_create(const NVFP4_Tensor *codes,
                                  NVFP4_Weight **out);
 
 /**
- * Prepares the NVFP4 weight `[N, K]` for products, as `options` say; NULL for the defaults, but for the CUDA device whose memory
- * the tensors are in if that is one's. The tensors may be released afterwards. A weight that was decoded takes 16 or 32 bits for each value: see NVFP4_weight_size().
+ * Prepares the NVFP4 weight `[N, K]` for products, as `options` say. NULL stands for the defaults, with the CUDA device
+ * whose memory the tensors are in, if they are on one. The tensors may be released afterwards. A decoded weight takes 16
+ * or 32 bits for each value: see NVFP4_weight_size().
  *
  * - `codes`, `scales`, `global_scale`: as NVFP4_tensor_dequantize() takes them.
  */
@@ -1396,13 +1455,13 @@ NVFP4_Status NVFP4_weight_create_nvfp4(const NVFP4_Tensor *codes,
                                        NVFP4_Weight **out);
 
 /**
- * Prepares the NF4 weight `[n, k]`, whose tensors are in host memory, for products, as `options` say; NULL for the defaults. K must
- * be a multiple of 16. The tensors may be released afterwards. In this version no device has a kernel for NF4: the weight is decoded, 16 or 32 bits for
- * each value, or refused where the compute path is kernel only.
+ * Prepares the NF4 weight `[n, k]`, whose tensors are in host memory, for products, as `options` say; NULL for the
+ * defaults. `k` must be a multiple of 16. The tensors may be released afterwards. In this version no device has a kernel
+ * for NF4: the weight is decoded to 16 or 32 bits for each value, or refused if the compute path is kernel-only.
  *
- * - `codes`: uint8, `n * k / 2` of them in any shape, the first of two in the high nibble.
- * - `absmax`: of a floating type, one for each `block` values of the flattened weight.
- * - `quant_map`: the 16 values of the codes; NULL takes the usual ones.
+ * - `codes`: uint8, `n * k / 2` elements in any shape, the first code of a byte in the high nibble.
+ * - `absmax`: of a floating type, one scale for each `block` values of the flattened weight.
+ * - `quant_map`: the 16 values of the codes; NULL takes the standard ones.
  */
 NVFP4_API
 NVFP4_Status NVFP4_weight_create_nf4(const NVFP4_Tensor *codes,
@@ -1423,9 +1482,9 @@ NVFP4_Status NVFP4_weight_create_dense(const NVFP4_Tensor *weight,
                                        NVFP4_Weight **out);
 
 /**
- * Says what multiplies with a weight, as JSON: the keys of NVFP4_backend_select(), and "n", "k", "stored" ("nvfp4", "f32",
- * "f16" or "bf16") and "bytes" in memory. A weight that was dense from the start has format "dense", backend "dense-matmul"
- * and no path. Keys may be added in later versions.
+ * Describes a prepared weight and its backend, as JSON: the keys of NVFP4_backend_select(), and "n", "k", "stored"
+ * ("nvfp4", "f32", "f16" or "bf16") and "bytes" in memory. A weight of NVFP4_weight_create_dense() has format "dense",
+ * backend "dense-matmul" and no path. Later versions may add keys.
  */
 NVFP4_API
 NVFP4_Status NVFP4_weight_report(const NVFP4_Weight *weight,
@@ -1447,14 +1506,15 @@ NVFP4_Status NVFP4_weight_size(const NVFP4_Weight *weight,
                                uint64_t *bytes);
 
 /**
- * Multiplies: `input` `[.., K]` times `weight` `[N, K]` transposed, summed in float.
+ * Multiplies `input` `[.., K]` by `weight` `[N, K]` transposed, accumulating in float.
  *
  * - `input`: of a floating type, any strides; in host memory, or in the memory of the weight's CUDA device.
  * - `activations`: one of NVFP4_ACTIVATIONS_*.
- * - `dtype`: floating type of the result `[.., N]`, which is where the input is.
+ * - `dtype`: the floating type of the result `[.., N]`, which is in the memory that the input is in.
  *
- * The call does not wait for a CUDA device that has the input. On the CPU, a row of the result has the same bits whatever other rows are in the call, and on any number of threads. On a
- * GPU the same call on the same machine gives the same bits.
+ * The call does not wait for the CUDA device if the input is on it. On the CPU, a row of the result has the same bits
+ * whatever other rows are in the call, and on any number of threads. On a GPU the same call on the same machine gives the
+ * same bits.
  */
 NVFP4_API
 NVFP4_Status NVFP4_linear(const NVFP4_Weight *weight,
@@ -1465,12 +1525,12 @@ NVFP4_Status NVFP4_linear(const NVFP4_Weight *weight,
 
 /**
  * Multiplies two NVFP4 matrices (W4A4): a `[M, K]` times b `[N, K]` transposed, as `[M, N]` of the floating type `dtype`.
- * The exact product of the decoded values but for the order of summation, in float. NVFP4_scaled_mm() is the same without
- * global scales. What NVFP4_tensor_dequantize() refuses is refused.
+ * The result is the product of the exact decoded values, accumulated in float; only the order of summation is unspecified.
+ * NVFP4_scaled_mm() is the same without global scales. The tensors are as for NVFP4_tensor_dequantize().
  *
- * All four tensors are in one place, where the result is too. On a CUDA device the call does not wait: scales that are NaN or
- * negative are an error of a later call, see ERRORS OF A GPU above. Codes and scales with gaps, or not aligned to 16 and 4
- * bytes, are copied first.
+ * All four tensors must be in the same place, and the result is there too. On a CUDA device the call does not wait: scales
+ * that are NaN or negative fail a later call, see ASYNCHRONOUS ERRORS above. Codes and scales that are not contiguous, or
+ * not aligned to 16 and 4 bytes, are copied first.
  */
 NVFP4_API
 NVFP4_Status NVFP4_matmul(const NVFP4_Tensor *a_codes,
@@ -1484,22 +1544,23 @@ NVFP4_Status NVFP4_matmul(const NVFP4_Tensor *a_codes,
                           NVFP4_Tensor **out);
 
 /**
- * @defgroup schema Schemas: which 4-bit weights a set of named tensors holds, and what is wrong with them
+ * @defgroup schema Schemas: finding and checking the 4-bit weights in a set of named tensors
  *
- * Names, types and shapes tell, so hosts may keep the tensors themselves. Known are NVFP4 as TorchSharp hosts keep it
- * (`.qdata` and `.scale`, with or without `.weight` before), of ModelOpt, compressed-tensors and torchao, and NF4 of
- * TorchSharp hosts (`.weight`, `.absmax` and `.quant_map`) and of bitsandbytes (`.weight`, `.weight.absmax` and so on). One
- * part is enough for a weight to be found; what it lacks is then a problem.
+ * Only names, types and shapes are read, so hosts need not pass the tensors themselves. Known are NVFP4 as TorchSharp
+ * hosts store it (`.qdata` and `.scale`, with or without `.weight` before), and as ModelOpt, compressed-tensors and
+ * torchao do; and NF4 as TorchSharp hosts (`.weight`, `.absmax` and `.quant_map`) and bitsandbytes (`.weight`,
+ * `.weight.absmax` and so on) store it. One part is enough for a weight to be found; missing parts are then reported as
+ * problems.
  */
 
 /**
  * Finds the 4-bit weights of a set of tensors.
  *
- * - `tensors`, `count`: the set; no two of one name.
+ * - `tensors`, `count`: the set; names must be unique.
  * - `tensor_size`: sizeof(NVFP4_NamedTensor), as the caller knows it.
- * - `prefix`: looks at the tensor of this name and at those whose names begin with it and a dot, such as one layer's; NULL
- *   and 0 for all.
- * - `result`: its struct_size is set by the caller. A set without 4-bit weights has #NVFP4_FORMAT_NONE.
+ * - `prefix`, `prefix_length`: examines only the tensor of this name and those whose names begin with it and a dot, such
+ *   as those of one layer; NULL and 0 for all.
+ * - `result`: the caller sets its struct_size. A set without 4-bit weights has the format #NVFP4_FORMAT_NONE.
  */
 NVFP4_API
 NVFP4_Status NVFP4_schema_detect(const NVFP4_NamedTensor *tensors,
@@ -1510,10 +1571,10 @@ NVFP4_Status NVFP4_schema_detect(const NVFP4_NamedTensor *tensors,
                                  NVFP4_SchemaResult *result);
 
 /**
- * Describes the 4-bit weights of a set of tensors, as JSON: "format" ("none", "nvfp4", "nf4" or "mixed"), "tensors" looked at,
- * "problems", and "weights", each with its "name", "format", "convention", "keys" by what they are for, "missing" keys,
- * "extra" keys of its module, "out_features", "in_features", "block" (null where the shapes do not tell) and "faults". The
- * parameters are those of NVFP4_schema_detect(). Keys may be added in later versions.
+ * Describes the 4-bit weights of a set of tensors, as JSON: "format" ("none", "nvfp4", "nf4" or "mixed"), "tensors" (their
+ * number), "problems", and "weights", each with its "name", "format", "convention", "keys" by role, "missing" keys,
+ * "extra" keys of its module, "out_features", "in_features", "block" (null if the shapes do not determine it) and
+ * "faults". The parameters are those of NVFP4_schema_detect(). Later versions may add keys.
  */
 NVFP4_API
 NVFP4_Status NVFP4_schema_report(const NVFP4_NamedTensor *tensors,
@@ -1526,9 +1587,9 @@ NVFP4_Status NVFP4_schema_report(const NVFP4_NamedTensor *tensors,
                                  size_t *length);
 
 /**
- * Checks the 4-bit weights of a set of tensors: no part is missing, and types and shapes fit together. All that is wrong is in
- * the one message, the missing tensors first. #NVFP4_NOT_FOUND if there is no 4-bit weight, #NVFP4_INVALID_ARGUMENT if one is
- * wrong. The parameters are those of NVFP4_schema_detect().
+ * Checks the 4-bit weights of a set of tensors: no part may be missing, and types and shapes must fit together. The
+ * message lists all problems, missing tensors first. #NVFP4_NOT_FOUND if there is no 4-bit weight, #NVFP4_INVALID_ARGUMENT
+ * if one has a problem. The parameters are those of NVFP4_schema_detect().
  */
 NVFP4_API
 NVFP4_Status NVFP4_schema_validate(const NVFP4_NamedTensor *tensors,
@@ -1551,7 +1612,7 @@ NVFP4_API NVFP4_Status NVFP4_load_options_init(NVFP4_LoadOptions *options, uint3
  *
  * - `path`, `path_length`: UTF-8.
  * - `options`: NULL for the defaults.
- * - `quantize`: how to quantize dense weights to NVFP4 while loading; NULL holds weights as they are stored.
+ * - `quantize`: how to quantize dense weights to NVFP4 while loading; NULL keeps weights as they are stored.
  */
 NVFP4_API
 NVFP4_Status NVFP4_model_load(const char *path,
@@ -1567,9 +1628,9 @@ NVFP4_API NVFP4_Status NVFP4_model_retain(NVFP4_Model *model);
 NVFP4_API NVFP4_Status NVFP4_model_release(NVFP4_Model *model);
 
 /**
- * What was loaded, as JSON: architecture, device, device_choice (why that one, as one line, where it was #NVFP4_DEVICE_AUTO;
- * null where it was named), parameters, weight_bytes, formats, sizes, kv_bytes_per_token, stop_tokens. Keys may be added in
- * later versions.
+ * Describes a model, as JSON: architecture, device, device_choice (one line that says why this device, for
+ * #NVFP4_DEVICE_AUTO; else null), parameters (their number), weight_bytes, formats, sizes, kv_bytes_per_token,
+ * stop_tokens. Later versions may add keys.
  */
 NVFP4_API
 NVFP4_Status NVFP4_model_info(const NVFP4_Model *model,
@@ -1577,13 +1638,13 @@ NVFP4_Status NVFP4_model_info(const NVFP4_Model *model,
                               size_t capacity,
                               size_t *length);
 
-/** Writes the number of token ids, which is the number of logits. */
+/** Writes the size of the vocabulary, which is the number of logits for a token. */
 NVFP4_API NVFP4_Status NVFP4_model_vocab_size(const NVFP4_Model *model, size_t *size);
 
 /**
- * Text to token ids. `add_special` 1 adds what the model wants around a text (a first token, often); a rendered chat has it
- * already. Writes the number of tokens to `count`; see ARRAYS OUT above. Asking for the number first costs nothing: the tokens
- * are kept for this thread's next call, which finds them if it is with the same text.
+ * Converts text to token ids. `add_special` 1 adds the special tokens that the model expects around a text, often a first
+ * one; a rendered chat has them already. Writes the number of tokens to `count`; see ARRAYS OUT above. Asking for the
+ * number first does not double the work: the tokens are kept for this thread's next call, if that has the same text.
  */
 NVFP4_API
 NVFP4_Status NVFP4_model_tokenize(const NVFP4_Model *model,
@@ -1595,10 +1656,11 @@ NVFP4_Status NVFP4_model_tokenize(const NVFP4_Model *model,
                                   size_t *count);
 
 /**
- * Token ids to text. `skip_special` 1 leaves out tokens such as `<|im_end|>`. Ids that the model knows and its tokenizer does
- * not, as many models have them, give no text; others are refused. Bytes that are no character become U+FFFD: for a stream
- * of tokens use the text that generation gives, which waits for whole characters. Asking for the length first costs nothing, as
- * for NVFP4_model_tokenize().
+ * Converts token ids to text. `skip_special` 1 leaves out special tokens such as `<|im_end|>`. Ids in the model's
+ * vocabulary that its tokenizer does not have, as many models pad it, give no text; ids outside the vocabulary are
+ * #NVFP4_INVALID_ARGUMENT. Bytes that are not valid UTF-8 become U+FFFD: for a stream of tokens use a detokenizer or the
+ * text of a generation, which wait for whole characters. Asking for the length first does not double the work, as for
+ * NVFP4_model_tokenize().
  */
 NVFP4_API
 NVFP4_Status NVFP4_model_detokenize(const NVFP4_Model *model,
@@ -1610,9 +1672,9 @@ NVFP4_Status NVFP4_model_detokenize(const NVFP4_Model *model,
                                     size_t *length);
 
 /**
- * Renders a conversation with the model's chat template (ChatML if it has none): `count` messages, each of `message_size` bytes,
- * which is sizeof(NVFP4_Message). `add_generation_prompt` 1 opens the assistant's next turn. Asking for the length first costs
- * nothing, as for NVFP4_model_tokenize().
+ * Renders a conversation with the model's chat template (ChatML if it has none): `count` messages, each of `message_size`
+ * bytes, which is sizeof(NVFP4_Message). `add_generation_prompt` 1 appends the beginning of the assistant's answer. Asking
+ * for the length first does not double the work, as for NVFP4_model_tokenize().
  */
 NVFP4_API
 NVFP4_Status NVFP4_model_render_chat(const NVFP4_Model *model,
@@ -1628,14 +1690,16 @@ NVFP4_Status NVFP4_model_render_chat(const NVFP4_Model *model,
 NVFP4_API NVFP4_Status NVFP4_convert_options_init(NVFP4_ConvertOptions *options, uint32_t struct_size);
 
 /**
- * Converts a model on disk to NVFP4 on disk, one tensor at a time: linear weights are quantized, the rest is kept. What was
- * there is replaced as a whole, when the new one is whole; a call that fails leaves it as it was, and nothing else.
+ * Converts a model on disk to NVFP4 on disk, one tensor at a time: linear weights are quantized, the rest is kept. The
+ * destination is replaced as a whole once the new model is complete; a call that fails leaves it unchanged, and leaves no
+ * other files behind.
  *
  * - `source`: what NVFP4_model_load() takes.
- * - `destination`: a directory that is not there yet or empty, or one to replace; a file for `.dat`, replaced if it is there.
+ * - `destination`: a directory that does not exist or is empty, or one to replace; for `.dat` a file, which is replaced if
+ *   it exists.
  * - `options`: NULL for the defaults.
- * - `quantize`: NULL for the defaults, which are two-level scales for ModelOpt and single-level ones for `.dat`, and the recipe
- *   amax, as wherever this library quantizes. The sweep loses less and takes two to three times as long.
+ * - `quantize`: NULL for the defaults: two-level scales for ModelOpt, single-level scales for `.dat`, and the recipe amax.
+ *   The recipe sweep has a smaller error and takes two to three times as long.
  */
 NVFP4_API
 NVFP4_Status NVFP4_model_convert(const char *source,
@@ -1646,12 +1710,12 @@ NVFP4_Status NVFP4_model_convert(const char *source,
                                  const NVFP4_QuantizeOptions *quantize);
 
 /**
- * @defgroup session Sessions: conversations and other sequences of tokens, run by a model
+ * @defgroup session Sessions: conversations and other sequences of tokens, with their KV cache
  *
- * A session holds its tokens with their cached keys and values, so that a call runs only what is new. It keeps its model
- * alive. One call at a time may use it: another one meanwhile, from a callback too, gets #NVFP4_BUSY. Length, memory and
- * messages can be asked for at any time: during a call they are as they were before it. A call that fails leaves the session
- * as it was.
+ * A session holds its tokens with their cached keys and values, so that a call runs only new tokens. It keeps its model
+ * alive. Only one call at a time may use it: another one meanwhile, even from a callback, fails with #NVFP4_BUSY. Its
+ * length, memory and messages can be read at any time; during a call they are those from before the call. A call that
+ * fails leaves the session unchanged.
  */
 
 /** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_SessionOptions). */
@@ -1662,7 +1726,7 @@ NVFP4_API
 NVFP4_Status NVFP4_generate_options_init(NVFP4_GenerateOptions *options,
                                          uint32_t struct_size);
 
-/** Makes an empty session of a model. `options`: NULL for the defaults. */
+/** Creates an empty session of a model. `options`: NULL for the defaults. */
 NVFP4_API
 NVFP4_Status NVFP4_session_create(const NVFP4_Model *model,
                                   const NVFP4_SessionOptions *options,
@@ -1671,14 +1735,17 @@ NVFP4_Status NVFP4_session_create(const NVFP4_Model *model,
 /** Adds a reference to a session. */
 NVFP4_API NVFP4_Status NVFP4_session_retain(NVFP4_Session *session);
 
-/** Gives up a reference to a session. After the last one the handle is stale; a call that is using it ends undisturbed. */
+/**
+ * Gives up a reference to a session. After the last one the handle is stale; a call that is using the session is not
+ * disturbed.
+ */
 NVFP4_API
 NVFP4_Status NVFP4_session_release(NVFP4_Session *session);
 
 /**
- * Appends tokens and runs them, a whole prompt in blocks.
+ * Appends tokens and runs them, many at a time: the prefill of a prompt.
  *
- * - `call`: what may end it, and who hears how far it is; may be NULL.
+ * - `call`: cancels the call and reports the tokens run; may be NULL.
  */
 NVFP4_API
 NVFP4_Status NVFP4_session_prefill(NVFP4_Session *session,
@@ -1686,7 +1753,7 @@ NVFP4_Status NVFP4_session_prefill(NVFP4_Session *session,
                                    size_t count,
                                    const NVFP4_CallOptions *call);
 
-/** Appends tokens and runs them one after the other, more slowly: for comparison. See SAME BITS above. */
+/** Appends tokens and runs them one after the other, which is slower: for comparison. See REPRODUCIBILITY above. */
 NVFP4_API
 NVFP4_Status NVFP4_session_prefill_token_by_token(NVFP4_Session *session,
                                                   const int32_t *tokens,
@@ -1694,7 +1761,8 @@ NVFP4_Status NVFP4_session_prefill_token_by_token(NVFP4_Session *session,
                                                   const NVFP4_CallOptions *call);
 
 /**
- * Appends one token and runs it, with what has not been run before it: the last token of a generation, or what eviction left.
+ * Appends one token and runs it: a decode step. Tokens before it that have not been run yet are run too: the last token of
+ * a generation, or those that remain after an eviction.
  *
  * - `call`: as for NVFP4_session_prefill().
  */
@@ -1704,8 +1772,8 @@ NVFP4_Status NVFP4_session_decode(NVFP4_Session *session,
                                   const NVFP4_CallOptions *call);
 
 /**
- * Copies the logits of the token to come, one for each token id. Writes their number to `count`; see ARRAYS OUT above. Runs what has
- * not been run, as NVFP4_session_decode() does.
+ * Copies the logits of the next token, one for each token id. Writes their number, the vocabulary size, to `count`; see
+ * ARRAYS OUT above. Runs tokens that have not been run yet, as NVFP4_session_decode() does.
  *
  * - `call`: as for NVFP4_session_prefill().
  */
@@ -1717,8 +1785,8 @@ NVFP4_Status NVFP4_session_logits(NVFP4_Session *session,
                                   const NVFP4_CallOptions *call);
 
 /**
- * Chooses the token to come as NVFP4_session_generate() would, and does not append it. `options`: NULL for the likeliest
- * one; what concerns stops and lengths has no part in it.
+ * Chooses the next token as NVFP4_session_generate() would, without appending it. `options`: NULL for the argmax; options
+ * on stops and lengths are ignored.
  */
 NVFP4_API
 NVFP4_Status NVFP4_session_sample(NVFP4_Session *session,
@@ -1726,9 +1794,9 @@ NVFP4_Status NVFP4_session_sample(NVFP4_Session *session,
                                   int32_t *token);
 
 /**
- * Fills `options` as NVFP4_generate_options_init() does, and with the temperature, top_k, top_p, min_p and repetition penalty that the
- * model's maker asks for, in `generation_config.json` or in a GGUF file's metadata. Where nothing is said they are the defaults,
- * which take the likeliest token. The tokens that end an answer need no option: the model knows them.
+ * Fills `options` as NVFP4_generate_options_init() does, and with the temperature, top_k, top_p, min_p and repetition
+ * penalty that the model recommends in `generation_config.json` or in a GGUF file's metadata. What it does not recommend
+ * has the default; with no recommendation at all that is the argmax. The model's own stop tokens need no option.
  */
 NVFP4_API
 NVFP4_Status NVFP4_model_generate_options(const NVFP4_Model *model,
@@ -1736,12 +1804,12 @@ NVFP4_Status NVFP4_model_generate_options(const NVFP4_Model *model,
                                           uint32_t struct_size);
 
 /**
- * Generates from where the session stands, which takes a prefilled prompt. Cancelling it is no failure, but gives what there is:
- * see #NVFP4_FINISH_CANCELLED.
+ * Generates tokens after those in the session, which must not be empty: prefill a prompt first. A cancelled generation
+ * does not fail, and keeps what it has: see #NVFP4_FINISH_CANCELLED.
  *
  * - `options`: NULL for the defaults.
- * - `callback`, `user`: may be NULL; NVFP4_session_text() has the text afterwards.
- * - `result`: what it came to; may be NULL.
+ * - `callback`, `user`: receives the tokens and text; may be NULL. NVFP4_session_text() gives the text afterwards.
+ * - `result`: how it ended, counts and times; may be NULL.
  */
 NVFP4_API
 NVFP4_Status NVFP4_session_generate(NVFP4_Session *session,
@@ -1751,8 +1819,8 @@ NVFP4_Status NVFP4_session_generate(NVFP4_Session *session,
                                     NVFP4_GenerationResult *result);
 
 /**
- * Copies the text of the last generation, of a chat the answer's content, which is empty before the first. A character that it left
- * unfinished is not part of it, whatever ended it: if the next generation completes the character, its text begins with it. For the
+ * Copies the text of the last generation, or in a chat the content of the last answer; empty before the first. An
+ * incomplete character at its end is left out: if the next generation completes it, that text begins with it. For the
  * buffer see TEXT above.
  */
 NVFP4_API
@@ -1761,21 +1829,21 @@ NVFP4_Status NVFP4_session_text(NVFP4_Session *session,
                                 size_t capacity,
                                 size_t *length);
 
-/** Writes how many tokens the session holds; during a call, how many it held before. */
+/** Writes the number of tokens in the session; during a call, the number from before it. */
 NVFP4_API NVFP4_Status NVFP4_session_length(const NVFP4_Session *session, size_t *length);
 
-/** Writes how many tokens the session can hold. */
+/** Writes the most tokens that the session can hold. */
 NVFP4_API NVFP4_Status NVFP4_session_context(const NVFP4_Session *session, size_t *context);
 
 /**
- * Writes the bytes of the session's cached keys and values, those it shares with forks included; during a call, what they were
- * before.
+ * Writes the bytes of the session's KV cache, including those it shares with forks; during a call, the bytes from before
+ * it.
  */
 NVFP4_API
 NVFP4_Status NVFP4_session_memory(const NVFP4_Session *session,
                                   uint64_t *bytes);
 
-/** Copies the tokens that the session holds. Writes their number to `count`; see ARRAYS OUT above. */
+/** Copies the tokens in the session. Writes their number to `count`; see ARRAYS OUT above. */
 NVFP4_API
 NVFP4_Status NVFP4_session_tokens(NVFP4_Session *session,
                                   int32_t *tokens,
@@ -1783,26 +1851,27 @@ NVFP4_Status NVFP4_session_tokens(NVFP4_Session *session,
                                   size_t *count);
 
 /**
- * Forgets the tokens from `length` on. A conversation then ends in the answer that the cut is in, or else with the last one before
- * it. Draws are then those that followed `length` before; cut to 0, the session is as after NVFP4_session_reset().
+ * Drops the tokens from position `length` on. If the cut is inside an answer, the conversation then ends with the rest of
+ * that answer, otherwise with the last whole answer before it. Draws continue from position `length`. With `length` 0 it
+ * is NVFP4_session_reset().
  */
 NVFP4_API
 NVFP4_Status NVFP4_session_truncate(NVFP4_Session *session,
                                     size_t length);
 
-/** Forgets all tokens and the conversation. The options stay. */
+/** Drops all tokens and the conversation. The options stay. */
 NVFP4_API NVFP4_Status NVFP4_session_reset(NVFP4_Session *session);
 
-/** Makes a second session in the same state. The two share their cache's memory as far as neither writes to it. */
+/** Creates a second session in the same state. The two share the memory of their KV caches as far as neither writes to it. */
 NVFP4_API
 NVFP4_Status NVFP4_session_fork(NVFP4_Session *session,
                                 NVFP4_Session **out);
 
 /**
- * Writes the session to a file, cache and conversation included. A file that was there is replaced only when the new one
- * is whole.
+ * Writes the session to a file, including its KV cache and conversation. An existing file is replaced only when the new
+ * one is complete.
  *
- * - `call`: what may end it, and who hears how many bytes are written; may be NULL.
+ * - `call`: cancels the call and reports the bytes written; may be NULL.
  */
 NVFP4_API
 NVFP4_Status NVFP4_session_save(NVFP4_Session *session,
@@ -1811,9 +1880,10 @@ NVFP4_Status NVFP4_session_save(NVFP4_Session *session,
                                 const NVFP4_CallOptions *call);
 
 /**
- * Makes a session as it was when it was written to a file. `model` must be the model that ran it.
+ * Creates a session from a file of NVFP4_session_save(), in the state that was saved. `model` must be the model that ran
+ * it.
  *
- * - `call`: what may end it, and who hears how many bytes are read; may be NULL.
+ * - `call`: cancels the call and reports the bytes read; may be NULL.
  */
 NVFP4_API
 NVFP4_Status NVFP4_session_restore(const NVFP4_Model *model,
@@ -1823,17 +1893,19 @@ NVFP4_Status NVFP4_session_restore(const NVFP4_Model *model,
                                    NVFP4_Session **out);
 
 /**
- * Appends `tokens[i]` to `sessions[i]`, `count` of both, and runs them in one pass over the weights, which takes little
- * longer than one of them. The sessions are different ones of the same model handle. If it fails, all are as they were.
+ * Appends `tokens[i]` to `sessions[i]`, for `count` sessions, and runs them all in one pass over the weights, which takes
+ * little longer than a decode step of one session. The sessions must be distinct and of the same model handle. A call that
+ * fails leaves all of them unchanged.
  *
- * NVFP4_session_step_sample() is the faster call where only the next tokens are wanted: here the logits of every session come to
- * the host.
+ * Where only the next tokens are wanted, NVFP4_session_step_sample() is faster: this function copies the logits of every
+ * session to the host.
  *
- * - `call`: what may end the pass; may be NULL. Its progress callback is not called.
- * - `statuses`: may be NULL: then a session that cannot take its token fails the call. Otherwise `count` of them, all written
- *   if the other arguments are right: a session whose handle is stale or in use, whose context is full, or that is there twice,
- *   or whose token is none of the model's, gets its status and stays as it is, and the others are run. The call is
- *   #NVFP4_OK then, with the first one's message in NVFP4_last_error(); the status of those that were run is the call's.
+ * - `call`: cancels the pass; may be NULL. Its progress callback is not called.
+ * - `statuses`: may be NULL; then a session that cannot be run fails the call. Otherwise `count` elements, all written if
+ *   the other arguments are valid. A session whose handle is stale or in use, whose context is full, that is listed twice,
+ *   or whose token is not in the vocabulary gets its status and stays unchanged, and the others are run. The call then
+ *   returns #NVFP4_OK, with the message of the first such session in NVFP4_last_error(). The sessions that were run get
+ *   the status of the call.
  */
 NVFP4_API
 NVFP4_Status NVFP4_session_step(NVFP4_Session *const *sessions,
@@ -1843,18 +1915,18 @@ NVFP4_Status NVFP4_session_step(NVFP4_Session *const *sessions,
                                 NVFP4_Status *statuses);
 
 /**
- * NVFP4_session_step(), and writes the token to come of each session to `next`, chosen where the model runs: on a GPU no logits
- * come to the host. `next[i]` is what NVFP4_session_sample() would choose then, and is not appended: to generate, pass it as
- * the token of the next step, until a stop token or length of yours ends that sequence; a detokenizer says when. Sequences may join
- * and leave between any two steps. The order of `sessions` is best kept: with the same sessions, and `next` as their tokens, a GPU
- * has begun the next step before it is asked for.
+ * NVFP4_session_step() that also chooses the next token of each session, on the device of the model: on a GPU no logits
+ * are copied to the host. `next[i]` is the token that NVFP4_session_sample() would choose, and is not appended: to
+ * generate, pass it as the token of the next step, until a stop token or your length limit ends that sequence; a
+ * detokenizer says when. Sequences may join and leave between any two steps. Keep the order of `sessions`: with the same
+ * sessions, and `next` as their tokens, a GPU has already begun the next step when it is called.
  *
- * - `options`: how to choose, `options[i]` for `sessions[i]`; of each, what concerns stops and lengths has no part in it. NULL,
- *   for one or for all, takes the likeliest token. One may stand for several sessions: draws depend on its seed and on how many
- *   tokens were appended to a session. What ends `options[i].call` before the pass begins leaves out that session, with
- *   #NVFP4_CANCELLED; its progress callback is not called.
+ * - `options`: how to choose, `options[i]` for `sessions[i]`; options on stops and lengths are ignored. NULL, for one
+ *   session or for all, takes the argmax. Several sessions may share one: draws depend on its seed and on the number of
+ *   tokens appended to each session. If `options[i]->call` is cancelled before the pass begins, that session is left out
+ *   with the status #NVFP4_CANCELLED; its progress callback is not called.
  * - `call`, `statuses`: as for NVFP4_session_step().
- * - `next`: `count` tokens; those of sessions that were not run are unchanged. It may be `tokens`.
+ * - `next`: `count` tokens, unchanged for sessions that were not run. May be the same array as `tokens`.
  */
 NVFP4_API
 NVFP4_Status NVFP4_session_step_sample(NVFP4_Session *const *sessions,
@@ -1866,26 +1938,27 @@ NVFP4_Status NVFP4_session_step_sample(NVFP4_Session *const *sessions,
                                        NVFP4_Status *statuses);
 
 /**
- * @defgroup chat Conversations, as a model was trained to have them
+ * @defgroup chat Chat: conversations in the format that a model was trained on
  *
- * A turn gives the conversation as chat servers take it, and generates the answer: JSON of an array of messages, each an object with
- * `role` (system, developer, user, assistant or tool) and `content` (a text, or an array of parts `{"type": "text", "text": ...}`).
- * An assistant's message may have `reasoning_content`, what was thought before, and `tool_calls`; a tool's has the
- * `tool_call_id` that it answers.
+ * A turn takes the conversation in the format of common chat servers, and generates the answer. It is a JSON array of
+ * messages, each an object with `role` (system, developer, user, assistant or tool) and `content` (a string, or an array
+ * of parts `{"type": "text", "text": ...}`). An assistant's message may also have `reasoning_content`, the reasoning
+ * before the answer, and `tool_calls`; a tool's message has the `tool_call_id` that it answers.
  *
- * The model's chat template (ChatML if it has none) writes that as text. Of the tokens that the session holds those stay with which
- * the new text begins, and the rest is run: so an answer that is asked for again, an earlier message that has changed, another system
- * prompt and the results of tools are turns as any other. Names of special tokens in messages count as plain text.
+ * The model's chat template (ChatML if it has none) renders that as text. The longest common prefix of this text and the
+ * tokens in the session is kept in the cache, and only the rest is run. So regenerating an answer, changing an earlier
+ * message or the system prompt, and passing the results of tools are turns like any other. Names of special tokens within
+ * messages are treated as plain text.
  */
 
 /** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_ChatOptions). */
 NVFP4_API NVFP4_Status NVFP4_chat_options_init(NVFP4_ChatOptions *options, uint32_t struct_size);
 
 /**
- * Says something to the model and generates the answer: a turn whose messages are those that the session has, and one more of the
- * user's. The first takes an empty session, and begins with the system prompt of its options.
+ * Adds a user message to the conversation of the session and generates the answer. The first turn needs an empty session,
+ * and begins with the system prompt of the session's options.
  *
- * - `text`, `text_length`: what the user says, in UTF-8.
+ * - `text`, `text_length`: the user's message, in UTF-8.
  * - `chat`: NULL for the options of the turn before, or the defaults.
  * - The rest is as for NVFP4_session_generate(). Cancelled before its first token is due, it fails with #NVFP4_CANCELLED.
  */
@@ -1900,11 +1973,12 @@ NVFP4_Status NVFP4_session_chat(NVFP4_Session *session,
                                 NVFP4_GenerationResult *result);
 
 /**
- * Generates the answer to a conversation, all of which is given; the system prompt of the session's options has no part in it. With
- * `max_tokens` 0 the prompt is run and nothing generated, so that steps of many sessions can go on from there.
+ * Generates the answer to a conversation that is passed as a whole; the system prompt of the session's options is not
+ * used. With `max_tokens` 0 the prompt is run and nothing is generated, so that steps of many sessions can continue from
+ * there.
  *
- * - `messages`, `messages_length`: a JSON array, as said at the top of this chapter. What is wrong with it is told with line and
- *   column, or with the number of the message.
+ * - `messages`, `messages_length`: a JSON array, as described at the beginning of this chapter. Error messages name the
+ *   line and column, or the number of the message.
  * - `chat`: NULL for the options of the turn before, or the defaults.
  * - The rest is as for NVFP4_session_chat().
  */
@@ -1919,8 +1993,9 @@ NVFP4_Status NVFP4_session_chat_messages(NVFP4_Session *session,
                                          NVFP4_GenerationResult *result);
 
 /**
- * Copies the conversation of the chat turns, as a JSON array of messages like those of NVFP4_session_chat_messages(), the last answer
- * with its reasoning and calls of tools; during a call, as it was before. For the buffer see TEXT above.
+ * Copies the conversation of the chat turns, as a JSON array of messages like those of NVFP4_session_chat_messages(),
+ * including the last answer with its reasoning and tool calls; during a call, the conversation from before it. For the
+ * buffer see TEXT above.
  */
 NVFP4_API
 NVFP4_Status NVFP4_session_messages(const NVFP4_Session *session,
@@ -1928,7 +2003,7 @@ NVFP4_Status NVFP4_session_messages(const NVFP4_Session *session,
                                     size_t capacity,
                                     size_t *length);
 
-/** Copies what the model thought before the last answer; empty where it did not. For the buffer see TEXT above. */
+/** Copies the model's reasoning before the last answer; empty if there was none. For the buffer see TEXT above. */
 NVFP4_API
 NVFP4_Status NVFP4_session_reasoning(NVFP4_Session *session,
                                      char *buffer,
@@ -1936,8 +2011,8 @@ NVFP4_Status NVFP4_session_reasoning(NVFP4_Session *session,
                                      size_t *length);
 
 /**
- * Copies the calls of tools in the last answer, as a JSON array of objects like those of #NVFP4_PART_TOOL_CALL. Their results go back as
- * messages of the role tool. For the buffer see TEXT above.
+ * Copies the tool calls of the last answer, as a JSON array of objects like those of #NVFP4_PART_TOOL_CALL. Pass their
+ * results as messages of the role tool. For the buffer see TEXT above.
  */
 NVFP4_API
 NVFP4_Status NVFP4_session_tool_calls(NVFP4_Session *session,
@@ -1946,9 +2021,10 @@ NVFP4_Status NVFP4_session_tool_calls(NVFP4_Session *session,
                                       size_t *length);
 
 /**
- * Copies the text that a turn with these messages is written as. `add_generation_prompt` 1 opens the assistant's answer. Asking for
- * the length first costs nothing, as for NVFP4_model_tokenize(). Names of special tokens in messages cannot be told from
- * the template's own in this text: where strangers write messages, let a session run them.
+ * Copies the text that a turn with these messages is rendered as. `add_generation_prompt` 1 appends the beginning of the
+ * assistant's answer. Asking for the length first does not double the work, as for NVFP4_model_tokenize(). In this text,
+ * names of special tokens within messages look like the template's own: do not tokenize it if the messages are untrusted,
+ * but let a session run them.
  *
  * - `messages`, `messages_length`, `chat`: as for NVFP4_session_chat_messages(); `chat` NULL for the defaults.
  */
@@ -1963,20 +2039,20 @@ NVFP4_Status NVFP4_model_render_messages(const NVFP4_Model *model,
                                          size_t *length);
 
 /**
- * @defgroup detokenizer Text as tokens come, for hosts that step many sessions
+ * @defgroup detokenizer Detokenizers: text from tokens one by one, for hosts that step many sessions
  *
- * A detokenizer follows one sequence: it is given each token, gives the text that the token completes, in whole characters, and says
- * what ends the sequence, as NVFP4_session_generate() would: a stop token, a stop string, or its length. What may be the beginning
- * of a stop string waits until that is decided.
+ * A detokenizer follows one sequence. It takes each token, gives the text that the token completes, in whole characters,
+ * and says when the sequence ends, as NVFP4_session_generate() would: by a stop token, a stop string, or its length. Text
+ * that may be the beginning of a stop string is held back until that is decided.
  */
 
 /**
- * Makes a detokenizer of a model, which must have a tokenizer.
+ * Creates a detokenizer of a model, which must have a tokenizer.
  *
- * - `tokens`, `count`: what the sequence holds already: its text is not given again, but may end within a character, which the next
- *   token goes on with. NULL and 0 at the start of a text, as an answer is.
- * - `options`: what ends the sequence: stop tokens and strings, whether the model's own stop tokens count, and how many tokens it
- *   may have. NULL for the defaults. Copied.
+ * - `tokens`, `count`: the tokens before the first one that is pushed. Their text is not given, but may end within a
+ *   character, which the next token completes. NULL and 0 at the start of a text, such as an answer.
+ * - `options`: when the sequence ends: stop tokens and strings, whether the model's own stop tokens count, and the most
+ *   tokens. NULL for the defaults. Copied.
  */
 NVFP4_API
 NVFP4_Status NVFP4_detokenizer_create(const NVFP4_Model *model,
@@ -1986,9 +2062,10 @@ NVFP4_Status NVFP4_detokenizer_create(const NVFP4_Model *model,
                                       NVFP4_Detokenizer **out);
 
 /**
- * Adds the next token. Writes the text that it completes, UTF-8 with a NUL behind it, to `text` and its bytes to `length`; the text
- * is valid until the next call with this detokenizer. Writes what ends the sequence with this token to `finish`, one of
- * NVFP4_FINISH_*: a stop token then is not part of the sequence, and gives no text; any other token is. After that no token is taken.
+ * Adds the next token. Writes the text that it completes, UTF-8 with a NUL after it, to `text`, and its length in bytes to
+ * `length`; the text is valid until the next call with this detokenizer. Writes to `finish`, one of NVFP4_FINISH_*,
+ * whether and how the sequence ends with this token. A stop token is not part of the sequence and gives no text; any other
+ * last token is part of it. A sequence that has ended takes no more tokens.
  *
  * - `length`, `finish`: may be NULL.
  */
@@ -2000,8 +2077,8 @@ NVFP4_Status NVFP4_detokenizer_push(NVFP4_Detokenizer *detokenizer,
                                     int32_t *finish);
 
 /**
- * Ends the sequence, where no token has. Gives the text that was held back in case it was the beginning of a stop string; there is
- * none after a stop string. A character that is unfinished gives none: see NVFP4_detokenizer_create() for what follows it.
+ * Ends the sequence if no token has. Gives the text that was held back because it might have begun a stop string; after a
+ * stop string there is none. An incomplete character gives no text: see NVFP4_detokenizer_create() for continuing it.
  *
  * - `text`, `length`: as for NVFP4_detokenizer_push().
  */
@@ -2019,20 +2096,20 @@ NVFP4_API NVFP4_Status NVFP4_detokenizer_release(NVFP4_Detokenizer *detokenizer)
 /**
  * @defgroup torchsharp Drop-in functions for TorchSharp hosts, with the signatures those hosts bind
  *
- * They take tensor handles as `void *`: either #NVFP4_Tensor, or pointers to tensors of libtorch (2.10 or later), as TorchSharp's
- * Tensor.Handle has them. All handles of a call are of one kind, and results are new handles of that kind, the caller's to
- * release or to dispose of; never those that were passed. libtorch is looked for in the process when such a handle comes; it
- * is not needed otherwise.
+ * They take tensor handles as `void *`: either #NVFP4_Tensor, or pointers to tensors of libtorch (2.10 or later), which
+ * TorchSharp has in Tensor.Handle. All handles of a call must be of one kind. Results are new handles of that kind, never
+ * those that were passed, and the caller releases or disposes of them. libtorch is looked up in the process when such a
+ * handle is passed; it is not needed otherwise.
  *
- * The functions have no status: after a call, NVFP4_last_status() is #NVFP4_OK or says why a result is NULL. TorchSharp itself
- * throws the message when NVFP4_quantize, NVFP4_scaled_mm or NVFP4_to_managed fails on its tensors and the host then looks for
- * errors, as it does after these three.
+ * The functions return no status: after a call, NVFP4_last_status() is #NVFP4_OK or says why a result is NULL. When
+ * NVFP4_quantize, NVFP4_scaled_mm or NVFP4_to_managed fails on tensors of TorchSharp, its own error check after the call
+ * throws the message.
  *
- * On a GPU they are asynchronous, as libtorch is: what the device finds wrong is the failure of a later call, see ERRORS OF A GPU
+ * On a GPU they are asynchronous, like libtorch: errors that the device finds fail a later call, see ASYNCHRONOUS ERRORS
  * above.
  *
- * libtorch's tensors may have any strides and offset, and may require a gradient: results never do. They are read where they
- * are, and results are made in libtorch's own memory. On a GPU the order is that of libtorch's current stream.
+ * libtorch's tensors may have any strides and offset, and may require a gradient; results never do. They are read in
+ * place, and results are allocated by libtorch. On a GPU the work is ordered with libtorch's current stream.
  */
 
 /**
@@ -2041,8 +2118,8 @@ NVFP4_API NVFP4_Status NVFP4_detokenizer_release(NVFP4_Detokenizer *detokenizer)
  * - `qdata`: uint8 `[.., K / 2]`, the even index in the low nibble; NULL on failure.
  * - `scale`: float8_e4m3fn `[.., K / 16]`, row-major: amax / 6, clamped to [2^-16, 448]; NULL on failure.
  *
- * The results are where the input is: on a GPU one pass over it makes them, to the same bits, and the call does not wait for it.
- * Those of libtorch are matrices: the leading dimensions become one.
+ * The results are where the input is. On a GPU they have the same bits as on the CPU, and the call does not wait. For
+ * libtorch's tensors they are matrices: the leading dimensions are flattened into one.
  */
 NVFP4_API
 void NVFP4_quantize(void *input,
@@ -2054,10 +2131,11 @@ void NVFP4_quantize(void *input,
  *
  * - `mat1`: uint8 `[M, K / 2]`.
  * - `mat2`: uint8 `[K / 2, N]`, the transposed view of `[N, K / 2]`.
- * - `scale_a`, `scale_b`: float8_e4m3fn, or uint8 holding its bytes, in swizzled order (#NVFP4_SCALES_SWIZZLED) for M and for
- *   N rows.
+ * - `scale_a`, `scale_b`: float8_e4m3fn, or uint8 holding its bytes, in swizzled order (#NVFP4_SCALES_SWIZZLED) for M rows
+ *   and for N rows.
  *
- * The product is computed where the four tensors are, and is there; the call does not wait for a GPU: see NVFP4_matmul().
+ * The product is computed where the four tensors are, and the result is there too; the call does not wait for a GPU: see
+ * NVFP4_matmul().
  */
 NVFP4_API
 void *NVFP4_scaled_mm(void *mat1,
@@ -2067,39 +2145,37 @@ void *NVFP4_scaled_mm(void *mat1,
                       int8_t out_dtype);
 
 /**
- * Frees what the library keeps for reuse: workspaces, the threads of calls that name no device, and memory of the GPUs that
- * are in use, for which it waits. Objects that are in use keep what they need. Nothing has to be freed this way before the
- * process ends.
+ * Frees what the library keeps for reuse: workspaces, the threads of calls that name no device, and free memory of the
+ * GPUs in use, for which it waits. Objects that are in use keep what they need. Not needed before the process ends.
  */
 NVFP4_API
 void NVFP4_empty_cache(void);
 
 /**
- * Whether tensors can be in managed (unified) memory of CUDA device 0: 1 or 0. NVFP4_diagnose() says why not. Also 0 if there is
- * a libtorch in the process that cannot take such memory.
+ * Whether tensors can be in managed (unified) memory of CUDA device 0: 1 or 0. NVFP4_diagnose() says why not. Also 0 if
+ * the process has a libtorch that cannot use such memory.
  */
 NVFP4_API
 int32_t NVFP4_can_use_managed(void);
 
-/** Whether a tensor is in managed memory: 1 or 0, 0 also for what is no tensor. */
+/** Whether a tensor is in managed memory: 1 or 0; also 0 if the handle is not a tensor. */
 NVFP4_API int32_t NVFP4_is_managed_tensor(void *tensor);
 
 /**
- * A tensor with the values of `input` in managed memory, or NULL where that cannot be: a copy, or, if `input` is in managed
- * memory, another handle of it. It is a tensor of the CUDA device `prefetch_device`, or else of the input's, or of device 0.
+ * Gives a tensor with the values of `input` in managed memory: a copy, or another handle of `input` if that is in managed
+ * memory already. NULL on failure. The tensor belongs to the CUDA device `prefetch_device`; with -1 to the device of the
+ * input, or to device 0 if that is in host memory.
  *
- * - `prefetch_device`: the CUDA device to bring it to, or -1.
- * - `read_mostly`: non-zero if it will be read far more than written.
+ * - `prefetch_device`: the CUDA device to prefetch it to, or -1 for none.
+ * - `read_mostly`: non-zero if it will be read far more often than written.
  */
 NVFP4_API
 void *NVFP4_to_managed(void *input,
                        int32_t prefetch_device,
                        int32_t read_mostly);
 
-/** Brings a tensor in managed memory to the CUDA device `device_index`, or with -1 to the host, ahead of its use there. */
-NVFP4_API
-void NVFP4_managed_prefetch(void *tensor,
-                            int32_t device_index);
+/** Prefetches a tensor in managed memory to the CUDA device `device_index`, or to the host with -1. */
+NVFP4_API void NVFP4_managed_prefetch(void *tensor, int32_t device_index);
 
 #ifdef __cplusplus
 }  /* extern "C" */

@@ -1,5 +1,5 @@
-//! What C passes, checked and made into Rust: output places, slices, text, numbers that name a choice, and structs that grow
-//! with the library. The rules are those that the header's opening states.
+//! Arguments from C, checked and converted to Rust: output pointers, slices, text, numbers that name a choice, and structs
+//! that grow with the library. The rules are stated at the beginning of the header.
 
 use std::ffi::c_char;
 use std::fmt;
@@ -9,7 +9,7 @@ use crate::base::error::{Result, bail, err};
 use crate::base::memory::with_room;
 use crate::text::utf8;
 
-/// A place that C gave for a result.
+/// An output pointer from C.
 pub(super) struct Out<T>(*mut T);
 
 impl<T> Out<T> {
@@ -90,8 +90,8 @@ pub(super) unsafe fn text<'a>(name: &str, data: *const c_char, len: usize) -> Re
     utf8(name, unsafe { slice(name, data.cast::<u8>(), len) }?)
 }
 
-/// Text to C: writes the length in bytes, then copies if there is room, with a NUL behind if there is room for that too. A
-/// NULL buffer of capacity 0 asks for the length alone.
+/// Text to C: writes the length in bytes, then copies the text if it fits, followed by a NUL if that fits too. A NULL
+/// buffer of capacity 0 asks for the length alone.
 ///
 /// # Safety
 /// `buffer`, unless NULL, must be writable for `capacity` bytes, and `length`, unless NULL, for a `usize`.
@@ -141,7 +141,7 @@ pub(super) unsafe fn copy_items<T: Copy>(
     Ok(())
 }
 
-/// One of the named numbers in `table`.
+/// The choice in `table` that has the number `value`.
 pub(super) fn choice<T: Copy>(name: &str, value: i32, table: &[(i32, &str, T)]) -> Result<T> {
     match table.iter().find(|(number, ..)| *number == value) {
         Some(&(.., choice)) => Ok(choice),
@@ -161,7 +161,7 @@ pub(super) fn flag(name: &str, value: i32) -> Result<bool> {
     choice(name, value, &[(0, "no", false), (1, "yes", true)])
 }
 
-/// A number that is not negative.
+/// A count, which must not be negative.
 pub(super) fn count(name: &str, value: i64) -> Result<usize> {
     usize::try_from(value)
         .map_err(|_| err!(InvalidArgument, "{name} is {value}; it cannot be negative"))
@@ -180,8 +180,8 @@ pub(super) unsafe fn sizes(name: &str, data: *const i64, len: i32) -> Result<Vec
         .collect()
 }
 
-/// A struct that the caller fills or reads and that may grow at its end in later versions. Its first field is its size as
-/// the caller knows it.
+/// A struct that the caller fills or reads, and that may get more fields at its end in later versions. Its first field is
+/// its size as the caller knows it.
 ///
 /// # Safety
 /// `repr(C)`, the first field `struct_size: u32`, valid for every bit pattern, and without padding.
@@ -194,10 +194,11 @@ pub(super) unsafe trait Growing: Copy {
     fn defaults() -> Self;
 }
 
-/// More is taken for a struct_size that was never set.
+/// A larger struct_size was probably never set.
 const LARGEST_STRUCT: usize = 4096;
 
-/// Refuses a size that a struct has in no version: this one's, an earlier one's, or a larger one as later versions may have.
+/// Refuses a size that the struct has in no version. It may be this version's, an earlier one's, or a larger one, which a
+/// later version may have.
 fn check_size<T>(
     name: &str,
     what: fmt::Arguments<'_>,
@@ -216,7 +217,7 @@ fn check_size<T>(
     Ok(())
 }
 
-/// Refuses a field of `_options` that no version has a use for yet, and that is not 0.
+/// Refuses a reserved field of `_options` that is not 0.
 pub(super) fn reserved<T: Growing>(_options: &T, value: i32) -> Result<()> {
     if value != 0 {
         bail!(
@@ -233,7 +234,7 @@ fn check_struct_size<T: Growing>(size: usize) -> Result<()> {
     check_size::<T>(T::NAME, what, size, T::EARLIER)
 }
 
-/// Copies a struct of `size` bytes as far as it is known here, and refuses what goes beyond that unless it is 0.
+/// Copies the fields that this version knows from a struct of `size` bytes, and fails if any byte after them is not 0.
 ///
 /// # Safety
 /// `from` must be readable for `size` bytes, and T take any bits.
@@ -254,14 +255,14 @@ unsafe fn copy_known<T>(name: &str, from: *const u8, size: usize, to: &mut T) ->
     Ok(())
 }
 
-/// An element of an array from C that may grow at its end in later versions. The caller says what size it has.
+/// An element of an array from C, which may get more fields at its end in later versions. The caller passes its size.
 ///
 /// # Safety
 /// `repr(C)`, valid for every bit pattern, and without padding.
 pub(super) unsafe trait Element: Copy {
     /// Its name in the header.
     const NAME: &'static str;
-    /// What fields have that a caller does not know.
+    /// The values of fields that an older caller does not know.
     fn defaults() -> Self;
 }
 
@@ -324,7 +325,8 @@ pub(super) unsafe fn options<T: Growing>(options: *const T) -> Result<T> {
     Ok(out)
 }
 
-/// Fills a caller's struct of `struct_size` bytes with `value`, as far as it goes, and with zeros beyond what is known here.
+/// Fills a caller's struct of `struct_size` bytes with as much of `value` as fits, and fields that this version does not
+/// know with zeros.
 ///
 /// # Safety
 /// `place`, unless NULL, must be writable for `struct_size` bytes.
@@ -345,7 +347,8 @@ pub(super) unsafe fn fill<T: Growing>(place: *mut T, struct_size: u32, value: T)
     Ok(())
 }
 
-/// Fills a struct for results whose `struct_size` the caller has set. NULL means that the caller does not want it.
+/// Gives a function that fills a struct for results, whose `struct_size` the caller has set. `None` for NULL: the caller
+/// wants no result.
 ///
 /// # Safety
 /// `place`, unless NULL, must be readable for a `u32` and then writable for as many bytes as that says.

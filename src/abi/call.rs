@@ -1,9 +1,11 @@
-//! Long calls: ending them early, and hearing how far they are
+//! Long calls: cancellation and progress
 //!
-//! Calls that may take long - loading, converting, quantizing, prompts, generations, session files - take an #NVFP4_CallOptions, or
-//! have one in their options; a product of tensors takes as long as its operations, and none. It names what ends them: a cancel handle, a flag of the host, or the answer of a progress callback. All of them
-//! are looked at every 50 ms or more often, on all devices, also while a prompt is run and while a call waits for another. What is
-//! set before a call begins ends it when it begins: nothing is lost, and one handle may be in many calls.
+//! Calls that may take long - loading, converting, quantizing, prompts, generations, session files - take an
+//! #NVFP4_CallOptions, directly or within their options. Products of tensors take none and cannot be cancelled. A call can
+//! be cancelled in three ways: by a cancel handle, by a flag in the host's memory, or by what its progress callback
+//! returns. All of them are checked at least every 50 ms, on all devices, also while a prompt is run and while a call waits
+//! for another. A cancel handle or flag that is set before a call begins ends the call at its start. One cancel handle may
+//! serve many calls.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -17,7 +19,7 @@ use super::status::{NVFP4_INVALID_HANDLE, NVFP4_OK, NVFP4_Status};
 use crate::base::call::{self, Flag, Progress, Watch};
 use crate::base::error::{Result, bail};
 
-/// What ends calls early. See the chapter on long calls.
+/// Cancels long calls. See the chapter on long calls.
 pub struct NVFP4_Cancel {
     _private: [u8; 0],
 }
@@ -37,27 +39,28 @@ impl Object for Cancel {
     const NAME: &'static str = "NVFP4_Cancel";
 }
 
-/// Is told how far a long call is, now and then, on the thread that made it: in bytes of a file, in values of a tensor, or in tokens of a
-/// prompt (a generation counts on with those it makes). Returns 0 to go on, anything else to cancel. It should be quick: the call waits for it.
-/// It may call the library, but not use the model that is being run: that gives #NVFP4_BUSY.
+/// Receives the progress of a long call, now and then, on the thread that made it: `done` of `total`, in bytes of a file,
+/// values of a tensor, or tokens (those of the prompt, then those generated). Returns 0 to go on, anything else to cancel.
+/// It should be quick: the call waits for it. It may call the library, but not use the model that is being run: that gives
+/// #NVFP4_BUSY.
 pub type NVFP4_ProgressCallback =
     Option<unsafe extern "C" fn(user: *mut c_void, done: u64, total: u64) -> i32>;
 
-/// What may end a long call, and who hears how far it is. Fill with NVFP4_call_options_init(), then change what is to differ.
-/// It and what it points to must stay as long as the call runs.
+/// How a long call is cancelled and reports its progress. Fill with NVFP4_call_options_init(), then change what is to
+/// differ. The struct and what it points to must stay valid until the call returns.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct NVFP4_CallOptions {
     /// sizeof(NVFP4_CallOptions) as the caller knows it.
     pub struct_size: u32,
-    /// Leave it 0.
+    /// Must be 0.
     pub reserved: i32,
-    /// Ends the call when it is triggered, or if it has been. Default: NULL.
+    /// Cancels the call when it is triggered, or if it already has been. Default: NULL.
     pub cancel: *const NVFP4_Cancel,
-    /// Ends the call when it is not 0: a variable of the host, which any thread and any signal handler may write. Aligned to 4
-    /// bytes. Default: NULL.
+    /// Cancels the call when it is not 0: a variable of the host, which any thread and any signal handler may write.
+    /// Aligned to 4 bytes. Default: NULL.
     pub cancel_flag: *const i32,
-    /// Is told how far the call is, at its end too. Default: NULL.
+    /// Called with the progress, and once more at the end. Default: NULL.
     pub progress: NVFP4_ProgressCallback,
     /// The first argument of `progress`.
     pub user: *mut c_void,
@@ -78,13 +81,13 @@ unsafe impl Growing for NVFP4_CallOptions {
     }
 }
 
-/// A variable of the host that ends a call once it is not 0.
+/// A variable of the host that cancels a call once it is not 0.
 #[derive(Clone, Copy)]
 struct HostFlag(*const AtomicI32);
-// SAFETY: an atomic may be looked at from any thread; the host keeps it while the call runs.
+// SAFETY: an atomic may be read from any thread; the host keeps it while the call runs.
 unsafe impl Sync for HostFlag {}
 
-/// What ends a call.
+/// What may cancel a call: a cancel handle, a flag of the host, or both.
 pub(super) struct Ends {
     cancel: Option<Arc<Cancel>>,
     flag: HostFlag,
@@ -114,7 +117,7 @@ impl Ends {
         unsafe { Self::of(&options(call)?) }
     }
 
-    /// Runs `body`, which this may end.
+    /// Runs `body`, which this may cancel.
     pub(super) fn ending<T>(&self, body: impl FnOnce() -> Result<T>) -> Result<T> {
         let flag = || self.is_set();
         let watch = Watch {
@@ -124,7 +127,7 @@ impl Ends {
         watch.during(body)
     }
 
-    /// Whether the call is to end.
+    /// Whether the call is to be cancelled.
     pub(super) fn is_set(&self) -> bool {
         let Ends { cancel, flag } = self;
         let triggered = cancel.as_ref().is_some_and(|c| slots::is_set(c.0));
@@ -133,7 +136,7 @@ impl Ends {
     }
 }
 
-/// Runs `body`, which may be long, as `call` says.
+/// Runs `body`, which may take long, with the cancellation and progress of `call`.
 ///
 /// # Safety
 /// `call`, unless NULL, must be readable, and what it points to as the header says.
@@ -177,7 +180,7 @@ pub unsafe extern "C" fn NVFP4_call_options_init(
     })
 }
 
-/// Makes a cancel handle, which is not triggered.
+/// Creates a cancel handle, not triggered yet.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_cancel_create(out: *mut *mut NVFP4_Cancel) -> NVFP4_Status {
     enter("NVFP4_cancel_create", || {
@@ -190,16 +193,17 @@ pub unsafe extern "C" fn NVFP4_cancel_create(out: *mut *mut NVFP4_Cancel) -> NVF
     })
 }
 
-/// Ends the calls that the handle was given to, those that have yet to begin too: a generation with what it has, anything else with
-/// #NVFP4_CANCELLED. From any thread, from a callback, and from a signal handler: it takes no lock and no memory. It leaves
-/// no message: what is no live cancel handle gives #NVFP4_INVALID_HANDLE, and that is all there is to say.
+/// Cancels the calls that were given the handle, including those that have yet to begin: a generation ends with the tokens
+/// it has, anything else fails with #NVFP4_CANCELLED. May be called from any thread, callback or signal handler: it takes
+/// no lock and no memory. #NVFP4_INVALID_HANDLE if the handle is not a live cancel handle; NVFP4_last_error() is not
+/// changed.
 #[unsafe(no_mangle)]
 pub extern "C" fn NVFP4_cancel_trigger(cancel: *mut NVFP4_Cancel) -> NVFP4_Status {
     mark(cancel, true)
 }
 
-/// Makes the handle as it was at first, for more calls. Like NVFP4_cancel_trigger() it leaves no message and may be called anywhere. A
-/// call that has seen it triggered ends all the same; one that has not goes on.
+/// Makes the handle not triggered again, for further calls. May be called wherever NVFP4_cancel_trigger() may, and does not
+/// change NVFP4_last_error() either. A call that has already seen it triggered still ends; one that has not goes on.
 #[unsafe(no_mangle)]
 pub extern "C" fn NVFP4_cancel_reset(cancel: *mut NVFP4_Cancel) -> NVFP4_Status {
     mark(cancel, false)
@@ -235,7 +239,8 @@ pub unsafe extern "C" fn NVFP4_cancel_retain(cancel: *mut NVFP4_Cancel) -> NVFP4
     })
 }
 
-/// Gives up a reference to a cancel handle. After the last one it is stale; calls that run with it go on, and see it as it is.
+/// Gives up a reference to a cancel handle. After the last one the handle is stale; calls that run with it go on, and keep
+/// its last state.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_cancel_release(cancel: *mut NVFP4_Cancel) -> NVFP4_Status {
     enter_to_free("NVFP4_cancel_release", || {

@@ -1,13 +1,14 @@
-//! Conversations, as a model was trained to have them
+//! Chat: conversations in the format that a model was trained on
 //!
-//! A turn gives the conversation as chat servers take it, and generates the answer: JSON of an array of messages, each an object with
-//! `role` (system, developer, user, assistant or tool) and `content` (a text, or an array of parts `{"type": "text", "text": ...}`).
-//! An assistant's message may have `reasoning_content`, what was thought before, and `tool_calls`; a tool's has the
-//! `tool_call_id` that it answers.
+//! A turn takes the conversation in the format of common chat servers, and generates the answer. It is a JSON array of
+//! messages, each an object with `role` (system, developer, user, assistant or tool) and `content` (a string, or an array
+//! of parts `{"type": "text", "text": ...}`). An assistant's message may also have `reasoning_content`, the reasoning
+//! before the answer, and `tool_calls`; a tool's message has the `tool_call_id` that it answers.
 //!
-//! The model's chat template (ChatML if it has none) writes that as text. Of the tokens that the session holds those stay with which
-//! the new text begins, and the rest is run: so an answer that is asked for again, an earlier message that has changed, another system
-//! prompt and the results of tools are turns as any other. Names of special tokens in messages count as plain text.
+//! The model's chat template (ChatML if it has none) renders that as text. The longest common prefix of this text and the
+//! tokens in the session is kept in the cache, and only the rest is run. So regenerating an answer, changing an earlier
+//! message or the system prompt, and passing the results of tools are turns like any other. Names of special tokens within
+//! messages are treated as plain text.
 
 use std::ffi::c_char;
 use std::ffi::c_void;
@@ -30,26 +31,29 @@ use crate::model::Model;
 use crate::session::{ChatOptions, render};
 use crate::text::{messages_from_json, tools_from_json, variables_from_json};
 
-/// How a turn is written and answered. Fill with NVFP4_chat_options_init(), then change what is to differ. Texts are read during the
-/// call only.
+/// How a turn is rendered and answered. Fill with NVFP4_chat_options_init(), then change what is to differ. Texts are read
+/// during the call only.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct NVFP4_ChatOptions {
     /// sizeof(NVFP4_ChatOptions) as the caller knows it.
     pub struct_size: u32,
-    /// 1 leaves earlier answers in the session with their reasoning, whatever the template does about it: a turn then runs only
-    /// what it adds, but the model sees what it was not trained on, and the context fills sooner. Default: 0.
+    /// 1 keeps the reasoning of earlier answers in the session, even if the template would remove it. A turn then runs only
+    /// its new tokens, but the model gets a prompt unlike those it was trained on, and the context fills sooner. Default:
+    /// 0.
     pub keep_reasoning: i32,
-    /// The most tokens that a thought may have, or -1 for any number. Then it is ended in the words of the model's maker, and the answer
-    /// follows. A model that does not think has none to end. Default: -1.
+    /// The most tokens of reasoning, or -1 for any number. After that many the library closes the reasoning with the text
+    /// that the model's maker provides for this, and the answer follows. No effect on models without reasoning. Default:
+    /// -1.
     pub reasoning_budget: i64,
-    /// Variables of the model's template: a JSON object such as `{"enable_thinking": false}`, or NULL for none. One that the template
-    /// never reads changes nothing, and is logged as a warning. Default: NULL.
+    /// Variables of the model's chat template: a JSON object such as `{"enable_thinking": false}`, or NULL for none. A
+    /// variable that the template never reads has no effect, and is logged as a warning. Default: NULL.
     pub variables: *const c_char,
     /// Bytes of `variables`.
     pub variables_length: usize,
-    /// The tools that the model may call: a JSON array of `{"type": "function", "function": {"name": ..., "description": ...,
-    /// "parameters": {...}}}`, or NULL for none. #NVFP4_UNSUPPORTED if the template knows no tools. Default: NULL.
+    /// The tools that the model may call: a JSON array of `{"type": "function", "function": {"name": ..., "description":
+    /// ..., "parameters": {...}}}`, or NULL for none. #NVFP4_UNSUPPORTED if the template does not support tools. Default:
+    /// NULL.
     pub tools: *const c_char,
     /// Bytes of `tools`.
     pub tools_length: usize,
@@ -72,7 +76,7 @@ unsafe impl Growing for NVFP4_ChatOptions {
 }
 
 impl NVFP4_ChatOptions {
-    /// What `chat` says, if it is not NULL.
+    /// Reads `chat`; `None` if it is NULL.
     ///
     /// # Safety
     /// It and its texts must be readable.
@@ -125,10 +129,10 @@ pub unsafe extern "C" fn NVFP4_chat_options_init(
     })
 }
 
-/// Says something to the model and generates the answer: a turn whose messages are those that the session has, and one more of the
-/// user's. The first takes an empty session, and begins with the system prompt of its options.
+/// Adds a user message to the conversation of the session and generates the answer. The first turn needs an empty session,
+/// and begins with the system prompt of the session's options.
 ///
-/// - `text`, `text_length`: what the user says, in UTF-8.
+/// - `text`, `text_length`: the user's message, in UTF-8.
 /// - `chat`: NULL for the options of the turn before, or the defaults.
 /// - The rest is as for NVFP4_session_generate(). Cancelled before its first token is due, it fails with #NVFP4_CANCELLED.
 #[unsafe(no_mangle)]
@@ -159,11 +163,12 @@ pub unsafe extern "C" fn NVFP4_session_chat(
     })
 }
 
-/// Generates the answer to a conversation, all of which is given; the system prompt of the session's options has no part in it. With
-/// `max_tokens` 0 the prompt is run and nothing generated, so that steps of many sessions can go on from there.
+/// Generates the answer to a conversation that is passed as a whole; the system prompt of the session's options is not
+/// used. With `max_tokens` 0 the prompt is run and nothing is generated, so that steps of many sessions can continue from
+/// there.
 ///
-/// - `messages`, `messages_length`: a JSON array, as said at the top of this chapter. What is wrong with it is told with line and
-///   column, or with the number of the message.
+/// - `messages`, `messages_length`: a JSON array, as described at the beginning of this chapter. Error messages name the
+///   line and column, or the number of the message.
 /// - `chat`: NULL for the options of the turn before, or the defaults.
 /// - The rest is as for NVFP4_session_chat().
 #[unsafe(no_mangle)]
@@ -196,8 +201,9 @@ pub unsafe extern "C" fn NVFP4_session_chat_messages(
     })
 }
 
-/// Copies the conversation of the chat turns, as a JSON array of messages like those of NVFP4_session_chat_messages(), the last answer
-/// with its reasoning and calls of tools; during a call, as it was before. For the buffer see TEXT above.
+/// Copies the conversation of the chat turns, as a JSON array of messages like those of NVFP4_session_chat_messages(),
+/// including the last answer with its reasoning and tool calls; during a call, the conversation from before it. For the
+/// buffer see TEXT above.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_session_messages(
     session: *const NVFP4_Session,
@@ -215,7 +221,7 @@ pub unsafe extern "C" fn NVFP4_session_messages(
     })
 }
 
-/// Copies what the model thought before the last answer; empty where it did not. For the buffer see TEXT above.
+/// Copies the model's reasoning before the last answer; empty if there was none. For the buffer see TEXT above.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_session_reasoning(
     session: *mut NVFP4_Session,
@@ -229,8 +235,8 @@ pub unsafe extern "C" fn NVFP4_session_reasoning(
     })
 }
 
-/// Copies the calls of tools in the last answer, as a JSON array of objects like those of #NVFP4_PART_TOOL_CALL. Their results go back as
-/// messages of the role tool. For the buffer see TEXT above.
+/// Copies the tool calls of the last answer, as a JSON array of objects like those of #NVFP4_PART_TOOL_CALL. Pass their
+/// results as messages of the role tool. For the buffer see TEXT above.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_session_tool_calls(
     session: *mut NVFP4_Session,
@@ -244,9 +250,10 @@ pub unsafe extern "C" fn NVFP4_session_tool_calls(
     })
 }
 
-/// Copies the text that a turn with these messages is written as. `add_generation_prompt` 1 opens the assistant's answer. Asking for
-/// the length first costs nothing, as for NVFP4_model_tokenize(). Names of special tokens in messages cannot be told from
-/// the template's own in this text: where strangers write messages, let a session run them.
+/// Copies the text that a turn with these messages is rendered as. `add_generation_prompt` 1 appends the beginning of the
+/// assistant's answer. Asking for the length first does not double the work, as for NVFP4_model_tokenize(). In this text,
+/// names of special tokens within messages look like the template's own: do not tokenize it if the messages are untrusted,
+/// but let a session run them.
 ///
 /// - `messages`, `messages_length`, `chat`: as for NVFP4_session_chat_messages(); `chat` NULL for the defaults.
 #[unsafe(no_mangle)]

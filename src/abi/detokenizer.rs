@@ -1,8 +1,8 @@
-//! Text as tokens come, for hosts that step many sessions
+//! Detokenizers: text from tokens one by one, for hosts that step many sessions
 //!
-//! A detokenizer follows one sequence: it is given each token, gives the text that the token completes, in whole characters, and says
-//! what ends the sequence, as NVFP4_session_generate() would: a stop token, a stop string, or its length. What may be the beginning
-//! of a stop string waits until that is decided.
+//! A detokenizer follows one sequence. It takes each token, gives the text that the token completes, in whole characters,
+//! and says when the sequence ends, as NVFP4_session_generate() would: by a stop token, a stop string, or its length. Text
+//! that may be the beginning of a stop string is held back until that is decided.
 
 use std::ffi::c_char;
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
@@ -19,14 +19,14 @@ use crate::base::error::{Result, bail};
 use crate::model::Model;
 use crate::session::Transcript;
 
-/// The text of one sequence. See the detokenizer chapter.
+/// Converts the tokens of one sequence to text. See the detokenizer chapter.
 pub struct NVFP4_Detokenizer {
     _private: [u8; 0],
 }
 
 struct State {
     transcript: Transcript,
-    /// What the last call gave.
+    /// The text that the last call gave.
     text: String,
     finish: i32,
 }
@@ -54,12 +54,12 @@ impl Detokenizer {
     }
 }
 
-/// Makes a detokenizer of a model, which must have a tokenizer.
+/// Creates a detokenizer of a model, which must have a tokenizer.
 ///
-/// - `tokens`, `count`: what the sequence holds already: its text is not given again, but may end within a character, which the next
-///   token goes on with. NULL and 0 at the start of a text, as an answer is.
-/// - `options`: what ends the sequence: stop tokens and strings, whether the model's own stop tokens count, and how many tokens it
-///   may have. NULL for the defaults. Copied.
+/// - `tokens`, `count`: the tokens before the first one that is pushed. Their text is not given, but may end within a
+///   character, which the next token completes. NULL and 0 at the start of a text, such as an answer.
+/// - `options`: when the sequence ends: stop tokens and strings, whether the model's own stop tokens count, and the most
+///   tokens. NULL for the defaults. Copied.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_detokenizer_create(
     model: *const NVFP4_Model,
@@ -89,9 +89,10 @@ pub unsafe extern "C" fn NVFP4_detokenizer_create(
     })
 }
 
-/// Adds the next token. Writes the text that it completes, UTF-8 with a NUL behind it, to `text` and its bytes to `length`; the text
-/// is valid until the next call with this detokenizer. Writes what ends the sequence with this token to `finish`, one of
-/// NVFP4_FINISH_*: a stop token then is not part of the sequence, and gives no text; any other token is. After that no token is taken.
+/// Adds the next token. Writes the text that it completes, UTF-8 with a NUL after it, to `text`, and its length in bytes to
+/// `length`; the text is valid until the next call with this detokenizer. Writes to `finish`, one of NVFP4_FINISH_*,
+/// whether and how the sequence ends with this token. A stop token is not part of the sequence and gives no text; any other
+/// last token is part of it. A sequence that has ended takes no more tokens.
 ///
 /// - `length`, `finish`: may be NULL.
 #[unsafe(no_mangle)]
@@ -129,8 +130,8 @@ pub unsafe extern "C" fn NVFP4_detokenizer_push(
     })
 }
 
-/// Ends the sequence, where no token has. Gives the text that was held back in case it was the beginning of a stop string; there is
-/// none after a stop string. A character that is unfinished gives none: see NVFP4_detokenizer_create() for what follows it.
+/// Ends the sequence if no token has. Gives the text that was held back because it might have begun a stop string; after a
+/// stop string there is none. An incomplete character gives no text: see NVFP4_detokenizer_create() for continuing it.
 ///
 /// - `text`, `length`: as for NVFP4_detokenizer_push().
 #[unsafe(no_mangle)]
@@ -159,7 +160,7 @@ pub unsafe extern "C" fn NVFP4_detokenizer_finish(
     })
 }
 
-/// Changes the state, and gives its text.
+/// Changes the state and writes its text to `text` and `length`.
 ///
 /// # Safety
 /// As the header says of the pointers.

@@ -1,5 +1,5 @@
-//! The boundary that every entry passes: a panic stops here and, like every error, becomes a status and this thread's last
-//! message.
+//! Every exported function runs its body in here: a panic stops here and, like any error, becomes a status and this
+//! thread's last error message.
 
 use std::any::Any;
 use std::cell::{Cell, RefCell};
@@ -17,24 +17,24 @@ struct Last {
     status: NVFP4_Status,
     /// With a terminating NUL, and none before it.
     text: Vec<u8>,
-    /// What this thread's next call is likely to ask for.
+    /// A result kept for this thread's next call, which may ask for it.
     kept: Option<Box<dyn Any>>,
 }
 
 thread_local! {
     static LAST: RefCell<Last> = const { RefCell::new(Last { status: NVFP4_OK, text: Vec::new(), kept: None }) };
-    /// Whether this thread has what calls need.
+    /// Whether this thread's thread-local storage is set up.
     static KNOWN: Cell<bool> = const { Cell::new(false) };
-    /// Whether this thread's last call failed because there was no memory for that. `LAST` is not touched then.
+    /// Whether this thread's last call failed because there was no memory to set that up. `LAST` is not touched then.
     static REFUSED: Cell<bool> = const { Cell::new(false) };
 }
 
 const REFUSAL: &CStr =
     c"the system refused the memory that a thread's first call needs; free something and call again";
-/// Bytes that the C library may take when a thread first comes here. Where it has none it ends the process.
+/// Bytes that the C library may allocate at a thread's first call. It ends the process if it cannot.
 const FOR_A_THREAD: usize = 4096;
 
-/// Runs the body of the entry `function`.
+/// Runs the body of the exported function `function`.
 pub(super) fn enter(function: &'static str, body: impl FnOnce() -> Result<()>) -> NVFP4_Status {
     match prepared(function, body) {
         Ok(()) => NVFP4_OK,
@@ -42,7 +42,7 @@ pub(super) fn enter(function: &'static str, body: impl FnOnce() -> Result<()>) -
     }
 }
 
-/// Runs the body of an entry that gives memory up and takes none: it runs however little there is.
+/// Runs the body of a function that frees memory and allocates none: it runs however little memory is left.
 pub(super) fn enter_to_free(
     function: &'static str,
     body: impl FnOnce() -> Result<()>,
@@ -54,7 +54,7 @@ pub(super) fn enter_to_free(
     }
 }
 
-/// Runs the body of an entry that reads the last error, and leaves it as it is whatever happens.
+/// Runs the body of a function that reads the last error, and leaves that unchanged whatever happens.
 pub(super) fn enter_quietly(body: impl FnOnce() -> Result<()>) -> NVFP4_Status {
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => NVFP4_OK,
@@ -63,7 +63,8 @@ pub(super) fn enter_quietly(body: impl FnOnce() -> Result<()>) -> NVFP4_Status {
     }
 }
 
-/// Runs the body of an entry without a status of its own: success clears the last error, so that the caller can tell.
+/// Runs the body of a drop-in function, which returns no status: success clears the last error, so that the caller can tell
+/// success from failure.
 pub(super) fn enter_drop_in<T>(
     function: &'static str,
     otherwise: T,
@@ -73,7 +74,7 @@ pub(super) fn enter_drop_in<T>(
     prepared(function, body).unwrap_or(otherwise)
 }
 
-/// The same of one that gives memory up.
+/// The same for one that frees memory.
 pub(super) fn enter_drop_in_to_free(function: &'static str, body: impl FnOnce() -> Result<()>) {
     remember(NVFP4_OK, "");
     enter_to_free(function, body);
@@ -107,7 +108,7 @@ fn caught<T>(
             &library::LISTENERS,
         ]);
     });
-    // What a panic leaves half done is only reachable through an exclusive handle, which stays locked out after it.
+    // Unwind safe: state that a panic leaves inconsistent is only reachable through an exclusive handle, which stays unusable.
     let error = match catch_unwind(AssertUnwindSafe(|| {
         let _context = KeepContext::new();
         let _entered = entry::enter(function);
@@ -118,7 +119,7 @@ fn caught<T>(
         Err(panic) => Error::new(ErrorKind::Internal, panics::text(&*panic)),
     };
     let status = error.kind().status();
-    // A subscriber is foreign code: it may panic, or call in here and fail, and neither may cost the caller the message.
+    // A subscriber is foreign code: it may panic, or call the library and fail. The caller must get its message all the same.
     let _ = catch_unwind(AssertUnwindSafe(|| {
         tracing::debug!(status, "{function}: {}", error.message());
     }));
@@ -126,28 +127,29 @@ fn caught<T>(
     Err(status)
 }
 
-/// Keeps the message of `error` as the last one of this thread, though its call does not fail.
+/// Makes `error` this thread's last error, though the call itself succeeds.
 pub(super) fn note(error: &Error) -> NVFP4_Status {
     let status = error.kind().status();
     remember(status, error.message());
     status
 }
 
-/// Whether this thread has what calls need: storage whose end the C library has noted, for which it takes memory.
+/// Whether this thread's thread-local storage is set up; sets it up if not. The C library allocates memory to register its
+/// destructors.
 fn is_known() -> bool {
     if KNOWN.get() {
         return true;
     }
-    // SAFETY: what comes is given back at once.
+    // SAFETY: what is allocated is freed at once.
     let there = unsafe {
-        // A compiler may leave out what is not used.
+        // Without `black_box` the compiler may drop the unused allocation.
         let probe = std::hint::black_box(libc::malloc(FOR_A_THREAD));
         libc::free(probe);
         !probe.is_null()
     };
     REFUSED.set(!there);
     if there {
-        // The storage of a thread that ends may be gone; its calls have no message then.
+        // The storage of a thread that is ending may be gone; its calls then have no message.
         let _ = LAST.try_with(|_| {});
         let _ = std::thread::current();
         KNOWN.set(true);
@@ -159,7 +161,7 @@ fn remember(status: NVFP4_Status, message: &str) {
     if REFUSED.get() {
         return;
     }
-    // The thread's storage may be gone when a destructor of the host calls in late; then there is nobody left to read it.
+    // The thread's storage may be gone when a destructor of the host calls late; nobody can read the message then.
     let _ = LAST.try_with(|last| {
         let mut last = last.borrow_mut();
         last.status = status;
@@ -200,7 +202,7 @@ pub(super) fn last_text() -> String {
     .unwrap_or_default()
 }
 
-/// The last error, if there is one; then there is none.
+/// Takes the last error, if there is one.
 pub(super) fn take_last() -> Option<(NVFP4_Status, CString)> {
     if REFUSED.take() {
         return Some((ErrorKind::OutOfMemory.status(), REFUSAL.to_owned()));
@@ -216,29 +218,29 @@ pub(super) fn take_last() -> Option<(NVFP4_Status, CString)> {
     (status != NVFP4_OK).then_some((status, text))
 }
 
-/// Keeps something for this thread's next call, instead of what was kept before.
+/// Keeps a value for this thread's next call, and drops the one kept before.
 pub(super) fn keep<T: 'static>(value: T) {
-    // Dropped here if the storage of a thread that ends is gone.
+    // Dropped at once if the storage of an ending thread is gone.
     let value: Box<dyn Any> = Box::new(value);
     let before = LAST.try_with(|last| last.borrow_mut().kept.replace(value));
     drop(before);
 }
 
-/// What was kept, if it is a `T`; then nothing is.
+/// Takes the kept value, and gives it if it is a `T`.
 pub(super) fn take_kept<T: 'static>() -> Option<Box<T>> {
     let kept = LAST.try_with(|last| last.borrow_mut().kept.take());
     kept.ok().flatten()?.downcast().ok()
 }
 
-/// The host's word that travels with its callback.
+/// The host's user data pointer, which is passed to its callback.
 #[derive(Clone, Copy)]
 pub(super) struct User(pub(super) *mut c_void);
-// SAFETY: the library never looks behind the pointer; the header says on which thread a callback runs.
+// SAFETY: the library never follows the pointer; the header says on which thread a callback runs.
 unsafe impl Send for User {}
 // SAFETY: as above.
 unsafe impl Sync for User {}
 
-/// What a callback's answer means: non-zero cancels.
+/// What a callback's return value means: non-zero cancels.
 pub(super) fn answer(callback: i32) -> ControlFlow<()> {
     match callback {
         0 => ControlFlow::Continue(()),
@@ -262,7 +264,7 @@ mod tests {
         assert_eq!(last_text(), "a panic without a message");
     }
 
-    /// The other side of the test below, which runs it in a process of its own.
+    /// Run by the test below in a process of its own.
     #[test]
     #[ignore = "run by panics_are_not_printed"]
     fn panics_in_an_entry_and_in_a_thread() {

@@ -1,5 +1,6 @@
-//! The registry of live handles. A handle is a number that looks like a pointer: never reused, and never a valid address, so
-//! a stale or foreign one is found out and never followed, and a libtorch tensor is never mistaken for ours.
+//! The registry of live handles. A handle is a number of a pointer's size that is never reused and never a valid address.
+//! So a stale or foreign handle is detected and never dereferenced, and a libtorch tensor is never mistaken for one of
+//! ours.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -35,13 +36,14 @@ const SHIFT: u32 = 48;
 /// Handles are multiples of this, as pointers to anything would be.
 const STEP: usize = 16;
 
-/// The number of the next handle. Each copy of the library in a process begins elsewhere, and takes none of another's for its own.
+/// The number of the next handle. Each copy of the library in a process starts at a random number, so it does not take
+/// another copy's handles for its own.
 static NEXT: LazyLock<AtomicUsize> = LazyLock::new(|| AtomicUsize::new(*FIRST));
 static FIRST: LazyLock<usize> =
     LazyLock::new(|| first(RandomState::new().hash_one(&raw const LIVE) as usize));
 pub(super) static LIVE: RwLock<BTreeMap<usize, Live>> = RwLock::new(BTreeMap::new());
 
-/// A handle anywhere in the lower half of those there are; the upper half is enough for any process.
+/// A random handle in the lower half of the range; the upper half is enough for any process.
 const fn first(random: usize) -> usize {
     MARK | (random & ((1 << (SHIFT - 1)) - 1) & !(STEP - 1))
 }
@@ -51,7 +53,7 @@ pub(super) fn insert<T: Object>(object: Arc<T>) -> *mut T::Handle {
     insert_as(|_| object)
 }
 
-/// Registers the object that `make` makes for its handle, with one reference.
+/// Registers the object that `make` gives for its handle, with one reference.
 pub(super) fn insert_as<T: Object>(make: impl FnOnce(usize) -> Arc<T>) -> *mut T::Handle {
     let handle = NEXT.fetch_add(STEP, Ordering::Relaxed);
     let live = Live {
@@ -122,12 +124,13 @@ pub(super) fn retain<T: Object>(argument: &str, handle: *const T::Handle) -> Res
     Ok(())
 }
 
-/// Gives a reference up; the last one ends the handle. The object itself goes when nothing else uses it. NULL has none.
+/// Gives up a reference; the last one makes the handle stale. The object is dropped when nothing else uses it. NULL is
+/// accepted.
 pub(super) fn release<T: Object>(argument: &str, handle: *const T::Handle) -> Result<()> {
     give_up::<T>(argument, handle).map(|_| ())
 }
 
-/// [`release`], and whether that was the last one.
+/// [`release`], and whether that was the last reference.
 pub(super) fn give_up<T: Object>(argument: &str, handle: *const T::Handle) -> Result<bool> {
     if handle.is_null() {
         return Ok(false);
@@ -150,16 +153,16 @@ pub(super) fn give_up<T: Object>(argument: &str, handle: *const T::Handle) -> Re
 
 /// What an [`Exclusive`] can hold.
 pub(super) trait Watched {
-    /// What is told of it while a call uses it.
+    /// What other calls may read while a call uses it.
     type Snapshot;
-    /// What is to be told of it as it is now.
+    /// A snapshot of its current state.
     fn snapshot(&self) -> Self::Snapshot;
-    /// A call begins, which may change it.
+    /// Called when a call that may change it begins.
     fn taken(&mut self);
 }
 
-/// An object that one call at a time may use, and that others may look at meanwhile. During a call that is long or calls the
-/// host back they see a snapshot of how it was when that call began, and any other call they wait for.
+/// An object that one call at a time may use, and that others may read meanwhile. While a call that is long or calls the
+/// host back uses it, readers get a snapshot from the beginning of that call; they wait for any other call.
 pub(super) struct Exclusive<T: Watched> {
     value: Mutex<T>,
     gate: Mutex<Gate<T::Snapshot>>,
@@ -168,15 +171,15 @@ pub(super) struct Exclusive<T: Watched> {
 
 struct Gate<S> {
     user: User<S>,
-    /// The process in which `user` is.
+    /// The fork generation of the process that `user` is in.
     generation: u32,
-    /// Lookers that wait for a short call.
+    /// Readers that wait for a short call.
     waiting: usize,
 }
 
 enum User<S> {
     None,
-    /// A call that soon ends by itself.
+    /// A call that ends soon and calls nothing back.
     Short,
     Long(S),
 }
@@ -194,13 +197,13 @@ impl<T: Watched> Exclusive<T> {
         }
     }
 
-    /// Takes the object for this call, which is short and calls nothing back. In use by another call is `Busy`.
+    /// Takes the object for this call, which is short and calls nothing back. `Busy` if another call uses it.
     pub(super) fn take(&self, argument: &str) -> Result<Taken<'_, T>> {
         self.take_as(argument, |_| User::Short)
     }
 
-    /// Takes the object for this call, which may be long and call the host back. In use by another call, or further up this
-    /// thread's stack, is `Busy`.
+    /// Takes the object for this call, which may be long and call the host back. `Busy` if another call uses it, one
+    /// further up this thread's stack included.
     pub(super) fn take_long(&self, argument: &str) -> Result<Taken<'_, T>> {
         self.take_as(argument, |value| User::Long(value.snapshot()))
     }
@@ -211,7 +214,7 @@ impl<T: Watched> Exclusive<T> {
         user: impl FnOnce(&T) -> User<T::Snapshot>,
     ) -> Result<Taken<'_, T>> {
         let mut gate = self.gate();
-        // Those who wait to look go first, or a loop of short calls would keep them out for ever.
+        // Waiting readers go first, or a loop of short calls would keep them out for ever.
         while matches!(gate.user, User::None) && gate.waiting > 0 {
             gate = self.wait(gate);
         }
@@ -232,7 +235,7 @@ impl<T: Watched> Exclusive<T> {
         })
     }
 
-    /// Looks at the object, or at the snapshot of it while a long call has it. Calls cannot begin meanwhile.
+    /// Reads the object, or its snapshot while a long call has it. No call can begin meanwhile.
     pub(super) fn look<R>(
         &self,
         argument: &str,
@@ -253,7 +256,8 @@ impl<T: Watched> Exclusive<T> {
         }
     }
 
-    /// Refuses an object that a thread of the parent was using when this process was forked: it is half changed for ever.
+    /// Refuses an object that a thread of the parent was using when this process was forked: its state stays inconsistent
+    /// for ever.
     fn check_here(&self, gate: &Gate<T::Snapshot>, argument: &str) -> Result<()> {
         if !matches!(gate.user, User::None) && gate.generation != fork::generation() {
             bail!(
@@ -287,9 +291,9 @@ impl<T: Watched> Exclusive<T> {
     }
 }
 
-/// An object that a call has for itself.
+/// An object in exclusive use by a call.
 pub(super) struct Taken<'a, T: Watched> {
-    // Given back first: who finds the gate open must not have to wait for the object.
+    // Dropped first: a caller that finds the gate open must not have to wait for the object.
     value: MutexGuard<'a, T>,
     _end: End<'a, T>,
 }
@@ -417,7 +421,7 @@ mod tests {
     }
 
     #[test]
-    fn who_looks_sees_what_a_long_call_began_with() {
+    fn a_reader_sees_the_state_from_before_a_long_call() {
         let x = watched(1);
         assert_eq!(look(&x).unwrap(), (1, "live"));
         let mut taken = x.take_long("x").unwrap();
@@ -428,7 +432,7 @@ mod tests {
     }
 
     #[test]
-    fn who_looks_waits_for_a_short_call_and_is_let_in_between_two() {
+    fn a_reader_waits_for_a_short_call_and_comes_before_the_next() {
         let x = watched(1);
         let taken = x.take("x").unwrap();
         let other = x.clone();
@@ -437,7 +441,7 @@ mod tests {
             std::thread::yield_now();
         }
         drop(taken);
-        // The next call is neither refused nor ahead of the one who waits.
+        // The next call is not refused, and the waiting reader still comes first.
         x.take("x").unwrap().number = 2;
         assert_eq!(looking.join().unwrap(), (1, "live"));
     }

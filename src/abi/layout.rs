@@ -1,5 +1,5 @@
-//! Sizes and offsets of the structs in the header, which hosts in other languages mirror: changing one breaks them. The same
-//! numbers stand in `tests/c/layout.c`, so a compiler of either language that lays structs out differently is found out.
+//! Sizes and offsets of the structs in the header, which hosts in other languages mirror: changing one breaks them.
+//! `tests/c/layout.c` asserts the same numbers, so a difference between the layouts of the two compilers is found.
 
 use std::mem::offset_of;
 

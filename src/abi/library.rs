@@ -1,4 +1,4 @@
-//! The library itself: versions, logging, threads and what this machine offers.
+//! The library itself: versions, logging, threads and the capabilities of this machine.
 
 use std::cell::Cell;
 use std::ffi::{CStr, c_char, c_void};
@@ -29,17 +29,17 @@ pub const NVFP4_VERSION_MAJOR: i32 = 0;
 pub const NVFP4_VERSION_MINOR: i32 = 1;
 /// See #NVFP4_VERSION_MAJOR.
 pub const NVFP4_VERSION_PATCH: i32 = 0;
-/// The three in one number that grows with each version, major * 10000 + minor * 100 + patch.
+/// The three as one number that grows with each version: major * 10000 + minor * 100 + patch.
 pub const NVFP4_VERSION_NUMBER: i32 = 100;
-/// Version of the binary interface this header describes. A program built with one number runs with any library that
-/// reports the same one.
+/// Version of the binary interface (ABI) that this header describes. A program built with one number runs with any library
+/// that reports the same number.
 pub const NVFP4_ABI_VERSION: i32 = 1;
 
-/// What listens to nothing.
+/// The level of no callback at all.
 const OFF: i32 = 0;
-/// Log what went wrong inside the library.
+/// Log errors inside the library.
 pub const NVFP4_LOG_ERROR: i32 = 1;
-/// Log what may surprise, and more severe messages.
+/// Log warnings, and more severe messages.
 pub const NVFP4_LOG_WARN: i32 = 2;
 /// Log milestones, and more severe messages.
 pub const NVFP4_LOG_INFO: i32 = 3;
@@ -48,9 +48,9 @@ pub const NVFP4_LOG_DEBUG: i32 = 4;
 /// Log everything.
 pub const NVFP4_LOG_TRACE: i32 = 5;
 
-/// Takes a log message: one line of UTF-8, `length` bytes without a NUL. Unlike other callbacks it is kept, and called on
-/// whichever thread has something to say, on several at once too. What it calls of the library is not logged; it may add and remove
-/// log callbacks, itself too, but should do no more. Its result is ignored; return 0.
+/// Receives a log message: one line of UTF-8, `length` bytes without a NUL. Unlike other callbacks it stays registered, and
+/// is called on any thread that logs, on several at once too. Calls of the library from within it are not logged; it may
+/// add and remove log callbacks, even itself, but should do no more. Its return value is ignored; return 0.
 pub type NVFP4_LogCallback = Option<
     unsafe extern "C" fn(
         user: *mut c_void,
@@ -60,33 +60,34 @@ pub type NVFP4_LogCallback = Option<
     ) -> i32,
 >;
 
-/// Takes back the word of a log callback.
+/// Called when the user data of a log callback is no longer used.
 pub type NVFP4_LogRelease = Option<unsafe extern "C" fn(user: *mut c_void)>;
 
 const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), "\0");
 
-/// Version of the library that runs, as "major.minor.patch". The text is static.
+/// Version of the loaded library, as "major.minor.patch". The text is static.
 #[unsafe(no_mangle)]
 pub extern "C" fn NVFP4_version() -> *const c_char {
     VERSION.as_ptr().cast()
 }
 
-/// The #NVFP4_ABI_VERSION of the library that runs. A host that loads the library by name compares it with the one it was
+/// The #NVFP4_ABI_VERSION of the loaded library. A host that loads the library by name compares it with the one it was
 /// built with.
 #[unsafe(no_mangle)]
 pub extern "C" fn NVFP4_abi_version() -> i32 {
     NVFP4_ABI_VERSION
 }
 
-/// The #NVFP4_VERSION_NUMBER of the library that runs.
+/// The #NVFP4_VERSION_NUMBER of the loaded library.
 #[unsafe(no_mangle)]
 pub extern "C" fn NVFP4_version_number() -> i32 {
     NVFP4_VERSION_NUMBER
 }
 
-/// Whether the library that runs serves a program, given as NVFP4_check_version(#NVFP4_ABI_VERSION, #NVFP4_VERSION_NUMBER): it must
-/// have the same binary interface and be no older than the header that the program was built with. If not, the result is
-/// #NVFP4_ABI_MISMATCH, and the message names both versions and says what to install.
+/// Checks that the loaded library is compatible with a program, which calls NVFP4_check_version(#NVFP4_ABI_VERSION,
+/// #NVFP4_VERSION_NUMBER): the library must have the same binary interface and be no older than the header that the program
+/// was built with. Otherwise the result is #NVFP4_ABI_MISMATCH, and the message names both versions and says what to
+/// install.
 #[unsafe(no_mangle)]
 pub extern "C" fn NVFP4_check_version(abi_version: i32, version_number: i32) -> NVFP4_Status {
     enter("NVFP4_check_version", || {
@@ -113,39 +114,40 @@ fn check_version(abi: i32, number: i32) -> Result<()> {
     )
 }
 
-/// A version number as people write it.
+/// A version number as "major.minor.patch".
 fn dotted(number: i32) -> String {
     format!("{}.{}.{}", number / 10000, number / 100 % 100, number % 100)
 }
 
-/// Somebody who listens.
+/// A log callback.
 pub(super) struct Listener {
     number: u64,
     level: i32,
     callback: unsafe extern "C" fn(*mut c_void, i32, *const c_char, usize) -> i32,
     user: User,
     release: Option<unsafe extern "C" fn(*mut c_void)>,
-    /// Taken to read while it is called: who removes it waits for that. False once it is removed.
+    /// Held for reading during a call of the callback, so that removing it waits for the call to end. False once it is
+    /// removed.
     listens: RwLock<bool>,
-    /// Removed by a callback, which can wait for nobody.
+    /// Set where a log callback removes it, which cannot wait for calls to end.
     gone: AtomicBool,
 }
 
 impl Drop for Listener {
     fn drop(&mut self) {
         if let Some(release) = self.release {
-            // SAFETY: the host's own, called once, when nothing of the library knows its word any more.
+            // SAFETY: the host's function, called once, when the library no longer has the user data anywhere.
             unsafe { release(self.user.0) };
         }
     }
 }
 
 pub(super) static LISTENERS: RwLock<Vec<Arc<Listener>>> = RwLock::new(Vec::new());
-/// The number of the next one. None is used twice.
+/// The number of the next callback. Numbers are not reused.
 static NEXT: AtomicU64 = AtomicU64::new(1);
-/// The least severe level that somebody listens to.
+/// The least severe level of all callbacks.
 static LEVEL: AtomicI32 = AtomicI32::new(OFF);
-/// Whether [`ToHost`] is the process's subscriber, once that was tried: it is the only one that the process will ever have.
+/// Whether [`ToHost`] could be made the process's subscriber, once that was tried. A process can have only one, for ever.
 static INSTALLED: OnceLock<Result<()>> = OnceLock::new();
 
 thread_local! {
@@ -202,13 +204,13 @@ impl Subscriber for ToHost {
         event.record(&mut line);
         let text = line.message + &line.fields;
         let level = number(event.metadata().level());
-        // One at a time, and not under the lock: a callback may add and remove. Those that are added now hear what comes next.
+        // One at a time, and without the lock: a callback may add and remove callbacks. Those added meanwhile get the next event.
         let (mut last, end) = (0, NEXT.load(Ordering::Relaxed));
         while let Some(to) = next_listener(last + 1..end, level) {
             last = to.number;
             let listens = to.listens.read().unwrap_or_else(PoisonError::into_inner);
             if *listens && !to.gone.load(Ordering::Acquire) {
-                // SAFETY: the host keeps the callback and its word valid until it has removed them; the lock holds that off.
+                // SAFETY: the host keeps the callback and its user data valid until it has removed them, which waits for the lock.
                 unsafe { (to.callback)(to.user.0, level, text.as_ptr().cast(), text.len()) };
             }
         }
@@ -233,7 +235,7 @@ impl Visit for Line {
     }
 }
 
-/// The first of these numbers that listens to `level`. The list is in the order of the numbers.
+/// The first callback with one of these numbers whose level includes `level`. The list is sorted by number.
 fn next_listener(numbers: Range<u64>, level: i32) -> Option<Arc<Listener>> {
     let all = LISTENERS.read().unwrap_or_else(PoisonError::into_inner);
     let mut next = all.iter();
@@ -241,7 +243,7 @@ fn next_listener(numbers: Range<u64>, level: i32) -> Option<Arc<Listener>> {
     next.cloned()
 }
 
-/// Changes who listens, and with them what is worth telling.
+/// Changes the list of callbacks, and updates the least severe level.
 fn change_listeners<T>(change: impl FnOnce(&mut Vec<Arc<Listener>>) -> T) -> T {
     let mut all = LISTENERS.write().unwrap_or_else(PoisonError::into_inner);
     let result = change(&mut all);
@@ -250,13 +252,13 @@ fn change_listeners<T>(change: impl FnOnce(&mut Vec<Arc<Listener>>) -> T) -> T {
     result
 }
 
-/// Sends log messages of `level` and more severe ones to `callback` from now on, for the whole process, beside those that were
-/// added before. Writes a token to `token`, by which NVFP4_log_remove() takes the callback back; tokens are not reused.
-/// #NVFP4_UNSUPPORTED, each time, if the process is a Rust program with a subscriber of `tracing` of its own: it has the messages
+/// Adds a log callback for the whole process: from now on it gets messages of `level`, one of NVFP4_LOG_*, and more severe
+/// ones. Callbacks added before stay. Writes a number to `token` that NVFP4_log_remove() takes; numbers are not reused.
+/// #NVFP4_UNSUPPORTED if the process is a Rust program with a `tracing` subscriber of its own, which gets the messages
 /// already.
 ///
-/// - `release`: called once with `user` when the callback has been removed and will not be called again, on whichever thread leaves
-///   it last; not if this call fails. May be NULL.
+/// - `release`: called once with `user` when the callback has been removed and will not be called again, on any thread; not
+///   called if this function fails. May be NULL.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_log_add(
     callback: NVFP4_LogCallback,
@@ -309,9 +311,9 @@ pub unsafe extern "C" fn NVFP4_log_add(
     })
 }
 
-/// Takes back a callback of NVFP4_log_add(): when the call returns, it is not running and will not be called again, and its word has
-/// been released. From within a log callback, where nobody can be waited for, other threads may still be in it: there the release
-/// says when that is over. #NVFP4_NOT_FOUND if `token` is none, or was removed before.
+/// Removes a callback of NVFP4_log_add(). When the function returns, the callback is not running and will not be called
+/// again, and its user data has been released. Called from within a log callback it does not wait: other threads may still
+/// be running the callback, and `release` is called when they are done. #NVFP4_NOT_FOUND if no callback has this token.
 #[unsafe(no_mangle)]
 pub extern "C" fn NVFP4_log_remove(token: u64) -> NVFP4_Status {
     enter("NVFP4_log_remove", || {
@@ -331,7 +333,7 @@ pub extern "C" fn NVFP4_log_remove(token: u64) -> NVFP4_Status {
                 .listens
                 .write()
                 .unwrap_or_else(PoisonError::into_inner) = false;
-            // Who has just found it has still to find out that it is gone.
+            // A thread that has just found the callback has yet to notice that it is removed.
             while Arc::strong_count(&removed) > 1 {
                 std::thread::yield_now();
             }
@@ -340,8 +342,8 @@ pub extern "C" fn NVFP4_log_remove(token: u64) -> NVFP4_Status {
     })
 }
 
-/// Sets how many CPU threads calls and objects made from now on use, where they are not told otherwise. 0 leaves it to the
-/// environment variable NVFP4_THREADS, or one thread per core. Results do not depend on it.
+/// Sets how many CPU threads are used by later calls, and by objects created later, unless their own options say otherwise.
+/// From 0 to 1024; 0 takes the environment variable NVFP4_THREADS, or one thread per core. Results do not depend on it.
 #[unsafe(no_mangle)]
 pub extern "C" fn NVFP4_set_threads(threads: i32) -> NVFP4_Status {
     enter("NVFP4_set_threads", || {
@@ -360,9 +362,10 @@ pub(super) fn thread_count(threads: i32) -> Result<Option<usize>> {
     }
 }
 
-/// What this library can do on this machine, as JSON: version, CPU levels with the one in use, the backends of linear layers,
-/// the CUDA backend (driver, devices, compiler of kernels) and why what of it is unavailable, memory, and the environment
-/// variables that are set. Opens each GPU for a moment. Keys may be added in later versions.
+/// Describes what this library can do on this machine, as JSON: version, CPU instruction set levels with the one in use,
+/// the backends of linear layers, the CUDA backend (driver, devices, kernel compiler) with the reason why something is
+/// unavailable, memory, and the environment variables that are set. Opens each GPU for a moment. Later versions may add
+/// keys.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_diagnose(
     buffer: *mut c_char,

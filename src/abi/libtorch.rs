@@ -1,6 +1,6 @@
-//! Tensors of libtorch, behind the handles that TorchSharp passes: pointers to `at::Tensor` objects on the heap. They are read
-//! and made through libtorch's C functions, which are found in the process when a call first needs them, so that this library
-//! depends on neither. What is computed with the tensors is not known here.
+//! Tensors of libtorch, behind the handles that TorchSharp passes: pointers to `at::Tensor` objects on the heap. They are
+//! read and made through libtorch's C functions, which are found in the process when a call first needs them, so that this
+//! library depends on neither. Knows nothing of the operations on the tensors.
 
 use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_void};
 use std::os::unix::ffi::OsStrExt;
@@ -16,13 +16,13 @@ use crate::tensor::{DLManagedTensor, DType, Place, Shape, Tensor};
 /// A pointer to an `at::Tensor`.
 type Handle = *mut c_void;
 
-/// libtorch's numbers of devices.
+/// libtorch's numbers of device types.
 const CPU: i32 = 0;
 const CUDA: i32 = 1;
-/// Its number of ordinary, strided tensors.
+/// libtorch's number of the strided layout, that of ordinary tensors.
 const STRIDED: i32 = 0;
 
-/// A C++ value that is returned through memory of the caller: larger than any that comes in registers.
+/// A C++ value that is returned through the caller's memory, because it is too large for registers.
 #[repr(C)]
 struct Returned([usize; 3]);
 
@@ -33,7 +33,7 @@ macro_rules! functions {
         struct Functions {
             $($name: unsafe extern "C" fn($($argument),*) -> i32,)+
             $($option: Option<$type>,)+
-            /// The first word of every dense tensor's inner object, if that is known.
+            /// The first word of every dense tensor's implementation object (its virtual table pointer), if that is known.
             dense: Option<usize>,
         }
 
@@ -44,7 +44,7 @@ macro_rules! functions {
                     Some(Functions {
                         $($name: symbol(library, $symbol)?,)+
                         $($option: symbol::<$type>(library, $other),)+
-                        // A virtual table begins with two words that objects do not point to.
+                        // Objects point past the first two words of a virtual table.
                         dense: symbol::<*const c_void>(library, c"_ZTVN3c1010TensorImplE").map(|table| table.addr() + 2 * size_of::<usize>()),
                     })
                 }
@@ -84,7 +84,7 @@ fn loaded(name: &str) -> Option<Library> {
     open(format!("{name}.so").as_ref()).or_else(|| paths(&name).iter().find_map(|path| open(path)))
 }
 
-/// What a library, or one that it depends on, has under a name.
+/// Looks up a symbol of a library, or of one that it depends on.
 ///
 /// # Safety
 /// It is of the type `T`, which has the size of a pointer, and is not used after the library has gone.
@@ -127,7 +127,8 @@ fn paths(name: &str) -> Vec<PathBuf> {
     search.found
 }
 
-/// What `find` makes of a loaded library, which then stays in the process. A library that is not there may come later.
+/// The result of `find` for a loaded library, which then stays in the process. A library that is missing now may be loaded
+/// later.
 fn once<T>(
     cell: &'static OnceLock<T>,
     name: &str,
@@ -136,7 +137,7 @@ fn once<T>(
     if cell.get().is_none() {
         let library = loaded(name)?;
         let found = find(&library)?;
-        // Whoever came first has kept the library.
+        // Another thread was first, and has kept the library.
         if cell.set(found).is_ok() {
             std::mem::forget(library);
         }
@@ -158,7 +159,7 @@ fn need(name: &str) -> Result<&'static Functions> {
     })
 }
 
-/// Turns the answer of one of libtorch's functions, which has written its reason to standard error, into an error.
+/// Turns the status of one of libtorch's functions into an error; libtorch has written the reason to standard error.
 fn check(code: i32, name: &str, asked: &str) -> Result<()> {
     match code {
         0 => Ok(()),
@@ -166,8 +167,8 @@ fn check(code: i32, name: &str, asked: &str) -> Result<()> {
     }
 }
 
-/// Whether 8 bytes at a multiple of 8 can be read. The kernel looks at the set of signals before it finds that there is
-/// nothing to do with it.
+/// Whether the 8 bytes at a multiple of 8 can be read: the kernel reads the signal set that a system call is given there
+/// before it rejects the call.
 fn is_readable(address: usize) -> bool {
     if address == 0 || !address.is_multiple_of(8) {
         return false;
@@ -185,13 +186,13 @@ fn is_readable(address: usize) -> bool {
 
 /// The word at an address, if it can be read.
 fn word(address: usize) -> Option<usize> {
-    // SAFETY: readable when it was looked at. Memory that goes meanwhile is the caller's breach of the header.
+    // SAFETY: it was readable just now. A caller that frees it meanwhile breaks the header's rules.
     is_readable(address)
         .then(|| unsafe { std::ptr::with_exposed_provenance::<usize>(address).read_volatile() })
 }
 
-/// Refuses a handle that is no dense tensor, as well as that can be told: what was freed has another word in its place, which
-/// does not lead to what begins as a tensor does.
+/// Refuses a handle that is not a live dense tensor, as far as that can be detected: freed memory holds another word, which
+/// does not point to an object that begins like a tensor's.
 fn check_alive(torch: &Functions, name: &str, handle: Handle) -> Result<()> {
     let begins = word(handle.expose_provenance()).and_then(word);
     match (begins, torch.dense) {
@@ -259,7 +260,7 @@ pub(super) fn view(name: &str, handle: Handle) -> Result<Tensor> {
         .map_err(|e| e.within(name))
 }
 
-/// A tensor over memory of the host or of a CUDA device.
+/// A tensor over host memory or memory of a CUDA device.
 ///
 /// # Safety
 /// As for [`Tensor::lent`], [`Tensor::lent_for_result`] or [`transfer::lent`].
@@ -281,11 +282,11 @@ unsafe fn over(
     }
 }
 
-/// A tensor that libtorch has made for a result. Deleted again unless it is given away.
+/// A tensor that libtorch has created for a result. Deleted on drop unless it is given away.
 pub(super) struct Made(Handle);
 
 impl Made {
-    /// The handle, which is the caller's now.
+    /// Gives the handle to the caller.
     pub(super) fn give(self) -> Handle {
         let handle = self.0;
         std::mem::forget(self);
@@ -315,8 +316,8 @@ fn to_i64(values: &[usize]) -> Vec<i64> {
     values.iter().map(|&n| n as i64).collect()
 }
 
-/// Makes a contiguous tensor of libtorch's where `like` is, for a result of the sizes `sizes`; and a tensor over its memory to
-/// write that to, of as many elements in the sizes `written`.
+/// Creates a contiguous libtorch tensor of the shape `sizes` for a result, in the place `like`; and a tensor over its
+/// memory to write the result to, of the same number of elements in the shape `written`.
 pub(super) fn make(
     sizes: &[usize],
     written: &[usize],
@@ -376,7 +377,7 @@ pub(super) fn alias(name: &str, handle: Handle) -> Result<Handle> {
     Ok(other)
 }
 
-/// Whether [`wrap`] can be, where there is a libtorch in the process.
+/// Whether [`wrap`] works with the libtorch in the process, if there is one.
 pub(super) fn can_wrap() -> bool {
     functions().is_none_or(|torch| torch.from_blob.is_some() || torch.from_dlpack.is_some())
 }
@@ -400,7 +401,7 @@ type FromBlob = unsafe extern "C" fn(
 
 type FromDlpack = unsafe extern "C" fn(*mut DLManagedTensor, *const [usize; 4]) -> Returned;
 
-/// A tensor of libtorch's over the memory of `tensor`, which it keeps until its own memory is no longer needed.
+/// A libtorch tensor over the memory of `tensor`, which it keeps alive as long as it needs that memory.
 pub(super) fn wrap(tensor: Tensor) -> Result<Handle> {
     let torch = need("the result")?;
     match (torch.from_blob, torch.from_dlpack) {
@@ -443,7 +444,7 @@ fn wrap_blob(from_blob: FromBlob, tensor: Tensor) -> Result<Handle> {
             kept,
         )
     };
-    // After an error nobody knows whether it was released, so it never is.
+    // After an error it is unknown whether libtorch released it, so it is leaked.
     check(code, "the result", "a tensor over the memory")?;
     Ok(handle)
 }

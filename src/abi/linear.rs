@@ -1,20 +1,21 @@
 //! Products with weights in 4 bits.
 //!
-//! What is computed is what was asked for: activations are quantized only by option, and a weight is decoded to a dense one
-//! only where the compute path allows that. What was chosen is reported, with the reason where one backend stands in for
-//! another. There are three backends: "nvfp4-kernel" and "nf4-kernel" read the 4-bit codes, "dequant-matmul" decodes the weight
-//! once, when it is prepared, and holds it dense. In this version the CPU and CUDA devices have "nvfp4-kernel"
+//! There is no silent fallback: activations are quantized only if an option says so, and a weight is decoded to a dense one
+//! only if the compute path allows it. NVFP4_weight_report() reports the backend that was chosen, and the reason where it
+//! is a fallback. There are three backends: "nvfp4-kernel" and "nf4-kernel" read the 4-bit codes; "dequant-matmul" decodes
+//! the weight once, when it is prepared, and stores it dense. In this version the CPU and CUDA devices have "nvfp4-kernel"
 //! and "dequant-matmul".
 //!
-//! A product is computed where its tensors are, and its result is there: on the processor for tensors in host memory, and on a
-//! CUDA device for tensors in that device's memory or in managed memory, in the order of the default stream that the tensor
-//! chapter states. Only a weight that was prepared for a CUDA device takes host memory there, and brings the result back. Tensors
-//! of a call that are in different places, or not where their weight is, are #NVFP4_INVALID_ARGUMENT with a message that names
-//! both. On a CUDA device tensors are float16, bfloat16 or float32 and not float64.
+//! A product is computed where its tensors are, and its result is there too: on the CPU for tensors in host memory, and on
+//! a CUDA device for tensors in that device's memory or in managed memory, in stream order as the tensor chapter states.
+//! The one exception is an input in host memory for a weight on a CUDA device: it is copied there, and the result is copied
+//! back. Otherwise the tensors of a call and its weight must be in the same place; if not, the call fails with
+//! #NVFP4_INVALID_ARGUMENT and a message that names both places. On a CUDA device tensors may be float16, bfloat16 or
+//! float32, but not float64.
 //!
-//! A weight for a CUDA device is made of tensors in host memory or in that device's, and of the latter without leaving it.
-//! Its checks are the same, and wait for the device: block scales that are NaN or negative and weights that are not finite are
-//! errors of the call that prepares it. Products with it need no more checks.
+//! A weight for a CUDA device is prepared from tensors in host memory, or in that device's memory without a copy through
+//! the host. The call that prepares it waits for the device, and fails if a block scale is NaN or negative or a value of a
+//! dense weight is not finite. Products with the weight need no such checks.
 
 use std::ffi::c_char;
 use std::ptr;
@@ -45,7 +46,7 @@ pub struct NVFP4_Weight {
     _private: [u8; 0],
 }
 
-/// A prepared weight, the device it was prepared for, and what NVFP4_weight_report() says of that.
+/// A prepared weight, its device, and its report for NVFP4_weight_report().
 struct Weight {
     linear: Linear,
     device: Device,
@@ -68,11 +69,11 @@ impl Object for Weight {
     const NAME: &'static str = "NVFP4_Weight";
 }
 
-/// Activations as they are (W4A16 with an NVFP4 weight): on the CPU in float; on a GPU in float16, each row scaled by a power of
-/// two that keeps it in range, or in bfloat16 where the weight is.
+/// Activations that are not quantized (W4A16 with an NVFP4 weight): on the CPU in float; on a GPU in float16, each row
+/// scaled by a power of two that keeps it in range, or in bfloat16 if the weight is bfloat16.
 pub const NVFP4_ACTIVATIONS_EXACT: i32 = 0;
-/// Activations rounded to 8 bits, one scale for each 32 along K (W4A8). Faster, and not exact. Dense weights ignore it.
-/// For the CPU only: with an NVFP4 weight on a GPU it is #NVFP4_UNSUPPORTED.
+/// Activations quantized to 8 bits, with a scale for each 32 values along K (W4A8). Faster, but not exact. Ignored with
+/// dense weights. On the CPU only: with an NVFP4 weight on a GPU it is #NVFP4_UNSUPPORTED.
 pub const NVFP4_ACTIVATIONS_INT8: i32 = 1;
 
 pub(super) fn activations(value: i32) -> Result<Activations> {
@@ -96,11 +97,11 @@ pub const NVFP4_COMPUTE_PATH_KERNEL_OR_FALLBACK: i32 = 2;
 /// The decoded weight.
 pub const NVFP4_COMPUTE_PATH_DEQUANT_MATMUL_ONLY: i32 = 3;
 
-/// No weight in 4 bits.
+/// No 4-bit weight.
 pub const NVFP4_FORMAT_NONE: i32 = 0;
-/// Codes of E2M1 with a scale for each 16 along K.
+/// NVFP4: E2M1 codes with an E4M3 scale for each 16 values along K.
 pub const NVFP4_FORMAT_NVFP4: i32 = 1;
-/// NF4 of bitsandbytes.
+/// NF4, as bitsandbytes stores it.
 pub const NVFP4_FORMAT_NF4: i32 = 2;
 /// Weights of several formats.
 pub const NVFP4_FORMAT_MIXED: i32 = 3;
@@ -119,15 +120,15 @@ pub struct NVFP4_WeightOptions {
     pub device_index: i32,
     /// One of NVFP4_SCALES_*, for NVFP4 weights. Default: linear.
     pub scale_layout: i32,
-    /// What a decoded weight is held as: #NVFP4_DTYPE_FLOAT32, which is what decoding gives, or #NVFP4_DTYPE_FLOAT16 or
-    /// #NVFP4_DTYPE_BFLOAT16, to which that is rounded, to nearest even. Default: float32.
+    /// The type that a decoded weight is stored in: #NVFP4_DTYPE_FLOAT32, which decoding gives, or #NVFP4_DTYPE_FLOAT16 or
+    /// #NVFP4_DTYPE_BFLOAT16, to which it is rounded to nearest even. Default: float32.
     pub dense_dtype: i32,
-    /// 1 to count only a GPU's kernels as kernels, which is how TorchSharp.Q4.Extension understands a CPU target: the
-    /// kernel-only path is an error there, and the other paths decode. Default: 0.
+    /// 1 to count only GPU kernels as kernels, as TorchSharp.Q4.Extension does: on the CPU the kernel-only path is then an
+    /// error, and the other paths decode. Default: 0.
     pub exclude_cpu_kernels: i32,
     /// Must be 0.
     pub reserved: i32,
-    /// The name of the only backend that will do, in UTF-8, or NULL. Default: NULL.
+    /// The name of the backend to insist on, in UTF-8, or NULL for any. Default: NULL.
     pub backend: *const c_char,
     /// Bytes of `backend`.
     pub backend_length: usize,
@@ -193,7 +194,7 @@ impl Plan {
         })
     }
 
-    /// The same for the device whose memory `codes` are in, if that is one's.
+    /// The same for the CUDA device whose memory `codes` are in, if they are on one.
     fn at(self, codes: &Tensor) -> Result<Plan> {
         Ok(Plan {
             device: tensors::device_of(codes, || Ok(self.device))?,
@@ -215,7 +216,7 @@ impl Plan {
         })
     }
 
-    /// Prepares the weight as chosen, and says what that was.
+    /// Prepares the weight with the chosen backend, and gives the report of the choice.
     fn prepare(self, make: impl FnOnce(&Plan, Backend) -> Result<Linear>) -> Result<Weight> {
         let choice = self.choose()?;
         if let Some(reason) = &choice.fallback_reason {
@@ -270,14 +271,14 @@ pub unsafe extern "C" fn NVFP4_weight_options_init(
     })
 }
 
-/// Says which backend a weight of `format` (#NVFP4_FORMAT_NVFP4 or #NVFP4_FORMAT_NF4) would have with these options, as JSON,
-/// or fails as its preparation would. `options` may be NULL for the defaults.
+/// Says as JSON which backend a weight of `format` (#NVFP4_FORMAT_NVFP4 or #NVFP4_FORMAT_NF4) would get with these options,
+/// or fails as preparing it would. `options`: NULL for the defaults.
 ///
 /// - "format": "nvfp4" or "nf4".
 /// - "backend": "nvfp4-kernel", "nf4-kernel" or "dequant-matmul".
 /// - "path": "Auto", "KernelOnly", "KernelOrFallback" or "DequantMatmulOnly".
 /// - "device": its name, as in NVFP4_diagnose().
-/// - "fallback_reason": why it is not the kernel of the format, where that was wanted; or null.
+/// - "fallback_reason": why it is not the kernel of the format, if that was wanted but could not be chosen; else null.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_backend_select(
     format: i32,
@@ -304,9 +305,9 @@ pub unsafe extern "C" fn NVFP4_backend_select(
     })
 }
 
-/// Prepares the NVFP4 weight `[N, K]` for products: a copy in the order that the kernels read. The tensors may be released
-/// afterwards. The weight is for the CPU, or for the CUDA device whose memory the tensors are in. NVFP4_weight_create_nvfp4()
-/// is the same with options.
+/// Prepares the NVFP4 weight `[N, K]` for products: copies it in the order that the kernels read. The tensors may be
+/// released afterwards. The weight is on the CPU, or on the CUDA device whose memory the tensors are in. The parameters are
+/// those of NVFP4_tensor_dequantize(). NVFP4_weight_create_nvfp4() is the same with options.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_weight_create(
     codes: *const NVFP4_Tensor,
@@ -336,8 +337,9 @@ pub unsafe extern "C" fn NVFP4_weight_create(
     })
 }
 
-/// Prepares the NVFP4 weight `[N, K]` for products, as `options` say; NULL for the defaults, but for the CUDA device whose memory
-/// the tensors are in if that is one's. The tensors may be released afterwards. A weight that was decoded takes 16 or 32 bits for each value: see NVFP4_weight_size().
+/// Prepares the NVFP4 weight `[N, K]` for products, as `options` say. NULL stands for the defaults, with the CUDA device
+/// whose memory the tensors are in, if they are on one. The tensors may be released afterwards. A decoded weight takes 16
+/// or 32 bits for each value: see NVFP4_weight_size().
 ///
 /// - `codes`, `scales`, `global_scale`: as NVFP4_tensor_dequantize() takes them.
 #[unsafe(no_mangle)]
@@ -372,13 +374,13 @@ pub unsafe extern "C" fn NVFP4_weight_create_nvfp4(
     })
 }
 
-/// Prepares the NF4 weight `[n, k]`, whose tensors are in host memory, for products, as `options` say; NULL for the defaults. K must
-/// be a multiple of 16. The tensors may be released afterwards. In this version no device has a kernel for NF4: the weight is decoded, 16 or 32 bits for
-/// each value, or refused where the compute path is kernel only.
+/// Prepares the NF4 weight `[n, k]`, whose tensors are in host memory, for products, as `options` say; NULL for the
+/// defaults. `k` must be a multiple of 16. The tensors may be released afterwards. In this version no device has a kernel
+/// for NF4: the weight is decoded to 16 or 32 bits for each value, or refused if the compute path is kernel-only.
 ///
-/// - `codes`: uint8, `n * k / 2` of them in any shape, the first of two in the high nibble.
-/// - `absmax`: of a floating type, one for each `block` values of the flattened weight.
-/// - `quant_map`: the 16 values of the codes; NULL takes the usual ones.
+/// - `codes`: uint8, `n * k / 2` elements in any shape, the first code of a byte in the high nibble.
+/// - `absmax`: of a floating type, one scale for each `block` values of the flattened weight.
+/// - `quant_map`: the 16 values of the codes; NULL takes the standard ones.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_weight_create_nf4(
     codes: *const NVFP4_Tensor,
@@ -437,9 +439,9 @@ pub unsafe extern "C" fn NVFP4_weight_create_dense(
     })
 }
 
-/// Says what multiplies with a weight, as JSON: the keys of NVFP4_backend_select(), and "n", "k", "stored" ("nvfp4", "f32",
-/// "f16" or "bf16") and "bytes" in memory. A weight that was dense from the start has format "dense", backend "dense-matmul"
-/// and no path. Keys may be added in later versions.
+/// Describes a prepared weight and its backend, as JSON: the keys of NVFP4_backend_select(), and "n", "k", "stored"
+/// ("nvfp4", "f32", "f16" or "bf16") and "bytes" in memory. A weight of NVFP4_weight_create_dense() has format "dense",
+/// backend "dense-matmul" and no path. Later versions may add keys.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_weight_report(
     weight: *const NVFP4_Weight,
@@ -497,14 +499,15 @@ pub unsafe extern "C" fn NVFP4_weight_size(
     })
 }
 
-/// Multiplies: `input` `[.., K]` times `weight` `[N, K]` transposed, summed in float.
+/// Multiplies `input` `[.., K]` by `weight` `[N, K]` transposed, accumulating in float.
 ///
 /// - `input`: of a floating type, any strides; in host memory, or in the memory of the weight's CUDA device.
 /// - `activations`: one of NVFP4_ACTIVATIONS_*.
-/// - `dtype`: floating type of the result `[.., N]`, which is where the input is.
+/// - `dtype`: the floating type of the result `[.., N]`, which is in the memory that the input is in.
 ///
-/// The call does not wait for a CUDA device that has the input. On the CPU, a row of the result has the same bits whatever other rows are in the call, and on any number of threads. On a
-/// GPU the same call on the same machine gives the same bits.
+/// The call does not wait for the CUDA device if the input is on it. On the CPU, a row of the result has the same bits
+/// whatever other rows are in the call, and on any number of threads. On a GPU the same call on the same machine gives the
+/// same bits.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_linear(
     weight: *const NVFP4_Weight,
@@ -536,12 +539,12 @@ pub unsafe extern "C" fn NVFP4_linear(
 }
 
 /// Multiplies two NVFP4 matrices (W4A4): a `[M, K]` times b `[N, K]` transposed, as `[M, N]` of the floating type `dtype`.
-/// The exact product of the decoded values but for the order of summation, in float. NVFP4_scaled_mm() is the same without
-/// global scales. What NVFP4_tensor_dequantize() refuses is refused.
+/// The result is the product of the exact decoded values, accumulated in float; only the order of summation is unspecified.
+/// NVFP4_scaled_mm() is the same without global scales. The tensors are as for NVFP4_tensor_dequantize().
 ///
-/// All four tensors are in one place, where the result is too. On a CUDA device the call does not wait: scales that are NaN or
-/// negative are an error of a later call, see ERRORS OF A GPU above. Codes and scales with gaps, or not aligned to 16 and 4
-/// bytes, are copied first.
+/// All four tensors must be in the same place, and the result is there too. On a CUDA device the call does not wait: scales
+/// that are NaN or negative fail a later call, see ASYNCHRONOUS ERRORS above. Codes and scales that are not contiguous, or
+/// not aligned to 16 and 4 bytes, are copied first.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_matmul(
     a_codes: *const NVFP4_Tensor,

@@ -1,12 +1,12 @@
-//! Memory: what is in use and for what, and a limit.
+//! Memory: usage by purpose, a budget, and managed memory.
 //!
-//! All of it is the library's own account of its large allocations, for the whole process, in host memory and on GPUs. One
-//! budget covers them all together. What a GPU's driver, libraries and compiled kernels take is not in it, nor memory of
-//! GPUs that is free and kept for reuse, which NVFP4_empty_cache() gives back.
+//! The library counts its own large allocations in bytes, for the whole process, in host memory and on GPUs. One budget
+//! covers them all. Not counted are the memory of a GPU's driver, libraries and compiled kernels, and GPU memory that is
+//! free but kept for reuse, which NVFP4_empty_cache() frees.
 //!
-//! Managed (unified) memory has one address for the host and for CUDA devices, between which its pages move. Nothing is put
-//! there unless the host asks for it: by NVFP4_to_managed(), or by NVFP4_tensor_by_managed_policy(), for a weight, say, under
-//! a policy of the process. The environment variable TS_Q4_DISABLE_UM (1, true or yes) switches it off altogether.
+//! Managed (unified) memory has the same address on the host and on CUDA devices, and its pages move between them. The
+//! library puts a tensor there only when the host asks for it, by NVFP4_to_managed() or NVFP4_tensor_by_managed_policy().
+//! The environment variable TS_Q4_DISABLE_UM (1, true or yes) disables it altogether.
 
 use std::sync::Arc;
 
@@ -19,7 +19,7 @@ use crate::base::memory::{self, Tag};
 use crate::ops::transfer::{self, ManagedPolicy};
 use crate::tensor::Tensor;
 
-/// All tags together. Its peak is that of the sum.
+/// All tags together. Its peak is the peak of the sum.
 pub const NVFP4_MEMORY_TOTAL: i32 = 0;
 /// Weights in the form the kernels read.
 pub const NVFP4_MEMORY_WEIGHTS: i32 = 1;
@@ -29,7 +29,7 @@ pub const NVFP4_MEMORY_KV_CACHE: i32 = 2;
 pub const NVFP4_MEMORY_SCRATCH: i32 = 3;
 /// Tensors made through the tensor chapter or as results.
 pub const NVFP4_MEMORY_TENSOR: i32 = 4;
-/// Weights on GPUs. All NVFP4_MEMORY_DEVICE_* are of GPUs, and the others of the host.
+/// Weights on GPUs. All NVFP4_MEMORY_DEVICE_* count GPU memory, and the others host memory.
 pub const NVFP4_MEMORY_DEVICE_WEIGHTS: i32 = 5;
 /// Cached keys and values of sessions on GPUs.
 pub const NVFP4_MEMORY_DEVICE_KV_CACHE: i32 = 6;
@@ -40,7 +40,7 @@ pub const NVFP4_MEMORY_DEVICE_TENSOR: i32 = 8;
 
 const _: () = assert!(Tag::ALL.len() == NVFP4_MEMORY_DEVICE_TENSOR as usize);
 
-/// Writes the bytes in use under `tag`, one of NVFP4_MEMORY_*, now and at most since the start or the last
+/// Writes the bytes in use under `tag`, one of NVFP4_MEMORY_*: now, and the peak since the start or the last
 /// NVFP4_memory_reset_peak().
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_memory_stats(
@@ -89,7 +89,7 @@ pub unsafe extern "C" fn NVFP4_memory_stats(
     })
 }
 
-/// Starts the peaks again from what is in use now.
+/// Sets all peaks to what is in use now.
 #[unsafe(no_mangle)]
 pub extern "C" fn NVFP4_memory_reset_peak() -> NVFP4_Status {
     enter("NVFP4_memory_reset_peak", || {
@@ -98,8 +98,8 @@ pub extern "C" fn NVFP4_memory_reset_peak() -> NVFP4_Status {
     })
 }
 
-/// Sets the most bytes all tags together may use, of the host and of GPUs; 0 removes the limit. An allocation that would pass
-/// it fails with #NVFP4_OVER_BUDGET. What is allocated already stays.
+/// Sets the most bytes that all tags together may use, on the host and on GPUs; 0 removes the limit. An allocation that
+/// would exceed it fails with #NVFP4_OVER_BUDGET. Existing allocations stay.
 #[unsafe(no_mangle)]
 pub extern "C" fn NVFP4_memory_set_budget(bytes: u64) -> NVFP4_Status {
     enter("NVFP4_memory_set_budget", || {
@@ -120,12 +120,12 @@ pub unsafe extern "C" fn NVFP4_memory_get_budget(bytes: *mut u64) -> NVFP4_Statu
 
 /// No managed memory.
 pub const NVFP4_MANAGED_DISABLED: i32 = 0;
-/// Managed memory where the device can, and other memory where it cannot.
+/// Managed memory where the device supports it, and other memory where it does not.
 pub const NVFP4_MANAGED_PREFERRED: i32 = 1;
 /// Managed memory, or an error.
 pub const NVFP4_MANAGED_REQUIRED: i32 = 2;
 
-/// Sets the policy of the process on managed memory, one of NVFP4_MANAGED_*. At first it is #NVFP4_MANAGED_PREFERRED.
+/// Sets the process's policy on managed memory, one of NVFP4_MANAGED_*. It starts as #NVFP4_MANAGED_PREFERRED.
 #[unsafe(no_mangle)]
 pub extern "C" fn NVFP4_memory_set_managed_policy(policy: i32) -> NVFP4_Status {
     enter("NVFP4_memory_set_managed_policy", || {
@@ -146,7 +146,7 @@ pub extern "C" fn NVFP4_memory_set_managed_policy(policy: i32) -> NVFP4_Status {
     })
 }
 
-/// Writes the policy in force: what was set, or #NVFP4_MANAGED_DISABLED where TS_Q4_DISABLE_UM says so.
+/// Writes the policy in force: the one that was set, or #NVFP4_MANAGED_DISABLED where TS_Q4_DISABLE_UM says so.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_memory_get_managed_policy(policy: *mut i32) -> NVFP4_Status {
     enter("NVFP4_memory_get_managed_policy", || {
@@ -160,8 +160,8 @@ pub unsafe extern "C" fn NVFP4_memory_get_managed_policy(policy: *mut i32) -> NV
     })
 }
 
-/// Writes 1 if tensors can be in managed memory of the CUDA device `device_index`, and else 0: there is no such device, it
-/// cannot share memory with the host while it works, or managed memory is switched off. NVFP4_diagnose() says which.
+/// Writes 1 if tensors can be in managed memory of the CUDA device `device_index`, else 0: there is no such device, it
+/// cannot share memory with the host while it works, or managed memory is disabled. NVFP4_diagnose() says which.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_memory_can_be_managed(
     device_index: i32,
@@ -176,9 +176,10 @@ pub unsafe extern "C" fn NVFP4_memory_can_be_managed(
     })
 }
 
-/// Gives what the policy makes of a tensor that the CUDA device `device_index` will use, a weight say: a copy in managed memory,
-/// brought to the device, or another handle of the tensor itself, which stays where it is. `read_mostly` is 1 if it will be
-/// read far more than written. Where the policy requires managed memory and it cannot be had, the call fails.
+/// Applies the policy to a tensor that the CUDA device `device_index` will use, such as a weight. `out` gets a copy in
+/// managed memory, prefetched to the device, or another handle of the tensor itself, which stays where it is. `read_mostly`
+/// is 1 if it will be read far more often than written. The call fails if the policy requires managed memory and there is
+/// none.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_tensor_by_managed_policy(
     tensor: *const NVFP4_Tensor,

@@ -1,13 +1,13 @@
-//! Floor 8: the C ABI, one file per chapter of `nvfp4.h`. A function here checks what C gave it, converts, and calls; there
-//! is no arithmetic. This is the only place with `extern "C"`. The order of the `mod` lines is that of the header.
+//! Floor 8: the C ABI, one file per chapter of `nvfp4.h`. A function here checks its arguments from C, converts them and calls
+//! a lower floor; there is no arithmetic. This is the only place with `extern "C"`. The `mod` lines are in the header's order.
 //!
-//! What makes each chapter short stands in six files: `guard` (panics and errors become a status), `handle` (the registry
-//! of live handles), `arguments` (pointers, text and options from C), `shared` (the device of calls that name none),
-//! `slots` (flags that signal handlers set) and `libtorch` (tensors of that library). A seventh, `layout`, fixes the structs.
+//! What the chapters share is in seven files: `guard` (panics and errors become a status), `handle` (the registry of live
+//! handles), `arguments` (pointers, text and options from C), `shared` (the device of calls that name none), `slots` (flags
+//! that signal handlers set), `libtorch` (tensors of that library) and `layout` (asserts the layout of the structs).
 
 // Names are those of the header.
 #![allow(non_camel_case_types)]
-// The header states what every pointer must be; repeating it as a Safety section of each function would not add to it.
+// The header states what every pointer must be; a Safety section for each function would only repeat it.
 #![allow(clippy::missing_safety_doc)]
 
 mod arguments;

@@ -46,19 +46,18 @@ impl Object for Model {
 pub struct NVFP4_LoadOptions {
     /// sizeof(NVFP4_LoadOptions) as the caller knows it.
     pub struct_size: u32,
-    /// One of NVFP4_DEVICE_*. #NVFP4_DEVICE_AUTO is the GPU that has room for the model, or else the CPU: also where the model
-    /// asks for what no GPU does, or a GPU fails for want of memory or kernels, in which case loading begins anew. Default: CPU.
+    /// One of NVFP4_DEVICE_*. #NVFP4_DEVICE_AUTO is a GPU that has room for the model and supports it, or else the CPU. If
+    /// loading on that GPU fails for lack of memory or kernels, it starts again on the CPU. Default: CPU.
     pub device_type: i32,
-    /// Which device of that type; 0 (or -1) for #NVFP4_DEVICE_AUTO. Default: 0.
+    /// The number of the device of that type; 0 (or -1) for #NVFP4_DEVICE_AUTO. Default: 0.
     pub device_index: i32,
-    /// CPU threads of this model, or 0 for those of NVFP4_set_threads(), which models share. A model on a GPU has no use for
-    /// them. Default: 0.
+    /// CPU threads of this model, or 0 for those of NVFP4_set_threads(), which models share. Ignored on a GPU. Default: 0.
     pub threads: i32,
-    /// One of NVFP4_ACTIVATIONS_*; a GPU has only the exact ones. Default: exact.
+    /// One of NVFP4_ACTIVATIONS_*; on a GPU only #NVFP4_ACTIVATIONS_EXACT. Default: exact.
     pub activations: i32,
-    /// 1 to leave out the layers: tokenizer, embedding, final norm and head only. Default: 0.
+    /// 1 to load only tokenizer, embedding, final norm and output head, without the layers. Default: 0.
     pub sampling_only: i32,
-    /// What may end the call, and who hears how many bytes are read; NULL for nobody. Default: NULL.
+    /// Cancels the call and reports the bytes read; NULL for neither. Default: NULL.
     pub call: *const NVFP4_CallOptions,
 }
 
@@ -78,15 +77,16 @@ unsafe impl Growing for NVFP4_LoadOptions {
     }
 }
 
-/// A message of a conversation. Later versions may add to its end: where they are taken, so is their size.
+/// A message of a conversation. Later versions may add fields at the end: functions that take an array of these also take
+/// the size of an element.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct NVFP4_Message {
-    /// Who speaks: "system", "user", "assistant".
+    /// The role: "system", "user" or "assistant", in UTF-8.
     pub role: *const c_char,
     /// Bytes of `role`.
     pub role_length: usize,
-    /// What is said.
+    /// The text, in UTF-8.
     pub content: *const c_char,
     /// Bytes of `content`.
     pub content_length: usize,
@@ -105,9 +105,9 @@ unsafe impl Element for NVFP4_Message {
     }
 }
 
-/// A directory of safetensors in ModelOpt's layout, with config and tokenizer.
+/// A directory with safetensors in ModelOpt's layout, config and tokenizer.
 pub const NVFP4_CONTAINER_MODELOPT: i32 = 0;
-/// TorchSharp's `.dat` with single-level scales, and config and tokenizer beside it.
+/// A `.dat` file of TorchSharp with single-level scales, and config and tokenizer beside it.
 pub const NVFP4_CONTAINER_DAT: i32 = 1;
 
 /// How to convert a model. Fill with NVFP4_convert_options_init(), then change what is to differ.
@@ -116,14 +116,14 @@ pub const NVFP4_CONTAINER_DAT: i32 = 1;
 pub struct NVFP4_ConvertOptions {
     /// sizeof(NVFP4_ConvertOptions) as the caller knows it.
     pub struct_size: u32,
-    /// One of NVFP4_CONTAINER_*; says what the destination becomes. Default: ModelOpt.
+    /// One of NVFP4_CONTAINER_*: what is written. Default: ModelOpt.
     pub container: i32,
-    /// 1 to replace a directory that holds a model, and no folders, with all that is in it; 0 to refuse one that is not empty.
-    /// Default: 0.
+    /// 1 to replace a directory that holds a model and no subdirectories, with everything in it; 0 to refuse a directory
+    /// that is not empty. Default: 0.
     pub replace: i32,
-    /// 1 to leave the output head as it is. Default: 0.
+    /// 1 to leave the output head unquantized. Default: 0.
     pub keep_head: i32,
-    /// What may end the call, and who hears how many bytes of the source are done; NULL for nobody. Default: NULL.
+    /// Cancels the call and reports the bytes of the source that are done; NULL for neither. Default: NULL.
     pub call: *const NVFP4_CallOptions,
 }
 
@@ -157,7 +157,7 @@ pub unsafe extern "C" fn NVFP4_load_options_init(
 ///
 /// - `path`, `path_length`: UTF-8.
 /// - `options`: NULL for the defaults.
-/// - `quantize`: how to quantize dense weights to NVFP4 while loading; NULL holds weights as they are stored.
+/// - `quantize`: how to quantize dense weights to NVFP4 while loading; NULL keeps weights as they are stored.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_model_load(
     path: *const c_char,
@@ -240,9 +240,9 @@ pub unsafe extern "C" fn NVFP4_model_release(model: *mut NVFP4_Model) -> NVFP4_S
     })
 }
 
-/// What was loaded, as JSON: architecture, device, device_choice (why that one, as one line, where it was #NVFP4_DEVICE_AUTO;
-/// null where it was named), parameters, weight_bytes, formats, sizes, kv_bytes_per_token, stop_tokens. Keys may be added in
-/// later versions.
+/// Describes a model, as JSON: architecture, device, device_choice (one line that says why this device, for
+/// #NVFP4_DEVICE_AUTO; else null), parameters (their number), weight_bytes, formats, sizes, kv_bytes_per_token,
+/// stop_tokens. Later versions may add keys.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_model_info(
     model: *const NVFP4_Model,
@@ -260,7 +260,7 @@ pub unsafe extern "C" fn NVFP4_model_info(
     })
 }
 
-/// Writes the number of token ids, which is the number of logits.
+/// Writes the size of the vocabulary, which is the number of logits for a token.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_model_vocab_size(
     model: *const NVFP4_Model,
@@ -274,7 +274,7 @@ pub unsafe extern "C" fn NVFP4_model_vocab_size(
     })
 }
 
-/// Token ids as the core has them.
+/// Token ids from C, checked.
 pub(super) fn tokens_in(tokens: &[i32]) -> Result<Vec<u32>> {
     let mut ids = with_room(tokens.len())?;
     for (i, &t) in tokens.iter().enumerate() {
@@ -286,7 +286,7 @@ pub(super) fn tokens_in(tokens: &[i32]) -> Result<Vec<u32>> {
     Ok(ids)
 }
 
-/// Token ids as C has them.
+/// Token ids for C.
 pub(super) fn tokens_out(tokens: &[u32]) -> Result<Vec<i32>> {
     let mut ids = with_room(tokens.len())?;
     for &token in tokens {
@@ -295,12 +295,12 @@ pub(super) fn tokens_out(tokens: &[u32]) -> Result<Vec<i32>> {
     Ok(ids)
 }
 
-/// A token id as C has it.
+/// A token id for C.
 pub(super) fn token_out(token: u32) -> Result<i32> {
     i32::try_from(token).map_err(|_| err!(Internal, "token id {token} is past int32_t"))
 }
 
-/// What a model made of an input, of which only the length has been taken yet.
+/// The result for an input, kept after a call that only took its length.
 struct Counted<E, O> {
     model: usize,
     flag: bool,
@@ -308,8 +308,8 @@ struct Counted<E, O> {
     output: O,
 }
 
-/// Hands to `take` what `make` makes of an input, or what it has made of the same one in this thread's last call. `take` says
-/// whether there was room for it; if not, it is kept, unless there is no memory for that.
+/// Passes `take` the result of `make` for an input, or the result kept from this thread's last call if that had the same
+/// input. `take` says whether the result fitted; if not, it is kept for the next call, unless there is no memory for that.
 pub(super) fn counted<E: Copy + PartialEq + 'static, O: 'static>(
     model: *const NVFP4_Model,
     flag: bool,
@@ -337,9 +337,9 @@ pub(super) fn counted<E: Copy + PartialEq + 'static, O: 'static>(
     result
 }
 
-/// Text to token ids. `add_special` 1 adds what the model wants around a text (a first token, often); a rendered chat has it
-/// already. Writes the number of tokens to `count`; see ARRAYS OUT above. Asking for the number first costs nothing: the tokens
-/// are kept for this thread's next call, which finds them if it is with the same text.
+/// Converts text to token ids. `add_special` 1 adds the special tokens that the model expects around a text, often a first
+/// one; a rendered chat has them already. Writes the number of tokens to `count`; see ARRAYS OUT above. Asking for the
+/// number first does not double the work: the tokens are kept for this thread's next call, if that has the same text.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_model_tokenize(
     model: *const NVFP4_Model,
@@ -364,10 +364,11 @@ pub unsafe extern "C" fn NVFP4_model_tokenize(
     })
 }
 
-/// Token ids to text. `skip_special` 1 leaves out tokens such as `<|im_end|>`. Ids that the model knows and its tokenizer does
-/// not, as many models have them, give no text; others are refused. Bytes that are no character become U+FFFD: for a stream
-/// of tokens use the text that generation gives, which waits for whole characters. Asking for the length first costs nothing, as
-/// for NVFP4_model_tokenize().
+/// Converts token ids to text. `skip_special` 1 leaves out special tokens such as `<|im_end|>`. Ids in the model's
+/// vocabulary that its tokenizer does not have, as many models pad it, give no text; ids outside the vocabulary are
+/// #NVFP4_INVALID_ARGUMENT. Bytes that are not valid UTF-8 become U+FFFD: for a stream of tokens use a detokenizer or the
+/// text of a generation, which wait for whole characters. Asking for the length first does not double the work, as for
+/// NVFP4_model_tokenize().
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_model_detokenize(
     model: *const NVFP4_Model,
@@ -392,9 +393,9 @@ pub unsafe extern "C" fn NVFP4_model_detokenize(
     })
 }
 
-/// Renders a conversation with the model's chat template (ChatML if it has none): `count` messages, each of `message_size` bytes,
-/// which is sizeof(NVFP4_Message). `add_generation_prompt` 1 opens the assistant's next turn. Asking for the length first costs
-/// nothing, as for NVFP4_model_tokenize().
+/// Renders a conversation with the model's chat template (ChatML if it has none): `count` messages, each of `message_size`
+/// bytes, which is sizeof(NVFP4_Message). `add_generation_prompt` 1 appends the beginning of the assistant's answer. Asking
+/// for the length first does not double the work, as for NVFP4_model_tokenize().
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_model_render_chat(
     model: *const NVFP4_Model,
@@ -431,7 +432,7 @@ pub unsafe extern "C" fn NVFP4_model_render_chat(
             })
             .collect::<Result<Vec<_>>>()?;
         let prompt = flag("add_generation_prompt", add_generation_prompt)?;
-        // In one piece, which costs less to compare and to give up than a thousand messages.
+        // As one text, which is cheaper to compare and to free than a thousand messages.
         let mut input: Vec<u8> = with_room(bytes)?;
         for part in messages.iter().flat_map(|&(role, content)| [role, content]) {
             input.extend_from_slice(&part.len().to_ne_bytes());
@@ -461,14 +462,16 @@ pub unsafe extern "C" fn NVFP4_convert_options_init(
     })
 }
 
-/// Converts a model on disk to NVFP4 on disk, one tensor at a time: linear weights are quantized, the rest is kept. What was
-/// there is replaced as a whole, when the new one is whole; a call that fails leaves it as it was, and nothing else.
+/// Converts a model on disk to NVFP4 on disk, one tensor at a time: linear weights are quantized, the rest is kept. The
+/// destination is replaced as a whole once the new model is complete; a call that fails leaves it unchanged, and leaves no
+/// other files behind.
 ///
 /// - `source`: what NVFP4_model_load() takes.
-/// - `destination`: a directory that is not there yet or empty, or one to replace; a file for `.dat`, replaced if it is there.
+/// - `destination`: a directory that does not exist or is empty, or one to replace; for `.dat` a file, which is replaced if
+///   it exists.
 /// - `options`: NULL for the defaults.
-/// - `quantize`: NULL for the defaults, which are two-level scales for ModelOpt and single-level ones for `.dat`, and the recipe
-///   amax, as wherever this library quantizes. The sweep loses less and takes two to three times as long.
+/// - `quantize`: NULL for the defaults: two-level scales for ModelOpt, single-level scales for `.dat`, and the recipe amax.
+///   The recipe sweep has a smaller error and takes two to three times as long.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_model_convert(
     source: *const c_char,

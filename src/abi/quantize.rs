@@ -1,8 +1,9 @@
 //! Number formats: NVFP4 and NF4, both ways.
 //!
-//! NVFP4 is two 4-bit codes (E2M1) to a byte, the even index in the low nibble; a scale (E4M3) for each 16 values along the
-//! last dimension K; and one float that multiplies every value of the tensor. NVFP4 and the order of its scales are computed
-//! where the tensors are, on the processor or on a GPU; NF4 on the processor, in host memory.
+//! An NVFP4 tensor has three parts: 4-bit codes (E2M1), two to a byte with the even index in the low nibble; block scales
+//! (E4M3), one for each 16 values along the last dimension K; and one float, the global scale. A value is code x block
+//! scale x global scale. NVFP4 is converted where its tensors are, on the CPU or on a GPU; NF4 on the CPU only, in host
+//! memory.
 
 use std::sync::Arc;
 
@@ -20,9 +21,9 @@ use crate::ops::ste;
 use crate::ops::tensors::{self, Nf4Tensor, Nvfp4Tensor, ScaleLayout};
 use crate::tensor::{DType, Tensor};
 
-/// A multiplier for the whole tensor above the block scales.
+/// Two levels of scales: a global scale for the whole tensor, and the block scales.
 pub const NVFP4_LEVELS_TWO: i32 = 0;
-/// Block scales alone; the multiplier is 1.
+/// Block scales alone; the global scale is 1.
 pub const NVFP4_LEVELS_SINGLE: i32 = 1;
 /// The single-level rule of NVFP4_quantize().
 pub const NVFP4_LEVELS_LEGACY: i32 = 2;
@@ -31,14 +32,14 @@ pub const NVFP4_LEVELS_LEGACY: i32 = 2;
 pub const NVFP4_RECIPE_AMAX: i32 = 0;
 /// The largest magnitude of a block becomes 6 or 4, whichever has the smaller squared error.
 pub const NVFP4_RECIPE_FOUR_OVER_SIX: i32 = 1;
-/// The scale, of all there are, with the smallest squared error.
+/// Each block takes the scale, of all E4M3 scales, with the smallest squared error.
 pub const NVFP4_RECIPE_SWEEP: i32 = 2;
 
-/// To the nearer code; a tie goes to the even one. What the hardware does.
+/// To the nearest code; a tie goes to the even one, as in the hardware.
 pub const NVFP4_ROUNDING_NEAREST_EVEN: i32 = 0;
-/// To the nearer code; a tie goes away from zero.
+/// To the nearest code; a tie goes away from zero.
 pub const NVFP4_ROUNDING_HALF_AWAY: i32 = 1;
-/// Up or down by chance, so that the expected result is the value. The seed fixes the chance.
+/// Randomly up or down, so that the expected result is the value. The seed makes it repeatable.
 pub const NVFP4_ROUNDING_STOCHASTIC: i32 = 2;
 
 /// NaN and infinity are errors that name the first index.
@@ -48,7 +49,7 @@ pub const NVFP4_NONFINITE_SATURATE: i32 = 1;
 
 /// Scales row-major, `[.., K / 16]`.
 pub const NVFP4_SCALES_LINEAR: i32 = 0;
-/// Scales in the 128 x 4 tiles that tensor cores read, padded with zeros, as one run of bytes.
+/// Scales in the 128 x 4 tiles that tensor cores read, padded with zeros, as a tensor of one dimension.
 pub const NVFP4_SCALES_SWIZZLED: i32 = 1;
 
 /// How to quantize. Fill with NVFP4_quantize_options_init(), then change what is to differ.
@@ -67,10 +68,10 @@ pub struct NVFP4_QuantizeOptions {
     pub nonfinite: i32,
     /// One of NVFP4_SCALES_*. Default: linear.
     pub scale_layout: i32,
-    /// For stochastic rounding. Default: 0.
+    /// Seed of stochastic rounding. Default: 0.
     pub seed: u64,
-    /// What may end NVFP4_tensor_quantize(), and hears how far it is, in values. Leave it NULL where a model is loaded or converted: that
-    /// has one in its own options. Default: NULL.
+    /// Cancels NVFP4_tensor_quantize() and reports its progress, in values. Must be NULL where a model is loaded or
+    /// converted, which has one in its own options. Default: NULL.
     pub call: *const NVFP4_CallOptions,
 }
 
@@ -92,7 +93,7 @@ unsafe impl Growing for NVFP4_QuantizeOptions {
 }
 
 impl NVFP4_QuantizeOptions {
-    /// How to quantize in a call that another struct watches.
+    /// The options for loading or converting a model, whose own options have the `call`.
     pub(super) fn read_for_model(&self) -> Result<QuantizeOptions> {
         if !self.call.is_null() {
             bail!(
@@ -225,12 +226,12 @@ pub unsafe extern "C" fn NVFP4_quantize_options_init(
 /// - `options`: NULL for the defaults.
 /// - `codes`: uint8 `[.., K / 2]`.
 /// - `scales`: float8_e4m3fn `[.., K / 16]`, or one dimension if swizzled.
-/// - `global_scale`: the multiplier; 1 when single-level.
+/// - `global_scale`: the global scale; 1 with a single level.
 ///
-/// A tensor on a GPU is quantized there, in one pass without temporary memory (two for a second level; a copy first if rows
-/// are at uneven distances or not aligned to 16 bytes), to the same bits. With two levels the call waits for the multiplier, and
-/// values that are not finite are its own error; with one it does not wait, and they are that of a later call: see ERRORS OF A
-/// GPU above.
+/// A tensor on a GPU is quantized there, to the same bits as on the CPU: in one pass for a single level, in two for two
+/// levels, and after a copy if its rows are unevenly spaced or not aligned to 16 bytes. With two levels the call waits for
+/// the global scale, and fails itself if a value is not finite. With a single level it does not wait, and a later call
+/// fails: see ASYNCHRONOUS ERRORS above.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_tensor_quantize(
     input: *const NVFP4_Tensor,
@@ -263,11 +264,12 @@ pub unsafe extern "C" fn NVFP4_tensor_quantize(
     })
 }
 
-/// Expands NVFP4 to `[.., K]` of the floating type `dtype`: code x block scale x global_scale, exactly, then rounded to float and to
-/// `dtype`. On a CUDA device the call waits until the scales have been looked at, and not for the values.
+/// Expands NVFP4 to `[.., K]` of the floating type `dtype`: code x block scale x global_scale, exactly, then rounded to
+/// float and to `dtype`. On a CUDA device the call waits until the scales have been checked, but not for the values.
 ///
 /// - `codes`: uint8 or float4_e2m1fn_x2 `[.., K / 2]`.
-/// - `scales`: float8_e4m3fn, or uint8 holding its bytes, in the order `scale_layout` names. NaN and negative ones are an error.
+/// - `scales`: float8_e4m3fn, or uint8 holding its bytes, in the layout `scale_layout`, one of NVFP4_SCALES_*. A scale that
+///   is NaN or negative is an error.
 /// - `global_scale`: finite and not negative.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_tensor_dequantize(
@@ -296,8 +298,8 @@ pub unsafe extern "C" fn NVFP4_tensor_dequantize(
     })
 }
 
-/// Quantizes a tensor, flattened, to NF4 in the layout of bitsandbytes: blocks of `block` values (64 is usual), two codes to
-/// a byte, the first in the high nibble.
+/// Quantizes a tensor, flattened, to NF4 in the layout of bitsandbytes: blocks of `block` values (64 is usual), two codes
+/// to a byte, the first in the high nibble. The tensor is in host memory and has n values.
 ///
 /// - `codes`: uint8 `[ceil(n / 2)]`.
 /// - `absmax`: float32 `[ceil(n / block)]`, the largest magnitude of each block.
@@ -319,8 +321,8 @@ pub unsafe extern "C" fn NVFP4_tensor_quantize_nf4(
     })
 }
 
-/// Expands NF4 to a tensor of the given shape and floating type. `quant_map` holds the 16 values of the codes; NULL takes
-/// the usual ones.
+/// Expands NF4, in host memory, to a tensor of the given shape and floating type. `codes` and `absmax` are as
+/// NVFP4_tensor_quantize_nf4() gives them. `quant_map` holds the 16 values of the codes; NULL takes the standard ones.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_tensor_dequantize_nf4(
     codes: *const NVFP4_Tensor,
@@ -378,7 +380,8 @@ pub unsafe extern "C" fn NVFP4_scales_unswizzle(
     })
 }
 
-/// Quantizes a weight `[.., K]` for training in 4 bits: NVFP4_quantize() with a status. `qdata` and `scale` are as there.
+/// Quantizes a weight `[.., K]` for training in 4 bits, with block scales alone: NVFP4_quantize() with a status. `qdata`
+/// and `scale` are described there.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_quantize_packed(
     weight: *const NVFP4_Tensor,
@@ -397,7 +400,7 @@ pub unsafe extern "C" fn NVFP4_quantize_packed(
     })
 }
 
-/// The values of what NVFP4_quantize_packed() gives, `[.., K]` of the floating type `dtype`.
+/// Expands the result of NVFP4_quantize_packed() to `[.., K]` of the floating type `dtype`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_dequantize_packed(
     qdata: *const NVFP4_Tensor,
@@ -418,12 +421,13 @@ pub unsafe extern "C" fn NVFP4_dequantize_packed(
     })
 }
 
-/// The values that a weight `[.., K]` has in the forward pass of training in 4 bits: what NVFP4_quantize_packed() leaves of them,
-/// in the weight's type. The gradient of the weight is that of these values as it is (the straight-through estimator).
+/// Rounds a weight `[.., K]` to 4 bits and back, for the forward pass of training in 4 bits: the values that
+/// NVFP4_quantize_packed() stores, in the weight's own type. The gradient of these values is used unchanged as the gradient
+/// of the weight (straight-through estimator).
 ///
-/// - `keep`: 0 to compute them. Otherwise the weight must not change: its values are computed once, for which the call waits,
-///   and kept as long as its memory lives or until NVFP4_ste_clear(), and every such call gives a handle of the same tensor,
-///   which is only read.
+/// - `keep`: 0 to compute the values anew. 1 to cache them, for a weight that does not change: the first call computes them
+///   and waits, and later calls give a handle of the same tensor, which must not be written. They are kept as long as the
+///   weight's memory lives, or until NVFP4_ste_clear().
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_ste_weight(
     weight: *const NVFP4_Tensor,
@@ -444,8 +448,8 @@ pub unsafe extern "C" fn NVFP4_ste_weight(
     })
 }
 
-/// Gives up the values that NVFP4_ste_weight() keeps: call it when weights have changed. Those of weights that are gone are also
-/// given up by NVFP4_empty_cache().
+/// Drops the values that NVFP4_ste_weight() has cached: call it when weights have changed. NVFP4_empty_cache() drops those
+/// of weights that no longer exist.
 #[unsafe(no_mangle)]
 pub extern "C" fn NVFP4_ste_clear() -> NVFP4_Status {
     enter("NVFP4_ste_clear", || {

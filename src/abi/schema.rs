@@ -1,9 +1,10 @@
-//! Schemas: which 4-bit weights a set of named tensors holds, and what is wrong with them.
+//! Schemas: finding and checking the 4-bit weights in a set of named tensors.
 //!
-//! Names, types and shapes tell, so hosts may keep the tensors themselves. Known are NVFP4 as TorchSharp hosts keep it
-//! (`.qdata` and `.scale`, with or without `.weight` before), of ModelOpt, compressed-tensors and torchao, and NF4 of
-//! TorchSharp hosts (`.weight`, `.absmax` and `.quant_map`) and of bitsandbytes (`.weight`, `.weight.absmax` and so on). One
-//! part is enough for a weight to be found; what it lacks is then a problem.
+//! Only names, types and shapes are read, so hosts need not pass the tensors themselves. Known are NVFP4 as TorchSharp
+//! hosts store it (`.qdata` and `.scale`, with or without `.weight` before), and as ModelOpt, compressed-tensors and
+//! torchao do; and NF4 as TorchSharp hosts (`.weight`, `.absmax` and `.quant_map`) and bitsandbytes (`.weight`,
+//! `.weight.absmax` and so on) store it. One part is enough for a weight to be found; missing parts are then reported as
+//! problems.
 
 use std::ffi::c_char;
 
@@ -18,8 +19,8 @@ use crate::base::error::err;
 use crate::checkpoint::schema::{self, Format, Named, Schema, Weight};
 use crate::tensor::{DType, Shape};
 
-/// A tensor as its host describes it. Nothing is read but the description. Later versions may add to its end: where they are taken,
-/// so is their size.
+/// The description of a host's tensor; its elements are not needed. Later versions may add fields at the end: functions
+/// that take an array of these also take the size of an element.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct NVFP4_NamedTensor {
@@ -27,9 +28,10 @@ pub struct NVFP4_NamedTensor {
     pub name: *const c_char,
     /// Bytes of `name`.
     pub name_length: usize,
-    /// The type of its elements, as NVFP4_DTYPE_* number it. Tensors of other types may be in the set, but in no 4-bit weight.
+    /// The element type, one of NVFP4_DTYPE_*. Tensors of other types may be in the set too, but not as parts of a 4-bit
+    /// weight.
     pub dtype: i32,
-    /// Dimensions, at most 8.
+    /// Number of dimensions, at most 8.
     pub rank: i32,
     /// `rank` sizes, outermost first.
     pub sizes: *const i64,
@@ -49,7 +51,7 @@ unsafe impl Element for NVFP4_NamedTensor {
     }
 }
 
-/// What a set of tensors holds, in short. NVFP4_schema_report() has all of it.
+/// A summary of the 4-bit weights in a set of tensors. NVFP4_schema_report() has the details.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct NVFP4_SchemaResult {
@@ -57,17 +59,17 @@ pub struct NVFP4_SchemaResult {
     pub struct_size: u32,
     /// One of NVFP4_FORMAT_*.
     pub format: i32,
-    /// Tensors looked at: those under the prefix.
+    /// Number of tensors examined: those under the prefix.
     pub tensors: usize,
-    /// 4-bit weights among them.
+    /// Number of 4-bit weights among them.
     pub weights: usize,
-    /// What NVFP4_schema_validate() would complain of; 0 if it would not.
+    /// Number of problems that NVFP4_schema_validate() would report.
     pub problems: usize,
-    /// If there is exactly one weight, its output features, N; or 0 where the shapes do not tell.
+    /// If there is exactly one weight, its output features N, or 0 if the shapes do not determine them.
     pub out_features: i64,
-    /// If there is exactly one weight, its input features, K; or 0 where the shapes do not tell.
+    /// If there is exactly one weight, its input features K, or 0 if the shapes do not determine them.
     pub in_features: i64,
-    /// If there is exactly one weight, the values that share a scale; or 0 where the shapes do not tell.
+    /// If there is exactly one weight, the number of values that share a scale, or 0 if the shapes do not determine it.
     pub block: i64,
 }
 
@@ -180,11 +182,11 @@ fn report(schema: &Schema) -> Value {
 
 /// Finds the 4-bit weights of a set of tensors.
 ///
-/// - `tensors`, `count`: the set; no two of one name.
+/// - `tensors`, `count`: the set; names must be unique.
 /// - `tensor_size`: sizeof(NVFP4_NamedTensor), as the caller knows it.
-/// - `prefix`: looks at the tensor of this name and at those whose names begin with it and a dot, such as one layer's; NULL
-///   and 0 for all.
-/// - `result`: its struct_size is set by the caller. A set without 4-bit weights has #NVFP4_FORMAT_NONE.
+/// - `prefix`, `prefix_length`: examines only the tensor of this name and those whose names begin with it and a dot, such
+///   as those of one layer; NULL and 0 for all.
+/// - `result`: the caller sets its struct_size. A set without 4-bit weights has the format #NVFP4_FORMAT_NONE.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_schema_detect(
     tensors: *const NVFP4_NamedTensor,
@@ -213,10 +215,10 @@ pub unsafe extern "C" fn NVFP4_schema_detect(
     })
 }
 
-/// Describes the 4-bit weights of a set of tensors, as JSON: "format" ("none", "nvfp4", "nf4" or "mixed"), "tensors" looked at,
-/// "problems", and "weights", each with its "name", "format", "convention", "keys" by what they are for, "missing" keys,
-/// "extra" keys of its module, "out_features", "in_features", "block" (null where the shapes do not tell) and "faults". The
-/// parameters are those of NVFP4_schema_detect(). Keys may be added in later versions.
+/// Describes the 4-bit weights of a set of tensors, as JSON: "format" ("none", "nvfp4", "nf4" or "mixed"), "tensors" (their
+/// number), "problems", and "weights", each with its "name", "format", "convention", "keys" by role, "missing" keys,
+/// "extra" keys of its module, "out_features", "in_features", "block" (null if the shapes do not determine it) and
+/// "faults". The parameters are those of NVFP4_schema_detect(). Later versions may add keys.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_schema_report(
     tensors: *const NVFP4_NamedTensor,
@@ -237,9 +239,9 @@ pub unsafe extern "C" fn NVFP4_schema_report(
     })
 }
 
-/// Checks the 4-bit weights of a set of tensors: no part is missing, and types and shapes fit together. All that is wrong is in
-/// the one message, the missing tensors first. #NVFP4_NOT_FOUND if there is no 4-bit weight, #NVFP4_INVALID_ARGUMENT if one is
-/// wrong. The parameters are those of NVFP4_schema_detect().
+/// Checks the 4-bit weights of a set of tensors: no part may be missing, and types and shapes must fit together. The
+/// message lists all problems, missing tensors first. #NVFP4_NOT_FOUND if there is no 4-bit weight, #NVFP4_INVALID_ARGUMENT
+/// if one has a problem. The parameters are those of NVFP4_schema_detect().
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_schema_validate(
     tensors: *const NVFP4_NamedTensor,

@@ -1,9 +1,9 @@
-//! Sessions: conversations and other sequences of tokens, run by a model.
+//! Sessions: conversations and other sequences of tokens, with their KV cache.
 //!
-//! A session holds its tokens with their cached keys and values, so that a call runs only what is new. It keeps its model
-//! alive. One call at a time may use it: another one meanwhile, from a callback too, gets #NVFP4_BUSY. Length, memory and
-//! messages can be asked for at any time: during a call they are as they were before it. A call that fails leaves the session
-//! as it was.
+//! A session holds its tokens with their cached keys and values, so that a call runs only new tokens. It keeps its model
+//! alive. Only one call at a time may use it: another one meanwhile, even from a callback, fails with #NVFP4_BUSY. Its
+//! length, memory and messages can be read at any time; during a call they are those from before the call. A call that
+//! fails leaves the session unchanged.
 
 use std::cell::OnceCell;
 use std::ffi::{c_char, c_void};
@@ -36,10 +36,10 @@ pub struct NVFP4_Session {
     _private: [u8; 0],
 }
 
-/// Bytes that a byte of a message may take as JSON, which grows by doubling.
+/// Bytes that a byte of a message may take as JSON, in a buffer that grows by doubling.
 const FOR_JSON: usize = 16;
 
-/// A session, and what may be reached while a call uses it.
+/// A session, and what may be read while a call uses it.
 struct Session {
     state: Exclusive<State>,
     context: usize,
@@ -47,15 +47,15 @@ struct Session {
 
 pub(super) struct State {
     pub(super) session: session::Session,
-    /// The text of the last generation, what was thought before it, and the calls of tools in it, as JSON.
+    /// The text of the last generation, its reasoning, and its tool calls as JSON.
     pub(super) text: String,
     pub(super) reasoning: String,
     pub(super) tool_calls: String,
-    /// The conversation as JSON, once somebody has asked for it and until a call may have changed it.
+    /// The conversation as JSON: set when it is first asked for, and cleared when a call may change it.
     messages: OnceCell<String>,
 }
 
-/// What a session was when the call that uses it began.
+/// The state of a session at the beginning of the call that uses it.
 pub(super) struct Snapshot {
     length: usize,
     kv_bytes: u64,
@@ -101,8 +101,8 @@ pub const NVFP4_KV_FLOAT32: i32 = 1;
 
 /// Refuse tokens that do not fit: #NVFP4_CONTEXT_FULL, or #NVFP4_FINISH_CONTEXT within a generation.
 pub const NVFP4_EVICTION_ERROR: i32 = 0;
-/// Forget old tokens: the older half of those after the first `keep`, or more if that is not enough. What stays is run anew. A chat
-/// forgets whole turns, never what stands before the first user's words or the last question.
+/// Drop old tokens: the older half of those after the first `keep`, or more if that is not enough. The remaining tokens are
+/// run again. A chat drops whole turns, but never what precedes the first user message, nor the last question.
 pub const NVFP4_EVICTION_DROP_OLDEST: i32 = 1;
 
 /// How to make a session. Fill with NVFP4_session_options_init(), then change what is to differ.
@@ -115,13 +115,14 @@ pub struct NVFP4_SessionOptions {
     pub kv_type: i32,
     /// One of NVFP4_EVICTION_*. Default: error.
     pub eviction: i32,
-    /// Leave it 0.
+    /// Must be 0.
     pub reserved: i32,
-    /// Tokens to hold at most; memory is taken as they come. 0, the default, is what the model was made for.
+    /// The most tokens to hold; memory is allocated as they are appended. 0, the default, is the context length of the
+    /// model.
     pub context: usize,
-    /// Tokens at the beginning that eviction never forgets. Default: 0. A chat's system prompt stays in any case.
+    /// Tokens at the beginning that eviction never drops. Default: 0. A chat's system prompt stays in any case.
     pub keep: usize,
-    /// What chat turns tell the model first about its role. Default: NULL, nothing. Copied.
+    /// The system prompt of NVFP4_session_chat(), in UTF-8. Default: NULL, none. Copied.
     pub system: *const c_char,
     /// Bytes of `system`.
     pub system_length: usize,
@@ -177,53 +178,56 @@ impl NVFP4_SessionOptions {
     }
 }
 
-/// A seed that is drawn anew for each generation, whose result tells it. Steps of sessions draw it when the session is made, and
-/// anew when it is cut.
+/// A new random seed for each generation, which reports it in its result. Steps of sessions use one that is chosen when the
+/// session is created, and again when it is truncated.
 pub const NVFP4_SEED_NEW: u64 = 0xffff_ffff_ffff_ffff;
 
-/// How to generate. Fill with NVFP4_generate_options_init(), or as the model's maker asks with NVFP4_model_generate_options(), then
-/// change what is to differ. Arrays and texts are read during the call only.
+/// How to generate. Fill with NVFP4_generate_options_init(), or with the model's recommended settings by
+/// NVFP4_model_generate_options(), then change what is to differ. Arrays and texts are read during the call only.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct NVFP4_GenerateOptions {
     /// sizeof(NVFP4_GenerateOptions) as the caller knows it.
     pub struct_size: u32,
-    /// Divides the logits before a draw. 0, the default, takes the likeliest token.
+    /// Divides the logits before the softmax. 0, the default, takes the argmax.
     pub temperature: f32,
-    /// Draws from this many of the likeliest tokens. Default: 0, all.
+    /// Draws from this many of the most probable tokens. Default: 0, all.
     pub top_k: i32,
-    /// Draws from the fewest of the likeliest tokens whose probabilities reach this sum. 0 takes the likeliest
-    /// one. Default: 1, all.
+    /// Draws from the fewest of the most probable tokens whose probabilities reach this sum. 0 takes the argmax. Default:
+    /// 1, all.
     pub top_p: f32,
-    /// Leaves out tokens less likely than this share of the likeliest. Default: 0, none.
+    /// Leaves out tokens less probable than this fraction of the most probable one. Default: 0, none.
     pub min_p: f32,
-    /// Makes tokens that have occurred less likely. Default: 1, not at all.
+    /// Makes tokens that have occurred less probable: divides their logits if positive, else multiplies them. Default: 1,
+    /// no penalty.
     pub repetition_penalty: f32,
-    /// 1 takes the model's own stop tokens like any other. Default: 0.
+    /// 1 treats the model's own stop tokens like any other token. Default: 0.
     pub ignore_model_stops: i32,
-    /// 1 computes each token from the whole sequence without the cache, for comparison; slow. Default: 0.
+    /// 1 computes each token from the whole sequence without the KV cache, for comparison; slow. Default: 0.
     pub replay: i32,
-    /// 1 gives each token's log-probability to the callback, for which the logits of each come to the host. Default: 0.
+    /// 1 passes each token's log-probability to the callback, which copies the logits of each token to the host. Default:
+    /// 0.
     pub log_probabilities: i32,
-    /// Leave it 0.
+    /// Must be 0.
     pub reserved: i32,
-    /// Tokens to generate at most. Default: SIZE_MAX, as many as the context has room for. With 0 a prompt is run and nothing generated.
+    /// The most tokens to generate. Default: SIZE_MAX, as many as fit in the context. With 0 a prompt is run and nothing is
+    /// generated.
     pub max_tokens: usize,
-    /// Fixes the draws: the same seed at the same place gives the same token. A place is the number of tokens appended before
-    /// it, those that eviction has forgotten included. Default: #NVFP4_SEED_NEW.
+    /// Makes the draws repeatable: the same logits, options, seed and position give the same token. The position counts all
+    /// tokens appended before, including those that eviction has dropped. Default: #NVFP4_SEED_NEW.
     pub seed: u64,
-    /// Tokens that end the text, besides the model's own. The one that did is not appended. Default: NULL.
+    /// Tokens that end the text, besides the model's own stop tokens. A stop token is not appended. Default: NULL.
     pub stop_tokens: *const i32,
     /// Elements of `stop_tokens`.
     pub stop_token_count: usize,
-    /// Texts that end the text and are not part of it, in UTF-8. A special token gives no text, but counts where one of these
-    /// has its name in it. Default: NULL.
+    /// Stop strings, in UTF-8: each ends the text and is not part of it. Special tokens give no text, but a stop string may
+    /// contain the name of one. Default: NULL.
     pub stop_strings: *const *const c_char,
     /// Bytes of each of `stop_strings`.
     pub stop_string_lengths: *const usize,
     /// Elements of `stop_strings` and of `stop_string_lengths`.
     pub stop_string_count: usize,
-    /// What may end the call, and who hears how many tokens are run; NULL for nobody. Default: NULL.
+    /// Cancels the call and reports the tokens run; NULL for neither. Default: NULL.
     pub call: *const NVFP4_CallOptions,
 }
 
@@ -307,14 +311,14 @@ pub const NVFP4_FINISH_NONE: i32 = -1;
 pub const NVFP4_FINISH_STOP: i32 = 0;
 /// A stop string ended the text.
 pub const NVFP4_FINISH_STOP_STRING: i32 = 1;
-/// As many tokens were generated as were allowed.
+/// `max_tokens` tokens were generated.
 pub const NVFP4_FINISH_LENGTH: i32 = 2;
 /// The context is full.
 pub const NVFP4_FINISH_CONTEXT: i32 = 3;
-/// A callback, a cancel handle or a flag ended it. What was generated until then is kept.
+/// A callback, a cancel handle or a cancel flag ended it. The tokens generated until then are kept.
 pub const NVFP4_FINISH_CANCELLED: i32 = 4;
 
-/// What a generation came to. Set `struct_size` before the call.
+/// The result of a generation. Set `struct_size` before the call.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct NVFP4_GenerationResult {
@@ -322,19 +326,19 @@ pub struct NVFP4_GenerationResult {
     pub struct_size: u32,
     /// One of NVFP4_FINISH_*.
     pub finish: i32,
-    /// Tokens before the first generated one: all that the session held, or those that a chat turn added.
+    /// Tokens before the first generated one: all those in the session, or in a chat those that the turn added.
     pub prompt_tokens: usize,
-    /// Tokens generated. They are the session's last ones.
+    /// Tokens generated, which are the last ones of the session.
     pub generated_tokens: usize,
-    /// Time for the prompt, as far as it had not been run.
+    /// Seconds to run the part of the prompt that was not cached.
     pub prefill_seconds: f64,
-    /// Time from the call to the first token.
+    /// Seconds from the call to the first token.
     pub first_token_seconds: f64,
-    /// Time from the first token to the end.
+    /// Seconds from the first token to the end.
     pub decode_seconds: f64,
-    /// The seed of the draws, which repeats them.
+    /// The seed of the draws; the same seed repeats them.
     pub seed: u64,
-    /// Calls of tools in the answer; NVFP4_session_tool_calls() has them.
+    /// Number of tool calls in the answer; NVFP4_session_tool_calls() gives them.
     pub tool_calls: usize,
 }
 
@@ -384,17 +388,20 @@ impl NVFP4_GenerationResult {
 
 /// A token, with the text that it completes.
 pub const NVFP4_EVENT_TOKEN: i32 = 0;
-/// No token, but text: more that the token before completes, or what was held back in case it was the beginning of something else.
+/// Text without a token: more text of the token before, or text that was held back because it might have begun a stop
+/// string or a marker.
 pub const NVFP4_EVENT_TEXT: i32 = 1;
 
-/// The text itself: the answer in a chat, and all that is generated outside of one.
+/// The text itself: the answer in a chat, or everything that is generated outside a chat.
 pub const NVFP4_PART_CONTENT: i32 = 0;
-/// What the model thinks before it answers.
+/// The model's reasoning before its answer.
 pub const NVFP4_PART_REASONING: i32 = 1;
-/// A call of a tool, whole: a JSON object with `id`, `type` and `function`, which has `name` and `arguments`, a text of JSON.
+/// A complete tool call: a JSON object with `id`, `type` and `function`, which has `name` and `arguments`, a string of
+/// JSON.
 pub const NVFP4_PART_TOOL_CALL: i32 = 2;
 
-/// What a generation has to say. Later versions may add to its end: a field is there if `struct_size` reaches that far.
+/// A token or a piece of text of a generation. Later versions may add fields at the end: a field exists if `struct_size`
+/// includes it.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct NVFP4_TokenEvent {
@@ -402,25 +409,25 @@ pub struct NVFP4_TokenEvent {
     pub struct_size: u32,
     /// One of NVFP4_EVENT_*.
     pub kind: i32,
-    /// The token, or -1 where the event is none.
+    /// The token, or -1 if the event has none.
     pub token: i32,
-    /// Which session of a batch it is for; 0 for the only one.
+    /// The index of the session in a batch; 0 for a single session.
     pub index: i32,
-    /// Whole UTF-8 characters without a NUL behind; none while a character, or what may be a stop string or a mark of the model's, is
-    /// incomplete. The contents of all events together are the generation's text, unless the callback ends it. Valid during
-    /// the callback.
+    /// The new text: whole UTF-8 characters, without a NUL after them. Empty while a character, or a possible stop string
+    /// or marker of the model, is incomplete. The #NVFP4_PART_CONTENT texts of all events together are the text of the
+    /// generation, unless the callback ends it. Valid during the callback.
     pub text: *const c_char,
     /// Bytes of `text`.
     pub text_length: usize,
-    /// The natural logarithm of the token's probability as the model gives it, before temperature, penalties and the like; NaN
-    /// unless `log_probabilities` of the options is 1.
+    /// The natural logarithm of the token's probability by the model's own logits, before temperature, penalties and
+    /// filters; NaN unless `log_probabilities` of the options is 1.
     pub log_probability: f32,
-    /// What the text is, or is going to be: one of NVFP4_PART_*.
+    /// The kind of text that this is, or that is to come: one of NVFP4_PART_*.
     pub part: i32,
 }
 
-/// Is given each token as it comes, in the order of the text. Returns 0 to go on, anything else to end the generation, which keeps
-/// that token.
+/// Receives each token when it is generated, and the text. Returns 0 to go on, anything else to end the generation, which
+/// keeps that token.
 pub type NVFP4_TokenCallback =
     Option<unsafe extern "C" fn(user: *mut c_void, event: *const NVFP4_TokenEvent) -> i32>;
 
@@ -457,14 +464,14 @@ fn insert(session: session::Session) -> *mut NVFP4_Session {
     }))
 }
 
-/// Runs a short `body`, which calls nothing back, with a session that is this call's alone.
+/// Runs a short `body`, which calls nothing back, with exclusive use of a session.
 fn with<T>(handle: *const NVFP4_Session, body: impl FnOnce(&mut State) -> Result<T>) -> Result<T> {
     let object = handle::get::<Session>("session", handle)?;
     let mut state = object.state.take("session")?;
     body(&mut state)
 }
 
-/// Runs `body`, which may be long and call back, as `call` says, with a session that is this call's alone.
+/// Runs `body`, which may take long, with exclusive use of a session, and with the cancellation and progress of `call`.
 ///
 /// # Safety
 /// As for [`watched`].
@@ -479,7 +486,8 @@ unsafe fn with_long<T>(
     unsafe { watched(call, || body(&mut state)) }
 }
 
-/// Runs `body`, which is short unless eviction left much to run: it can be ended, or call back, only where `call` says so.
+/// Runs `body`, which is short unless eviction left many tokens to run. It can be cancelled and call back only if `call` is
+/// not NULL.
 ///
 /// # Safety
 /// As for [`watched`].
@@ -495,7 +503,7 @@ unsafe fn with_call<T>(
     }
 }
 
-/// Looks at a session, which another call may be using.
+/// Reads a session, which another call may be using.
 pub(super) fn look<T>(
     handle: *const NVFP4_Session,
     live: impl FnOnce(&State) -> Result<T>,
@@ -529,7 +537,7 @@ pub unsafe extern "C" fn NVFP4_generate_options_init(
     })
 }
 
-/// Makes an empty session of a model. `options`: NULL for the defaults.
+/// Creates an empty session of a model. `options`: NULL for the defaults.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_session_create(
     model: *const NVFP4_Model,
@@ -553,7 +561,8 @@ pub unsafe extern "C" fn NVFP4_session_retain(session: *mut NVFP4_Session) -> NV
     })
 }
 
-/// Gives up a reference to a session. After the last one the handle is stale; a call that is using it ends undisturbed.
+/// Gives up a reference to a session. After the last one the handle is stale; a call that is using the session is not
+/// disturbed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_session_release(session: *mut NVFP4_Session) -> NVFP4_Status {
     enter_to_free("NVFP4_session_release", || {
@@ -561,9 +570,9 @@ pub unsafe extern "C" fn NVFP4_session_release(session: *mut NVFP4_Session) -> N
     })
 }
 
-/// Appends tokens and runs them, a whole prompt in blocks.
+/// Appends tokens and runs them, many at a time: the prefill of a prompt.
 ///
-/// - `call`: what may end it, and who hears how far it is; may be NULL.
+/// - `call`: cancels the call and reports the tokens run; may be NULL.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_session_prefill(
     session: *mut NVFP4_Session,
@@ -580,7 +589,7 @@ pub unsafe extern "C" fn NVFP4_session_prefill(
     })
 }
 
-/// Appends tokens and runs them one after the other, more slowly: for comparison. See SAME BITS above.
+/// Appends tokens and runs them one after the other, which is slower: for comparison. See REPRODUCIBILITY above.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_session_prefill_token_by_token(
     session: *mut NVFP4_Session,
@@ -599,7 +608,8 @@ pub unsafe extern "C" fn NVFP4_session_prefill_token_by_token(
     })
 }
 
-/// Appends one token and runs it, with what has not been run before it: the last token of a generation, or what eviction left.
+/// Appends one token and runs it: a decode step. Tokens before it that have not been run yet are run too: the last token of
+/// a generation, or those that remain after an eviction.
 ///
 /// - `call`: as for NVFP4_session_prefill().
 #[unsafe(no_mangle)]
@@ -615,8 +625,8 @@ pub unsafe extern "C" fn NVFP4_session_decode(
     })
 }
 
-/// Copies the logits of the token to come, one for each token id. Writes their number to `count`; see ARRAYS OUT above. Runs what has
-/// not been run, as NVFP4_session_decode() does.
+/// Copies the logits of the next token, one for each token id. Writes their number, the vocabulary size, to `count`; see
+/// ARRAYS OUT above. Runs tokens that have not been run yet, as NVFP4_session_decode() does.
 ///
 /// - `call`: as for NVFP4_session_prefill().
 #[unsafe(no_mangle)]
@@ -637,8 +647,8 @@ pub unsafe extern "C" fn NVFP4_session_logits(
     })
 }
 
-/// Chooses the token to come as NVFP4_session_generate() would, and does not append it. `options`: NULL for the likeliest
-/// one; what concerns stops and lengths has no part in it.
+/// Chooses the next token as NVFP4_session_generate() would, without appending it. `options`: NULL for the argmax; options
+/// on stops and lengths are ignored.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_session_sample(
     session: *mut NVFP4_Session,
@@ -659,9 +669,9 @@ pub unsafe extern "C" fn NVFP4_session_sample(
     })
 }
 
-/// Fills `options` as NVFP4_generate_options_init() does, and with the temperature, top_k, top_p, min_p and repetition penalty that the
-/// model's maker asks for, in `generation_config.json` or in a GGUF file's metadata. Where nothing is said they are the defaults,
-/// which take the likeliest token. The tokens that end an answer need no option: the model knows them.
+/// Fills `options` as NVFP4_generate_options_init() does, and with the temperature, top_k, top_p, min_p and repetition
+/// penalty that the model recommends in `generation_config.json` or in a GGUF file's metadata. What it does not recommend
+/// has the default; with no recommendation at all that is the argmax. The model's own stop tokens need no option.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_model_generate_options(
     model: *const NVFP4_Model,
@@ -683,7 +693,7 @@ pub unsafe extern "C" fn NVFP4_model_generate_options(
     })
 }
 
-/// What both kinds of generation have in common; `run` is the one that is meant.
+/// The common part of generations and chat turns; `run` is one of them.
 ///
 /// # Safety
 /// As the header says of the pointers.
@@ -734,12 +744,12 @@ pub(super) unsafe fn generate(
     Ok(())
 }
 
-/// Generates from where the session stands, which takes a prefilled prompt. Cancelling it is no failure, but gives what there is:
-/// see #NVFP4_FINISH_CANCELLED.
+/// Generates tokens after those in the session, which must not be empty: prefill a prompt first. A cancelled generation
+/// does not fail, and keeps what it has: see #NVFP4_FINISH_CANCELLED.
 ///
 /// - `options`: NULL for the defaults.
-/// - `callback`, `user`: may be NULL; NVFP4_session_text() has the text afterwards.
-/// - `result`: what it came to; may be NULL.
+/// - `callback`, `user`: receives the tokens and text; may be NULL. NVFP4_session_text() gives the text afterwards.
+/// - `result`: how it ended, counts and times; may be NULL.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_session_generate(
     session: *mut NVFP4_Session,
@@ -780,8 +790,8 @@ pub(super) unsafe fn copy_last(
     })
 }
 
-/// Copies the text of the last generation, of a chat the answer's content, which is empty before the first. A character that it left
-/// unfinished is not part of it, whatever ended it: if the next generation completes the character, its text begins with it. For the
+/// Copies the text of the last generation, or in a chat the content of the last answer; empty before the first. An
+/// incomplete character at its end is left out: if the next generation completes it, that text begins with it. For the
 /// buffer see TEXT above.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_session_text(
@@ -796,7 +806,7 @@ pub unsafe extern "C" fn NVFP4_session_text(
     })
 }
 
-/// Writes how many tokens the session holds; during a call, how many it held before.
+/// Writes the number of tokens in the session; during a call, the number from before it.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_session_length(
     session: *const NVFP4_Session,
@@ -810,7 +820,7 @@ pub unsafe extern "C" fn NVFP4_session_length(
     })
 }
 
-/// Writes how many tokens the session can hold.
+/// Writes the most tokens that the session can hold.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_session_context(
     session: *const NVFP4_Session,
@@ -824,8 +834,8 @@ pub unsafe extern "C" fn NVFP4_session_context(
     })
 }
 
-/// Writes the bytes of the session's cached keys and values, those it shares with forks included; during a call, what they were
-/// before.
+/// Writes the bytes of the session's KV cache, including those it shares with forks; during a call, the bytes from before
+/// it.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_session_memory(
     session: *const NVFP4_Session,
@@ -843,7 +853,7 @@ pub unsafe extern "C" fn NVFP4_session_memory(
     })
 }
 
-/// Copies the tokens that the session holds. Writes their number to `count`; see ARRAYS OUT above.
+/// Copies the tokens in the session. Writes their number to `count`; see ARRAYS OUT above.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_session_tokens(
     session: *mut NVFP4_Session,
@@ -860,8 +870,9 @@ pub unsafe extern "C" fn NVFP4_session_tokens(
     })
 }
 
-/// Forgets the tokens from `length` on. A conversation then ends in the answer that the cut is in, or else with the last one before
-/// it. Draws are then those that followed `length` before; cut to 0, the session is as after NVFP4_session_reset().
+/// Drops the tokens from position `length` on. If the cut is inside an answer, the conversation then ends with the rest of
+/// that answer, otherwise with the last whole answer before it. Draws continue from position `length`. With `length` 0 it
+/// is NVFP4_session_reset().
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_session_truncate(
     session: *mut NVFP4_Session,
@@ -872,7 +883,7 @@ pub unsafe extern "C" fn NVFP4_session_truncate(
     })
 }
 
-/// Forgets all tokens and the conversation. The options stay.
+/// Drops all tokens and the conversation. The options stay.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_session_reset(session: *mut NVFP4_Session) -> NVFP4_Status {
     enter("NVFP4_session_reset", || {
@@ -880,7 +891,7 @@ pub unsafe extern "C" fn NVFP4_session_reset(session: *mut NVFP4_Session) -> NVF
     })
 }
 
-/// Makes a second session in the same state. The two share their cache's memory as far as neither writes to it.
+/// Creates a second session in the same state. The two share the memory of their KV caches as far as neither writes to it.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_session_fork(
     session: *mut NVFP4_Session,
@@ -896,10 +907,10 @@ pub unsafe extern "C" fn NVFP4_session_fork(
     })
 }
 
-/// Writes the session to a file, cache and conversation included. A file that was there is replaced only when the new one
-/// is whole.
+/// Writes the session to a file, including its KV cache and conversation. An existing file is replaced only when the new
+/// one is complete.
 ///
-/// - `call`: what may end it, and who hears how many bytes are written; may be NULL.
+/// - `call`: cancels the call and reports the bytes written; may be NULL.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_session_save(
     session: *mut NVFP4_Session,
@@ -916,9 +927,10 @@ pub unsafe extern "C" fn NVFP4_session_save(
     })
 }
 
-/// Makes a session as it was when it was written to a file. `model` must be the model that ran it.
+/// Creates a session from a file of NVFP4_session_save(), in the state that was saved. `model` must be the model that ran
+/// it.
 ///
-/// - `call`: what may end it, and who hears how many bytes are read; may be NULL.
+/// - `call`: cancels the call and reports the bytes read; may be NULL.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_session_restore(
     model: *const NVFP4_Model,
@@ -938,17 +950,19 @@ pub unsafe extern "C" fn NVFP4_session_restore(
     })
 }
 
-/// Appends `tokens[i]` to `sessions[i]`, `count` of both, and runs them in one pass over the weights, which takes little
-/// longer than one of them. The sessions are different ones of the same model handle. If it fails, all are as they were.
+/// Appends `tokens[i]` to `sessions[i]`, for `count` sessions, and runs them all in one pass over the weights, which takes
+/// little longer than a decode step of one session. The sessions must be distinct and of the same model handle. A call that
+/// fails leaves all of them unchanged.
 ///
-/// NVFP4_session_step_sample() is the faster call where only the next tokens are wanted: here the logits of every session come to
-/// the host.
+/// Where only the next tokens are wanted, NVFP4_session_step_sample() is faster: this function copies the logits of every
+/// session to the host.
 ///
-/// - `call`: what may end the pass; may be NULL. Its progress callback is not called.
-/// - `statuses`: may be NULL: then a session that cannot take its token fails the call. Otherwise `count` of them, all written
-///   if the other arguments are right: a session whose handle is stale or in use, whose context is full, or that is there twice,
-///   or whose token is none of the model's, gets its status and stays as it is, and the others are run. The call is
-///   #NVFP4_OK then, with the first one's message in NVFP4_last_error(); the status of those that were run is the call's.
+/// - `call`: cancels the pass; may be NULL. Its progress callback is not called.
+/// - `statuses`: may be NULL; then a session that cannot be run fails the call. Otherwise `count` elements, all written if
+///   the other arguments are valid. A session whose handle is stale or in use, whose context is full, that is listed twice,
+///   or whose token is not in the vocabulary gets its status and stays unchanged, and the others are run. The call then
+///   returns #NVFP4_OK, with the message of the first such session in NVFP4_last_error(). The sessions that were run get
+///   the status of the call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_session_step(
     sessions: *const *mut NVFP4_Session,
@@ -969,18 +983,18 @@ pub unsafe extern "C" fn NVFP4_session_step(
     })
 }
 
-/// NVFP4_session_step(), and writes the token to come of each session to `next`, chosen where the model runs: on a GPU no logits
-/// come to the host. `next[i]` is what NVFP4_session_sample() would choose then, and is not appended: to generate, pass it as
-/// the token of the next step, until a stop token or length of yours ends that sequence; a detokenizer says when. Sequences may join
-/// and leave between any two steps. The order of `sessions` is best kept: with the same sessions, and `next` as their tokens, a GPU
-/// has begun the next step before it is asked for.
+/// NVFP4_session_step() that also chooses the next token of each session, on the device of the model: on a GPU no logits
+/// are copied to the host. `next[i]` is the token that NVFP4_session_sample() would choose, and is not appended: to
+/// generate, pass it as the token of the next step, until a stop token or your length limit ends that sequence; a
+/// detokenizer says when. Sequences may join and leave between any two steps. Keep the order of `sessions`: with the same
+/// sessions, and `next` as their tokens, a GPU has already begun the next step when it is called.
 ///
-/// - `options`: how to choose, `options[i]` for `sessions[i]`; of each, what concerns stops and lengths has no part in it. NULL,
-///   for one or for all, takes the likeliest token. One may stand for several sessions: draws depend on its seed and on how many
-///   tokens were appended to a session. What ends `options[i].call` before the pass begins leaves out that session, with
-///   #NVFP4_CANCELLED; its progress callback is not called.
+/// - `options`: how to choose, `options[i]` for `sessions[i]`; options on stops and lengths are ignored. NULL, for one
+///   session or for all, takes the argmax. Several sessions may share one: draws depend on its seed and on the number of
+///   tokens appended to each session. If `options[i]->call` is cancelled before the pass begins, that session is left out
+///   with the status #NVFP4_CANCELLED; its progress callback is not called.
 /// - `call`, `statuses`: as for NVFP4_session_step().
-/// - `next`: `count` tokens; those of sessions that were not run are unchanged. It may be `tokens`.
+/// - `next`: `count` tokens, unchanged for sessions that were not run. May be the same array as `tokens`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_session_step_sample(
     sessions: *const *mut NVFP4_Session,
@@ -1041,11 +1055,11 @@ pub unsafe extern "C" fn NVFP4_session_step_sample(
     })
 }
 
-/// A step of several sessions, as C asks for it.
+/// The arguments of a step of several sessions.
 struct Step<'a> {
     handles: &'a [*mut NVFP4_Session],
     tokens: &'a [i32],
-    /// Of each session; NULL where the first that cannot be run is to fail the call.
+    /// The status of each session; NULL if the first one that cannot be run is to fail the call.
     statuses: *mut NVFP4_Status,
 }
 
@@ -1068,8 +1082,8 @@ impl<'a> Step<'a> {
         }
     }
 
-    /// Runs `pass` with the sessions that can be run, their tokens and their places in the call; nothing if there are none. Those
-    /// that `goes_on` refuses, given their places, cannot.
+    /// Runs `pass` with the sessions that can be run, their tokens and their indices in the call; does nothing if there are
+    /// none. Sessions whose index `goes_on` refuses are left out.
     ///
     /// # Safety
     /// As for [`Step::new`].

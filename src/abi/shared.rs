@@ -1,5 +1,5 @@
-//! The device and the scratch memory of calls that name none. Made at first use, and given up by `NVFP4_empty_cache`:
-//! nothing here must be started or shut down.
+//! The device and the workspaces of calls that name none. Created at first use and freed by `NVFP4_empty_cache`: nothing
+//! here has to be started or shut down.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -10,11 +10,11 @@ use crate::cuda;
 use crate::ops::ste::EvalWeights;
 use crate::ops::{Device, Workspace};
 
-/// Workspaces kept for reuse, at most.
+/// The most workspaces kept for reuse.
 const IDLE: usize = 4;
 
 pub(super) struct Shared {
-    /// Threads asked for; `None` leaves it to the environment and the machine.
+    /// The number of threads set; `None` leaves it to the environment and the machine.
     threads: Option<usize>,
     device: Option<Device>,
     idle: Vec<Workspace>,
@@ -26,7 +26,7 @@ pub(super) static SHARED: Mutex<Shared> = Mutex::new(Shared {
     idle: Vec::new(),
 });
 
-/// What NVFP4_ste_weight() keeps.
+/// The values that NVFP4_ste_weight() keeps.
 pub(super) static EVAL_WEIGHTS: EvalWeights = EvalWeights::new();
 
 fn shared() -> MutexGuard<'static, Shared> {
@@ -44,7 +44,7 @@ pub(super) fn device() -> Result<Device> {
     Ok(device)
 }
 
-/// The CPU for work; one of its own where `threads` are asked for.
+/// The shared CPU device, or a new one where `threads` is given.
 pub(super) fn cpu(threads: Option<usize>) -> Result<Device> {
     match threads {
         None => device(),
@@ -52,7 +52,7 @@ pub(super) fn cpu(threads: Option<usize>) -> Result<Device> {
     }
 }
 
-/// Refuses the index of a device whose type has one device alone.
+/// Refuses an index other than 0 or -1, for a device type with a single device.
 pub(super) fn check_only(who: &str, device_index: i32) -> Result<()> {
     match device_index {
         -1 | 0 => Ok(()),
@@ -63,7 +63,7 @@ pub(super) fn check_only(who: &str, device_index: i32) -> Result<()> {
     }
 }
 
-/// The device that `device_type` and `device_index` name for work; a CPU of its own where `threads` are asked for.
+/// The device that `device_type` and `device_index` name. A CPU device is a new one where `threads` is given.
 pub(super) fn device_of(
     device_type: i32,
     device_index: i32,
@@ -99,7 +99,7 @@ pub(super) fn device_of(
     }
 }
 
-/// Sets the number of threads of devices made from now on.
+/// Sets the number of threads of devices created from now on.
 pub(super) fn set_threads(threads: Option<usize>) {
     let mut shared = shared();
     if shared.threads != threads {
@@ -110,7 +110,7 @@ pub(super) fn set_threads(threads: Option<usize>) {
     }
 }
 
-/// Calls `f` with a workspace that is this call's alone.
+/// Calls `f` with a workspace for its exclusive use.
 pub(super) fn with_workspace<T>(f: impl FnOnce(&mut Workspace) -> Result<T>) -> Result<T> {
     let mut workspace = shared().idle.pop().unwrap_or_default();
     let result = f(&mut workspace);
@@ -121,7 +121,7 @@ pub(super) fn with_workspace<T>(f: impl FnOnce(&mut Workspace) -> Result<T>) -> 
     result
 }
 
-/// Gives up everything that is kept for reuse, on GPUs too. Objects in use keep what they need.
+/// Frees everything that is kept for reuse, on GPUs too. Objects in use keep what they need.
 pub(super) fn empty() -> Result<()> {
     let mut shared = shared();
     let (device, idle) = (shared.device.take(), std::mem::take(&mut shared.idle));

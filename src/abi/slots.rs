@@ -1,12 +1,12 @@
-//! Flags that a signal handler may set: they are found by the number of their handle without a lock, without asking for memory,
-//! and without anything that belongs to the thread.
+//! Flags that a signal handler may set: they are found by their handle without a lock, an allocation or thread-local
+//! storage.
 
 use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-/// The low bits of a handle are free: see `handle`.
+/// The flag is set. The low bits of a handle are free for such marks: see `handle`.
 const SET: usize = 1;
-/// No handle leads here any more; a call that runs still looks.
+/// The handle is stale; running calls still read the flag.
 const RETIRED: usize = 2;
 
 /// Slots of the first chunk; each chunk has twice as many as the one before.
@@ -15,10 +15,10 @@ const FIRST: usize = 64;
 /// A handle with its marks, or 0.
 pub(super) type Slot = AtomicUsize;
 
-/// The slots there are. They are used again and again, and never given back.
+/// All slots. They are reused, and their memory is never freed.
 pub(super) struct Slots {
     chunks: [AtomicPtr<Slot>; 32],
-    /// Those that nobody uses. The lock is for making and ending flags alone.
+    /// Unused slots. The lock is only taken to create and drop flags.
     pub(super) free: Mutex<Vec<&'static Slot>>,
 }
 
@@ -30,7 +30,7 @@ impl Slots {
         }
     }
 
-    /// A slot for the flag of `handle`, which is not set.
+    /// A slot for the flag of `handle`, not set.
     pub(super) fn claim(&self, handle: usize) -> &'static Slot {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         let slot = free.pop().unwrap_or_else(|| {
@@ -52,7 +52,7 @@ impl Slots {
         slot
     }
 
-    /// Ends the use of a slot.
+    /// Makes a slot free for reuse.
     pub(super) fn give_back(&self, slot: &'static Slot) {
         slot.store(0, Ordering::Relaxed);
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
@@ -68,7 +68,7 @@ impl Slots {
             if chunk.is_null() {
                 break;
             }
-            // SAFETY: a chunk that is there has so many slots, for ever.
+            // SAFETY: a chunk that is not NULL has this many slots, for ever.
             let slots: &'static [Slot] = unsafe { std::slice::from_raw_parts(chunk, FIRST << i) };
             let found = slots
                 .iter()
@@ -80,7 +80,8 @@ impl Slots {
         None
     }
 
-    /// Sets or clears the flag of `handle`; false if no flag has that handle. From anywhere, a signal handler too.
+    /// Sets or clears the flag of `handle`; false if no flag has that handle. May be called anywhere, even in a signal
+    /// handler.
     pub(super) fn mark(&self, handle: usize, set: bool) -> bool {
         let Some(slot) = self.find(handle) else {
             return false;
@@ -89,17 +90,17 @@ impl Slots {
             true => (handle, handle | SET),
             false => (handle | SET, handle),
         };
-        // If it was the other already, this changes nothing; if it has become another handle's, neither.
+        // Changes nothing if the flag was already so, or if the slot has become another handle's meanwhile.
         match slot.compare_exchange(from, to, Ordering::AcqRel, Ordering::Acquire) {
             Ok(_) => true,
             Err(found) => found == to,
         }
     }
 
-    /// No handle leads to the flag from now on.
+    /// Makes `handle` stale: its flag is no longer found.
     pub(super) fn retire(&self, handle: usize) {
         if let Some(slot) = self.find(handle) {
-            // By then it may have been given back, and be another handle's.
+            // The slot may have become another handle's meanwhile.
             let retired = |found: usize| (found & !SET == handle).then_some(found | RETIRED);
             let _ = slot.fetch_update(Ordering::AcqRel, Ordering::Acquire, retired);
         }
@@ -126,7 +127,7 @@ mod tests {
         assert!(slots.mark(160, false));
         assert!(!is_set(claimed[9].1));
         assert!(!slots.mark(16_016, true) && !slots.mark(0, true));
-        // Who waits for it still sees it; nobody else reaches it.
+        // A call that has the slot still reads it; the handle no longer finds it.
         assert!(slots.mark(320, true));
         slots.retire(320);
         assert!(is_set(claimed[19].1) && !slots.mark(320, false));

@@ -1,7 +1,7 @@
 //! Status numbers and the last error.
 //!
-//! Every function that can fail returns an #NVFP4_Status. On any value but #NVFP4_OK outputs are untouched (unless the
-//! function says otherwise) and a message for people is kept for the calling thread.
+//! Every function that can fail returns an #NVFP4_Status. On any value but #NVFP4_OK outputs are untouched, unless the
+//! function says otherwise, and the calling thread's last error message is set.
 
 use std::ffi::{CStr, CString, c_char};
 use std::sync::Arc;
@@ -11,7 +11,8 @@ use super::guard::{self, enter, enter_quietly, enter_to_free, last_text};
 use super::handle::{self, Object};
 use crate::base::error::ErrorKind;
 
-/// What a call came to: #NVFP4_OK, or #NVFP4_INVALID_ARGUMENT and the numbers after it, which are never reused.
+/// The result of a call: #NVFP4_OK, or one of the errors from #NVFP4_INVALID_ARGUMENT on. A number never gets another
+/// meaning.
 pub type NVFP4_Status = i32;
 
 /// Success.
@@ -22,7 +23,7 @@ pub const NVFP4_INVALID_ARGUMENT: i32 = 1;
 pub const NVFP4_UNSUPPORTED: i32 = 2;
 /// The system refused memory.
 pub const NVFP4_OUT_OF_MEMORY: i32 = 3;
-/// The allocation would pass the budget of NVFP4_memory_set_budget().
+/// The allocation would exceed the budget of NVFP4_memory_set_budget().
 pub const NVFP4_OVER_BUDGET: i32 = 4;
 /// Reading or writing a file failed.
 pub const NVFP4_IO: i32 = 5;
@@ -34,7 +35,7 @@ pub const NVFP4_NOT_FOUND: i32 = 7;
 pub const NVFP4_CONTEXT_FULL: i32 = 8;
 /// The handle is in use by another call.
 pub const NVFP4_BUSY: i32 = 9;
-/// A callback or a cancel call stopped the work.
+/// A callback, a cancel handle or a cancel flag ended the call.
 pub const NVFP4_CANCELLED: i32 = 10;
 /// The caller's buffer is too small; the required length was written.
 pub const NVFP4_BUFFER_TOO_SMALL: i32 = 11;
@@ -44,7 +45,7 @@ pub const NVFP4_INVALID_HANDLE: i32 = 12;
 pub const NVFP4_ABI_MISMATCH: i32 = 13;
 /// No such device, or its driver is missing.
 pub const NVFP4_DEVICE_UNAVAILABLE: i32 = 14;
-/// A defect in this library; the message is the panic's. The handle that was in exclusive use, if any, stays unusable.
+/// A bug in this library; the message is that of its panic. A handle that was in exclusive use can only be released.
 pub const NVFP4_INTERNAL: i32 = 15;
 
 const UNKNOWN: &CStr = c"unknown";
@@ -52,7 +53,7 @@ const UNKNOWN: &CStr = c"unknown";
 /// The name of a status without its prefix ("INVALID_ARGUMENT"), or "unknown". The text is static.
 #[unsafe(no_mangle)]
 pub extern "C" fn NVFP4_status_name(status: NVFP4_Status) -> *const c_char {
-    // Each arm adds the terminator that the table's names do not have.
+    // The same names as in the error table, with a terminating NUL.
     const NAMES: [(i32, &CStr); 16] = [
         (NVFP4_OK, c"OK"),
         (NVFP4_INVALID_ARGUMENT, c"INVALID_ARGUMENT"),
@@ -78,22 +79,23 @@ pub extern "C" fn NVFP4_status_name(status: NVFP4_Status) -> *const c_char {
         .as_ptr()
 }
 
-/// The message of the last call that failed on this thread: one line, what was wrong and what would be right. Empty if none
-/// failed yet. Never NULL. Valid until the next call on this thread that fails or is one of the drop-in chapter; never free it.
+/// The message of the last call that failed on this thread: one line that says what was wrong and what would be right.
+/// Empty if none has failed yet, never NULL. Valid until the next call on this thread that fails or belongs to the drop-in
+/// chapter; do not free it.
 #[unsafe(no_mangle)]
 pub extern "C" fn NVFP4_last_error() -> *const c_char {
     guard::last_pointer()
 }
 
-/// The status that belongs to NVFP4_last_error(): the way to tell success from failure after the functions of the drop-in
-/// chapter, which have no status of their own.
+/// The status that belongs to NVFP4_last_error(). After a function of the drop-in chapter, which returns no status, it
+/// tells success from failure.
 #[unsafe(no_mangle)]
 pub extern "C" fn NVFP4_last_status() -> NVFP4_Status {
     guard::last_status()
 }
 
 /// Copies the message of NVFP4_last_error() into `buffer`, for hosts that may change threads between two calls. For the
-/// buffer see TEXT above. Reading an error never changes it: where this call itself fails, its status alone says so.
+/// buffer see TEXT above. This function never changes the last error: if it fails itself, only its status says so.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_last_error_copy(
     buffer: *mut c_char,
@@ -122,8 +124,8 @@ impl Object for Taken {
     const NAME: &'static str = "NVFP4_Error";
 }
 
-/// Takes this thread's last error away as an object with one reference, for another thread to read or for later: NVFP4_last_status()
-/// is #NVFP4_OK then. `out` gets NULL if no call has failed.
+/// Moves this thread's last error into an object with one reference, for another thread or for later; NVFP4_last_status()
+/// is #NVFP4_OK afterwards. `out` gets NULL if no call has failed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_take_error(out: *mut *mut NVFP4_Error) -> NVFP4_Status {
     enter_quietly(|| {
@@ -137,7 +139,7 @@ pub unsafe extern "C" fn NVFP4_take_error(out: *mut *mut NVFP4_Error) -> NVFP4_S
     })
 }
 
-/// The status of the call that failed; #NVFP4_OK for NULL, and #NVFP4_INVALID_HANDLE for what is no error.
+/// The status of the call that failed; #NVFP4_OK for NULL, #NVFP4_INVALID_HANDLE if `error` is not a live NVFP4_Error.
 #[unsafe(no_mangle)]
 pub extern "C" fn NVFP4_error_status(error: *const NVFP4_Error) -> NVFP4_Status {
     match error.is_null() {
@@ -146,11 +148,11 @@ pub extern "C" fn NVFP4_error_status(error: *const NVFP4_Error) -> NVFP4_Status 
     }
 }
 
-/// The message of the call that failed, as NVFP4_last_error() had it: valid until the error is released for the last time. Empty for
-/// NULL and for what is no error; never NULL.
+/// The message of the call that failed, as NVFP4_last_error() had it. Valid until the last reference is released. Empty for
+/// NULL and if `error` is not a live NVFP4_Error; never NULL.
 #[unsafe(no_mangle)]
 pub extern "C" fn NVFP4_error_message(error: *const NVFP4_Error) -> *const c_char {
-    // The registry keeps the text where it is as long as the handle lives.
+    // The registry keeps the text in place as long as the handle is live.
     handle::get::<Taken>("error", error).map_or(c"".as_ptr(), |e| e.message.as_ptr())
 }
 

@@ -1,13 +1,13 @@
 //! Tensors: typed, shaped views of memory.
 //!
-//! A tensor is immutable in type and shape and may be used by several threads at once. Its memory is the host's to keep
-//! readable and unchanging while a call uses it.
+//! A tensor is immutable in type and shape and may be used by several threads at once. The host must keep its memory
+//! readable and unchanged while a call uses it.
 //!
-//! A tensor may be in the memory of a CUDA device, or in managed memory, which counts as a device's here. What computes with
-//! it then runs on that device and gives tensors there; a function that works on host memory alone refuses it with
-//! #NVFP4_UNSUPPORTED. Calls use such memory in the order of the legacy default stream: after what the process enqueued
-//! there before the call, and before what it enqueues there after it. With other streams, wait for them before a call, and let
-//! them wait for the default stream after it.
+//! A tensor may be in host memory, in the memory of a CUDA device, or in managed memory, which counts as a device's here.
+//! Computations with it run on its device and give tensors there; a function that works on host memory alone refuses it
+//! with #NVFP4_UNSUPPORTED. Calls use device memory in the order of the legacy default stream: after the work that the
+//! process enqueued there before the call, and before the work that it enqueues there later. A host that uses other streams
+//! waits for them before a call, and lets them wait for the default stream after it.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -54,15 +54,15 @@ pub const NVFP4_DTYPE_BOOL: i32 = 11;
 pub const NVFP4_DTYPE_BFLOAT16: i32 = 15;
 /// E4M3 without infinities, the type of NVFP4 block scales.
 pub const NVFP4_DTYPE_FLOAT8_E4M3FN: i32 = 24;
-/// Two E2M1 codes in one byte; an element is the pair.
+/// A pair of E2M1 codes in one byte; an element is the pair.
 pub const NVFP4_DTYPE_FLOAT4_E2M1FN_X2: i32 = 45;
 
 /// The host's memory. All NVFP4_DEVICE_* are libtorch's numbers.
 pub const NVFP4_DEVICE_CPU: i32 = 0;
 /// A CUDA device, numbered from 0.
 pub const NVFP4_DEVICE_CUDA: i32 = 1;
-/// The library's choice, where a device is chosen for work; its index is 0 (or -1). A model gets the GPU that has room for it,
-/// or else the CPU, and NVFP4_model_info() says why; a weight gets CUDA device 0 if there is one, or else the CPU.
+/// The library's choice of a device for a model or a weight; its index is 0 (or -1). A model gets the GPU that has room for
+/// it, or else the CPU, and NVFP4_model_info() says why; a weight gets CUDA device 0 if there is one, or else the CPU.
 pub const NVFP4_DEVICE_AUTO: i32 = -1;
 
 const _: () = assert!(
@@ -81,11 +81,11 @@ const _: () = assert!(
         && DType::ALL.len() == 12
 );
 
-/// Takes back memory that the host lent: called once with the data pointer and the host's word, on whichever thread gives up
-/// the last use of the memory.
+/// Frees memory that the host lent to a tensor: called once with the data pointer and the host's user data, on the thread
+/// that ends the last use of the memory.
 pub type NVFP4_Deleter = Option<unsafe extern "C" fn(data: *mut c_void, user: *mut c_void)>;
 
-/// The CUDA device that is meant, or the host's memory.
+/// The index of the CUDA device, or `None` for host memory.
 pub(super) fn device_number(device_type: i32, device_index: i32) -> Result<Option<usize>> {
     match device_type {
         NVFP4_DEVICE_CPU if (-1..=0).contains(&device_index) => Ok(None),
@@ -116,7 +116,7 @@ pub(super) fn cuda_number(device_index: i32) -> Result<usize> {
     })
 }
 
-/// What gives lent memory back.
+/// Calls the host's deleter when the memory is no longer used.
 fn release(deleter: NVFP4_Deleter, data: *mut c_void, user: *mut c_void) -> Option<Release> {
     deleter.map(|deleter| -> Release {
         let (data, user) = (User(data), User(user));
@@ -128,15 +128,16 @@ fn release(deleter: NVFP4_Deleter, data: *mut c_void, user: *mut c_void) -> Opti
     })
 }
 
-/// Makes a tensor over memory of the host, without a copy.
+/// Makes a tensor over the host's memory, without a copy.
 ///
-/// - `data`: the first element, aligned to its type. The library only reads it; it is not const because NVFP4_tensor_data() and
-///   DLPack give it to those who may write. For memory that nobody may write to: NVFP4_tensor_from_host_read_only().
-/// - `shape`, `rank`: sizes, outermost first; at most 8 dimensions; NULL and 0 for a scalar.
-/// - `strides`: `rank` strides in elements, none negative, or NULL for row-major without gaps.
+/// - `data`: the first element, aligned to its type. The library only reads it; it is not const because NVFP4_tensor_data()
+///   and DLPack hand it out for writing. NVFP4_tensor_from_host_read_only() is for memory that must not be written.
+/// - `shape`, `rank`: the sizes, outermost first, and their number, at most 8; NULL and 0 for a scalar.
+/// - `strides`: `rank` strides in elements, none negative, or NULL for a contiguous row-major tensor.
 /// - `dtype`: one of NVFP4_DTYPE_*.
-/// - `deleter`, `user`: called when the library is done with the memory, which may be after the release of the tensor: other
-///   objects may share it. NULL when the memory outlives every use. Not called if this function fails.
+/// - `deleter`, `user`: the deleter is called as deleter(data, user) when the library no longer uses the memory. That may
+///   be after the release of the tensor, because other objects may share it. NULL if the memory outlives every use. Not
+///   called if this function fails.
 /// - `out`: the tensor, one reference for the caller.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_tensor_from_host(
@@ -161,8 +162,8 @@ pub unsafe extern "C" fn NVFP4_tensor_from_host(
     })
 }
 
-/// The same over memory that nobody may write to: the tensor and its views are read-only, as NVFP4_tensor_is_read_only() and
-/// NVFP4_tensor_to_dlpack_versioned() say.
+/// The same over memory that must not be written: the tensor and its views are read-only, which NVFP4_tensor_is_read_only()
+/// and NVFP4_tensor_to_dlpack_versioned() report.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_tensor_from_host_read_only(
     data: *const c_void,
@@ -201,9 +202,10 @@ unsafe fn from_host(
     unsafe { Tensor::lent(data.cast(), shape, dtype, release) }
 }
 
-/// Makes a tensor over memory of the CUDA device `device_index`, or over managed memory for it, without a copy. The parameters
-/// are those of NVFP4_tensor_from_host(), with `data` an address on the device. When `deleter` is called, the library's work
-/// with the memory comes before what is enqueued on the legacy default stream from then on.
+/// Makes a tensor over memory of the CUDA device `device_index`, or over managed memory for it, without a copy. The
+/// parameters are those of NVFP4_tensor_from_host(), with `data` an address on the device. When `deleter` is called, the
+/// library's work with the memory may still be running, but comes before anything that is enqueued on the legacy default
+/// stream from then on.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_tensor_from_device(
     data: *mut c_void,
@@ -244,8 +246,8 @@ unsafe fn read_shape(shape: *const i64, rank: i32, strides: *const i64) -> Resul
     }
 }
 
-/// Makes a tensor of zeros in memory of the library, aligned to 64 bytes or more: on the host (#NVFP4_DEVICE_CPU and 0) or on a
-/// CUDA device (#NVFP4_DEVICE_CUDA and its number).
+/// Makes a contiguous tensor of zeros in the library's own memory, aligned to at least 64 bytes: on the host
+/// (#NVFP4_DEVICE_CPU and 0) or on a CUDA device (#NVFP4_DEVICE_CUDA and its number).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_tensor_empty(
     shape: *const i64,
@@ -268,7 +270,7 @@ pub unsafe extern "C" fn NVFP4_tensor_empty(
     })
 }
 
-/// Copies a tensor to the memory of a device, or of the host, row-major without gaps, from wherever it is.
+/// Copies a tensor, wherever it is, to host memory or to the memory of a CUDA device, as a contiguous row-major tensor.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_tensor_copy_to_device(
     tensor: *const NVFP4_Tensor,
@@ -286,9 +288,9 @@ pub unsafe extern "C" fn NVFP4_tensor_copy_to_device(
     })
 }
 
-/// Waits until everything that calls have enqueued on a device has run, and fails if the device has found something wrong in one
-/// of them: see ERRORS OF A GPU above. After #NVFP4_OK the results of all calls before this one are right. The host
-/// (#NVFP4_DEVICE_CPU and 0) is never behind.
+/// Waits until all work that calls have enqueued on a device has run, and fails if the device has found an error in it: see
+/// ASYNCHRONOUS ERRORS above. After #NVFP4_OK the results of all earlier calls are valid. On the host (#NVFP4_DEVICE_CPU
+/// and 0) there is never anything to wait for.
 #[unsafe(no_mangle)]
 pub extern "C" fn NVFP4_device_synchronize(device_type: i32, device_index: i32) -> NVFP4_Status {
     enter("NVFP4_device_synchronize", || {
@@ -299,9 +301,9 @@ pub extern "C" fn NVFP4_device_synchronize(device_type: i32, device_index: i32) 
     })
 }
 
-/// Makes another view of a tensor's memory, which it keeps alive: a transpose, a slice, another shape. `offset` counts
-/// elements from the first one of `tensor`; `strides` may be NULL for row-major. A view that would leave the tensor's memory
-/// is refused.
+/// Makes another view of a tensor's memory, which the view keeps alive: a transpose, a slice, another shape. `offset` is in
+/// elements from the first one of `tensor`; `strides`, in elements, may be NULL for contiguous row-major. A view that would
+/// exceed the tensor's memory is #NVFP4_INVALID_ARGUMENT.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_tensor_view(
     tensor: *const NVFP4_Tensor,
@@ -353,8 +355,8 @@ pub unsafe extern "C" fn NVFP4_tensor_dtype(
     })
 }
 
-/// Writes where the memory is: one of NVFP4_DEVICE_*, and which device of that type. Managed memory is the device's that works
-/// with it; NVFP4_is_managed_tensor() tells it apart.
+/// Writes where the memory is: one of NVFP4_DEVICE_*, and the number of the device of that type. Managed memory belongs to
+/// the CUDA device that works with it; NVFP4_is_managed_tensor() recognises it.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_tensor_device(
     tensor: *const NVFP4_Tensor,
@@ -415,9 +417,9 @@ pub unsafe extern "C" fn NVFP4_tensor_strides(
     })
 }
 
-/// Writes the address of the first element, on the device if the memory is there; valid as long as the caller has a reference to
-/// the tensor. Do not write through it while a call uses the tensor, nor ever if the tensor is read-only. Of no use when the
-/// tensor has no elements.
+/// Writes the address of the first element, a device address if the memory is on a device. Valid as long as the caller has
+/// a reference to the tensor. Do not write through it while a call uses the tensor, nor ever if the tensor is read-only.
+/// Not to be used if the tensor has no elements.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_tensor_data(
     tensor: *const NVFP4_Tensor,
@@ -431,8 +433,8 @@ pub unsafe extern "C" fn NVFP4_tensor_data(
     })
 }
 
-/// Writes 1 to `read_only` if nobody may write to the memory, as whoever lent it has said, and 0 if not. What the library computes
-/// goes to memory of its own in any case: it writes to no tensor that it is given.
+/// Writes 1 to `read_only` if the memory must not be written, as its lender has said, else 0. The library itself never
+/// writes to a tensor that it is given; results are new tensors.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_tensor_is_read_only(
     tensor: *const NVFP4_Tensor,
@@ -450,7 +452,7 @@ pub unsafe extern "C" fn NVFP4_tensor_is_read_only(
     })
 }
 
-/// Writes the bytes that the elements take without gaps: what NVFP4_tensor_copy_to_host() copies.
+/// Writes the bytes that the elements take without gaps between them, which NVFP4_tensor_copy_to_host() copies.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_tensor_bytes(
     tensor: *const NVFP4_Tensor,
@@ -464,8 +466,9 @@ pub unsafe extern "C" fn NVFP4_tensor_bytes(
     })
 }
 
-/// Copies the elements, wherever they are, to `destination` in host memory, row-major without gaps. `bytes` must be exactly what
-/// NVFP4_tensor_bytes() says. From a GPU it waits for them; if that reports an earlier call, `destination` has been written.
+/// Copies the elements, wherever they are, to `destination` in host memory, contiguous and row-major. `bytes` must be
+/// exactly what NVFP4_tensor_bytes() gives. From a GPU the call waits for the copy; if it then fails because of an earlier
+/// call (see ASYNCHRONOUS ERRORS above), `destination` has been written.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_tensor_copy_to_host(
     tensor: *const NVFP4_Tensor,
@@ -480,9 +483,9 @@ pub unsafe extern "C" fn NVFP4_tensor_copy_to_host(
     })
 }
 
-/// Copies the elements to `destination` in host memory as float, whatever their type, row-major without gaps, as
-/// NVFP4_tensor_copy_to_host() does. `elements` must be exactly the tensor's number of elements. Packed 4-bit codes have no
-/// values of their own: dequantize them.
+/// Converts the elements, whatever their type, to float and copies them to `destination` in host memory, contiguous and
+/// row-major, as NVFP4_tensor_copy_to_host() does. `elements` must be exactly the tensor's number of elements. Packed 4-bit
+/// codes cannot be converted: use NVFP4_tensor_dequantize().
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_tensor_copy_as_float(
     tensor: *const NVFP4_Tensor,
@@ -504,9 +507,9 @@ pub unsafe extern "C" fn NVFP4_tensor_copy_as_float(
     })
 }
 
-/// Takes over a DLPack tensor in host memory (kDLCPU), CUDA memory (kDLCUDA) or managed memory (kDLCUDAManaged), without a copy:
-/// its deleter is called when the library is done with the memory, on whichever thread that is. If this function fails, the
-/// tensor stays the caller's.
+/// Takes ownership of a DLPack tensor in host memory (kDLCPU), CUDA memory (kDLCUDA) or managed memory (kDLCUDAManaged),
+/// without a copy. Its deleter is called when the library no longer uses the memory, on any thread. If this function fails,
+/// the DLPack tensor stays the caller's.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_tensor_from_dlpack(
     managed: *mut DLManagedTensor,
@@ -518,10 +521,9 @@ pub unsafe extern "C" fn NVFP4_tensor_from_dlpack(
     })
 }
 
-/// Takes over a versioned DLPack tensor as NVFP4_tensor_from_dlpack() does one without a version. With the flag
-/// DLPACK_FLAG_BITMASK_READ_ONLY the tensor and its views are read-only: see NVFP4_tensor_is_read_only(). Of a major version
-/// other than 1, which is #NVFP4_UNSUPPORTED, nothing but the version is read; so are padded elements of fewer than 8 bits, and
-/// flags that this library does not know.
+/// The same for a versioned DLPack tensor. With the flag DLPACK_FLAG_BITMASK_READ_ONLY the tensor and its views are
+/// read-only: see NVFP4_tensor_is_read_only(). #NVFP4_UNSUPPORTED for a major version other than 1 (nothing but the version
+/// is read then), for padded elements of fewer than 8 bits, and for flags that this library does not know.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_tensor_from_dlpack_versioned(
     managed: *mut DLManagedTensorVersioned,
@@ -544,9 +546,9 @@ unsafe fn from_dlpack<M: Managed>(managed: *mut M, out: *mut *mut NVFP4_Tensor) 
     Ok(())
 }
 
-/// Makes a DLPack tensor over the tensor's memory, without a copy; managed memory is given as kDLCUDA. It keeps the memory alive
-/// until its consumer calls its deleter, which may be after the release of `tensor`. A read-only tensor is #NVFP4_UNSUPPORTED, as
-/// this form cannot say so.
+/// Makes a DLPack tensor over the tensor's memory, without a copy; managed memory is exported as kDLCUDA. It keeps the
+/// memory alive until its consumer calls its deleter, which may be after the release of `tensor`. A read-only tensor is
+/// #NVFP4_UNSUPPORTED, because this form of DLPack has no read-only flag.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_tensor_to_dlpack(
     tensor: *const NVFP4_Tensor,
@@ -558,8 +560,8 @@ pub unsafe extern "C" fn NVFP4_tensor_to_dlpack(
     })
 }
 
-/// The same in the versioned form, which says that a read-only tensor is. The version is 1.0, or 1.1 for float8 and float4, which
-/// came with it.
+/// The same in the versioned form, with the read-only flag if the tensor is read-only. The version is 1.0, or 1.1 for
+/// float8 and float4, which 1.1 introduced.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_tensor_to_dlpack_versioned(
     tensor: *const NVFP4_Tensor,

@@ -1,19 +1,19 @@
 //! Drop-in functions for TorchSharp hosts, with the signatures those hosts bind.
 //!
-//! They take tensor handles as `void *`: either #NVFP4_Tensor, or pointers to tensors of libtorch (2.10 or later), as TorchSharp's
-//! Tensor.Handle has them. All handles of a call are of one kind, and results are new handles of that kind, the caller's to
-//! release or to dispose of; never those that were passed. libtorch is looked for in the process when such a handle comes; it
-//! is not needed otherwise.
+//! They take tensor handles as `void *`: either #NVFP4_Tensor, or pointers to tensors of libtorch (2.10 or later), which
+//! TorchSharp has in Tensor.Handle. All handles of a call must be of one kind. Results are new handles of that kind, never
+//! those that were passed, and the caller releases or disposes of them. libtorch is looked up in the process when such a
+//! handle is passed; it is not needed otherwise.
 //!
-//! The functions have no status: after a call, NVFP4_last_status() is #NVFP4_OK or says why a result is NULL. TorchSharp itself
-//! throws the message when NVFP4_quantize, NVFP4_scaled_mm or NVFP4_to_managed fails on its tensors and the host then looks for
-//! errors, as it does after these three.
+//! The functions return no status: after a call, NVFP4_last_status() is #NVFP4_OK or says why a result is NULL. When
+//! NVFP4_quantize, NVFP4_scaled_mm or NVFP4_to_managed fails on tensors of TorchSharp, its own error check after the call
+//! throws the message.
 //!
-//! On a GPU they are asynchronous, as libtorch is: what the device finds wrong is the failure of a later call, see ERRORS OF A GPU
+//! On a GPU they are asynchronous, like libtorch: errors that the device finds fail a later call, see ASYNCHRONOUS ERRORS
 //! above.
 //!
-//! libtorch's tensors may have any strides and offset, and may require a gradient: results never do. They are read where they
-//! are, and results are made in libtorch's own memory. On a GPU the order is that of libtorch's current stream.
+//! libtorch's tensors may have any strides and offset, and may require a gradient; results never do. They are read in
+//! place, and results are allocated by libtorch. On a GPU the work is ordered with libtorch's current stream.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -30,7 +30,8 @@ use crate::ops::tensors::{self, Nvfp4Tensor, ScaleLayout};
 use crate::ops::transfer;
 use crate::tensor::{DType, Place, Shape, Tensor};
 
-/// Runs the body of a function after which TorchSharp looks for an error, if its handles are not this library's.
+/// Runs the body of a function after which TorchSharp checks for an error, and tells TorchSharp of one if the handles are
+/// libtorch's.
 fn enter_checked<T>(
     function: &'static str,
     handles: &[*mut c_void],
@@ -44,7 +45,7 @@ fn enter_checked<T>(
     result
 }
 
-/// Whether the tensors of a call are this library's. Else they are libtorch's.
+/// Whether the tensors of a call are this library's; otherwise they are libtorch's.
 fn are_own(handles: &[(&str, *mut c_void)]) -> Result<bool> {
     let Some(((name, first), others)) = handles.split_first() else {
         return Ok(true);
@@ -79,8 +80,8 @@ fn give(tensor: Tensor) -> *mut c_void {
 /// - `qdata`: uint8 `[.., K / 2]`, the even index in the low nibble; NULL on failure.
 /// - `scale`: float8_e4m3fn `[.., K / 16]`, row-major: amax / 6, clamped to [2^-16, 448]; NULL on failure.
 ///
-/// The results are where the input is: on a GPU one pass over it makes them, to the same bits, and the call does not wait for it.
-/// Those of libtorch are matrices: the leading dimensions become one.
+/// The results are where the input is. On a GPU they have the same bits as on the CPU, and the call does not wait. For
+/// libtorch's tensors they are matrices: the leading dimensions are flattened into one.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_quantize(
     input: *mut c_void,
@@ -148,10 +149,11 @@ pub unsafe extern "C" fn NVFP4_quantize(
 ///
 /// - `mat1`: uint8 `[M, K / 2]`.
 /// - `mat2`: uint8 `[K / 2, N]`, the transposed view of `[N, K / 2]`.
-/// - `scale_a`, `scale_b`: float8_e4m3fn, or uint8 holding its bytes, in swizzled order (#NVFP4_SCALES_SWIZZLED) for M and for
-///   N rows.
+/// - `scale_a`, `scale_b`: float8_e4m3fn, or uint8 holding its bytes, in swizzled order (#NVFP4_SCALES_SWIZZLED) for M rows
+///   and for N rows.
 ///
-/// The product is computed where the four tensors are, and is there; the call does not wait for a GPU: see NVFP4_matmul().
+/// The product is computed where the four tensors are, and the result is there too; the call does not wait for a GPU: see
+/// NVFP4_matmul().
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_scaled_mm(
     mat1: *mut c_void,
@@ -171,8 +173,8 @@ pub unsafe extern "C" fn NVFP4_scaled_mm(
             layout: ScaleLayout::Swizzled,
         };
         let (mat1, mat2) = (tensor("mat1", mat1)?, tensor("mat2", mat2)?);
-        // The dimension along K, whose elements must be neighbours: as torch has it, a forgotten transpose of a square weight
-        // is an error and not a wrong result.
+        // The dimension along K must have stride 1, as in torch: a forgotten transpose of a square weight is then an error,
+        // not a wrong result.
         for (name, mat, along_k) in [("mat1", &mat1, 1), ("mat2", &mat2, 0)] {
             let (sizes, strides) = (mat.shape().sizes(), mat.shape().strides());
             if sizes.len() != 2 {
@@ -221,16 +223,15 @@ pub unsafe extern "C" fn NVFP4_scaled_mm(
     })
 }
 
-/// Frees what the library keeps for reuse: workspaces, the threads of calls that name no device, and memory of the GPUs that
-/// are in use, for which it waits. Objects that are in use keep what they need. Nothing has to be freed this way before the
-/// process ends.
+/// Frees what the library keeps for reuse: workspaces, the threads of calls that name no device, and free memory of the
+/// GPUs in use, for which it waits. Objects that are in use keep what they need. Not needed before the process ends.
 #[unsafe(no_mangle)]
 pub extern "C" fn NVFP4_empty_cache() {
     enter_drop_in_to_free("NVFP4_empty_cache", shared::empty);
 }
 
-/// Whether tensors can be in managed (unified) memory of CUDA device 0: 1 or 0. NVFP4_diagnose() says why not. Also 0 if there is
-/// a libtorch in the process that cannot take such memory.
+/// Whether tensors can be in managed (unified) memory of CUDA device 0: 1 or 0. NVFP4_diagnose() says why not. Also 0 if
+/// the process has a libtorch that cannot use such memory.
 #[unsafe(no_mangle)]
 pub extern "C" fn NVFP4_can_use_managed() -> i32 {
     enter_drop_in("NVFP4_can_use_managed", 0, || {
@@ -240,7 +241,7 @@ pub extern "C" fn NVFP4_can_use_managed() -> i32 {
     })
 }
 
-/// Whether a tensor is in managed memory: 1 or 0, 0 also for what is no tensor.
+/// Whether a tensor is in managed memory: 1 or 0; also 0 if the handle is not a tensor.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_is_managed_tensor(tensor: *mut c_void) -> i32 {
     enter_drop_in("NVFP4_is_managed_tensor", 0, || {
@@ -251,11 +252,12 @@ pub unsafe extern "C" fn NVFP4_is_managed_tensor(tensor: *mut c_void) -> i32 {
     })
 }
 
-/// A tensor with the values of `input` in managed memory, or NULL where that cannot be: a copy, or, if `input` is in managed
-/// memory, another handle of it. It is a tensor of the CUDA device `prefetch_device`, or else of the input's, or of device 0.
+/// Gives a tensor with the values of `input` in managed memory: a copy, or another handle of `input` if that is in managed
+/// memory already. NULL on failure. The tensor belongs to the CUDA device `prefetch_device`; with -1 to the device of the
+/// input, or to device 0 if that is in host memory.
 ///
-/// - `prefetch_device`: the CUDA device to bring it to, or -1.
-/// - `read_mostly`: non-zero if it will be read far more than written.
+/// - `prefetch_device`: the CUDA device to prefetch it to, or -1 for none.
+/// - `read_mostly`: non-zero if it will be read far more often than written.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_to_managed(
     input: *mut c_void,
@@ -275,14 +277,14 @@ pub unsafe extern "C" fn NVFP4_to_managed(
         let made = transfer::to_managed(&tensor, ordinal, prefetch, read_mostly != 0)?;
         match (own, place) {
             (true, _) => Ok(give(made)),
-            // The result is over memory that only the handle keeps.
+            // Only the handle keeps the memory of the result alive.
             (false, Place::Managed(_)) => libtorch::alias("input", input),
             (false, _) => libtorch::wrap(made),
         }
     })
 }
 
-/// Brings a tensor in managed memory to the CUDA device `device_index`, or with -1 to the host, ahead of its use there.
+/// Prefetches a tensor in managed memory to the CUDA device `device_index`, or to the host with -1.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_managed_prefetch(tensor: *mut c_void, device_index: i32) {
     enter_drop_in("NVFP4_managed_prefetch", (), || {
