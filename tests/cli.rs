@@ -810,7 +810,7 @@ fn commands_change_the_conversation() {
     assert_ne!(seeds[1], "1");
     assert!(stats.contains("\nsampling: temperature 1.5\n"), "{stats}");
     let (stats, _) = chat(&args, &["/stats", "/help"]);
-    let sampling = "sampling: temperature 0.6, top-k 20, top-p 0.95, as the model's maker asks\n";
+    let sampling = "sampling: temperature 0.6, top-k 20, top-p 0.95, as the model recommends\n";
     assert!(stats.contains(sampling), "{stats}");
     assert!(stats.contains("/retry "), "{stats}");
 

@@ -29,7 +29,7 @@ pub(super) struct Args {
     /// Measured runs
     #[arg(long, default_value_t = 5)]
     runs: usize,
-    /// Runs before them
+    /// Warm-up runs before them
     #[arg(long, default_value_t = 1)]
     warmup: usize,
     /// Decode after one token instead of after the prompt
@@ -56,19 +56,19 @@ struct Report {
     decode_tok_s: f64,
     /// From the prompt to the first token.
     ttft_ms: f64,
-    /// The most memory in accounted use at any time, loading included.
+    /// Peak of accounted memory, loading included.
     peak_bytes: u64,
-    /// The most that weights, keys and values, and scratch took on a GPU; each at its own peak.
+    /// Sum of the peaks of weights, KV cache and workspaces on a GPU.
     peak_device_bytes: u64,
-    /// The most memory the process was seen to occupy.
+    /// Peak resident memory of the process.
     peak_resident_bytes: Option<u64>,
     weight_bytes: u64,
     kv_bytes: u64,
-    /// What decoding one token has to read: weights, and half-way through, keys and values.
+    /// Bytes that decoding one token has to read: weights, and the KV cache half-way through.
     bytes_per_step: u64,
     /// Measured reading speed of memory, bytes per second.
     bandwidth: f64,
-    /// Decode speed over what the bandwidth allows.
+    /// Decode speed as a fraction of what the bandwidth allows.
     roofline: f64,
     load_seconds: f64,
 }
@@ -157,7 +157,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
     let kv: KvType = args.model.kv.into();
     let kv_bytes_per_token =
         (info.kv_bytes_per_token as usize * kv.size() / KvType::F16.size()) as f64;
-    // A GPU holds the embedding too, of which a step reads a row.
+    // A GPU's weights include the embedding, of which a step reads only one row.
     let weights = model.weights().bytes_per_step(model.spec(), args.batch);
     let read = weights + args.batch as f64 * kv_bytes_per_token * positions;
     let steps = args.gen_tokens as f64 / decode;
@@ -224,8 +224,8 @@ fn measure(sessions: &mut [Session], prompts: &[Vec<u32>], args: &Args) -> Resul
         }
     }
     let n = sessions.len() as f64;
-    let likeliest = SamplingOptions::default();
-    let greedy = vec![&likeliest; sessions.len()];
+    let argmax = SamplingOptions::default();
+    let greedy = vec![&argmax; sessions.len()];
     let start = Instant::now();
     for i in 0..args.gen_tokens {
         let mut all: Vec<&mut Session> = sessions.iter_mut().collect();
@@ -245,7 +245,7 @@ fn median(values: impl Iterator<Item = f64>) -> f64 {
     (values[(n - 1) / 2] + values[n / 2]) / 2.0
 }
 
-/// The high-water mark of resident memory, where the system tells it.
+/// Peak resident memory, if the system reports it.
 fn peak_resident() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find_map(|l| l.strip_prefix("VmHWM:"))?;

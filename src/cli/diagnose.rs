@@ -1,4 +1,4 @@
-//! `nvfp4 diagnose`: what this machine and build can do, and why something cannot be done.
+//! `nvfp4 diagnose`: what this machine and build support, and why something is missing.
 
 use NVFP4::base::Result;
 use NVFP4::base::memory;
@@ -11,7 +11,7 @@ use super::{bandwidth, output};
 
 #[derive(clap::Args)]
 pub(super) struct Args {
-    /// Also measure how fast memory can be read; takes about a second
+    /// Also measure the read bandwidth of memory, which takes about a second
     #[arg(long)]
     bandwidth: bool,
     /// Print everything as JSON

@@ -1,5 +1,5 @@
-//! The command line: arguments in, calls of the library, text or JSON out. Exit code 0 on success, 1 on failure, 2 on wrong
-//! usage. No arithmetic of models here.
+//! The command line: parses arguments, calls the library, prints text or JSON. Exit code 0 on success, 1 on failure, 2 on
+//! wrong usage. No model arithmetic here.
 
 mod bandwidth;
 mod bench;
@@ -45,9 +45,9 @@ enum Command {
     Chat(chat::Args),
     /// Fetch a model from the Hugging Face hub into the usual cache
     Pull(pull::Args),
-    /// List the models that were fetched: sizes, formats, and what fits this machine
+    /// List the fetched models: sizes, formats, and what fits this machine
     Models(models::Args),
-    /// Remove a model that was fetched
+    /// Remove a fetched model
     Rm(rm::Args),
     /// Convert a model to NVFP4 on disk
     Quantize(quantize::Args),
@@ -55,11 +55,11 @@ enum Command {
     Inspect(inspect::Args),
     /// Write a model of a known shape with random weights, for benchmarks
     Synth(synth::Args),
-    /// Measure how fast a model reads and writes
+    /// Measure the prefill and decode speed of a model
     Bench(bench::Args),
-    /// Measure how well a model predicts a text, and how far it is from a reference model
+    /// Measure the perplexity of a model on a text, and its divergence from a reference model
     Perplexity(perplexity::Args),
-    /// Tell what this machine and build can do
+    /// Say what this machine and build support
     Diagnose(diagnose::Args),
 }
 
@@ -67,7 +67,7 @@ enum Command {
 pub(crate) fn main() -> ExitCode {
     // Wrong usage prints to standard error and exits with 2; --help and --version exit with 0.
     let cli = Cli::parse();
-    // Before any other thread starts, so that all of them leave signals to the one that cleans up.
+    // Before any other thread starts, so that all of them leave signals to the thread that cleans up.
     match leftover::remove_on_signals().and_then(|()| dispatch(cli.command)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

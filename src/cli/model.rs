@@ -1,4 +1,4 @@
-//! What subcommands share about models: a path or hub id to a file, a device by name, loading with a progress bar.
+//! Common parts of subcommands that use models: resolving a path or hub id, devices by name, loading with a progress bar.
 
 use std::io::IsTerminal;
 use std::ops::ControlFlow;
@@ -16,7 +16,7 @@ use clap::ValueEnum;
 use super::recipe::RecipeName;
 use super::{hub, output};
 
-/// Where `model` lies: a path that exists, or a model of the hub, fetched if the cache does not hold it.
+/// The path of `model`: a path that exists, or a model of the hub, fetched if it is not in the cache.
 pub(super) fn resolve(model: &str) -> Result<PathBuf> {
     let path = Path::new(model);
     if path.exists() {
@@ -33,7 +33,7 @@ pub(super) fn resolve(model: &str) -> Result<PathBuf> {
     }
     match hub::pull(&name, hub::TIMEOUT) {
         Ok(pulled) => Ok(pulled.path),
-        // A mistyped path looks like a model's name.
+        // A mistyped path may look like a model's name.
         Err(e) if !model.contains([':', '@']) => Err(Error::new(
             e.kind(),
             format_args!("{e} (nor is there a file or directory '{model}')"),
@@ -42,7 +42,7 @@ pub(super) fn resolve(model: &str) -> Result<PathBuf> {
     }
 }
 
-/// Whether `model` is meant as a path, whatever the hub may hold.
+/// Whether `model` can only be a path.
 fn is_path(model: &str) -> bool {
     ["/", "./", "../", "~"]
         .iter()
@@ -59,7 +59,7 @@ fn is_path(model: &str) -> bool {
 
 #[derive(Clone, Copy, ValueEnum)]
 enum ActivationsName {
-    /// As they are
+    /// Not quantized
     Exact,
     /// Rounded to 8 bits
     Int8,
@@ -86,25 +86,25 @@ pub(super) struct ModelArgs {
     /// quantization as in Q4_K_M
     #[arg(long)]
     pub(super) model: String,
-    /// Where to run: cpu, cuda:N, or auto: the GPU with room for the model, else the processor
+    /// The device: cpu, cuda:N, or auto for the GPU with room for the model, else the CPU
     #[arg(long, default_value = "auto")]
     device: String,
-    /// CPU threads; one for each core without it
+    /// CPU threads; default: one for each core
     #[arg(long)]
     threads: Option<usize>,
-    /// How activations enter products with NVFP4 weights
+    /// The type of activations in products with NVFP4 weights
     #[arg(long, value_enum, default_value_t = ActivationsName::Exact)]
     activations: ActivationsName,
     /// Quantize dense linear weights to NVFP4 while loading
     #[arg(long, value_enum)]
     quantize: Option<RecipeName>,
-    /// How keys and values are cached
+    /// The type of the KV cache
     #[arg(long, value_enum, default_value_t = KvName::F16)]
     pub(super) kv: KvName,
 }
 
 impl ModelArgs {
-    /// Loads on the device that was asked for, or on the one that suits the models at `paths`.
+    /// Loads on the requested device, or for auto on one that has room for the models at `paths`.
     fn load_on<T>(
         &self,
         paths: &[&Path],
@@ -119,7 +119,7 @@ impl ModelArgs {
             activations: self.activations(),
             kv: self.kv.into(),
         };
-        // Who looks on is told; where there is no choice there is nothing to tell to a program.
+        // Printed for a person at a terminal, and wherever there was a GPU to choose.
         let told = |placement: &Placement| {
             if std::io::stderr().is_terminal() || placement.had_gpus() {
                 eprintln!("nvfp4: {placement}");
@@ -161,7 +161,7 @@ impl ModelArgs {
         })
     }
 
-    /// Loads a second model, too, on the same device.
+    /// Loads a second model on the same device.
     pub(super) fn load_both(&self, other: &str) -> Result<(Arc<Model>, Arc<Model>)> {
         let (path, other) = (resolve(&self.model)?, resolve(other)?);
         self.load_on(&[&path, &other], |device, placement| {

@@ -1,4 +1,4 @@
-//! `nvfp4 models`: what the cache holds, and which of it this machine can run.
+//! `nvfp4 models`: the models in the cache, and which of them this machine can run.
 
 use std::collections::BTreeSet;
 
@@ -18,7 +18,7 @@ pub(super) struct Args {
     json: bool,
 }
 
-/// What a file holds, as far as it can be told without loading it.
+/// What is known of a model file without loading it.
 #[derive(Serialize)]
 struct Described {
     name: String,
@@ -34,7 +34,7 @@ enum Content {
     Runs {
         format: &'static str,
         encodings: BTreeSet<&'static str>,
-        /// Weights in memory, and a conversation of usual length.
+        /// Bytes of the weights in memory and of a conversation of common length.
         needs_bytes: u64,
         fits: Vec<Fits>,
     },
@@ -102,7 +102,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
     ))
 }
 
-/// The rows of a repository: its models, and what has not come yet.
+/// The rows of a repository: its models, and incomplete downloads.
 fn table(repository: &hub::Cached, devices: &[Room]) -> Vec<[String; 5]> {
     let mut rows = Vec::new();
     for model in repository.revisions.iter().flat_map(|r| &r.models) {
@@ -167,7 +167,7 @@ fn content(model: &hub::Model, devices: &[Room]) -> Result<Content> {
     let needs_bytes = placement::needs_of(&*checkpoint, false)?;
     Ok(Content::Runs {
         format: checkpoint.format(),
-        // Norms are small and mostly of another type; matrices are what a model is held in.
+        // Norms are small and mostly of another type; the type of the matrices is the model's.
         encodings: checkpoint
             .entries()
             .iter()

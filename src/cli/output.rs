@@ -1,4 +1,4 @@
-//! What subcommands share when they print: standard output that may be closed, JSON, sizes, and progress bars on standard
+//! Common parts of subcommands that print: standard output that may be closed, JSON, sizes, and progress bars on standard
 //! error.
 
 use std::fmt;
@@ -14,7 +14,8 @@ pub(super) use NVFP4::base::size::readable as size;
 /// The exit code that a shell gives to a command that SIGPIPE ended.
 const PIPE_CLOSED: i32 = 141;
 
-/// Writes `text` to standard output at once. Where its reader has gone, the command ends without a word, as others do.
+/// Writes `text` to standard output and flushes it. If the reader has closed the pipe, the command ends silently, as other
+/// tools do.
 pub(super) fn print(text: impl fmt::Display) -> Result<()> {
     let mut out = std::io::stdout().lock();
     match write!(out, "{text}").and_then(|()| out.flush()) {
@@ -41,7 +42,7 @@ pub(super) fn byte_bar(label: impl Into<String>, total: u64) -> ProgressBar {
     bar(label, total, style)
 }
 
-/// A bar that counts things.
+/// A bar that counts items.
 pub(super) fn count_bar(label: impl Into<String>, total: u64) -> ProgressBar {
     bar(
         label,

@@ -21,10 +21,10 @@ pub(super) struct Args {
     /// A model whose predictions are the reference; same vocabulary
     #[arg(long)]
     reference: Option<String>,
-    /// Tokens of a window
+    /// Tokens in a window
     #[arg(long, default_value_t = 512)]
     window: usize,
-    /// Look at this many windows at most
+    /// The most windows to read
     #[arg(long)]
     windows: Option<usize>,
     /// Print the result as JSON
@@ -54,11 +54,11 @@ struct Reference {
     kl_divergence: f64,
     /// The largest divergence at one token.
     kl_max: f64,
-    /// How often both models find the same token likeliest.
+    /// The fraction of tokens for which both models have the same argmax.
     same_top: f64,
 }
 
-/// Tokens whose logits are held at once.
+/// The number of tokens whose logits are held at a time.
 const RUN: usize = 32;
 
 struct Reader {
@@ -78,7 +78,7 @@ impl Reader {
         })
     }
 
-    /// The logits after each of `tokens`, which follow what was read before.
+    /// The logits after each of `tokens`, which follow those of earlier calls.
     fn read(&mut self, tokens: &[u32]) -> Result<&[f32]> {
         self.model.forward(
             tokens,
@@ -136,7 +136,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
             tokens.len()
         );
     }
-    // The last window may be shorter; one token alone predicts nothing.
+    // The last window may be shorter; a single token predicts nothing.
     let windows: Vec<&[u32]> = tokens
         .chunks(args.window)
         .filter(|w| w.len() > 1)
@@ -200,7 +200,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
     ))?;
     if let Some(r) = &report.reference {
         output::line(format_args!(
-            "reference {:.4}; divergence {:.6} nats on average, {:.4} at most; same likeliest token {:.2} %",
+            "reference {:.4}; divergence {:.6} nats on average, {:.4} at most; same argmax {:.2} %",
             r.perplexity,
             r.kl_divergence,
             r.kl_max,

@@ -1,5 +1,5 @@
-//! The arguments of `run` and `chat` that say what the model is told beside the conversation: variables of its template, tools,
-//! and how long it may think.
+//! The arguments of `run` and `chat` that complete the prompt: the system prompt, variables of the template, tools, and the
+//! reasoning budget.
 
 use std::path::{Path, PathBuf};
 
@@ -12,7 +12,7 @@ use serde_json::{Map, Value};
 
 use super::model;
 
-/// The variable by which templates switch thinking on and off.
+/// The variable by which templates switch reasoning on and off.
 pub(super) const THINKING: &str = "enable_thinking";
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -23,25 +23,25 @@ enum Switch {
 
 #[derive(clap::Args)]
 pub(super) struct PromptingArgs {
-    /// What the model is told about its role
+    /// The system prompt
     #[arg(long)]
     pub(super) system: Option<String>,
-    /// Whether the model thinks before it answers, if its template leaves the choice (the variable enable_thinking)
+    /// Whether the model reasons before it answers, if its template allows the choice (the variable enable_thinking)
     #[arg(long, value_enum)]
     think: Option<Switch>,
-    /// The most tokens that a thought may have; then the answer follows
+    /// The most tokens of reasoning; then the answer follows
     #[arg(long)]
     think_budget: Option<usize>,
     /// A file with the tools that the model may call: a JSON array of {"type": "function", "function": {"name": ...}}
     #[arg(long, value_name = "FILE")]
     tools: Option<PathBuf>,
-    /// Sets a variable of the model's template; a value that is no JSON is a text. May be given several times
+    /// Sets a variable of the model's template; a value that is not JSON is a string. May be given several times
     #[arg(long, value_name = "NAME=JSON", value_parser = variable)]
     set: Vec<(String, Value)>,
 }
 
 impl PromptingArgs {
-    /// How turns are rendered. What would change nothing is said on standard error.
+    /// The options of turns. Warns on standard error of arguments that have no effect.
     pub(super) fn options(&self, model: &Model) -> Result<ChatOptions> {
         let mut variables: Map<String, Value> = self.set.iter().cloned().collect();
         if let Some(think) = self.think {
@@ -66,7 +66,7 @@ impl PromptingArgs {
     }
 }
 
-/// `NAME=JSON`; what is no JSON is a text.
+/// Parses `NAME=JSON`; a value that is not JSON is a string.
 fn variable(text: &str) -> std::result::Result<(String, Value), String> {
     match text.split_once('=') {
         Some((name, value)) if !name.is_empty() => Ok((
@@ -77,7 +77,7 @@ fn variable(text: &str) -> std::result::Result<(String, Value), String> {
     }
 }
 
-/// Says which of `variables` the model's template never reads.
+/// Warns of `variables` that the model's template never reads.
 pub(super) fn warn_of_unread(model: &Model, variables: &Map<String, Value>) {
     for name in model.chat_template().unread(variables) {
         eprintln!(

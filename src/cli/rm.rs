@@ -1,4 +1,4 @@
-//! `nvfp4 rm`: takes a model out of the cache.
+//! `nvfp4 rm`: removes a model from the cache.
 
 use NVFP4::base::Result;
 use serde_json::json;
@@ -7,7 +7,8 @@ use super::{hub, output};
 
 #[derive(clap::Args)]
 pub(super) struct Args {
-    /// The model: ORG/NAME for all that was fetched of it, ORG/NAME@REVISION for one revision, ORG/NAME:PART for a file or folder
+    /// The model: ORG/NAME for everything fetched of it, ORG/NAME@REVISION for one revision, ORG/NAME:PART for a file or
+    /// folder
     name: String,
     /// Print the result as JSON
     #[arg(long)]

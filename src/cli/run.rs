@@ -30,16 +30,16 @@ pub(super) struct Args {
     /// A file with what to say; - is standard input
     #[arg(long, conflicts_with = "prompt")]
     prompt_file: Option<PathBuf>,
-    /// A file with a conversation to answer, as the JSON array of messages that chat servers take; - is standard input
+    /// A file with a conversation to answer, as a JSON array of messages in the format of chat servers; - is standard input
     #[arg(long, value_name = "FILE", conflicts_with_all = ["prompt", "prompt_file", "system"])]
     messages: Option<PathBuf>,
     /// Continue the prompt as it stands, without the model's chat template
     #[arg(long, conflicts_with_all = ["messages", "system", "think", "think_budget", "tools", "set"])]
     raw: bool,
-    /// Run the prompt one token after the other, for comparison
+    /// Prefill the prompt token by token, for comparison
     #[arg(long, requires = "raw")]
     token_by_token: bool,
-    /// Tokens of room for prompt and answer; 0 takes what the model was made for
+    /// The context length in tokens, for prompt and answer; 0 takes the model's own
     #[arg(long, default_value_t = 0)]
     context: usize,
     /// Print the answer and its timings as JSON
@@ -47,7 +47,7 @@ pub(super) struct Args {
     json: bool,
 }
 
-/// What is asked.
+/// The prompt or conversation to answer.
 enum Question {
     Prompt(String),
     Conversation(Vec<Message>),

@@ -10,37 +10,37 @@ pub(super) struct SamplingArgs {
     /// Stop after this many tokens; without it an answer may fill the context
     #[arg(long)]
     max_tokens: Option<usize>,
-    /// Randomness; 0 takes the likeliest token each time. Without it, and the four below, what the model's maker asks for
+    /// Randomness; 0 is greedy. Without this and the four below, the model's recommended settings
     #[arg(long)]
     temp: Option<f32>,
-    /// Choose among this many likeliest tokens; 0 means all
+    /// Sample from this many of the most probable tokens; 0 means all
     #[arg(long)]
     top_k: Option<usize>,
-    /// Choose among the likeliest tokens that together have this probability; 0 takes the likeliest
+    /// Sample from the fewest of the most probable tokens that together have this probability; 0 is greedy
     #[arg(long)]
     top_p: Option<f32>,
-    /// Leave out tokens less likely than this part of the likeliest one
+    /// Leave out tokens less probable than this fraction of the most probable one
     #[arg(long)]
     min_p: Option<f32>,
-    /// Above 1, tokens that occurred already become less likely
+    /// Above 1, tokens that have occurred already become less probable
     #[arg(long)]
     repetition_penalty: Option<f32>,
-    /// The same seed gives the same answer; without it each answer has its own
+    /// The same seed gives the same answer; without it each answer has a new one
     #[arg(long)]
     seed: Option<u64>,
     /// Stop before this text, which may name special tokens; may be given several times
     #[arg(long)]
     stop: Vec<String>,
-    /// Go on past the tokens that end a text
+    /// Go on past the model's stop tokens
     #[arg(long)]
     ignore_stops: bool,
-    /// Compute every token from the whole sequence, without the cache, for comparison
+    /// Compute every token from the whole sequence, without the KV cache, for comparison
     #[arg(long)]
     replay: bool,
 }
 
 impl SamplingArgs {
-    /// What was asked for, and for the rest what the model's maker does.
+    /// The options given, and the model's recommended settings for the others.
     pub(super) fn options(&self, model: &Model) -> GenerateOptions {
         let own = model.sampling();
         GenerateOptions {
@@ -61,7 +61,7 @@ impl SamplingArgs {
     }
 }
 
-/// How tokens are chosen, and whether that is what the model's maker asks for, in words.
+/// Describes the sampling settings, and says whether they are the ones that the model recommends.
 pub(super) fn described(sampling: &SamplingOptions, model: &Model) -> String {
     let seedless = SamplingOptions {
         seed: None,
@@ -70,15 +70,15 @@ pub(super) fn described(sampling: &SamplingOptions, model: &Model) -> String {
     let own = model.sampling();
     let as_asked = seedless == *own && *own != SamplingOptions::default();
     match as_asked {
-        true => format!("{}, as the model's maker asks", in_words(sampling)),
+        true => format!("{}, as the model recommends", in_words(sampling)),
         false => in_words(sampling),
     }
 }
 
-/// How tokens are chosen, in words.
+/// Describes the sampling settings.
 fn in_words(sampling: &SamplingOptions) -> String {
     let mut words = match sampling.is_greedy() {
-        true => "the likeliest token each time".to_owned(),
+        true => "greedy".to_owned(),
         false => format!("temperature {}", sampling.temperature),
     };
     let defaults = SamplingOptions::default();

@@ -23,8 +23,8 @@ pub(super) struct Args {
     /// The directory to write
     #[arg(long)]
     out: PathBuf,
-    /// Replace the model in the directory, with all that is in it, when the new one is whole; without it a directory that is not
-    /// empty is refused
+    /// Replace the model in the directory, with everything in it, once the new one is complete; without it a directory that
+    /// is not empty is refused
     #[arg(long)]
     force: bool,
     /// The seed of the weights
@@ -54,7 +54,7 @@ enum Arch {
 }
 
 impl Arch {
-    /// The config of a published model of this shape, but for its head, which is a tensor of its own.
+    /// The config of a published model of this shape, except that its output head is a tensor of its own.
     fn config(self) -> Value {
         let qwen3 = |hidden, layers, heads, intermediate| {
             json!({
@@ -115,13 +115,13 @@ fn plan(spec: &Spec) -> Vec<Planned> {
     planned.collect()
 }
 
-/// Root mean square of the 16 e2m1 values, each as likely as another.
+/// Root mean square of the 16 e2m1 values, equally distributed.
 const CODE_RMS: f32 = 2.926;
 
 /// The standard deviation of the weights: Qwen's initializer_range.
 const WEIGHT_RMS: f32 = 0.02;
 
-/// Bytes made and written at a time: whole blocks' worth of codes and their scales.
+/// Bytes generated and written at a time: codes of whole blocks, and their scales.
 const CHUNK: usize = 1 << 20;
 
 fn fill(seed: u64, first: u64, out: &mut [u8]) {
@@ -172,7 +172,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
         }
         writer.begin(&tensor.name, 1.0)?;
         if tensor.shape.len() == 1 {
-            // What normalizes and does no more.
+            // Norms that only normalize.
             let one = if spec.norm_plus_one { 0.0 } else { 1.0 };
             writer.values(&vec![one; values(tensor)])?;
             bar.inc(bytes(tensor));

@@ -1,5 +1,5 @@
-//! An answer as it comes: its content and its calls on standard output; its reasoning dimmed on a terminal, else on standard error,
-//! so that a pipe gets the answer alone.
+//! Prints an answer while it is generated: content and calls on standard output; reasoning dimmed on a terminal, else on
+//! standard error, so that a pipe gets only the answer.
 
 use std::borrow::Cow;
 use std::io::{IsTerminal, Write};
@@ -11,12 +11,12 @@ use serde_json::Value;
 
 use super::output;
 
-/// Shows one answer.
+/// Prints one answer.
 pub(super) struct View {
     terminal: bool,
-    /// Emphasis where reasoning goes. It is closed after each piece, as a signal may end the program at any of them.
+    /// Dimming of reasoning, switched off after each piece because a signal may end the program after any of them.
     dims: bool,
-    /// What came last, and whether it ended a line.
+    /// The kind of the last piece, and whether it ended a line.
     last: Option<Part>,
     line_ended: bool,
     failed: Option<Error>,
@@ -35,7 +35,7 @@ impl View {
         }
     }
 
-    /// Shows a piece. A failure ends the generation and is told by [`View::end`].
+    /// Prints a piece. A failure ends the generation and is returned by [`View::end`].
     pub(super) fn show(&mut self, piece: Piece<'_>) -> ControlFlow<()> {
         if piece.text.is_empty() {
             return ControlFlow::Continue(());
@@ -102,7 +102,7 @@ impl View {
         if self.terminal {
             return output::print(format_args!("{on}{}{off}", visible(text)));
         }
-        // Nothing depends on it, so that an answer goes on where nobody listens.
+        // Ignored, so that an answer goes on if nobody reads standard error.
         let mut err = std::io::stderr().lock();
         let _ = write!(err, "{on}{text}{off}").and_then(|()| err.flush());
         Ok(())
@@ -119,7 +119,7 @@ impl View {
     }
 }
 
-/// `text` for a terminal, on which a model's control characters would act.
+/// `text` made safe for a terminal, which would execute a model's control characters.
 fn visible(text: &str) -> Cow<'_, str> {
     let acts = |c: char| c.is_control() && c != '\n' && c != '\t';
     match text.contains(acts) {
@@ -128,7 +128,7 @@ fn visible(text: &str) -> Cow<'_, str> {
     }
 }
 
-/// A call, as `name(arguments)`, from the JSON of one.
+/// Formats the JSON of a call as `name(arguments)`.
 fn call(json: &str) -> String {
     let call: Value = serde_json::from_str(json).unwrap_or_default();
     let function = &call["function"];

@@ -59,7 +59,7 @@ say() { type "$1" && last_line "$1" && keys Enter && last_line "$prompt"; }
 messages() { say /messages && screen -J | grep -F '[{"role":' | tail -1 >"$work/messages"; }
 
 greeting() {
-    chat && has "^model: $work/thinker, on cpu" && has "^sampling: temperature 0.6, .* as the model's maker asks$"
+    chat && has "^model: $work/thinker, on cpu" && has "^sampling: temperature 0.6, .* as the model recommends$"
 }
 
 dimmed() {

@@ -1,31 +1,31 @@
-//! The commands of a conversation: what a line that begins with a slash asks for.
+//! The commands of a conversation: lines that begin with a slash.
 
 use std::path::PathBuf;
 
 use NVFP4::base::error::{bail, err};
 use NVFP4::base::{Result, env};
 
-/// What is said of a command: its name, its argument and its meaning.
+/// The help for a command: its name, its argument and its meaning.
 pub(super) const COMMANDS: [(&str, &str, &str); 12] = [
     ("/edit", "TEXT", "asks TEXT in place of the last question"),
     ("/exit", "", "ends the program, as Ctrl-D does"),
     ("/help", "", "shows this"),
-    ("/load", "FILE", "takes up the conversation in FILE"),
+    ("/load", "FILE", "loads the conversation in FILE"),
     ("/messages", "", "prints the conversation as JSON"),
-    ("/reset", "", "forgets the conversation"),
+    ("/reset", "", "starts a new conversation"),
     (
         "/retry",
         "",
         "answers the last question again, with a new seed",
     ),
-    ("/save", "FILE", "keeps the conversation in FILE"),
+    ("/save", "FILE", "saves the conversation to FILE"),
     ("/stats", "", "shows tokens, memory, speed and sampling"),
     (
         "/system",
         "TEXT",
-        "tells the model about its role from the next turn on; without TEXT, nothing",
+        "sets the system prompt from the next turn on; without TEXT, removes it",
     ),
-    ("/think", "on|off", "switches thinking on or off"),
+    ("/think", "on|off", "switches reasoning on or off"),
     (
         "/tools",
         "FILE",
@@ -33,7 +33,7 @@ pub(super) const COMMANDS: [(&str, &str, &str); 12] = [
     ),
 ];
 
-/// What a line asks for.
+/// A command with its argument.
 #[derive(Debug, PartialEq)]
 pub(super) enum Command<'a> {
     Edit(&'a str),
@@ -51,7 +51,8 @@ pub(super) enum Command<'a> {
 }
 
 impl<'a> Command<'a> {
-    /// The command in a line; nothing where it is none, as a path or the comment of a program that begins with a slash.
+    /// The command in a line; `None` if it is not one, such as a path or a comment of a program, which may begin with a
+    /// slash too.
     pub(super) fn parse(line: &'a str) -> Result<Option<Command<'a>>> {
         let (name, rest) = line.split_once(char::is_whitespace).unwrap_or((line, ""));
         let rest = rest.trim();
@@ -99,7 +100,7 @@ impl<'a> Command<'a> {
     }
 }
 
-/// What `/help` shows.
+/// The text of `/help`.
 pub(super) fn help() -> String {
     let mut text = String::new();
     for (name, argument, meaning) in COMMANDS {

@@ -1,5 +1,5 @@
-//! The conversation and what commands do with it. A turn hands the session all of it, so that an answer asked for again and a
-//! question that has changed are turns as any other.
+//! The conversation and what commands do with it. Each turn passes the whole conversation to the session, so repeating an
+//! answer or changing a question is a turn like any other.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ pub(super) struct Conversation {
     pub(super) session: Session,
     pub(super) chat: ChatOptions,
     pub(super) generation: GenerateOptions,
-    /// What takes the place of the system prompt in the next turn; an empty one of none.
+    /// The system prompt from the next turn on, if it was changed; empty for none.
     pub(super) system: Option<String>,
     pub(super) last: Option<Generation>,
     /// Whether Ctrl-C stops an answer rather than the program.
@@ -28,7 +28,7 @@ pub(super) struct Conversation {
 }
 
 impl Conversation {
-    /// What has been said, as the next turn begins with it.
+    /// The messages that the next turn begins with.
     pub(super) fn messages(&self) -> Result<Vec<Message>> {
         let mut messages = self.session.messages()?;
         let Some(system) = &self.system else {
@@ -50,7 +50,7 @@ impl Conversation {
         self.answer(&messages, &self.generation.clone())
     }
 
-    /// Answers the last question again, with draws of its own.
+    /// Answers the last question again, with new draws.
     pub(super) fn retry(&mut self) -> Result<()> {
         let mut messages = self.messages()?;
         messages.truncate(last_question(&messages)? + 1);
@@ -67,7 +67,7 @@ impl Conversation {
         self.answer(&messages, &self.generation.clone())
     }
 
-    /// The calls of tools that wait for results.
+    /// The tool calls that wait for results.
     pub(super) fn calls(&self) -> Vec<ToolCall> {
         match &self.last {
             Some(last) if last.finish != Finish::Cancelled => last.tool_calls.clone(),
@@ -75,7 +75,7 @@ impl Conversation {
         }
     }
 
-    /// Goes on after the results of calls.
+    /// Continues after the results of calls.
     pub(super) fn go_on(&mut self, results: Vec<(ToolCall, String)>) -> Result<()> {
         let mut messages = self.messages()?;
         for (call, result) in results {
@@ -101,7 +101,7 @@ impl Conversation {
                     view.show(piece)
                 })
         });
-        // A prompt that was cancelled has shown nothing, and the conversation is as it was before.
+        // A cancelled prompt has shown nothing, and the conversation is unchanged.
         let answer = answer.map_err(|e| match cancel.is_set() {
             true => err!(
                 Cancelled,
@@ -147,7 +147,7 @@ impl Conversation {
                 last.prompt_tokens,
                 rate(last.prompt_tokens, t.prefill_seconds),
                 last.tokens.len(),
-                // The first token belongs to the prompt's time.
+                // The first token is counted in the prompt's time.
                 rate(last.tokens.len().saturating_sub(1), t.decode_seconds),
                 last.seed
             ))?;
@@ -157,7 +157,7 @@ impl Conversation {
     }
 }
 
-/// Where the last question is.
+/// The index of the last question.
 fn last_question(messages: &[Message]) -> Result<usize> {
     match messages.iter().rposition(|m| m.role == "user") {
         Some(at) => Ok(at),

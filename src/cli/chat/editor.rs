@@ -1,4 +1,4 @@
-//! Lines from a keyboard: editing, a history that outlives the program, and completion of commands and of their files.
+//! Lines from a keyboard: editing, a history kept on disk, and completion of commands and file names.
 
 use std::cell::Cell;
 use std::fs;
@@ -18,10 +18,10 @@ use rustyline::{Behavior, CompletionType, Config, Context, Helper};
 
 use super::command::COMMANDS;
 
-/// Lines that the history keeps.
+/// The most lines in the history.
 const HISTORY: usize = 1000;
 
-/// What was typed.
+/// The result of reading a line.
 pub(super) enum Typed {
     Line(String),
     /// Ctrl-C, and whether the line was empty.
@@ -34,13 +34,13 @@ pub(super) enum Typed {
 
 pub(super) struct Editor {
     inner: rustyline::Editor<Assistance, FileHistory>,
-    /// Where the history is kept, if it can be kept.
+    /// The file of the history, if there is one.
     history: Option<PathBuf>,
 }
 
 impl Editor {
     pub(super) fn new() -> Result<Editor> {
-        // What is typed must not get into standard output where that is a file or a pipe.
+        // The echo of the line must not go to standard output if that is a file or a pipe.
         let behavior = match std::io::stdout().is_terminal() {
             true => Behavior::Stdio,
             false => Behavior::PreferTerm,
@@ -57,7 +57,7 @@ impl Editor {
         inner.set_helper(Some(Assistance::default()));
         let history = history();
         if let Some(file) = &history {
-            // A history that cannot be read is none.
+            // A history that cannot be read counts as empty.
             let _ = inner.load_history(file);
         }
         Ok(Editor { inner, history })
@@ -74,7 +74,7 @@ impl Editor {
         }
     }
 
-    /// Adds to the history. That it cannot be written ends no conversation.
+    /// Adds to the history. A failure to write it does not end the conversation.
     pub(super) fn remember(&mut self, text: &str) {
         let added = self.inner.add_history_entry(text).unwrap_or(false);
         if let Some(file) = self.history.as_ref().filter(|_| added) {
@@ -87,7 +87,7 @@ fn failure(e: ReadlineError) -> NVFP4::base::Error {
     err!(Io, "reading from the terminal: {e}")
 }
 
-/// The file of the history, in a folder that is there.
+/// The path of the history file, whose folder is created.
 fn history() -> Option<PathBuf> {
     let folder = env::state()?.join("nvfp4");
     let mut builder = fs::DirBuilder::new();
@@ -95,10 +95,10 @@ fn history() -> Option<PathBuf> {
     Some(folder.join("history"))
 }
 
-/// What helps while a line is edited.
+/// The helper of the line editor.
 #[derive(Default)]
 struct Assistance {
-    /// Whether the line is empty, as far as it has been typed.
+    /// Whether the line is still empty.
     is_empty: Cell<bool>,
 }
 
@@ -109,7 +109,7 @@ impl Validator for Assistance {}
 impl Hinter for Assistance {
     type Hint = String;
 
-    /// Is asked for whenever the line changes, and has nothing to say.
+    /// Called whenever the line changes; gives no hint.
     fn hint(&self, line: &str, _: usize, _: &Context<'_>) -> Option<String> {
         self.is_empty.set(line.is_empty());
         None
@@ -129,7 +129,7 @@ impl Completer for Assistance {
     }
 }
 
-/// Where the word at the end of `line` begins, and what it may become.
+/// The position of the last word of `line`, and its completions.
 fn completions(line: &str) -> (usize, Vec<Pair>) {
     let Some((name, word)) = line.split_once(' ') else {
         let named = COMMANDS.iter().filter(|(name, ..)| name.starts_with(line));

@@ -1,4 +1,4 @@
-//! What is said in a conversation: from a keyboard or, line by line, from a pipe.
+//! The user's messages: from a keyboard or, line by line, from a pipe.
 
 use std::io::{BufRead, IsTerminal, StdinLock};
 
@@ -10,11 +10,11 @@ use super::editor::{Editor, Typed};
 /// Begins and ends a message of several lines.
 const MARK: &str = "\"\"\"";
 
-/// One thing that is said.
+/// One message or command.
 pub(super) enum Entry {
-    /// Which may be a command.
+    /// A line, which may be a command.
     Line(String),
-    /// Several lines that are a message, whatever they say.
+    /// Several lines, which are always a message.
     Message(String),
     End,
 }
@@ -37,7 +37,7 @@ impl Input {
         matches!(self, Input::Keyboard(_))
     }
 
-    /// The next thing that is said.
+    /// The next message or command.
     pub(super) fn entry(&mut self) -> Result<Entry> {
         let mut interrupted = false;
         loop {
@@ -65,7 +65,7 @@ impl Input {
         }
     }
 
-    /// The lines up to the mark that ends them, of which `first` is the first. Nothing if they are dropped.
+    /// The lines from `first` to the closing mark, as one message; `None` if it is abandoned.
     fn message(&mut self, first: &str) -> Result<Option<String>> {
         let mut text = first.to_owned();
         loop {
@@ -92,7 +92,7 @@ impl Input {
         }
     }
 
-    /// A line without its end. A pipe is shown no prompt.
+    /// A line without its line break. Shows no prompt if the input is a pipe.
     pub(super) fn line(&mut self, prompt: &str) -> Result<Typed> {
         let pipe = match self {
             Input::Keyboard(editor) => return editor.read(prompt),

@@ -1,6 +1,7 @@
 //! `nvfp4 chat`: a conversation at a terminal, or one turn per line from a pipe.
 //!
-//! `input` is what is said, for a keyboard by way of `editor`; `command` reads what begins with a slash; `conversation` does it.
+//! `input` reads messages, from a keyboard through `editor`; `command` parses lines that begin with a slash; `conversation`
+//! executes both.
 
 mod command;
 mod conversation;
@@ -29,16 +30,16 @@ pub(super) struct Args {
     sampling: sampling::SamplingArgs,
     #[command(flatten)]
     prompting: prompting::PromptingArgs,
-    /// Keep what the model thought in earlier answers, whatever its template does about it: turns start sooner, the context fills
+    /// Keep the reasoning of earlier answers, even if the template would remove it: turns start sooner, the context fills
     /// sooner
     #[arg(long)]
     keep_reasoning: bool,
-    /// Tokens of room for the conversation; 0 takes what the model was made for
+    /// The context length in tokens; 0 takes the model's own
     #[arg(long, default_value_t = 0)]
     context: usize,
 }
 
-/// Arguments of a call up to this length are part of what asks for its result.
+/// Arguments of a call up to this length are shown in the prompt for its result.
 const SHORT: usize = 40;
 
 pub(super) fn run(args: &Args) -> Result<()> {
@@ -92,7 +93,7 @@ impl Args {
 struct Chat {
     conversation: Conversation,
     input: Input,
-    /// A command that was typed where a result was asked for.
+    /// A command that was typed at the prompt for a result.
     unread: Option<String>,
 }
 
@@ -106,7 +107,7 @@ impl Chat {
             match self.turn(&entry) {
                 Ok(ControlFlow::Continue(())) => {}
                 Ok(ControlFlow::Break(())) => return Ok(()),
-                // A slip at the keyboard must not end the conversation.
+                // A typing error must not end the conversation.
                 Err(e) if self.input.is_keyboard() => eprintln!("nvfp4: {e}"),
                 Err(e) => return Err(e),
             }
@@ -156,8 +157,8 @@ impl Chat {
         Ok(ControlFlow::Continue(()))
     }
 
-    /// Asks for the results of the calls in the answer, and goes on with them, until an answer makes no call. An empty line or
-    /// Ctrl-C gives none; a command does what it does elsewhere.
+    /// Asks for the results of the calls in the answer and continues with them, until an answer makes no call. An empty
+    /// line or Ctrl-C gives no result; a command works as elsewhere.
     fn results(&mut self) -> Result<ControlFlow<()>> {
         loop {
             let mut results = Vec::new();

@@ -112,10 +112,7 @@ unsafe impl Sync for Module {}
 
 impl Module {
     pub(in crate::cuda) fn load(unit: impl KernelUnit, arch: (i32, i32)) -> Result<Module> {
-        Module::from_image(
-            &image(unit, &target(arch))?,
-            Cow::Borrowed(unit.path()),
-        )
+        Module::from_image(&image(unit, &target(arch))?, Cow::Borrowed(unit.path()))
     }
 
     /// Loads what [`compile`] gave for the device's architecture.
