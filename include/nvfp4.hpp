@@ -5,31 +5,31 @@
  *     nvfp4::Session session(model);
  *     session.chat("Why is the sky blue?", {}, [](std::string_view text) { std::cout << text << std::flush; });
  *
- * What a function does and which values it takes stands in nvfp4.h; here stands only what C++ adds.
+ * nvfp4.h documents what functions do and which values they take; this file documents only what C++ adds.
  *
  * ERRORS are thrown as nvfp4::Error, which has the status and the message. With NVFP4_NO_EXCEPTIONS defined, and where the
- * compiler has exceptions switched off, nothing is thrown: what is written Result<T> here is then a value or an Error, to be
- * looked at like a std::expected, and objects are made by their static functions (Model::load) instead of constructors. A
- * program may have both kinds of files. Without that macro Result<T> is just T.
+ * compiler has exceptions disabled, nothing is thrown: Result<T> is then a value or an Error, like a std::expected, and
+ * objects are created by static functions (Model::load) instead of constructors. Otherwise Result<T> is just T. A program
+ * may have source files of both kinds.
  *
- * HANDLES are objects that move and do not copy; a moved-from one holds nothing, and using it fails. clone() makes a second
- * owner of the same object. Each owns one reference of the C interface: get() lends the handle, release() gives it away, and
- * the constructor from a handle takes one over. As in C, a model or a tensor may be used by several threads at once, and a
- * session by one at a time.
+ * HANDLES are objects that can be moved but not copied; a moved-from one is empty, and using it fails. clone() makes a
+ * second owner of the same object. Each owns one reference of the C interface: get() lends the handle, release() gives it
+ * away, and the constructor from a handle takes ownership. As in C, a model or a tensor may be used by several threads at
+ * once, and a session by one at a time.
  *
- * TEXT goes in as std::string_view and comes out as std::string, in UTF-8. ARRAYS go in as nvfp4::Span, which anything with
- * data() and size() becomes by itself, and which becomes a std::span in C++20; they come out as std::vector.
+ * TEXT is passed as std::string_view and returned as std::string, in UTF-8. ARRAYS are passed as nvfp4::Span, to which
+ * anything with data() and size() converts, and which converts to a std::span in C++20; they are returned as std::vector.
  *
- * CALLBACKS are any callable. An exception that one throws ends the call and leaves it, unchanged. One that returns false
- * ends the call too; one that returns nothing never does.
+ * CALLBACKS may be any callable. An exception from one ends the call, which rethrows it. Returning false ends the call too;
+ * a callback that returns void never does.
  *
- * STREAMS are the same the other way round, for a loop:
+ * STREAMS give the pieces of a generation to a loop instead:
  *
  *     for (const nvfp4::Piece &piece : session.ask("And at night?"))
  *         if (piece.part == NVFP4_PART_CONTENT)
  *             std::cout << piece.text << std::flush;
  *
- * They generate in a thread of their own; glibc before 2.34 wants -pthread for that.
+ * They generate in a thread of their own, which needs -pthread with glibc before 2.34.
  */
 #ifndef NVFP4_HPP
 #define NVFP4_HPP
@@ -62,7 +62,7 @@
 #endif
 
 namespace nvfp4 {
-/* Files of the two kinds have functions of the same names that differ, and so they are in two namespaces. */
+/* Functions of the same name differ between files with and without exceptions, so these are in two namespaces. */
 #ifdef NVFP4_NO_EXCEPTIONS
 inline namespace returning {
 #else
@@ -85,7 +85,7 @@ private:
 
 #ifdef NVFP4_NO_EXCEPTIONS
 
-/** What a call gave, or why it failed. After a failure the value is an empty one. */
+/** The result of a call, or why it failed. After a failure the value is a default one. */
 template <class T>
 class [[nodiscard]] Result {
 public:
@@ -130,7 +130,7 @@ private:
 
 #else
 
-/** What a call gives; if it fails it throws. */
+/** The result of a call; a failure is thrown. */
 template <class T>
 using Result = T;
 
@@ -169,13 +169,13 @@ inline Result<void> check(NVFP4_Status status)
     return Result<void>();
 }
 
-/** A pointer to elements of someone else and their number. */
+/** A pointer to elements that it does not own, and their number. */
 template <class T>
 class Span {
 public:
     constexpr Span() noexcept = default;
     constexpr Span(const T *data, std::size_t size) noexcept : data_(data), size_(size) {}
-    /** Holds during the full expression that the list is in, which is long enough for an argument. */
+    /** Valid until the end of the full expression with the list, which is long enough for an argument. */
     constexpr Span(std::initializer_list<T> list) noexcept : Span(list.begin(), list.size()) {}
     template <class Container,
               class = std::enable_if_t<std::is_convertible_v<decltype(std::declval<const Container &>().data()), const T *>>,
@@ -200,7 +200,7 @@ using Shape = Span<std::int64_t>;
 /** Not part of the interface. */
 namespace detail {
 
-/** Copies out what `call(buffer, capacity, &size)` has. It is asked again if it grew in between. */
+/** The elements that `call(buffer, capacity, &size)` copies out. Calls it again if they have grown in between. */
 template <class Container, class Call>
 NVFP4_Status copy(Container &out, Call &&call)
 {
@@ -240,7 +240,7 @@ Result<T> value(Call &&call)
     return result(call(&out), std::move(out));
 }
 
-/** After a struct of options was filled. Where nothing can be thrown, one that was not is refused by what takes it. */
+/** Checks that a struct of options was filled. Without exceptions, the function that takes the options fails instead. */
 inline void filled(NVFP4_Status status)
 {
 #ifdef NVFP4_NO_EXCEPTIONS
@@ -278,7 +278,7 @@ public:
         if (handle_ != nullptr)
             give_up(std::exchange(handle_, nullptr));
     }
-    /** Where a function of the C interface puts a handle for this object to own. */
+    /** An output pointer for a function of the C interface, whose handle this object then owns. */
     T **put() noexcept
     {
         reset();
@@ -312,7 +312,7 @@ bool goes_on(F &f, Arguments &&...arguments)
     }
 }
 
-/** A callable on its way through C, and the exception that it threw. */
+/** A callable that is called through C, and the exception that it threw. */
 template <class F>
 struct Carried {
     F &f;
@@ -320,7 +320,7 @@ struct Carried {
 
     explicit Carried(F &callable) noexcept : f(callable) {}
 
-    /** For a callback: no exception gets past it. */
+    /** For a callback: catches all exceptions. */
     template <class... Arguments>
     std::int32_t call(Arguments &&...arguments) noexcept
     {
@@ -336,7 +336,7 @@ struct Carried {
 #endif
     }
 
-    /** After the call that was to run it: its status, unless something was thrown. */
+    /** After the call: its status, or the exception that was thrown. */
     NVFP4_Status after(NVFP4_Status status)
     {
         if (thrown)
@@ -348,11 +348,11 @@ struct Carried {
 /** The number of dimensions. */
 inline std::int32_t rank(Shape shape)
 {
-    // 1000 is more than any tensor has, and refused.
+    // 1000 is more than any tensor has, so it is refused.
     return static_cast<std::int32_t>(shape.size() < 1000 ? shape.size() : 1000);
 }
 
-/** Stands for a callback that is not wanted. */
+/** No callback. */
 struct Nothing {};
 
 template <class F>
@@ -372,12 +372,12 @@ inline Error last_error()
     return Error(status, message);
 }
 
-/** A failure of the C interface as an object, which may go to another thread. */
+/** A failure of the C interface as an object, which may be passed to another thread. */
 class TakenError : public detail::Handle<NVFP4_Error, NVFP4_error_retain, NVFP4_error_release> {
 public:
     using Handle::Handle;
 
-    /** The calling thread's last failure, which it then has no more; holds nothing if there was none. */
+    /** Takes the calling thread's last failure; holds nothing if there was none. */
     static Result<TakenError> take()
     {
         TakenError taken;
@@ -389,23 +389,23 @@ public:
     Result<TakenError> clone() const { return again<TakenError>(); }
     /** What failed; NVFP4_OK if this holds nothing. */
     NVFP4_Status status() const noexcept { return NVFP4_error_status(get()); }
-    /** The line that says why; lives as long as an owner. */
+    /** The message; valid as long as there is an owner. */
     const char *what() const noexcept { return NVFP4_error_message(get()); }
 };
 
-/** Version of the library that runs, as "major.minor.patch". */
+/** Version of the loaded library, as "major.minor.patch". */
 inline const char *version() noexcept { return NVFP4_version(); }
 
 /** The same as a number: major * 10000 + minor * 100 + patch. */
 inline std::int32_t version_number() noexcept { return NVFP4_version_number(); }
 
-/** Version of the binary interface of the library that runs. */
+/** Version of the binary interface of the loaded library. */
 inline std::int32_t abi_version() noexcept { return NVFP4_abi_version(); }
 
-/** Fails if the library that runs has another binary interface than the header this was compiled with, or is older. */
+/** Fails if the loaded library has another binary interface than the header this was compiled with, or is older. */
 inline Result<void> check_version() { return check(NVFP4_check_version(NVFP4_ABI_VERSION, NVFP4_VERSION_NUMBER)); }
 
-/** What the library can do on this machine, as JSON. */
+/** What the library supports on this machine, as JSON. */
 inline Result<std::string> diagnose()
 {
     return detail::text([](char *buffer, std::size_t capacity, std::size_t *length) {
@@ -413,21 +413,21 @@ inline Result<std::string> diagnose()
     });
 }
 
-/** Takes the library's log messages as long as it lives, beside others that do. It may end, and be replaced, in its own callback. */
+/** Receives the library's log messages as long as it lives; there may be several. May be destroyed or replaced in its own callback. */
 class Log {
 public:
-    /** Takes one of NVFP4_LOG_* and a line of text, on whichever thread has something to say. May throw, for nothing. */
+    /** Receives a level, one of NVFP4_LOG_*, and a line of text, on any thread. Exceptions from it are ignored. */
     using Function = std::function<void(std::int32_t level, std::string_view message)>;
 
-    /** Takes nothing. */
+    /** Receives nothing. */
     Log() noexcept = default;
-    /** Takes messages of `level` and more severe ones. */
+    /** Receives messages of `level` and more severe ones. */
     static Result<Log> start(std::int32_t level, Function function)
     {
         Log out;
         auto owned = std::make_unique<Function>(std::move(function));
         const NVFP4_Status status = NVFP4_log_add(take, owned.get(), level, give_back, &out.token_);
-        // The library has it until it calls give_back().
+        // The library owns it until it calls give_back().
         if (status == NVFP4_OK)
             static_cast<void>(owned.release());
         return detail::result(status, std::move(out));
@@ -446,7 +446,7 @@ public:
     }
     ~Log() { stop(); }
 
-    /** Takes nothing from now on. */
+    /** Receives nothing from now on. */
     void stop() noexcept
     {
         if (token_ != 0)
@@ -465,7 +465,7 @@ private:
     std::uint64_t token_ = 0;
 };
 
-/** Ends the long calls that are given it, from any thread and from a signal handler; those that have yet to begin too. */
+/** Cancels the long calls that are given it, even those that have yet to begin, from any thread or signal handler. */
 class Cancel : public detail::Handle<NVFP4_Cancel, NVFP4_cancel_retain, NVFP4_cancel_release> {
 public:
     using Handle::Handle;
@@ -478,9 +478,9 @@ public:
 
     /** A second owner of the same. */
     Result<Cancel> clone() const { return again<Cancel>(); }
-    /** Ends the calls. False if this holds nothing. */
+    /** Cancels the calls. False if this holds nothing. */
     bool trigger() const noexcept { return NVFP4_cancel_trigger(get()) == NVFP4_OK; }
-    /** Makes it as it was at first. False if this holds nothing. */
+    /** Makes it not triggered again. False if this holds nothing. */
     bool renew() const noexcept { return NVFP4_cancel_reset(get()) == NVFP4_OK; }
     Result<bool> triggered() const
     {
@@ -491,8 +491,8 @@ public:
 };
 
 /**
- * What may end a long call, and who hears how far it is; the fields of the C struct, with their defaults. It and what it names must
- * stay as long as the call runs.
+ * How a long call is cancelled and reports its progress; the fields of the C struct, with their defaults. It and what it
+ * points to must stay valid until the call returns.
  */
 struct CallOptions : NVFP4_CallOptions {
     CallOptions() : NVFP4_CallOptions()
@@ -517,10 +517,10 @@ NVFP4_CallOptions told(const NVFP4_CallOptions *call, Carried<F> &carried)
 
 } // namespace detail
 
-/** CPU threads of what is made from now on; 0 leaves it to the environment and the machine. */
+/** Sets the CPU threads of later calls and objects; 0 leaves it to the environment and the machine. */
 inline Result<void> set_threads(std::int32_t threads) { return check(NVFP4_set_threads(threads)); }
 
-/** Waits until everything that calls have enqueued on a device has run; what the device has found wrong is the error. */
+/** Waits until all work that calls have enqueued on a device has run, and fails if the device has found an error in it. */
 inline Result<void> device_synchronize(std::int32_t device_type = NVFP4_DEVICE_CUDA, std::int32_t index = 0)
 {
     return check(NVFP4_device_synchronize(device_type, index));
@@ -534,14 +534,14 @@ struct Memory {
     std::uint64_t current, peak;
 };
 
-/** What is in use under one of NVFP4_MEMORY_*. */
+/** The bytes in use under one of NVFP4_MEMORY_*. */
 inline Result<Memory> memory(std::int32_t tag = NVFP4_MEMORY_TOTAL)
 {
     Memory out{};
     return detail::result(NVFP4_memory_stats(tag, &out.current, &out.peak), std::move(out));
 }
 
-/** Starts the peaks again from what is in use now. */
+/** Sets all peaks to what is in use now. */
 inline Result<void> reset_memory_peak() { return check(NVFP4_memory_reset_peak()); }
 
 /** The most bytes that may be in use; 0 removes the limit. */
@@ -550,7 +550,7 @@ inline Result<void> set_memory_budget(std::uint64_t bytes) { return check(NVFP4_
 /** The limit, or 0 if there is none. */
 inline Result<std::uint64_t> memory_budget() { return detail::value<std::uint64_t>(NVFP4_memory_get_budget); }
 
-/** What the process does about managed memory, one of NVFP4_MANAGED_*. */
+/** Sets the process's policy on managed memory, one of NVFP4_MANAGED_*. */
 inline Result<void> set_managed_policy(std::int32_t policy) { return check(NVFP4_memory_set_managed_policy(policy)); }
 
 /** The policy in force. */
@@ -592,20 +592,20 @@ public:
         return host(NVFP4_tensor_from_host, data, shape, dtype, strides, nullptr, nullptr);
     }
 
-    /** The same over memory that nobody may write to, which makes the tensor read-only. */
+    /** The same over memory that must not be written, which makes the tensor read-only. */
     static Result<Tensor> borrow(const void *data, Shape shape, std::int32_t dtype, Shape strides = {})
     {
         return host(NVFP4_tensor_from_host_read_only, data, shape, dtype, strides, nullptr, nullptr);
     }
 
-    /** The same, of the type that the pointer says, and read-only if it is one to const. */
+    /** The same with the pointer's type as the dtype, and read-only for a pointer to const. */
     template <class T>
     static Result<Tensor> borrow(T *data, Shape shape)
     {
         return borrow(data, shape, dtype_of<std::remove_const_t<T>>);
     }
 
-    /** Over memory that the tensor keeps: `done(data)` is called when nothing needs it any more, and must not throw. */
+    /** Over memory that the tensor owns: `done(data)` is called when nothing uses it any more, and must not throw. */
     static Result<Tensor> adopt(void *data, Shape shape, std::int32_t dtype, std::function<void(void *)> done,
                                 Shape strides = {})
     {
@@ -614,7 +614,7 @@ public:
         return kept_by(std::move(out), kept);
     }
 
-    /** Over the elements of a vector, which the tensor keeps. */
+    /** Over the elements of a vector, which the tensor owns. */
     template <class T>
     static Result<Tensor> adopt(std::vector<T> values, Shape shape)
     {
@@ -645,7 +645,7 @@ public:
     }
 #endif
 
-    /** Zeros in memory of the library. */
+    /** Zeros in the library's own memory. */
     static Result<Tensor> zeros(Shape shape, std::int32_t dtype = NVFP4_DTYPE_FLOAT32,
                                 std::int32_t device_type = NVFP4_DEVICE_CPU, std::int32_t index = 0)
     {
@@ -670,7 +670,7 @@ public:
         return kept_by(std::move(out), kept);
     }
 
-    /** A copy without gaps in the memory of a device, or of the host. */
+    /** A contiguous copy in the memory of a device, or of the host. */
     Result<Tensor> to(std::int32_t device_type, std::int32_t index = 0) const
     {
         Tensor out;
@@ -684,7 +684,7 @@ public:
         return detail::result(NVFP4_tensor_device(get(), &out.first, &out.second), std::move(out));
     }
 
-    /** What the managed policy makes of it for the CUDA device `index`. */
+    /** Applies the policy on managed memory for the CUDA device `index`. */
     Result<Tensor> by_managed_policy(std::int32_t index, bool read_mostly = true) const
     {
         Tensor out;
@@ -694,21 +694,21 @@ public:
     /** Whether it is in managed memory. */
     bool is_managed() const noexcept { return NVFP4_is_managed_tensor(get()) != 0; }
 
-    /** The same values in managed memory, brought to the CUDA device `prefetch_device` unless that is -1. */
+    /** The same values in managed memory, prefetched to the CUDA device `prefetch_device` unless that is -1. */
     Result<Tensor> to_managed(std::int32_t prefetch_device = -1, bool read_mostly = false) const
     {
         auto *made = static_cast<NVFP4_Tensor *>(NVFP4_to_managed(get(), prefetch_device, read_mostly));
         return detail::result(NVFP4_last_status(), Tensor(made));
     }
 
-    /** Brings managed memory to the CUDA device `index`, or with -1 to the host. */
+    /** Prefetches managed memory to the CUDA device `index`, or to the host with -1. */
     Result<void> managed_prefetch(std::int32_t index) const
     {
         NVFP4_managed_prefetch(get(), index);
         return check(NVFP4_last_status());
     }
 
-    /** Takes over a DLPack tensor; if it fails, the caller still has it. */
+    /** Takes ownership of a DLPack tensor; on failure the caller still owns it. */
     static Result<Tensor> from_dlpack(struct DLManagedTensor *managed)
     {
         Tensor out;
@@ -722,7 +722,7 @@ public:
         return detail::result(NVFP4_tensor_from_dlpack_versioned(managed, out.put()), std::move(out));
     }
 
-    /** A DLPack tensor over the same memory, for its consumer to delete. None can be had of a read-only tensor. */
+    /** A DLPack tensor over the same memory, for its consumer to delete. Fails for a read-only tensor. */
     Result<struct DLManagedTensor *> to_dlpack() const
     {
         return detail::value<struct DLManagedTensor *>(
@@ -777,7 +777,7 @@ public:
     {
         return detail::value<std::uint64_t>([&](std::uint64_t *out) { return NVFP4_tensor_bytes(get(), out); });
     }
-    /** Whether nobody may write to the memory, as whoever lent it has said. */
+    /** Whether the memory must not be written, as its lender has said. */
     Result<bool> is_read_only() const
     {
         return detail::value<bool>([&](bool *out) {
@@ -792,7 +792,7 @@ public:
     {
         return detail::value<void *>([&](void **out) { return NVFP4_tensor_data(get(), out); });
     }
-    /** The elements where they are, valid as long as the tensor: in host memory, row-major without gaps. */
+    /** The elements in place, valid as long as the tensor; must be in host memory, contiguous and row-major. */
     template <class T>
     Result<Span<T>> values() const &
     {
@@ -863,7 +863,7 @@ public:
     }
 
 private:
-    /** What keeps strides from going with a shape, if anything does. */
+    /** Why strides do not fit a shape, or nothing if they do. */
     static std::optional<Error> matching(Shape shape, Shape strides)
     {
         if (strides.data() == nullptr || strides.size() == shape.size())
@@ -871,7 +871,7 @@ private:
         return Error(NVFP4_INVALID_ARGUMENT, std::to_string(strides.size()) + " strides for " +
                                                  std::to_string(shape.size()) + " dimensions");
     }
-    /** What keeps elements from filling a shape, if anything does. */
+    /** Why elements do not fill a shape, or nothing if they do. */
     static std::optional<Error> filling(std::size_t given, Shape shape)
     {
         std::uint64_t elements = 1;
@@ -885,7 +885,7 @@ private:
         return Error(NVFP4_INVALID_ARGUMENT, std::to_string(given) + " elements do not fill a shape of " +
                                                  (fits ? std::to_string(elements) : "other sizes"));
     }
-    /** What keeps `elements` of a C++ type from being this tensor's, if anything does. */
+    /** Why `elements` of a C++ type do not match this tensor's, or nothing if they do. */
     template <class T>
     std::optional<Error> holding(std::size_t elements) const
     {
@@ -920,7 +920,7 @@ private:
         const std::unique_ptr<std::function<void(void *)>> kept(static_cast<std::function<void(void *)> *>(user));
         (*kept)(data);
     }
-    /** The tensor that was made with what its deleter deletes, if it was made. */
+    /** `made`; if it succeeded, its deleter owns `kept` from now on. */
     template <class Kept>
     static Result<Tensor> kept_by(Result<Tensor> made, std::unique_ptr<Kept> &kept)
     {
@@ -995,7 +995,7 @@ inline Result<Tensor> scaled_mm(const Quantized &a, const Quantized &b, std::int
                           std::move(out));
 }
 
-/** Block scales in the order of tensor cores. */
+/** Swizzles block scales into the order that tensor cores read. */
 inline Result<Tensor> swizzle(const Tensor &scales)
 {
     Tensor out;
@@ -1009,10 +1009,10 @@ inline Result<Tensor> unswizzle(const Tensor &scales, std::int64_t rows, std::in
     return detail::result(NVFP4_scales_unswizzle(scales.get(), rows, k_blocks, out.put()), std::move(out));
 }
 
-/** A tensor in NF4, as bitsandbytes lays it out. */
+/** A tensor in NF4, in the layout of bitsandbytes. */
 struct Nf4 {
     Tensor codes, absmax;
-    /** The values of the 16 codes; holds nothing for the usual ones. */
+    /** The values of the 16 codes; holds nothing for the standard ones. */
     Tensor quant_map;
     std::int64_t block = 64;
 };
@@ -1041,21 +1041,21 @@ inline Result<Quantized> quantize_packed(const Tensor &weight)
     return detail::result(NVFP4_quantize_packed(weight.get(), out.codes.put(), out.scales.put()), std::move(out));
 }
 
-/** The values of what quantize_packed() gives. */
+/** Expands the result of quantize_packed(). */
 inline Result<Tensor> dequantize_packed(const Tensor &qdata, const Tensor &scale, std::int32_t dtype = NVFP4_DTYPE_FLOAT32)
 {
     Tensor out;
     return detail::result(NVFP4_dequantize_packed(qdata.get(), scale.get(), dtype, out.put()), std::move(out));
 }
 
-/** What NVFP4 leaves of a weight, for the forward pass; with `keep`, of one that does not change, once. */
+/** Rounds a weight to 4 bits and back, for the forward pass; `keep` caches the result for a weight that does not change. */
 inline Result<Tensor> ste_weight(const Tensor &weight, bool keep = false)
 {
     Tensor out;
     return detail::result(NVFP4_ste_weight(weight.get(), keep ? 1 : 0, out.put()), std::move(out));
 }
 
-/** Gives up the values that ste_weight() keeps: call it when weights have changed. */
+/** Drops the values that ste_weight() has cached: call it when weights have changed. */
 inline Result<void> ste_clear() { return check(NVFP4_ste_clear()); }
 
 /** How to prepare a weight; the fields of the C struct, with their defaults. */
@@ -1065,7 +1065,7 @@ struct WeightOptions : NVFP4_WeightOptions {
         detail::filled(NVFP4_weight_options_init(this, sizeof(NVFP4_WeightOptions)));
     }
 
-    /** The only backend that will do; empty for any. Stands for `backend`. */
+    /** The name of the backend to insist on; empty for any. Used instead of the pointer `backend`. */
     std::string backend_name;
 
     /** As C takes it, as long as this lives. */
@@ -1078,7 +1078,7 @@ struct WeightOptions : NVFP4_WeightOptions {
     }
 };
 
-/** Which backend a weight of one of NVFP4_FORMAT_* would have, as JSON. */
+/** Which backend a weight of one of NVFP4_FORMAT_* would get, as JSON. */
 inline Result<std::string> select_backend(std::int32_t format, const WeightOptions &options = WeightOptions())
 {
     const NVFP4_WeightOptions plain = options.plain();
@@ -1099,7 +1099,7 @@ public:
                                                   weight.scale_layout, out.put()),
                               std::move(out));
     }
-    /** As `options` say, but for the layout of the scales, which the weight has with it. */
+    /** As `options` say, except for the layout of the scales, which the tensor has. */
     static Result<Weight> prepare(const Quantized &weight, const WeightOptions &options)
     {
         Weight out;
@@ -1148,7 +1148,7 @@ public:
         return detail::result(NVFP4_weight_size(get(), &out.n, &out.k, &out.bytes), std::move(out));
     }
 
-    /** What multiplies with it and why, as JSON. */
+    /** The backend and why it was chosen, as JSON. */
     Result<std::string> report() const
     {
         return detail::text([&](char *buffer, std::size_t capacity, std::size_t *length) {
@@ -1185,7 +1185,7 @@ inline std::vector<NVFP4_NamedTensor> plain(Span<NamedTensor> tensors)
 
 } // namespace detail
 
-/** The 4-bit weights among the tensors that are called `prefix` or whose names begin with it and a dot, in short. */
+/** A summary of the 4-bit weights among the tensors named `prefix`, or whose names begin with it and a dot. */
 inline Result<NVFP4_SchemaResult> detect_schema(Span<NamedTensor> tensors, std::string_view prefix = {})
 {
     const std::vector<NVFP4_NamedTensor> plain = detail::plain(tensors);
@@ -1194,7 +1194,7 @@ inline Result<NVFP4_SchemaResult> detect_schema(Span<NamedTensor> tensors, std::
     return detail::result(NVFP4_schema_detect(plain.data(), plain.size(), sizeof(NVFP4_NamedTensor), prefix.data(), prefix.size(), &out), std::move(out));
 }
 
-/** All about them, as JSON. */
+/** The details, as JSON. */
 inline Result<std::string> schema_report(Span<NamedTensor> tensors, std::string_view prefix = {})
 {
     const std::vector<NVFP4_NamedTensor> plain = detail::plain(tensors);
@@ -1204,7 +1204,7 @@ inline Result<std::string> schema_report(Span<NamedTensor> tensors, std::string_
     });
 }
 
-/** Fails with what is wrong with them, all at once. */
+/** Fails with a message that lists all their problems. */
 inline Result<void> validate_schema(Span<NamedTensor> tensors, std::string_view prefix = {})
 {
     const std::vector<NVFP4_NamedTensor> plain = detail::plain(tensors);
@@ -1225,7 +1225,7 @@ struct Message {
     std::string role, content;
 };
 
-/** How a chat turn is written and answered; the fields of the C struct, with their defaults, but for the two texts of JSON. */
+/** How a chat turn is rendered and answered; the fields of the C struct, with their defaults, except the two JSON texts. */
 struct ChatOptions : NVFP4_ChatOptions {
     ChatOptions() : NVFP4_ChatOptions()
     {
@@ -1241,7 +1241,7 @@ struct ChatOptions : NVFP4_ChatOptions {
 /** Not part of the interface. */
 namespace detail {
 
-/** ChatOptions as C takes them, as long as `options` lives. */
+/** ChatOptions as the C struct, valid as long as `options` lives. */
 inline NVFP4_ChatOptions plain(const ChatOptions &options)
 {
     NVFP4_ChatOptions plain = options;
@@ -1261,7 +1261,7 @@ class Model : public detail::Handle<NVFP4_Model, NVFP4_model_retain, NVFP4_model
 public:
     using Handle::Handle;
 
-    /** Loads a directory or file, to the GPU with room for it or else to the CPU: info() says why. Dense weights are quantized as `quantize` says, or stay as they are if it is nullptr. */
+    /** Loads a directory or file, by default to a GPU with room for it or else to the CPU; info() says why. Dense weights are quantized as `quantize` says, or kept if it is nullptr. */
     static Result<Model> load(std::string_view path, const NVFP4_LoadOptions &options = LoadOptions(),
                               const NVFP4_QuantizeOptions *quantize = nullptr)
     {
@@ -1302,7 +1302,7 @@ public:
     /** A second owner of the same model. */
     Result<Model> clone() const { return again<Model>(); }
 
-    /** What was loaded, as JSON. */
+    /** A description of the model, as JSON. */
     Result<std::string> info() const
     {
         return detail::text([&](char *buffer, std::size_t capacity, std::size_t *length) {
@@ -1313,7 +1313,7 @@ public:
     {
         return detail::value<std::size_t>([&](std::size_t *out) { return NVFP4_model_vocab_size(get(), out); });
     }
-    /** `add_special` adds what the model wants around a text. */
+    /** `add_special` adds the special tokens that the model expects around a text. */
     Result<std::vector<std::int32_t>> tokenize(std::string_view text, bool add_special = true) const
     {
         return detail::items<std::int32_t>([&](std::int32_t *buffer, std::size_t capacity, std::size_t *count) {
@@ -1326,7 +1326,7 @@ public:
             return NVFP4_model_detokenize(get(), tokens.data(), tokens.size(), skip_special, buffer, capacity, length);
         });
     }
-    /** A conversation spelled by the model's chat template. */
+    /** A conversation rendered by the model's chat template. */
     Result<std::string> render_chat(Span<Message> messages, bool add_generation_prompt = true) const
     {
         std::vector<NVFP4_Message> plain;
@@ -1338,7 +1338,7 @@ public:
                                            capacity, length);
         });
     }
-    /** The same for messages as JSON, which may have reasoning, calls of tools and their results. */
+    /** The same for messages as JSON, which may have reasoning, tool calls and their results. */
     Result<std::string> render_messages(std::string_view messages, const ChatOptions &chat = ChatOptions(),
                                         bool add_generation_prompt = true) const
     {
@@ -1348,7 +1348,7 @@ public:
                                                capacity, length);
         });
     }
-    /** The defaults, with the sampling that the model's maker asks for. */
+    /** The defaults, with the sampling settings that the model recommends. */
     Result<GenerateOptions> generate_options() const;
 };
 
@@ -1383,7 +1383,7 @@ Result<void> convert(std::string_view source, std::string_view destination, cons
                                                    quantize)));
 }
 
-/** How to make a session; the fields of the C struct, with their defaults, but for the system prompt. */
+/** How to make a session; the fields of the C struct, with their defaults, except the system prompt. */
 struct SessionOptions : NVFP4_SessionOptions {
     SessionOptions() : NVFP4_SessionOptions()
     {
@@ -1391,20 +1391,20 @@ struct SessionOptions : NVFP4_SessionOptions {
     }
     explicit SessionOptions(std::string prompt) : SessionOptions() { system_prompt = std::move(prompt); }
 
-    /** What chat turns tell the model first about its role; used instead of the pointer `system`. */
+    /** The system prompt of chat turns; used instead of the pointer `system`. */
     std::string system_prompt;
 };
 
-/** How to generate; the fields of the C struct, with their defaults, but for the stops. */
+/** How to generate; the fields of the C struct, with their defaults, except the stops. */
 struct GenerateOptions : NVFP4_GenerateOptions {
     GenerateOptions() : NVFP4_GenerateOptions()
     {
         detail::filled(NVFP4_generate_options_init(this, sizeof(NVFP4_GenerateOptions)));
     }
 
-    /** Texts that end the text; used instead of the pointers `stop_strings`. */
+    /** Stop strings; used instead of the pointers `stop_strings`. */
     std::vector<std::string> stop_texts;
-    /** Tokens that end the text; used instead of the pointer `stop_tokens`. */
+    /** Stop tokens; used instead of the pointer `stop_tokens`. */
     std::vector<std::int32_t> stop_ids;
 };
 
@@ -1415,15 +1415,15 @@ inline Result<GenerateOptions> Model::generate_options() const
     return detail::result(status, std::move(out));
 }
 
-/** A token as it comes, and the text that it completes; or text without a token, which was held back or is of another part. */
+/** A generated token and the text that it completes; or text without a token, which was held back or is of another part. */
 struct Piece {
     /** -1 for text without a token. */
     std::int32_t token;
-    /** Valid during the callback, or until a stream goes on. */
+    /** Valid during the callback, or until the next piece of a stream. */
     std::string_view text;
     /** NaN unless the options ask for it. */
     float log_probability;
-    /** What the text is: one of NVFP4_PART_*. A call of a tool comes whole, as JSON. */
+    /** The kind of text: one of NVFP4_PART_*. A tool call is passed as a whole, as JSON. */
     std::int32_t part;
 
     /** Not part of the interface. */
@@ -1438,7 +1438,7 @@ class Stream;
 /** Not part of the interface. */
 namespace detail {
 
-/** GenerateOptions as C takes them, as long as both live. */
+/** GenerateOptions as the C struct, valid as long as both live. */
 struct PlainOptions {
     explicit PlainOptions(const GenerateOptions &options) : plain(options)
     {
@@ -1463,18 +1463,18 @@ struct PlainOptions {
 /** NVFP4_session_chat() or NVFP4_session_chat_messages(). */
 using Turn = decltype(&NVFP4_session_chat);
 
-/** Keeps options from being taken for a callback. */
+/** Distinguishes a callback from options. */
 template <class F>
 using IfTakesPieces = std::enable_if_t<std::is_invocable_v<F &, const Piece &> || std::is_invocable_v<F &, std::string_view> ||
                                        std::is_same_v<std::decay_t<F>, Nothing>>;
 
 } // namespace detail
 
-/** What a generation came to. */
+/** The result of a generation. */
 struct Generation : NVFP4_GenerationResult {
     Generation() : NVFP4_GenerationResult() { struct_size = sizeof(NVFP4_GenerationResult); }
 
-    /** All of its text; of a chat the answer's content. Session::reasoning() and Session::tool_calls() have the rest. */
+    /** Its text, or in a chat the content of the answer. Session::reasoning() and Session::tool_calls() have the rest. */
     std::string text;
 };
 
@@ -1495,7 +1495,7 @@ public:
     explicit Session(const Model &model, const SessionOptions &options = SessionOptions()) : Session(create(model, options)) {}
 #endif
 
-    /** A session as it was when save() wrote it. */
+    /** A session in the state that save() wrote. */
     static Result<Session> restore(const Model &model, std::string_view path, const NVFP4_CallOptions *call = nullptr)
     {
         Session out;
@@ -1519,7 +1519,7 @@ public:
     {
         return check(NVFP4_session_prefill(get(), tokens.data(), tokens.size(), call));
     }
-    /** The same, with a callback `(std::uint64_t done, std::uint64_t total)` in tokens; what returns false ends it. */
+    /** The same, with a callback `(std::uint64_t done, std::uint64_t total)` in tokens; returning false ends the call. */
     template <class Progress>
     Result<void> prefill(Span<std::int32_t> tokens, const NVFP4_CallOptions *call, Progress &&progress)
     {
@@ -1541,15 +1541,15 @@ public:
             return NVFP4_session_logits(get(), buffer, capacity, count, call);
         });
     }
-    /** The token to come, which is not appended. */
+    /** The next token, which is not appended. */
     Result<std::int32_t> sample(const NVFP4_GenerateOptions &options = GenerateOptions())
     {
         return detail::value<std::int32_t>([&](std::int32_t *out) { return NVFP4_session_sample(get(), &options, out); });
     }
 
-    /** Generates from where the session stands. */
+    /** Generates tokens after those in the session. */
     Result<Generation> generate(const GenerateOptions &options = {}) { return generate(options, detail::Nothing()); }
-    /** The same; `on_piece` takes every Piece, or of the content alone the text as a std::string_view. */
+    /** The same; `on_piece` takes every Piece, or only the text of the content as a std::string_view. */
     template <class F>
     Result<Generation> generate(const GenerateOptions &options, F &&on_piece)
     {
@@ -1560,7 +1560,7 @@ public:
                    });
     }
 
-    /** Says something to the model and generates its answer, with the chat options of the turn before. */
+    /** Adds a user message and generates the answer, with the chat options of the turn before. */
     Result<Generation> chat(std::string_view text, const GenerateOptions &options = {})
     {
         return chat(text, options, detail::Nothing());
@@ -1582,7 +1582,7 @@ public:
         return turn(NVFP4_session_chat, text, &chat, options, on_piece);
     }
 
-    /** Generates the answer to a whole conversation, which is JSON like that of messages(); the rest is as for chat(). */
+    /** Generates the answer to a whole conversation, as JSON like that of messages(); the rest is as for chat(). */
     Result<Generation> chat_messages(std::string_view messages, const GenerateOptions &options = {})
     {
         return chat_messages(messages, options, detail::Nothing());
@@ -1612,21 +1612,21 @@ public:
     Stream ask_messages(std::string_view messages, const GenerateOptions &options = {}) const;
     Stream ask_messages(std::string_view messages, const ChatOptions &chat, const GenerateOptions &options = {}) const;
 
-    /** All the text of the last generation; of a chat the answer's content. */
+    /** The text of the last generation, or in a chat the content of the last answer. */
     Result<std::string> text() const
     {
         return detail::text([&](char *buffer, std::size_t capacity, std::size_t *length) {
             return NVFP4_session_text(get(), buffer, capacity, length);
         });
     }
-    /** What the model thought before the last answer. */
+    /** The model's reasoning before the last answer. */
     Result<std::string> reasoning() const
     {
         return detail::text([&](char *buffer, std::size_t capacity, std::size_t *length) {
             return NVFP4_session_reasoning(get(), buffer, capacity, length);
         });
     }
-    /** The calls of tools in the last answer, as a JSON array. */
+    /** The tool calls in the last answer, as a JSON array. */
     Result<std::string> tool_calls() const
     {
         return detail::text([&](char *buffer, std::size_t capacity, std::size_t *length) {
@@ -1640,17 +1640,17 @@ public:
             return NVFP4_session_messages(get(), buffer, capacity, length);
         });
     }
-    /** Tokens held. */
+    /** Number of tokens in the session. */
     Result<std::size_t> length() const
     {
         return detail::value<std::size_t>([&](std::size_t *out) { return NVFP4_session_length(get(), out); });
     }
-    /** Tokens that can be held. */
+    /** The most tokens that the session can hold. */
     Result<std::size_t> context() const
     {
         return detail::value<std::size_t>([&](std::size_t *out) { return NVFP4_session_context(get(), out); });
     }
-    /** Bytes of the cached keys and values. */
+    /** Bytes of the KV cache. */
     Result<std::uint64_t> memory() const
     {
         return detail::value<std::uint64_t>([&](std::uint64_t *out) { return NVFP4_session_memory(get(), out); });
@@ -1663,7 +1663,7 @@ public:
     }
 
     Result<void> truncate(std::size_t length) { return check(NVFP4_session_truncate(get(), length)); }
-    /** Forgets all tokens and the conversation. */
+    /** Drops all tokens and the conversation. */
     Result<void> clear() { return check(NVFP4_session_reset(get())); }
 
 private:
@@ -1712,24 +1712,24 @@ private:
 };
 
 /**
- * The pieces of a generation as they come: a range, to be gone through once. Its thread waits while a piece is looked at, so
- * nothing is generated that was not asked for, and a loop that is left leaves the session with the tokens that it has seen.
- * The session is in use until the stream has come to its end or is destroyed. The cancel flag of its options' call is its own.
+ * The pieces of a generation while it runs: a single-pass range. Its thread waits while a piece is used, so no token is
+ * generated ahead, and a loop that is left early leaves the session with the tokens that the loop has seen. The session is
+ * in use until the stream has ended or is destroyed. The stream replaces the cancel flag of its options' call by its own.
  */
 class Stream {
     enum class Phase { asked, given, taken, done };
 
-    /** What the two threads share. */
+    /** The state that the two threads share. */
     struct Relay {
         std::mutex mutex;
         std::condition_variable changed;
         Phase phase = Phase::asked;
         bool stopped = false;
-        /** Ends the call, also where no token has come. */
+        /** Ends the call, even before its first token. */
         std::int32_t flag = 0;
         Piece piece{};
         Session session;
-        /** What a chat turn is given, and by which function; NVFP4_session_generate() runs where there is none. */
+        /** The input of a chat turn, and the function for it; without one NVFP4_session_generate() runs. */
         detail::Turn turn = nullptr;
         std::string said;
         std::optional<ChatOptions> chat;
@@ -1740,7 +1740,7 @@ class Stream {
 
         void fail(NVFP4_Status status) { error.emplace(status, NVFP4_last_error()); }
 
-        /** In the thread that generates. */
+        /** Runs in the thread that generates. */
         void run()
         {
             detail::PlainOptions given(options);
@@ -1791,7 +1791,7 @@ class Stream {
             return phase == Phase::taken;
         }
 
-        /** Whether there is an error, at the end, that nobody has asked for. */
+        /** Whether an error at the end has not been reported yet. */
         bool failed()
         {
             const std::lock_guard<std::mutex> lock(mutex);
@@ -1855,7 +1855,7 @@ public:
         Relay *relay_ = nullptr;
     };
 
-    /** Has no pieces. */
+    /** A stream without pieces. */
     Stream() noexcept = default;
 
     /** Waits for the first piece, or the next if some were taken. */
@@ -1873,7 +1873,7 @@ public:
             relay_->stop();
     }
 
-    /** What the generation came to; waits for its end. #NVFP4_CANCELLED if it was stopped before its first token. */
+    /** The result of the generation; waits for its end. #NVFP4_CANCELLED if it was stopped before its first token. */
     Result<Generation> result()
     {
         if (!relay_)
@@ -1947,8 +1947,8 @@ inline Error not_one_each(std::size_t count, const char *what, std::size_t sessi
 } // namespace detail
 
 /**
- * Appends `tokens[i]` to `*sessions[i]` and runs all of them in one pass over the weights. With `statuses`, which becomes one for
- * each, those that cannot take their token are left out.
+ * Appends `tokens[i]` to `*sessions[i]` and runs all of them in one pass over the weights. With `statuses`, which gets one
+ * element for each, sessions that cannot be run are left out.
  */
 inline Result<void> step(Span<Session *> sessions, Span<std::int32_t> tokens, const NVFP4_CallOptions *call = nullptr,
                          std::vector<NVFP4_Status> *statuses = nullptr)
@@ -1962,8 +1962,9 @@ inline Result<void> step(Span<Session *> sessions, Span<std::int32_t> tokens, co
 }
 
 /**
- * The same, and gives the token to come of each session, which is not appended, or -1 where it was left out. `options` say how
- * each is chosen; one stands for all, and none takes the likeliest. On a GPU no logits come to the host.
+ * The same, and returns the next token of each session, which is not appended, or -1 for a session that was left out.
+ * `options` say how each is chosen: one for each, one for all, or none for the argmax. On a GPU no logits are copied to the
+ * host.
  */
 inline Result<std::vector<std::int32_t>> step_sample(Span<Session *> sessions, Span<std::int32_t> tokens,
                                                      Span<GenerateOptions> options = {},
@@ -1987,12 +1988,12 @@ inline Result<std::vector<std::int32_t>> step_sample(Span<Session *> sessions, S
                           std::move(next));
 }
 
-/** Follows one sequence of tokens: gives the text that each completes, and says which one ends it. */
+/** Follows one sequence of tokens: gives the text that each completes, and says when the sequence ends. */
 class Detokenizer : public detail::Handle<NVFP4_Detokenizer, NVFP4_detokenizer_retain, NVFP4_detokenizer_release> {
 public:
     using Handle::Handle;
 
-    /** What a token gives. */
+    /** The result of a token. */
     struct Text {
         /** Valid until the detokenizer is used again. */
         std::string_view text;
@@ -2000,7 +2001,7 @@ public:
         std::int32_t finish;
     };
 
-    /** Goes on after `tokens`, and ends where generating with `options` would. */
+    /** Continues after `tokens`, and ends where generating with `options` would. */
     static Result<Detokenizer> create(const Model &model, Span<std::int32_t> tokens = {}, const GenerateOptions &options = {})
     {
         const detail::PlainOptions given(options);
@@ -2037,7 +2038,7 @@ public:
     }
 };
 
-/** The drop-in functions for TorchSharp hosts, whose results are tensors of the same kind as what they are given. */
+/** The drop-in functions for TorchSharp hosts, whose results are tensors of the same kind as their arguments. */
 namespace drop_in {
 
 /** Single-level codes and scales. */

@@ -3,7 +3,7 @@
  *     cc chat.c $(pkg-config --cflags --libs nvfp4) -o chat
  *     ./chat MODEL "Why is the sky blue?"     answers and ends
  *     ./chat MODEL                            a conversation, one turn per line
- *     ./chat --no-thinking MODEL [PROMPT]     the same without thoughts, of a model that has them
+ *     ./chat --no-thinking MODEL [PROMPT]     the same without the reasoning of a model that has any
  *
  * MODEL is a directory or file that `nvfp4 quantize` wrote, or any other that NVFP4_model_load() takes.
  */
@@ -87,7 +87,7 @@ int main(int argc, char **argv)
     NVFP4_Session *session;
     check(NVFP4_session_create(model, &session_options, &session));
 
-    /* What the model's maker asks for. Where that is the likeliest token, small models tend to repeat themselves. */
+    /* The sampling settings that the model recommends. Without any it is greedy, and small models tend to repeat themselves. */
     NVFP4_GenerateOptions options;
     check(NVFP4_model_generate_options(model, &options, sizeof options));
     if (options.temperature <= 0 && options.repetition_penalty <= 1)

@@ -62,7 +62,7 @@ long plugin_ask(void *plugin, const char *question, char *buffer, size_t capacit
     int fine = NVFP4_generate_options_init(&generate, sizeof generate) == NVFP4_OK &&
                NVFP4_chat_options_init(&chat, sizeof chat) == NVFP4_OK && NVFP4_call_options_init(&call, sizeof call) == NVFP4_OK;
     if (fine) {
-        /* A short answer has no room for thoughts. */
+        /* A short answer has no room for reasoning. */
         chat.variables = "{\"enable_thinking\": false}";
         chat.variables_length = strlen(chat.variables);
         call.cancel = own->cancel;

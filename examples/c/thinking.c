@@ -1,4 +1,4 @@
-/* A conversation with a model that thinks before it answers: its thoughts apart from its answers, no thoughts, and short ones.
+/* A conversation with a reasoning model: its reasoning apart from its answers, without reasoning, and with a budget for it.
  *
  *     cc thinking.c $(pkg-config --cflags --libs nvfp4) -o thinking
  *     ./thinking MODEL
@@ -48,7 +48,7 @@ int main(int argc, char **argv)
     check(NVFP4_model_load(argv[1], strlen(argv[1]), &load, NULL, &model));
     check(NVFP4_session_create(model, NULL, &session));
 
-    /* The sampling that the model's maker asks for. Thoughts that are not drawn tend to go round in circles. */
+    /* The sampling settings that the model recommends. Greedy reasoning tends to repeat itself. */
     NVFP4_GenerateOptions options;
     check(NVFP4_model_generate_options(model, &options, sizeof options));
 
@@ -56,7 +56,7 @@ int main(int argc, char **argv)
     check(NVFP4_chat_options_init(&chat, sizeof chat));
     ask(session, "Why is the sky blue?", &chat, &options);
 
-    /* A thought of at most 100 tokens. */
+    /* At most 100 tokens of reasoning. */
     chat.reasoning_budget = 100;
     ask(session, "And at sunset?", &chat, &options);
 

@@ -22,7 +22,7 @@ try {
     const nvfp4::Model model(argv[1]);
     nvfp4::Session session(model, session_options);
 
-    /* What the model's maker asks for. Where that is the likeliest token, small models tend to repeat themselves. */
+    /* The sampling settings that the model recommends. Without any it is greedy, and small models tend to repeat themselves. */
     nvfp4::GenerateOptions options = model.generate_options();
     if (options.temperature <= 0 && options.repetition_penalty <= 1)
         options.repetition_penalty = 1.1f;

@@ -1,5 +1,4 @@
-/* A conversation with a model that thinks before it answers, in C++: its thoughts apart from its answers, no thoughts, and short
- * ones.
+/* A conversation with a reasoning model, in C++: its reasoning apart from its answers, without reasoning, and with a budget for it.
  *
  *     c++ -std=c++17 thinking.cpp $(pkg-config --cflags --libs nvfp4) -o thinking
  *     ./thinking MODEL
@@ -17,7 +16,7 @@ try {
     const nvfp4::Model model(argv[1]);
     nvfp4::Session session(model);
 
-    /* The sampling that the model's maker asks for. Thoughts that are not drawn tend to go round in circles. */
+    /* The sampling settings that the model recommends. Greedy reasoning tends to repeat itself. */
     const nvfp4::GenerateOptions options = model.generate_options();
     /* Thoughts are for whoever wants to see them; the answer is what was asked for. */
     const auto print = [](const nvfp4::Piece &piece) {
@@ -28,7 +27,7 @@ try {
     session.chat("Why is the sky blue?", chat, options, print);
     std::cout << std::endl;
 
-    /* A thought of at most 100 tokens. */
+    /* At most 100 tokens of reasoning. */
     chat.reasoning_budget = 100;
     session.chat("And at sunset?", chat, options, print);
     std::cout << std::endl;

@@ -11,7 +11,7 @@ open LibNVFP4
 open LibNVFP4.FSharp
 
 let answer chat text =
-    // Each piece is made when it is asked for, and is whole characters. Tokens are drawn as the model's maker asks; streamWith takes
+    // Each piece is made when it is asked for, and is whole characters. Tokens are drawn as the model recommends; streamWith takes
     // options that say otherwise.
     text |> Chat.stream chat |> Seq.iter (printf "%s")
     printfn ""

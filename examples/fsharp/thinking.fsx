@@ -4,7 +4,7 @@
 //     D=bindings/dotnet/LibNVFP4.FSharp/bin/Debug/netcoreapp3.1
 //     dotnet fsi -r:$D/LibNVFP4.dll -r:$D/LibNVFP4.FSharp.dll examples/fsharp/thinking.fsx MODEL "How many primes are there below 100?"
 //
-// What it thinks goes to stderr, what it answers to stdout: first after as much thought as it likes, then without any.
+// What it thinks goes to stderr, what it answers to stdout: first after as much reasoning as it likes, then without any.
 
 open LibNVFP4
 open LibNVFP4.FSharp
@@ -15,7 +15,7 @@ let think path text =
     let heard part (piece: string) = if part = Part.Reasoning then eprintf "%s" piece else printf "%s" piece
     // `parts` tells all parts of an answer; `ask` and `stream` give the answer alone.
     let result = text |> Chat.parts heard chat
-    eprintfn "\n[%d tokens, %d characters of thought]" result.GeneratedTokens (Chat.reasoning chat).Length
+    eprintfn "\n[%d tokens, %d characters of reasoning]" result.GeneratedTokens (Chat.reasoning chat).Length
     printfn ""
     use other = model |> Chat.withTurns (Turn.defaults () |> Turn.thinking false)
     text |> Chat.ask other |> printfn "%s"

@@ -11,8 +11,8 @@ import nvfp4
 
 
 def answer(chat, text):
-    # The pieces come as they are generated. Leaving the loop ends the answer, and so does Ctrl-C. Tokens are drawn as the model's
-    # maker asks; chat.ask(text, temperature=0.3) would do it otherwise.
+    # The pieces come as they are generated. Leaving the loop ends the answer, and so does Ctrl-C. Tokens are sampled as the model
+    # recommends; chat.ask(text, temperature=0.3) would change that.
     stream = chat.ask(text)
     for piece in stream:
         print(piece, end="", flush=True)

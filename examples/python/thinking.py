@@ -3,7 +3,7 @@
     export PYTHONPATH=bindings/python NVFP4_LIB_PATH=target/release
     python3 examples/python/thinking.py MODEL "How many primes are there below 100?"
 
-What it thinks goes to stderr, what it answers to stdout: once after as much thought as it likes, once after 200 tokens of it at
+What it thinks goes to stderr, what it answers to stdout: once after as much reasoning as it likes, once after 200 tokens of it at
 most, and once without any.
 """
 
@@ -25,7 +25,7 @@ def main():
     question = chat.messages[:-1]
     for how in ({"reasoning_budget": 200}, {"think": False}):
         result = chat.complete(question, **how)
-        print(f"[{result.generated_tokens} tokens, {len(result.reasoning)} characters of thought]", file=sys.stderr)
+        print(f"[{result.generated_tokens} tokens, {len(result.reasoning)} characters of reasoning]", file=sys.stderr)
         print(result.text)
     return 0
 

@@ -88,25 +88,25 @@ module Generate =
         change copy
         copy
 
-    /// The default options. In a chat, how tokens are drawn is as the model's maker asks where it is not said.
+    /// The default options. In a chat, how tokens are drawn is as the model recommends where it is not said.
     let defaults () = GenerateOptions()
 
-    /// How a model's maker asks to draw tokens.
+    /// The sampling settings that a model recommends.
     let ofModel (model: Model) = GenerateOptions.From model
 
     /// Tokens to generate at most.
     let maxTokens count = changed (fun o -> o.MaxTokens <- int64 (count: int))
 
-    /// Divides the logits before a draw; 0 takes the likeliest token.
+    /// Divides the logits before the softmax; 0 takes the argmax.
     let temperature value = changed (fun o -> o.Temperature <- value)
 
-    /// Draws from the fewest of the likeliest tokens whose probabilities reach this sum; 0 takes the likeliest one.
+    /// Draws from the fewest of the most probable tokens whose probabilities reach this sum; 0 takes the argmax.
     let topP value = changed (fun o -> o.TopP <- value)
 
-    /// Draws from this many of the likeliest tokens.
+    /// Draws from this many of the most probable tokens.
     let topK count = changed (fun o -> o.TopK <- count)
 
-    /// Leaves out tokens less likely than this share of the likeliest.
+    /// Leaves out tokens less probable than this fraction of the most probable one.
     let minP value = changed (fun o -> o.MinP <- value)
 
     /// Makes tokens that have occurred less likely.
@@ -150,10 +150,10 @@ module Turn =
     /// The tools that the model may call, as a JSON array.
     let tools (json: string) = changed (fun o -> o.Tools <- json)
 
-    /// Tokens that a thought may have at most.
+    /// The most tokens of reasoning.
     let reasoningBudget (tokens: int) = changed (fun o -> o.ReasoningBudget <- Nullable tokens)
 
-    /// Leaves earlier thoughts in the session, so that a turn runs only what it adds.
+    /// Keeps earlier reasoning in the session, so that a turn runs only what it adds.
     let keepReasoning (options: ChatOptions) = changed (fun o -> o.KeepReasoning <- true) options
 
 /// Conversations.
@@ -199,7 +199,7 @@ module Chat =
             true
         chat.Chat(text, TokenHandler handler)
 
-    /// What the model thought before the last answer.
+    /// The model's reasoning before the last answer.
     let reasoning (chat: ChatSession) = chat.Reasoning
 
     /// The calls of tools in the last answer.

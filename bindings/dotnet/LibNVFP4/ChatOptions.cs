@@ -21,7 +21,7 @@ namespace LibNVFP4
         /// <summary>Whether earlier answers stay in the session with their reasoning, whatever the template does about it: a turn then runs only what it adds, but the model sees what it was not trained on. Default: no.</summary>
         public bool KeepReasoning { get; set; }
 
-        /// <summary>Tokens that a thought may have at most; then the answer follows. Default: null, any number.</summary>
+        /// <summary>The most tokens of reasoning; then the answer follows. Default: null, any number.</summary>
         public int? ReasoningBudget { get; set; }
 
         /// <summary>A copy, to change something in.</summary>

@@ -34,7 +34,7 @@ namespace LibNVFP4
     }
 
     /// <summary>
-    /// A conversation with a model. Only what a turn adds or changes is run. Tokens are drawn as the model's maker asks, as far as a
+    /// A conversation with a model. Only what a turn adds or changes is run. Tokens are drawn as the model recommends, as far as a
     /// turn's options do not say otherwise. Streams and texts are the answer alone; handlers are given its other parts too. What is
     /// said of <see cref="Session"/> holds here as well.
     /// </summary>
@@ -82,7 +82,7 @@ namespace LibNVFP4
         public string MessagesJson =>
             Interop.Text((buffer, capacity, length) => Native.NVFP4_session_messages(Handle, buffer, capacity, length));
 
-        /// <summary>What the model thought before the last answer; empty where it did not.</summary>
+        /// <summary>The model's reasoning before the last answer; empty if there was none.</summary>
         public string Reasoning =>
             Interop.Text((buffer, capacity, length) => Native.NVFP4_session_reasoning(Handle, buffer, capacity, length));
 

@@ -94,7 +94,7 @@ namespace LibNVFP4
     /// <summary>How many levels of scales there are.</summary>
     public enum Levels
     {
-        /// <summary>A multiplier for the whole tensor above the block scales.</summary>
+        /// <summary>Two levels of scales: a global scale for the whole tensor, and the block scales.</summary>
         Two = 0,
         /// <summary>Block scales alone.</summary>
         Single = 1,

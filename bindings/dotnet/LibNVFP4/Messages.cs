@@ -87,7 +87,7 @@ namespace LibNVFP4
         /// <summary>What is said; null where an assistant only calls tools.</summary>
         public string Content { get; }
 
-        /// <summary>What an assistant thought before, or null.</summary>
+        /// <summary>The assistant's reasoning before its answer, or null.</summary>
         public string ReasoningContent { get; set; }
 
         /// <summary>The calls that an assistant makes, or null.</summary>

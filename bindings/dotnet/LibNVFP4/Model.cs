@@ -105,7 +105,7 @@ namespace LibNVFP4
         /// <summary>Its tokenizer.</summary>
         public Tokenizer Tokenizer { get; }
 
-        /// <summary>How its maker asks to draw tokens. Chats draw them so, unless a turn is told otherwise.</summary>
+        /// <summary>The sampling settings that the model recommends. Chats use them unless a turn sets others.</summary>
         public GenerateOptions GenerateOptions() => LibNVFP4.GenerateOptions.From(this);
 
         /// <summary>Renders a conversation with the model's chat template.</summary>

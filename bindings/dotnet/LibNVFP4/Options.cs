@@ -195,7 +195,7 @@ namespace LibNVFP4
         }
     }
 
-    /// <summary>How to generate. In a chat, what is not set of temperature, top-k, top-p, min-p and repetition penalty is as the model's maker asks.</summary>
+    /// <summary>How to generate. In a chat, what is not set of temperature, top-k, top-p, min-p and repetition penalty is as the model recommends.</summary>
     public sealed unsafe class GenerateOptions
     {
         const ulong NewSeed = ulong.MaxValue;
@@ -205,7 +205,7 @@ namespace LibNVFP4
         /// The options of drawing that were set.
         bool temperature, topK, topP, minP, repetitionPenalty;
 
-        /// <summary>The defaults: the likeliest tokens, as many as there is room for.</summary>
+        /// <summary>The defaults: greedy, as many tokens as fit in the context.</summary>
         public GenerateOptions()
         {
             Library.Call(() =>
@@ -215,7 +215,7 @@ namespace LibNVFP4
             });
         }
 
-        /// <summary>Options with the temperature, top-k, top-p, min-p and repetition penalty that a model's maker asks for, and defaults besides. Where the maker says nothing they take the likeliest token.</summary>
+        /// <summary>Options with the temperature, top-k, top-p, min-p and repetition penalty that the model recommends, and defaults for the rest. Without a recommendation they take the argmax.</summary>
         public static GenerateOptions From(Model model)
         {
             if (model == null)
@@ -244,7 +244,7 @@ namespace LibNVFP4
             return copy;
         }
 
-        /// <summary>Divides the logits before a draw. 0, the default, takes the likeliest token.</summary>
+        /// <summary>Divides the logits before the softmax. 0, the default, takes the argmax.</summary>
         public float Temperature
         {
             get => Raw.Temperature;
@@ -255,7 +255,7 @@ namespace LibNVFP4
             }
         }
 
-        /// <summary>Draws from this many of the likeliest tokens. Default: 0, all.</summary>
+        /// <summary>Draws from this many of the most probable tokens. Default: 0, all.</summary>
         public int TopK
         {
             get => Raw.TopK;
@@ -266,7 +266,7 @@ namespace LibNVFP4
             }
         }
 
-        /// <summary>Draws from the fewest of the likeliest tokens whose probabilities reach this sum. 0 takes the likeliest one. Default: 1, all.</summary>
+        /// <summary>Draws from the fewest of the most probable tokens whose probabilities reach this sum. 0 takes the argmax. Default: 1, all.</summary>
         public float TopP
         {
             get => Raw.TopP;
@@ -277,7 +277,7 @@ namespace LibNVFP4
             }
         }
 
-        /// <summary>Leaves out tokens less likely than this share of the likeliest. Default: 0, none.</summary>
+        /// <summary>Leaves out tokens less probable than this fraction of the most probable one. Default: 0, none.</summary>
         public float MinP
         {
             get => Raw.MinP;

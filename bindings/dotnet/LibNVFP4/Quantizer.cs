@@ -5,7 +5,7 @@ using System.Threading;
 
 namespace LibNVFP4
 {
-    /// <summary>A tensor in NVFP4: codes, block scales, and one multiplier. It owns its two tensors.</summary>
+    /// <summary>A tensor in NVFP4: codes, block scales and a global scale. It owns its two tensors.</summary>
     public sealed class QuantizedTensor : IDisposable
     {
         /// <summary>Puts the parts together, which are disposed of with the whole.</summary>

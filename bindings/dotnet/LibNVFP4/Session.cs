@@ -153,7 +153,7 @@ namespace LibNVFP4
         public int[] Tokens =>
             Interop.Array<int>((buffer, capacity, count) => Native.NVFP4_session_tokens(Handle, (int*)buffer, capacity, count));
 
-        /// <summary>The logits of the token to come, one for each token id.</summary>
+        /// <summary>The logits of the next token, one for each token id.</summary>
         public float[] Logits => GetLogits();
 
         /// <summary>The text of the last generation, of a chat the answer without its reasoning, which is empty before the first. A character that it left unfinished is not part of it, and comes with the text of the next one if that completes it.</summary>
@@ -202,7 +202,7 @@ namespace LibNVFP4
                 Prefill(at, tokens.Length, true, progress, cancellation);
         }
 
-        /// <summary>Copies the logits of the token to come, and gives their number.</summary>
+        /// <summary>Copies the logits of the next token, and gives their number.</summary>
         public int CopyLogits(Span<float> destination, CancellationToken cancellation = default)
         {
             UIntPtr count;
@@ -232,7 +232,7 @@ namespace LibNVFP4
             Handle.Press();
         }
 
-        /// <summary>The logits of the token to come, one for each token id. Runs what has not been run, as <see cref="Decode"/> does.</summary>
+        /// <summary>The logits of the next token, one for each token id. Runs tokens that have not been run yet, as <see cref="Decode"/> does.</summary>
         public float[] GetLogits(CancellationToken cancellation = default(CancellationToken))
         {
             using (var call = new Call(cancellation, null, Handle))
@@ -240,7 +240,7 @@ namespace LibNVFP4
                     Native.NVFP4_session_logits(Handle, (float*)buffer, capacity, count, call.Options), call);
         }
 
-        /// <summary>Chooses the token to come, and does not append it. Without options it is the likeliest one.</summary>
+        /// <summary>Chooses the next token, without appending it. Without options it is the argmax.</summary>
         public int Sample(GenerateOptions options = null, CancellationToken cancellation = default(CancellationToken))
         {
             int token = 0;
@@ -343,15 +343,15 @@ namespace LibNVFP4
             });
 
         /// <summary>
-        /// The same, and returns the token to come of each session, which is not appended: to generate, it is the token of the next
+        /// The same, and returns the next token of each session, which is not appended: to generate, it is the token of the next
         /// step, until a <see cref="Detokenizer"/> says that the text has ended. On a GPU no logits come to the host. Without options
-        /// it is the likeliest one.
+        /// it is the argmax.
         /// </summary>
         public static int[] StepSample(IList<Session> sessions, int[] tokens, GenerateOptions options = null,
             CancellationToken cancellation = default(CancellationToken)) =>
             StepSample(sessions, tokens, ForEach(options, tokens), null, cancellation);
 
-        /// <summary>The same with options for each session; one that is null takes the likeliest token.</summary>
+        /// <summary>The same with options for each session; null takes the argmax.</summary>
         public static int[] StepSample(IList<Session> sessions, int[] tokens, IList<GenerateOptions> options,
             CancellationToken cancellation = default(CancellationToken)) => StepSample(sessions, tokens, options, null, cancellation);
 

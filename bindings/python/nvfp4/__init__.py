@@ -6,7 +6,7 @@ NVFP4 from Python: quantize and multiply, and run language models whose weights 
     for piece in chat.ask("Why is the sky blue?"):
         print(piece, end="", flush=True)
 
-A chat draws tokens as the model's maker asks, and gives the answer alone: what a model thinks before it is in the result, and in
+A chat draws tokens as the model recommends, and gives the answer alone: what a model thinks before it is in the result, and in
 the pieces where parts=True asks for it. Tools, thinking and whole conversations: see ChatSession.
 
 A model runs on the GPU with room for it, or else on the CPU, unless device= names one; model.info says which and why.

@@ -32,7 +32,7 @@ class ToolCall(typing.NamedTuple):
 class Generation(typing.NamedTuple):
     """
     What a generation came to. `finish` is stop, stop_string, length, context or cancelled; `seed` repeats its draws. In a chat,
-    `text` is the answer alone, `reasoning` what the model thought before it, and `tool_calls` a list of ToolCall.
+    `text` is the answer alone, `reasoning` the reasoning before it, and `tool_calls` a list of ToolCall.
     """
 
     text: str
@@ -221,7 +221,7 @@ class Model(Handle):
         return Tokenizer(self)
 
     def generate_options(self):
-        """How the model's maker asks to draw tokens: a dictionary of options of a generation. Chats begin with them."""
+        """The sampling settings that the model recommends, as a dictionary of options of a generation. Chats begin with them."""
         how = native.GenerateOptions()
         lib.model_generate_options(self, ctypes.byref(how), ctypes.sizeof(how))
         drawn = {name: _shortest(getattr(how, name)) for name in ("temperature", "top_p", "min_p", "repetition_penalty")}
@@ -254,7 +254,7 @@ class Session(Handle):
     messages can be asked for at any time: during a call they are as they were before it. Options: context (tokens to hold; what
     the model was made for unless told), kv_type (float16, float32), eviction (error, drop_oldest), keep, system.
 
-    Options of a generation: temperature, top_k, top_p (0 takes the likeliest token), min_p, repetition_penalty, seed (a new one
+    Options of a generation: temperature, top_k, top_p (0 takes the argmax), min_p, repetition_penalty, seed (a new one
     unless told), max_tokens (unless told, as many as there is room for), stop (tokens and strings, or one of them; a string may
     name a special token), ignore_model_stops, replay, log_probabilities (of each token, in the pieces).
 
@@ -299,7 +299,7 @@ class Session(Handle):
             lib.session_decode(self, token, call)
 
     def logits(self, cancel=None):
-        """Those of the token to come, as an array of floats."""
+        """The logits of the next token, as an array of floats."""
         count = ctypes.c_size_t()
         with native.call_options(cancel) as call:
             lib.session_logits(self, None, 0, ctypes.byref(count), call)
@@ -308,7 +308,7 @@ class Session(Handle):
         return out
 
     def sample(self, **options):
-        """The token to come, which is not appended."""
+        """The next token, which is not appended."""
         how = native.options(native.GenerateOptions, options)
         return native.value_out(ctypes.c_int32, lib.session_sample, self, ctypes.byref(how))
 
@@ -356,10 +356,10 @@ class ChatSession(Session):
     """
     A conversation with a model. Beside a session's its options are those of turns, which each turn may be given otherwise: think
     (True or False, where the model can do both; the variable enable_thinking of its template), variables (a dictionary of
-    others), tools (a list of dictionaries, as chat servers take them), reasoning_budget (tokens of a thought at most),
-    keep_reasoning (earlier thoughts stay in the session, so that a turn runs only what it adds).
+    others), tools (a list of dictionaries, as chat servers take them), reasoning_budget (the most tokens of reasoning),
+    keep_reasoning (earlier reasoning stays in the session, so that a turn runs only what it adds).
 
-    Tokens are drawn as the model's maker asks (see Model.generate_options()), as far as a turn is not told otherwise. Of what the
+    Tokens are drawn as the model recommends (see Model.generate_options()), as far as a turn is not told otherwise. Of what the
     model says only the answer is given in pieces, with parts=True also what it thinks and the tools that it calls: see Piece.
     """
 
@@ -431,7 +431,7 @@ def step(sessions, tokens, cancel=None, statuses=None):
 
 def step_sample(sessions, tokens, each=None, cancel=None, statuses=None, **options):
     """
-    The same, and returns the token to come of each session, which is not appended, or None where it was left out. Options are
+    The same, and returns the next token of each session, which is not appended, or None where it was left out. Options are
     those of a generation; `each` is a list of dictionaries of them instead, one for each session. On a GPU no logits come to the
     host.
     """

@@ -62,7 +62,7 @@ static class Program
             Console.CancelKeyPress += handler;
             try
             {
-                // Each piece is made when the loop asks for it, and is whole characters. Tokens are drawn as the model's maker asks,
+                // Each piece is made when the loop asks for it, and is whole characters. Tokens are drawn as the model recommends,
                 // where no GenerateOptions say otherwise.
                 foreach (string piece in chat.Stream(text, null, stop.Token))
                     Console.Write(piece);

@@ -2,7 +2,7 @@
 //
 //     dotnet run --project examples/csharp/thinking -- MODEL "How many primes are there below 100?"
 //
-// What it thinks goes to stderr, what it answers to stdout: once after as much thought as it likes, once after 200 tokens of it at
+// What it thinks goes to stderr, what it answers to stdout: once after as much reasoning as it likes, once after 200 tokens of it at
 // most, and once without any. On Mono: mcs -r:LibNVFP4.dll Program.cs && mono Program.exe MODEL PROMPT
 
 using System;
@@ -50,7 +50,7 @@ static class Program
         foreach (var turn in new[] { new ChatOptions { ReasoningBudget = 200 }, new ChatOptions { Thinking = false } })
         {
             string answer = chat.Complete(question, turn: turn);
-            Console.Error.WriteLine("[{0} tokens, {1} characters of thought]", chat.LastGeneration.GeneratedTokens, chat.Reasoning.Length);
+            Console.Error.WriteLine("[{0} tokens, {1} characters of reasoning]", chat.LastGeneration.GeneratedTokens, chat.Reasoning.Length);
             Console.WriteLine(answer);
         }
     }
