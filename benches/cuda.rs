@@ -12,9 +12,9 @@ use std::time::Instant;
 
 use NVFP4::base::memory::Tag;
 use NVFP4::cuda::{
-    self, Activation, Biased, DeferredNorm, DeviceBuffer, Division, Glu, Gpu, Graph, Hardware,
-    Heads, Input, Layout, LinearScratch, Matrix, MatrixShape, NormScratch, Output, PAGE, PageTable,
-    Pinned, Plan, Rows, ScaledTile, TileKernel, Unit, Way,
+    self, Activation, Biased, DeviceBuffer, FusedNorm, Glu, Gpu, Graph, Hardware, Heads, Input,
+    Layout, LinearScratch, Matrix, MatrixShape, NormScratch, Output, PAGE, PageTable, Pinned, Plan,
+    ScaledTile, SplitKv, SplitKvWorkspace, TileKernel, Unit, Way,
 };
 use NVFP4::format::nvfp4::{BLOCK, Levels, NonFinite, QuantizeOptions};
 use NVFP4::format::random;
@@ -438,7 +438,7 @@ fn products(gpu: &Arc<Gpu>, bandwidth: f64, only: &[String]) {
             let how = format!("fused, {} rows", plan.rows);
             report(m, &how, &|| {
                 for set in &matrices {
-                    cuda::small(gpu, input, m, set, output, &out, features, plan, None)?;
+                    cuda::skinny_gemm(gpu, input, m, set, output, &out, features, plan, None)?;
                 }
                 Ok(())
             });
@@ -454,9 +454,9 @@ fn products(gpu: &Arc<Gpu>, bandwidth: f64, only: &[String]) {
                 let (input, output) = match (kernel, shape.output) {
                     (TileKernel::Tiled, _) => (Input::Plain(&x, 1.0), output),
                     (TileKernel::Wide, Output::Glu(glu)) => {
-                        (Input::Ordered(&x, 1.0), Output::GluOrdered(glu))
+                        (Input::FragmentMajor(&x, 1.0), Output::GluFragmentMajor(glu))
                     }
-                    (TileKernel::Wide, _) => (Input::Ordered(&x, 1.0), output),
+                    (TileKernel::Wide, _) => (Input::FragmentMajor(&x, 1.0), output),
                 };
                 report(m, &format!("{kernel:?}").to_lowercase(), &|| {
                     for set in &matrices {
@@ -504,7 +504,7 @@ fn chain(gpu: &Arc<Gpu>) {
         let table = DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, &addresses).unwrap();
         let positions =
             DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, &vec![length as u32; batch]).unwrap();
-        let rows = Rows::new(gpu, HEADS, KV_HEADS, DIM, batch).unwrap();
+        let rows = SplitKvWorkspace::new(gpu, HEADS, KV_HEADS, DIM, batch).unwrap();
         let (x, qkv, attended, mlp, gate_up) = (
             floats(gpu, batch * 2560, 1),
             floats(gpu, batch * 6144, 2),
@@ -519,7 +519,7 @@ fn chain(gpu: &Arc<Gpu>) {
                 .unwrap();
         // Norms are deferred where the model defers them, which is after the first.
         let norms = NormScratch::new(gpu, 2560).unwrap();
-        let norm = |turn| DeferredNorm {
+        let norm = |turn| FusedNorm {
             scratch: &norms,
             turn,
             x: &x,
@@ -527,7 +527,7 @@ fn chain(gpu: &Arc<Gpu>) {
             eps: 1e-6,
         };
         let deferred = |makes: &[Biased<'_>], takes: &[Biased<'_>], output| {
-            DeferredNorm::serves(
+            FusedNorm::serves(
                 &Hardware::of(gpu),
                 batch,
                 layout,
@@ -538,9 +538,9 @@ fn chain(gpu: &Arc<Gpu>) {
         };
         let norm_input = |turn: usize, deferred: bool| -> NVFP4::base::Result<Input<'_>> {
             if deferred {
-                return Ok(Input::Deferred(norm(turn), layout));
+                return Ok(Input::FusedNorm(norm(turn), layout));
             }
-            let factors = (batch <= cuda::SMALL).then(|| norms.factors(turn));
+            let factors = (batch <= cuda::SKINNY_ROWS).then(|| norms.factors(turn));
             cuda::rms_norm(
                 gpu,
                 &x,
@@ -556,7 +556,7 @@ fn chain(gpu: &Arc<Gpu>) {
             Ok(layout.input(&normed, 1.0))
         };
         let add = |input, matrices: &[Biased<'_>], next, deferred| match deferred {
-            true => cuda::linear_add(gpu, input, batch, matrices[0], &norm(next)),
+            true => cuda::linear_add_norm(gpu, input, batch, matrices[0], &norm(next)),
             false => cuda::linear(gpu, input, batch, matrices, Output::Add, &x, 2560, &scratch),
         };
         let enqueue = |wanted: [bool; 5]| -> NVFP4::base::Result<()> {
@@ -583,7 +583,7 @@ fn chain(gpu: &Arc<Gpu>) {
                         layer,
                         unfit: None,
                     };
-                    let division = Division::of(
+                    let division = SplitKv::of(
                         gpu,
                         HEADS,
                         KV_HEADS,
@@ -729,8 +729,8 @@ fn attention(gpu: &Arc<Gpu>) {
             DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, &vec![length as u32; batch]).unwrap();
         let qkv = floats(gpu, batch * (HEADS + 2 * KV_HEADS) * DIM, 6);
         let out = floats(gpu, batch * HEADS * DIM / 2, 7);
-        let rows = Rows::new(gpu, HEADS, KV_HEADS, DIM, batch).unwrap();
-        let chosen = Division::of(
+        let rows = SplitKvWorkspace::new(gpu, HEADS, KV_HEADS, DIM, batch).unwrap();
+        let chosen = SplitKv::of(
             gpu,
             HEADS,
             KV_HEADS,
@@ -739,7 +739,7 @@ fn attention(gpu: &Arc<Gpu>) {
             batch,
             length,
         );
-        let parts = [1, 2, 4, 8, 16, 32].map(Division::Parts);
+        let parts = [1, 2, 4, 8, 16, 32].map(SplitKv::Splits);
         for division in iter::once(chosen).chain(parts) {
             let enqueue = || -> NVFP4::base::Result<()> {
                 for layer in 0..layers {
@@ -759,7 +759,7 @@ fn attention(gpu: &Arc<Gpu>) {
                         division,
                         &rows,
                         &out,
-                        Layout::Rows,
+                        Layout::RowMajor,
                     )?;
                 }
                 Ok(())

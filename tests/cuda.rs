@@ -12,10 +12,10 @@ use NVFP4::base::call::{Cancel, Progress, Watch};
 use NVFP4::base::memory::{self, Tag};
 use NVFP4::base::{ErrorKind, env};
 use NVFP4::cuda::{
-    self, Biased, DeferredNorm, DeviceBuffer, DeviceSlice, Division, DrawRule, Drawn,
-    ExpertScratch, ExpertTable, Glu, Gpu, Hardware, Heads, Input, Layout, LinearScratch, Matrix,
-    MatrixShape, NextNorm, NormScratch, Output, PAGE, PageTable, Pinned, ReferenceAttention,
-    ResidualRow, Routing, Rows, ScaledTile, Shared, TileKernel, Unit, Way,
+    self, Biased, DeviceBuffer, DeviceSlice, DrawRule, Drawn, ExpertScratch, ExpertTable,
+    FusedNorm, Glu, Gpu, Hardware, Heads, Input, Layout, LinearScratch, Matrix, MatrixShape,
+    NextNorm, NormScratch, Output, PAGE, PageTable, Pinned, ReferenceAttention, ResidualRow,
+    Routing, ScaledTile, Shared, SplitKv, SplitKvWorkspace, TileKernel, Unit, Way,
 };
 use NVFP4::format::nvfp4::{self, BLOCK, Nvfp4, QuantizeOptions};
 use NVFP4::format::random;
@@ -95,7 +95,7 @@ fn read_f16(buffer: &DeviceBuffer, count: usize) -> Vec<f32> {
         .collect()
 }
 
-/// Where element `k` of a row of `m` stands in ordered activations; `kernels/format/ordered.cuh` has the order.
+/// Where element `k` of a row of `m` stands in fragment-major activations; `kernels/format/ordered.cuh` has the order.
 fn ordered_at(m: usize, row: usize, k: usize) -> usize {
     let (chunk, in_chunk) = (k / 128, k % 128);
     let piece = in_chunk / 32 * 4 + k % 4;
@@ -106,8 +106,8 @@ fn ordered_at(m: usize, row: usize, k: usize) -> usize {
 /// Rows `[m, k]` of activations that lie like this, one after the other.
 fn in_rows(layout: Layout, values: &[f32], m: usize, k: usize) -> Vec<f32> {
     match layout {
-        Layout::Rows => values.to_vec(),
-        Layout::Ordered => (0..m * k)
+        Layout::RowMajor => values.to_vec(),
+        Layout::FragmentMajor => (0..m * k)
             .map(|i| values[ordered_at(m, i / k, i % k)])
             .collect(),
     }
@@ -116,7 +116,7 @@ fn in_rows(layout: Layout, values: &[f32], m: usize, k: usize) -> Vec<f32> {
 /// Rows `[m, k]` as activations that lie like this, in f16; NaN stands where no row is, and zeros where a row has ended.
 fn in_layout(layout: Layout, values: &[f32], m: usize, k: usize) -> Vec<u16> {
     let halves = values.iter().map(|&v| f16::from_f32(v).to_bits());
-    if layout == Layout::Rows {
+    if layout == Layout::RowMajor {
         return halves.collect();
     }
     let mut all = vec![f16::NAN.to_bits(); layout.elements(m, k)];
@@ -874,7 +874,7 @@ fn deferred_norms_agree_with_f64() {
         let two = [(&gate.device, None), (&up.device, None)];
         let makes = (&maker.device, Some(&maker.device_bias));
         let serves = |takes: &[Biased<'_>], output| {
-            DeferredNorm::serves(
+            FusedNorm::serves(
                 &Hardware::of(&gpu),
                 m,
                 layout,
@@ -906,7 +906,7 @@ fn deferred_norms_agree_with_f64() {
                 let scale = |row: usize| if row % 3 == turn { a } else { b };
                 let residual: Vec<f32> = (0..m * width).map(|i| before[i] * 5.0).collect();
                 let device_x = upload(&gpu, &residual);
-                let deferred = DeferredNorm {
+                let deferred = FusedNorm {
                     scratch: &norms,
                     turn,
                     x: &device_x,
@@ -936,12 +936,12 @@ fn deferred_norms_agree_with_f64() {
                 )
                 .unwrap();
                 let what = format!("{m} rows of {width}, factors {a:e}, {b:e} too large");
-                cuda::linear_add(&gpu, layout.input(&device_input, 1.0), m, makes, &deferred)
+                cuda::linear_add_norm(&gpu, layout.input(&device_input, 1.0), m, makes, &deferred)
                     .unwrap();
                 let x = read_f32(&device_x, m * width);
                 assert_close(&x, &want_x, EXACT, &what);
                 let normed = rms_norm(&x, &norm, 1e-6);
-                let input = Input::Deferred(deferred, layout);
+                let input = Input::FusedNorm(deferred, layout);
 
                 let all: usize = rows.iter().sum();
                 let out = poisoned(&gpu, m * all * 4);
@@ -976,7 +976,7 @@ fn deferred_norms_agree_with_f64() {
             }
         }
         // What no kernel does.
-        let wrong = DeferredNorm {
+        let wrong = FusedNorm {
             scratch: &norms,
             turn: 0,
             x: &device_norm,
@@ -986,13 +986,13 @@ fn deferred_norms_agree_with_f64() {
         let input = layout.input(&device_input, 1.0);
         if m > 1 {
             expect_kind(
-                cuda::linear_add(&gpu, input, m, makes, &wrong),
+                cuda::linear_add_norm(&gpu, input, m, makes, &wrong),
                 ErrorKind::Internal,
                 "bytes, and its buffer has",
             );
         }
         expect_kind(
-            cuda::linear_add(&gpu, input, m, three[0], &wrong),
+            cuda::linear_add_norm(&gpu, input, m, three[0], &wrong),
             ErrorKind::Internal,
             "features added to rows of",
         );
@@ -1038,7 +1038,7 @@ fn tiles_agree_with_f64() {
             let room = kernel.scratch(m, k, gpu.multiprocessors());
             for (output, room) in [(Output::F32, room), (Output::Add, room), (Output::F32, 0)] {
                 if room == 0 && kernel == TileKernel::Wide {
-                    // Without room it takes ordered rows only.
+                    // Without room it takes fragment-major rows only.
                     continue;
                 }
                 let scratch = LinearScratch::new(&gpu, 1, k, room).unwrap();
@@ -1183,7 +1183,7 @@ fn products_of_host_memory_agree_with_f64() {
             })
             .unwrap();
             // For many rows and a bf16 weight the library multiplies activations in bf16.
-            let x = if dtype == DType::BF16 && m > cuda::SMALL {
+            let x = if dtype == DType::BF16 && m > cuda::SKINNY_ROWS {
                 &in_bf16
             } else {
                 &x
@@ -1562,11 +1562,11 @@ fn attention_agrees_with_f64() {
         let want = s.attend(last);
         let new = upload(&gpu, &s.qkv[last * s.row()..]);
         let positions = upload(&gpu, &[last as u32]);
-        let rows = Rows::new(&gpu, heads, kv_heads, dim, 1).unwrap();
-        let parts = [1, 2, 3, 8].map(Division::Parts);
+        let rows = SplitKvWorkspace::new(&gpu, heads, kv_heads, dim, 1).unwrap();
+        let parts = [1, 2, 3, 8].map(SplitKv::Splits);
         let [unit, ..] = cuda::attention_units(dim, rotary_dim, window.is_some() || cap.is_some());
         let has_pairs = gpu.arch().0 >= 9 && unit == Unit::AttentionDecode;
-        let pairs = has_pairs.then_some(Division::Pairs);
+        let pairs = has_pairs.then_some(SplitKv::Cluster);
         for division in parts.into_iter().chain(pairs) {
             let out = poisoned(&gpu, width * 2);
             cuda::decode(
@@ -1579,7 +1579,7 @@ fn attention_agrees_with_f64() {
                 division,
                 &rows,
                 &out,
-                Layout::Rows,
+                Layout::RowMajor,
             )
             .unwrap();
             let what = format!(
@@ -2125,7 +2125,7 @@ fn gated_activations_agree_with_f64() {
 }
 
 #[test]
-fn the_likeliest_token_is_the_first_of_equals() {
+fn the_argmax_is_the_first_of_equals() {
     let Some(gpu) = gpu() else { return };
     let (rows, vocabulary) = (3, 5000);
     let mut logits = normal(3, rows * vocabulary);
@@ -2399,7 +2399,7 @@ fn greedy(model: &Arc<Model>, prompts: &[String]) -> Vec<(Vec<u32>, Vec<u32>)> {
         .collect()
 }
 
-/// How far the two likeliest tokens are apart where two answers part, or nothing if they do not.
+/// How far the two largest logits are apart where two answers part, or nothing if they do not.
 fn parting(model: &Arc<Model>, prompt: &[u32], one: &[u32], other: &[u32]) -> Option<f32> {
     let at = one.iter().zip(other).position(|(a, b)| a != b)?;
     let mut session = Session::new(model.clone(), &SessionOptions::default()).unwrap();

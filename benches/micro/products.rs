@@ -112,7 +112,7 @@ pub(super) fn few_rows(gpu: &Arc<Gpu>, figures: &mut Figures) {
         for m in [1, 2, 4, 8, 16, 17, 32, 64, 128] {
             let seconds = product(gpu, &quantized, &x, m, &out, &scratch);
             // Below, dense weights have a kernel that is not made for speed; cuBLASLt pads anyway.
-            let padded = m.max(cuda::SMALL + 1);
+            let padded = m.max(cuda::SKINNY_ROWS + 1);
             let beside = product(gpu, &plain, &x, padded, &out, &scratch);
             figures.add(format!("{name}, {m} rows"), seconds * 1e6, "us", None);
             if m == 1 {

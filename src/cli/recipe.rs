@@ -8,9 +8,9 @@ use clap::ValueEnum;
 pub(super) enum RecipeName {
     /// The largest magnitude of a block becomes 6
     Amax,
-    /// The better of 6 and 4 for the largest magnitude
+    /// The largest magnitude of a block becomes 6 or 4, whichever has the smaller squared error
     FourOverSix,
-    /// The best of all scales
+    /// Each block takes the scale with the smallest squared error
     Sweep,
 }
 

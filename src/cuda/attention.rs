@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::driver::{DeviceBuffer, Gpu, Launch, int};
-use super::linear::{FEW, Layout};
+use super::linear::{HALF_SM_ROWS, Layout};
 use super::units::Unit;
 use crate::base::Result;
 use crate::base::error::bail;
@@ -15,17 +15,16 @@ pub const PAGE: usize = 64;
 const BLOCK_HEADS: usize = 8;
 /// Rows of a block of the prefill kernel.
 const BLOCK_ROWS: usize = 128;
-/// Positions that are worth a part of a sequence, of few parts.
-const PART: usize = 128;
-/// How many parts are few.
-const FEW_PARTS: usize = 8;
-/// Positions that are worth a part where there are more: an H200 takes 6.3 us for 2,048 in 8 parts and 8.2 in 16, for 4,096 10.4
-/// and 10.5.
-const LONG_PART: usize = 512;
-/// Parts of a sequence at most, one for each lane of a warp that brings them together.
-const MOST_PARTS: usize = 32;
-/// Positions of a sequence up to which it is worth a pair of blocks, where there is room for pairs.
-const PAIR_POSITIONS: usize = 512;
+/// Positions of a sequence that are worth a split, while there are few splits.
+const SPLIT: usize = 128;
+/// The most splits that count as few.
+const FEW_SPLITS: usize = 8;
+/// Positions that are worth a split beyond that.
+const LONG_SPLIT: usize = 512;
+/// The most splits of a sequence: one for each lane of the warp that combines them.
+const MOST_SPLITS: usize = 32;
+/// The most positions of a sequence that a two-CTA cluster serves, on devices with clusters.
+const CLUSTER_POSITIONS: usize = 512;
 
 /// What the kernels of this file are passed, by the start of their names.
 pub(super) const ARGUMENTS: &[(&str, usize)] = &[
@@ -98,7 +97,7 @@ pub fn attention_units(dim: usize, rotary_dim: usize, is_limited: bool) -> [Unit
 }
 
 impl Heads<'_> {
-    /// Refuses shapes that the kernels do not know.
+    /// Fails for shapes without a kernel.
     pub fn check(&self) -> Result<()> {
         if !DIMS.contains(&self.dim)
             || self.rotary_dim == 0
@@ -242,7 +241,7 @@ struct DecodeArguments {
     ordered: i32,
 }
 
-/// Blocks of the decode kernel for a sequence that is not divided.
+/// Blocks of the decode kernel for a sequence without split-KV.
 fn blocks(heads: usize, kv_heads: usize) -> usize {
     kv_heads * (heads / kv_heads).div_ceil(BLOCK_HEADS)
 }
@@ -252,16 +251,14 @@ const fn decode_shared(stages: usize, dim: usize) -> usize {
     (stages * 2 * PAGE + BLOCK_HEADS + 2) * dim * 2 + 128
 }
 
-/// A form of the decode kernel, by how many blocks there are of undivided sequences.
+/// A variant of the decode kernel, by the number of blocks without split-KV.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Form {
     /// A ring of several pages, two of which are worked on at a time.
     Few,
-    /// One at a time, and a ring that leaves room for blocks of other kernels: on an H200 16 sequences of Qwen3-4B decode 4 % more
-    /// tokens so at 128 positions than with one twice as long, 2.7 % more at 512, 1.4 % more at 2,000.
+    /// One at a time, and a ring that leaves room for blocks of other kernels.
     Some,
-    /// Several blocks share a multiprocessor: where one has no room for a ring that is good for it alone, with the widest heads,
-    /// too.
+    /// Several blocks share a multiprocessor. Also for the widest heads, for which a longer ring does not fit.
     Many,
     /// `Some` with two blocks to a sequence.
     Pair,
@@ -319,18 +316,18 @@ impl Form {
     }
 }
 
-/// How the cached positions of each sequence are divided among blocks.
+/// Split-KV: how the cached positions of each sequence are divided among blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Division {
-    /// Into so many parts, 1 to 32, which pass through global memory if there are several.
-    Parts(usize),
-    /// Into two parts of neighbouring blocks; for Hopper and later.
-    Pairs,
+pub enum SplitKv {
+    /// Into 1 to 32 splits, whose partial results pass through the workspace in global memory if there are several.
+    Splits(usize),
+    /// Into two halves, one for each block of a two-CTA cluster; for Hopper and later.
+    Cluster,
 }
 
-impl Division {
-    /// The one that keeps the device busy with so many sequences that see up to `positions` each, of heads that the kernels of `unit`
-    /// decode.
+impl SplitKv {
+    /// The split that keeps the device busy with `sequences` sequences of up to `positions` positions each, for heads that the kernels
+    /// of `unit` decode.
     pub fn of(
         gpu: &Gpu,
         heads: usize,
@@ -339,48 +336,47 @@ impl Division {
         unit: Unit,
         sequences: usize,
         positions: usize,
-    ) -> Division {
+    ) -> SplitKv {
         let blocks = blocks(heads, kv_heads) * sequences;
         let form = Form::of(gpu, blocks, dim);
-        // Blocks of products of more than a few rows leave no room for a long ring, and it would have to be filled after them; 8
-        // sequences of Qwen3-4B in pairs save 0.6 us of a layer at 64 positions, 1.5 at 192, 2.2 at 448 (H200). A layer of 1, 2 or
-        // 4 took 7 to 14 us more so, which was not traced.
+        // Products of more rows than HALF_SM_ROWS leave no shared memory for a long ring, so that the ring could only be filled after
+        // them. With fewer rows clusters are slower.
         if form == Form::Few
             && gpu.arch() == (9, 0)
-            && sequences > FEW
+            && sequences > HALF_SM_ROWS
             && unit == Unit::AttentionDecode
-            && positions <= PAIR_POSITIONS
+            && positions <= CLUSTER_POSITIONS
         {
-            return Division::Pairs;
+            return SplitKv::Cluster;
         }
-        let parts_of = |length: usize| positions.div_ceil(length).next_power_of_two();
+        let splits_of = |length: usize| positions.div_ceil(length).next_power_of_two();
         // Wider heads have as much to read of fewer positions.
         let width = dim.div_ceil(128);
-        let few = parts_of(PART / width).min(FEW_PARTS * width);
-        let useful = few.max(parts_of(LONG_PART / width));
+        let few = splits_of(SPLIT / width).min(FEW_SPLITS * width);
+        let useful = few.max(splits_of(LONG_SPLIT / width));
         let busy = form.together() * gpu.multiprocessors() / blocks;
-        let parts = useful.min(busy).clamp(1, MOST_PARTS);
-        // An H200 takes 4.2 us for 256 positions undivided, and 5.5 in 4 parts; for 512 it takes 7.4, 6.2 in 2 parts and 5.7 in 4.
-        let short = if parts < 4 { 512 } else { 320 } / width;
-        Division::Parts(if positions <= short { 1 } else { parts })
+        let splits = useful.min(busy).clamp(1, MOST_SPLITS);
+        // Few positions are read sooner by one block than combined by several.
+        let short = if splits < 4 { 512 } else { 320 } / width;
+        SplitKv::Splits(if positions <= short { 1 } else { splits })
     }
 
-    const fn parts(self) -> usize {
+    const fn splits(self) -> usize {
         match self {
-            Division::Parts(parts) => parts,
-            Division::Pairs => 2,
+            SplitKv::Splits(splits) => splits,
+            SplitKv::Cluster => 2,
         }
     }
 }
 
-/// Memory in which the decode kernel brings parts together.
+/// The workspace of split-KV: partial results, and counters of the blocks that have arrived.
 #[derive(Debug)]
-pub struct Rows {
+pub struct SplitKvWorkspace {
     partial: DeviceBuffer,
     arrived: DeviceBuffer,
 }
 
-impl Rows {
+impl SplitKvWorkspace {
     /// Room for `sequences` sequences.
     pub fn new(
         gpu: &Arc<Gpu>,
@@ -388,13 +384,13 @@ impl Rows {
         kv_heads: usize,
         dim: usize,
         sequences: usize,
-    ) -> Result<Rows> {
+    ) -> Result<SplitKvWorkspace> {
         let blocks = blocks(heads, kv_heads) * sequences;
-        Ok(Rows {
+        Ok(SplitKvWorkspace {
             partial: DeviceBuffer::uninit(
                 gpu,
                 Tag::DeviceScratch,
-                blocks * MOST_PARTS * BLOCK_HEADS * (dim + 2) * 4,
+                blocks * MOST_SPLITS * BLOCK_HEADS * (dim + 2) * 4,
             )?,
             arrived: DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, blocks * 4)?,
         })
@@ -403,7 +399,7 @@ impl Rows {
 
 /// Attention of one new token for each of `sequences` sequences, whose keys and values it stores: from f32 `qkv`
 /// `[sequences, (heads + 2 kv_heads) dim]` to f16 `out` `[sequences, heads dim]` in this layout. `positions` (i32) say where the
-/// tokens stand; pages must exist up to there. The result depends on the division by rounding only.
+/// tokens stand; pages must exist up to there. The split changes the result by rounding only.
 pub fn decode(
     gpu: &Gpu,
     heads: &Heads<'_>,
@@ -411,8 +407,8 @@ pub fn decode(
     qkv: &DeviceBuffer,
     positions: &DeviceBuffer,
     sequences: usize,
-    division: Division,
-    rows: &Rows,
+    division: SplitKv,
+    workspace: &SplitKvWorkspace,
     out: &DeviceBuffer,
     layout: Layout,
 ) -> Result<()> {
@@ -420,16 +416,16 @@ pub fn decode(
     let width = (heads.heads + 2 * heads.kv_heads) * heads.dim;
     let group = heads.heads / heads.kv_heads;
     let blocks = blocks(heads.heads, heads.kv_heads);
-    let parts = division.parts();
+    let splits = division.splits();
     if qkv.bytes() < sequences * width * 4
         || positions.bytes() < sequences * 4
         || out.bytes() < layout.elements(sequences, heads.heads * heads.dim) * 2
-        || rows.arrived.bytes() < sequences * blocks * 4
-        || !(1..=MOST_PARTS).contains(&parts)
+        || workspace.arrived.bytes() < sequences * blocks * 4
+        || !(1..=MOST_SPLITS).contains(&splits)
     {
         bail!(
             Internal,
-            "buffers of the decode kernel are too small for {sequences} sequences in {parts} parts"
+            "buffers of the decode kernel are too small for {sequences} sequences in {splits} splits"
         );
     }
     let (q_norm, k_norm) = heads.norms();
@@ -439,28 +435,32 @@ pub fn decode(
         k_norm,
         positions: positions.address(),
         out: out.address(),
-        partial: rows.partial.address(),
-        arrived: rows.arrived.address(),
+        partial: workspace.partial.address(),
+        arrived: workspace.arrived.address(),
         head: heads.options()?,
         pages: pages.argument(heads.kv_heads, heads.dim, sequences)?,
         group: group as i32,
         scale: heads.scale_log2(),
         cap: heads.cap_log2(),
         window: heads.window()?,
-        ordered: i32::from(layout == Layout::Ordered),
+        ordered: i32::from(layout == Layout::FragmentMajor),
     };
     let (form, cluster, received) = match division {
-        Division::Parts(_) => (Form::of(gpu, blocks * sequences, heads.dim), 1, 0),
-        Division::Pairs if gpu.arch().0 < 9 => {
-            bail!(Internal, "pairs of blocks are for Hopper and later")
+        SplitKv::Splits(_) => (Form::of(gpu, blocks * sequences, heads.dim), 1, 0),
+        SplitKv::Cluster if gpu.arch().0 < 9 => {
+            bail!(Internal, "two-CTA clusters are for Hopper and later")
         }
-        Division::Pairs => (Form::Pair, parts, parts * BLOCK_HEADS * (heads.dim + 2) * 4),
+        SplitKv::Cluster => (
+            Form::Pair,
+            splits,
+            splits * BLOCK_HEADS * (heads.dim + 2) * 4,
+        ),
     };
     let launch = Launch {
         shared: (decode_shared(form.pages(), heads.dim) + received) as u32,
         cluster: cluster as u32,
         ..Launch::new(
-            [blocks as u32, sequences as u32, parts as u32],
+            [blocks as u32, sequences as u32, splits as u32],
             form.threads(),
         )
     };

@@ -106,8 +106,8 @@ pub fn rms_norm(
     weight.holds("a norm", &[width * 4])?;
     y.holds("normalised rows", &[layout.elements(rows, width), 2])?;
     let (name, multiple) = match layout {
-        Layout::Rows => ("rms_norm", 4),
-        Layout::Ordered => ("rms_norm_ordered", BLOCK),
+        Layout::RowMajor => ("rms_norm", 4),
+        Layout::FragmentMajor => ("rms_norm_ordered", BLOCK),
     };
     if !width.is_multiple_of(multiple) {
         bail!(
@@ -186,7 +186,7 @@ impl NextArgument {
             width: int("the hidden size", width)?,
             eps,
             ordered: next
-                .is_some_and(|next| next.layout == Layout::Ordered)
+                .is_some_and(|next| next.layout == Layout::FragmentMajor)
                 .into(),
         })
     }

@@ -28,7 +28,7 @@ mod unfused;
 mod units;
 
 pub use attention::{
-    Division, Heads, PAGE, PageTable, Rows, attention_units, decode, prefill, store,
+    Heads, PAGE, PageTable, SplitKv, SplitKvWorkspace, attention_units, decode, prefill, store,
 };
 pub use bandwidth::{copy_bandwidth, read_bandwidth};
 pub use driver::{
@@ -40,9 +40,9 @@ pub use experts::{
     ExpertScratch, ExpertTable, Routing, Shared, experts_down, experts_gate_up, route, sum_experts,
 };
 pub use linear::{
-    Activation, Biased, DeferredNorm, Glu, Hardware, Input, Layout, LinearScratch, Matrix,
-    MatrixShape, NormScratch, Output, Plan, ReadBytes, ReadNvfp4, ResidualRow, SMALL, TILED, Tile,
-    TileKernel, has_glu, linear, linear_add, small, tiled,
+    Activation, Biased, FusedNorm, Glu, Hardware, Input, Layout, LinearScratch, Matrix,
+    MatrixShape, NormScratch, Output, Plan, ReadBytes, ReadNvfp4, ResidualRow, SKINNY_ROWS, TILED,
+    Tile, TileKernel, has_glu, linear, linear_add_norm, skinny_gemm, tiled,
 };
 pub use operand::{Operand, check_scales, check_scales_of, wait_for_scales};
 #[doc(hidden)]

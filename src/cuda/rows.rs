@@ -5,7 +5,7 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 
 use super::driver::{DeviceBuffer, DeviceSlice, Gpu, Launch, int};
-use super::tensor::{Rows, rows, suffix};
+use super::tensor::{StridedRows, rows, suffix};
 use super::units::Unit;
 use crate::base::Result;
 use crate::base::error::bail;
@@ -43,7 +43,7 @@ pub struct FloatRows<'a> {
     gpu: &'a Arc<Gpu>,
     /// Rows and elements of one.
     sizes: (usize, usize),
-    rows: Rows,
+    rows: StridedRows,
     kernel: String,
     /// What keeps the memory.
     _memory: PhantomData<&'a ()>,
@@ -78,7 +78,7 @@ impl<'a> FloatRows<'a> {
         Ok(FloatRows {
             gpu,
             sizes: (x.bytes() / (k * 4), k),
-            rows: Rows::at(x.address(), k * 4),
+            rows: StridedRows::at(x.address(), k * 4),
             kernel: "linear_halves_f32".to_owned(),
             _memory: PhantomData,
         })

@@ -30,7 +30,7 @@ struct Arguments {
     history_steps: i32,
 }
 
-/// Memory in which blocks compare what they found.
+/// Workspace in which the blocks of a row combine their results.
 #[derive(Debug)]
 pub struct Best {
     values: DeviceBuffer,
@@ -51,7 +51,7 @@ impl Best {
     }
 }
 
-/// Writes the likeliest token (i32) of each of `rows` rows of f32 logits to `tokens`. With `next`, moves `positions` (i32) on
+/// Writes the argmax, a token (i32), of each of `rows` rows of f32 logits to `tokens`. With `next`, moves `positions` (i32) on
 /// by one and notes the token in `history` (i32 `[steps, rows]`, where the host reads it) at the new position modulo the
 /// steps.
 pub fn argmax(
@@ -111,7 +111,7 @@ pub struct DrawRule {
     pub seed: u64,
     /// The number of the draw among those of the seed. A choice on the device moves it on by one.
     pub draw: u64,
-    /// What makes logarithms to base 2 of logits: log2(e) over the temperature. 0 takes the likeliest token.
+    /// Factor that turns logits into logarithms to base 2: log2(e) over the temperature. 0 takes the argmax.
     pub scale: f32,
     /// The least logarithm that is kept, relative to the largest: log2 of min-p.
     pub least_log: f32,
@@ -128,12 +128,12 @@ pub struct DrawRule {
 // SAFETY: numbers without padding.
 unsafe impl Plain for DrawRule {}
 
-/// What a choice on the device says in place of a token: that every logit is minus infinity.
+/// What the device stores in place of a token if every logit is minus infinity.
 const ALL_RULED_OUT: i32 = -1;
-/// That the logit of token 0 is not a number, or plus infinity; that of token 1 is one less, and so on.
+/// What it stores if the logit of token 0 is NaN or plus infinity; for token 1 it is one less, and so on.
 const UNUSABLE: i32 = -2;
 
-/// What the device chose, as it tells the host.
+/// The choice of the device, as the host reads it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Drawn {
     /// A token.

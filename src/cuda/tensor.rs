@@ -242,7 +242,7 @@ impl<'a> DeviceSlice<'a> {
 }
 
 /// Rows in device memory at even distances.
-pub(super) struct Rows {
+pub(super) struct StridedRows {
     pub(super) address: u64,
     /// Bytes from row to row.
     pub(super) stride: usize,
@@ -250,10 +250,10 @@ pub(super) struct Rows {
     _copy: Option<DeviceBuffer>,
 }
 
-impl Rows {
+impl StridedRows {
     /// Rows that lie so already.
-    pub(super) fn at(address: u64, stride: usize) -> Rows {
-        Rows {
+    pub(super) fn at(address: u64, stride: usize) -> StridedRows {
+        StridedRows {
             address,
             stride,
             _copy: None,
@@ -262,21 +262,21 @@ impl Rows {
 }
 
 /// The rows of a tensor's matrix, each aligned to `align` bytes: of the tensor itself where that has them so, or of a copy.
-pub(super) fn rows(gpu: &Arc<Gpu>, tensor: &Tensor, align: usize) -> Result<Rows> {
+pub(super) fn rows(gpu: &Arc<Gpu>, tensor: &Tensor, align: usize) -> Result<StridedRows> {
     require(gpu, tensor)?;
     let (at, element) = (address(tensor), tensor.dtype().bytes());
     if let Some(stride) = tensor.shape().row_stride()
         && at.is_multiple_of(align as u64)
         && (stride * element).is_multiple_of(align)
     {
-        return Ok(Rows {
+        return Ok(StridedRows {
             address: at,
             stride: stride * element,
             _copy: None,
         });
     }
     let copy = contiguous(gpu, Tag::DeviceScratch, tensor)?;
-    Ok(Rows {
+    Ok(StridedRows {
         address: copy.address(),
         stride: tensor.shape().matrix().1 * element,
         _copy: Some(copy),

@@ -211,7 +211,7 @@ pub fn convert(
     };
 
     let mut work = Work {
-        rows: Rows {
+        rows: RowConverter {
             source,
             pool,
             options: &options.quantize,
@@ -397,9 +397,9 @@ fn copy_rows(source: &dyn Checkpoint, step: &Step<'_>, writer: &mut dyn Writer) 
     writer.nvfp4(&codes, &scales)
 }
 
-/// What is done to rows in parallel.
+/// Converts rows in parallel.
 #[derive(Clone, Copy)]
-struct Rows<'a> {
+struct RowConverter<'a> {
     source: &'a dyn Checkpoint,
     pool: &'a Pool,
     options: &'a QuantizeOptions,
@@ -407,7 +407,7 @@ struct Rows<'a> {
 
 /// The state that the steps of a conversion share.
 struct Work<'a> {
-    rows: Rows<'a>,
+    rows: RowConverter<'a>,
     /// The largest magnitude of each tensor looked at so far, by name.
     largest: HashMap<&'a str, f32>,
     done: u64,
@@ -511,7 +511,7 @@ impl<'a> Work<'a> {
     }
 }
 
-impl Rows<'_> {
+impl RowConverter<'_> {
     fn amax(&self, entry: &Entry, rows: Range<usize>) -> Result<f32> {
         let cols = entry.cols();
         let step = (PART / cols).max(1);

@@ -74,7 +74,7 @@ fn eos(file: &Map<String, Value>) -> Result<Vec<u32>> {
     }
 }
 
-/// What transformers' `generate` would do: it draws where `do_sample` is true, and takes the likeliest token otherwise, whatever
+/// What transformers' `generate` would do: it draws where `do_sample` is true, and takes the argmax otherwise, whatever
 /// the other entries are. A GGUF file has no `do_sample`; there a temperature says as much.
 fn sampling(file: &Map<String, Value>) -> Result<SamplingOptions> {
     let number = |key: &str| match file.get(key) {

@@ -11,9 +11,9 @@ use crate::base::Result;
 /// Events that order the device's stream with the default stream of the process, or with the stream of [`HostStream`].
 ///
 /// The device's stream is one that the default stream does not wait for and that does not wait for it: a program that uses
-/// both for other things loses nothing. Where memory changes hands, an event on one of them that the other waits for is the
-/// order that is needed, and no more. Both are recorded anew each time: who waits for a later point than his own waits for
-/// his own too.
+/// both for other things loses nothing. Where memory passes from one to the other, one stream waits for an event on the other, and
+/// for no more. The two events are shared by all threads and recorded again each time: a wait for a later recording includes the
+/// earlier ones.
 pub(in crate::cuda) struct Order {
     default: sys::CUevent,
     own: sys::CUevent,
@@ -27,8 +27,8 @@ thread_local! {
     static HOST_STREAM: Cell<Option<(usize, sys::CUstream)>> = const { Cell::new(None) };
 }
 
-/// While this lives, what this thread does with a device's memory that the host program shares is ordered with a stream of the
-/// program's choice, and no longer with its legacy default stream.
+/// While this value exists, this thread's operations on device memory that it shares with the host program are ordered with the
+/// given stream of the program instead of its legacy default stream.
 #[derive(Debug)]
 pub struct HostStream(Option<(usize, sys::CUstream)>);
 

@@ -1,23 +1,23 @@
-//! Products around a norm that has no kernel of its own: those that leave it to the products after them, and what those serve.
+//! Products with an RMSNorm fused into them: which shapes they serve, and the one that adds to the residual stream before the norm.
 
 use std::sync::Arc;
 
 use super::choose::fused_plan;
-use super::deferred::{DeferredNorm, MULTIPLE};
+use super::fused_norm::{FusedNorm, MULTIPLE};
 use super::hardware::Hardware;
 use super::input::Input;
-use super::limits::FEW;
+use super::limits::HALF_SM_ROWS;
 use super::matrix::{Biased, MatrixShape};
 use super::output::{Layout, Output};
 use super::residual::{ResidualRow, WIDTH};
-use super::small::small;
+use super::skinny::skinny_gemm;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::cuda::driver::Gpu;
 
-impl DeferredNorm<'_> {
-    /// Whether products of `m` rows that lie like this can defer the norm between them, each in one launch: `makes` adds to the rows,
-    /// `takes` are what become of them.
+impl FusedNorm<'_> {
+    /// Whether the norm can be fused into the products around it, each in one launch, for `m` rows in this layout: `makes` is the
+    /// matrix of the product that adds to the rows, and `takes` are those of the products that take them.
     pub fn serves(
         hardware: &Hardware,
         m: usize,
@@ -29,7 +29,7 @@ impl DeferredNorm<'_> {
         let at_once = |matrices: &[_], output| {
             fused_plan(hardware, m, matrices, output, layout).is_some_and(|plan| plan.rows == m)
         };
-        (m <= FEW || layout == Layout::Ordered)
+        (m <= HALF_SM_ROWS || layout == Layout::FragmentMajor)
             && makes.rows.is_multiple_of(MULTIPLE)
             && output != Output::F16
             && at_once(&[makes], Output::Add)
@@ -38,23 +38,23 @@ impl DeferredNorm<'_> {
 }
 
 impl ResidualRow<'_> {
-    /// Whether products of `m` rows with these matrices can make their row.
+    /// Whether a product of `m` rows with these matrices can make its row in its prologue.
     pub fn serves(hardware: &Hardware, m: usize, takes: &[MatrixShape], output: Output) -> bool {
         m == 1
             && takes.iter().all(|w| w.cols <= WIDTH)
             && matches!(output, Output::F32 | Output::Glu(_))
-            && fused_plan(hardware, m, takes, output, Layout::Rows).is_some()
+            && fused_plan(hardware, m, takes, output, Layout::RowMajor).is_some()
     }
 }
 
-/// Adds a product of `m` rows to the rows of a norm, and leaves what products with [`Input::Deferred`] take of them. Both are for
-/// what [`DeferredNorm::serves`].
-pub fn linear_add(
+/// Adds a product of `m` rows to the rows of a norm, and stores what products with [`Input::FusedNorm`] take. Serves the shapes that
+/// [`FusedNorm::serves`] names.
+pub fn linear_add_norm(
     gpu: &Arc<Gpu>,
     input: Input<'_>,
     m: usize,
     matrix: Biased<'_>,
-    norm: &DeferredNorm<'_>,
+    norm: &FusedNorm<'_>,
 ) -> Result<()> {
     let width = norm.width();
     if matrix.0.rows() != width {
@@ -67,9 +67,12 @@ pub fn linear_add(
     input.holds(m, matrix.0.cols())?;
     let (hardware, shape) = (Hardware::of(gpu), matrix.0.shape());
     let Some(plan) = fused_plan(&hardware, m, &[shape], Output::Add, input.layout()) else {
-        bail!(Internal, "no kernel that defers a norm serves {m} rows");
+        bail!(
+            Internal,
+            "no kernel fuses a norm into a product of {m} rows"
+        );
     };
-    small(
+    skinny_gemm(
         gpu,
         input,
         m,

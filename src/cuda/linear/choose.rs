@@ -1,19 +1,19 @@
 //! Which kernel serves a product, from its rows, its matrices and the device.
 
 use super::hardware::Hardware;
-use super::limits::{FEW, FUSED_BYTES, SMALL};
+use super::limits::{FUSED_BYTES, HALF_SM_ROWS, SKINNY_ROWS};
 use super::matrix::{Biased, MatrixShape};
 use super::output::{Glu, Layout, Output};
-use super::small::Plan;
+use super::skinny::Plan;
 use super::tiled::{self, TileKernel};
 use crate::tensor::WeightType;
 
 impl Layout {
-    /// The one that products of `m` rows with NVFP4 weights take without another kernel before.
+    /// The layout that products of `m` rows with NVFP4 weights take without a conversion before.
     pub fn taken(hardware: &Hardware, m: usize) -> Layout {
         match hardware.arch {
-            (9, 0) if m > FEW && hardware.tiles_serve(m) => Layout::Ordered,
-            _ => Layout::Rows,
+            (9, 0) if m > HALF_SM_ROWS && hardware.tiles_serve(m) => Layout::FragmentMajor,
+            _ => Layout::RowMajor,
         }
     }
 }
@@ -26,7 +26,7 @@ pub(super) fn are_nvfp4(matrices: &[MatrixShape]) -> bool {
     matrices.iter().all(|w| w.storage == WeightType::Nvfp4)
 }
 
-/// How the fused kernel serves `m` rows that lie like this, if it is the one for them.
+/// The plan of the skinny GEMM for `m` rows in this layout, if it is the kernel to serve them.
 pub(super) fn fused_plan(
     hardware: &Hardware,
     m: usize,
@@ -34,9 +34,9 @@ pub(super) fn fused_plan(
     output: Output,
     layout: Layout,
 ) -> Option<Plan> {
-    let takes = m <= SMALL
+    let takes = m <= SKINNY_ROWS
         && are_nvfp4(matrices)
-        && (layout == Layout::Ordered
+        && (layout == Layout::FragmentMajor
             || TileKernel::serving(hardware.arch, m, layout) == TileKernel::Tiled);
     if !takes {
         return None;
@@ -53,16 +53,16 @@ pub(super) fn fused_plan(
         hardware.multiprocessors,
         hardware.shared_limit,
     )?;
-    let pays = m <= FEW
+    let pays = m <= HALF_SM_ROWS
         || output.applied().is_some()
         || match layout {
-            Layout::Ordered => plan.clusters * plan.parts <= hardware.multiprocessors,
-            Layout::Rows => plan.rows == m && m * k * 2 <= FUSED_BYTES * plan.parts,
+            Layout::FragmentMajor => plan.clusters * plan.split_k <= hardware.multiprocessors,
+            Layout::RowMajor => plan.rows == m && m * k * 2 <= FUSED_BYTES * plan.split_k,
         };
     pays.then_some(plan)
 }
 
-/// Whether one kernel serves `m` rows of two matrices, and applies a gated activation after.
+/// Whether one kernel serves `m` rows of two matrices and applies a gated activation in its epilogue.
 pub fn has_glu(hardware: &Hardware, m: usize, matrices: &[MatrixShape], layout: Layout) -> bool {
     fused_plan(hardware, m, matrices, layout.glu(Glu::default()), layout).is_some()
         || tiled::has_glu(hardware, m, matrices, layout)

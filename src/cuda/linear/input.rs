@@ -1,40 +1,41 @@
-//! What enters a product.
+//! The inputs of products.
 
-use super::deferred::DeferredNorm;
+use super::fused_norm::FusedNorm;
 use super::output::Layout;
 use super::residual::ResidualRow;
 use crate::base::Result;
 use crate::cuda::driver::DeviceBuffer;
 
-/// What enters a product.
+/// The input of a product.
 #[derive(Clone, Copy)]
 pub enum Input<'a> {
-    /// f16 `[m, k]`, and the factor that they were divided by to keep them small.
+    /// f16 `[m, k]`, and the factor that they were divided by to fit f16.
     Plain(&'a DeviceBuffer, f32),
-    /// The same as [`Layout::Ordered`], for the wide kernel, or for the fused one of 5 to 16 rows.
-    Ordered(&'a DeviceBuffer, f32),
-    /// What a kernel has left of rows in this layout for their norm, see [`linear_add`](super::linear_add); for the fused kernel only.
-    Deferred(DeferredNorm<'a>, Layout),
-    /// One row that is made on the way, see [`ResidualRow::serves`]; for the fused kernel only.
+    /// The same in [`Layout::FragmentMajor`]: for the wide kernel, and for the skinny GEMM of 5 to 16 rows.
+    FragmentMajor(&'a DeviceBuffer, f32),
+    /// Rows in this layout whose RMSNorm is fused into the epilogue, as [`linear_add_norm`](super::linear_add_norm) stored them; for the
+    /// skinny GEMM only.
+    FusedNorm(FusedNorm<'a>, Layout),
+    /// One row that the prologue of the product makes, see [`ResidualRow::serves`]; for the skinny GEMM only.
     Residual(ResidualRow<'a>),
 }
 
 impl Input<'_> {
-    /// How the activations lie.
+    /// The layout of the activations.
     pub const fn layout(self) -> Layout {
         match self {
-            Input::Plain(..) | Input::Residual(_) => Layout::Rows,
-            Input::Ordered(..) => Layout::Ordered,
-            Input::Deferred(_, layout) => layout,
+            Input::Plain(..) | Input::Residual(_) => Layout::RowMajor,
+            Input::FragmentMajor(..) => Layout::FragmentMajor,
+            Input::FusedNorm(_, layout) => layout,
         }
     }
 
     /// Refuses memory that is too small for `m` rows of `k`.
     pub(super) fn holds(self, m: usize, k: usize) -> Result<()> {
         let x = match &self {
-            Input::Plain(x, _) | Input::Ordered(x, _) => x,
-            Input::Deferred(norm, _) => norm.rows(),
-            // The fused kernel checks what it is made of.
+            Input::Plain(x, _) | Input::FragmentMajor(x, _) => x,
+            Input::FusedNorm(norm, _) => norm.rows(),
+            // The skinny GEMM checks its operands.
             Input::Residual(_) => return Ok(()),
         };
         x.holds("activations", &[self.layout().elements(m, k), 2])
@@ -42,11 +43,11 @@ impl Input<'_> {
 }
 
 impl Layout {
-    /// Such activations, and the factor that they were divided by, as they enter a product.
+    /// Activations in this layout, and the factor that they were divided by, as the input of a product.
     pub const fn input(self, x: &DeviceBuffer, factor: f32) -> Input<'_> {
         match self {
-            Layout::Rows => Input::Plain(x, factor),
-            Layout::Ordered => Input::Ordered(x, factor),
+            Layout::RowMajor => Input::Plain(x, factor),
+            Layout::FragmentMajor => Input::FragmentMajor(x, factor),
         }
     }
 }

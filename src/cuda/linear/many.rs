@@ -1,12 +1,11 @@
-//! Products of many rows, by a library over an f16 copy of a part of the weight; and the memory that products of more than a few
-//! rows need.
+//! Products of many rows, by cuBLASLt on an f16 copy of a part of the weight; and the scratch memory of products.
 
 use std::sync::Arc;
 
 use super::dense::dense;
 use super::hardware::Hardware;
 use super::input::Input;
-use super::limits::{FEW, SMALL, TILED};
+use super::limits::{HALF_SM_ROWS, SKINNY_ROWS, TILED};
 use super::matrix::{Biased, CHUNK_ROWS, Matrix, by_words, chunk_offset};
 use super::output::Output;
 use super::tiled::{self, TileKernel};
@@ -24,18 +23,18 @@ use crate::tensor::WeightType;
 pub(super) const ARGUMENTS: &[(&str, usize)] =
     &[("dequantize_folded", size_of::<DequantizeArguments>())];
 
-/// Bytes that the library for large products may use beside its operands.
+/// Bytes of the workspace of cuBLASLt.
 pub(in crate::cuda) const WORKSPACE: usize = 32 << 20;
-/// Bytes of a weight's f16 copy, of as many rows as that is, in a product by itself.
+/// Bytes of the f16 copy of a weight's rows, for a product by itself.
 const COPY: usize = 64 << 20;
 
-/// Memory for products of more than a few rows.
+/// Scratch memory of products of more rows than the skinny GEMM takes.
 #[derive(Debug)]
 pub struct LinearScratch {
-    /// An f16 copy of one weight or of some of its rows, for the library; or what a kernel of tiles needs, which is
-    /// [`TileKernel::scratch`]. No product has both.
+    /// An f16 copy of one weight or of some of its rows, for cuBLASLt; or what a tiled kernel needs, see [`TileKernel::scratch`]. No
+    /// product needs both.
     room: DeviceBuffer,
-    /// The library's.
+    /// The workspace of cuBLASLt.
     workspace: DeviceBuffer,
 }
 
@@ -48,8 +47,7 @@ struct DequantizeArguments {
 }
 
 impl LinearScratch {
-    /// What is good for products of up to `rows` rows of up to `k` elements, with room for a copy of `bytes`; the library needs
-    /// some.
+    /// For products of up to `rows` rows of up to `k` elements, with room for a copy of `bytes`; cuBLASLt needs some.
     pub fn new(gpu: &Arc<Gpu>, rows: usize, k: usize, bytes: usize) -> Result<LinearScratch> {
         let workspace = if bytes > 0 && gpu.blas().is_some() {
             WORKSPACE
@@ -62,7 +60,7 @@ impl LinearScratch {
         };
         let kernels = TileKernel::all(gpu.arch())
             .iter()
-            .filter(|_| rows > FEW)
+            .filter(|_| rows > HALF_SM_ROWS)
             .map(|kernel| kernel.scratch(tiled, k, gpu.multiprocessors()));
         let room = kernels.max().unwrap_or(0).max(bytes);
         Ok(LinearScratch {
@@ -71,7 +69,7 @@ impl LinearScratch {
         })
     }
 
-    /// Memory for kernels of tiles.
+    /// The memory for tiled kernels.
     pub(super) fn room(&self) -> &DeviceBuffer {
         &self.room
     }
@@ -82,7 +80,9 @@ impl LinearScratch {
         let bytes = match w.storage {
             WeightType::F32 => 0,
             // Activations of the weight's type.
-            WeightType::F16 | WeightType::BF16 if m > SMALL => product("activations", &[m, row])?,
+            WeightType::F16 | WeightType::BF16 if m > SKINNY_ROWS => {
+                product("activations", &[m, row])?
+            }
             WeightType::F16 | WeightType::BF16 => 0,
             WeightType::Nvfp4 if Hardware::of(gpu).tiles_serve(m) => 0,
             WeightType::Nvfp4 => row * w.rows.min(COPY / row).max(1).next_multiple_of(CHUNK_ROWS),
@@ -113,7 +113,7 @@ impl LinearScratch {
             return dense(gpu, w, None, x, factor, m, output, out, stride);
         };
         if matches!(w.storage, WeightType::BF16 | WeightType::F16) {
-            // The library multiplies operands of one type, and gives bf16 or f32 of bf16.
+            // cuBLASLt multiplies operands of one type, and stores products of bf16 as bf16 or f32.
             let (kind, x) = match w.storage {
                 WeightType::F16 => (Element::F16, x.address()),
                 _ => {
@@ -195,19 +195,19 @@ impl LinearScratch {
     }
 }
 
-/// What the library makes of a product.
+/// How cuBLASLt stores a product.
 fn store(output: Output) -> Result<Store> {
     match output {
         Output::F32 => Ok(Store::F32),
         Output::Add => Ok(Store::Add),
         Output::F16 => Ok(Store::F16),
-        Output::Glu(_) | Output::GluOrdered(_) => {
+        Output::Glu(_) | Output::GluFragmentMajor(_) => {
             bail!(Internal, "only fused kernels apply SwiGLU")
         }
     }
 }
 
-/// A kernel of tiles with NVFP4 weights. [`super::linear`] checks sizes and chooses.
+/// A tiled kernel with NVFP4 weights. [`super::linear`] checks sizes and chooses.
 pub fn tiled(
     gpu: &Gpu,
     kernel: TileKernel,

@@ -1,11 +1,11 @@
-//! Weight matrices on the device, and products with them. For NVFP4 weights one fused kernel serves up to [`SMALL`] rows, or up to
-//! eight on Hopper if they are not ordered; one of tiles up to [`TILED`], and a library more than that, over a bounded f16 copy of
-//! one weight at a time; without the library the one of tiles serves all. Plain kernels do the rest.
+//! Weight matrices on the device, and products with them. For NVFP4 weights the skinny GEMM serves up to [`SKINNY_ROWS`] rows (on Hopper
+//! up to 8 if they are row-major), the tiled kernels up to [`TILED`], and cuBLASLt more than that, on a bounded f16 copy of one weight at a
+//! time; without cuBLASLt the tiled kernels serve all. Plain kernels do the rest.
 
 mod add;
 mod choose;
-mod deferred;
 mod dense;
+mod fused_norm;
 mod hardware;
 mod input;
 mod limits;
@@ -14,17 +14,17 @@ mod matrix;
 mod output;
 mod product;
 mod residual;
-mod small;
+mod skinny;
 mod tile;
 mod tiled;
 
-pub use add::linear_add;
+pub use add::linear_add_norm;
 pub use choose::has_glu;
-pub use deferred::{DeferredNorm, NormScratch};
+pub use fused_norm::{FusedNorm, NormScratch};
 pub use hardware::Hardware;
 pub use input::Input;
-pub(super) use limits::FEW;
-pub use limits::{SMALL, TILED};
+pub(super) use limits::HALF_SM_ROWS;
+pub use limits::{SKINNY_ROWS, TILED};
 pub(super) use many::WORKSPACE;
 pub use many::{LinearScratch, tiled};
 pub use matrix::{Biased, Matrix, MatrixShape, ReadBytes, ReadNvfp4};
@@ -32,7 +32,7 @@ pub(super) use matrix::{CHUNK_BYTES, CHUNK_K, CHUNK_ROWS, MatrixArgument};
 pub use output::{Activation, Glu, Layout, Output};
 pub use product::linear;
 pub use residual::ResidualRow;
-pub use small::{Plan, small};
+pub use skinny::{Plan, skinny_gemm};
 pub use tile::Tile;
 pub use tiled::TileKernel;
 
@@ -41,6 +41,6 @@ pub(super) const ARGUMENTS: &[&[(&str, usize)]] = &[
     dense::ARGUMENTS,
     many::ARGUMENTS,
     matrix::ARGUMENTS,
-    small::ARGUMENTS,
+    skinny::ARGUMENTS,
     tiled::ARGUMENTS,
 ];

@@ -1,23 +1,23 @@
-//! What becomes of a product, and how activations lie.
+//! The layouts of activations, and the epilogues of products.
 
 use super::matrix::CHUNK_K;
 use crate::base::Result;
 use crate::base::error::bail;
 
-/// Rows of activations that [`Layout::Ordered`] keeps together.
+/// Rows of a group in [`Layout::FragmentMajor`].
 pub(super) const GROUP_ROWS: usize = 8;
 
-/// What is made of gate and up.
+/// A gated linear unit: `activation(gate) * up / divisor`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Glu {
-    /// The function of the gate.
+    /// Applied to the gate.
     pub activation: Activation,
-    /// What the result is divided by, a power of two: it is the largest of a model's activations, and f16 ends at 65504.
+    /// A power of two that keeps the result, the largest of a model's activations, within f16, whose largest value is 65504.
     pub divisor: u32,
 }
 
 impl Default for Glu {
-    /// SwiGLU, with room for what models have.
+    /// SwiGLU, with the divisor that fits the models we know.
     fn default() -> Self {
         Glu {
             activation: Activation::Silu,
@@ -27,13 +27,13 @@ impl Default for Glu {
 }
 
 impl Glu {
-    /// What kernels multiply the result by.
+    /// The factor of the result: one over the divisor.
     pub(in crate::cuda) fn factor(self) -> f32 {
         1.0 / self.divisor as f32
     }
 }
 
-/// The function in a gated linear unit, by the number that kernels know it by.
+/// The activation of a gated linear unit. Its value is the number that kernels take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activation {
     /// `x / (1 + e^-x)`.
@@ -42,34 +42,35 @@ pub enum Activation {
     GeluTanh = 1,
 }
 
-/// How f16 activations `[m, k]` lie.
+/// The layout of f16 activations `[m, k]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Layout {
     /// Row after row.
-    Rows,
-    /// In the order in which tensor cores take them, which `kernels/format/ordered.cuh` has.
-    Ordered,
+    RowMajor,
+    /// In the order in which tensor cores take their fragments, which `kernels/format/ordered.cuh` defines. Rows are padded to a
+    /// multiple of 8 and K to a multiple of [`CHUNK_K`].
+    FragmentMajor,
 }
 
 impl Layout {
-    /// Elements of memory.
+    /// Number of elements, padding included.
     pub const fn elements(self, m: usize, k: usize) -> usize {
         match self {
-            Layout::Rows => m * k,
-            Layout::Ordered => m.next_multiple_of(GROUP_ROWS) * k.next_multiple_of(CHUNK_K),
+            Layout::RowMajor => m * k,
+            Layout::FragmentMajor => m.next_multiple_of(GROUP_ROWS) * k.next_multiple_of(CHUNK_K),
         }
     }
 
-    /// What applies a gated activation and leaves its result like this.
+    /// The output that applies a gated activation and stores its result in this layout.
     pub const fn glu(self, glu: Glu) -> Output {
         match self {
-            Layout::Rows => Output::Glu(glu),
-            Layout::Ordered => Output::GluOrdered(glu),
+            Layout::RowMajor => Output::Glu(glu),
+            Layout::FragmentMajor => Output::GluFragmentMajor(glu),
         }
     }
 }
 
-/// What becomes of a product.
+/// The epilogue of a product: what is done with its accumulators.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Output {
     /// Stored as f32.
@@ -78,43 +79,43 @@ pub enum Output {
     F16,
     /// Added to f32.
     Add,
-    /// The activation of the first matrix's times the second's, as f16, divided.
+    /// The first matrix is gate and the second up: their gated linear unit is stored as f16.
     Glu(Glu),
-    /// The same as [`Layout::Ordered`], of ordered activations or by the wide kernel.
-    GluOrdered(Glu),
+    /// The same in [`Layout::FragmentMajor`]; of activations in that layout, or by the wide kernel.
+    GluFragmentMajor(Glu),
 }
 
 impl Output {
     pub(super) const fn bytes(self) -> usize {
         match self {
             Output::F32 | Output::Add => 4,
-            Output::F16 | Output::Glu(_) | Output::GluOrdered(_) => 2,
+            Output::F16 | Output::Glu(_) | Output::GluFragmentMajor(_) => 2,
         }
     }
 
-    /// How it lies.
+    /// The layout of the result.
     pub(super) const fn layout(self) -> Layout {
         match self {
-            Output::GluOrdered(_) => Layout::Ordered,
-            Output::F32 | Output::F16 | Output::Add | Output::Glu(_) => Layout::Rows,
+            Output::GluFragmentMajor(_) => Layout::FragmentMajor,
+            Output::F32 | Output::F16 | Output::Add | Output::Glu(_) => Layout::RowMajor,
         }
     }
 
-    /// The gated activation that it applies, if it does.
+    /// The gated activation that it applies, if any.
     pub(super) const fn applied(self) -> Option<Glu> {
         match self {
-            Output::Glu(glu) | Output::GluOrdered(glu) => Some(glu),
+            Output::Glu(glu) | Output::GluFragmentMajor(glu) => Some(glu),
             Output::F32 | Output::F16 | Output::Add => None,
         }
     }
 
-    /// The number by which kernels that apply nothing know it.
+    /// The number that kernels without a gated activation take.
     pub(super) fn plain(self) -> Result<i32> {
         match self {
             Output::F32 => Ok(0),
             Output::F16 => Ok(1),
             Output::Add => Ok(2),
-            Output::Glu(_) | Output::GluOrdered(_) => {
+            Output::Glu(_) | Output::GluFragmentMajor(_) => {
                 bail!(Internal, "only fused kernels apply gated activations")
             }
         }

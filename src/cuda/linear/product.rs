@@ -6,11 +6,11 @@ use super::choose::{are_nvfp4, fused_plan, shapes};
 use super::dense;
 use super::hardware::Hardware;
 use super::input::Input;
-use super::limits::SMALL;
+use super::limits::SKINNY_ROWS;
 use super::many::{LinearScratch, tiled};
 use super::matrix::Biased;
 use super::output::{Layout, Output};
-use super::small::small;
+use super::skinny::skinny_gemm;
 use super::tiled::{self, TileKernel};
 use crate::base::Result;
 use crate::base::error::bail;
@@ -58,7 +58,7 @@ pub fn linear(
         bail!(Internal, "rows of {features} features {stride} apart");
     }
     let elements = match output {
-        Output::GluOrdered(_) => Layout::Ordered.elements(m, features),
+        Output::GluFragmentMajor(_) => Layout::FragmentMajor.elements(m, features),
         _ => (m - 1) * stride + features,
     };
     out.holds("a product", &[elements, output.bytes()])?;
@@ -66,7 +66,7 @@ pub fn linear(
     let layout = input.layout();
     let (hardware, shapes) = (Hardware::of(gpu), shapes(matrices));
     if let Some(plan) = fused_plan(&hardware, m, &shapes, output, layout) {
-        return small(gpu, input, m, matrices, output, out, stride, plan, None);
+        return skinny_gemm(gpu, input, m, matrices, output, out, stride, plan, None);
     }
     if output.applied().is_some() && !tiled::has_glu(&hardware, m, &shapes, output.layout()) {
         bail!(
@@ -86,7 +86,7 @@ pub fn linear(
     let mut column = 0;
     for (w, bias) in matrices {
         let at = out.address() + (column * output.bytes()) as u64;
-        if w.storage == WeightType::Nvfp4 || (m > SMALL && w.storage != WeightType::F32) {
+        if w.storage == WeightType::Nvfp4 || (m > SKINNY_ROWS && w.storage != WeightType::F32) {
             scratch.product(gpu, w, x, factor, m, output, at, stride)?;
             if let Some(bias) = bias {
                 convert::add_bias_at(gpu, at, output == Output::F16, m, w.rows, stride, bias)?;

@@ -1,12 +1,12 @@
-//! The norms around what is added to the residual stream, without a kernel of their own: the products that take a row of it make the row on
-//! their way, every block for itself.
+//! The norms before and after an addition to the residual stream, fused into the prologue of the product that takes the row: every block
+//! makes the whole row for itself.
 
 use super::output::Output;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::cuda::driver::DeviceBuffer;
 
-/// Elements of a row at most: a thread of a block has eight.
+/// The most elements of a row: each thread of a block has eight.
 pub(super) const WIDTH: usize = 4096;
 
 /// One row `norm(x + norm(y) * post) * weight`, and where `x + norm(y) * post` goes.
@@ -26,7 +26,7 @@ pub struct ResidualRow<'a> {
     pub eps: f32,
 }
 
-/// The same as the fused kernel takes it.
+/// The same as an argument of the skinny GEMM.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 pub(super) struct ResidualArgument {

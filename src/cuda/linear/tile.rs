@@ -1,19 +1,19 @@
-//! Tiles of the fused kernel.
+//! The tiles of the skinny GEMM.
 
 use super::matrix::{CHUNK_BYTES, CHUNK_K};
 use super::output::Output;
 
-/// Warps of a block of the fused kernel.
+/// Warps of a block.
 pub(super) const WARPS: usize = 16;
 
-/// What the sixteen rows of a tile of the fused kernel are.
+/// What the 16 rows of a tile are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Tile {
-    /// Sixteen output features.
-    Rows,
-    /// Eight output features of each of two matrices.
+    /// 16 output features.
+    Features,
+    /// 8 output features of each of two matrices.
     Pair,
-    /// Eight output features, in two halves of K; for up to four rows of activations.
+    /// 8 output features, in two halves of K; for up to four rows of activations.
     Split,
 }
 
@@ -21,16 +21,16 @@ impl Tile {
     /// The tile for `m` rows of activations.
     pub(super) fn of(output: Output, m: usize) -> Tile {
         match output {
-            Output::Glu(_) | Output::GluOrdered(_) => Tile::Pair,
+            Output::Glu(_) | Output::GluFragmentMajor(_) => Tile::Pair,
             _ if m <= 4 => Tile::Split,
-            _ => Tile::Rows,
+            _ => Tile::Features,
         }
     }
 
     /// Elements of K that a warp takes at a time.
     pub(super) const fn step(self) -> usize {
         match self {
-            Tile::Rows | Tile::Pair => CHUNK_K,
+            Tile::Features | Tile::Pair => CHUNK_K,
             Tile::Split => 2 * CHUNK_K,
         }
     }
@@ -38,7 +38,7 @@ impl Tile {
     /// Output features of a tile, of each matrix.
     pub(super) const fn features(self) -> usize {
         match self {
-            Tile::Rows => 16,
+            Tile::Features => 16,
             Tile::Pair | Tile::Split => 8,
         }
     }
@@ -48,8 +48,8 @@ impl Tile {
         match self {
             Tile::Split | Tile::Pair if rows == 1 => 1,
             Tile::Split => 4,
-            Tile::Rows | Tile::Pair if rows <= 8 => 8,
-            Tile::Rows | Tile::Pair => 16,
+            Tile::Features | Tile::Pair if rows <= 8 => 8,
+            Tile::Features | Tile::Pair => 16,
         }
     }
 
@@ -67,7 +67,7 @@ impl Tile {
         let count = |n: &usize| n.div_ceil(self.features());
         match self {
             Tile::Pair => vec![count(&features[0])],
-            Tile::Rows | Tile::Split => features
+            Tile::Features | Tile::Split => features
                 .iter()
                 .scan(0, |sum, n| {
                     *sum += count(n);

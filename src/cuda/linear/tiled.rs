@@ -1,4 +1,4 @@
-//! Kernels of tiles: products of some tens of rows with NVFP4 weights.
+//! The tiled kernels: products of tens of rows with NVFP4 weights.
 
 use super::hardware::Hardware;
 use super::input::Input;
@@ -20,11 +20,11 @@ pub(super) const ARGUMENTS: &[(&str, usize)] = &[
     ("linear_order", size_of::<OrderArguments>()),
 ];
 
-/// What kernels that apply SwiGLU are told of its result: whether it is to be ordered.
+/// The output number of kernels that apply a gated activation: the layout of its result.
 const STORE_ROWS: i32 = 0;
 const STORE_ORDERED: i32 = 3;
-/// Blocks of a cluster at most.
-const MOST_PARTS: usize = 8;
+/// The most blocks of a cluster, which split K.
+const MOST_SPLIT_K: usize = 8;
 
 #[repr(C)]
 struct TiledArguments {
@@ -37,7 +37,7 @@ struct TiledArguments {
     k: i32,
     out_stride: i32,
     output: i32,
-    parts: i32,
+    split_k: i32,
     out_scale: f32,
     activation: i32,
 }
@@ -49,7 +49,7 @@ struct OrderArguments {
     k: i32,
 }
 
-/// A kernel of tiles.
+/// A tiled kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TileKernel {
     /// `linear/tiled.cu`, for every architecture.
@@ -59,12 +59,12 @@ pub enum TileKernel {
 }
 
 impl TileKernel {
-    /// The one that serves products of `m` rows that lie like this.
+    /// The one for products of `m` rows in this layout.
     pub fn serving(arch: (i32, i32), m: usize, layout: Layout) -> TileKernel {
         match (layout, arch) {
-            (Layout::Ordered, _) => TileKernel::Wide,
-            (Layout::Rows, (9, 0)) if m > WIDE => TileKernel::Wide,
-            (Layout::Rows, _) => TileKernel::Tiled,
+            (Layout::FragmentMajor, _) => TileKernel::Wide,
+            (Layout::RowMajor, (9, 0)) if m > WIDE => TileKernel::Wide,
+            (Layout::RowMajor, _) => TileKernel::Tiled,
         }
     }
 
@@ -76,7 +76,7 @@ impl TileKernel {
         }
     }
 
-    /// Whether it applies a gated activation to what it makes of two matrices.
+    /// Whether it can apply a gated activation to the products with two matrices.
     pub(super) const fn has_glu(self) -> bool {
         matches!(self, TileKernel::Wide)
     }
@@ -147,19 +147,19 @@ impl TileKernel {
         }
     }
 
-    /// Bytes of scratch memory for products of up to `m` rows of K = `k`: for the sums of parts, of as many blocks as share tiles at
-    /// most; or for rows in the layout that the kernel takes.
+    /// Bytes of scratch memory for products of up to `m` rows of K = `k`: the split-K workspace for as many blocks as can share tiles, or
+    /// rows in the layout that the kernel takes.
     pub fn scratch(self, m: usize, k: usize, multiprocessors: usize) -> usize {
         match self {
             TileKernel::Tiled => {
                 self.blocks() * multiprocessors * m.min(self.most_rows()) * self.features() * 4
             }
-            TileKernel::Wide => Layout::Ordered.elements(m, k) * 2,
+            TileKernel::Wide => Layout::FragmentMajor.elements(m, k) * 2,
         }
     }
 }
 
-/// How a kernel of tiles is launched.
+/// How a tiled kernel is launched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Tiling {
     kernel: TileKernel,
@@ -181,8 +181,8 @@ impl Tiling {
         }
     }
 
-    /// With K = `k` divided so that all blocks run at once, and as many of them as there are; if there are more kinds of dividing
-    /// than one, `at_once` says how many clusters of so many blocks the device runs.
+    /// Splits K = `k` so that as many blocks as possible run, all at once. `at_once` says how many clusters of so many blocks the device
+    /// runs at the same time; it is asked only if there is a choice.
     fn divided(
         mut self,
         k: usize,
@@ -192,12 +192,12 @@ impl Tiling {
         let blocks = self.grid[0] * self.grid[1];
         let most = k.div_ceil(CHUNK_K) / self.kernel.part_chunks();
         if self.kernel == TileKernel::Tiled {
-            let parts = self.kernel.blocks() * multiprocessors / blocks;
-            self.grid[2] = parts.min(most).max(1);
+            let split_k = self.kernel.blocks() * multiprocessors / blocks;
+            self.grid[2] = split_k.min(most).max(1);
             return Ok(self);
         }
-        for parts in (2..=most.min(MOST_PARTS)).rev() {
-            self.grid[2] = parts;
+        for split_k in (2..=most.min(MOST_SPLIT_K)).rev() {
+            self.grid[2] = split_k;
             if blocks <= at_once(self)? {
                 return Ok(self);
             }
@@ -218,7 +218,7 @@ impl Tiling {
     }
 }
 
-/// Whether a kernel of tiles applies a gated activation to products of `m` rows that lie like this with these matrices.
+/// Whether a tiled kernel applies a gated activation to products of `m` rows in this layout with these matrices.
 pub(super) fn has_glu(
     hardware: &Hardware,
     m: usize,
@@ -230,9 +230,12 @@ pub(super) fn has_glu(
         && TileKernel::serving(hardware.arch, m, layout).has_glu()
 }
 
-/// Enqueues f16 rows `x` `[m, k]` as [`Layout::Ordered`] to `y`.
+/// Enqueues f16 rows `x` `[m, k]` as [`Layout::FragmentMajor`] to `y`.
 fn order(gpu: &Gpu, x: &DeviceBuffer, m: usize, k: usize, y: &DeviceBuffer) -> Result<()> {
-    y.holds("ordered rows", &[Layout::Ordered.elements(m, k), 2])?;
+    y.holds(
+        "fragment-major rows",
+        &[Layout::FragmentMajor.elements(m, k), 2],
+    )?;
     let arguments = OrderArguments {
         x: x.address(),
         y: y.address(),
@@ -244,7 +247,7 @@ fn order(gpu: &Gpu, x: &DeviceBuffer, m: usize, k: usize, y: &DeviceBuffer) -> R
     unsafe { launch.run(gpu, Unit::LinearRows, "linear_order", &arguments) }
 }
 
-/// A kernel of tiles with NVFP4 weights, and scratch memory of [`TileKernel::scratch`]. [`super::linear`] checks sizes and chooses.
+/// A tiled kernel with NVFP4 weights, and scratch memory of [`TileKernel::scratch`]. [`super::linear`] checks sizes and chooses.
 pub(super) fn tiled(
     gpu: &Gpu,
     kernel: TileKernel,
@@ -259,7 +262,7 @@ pub(super) fn tiled(
     let k = matrices[0].0.cols;
     let (x, factor) = match (kernel, input) {
         (TileKernel::Tiled, Input::Plain(x, factor)) => (x, factor),
-        (TileKernel::Wide, Input::Ordered(x, factor)) => (x, factor),
+        (TileKernel::Wide, Input::FragmentMajor(x, factor)) => (x, factor),
         (TileKernel::Wide, Input::Plain(x, factor)) => {
             order(gpu, x, m, k, room)?;
             (room, factor)
@@ -268,9 +271,9 @@ pub(super) fn tiled(
     };
     let glu = output.applied().unwrap_or_default();
     let (features, kind, output): (Vec<usize>, _, _) = match output {
-        // A block has half as many features of each matrix. An ordered result is filled up with zeros.
+        // A block has half as many features of each matrix. A fragment-major result is padded with zeros.
         Output::Glu(_) if kernel.has_glu() => (vec![2 * matrices[0].0.rows], "_glu", STORE_ROWS),
-        Output::GluOrdered(_) if kernel.has_glu() => {
+        Output::GluFragmentMajor(_) if kernel.has_glu() => {
             let filled = matrices[0].0.rows.next_multiple_of(CHUNK_K);
             (vec![2 * filled], "_glu", STORE_ORDERED)
         }
@@ -290,10 +293,10 @@ pub(super) fn tiled(
         })?,
         false => tiling,
     };
-    let (parts, all) = (tiling.grid[2], features.iter().sum::<usize>());
-    let sums = kernel == TileKernel::Tiled && parts > 1;
+    let (split_k, all) = (tiling.grid[2], features.iter().sum::<usize>());
+    let sums = kernel == TileKernel::Tiled && split_k > 1;
     if sums {
-        room.holds("parts of a product", &[parts, m, all, 4])?;
+        room.holds("the split-K workspace of a product", &[split_k, m, all, 4])?;
     }
     let mut matrix = matrix_arguments(matrices)?;
     matrix.iter_mut().for_each(|w| w.global *= factor);
@@ -307,7 +310,7 @@ pub(super) fn tiled(
         k: int("K", k)?,
         out_stride: int("the stride of a product", stride)?,
         output,
-        parts: parts as i32,
+        split_k: split_k as i32,
         out_scale: glu.factor(),
         activation: glu.activation as i32,
     };
@@ -332,21 +335,27 @@ mod tests {
     }
 
     #[test]
-    fn ordered_rows_are_for_the_wide_kernel() {
-        use Layout::{Ordered, Rows};
+    fn fragment_major_rows_are_for_the_wide_kernel() {
+        use Layout::{FragmentMajor, RowMajor};
         for m in [5, 8, 9, 128] {
-            assert_eq!(TileKernel::serving((9, 0), m, Ordered), TileKernel::Wide);
-            assert_eq!(TileKernel::serving((12, 1), m, Rows), TileKernel::Tiled);
+            assert_eq!(
+                TileKernel::serving((9, 0), m, FragmentMajor),
+                TileKernel::Wide
+            );
+            assert_eq!(TileKernel::serving((12, 1), m, RowMajor), TileKernel::Tiled);
         }
-        assert_eq!(TileKernel::serving((9, 0), WIDE, Rows), TileKernel::Tiled);
         assert_eq!(
-            TileKernel::serving((9, 0), WIDE + 1, Rows),
+            TileKernel::serving((9, 0), WIDE, RowMajor),
+            TileKernel::Tiled
+        );
+        assert_eq!(
+            TileKernel::serving((9, 0), WIDE + 1, RowMajor),
             TileKernel::Wide
         );
     }
 
     #[test]
-    fn parts_of_tiles_fit_the_scratch() {
+    fn accumulators_of_split_k_fit_the_scratch() {
         for kernel in [TileKernel::Tiled, TileKernel::Wide] {
             for multiprocessors in [1, 48, 132] {
                 for features in [&[64][..], &[4096, 1024, 1024], &[2560], &[151_936]] {
@@ -355,22 +364,25 @@ mod tests {
                         let tiling = whole
                             .divided(9728, multiprocessors, clusters(multiprocessors))
                             .unwrap();
-                        let [tiles, rows, parts] = tiling.grid;
+                        let [tiles, rows, split_k] = tiling.grid;
                         assert_eq!(whole.grid, [tiles, rows, 1]);
                         assert!(rows * tiling.columns >= m);
                         assert!(tiling.columns <= kernel.most_rows());
                         let blocks = kernel.blocks() * multiprocessors;
-                        assert!(parts == 1 || tiles * rows * parts <= blocks, "{tiling:?}");
+                        assert!(
+                            split_k == 1 || tiles * rows * split_k <= blocks,
+                            "{tiling:?}"
+                        );
                         // GB10 has 99 KB, Hopper 227.
                         let most = match kernel {
                             TileKernel::Tiled => {
-                                let sums = parts * m * features.iter().sum::<usize>() * 4;
+                                let sums = split_k * m * features.iter().sum::<usize>() * 4;
                                 let room = kernel.scratch(m, 9728, multiprocessors);
-                                assert!(parts == 1 || sums <= room, "{tiling:?}");
+                                assert!(split_k == 1 || sums <= room, "{tiling:?}");
                                 99 << 10
                             }
                             TileKernel::Wide => {
-                                assert!(parts <= MOST_PARTS);
+                                assert!(split_k <= MOST_SPLIT_K);
                                 227 << 10
                             }
                         };

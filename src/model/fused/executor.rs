@@ -15,9 +15,9 @@ use crate::base::error::{bail, err};
 use crate::base::memory::Tag;
 use crate::base::{Result, call};
 use crate::cuda::{
-    self, Biased, DeferredNorm, DeviceBuffer, DeviceSlice, Division, DrawRule, Drawn, Event,
-    ExpertScratch, ExpertTable, Gpu, Graph, Hardware, Heads, HostTable, Input, Layout, Matrix,
-    MatrixShape, NextNorm, Output, PageTable, ResidualRow, Routing, Shared, Table, Unit,
+    self, Biased, DeviceBuffer, DeviceSlice, DrawRule, Drawn, Event, ExpertScratch, ExpertTable,
+    FusedNorm, Gpu, Graph, Hardware, Heads, HostTable, Input, Layout, Matrix, MatrixShape,
+    NextNorm, Output, PageTable, ResidualRow, Routing, Shared, SplitKv, Table, Unit,
 };
 use crate::model::gpu_cache::GpuCache;
 use crate::model::kv_cache::KvCache;
@@ -35,7 +35,7 @@ pub(in crate::model) const ROWS: usize = 4096;
 /// Rows whose logits are computed together.
 const HEAD_ROWS: usize = 64;
 /// Blocks of a prompt that are enqueued ahead of the one that runs, where a call may be cancelled: enough that the device never waits,
-/// few enough that who cancels does not.
+/// few enough that cancelling is quick.
 const LOOK_AHEAD: usize = 4;
 /// What activations between gate and down are divided by at least: they are the largest of a model, and f16 ends at [`F16_MOST`].
 const GLU_DIVISOR: u32 = 16;
@@ -117,7 +117,7 @@ pub(in crate::model) struct Executor {
     memory: Mutex<Memory>,
 }
 
-/// The rules by which tokens are chosen; none if all are the likeliest, whatever has occurred.
+/// The rules by which tokens are chosen; none if all are the argmax, without penalties.
 fn rules_of(choices: &[Choice<'_>]) -> Vec<DrawRule> {
     match choices.iter().all(|choice| choice.options.is_greedy()) {
         true => Vec::new(),
@@ -260,7 +260,7 @@ impl Executor {
             source,
             memory: &memory,
             rows,
-            attention: Attention::Rows(first),
+            attention: Attention::Prompt(first),
             long: self.is_long(cache.capacity()),
         };
         let enqueue = || {
@@ -361,7 +361,7 @@ impl Executor {
             } = *attention;
             let visible = (last + 1).min(window.unwrap_or(usize::MAX));
             let [unit, ..] = attention_units(source.spec, attention);
-            Division::of(&self.gpu, heads, kv_heads, head_dim, unit, batch, visible)
+            SplitKv::of(&self.gpu, heads, kv_heads, head_dim, unit, batch, visible)
         };
         let key = GraphKey {
             batch,
@@ -579,7 +579,7 @@ impl Prompt<'_> {
                 source: self.source,
                 memory: &self.memory,
                 rows: n,
-                attention: Attention::Rows(0),
+                attention: Attention::Prompt(0),
                 long: false,
             };
             let input = Normed {
@@ -603,9 +603,9 @@ impl Prompt<'_> {
 #[derive(Clone, Copy)]
 enum Attention<'a> {
     /// One token of each sequence; by number of [`Sizes::attentions`].
-    Step(&'a [Division]),
+    Step(&'a [SplitKv]),
     /// Rows of one sequence from this position on.
-    Rows(usize),
+    Prompt(usize),
 }
 
 /// Rows on their way through the blocks.
@@ -792,11 +792,11 @@ impl<'a> Pass<'a> {
                 &memory.input,
                 *layout,
             ),
-            (Kernel::StoreKv, Attention::Rows(first)) => {
+            (Kernel::StoreKv, Attention::Prompt(first)) => {
                 let (qkv, q) = (&memory.projected, &memory.inner);
                 cuda::store(gpu, &heads, &pages, qkv, 0, rows, first, q)
             }
-            (Kernel::Prefill, Attention::Rows(first)) => {
+            (Kernel::Prefill, Attention::Prompt(first)) => {
                 let (q, out) = (&memory.inner, &memory.input);
                 cuda::prefill(gpu, &heads, &pages, q, 0, rows, first, out)
             }
@@ -819,9 +819,9 @@ impl<'a> Pass<'a> {
         let (matrix, hidden) = (biased(weight)?, self.executor.sizes.hidden);
         match then {
             Then::Add => self.linear(input, &[matrix], Output::Add, &memory.residual, hidden),
-            Then::AddAndDefer(norm) => {
+            Then::AddAndNorm(norm) => {
                 let norm = self.deferred(norm)?;
-                cuda::linear_add(&self.executor.gpu, input, self.rows, matrix, &norm)
+                cuda::linear_add_norm(&self.executor.gpu, input, self.rows, matrix, &norm)
             }
             Then::Store => self.linear(input, &[matrix], Output::F32, &memory.projected, hidden),
             Then::StoreRow => self.linear(input, &[matrix], Output::F32, &memory.half, hidden),
@@ -865,8 +865,8 @@ impl<'a> Pass<'a> {
         }
     }
 
-    fn deferred(&self, norm: Norm) -> Result<DeferredNorm<'a>> {
-        Ok(DeferredNorm {
+    fn deferred(&self, norm: Norm) -> Result<FusedNorm<'a>> {
+        Ok(FusedNorm {
             scratch: &self.memory.norms,
             // Norms take turns, of which every block has two.
             turn: usize::from(matches!(norm, Norm::Mlp(_))),
@@ -880,12 +880,13 @@ impl<'a> Pass<'a> {
     fn input(&self, normed: &Normed) -> Result<Input<'a>> {
         Ok(match normed.applied {
             Applied::Before => normed.layout.input(&self.memory.input, 1.0),
-            Applied::Deferred => Input::Deferred(self.deferred(normed.norm)?, normed.layout),
-            Applied::OnTheWay => Input::Residual(self.residual_row(normed.norm)?),
+            Applied::Epilogue => Input::FusedNorm(self.deferred(normed.norm)?, normed.layout),
+            Applied::Prologue => Input::Residual(self.residual_row(normed.norm)?),
         })
     }
 
-    /// The row that a product makes of what the half before a norm has left. The residual stream is at its usual place between blocks.
+    /// The row that the prologue of a product makes: the output of the half before, normalized, added and normalized again. Between blocks
+    /// the residual stream is at its usual place.
     fn residual_row(&self, norm: Norm) -> Result<ResidualRow<'a>> {
         let Memory {
             residual,
@@ -914,7 +915,7 @@ impl<'a> Pass<'a> {
     fn normalize(&self, norm: Norm, first: usize, layout: Layout) -> Result<()> {
         let (rows, hidden) = (self.rows, self.executor.sizes.hidden);
         let deferred = self.deferred(norm)?;
-        let factors = (rows <= cuda::SMALL).then(|| deferred.scratch.factors(deferred.turn));
+        let factors = (rows <= cuda::SKINNY_ROWS).then(|| deferred.scratch.factors(deferred.turn));
         cuda::rms_norm(
             &self.executor.gpu,
             deferred.x,
@@ -940,9 +941,9 @@ impl<'a> Pass<'a> {
     }
 }
 
-/// A power of two by which what is made of gate and up in this block fits f16, whatever enters it: a row that was normalized is no longer
-/// than the square root of its width, and so gate and up are no larger than the norms of their rows, with the weight of the norm in them,
-/// times that. Activations are no larger than what they take.
+/// The power of two by which the gated linear unit of this block is divided so that it fits f16 for any input. The length of a normalized
+/// row is at most the square root of its width, so gate and up are at most that times the norms of their rows, with the weight of the norm
+/// folded in (Cauchy-Schwarz). Activations are no larger than their arguments.
 fn glu_divisor(gpu: &Arc<Gpu>, block: &Block) -> Result<u32> {
     let Some(norm) = &block.mlp_norms.pre else {
         return Ok(GLU_DIVISOR);

@@ -8,8 +8,8 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::Tag;
 use crate::cuda::{
-    self, Best, DeviceBuffer, Division, DrawRule, DrawScratch, Drawn, Event, ExpertScratch, Gpu,
-    Graph, Layout, LinearScratch, NormScratch, Pinned, Rows,
+    self, Best, DeviceBuffer, DrawRule, DrawScratch, Drawn, Event, ExpertScratch, Gpu, Graph,
+    Layout, LinearScratch, NormScratch, Pinned, SplitKv, SplitKvWorkspace,
 };
 use crate::model::gpu_cache::GpuCache;
 
@@ -19,7 +19,7 @@ const HISTORY: usize = 8;
 /// How a step ends.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Choosing {
-    /// With the likeliest tokens.
+    /// By argmax.
     Argmax,
     /// With tokens drawn by rules, of which some may have a penalty for what has occurred.
     Drawn { penalties: bool },
@@ -30,7 +30,7 @@ pub(super) enum Choosing {
 pub(super) struct GraphKey {
     pub(super) batch: usize,
     /// By number of [`Sizes::attentions`].
-    pub(super) divisions: Vec<Division>,
+    pub(super) divisions: Vec<SplitKv>,
     pub(super) choosing: Choosing,
     /// Whether the sequences have room for long contexts.
     pub(super) long: bool,
@@ -51,8 +51,8 @@ pub(super) struct Memory {
     pub(super) pages: usize,
     /// f32 `[rows, hidden]`: what blocks add to.
     pub(super) residual: DeviceBuffer,
-    /// f32 `[hidden]`, of one row whose norms products apply on the way: the residual stream between the halves of a block, and what a
-    /// half has made.
+    /// f32 `[hidden]`, for one row whose norms are fused into prologues: the residual stream between the halves of a block, and the output of
+    /// a half.
     pub(super) between: DeviceBuffer,
     pub(super) half: DeviceBuffer,
     /// What goes into the first product of a half of a block, normed, and what attention gives to its last: f16.
@@ -75,14 +75,14 @@ pub(super) struct Memory {
     pub(super) unroutable: DeviceBuffer,
     /// What mixtures of experts work in.
     pub(super) experts: Option<ExpertScratch>,
-    pub(super) splits: Rows,
+    pub(super) splits: SplitKvWorkspace,
     pub(super) norms: NormScratch,
     pub(super) linear: LinearScratch,
     pub(super) history: Pinned,
     pub(super) graphs: HashMap<GraphKey, Graph>,
     /// The sequences that the device is ready to step, and where they stand; none while that is not known.
     pub(super) ready: Vec<Ready>,
-    /// The rules by which the device will draw next; none if it takes the likeliest tokens, or that is not known.
+    /// The rules by which the device will draw next; none if it takes the argmax, or if they are not known.
     pub(super) rules: Vec<DrawRule>,
     /// A step that was enqueued before anyone asked for it.
     pub(super) ahead: Option<Event>,
@@ -107,9 +107,9 @@ impl Memory {
         let k = wide.max(hidden).max(q);
         let converted = rows * k * 2;
         let widest = widest.max(if sizes.dense { converted } else { 0 });
-        let activations = |k| Layout::Ordered.elements(rows, k);
+        let activations = |k| Layout::FragmentMajor.elements(rows, k);
         let fused = if sizes.dense {
-            cuda::SMALL
+            cuda::SKINNY_ROWS
         } else {
             cuda::TILED
         };
@@ -138,7 +138,7 @@ impl Memory {
                 .experts
                 .map(|e| ExpertScratch::new(gpu, e.routing, rows, e.intermediate, hidden))
                 .transpose()?,
-            splits: Rows::new(gpu, sizes.heads, sizes.kv_heads, sizes.head_dim, batch)?,
+            splits: SplitKvWorkspace::new(gpu, sizes.heads, sizes.kv_heads, sizes.head_dim, batch)?,
             norms: NormScratch::new(gpu, hidden)?,
             linear: LinearScratch::new(gpu, rows.max(head_rows), k, copy)?,
             history: Pinned::new(gpu, Tag::Scratch, HISTORY * batch * 4)?,
@@ -179,7 +179,7 @@ impl Memory {
             }
             (self.table, self.pages) = (table, pages);
         }
-        if rows <= self.rows && batch <= self.batch && head_rows <= cuda::SMALL {
+        if rows <= self.rows && batch <= self.batch && head_rows <= cuda::SKINNY_ROWS {
             // Rows wait in the residual for their logits.
             if head_rows > self.head_rows {
                 let bytes = head_rows * sizes.vocab * 4;

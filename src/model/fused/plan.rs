@@ -3,7 +3,7 @@
 
 use std::fmt;
 
-use crate::cuda::{self, DeferredNorm, Glu, Hardware, Layout, MatrixShape, Output, ResidualRow};
+use crate::cuda::{self, FusedNorm, Glu, Hardware, Layout, MatrixShape, Output, ResidualRow};
 use crate::model::spec::{Activation, BlockSpec, MlpSpec, NormPlacement, Spec};
 use crate::tensor::WeightType;
 
@@ -31,10 +31,10 @@ pub(super) struct Normed {
 pub(super) enum Applied {
     /// A kernel before.
     Before,
-    /// The products around it, together.
-    Deferred,
-    /// The product that takes the row, which also normalizes and adds what the half before has left.
-    OnTheWay,
+    /// The epilogues of the products around it.
+    Epilogue,
+    /// The prologue of the product that takes the row, which also normalizes the output of the half before and adds it.
+    Prologue,
 }
 
 /// What becomes of the product that ends a half of a block.
@@ -42,8 +42,8 @@ pub(super) enum Applied {
 pub(super) enum Then {
     /// It is added to the residual stream.
     Add,
-    /// The same, and what the next norm takes is left with it.
-    AddAndDefer(Norm),
+    /// The same, with the next norm fused into the epilogue.
+    AddAndNorm(Norm),
     /// It is stored for a norm of its own.
     Store,
     /// It is stored for a norm that the next product applies.
@@ -152,7 +152,7 @@ impl BlockShape {
         let gathers = half == Half::Mlp && matches!(self.mlp, MlpShape::Experts { .. });
         match !gathers && self.matrices().all(|w| w.storage == WeightType::Nvfp4) {
             true => Layout::taken(hardware, rows),
-            false => Layout::Rows,
+            false => Layout::RowMajor,
         }
     }
 }
@@ -190,9 +190,9 @@ pub(super) fn plan(
         hardware,
         steps: Vec::new(),
         known: None,
-        on_the_way: false,
+        in_prologue: false,
     };
-    planner.on_the_way = planner.makes_rows_on_the_way();
+    planner.in_prologue = planner.makes_rows_in_prologues();
     for index in 0..blocks.len() {
         planner.attention(index);
         planner.mlp(index);
@@ -208,7 +208,7 @@ pub(super) fn plan(
 pub(super) fn head_layout(head: MatrixShape, rows: usize, hardware: &Hardware) -> Layout {
     match head.storage {
         WeightType::Nvfp4 => Layout::taken(hardware, rows),
-        _ => Layout::Rows,
+        _ => Layout::RowMajor,
     }
 }
 
@@ -222,7 +222,7 @@ struct Planner<'a> {
     /// The norm that the last kernels have left, and who applies it.
     known: Option<(Norm, Applied)>,
     /// Whether all norms after a half of a block are applied by the next product.
-    on_the_way: bool,
+    in_prologue: bool,
 }
 
 impl Planner<'_> {
@@ -264,7 +264,7 @@ impl Planner<'_> {
             false => {
                 self.push(block, Kernel::StoreKv);
                 self.push(block, Kernel::Prefill);
-                Layout::Rows
+                Layout::RowMajor
             }
         };
         self.end(block, Half::Attention, attended, Norm::Mlp(block));
@@ -305,7 +305,7 @@ impl Planner<'_> {
             true => layout,
             false => {
                 self.push(block, Kernel::Activate);
-                Layout::Rows
+                Layout::RowMajor
             }
         }
     }
@@ -321,14 +321,14 @@ impl Planner<'_> {
 
     /// The projection that ends a half, and what is known of the next norm after it.
     fn end(&mut self, block: usize, half: Half, layout: Layout, next: Norm) {
-        let then = if self.on_the_way {
-            self.known = Some((next, Applied::OnTheWay));
+        let then = if self.in_prologue {
+            self.known = Some((next, Applied::Prologue));
             Then::StoreRow
         } else if self.blocks[block].norms.post {
             Then::Store
-        } else if self.is_step && self.defers(block, half, layout, next) {
-            self.known = Some((next, Applied::Deferred));
-            Then::AddAndDefer(next)
+        } else if self.is_step && self.fuses_norm(block, half, layout, next) {
+            self.known = Some((next, Applied::Epilogue));
+            Then::AddAndNorm(next)
         } else {
             Then::Add
         };
@@ -340,7 +340,7 @@ impl Planner<'_> {
     }
 
     /// Whether one row goes through blocks that all normalize what leaves them, by products that make their row on the way.
-    fn makes_rows_on_the_way(&self) -> bool {
+    fn makes_rows_in_prologues(&self) -> bool {
         let serves = |takes: &[MatrixShape], output| {
             ResidualRow::serves(self.hardware, self.rows, takes, output)
         };
@@ -349,7 +349,8 @@ impl Planner<'_> {
             && serves(&[self.head], Output::F32)
             && self.blocks.iter().all(|block| match &block.mlp {
                 MlpShape::Dense(mlp) if block.norms.post => {
-                    let rows = |half| block.layout(half, self.hardware, self.rows) == Layout::Rows;
+                    let rows =
+                        |half| block.layout(half, self.hardware, self.rows) == Layout::RowMajor;
                     rows(Half::Attention)
                         && rows(Half::Mlp)
                         && serves(&block.qkv, Output::F32)
@@ -360,7 +361,7 @@ impl Planner<'_> {
     }
 
     /// Whether the products around a norm apply it.
-    fn defers(&self, block: usize, half: Half, layout: Layout, next: Norm) -> bool {
+    fn fuses_norm(&self, block: usize, half: Half, layout: Layout, next: Norm) -> bool {
         let shape = &self.blocks[block];
         let makes = match (half, &shape.mlp) {
             (Half::Attention, _) => shape.o,
@@ -369,7 +370,7 @@ impl Planner<'_> {
         };
         let serves = |takes: &[MatrixShape], output| {
             let layout_now = shape.layout(half, self.hardware, self.rows);
-            DeferredNorm::serves(self.hardware, self.rows, layout_now, makes, takes, output)
+            FusedNorm::serves(self.hardware, self.rows, layout_now, makes, takes, output)
         };
         let same_layout = layout == self.layout_of(next);
         same_layout
@@ -396,8 +397,8 @@ impl fmt::Display for Norm {
 
 fn layout_name(layout: Layout) -> &'static str {
     match layout {
-        Layout::Rows => "rows",
-        Layout::Ordered => "fragment-major",
+        Layout::RowMajor => "rows",
+        Layout::FragmentMajor => "fragment-major",
     }
 }
 
@@ -405,8 +406,8 @@ impl fmt::Display for Normed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let how = match self.applied {
             Applied::Before => "normalized",
-            Applied::Deferred => "RMSNorm in the epilogue",
-            Applied::OnTheWay => "post norm, add, RMSNorm on the way",
+            Applied::Epilogue => "RMSNorm in the epilogue",
+            Applied::Prologue => "post norm, add, RMSNorm in the prologue",
         };
         write!(f, "{how}, {}", layout_name(self.layout))
     }
@@ -453,7 +454,7 @@ impl fmt::Display for Kernel {
                 write!(f, "{} ({})", half(which), layout_name(*layout))?;
                 match then {
                     Then::Add => f.write_str(", add"),
-                    Then::AddAndDefer(norm) => write!(f, ", add, squares for the {norm} norm"),
+                    Then::AddAndNorm(norm) => write!(f, ", add, squares for the {norm} norm"),
                     Then::Store | Then::StoreRow => f.write_str(" -> f32"),
                 }
             }

@@ -1,11 +1,11 @@
-//! The fused kernel: products of up to 16 rows with NVFP4 weights, with what becomes of them after, and a norm around them.
+//! The skinny GEMM: products of up to 16 rows of activations with NVFP4 weights, with fused epilogues and norms.
 
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 
-use super::deferred::{DeferredNorm, NormArgument};
+use super::fused_norm::{FusedNorm, NormArgument};
 use super::input::Input;
-use super::limits::{FEW, SMALL};
+use super::limits::{HALF_SM_ROWS, SKINNY_ROWS};
 use super::matrix::{Biased, CHUNK_K, MatrixArgument, matrix_arguments};
 use super::output::{GROUP_ROWS, Layout, Output};
 use super::residual::ResidualArgument;
@@ -16,17 +16,17 @@ use crate::cuda::driver::{DeviceBuffer, Gpu, Launch, int};
 use crate::cuda::units::Unit;
 
 /// What the kernels of this file are passed, by the start of their names.
-pub(super) const ARGUMENTS: &[(&str, usize)] = &[("linear_", size_of::<SmallArguments>())];
+pub(super) const ARGUMENTS: &[(&str, usize)] = &[("linear_", size_of::<SkinnyArguments>())];
 
 #[repr(C)]
-struct SmallArguments {
+struct SkinnyArguments {
     x: u64,
     out: u64,
     matrix: [MatrixArgument; 3],
     tiles: [i32; 2],
     each: i32,
     more: i32,
-    part: [PartArgument; PARTS],
+    part: [KRange; MOST_SPLIT_K],
     chunks: i32,
     m: i32,
     k: i32,
@@ -37,36 +37,36 @@ struct SmallArguments {
     residual: ResidualArgument,
 }
 
-/// A part of K: its first step, how many there are, and 2^32 divided by them, rounded up.
+/// The range of K of a block: its first step, the number of steps, and 2^32 divided by that, rounded up.
 #[repr(C)]
-struct PartArgument {
+struct KRange {
     first: i32,
     steps: i32,
     inverse: u32,
 }
 
-/// Parts of K at most.
-const PARTS: usize = 2;
-/// Sums that a warp has of a tile, for each row of activations.
-const SUMS: usize = 16;
-/// Rows of activations that kernels of which blocks may form clusters take at most, unless they are ordered.
-const DIVISIBLE: usize = 8;
-/// Rows of activations that may be ordered: more than tiles of two halves of K are for.
-const ORDERED: RangeInclusive<usize> = FEW + 1..=SMALL;
-/// What the sums of a block's warps may take.
-const SUMS_BYTES: usize = 48 << 10;
-/// What follows activations in shared memory: barriers, and factors of a norm.
-const BEHIND: usize = 128 + WARPS * 4;
+/// The most blocks that split K.
+const MOST_SPLIT_K: usize = 2;
+/// Accumulators of a warp, for each row of activations.
+const ACCUMULATORS: usize = 16;
+/// The most rows of row-major activations for which blocks may form clusters.
+const CLUSTER_ROWS: usize = 8;
+/// Rows of activations that may be fragment-major: more than [`Tile::Split`] serves.
+const FRAGMENT_MAJOR_ROWS: RangeInclusive<usize> = HALF_SM_ROWS + 1..=SKINNY_ROWS;
+/// The most bytes of shared memory for accumulators.
+const ACCUMULATOR_BYTES: usize = 48 << 10;
+/// Bytes of shared memory after the activations: barriers, and factors of a norm.
+const BARRIER_BYTES: usize = 128 + WARPS * 4;
 
-/// How the fused kernel is launched.
+/// How the skinny GEMM is launched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Plan {
-    /// What a tile is.
+    /// The kind of tile.
     pub tile: Tile,
-    /// Clusters of blocks, which divide the tiles evenly.
+    /// Number of clusters of blocks, which divide the tiles evenly.
     pub clusters: usize,
-    /// Blocks of a cluster, which have a part of K each.
-    pub parts: usize,
+    /// Blocks of a cluster, each with a range of K.
+    pub split_k: usize,
     /// Rows of activations in one launch.
     pub rows: usize,
     /// Shared memory that a block needs for that many rows.
@@ -74,68 +74,71 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// The plan for `m` rows that lie like this and matrices of `features` output features and K = `k`, on a device with this many
-    /// multiprocessors and this much shared memory; `None` where a single row does not fit, or of ordered rows not all of them.
+    /// The plan for `m` rows in this layout and matrices of `features` output features and K = `k`, on a device with this many
+    /// multiprocessors and this many bytes of shared memory per block; `None` if a single row does not fit, or, of fragment-major
+    /// rows, not all of them.
     ///
-    /// As many blocks as multiprocessors, or several times as many where the sums of a block's tiles would need much memory;
-    /// all rows at once, or as many as fit. `divisible` says that two blocks may share tiles, as those of Hopper and later do:
-    /// pairs divide few tiles more evenly, but cost as much as a step of each warp.
+    /// There are as many blocks as multiprocessors, or several times as many if the accumulators of a block's tiles would need too much
+    /// memory, and all rows are taken at once, or as many as fit. `has_clusters`: the device has thread block clusters (Hopper and
+    /// later). Two blocks that split K divide few tiles more evenly, but bringing their accumulators together costs as much as a
+    /// step of each warp.
     pub fn choose(
         m: usize,
         k: usize,
         features: &[usize],
         output: Output,
         layout: Layout,
-        divisible: bool,
+        has_clusters: bool,
         multiprocessors: usize,
         shared: usize,
     ) -> Option<Plan> {
-        let ordered = layout == Layout::Ordered;
-        if ordered && !ORDERED.contains(&m) {
+        let fragment_major = layout == Layout::FragmentMajor;
+        if fragment_major && !FRAGMENT_MAJOR_ROWS.contains(&m) {
             return None;
         }
         let tile = Tile::of(output, m);
         let tiles = tile.counts(features).into_iter().max()?;
         let steps = k.div_ceil(tile.step());
-        let mut rows = m.min(SMALL);
+        let mut rows = m.min(SKINNY_ROWS);
         loop {
-            let most_tiles = (SUMS_BYTES / (rows * SUMS * 4))
+            let most_tiles = (ACCUMULATOR_BYTES / (rows * ACCUMULATORS * 4))
                 .saturating_sub(WARPS)
                 .max(1);
             let waves = tiles.div_ceil(multiprocessors).div_ceil(most_tiles);
-            let plan = |clusters: usize, parts: usize| {
+            let plan = |clusters: usize, split_k: usize| {
                 let each = tiles.div_ceil(clusters);
                 let held = match layout {
-                    Layout::Ordered => rows.next_multiple_of(GROUP_ROWS),
-                    Layout::Rows => rows,
+                    Layout::FragmentMajor => rows.next_multiple_of(GROUP_ROWS),
+                    Layout::RowMajor => rows,
                 };
-                let x = held * steps.div_ceil(parts) * tile.step() * 2;
-                let sums = rows * (each + WARPS) * SUMS * 4;
-                // From each other, blocks of a pair get as many sums as they have outputs.
-                let sent = match parts {
+                let x = held * steps.div_ceil(split_k) * tile.step() * 2;
+                let accumulators = rows * (each + WARPS) * ACCUMULATORS * 4;
+                // Blocks of a cluster receive as many accumulators as they have outputs.
+                let received = match split_k {
                     1 => 0,
-                    _ => (each * tile.room(rows)).div_ceil(parts) * tile.features() * 4,
+                    _ => (each * tile.room(rows)).div_ceil(split_k) * tile.features() * 4,
                 };
                 Plan {
                     tile,
                     clusters,
-                    parts,
+                    split_k,
                     rows,
-                    shared: tile.rings(rows) + x + BEHIND + sent + sums,
+                    shared: tile.rings(rows) + x + BARRIER_BYTES + received + accumulators,
                 }
             };
             let alone = plan(tiles.min(multiprocessors * waves), 1);
             let paired = plan(tiles.min((multiprocessors / 2).max(1)), 2);
-            let steps_of = |plan: &Plan| tiles.div_ceil(plan.clusters) * steps.div_ceil(plan.parts);
-            let pays = divisible
+            let steps_of =
+                |plan: &Plan| tiles.div_ceil(plan.clusters) * steps.div_ceil(plan.split_k);
+            let pays = has_clusters
                 && tile != Tile::Pair
-                && (rows <= DIVISIBLE || ordered)
+                && (rows <= CLUSTER_ROWS || fragment_major)
                 && steps_of(&paired) + WARPS < steps_of(&alone);
             let best = if pays { paired } else { alone };
             if best.shared <= shared {
                 return Some(best);
             }
-            if rows == 1 || ordered {
+            if rows == 1 || fragment_major {
                 return None;
             }
             rows = rows.div_ceil(2);
@@ -143,8 +146,8 @@ impl Plan {
     }
 }
 
-/// The fused kernel with a plan of the caller's. `next` is the norm that follows what is added to `out`, where that is deferred.
-pub fn small(
+/// The skinny GEMM with a plan of the caller's. `next` is the norm after what is added to `out`, if it is fused into this product.
+pub fn skinny_gemm(
     gpu: &Arc<Gpu>,
     input: Input<'_>,
     m: usize,
@@ -153,7 +156,7 @@ pub fn small(
     out: &DeviceBuffer,
     stride: usize,
     plan: Plan,
-    next: Option<&DeferredNorm<'_>>,
+    next: Option<&FusedNorm<'_>>,
 ) -> Result<()> {
     let k = matrices[0].0.cols;
     // The kernels count outputs, and activations, in 32 bits.
@@ -161,14 +164,17 @@ pub fn small(
     int("activations", plan.rows * k)?;
     let mut matrix = matrix_arguments(matrices)?;
     let (x, norm) = match (&input, next) {
-        (Input::Plain(x, factor) | Input::Ordered(x, factor), next) => {
+        (Input::Plain(x, factor) | Input::FragmentMajor(x, factor), next) => {
             matrix.iter_mut().for_each(|w| w.global *= factor);
             (Some(*x), next)
         }
-        (Input::Deferred(norm, _), None) => (Some(norm.rows()), Some(norm)),
+        (Input::FusedNorm(norm, _), None) => (Some(norm.rows()), Some(norm)),
         (Input::Residual(_), None) => (None, None),
-        (Input::Deferred(..) | Input::Residual(_), Some(_)) => {
-            bail!(Internal, "a product between two norms that are deferred")
+        (Input::FusedNorm(..) | Input::Residual(_), Some(_)) => {
+            bail!(
+                Internal,
+                "a product between two norms that are fused into it"
+            )
         }
     };
     let misplaced = match next {
@@ -178,7 +184,7 @@ pub fn small(
     if norm.is_some() && (misplaced || plan.rows < m) {
         bail!(
             Internal,
-            "no kernel defers a norm for {output:?} of {m} rows, {} at a time",
+            "no kernel fuses a norm into {output:?} of {m} rows, {} at a time",
             plan.rows
         );
     }
@@ -192,10 +198,10 @@ pub fn small(
     let up_to = |i: usize| int("tiles", *counts.get(i).unwrap_or(&tiles));
     let steps = k.div_ceil(plan.tile.step());
     let part = |i: usize| {
-        let first = steps * i / plan.parts;
-        let count = steps * (i + 1) / plan.parts - first;
+        let first = steps * i / plan.split_k;
+        let count = steps * (i + 1) / plan.split_k - first;
         // Steps of a block times those of a tile are far from 2^32, since a row fits shared memory; the kernel divides by 1 itself.
-        PartArgument {
+        KRange {
             first: first as i32,
             steps: count as i32,
             inverse: (u32::MAX / count.max(1) as u32).wrapping_add(1),
@@ -205,12 +211,12 @@ pub fn small(
         Output::F32 => "f32",
         Output::F16 => "f16",
         Output::Add => "add",
-        Output::Glu(_) | Output::GluOrdered(_) => "glu",
+        Output::Glu(_) | Output::GluFragmentMajor(_) => "glu",
     };
     if output.applied().is_some() && output.layout() != input.layout() {
         bail!(
             Internal,
-            "the fused kernel leaves what a gated activation makes in the layout of its input"
+            "the skinny GEMM stores the result of a gated activation in the layout of its input"
         );
     }
     let glu = output.applied().unwrap_or_default();
@@ -218,18 +224,18 @@ pub fn small(
         let rows = plan.rows.min(m - first);
         let how = match (&input, input.layout()) {
             (Input::Residual(_), _) => "_residual",
-            (_, Layout::Rows) => "",
-            (_, Layout::Ordered) => "_ordered",
+            (_, Layout::RowMajor) => "",
+            (_, Layout::FragmentMajor) => "_ordered",
         };
         let name = format!("linear_{kind}{how}_{}", plan.tile.room(rows));
-        let arguments = SmallArguments {
+        let arguments = SkinnyArguments {
             x: x.map_or(0, |x| x.address() + (first * k * 2) as u64),
             out: out.address() + (first * stride * output.bytes()) as u64,
             matrix,
             tiles: [up_to(0)?, up_to(1)?],
             each: (tiles / plan.clusters) as i32,
             more: (tiles % plan.clusters) as i32,
-            part: [part(0), part(plan.parts - 1)],
+            part: [part(0), part(plan.split_k - 1)],
             chunks: k.div_ceil(CHUNK_K) as i32,
             m: rows as i32,
             k: int("K", k)?,
@@ -240,17 +246,17 @@ pub fn small(
             residual,
         };
         let launch = Launch {
-            // A multiprocessor holds two blocks at most, of which one is the next kernel's, which fills its rings while the
-            // other computes. Were there room for three, blocks that start early would crowd where an earlier kernel's have
-            // ended, and leave other multiprocessors without any. Activations of more rows leave no room for the next
-            // kernel's, and then two would crowd, too.
+            // At most two blocks share a multiprocessor: one of this kernel and one of the next, which fills its rings while the
+            // first computes. With room for three, blocks of the next kernel would gather where blocks of this one have ended, and
+            // leave other multiprocessors idle. Activations of more rows leave no room for a block of the next kernel; then two
+            // blocks would gather in the same way.
             shared: plan
                 .shared
                 .max(gpu.shared_limit() / if rows <= 4 { 3 } else { 2 } + 1024)
                 as u32,
-            cluster: plan.parts as u32,
+            cluster: plan.split_k as u32,
             ..Launch::new(
-                [plan.clusters as u32, 1, plan.parts as u32],
+                [plan.clusters as u32, 1, plan.split_k as u32],
                 (32 * WARPS) as u32,
             )
         };
@@ -276,44 +282,68 @@ mod tests {
             (576, &[576, 192, 192], Output::F32),
         ];
         for (k, features, output) in shapes {
-            for (m, divisible) in (1..=SMALL).flat_map(|m| [(m, false), (m, true)]) {
+            for (m, divisible) in (1..=SKINNY_ROWS).flat_map(|m| [(m, false), (m, true)]) {
                 let plan = |layout| {
                     Plan::choose(m, k, features, output, layout, divisible, 132, 227 << 10)
                 };
-                let ordered = plan(Layout::Ordered);
+                let fragment_major = plan(Layout::FragmentMajor);
                 // 16 rows of 9,728 elements fit a pair of blocks.
                 let fits = m <= 8 || k < 9728 || divisible;
                 assert_eq!(
-                    ordered.is_some(),
-                    ORDERED.contains(&m) && fits,
+                    fragment_major.is_some(),
+                    FRAGMENT_MAJOR_ROWS.contains(&m) && fits,
                     "{m} of {k}"
                 );
-                let plan = plan(Layout::Rows).unwrap();
-                if let Some(ordered) = ordered {
-                    assert!(ordered.shared >= plan.shared && ordered.shared <= 227 << 10);
-                    assert_eq!(ordered.rows, m);
+                let plan = plan(Layout::RowMajor).unwrap();
+                if let Some(fragment_major) = fragment_major {
+                    assert!(
+                        fragment_major.shared >= plan.shared && fragment_major.shared <= 227 << 10
+                    );
+                    assert_eq!(fragment_major.rows, m);
                 }
                 assert!(plan.shared <= 227 << 10, "{plan:?}");
                 assert!(plan.rows >= 1 && plan.rows <= m, "{plan:?}");
                 assert!(
-                    plan.clusters.is_multiple_of(132 / plan.parts)
-                        || plan.clusters < 132 / plan.parts,
+                    plan.clusters.is_multiple_of(132 / plan.split_k)
+                        || plan.clusters < 132 / plan.split_k,
                     "{plan:?}"
                 );
                 assert!(plan.tile != Tile::Split || m <= 4, "{plan:?}");
                 // Three tiles of 9,728 elements for some blocks and two for others, or one and two, are worth dividing.
-                let uneven = k == 9728 && plan.rows <= DIVISIBLE;
-                assert_eq!(plan.parts == 2, divisible && uneven, "{plan:?}");
+                let uneven = k == 9728 && plan.rows <= CLUSTER_ROWS;
+                assert_eq!(plan.split_k == 2, divisible && uneven, "{plan:?}");
             }
         }
         // GB10: 48 multiprocessors and 99 KB.
-        let at_most_99_kb =
-            |k| Plan::choose(1, k, &[2560], Output::Add, Layout::Rows, true, 48, 99 << 10);
+        let at_most_99_kb = |k| {
+            Plan::choose(
+                1,
+                k,
+                &[2560],
+                Output::Add,
+                Layout::RowMajor,
+                true,
+                48,
+                99 << 10,
+            )
+        };
         assert!(at_most_99_kb(9728).is_some());
         assert!(at_most_99_kb(1 << 20).is_none());
         // Gate and up of one row, whose rings are the longest, of the widest models that are common.
         let swiglu = Output::Glu(Glu::default());
         let widest = [28_672, 28_672];
-        assert!(Plan::choose(1, 8192, &widest, swiglu, Layout::Rows, true, 48, 99 << 10).is_some());
+        assert!(
+            Plan::choose(
+                1,
+                8192,
+                &widest,
+                swiglu,
+                Layout::RowMajor,
+                true,
+                48,
+                99 << 10
+            )
+            .is_some()
+        );
     }
 }

@@ -1,9 +1,9 @@
-//! RMSNorm without a kernel of its own: the fused kernel that makes rows leaves what the norm of them takes, and the ones that take
-//! them apply its factor at their end. `kernels/norm/deferred.cuh` has how.
+//! RMSNorm fused into the epilogues of products: the product that makes the rows stores them times the norm's weight, with sums of
+//! their squares, and the products that take them apply the factor of each row in their epilogue. See `kernels/norm/deferred.cuh`.
 
 use std::sync::Arc;
 
-use super::limits::SMALL;
+use super::limits::SKINNY_ROWS;
 use super::output::{Layout, Output};
 use super::tile::Tile;
 use crate::base::Result;
@@ -11,10 +11,10 @@ use crate::base::error::bail;
 use crate::base::memory::Tag;
 use crate::cuda::driver::{DeviceBuffer, Gpu, int};
 
-/// Rows are multiples of this many elements: sums of squares, one for each tile, are read four at a time.
+/// The width of rows is a multiple of this: sums of squares, one for each tile, are read four at a time.
 pub(super) const MULTIPLE: usize = 64;
 
-/// What passes between products around a norm, of up to [`SMALL`] rows.
+/// Scratch memory between the products around a norm, for up to [`SKINNY_ROWS`] rows.
 pub struct NormScratch {
     width: usize,
     rows: DeviceBuffer,
@@ -28,27 +28,28 @@ impl NormScratch {
         let scratch = |elements: usize, bytes: usize| {
             DeviceBuffer::uninit(gpu, Tag::DeviceScratch, elements * bytes)
         };
-        let squares = SMALL * width.div_ceil(Tile::Split.features());
+        let squares = SKINNY_ROWS * width.div_ceil(Tile::Split.features());
         Ok(NormScratch {
             width,
-            rows: scratch(Layout::Ordered.elements(SMALL, width), 2)?,
+            rows: scratch(Layout::FragmentMajor.elements(SKINNY_ROWS, width), 2)?,
             squares: scratch(squares, 4)?,
-            factors: [scratch(SMALL, 4)?, scratch(SMALL, 4)?],
+            factors: [scratch(SKINNY_ROWS, 4)?, scratch(SKINNY_ROWS, 4)?],
         })
     }
 
-    /// Where a norm that another kernel applies leaves the factor of each row, f32, for the deferred norm after it.
+    /// Where another kernel that applies a norm stores the factor of each row, f32, for the fused norm after it.
     pub fn factors(&self, turn: usize) -> &DeviceBuffer {
         &self.factors[turn % 2]
     }
 }
 
-/// A norm that products apply. Every norm of rows has its turn, and one that is deferred takes up where the one before has left off.
+/// A norm that the products around it apply. It scales its rows by the factors of the norm before, so that they stay within f16, and
+/// the two sets of factors take turns.
 #[derive(Clone, Copy)]
-pub struct DeferredNorm<'a> {
-    /// The same for all norms of the rows.
+pub struct FusedNorm<'a> {
+    /// Shared by all norms of the rows.
     pub scratch: &'a NormScratch,
-    /// Odd or even, in turns.
+    /// Odd or even: the set of factors that this norm writes. It reads the other.
     pub turn: usize,
     /// The rows themselves, f32 `[m, width]`.
     pub x: &'a DeviceBuffer,
@@ -58,7 +59,7 @@ pub struct DeferredNorm<'a> {
     pub eps: f32,
 }
 
-/// What the fused kernel knows of a norm: that of its result, or of its input.
+/// The argument of the skinny GEMM for the norm of its result, or of its input.
 #[repr(C)]
 #[derive(Default)]
 pub(super) struct NormArgument {
@@ -72,13 +73,13 @@ pub(super) struct NormArgument {
     eps: f32,
 }
 
-impl DeferredNorm<'_> {
+impl FusedNorm<'_> {
     /// Elements of a row.
     pub(super) fn width(&self) -> usize {
         self.scratch.width
     }
 
-    /// The rows as the fused kernel takes them.
+    /// The rows as the skinny GEMM takes them.
     pub(super) fn rows(&self) -> &DeviceBuffer {
         &self.scratch.rows
     }
@@ -87,10 +88,10 @@ impl DeferredNorm<'_> {
         let width = self.scratch.width;
         self.x.holds("rows", &[m, width, 4])?;
         self.weight.holds("a norm", &[width, 4])?;
-        if m > SMALL || !width.is_multiple_of(MULTIPLE) {
+        if m > SKINNY_ROWS || !width.is_multiple_of(MULTIPLE) {
             bail!(
                 Internal,
-                "a deferred norm of {m} rows of {width}; it takes up to {SMALL} rows of a multiple of {MULTIPLE}"
+                "a norm of {m} rows of {width} fused into products; it takes up to {SKINNY_ROWS} rows of a multiple of {MULTIPLE}"
             );
         }
         Ok(NormArgument {
