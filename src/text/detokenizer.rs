@@ -1,5 +1,5 @@
-//! Tokens to text as they come. A character may be spread over several tokens, so bytes wait until they are a whole
-//! character or cannot become one.
+//! Incremental conversion of tokens to text. A character may be spread over several tokens, so bytes are held back until
+//! they form a whole character or cannot become one.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use crate::base::Result;
 pub struct Detokenizer {
     tokenizer: Arc<Tokenizer>,
     keep_special: bool,
-    /// The beginning of a character whose end has not come yet: at most three bytes between calls.
+    /// The beginning of an incomplete character: at most three bytes between calls.
     pending: Vec<u8>,
     /// Leading spaces still to be dropped, for vocabularies that put one before the first word.
     strip: usize,
@@ -34,10 +34,10 @@ impl Detokenizer {
         self
     }
 
-    /// The same in the middle of a text, behind `tokens`. Ids without text count for none.
+    /// The same in the middle of a text, after `tokens`. Ids without text are ignored.
     pub fn after(mut self, tokens: &[u32]) -> Self {
-        // What is left of them is the beginning of a character, and that they were there: a text's leading spaces are dropped
-        // only at its start. Their last bytes tell both.
+        // Two things depend on them: an incomplete character at their end, and whether leading spaces
+        // are still to be dropped. Their last bytes tell both.
         let enough = self.strip.max(3);
         let mut bytes = 0;
         let tail = tokens.iter().rposition(|&token| {
@@ -50,7 +50,7 @@ impl Detokenizer {
         self
     }
 
-    /// The text that `token` completes; empty while a character is unfinished. Bytes that can no longer become a character
+    /// The text that `token` completes; empty while a character is incomplete. Bytes that can no longer become a character
     /// come out as U+FFFD.
     pub fn push(&mut self, token: u32) -> Result<String> {
         let bytes = shown(&self.tokenizer, token, self.keep_special)?;
@@ -78,7 +78,8 @@ impl Detokenizer {
             .unwrap_or_default()
     }
 
-    /// The text of what is left, an unfinished character as U+FFFD; the detokenizer is then at the start of a text again.
+    /// The text that is held back, an incomplete character as U+FFFD. Afterwards the detokenizer is at the start of a text
+    /// again.
     pub fn finish(&mut self) -> String {
         self.strip = self.tokenizer.leading_spaces();
         let rest = String::from_utf8_lossy(&self.pending).into_owned();
@@ -111,7 +112,7 @@ impl Detokenizer {
     }
 }
 
-/// The bytes that `token` gives a text.
+/// The bytes that `token` adds to a text.
 fn shown(tokenizer: &Tokenizer, token: u32, keep_special: bool) -> Result<&[u8]> {
     let bytes = tokenizer.bytes_of(token)?;
     Ok(if tokenizer.is_special(token) && !keep_special {

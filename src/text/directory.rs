@@ -1,4 +1,4 @@
-//! What a Hugging Face model directory says about text: `tokenizer.json`, `tokenizer_config.json`, `chat_template.jinja` and
+//! The text files of a Hugging Face model directory: `tokenizer.json`, `tokenizer_config.json`, `chat_template.jinja` and
 //! `chat_template.json`.
 
 use std::path::Path;
@@ -10,7 +10,7 @@ use super::{ChatTemplate, Tokenizer};
 use crate::base::error::{bail, err};
 use crate::base::{Error, Result};
 
-/// The text side of a model directory.
+/// The tokenizer, chat template and special tokens of a model directory.
 #[derive(Debug, Default)]
 pub struct TextFiles {
     /// From `tokenizer.json`, if there is one.
@@ -23,7 +23,7 @@ pub struct TextFiles {
     pub eos: Option<String>,
 }
 
-/// Reads the text files of `directory`. Files that are not there are None; files that are there and broken are errors.
+/// Reads the text files of `directory`. Missing files give None; broken files are errors.
 pub fn read_directory(directory: &Path) -> Result<TextFiles> {
     let tokenizer = directory.join("tokenizer.json");
     let tokenizer = match tokenizer.exists() {
@@ -39,7 +39,7 @@ pub fn read_directory(directory: &Path) -> Result<TextFiles> {
             .map(str::to_owned)
     };
     let (bos, eos) = (token("bos_token"), token("eos_token"));
-    // The same order of preference as transformers: the file of its own first.
+    // The same order of preference as in transformers: a separate file first.
     let source = match text(&directory.join("chat_template.jinja"))? {
         Some(source) => Some(source),
         None => match json(&directory.join("chat_template.json"))? {

@@ -1,8 +1,8 @@
-//! What makes tokens of text.
+//! The encoder of a tokenizer.
 
 use super::bpe::Bpe;
 
-/// Our own tokenizer where it knows how, and otherwise the crate's.
+/// Our own byte-level BPE where it supports the tokenizer, else the crate's.
 pub(super) enum Engine {
     Own(Box<Bpe>),
     Crate(Box<tokenizers::Tokenizer>),

@@ -1,4 +1,4 @@
-//! Messages of a conversation, in the JSON that chat servers made common, and the tools and variables that go with them.
+//! Messages of a conversation, in the JSON format of chat servers, with their tools and template variables.
 
 use serde_json::{Map, Value, json};
 
@@ -6,13 +6,13 @@ use super::ToolCall;
 use crate::base::error::{bail, err};
 use crate::base::{Result, alloc};
 
-/// Who may speak. `developer` is a newer word for `system`.
+/// The roles of messages. `developer` is a newer name for `system`.
 const ROLES: [&str; 5] = ["system", "developer", "user", "assistant", "tool"];
 
-/// Keys that clients copy from a server's answer into the next request, and that say nothing a template could use.
+/// Keys that clients copy from a server's answer into the next request, and that no template uses.
 const IGNORED: [&str; 2] = ["refusal", "annotations"];
 
-/// Variables that the library gives every template, and where a caller says what they are to be.
+/// Variables that the library itself passes to every template, and how a caller sets them instead.
 const OWN_VARIABLES: [(&str, &str); 5] = [
     ("messages", "are passed as messages"),
     ("tools", "are passed as tools"),
@@ -21,20 +21,21 @@ const OWN_VARIABLES: [(&str, &str); 5] = [
     ("eos_token", "comes from the model's tokenizer_config.json"),
 ];
 
-/// Bytes that reading may take for a byte of JSON: an empty object of two bytes and a comma becomes a value of some seventy.
+/// Bytes that parsing may allocate for a byte of JSON: an empty object of two bytes and a comma becomes a value of some
+/// seventy.
 const FOR_BYTE: usize = 48;
 
-/// Bytes that stand for a value beside its text in the size of a message.
+/// Bytes added for each value, besides its text, in the size of a message.
 const FOR_VALUE: usize = 16;
 
-/// What a message says.
+/// The content of a message.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Content {
-    /// Nothing, as in a message that only calls tools.
+    /// No content, as in a message that only calls tools.
     None,
     /// A text.
     Text(String),
-    /// Several texts, which some templates write differently from one.
+    /// Several texts, which some templates render differently from one.
     Parts(Vec<String>),
 }
 
@@ -45,18 +46,18 @@ pub struct Message {
     pub role: String,
     /// What it says.
     pub content: Content,
-    /// What the assistant thought before it said that.
+    /// The assistant's reasoning before the content.
     pub reasoning_content: Option<String>,
-    /// The calls that the assistant makes.
+    /// The assistant's tool calls.
     pub tool_calls: Vec<ToolCall>,
     /// The call that a `tool` message answers.
     pub tool_call_id: Option<String>,
-    /// Who speaks, or the tool that a `tool` message is from.
+    /// The name of the speaker, or of the tool that a `tool` message is from.
     pub name: Option<String>,
 }
 
 impl Message {
-    /// A message of `role` that says `content`.
+    /// A message of `role` with `content`.
     pub fn new(role: impl Into<String>, content: impl Into<String>) -> Self {
         Message {
             role: role.into(),
@@ -68,7 +69,7 @@ impl Message {
         }
     }
 
-    /// What the message says, as one text: parts become lines, nothing becomes an empty text.
+    /// The content as one text: parts become lines, no content becomes an empty text.
     pub fn text(&self) -> String {
         match &self.content {
             Content::None => String::new(),
@@ -77,7 +78,7 @@ impl Message {
         }
     }
 
-    /// Bytes of its texts, and what stands for the values beside them.
+    /// The size of the message: bytes of its texts, and a fixed number for each value.
     pub(crate) fn size(&self) -> usize {
         let content = match &self.content {
             Content::None => 0,
@@ -109,13 +110,13 @@ fn value_size(value: &Value) -> usize {
         }
 }
 
-/// Reads `[{"role": ..., "content": ...}, ...]`, the form that chat servers take.
+/// Reads `[{"role": ..., "content": ...}, ...]`, the format of chat servers.
 ///
-/// - `content` is a text, or an array of `{"type": "text", "text": ...}`; an assistant's message that has `tool_calls` or
-///   reasoning may do without.
-/// - `reasoning_content`, or `reasoning`, is what an assistant thought.
-/// - `tool_calls` holds `{"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}`, or what is in `function`
-///   alone. Arguments are an object, or the JSON of one as a text; an empty text stands for no arguments.
+/// - `content` is a text, or an array of `{"type": "text", "text": ...}`; an assistant's message with `tool_calls` or
+///   reasoning may have none.
+/// - `reasoning_content`, or `reasoning`, is an assistant's reasoning.
+/// - `tool_calls` holds `{"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}`, or what is in
+///   `function` alone. Arguments are an object, or a string of its JSON; an empty string stands for no arguments.
 /// - A `tool` message answers an earlier call, which `tool_call_id` names.
 pub fn messages_from_json(json: &str) -> Result<Vec<Message>> {
     let _values = alloc::set_aside(json.len().saturating_mul(FOR_BYTE))?;
@@ -135,12 +136,13 @@ pub fn messages_from_json(json: &str) -> Result<Vec<Message>> {
     Ok(messages)
 }
 
-/// The form that [`messages_from_json`] reads, with the arguments of calls as texts, as chat servers write them.
+/// The form that [`messages_from_json`] reads, with the arguments of calls as strings of JSON, as chat servers write them.
 pub fn messages_to_json(messages: &[Message]) -> Value {
     messages.iter().map(write_message).collect()
 }
 
-/// Reads an array of `{"type": "function", "function": {"name": ..., ...}}`. What is in `function` alone is taken for the whole.
+/// Reads an array of `{"type": "function", "function": {"name": ..., ...}}`. The object of `function` alone is accepted
+/// too.
 pub fn tools_from_json(json: &str) -> Result<Vec<Value>> {
     let _values = alloc::set_aside(json.len().saturating_mul(FOR_BYTE))?;
     let Value::Array(items) = parse("tools", json)? else {
@@ -156,7 +158,7 @@ pub fn tools_from_json(json: &str) -> Result<Vec<Value>> {
         .collect()
 }
 
-/// Reads an object of variables for a template. Names that the library itself gives are refused.
+/// Reads an object of variables for a template. Refuses names that the library itself passes.
 pub fn variables_from_json(json: &str) -> Result<Map<String, Value>> {
     let _values = alloc::set_aside(json.len().saturating_mul(FOR_BYTE))?;
     let value = parse("template variables", json)?;
@@ -182,7 +184,7 @@ fn parse(what: &str, json: &str) -> Result<Value> {
     serde_json::from_str(json).map_err(|e| err!(InvalidArgument, "{what} are not JSON: {e}"))
 }
 
-/// A value's kind, as an error names it.
+/// The name of a value's type, for errors.
 fn kind(value: &Value) -> &'static str {
     match value {
         Value::Null => "null",
@@ -201,7 +203,7 @@ fn object(value: Value) -> Result<Map<String, Value>> {
     }
 }
 
-/// The text at `key`, which is taken out; None where there is none or null.
+/// Takes the text at `key` out of the object; None if it is missing or null.
 fn take_text(map: &mut Map<String, Value>, key: &str) -> Result<Option<String>> {
     match map.remove(key) {
         None | Some(Value::Null) => Ok(None),
@@ -370,7 +372,7 @@ fn read_call(call: Value) -> Result<ToolCall> {
     })
 }
 
-/// What stands in `function`, or `of` itself where it stands there alone.
+/// The object in `function`, or `of` itself if it has no such key.
 fn function_of(mut of: Map<String, Value>) -> Result<Map<String, Value>> {
     match take_text(&mut of, "type")?.as_deref() {
         None | Some("function") => {}
@@ -406,7 +408,7 @@ fn read_tool(item: Value) -> Result<Value> {
     })
 }
 
-/// `message`, if it is not a result that answers none of the calls in the messages `before` it.
+/// Gives `message`, or an error if it is a result that answers none of the calls in the messages `before` it.
 fn answers_a_call(message: Message, before: &[Message]) -> Result<Message> {
     if message.role != "tool" {
         return Ok(message);

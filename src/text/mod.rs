@@ -1,6 +1,6 @@
-//! Floor 3: text in and out of tokens. Tokenizers from `tokenizer.json` or from a GGUF vocabulary, chat templates, a detokenizer
-//! that never emits half a character, and the parts of an answer: reasoning, content, calls of tools. Knows nothing of models,
-//! weights or sessions.
+//! Floor 3: text in and out of tokens. Tokenizers from `tokenizer.json` or from a GGUF vocabulary, chat templates, a
+//! detokenizer that never emits half a character, and the parts of an answer: reasoning, content, tool calls. Knows nothing
+//! of models, weights or sessions.
 
 mod answer;
 mod bpe;

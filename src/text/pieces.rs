@@ -7,12 +7,12 @@ use crate::base::error::{bail, err};
 /// More than any real vocabulary; a larger id in a file is damage, and would make the table huge.
 const MAX_ID: u32 = 1 << 24;
 
-/// How the strings of a vocabulary stand for bytes.
+/// How the strings of a vocabulary encode bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Spelling {
-    /// GPT-2's alphabet: each character stands for one byte.
+    /// GPT-2's alphabet: each character encodes one byte.
     ByteLevel,
-    /// Text in which `space` stands for a space, with `<0xNN>` tokens for single bytes if `bytes`.
+    /// Text with `space` in place of spaces, and `<0xNN>` tokens for single bytes if `bytes`.
     Plain { space: Option<char>, bytes: bool },
 }
 
@@ -50,7 +50,7 @@ impl Spelling {
                     match byte_of(c) {
                         Some(b) => out.push(b),
                         None => {
-                            // A token outside the alphabet can only be meant literally.
+                            // A token with characters outside the alphabet is literal text.
                             out.truncate(start);
                             out.extend_from_slice(token.as_bytes());
                             return;
@@ -90,7 +90,7 @@ pub(super) struct Pieces {
     flags: Vec<u8>,
 }
 
-/// A token as the vocabulary gives it.
+/// A token of the vocabulary.
 pub(super) struct Token<'a> {
     pub(super) id: u32,
     pub(super) text: &'a str,

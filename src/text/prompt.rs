@@ -1,5 +1,5 @@
-//! A conversation as the tokens that a model is given: rendered by the chat template, divided at the special tokens that the template
-//! writes, and laid beside the tokens that a sequence holds already.
+//! A conversation as the tokens of a prompt: rendered by the chat template, split at the special tokens that the template
+//! writes, and matched with the tokens that a sequence holds already.
 
 use std::borrow::Cow;
 
@@ -9,23 +9,24 @@ use super::tokenizer::{Piece, foreign};
 use super::{ChatTemplate, Content, Message, Tokenizer, messages_to_json};
 use crate::base::{Result, alloc};
 
-/// Bytes that a copy of the texts may take for a byte of theirs.
+/// Bytes that copies of the texts may take for each byte of them.
 const FOR_TEXT: usize = 8;
 
-/// A rendered conversation. What its messages say is plain text: names of special tokens in it are no special tokens.
+/// A rendered conversation. The contents of its messages are plain text: names of special tokens in them do not become
+/// special tokens.
 #[derive(Debug)]
 pub struct Prompt {
-    /// What the template wrote, with [`Prompt::mark`] within the names of special tokens that messages spell out.
+    /// The rendered text, with [`Prompt::mark`] inserted into the names of special tokens that occur in messages.
     text: String,
     mark: Option<char>,
 }
 
-/// A prompt beside a sequence of tokens.
+/// A prompt matched with the tokens of a sequence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Aligned {
-    /// Tokens that the sequence may keep: the prompt begins with them.
+    /// The number of tokens that the sequence keeps: the prompt begins with them.
     pub kept: usize,
-    /// Tokens that follow them in the prompt.
+    /// The tokens that follow them in the prompt.
     pub added: Vec<u32>,
 }
 
@@ -103,34 +104,34 @@ impl Prompt {
         self.plain(&self.text)
     }
 
-    /// Bytes of the rendered text. They tell how long prompts are beside each other, and places in them.
+    /// Bytes of the rendered text: a length for comparing prompts, and a position in them.
     pub fn len(&self) -> usize {
         self.text.len()
     }
 
-    /// Whether the template wrote nothing.
+    /// Whether the rendered text is empty.
     pub fn is_empty(&self) -> bool {
         self.text.is_empty()
     }
 
-    /// Where `content` ends, which the template was given; nothing where it wrote that not once but never or more often.
+    /// The end of `content`, which was passed to the template, in the rendered text; None unless it occurs exactly once.
     pub fn end_of_only(&self, content: &str) -> Option<usize> {
         let (before, after) = self.text.split_once(content)?;
         (!after.contains(content)).then_some(before.len() + content.len())
     }
 
-    /// Whether it begins as `other` goes.
+    /// Whether it begins with `other`.
     pub fn begins_with(&self, other: &Prompt) -> bool {
         self.text.starts_with(&other.text)
     }
 
-    /// What stands behind its first `bytes` bytes.
+    /// The rest after its first `bytes` bytes.
     pub fn after(mut self, bytes: usize) -> Prompt {
         self.text.drain(..bytes);
         self
     }
 
-    /// The same with what `first` is in front.
+    /// The same with `first` before it.
     pub fn preceded_by(mut self, first: &Prompt) -> Prompt {
         self.text.insert_str(0, &first.plain(&first.text));
         self
@@ -143,18 +144,19 @@ impl Prompt {
         }
     }
 
-    /// Its tokens; `follows` says that it stands behind others.
+    /// Its tokens; `follows` says that other tokens precede it.
     pub fn tokens(&self, tokenizer: &Tokenizer, follows: bool) -> Result<Vec<u32>> {
         foreign("encoding with it", || {
             self.encode(tokenizer, &tokenizer.split(&self.text), follows)
         })
     }
 
-    /// Its tokens, which follow those of `start`, beside `held`: how many of these may stay, and what follows.
+    /// Matches its tokens, which follow those of `start`, with the tokens `held` of a sequence: how many of these stay, and
+    /// the tokens after them.
     ///
-    /// A text has more than one spelling in tokens, and a model need not choose the tokenizer's. So text between special tokens that
-    /// `held` has whole stays in the spelling that it has; only where a text ends otherwise the tokenizer's spelling decides how
-    /// much of it stays. Text that stays is not tokenized again.
+    /// A text can be written in more than one way as tokens, and a model need not choose the tokenizer's way. So a text
+    /// between special tokens that `held` contains as a whole keeps the tokens it has there. Only where a text differs at
+    /// its end, the tokenizer's tokens decide how much of it stays. Text that stays is not tokenized again.
     pub fn align(&self, tokenizer: &Tokenizer, start: &[u32], held: &[u32]) -> Result<Aligned> {
         foreign("encoding with it", || self.aligned(tokenizer, start, held))
     }
@@ -216,7 +218,7 @@ fn common(a: &[u32], b: &[u32]) -> usize {
     a.iter().zip(b).take_while(|(a, b)| a == b).count()
 }
 
-/// How many of `tokens`, from the first on, spell `text` and nothing more; none if they do not, or if there is none.
+/// How many of the first `tokens` give exactly `text`; None if no number of them does, or if there are none.
 fn spelled_by(tokenizer: &Tokenizer, text: &[u8], tokens: &[u32]) -> Option<usize> {
     let mut left = text;
     let mut count = 0;
@@ -232,13 +234,13 @@ fn spelled_by(tokenizer: &Tokenizer, text: &[u8], tokens: &[u32]) -> Option<usiz
     Some(count)
 }
 
-/// Variables that hold what others wrote.
+/// Variables with text from outside.
 fn texts(variables: &Map<String, Value>) -> impl Iterator<Item = (&String, &Value)> {
     let of_others = |name: &str| matches!(name, "tools" | "documents");
     variables.iter().filter(move |(name, _)| of_others(name))
 }
 
-/// What is said in a conversation, and whether special tokens are spelled out in it.
+/// The texts of a conversation, and whether names of special tokens occur in them.
 struct Spelled<'a> {
     tokenizer: &'a Tokenizer,
     bytes: usize,
@@ -276,9 +278,9 @@ impl Spelled<'_> {
     }
 }
 
-/// A private-use character that occurs nowhere, as far as there is one.
+/// A private-use character that occurs in none of the texts, if there is one.
 fn free_mark(template: &str, messages: &[Message], variables: &Map<String, Value>) -> char {
-    // Written out, it is seen wherever it stands in a value.
+    // As JSON text, so that it is found anywhere in a value.
     let said = messages_to_json(messages).to_string();
     let others: String = texts(variables)
         .map(|(_, value)| value.to_string())
@@ -349,7 +351,7 @@ fn marked_value(tokenizer: &Tokenizer, value: &Value, mark: char) -> Value {
     }
 }
 
-/// `text` with a mark behind the first character of each name of a special token.
+/// `text` with a mark after the first character of each name of a special token.
 fn marked(tokenizer: &Tokenizer, text: &str, mark: char) -> String {
     let mut out = String::with_capacity(text.len());
     let mut from = 0;

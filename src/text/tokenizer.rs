@@ -1,5 +1,5 @@
-//! Text to tokens, by our own byte-level BPE or, for every other kind of tokenizer, by the crate `tokenizers`; and back by our own
-//! table of bytes, which the incremental detokenizer needs and which makes both directions agree.
+//! Text to tokens, by our own byte-level BPE or, for every other kind of tokenizer, by the crate `tokenizers`; and back by
+//! our own table of bytes, which the incremental detokenizer shares, so that the two agree.
 
 use std::ops::Range;
 use std::path::Path;
@@ -26,9 +26,9 @@ const FOR_ENTRY: usize = 1024;
 /// A part of a text that is encoded by itself.
 #[derive(Clone, Debug)]
 pub(super) struct Piece {
-    /// Its bytes.
+    /// The range of its bytes.
     pub(super) range: Range<usize>,
-    /// The added token that it spells; none for text.
+    /// The added token that it is; none for text.
     pub(super) token: Option<u32>,
 }
 
@@ -77,7 +77,7 @@ impl Tokenizer {
         })
     }
 
-    /// The tokenizer of a file that our own byte-level BPE knows; None for every other file, also a broken one.
+    /// The tokenizer of a file that our own byte-level BPE supports; None for every other file, a broken one included.
     fn read_own(json: &[u8]) -> Result<Option<Self>> {
         let file = std::str::from_utf8(json).ok();
         let file = file.and_then(|json| serde_json::from_str::<File<'_>>(json).ok());
@@ -101,7 +101,7 @@ impl Tokenizer {
                 special: false,
             })
             .collect();
-        // Behind those of the vocabulary, of which they may be.
+        // After those of the vocabulary, which may include them.
         tokens.extend(own.added().iter().map(|added| Token {
             id: added.id,
             text: &added.content,
@@ -150,7 +150,7 @@ impl Tokenizer {
         })
     }
 
-    /// The text of a `tokenizer.json` that makes this tokenizer, whatever it was made from.
+    /// A `tokenizer.json` for this tokenizer, whatever it was made from.
     pub fn to_json(&self) -> Result<String> {
         let failed = |e: &dyn std::fmt::Display| err!(Internal, "writing tokenizer.json: {e}");
         match &self.engine {
@@ -184,16 +184,16 @@ impl Tokenizer {
         foreign("encoding with it", encode)
     }
 
-    /// The tokens of `text` as nothing but text: the name of a special token in it becomes ordinary tokens.
+    /// The tokens of `text` as plain text: the name of a special token in it becomes ordinary tokens.
     pub fn encode_plain(&self, text: &str) -> Result<Vec<u32>> {
         self.encode_around("", text, "")
     }
 
-    /// The tokens of one text in three parts, the middle one of which is nothing but text: they are those of
-    /// [`Tokenizer::encode`], had the special tokens that `plain` names never been made.
+    /// The tokens of one text in three parts, the middle one plain text: the result of [`Tokenizer::encode`] if the special
+    /// tokens that `plain` names did not exist.
     pub fn encode_around(&self, before: &str, plain: &str, after: &str) -> Result<Vec<u32>> {
         foreign("encoding with it", || {
-            // Special tokens divide a text, and what lies between them is encoded by itself.
+            // Special tokens split a text, and the parts between them are encoded separately.
             let from = self.special_in(before).last().map_or(0, |s| s.end);
             let to = self
                 .special_in(after)
@@ -209,8 +209,8 @@ impl Tokenizer {
         })
     }
 
-    /// `text` divided at the added tokens that are spelled out in it, special ones and others, as far as that can be told without
-    /// normalizing it. What lies between two of them is encoded by itself.
+    /// `text` split at the added tokens that occur in it, special ones and others, as far as they are found without
+    /// normalizing it. The parts between them are encoded separately.
     pub(super) fn split(&self, text: &str) -> Vec<Piece> {
         let inner = match &self.engine {
             Engine::Own(own) => {
@@ -231,7 +231,7 @@ impl Tokenizer {
         pieces.filter(|piece| !piece.range.is_empty()).collect()
     }
 
-    /// Where names of special tokens begin in `text`.
+    /// The positions where names of special tokens begin in `text`.
     pub(super) fn special_names_in(&self, text: &str) -> Vec<usize> {
         let name = |range: &Range<usize>| {
             let name = &text[range.clone()];
@@ -240,15 +240,15 @@ impl Tokenizer {
         self.special_in(text).iter().map(name).collect()
     }
 
-    /// Where `text` has special tokens.
+    /// The ranges of special tokens in `text`.
     fn special_in(&self, text: &str) -> Vec<Range<usize>> {
         let pieces = self.split(text).into_iter();
         let special = |piece: &Piece| piece.token.is_some_and(|token| self.is_special(token));
         pieces.filter(special).map(|piece| piece.range).collect()
     }
 
-    /// The tokens of what stands between special tokens, behind one if `follows`: the steps of the crate `tokenizers`, without
-    /// the one that looks for special tokens.
+    /// The tokens of a text between special tokens, after one if `follows`: the steps of the crate `tokenizers`, without
+    /// the search for special tokens.
     pub(super) fn encode_between(&self, text: &str, follows: bool) -> Result<Vec<u32>> {
         let inner = match &self.engine {
             Engine::Own(own) => {
@@ -268,7 +268,7 @@ impl Tokenizer {
         added.set_encode_special_tokens(true);
         let mut text = text.to_owned();
         if follows {
-            // Whether a text gets a space in front may depend on that: a token that stands for the one before.
+            // Whether a text gets a leading space may depend on that: this token takes the place of the one before.
             let mut marks = (0..).map(|i| format!("<before {i}>"));
             let mark = marks
                 .find(|mark| !text.contains(&**mark))
@@ -315,7 +315,7 @@ impl Tokenizer {
         for &id in tokens {
             len = len.saturating_add(self.pieces.get(id)?.len());
         }
-        // Three bytes may come of one that is no character.
+        // One byte that is not valid UTF-8 becomes three.
         let _text = alloc::set_aside(len.saturating_mul(8))?;
         let mut bytes = Vec::with_capacity(len);
         for &id in tokens {
@@ -332,7 +332,7 @@ impl Tokenizer {
         Ok(String::from_utf8_lossy(&bytes[spaces..]).into_owned())
     }
 
-    /// The bytes that `token` stands for, which need not be whole characters.
+    /// The bytes of `token`, which need not be whole characters.
     pub fn bytes_of(&self, token: u32) -> Result<&[u8]> {
         self.pieces.get(token)
     }
@@ -342,7 +342,7 @@ impl Tokenizer {
         self.pieces.len()
     }
 
-    /// The id of the token spelled `token` in the vocabulary (`<|im_end|>`, `Ġthe`).
+    /// The id of the token written `token` in the vocabulary (`<|im_end|>`, `Ġthe`).
     pub fn id_of(&self, token: &str) -> Option<u32> {
         match &self.engine {
             Engine::Own(own) => own.id_of(token),
@@ -350,7 +350,7 @@ impl Tokenizer {
         }
     }
 
-    /// Whether `token` marks structure (end of text, turn borders) rather than text.
+    /// Whether `token` is a special token, which marks structure (end of text, turns) rather than text.
     pub fn is_special(&self, token: u32) -> bool {
         self.pieces.is_special(token)
     }
@@ -381,11 +381,11 @@ fn forged(id: u32, spelled: &str) -> Error {
     )
 }
 
-/// What the crate `tokenizers` makes of a `tokenizer.json`.
+/// The tokenizer of the crate `tokenizers` for a `tokenizer.json`.
 fn read_foreign(json: &[u8]) -> Result<tokenizers::Tokenizer> {
     let mut inner = tokenizers::Tokenizer::from_bytes(json)
         .map_err(|e| err!(CorruptFile, "not a tokenizer.json: {e}"))?;
-    // Prompts are neither cut nor padded behind the caller's back, whatever the training set-up left in the file.
+    // Prompts are never truncated or padded, whatever settings of training are left in the file.
     inner.with_padding(None);
     inner
         .with_truncation(None)
@@ -393,7 +393,7 @@ fn read_foreign(json: &[u8]) -> Result<tokenizers::Tokenizer> {
     Ok(inner)
 }
 
-/// Runs code of the crate `tokenizers`, which panics at files that contradict themselves.
+/// Runs code of the crate `tokenizers`, which panics on inconsistent files.
 pub(super) fn foreign<T>(action: &str, body: impl FnOnce() -> Result<T>) -> Result<T> {
     panics::caught(body).unwrap_or_else(|panic| {
         Err(err!(
@@ -403,7 +403,7 @@ pub(super) fn foreign<T>(action: &str, body: impl FnOnce() -> Result<T>) -> Resu
     })
 }
 
-/// How the vocabulary's strings stand for bytes, and how many leading spaces a text loses, from the decoder of a
+/// How the vocabulary's strings encode bytes, and how many leading spaces a text loses, from the decoder of a
 /// tokenizer.json.
 fn spelling(decoder: Option<&DecoderWrapper>) -> Result<(Spelling, usize)> {
     let steps = match decoder {

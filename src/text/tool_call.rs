@@ -1,20 +1,20 @@
-//! A call of a tool, as a model makes it.
+//! A tool call of a model.
 
 use serde_json::{Map, Value, json};
 
 /// A call of one of the tools that a conversation offers.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ToolCall {
-    /// By what a result names the call that it answers.
+    /// The id by which a result names the call that it answers.
     pub id: String,
-    /// The tool.
+    /// The name of the tool.
     pub name: String,
     /// Its arguments by name, in the order in which they were given.
     pub arguments: Map<String, Value>,
 }
 
 impl ToolCall {
-    /// In the form of chat servers, with the arguments as a text. A call without an id has none there.
+    /// In the format of chat servers, with the arguments as a string of JSON. Without an id if the call has none.
     pub fn to_json(&self) -> Value {
         let arguments = Value::Object(self.arguments.clone()).to_string();
         let mut out = Map::new();

@@ -1,6 +1,7 @@
-//! A tokenizer from the vocabulary of a GGUF file. Such a file holds tokens, merges or scores, and the name of the rule that
-//! cuts text into words before merging; the rules of the known names stand here, as published with the models' own
-//! tokenizers. An unknown name is an error: a wrong rule gives nearly right tokens, which is worse than none.
+//! A tokenizer from the vocabulary of a GGUF file. Such a file holds tokens, merges or scores, and the name of the
+//! pre-tokenizer, which splits text into words before merging. The rules of known names are listed here, as published with
+//! the models' own tokenizers. An unknown name is an error: a wrong rule gives nearly right tokens, which is worse than
+//! none.
 
 use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
@@ -44,7 +45,7 @@ pub struct VocabularySpec {
     pub eos: Option<u32>,
     /// Token for text that the vocabulary cannot spell. Used by `llama` only.
     pub unknown: Option<u32>,
-    /// Whether each text starts with `bos`; `None` takes what is usual for the model and pre-tokenizer.
+    /// Whether each text starts with `bos`; `None` takes the default of the model and pre-tokenizer.
     pub add_bos: Option<bool>,
     /// Whether each text ends with `eos`; `None` means no.
     pub add_eos: Option<bool>,
@@ -59,7 +60,7 @@ pub enum TokenKind {
     Normal,
     /// Stands for text that the vocabulary cannot spell.
     Unknown,
-    /// Structure: end of text, turn borders. Found in text before anything else; hidden from output.
+    /// Structure: end of text, turns. Found in text before anything else; hidden from output.
     Control,
     /// Found in text before anything else, and shown.
     UserDefined,
@@ -99,13 +100,13 @@ pub(super) struct Built {
     pub(super) leading_spaces: usize,
 }
 
-/// How one family of models cuts text into words.
+/// How one family of models splits text into words.
 struct PreTokenizer {
     /// Values of `tokenizer.ggml.pre` that mean this rule.
     names: &'static [&'static str],
-    /// Applied in order, each to the pieces that the one before left. Matches and what lies between them become pieces.
+    /// Applied in order, each to the pieces of the one before. Matches and the text between them become pieces.
     patterns: &'static [&'static str],
-    /// Whether the text is brought to Unicode's composed form first.
+    /// Whether the text is normalized to NFC first.
     nfc: bool,
     /// Whether a word that is a token as a whole skips the merges.
     whole_words: bool,
@@ -256,7 +257,7 @@ fn added(spec: &VocabularySpec) -> Vec<bpe::AddedToken> {
     added(true).chain(added(false)).collect()
 }
 
-/// Token string to id. Where two tokens are spelled alike, text becomes the first.
+/// Token string to id. Of two tokens with the same string, text becomes the first.
 fn ids(spec: &VocabularySpec) -> HashMap<String, u32> {
     let mut ids = HashMap::with_capacity(spec.tokens.len());
     for (id, token) in spec.tokens.iter().enumerate() {
@@ -361,7 +362,7 @@ fn byte_level_file<'a>(spec: &'a VocabularySpec, rule: &PreTokenizer) -> Result<
     })
 }
 
-/// What puts the tokens around each text that the vocabulary asks for, if it asks for any.
+/// The post-processor that adds the vocabulary's tokens around each text, if there are any.
 fn ends(spec: &VocabularySpec, usual_bos: bool) -> Result<Option<TemplateProcessing>> {
     let wanted = |add: Option<bool>, usual: bool, id: Option<u32>, name: &str| match id {
         _ if add == Some(false) || (add.is_none() && !usual) => Ok(None),
@@ -407,7 +408,7 @@ fn ends(spec: &VocabularySpec, usual_bos: bool) -> Result<Option<TemplateProcess
     Ok(Some(around))
 }
 
-/// The character that sentencepiece writes for a space.
+/// The character that sentencepiece uses for a space.
 const SPACE: char = '\u{2581}';
 
 fn sentencepiece(spec: &VocabularySpec) -> Result<Built> {

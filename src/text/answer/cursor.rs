@@ -1,11 +1,11 @@
-//! A place in a text that is read by hand, for the forms whose arguments are no JSON.
+//! A cursor for parsing text by hand, for the forms whose arguments are not JSON.
 
 use serde_json::Value;
 
-/// Values in values that are followed. A model that opens more makes no sense.
+/// The deepest nesting of values that is parsed. Deeper nesting is nonsense of a model.
 pub(super) const DEPTH: usize = 64;
 
-/// What is left of a text.
+/// The rest of a text.
 #[derive(Clone, Copy)]
 pub(super) struct Cursor<'a> {
     pub(super) rest: &'a str,
@@ -29,7 +29,7 @@ impl<'a> Cursor<'a> {
         }
     }
 
-    /// What stands before `mark`, and moves behind it.
+    /// The text before `mark`; moves past the mark.
     pub(super) fn until(&mut self, mark: &str) -> Option<&'a str> {
         let (before, rest) = self.rest.split_once(mark)?;
         self.rest = rest;
@@ -51,7 +51,7 @@ impl<'a> Cursor<'a> {
         (!name.is_empty()).then_some(name)
     }
 
-    /// A number or a constant, as JSON or Python spells it.
+    /// A number or a constant of JSON or Python.
     pub(super) fn word(&mut self) -> Option<Value> {
         self.rest = self.rest.trim_start();
         match self.run(|c| c.is_alphanumeric() || "+-.".contains(c)) {

@@ -1,16 +1,17 @@
-//! How a model spells reasoning and calls of tools, found from its chat template and its tokens.
+//! How a model writes reasoning and tool calls, detected from its chat template and its tokens.
 
 use super::section::Form;
 use super::{deepseek, gemma, json, llama, mistral, python, xml};
 
-/// The marks around a thought.
+/// The marks around reasoning.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Reasoning {
-    /// What begins a thought.
+    /// The mark before it.
     pub begin: &'static str,
-    /// What ends it.
+    /// The mark after it.
     pub end: &'static str,
-    /// What ends a thought whose budget is used up: all that is written in place of the model, up to the answer.
+    /// The text that closes reasoning when its budget is used up: everything written in place of the model, up to the
+    /// answer.
     pub early_end: &'static str,
 }
 
@@ -43,8 +44,8 @@ static REASONING: [Reasoning; 4] = [
     },
 ];
 
-/// The forms, each with what its templates contain. The first whose evidence is complete is taken, so that a form stands before
-/// those that share a part of its evidence.
+/// The forms, each with texts that its templates contain. The first form whose texts all occur is taken, so a form precedes
+/// those that share some of its texts.
 static FORMS: [(&dyn Form, &[&str]); 14] = [
     (&mistral::Mistral, &["[TOOL_CALLS]"]),
     (&deepseek::DeepSeek, &["<｜tool▁call▁begin｜>"]),
@@ -62,10 +63,10 @@ static FORMS: [(&dyn Form, &[&str]); 14] = [
     (&llama::Llama, &["<|python_tag|>"]),
 ];
 
-/// What the templates of Llama 3 without built-in tools say of the form.
+/// Text of the form in templates of Llama 3 without built-in tools.
 const LLAMA: &str = "\"parameters\": dictionary of argument name";
 
-/// How a model spells reasoning and tool calls.
+/// How a model writes reasoning and tool calls.
 #[derive(Clone, Debug)]
 pub struct AnswerForm {
     pub(super) reasoning: Option<&'static Reasoning>,
@@ -93,7 +94,7 @@ impl AnswerForm {
         };
         let calls = with(&|mark| template.contains(mark))
             .or_else(|| template.contains(LLAMA).then_some(&llama::Llama as _))
-            // A template may offer tools and leave the form of calls to what the model learned.
+            // A template may offer tools without describing the form of calls, which the model has learned.
             .or_else(|| with(&|mark| reads_tools && is_token(mark)));
         let marks = reasoning.map_or(Vec::new(), |r| vec![r.begin, r.end]);
         let marks = marks
@@ -106,7 +107,7 @@ impl AnswerForm {
         }
     }
 
-    /// The marks around a thought, if the model thinks.
+    /// The marks around reasoning, if the model reasons.
     pub fn reasoning(&self) -> Option<&Reasoning> {
         self.reasoning
     }

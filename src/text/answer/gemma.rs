@@ -6,7 +6,7 @@ use serde_json::{Map, Value};
 use super::cursor::{Cursor, DEPTH};
 use super::section::{Form, Scan, Step, Written, between, written};
 
-/// What begins a call, what ends it, and what stands on both sides of a string.
+/// The marks before and after a call, and the quote of strings.
 pub(super) struct Gemma {
     marks: [&'static str; 3],
 }
@@ -44,7 +44,7 @@ fn call(body: &str, quote: &str) -> Option<Written> {
     cursor.is_at_end().then(|| written(name, arguments))?
 }
 
-/// An object whose `{` was read.
+/// Parses an object after its `{`.
 fn object(cursor: &mut Cursor<'_>, quote: &str, depth: usize) -> Option<Map<String, Value>> {
     let mut map = Map::new();
     while !cursor.eat("}") {

@@ -1,7 +1,7 @@
-//! Calls as JSON behind a mark: an object with `name` and `arguments`, or a list of them. So write the Hermes models, Qwen 2.5
-//! and 3, SmolLM3 and Granite 4 (`<tool_call>`, closed), Granite 3 (`<|tool_call|>`, a list, not closed), Phi-4-mini
-//! (`<|tool_call|>`, closed), Command R7B (`<|START_ACTION|>`, a list with `tool_name` and `parameters`) and Nemotron
-//! (`<TOOLCALL>`, a list).
+//! Calls as JSON after a mark: an object with `name` and `arguments`, or a list of them. This is the form of the Hermes
+//! models, Qwen 2.5 and 3, SmolLM3 and Granite 4 (`<tool_call>`, closed), Granite 3 (`<|tool_call|>`, a list, not closed),
+//! Phi-4-mini (`<|tool_call|>`, closed), Command R7B (`<|START_ACTION|>`, a list with `tool_name` and `parameters`) and
+//! Nemotron (`<TOOLCALL>`, a list).
 
 use super::section::{Form, Found, HEADER, Scan, Step, after_call, call_of};
 
@@ -17,7 +17,7 @@ pub(super) static COMMAND: Json = Json::between(&["<|START_ACTION|>", "<|END_ACT
 pub(super) static NEMOTRON: Json = Json::between(&["<TOOLCALL>", "</TOOLCALL>"]);
 
 impl Json {
-    /// The mark that begins a section and, in families that write one, the mark that ends it.
+    /// The mark before a section and, in families that have one, the mark after it.
     pub(super) const fn between(marks: &'static [&'static str]) -> Self {
         Json { marks }
     }

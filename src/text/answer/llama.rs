@@ -10,7 +10,7 @@ use super::section::{
 const TAG: &str = "<|python_tag|>";
 const FUNCTION: [&str; 2] = ["<function=", "</function>"];
 
-/// The keys that a call may begin with. Any other object is an answer, of which nothing need wait.
+/// The keys that a call may begin with. Any other object is an answer, which need not be held back.
 const KEYS: [&str; 5] = [
     "\"name\"",
     "\"type\"",
@@ -81,7 +81,7 @@ impl Form for Llama {
     }
 }
 
-/// The call that an object is. One without arguments is as likely an answer in JSON.
+/// The call in an object. An object without arguments is not one: it may just as well be an answer in JSON.
 fn object(text: &str) -> Option<Written> {
     let value: serde_json::Value = serde_json::from_str(text).ok()?;
     let inner = value.get("function").unwrap_or(&value);
@@ -89,7 +89,7 @@ fn object(text: &str) -> Option<Written> {
     has_arguments.then(|| call_of(value))?
 }
 
-/// Code behind the tag. No mark ends it, so that it waits for the end of the answer.
+/// Code after the tag. No mark ends it, so it is held back until the end of the answer.
 fn python(text: &str, body: &str, whole: bool) -> Step {
     if !whole {
         return Step::More;

@@ -23,7 +23,7 @@ impl Form for Mistral {
 
     fn read(&self, text: &str, scan: &mut Scan, whole: bool) -> Step {
         let body = text.get(BEGIN.len()..).unwrap_or_default().trim_start();
-        // Only a list goes on after its first call: a further name comes with a mark of its own.
+        // Only a list continues after its first call: another name has a mark of its own.
         if scan.has_calls || body.starts_with(['[', '{']) {
             return LIST.read(text, scan, whole);
         }

@@ -1,7 +1,7 @@
-//! What a model writes as its answer, taken apart while it streams: reasoning, content and calls of tools.
+//! Streaming parser of a model's answer: reasoning, content and tool calls.
 //!
-//! Each family's form of calls is one short file. `section` says what a form is and holds what the forms share, `form` finds a
-//! model's forms from its chat template and its tokens, `parser` runs them.
+//! Each family's form of calls is one short file. `section` defines what a form is and has the code that forms share,
+//! `form` detects a model's forms from its chat template and its tokens, `parser` runs them.
 
 mod cursor;
 mod deepseek;

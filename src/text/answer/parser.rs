@@ -1,4 +1,4 @@
-//! The parser: one buffer of what is undecided, a cursor in it, and a stage.
+//! The parser: a buffer of undecided text, a cursor in it, and a stage.
 
 use super::form::{AnswerForm, Reasoning};
 use super::section::{Form, Scan, Step, Written, search};
@@ -7,44 +7,44 @@ use crate::text::ToolCall;
 /// A piece of an answer.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Event {
-    /// More of the thought.
+    /// More reasoning.
     Reasoning(String),
-    /// More of the answer itself.
+    /// More content.
     Content(String),
-    /// A whole call.
+    /// A complete tool call.
     ToolCall(ToolCall),
 }
 
-/// Takes an answer apart as it comes.
+/// Splits an answer into events while it streams.
 pub struct AnswerParser {
     reasoning: Option<&'static Reasoning>,
     calls: Option<&'static dyn Form>,
     /// The number of the next call in the conversation.
     next_call: usize,
     stage: Stage,
-    /// What has come and is not decided.
+    /// Text that is not decided yet.
     text: String,
-    /// The part of a stretch of text that waits, and how the stretch began.
+    /// The text of a stretch that is held back, and how the stretch began.
     edges: Edges,
 }
 
 enum Stage {
-    /// Nothing but so many bytes of white space has come: a thought or content may begin.
+    /// Only this many bytes of white space so far: reasoning or content may begin.
     Undecided(usize),
     Thought,
-    /// Content; `is_first` while nothing but white space was in it.
+    /// Content; `is_first` while it has only white space.
     Content {
         is_first: bool,
     },
     Section(Scan),
 }
 
-/// What is left out at both ends of a stretch of text.
+/// The white space that is left out at both ends of a stretch of text.
 struct Edges {
     drops_first: fn(char) -> bool,
     drops_last: fn(char) -> bool,
     is_begun: bool,
-    /// What is left out if the stretch ends here.
+    /// The characters that are left out if the stretch ends here.
     held: String,
 }
 
@@ -58,7 +58,7 @@ impl Edges {
         }
     }
 
-    /// What of the stretch may be shown now that `text` belongs to it.
+    /// The text of the stretch that can be emitted once `text` is added to it.
     fn push(&mut self, mut text: &str) -> String {
         if !self.is_begun {
             text = text.trim_start_matches(self.drops_first);
@@ -84,9 +84,9 @@ fn is_none(_: char) -> bool {
 }
 
 impl AnswerParser {
-    /// A parser at the beginning of an answer. `prompt` is the rendered text up to it: its end tells whether the answer begins
-    /// inside a thought, after an empty one, or undecided. Without `tools` nothing is taken for a call. `first_call` is the
-    /// number of calls in the conversation so far, from which ids are made.
+    /// A parser at the beginning of an answer. `prompt` is the rendered text up to it: its end tells whether the answer
+    /// begins inside reasoning, after empty reasoning, or undecided. Without `tools` nothing is taken for a call.
+    /// `first_call` is the number of calls in the conversation so far, which ids are made of.
     pub fn new(form: &AnswerForm, prompt: &str, tools: bool, first_call: usize) -> Self {
         let mut parser = Self::with(form.reasoning, form.calls.filter(|_| tools), first_call);
         let prompt = prompt.trim_end();
@@ -123,12 +123,13 @@ impl AnswerParser {
         self.run(false)
     }
 
-    /// The events of what was held back. `whole` says that the model ended the answer itself; otherwise it was cut.
+    /// The events of the text that was held back. `whole` says that the model ended the answer itself; otherwise it was cut
+    /// off.
     pub fn finish(&mut self, whole: bool) -> Vec<Event> {
         let mut events = self.run(whole);
         let rest = std::mem::take(&mut self.text);
         match self.stage {
-            // A call that was cut means nothing, and neither does the space before it.
+            // A call that was cut off is dropped, and so is the space before it.
             Stage::Section(_) => self.edges.held.clear(),
             _ => self.show(&rest, &mut events),
         }
@@ -137,7 +138,7 @@ impl AnswerParser {
         events
     }
 
-    /// Whether the answer is inside a thought.
+    /// Whether the answer is inside reasoning.
     pub fn is_reasoning(&self) -> bool {
         matches!(self.stage, Stage::Thought)
     }
@@ -149,7 +150,7 @@ impl AnswerParser {
 
     /// Content whose first characters are left out if they are `drops_first`.
     fn begin_content(&mut self, drops_first: fn(char) -> bool) {
-        // Space before a call belongs to the call; where there are no calls, nothing need wait.
+        // Space before a call belongs to the call; where there are no calls, nothing is held back.
         let drops_last = match self.calls {
             Some(_) => char::is_whitespace,
             None => is_none,
@@ -158,7 +159,7 @@ impl AnswerParser {
         self.edges = Edges::new(drops_first, drops_last);
     }
 
-    /// Reads the buffer as far as it is decided.
+    /// Parses the buffer as far as it is decided.
     fn run(&mut self, whole: bool) -> Vec<Event> {
         let mut events = Vec::new();
         let mut text = std::mem::take(&mut self.text);
@@ -185,8 +186,8 @@ impl AnswerParser {
         events
     }
 
-    /// Decides between a thought and content. Like the readers of the other stages, it returns how many bytes were read and
-    /// whether what is left can be read now.
+    /// Decides between reasoning and content. Like the functions of the other stages, it returns how many bytes were parsed
+    /// and whether the rest can be parsed now.
     fn undecided(&mut self, text: &str, body: &str) -> (usize, bool) {
         match self.reasoning.map(|marks| marks.begin) {
             Some(begin) if body.starts_with(begin) => {
@@ -266,11 +267,11 @@ impl AnswerParser {
         }
     }
 
-    /// Adds `calls`. The space before them is left out, and so is that after them.
+    /// Adds `calls`. The space before and after them is left out.
     fn call(&mut self, calls: Vec<Written>, events: &mut Vec<Event>) {
         for Written { name, arguments } in calls {
             self.edges = Edges::new(char::is_whitespace, char::is_whitespace);
-            // Nine letters and digits, which Mistral's templates insist on.
+            // Nine letters and digits, which Mistral's templates require.
             let id = format!("call{:05}", self.next_call % 100_000);
             self.next_call = self.next_call.wrapping_add(1);
             events.push(Event::ToolCall(ToolCall {
@@ -281,7 +282,7 @@ impl AnswerParser {
         }
     }
 
-    /// Adds `text` to the stretch of the stage, but for what its edges leave out.
+    /// Adds `text` to the stretch of the stage, without the white space at its edges.
     fn show(&mut self, text: &str, events: &mut Vec<Event>) {
         let shown = self.edges.push(text);
         self.add(shown, events);

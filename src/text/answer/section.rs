@@ -1,26 +1,27 @@
-//! Sections: the stretches of an answer in which a model calls tools. What a form says of them, and what the forms share.
+//! Sections: the parts of an answer in which a model calls tools. What a form defines of them, and the code that forms
+//! share.
 
 use serde_json::{Map, Value};
 
-/// Bytes that may stand between a section's mark and what it introduces. More of them make no call. The bound keeps the reading
-/// of a section linear: only what lies within it is ever read twice.
+/// The most bytes between a section's mark and the call; with more there is no call. The bound keeps parsing linear: only
+/// bytes within it are ever read twice.
 pub(super) const HEADER: usize = 256;
 
-/// A family's way to write calls of tools.
+/// A family's form of tool calls.
 pub(super) trait Form: Sync {
-    /// What begins a section.
+    /// The marks that begin a section.
     fn begins(&self) -> &[&'static str];
 
-    /// All marks that the family writes, of which a tokenizer may make special tokens.
+    /// All marks of the family, which may be special tokens of a tokenizer.
     fn marks(&self) -> &[&'static str];
 
-    /// Whether an answer may begin with a section that no mark announces, at a `{`.
+    /// Whether an answer may begin with a section without a mark, at a `{`.
     fn is_bare(&self) -> bool {
         false
     }
 
-    /// Reads on in a section. `text` is what has come of it since the last call; `whole` says that no more will come because
-    /// the model ended the answer. What the form decides may depend on what has come, but not on how it was cut.
+    /// Continues parsing a section. `text` is its unparsed text so far; `whole` says that it is complete because the model
+    /// has ended the answer. The result may depend on the text, but not on how it was split into pieces.
     fn read(&self, text: &str, scan: &mut Scan, whole: bool) -> Step;
 }
 
@@ -30,42 +31,42 @@ impl std::fmt::Debug for dyn Form {
     }
 }
 
-/// What a section says next.
+/// The next step in a section.
 pub(super) enum Step {
-    /// Undecided until more has come.
+    /// Undecided until there is more text.
     More,
-    /// Calls in so many bytes; the section goes on.
+    /// Calls in this many bytes; the section continues.
     Go(Vec<Written>, usize),
-    /// Calls in so many bytes, with which the section ends.
+    /// Calls in this many bytes, after which the section ends.
     Over(Vec<Written>, usize),
-    /// So many bytes, at least one, are no call; the section ends.
+    /// This many bytes, at least one, are not a call; the section ends.
     Malformed(usize),
 }
 
-/// A call as it is written, without an id.
+/// A call without an id, as it is parsed.
 #[derive(Debug, PartialEq)]
 pub(super) struct Written {
     pub(super) name: String,
     pub(super) arguments: Map<String, Value>,
 }
 
-/// How far a section is read, so that nothing is read again when more comes.
+/// How far a section is parsed, so that nothing is parsed again when there is more text.
 #[derive(Default)]
 pub(super) struct Scan {
     /// Whether a call of this section was read.
     pub(super) has_calls: bool,
-    /// Where the JSON value begins that is being read.
+    /// The start of the JSON value that is being parsed.
     pub(super) start: usize,
-    /// The next byte to look at; 0 before the header is understood.
+    /// The next byte to read; 0 before the header is parsed.
     pub(super) at: usize,
-    /// Whether a value was read that is no call, so that all up to the end mark is none.
+    /// Whether a value was not a call, so that nothing up to the end mark is one.
     pub(super) is_bad: bool,
     depth: usize,
     is_quoted: bool,
     is_escaped: bool,
 }
 
-/// What a scan of JSON meets.
+/// The result of a scan of JSON.
 pub(super) enum Found {
     /// Nothing yet.
     More,
@@ -94,7 +95,7 @@ impl Scan {
         let bytes = text.as_bytes();
         while let Some(&byte) = bytes.get(self.at) {
             if self.is_quoted {
-                // JSON has no raw newline in a string. One that was never closed ends there, so that it hides no end mark.
+                // JSON has no raw newlines in strings. A string that was never closed ends there, so that it does not hide an end mark.
                 if byte == b'\n' || (byte == b'"' && !self.is_escaped) {
                     self.is_quoted = false;
                 }
@@ -128,7 +129,7 @@ impl Scan {
         Found::More
     }
 
-    /// Reads on to the first of `marks`: where it stands, and which it is.
+    /// Scans to the first of `marks`: its position, and which it is.
     pub(super) fn find<'m>(&mut self, text: &str, marks: &[&'m str]) -> Option<(usize, &'m str)> {
         let (at, mark) = search(text, self.at, marks);
         self.at = at;
@@ -136,7 +137,8 @@ impl Scan {
     }
 }
 
-/// The first of `marks` in `text` from `from` on. Without one, where the beginning of one stands at the end of `text`, or its end.
+/// The first of `marks` in `text` from `from` on. Without one, the position where the beginning of one is at the end of
+/// `text`, or the end of `text`.
 pub(super) fn search<'m>(text: &str, from: usize, marks: &[&'m str]) -> (usize, Option<&'m str>) {
     let bytes = text.as_bytes();
     for at in from..bytes.len() {
@@ -163,7 +165,7 @@ pub(super) fn begins_or_begun(text: &str, mark: &str) -> bool {
     text.starts_with(mark) || is_begun(text, mark)
 }
 
-/// A section that lies between `begin` and `end`, all of it read at once.
+/// Parses a section between `begin` and `end` as a whole.
 pub(super) fn between(
     text: &str,
     scan: &mut Scan,
@@ -185,8 +187,7 @@ pub(super) fn between(
     }
 }
 
-/// What follows a call in its section, where that is what may separate calls, or `close`, which ends the section. None at
-/// anything else.
+/// What follows a call in its section: a separator of calls, or `close`, which ends the section. None for anything else.
 pub(super) fn after_call(
     text: &str,
     separates: impl Fn(char) -> bool,
@@ -206,12 +207,12 @@ pub(super) fn after_call(
     is_begun(text, close).then_some(Step::More)
 }
 
-/// The call that a JSON object describes.
+/// The call in a JSON object.
 pub(super) fn call_of(value: Value) -> Option<Written> {
     let Value::Object(mut object) = value else {
         return None;
     };
-    // OpenAI's form, which some models know: {"type": "function", "function": {"name": ..., "arguments": ...}}.
+    // OpenAI's form, which some models use: {"type": "function", "function": {"name": ..., "arguments": ...}}.
     if let Some(Value::Object(function)) = object.get_mut("function") {
         object = std::mem::take(function);
     }
@@ -225,7 +226,7 @@ pub(super) fn call_of(value: Value) -> Option<Written> {
     written(&name, arguments_of(arguments)?)
 }
 
-/// The call of `name`, if that can be one.
+/// A call of `name`, if that is a valid name.
 pub(super) fn written(name: &str, arguments: Map<String, Value>) -> Option<Written> {
     let name = name.trim();
     let is_name = !name.is_empty() && !name.contains(char::is_whitespace);
@@ -235,7 +236,7 @@ pub(super) fn written(name: &str, arguments: Map<String, Value>) -> Option<Writt
     })
 }
 
-/// Arguments as an object, also one that is written into a string; none at all are an empty one.
+/// Arguments as an object, which may be written in a string; without arguments an empty object.
 pub(super) fn arguments_of(value: Option<Value>) -> Option<Map<String, Value>> {
     match value {
         None | Some(Value::Null) => Some(Map::new()),

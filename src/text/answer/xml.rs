@@ -10,7 +10,7 @@ use super::section::{
 const FUNCTION: [&str; 2] = ["<function=", "</function>"];
 const PARAMETER: [&str; 2] = ["<parameter=", "</parameter>"];
 
-/// Functions within a mark and another, or without them.
+/// Functions between two marks, or without marks.
 pub(super) struct Xml {
     begins: [&'static str; 2],
     marks: [&'static str; 2],
@@ -37,7 +37,7 @@ impl Form for Xml {
     fn read(&self, text: &str, scan: &mut Scan, whole: bool) -> Step {
         let [begin, end] = self.marks;
         if scan.has_calls {
-            // What closes the frame although nothing opened it.
+            // A closing mark without an opening one.
             return after_call(text, char::is_whitespace, Some(end))
                 .unwrap_or(Step::Over(Vec::new(), 0));
         }
@@ -93,9 +93,9 @@ fn function(text: &str) -> Option<Written> {
     }
 }
 
-/// The value of a parameter. Strings are written without quotes, everything else as JSON, so the text alone does not tell "1"
-/// from 1. What reads as JSON is taken for it, but not strings, and objects and lists only on one line, as templates write them:
-/// over several lines they are far more often the text of a file.
+/// The value of a parameter. Strings are written without quotes, everything else as JSON, so the text alone does not tell
+/// "1" from 1. What reads as JSON is taken for it, but not strings, and objects and lists only on one line, as templates
+/// write them: over several lines they are far more often the content of a file.
 fn value(text: &str) -> Value {
     let text = text.strip_prefix('\n').unwrap_or(text);
     let text = text.strip_suffix('\n').unwrap_or(text);

@@ -1,4 +1,4 @@
-//! Added tokens: texts that are tokens wherever they stand, before anything else is done with a text.
+//! Added tokens: texts that are tokens wherever they occur, found before any other step.
 
 use std::ops::Range;
 
@@ -18,12 +18,12 @@ pub(in crate::text) struct AddedToken {
     pub(in crate::text) special: bool,
 }
 
-/// A stretch of a text: an added token, or what is still to be encoded.
+/// A part of a text: an added token, or text that is still to be encoded.
 pub(super) type Piece = (Range<usize>, Option<usize>);
 
-/// Added tokens that are looked for in the same text.
+/// Added tokens that are searched for together.
 pub(super) struct Finder {
-    /// None where there is nothing to look for.
+    /// None if there are no tokens to search for.
     automaton: Option<AhoCorasick>,
     tokens: Vec<usize>,
 }
@@ -42,7 +42,7 @@ impl Finder {
         })
     }
 
-    /// Divides `text`, which is not empty, at the tokens in it; with `plain`, special ones are passed over.
+    /// Splits `text`, which is not empty, at the tokens in it; with `plain`, special ones are ignored.
     pub(super) fn divide(&self, tokens: &[AddedToken], text: &str, plain: bool) -> Vec<Piece> {
         let mut pieces = Vec::new();
         let mut from = 0;

@@ -1,5 +1,5 @@
-//! What the patterns of pre-tokenizers say of a character, as `regex-syntax` has it: the crate `tokenizers` matches with its
-//! tables, and another version of Unicode would cut new letters in another way.
+//! The character classes in the patterns of pre-tokenizers, from `regex-syntax`: the crate `tokenizers` uses its tables,
+//! and another version of Unicode would split new letters differently.
 
 use once_cell::race::OnceBox;
 use regex_syntax::hir::{Class, HirKind};
@@ -38,7 +38,7 @@ pub(super) struct Classes(Box<[u8]>);
 impl Classes {
     /// The one table of the process.
     pub(super) fn get() -> &'static Classes {
-        // Nobody waits for another thread to make it, which the child of a fork may not have.
+        // No thread waits for another one to make it, which may not exist in the child of a fork.
         static CLASSES: OnceBox<Classes> = OnceBox::new();
         CLASSES.get_or_init(|| {
             let mut table = vec![0; char::MAX as usize + 1].into_boxed_slice();

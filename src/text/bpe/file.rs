@@ -1,5 +1,5 @@
-//! A `tokenizer.json` of the common kind, read without a copy of each of its hundred thousands of strings. What the crate
-//! `tokenizers` might read in another way is no such file: reading it fails here, and the crate has the last word.
+//! A `tokenizer.json` of the common kind, read without a copy of each of its hundred thousands of strings. A file that the
+//! crate `tokenizers` might read differently fails here, and is left to the crate.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -60,7 +60,7 @@ pub(in crate::text) struct Tokens<'a>(pub(in crate::text) Vec<(Cow<'a, str>, u32
 #[derive(Default)]
 pub(in crate::text) struct Pairs<'a>(pub(in crate::text) Vec<(Cow<'a, str>, Cow<'a, str>)>);
 
-/// A string where it stands in the file, unless that writes it with escapes.
+/// A string borrowed from the file, unless it has escapes there.
 struct Text<'a>(Cow<'a, str>);
 
 impl<'de> Deserialize<'de> for Text<'de> {
@@ -111,7 +111,7 @@ impl<'de> Visitor<'de> for MergeVisitor {
 
 /// The two tokens of a merge in one text.
 fn halves<'a>(text: Cow<'a, str>) -> Option<(Cow<'a, str>, Cow<'a, str>)> {
-    // The crate takes such a line for the head of a merges.txt.
+    // The crate takes such a line for the header of a merges.txt.
     if text.starts_with("#version") {
         return None;
     }

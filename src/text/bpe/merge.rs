@@ -1,5 +1,5 @@
-//! Words to tokens: the two neighbours whose merge has the lowest rank become one token, until no two have a merge. The time grows
-//! with the length of a word as `n log n`, whatever the word.
+//! BPE merging of a word: the two neighbours whose merge has the lowest rank become one token, until no two have a merge.
+//! It takes `n log n` time for any word of `n` bytes.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -8,17 +8,18 @@ use super::vocabulary::mixed;
 
 /// No token, no rank, no neighbour.
 const NONE: u32 = u32::MAX;
-/// Words up to this many bytes that become up to this many tokens are remembered: nearly all but those of scripts without spaces.
+/// Words up to this many bytes that become up to this many tokens are cached: nearly all, except those of scripts without
+/// spaces.
 const REMEMBERED: usize = 15;
 const REMEMBERED_TOKENS: usize = 4;
-/// How many words are remembered. With their tokens they fit in a core's second cache.
+/// The number of cached words. With their tokens they fit in a core's L2 cache.
 const WORDS: usize = 1 << 13;
-/// Bytes of a word for which room is kept.
+/// The word length in bytes for which scratch memory is kept.
 const LONG: usize = 1 << 12;
 
 #[derive(Clone, Copy)]
 struct Slot {
-    /// Both tokens; all ones in an empty slot, which is no pair because no token is [`NONE`].
+    /// Both tokens. All ones mark an empty slot, as no token is [`NONE`].
     pair: u64,
     rank: u32,
     merged: u32,
@@ -26,7 +27,7 @@ struct Slot {
 
 /// The merges of a model.
 pub(super) struct Merges {
-    /// The token of each byte; [`NONE`] where the model has none, and then the byte is left out.
+    /// The token of each byte; [`NONE`] if the model has none, and the byte is left out.
     bytes: [u32; 256],
     slots: Vec<Slot>,
     count: usize,
@@ -60,7 +61,7 @@ impl Merges {
         at
     }
 
-    /// The next merge. One that was there before gets this rank.
+    /// Adds the next merge. A pair that is there already gets the new rank.
     pub(super) fn push(&mut self, left: u32, right: u32, merged: u32) {
         let pair = pair_of(left, right);
         let at = self.place(pair);
@@ -121,7 +122,7 @@ impl Merges {
         while let Some(Reverse(top)) = queue.pop() {
             let at = top as u32 as usize;
             let symbol = symbols[at];
-            // One of the two has been merged with another since.
+            // One of the two has already been merged with another.
             if u64::from(symbol.rank) != top >> 32 {
                 continue;
             }
@@ -155,7 +156,7 @@ impl Merges {
     }
 }
 
-/// A token of a word that is being merged. It begins a pair if `rank` is one.
+/// A token of a word that is being merged, and the rank of its pair with the next one, if they have a merge.
 #[derive(Clone, Copy)]
 struct Symbol {
     token: u32,
@@ -165,16 +166,16 @@ struct Symbol {
     merged: u32,
 }
 
-/// Room for merging, kept from one word to the next.
+/// Scratch memory for merging, kept from one word to the next.
 #[derive(Default)]
 pub(super) struct Steps {
     symbols: Vec<Symbol>,
-    /// Rank and place of the pairs that have a merge.
+    /// Rank and position of the pairs that have a merge.
     queue: BinaryHeap<Reverse<u64>>,
 }
 
 impl Steps {
-    /// Gives back what only an unusually long word needs.
+    /// Frees memory that only an unusually long word needs.
     pub(super) fn trim(&mut self) {
         if self.symbols.capacity() > LONG {
             *self = Steps::default();
@@ -182,7 +183,7 @@ impl Steps {
     }
 }
 
-/// Words and their tokens, one for each value of a hash: the latest.
+/// A direct-mapped cache of words and their tokens.
 pub(super) struct Memory(Vec<(u128, [u32; REMEMBERED_TOKENS])>);
 
 impl Default for Memory {
@@ -192,7 +193,7 @@ impl Default for Memory {
 }
 
 impl Memory {
-    /// Appends the tokens of `word` to `out`: those remembered, or those that `make` appends.
+    /// Appends the tokens of `word` to `out`: cached ones, or those that `make` appends.
     #[inline]
     pub(super) fn tokens(
         &mut self,

@@ -1,8 +1,8 @@
 //! Byte-level BPE, the kind of tokenizer that nearly all models have. It is read from a file in a fraction of the time that the crate
 //! `tokenizers` takes, and encodes many times as much text a second. The tokens are the same.
 //!
-//! Only what is known to the letter comes here: the patterns that cut text into words, NFC or no normalizer, merges without dropout
-//! or a fallback. Everything else is the crate's.
+//! Only exactly known settings are supported: certain patterns that split text into words, NFC or no normalizer, merges
+//! without dropout or fallback. Everything else is left to the crate.
 
 mod added;
 mod classes;
@@ -33,16 +33,16 @@ pub(super) use self::added::AddedToken;
 pub(super) use self::file::{File, Model, Pairs, Tokens};
 pub(super) use self::split::patterns;
 
-/// What a thread needs to encode.
+/// The scratch memory of a thread that encodes.
 #[derive(Default)]
 struct Room {
     memory: Memory,
     steps: Steps,
 }
 
-/// Bytes of the longest text: places in it, with what NFC may add, are numbers of 32 bits.
+/// Bytes of the longest text: positions in it, after NFC may have made it longer, fit in 32 bits.
 const MAX_TEXT: usize = 1 << 30;
-/// How many threads find their room again.
+/// The number of scratch memories kept for reuse.
 const ROOMS: usize = 8;
 
 /// A byte-level BPE tokenizer.
@@ -52,9 +52,9 @@ pub(super) struct Bpe {
     /// GPT-2's character for each byte.
     alphabet: [char; 256],
     added: Vec<AddedToken>,
-    /// Added tokens that are looked for in the text as it comes.
+    /// Added tokens that are searched for in the text before normalization.
     exact: Finder,
-    /// Those that are looked for in its normal form.
+    /// Added tokens that are searched for in the normalized text.
     normalized: Finder,
     nfc: bool,
     steps: Vec<Step>,
@@ -67,7 +67,7 @@ pub(super) struct Bpe {
 }
 
 impl Bpe {
-    /// The tokenizer of `file`, if it is of the known kind and does not contradict itself.
+    /// The tokenizer of `file`, if it is of the supported kind and consistent.
     pub(super) fn new(file: &File<'_>) -> Option<Bpe> {
         let model = &file.model;
         let plain = |text: &Option<String>| text.as_deref().unwrap_or_default().is_empty();
@@ -85,7 +85,7 @@ impl Bpe {
         let nfc = normalizer(&file.normalizer)?;
         let (steps, prefix_space) = pre_tokenizer(&file.pre_tokenizer)?;
         let around = around(&file.post_processor)?;
-        // Made now, while memory is set aside, rather than for a first word.
+        // Created now, while memory is set aside, rather than at the first word.
         Classes::get();
 
         let tokens = model.vocab.0.iter().map(|(text, id)| (&**text, *id));
@@ -135,7 +135,7 @@ impl Bpe {
         })
     }
 
-    /// The file that makes this tokenizer.
+    /// The `tokenizer.json` of this tokenizer.
     pub(super) fn file(&self) -> File<'_> {
         let mut file = self.settings.settings();
         let mut texts = Vec::new();
@@ -151,22 +151,22 @@ impl Bpe {
         let pairs = self.merges.pairs().into_iter();
         file.model.merges = Pairs(pairs.map(|(l, r)| (text(l), text(r))).collect());
         file.added_tokens = self.added.clone();
-        // Those that the vocabulary lacks get their ids in this order.
+        // Those that are not in the vocabulary get their ids in this order.
         file.added_tokens.sort_by_key(|token| token.id);
         file
     }
 
-    /// The tokens of the model, by their spelling.
+    /// The tokens of the model, by their text.
     pub(super) fn tokens(&self) -> impl Iterator<Item = (&str, u32)> {
         self.vocabulary.iter()
     }
 
-    /// The added tokens, some of which are the model's too.
+    /// The added tokens, some of which are in the model's vocabulary too.
     pub(super) fn added(&self) -> &[AddedToken] {
         &self.added
     }
 
-    /// The id of the token spelled `token`.
+    /// The id of the token written `token`.
     pub(super) fn id_of(&self, token: &str) -> Option<u32> {
         let added = self.added.iter().find(|added| added.content == token);
         added
@@ -174,8 +174,8 @@ impl Bpe {
             .or_else(|| self.vocabulary.id(token))
     }
 
-    /// `text` divided at its added tokens, with their ids. Those that are looked for in the normal form are found only without a
-    /// normalizer; otherwise they are within what is text.
+    /// `text` split at its added tokens, with their ids. Those that are searched for in normalized text are found only if
+    /// there is no normalizer; otherwise they stay within the text.
     pub(super) fn split(&self, text: &str) -> Vec<(Range<usize>, Option<u32>)> {
         let mut pieces = Vec::new();
         for (range, token) in self.exact.divide(&self.added, text, false) {
@@ -212,7 +212,7 @@ impl Bpe {
         Ok(tokens)
     }
 
-    /// The tokens of `text` as if no special token had a name.
+    /// The tokens of `text` as plain text, in which no special tokens are recognised.
     pub(super) fn encode_plain(&self, text: &str) -> Result<Vec<u32>> {
         let mut tokens = Vec::with_capacity(text.len() / 4);
         self.append(text, true, &mut tokens)?;
@@ -227,7 +227,7 @@ impl Bpe {
                 text.len()
             );
         }
-        // Nobody waits for a room, so that a process forked from a thread's midst has nothing to wait for.
+        // No thread waits for scratch memory, so that the child of a fork never waits for a thread that it does not have.
         let room = self.rooms.try_lock().ok().and_then(|mut r| r.pop());
         let mut room = room.unwrap_or_default();
         for (range, token) in self.exact.divide(&self.added, text, plain) {
@@ -319,7 +319,7 @@ fn normalizer(value: &Value) -> Option<bool> {
     (*value == nfc || *value == sequence(json!([nfc]))).then_some(true)
 }
 
-/// The steps of a pre-tokenizer that ends with the byte level, and whether each text gets a space in front.
+/// The steps of a pre-tokenizer that ends with the byte level, and whether each text gets a leading space.
 fn pre_tokenizer(value: &Value) -> Option<(Vec<Step>, bool)> {
     let (splits, last) = match value["pretokenizers"].as_array() {
         Some(list) if value["type"] == "Sequence" && value.as_object()?.len() == 2 => {
@@ -330,7 +330,7 @@ fn pre_tokenizer(value: &Value) -> Option<(Vec<Step>, bool)> {
     };
     let last: ByteLevel = serde_json::from_value(last.clone()).ok()?;
     let mut steps: Vec<Step> = splits.iter().map(split).collect::<Option<_>>()?;
-    // Behind other steps, every one of their words would get the space.
+    // After other steps, each of their words would get the space.
     if last.add_prefix_space && !steps.is_empty() {
         return None;
     }
@@ -351,12 +351,12 @@ fn split(value: &Value) -> Option<Step> {
         *value
             == json!({"type": "Split", "pattern": pattern, "behavior": behavior, "invert": invert})
     };
-    // To remove what does not match changes nothing where everything does.
+    // Removing text that does not match has no effect if everything matches.
     let isolated = written("Isolated", false) || (step.matches_all() && written("Removed", true));
     isolated.then_some(step)
 }
 
-/// The tokens that a post-processor puts around a text, found by giving it one.
+/// The tokens that a post-processor adds around a text, found by running it on one.
 fn around(value: &Value) -> Option<(Vec<u32>, Vec<u32>)> {
     if value.is_null() {
         return Some(Default::default());

@@ -1,5 +1,5 @@
-//! Unicode's composed form (NFC), which leaves nearly all text as it is: only the stretches around characters that may change go
-//! through the tables, those that the crate `tokenizers` uses.
+//! NFC normalization, which leaves nearly all text unchanged: only the parts around characters that may change go through
+//! the tables, the same ones that the crate `tokenizers` uses.
 
 use std::borrow::Cow;
 use std::iter::once;
@@ -7,13 +7,13 @@ use std::iter::once;
 use unicode_normalization_alignments::char::canonical_combining_class;
 use unicode_normalization_alignments::{IsNormalized, UnicodeNormalization, is_nfc_quick};
 
-/// Whether `c` stays as it is and is never joined to what stands before it.
+/// Whether `c` never changes and is never composed with the character before it.
 fn is_inert(c: char) -> bool {
     matches!(c, '\0'..='\u{2ff}' | '\u{3400}'..='\u{4dbf}' | '\u{4e00}'..='\u{9fff}')
         || (canonical_combining_class(c) == 0 && is_nfc_quick(once(c)) == IsNormalized::Yes)
 }
 
-/// `text` in composed form.
+/// `text` in NFC.
 pub(super) fn nfc(text: &str) -> Cow<'_, str> {
     let mut composed = String::new();
     // What comes before `copied` is in `composed`; `stretch` is where the last inert character begins.

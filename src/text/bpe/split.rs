@@ -1,9 +1,10 @@
-//! Cutting text into words, by hand for the patterns that nearly all byte-level models use. Each is known by its exact text and
-//! gives what `fancy-regex` gives for it, without backtracking: a run of spaces of any length is walked once.
+//! Splitting text into words, hand-written for the patterns that nearly all byte-level models use. Each is recognised by
+//! its exact text and gives the same words as `fancy-regex`, without backtracking: a run of spaces of any length is scanned
+//! once.
 
 use super::classes::{Classes, LETTER, LOWER, MARK, NUMBER, PUNCTUATION, SPACE, SYMBOL, UPPER};
 
-/// What matches of a pattern are. Matches, and what lies between them, become words.
+/// A known pattern. Its matches, and the text between them, become words.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Step {
     /// The words of GPT-2.
@@ -12,24 +13,24 @@ pub(super) enum Step {
     Cl100k { digits: usize, marks: bool },
     /// Those of o200k_base, so of GPT-4o and Llama 4.
     O200k { digits: usize, contractions: bool },
-    /// Those of DeepSeek-V3, which has looked for numbers and Chinese and Japanese before.
+    /// Those of DeepSeek-V3, whose earlier steps have split off numbers, Chinese and Japanese.
     DeepSeek,
-    /// Runs of characters, at least and at most so many.
+    /// Runs of characters of a class, with a minimum and a maximum length.
     Runs(Kind, usize, usize),
 }
 
-/// Characters that a run is of.
+/// The class of characters in a run.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Kind {
     /// `\p{N}`
     Number,
-    /// What the crate `tokenizers` takes for a digit.
+    /// The digits of the crate `tokenizers`.
     Numeric,
     /// `[0-9]`
     Digit,
     /// `[\p{P}\$\+<=>\^~\|]`
     Punctuation,
-    /// Chinese and Japanese, as DeepSeek-V3 sees them.
+    /// Chinese and Japanese, as in the pattern of DeepSeek-V3.
     Han,
 }
 
@@ -105,7 +106,7 @@ const KNOWN: &[(&str, Step)] = &[
 ];
 
 impl Step {
-    /// The step of a pattern, if it is a known one.
+    /// The step for a pattern, if it is known.
     pub(super) fn of(pattern: &str) -> Option<Step> {
         let known = KNOWN.iter().find(|(text, _)| *text == pattern);
         known.map(|(_, step)| *step)
@@ -117,7 +118,7 @@ impl Step {
     }
 }
 
-/// Calls `found` with each word of `text`: the first step cuts it into pieces, and so on.
+/// Calls `found` with each word of `text`: each step splits the pieces of the one before.
 pub(super) fn words<'t>(text: &'t str, steps: &[Step], found: &mut dyn FnMut(&'t str)) {
     let Some((step, further)) = steps.split_first() else {
         if !text.is_empty() {
@@ -133,7 +134,7 @@ pub(super) fn words<'t>(text: &'t str, steps: &[Step], found: &mut dyn FnMut(&'t
         text,
         classes: Classes::get(),
     };
-    // What no match has taken yet begins at `from`.
+    // The text after the last match begins at `from`.
     let (mut from, mut at) = (0, 0);
     while at < text.text.len() {
         match text.matched(*step, at) {
@@ -152,7 +153,7 @@ pub(super) fn words<'t>(text: &'t str, steps: &[Step], found: &mut dyn FnMut(&'t
     }
 }
 
-/// The classes of the first 128 characters, so that text in ASCII touches nothing but this.
+/// The classes of the first 128 characters, so that ASCII text needs only this table.
 static ASCII: [u8; 128] = {
     let mut table = [0; 128];
     let mut b = 0u8;
@@ -181,7 +182,7 @@ impl Text<'_> {
         self.text.as_bytes().get(at).copied()
     }
 
-    /// The classes of the character at `at`, and where the next one is.
+    /// The classes of the character at `at`, and the position of the next one.
     #[inline]
     fn class(&self, at: usize) -> Option<(u8, usize)> {
         match self.byte(at)? {
@@ -410,7 +411,8 @@ impl Text<'_> {
         self.before_word(at, end)
     }
 
-    /// The spaces from `at` to `end` without the last one, which goes with the word behind them; but one is left.
+    /// The end of the spaces from `at` to `end`, without the last one, which belongs to the word after them; at least one
+    /// space.
     fn before_word(&self, at: usize, end: usize) -> usize {
         let last = self.text[at..end].chars().next_back();
         let last = end - last.map_or(0, char::len_utf8);

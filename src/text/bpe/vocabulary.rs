@@ -1,4 +1,4 @@
-//! The tokens of a model by their spelling and by id, in one text and one table.
+//! The tokens of a model by text and by id, in one text and one table.
 
 /// FNV's start and a multiplier whose upper half depends on every bit of the input.
 const SEED: u64 = 0xcbf2_9ce4_8422_2325;
@@ -23,13 +23,13 @@ fn hash(text: &str) -> u64 {
 
 #[derive(Clone, Copy, Default)]
 struct Slot {
-    /// The upper half of the hash: most other tokens are told apart by it.
+    /// The upper half of the hash, which rules out most other tokens.
     tag: u32,
     /// The number of the token, counted from 1; 0 in an empty slot.
     number: u32,
 }
 
-/// Spelling to id and back.
+/// Token text to id and back.
 pub(super) struct Vocabulary {
     text: String,
     /// The number `n` counted from 1 has `ends[n - 1]..ends[n]` of the text.
@@ -39,7 +39,7 @@ pub(super) struct Vocabulary {
 }
 
 impl Vocabulary {
-    /// The table of `tokens`; None if two have one spelling or one id.
+    /// The table of `tokens`; None if two have the same text or the same id.
     pub(super) fn new<'t>(tokens: impl ExactSizeIterator<Item = (&'t str, u32)>) -> Option<Self> {
         let count = tokens.len();
         let mut vocabulary = Vocabulary {
@@ -49,7 +49,7 @@ impl Vocabulary {
             slots: vec![Slot::default(); (count * 3 / 2 + 1).next_power_of_two()],
         };
         vocabulary.ends.push(0);
-        // Ids have gaps at most as large as the vocabulary; what goes further is not a vocabulary.
+        // Gaps between ids may be as large as the vocabulary; a file with larger ids is not a vocabulary.
         let mut used = vec![false; 2 * count];
         for (text, id) in tokens {
             if std::mem::replace(used.get_mut(id as usize)?, true) {
@@ -75,7 +75,7 @@ impl Vocabulary {
         &self.text[self.ends[number - 1] as usize..self.ends[number] as usize]
     }
 
-    /// The id of `text`, or where it would stand.
+    /// The id of `text`, or the slot for it.
     fn find(&self, text: &str) -> Result<u32, (usize, u32)> {
         let hash = hash(text);
         let tag = (hash >> 32) as u32;

@@ -1,8 +1,8 @@
-//! The date, as templates tell it to a model.
+//! The current date, for templates.
 
 use minijinja::ErrorKind;
 
-/// The moment of the call in UTC, written as `format` says.
+/// The current time in UTC, formatted by `format`.
 pub(super) fn strftime_now(format: &str) -> std::result::Result<String, minijinja::Error> {
     let seconds = std::time::SystemTime::now()
         .duration_since(std::time::UNIX_EPOCH)

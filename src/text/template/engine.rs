@@ -1,5 +1,5 @@
-//! A template compiled, with the settings and the functions that Hugging Face's `apply_chat_template` gives templates, and what it prints
-//! for messages that are in its form.
+//! A compiled template, with the settings and functions of Hugging Face's `apply_chat_template`, and its output for
+//! messages in its own form.
 
 use std::collections::HashSet;
 
@@ -19,7 +19,7 @@ const NAME: &str = "chat";
 const STEPS: u64 = 2_000_000;
 const STEPS_FOR_MESSAGE: u64 = 2_000;
 
-/// Bytes that a prompt may have, far beyond any context.
+/// The most bytes of a prompt, far beyond any context.
 const LONGEST: usize = 64 << 20;
 
 /// A compiled template.
@@ -29,7 +29,7 @@ pub(super) struct Compiled {
     pub(super) source: String,
     bos: Option<String>,
     eos: Option<String>,
-    /// Variables that it reads.
+    /// The variables that it reads.
     read: HashSet<String>,
 }
 
@@ -81,11 +81,11 @@ impl Compiled {
 
     /// Whether it reads the variable `name`.
     pub(super) fn reads(&self, name: &str) -> bool {
-        // What a variable is set to is not searched for that variable: `{% set x = x or 1 %}`.
+        // The search misses a variable that is only read to set itself: `{% set x = x or 1 %}`.
         self.read.contains(name) || reads_to_set(&self.source, name)
     }
 
-    /// What it prints for messages in its form.
+    /// Its output for messages in its own form.
     pub(super) fn print(
         &self,
         messages: Vec<Value>,
@@ -101,7 +101,7 @@ impl Compiled {
                 "add_generation_prompt".to_owned(),
                 add_generation_prompt.into(),
             ),
-            // Templates written for transformers meet these as None, not as undefined.
+            // Templates written for transformers get these as None, not as undefined.
             ("tools".to_owned(), Value::from(())),
             ("documents".to_owned(), Value::from(())),
         ];
@@ -139,7 +139,7 @@ impl Compiled {
     }
 }
 
-/// Whether `source` sets `name` to something in which `name` occurs.
+/// Whether `source` sets `name` to an expression that contains `name`.
 fn reads_to_set(source: &str, name: &str) -> bool {
     let tags = source.split("{%").skip(1);
     tags.filter_map(|tag| tag.split("%}").next())
@@ -155,7 +155,7 @@ fn reads_to_set(source: &str, name: &str) -> bool {
         })
 }
 
-/// What a template has printed so far, up to [`LONGEST`].
+/// The output of a template so far, up to [`LONGEST`].
 #[derive(Default)]
 struct Prompt {
     text: Vec<u8>,

@@ -1,5 +1,5 @@
-//! Messages in the form that a template was written for. Templates differ in what they take for granted, so that is found out by asking
-//! them.
+//! Messages in the form that a template expects. Templates differ in their assumptions, which are detected by rendering
+//! test messages.
 
 use std::sync::OnceLock;
 
@@ -12,18 +12,18 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::text::{Content, Message, ToolCall};
 
-/// How a template wants an assistant's calls of tools. Templates differ in what they were written against.
+/// How a template expects an assistant's tool calls.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct CallForm {
     no_content: NoContent,
-    /// Arguments are JSON in a text, not an object.
+    /// Arguments are a string of JSON, not an object.
     written_arguments: bool,
 }
 
-/// What a message without content has at `content`.
+/// The value of `content` in a message without content.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 enum NoContent {
-    /// Nothing, not even the key.
+    /// No key at all.
     #[default]
     Absent,
     None,
@@ -40,7 +40,7 @@ impl NoContent {
     }
 }
 
-/// The form of one template, found out when first needed.
+/// The form of one template, detected when first needed.
 #[derive(Debug, Default)]
 pub(super) struct Form {
     takes_parts: OnceLock<bool>,
@@ -48,7 +48,7 @@ pub(super) struct Form {
 }
 
 impl Form {
-    /// `message` with the keys that transformers' users give it, in the form that this template was written for.
+    /// `message` with the keys of transformers, in the form that this template expects.
     pub(super) fn of(&self, template: &Compiled, message: &Message) -> Value {
         let role = match message.role.as_str() {
             "developer" if !names_role(template, "developer") => "system",
@@ -69,7 +69,7 @@ impl Form {
     }
 }
 
-/// Whether `role` is in the template as a text of its own.
+/// Whether `role` is a string literal of the template.
 fn names_role(template: &Compiled, role: &str) -> bool {
     let mut quoted = ['\'', '"']
         .map(|quote| format!("{quote}{role}{quote}"))
@@ -77,7 +77,7 @@ fn names_role(template: &Compiled, role: &str) -> bool {
     quoted.any(|text| template.source.contains(&text))
 }
 
-/// Whether the template writes the text of content parts: not what Python shows for an array, and not nothing.
+/// Whether the template renders the text of content parts, rather than Python's notation of the array or nothing.
 fn find_takes_parts(template: &Compiled) -> bool {
     const MARK: &str = "text-of-a-part";
     let message = Message::new("user", "");
@@ -90,8 +90,8 @@ fn find_takes_parts(template: &Compiled) -> bool {
     text.matches(MARK).count() == 1 && !quoted.iter().any(|q| text.contains(q))
 }
 
-/// The first form of a call of which the template writes all, or else the first that it takes at all, with nothing written
-/// for a content that is not there. The first of all is the one of transformers.
+/// The first form of a call that the template renders completely, or else the first that it accepts, without any text for
+/// missing content. The very first is that of transformers.
 fn find_call_form(template: &Compiled) -> CallForm {
     const WORD: &str = "word-of-a-call";
     let tool = json!({
@@ -106,7 +106,7 @@ fn find_call_form(template: &Compiled) -> CallForm {
     let arguments = Map::from_iter([("x".to_owned(), WORD.into())]);
     let mut call = Message::new("assistant", "");
     call.tool_calls.push(ToolCall {
-        // Nine letters and digits, as Mistral's templates demand.
+        // Nine letters and digits, as Mistral's templates require.
         id: "callofone".to_owned(),
         name: "tool-of-a-call".to_owned(),
         arguments,
@@ -132,19 +132,19 @@ fn find_call_form(template: &Compiled) -> CallForm {
             no_content,
             written_arguments,
         };
-        // How often the words stand there for another reason.
+        // How often the words occur without the call.
         let empty = print(form(NoContent::EmptyText));
         let elsewhere = empty.as_ref().map_or(0, |text| nothing(text));
         for no_content in [NoContent::Absent, NoContent::None, NoContent::EmptyText] {
             let form = form(no_content);
             match print(form) {
                 Ok(text) if nothing(&text) > elsewhere => {}
-                // JSON in JSON was written twice.
+                // JSON within JSON was escaped twice.
                 Ok(text) if text.matches(WORD).count() >= 2 && !text.contains("\\\"x\\\"") => {
                     return form;
                 }
                 Ok(_) => taken = taken.or(Some(form)),
-                // It does not end, and would not in another form either.
+                // It does not terminate, and would not in another form either.
                 Err(e) if e.kind() == crate::base::ErrorKind::CorruptFile => return form,
                 Err(_) => {}
             }
@@ -153,7 +153,7 @@ fn find_call_form(template: &Compiled) -> CallForm {
     taken.unwrap_or_default()
 }
 
-/// What `cell` has or `find` finds. Others do not wait for it meanwhile: a template may never come to an end.
+/// The value of `cell`, or the result of `find`. Other threads do not wait for it: a template may never terminate.
 fn found<T: Copy>(cell: &OnceLock<T>, find: impl FnOnce() -> T) -> T {
     match cell.get() {
         Some(value) => *value,
@@ -165,7 +165,7 @@ fn found<T: Copy>(cell: &OnceLock<T>, find: impl FnOnce() -> T) -> T {
     }
 }
 
-/// What a template is given for `message`.
+/// The value that a template gets for `message`.
 fn formed(message: &Message, role: &str, content: Option<Value>, form: CallForm) -> Value {
     let mut out = vec![("role", Value::from(role))];
     out.extend(content.map(|content| ("content", content)));

@@ -1,7 +1,7 @@
-//! Conversations to prompts, by the Jinja template that a model ships, rendered under the same settings and with the same
-//! extra functions as Hugging Face's `apply_chat_template`; ChatML for models without one.
+//! Conversations to prompts, by the Jinja template of a model, rendered under the same settings and with the same extra
+//! functions as Hugging Face's `apply_chat_template`; ChatML for models without one.
 //!
-//! `engine` is the template itself, `form` brings messages into the form that it was written for, `python` and `date` are functions
+//! `engine` is the template itself, `form` converts messages to the form that it expects, `python` and `date` are functions
 //! that templates call.
 
 mod date;
@@ -26,12 +26,13 @@ const CHATML: &str = "\
 {%- for message in messages %}{{ '<|im_start|>' ~ message.role ~ '\\n' ~ message.content ~ '<|im_end|>\\n' }}{% endfor %}\
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}";
 
-/// Bytes that rendering may take for a byte of a message, of which templates make copies, and for a message beside its text.
+/// Bytes that rendering may allocate for each byte of a message, which templates copy, and for each message besides its
+/// text.
 const FOR_TEXT: usize = 16;
 const FOR_MESSAGE: usize = 1024;
 
-/// Bytes of memory that rendering may take at a time beside those for the messages, and how long it may take. A template that goes
-/// beyond is a trap: its thread stands still from then on, so it is not rendered again.
+/// Bytes that rendering may allocate at a time besides those for the messages, and the longest time. After a template has
+/// exceeded them it is not rendered again, because its thread then stands still for ever.
 const MEMORY: usize = 256 << 20;
 const LONGEST_TIME: Duration = Duration::from_secs(60);
 /// Macros call each other, and values may be nested as deeply as a template has steps for, of which the template engine takes some 200
@@ -42,7 +43,7 @@ const STACK: usize = 128 << 20;
 #[derive(Debug)]
 pub struct ChatTemplate {
     template: Arc<(Compiled, Form)>,
-    /// Whether rendering has gone beyond its bounds.
+    /// Whether rendering has exceeded its limits.
     is_trap: AtomicBool,
 }
 
@@ -71,7 +72,7 @@ impl ChatTemplate {
         self.template.0.reads(name)
     }
 
-    /// Those of `variables` that the template never reads: they would change nothing.
+    /// Those of `variables` that the template never reads, and that so have no effect.
     pub fn unread<'a>(&self, variables: &'a Map<String, serde_json::Value>) -> Vec<&'a str> {
         let names = variables.keys().map(String::as_str);
         names.filter(|name| !self.reads(name)).collect()
@@ -84,9 +85,9 @@ impl ChatTemplate {
 
     /// As [`ChatTemplate::render`], with further variables for the template (`enable_thinking`, `tools`, `documents`, ...).
     ///
-    /// Messages reach a template in the form it was written for: `developer` becomes `system` where that role is unknown, and
-    /// the parts of a content become lines where the template does not look into them. A template that knows nothing of tools
-    /// would leave them out, so it is refused tools, calls and results.
+    /// Messages are converted to the form that the template expects: `developer` becomes `system` if it does not know that
+    /// role, and the parts of a content become lines if it does not read parts. A template without support for tools would
+    /// leave them out, so tools, calls and results are an error with it.
     pub fn render_with(
         &self,
         messages: &[Message],

@@ -1,4 +1,4 @@
-//! Values in the spelling of Python, for which templates are written: what they print, and JSON.
+//! Values in Python's notation, for which templates are written: `str`, `repr` and JSON.
 
 use minijinja::value::{Kwargs, Value, ValueKind};
 use minijinja::{ErrorKind, Output, State};
@@ -29,7 +29,7 @@ pub(super) fn python_text(value: &Value) -> std::result::Result<String, minijinj
     Ok(out)
 }
 
-/// Arrays and objects within each other that are printed; Python gives up soon after too.
+/// The deepest nesting that is printed; Python's own limit is not much higher.
 const DEEPEST: usize = 256;
 
 /// Appends Python's `repr` of a value.
@@ -98,7 +98,7 @@ pub(super) fn raise_exception(message: String) -> std::result::Result<Value, min
     Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
 }
 
-/// Spaces that JSON may be indented by.
+/// The most spaces of JSON indentation.
 const WIDEST: usize = 64;
 
 /// JSON as Python's `json.dumps` writes it.
@@ -115,7 +115,7 @@ pub(super) fn to_json(
     }
     let separators: Option<Vec<String>> = options.get("separators")?;
     let sorted: Option<bool> = options.get("sort_keys")?;
-    // On in Python, off in transformers.
+    // The default in Python, but not in transformers.
     let ascii: Option<bool> = options.get("ensure_ascii")?;
     options.assert_all_used()?;
     let mut form = PythonJson::with_indent(indent);
