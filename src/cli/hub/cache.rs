@@ -1,5 +1,5 @@
-//! The folder of models fetched from the hub, in the layout that Python's huggingface_hub made common, so that what either
-//! fetched the other uses:
+//! The cache of models fetched from the hub, in the layout of Python's huggingface_hub, so that each can use what the other
+//! has fetched:
 //!
 //! ```text
 //! models--ORG--NAME/blobs/HASH                 contents, once each, however many commits have them
@@ -10,7 +10,7 @@
 //! .locks/models--ORG--NAME/HASH.lock           held by who fetches that content
 //! ```
 //!
-//! A content in `blobs` is whole and never changed. Knows no network.
+//! A file in `blobs` is complete and never changes. Makes no requests.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File, TryLockError};
@@ -24,27 +24,27 @@ use NVFP4::base::{Error, Result};
 
 use super::listing::Listing;
 
-/// What the folder of a model is called before `ORG--NAME`.
+/// The prefix of a model's folder before `ORG--NAME`.
 const PREFIX: &str = "models--";
 
-/// The shortest beginning of a commit that stands for it.
+/// The shortest abbreviation of a commit.
 const SHORTEST_COMMIT: usize = 7;
 
-/// The place of one repository in the cache.
+/// One repository in the cache.
 pub(super) struct Repository {
     root: PathBuf,
     /// `models--ORG--NAME`.
     folder: String,
 }
 
-/// The right to fetch one content, given back when dropped.
+/// A lock for fetching one blob, released when dropped.
 pub(super) struct Lock {
-    /// `None` where the file system knows no locks.
+    /// `None` if the file system does not support locks.
     _file: Option<File>,
 }
 
 impl Repository {
-    /// The place of `repo` (`ORG/NAME`) in the cache at `root`. Nothing is made yet.
+    /// The repository `repo` (`ORG/NAME`) in the cache at `root`. Creates nothing yet.
     pub(super) fn new(root: &Path, repo: &str) -> Repository {
         Repository {
             root: root.to_owned(),
@@ -96,7 +96,7 @@ impl Repository {
         }
     }
 
-    /// Every commit of which a file is there.
+    /// Every commit with at least one file in the cache.
     pub(super) fn commits(&self) -> Result<Vec<String>> {
         let mut commits: Vec<String> = entries(&self.path().join("snapshots"))?
             .iter()
@@ -130,7 +130,7 @@ impl Repository {
         self.path().join("snapshots").join(commit)
     }
 
-    /// The place of a file or a folder of a snapshot; of all of it if `part` is empty.
+    /// The path of a file or a folder in a snapshot, or of the snapshot if `part` is empty.
     pub(super) fn opened(&self, commit: &str, part: &str) -> PathBuf {
         match part {
             "" => self.snapshot(commit),
@@ -138,13 +138,13 @@ impl Repository {
         }
     }
 
-    /// Where `name` is, if it is there whole.
+    /// The path of `name`, if it is complete.
     pub(super) fn file(&self, commit: &str, name: &str) -> Option<PathBuf> {
         let path = self.snapshot(commit).join(name);
         path.is_file().then_some(path)
     }
 
-    /// Whether another program has asked for `name` and found that the repository does not hold it.
+    /// Whether another program has found that the repository does not have `name`.
     pub(super) fn is_known_to_miss(&self, commit: &str, name: &str) -> bool {
         self.path()
             .join(".no_exist")
@@ -161,12 +161,12 @@ impl Repository {
         self.path().join("trees").join(format!("{commit}.json"))
     }
 
-    /// What the repository holds at `commit`, where that was kept.
+    /// The list of files at `commit`, if it is in the cache.
     pub(super) fn listing(&self, commit: &str) -> Option<Listing> {
         Listing::from_cache(commit, &fs::read(self.tree(commit)).ok()?)
     }
 
-    /// Keeps a list of files, so that later it is known without a network whether all are there.
+    /// Stores a list of files, so that it can be checked offline whether the model is complete.
     pub(super) fn keep_listing(&self, listing: &Listing) -> Result<()> {
         match listing.to_cache() {
             Some(content) if self.listing(&listing.commit).is_none() => {
@@ -176,7 +176,7 @@ impl Repository {
         }
     }
 
-    /// Notes that `revision` is `commit` now.
+    /// Records that `revision` is `commit` now.
     pub(super) fn keep_ref(&self, revision: &str, commit: &str) -> Result<()> {
         if revision == commit || self.commit(revision).as_deref() == Some(commit) {
             return Ok(());
@@ -184,7 +184,7 @@ impl Repository {
         replace(&self.path().join("refs").join(revision), commit.as_bytes())
     }
 
-    /// Makes `name` of `commit` a link to the content called `id`, which must be there.
+    /// Makes `name` of `commit` a link to the blob `id`, which must exist.
     pub(super) fn link(&self, commit: &str, name: &str, id: &str) -> Result<()> {
         let place = self.snapshot(commit).join(name);
         let failed = |e| Error::io(format_args!("linking {}", place.display()), e);
@@ -192,7 +192,7 @@ impl Repository {
         let up = "../".repeat(2 + name.matches('/').count());
         let link = || std::os::unix::fs::symlink(format!("{up}blobs/{id}"), &place);
         let made = match link() {
-            // A link whose content was removed is in the way; a whole file is not to be touched.
+            // A dangling link is in the way; a complete file must not be touched.
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists && !place.exists() => {
                 fs::remove_file(&place).map_err(failed)?;
                 link()
@@ -209,14 +209,14 @@ impl Repository {
         }
     }
 
-    /// Removes all of it.
+    /// Removes the whole repository from the cache.
     pub(super) fn remove(&self) -> Result<()> {
-        // Locks last: whoever begins to fetch meanwhile holds one that stays valid until then.
+        // Locks last: a program that begins to fetch meanwhile holds one that stays valid until then.
         remove_folder(&self.path())?;
         remove_folder(&self.locks())
     }
 
-    /// Removes a commit and what points to it, but no contents.
+    /// Removes a commit and the references to it, but no blobs.
     pub(super) fn remove_commit(&self, commit: &str) -> Result<()> {
         remove_folder(&self.snapshot(commit))?;
         remove_folder(&self.path().join(".no_exist").join(commit))?;
@@ -234,7 +234,7 @@ impl Repository {
         Ok(())
     }
 
-    /// Removes the contents to which no snapshot links. What is on its way stays: a pull may go on with it.
+    /// Removes blobs to which no snapshot links. Incomplete ones stay: a pull may resume them.
     pub(super) fn remove_unused(&self) -> Result<()> {
         let mut used = BTreeSet::new();
         let mut folders = vec![self.path().join("snapshots")];
@@ -257,7 +257,7 @@ impl Repository {
         Ok(())
     }
 
-    /// Waits until nobody else fetches the content called `id`. `waits` is called once if that takes time.
+    /// Locks the blob `id` for fetching. If another program has the lock, calls `waits` once and waits.
     pub(super) fn lock(&self, id: &str, waits: impl FnOnce()) -> Result<Lock> {
         let mut waits = Some(waits);
         loop {
@@ -272,7 +272,7 @@ impl Repository {
                 }
                 Err(TryLockError::Error(_)) => false,
             };
-            // Python's lock removes its file when it is given up: who holds a removed one holds nothing.
+            // Python's lock removes its file when it is released: a lock on a removed file does not count.
             if !held || is_still_at(&file, &self.lock_path(id)) {
                 return Ok(Lock {
                     _file: held.then_some(file),
@@ -281,7 +281,7 @@ impl Repository {
         }
     }
 
-    /// Whether somebody fetches anything of this repository now.
+    /// Whether any program is fetching from this repository now.
     pub(super) fn is_locked(&self) -> Result<bool> {
         let held = |path: &PathBuf| {
             File::open(path)
@@ -328,7 +328,7 @@ fn remove_folder(path: &Path) -> Result<()> {
     }
 }
 
-/// What is in a folder; nothing if it is not there.
+/// The entries of a folder; none if it does not exist.
 pub(super) fn entries(folder: &Path) -> Result<Vec<PathBuf>> {
     let failed = |e| Error::io(format_args!("listing {}", folder.display()), e);
     match fs::read_dir(folder) {

@@ -1,5 +1,5 @@
-//! Requests to the hub and to where it redirects: addresses, the token, redirects, proxies, certificates, and what a refusal
-//! means. Knows nothing of caches or of what a model is.
+//! HTTP requests to the hub and to its redirect targets: addresses, the token, redirects, proxies, certificates, and the
+//! meaning of error responses. Knows nothing of caches or models.
 
 use std::io::Read;
 use std::sync::LazyLock;
@@ -20,13 +20,13 @@ const USER_AGENT: &str = concat!("nvfp4/", env!("CARGO_PKG_VERSION"));
 
 const MOST_REDIRECTS: usize = 8;
 
-/// More than a repository of a hundred thousand files takes to list.
+/// The most bytes of a list of files; more than a repository of a hundred thousand files needs.
 const LONGEST_LIST: u64 = 256 << 20;
 
-/// How much of an answer is read for the words in it.
+/// How much of an error response is read for its message.
 const LONGEST_WORDS: u64 = 64 << 10;
 
-/// Asks one hub.
+/// A client of one hub.
 pub(super) struct Client {
     direct: Agent,
     http_proxy: Option<Agent>,
@@ -43,18 +43,18 @@ pub(super) enum Method {
     Head,
 }
 
-/// An answer that is no refusal, its body unread.
+/// A successful response with an unread body.
 pub(super) struct Answer {
     pub(super) status: u16,
     headers: HeaderMap,
-    /// Headers of the hub's own answers on the way here: what other hosts say of names and sizes is about their own storage.
+    /// Headers of the hub's own responses before redirects: those of other hosts describe their own storage.
     of_hub: HeaderMap,
-    /// Who answered in the end.
+    /// The host that answered in the end.
     pub(super) url: Url,
     body: Body,
 }
 
-/// What is asked about, for messages.
+/// The subject of a request, for messages.
 #[derive(Clone, Copy)]
 pub(super) struct Subject<'a> {
     /// `ORG/NAME`.
@@ -65,7 +65,7 @@ pub(super) struct Subject<'a> {
 }
 
 impl Client {
-    /// A client of the hub that the environment names. No request is made. An answer, and each further piece of it, may take
+    /// A client of the hub that the environment names. Makes no request. A response, and each further piece of it, may take
     /// `patience`.
     pub(super) fn new(patience: Duration) -> Result<Client> {
         let direct = agent(patience, None);
@@ -91,8 +91,8 @@ impl Client {
         url
     }
 
-    /// Sends a request and follows redirects. `range` is the first and the last byte that are wanted. The token goes to the hub
-    /// alone.
+    /// Sends a request and follows redirects. `range` is the first and the last byte wanted. The token is sent to the hub
+    /// only.
     pub(super) fn open(
         &self,
         url: &Url,
@@ -124,7 +124,7 @@ impl Client {
             let Some(target) = target else {
                 return Err(self.refusal(answer, subject));
             };
-            // A connection whose answer was read to its end can be used again.
+            // A connection can be reused after its response was read to the end.
             let _ = answer.words();
             url = redirected(&answer.url, &target)?;
             of_hub = answer.of_hub;
@@ -172,7 +172,7 @@ impl Client {
         }
     }
 
-    /// What an answer that is neither a success nor a redirect means.
+    /// The failure that a response other than success or a redirect means.
     fn refusal(&self, mut answer: Answer, subject: Subject<'_>) -> Failure {
         let Subject {
             repo,
@@ -242,23 +242,23 @@ impl Answer {
         self.headers.get(name)?.to_str().ok().map(str::trim)
     }
 
-    /// A header of the hub's own answers.
+    /// A header of the hub's own responses.
     pub(super) fn header_of_hub(&self, name: &str) -> Option<&str> {
         self.of_hub.get(name)?.to_str().ok().map(str::trim)
     }
 
-    /// The body's length as announced.
+    /// The body's length by its header.
     pub(super) fn length(&self) -> Option<u64> {
         self.header("content-length")?.parse().ok()
     }
 
-    /// How the body is encoded, where it is.
+    /// The encoding of the body, if it has one.
     pub(super) fn encoding(&self) -> Option<&str> {
         self.header("content-encoding")
             .filter(|e| !e.is_empty() && !e.eq_ignore_ascii_case("identity"))
     }
 
-    /// The body, decoded. The client asks for none but plain answers; what a proxy compresses all the same is decoded.
+    /// The decoded body. The client asks for uncompressed responses, but a proxy may compress them all the same.
     pub(super) fn into_reader(self) -> Tried<Box<dyn Read>> {
         let encoding = self.encoding().map(str::to_ascii_lowercase);
         let host = self.url.host_str().unwrap_or_default().to_owned();
@@ -273,7 +273,7 @@ impl Answer {
         }
     }
 
-    /// The whole body of a short answer.
+    /// The whole body of a short response.
     pub(super) fn bytes(self, patience: Duration) -> Tried<Vec<u8>> {
         let host = self.url.host_str().unwrap_or_default().to_owned();
         let mut bytes = Vec::new();
@@ -302,11 +302,11 @@ impl Answer {
         seconds.map(Duration::from_secs)
     }
 
-    /// What a server says for people, in one short line: in a header, in JSON, or as plain text.
+    /// The server's message for people, as one short line: from a header, JSON, or plain text.
     fn words(&mut self) -> String {
         let mut body = Vec::new();
         let mut reader = self.body.as_reader().take(LONGEST_WORDS);
-        // Words that break off are words all the same.
+        // A message that is cut off is still a message.
         let _ = reader.read_to_end(&mut body);
         let kind = self.header("content-type").unwrap_or_default();
         let words = match self.header("x-error-message") {
@@ -327,7 +327,7 @@ fn agent(patience: Duration, proxy: Option<ureq::Proxy>) -> Agent {
     let connect = patience.min(Duration::from_secs(15));
     Config::builder()
         .user_agent(USER_AGENT)
-        // The hub's servers ignore ranges for whoever takes compressed answers.
+        // The hub's servers ignore ranges for clients that accept compressed responses.
         .accept_encoding("identity")
         .http_status_as_error(false)
         .max_redirects(0)
@@ -373,7 +373,7 @@ fn redirected(from: &Url, to: &str) -> Result<Url> {
     }
 }
 
-/// What it means that `host` gave no answer.
+/// The failure when `host` did not respond.
 fn broken(host: &str, error: &ureq::Error, patience: Duration) -> Failure {
     let silent = |reason: String, waited| Failure::Silent { reason, waited };
     match error {
@@ -403,7 +403,7 @@ fn refused_certificate(host: &str, reason: &str) -> Failure {
     ))
 }
 
-/// What it means that an answer of `host` broke off.
+/// The failure when a response of `host` broke off.
 pub(super) fn cut(host: &str, error: std::io::Error, patience: Duration) -> Failure {
     let is_timeout = error.kind() == std::io::ErrorKind::TimedOut
         || matches!(

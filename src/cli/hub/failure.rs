@@ -1,4 +1,4 @@
-//! What can go wrong with a request, and how long to go on trying: failures that pass are met with patience, which every byte
+//! Failures of requests, and how long to retry: transient failures are retried until patience runs out, which every byte
 //! that arrives renews.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -7,33 +7,33 @@ use std::time::{Duration, Instant};
 use NVFP4::base::error::err;
 use NVFP4::base::{Error, Result};
 
-/// Why a request did not give what was asked for.
+/// Why a request failed.
 #[derive(Debug)]
 pub(super) enum Failure {
-    /// The server asks to come again.
+    /// The server asks to retry later.
     Refused {
-        /// What happened, for people.
+        /// The message.
         reason: String,
-        /// How long it asks to wait.
+        /// The wait that it asks for.
         wait: Option<Duration>,
     },
-    /// An answer broke off.
+    /// A response broke off.
     Broken {
-        /// What happened, for people.
+        /// The message.
         reason: String,
     },
-    /// No answer came at all.
+    /// There was no response at all.
     Silent {
-        /// What happened, for people.
+        /// The message.
         reason: String,
-        /// Whether that took all the time that an answer may take.
+        /// Whether that was a timeout.
         waited: bool,
     },
-    /// Trying again does not help.
+    /// Retrying does not help.
     Final(Error),
 }
 
-/// What a request gives that may be tried again.
+/// The result of a request that may be retried.
 pub(super) type Tried<T> = std::result::Result<T, Failure>;
 
 impl From<Error> for Failure {
@@ -42,17 +42,17 @@ impl From<Error> for Failure {
     }
 }
 
-/// Failures in a row, with nothing gained between them, after which a pull is given up: about a minute.
+/// Failures in a row without progress after which a pull is given up: about a minute.
 const LIMIT: u32 = 9;
 
-/// The same for a hub that has not said anything yet: most likely there is no network, and somebody waits to hear that.
+/// The same for a hub that has not responded yet: most likely there is no network, which the user should learn soon.
 const LIMIT_BEFORE_FIRST_ANSWER: u32 = 3;
 
 /// The longest wait that a server may ask for: the hub counts requests in windows of five minutes.
 const LONGEST_WAIT: Duration = Duration::from_secs(330);
 
-/// How often requests have failed since something was gained. Shared by all connections of a pull: what they meet at the same
-/// time is one failure, and they wait for its end together.
+/// The number of failures since the last progress. Shared by all connections of a pull: simultaneous failures count as one,
+/// and all connections wait together.
 #[derive(Default)]
 pub(super) struct Patience {
     state: Mutex<State>,

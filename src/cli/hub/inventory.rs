@@ -20,14 +20,14 @@ use super::settings;
 pub(in crate::cli) struct Cached {
     /// `ORG/NAME`.
     pub(in crate::cli) repo: String,
-    /// Bytes of whole contents.
+    /// Bytes of complete blobs.
     pub(in crate::cli) bytes: u64,
-    /// Bytes on the disk of contents that are still to come, or were given up.
+    /// Bytes on the disk of incomplete blobs.
     pub(in crate::cli) partial_bytes: u64,
     pub(in crate::cli) revisions: Vec<Revision>,
 }
 
-/// One commit of which there are files.
+/// A commit with files in the cache.
 pub(in crate::cli) struct Revision {
     pub(in crate::cli) commit: String,
     /// The branches and tags that point to it.
@@ -35,16 +35,16 @@ pub(in crate::cli) struct Revision {
     pub(in crate::cli) models: Vec<Model>,
 }
 
-/// Something that can be opened.
+/// A model that can be opened.
 pub(in crate::cli) struct Model {
-    /// How it is named to a command: `ORG/NAME[@REVISION][:PART]`.
+    /// Its name for commands: `ORG/NAME[@REVISION][:PART]`.
     pub(in crate::cli) name: String,
     pub(in crate::cli) path: PathBuf,
     /// Bytes of its weights' files.
     pub(in crate::cli) bytes: u64,
 }
 
-/// What is in the cache, by name. Makes no request.
+/// The repositories in the cache, by name. Makes no request.
 pub(in crate::cli) fn inventory() -> Result<Vec<Cached>> {
     Repository::all(&settings::cache()?)?
         .into_iter()
@@ -68,7 +68,7 @@ fn cached(repo: String, repository: &Repository) -> Result<Cached> {
             models: Vec::new(),
         })
         .collect();
-    // What branches point to first.
+    // Commits that branches point to come first.
     revisions.sort_by_key(|r| r.refs.is_empty());
     for revision in &mut revisions {
         let base = match revision
@@ -91,16 +91,16 @@ fn cached(repo: String, repository: &Repository) -> Result<Cached> {
     })
 }
 
-/// Bytes of whole contents, and of those on their way.
+/// Bytes of complete blobs, and of incomplete ones.
 fn sizes(repository: &Repository) -> Result<(u64, u64)> {
     let (mut whole, mut partial) = (0, 0);
     for path in entries(&repository.path().join("blobs"))? {
-        // Python keeps some contents elsewhere, with links to them.
+        // Python keeps some blobs elsewhere, with links to them.
         let Ok(there) = fs::metadata(&path) else {
             continue;
         };
         match is_partial(&path) {
-            // What has not come takes no room.
+            // Parts that are missing take no space.
             true => partial += there.blocks() * 512,
             false => whole += there.len(),
         }
@@ -108,7 +108,7 @@ fn sizes(repository: &Repository) -> Result<(u64, u64)> {
     Ok((whole, partial))
 }
 
-/// Whether a file among the contents is one on its way, ours or Python's.
+/// Whether a file among the blobs is an incomplete one, ours or Python's.
 fn is_partial(path: &Path) -> bool {
     path.extension()
         .is_some_and(|e| e == partial::EXTENSION || e == "incomplete")
@@ -134,7 +134,7 @@ fn models(base: &str, snapshot: &Path) -> Vec<Model> {
                 true => joined(folder, &files[0]),
                 false => folder.to_owned(),
             };
-            // A repository's only model needs no part to be named.
+            // The only model of a repository needs no part in its name.
             let name = match several || !folder.is_empty() {
                 true => format!("{base}:{part}"),
                 false => base.to_owned(),
@@ -157,8 +157,8 @@ fn models(base: &str, snapshot: &Path) -> Vec<Model> {
     models
 }
 
-/// Takes a repository, a revision or a part of one out of the cache, with the contents that nothing else there needs. Returns
-/// how many bytes that frees.
+/// Removes a repository, a revision or a part of one from the cache, with the blobs that nothing else there needs. Returns
+/// the number of bytes freed.
 pub(in crate::cli) fn remove(name: &Name) -> Result<u64> {
     let repository = Repository::new(&settings::cache()?, &name.repo);
     if repository.is_locked()? {

@@ -1,4 +1,5 @@
-//! What a repository holds at one commit: the hub's answer, and the same as Python's huggingface_hub keeps it in the cache.
+//! The list of files of a repository at one commit: the hub's response, and its form in the cache of Python's
+//! huggingface_hub.
 
 use std::collections::BTreeMap;
 
@@ -13,11 +14,11 @@ use super::name::is_inside;
 pub(super) struct Listing {
     /// The commit: 40 hexadecimal digits on the hub; whatever a mirror calls it.
     pub(super) commit: String,
-    /// By their path in the repository. Paths that lead out of it are left out: nothing may ask for them.
+    /// By their path in the repository, without paths that lead out of it.
     pub(super) files: BTreeMap<String, Entry>,
 }
 
-/// What is known of a file before it comes. Mirrors may tell nothing.
+/// What is known of a file before it is fetched. Mirrors may tell nothing.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Entry {
     pub(super) size: Option<u64>,
@@ -25,11 +26,11 @@ pub(super) struct Entry {
     git: Option<String>,
     /// The SHA-256 of large content.
     sha256: Option<String>,
-    /// The hash by which a third store of the hub's knows large content, kept for Python's sake.
+    /// The hash of large content in the hub's Xet storage, kept for Python.
     xet: Option<String>,
 }
 
-/// What the content of a file must hash to.
+/// The expected digest of a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Digest {
     Sha256(String),
@@ -38,7 +39,7 @@ pub(super) enum Digest {
 }
 
 impl Digest {
-    /// The digest that a name in the cache is, if it is one: names are ETags of the hub.
+    /// The digest in the name of a blob, if it is one: names are ETags of the hub.
     pub(super) fn of_name(name: &str) -> Option<Digest> {
         let is_hex = name.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
         match name.len() {
@@ -50,7 +51,7 @@ impl Digest {
 }
 
 impl Entry {
-    /// The name of the content in the cache, where the hub tells it in its list.
+    /// The name of the blob in the cache, if the hub's list has it.
     pub(super) fn blob(&self) -> Option<&str> {
         self.sha256.as_deref().or(self.git.as_deref())
     }
@@ -61,7 +62,7 @@ fn text(value: &Value) -> Option<String> {
 }
 
 impl Listing {
-    /// Reads the hub's answer about `repo`.
+    /// Parses the hub's response about `repo`.
     pub(super) fn from_answer(repo: &str, answer: &[u8]) -> Result<Listing> {
         let json: Value = serde_json::from_slice(answer)
             .map_err(|e| err!(Io, "{repo}: the hub's list of files is no JSON: {e}"))?;
@@ -96,7 +97,7 @@ impl Listing {
         })
     }
 
-    /// Reads the list that a program has kept for `commit`; `None` if it is of another version or broken.
+    /// Parses the list in the cache for `commit`; `None` if it is of another version or broken.
     pub(super) fn from_cache(commit: &str, content: &[u8]) -> Option<Listing> {
         let json: Value = serde_json::from_slice(content).ok()?;
         if json["format_version"] != 1 {
@@ -122,7 +123,7 @@ impl Listing {
         })
     }
 
-    /// The list for the cache; `None` where the hub told too little for other programs to read it.
+    /// The list for the cache; `None` if the hub's response lacks what other programs need to read it.
     pub(super) fn to_cache(&self) -> Option<Vec<u8>> {
         let mut files = Map::new();
         for (name, entry) in &self.files {

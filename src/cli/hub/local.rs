@@ -1,4 +1,4 @@
-//! What the cache holds of a model, and whether that is all of it. Makes no request.
+//! Models in the cache, and whether they are complete. Makes no requests.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -14,11 +14,11 @@ pub(in crate::cli) struct Pulled {
     pub(in crate::cli) commit: String,
     /// Bytes of its files.
     pub(in crate::cli) bytes: u64,
-    /// Bytes that came for it now.
+    /// Bytes that were fetched for it now.
     pub(in crate::cli) fetched: u64,
 }
 
-/// The model as the cache has it, if all of it is there.
+/// The model in the cache, if it is complete.
 pub(super) fn find(repository: &Repository, name: &Name) -> Option<Pulled> {
     let commit = repository.commit(name.revision())?;
     let listing = repository.listing(&commit);
@@ -52,8 +52,8 @@ pub(super) fn find(repository: &Repository, name: &Name) -> Option<Pulled> {
     })
 }
 
-/// Whether the repository may hold a tokenizer that is not in the cache: nothing tells what it holds, and a directory of
-/// safetensors without one is of little use.
+/// Whether the repository may have a tokenizer that is not in the cache: without a list of its files that is unknown, and a
+/// directory of safetensors without a tokenizer is of little use.
 fn may_lack_a_tokenizer(repository: &Repository, commit: &str, selection: &Selection) -> bool {
     let is_directory = !selection.files.contains(&selection.opens);
     let tokenizer = match selection.opens.as_str() {
@@ -83,7 +83,7 @@ pub(super) fn names_below(folder: &Path) -> BTreeSet<String> {
     names
 }
 
-/// What of a model is in the cache, for a message.
+/// Describes the part of a model that is in the cache.
 pub(super) fn partly(repository: &Repository, name: &Name) -> String {
     let there = repository
         .commit(name.revision())

@@ -1,5 +1,4 @@
-//! What people see of a pull: one bar for all of its bytes that goes on through retries, and a line where something must be
-//! waited for.
+//! Progress of a pull: one bar for all of its bytes, which continues through retries, and a line for each longer wait.
 
 use std::time::Duration;
 
@@ -22,11 +21,11 @@ impl Meter {
         }
     }
 
-    /// `total` bytes are to be there in the end, of which `found` are already.
+    /// A meter for `total` bytes, of which `found` are in the cache already.
     pub(super) fn start(&self, total: u64, found: u64) {
         self.bar.set_length(total);
         self.bar.set_position(found);
-        // Rate and time left are those of what comes, not of what was there.
+        // The rate and the remaining time count only bytes that are fetched now.
         self.bar.reset_eta();
         self.bar.enable_steady_tick(Duration::from_millis(200));
     }
@@ -35,12 +34,12 @@ impl Meter {
         self.bar.inc(bytes);
     }
 
-    /// Bytes turned out to be of no use.
+    /// Takes back bytes that turned out to be useless.
     pub(super) fn take_back(&self, bytes: u64) {
         self.bar.dec(bytes);
     }
 
-    /// Tells of a wait, if it is long.
+    /// Prints a line about a wait, if it is long.
     pub(super) fn waits(&self, time: Duration, reason: &str) {
         if time >= LONG {
             self.note(format_args!(

@@ -1,9 +1,10 @@
-//! Models on the Hugging Face hub: getting them into the cache that all programs share, and finding them there.
+//! Models on the Hugging Face hub: fetching them into the shared cache, and finding them there.
 //!
-//! `name` reads what people write, `settings` what the environment says; `client` asks the hub, `failure` says how long to go
-//! on trying; `listing` is what a repository holds, `select` which of it makes a model; `cache` is the folder on disk, `local`
-//! what of a model is in it, `partial` a file on its way there; `transfer` brings it, by way of `handover` to its digest, `meter`
-//! shows that, and `pull` does all of it in order. `inventory` is all that the cache holds, and takes it out again.
+//! `name` parses model names, `settings` reads the environment; `client` makes requests, `failure` decides on retries;
+//! `listing` is the list of a repository's files, `select` chooses those of a model; `cache` is the cache on disk, `local`
+//! finds complete models in it, `partial` is an incomplete file; `transfer` fetches a file, `handover` passes its bytes to
+//! the digest, `meter` shows the progress, and `pull` does all of it in order. `inventory` lists and removes the models in
+//! the cache.
 
 mod cache;
 mod client;
@@ -32,10 +33,10 @@ pub(super) use self::name::Name;
 pub(super) use self::pull::pull;
 pub(super) use self::settings::{cache as cache_folder, endpoint};
 
-/// How long the hub has to answer where nothing else is asked for.
+/// The default timeout of the hub.
 pub(super) const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The model's place in the cache, if all of it is there. Makes no request.
+/// The model's path in the cache, if it is complete. Makes no request.
 pub(super) fn cached(name: &Name) -> Result<Option<PathBuf>> {
     let repository = Repository::new(&settings::cache()?, &name.repo);
     Ok(local::find(&repository, name).map(|pulled| pulled.path))

@@ -1,4 +1,4 @@
-//! Names of models on the hub, as people write and paste them. Knows no cache and no network.
+//! Names of models on the hub, as people write and paste them.
 
 use std::fmt;
 use std::path::{Component, Path};
@@ -16,14 +16,14 @@ pub(in crate::cli) struct Name {
     pub(super) repo: String,
     /// A branch, a tag, or a commit or the beginning of one, where given.
     given_revision: Option<String>,
-    /// What of the repository is meant: a file, a folder, or a quantization as in `Q4_K_M`.
+    /// A part of the repository: a file, a folder, or a quantization as in `Q4_K_M`.
     pub(super) part: Option<String>,
 }
 
-/// The revision that is meant where none is given.
+/// The default revision.
 const DEFAULT_REVISION: &str = "main";
 
-/// Hosts under which the hub's pages are known.
+/// Hosts of the hub's pages.
 const HOSTS: [&str; 3] = ["huggingface.co", "www.huggingface.co", "hf.co"];
 
 impl Name {
@@ -52,7 +52,7 @@ impl Name {
         Name::of(org, name, revision, part)
     }
 
-    /// The same of what must be a model's name.
+    /// The same, but an error if `text` is not a model's name.
     pub(in crate::cli) fn parse_or_explain(text: &str) -> Result<Name> {
         Name::parse(text, &settings::endpoint()?).ok_or_else(|| {
             err!(
@@ -114,12 +114,12 @@ impl Name {
         })
     }
 
-    /// The revision that is meant.
+    /// The revision, or the default one.
     pub(super) fn revision(&self) -> &str {
         self.given_revision.as_deref().unwrap_or(DEFAULT_REVISION)
     }
 
-    /// Whether the repository is meant, not a revision or a part of it.
+    /// Whether it names the whole repository, not a revision or a part of it.
     pub(super) fn is_whole(&self) -> bool {
         self.given_revision.is_none() && self.part.is_none()
     }
@@ -147,7 +147,7 @@ pub(super) fn is_inside(name: &str) -> bool {
             .all(|c| matches!(c, Component::Normal(_)))
 }
 
-/// What is before a mark, and what is behind it if it is there.
+/// The text before a mark, and the text after it if there is one.
 fn split(text: &str, mark: char) -> (&str, Option<&str>) {
     match text.split_once(mark) {
         Some((before, behind)) => (before, Some(behind)),
@@ -155,7 +155,7 @@ fn split(text: &str, mark: char) -> (&str, Option<&str>) {
     }
 }
 
-/// A segment of an address without its `%XX`.
+/// A segment of an address with `%XX` decoded.
 fn decoded(segment: &str) -> Option<String> {
     let mut bytes = Vec::with_capacity(segment.len());
     let mut rest = segment.as_bytes();

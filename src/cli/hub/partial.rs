@@ -1,6 +1,6 @@
-//! A file that is being fetched, several places of it at a time, and that outlives the program that fetches it: behind the
-//! content stands a table of how far each segment has come. Nobody takes it for the file itself: it has another name until the
-//! table is cut off.
+//! A partially fetched file, several segments of which are fetched at a time, and which a later program can resume: a table
+//! after the content says how much of each segment is there. It has a name of its own until it is complete and the table is
+//! cut off.
 
 use std::fs::{self, File};
 use std::io;
@@ -10,29 +10,29 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use NVFP4::base::{Error, Result};
 
-/// What one request asks for. Small enough that several connections share a file of some hundred megabytes, and large enough
-/// that the time between two requests does not count.
+/// The bytes of one request. Small enough that several connections share a file of some hundred megabytes, and large enough
+/// that the time between two requests is negligible.
 pub(super) const SEGMENT: u64 = 32 << 20;
 
-/// What the table begins with: a table of another segment size or form is not read.
+/// The header of the table: a table with another segment size or format is ignored.
 const MAGIC: &[u8; 16] = b"nvfp4-partial-32";
 
-/// The end of a partial file's name.
+/// The suffix of a partial file's name.
 pub(super) const EXTENSION: &str = "nvfp4-partial";
 
-/// A file of known size of which parts are there.
+/// A partial file of known size.
 pub(super) struct Partial {
     file: File,
     path: PathBuf,
     size: u64,
-    /// Bytes of each segment that are there, from its beginning.
+    /// Bytes of each segment that have been fetched, from its beginning.
     there: Vec<AtomicU64>,
-    /// Bytes that were there when it was opened.
+    /// Bytes that had been fetched when it was opened.
     found: u64,
 }
 
 impl Partial {
-    /// Opens what is to become the content at `place`, of `size` bytes, and goes on with what an earlier pull has left.
+    /// Opens the partial file for `place`, of `size` bytes, and resumes one that an earlier pull has left.
     pub(super) fn open(place: &Path, size: u64) -> Result<Partial> {
         let path = place.with_added_extension(EXTENSION);
         let failed = |e| Error::io(format_args!("opening {}", path.display()), e);
@@ -99,18 +99,18 @@ impl Partial {
         segment_of(self.size, segment)
     }
 
-    /// What is missing of a segment: the first byte, and the one behind the last.
+    /// The missing range of a segment: its first byte, and the one after its last.
     pub(super) fn missing(&self, segment: usize) -> (u64, u64) {
         let (start, length) = self.segment(segment);
         (start + self.there[segment].load(Relaxed), start + length)
     }
 
-    /// Bytes that are there.
+    /// Bytes that have been fetched.
     pub(super) fn len(&self) -> u64 {
         self.there.iter().map(|t| t.load(Relaxed)).sum()
     }
 
-    /// Bytes that are there from the beginning without a gap.
+    /// Bytes that have been fetched from the beginning without a gap.
     pub(super) fn prefix(&self) -> u64 {
         let mut prefix = 0;
         for segment in 0..self.segments() {
@@ -123,8 +123,8 @@ impl Partial {
         prefix
     }
 
-    /// Writes `bytes` at `offset` and notes them, as far as they follow what is there of their segments. Returns how many are
-    /// new. Only one thread at a time writes to a segment, or all write the same.
+    /// Writes `bytes` at `offset` and records them, as far as they continue their segments. Returns how many are new. Only
+    /// one thread at a time may write to a segment, unless all write the same.
     pub(super) fn write(&self, mut bytes: &[u8], mut offset: u64) -> io::Result<u64> {
         let mut new = 0;
         while !bytes.is_empty() {
@@ -145,18 +145,18 @@ impl Partial {
         Ok(new)
     }
 
-    /// Reads what is there.
+    /// Reads fetched bytes.
     pub(super) fn read(&self, out: &mut [u8], offset: u64) -> io::Result<()> {
         self.file.read_exact_at(out, offset)
     }
 
-    /// Waits until what has come is on the disk.
+    /// Flushes the fetched bytes to the disk.
     pub(super) fn flush(&self) {
-        // What fails here fails again in the end, where it is told.
+        // A failure here is reported at the end, where it happens again.
         let _ = self.file.sync_data();
     }
 
-    /// Puts the whole content in its place.
+    /// Moves the complete file to its place.
     pub(super) fn finish(self, place: &Path) -> Result<()> {
         let finish = || {
             self.file.set_len(self.size)?;
@@ -166,7 +166,7 @@ impl Partial {
         finish().map_err(|e| Error::io(format_args!("putting {} in its place", place.display()), e))
     }
 
-    /// Throws away all that has come.
+    /// Discards all fetched bytes.
     pub(super) fn discard(self) -> Result<()> {
         fs::remove_file(&self.path)
             .map_err(|e| Error::io(format_args!("removing {}", self.path.display()), e))
@@ -179,9 +179,9 @@ fn segment_of(size: u64, segment: usize) -> (u64, u64) {
     (start, SEGMENT.min(size - start))
 }
 
-/// How far each segment has come, by the table that an earlier pull has left, if there is one that fits.
+/// The bytes fetched of each segment, from the table that an earlier pull has left, if there is one that fits.
 fn read_table(file: &File, size: u64) -> io::Result<Option<Vec<u64>>> {
-    // The length is looked at first: a size from outside is not believed before memory is taken for it.
+    // The length is checked first, before memory is allocated for a size from outside.
     let table_len = size
         .div_ceil(SEGMENT)
         .checked_mul(8)

@@ -1,5 +1,5 @@
-//! A pull, in order: ask what the repository holds, choose what makes the model, bring what is missing, and note that it is
-//! whole.
+//! A pull, in order: list the repository, choose the files of the model, fetch what is missing, and record that it is
+//! complete.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -25,10 +25,10 @@ use super::select::{select, shards};
 use super::settings;
 use super::transfer::{Context, Source, fetch, fetch_unsized, hexadecimal};
 
-/// Files up to this size come several at a time; larger ones one after the other, each by several connections.
+/// Files up to this size are fetched several at a time; larger ones one after the other, each by several connections.
 const SMALL: u64 = 4 << 20;
 
-/// How many small files come at a time.
+/// The number of small files fetched at a time.
 const SMALL_AT_ONCE: usize = 4;
 
 /// Fetches what is not in the cache yet. The hub must answer, and go on sending, within `timeout`.
@@ -58,14 +58,14 @@ pub(in crate::cli) fn pull(name: &Name, timeout: Duration) -> Result<Pulled> {
     result
 }
 
-/// The answer to the question what a repository holds.
+/// The result of listing a repository.
 enum Asked {
     Listing(Listing),
-    /// Nobody could be asked.
+    /// The hub could not be reached.
     Unreachable(Error),
 }
 
-/// One model on its way into the cache.
+/// The pull of one model.
 struct Pull<'a> {
     name: &'a Name,
     repository: Repository,
@@ -111,12 +111,12 @@ impl Pull<'_> {
         let noted = self
             .repository
             .keep_listing(&listing)
-            // The branch points to this commit only now that all of it is here.
+            // The branch points to this commit only now that it is complete.
             .and_then(|()| self.repository.keep_ref(revision, &listing.commit));
         if fetched > 0 {
             noted?;
         }
-        // Otherwise the cache may be one that cannot be written to, and need not be.
+        // Otherwise the cache may be read-only.
         let mut bytes = 0;
         for file in &selection.files {
             let path = self.repository.snapshot(&listing.commit).join(file);
@@ -141,7 +141,7 @@ impl Pull<'_> {
         }
     }
 
-    /// Asks what the repository holds, with patience.
+    /// Lists the repository, with retries.
     fn list(&self) -> Result<Asked> {
         let Context {
             client,
@@ -163,7 +163,7 @@ impl Pull<'_> {
                 .open(&url, Method::Get, None, subject)
                 .and_then(|answer| answer.bytes(*timeout));
             match answer {
-                // Who answers, even with a refusal, is there.
+                // A hub that answers, even with a refusal, can be reached.
                 Err(Failure::Final(error)) => Ok(Err(error)),
                 answer => answer.map(Ok),
             }
@@ -177,7 +177,7 @@ impl Pull<'_> {
         }
     }
 
-    /// Brings those of `files` that are not there. Returns how many bytes came.
+    /// Fetches those of `files` that are missing. Returns the number of bytes fetched.
     fn fetch_all(&self, listing: &Listing, files: &BTreeSet<String>) -> Result<u64> {
         let mut missing = Vec::new();
         for file in files {
@@ -213,7 +213,7 @@ impl Pull<'_> {
         })
     }
 
-    /// Brings small files, several at a time.
+    /// Fetches small files, several at a time.
     fn fetch_small(&self, listing: &Listing, files: &[&(&str, Wanted)]) -> Result<u64> {
         let left = Mutex::new(files.iter());
         let next = || left.lock().ok()?.next();
@@ -237,7 +237,7 @@ impl Pull<'_> {
         })
     }
 
-    /// Whether `file` is there, and of the size that the hub tells.
+    /// Whether `file` is in the cache, with the size in the hub's list.
     fn is_there(&self, commit: &str, file: &str, entry: &Entry) -> bool {
         self.repository
             .file(commit, file)
@@ -250,7 +250,7 @@ impl Pull<'_> {
         self.context.client.address(segments.chain(file.split('/')))
     }
 
-    /// What must be known of a file to fetch it. The hub tells it in its list; of a mirror that does not, it is asked.
+    /// What must be known of a file to fetch it. The hub's list has it; a mirror whose list does not is asked for it.
     fn complete(&self, listing: &Listing, file: &str, entry: Entry) -> Result<Wanted> {
         let mut wanted = Wanted {
             blob: entry.blob().map(str::to_owned),
@@ -284,7 +284,7 @@ impl Pull<'_> {
         Ok(wanted)
     }
 
-    /// Brings one file, unless somebody else just has. Returns how many bytes came.
+    /// Fetches one file, unless another program just has. Returns the number of bytes fetched.
     fn fetch_one(&self, listing: &Listing, file: &str, wanted: &Wanted) -> Result<u64> {
         let commit = &listing.commit;
         let id = wanted.id(commit, file);
@@ -319,7 +319,7 @@ impl Pull<'_> {
                     digest: wanted.blob.as_deref().and_then(Digest::of_name),
                 };
                 self.bring(wanted, &place, &source).map_err(|e| {
-                    // Those of the transfer name the file already.
+                    // Errors of the transfer name the file already.
                     match e.message().contains(&action) {
                         true => e,
                         false => e.within(format_args!("{}: {action}", self.name.repo)),
@@ -332,8 +332,8 @@ impl Pull<'_> {
         Ok(fetched)
     }
 
-    /// Brings a content to `place`, or to the place of its own name if that becomes known only now. Returns the name, and how
-    /// many bytes came.
+    /// Fetches a blob to `place`, or to the path of its own name if that becomes known only now. Returns the name and the
+    /// number of bytes fetched.
     fn bring(&self, wanted: &Wanted, place: &Path, source: &Source<'_>) -> Result<(String, u64)> {
         cache::make_parent(place)?;
         let name = |digest: String| wanted.blob.clone().unwrap_or(digest);
@@ -359,7 +359,7 @@ impl Pull<'_> {
         }
     }
 
-    /// Brings a content of known size, going on from what an earlier pull has left, of which `counted` bytes are on the meter.
+    /// Fetches a blob of known size, resuming what an earlier pull has left, of which `counted` bytes are on the meter.
     fn fetch_sized(
         &self,
         source: &Source<'_>,
@@ -369,7 +369,7 @@ impl Pull<'_> {
     ) -> Result<(Partial, String)> {
         let meter = self.context.meter;
         let partial = Partial::open(place, size)?;
-        // Another program may have brought some of it since.
+        // Another program may have fetched some of it since.
         meter.add(partial.found().saturating_sub(counted));
         let error = match fetch(&self.context, source, &partial) {
             Ok(digest) => return Ok((partial, digest)),
@@ -384,7 +384,7 @@ impl Pull<'_> {
                 "{error}; it was thrown away, so pull again"
             ));
         }
-        // What an earlier pull had left may have been lost to a power failure.
+        // Data of an earlier pull may have been lost in a power failure.
         meter.note(format_args!("{error}; fetching all of it anew"));
         meter.take_back(size);
         let partial = Partial::open(place, size)?;
@@ -404,7 +404,7 @@ impl Pull<'_> {
 
 /// What must be known of a file to fetch it.
 struct Wanted {
-    /// The name of its content in the cache, where somebody told it.
+    /// The name of its blob in the cache, if it is known.
     blob: Option<String>,
     size: Option<u64>,
     /// Bytes that an earlier pull has left.
@@ -412,7 +412,7 @@ struct Wanted {
 }
 
 impl Wanted {
-    /// The name under which the content of `file` is fetched: its own, or one that is nobody else's.
+    /// The name under which the blob of `file` is fetched: its own, or a unique one.
     fn id(&self, commit: &str, file: &str) -> String {
         self.blob.clone().unwrap_or_else(|| {
             let place = Sha1::digest(format!("{commit}/{file}"));
@@ -421,7 +421,7 @@ impl Wanted {
     }
 }
 
-/// Git's name for no content.
+/// Git's hash of an empty file.
 const EMPTY: &str = "e69de29bb2d1d6434b8b29ae775ad8c2e48c5391";
 
 /// Whether an ETag can be a file's name.

@@ -1,4 +1,4 @@
-//! Which files of a repository make the model that is meant: a pure choice over their names, made before anything comes.
+//! Which files of a repository make up a model: a pure function of their names, before anything is fetched.
 
 use std::collections::BTreeSet;
 
@@ -15,11 +15,11 @@ pub(super) struct Selection {
     pub(super) files: BTreeSet<String>,
     /// A safetensors index among them, which names further ones.
     pub(super) index: Option<String>,
-    /// What is opened: a file, or the folder of these files (empty for the repository's own).
+    /// The path to open: a file, or the folder of these files (empty for the repository's own).
     pub(super) opens: String,
 }
 
-/// How many names a message lists.
+/// The most names in a message.
 const MOST_NAMES: usize = 12;
 
 /// Chooses among `names`, all the files of `repo`. `part` is a file, a folder, or the name of a quantization.
@@ -67,7 +67,7 @@ pub(super) fn joined(folder: &str, name: &str) -> String {
     }
 }
 
-/// A file that is named, with the others of its set and what stands beside it.
+/// A named file, with the other files of its set and those that go with it.
 fn one_file(repo: &str, names: &BTreeSet<&str>, file: &str) -> Result<Selection> {
     let folder = folder_of(file);
     let mut files = companions(names, folder);
@@ -88,7 +88,7 @@ fn one_file(repo: &str, names: &BTreeSet<&str>, file: &str) -> Result<Selection>
     })
 }
 
-/// Files beside weights that are read, or go along when the model is rewritten.
+/// Files besides weights that are read, or copied when the model is converted.
 fn companions(names: &BTreeSet<&str>, folder: &str) -> BTreeSet<String> {
     DESCRIPTION_FILES
         .iter()
@@ -140,7 +140,7 @@ fn in_folder(repo: &str, names: &BTreeSet<&str>, folder: &str) -> Result<Option<
     }))
 }
 
-/// The model in the one folder that holds one, where the repository's top holds none.
+/// The model in the only folder with one, if the top of the repository has none.
 fn only_folder(repo: &str, names: &BTreeSet<&str>) -> Result<Selection> {
     let folders: BTreeSet<&str> = names.iter().map(|n| folder_of(n)).collect();
     let with_weights: Vec<&str> = folders
@@ -178,7 +178,7 @@ fn quantization(repo: &str, names: &BTreeSet<&str>, tag: &str) -> Result<Selecti
         .iter()
         .copied()
         .filter(|name| has_word(name, tag))
-        // Of a model in parts the first one stands for all.
+        // Of a model in several files, the first one represents it.
         .filter(|name| checkpoint::gguf_parts(name).is_none_or(|parts| parts[0] == *name))
         .collect();
     match found[..] {

@@ -1,4 +1,4 @@
-//! What the environment says about the hub: which one, with which token, through which proxy, and where its cache is.
+//! Settings of the hub from the environment: its address, token, proxy and cache folder.
 
 use std::path::PathBuf;
 
@@ -6,7 +6,7 @@ use NVFP4::base::error::{bail, err};
 use NVFP4::base::{Error, Result, env};
 use url::Url;
 
-/// The hub that is asked where `HF_ENDPOINT` names none.
+/// The default of `HF_ENDPOINT`.
 const DEFAULT_ENDPOINT: &str = "https://huggingface.co";
 
 /// An access token, and where it was found. It has no `Debug`, so that no message shows it by accident.
@@ -38,7 +38,7 @@ fn parse(text: &str) -> Result<Url> {
     Ok(url)
 }
 
-/// The token to show to the hub, if there is one.
+/// The token to send to the hub, if there is one.
 pub(super) fn token() -> Result<Option<Token>> {
     let found = match env::hf_token() {
         Some((secret, variable)) => Some((secret, variable.to_owned())),

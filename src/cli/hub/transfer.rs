@@ -1,5 +1,5 @@
-//! Fetching one content: by as many connections as make it faster, through failures that pass, into a partial file that the
-//! next pull goes on with; checked against its digest while it comes.
+//! Fetching one blob: with as many connections as make it faster, with retries, into a partial file that a later pull can
+//! resume, and checked against its digest while it is fetched.
 
 use std::collections::VecDeque;
 use std::io::Read;
@@ -22,29 +22,29 @@ use super::listing::Digest;
 use super::meter::Meter;
 use super::partial::Partial;
 
-/// More connections than this gain nothing with the hub, and would be unkind to it.
+/// The most connections; more bring no gain with the hub and would burden it.
 const MOST_CONNECTIONS: usize = 8;
 
-/// How long a number of connections is watched before it is judged.
+/// How long a number of connections is measured before it is changed.
 const TRIAL: Duration = Duration::from_secs(1);
 
-/// What twice the connections must gain, or half of them do.
+/// The gain that doubling the connections must bring, or else their number is halved again.
 const WORTH: f64 = 1.15;
 
-/// Bytes that are read, and then written, at once: what a core's cache holds.
+/// Bytes that are read, and then written, at a time: as many as fit in a core's cache.
 const PIECE: usize = 256 << 10;
 
-/// Bytes that are read back from the file at once.
+/// Bytes that are read back from the file at a time.
 const READ_BACK: usize = 1 << 20;
 
-/// Bytes a second that one connection may bring before more of them are tried: beyond, the disk and the processor set the pace,
+/// The rate of one connection, in bytes per second, above which no more are tried: then the disk and the CPU are the limit,
 /// and connections that write to one file wait for each other.
 const FAST: f64 = 300e6;
 
-/// How long bytes that have come may wait to be written.
+/// How long fetched bytes may wait to be flushed.
 const SHOWN: Duration = Duration::from_millis(100);
 
-/// What a transfer needs of its pull.
+/// The parts of a pull that a transfer uses.
 pub(super) struct Context<'a> {
     pub(super) client: &'a Client,
     pub(super) patience: &'a Patience,
@@ -53,7 +53,7 @@ pub(super) struct Context<'a> {
 }
 
 impl Context<'_> {
-    /// Makes attempts until one works, as long as patience lasts.
+    /// Retries until an attempt succeeds or patience runs out.
     pub(super) fn patiently<T>(&self, mut attempt: impl FnMut() -> Tried<T>) -> Result<T> {
         loop {
             match attempt() {
@@ -63,7 +63,7 @@ impl Context<'_> {
         }
     }
 
-    /// How long to wait after a failure; a long wait is told of.
+    /// How long to wait after a failure; reports a long wait.
     fn pause_after(&self, failure: Failure) -> Result<Duration> {
         let (pause, reason) = self.patience.after(failure)?;
         self.meter.waits(pause, &reason);
@@ -71,12 +71,12 @@ impl Context<'_> {
     }
 }
 
-/// A content to fetch.
+/// A blob to fetch.
 pub(super) struct Source<'a> {
     /// Its address at the hub, which may redirect.
     pub(super) url: Url,
     pub(super) subject: Subject<'a>,
-    /// What it must hash to, where that is known.
+    /// Its expected digest, if it is known.
     pub(super) digest: Option<Digest>,
 }
 
@@ -84,18 +84,18 @@ struct Transfer<'a> {
     context: &'a Context<'a>,
     source: &'a Source<'a>,
     partial: &'a Partial,
-    /// Segments that nobody has taken yet, the first ones first.
+    /// Segments that no connection has taken yet, in order.
     left: Mutex<VecDeque<usize>>,
     handover: Handover,
-    /// Where the hub redirects to: asked again only when it is no longer good.
+    /// The redirect target, which is asked for again only when it has expired.
     direct: Mutex<Option<Url>>,
-    /// How many connections may work now.
+    /// The number of connections allowed now.
     connections: AtomicUsize,
-    /// Whether more of them are no longer tried.
+    /// Whether to stop trying more connections.
     settled: AtomicBool,
-    /// Held by the connection that takes a whole file from a server that knows no ranges.
+    /// Held by the connection that fetches the whole file from a server without range requests.
     whole: Mutex<()>,
-    /// What ended the transfer.
+    /// The failure that ended the transfer.
     failed: Mutex<Option<Error>>,
     stopped: AtomicBool,
     /// Notified when a worker leaves.
@@ -103,7 +103,7 @@ struct Transfer<'a> {
     left_one: Condvar,
 }
 
-/// Fetches what is missing of `partial`, and checks all of it. Returns its digest: the one that is known, or a SHA-256.
+/// Fetches the missing parts of `partial`, and checks the whole file. Returns its digest: the expected one, or a SHA-256.
 pub(super) fn fetch(
     context: &Context<'_>,
     source: &Source<'_>,
