@@ -202,10 +202,10 @@ module Chat =
     /// The model's reasoning before the last answer.
     let reasoning (chat: ChatSession) = chat.Reasoning
 
-    /// The calls of tools in the last answer.
+    /// The tool calls in the last answer.
     let toolCalls (chat: ChatSession) = List.ofSeq chat.ToolCalls
 
-    /// What was said until now, with reasoning and calls of tools; `complete` takes it.
+    /// The conversation so far, with reasoning and tool calls; `complete` takes it.
     let history (chat: ChatSession) = List.ofSeq chat.Messages
 
     /// What was said until now, as role and content; during a turn, what was said before it.

@@ -86,7 +86,7 @@ namespace LibNVFP4
         public string Reasoning =>
             Interop.Text((buffer, capacity, length) => Native.NVFP4_session_reasoning(Handle, buffer, capacity, length));
 
-        /// <summary>The calls of tools in the last answer. Their results go back as <see cref="ChatMessage.ToolResult"/>.</summary>
+        /// <summary>The tool calls in the last answer. Pass their results as <see cref="ChatMessage.ToolResult"/>.</summary>
         public IList<ToolCall> ToolCalls => ToolCall.List(Json.List(
             Interop.Text((buffer, capacity, length) => Native.NVFP4_session_tool_calls(Handle, buffer, capacity, length))));
 

@@ -200,7 +200,7 @@ namespace LibNVFP4
     {
         /// <summary>Refuses them.</summary>
         Error = 0,
-        /// <summary>Forgets old ones.</summary>
+        /// <summary>Drop old tokens.</summary>
         DropOldest = 1,
     }
 

@@ -74,7 +74,7 @@ namespace LibNVFP4
         /// <summary>The seed of the draws, which repeats them.</summary>
         public ulong Seed { get; }
 
-        /// <summary>Calls of tools in the answer, which <see cref="ChatSession.ToolCalls"/> has.</summary>
+        /// <summary>Number of tool calls in the answer, which <see cref="ChatSession.ToolCalls"/> has.</summary>
         public int ToolCalls { get; }
     }
 
@@ -278,14 +278,14 @@ namespace LibNVFP4
         public IEnumerable<string> Stream(GenerateOptions options = null, CancellationToken cancellation = default(CancellationToken)) =>
             new TextStream(this, (handler, token) => Generate(options, handler, token), cancellation);
 
-        /// <summary>Forgets the tokens from a length on.</summary>
+        /// <summary>Drops the tokens from a position on.</summary>
         public void Truncate(long length)
         {
             Interop.Check(Native.NVFP4_session_truncate(Handle, Interop.Size(length)));
             Handle.Press();
         }
 
-        /// <summary>Forgets all tokens and the conversation. The options stay.</summary>
+        /// <summary>Drops all tokens and the conversation. The options stay.</summary>
         public void Reset()
         {
             Interop.Check(Native.NVFP4_session_reset(Handle));

@@ -6,10 +6,10 @@ NVFP4 from Python: quantize and multiply, and run language models whose weights 
     for piece in chat.ask("Why is the sky blue?"):
         print(piece, end="", flush=True)
 
-A chat draws tokens as the model recommends, and gives the answer alone: what a model thinks before it is in the result, and in
-the pieces where parts=True asks for it. Tools, thinking and whole conversations: see ChatSession.
+A chat samples tokens as the model recommends, and gives only the answer: the model's reasoning before it is in the result, and
+in the pieces if parts=True asks for it. For tools, reasoning and whole conversations see ChatSession.
 
-A model runs on the GPU with room for it, or else on the CPU, unless device= names one; model.info says which and why.
+A model runs on the GPU with room for it, or else on the CPU, unless device= names a device; model.info says which and why.
 
 tensors.py has Tensor, quantize() and products; models.py has Model, Tokenizer, Session and ChatSession. native.py has the C
 interface itself: what has no wrapper is called as nvfp4.native.lib.NAME.
@@ -35,12 +35,12 @@ version = native.lib.version().decode()
 
 
 def diagnose():
-    """What the library can do on this machine and why not more, as a dictionary."""
+    """What the library supports on this machine, and why something is missing, as a dictionary."""
     return json.loads(native.text_out(native.lib.diagnose))
 
 
 def memory():
-    """Bytes in use by what they are for, and at most since the last reset_memory_peak(): {"weights": (current, peak), ..}."""
+    """Bytes in use by purpose, now and at the peak since the last reset_memory_peak(): {"weights": (current, peak), ..}."""
     out = {}
     for tag, number in native.CHOICES["memory"].items():
         current, peak = ctypes.c_uint64(), ctypes.c_uint64()
@@ -50,7 +50,7 @@ def memory():
 
 
 def reset_memory_peak():
-    """Starts the peaks again from what is in use now."""
+    """Sets all peaks to what is in use now."""
     native.lib.memory_reset_peak()
 
 
@@ -65,7 +65,7 @@ def set_memory_budget(number_of_bytes):
 
 
 def synchronize(device="cuda"):
-    """Waits until everything that calls have enqueued on a device has run; what the device has found wrong is the error."""
+    """Waits until all work that calls have enqueued on a device has run, and raises an error that the device has found in it."""
     native.lib.device_synchronize(*native.device(device))
 
 
@@ -75,7 +75,7 @@ def empty_cache():
 
 
 def set_threads(threads):
-    """CPU threads of what is made from now on; 0 leaves it to the environment and the machine."""
+    """Sets the CPU threads of later calls and objects; 0 leaves it to the environment and the machine."""
     native.lib.set_threads(threads)
 
 
@@ -90,7 +90,7 @@ def _released(word):
 
 
 def set_log(function, level="warn"):
-    """Has `function` called with the level's name and a line of text, on any thread. None ends that."""
+    """Calls `function` with the level's name and a line of text for each log message, on any thread. None removes it."""
     global _log
 
     def take(_word, number, message, length):

@@ -1,4 +1,4 @@
-"""Models, their tokenizers, and sessions: sequences of tokens and conversations, with the text as it comes."""
+"""Models, their tokenizers, and sessions: sequences of tokens and conversations, with streaming."""
 
 import array
 import atexit
@@ -13,7 +13,7 @@ from .native import Cancelled, Handle, InvalidArgument, chosen, choice, lib
 
 
 class ToolCall(typing.NamedTuple):
-    """A call of a tool that the model makes. Its result goes back as a message of the role tool, whose tool_call_id is `id`."""
+    """A tool call of the model. Its result is passed as a message of the role tool, whose tool_call_id is `id`."""
 
     id: str
     name: str
@@ -21,7 +21,7 @@ class ToolCall(typing.NamedTuple):
 
     @classmethod
     def from_json(cls, text):
-        """The call that a piece of the part tool_call is."""
+        """The call in a piece of the part tool_call."""
         return cls._of(json.loads(text))
 
     @classmethod
@@ -31,7 +31,7 @@ class ToolCall(typing.NamedTuple):
 
 class Generation(typing.NamedTuple):
     """
-    What a generation came to. `finish` is stop, stop_string, length, context or cancelled; `seed` repeats its draws. In a chat,
+    The result of a generation. `finish` is stop, stop_string, length, context or cancelled; `seed` repeats its draws. In a chat,
     `text` is the answer alone, `reasoning` the reasoning before it, and `tool_calls` a list of ToolCall.
     """
 
@@ -65,7 +65,7 @@ def _only_chat_options(options):
 
 
 def _chat_options(values):
-    """The options of a chat's turn as the library takes them."""
+    """The options of a chat's turn as a C struct."""
     variables = dict(values.get("variables") or {})
     if values.get("think") is not None:
         variables["enable_thinking"] = bool(values["think"])
@@ -107,11 +107,11 @@ class Cancel(Handle):
         self._as_parameter_ = native.value_out(ctypes.c_void_p, lib.cancel_create)
 
     def trigger(self):
-        """Ends the calls, now and later."""
+        """Cancels the calls, now and later."""
         self._mark(lib.cancel_trigger)
 
     def reset(self):
-        """Makes it as it was at first."""
+        """Makes it not triggered again."""
         self._mark(lib.cancel_reset)
 
     def _mark(self, function):
@@ -165,23 +165,23 @@ def _watched(call, cancel=None, progress=None):
 
 
 class Tokenizer:
-    """Text to token ids and back, as a model does it."""
+    """A model's tokenizer: text to token ids and back."""
 
     def __init__(self, model):
-        """`model` is a Model, or a path from which all but the layers is loaded."""
+        """`model` is a Model, or a path, from which everything but the layers is loaded."""
         self._model = model if isinstance(model, Model) else Model(model, device="cpu", sampling_only=True)
 
     def encode(self, text, add_special=True):
-        """`add_special` adds what the model wants around a text."""
+        """`add_special` adds the special tokens that the model expects around a text."""
         return native.items_out(ctypes.c_int32, lib.model_tokenize, self._model, *native.text_in(text), add_special)
 
     def decode(self, tokens, skip_special=True):
-        """Ids that the model has and its tokenizer has not give no text."""
+        """Ids that are in the model's vocabulary but not in its tokenizer give no text."""
         tokens = _tokens(tokens)
         return native.text_out(lib.model_detokenize, self._model, tokens, len(tokens), skip_special)
 
     def render_chat(self, messages, add_generation_prompt=True, **options):
-        """A conversation, of messages as for ChatSession.complete(), spelled by the model's chat template. Options are a chat's."""
+        """A conversation, of messages as for ChatSession.complete(), rendered by the model's chat template. Options are a chat's."""
         how = _chat_options(_only_chat_options(options))
         return native.text_out(lib.model_render_messages, self._model, *native.text_in(json.dumps(messages)), ctypes.byref(how),
                                add_generation_prompt)
@@ -209,7 +209,7 @@ class Model(Handle):
 
     @property
     def info(self):
-        """What was loaded, as a dictionary."""
+        """A description of the model, as a dictionary."""
         return json.loads(self._text("info"))
 
     @property
@@ -274,7 +274,7 @@ class Session(Handle):
 
     @classmethod
     def restore(cls, model, path, cancel=None, progress=None):
-        """A session as it was when save() wrote it."""
+        """A session in the state that save() wrote."""
         def restore(call):
             return native.value_out(ctypes.c_void_p, lib.session_restore, model, *native.text_in(path), call)
 
@@ -320,15 +320,15 @@ class Session(Handle):
         return Stream(self, lib.session_generate, (), options, on_text)._run()
 
     def stream(self, **options):
-        """The same as an iterator of pieces of text. It begins when the first one is asked for."""
+        """The same as an iterator of pieces of text. The generation begins when the first one is asked for."""
         return Stream(self, lib.session_generate, (), options)
 
     def truncate(self, length):
-        """Forgets the tokens from `length` on."""
+        """Drops the tokens from position `length` on."""
         lib.session_truncate(self, length)
 
     def reset(self):
-        """Forgets all tokens and the conversation."""
+        """Drops all tokens and the conversation."""
         lib.session_reset(self)
 
     def __len__(self):
@@ -343,12 +343,12 @@ class Session(Handle):
 
     @property
     def context(self):
-        """Tokens that it can hold."""
+        """The most tokens that it can hold."""
         return self._value(ctypes.c_size_t, "context")
 
     @property
     def nbytes(self):
-        """Bytes of the cached keys and values."""
+        """Bytes of the KV cache."""
         return self._value(ctypes.c_uint64, "memory")
 
 
@@ -369,7 +369,7 @@ class ChatSession(Session):
 
     @classmethod
     def restore(cls, model, path, cancel=None, progress=None, **options):
-        """A conversation as it was when save() wrote it, and with the options of its last turn where none is given here."""
+        """A conversation in the state that save() wrote, with the options of its last turn unless others are given here."""
         turns = _only_chat_options(options)
         out = super().restore(model, path, cancel, progress)
         out._turns, out._drawn = turns or None, model.generate_options()
@@ -400,7 +400,7 @@ class ChatSession(Session):
         return self._turn(lib.session_chat_messages, json.dumps(messages), options, on_text)._run()
 
     def stream(self, messages=None, **options):
-        """The same as an iterator of pieces; without messages it generates from where the session stands."""
+        """The same as an iterator of pieces; without messages it generates after the tokens in the session."""
         if messages is None:
             return super().stream(**options)
         return self._turn(lib.session_chat_messages, json.dumps(messages), options)
@@ -414,7 +414,7 @@ class ChatSession(Session):
 
     @property
     def messages(self):
-        """The conversation, as complete() takes it; an answer has its reasoning and its calls of tools."""
+        """The conversation, as complete() takes it; an answer has its reasoning and its tool calls."""
         return json.loads(self._text("messages"))
 
 
@@ -481,13 +481,13 @@ class Detokenizer(Handle):
             ctypes.c_void_p, lib.detokenizer_create, model, tokens, len(tokens), ctypes.byref(how))
 
     def push(self, token):
-        """The text that the token completes, and what ends the sequence with it, as in a Generation, or None."""
+        """The text that the token completes, and how the sequence ends with it, as in a Generation, or None."""
         finish = ctypes.c_int32()
         text = self._given(lib.detokenizer_push, token, finish=finish)
         return text, None if finish.value < 0 else chosen("finish", finish.value)
 
     def finish(self):
-        """Ends the sequence; the text that was held back."""
+        """Ends the sequence, and gives the text that was held back."""
         return self._given(lib.detokenizer_finish)
 
     def _given(self, function, *arguments, finish=None):
@@ -523,7 +523,7 @@ class _Relay:
         self.result = self.error = None
 
     def run(self, session, call, prompt, options, cancel, progress):
-        """In the thread that generates."""
+        """Runs in the thread that generates."""
         try:
             options = native.options(native.GenerateOptions, options)
             with native.call_options(cancel, self.flag, progress) as watched:
@@ -621,12 +621,12 @@ class Stream:
         raise StopIteration
 
     def stop(self):
-        """Ends the generation, from any thread, also while its prompt is run. There are no further pieces."""
+        """Ends the generation, from any thread, even while its prompt is run. There are no further pieces."""
         self._relay.stop(self._session, self._thread)
         self._join()
 
     def _join(self):
-        # The collector of garbage may have found this in that thread.
+        # The garbage collector may have run in that thread.
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
 
@@ -636,7 +636,7 @@ class Stream:
 
     @property
     def result(self):
-        """The Generation, of which the remaining pieces are waited for. None if it was stopped before its first token."""
+        """The Generation; waits for the remaining pieces. None if it was stopped before its first token."""
         for _ in self:
             pass
         return self._relay.result
