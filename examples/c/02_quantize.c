@@ -9,7 +9,7 @@
 
 enum { ROWS = 8, K = 256, BLOCK = 16 };
 
-/* Every call that can fail returns a status, and leaves one line that says why. */
+/* Every call that can fail returns a status, and sets an error message of one line. */
 static void check(NVFP4_Status status)
 {
     if (status != NVFP4_OK) {

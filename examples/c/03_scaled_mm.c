@@ -101,6 +101,6 @@ int main(void)
     check(NVFP4_tensor_release(b.codes));
     check(NVFP4_tensor_release(b.scales));
     NVFP4_empty_cache();
-    /* W4A4 and W4A16 are exact but for the order of summation; W4A8 rounds activations to 8 bits. */
+    /* W4A4 and W4A16 are exact up to the order of summation; W4A8 rounds activations to 8 bits. */
     return w4a4 <= 1e-6 && w4a16 <= 1e-6 && w4a8 > 1e-6 && w4a8 <= 1e-2 ? 0 : 1;
 }

@@ -12,7 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Every call that can fail returns a status, and leaves one line that says why. */
+/* Every call that can fail returns a status, and sets an error message of one line. */
 static void check(NVFP4_Status status)
 {
     if (status != NVFP4_OK) {
@@ -21,8 +21,8 @@ static void check(NVFP4_Status status)
     }
 }
 
-/* Called with each token as it comes. Its text is whole characters, perhaps none, and has no NUL behind. Thoughts go where they are
- * no part of the answer. */
+/* Called with each token as it comes. Its text is whole characters, perhaps none, without a NUL after
+ * it. Reasoning goes to stderr. */
 static int32_t print_piece(void *user, const NVFP4_TokenEvent *event)
 {
     int32_t *last = user;
@@ -30,11 +30,11 @@ static int32_t print_piece(void *user, const NVFP4_TokenEvent *event)
         fputs("\n", stderr);
     *last = event->part;
     fwrite(event->text, 1, event->text_length, event->part == NVFP4_PART_REASONING ? stderr : stdout);
-    /* Anything but 0 ends the answer: here, when nobody reads it any more. */
+    /* Anything but 0 ends the answer: here, when standard output is closed. */
     return fflush(stdout);
 }
 
-/* What the log says while the model is loaded is where it runs, and why there. */
+/* While the model is loaded, the log says on which device it runs, and why. */
 static int32_t print_log(void *user, int32_t level, const char *message, size_t length)
 {
     (void)user, (void)level;
@@ -42,7 +42,7 @@ static int32_t print_log(void *user, int32_t level, const char *message, size_t 
     return 0;
 }
 
-/* The session holds the conversation, so only what is new is run. */
+/* The session holds the conversation, so only new tokens are run. */
 static void answer(NVFP4_Session *session, const NVFP4_ChatOptions *chat, const NVFP4_GenerateOptions *options, const char *text,
                    size_t length)
 {
@@ -58,7 +58,7 @@ static void answer(NVFP4_Session *session, const NVFP4_ChatOptions *chat, const 
 
 int main(int argc, char **argv)
 {
-    /* What is not known to a model's template changes nothing, so that this is for any model. */
+    /* A variable that the template does not read has no effect, so this works with any model. */
     NVFP4_ChatOptions chat;
     check(NVFP4_chat_options_init(&chat, sizeof chat));
     if (argc > 1 && strcmp(argv[1], "--no-thinking") == 0) {
@@ -80,7 +80,7 @@ int main(int argc, char **argv)
     check(NVFP4_model_load(argv[1], strlen(argv[1]), &load_options, NULL, &model));
     check(NVFP4_log_remove(log));
 
-    /* A long conversation forgets its oldest turns rather than end. */
+    /* A long conversation drops its oldest turns instead of ending. */
     NVFP4_SessionOptions session_options;
     check(NVFP4_session_options_init(&session_options, sizeof session_options));
     session_options.eviction = NVFP4_EVICTION_DROP_OLDEST;
@@ -94,7 +94,7 @@ int main(int argc, char **argv)
         options.repetition_penalty = 1.1f;
     fprintf(stderr, "[temperature %g, top_k %d, top_p %g, min_p %g, repetition penalty %g]\n", (double)options.temperature,
             (int)options.top_k, (double)options.top_p, (double)options.min_p, (double)options.repetition_penalty);
-    /* The session keeps what it needs of the model. */
+    /* The session keeps the model alive. */
     check(NVFP4_model_release(model));
 
     if (argc == 3)

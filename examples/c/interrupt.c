@@ -1,4 +1,4 @@
-/* A program with Ctrl-C: it ends what is under way, the model's loading, a long prompt or an answer, and no later than that.
+/* A program that Ctrl-C stops at once, whether it is loading the model, running a long prompt or generating an answer.
  *
  *     cc interrupt.c $(pkg-config --cflags --libs nvfp4) -o interrupt && ./interrupt MODEL "Tell me a long story."
  *
@@ -52,7 +52,7 @@ int main(int argc, char **argv)
     action.sa_handler = on_signal;
     sigaction(SIGINT, &action, NULL);
 
-    /* One description of how to end it serves every call. */
+    /* The same cancel handle serves every call. */
     NVFP4_CallOptions call;
     NVFP4_LoadOptions load;
     NVFP4_GenerateOptions generate;
@@ -77,7 +77,7 @@ int main(int argc, char **argv)
     if ((status = NVFP4_session_create(model, NULL, &session)) != NVFP4_OK ||
         (status = NVFP4_session_chat(session, argv[2], strlen(argv[2]), NULL, &generate, print_piece, NULL, &result)) != NVFP4_OK)
         return failed(status);
-    /* An answer that was ended keeps what it has, and the conversation can go on. */
+    /* A cancelled answer keeps its tokens, and the conversation can go on. */
     if (result.finish == NVFP4_FINISH_CANCELLED)
         fprintf(stderr, "\n[ended after %zu tokens]\n", result.generated_tokens);
     NVFP4_session_release(session);

@@ -27,13 +27,13 @@ static int32_t on_log(void *user, int32_t level, const char *message, size_t len
 
 void plugin_stop(void *plugin);
 
-/* What the host calls first, on any thread. */
+/* The host calls this first, on any thread. */
 void *plugin_start(const char *path)
 {
     Plugin *plugin = calloc(1, sizeof *plugin);
     NVFP4_LoadOptions load;
     NVFP4_CallOptions call;
-    /* The host may have brought an older library along. */
+    /* The host may have loaded an older library. */
     if (plugin == NULL || NVFP4_check_version(NVFP4_ABI_VERSION, NVFP4_VERSION_NUMBER) != NVFP4_OK ||
         NVFP4_log_add(on_log, NULL, NVFP4_LOG_INFO, NULL, &plugin->log) != NVFP4_OK ||
         NVFP4_cancel_create(&plugin->cancel) != NVFP4_OK || NVFP4_load_options_init(&load, sizeof load) != NVFP4_OK ||
@@ -78,14 +78,14 @@ long plugin_ask(void *plugin, const char *question, char *buffer, size_t capacit
     return fine ? (long)length : -1;
 }
 
-/* What the host may call at any time, while others ask too: ends what they wait for. */
+/* The host may call this at any time, on any thread: it cancels the answers in progress. */
 void plugin_cancel(void *plugin)
 {
     NVFP4_cancel_trigger(((Plugin *)plugin)->cancel);
 }
 
-/* What the host calls last. All that points into this object's code and memory must be gone when it is unloaded: the log callback
- * above all. The library itself stays in the process, and is there for who loads it next. */
+/* The host calls this last. Nothing may point into this object's code and memory when it is unloaded, above all the log callback.
+ * The library itself stays in the process. */
 void plugin_stop(void *plugin)
 {
     Plugin *own = plugin;
@@ -122,7 +122,7 @@ int main(int argc, char **argv)
         fprintf(stderr, "usage: %s PLUGIN MODEL QUESTION\n", argv[0]);
         return 2;
     }
-    /* Twice: what was unloaded may be loaded again. */
+    /* Twice, because an unloaded plug-in may be loaded again. */
     for (int i = 0; i < 2; i++) {
         void *object = dlopen(argv[1], RTLD_NOW | RTLD_LOCAL);
         if (object == NULL) {

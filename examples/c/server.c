@@ -29,7 +29,7 @@ static double now(void)
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* A question under way. */
+/* A question that is being answered. */
 typedef struct {
     int number;
     double deadline;
@@ -68,14 +68,14 @@ static int add(Request *request, int32_t token)
     append(request, text, length);
     if (finish == NVFP4_FINISH_NONE)
         return 1;
-    /* What was held back in case it was the beginning of a stop string. */
+    /* The text that was held back because it might have begun a stop string. */
     check(NVFP4_detokenizer_finish(request->text, &text, &length));
     append(request, text, length);
     leave(request, finish == NVFP4_FINISH_LENGTH ? "length" : "stop");
     return 0;
 }
 
-/* Spells the question, runs it, and says which token comes first. Nothing if it could not begin: that is this one's own affair. */
+/* Renders the question, prefills it, and samples the first token. A failure affects only this question. */
 static Request *join(NVFP4_Model *model, int number, const char *question, double seconds, int32_t *first)
 {
     static char prompt[65536];
@@ -142,12 +142,12 @@ int main(int argc, char **argv)
         for (size_t i = 0; i < count; i++) {
             sessions[i] = active[i]->session;
             options[i] = &active[i]->options;
-            /* A client that hangs up is the same: from any thread, at any time. */
+            /* A client that hangs up is handled the same way, from any thread, at any time. */
             if (now() > active[i]->deadline)
                 NVFP4_cancel_trigger(active[i]->cancel);
         }
         check(NVFP4_session_step_sample(sessions, tokens, count, options, NULL, tokens, statuses));
-        /* Those that go on stay in their order, which a GPU has begun the next step with. */
+        /* The others stay in order, because a GPU has already begun the next step with them. */
         size_t left = 0;
         for (size_t i = 0; i < count; i++) {
             if (statuses[i] != NVFP4_OK)

@@ -19,7 +19,7 @@ static void check(NVFP4_Status status)
 static int32_t print_piece(void *user, const NVFP4_TokenEvent *event)
 {
     (void)user;
-    /* Thoughts are for whoever wants to see them; the answer is what was asked for. */
+    /* Reasoning goes to stderr, the answer to stdout. */
     FILE *file = event->part == NVFP4_PART_REASONING ? stderr : stdout;
     fwrite(event->text, 1, event->text_length, file);
     return fflush(file);

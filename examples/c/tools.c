@@ -23,7 +23,7 @@ static void check(NVFP4_Status status)
 static int32_t print_piece(void *user, const NVFP4_TokenEvent *event)
 {
     (void)user;
-    /* A call comes in one piece, when it is whole. */
+    /* A call is passed in one piece, when it is complete. */
     if (event->part == NVFP4_PART_TOOL_CALL)
         fprintf(stderr, "[calls %.*s]\n", (int)event->text_length, event->text);
     if (event->part == NVFP4_PART_CONTENT)
@@ -43,8 +43,8 @@ static char *messages_of(const NVFP4_Session *session, size_t more)
     return json;
 }
 
-/* What a call with these arguments gives, as the words of a JSON string. A real tool reads the city in the arguments, which are a
- * text of JSON, with the library that the program has for that. */
+/* The result of a call with these arguments, as the contents of a JSON string. A real tool parses the arguments, which are a
+ * string of JSON, and reads the city. */
 static const char *weather(const char *calls)
 {
     return strstr(calls, "Paris") != NULL ? "Rain, 12 degrees" : "Sun, 25 degrees";
@@ -73,7 +73,7 @@ int main(int argc, char **argv)
     NVFP4_GenerationResult result = {.struct_size = sizeof result};
     check(NVFP4_session_chat(session, argv[2], strlen(argv[2]), &chat, &options, print_piece, NULL, &result));
 
-    /* As long as the model calls tools, its answer is not the last. Calls that never end are a model's mistake. */
+    /* The model calls tools until it has its answer. The limit is for models that never stop calling. */
     for (int turn = 0; result.tool_calls > 0 && turn < 5; turn++) {
         char calls[4096];
         size_t length;

@@ -29,10 +29,10 @@ try {
     std::cerr << "[temperature " << options.temperature << ", top_k " << options.top_k << ", top_p " << options.top_p << ", min_p "
               << options.min_p << ", repetition penalty " << options.repetition_penalty << "]\n";
     auto answer = [&](const std::string &text) {
-        /* The pieces come as they are generated. Leaving the loop ends the answer: here, when nobody reads it any more. */
+        /* The pieces come as they are generated. Leaving the loop ends the answer: here, when standard output is closed. */
         nvfp4::Stream stream = session.ask(text, options);
         for (const nvfp4::Piece &piece : stream)
-            /* Thoughts go where they are no part of the answer. */
+            /* Reasoning goes to stderr. */
             if (!((piece.part == NVFP4_PART_REASONING ? std::cerr : std::cout) << piece.text << std::flush))
                 stream.stop();
         std::cout << std::endl;

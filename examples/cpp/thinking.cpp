@@ -18,7 +18,7 @@ try {
 
     /* The sampling settings that the model recommends. Greedy reasoning tends to repeat itself. */
     const nvfp4::GenerateOptions options = model.generate_options();
-    /* Thoughts are for whoever wants to see them; the answer is what was asked for. */
+    /* Reasoning goes to stderr, the answer to stdout. */
     const auto print = [](const nvfp4::Piece &piece) {
         (piece.part == NVFP4_PART_REASONING ? std::cerr : std::cout) << piece.text << std::flush;
     };

@@ -14,8 +14,8 @@ namespace {
 const char tools[] = R"([{"type": "function", "function": {"name": "weather", "description": "The weather in a city now.",
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}}])";
 
-/* What these calls give, as the words of a JSON string. A real tool reads the city in the arguments, which are a text of JSON,
- * with the library that the program has for that. */
+/* The result of these calls, as the contents of a JSON string. A real tool parses the arguments, which are a string of JSON, and
+ * reads the city. */
 std::string weather(const std::string &calls)
 {
     return calls.find("Paris") != std::string::npos ? "Rain, 12 degrees" : "Sun, 25 degrees";
@@ -33,7 +33,7 @@ try {
     nvfp4::Session session(model);
     const nvfp4::GenerateOptions options = model.generate_options();
     const auto print = [](const nvfp4::Piece &piece) {
-        /* A call comes in one piece, when it is whole. */
+        /* A call is passed in one piece, when it is complete. */
         if (piece.part == NVFP4_PART_TOOL_CALL)
             std::cerr << "[calls " << piece.text << "]\n";
         if (piece.part == NVFP4_PART_CONTENT)
@@ -44,7 +44,7 @@ try {
     chat.tools_json = tools;
     nvfp4::Generation answer = session.chat(argv[2], chat, options, print);
 
-    /* As long as the model calls tools, its answer is not the last. Calls that never end are a model's mistake. */
+    /* The model calls tools until it has its answer. The limit is for models that never stop calling. */
     for (int turn = 0; answer.tool_calls > 0 && turn < 5; turn++) {
         std::string messages = session.messages();
         messages.pop_back();

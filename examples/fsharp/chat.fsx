@@ -11,14 +11,14 @@ open LibNVFP4
 open LibNVFP4.FSharp
 
 let answer chat text =
-    // Each piece is made when it is asked for, and is whole characters. Tokens are drawn as the model recommends; streamWith takes
+    // Each piece is made when it is asked for, and is whole characters. Tokens are sampled as the model recommends; streamWith takes
     // options that say otherwise.
     text |> Chat.stream chat |> Seq.iter (printf "%s")
     printfn ""
 
 let talk path (prompt: string option) =
     use model = Model.load path
-    // The GPU with room for the model, or else the processor.
+    // The GPU with room for the model, or else the CPU.
     eprintfn "[%s]" model.Info.DeviceChoice
     use chat = model |> Chat.withSystem "You are a helpful assistant."
     match prompt with

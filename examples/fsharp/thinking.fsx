@@ -4,7 +4,7 @@
 //     D=bindings/dotnet/LibNVFP4.FSharp/bin/Debug/netcoreapp3.1
 //     dotnet fsi -r:$D/LibNVFP4.dll -r:$D/LibNVFP4.FSharp.dll examples/fsharp/thinking.fsx MODEL "How many primes are there below 100?"
 //
-// What it thinks goes to stderr, what it answers to stdout: first after as much reasoning as it likes, then without any.
+// Its reasoning goes to stderr, its answer to stdout: first after as much reasoning as it likes, then without any.
 
 open LibNVFP4
 open LibNVFP4.FSharp
@@ -13,7 +13,7 @@ let think path text =
     use model = Model.load path
     use chat = Chat.create model
     let heard part (piece: string) = if part = Part.Reasoning then eprintf "%s" piece else printf "%s" piece
-    // `parts` tells all parts of an answer; `ask` and `stream` give the answer alone.
+    // `parts` passes all parts of an answer; `ask` and `stream` give only the answer.
     let result = text |> Chat.parts heard chat
     eprintfn "\n[%d tokens, %d characters of reasoning]" result.GeneratedTokens (Chat.reasoning chat).Length
     printfn ""

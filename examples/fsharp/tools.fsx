@@ -11,14 +11,14 @@ let tools = """[{"type": "function", "function": {
     "name": "weather", "description": "The weather in a city, now.",
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}}]"""
 
-// Arguments are a JSON object, for the reader of JSON that the program has.
+// Arguments are a JSON object, which a real program parses.
 let run (call: ToolCall) =
     eprintfn "[%O]" call
     match call.Name with
     | "weather" -> "Rain, 12 degrees, as asked for " + call.Arguments
     | name -> "There is no tool " + name
 
-// As long as the answer is calls, their results go back as messages. Calls that never end are a model's mistake.
+// As long as the answer has calls, their results are passed back. The limit is for models that never stop calling.
 let rec answered turns chat (answer: string) =
     match Chat.toolCalls chat with
     | calls when calls.IsEmpty || turns = 0 -> answer

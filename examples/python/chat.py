@@ -28,7 +28,7 @@ def main():
     # On the GPU with room for it, or else on the CPU.
     model = nvfp4.Model(sys.argv[1])
     print(f"[{model.info['device_choice']}]", file=sys.stderr)
-    # A long conversation forgets its oldest turns rather than end.
+    # A long conversation drops its oldest turns instead of ending.
     chat = model.chat(system="You are a helpful assistant.", eviction="drop_oldest")
     if len(sys.argv) == 3:
         answer(chat, sys.argv[2])

@@ -3,7 +3,7 @@
     export PYTHONPATH=bindings/python NVFP4_LIB_PATH=target/release
     python3 examples/python/thinking.py MODEL "How many primes are there below 100?"
 
-What it thinks goes to stderr, what it answers to stdout: once after as much reasoning as it likes, once after 200 tokens of it at
+Its reasoning goes to stderr, its answer to stdout: once after as much reasoning as it likes, once after 200 tokens of it at
 most, and once without any.
 """
 
@@ -17,11 +17,11 @@ def main():
         print(f"usage: {sys.argv[0]} MODEL PROMPT", file=sys.stderr)
         return 2
     chat = nvfp4.Model(sys.argv[1]).chat()
-    # Pieces are strings that know what they are a part of. Without parts=True only the answer comes.
+    # Pieces are strings with a `part`. Without parts=True they are only those of the answer.
     for piece in chat.ask(sys.argv[2], parts=True):
         print(piece, end="", flush=True, file=sys.stderr if piece.part == "reasoning" else sys.stdout)
     print()
-    # The same question again: what the session holds of the conversation is not run anew.
+    # The same question again: the tokens in the session are not run again.
     question = chat.messages[:-1]
     for how in ({"reasoning_budget": 200}, {"think": False}):
         result = chat.complete(question, **how)

@@ -23,7 +23,7 @@ def main():
         return 2
     chat = nvfp4.Model(sys.argv[1]).chat(tools=TOOLS)
     result = chat.say(sys.argv[2])
-    # As long as the answer is calls, their results go back as messages. Calls that never end are a model's mistake.
+    # As long as the answer has calls, their results are passed back. The limit is for models that never stop calling.
     for _ in range(5):
         if not result.tool_calls:
             break

@@ -25,7 +25,7 @@ static class Program
             using (Model model = Model.Load(args[0]))
             using (var chat = new ChatSession(model, "You are a helpful assistant.", sessionOptions))
             {
-                // The GPU with room for the model, or else the processor.
+                // The GPU with room for the model, or else the CPU.
                 Console.Error.WriteLine("[{0}]", model.Info.DeviceChoice);
                 if (args.Length == 2)
                     Answer(chat, args[1]);
@@ -62,7 +62,7 @@ static class Program
             Console.CancelKeyPress += handler;
             try
             {
-                // Each piece is made when the loop asks for it, and is whole characters. Tokens are drawn as the model recommends,
+                // Each piece is made when the loop asks for it, and is whole characters. Tokens are sampled as the model recommends,
                 // where no GenerateOptions say otherwise.
                 foreach (string piece in chat.Stream(text, null, stop.Token))
                     Console.Write(piece);

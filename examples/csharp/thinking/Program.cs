@@ -2,7 +2,7 @@
 //
 //     dotnet run --project examples/csharp/thinking -- MODEL "How many primes are there below 100?"
 //
-// What it thinks goes to stderr, what it answers to stdout: once after as much reasoning as it likes, once after 200 tokens of it at
+// Its reasoning goes to stderr, its answer to stdout: once after as much reasoning as it likes, once after 200 tokens of it at
 // most, and once without any. On Mono: mcs -r:LibNVFP4.dll Program.cs && mono Program.exe MODEL PROMPT
 
 using System;
@@ -36,7 +36,7 @@ static class Program
 
     static void Think(ChatSession chat, string text)
     {
-        // A handler is given every part of an answer; Ask and Stream give the answer alone.
+        // A handler receives every part of an answer; Ask and Stream give only the answer.
         chat.Chat(text, piece =>
         {
             TextWriter to = piece.Part == Part.Reasoning ? Console.Error : Console.Out;
@@ -44,7 +44,7 @@ static class Program
             return true;
         });
         Console.WriteLine();
-        // The same question again: what the session holds of the conversation is not run anew.
+        // The same question again: the tokens in the session are not run again.
         IList<ChatMessage> question = chat.Messages;
         question.RemoveAt(question.Count - 1);
         foreach (var turn in new[] { new ChatOptions { ReasoningBudget = 200 }, new ChatOptions { Thinking = false } })

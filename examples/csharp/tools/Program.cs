@@ -39,7 +39,7 @@ static class Program
     static string Answer(ChatSession chat, string text)
     {
         string answer = chat.Ask(text);
-        // As long as the answer is calls, their results go back as messages. Calls that never end are a model's mistake.
+        // As long as the answer has calls, their results are passed back. The limit is for models that never stop calling.
         for (int turn = 0; chat.ToolCalls.Count > 0 && turn < 5; turn++)
         {
             IList<ChatMessage> messages = chat.Messages;
@@ -53,6 +53,6 @@ static class Program
         return answer;
     }
 
-    // Arguments are a JSON object, for the reader of JSON that the program has.
+    // Arguments are a JSON object, which a real program parses.
     static string Weather(string arguments) => "Rain, 12 degrees, as asked for " + arguments;
 }
