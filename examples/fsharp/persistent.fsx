@@ -11,7 +11,7 @@
 //     --prompt TEXT            what the first turn says
 //     --followup-prompt TEXT   what every other turn says           (continue.)
 //     --max-tokens N           tokens of an answer at most          (24)
-//     --temp T                 0 takes the argmax                (0)
+//     --temp T                 0 takes the argmax                   (0)
 //     --top-p P                                                     (1)
 //     --seed N                                                      (123)
 //     --timing true|false      print how long each turn takes       (true)

@@ -5,9 +5,9 @@ namespace LibNVFP4
     /// <summary>How severe a log message is.</summary>
     public enum LogLevel
     {
-        /// <summary>What went wrong inside the library.</summary>
+        /// <summary>Errors inside the library.</summary>
         Error = 1,
-        /// <summary>What may surprise.</summary>
+        /// <summary>Warnings.</summary>
         Warn = 2,
         /// <summary>Milestones.</summary>
         Info = 3,
@@ -45,7 +45,7 @@ namespace LibNVFP4
     {
         /// <summary>No managed memory.</summary>
         Disabled = 0,
-        /// <summary>Managed memory where the device can, and other memory where it cannot.</summary>
+        /// <summary>Managed memory where the device supports it, and other memory where it does not.</summary>
         Preferred = 1,
         /// <summary>Managed memory, or an error.</summary>
         Required = 2,
@@ -85,7 +85,7 @@ namespace LibNVFP4
     {
         /// <summary>The library's choice, where a device is chosen for work.</summary>
         Auto = -1,
-        /// <summary>The processor and its memory.</summary>
+        /// <summary>The CPU and its memory.</summary>
         Cpu = 0,
         /// <summary>A CUDA device.</summary>
         Cuda = 1,

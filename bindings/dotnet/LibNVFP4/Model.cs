@@ -70,7 +70,7 @@ namespace LibNVFP4
 
         /// <summary>Loads a model: a directory, or a .safetensors, .dat or .gguf file.</summary>
         /// <param name="path">Where it is.</param>
-        /// <param name="options">Null for the defaults: the GPU with room for the model, or else the processor.</param>
+        /// <param name="options">Null for the defaults: the GPU with room for the model, or else the CPU.</param>
         /// <param name="quantize">How to quantize dense weights to NVFP4 while loading; null holds weights as they are stored.</param>
         /// <param name="progress">Is told how many bytes are read, or null.</param>
         /// <param name="cancellation">Stops it, with an OperationCanceledException.</param>

@@ -15,10 +15,10 @@ namespace LibNVFP4
             Index = index;
         }
 
-        /// <summary>The processor.</summary>
+        /// <summary>The CPU.</summary>
         public static Device Cpu => new Device(DeviceType.Cpu);
 
-        /// <summary>For a model the GPU with room for it, for a weight the first CUDA device, or else the processor. Not for tensors.</summary>
+        /// <summary>For a model the GPU with room for it, for a weight the first CUDA device, or else the CPU. Not for tensors.</summary>
         public static Device Auto => new Device(DeviceType.Auto);
 
         /// <summary>A CUDA device.</summary>
@@ -74,7 +74,7 @@ namespace LibNVFP4
         /// <summary>The order of the scales. Default: linear.</summary>
         public ScaleLayout ScaleLayout { get => (ScaleLayout)Raw.ScaleLayout; set => Raw.ScaleLayout = (int)value; }
 
-        /// <summary>Fixes the chance of stochastic rounding. Default: 0.</summary>
+        /// <summary>The seed of stochastic rounding. Default: 0.</summary>
         public ulong Seed { get => Raw.Seed; set => Raw.Seed = value; }
     }
 
@@ -96,7 +96,7 @@ namespace LibNVFP4
         /// <summary>Whether to multiply in 4 bits. Default: auto.</summary>
         public ComputePath ComputePath { get => (ComputePath)Raw.ComputePath; set => Raw.ComputePath = (int)value; }
 
-        /// <summary>Where. Default: the processor.</summary>
+        /// <summary>The device. Default: the CPU.</summary>
         public Device Device
         {
             get => new Device((DeviceType)Raw.DeviceType, Raw.DeviceIndex);
@@ -110,13 +110,13 @@ namespace LibNVFP4
         /// <summary>The order of an NVFP4 weight's scales. Default: linear. A <see cref="QuantizedTensor"/> brings its own.</summary>
         public ScaleLayout ScaleLayout { get => (ScaleLayout)Raw.ScaleLayout; set => Raw.ScaleLayout = (int)value; }
 
-        /// <summary>What a decoded weight is held as. Default: float32.</summary>
+        /// <summary>The type that a decoded weight is stored in. Default: float32.</summary>
         public DType DenseDType { get => (DType)Raw.DenseDtype; set => Raw.DenseDtype = (int)value; }
 
-        /// <summary>Whether to count only a GPU's kernels as kernels. Default: no.</summary>
+        /// <summary>Whether to count only GPU kernels as kernels. Default: no.</summary>
         public bool ExcludeCpuKernels { get => Raw.ExcludeCpuKernels != 0; set => Raw.ExcludeCpuKernels = Interop.Flag(value); }
 
-        /// <summary>The name of the only backend that will do. Default: null, any.</summary>
+        /// <summary>The name of the backend to insist on. Default: null, any.</summary>
         public string Backend { get; set; }
     }
 
@@ -136,7 +136,7 @@ namespace LibNVFP4
             Device = Device.Auto;
         }
 
-        /// <summary>Where it runs. Default: the GPU with room for the model, or else the processor. <see cref="ModelInfo.DeviceChoice"/> says why.</summary>
+        /// <summary>Where it runs. Default: the GPU with room for the model, or else the CPU. <see cref="ModelInfo.DeviceChoice"/> says why.</summary>
         public Device Device
         {
             get => new Device((DeviceType)Raw.DeviceType, Raw.DeviceIndex);
@@ -150,7 +150,7 @@ namespace LibNVFP4
         /// <summary>CPU threads of this model, or 0 for those that models share. Default: 0.</summary>
         public int Threads { get => Raw.Threads; set => Raw.Threads = value; }
 
-        /// <summary>What is done to activations. Default: nothing.</summary>
+        /// <summary>How activations are quantized. Default: not at all.</summary>
         public Activations Activations { get => (Activations)Raw.Activations; set => Raw.Activations = (int)value; }
 
         /// <summary>Whether to leave out the layers. Default: no.</summary>
@@ -172,19 +172,19 @@ namespace LibNVFP4
             });
         }
 
-        /// <summary>The precision of cached keys and values. Default: half.</summary>
+        /// <summary>The type of the KV cache. Default: half precision.</summary>
         public KvType KvType { get => (KvType)Raw.KvType; set => Raw.KvType = (int)value; }
 
         /// <summary>What happens to tokens that do not fit. Default: an error.</summary>
         public Eviction Eviction { get => (Eviction)Raw.Eviction; set => Raw.Eviction = (int)value; }
 
-        /// <summary>Tokens to hold at most. Memory is taken as they come. 0, the default, is what the model was made for.</summary>
+        /// <summary>The most tokens to hold. Memory is allocated as they are appended. 0, the default, is the context length of the model.</summary>
         public long Context { get => Interop.Long(Raw.Context); set => Raw.Context = Interop.Size(value); }
 
-        /// <summary>Tokens at the beginning that eviction never forgets. Default: 0.</summary>
+        /// <summary>Tokens at the beginning that eviction never drops. Default: 0.</summary>
         public long Keep { get => Interop.Long(Raw.Keep); set => Raw.Keep = Interop.Size(value); }
 
-        /// <summary>What chat turns tell the model first about its role. Default: null, nothing.</summary>
+        /// <summary>The system prompt of chat turns. Default: null, none.</summary>
         public string System { get; set; }
 
         internal SessionOptions With(string system)
@@ -288,7 +288,7 @@ namespace LibNVFP4
             }
         }
 
-        /// <summary>Makes tokens that have occurred less likely. Default: 1, not at all.</summary>
+        /// <summary>Makes tokens that have occurred less probable. Default: 1, no penalty.</summary>
         public float RepetitionPenalty
         {
             get => Raw.RepetitionPenalty;
@@ -299,28 +299,28 @@ namespace LibNVFP4
             }
         }
 
-        /// <summary>Whether to take the model's own stop tokens like any other. Default: no.</summary>
+        /// <summary>Whether to treat the model's own stop tokens like any other token. Default: no.</summary>
         public bool IgnoreModelStops { get => Raw.IgnoreModelStops != 0; set => Raw.IgnoreModelStops = Interop.Flag(value); }
 
         /// <summary>Whether to compute each token from the whole sequence, for comparison. Default: no.</summary>
         public bool Replay { get => Raw.Replay != 0; set => Raw.Replay = Interop.Flag(value); }
 
-        /// <summary>Whether handlers are told each token's log-probability, for which the logits of each come to the host. Default: no.</summary>
+        /// <summary>Whether handlers get each token's log-probability, which copies the logits of each token to the host. Default: no.</summary>
         public bool LogProbabilities { get => Raw.LogProbabilities != 0; set => Raw.LogProbabilities = Interop.Flag(value); }
 
-        /// <summary>Tokens to generate at most. With 0 a prompt is run and nothing generated. Default: as many as the context has room for.</summary>
+        /// <summary>The most tokens to generate. With 0 a prompt is run and nothing is generated. Default: as many as fit in the context.</summary>
         public long MaxTokens { get => Interop.Long(Raw.MaxTokens); set => Raw.MaxTokens = Interop.Size(value); }
 
-        /// <summary>Fixes the draws. Default: null, a new one for each generation, which <see cref="Generation.Seed"/> tells.</summary>
+        /// <summary>The seed of the draws. Default: null, a new one for each generation, which <see cref="Generation.Seed"/> reports.</summary>
         public ulong? Seed { get => Raw.Seed == NewSeed ? (ulong?)null : Raw.Seed; set => Raw.Seed = value ?? NewSeed; }
 
-        /// <summary>Tokens that end the text, besides the model's own. Default: null, none.</summary>
+        /// <summary>Tokens that end the text, besides the model's own stop tokens. Default: null, none.</summary>
         public IEnumerable<int> StopTokens { get; set; }
 
-        /// <summary>Texts that end the text and are not part of it. A special token gives no text, but counts where one of these has its name in it. Default: null, none.</summary>
+        /// <summary>Stop strings: each ends the text and is not part of it. Special tokens give no text, but a stop string may contain the name of one. Default: null, none.</summary>
         public IEnumerable<string> StopStrings { get; set; }
 
-        /// <summary>Is told how many tokens are run: those of the prompt, and then those that are generated. Default: null, nobody.</summary>
+        /// <summary>Receives the number of tokens run: those of the prompt, and then those that are generated. Default: null.</summary>
         public ProgressHandler Progress { get; set; }
 
         /// <summary>A copy, to change something in.</summary>

@@ -7,10 +7,10 @@ using System.Threading.Tasks;
 
 namespace LibNVFP4
 {
-    /// <summary>Is given each token as it comes, with the text that it completes, and text that comes without a token. Returns false to end the generation, which keeps that token.</summary>
+    /// <summary>Receives each token when it is generated, with the text that it completes, and text without a token. Returns false to end the generation, which keeps that token.</summary>
     public delegate bool TokenHandler(TokenEvent piece);
 
-    /// <summary>What a generation has to say.</summary>
+    /// <summary>A token or a piece of text of a generation.</summary>
     public struct TokenEvent
     {
         internal unsafe TokenEvent(NativeTokenEvent* raw)
@@ -25,20 +25,20 @@ namespace LibNVFP4
         /// <summary>Whether it is a token.</summary>
         public TokenEventKind Kind { get; }
 
-        /// <summary>The token, or -1 where it is none.</summary>
+        /// <summary>The token, or -1 if there is none.</summary>
         public int Token { get; }
 
-        /// <summary>Whole characters; none while one, or what may be a stop string or a mark of the model's, is incomplete.</summary>
+        /// <summary>Whole characters; empty while a character, or a possible stop string or marker of the model, is incomplete.</summary>
         public string Text { get; }
 
-        /// <summary>What the text is, or is going to be.</summary>
+        /// <summary>The kind of text that this is, or that is to come.</summary>
         public Part Part { get; }
 
-        /// <summary>The natural logarithm of the token's probability as the model gives it, before temperature, penalties and the like; NaN unless <see cref="GenerateOptions.LogProbabilities"/> asks for it.</summary>
+        /// <summary>The natural logarithm of the token's probability by the model's own logits, before temperature, penalties and filters; NaN unless <see cref="GenerateOptions.LogProbabilities"/> asks for it.</summary>
         public float LogProbability { get; }
     }
 
-    /// <summary>What a generation came to.</summary>
+    /// <summary>The result of a generation.</summary>
     public sealed class Generation
     {
         internal Generation(NativeGenerationResult result)
@@ -56,22 +56,22 @@ namespace LibNVFP4
         /// <summary>Why it ended.</summary>
         public FinishReason Finish { get; }
 
-        /// <summary>Tokens before the first generated one: all that the session held, or those that a chat turn added.</summary>
+        /// <summary>Tokens before the first generated one: all those in the session, or in a chat those that the turn added.</summary>
         public long PromptTokens { get; }
 
         /// <summary>Tokens generated.</summary>
         public long GeneratedTokens { get; }
 
-        /// <summary>Time for the prompt, as far as it had not been run.</summary>
+        /// <summary>Time to run the part of the prompt that was not cached.</summary>
         public TimeSpan Prefill { get; }
 
         /// <summary>Time from the call to the first token.</summary>
         public TimeSpan FirstToken { get; }
 
-        /// <summary>Time from the first token to the end. A stream's has the time in it that its reader took.</summary>
+        /// <summary>Time from the first token to the end. For a stream it includes the time that its reader took.</summary>
         public TimeSpan Decode { get; }
 
-        /// <summary>The seed of the draws, which repeats them.</summary>
+        /// <summary>The seed of the draws; the same seed repeats them.</summary>
         public ulong Seed { get; }
 
         /// <summary>Number of tool calls in the answer, which <see cref="ChatSession.ToolCalls"/> has.</summary>
@@ -87,7 +87,7 @@ namespace LibNVFP4
     {
         internal readonly SessionHandle Handle;
 
-        /// <summary>Makes an empty session of a model.</summary>
+        /// <summary>Creates an empty session of a model.</summary>
         public Session(Model model, SessionOptions options = null)
         {
             if (model == null)
@@ -115,7 +115,7 @@ namespace LibNVFP4
             Handle.Press();
         }
 
-        /// <summary>Makes a session as it was when it was written to a file. The model must be the one that ran it.</summary>
+        /// <summary>Creates a session from a file of Save, in the state that was saved. The model must be the one that ran it.</summary>
         /// <param name="model">The model.</param>
         /// <param name="path">The file.</param>
         /// <param name="progress">Is told how many bytes are read, or null.</param>
@@ -124,7 +124,7 @@ namespace LibNVFP4
             CancellationToken cancellation = default(CancellationToken)) =>
             new Session(RestoreHandle(model, path, progress, cancellation));
 
-        /// <summary>How many tokens it holds.</summary>
+        /// <summary>The number of tokens in it.</summary>
         public long Length
         {
             get
@@ -135,7 +135,7 @@ namespace LibNVFP4
             }
         }
 
-        /// <summary>How many tokens it can hold.</summary>
+        /// <summary>The most tokens that it can hold.</summary>
         public long Context
         {
             get
@@ -146,10 +146,10 @@ namespace LibNVFP4
             }
         }
 
-        /// <summary>The bytes of its cached keys and values, those it shares with forks included.</summary>
+        /// <summary>The bytes of its KV cache, including those it shares with forks.</summary>
         public ulong MemoryBytes => Handle.Memory();
 
-        /// <summary>The tokens that it holds.</summary>
+        /// <summary>The tokens in it.</summary>
         public int[] Tokens =>
             Interop.Array<int>((buffer, capacity, count) => Native.NVFP4_session_tokens(Handle, (int*)buffer, capacity, count));
 
@@ -159,10 +159,10 @@ namespace LibNVFP4
         /// <summary>The text of the last generation, of a chat the answer without its reasoning, which is empty before the first. A character that it left unfinished is not part of it, and comes with the text of the next one if that completes it.</summary>
         public string Text => Interop.Text((buffer, capacity, length) => Native.NVFP4_session_text(Handle, buffer, capacity, length));
 
-        /// <summary>What the last generation came to, or null. Streams set it at their end.</summary>
+        /// <summary>The result of the last generation, or null. Streams set it at their end.</summary>
         public Generation LastGeneration { get; private set; }
 
-        /// <summary>Appends tokens and runs them, a whole prompt in blocks.</summary>
+        /// <summary>Appends tokens and runs them, many at a time: the prefill of a prompt.</summary>
         /// <param name="tokens">The tokens.</param>
         /// <param name="progress">Is told how many of them are run, or null.</param>
         /// <param name="cancellation">Stops it, with an OperationCanceledException. The session is as it was, then.</param>
@@ -188,7 +188,7 @@ namespace LibNVFP4
         }
 
 #if NETCOREAPP
-        /// <summary>Appends tokens and runs them, a whole prompt in blocks.</summary>
+        /// <summary>Appends tokens and runs them, many at a time: the prefill of a prompt.</summary>
         public void Prefill(ReadOnlySpan<int> tokens, ProgressHandler progress = null, CancellationToken cancellation = default)
         {
             fixed (int* at = tokens)
@@ -219,12 +219,12 @@ namespace LibNVFP4
             return checked((int)count.ToUInt64());
         }
 
-        /// <summary>Generates from where the session stands, as a stream of text. See <see cref="Stream"/>.</summary>
+        /// <summary>Generates after the tokens in the session, as a stream of text. See <see cref="Stream"/>.</summary>
         public IAsyncEnumerable<string> StreamAsync(GenerateOptions options = null, CancellationToken cancellation = default) =>
             new TextStream(this, (handler, token) => Generate(options, handler, token), cancellation);
 #endif
 
-        /// <summary>Appends one token and runs it, with what has not been run before it: the last token of a generation, or what eviction left.</summary>
+        /// <summary>Appends one token and runs it: a decode step. Tokens before it that have not been run yet are run too: the last token of a generation, or those that remain after an eviction.</summary>
         public void Decode(int token, CancellationToken cancellation = default(CancellationToken))
         {
             using (var call = new Call(cancellation, null, Handle))
@@ -259,7 +259,7 @@ namespace LibNVFP4
             return token;
         }
 
-        /// <summary>Generates from where the session stands, which takes a prefilled prompt. <see cref="Text"/> has the text afterwards.</summary>
+        /// <summary>Generates after the tokens in the session, which must not be empty: prefill a prompt first. <see cref="Text"/> has the text afterwards.</summary>
         /// <param name="options">Null for the defaults.</param>
         /// <param name="handler">Is given each token as it comes, on this thread; or null.</param>
         /// <param name="cancellation">Stops it, with an OperationCanceledException. What was generated until then is kept.</param>
@@ -292,10 +292,10 @@ namespace LibNVFP4
             Handle.Press();
         }
 
-        /// <summary>Makes a second session in the same state. The two share memory as far as neither writes to it.</summary>
+        /// <summary>Creates a second session in the same state. The two share memory as far as neither writes to it.</summary>
         public Session Fork() => new Session(ForkHandle());
 
-        /// <summary>Writes the session to a file, cache and conversation included. A file that was there is replaced only when the new one is whole.</summary>
+        /// <summary>Writes the session to a file, including its KV cache and conversation. An existing file is replaced only when the new one is complete.</summary>
         /// <param name="path">The file.</param>
         /// <param name="progress">Is told how many bytes are written, or null.</param>
         /// <param name="cancellation">Stops it, with an OperationCanceledException.</param>
@@ -314,7 +314,7 @@ namespace LibNVFP4
         /// </summary>
         public void Cancel() => Handle.Cancel();
 
-        /// <summary>Appends a token to each of several sessions of one model, and runs them in one pass over the weights. If it fails, all are as they were.</summary>
+        /// <summary>Appends a token to each of several sessions of one model, and runs them in one pass over the weights. If it fails, all are unchanged.</summary>
         public static void Step(IList<Session> sessions, int[] tokens, CancellationToken cancellation = default(CancellationToken)) =>
             Step(sessions, tokens, null, cancellation);
 
