@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_listed_is_known() {
+    fn listed_commands_are_known() {
         for (name, argument, _) in COMMANDS {
             let line = format!("{name} {}", argument.split('|').next().unwrap());
             assert!(Command::parse(&line).unwrap().is_some(), "{name}");

@@ -63,12 +63,12 @@ struct State {
     failures: u32,
     /// When the pause after the last of them ends.
     pause_ends: Option<Instant>,
-    /// Whether anybody has answered yet.
+    /// Whether any server has responded yet.
     answered: bool,
 }
 
 impl Patience {
-    /// Something was gained: the next failure is the first again.
+    /// Records progress: the next failure counts as the first again.
     pub(super) fn renew(&self) {
         *self.lock() = State {
             answered: true,
@@ -76,7 +76,7 @@ impl Patience {
         };
     }
 
-    /// How long to wait before the next try, and why; or the error, if the failure is final or patience is at its end.
+    /// How long to wait before the next try, and why; or the error, if the failure is final or patience has run out.
     pub(super) fn after(&self, failure: Failure) -> Result<(Duration, String)> {
         self.after_at(failure, Instant::now())
     }
@@ -130,7 +130,7 @@ impl Patience {
     }
 }
 
-/// The pause after the `number`-th failure in a row where the server asks for none: 0.1 s, doubled each time.
+/// The pause after the `number`-th failure in a row if the server asks for none: 0.1 s, doubled each time.
 fn pause(number: u32) -> Duration {
     Duration::from_millis(100 << (number - 1).min(8))
 }
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn what_many_connections_meet_at_once_is_one_failure() {
+    fn simultaneous_failures_count_as_one() {
         let patience = Patience::default();
         patience.renew();
         let mut now = Instant::now();

@@ -1,10 +1,10 @@
-//! Pieces on their way from a connection to the digest: what comes in order is hashed while the processor still has it at hand, and
-//! need not be read back from the file. What comes out of order, or faster than it is hashed, is not taken.
+//! Passes pieces from a connection to the digest: pieces in order are hashed while they are in the CPU's cache, and need
+//! not be read back from the file. Pieces out of order, or faster than they are hashed, are not taken.
 
 use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Pieces that wait at most.
+/// The most pieces that wait.
 const MOST: usize = 16;
 
 #[derive(Default)]
@@ -14,11 +14,11 @@ pub(super) struct Handover {
 
 #[derive(Default)]
 struct State {
-    /// In order and without gaps, by where they begin.
+    /// The pieces by offset, in order and without gaps.
     waiting: VecDeque<(u64, Vec<u8>)>,
-    /// Where the next piece must begin.
+    /// The offset of the next piece.
     next: u64,
-    /// Buffers to use again.
+    /// Buffers for reuse.
     spare: Vec<Vec<u8>>,
 }
 
@@ -27,8 +27,8 @@ impl Handover {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Hands over the piece that begins at `offset`, if it is the next one and there is room, and leaves another buffer in its
-    /// place, whose content means nothing.
+    /// Hands over the piece that begins at `offset`, if it is the next one and there is room, and leaves another buffer in
+    /// its place, whose contents are unspecified.
     pub(super) fn give(&self, offset: u64, piece: &mut Vec<u8>, length: usize) {
         let mut state = self.lock();
         if length == 0 || offset != state.next || state.waiting.len() >= MOST {
@@ -60,7 +60,7 @@ impl Handover {
         }
     }
 
-    /// All before `offset` was read from the file: pieces are taken from there on.
+    /// Everything before `offset` was read from the file: pieces are taken from there on.
     pub(super) fn skip_to(&self, offset: u64) {
         let mut state = self.lock();
         while state.waiting.front().is_some_and(|(at, _)| *at < offset) {
@@ -92,7 +92,7 @@ mod tests {
         handover.give_back(first);
         assert_eq!(handover.take(8), Some(vec![2; 3]));
         assert_eq!(handover.take(11), None);
-        // Somebody reads on from the file.
+        // The reader continues from the file.
         handover.skip_to(20);
         handover.give(11, &mut piece, 8);
         assert_eq!(handover.take(11), None);

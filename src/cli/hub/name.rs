@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_name() {
+    fn text_that_is_not_a_name() {
         for bad in [
             "",
             "a",

@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_come_is_found_again() {
+    fn fetched_bytes_are_found_again() {
         let scratch = Scratch::new("again");
         let place = scratch.0.join("content");
         let size = SEGMENT + 1000;

@@ -227,7 +227,7 @@ impl Transfer<'_> {
         }
     }
 
-    /// Fetches what is missing of a segment, however often that takes.
+    /// Fetches the rest of a segment, with retries.
     fn segment(&self, segment: usize) -> Result<()> {
         loop {
             let (from, to) = self.partial.missing(segment);
@@ -243,7 +243,7 @@ impl Transfer<'_> {
         }
     }
 
-    /// A server that sends away may have too many of us.
+    /// Reduces the connections, because a server that refuses may have too many of them.
     fn ask_for_less(&self) {
         self.settled.store(true, Relaxed);
         let connections = self.connections.load(Relaxed);
@@ -263,7 +263,7 @@ impl Transfer<'_> {
         }
     }
 
-    /// Asks once for the bytes from `from` to before `to`.
+    /// Requests the bytes `from..to` once.
     fn attempt(&self, from: u64, to: u64) -> Tried<()> {
         let answer = self.open((from, to - 1))?;
         match answer.status {
@@ -271,7 +271,7 @@ impl Transfer<'_> {
                 self.check_range(&answer, from, to)?;
                 self.receive(answer, from, to)
             }
-            // Ranges of a compressed form are none of the content.
+            // Ranges of a compressed response are not ranges of the content.
             206 => Err(Failure::Final(err!(
                 Io,
                 "{}: {} sends parts of a compressed form; a proxy that leaves answers as they are is needed",
@@ -289,7 +289,7 @@ impl Transfer<'_> {
         let direct = lock(&self.direct).clone();
         if let Some(url) = &direct {
             match client.open(url, Method::Get, Some(range), subject) {
-                // Addresses that a redirect gives are good for a while only.
+                // The addresses of redirects expire.
                 Err(Failure::Final(_)) => *lock(&self.direct) = None,
                 result => return result,
             }
@@ -310,7 +310,7 @@ impl Transfer<'_> {
         answer.url.host_str().unwrap_or_default().to_owned()
     }
 
-    /// Checks that the part which comes is the one that was asked for, of a content of the size that was announced.
+    /// Checks that the response has the requested range, of a file of the announced size.
     fn check_range(&self, answer: &Answer, from: u64, to: u64) -> Tried<()> {
         let size = self.partial.size();
         let expected = format!("bytes {from}-{}/{size}", to - 1);
@@ -333,7 +333,7 @@ impl Transfer<'_> {
         )))
     }
 
-    /// Takes all of a file from a server that knows no ranges. Only one connection does; others wait to see how far it gets.
+    /// Fetches the whole file from a server without range requests. Only one connection does; others wait for its end.
     fn take_whole(&self, answer: Answer) -> Tried<()> {
         self.settled.store(true, Relaxed);
         self.connections.store(1, Relaxed);
@@ -355,7 +355,7 @@ impl Transfer<'_> {
         self.receive(answer, 0, size)
     }
 
-    /// Writes what comes from `from` on, until `to`.
+    /// Writes the response to `from..to`.
     fn receive(&self, answer: Answer, from: u64, to: u64) -> Tried<()> {
         let host = self.host(&answer);
         let mut reader = answer.into_reader()?;
@@ -364,7 +364,7 @@ impl Transfer<'_> {
         while at < to && !self.is_stopped() {
             let wanted = piece.len().min((to - at) as usize);
             let (n, end) = fill(&mut reader, &mut piece[..wanted]);
-            // What has come is kept, however the rest ends.
+            // Fetched bytes are kept, even if the rest fails.
             let new = self
                 .partial
                 .write(&piece[..n], at)
@@ -385,7 +385,7 @@ impl Transfer<'_> {
                 Err(e) => return Err(client::cut(&host, e, self.context.timeout)),
             }
         }
-        // Reading as far as the end, too, lets the connection be used again.
+        // Reading to the end allows the connection to be reused.
         match reader.read(&mut piece[..1]) {
             Ok(1..) if !self.is_stopped() => Err(Failure::Final(err!(
                 Io,
@@ -397,7 +397,7 @@ impl Transfer<'_> {
         }
     }
 
-    /// Hashes the content as it comes, in order, and compares in the end.
+    /// Hashes the file in order while it is fetched, and compares the digest at the end.
     fn check(&self) -> Result<String> {
         let size = self.partial.size();
         let (expected, kind, actual) = match &self.source.digest {
@@ -418,7 +418,7 @@ impl Transfer<'_> {
         ))
     }
 
-    /// Hashes pieces as they are handed over, and what was not from the file.
+    /// Hashes pieces that are handed over, and reads the others back from the file.
     fn hash<H: sha2::Digest>(&self, mut hash: H) -> Result<String> {
         let size = self.partial.size();
         let mut read = Vec::new();
@@ -431,7 +431,7 @@ impl Transfer<'_> {
                 continue;
             }
             let ready = self.partial.prefix().min(at + READ_BACK as u64);
-            // A piece that is in the file is about to be handed over, unless more than that is there already.
+            // A piece that is in the file is about to be handed over, unless more is in the file already.
             if ready < size && ready - at < READ_BACK as u64 {
                 std::thread::sleep(Duration::from_millis(1));
                 continue;
@@ -448,7 +448,7 @@ impl Transfer<'_> {
     }
 }
 
-/// Reads until `piece` is full, the end, or an error. Returns how many bytes came in any case.
+/// Reads until `piece` is full, the end, or an error. Returns the number of bytes read in any case.
 fn fill(reader: &mut impl Read, piece: &mut [u8]) -> (usize, std::io::Result<()>) {
     let mut filled = 0;
     let start = Instant::now();
@@ -458,7 +458,7 @@ fn fill(reader: &mut impl Read, piece: &mut [u8]) -> (usize, std::io::Result<()>
             Ok(n) => filled += n,
             Err(e) => return (filled, Err(e)),
         }
-        // On a slow line a piece takes long, and what has come is to be seen, and kept, before it is full.
+        // On a slow connection a piece takes long, and its bytes are shown and kept before it is full.
         if start.elapsed() > SHOWN {
             return (filled, Ok(()));
         }
@@ -470,8 +470,8 @@ pub(super) fn hexadecimal(bytes: &[u8]) -> String {
     bytes.iter().map(|b| format!("{b:02x}")).collect()
 }
 
-/// Fetches a content of unknown size, which cannot be resumed, to a file that is not yet at `place`. Returns its SHA-256 and
-/// its size, too.
+/// Fetches a file of unknown size, which cannot be resumed, as a temporary file for `place`. Returns its SHA-256 and its
+/// size, too.
 pub(super) fn fetch_unsized(
     context: &Context<'_>,
     source: &Source<'_>,

@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_call_stays() {
+    fn text_that_is_not_a_call_stays_content() {
         let deep = format!(
             "<start_function_call>call:f{{a:{}<end_function_call>",
             "[".repeat(9000)

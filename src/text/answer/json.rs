@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_call_stays() {
+    fn text_that_is_not_a_call_stays_content() {
         for answer in [
             "<tool_call>{\"name\": }</tool_call>",
             "<tool_call>\n{\"title\": \"no name\"}\n</tool_call> and on",

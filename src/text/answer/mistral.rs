@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_call_stays() {
+    fn text_that_is_not_a_call_stays_content() {
         let long = format!("[TOOL_CALLS]{} {{}}", "x".repeat(400));
         for answer in [
             "[TOOL_CALLS]two words{}",

@@ -104,7 +104,7 @@ fn answered(prompt: &str, answer: &str, whole: bool) -> Vec<Event> {
 }
 
 #[test]
-fn a_thought_and_its_edges() {
+fn reasoning_and_its_edges() {
     let events = [reasoning("I\n\nthink"), content("So.\n")];
     let answer = "\n\n<think>\n\nI\n\nthink\n\n</think>\n\nSo.\n";
     assert_eq!(answered("assistant\n", answer, true), events);
@@ -120,7 +120,7 @@ fn a_thought_and_its_edges() {
 }
 
 #[test]
-fn without_a_thought() {
+fn without_reasoning() {
     for answer in ["Hi <think> there", " <thin", "\n\n", "\nHi"] {
         assert_eq!(answered("", answer, true), [content(answer)]);
     }
@@ -165,7 +165,7 @@ fn calls_come_at_once_and_nothing_of_them_before() {
 }
 
 #[test]
-fn is_reasoning_follows_the_thought() {
+fn is_reasoning_follows_the_marks() {
     let mut parser = AnswerParser::new(&qwen3(), "", true, 0);
     assert!(!parser.is_reasoning());
     parser.push("<think>");

@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_call_stays() {
+    fn text_that_is_not_a_call_stays_content() {
         for answer in [
             "A <tool_call> is a mark",
             "<tool_call>\n<function=f>\n<parameter=a>\n</function>\n</tool_call>",

@@ -427,7 +427,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_known_is_left_to_the_crate() {
+    fn unknown_settings_are_left_to_the_crate() {
         let cut = golden()["pre_tokenizer"]["pretokenizers"][0].clone();
         let changes: [(&str, Value); 17] = [
             ("/version", json!("2.0")),
