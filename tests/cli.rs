@@ -256,9 +256,9 @@ fn run_gives_the_same_tokens_with_and_without_the_cache() {
     assert_eq!(cached.1.as_array().unwrap().len(), 20);
     assert_eq!(tokens(&["--replay"]), cached);
     assert_ne!(seeded("1", &[]), cached);
-    let likeliest = tokens(&["--top-k", "1"]);
-    assert_ne!(likeliest, cached);
-    assert_eq!(tokens(&["--top-p", "0"]), likeliest);
+    let greedy = tokens(&["--top-k", "1"]);
+    assert_ne!(greedy, cached);
+    assert_eq!(tokens(&["--top-p", "0"]), greedy);
     let raw = tokens(&["--raw"]);
     assert_ne!(raw, cached);
     assert_eq!(tokens(&["--raw", "--token-by-token"]), raw);

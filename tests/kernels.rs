@@ -758,7 +758,7 @@ fn expanded_bits_are_right_on_an_emulated_gpu() {
     assert!(rest.is_empty());
 }
 
-/// Norm, SwiGLU and the likeliest token, from the kernels' sources, on the processor.
+/// Norm, SwiGLU and argmax, from the kernels' sources, on the processor.
 #[test]
 fn what_stands_between_products_is_right_on_an_emulated_gpu() {
     if let Some(said) = emulate("glue", 900) {

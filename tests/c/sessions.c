@@ -161,7 +161,7 @@ static void prefill_and_decode(void)
         OK(NVFP4_session_decode(grown, prompt[i], NULL));
     CHECK(same(whole, grown));
 
-    /* The likeliest token is the one with the largest logit. */
+    /* The argmax is the token with the largest logit. */
     float logits[MOST];
     size_t count;
     OK(NVFP4_session_logits(whole, NULL, 0, &count, NULL));

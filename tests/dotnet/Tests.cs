@@ -1093,7 +1093,7 @@ static class Tests
             // Outside of a chat nobody is asked but the options.
             Same(second.Sample(new GenerateOptions()), second.Sample());
         }
-        // A chat draws as the options say that are set, and else as the maker does: a hundred draws are not all the likeliest.
+        // A chat draws as the options say that are set, and else as the maker does: a hundred draws are not all the argmax.
         string config = Path.Combine(scratch, "drawing");
         Directory.CreateDirectory(config);
         foreach (string file in Directory.GetFiles(modelPath))
@@ -1110,9 +1110,9 @@ static class Tests
                     return string.Join(" ", chat.Tokens);
                 }
             };
-            string likeliest = said(new GenerateOptions { MaxTokens = 30, Temperature = 0 });
-            Same(likeliest, said(new GenerateOptions { MaxTokens = 30, TopK = 1 }));
-            Check(likeliest != said(new GenerateOptions { MaxTokens = 30 }));
+            string greedy = said(new GenerateOptions { MaxTokens = 30, Temperature = 0 });
+            Same(greedy, said(new GenerateOptions { MaxTokens = 30, TopK = 1 }));
+            Check(greedy != said(new GenerateOptions { MaxTokens = 30 }));
             Same(said(new GenerateOptions { MaxTokens = 30, Seed = 4 }), said(new GenerateOptions { MaxTokens = 30, Seed = 4, Temperature = 1.7f }));
         }
     }

@@ -668,8 +668,8 @@ class Models(unittest.TestCase):
         tokens = generate(begin(), 80)
         self.assertEqual(whole.tokens[2:], tokens[2 - len(whole):])
         self.assertNotEqual(tokens[-32:-16], tokens[-16:])
-        likeliest = begin()
-        self.assertEqual(likeliest.sample(temperature=1.5, top_p=0), likeliest.sample())
+        greedy = begin()
+        self.assertEqual(greedy.sample(temperature=1.5, top_p=0), greedy.sample())
 
     def test_stopping_early(self):
         """It is not lost before the native call has begun, and does not wait for the whole prompt."""

@@ -213,7 +213,7 @@ static void check_argmax(int kind, int rows, int vocabulary, int blocks) {
         int want = ranking(&x[(size_t)r * vocabulary], vocabulary)[0], said = want;
         if (kind == 5) want = vocabulary / 2, said = -2 - want;
         if (kind == 6) said = -1;
-        expect(tokens[r] == want, "the likeliest token", kind, r, tokens[r], want);
+        expect(tokens[r] == want, "the argmax", kind, r, tokens[r], want);
         expect(history[5 % STEPS * rows + r] == said && positions[r] == 5 && arrived[r] == 0, "the next step", kind, r, positions[r], 5);
     }
 }
