@@ -814,7 +814,7 @@ typedef struct NVFP4_ChatOptions {
 } NVFP4_ChatOptions;
 
 /**
- * @defgroup status Status numbers and the last error
+ * @defgroup status Status numbers
  *
  * Every function that can fail returns an #NVFP4_Status. On any value but #NVFP4_OK outputs are untouched, unless the
  * function says otherwise, and the calling thread's last error message is set.
@@ -822,6 +822,13 @@ typedef struct NVFP4_ChatOptions {
 
 /** The name of a status without its prefix ("INVALID_ARGUMENT"), or "unknown". The text is static. */
 NVFP4_API const char *NVFP4_status_name(NVFP4_Status status);
+
+/**
+ * @defgroup last_error The last error of a thread
+ *
+ * Each thread keeps the message and status of its last call that failed. An error can also be taken out as an object, which may go to
+ * another thread.
+ */
 
 /**
  * The message of the last call that failed on this thread: one line that says what was wrong and what would be right.

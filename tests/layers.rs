@@ -12,7 +12,7 @@ use std::fmt::Write as _;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use circles::{Crate, in_circles, shortest, show, show_edge, way};
+use circles::{Crate, in_circles, shortest, show, show_edge};
 use source::{Source, from_root};
 
 /// Module and floor, as in the design. A module may import those on lower floors only.
@@ -47,63 +47,6 @@ const CALLBACKS: &[&str] = &[
 
 /// Rooms that stand under the room around them, and name nothing else of it.
 const FOUNDATIONS: &[&str] = &["cuda/driver"];
-
-/// A file or a room, those of its imports that close a circle, and why they stay for now.
-type Known = (&'static str, &'static [&'static str], &'static str);
-
-/// The list only shrinks.
-const KNOWN: &[Known] = &[
-    (
-        "abi/guard.rs",
-        &["abi/call.rs", "abi/library.rs", "abi/shared.rs"],
-        "a handle's kinds and the status table are known to the guard around every entry",
-    ),
-    (
-        "abi/status.rs",
-        &["abi/guard.rs"],
-        "a handle's kinds and the status table are known to the guard around every entry",
-    ),
-    (
-        "checkpoint/gguf/mod.rs",
-        &[
-            "checkpoint/gguf/family.rs",
-            "checkpoint/gguf/split.rs",
-            "checkpoint/gguf/translate.rs",
-        ],
-        "the root of the room defines the pairs that its files read",
-    ),
-    (
-        "checkpoint/mod.rs",
-        &[
-            "checkpoint/companion.rs",
-            "checkpoint/dat.rs",
-            "checkpoint/folder.rs",
-            "checkpoint/gguf",
-            "checkpoint/safetensors.rs",
-        ],
-        "the root of the room defines the trait and the tensors that its readers return",
-    ),
-    (
-        "checkpoint/tensors.rs",
-        &["checkpoint/gguf"],
-        "the root of the room defines the trait and the tensors that its readers return",
-    ),
-    (
-        "model/mod.rs",
-        &["model/load.rs"],
-        "the specification names the tables that its families fill in",
-    ),
-    (
-        "session/generate.rs",
-        &["session/transcript.rs"],
-        "the session owns its conversation",
-    ),
-    (
-        "session/mod.rs",
-        &["session/chat.rs"],
-        "the session owns its conversation",
-    ),
-];
 
 fn floor(module: &str) -> Option<u32> {
     FLOORS
@@ -234,33 +177,21 @@ fn complaints(source: &Source) -> Vec<String> {
     out
 }
 
-/// What is wrong with the imports inside the rooms of `sources`, but for the circles that `known` closes; and what of `known` is needed no
-/// longer.
-fn circle_complaints(sources: &[Source], known: &[Known]) -> String {
+/// The circles of files within the rooms of `sources`, and what foundations import of the room around them.
+fn circle_complaints(sources: &[Source]) -> String {
     let all = Crate::new(sources);
     let mut report = String::new();
-    let known: Vec<(&str, &str)> = known
-        .iter()
-        .flat_map(|(from, imports, _)| imports.iter().map(move |to| (*from, *to)))
-        .collect();
-    let mut needless = known.clone();
     for room in all.rooms() {
         let edges = all.edges(&room);
-        let mut allowed = edges.clone();
-        allowed.retain(|(from, to), _| !known.iter().any(|(f, t)| f == from && t == to));
-        if let Some(circle) = shortest(&allowed) {
+        if let Some(circle) = shortest(&edges) {
             writeln!(
                 report,
                 "  {room}: {} files import each other in circles; the shortest:\n{}",
-                in_circles(&allowed).len(),
-                show(&allowed, &circle).trim_end()
+                in_circles(&edges).len(),
+                show(&edges, &circle).trim_end()
             )
             .unwrap();
         }
-        needless.retain(|(from, to)| {
-            !(edges.contains_key(&((*from).to_owned(), (*to).to_owned()))
-                && (way(&allowed, to, from).is_some()))
-        });
     }
     for foundation in FOUNDATIONS {
         let around = foundation.rsplit_once('/').map_or("", |(room, _)| room);
@@ -273,13 +204,6 @@ fn circle_complaints(sources: &[Source], known: &[Known]) -> String {
             )
             .unwrap();
         }
-    }
-    for (from, to) in needless {
-        writeln!(
-            report,
-            "  {from} -> {to} closes no circle; take it out of KNOWN"
-        )
-        .unwrap();
     }
     report
 }
@@ -326,7 +250,7 @@ fn imports_go_down_only() {
 
 #[test]
 fn no_circle_inside_a_room() {
-    let report = circle_complaints(&read_all(), KNOWN);
+    let report = circle_complaints(&read_all());
     assert!(report.is_empty(), "files import each other:\n{report}");
 }
 
@@ -474,10 +398,10 @@ fn the_reader_refuses_what_is_not() {
     }
 }
 
-/// The report on sources that `known` may close circles of.
-fn circles(sources: &[(&str, &str)], known: &[Known]) -> String {
+/// The report on the imports inside the rooms of `sources`.
+fn circles(sources: &[(&str, &str)]) -> String {
     let sources: Vec<Source> = sources.iter().map(|(p, s)| Source::new(p, s)).collect();
-    circle_complaints(&sources, known)
+    circle_complaints(&sources)
 }
 
 /// A room whose files name each other only downwards: the root re-exports and declares, a room in it is one node, a test may use
@@ -511,7 +435,7 @@ const STRAIGHT: &[(&str, &str)] = &[
 
 #[test]
 fn files_that_import_downwards_form_no_circle() {
-    assert_eq!(circles(STRAIGHT, &[]), "");
+    assert_eq!(circles(STRAIGHT), "");
 }
 
 #[test]
@@ -587,7 +511,7 @@ fn circles_are_found_and_shown() {
             &[],
         ),
     ] {
-        let report = circles(&with(path, source), &[]);
+        let report = circles(&with(path, source));
         assert_eq!(report.is_empty(), lines.is_empty(), "{source}: {report}");
         for line in lines {
             assert!(report.contains(line), "{source}: no '{line}' in\n{report}");
@@ -599,28 +523,11 @@ fn circles_are_found_and_shown() {
     );
     sources.retain(|(path, _)| *path != "tensor/tensor.rs");
     sources.push(("tensor/tensor.rs", "fn f() { super::rank() }"));
-    let report = circles(&sources, &[]);
+    let report = circles(&sources);
     assert!(
         report.contains("tensor/mod.rs -> tensor/tensor.rs"),
         "{report}"
     );
-}
-
-#[test]
-fn what_is_known_must_be_needed() {
-    let mut sources = STRAIGHT.to_vec();
-    sources.retain(|(path, _)| *path != "ops/rope.rs");
-    sources.push(("ops/rope.rs", "use super::Norm;"));
-    let known = ("ops/rope.rs", &["ops/norm.rs"][..], "a reason");
-    assert_eq!(circles(&sources, &[known]), "");
-    let report = circles(STRAIGHT, &[known]);
-    assert!(
-        report.contains("ops/rope.rs -> ops/norm.rs closes no circle"),
-        "{report}"
-    );
-    let upward = ("ops/norm.rs", &["ops/rope.rs"][..], "one of both is enough");
-    let report = circles(&sources, &[known, upward]);
-    assert!(report.contains("closes no circle"), "{report}");
 }
 
 #[test]
@@ -635,7 +542,7 @@ fn the_driver_imports_no_launcher() {
         ("cuda/driver/gpu.rs", "use crate::cuda::Matrix;"),
         ("cuda/linear.rs", "pub struct Matrix;"),
     ];
-    let report = circles(&sources, &[]);
+    let report = circles(&sources);
     assert!(
         report.contains("cuda/driver knows nothing of what stands on it: cuda/driver -> cuda/linear.rs: src/cuda/driver/gpu.rs:1"),
         "{report}"

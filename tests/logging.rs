@@ -4,8 +4,9 @@
 use std::ffi::{CStr, c_char, c_void};
 use std::ptr;
 
+use NVFP4::abi::last_error::NVFP4_last_error;
 use NVFP4::abi::library::{NVFP4_LOG_DEBUG, NVFP4_log_add, NVFP4_log_remove};
-use NVFP4::abi::status::{NVFP4_NOT_FOUND, NVFP4_UNSUPPORTED, NVFP4_last_error};
+use NVFP4::abi::status::{NVFP4_NOT_FOUND, NVFP4_UNSUPPORTED};
 
 /// A subscriber that wants nothing.
 struct Quiet;

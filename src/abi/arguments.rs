@@ -1,7 +1,7 @@
 //! Arguments from C, checked and converted to Rust: output pointers, slices, text, numbers that name a choice, and structs
 //! that grow with the library. The rules are stated at the beginning of the header.
 
-use std::ffi::c_char;
+use std::ffi::{c_char, c_void};
 use std::fmt;
 use std::mem::size_of;
 
@@ -365,6 +365,14 @@ pub(super) unsafe fn results<T: Growing>(place: *mut T) -> Result<Option<impl Fn
         debug_assert!(filled.is_ok());
     }))
 }
+
+/// The host's user data pointer, which is passed to its callback.
+#[derive(Clone, Copy)]
+pub(super) struct User(pub(super) *mut c_void);
+// SAFETY: the library never follows the pointer; the header says on which thread a callback runs.
+unsafe impl Send for User {}
+// SAFETY: as above.
+unsafe impl Sync for User {}
 
 #[cfg(test)]
 mod tests {

@@ -11,10 +11,10 @@ use std::ffi::c_void;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, Ordering};
 
-use super::arguments::{Growing, Out, fill, options, reserved};
-use super::guard::{User, answer, enter, enter_to_free};
+use super::arguments::{Growing, Out, User, fill, options, reserved};
+use super::guard::{answer, enter, enter_to_free};
 use super::handle::{self, Object};
-use super::slots::{self, Slot, Slots};
+use super::slots::{self, CANCELS, Slot};
 use super::status::{NVFP4_INVALID_HANDLE, NVFP4_OK, NVFP4_Status};
 use crate::base::call::{self, Flag, Progress, Watch};
 use crate::base::error::{Result, bail};
@@ -24,13 +24,11 @@ pub struct NVFP4_Cancel {
     _private: [u8; 0],
 }
 
-pub(super) static SLOTS: Slots = Slots::new();
-
 struct Cancel(&'static Slot);
 
 impl Drop for Cancel {
     fn drop(&mut self) {
-        SLOTS.give_back(self.0);
+        CANCELS.give_back(self.0);
     }
 }
 
@@ -187,7 +185,7 @@ pub unsafe extern "C" fn NVFP4_cancel_create(out: *mut *mut NVFP4_Cancel) -> NVF
         // SAFETY: the pointer is as the header asks.
         let out = unsafe { Out::new("out", out) }?;
         out.set(handle::insert_as(|handle| {
-            Arc::new(Cancel(SLOTS.claim(handle)))
+            Arc::new(Cancel(CANCELS.claim(handle)))
         }));
         Ok(())
     })
@@ -210,7 +208,7 @@ pub extern "C" fn NVFP4_cancel_reset(cancel: *mut NVFP4_Cancel) -> NVFP4_Status 
 }
 
 fn mark(cancel: *mut NVFP4_Cancel, set: bool) -> NVFP4_Status {
-    match handle::is_own(cancel.cast()) && SLOTS.mark(cancel.addr(), set) {
+    match handle::is_own(cancel.cast()) && CANCELS.mark(cancel.addr(), set) {
         true => NVFP4_OK,
         false => NVFP4_INVALID_HANDLE,
     }
@@ -246,7 +244,7 @@ pub unsafe extern "C" fn NVFP4_cancel_release(cancel: *mut NVFP4_Cancel) -> NVFP
     enter_to_free("NVFP4_cancel_release", || {
         let last = handle::give_up::<Cancel>("cancel", cancel)?;
         if last {
-            SLOTS.retire(cancel.addr());
+            CANCELS.retire(cancel.addr());
         }
         Ok(())
     })

@@ -3,13 +3,13 @@
 
 use std::any::Any;
 use std::cell::{Cell, RefCell};
-use std::ffi::{CStr, CString, c_char, c_void};
+use std::ffi::{CStr, CString, c_char};
 use std::ops::ControlFlow;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Once;
 
 use super::status::{NVFP4_OK, NVFP4_Status};
-use super::{call, handle, library, shared};
+use super::{handle, listeners, shared, slots};
 use crate::base::{Error, ErrorKind, Result, alloc, entry, fork, panics};
 use crate::cuda::KeepContext;
 
@@ -104,8 +104,8 @@ fn caught<T>(
         fork::keep_whole(&[
             &handle::LIVE,
             &shared::SHARED,
-            &call::SLOTS.free,
-            &library::LISTENERS,
+            &slots::CANCELS.free,
+            &listeners::LISTENERS,
         ]);
     });
     // Unwind safe: state that a panic leaves inconsistent is only reachable through an exclusive handle, which stays unusable.
@@ -231,14 +231,6 @@ pub(super) fn take_kept<T: 'static>() -> Option<Box<T>> {
     let kept = LAST.try_with(|last| last.borrow_mut().kept.take());
     kept.ok().flatten()?.downcast().ok()
 }
-
-/// The host's user data pointer, which is passed to its callback.
-#[derive(Clone, Copy)]
-pub(super) struct User(pub(super) *mut c_void);
-// SAFETY: the library never follows the pointer; the header says on which thread a callback runs.
-unsafe impl Send for User {}
-// SAFETY: as above.
-unsafe impl Sync for User {}
 
 /// What a callback's return value means: non-zero cancels.
 pub(super) fn answer(callback: i32) -> ControlFlow<()> {

@@ -12,8 +12,9 @@ use tracing::field::{Field, Visit};
 use tracing::span;
 use tracing::{Event, Level, Metadata, Subscriber};
 
-use super::arguments::{Out, choice, copy_text, count};
-use super::guard::{User, enter};
+use super::arguments::{Out, User, choice, copy_text, count};
+use super::guard::enter;
+use super::listeners::{LISTENERS, Listener};
 use super::shared;
 use super::status::NVFP4_Status;
 use crate::base::error::{Result, bail, err};
@@ -119,30 +120,6 @@ fn dotted(number: i32) -> String {
     format!("{}.{}.{}", number / 10000, number / 100 % 100, number % 100)
 }
 
-/// A log callback.
-pub(super) struct Listener {
-    number: u64,
-    level: i32,
-    callback: unsafe extern "C" fn(*mut c_void, i32, *const c_char, usize) -> i32,
-    user: User,
-    release: Option<unsafe extern "C" fn(*mut c_void)>,
-    /// Held for reading during a call of the callback, so that removing it waits for the call to end. False once it is
-    /// removed.
-    listens: RwLock<bool>,
-    /// Set where a log callback removes it, which cannot wait for calls to end.
-    gone: AtomicBool,
-}
-
-impl Drop for Listener {
-    fn drop(&mut self) {
-        if let Some(release) = self.release {
-            // SAFETY: the host's function, called once, when the library no longer has the user data anywhere.
-            unsafe { release(self.user.0) };
-        }
-    }
-}
-
-pub(super) static LISTENERS: RwLock<Vec<Arc<Listener>>> = RwLock::new(Vec::new());
 /// The number of the next callback. Numbers are not reused.
 static NEXT: AtomicU64 = AtomicU64::new(1);
 /// The least severe level of all callbacks.

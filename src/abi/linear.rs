@@ -33,6 +33,7 @@ use super::shared;
 use super::status::NVFP4_Status;
 use super::tensor::{
     NVFP4_DEVICE_CPU, NVFP4_DTYPE_BFLOAT16, NVFP4_DTYPE_FLOAT16, NVFP4_DTYPE_FLOAT32, NVFP4_Tensor,
+    device_of,
 };
 use crate::base::Result;
 use crate::ops::Device;
@@ -190,7 +191,7 @@ impl Plan {
                 ],
             )?,
             layout: layout(given.scale_layout)?,
-            device: shared::device_of(given.device_type, given.device_index, None)?,
+            device: device_of(given.device_type, given.device_index, None)?,
         })
     }
 

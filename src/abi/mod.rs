@@ -1,9 +1,9 @@
 //! Floor 8: the C ABI, one file per chapter of `nvfp4.h`. A function here checks its arguments from C, converts them and calls
 //! a lower floor; there is no arithmetic. This is the only place with `extern "C"`. The `mod` lines are in the header's order.
 //!
-//! What the chapters share is in seven files: `guard` (panics and errors become a status), `handle` (the registry of live
+//! What the chapters share is in eight files: `guard` (panics and errors become a status), `handle` (the registry of live
 //! handles), `arguments` (pointers, text and options from C), `shared` (the device of calls that name none), `slots` (flags
-//! that signal handlers set), `libtorch` (tensors of that library) and `layout` (asserts the layout of the structs).
+//! that signal handlers set), `listeners` (log callbacks), `libtorch` (tensors of that library) and `layout` (asserts the layout of the structs).
 
 // Names are those of the header.
 #![allow(non_camel_case_types)]
@@ -15,10 +15,13 @@ mod guard;
 mod handle;
 mod layout;
 mod libtorch;
+mod listeners;
 mod shared;
 mod slots;
 
 pub mod status;
+
+pub mod last_error;
 
 pub mod library;
 

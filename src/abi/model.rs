@@ -20,7 +20,7 @@ use super::linear::{NVFP4_ACTIVATIONS_EXACT, activations};
 use super::quantize::NVFP4_QuantizeOptions;
 use super::shared;
 use super::status::NVFP4_Status;
-use super::tensor::{NVFP4_DEVICE_AUTO, NVFP4_DEVICE_CPU};
+use super::tensor::{NVFP4_DEVICE_AUTO, NVFP4_DEVICE_CPU, check_only, device_of};
 use crate::base::alloc;
 use crate::base::call::{self, Progress};
 use crate::base::error::{Result, err};
@@ -197,10 +197,10 @@ pub unsafe extern "C" fn NVFP4_model_load(
         };
         let load = || {
             if options.device_type != NVFP4_DEVICE_AUTO {
-                let device = shared::device_of(options.device_type, options.device_index, threads)?;
+                let device = device_of(options.device_type, options.device_index, threads)?;
                 return load(device, None);
             }
-            shared::check_only("the library's choice", options.device_index)?;
+            check_only("the library's choice", options.device_index)?;
             let requirements = Requirements {
                 quantize: quantize.is_some(),
                 sampling_only,

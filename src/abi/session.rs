@@ -12,11 +12,11 @@ use std::path::Path;
 use std::sync::Arc;
 
 use super::arguments::{
-    Growing, Out, choice, copy_items, copy_text, count, fill, flag, options, reserved, results,
-    slice, text,
+    Growing, Out, User, choice, copy_items, copy_text, count, fill, flag, options, reserved,
+    results, slice, text,
 };
 use super::call::{Ends, NVFP4_CallOptions, watched};
-use super::guard::{User, answer, enter, enter_to_free, note};
+use super::guard::{answer, enter, enter_to_free, note};
 use super::handle::{self, Exclusive, Object, Watched};
 use super::model::{NVFP4_Model, token_out, tokens_in, tokens_out};
 use super::status::{NVFP4_OK, NVFP4_Status};

@@ -3,9 +3,7 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::tensor::{NVFP4_DEVICE_AUTO, NVFP4_DEVICE_CPU, NVFP4_DEVICE_CUDA};
-use crate::base::ErrorKind;
-use crate::base::error::{Result, bail};
+use crate::base::error::Result;
 use crate::cuda;
 use crate::ops::ste::EvalWeights;
 use crate::ops::{Device, Workspace};
@@ -49,53 +47,6 @@ pub(super) fn cpu(threads: Option<usize>) -> Result<Device> {
     match threads {
         None => device(),
         threads => Device::cpu(threads),
-    }
-}
-
-/// Refuses an index other than 0 or -1, for a device type with a single device.
-pub(super) fn check_only(who: &str, device_index: i32) -> Result<()> {
-    match device_index {
-        -1 | 0 => Ok(()),
-        _ => bail!(
-            InvalidArgument,
-            "device_index is {device_index}; {who} has 0 (or -1)"
-        ),
-    }
-}
-
-/// The device that `device_type` and `device_index` name. A CPU device is a new one where `threads` is given.
-pub(super) fn device_of(
-    device_type: i32,
-    device_index: i32,
-    threads: Option<usize>,
-) -> Result<Device> {
-    match device_type {
-        NVFP4_DEVICE_CPU => {
-            check_only("the CPU", device_index)?;
-            cpu(threads)
-        }
-        NVFP4_DEVICE_CUDA => match usize::try_from(device_index) {
-            Ok(ordinal) => Device::cuda(ordinal)
-                .map_err(|e| e.within(format_args!("CUDA device {device_index}"))),
-            Err(_) => bail!(
-                InvalidArgument,
-                "device_index is {device_index}; CUDA devices are numbered from 0"
-            ),
-        },
-        NVFP4_DEVICE_AUTO => {
-            check_only("the library's choice", device_index)?;
-            match Device::cuda(0) {
-                Err(e) if e.kind() == ErrorKind::DeviceUnavailable => {
-                    tracing::debug!("the CPU is chosen: {e}");
-                    cpu(threads)
-                }
-                chosen => chosen,
-            }
-        }
-        _ => bail!(
-            InvalidArgument,
-            "device_type is {device_type}; it takes 0 (CPU), 1 (CUDA) or -1 (the library's choice)"
-        ),
     }
 }
 

@@ -22,6 +22,9 @@ pub(super) struct Slots {
     pub(super) free: Mutex<Vec<&'static Slot>>,
 }
 
+/// The flags of cancel handles.
+pub(super) static CANCELS: Slots = Slots::new();
+
 impl Slots {
     pub(super) const fn new() -> Self {
         Slots {

@@ -12,12 +12,14 @@
 use std::ffi::c_void;
 use std::sync::Arc;
 
-use super::arguments::{Out, copy_items, count, sizes, slice_mut};
-use super::guard::{User, enter, enter_to_free};
+use super::arguments::{Out, User, copy_items, count, sizes, slice_mut};
+use super::guard::{enter, enter_to_free};
 use super::handle::{self, Object};
+use super::shared;
 use super::status::NVFP4_Status;
+use crate::base::ErrorKind;
 use crate::base::error::{Result, bail, err};
-use crate::ops::transfer;
+use crate::ops::{Device, transfer};
 use crate::tensor::{
     DLManagedTensor, DLManagedTensorVersioned, DType, Managed, Release, Shape, Tensor,
 };
@@ -581,4 +583,50 @@ unsafe fn to_dlpack<M: Managed>(tensor: *const NVFP4_Tensor, out: *mut *mut M) -
     let tensor = handle::get::<Tensor>("tensor", tensor)?;
     out.set(Box::into_raw(Tensor::clone(&tensor).into_dlpack()?));
     Ok(())
+}
+/// Refuses an index other than 0 or -1, for a device type with a single device.
+pub(super) fn check_only(who: &str, device_index: i32) -> Result<()> {
+    match device_index {
+        -1 | 0 => Ok(()),
+        _ => bail!(
+            InvalidArgument,
+            "device_index is {device_index}; {who} has 0 (or -1)"
+        ),
+    }
+}
+
+/// The device that `device_type` and `device_index` name. A CPU device is a new one where `threads` is given.
+pub(super) fn device_of(
+    device_type: i32,
+    device_index: i32,
+    threads: Option<usize>,
+) -> Result<Device> {
+    match device_type {
+        NVFP4_DEVICE_CPU => {
+            check_only("the CPU", device_index)?;
+            shared::cpu(threads)
+        }
+        NVFP4_DEVICE_CUDA => match usize::try_from(device_index) {
+            Ok(ordinal) => Device::cuda(ordinal)
+                .map_err(|e| e.within(format_args!("CUDA device {device_index}"))),
+            Err(_) => bail!(
+                InvalidArgument,
+                "device_index is {device_index}; CUDA devices are numbered from 0"
+            ),
+        },
+        NVFP4_DEVICE_AUTO => {
+            check_only("the library's choice", device_index)?;
+            match Device::cuda(0) {
+                Err(e) if e.kind() == ErrorKind::DeviceUnavailable => {
+                    tracing::debug!("the CPU is chosen: {e}");
+                    shared::cpu(threads)
+                }
+                chosen => chosen,
+            }
+        }
+        _ => bail!(
+            InvalidArgument,
+            "device_type is {device_type}; it takes 0 (CPU), 1 (CUDA) or -1 (the library's choice)"
+        ),
+    }
 }

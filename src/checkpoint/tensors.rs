@@ -8,7 +8,7 @@ use std::path::Path;
 use half::f16;
 use half::slice::HalfFloatSliceExt;
 
-use super::gguf::blocks;
+use super::ggml;
 use super::source::{Source, Span};
 use super::{Checkpoint, Encoding, Entry, Metadata, Part};
 use crate::base::error::{bail, err};
@@ -549,7 +549,7 @@ pub(super) fn decode(encoding: Encoding, bytes: &[u8], out: &mut [f32]) {
             DType::F8E4M3 => each(bytes, out, |b: [u8; 1]| e4m3::decode(b[0])),
             DType::F4E2M1x2 => unreachable!("packed codes are bytes to a file"),
         },
-        Encoding::Ggml(block_type) => blocks::decode(block_type, bytes, out),
+        Encoding::Ggml(block_type) => ggml::decode(block_type, bytes, out),
         Encoding::Nvfp4 | Encoding::Nf4 => unreachable!("several tensors make up {encoding}"),
     }
 }
@@ -617,7 +617,7 @@ impl Checkpoint for Tensors {
                 let (mut codes, mut scales) = (vec![0; cols / 2], vec![0; cols / nvfp4::BLOCK]);
                 let first = rows.start;
                 self.each_row(*raw, entry.rows(), *heads, rows, |i, bytes| {
-                    blocks::repack_nvfp4(bytes, &mut codes, &mut scales);
+                    ggml::repack_nvfp4(bytes, &mut codes, &mut scales);
                     self.check_scales(*raw, entry, first + i, &scales)?;
                     let global = globals[(first + i) / share];
                     nvfp4::dequantize(&codes, &scales, global, &mut out[i * cols..][..cols])
@@ -666,7 +666,7 @@ impl Checkpoint for Tensors {
                 self.each_row(*raw, all, *heads, rows, |i, bytes| {
                     let codes = &mut codes[i * code_cols..][..code_cols];
                     let scales = &mut scales[i * scale_cols..][..scale_cols];
-                    blocks::repack_nvfp4(bytes, codes, scales);
+                    ggml::repack_nvfp4(bytes, codes, scales);
                     self.check_scales(*raw, entry, first + i, scales)
                 })?;
             }

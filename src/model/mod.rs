@@ -11,6 +11,7 @@ mod gpu_cache;
 mod keys;
 mod kv_cache;
 mod load;
+mod options;
 pub mod placement;
 mod rope;
 pub mod spec;
@@ -32,7 +33,6 @@ use crate::base::error::{bail, err};
 use crate::base::turns::Turns;
 use crate::base::{Result, call, threads};
 use crate::checkpoint::Checkpoint;
-use crate::format::nvfp4::QuantizeOptions;
 use crate::text::{AnswerForm, ChatTemplate, Tokenizer};
 
 use crate::ops::Array;
@@ -44,6 +44,7 @@ pub use crate::ops::sample::{Choice, SamplingOptions};
 pub use families::{open, open_bytes};
 pub use forward::Scratch;
 pub use kv_cache::KvCache;
+pub use options::LoadOptions;
 pub use rope::{LongRope, RopeSet};
 pub use spec::Spec;
 pub use weights::Weights;
@@ -63,35 +64,6 @@ pub enum Logits {
     Last,
     /// Those of every token.
     All,
-}
-
-/// How to load a model.
-#[derive(Clone)]
-pub struct LoadOptions {
-    /// Where it runs.
-    pub device: Device,
-    /// Why it runs there, if nobody named the device: what a [`placement::Placement`] says.
-    pub device_choice: Option<String>,
-    /// Quantizes dense weight matrices to NVFP4 while loading. Without, weights are held as they are stored, and those in
-    /// other block formats as f32.
-    pub quantize: Option<QuantizeOptions>,
-    /// How activations enter products with NVFP4 weights.
-    pub activations: Activations,
-    /// Leaves out the layers: tokenizer, embedding, final norm and head only.
-    pub sampling_only: bool,
-}
-
-impl LoadOptions {
-    /// Everything as stored, activations exact.
-    pub fn new(device: Device) -> Self {
-        LoadOptions {
-            device,
-            device_choice: None,
-            quantize: None,
-            activations: Activations::Exact,
-            sampling_only: false,
-        }
-    }
 }
 
 /// Weight matrices held in one format.

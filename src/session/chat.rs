@@ -5,10 +5,8 @@
 use std::ops::ControlFlow;
 use std::time::Instant;
 
-use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value};
-
 use super::answer::Answer;
+use super::conversation::{Answering, ChatOptions, Conversation, Plan};
 use super::text::Text;
 use super::{Eviction, GenerateOptions, Generation, Piece, Session, Transcript, sampler};
 use crate::base::error::bail;
@@ -20,81 +18,6 @@ use crate::text::{Aligned, Message, Prompt, Tokenizer};
 const FOR_TOKEN: usize = 16;
 /// Bytes at the end of a prompt that tell how an answer begins.
 const OPENING: usize = 256;
-
-/// How a chat turn is rendered and answered.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct ChatOptions {
-    /// Variables of the model's template, such as `enable_thinking`.
-    pub variables: Map<String, Value>,
-    /// The tools that the model may call, each an object as chat servers take them.
-    pub tools: Vec<Value>,
-    /// Earlier answers stay in the sequence with their reasoning, whatever the template does about it. A turn then runs only
-    /// what it adds, but the model sees what it was not trained on, and the context fills sooner.
-    pub keep_reasoning: bool,
-    /// The most tokens that a thought may have. Then it is ended in the words of the model's maker, and the answer follows.
-    /// A model that does not think has none to end.
-    pub reasoning_budget: Option<usize>,
-}
-
-impl ChatOptions {
-    /// The template's variables, tools among them.
-    fn all_variables(&self) -> Map<String, Value> {
-        let mut variables = self.variables.clone();
-        if !self.tools.is_empty() {
-            variables.insert("tools".to_owned(), Value::Array(self.tools.clone()));
-        }
-        variables
-    }
-}
-
-/// The conversation that the sequence holds.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub(super) struct Conversation {
-    /// Whether the tokens are those of a conversation, also where they are too few for a message.
-    pub(super) begun: bool,
-    /// What was said, without the answer that the sequence ends in.
-    pub(super) messages: Vec<Message>,
-    pub(super) answer: Option<Answering>,
-    /// The options of the last turn.
-    pub(super) options: ChatOptions,
-}
-
-/// The answer that the sequence ends in.
-#[derive(Clone, Debug, PartialEq)]
-pub(super) struct Answering {
-    /// Where its tokens begin.
-    pub(super) start: usize,
-    /// The end of the text before it.
-    pub(super) opening: String,
-    /// Whether the model ended it.
-    pub(super) whole: bool,
-    /// What it says, while the sequence has that many tokens.
-    pub(super) said: Option<(usize, Message)>,
-}
-
-impl Conversation {
-    pub(super) fn is_empty(&self) -> bool {
-        !self.begun
-    }
-
-    /// Bytes of its texts.
-    pub(super) fn bytes(&self) -> usize {
-        let messages = self.messages.iter();
-        let said = self.answer.iter().filter_map(|a| a.said.as_ref());
-        let all = messages.chain(said.map(|(_, message)| message));
-        all.fold(0, |sum, message| sum + message.size())
-    }
-}
-
-/// What a turn makes of the sequence.
-pub(super) struct Plan {
-    messages: Vec<Message>,
-    tokens: Aligned,
-    /// The end of the prompt's text.
-    opening: String,
-    /// Tokens that the conversation had before it, where old turns are left out.
-    dropped: usize,
-}
 
 impl Session {
     /// Says `user` in the conversation and generates the answer. Special tokens spelled out in `user` enter as plain text and

@@ -7,7 +7,9 @@
 mod answer;
 mod batch;
 mod chat;
+mod conversation;
 mod generate;
+mod options;
 mod sampler;
 mod state_file;
 mod text;
@@ -23,12 +25,14 @@ use crate::model::{KvCache, KvType, Logits, Model, Scratch};
 pub use crate::model::SamplingOptions;
 pub use answer::Part;
 pub use batch::{step, step_choose};
-pub use chat::{ChatOptions, render};
-pub use generate::{Finish, GenerateOptions, Generation, Piece, Timings};
+pub use chat::render;
+pub use conversation::ChatOptions;
+pub use generate::{Generation, Piece, Timings};
+pub use options::{Finish, GenerateOptions};
 pub use sampler::Sampler;
 pub use transcript::Transcript;
 
-use chat::{Conversation, Plan};
+use conversation::{Conversation, Plan};
 
 /// What to do when tokens no longer fit in the context.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

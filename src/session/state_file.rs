@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 use twox_hash::XxHash3_64;
 
-use super::chat::{Answering, Conversation};
+use super::conversation::{Answering, Conversation};
 use super::{ChatOptions, Eviction, Session, SessionOptions};
 use crate::base::error::{bail, err};
 use crate::base::file::Temporary;

@@ -3,7 +3,7 @@
 
 use serde_json::{Map, Value as Json};
 
-use super::{Pairs, shortest};
+use super::header::{Pairs, shortest};
 use crate::base::error::bail;
 use crate::base::{Result, memory};
 use crate::checkpoint::source::Source;

@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-use super::{Header, Pairs, read_header};
+use super::header::{Header, Pairs, read_header};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::checkpoint::folder;

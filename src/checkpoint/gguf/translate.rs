@@ -3,8 +3,8 @@
 
 use serde_json::{Map, Value as Json, json};
 
-use super::Pairs;
 use super::family::{GgufFamily, GgufKind, GgufMetadata};
+use super::header::Pairs;
 use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::checkpoint::Vocabulary;
