@@ -27,7 +27,10 @@ use NVFP4::ops::tensors::{Nvfp4Tensor, scaled_mm};
 use NVFP4::ops::{Slice, SliceMut, Workspace, quantize};
 use NVFP4::session::{self, GenerateOptions, Sampler, SamplingOptions, Session, SessionOptions};
 use NVFP4::tensor::{DType, Tensor, WeightType};
-use common::{check_memory_comes_back, expect_kind, golden, options, some_tokens};
+use common::{
+    LONG_CASES, at_long_positions, check_memory_comes_back, expect_kind, golden, options,
+    some_tokens,
+};
 use half::{bf16, f16};
 
 /// The first CUDA device; without one the test is skipped.
@@ -2256,6 +2259,33 @@ fn models_agree_with_the_processor() {
         }
     }
     assert_eq!(tested, 2 * 10, "models with heads that the GPU takes");
+}
+
+/// Far positions under every RoPE scaling, by the kernels of prompts and by those of a decode step.
+#[test]
+fn long_positions_agree_with_transformers() {
+    let Some(gpu) = gpu() else { return };
+    for case in LONG_CASES {
+        let on_gpu = LoadOptions {
+            device: Device::Cuda(gpu.clone()),
+            ..options()
+        };
+        let model = Model::load(&golden(case), &on_gpu).unwrap();
+        for last_alone in [false, true] {
+            at_long_positions(
+                case,
+                &model,
+                KvType::F16,
+                last_alone,
+                |position, got, want| {
+                    let want: Vec<f64> = want.iter().map(|&v| v.into()).collect();
+                    let what = format!("{case}, position {position}, last alone: {last_alone}");
+                    println!("{what}: relative L2 {:.2e}", relative_l2(got, &want));
+                    assert_close(got, &want, 5e-3, &what);
+                },
+            );
+        }
+    }
 }
 
 /// A residual stream of 2e5, 3e6 between gate and down, keys of 500 and scores of a thousand (`qwen2_massive`): with the processor's

@@ -18,7 +18,10 @@ use NVFP4::format::nvfp4::QuantizeOptions;
 use NVFP4::model::{
     self, Activations, Device, KvCache, KvType, LoadOptions, Logits, Model, Scratch,
 };
-use common::{Copy, check_memory_comes_back, cut, expect_kind, golden, load, options, some_tokens};
+use common::{
+    Copy, LONG_CASES, at_long_positions, check_memory_comes_back, cut, expect_kind, golden, load,
+    options, some_tokens,
+};
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Value, json};
@@ -126,6 +129,21 @@ fn logits_agree_with_transformers() {
         }
     }
     println!("largest difference: {largest:e}");
+}
+
+/// Far positions under every RoPE scaling. The bound is the one for all models: both sides take angles in the same steps of f32.
+#[test]
+fn long_positions_agree_with_transformers() {
+    for case in LONG_CASES {
+        let model = load(case);
+        at_long_positions(case, &model, KvType::F32, false, |position, got, want| {
+            let pairs = got.iter().zip(want);
+            let worst = pairs.map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            println!("{case}, position {position}: {worst:e}");
+            assert_eq!(got.len(), want.len(), "{case}, position {position}");
+            assert!(worst <= TOLERANCE, "{case}, position {position}: {worst}");
+        });
+    }
 }
 
 /// What published models have and random ones do not: a residual stream of 2e5, 3e6 between gate and down, keys of 500 and scores of a

@@ -8,7 +8,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use NVFP4::base::memory::{self, Tag};
 use NVFP4::base::{ErrorKind, Result};
-use NVFP4::model::{Device, LoadOptions, Model};
+use NVFP4::model::{Device, KvCache, KvType, LoadOptions, Logits, Model, Scratch};
+use safetensors::SafeTensors;
 
 /// Demands an error of `kind` whose message has these `words`.
 #[track_caller]
@@ -133,5 +134,54 @@ pub(crate) fn cut(path: &Path, len: u64) {
 impl Drop for Copy {
     fn drop(&mut self) {
         let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// The cases of `tests/golden/model/long_positions.py`: one for each RoPE scaling.
+pub(crate) const LONG_CASES: [&str; 8] = [
+    "long_default",
+    "long_linear",
+    "long_dynamic",
+    "long_llama3",
+    "long_yarn",
+    "long_longrope",
+    "long_partial",
+    "long_local",
+];
+
+/// The token at a position of a long case; the script has the same formula.
+pub(crate) fn long_token(position: usize) -> u32 {
+    let hash = (position as u32).wrapping_mul(2_654_435_761);
+    (hash >> 16) % 97
+}
+
+/// Calls `each` with a position and the logits there, of a cache that has room for the tokens up to it and no more, and with
+/// what transformers computes. All tokens are run in one call, or `last_alone` in one of its own.
+pub(crate) fn at_long_positions(
+    case: &str,
+    model: &Model,
+    kv: KvType,
+    last_alone: bool,
+    mut each: impl FnMut(usize, &[f32], &[f32]),
+) {
+    let bytes = fs::read(golden(case).join("expected.safetensors")).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    for position in [4096, 32768, 131_072] {
+        let want = file.tensor(&format!("logits_{position}")).unwrap();
+        let (want, _) = want.data().as_chunks::<4>();
+        let want: Vec<f32> = want.iter().map(|b| f32::from_le_bytes(*b)).collect();
+        let tokens: Vec<u32> = (0..=position).map(long_token).collect();
+        let mut cache = KvCache::new(model.device(), model.spec(), tokens.len(), kv).unwrap();
+        let mut got = Vec::new();
+        let mut scratch = Scratch::new();
+        let (first, last) = tokens.split_at(if last_alone { position } else { 0 });
+        for (tokens, wanted) in [(first, Logits::None), (last, Logits::Last)] {
+            if !tokens.is_empty() {
+                model
+                    .forward(tokens, &mut cache, &mut scratch, wanted, &mut got)
+                    .unwrap();
+            }
+        }
+        each(position, &got, &want);
     }
 }
