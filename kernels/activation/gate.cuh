@@ -8,23 +8,6 @@ enum Activation { SILU, GELU_TANH };
 __device__ __forceinline__ float gated(float x, float t) { return x / (1 + __expf(-t)); }
 
 // x sigmoid(x), or x (1 + tanh(u)) / 2 with u = sqrt(2/pi) (x + 0.044715 x^3), which is x sigmoid(2 u).
-template <int ACTIVATION>
-__device__ __forceinline__ float activate(float x) {
-    return gated(x, ACTIVATION == SILU ? x : 1.5957691f * (x + 0.044715f * x * x * x));
-}
 __device__ __forceinline__ float activate(int activation, float x) {
-    return activation == SILU ? activate<SILU>(x) : activate<GELU_TANH>(x);
-}
-
-// Calls f(Constant<activation>()), so that a loop in f need not choose for each element.
-template <int VALUE>
-struct Constant {
-    static constexpr int value = VALUE;
-};
-template <class F>
-__device__ __forceinline__ void with_activation(int activation, F f) {
-    if (activation == SILU)
-        f(Constant<SILU>());
-    else
-        f(Constant<GELU_TANH>());
+    return gated(x, activation == SILU ? x : 1.5957691f * (x + 0.044715f * x * x * x));
 }

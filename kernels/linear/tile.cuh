@@ -79,7 +79,7 @@ __device__ __forceinline__ void put_away_part(const Arguments& a, const Matrix& 
 }
 // The same for rows 0 to 7 of A that are gate's features from `first` on and rows 8 to 15 that are up's: calls put(row of
 // activations, feature, value) with f16 values, which are zeros past the last feature.
-template <int ACTIVATION, class Put>
+template <class Put>
 __device__ __forceinline__ void put_away_glu(const Arguments& a, int first, int first_row, const float (&c)[4], Put put) {
     int g = lane_id() / 4, t = lane_id() % 4, row = first + g;
     const Matrix &gate = a.matrix[0], &up = a.matrix[1];
@@ -88,6 +88,6 @@ __device__ __forceinline__ void put_away_glu(const Arguments& a, int first, int 
 #pragma unroll
     for (int e = 0; e < 2; e++) {
         float x = c[e] * (gate.global * PACKED_FACTOR) + gate_bias, y = c[e + 2] * (up.global * PACKED_FACTOR) + up_bias;
-        put(first_row + 2 * t + e, row, there ? to_f16(activate<ACTIVATION>(x) * y * a.out_scale) : (u16)0);
+        put(first_row + 2 * t + e, row, there ? to_f16(activate(a.activation, x) * y * a.out_scale) : (u16)0);
     }
 }

@@ -62,14 +62,12 @@ __device__ __forceinline__ void store_pair(const Arguments& a, char* shared, int
     int thread = threadIdx.x % WARPGROUP, warp = thread / WARP, groups = ceil_div(a.m, GROUP_ROWS);
     auto together = [] { barrier(1 + threadIdx.x / WARPGROUP, WARPGROUP); };
     together();
-    with_activation(a.activation, [&](auto activation) {
 #pragma unroll
-        for (int i = 0; i < TILES; i++) {
-            put_away_glu<decltype(activation)::value>(a, first_feature + warp * 8, 0, c[i], [&](int m, int feature, u16 value) {
-                ((u16*)(shared + i * PAIR_BYTES))[ordered_at(1, m, feature - first_feature)] = value;
-            });
-        }
-    });
+    for (int i = 0; i < TILES; i++) {
+        put_away_glu(a, first_feature + warp * 8, 0, c[i], [&](int m, int feature, u16 value) {
+            ((u16*)(shared + i * PAIR_BYTES))[ordered_at(1, m, feature - first_feature)] = value;
+        });
+    }
     together();
     if (first_feature >= filled(a.matrix[0].rows)) return;
     for (int i = thread; i < TILES * PIECES; i += WARPGROUP) {
@@ -164,12 +162,10 @@ __device__ __forceinline__ void run(const Arguments& a) {
 
     auto put = [&](int warp, int i, const float (&sums)[4]) {
         if (PAIR) {
-            with_activation(a.activation, [&](auto activation) {
-                put_away_glu<decltype(activation)::value>(a, first_feature(warp), first_row + 8 * i, sums, [&](int m, int feature, u16 value) {
-                    bool ordered = a.output == STORE_ORDERED;
-                    if (m >= a.m || feature >= (ordered ? filled(w.rows) : w.rows)) return;
-                    ((u16*)a.out)[ordered ? ordered_at(groups, m, feature) : (size_t)m * a.out_stride + feature] = value;
-                });
+            put_away_glu(a, first_feature(warp), first_row + 8 * i, sums, [&](int m, int feature, u16 value) {
+                bool ordered = a.output == STORE_ORDERED;
+                if (m >= a.m || feature >= (ordered ? filled(w.rows) : w.rows)) return;
+                ((u16*)a.out)[ordered ? ordered_at(groups, m, feature) : (size_t)m * a.out_stride + feature] = value;
             });
         } else {
             put_away(a, w, tile.column, first_feature(warp), first_row + 8 * i, sums);

@@ -61,6 +61,6 @@ pub enum Finish {
     Length,
     /// The context is full, and nothing may be or is left to be evicted.
     Context,
-    /// The callback, or the end of the thread's [`call`].
+    /// The callback, or the end of the [call](crate::base::call) in which the text was made.
     Cancelled,
 }
