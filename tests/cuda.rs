@@ -98,7 +98,7 @@ fn read_f16(buffer: &DeviceBuffer, count: usize) -> Vec<f32> {
         .collect()
 }
 
-/// Where element `k` of a row of `m` stands in fragment-major activations; `kernels/format/ordered.cuh` has the order.
+/// Where element `k` of a row of `m` stands in fragment-major activations; `kernels/format/fragment_major.cuh` has the order.
 fn ordered_at(m: usize, row: usize, k: usize) -> usize {
     let (chunk, in_chunk) = (k / 128, k % 128);
     let piece = in_chunk / 32 * 4 + k % 4;

@@ -23,7 +23,7 @@ fn multiply(unit: Unit, target: &str) -> Option<&'static str> {
     const NVFP4: &str = "OMMA.SF.16864.F32.E2M1.E2M1.UE4M3.4X";
     const WARPGROUP: &str = "HGMMA.";
     match unit {
-        Unit::LinearSmall | Unit::LinearTiled | Unit::AttentionDecode | Unit::AttentionPrefill => {
+        Unit::LinearSkinny | Unit::LinearTiled | Unit::AttentionDecode | Unit::AttentionPrefill => {
             Some(F16)
         }
         Unit::LinearWide => Some(WARPGROUP),

@@ -11,7 +11,7 @@
 #include "common/cluster.cuh"
 #include "common/heads.cuh"
 #include "common/pages.cuh"
-#include "format/ordered.cuh"
+#include "format/fragment_major.cuh"
 
 constexpr int HEADS = 8;        // the N of the matrix instruction
 constexpr int STEP = 16;        // positions of a warp at a time
@@ -22,7 +22,7 @@ struct Arguments {
     const float* q_norm;        // [D] or null
     const float* k_norm;
     const int* positions;       // [sequences]: of the new token
-    u16* out;                   // f16 [sequences, heads D], or the same in the order of format/ordered.cuh
+    u16* out;                   // f16 [sequences, heads D], or the same, fragment-major
     float* partial;             // [sequences, head blocks, parts, HEADS, D + 2]
     u32* arrived;               // [sequences, head blocks], zero; left zero
     HeadOptions head;
@@ -31,7 +31,7 @@ struct Arguments {
     float scale;                // of the scores, times log2(e)
     float cap;                  // of the scores, times log2(e); 0: none
     int window;                 // positions that a token sees, its own included; 0: all
-    int ordered;
+    int fragment_major;
 };
 
 // Where the output of a sequence goes.
@@ -40,9 +40,9 @@ struct Row {
     int sequence, width, groups;  // groups of 8 sequences, or 0 for rows one after the other
 
     __device__ __forceinline__ Row(const Arguments& a, int sequence, int width)
-        : out(a.out), sequence(sequence), width(width), groups(a.ordered ? ceil_div(gridDim.y, GROUP_ROWS) : 0) {}
+        : out(a.out), sequence(sequence), width(width), groups(a.fragment_major ? ceil_div(gridDim.y, GROUP_ROWS) : 0) {}
     __device__ __forceinline__ u16& at(int k) const {
-        return out[groups > 0 ? ordered_at(groups, sequence, k) : (size_t)sequence * width + k];
+        return out[groups > 0 ? fragment_index(groups, sequence, k) : (size_t)sequence * width + k];
     }
 };
 
@@ -356,9 +356,9 @@ __device__ __forceinline__ void run(const Arguments& a) {
     __syncthreads();
 
     Row out(a, sequence, all_heads * D);
-    if (a.ordered && part == 0 && first_head == 0) {
+    if (a.fragment_major && part == 0 && first_head == 0) {
         // What is missing at the end is zeros.
-        for (int k = out.width + threadIdx.x; k < filled(out.width); k += THREADS) out.at(k) = 0;
+        for (int k = out.width + threadIdx.x; k < padded_k(out.width); k += THREADS) out.at(k) = 0;
     }
 #if __CUDA_ARCH__ >= 900
     if (CLUSTER) {

@@ -1,8 +1,8 @@
 // Rows of activations on their way into a product, and of the product on its way out: to f16, each row divided by a power of
-// two that brings its largest magnitude near the top of f16, and back; and into the order of format/ordered.cuh.
+// two that brings its largest magnitude near the top of f16, and back; and into the order of format/fragment_major.cuh.
 #include "common/reduce.cuh"
 #include "common/values.cuh"
-#include "format/ordered.cuh"
+#include "format/fragment_major.cuh"
 
 constexpr int THREADS = 256;
 constexpr int AT_ONCE = 8;  // values of a thread
@@ -95,22 +95,22 @@ extern "C" __global__ void __launch_bounds__(THREADS) linear_result_f32(const __
 extern "C" __global__ void __launch_bounds__(THREADS) linear_result_f16(const __grid_constant__ ResultArguments a) { result<F16>(a); }
 extern "C" __global__ void __launch_bounds__(THREADS) linear_result_bf16(const __grid_constant__ ResultArguments a) { result<BF16>(a); }
 
-struct OrderArguments {
+struct ToFragmentsArguments {
     const u16* x;       // f16 [rows, k]
-    u16* y;             // the same, ordered
+    u16* y;             // the same, fragment-major
     int k;              // a multiple of 16
 };
 
 // Grid: (rows, ceil(K / (2 * BLOCK) * 4 / THREADS)); a thread has four elements of both blocks of a pair.
-extern "C" __global__ void __launch_bounds__(THREADS) linear_order(const __grid_constant__ OrderArguments a) {
+extern "C" __global__ void __launch_bounds__(THREADS) linear_to_fragments(const __grid_constant__ ToFragmentsArguments a) {
     wait_for_earlier_kernels();
     let_later_kernels_start();
     int i = blockIdx.y * THREADS + threadIdx.x, k = first_element(i);
-    if (k >= filled(a.k)) return;
+    if (k >= padded_k(a.k)) return;
     const u16* row = a.x + (size_t)blockIdx.x * a.k;
     auto four = [&](int k) {
         uint2 halves = k < a.k ? *(const uint2*)(row + k) : make_uint2(0, 0);
         return make_float4(f16_low(halves.x), f16_high(halves.x), f16_low(halves.y), f16_high(halves.y));
     };
-    store_ordered(a.y, ceil_div(gridDim.x, GROUP_ROWS), blockIdx.x, k, four(k), four(k + BLOCK));
+    store_fragments(a.y, ceil_div(gridDim.x, GROUP_ROWS), blockIdx.x, k, four(k), four(k + BLOCK));
 }

@@ -2,13 +2,13 @@
 #pragma once
 #include "activation/gate.cuh"
 #include "common/ptx.cuh"
-#include "format/ordered.cuh"
+#include "format/fragment_major.cuh"
 #include "linear/matrix.cuh"
 
-enum Output { STORE_F32, STORE_F16, ADD_F32, STORE_ORDERED };  // the last is that of gated activations, which have kernels of their own
+enum Output { STORE_F32, STORE_F16, ADD_F32, STORE_FRAGMENT_MAJOR };  // the last is that of gated activations, which have kernels of their own
 
 struct Arguments {
-    const u16* x;               // f16 [m, k]; those of linear/wide.cu in the order of format/ordered.cuh
+    const u16* x;               // f16 [m, k]; those of linear/wide.cu in the order of format/fragment_major.cuh
     void* out;                  // [m, out_stride]; the matrices' features follow each other
     float* partial;             // [parts, m, features of all matrices], if there are several parts
     Matrix matrix[MATRICES];

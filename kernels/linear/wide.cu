@@ -1,5 +1,5 @@
 // Products of some rows with NVFP4 weights on Hopper: y[m, n] = sum over k of x[m, k] w[n, k], for x in the order of
-// format/ordered.cuh. As linear/tiled.cu, with the products of warpgroups, and tiles so wide that activations are read from the
+// format/fragment_major.cuh. As linear/tiled.cu, with the products of warpgroups, and tiles so wide that activations are read from the
 // second-level cache a third as often.
 //
 // A block takes 192 output features, 16 to a warp, and up to COLUMNS rows of activations, and goes along K a chunk of
@@ -53,11 +53,11 @@ struct Stages {
     }
 };
 
-// Puts away what a warpgroup has of gate and up as ordered results. Their features are a pair of blocks, of which groups of rows are
+// Puts away what a warpgroup has of gate and up as fragment_major results. Their features are a pair of blocks, of which groups of rows are
 // contiguous: they go out whole, by way of shared memory.
 template <int TILES>
 __device__ __forceinline__ void store_pair(const Arguments& a, char* shared, int first_feature, int first_row, const float (&c)[TILES][4]) {
-    constexpr int PAIR_BYTES = 4 * PIECE_BYTES, PIECES = PAIR_BYTES / 16;
+    constexpr int PAIR_BYTES = 4 * FRAGMENT_BYTES, PIECES = PAIR_BYTES / 16;
     static_assert(TILES * PAIR_BYTES <= 4 * Ring::BYTES, "pairs take the place of the warps' rings");
     int thread = threadIdx.x % WARPGROUP, warp = thread / WARP, groups = ceil_div(a.m, GROUP_ROWS);
     auto together = [] { barrier(1 + threadIdx.x / WARPGROUP, WARPGROUP); };
@@ -65,14 +65,14 @@ __device__ __forceinline__ void store_pair(const Arguments& a, char* shared, int
 #pragma unroll
     for (int i = 0; i < TILES; i++) {
         put_away_glu(a, first_feature + warp * 8, 0, c[i], [&](int m, int feature, u16 value) {
-            ((u16*)(shared + i * PAIR_BYTES))[ordered_at(1, m, feature - first_feature)] = value;
+            ((u16*)(shared + i * PAIR_BYTES))[fragment_index(1, m, feature - first_feature)] = value;
         });
     }
     together();
-    if (first_feature >= filled(a.matrix[0].rows)) return;
+    if (first_feature >= padded_k(a.matrix[0].rows)) return;
     for (int i = thread; i < TILES * PIECES; i += WARPGROUP) {
         int row = first_row + i / PIECES * GROUP_ROWS;
-        if (row < a.m) ((uint4*)((u16*)a.out + ordered_at(groups, row, first_feature)))[i % PIECES] = ((const uint4*)shared)[i];
+        if (row < a.m) ((uint4*)((u16*)a.out + fragment_index(groups, row, first_feature)))[i % PIECES] = ((const uint4*)shared)[i];
     }
 }
 
@@ -149,7 +149,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
                     if (step > 0 && lane == 0) barrier_arrive(x.empty(step - 1));
                     barrier_wait(x.full(step), X::phase(step));
                 }
-                auto b = [&](int i) { return wgmma_operand<PIECE_BYTES, GROUP_BYTES>(x.data(step) + (4 * j + i) * PIECE_BYTES); };
+                auto b = [&](int i) { return wgmma_operand<FRAGMENT_BYTES, GROUP_BYTES>(x.data(step) + (4 * j + i) * FRAGMENT_BYTES); };
                 wgmma_fence();
                 wgmma_f16(c, u[j][0], v[j][0], u[j][1], v[j][1], b(0));
                 wgmma_f16(c, u[j][2], v[j][2], u[j][3], v[j][3], b(2));
@@ -163,15 +163,15 @@ __device__ __forceinline__ void run(const Arguments& a) {
     auto put = [&](int warp, int i, const float (&sums)[4]) {
         if (PAIR) {
             put_away_glu(a, first_feature(warp), first_row + 8 * i, sums, [&](int m, int feature, u16 value) {
-                bool ordered = a.output == STORE_ORDERED;
-                if (m >= a.m || feature >= (ordered ? filled(w.rows) : w.rows)) return;
-                ((u16*)a.out)[ordered ? ordered_at(groups, m, feature) : (size_t)m * a.out_stride + feature] = value;
+                bool fragment_major = a.output == STORE_FRAGMENT_MAJOR;
+                if (m >= a.m || feature >= (fragment_major ? padded_k(w.rows) : w.rows)) return;
+                ((u16*)a.out)[fragment_major ? fragment_index(groups, m, feature) : (size_t)m * a.out_stride + feature] = value;
             });
         } else {
             put_away(a, w, tile.column, first_feature(warp), first_row + 8 * i, sums);
         }
     };
-    if (PAIR && a.parts == 1 && a.output == STORE_ORDERED) {
+    if (PAIR && a.parts == 1 && a.output == STORE_FRAGMENT_MAJOR) {
         if (warp < WARPS) store_pair<TILES>(a, rings + warp / 4 * (4 * Ring::BYTES), tile_feature + warp / 4 * (2 * BLOCK), first_row, c);
         return;
     }

@@ -16,9 +16,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) post_norm(const __grid_con
     float* x = a.x + (size_t)row * width;
 
     // Weights depend on no earlier kernel.
-    Fours w[HELD], after[HELD], v[HELD], r[HELD];
+    Piece w[HELD], after[HELD], v[HELD], r[HELD];
 #pragma unroll
-    for (int j = 0; j < HELD; j++) w[j] = Fours(a.weight, threadIdx.x + j * THREADS, width);
+    for (int j = 0; j < HELD; j++) w[j] = Piece(a.weight, threadIdx.x + j * THREADS, width);
     a.next.load(after);
     wait_for_earlier_kernels();
     let_later_kernels_start();
@@ -26,15 +26,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) post_norm(const __grid_con
 #pragma unroll
     for (int j = 0; j < HELD; j++) {
         int i = threadIdx.x + j * THREADS;
-        v[j] = Fours(y, i, width);
-        r[j] = Fours(x, i, width);
+        v[j] = Piece(y, i, width);
+        r[j] = Piece(x, i, width);
         sum += v[j].squares();
     }
     float factor = rsqrtf(block_sum(sum, sums[0]) / width + a.next.eps);
 #pragma unroll
     for (int j = 0; j < HELD; j++) {
-        r[j].first = sum_of(r[j].first, normalised(v[j].first, factor, w[j].first));
-        r[j].second = sum_of(r[j].second, normalised(v[j].second, factor, w[j].second));
+        r[j].first = sum_of(r[j].first, apply_norm(v[j].first, factor, w[j].first));
+        r[j].second = sum_of(r[j].second, apply_norm(v[j].second, factor, w[j].second));
     }
     a.next.put(row, x, r, after, sums[1]);
 }

@@ -1,8 +1,8 @@
 // A row of the residual stream that a block of threads has in registers: how it is stored and, where it is known what comes next, normalized.
 #pragma once
 #include "common/reduce.cuh"
-#include "format/ordered.cuh"
-#include "norm/fours.cuh"
+#include "format/fragment_major.cuh"
+#include "norm/piece.cuh"
 
 constexpr int THREADS = 512;
 constexpr int WARPS = THREADS / WARP;
@@ -24,22 +24,22 @@ __device__ __forceinline__ float4 sum_of(float4 a, float4 b) { return make_float
 // The norm that follows, if there is one.
 struct NextNorm {
     const float* weight;    // [width]; or null
-    u16* normed;            // f16 [rows, width], in rows or in the order of format/ordered.cuh
-    int width;              // a multiple of 4, and of 16 if ordered
+    u16* normed;            // f16 [rows, width], row-major or fragment-major
+    int width;              // a multiple of 4, and of 16 if fragment-major
     float eps;
-    int ordered;
+    int fragment_major;
 
     // A thread's pieces of the weight.
-    __device__ __forceinline__ void load(Fours (&w)[HELD]) const {
+    __device__ __forceinline__ void load(Piece (&w)[HELD]) const {
 #pragma unroll
         for (int j = 0; j < HELD; j++) {
-            if (weight) w[j] = Fours(weight, threadIdx.x + j * THREADS, width);
+            if (weight) w[j] = Piece(weight, threadIdx.x + j * THREADS, width);
         }
     }
 
     // Stores a thread's pieces `r` of a row to `x`, and their norm. All threads of the block call this, with room for WARPS sums.
-    __device__ __forceinline__ void put(int row, float* x, const Fours (&r)[HELD], const Fours (&w)[HELD], float* sums) const {
-        int groups = ceil_div(gridDim.x, GROUP_ROWS), count = ordered ? filled(width) / 8 : ceil_div(width, 2 * BLOCK) * 4;
+    __device__ __forceinline__ void put(int row, float* x, const Piece (&r)[HELD], const Piece (&w)[HELD], float* sums) const {
+        int groups = ceil_div(gridDim.x, GROUP_ROWS), count = fragment_major ? padded_k(width) / 8 : ceil_div(width, 2 * BLOCK) * 4;
         float sum = 0;
 #pragma unroll
         for (int j = 0; j < HELD; j++) {
@@ -54,9 +54,9 @@ struct NextNorm {
         for (int j = 0; j < HELD; j++) {
             int i = threadIdx.x + j * THREADS, k = first_element(i);
             if (i >= count) continue;
-            float4 first = normalised(r[j].first, factor, w[j].first), second = normalised(r[j].second, factor, w[j].second);
-            if (ordered) {
-                store_ordered(normed, groups, row, k, first, second);
+            float4 first = apply_norm(r[j].first, factor, w[j].first), second = apply_norm(r[j].second, factor, w[j].second);
+            if (fragment_major) {
+                store_fragments(normed, groups, row, k, first, second);
             } else {
                 u16* to = normed + (size_t)row * width + k;
                 if (k < width) *(uint2*)to = make_uint2(pack_f16(first.x, first.y), pack_f16(first.z, first.w));

@@ -1,15 +1,15 @@
 // RMSNorm of rows: y = x / sqrt(mean(x^2) + eps) * weight. A block takes a row, which it writes as it is, or in the order of
-// format/ordered.cuh.
+// format/fragment_major.cuh.
 #include "common/reduce.cuh"
-#include "format/ordered.cuh"
-#include "norm/fours.cuh"
+#include "format/fragment_major.cuh"
+#include "norm/piece.cuh"
 
 struct Arguments {
     const float* x;         // [rows, width]
     const float* weight;    // [width]
     u16* y;                 // f16 [rows, width]
     float* factors;         // [rows]: 1 / sqrt(mean(x^2) + eps); or null
-    int width;              // a multiple of 4, and of 16 if ordered
+    int width;              // a multiple of 4, and of 16 if fragment-major
     float eps;
 };
 
@@ -18,17 +18,17 @@ constexpr int THREADS = 256;
 constexpr int BLOCKS = __CUDA_ARCH__ == 890 ? 4 : 0;
 constexpr int HELD = 2;     // pieces that a thread keeps, which is all of a row of 4,096
 
-template <bool ORDERED>
+template <bool FRAGMENT_MAJOR>
 __device__ __forceinline__ void run(const Arguments& a) {
     __shared__ float sums[THREADS / WARP];
     int row = blockIdx.x, groups = ceil_div(gridDim.x, GROUP_ROWS);
-    int count = ORDERED ? filled(a.width) / 8 : ceil_div(a.width, 2 * BLOCK) * 4;
+    int count = FRAGMENT_MAJOR ? padded_k(a.width) / 8 : ceil_div(a.width, 2 * BLOCK) * 4;
     const float* x = a.x + (size_t)row * a.width;
-    auto put = [&](int i, const Fours& v, float factor, const Fours& w) {
-        float4 first = normalised(v.first, factor, w.first), second = normalised(v.second, factor, w.second);
+    auto put = [&](int i, const Piece& v, float factor, const Piece& w) {
+        float4 first = apply_norm(v.first, factor, w.first), second = apply_norm(v.second, factor, w.second);
         int k = first_element(i);
-        if (ORDERED) {
-            store_ordered(a.y, groups, row, k, first, second);
+        if (FRAGMENT_MAJOR) {
+            store_fragments(a.y, groups, row, k, first, second);
         } else {
             u16* y = a.y + (size_t)row * a.width + k;
             if (k < a.width) *(uint2*)y = make_uint2(pack_f16(first.x, first.y), pack_f16(first.z, first.w));
@@ -37,18 +37,18 @@ __device__ __forceinline__ void run(const Arguments& a) {
     };
 
     // The weight depends on no earlier kernel.
-    Fours v[HELD], w[HELD];
+    Piece v[HELD], w[HELD];
 #pragma unroll
-    for (int j = 0; j < HELD; j++) w[j] = Fours(a.weight, threadIdx.x + j * THREADS, a.width);
+    for (int j = 0; j < HELD; j++) w[j] = Piece(a.weight, threadIdx.x + j * THREADS, a.width);
     wait_for_earlier_kernels();
     let_later_kernels_start();
     float sum = 0;
 #pragma unroll
-    for (int j = 0; j < HELD; j++) v[j] = Fours(x, threadIdx.x + j * THREADS, a.width);
+    for (int j = 0; j < HELD; j++) v[j] = Piece(x, threadIdx.x + j * THREADS, a.width);
 #pragma unroll
     for (int j = 0; j < HELD; j++) sum += v[j].squares();
 #pragma unroll 1
-    for (int i = threadIdx.x + HELD * THREADS; i < count; i += THREADS) sum += Fours(x, i, a.width).squares();
+    for (int i = threadIdx.x + HELD * THREADS; i < count; i += THREADS) sum += Piece(x, i, a.width).squares();
     sum = warp_sum(sum);
     if (lane_id() == 0) sums[threadIdx.x / WARP] = sum;
     __syncthreads();
@@ -63,8 +63,8 @@ __device__ __forceinline__ void run(const Arguments& a) {
         if (i < count) put(i, v[j], factor, w[j]);
     }
 #pragma unroll 1
-    for (int i = threadIdx.x + HELD * THREADS; i < count; i += THREADS) put(i, Fours(x, i, a.width), factor, Fours(a.weight, i, a.width));
+    for (int i = threadIdx.x + HELD * THREADS; i < count; i += THREADS) put(i, Piece(x, i, a.width), factor, Piece(a.weight, i, a.width));
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) rms_norm(const __grid_constant__ Arguments a) { run<false>(a); }
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) rms_norm_ordered(const __grid_constant__ Arguments a) { run<true>(a); }
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) rms_norm_fragments(const __grid_constant__ Arguments a) { run<true>(a); }

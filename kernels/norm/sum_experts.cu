@@ -21,16 +21,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) experts_sum(const __grid_c
     float* x = a.x + (size_t)row * width;
 
     // Weights depend on no earlier kernel.
-    Fours after[HELD], r[HELD];
+    Piece after[HELD], r[HELD];
     a.next.load(after);
     wait_for_earlier_kernels();
     let_later_kernels_start();
 #pragma unroll
-    for (int j = 0; j < HELD; j++) r[j] = Fours(x, threadIdx.x + j * THREADS, width);
+    for (int j = 0; j < HELD; j++) r[j] = Piece(x, threadIdx.x + j * THREADS, width);
     auto add = [&](const float* y, float weight) {
 #pragma unroll
         for (int j = 0; j < HELD; j++) {
-            Fours v(y, threadIdx.x + j * THREADS, width);
+            Piece v(y, threadIdx.x + j * THREADS, width);
             r[j].first = sum_of(r[j].first, scaled(v.first, weight));
             r[j].second = sum_of(r[j].second, scaled(v.second, weight));
         }

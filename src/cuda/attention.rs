@@ -238,7 +238,7 @@ struct DecodeArguments {
     scale: f32,
     cap: f32,
     window: i32,
-    ordered: i32,
+    fragment_major: i32,
 }
 
 /// Blocks of the decode kernel for a sequence without split-KV.
@@ -443,7 +443,7 @@ pub fn decode(
         scale: heads.scale_log2(),
         cap: heads.cap_log2(),
         window: heads.window()?,
-        ordered: i32::from(layout == Layout::FragmentMajor),
+        fragment_major: i32::from(layout == Layout::FragmentMajor),
     };
     let (form, cluster, received) = match division {
         SplitKv::Splits(_) => (Form::of(gpu, blocks * sequences, heads.dim), 1, 0),

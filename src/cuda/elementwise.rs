@@ -107,7 +107,7 @@ pub fn rms_norm(
     y.holds("normalised rows", &[layout.elements(rows, width), 2])?;
     let (name, multiple) = match layout {
         Layout::RowMajor => ("rms_norm", 4),
-        Layout::FragmentMajor => ("rms_norm_ordered", BLOCK),
+        Layout::FragmentMajor => ("rms_norm_fragments", BLOCK),
     };
     if !width.is_multiple_of(multiple) {
         bail!(
@@ -158,7 +158,7 @@ pub(super) struct NextArgument {
     normed: u64,
     width: i32,
     eps: f32,
-    ordered: i32,
+    fragment_major: i32,
 }
 
 impl NextArgument {
@@ -185,7 +185,7 @@ impl NextArgument {
             normed: next.map_or(0, |next| next.rows.address()),
             width: int("the hidden size", width)?,
             eps,
-            ordered: next
+            fragment_major: next
                 .is_some_and(|next| next.layout == Layout::FragmentMajor)
                 .into(),
         })

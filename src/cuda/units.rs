@@ -65,7 +65,7 @@ units! {
     LinearPack = "linear/pack.cu",
     LinearRowNorms = "linear/row_norms.cu",
     LinearRows = "linear/rows.cu",
-    LinearSmall = "linear/small.cu",
+    LinearSkinny = "linear/skinny.cu",
     LinearTiled = "linear/tiled.cu",
     LinearWide = "linear/wide.cu",
     PostNorm = "norm/post_norm.cu",

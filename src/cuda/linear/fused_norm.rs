@@ -1,5 +1,5 @@
 //! RMSNorm fused into the epilogues of products: the product that makes the rows stores them times the norm's weight, with sums of
-//! their squares, and the products that take them apply the factor of each row in their epilogue. See `kernels/norm/deferred.cuh`.
+//! their squares, and the products that take them apply the factor of each row in their epilogue. See `kernels/norm/fused_norm.cuh`.
 
 use std::sync::Arc;
 
@@ -28,7 +28,7 @@ impl NormScratch {
         let scratch = |elements: usize, bytes: usize| {
             DeviceBuffer::uninit(gpu, Tag::DeviceScratch, elements * bytes)
         };
-        let squares = SKINNY_ROWS * width.div_ceil(Tile::Split.features());
+        let squares = SKINNY_ROWS * width.div_ceil(Tile::Deep.features());
         Ok(NormScratch {
             width,
             rows: scratch(Layout::FragmentMajor.elements(SKINNY_ROWS, width), 2)?,
@@ -65,7 +65,7 @@ pub struct FusedNorm<'a> {
 pub(super) struct NormArgument {
     weight: u64,
     squares: u64,
-    before: u64,
+    previous_factors: u64,
     tiles: i32,
     rows: u64,
     factors: u64,
@@ -97,7 +97,7 @@ impl FusedNorm<'_> {
         Ok(NormArgument {
             weight: self.weight.address(),
             squares: self.scratch.squares.address(),
-            before: self.scratch.factors(self.turn + 1).address(),
+            previous_factors: self.scratch.factors(self.turn + 1).address(),
             tiles: int("tiles", width / Tile::of(Output::Add, m).features())?,
             rows: self.scratch.rows.address(),
             factors: self.scratch.factors(self.turn).address(),

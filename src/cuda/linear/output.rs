@@ -47,7 +47,7 @@ pub enum Activation {
 pub enum Layout {
     /// Row after row.
     RowMajor,
-    /// In the order in which tensor cores take their fragments, which `kernels/format/ordered.cuh` defines. Rows are padded to a
+    /// In the order in which tensor cores take their fragments, which `kernels/format/fragment_major.cuh` defines. Rows are padded to a
     /// multiple of 8 and K to a multiple of 128.
     FragmentMajor,
 }

@@ -16,7 +16,7 @@ use crate::cuda::driver::{DeviceBuffer, Gpu, Launch, int};
 use crate::cuda::units::Unit;
 
 /// What the kernels of this file are passed, by the start of their names.
-pub(super) const ARGUMENTS: &[(&str, usize)] = &[("linear_", size_of::<SkinnyArguments>())];
+pub(super) const ARGUMENTS: &[(&str, usize)] = &[("skinny_", size_of::<SkinnyArguments>())];
 
 #[repr(C)]
 struct SkinnyArguments {
@@ -24,9 +24,9 @@ struct SkinnyArguments {
     out: u64,
     matrix: [MatrixArgument; 3],
     tiles: [i32; 2],
-    each: i32,
-    more: i32,
-    part: [KRange; MOST_SPLIT_K],
+    cluster_tiles: i32,
+    larger_clusters: i32,
+    k_range: [KRange; MOST_SPLIT_K],
     chunks: i32,
     m: i32,
     k: i32,
@@ -51,7 +51,7 @@ const MOST_SPLIT_K: usize = 2;
 const ACCUMULATORS: usize = 16;
 /// The most rows of row-major activations for which blocks may form clusters.
 const CLUSTER_ROWS: usize = 8;
-/// Rows of activations that may be fragment-major: more than [`Tile::Split`] serves.
+/// Rows of activations that may be fragment-major: more than [`Tile::Deep`] serves.
 const FRAGMENT_MAJOR_ROWS: RangeInclusive<usize> = HALF_SM_ROWS + 1..=SKINNY_ROWS;
 /// The most bytes of shared memory for accumulators.
 const ACCUMULATOR_BYTES: usize = 48 << 10;
@@ -131,7 +131,7 @@ impl Plan {
             let steps_of =
                 |plan: &Plan| tiles.div_ceil(plan.clusters) * steps.div_ceil(plan.split_k);
             let pays = has_clusters
-                && tile != Tile::Pair
+                && tile != Tile::GateUp
                 && (rows <= CLUSTER_ROWS || fragment_major)
                 && steps_of(&paired) + WARPS < steps_of(&alone);
             let best = if pays { paired } else { alone };
@@ -197,7 +197,7 @@ pub fn skinny_gemm(
     let tiles = counts[counts.len() - 1];
     let up_to = |i: usize| int("tiles", *counts.get(i).unwrap_or(&tiles));
     let steps = k.div_ceil(plan.tile.step());
-    let part = |i: usize| {
+    let k_range = |i: usize| {
         let first = steps * i / plan.split_k;
         let count = steps * (i + 1) / plan.split_k - first;
         // Steps of a block times those of a tile are far from 2^32, since a row fits shared memory; the kernel divides by 1 itself.
@@ -225,17 +225,17 @@ pub fn skinny_gemm(
         let how = match (&input, input.layout()) {
             (Input::Residual(_), _) => "_residual",
             (_, Layout::RowMajor) => "",
-            (_, Layout::FragmentMajor) => "_ordered",
+            (_, Layout::FragmentMajor) => "_fragments",
         };
-        let name = format!("linear_{kind}{how}_{}", plan.tile.room(rows));
+        let name = format!("skinny_{kind}{how}_{}", plan.tile.room(rows));
         let arguments = SkinnyArguments {
             x: x.map_or(0, |x| x.address() + (first * k * 2) as u64),
             out: out.address() + (first * stride * output.bytes()) as u64,
             matrix,
             tiles: [up_to(0)?, up_to(1)?],
-            each: (tiles / plan.clusters) as i32,
-            more: (tiles % plan.clusters) as i32,
-            part: [part(0), part(plan.split_k - 1)],
+            cluster_tiles: (tiles / plan.clusters) as i32,
+            larger_clusters: (tiles % plan.clusters) as i32,
+            k_range: [k_range(0), k_range(plan.split_k - 1)],
             chunks: k.div_ceil(CHUNK_K) as i32,
             m: rows as i32,
             k: int("K", k)?,
@@ -261,7 +261,7 @@ pub fn skinny_gemm(
             )
         };
         // SAFETY: the struct is the kernel's; sizes were checked, and buffers outlive work on their stream.
-        unsafe { launch.run(gpu, Unit::LinearSmall, &name, &arguments)? };
+        unsafe { launch.run(gpu, Unit::LinearSkinny, &name, &arguments)? };
     }
     Ok(())
 }
@@ -308,7 +308,7 @@ mod tests {
                         || plan.clusters < 132 / plan.split_k,
                     "{plan:?}"
                 );
-                assert!(plan.tile != Tile::Split || m <= 4, "{plan:?}");
+                assert!(plan.tile != Tile::Deep || m <= 4, "{plan:?}");
                 // Three tiles of 9,728 elements for some blocks and two for others, or one and two, are worth dividing.
                 let uneven = k == 9728 && plan.rows <= CLUSTER_ROWS;
                 assert_eq!(plan.split_k == 2, divisible && uneven, "{plan:?}");

@@ -17,7 +17,7 @@ use crate::tensor::WeightType;
 pub(super) const ARGUMENTS: &[(&str, usize)] = &[
     ("linear_tiled", size_of::<TiledArguments>()),
     ("linear_wide", size_of::<TiledArguments>()),
-    ("linear_order", size_of::<OrderArguments>()),
+    ("linear_to_fragments", size_of::<ToFragmentsArguments>()),
 ];
 
 /// The output number of kernels that apply a gated activation: the layout of its result.
@@ -43,7 +43,7 @@ struct TiledArguments {
 }
 
 #[repr(C)]
-struct OrderArguments {
+struct ToFragmentsArguments {
     x: u64,
     y: u64,
     k: i32,
@@ -236,7 +236,7 @@ fn order(gpu: &Gpu, x: &DeviceBuffer, m: usize, k: usize, y: &DeviceBuffer) -> R
         "fragment-major rows",
         &[Layout::FragmentMajor.elements(m, k), 2],
     )?;
-    let arguments = OrderArguments {
+    let arguments = ToFragmentsArguments {
         x: x.address(),
         y: y.address(),
         k: int("K", k)?,
@@ -244,7 +244,7 @@ fn order(gpu: &Gpu, x: &DeviceBuffer, m: usize, k: usize, y: &DeviceBuffer) -> R
     let threads = k.next_multiple_of(CHUNK_K) / 8;
     let launch = Launch::new([m as u32, threads.div_ceil(256) as u32, 1], 256);
     // SAFETY: the struct is the kernel's; `linear` checked the size of `x`.
-    unsafe { launch.run(gpu, Unit::LinearRows, "linear_order", &arguments) }
+    unsafe { launch.run(gpu, Unit::LinearRows, "linear_to_fragments", &arguments) }
 }
 
 /// A tiled kernel with NVFP4 weights, and scratch memory of [`TileKernel::scratch`]. [`super::linear`] checks sizes and chooses.

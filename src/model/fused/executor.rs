@@ -37,15 +37,15 @@ const HEAD_ROWS: usize = 64;
 /// Blocks of a prompt that are enqueued ahead of the one that runs, where a call may be cancelled: enough that the device never waits,
 /// few enough that cancelling is quick.
 const LOOK_AHEAD: usize = 4;
-/// What activations between gate and down are divided by at least: they are the largest of a model, and f16 ends at [`F16_MOST`].
+/// What activations between gate and down are divided by at least: they are the largest of a model, and f16 ends at [`F16_MAX`].
 const GLU_DIVISOR: u32 = 16;
 /// The largest number of f16.
-const F16_MOST: f64 = 65504.0;
+const F16_MAX: f64 = 65504.0;
 
 /// What the steps and prompts of a model may need of kernels.
 pub(in crate::model) fn units(spec: &Spec) -> Vec<Unit> {
     let mut units = vec![
-        Unit::LinearSmall,
+        Unit::LinearSkinny,
         Unit::LinearTiled,
         Unit::LinearWide,
         Unit::LinearDense,
@@ -957,7 +957,7 @@ fn glu_divisor(gpu: &Arc<Gpu>, block: &Block) -> Result<u32> {
     }
     // Room for the rounding of everything before.
     let mut divisor = GLU_DIVISOR;
-    while largest * 1.01 > F16_MOST * f64::from(divisor) && divisor < 1 << 30 {
+    while largest * 1.01 > F16_MAX * f64::from(divisor) && divisor < 1 << 30 {
         divisor *= 2;
     }
     Ok(divisor)

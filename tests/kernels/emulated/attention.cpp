@@ -7,7 +7,7 @@
 #include "common/heads.cuh"
 #include "common/pages.cuh"
 #include "common/ptx.cuh"
-#include "format/ordered.cuh"
+#include "format/fragment_major.cuh"
 
 namespace store {
 #include "rope/store.cuh"
@@ -171,19 +171,19 @@ struct Sequence {
 #endif
     }
     template <int D, bool LIMITED, bool PART, int STAGES, int SPAN, bool CLUSTER>
-    void step_with(int token, int parts, int ordered) {
+    void step_with(int token, int parts, int fragment_major) {
         int blocks = kv_heads * ceil_div(heads / kv_heads, decode::HEADS);
-        int width = heads * D, whole = filled(width);
+        int width = heads * D, whole = padded_k(width);
         std::vector<u16> out((size_t)whole * GROUP_ROWS, 0x7e00);
         std::vector<float> partial((size_t)blocks * parts * decode::HEADS * (D + 2), NAN);
         std::vector<u32> arrived(blocks);
         decode::Arguments d = {&qkv[(size_t)token * all * D], normed ? q_norm.data() : nullptr, normed ? k_norm.data() : nullptr, &token, out.data(),
                                partial.data(), arrived.data(), options(), arguments(), heads / kv_heads, scale() * 1.44269504f, cap * 1.44269504f, window,
-                               ordered};
+                               fragment_major};
         launch(blocks, 1, parts, SPAN * decode::PAGE_WARPS * WARP, [&] { decode::run<D, LIMITED, PART, STAGES, SPAN, CLUSTER>(d); }, CLUSTER ? parts : 1);
-        if (ordered) {
+        if (fragment_major) {
             std::vector<u16> row;
-            for (int k = 0; k < whole; k++) row.push_back(out[ordered_at(1, 0, k)]);
+            for (int k = 0; k < whole; k++) row.push_back(out[fragment_index(1, 0, k)]);
             for (int k = width; k < whole; k++) {
                 if (row[k] != 0) printf("what is missing at the end is %g\n", f16_to_float(row[k])), exit(1);
             }

@@ -7,7 +7,7 @@
 #include "common/ptx.cuh"
 #include "common/reduce.cuh"
 #include "common/tiles.cuh"
-#include "format/ordered.cuh"
+#include "format/fragment_major.cuh"
 #include "format/packed.cuh"
 #include "linear/matrix.cuh"
 
@@ -123,7 +123,7 @@ struct Weight {
 };
 
 // A whole mixture: routed rows through gate and up, down, and the sum, each against f64.
-static void check_mixture(int rows, int experts, int per_token, int hidden, int wide, int columns, bool shared, bool ordered) {
+static void check_mixture(int rows, int experts, int per_token, int hidden, int wide, int columns, bool shared, bool fragment_major) {
     Routed routed = check_route(rows, experts, per_token, true, columns);
     int pairs = rows * per_token;
     std::vector<std::unique_ptr<Weight>> weights;
@@ -172,10 +172,10 @@ static void check_mixture(int rows, int experts, int per_token, int hidden, int 
         return v;
     };
     auto residual = some(rows * hidden), before = residual, of_all = some(rows * hidden), norm = some(hidden), gates = some(rows * 4);
-    int groups = ceil_div(rows, GROUP_ROWS), whole = filled(hidden);
+    int groups = ceil_div(rows, GROUP_ROWS), whole = padded_k(hidden);
     std::vector<uint4> normed(groups * GROUP_ROWS * whole / 8, uint4{~0u, ~0u, ~0u, ~0u});
     sum::Arguments s = {made.data(), routed.places.data(), routed.weights.data(), shared ? &of_all[0].x : nullptr, shared ? &gates[0].x : nullptr,
-                        &residual[0].x, {&norm[0].x, (u16*)normed.data(), hidden, 1e-6f, ordered}, per_token, 3};
+                        &residual[0].x, {&norm[0].x, (u16*)normed.data(), hidden, 1e-6f, fragment_major}, per_token, 3};
     launch(rows, 1, 1, sum::THREADS, [&] { sum::experts_sum(s); });
     for (int r = 0; r < rows; r++) {
         double squares = 0;
@@ -193,7 +193,7 @@ static void check_mixture(int rows, int experts, int per_token, int hidden, int 
         }
         double factor = 1 / std::sqrt(squares / hidden + 1e-6);
         for (int i = 0; i < hidden; i++) {
-            double of = want[i] * factor * s.next.weight[i], got = f16_to_float(s.next.normed[ordered ? ordered_at(groups, r, i) : (size_t)r * hidden + i]);
+            double of = want[i] * factor * s.next.weight[i], got = f16_to_float(s.next.normed[fragment_major ? fragment_index(groups, r, i) : (size_t)r * hidden + i]);
             expect(std::fabs(got - of) <= std::fabs(of) * 0x1.2p-11 + 1e-5, "the norm after experts", r, i, got, of);
         }
     }

@@ -6,8 +6,8 @@
 #include "activation/gate.cuh"
 #include "common/ptx.cuh"
 #include "common/reduce.cuh"
-#include "format/ordered.cuh"
-#include "norm/fours.cuh"
+#include "format/fragment_major.cuh"
+#include "norm/piece.cuh"
 #include "sample/said.cuh"
 
 // Shared memory outlives its block, as no two run at once.
@@ -39,42 +39,42 @@ static void expect(bool held, const char* what, int row, int i, double got, doub
     if (!held) printf("%s: (%d, %d) is %g, not %g\n", what, row, i, got, want), exit(1);
 }
 
-static void check_norm(int rows, int width, bool ordered) {
+static void check_norm(int rows, int width, bool fragment_major) {
     std::vector<float4> x(rows * width / 4), weight(width / 4);
     for (float4& v : x) v = {uniform(), uniform(), uniform(), uniform()};
     for (float4& v : weight) v = {uniform(), uniform(), uniform(), uniform()};
-    int groups = ceil_div(rows, GROUP_ROWS), whole = filled(width);
+    int groups = ceil_div(rows, GROUP_ROWS), whole = padded_k(width);
     std::vector<uint4> y(groups * GROUP_ROWS * whole / 8, uint4{~0u, ~0u, ~0u, ~0u});
     std::vector<float> factors(rows, NAN);
-    norm::Arguments a = {&x[0].x, &weight[0].x, (u16*)y.data(), ordered ? factors.data() : nullptr, width, 1e-6f};
-    launch(rows, 1, 1, norm::THREADS, [&] { ordered ? norm::rms_norm_ordered(a) : norm::rms_norm(a); });
+    norm::Arguments a = {&x[0].x, &weight[0].x, (u16*)y.data(), fragment_major ? factors.data() : nullptr, width, 1e-6f};
+    launch(rows, 1, 1, norm::THREADS, [&] { fragment_major ? norm::rms_norm_fragments(a) : norm::rms_norm(a); });
     for (int r = 0; r < rows; r++) {
         double squares = 0;
         for (int i = 0; i < width; i++) squares += std::pow(a.x[r * width + i], 2.0);
         double factor = 1 / std::sqrt(squares / width + 1e-6);
-        if (ordered) expect(std::fabs(factors[r] - factor) <= 1e-5 * factor, "the factor of a norm", r, 0, factors[r], factor);
+        if (fragment_major) expect(std::fabs(factors[r] - factor) <= 1e-5 * factor, "the factor of a norm", r, 0, factors[r], factor);
         for (int i = 0; i < width; i++) {
             double want = a.x[r * width + i] * factor * a.weight[i];
-            double got = f16_to_float(a.y[ordered ? ordered_at(groups, r, i) : (size_t)r * width + i]);
+            double got = f16_to_float(a.y[fragment_major ? fragment_index(groups, r, i) : (size_t)r * width + i]);
             expect(std::fabs(got - want) <= std::fabs(want) * 0x1.1p-11 + 0x1p-25, "norm", r, i, got, want);
         }
-        for (int i = width; ordered && i < whole; i++) {
-            u16 got = a.y[ordered_at(groups, r, i)];
+        for (int i = width; fragment_major && i < whole; i++) {
+            u16 got = a.y[fragment_index(groups, r, i)];
             expect(got == 0, "what is missing at the end of a norm", r, i, f16_to_float(got), 0);
         }
     }
 }
 
 // A norm of what is added, and the norm of the sum, if one follows.
-static void check_post_norm(int rows, int width, bool ordered, bool followed) {
+static void check_post_norm(int rows, int width, bool fragment_major, bool followed) {
     std::vector<float4> y(rows * width / 4), x(y), weight(width / 4), next(weight);
     for (auto* all : {&y, &x, &weight, &next}) {
         for (float4& v : *all) v = {uniform(), uniform(), uniform(), uniform()};
     }
     std::vector<float4> before = x;
-    int groups = ceil_div(rows, GROUP_ROWS), whole = filled(width);
+    int groups = ceil_div(rows, GROUP_ROWS), whole = padded_k(width);
     std::vector<uint4> normed(groups * GROUP_ROWS * whole / 8, uint4{~0u, ~0u, ~0u, ~0u});
-    post::Arguments a = {&y[0].x, &weight[0].x, &x[0].x, {followed ? &next[0].x : nullptr, (u16*)normed.data(), width, 1e-6f, ordered}};
+    post::Arguments a = {&y[0].x, &weight[0].x, &x[0].x, {followed ? &next[0].x : nullptr, (u16*)normed.data(), width, 1e-6f, fragment_major}};
     launch(rows, 1, 1, post::THREADS, [&] { post::post_norm(a); });
     for (int r = 0; r < rows; r++) {
         double squares = 0, after = 0;
@@ -88,11 +88,11 @@ static void check_post_norm(int rows, int width, bool ordered, bool followed) {
         }
         factor = 1 / std::sqrt(after / width + 1e-6);
         for (int i = 0; followed && i < width; i++) {
-            double want = sum[i] * factor * a.next.weight[i], got = f16_to_float(a.next.normed[ordered ? ordered_at(groups, r, i) : (size_t)r * width + i]);
+            double want = sum[i] * factor * a.next.weight[i], got = f16_to_float(a.next.normed[fragment_major ? fragment_index(groups, r, i) : (size_t)r * width + i]);
             expect(std::fabs(got - want) <= std::fabs(want) * 0x1.2p-11 + 0x1p-20, "the norm after a norm", r, i, got, want);
         }
-        for (int i = width; followed && ordered && i < whole; i++) {
-            u16 got = a.next.normed[ordered_at(groups, r, i)];
+        for (int i = width; followed && fragment_major && i < whole; i++) {
+            u16 got = a.next.normed[fragment_index(groups, r, i)];
             expect(got == 0, "what is missing at the end of a norm", r, i, f16_to_float(got), 0);
         }
     }

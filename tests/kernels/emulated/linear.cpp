@@ -1,4 +1,4 @@
-// kernels/linear/{pack,rows,small,tiled,wide}.cu, kernels/quantize/dequantize.cu and kernels/embed/embed.cu on the processor, against
+// kernels/linear/{pack,rows,skinny,tiled,wide}.cu, kernels/quantize/dequantize.cu and kernels/embed/embed.cu on the processor, against
 // sums in f64: the sources as they ship, with instructions replaced by what the PTX ISA says of them. Weights go through the packing
 // kernel first. Built twice by tests/kernels.rs, for architectures with and without a conversion of e4m3. Prints "ok" or what is
 // wrong.
@@ -10,9 +10,9 @@
 #include "common/reduce.cuh"
 #include "common/ring.cuh"
 #include "common/wgmma.cuh"
-#include "format/ordered.cuh"
+#include "format/fragment_major.cuh"
 #include "format/packed.cuh"
-#include "norm/deferred.cuh"
+#include "norm/fused_norm.cuh"
 
 namespace pack {
 #include "linear/pack.cu"
@@ -24,12 +24,13 @@ namespace tile {
 #include "linear/tile.cuh"
 }
 // What kernels declare as shared memory is the one array that the copies know.
-namespace small {
+namespace skinny {
 using namespace tile;
 extern char shared[] asm("shared");
-#include "linear/small.cu"
+#include "linear/skinny.cu"
 #undef KERNEL
 #undef KERNELS
+#undef FRAGMENT_KERNELS
 }
 namespace tiled {
 using namespace tile;
@@ -172,23 +173,23 @@ struct Activations {
     }
 };
 
-enum Output { F32, F16, ADD, GLU, GLU_ORDERED };
-static bool is_glu(Output output) { return output == GLU || output == GLU_ORDERED; }
+enum Output { F32, F16, ADD, GLU, GLU_FRAGMENT_MAJOR };
+static bool is_glu(Output output) { return output == GLU || output == GLU_FRAGMENT_MAJOR; }
 
-// Rows in the order of format/ordered.cuh, in which what is missing at the end of K is zeros.
-static void order(const Memory& x, int m, int k, Memory& ordered) {
-    rows::OrderArguments a = {(const u16*)const_cast<Memory&>(x).data(), (u16*)ordered.data(), k};
-    launch(m, ceil_div(filled(k) / 8, rows::THREADS), 1, rows::THREADS, [&] { rows::linear_order(a); });
-    ordered.check("ordering");
+// Rows in the layout of format/fragment_major.cuh, whose padding along K is zeros.
+static void to_fragment_major(const Memory& x, int m, int k, Memory& fragment_major) {
+    rows::ToFragmentsArguments a = {(const u16*)const_cast<Memory&>(x).data(), (u16*)fragment_major.data(), k};
+    launch(m, ceil_div(padded_k(k) / 8, rows::THREADS), 1, rows::THREADS, [&] { rows::linear_to_fragments(a); });
+    fragment_major.check("linear_to_fragments");
 }
-static size_t ordered_bytes(int m, int k) { return (size_t)ceil_div(k, CHUNK_K) * ceil_div(m, GROUP_ROWS) * GROUP_BYTES; }
+static size_t fragment_major_bytes(int m, int k) { return (size_t)ceil_div(k, CHUNK_K) * ceil_div(m, GROUP_ROWS) * GROUP_BYTES; }
 // And back.
-static void disorder(const char* what, Memory& ordered, int m, int k, Memory& x) {
-    ordered.check(what);
+static void to_row_major(const char* what, Memory& fragment_major, int m, int k, Memory& x) {
+    fragment_major.check(what);
     int groups = ceil_div(m, GROUP_ROWS);
     for (int i = 0; i < m; i++) {
-        for (int c = 0; c < filled(k); c++) {
-            u16 value = ((u16*)ordered.data())[ordered_at(groups, i, c)];
+        for (int c = 0; c < padded_k(k); c++) {
+            u16 value = ((u16*)fragment_major.data())[fragment_index(groups, i, c)];
             if (c < k) {
                 ((u16*)x.data())[(size_t)i * (k + 2) + c] = value;
             } else if (value != 0) {
@@ -271,7 +272,7 @@ struct Set {
 struct Tiling {
     const char* name;
     int columns, features, threads;
-    bool ordered;
+    bool fragment_major;
 };
 
 // The function of gated activations, which each check changes.
@@ -284,30 +285,30 @@ static void check_tiles(Tiling tiling, void (*kernel)(tile::Arguments), int m, s
     Activations x(m, k);
     int features = is_glu(output) ? set.weights[0]->rows : set.features, stride = features + 2, tiles = 0;
     Memory out = before(m, stride, features, output), partial((size_t)parts * m * set.features * 4);
-    Memory ordered(ordered_bytes(m, k)), ordered_out(ordered_bytes(m, features));
-    if (tiling.ordered) order(x.halves, m, k, ordered);
+    Memory fragment_major(fragment_major_bytes(m, k)), fragment_major_out(fragment_major_bytes(m, features));
+    if (tiling.fragment_major) to_fragment_major(x.halves, m, k, fragment_major);
     std::vector<double> old;
     for (int i = 0; i < m * stride; i++) old.push_back(output == ADD ? ((float*)out.data())[i] : 0);
     tile::Arguments a = {};
-    a.x = (const u16*)(tiling.ordered ? ordered : x.halves).data();
-    a.out = (output == GLU_ORDERED ? ordered_out : out).data();
+    a.x = (const u16*)(tiling.fragment_major ? fragment_major : x.halves).data();
+    a.out = (output == GLU_FRAGMENT_MAJOR ? fragment_major_out : out).data();
     a.partial = (float*)partial.data();
     set.fill(a.matrix, true);
     a.matrices = (int)rows.size();
     a.m = m;
     a.k = k;
     a.out_stride = stride;
-    a.output = output == GLU_ORDERED ? (int)tile::STORE_ORDERED : output == GLU ? (int)tile::STORE_F16 : output;
+    a.output = output == GLU_FRAGMENT_MAJOR ? (int)tile::STORE_FRAGMENT_MAJOR : output == GLU ? (int)tile::STORE_F16 : output;
     a.parts = parts;
     a.out_scale = 1 / 16.0f;
     a.activation = next_activation();
     for (int n : rows) tiles += ceil_div(n, tiling.features);
     if (output == GLU) tiles = ceil_div(2 * features, tiling.features);
-    if (output == GLU_ORDERED) tiles = ceil_div(2 * filled(features), tiling.features);
-    launch(tiles, ceil_div(m, tiling.columns), parts, tiling.threads, [&] { kernel(a); }, tiling.ordered ? parts : 1);
+    if (output == GLU_FRAGMENT_MAJOR) tiles = ceil_div(2 * padded_k(features), tiling.features);
+    launch(tiles, ceil_div(m, tiling.columns), parts, tiling.threads, [&] { kernel(a); }, tiling.fragment_major ? parts : 1);
     partial.check(what);
-    if (output == GLU_ORDERED) disorder(what, ordered_out, m, features, out);
-    if (parts > 1 && !tiling.ordered) launch(ceil_div(set.features, tiled::SUM_THREADS), m, 1, tiled::SUM_THREADS, [&] { tiled::linear_tiled_sum(a); });
+    if (output == GLU_FRAGMENT_MAJOR) to_row_major(what, fragment_major_out, m, features, out);
+    if (parts > 1 && !tiling.fragment_major) launch(ceil_div(set.features, tiled::SUM_THREADS), m, 1, tiled::SUM_THREADS, [&] { tiled::linear_tiled_sum(a); });
     compare(what, out, m, features, stride, output, 1e-5, [&](int i, int j) {
         return old[i * stride + j] + set.result(j, &x.values[(size_t)i * k], output);
     });
@@ -315,14 +316,14 @@ static void check_tiles(Tiling tiling, void (*kernel)(tile::Arguments), int m, s
 
 // How the fused kernel is launched: so many clusters of blocks.
 struct Launched {
-    small::Input input;
-    small::Tile tile;
+    skinny::Input input;
+    skinny::Tile tile;
     int clusters, parts;
 };
 
-static small::Arguments arguments_of(const Set& set, const Memory& x, int m, int k, Output output, Memory& out, int stride, Launched by) {
-    int tile_features = by.tile == small::ROWS ? 16 : 8, step_chunks = by.tile == small::SPLIT ? 2 : 1;
-    small::Arguments a = {};
+static skinny::Arguments arguments_of(const Set& set, const Memory& x, int m, int k, Output output, Memory& out, int stride, Launched by) {
+    int tile_features = by.tile == skinny::TALL ? 16 : 8, step_chunks = by.tile == skinny::DEEP ? 2 : 1;
+    skinny::Arguments a = {};
     a.x = (const u16*)const_cast<Memory&>(x).data();
     a.out = out.data();
     set.fill(a.matrix, true);
@@ -331,13 +332,13 @@ static small::Arguments arguments_of(const Set& set, const Memory& x, int m, int
         if (!is_glu(output) || index == 0) tiles += ceil_div(w->rows, tile_features);
         for (int i = index++; i < (int)std::size(a.tiles); i++) a.tiles[i] = tiles;
     }
-    a.each = tiles / by.clusters;
-    a.more = tiles % by.clusters;
+    a.cluster_tiles = tiles / by.clusters;
+    a.larger_clusters = tiles % by.clusters;
     a.chunks = ceil_div(k, CHUNK_K);
     int steps = ceil_div(a.chunks, step_chunks);
-    for (int i = 0; i < small::PARTS; i++) {
+    for (int i = 0; i < skinny::MAX_SPLIT_K; i++) {
         int part = min(i, by.parts - 1), first = steps * part / by.parts, count = steps * (part + 1) / by.parts - first;
-        a.part[i] = {first, count, 0xffffffffu / count + 1};
+        a.k_range[i] = {first, count, 0xffffffffu / count + 1};
     }
     a.m = m;
     a.k = k;
@@ -346,41 +347,41 @@ static small::Arguments arguments_of(const Set& set, const Memory& x, int m, int
     a.activation = next_activation();
     return a;
 }
-static void launch_small(void (*kernel)(small::Arguments), const small::Arguments& a, Launched by) {
-    launch(by.clusters, 1, by.parts, small::THREADS, [&] { kernel(a); }, by.parts);
+static void launch_skinny(void (*kernel)(skinny::Arguments), const skinny::Arguments& a, Launched by) {
+    launch(by.clusters, 1, by.parts, skinny::THREADS, [&] { kernel(a); }, by.parts);
 }
 
-static void check_small(const char* name, void (*kernel)(small::Arguments), int m, std::initializer_list<int> rows, int k, Output output,
-                        small::Input input, int clusters, int parts, small::Tile tile) {
+static void check_skinny(const char* name, void (*kernel)(skinny::Arguments), int m, std::initializer_list<int> rows, int k, Output output,
+                        skinny::Input input, int clusters, int parts, skinny::Tile tile) {
     char what[128];
     snprintf(what, sizeof what, "%s, %d rows, K = %d, %d clusters of %d blocks", name, m, k, clusters, parts);
     Set set(rows, k);
     int features = is_glu(output) ? set.weights[0]->rows : set.features, stride = features + 2;
     Activations x(m, k);
-    Memory out = before(m, stride, features, output), ordered(ordered_bytes(m, k)), ordered_out(ordered_bytes(m, features));
-    if (input == small::ORDERED) order(x.halves, m, k, ordered);
+    Memory out = before(m, stride, features, output), fragment_major(fragment_major_bytes(m, k)), fragment_major_out(fragment_major_bytes(m, features));
+    if (input == skinny::FRAGMENT_MAJOR) to_fragment_major(x.halves, m, k, fragment_major);
     std::vector<double> old;
     for (int i = 0; i < m * stride; i++) old.push_back(output == ADD ? ((float*)out.data())[i] : 0);
     Launched by = {input, tile, clusters, parts};
-    Memory& to = output == GLU_ORDERED ? ordered_out : out;
-    launch_small(kernel, arguments_of(set, input == small::ORDERED ? ordered : x.halves, m, k, output, to, stride, by), by);
-    if (output == GLU_ORDERED) disorder(what, ordered_out, m, features, out);
+    Memory& to = output == GLU_FRAGMENT_MAJOR ? fragment_major_out : out;
+    launch_skinny(kernel, arguments_of(set, input == skinny::FRAGMENT_MAJOR ? fragment_major : x.halves, m, k, output, to, stride, by), by);
+    if (output == GLU_FRAGMENT_MAJOR) to_row_major(what, fragment_major_out, m, features, out);
     compare(what, out, m, features, stride, output, 1e-5, [&](int i, int j) {
         return old[i * stride + j] + set.result(j, &x.values[(size_t)i * k], output);
     });
 }
 
-// A product that leaves rows for a norm, and one that takes them. The factors that the maker is told are `factor` times as large as
-// those of the rows, but for every third row.
-static void check_deferred(void (*maker)(small::Arguments), void (*taker)(small::Arguments), int m, int k, int width, double factor, Output output,
+// A norm fused into the product that makes its rows and the one that takes them. The previous factors are `factor` times as large as
+// those of the rows, except in every third row.
+static void check_fused_norm(void (*maker)(skinny::Arguments), void (*taker)(skinny::Arguments), int m, int k, int width, double factor, Output output,
                            Launched makes, Launched takes) {
     char what[128];
-    snprintf(what, sizeof what, "a norm of %d rows of %d that is deferred, with %g of its factor", m, width, factor);
-    bool is_ordered = makes.input == small::ORDERED;
+    snprintf(what, sizeof what, "a norm of %d rows of %d fused into products, with %g of its factor", m, width, factor);
+    bool is_fragment_major = makes.input == skinny::FRAGMENT_MAJOR;
     Set first({width}, k), second(is_glu(output) ? std::initializer_list<int>{40, 40} : std::initializer_list<int>{40, 24, 9}, width);
     Activations x(m, k);
-    Memory ordered(ordered_bytes(m, k)), residual = before(m, width, width, ADD), rows(is_ordered ? ordered_bytes(m, width) : m * width * 2);
-    if (is_ordered) order(x.halves, m, k, ordered);
+    Memory fragment_major(fragment_major_bytes(m, k)), residual = before(m, width, width, ADD), rows(is_fragment_major ? fragment_major_bytes(m, width) : m * width * 2);
+    if (is_fragment_major) to_fragment_major(x.halves, m, k, fragment_major);
     std::vector<double> want, factors;
     std::vector<float> weight, told, left(m, NAN);
     for (int j = 0; j < width; j++) weight.push_back((float)(noise() % 1000) * 1e-3f);
@@ -394,11 +395,11 @@ static void check_deferred(void (*maker)(small::Arguments), void (*taker)(small:
         // Not all rows are alike.
         told.push_back((float)(factors[i] * (i % 3 == 1 ? 1 : factor)));
     }
-    int tiles = width / (makes.tile == small::SPLIT ? 8 : 16);
+    int tiles = width / (makes.tile == skinny::DEEP ? 8 : 16);
     Memory squares(m * tiles * 4);
-    small::Arguments a = arguments_of(first, is_ordered ? ordered : x.halves, m, k, ADD, residual, width, makes);
+    skinny::Arguments a = arguments_of(first, is_fragment_major ? fragment_major : x.halves, m, k, ADD, residual, width, makes);
     a.norm = {weight.data(), (float*)squares.data(), told.data(), tiles, (u16*)rows.data(), nullptr, nullptr, 0};
-    launch_small(maker, a, makes);
+    launch_skinny(maker, a, makes);
     rows.check(what);
     squares.check(what);
     // The two columns that `compare` wants untouched are not here.
@@ -409,12 +410,12 @@ static void check_deferred(void (*maker)(small::Arguments), void (*taker)(small:
     }
 
     int features = is_glu(output) ? second.weights[0]->rows : second.features, stride = features + 2;
-    Memory out = before(m, stride, features, output), ordered_out(ordered_bytes(m, features));
-    Memory& to = output == GLU_ORDERED ? ordered_out : out;
+    Memory out = before(m, stride, features, output), fragment_major_out(fragment_major_bytes(m, features));
+    Memory& to = output == GLU_FRAGMENT_MAJOR ? fragment_major_out : out;
     a = arguments_of(second, rows, m, width, output, to, stride, takes);
     a.norm = {weight.data(), (float*)squares.data(), told.data(), tiles, nullptr, left.data(), (const float*)residual.data(), 1e-6f};
-    launch_small(taker, a, takes);
-    if (output == GLU_ORDERED) disorder(what, ordered_out, m, features, out);
+    launch_skinny(taker, a, takes);
+    if (output == GLU_FRAGMENT_MAJOR) to_row_major(what, fragment_major_out, m, features, out);
     std::vector<double> normed;
     for (int i = 0; i < m * width; i++) normed.push_back(((float*)residual.data())[i] * factors[i / width] * weight[i % width]);
     // Rows are rounded to f16.
@@ -424,10 +425,10 @@ static void check_deferred(void (*maker)(small::Arguments), void (*taker)(small:
     }
 }
 
-// A product of a row that is made on the way: of a residual stream and what is added to it after a norm of its own.
-static void check_residual(void (*kernel)(small::Arguments), int k, Output output, Launched by) {
+// A product of the row that every block computes: skinny::ResidualRow.
+static void check_residual(void (*kernel)(skinny::Arguments), int k, Output output, Launched by) {
     char what[128];
-    snprintf(what, sizeof what, "a row of %d that is made on the way, %d clusters of %d blocks", k, by.clusters, by.parts);
+    snprintf(what, sizeof what, "a residual row of %d, %d clusters of %d blocks", k, by.clusters, by.parts);
     Set set(is_glu(output) ? std::initializer_list<int>{40, 40} : std::initializer_list<int>{40, 24, 9}, k);
     int features = is_glu(output) ? set.weights[0]->rows : set.features, stride = features + 2;
     Memory x(k * 4), y(k * 4), post(k * 4), weight(k * 4), sum(k * 4), out = before(1, stride, features, output);
@@ -441,10 +442,10 @@ static void check_residual(void (*kernel)(small::Arguments), int k, Output outpu
         normed.push_back(((float*)x.data())[i] + ((float*)y.data())[i] / std::sqrt(squares / k + 1e-6) * ((float*)post.data())[i]);
         after += normed[i] * normed[i];
     }
-    small::Arguments a = arguments_of(set, x, 1, k, output, out, stride, by);
+    skinny::Arguments a = arguments_of(set, x, 1, k, output, out, stride, by);
     a.x = nullptr;
     a.residual = {(float*)y.data(), (float*)post.data(), (float*)x.data(), (float*)weight.data(), (float*)sum.data(), 1e-6f};
-    launch_small(kernel, a, by);
+    launch_skinny(kernel, a, by);
     sum.check(what);
     for (int i = 0; i < k; i++) {
         double got = ((float*)sum.data())[i];
@@ -485,78 +486,78 @@ int main() {
     auto ws64 = [](tile::Arguments a) { wide::linear_wide_glu_64(a); };
     check_tiles(wide_by(8), ws8, 5, {203, 203}, 272, 1, GLU);
     check_tiles(wide_by(64), ws64, 70, {40, 40}, 656, 1, GLU);
-    check_tiles(wide_by(64), ws64, 40, {208, 208}, 784, 1, GLU_ORDERED);
-    check_tiles(wide_by(8), ws8, 8, {112, 112}, 1024, 3, GLU_ORDERED);
-    check_tiles(wide_by(8), ws8, 11, {90, 90}, 272, 1, GLU_ORDERED);
+    check_tiles(wide_by(64), ws64, 40, {208, 208}, 784, 1, GLU_FRAGMENT_MAJOR);
+    check_tiles(wide_by(8), ws8, 8, {112, 112}, 1024, 3, GLU_FRAGMENT_MAJOR);
+    check_tiles(wide_by(8), ws8, 11, {90, 90}, 272, 1, GLU_FRAGMENT_MAJOR);
 #endif
 
-    auto f4 = [](small::Arguments a) { small::linear_f32_4(a); };
-    auto f1 = [](small::Arguments a) { small::linear_f32_1(a); };
-    auto add1 = [](small::Arguments a) { small::linear_add_1(a); };
-    auto f8 = [](small::Arguments a) { small::linear_f32_8(a); };
-    auto f16 = [](small::Arguments a) { small::linear_f32_16(a); };
-    auto h4 = [](small::Arguments a) { small::linear_f16_4(a); };
-    auto add8 = [](small::Arguments a) { small::linear_add_8(a); };
-    auto add4 = [](small::Arguments a) { small::linear_add_4(a); };
-    auto glu8 = [](small::Arguments a) { small::linear_glu_8(a); };
-    auto glu16 = [](small::Arguments a) { small::linear_glu_16(a); };
-    auto glu1 = [](small::Arguments a) { small::linear_glu_1(a); };
-    check_small("f32_1", f1, 1, {40, 24, 9}, 656, F32, small::PLAIN, 3, 1, small::SPLIT);
-    check_small("add_1", add1, 1, {50}, 2064, ADD, small::PLAIN, 4, 1, small::SPLIT);
-    check_small("f32_4", f4, 2, {40, 24, 9}, 656, F32, small::PLAIN, 3, 1, small::SPLIT);
-    check_small("f32_4", f4, 4, {33}, 16, F32, small::PLAIN, 2, 1, small::SPLIT);
-    check_small("f16_4", h4, 3, {24}, 1040, F16, small::PLAIN, 1, 1, small::SPLIT);
-    check_small("add_4", add4, 1, {50}, 2064, ADD, small::PLAIN, 4, 1, small::SPLIT);
-    check_small("f32_8", f8, 8, {40, 20}, 400, F32, small::PLAIN, 2, 1, small::ROWS);
-    check_small("add_8", add8, 5, {23}, 2320, ADD, small::PLAIN, 2, 1, small::ROWS);
-    check_small("f32_16", f16, 13, {72}, 272, F32, small::PLAIN, 2, 1, small::ROWS);
-    check_small("glu_8", glu8, 6, {24, 24}, 272, GLU, small::PLAIN, 2, 1, small::PAIR);
-    check_small("glu_16", glu16, 11, {20, 20}, 144, GLU, small::PLAIN, 1, 1, small::PAIR);
-    check_small("glu_1", glu1, 1, {16, 16}, 272, GLU, small::PLAIN, 2, 1, small::PAIR);
+    auto f4 = [](skinny::Arguments a) { skinny::skinny_f32_4(a); };
+    auto f1 = [](skinny::Arguments a) { skinny::skinny_f32_1(a); };
+    auto add1 = [](skinny::Arguments a) { skinny::skinny_add_1(a); };
+    auto f8 = [](skinny::Arguments a) { skinny::skinny_f32_8(a); };
+    auto f16 = [](skinny::Arguments a) { skinny::skinny_f32_16(a); };
+    auto h4 = [](skinny::Arguments a) { skinny::skinny_f16_4(a); };
+    auto add8 = [](skinny::Arguments a) { skinny::skinny_add_8(a); };
+    auto add4 = [](skinny::Arguments a) { skinny::skinny_add_4(a); };
+    auto glu8 = [](skinny::Arguments a) { skinny::skinny_glu_8(a); };
+    auto glu16 = [](skinny::Arguments a) { skinny::skinny_glu_16(a); };
+    auto glu1 = [](skinny::Arguments a) { skinny::skinny_glu_1(a); };
+    check_skinny("f32_1", f1, 1, {40, 24, 9}, 656, F32, skinny::ROW_MAJOR, 3, 1, skinny::DEEP);
+    check_skinny("add_1", add1, 1, {50}, 2064, ADD, skinny::ROW_MAJOR, 4, 1, skinny::DEEP);
+    check_skinny("f32_4", f4, 2, {40, 24, 9}, 656, F32, skinny::ROW_MAJOR, 3, 1, skinny::DEEP);
+    check_skinny("f32_4", f4, 4, {33}, 16, F32, skinny::ROW_MAJOR, 2, 1, skinny::DEEP);
+    check_skinny("f16_4", h4, 3, {24}, 1040, F16, skinny::ROW_MAJOR, 1, 1, skinny::DEEP);
+    check_skinny("add_4", add4, 1, {50}, 2064, ADD, skinny::ROW_MAJOR, 4, 1, skinny::DEEP);
+    check_skinny("f32_8", f8, 8, {40, 20}, 400, F32, skinny::ROW_MAJOR, 2, 1, skinny::TALL);
+    check_skinny("add_8", add8, 5, {23}, 2320, ADD, skinny::ROW_MAJOR, 2, 1, skinny::TALL);
+    check_skinny("f32_16", f16, 13, {72}, 272, F32, skinny::ROW_MAJOR, 2, 1, skinny::TALL);
+    check_skinny("glu_8", glu8, 6, {24, 24}, 272, GLU, skinny::ROW_MAJOR, 2, 1, skinny::GATE_UP);
+    check_skinny("glu_16", glu16, 11, {20, 20}, 144, GLU, skinny::ROW_MAJOR, 1, 1, skinny::GATE_UP);
+    check_skinny("glu_1", glu1, 1, {16, 16}, 272, GLU, skinny::ROW_MAJOR, 2, 1, skinny::GATE_UP);
     // As large as the rows; so large that they do not fit f16; so small that they vanish.
     for (double factor : {1.0, 1e5, 1e-5}) {
-        Launched split = {small::PLAIN, small::SPLIT, 3, 1}, pair = {small::PLAIN, small::PAIR, 2, 1};
-        check_deferred(add1, f1, 1, 656, 192, factor, F32, split, split);
-        check_deferred(add1, glu1, 1, 272, 3136, factor, GLU, split, pair);
-        check_deferred(add4, f4, 3, 272, 320, factor, F32, split, split);
-        check_deferred(add4, glu8, 4, 272, 64, factor, GLU, split, pair);
+        Launched split = {skinny::ROW_MAJOR, skinny::DEEP, 3, 1}, pair = {skinny::ROW_MAJOR, skinny::GATE_UP, 2, 1};
+        check_fused_norm(add1, f1, 1, 656, 192, factor, F32, split, split);
+        check_fused_norm(add1, glu1, 1, 272, 3136, factor, GLU, split, pair);
+        check_fused_norm(add4, f4, 3, 272, 320, factor, F32, split, split);
+        check_fused_norm(add4, glu8, 4, 272, 64, factor, GLU, split, pair);
     }
-    auto f_residual = [](small::Arguments a) { small::linear_f32_residual_1(a); };
-    auto glu_residual = [](small::Arguments a) { small::linear_glu_residual_1(a); };
-    check_residual(f_residual, 656, F32, {small::RESIDUAL, small::SPLIT, 3, 1});
-    check_residual(f_residual, 4096, F32, {small::RESIDUAL, small::SPLIT, 2, 1});
-    check_residual(glu_residual, 272, GLU, {small::RESIDUAL, small::PAIR, 2, 1});
+    auto f_residual = [](skinny::Arguments a) { skinny::skinny_f32_residual_1(a); };
+    auto glu_residual = [](skinny::Arguments a) { skinny::skinny_glu_residual_1(a); };
+    check_residual(f_residual, 656, F32, {skinny::RESIDUAL, skinny::DEEP, 3, 1});
+    check_residual(f_residual, 4096, F32, {skinny::RESIDUAL, skinny::DEEP, 2, 1});
+    check_residual(glu_residual, 272, GLU, {skinny::RESIDUAL, skinny::GATE_UP, 2, 1});
 #if __CUDA_ARCH__ >= 900
-    check_residual(f_residual, 656, F32, {small::RESIDUAL, small::SPLIT, 3, 2});
-    check_residual(f_residual, 4096, F32, {small::RESIDUAL, small::SPLIT, 2, 2});
-    check_small("f32_1", f1, 1, {40, 24, 9}, 656, F32, small::PLAIN, 3, 2, small::SPLIT);
-    check_small("add_1", add1, 1, {50}, 2064, ADD, small::PLAIN, 4, 2, small::SPLIT);
-    check_small("f16_4", h4, 3, {24}, 1040, F16, small::PLAIN, 1, 2, small::SPLIT);
-    check_small("f32_8", f8, 8, {40, 20}, 400, F32, small::PLAIN, 2, 2, small::ROWS);
-    check_small("add_8", add8, 5, {23}, 2320, ADD, small::PLAIN, 2, 2, small::ROWS);
-    auto f_ordered = [](small::Arguments a) { small::linear_f32_ordered_8(a); };
-    auto h_ordered = [](small::Arguments a) { small::linear_f16_ordered_8(a); };
-    auto add_ordered = [](small::Arguments a) { small::linear_add_ordered_8(a); };
-    auto glu_ordered = [](small::Arguments a) { small::linear_glu_ordered_8(a); };
-    check_small("f32_ordered", f_ordered, 8, {40, 20}, 400, F32, small::ORDERED, 2, 1, small::ROWS);
-    check_small("f32_ordered", f_ordered, 5, {40, 20, 9}, 1168, F32, small::ORDERED, 2, 2, small::ROWS);
-    check_small("f16_ordered", h_ordered, 6, {33}, 16, F16, small::ORDERED, 1, 1, small::ROWS);
-    check_small("add_ordered", add_ordered, 7, {23}, 2320, ADD, small::ORDERED, 2, 2, small::ROWS);
-    check_small("glu_ordered", glu_ordered, 8, {24, 24}, 272, GLU_ORDERED, small::ORDERED, 2, 1, small::PAIR);
-    check_small("glu_ordered", glu_ordered, 6, {128, 128}, 1040, GLU_ORDERED, small::ORDERED, 3, 1, small::PAIR);
-    auto f_ordered_16 = [](small::Arguments a) { small::linear_f32_ordered_16(a); };
-    auto add_ordered_16 = [](small::Arguments a) { small::linear_add_ordered_16(a); };
-    auto glu_ordered_16 = [](small::Arguments a) { small::linear_glu_ordered_16(a); };
-    check_small("f32_ordered_16", f_ordered_16, 16, {40, 20, 9}, 1168, F32, small::ORDERED, 2, 1, small::ROWS);
-    check_small("add_ordered_16", add_ordered_16, 11, {83}, 1296, ADD, small::ORDERED, 2, 2, small::ROWS);
-    check_small("glu_ordered_16", glu_ordered_16, 13, {40, 40}, 272, GLU_ORDERED, small::ORDERED, 2, 1, small::PAIR);
+    check_residual(f_residual, 656, F32, {skinny::RESIDUAL, skinny::DEEP, 3, 2});
+    check_residual(f_residual, 4096, F32, {skinny::RESIDUAL, skinny::DEEP, 2, 2});
+    check_skinny("f32_1", f1, 1, {40, 24, 9}, 656, F32, skinny::ROW_MAJOR, 3, 2, skinny::DEEP);
+    check_skinny("add_1", add1, 1, {50}, 2064, ADD, skinny::ROW_MAJOR, 4, 2, skinny::DEEP);
+    check_skinny("f16_4", h4, 3, {24}, 1040, F16, skinny::ROW_MAJOR, 1, 2, skinny::DEEP);
+    check_skinny("f32_8", f8, 8, {40, 20}, 400, F32, skinny::ROW_MAJOR, 2, 2, skinny::TALL);
+    check_skinny("add_8", add8, 5, {23}, 2320, ADD, skinny::ROW_MAJOR, 2, 2, skinny::TALL);
+    auto f_fragments = [](skinny::Arguments a) { skinny::skinny_f32_fragments_8(a); };
+    auto h_fragments = [](skinny::Arguments a) { skinny::skinny_f16_fragments_8(a); };
+    auto add_fragments = [](skinny::Arguments a) { skinny::skinny_add_fragments_8(a); };
+    auto glu_fragments = [](skinny::Arguments a) { skinny::skinny_glu_fragments_8(a); };
+    check_skinny("f32_fragments", f_fragments, 8, {40, 20}, 400, F32, skinny::FRAGMENT_MAJOR, 2, 1, skinny::TALL);
+    check_skinny("f32_fragments", f_fragments, 5, {40, 20, 9}, 1168, F32, skinny::FRAGMENT_MAJOR, 2, 2, skinny::TALL);
+    check_skinny("f16_fragments", h_fragments, 6, {33}, 16, F16, skinny::FRAGMENT_MAJOR, 1, 1, skinny::TALL);
+    check_skinny("add_fragments", add_fragments, 7, {23}, 2320, ADD, skinny::FRAGMENT_MAJOR, 2, 2, skinny::TALL);
+    check_skinny("glu_fragments", glu_fragments, 8, {24, 24}, 272, GLU_FRAGMENT_MAJOR, skinny::FRAGMENT_MAJOR, 2, 1, skinny::GATE_UP);
+    check_skinny("glu_fragments", glu_fragments, 6, {128, 128}, 1040, GLU_FRAGMENT_MAJOR, skinny::FRAGMENT_MAJOR, 3, 1, skinny::GATE_UP);
+    auto f_fragments_16 = [](skinny::Arguments a) { skinny::skinny_f32_fragments_16(a); };
+    auto add_fragments_16 = [](skinny::Arguments a) { skinny::skinny_add_fragments_16(a); };
+    auto glu_fragments_16 = [](skinny::Arguments a) { skinny::skinny_glu_fragments_16(a); };
+    check_skinny("f32_fragments_16", f_fragments_16, 16, {40, 20, 9}, 1168, F32, skinny::FRAGMENT_MAJOR, 2, 1, skinny::TALL);
+    check_skinny("add_fragments_16", add_fragments_16, 11, {83}, 1296, ADD, skinny::FRAGMENT_MAJOR, 2, 2, skinny::TALL);
+    check_skinny("glu_fragments_16", glu_fragments_16, 13, {40, 40}, 272, GLU_FRAGMENT_MAJOR, skinny::FRAGMENT_MAJOR, 2, 1, skinny::GATE_UP);
     for (double factor : {1.0, 1e5, 1e-5}) {
-        Launched split = {small::PLAIN, small::SPLIT, 3, 2}, rows = {small::ORDERED, small::ROWS, 2, 2}, pair = {small::ORDERED, small::PAIR, 3, 1};
-        check_deferred(add1, f1, 1, 1296, 704, factor, F32, split, split);
-        check_deferred(add_ordered, f_ordered, 7, 1168, 320, factor, F32, rows, rows);
-        check_deferred(add_ordered, glu_ordered, 8, 272, 576, factor, GLU_ORDERED, rows, pair);
-        check_deferred(add_ordered_16, f_ordered_16, 11, 400, 640, factor, F32, rows, rows);
-        check_deferred(add_ordered_16, glu_ordered_16, 16, 272, 192, factor, GLU_ORDERED, rows, pair);
+        Launched split = {skinny::ROW_MAJOR, skinny::DEEP, 3, 2}, rows = {skinny::FRAGMENT_MAJOR, skinny::TALL, 2, 2}, pair = {skinny::FRAGMENT_MAJOR, skinny::GATE_UP, 3, 1};
+        check_fused_norm(add1, f1, 1, 1296, 704, factor, F32, split, split);
+        check_fused_norm(add_fragments, f_fragments, 7, 1168, 320, factor, F32, rows, rows);
+        check_fused_norm(add_fragments, glu_fragments, 8, 272, 576, factor, GLU_FRAGMENT_MAJOR, rows, pair);
+        check_fused_norm(add_fragments_16, f_fragments_16, 11, 400, 640, factor, F32, rows, rows);
+        check_fused_norm(add_fragments_16, glu_fragments_16, 16, 272, 192, factor, GLU_FRAGMENT_MAJOR, rows, pair);
     }
 #endif
     puts("ok");

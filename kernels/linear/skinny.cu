@@ -1,0 +1,97 @@
+// The skinny GEMM: y[m, n] = sum over k of x[m, k] w[n, k] for 1 to 16 rows of activations and NVFP4 weights. Bound by reading the
+// weights once, and almost as much by the instructions that decode them. K must be a multiple of 16.
+//
+// A block takes consecutive tiles of output features, and cuts the steps along K of all of them into equal shares for its warps
+// (skinny/schedule.cuh). A warp streams the weights of its share through a ring of its own (skinny/pipeline.cuh), which it begins to
+// fill before the kernel waits for its predecessor, since weights depend on nothing. Activations stand in shared memory as f16 in the
+// order of the weights (skinny/memory.cuh, skinny/activations.cuh). What warps have of a tile (skinny/accumulators.cuh) goes to shared
+// memory and is added up at the end (skinny/epilogue.cuh). Where tiles would divide unevenly, two blocks of a cluster take the same
+// tiles over half of K each.
+//
+// RMSNorm is fused on both sides (norm/fused_norm.cuh): products of normalized rows apply the rows' factors in their epilogue
+// (skinny/input_norm.cuh), and products that add to the residual stream prepare the next norm in theirs.
+#include "linear/skinny/accumulators.cuh"
+#include "linear/skinny/epilogue.cuh"
+#include "linear/skinny/pipeline.cuh"
+
+template <class C>
+__device__ __forceinline__ void multiply(const Arguments& a, const Schedule<C>& schedule, const SharedMemory<C>& memory, WeightPipeline<C>& weights,
+                                         ActivationLoad<C>& activations, typename AccumulatorsOf<C>::Type& accumulators, int warp) {
+    using Ring = typename C::Ring;
+    u32 stage = 0;
+    int left = schedule.count, tile = schedule.tile, step = schedule.step;
+    do {
+        int tile_left = min(left, schedule.steps - step);
+        left -= tile_left;
+#pragma unroll 1
+        for (u32 at = step * accumulators.STRIDE; tile_left > 0; tile_left--, at += accumulators.STRIDE) {
+            activations.wait(at / accumulators.STRIDE);
+            weights.ring.wait();
+            accumulators.fetch(weights.ring, stage);
+            __syncwarp();
+            weights.load(stage, true);
+            stage = Ring::after(stage);
+            accumulators.multiply(at);
+        }
+        // A warp without steps stores zeros. Warps that share a tile have places of their own.
+        accumulators.store(memory.accumulators + (tile + warp) * (a.m * ACCUMULATORS));
+        step = 0;
+        tile++;
+    } while (left > 0);
+}
+
+template <class C>
+__device__ __forceinline__ void run(const Arguments& a) {
+    extern __shared__ __align__(128) char shared[];
+    int thread = threadIdx.x, warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0);
+    Schedule<C> schedule(a, warp);
+    WeightPipeline<C> weights(a, schedule, shared + warp * C::Ring::BYTES);
+    weights.load_stages(0, C::EARLY_STAGES, false);
+
+    SharedMemory<C> memory(a, schedule, shared);
+    InputNorm<C> norm(a, memory, schedule.is_first_block());
+    Epilogue<C> epilogue(a, schedule, memory, norm, thread);
+    ActivationLoad<C> activations(a, memory, thread);
+    typename AccumulatorsOf<C>::Type accumulators(a, memory);
+    epilogue.find_first();
+    wait_for_earlier_kernels();
+    if (!C::IS_LONG) let_later_kernels_start();
+    epilogue.load_first();
+    norm.load(activations, warp);
+    weights.load_stages(C::EARLY_STAGES, C::STAGES, true);
+    epilogue.wait_for_cluster();
+    __syncthreads();
+    norm.mend(activations);
+    multiply(a, schedule, memory, weights, activations, accumulators, warp);
+    __syncthreads();
+    epilogue.run();
+}
+
+#define KERNEL(NAME, ...)                                                                                             \
+    extern "C" __global__ void __launch_bounds__(THREADS, Config<__VA_ARGS__>::BLOCKS) NAME(const __grid_constant__ Arguments a) { \
+        run<Config<__VA_ARGS__>>(a);                                                                                  \
+    }
+// In their names, the most rows that a kernel takes.
+#define KERNELS(NAME, OUTPUT)                         \
+    KERNEL(NAME##_1, DEEP, ROW_MAJOR, OUTPUT, 1, 2)   \
+    KERNEL(NAME##_4, DEEP, ROW_MAJOR, OUTPUT, 4, 2)   \
+    KERNEL(NAME##_8, TALL, ROW_MAJOR, OUTPUT, 8, 1)   \
+    KERNEL(NAME##_16, TALL, ROW_MAJOR, OUTPUT, 16, 1)
+KERNELS(skinny_f32, STORE_F32)
+KERNELS(skinny_f16, STORE_F16)
+KERNELS(skinny_add, ADD_F32)
+KERNEL(skinny_glu_1, GATE_UP, ROW_MAJOR, GLU_ROW_MAJOR, 1, 2)
+KERNEL(skinny_glu_8, GATE_UP, ROW_MAJOR, GLU_ROW_MAJOR, 8, 2)
+KERNEL(skinny_glu_16, GATE_UP, ROW_MAJOR, GLU_ROW_MAJOR, 16, 1)
+KERNEL(skinny_f32_residual_1, DEEP, RESIDUAL, STORE_F32, 1, 2)
+KERNEL(skinny_glu_residual_1, GATE_UP, RESIDUAL, GLU_ROW_MAJOR, 1, 2)
+
+#if __CUDA_ARCH__ >= 900
+#define FRAGMENT_KERNELS(NAME, TILE, OUTPUT, BLOCKS)                       \
+    KERNEL(NAME##_fragments_8, TILE, FRAGMENT_MAJOR, OUTPUT, 8, BLOCKS) \
+    KERNEL(NAME##_fragments_16, TILE, FRAGMENT_MAJOR, OUTPUT, 16, 1)
+FRAGMENT_KERNELS(skinny_f32, TALL, STORE_F32, 1)
+FRAGMENT_KERNELS(skinny_f16, TALL, STORE_F16, 1)
+FRAGMENT_KERNELS(skinny_add, TALL, ADD_F32, 1)
+FRAGMENT_KERNELS(skinny_glu, GATE_UP, GLU_FRAGMENT_MAJOR, 2)
+#endif

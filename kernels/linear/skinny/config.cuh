@@ -1,0 +1,89 @@
+// What a skinny GEMM is asked for: the constants that tell one kernel from another, and the arguments of a launch.
+#pragma once
+#include "common/ring.cuh"
+#include "format/packed.cuh"
+#include "linear/matrix.cuh"
+#include "norm/fused_norm.cuh"
+
+// The weights are the A operand of the matrix instruction. Its rows 0 to 7 are one chunk of format/packed.cuh, rows 8 to 15 another:
+enum Tile {
+    TALL,       // the next 8 output features
+    GATE_UP,    // the same 8 features of another matrix
+    DEEP,       // the next 128 elements of K of the same 8 features
+};
+// The activations.
+enum Input {
+    ROW_MAJOR,
+    FRAGMENT_MAJOR,     // format/fragment_major.cuh
+    RESIDUAL,           // one row, which every block computes on the way to shared memory: ResidualRow
+};
+enum Output { STORE_F32, STORE_F16, ADD_F32, GLU_ROW_MAJOR, GLU_FRAGMENT_MAJOR };
+
+constexpr int WARPS = 16;
+constexpr int THREADS = WARPS * WARP;
+constexpr int X_CHUNK_BYTES = CHUNK_K * 2;      // a row's activations for a chunk
+constexpr int ACCUMULATORS = 16;                // of a tile, for each row of activations: of features, or of halves of features
+constexpr int MAX_SPLIT_K = 2;
+
+// The constants of a kernel for up to MAX_ROWS rows of activations, BLOCKS blocks of which fit on a multiprocessor.
+template <Tile TILE_, Input INPUT_, Output OUTPUT_, int MAX_ROWS_, int BLOCKS_>
+struct Config {
+    static constexpr Tile TILE = TILE_;
+    static constexpr Input INPUT = INPUT_;
+    static constexpr Output OUTPUT = OUTPUT_;
+    static constexpr int MAX_ROWS = MAX_ROWS_, BLOCKS = BLOCKS_;
+    static constexpr bool IS_GLU = OUTPUT == GLU_ROW_MAJOR || OUTPUT == GLU_FRAGMENT_MAJOR;
+    static constexpr bool TAKES_FRAGMENTS = INPUT == FRAGMENT_MAJOR;
+    static_assert(!TAKES_FRAGMENTS || TILE != DEEP, "fragment-major activations fill all columns of B");
+
+    static constexpr int FEATURES = TILE == TALL ? 16 : 8;      // of a tile, of each matrix
+    static constexpr int STEP_CHUNKS = TILE == DEEP ? 2 : 1;    // along K
+    static constexpr int STEP_K = STEP_CHUNKS * CHUNK_K;
+    static constexpr int STEP_BYTES = STEP_CHUNKS * X_CHUNK_BYTES;
+    // Whether the blocks of a cluster may split K.
+    static constexpr bool MAY_SPLIT_K = __CUDA_ARCH__ >= 900 && TILE != GATE_UP && (MAX_ROWS <= 8 || TAKES_FRAGMENTS);
+    // Whether a fused norm of x may be applied to the result.
+    static constexpr bool MAY_FUSE_NORM = OUTPUT != ADD_F32 && OUTPUT != STORE_F16 && INPUT != RESIDUAL;
+
+    // Weights that are requested before the kernel waits for its predecessor compete with that kernel's last weights, and then with
+    // this one's own activations. For the same reason a kernel with a long loop lets its successor start only when its warps have
+    // requested their last weights. benches/NOTES.md has the measurements, of rings with more stages too.
+    static constexpr bool IS_LONG = TILE == GATE_UP;
+    static constexpr int EARLY_STAGES = BLOCKS == 1 && INPUT == ROW_MAJOR ? 1 : 2;
+    static constexpr int STAGES = IS_LONG && MAX_ROWS == 1 ? 4 : 3;
+    using Ring = WarpRing<STAGES, CHUNK_BYTES>;
+};
+
+// The row of x is norm(x + norm(y) * post) * weight. The sum is stored as well: it is what the next addition starts from.
+struct ResidualRow {
+    const float* y;         // [k]
+    const float* post;      // [k]
+    const float* x;         // [k]: the residual stream
+    const float* weight;    // [k]
+    float* sum;             // [k]: x + norm(y) * post; not x
+    float eps;
+};
+
+// The range of K of one block of a cluster, in steps.
+struct KRange {
+    int first, steps;
+    u32 inverse;            // 2^32 / steps, rounded up; unused for a single step
+};
+
+struct Arguments {
+    const u16* x;               // f16 [m, k]
+    void* out;                  // [m, out_stride]; the matrices' features follow each other
+    Matrix matrix[MATRICES];    // GLU: gate and up, of equal rows
+    int tiles[MATRICES - 1];    // of all matrices up to this one; GATE_UP: of all
+    int cluster_tiles;          // of a cluster
+    int larger_clusters;        // how many clusters, the first ones, have one tile more
+    KRange k_range[MAX_SPLIT_K];    // for the blocks of a cluster along the grid's last dimension; the last is no shorter
+    int chunks;                 // of a row
+    int m;
+    int k;
+    int out_stride;
+    float out_scale;            // GLU: of the result, which may be large
+    int activation;             // GLU
+    FusedNorm norm;             // ADD: of the result; otherwise: of x
+    ResidualRow residual;       // RESIDUAL
+};

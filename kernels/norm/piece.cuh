@@ -1,0 +1,30 @@
+// A row of f32 in the pieces in which products with NVFP4 weights take activations: four elements of each block of a pair.
+#pragma once
+#include "format/packed.cuh"
+
+__device__ __forceinline__ float square_sum(float4 v) { return v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w; }
+
+__device__ __forceinline__ float4 apply_norm(float4 v, float factor, float4 weight) {
+    return make_float4(v.x * factor * weight.x, v.y * factor * weight.y, v.z * factor * weight.z, v.w * factor * weight.w);
+}
+
+// Elements past the end of the row are zeros.
+struct Piece {
+    float4 first, second;
+
+    Piece() = default;
+    __device__ __forceinline__ Piece(const float* row, int piece, int width)
+        : first(load(row, first_element(piece), width)), second(load(row, first_element(piece) + BLOCK, width)) {}
+    __device__ __forceinline__ float squares() const { return square_sum(first) + square_sum(second); }
+    // This times a norm's factor and weight as f16, in pairs of an element of each block.
+    __device__ __forceinline__ uint4 normalized_f16(float f, const Piece& weight) const {
+        float4 p = first, q = second, v = weight.first, w = weight.second;
+        return make_uint4(pack_f16(p.x * f * v.x, q.x * f * w.x), pack_f16(p.y * f * v.y, q.y * f * w.y), pack_f16(p.z * f * v.z, q.z * f * w.z),
+                          pack_f16(p.w * f * v.w, q.w * f * w.w));
+    }
+
+private:
+    static __device__ __forceinline__ float4 load(const float* row, int i, int width) {
+        return i < width ? *(const float4*)(row + i) : make_float4(0, 0, 0, 0);
+    }
+};
