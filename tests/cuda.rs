@@ -1593,6 +1593,103 @@ fn attention_agrees_with_f64() {
     }
 }
 
+/// A decode step of several sequences of different lengths, however their positions are divided among blocks.
+#[test]
+fn attention_of_several_sequences_agrees_with_f64() {
+    let Some(gpu) = gpu() else { return };
+    for (count, shape, window) in [
+        (1, (8, 2, 128), None),
+        (2, (8, 2, 128), None),
+        (8, (4, 1, 128), Some(90)),
+        (8, (9, 3, 64), None),
+        (17, (4, 2, 128), None),
+        (17, (8, 4, 256), Some(65)),
+    ] {
+        let (heads, kv_heads, dim) = shape;
+        let mut sequences: Vec<Sequence> = (0..count)
+            .map(|i| {
+                Sequence::new(
+                    shape,
+                    1 + 131 * i % 400,
+                    (dim, window, None),
+                    100 + i as u64,
+                )
+            })
+            .collect();
+        // Norms are the model's, and the first sequence's are taken for all.
+        let (q, k) = (sequences[0].q_norm.clone(), sequences[0].k_norm.clone());
+        for s in &mut sequences {
+            (s.q_norm, s.k_norm) = (q.clone(), k.clone());
+        }
+        let (q_norm, k_norm) = (upload(&gpu, &q), upload(&gpu, &k));
+        let frequencies = upload(&gpu, &sequences[0].frequencies);
+        let h = Heads {
+            heads,
+            kv_heads,
+            dim,
+            q_norm: Some(&q_norm),
+            k_norm: Some(&k_norm),
+            frequencies: &frequencies,
+            rotary_dim: dim,
+            attention_factor: ATTENTION_FACTOR as f32,
+            eps: 1e-6,
+            scale: 1.0 / (dim as f32).sqrt(),
+            window,
+            score_cap: None,
+        };
+        let stride = 400_usize.div_ceil(PAGE);
+        let (mut held, mut addresses, mut new, mut last) = (vec![], vec![], vec![], vec![]);
+        for s in &sequences {
+            let len = s.qkv.len() / s.row();
+            let (pages, table) = pages_of(&gpu, h.page_bytes(), len);
+            let pages_of_one = PageTable {
+                table: &table,
+                stride: pages.len(),
+                layer: 1,
+                unfit: None,
+            };
+            if len > 1 {
+                let (qkv, q) = (upload(&gpu, &s.qkv), poisoned(&gpu, len * heads * dim * 2));
+                cuda::store(&gpu, &h, &pages_of_one, &qkv, 0, len - 1, 0, &q).unwrap();
+            }
+            let mut own: Vec<u64> = pages.iter().map(DeviceBuffer::address).collect();
+            own.resize(stride, 0);
+            addresses.extend(own);
+            new.extend_from_slice(&s.qkv[(len - 1) * s.row()..]);
+            last.push(len as u32 - 1);
+            held.push(pages);
+        }
+        let table = upload(&gpu, &addresses);
+        let pages = PageTable {
+            table: &table,
+            stride,
+            layer: 1,
+            unfit: None,
+        };
+        let (new, positions) = (upload(&gpu, &new), upload(&gpu, &last));
+        let width = heads * dim;
+        let workspace = SplitKvWorkspace::new(&gpu, heads, kv_heads, dim, count).unwrap();
+        let splits = [1, 2, 3, 8].map(SplitKv::Splits);
+        let [unit, ..] = cuda::attention_units(dim, dim, window.is_some());
+        let has_clusters = gpu.arch().0 >= 9 && unit == Unit::AttentionDecode;
+        let cluster = has_clusters.then_some(SplitKv::Cluster);
+        for division in splits.into_iter().chain(cluster) {
+            let out = poisoned(&gpu, count * width * 2);
+            let layout = Layout::RowMajor;
+            cuda::decode(
+                &gpu, &h, &pages, &new, &positions, count, division, &workspace, &out, layout,
+            )
+            .unwrap();
+            let got = read_f16(&out, count * width);
+            for (i, (s, &position)) in sequences.iter().zip(&last).enumerate() {
+                let what = format!("sequence {i} of {count}, {shape:?}, {division:?}");
+                let want = s.attend(position as usize);
+                assert_close(&got[i * width..][..width], &want, ATTENTION, &what);
+            }
+        }
+    }
+}
+
 /// The pages of a layer, the second of two, for `len` positions, and the table of their addresses.
 fn pages_of(gpu: &Arc<Gpu>, layer_bytes: usize, len: usize) -> (Vec<DeviceBuffer>, DeviceBuffer) {
     let page = || DeviceBuffer::zeroed(gpu, Tag::DeviceKvCache, 2 * layer_bytes).unwrap();
@@ -2285,6 +2382,75 @@ fn long_positions_agree_with_transformers() {
                 },
             );
         }
+    }
+}
+
+/// Sequences with room for long contexts and for short ones in one batch, which longrope rotates by different tables: each has the
+/// logits, and the next tokens, that it has alone.
+#[test]
+fn long_and_short_sequences_share_a_batch() {
+    let Some(gpu) = gpu() else { return };
+    let on_gpu = LoadOptions {
+        device: Device::Cuda(gpu.clone()),
+        ..options()
+    };
+    let model = Model::load(&golden("long_longrope"), &on_gpu).unwrap();
+    let tokens = some_tokens(&model, 12);
+    let mut scratch = Scratch::new();
+    // The scaling tells them apart at 16,384.
+    let mut caches: Vec<KvCache> = [400, 20_000, 16_384, 16_385, 17_000]
+        .iter()
+        .map(|&room| KvCache::new(model.device(), model.spec(), room, KvType::F16).unwrap())
+        .collect();
+    let mut alone = Vec::new();
+    for (i, cache) in caches.iter_mut().enumerate() {
+        let mut row = Vec::new();
+        let prompt = &tokens[..3 + i];
+        model
+            .forward(prompt, cache, &mut scratch, Logits::None, &mut row)
+            .unwrap();
+        model
+            .forward(&tokens[11..], cache, &mut scratch, Logits::Last, &mut row)
+            .unwrap();
+        cache.truncate(prompt.len()).unwrap();
+        alone.push(row);
+    }
+    assert_ne!(alone[0], alone[1]);
+
+    let next = vec![tokens[11]; caches.len()];
+    let greedy = SamplingOptions::default();
+    let choice = Choice {
+        options: &greedy,
+        draw: 0,
+        history: &[],
+    };
+    let mut together = Vec::new();
+    let mut all: Vec<&mut KvCache> = caches.iter_mut().collect();
+    model
+        .forward_batch(&next, &mut all, &mut scratch, &mut together)
+        .unwrap();
+    for (i, (got, want)) in together
+        .chunks(model.spec().vocab_size)
+        .zip(&alone)
+        .enumerate()
+    {
+        let want: Vec<f64> = want.iter().map(|&v| v.into()).collect();
+        assert_close(got, &want, 2e-3, &format!("sequence {i}"));
+    }
+    for cache in &mut all {
+        cache.truncate(cache.len() - 1).unwrap();
+    }
+    let choices = vec![choice; all.len()];
+    let chosen = model
+        .forward_choose(&next, &mut all, &choices, &mut scratch, true)
+        .unwrap();
+    for (i, (token, row)) in chosen
+        .iter()
+        .zip(together.chunks(model.spec().vocab_size))
+        .enumerate()
+    {
+        let max = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        assert_eq!(row[*token as usize], max, "sequence {i}");
     }
 }
 

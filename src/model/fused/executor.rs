@@ -134,6 +134,11 @@ fn following(rules: &[DrawRule]) -> Vec<DrawRule> {
     rules.iter().map(next).collect()
 }
 
+/// The values at these indices.
+fn pick<T: Copy>(values: &[T], indices: &[usize]) -> Vec<T> {
+    indices.iter().map(|&i| values[i]).collect()
+}
+
 /// The sequences of a step.
 struct Sequences<'a> {
     caches: Vec<&'a GpuCache>,
@@ -428,19 +433,24 @@ impl Executor {
         }
     }
 
+    /// The sequences of a step, which are rotated alike.
     fn sequences<'a>(&self, caches: &[&'a KvCache]) -> Result<Sequences<'a>> {
-        let long: Vec<bool> = caches.iter().map(|c| self.is_long(c.capacity())).collect();
-        if long.windows(2).any(|pair| pair[0] != pair[1]) {
-            bail!(
-                Unsupported,
-                "sequences with room for long contexts and for short ones in one step, which this model rotates differently; step them apart on a GPU"
-            );
-        }
         Ok(Sequences {
             caches: caches.iter().map(|c| c.gpu()).collect::<Result<_>>()?,
             positions: caches.iter().map(|c| c.len()).collect(),
-            long: long.first().is_some_and(|&long| long),
+            long: caches.first().is_some_and(|c| self.is_long(c.capacity())),
         })
+    }
+
+    /// The indices of the sequences that are rotated as short ones and of those rotated as long ones, if there are both: a step
+    /// takes one table of frequencies for all of its sequences, so each kind takes a step of its own.
+    fn kinds(&self, caches: &[&KvCache]) -> Option<[Vec<usize>; 2]> {
+        if self.frequencies.iter().all(|f| f.long.is_none()) {
+            return None;
+        }
+        let is_long = |i: &usize| self.is_long(caches[*i].capacity());
+        let (long, short): (Vec<usize>, Vec<usize>) = (0..caches.len()).partition(is_long);
+        (!long.is_empty() && !short.is_empty()).then_some([short, long])
     }
 
     /// One token of each of several sequences; the logits, one row for each, are appended to `logits`.
@@ -451,6 +461,18 @@ impl Executor {
         caches: &[&KvCache],
         logits: &mut Vec<f32>,
     ) -> Result<()> {
+        if let Some(kinds) = self.kinds(caches) {
+            let (start, vocab) = (logits.len(), self.sizes.vocab);
+            logits.resize(start + tokens.len() * vocab, 0.0);
+            for kind in &kinds {
+                let mut rows = Vec::new();
+                self.step_logits(source, &pick(tokens, kind), &pick(caches, kind), &mut rows)?;
+                for (row, i) in rows.chunks(vocab).zip(kind) {
+                    logits[start + i * vocab..][..vocab].copy_from_slice(row);
+                }
+            }
+            return Ok(());
+        }
         let sequences = self.sequences(caches)?;
         let mut memory = self.memory();
         memory.settle()?;
@@ -469,6 +491,19 @@ impl Executor {
         choices: &[Choice<'_>],
         look_ahead: bool,
     ) -> Result<Vec<u32>> {
+        if let Some(kinds) = self.kinds(caches) {
+            let mut chosen = vec![0; tokens.len()];
+            for kind in &kinds {
+                let (tokens, caches) = (pick(tokens, kind), pick(caches, kind));
+                // The other kind's step comes next, so there is nothing to enqueue ahead.
+                let next =
+                    self.step_choose(source, &tokens, &caches, &pick(choices, kind), false)?;
+                kind.iter()
+                    .zip(next)
+                    .for_each(|(&i, token)| chosen[i] = token);
+            }
+            return Ok(chosen);
+        }
         let sequences = self.sequences(caches)?;
         let mut memory = self.memory();
         let after: Vec<usize> = sequences.positions.iter().map(|p| p + 1).collect();
