@@ -42,7 +42,7 @@ export NVFP4_EMBED_KERNELS=1 NVFP4_REQUIRE=nvrtc,nvdisasm
 
 # Without optimisation, and so beside the build of the other tests, which embeds nothing.
 cargo test --locked --color never --no-fail-fast --config profile.dev.opt-level=0 --lib --test kernels -- \
-    cuda::driver::compile:: sm_ every_target reports_are an_architecture benchmark_sources 2>&1 | tee "$log" | without_compiling
+    cuda::registry:: sm_ every_target reports_are an_architecture benchmark_sources 2>&1 | tee "$log" | without_compiling
 code=${PIPESTATUS[0]}
 count() { grep '^test result:' "$log" | grep -oE "[0-9]+ $1" | awk '{ sum += $1 } END { print sum + 0 }'; }
 passed=$(count passed) failed=$(count failed)
