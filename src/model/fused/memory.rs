@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::sizes::Sizes;
 use crate::base::Result;
-use crate::base::error::bail;
+use crate::base::error::{bail, err};
 use crate::base::memory::Tag;
 use crate::cuda::{
     self, Best, DeviceBuffer, DrawRule, DrawScratch, Drawn, Event, ExpertScratch, Gpu, Graph,
@@ -211,6 +211,16 @@ impl Memory {
             Some(event) => event.wait(),
             None => Ok(()),
         }
+    }
+
+    /// Appends the first `count` logits, once the device has them.
+    pub(super) fn read_logits(&self, count: usize, logits: &mut Vec<f32>) -> Result<()> {
+        let before = logits.len();
+        logits
+            .try_reserve(count)
+            .map_err(|e| err!(OutOfMemory, "{count} logits: {e}"))?;
+        logits.resize(before + count, 0.0);
+        self.logits.read(0, &mut logits[before..])
     }
 
     /// Waits for the device, and refuses what attention was asked to hold in f16 and could not, and what no router could route.

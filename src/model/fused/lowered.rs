@@ -1,0 +1,186 @@
+//! A model lowered to fused kernels: the shapes by which they are planned, and what they need beside weights.
+
+use std::sync::Arc;
+
+use super::memory::Memory;
+use super::operands::{Mixture, glu_divisor, matrix, mixture, shape};
+use super::plan::{self, BlockShape};
+use super::sizes::Sizes;
+use crate::base::Result;
+use crate::base::error::bail;
+use crate::base::memory::Tag;
+use crate::cuda::{self, DeviceBuffer, Gpu, Hardware, Heads, HostTable, MatrixShape, Table, Unit};
+use crate::model::spec::{AttentionSpec, Spec};
+use crate::model::weights::Weights;
+use crate::ops::Array;
+use crate::tensor::WeightType;
+
+/// What the steps and prompts of a model may need of kernels.
+pub(in crate::model) fn units(spec: &Spec) -> Vec<Unit> {
+    let mut units = vec![
+        Unit::LinearSkinny,
+        Unit::LinearTiled,
+        Unit::LinearWide,
+        Unit::LinearDense,
+        Unit::LinearRows,
+        Unit::LinearRowNorms,
+        Unit::LinearPack,
+        Unit::Embed,
+        Unit::RmsNorm,
+        Unit::PostNorm,
+        Unit::RopeStore,
+        Unit::Glu,
+        Unit::CheckScales,
+        Unit::Argmax,
+        Unit::Draw,
+    ];
+    if spec.blocks.iter().any(|b| b.mlp.mixture().is_some()) {
+        units.extend([Unit::ExpertsRoute, Unit::LinearExperts, Unit::ExpertsSum]);
+    }
+    for block in &spec.blocks {
+        for unit in attention_units(spec, &block.attention) {
+            if !units.contains(&unit) {
+                units.push(unit);
+            }
+        }
+    }
+    units
+}
+
+pub(super) fn attention_units(spec: &Spec, attention: &AttentionSpec) -> [Unit; 3] {
+    let rotary_dim = spec.ropes[attention.rope].table.rotary_dim();
+    let is_limited = attention.window.is_some() || attention.score_cap.is_some();
+    cuda::attention_units(attention.head_dim, rotary_dim, is_limited)
+}
+
+/// A model, as every call needs it.
+#[derive(Clone, Copy)]
+pub(in crate::model) struct Source<'a> {
+    pub(in crate::model) spec: &'a Spec,
+    pub(in crate::model) weights: &'a Weights,
+}
+
+/// The rotary frequencies of a set, f32 on the device.
+struct Frequencies {
+    short: DeviceBuffer,
+    /// Of contexts longer than so many positions.
+    long: Option<(usize, DeviceBuffer)>,
+}
+
+/// What fused kernels need of a model beside its weights, computed once.
+pub(in crate::model) struct Lowered {
+    pub(super) gpu: Arc<Gpu>,
+    pub(super) hardware: Hardware,
+    pub(super) sizes: Sizes,
+    pub(super) blocks: Vec<BlockShape>,
+    pub(super) head: MatrixShape,
+    /// The mixture of each block that has one.
+    pub(super) mixtures: Vec<Option<Mixture>>,
+    /// What activations between gate and down are divided by, in each block.
+    pub(super) glu_divisors: Vec<u32>,
+    frequencies: Vec<Frequencies>,
+    /// The embedding, unless the head serves for it.
+    table: Option<HostTable>,
+}
+
+impl Lowered {
+    /// `table` is what [`super::table`] has made of the embedding. A model that no fused kernel runs is an error that names what it has.
+    pub(super) fn new(
+        gpu: &Arc<Gpu>,
+        source: Source<'_>,
+        table: Option<HostTable>,
+    ) -> Result<Lowered> {
+        let Source { spec, weights } = source;
+        if let Some(what) = plan::unsupported(spec) {
+            bail!(Unsupported, "{what}, for which there is no kernel on a GPU");
+        }
+        let pairs = weights.blocks.iter().zip(&spec.blocks);
+        let mixtures = pairs.clone().map(|pair| mixture(gpu, pair));
+        let mixtures = mixtures.collect::<Result<_>>()?;
+        let blocks: Vec<BlockShape> = pairs.map(shape).collect::<Result<_>>()?;
+        let head = matrix(&weights.head)?.shape();
+        let is_dense = |w: &MatrixShape| w.storage != WeightType::Nvfp4;
+        let dense = is_dense(&head) || blocks.iter().flat_map(BlockShape::matrices).any(is_dense);
+        let sizes = Sizes::of(spec, dense)?;
+        let upload = |values: &[f32]| DeviceBuffer::from_slice(gpu, Tag::DeviceWeights, values);
+        let frequencies = spec.ropes.iter().map(|set| {
+            let long = match &set.long {
+                Some(long) => Some((long.original_positions, upload(&long.table.frequencies)?)),
+                None => None,
+            };
+            Ok(Frequencies {
+                short: upload(&set.table.frequencies)?,
+                long,
+            })
+        });
+        let divisors = weights.blocks.iter().map(|b| glu_divisor(gpu, b));
+        let lowered = Lowered {
+            gpu: gpu.clone(),
+            glu_divisors: divisors.collect::<Result<_>>()?,
+            hardware: Hardware::of(gpu),
+            frequencies: frequencies.collect::<Result<_>>()?,
+            blocks,
+            head,
+            mixtures,
+            table,
+            sizes,
+        };
+        for index in 0..spec.blocks.len() {
+            lowered.heads(source, index, false).check()?;
+        }
+        Ok(lowered)
+    }
+
+    /// Bytes that are here rather than with the weights: of an embedding in host memory.
+    pub(super) fn bytes(&self) -> usize {
+        self.table.as_ref().map_or(0, HostTable::bytes)
+    }
+
+    /// Whether long sequences are rotated by other frequencies than short ones.
+    pub(super) fn tells_long(&self) -> bool {
+        self.frequencies.iter().any(|f| f.long.is_some())
+    }
+
+    /// Whether a sequence with room for so many positions is rotated as a long one.
+    pub(super) fn is_long(&self, capacity: usize) -> bool {
+        let mut sets = self.frequencies.iter().filter_map(|f| f.long.as_ref());
+        sets.any(|(original, _)| capacity > *original)
+    }
+
+    /// What the attention kernels are told of a block.
+    pub(super) fn heads<'a>(&'a self, source: Source<'a>, block: usize, long: bool) -> Heads<'a> {
+        let spec = &source.spec.blocks[block].attention;
+        let weights = &source.weights.blocks[block].attention;
+        let norm = |norm: &'a Option<Array>| norm.as_ref().and_then(|n| n.on_gpu().ok());
+        let (set, frequencies) = (&source.spec.ropes[spec.rope], &self.frequencies[spec.rope]);
+        let (table, frequencies) = match (&set.long, &frequencies.long) {
+            (Some(set), Some((_, frequencies))) if long => (&set.table, frequencies),
+            _ => (&set.table, &frequencies.short),
+        };
+        Heads {
+            heads: spec.heads,
+            kv_heads: spec.kv_heads,
+            dim: spec.head_dim,
+            q_norm: norm(&weights.q_norm),
+            k_norm: norm(&weights.k_norm),
+            frequencies,
+            rotary_dim: table.rotary_dim(),
+            attention_factor: table.attention_factor,
+            eps: source.spec.norm_eps,
+            scale: spec.scale,
+            window: spec.window,
+            score_cap: spec.score_cap,
+        }
+    }
+
+    /// Makes the residual stream the embeddings of the first `rows` tokens in memory.
+    pub(super) fn embed(&self, source: Source<'_>, rows: usize, memory: &Memory) -> Result<()> {
+        let table = match &self.table {
+            Some(table) => Table::Host(table),
+            None => Table::Device(matrix(&source.weights.head)?),
+        };
+        let scale = source.spec.embedding_scale;
+        let (tokens, residual) = (&memory.tokens, &memory.residual);
+        cuda::embed(&self.gpu, table, tokens, rows, scale, residual)
+    }
+}

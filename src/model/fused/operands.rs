@@ -1,0 +1,143 @@
+//! What the planner and the launchers take of a model's weights on a GPU: shapes, matrices with their biases, mixtures of experts, and the
+//! factor by which the activations between gate and down fit f16.
+
+use std::sync::Arc;
+
+use super::plan::{BlockShape, GatedShape, MlpShape};
+use crate::base::Result;
+use crate::base::error::{bail, err};
+use crate::base::memory::Tag;
+use crate::cuda::{self, Biased, DeviceBuffer, DeviceSlice, ExpertTable, Gpu, Matrix, Routing};
+use crate::model::spec::BlockSpec;
+use crate::model::weights::{Block, GatedMlp, Mlp, Projection};
+use crate::ops::Array;
+use crate::ops::linear::Linear;
+
+/// What activations between gate and down are divided by at least: they are the largest of a model, and f16 ends at [`F16_MAX`].
+const GLU_DIVISOR: u32 = 16;
+/// The largest number of f16.
+const F16_MAX: f64 = 65504.0;
+
+/// A mixture of experts, as its kernels need it.
+pub(super) struct Mixture {
+    pub(super) routing: Routing,
+    pub(super) table: ExpertTable,
+}
+
+pub(super) fn on_gpu(array: &Option<Array>) -> Result<&DeviceBuffer> {
+    match array {
+        Some(array) => array.on_gpu(),
+        None => bail!(Internal, "a norm is missing that the spec has"),
+    }
+}
+
+pub(super) fn matrix(projection: &Projection) -> Result<&Matrix> {
+    of_linear(&projection.linear)
+}
+
+pub(super) fn of_linear(linear: &Linear) -> Result<&Matrix> {
+    linear
+        .matrix()
+        .ok_or_else(|| err!(Internal, "a weight of a model on a GPU is in host memory"))
+}
+
+pub(super) fn biased(projection: &Projection) -> Result<Biased<'_>> {
+    let bias = projection.bias.as_ref().map(Array::on_gpu).transpose()?;
+    Ok((matrix(projection)?, bias))
+}
+
+fn gated_shape(mlp: &GatedMlp) -> Result<GatedShape> {
+    Ok(GatedShape {
+        gate_up: [matrix(&mlp.gate)?.shape(), matrix(&mlp.up)?.shape()],
+        down: matrix(&mlp.down)?.shape(),
+    })
+}
+
+pub(super) fn shape((weights, spec): (&Block, &BlockSpec)) -> Result<BlockShape> {
+    let shape = |p: &Projection| Ok(matrix(p)?.shape());
+    let attention = &weights.attention;
+    let of_all_rows = weights.mlp.of_all_rows().map(gated_shape).transpose()?;
+    Ok(BlockShape {
+        norms: spec.norms,
+        qkv: [
+            shape(&attention.q)?,
+            shape(&attention.k)?,
+            shape(&attention.v)?,
+        ],
+        o: shape(&attention.o)?,
+        mlp: match (&weights.mlp, of_all_rows) {
+            (Mlp::Experts(_), shared) => MlpShape::Experts { shared },
+            (Mlp::Dense(_), Some(mlp)) => MlpShape::Dense(mlp),
+            (Mlp::Dense(_), None) => bail!(Internal, "a dense MLP without projections"),
+        },
+    })
+}
+
+pub(super) fn mixture(
+    gpu: &Arc<Gpu>,
+    (weights, spec): (&Block, &BlockSpec),
+) -> Result<Option<Mixture>> {
+    let (Mlp::Experts(weights), Some(spec)) = (&weights.mlp, spec.mlp.mixture()) else {
+        return Ok(None);
+    };
+    let routing = Routing {
+        experts: spec.count,
+        per_token: spec.per_token,
+        normalized: spec.normalized,
+    };
+    routing.check()?;
+    let experts = weights.experts.iter().map(|mlp| {
+        let GatedMlp { gate, up, down } = mlp;
+        Ok([biased(gate)?, biased(up)?, biased(down)?])
+    });
+    let experts = experts.collect::<Result<Vec<_>>>()?;
+    let table = ExpertTable::new(gpu, &experts)?;
+    Ok(Some(Mixture { routing, table }))
+}
+
+/// The power of two by which the gated linear unit of this block is divided so that it fits f16 for any input. The length of a normalized
+/// row is at most the square root of its width, so gate and up are at most that times the norms of their rows, with the weight of the norm
+/// folded in (Cauchy-Schwarz). Activations are no larger than their arguments.
+pub(super) fn glu_divisor(gpu: &Arc<Gpu>, block: &Block) -> Result<u32> {
+    let Some(norm) = &block.mlp_norms.pre else {
+        return Ok(GLU_DIVISOR);
+    };
+    let mut largest = 0f64;
+    for mlp in block.mlp.mlps() {
+        let both = bounds(gpu, [&mlp.gate, &mlp.up], norm)?;
+        let (gate, up) = both.split_at(both.len() / 2);
+        let products = gate.iter().zip(up).map(|(g, u)| g * u);
+        largest = products.fold(largest, f64::max);
+    }
+    // Room for the rounding of everything before.
+    let mut divisor = GLU_DIVISOR;
+    while largest * 1.01 > F16_MAX * f64::from(divisor) && divisor < 1 << 30 {
+        divisor *= 2;
+    }
+    Ok(divisor)
+}
+
+/// What the features of projections that share a normalized input can reach, one projection after the other.
+fn bounds(gpu: &Arc<Gpu>, projections: [&Projection; 2], norm: &Array) -> Result<Vec<f64>> {
+    let rows: usize = projections.iter().map(|p| p.linear.rows()).sum();
+    let out = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, rows * 4)?;
+    let mut bias = vec![0f32; rows];
+    let mut first = 0;
+    for projection in projections {
+        let matrix = matrix(projection)?;
+        let own = first..first + matrix.rows();
+        let slice = DeviceSlice::from(&out).part(own.start * 4..own.end * 4)?;
+        cuda::row_norms(matrix, Some(norm.all().cuda()?), slice)?;
+        if let Some(stored) = &projection.bias {
+            stored.all().read(&mut bias[own.clone()])?;
+        }
+        first = own.end;
+    }
+    let mut norms = vec![0f32; rows];
+    out.read(0, &mut norms)?;
+    let width = (projections[0].linear.cols() as f64).sqrt();
+    let both = norms.iter().zip(&bias);
+    Ok(both
+        .map(|(&n, &b)| width * f64::from(n) + f64::from(b.abs()))
+        .collect())
+}

@@ -1,0 +1,355 @@
+//! Rows on their way through the blocks: what a step of the plan launches.
+
+use super::lowered::{Lowered, Source};
+use super::memory::Memory;
+use super::operands::{Mixture, biased, of_linear, on_gpu};
+use super::plan::{self, Applied, Half, Kernel, Norm, Normed, Step, Then};
+use crate::base::Result;
+use crate::base::error::{bail, err};
+use crate::cuda::{
+    self, Biased, DeviceBuffer, ExpertScratch, FusedNorm, Input, Layout, NextNorm, Output,
+    PageTable, ResidualRow, Shared, SplitKv,
+};
+use crate::model::spec::GatedMlpSpec;
+use crate::model::weights::{Block, GatedMlp, Mlp, Weights};
+
+#[derive(Clone, Copy)]
+pub(super) enum Attention<'a> {
+    /// One token of each sequence; by number of [`Sizes::attentions`].
+    Step(&'a [SplitKv]),
+    /// Rows of one sequence from this position on.
+    Prompt(usize),
+}
+
+/// Rows on their way through the blocks.
+pub(super) struct Pass<'a> {
+    pub(super) lowered: &'a Lowered,
+    pub(super) source: Source<'a>,
+    pub(super) memory: &'a Memory,
+    pub(super) rows: usize,
+    pub(super) attention: Attention<'a>,
+    /// Whether the sequences have room for long contexts.
+    pub(super) long: bool,
+}
+
+impl<'a> Pass<'a> {
+    fn block(&self, index: usize) -> (&'a Block, &'a Weights) {
+        (&self.source.weights.blocks[index], self.source.weights)
+    }
+
+    /// Launches what a step of the plan says.
+    pub(super) fn enqueue(&self, step: &Step) -> Result<()> {
+        let (lowered, memory) = (self.lowered, self.memory);
+        let index = step.block;
+        match &step.kernel {
+            Kernel::Normalize { norm, layout } => self.normalize(*norm, 0, *layout),
+            Kernel::Qkv { input } => {
+                let attention = &self.block(index).0.attention;
+                let matrices = [
+                    biased(&attention.q)?,
+                    biased(&attention.k)?,
+                    biased(&attention.v)?,
+                ];
+                let (out, width) = (&memory.projected, lowered.sizes.qkv());
+                self.linear(self.input(input)?, &matrices, Output::F32, out, width)
+            }
+            Kernel::Decode { .. } | Kernel::StoreKv | Kernel::Prefill => {
+                self.attend(index, &step.kernel)
+            }
+            Kernel::GateUp { input, fused } => {
+                let (spec, mlp) = self.mlp(index)?;
+                let matrices = [biased(&mlp.gate)?, biased(&mlp.up)?];
+                let input = self.input(input)?;
+                let wide = spec.intermediate_size;
+                match fused {
+                    true => {
+                        let glu = plan::glu(spec.activation, lowered.glu_divisors[index]);
+                        let output = input.layout().glu(glu);
+                        self.linear(input, &matrices, output, &memory.inner, wide)
+                    }
+                    false => {
+                        let out = &memory.projected;
+                        self.linear(input, &matrices, Output::F16, out, 2 * wide)
+                    }
+                }
+            }
+            Kernel::Activate => {
+                let (spec, _) = self.mlp(index)?;
+                cuda::glu(
+                    &lowered.gpu,
+                    plan::glu(spec.activation, lowered.glu_divisors[index]),
+                    &memory.projected,
+                    self.rows,
+                    spec.intermediate_size,
+                    &memory.inner,
+                )
+            }
+            Kernel::Route => {
+                let (mixture, scratch) = self.mixture(index)?;
+                let Mlp::Experts(experts) = &self.block(index).0.mlp else {
+                    bail!(Internal, "block {index} has no router");
+                };
+                let gate = experts.shared.as_ref().and_then(|(_, gate)| gate.as_ref());
+                cuda::route(
+                    &lowered.gpu,
+                    &mixture.routing,
+                    of_linear(&experts.router)?,
+                    gate.map(of_linear).transpose()?,
+                    &memory.input,
+                    self.rows,
+                    scratch,
+                    &memory.linear,
+                    (&memory.unroutable, index),
+                )
+            }
+            Kernel::ExpertsGateUp => {
+                let (Mixture { routing, table }, scratch) = self.mixture(index)?;
+                let Some(spec) = self.source.spec.blocks[index].mlp.mixture() else {
+                    bail!(Internal, "block {index} has no experts");
+                };
+                let glu = plan::glu(spec.expert.activation, lowered.glu_divisors[index]);
+                let (gpu, x) = (&lowered.gpu, &memory.input);
+                cuda::experts_gate_up(gpu, routing, table, x, self.rows, glu, scratch)
+            }
+            Kernel::ExpertsDown => {
+                let (Mixture { routing, table }, scratch) = self.mixture(index)?;
+                let divisor = lowered.glu_divisors[index] as f32;
+                cuda::experts_down(&lowered.gpu, routing, table, self.rows, divisor, scratch)
+            }
+            Kernel::SumExperts { next } => self.sum_experts(index, *next),
+            Kernel::Project { half, layout, then } => self.project(index, *half, *layout, *then),
+            Kernel::PostNorm { half, next } => self.post_norm(index, *half, *next),
+            Kernel::Head { input } => self.head(input),
+        }
+    }
+
+    /// The MLP of a block that all rows go through.
+    fn mlp(&self, index: usize) -> Result<(&'a GatedMlpSpec, &'a GatedMlp)> {
+        let spec = self.source.spec.blocks[index].mlp.of_all_rows();
+        let weights = self.block(index).0.mlp.of_all_rows();
+        spec.zip(weights).ok_or_else(|| {
+            err!(
+                Internal,
+                "block {index} has experts alone, and its plan an MLP of all rows"
+            )
+        })
+    }
+
+    /// The experts of a block, and what they work in.
+    fn mixture(&self, index: usize) -> Result<(&'a Mixture, &'a ExpertScratch)> {
+        let mixture = self.lowered.mixtures[index].as_ref();
+        mixture.zip(self.memory.experts.as_ref()).ok_or_else(|| {
+            err!(
+                Internal,
+                "block {index} has a dense MLP, and its plan experts"
+            )
+        })
+    }
+
+    fn sum_experts(&self, index: usize, next: Option<(Norm, Layout)>) -> Result<()> {
+        let (mixture, scratch) = self.mixture(index)?;
+        let spec = self.source.spec.blocks[index].mlp.mixture();
+        let shared = spec.and_then(|spec| spec.shared).map(|shared| Shared {
+            made: &self.memory.projected,
+            gated: shared.gated,
+        });
+        cuda::sum_experts(
+            &self.lowered.gpu,
+            &mixture.routing,
+            shared,
+            self.source.spec.norm_eps,
+            self.rows,
+            self.lowered.sizes.hidden,
+            &self.memory.residual,
+            self.next_norm(next)?,
+            scratch,
+        )
+    }
+
+    fn linear(
+        &self,
+        input: Input<'_>,
+        matrices: &[Biased<'_>],
+        output: Output,
+        out: &DeviceBuffer,
+        stride: usize,
+    ) -> Result<()> {
+        let (gpu, scratch) = (&self.lowered.gpu, &self.memory.linear);
+        cuda::linear(
+            gpu, input, self.rows, matrices, output, out, stride, scratch,
+        )
+    }
+
+    fn attend(&self, index: usize, kernel: &Kernel) -> Result<()> {
+        let (lowered, memory) = (self.lowered, self.memory);
+        let (gpu, rows) = (&lowered.gpu, self.rows);
+        let heads = lowered.heads(self.source, index, self.long);
+        let pages = PageTable {
+            table: &memory.table,
+            stride: memory.pages,
+            layer: index,
+            unfit: Some(&memory.unfit),
+        };
+        match (kernel, self.attention) {
+            (Kernel::Decode { layout }, Attention::Step(divisions)) => cuda::decode(
+                gpu,
+                &heads,
+                &pages,
+                &memory.projected,
+                &memory.positions,
+                rows,
+                divisions[lowered
+                    .sizes
+                    .attention_index(&self.source.spec.blocks[index].attention)],
+                &memory.splits,
+                &memory.input,
+                *layout,
+            ),
+            (Kernel::StoreKv, Attention::Prompt(first)) => {
+                let (qkv, q) = (&memory.projected, &memory.inner);
+                cuda::store(gpu, &heads, &pages, qkv, 0, rows, first, q)
+            }
+            (Kernel::Prefill, Attention::Prompt(first)) => {
+                let (q, out) = (&memory.inner, &memory.input);
+                cuda::prefill(gpu, &heads, &pages, q, 0, rows, first, out)
+            }
+            _ => bail!(Internal, "a step and a prompt were mixed up"),
+        }
+    }
+
+    fn project(&self, index: usize, half: Half, layout: Layout, then: Then) -> Result<()> {
+        let (block, memory) = (self.block(index).0, self.memory);
+        let (input, weight) = match half {
+            Half::Attention => (layout.input(&memory.input, 1.0), &block.attention.o),
+            Half::Mlp => {
+                let divisor = self.lowered.glu_divisors[index] as f32;
+                (
+                    layout.input(&memory.inner, divisor),
+                    &self.mlp(index)?.1.down,
+                )
+            }
+        };
+        let (matrix, hidden) = (biased(weight)?, self.lowered.sizes.hidden);
+        match then {
+            Then::Add => self.linear(input, &[matrix], Output::Add, &memory.residual, hidden),
+            Then::AddAndNorm(norm) => {
+                let norm = self.fused_norm(norm)?;
+                cuda::linear_add_norm(&self.lowered.gpu, input, self.rows, matrix, &norm)
+            }
+            Then::Store => self.linear(input, &[matrix], Output::F32, &memory.projected, hidden),
+            Then::StoreRow => self.linear(input, &[matrix], Output::F32, &memory.half, hidden),
+        }
+    }
+
+    fn post_norm(&self, index: usize, half: Half, next: Option<(Norm, Layout)>) -> Result<()> {
+        let block = self.block(index).0;
+        let norm = match half {
+            Half::Attention => &block.attention_norms.post,
+            Half::Mlp => &block.mlp_norms.post,
+        };
+        cuda::post_norm(
+            &self.lowered.gpu,
+            &self.memory.projected,
+            on_gpu(norm)?,
+            self.source.spec.norm_eps,
+            self.rows,
+            self.lowered.sizes.hidden,
+            &self.memory.residual,
+            self.next_norm(next)?,
+        )
+    }
+
+    fn next_norm(&self, next: Option<(Norm, Layout)>) -> Result<Option<NextNorm<'a>>> {
+        let Some((norm, layout)) = next else {
+            return Ok(None);
+        };
+        Ok(Some(NextNorm {
+            weight: self.norm_weight(norm)?,
+            layout,
+            rows: &self.memory.input,
+        }))
+    }
+
+    fn norm_weight(&self, norm: Norm) -> Result<&'a DeviceBuffer> {
+        match norm {
+            Norm::Attention(i) => on_gpu(&self.block(i).0.attention_norms.pre),
+            Norm::Mlp(i) => on_gpu(&self.block(i).0.mlp_norms.pre),
+            Norm::Head => self.source.weights.norm.on_gpu(),
+        }
+    }
+
+    fn fused_norm(&self, norm: Norm) -> Result<FusedNorm<'a>> {
+        Ok(FusedNorm {
+            scratch: &self.memory.norms,
+            // Norms take turns, of which every block has two.
+            turn: usize::from(matches!(norm, Norm::Mlp(_))),
+            x: &self.memory.residual,
+            weight: self.norm_weight(norm)?,
+            eps: self.source.spec.norm_eps,
+        })
+    }
+
+    /// What products take of normalized rows.
+    fn input(&self, normed: &Normed) -> Result<Input<'a>> {
+        Ok(match normed.applied {
+            Applied::Before => normed.layout.input(&self.memory.input, 1.0),
+            Applied::Epilogue => Input::FusedNorm(self.fused_norm(normed.norm)?, normed.layout),
+            Applied::Prologue => Input::Residual(self.residual_row(normed.norm)?),
+        })
+    }
+
+    /// The row that the prologue of a product makes: the output of the half before, normalized, added and normalized again. Between blocks
+    /// the residual stream is at its usual place.
+    fn residual_row(&self, norm: Norm) -> Result<ResidualRow<'a>> {
+        let Memory {
+            residual,
+            between,
+            half,
+            ..
+        } = self.memory;
+        let last = self.source.spec.blocks.len() - 1;
+        let (post, x, sum) = match norm {
+            Norm::Mlp(i) => (&self.block(i).0.attention_norms.post, residual, between),
+            Norm::Attention(0) => bail!(Internal, "nothing is before the first norm"),
+            Norm::Attention(i) => (&self.block(i - 1).0.mlp_norms.post, between, residual),
+            Norm::Head => (&self.block(last).0.mlp_norms.post, between, residual),
+        };
+        Ok(ResidualRow {
+            y: half,
+            post: on_gpu(post)?,
+            x,
+            weight: self.norm_weight(norm)?,
+            sum,
+            eps: self.source.spec.norm_eps,
+        })
+    }
+
+    /// Normalizes rows of the residual stream from `first` on.
+    pub(super) fn normalize(&self, norm: Norm, first: usize, layout: Layout) -> Result<()> {
+        let (rows, hidden) = (self.rows, self.lowered.sizes.hidden);
+        let norm = self.fused_norm(norm)?;
+        let factors = (rows <= cuda::SKINNY_ROWS).then(|| norm.scratch.factors(norm.turn));
+        cuda::rms_norm(
+            &self.lowered.gpu,
+            norm.x,
+            first * hidden * size_of::<f32>(),
+            norm.weight,
+            norm.eps,
+            rows,
+            hidden,
+            &self.memory.input,
+            layout,
+            factors,
+        )
+    }
+
+    pub(super) fn head(&self, input: &Normed) -> Result<()> {
+        let head = biased(&self.source.weights.head)?;
+        let (logits, vocab) = (&self.memory.logits, self.lowered.sizes.vocab);
+        self.linear(self.input(input)?, &[head], Output::F32, logits, vocab)?;
+        match self.source.spec.logit_cap {
+            Some(cap) => cuda::soft_cap(&self.lowered.gpu, logits, self.rows * vocab, cap),
+            None => Ok(()),
+        }
+    }
+}
