@@ -517,7 +517,7 @@ fn chain(gpu: &Arc<Gpu>) {
         let normed =
             DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, layout.elements(batch, 2560) * 2)
                 .unwrap();
-        // Norms are deferred where the model defers them, which is after the first.
+        // Norms are fused where the model fuses them, which is after the first.
         let norms = NormScratch::new(gpu, 2560).unwrap();
         let norm = |turn| FusedNorm {
             scratch: &norms,
@@ -526,7 +526,7 @@ fn chain(gpu: &Arc<Gpu>) {
             weight: &hidden_norm,
             eps: 1e-6,
         };
-        let deferred = |makes: &[Biased<'_>], takes: &[Biased<'_>], output| {
+        let fused = |makes: &[Biased<'_>], takes: &[Biased<'_>], output| {
             FusedNorm::serves(
                 &Hardware::of(gpu),
                 batch,
@@ -536,8 +536,8 @@ fn chain(gpu: &Arc<Gpu>) {
                 output,
             )
         };
-        let norm_input = |turn: usize, deferred: bool| -> NVFP4::base::Result<Input<'_>> {
-            if deferred {
+        let norm_input = |turn: usize, fused: bool| -> NVFP4::base::Result<Input<'_>> {
+            if fused {
                 return Ok(Input::FusedNorm(norm(turn), layout));
             }
             let factors = (batch <= cuda::SKINNY_ROWS).then(|| norms.factors(turn));
@@ -555,19 +555,19 @@ fn chain(gpu: &Arc<Gpu>) {
             )?;
             Ok(layout.input(&normed, 1.0))
         };
-        let add = |input, matrices: &[Biased<'_>], next, deferred| match deferred {
+        let add = |input, matrices: &[Biased<'_>], next, fused| match fused {
             true => cuda::linear_add_norm(gpu, input, batch, matrices[0], &norm(next)),
             false => cuda::linear(gpu, input, batch, matrices, Output::Add, &x, 2560, &scratch),
         };
         let enqueue = |wanted: [bool; 5]| -> NVFP4::base::Result<()> {
             for (layer, w) in weights.iter().enumerate() {
                 let all = |i: usize| w[i].iter().map(|w| (w, None)).collect::<Vec<_>>();
-                let input_deferred = deferred(&all(3), &all(0), Output::F32);
-                let post_deferred = deferred(&all(1), &all(2), layout.glu(GLU));
+                let input_fused = fused(&all(3), &all(0), Output::F32);
+                let post_fused = fused(&all(1), &all(2), layout.glu(GLU));
                 if wanted[0] {
                     cuda::linear(
                         gpu,
-                        norm_input(2 * layer, layer > 0 && input_deferred)?,
+                        norm_input(2 * layer, layer > 0 && input_fused)?,
                         batch,
                         &all(0),
                         Output::F32,
@@ -599,7 +599,7 @@ fn chain(gpu: &Arc<Gpu>) {
                 }
                 if wanted[2] {
                     let input = layout.input(&attended, 1.0);
-                    add(input, &all(1), 2 * layer + 1, post_deferred)?;
+                    add(input, &all(1), 2 * layer + 1, post_fused)?;
                 }
                 if wanted[3] {
                     let fused = cuda::has_glu(&Hardware::of(gpu), batch, &shapes(&all(2)), layout);
@@ -609,7 +609,7 @@ fn chain(gpu: &Arc<Gpu>) {
                     };
                     cuda::linear(
                         gpu,
-                        norm_input(2 * layer + 1, post_deferred)?,
+                        norm_input(2 * layer + 1, post_fused)?,
                         batch,
                         &all(2),
                         output,
@@ -623,7 +623,7 @@ fn chain(gpu: &Arc<Gpu>) {
                 }
                 if wanted[4] {
                     let input = layout.input(&mlp, 1.0);
-                    add(input, &all(3), 2 * layer + 2, input_deferred)?;
+                    add(input, &all(3), 2 * layer + 2, input_fused)?;
                 }
             }
             Ok(())
@@ -639,13 +639,13 @@ fn chain(gpu: &Arc<Gpu>) {
         let tokens = DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, 4 * batch).unwrap();
         let best = cuda::Best::new(gpu, batch).unwrap();
         let last_down = [(&weights[LAYERS - 1][3][0], None)];
-        let head_deferred = deferred(&last_down, &[(&head, None)], Output::F32);
+        let head_fused = fused(&last_down, &[(&head, None)], Output::F32);
         let token = || -> NVFP4::base::Result<()> {
             cuda::embed(gpu, cuda::Table::Device(&head), &tokens, batch, 1.0, &x)?;
             enqueue([true; 5])?;
             cuda::linear(
                 gpu,
-                norm_input(2 * LAYERS, head_deferred)?,
+                norm_input(2 * LAYERS, head_fused)?,
                 batch,
                 &[(&head, None)],
                 Output::F32,

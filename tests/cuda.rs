@@ -99,7 +99,7 @@ fn read_f16(buffer: &DeviceBuffer, count: usize) -> Vec<f32> {
 }
 
 /// Where element `k` of a row of `m` stands in fragment-major activations; `kernels/format/fragment_major.cuh` has the order.
-fn ordered_at(m: usize, row: usize, k: usize) -> usize {
+fn fragment_index(m: usize, row: usize, k: usize) -> usize {
     let (chunk, in_chunk) = (k / 128, k % 128);
     let piece = in_chunk / 32 * 4 + k % 4;
     let in_piece = row % 8 * 8 + k % 16 / 4 * 2 + k / 16 % 2;
@@ -111,7 +111,7 @@ fn in_rows(layout: Layout, values: &[f32], m: usize, k: usize) -> Vec<f32> {
     match layout {
         Layout::RowMajor => values.to_vec(),
         Layout::FragmentMajor => (0..m * k)
-            .map(|i| values[ordered_at(m, i / k, i % k)])
+            .map(|i| values[fragment_index(m, i / k, i % k)])
             .collect(),
     }
 }
@@ -124,11 +124,11 @@ fn in_layout(layout: Layout, values: &[f32], m: usize, k: usize) -> Vec<u16> {
     }
     let mut all = vec![f16::NAN.to_bits(); layout.elements(m, k)];
     for row in 0..m {
-        (k..k.next_multiple_of(128)).for_each(|k| all[ordered_at(m, row, k)] = 0);
+        (k..k.next_multiple_of(128)).for_each(|k| all[fragment_index(m, row, k)] = 0);
     }
     halves
         .enumerate()
-        .for_each(|(i, h)| all[ordered_at(m, i / k, i % k)] = h);
+        .for_each(|(i, h)| all[fragment_index(m, i / k, i % k)] = h);
     all
 }
 
@@ -750,11 +750,9 @@ fn fused_norms_and_activations_agree_with_f64() {
     }
 }
 
-/// A product that leaves rows for their norm, and products that apply it: with rows of the magnitude of the ones before, and with
-/// rows that have grown or shrunk so much that they are normalised anew.
-/// One row that a product makes on the way: of the residual stream and what is added to it after a norm of its own.
+/// Products of a row that they compute themselves: the residual stream plus the norm of an addend, normalized.
 #[test]
-fn rows_made_on_the_way_agree_with_f64() {
+fn products_of_residual_rows_agree_with_f64() {
     let Some(gpu) = gpu() else { return };
     let hardware = Hardware::of(&gpu);
     for (i, (k, n)) in [(48, 40), (2560, 264), (3840, 4096), (4096, 72)]
@@ -843,8 +841,10 @@ fn rows_made_on_the_way_agree_with_f64() {
     }
 }
 
+/// A product that prepares rows for a norm, and products that apply it: with rows of the magnitude of the rows before, and with rows
+/// that have grown or shrunk so much that they are normalized from the residual stream.
 #[test]
-fn deferred_norms_agree_with_f64() {
+fn norms_fused_into_products_agree_with_f64() {
     let Some(gpu) = gpu() else { return };
     let scratch = LinearScratch::new(&gpu, 16, 9728, 0).unwrap();
     for (i, &(m, k, width, rows)) in [
@@ -909,7 +909,7 @@ fn deferred_norms_agree_with_f64() {
                 let scale = |row: usize| if row % 3 == turn { a } else { b };
                 let residual: Vec<f32> = (0..m * width).map(|i| before[i] * 5.0).collect();
                 let device_x = upload(&gpu, &residual);
-                let deferred = FusedNorm {
+                let fused = FusedNorm {
                     scratch: &norms,
                     turn,
                     x: &device_x,
@@ -939,12 +939,12 @@ fn deferred_norms_agree_with_f64() {
                 )
                 .unwrap();
                 let what = format!("{m} rows of {width}, factors {a:e}, {b:e} too large");
-                cuda::linear_add_norm(&gpu, layout.input(&device_input, 1.0), m, makes, &deferred)
+                cuda::linear_add_norm(&gpu, layout.input(&device_input, 1.0), m, makes, &fused)
                     .unwrap();
                 let x = read_f32(&device_x, m * width);
                 assert_close(&x, &want_x, EXACT, &what);
                 let normed = rms_norm(&x, &norm, 1e-6);
-                let input = Input::FusedNorm(deferred, layout);
+                let input = Input::FusedNorm(fused, layout);
 
                 let all: usize = rows.iter().sum();
                 let out = poisoned(&gpu, m * all * 4);
@@ -1920,7 +1920,7 @@ fn norms_of_rows_agree_with_f64() {
 
 /// A norm of what is added, and the norm of the sum: rows that fill registers and such that do not, in both layouts.
 #[test]
-fn norms_of_what_is_added_agree_with_f64() {
+fn norms_after_a_residual_sum_agree_with_f64() {
     let Some(gpu) = gpu() else { return };
     for (i, (m, width)) in [(1, 64), (3, 2560), (9, 1152), (40, 5376), (2, 8192)]
         .into_iter()

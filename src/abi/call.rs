@@ -86,20 +86,20 @@ struct HostFlag(*const AtomicI32);
 unsafe impl Sync for HostFlag {}
 
 /// What may cancel a call: a cancel handle, a flag of the host, or both.
-pub(super) struct Ends {
+pub(super) struct Cancellation {
     cancel: Option<Arc<Cancel>>,
     flag: HostFlag,
 }
 
-impl Ends {
+impl Cancellation {
     /// # Safety
     /// The flag must be readable as long as this lives.
-    unsafe fn of(call: &NVFP4_CallOptions) -> Result<Ends> {
+    unsafe fn of(call: &NVFP4_CallOptions) -> Result<Cancellation> {
         reserved(call, call.reserved)?;
         if !call.cancel_flag.is_aligned() {
             bail!(InvalidArgument, "cancel_flag is not aligned to 4 bytes");
         }
-        Ok(Ends {
+        Ok(Cancellation {
             cancel: match call.cancel.is_null() {
                 true => None,
                 false => Some(handle::get::<Cancel>("cancel", call.cancel)?),
@@ -110,13 +110,13 @@ impl Ends {
 
     /// # Safety
     /// `call`, unless NULL, must be readable, and its flag as long as this lives.
-    pub(super) unsafe fn read(call: *const NVFP4_CallOptions) -> Result<Ends> {
+    pub(super) unsafe fn read(call: *const NVFP4_CallOptions) -> Result<Cancellation> {
         // SAFETY: promised by the caller.
         unsafe { Self::of(&options(call)?) }
     }
 
     /// Runs `body`, which this may cancel.
-    pub(super) fn ending<T>(&self, body: impl FnOnce() -> Result<T>) -> Result<T> {
+    pub(super) fn watch<T>(&self, body: impl FnOnce() -> Result<T>) -> Result<T> {
         let flag = || self.is_set();
         let watch = Watch {
             flags: &[&flag],
@@ -127,7 +127,7 @@ impl Ends {
 
     /// Whether the call is to be cancelled.
     pub(super) fn is_set(&self) -> bool {
-        let Ends { cancel, flag } = self;
+        let Cancellation { cancel, flag } = self;
         let triggered = cancel.as_ref().is_some_and(|c| slots::is_set(c.0));
         // SAFETY: promised at construction.
         triggered || unsafe { flag.0.as_ref() }.is_some_and(|f| f.load(Ordering::Relaxed) != 0)
@@ -148,13 +148,13 @@ pub(super) unsafe fn watched<T>(
     // SAFETY: promised by the caller.
     let options = unsafe { options(call) }?;
     // SAFETY: as above.
-    let ends = unsafe { Ends::of(&options) }?;
+    let cancellation = unsafe { Cancellation::of(&options) }?;
     let user = User(options.user);
     let progress = options.progress.map(|callback| {
         // SAFETY: the host's callback, called while the call it was given to runs, on the same thread.
         move |p: Progress| answer(unsafe { callback({ user }.0, p.done, p.total) })
     });
-    let flag = || ends.is_set();
+    let flag = || cancellation.is_set();
     let flags: [Flag<'_>; 1] = [&flag];
     let watch = Watch {
         flags: &flags,

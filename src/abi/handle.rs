@@ -152,18 +152,18 @@ pub(super) fn give_up<T: Object>(argument: &str, handle: *const T::Handle) -> Re
 }
 
 /// What an [`Exclusive`] can hold.
-pub(super) trait Watched {
+pub(super) trait Snapshots {
     /// What other calls may read while a call uses it.
     type Snapshot;
     /// A snapshot of its current state.
     fn snapshot(&self) -> Self::Snapshot;
     /// Called when a call that may change it begins.
-    fn taken(&mut self);
+    fn begin_use(&mut self);
 }
 
 /// An object that one call at a time may use, and that others may read meanwhile. While a call that is long or calls the
 /// host back uses it, readers get a snapshot from the beginning of that call; they wait for any other call.
-pub(super) struct Exclusive<T: Watched> {
+pub(super) struct Exclusive<T: Snapshots> {
     value: Mutex<T>,
     gate: Mutex<Gate<T::Snapshot>>,
     changed: Condvar,
@@ -184,7 +184,7 @@ enum User<S> {
     Long(S),
 }
 
-impl<T: Watched> Exclusive<T> {
+impl<T: Snapshots> Exclusive<T> {
     pub(super) fn new(value: T) -> Self {
         Exclusive {
             value: Mutex::new(value),
@@ -198,13 +198,13 @@ impl<T: Watched> Exclusive<T> {
     }
 
     /// Takes the object for this call, which is short and calls nothing back. `Busy` if another call uses it.
-    pub(super) fn take(&self, argument: &str) -> Result<Taken<'_, T>> {
+    pub(super) fn take(&self, argument: &str) -> Result<ExclusiveGuard<'_, T>> {
         self.take_as(argument, |_| User::Short)
     }
 
     /// Takes the object for this call, which may be long and call the host back. `Busy` if another call uses it, one
     /// further up this thread's stack included.
-    pub(super) fn take_long(&self, argument: &str) -> Result<Taken<'_, T>> {
+    pub(super) fn take_long(&self, argument: &str) -> Result<ExclusiveGuard<'_, T>> {
         self.take_as(argument, |value| User::Long(value.snapshot()))
     }
 
@@ -212,7 +212,7 @@ impl<T: Watched> Exclusive<T> {
         &self,
         argument: &str,
         user: impl FnOnce(&T) -> User<T::Snapshot>,
-    ) -> Result<Taken<'_, T>> {
+    ) -> Result<ExclusiveGuard<'_, T>> {
         let mut gate = self.gate();
         // Waiting readers go first, or a loop of short calls would keep them out for ever.
         while matches!(gate.user, User::None) && gate.waiting > 0 {
@@ -228,10 +228,10 @@ impl<T: Watched> Exclusive<T> {
         let mut value = self.value(argument)?;
         gate.user = user(&value);
         gate.generation = fork::generation();
-        value.taken();
-        Ok(Taken {
+        value.begin_use();
+        Ok(ExclusiveGuard {
             value,
-            _end: End(self),
+            _gate: OpenGate(self),
         })
     }
 
@@ -292,30 +292,30 @@ impl<T: Watched> Exclusive<T> {
 }
 
 /// An object in exclusive use by a call.
-pub(super) struct Taken<'a, T: Watched> {
+pub(super) struct ExclusiveGuard<'a, T: Snapshots> {
     // Dropped first: a caller that finds the gate open must not have to wait for the object.
     value: MutexGuard<'a, T>,
-    _end: End<'a, T>,
+    _gate: OpenGate<'a, T>,
 }
 
 /// Opens the gate when a call ends.
-struct End<'a, T: Watched>(&'a Exclusive<T>);
+struct OpenGate<'a, T: Snapshots>(&'a Exclusive<T>);
 
-impl<T: Watched> Drop for End<'_, T> {
+impl<T: Snapshots> Drop for OpenGate<'_, T> {
     fn drop(&mut self) {
         self.0.gate().user = User::None;
         self.0.changed.notify_all();
     }
 }
 
-impl<T: Watched> Deref for Taken<'_, T> {
+impl<T: Snapshots> Deref for ExclusiveGuard<'_, T> {
     type Target = T;
     fn deref(&self) -> &T {
         &self.value
     }
 }
 
-impl<T: Watched> DerefMut for Taken<'_, T> {
+impl<T: Snapshots> DerefMut for ExclusiveGuard<'_, T> {
     fn deref_mut(&mut self) -> &mut T {
         &mut self.value
     }
@@ -376,12 +376,12 @@ mod tests {
         number: i32,
         taken: usize,
     }
-    impl Watched for Watch {
+    impl Snapshots for Watch {
         type Snapshot = i32;
         fn snapshot(&self) -> i32 {
             self.number
         }
-        fn taken(&mut self) {
+        fn begin_use(&mut self) {
             self.taken += 1;
         }
     }

@@ -46,12 +46,12 @@ pub struct NVFP4_Error {
     _private: [u8; 0],
 }
 
-struct Taken {
+struct SavedError {
     status: NVFP4_Status,
     message: CString,
 }
 
-impl Object for Taken {
+impl Object for SavedError {
     type Handle = NVFP4_Error;
     const NAME: &'static str = "NVFP4_Error";
 }
@@ -65,7 +65,7 @@ pub unsafe extern "C" fn NVFP4_take_error(out: *mut *mut NVFP4_Error) -> NVFP4_S
         let out = unsafe { Out::new("out", out) }?;
         out.set(match guard::take_last() {
             None => std::ptr::null_mut(),
-            Some((status, message)) => handle::insert(Arc::new(Taken { status, message })),
+            Some((status, message)) => handle::insert(Arc::new(SavedError { status, message })),
         });
         Ok(())
     })
@@ -76,7 +76,9 @@ pub unsafe extern "C" fn NVFP4_take_error(out: *mut *mut NVFP4_Error) -> NVFP4_S
 pub extern "C" fn NVFP4_error_status(error: *const NVFP4_Error) -> NVFP4_Status {
     match error.is_null() {
         true => NVFP4_OK,
-        false => handle::get::<Taken>("error", error).map_or(NVFP4_INVALID_HANDLE, |e| e.status),
+        false => {
+            handle::get::<SavedError>("error", error).map_or(NVFP4_INVALID_HANDLE, |e| e.status)
+        }
     }
 }
 
@@ -85,14 +87,14 @@ pub extern "C" fn NVFP4_error_status(error: *const NVFP4_Error) -> NVFP4_Status 
 #[unsafe(no_mangle)]
 pub extern "C" fn NVFP4_error_message(error: *const NVFP4_Error) -> *const c_char {
     // The registry keeps the text in place as long as the handle is live.
-    handle::get::<Taken>("error", error).map_or(c"".as_ptr(), |e| e.message.as_ptr())
+    handle::get::<SavedError>("error", error).map_or(c"".as_ptr(), |e| e.message.as_ptr())
 }
 
 /// Adds a reference to an error.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_error_retain(error: *mut NVFP4_Error) -> NVFP4_Status {
     enter("NVFP4_error_retain", || {
-        handle::retain::<Taken>("error", error)
+        handle::retain::<SavedError>("error", error)
     })
 }
 
@@ -100,6 +102,6 @@ pub unsafe extern "C" fn NVFP4_error_retain(error: *mut NVFP4_Error) -> NVFP4_St
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_error_release(error: *mut NVFP4_Error) -> NVFP4_Status {
     enter_to_free("NVFP4_error_release", || {
-        handle::release::<Taken>("error", error)
+        handle::release::<SavedError>("error", error)
     })
 }

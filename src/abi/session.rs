@@ -15,9 +15,9 @@ use super::arguments::{
     Growing, Out, User, choice, copy_items, copy_text, count, fill, flag, options, reserved,
     results, slice, text,
 };
-use super::call::{Ends, NVFP4_CallOptions, watched};
+use super::call::{Cancellation, NVFP4_CallOptions, watched};
 use super::guard::{answer, enter, enter_to_free, note};
-use super::handle::{self, Exclusive, Object, Watched};
+use super::handle::{self, Exclusive, Object, Snapshots};
 use super::model::{NVFP4_Model, token_out, tokens_in, tokens_out};
 use super::status::{NVFP4_OK, NVFP4_Status};
 use crate::base::error::{Result, bail};
@@ -75,7 +75,7 @@ impl State {
     }
 }
 
-impl Watched for State {
+impl Snapshots for State {
     type Snapshot = Snapshot;
     fn snapshot(&self) -> Snapshot {
         Snapshot {
@@ -84,7 +84,7 @@ impl Watched for State {
             messages: self.messages(),
         }
     }
-    fn taken(&mut self) {
+    fn begin_use(&mut self) {
         self.messages.take();
     }
 }
@@ -976,7 +976,7 @@ pub unsafe extern "C" fn NVFP4_session_step(
         unsafe {
             let step = Step::new(sessions, tokens, count, statuses)?;
             let run = |sessions: &mut [&mut session::Session], tokens: &[u32], _: &[usize]| {
-                Ends::read(call)?.ending(|| session::step(sessions, tokens))
+                Cancellation::read(call)?.watch(|| session::step(sessions, tokens))
             };
             step.run(|_| Ok(()), run).map(|_| ())
         }
@@ -1025,11 +1025,11 @@ pub unsafe extern "C" fn NVFP4_session_step_sample(
                     let options = self::options(options)?;
                     let sampling = options.sampling()?;
                     sampling.check()?;
-                    Ok((sampling, Ends::read(options.call)?))
+                    Ok((sampling, Cancellation::read(options.call)?))
                 };
                 read().map_err(|e: Error| e.within(format_args!("options[{i}]")))
             })
-            .collect::<Result<Vec<(SamplingOptions, Ends)>>>()?;
+            .collect::<Result<Vec<(SamplingOptions, Cancellation)>>>()?;
         let goes_on = |i: usize| {
             if sampling[i].1.is_set() {
                 bail!(Cancelled, "options[{i}]: cancelled");
@@ -1039,8 +1039,8 @@ pub unsafe extern "C" fn NVFP4_session_step_sample(
         let run = |sessions: &mut [&mut session::Session], tokens: &[u32], places: &[usize]| {
             let sampling: Vec<_> = places.iter().map(|&i| &sampling[i].0).collect();
             // SAFETY: as above.
-            unsafe { Ends::read(call) }?
-                .ending(|| session::step_choose(sessions, tokens, &sampling, true))
+            unsafe { Cancellation::read(call) }?
+                .watch(|| session::step_choose(sessions, tokens, &sampling, true))
         };
         // SAFETY: as above.
         let Some((chosen, places)) = unsafe { step.run(goes_on, run) }? else {

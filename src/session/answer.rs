@@ -26,9 +26,9 @@ pub(super) struct Answer {
     calls: Vec<ToolCall>,
 }
 
-/// How long a thought may be.
+/// How long the reasoning may be.
 struct Budget {
-    /// Tokens of it that may still come.
+    /// Tokens of it that are left.
     left: usize,
     /// What ends it then.
     end: Vec<u32>,
@@ -46,7 +46,7 @@ impl Answer {
         }
     }
 
-    /// The same with a thought of at most `tokens` tokens, if the model is one that thinks.
+    /// The same with at most `tokens` tokens of reasoning, if the model is one that reasons.
     pub(super) fn within(mut self, model: &Model, tokens: Option<usize>) -> Result<Answer> {
         if let (Some(left), Some(marks)) = (tokens, model.answer_form().reasoning()) {
             let end = model.tokenizer()?.encode(marks.early_end, false)?;
@@ -82,7 +82,7 @@ impl Answer {
         }
     }
 
-    /// The tokens that end the thought, once it has had all that it may have.
+    /// The tokens that end the reasoning, once its budget is used up.
     pub(super) fn early_end(&mut self) -> Option<Vec<u32>> {
         let over = |budget: &mut Budget| budget.left == 0;
         match self.parser.is_reasoning() {

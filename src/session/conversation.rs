@@ -15,8 +15,8 @@ pub struct ChatOptions {
     /// Earlier answers stay in the sequence with their reasoning, whatever the template does about it. A turn then runs only
     /// what it adds, but the model sees what it was not trained on, and the context fills sooner.
     pub keep_reasoning: bool,
-    /// The most tokens that a thought may have. Then it is ended in the words of the model's maker, and the answer follows.
-    /// A model that does not think has none to end.
+    /// The most tokens of reasoning. After them the reasoning is ended with the text that the model was trained to end it early by, and the
+    /// answer follows. No effect on a model that does not reason.
     pub reasoning_budget: Option<usize>,
 }
 

@@ -32,7 +32,7 @@ pub struct Generation {
     /// Their text, without special tokens and up to a stop string. A character that is unfinished at the end is not part of
     /// it: its bytes come with the text of the next generation if that completes it. Of an answer in a chat, its content.
     pub text: String,
-    /// What the model thought before the answer, in a chat.
+    /// The reasoning before the answer, in a chat.
     pub reasoning: String,
     /// The tools that the answer calls, in a chat.
     pub tool_calls: Vec<ToolCall>,

@@ -31,7 +31,7 @@ pub struct AnswerParser {
 enum Stage {
     /// Only this many bytes of white space so far: reasoning or content may begin.
     Undecided(usize),
-    Thought,
+    Reasoning,
     /// Content; `is_first` while it has only white space.
     Content {
         is_first: bool,
@@ -92,7 +92,7 @@ impl AnswerParser {
         let prompt = prompt.trim_end();
         match parser.reasoning {
             Some(marks) if prompt.ends_with(marks.end) => parser.begin_content(is_newline),
-            Some(marks) if prompt.ends_with(marks.begin) => parser.begin_thought(),
+            Some(marks) if prompt.ends_with(marks.begin) => parser.begin_reasoning(),
             Some(_) => parser.stage = Stage::Undecided(0),
             None => {}
         }
@@ -140,11 +140,11 @@ impl AnswerParser {
 
     /// Whether the answer is inside reasoning.
     pub fn is_reasoning(&self) -> bool {
-        matches!(self.stage, Stage::Thought)
+        matches!(self.stage, Stage::Reasoning)
     }
 
-    fn begin_thought(&mut self) {
-        self.stage = Stage::Thought;
+    fn begin_reasoning(&mut self) {
+        self.stage = Stage::Reasoning;
         self.edges = Edges::new(is_newline, is_newline);
     }
 
@@ -172,7 +172,7 @@ impl AnswerParser {
                     *blank = rest.len() - body.len();
                     self.undecided(rest, body)
                 }
-                Stage::Thought => self.thought(rest, &mut events),
+                Stage::Reasoning => self.reasoning(rest, &mut events),
                 Stage::Content { .. } => self.content(rest, &mut events),
                 Stage::Section(_) => self.section(rest, whole, &mut events),
             };
@@ -191,7 +191,7 @@ impl AnswerParser {
     fn undecided(&mut self, text: &str, body: &str) -> (usize, bool) {
         match self.reasoning.map(|marks| marks.begin) {
             Some(begin) if body.starts_with(begin) => {
-                self.begin_thought();
+                self.begin_reasoning();
                 (text.len() - body.len() + begin.len(), true)
             }
             Some(begin) if begin.starts_with(body) => (0, false),
@@ -202,7 +202,7 @@ impl AnswerParser {
         }
     }
 
-    fn thought(&mut self, text: &str, events: &mut Vec<Event>) -> (usize, bool) {
+    fn reasoning(&mut self, text: &str, events: &mut Vec<Event>) -> (usize, bool) {
         let end = self.reasoning.map(|marks| marks.end);
         let (at, mark) = search(text, 0, end.as_slice());
         self.show(&text[..at], events);
