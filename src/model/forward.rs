@@ -1,5 +1,5 @@
 //! Runs a model: one sequence or several that advance together, on the CPU through the reference block, on a GPU through fused kernels.
-//! Decides how rows are divided, whose turn it is, and what becomes of caches when something fails.
+//! Splits prompts into prefill chunks, lets one call at a time run, and restores caches when a call fails.
 
 use std::ops::Range;
 use std::sync::Mutex;
@@ -14,7 +14,7 @@ use crate::base::{Result, call};
 use crate::ops::Slice;
 use crate::ops::sample::{self, Choice};
 
-/// Rows that go through the blocks together on the CPU: enough to make full use of the weights as they pass, few enough that
+/// Rows that go through the blocks together on the CPU: enough to make full use of each weight that is read, few enough that
 /// scratch memory does not grow with the prompt.
 const ROWS: usize = 512;
 
@@ -55,7 +55,7 @@ fn reserve_each(caches: &mut [&mut KvCache], count: usize) -> Result<()> {
     Ok(())
 }
 
-/// Counts the tokens of a batch that ran, or takes back what one that did not had made.
+/// Records the tokens of a batch that ran, or frees what one that failed had allocated.
 fn finish_batch(caches: &mut [&mut KvCache], ran: bool) {
     for cache in caches.iter_mut() {
         match ran {
@@ -93,8 +93,7 @@ impl Model {
         result
     }
 
-    /// Like [`Model::forward`], through the reference block, operation by operation, also where fused kernels would run: what these are
-    /// tested against. Slow on a GPU.
+    /// Like [`Model::forward`], but always through the reference block, which fused kernels are tested against. Slow on a GPU.
     pub fn forward_reference(
         &self,
         tokens: &[u32],
@@ -184,8 +183,7 @@ impl Model {
         }
     }
 
-    /// Waits until no other sequence is being run, unless the call is cancelled meanwhile. Prompts give way after each chunk,
-    /// so nobody waits for a whole one.
+    /// Waits until no other call runs this model, unless the call is cancelled meanwhile. Prompts yield after each prefill chunk.
     fn turn(&self) -> Result<Turn<'_>> {
         let turn = self.turns.take(call::is_over)?;
         call::check()?;
@@ -193,8 +191,8 @@ impl Model {
     }
 
     /// Runs one token of each of several sequences, like [`Model::forward_batch`], and gives the next tokens, chosen as
-    /// `choices` says. On a GPU the logits stay there, and with `look_ahead` the device goes on with those tokens before it is
-    /// asked to: the right thing where they will be run next, and harmless where they will not.
+    /// `choices` says. On a GPU the logits stay there, and with `look_ahead` the device runs the step after at once, with
+    /// those tokens: faster if they are what the caller runs next, and harmless if they are not.
     pub fn forward_choose(
         &self,
         tokens: &[u32],
@@ -219,14 +217,14 @@ impl Model {
             None => self.choose_on_host(tokens, caches, choices, scratch),
             Some(executor) => reserve_each(caches, 1).and_then(|()| {
                 if look_ahead {
-                    // Room for the step after is welcome, not needed.
+                    // Without room for the look-ahead step there is none.
                     for cache in caches.iter_mut().filter(|c| c.capacity() - c.len() > 1) {
                         let _ = cache.reserve(2);
                     }
                 }
                 let caches: Vec<&KvCache> = caches.iter().map(|c| &**c).collect();
                 let turn = self.turn()?;
-                // Who waits runs other sequences next.
+                // Another call waits, and will run other sequences next.
                 let look_ahead = look_ahead && !turn.ends();
                 executor.step_choose(self.source(), tokens, &caches, choices, look_ahead)
             }),

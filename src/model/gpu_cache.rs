@@ -1,6 +1,6 @@
 //! Cached keys and values on a GPU, in pages of 64 positions over all layers. Pages appear as the sequence grows, and a clone
-//! shares them until either side writes. For files they are turned into the pages of the processor's cache and back, so that
-//! a session goes from one device to another.
+//! shares them until either side writes. For files they are turned into the pages of the CPU's cache and back, so that
+//! a session can move from one device to another.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -98,7 +98,7 @@ impl GpuCache {
         self.pages.iter().map(|p| p.address())
     }
 
-    /// Gives a layer to an operation, with the addresses of its pages on the device.
+    /// A layer as operations take it, with the addresses of its pages on the device.
     pub(super) fn with_layer(
         &self,
         layer: usize,
@@ -118,7 +118,7 @@ impl GpuCache {
         })
     }
 
-    /// Makes pages for positions `0..len`, and makes those from `first` on this cache's own.
+    /// Allocates pages for positions `0..len`, and copies shared pages from position `first` on.
     pub(super) fn reserve(&mut self, first: usize, len: usize) -> Result<()> {
         let bytes = self.page_bytes();
         for index in first / cuda::PAGE..len.div_ceil(cuda::PAGE) {
@@ -155,7 +155,7 @@ impl GpuCache {
         2 * self.kv_heads * FILE_PAGE * self.dim * ELEMENT
     }
 
-    /// Gives the pages of all layers in the processor's order, `count` for each layer.
+    /// Calls `each` with the pages of all layers in the layout of the CPU's cache, `count` for each layer.
     pub(super) fn for_each_file_page(
         &self,
         count: usize,

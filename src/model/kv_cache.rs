@@ -86,7 +86,7 @@ impl KvCache {
         }
     }
 
-    /// Forgets the positions from `len` on and frees their pages.
+    /// Drops the positions from `len` on and frees their pages.
     pub fn truncate(&mut self, len: usize) -> Result<()> {
         if len > self.len {
             bail!(
@@ -100,7 +100,7 @@ impl KvCache {
         Ok(())
     }
 
-    /// Frees pages that hold no finished position: what a call that failed had made.
+    /// Frees pages that hold no complete position, as a failed call may leave.
     pub(super) fn roll_back(&mut self) {
         match &mut self.store {
             Store::Host(layers) => layers.iter_mut().for_each(|l| l.truncate(self.len)),
@@ -108,7 +108,7 @@ impl KvCache {
         }
     }
 
-    /// Makes room for `count` further positions in every layer, so that running out of memory is found out before the work.
+    /// Allocates room for `count` further positions in every layer, so that a lack of memory shows before any work is done.
     pub(super) fn reserve(&mut self, count: usize) -> Result<()> {
         if count > self.capacity - self.len {
             bail!(
@@ -177,7 +177,7 @@ impl KvCache {
         }
     }
 
-    /// Tells that every layer now holds `count` further positions.
+    /// Records that every layer now holds `count` further positions.
     pub(super) fn advance(&mut self, count: usize) {
         self.len += count;
     }

@@ -43,7 +43,7 @@ impl Executor {
 
 impl Drop for Executor {
     fn drop(&mut self) {
-        // A step enqueued ahead still writes to page-locked memory. If waiting fails, the device is lost and writes no more.
-        let _ = self.memory().settle();
+        // A look-ahead step still writes to page-locked memory. If waiting fails, the device is lost and writes no more.
+        let _ = self.memory().flush();
     }
 }

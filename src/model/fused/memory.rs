@@ -1,4 +1,4 @@
-//! The working memory of steps and prompts on a GPU, and what of it is known to be ready for the next step.
+//! The working memory of prompts and decode steps on a GPU, and the state in which the last step left it.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -13,79 +13,79 @@ use crate::cuda::{
 };
 use crate::model::gpu_cache::GpuCache;
 
-/// Steps that the host may lag behind.
+/// How many steps the device may be ahead of the host.
 const HISTORY: usize = 8;
 
-/// How a step ends.
+/// How a step selects the next tokens.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) enum Choosing {
-    /// By argmax.
+pub(super) enum Selection {
+    /// The argmax.
     Argmax,
-    /// With tokens drawn by rules, of which some may have a penalty for what has occurred.
+    /// Draws by rules; `penalties` says whether any has a repetition penalty.
     Drawn { penalties: bool },
 }
 
-/// What a recorded step is good for.
+/// The steps that a recorded graph can run.
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub(super) struct GraphKey {
     pub(super) batch: usize,
     /// By number of [`Sizes::attentions`].
-    pub(super) divisions: Vec<SplitKv>,
-    pub(super) choosing: Choosing,
+    pub(super) splits: Vec<SplitKv>,
+    pub(super) selection: Selection,
     /// Whether the sequences have room for long contexts.
     pub(super) long: bool,
 }
 
-/// A sequence that the device holds: its pages and the position of its next token.
+/// A sequence that the device is ready to step: its pages and the position of its next token.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) struct Ready {
     pub(super) version: u64,
     pub(super) position: usize,
 }
 
-/// Working memory, and what of it is ready for a step.
+/// Working memory, and the state in which the last step left it.
 pub(super) struct Memory {
     pub(super) rows: usize,
     head_rows: usize,
     batch: usize,
     pub(super) pages: usize,
-    /// f32 `[rows, hidden]`: what blocks add to.
+    /// f32 `[rows, hidden]`: the residual stream.
     pub(super) residual: DeviceBuffer,
     /// f32 `[hidden]`, for one row whose norms are fused into prologues: the residual stream between the halves of a block, and the output of
     /// a half.
     pub(super) between: DeviceBuffer,
     pub(super) half: DeviceBuffer,
-    /// What goes into the first product of a half of a block, normed, and what attention gives to its last: f16.
+    /// f16: normalized rows, the input of the first product of a half of a block; and attention's output.
     pub(super) input: DeviceBuffer,
-    /// What the first product of a half of a block gives: qkv in f32; gate and up in f16. And the last of a half that has a norm of its
-    /// own, in f32.
+    /// The output of the first product of a half of a block: qkv in f32, gate and up in f16. And, in f32, that of the last product of a
+    /// half with a norm after it.
     pub(super) projected: DeviceBuffer,
-    /// Rotated queries, and later what goes into the last product of the MLP: f16.
+    /// f16: rotated queries, and later the input of the MLP's last product.
     pub(super) inner: DeviceBuffer,
     pub(super) logits: DeviceBuffer,
     pub(super) tokens: DeviceBuffer,
     pub(super) positions: DeviceBuffer,
     pub(super) table: DeviceBuffer,
     pub(super) best: Best,
-    /// Made when a token is first drawn.
+    /// Allocated when a token is first drawn.
     pub(super) draw: Option<DrawScratch>,
     /// A u32: 1 + the first block whose queries, keys or values f16 does not hold, or 0.
     pub(super) unfit: DeviceBuffer,
     /// A u32: 1 + the first block whose router gives a logit that is not finite, or 0.
     pub(super) unroutable: DeviceBuffer,
-    /// What mixtures of experts work in.
+    /// Of models with mixtures of experts.
     pub(super) experts: Option<ExpertScratch>,
     pub(super) splits: SplitKvWorkspace,
     pub(super) norms: NormScratch,
     pub(super) linear: LinearScratch,
     pub(super) history: Pinned,
     pub(super) graphs: HashMap<GraphKey, Graph>,
-    /// The sequences that the device is ready to step, and where they stand; none while that is not known.
+    /// The sequences that the device is ready to step; none while its state is unknown.
     pub(super) ready: Vec<Ready>,
-    /// The rules by which the device will draw next; none if it takes the argmax, or if they are not known.
+    /// The rules of the device's next draw; none if it takes the argmax, or if they are unknown.
     pub(super) rules: Vec<DrawRule>,
-    /// A step that was enqueued before anyone asked for it.
-    pub(super) ahead: Option<Event>,
+    /// The end of a look-ahead step.
+    pub(super) look_ahead: Option<Event>,
 }
 
 impl Memory {
@@ -145,7 +145,7 @@ impl Memory {
             graphs: HashMap::new(),
             ready: Vec::new(),
             rules: Vec::new(),
-            ahead: None,
+            look_ahead: None,
         })
     }
 
@@ -166,9 +166,9 @@ impl Memory {
         {
             return Ok(());
         }
-        self.settle()?;
+        self.flush()?;
         self.graphs.clear();
-        self.forget();
+        self.invalidate();
         if pages > self.pages {
             // Pages come one at a time; the table grows by leaps.
             let pages = pages.next_power_of_two().max(64);
@@ -205,9 +205,9 @@ impl Memory {
         Ok(())
     }
 
-    /// Waits for a step that was enqueued ahead.
-    pub(super) fn settle(&mut self) -> Result<()> {
-        match self.ahead.take() {
+    /// Waits for a look-ahead step.
+    pub(super) fn flush(&mut self) -> Result<()> {
+        match self.look_ahead.take() {
             Some(event) => event.wait(),
             None => Ok(()),
         }
@@ -223,10 +223,10 @@ impl Memory {
         self.logits.read(0, &mut logits[before..])
     }
 
-    /// Waits for the device, and refuses what attention was asked to hold in f16 and could not, and what no router could route.
+    /// Waits for the device. Keys or values that f16 does not hold, and router logits that are not finite, are errors.
     pub(super) fn check_fits(&mut self) -> Result<()> {
-        // Experts get nonsense from attention that did not fit, and so it is named first.
-        if let Some(block) = noted(&mut self.unfit)? {
+        // Attention that did not fit is reported first: experts then get nonsense.
+        if let Some(block) = take_report(&mut self.unfit)? {
             self.unroutable.write(0, &[0u32])?;
             bail!(
                 Unsupported,
@@ -236,7 +236,7 @@ impl Memory {
         if self.experts.is_none() {
             return Ok(());
         }
-        match noted(&mut self.unroutable)? {
+        match take_report(&mut self.unroutable)? {
             Some(block) => bail!(
                 Unsupported,
                 "layer {block}: the router gives an expert a logit that is not finite, by which nothing can be chosen"
@@ -255,16 +255,16 @@ impl Memory {
         self.table.write(0, &all)
     }
 
-    /// What is on the device is no longer known.
-    pub(super) fn forget(&mut self) {
+    /// The device's state is unknown from now on.
+    pub(super) fn invalidate(&mut self) {
         self.ready.clear();
         self.rules.clear();
     }
 
-    /// Room for what draws need, of as many rows as there is room for otherwise.
+    /// The memory of draws, for as many rows as the rest has room for.
     pub(super) fn drawing(&mut self, gpu: &Arc<Gpu>, sizes: &Sizes) -> Result<&mut DrawScratch> {
         if self.draw.as_ref().is_some_and(|d| d.rows() < self.batch) {
-            self.settle()?;
+            self.flush()?;
             self.graphs.clear();
             self.draw = None;
         }
@@ -274,15 +274,15 @@ impl Memory {
         }
     }
 
-    /// What the device said of its choice for a position of a sequence.
+    /// The token that the device selected for a position of a sequence.
     pub(super) fn drawn(&self, row: usize, batch: usize, position: usize) -> Option<Drawn> {
-        let said = self
+        let encoded = self
             .history
             .read_i32(position % self.steps(batch) * batch + row)?;
-        Some(Drawn::read(said))
+        Some(Drawn::read(encoded))
     }
 
-    /// Whether these are the tokens that the device chose for these positions.
+    /// Whether the device selected these tokens for these positions.
     pub(super) fn chose(&self, tokens: &[u32], positions: &[usize]) -> bool {
         let mut rows = tokens.iter().zip(positions).enumerate();
         rows.all(|(row, (&token, &position))| {
@@ -290,19 +290,19 @@ impl Memory {
         })
     }
 
-    /// Steps that the history holds for a batch: what the kernel makes of its size.
+    /// Steps that the history holds for a batch; the kernel divides its size in the same way.
     fn steps(&self, batch: usize) -> usize {
         self.history.bytes() / 4 / batch
     }
 }
 
-/// The block that was noted, after which there is none.
-fn noted(note: &mut DeviceBuffer) -> Result<Option<u32>> {
-    let mut said = [0u32];
-    note.read(0, &mut said)?;
-    let block = said[0].checked_sub(1);
+/// The block that a kernel reported, if any, after which none is reported.
+fn take_report(report: &mut DeviceBuffer) -> Result<Option<u32>> {
+    let mut value = [0u32];
+    report.read(0, &mut value)?;
+    let block = value[0].checked_sub(1);
     if block.is_some() {
-        note.write(0, &[0u32])?;
+        report.write(0, &[0u32])?;
     }
     Ok(block)
 }

@@ -26,18 +26,18 @@ pub(super) struct Normed {
     pub(super) applied: Applied,
 }
 
-/// Who applies a norm.
+/// Where a norm is applied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Applied {
-    /// A kernel before.
+    /// By a kernel before.
     Before,
-    /// The epilogues of the products around it.
+    /// In the epilogues of the products around it.
     Epilogue,
-    /// The prologue of the product that takes the row, which also normalizes the output of the half before and adds it.
+    /// In the prologue of the product that takes the row, which also normalizes the output of the half before and adds it.
     Prologue,
 }
 
-/// What becomes of the product that ends a half of a block.
+/// What the product that ends a half of a block does with its output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Then {
     /// It is added to the residual stream.
@@ -68,7 +68,7 @@ pub(super) enum Kernel {
     Decode { layout: Layout },
     /// Normalizes and rotates heads, and stores keys and values, of rows of one sequence.
     StoreKv,
-    /// Attends with the queries that the kernel before has left.
+    /// Attention of the queries that [`Kernel::StoreKv`] has rotated.
     Prefill,
     /// Gate and up, of a mixture those of the expert of all rows; with the activation after them, or as f16.
     GateUp { input: Normed, fused: bool },
@@ -80,7 +80,7 @@ pub(super) enum Kernel {
     ExpertsGateUp,
     /// The last projections of the experts of each row.
     ExpertsDown,
-    /// Adds what experts have made to the residual stream, and normalizes that for what comes next, if that is known.
+    /// Adds the experts' outputs to the residual stream, and applies the next norm to it where that is known.
     SumExperts { next: Option<(Norm, Layout)> },
     /// The projection that ends a half, of rows in this layout.
     Project {
@@ -88,7 +88,7 @@ pub(super) enum Kernel {
         layout: Layout,
         then: Then,
     },
-    /// Normalizes what a half leaves, adds it to the residual stream, and normalizes that for what comes next, if that is known.
+    /// Normalizes the output of a half, adds it to the residual stream, and applies the next norm to that where it is known.
     PostNorm {
         half: Half,
         next: Option<(Norm, Layout)>,
@@ -147,7 +147,7 @@ impl BlockShape {
         attention.chain(mlp.flat_map(|mlp| mlp.gate_up.iter().chain([&mlp.down])))
     }
 
-    /// How activations of a half lie: as its products take them, where one kernel serves all of the block's. Experts gather rows.
+    /// The layout of a half's activations: that of its products, where one kernel serves all of the block's. Experts gather rows.
     fn layout(&self, half: Half, hardware: &Hardware, rows: usize) -> Layout {
         let gathers = half == Half::Mlp && matches!(self.mlp, MlpShape::Experts { .. });
         match !gathers && self.matrices().all(|w| w.storage == WeightType::Nvfp4) {
@@ -157,7 +157,7 @@ impl BlockShape {
     }
 }
 
-/// What no fused kernel does of a model, if there is anything.
+/// A property of the model for which there is no fused kernel, if there is one.
 pub(super) fn unsupported(spec: &Spec) -> Option<String> {
     let of = |(index, block): (usize, &BlockSpec)| {
         let what = match (&block.mlp, block.norms.pre, block.norms.post) {
@@ -219,7 +219,7 @@ struct Planner<'a> {
     is_step: bool,
     hardware: &'a Hardware,
     steps: Vec<Step>,
-    /// The norm that the last kernels have left, and who applies it.
+    /// The norm that the kernels so far have prepared, and where it is applied.
     known: Option<(Norm, Applied)>,
     /// Whether all norms after a half of a block are applied by the next product.
     in_prologue: bool,
@@ -339,7 +339,7 @@ impl Planner<'_> {
         }
     }
 
-    /// Whether one row goes through blocks that all normalize what leaves them, by products that make their row on the way.
+    /// Whether one row goes through blocks with a norm after each half, by products that compute it in their prologues.
     fn makes_rows_in_prologues(&self) -> bool {
         let serves = |takes: &[MatrixShape], output| {
             ResidualRow::serves(self.hardware, self.rows, takes, output)

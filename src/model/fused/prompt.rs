@@ -21,8 +21,8 @@ const HEAD_ROWS: usize = 64;
 const LOOK_AHEAD: usize = 4;
 
 impl Executor {
-    /// Runs `tokens` of one sequence, [`ROWS`] at most, after what `cache` holds, whose pages exist already. Their logits are
-    /// there for the asking.
+    /// Runs `tokens` of one sequence, [`ROWS`] at most, after what `cache` holds, whose pages exist already. Their logits can
+    /// be read afterwards.
     pub(in crate::model) fn run<'a>(
         &'a self,
         source: Source<'a>,
@@ -30,8 +30,8 @@ impl Executor {
         cache: &KvCache,
     ) -> Result<Prompt<'a>> {
         let mut memory = self.memory();
-        memory.forget();
-        memory.settle()?;
+        memory.invalidate();
+        memory.flush()?;
         let (first, rows) = (cache.len(), tokens.len());
         let pages = (first + rows).div_ceil(cuda::PAGE);
         memory.fit(&self.lowered.gpu, &self.lowered.sizes, rows, 0, 1, pages)?;

@@ -3,7 +3,7 @@
 
 use super::executor::Executor;
 use super::lowered::{Source, attention_units};
-use super::memory::{Choosing, GraphKey, Memory, Ready};
+use super::memory::{GraphKey, Memory, Ready, Selection};
 use super::pass::{Attention, Pass};
 use super::plan;
 use crate::base::Result;
@@ -59,14 +59,14 @@ impl Executor {
         }
         let sequences = self.sequences(caches)?;
         let mut memory = self.memory();
-        memory.settle()?;
+        memory.flush()?;
         self.step(source, tokens, &sequences, &[], &mut memory)?;
         memory.read_logits(tokens.len() * self.lowered.sizes.vocab, logits)?;
         memory.check_fits()
     }
 
     /// One token of each of several sequences; the next tokens, as `choices` says. With `look_ahead`, the step after is enqueued
-    /// at once, in the hope that these sequences go on with those tokens; their pages must reach that far.
+    /// at once, for the likely case that these sequences continue with those tokens; their pages must reach that far.
     pub(in crate::model) fn step_choose(
         &self,
         source: Source<'_>,
@@ -79,7 +79,7 @@ impl Executor {
             let mut chosen = vec![0; tokens.len()];
             for kind in &kinds {
                 let (tokens, caches) = (pick(tokens, kind), pick(caches, kind));
-                // The other kind's step comes next, so there is nothing to enqueue ahead.
+                // The other kind's step comes next, so a look-ahead step would be wasted.
                 let next =
                     self.step_choose(source, &tokens, &caches, &pick(choices, kind), false)?;
                 kind.iter()
@@ -91,11 +91,11 @@ impl Executor {
         let sequences = self.sequences(caches)?;
         let mut memory = self.memory();
         let after: Vec<usize> = sequences.positions.iter().map(|p| p + 1).collect();
-        let foreseen = memory.ahead.is_some()
+        let foreseen = memory.look_ahead.is_some()
             && memory.ready == sequences.ready_at(&after)
             && memory.rules == following(&rules_of(choices))
             && memory.chose(tokens, &sequences.positions);
-        let done = match memory.ahead.take() {
+        let done = match memory.look_ahead.take() {
             Some(event) if foreseen => event,
             before => {
                 if let Some(event) = before {
@@ -110,19 +110,19 @@ impl Executor {
             .iter()
             .zip(&after)
             .all(|(cache, &position)| position < cache.allocated());
-        let mut ahead = Ok(());
+        let mut enqueued = Ok(());
         if look_ahead && room && after.iter().all(|p| p / cuda::PAGE < memory.pages) {
             let (ready, rules) = (memory.ready.clone(), memory.rules.clone());
-            ahead = self
+            enqueued = self
                 .launch(source, ready, rules, sequences.long, &mut memory)
                 .and_then(|()| {
-                    memory.ahead = Some(Event::record(&self.lowered.gpu)?);
+                    memory.look_ahead = Some(Event::record(&self.lowered.gpu)?);
                     Ok(())
                 });
         }
         done.wait()?;
-        ahead?;
-        // What f16 does not hold makes logits that nothing can be chosen by.
+        enqueued?;
+        // Values that overflow f16 end in logits that no token can be selected by.
         let unusable = |row: usize, position| {
             !matches!(
                 memory.drawn(row, tokens.len(), position),
@@ -134,7 +134,7 @@ impl Executor {
             .enumerate()
             .any(|(row, &position)| unusable(row, position))
         {
-            memory.settle()?;
+            memory.flush()?;
             memory.check_fits()?;
         }
         let chosen = after.iter().enumerate().map(|(row, &position)| {
@@ -170,8 +170,8 @@ impl Executor {
         (!long.is_empty() && !short.is_empty()).then_some([short, long])
     }
 
-    /// Runs one token of each of several sequences, whose pages exist already, and leaves the next tokens, as `choices` says,
-    /// and the logits on the device.
+    /// Runs one token of each of several sequences, whose pages exist already. The next tokens, as `choices` says, and the
+    /// logits stay on the device.
     fn step(
         &self,
         source: Source<'_>,
@@ -194,10 +194,10 @@ impl Executor {
         )?;
         let wanted = sequences.ready_at(positions);
         let rules = rules_of(choices);
-        // The device has gone on by itself if these sequences go on with the tokens that it chose.
+        // The device is ready if these sequences continue with the tokens that it selected.
         let goes_on = memory.ready == wanted && memory.chose(tokens, positions);
         let draws_on = goes_on && memory.rules == rules;
-        memory.forget();
+        memory.invalidate();
         if !goes_on {
             let ids: Vec<i32> = tokens.iter().map(|&t| t as i32).collect();
             let places: Vec<i32> = positions.iter().map(|&p| p as i32).collect();
@@ -213,8 +213,8 @@ impl Executor {
         self.launch(source, wanted, rules, sequences.long, memory)
     }
 
-    /// Enqueues a step of the sequences that the device is ready for, and notes what it is ready for afterwards. If that fails,
-    /// nobody knows.
+    /// Enqueues a step of the sequences that the device is ready for, and records its state afterwards, which is unknown if
+    /// that fails.
     fn launch(
         &self,
         source: Source<'_>,
@@ -223,7 +223,7 @@ impl Executor {
         long: bool,
         memory: &mut Memory,
     ) -> Result<()> {
-        memory.forget();
+        memory.invalidate();
         let batch = ready.len();
         let last = ready.iter().map(|r| r.position).max().unwrap_or(0);
         let division = |attention: &AttentionSpec| {
@@ -248,10 +248,10 @@ impl Executor {
         };
         let key = GraphKey {
             batch,
-            divisions: self.lowered.sizes.attentions.iter().map(division).collect(),
-            choosing: match rules.is_empty() {
-                true => Choosing::Argmax,
-                false => Choosing::Drawn {
+            splits: self.lowered.sizes.attentions.iter().map(division).collect(),
+            selection: match rules.is_empty() {
+                true => Selection::Argmax,
+                false => Selection::Drawn {
                     penalties: rules.iter().any(|rule| rule.penalty != 1.0),
                 },
             },
@@ -260,7 +260,7 @@ impl Executor {
         if let Some(graph) = memory.graphs.get(&key) {
             graph.launch()?;
         } else {
-            // The first step of its kind runs as it is enqueued, which also loads the kernels: no graph may be recorded before.
+            // The first step of its kind runs as it is enqueued, which also loads its kernels; a recording cannot load any.
             self.enqueue_step(source, &key, memory)?;
             let graph = Graph::record(&self.lowered.gpu, || {
                 self.enqueue_step(source, &key, memory)
@@ -283,7 +283,7 @@ impl Executor {
             source,
             memory,
             rows: batch,
-            attention: Attention::Step(&key.divisions),
+            attention: Attention::Step(&key.splits),
             long: key.long,
         };
         let steps = plan::plan(
@@ -294,8 +294,8 @@ impl Executor {
             &self.lowered.hardware,
         );
         steps.iter().try_for_each(|step| pass.enqueue(step))?;
-        match (key.choosing, &memory.draw) {
-            (Choosing::Argmax, _) => cuda::argmax(
+        match (key.selection, &memory.draw) {
+            (Selection::Argmax, _) => cuda::argmax(
                 &self.lowered.gpu,
                 &memory.logits,
                 batch,
@@ -304,7 +304,7 @@ impl Executor {
                 &memory.tokens,
                 Some((&memory.positions, &memory.history)),
             ),
-            (Choosing::Drawn { penalties }, Some(scratch)) => cuda::draw(
+            (Selection::Drawn { penalties }, Some(scratch)) => cuda::draw(
                 &self.lowered.gpu,
                 &memory.logits,
                 batch,
@@ -315,7 +315,7 @@ impl Executor {
                 &memory.positions,
                 &memory.history,
             ),
-            (Choosing::Drawn { .. }, None) => bail!(Internal, "there are no rules to draw by"),
+            (Selection::Drawn { .. }, None) => bail!(Internal, "there are no rules to draw by"),
         }
     }
 }
