@@ -165,8 +165,8 @@ struct Seen {
 };
 
 // Of STAGES pages in the ring, SPAN are worked on at a time. CLUSTER: the parts of a sequence are one. LIMITED: there may be a window and a soft cap.
-// PART: see Rotation.
-template <int D, bool LIMITED, bool PART, int STAGES, int SPAN, bool CLUSTER>
+// PARTIAL: see Rotation.
+template <int D, bool LIMITED, bool PARTIAL, int STAGES, int SPAN, bool CLUSTER>
 __device__ __forceinline__ void run(const Arguments& a) {
     static_assert(STAGES % SPAN == 0, "");
     constexpr int WARPS = SPAN * PAGE_WARPS, THREADS = WARPS * WARP;
@@ -214,7 +214,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
         cluster_arrive();
     }
 #endif
-    Rotation<D, PART> rotation(a.head, position);
+    Rotation<D, PARTIAL> rotation(a.head, position);
     float q_weight[N], k_weight[N];
     load_norm<D>(a.q_norm, q_weight);
     load_norm<D>(a.k_norm, k_weight);
@@ -408,11 +408,11 @@ __device__ __forceinline__ void run(const Arguments& a) {
 // ring that leaves room for a block of the kernels before and after; where they are many, several of them share a multiprocessor.
 constexpr int FEW_STAGES = 4, FEW_SPAN = 2, SOME_STAGES = 2, SOME_BLOCKS = 2, MANY_STAGES = 1, MANY_BLOCKS = 4;
 
-#define KERNEL(D, LIMITED, PART, NAME, STAGES, SPAN, BLOCKS, CLUSTER)                                                                 \
+#define KERNEL(D, LIMITED, PARTIAL, NAME, STAGES, SPAN, BLOCKS, CLUSTER)                                                                 \
     extern "C" __global__ void __launch_bounds__(SPAN* PAGE_WARPS* WARP, BLOCKS) NAME(const __grid_constant__ Arguments a) { \
-        run<D, LIMITED, PART, STAGES, SPAN, CLUSTER>(a);                                                                              \
+        run<D, LIMITED, PARTIAL, STAGES, SPAN, CLUSTER>(a);                                                                              \
     }
-#define KERNELS(D, LIMITED, PART, NAME, FEW_BLOCKS, BLOCKS)                             \
-    KERNEL(D, LIMITED, PART, NAME##_few, FEW_STAGES, FEW_SPAN, FEW_BLOCKS, false)       \
-    KERNEL(D, LIMITED, PART, NAME##_some, SOME_STAGES, 1, FEW_BLOCKS, false)            \
-    KERNEL(D, LIMITED, PART, NAME##_many, MANY_STAGES, 1, BLOCKS, false)
+#define KERNELS(D, LIMITED, PARTIAL, NAME, FEW_BLOCKS, BLOCKS)                             \
+    KERNEL(D, LIMITED, PARTIAL, NAME##_few, FEW_STAGES, FEW_SPAN, FEW_BLOCKS, false)       \
+    KERNEL(D, LIMITED, PARTIAL, NAME##_some, SOME_STAGES, 1, FEW_BLOCKS, false)            \
+    KERNEL(D, LIMITED, PARTIAL, NAME##_many, MANY_STAGES, 1, BLOCKS, false)

@@ -1,10 +1,10 @@
-// Inline PTX of Hopper and later: barriers in shared memory, copies of any length that such a barrier counts, and clusters of
-// blocks, which read each other's shared memory.
+// Inline PTX of Hopper and later: barriers in shared memory (mbarrier), bulk copies that such a barrier counts, and clusters of blocks,
+// which access each other's shared memory.
 #pragma once
 #include "common/ptx.cuh"
 
-// A barrier takes 8 bytes. Its phase ends when as many have arrived as it was made for, and all bytes are there that it was told
-// to expect; phases are 0 and 1 in turn. One thread makes it, which others see after publish_barriers() and a barrier of the block.
+// A barrier takes 8 bytes. Its phase ends when the number of arrivals that it was initialized with is reached and all expected bytes have
+// come; phases are 0 and 1 in turn. One thread initializes it; others see it after publish_barriers() and a barrier of the block.
 __device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
@@ -12,7 +12,7 @@ __device__ __forceinline__ void publish_barriers() { asm volatile("fence.mbarrie
 __device__ __forceinline__ void barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// Arrives, too.
+// Arrives, and adds `bytes` to what the phase expects.
 __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -26,26 +26,26 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 phase) {
                      : "memory");
     }
 }
-// Copies from global to shared memory what a barrier was told to expect; addresses and `bytes` are multiples of 16.
+// Copies bytes that a barrier expects from global to shared memory; addresses and `bytes` are multiples of 16.
 __device__ __forceinline__ void copy_bulk(u32 shared, const void* global, u32 bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared), "l"(global),
                  "r"(bytes), "r"(barrier)
                  : "memory");
 }
 
-// A barrier of all threads of a cluster, and for what they wrote to shared memory.
+// A barrier of all threads of a cluster, after which their writes to shared memory are visible.
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// The same in two halves, and not for what they wrote: for barriers in shared memory that were published, and to say that nothing of
-// other blocks is read any more.
+// The same in two halves, without that guarantee: for barriers in shared memory that were published, and to announce that this block no
+// longer reads the memory of others.
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-// The same place in shared memory of a block of the cluster, and loads from there.
+// The same address in the shared memory of another block of the cluster.
 __device__ __forceinline__ u32 cluster_address(u32 shared, u32 block) {
-    u32 there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared), "r"(block));
-    return there;
+    u32 address;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(block));
+    return address;
 }
 __device__ __forceinline__ float4 load_cluster_16(u32 shared, u32 block) {
     float4 v;
@@ -55,7 +55,7 @@ __device__ __forceinline__ float4 load_cluster_16(u32 shared, u32 block) {
                  : "memory");
     return v;
 }
-// A number for the shared memory of a block of the cluster, whose barrier there was told to expect 4 bytes of it.
+// Stores a number in the shared memory of another block of the cluster, whose barrier there expects 4 bytes for it.
 __device__ __forceinline__ void send_to_cluster(u32 shared, u32 block, float x, u32 barrier) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(cluster_address(shared, block)),
                  "r"(__float_as_uint(x)), "r"(cluster_address(barrier, block))

@@ -1,5 +1,4 @@
-// One head of queries or keys: RMSNorm over the head where the model has it, then the rotation of its halves, or of the halves of
-// its first elements.
+// One head of queries or keys: RMSNorm over the head where the model has it, then RoPE over all of its elements or the first rotary_dim.
 #pragma once
 #include "common/ptx.cuh"
 #include "common/reduce.cuh"
@@ -8,10 +7,10 @@ struct HeadOptions {
     const float* frequencies;  // [rotary_dim / 2]
     float attention_factor;    // multiplies cosines and sines
     float eps;
-    int rotary_dim;            // elements that rotate: element i with element i + rotary_dim / 2
+    int rotary_dim;            // elements that rotate: element i pairs with element i + rotary_dim / 2
 };
 
-// Elements of a head that a lane holds: those lane + 32 j that exist.
+// A lane holds the elements lane + 32 j of a head, for each slot j for which there is one.
 template <int D>
 constexpr int SLOTS = ceil_div(D, WARP);
 
@@ -20,13 +19,13 @@ __device__ __forceinline__ bool has_slot(int j) {
     return D % WARP == 0 || lane_id() + WARP * j < D;
 }
 
-// Whether an element and its partner are a lane's own where all elements rotate, or all lanes hold one element.
+// Where all elements rotate: whether a lane holds the partners of its elements, or each lane holds exactly one element.
 template <int D>
 constexpr bool IN_LANE = D == WARP || D % (2 * WARP) == 0;
 
-// The angles of a lane's elements at a position. Depends on nothing but the position, so it may come before a wait. PART: any
-// elements may rotate; otherwise all do, and partners are in one lane.
-template <int D, bool PART>
+// The angles of a lane's elements at a position. Depends on nothing but the position, so it may be constructed before the kernel waits for
+// its predecessor. PARTIAL: rotary_dim may be less than D.
+template <int D, bool PARTIAL>
 struct Rotation {
     static_assert(IN_LANE<D>, "");
     static constexpr int N = SLOTS<D>, ANGLES = D / 2 <= WARP ? 1 : D / 2 / WARP;
@@ -58,7 +57,7 @@ struct Rotation {
 template <int D>
 struct Rotation<D, true> {
     static constexpr int N = SLOTS<D>;
-    float sine[N], cosine[N];  // the sine with the sign of the partner's part
+    float sine[N], cosine[N];  // the sine has the sign of the partner's term
     int partner[N];
 
     __device__ __forceinline__ Rotation(const HeadOptions& o, int position) {
@@ -90,23 +89,23 @@ struct Rotation<D, true> {
     }
 };
 
-// A norm's weights for a lane's elements, or ones.
+// The norm's weights of a lane's elements; ones without a norm.
 template <int D>
 __device__ __forceinline__ void load_norm(const float* weight, float (&w)[SLOTS<D>]) {
 #pragma unroll
     for (int j = 0; j < SLOTS<D>; j++) w[j] = weight && has_slot<D>(j) ? weight[lane_id() + WARP * j] : 1;
 }
 
-// Head `x` of D elements, which a warp holds.
+// A lane's elements of the head at `x`.
 template <int D>
 __device__ __forceinline__ void load_head(const float* x, float (&y)[SLOTS<D>]) {
 #pragma unroll
     for (int j = 0; j < SLOTS<D>; j++) y[j] = has_slot<D>(j) ? x[lane_id() + WARP * j] : 0;
 }
 
-template <int D, bool PART>
+template <int D, bool PARTIAL>
 __device__ __forceinline__ void norm_and_rotate(float (&y)[SLOTS<D>], bool normed, const float (&weight)[SLOTS<D>], float eps,
-                                                const Rotation<D, PART>& r, float scale) {
+                                                const Rotation<D, PARTIAL>& r, float scale) {
     if (normed) {
         float sum = 0;
 #pragma unroll

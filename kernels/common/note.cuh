@@ -1,10 +1,10 @@
-// How a kernel tells the host of what its call must not have been given: see src/cuda/checks.rs.
+// How a kernel reports invalid input to the host: see src/cuda/checks.rs.
 #pragma once
 #include "common/types.cuh"
 
 struct Note {
-    u64* first;     // all ones at first, then the least `index << 8 | what` that was found; NULL where nobody wants to know
-    u32* found;     // in memory of the host: set to 1 by the first that finds something
+    u64* first;     // all ones at first, then the least `index << 8 | what` that was found; null if nothing is to be reported
+    u32* found;     // in host memory: set to 1 by the first thread that finds something
 };
 
 constexpr u64 NOTHING_NOTED = ~(u64)0;

@@ -1,5 +1,5 @@
 // Cached keys and values: pages of 64 positions. A page holds, for each layer, keys [kv_heads][64][D] and then values
-// [kv_heads][D][64], both f16: a column of values lies together, as the product with the probabilities reads it.
+// [kv_heads][D][64], both f16. Values are transposed because the product with the probabilities reads them by columns.
 #pragma once
 #include "common/ptx.cuh"
 
@@ -10,7 +10,7 @@ struct Pages {
     int stride;
     int kv_heads;
     u64 layer_offset;   // bytes into a page
-    u32* unfit;         // 0, then 1 + the layer whose query, key or value was the first that f16 does not hold; or null
+    u32* unfit;         // 0, then 1 + the first layer with a query, key or value that f16 cannot hold; or null
     u32 layer;
 };
 
@@ -19,7 +19,7 @@ __device__ __forceinline__ u16* keys_of(const Pages& p, int dim, int sequence, i
     u64 page = p.table[(size_t)sequence * p.stride + position / PAGE] + p.layer_offset;
     return (u16*)page + ((size_t)head * PAGE + position % PAGE) * dim;
 }
-// The column of element 0 at `position`; element d stands d * PAGE further on.
+// Element 0 of the value at `position`; element d is d * PAGE further on.
 __device__ __forceinline__ u16* values_of(const Pages& p, int dim, int sequence, int position, int head) {
     u64 page = p.table[(size_t)sequence * p.stride + position / PAGE] + p.layer_offset;
     return (u16*)page + (size_t)(p.kv_heads + head) * dim * PAGE + position % PAGE;
@@ -33,16 +33,16 @@ __device__ __forceinline__ u16* values(const Pages& p, int sequence, int positio
     return values_of(p, D, sequence, position, head);
 }
 
-// Whether f16 holds a number, rounded: neither NaN nor anything beyond its largest.
+// Whether a number, rounded to f16, is finite.
 __device__ __forceinline__ bool fits_f16(float x) { return fabsf(x) < 65520; }
 
-// Tells the host of a number that does not fit, unless an earlier layer has done so.
+// Reports a number that does not fit to the host, unless an earlier layer has done so.
 __device__ __forceinline__ void note_unfit(const Pages& p, bool is_unfit) {
     if (is_unfit && p.unfit) atomicCAS(p.unfit, 0, p.layer + 1);
 }
 
-// The place of 16-byte piece `piece` of a row of PIECES in shared memory: neighbouring rows have them in different orders, so that the
-// same pieces of 8 rows meet in no bank. Pieces change places within groups whose size is a power of two.
+// Where 16-byte piece `piece` of a row of PIECES is in shared memory. Pieces are swizzled by row, so that the same pieces of 8
+// neighbouring rows have no bank conflicts. Pieces are exchanged within groups whose size is a power of two.
 template <int PIECES>
 __device__ __forceinline__ int swizzled_piece(int row, int piece) {
     constexpr int GROUP = 8, REST = PIECES % GROUP, WHOLE = PIECES - REST;

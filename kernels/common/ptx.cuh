@@ -1,5 +1,5 @@
-// Inline PTX, and with wgmma.cuh the only place for it. Each function is one instruction, or what stands for it where an architecture lacks
-// it. Matrix products are warp-wide with f32 accumulation. In those of shape m16n8k16 lane l holds, with g = l / 4 and t = l % 4:
+// Inline PTX, which only this file, cluster.cuh and wgmma.cuh contain. Each function is one instruction, or its equivalent on architectures
+// that lack it. Matrix products are warp-wide and accumulate in f32. In those of shape m16n8k16 lane l holds, with g = l / 4 and t = l % 4:
 //   A: rows g, g + 8, g, g + 8; columns 2t, 2t, 2t + 8, 2t + 8 (two neighbours in each word)
 //   B: column g; rows 2t and 2t + 8 (two neighbours in each word)
 //   C: (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1)
@@ -30,7 +30,7 @@ __device__ __forceinline__ float f16_to_float(u16 x) {
 __device__ __forceinline__ float f16_low(u32 pair) { return f16_to_float((u16)pair); }
 __device__ __forceinline__ float f16_high(u32 pair) { return f16_to_float((u16)(pair >> 16)); }
 
-// Pairs of fused products and sums; the second is cut off at 0 and 1.
+// Fused multiply-add of pairs; the second clamps its results to 0 and 1.
 __device__ __forceinline__ u32 fma_f16(u32 a, u32 b, u32 c) {
     u32 r;
     asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
@@ -47,7 +47,7 @@ __device__ __forceinline__ u32 fma_bf16(u32 a, u32 b, u32 c) {
     return r;
 }
 
-// The larger of each two; a NaN if one is.
+// The larger of each two; NaN if either is NaN.
 __device__ __forceinline__ u32 max_f16(u32 a, u32 b) {
     u32 r;
     asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
@@ -58,7 +58,7 @@ __device__ __forceinline__ u32 max_bf16(u32 a, u32 b) {
     asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
     return r;
 }
-// 1 where the one is at least the other, else 0, in each half; for bf16 both must be positive and no NaN.
+// In each half: 1 where a >= b, else 0. For bf16 both must be positive, and not NaN.
 __device__ __forceinline__ u32 at_least_f16(u32 a, u32 b) {
     u32 r;
     asm("set.ge.f16x2.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
@@ -70,11 +70,11 @@ __device__ __forceinline__ u32 at_least_bf16(u32 a, u32 b) {
     asm("set.ge.bf16x2.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
     return r;
 #else
-    // The order of such numbers is that of their bits.
+    // Such numbers compare as their bits do.
     return (((a | 0x80008000u) - b) >> 15 & 0x00010001u) * 0x3f80u;
 #endif
 }
-// Up to the next f16, or infinity.
+// Rounds up to f16, where infinity follows the largest finite number.
 __device__ __forceinline__ u16 to_f16_up(float x) {
     u16 r;
     asm("cvt.rp.f16.f32 %0, %1;" : "=h"(r) : "f"(x));
@@ -121,7 +121,7 @@ __device__ __forceinline__ void mma_f16(float (&c)[4], u32 a0, u32 a1, u32 a2, u
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// Whether tensor cores multiply e2m1 codes together with e4m3 scales, by an instruction of a warp.
+// Whether tensor cores multiply e2m1 codes together with e4m3 scales by a warp-wide instruction.
 #define HAS_FP4_MMA (__CUDA_ARCH__ >= 1200 && __CUDA_ARCH__ < 1300)
 
 #if HAS_FP4_MMA
@@ -156,7 +156,7 @@ __device__ __forceinline__ u32 transpose_matrix(u32 x) {
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
-// Asynchronous copies to shared memory: `bytes` of them from global memory, the rest zeros.
+// Asynchronous copies to shared memory: the first `bytes` come from global memory, the rest are zeros.
 __device__ __forceinline__ void copy_async_16(u32 shared, const void* global, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
@@ -175,7 +175,7 @@ __device__ __forceinline__ void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// 16 bytes of global memory that an earlier kernel may have written: not before what waits for it.
+// 16 bytes of global memory that an earlier kernel may have written: the compiler does not move this load before the wait for that kernel.
 __device__ __forceinline__ uint4 load_global_16(const void* global) {
     uint4 v;
     asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(global) : "memory");
@@ -215,8 +215,8 @@ __device__ __forceinline__ void barrier(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Programmatic dependent launch. Nothing that the kernel before wrote or reads may be touched before the wait; and since a
-// kernel lets the next one start only after its own wait, everything before that one is done already.
+// Programmatic dependent launch. Before the wait a kernel may neither read what its predecessor writes nor write what it reads. Kernels
+// before the predecessor have completed even then, since a kernel lets its successor start only after its own wait.
 __device__ __forceinline__ void wait_for_earlier_kernels() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

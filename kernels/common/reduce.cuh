@@ -1,4 +1,4 @@
-// Sums and maxima over the lanes of a warp, in an order that is always the same.
+// Sums and maxima over the lanes of a warp, in a fixed order.
 #pragma once
 #include "common/types.cuh"
 

@@ -1,4 +1,4 @@
-// Short names for fixed-width integers, and the reinterpretations that every kernel needs. No arithmetic of formats here.
+// Short names for fixed-width integers, and the reinterpretations that every kernel needs. Arithmetic of number formats is in format/.
 #pragma once
 
 typedef unsigned char u8;

@@ -1,10 +1,10 @@
-// Values of the types that tensors come in, read 16 bytes at a time.
+// Values of a tensor's type, loaded 16 bytes at a time.
 #pragma once
 #include "common/ptx.cuh"
 
 enum Type { F32, F16, BF16 };
 
-// N values from an aligned address on, as floats.
+// N values from an address that is aligned to 16 bytes, as floats.
 template <Type T, int N>
 __device__ __forceinline__ void load_values(const uint4* from, float (&x)[N]) {
     constexpr int WORDS = T == F32 ? N : N / 2;

@@ -1,5 +1,5 @@
-// Values to e2m1 codes and e4m3 scales. Mirrors src/format bit for bit: every operation here rounds as that of the processor
-// does, or is shown not to need to.
+// Encodes values as e2m1 codes and e4m3 scales. Mirrors src/format bit for bit: every operation here rounds as that of the CPU does, or the
+// comment beside it shows why that makes no difference.
 #pragma once
 #include "common/ptx.cuh"
 #include "format/nvfp4.cuh"
@@ -11,7 +11,7 @@ constexpr int THRESHOLDS = 7;
 
 __device__ __forceinline__ bool is_finite(float x) { return fabsf(x) < INFINITY; }
 
-// The byte nearest to a value that is neither negative nor NaN, ties to the even one.
+// The e4m3 byte nearest to a value that is neither negative nor NaN, ties to even.
 __device__ __forceinline__ u32 encode_scale(float x) {
     x = fminf(x, E4M3_MAX);
     // At 2^14 an f32 steps by 2^-9, as e4m3 does below 2^-6.
@@ -23,7 +23,7 @@ __device__ __forceinline__ u32 encode_scale(float x) {
 // As above, but never 0.
 __device__ __forceinline__ u32 encode_scale_above_zero(float x) { return max(encode_scale(x), 1u); }
 
-// The magnitude code of a quotient that is not negative.
+// The magnitude code of a quotient that is not negative, by rounding mode.
 __device__ __forceinline__ u32 nearest_even(float q) {
     return (q > 0.25f) + (q >= 0.75f) + (q > 1.25f) + (q >= 1.75f) + (q > 2.5f) + (q >= 3.5f) + (q > 5.0f);
 }
@@ -40,19 +40,20 @@ __device__ __forceinline__ u32 stochastic(float q, u32 random) {
     float threshold = (random >> 8) * (1.0f / (1 << 24));
     return whole + offset + (threshold < fraction);
 }
-// The magnitude of a code below 8.
+// The magnitude of a code without its sign.
 __device__ __forceinline__ float magnitude(u32 code) { return (code + (code > 4) + (code > 5) + 3 * (code > 6)) * 0.5f; }
 
-// The smallest values whose quotients by a step pass each threshold between codes. A quotient is rounded to f32 before it is
-// compared; so with h half of the spacing of f32 below (or above) a threshold t, which is even, it is at least t when the
-// exact quotient is at least t - h, and more than t when the exact one is more than t + h. Times the step, which is not so
-// small that h times it loses bits, that is one fused operation rounded the right way.
+// The smallest values whose quotients by a step pass each threshold between codes, so that values need no division. A quotient is rounded
+// to f32 before it is compared. With h half of the spacing of f32 below (or above) a threshold t, whose mantissa is even, the rounded
+// quotient is at least t exactly when the exact one is at least t - h, and more than t exactly when the exact one is more than t + h.
+// (t - h) or (t + h) times the step is one fused operation with directed rounding, as long as the step is not so small that h times the
+// step loses bits.
 struct Thresholds {
     float at[THRESHOLDS];
 
     static constexpr float SMALLEST_STEP = 1.0f / (1ull << 48) / (1ull << 48);
 
-    // EXPONENT is that of `t`; POWER says that `t` is a power of two, below which f32 is twice as fine.
+    // EXPONENT is that of `t`. POWER: `t` is a power of two, below which the spacing of f32 is half as large.
     template <int EXPONENT, bool POWER>
     static __device__ __forceinline__ float at_least(float t, float step) {
         constexpr int h = EXPONENT - 24 - POWER;
@@ -74,7 +75,7 @@ struct Thresholds {
         at[6] = half_away ? at_least<2, false>(5.0f, step) : above<2, false>(5.0f, step);
     }
 
-    // How many of them a magnitude passes: its code.
+    // How many thresholds a magnitude passes: its code.
     __device__ __forceinline__ u32 passed(float magnitude) const {
         u32 code = 0;
 #pragma unroll
@@ -83,10 +84,10 @@ struct Thresholds {
     }
 };
 
-// Codes of eight values at once, four words of two f16 that hold magnitudes; word i has values i and i + 4. To nearest even.
+// Codes of eight magnitudes at once, to nearest even, from four words of two f16; word i has values i and i + 4.
 //
-// A code is 2 x up to 2, x + 2 up to 4 and x / 2 + 4 up to 6: three ramps, each cut off at its ends, added to 1024, where an
-// f16 steps by one. Each sum is rounded to even by its addition, and what is added to is even where a ramp begins.
+// A code is 2 x up to 2, x + 2 up to 4 and x / 2 + 4 up to 6: three ramps, each clamped at its ends, added to 1024, where the spacing of f16
+// is one. Each addition rounds to even, and the sum before it is even where its ramp begins.
 __device__ __forceinline__ u32 encode_eight(const u32 (&x)[4]) {
     constexpr u32 HALF = 0x38003800u, ONE = 0x3c003c00u, TWO = 0x40004000u, FOUR = 0x44004400u, MINUS_ONE = 0xbc00bc00u, MINUS_TWO = 0xc000c000u;
     constexpr u32 BASE = 0x64006400u;  // 1024, twice

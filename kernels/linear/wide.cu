@@ -149,7 +149,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
                     if (step > 0 && lane == 0) barrier_arrive(x.empty(step - 1));
                     barrier_wait(x.full(step), X::phase(step));
                 }
-                auto b = [&](int i) { return wgmma_operand<FRAGMENT_BYTES, GROUP_BYTES>(x.data(step) + (4 * j + i) * FRAGMENT_BYTES); };
+                auto b = [&](int i) { return wgmma_descriptor<FRAGMENT_BYTES, GROUP_BYTES>(x.data(step) + (4 * j + i) * FRAGMENT_BYTES); };
                 wgmma_fence();
                 wgmma_f16(c, u[j][0], v[j][0], u[j][1], v[j][1], b(0));
                 wgmma_f16(c, u[j][2], v[j][2], u[j][3], v[j][3], b(2));
@@ -157,7 +157,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
             }
         }
         wgmma_wait<0>();
-        wgmma_settle(c);
+        wgmma_fence_accumulators(c);
     }
 
     auto put = [&](int warp, int i, const float (&sums)[4]) {

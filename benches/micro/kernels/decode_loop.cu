@@ -66,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(512) decode_loop(const __grid_const
             decode((u32)c, a[tile % 2][0], a[tile % 2][1]);
             decode((u32)(c >> 32), a[tile % 2][2], a[tile % 2][3]);
             wgmma_fence();
-            multiply(d[tile % 2], a[tile % 2], wgmma_operand<128, 256>(shared_address(b + tile * 256)));
+            multiply(d[tile % 2], a[tile % 2], wgmma_descriptor<128, 256>(shared_address(b + tile * 256)));
             wgmma_commit();
             if (tile > 0) {
                 wgmma_wait<1>();

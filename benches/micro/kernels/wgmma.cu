@@ -80,7 +80,7 @@ __device__ __forceinline__ void time(const Arguments& p) {
     for (int i = threadIdx.x; i < N * 32; i += blockDim.x) b[i] = p.b[i];
     publish_shared();
     __syncthreads();
-    u64 where = wgmma_operand<128, 256>(shared_address(b));
+    u64 where = wgmma_descriptor<128, 256>(shared_address(b));
     u32 a[2][4];
     load(a[0], p.a);
     load(a[1], p.a + WARPGROUP * 4);
@@ -155,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUP) sums_8(const __grid_cons
         u32 a[4];
         load(a, p.a + step * WARPGROUP * 4);
         wgmma_fence();
-        multiply<true>(s, a, wgmma_operand<128, 256>(shared_address(b)));
+        multiply<true>(s, a, wgmma_descriptor<128, 256>(shared_address(b)));
         wgmma_commit();
         wgmma_wait<0>();
         __syncthreads();

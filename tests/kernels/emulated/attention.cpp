@@ -119,13 +119,13 @@ struct Sequence {
         }
     }
 
-    template <int D, bool PART>
+    template <int D, bool PARTIAL>
     void run(int first, int rows) {
         float log2 = scale() * 1.44269504f;
         std::vector<u16> q((size_t)rows * heads * D, 0x7e00), out(q);
         store::Arguments s = {&qkv[(size_t)first * all * D], normed ? q_norm.data() : nullptr, normed ? k_norm.data() : nullptr, q.data(), options(),
                               arguments(), heads, rows, first, log2};
-        launch(rows, ceil_div(heads + kv_heads, store::WARPS), 1, store::WARPS * WARP, [&] { store::heads<D, PART>(s); });
+        launch(rows, ceil_div(heads + kv_heads, store::WARPS), 1, store::WARPS * WARP, [&] { store::heads<D, PARTIAL>(s); });
         launch((first + rows - 1) / 8 - first / 8 + 1, kv_heads, 1, D, [&] { store::store_values<D>(s); });
         prefill::Arguments p = {q.data(), out.data(), arguments(), heads, rows, first, window, cap * 1.44269504f};
         launch(heads, ceil_div(rows, prefill::ROWS), 1, prefill::WARPS * WARP, [&] { prefill::run<D>(p); });
@@ -161,16 +161,16 @@ struct Sequence {
         if (unfit != want) printf("%s: what does not fit is of %u, not %u\n", what, unfit, want), exit(1);
         unfit = 0;
     }
-    template <int D, bool LIMITED, bool PART>
+    template <int D, bool LIMITED, bool PARTIAL>
     void step(int token, int parts) {
-        step_with<D, LIMITED, PART, decode::FEW_STAGES, decode::FEW_SPAN, false>(token, parts, token % 2);
-        step_with<D, LIMITED, PART, decode::SOME_STAGES, 1, false>(token, parts, parts % 2);
-        step_with<D, LIMITED, PART, decode::MANY_STAGES, 1, false>(token, parts, parts % 2);
+        step_with<D, LIMITED, PARTIAL, decode::FEW_STAGES, decode::FEW_SPAN, false>(token, parts, token % 2);
+        step_with<D, LIMITED, PARTIAL, decode::SOME_STAGES, 1, false>(token, parts, parts % 2);
+        step_with<D, LIMITED, PARTIAL, decode::MANY_STAGES, 1, false>(token, parts, parts % 2);
 #if __CUDA_ARCH__ >= 900
-        if constexpr (!LIMITED && D <= 128) step_with<D, LIMITED, PART, decode::SOME_STAGES, 1, true>(token, 2, parts % 2);
+        if constexpr (!LIMITED && D <= 128) step_with<D, LIMITED, PARTIAL, decode::SOME_STAGES, 1, true>(token, 2, parts % 2);
 #endif
     }
-    template <int D, bool LIMITED, bool PART, int STAGES, int SPAN, bool CLUSTER>
+    template <int D, bool LIMITED, bool PARTIAL, int STAGES, int SPAN, bool CLUSTER>
     void step_with(int token, int parts, int fragment_major) {
         int blocks = kv_heads * ceil_div(heads / kv_heads, decode::HEADS);
         int width = heads * D, whole = padded_k(width);
@@ -180,7 +180,7 @@ struct Sequence {
         decode::Arguments d = {&qkv[(size_t)token * all * D], normed ? q_norm.data() : nullptr, normed ? k_norm.data() : nullptr, &token, out.data(),
                                partial.data(), arrived.data(), options(), arguments(), heads / kv_heads, scale() * 1.44269504f, cap * 1.44269504f, window,
                                fragment_major};
-        launch(blocks, 1, parts, SPAN * decode::PAGE_WARPS * WARP, [&] { decode::run<D, LIMITED, PART, STAGES, SPAN, CLUSTER>(d); }, CLUSTER ? parts : 1);
+        launch(blocks, 1, parts, SPAN * decode::PAGE_WARPS * WARP, [&] { decode::run<D, LIMITED, PARTIAL, STAGES, SPAN, CLUSTER>(d); }, CLUSTER ? parts : 1);
         if (fragment_major) {
             std::vector<u16> row;
             for (int k = 0; k < whole; k++) row.push_back(out[fragment_index(1, 0, k)]);
@@ -196,13 +196,13 @@ struct Sequence {
     }
 };
 
-template <int D, bool LIMITED = false, bool PART = false>
+template <int D, bool LIMITED = false, bool PARTIAL = false>
 static void check(int heads, int kv_heads, bool normed, int first, int more, int tokens, int parts, int rotary_dim = D, int window = 0,
                   float cap = 0) {
     Sequence s(D, heads, kv_heads, first + more + tokens, normed, rotary_dim, window, cap);
-    s.run<D, PART>(0, first);
-    s.run<D, PART>(first, more);
-    for (int i = 0; i < tokens; i++) s.step<D, LIMITED, PART>(first + more + i, i % 2 ? parts : 1);
+    s.run<D, PARTIAL>(0, first);
+    s.run<D, PARTIAL>(first, more);
+    for (int i = 0; i < tokens; i++) s.step<D, LIMITED, PARTIAL>(first + more + i, i % 2 ? parts : 1);
 }
 
 static void check_reference(int D, int heads, int kv_heads, int first, int more, int rotary_dim, int window, float cap) {

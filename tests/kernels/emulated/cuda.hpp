@@ -1,5 +1,5 @@
-// What CUDA C++ adds to the language, as far as the kernels tested here use it, for the blocks of one cluster, whose threads are
-// fibers of one thread of the processor: a barrier hands over to the next fiber. Fibers take turns in an order that the seed decides.
+// The extensions of CUDA C++ that the kernels tested here use, for the blocks of one cluster. Their threads are fibers of one CPU thread: a
+// barrier switches to the next fiber. Fibers take turns in an order that depends on the seed.
 #pragma once
 #include <ucontext.h>
 
@@ -77,7 +77,7 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
 }
 
 inline Index threadIdx, blockIdx, gridDim;
-// As much as any block may have: that of the block whose turn it is.
+// The shared memory of the running block, as large as any block may have.
 alignas(128) inline char shared[228 << 10];
 
 inline std::mt19937 noise(__CUDA_ARCH__);
@@ -88,10 +88,10 @@ struct Cluster {
     struct Fiber {
         ucontext_t context;
         bool done = false;
-        // It goes on when this counts further.
+        // The fiber resumes when this counter is no longer `count`.
         const uint64_t* counter = nullptr;
         uint64_t count = 0;
-        // What the barrier of the cluster had counted when the thread arrived there.
+        // The count of the cluster's barrier when the thread arrived there.
         uint64_t arrived = 0;
     };
     struct Barrier {
@@ -104,14 +104,14 @@ struct Cluster {
     int threads;
     std::vector<Barrier> barriers;
     Barrier all;
-    // Of blocks whose turn it is not.
+    // Shared memory of the blocks that are not running.
     std::vector<std::vector<char>> memories;
-    // What happens at some time.
+    // Asynchronous operations in flight.
     std::vector<std::function<void()>> later;
     static inline Cluster* current;
-    // The block whose turn it is, of the cluster.
+    // The running block's rank in the cluster.
     static inline int rank;
-    // Used again by the next cluster.
+    // Reused by the next cluster.
     static constexpr size_t STACK = 64 << 10;
     static inline std::vector<std::unique_ptr<char[]>> stacks;
 
@@ -122,7 +122,7 @@ struct Cluster {
         swapcontext(&current->fiber().context, &current->scheduler);
     }
 
-    void turn_to(int block, int first_z) {
+    void switch_to(int block, int first_z) {
         if (block == rank) return;
         memcpy(memories[rank].data(), shared, sizeof shared);
         memcpy(shared, memories[block].data(), sizeof shared);
@@ -158,14 +158,14 @@ struct Cluster {
                 now.swap(later);
                 for (auto& happen : now) happen();
             }
-            // Half of the warps rest, so that some fall behind for longer than a turn.
-            unsigned resting = random();
+            // Half of the warps are skipped, so that some fall behind for longer than a turn.
+            unsigned skipped = random();
             for (int i : order) {
                 Fiber& f = *fibers[i];
                 if (f.done || (f.counter && *f.counter == f.count)) continue;
                 any = true;
-                if (resting >> i / 32 % 32 & 1) continue;
-                turn_to(i / threads, first_z);
+                if (skipped >> i / 32 % 32 & 1) continue;
+                switch_to(i / threads, first_z);
                 threadIdx.x = i % threads;
                 swapcontext(&scheduler, &f.context);
                 left -= f.done;
@@ -174,7 +174,7 @@ struct Cluster {
         }
     }
 
-    // Lets other threads run until `counter` is no longer what it is.
+    // Lets other threads run until `counter` changes.
     static void wait(const uint64_t& counter) {
         Fiber& f = current->fiber();
         f.counter = &counter;
@@ -182,7 +182,7 @@ struct Cluster {
         swapcontext(&f.context, &current->scheduler);
         f.counter = nullptr;
     }
-    // Whether this thread is the last of so many.
+    // Whether this thread is the last of `threads` to arrive.
     static bool arrive(Barrier& barrier, int threads) {
         if (++barrier.waiting < threads) return false;
         barrier.waiting = 0;
@@ -200,8 +200,8 @@ struct Cluster {
 
 inline void __syncthreads() { Cluster::wait(Cluster::current->barriers[Cluster::rank], Cluster::current->threads); }
 
-// Runs all blocks of a grid, in any order: the last to arrive is not always the last of the grid. Clusters are of so many blocks
-// along z.
+// Runs all blocks of a grid in random order, so that the last to arrive is not always the last of the grid. `cluster` is the number of blocks
+// of a cluster, along z.
 inline void launch(unsigned x, unsigned y, unsigned z, int threads, const std::function<void()>& kernel, unsigned cluster = 1) {
     gridDim = {x, y, z};
     std::vector<unsigned> order(x * y * z / cluster);
@@ -209,7 +209,7 @@ inline void launch(unsigned x, unsigned y, unsigned z, int threads, const std::f
     std::shuffle(order.begin(), order.end(), noise);
     for (unsigned i : order) {
         blockIdx = {i % x, i / x % y, i / x / y * cluster};
-        // NaN for whoever takes it for numbers.
+        // Uninitialized memory reads as NaN.
         memset(shared, 0xff, sizeof shared);
         Cluster(threads, (int)cluster, noise(), kernel);
     }

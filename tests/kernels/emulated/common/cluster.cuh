@@ -1,4 +1,4 @@
-// The instructions of kernels/common/cluster.cuh as the PTX ISA 9.2 describes them. A copy happens some time after it was asked for.
+// The instructions of kernels/common/cluster.cuh as the PTX ISA 9.2 describes them. A copy happens some time after it was requested.
 #pragma once
 #include <map>
 #include <utility>

@@ -1,5 +1,5 @@
-// The instructions of kernels/common/ptx.cuh as the PTX ISA 9.2 describes them, for kernels that run on the processor. An
-// asynchronous copy happens no sooner than its thread waits for it.
+// The instructions of kernels/common/ptx.cuh as the PTX ISA 9.2 describes them, for kernels that run on the CPU. An asynchronous copy
+// happens only when its thread waits for it.
 #pragma once
 #include <cfenv>
 #include <cmath>
@@ -32,7 +32,7 @@ inline u32 mul_f16(u32 a, u32 b) {
 }
 inline u32 pack_f16(float low, float high) { return to_f16(low) | (u32)to_f16(high) << 16; }
 
-// Pairs of 16-bit values: what `one` makes of each half of up to three words, by their values.
+// Applies `one` to the values in each half of up to three words.
 template <class Read, class One>
 u32 each_half(Read read, u32 a, u32 b, u32 c, One one) {
     u32 r = 0;
@@ -85,7 +85,7 @@ inline u16 to_f16_up(float x) {
 inline float max_float(float a, float b) { return max_nan(a, b); }
 inline float reciprocal_approx(float x) { return 1 / x; }
 
-// Fused, and rounded in a direction: out of the compiler's sight, which believes that there is only one.
+// Fused multiply-add with directed rounding, hidden from the compiler, which assumes rounding to nearest.
 __attribute__((noinline)) inline float directed(int mode, float x, float y, float z) {
     volatile float a = x, b = y, c = z;
     fesetround(mode);
@@ -109,7 +109,7 @@ inline u32 pack_bf16(float low, float high) {
     return one(low) | one(high) << 16;
 }
 
-// A step that the lanes of a warp in `mask` take together: when the last has come, `compute` gets what each brought.
+// A collective operation of the lanes of a warp in `mask`: when the last lane arrives, `compute` is called with the arguments of all.
 template <class Lane>
 Lane together(const Lane& mine, void (*compute)(Lane (&)[WARP]), u32 mask = ALL_LANES) {
     struct Warp {
@@ -136,7 +136,7 @@ inline void __syncwarp() {
     struct Lane {};
     together<Lane>({}, [](Lane(&)[WARP]) {});
 }
-// What lane `from` has, for each lane.
+// Each lane gets the value of the lane `from` that it names.
 template <class T>
 T shuffle(u32 mask, T x, int from) {
     struct Lane {
@@ -185,7 +185,7 @@ inline u32 __ballot_sync(u32, bool x) {
                for (Lane& l : lanes) l.r = bits;
            }).r;
 }
-// Of the lanes in `mask` alone, which all take part, those with the same value.
+// The lanes in `mask` with the same value; all of these take part.
 inline u32 __match_any_sync(u32 mask, u32 x) {
     struct Warp {
         u32 values[WARP];
@@ -293,7 +293,7 @@ struct Multiply {
     u32 a[4], b[2], a_scales, b_scales;
 };
 
-// C += A B, with elements of A and B by row, column and the lane's word and part of it.
+// C += A B, with elements of A and B by lane, word and position in the word.
 template <int K, class A, class B>
 void multiply(Multiply (&lanes)[WARP], A a, B b) {
     double x[16][K], y[K][8];

@@ -1,5 +1,5 @@
-// The instructions of kernels/common/wgmma.cuh as the PTX ISA 9.2 describes them. A product is made no sooner than its warpgroup
-// waits for it, of what its operand in shared memory is then, which must be what it was.
+// The instructions of kernels/common/wgmma.cuh as the PTX ISA 9.2 describes them. A product is computed only when its warpgroup waits for
+// it; its operand in shared memory must not have changed by then.
 #pragma once
 #include "common/ptx.cuh"
 
@@ -13,7 +13,7 @@ struct GroupProduct {
     int tiles;
     double a[2][16];  // rows g and g + 8
     u64 b;
-    std::vector<char> was;
+    std::vector<char> snapshot;
 };
 struct GroupProducts {
     std::deque<std::vector<GroupProduct>> groups;
@@ -24,18 +24,18 @@ inline GroupProducts group_products[8192];
 inline void wgmma_fence() {}
 inline void publish_shared() {}
 template <int TILES>
-void wgmma_settle(float (&)[TILES][4]) {}
+void wgmma_fence_accumulators(float (&)[TILES][4]) {}
 inline void wgmma_commit() {
     GroupProducts& p = group_products[Cluster::thread()];
     p.groups.push_back(std::move(p.open));
     p.open.clear();
 }
 template <int ALONG_K, int ALONG_N>
-u64 wgmma_operand(u32 address) {
+u64 wgmma_descriptor(u32 address) {
     if (address % 16) printf("an operand of a warpgroup at %u\n", address), exit(1);
     return (u64)(address >> 4) | (u64)(ALONG_K / 16) << 16 | (u64)(ALONG_N / 16) << 32;
 }
-// Element of B: its pieces of 8 by 8 are at the distances that the operand says.
+// Element of B, whose 8 by 8 matrices are at the distances in the descriptor.
 inline const char* group_element(u64 b, int k, int n) {
     auto distance = [&](int shift) { return (int)(b >> shift & 0x3fff) * 16; };
     return shared + distance(0) + k / 8 * distance(16) + n / 8 * distance(32) + n % 8 * 16 + k % 8 * 2;
@@ -60,7 +60,7 @@ void wgmma_f16(float (&c)[TILES][4], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
         }
     }
     for (int n = 0; n < TILES * 8; n++) {
-        for (int k = 0; k < 16; k += 8) p.was.insert(p.was.end(), group_element(b, k, n), group_element(b, k, n) + 16);
+        for (int k = 0; k < 16; k += 8) p.snapshot.insert(p.snapshot.end(), group_element(b, k, n), group_element(b, k, n) + 16);
     }
     group_products[Cluster::thread()].open.push_back(std::move(p));
 }
@@ -72,7 +72,7 @@ void wgmma_wait() {
         for (GroupProduct& p : all.groups.front()) {
             for (int n = 0; n < p.tiles * 8; n++) {
                 for (int k = 0; k < 16; k += 8) {
-                    if (memcmp(group_element(p.b, k, n), &p.was[(n * 2 + k / 8) * 16], 16)) printf("an operand was overwritten\n"), exit(1);
+                    if (memcmp(group_element(p.b, k, n), &p.snapshot[(n * 2 + k / 8) * 16], 16)) printf("an operand was overwritten\n"), exit(1);
                 }
             }
             for (int i = 0; i < p.tiles; i++) {
