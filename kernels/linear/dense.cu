@@ -1,6 +1,6 @@
-// Products with dense weights of any floating type, in f32: y[m, n] = sum over k of x[m, k] w[n, k]. For the few matrices
-// that a model leaves unquantized, and where no library serves large products. A warp takes an output feature and up to 8
-// rows of x at a time.
+// Products with dense weights of any floating-point type, accumulated in f32: y[m, n] = sum over k of x[m, k] w[n, k]. For the few matrices
+// that a model leaves unquantized, and for large products where cuBLASLt is absent. A warp takes an output feature and up to 8 rows of x at
+// a time.
 #include "common/ptx.cuh"
 #include "common/reduce.cuh"
 
@@ -22,7 +22,7 @@ struct Arguments {
 };
 
 constexpr int WARPS = 8;
-constexpr int TOKENS = 8;    // at a time, where there are several
+constexpr int TOKENS = 8;    // of a block, unless there is only one
 
 // Eight values from element i on, which is a multiple of 8.
 template <int KIND>
@@ -45,30 +45,30 @@ struct Eight {
     }
 };
 
-template <int KIND, int MOST, int AHEAD>
+template <int KIND, int MAX_TOKENS, int UNROLL>
 __device__ __forceinline__ void multiply(const Arguments& a) {
-    int row = blockIdx.x * WARPS + threadIdx.x / WARP, first = blockIdx.y * MOST, lane = lane_id();
+    int row = blockIdx.x * WARPS + threadIdx.x / WARP, first = blockIdx.y * MAX_TOKENS, lane = lane_id();
     if (row >= a.rows) return;
-    int tokens = min(MOST, a.m - first);
-    float sums[MOST] = {};
-#pragma unroll AHEAD
+    int tokens = min(MAX_TOKENS, a.m - first);
+    float accumulators[MAX_TOKENS] = {};
+#pragma unroll UNROLL
     for (int i = 8 * lane; i < a.k; i += 8 * WARP) {
         Eight<KIND> w(a.weight, (size_t)row * a.k + i);
 #pragma unroll
-        for (int m = 0; m < MOST; m++) {
-            if (MOST > 1 && m >= tokens) continue;
+        for (int m = 0; m < MAX_TOKENS; m++) {
+            if (MAX_TOKENS > 1 && m >= tokens) continue;
             Eight<F16> x(a.x, (size_t)(first + m) * a.k + i);
 #pragma unroll
-            for (int j = 0; j < 8; j++) sums[m] += w.v[j] * x.v[j];
+            for (int j = 0; j < 8; j++) accumulators[m] += w.v[j] * x.v[j];
         }
     }
 #pragma unroll
-    for (int m = 0; m < MOST; m++) sums[m] = warp_sum(sums[m]);
+    for (int m = 0; m < MAX_TOKENS; m++) accumulators[m] = warp_sum(accumulators[m]);
     if (lane != 0) return;
 #pragma unroll
-    for (int m = 0; m < MOST; m++) {
-        if (MOST > 1 && m >= tokens) continue;
-        float y = sums[m] * a.factor + (a.bias ? a.bias[row] : 0);
+    for (int m = 0; m < MAX_TOKENS; m++) {
+        if (MAX_TOKENS > 1 && m >= tokens) continue;
+        float y = accumulators[m] * a.factor + (a.bias ? a.bias[row] : 0);
         size_t to = (size_t)(first + m) * a.out_stride + row;
         if (a.output == STORE_F32) ((float*)a.out)[to] = y;
         if (a.output == ADD_F32) ((float*)a.out)[to] += y;
@@ -76,17 +76,17 @@ __device__ __forceinline__ void multiply(const Arguments& a) {
     }
 }
 
-template <int MOST, int AHEAD>
+template <int MAX_TOKENS, int UNROLL>
 __device__ __forceinline__ void run(const Arguments& a) {
     wait_for_earlier_kernels();
     let_later_kernels_start();
     switch (a.kind) {
-        case F32: return multiply<F32, MOST, AHEAD>(a);
-        case F16: return multiply<F16, MOST, AHEAD>(a);
-        default: return multiply<BF16, MOST, AHEAD>(a);
+        case F32: return multiply<F32, MAX_TOKENS, UNROLL>(a);
+        case F16: return multiply<F16, MAX_TOKENS, UNROLL>(a);
+        default: return multiply<BF16, MAX_TOKENS, UNROLL>(a);
     }
 }
 
-// Grid: (ceil(rows / WARPS), ceil(m / TOKENS)), or m. One row leaves registers for more weights on their way.
+// Grid: (ceil(rows / WARPS), ceil(m / TOKENS)); of the second one (ceil(rows / WARPS), m), which has registers for more weights in flight.
 extern "C" __global__ void __launch_bounds__(WARPS* WARP) linear_dense(const __grid_constant__ Arguments a) { run<TOKENS, 2>(a); }
 extern "C" __global__ void __launch_bounds__(WARPS* WARP) linear_dense_1(const __grid_constant__ Arguments a) { run<1, 4>(a); }

@@ -1,11 +1,11 @@
-// Products of gathered rows with NVFP4 experts: for each pair of a row and an expert that it goes to, y[pair, n] = sum over k of
-// x[row, k] w[expert][n, k], for f16 x. Pairs lie in the order of their experts (experts/route.cu); a tile is up to COLUMNS pairs of
-// one expert, which the grid takes one by one, so that an expert without rows costs nothing.
+// Products of gathered rows with NVFP4 experts: for each (row, expert) pair of the routing, y[pair, n] = sum over k of x[row, k]
+// w[expert][n, k], for f16 x. Pairs are sorted by expert (experts/route.cu). A tile is up to COLUMNS pairs of one expert; experts without
+// rows have none.
 //
-// A block takes a tile and 64 output features, 16 to a warp, and goes along K a chunk of format/packed.cuh at a time. Weights are the
-// A operand of the matrix instruction, decoded once for all pairs of the tile; activations are the B operand, in the order of K that
-// the codes of a lane have: elements 4 t to 4 t + 3 of a block. Of gate and up, a warp's 16 features are eight of gate and the same
-// eight of up, and what is stored is the gated activation.
+// A block takes a tile and 64 output features, 16 to a warp, and goes along K a chunk of format/packed.cuh at a time. Weights are the A
+// operand of the matrix instruction, decoded once for all pairs of the tile. Activations are the B operand. Both have K in the order of a
+// lane's codes: elements 4 t to 4 t + 3 of a block. In the product with gate and up, the 16 features of a warp are eight of gate and the
+// same eight of up, and the result of the GLU is stored.
 //
 // K must be a multiple of 16.
 #include "activation/gate.cuh"
@@ -16,9 +16,9 @@
 
 constexpr int WARPS = 4;
 constexpr int THREADS = WARPS * WARP;
-constexpr int LINES = 2 * WARPS;                            // rows of chunks of a block
-constexpr int X_LINE = CHUNK_K * 2;                         // bytes of a pair's activations in a stage
-constexpr int X_PIECES = X_LINE / 16;
+constexpr int LINES = 2 * WARPS;                            // of a block: a line is the chunks of the same 8 rows
+constexpr int X_ROW_BYTES = CHUNK_K * 2;                    // of a pair's activations in a stage
+constexpr int X_PIECES = X_ROW_BYTES / 16;
 constexpr int CHUNK_PIECES = CHUNK_BYTES / 16;
 constexpr int WEIGHT_BYTES = LINES * CHUNK_BYTES;
 constexpr int WEIGHT_PIECES = WEIGHT_BYTES / 16;
@@ -27,35 +27,35 @@ static_assert(THREADS % X_PIECES == 0, "a thread copies the same piece of severa
 enum Projection { GATE, UP, DOWN, PROJECTIONS };
 
 struct Arguments {
-    const u16* x;               // f16: of gate and up [rows, k], of down [pairs, k]
-    const int* sources;         // [pairs]: the row of x; or null, where that is the pair
+    const u16* x;               // f16: for gate and up [rows, k], for down [pairs, k]
+    const int* sources;         // [pairs]: the row of x; null for down, where the row is the pair
     const ExpertTile* tiles;
     const Matrix* experts;      // [experts, PROJECTIONS]
-    void* out;                  // [pairs, n]: f16 of gate and up, f32 of down
+    void* out;                  // [pairs, n]: f16 for gate and up, f32 for down
     int n;                      // a multiple of 2
     int k;
     float factor;               // of the product
-    float out_scale;            // of the gated activation, which may be large
+    float out_scale;            // GLU: keeps the result, which may be large, within f16
     int activation;
 };
 
-// Where a piece of 16 bytes of pair m stands: four neighbouring pairs meet in no bank.
-__device__ __forceinline__ int piece_at(int m, int piece) { return m * X_LINE + ((piece ^ (m % 4 * 2)) * 16); }
+// Where a 16-byte piece of pair m is in a stage: swizzled, so that four neighbouring pairs have no bank conflicts.
+__device__ __forceinline__ int piece_at(int m, int piece) { return m * X_ROW_BYTES + ((piece ^ (m % 4 * 2)) * 16); }
 
-// Stages of shared memory, as many as keep the memory busy where a tile has few pairs.
+// Stages in shared memory. Small tiles need more of them to keep enough loads in flight.
 template <int COLUMNS>
 constexpr int STAGES = COLUMNS <= 8 ? 6 : COLUMNS <= 16 ? 4 : 3;
 
 template <int COLUMNS, bool IS_GLU>
 __device__ __forceinline__ void run(const Arguments& a) {
-    constexpr int COUNT = STAGES<COLUMNS>, STAGE_BYTES = WEIGHT_BYTES + COLUMNS * X_LINE, TILES = COLUMNS / 8;
+    constexpr int COUNT = STAGES<COLUMNS>, STAGE_BYTES = WEIGHT_BYTES + COLUMNS * X_ROW_BYTES, TILES = COLUMNS / 8;
     constexpr int WEIGHT_COPIES = ceil_div(WEIGHT_PIECES, THREADS), ROW_STEP = THREADS / X_PIECES, X_COPIES = ceil_div(COLUMNS, ROW_STEP);
     constexpr int FEATURES = CHUNK_ROWS * (IS_GLU ? WARPS : LINES);    // of an output row
     extern __shared__ __align__(128) char shared[];
     int thread = threadIdx.x, warp = thread / WARP, lane = thread % WARP, g = lane / 4, t = lane % 4;
     int steps = ceil_div(a.k, CHUNK_K), first_feature = blockIdx.x * FEATURES;
 
-    // Where pairs go is known when gate and up are done; what those are of may just have been decided.
+    // Gate and up may be the successor of the routing, whose tiles they read. By the time that down starts, the routing has completed.
     if (IS_GLU) {
         wait_for_earlier_kernels();
         let_later_kernels_start();
@@ -64,7 +64,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
     if (tile.pairs == 0) return;
     const Matrix* expert = a.experts + tile.expert * PROJECTIONS;
 
-    // Features past the end repeat the last; their sums are dropped.
+    // Past the last features these are repeated; their accumulators are dropped.
     const u8* weight_from[WEIGHT_COPIES];
     int last_line = ceil_div(a.n, CHUNK_ROWS) - 1;
 #pragma unroll
@@ -91,7 +91,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
         let_later_kernels_start();
     }
 
-    // Past the end of K and of the pairs stand zeros.
+    // Past the end of K and of the pairs activations are zeros.
     int x_piece = thread % X_PIECES, x_row = thread / X_PIECES;
     const u16* x_from[X_COPIES];
 #pragma unroll
@@ -106,8 +106,8 @@ __device__ __forceinline__ void run(const Arguments& a) {
         for (int i = 0; i < X_COPIES; i++) {
             int m = x_row + i * ROW_STEP;
             if (COLUMNS % ROW_STEP != 0 && m >= COLUMNS) break;
-            bool there = inside && m < tile.pairs;
-            copy_async_16(shared_address(stage + piece_at(m, x_piece)), there ? x_from[i] + step * CHUNK_K : a.x, there ? 16 : 0);
+            bool exists = inside && m < tile.pairs;
+            copy_async_16(shared_address(stage + piece_at(m, x_piece)), exists ? x_from[i] + step * CHUNK_K : a.x, exists ? 16 : 0);
         }
     };
 #pragma unroll
@@ -116,8 +116,8 @@ __device__ __forceinline__ void run(const Arguments& a) {
         copy_async_commit();
     }
 
-    // Of piece_at(), what is the lane's.
-    int x_lane = g * X_LINE + t * 8, turn = g % 4 * 32;
+    // The terms of piece_at() that depend on the lane alone.
+    int x_lane = g * X_ROW_BYTES + t * 8, swizzle = g % 4 * 32;
     float c[TILES][4] = {};
     for (int step = 0; step < steps; step++) {
         copy_async_wait<COUNT - 2>();
@@ -139,16 +139,16 @@ __device__ __forceinline__ void run(const Arguments& a) {
             u32 u[4], v[4];
             decode_packed(words_low[j], low_scales, j, u);
             decode_packed(words_high[j], high_scales, j, v);
-            // Pairs of both blocks become neighbours of one.
+            // Regroups pairs of an element of each block into pairs of neighbours in one block.
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 u32 select = half ? 0x7632 : 0x5410;
                 u32 a0 = __byte_perm(u[0], u[1], select), a1 = __byte_perm(v[0], v[1], select);
                 u32 a2 = __byte_perm(u[2], u[3], select), a3 = __byte_perm(v[2], v[3], select);
-                const char* from = x + x_lane + (((2 * j + half) * 32) ^ turn);
+                const char* from = x + x_lane + (((2 * j + half) * 32) ^ swizzle);
 #pragma unroll
                 for (int i = 0; i < TILES; i++) {
-                    uint2 b = *(const uint2*)(from + i * 8 * X_LINE);
+                    uint2 b = *(const uint2*)(from + i * 8 * X_ROW_BYTES);
                     mma_f16(c[i], a0, a1, a2, a3, b.x, b.y);
                 }
             }

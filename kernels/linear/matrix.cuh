@@ -1,8 +1,8 @@
-// A weight as products take it.
+// A weight as an operand of the product kernels.
 #pragma once
 #include "common/types.cuh"
 
-constexpr int MATRICES = 3;  // that share their input, at most
+constexpr int MATRICES = 3;  // at most, with the same input
 
 struct Matrix {
     const u8* chunks;   // see format/packed.cuh

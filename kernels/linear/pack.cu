@@ -1,4 +1,4 @@
-// Rows of an NVFP4 weight from the order of files and tensors to the order of format/packed.cuh.
+// Repacks rows of an NVFP4 weight from the layout of files and tensors to that of format/packed.cuh.
 #include "common/ptx.cuh"
 #include "format/packed.cuh"
 #include "format/swizzle.cuh"
@@ -6,8 +6,8 @@
 struct Arguments {
     const u8* codes;    // [.., k / 2]
     const u8* scales;   // [.., k / 16], or swizzled
-    u8* chunks;         // those of these rows
-    int first_row;      // of codes and scales
+    u8* chunks;         // of these rows
+    int first_row;      // in codes and scales
     int rows;
     int k;
     int swizzled;
@@ -16,7 +16,7 @@ struct Arguments {
 constexpr int THREADS = 256;
 constexpr int WORDS = CHUNK_CODES / 4;
 
-// A thread to a word of codes; half of them also take a scale. Grid: (words of the chunks along k / THREADS, rows / 8)
+// A thread packs a word of codes; half of the threads also copy a scale. Grid: (ceil(words of the chunks along k / THREADS), ceil(rows / 8))
 extern "C" __global__ void __launch_bounds__(THREADS) linear_pack(const __grid_constant__ Arguments a) {
     wait_for_earlier_kernels();
     int chunks = ceil_div(a.k, CHUNK_K), index = blockIdx.x * THREADS + threadIdx.x;

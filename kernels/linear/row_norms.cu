@@ -1,4 +1,4 @@
-// Euclidean norms of the rows of a weight whose columns are weighted, from which follows how large a product can be.
+// Euclidean norms of the rows of a weight with weighted columns, which bound its products.
 #include "common/reduce.cuh"
 #include "common/values.cuh"
 #include "format/packed.cuh"
@@ -8,7 +8,7 @@ struct Arguments {
     const float* columns;   // [k] or null
     float* out;             // [rows]
     float global;           // NVFP4
-    int kind;               // a Type; NVFP4 is the one after them
+    int kind;               // a Type, or the number after them for NVFP4
     int k;
 };
 
@@ -16,7 +16,7 @@ constexpr int THREADS = 256;
 
 // Grid: (rows)
 extern "C" __global__ void __launch_bounds__(THREADS) linear_row_norms(const __grid_constant__ Arguments a) {
-    __shared__ float sums[THREADS / WARP];
+    __shared__ float warp_sums[THREADS / WARP];
     wait_for_earlier_kernels();
     int row = blockIdx.x;
     size_t first = (size_t)row * a.k;
@@ -33,11 +33,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) linear_row_norms(const __g
         sum += value * value;
     }
     sum = warp_sum(sum);
-    if (lane_id() == 0) sums[threadIdx.x / WARP] = sum;
+    if (lane_id() == 0) warp_sums[threadIdx.x / WARP] = sum;
     __syncthreads();
     if (threadIdx.x > 0) return;
     sum = 0;
 #pragma unroll
-    for (int i = 0; i < THREADS / WARP; i++) sum += sums[i];
+    for (int i = 0; i < THREADS / WARP; i++) sum += warp_sums[i];
     a.out[row] = sqrtf(sum);
 }

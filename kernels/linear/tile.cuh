@@ -1,24 +1,24 @@
-// What products that take tiles of features and rows have in common: their arguments, where tiles lie, and what becomes of sums.
+// What the kernels of linear/tiled.cu and linear/wide.cu share: their arguments, the places of tiles, and the epilogue.
 #pragma once
 #include "activation/gate.cuh"
 #include "common/ptx.cuh"
 #include "format/fragment_major.cuh"
 #include "linear/matrix.cuh"
 
-enum Output { STORE_F32, STORE_F16, ADD_F32, STORE_FRAGMENT_MAJOR };  // the last is that of gated activations, which have kernels of their own
+enum Output { STORE_F32, STORE_F16, ADD_F32, STORE_FRAGMENT_MAJOR };  // the last is for the GLU kernels only
 
 struct Arguments {
-    const u16* x;               // f16 [m, k]; those of linear/wide.cu in the order of format/fragment_major.cuh
+    const u16* x;               // f16 [m, k]; for linear/wide.cu fragment-major
     void* out;                  // [m, out_stride]; the matrices' features follow each other
-    float* partial;             // [parts, m, features of all matrices], if there are several parts
+    float* partial;             // the split-K workspace of linear/tiled.cu: [split_k, m, features of all matrices]; unused without splits
     Matrix matrix[MATRICES];
     int matrices;
     int m;
     int k;
     int out_stride;
     int output;
-    int parts;                  // blocks that share a tile, each with a range of K
-    float out_scale;            // GLU: of the result, which may be large
+    int split_k;                // ranges of K, each multiplied by a block of its own
+    float out_scale;            // GLU: keeps the result, which may be large, within f16
     int activation;             // GLU
 };
 
@@ -28,12 +28,12 @@ __device__ __forceinline__ int features_of(const Arguments& a) {
     return all;
 }
 
-// A tile of FEATURES features, of the matrices one after the other.
+// Where a tile of FEATURES features is. Each matrix has tiles of its own, and those of the matrices follow each other.
 template <int FEATURES>
 struct TilePlace {
     const Matrix* matrix;
-    int column;         // of the output, of the matrix's first feature
-    int first_feature;  // of the matrix
+    int column;         // in the output, of the matrix's first feature
+    int first_feature;  // of the tile, in the matrix
 
     __device__ __forceinline__ TilePlace(const Arguments& a, int tile) {
         int index = 0;
@@ -47,7 +47,7 @@ struct TilePlace {
     }
 };
 
-// What becomes of a sum: of row m of activations and a feature of a matrix whose first is `column` of the output.
+// Stores the sum over K for row m of activations and row `row` of a matrix whose first feature is `column` of the output.
 __device__ __forceinline__ void store(const Arguments& a, const Matrix& w, int column, int m, int row, float sum) {
     sum *= w.global * PACKED_FACTOR;
     if (w.bias) sum += w.bias[row];
@@ -57,9 +57,10 @@ __device__ __forceinline__ void store(const Arguments& a, const Matrix& w, int c
     if (a.output == STORE_F16) ((u16*)a.out)[at] = to_f16(sum);
 }
 
-// What becomes of a warp's sums of 16 features from `first` of the matrix on and of 8 rows of activations from `first_row` on, as
-// an accumulator of the matrix instruction.
-__device__ __forceinline__ void put_away(const Arguments& a, const Matrix& w, int column, int first, int first_row, const float (&c)[4]) {
+// Stores a warp's accumulators of one matrix instruction: 16 features of the matrix from `first` on, by 8 rows of activations from
+// `first_row` on.
+__device__ __forceinline__ void store_accumulators(const Arguments& a, const Matrix& w, int column, int first, int first_row,
+                                                   const float (&c)[4]) {
     int g = lane_id() / 4, t = lane_id() % 4;
 #pragma unroll
     for (int e = 0; e < 4; e++) {
@@ -67,27 +68,27 @@ __device__ __forceinline__ void put_away(const Arguments& a, const Matrix& w, in
         if (m < a.m && row < w.rows) store(a, w, column, m, row, c[e]);
     }
 }
-// The same for a part of them.
-__device__ __forceinline__ void put_away_part(const Arguments& a, const Matrix& w, int column, int first, int first_row, int part,
+// The same for the accumulators of one split of K, which go to the workspace.
+__device__ __forceinline__ void store_partial(const Arguments& a, const Matrix& w, int column, int first, int first_row, int split,
                                               const float (&c)[4]) {
     int g = lane_id() / 4, t = lane_id() % 4, all = features_of(a);
 #pragma unroll
     for (int e = 0; e < 4; e++) {
         int m = first_row + 2 * t + e % 2, row = first + g + e / 2 * 8;
-        if (m < a.m && row < w.rows) a.partial[((size_t)part * a.m + m) * all + column + row] = c[e];
+        if (m < a.m && row < w.rows) a.partial[((size_t)split * a.m + m) * all + column + row] = c[e];
     }
 }
-// The same for rows 0 to 7 of A that are gate's features from `first` on and rows 8 to 15 that are up's: calls put(row of
-// activations, feature, value) with f16 values, which are zeros past the last feature.
-template <class Put>
-__device__ __forceinline__ void put_away_glu(const Arguments& a, int first, int first_row, const float (&c)[4], Put put) {
+// Applies the GLU to accumulators of which rows 0 to 7 are gate's features from `first` on and rows 8 to 15 are up's, and calls
+// store(row of activations, feature, f16 value) for each result. Values past the last feature are zeros.
+template <class Store>
+__device__ __forceinline__ void store_glu(const Arguments& a, int first, int first_row, const float (&c)[4], Store store) {
     int g = lane_id() / 4, t = lane_id() % 4, row = first + g;
     const Matrix &gate = a.matrix[0], &up = a.matrix[1];
-    bool there = row < gate.rows;
-    float gate_bias = there && gate.bias ? gate.bias[row] : 0, up_bias = there && up.bias ? up.bias[row] : 0;
+    bool exists = row < gate.rows;
+    float gate_bias = exists && gate.bias ? gate.bias[row] : 0, up_bias = exists && up.bias ? up.bias[row] : 0;
 #pragma unroll
     for (int e = 0; e < 2; e++) {
         float x = c[e] * (gate.global * PACKED_FACTOR) + gate_bias, y = c[e + 2] * (up.global * PACKED_FACTOR) + up_bias;
-        put(first_row + 2 * t + e, row, there ? to_f16(activate(a.activation, x) * y * a.out_scale) : (u16)0);
+        store(first_row + 2 * t + e, row, exists ? to_f16(activate(a.activation, x) * y * a.out_scale) : (u16)0);
     }
 }

@@ -1,33 +1,31 @@
-// Products of some rows with NVFP4 weights on Hopper: y[m, n] = sum over k of x[m, k] w[n, k], for x in the order of
-// format/fragment_major.cuh. As linear/tiled.cu, with the products of warpgroups, and tiles so wide that activations are read from the
-// second-level cache a third as often.
+// Products of tens of rows with NVFP4 weights on Hopper: y[m, n] = sum over k of x[m, k] w[n, k], for fragment-major x
+// (format/fragment_major.cuh). Like linear/tiled.cu, but with wgmma, and with tiles three times as wide, so that activations are read from
+// the L2 cache a third as often.
 //
-// A block takes 192 output features, 16 to a warp, and up to COLUMNS rows of activations, and goes along K a chunk of
-// format/packed.cuh at a time. Weights are the A operand, decoded once for all rows; a warp brings its own through a ring, which it
-// begins to fill before the kernel waits for the one before it. Activations are the B operand; one more warp brings them, as far
-// ahead as there is room.
+// A block takes 192 output features, 16 to a warp, and up to COLUMNS rows of activations, and goes along K a chunk of format/packed.cuh at
+// a time. Weights are the A operand, decoded once for all rows; each warp loads its own through a ring, which it begins to fill before the
+// kernel waits for its predecessor. Activations are the B operand; one more warp loads them, as far ahead as there are free stages.
 //
-// Where that makes too few blocks, the blocks of a cluster share a tile, each with a range of K. In the end each adds up what all
-// of them have of a part of the tile, in order. K must be a multiple of 16.
+// Where that makes too few blocks, K is split (split-K): the blocks of a cluster take the same tile over a range of K each. In the end each
+// block adds up the accumulators of all of them for its share of the tile, in a fixed order. K must be a multiple of 16.
 #include "common/cluster.cuh"
 #include "common/ring.cuh"
 #include "common/wgmma.cuh"
 #include "linear/tile.cuh"
 
-constexpr int GROUPS = 3;
-constexpr int WARPS = GROUPS * WARPGROUP / WARP;    // that multiply
+constexpr int WARPGROUPS = 3;
+constexpr int WARPS = WARPGROUPS * WARPGROUP / WARP;    // that multiply
 constexpr int THREADS = (WARPS + 1) * WARP;
 constexpr int FEATURES = WARPS * 16;
-constexpr int PAIR_FEATURES = FEATURES / 2;
-static_assert(PAIR_FEATURES == GROUPS * 2 * BLOCK, "a warpgroup has a pair of blocks of gate and of up");
-constexpr int STAGES = 3;                           // of a warp's ring
-constexpr int MOST_PARTS = 8;
+constexpr int GLU_FEATURES = FEATURES / 2;              // of gate, and as many of up
+static_assert(GLU_FEATURES == WARPGROUPS * 2 * BLOCK, "a warpgroup has two blocks of gate and of up");
+constexpr int STAGES = 3;                               // of a warp's ring
+constexpr int MAX_SPLIT_K = 8;
 using Ring = WarpRing<STAGES, CHUNK_BYTES>;
 
-// Stages of activations in shared memory, a chunk of all rows in each, and two barriers for each of them: that it is full, and that
-// it is empty again.
+// The stages of activations in shared memory. Each holds a chunk of all rows and has two barriers: one for "full" and one for "empty".
 template <int COLUMNS>
-struct Stages {
+struct ActivationStages {
     static constexpr int COUNT = COLUMNS <= 64 ? 4 : 3, STAGE_BYTES = COLUMNS / GROUP_ROWS * GROUP_BYTES, BYTES = COUNT * (STAGE_BYTES + 16);
     u32 base;
 
@@ -43,32 +41,33 @@ struct Stages {
         }
         publish_barriers();
     }
-    // Brings chunks that are so far apart; one thread calls this.
-    __device__ __forceinline__ void bring(const u8* from, size_t distance, int bytes, int steps) const {
+    // Loads the chunks of all steps, `stride` bytes apart, as stages become free; one thread calls this.
+    __device__ __forceinline__ void load(const u8* from, size_t stride, int bytes, int steps) const {
         for (int step = 0; step < steps; step++) {
             if (step >= COUNT) barrier_wait(empty(step), phase(step - COUNT));
             barrier_expect(full(step), bytes);
-            copy_bulk(data(step), from + step * distance, bytes, full(step));
+            copy_bulk(data(step), from + step * stride, bytes, full(step));
         }
     }
 };
 
-// Puts away what a warpgroup has of gate and up as fragment_major results. Their features are a pair of blocks, of which groups of rows are
-// contiguous: they go out whole, by way of shared memory.
+// Stores a warpgroup's results of the GLU fragment-major. Its features are two neighbouring blocks, which are contiguous for a group of
+// rows, so results pass through shared memory and are stored 16 bytes at a time.
 template <int TILES>
-__device__ __forceinline__ void store_pair(const Arguments& a, char* shared, int first_feature, int first_row, const float (&c)[TILES][4]) {
+__device__ __forceinline__ void store_glu_fragments(const Arguments& a, char* shared, int first_feature, int first_row,
+                                                    const float (&c)[TILES][4]) {
     constexpr int PAIR_BYTES = 4 * FRAGMENT_BYTES, PIECES = PAIR_BYTES / 16;
-    static_assert(TILES * PAIR_BYTES <= 4 * Ring::BYTES, "pairs take the place of the warps' rings");
+    static_assert(TILES * PAIR_BYTES <= 4 * Ring::BYTES, "results take the place of the warps' rings");
     int thread = threadIdx.x % WARPGROUP, warp = thread / WARP, groups = ceil_div(a.m, GROUP_ROWS);
-    auto together = [] { barrier(1 + threadIdx.x / WARPGROUP, WARPGROUP); };
-    together();
+    auto sync_warpgroup = [] { barrier(1 + threadIdx.x / WARPGROUP, WARPGROUP); };
+    sync_warpgroup();
 #pragma unroll
     for (int i = 0; i < TILES; i++) {
-        put_away_glu(a, first_feature + warp * 8, 0, c[i], [&](int m, int feature, u16 value) {
+        store_glu(a, first_feature + warp * 8, 0, c[i], [&](int m, int feature, u16 value) {
             ((u16*)(shared + i * PAIR_BYTES))[fragment_index(1, m, feature - first_feature)] = value;
         });
     }
-    together();
+    sync_warpgroup();
     if (first_feature >= padded_k(a.matrix[0].rows)) return;
     for (int i = thread; i < TILES * PIECES; i += WARPGROUP) {
         int row = first_row + i / PIECES * GROUP_ROWS;
@@ -76,21 +75,21 @@ __device__ __forceinline__ void store_pair(const Arguments& a, char* shared, int
     }
 }
 
-// PAIR: the sixteen features of a warp are eight of gate and the same eight of up.
-template <int COLUMNS, bool PAIR>
+// IS_GLU: the 16 features of a warp are eight of gate and the same eight of up.
+template <int COLUMNS, bool IS_GLU>
 __device__ __forceinline__ void run(const Arguments& a) {
     constexpr int TILES = COLUMNS / 8;
-    using X = Stages<COLUMNS>;
+    using X = ActivationStages<COLUMNS>;
     extern __shared__ __align__(128) char shared[];
     int warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0), lane = lane_id(), g = lane / 4;
-    int chunks = ceil_div(a.k, CHUNK_K), part = blockIdx.z;
-    int begin = chunks * part / a.parts, steps = chunks * (part + 1) / a.parts - begin;
+    int chunks = ceil_div(a.k, CHUNK_K), split = blockIdx.z;
+    int begin = chunks * split / a.split_k, steps = chunks * (split + 1) / a.split_k - begin;
     int first_row = blockIdx.y * COLUMNS, groups = ceil_div(a.m, GROUP_ROWS);
 
-    TilePlace<FEATURES> tile(a, PAIR ? 0 : blockIdx.x);
+    TilePlace<FEATURES> tile(a, IS_GLU ? 0 : blockIdx.x);
     const Matrix& w = *tile.matrix;
-    int tile_feature = PAIR ? blockIdx.x * PAIR_FEATURES : tile.first_feature;
-    auto first_feature = [&](int warp) { return tile_feature + warp * (PAIR ? 8 : 16); };
+    int tile_feature = IS_GLU ? blockIdx.x * GLU_FEATURES : tile.first_feature;
+    auto first_feature = [&](int warp) { return tile_feature + warp * (IS_GLU ? 8 : 16); };
     X x{shared_address(shared)};
     char* rings = shared + X::BYTES;
     if (threadIdx.x == 0) x.init();
@@ -100,16 +99,16 @@ __device__ __forceinline__ void run(const Arguments& a) {
         wait_for_earlier_kernels();
         let_later_kernels_start();
         __syncthreads();
-        int first_group = first_row / GROUP_ROWS, some = min(groups - first_group, TILES);
+        int first_group = first_row / GROUP_ROWS, block_groups = min(groups - first_group, TILES);
         const u8* from = (const u8*)a.x + ((size_t)begin * groups + first_group) * GROUP_BYTES;
-        if (lane == 0) x.bring(from, (size_t)groups * GROUP_BYTES, some * GROUP_BYTES, steps);
+        if (lane == 0) x.load(from, (size_t)groups * GROUP_BYTES, block_groups * GROUP_BYTES, steps);
         __syncwarp();
     } else {
-        // Features past the end repeat the last; their sums are dropped.
+        // Past the last features these are repeated; their accumulators are dropped.
         int last_line = ceil_div(w.rows, CHUNK_ROWS) - 1;
         auto line = [&](int i) {
-            const u8* from = PAIR ? a.matrix[i].chunks : w.chunks;
-            return from + ((size_t)min(first_feature(warp) / CHUNK_ROWS + (PAIR ? 0 : i), last_line) * chunks + begin) * CHUNK_BYTES;
+            const u8* from = IS_GLU ? a.matrix[i].chunks : w.chunks;
+            return from + ((size_t)min(first_feature(warp) / CHUNK_ROWS + (IS_GLU ? 0 : i), last_line) * chunks + begin) * CHUNK_BYTES;
         };
         const u8* low = line(0) + lane * 16;
         long long to_high = Ring::to_second(line(0), line(1));
@@ -121,7 +120,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
                 ring.skip();
             }
         };
-        // Weights depend on no earlier kernel.
+        // Weights do not depend on the predecessor kernel.
 #pragma unroll
         for (int i = 0; i < STAGES; i++) load(i);
         wait_for_earlier_kernels();
@@ -144,7 +143,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
                 decode_packed(words_low[j], low_scales, j, u[j]);
                 decode_packed(words_high[j], high_scales, j, v[j]);
                 if (j == 0) {
-                    // Products of a step go on while the next one begins.
+                    // The products of a step run while the weights of the next step are loaded and the first of them decoded.
                     wgmma_wait<0>();
                     if (step > 0 && lane == 0) barrier_arrive(x.empty(step - 1));
                     barrier_wait(x.full(step), X::phase(step));
@@ -160,29 +159,30 @@ __device__ __forceinline__ void run(const Arguments& a) {
         wgmma_fence_accumulators(c);
     }
 
-    auto put = [&](int warp, int i, const float (&sums)[4]) {
-        if (PAIR) {
-            put_away_glu(a, first_feature(warp), first_row + 8 * i, sums, [&](int m, int feature, u16 value) {
+    auto store_tile = [&](int warp, int i, const float (&c)[4]) {
+        if (IS_GLU) {
+            store_glu(a, first_feature(warp), first_row + 8 * i, c, [&](int m, int feature, u16 value) {
                 bool fragment_major = a.output == STORE_FRAGMENT_MAJOR;
                 if (m >= a.m || feature >= (fragment_major ? padded_k(w.rows) : w.rows)) return;
                 ((u16*)a.out)[fragment_major ? fragment_index(groups, m, feature) : (size_t)m * a.out_stride + feature] = value;
             });
         } else {
-            put_away(a, w, tile.column, first_feature(warp), first_row + 8 * i, sums);
+            store_accumulators(a, w, tile.column, first_feature(warp), first_row + 8 * i, c);
         }
     };
-    if (PAIR && a.parts == 1 && a.output == STORE_FRAGMENT_MAJOR) {
-        if (warp < WARPS) store_pair<TILES>(a, rings + warp / 4 * (4 * Ring::BYTES), tile_feature + warp / 4 * (2 * BLOCK), first_row, c);
+    if (IS_GLU && a.split_k == 1 && a.output == STORE_FRAGMENT_MAJOR) {
+        char* ring = rings + warp / 4 * (4 * Ring::BYTES);
+        if (warp < WARPS) store_glu_fragments<TILES>(a, ring, tile_feature + warp / 4 * (2 * BLOCK), first_row, c);
         return;
     }
-    if (a.parts == 1) {
+    if (a.split_k == 1) {
         if (warp == WARPS) return;
 #pragma unroll
-        for (int i = 0; i < TILES; i++) put(warp, i, c[i]);
+        for (int i = 0; i < TILES; i++) store_tile(warp, i, c[i]);
         return;
     }
-    // What blocks have stands where activations were: by warps, groups of rows, and lanes.
-    static_assert(WARPS * TILES * WARP * 16 <= X::COUNT * X::STAGE_BYTES, "sums take the place of activations");
+    // The cluster exchanges accumulators through the shared memory of the activations: [warp][group of rows][lane].
+    static_assert(WARPS * TILES * WARP * 16 <= X::COUNT * X::STAGE_BYTES, "accumulators take the place of activations");
     __syncthreads();
     if (warp < WARPS) {
 #pragma unroll
@@ -190,26 +190,26 @@ __device__ __forceinline__ void run(const Arguments& a) {
     }
     __syncwarp();
     cluster_sync();
-    int end = WARPS * TILES * (part + 1) / a.parts, i = WARPS * TILES * part / a.parts + warp;
+    int end = WARPS * TILES * (split + 1) / a.split_k, i = WARPS * TILES * split / a.split_k + warp;
     bool last;
     do {
-        float sums[4] = {};
+        float sum[4] = {};
         u32 own = x.base + (i * WARP + lane) * 16;
         if (i < end) {
 #pragma unroll
-            for (int p = 0; p < MOST_PARTS; p++) {
-                if (p >= a.parts) break;
-                float4 s = load_cluster_16(own, p);
-                sums[0] += s.x, sums[1] += s.y, sums[2] += s.z, sums[3] += s.w;
+            for (int s = 0; s < MAX_SPLIT_K; s++) {
+                if (s >= a.split_k) break;
+                float4 v = load_cluster_16(own, s);
+                sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
             }
-            // Nobody reads this, but loads from other blocks have ended when it is written.
-            store_shared_16(own, make_uint4(__float_as_uint(sums[0]), __float_as_uint(sums[1]), __float_as_uint(sums[2]), __float_as_uint(sums[3])));
+            // Nobody reads this store, but it depends on the loads from other blocks and so completes them.
+            store_shared_16(own, make_uint4(__float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]), __float_as_uint(sum[3])));
         }
         last = i + THREADS / WARP >= end;
         __syncwarp();
-        // Other blocks may end when no warp reads their memory any more. That is no release, which would wait for all that was written.
+        // Other blocks may exit once no warp reads their memory any more. A release would needlessly wait for all earlier stores.
         if (last) cluster_arrive();
-        if (i < end) put(i / TILES, i % TILES, sums);
+        if (i < end) store_tile(i / TILES, i % TILES, sum);
         i += THREADS / WARP;
     } while (!last);
     __syncwarp();

@@ -13,8 +13,8 @@ use crate::tensor::{DType, Tensor};
 
 /// What the kernels of this file are passed, by the start of their names.
 pub(super) const ARGUMENTS: &[(&str, usize)] = &[
-    ("linear_halves", size_of::<HalvesArguments>()),
-    ("linear_result", size_of::<ResultArguments>()),
+    ("linear_scale_rows", size_of::<ScaleArguments>()),
+    ("linear_unscale_rows", size_of::<UnscaleArguments>()),
 ];
 
 const THREADS: u32 = 256;
@@ -22,16 +22,16 @@ const THREADS: u32 = 256;
 const ROWS: usize = 65_535;
 
 #[repr(C)]
-struct HalvesArguments {
+struct ScaleArguments {
     x: u64,
-    halves: u64,
+    scaled: u64,
     factors: u64,
     stride: u64,
     k: i32,
 }
 
 #[repr(C)]
-struct ResultArguments {
+struct UnscaleArguments {
     y: u64,
     factors: u64,
     out: u64,
@@ -52,7 +52,7 @@ pub struct FloatRows<'a> {
 impl<'a> FloatRows<'a> {
     /// Those of a tensor on `gpu`. K must be a multiple of 8.
     pub fn new(gpu: &'a Arc<Gpu>, tensor: &'a Tensor) -> Result<FloatRows<'a>> {
-        let kernel = format!("linear_halves_{}", suffix(tensor.dtype())?);
+        let kernel = format!("linear_scale_rows_{}", suffix(tensor.dtype())?);
         let k = tensor.shape().matrix().1;
         if !k.is_multiple_of(8) {
             bail!(Unsupported, "rows of {k}; they must be multiples of 8");
@@ -79,7 +79,7 @@ impl<'a> FloatRows<'a> {
             gpu,
             sizes: (x.bytes() / (k * 4), k),
             rows: StridedRows::at(x.address(), k * 4),
-            kernel: "linear_halves_f32".to_owned(),
+            kernel: "linear_scale_rows_f32".to_owned(),
             _memory: PhantomData,
         })
     }
@@ -99,9 +99,9 @@ impl<'a> FloatRows<'a> {
         }
         halves.holds("activations", &[count, k, 2])?;
         factors.holds("factors", &[count, 4])?;
-        let arguments = HalvesArguments {
+        let arguments = ScaleArguments {
             x: self.rows.address + (first * self.rows.stride) as u64,
-            halves: halves.address(),
+            scaled: halves.address(),
             factors: factors.address(),
             stride: self.rows.stride as u64,
             k: int("K", k)?,
@@ -129,13 +129,13 @@ pub fn scaled_rows<'a>(
     if rows > ROWS {
         bail!(Internal, "{rows} rows at once");
     }
-    let arguments = ResultArguments {
+    let arguments = UnscaleArguments {
         y: y.address(),
         factors: factors.address(),
         out: out.address() + (first * n * dtype.bytes()) as u64,
         n: int("output features", n)?,
     };
-    let name = format!("linear_result_{}", suffix(dtype)?);
+    let name = format!("linear_unscale_rows_{}", suffix(dtype)?);
     let launch = Launch::new([(n as u32).div_ceil(THREADS), rows as u32, 1], THREADS);
     // SAFETY: the struct is the kernel's; sizes were checked.
     unsafe { launch.run(y.gpu(), Unit::LinearRows, &name, &arguments) }

@@ -1,7 +1,6 @@
-// kernels/linear/{pack,rows,skinny,tiled,wide}.cu, kernels/quantize/dequantize.cu and kernels/embed/embed.cu on the processor, against
-// sums in f64: the sources as they ship, with instructions replaced by what the PTX ISA says of them. Weights go through the packing
-// kernel first. Built twice by tests/kernels.rs, for architectures with and without a conversion of e4m3. Prints "ok" or what is
-// wrong.
+// kernels/linear/{pack,rows,skinny,tiled,wide}.cu, kernels/quantize/dequantize.cu and kernels/embed/embed.cu on the CPU, against sums in
+// f64: the sources as they ship, with their instructions emulated as the PTX ISA describes them. Weights go through the packing kernel
+// first. tests/kernels.rs builds this twice, for architectures with and without a conversion of e4m3. Prints "ok" or the first error.
 #include "cuda.hpp"
 
 #include "activation/gate.cuh"
@@ -23,7 +22,7 @@ namespace rows {
 namespace tile {
 #include "linear/tile.cuh"
 }
-// What kernels declare as shared memory is the one array that the copies know.
+// The shared memory that kernels declare is the one array of cuda.hpp.
 namespace skinny {
 using namespace tile;
 extern char shared[] asm("shared");
@@ -51,7 +50,7 @@ namespace dequantize {
 namespace embed {
 #include "embed/embed.cu"
 }
-// Shared memory outlives its block, as no two run at once.
+// Static shared memory may outlive its block, as no two blocks run at once.
 #undef __shared__
 #define __shared__ static
 namespace row_norms {
@@ -66,7 +65,7 @@ static void wrong(const char* what, int row, int column, double got, double want
     exit(1);
 }
 
-// Memory of its own on a 16-byte boundary, with a margin that nobody may touch.
+// An allocation on a 16-byte boundary, followed by a margin that must stay untouched.
 struct Memory {
     size_t bytes;
     std::vector<uint4> words;
@@ -87,7 +86,7 @@ struct Weight {
     static constexpr float GLOBAL = 1e-3f;
 
     Weight(int rows, int k) : rows(rows), k(k), chunks((size_t)ceil_div(rows, CHUNK_ROWS) * ceil_div(k, CHUNK_K) * CHUNK_BYTES) {
-        // Swizzled scales as src/format/swizzle.rs has them; what pads them is NaN.
+        // Swizzled scales as in src/format/swizzle.rs; their padding is NaN.
         int swizzled = noise() % 2, blocks = k / BLOCK;
         auto place = [&](int row, int block) {
             if (!swizzled) return (size_t)row * blocks + block;
@@ -96,23 +95,23 @@ struct Weight {
         Memory codes((size_t)rows * k / 2), scales(swizzled ? (size_t)ceil_div(rows, 128) * ceil_div(blocks, 4) * 512 : (size_t)rows * blocks);
         memset(scales.data(), 0xff, scales.bytes);
         for (size_t i = 0; i < codes.bytes; i++) codes.data()[i] = (u8)noise();
-        // Any scale that there is, ends and middle more often.
-        u8 some[] = {0x00, 0x01, 0x7e, 0x38};
+        // Any valid scale, more often the ends and the middle of the range.
+        u8 special[] = {0x00, 0x01, 0x7e, 0x38};
         for (int r = 0; r < rows; r++) {
-            for (int b = 0; b < blocks; b++) scales.data()[place(r, b)] = noise() % 4 ? (u8)(0x30 + noise() % 16) : some[noise() % 4];
+            for (int b = 0; b < blocks; b++) scales.data()[place(r, b)] = noise() % 4 ? (u8)(0x30 + noise() % 16) : special[noise() % 4];
             for (int c = 0; c < k; c++) {
                 u8 byte = codes.data()[((size_t)r * k + c) / 2];
                 values.push_back(e2m1(c % 2 ? byte >> 4 : byte) * ue4m3(scales.data()[place(r, c / BLOCK)]));
             }
             bias.push_back((float)(noise() % 1000) * 1e-3f - 0.5f);
         }
-        // In two parts, the first of whole chunks.
+        // In two calls, the first of whole chunks.
         unsigned words = ceil_div(k, CHUNK_K) * pack::WORDS;
         int half = rows / 2 / CHUNK_ROWS * CHUNK_ROWS;
         for (int first : {0, half}) {
-            int some_rows = first == 0 && half > 0 ? half : rows - first;
-            pack::Arguments a = {codes.data(), scales.data(), chunks.data() + (size_t)first / CHUNK_ROWS * ceil_div(k, CHUNK_K) * CHUNK_BYTES, first, some_rows, k, swizzled};
-            launch(ceil_div(words, pack::THREADS), ceil_div(some_rows, CHUNK_ROWS), 1, pack::THREADS, [&] { pack::linear_pack(a); });
+            int count = first == 0 && half > 0 ? half : rows - first;
+            pack::Arguments a = {codes.data(), scales.data(), chunks.data() + (size_t)first / CHUNK_ROWS * ceil_div(k, CHUNK_K) * CHUNK_BYTES, first, count, k, swizzled};
+            launch(ceil_div(words, pack::THREADS), ceil_div(count, CHUNK_ROWS), 1, pack::THREADS, [&] { pack::linear_pack(a); });
         }
         chunks.check("packing");
 
@@ -199,7 +198,7 @@ static void to_row_major(const char* what, Memory& fragment_major, int m, int k,
     }
 }
 
-// All of `out` but its last two columns, which nobody may touch.
+// Compares all of `out` except its last two columns, which must be untouched.
 static void compare(const char* what, Memory& out, int m, int features, int stride, Output output, double slack,
                     const std::function<double(int, int)>& want) {
     out.check(what);
@@ -258,7 +257,7 @@ struct Set {
         }
         return NAN;
     }
-    // What becomes of products with biases.
+    // The result of the epilogue, with biases.
     double result(int feature, const double* x, Output output) const {
         double gate = product(feature, x, true);
         if (!is_glu(output)) return gate;
@@ -268,23 +267,23 @@ struct Set {
     }
 };
 
-// How a kernel of tiles is launched.
+// How a tiled kernel is launched.
 struct Tiling {
     const char* name;
     int columns, features, threads;
     bool fragment_major;
 };
 
-// The function of gated activations, which each check changes.
+// The activation of the GLU, which alternates between checks.
 static int next_activation() { return activation = activation == SILU ? GELU_TANH : SILU; }
 
-static void check_tiles(Tiling tiling, void (*kernel)(tile::Arguments), int m, std::initializer_list<int> rows, int k, int parts, Output output) {
+static void check_tiles(Tiling tiling, void (*kernel)(tile::Arguments), int m, std::initializer_list<int> rows, int k, int split_k, Output output) {
     char what[128];
-    snprintf(what, sizeof what, "%s %d, %d rows, K = %d, %d parts, output %d", tiling.name, tiling.columns, m, k, parts, output);
+    snprintf(what, sizeof what, "%s %d, %d rows, K = %d, %d splits, output %d", tiling.name, tiling.columns, m, k, split_k, output);
     Set set(rows, k);
     Activations x(m, k);
     int features = is_glu(output) ? set.weights[0]->rows : set.features, stride = features + 2, tiles = 0;
-    Memory out = before(m, stride, features, output), partial((size_t)parts * m * set.features * 4);
+    Memory out = before(m, stride, features, output), partial((size_t)split_k * m * set.features * 4);
     Memory fragment_major(fragment_major_bytes(m, k)), fragment_major_out(fragment_major_bytes(m, features));
     if (tiling.fragment_major) to_fragment_major(x.halves, m, k, fragment_major);
     std::vector<double> old;
@@ -299,26 +298,26 @@ static void check_tiles(Tiling tiling, void (*kernel)(tile::Arguments), int m, s
     a.k = k;
     a.out_stride = stride;
     a.output = output == GLU_FRAGMENT_MAJOR ? (int)tile::STORE_FRAGMENT_MAJOR : output == GLU ? (int)tile::STORE_F16 : output;
-    a.parts = parts;
+    a.split_k = split_k;
     a.out_scale = 1 / 16.0f;
     a.activation = next_activation();
     for (int n : rows) tiles += ceil_div(n, tiling.features);
     if (output == GLU) tiles = ceil_div(2 * features, tiling.features);
     if (output == GLU_FRAGMENT_MAJOR) tiles = ceil_div(2 * padded_k(features), tiling.features);
-    launch(tiles, ceil_div(m, tiling.columns), parts, tiling.threads, [&] { kernel(a); }, tiling.fragment_major ? parts : 1);
+    launch(tiles, ceil_div(m, tiling.columns), split_k, tiling.threads, [&] { kernel(a); }, tiling.fragment_major ? split_k : 1);
     partial.check(what);
     if (output == GLU_FRAGMENT_MAJOR) to_row_major(what, fragment_major_out, m, features, out);
-    if (parts > 1 && !tiling.fragment_major) launch(ceil_div(set.features, tiled::SUM_THREADS), m, 1, tiled::SUM_THREADS, [&] { tiled::linear_tiled_sum(a); });
+    if (split_k > 1 && !tiling.fragment_major) launch(ceil_div(set.features, tiled::SUM_THREADS), m, 1, tiled::SUM_THREADS, [&] { tiled::linear_tiled_sum(a); });
     compare(what, out, m, features, stride, output, 1e-5, [&](int i, int j) {
         return old[i * stride + j] + set.result(j, &x.values[(size_t)i * k], output);
     });
 }
 
-// How the fused kernel is launched: so many clusters of blocks.
+// How a skinny GEMM is launched: `clusters` clusters of `split_k` blocks.
 struct Launched {
     skinny::Input input;
     skinny::Tile tile;
-    int clusters, parts;
+    int clusters, split_k;
 };
 
 static skinny::Arguments arguments_of(const Set& set, const Memory& x, int m, int k, Output output, Memory& out, int stride, Launched by) {
@@ -337,7 +336,7 @@ static skinny::Arguments arguments_of(const Set& set, const Memory& x, int m, in
     a.chunks = ceil_div(k, CHUNK_K);
     int steps = ceil_div(a.chunks, step_chunks);
     for (int i = 0; i < skinny::MAX_SPLIT_K; i++) {
-        int part = min(i, by.parts - 1), first = steps * part / by.parts, count = steps * (part + 1) / by.parts - first;
+        int split = min(i, by.split_k - 1), first = steps * split / by.split_k, count = steps * (split + 1) / by.split_k - first;
         a.k_range[i] = {first, count, 0xffffffffu / count + 1};
     }
     a.m = m;
@@ -348,13 +347,13 @@ static skinny::Arguments arguments_of(const Set& set, const Memory& x, int m, in
     return a;
 }
 static void launch_skinny(void (*kernel)(skinny::Arguments), const skinny::Arguments& a, Launched by) {
-    launch(by.clusters, 1, by.parts, skinny::THREADS, [&] { kernel(a); }, by.parts);
+    launch(by.clusters, 1, by.split_k, skinny::THREADS, [&] { kernel(a); }, by.split_k);
 }
 
 static void check_skinny(const char* name, void (*kernel)(skinny::Arguments), int m, std::initializer_list<int> rows, int k, Output output,
-                        skinny::Input input, int clusters, int parts, skinny::Tile tile) {
+                        skinny::Input input, int clusters, int split_k, skinny::Tile tile) {
     char what[128];
-    snprintf(what, sizeof what, "%s, %d rows, K = %d, %d clusters of %d blocks", name, m, k, clusters, parts);
+    snprintf(what, sizeof what, "%s, %d rows, K = %d, %d clusters of %d blocks", name, m, k, clusters, split_k);
     Set set(rows, k);
     int features = is_glu(output) ? set.weights[0]->rows : set.features, stride = features + 2;
     Activations x(m, k);
@@ -362,7 +361,7 @@ static void check_skinny(const char* name, void (*kernel)(skinny::Arguments), in
     if (input == skinny::FRAGMENT_MAJOR) to_fragment_major(x.halves, m, k, fragment_major);
     std::vector<double> old;
     for (int i = 0; i < m * stride; i++) old.push_back(output == ADD ? ((float*)out.data())[i] : 0);
-    Launched by = {input, tile, clusters, parts};
+    Launched by = {input, tile, clusters, split_k};
     Memory& to = output == GLU_FRAGMENT_MAJOR ? fragment_major_out : out;
     launch_skinny(kernel, arguments_of(set, input == skinny::FRAGMENT_MAJOR ? fragment_major : x.halves, m, k, output, to, stride, by), by);
     if (output == GLU_FRAGMENT_MAJOR) to_row_major(what, fragment_major_out, m, features, out);
@@ -428,7 +427,7 @@ static void check_fused_norm(void (*maker)(skinny::Arguments), void (*taker)(ski
 // A product of the row that every block computes: skinny::ResidualRow.
 static void check_residual(void (*kernel)(skinny::Arguments), int k, Output output, Launched by) {
     char what[128];
-    snprintf(what, sizeof what, "a residual row of %d, %d clusters of %d blocks", k, by.clusters, by.parts);
+    snprintf(what, sizeof what, "a residual row of %d, %d clusters of %d blocks", k, by.clusters, by.split_k);
     Set set(is_glu(output) ? std::initializer_list<int>{40, 40} : std::initializer_list<int>{40, 24, 9}, k);
     int features = is_glu(output) ? set.weights[0]->rows : set.features, stride = features + 2;
     Memory x(k * 4), y(k * 4), post(k * 4), weight(k * 4), sum(k * 4), out = before(1, stride, features, output);
