@@ -1,5 +1,4 @@
-// RMSNorm of rows: y = x / sqrt(mean(x^2) + eps) * weight. A block takes a row, which it writes as it is, or in the order of
-// format/fragment_major.cuh.
+// RMSNorm of rows: y = x / sqrt(mean(x^2) + eps) * weight. A block takes a row, which it stores row-major or fragment-major.
 #include "common/reduce.cuh"
 #include "format/fragment_major.cuh"
 #include "norm/piece.cuh"
@@ -14,17 +13,17 @@ struct Arguments {
 };
 
 constexpr int THREADS = 256;
-// Of a multiprocessor, at least; 0 leaves it to the compiler, which asks for so many on sm_89 that it spills.
+// Blocks of a multiprocessor, at least; 0 leaves it to the compiler, which on sm_89 aims at so many that it spills.
 constexpr int BLOCKS = __CUDA_ARCH__ == 890 ? 4 : 0;
-constexpr int HELD = 2;     // pieces that a thread keeps, which is all of a row of 4,096
+constexpr int THREAD_PIECES = 2;    // in registers: enough for rows of 4,096; the rest of a longer row is loaded twice
 
 template <bool FRAGMENT_MAJOR>
 __device__ __forceinline__ void run(const Arguments& a) {
-    __shared__ float sums[THREADS / WARP];
+    __shared__ float warp_sums[THREADS / WARP];
     int row = blockIdx.x, groups = ceil_div(gridDim.x, GROUP_ROWS);
     int count = FRAGMENT_MAJOR ? padded_k(a.width) / 8 : ceil_div(a.width, 2 * BLOCK) * 4;
     const float* x = a.x + (size_t)row * a.width;
-    auto put = [&](int i, const Piece& v, float factor, const Piece& w) {
+    auto store = [&](int i, const Piece& v, float factor, const Piece& w) {
         float4 first = apply_norm(v.first, factor, w.first), second = apply_norm(v.second, factor, w.second);
         int k = first_element(i);
         if (FRAGMENT_MAJOR) {
@@ -36,34 +35,34 @@ __device__ __forceinline__ void run(const Arguments& a) {
         }
     };
 
-    // The weight depends on no earlier kernel.
-    Piece v[HELD], w[HELD];
+    // The weight does not depend on the predecessor kernel.
+    Piece v[THREAD_PIECES], w[THREAD_PIECES];
 #pragma unroll
-    for (int j = 0; j < HELD; j++) w[j] = Piece(a.weight, threadIdx.x + j * THREADS, a.width);
+    for (int j = 0; j < THREAD_PIECES; j++) w[j] = Piece(a.weight, threadIdx.x + j * THREADS, a.width);
     wait_for_earlier_kernels();
     let_later_kernels_start();
     float sum = 0;
 #pragma unroll
-    for (int j = 0; j < HELD; j++) v[j] = Piece(x, threadIdx.x + j * THREADS, a.width);
+    for (int j = 0; j < THREAD_PIECES; j++) v[j] = Piece(x, threadIdx.x + j * THREADS, a.width);
 #pragma unroll
-    for (int j = 0; j < HELD; j++) sum += v[j].squares();
+    for (int j = 0; j < THREAD_PIECES; j++) sum += v[j].squares();
 #pragma unroll 1
-    for (int i = threadIdx.x + HELD * THREADS; i < count; i += THREADS) sum += Piece(x, i, a.width).squares();
+    for (int i = threadIdx.x + THREAD_PIECES * THREADS; i < count; i += THREADS) sum += Piece(x, i, a.width).squares();
     sum = warp_sum(sum);
-    if (lane_id() == 0) sums[threadIdx.x / WARP] = sum;
+    if (lane_id() == 0) warp_sums[threadIdx.x / WARP] = sum;
     __syncthreads();
     sum = 0;
 #pragma unroll
-    for (int i = 0; i < THREADS / WARP; i++) sum += sums[i];
+    for (int i = 0; i < THREADS / WARP; i++) sum += warp_sums[i];
     float factor = rsqrtf(sum / a.width + a.eps);
     if (a.factors && threadIdx.x == 0) a.factors[row] = factor;
 #pragma unroll
-    for (int j = 0; j < HELD; j++) {
+    for (int j = 0; j < THREAD_PIECES; j++) {
         int i = threadIdx.x + j * THREADS;
-        if (i < count) put(i, v[j], factor, w[j]);
+        if (i < count) store(i, v[j], factor, w[j]);
     }
 #pragma unroll 1
-    for (int i = threadIdx.x + HELD * THREADS; i < count; i += THREADS) put(i, Piece(x, i, a.width), factor, Piece(a.weight, i, a.width));
+    for (int i = threadIdx.x + THREAD_PIECES * THREADS; i < count; i += THREADS) store(i, Piece(x, i, a.width), factor, Piece(a.weight, i, a.width));
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) rms_norm(const __grid_constant__ Arguments a) { run<false>(a); }

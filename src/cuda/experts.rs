@@ -431,7 +431,7 @@ pub struct Shared<'a> {
 
 #[repr(C)]
 struct SumArguments {
-    made: u64,
+    outputs: u64,
     places: u64,
     weights: u64,
     shared: u64,
@@ -466,7 +466,7 @@ pub fn sum_experts(
     }
     let gate = scratch.logits.address() + (routing.experts * 4) as u64;
     let arguments = SumArguments {
-        made: scratch.made.address(),
+        outputs: scratch.made.address(),
         places: scratch.places.address(),
         weights: scratch.weights.address(),
         shared: shared.map_or(0, |s| s.made.address()),

@@ -1,6 +1,6 @@
-// A mixture of experts on the processor, against f64 and against sorting: kernels/experts/route.cu, kernels/linear/experts.cu,
-// kernels/norm/sum_experts.cu and kernels/linear/dense.cu as they ship, with instructions replaced by what the PTX ISA says of them. Weights
-// go through the packing kernel first. Prints "ok" or what is wrong.
+// A mixture of experts on the CPU, against f64 and against sorting: kernels/experts/route.cu, kernels/linear/experts.cu,
+// kernels/norm/sum_experts.cu and kernels/linear/dense.cu as they ship, with their instructions emulated as the PTX ISA describes them.
+// Weights go through the packing kernel first. Prints "ok" or the first error.
 #include "cuda.hpp"
 
 #include "activation/gate.cuh"
@@ -14,12 +14,12 @@
 namespace pack {
 #include "linear/pack.cu"
 }
-// What kernels declare as shared memory is the one array that the copies know.
+// The shared memory that kernels declare is the one array of cuda.hpp.
 namespace products {
 extern char shared[] asm("shared");
 #include "linear/experts.cu"
 }
-// Shared memory outlives its block, as no two run at once.
+// Static shared memory may outlive its block, as no two blocks run at once.
 #undef __shared__
 #define __shared__ static
 namespace routes {
@@ -91,16 +91,16 @@ static Routed check_route(int rows, int experts, int per_token, bool normalized,
         const ExpertTile& tile = routed.tiles[tiles++];
         expect(tile.expert == expert && tile.first == place && tile.pairs == last - place, "a tile", expert, place, tile.first, place);
     }
-    for (int i = tiles; i < most; i++) expect(routed.tiles[i].pairs == 0, "a tile that is not needed", i, 0, routed.tiles[i].pairs, 0);
+    for (int i = tiles; i < most; i++) expect(routed.tiles[i].pairs == 0, "an unused tile", i, 0, routed.tiles[i].pairs, 0);
 
-    // What is not finite is noted, and every choice is an expert.
+    // Logits that are not finite are reported, and every choice is an expert all the same.
     logits[(rows - 1) * stride + experts / 2] = NAN;
     std::vector<int> choices(pairs, -1);
     std::vector<float> weights(pairs);
     routes::Arguments odd = a;
     odd.choices = choices.data(), odd.weights = weights.data();
     launch(ceil_div(rows, routes::ROUTE_THREADS / WARP), 1, 1, routes::ROUTE_THREADS, [&] { routes::experts_route(odd); });
-    for (int i = 0; i < pairs; i++) expect(choices[i] >= 0 && choices[i] < experts, "a choice of what is not finite", i, 0, choices[i], 0);
+    for (int i = 0; i < pairs; i++) expect(choices[i] >= 0 && choices[i] < experts, "a choice among logits that are not finite", i, 0, choices[i], 0);
     expect(unfit == 8, "a logit that is not finite", 0, 0, unfit, 8);
     return routed;
 }
@@ -122,7 +122,7 @@ struct Weight {
     }
 };
 
-// A whole mixture: routed rows through gate and up, down, and the sum, each against f64.
+// A whole mixture: routing, gate and up, down, and the sum, each against f64.
 static void check_mixture(int rows, int experts, int per_token, int hidden, int wide, int columns, bool shared, bool fragment_major) {
     Routed routed = check_route(rows, experts, per_token, true, columns);
     int pairs = rows * per_token;
@@ -136,9 +136,9 @@ static void check_mixture(int rows, int experts, int per_token, int hidden, int 
     std::vector<uint4> x(rows * hidden / 8), inner(pairs * wide / 8 + 1, uint4{~0u, ~0u, ~0u, ~0u});
     u16* halves = (u16*)x.data();
     for (int i = 0; i < rows * hidden; i++) halves[i] = to_f16(uniform());
-    std::vector<float> made(pairs * hidden, NAN);
+    std::vector<float> outputs(pairs * hidden, NAN);
     products::Arguments up = {halves, routed.sources.data(), routed.tiles.data(), table.data(), inner.data(), wide, hidden, 2, 0.25f, SILU};
-    products::Arguments down = {(u16*)inner.data(), nullptr, routed.tiles.data(), table.data(), made.data(), hidden, wide, 4, 1, SILU};
+    products::Arguments down = {(u16*)inner.data(), nullptr, routed.tiles.data(), table.data(), outputs.data(), hidden, wide, 4, 1, SILU};
     int of_block = CHUNK_ROWS * products::WARPS, count = (int)routed.tiles.size();
     launch(ceil_div(wide, of_block), count, 1, products::THREADS, [&] {
         columns == 8 ? products::linear_experts_glu_8(up) : columns == 16 ? products::linear_experts_glu_16(up) : columns == 32 ? products::linear_experts_glu_32(up) : products::linear_experts_glu_64(up);
@@ -154,27 +154,27 @@ static void check_mixture(int rows, int experts, int per_token, int hidden, int 
     for (int pair = 0; pair < pairs; pair++) {
         int place = routed.places[pair], row = pair / per_token, expert = routed.choices[pair];
         const auto* of = &weights[expert * products::PROJECTIONS];
-        const u16* made_inner = (const u16*)inner.data() + (size_t)place * wide;
+        const u16* inner_out = (const u16*)inner.data() + (size_t)place * wide;
         for (int i = 0; i < wide; i++) {
             auto in = [&](int j) { return 2.0 * f16_to_float(halves[row * hidden + j]); };
             double gate = product(*of[0], i, hidden, in), want = gate / (1 + std::exp(-gate)) * product(*of[1], i, hidden, in) * 0.25;
-            expect(std::fabs(f16_to_float(made_inner[i]) - want) <= 1e-3 * std::fabs(want) + 1e-5, "gate and up", place, i, f16_to_float(made_inner[i]), want);
+            expect(std::fabs(f16_to_float(inner_out[i]) - want) <= 1e-3 * std::fabs(want) + 1e-5, "gate and up", place, i, f16_to_float(inner_out[i]), want);
         }
         for (int i = 0; i < hidden; i++) {
-            double want = product(*of[2], i, wide, [&](int j) { return 4.0 * f16_to_float(made_inner[j]); }), got = made[(size_t)place * hidden + i];
+            double want = product(*of[2], i, wide, [&](int j) { return 4.0 * f16_to_float(inner_out[j]); }), got = outputs[(size_t)place * hidden + i];
             expect(std::fabs(got - want) <= 1e-4 * std::fabs(want) + 1e-5, "down", place, i, got, want);
         }
     }
 
-    auto some = [](int n) {
+    auto random_vector = [](int n) {
         std::vector<float4> v(n / 4);
         for (float4& f : v) f = {uniform(), uniform(), uniform(), uniform()};
         return v;
     };
-    auto residual = some(rows * hidden), before = residual, of_all = some(rows * hidden), norm = some(hidden), gates = some(rows * 4);
+    auto residual = random_vector(rows * hidden), before = residual, shared_out = random_vector(rows * hidden), norm = random_vector(hidden), gates = random_vector(rows * 4);
     int groups = ceil_div(rows, GROUP_ROWS), whole = padded_k(hidden);
     std::vector<uint4> normed(groups * GROUP_ROWS * whole / 8, uint4{~0u, ~0u, ~0u, ~0u});
-    sum::Arguments s = {made.data(), routed.places.data(), routed.weights.data(), shared ? &of_all[0].x : nullptr, shared ? &gates[0].x : nullptr,
+    sum::Arguments s = {outputs.data(), routed.places.data(), routed.weights.data(), shared ? &shared_out[0].x : nullptr, shared ? &gates[0].x : nullptr,
                         &residual[0].x, {&norm[0].x, (u16*)normed.data(), hidden, 1e-6f, fragment_major}, per_token, 3};
     launch(rows, 1, 1, sum::THREADS, [&] { sum::experts_sum(s); });
     for (int r = 0; r < rows; r++) {
@@ -184,9 +184,9 @@ static void check_mixture(int rows, int experts, int per_token, int hidden, int 
             want[i] = (&before[0].x)[r * hidden + i];
             for (int j = 0; j < per_token; j++) {
                 int pair = r * per_token + j;
-                want[i] += routed.weights[pair] * (double)made[(size_t)routed.places[pair] * hidden + i];
+                want[i] += routed.weights[pair] * (double)outputs[(size_t)routed.places[pair] * hidden + i];
             }
-            if (shared) want[i] += (&of_all[0].x)[r * hidden + i] / (1 + std::exp(-(double)s.gate[r * 3]));
+            if (shared) want[i] += (&shared_out[0].x)[r * hidden + i] / (1 + std::exp(-(double)s.gate[r * 3]));
             squares += want[i] * want[i];
             double got = s.x[r * hidden + i];
             expect(std::fabs(got - want[i]) <= 1e-5 * std::fabs(want[i]) + 1e-5, "the sum of experts", r, i, got, want[i]);

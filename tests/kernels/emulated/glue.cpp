@@ -1,6 +1,6 @@
-// What stands between products and attention, on the processor, against f64 and against sorting: kernels/norm/rms_norm.cu,
-// kernels/norm/post_norm.cu, kernels/activation/glu.cu, kernels/sample/argmax.cu and what there is unfused, as they ship, with instructions replaced by what the PTX ISA says of
-// them. Prints "ok" or what is wrong.
+// The kernels between products and attention on the CPU, against f64 and against sorting: kernels/norm/rms_norm.cu,
+// kernels/norm/post_norm.cu, kernels/activation/glu.cu, kernels/sample/argmax.cu and the unfused kernels as they ship, with their
+// instructions emulated as the PTX ISA describes them. Prints "ok" or the first error.
 #include "cuda.hpp"
 
 #include "activation/gate.cuh"
@@ -10,7 +10,7 @@
 #include "norm/piece.cuh"
 #include "sample/said.cuh"
 
-// Shared memory outlives its block, as no two run at once.
+// Static shared memory may outlive its block, as no two blocks run at once.
 #undef __shared__
 #define __shared__ static
 namespace norm {
@@ -60,12 +60,12 @@ static void check_norm(int rows, int width, bool fragment_major) {
         }
         for (int i = width; fragment_major && i < whole; i++) {
             u16 got = a.y[fragment_index(groups, r, i)];
-            expect(got == 0, "what is missing at the end of a norm", r, i, f16_to_float(got), 0);
+            expect(got == 0, "the padding of a norm", r, i, f16_to_float(got), 0);
         }
     }
 }
 
-// A norm of what is added, and the norm of the sum, if one follows.
+// The norm of an addend, its addition, and the norm of the sum, if one follows.
 static void check_post_norm(int rows, int width, bool fragment_major, bool followed) {
     std::vector<float4> y(rows * width / 4), x(y), weight(width / 4), next(weight);
     for (auto* all : {&y, &x, &weight, &next}) {
@@ -84,7 +84,7 @@ static void check_post_norm(int rows, int width, bool fragment_major, bool follo
         for (int i = 0; i < width; i++) {
             sum[i] = (&before[0].x)[r * width + i] + a.y[r * width + i] * factor * a.weight[i];
             after += sum[i] * sum[i];
-            expect(std::fabs(a.x[r * width + i] - sum[i]) <= 1e-5, "what a norm is added to", r, i, a.x[r * width + i], sum[i]);
+            expect(std::fabs(a.x[r * width + i] - sum[i]) <= 1e-5, "the residual stream after a norm", r, i, a.x[r * width + i], sum[i]);
         }
         factor = 1 / std::sqrt(after / width + 1e-6);
         for (int i = 0; followed && i < width; i++) {
@@ -93,7 +93,7 @@ static void check_post_norm(int rows, int width, bool fragment_major, bool follo
         }
         for (int i = width; followed && fragment_major && i < whole; i++) {
             u16 got = a.next.normed[fragment_index(groups, r, i)];
-            expect(got == 0, "what is missing at the end of a norm", r, i, f16_to_float(got), 0);
+            expect(got == 0, "the padding of a norm", r, i, f16_to_float(got), 0);
         }
     }
 }
@@ -110,7 +110,7 @@ static void check_glu(int rows, int width, int kind) {
             double u = std::sqrt(2 / M_PI) * (gate + 0.044715 * gate * gate * gate);
             double act = kind == SILU ? gate / (1 + std::exp(-gate)) : 0.5 * gate * (1 + std::tanh(u));
             double want = act * up * 0.25, got = f16_to_float(a.y[r * width + i]);
-            // Where tanh is near -1, 1 + tanh of it loses digits.
+            // Where tanh is near -1, 1 + tanh loses digits.
             expect(std::fabs(got - want) <= std::fabs(want) * 0x1.1p-11 + 0x1p-19, "a gated activation", r, i, got, want);
         }
     }
@@ -178,7 +178,8 @@ static void check_pointwise(int rows, int width, int blocks) {
     check("one value", nullptr, 7, 0, [](auto a) { unfused::pointwise_fill(a); }, [](double, double) { return 7; });
 }
 
-// Logits of one of several kinds: many equal, all equal, some that are not finite, descending, unusable, ruled out.
+// Logits of one of several kinds: random, many equal, all equal, some minus infinity, unusable (NaN and plus infinity), all minus infinity,
+// descending.
 static std::vector<float> logits_of(int kind, int rows, int vocabulary) {
     std::vector<float> x;
     for (int i = 0; i < rows * vocabulary; i++) {
@@ -194,7 +195,7 @@ static std::vector<float> logits_of(int kind, int rows, int vocabulary) {
     }
     return x;
 }
-// The larger logit first, and of equal ones the lower token.
+// Tokens by logit, the largest first, and by number where logits are equal.
 static std::vector<int> ranking(const float* x, int vocabulary) {
     std::vector<int> order(vocabulary);
     for (int i = 0; i < vocabulary; i++) order[i] = i;
