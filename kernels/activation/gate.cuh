@@ -1,4 +1,4 @@
-// The functions of gated linear units.
+// The activations of gated linear units.
 #pragma once
 #include "common/types.cuh"
 

@@ -1,4 +1,4 @@
-// Gated activations, soft caps, the addition of a bias to rows, and changes of type.
+// Gated linear units, soft caps, the addition of a bias to rows, and type conversions.
 #include "activation/gate.cuh"
 #include "common/ptx.cuh"
 
@@ -6,7 +6,7 @@ struct GluArguments {
     const u16* gate_up;     // f16 [rows, 2 width]: gate, then up
     u16* y;                 // f16 [rows, width]
     int width;              // a multiple of 8
-    float scale;            // of the result, which may be large
+    float scale;            // keeps the result, which may be large, within f16
     int activation;
 };
 
@@ -25,8 +25,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) glu(const __grid_constant_
     if (i >= pieces) return;
     const uint4* row = (const uint4*)a.gate_up + (size_t)blockIdx.y * 2 * pieces;
     uint4 g = row[i], u = row[pieces + i];
-    auto made = [&](u32 gate, u32 up) { return product(gate, up, a.scale, a.activation); };
-    uint4 y = make_uint4(made(g.x, u.x), made(g.y, u.y), made(g.z, u.z), made(g.w, u.w));
+    auto glu_of = [&](u32 gate, u32 up) { return product(gate, up, a.scale, a.activation); };
+    uint4 y = make_uint4(glu_of(g.x, u.x), glu_of(g.y, u.y), glu_of(g.z, u.z), glu_of(g.w, u.w));
     ((uint4*)a.y)[(size_t)blockIdx.y * pieces + i] = y;
 }
 
@@ -78,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) f16_to_bf16(const __grid_c
 }
 
 struct RowsArguments {
-    u16* y;                 // bf16 [rows, stride], which becomes f16
+    u16* y;                 // [rows, stride]: bf16, converted to f16 in place
     int width;
     int stride;
 };

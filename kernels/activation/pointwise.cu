@@ -1,10 +1,10 @@
-// What happens to f32 one by one, for the unfused path: gated activations, sums, factors, and one value for all.
+// Pointwise operations on f32 for the unfused path: gated linear units, sums, factors, soft caps and constants.
 #include "activation/gate.cuh"
 #include "common/ptx.cuh"
 
 struct Arguments {
     float* x;           // [count]
-    const float* y;     // [period], of which element i % period belongs to x[i]; or null
+    const float* y;     // [period], repeated along x; or null
     u64 count;
     u64 period;
     float factor;
@@ -13,7 +13,7 @@ struct Arguments {
 
 constexpr int THREADS = 256;
 
-// Grid: (blocks of THREADS elements, as many as there are at a time, and again)
+// Calls change(x[i], y[i]) for each element and stores the result to x[i]. The grid may have any number of blocks.
 template <class F>
 __device__ __forceinline__ void each(const Arguments& a, F change) {
     wait_for_earlier_kernels();
@@ -34,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) pointwise_add(const __grid
 extern "C" __global__ void __launch_bounds__(THREADS) pointwise_scale(const __grid_constant__ Arguments a) {
     each(a, [&](float x, float) { return x * a.factor; });
 }
-// x = factor, whatever it was
+// x = factor
 extern "C" __global__ void __launch_bounds__(THREADS) pointwise_fill(const __grid_constant__ Arguments a) {
     each(a, [&](float, float) { return a.factor; });
 }
