@@ -1,4 +1,4 @@
-// A block of 16 values on its way to NVFP4: what all kernels of this folder that quantize share.
+// The quantization of a block of 16 values to NVFP4: what quantize.cu and search.cu share.
 #pragma once
 #include "common/note.cuh"
 #include "common/values.cuh"
@@ -8,24 +8,24 @@
 enum Rounding { NEAREST_EVEN, HALF_AWAY, STOCHASTIC };
 enum Recipe { AMAX, FOUR_OVER_SIX, SWEEP };
 
-// What a note says of a value.
+// What a note reports of a value.
 enum NonFinite { IS_NAN, IS_INFINITE, IS_MINUS_INFINITE };
 
 struct Arguments {
     const u8* input;        // rows of 16 row_blocks values, the first of each aligned to 16 bytes
     u8* codes;              // [rows, 8 row_blocks]
     u8* scales;             // [rows, row_blocks], or swizzled
-    const u32* amax;        // the tensor's largest magnitude, which the global scale follows from; NULL: `global` is given
-    u32* report;            // in memory of the host: a copy of *amax; NULL if there is none
-    Note note;              // of the first value that is not finite; of none if those saturate, or if *amax tells of them
+    const u32* amax;        // the tensor's largest magnitude, from which the global scale is computed; null: `global` is given
+    u32* report;            // in host memory: gets a copy of *amax; or null
+    Note note;              // of the first value that is not finite; null if such values saturate, or if *amax reports them
     u64 stride;             // bytes from row to row
     u64 seed;               // of stochastic rounding
     u32 blocks;             // of all rows
     u32 row_blocks;
-    float global;           // where `amax` is NULL; 1 for a single level
-    float largest;          // block scale times code that the amax becomes
-    int legacy;             // the rule of the legacy host for scales
-    int saturate;           // NaN becomes 0 and infinity the largest magnitude; otherwise the results are of no use
+    float global;           // where `amax` is null; 1 for a single level
+    float largest;          // the block scale times code that represents the amax
+    int legacy;             // whether scales follow the rule of the legacy host
+    int saturate;           // NaN becomes 0 and infinity the largest magnitude; otherwise results for them are meaningless
     int swizzled;
     int rounding;
     int recipe;
@@ -36,16 +36,16 @@ constexpr float LEGACY_FLOOR = 1.0f / 65536.0f;
 constexpr float LEGACY_ADDEND = 1e-12f;
 constexpr float SMALLEST_NORMAL = 1.17549435e-38f;
 
-// A thread's block: where it is read and written.
+// Where a thread's block is read and written.
 struct Block {
     u32 index;
-    u32 row, column;        // of blocks
+    u32 row, column;        // column in blocks
     const uint4* input;
 
     __device__ __forceinline__ Block(const Arguments& a, int value_bytes) {
         index = blockIdx.x * THREADS + threadIdx.x;
         u64 row_bytes = (u64)a.row_blocks * BLOCK * value_bytes;
-        // The division is for those who need it.
+        // Without gaps between rows the block's number is enough, and there is no division.
         if (a.stride == row_bytes && !a.swizzled) {
             row = 0;
             column = index;
@@ -55,7 +55,7 @@ struct Block {
         }
         input = (const uint4*)(a.input + row * a.stride + (u64)column * BLOCK * value_bytes);
     }
-    // A scale of 0 says that all values are zero, and nothing else does, unless the rule is the legacy host's.
+    // The scale is 0 exactly when all values are zero, except under the rule of the legacy host.
     __device__ __forceinline__ void write(const Arguments& a, uint2 codes, u32 scale) const {
         if (!a.legacy && ((codes.x | codes.y) & 0x77777777u) == 0) {
             codes = make_uint2(0, 0);
@@ -77,13 +77,13 @@ __device__ __forceinline__ float global_scale(const Arguments& a) {
 }
 
 __device__ __forceinline__ float largest_magnitude(const float (&x)[BLOCK]) {
-    float most = 0;
+    float largest = 0;
 #pragma unroll
-    for (int i = 0; i < BLOCK; i++) most = max_float(most, fabsf(x[i]));
-    return most;
+    for (int i = 0; i < BLOCK; i++) largest = max_float(largest, fabsf(x[i]));
+    return largest;
 }
 
-// Deals with a block whose largest magnitude is not finite; gives the new one.
+// Reports the first value of a block that is not finite, saturates all of these, and returns the new largest magnitude.
 __device__ __forceinline__ float saturated(const Arguments& a, u32 block, float (&x)[BLOCK], float global) {
     if (a.note.first) {
         u32 at = 0, what = IS_NAN;
@@ -102,14 +102,14 @@ __device__ __forceinline__ float saturated(const Arguments& a, u32 block, float 
     return largest_magnitude(x);
 }
 
-// Bit 3 of a code. The legacy host takes the sign from a comparison of the quotient with zero: a negative zero has none, nor a
-// value so small that its quotient is one, which is when twice its magnitude is at most the step times 2^-149.
+// Bit 3 of a code. The legacy host takes the sign from a comparison of the quotient with zero, so neither a negative zero has one nor a
+// value so small that its quotient rounds to zero, which it does when twice its magnitude is at most the step times 2^-149.
 __device__ __forceinline__ u32 sign(float x, bool legacy, float step) {
     bool negative = legacy ? x + x < -__fmul_rd(step, __uint_as_float(1)) : signbit(x);
     return negative ? 8 : 0;
 }
 
-// The codes of a block under a step, by thresholds where f32 is fine enough for them, or else by division.
+// The codes of a block for a step, by thresholds where f32 is precise enough for them, or else by division.
 __device__ __forceinline__ uint2 encode(const Arguments& a, const float (&x)[BLOCK], float step) {
     u32 codes[2] = {0, 0};
     bool away = a.rounding == HALF_AWAY;
@@ -132,7 +132,7 @@ __device__ __forceinline__ float step_of(const Arguments& a, u32 scale, float gl
     return a.legacy ? scale_to_float(scale) + LEGACY_ADDEND : step_of(scale, global);
 }
 
-// The scale that puts the largest magnitude on 6: `sixth` is a sixth of it.
+// The scale that maps the largest magnitude to 6; `sixth` is a sixth of that magnitude.
 __device__ __forceinline__ u32 scale_of(const Arguments& a, float sixth, float global) {
     return a.legacy ? encode_scale(fmaxf(sixth, LEGACY_FLOOR)) : encode_scale_above_zero(sixth / global);
 }

@@ -1,4 +1,4 @@
-// Looks at block scales for bytes that are none. What pads swizzled ones may be anything.
+// Checks for bytes that are not valid block scales. The padding of swizzled scales may hold anything.
 #include "common/note.cuh"
 #include "common/ptx.cuh"
 #include "format/nvfp4.cuh"
@@ -9,12 +9,12 @@ struct Scales {
     u64 words;          // of all rows
     u64 first;          // the number of the first scale, for the note
     u32 row_blocks;
-    int swizzled;       // if not, there is one row
+    int swizzled;       // if not, all scales are passed as one row
 };
 
 struct Arguments {
     Scales matrices[2];
-    Note note;          // by the number of a scale in row-major order, and its byte
+    Note note;          // the number of a scale in row-major order, and its byte
 };
 
 constexpr int THREADS = 256;
@@ -37,8 +37,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) check_scales(const __grid_
     } else {
         for (u32 i = 0; i < left; i++) scales |= (u32)at[i] << 8 * i;
     }
-    u32 wrong = not_block_scales(scales);
-    if (!wrong) return;
-    u32 i = (__ffs(wrong) - 1) / 8;
+    u32 invalid = not_block_scales(scales);
+    if (!invalid) return;
+    u32 i = (__ffs(invalid) - 1) / 8;
     take_note(a.note, m.first + (u64)row * m.row_blocks + word * SCALES_IN_WORD + i, scales >> 8 * i & 0xff);
 }

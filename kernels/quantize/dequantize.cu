@@ -1,4 +1,4 @@
-// NVFP4 to f16 without the global scale, which is exact.
+// Dequantizes packed NVFP4 weights (format/packed.cuh) to f16 without the global scale, which is exact.
 #include "common/ptx.cuh"
 #include "format/packed.cuh"
 
@@ -12,8 +12,8 @@ struct Arguments {
 constexpr int THREADS = 256;
 constexpr int WORDS = CHUNK_CODES / 4;
 
-// A thread to a word. Grid: (words of the chunks along k / THREADS, rows / 8)
-extern "C" __global__ void __launch_bounds__(THREADS) dequantize_folded(const __grid_constant__ Arguments a) {
+// A thread takes a word of codes. Grid: (ceil(words of the chunks along k / THREADS), ceil(rows / 8))
+extern "C" __global__ void __launch_bounds__(THREADS) dequantize_packed(const __grid_constant__ Arguments a) {
     wait_for_earlier_kernels();
     int chunks = ceil_div(a.k, CHUNK_K), index = blockIdx.x * THREADS + threadIdx.x;
     int chunk = index / WORDS, word = index % WORDS, lane = word / 4, j = word % 4;

@@ -1,4 +1,4 @@
-// NVFP4 to values in f32, then rounded to the type of the output. The bits are those of src/format.
+// Dequantizes row-major NVFP4 in f32 and rounds to the type of the output. The bits are those of src/format.
 #include "common/values.cuh"
 #include "format/nvfp4.cuh"
 #include "format/swizzle.cuh"
@@ -17,13 +17,13 @@ struct Arguments {
 
 constexpr int THREADS = 256;
 
-// Any e4m3 byte: with its sign, and NaN where all other bits are set.
+// Any e4m3 byte, also negative ones and NaN, whose other bits are all set.
 __device__ __forceinline__ float decode_scale(u32 byte) {
     float magnitude = (byte & 0x7f) == 0x7f ? __uint_as_float(0x7fc00000) : scale_to_float(byte & 0x7f);
     return __uint_as_float(__float_as_uint(magnitude) | (byte & 0x80) << 24);
 }
 
-// One thread to a block of 16.
+// A thread takes a block of 16.
 template <Type T>
 __device__ __forceinline__ void expand(const Arguments& a) {
     wait_for_earlier_kernels();

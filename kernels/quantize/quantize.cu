@@ -1,8 +1,8 @@
-// Values to NVFP4 in one pass: a thread reads a block of 16, finds its scale and writes codes and scale. No memory is used
-// beside the input and the outputs. Every output has the bits that src/format gives.
+// Quantizes values to NVFP4 in one pass: a thread loads a block of 16, finds its scale and stores codes and scale, without a workspace. All
+// outputs have the bits of src/format.
 #include "quantize/block.cuh"
 
-// 32-bit values, under any rule for scales that looks at the largest magnitude alone.
+// 32-bit values, under any rule that derives the scale from the largest magnitude alone.
 extern "C" __global__ void __launch_bounds__(THREADS) quantize_f32(const __grid_constant__ Arguments a) {
     wait_for_earlier_kernels();
     let_later_kernels_start();
@@ -24,7 +24,7 @@ struct Pairs {
     static constexpr u32 MAGNITUDES = 0x7fff7fffu;
     static constexpr u32 INFINITY_BITS = T == BF16 ? 0x7f80 : 0x7c00;
     static constexpr u32 ONE = T == BF16 ? 0x3f803f80u : 0x3c003c00u;
-    // Where the type steps by one, twice: 128 or 1024.
+    // A number from which on the spacing of the type is one, in both halves: 128 or 1024.
     static constexpr u32 COUNTER = T == BF16 ? 0x43004300u : 0x64006400u;
 
     u32 w[WORDS];
@@ -40,7 +40,7 @@ struct Pairs {
         w[0] = v0.x, w[1] = v0.y, w[2] = v0.z, w[3] = v0.w, w[4] = v1.x, w[5] = v1.y, w[6] = v1.z, w[7] = v1.w;
     }
 
-    // The bits of the largest magnitude; a NaN's if there is one.
+    // The bits of the largest magnitude; those of NaN if there is one.
     __device__ __forceinline__ u32 largest() const {
         u32 pair = 0;
 #pragma unroll
@@ -48,8 +48,8 @@ struct Pairs {
         return larger(pair, pair >> 16) & 0xffffu;
     }
 
-    // The largest magnitude. If it is not finite: NaN becomes 0, and an infinity, which any step makes the largest code, counts
-    // as the largest value that the global scale has room for.
+    // The largest magnitude. If it is not finite, NaN becomes 0, and infinity, which any step maps to the largest code, counts as the largest
+    // value that the global scale can represent.
     __device__ __forceinline__ float amax(const Arguments& a, u32 block, float global) {
         u32 bits = largest();
         if (bits < INFINITY_BITS) return low(bits);
@@ -74,12 +74,12 @@ struct Pairs {
                 if (bits >= INFINITY_BITS) finite.w[i] &= ~(0xffffu << shift);
             }
         }
-        float most = low(finite.largest());
-        return infinite ? fmaxf(most, a.largest * global) : most;
+        float largest_finite = low(finite.largest());
+        return infinite ? fmaxf(largest_finite, a.largest * global) : largest_finite;
     }
 
-    // Makes negative zeros positive for the legacy host, which knows none: the product with one and the sum with a zero of the
-    // right sign change nothing else.
+    // Makes negative zeros positive for the legacy host, which has none: multiplying by one and adding a zero of the right sign changes
+    // nothing else.
     __device__ __forceinline__ void legacy_zeros(const Arguments& a) {
         u32 zero = a.legacy ? 0 : 0x80008000u;
 #pragma unroll
@@ -89,13 +89,13 @@ struct Pairs {
     // The signs of eight values, from word 4 `half` on, as those of their codes.
     __device__ __forceinline__ u32 signs(int half) const {
         const u32* p = w + 4 * half;
-        // The top bytes of the low halves, then those of the high ones.
+        // Of each two words the top bytes of the low halves, then those of the high ones.
         u32 front = __byte_perm(p[0], p[1], 0x7351), back = __byte_perm(p[2], p[3], 0x7351);
         u32 even = __byte_perm(front, back, 0x5410), odd = __byte_perm(front, back, 0x7632);
         return (even >> 4 & 0x08080808u) | (odd & 0x80808080u);
     }
 
-    // Codes under any step: the thresholds that each value passes, rounded up to what the type holds, are counted.
+    // Codes for any step: counts the thresholds that each value passes, after rounding thresholds up to the type.
     __device__ __forceinline__ uint2 codes(const Arguments& a, float step) const {
         if (step < Thresholds::SMALLEST_STEP) {
             float x[BLOCK];
@@ -127,12 +127,11 @@ struct Pairs {
         return make_uint2(codes[0], codes[1]);
     }
 
-    // Codes to nearest even under a step that is an e4m3 value.
+    // Codes to nearest even for a step that is an e4m3 value.
     //
-    // Each threshold times it has at most seven significant bits. A 16-bit value next to such a product, but not equal to it,
-    // has a quotient that is further from the threshold than half of the spacing of f16, with room for the errors of the
-    // reciprocal and of the product; so the f16 nearest to value times reciprocal lies on the same side of the threshold, or
-    // on it, as the exact quotient does.
+    // Each threshold times the step has at most seven significant bits. A 16-bit value next to such a product, but not equal to it, has a
+    // quotient that is further from the threshold than half of the spacing of f16, with a margin for the errors of the reciprocal and of
+    // the product; so the f16 nearest to value times reciprocal lies on the same side of the threshold, or on it, as the exact quotient.
     __device__ __forceinline__ uint2 codes_single(float step) const {
         float r = reciprocal_approx(step);
         u32 codes[2];
@@ -151,7 +150,7 @@ struct Pairs {
     }
 };
 
-// 16-bit values, under any rule for scales that looks at the largest magnitude alone.
+// 16-bit values, under any rule that derives the scale from the largest magnitude alone.
 template <Type T>
 __device__ __forceinline__ void quantize(const Arguments& a) {
     wait_for_earlier_kernels();
@@ -168,7 +167,7 @@ __device__ __forceinline__ void quantize(const Arguments& a) {
 extern "C" __global__ void __launch_bounds__(THREADS) quantize_f16(const __grid_constant__ Arguments a) { quantize<F16>(a); }
 extern "C" __global__ void __launch_bounds__(THREADS) quantize_bf16(const __grid_constant__ Arguments a) { quantize<BF16>(a); }
 
-// The same without a global scale, to nearest even.
+// The same without a global scale, rounding to nearest even.
 template <Type T>
 __device__ __forceinline__ void quantize_single(const Arguments& a) {
     wait_for_earlier_kernels();
@@ -177,13 +176,13 @@ __device__ __forceinline__ void quantize_single(const Arguments& a) {
     if (block.index >= a.blocks) return;
     Pairs<T> x(block.input);
     float amax = x.amax(a, block.index, 1);
-    // The quotient by 6, rounded as a division rounds it unless it is so small that the scale is the smallest anyway.
+    // The quotient by 6, rounded as by a division, unless it is so small that the scale is the smallest anyway.
     constexpr float SIXTH = 1.0f / 6.0f;
     float sixth = amax * SIXTH;
     sixth = __fmaf_rn(__fmaf_rn(sixth, -6.0f, amax), SIXTH, sixth);
     u32 scale = scale_of(a, sixth, 1);
     x.legacy_zeros(a);
-    // The legacy rule alone has a scale of zero, and its step then is not an e4m3 value.
+    // Only the legacy rule gives a scale of zero, for which its step is not an e4m3 value.
     uint2 codes = scale ? x.codes_single(scale_to_float(scale)) : x.codes(a, LEGACY_ADDEND);
     block.write(a, codes, scale);
 }

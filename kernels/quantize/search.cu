@@ -1,9 +1,9 @@
-// The rules for NVFP4 that try several scales for a block, and rounding by chance. Otherwise as quantize.cu.
+// Quantization recipes that try several scales for a block, and stochastic rounding. Otherwise as quantize.cu.
 #include "quantize/block.cuh"
 #include "format/random.cuh"
 
-// The squared error of a block under a scale, to nearest, summed pairwise in the order of the processor. Nothing may be fused
-// that is not exact.
+// The squared error of a block for a scale, rounding to nearest, summed pairwise in the same order as on the CPU. Only exact operations may
+// be fused.
 __device__ __forceinline__ double squared_error(const float (&x)[BLOCK], u32 scale, float global) {
     float step = step_of(scale, global);
     double exact = (double)scale_to_float(scale) * (double)global;
@@ -48,7 +48,7 @@ __device__ __forceinline__ u32 sweep(const float (&x)[BLOCK], float amax, float 
     return best;
 }
 
-// Recipes that compare scales, and rounding by chance: what divides every value.
+// Recipes that compare scales, and stochastic rounding: all that needs the quotient of every value.
 template <Type T>
 __device__ __forceinline__ void quantize_search(const Arguments& a) {
     wait_for_earlier_kernels();

@@ -1,19 +1,19 @@
-// Block scales from one order to the other; see format/swizzle.cuh. A thread has the scales of four neighbouring blocks of a row.
+// Converts block scales between the layouts of format/swizzle.cuh. A thread takes the scales of four neighbouring blocks of a row.
 #include "common/ptx.cuh"
 #include "format/swizzle.cuh"
 
 struct Arguments {
     const u8* from;
     u8* to;
-    u64 from_stride;    // of row-major scales to read: bytes from row to row
-    u64 words;          // of all rows there are, with those of the padding where that is written
+    u64 from_stride;    // bytes from row to row of row-major input
+    u64 words;          // of all rows, including padding where that is written
     u32 rows;
     u32 row_blocks;
 };
 
 constexpr int THREADS = 256;
 
-// Row-major to swizzled, with zeros for padding.
+// Row-major to swizzled, padded with zeros.
 extern "C" __global__ void __launch_bounds__(THREADS) swizzle_scales(const __grid_constant__ Arguments a) {
     wait_for_earlier_kernels();
     let_later_kernels_start();

@@ -21,7 +21,7 @@ use crate::tensor::WeightType;
 
 /// What the kernel of this file is passed, by its name.
 pub(super) const ARGUMENTS: &[(&str, usize)] =
-    &[("dequantize_folded", size_of::<DequantizeArguments>())];
+    &[("dequantize_packed", size_of::<DequantizeArguments>())];
 
 /// Bytes of the workspace of cuBLASLt.
 pub(in crate::cuda) const WORKSPACE: usize = 32 << 20;
@@ -174,7 +174,7 @@ impl LinearScratch {
             };
             let launch = by_words(rows, w.cols);
             // SAFETY: the struct is the kernel's; the copy has room for `rows` rows.
-            unsafe { launch.run(gpu, Unit::Dequantize, "dequantize_folded", &arguments)? };
+            unsafe { launch.run(gpu, Unit::Dequantize, "dequantize_packed", &arguments)? };
             let at = out + (first * output.bytes()) as u64;
             blas.product(
                 gpu,

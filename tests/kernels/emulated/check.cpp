@@ -1,5 +1,5 @@
-// kernels/quantize/check.cu on the processor, as it ships: the first scale of two matrices that is none is noted, by its place and its
-// byte, in either order of scales; padding may be anything. Prints "ok" or what is wrong.
+// kernels/quantize/check.cu on the CPU, as it ships: it reports the first invalid scale of two matrices by number and byte, in either
+// layout; padding may hold anything. Prints "ok" or the first error.
 #include "cuda.hpp"
 
 #include "common/ptx.cuh"
@@ -15,7 +15,7 @@ struct Matrix {
     bool swizzled;
     std::vector<u32> words;
 
-    // Good scales, with padding that is none.
+    // Valid scales with invalid padding.
     Matrix(int rows, int blocks, bool swizzled) : rows(rows), blocks(blocks), swizzled(swizzled) {
         size_t bytes = swizzled ? (size_t)ceil_div(rows, SCALE_TILE_ROWS) * ceil_div(blocks, SCALES_IN_WORD) * SCALE_TILE_BYTES : (size_t)rows * blocks;
         words.assign(bytes / 4 + 1, 0xffffffffu);
@@ -63,7 +63,7 @@ int main() {
                     b.at(i) = before;
                 }
             }
-            // Of several the first, whichever block of the grid comes first.
+            // The first of several, whichever block of the grid runs first.
             b.at(last / 2) = 0x81, b.at(last) = 0x80;
             expect(&a, &b, (u64)(total + last / 2) << 8 | 0x81);
             a.at(total - 1) = 0xff;

@@ -1,4 +1,4 @@
-// kernels/quantize/{check,expand}.cu on the processor, from their sources: which bytes are block scales, and what values they give.
+// kernels/quantize/{check,expand}.cu on the CPU, from their sources: which bytes are valid block scales, and the dequantized values.
 // Cases come on standard input and results go to standard output, as tests/kernels.rs writes and reads them.
 #include "cuda.hpp"
 
@@ -27,8 +27,8 @@ static void run(const Case& c, const std::vector<uint2>& codes, const std::vecto
     // Row-major scales are one long row.
     u32 rows = c.swizzled ? c.rows : 1, row_blocks = blocks / rows;
     u64 words = (u64)rows * ceil_div((int)row_blocks, SCALES_IN_WORD);
-    checking::Arguments look = {{{(const u8*)scales.data(), words, 0, row_blocks, (int)c.swizzled}, {}}, {&note, &found}};
-    launch(ceil_div((int)words, checking::THREADS), 1, 1, checking::THREADS, [&] { checking::check_scales(look); });
+    checking::Arguments check = {{{(const u8*)scales.data(), words, 0, row_blocks, (int)c.swizzled}, {}}, {&note, &found}};
+    launch(ceil_div((int)words, checking::THREADS), 1, 1, checking::THREADS, [&] { checking::check_scales(check); });
     size_t bytes = (size_t)blocks * BLOCK * (c.type == F32 ? 4 : 2);
     std::vector<uint4> out(bytes / 16 + 1, uint4{0xeeeeeeee, 0xeeeeeeee, 0xeeeeeeee, 0xeeeeeeee});
     expanding::Arguments a = {};
@@ -43,8 +43,8 @@ static void run(const Case& c, const std::vector<uint2>& codes, const std::vecto
     a.swizzled = (int)c.swizzled;
     void (*kernels[])(expanding::Arguments) = {expanding::dequantize_f32, expanding::dequantize_f16, expanding::dequantize_bf16};
     launch(ceil_div((int)blocks, expanding::THREADS), 1, 1, expanding::THREADS, [&] { kernels[c.type](a); });
-    u32 said[2] = {found, out.back().x == 0xeeeeeeee && out.back().w == 0xeeeeeeee};
-    fwrite(said, sizeof said, 1, stdout);
+    u32 status[2] = {found, out.back().x == 0xeeeeeeee && out.back().w == 0xeeeeeeee};
+    fwrite(status, sizeof status, 1, stdout);
     fwrite(out.data(), 1, bytes, stdout);
 }
 

@@ -117,7 +117,7 @@ struct Weight {
 
         Memory dense((size_t)rows * k * 2);
         dequantize::Arguments d = {chunks.data(), (u16*)dense.data(), rows, k};
-        launch(ceil_div(words, pack::THREADS), ceil_div(rows, CHUNK_ROWS), 1, pack::THREADS, [&] { dequantize::dequantize_folded(d); });
+        launch(ceil_div(words, pack::THREADS), ceil_div(rows, CHUNK_ROWS), 1, pack::THREADS, [&] { dequantize::dequantize_packed(d); });
         dense.check("dequantizing");
         for (size_t i = 0; i < values.size(); i++) {
             double got = f16_to_float(((u16*)dense.data())[i]);

@@ -1,5 +1,5 @@
-// kernels/quantize/{amax,quantize,search}.cu on the processor: the sources as they ship, with instructions replaced by what the PTX
-// ISA says of them. Cases come on standard input and results go to standard output, as tests/kernels.rs writes and reads them.
+// kernels/quantize/{amax,quantize,search}.cu on the CPU: the sources as they ship, with their instructions emulated as the PTX ISA
+// describes them. Cases come on standard input and results go to standard output, as tests/kernels.rs writes and reads them.
 #include "cuda.hpp"
 
 #include "common/values.cuh"
@@ -8,7 +8,7 @@
 #include "format/random.cuh"
 #include "format/swizzle.cuh"
 
-namespace magnitude_of {
+namespace computing_amax {
 #include "quantize/amax.cu"
 }
 namespace quantizing {
@@ -20,7 +20,7 @@ struct Case {
     u32 family;     // quantize, quantize_single or quantize_search
     u32 type;       // f32, f16 or bf16
     u32 rows, row_blocks, padding;  // blocks from the end of a row to the next
-    u32 computed;   // whether the global scale follows from the largest magnitude
+    u32 computed;   // whether the global scale is computed from the amax
     float global, largest;
     u32 legacy, saturate, swizzled, rounding, recipe, scale_bytes;
     u64 seed;
@@ -30,12 +30,12 @@ static void run(const Case& c, const std::vector<uint4>& input, size_t row_bytes
     u32 bits = 0, blocks = c.rows * c.row_blocks;
     if (c.computed) {
         u32 vectors = (u32)(row_bytes / 16);
-        magnitude_of::Arguments m = {(const u8*)input.data(), &bits, stride, (u64)c.rows * vectors, vectors, (int)c.saturate};
-        void (*kernels[])(magnitude_of::Arguments) = {magnitude_of::amax_f32, magnitude_of::amax_f16, magnitude_of::amax_bf16};
-        launch(2, 1, 1, magnitude_of::THREADS, [&] { kernels[c.type](m); });
+        computing_amax::Arguments m = {(const u8*)input.data(), &bits, stride, (u64)c.rows * vectors, vectors, (int)c.saturate};
+        void (*kernels[])(computing_amax::Arguments) = {computing_amax::amax_f32, computing_amax::amax_f16, computing_amax::amax_bf16};
+        launch(2, 1, 1, computing_amax::THREADS, [&] { kernels[c.type](m); });
     }
     std::vector<uint2> codes(blocks + 1, uint2{0xeeeeeeee, 0xeeeeeeee});
-    // Of swizzled scales the padding is zeros.
+    // The padding of swizzled scales is zeros.
     std::vector<u8> scales(c.scale_bytes, c.swizzled ? 0 : 0xee);
     u32 report = 0, found = 0;
     u64 first = NOTHING_NOTED;
@@ -62,8 +62,8 @@ static void run(const Case& c, const std::vector<uint4>& input, size_t row_bytes
                             {nullptr, quantizing::quantize_single_f16, quantizing::quantize_single_bf16},
                             {quantizing::quantize_search_f32, quantizing::quantize_search_f16, quantizing::quantize_search_bf16}};
     launch(ceil_div((int)blocks, quantizing::THREADS), 1, 1, quantizing::THREADS, [&] { kernels[c.family][c.type](a); });
-    u32 said[3] = {found, report, codes[blocks].x == 0xeeeeeeee && codes[blocks].y == 0xeeeeeeee};
-    fwrite(said, sizeof said, 1, stdout);
+    u32 status[3] = {found, report, codes[blocks].x == 0xeeeeeeee && codes[blocks].y == 0xeeeeeeee};
+    fwrite(status, sizeof status, 1, stdout);
     fwrite(&first, sizeof first, 1, stdout);
     fwrite(codes.data(), 8, blocks, stdout);
     fwrite(scales.data(), 1, scales.size(), stdout);
