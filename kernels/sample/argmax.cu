@@ -1,16 +1,16 @@
-// The likeliest token of each row of logits, the first of equals, and the step to the next token of a sequence: what decoding
-// needs so that the host reads one number. Blocks find the best of their share; the last to arrive compares them.
+// The argmax of each row of logits, the first of equal ones, and the step of the sequence to its next position, so that the host reads a
+// single number. Each block finds the best of its share of a row; the last block to arrive compares these.
 #include "common/ptx.cuh"
-#include "sample/said.cuh"
+#include "sample/choice.cuh"
 
 struct Arguments {
     const float* logits;    // [rows, vocabulary]
     float* best_value;      // [rows, blocks]
     int* best_token;        // [rows, blocks]
-    u32* arrived;           // [rows], zero; left zero
-    int* tokens;            // [rows]: the result, where the embedding reads it
-    int* positions;         // [rows]: of the tokens that gave the logits; moved on by one. Or null
-    int* history;           // [history_steps, rows]: results by their position, modulo the steps. With positions only
+    u32* arrived;           // [rows]: zero before and after
+    int* tokens;            // [rows]: the results, where the embedding reads them
+    int* positions;         // [rows]: of the input tokens; advanced by one. Or null
+    int* history;           // [history_steps, rows]: results by position modulo the steps; unused without positions
     int vocabulary;
     int history_steps;
 };
@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) argmax(const __grid_consta
     int token = 0x7fffffff;
     for (int i = blockIdx.x * THREADS + threadIdx.x; i < a.vocabulary; i += blocks * THREADS) {
         float x = logits[i];
-        // The host is told of the first that is not a number, or plus infinity.
+        // NaN and plus infinity win, so that the first of them is reported to the host.
         take_better(value, token, x < INFINITY ? x : INFINITY, i);
     }
     best_of_block(value, token);
@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) argmax(const __grid_consta
         a.tokens[row] = token;
         if (a.positions) {
             int position = ++a.positions[row];
-            a.history[(size_t)(position % a.history_steps) * gridDim.y + row] = said_of(value, token);
+            a.history[(size_t)(position % a.history_steps) * gridDim.y + row] = encode_choice(value, token);
         }
     }
 }

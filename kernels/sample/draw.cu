@@ -1,27 +1,27 @@
-// Draws a token from each row of logits, as its rule says: src/ops/sample.rs says how, and gives the same token. Three kernels, each
-// a pass over the logits or more: the largest, the weights of each bucket, and the choice, in which one block has a row to itself.
+// Draws a token from each row of logits by the row's rule, which src/ops/sample.rs defines; both give the same token. Three kernels, each
+// with one or more passes over the logits: the largest logit, the weights of buckets, and the choice, for which a row has a single block.
 #include "common/ptx.cuh"
 #include "format/random.cuh"
-#include "sample/said.cuh"
+#include "sample/choice.cuh"
 
 constexpr int THREADS = 512;        // of a block that shares a row with others
-constexpr int CHOOSERS = 1024;      // threads that choose
-constexpr int BUCKETS = 2048;       // parts of the ranking
-constexpr int WEIGHT_BITS = 40;     // the likeliest token's weight is 2 to this power
+constexpr int CHOOSERS = 1024;      // threads of the block that chooses
+constexpr int BUCKETS = 2048;       // of tokens, by weight
+constexpr int WEIGHT_BITS = 40;     // the weight of the argmax is 2 to this power
 constexpr float BUCKETS_PER_HALVING = (float)BUCKETS / WEIGHT_BITS;
-constexpr int DIGITS = 256;         // parts of what is left of a bucket
-constexpr int GROUP = 8;            // tokens whose buckets are read at once
-constexpr int AT_ONCE = 2;          // groups that a thread reads at once
-constexpr u16 NO_BUCKET = 0xffff;   // of what is behind the vocabulary
+constexpr int DIGITS = 256;         // values of the key's digit by which a bucket is divided
+constexpr int GROUP = 8;            // tokens whose buckets are loaded together
+constexpr int BATCH = 2;            // groups that a thread loads at once
+constexpr u16 NO_BUCKET = 0xffff;   // past the end of the vocabulary
 static_assert(BUCKETS == 2 * CHOOSERS, "a thread has two buckets");
-static_assert(AT_ONCE * GROUP <= 32, "a word has a bit for each token");
-static_assert(CHOOSERS == WARP * WARP, "a warp sums the sums of all warps");
+static_assert(BATCH * GROUP <= 32, "a word has a bit for each token");
+static_assert(CHOOSERS == WARP * WARP, "one warp adds up the totals of all warps");
 
 struct Rule {
     u64 seed;
-    u64 draw;           // the number of the draw; moved on by one
-    float scale;        // from logits to logarithms to base 2; 0: the likeliest
-    float least_log;    // of the logarithms that are kept, relative to the largest
+    u64 draw;           // the number of the draw; advanced by one
+    float scale;        // from logits to logarithms to base 2; 0: the argmax
+    float least_log;    // the least logarithm that is kept, relative to the largest
     float top_p;
     float penalty;
     u32 top_k;          // 0: all
@@ -31,15 +31,15 @@ struct Rule {
 struct Arguments {
     const float* logits;    // [rows, vocabulary]
     Rule* rules;            // [rows]
-    u32* occurred;          // [rows, vocabulary / 32, rounded up], a bit for each token; gets the row's own. Or null: no penalties
+    u32* occurred;          // [rows, ceil(vocabulary / 32)]: a bit for each token; the row's input token is added. Or null: no penalties
     float* best_value;      // [rows, blocks of the first kernel]
     int* best_token;        // [rows, blocks of the first kernel]
     u16* buckets;           // [rows, stride]: the bucket of each token
-    u64* sums;              // [rows, BUCKETS], zero; left zero
-    u32* counts;            // [rows, BUCKETS], zero; left zero
-    int* tokens;            // [rows]: the tokens that gave the logits, and then those chosen
-    int* positions;         // [rows]: of the tokens that gave the logits; moved on by one
-    int* history;           // [history_steps, rows]: results by their position, modulo the steps
+    u64* weights;           // [rows, BUCKETS]: the weight of a bucket's tokens together; zero before and after
+    u32* counts;            // [rows, BUCKETS]: how many tokens a bucket has; zero before and after
+    int* tokens;            // [rows]: the input tokens, then the chosen ones
+    int* positions;         // [rows]: of the input tokens; advanced by one
+    int* history;           // [history_steps, rows]: results by position modulo the steps
     int vocabulary;
     int history_steps;
     int blocks;             // of the first kernel, for each row
@@ -66,8 +66,8 @@ struct Logits {
         bool penalized = token == input || (occurred[token / 32] >> token % 32 & 1);
         if (!penalized || !(fabsf(x) < INFINITY)) return x;
         float y = x > 0 ? x / penalty : x * penalty;
-        const float most = __int_as_float(0x7f7fffff);
-        return fminf(fmaxf(y, -most), most);
+        const float max_finite = __int_as_float(0x7f7fffff);
+        return fminf(fmaxf(y, -max_finite), max_finite);
     }
 };
 
@@ -88,7 +88,7 @@ __device__ __forceinline__ Best best_of_warp(Best best) {
     return best;
 }
 
-// The best of a row; every thread gets it. Its value is INFINITY for the first logit that is that or no number.
+// The best of a row, in every thread. Its value is INFINITY if a logit is that or NaN; the token then is the first of these.
 __device__ __forceinline__ Best best_of_row(const Arguments& a, int row) {
     Best best = {-INFINITY, NONE};
     for (int i = lane_id(); i < a.blocks; i += WARP) best.take({a.best_value[row * a.blocks + i], a.best_token[row * a.blocks + i]});
@@ -114,20 +114,20 @@ __device__ __forceinline__ u64 weight_of(float log) {
     float power = __fmaf_rn(sum, r, 1.0f);
     return __float2ull_rz(__fmul_rn(power, __int_as_float(((int)n + WEIGHT_BITS + 127) << 23)));
 }
-// A token's place in the ranking: larger for a larger logit, and of equal ones for the lower token.
+// The sort key of a token: larger for a larger logit, and for the lower token where logits are equal.
 __device__ __forceinline__ u64 key_of(float logit, int token) {
     u32 bits = __float_as_uint(logit);
-    u32 place = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-    return (u64)place << 32 | (u32)~token;
+    u32 order = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+    return (u64)order << 32 | (u32)~token;
 }
 
 __device__ __forceinline__ float logit_of(u64 key) {
-    u32 place = (u32)(key >> 32);
-    return __uint_as_float(place & 0x80000000u ? place & 0x7fffffffu : ~place);
+    u32 order = (u32)(key >> 32);
+    return __uint_as_float(order & 0x80000000u ? order & 0x7fffffffu : ~order);
 }
 
-// 64 bits as two words: shared memory adds words at once, and longer numbers by trying until no other thread has come between.
-struct Wide {
+// A 64-bit counter as two words: shared memory has atomic additions of words, but emulates those of 64 bits by compare-and-swap loops.
+struct Counter {
     u32 low, high;
     __device__ __forceinline__ void add(u64 x) {
         u32 l = (u32)x, before = atomicAdd(&low, l);
@@ -161,10 +161,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) draw_largest(const __grid_
 
 // Grid: (blocks, rows)
 extern "C" __global__ void __launch_bounds__(THREADS) draw_buckets(const __grid_constant__ Arguments a) {
-    __shared__ Wide sums[BUCKETS];
+    __shared__ Counter weights[BUCKETS];
     __shared__ u32 counts[BUCKETS];
     for (int i = threadIdx.x; i < BUCKETS; i += THREADS) {
-        sums[i] = {0, 0};
+        weights[i] = {0, 0};
         counts[i] = 0;
     }
     wait_for_earlier_kernels();
@@ -184,46 +184,46 @@ extern "C" __global__ void __launch_bounds__(THREADS) draw_buckets(const __grid_
         float log = log_of(logit(i), best.value, rule.scale);
         int bucket = bucket_of(log);
         buckets[i] = (u16)bucket;
-        sums[bucket].add(weight_of(log));
+        weights[bucket].add(weight_of(log));
         atomicAdd(&counts[bucket], 1u);
     }
     __syncthreads();
     for (int i = threadIdx.x; i < BUCKETS; i += THREADS) {
         size_t at = (size_t)row * BUCKETS + i;
         if (!counts[i]) continue;
-        atomicAdd(a.sums + at, sums[i].value());
+        atomicAdd(a.weights + at, weights[i].value());
         atomicAdd(a.counts + at, counts[i]);
     }
 }
 
-// What a running sum over the ranking has come to.
-struct Sums {
+// The weight and the number of some tokens: of a bucket, or of all tokens up to one in the ranking.
+struct Totals {
     u64 weight, count;
 };
-__device__ __forceinline__ Sums operator+(Sums a, Sums b) { return {a.weight + b.weight, a.count + b.count}; }
-__device__ __forceinline__ Sums operator-(Sums a, Sums b) { return {a.weight - b.weight, a.count - b.count}; }
+__device__ __forceinline__ Totals operator+(Totals a, Totals b) { return {a.weight + b.weight, a.count + b.count}; }
+__device__ __forceinline__ Totals operator-(Totals a, Totals b) { return {a.weight - b.weight, a.count - b.count}; }
 
-// The sums over the threads of a block up to this one, this one included.
-__device__ __forceinline__ Sums sums_through(Sums own) {
-    __shared__ Sums warps[WARP];
-    auto through = [](Sums s) {
+// The inclusive prefix sum over the threads of a block.
+__device__ __forceinline__ Totals prefix_sum(Totals own) {
+    __shared__ Totals warps[WARP];
+    auto warp_prefix_sum = [](Totals s) {
 #pragma unroll
         for (int d = 1; d < WARP; d *= 2) {
             u64 weight = __shfl_up_sync(ALL_LANES, s.weight, d), count = __shfl_up_sync(ALL_LANES, s.count, d);
-            if (lane_id() >= d) s = s + Sums{weight, count};
+            if (lane_id() >= d) s = s + Totals{weight, count};
         }
         return s;
     };
-    Sums s = through(own);
+    Totals s = warp_prefix_sum(own);
     __syncthreads();
     if (lane_id() == WARP - 1) warps[threadIdx.x / WARP] = s;
     __syncthreads();
-    if (threadIdx.x < WARP) warps[threadIdx.x] = through(warps[threadIdx.x]);
+    if (threadIdx.x < WARP) warps[threadIdx.x] = warp_prefix_sum(warps[threadIdx.x]);
     __syncthreads();
     return threadIdx.x < WARP ? s : s + warps[threadIdx.x / WARP - 1];
 }
 
-// A row's tokens by bucket, for one block.
+// A row's tokens by bucket.
 struct Ranking {
     const Arguments& a;
     int row;
@@ -233,20 +233,20 @@ struct Ranking {
     __device__ __forceinline__ Ranking(const Arguments& a, int row, float largest, float scale)
         : a(a), row(row), logit(a, row), largest(largest), scale(scale) {}
 
-    // What a bucket holds. Read again and again: in registers it would displace others.
-    __device__ __forceinline__ Sums held(int bucket) const { return {a.sums[row * BUCKETS + bucket], a.counts[row * BUCKETS + bucket]}; }
-    __device__ __forceinline__ Sums held_by_thread() const { return held(2 * threadIdx.x) + held(2 * threadIdx.x + 1); }
+    // The totals of a bucket. They are loaded each time, since there are no registers to keep them in.
+    __device__ __forceinline__ Totals bucket_totals(int bucket) const { return {a.weights[row * BUCKETS + bucket], a.counts[row * BUCKETS + bucket]}; }
+    __device__ __forceinline__ Totals thread_totals() const { return bucket_totals(2 * threadIdx.x) + bucket_totals(2 * threadIdx.x + 1); }
 
-    // Calls `each` with the tokens of this thread that are in a bucket, their logarithms and keys.
+    // Calls each(logarithm, key) for the tokens of this thread that are in a bucket.
     template <typename Each>
     __device__ __forceinline__ void in_bucket(int bucket, Each each) const {
         int groups = a.stride / GROUP;
         const uint4* buckets = (const uint4*)(a.buckets + (size_t)row * a.stride);
-        for (int first = threadIdx.x; first < groups; first += AT_ONCE * CHOOSERS) {
-            // A bit for each token, so that the few that matter are looked at in one place.
+        for (int first = threadIdx.x; first < groups; first += BATCH * CHOOSERS) {
+            // A bit for each token, so that only one place of the code handles the few that are in the bucket.
             u32 inside = 0;
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; i++) {
+            for (int i = 0; i < BATCH; i++) {
                 int at = first + i * CHOOSERS;
                 if (at >= groups) break;
                 uint4 group = buckets[at];
@@ -263,24 +263,24 @@ struct Ranking {
     }
 };
 
-// Sorts a key of each thread of a block, the largest first.
+// Bitonic sort of a block's keys, one of each thread, the largest first.
 __device__ __forceinline__ u64 sorted(u64 key) {
     __shared__ u64 keys[CHOOSERS];
     int thread = threadIdx.x;
 #pragma unroll 1
     for (int run = 2; run <= CHOOSERS; run *= 2) {
 #pragma unroll 1
-        for (int apart = run / 2; apart > 0; apart /= 2) {
+        for (int distance = run / 2; distance > 0; distance /= 2) {
             u64 other;
-            if (apart < WARP) {
-                other = __shfl_xor_sync(ALL_LANES, key, apart);
+            if (distance < WARP) {
+                other = __shfl_xor_sync(ALL_LANES, key, distance);
             } else {
                 __syncthreads();
                 keys[thread] = key;
                 __syncthreads();
-                other = keys[thread ^ apart];
+                other = keys[thread ^ distance];
             }
-            bool larger = ((thread & run) == 0) == ((thread & apart) == 0);
+            bool larger = ((thread & run) == 0) == ((thread & distance) == 0);
             key = larger == (key > other) ? key : other;
         }
     }
@@ -289,60 +289,60 @@ __device__ __forceinline__ u64 sorted(u64 key) {
 
 struct Found {
     u64 key;
-    u64 through;    // the sum of weights up to it, its own included
+    u64 weight;     // of the tokens up to this one, itself included
 };
 
-// The token at which the running sum of weights, or of tokens, passes `target`, which is less than the whole.
-__device__ __forceinline__ Found passing(const Ranking& ranking, bool by_count, u64 target) {
+// The token at which the running weight, or number of tokens, exceeds `target`, which is less than the total.
+__device__ __forceinline__ Found find(const Ranking& ranking, bool by_count, u64 target) {
     __shared__ u64 keys[CHOOSERS];
-    __shared__ Wide digit_sums[DIGITS];
+    __shared__ Counter digit_weights[DIGITS];
     __shared__ u32 digit_counts[DIGITS];
-    __shared__ int shared_part, members;
-    __shared__ Sums shared_before, shared_inside;
+    __shared__ int shared_index, members;
+    __shared__ Totals shared_before, shared_inside;
     __shared__ Found found;
-    auto measure = [&](Sums s) { return by_count ? s.count : s.weight; };
+    auto measure = [&](Totals s) { return by_count ? s.count : s.weight; };
 
-    Sums before = ranking.held_by_thread();
-    before = sums_through(before) - before;
+    Totals before = ranking.thread_totals();
+    before = prefix_sum(before) - before;
     for (int bucket = 2 * threadIdx.x; bucket < 2 * (int)threadIdx.x + 2; bucket++) {
-        Sums inside = ranking.held(bucket);
+        Totals inside = ranking.bucket_totals(bucket);
         if (measure(before) <= target && target < measure(before + inside)) {
-            shared_part = bucket;
+            shared_index = bucket;
             shared_before = before;
             shared_inside = inside;
         }
         before = before + inside;
     }
     __syncthreads();
-    int bucket = shared_part;
+    int bucket = shared_index;
     u64 prefix = 0, mask = 0;
-    // A bucket with more than there is room for is divided by what its keys begin with, again and again.
+    // A radix descent: while too many tokens are left to be sorted, they are divided by the next digit of their keys.
     for (int shift = 56; shared_inside.count > CHOOSERS; shift -= 8) {
         before = shared_before;
         for (int i = threadIdx.x; i < DIGITS; i += CHOOSERS) {
-            digit_sums[i] = {0, 0};
+            digit_weights[i] = {0, 0};
             digit_counts[i] = 0;
         }
         __syncthreads();
         ranking.in_bucket(bucket, [&](float log, u64 key) {
             if ((key & mask) != prefix) return;
             int digit = (int)(key >> shift) & (DIGITS - 1);
-            digit_sums[digit].add(weight_of(log));
+            digit_weights[digit].add(weight_of(log));
             atomicAdd(&digit_counts[digit], 1u);
         });
         __syncthreads();
         // From the largest digit down.
         int digit = DIGITS - 1 - (int)threadIdx.x;
-        Sums mine = {0, 0};
-        if (digit >= 0) mine = {digit_sums[digit].value(), digit_counts[digit]};
-        Sums all = before + sums_through(mine);
+        Totals mine = {0, 0};
+        if (digit >= 0) mine = {digit_weights[digit].value(), digit_counts[digit]};
+        Totals all = before + prefix_sum(mine);
         if (measure(all - mine) <= target && target < measure(all)) {
-            shared_part = digit;
+            shared_index = digit;
             shared_before = all - mine;
             shared_inside = mine;
         }
         __syncthreads();
-        prefix |= (u64)shared_part << shift;
+        prefix |= (u64)shared_index << shift;
         mask |= (u64)(DIGITS - 1) << shift;
     }
     before = shared_before;
@@ -353,32 +353,32 @@ __device__ __forceinline__ Found passing(const Ranking& ranking, bool by_count, 
     });
     __syncthreads();
     u64 key = sorted((int)threadIdx.x < members ? keys[threadIdx.x] : 0);
-    Sums mine = {0, 0};
+    Totals mine = {0, 0};
     if (key) mine = {weight_of(log_of(logit_of(key), ranking.largest, ranking.scale)), 1};
-    Sums all = before + sums_through(mine);
+    Totals all = before + prefix_sum(mine);
     if (measure(all - mine) <= target && target < measure(all)) found = {key, all.weight};
     __syncthreads();
     return found;
 }
 
 __device__ __forceinline__ int drawn(const Arguments& a, const Ranking& ranking, const Rule& rule) {
-    // What top-k keeps, and the least of what top-p and min-p keep. In shared memory, since registers would not do.
+    // The weight of the tokens that top-k keeps, and the smallest of those that top-p and min-p keep. In shared memory to save registers.
     __shared__ u64 all, kept;
-    Sums sum = sums_through(ranking.held_by_thread());
-    if (threadIdx.x == CHOOSERS - 1) all = kept = sum.weight;
+    Totals totals = prefix_sum(ranking.thread_totals());
+    if (threadIdx.x == CHOOSERS - 1) all = kept = totals.weight;
     if (rule.least_log > -INFINITY) {
         float least = rule.least_log;
         int last = bucket_of(least);
-        sum = {0, 0};
-        for (int bucket = 2 * threadIdx.x; bucket < min(last, 2 * (int)threadIdx.x + 2); bucket++) sum = sum + ranking.held(bucket);
+        totals = {0, 0};
+        for (int bucket = 2 * threadIdx.x; bucket < min(last, 2 * (int)threadIdx.x + 2); bucket++) totals = totals + ranking.bucket_totals(bucket);
         ranking.in_bucket(last, [&](float log, u64) {
-            if (log >= least) sum.weight += weight_of(log);
+            if (log >= least) totals.weight += weight_of(log);
         });
-        sum = sums_through(sum);
-        if (threadIdx.x == CHOOSERS - 1) kept = sum.weight;
+        totals = prefix_sum(totals);
+        if (threadIdx.x == CHOOSERS - 1) kept = totals.weight;
     }
     __syncthreads();
-    // Top-k, top-p, and the token: one place looks for all three, so that it is compiled once.
+    // Top-k, top-p, and the draw: one call of find() serves all three, so that it is inlined once.
     for (int step = 0;; step++) {
         u64 target;
         if (step == 0) {
@@ -391,11 +391,11 @@ __device__ __forceinline__ int drawn(const Arguments& a, const Ranking& ranking,
         } else {
             target = __umul64hi(random_bits(random_stream(rule.seed), rule.draw), min(kept, all));
         }
-        Found found = passing(ranking, step == 0, target);
+        Found found = find(ranking, step == 0, target);
         if (step == 2) return (int)~(u32)found.key;
         if (threadIdx.x == 0) {
-            if (step == 0) all = found.through;
-            else kept = min(kept, found.through);
+            if (step == 0) all = found.weight;
+            else kept = min(kept, found.weight);
         }
         __syncthreads();
     }
@@ -412,9 +412,9 @@ extern "C" __global__ void __launch_bounds__(CHOOSERS, 1) draw_choose(const __gr
     if (draws(best, rule)) {
         Ranking ranking(a, row, best.value, rule.scale);
         token = drawn(a, ranking, rule);
-        // Nobody has bucket sums to read any more: the last of them were read before the last barrier.
+        // All threads have read the totals of buckets before the last barrier.
         for (int bucket = threadIdx.x; bucket < BUCKETS; bucket += CHOOSERS) {
-            a.sums[row * BUCKETS + bucket] = 0;
+            a.weights[row * BUCKETS + bucket] = 0;
             a.counts[row * BUCKETS + bucket] = 0;
         }
     }
@@ -427,5 +427,5 @@ extern "C" __global__ void __launch_bounds__(CHOOSERS, 1) draw_choose(const __gr
     a.rules[row].draw++;
     a.tokens[row] = token;
     int position = ++a.positions[row];
-    a.history[(size_t)(position % a.history_steps) * gridDim.y + row] = said_of(best.value, token);
+    a.history[(size_t)(position % a.history_steps) * gridDim.y + row] = encode_choice(best.value, token);
 }

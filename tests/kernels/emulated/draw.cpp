@@ -1,14 +1,13 @@
-// The choice of tokens on the processor: kernels/sample/draw.cu as it ships, with instructions replaced by what the PTX ISA says of
-// them. Reads cases from standard input: rows, vocabulary, whether there are penalties, and the blocks of the first two kernels; of
-// each row its rule, the token that gave the logits, a bit for each token that has occurred, and the logits. Writes what the host is
-// told of each row, or exits with 1 and what is wrong.
+// Sampling on the CPU: kernels/sample/draw.cu as it ships, with its instructions emulated as the PTX ISA describes them. Reads cases from
+// standard input: rows, vocabulary, whether there are penalties, and the blocks of the first two kernels; for each row its rule, the input
+// token, a bit for each token that has occurred, and the logits. Writes what the host receives for each row, or exits with 1 and an error.
 #include "cuda.hpp"
 
 #include "common/ptx.cuh"
 #include "format/random.cuh"
-#include "sample/said.cuh"
+#include "sample/choice.cuh"
 
-// Shared memory outlives its block, as no two run at once.
+// Static shared memory may outlive its block, as no two blocks run at once.
 #undef __shared__
 #define __shared__ static
 namespace draw {
@@ -32,25 +31,25 @@ int main() {
         std::vector<int> tokens(rows), candidates(rows * blocks), positions(rows, 4), history(STEPS * rows, -99);
         std::vector<u32> occurred(rows * words), counts(rows * draw::BUCKETS);
         std::vector<float> logits((size_t)rows * vocabulary), values(rows * blocks);
-        std::vector<u64> sums(rows * draw::BUCKETS);
+        std::vector<u64> weights(rows * draw::BUCKETS);
         int groups = ceil_div(vocabulary, draw::GROUP);
         std::vector<uint4> buckets(rows * groups);
         expect(take(rules.data(), rows) && take(tokens.data(), rows) && take(occurred.data(), occurred.size()) && take(logits.data(), logits.size()), "a case ends early");
         std::vector<draw::Rule> before = rules;
         std::vector<int> inputs = tokens;
-        draw::Arguments a = {logits.data(), rules.data(), head[2] ? occurred.data() : nullptr, values.data(), candidates.data(), (u16*)buckets.data(), sums.data(), counts.data(),
+        draw::Arguments a = {logits.data(), rules.data(), head[2] ? occurred.data() : nullptr, values.data(), candidates.data(), (u16*)buckets.data(), weights.data(), counts.data(),
                              tokens.data(), positions.data(), history.data(), vocabulary, STEPS, blocks, groups * draw::GROUP};
         launch(blocks, rows, 1, draw::THREADS, [&] { draw::draw_largest(a); });
         launch(head[4], rows, 1, draw::THREADS, [&] { draw::draw_buckets(a); });
         launch(1, rows, 1, draw::CHOOSERS, [&] { draw::draw_choose(a); });
         for (int r = 0; r < rows; r++) {
-            int said = history[5 % STEPS * rows + r];
-            expect(said < 0 || said == tokens[r], "the device goes on with another token than it says");
+            int choice = history[5 % STEPS * rows + r];
+            expect(choice < 0 || choice == tokens[r], "the device continues with another token than the host receives");
             expect(tokens[r] >= 0 && tokens[r] < vocabulary && positions[r] == 5 && rules[r].draw == before[r].draw + 1, "the next step");
-            expect(!head[2] || occurred[r * words + inputs[r] / 32] >> inputs[r] % 32 & 1, "the token that gave the logits is not marked");
-            fwrite(&said, sizeof said, 1, stdout);
+            expect(!head[2] || occurred[r * words + inputs[r] / 32] >> inputs[r] % 32 & 1, "the input token is not marked");
+            fwrite(&choice, sizeof choice, 1, stdout);
         }
-        for (u64 s : sums) expect(s == 0, "sums are left");
-        for (u32 c : counts) expect(c == 0, "counts are left");
+        for (u64 s : weights) expect(s == 0, "weights of buckets are not zero");
+        for (u32 c : counts) expect(c == 0, "counts of buckets are not zero");
     }
 }

@@ -8,7 +8,7 @@
 #include "common/reduce.cuh"
 #include "format/fragment_major.cuh"
 #include "norm/piece.cuh"
-#include "sample/said.cuh"
+#include "sample/choice.cuh"
 
 // Static shared memory may outlive its block, as no two blocks run at once.
 #undef __shared__
@@ -211,11 +211,11 @@ static void check_argmax(int kind, int rows, int vocabulary, int blocks) {
     best::Arguments a = {x.data(), values.data(), candidates.data(), arrived.data(), tokens.data(), positions.data(), history.data(), vocabulary, STEPS};
     launch(blocks, rows, 1, best::THREADS, [&] { best::argmax(a); });
     for (int r = 0; r < rows; r++) {
-        int want = ranking(&x[(size_t)r * vocabulary], vocabulary)[0], said = want;
-        if (kind == 5) want = vocabulary / 2, said = -2 - want;
-        if (kind == 6) said = -1;
+        int want = ranking(&x[(size_t)r * vocabulary], vocabulary)[0], choice = want;
+        if (kind == 5) want = vocabulary / 2, choice = -2 - want;
+        if (kind == 6) choice = -1;
         expect(tokens[r] == want, "the argmax", kind, r, tokens[r], want);
-        expect(history[5 % STEPS * rows + r] == said && positions[r] == 5 && arrived[r] == 0, "the next step", kind, r, positions[r], 5);
+        expect(history[5 % STEPS * rows + r] == choice && positions[r] == 5 && arrived[r] == 0, "the next step", kind, r, positions[r], 5);
     }
 }
 
