@@ -1,11 +1,11 @@
-// What most models have: heads of 32, 64 or 128 elements, all of which rotate, that see everything. See attention/decode.cuh.
+// The heads of most models: 32, 64 or 128 elements, all of which rotate, without a window or soft cap. See attention/decode.cuh.
 #include "attention/decode.cuh"
 
-KERNELS(32, false, false, attention_decode_32, SOME_BLOCKS, MANY_BLOCKS)
-KERNELS(64, false, false, attention_decode_64, SOME_BLOCKS, MANY_BLOCKS)
-KERNELS(128, false, false, attention_decode_128, SOME_BLOCKS, MANY_BLOCKS)
+KERNELS(32, false, false, attention_decode_32, LONG_RING_BLOCKS, ONE_PAGE_BLOCKS)
+KERNELS(64, false, false, attention_decode_64, LONG_RING_BLOCKS, ONE_PAGE_BLOCKS)
+KERNELS(128, false, false, attention_decode_128, LONG_RING_BLOCKS, ONE_PAGE_BLOCKS)
 #if __CUDA_ARCH__ >= 900
-KERNEL(32, false, false, attention_decode_32_pair, SOME_STAGES, 1, SOME_BLOCKS, true)
-KERNEL(64, false, false, attention_decode_64_pair, SOME_STAGES, 1, SOME_BLOCKS, true)
-KERNEL(128, false, false, attention_decode_128_pair, SOME_STAGES, 1, SOME_BLOCKS, true)
+KERNEL(32, false, false, attention_decode_32_cluster, 2, 1, LONG_RING_BLOCKS, true)
+KERNEL(64, false, false, attention_decode_64_cluster, 2, 1, LONG_RING_BLOCKS, true)
+KERNEL(128, false, false, attention_decode_128_cluster, 2, 1, LONG_RING_BLOCKS, true)
 #endif

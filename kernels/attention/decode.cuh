@@ -1,12 +1,13 @@
-// Attention of one new token for each sequence of a batch over its cached keys and values, which the same kernel extends: the
-// norm and rotation of queries and keys happen on the way in. Bound by reading the cache.
+// Decode attention: one new token of each sequence of a batch attends to the sequence's cached keys and values. The same kernel applies norm
+// and RoPE to the token's queries and key, and stores its key and value in the cache. Bound by reading the cache.
 //
-// A block takes up to 8 query heads that share a key/value head, and one of several parts of a sequence, one or two pages at a
-// time, of which each warp has 16 positions. Scores are computed transposed (keys as A, the heads as B), so that 8 heads fill the
-// instruction. Pages pass through a ring in shared memory, which is filled before the kernel waits for the one before it: what
-// the new token itself adds is worked out apart, and nothing else of the cache depends on that kernel. The last block of a
-// sequence to finish adds the parts in order; or the parts are a cluster, whose blocks send each other what they have seen, and
-// each of them adds some heads.
+// A block takes up to 8 query heads that share a key/value head, and one of several splits of the sequence (split-KV), one or two pages at a
+// time, of which each warp takes 16 positions. Scores are computed transposed (keys as A, the heads as B), so that 8 heads fill the
+// instruction.
+//
+// Pages pass through a ring in shared memory, which is filled before the kernel waits for its predecessor: the new token is handled
+// separately, and nothing else in the cache depends on that kernel. The last block of a sequence to finish combines the splits in a fixed
+// order. Or the splits are a cluster, whose blocks send each other their partial results, and each of them combines some of the heads.
 #pragma once
 #include "common/cluster.cuh"
 #include "common/heads.cuh"
@@ -23,8 +24,8 @@ struct Arguments {
     const float* k_norm;
     const int* positions;       // [sequences]: of the new token
     u16* out;                   // f16 [sequences, heads D], or the same, fragment-major
-    float* partial;             // [sequences, head blocks, parts, HEADS, D + 2]
-    u32* arrived;               // [sequences, head blocks], zero; left zero
+    float* partial;             // the split-KV workspace: [sequences, head blocks, splits, HEADS, D + 2]
+    u32* arrived;               // [sequences, head blocks]: zero before and after
     HeadOptions head;
     Pages pages;
     int group;                  // query heads for each key/value head
@@ -34,20 +35,20 @@ struct Arguments {
     int fragment_major;
 };
 
-// Where the output of a sequence goes.
-struct Row {
+// The output of a sequence.
+struct OutputRow {
     u16* out;
-    int sequence, width, groups;  // groups of 8 sequences, or 0 for rows one after the other
+    int sequence, width, groups;  // groups of 8 sequences; 0 if row-major
 
-    __device__ __forceinline__ Row(const Arguments& a, int sequence, int width)
+    __device__ __forceinline__ OutputRow(const Arguments& a, int sequence, int width)
         : out(a.out), sequence(sequence), width(width), groups(a.fragment_major ? ceil_div(gridDim.y, GROUP_ROWS) : 0) {}
     __device__ __forceinline__ u16& at(int k) const {
         return out[groups > 0 ? fragment_index(groups, sequence, k) : (size_t)sequence * width + k];
     }
 };
 
-// A page's keys and values of a head in shared memory, rows of keys [PAGE][D] and columns of values [D][PAGE]. Of neighbouring
-// rows the pieces of 16 bytes stand in different orders, so that 8 of them meet in no bank.
+// A page's keys [PAGE][D] and transposed values [D][PAGE] of a head in shared memory. 16-byte pieces are swizzled by row, so that the same
+// pieces of 8 neighbouring rows have no bank conflicts.
 template <int D, int THREADS>
 struct PageStage {
     static constexpr int KEY_PIECES = D / 8, VALUE_PIECES = PAGE / 8, KEY_BYTES = PAGE * D * 2, BYTES = 2 * KEY_BYTES;
@@ -57,7 +58,7 @@ struct PageStage {
     static __device__ __forceinline__ int place(int row, int piece) {
         return (row * PIECES + swizzled_piece<PIECES>(row, piece)) * 16;
     }
-    // Asks for a page; all threads call this.
+    // Requests a page; all threads call this.
     __device__ __forceinline__ void fill(const u16* keys, const u16* values) const {
 #pragma unroll 4
         for (int i = threadIdx.x; i < PAGE * KEY_PIECES; i += THREADS) {
@@ -65,98 +66,100 @@ struct PageStage {
             copy_async_16(base + KEY_BYTES + place<VALUE_PIECES>(i / VALUE_PIECES, i % VALUE_PIECES), values + i * 8, 16);
         }
     }
-    // Elements 16 j to 16 j + 15 of 16 positions from `first` on, as A.
+    // Keys: elements 16 j to 16 j + 15 of 16 positions from `first` on, as A.
     __device__ __forceinline__ void keys(int first, int j, u32 (&a)[4]) const {
         int lane = lane_id();
         load_matrices(a, base + place<KEY_PIECES>(first + lane % 16, 2 * j + lane / 16));
     }
-    // The same, transposed.
+    // The same of values, transposed.
     __device__ __forceinline__ void values(int first, int j, u32 (&a)[4]) const {
         int lane = lane_id();
         load_matrices(a, base + KEY_BYTES + place<VALUE_PIECES>(16 * j + lane % 16, first / 8 + lane / 16));
     }
 };
 
-// What a block knows of the new token, and whether it is the last.
+// The new token in shared memory, and two words by which a block coordinates with others.
 template <int D>
-struct __align__(128) Token {
+struct __align__(128) NewToken {
     u16 q[HEADS][D], key[D], value[D];
-    u64 exchange;   // barrier for what other blocks of the cluster send
-    int last;
+    u64 exchange;   // barrier for the partial results that other blocks of the cluster send
+    int last;       // whether the block is the last of its sequence to finish
 };
 
-// What a head has seen of a sequence: a lane's share of the sum of values, the largest score, and the sum of weights.
+// The attention of a head to some positions: a lane's elements of the weighted sum of values, the largest score, and the sum of weights.
+// In memory it is a line of D elements, the score and the sum of weights.
 template <int D>
-struct Seen {
+struct PartialResult {
     static constexpr int LINE = D + 2;
     static constexpr int N = SLOTS<D>;
-    float y[N] = {}, top = -INFINITY, weight = 0;
+    float y[N] = {}, max_score = -INFINITY, weight = 0;
 
-    Seen() = default;
-    // Adds up what warps or parts have seen, in order: lines of D sums, the score and the weight.
-    __device__ __forceinline__ Seen(const float* lines, int count, int stride) {
+    PartialResult() = default;
+    // Combines the lines of warps or splits in order.
+    __device__ __forceinline__ PartialResult(const float* lines, int count, int stride) {
 #pragma unroll
-        for (int i = 0; i < count; i++) top = fmaxf(top, lines[i * stride + D]);
+        for (int i = 0; i < count; i++) max_score = fmaxf(max_score, lines[i * stride + D]);
 #pragma unroll
         for (int i = 0; i < count; i++) {
-            // Who has seen nothing has no largest score.
-            float score = lines[i * stride + D], factor = score == -INFINITY ? 0 : exp2_approx(score - top);
+            // The largest score of no positions is minus infinity.
+            float score = lines[i * stride + D], factor = score == -INFINITY ? 0 : exp2_approx(score - max_score);
             weight += lines[i * stride + D + 1] * factor;
 #pragma unroll
             for (int j = 0; j < N; j++) y[j] += has_slot<D>(j) ? lines[i * stride + lane_id() + WARP * j] * factor : 0;
         }
     }
-    // Adds up parts, at most as many as lanes, in global memory: scores at once, and sums of several before the first is used.
-    static __device__ __forceinline__ Seen of_parts(const float* lines, int parts) {
+    // Combines the splits of a head in global memory, at most as many as lanes. Each lane loads the score of one split, and the elements of
+    // BATCH splits are in flight before the first is used.
+    static __device__ __forceinline__ PartialResult of_splits(const float* lines, int splits) {
         constexpr int STRIDE = HEADS * LINE, BATCH = 8;
-        Seen seen;
-        bool is_part = lane_id() < parts;
+        PartialResult r;
+        bool has_split = lane_id() < splits;
         const float* own = lines + lane_id() * STRIDE + D;
-        float score = is_part ? own[0] : -INFINITY, weight = is_part ? own[1] : 0;
-        seen.top = warp_max(score);
-        float factor = score == -INFINITY ? 0 : exp2_approx(score - seen.top);
-        seen.weight = warp_sum(weight * factor);
+        float score = has_split ? own[0] : -INFINITY, weight = has_split ? own[1] : 0;
+        r.max_score = warp_max(score);
+        float factor = score == -INFINITY ? 0 : exp2_approx(score - r.max_score);
+        r.weight = warp_sum(weight * factor);
 #pragma unroll 1
-        for (int first = 0; first < parts; first += BATCH) {
+        for (int first = 0; first < splits; first += BATCH) {
             float y[BATCH][N];
 #pragma unroll
             for (int i = 0; i < BATCH; i++) {
 #pragma unroll
-                for (int j = 0; j < N; j++) y[i][j] = first + i < parts && has_slot<D>(j) ? lines[(first + i) * STRIDE + lane_id() + WARP * j] : 0;
+                for (int j = 0; j < N; j++) y[i][j] = first + i < splits && has_slot<D>(j) ? lines[(first + i) * STRIDE + lane_id() + WARP * j] : 0;
             }
 #pragma unroll
             for (int i = 0; i < BATCH; i++) {
                 float f = __shfl_sync(ALL_LANES, factor, first + i);
 #pragma unroll
-                for (int j = 0; j < N; j++) seen.y[j] += y[i][j] * f;
+                for (int j = 0; j < N; j++) r.y[j] += y[i][j] * f;
             }
         }
-        return seen;
+        return r;
     }
-    __device__ __forceinline__ void write(float* line) const {
+    __device__ __forceinline__ void store(float* line) const {
 #pragma unroll
         for (int j = 0; j < N; j++) {
             if (has_slot<D>(j)) line[lane_id() + WARP * j] = y[j];
         }
         if (lane_id() == 0) {
-            line[D] = top;
+            line[D] = max_score;
             line[D + 1] = weight;
         }
     }
 #if __CUDA_ARCH__ >= 900
-    // To the line at this place of another block of the cluster.
+    // Stores to the line at this address of another block of the cluster.
     __device__ __forceinline__ void send(u32 line, int block, u32 barrier) const {
 #pragma unroll
         for (int j = 0; j < N; j++) {
             if (has_slot<D>(j)) send_to_cluster(line + (lane_id() + WARP * j) * 4, block, y[j], barrier);
         }
         if (lane_id() == 0) {
-            send_to_cluster(line + D * 4, block, top, barrier);
+            send_to_cluster(line + D * 4, block, max_score, barrier);
             send_to_cluster(line + (D + 1) * 4, block, weight, barrier);
         }
     }
 #endif
-    __device__ __forceinline__ void write_out(const Row& row, int first) const {
+    __device__ __forceinline__ void store_output(const OutputRow& row, int first) const {
 #pragma unroll
         for (int j = 0; j < N; j++) {
             if (has_slot<D>(j)) row.at(first + lane_id() + WARP * j) = to_f16(y[j] / weight);
@@ -164,31 +167,31 @@ struct Seen {
     }
 };
 
-// Of STAGES pages in the ring, SPAN are worked on at a time. CLUSTER: the parts of a sequence are one. LIMITED: there may be a window and a soft cap.
-// PARTIAL: see Rotation.
+// The ring has STAGES pages, SPAN of which are processed at a time. CLUSTER: the splits of a sequence are the blocks of a cluster. LIMITED: there
+// may be a window or a soft cap. PARTIAL: see Rotation.
 template <int D, bool LIMITED, bool PARTIAL, int STAGES, int SPAN, bool CLUSTER>
 __device__ __forceinline__ void run(const Arguments& a) {
     static_assert(STAGES % SPAN == 0, "");
     constexpr int WARPS = SPAN * PAGE_WARPS, THREADS = WARPS * WARP;
-    constexpr int TILES = D / 16, LINE = Seen<D>::LINE, N = SLOTS<D>;
+    constexpr int TILES = D / 16, LINE = PartialResult<D>::LINE, N = SLOTS<D>;
     using Stage = PageStage<D, THREADS>;
     extern __shared__ __align__(128) char shared[];
-    auto& [q, new_key, new_value, exchange, last] = *(Token<D>*)shared;
-    char* ring = shared + sizeof(Token<D>);
+    auto& [q, new_key, new_value, exchange, last] = *(NewToken<D>*)shared;
+    char* ring = shared + sizeof(NewToken<D>);
 
     int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
     int head_blocks = ceil_div(a.group, HEADS);
     int kv_head = blockIdx.x / head_blocks, first_head = blockIdx.x % head_blocks * HEADS;
     int heads = min(HEADS, a.group - first_head), all_heads = a.group * a.pages.kv_heads;
-    int sequence = blockIdx.y, part = blockIdx.z, parts = gridDim.z;
+    int sequence = blockIdx.y, split = blockIdx.z, splits = gridDim.z;
     first_head += kv_head * a.group;
 
-    // Positions change between steps only, and pages, norms and earlier positions not even then: kernels let the next one start
-    // when they have waited themselves, so everything before the last one is done by now.
+    // Positions change only between steps; pages, norms and earlier keys and values not even then. All of them may be read before the wait,
+    // since all kernels before the predecessor have completed.
     int position = a.positions[sequence];
-    // Parts have as many pages as possible alike: beside a multiprocessor that was done sooner, blocks of the next kernels would crowd.
+    // Splits are as equal as possible: blocks of the next kernels would crowd on multiprocessors that finish early.
     int start = LIMITED && a.window > 0 ? max(position + 1 - a.window, 0) : 0, first_page = start / PAGE, all = position / PAGE + 1 - first_page;
-    int begin = (first_page + all * part / parts) * PAGE, next = (first_page + all * (part + 1) / parts) * PAGE;
+    int begin = (first_page + all * split / splits) * PAGE, next = (first_page + all * (split + 1) / splits) * PAGE;
     int end = min(position, next), pages = LIMITED && start >= end ? 0 : ceil_div(max(end - begin, 0), PAGE);
     bool has_new = position >= begin && position < next;
 
@@ -203,11 +206,11 @@ __device__ __forceinline__ void run(const Arguments& a) {
 #pragma unroll 1
     for (int i = 0; i < STAGES; i++) load(i);
 #if __CUDA_ARCH__ >= 900
-    // Of a cluster, each block puts out the heads h with h % parts == part.
+    // Each block of a cluster combines and stores the heads h with h % splits == split.
     if (CLUSTER) {
         if (threadIdx.x == 0) {
             barrier_init(shared_address(&exchange), 1);
-            barrier_expect(shared_address(&exchange), (heads - part + parts - 1) / parts * (parts - 1) * LINE * 4);
+            barrier_expect(shared_address(&exchange), (heads - split + splits - 1) / splits * (splits - 1) * LINE * 4);
             publish_barriers();
         }
         __syncwarp();
@@ -221,7 +224,8 @@ __device__ __forceinline__ void run(const Arguments& a) {
 
     wait_for_earlier_kernels();
     let_later_kernels_start();
-    // Queries, then the key and the value: heads of a row, as many as a warp's turns. All are on their way before one is used.
+    // The heads of the row that the block needs: queries, then the key and the value. A warp takes one in each turn; all are in flight before
+    // the first is used.
     constexpr int TURNS = ceil_div(HEADS + 2, WARPS);
     const float* row = a.qkv + (size_t)sequence * (all_heads + 2 * a.pages.kv_heads) * D;
     float y[TURNS][N];
@@ -266,7 +270,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
         query[j][0] = *(const u32*)&q[g][16 * j + 2 * t];
         query[j][1] = *(const u32*)&q[g][16 * j + 2 * t + 8];
     }
-    float sums[TILES][4] = {}, top[2] = {-INFINITY, -INFINITY}, weight[2] = {0, 0};
+    float y_tiles[TILES][4] = {}, max_score[2] = {-INFINITY, -INFINITY}, weight[2] = {0, 0};
 
     for (int i = 0; i < pages; i += SPAN) {
         copy_async_wait<STAGES - SPAN>();
@@ -292,15 +296,15 @@ __device__ __forceinline__ void run(const Arguments& a) {
                 float best = fmaxf(score[h], score[h + 2]);
 #pragma unroll
                 for (int d = 4; d < WARP; d *= 2) best = fmaxf(best, __shfl_xor_sync(ALL_LANES, best, d));
-                best = fmaxf(best, top[h]);
-                factor[h] = exp2_approx(top[h] - best);
-                top[h] = best;
+                best = fmaxf(best, max_score[h]);
+                factor[h] = exp2_approx(max_score[h] - best);
+                max_score[h] = best;
                 weight[h] *= factor[h];
             }
             u32 probability[2];
 #pragma unroll
             for (int b = 0; b < 2; b++) {
-                float x = exp2_approx(score[2 * b] - top[0]), z = exp2_approx(score[2 * b + 1] - top[1]);
+                float x = exp2_approx(score[2 * b] - max_score[0]), z = exp2_approx(score[2 * b + 1] - max_score[1]);
                 weight[0] += x;
                 weight[1] += z;
                 probability[b] = transpose_matrix(pack_f16(x, z));
@@ -310,8 +314,8 @@ __device__ __forceinline__ void run(const Arguments& a) {
                 u32 v[4];
                 stage(page).values(first, j, v);
 #pragma unroll
-                for (int e = 0; e < 4; e++) sums[j][e] *= factor[e % 2];
-                mma_f16(sums[j], v[0], v[1], v[2], v[3], probability[0], probability[1]);
+                for (int e = 0; e < 4; e++) y_tiles[j][e] *= factor[e % 2];
+                mma_f16(y_tiles[j], v[0], v[1], v[2], v[3], probability[0], probability[1]);
             }
         }
         __syncthreads();
@@ -319,11 +323,11 @@ __device__ __forceinline__ void run(const Arguments& a) {
         for (int j = 0; j < SPAN; j++) load(i + j + STAGES);
     }
 
-    // Nobody uses the ring any more.
-    static_assert((WARPS + 1) * HEADS * LINE * 4 <= STAGES * Stage::BYTES, "what is added up stands where the ring was");
-    float(*merged)[HEADS][LINE] = (float(*)[HEADS][LINE])ring;  // [WARPS + 1]; the last is the new token's
+    // The ring is no longer in use.
+    static_assert((WARPS + 1) * HEADS * LINE * 4 <= STAGES * Stage::BYTES, "partial results take the place of the ring");
+    float(*of_warp)[HEADS][LINE] = (float(*)[HEADS][LINE])ring;  // [WARPS + 1]: partial results of the warps and of the new token
     for (int h = warp; h < heads; h += WARPS) {
-        float score = 0, *line = merged[WARPS][h];
+        float score = 0, *line = of_warp[WARPS][h];
 #pragma unroll
         for (int j = 0; j < N; j++) {
             int i = lane + WARP * j;
@@ -342,77 +346,78 @@ __device__ __forceinline__ void run(const Arguments& a) {
     for (int h = 0; h < 2; h++) {
 #pragma unroll
         for (int d = 4; d < WARP; d *= 2) weight[h] += __shfl_xor_sync(ALL_LANES, weight[h], d);
-        float* line = merged[warp][2 * t + h];
+        float* line = of_warp[warp][2 * t + h];
 #pragma unroll
         for (int i = 0; i < TILES; i++) {
-            line[16 * i + g] = sums[i][h];
-            line[16 * i + g + 8] = sums[i][h + 2];
+            line[16 * i + g] = y_tiles[i][h];
+            line[16 * i + g + 8] = y_tiles[i][h + 2];
         }
         if (g == 0) {
-            line[D] = top[h];
+            line[D] = max_score[h];
             line[D + 1] = weight[h];
         }
     }
     __syncthreads();
 
-    Row out(a, sequence, all_heads * D);
-    if (a.fragment_major && part == 0 && first_head == 0) {
-        // What is missing at the end is zeros.
+    OutputRow out(a, sequence, all_heads * D);
+    if (a.fragment_major && split == 0 && first_head == 0) {
+        // The padding is zeros.
         for (int k = out.width + threadIdx.x; k < padded_k(out.width); k += THREADS) out.at(k) = 0;
     }
 #if __CUDA_ARCH__ >= 900
     if (CLUSTER) {
-        float(*parted)[HEADS][LINE] = (float(*)[HEADS][LINE])(ring + STAGES * Stage::BYTES);  // [parts]
+        float(*of_split)[HEADS][LINE] = (float(*)[HEADS][LINE])(ring + STAGES * Stage::BYTES);  // [splits]
         __syncwarp();
         cluster_wait();
         for (int h = warp; h < heads; h += WARPS) {
-            Seen<D> seen(merged[0][h], WARPS + 1, HEADS * LINE);
-            if (h % parts == part) {
-                seen.write(parted[part][h]);
+            PartialResult<D> r(of_warp[0][h], WARPS + 1, HEADS * LINE);
+            if (h % splits == split) {
+                r.store(of_split[split][h]);
             } else {
-                seen.send(shared_address(parted[part][h]), h % parts, shared_address(&exchange));
+                r.send(shared_address(of_split[split][h]), h % splits, shared_address(&exchange));
             }
         }
         __syncwarp();
         barrier_wait(shared_address(&exchange), 0);
         for (int h = warp; h < heads; h += WARPS) {
-            if (h % parts == part) Seen<D>(parted[0][h], parts, HEADS * LINE).write_out(out, (first_head + h) * D);
+            if (h % splits == split) PartialResult<D>(of_split[0][h], splits, HEADS * LINE).store_output(out, (first_head + h) * D);
         }
         return;
     }
 #endif
     int block = sequence * gridDim.x + blockIdx.x;
-    float* lines = a.partial + (size_t)block * parts * HEADS * LINE;
+    float* lines = a.partial + (size_t)block * splits * HEADS * LINE;
     for (int h = warp; h < heads; h += WARPS) {
-        Seen<D> seen(merged[0][h], WARPS + 1, HEADS * LINE);
-        if (parts == 1) {
-            seen.write_out(out, (first_head + h) * D);
+        PartialResult<D> r(of_warp[0][h], WARPS + 1, HEADS * LINE);
+        if (splits == 1) {
+            r.store_output(out, (first_head + h) * D);
         } else {
-            seen.write(lines + (part * HEADS + h) * LINE);
+            r.store(lines + (split * HEADS + h) * LINE);
         }
     }
-    if (parts == 1) return;
+    if (splits == 1) return;
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
-        last = (int)atomic_add_release_acquire(a.arrived + block, 1) == parts - 1;
+        last = (int)atomic_add_release_acquire(a.arrived + block, 1) == splits - 1;
         if (last) a.arrived[block] = 0;
     }
     __syncthreads();
     if (!last) return;
     __threadfence();
-    for (int h = warp; h < heads; h += WARPS) Seen<D>::of_parts(lines + h * LINE, parts).write_out(out, (first_head + h) * D);
+    for (int h = warp; h < heads; h += WARPS) PartialResult<D>::of_splits(lines + h * LINE, splits).store_output(out, (first_head + h) * D);
 }
 
-// Where blocks are few, a ring of several pages for each, two of them at a time; where they are some, and in pairs, one at a time and a
-// ring that leaves room for a block of the kernels before and after; where they are many, several of them share a multiprocessor.
-constexpr int FEW_STAGES = 4, FEW_SPAN = 2, SOME_STAGES = 2, SOME_BLOCKS = 2, MANY_STAGES = 1, MANY_BLOCKS = 4;
+// With few blocks, each has a ring of four pages, two of which are processed at a time. With more blocks, and in clusters, a ring of two pages
+// leaves shared memory to a block of the kernels before and after. With the most blocks, several share a multiprocessor, each with one page.
+// The least numbers of blocks of a multiprocessor:
+constexpr int LONG_RING_BLOCKS = 2, ONE_PAGE_BLOCKS = 4;
 
-#define KERNEL(D, LIMITED, PARTIAL, NAME, STAGES, SPAN, BLOCKS, CLUSTER)                                                                 \
+#define KERNEL(D, LIMITED, PARTIAL, NAME, STAGES, SPAN, BLOCKS, CLUSTER)                                                     \
     extern "C" __global__ void __launch_bounds__(SPAN* PAGE_WARPS* WARP, BLOCKS) NAME(const __grid_constant__ Arguments a) { \
-        run<D, LIMITED, PARTIAL, STAGES, SPAN, CLUSTER>(a);                                                                              \
+        run<D, LIMITED, PARTIAL, STAGES, SPAN, CLUSTER>(a);                                                                  \
     }
-#define KERNELS(D, LIMITED, PARTIAL, NAME, FEW_BLOCKS, BLOCKS)                             \
-    KERNEL(D, LIMITED, PARTIAL, NAME##_few, FEW_STAGES, FEW_SPAN, FEW_BLOCKS, false)       \
-    KERNEL(D, LIMITED, PARTIAL, NAME##_some, SOME_STAGES, 1, FEW_BLOCKS, false)            \
-    KERNEL(D, LIMITED, PARTIAL, NAME##_many, MANY_STAGES, 1, BLOCKS, false)
+#define KERNELS(D, LIMITED, PARTIAL, NAME, RING_BLOCKS, PAGE_BLOCKS)        \
+    KERNEL(D, LIMITED, PARTIAL, NAME##_ring4, 4, 2, RING_BLOCKS, false)     \
+    KERNEL(D, LIMITED, PARTIAL, NAME##_ring2, 2, 1, RING_BLOCKS, false)     \
+    KERNEL(D, LIMITED, PARTIAL, NAME##_ring1, 1, 1, PAGE_BLOCKS, false)

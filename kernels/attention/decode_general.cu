@@ -1,12 +1,12 @@
-// Heads of any size, any part of which rotates, with windows and soft caps. See attention/decode.cuh.
+// Heads of any size, any number of whose elements rotate, with windows and soft caps. See attention/decode.cuh.
 #include "attention/decode.cuh"
 
-constexpr int GENERAL_BLOCKS = 3;   // of which one has room on every architecture
+constexpr int GENERAL_BLOCKS = 3;   // of a multiprocessor where shared memory allows; one fits on every architecture
 
-KERNELS(32, true, true, attention_decode_32_general, SOME_BLOCKS, GENERAL_BLOCKS)
-KERNELS(64, true, true, attention_decode_64_general, SOME_BLOCKS, GENERAL_BLOCKS)
-KERNELS(80, true, true, attention_decode_80_general, SOME_BLOCKS, GENERAL_BLOCKS)
-KERNELS(96, true, true, attention_decode_96_general, SOME_BLOCKS, GENERAL_BLOCKS)
-KERNELS(128, true, true, attention_decode_128_general, SOME_BLOCKS, GENERAL_BLOCKS)
+KERNELS(32, true, true, attention_decode_32_general, LONG_RING_BLOCKS, GENERAL_BLOCKS)
+KERNELS(64, true, true, attention_decode_64_general, LONG_RING_BLOCKS, GENERAL_BLOCKS)
+KERNELS(80, true, true, attention_decode_80_general, LONG_RING_BLOCKS, GENERAL_BLOCKS)
+KERNELS(96, true, true, attention_decode_96_general, LONG_RING_BLOCKS, GENERAL_BLOCKS)
+KERNELS(128, true, true, attention_decode_128_general, LONG_RING_BLOCKS, GENERAL_BLOCKS)
 KERNELS(192, true, true, attention_decode_192_general, 1, GENERAL_BLOCKS)
 KERNELS(256, true, true, attention_decode_256_general, 1, GENERAL_BLOCKS)

@@ -1,10 +1,9 @@
-// Attention of many rows of one sequence over its cached keys and values, causal: row i stands at first_position + i and sees
-// the positions up to its own. Bound by the tensor cores.
+// Prefill attention: rows of one sequence attend causally to its cached keys and values. Row i is at first_position + i and sees the
+// positions up to its own. Bound by the tensor cores.
 //
-// A block takes 128 rows of one query head, 16 to a warp, and walks over the pages; a page's keys and values are copied to
-// shared memory while the one before is worked on. Scores stay in registers and become the A operand of the product with the
-// values; the softmax is kept running. 16-byte pieces in shared memory are exchanged by row so that loads of matrices meet no
-// bank twice.
+// A block takes 128 rows of one query head, 16 to a warp, and walks over the pages; a page's keys and values are copied to shared memory
+// while the page before it is processed. Scores stay in registers and become the A operand of the product with the values, with a running
+// softmax. 16-byte pieces in shared memory are swizzled by row, so that loads of matrices have no bank conflicts.
 #pragma once
 #include "common/pages.cuh"
 #include "common/ptx.cuh"
@@ -26,12 +25,12 @@ struct Arguments {
 template <int D>
 __device__ __forceinline__ void run(const Arguments& a) {
     constexpr int KEY_PIECES = D / 8, VALUE_PIECES = PAGE / 8, TILE = PAGE * D;
-    // Wide heads leave room for one page at a time, and no registers for queries.
+    // Wide heads leave shared memory for only one page, and no registers for queries.
     constexpr bool WIDE = D > 128;
     constexpr int STAGES = WIDE ? 1 : 2;
     extern __shared__ __align__(128) u16 shared[];  // [STAGES][keys, values][TILE]
     int lane = lane_id(), warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
-    // The blocks that see most positions start first.
+    // The blocks that see the most positions start first.
     int first_row = (gridDim.y - 1 - blockIdx.y) * ROWS;
     int head = blockIdx.x, kv_head = head / (a.heads / a.pages.kv_heads);
 
@@ -56,7 +55,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
 
     int rows[2] = {first_row + warp * 16 + g, first_row + warp * 16 + g + 8};
     const u16* from[2];
-    u32 held[WIDE ? 1 : D / 16][4];
+    u32 queries[WIDE ? 1 : D / 16][4];
     auto load_query = [&](int k, u32 (&q)[4]) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -68,10 +67,10 @@ __device__ __forceinline__ void run(const Arguments& a) {
     for (int i = 0; i < 2; i++) from[i] = a.q + ((size_t)min(rows[i], a.rows - 1) * a.heads + head) * D;
     if (!WIDE) {
 #pragma unroll
-        for (int k = 0; k < D / 16; k++) load_query(k, held[WIDE ? 0 : k]);
+        for (int k = 0; k < D / 16; k++) load_query(k, queries[WIDE ? 0 : k]);
     }
-    float sums[D / 8][4] = {}, top[2] = {-INFINITY, -INFINITY}, weight[2] = {0, 0};
-    // ldmatrix: lanes 8 i to 8 i + 7 address matrix i of four; the first two are one tile of 8 columns by 16 of the sum.
+    float y[D / 8][4] = {}, max_score[2] = {-INFINITY, -INFINITY}, weight[2] = {0, 0};
+    // ldmatrix: lanes 8 i to 8 i + 7 address matrix i of four; the first two are the B operand of a product, 16 by 8 columns.
     int matrix_row = lane % 8 + lane / 16 * 8, matrix_half = lane / 8 % 2;
 
     for (int page = first_page; page < pages; page++) {
@@ -104,7 +103,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
 #pragma unroll
             for (int n = 0; n < PAGE / 8; n += 2) {
 #pragma unroll
-                for (int k = 0; k < D / 16; k++) multiply(n, k, held[WIDE ? 0 : k]);
+                for (int k = 0; k < D / 16; k++) multiply(n, k, queries[WIDE ? 0 : k]);
             }
         }
         if (a.cap > 0) {
@@ -132,18 +131,18 @@ __device__ __forceinline__ void run(const Arguments& a) {
                 }
             }
         }
-        float factor[2], least[2];
+        float factor[2], subtracted[2];
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            float best = top[r];
+            float best = max_score[r];
 #pragma unroll
             for (int n = 0; n < PAGE / 8; n++) best = fmaxf(best, fmaxf(score[n][2 * r], score[n][2 * r + 1]));
             best = fmaxf(best, __shfl_xor_sync(ALL_LANES, best, 1));
             best = fmaxf(best, __shfl_xor_sync(ALL_LANES, best, 2));
-            // The window of a row may begin later, and it has seen nothing then.
-            least[r] = best == -INFINITY ? 0 : best;
-            factor[r] = exp2_approx(top[r] - least[r]);
-            top[r] = best;
+            // A row whose window begins after this page has no largest score yet.
+            subtracted[r] = best == -INFINITY ? 0 : best;
+            factor[r] = exp2_approx(max_score[r] - subtracted[r]);
+            max_score[r] = best;
             weight[r] *= factor[r];
         }
         u32 p[PAGE / 8][2];
@@ -151,24 +150,24 @@ __device__ __forceinline__ void run(const Arguments& a) {
         for (int n = 0; n < PAGE / 8; n++) {
 #pragma unroll
             for (int r = 0; r < 2; r++) {
-                float x = exp2_approx(score[n][2 * r] - least[r]), y = exp2_approx(score[n][2 * r + 1] - least[r]);
-                weight[r] += x + y;
-                p[n][r] = pack_f16(x, y);
+                float low = exp2_approx(score[n][2 * r] - subtracted[r]), high = exp2_approx(score[n][2 * r + 1] - subtracted[r]);
+                weight[r] += low + high;
+                p[n][r] = pack_f16(low, high);
             }
         }
 #pragma unroll
         for (int n = 0; n < D / 8; n += 2) {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                sums[n][i] *= factor[i / 2];
-                sums[n + 1][i] *= factor[i / 2];
+                y[n][i] *= factor[i / 2];
+                y[n + 1][i] *= factor[i / 2];
             }
 #pragma unroll
             for (int k = 0; k < PAGE / 16; k++) {
                 u32 b[4];
                 load_matrices(b, shared_address(value_at(v_tile, n * 8 + matrix_row, 2 * k + matrix_half)));
-                mma_f16(sums[n], p[2 * k][0], p[2 * k][1], p[2 * k + 1][0], p[2 * k + 1][1], b[0], b[1]);
-                mma_f16(sums[n + 1], p[2 * k][0], p[2 * k][1], p[2 * k + 1][0], p[2 * k + 1][1], b[2], b[3]);
+                mma_f16(y[n], p[2 * k][0], p[2 * k][1], p[2 * k + 1][0], p[2 * k + 1][1], b[0], b[1]);
+                mma_f16(y[n + 1], p[2 * k][0], p[2 * k][1], p[2 * k + 1][0], p[2 * k + 1][1], b[2], b[3]);
             }
         }
     }
@@ -180,7 +179,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
         u16* out = a.out + ((size_t)rows[r] * a.heads + head) * D;
         float factor = 1 / weight[r];
 #pragma unroll
-        for (int n = 0; n < D / 8; n++) *(u32*)(out + n * 8 + 2 * t) = pack_f16(sums[n][2 * r] * factor, sums[n][2 * r + 1] * factor);
+        for (int n = 0; n < D / 8; n++) *(u32*)(out + n * 8 + 2 * t) = pack_f16(y[n][2 * r] * factor, y[n][2 * r + 1] * factor);
     }
 }
 

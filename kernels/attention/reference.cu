@@ -1,12 +1,12 @@
-// Attention of rows of one sequence in f32 over its cached keys and values, and the rounding of new ones into the cache: simple, for
-// heads of any size, as what the fused kernels are compared with.
+// Reference attention in f32: rows of one sequence attend to its cached keys and values, and new ones are rounded into the cache. Simple, for
+// heads of any size; the fused kernels are compared with it.
 #include "common/pages.cuh"
 #include "common/reduce.cuh"
 
 constexpr int WARPS = 8;
 constexpr int THREADS = WARPS * WARP;
-constexpr int MOST_ELEMENTS = 256;  // of a head
-constexpr int SLOTS = MOST_ELEMENTS / WARP;
+constexpr int MAX_DIM = 256;    // elements of a head
+constexpr int SLOTS = MAX_DIM / WARP;
 
 struct AttendArguments {
     const float* q;     // [rows, heads, dim]
@@ -20,15 +20,15 @@ struct AttendArguments {
     float cap;          // of the scores after that; 0: none
 };
 
-// Grid: (rows, heads). Each warp takes every eighth position and keeps a running softmax; the first one adds them up.
+// Grid: (rows, heads). Each warp takes every eighth position with a running softmax; in the end the block combines their results.
 extern "C" __global__ void __launch_bounds__(THREADS) attention_reference(const __grid_constant__ AttendArguments a) {
-    __shared__ float sums[WARPS][MOST_ELEMENTS], tops[WARPS], weights[WARPS];
+    __shared__ float warp_y[WARPS][MAX_DIM], max_scores[WARPS], weights[WARPS];
     wait_for_earlier_kernels();
     int lane = lane_id(), warp = threadIdx.x / WARP, head = blockIdx.y, kv_head = head / (a.heads / a.pages.kv_heads);
     size_t row = ((size_t)blockIdx.x * a.heads + head) * a.dim;
     int position = a.first_position + blockIdx.x, start = a.window > 0 ? max(position + 1 - a.window, 0) : 0;
 
-    float q[SLOTS], sum[SLOTS] = {}, top = -INFINITY, weight = 0;
+    float q[SLOTS], y[SLOTS] = {}, max_score = -INFINITY, weight = 0;
 #pragma unroll
     for (int j = 0; j < SLOTS; j++) q[j] = lane + WARP * j < a.dim ? a.q[row + lane + WARP * j] : 0;
     for (int p = start + warp; p <= position; p += WARPS) {
@@ -40,30 +40,30 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_reference(const 
         }
         score = warp_sum(score) * a.scale;
         if (a.cap > 0) score = a.cap * tanhf(score / a.cap);
-        float best = fmaxf(top, score), factor = expf(top - best), probability = expf(score - best);
-        top = best;
+        float best = fmaxf(max_score, score), factor = expf(max_score - best), probability = expf(score - best);
+        max_score = best;
         weight = weight * factor + probability;
 #pragma unroll
         for (int j = 0; j < SLOTS; j++) {
-            sum[j] *= factor;
-            if (lane + WARP * j < a.dim) sum[j] += probability * f16_to_float(v[(lane + WARP * j) * PAGE]);
+            y[j] *= factor;
+            if (lane + WARP * j < a.dim) y[j] += probability * f16_to_float(v[(lane + WARP * j) * PAGE]);
         }
     }
 #pragma unroll
-    for (int j = 0; j < SLOTS; j++) sums[warp][lane + WARP * j] = sum[j];
-    if (lane == 0) tops[warp] = top, weights[warp] = weight;
+    for (int j = 0; j < SLOTS; j++) warp_y[warp][lane + WARP * j] = y[j];
+    if (lane == 0) max_scores[warp] = max_score, weights[warp] = weight;
     __syncthreads();
 
-    // A row sees its own position at least, so the largest score is a number; a warp that has seen nothing counts for nothing.
-    for (int w = 0; w < WARPS; w++) top = fmaxf(top, tops[w]);
+    // A row sees at least its own position, so the largest score is finite; a warp without positions has minus infinity and adds nothing.
+    for (int w = 0; w < WARPS; w++) max_score = fmaxf(max_score, max_scores[w]);
     for (int i = threadIdx.x; i < a.dim; i += THREADS) {
-        float y = 0, whole = 0;
+        float sum = 0, total_weight = 0;
         for (int w = 0; w < WARPS; w++) {
-            float factor = expf(tops[w] - top);
-            y += sums[w][i] * factor;
-            whole += weights[w] * factor;
+            float factor = expf(max_scores[w] - max_score);
+            sum += warp_y[w][i] * factor;
+            total_weight += weights[w] * factor;
         }
-        a.out[row + i] = y / whole;
+        a.out[row + i] = sum / total_weight;
     }
 }
 
@@ -76,7 +76,7 @@ struct StoreArguments {
 };
 
 // Grid: (rows, kv_heads); a thread takes an element.
-extern "C" __global__ void __launch_bounds__(MOST_ELEMENTS) attention_store(const __grid_constant__ StoreArguments a) {
+extern "C" __global__ void __launch_bounds__(MAX_DIM) attention_store(const __grid_constant__ StoreArguments a) {
     wait_for_earlier_kernels();
     int i = threadIdx.x, head = blockIdx.y, position = a.first_position + blockIdx.x;
     if (i >= a.dim) return;

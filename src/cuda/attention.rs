@@ -251,67 +251,67 @@ const fn decode_shared(stages: usize, dim: usize) -> usize {
     (stages * 2 * PAGE + BLOCK_HEADS + 2) * dim * 2 + 128
 }
 
-/// A variant of the decode kernel, by the number of blocks without split-KV.
+/// A variant of the decode kernel, which depends on the number of blocks without split-KV.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Form {
-    /// A ring of several pages, two of which are worked on at a time.
-    Few,
-    /// One at a time, and a ring that leaves room for blocks of other kernels.
-    Some,
-    /// Several blocks share a multiprocessor. Also for the widest heads, for which a longer ring does not fit.
-    Many,
-    /// `Some` with two blocks to a sequence.
-    Pair,
+    /// With few blocks: a ring of four pages, two of which are processed at a time.
+    Ring4,
+    /// With more: a ring of two pages, which leaves shared memory to blocks of other kernels.
+    Ring2,
+    /// With so many that several share a multiprocessor: a single page. Also for the widest heads, for which a longer ring does not fit.
+    Ring1,
+    /// `Ring2` with the two blocks of a sequence in a cluster.
+    Cluster,
 }
 
 impl Form {
     fn of(gpu: &Gpu, blocks: usize, dim: usize) -> Form {
         let fits = |form: Form, dim| decode_shared(form.pages(), dim) <= gpu.shared_limit();
-        let form = if blocks > gpu.multiprocessors() || !fits(Form::Few, 128) {
-            Form::Many
+        let form = if blocks > gpu.multiprocessors() || !fits(Form::Ring4, 128) {
+            Form::Ring1
         } else if 2 * blocks > gpu.multiprocessors() {
-            Form::Some
+            Form::Ring2
         } else {
-            Form::Few
+            Form::Ring4
         };
         // Wider heads leave room for a shorter ring.
-        let shorter = [form, Form::Some, Form::Many];
+        let shorter = [form, Form::Ring2, Form::Ring1];
         let fitting = shorter
             .into_iter()
             .find(|&f| f.pages() <= form.pages() && fits(f, dim));
-        fitting.unwrap_or(Form::Many)
+        fitting.unwrap_or(Form::Ring1)
     }
 
     /// Blocks that share a multiprocessor.
     const fn together(self) -> usize {
         match self {
-            Form::Few | Form::Some | Form::Pair => 1,
-            Form::Many => 4,
+            Form::Ring4 | Form::Ring2 | Form::Cluster => 1,
+            Form::Ring1 => 4,
         }
     }
 
     /// Pages of the ring.
     const fn pages(self) -> usize {
         match self {
-            Form::Few => 4,
-            Form::Some | Form::Pair => 2,
-            Form::Many => 1,
+            Form::Ring4 => 4,
+            Form::Ring2 | Form::Cluster => 2,
+            Form::Ring1 => 1,
         }
     }
 
     const fn threads(self) -> u32 {
         match self {
-            Form::Few => 256,
-            Form::Some | Form::Many | Form::Pair => 128,
+            Form::Ring4 => 256,
+            Form::Ring2 | Form::Ring1 | Form::Cluster => 128,
         }
     }
 
     const fn name(self) -> &'static str {
         match self {
-            Form::Few => "few",
-            Form::Some => "some",
-            Form::Many => "many",
-            Form::Pair => "pair",
+            Form::Ring4 => "ring4",
+            Form::Ring2 => "ring2",
+            Form::Ring1 => "ring1",
+            Form::Cluster => "cluster",
         }
     }
 }
@@ -341,7 +341,7 @@ impl SplitKv {
         let form = Form::of(gpu, blocks, dim);
         // Products of more rows than HALF_SM_ROWS leave no shared memory for a long ring, so that the ring could only be filled after
         // them. With fewer rows clusters are slower.
-        if form == Form::Few
+        if form == Form::Ring4
             && gpu.arch() == (9, 0)
             && sequences > HALF_SM_ROWS
             && unit == Unit::AttentionDecode
@@ -451,7 +451,7 @@ pub fn decode(
             bail!(Internal, "two-CTA clusters are for Hopper and later")
         }
         SplitKv::Cluster => (
-            Form::Pair,
+            Form::Cluster,
             splits,
             splits * BLOCK_HEADS * (heads.dim + 2) * 4,
         ),

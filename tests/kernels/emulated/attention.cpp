@@ -1,6 +1,6 @@
-// kernels/rope/store.cuh and kernels/attention/{prefill,decode}.cuh and reference.cu on the processor, against attention in f64: the sources as they
-// ship, with instructions replaced by what the PTX ISA says of them. A sequence is filled in two runs of rows, and goes on by a
-// token at a time. Prints "ok" or what is wrong.
+// kernels/rope/store.cuh, kernels/attention/{prefill,decode}.cuh and kernels/attention/reference.cu on the CPU, against attention in f64: the
+// sources as they ship, with their instructions emulated as the PTX ISA describes them. A sequence is filled by two prefills and continued
+// by one token at a time. Prints "ok" or the first error.
 #include "cuda.hpp"
 
 #include "common/cluster.cuh"
@@ -12,7 +12,7 @@
 namespace store {
 #include "rope/store.cuh"
 }
-// What kernels declare as shared memory is the one array that the copies know.
+// The shared memory that kernels declare is the one array of cuda.hpp.
 namespace prefill {
 extern u16 shared[] asm("shared");
 #include "attention/prefill.cuh"
@@ -22,7 +22,7 @@ namespace decode {
 extern char shared[] asm("shared");
 #include "attention/decode.cuh"
 }
-// Shared memory outlives its block, as no two run at once.
+// Static shared memory may outlive its block, as no two blocks run at once.
 #undef __shared__
 #define __shared__ static
 namespace reference {
@@ -49,7 +49,7 @@ struct Sequence {
         for (int i = 0; i < length * all * D; i++) qkv.push_back(uniform());
         for (int i = 0; i < D; i++) q_norm.push_back(1 + 0.5f * uniform()), k_norm.push_back(1 + 0.5f * uniform());
         for (int i = 0; i < rotary_dim / 2; i++) frequencies.push_back(std::pow(100.0f, -2.0f * i / rotary_dim));
-        // Two layers, of which the second is used, and room to align them. What is not written yet is any number.
+        // Two layers, of which the second is used, and 16 bytes for alignment. Memory that is not written yet holds random numbers.
         for (int i = 0; i < ceil_div(length, PAGE); i++) {
             pages.emplace_back(2 * layer() / sizeof(u16) + 8);
             for (u16& x : pages.back()) x = to_f16(uniform());
@@ -62,7 +62,7 @@ struct Sequence {
     HeadOptions options() const { return {frequencies.data(), FACTOR, EPS, rotary_dim}; }
     float scale() const { return 1 / std::sqrt((float)D); }
 
-    // Head `head` of a token's queries, keys and values, as attention takes it.
+    // Head `head` of a token's queries, keys and values after norm and RoPE.
     std::vector<double> vector(int token, int head) const {
         const float* x = &qkv[((size_t)token * all + head) * D];
         std::vector<double> y(x, x + D);
@@ -103,7 +103,7 @@ struct Sequence {
         for (double& x : out) x /= sum;
         return out;
     }
-    // Queries and probabilities are f16 on the way.
+    // Queries and probabilities are rounded to f16.
     void compare(const char* what, const std::vector<u16>& got, int first, int rows) const {
         for (int row = 0; row < rows; row++) {
             for (int head = 0; head < heads; head++) {
@@ -131,7 +131,7 @@ struct Sequence {
         launch(heads, ceil_div(rows, prefill::ROWS), 1, prefill::WARPS * WARP, [&] { prefill::run<D>(p); });
         if (compares) compare("rows", out, first, rows);
     }
-    // Keys, values and queries in f32, of which the cache gets what f16 makes of them.
+    // Keys, values and queries in f32; the cache rounds to f16.
     void run_reference(int first, int rows) {
         std::vector<float> q, k, v, out((size_t)rows * heads * D, NAN);
         for (int token = first; token < first + rows; token++) {
@@ -158,38 +158,40 @@ struct Sequence {
         }
     }
     void expect_unfit(const char* what, u32 want) {
-        if (unfit != want) printf("%s: what does not fit is of %u, not %u\n", what, unfit, want), exit(1);
+        if (unfit != want) printf("%s: the layer of a number that does not fit is %u, not %u\n", what, unfit, want), exit(1);
         unfit = 0;
     }
     template <int D, bool LIMITED, bool PARTIAL>
-    void step(int token, int parts) {
-        step_with<D, LIMITED, PARTIAL, decode::FEW_STAGES, decode::FEW_SPAN, false>(token, parts, token % 2);
-        step_with<D, LIMITED, PARTIAL, decode::SOME_STAGES, 1, false>(token, parts, parts % 2);
-        step_with<D, LIMITED, PARTIAL, decode::MANY_STAGES, 1, false>(token, parts, parts % 2);
+    void step(int token, int splits) {
+        step_with<D, LIMITED, PARTIAL, 4, 2, false>(token, splits, token % 2);
+        step_with<D, LIMITED, PARTIAL, 2, 1, false>(token, splits, splits % 2);
+        step_with<D, LIMITED, PARTIAL, 1, 1, false>(token, splits, splits % 2);
 #if __CUDA_ARCH__ >= 900
-        if constexpr (!LIMITED && D <= 128) step_with<D, LIMITED, PARTIAL, decode::SOME_STAGES, 1, true>(token, 2, parts % 2);
+        if constexpr (!LIMITED && D <= 128) step_with<D, LIMITED, PARTIAL, 2, 1, true>(token, 2, splits % 2);
 #endif
     }
     template <int D, bool LIMITED, bool PARTIAL, int STAGES, int SPAN, bool CLUSTER>
-    void step_with(int token, int parts, int fragment_major) {
+    void step_with(int token, int splits, int fragment_major) {
         int blocks = kv_heads * ceil_div(heads / kv_heads, decode::HEADS);
         int width = heads * D, whole = padded_k(width);
         std::vector<u16> out((size_t)whole * GROUP_ROWS, 0x7e00);
-        std::vector<float> partial((size_t)blocks * parts * decode::HEADS * (D + 2), NAN);
+        std::vector<float> partial((size_t)blocks * splits * decode::HEADS * (D + 2), NAN);
         std::vector<u32> arrived(blocks);
         decode::Arguments d = {&qkv[(size_t)token * all * D], normed ? q_norm.data() : nullptr, normed ? k_norm.data() : nullptr, &token, out.data(),
                                partial.data(), arrived.data(), options(), arguments(), heads / kv_heads, scale() * 1.44269504f, cap * 1.44269504f, window,
                                fragment_major};
-        launch(blocks, 1, parts, SPAN * decode::PAGE_WARPS * WARP, [&] { decode::run<D, LIMITED, PARTIAL, STAGES, SPAN, CLUSTER>(d); }, CLUSTER ? parts : 1);
+        launch(blocks, 1, splits, SPAN * decode::PAGE_WARPS * WARP, [&] { decode::run<D, LIMITED, PARTIAL, STAGES, SPAN, CLUSTER>(d); }, CLUSTER ? splits : 1);
         if (fragment_major) {
             std::vector<u16> row;
             for (int k = 0; k < whole; k++) row.push_back(out[fragment_index(1, 0, k)]);
             for (int k = width; k < whole; k++) {
-                if (row[k] != 0) printf("what is missing at the end is %g\n", f16_to_float(row[k])), exit(1);
+                if (row[k] != 0) printf("the padding is %g\n", f16_to_float(row[k])), exit(1);
             }
             out = row;
         }
-        if (compares) compare(CLUSTER ? "a token among pairs" : SPAN > 1 ? "a token" : STAGES > 1 ? "a token among some" : "a token among many", out, token, 1);
+        char what[32];
+        snprintf(what, sizeof what, "a token, %s %d", CLUSTER ? "cluster, ring" : "ring", STAGES);
+        if (compares) compare(what, out, token, 1);
         for (u32 n : arrived) {
             if (n != 0) printf("%u blocks are still counted\n", n), exit(1);
         }
@@ -197,12 +199,12 @@ struct Sequence {
 };
 
 template <int D, bool LIMITED = false, bool PARTIAL = false>
-static void check(int heads, int kv_heads, bool normed, int first, int more, int tokens, int parts, int rotary_dim = D, int window = 0,
+static void check(int heads, int kv_heads, bool normed, int first, int more, int tokens, int splits, int rotary_dim = D, int window = 0,
                   float cap = 0) {
     Sequence s(D, heads, kv_heads, first + more + tokens, normed, rotary_dim, window, cap);
     s.run<D, PARTIAL>(0, first);
     s.run<D, PARTIAL>(first, more);
-    for (int i = 0; i < tokens; i++) s.step<D, LIMITED, PARTIAL>(first + more + i, i % 2 ? parts : 1);
+    for (int i = 0; i < tokens; i++) s.step<D, LIMITED, PARTIAL>(first + more + i, i % 2 ? splits : 1);
 }
 
 static void check_reference(int D, int heads, int kv_heads, int first, int more, int rotary_dim, int window, float cap) {
@@ -212,7 +214,7 @@ static void check_reference(int D, int heads, int kv_heads, int first, int more,
     s.expect_unfit("the reference", 0);
 }
 
-// A value of the last token that f16 holds, when it is rounded, and others that it does not, of values, keys and queries.
+// Values, keys and queries of the last token: one that f16 holds after rounding, and others that it does not.
 static void check_unfit() {
     const int D = 64, HEADS = 2, LENGTH = 3, LAST = LENGTH - 1;
     struct { int head; float value; u32 want; } cases[] = {{3, 65519, 0}, {3, -65520, 2}, {3, NAN, 2}, {2, 1e6f, 2}, {0, 1e7f, 2}};
@@ -222,15 +224,15 @@ static void check_unfit() {
         s.run<D, false>(0, LAST);
         s.expect_unfit("before", 0);
         x = c.value;
-        // Beside what is so large nothing has digits left.
+        // Beside numbers so large the results have no correct digits.
         s.compares = false;
         s.run<D, false>(LAST, 1);
         s.expect_unfit("rows", c.want);
-        s.step_with<D, false, false, decode::MANY_STAGES, 1, false>(LAST, 1, 0);
+        s.step_with<D, false, false, 1, 1, false>(LAST, 1, 0);
         s.expect_unfit("a token", c.want);
         s.run_reference(LAST, 1);
         s.expect_unfit("the reference", c.head == 0 ? 0 : c.want);
-        // An earlier layer has said so already.
+        // An earlier layer has reported one already.
         s.unfit = 1;
         s.run<D, false>(LAST, 1);
         s.expect_unfit("rows", 1);
@@ -253,7 +255,7 @@ int main() {
     check<64, true>(2, 1, true, 130, 70, 2, 2, 64, 64, 0.5f);
     check<128, true>(1, 1, true, 66, 70, 2, 3, 128, 65, 0);
     check<32, true>(1, 1, false, 10, 200, 2, 2, 32, 100, 1);
-    // Other sizes, and heads of which a part rotates.
+    // Other sizes, and heads that rotate partially.
     check<32, true, true>(2, 1, true, 3, 20, 2, 2, 20, 0, 0);
     check<80, true, true>(2, 1, true, 66, 5, 2, 2, 80, 30, 0);
     check<80, true, true>(2, 2, false, 3, 66, 2, 2, 32, 0, 0);
