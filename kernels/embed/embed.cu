@@ -1,4 +1,4 @@
-// Rows of the embedding: tokens to the residual stream.
+// Embedding: looks up the rows of tokens for the residual stream.
 #include "common/ptx.cuh"
 #include "format/packed.cuh"
 

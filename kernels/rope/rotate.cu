@@ -1,5 +1,4 @@
-// Rotation of heads in f32, for the unfused path: of the first rotary_dim elements of a head, element i pairs with element
-// i + rotary_dim / 2.
+// RoPE in f32 for the unfused path: of the first rotary_dim elements of a head, element i pairs with element i + rotary_dim / 2.
 #include "common/ptx.cuh"
 
 struct Arguments {
@@ -13,7 +12,7 @@ struct Arguments {
 
 constexpr int THREADS = 256;
 
-// Grid: (rows, ceil(heads half / THREADS)); a thread takes a pair.
+// Grid: (rows, ceil(heads * half / THREADS)); a thread takes a pair.
 extern "C" __global__ void __launch_bounds__(THREADS) rotate(const __grid_constant__ Arguments a) {
     wait_for_earlier_kernels();
     int pair = blockIdx.y * THREADS + threadIdx.x;

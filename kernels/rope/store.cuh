@@ -1,5 +1,5 @@
-// Between the projections and attention, for rows of one sequence: norm and rotation of queries and keys, and the cache's new
-// keys and values.
+// Between the projections and prefill attention, for rows of one sequence: applies norm and RoPE to queries and keys, and stores the new keys
+// and values in the cache.
 #pragma once
 #include "common/heads.cuh"
 #include "common/pages.cuh"
@@ -14,7 +14,7 @@ struct Arguments {
     int heads;
     int rows;
     int first_position;
-    float scale;            // of the scores, times log2(e)
+    float scale;            // of the scores, times log2(e); applied to queries
 };
 
 constexpr int WARPS = 4;
@@ -43,7 +43,7 @@ __device__ __forceinline__ void heads(const Arguments& a) {
     note_unfit(a.pages, is_unfit);
 }
 
-// Grid: (groups of 8 positions that rows fall in, kv_heads); a thread takes an element of 8 positions.
+// Grid: (groups of 8 positions with rows, kv_heads); a thread takes one element of 8 positions.
 template <int D>
 __device__ __forceinline__ void store_values(const Arguments& a) {
     wait_for_earlier_kernels();

@@ -1,4 +1,4 @@
-// A strided tensor to one without gaps, row-major.
+// Copies a strided tensor to a contiguous row-major one.
 #include "common/ptx.cuh"
 
 constexpr int MAX_RANK = 8;
@@ -7,7 +7,7 @@ struct Arguments {
     const u8* from;
     u8* to;
     u64 elements;
-    u64 sizes[MAX_RANK];    // the innermost first; 1 where there is no dimension
+    u64 sizes[MAX_RANK];    // the innermost dimension first; 1 for absent dimensions
     u64 strides[MAX_RANK];  // in elements
 };
 
