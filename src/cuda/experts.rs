@@ -210,7 +210,7 @@ struct RouteArguments {
     per_token: i32,
     normalized: i32,
     tile_pairs: i32,
-    most_tiles: i32,
+    max_tiles: i32,
     layer: i32,
 }
 
@@ -268,7 +268,7 @@ pub fn route(
         per_token: routing.per_token as i32,
         normalized: routing.normalized.into(),
         tile_pairs: routing.tile_pairs(rows) as i32,
-        most_tiles: int("tiles", routing.most_tiles(rows))?,
+        max_tiles: int("tiles", routing.most_tiles(rows))?,
         layer: int("the layer", layer)?,
     };
     let launch = |blocks: usize, threads: u32, name: &str| {
