@@ -58,7 +58,9 @@ struct Pairs {
 #pragma unroll
             for (int i = BLOCK - 1; i >= 0; i--) {
                 u32 bits = w[i / 2] >> i % 2 * 16 & 0xffff, magnitude = bits & 0x7fff;
-                if (magnitude >= INFINITY_BITS) at = i, what = magnitude > INFINITY_BITS ? IS_NAN : bits != magnitude ? IS_MINUS_INFINITE : IS_INFINITE;
+                if (magnitude >= INFINITY_BITS) {
+                    at = i, what = magnitude > INFINITY_BITS ? IS_NAN : bits != magnitude ? IS_MINUS_INFINITE : IS_INFINITE;
+                }
             }
             take_note(a.note, (u64)block * BLOCK + at, what);
         }

@@ -234,7 +234,10 @@ struct Ranking {
         : a(a), row(row), logit(a, row), largest(largest), scale(scale) {}
 
     // The totals of a bucket. They are loaded each time, since there are no registers to keep them in.
-    __device__ __forceinline__ Totals bucket_totals(int bucket) const { return {a.weights[row * BUCKETS + bucket], a.counts[row * BUCKETS + bucket]}; }
+    __device__ __forceinline__ Totals bucket_totals(int bucket) const {
+        int at = row * BUCKETS + bucket;
+        return {a.weights[at], a.counts[at]};
+    }
     __device__ __forceinline__ Totals thread_totals() const { return bucket_totals(2 * threadIdx.x) + bucket_totals(2 * threadIdx.x + 1); }
 
     // Calls each(logarithm, key) for the tokens of this thread that are in a bucket.

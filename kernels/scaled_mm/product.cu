@@ -1,15 +1,15 @@
-// W4A4 products: y[m, n] = sum over k of a[m, k] b[n, k] of two NVFP4 matrices, in one fixed order.
+// W4A4 products: y[m, n] = sum over k of a[m, k] b[n, k] of two NVFP4 matrices, summed in a fixed order.
 //
-// A block makes a tile of the result. Codes and scales come to shared memory in a ring of asynchronous copies, and from there
-// to registers as 64 elements of K at a time, in the fragments of the instruction that multiplies e2m1 codes with their scales.
-// Tensor cores without it get each word of eight codes as four pairs of f16, two pairs to an instruction; since both operands
-// are decoded in the same order along K, that order does not matter. Warps that share K each take a part of every step, and
-// their sums are added in their order.
+// A block computes a tile of the result. Asynchronous copies bring codes and scales to a ring in shared memory. From there they go to
+// registers, 64 elements of K at a time, as fragments of the instruction that multiplies e2m1 codes with their scales. For tensor cores without
+// it, each word of eight codes is decoded to four pairs of f16, two pairs for each instruction; both operands are decoded in the same order
+// along K, so that order does not matter. Warps that split K each take a range of every step, and their accumulators are added in a fixed
+// order.
 //
-// The f16 of a code and its scale are the exact value times 2^-8: multiples of 2^-18 up to 10.5, six significant bits. Their
-// products have twelve, at most 2^7, and a sum of 2^31 of them stays below 2^38: nothing overflows, and only sums are rounded.
+// The f16 of a code times its scale is the exact value times 2^-8: a multiple of 2^-18 up to 10.5, with six significant bits. Products of two
+// have twelve, at most 2^7, and a sum of 2^31 of them stays below 2^38: nothing overflows, and only sums are rounded.
 //
-// K is a multiple of 16. Scales are 0 to 0x7e. Rows past the last repeat it, and their results are dropped.
+// K is a multiple of 16. Scales are 0 to 0x7e. Past the last rows these are repeated, and the results are dropped.
 #include "common/ptx.cuh"
 #include "format/nvfp4.cuh"
 #include "format/swizzle.cuh"
@@ -27,17 +27,17 @@ struct Arguments {
     Operand a;
     Operand b;
     void* out;          // [a.rows, b.rows]
-    float factors[2];   // of the result, one after the other
+    float factors[2];   // that multiply the result, one after the other
     int k;
     int output;
 };
 
 constexpr int PIECE = 16;               // bytes of an asynchronous copy, and of a row of a fragment
-constexpr int FRAGMENT = 2 * PIECE;     // bytes of a row that a warp multiplies together
+constexpr int FRAGMENT = 2 * PIECE;     // bytes of a row that a warp multiplies at a time
 constexpr int FRAGMENT_K = 64;          // elements in them
 static_assert(FRAGMENT_K / 2 == FRAGMENT && FRAGMENT_K / BLOCK == SCALES_IN_WORD, "a fragment has a word of scales");
 
-// What a block makes at a time: rows of a and of b, a step of K, the warps along each of them, and the stages of its ring.
+// The tile of a block: rows of a and of b, elements of K in a step, the warps along each of them, and the stages of the ring.
 template <int M_, int N_, int STEP_, int WARPS_M_, int WARPS_N_, int WARPS_K_, int STAGES_>
 struct Tile {
     static constexpr int M = M_, N = N_, STEP = STEP_, WARPS_M = WARPS_M_, WARPS_N = WARPS_N_, WARPS_K = WARPS_K_, STAGES = STAGES_;
@@ -47,7 +47,7 @@ struct Tile {
     static constexpr int SCALE_WORDS = STEP / FRAGMENT_K;       // of a row
     static constexpr int CODES = ROWS * PIECES * PIECE;
     static constexpr int STAGE = CODES + ROWS * SCALE_WORDS * 4;
-    static constexpr int SHARED = STAGES * STAGE;               // what the launcher asks for
+    static constexpr int SHARED = STAGES * STAGE;               // bytes that the launcher requests
     static constexpr int ROWS_M = M / WARPS_M;                  // of a warp
     static constexpr int TILES_M = ROWS_M / 16, TILES_N = N / WARPS_N / 8;  // of a warp
     static constexpr int FRAGMENTS = STEP / FRAGMENT_K / WARPS_K;           // of a warp, along a step
@@ -55,25 +55,25 @@ struct Tile {
     static_assert(TILES_M * WARPS_M * 16 == M && TILES_N * WARPS_N * 8 == N, "warps cover the tile");
     static_assert(TILES_N % 4 == 0, "fragments of b are loaded two or four at a time");
     static_assert(FRAGMENTS * WARPS_K * FRAGMENT_K == STEP, "warps cover a step");
-    static_assert((FRAGMENTS & (FRAGMENTS - 1)) == 0, "the fragments of a warp differ in bits of their own");
+    static_assert((FRAGMENTS & (FRAGMENTS - 1)) == 0, "the number of a warp's fragment has bits of its own in an address");
     static_assert(THREADS / PIECES % 16 == 0, "the rows that a thread copies are 16 apart, or multiples of it");
     static_assert(STAGES >= 3 && CODES % 128 == 0 && STAGE % 128 == 0, "a ring of whole lines");
-    static_assert(WARPS_K * ROWS_M * SUM_STRIDE * 4 <= SHARED, "sums fit where the operands were");
+    static_assert(WARPS_K * ROWS_M * SUM_STRIDE * 4 <= SHARED, "accumulators take the place of the operands");
 };
 
-// Where a piece of a row stands in a tile whose rows have PIECES of them: exchanged so that equal pieces of eight neighbouring
-// rows lie in different banks. Since only bits are exchanged, the place of piece p ^ q is that of p with 16 q exchanged too;
-// and 16 rows further on, everything stands 16 rows further on.
+// Where a piece of a row is in a tile whose rows have PIECES of them: swizzled, so that the same pieces of eight neighbouring rows are in
+// different banks. The swizzle is an exclusive or, so the address of piece p ^ q is that of piece p, exclusive or 16 q. It repeats every 16
+// rows.
 template <int PIECES>
 __device__ __forceinline__ int piece_at(int row, int piece) {
-    constexpr int ROWS_IN_LINE = PIECES < 8 ? 8 / PIECES : 1, EXCHANGED = PIECES < 8 ? PIECES : 8;
-    return (row * PIECES + (piece ^ row / ROWS_IN_LINE % EXCHANGED)) * PIECE;
+    constexpr int ROWS_IN_LINE = PIECES < 8 ? 8 / PIECES : 1, SWIZZLED = PIECES < 8 ? PIECES : 8;
+    return (row * PIECES + (piece ^ row / ROWS_IN_LINE % SWIZZLED)) * PIECE;
 }
 
-// The bytes of `PIECE` from `at` on that a row of `bytes` has.
+// How many of the PIECE bytes from `at` on exist in a row of `bytes`.
 __device__ __forceinline__ int bytes_left(int bytes, int at) { return min(max(bytes - at, 0), PIECE); }
 
-// Two neighbours of a row of the result, of which the second may lie past its end.
+// Stores two neighbours of a row of the result, of which the second may be past the end. `pairs`: pairs are aligned.
 __device__ __forceinline__ void store(const Arguments& a, int m, int n, bool pairs, float x, float y) {
     size_t at = (size_t)m * a.b.rows + n;
     bool second = n + 1 < a.b.rows;
@@ -149,13 +149,13 @@ __device__ __forceinline__ void run(const Arguments& a) {
                 if (WHOLE) {
                     copy_async_4(to + T::CODES + i * 4, from, left > 0 ? 4 : 0);
                 } else {
-                    // Padding counts as nothing, whatever it holds.
-                    u32 some = 0;
+                    // Padding, which may hold anything, is replaced by zeros.
+                    u32 valid = 0;
 #pragma unroll
                     for (int b = 0; b < SCALES_IN_WORD; b++) {
-                        if (b < left) some |= (u32)from[b] << (8 * b);
+                        if (b < left) valid |= (u32)from[b] << (8 * b);
                     }
-                    *(u32*)(stage + T::CODES + i * 4) = some;
+                    *(u32*)(stage + T::CODES + i * 4) = valid;
                 }
             }
         }
@@ -164,16 +164,16 @@ __device__ __forceinline__ void run(const Arguments& a) {
 
     int a_row = warp_m * T::ROWS_M, b_row = T::M + warp_n * T::TILES_N * 8, first_piece = warp_k * T::FRAGMENTS * 2;
     constexpr int ROWS_16 = 16 * T::PIECES * PIECE;
-    // Lanes give the addresses of rows; for a 16 rows of one piece, and then of the next.
+    // Lanes give the addresses of rows to load. For a: 16 rows of one piece, then of the next.
     int a_at = piece_at<T::PIECES>(a_row + lane % 16, first_piece + lane / 16);
 #if HAS_FP4_MMA
-    // For b 8 rows of each piece, and then the next 8 rows.
+    // For b: 8 rows of each of two pieces, then the next 8 rows.
     int b_at = piece_at<T::PIECES>(b_row + lane / 16 * 8 + lane % 8, first_piece + lane / 8 % 2);
 #else
-    // For b 32 rows of one piece.
+    // For b: 32 rows of one piece.
     int b_at = piece_at<T::PIECES>(b_row + lane, first_piece);
 #endif
-    float sums[T::TILES_M][T::TILES_N][4] = {};
+    float c[T::TILES_M][T::TILES_N][4] = {};     // accumulators
     auto multiply = [&](const char* stage) {
         u32 codes_at = shared_address(stage);
 #pragma unroll
@@ -193,10 +193,10 @@ __device__ __forceinline__ void run(const Arguments& a) {
                 load_x(i);
                 u32 x_scales = scales_of(a_row + i * 16 + lane / 4 + lane % 2 * 8);
 #pragma unroll
-                for (int j = 0; j < T::TILES_N; j++) mma_fp4(sums[i][j], x, w[j / 2][j % 2 * 2], w[j / 2][j % 2 * 2 + 1], x_scales, w_scales[j]);
+                for (int j = 0; j < T::TILES_N; j++) mma_fp4(c[i][j], x, w[j / 2][j % 2 * 2], w[j / 2][j % 2 * 2 + 1], x_scales, w_scales[j]);
             }
 #else
-            // Of a row's four scales, those of this lane's codes: in the first half of the fragment and in the second.
+            // The two of a row's four scales that belong to this lane's codes, in the first half of the fragment and in the second.
             auto my_scales = [&](int row) { return scale_pair_apart(scales_of(row) >> (lane % 4 / 2 * 8)); };
             u32 x_scales[T::TILES_M][2];
 #pragma unroll
@@ -206,7 +206,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
             }
 #pragma unroll
             for (int j = 0; j < T::TILES_N; j++) w_scales[j] = my_scales(b_row + j * 8 + lane / 4);
-            // One half after the other: what both need of registers is more than there are.
+            // One half after the other: there are not enough registers for both.
 #pragma unroll 1
             for (int half = 0; half < 2; half++) {
                 auto mine = [&](u32 scales) { return half ? both_high(scales) : both_low(scales); };
@@ -227,7 +227,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
 #pragma unroll
                     for (int p = 0; p < 4; p += 2) {
 #pragma unroll
-                        for (int j = 0; j < T::TILES_N; j++) mma_f16(sums[i][j], u[0][p], u[1][p], u[0][p + 1], u[1][p + 1], v[j][p], v[j][p + 1]);
+                        for (int j = 0; j < T::TILES_N; j++) mma_f16(c[i][j], u[0][p], u[1][p], u[0][p + 1], u[1][p + 1], v[j][p], v[j][p + 1]);
                     }
                 }
             }
@@ -243,28 +243,28 @@ __device__ __forceinline__ void run(const Arguments& a) {
     for (int i = 0; i < steps; i++) {
         copy_async_wait<T::STAGES - 2>();
         __syncthreads();
-        // Into the stage that the step before has used.
+        // Into the stage of the previous step.
         load(i + T::STAGES - 1);
         multiply(shared + i % T::STAGES * T::STAGE);
     }
     copy_async_wait<0>();
 
-    // The rows of one warp along M after the other: [warp_k][row][column]
+    // Warps along M take turns to store their rows: [warp_k][row][column]
     float* partial = (float*)shared;
     constexpr float FACTOR = HAS_FP4_MMA ? 1 : WEIGHT_FACTOR * WEIGHT_FACTOR;
     bool pairs = a.b.rows % 2 == 0;
 #pragma unroll 1
-    for (int part = 0; part < T::WARPS_M; part++) {
+    for (int turn = 0; turn < T::WARPS_M; turn++) {
         __syncthreads();
-        if (warp_m == part) {
+        if (warp_m == turn) {
 #pragma unroll
             for (int i = 0; i < T::TILES_M; i++) {
 #pragma unroll
                 for (int j = 0; j < T::TILES_N; j++) {
                     int row = i * 16 + lane / 4, column = (warp_n * T::TILES_N + j) * 8 + lane % 4 * 2;
                     float* to = partial + (warp_k * T::ROWS_M + row) * T::SUM_STRIDE + column;
-                    *(float2*)to = make_float2(sums[i][j][0], sums[i][j][1]);
-                    *(float2*)(to + 8 * T::SUM_STRIDE) = make_float2(sums[i][j][2], sums[i][j][3]);
+                    *(float2*)to = make_float2(c[i][j][0], c[i][j][1]);
+                    *(float2*)(to + 8 * T::SUM_STRIDE) = make_float2(c[i][j][2], c[i][j][3]);
                 }
             }
         }
@@ -275,10 +275,10 @@ __device__ __forceinline__ void run(const Arguments& a) {
             float2 sum = make_float2(0, 0);
 #pragma unroll
             for (int p = 0; p < T::WARPS_K; p++) {
-                float2 some = *(const float2*)(partial + (p * T::ROWS_M + row) * T::SUM_STRIDE + column);
-                sum = make_float2(sum.x + some.x, sum.y + some.y);
+                float2 term = *(const float2*)(partial + (p * T::ROWS_M + row) * T::SUM_STRIDE + column);
+                sum = make_float2(sum.x + term.x, sum.y + term.y);
             }
-            int m = first_m + part * T::ROWS_M + row, n = first_n + column;
+            int m = first_m + turn * T::ROWS_M + row, n = first_n + column;
             if (m < a.a.rows && n < a.b.rows) {
                 store(a, m, n, pairs, sum.x * FACTOR * a.factors[0] * a.factors[1], sum.y * FACTOR * a.factors[0] * a.factors[1]);
             }

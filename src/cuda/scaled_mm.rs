@@ -19,7 +19,7 @@ use crate::tensor::DType;
 /// What the kernels of this file are passed, by the start of their names.
 pub(super) const ARGUMENTS: &[(&str, usize)] = &[
     ("scaled_mm_", size_of::<ProductArguments>()),
-    ("scaled_mm_decode_", size_of::<DecodeArguments>()),
+    ("scaled_mm_dequantize_", size_of::<DequantizeArguments>()),
 ];
 
 /// What a block of the own kernel makes at a time.
@@ -187,7 +187,7 @@ fn factors(a: f32, b: f32) -> (f32, f32) {
 
 /// The one factor that the library multiplies by, for its copies; nothing if that is no ordinary number.
 fn library_factor(a: f32, b: f32) -> Option<f32> {
-    let factor = a * b * DECODED_FACTOR;
+    let factor = a * b * DEQUANTIZED_FACTOR;
     ((a * b).is_normal() && factor.is_finite()).then_some(factor)
 }
 
@@ -273,7 +273,7 @@ fn by_kernel(
 
 #[repr(C)]
 #[derive(Default)]
-struct DecodePart {
+struct RowSlice {
     codes: u64,
     scales: u64,
     out: u64,
@@ -283,8 +283,8 @@ struct DecodePart {
 }
 
 #[repr(C)]
-struct DecodeArguments {
-    parts: [DecodePart; 2],
+struct DequantizeArguments {
+    slices: [RowSlice; 2],
     k: i32,
 }
 
@@ -293,27 +293,27 @@ const COPY: usize = 128 << 20;
 /// Rows of a copy are a multiple of this, so that results of parts begin where the library wants them.
 const COPY_ROWS: usize = 128;
 /// What is left of the powers of two in the copies' values, which are times 2^-8 each.
-const DECODED_FACTOR: f32 = 65_536.0;
-/// Threads of a block of the kernel that decodes, and rows and codes of a thread.
-const DECODE_THREADS: u32 = 256;
-const DECODED_ROWS: usize = 4;
-const DECODED_CODES: usize = 8;
+const DEQUANTIZED_FACTOR: f32 = 65_536.0;
+/// Threads of a block of the dequantization kernel, and rows and codes of a thread.
+const DEQUANTIZE_THREADS: u32 = 256;
+const DEQUANTIZED_ROWS: usize = 4;
+const DEQUANTIZED_CODES: usize = 8;
 
-/// Decodes a part of each operand: its first row, how many rows, and where they go; nothing of it where there are none.
-fn decode(
+/// Dequantizes rows of each operand: its first row, the number of rows, which may be 0, and their destination.
+fn dequantize(
     gpu: &Gpu,
-    parts: [(&Operand<'_>, usize, usize, u64); 2],
+    slices: [(&Operand<'_>, usize, usize, u64); 2],
     element: Element,
 ) -> Result<()> {
-    let k = parts[0].0.k;
-    let mut arguments = DecodeArguments {
-        parts: Default::default(),
+    let k = slices[0].0.k;
+    let mut arguments = DequantizeArguments {
+        slices: Default::default(),
         k: int("K", k)?,
     };
     let mut blocks = 0;
-    for (argument, (operand, first, rows, out)) in arguments.parts.iter_mut().zip(parts) {
+    for (argument, (operand, first, rows, out)) in arguments.slices.iter_mut().zip(slices) {
         let whole = OperandArgument::new(operand)?;
-        *argument = DecodePart {
+        *argument = RowSlice {
             codes: whole.codes,
             scales: whole.scales,
             out,
@@ -321,19 +321,19 @@ fn decode(
             rows: int("rows", rows)?,
             swizzled: whole.swizzled,
         };
-        blocks +=
-            (rows.div_ceil(DECODED_ROWS) * (k / DECODED_CODES)).div_ceil(DECODE_THREADS as usize);
+        blocks += (rows.div_ceil(DEQUANTIZED_ROWS) * (k / DEQUANTIZED_CODES))
+            .div_ceil(DEQUANTIZE_THREADS as usize);
     }
     let name = match element {
-        Element::F16 => "scaled_mm_decode_f16",
-        Element::Bf16 => "scaled_mm_decode_bf16",
+        Element::F16 => "scaled_mm_dequantize_f16",
+        Element::Bf16 => "scaled_mm_dequantize_bf16",
     };
     let launch = Launch::new(
         [int("blocks of a grid", blocks)? as u32, 1, 1],
-        DECODE_THREADS,
+        DEQUANTIZE_THREADS,
     );
     // SAFETY: the struct is the kernel's; copies have room for the rows, by the caller.
-    unsafe { launch.run(gpu, Unit::ScaledMmDecode, name, &arguments) }
+    unsafe { launch.run(gpu, Unit::ScaledMmDequantize, name, &arguments) }
 }
 
 fn by_library(
@@ -376,11 +376,11 @@ fn by_library(
                 0
             };
             let new_b = if first_a == 0 { rows_b } else { 0 };
-            let parts = [
+            let slices = [
                 (a, first_a, new_a, copy_a.address()),
                 (b, first_b, new_b, copy_b.address()),
             ];
-            decode(gpu, parts, element)?;
+            dequantize(gpu, slices, element)?;
             blas.product(
                 gpu,
                 element,
@@ -488,7 +488,7 @@ mod tests {
         assert_eq!(factors(0.5, 0.25), (0.125, 1.0));
         assert_eq!(factors(1e-30, 1e-30), (1e-30, 1e-30));
         assert_eq!(factors(1e30, 1e30), (1e30, 1e30));
-        assert_eq!(library_factor(0.5, 0.25), Some(0.125 * DECODED_FACTOR));
+        assert_eq!(library_factor(0.5, 0.25), Some(0.125 * DEQUANTIZED_FACTOR));
         for (a, b) in [(1e-30, 1e-30), (1e30, 1e30), (1e36, 1.0), (0.0, 1.0)] {
             assert_eq!(library_factor(a, b), None, "{a} and {b}");
         }

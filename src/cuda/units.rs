@@ -83,7 +83,7 @@ units! {
     RopeStoreGeneral = "rope/store_general.cu",
     Argmax = "sample/argmax.cu",
     Draw = "sample/draw.cu",
-    ScaledMmDecode = "scaled_mm/decode.cu",
+    ScaledMmDequantize = "scaled_mm/dequantize.cu",
     ScaledMmProduct = "scaled_mm/product.cu",
     Gather = "tensor/gather.cu",
 }

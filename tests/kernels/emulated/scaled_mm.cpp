@@ -1,6 +1,6 @@
-// kernels/scaled_mm/product.cu on the processor, against sums in f64: the source as it ships, with the instructions of an
-// architecture replaced by what the PTX ISA says of them. Built twice by tests/kernels.rs, with __CUDA_ARCH__ of tensor cores
-// that multiply f16 and of those that multiply e2m1. Prints what a block of each kernel is, and then "ok" or what is wrong.
+// kernels/scaled_mm/product.cu on the CPU, against sums in f64: the source as it ships, with its instructions emulated as the PTX ISA
+// describes them. tests/kernels.rs builds this twice, with __CUDA_ARCH__ of tensor cores that multiply f16 and of those that multiply e2m1.
+// Prints threads and shared memory of each kernel's block, then "ok" or the first error.
 #include "cuda.hpp"
 
 #include "scaled_mm/product.cu"
@@ -8,10 +8,10 @@
 struct Matrix {
     int rows, k;
     bool swizzled;
-    // Allocations of their own, so that a sanitizer sees what lies past them.
+    // Separate allocations, so that a sanitizer finds accesses past the end.
     std::vector<u8> codes, scales;
 
-    // `k` is a multiple of 16. What pads swizzled scales is NaN.
+    // `k` is a multiple of 16. The padding of swizzled scales is NaN.
     Matrix(int rows, int k, bool swizzled) : rows(rows), k(k), swizzled(swizzled), codes((size_t)rows * k / 2) {
         int blocks = k / 16;
         size_t bytes = swizzled ? (size_t)ceil_div(rows, 128) * ceil_div(blocks, 4) * 512 : (size_t)rows * blocks;
@@ -19,13 +19,13 @@ struct Matrix {
         for (u8& c : codes) c = (u8)noise();
         for (int r = 0; r < rows; r++) {
             for (int b = 0; b < blocks; b++) {
-                // Any scale that there is, but half of them from the ends and the middle.
-                u8 some[] = {0x00, 0x01, 0x7e, 0x38};
-                scales[place(r, b)] = noise() % 2 ? some[noise() % 4] : (u8)(noise() % 0x7f);
+                // Any valid scale, but half of them from the ends and the middle of the range.
+                u8 special[] = {0x00, 0x01, 0x7e, 0x38};
+                scales[place(r, b)] = noise() % 2 ? special[noise() % 4] : (u8)(noise() % 0x7f);
             }
         }
     }
-    // As src/format/swizzle.rs has it.
+    // As in src/format/swizzle.rs.
     size_t place(int row, int block) const {
         size_t blocks = k / 16;
         if (!swizzled) return row * blocks + block;
@@ -66,7 +66,7 @@ static void check(const char* name, void (*kernel)(Arguments), int m, int n, int
             u32 bits = 0;
             memcpy(&bits, &out[((size_t)i * n + j) * element], element);
             double got = output == STORE_F32 ? __uint_as_float(bits) : output == STORE_F16 ? f16_to_float((u16)bits) : __uint_as_float(bits << 16);
-            // Half of the last place of the type, and sums in f32.
+            // Half of the last place of the type, and the rounding of sums in f32.
             double places[] = {0, 0x1p-11, 0x1p-8}, tiny = output == STORE_F16 ? 0x1p-25 : 0;
             if (!(std::fabs(got - sum) <= std::fabs(sum) * places[output] + tiny + size * 1e-6)) {
                 printf("%s: (%d, %d) is %g, not %g\n", what, i, j, got, sum);
@@ -82,7 +82,7 @@ static void check(const char* name, void (*kernel)(Arguments), int m, int n, int
 template <class T>
 static void check_tile(const char* name, void (*whole)(Arguments), void (*ragged)(Arguments)) {
     printf("%s: %d threads, %d bytes\n", name, T::THREADS, T::SHARED);
-    static_assert(T::SHARED <= 96 << 10, "room for what is shared");
+    static_assert(T::SHARED <= 96 << 10, "fits in shared memory");
     int output = 0;
     for (int k : {64, 704, 1088}) {
         int m = 1 + (int)(noise() % (T::M + T::M / 2)), n = 1 + (int)(noise() % (T::N + T::N / 2));
