@@ -128,19 +128,19 @@ extern "C" __global__ void __launch_bounds__(FEW_THREADS) experts_route_few(cons
 }
 
 // The sum over the threads of a block.
-__device__ __forceinline__ int block_sum(int x, int* sums) {
+__device__ __forceinline__ int block_sum(int x, int* warp_sums) {
     x = warp_sum(x);
-    if (lane_id() == 0) sums[threadIdx.x / WARP] = x;
+    if (lane_id() == 0) warp_sums[threadIdx.x / WARP] = x;
     __syncthreads();
     x = 0;
-    for (int i = 0; i < GROUP_WARPS; i++) x += sums[i];
+    for (int i = 0; i < GROUP_WARPS; i++) x += warp_sums[i];
     __syncthreads();
     return x;
 }
 
 // Sorts the pairs of experts_route. Grid: (experts)
 extern "C" __global__ void __launch_bounds__(GROUP_THREADS) experts_group(const __grid_constant__ Arguments a) {
-    __shared__ int counts[MAX_EXPERTS], warp_counts[GROUP_WARPS], sums[GROUP_WARPS];
+    __shared__ int counts[MAX_EXPERTS], warp_counts[GROUP_WARPS], warp_sums[GROUP_WARPS];
     int thread = threadIdx.x, warp = thread / WARP, lane = lane_id(), own = blockIdx.x, pairs = a.rows * a.per_token;
     for (int i = thread; i < MAX_EXPERTS; i += GROUP_THREADS) counts[i] = 0;
     __syncthreads();
@@ -157,8 +157,8 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS) experts_group(const 
     if (lane == 0) warp_counts[warp] = mine;
     __syncthreads();
     int count = thread < a.experts ? counts[thread] : 0, tiles = ceil_div(count, a.tile_pairs);
-    int first = block_sum(thread < own ? count : 0, sums), first_tile = block_sum(thread < own ? tiles : 0, sums);
-    int all_tiles = block_sum(tiles, sums);
+    int first = block_sum(thread < own ? count : 0, warp_sums), first_tile = block_sum(thread < own ? tiles : 0, warp_sums);
+    int all_tiles = block_sum(tiles, warp_sums);
 
     int place = first;
     for (int i = 0; i < warp; i++) place += warp_counts[i];
