@@ -618,7 +618,7 @@ fn chain(gpu: &Arc<Gpu>) {
                         &scratch,
                     )?;
                     if !fused {
-                        cuda::glu(gpu, GLU, &gate_up, batch, 9728, &mlp)?;
+                        cuda::glu(gpu, GLU, &gate_up, batch, 9728, None, &mlp)?;
                     }
                 }
                 if wanted[4] {

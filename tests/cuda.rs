@@ -2205,7 +2205,16 @@ fn gated_activations_agree_with_f64() {
             divisor: 4,
         };
         let out = poisoned(&gpu, m * width * 2);
-        cuda::glu(&gpu, glu, &upload(&gpu, &as_f16(&gate_up)), m, width, &out).unwrap();
+        cuda::glu(
+            &gpu,
+            glu,
+            &upload(&gpu, &as_f16(&gate_up)),
+            m,
+            width,
+            None,
+            &out,
+        )
+        .unwrap();
         let want: Vec<f64> = gate_up
             .chunks_exact(2 * width)
             .flat_map(|row| {
@@ -2526,6 +2535,55 @@ fn massive_activations_fit_or_are_refused() {
         error.message().contains("layer 1: a query, key or value"),
         "{error}"
     );
+}
+
+/// Gate and up projections beyond f16: fused kernels keep them in f32, and a prompt of more rows, for which they are stored as f16, is
+/// an error that names the layer, after which all is well.
+#[test]
+fn gate_and_up_that_overflow_are_refused() {
+    let Some(gpu) = gpu() else { return };
+    let dir = common::Copy::of("qwen2_massive", "overflow");
+    let mut bytes = std::fs::read(dir.0.join("model.safetensors")).unwrap();
+    for projection in ["gate_proj", "up_proj"] {
+        let range = {
+            let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+            let name = format!("model.layers.1.mlp.{projection}.weight_scale_2");
+            let global = file.tensor(&name).unwrap();
+            assert_eq!(global.dtype(), safetensors::Dtype::F32);
+            let start = global.data().as_ptr() as usize - bytes.as_ptr() as usize;
+            start..start + 4
+        };
+        let global = f32::from_le_bytes(bytes[range.clone()].try_into().unwrap());
+        bytes[range].copy_from_slice(&(2f32.powi(18) * global).to_le_bytes());
+    }
+    dir.write("model.safetensors", &bytes);
+    let load = |device| {
+        let options = LoadOptions {
+            device,
+            ..options()
+        };
+        Model::load(&dir.0, &options).unwrap()
+    };
+    let cpu = load(Device::cpu(None).unwrap());
+    let model = load(Device::Cuda(gpu.clone()));
+    let tokens = some_tokens(&cpu, 200);
+    let mut cache = KvCache::new(model.device(), model.spec(), 256, KvType::F16).unwrap();
+    let (mut scratch, mut out) = (Scratch::new(), Vec::new());
+    for _ in 0..2 {
+        let error = model
+            .forward(&tokens, &mut cache, &mut scratch, Logits::Last, &mut out)
+            .unwrap_err();
+        let named = "layer 1: a gate or up projection reaches beyond 65,504";
+        assert!(error.message().contains(named), "{error}");
+        assert_eq!((cache.len(), out.len()), (0, 0));
+
+        let few = &tokens[..20];
+        let (want, _) = logits(&cpu, few);
+        let want: Vec<f64> = want.into_iter().map(f64::from).collect();
+        let (all, each) = logits(&model, few);
+        assert_close(&all, &want, 1e-2, "20 rows");
+        assert_close(&each, &want, 1e-2, "row by row");
+    }
 }
 
 /// Models named in NVFP4_TEST_MODELS, separated by colons: real ones, or of a real size.

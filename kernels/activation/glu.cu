@@ -8,6 +8,8 @@ struct GluArguments {
     int width;              // a multiple of 8
     float scale;            // keeps the result, which may be large, within f16
     int activation;
+    int layer;
+    u32* overflow;          // if it is 0, set to 1 + layer where gate or up is not finite; null: not checked
 };
 
 constexpr int THREADS = 256;
@@ -17,6 +19,10 @@ __device__ __forceinline__ u32 product(u32 gate, u32 up, float scale, int activa
                     activate(activation, f16_high(gate)) * f16_high(up) * scale);
 }
 
+// Not 0 if a half of the pair is infinite or NaN: such an exponent plus one carries into the sign's bit.
+__device__ __forceinline__ u32 not_finite(u32 pair) { return ((pair & 0x7c007c00) + 0x04000400) & 0x80008000; }
+__device__ __forceinline__ u32 not_finite(uint4 v) { return not_finite(v.x) | not_finite(v.y) | not_finite(v.z) | not_finite(v.w); }
+
 // Grid: (ceil(width / 8 / THREADS), rows)
 extern "C" __global__ void __launch_bounds__(THREADS) glu(const __grid_constant__ GluArguments a) {
     wait_for_earlier_kernels();
@@ -25,6 +31,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) glu(const __grid_constant_
     if (i >= pieces) return;
     const uint4* row = (const uint4*)a.gate_up + (size_t)blockIdx.y * 2 * pieces;
     uint4 g = row[i], u = row[pieces + i];
+    if (a.overflow && (not_finite(g) | not_finite(u))) atomicCAS(a.overflow, 0, a.layer + 1);
     auto glu_of = [&](u32 gate, u32 up) { return product(gate, up, a.scale, a.activation); };
     uint4 y = make_uint4(glu_of(g.x, u.x), glu_of(g.y, u.y), glu_of(g.z, u.z), glu_of(g.w, u.w));
     ((uint4*)a.y)[(size_t)blockIdx.y * pieces + i] = y;

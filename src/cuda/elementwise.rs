@@ -224,17 +224,24 @@ struct GluArguments {
     width: i32,
     scale: f32,
     activation: i32,
+    layer: i32,
+    overflow: u64,
 }
 
-/// act(gate) * up: f16 `[rows, 2 width]` to f16 `[rows, width]`, divided.
+/// act(gate) * up: f16 `[rows, 2 width]` to f16 `[rows, width]`, divided. Where gate or up is not finite, `overflow`, a u32 and a layer,
+/// becomes 1 + that layer, unless it is not 0 already.
 pub fn glu(
     gpu: &Arc<Gpu>,
     glu: Glu,
     gate_up: &DeviceBuffer,
     rows: usize,
     width: usize,
+    overflow: Option<(&DeviceBuffer, usize)>,
     y: &DeviceBuffer,
 ) -> Result<()> {
+    if let Some((overflow, _)) = overflow {
+        overflow.holds("the layer that overflowed", &[4])?;
+    }
     gate_up.holds("gate and up", &[rows * width * 4])?;
     y.holds("activations", &[rows * width * 2])?;
     if !width.is_multiple_of(8) {
@@ -249,6 +256,8 @@ pub fn glu(
         width: int("the intermediate size", width)?,
         scale: glu.factor(),
         activation: glu.activation as i32,
+        layer: int("a layer", overflow.map_or(0, |(_, layer)| layer))?,
+        overflow: overflow.map_or(0, |(overflow, _)| overflow.address()),
     };
     let launch = Launch::new([blocks(width / 8), rows as u32, 1], THREADS);
     // SAFETY: the struct is the kernel's; sizes were checked.

@@ -71,6 +71,8 @@ pub(super) struct Memory {
     pub(super) draw: Option<DrawScratch>,
     /// A u32: 1 + the first block whose queries, keys or values f16 does not hold, or 0.
     pub(super) unfit: DeviceBuffer,
+    /// A u32: 1 + the first block whose gate or up projection f16 does not hold, or 0.
+    pub(super) overflow: DeviceBuffer,
     /// A u32: 1 + the first block whose router gives a logit that is not finite, or 0.
     pub(super) unroutable: DeviceBuffer,
     /// Of models with mixtures of experts.
@@ -133,6 +135,7 @@ impl Memory {
             best: Best::new(gpu, batch)?,
             draw: None,
             unfit: DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, 4)?,
+            overflow: DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, 4)?,
             unroutable: DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, 4)?,
             experts: sizes
                 .experts
@@ -223,25 +226,32 @@ impl Memory {
         self.logits.read(0, &mut logits[before..])
     }
 
-    /// Waits for the device. Keys or values that f16 does not hold, and router logits that are not finite, are errors.
+    /// Waits for the device. Values that f16 does not hold, and router logits that are not finite, are an error that names the first
+    /// layer that had them.
     pub(super) fn check_fits(&mut self) -> Result<()> {
-        // Attention that did not fit is reported first: experts then get nonsense.
-        if let Some(block) = take_report(&mut self.unfit)? {
-            self.unroutable.write(0, &[0u32])?;
-            bail!(
-                Unsupported,
-                "layer {block}: a query, key or value reaches beyond 65,504, the largest number of the cache's f16; a GPU has no other cache, run this model on the CPU with keys and values in f32"
-            )
-        }
-        if self.experts.is_none() {
-            return Ok(());
-        }
-        match take_report(&mut self.unroutable)? {
-            Some(block) => bail!(
-                Unsupported,
-                "layer {block}: the router gives an expert a logit that is not finite, by which nothing can be chosen"
+        let routed = match self.experts {
+            Some(_) => take_report(&mut self.unroutable)?,
+            None => None,
+        };
+        // In the order of a layer; what follows in later layers is nonsense.
+        let reports = [
+            (
+                take_report(&mut self.unfit)?,
+                "a query, key or value reaches beyond 65,504, the largest number of the cache's f16; a GPU has no other cache, run this model on the CPU with keys and values in f32",
             ),
-            None => Ok(()),
+            (
+                take_report(&mut self.overflow)?,
+                "a gate or up projection reaches beyond 65,504, the largest number of the f16 that prompts have it in on a GPU; run this model on the CPU",
+            ),
+            (
+                routed,
+                "the router gives an expert a logit that is not finite, by which nothing can be chosen",
+            ),
+        ];
+        let first = reports.iter().filter(|r| r.0.is_some()).min_by_key(|r| r.0);
+        match first {
+            Some((Some(layer), what)) => bail!(Unsupported, "layer {layer}: {what}"),
+            _ => Ok(()),
         }
     }
 

@@ -81,6 +81,7 @@ impl<'a> Pass<'a> {
                     &memory.projected,
                     self.rows,
                     spec.intermediate_size,
+                    Some((&memory.overflow, index)),
                     &memory.inner,
                 )
             }

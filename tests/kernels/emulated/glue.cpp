@@ -102,8 +102,11 @@ static void check_glu(int rows, int width, int kind) {
     std::vector<uint4> x(rows * width / 4), y(rows * width / 8);
     u16* halves = (u16*)x.data();
     for (int i = 0; i < rows * width * 2; i++) halves[i] = to_f16(8 * uniform());
-    activation::GluArguments a = {halves, (u16*)y.data(), width, 0.25f, kind};
-    launch(ceil_div(width / 8, activation::THREADS), rows, 1, activation::THREADS, [&] { activation::glu(a); });
+    u32 overflow = 0;
+    activation::GluArguments a = {halves, (u16*)y.data(), width, 0.25f, kind, 6, &overflow};
+    auto run = [&] { launch(ceil_div(width / 8, activation::THREADS), rows, 1, activation::THREADS, [&] { activation::glu(a); }); };
+    run();
+    expect(overflow == 0, "a GLU without overflow", rows, width, overflow, 0);
     for (int r = 0; r < rows; r++) {
         for (int i = 0; i < width; i++) {
             double gate = f16_to_float(halves[r * 2 * width + i]), up = f16_to_float(halves[r * 2 * width + width + i]);
@@ -112,6 +115,18 @@ static void check_glu(int rows, int width, int kind) {
             double want = act * up * 0.25, got = f16_to_float(a.y[r * width + i]);
             // Where tanh is near -1, 1 + tanh loses digits.
             expect(std::fabs(got - want) <= std::fabs(want) * 0x1.1p-11 + 0x1p-19, "a gated activation", r, i, got, want);
+        }
+    }
+    // Infinities and NaN of either half of a word, in gate and in up; the largest f16 is none of them.
+    for (u16 odd : {0x7bff, 0xfbff, 0x7c00, 0xfc00, 0x7e01}) {
+        for (int at : {0, 7, width + 5, 2 * rows * width - 1}) {
+            u16 kept = halves[at];
+            halves[at] = odd;
+            run();
+            u32 want = (odd & 0x7fff) > 0x7bff ? 7 : 0;
+            expect(overflow == want, "a GLU with overflow", odd, at, overflow, want);
+            halves[at] = kept;
+            overflow = 0;
         }
     }
 }
