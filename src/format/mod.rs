@@ -6,6 +6,7 @@ pub mod e4m3;
 pub mod nf4;
 pub mod nvfp4;
 pub mod random;
+pub mod residual;
 pub mod swizzle;
 
 /// How a value between two neighbours of a format goes to one of them.
