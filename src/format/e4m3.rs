@@ -42,6 +42,17 @@ pub const fn decode(byte: u8) -> f32 {
     DECODE[byte as usize]
 }
 
+/// The byte of the smallest value that is at least `value`, which is not negative; saturates at 448. NaN gives a NaN byte.
+#[inline]
+pub fn encode_up(value: f32) -> u8 {
+    let nearest = encode(value);
+    // Also where a value below the smallest positive one was rounded to zero.
+    match decode(nearest) < value && nearest < MAX_BYTE {
+        true => nearest + 1,
+        false => nearest,
+    }
+}
+
 /// The byte nearest to `value`, ties to the even one, saturating at ±448 (infinities too). NaN gives a NaN byte.
 #[inline]
 pub fn encode(value: f32) -> u8 {
@@ -69,6 +80,19 @@ pub fn encode(value: f32) -> u8 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn rounding_up_is_the_least_value_that_is_no_smaller() {
+        for byte in 0..MAX_BYTE {
+            let (low, high) = (decode(byte), decode(byte + 1));
+            assert_eq!(encode_up(low), byte);
+            for value in [low.next_up(), 0.5 * (low + high), high.next_down()] {
+                assert_eq!(encode_up(value), byte + 1, "{value}");
+            }
+        }
+        assert_eq!(encode_up(1e9), MAX_BYTE);
+        assert_eq!(encode_up(f32::NAN) & 0x7f, 0x7f);
+    }
 
     #[test]
     fn bytes_survive_a_round_trip() {

@@ -3,6 +3,7 @@
 
 pub mod e2m1;
 pub mod e4m3;
+pub mod moment;
 pub mod nf4;
 pub mod nvfp4;
 pub mod random;
