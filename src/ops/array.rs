@@ -1,31 +1,104 @@
-//! Arrays of f32 in the memory of a device: what operations take and make. An operation gets slices of whole rows, and works where
-//! they lie. Work on a GPU is enqueued; whoever reads a result on the host waits for it.
+//! Arrays in the memory of a device: what operations take and make. An operation gets slices of whole rows, and works where they lie.
+//! Work on a GPU is enqueued; whoever reads a result on the host waits for it.
+//!
+//! Inference through the reference block is in f32 on either device. Training has activations and gradients in [`Mixed`] precision.
 
+use std::fmt;
 use std::ops::Range;
+
+use half::bf16;
 
 use super::Device;
 use crate::base::Result;
 use crate::base::error::{bail, err};
-use crate::base::memory::{Buffer, Tag};
+use crate::base::memory::{Buffer, Plain, Tag};
 use crate::base::size::product;
 use crate::cuda::{DeviceBuffer, DeviceSlice};
 
-/// An array of f32 that owns its memory.
+/// What an array has as elements.
+pub trait Element: fmt::Debug + 'static {
+    /// In host memory.
+    type Host: Plain + PartialEq + fmt::Debug;
+    /// Bytes of an element on a GPU.
+    const GPU_BYTES: usize;
+
+    /// Copies elements from a GPU; waits for it.
+    fn read(from: DeviceSlice<'_>, to: &mut [Self::Host]) -> Result<()>;
+    /// Copies elements to a GPU.
+    fn write(to: DeviceSlice<'_>, from: &[Self::Host]) -> Result<()>;
+}
+
+macro_rules! same_on_both {
+    ($($element:ty),+) => {$(
+        impl Element for $element {
+            type Host = $element;
+            const GPU_BYTES: usize = size_of::<$element>();
+
+            fn read(from: DeviceSlice<'_>, to: &mut [$element]) -> Result<()> {
+                from.read(0, to)
+            }
+
+            fn write(to: DeviceSlice<'_>, from: &[$element]) -> Result<()> {
+                to.write(0, from)
+            }
+        }
+    )+};
+}
+same_on_both!(f32, u32, u8);
+
+/// Floats that are f32 on the CPU, and bf16 on a GPU: activations and gradients in training.
 #[derive(Debug)]
-pub struct Array {
-    memory: Memory,
+pub enum Mixed {}
+
+impl Element for Mixed {
+    type Host = f32;
+    const GPU_BYTES: usize = size_of::<bf16>();
+
+    fn read(from: DeviceSlice<'_>, to: &mut [f32]) -> Result<()> {
+        let mut bits = vec![0u16; to.len()];
+        from.read(0, &mut bits)?;
+        for (to, bits) in to.iter_mut().zip(bits) {
+            *to = bf16::from_bits(bits).to_f32();
+        }
+        Ok(())
+    }
+
+    fn write(to: DeviceSlice<'_>, from: &[f32]) -> Result<()> {
+        let bits: Vec<u16> = from.iter().map(|&v| bf16::from_f32(v).to_bits()).collect();
+        to.write(0, &bits)
+    }
+}
+
+/// An array that owns its memory.
+#[derive(Debug)]
+pub struct Array<E: Element = f32> {
+    memory: Memory<E>,
     len: usize,
 }
 
 #[derive(Debug)]
-enum Memory {
-    Host(Buffer<f32>),
+enum Memory<E: Element> {
+    Host(Buffer<E::Host>),
     Cuda(DeviceBuffer),
 }
 
 impl Array {
+    /// A weight of a model, from values on the host.
+    pub fn weight(device: &Device, values: Buffer<f32>) -> Result<Array> {
+        let len = values.len();
+        let memory = match device {
+            Device::Cpu(_) => Memory::Host(values),
+            Device::Cuda(gpu) => {
+                Memory::Cuda(DeviceBuffer::from_slice(gpu, Tag::DeviceWeights, &values)?)
+            }
+        };
+        Ok(Array { memory, len })
+    }
+}
+
+impl<E: Element> Array<E> {
     /// An array without elements, which takes no memory of any device.
-    pub fn empty() -> Array {
+    pub fn empty() -> Array<E> {
         let none = Buffer::zeroed(Tag::Scratch, 0).expect("an empty buffer allocates nothing");
         Array {
             memory: Memory::Host(none),
@@ -34,24 +107,12 @@ impl Array {
     }
 
     /// `len` elements of working memory, whose contents are unspecified.
-    pub fn scratch(device: &Device, len: usize) -> Result<Array> {
+    pub fn scratch(device: &Device, len: usize) -> Result<Array<E>> {
         let memory = match device {
             Device::Cpu(_) => Memory::Host(Buffer::zeroed(Tag::Scratch, len)?),
             Device::Cuda(gpu) => {
-                let bytes = product("working memory", &[len, size_of::<f32>()])?;
+                let bytes = product("working memory", &[len, E::GPU_BYTES])?;
                 Memory::Cuda(DeviceBuffer::uninit(gpu, Tag::DeviceScratch, bytes)?)
-            }
-        };
-        Ok(Array { memory, len })
-    }
-
-    /// A weight of a model, from values on the host.
-    pub fn weight(device: &Device, values: Buffer<f32>) -> Result<Array> {
-        let len = values.len();
-        let memory = match device {
-            Device::Cpu(_) => Memory::Host(values),
-            Device::Cuda(gpu) => {
-                Memory::Cuda(DeviceBuffer::from_slice(gpu, Tag::DeviceWeights, &values)?)
             }
         };
         Ok(Array { memory, len })
@@ -69,7 +130,11 @@ impl Array {
 
     /// Bytes held.
     pub fn bytes(&self) -> usize {
-        self.len * size_of::<f32>()
+        self.len
+            * match &self.memory {
+                Memory::Host(_) => size_of::<E::Host>(),
+                Memory::Cuda(_) => E::GPU_BYTES,
+            }
     }
 
     /// The memory on a GPU; an error for an array of the host.
@@ -85,7 +150,7 @@ impl Array {
     }
 
     /// All elements.
-    pub fn all(&self) -> Slice<'_> {
+    pub fn all(&self) -> Slice<'_, E> {
         match &self.memory {
             Memory::Host(values) => Slice::Host(values),
             Memory::Cuda(buffer) => Slice::Cuda(buffer.into()),
@@ -93,26 +158,28 @@ impl Array {
     }
 
     /// The first `len` elements; there must be so many.
-    pub fn first(&self, len: usize) -> Result<Slice<'_>> {
+    pub fn first(&self, len: usize) -> Result<Slice<'_, E>> {
         self.part(0..len)
     }
 
     /// The elements of `range`, which must exist.
-    pub fn part(&self, range: Range<usize>) -> Result<Slice<'_>> {
+    pub fn part(&self, range: Range<usize>) -> Result<Slice<'_, E>> {
         self.all().part(range)
     }
 
     /// The first `len` elements, to be written.
-    pub fn first_mut(&mut self, len: usize) -> Result<SliceMut<'_>> {
+    pub fn first_mut(&mut self, len: usize) -> Result<SliceMut<'_, E>> {
         self.part_mut(0..len)
     }
 
     /// The elements of `range`, to be written.
-    pub fn part_mut(&mut self, range: Range<usize>) -> Result<SliceMut<'_>> {
+    pub fn part_mut(&mut self, range: Range<usize>) -> Result<SliceMut<'_, E>> {
         check(&range, self.len)?;
         match &mut self.memory {
             Memory::Host(values) => Ok(SliceMut::Host(&mut values[range])),
-            Memory::Cuda(buffer) => Ok(SliceMut::Cuda(device_part((&*buffer).into(), &range)?)),
+            Memory::Cuda(buffer) => {
+                Ok(SliceMut::Cuda(device_part::<E>((&*buffer).into(), &range)?))
+            }
         }
     }
 
@@ -141,25 +208,36 @@ fn check(range: &Range<usize>, len: usize) -> Result<()> {
     Ok(())
 }
 
-fn device_part<'a>(slice: DeviceSlice<'a>, range: &Range<usize>) -> Result<DeviceSlice<'a>> {
-    slice.part(range.start * size_of::<f32>()..range.end * size_of::<f32>())
+fn device_part<'a, E: Element>(
+    slice: DeviceSlice<'a>,
+    range: &Range<usize>,
+) -> Result<DeviceSlice<'a>> {
+    slice.part(range.start * E::GPU_BYTES..range.end * E::GPU_BYTES)
 }
 
 /// Elements of an array, or of the host's memory.
-#[derive(Clone, Copy, Debug)]
-pub enum Slice<'a> {
+#[derive(Debug)]
+pub enum Slice<'a, E: Element = f32> {
     /// In host memory.
-    Host(&'a [f32]),
+    Host(&'a [E::Host]),
     /// On a GPU.
     Cuda(DeviceSlice<'a>),
 }
 
-impl<'a> Slice<'a> {
+impl<E: Element> Clone for Slice<'_, E> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<E: Element> Copy for Slice<'_, E> {}
+
+impl<'a, E: Element> Slice<'a, E> {
     /// Elements.
     pub fn len(&self) -> usize {
         match self {
             Slice::Host(values) => values.len(),
-            Slice::Cuda(slice) => slice.bytes() / size_of::<f32>(),
+            Slice::Cuda(slice) => slice.bytes() / E::GPU_BYTES,
         }
     }
 
@@ -169,16 +247,16 @@ impl<'a> Slice<'a> {
     }
 
     /// The elements of `range`, which must exist.
-    pub fn part(self, range: Range<usize>) -> Result<Slice<'a>> {
+    pub fn part(self, range: Range<usize>) -> Result<Slice<'a, E>> {
         check(&range, self.len())?;
         Ok(match self {
             Slice::Host(values) => Slice::Host(&values[range]),
-            Slice::Cuda(slice) => Slice::Cuda(device_part(slice, &range)?),
+            Slice::Cuda(slice) => Slice::Cuda(device_part::<E>(slice, &range)?),
         })
     }
 
     /// The values, of a slice in host memory.
-    pub fn host(self) -> Result<&'a [f32]> {
+    pub fn host(self) -> Result<&'a [E::Host]> {
         match self {
             Slice::Host(values) => Ok(values),
             Slice::Cuda(slice) => bail!(
@@ -202,13 +280,13 @@ impl<'a> Slice<'a> {
     }
 
     /// Copies the values to `out`, as many as it takes; waits for a GPU.
-    pub fn read(self, out: &mut [f32]) -> Result<()> {
+    pub fn read(self, out: &mut [E::Host]) -> Result<()> {
         if self.len() != out.len() {
             bail!(Internal, "{} elements read as {}", self.len(), out.len());
         }
         match self {
             Slice::Host(values) => out.copy_from_slice(values),
-            Slice::Cuda(slice) => slice.read(0, out)?,
+            Slice::Cuda(slice) => E::read(slice, out)?,
         }
         Ok(())
     }
@@ -216,16 +294,16 @@ impl<'a> Slice<'a> {
 
 /// Elements of an array, or of the host's memory, that an operation writes.
 #[derive(Debug)]
-pub enum SliceMut<'a> {
+pub enum SliceMut<'a, E: Element = f32> {
     /// In host memory.
-    Host(&'a mut [f32]),
+    Host(&'a mut [E::Host]),
     /// On a GPU.
     Cuda(DeviceSlice<'a>),
 }
 
-impl<'a> SliceMut<'a> {
+impl<'a, E: Element> SliceMut<'a, E> {
     /// The same elements, to be read.
-    pub fn as_slice(&self) -> Slice<'_> {
+    pub fn as_slice(&self) -> Slice<'_, E> {
         match self {
             SliceMut::Host(values) => Slice::Host(values),
             SliceMut::Cuda(slice) => Slice::Cuda(*slice),
@@ -233,7 +311,7 @@ impl<'a> SliceMut<'a> {
     }
 
     /// The same elements, for a shorter time.
-    pub fn reborrow(&mut self) -> SliceMut<'_> {
+    pub fn reborrow(&mut self) -> SliceMut<'_, E> {
         match self {
             SliceMut::Host(values) => SliceMut::Host(values),
             SliceMut::Cuda(slice) => SliceMut::Cuda(*slice),
@@ -251,16 +329,16 @@ impl<'a> SliceMut<'a> {
     }
 
     /// The elements of `range`, which must exist.
-    pub fn part(self, range: Range<usize>) -> Result<SliceMut<'a>> {
+    pub fn part(self, range: Range<usize>) -> Result<SliceMut<'a, E>> {
         check(&range, self.len())?;
         Ok(match self {
             SliceMut::Host(values) => SliceMut::Host(&mut values[range]),
-            SliceMut::Cuda(slice) => SliceMut::Cuda(device_part(slice, &range)?),
+            SliceMut::Cuda(slice) => SliceMut::Cuda(device_part::<E>(slice, &range)?),
         })
     }
 
     /// The values, of a slice in host memory.
-    pub fn host(self) -> Result<&'a mut [f32]> {
+    pub fn host(self) -> Result<&'a mut [E::Host]> {
         match self {
             SliceMut::Host(values) => Ok(values),
             SliceMut::Cuda(slice) => bail!(
@@ -284,13 +362,13 @@ impl<'a> SliceMut<'a> {
     }
 
     /// Makes the elements those of `from`, as many as there are.
-    pub fn copy_from(self, from: Slice<'_>) -> Result<()> {
+    pub fn copy_from(self, from: Slice<'_, E>) -> Result<()> {
         if self.len() != from.len() {
             bail!(Internal, "{} elements copied to {}", from.len(), self.len());
         }
         match (self, from) {
             (SliceMut::Host(to), from) => from.read(to),
-            (SliceMut::Cuda(to), Slice::Host(from)) => to.write(0, from),
+            (SliceMut::Cuda(to), Slice::Host(from)) => E::write(to, from),
             (SliceMut::Cuda(to), Slice::Cuda(from)) => to.copy_from(0, &from, 0, from.bytes()),
         }
     }

@@ -17,5 +17,5 @@ pub mod tensors;
 pub mod transfer;
 
 pub use crate::cpu::Workspace;
-pub use array::{Array, Slice, SliceMut};
+pub use array::{Array, Element, Mixed, Slice, SliceMut};
 pub use device::Device;
