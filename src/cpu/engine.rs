@@ -39,7 +39,7 @@ pub struct AttentionOptions {
 
 /// A level's kernels and the threads they run on. Cheap to share; calls from several threads take turns on the pool.
 pub struct Cpu {
-    table: &'static Table,
+    pub(super) table: &'static Table,
     pool: Pool,
 }
 

@@ -13,6 +13,7 @@ pub mod sample;
 mod scalar;
 mod simd;
 mod table;
+pub mod training;
 mod workspace;
 
 #[cfg(target_arch = "x86_64")]

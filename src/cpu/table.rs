@@ -1,6 +1,6 @@
 //! The functions of each level, stamped from the generic bodies: one static table per level, chosen once at run time.
 
-use super::generic::{attention, linear, pointwise, sample};
+use super::generic::{attention, linear, matmul, pointwise, sample};
 use super::level::Level;
 use super::simd::Simd;
 use crate::tensor::WeightType;
@@ -56,6 +56,8 @@ pub(super) type Glu = unsafe fn(*mut f32, *const f32, usize);
 pub(super) type SoftCap = unsafe fn(*mut f32, f32, usize);
 /// See [`sample::weigh`].
 pub(super) type Weigh = unsafe fn(*const f32, usize, f32, f32, *mut f32, *mut f32);
+/// See [`matmul::panel_product`], of as many rows as [`Table::widest`] says.
+pub(super) type PanelProduct = unsafe fn(usize, *const f32, *const f32, *mut f32, usize);
 /// See [`pointwise::sum`].
 pub(super) type Sum = unsafe fn(*const f32, usize, usize) -> f32;
 
@@ -77,7 +79,7 @@ const WIDTHS: [usize; 7] = [1, 2, 3, 4, 6, 8, 12];
 /// Every function may be called only where the table's level is present; further obligations are those of its body.
 pub(super) struct Table {
     pub level: Level,
-    /// The widest tile.
+    /// Tokens of the widest tile, and rows of a panel product.
     pub widest: usize,
     /// Tokens that an exact skinny product takes at once, and an int8 one.
     pub skinny_tokens: [usize; 2],
@@ -99,6 +101,7 @@ pub(super) struct Table {
     pub geglu: Glu,
     pub soft_cap: SoftCap,
     pub weigh: Weigh,
+    pub panel_product: PanelProduct,
     pub sum: Sum,
 }
 
@@ -298,6 +301,11 @@ macro_rules! stamp {
             }
 
             $(#[$features])?
+            unsafe fn panel_product(k: usize, a: *const f32, b: *const f32, c: *mut f32, stride: usize) {
+                unsafe { matmul::panel_product::<Shell, { <Shell as Simd>::TILE }>(k, a, b, c, stride) }
+            }
+
+            $(#[$features])?
             unsafe fn sum(x: *const f32, n: usize, ahead: usize) -> f32 {
                 unsafe { pointwise::sum::<Shell>(x, n, ahead) }
             }
@@ -333,6 +341,7 @@ macro_rules! stamp {
                 geglu: glu::<pointwise::GeluTanh>,
                 soft_cap,
                 weigh,
+                panel_product,
                 sum,
             };
         }

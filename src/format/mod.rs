@@ -1,6 +1,7 @@
 //! Floor 1: the number formats, as safe and pure functions. This folder is the specification: every kernel, on every
 //! device, is compared with it. It knows nothing of files, devices, threads or tensors with strides.
 
+pub mod adamw;
 pub mod e2m1;
 pub mod e4m3;
 pub mod moment;

@@ -17,6 +17,9 @@ pub const FIRST_MAX: f32 = 7.0;
 /// The largest code of the square root of a second moment.
 pub const SECOND_MAX: f32 = 15.0;
 
+/// The largest code of a first or second moment in 8 bits.
+pub const WIDE_MAX: f32 = 127.0;
+
 /// The scale of a block whose largest magnitude is `amax`, for codes up to `max` under a global scale.
 #[inline]
 pub fn scale(amax: f32, max: f32, global: f32) -> u8 {

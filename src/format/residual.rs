@@ -63,8 +63,10 @@ const fn point(index: i32, bits: Bits) -> f32 {
 }
 
 /// The code and the residual for `value`, in units of the block's scale. Saturates at the ends of the grid; a NaN becomes zero.
-/// `random` is read by [`Rounding::Stochastic`] only, which rounds to one of the two neighbouring points.
-pub fn encode(value: f32, bits: Bits, rounding: Rounding, random: u32) -> (u8, i8) {
+/// `draw`, 16 random bits, is read by [`Rounding::Stochastic`] only, which goes to the upper neighbour if the draw, as a fraction, is
+/// below the distance from the lower one.
+#[inline(always)]
+pub fn encode(value: f32, bits: Bits, rounding: Rounding, draw: u16) -> (u8, i8) {
     let steps = bits.steps();
     let x = if value.is_nan() { 0.0 } else { value.abs() };
     // Where the value lies between levels, in gaps from zero.
@@ -81,7 +83,7 @@ pub fn encode(value: f32, bits: Bits, rounding: Rounding, random: u32) -> (u8, i
     let up = match rounding {
         Rounding::NearestEven => fraction > 0.5 || (fraction == 0.5 && low % 2 == 1),
         Rounding::HalfAway => fraction >= 0.5,
-        Rounding::Stochastic => (random >> 8) as f32 * (1.0 / (1 << 24) as f32) < fraction,
+        Rounding::Stochastic => (f32::from(draw) + 0.5) * (1.0 / 65536.0) < fraction,
     };
     let index = low + i32::from(up);
     let index = if value < 0.0 { -index } else { index };
@@ -127,7 +129,7 @@ mod tests {
                     Rounding::HalfAway,
                     Rounding::Stochastic,
                 ] {
-                    assert_eq!(encode(value, bits, rounding, u32::MAX), (code, residual));
+                    assert_eq!(encode(value, bits, rounding, u16::MAX), (code, residual));
                     assert_eq!(encode(value, bits, rounding, 0), (code, residual));
                 }
             }
@@ -163,8 +165,8 @@ mod tests {
         ] {
             let sum: f64 = (0..N)
                 .map(|i| {
-                    let random = random::bits(seed, i) as u32;
-                    let (code, residual) = encode(value, Bits::Four, Rounding::Stochastic, random);
+                    let draw = random::bits(seed, i) as u16;
+                    let (code, residual) = encode(value, Bits::Four, Rounding::Stochastic, draw);
                     f64::from(decode(code, residual, Bits::Four))
                 })
                 .sum();

@@ -17,6 +17,7 @@ mod rope;
 pub mod spec;
 pub mod tensors;
 mod text;
+pub mod training;
 pub mod weights;
 
 use std::collections::BTreeMap;

@@ -44,7 +44,7 @@ macro_rules! same_on_both {
         }
     )+};
 }
-same_on_both!(f32, u32, u8);
+same_on_both!(f32, i32, u32, u8);
 
 /// Floats that are f32 on the CPU, and bf16 on a GPU: activations and gradients in training.
 #[derive(Debug)]
@@ -118,6 +118,18 @@ impl<E: Element> Array<E> {
         Ok(Array { memory, len })
     }
 
+    /// `len` zeros that stay: part of a model, counted as its weights.
+    pub fn zeroed(device: &Device, len: usize) -> Result<Array<E>> {
+        let memory = match device {
+            Device::Cpu(_) => Memory::Host(Buffer::zeroed(Tag::Weights, len)?),
+            Device::Cuda(gpu) => {
+                let bytes = product("weights", &[len, E::GPU_BYTES])?;
+                Memory::Cuda(DeviceBuffer::zeroed(gpu, Tag::DeviceWeights, bytes)?)
+            }
+        };
+        Ok(Array { memory, len })
+    }
+
     /// Elements.
     pub fn len(&self) -> usize {
         self.len
@@ -154,6 +166,14 @@ impl<E: Element> Array<E> {
         match &self.memory {
             Memory::Host(values) => Slice::Host(values),
             Memory::Cuda(buffer) => Slice::Cuda(buffer.into()),
+        }
+    }
+
+    /// All elements, to be written.
+    pub fn all_mut(&mut self) -> SliceMut<'_, E> {
+        match &mut self.memory {
+            Memory::Host(values) => SliceMut::Host(values),
+            Memory::Cuda(buffer) => SliceMut::Cuda((&*buffer).into()),
         }
     }
 

@@ -1,5 +1,5 @@
-//! Floor 4: one file per operation, on arrays of either device. An operation checks its arguments, chooses the device once, and calls it;
-//! only the forward pass is here so far, and the backward pass belongs beside it. Knows nothing of models or sessions.
+//! Floor 4: one file per operation, on arrays of either device. An operation checks its arguments, chooses the device once, and calls it.
+//! Those of training, with their backward passes, are in [`training`]. Knows nothing of models or sessions.
 
 pub mod activation;
 mod array;
@@ -14,6 +14,7 @@ pub mod rope;
 pub mod sample;
 pub mod ste;
 pub mod tensors;
+pub mod training;
 pub mod transfer;
 
 pub use crate::cpu::Workspace;

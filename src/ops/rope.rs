@@ -59,6 +59,11 @@ impl Angles {
             sin: array(&sin)?,
         })
     }
+
+    /// Cosines and sines, `[rows, rotary_dim / 2]` each.
+    pub(super) fn cos_sin(&self) -> (Slice<'_>, Slice<'_>) {
+        (self.cos.all(), self.sin.all())
+    }
 }
 
 /// Rotates `x` `[m, heads, head_dim]` in place, row `i` by the angles of row `i`.

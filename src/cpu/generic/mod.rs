@@ -3,5 +3,6 @@
 
 pub(super) mod attention;
 pub(super) mod linear;
+pub(super) mod matmul;
 pub(super) mod pointwise;
 pub(super) mod sample;

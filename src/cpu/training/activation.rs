@@ -1,0 +1,89 @@
+//! Gated linear units whose gate and input lie side by side, and their backward pass.
+
+use super::rows::{by_parts, by_parts_of_two};
+use crate::base::error::{Result, bail};
+use crate::cpu::Cpu;
+
+/// The value of an activation and its derivative.
+pub(super) type Derivative = fn(f32) -> (f32, f32);
+
+/// `x s` with `s = sigmoid(x)`, whose derivative is `s + x s (1 - s)`.
+fn silu(x: f32) -> (f32, f32) {
+    let s = 1.0 / (1.0 + (-x).exp());
+    (x * s, s + x * s * (1.0 - s))
+}
+
+/// `x (1 + t) / 2` with `t = tanh(u)`, `u = sqrt(2/pi) (x + 0.044715 x^3)`; the derivative is `(1 + t) / 2 + x (1 - t^2) u' / 2`.
+fn gelu_tanh(x: f32) -> (f32, f32) {
+    const FACTOR: f32 = 0.797_884_6;
+    const CUBE: f32 = 0.044_715;
+    let t = (FACTOR * (x + CUBE * x * x * x)).tanh();
+    let slope = FACTOR * (1.0 + 3.0 * CUBE * x * x);
+    (
+        0.5 * x * (1.0 + t),
+        0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * slope,
+    )
+}
+
+impl Cpu {
+    /// SiLU with its derivative.
+    pub const SILU: Derivative = silu;
+    /// The tanh form of GELU with its derivative.
+    pub const GELU_TANH: Derivative = gelu_tanh;
+
+    /// `act(gate) * up` of rows `[gate, up]`, each of `width`.
+    pub fn glu_rows(
+        &self,
+        act: Derivative,
+        gate_up: &[f32],
+        width: usize,
+        y: &mut [f32],
+    ) -> Result<()> {
+        check(gate_up.len(), y.len(), width)?;
+        by_parts(self.pool(), y, width, |row, y| {
+            let (gate, up) = gate_up[row * 2 * width..][..2 * width].split_at(width);
+            for ((y, g), u) in y.iter_mut().zip(gate).zip(up) {
+                *y = act(*g).0 * u;
+            }
+        });
+        Ok(())
+    }
+
+    /// The backward pass of [`Cpu::glu_rows`]: makes `gate_up` its gradients, and `dy`, which holds the gradients of the results, the
+    /// results again.
+    pub fn glu_rows_backward(
+        &self,
+        act: Derivative,
+        gate_up: &mut [f32],
+        width: usize,
+        dy: &mut [f32],
+    ) -> Result<()> {
+        check(gate_up.len(), dy.len(), width)?;
+        by_parts_of_two(
+            self.pool(),
+            (gate_up, dy),
+            (2 * width, width),
+            |_, gate_up, dy| {
+                let (gate, up) = gate_up.split_at_mut(width);
+                for ((g, u), dy) in gate.iter_mut().zip(up).zip(dy) {
+                    let (value, slope) = act(*g);
+                    let d = *dy;
+                    *dy = value * *u;
+                    *g = d * *u * slope;
+                    *u = d * value;
+                }
+            },
+        );
+        Ok(())
+    }
+}
+
+fn check(gate_up: usize, y: usize, width: usize) -> Result<()> {
+    if width == 0 || !y.is_multiple_of(width) || gate_up != 2 * y {
+        bail!(
+            Internal,
+            "a gated unit of {gate_up} elements and {y} results in rows of {width}"
+        );
+    }
+    Ok(())
+}

@@ -1,0 +1,211 @@
+//! Causal attention of rows in which documents follow each other, with the logarithm of each row's sum of exponentials, and its backward
+//! pass from those (Dao, 2023, section 3.1: probabilities are computed again, none are kept).
+
+use std::ops::Range;
+
+use super::rows::{by_parts, by_parts_of_two};
+use crate::base::error::{Result, bail};
+use crate::cpu::Cpu;
+
+/// Where the document of each row lies: both rise, and `starts[t] <= t < ends[t]`.
+#[derive(Clone, Copy, Debug)]
+pub struct DocumentRows<'a> {
+    /// Its first row.
+    pub starts: &'a [u32],
+    /// One past its last row.
+    pub ends: &'a [u32],
+}
+
+/// How rows `[T, (heads + 2 kv_heads) * dim]` of queries, keys and values attend.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct PackedAttention {
+    /// Query heads.
+    pub heads: usize,
+    /// Key/value heads; divides `heads`.
+    pub kv_heads: usize,
+    /// Elements of a head.
+    pub dim: usize,
+    /// Multiplies the product of query and key.
+    pub scale: f32,
+    /// Rows that a query sees, its own included; its whole document up to its own if `None`.
+    pub window: Option<usize>,
+    /// Bounds scores softly: `cap * tanh(score / cap)`.
+    pub score_cap: Option<f32>,
+}
+
+impl PackedAttention {
+    /// Elements of a row of queries, keys and values.
+    pub fn width(&self) -> usize {
+        (self.heads + 2 * self.kv_heads) * self.dim
+    }
+
+    /// Elements of a row of queries, and of results.
+    pub fn q_width(&self) -> usize {
+        self.heads * self.dim
+    }
+
+    fn group(&self) -> usize {
+        self.heads / self.kv_heads
+    }
+
+    /// The rows that query `i` sees.
+    fn seen(&self, documents: DocumentRows<'_>, i: usize) -> Range<usize> {
+        let start = documents.starts[i] as usize;
+        start.max((i + 1).saturating_sub(self.window.unwrap_or(usize::MAX)))..i + 1
+    }
+
+    /// A score, and its derivative by the product of query and key.
+    fn score(&self, product: f32) -> (f32, f32) {
+        let score = product * self.scale;
+        match self.score_cap {
+            None => (score, self.scale),
+            Some(cap) => {
+                let t = (score / cap).tanh();
+                (cap * t, self.scale * (1.0 - t * t))
+            }
+        }
+    }
+
+    fn check(
+        &self,
+        documents: DocumentRows<'_>,
+        qkv: usize,
+        out: usize,
+        lse: usize,
+    ) -> Result<usize> {
+        let rows = documents.starts.len();
+        if self.kv_heads == 0
+            || !self.heads.is_multiple_of(self.kv_heads)
+            || documents.ends.len() != rows
+            || qkv != rows * self.width()
+            || out != rows * self.q_width()
+            || lse != rows * self.heads
+        {
+            bail!(
+                Internal,
+                "attention of {rows} rows of {} and {} heads of {}: {qkv} elements of queries, keys and values, {out} results, {lse} sums",
+                self.heads,
+                self.kv_heads,
+                self.dim
+            );
+        }
+        Ok(rows)
+    }
+}
+
+fn dot(a: &[f32], b: &[f32]) -> f32 {
+    // Eight sums, which the compiler makes a vector of.
+    let (mut sums, whole) = ([0f32; 8], a.len() / 8 * 8);
+    for (a, b) in a.chunks_exact(8).zip(b.chunks_exact(8)) {
+        for i in 0..8 {
+            sums[i] += a[i] * b[i];
+        }
+    }
+    let tail: f32 = a[whole..].iter().zip(&b[whole..]).map(|(a, b)| a * b).sum();
+    sums.iter().sum::<f32>() + tail
+}
+
+fn add_scaled(to: &mut [f32], x: &[f32], factor: f32) {
+    to.iter_mut().zip(x).for_each(|(to, x)| *to += factor * x);
+}
+
+impl Cpu {
+    /// Attention of `qkv`, whose heads are normalized and rotated, to `out` `[T, heads * dim]`; `lse` `[T, heads]` becomes the natural
+    /// logarithms of the sums of exponentials.
+    pub fn packed_attention(
+        &self,
+        options: &PackedAttention,
+        documents: DocumentRows<'_>,
+        qkv: &[f32],
+        out: &mut [f32],
+        lse: &mut [f32],
+    ) -> Result<()> {
+        options.check(documents, qkv.len(), out.len(), lse.len())?;
+        let (width, dim) = (options.width(), options.dim);
+        let parts = (options.q_width(), options.heads);
+        by_parts_of_two(self.pool(), (out, lse), parts, |i, out, lse| {
+            let seen = options.seen(documents, i);
+            let mut scores = vec![0.0; seen.len()];
+            for (head, (out, lse)) in out.chunks_exact_mut(dim).zip(lse).enumerate() {
+                let kv = head / options.group();
+                let key = (options.heads + kv) * dim;
+                let value = key + options.kv_heads * dim;
+                let q = &qkv[i * width + head * dim..][..dim];
+                for (score, j) in scores.iter_mut().zip(seen.clone()) {
+                    *score = options.score(dot(q, &qkv[j * width + key..][..dim])).0;
+                }
+                let largest = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+                let mut sum = 0.0;
+                out.fill(0.0);
+                for (score, j) in scores.iter().zip(seen.clone()) {
+                    let weight = (score - largest).exp();
+                    sum += weight;
+                    add_scaled(out, &qkv[j * width + value..][..dim], weight);
+                }
+                out.iter_mut().for_each(|x| *x /= sum);
+                *lse = largest + sum.ln();
+            }
+        });
+        Ok(())
+    }
+
+    /// The backward pass of [`Cpu::packed_attention`]: makes `dqkv` the gradients of `qkv`, from those of the results.
+    pub fn packed_attention_backward(
+        &self,
+        options: &PackedAttention,
+        documents: DocumentRows<'_>,
+        (qkv, out, lse): (&[f32], &[f32], &[f32]),
+        dout: &[f32],
+        dqkv: &mut [f32],
+    ) -> Result<()> {
+        let rows = options.check(documents, qkv.len(), out.len(), lse.len())?;
+        options.check(documents, dqkv.len(), dout.len(), lse.len())?;
+        let (width, q_width, dim) = (options.width(), options.q_width(), options.dim);
+        let (heads, group) = (options.heads, options.group());
+        // A key/value head with its queries is one thread's, as its gradients are sums over rows and queries.
+        let part = rows * (group + 2) * dim;
+        let mut gradients = vec![0.0; options.kv_heads * part];
+        by_parts(self.pool(), &mut gradients, part, |kv, gradients| {
+            let (dq, dkv) = gradients.split_at_mut(rows * group * dim);
+            let (dk, dv) = dkv.split_at_mut(rows * dim);
+            let key = (heads + kv) * dim;
+            let value = key + options.kv_heads * dim;
+            for i in 0..rows {
+                for (g, head) in (kv * group..(kv + 1) * group).enumerate() {
+                    let q = &qkv[i * width + head * dim..][..dim];
+                    let of_row = |x: &'_ [f32]| -> Vec<f32> {
+                        x[i * q_width + head * dim..][..dim].to_vec()
+                    };
+                    let (d, o) = (of_row(dout), of_row(out));
+                    let delta = dot(&d, &o);
+                    let dq = &mut dq[(i * group + g) * dim..][..dim];
+                    for j in options.seen(documents, i) {
+                        let (k, v) = (
+                            &qkv[j * width + key..][..dim],
+                            &qkv[j * width + value..][..dim],
+                        );
+                        let (score, slope) = options.score(dot(q, k));
+                        let p = (score - lse[i * heads + head]).exp();
+                        let ds = p * (dot(&d, v) - delta) * slope;
+                        add_scaled(&mut dv[j * dim..][..dim], &d, p);
+                        add_scaled(&mut dk[j * dim..][..dim], q, ds);
+                        add_scaled(dq, k, ds);
+                    }
+                }
+            }
+        });
+        by_parts(self.pool(), dqkv, width, |i, row| {
+            for (kv, gradients) in gradients.chunks_exact(part).enumerate() {
+                let (dq, dkv) = gradients.split_at(rows * group * dim);
+                let (dk, dv) = dkv.split_at(rows * dim);
+                let key = (heads + kv) * dim;
+                let value = key + options.kv_heads * dim;
+                let query = kv * group * dim;
+                row[query..][..group * dim].copy_from_slice(&dq[i * group * dim..][..group * dim]);
+                row[key..][..dim].copy_from_slice(&dk[i * dim..][..dim]);
+                row[value..][..dim].copy_from_slice(&dv[i * dim..][..dim]);
+            }
+        });
+        Ok(())
+    }
+}

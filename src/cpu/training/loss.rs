@@ -1,0 +1,118 @@
+//! Cross-entropy of a head whose columns come in chunks, so that the logits of a vocabulary never exist at once: first the logarithm of
+//! each row's sum of exponentials, chunk by chunk (Milakov and Gimelshein, arXiv 1805.02867), then the gradients of a chunk from it.
+
+use super::rows::by_parts;
+use crate::base::error::{Result, bail};
+use crate::cpu::Cpu;
+
+/// Which logits a chunk holds, `[T, width]`.
+#[derive(Clone, Copy, Debug)]
+pub struct HeadColumns<'a> {
+    /// The token of the first column.
+    pub first: usize,
+    /// Columns.
+    pub width: usize,
+    /// The token that each row should predict; negative where none counts.
+    pub labels: &'a [i32],
+    /// Bounds logits softly: `cap * tanh(logit / cap)`.
+    pub cap: Option<f32>,
+}
+
+/// What is known of each row after some chunks.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[repr(C)]
+pub struct CrossEntropy {
+    /// The largest logit.
+    pub largest: f32,
+    /// The sum of `exp(logit - largest)`.
+    pub sum: f32,
+    /// The label's logit.
+    pub target: f32,
+}
+
+impl CrossEntropy {
+    /// Before the first chunk.
+    pub const START: CrossEntropy = CrossEntropy {
+        largest: f32::NEG_INFINITY,
+        sum: 0.0,
+        target: 0.0,
+    };
+
+    /// The logarithm of the sum of exponentials.
+    pub fn lse(&self) -> f32 {
+        self.largest + self.sum.ln()
+    }
+}
+
+impl HeadColumns<'_> {
+    fn check(&self, logits: usize, rows: usize) -> Result<()> {
+        if self.width == 0 || logits != rows * self.width || self.labels.len() != rows {
+            bail!(
+                Internal,
+                "a chunk of {logits} logits in rows of {}, with {} labels and {rows} rows",
+                self.width,
+                self.labels.len()
+            );
+        }
+        Ok(())
+    }
+
+    fn capped(&self, logit: f32) -> f32 {
+        self.cap.map_or(logit, |cap| cap * (logit / cap).tanh())
+    }
+
+    /// The column of a row's label, if it is in this chunk.
+    fn column(&self, row: usize) -> Option<usize> {
+        let label = usize::try_from(self.labels[row]).ok()?;
+        label.checked_sub(self.first).filter(|&c| c < self.width)
+    }
+}
+
+impl Cpu {
+    /// Takes a chunk of logits into account.
+    pub fn cross_entropy_chunk(
+        &self,
+        columns: &HeadColumns<'_>,
+        logits: &[f32],
+        rows: &mut [CrossEntropy],
+    ) -> Result<()> {
+        columns.check(logits.len(), rows.len())?;
+        by_parts(self.pool(), rows, 1, |i, row| {
+            let (row, logits) = (&mut row[0], &logits[i * columns.width..][..columns.width]);
+            let capped = || logits.iter().map(|&l| columns.capped(l));
+            let largest = capped().fold(row.largest, f32::max);
+            let sum: f32 = capped().map(|l| (l - largest).exp()).sum();
+            row.sum = row.sum * (row.largest - largest).exp() + sum;
+            row.largest = largest;
+            if let Some(column) = columns.column(i) {
+                row.target = columns.capped(logits[column]);
+            }
+        });
+        Ok(())
+    }
+
+    /// Makes a chunk of logits their gradients: `weight (softmax - onehot)`, of rows that have a label; others are zero. `lse` and
+    /// `weights` are of each row.
+    pub fn cross_entropy_gradient(
+        &self,
+        columns: &HeadColumns<'_>,
+        logits: &mut [f32],
+        lse: &[f32],
+        weights: &[f32],
+    ) -> Result<()> {
+        columns.check(logits.len(), lse.len())?;
+        by_parts(self.pool(), logits, columns.width, |i, logits| {
+            if columns.labels[i] < 0 {
+                return logits.fill(0.0);
+            }
+            let target = columns.column(i);
+            for (column, logit) in logits.iter_mut().enumerate() {
+                let l = columns.capped(*logit);
+                let slope = columns.cap.map_or(1.0, |cap| 1.0 - (l / cap) * (l / cap));
+                let onehot = f32::from(u8::from(target == Some(column)));
+                *logit = weights[i] * ((l - lse[i]).exp() - onehot) * slope;
+            }
+        });
+        Ok(())
+    }
+}

@@ -1,0 +1,169 @@
+//! Plain products of f32 matrices, in the three forms that training takes.
+
+use super::rows::by_parts;
+use crate::base::error::{Result, bail};
+use crate::cpu::Cpu;
+
+/// Which operands of a product are stored transposed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Form {
+    /// `a[m, k] b[n, k]^T`: activations times a weight.
+    NT,
+    /// `a[m, k] b[k, n]`: gradients of outputs times a weight, which are those of its inputs.
+    NN,
+    /// `a[k, m]^T b[k, n]`: gradients of outputs and the inputs, which make the gradient of a weight.
+    TN,
+}
+
+/// The sizes of a product: `[m, n]` sums of `k` products.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Sizes {
+    /// Rows of the result.
+    pub m: usize,
+    /// Columns of the result.
+    pub n: usize,
+    /// Products in a sum.
+    pub k: usize,
+}
+
+/// Columns of a panel, the lanes of a vector.
+const COLUMNS: usize = 16;
+/// How much of k is packed at a time: a panel of so many rows stays in the first cache.
+const DEPTH: usize = 256;
+/// Rows of `a` that a part of the work packs, at most: many, as each part packs all of `b` for itself.
+const ROWS: usize = 384;
+
+impl Cpu {
+    /// The product of `a` and `b`, as `form` says, to `out` `[m, n]`, or added to it. Every sum runs along k in parts of 256, whatever
+    /// the level and the threads.
+    pub fn matmul(
+        &self,
+        form: Form,
+        Sizes { m, n, k }: Sizes,
+        a: &[f32],
+        b: &[f32],
+        out: &mut [f32],
+        add: bool,
+    ) -> Result<()> {
+        if a.len() != m * k || b.len() != n * k || out.len() != m * n {
+            bail!(
+                Internal,
+                "a product {form:?} of [{m}, {n}] over {k}: operands of {} and {} elements, and a result of {}",
+                a.len(),
+                b.len(),
+                out.len()
+            );
+        }
+        if !add {
+            out.fill(0.0);
+        }
+        let height = self.table.widest;
+        let rows = m
+            .div_ceil(self.pool().threads())
+            .clamp(1, ROWS)
+            .next_multiple_of(height);
+        let a_at = |i: usize, p: usize| match form {
+            Form::TN => a[p * m + i],
+            Form::NT | Form::NN => a[i * k + p],
+        };
+        // Threads take runs of rows; each packs what it multiplies.
+        by_parts(self.pool(), out, rows * n, |part, out| {
+            let first = part * rows;
+            let count = out.len() / n;
+            let tiles = count.div_ceil(height);
+            let (mut left, mut right) = (vec![0.0; tiles * height * DEPTH], [0.0; DEPTH * COLUMNS]);
+            let mut edge = vec![0.0; height * COLUMNS];
+            for start in (0..k).step_by(DEPTH) {
+                let depth = DEPTH.min(k - start);
+                for tile in 0..tiles {
+                    let to = &mut left[tile * height * DEPTH..][..height * depth];
+                    for (p, to) in to.chunks_exact_mut(height).enumerate() {
+                        for (r, to) in to.iter_mut().enumerate() {
+                            let i = tile * height + r;
+                            *to = if i < count {
+                                a_at(first + i, start + p)
+                            } else {
+                                0.0
+                            };
+                        }
+                    }
+                }
+                for column in (0..n).step_by(COLUMNS) {
+                    let width = COLUMNS.min(n - column);
+                    pack_right(form, b, (n, k), (start, depth), (column, width), &mut right);
+                    for tile in 0..tiles {
+                        let a = left[tile * height * DEPTH..].as_ptr();
+                        let whole = tile * height + height <= count && width == COLUMNS;
+                        let at = tile * height * n + column;
+                        if whole {
+                            // SAFETY: the level is present; the panels hold `depth` rows, and the tile lies in `out`.
+                            unsafe {
+                                (self.table.panel_product)(
+                                    depth,
+                                    a,
+                                    right.as_ptr(),
+                                    out[at..].as_mut_ptr(),
+                                    n,
+                                );
+                            }
+                            continue;
+                        }
+                        let inside = height.min(count - tile * height);
+                        edge.fill(0.0);
+                        for r in 0..inside {
+                            edge[r * COLUMNS..][..width]
+                                .copy_from_slice(&out[at + r * n..][..width]);
+                        }
+                        // SAFETY: as above, with a tile of its own.
+                        unsafe {
+                            (self.table.panel_product)(
+                                depth,
+                                a,
+                                right.as_ptr(),
+                                edge.as_mut_ptr(),
+                                COLUMNS,
+                            );
+                        }
+                        for r in 0..inside {
+                            out[at + r * n..][..width]
+                                .copy_from_slice(&edge[r * COLUMNS..][..width]);
+                        }
+                    }
+                }
+            }
+        });
+        Ok(())
+    }
+}
+
+/// Columns `column..column + width` of the right operand, `depth` of k from `start` on, as `[depth, 16]` with zeros beyond `width`.
+fn pack_right(
+    form: Form,
+    b: &[f32],
+    (n, k): (usize, usize),
+    (start, depth): (usize, usize),
+    (column, width): (usize, usize),
+    to: &mut [f32],
+) {
+    let rows = to.chunks_exact_mut(COLUMNS).take(depth).enumerate();
+    match form {
+        Form::NT => {
+            for (p, to) in rows {
+                for (j, to) in to.iter_mut().enumerate() {
+                    *to = if j < width {
+                        b[(column + j) * k + start + p]
+                    } else {
+                        0.0
+                    };
+                }
+            }
+        }
+        Form::NN | Form::TN => {
+            for (p, to) in rows {
+                let (values, padding) = to.split_at_mut(width);
+                values.copy_from_slice(&b[(start + p) * n + column..][..width]);
+                padding.fill(0.0);
+            }
+        }
+    }
+}

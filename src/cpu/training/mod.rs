@@ -1,0 +1,17 @@
+//! What training takes beside inference, in f32: products of plain matrices, and the operations of a block with their backward passes.
+//! The reference that kernels of other devices are compared with. Sums run in a fixed order, whatever the threads.
+
+mod activation;
+mod attention;
+mod heads;
+mod loss;
+mod matmul;
+mod norm;
+mod optimizer;
+mod rows;
+
+pub use attention::{DocumentRows, PackedAttention};
+pub use heads::Heads;
+pub use loss::{CrossEntropy, HeadColumns};
+pub use matmul::{Form, Sizes};
+pub use optimizer::{MatrixRows, Rows, RowsStep, weight_global};

@@ -1,0 +1,241 @@
+//! AdamW on rows of a matrix in their stored form.
+
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+
+use super::rows::by_parts;
+use crate::base::error::{Result, bail};
+use crate::cpu::Cpu;
+use crate::format::adamw::{
+    Block, Changes, Coefficients, Field, FieldBytes, Forms, GROUP_ROWS, Globals, Keys, WeightForm,
+    decode_weights, encode_weights, moment_globals, power_for, step,
+};
+use crate::format::nvfp4::BLOCK;
+
+/// A field of some rows, row-major.
+#[derive(Debug)]
+pub struct Rows<'a> {
+    /// Codes, [`FieldBytes::codes`] for each 16 elements.
+    pub codes: &'a mut [u8],
+    /// A scale for each 16 elements, of a scaled field; else none.
+    pub scales: &'a mut [u8],
+}
+
+/// Rows of a matrix with their moments.
+#[derive(Debug)]
+pub struct MatrixRows<'a> {
+    /// The weights' codes.
+    pub codes: Rows<'a>,
+    /// What is kept beside them.
+    pub rest: &'a mut [u8],
+    /// First moments, and a global scale for each group of rows.
+    pub first: (Rows<'a>, &'a mut [f32]),
+    /// Second moments, likewise.
+    pub second: (Rows<'a>, &'a mut [f32]),
+}
+
+/// What a step of rows is told.
+#[derive(Clone, Copy, Debug)]
+pub struct RowsStep<'a> {
+    /// How the matrix is stored.
+    pub forms: &'a Forms,
+    /// The numbers of the step.
+    pub coefficients: &'a Coefficients,
+    /// The random streams of the matrix.
+    pub keys: &'a Keys,
+    /// Elements of a row, a multiple of 16.
+    pub cols: usize,
+    /// The first row, a multiple of [`GROUP_ROWS`].
+    pub first_row: usize,
+    /// The weights' global scale.
+    pub global: f32,
+}
+
+/// The `n` blocks' codes and scales of a field, one after another.
+fn blocks<'a>(rows: Rows<'a>, bytes: FieldBytes, n: usize) -> impl Iterator<Item = Field<'a>> {
+    let mut codes = rows.codes.chunks_exact_mut(bytes.codes.max(1));
+    let mut scales = rows.scales.iter_mut();
+    (0..n).map(move |_| Field {
+        codes: codes.next().unwrap_or_default(),
+        scale: scales.next(),
+    })
+}
+
+/// Parts of a field, of so many blocks each.
+fn parts<'a>(rows: Rows<'a>, bytes: FieldBytes, n: usize) -> impl Iterator<Item = Rows<'a>> {
+    let mut codes = rows.codes.chunks_mut((bytes.codes * n).max(1));
+    let mut scales = rows.scales.chunks_mut(n);
+    std::iter::repeat_with(move || Rows {
+        codes: codes.next().unwrap_or_default(),
+        scales: scales.next().unwrap_or_default(),
+    })
+}
+
+fn largest_scale(rows: &Rows<'_>) -> u8 {
+    rows.scales.iter().copied().max().unwrap_or(0)
+}
+
+impl Cpu {
+    /// A step of rows of a matrix with their gradients, `[rows, cols]`.
+    pub fn adamw(
+        &self,
+        this: &RowsStep<'_>,
+        gradients: &[f32],
+        rows: MatrixRows<'_>,
+    ) -> Result<Changes> {
+        let (forms, cols) = (this.forms, this.cols);
+        let count = gradients.len() / cols.max(1);
+        let n = count * cols / BLOCK;
+        let fits = |rows: &Rows<'_>, bytes: FieldBytes| {
+            rows.codes.len() == n * bytes.codes
+                && rows.scales.len() == n * usize::from(bytes.scaled)
+        };
+        let groups = count.div_ceil(GROUP_ROWS);
+        if cols == 0
+            || !cols.is_multiple_of(BLOCK)
+            || !gradients.len().is_multiple_of(cols)
+            || !this.first_row.is_multiple_of(GROUP_ROWS)
+            || !fits(&rows.codes, forms.weight.codes())
+            || rows.rest.len() != n * forms.weight.rest().codes
+            || !fits(&rows.first.0, forms.first.field())
+            || !fits(&rows.second.0, forms.second.field())
+            || rows.first.1.len() != groups
+            || rows.second.1.len() != groups
+        {
+            bail!(
+                Internal,
+                "a step of {} gradients from row {} on, in rows of {cols}, of a matrix held otherwise",
+                gradients.len(),
+                this.first_row
+            );
+        }
+        let in_group = GROUP_ROWS * cols / BLOCK;
+        let rest_bytes = forms.weight.rest().codes;
+        let mut rest = rows.rest.chunks_mut((in_group * rest_bytes).max(1));
+        let mut parts_of_groups: Vec<_> = parts(rows.codes, forms.weight.codes(), in_group)
+            .zip(parts(rows.first.0, forms.first.field(), in_group))
+            .zip(parts(rows.second.0, forms.second.field(), in_group))
+            .zip(rows.first.1.iter_mut().zip(rows.second.1))
+            .map(|(((codes, first), second), globals)| {
+                Some((
+                    codes,
+                    rest.next().unwrap_or_default(),
+                    first,
+                    second,
+                    globals,
+                ))
+            })
+            .collect();
+        let (stored, delivered) = (AtomicU32::new(0), AtomicU32::new(0));
+        by_parts(self.pool(), &mut parts_of_groups, 1, |group, part| {
+            let (codes, rest, first, second, (first_global, second_global)) =
+                part[0].take().expect("each group is stepped once");
+            let row = group * GROUP_ROWS;
+            let gradients = &gradients[row * cols..count.min(row + GROUP_ROWS) * cols];
+            let largest = gradients.iter().fold(0f32, |most, g| most.max(g.abs()));
+            let (first_now, second_now) = moment_globals(
+                forms,
+                this.coefficients,
+                largest * this.coefficients.factor,
+                (largest_scale(&first), *first_global),
+                (largest_scale(&second), *second_global),
+            );
+            let globals = Globals {
+                weight: this.global,
+                first: [*first_global, first_now],
+                second: [*second_global, second_now],
+            };
+            (*first_global, *second_global) = (first_now, second_now);
+            let n = gradients.len() / BLOCK;
+            let mut rest = rest.chunks_exact_mut(rest_bytes.max(1));
+            let fields = blocks(codes, forms.weight.codes(), n)
+                .zip(blocks(first, forms.first.field(), n))
+                .zip(blocks(second, forms.second.field(), n));
+            let mut changes = Changes::default();
+            for (i, (gradients, ((codes, first), second))) in gradients
+                .as_chunks::<BLOCK>()
+                .0
+                .iter()
+                .zip(fields)
+                .enumerate()
+            {
+                let index = ((this.first_row + row) * cols + i * BLOCK) as u32;
+                let block = Block {
+                    codes,
+                    rest: rest.next().unwrap_or_default(),
+                    first,
+                    second,
+                };
+                let some = step(
+                    forms,
+                    this.coefficients,
+                    this.keys,
+                    &globals,
+                    index,
+                    gradients,
+                    block,
+                );
+                changes.stored += some.stored;
+                changes.delivered += some.delivered;
+            }
+            stored.fetch_add(changes.stored, Relaxed);
+            delivered.fetch_add(changes.delivered, Relaxed);
+        });
+        Ok(Changes {
+            stored: stored.into_inner(),
+            delivered: delivered.into_inner(),
+        })
+    }
+
+    /// The values of rows of a matrix to `out` `[rows, cols]`: see [`decode_weights`].
+    pub fn decode_matrix(
+        &self,
+        form: WeightForm,
+        codes: (&[u8], &[u8]),
+        rest: &[u8],
+        global: f32,
+        whole: bool,
+        out: &mut [f32],
+    ) {
+        let bytes = form.codes();
+        let beside = form.rest().codes;
+        let run = 64 * BLOCK;
+        by_parts(self.pool(), out, run, |part, out| {
+            for (i, out) in out.as_chunks_mut::<BLOCK>().0.iter_mut().enumerate() {
+                let block = part * 64 + i;
+                let scale = if bytes.scaled { codes.1[block] } else { 0 };
+                let own = &codes.0[block * bytes.codes..][..bytes.codes];
+                let rest = &rest[block * beside..][..beside];
+                *out = decode_weights(form, own, rest, scale, global, whole);
+            }
+        });
+    }
+
+    /// Stores values `[rows, cols]`, rounded to nearest, as rows of a matrix.
+    pub fn encode_matrix(
+        &self,
+        form: WeightForm,
+        values: &[f32],
+        global: f32,
+        codes: Rows<'_>,
+        rest: &mut [u8],
+    ) {
+        let n = values.len() / BLOCK;
+        let mut rest = rest.chunks_exact_mut(form.rest().codes.max(1));
+        for (values, field) in
+            values
+                .as_chunks::<BLOCK>()
+                .0
+                .iter()
+                .zip(blocks(codes, form.codes(), n))
+        {
+            let rest = rest.next().unwrap_or_default();
+            encode_weights(form, values, global, false, None, field, rest);
+        }
+    }
+}
+
+/// The global scale of a weight whose largest magnitude is `amax`: a power of two that lets it double.
+pub fn weight_global(amax: f32) -> f32 {
+    // The largest block scale, amax / 6, lies between 87 and 171, and twice that below 448.
+    power_for(amax, 10)
+}

@@ -1,0 +1,83 @@
+//! What a pass is given.
+
+use crate::base::Result;
+use crate::base::error::bail;
+use crate::model::Spec;
+use crate::ops::Device;
+use crate::ops::rope::Angles;
+use crate::ops::training::attention::Documents;
+use crate::ops::training::embedding::RowsByToken;
+use crate::ops::training::loss::Targets;
+
+/// Documents one after another, prepared for a device.
+#[derive(Debug)]
+pub struct Batch {
+    pub(super) tokens: Vec<u32>,
+    pub(super) documents: Documents,
+    pub(super) targets: Targets,
+    pub(super) by_token: RowsByToken,
+    /// By number of [`Spec::ropes`].
+    pub(super) angles: Vec<Angles>,
+}
+
+impl Batch {
+    /// Tokens of documents of these lengths, one after another, each at positions from 0 on. Row i should predict `labels[i]`, or nothing
+    /// if that is negative, and its loss is multiplied by `weights[i]`.
+    pub fn new(
+        device: &Device,
+        spec: &Spec,
+        tokens: &[u32],
+        documents: &[usize],
+        labels: &[i32],
+        weights: &[f32],
+    ) -> Result<Batch> {
+        let rows = tokens.len();
+        if rows == 0
+            || documents.iter().sum::<usize>() != rows
+            || labels.len() != rows
+            || weights.len() != rows
+        {
+            bail!(
+                InvalidArgument,
+                "a batch of {rows} tokens in documents of {} in all, with {} labels and {} weights; all must be the same, and positive",
+                documents.iter().sum::<usize>(),
+                labels.len(),
+                weights.len()
+            );
+        }
+        let known = |id: i64| id < spec.vocab_size as i64;
+        let labels_and_tokens = labels
+            .iter()
+            .map(|&l| i64::from(l))
+            .chain(tokens.iter().map(|&t| i64::from(t)));
+        if let Some(id) = labels_and_tokens.into_iter().find(|&id| !known(id)) {
+            bail!(
+                InvalidArgument,
+                "token {id} of a batch is outside the vocabulary of {}",
+                spec.vocab_size
+            );
+        }
+        let longest = documents.iter().copied().max().unwrap_or(0);
+        let angles = spec
+            .ropes
+            .iter()
+            .map(|set| {
+                let table = set.table(longest);
+                let positions = documents.iter().flat_map(|&n| 0..n as u32);
+                Angles::new(device, positions.map(|p| (table, p)))
+            })
+            .collect::<Result<_>>()?;
+        Ok(Batch {
+            tokens: tokens.to_vec(),
+            documents: Documents::new(device, documents)?,
+            targets: Targets::new(device, labels, weights)?,
+            by_token: RowsByToken::new(device, tokens)?,
+            angles,
+        })
+    }
+
+    /// Tokens.
+    pub fn rows(&self) -> usize {
+        self.tokens.len()
+    }
+}

@@ -1,0 +1,229 @@
+//! The last norm and the head, forward and backward, in chunks of the vocabulary; and the gradients of the embedding.
+
+use std::ops::Range;
+
+use super::scratch::{Scratch, grow};
+use super::{Batch, Layout, Store};
+use crate::base::Result;
+use crate::model::Spec;
+use crate::ops::training::loss::{Chunk, Loss};
+use crate::ops::training::matmul::{Form, Sizes, matmul};
+use crate::ops::training::norm;
+use crate::ops::{Array, Device, Mixed};
+
+/// The head of a model, with rows that go through it.
+pub(super) struct HeadPass<'a> {
+    pub(super) device: &'a Device,
+    pub(super) spec: &'a Spec,
+    pub(super) layout: &'a Layout,
+    pub(super) batch: &'a Batch,
+    /// Tokens of a chunk.
+    pub(super) chunk: usize,
+}
+
+impl HeadPass<'_> {
+    fn chunks(&self) -> impl Iterator<Item = Range<usize>> + use<> {
+        let (vocab, chunk) = (self.spec.vocab_size, self.chunk);
+        (0..vocab)
+            .step_by(chunk)
+            .map(move |first| first..vocab.min(first + chunk))
+    }
+
+    fn columns(&self, tokens: &Range<usize>) -> Chunk {
+        Chunk {
+            first: tokens.start,
+            width: tokens.len(),
+            cap: self.spec.logit_cap,
+        }
+    }
+
+    /// The loss of the rows `x` that leave the last block.
+    pub(super) fn forward(
+        &self,
+        store: &mut dyn Store,
+        x: &Array<Mixed>,
+        s: &mut Scratch,
+    ) -> Result<(Loss, f64)> {
+        let (device, t, hidden) = (self.device, self.batch.rows(), self.spec.hidden_size);
+        let widest = self.chunk.min(self.spec.vocab_size);
+        s.head_normed.grow(device, t * hidden)?;
+        s.logits.grow(device, t * widest)?;
+        s.weight.grow(device, widest * hidden)?;
+        let normed = s.head_normed.first_mut(t * hidden)?;
+        let weight = store.vector(self.layout.norm)?;
+        norm::rms_norm(
+            device,
+            x.first(t * hidden)?,
+            weight,
+            self.spec.norm_eps,
+            normed,
+        )?;
+        let mut loss = Loss::new(device, t)?;
+        for tokens in self.chunks() {
+            self.logits(store, &tokens, s)?;
+            let logits = s.logits.first(t * tokens.len())?;
+            loss.add(device, &self.batch.targets, self.columns(&tokens), logits)?;
+        }
+        let total = loss.finish(device, &self.batch.targets)?;
+        Ok((loss, total))
+    }
+
+    /// A chunk's logits, and its rows of the head in `s.weight`.
+    fn logits(&self, store: &mut dyn Store, tokens: &Range<usize>, s: &mut Scratch) -> Result<()> {
+        let (device, t, hidden, width) = (
+            self.device,
+            self.batch.rows(),
+            self.spec.hidden_size,
+            tokens.len(),
+        );
+        store.read(
+            self.layout.head,
+            tokens.clone(),
+            s.weight.first_mut(width * hidden)?,
+        )?;
+        let sizes = Sizes {
+            m: t,
+            n: width,
+            k: hidden,
+        };
+        let (x, weight) = (
+            s.head_normed.first(t * hidden)?,
+            s.weight.first(width * hidden)?,
+        );
+        matmul(
+            device,
+            Form::NT,
+            sizes,
+            x,
+            weight,
+            s.logits.first_mut(t * width)?,
+            false,
+        )
+    }
+
+    /// A chunk's gradients of logits.
+    fn logit_gradients(
+        &self,
+        store: &mut dyn Store,
+        loss: &Loss,
+        tokens: &Range<usize>,
+        s: &mut Scratch,
+    ) -> Result<()> {
+        self.logits(store, tokens, s)?;
+        let len = self.batch.rows() * tokens.len();
+        s.dlogits.grow(
+            self.device,
+            self.batch.rows() * self.chunk.min(self.spec.vocab_size),
+        )?;
+        let (logits, gradients) = (s.logits.first(len)?, s.dlogits.first_mut(len)?);
+        loss.gradients(
+            self.device,
+            &self.batch.targets,
+            self.columns(tokens),
+            logits,
+            gradients,
+        )
+    }
+
+    /// A chunk's gradients of the head, in `s.gradient`, from those of its logits.
+    fn weight_gradients(&self, tokens: &Range<usize>, s: &mut Scratch) -> Result<()> {
+        let (t, hidden, width) = (self.batch.rows(), self.spec.hidden_size, tokens.len());
+        s.gradient
+            .grow(self.device, self.chunk.min(self.spec.vocab_size) * hidden)?;
+        let sizes = Sizes {
+            m: width,
+            n: hidden,
+            k: t,
+        };
+        let (dlogits, x) = (
+            s.dlogits.first(t * width)?,
+            s.head_normed.first(t * hidden)?,
+        );
+        let out = s.gradient.first_mut(width * hidden)?;
+        matmul(self.device, Form::TN, sizes, dlogits, x, out, false)
+    }
+
+    /// Makes `s.dx` the gradients of the rows `x`. An untied head's gradients go to the store at once; a tied one's wait for those of the
+    /// embedding.
+    pub(super) fn backward(
+        &self,
+        store: &mut dyn Store,
+        loss: &Loss,
+        x: &Array<Mixed>,
+        s: &mut Scratch,
+    ) -> Result<()> {
+        let (device, t, hidden) = (self.device, self.batch.rows(), self.spec.hidden_size);
+        s.head_gradient.grow(device, t * hidden)?;
+        grow(device, &mut [(&mut s.dx, t * hidden)])?;
+        for tokens in self.chunks() {
+            self.logit_gradients(store, loss, &tokens, s)?;
+            let width = tokens.len();
+            let sizes = Sizes {
+                m: t,
+                n: hidden,
+                k: width,
+            };
+            let (dlogits, weight) = (s.dlogits.first(t * width)?, s.weight.first(width * hidden)?);
+            let to = s.head_gradient.first_mut(t * hidden)?;
+            matmul(
+                device,
+                Form::NN,
+                sizes,
+                dlogits,
+                weight,
+                to,
+                tokens.start > 0,
+            )?;
+            if !self.spec.tied && store.trains(self.layout.head) {
+                self.weight_gradients(&tokens, s)?;
+                store.gradient(
+                    self.layout.head,
+                    tokens.start,
+                    s.gradient.first(width * hidden)?,
+                )?;
+            }
+        }
+        norm::convert(
+            device,
+            s.head_gradient.first(t * hidden)?,
+            s.dx.first_mut(t * hidden)?,
+        )?;
+        let (weight, dweight) = store.vector_with_gradient(self.layout.norm)?;
+        let (x, dx) = (x.first(t * hidden)?, s.dx.first_mut(t * hidden)?);
+        norm::rms_norm_backward(device, x, weight, self.spec.norm_eps, dx, None, dweight)
+    }
+
+    /// Gives the store the gradients of the embedding, from those of its rows in `s.dx`, and of the head if it is tied.
+    pub(super) fn embedding_backward(
+        &self,
+        store: &mut dyn Store,
+        loss: &Loss,
+        s: &mut Scratch,
+    ) -> Result<()> {
+        let (device, t, hidden) = (self.device, self.batch.rows(), self.spec.hidden_size);
+        if !store.trains(self.layout.embedding) {
+            return Ok(());
+        }
+        for tokens in self.chunks() {
+            let len = tokens.len() * hidden;
+            if self.spec.tied {
+                self.logit_gradients(store, loss, &tokens, s)?;
+                self.weight_gradients(&tokens, s)?;
+            } else {
+                s.gradient
+                    .grow(device, self.chunk.min(self.spec.vocab_size) * hidden)?;
+                norm::clear(device, s.gradient.first_mut(len)?)?;
+            }
+            self.batch.by_token.add(
+                device,
+                s.dx.first(t * hidden)?,
+                self.spec.embedding_scale,
+                tokens.start,
+                hidden,
+                s.gradient.first_mut(len)?,
+            )?;
+            store.gradient(self.layout.embedding, tokens.start, s.gradient.first(len)?)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,175 @@
+//! The parameters of a model by number, and where a pass meets them.
+
+use crate::base::Result;
+use crate::base::error::bail;
+use crate::model::spec::{MlpSpec, Spec};
+use crate::model::tensors::{self, EMBEDDING, HEAD, NORM, TensorRole, block_name};
+
+/// The number of a matrix in [`Layout::matrices`].
+pub type MatrixId = usize;
+/// The number of a vector in [`Layout::vectors`].
+pub type VectorId = usize;
+
+/// A matrix of a model.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MatrixLayout {
+    /// Its name, in the words of transformers.
+    pub name: String,
+    /// Output features.
+    pub rows: usize,
+    /// Input features.
+    pub cols: usize,
+    /// The block it belongs to.
+    pub block: Option<usize>,
+}
+
+/// A norm or a bias.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct VectorLayout {
+    /// Its name.
+    pub name: String,
+    /// Elements.
+    pub len: usize,
+    /// The block it belongs to.
+    pub block: Option<usize>,
+    /// Whether it is a bias.
+    pub is_bias: bool,
+}
+
+/// A matrix and its bias.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ProjectionLayout {
+    /// The matrix.
+    pub matrix: MatrixId,
+    /// The bias.
+    pub bias: Option<VectorId>,
+}
+
+/// The parameters of a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockLayout {
+    /// Queries, keys, values.
+    pub qkv: [ProjectionLayout; 3],
+    /// The norms of queries and keys.
+    pub qk_norms: [Option<VectorId>; 2],
+    /// The output of attention.
+    pub o: ProjectionLayout,
+    /// Gate and up.
+    pub gate_up: [ProjectionLayout; 2],
+    /// Down.
+    pub down: ProjectionLayout,
+    /// The norms before and after attention.
+    pub attention_norms: [Option<VectorId>; 2],
+    /// The norms before and after the MLP.
+    pub mlp_norms: [Option<VectorId>; 2],
+}
+
+/// All parameters of a model.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Layout {
+    /// The matrices, the embedding first.
+    pub matrices: Vec<MatrixLayout>,
+    /// The norms and biases.
+    pub vectors: Vec<VectorLayout>,
+    /// The blocks.
+    pub blocks: Vec<BlockLayout>,
+    /// The embedding.
+    pub embedding: MatrixId,
+    /// The output layer, which is the embedding if they are tied.
+    pub head: MatrixId,
+    /// The last norm.
+    pub norm: VectorId,
+}
+
+impl Layout {
+    /// The parameters of a model of `spec`, with those optional ones that `has` says are there.
+    pub fn new(spec: &Spec, has: &dyn Fn(&str) -> bool) -> Result<Layout> {
+        if let Some(block) = spec.blocks.iter().position(|b| b.mlp.mixture().is_some()) {
+            bail!(
+                Unsupported,
+                "block {block} of this {} model is a mixture of experts, which this version does not train; it trains dense models",
+                spec.family
+            );
+        }
+        let (mut matrices, mut vectors) = (Vec::new(), Vec::new());
+        for tensor in tensors::all(spec) {
+            if !tensor.required && !has(&tensor.name) {
+                continue;
+            }
+            let block = tensor
+                .name
+                .strip_prefix("model.layers.")
+                .and_then(|rest| rest.split('.').next()?.parse().ok());
+            match (tensor.role, tensor.shape.as_slice()) {
+                (TensorRole::Vector, &[len]) => vectors.push(VectorLayout {
+                    is_bias: tensor.name.ends_with(".bias"),
+                    name: tensor.name,
+                    len,
+                    block,
+                }),
+                (_, &[rows, cols]) => matrices.push(MatrixLayout {
+                    name: tensor.name,
+                    rows,
+                    cols,
+                    block,
+                }),
+                (_, shape) => bail!(Internal, "{} has shape {shape:?}", tensor.name),
+            }
+        }
+        let matrix = |name: &str| -> Result<MatrixId> {
+            match matrices.iter().position(|m| m.name == name) {
+                Some(id) => Ok(id),
+                None => bail!(Internal, "a model without {name}"),
+            }
+        };
+        let vector = |name: &str| vectors.iter().position(|v| v.name == name);
+        let blocks = (0..spec.blocks.len())
+            .map(|index| {
+                let projection = |name: &str| -> Result<ProjectionLayout> {
+                    Ok(ProjectionLayout {
+                        matrix: matrix(&block_name(index, &format!("{name}.weight")))?,
+                        bias: vector(&block_name(index, &format!("{name}.bias"))),
+                    })
+                };
+                let norm = |name: &str| vector(&block_name(index, &format!("{name}.weight")));
+                let names = &spec.norm_names;
+                Ok(BlockLayout {
+                    qkv: [
+                        projection("self_attn.q_proj")?,
+                        projection("self_attn.k_proj")?,
+                        projection("self_attn.v_proj")?,
+                    ],
+                    qk_norms: ["self_attn.q_norm", "self_attn.k_norm"].map(norm),
+                    o: projection("self_attn.o_proj")?,
+                    gate_up: [projection("mlp.gate_proj")?, projection("mlp.up_proj")?],
+                    down: projection("mlp.down_proj")?,
+                    attention_norms: [norm(names.attention), norm(names.attention_post)],
+                    mlp_norms: [norm(names.mlp), norm(names.mlp_post)],
+                })
+            })
+            .collect::<Result<_>>()?;
+        let embedding = matrix(EMBEDDING)?;
+        let Some(norm) = vector(NORM) else {
+            bail!(Internal, "a model without {NORM}");
+        };
+        Ok(Layout {
+            blocks,
+            embedding,
+            head: if spec.tied { embedding } else { matrix(HEAD)? },
+            norm,
+            matrices,
+            vectors,
+        })
+    }
+
+    /// Parameters in number.
+    pub fn parameters(&self) -> usize {
+        let matrices: usize = self.matrices.iter().map(|m| m.rows * m.cols).sum();
+        matrices + self.vectors.iter().map(|v| v.len).sum::<usize>()
+    }
+}
+
+/// Elements between the projections of a block's MLP.
+pub(super) fn intermediate(mlp: &MlpSpec) -> usize {
+    mlp.intermediate_size()
+}

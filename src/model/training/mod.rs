@@ -1,0 +1,55 @@
+//! The loss of a model and its gradients: a decoder of any [`Spec`](super::Spec) forward and backward, in terms of operations on either
+//! device. Weights come from a [`Store`] just before they are used, and gradients go to it as soon as they are whole, so that neither
+//! exists for more than a part of the model at a time.
+
+mod batch;
+mod block;
+mod head;
+mod layout;
+mod pass;
+mod scratch;
+
+pub use batch::Batch;
+pub use layout::{
+    BlockLayout, Layout, MatrixId, MatrixLayout, ProjectionLayout, VectorId, VectorLayout,
+};
+pub use pass::{Options, Pass};
+
+use std::ops::Range;
+
+use crate::base::Result;
+use crate::ops::{Mixed, Slice, SliceMut};
+
+/// Where a pass reads parameters from and gives gradients to.
+pub trait Store {
+    /// Rows and columns of a matrix.
+    fn shape(&self, matrix: MatrixId) -> (usize, usize);
+
+    /// Writes the values of a range of rows of a matrix that the pass multiplies with.
+    fn read(
+        &mut self,
+        matrix: MatrixId,
+        rows: Range<usize>,
+        out: SliceMut<'_, Mixed>,
+    ) -> Result<()>;
+
+    /// Writes the rows of these tokens of the embedding.
+    fn embed(&mut self, matrix: MatrixId, tokens: &[u32], out: SliceMut<'_, Mixed>) -> Result<()>;
+
+    /// A norm or a bias.
+    fn vector(&self, vector: VectorId) -> Result<Slice<'_>>;
+
+    /// The same, and what its gradient is added to.
+    fn vector_with_gradient(&mut self, vector: VectorId) -> Result<(Slice<'_>, SliceMut<'_>)>;
+
+    /// Whether a matrix's gradients are wanted.
+    fn trains(&self, matrix: MatrixId) -> bool;
+
+    /// Takes the gradients of the rows from `first_row` on, whole. The pass has read these rows for the last time.
+    fn gradient(
+        &mut self,
+        matrix: MatrixId,
+        first_row: usize,
+        gradient: Slice<'_, Mixed>,
+    ) -> Result<()>;
+}

@@ -1,0 +1,192 @@
+//! A batch through the whole model, and back.
+
+use super::block::BlockPass;
+use super::head::HeadPass;
+use super::scratch::{Saved, Scratch};
+use super::{Batch, Layout, Store};
+use crate::base::Result;
+use crate::base::error::bail;
+use crate::format::adamw::GROUP_ROWS;
+use crate::model::Spec;
+use crate::ops::training::norm;
+use crate::ops::{Array, Device, Mixed};
+
+/// How a pass uses memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Options {
+    /// Whether the backward pass computes again what is between the inputs of blocks, rather than that the forward pass keeps it.
+    pub recompute: bool,
+    /// Tokens whose logits are computed at a time.
+    pub head_chunk: usize,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Options {
+            recompute: true,
+            head_chunk: 8192,
+        }
+    }
+}
+
+/// Runs batches through a model. Holds memory between them.
+#[derive(Debug)]
+pub struct Pass {
+    device: Device,
+    spec: Spec,
+    layout: Layout,
+    options: Options,
+    /// The inputs of blocks, and the last one's results.
+    streams: Vec<Array<Mixed>>,
+    /// Of each block, or the one that all share.
+    saved: Vec<Saved>,
+    scratch: Scratch,
+}
+
+impl Pass {
+    /// Of a model with these parameters.
+    pub fn new(device: &Device, spec: &Spec, layout: &Layout, options: Options) -> Result<Pass> {
+        if options.head_chunk == 0 || !options.head_chunk.is_multiple_of(GROUP_ROWS) {
+            bail!(
+                InvalidArgument,
+                "a chunk of {} tokens; it must be a positive multiple of {GROUP_ROWS}",
+                options.head_chunk
+            );
+        }
+        let blocks = spec.blocks.len();
+        Ok(Pass {
+            device: device.clone(),
+            spec: spec.clone(),
+            layout: layout.clone(),
+            options,
+            streams: (0..=blocks).map(|_| Array::empty()).collect(),
+            saved: (0..if options.recompute { 1 } else { blocks })
+                .map(|_| Saved::new())
+                .collect(),
+            scratch: Scratch::new(),
+        })
+    }
+
+    fn saved_of(&self, block: usize) -> usize {
+        if self.options.recompute { 0 } else { block }
+    }
+
+    fn block<'a>(&'a self, batch: &'a Batch, index: usize) -> BlockPass<'a> {
+        BlockPass {
+            device: &self.device,
+            spec: &self.spec,
+            block: &self.spec.blocks[index],
+            layout: &self.layout.blocks[index],
+            batch,
+        }
+    }
+
+    fn head<'a>(&'a self, batch: &'a Batch) -> HeadPass<'a> {
+        HeadPass {
+            device: &self.device,
+            spec: &self.spec,
+            layout: &self.layout,
+            batch,
+            chunk: self.options.head_chunk,
+        }
+    }
+
+    /// Takes a batch through all blocks; the last one's results are in the last stream.
+    fn forward(&mut self, store: &mut dyn Store, batch: &Batch) -> Result<()> {
+        let len = batch.rows() * self.spec.hidden_size;
+        let mut first = std::mem::replace(&mut self.streams[0], Array::empty());
+        first.grow(&self.device, len)?;
+        store.embed(self.layout.embedding, &batch.tokens, first.first_mut(len)?)?;
+        if self.spec.embedding_scale != 1.0 {
+            norm::scale(
+                &self.device,
+                first.first_mut(len)?,
+                self.spec.embedding_scale,
+            )?;
+        }
+        self.streams[0] = first;
+        for index in 0..self.spec.blocks.len() {
+            let number = self.saved_of(index);
+            let mut out = std::mem::replace(&mut self.streams[index + 1], Array::empty());
+            let mut saved = std::mem::replace(&mut self.saved[number], Saved::new());
+            let mut scratch = std::mem::replace(&mut self.scratch, Scratch::new());
+            let x = &self.streams[index];
+            let done =
+                self.block(batch, index)
+                    .forward(store, x, &mut out, &mut saved, &mut scratch);
+            self.streams[index + 1] = out;
+            self.saved[number] = saved;
+            self.scratch = scratch;
+            done?;
+        }
+        Ok(())
+    }
+
+    /// The sum over the batch's rows of weight times cross-entropy.
+    pub fn loss(&mut self, store: &mut dyn Store, batch: &Batch) -> Result<f64> {
+        self.forward(store, batch)?;
+        let mut scratch = std::mem::replace(&mut self.scratch, Scratch::new());
+        let last = &self.streams[self.spec.blocks.len()];
+        let loss = self.head(batch).forward(store, last, &mut scratch);
+        self.scratch = scratch;
+        Ok(loss?.1)
+    }
+
+    /// The same, and gives its gradients to the store, unless the loss is not finite. Blocks before `first_block` get none, nor does the
+    /// embedding unless that is 0 or it is the head.
+    pub fn gradients(
+        &mut self,
+        store: &mut dyn Store,
+        batch: &Batch,
+        first_block: usize,
+    ) -> Result<f64> {
+        self.forward(store, batch)?;
+        let blocks = self.spec.blocks.len();
+        let mut scratch = std::mem::replace(&mut self.scratch, Scratch::new());
+        let result = self.backward(store, batch, first_block.min(blocks), &mut scratch);
+        self.scratch = scratch;
+        result
+    }
+
+    fn backward(
+        &mut self,
+        store: &mut dyn Store,
+        batch: &Batch,
+        first_block: usize,
+        s: &mut Scratch,
+    ) -> Result<f64> {
+        let blocks = self.spec.blocks.len();
+        let (loss, total) = self.head(batch).forward(store, &self.streams[blocks], s)?;
+        if !total.is_finite() {
+            return Ok(total);
+        }
+        self.head(batch)
+            .backward(store, &loss, &self.streams[blocks], s)?;
+        let embeds = first_block == 0 && store.trains(self.layout.embedding);
+        for index in (first_block..blocks).rev() {
+            let number = self.saved_of(index);
+            let mut saved = std::mem::replace(&mut self.saved[number], Saved::new());
+            // The last block's own results are not needed any more, and take what is computed again.
+            let mut out = std::mem::replace(&mut self.streams[index + 1], Array::empty());
+            let done = (|| {
+                let (block, x) = (self.block(batch, index), &self.streams[index]);
+                if self.options.recompute {
+                    block.forward(store, x, &mut out, &mut saved, s)?;
+                }
+                block.backward(store, x, &mut saved, s, index > first_block || embeds)
+            })();
+            self.streams[index + 1] = out;
+            self.saved[number] = saved;
+            done?;
+        }
+        if embeds || self.spec.tied {
+            if !embeds {
+                // Rows of a frozen beginning: the head's share alone.
+                let len = batch.rows() * self.spec.hidden_size;
+                norm::clear(&self.device, s.dx.first_mut(len)?)?;
+            }
+            self.head(batch).embedding_backward(store, &loss, s)?;
+        }
+        Ok(total)
+    }
+}

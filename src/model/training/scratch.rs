@@ -1,0 +1,101 @@
+//! Memory of a pass, which grows to the largest batch it has seen.
+
+use crate::base::Result;
+use crate::ops::{Array, Device, Mixed};
+
+/// What the backward pass of a block takes from its forward pass.
+#[derive(Debug)]
+pub(super) struct Saved {
+    /// What attention's projections take, `[T, hidden]`.
+    pub(super) normed: Array<Mixed>,
+    /// Queries, keys and values as projected, and as they attend.
+    pub(super) qkv: Array<Mixed>,
+    pub(super) rotated: Array<Mixed>,
+    /// What attention makes, and the logarithms of its sums.
+    pub(super) attended: Array<Mixed>,
+    pub(super) lse: Array,
+    /// What leaves attention before it is normalized, where it is.
+    pub(super) attention_branch: Array<Mixed>,
+    /// The residual stream between the halves.
+    pub(super) middle: Array<Mixed>,
+    /// What the MLP's projections take.
+    pub(super) mlp_normed: Array<Mixed>,
+    /// Gate and up, `[T, 2 intermediate]`.
+    pub(super) gate_up: Array<Mixed>,
+    /// What leaves the MLP before it is normalized, where it is.
+    pub(super) mlp_branch: Array<Mixed>,
+}
+
+impl Saved {
+    pub(super) fn new() -> Saved {
+        Saved {
+            normed: Array::empty(),
+            qkv: Array::empty(),
+            rotated: Array::empty(),
+            attended: Array::empty(),
+            lse: Array::empty(),
+            attention_branch: Array::empty(),
+            middle: Array::empty(),
+            mlp_normed: Array::empty(),
+            gate_up: Array::empty(),
+            mlp_branch: Array::empty(),
+        }
+    }
+}
+
+/// Memory that is used by one operation after another.
+#[derive(Debug)]
+pub(super) struct Scratch {
+    /// The weights of a product.
+    pub(super) weight: Array<Mixed>,
+    /// The gradients of a weight.
+    pub(super) gradient: Array<Mixed>,
+    /// Biases side by side, and their gradients.
+    pub(super) bias: Array,
+    pub(super) bias_gradient: Array,
+    /// `[T, intermediate]`: what goes into the last projection of an MLP, or its gradients.
+    pub(super) inner: Array<Mixed>,
+    /// `[T, hidden]`: gradients of the residual stream, before a half of a block and behind it.
+    pub(super) dx: Array<Mixed>,
+    pub(super) dx_before: Array<Mixed>,
+    /// `[T, hidden]`: gradients of what leaves a half before it is normalized.
+    pub(super) dbranch: Array<Mixed>,
+    /// Gradients of attention's results, and of queries, keys and values.
+    pub(super) dattended: Array<Mixed>,
+    pub(super) dqkv: Array<Mixed>,
+    /// `[T, hidden]`: what the head takes, and its gradients in f32.
+    pub(super) head_normed: Array<Mixed>,
+    pub(super) head_gradient: Array,
+    /// `[T, chunk]`: logits and their gradients.
+    pub(super) logits: Array,
+    pub(super) dlogits: Array<Mixed>,
+}
+
+impl Scratch {
+    pub(super) fn new() -> Scratch {
+        Scratch {
+            weight: Array::empty(),
+            gradient: Array::empty(),
+            bias: Array::empty(),
+            bias_gradient: Array::empty(),
+            inner: Array::empty(),
+            dx: Array::empty(),
+            dx_before: Array::empty(),
+            dbranch: Array::empty(),
+            dattended: Array::empty(),
+            dqkv: Array::empty(),
+            head_normed: Array::empty(),
+            head_gradient: Array::empty(),
+            logits: Array::empty(),
+            dlogits: Array::empty(),
+        }
+    }
+}
+
+/// Makes each array at least so long.
+pub(super) fn grow(device: &Device, arrays: &mut [(&mut Array<Mixed>, usize)]) -> Result<()> {
+    for (array, len) in arrays {
+        array.grow(device, *len)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,46 @@
+//! Gated linear units whose gate and input are one product, `[T, 2 width]`.
+
+use super::super::activation::Activation;
+use super::super::{Device, Mixed, Slice, SliceMut};
+use super::only_on_the_cpu;
+use crate::base::Result;
+use crate::cpu::Cpu;
+
+/// `act(gate) * up` of rows `[gate, up]`, each of `width`, to `y` `[T, width]`.
+pub fn glu(
+    device: &Device,
+    activation: Activation,
+    gate_up: Slice<'_, Mixed>,
+    width: usize,
+    y: SliceMut<'_, Mixed>,
+) -> Result<()> {
+    match (device, activation) {
+        (Device::Cpu(cpu), Activation::Silu) => {
+            cpu.glu_rows(Cpu::SILU, gate_up.host()?, width, y.host()?)
+        }
+        (Device::Cpu(cpu), Activation::GeluTanh) => {
+            cpu.glu_rows(Cpu::GELU_TANH, gate_up.host()?, width, y.host()?)
+        }
+        (Device::Cuda(_), _) => only_on_the_cpu(device),
+    }
+}
+
+/// Makes `gate_up` its gradients, and `dy`, which holds the gradients of the results of [`glu`], the results again: what the gradient of
+/// the product that follows takes.
+pub fn glu_backward(
+    device: &Device,
+    activation: Activation,
+    gate_up: SliceMut<'_, Mixed>,
+    width: usize,
+    dy: SliceMut<'_, Mixed>,
+) -> Result<()> {
+    match (device, activation) {
+        (Device::Cpu(cpu), Activation::Silu) => {
+            cpu.glu_rows_backward(Cpu::SILU, gate_up.host()?, width, dy.host()?)
+        }
+        (Device::Cpu(cpu), Activation::GeluTanh) => {
+            cpu.glu_rows_backward(Cpu::GELU_TANH, gate_up.host()?, width, dy.host()?)
+        }
+        (Device::Cuda(_), _) => only_on_the_cpu(device),
+    }
+}

@@ -1,0 +1,73 @@
+//! The gradient of an embedding: rows of the residual stream's gradient, added up by token.
+
+use super::super::{Array, Device, Mixed, Slice, SliceMut};
+use super::only_on_the_cpu;
+use crate::base::Result;
+
+/// The rows of a batch in the order of their tokens.
+#[derive(Debug)]
+pub struct RowsByToken {
+    /// The tokens that occur, rising.
+    tokens: Vec<u32>,
+    /// Where each token's rows begin in `rows`, and where the last one's end.
+    offsets: Vec<u32>,
+    /// Rows, by token, and rising.
+    rows: Array<u32>,
+}
+
+impl RowsByToken {
+    /// Of rows of these tokens.
+    pub fn new(device: &Device, tokens: &[u32]) -> Result<RowsByToken> {
+        let mut order: Vec<u32> = (0..tokens.len() as u32).collect();
+        order.sort_by_key(|&row| tokens[row as usize]);
+        let (mut distinct, mut offsets) = (Vec::new(), Vec::new());
+        for (i, &row) in order.iter().enumerate() {
+            let token = tokens[row as usize];
+            if distinct.last() != Some(&token) {
+                distinct.push(token);
+                offsets.push(i as u32);
+            }
+        }
+        offsets.push(order.len() as u32);
+        let mut rows = Array::scratch(device, order.len())?;
+        rows.all_mut().copy_from(Slice::Host(&order))?;
+        Ok(RowsByToken {
+            tokens: distinct,
+            offsets,
+            rows,
+        })
+    }
+
+    /// Adds `scale` times the rows of `dx` `[T, width]` to the rows of their tokens in `gradients`, which are those of the tokens from
+    /// `first` on.
+    pub fn add(
+        &self,
+        device: &Device,
+        dx: Slice<'_, Mixed>,
+        scale: f32,
+        first: usize,
+        width: usize,
+        gradients: SliceMut<'_, Mixed>,
+    ) -> Result<()> {
+        match device {
+            Device::Cpu(_) => {
+                let (dx, gradients, order) =
+                    (dx.host()?, gradients.host()?, self.rows.all().host()?);
+                let last = first + gradients.len() / width;
+                for (i, &token) in self.tokens.iter().enumerate() {
+                    let token = token as usize;
+                    if !(first..last).contains(&token) {
+                        continue;
+                    }
+                    let to = &mut gradients[(token - first) * width..][..width];
+                    for &row in &order[self.offsets[i] as usize..self.offsets[i + 1] as usize] {
+                        let from = &dx[row as usize * width..][..width];
+                        to.iter_mut().zip(from).for_each(|(to, x)| *to += scale * x);
+                    }
+                }
+                Ok(())
+            }
+            Device::Cuda(_) => only_on_the_cpu(device),
+        }
+    }
+}

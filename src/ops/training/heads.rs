@@ -1,0 +1,77 @@
+//! From projected queries, keys and values, `[T, (heads + 2 kv_heads) * dim]`, to those that attend: norm and RoPE of each head.
+
+use super::super::rope::Angles;
+use super::super::{Device, Mixed, Slice, SliceMut};
+use super::only_on_the_cpu;
+use crate::base::Result;
+use crate::cpu::training::Heads;
+
+/// How heads are normalized and rotated.
+#[derive(Clone, Copy, Debug)]
+pub struct HeadOptions<'a> {
+    /// Query heads.
+    pub heads: usize,
+    /// Key/value heads.
+    pub kv_heads: usize,
+    /// Elements of a head.
+    pub dim: usize,
+    /// The weights of the norms of queries and keys, `[dim]`.
+    pub norms: [Option<Slice<'a>>; 2],
+    /// Added to the mean square.
+    pub eps: f32,
+    /// The rotation of each row.
+    pub angles: &'a Angles,
+}
+
+impl<'a> HeadOptions<'a> {
+    fn host(&self) -> Result<Heads<'a>> {
+        let [q, k] = self.norms;
+        let (cos, sin) = self.angles.cos_sin();
+        Ok(Heads {
+            heads: self.heads,
+            kv_heads: self.kv_heads,
+            dim: self.dim,
+            norms: [
+                q.map(Slice::host).transpose()?,
+                k.map(Slice::host).transpose()?,
+            ],
+            eps: self.eps,
+            cos: cos.host()?,
+            sin: sin.host()?,
+        })
+    }
+}
+
+/// Normalizes and rotates the heads of `qkv` to `out`; values are copied.
+pub fn heads(
+    device: &Device,
+    options: &HeadOptions<'_>,
+    qkv: Slice<'_, Mixed>,
+    out: SliceMut<'_, Mixed>,
+) -> Result<()> {
+    match device {
+        Device::Cpu(cpu) => cpu.heads(&options.host()?, qkv.host()?, out.host()?),
+        Device::Cuda(_) => only_on_the_cpu(device),
+    }
+}
+
+/// Makes `dqkv`, which holds the gradients of the results of [`heads`], those of `qkv`, and adds to the gradients of the norms.
+pub fn heads_backward(
+    device: &Device,
+    options: &HeadOptions<'_>,
+    qkv: Slice<'_, Mixed>,
+    dqkv: SliceMut<'_, Mixed>,
+    dnorms: [Option<SliceMut<'_>>; 2],
+) -> Result<()> {
+    match device {
+        Device::Cpu(cpu) => {
+            let [q, k] = dnorms;
+            let dnorms = [
+                q.map(SliceMut::host).transpose()?,
+                k.map(SliceMut::host).transpose()?,
+            ];
+            cpu.heads_backward(&options.host()?, qkv.host()?, dqkv.host()?, dnorms)
+        }
+        Device::Cuda(_) => only_on_the_cpu(device),
+    }
+}

@@ -1,0 +1,23 @@
+//! Products of plain matrices.
+
+use super::super::{Device, Element, Mixed, Slice, SliceMut};
+use super::only_on_the_cpu;
+use crate::base::Result;
+
+pub use crate::cpu::training::{Form, Sizes};
+
+/// The product of `a` and `b`, as `form` says, to `out` `[m, n]`, or added to it: sums in f32, rounded once on a GPU unless `out` is f32.
+pub fn matmul<E: Element<Host = f32>>(
+    device: &Device,
+    form: Form,
+    sizes: Sizes,
+    a: Slice<'_, Mixed>,
+    b: Slice<'_, Mixed>,
+    out: SliceMut<'_, E>,
+    add: bool,
+) -> Result<()> {
+    match device {
+        Device::Cpu(cpu) => cpu.matmul(form, sizes, a.host()?, b.host()?, out.host()?, add),
+        Device::Cuda(_) => only_on_the_cpu(device),
+    }
+}
