@@ -31,6 +31,7 @@ pub mod ops;
 pub mod model;
 
 pub mod session;
+pub mod train;
 
 pub mod abi;
 

@@ -7,6 +7,8 @@
 //! The global scales of moments belong to groups of [`GROUP_ROWS`] rows and are powers of two that follow from what a step can reach at
 //! most, so that a group is updated in one pass over its memory, whatever else belongs to the tensor.
 
+use serde::{Deserialize, Serialize};
+
 use super::moment::{self, dither};
 use super::nvfp4::BLOCK;
 use super::random::{bits, bits32};
@@ -21,7 +23,8 @@ pub const KEPT: [f32; 2] = [5.2, 6.6];
 const SECOND_TERM: f32 = e2m1::MAX;
 
 /// How a weight is stored between steps.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum WeightForm {
     /// An NVFP4 code and a residual in local steps, rounded stochastically: see [`residual`].
     Residual(Bits),
@@ -42,7 +45,8 @@ impl Default for WeightForm {
 }
 
 /// How a first moment is stored.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum FirstForm {
     /// Integers from -7 to 7 with subtractive dither.
     #[default]
@@ -56,7 +60,8 @@ pub enum FirstForm {
 }
 
 /// How the square root of a second moment is stored.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum SecondForm {
     /// Integers from 1 to 15, rounded stochastically.
     #[default]
@@ -181,7 +186,8 @@ impl Forms {
 }
 
 /// The settings of a step.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
 pub struct Hyperparameters {
     /// The learning rate.
     pub rate: f64,

@@ -7,10 +7,13 @@
 //!
 //! The code alone is the weight rounded to the nearest level, which is what is delivered.
 
+use serde::{Deserialize, Serialize};
+
 use super::{Rounding, e2m1};
 
 /// Bits of a residual.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Bits {
     /// 4 bits: 16 steps to a gap, residuals -8 to 7.
     #[default]

@@ -196,7 +196,7 @@ fn find<'a>(
 }
 
 /// The entry that a tensor is or is a part of, its rows there, and the shape that the entry must have.
-fn locate<'a>(
+pub(super) fn locate<'a>(
     checkpoint: &'a dyn Checkpoint,
     tensor: &TensorSpec,
 ) -> Option<(&'a Entry, Range<usize>, Vec<usize>)> {

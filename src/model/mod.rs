@@ -161,6 +161,27 @@ fn spec_of(checkpoint: &dyn Checkpoint) -> Result<Spec> {
     }
 }
 
+/// The same, with the factors of frequencies that GGUF files hold as a tensor.
+fn spec_with_frequencies(checkpoint: &dyn Checkpoint) -> Result<Spec> {
+    let mut spec = spec_of(checkpoint)?;
+    if let Some(factors) = checkpoint.find("rope_freqs.weight") {
+        for set in &mut spec.ropes {
+            let expected = set.table.frequencies.len();
+            if factors.shape != [expected] {
+                bail!(
+                    CorruptFile,
+                    "rope_freqs.weight has shape {:?}, expected [{expected}]",
+                    factors.shape
+                );
+            }
+            let mut values = vec![0.0; expected];
+            checkpoint.rows_f32(factors, 0..1, &mut values)?;
+            set.divide(&values)?;
+        }
+    }
+    Ok(spec)
+}
+
 /// A loaded model. Immutable, and shared by everything that runs it.
 pub struct Model {
     spec: Spec,
@@ -208,22 +229,7 @@ impl Model {
         }
         options.activations.check(&options.device)?;
         let metadata = checkpoint.metadata();
-        let mut spec = spec_of(&*checkpoint)?;
-        if let Some(factors) = checkpoint.find("rope_freqs.weight") {
-            for set in &mut spec.ropes {
-                let expected = set.table.frequencies.len();
-                if factors.shape != [expected] {
-                    bail!(
-                        CorruptFile,
-                        "rope_freqs.weight has shape {:?}, expected [{expected}]",
-                        factors.shape
-                    );
-                }
-                let mut values = vec![0.0; expected];
-                checkpoint.rows_f32(factors, 0..1, &mut values)?;
-                set.divide(&values)?;
-            }
-        }
+        let spec = spec_with_frequencies(&*checkpoint)?;
         let device = &options.device;
         let load = || {
             load::load(

@@ -1,6 +1,6 @@
 //! A block forward and backward.
 
-use super::layout::{BlockLayout, ProjectionLayout, VectorId, intermediate};
+use super::layout::{BlockLayout, ProjectionLayout, VectorId};
 use super::scratch::{Saved, Scratch, grow};
 use super::{Batch, Store};
 use crate::base::Result;
@@ -52,7 +52,7 @@ impl BlockPass<'_> {
     }
 
     fn intermediate(&self) -> usize {
-        intermediate(&self.block.mlp)
+        self.block.mlp.intermediate_size()
     }
 
     fn activation(&self) -> Result<Activation> {

@@ -2,7 +2,7 @@
 
 use crate::base::Result;
 use crate::base::error::bail;
-use crate::model::spec::{MlpSpec, Spec};
+use crate::model::spec::Spec;
 use crate::model::tensors::{self, EMBEDDING, HEAD, NORM, TensorRole, block_name};
 
 /// The number of a matrix in [`Layout::matrices`].
@@ -167,9 +167,4 @@ impl Layout {
         let matrices: usize = self.matrices.iter().map(|m| m.rows * m.cols).sum();
         matrices + self.vectors.iter().map(|v| v.len).sum::<usize>()
     }
-}
-
-/// Elements between the projections of a block's MLP.
-pub(super) fn intermediate(mlp: &MlpSpec) -> usize {
-    mlp.intermediate_size()
 }

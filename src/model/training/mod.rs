@@ -8,12 +8,14 @@ mod head;
 mod layout;
 mod pass;
 mod scratch;
+mod source;
 
 pub use batch::Batch;
 pub use layout::{
     BlockLayout, Layout, MatrixId, MatrixLayout, ProjectionLayout, VectorId, VectorLayout,
 };
 pub use pass::{Options, Pass};
+pub use source::Source;
 
 use std::ops::Range;
 

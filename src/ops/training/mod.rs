@@ -9,6 +9,7 @@ pub mod loss;
 pub mod matmul;
 pub mod norm;
 pub mod optimizer;
+pub mod statistics;
 
 use super::Device;
 use crate::base::Result;

@@ -102,3 +102,11 @@ pub fn convert(device: &Device, x: Slice<'_>, out: SliceMut<'_, Mixed>) -> Resul
         Device::Cuda(_) => only_on_the_cpu(device),
     }
 }
+
+/// `sum += x`.
+pub fn accumulate(device: &Device, sum: SliceMut<'_>, x: Slice<'_, Mixed>) -> Result<()> {
+    match device {
+        Device::Cpu(_) => super::super::activation::add(device, sum, Slice::Host(x.host()?)),
+        Device::Cuda(_) => only_on_the_cpu(device),
+    }
+}

@@ -9,7 +9,7 @@ use crate::base::error::bail;
 use crate::cpu::training::{MatrixRows, Rows, RowsStep, weight_global};
 use crate::format::adamw::{FieldBytes, GROUP_ROWS, decode_weights, encode_weights, step_f32};
 use crate::format::e4m3;
-use crate::format::nvfp4::BLOCK;
+use crate::format::nvfp4::{BLOCK, check_global_scale};
 
 pub use crate::format::adamw::{
     Changes, Coefficients, Field, FirstForm, Forms, Hyperparameters, Keys, SecondForm, WeightForm,
@@ -96,15 +96,7 @@ impl Matrix {
         cols: usize,
         read: &mut ReadRows<'_>,
     ) -> Result<Matrix> {
-        if rows == 0 || cols == 0 || !cols.is_multiple_of(BLOCK) {
-            bail!(
-                Unsupported,
-                "a matrix of [{rows}, {cols}] cannot be trained: rows must be positive and columns a positive multiple of {BLOCK}"
-            );
-        }
-        let Device::Cpu(cpu) = device else {
-            return only_on_the_cpu(device);
-        };
+        let mut matrix = Matrix::zeroed(device, forms, rows, cols)?;
         let mut values = vec![0.0; GROUP_ROWS * cols];
         let groups = || {
             (0..rows)
@@ -128,18 +120,10 @@ impl Matrix {
         }
         // A matrix of zeros must have room to grow.
         let global = weight_global(amax.max(1.0 / 1024.0));
-        let mut matrix = Matrix {
-            forms,
-            rows,
-            cols,
-            global,
-            steps: 0,
-            weight: FieldArrays::new(device, forms.weight.codes(), rows, cols, false)?,
-            rest: Array::zeroed(device, rows * cols / BLOCK * forms.weight.rest().codes)?,
-            first: FieldArrays::new(device, forms.first.field(), rows, cols, true)?,
-            second: FieldArrays::new(device, forms.second.field(), rows, cols, true)?,
-            changes: Changes::default(),
+        let Device::Cpu(cpu) = device else {
+            return only_on_the_cpu(device);
         };
+        matrix.global = global;
         for range in groups() {
             let values = &mut values[..range.len() * cols];
             read(range.clone(), values)?;
@@ -153,6 +137,35 @@ impl Matrix {
             cpu.encode_matrix(forms.weight, values, global, codes, rest);
         }
         Ok(matrix)
+    }
+
+    /// A matrix of zeros, with moments of zero.
+    pub fn zeroed(device: &Device, forms: Forms, rows: usize, cols: usize) -> Result<Matrix> {
+        if rows == 0 || cols == 0 || !cols.is_multiple_of(BLOCK) {
+            bail!(
+                Unsupported,
+                "a matrix of [{rows}, {cols}] cannot be trained: rows must be positive and columns a positive multiple of {BLOCK}"
+            );
+        }
+        Ok(Matrix {
+            forms,
+            rows,
+            cols,
+            global: 1.0,
+            steps: 0,
+            weight: FieldArrays::new(device, forms.weight.codes(), rows, cols, false)?,
+            rest: Array::zeroed(device, rows * cols / BLOCK * forms.weight.rest().codes)?,
+            first: FieldArrays::new(device, forms.first.field(), rows, cols, true)?,
+            second: FieldArrays::new(device, forms.second.field(), rows, cols, true)?,
+            changes: Changes::default(),
+        })
+    }
+
+    /// After its arrays have been restored: the global scale of its weights, and the steps that have changed it.
+    pub fn restore(&mut self, global: f32, steps: u64) -> Result<()> {
+        check_global_scale(global)?;
+        (self.global, self.steps) = (global, steps);
+        Ok(())
     }
 
     /// How it is stored.
@@ -211,6 +224,31 @@ impl Matrix {
             );
         }
         cpu.decode_matrix(form, (codes, scales), rest, self.global, whole, out);
+        Ok(())
+    }
+
+    /// The same of these rows, in this order, which must exist: an embedding.
+    pub fn decode_rows(
+        &self,
+        device: &Device,
+        rows: &[u32],
+        whole: bool,
+        out: SliceMut<'_, Mixed>,
+    ) -> Result<()> {
+        let out = out.host()?;
+        if out.len() != rows.len() * self.cols {
+            bail!(
+                Internal,
+                "{} rows of {} columns to {} elements",
+                rows.len(),
+                self.cols,
+                out.len()
+            );
+        }
+        for (&row, out) in rows.iter().zip(out.chunks_exact_mut(self.cols)) {
+            let row = row as usize;
+            self.decode(device, row..row + 1, whole, SliceMut::Host(out))?;
+        }
         Ok(())
     }
 
@@ -383,6 +421,25 @@ impl Vector {
     /// Bytes held.
     pub fn bytes(&self) -> usize {
         4 * self.weight.bytes()
+    }
+
+    /// Steps that have changed it.
+    pub fn steps(&self) -> u64 {
+        self.steps
+    }
+
+    /// Every array of the state with a name, for checkpoints.
+    pub fn arrays(&mut self) -> [(&'static str, StateArray<'_>); 3] {
+        [
+            ("values", StateArray::Floats(&mut self.weight)),
+            ("first", StateArray::Floats(&mut self.first)),
+            ("second", StateArray::Floats(&mut self.second)),
+        ]
+    }
+
+    /// After its arrays have been restored.
+    pub fn restore(&mut self, steps: u64) {
+        self.steps = steps;
     }
 
     /// Makes the gradient zero.

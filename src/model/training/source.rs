@@ -1,0 +1,125 @@
+//! Where training begins: the parameters of a checkpoint.
+
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+
+use super::{Layout, MatrixId, VectorId};
+use crate::base::Result;
+use crate::base::error::bail;
+use crate::checkpoint::Checkpoint;
+use crate::model::load::locate;
+use crate::model::tensors::{self, TensorSpec};
+use crate::model::{Spec, open, spec_with_frequencies};
+
+/// An opened checkpoint of a model that can be trained.
+pub struct Source {
+    checkpoint: Arc<dyn Checkpoint>,
+    spec: Spec,
+    layout: Layout,
+    /// Of each matrix, and of each vector.
+    matrices: Vec<TensorSpec>,
+    vectors: Vec<TensorSpec>,
+}
+
+impl Source {
+    /// The model at `path`, of any format that can be loaded. Reads no weights.
+    pub fn open(path: &Path) -> Result<Source> {
+        Self::new(Arc::from(open(path)?)).map_err(|e| e.within(path.display()))
+    }
+
+    /// The model in an opened checkpoint.
+    pub fn new(checkpoint: Arc<dyn Checkpoint>) -> Result<Source> {
+        let spec = spec_with_frequencies(&*checkpoint)?;
+        let mut all = tensors::all(&spec);
+        let layout = Layout::new(&spec, &|name| {
+            let tensor = all.iter().find(|t| t.name == name);
+            tensor.is_some_and(|t| locate(&*checkpoint, t).is_some())
+        })?;
+        let mut take = |name: &str| match all.iter().position(|t| t.name == name) {
+            Some(i) => Ok(all.swap_remove(i)),
+            None => bail!(Internal, "{name} is no tensor of the model"),
+        };
+        let matrices = layout
+            .matrices
+            .iter()
+            .map(|m| take(&m.name))
+            .collect::<Result<_>>()?;
+        let vectors = layout
+            .vectors
+            .iter()
+            .map(|v| take(&v.name))
+            .collect::<Result<_>>()?;
+        let source = Source {
+            checkpoint,
+            spec,
+            layout,
+            matrices,
+            vectors,
+        };
+        for tensor in source.matrices.iter().chain(&source.vectors) {
+            source.found(tensor)?;
+        }
+        Ok(source)
+    }
+
+    /// What the model is.
+    pub fn spec(&self) -> &Spec {
+        &self.spec
+    }
+
+    /// Its parameters.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// The checkpoint.
+    pub fn checkpoint(&self) -> &Arc<dyn Checkpoint> {
+        &self.checkpoint
+    }
+
+    fn found(&self, tensor: &TensorSpec) -> Result<(&crate::checkpoint::Entry, Range<usize>)> {
+        match locate(&*self.checkpoint, tensor) {
+            None => bail!(NotFound, "the model has no {}", tensor.name),
+            Some((entry, rows, shape)) if entry.shape == shape => Ok((entry, rows)),
+            Some((entry, _, shape)) => bail!(
+                CorruptFile,
+                "{} has shape {:?}, expected {shape:?}",
+                entry.name,
+                entry.shape
+            ),
+        }
+    }
+
+    /// Reads rows of a matrix.
+    pub fn matrix(&self, id: MatrixId, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
+        let (entry, within) = self.found(&self.matrices[id])?;
+        let rows = within.start + rows.start..within.start + rows.end;
+        self.checkpoint.rows_f32(entry, rows, out)
+    }
+
+    /// Reads a vector, as it is multiplied with or added: norms that are stored as what is to be added to one have it added.
+    pub fn vector(&self, id: VectorId) -> Result<Vec<f32>> {
+        let (entry, within) = self.found(&self.vectors[id])?;
+        let mut all = vec![0.0; entry.rows() * entry.cols()];
+        self.checkpoint.rows_f32(entry, 0..entry.rows(), &mut all)?;
+        let mut values = all[within].to_vec();
+        if self.adds_one(id) {
+            values.iter_mut().for_each(|v| *v += 1.0);
+        }
+        Ok(values)
+    }
+
+    /// Whether a vector is stored as what is to be added to one.
+    pub fn adds_one(&self, id: VectorId) -> bool {
+        self.spec.norm_plus_one && !self.layout.vectors[id].is_bias
+    }
+
+    /// Whether an entry of the checkpoint holds a parameter among others.
+    pub fn is_part_of_a_matrix(&self, name: &str) -> bool {
+        let tensors = self.matrices.iter().chain(&self.vectors);
+        tensors
+            .filter_map(|t| self.found(t).ok())
+            .any(|(entry, _)| entry.name == name)
+    }
+}

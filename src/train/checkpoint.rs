@@ -1,0 +1,362 @@
+//! Checkpoints: everything that training goes on from, in one directory that appears whole or not at all. `state.bin` holds the arrays of
+//! all parameters one after another; `trainer.json` says where each lies, how far training has come, where the data was, and the checksum
+//! of all that.
+
+use std::fs::{self, File};
+use std::hash::Hasher;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use twox_hash::XxHash3_64;
+
+use super::parameters::Parameters;
+use super::trainer::{Config, Progress, Trainer};
+use crate::base::Result;
+use crate::base::directory::{self, NewDirectory};
+use crate::base::error::{Error, bail, err};
+use crate::model::training::Source;
+use crate::ops::Device;
+use crate::ops::training::optimizer::StateArray;
+
+const VERSION: u32 = 1;
+const HEADER: &str = "trainer.json";
+const STATE: &str = "state.bin";
+/// What the name of a checkpoint begins with; its step follows in as many digits as it has, at least this many.
+const PREFIX: &str = "step-";
+const DIGITS: usize = 8;
+
+/// A parameter of the model that a checkpoint is of.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Saved {
+    name: String,
+    shape: Vec<usize>,
+    /// Of a matrix.
+    global: Option<f32>,
+    steps: u64,
+    /// Bytes of each of its arrays in `state.bin`, in their order.
+    arrays: Vec<(String, u64)>,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Header {
+    version: u32,
+    family: String,
+    config: Config,
+    progress: Progress,
+    /// Where the data was, in the words of whoever reads it.
+    data: Value,
+    parameters: Vec<Saved>,
+    /// XXH3 of `state.bin`.
+    checksum: u64,
+}
+
+/// The bytes of an array, as they are stored.
+fn bytes_of(array: &StateArray<'_>) -> Result<Vec<u8>> {
+    match array {
+        StateArray::Bytes(array) => {
+            let mut bytes = vec![0; array.len()];
+            array.all().read(&mut bytes)?;
+            Ok(bytes)
+        }
+        StateArray::Floats(array) => {
+            let mut values = vec![0.0; array.len()];
+            array.all().read(&mut values)?;
+            Ok(values.iter().flat_map(|v: &f32| v.to_le_bytes()).collect())
+        }
+    }
+}
+
+fn len_of(array: &StateArray<'_>) -> u64 {
+    match array {
+        StateArray::Bytes(array) => array.len() as u64,
+        StateArray::Floats(array) => 4 * array.len() as u64,
+    }
+}
+
+fn fill(array: StateArray<'_>, bytes: &[u8]) -> Result<()> {
+    use crate::ops::Slice;
+    match array {
+        StateArray::Bytes(array) => array.all_mut().copy_from(Slice::Host(bytes)),
+        StateArray::Floats(array) => {
+            let values: Vec<f32> = bytes
+                .as_chunks::<4>()
+                .0
+                .iter()
+                .map(|&b| f32::from_le_bytes(b))
+                .collect();
+            array.all_mut().copy_from(Slice::Host(&values))
+        }
+    }
+}
+
+/// What a checkpoint says of the parameters.
+fn describe(parameters: &mut Parameters) -> Vec<Saved> {
+    let layout = parameters.layout().clone();
+    let named = |arrays: &[(&'static str, StateArray<'_>)]| {
+        arrays
+            .iter()
+            .map(|(name, array)| ((*name).to_owned(), len_of(array)))
+            .collect()
+    };
+    let mut all = Vec::new();
+    for (matrix, m) in parameters.matrices_mut().iter_mut().zip(&layout.matrices) {
+        all.push(Saved {
+            name: m.name.clone(),
+            shape: vec![m.rows, m.cols],
+            global: Some(matrix.global()),
+            steps: matrix.steps(),
+            arrays: named(&matrix.arrays()),
+        });
+    }
+    for (vector, v) in parameters.vectors_mut().iter_mut().zip(&layout.vectors) {
+        all.push(Saved {
+            name: v.name.clone(),
+            shape: vec![v.len],
+            global: None,
+            steps: vector.steps(),
+            arrays: named(&vector.arrays()),
+        });
+    }
+    all
+}
+
+/// The checkpoints in a directory, by their steps, rising.
+pub fn list(directory: &Path) -> Result<Vec<(u64, PathBuf)>> {
+    if !directory.exists() {
+        return Ok(Vec::new());
+    }
+    let mut found: Vec<_> = directory::names(directory)?
+        .into_iter()
+        .filter_map(|name| {
+            Some((
+                name.strip_prefix(PREFIX)?.parse().ok()?,
+                directory.join(name),
+            ))
+        })
+        .collect();
+    found.sort();
+    Ok(found)
+}
+
+impl Trainer {
+    /// Writes a checkpoint into `directory`, under the number of the last step, and removes all but the last `keep` there, which is at
+    /// least 1. `data` is given back by [`Trainer::resume`]. What is not written whole leaves nothing, and the checkpoints before stay.
+    pub fn save(&mut self, directory: &Path, data: &Value, keep: usize) -> Result<PathBuf> {
+        let place = directory.join(format!("{PREFIX}{:0DIGITS$}", self.progress().steps));
+        let saved = describe(self.parameters_mut());
+        let size = saved
+            .iter()
+            .flat_map(|s| &s.arrays)
+            .map(|(_, bytes)| bytes)
+            .sum();
+        let new = NewDirectory::replace(&place, is_checkpoint)?;
+        let state = new.file(STATE, size)?;
+        let (mut at, mut sum) = (0, XxHash3_64::new());
+        let mut write = |array: &StateArray<'_>| -> Result<()> {
+            let bytes = bytes_of(array)?;
+            sum.write(&bytes);
+            state.write_at(&bytes, at)?;
+            at += bytes.len() as u64;
+            Ok(())
+        };
+        for matrix in self.parameters_mut().matrices_mut() {
+            matrix
+                .arrays()
+                .iter()
+                .try_for_each(|(_, array)| write(array))?;
+        }
+        for vector in self.parameters_mut().vectors_mut() {
+            vector
+                .arrays()
+                .iter()
+                .try_for_each(|(_, array)| write(array))?;
+        }
+        state.sync()?;
+        let header = Header {
+            version: VERSION,
+            family: self.spec().family.to_owned(),
+            config: self.config().clone(),
+            progress: *self.progress(),
+            data: data.clone(),
+            parameters: saved,
+            checksum: sum.finish(),
+        };
+        let json = serde_json::to_vec_pretty(&header)
+            .map_err(|e| err!(Internal, "writing {HEADER}: {e}"))?;
+        let header = new.stage(HEADER, &json)?;
+        new.commit(vec![state, header])?;
+        let all = list(directory)?;
+        for (_, old) in &all[..all.len().saturating_sub(keep.max(1))] {
+            fs::remove_dir_all(old)
+                .map_err(|e| Error::io(format_args!("removing {}", old.display()), e))?;
+        }
+        Ok(place)
+    }
+
+    /// The trainer that wrote the last checkpoint in `directory`, or the checkpoint that `directory` is, and the data's place. `source` is
+    /// the model that it began with. Goes on to the same bits as if it had never stopped.
+    pub fn resume(device: &Device, source: &Source, directory: &Path) -> Result<(Trainer, Value)> {
+        let place = match directory.join(HEADER).exists() {
+            true => directory.to_owned(),
+            false => match list(directory)?.pop() {
+                Some((_, last)) => last,
+                None => bail!(
+                    NotFound,
+                    "there is no checkpoint in {}",
+                    directory.display()
+                ),
+            },
+        };
+        Self::read(device, source, &place).map_err(|e| e.within(place.display()))
+    }
+
+    fn read(device: &Device, source: &Source, place: &Path) -> Result<(Trainer, Value)> {
+        let header = read_header(place)?;
+        check_model(&header, source)?;
+        let mut trainer = Trainer::empty(device, source, &header.config)?;
+        let expected = describe(trainer.parameters_mut());
+        for (saved, expected) in header.parameters.iter().zip(&expected) {
+            if saved.arrays != expected.arrays {
+                bail!(
+                    CorruptFile,
+                    "{} is stored as {:?}, and its recipe stores {:?}",
+                    saved.name,
+                    saved.arrays,
+                    expected.arrays
+                );
+            }
+        }
+        let path = place.join(STATE);
+        let opening = |e| Error::io(format_args!("reading {}", path.display()), e);
+        let mut file = File::open(&path).map_err(opening)?;
+        let size: u64 = expected
+            .iter()
+            .flat_map(|s| &s.arrays)
+            .map(|(_, bytes)| bytes)
+            .sum();
+        let found = file.metadata().map_err(opening)?.len();
+        if found != size {
+            bail!(
+                CorruptFile,
+                "{STATE} has {found} bytes, and {size} are right"
+            );
+        }
+        let mut sum = XxHash3_64::new();
+        let mut read = |array: StateArray<'_>| -> Result<()> {
+            let mut bytes = vec![0; len_of(&array) as usize];
+            file.read_exact(&mut bytes).map_err(opening)?;
+            sum.write(&bytes);
+            fill(array, &bytes)
+        };
+        let count = trainer.parameters().matrices().len();
+        for (matrix, saved) in trainer
+            .parameters_mut()
+            .matrices_mut()
+            .iter_mut()
+            .zip(&header.parameters)
+        {
+            matrix
+                .arrays()
+                .into_iter()
+                .try_for_each(|(_, array)| read(array))?;
+            matrix.restore(saved.global.unwrap_or(1.0), saved.steps)?;
+        }
+        for (vector, saved) in trainer
+            .parameters_mut()
+            .vectors_mut()
+            .iter_mut()
+            .zip(&header.parameters[count..])
+        {
+            vector
+                .arrays()
+                .into_iter()
+                .try_for_each(|(_, array)| read(array))?;
+            vector.restore(saved.steps);
+        }
+        if sum.finish() != header.checksum {
+            bail!(
+                CorruptFile,
+                "{STATE} is damaged: its checksum is not the one in {HEADER}; use an earlier checkpoint"
+            );
+        }
+        *trainer.progress_mut() = header.progress;
+        Ok((trainer, header.data))
+    }
+}
+
+/// Refuses a directory that is no checkpoint to be replaced.
+fn is_checkpoint(place: &Path) -> Result<()> {
+    match place.join(HEADER).exists() {
+        true => Ok(()),
+        false => bail!(
+            InvalidArgument,
+            "{} is not a checkpoint of training, and is not replaced; name another directory",
+            place.display()
+        ),
+    }
+}
+
+fn read_header(place: &Path) -> Result<Header> {
+    let path = place.join(HEADER);
+    let text =
+        fs::read(&path).map_err(|e| Error::io(format_args!("reading {}", path.display()), e))?;
+    let value: Value =
+        serde_json::from_slice(&text).map_err(|e| err!(CorruptFile, "{HEADER}: {e}"))?;
+    match value["version"].as_u64() {
+        Some(version) if version == u64::from(VERSION) => {}
+        version => bail!(
+            Unsupported,
+            "a checkpoint of version {version:?}; this library reads version {VERSION}"
+        ),
+    }
+    serde_json::from_value(value).map_err(|e| err!(CorruptFile, "{HEADER}: {e}"))
+}
+
+/// Refuses another model than the one that a checkpoint is of, with the names that differ.
+fn check_model(header: &Header, source: &Source) -> Result<()> {
+    let layout = source.layout();
+    let matrices = layout
+        .matrices
+        .iter()
+        .map(|m| (&m.name, vec![m.rows, m.cols]));
+    let own: Vec<_> = matrices
+        .chain(layout.vectors.iter().map(|v| (&v.name, vec![v.len])))
+        .collect();
+    let in_checkpoint = |name: &str| header.parameters.iter().any(|saved| saved.name == name);
+    let missing = own.iter().filter(|(name, _)| !in_checkpoint(name));
+    let mut differing: Vec<_> = missing
+        .map(|(name, _)| format!("{name} is not in the checkpoint"))
+        .collect();
+    for saved in &header.parameters {
+        match own.iter().find(|(name, _)| **name == saved.name) {
+            None => differing.push(format!("{} is not in the model", saved.name)),
+            Some((_, shape)) if *shape != saved.shape => {
+                differing.push(format!(
+                    "{} is {:?} and in the model {shape:?}",
+                    saved.name, saved.shape
+                ));
+            }
+            Some(_) => {}
+        }
+    }
+    if !differing.is_empty() || header.family != source.spec().family {
+        let more = differing.len().saturating_sub(8);
+        let shown = differing[..differing.len() - more].join("; ");
+        bail!(
+            InvalidArgument,
+            "the checkpoint is of another model ({}, and this is {}): {shown}{}",
+            header.family,
+            source.spec().family,
+            if more > 0 {
+                format!("; and {more} more")
+            } else {
+                String::new()
+            }
+        );
+    }
+    Ok(())
+}

@@ -1,0 +1,378 @@
+//! The parameters of a model under training, and what becomes of their gradients.
+
+use std::ops::Range;
+
+use super::recipe::{Clip, Recipe};
+use crate::base::Result;
+use crate::base::error::bail;
+use crate::format::adamw::GROUP_ROWS;
+use crate::model::training::{Layout, MatrixId, Source, Store, VectorId};
+use crate::ops::training::optimizer::{Changes, Coefficients, Hyperparameters, Matrix, Vector};
+use crate::ops::training::{norm, statistics};
+use crate::ops::{Array, Device, Mixed, Slice, SliceMut};
+
+/// Rows of a gradient that are converted at a time.
+const ROWS: usize = 1024;
+const _: () = assert!(ROWS.is_multiple_of(GROUP_ROWS));
+
+/// A step under way.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct StepPlan {
+    /// The settings, with this step's rate.
+    pub(super) settings: Hyperparameters,
+    /// The number of the step, from 1.
+    pub(super) number: u64,
+    /// What gradients are multiplied by before anything else.
+    pub(super) factor: f32,
+}
+
+/// What a step has come to.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct StepReport {
+    /// The norm of all gradients, before clipping.
+    pub gradient_norm: f64,
+    /// Weights that changed, of those stored and of those delivered.
+    pub changes: (u64, u64),
+    /// Whether a gradient was not finite, so that what it belongs to, and what came after it, was left as it was.
+    pub skipped: bool,
+    /// Whether parameters had been changed by then.
+    pub partial: bool,
+}
+
+/// The parameters of a model, in the form a recipe stores them in.
+#[derive(Debug)]
+pub struct Parameters {
+    device: Device,
+    layout: Layout,
+    recipe: Recipe,
+    matrices: Vec<Matrix>,
+    vectors: Vec<Vector>,
+    trains: Vec<bool>,
+    trains_vectors: Vec<bool>,
+    /// Whether passes multiply with all that is stored, or with what is delivered.
+    whole: bool,
+    /// Of each matrix, where gradients wait for the end of a step.
+    sums: Vec<Array>,
+    /// The step that gradients make at once.
+    plan: Option<StepPlan>,
+    /// The sum of squares of the gradients that have come.
+    squares: f64,
+    report: StepReport,
+    scratch: Array<Mixed>,
+}
+
+impl Parameters {
+    /// Those of a checkpoint.
+    pub fn new(device: &Device, source: &Source, recipe: &Recipe) -> Result<Parameters> {
+        let layout = source.layout();
+        let matrices = (0..layout.matrices.len()).map(|id| {
+            let m = &layout.matrices[id];
+            let read = &mut |rows, out: &mut [f32]| source.matrix(id, rows, out);
+            Matrix::new(device, recipe.forms_of(&m.name), m.rows, m.cols, read)
+                .map_err(|e| e.within(&m.name))
+        });
+        let vectors = (0..layout.vectors.len()).map(|id| Vector::new(device, &source.vector(id)?));
+        let (matrices, vectors) = (
+            matrices.collect::<Result<_>>()?,
+            vectors.collect::<Result<_>>()?,
+        );
+        Self::with(device, source, recipe, matrices, vectors)
+    }
+
+    /// Zeros of the same forms, to be restored.
+    pub(super) fn zeroed(device: &Device, source: &Source, recipe: &Recipe) -> Result<Parameters> {
+        let layout = source.layout();
+        let matrices = layout
+            .matrices
+            .iter()
+            .map(|m| Matrix::zeroed(device, recipe.forms_of(&m.name), m.rows, m.cols));
+        let vectors = layout
+            .vectors
+            .iter()
+            .map(|v| Vector::new(device, &vec![0.0; v.len]));
+        let (matrices, vectors) = (
+            matrices.collect::<Result<_>>()?,
+            vectors.collect::<Result<_>>()?,
+        );
+        Self::with(device, source, recipe, matrices, vectors)
+    }
+
+    fn with(
+        device: &Device,
+        source: &Source,
+        recipe: &Recipe,
+        matrices: Vec<Matrix>,
+        vectors: Vec<Vector>,
+    ) -> Result<Parameters> {
+        let layout = source.layout();
+        let first = recipe.first_block(source.spec().blocks.len());
+        let from = |block: Option<usize>, outside: bool| match block {
+            Some(block) => block >= first,
+            None => outside,
+        };
+        // What stands outside the blocks is trained with them all; the last norm and the head always are.
+        let trains = layout
+            .matrices
+            .iter()
+            .enumerate()
+            .map(|(id, m)| {
+                from(
+                    m.block,
+                    first == 0 || (id == layout.head && layout.head != layout.embedding),
+                )
+            })
+            .collect();
+        let trains_vectors = layout.vectors.iter().map(|v| from(v.block, true)).collect();
+        let mut parameters = Parameters {
+            device: device.clone(),
+            layout: layout.clone(),
+            recipe: recipe.clone(),
+            matrices,
+            vectors,
+            trains,
+            trains_vectors,
+            whole: true,
+            sums: Vec::new(),
+            plan: None,
+            squares: 0.0,
+            report: StepReport::default(),
+            scratch: Array::empty(),
+        };
+        if !recipe.release {
+            for (matrix, trains) in parameters.matrices.iter().zip(&parameters.trains) {
+                let (rows, cols) = matrix.shape();
+                let len = if *trains { rows * cols } else { 0 };
+                parameters.sums.push(Array::scratch(device, len)?);
+            }
+        }
+        Ok(parameters)
+    }
+
+    /// The parameters by number.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// The matrices.
+    pub fn matrices(&self) -> &[Matrix] {
+        &self.matrices
+    }
+
+    /// The matrices, to be restored.
+    pub(super) fn matrices_mut(&mut self) -> &mut [Matrix] {
+        &mut self.matrices
+    }
+
+    /// The norms and biases.
+    pub fn vectors(&self) -> &[Vector] {
+        &self.vectors
+    }
+
+    /// The norms and biases, to be restored.
+    pub(super) fn vectors_mut(&mut self) -> &mut [Vector] {
+        &mut self.vectors
+    }
+
+    /// Bytes of all states.
+    pub fn bytes(&self) -> usize {
+        let matrices: usize = self.matrices.iter().map(Matrix::bytes).sum();
+        matrices + self.vectors.iter().map(Vector::bytes).sum::<usize>()
+    }
+
+    /// Elements of the matrices that are trained.
+    pub fn trained(&self) -> usize {
+        let trained = self
+            .matrices
+            .iter()
+            .zip(&self.trains)
+            .filter(|(_, trains)| **trains);
+        trained
+            .map(|(matrix, _)| matrix.shape().0 * matrix.shape().1)
+            .sum()
+    }
+
+    /// Chooses what passes multiply with: all that is stored, or what is delivered.
+    pub(super) fn multiply_with_all(&mut self, whole: bool) {
+        self.whole = whole;
+    }
+
+    /// Begins a step: gradients come until [`Parameters::finish_step`].
+    pub(super) fn begin_step(&mut self, plan: StepPlan) -> Result<()> {
+        self.squares = 0.0;
+        self.report = StepReport::default();
+        self.plan = Some(plan);
+        for sum in &mut self.sums {
+            crate::ops::activation::fill(&self.device, sum.all_mut(), 0.0)?;
+        }
+        for vector in &mut self.vectors {
+            vector.clear_gradient(&self.device)?;
+        }
+        Ok(())
+    }
+
+    /// Gives up a step that no gradient has come for, or whose gradients wait.
+    pub(super) fn abandon_step(&mut self) {
+        self.plan = None;
+    }
+
+    /// The coefficients of a tensor's step. Decay is for matrices.
+    fn coefficients(&self, plan: &StepPlan, factor: f64, decays: bool) -> Coefficients {
+        let mut settings = plan.settings;
+        if !decays {
+            settings.decay = 0.0;
+        }
+        Coefficients::new(
+            &settings,
+            plan.number,
+            (f64::from(plan.factor) * factor) as f32,
+        )
+    }
+
+    /// Ends the step: updates what has waited.
+    pub(super) fn finish_step(&mut self) -> Result<StepReport> {
+        let Some(plan) = self.plan.take() else {
+            bail!(Internal, "a step ended that had not begun");
+        };
+        for (vector, trains) in self.vectors.iter_mut().zip(&self.trains_vectors) {
+            if *trains {
+                let found = statistics::of_floats(&self.device, vector.gradient().as_slice())?;
+                self.squares += found.squares;
+                self.report.skipped |= !found.is_finite();
+            }
+        }
+        let mut sums = std::mem::take(&mut self.sums);
+        for (id, sum) in sums.iter().enumerate() {
+            if self.trains[id] {
+                let found = statistics::of_floats(&self.device, sum.all())?;
+                self.squares += found.squares;
+                self.report.skipped |= !found.is_finite();
+            }
+        }
+        self.report.gradient_norm = self.squares.sqrt() * f64::from(plan.factor);
+        if !self.report.skipped {
+            let factor = match self.recipe.clip {
+                Clip::Global(most) | Clip::Previous(most) if self.report.gradient_norm > most => {
+                    most / self.report.gradient_norm
+                }
+                _ => 1.0,
+            };
+            for (id, sum) in sums.iter_mut().enumerate() {
+                if self.trains[id] {
+                    self.step_from(id, sum, &plan, factor)?;
+                }
+            }
+            for id in 0..self.vectors.len() {
+                if self.trains_vectors[id] {
+                    let c = self.coefficients(&plan, factor, false);
+                    self.vectors[id].step(&self.device, &c)?;
+                }
+            }
+            for (matrix, trains) in self.matrices.iter_mut().zip(&self.trains) {
+                if *trains {
+                    let changes: Changes = matrix.finish_step()?;
+                    self.report.changes.0 += u64::from(changes.stored);
+                    self.report.changes.1 += u64::from(changes.delivered);
+                }
+            }
+        }
+        self.sums = sums;
+        Ok(self.report)
+    }
+
+    /// A step of a matrix by gradients in f32.
+    fn step_from(&mut self, id: MatrixId, sum: &Array, plan: &StepPlan, factor: f64) -> Result<()> {
+        let (rows, cols) = self.matrices[id].shape();
+        let c = self.coefficients(plan, factor, true);
+        self.scratch.grow(&self.device, ROWS.min(rows) * cols)?;
+        for first in (0..rows).step_by(ROWS) {
+            let last = rows.min(first + ROWS);
+            let len = (last - first) * cols;
+            norm::convert(
+                &self.device,
+                sum.part(first * cols..last * cols)?,
+                self.scratch.first_mut(len)?,
+            )?;
+            let key = (self.recipe.seed, id as u64);
+            self.matrices[id].step(&self.device, &c, key, first, self.scratch.first(len)?)?;
+        }
+        Ok(())
+    }
+
+    /// A step of rows of a matrix, as their gradients come.
+    fn step_at_once(
+        &mut self,
+        id: MatrixId,
+        first: usize,
+        gradient: Slice<'_, Mixed>,
+    ) -> Result<()> {
+        let Some(plan) = self.plan else {
+            bail!(Internal, "a gradient came outside a step");
+        };
+        let found = statistics::of_gradients(&self.device, gradient)?;
+        if !found.is_finite() || self.report.skipped {
+            self.report.skipped = true;
+            return Ok(());
+        }
+        self.squares += found.squares;
+        self.report.partial = true;
+        let factor = match self.recipe.clip {
+            Clip::PerTensor(most) => {
+                (most / (found.squares.sqrt() * f64::from(plan.factor))).min(1.0)
+            }
+            _ => 1.0,
+        };
+        let c = self.coefficients(&plan, factor, true);
+        self.matrices[id].step(
+            &self.device,
+            &c,
+            (self.recipe.seed, id as u64),
+            first,
+            gradient,
+        )
+    }
+}
+
+impl Store for Parameters {
+    fn shape(&self, matrix: MatrixId) -> (usize, usize) {
+        self.matrices[matrix].shape()
+    }
+
+    fn read(
+        &mut self,
+        matrix: MatrixId,
+        rows: Range<usize>,
+        out: SliceMut<'_, Mixed>,
+    ) -> Result<()> {
+        self.matrices[matrix].decode(&self.device, rows, self.whole, out)
+    }
+
+    fn embed(&mut self, matrix: MatrixId, tokens: &[u32], out: SliceMut<'_, Mixed>) -> Result<()> {
+        self.matrices[matrix].decode_rows(&self.device, tokens, self.whole, out)
+    }
+
+    fn vector(&self, vector: VectorId) -> Result<Slice<'_>> {
+        Ok(self.vectors[vector].values())
+    }
+
+    fn vector_with_gradient(&mut self, vector: VectorId) -> Result<(Slice<'_>, SliceMut<'_>)> {
+        Ok(self.vectors[vector].with_gradient())
+    }
+
+    fn trains(&self, matrix: MatrixId) -> bool {
+        self.trains[matrix]
+    }
+
+    fn gradient(
+        &mut self,
+        matrix: MatrixId,
+        first_row: usize,
+        gradient: Slice<'_, Mixed>,
+    ) -> Result<()> {
+        if self.recipe.release {
+            return self.step_at_once(matrix, first_row, gradient);
+        }
+        let cols = self.matrices[matrix].shape().1;
+        let range = first_row * cols..first_row * cols + gradient.len();
+        norm::accumulate(&self.device, self.sums[matrix].part_mut(range)?, gradient)
+    }
+}

@@ -1,0 +1,98 @@
+//! Learning rates over steps.
+
+use std::f64::consts::PI;
+
+use serde::{Deserialize, Serialize};
+
+/// How the rate falls after the warm-up.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Decay {
+    /// Not at all.
+    Constant,
+    /// Along half a cosine (Loshchilov and Hutter, arXiv 1608.03983).
+    #[default]
+    Cosine,
+    /// In a straight line.
+    Linear,
+    /// It stays, and falls in a straight line over the last share of the steps (warm-up, stable, decay; Hu et al., arXiv 2404.06395).
+    Stable(f64),
+}
+
+/// The rate of each step, as a share of the highest.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Schedule {
+    /// Steps over which the rate rises in a straight line.
+    pub warmup: u64,
+    /// How it falls afterwards.
+    pub decay: Decay,
+    /// What it falls to.
+    pub floor: f64,
+}
+
+impl Default for Schedule {
+    fn default() -> Self {
+        Schedule {
+            warmup: 0,
+            decay: Decay::default(),
+            floor: 0.1,
+        }
+    }
+}
+
+impl Schedule {
+    /// The share at step `step`, counted from 0, of `steps`.
+    pub fn share(&self, step: u64, steps: u64) -> f64 {
+        if step < self.warmup {
+            return (step + 1) as f64 / self.warmup as f64;
+        }
+        let rest = steps.saturating_sub(self.warmup).max(1) as f64;
+        let done = ((step - self.warmup) as f64 / rest).min(1.0);
+        let fallen = match self.decay {
+            Decay::Constant => 0.0,
+            Decay::Cosine => 0.5 - 0.5 * (PI * done).cos(),
+            Decay::Linear => done,
+            Decay::Stable(last) => {
+                ((done - (1.0 - last)) / last.max(f64::MIN_POSITIVE)).clamp(0.0, 1.0)
+            }
+        };
+        1.0 - (1.0 - self.floor) * fallen
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rates_rise_and_fall() {
+        let schedule = |decay| Schedule {
+            warmup: 10,
+            decay,
+            floor: 0.1,
+        };
+        for decay in [
+            Decay::Constant,
+            Decay::Cosine,
+            Decay::Linear,
+            Decay::Stable(0.2),
+        ] {
+            let s = schedule(decay);
+            let shares: Vec<f64> = (0..=110).map(|step| s.share(step, 110)).collect();
+            assert!(
+                shares[..10].is_sorted() && shares[9] == 1.0 && shares[10] == 1.0,
+                "{decay:?}"
+            );
+            assert!(shares[10..].iter().rev().is_sorted(), "{decay:?}");
+            let last = if decay == Decay::Constant { 1.0 } else { 0.1 };
+            assert!(
+                (shares[110] - last).abs() < 1e-12,
+                "{decay:?}: {}",
+                shares[110]
+            );
+        }
+        assert!((schedule(Decay::Cosine).share(60, 110) - 0.55).abs() < 1e-12);
+        assert_eq!(schedule(Decay::Stable(0.2)).share(89, 110), 1.0);
+    }
+}

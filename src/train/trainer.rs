@@ -1,0 +1,375 @@
+//! Steps of training.
+
+use serde::{Deserialize, Serialize};
+
+use super::parameters::{Parameters, StepPlan, StepReport};
+use super::recipe::{Clip, Recipe};
+use super::schedule::Schedule;
+use crate::base::Result;
+use crate::base::error::bail;
+use crate::model::Spec;
+use crate::model::training::{Batch, Options, Pass, Source};
+use crate::ops::Device;
+use crate::ops::training::optimizer::Hyperparameters;
+
+/// How a trainer works.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Config {
+    /// The form of parameters, and what happens to gradients.
+    pub recipe: Recipe,
+    /// The optimizer, with its highest rate.
+    pub optimizer: Hyperparameters,
+    /// The rate over steps.
+    pub schedule: Schedule,
+    /// Steps in all, which the schedule runs over.
+    pub steps: u64,
+    /// Computes again in the backward pass what is between the inputs of blocks, rather than keep it.
+    pub recompute: bool,
+    /// Tokens whose logits are computed at a time.
+    pub head_chunk: usize,
+    /// Steps in a row that may come to nothing because a loss or gradient is not finite.
+    pub patience: u64,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        let options = Options::default();
+        Config {
+            recipe: Recipe::default(),
+            optimizer: Hyperparameters::default(),
+            schedule: Schedule::default(),
+            steps: 1000,
+            recompute: options.recompute,
+            head_chunk: options.head_chunk,
+            patience: 10,
+        }
+    }
+}
+
+impl Config {
+    /// Refuses settings that make no sense.
+    pub fn check(&self) -> Result<()> {
+        let Hyperparameters {
+            rate,
+            beta1,
+            beta2,
+            eps,
+            decay,
+        } = self.optimizer;
+        if self.steps == 0 {
+            bail!(InvalidArgument, "training of 0 steps");
+        }
+        if !(rate > 0.0 && rate.is_finite()) {
+            bail!(
+                InvalidArgument,
+                "a learning rate of {rate}; it must be positive"
+            );
+        }
+        if !((0.0..1.0).contains(&beta1) && (0.0..1.0).contains(&beta2)) {
+            bail!(
+                InvalidArgument,
+                "betas of {beta1} and {beta2}; they must be at least 0 and less than 1"
+            );
+        }
+        if !(eps > 0.0 && eps.is_finite() && decay >= 0.0 && rate * decay < 1.0) {
+            bail!(
+                InvalidArgument,
+                "eps {eps} and weight decay {decay}; eps must be positive, and the decay at least 0 and less than 1 / rate"
+            );
+        }
+        self.recipe.check()
+    }
+}
+
+/// Documents one after another, as far as a trainer cares where they come from.
+#[derive(Clone, Copy, Debug)]
+pub struct MicroBatch<'a> {
+    /// Tokens of all documents.
+    pub tokens: &'a [u32],
+    /// The documents' lengths.
+    pub documents: &'a [usize],
+    /// The token that each row should predict; negative where none counts.
+    pub labels: &'a [i32],
+}
+
+impl MicroBatch<'_> {
+    /// Rows with a label.
+    pub fn targets(&self) -> usize {
+        self.labels.iter().filter(|&&l| l >= 0).count()
+    }
+}
+
+/// What a step came to.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Outcome {
+    /// Parameters were updated.
+    Updated,
+    /// A loss or a gradient was not finite, and nothing was changed.
+    Skipped,
+}
+
+/// A step, for reports.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Step {
+    /// Its number, from 1.
+    pub number: u64,
+    /// What it came to.
+    pub outcome: Outcome,
+    /// The mean cross-entropy of its targets, in nats.
+    pub loss: f64,
+    /// Targets.
+    pub targets: usize,
+    /// The learning rate.
+    pub rate: f64,
+    /// The norm of all gradients before clipping.
+    pub gradient_norm: f64,
+    /// The share of trained weights that changed as they are stored.
+    pub changed: f64,
+    /// The share that changed as they are delivered.
+    pub changed_delivered: f64,
+}
+
+/// Trains the parameters of a model.
+#[derive(Debug)]
+pub struct Trainer {
+    device: Device,
+    spec: Spec,
+    config: Config,
+    parameters: Parameters,
+    pass: Pass,
+    progress: Progress,
+}
+
+/// How far a trainer has come.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub(super) struct Progress {
+    /// Steps taken, those that came to nothing included.
+    pub(super) steps: u64,
+    /// Steps that updated parameters.
+    pub(super) updates: u64,
+    /// Steps in a row that came to nothing, up to now.
+    pub(super) failures: u64,
+    /// All of those.
+    pub(super) skipped: u64,
+    /// The norm of the last step's gradients.
+    pub(super) gradient_norm: f64,
+}
+
+impl Trainer {
+    /// A trainer of the model of a checkpoint.
+    pub fn new(device: &Device, source: &Source, config: &Config) -> Result<Trainer> {
+        config.check()?;
+        let parameters = Parameters::new(device, source, &config.recipe)?;
+        Self::with(device, source, config, parameters)
+    }
+
+    /// The same with parameters that are yet to be restored.
+    pub(super) fn empty(device: &Device, source: &Source, config: &Config) -> Result<Trainer> {
+        config.check()?;
+        let parameters = Parameters::zeroed(device, source, &config.recipe)?;
+        Self::with(device, source, config, parameters)
+    }
+
+    fn with(
+        device: &Device,
+        source: &Source,
+        config: &Config,
+        parameters: Parameters,
+    ) -> Result<Trainer> {
+        let options = Options {
+            recompute: config.recompute,
+            head_chunk: config.head_chunk,
+        };
+        Ok(Trainer {
+            device: device.clone(),
+            spec: source.spec().clone(),
+            config: config.clone(),
+            parameters,
+            pass: Pass::new(device, source.spec(), source.layout(), options)?,
+            progress: Progress::default(),
+        })
+    }
+
+    /// Where it runs.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    pub(super) fn parameters_mut(&mut self) -> &mut Parameters {
+        &mut self.parameters
+    }
+
+    pub(super) fn progress(&self) -> &Progress {
+        &self.progress
+    }
+
+    pub(super) fn progress_mut(&mut self) -> &mut Progress {
+        &mut self.progress
+    }
+
+    /// What is trained.
+    pub fn spec(&self) -> &Spec {
+        &self.spec
+    }
+
+    /// The settings.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// The parameters.
+    pub fn parameters(&self) -> &Parameters {
+        &self.parameters
+    }
+
+    /// Steps taken.
+    pub fn steps(&self) -> u64 {
+        self.progress.steps
+    }
+
+    /// Steps that came to nothing.
+    pub fn skipped(&self) -> u64 {
+        self.progress.skipped
+    }
+
+    /// Whether passes multiply with what is delivered by now.
+    pub fn trains_delivered(&self) -> bool {
+        let first = self.config.steps as f64 * (1.0 - self.config.recipe.delivered_share);
+        self.progress.steps as f64 >= first
+    }
+
+    /// One step by the gradients of all micro-batches together, each target counting the same. If a loss or a gradient is not finite, no
+    /// parameter changes, and the step is counted as skipped; too many of those in a row are an error.
+    pub fn step(&mut self, batches: &[MicroBatch<'_>]) -> Result<Step> {
+        let targets: usize = batches.iter().map(MicroBatch::targets).sum();
+        if targets == 0 {
+            bail!(
+                InvalidArgument,
+                "none of {} rows has a label that counts: there is nothing to learn from them",
+                batches.iter().map(|b| b.tokens.len()).sum::<usize>()
+            );
+        }
+        if self.config.recipe.release && batches.len() > 1 {
+            bail!(
+                InvalidArgument,
+                "{} micro-batches in a step whose gradients are released as they come; keep gradients to accumulate, or give one batch",
+                batches.len()
+            );
+        }
+        let rate = self.config.optimizer.rate
+            * self
+                .config
+                .schedule
+                .share(self.progress.steps, self.config.steps);
+        let previous = self.progress.gradient_norm;
+        let plan = StepPlan {
+            settings: Hyperparameters {
+                rate,
+                ..self.config.optimizer
+            },
+            number: self.progress.updates + 1,
+            factor: match self.config.recipe.clip {
+                Clip::Previous(most) if previous > most => (most / previous) as f32,
+                _ => 1.0,
+            },
+        };
+        self.parameters.multiply_with_all(!self.trains_delivered());
+        self.parameters.begin_step(plan)?;
+        let (loss, report) = match self.gradients(batches, targets) {
+            Ok(loss) if loss.is_finite() => (loss, self.parameters.finish_step()?),
+            Ok(loss) => {
+                self.parameters.abandon_step();
+                let skipped = StepReport {
+                    skipped: true,
+                    ..StepReport::default()
+                };
+                (loss, skipped)
+            }
+            Err(e) => {
+                self.parameters.abandon_step();
+                return Err(e);
+            }
+        };
+        if report.skipped && report.partial {
+            bail!(
+                Internal,
+                "a gradient of step {} was not finite after released gradients had changed parameters; go on from the last checkpoint, \
+                 with a lower learning rate or with kept gradients",
+                self.progress.steps + 1
+            );
+        }
+        self.progress.steps += 1;
+        if report.skipped {
+            self.progress.skipped += 1;
+            self.progress.failures += 1;
+            if self.progress.failures >= self.config.patience {
+                bail!(
+                    InvalidArgument,
+                    "the loss or a gradient of {} steps in a row was not finite, the last a loss of {loss}; nothing was changed by them: lower \
+                     the learning rate of {rate}, or look at the data",
+                    self.progress.failures
+                );
+            }
+        } else {
+            self.progress.updates += 1;
+            self.progress.failures = 0;
+            // By what the gradients were before they were clipped.
+            self.progress.gradient_norm = report.gradient_norm / f64::from(plan.factor);
+        }
+        let share = |changed: u64| changed as f64 / self.parameters.trained().max(1) as f64;
+        Ok(Step {
+            number: self.progress.steps,
+            outcome: if report.skipped {
+                Outcome::Skipped
+            } else {
+                Outcome::Updated
+            },
+            loss,
+            targets,
+            rate,
+            gradient_norm: report.gradient_norm / f64::from(plan.factor),
+            changed: share(report.changes.0),
+            changed_delivered: share(report.changes.1),
+        })
+    }
+
+    /// The mean loss of all targets, with its gradients given to the parameters.
+    fn gradients(&mut self, batches: &[MicroBatch<'_>], targets: usize) -> Result<f64> {
+        let first = self.config.recipe.first_block(self.spec.blocks.len());
+        let mut loss = 0.0;
+        for batch in batches {
+            let batch = self.batch(batch, 1.0 / targets as f64)?;
+            loss += self.pass.gradients(&mut self.parameters, &batch, first)?;
+        }
+        Ok(loss)
+    }
+
+    fn batch(&self, batch: &MicroBatch<'_>, weight: f64) -> Result<Batch> {
+        let weights = vec![weight as f32; batch.tokens.len()];
+        Batch::new(
+            &self.device,
+            &self.spec,
+            batch.tokens,
+            batch.documents,
+            batch.labels,
+            &weights,
+        )
+    }
+
+    /// The mean cross-entropy of the targets of batches, in nats, of what is delivered or of all that is stored.
+    pub fn evaluate(&mut self, batches: &[MicroBatch<'_>], delivered: bool) -> Result<f64> {
+        let targets: usize = batches.iter().map(MicroBatch::targets).sum();
+        if targets == 0 {
+            bail!(InvalidArgument, "an evaluation without a label that counts");
+        }
+        self.parameters.multiply_with_all(!delivered);
+        let mut loss = 0.0;
+        for batch in batches {
+            let batch = self.batch(batch, 1.0)?;
+            loss += self.pass.loss(&mut self.parameters, &batch)?;
+        }
+        Ok(loss / targets as f64)
+    }
+}
