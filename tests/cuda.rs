@@ -4,6 +4,8 @@
 mod common;
 #[path = "cuda/tensors.rs"]
 mod tensors;
+#[path = "cuda/training_optimizer.rs"]
+mod training_optimizer;
 
 use std::ops::ControlFlow;
 use std::sync::Arc;

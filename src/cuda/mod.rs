@@ -24,6 +24,7 @@ mod sample;
 mod scaled_mm;
 mod table;
 mod tensor;
+pub mod training;
 mod unfused;
 mod units;
 

@@ -7,7 +7,7 @@ use super::driver::{self, Attached, Gpu, KernelUnit, Source, compiler, target};
 use super::units::{Unit, fingerprint, source};
 use super::{
     attention, bandwidth, convert, elementwise, experts, linear, operand, quantize, row_norms,
-    rows, sample, scaled_mm, tensor, unfused,
+    rows, sample, scaled_mm, tensor, training, unfused,
 };
 use crate::base::Result;
 
@@ -81,6 +81,7 @@ pub fn argument_bytes(kernel: &str) -> Option<usize> {
     let named = all
         .iter()
         .chain(linear::ARGUMENTS)
+        .chain(training::ARGUMENTS)
         .copied()
         .flatten()
         .filter(|(start, _)| kernel.starts_with(start));

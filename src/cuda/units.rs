@@ -68,6 +68,8 @@ units! {
     LinearSkinny = "linear/skinny.cu",
     LinearTiled = "linear/tiled.cu",
     LinearWide = "linear/wide.cu",
+    AdamW = "optimizer/adamw.cu",
+    DecodeMatrix = "optimizer/decode.cu",
     PostNorm = "norm/post_norm.cu",
     RmsNorm = "norm/rms_norm.cu",
     RmsNormF32 = "norm/rms_norm_f32.cu",

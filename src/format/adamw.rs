@@ -610,9 +610,9 @@ pub struct Globals {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Changes {
     /// Of those that are stored.
-    pub stored: u32,
+    pub stored: u64,
     /// Of those that are delivered: the codes alone.
-    pub delivered: u32,
+    pub delivered: u64,
 }
 
 /// A step of the block whose first element is number `index` of its tensor, with these gradients.
@@ -687,7 +687,7 @@ pub fn step(
         false,
     );
     let differing =
-        |a: &[f32; BLOCK], b: &[f32; BLOCK]| a.iter().zip(b).filter(|(a, b)| a != b).count() as u32;
+        |a: &[f32; BLOCK], b: &[f32; BLOCK]| a.iter().zip(b).filter(|(a, b)| a != b).count() as u64;
     Changes {
         stored: differing(&old, &now),
         delivered: differing(&delivered, &deliverable),

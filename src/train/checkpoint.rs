@@ -18,7 +18,7 @@ use crate::base::directory::{self, NewDirectory};
 use crate::base::error::{Error, bail, err};
 use crate::model::training::Source;
 use crate::ops::Device;
-use crate::ops::training::optimizer::StateArray;
+use crate::ops::training::optimizer::StatePart;
 
 const VERSION: u32 = 1;
 const HEADER: &str = "trainer.json";
@@ -54,74 +54,39 @@ struct Header {
     checksum: u64,
 }
 
-/// The bytes of an array, as they are stored.
-fn bytes_of(array: &StateArray<'_>) -> Result<Vec<u8>> {
-    match array {
-        StateArray::Bytes(array) => {
-            let mut bytes = vec![0; array.len()];
-            array.all().read(&mut bytes)?;
-            Ok(bytes)
-        }
-        StateArray::Floats(array) => {
-            let mut values = vec![0.0; array.len()];
-            array.all().read(&mut values)?;
-            Ok(values.iter().flat_map(|v: &f32| v.to_le_bytes()).collect())
-        }
-    }
-}
-
-fn len_of(array: &StateArray<'_>) -> u64 {
-    match array {
-        StateArray::Bytes(array) => array.len() as u64,
-        StateArray::Floats(array) => 4 * array.len() as u64,
-    }
-}
-
-fn fill(array: StateArray<'_>, bytes: &[u8]) -> Result<()> {
-    use crate::ops::Slice;
-    match array {
-        StateArray::Bytes(array) => array.all_mut().copy_from(Slice::Host(bytes)),
-        StateArray::Floats(array) => {
-            let values: Vec<f32> = bytes
-                .as_chunks::<4>()
-                .0
-                .iter()
-                .map(|&b| f32::from_le_bytes(b))
-                .collect();
-            array.all_mut().copy_from(Slice::Host(&values))
-        }
-    }
-}
+/// The names of a vector's arrays.
+const VECTOR_PARTS: [&str; 3] = ["values", "first", "second"];
 
 /// What a checkpoint says of the parameters.
-fn describe(parameters: &mut Parameters) -> Vec<Saved> {
-    let layout = parameters.layout().clone();
-    let named = |arrays: &[(&'static str, StateArray<'_>)]| {
-        arrays
-            .iter()
-            .map(|(name, array)| ((*name).to_owned(), len_of(array)))
-            .collect()
-    };
-    let mut all = Vec::new();
-    for (matrix, m) in parameters.matrices_mut().iter_mut().zip(&layout.matrices) {
-        all.push(Saved {
+fn describe(parameters: &Parameters) -> Vec<Saved> {
+    let layout = parameters.layout();
+    let matrices = parameters
+        .matrices()
+        .iter()
+        .zip(&layout.matrices)
+        .map(|(matrix, m)| Saved {
             name: m.name.clone(),
             shape: vec![m.rows, m.cols],
             global: Some(matrix.global()),
             steps: matrix.steps(),
-            arrays: named(&matrix.arrays()),
+            arrays: StatePart::ALL
+                .map(|part| (part.name().to_owned(), matrix.part_bytes(part) as u64))
+                .to_vec(),
         });
-    }
-    for (vector, v) in parameters.vectors_mut().iter_mut().zip(&layout.vectors) {
-        all.push(Saved {
+    let vectors = parameters
+        .vectors()
+        .iter()
+        .zip(&layout.vectors)
+        .map(|(vector, v)| Saved {
             name: v.name.clone(),
             shape: vec![v.len],
             global: None,
             steps: vector.steps(),
-            arrays: named(&vector.arrays()),
+            arrays: VECTOR_PARTS
+                .map(|name| (name.to_owned(), 4 * v.len as u64))
+                .to_vec(),
         });
-    }
-    all
+    matrices.chain(vectors).collect()
 }
 
 /// The checkpoints in a directory, by their steps, rising.
@@ -145,9 +110,9 @@ pub fn list(directory: &Path) -> Result<Vec<(u64, PathBuf)>> {
 impl Trainer {
     /// Writes a checkpoint into `directory`, under the number of the last step, and removes all but the last `keep` there, which is at
     /// least 1. `data` is given back by [`Trainer::resume`]. What is not written whole leaves nothing, and the checkpoints before stay.
-    pub fn save(&mut self, directory: &Path, data: &Value, keep: usize) -> Result<PathBuf> {
+    pub fn save(&self, directory: &Path, data: &Value, keep: usize) -> Result<PathBuf> {
         let place = directory.join(format!("{PREFIX}{:0DIGITS$}", self.progress().steps));
-        let saved = describe(self.parameters_mut());
+        let saved = describe(self.parameters());
         let size = saved
             .iter()
             .flat_map(|s| &s.arrays)
@@ -156,24 +121,22 @@ impl Trainer {
         let new = NewDirectory::replace(&place, is_checkpoint)?;
         let state = new.file(STATE, size)?;
         let (mut at, mut sum) = (0, XxHash3_64::new());
-        let mut write = |array: &StateArray<'_>| -> Result<()> {
-            let bytes = bytes_of(array)?;
-            sum.write(&bytes);
-            state.write_at(&bytes, at)?;
+        let mut write = |bytes: &[u8]| -> Result<()> {
+            sum.write(bytes);
+            state.write_at(bytes, at)?;
             at += bytes.len() as u64;
             Ok(())
         };
-        for matrix in self.parameters_mut().matrices_mut() {
-            matrix
-                .arrays()
-                .iter()
-                .try_for_each(|(_, array)| write(array))?;
+        for matrix in self.parameters().matrices() {
+            for part in StatePart::ALL {
+                write(&matrix.read_part(self.device(), part)?)?;
+            }
         }
-        for vector in self.parameters_mut().vectors_mut() {
+        for vector in self.parameters().vectors() {
             vector
-                .arrays()
+                .read_state()?
                 .iter()
-                .try_for_each(|(_, array)| write(array))?;
+                .try_for_each(|bytes| write(bytes))?;
         }
         state.sync()?;
         let header = Header {
@@ -218,7 +181,7 @@ impl Trainer {
         let header = read_header(place)?;
         check_model(&header, source)?;
         let mut trainer = Trainer::empty(device, source, &header.config)?;
-        let expected = describe(trainer.parameters_mut());
+        let expected = describe(trainer.parameters());
         for (saved, expected) in header.parameters.iter().zip(&expected) {
             if saved.arrays != expected.arrays {
                 bail!(
@@ -246,36 +209,38 @@ impl Trainer {
             );
         }
         let mut sum = XxHash3_64::new();
-        let mut read = |array: StateArray<'_>| -> Result<()> {
-            let mut bytes = vec![0; len_of(&array) as usize];
+        let mut read = |bytes: usize| -> Result<Vec<u8>> {
+            let mut bytes = vec![0; bytes];
             file.read_exact(&mut bytes).map_err(opening)?;
             sum.write(&bytes);
-            fill(array, &bytes)
+            Ok(bytes)
         };
         let count = trainer.parameters().matrices().len();
+        let (matrices, vectors) = header.parameters.split_at(count);
         for (matrix, saved) in trainer
             .parameters_mut()
             .matrices_mut()
             .iter_mut()
-            .zip(&header.parameters)
+            .zip(matrices)
         {
-            matrix
-                .arrays()
-                .into_iter()
-                .try_for_each(|(_, array)| read(array))?;
+            let codes = read(matrix.part_bytes(StatePart::Codes))?;
+            let scales = read(matrix.part_bytes(StatePart::Scales))?;
+            matrix.write_weights(device, &codes, &scales)?;
+            for part in &StatePart::ALL[2..] {
+                let bytes = read(matrix.part_bytes(*part))?;
+                matrix.write_part(*part, &bytes)?;
+            }
             matrix.restore(saved.global.unwrap_or(1.0), saved.steps)?;
         }
         for (vector, saved) in trainer
             .parameters_mut()
             .vectors_mut()
             .iter_mut()
-            .zip(&header.parameters[count..])
+            .zip(vectors)
         {
-            vector
-                .arrays()
-                .into_iter()
-                .try_for_each(|(_, array)| read(array))?;
-            vector.restore(saved.steps);
+            let len = 4 * vector.values().len();
+            let (values, first, second) = (read(len)?, read(len)?, read(len)?);
+            vector.write_state([&values, &first, &second], saved.steps)?;
         }
         if sum.finish() != header.checksum {
             bail!(

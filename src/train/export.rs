@@ -129,7 +129,7 @@ impl Trainer {
     ) -> Result<()> {
         let matrix: &Matrix = &self.parameters().matrices()[id];
         if encoding == Encoding::Nvfp4 {
-            let Some((codes, scales)) = matrix.delivered()? else {
+            let Some((codes, scales)) = matrix.delivered(self.device())? else {
                 bail!(
                     Unsupported,
                     "{name} is trained in {:?} and cannot be written as NVFP4; export to a directory and convert that",
@@ -137,7 +137,7 @@ impl Trainer {
                 );
             };
             writer.begin(name, matrix.global())?;
-            return writer.nvfp4(codes, scales);
+            return writer.nvfp4(&codes, &scales);
         }
         writer.begin(name, 1.0)?;
         let (rows, cols) = matrix.shape();

@@ -269,9 +269,9 @@ impl Parameters {
             }
             for (matrix, trains) in self.matrices.iter_mut().zip(&self.trains) {
                 if *trains {
-                    let changes: Changes = matrix.finish_step()?;
-                    self.report.changes.0 += u64::from(changes.stored);
-                    self.report.changes.1 += u64::from(changes.delivered);
+                    let changes: Changes = matrix.finish_step(&self.device)?;
+                    self.report.changes.0 += changes.stored;
+                    self.report.changes.1 += changes.delivered;
                 }
             }
         }

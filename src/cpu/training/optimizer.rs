@@ -1,6 +1,6 @@
 //! AdamW on rows of a matrix in their stored form.
 
-use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use super::rows::by_parts;
 use crate::base::error::{Result, bail};
@@ -125,7 +125,7 @@ impl Cpu {
                 ))
             })
             .collect();
-        let (stored, delivered) = (AtomicU32::new(0), AtomicU32::new(0));
+        let (stored, delivered) = (AtomicU64::new(0), AtomicU64::new(0));
         by_parts(self.pool(), &mut parts_of_groups, 1, |group, part| {
             let (codes, rest, first, second, (first_global, second_global)) =
                 part[0].take().expect("each group is stepped once");

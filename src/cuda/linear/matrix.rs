@@ -118,6 +118,36 @@ unsafe fn pack(w: &Operand<'_>, first: usize, n: usize, chunks: u64) -> Result<(
     unsafe { by_words(n, w.k).run(w.gpu(), Unit::LinearPack, "linear_pack", &arguments) }
 }
 
+/// Enqueues codes and row-major scales of a whole matrix, in the order of the kernels, to `chunks`.
+///
+/// # Safety
+/// All three must have room for the rows.
+pub(in crate::cuda) unsafe fn pack_rows(
+    codes: DeviceSlice<'_>,
+    scales: DeviceSlice<'_>,
+    rows: usize,
+    cols: usize,
+    chunks: DeviceSlice<'_>,
+) -> Result<()> {
+    for first in (0..rows).step_by(PACKED_ROWS) {
+        let n = PACKED_ROWS.min(rows - first);
+        let arguments = PackArguments {
+            codes: codes.address(),
+            scales: scales.address(),
+            chunks: chunks.address() + chunk_offset(first, cols),
+            first_row: int("rows", first)?,
+            rows: int("rows", n)?,
+            k: int("K", cols)?,
+            swizzled: 0,
+        };
+        // SAFETY: the struct is the kernel's; the rest is the caller's promise.
+        unsafe {
+            by_words(n, cols).run(codes.gpu(), Unit::LinearPack, "linear_pack", &arguments)?;
+        }
+    }
+    Ok(())
+}
+
 impl Matrix {
     /// The NVFP4 weight with the codes and scales of a matrix on the device, whose scales the caller has checked: see
     /// [`crate::cuda::wait_for_scales`]. Enqueues a copy.

@@ -28,7 +28,7 @@ pub use limits::{SKINNY_ROWS, TILED};
 pub(super) use many::WORKSPACE;
 pub use many::{LinearScratch, tiled};
 pub use matrix::{Biased, Matrix, MatrixShape, ReadBytes, ReadNvfp4};
-pub(super) use matrix::{CHUNK_BYTES, CHUNK_K, CHUNK_ROWS, MatrixArgument};
+pub(super) use matrix::{CHUNK_BYTES, CHUNK_K, CHUNK_ROWS, MatrixArgument, pack_rows};
 pub use output::{Activation, Glu, Layout, Output};
 pub use product::linear;
 pub use residual::ResidualRow;

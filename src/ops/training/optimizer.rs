@@ -3,10 +3,11 @@
 use std::ops::Range;
 
 use super::super::{Array, Device, Mixed, Slice, SliceMut};
-use super::only_on_the_cpu;
 use crate::base::Result;
 use crate::base::error::bail;
+use crate::cpu::Cpu;
 use crate::cpu::training::{MatrixRows, Rows, RowsStep, weight_global};
+use crate::cuda::training::{self as cuda, Moments, TrainedWeights};
 use crate::format::adamw::{FieldBytes, GROUP_ROWS, decode_weights, encode_weights, step_f32};
 use crate::format::e4m3;
 use crate::format::nvfp4::{BLOCK, check_global_scale};
@@ -17,52 +18,87 @@ pub use crate::format::adamw::{
 
 /// A field of a matrix: codes, and what scales them.
 #[derive(Debug)]
-pub struct FieldArrays {
-    /// Codes.
-    pub codes: Array<u8>,
-    /// A scale for each 16 elements, of a scaled field.
-    pub scales: Array<u8>,
-    /// A global scale for each group of [`GROUP_ROWS`] rows, of a scaled moment.
-    pub globals: Array,
+struct FieldArrays {
+    bytes: FieldBytes,
+    codes: Array<u8>,
+    /// A scale for each 16 elements, of a scaled field; on a GPU, those of weights are among their codes.
+    scales: Array<u8>,
+    /// A global scale for each group of [`GROUP_ROWS`] rows of moments, which those in float32 leave alone.
+    globals: Array,
 }
 
 impl FieldArrays {
-    fn new(
+    /// Moments.
+    fn moments(
         device: &Device,
         bytes: FieldBytes,
         rows: usize,
         cols: usize,
-        grouped: bool,
     ) -> Result<FieldArrays> {
         let blocks = rows * cols / BLOCK;
-        let scales = if bytes.scaled { blocks } else { 0 };
-        let groups = if grouped {
-            rows.div_ceil(GROUP_ROWS)
-        } else {
-            0
-        };
+        let scaled = usize::from(bytes.scaled);
         Ok(FieldArrays {
+            bytes,
             codes: Array::zeroed(device, blocks * bytes.codes)?,
-            scales: Array::zeroed(device, scales)?,
-            globals: Array::zeroed(device, groups)?,
+            scales: Array::zeroed(device, blocks * scaled)?,
+            globals: Array::zeroed(device, rows.div_ceil(GROUP_ROWS))?,
         })
     }
 
-    fn bytes(&self) -> usize {
+    /// Weights.
+    fn weights(
+        device: &Device,
+        bytes: FieldBytes,
+        rows: usize,
+        cols: usize,
+    ) -> Result<FieldArrays> {
+        let blocks = rows * cols / BLOCK;
+        let (codes, scales) = match device {
+            Device::Cuda(_) if bytes.scaled => (cuda::chunk_bytes(rows, cols)?, 0),
+            _ => (blocks * bytes.codes, blocks * usize::from(bytes.scaled)),
+        };
+        Ok(FieldArrays {
+            bytes,
+            codes: Array::zeroed(device, codes)?,
+            scales: Array::zeroed(device, scales)?,
+            globals: Array::empty(),
+        })
+    }
+
+    fn held(&self) -> usize {
         self.codes.bytes() + self.scales.bytes() + self.globals.bytes()
     }
 
-    /// Codes and scales of a range of blocks, in host memory.
-    fn rows(&mut self, bytes: FieldBytes, blocks: &Range<usize>) -> Result<(Rows<'_>, &mut [f32])> {
-        let scales = if bytes.scaled { blocks.clone() } else { 0..0 };
-        let codes = blocks.start * bytes.codes..blocks.end * bytes.codes;
+    /// Codes and scales of a range of blocks, and the global scales of groups, in host memory.
+    fn rows(
+        &mut self,
+        blocks: &Range<usize>,
+        groups: Range<usize>,
+    ) -> Result<(Rows<'_>, &mut [f32])> {
+        let of = |bytes: usize| blocks.start * bytes..blocks.end * bytes;
+        let groups = if self.globals.is_empty() {
+            0..0
+        } else {
+            groups
+        };
         Ok((
             Rows {
-                codes: self.codes.part_mut(codes)?.host()?,
-                scales: self.scales.part_mut(scales)?.host()?,
+                codes: self.codes.part_mut(of(self.bytes.codes))?.host()?,
+                scales: self
+                    .scales
+                    .part_mut(of(usize::from(self.bytes.scaled)))?
+                    .host()?,
             },
-            self.globals.all_mut().host()?,
+            self.globals.part_mut(groups)?.host()?,
         ))
+    }
+
+    fn on_gpu(&self) -> Result<Moments<'_>> {
+        Ok(Moments {
+            codes: self.codes.all().cuda()?,
+            scales: self.scales.all().cuda()?,
+            globals: self.globals.all().cuda()?,
+        })
     }
 }
 
@@ -80,12 +116,99 @@ pub struct Matrix {
     rest: Array<u8>,
     first: FieldArrays,
     second: FieldArrays,
-    /// Of the step under way.
+    /// Of the step under way, on the CPU.
     changes: Changes,
+    /// Of the step under way, on a GPU: three 64-bit integers, see [`cuda::Step`].
+    counters: Array<u8>,
 }
 
 /// Gives the values of a range of rows.
 pub type ReadRows<'a> = dyn FnMut(Range<usize>, &mut [f32]) -> Result<()> + 'a;
+
+/// Rows that are encoded at a time.
+const ENCODED: usize = 256;
+const _: () = assert!(ENCODED.is_multiple_of(GROUP_ROWS));
+/// Bytes of the counters.
+const COUNTERS: usize = 24;
+
+/// The parts of a matrix's state, in the order of checkpoints.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StatePart {
+    /// Weights' codes, row-major.
+    Codes,
+    /// Their block scales.
+    Scales,
+    /// What is kept beside them.
+    Rest,
+    /// First moments: codes, block scales, and global scales of groups as float32.
+    First(FieldPart),
+    /// Second moments, likewise.
+    Second(FieldPart),
+}
+
+/// A part of a field of moments.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FieldPart {
+    /// Codes.
+    Codes,
+    /// Block scales.
+    Scales,
+    /// Global scales.
+    Globals,
+}
+
+impl StatePart {
+    /// All of them.
+    pub const ALL: [StatePart; 9] = [
+        StatePart::Codes,
+        StatePart::Scales,
+        StatePart::Rest,
+        StatePart::First(FieldPart::Codes),
+        StatePart::First(FieldPart::Scales),
+        StatePart::First(FieldPart::Globals),
+        StatePart::Second(FieldPart::Codes),
+        StatePart::Second(FieldPart::Scales),
+        StatePart::Second(FieldPart::Globals),
+    ];
+
+    /// Its name in a checkpoint.
+    pub const fn name(self) -> &'static str {
+        match self {
+            StatePart::Codes => "codes",
+            StatePart::Scales => "scales",
+            StatePart::Rest => "rest",
+            StatePart::First(FieldPart::Codes) => "first.codes",
+            StatePart::First(FieldPart::Scales) => "first.scales",
+            StatePart::First(FieldPart::Globals) => "first.globals",
+            StatePart::Second(FieldPart::Codes) => "second.codes",
+            StatePart::Second(FieldPart::Scales) => "second.scales",
+            StatePart::Second(FieldPart::Globals) => "second.globals",
+        }
+    }
+}
+
+fn floats_of(array: &Array) -> Result<Vec<u8>> {
+    let mut values = vec![0.0; array.len()];
+    array.all().read(&mut values)?;
+    Ok(values.iter().flat_map(|v: &f32| v.to_le_bytes()).collect())
+}
+
+fn put_floats(array: &mut Array, bytes: &[u8]) -> Result<()> {
+    let values = bytes
+        .as_chunks::<4>()
+        .0
+        .iter()
+        .map(|&b| f32::from_le_bytes(b));
+    array
+        .all_mut()
+        .copy_from(Slice::Host(&values.collect::<Vec<_>>()))
+}
+
+fn bytes_of(array: &Array<u8>) -> Result<Vec<u8>> {
+    let mut bytes = vec![0; array.len()];
+    array.all().read(&mut bytes)?;
+    Ok(bytes)
+}
 
 impl Matrix {
     /// A matrix with these values, rounded to nearest, and moments of zero. `read` is called twice for each row.
@@ -97,14 +220,18 @@ impl Matrix {
         read: &mut ReadRows<'_>,
     ) -> Result<Matrix> {
         let mut matrix = Matrix::zeroed(device, forms, rows, cols)?;
-        let mut values = vec![0.0; GROUP_ROWS * cols];
-        let groups = || {
+        let cpu = match device {
+            Device::Cpu(cpu) => cpu.clone(),
+            Device::Cuda(_) => Cpu::new(None)?,
+        };
+        let mut values = vec![0.0; ENCODED.min(rows) * cols];
+        let runs = || {
             (0..rows)
-                .step_by(GROUP_ROWS)
-                .map(|first| first..rows.min(first + GROUP_ROWS))
+                .step_by(ENCODED)
+                .map(|first| first..rows.min(first + ENCODED))
         };
         let mut amax = 0f32;
-        for range in groups() {
+        for range in runs() {
             let values = &mut values[..range.len() * cols];
             read(range.clone(), values)?;
             if let Some(i) = values.iter().position(|v| !v.is_finite()) {
@@ -119,22 +246,11 @@ impl Matrix {
             amax = values.iter().fold(amax, |most, v| most.max(v.abs()));
         }
         // A matrix of zeros must have room to grow.
-        let global = weight_global(amax.max(1.0 / 1024.0));
-        let Device::Cpu(cpu) = device else {
-            return only_on_the_cpu(device);
-        };
-        matrix.global = global;
-        for range in groups() {
+        matrix.global = weight_global(amax.max(1.0 / 1024.0));
+        for range in runs() {
             let values = &mut values[..range.len() * cols];
             read(range.clone(), values)?;
-            let blocks = range.start * cols / BLOCK..range.end * cols / BLOCK;
-            let beside = forms.weight.rest().codes;
-            let rest = matrix
-                .rest
-                .part_mut(blocks.start * beside..blocks.end * beside)?
-                .host()?;
-            let (codes, _) = matrix.weight.rows(forms.weight.codes(), &blocks)?;
-            cpu.encode_matrix(forms.weight, values, global, codes, rest);
+            matrix.put_rows(device, &cpu, range, values)?;
         }
         Ok(matrix)
     }
@@ -153,19 +269,84 @@ impl Matrix {
             cols,
             global: 1.0,
             steps: 0,
-            weight: FieldArrays::new(device, forms.weight.codes(), rows, cols, false)?,
+            weight: FieldArrays::weights(device, forms.weight.codes(), rows, cols)?,
             rest: Array::zeroed(device, rows * cols / BLOCK * forms.weight.rest().codes)?,
-            first: FieldArrays::new(device, forms.first.field(), rows, cols, true)?,
-            second: FieldArrays::new(device, forms.second.field(), rows, cols, true)?,
+            first: FieldArrays::moments(device, forms.first.field(), rows, cols)?,
+            second: FieldArrays::moments(device, forms.second.field(), rows, cols)?,
             changes: Changes::default(),
+            counters: Array::zeroed(device, if device.is_cuda() { COUNTERS } else { 0 })?,
         })
     }
 
-    /// After its arrays have been restored: the global scale of its weights, and the steps that have changed it.
-    pub fn restore(&mut self, global: f32, steps: u64) -> Result<()> {
-        check_global_scale(global)?;
-        (self.global, self.steps) = (global, steps);
-        Ok(())
+    /// Encodes rows, rounded to nearest.
+    fn put_rows(
+        &mut self,
+        device: &Device,
+        cpu: &Cpu,
+        rows: Range<usize>,
+        values: &[f32],
+    ) -> Result<()> {
+        let (form, cols) = (self.forms.weight, self.cols);
+        let blocks = rows.start * cols / BLOCK..rows.end * cols / BLOCK;
+        let beside = form.rest().codes;
+        if !device.is_cuda() {
+            let rest = self
+                .rest
+                .part_mut(blocks.start * beside..blocks.end * beside)?
+                .host()?;
+            let (codes, _) = self.weight.rows(&blocks, 0..0)?;
+            cpu.encode_matrix(form, values, self.global, codes, rest);
+            return Ok(());
+        }
+        let bytes = form.codes();
+        let mut codes = vec![0; blocks.len() * bytes.codes];
+        let mut scales = vec![0; blocks.len() * usize::from(bytes.scaled)];
+        let mut rest = vec![0; blocks.len() * beside];
+        let encoded = Rows {
+            codes: &mut codes,
+            scales: &mut scales,
+        };
+        cpu.encode_matrix(form, values, self.global, encoded, &mut rest);
+        self.rest
+            .part_mut(blocks.start * beside..blocks.end * beside)?
+            .copy_from(Slice::Host(&rest))?;
+        if !bytes.scaled {
+            let range = blocks.start * bytes.codes..blocks.end * bytes.codes;
+            return self
+                .weight
+                .codes
+                .part_mut(range)?
+                .copy_from(Slice::Host(&codes));
+        }
+        self.pack(device, rows, &codes, &scales)
+    }
+
+    /// Brings codes and scales of rows from a multiple of [`GROUP_ROWS`] on into the order of a GPU's kernels.
+    fn pack(
+        &mut self,
+        device: &Device,
+        rows: Range<usize>,
+        codes: &[u8],
+        scales: &[u8],
+    ) -> Result<()> {
+        let upload = |bytes: &[u8]| {
+            let mut array = Array::<u8>::scratch(device, bytes.len())?;
+            array.all_mut().copy_from(Slice::Host(bytes))?;
+            Ok(array)
+        };
+        let (codes, scales) = (upload(codes)?, upload(scales)?);
+        let at = |row: usize| cuda::chunk_bytes(row, self.cols);
+        let chunks = self
+            .weight
+            .codes
+            .part_mut(at(rows.start)?..at(rows.end)?)?
+            .cuda()?;
+        cuda::pack_matrix(
+            codes.all().cuda()?,
+            scales.all().cuda()?,
+            (rows.len(), self.cols),
+            chunks,
+        )
     }
 
     /// How it is stored.
@@ -190,7 +371,21 @@ impl Matrix {
 
     /// Bytes held.
     pub fn bytes(&self) -> usize {
-        self.weight.bytes() + self.rest.bytes() + self.first.bytes() + self.second.bytes()
+        self.weight.held()
+            + self.rest.bytes()
+            + self.first.held()
+            + self.second.held()
+            + self.counters.bytes()
+    }
+
+    fn on_gpu(&self) -> Result<TrainedWeights<'_>> {
+        Ok(TrainedWeights {
+            form: self.forms.weight,
+            cols: self.cols,
+            global: self.global,
+            codes: self.weight.codes.all().cuda()?,
+            rest: self.rest.all().cuda()?,
+        })
     }
 
     /// The values of a range of rows: of all that is stored if `whole`, else of the codes that are delivered.
@@ -201,8 +396,24 @@ impl Matrix {
         whole: bool,
         out: SliceMut<'_, Mixed>,
     ) -> Result<()> {
+        if rows.start > rows.end || rows.end > self.rows || out.len() != rows.len() * self.cols {
+            bail!(
+                Internal,
+                "rows {rows:?} of [{}, {}] to {} elements",
+                self.rows,
+                self.cols,
+                out.len()
+            );
+        }
         let Device::Cpu(cpu) = device else {
-            return only_on_the_cpu(device);
+            return cuda::decode_matrix(
+                &self.on_gpu()?,
+                self.rows,
+                rows.start,
+                None,
+                whole,
+                out.cuda()?,
+            );
         };
         let form = self.forms.weight;
         let blocks = rows.start * self.cols / BLOCK..rows.end * self.cols / BLOCK;
@@ -214,16 +425,7 @@ impl Matrix {
             .part(part(usize::from(form.is_packed())))?
             .host()?;
         let rest = self.rest.part(part(form.rest().codes))?.host()?;
-        let out = out.host()?;
-        if out.len() != blocks.len() * BLOCK {
-            bail!(
-                Internal,
-                "rows {rows:?} of {} columns to {} elements",
-                self.cols,
-                out.len()
-            );
-        }
-        cpu.decode_matrix(form, (codes, scales), rest, self.global, whole, out);
+        cpu.decode_matrix(form, (codes, scales), rest, self.global, whole, out.host()?);
         Ok(())
     }
 
@@ -233,34 +435,30 @@ impl Matrix {
         device: &Device,
         rows: &[u32],
         whole: bool,
-        out: SliceMut<'_, Mixed>,
+        mut out: SliceMut<'_, Mixed>,
     ) -> Result<()> {
-        let out = out.host()?;
-        if out.len() != rows.len() * self.cols {
+        if out.len() != rows.len() * self.cols || rows.iter().any(|&row| row as usize >= self.rows)
+        {
             bail!(
                 Internal,
-                "{} rows of {} columns to {} elements",
+                "{} rows of [{}, {}] to {} elements",
                 rows.len(),
+                self.rows,
                 self.cols,
                 out.len()
             );
         }
-        for (&row, out) in rows.iter().zip(out.chunks_exact_mut(self.cols)) {
-            let row = row as usize;
-            self.decode(device, row..row + 1, whole, SliceMut::Host(out))?;
+        if device.is_cuda() {
+            let mut tokens = Array::<u32>::scratch(device, rows.len())?;
+            tokens.all_mut().copy_from(Slice::Host(rows))?;
+            let tokens = Some(tokens.all().cuda()?);
+            return cuda::decode_matrix(&self.on_gpu()?, self.rows, 0, tokens, whole, out.cuda()?);
+        }
+        for (i, &row) in rows.iter().enumerate() {
+            let out = out.reborrow().part(i * self.cols..(i + 1) * self.cols)?;
+            self.decode(device, row as usize..row as usize + 1, whole, out)?;
         }
         Ok(())
-    }
-
-    /// The codes `[rows, cols / 2]` and block scales `[rows, cols / 16]` that are delivered; none unless they are NVFP4.
-    pub fn delivered(&self) -> Result<Option<(&[u8], &[u8])>> {
-        match self.forms.weight.is_packed() {
-            true => Ok(Some((
-                self.weight.codes.all().host()?,
-                self.weight.scales.all().host()?,
-            ))),
-            false => Ok(None),
-        }
     }
 
     /// A step of the rows from `first_row` on, a multiple of [`GROUP_ROWS`], by their gradients `[.., cols]`, which must be finite. When all
@@ -273,62 +471,95 @@ impl Matrix {
         first_row: usize,
         gradients: Slice<'_, Mixed>,
     ) -> Result<()> {
-        let Device::Cpu(cpu) = device else {
-            return only_on_the_cpu(device);
-        };
-        let gradients = gradients.host()?;
         let (cols, forms) = (self.cols, self.forms);
         let count = gradients.len() / cols;
+        if gradients.len() != count * cols || first_row + count > self.rows {
+            bail!(
+                Internal,
+                "{} gradients from row {first_row} on, of a matrix [{}, {cols}]",
+                gradients.len(),
+                self.rows
+            );
+        }
+        let keys = Keys::new(seed, tensor, self.steps + 1);
+        let Device::Cpu(cpu) = device else {
+            let step = cuda::Step {
+                forms: &forms,
+                coefficients,
+                keys: &keys,
+                first_row,
+                clip: None,
+                counters: self.counters.all().cuda()?,
+            };
+            let (first, second) = (self.first.on_gpu()?, self.second.on_gpu()?);
+            return cuda::adamw(&step, &self.on_gpu()?, &first, &second, gradients.cuda()?);
+        };
         let blocks = first_row * cols / BLOCK..(first_row + count) * cols / BLOCK;
         let groups = first_row / GROUP_ROWS..(first_row + count).div_ceil(GROUP_ROWS);
         let beside = forms.weight.rest().codes;
-        let (first, first_globals) = self.first.rows(forms.first.field(), &blocks)?;
-        let (second, second_globals) = self.second.rows(forms.second.field(), &blocks)?;
-        let (codes, _) = self.weight.rows(forms.weight.codes(), &blocks)?;
         let rows = MatrixRows {
-            codes,
+            codes: self.weight.rows(&blocks, 0..0)?.0,
             rest: self
                 .rest
                 .part_mut(blocks.start * beside..blocks.end * beside)?
                 .host()?,
-            first: (first, &mut first_globals[groups.clone()]),
-            second: (second, &mut second_globals[groups]),
+            first: self.first.rows(&blocks, groups.clone())?,
+            second: self.second.rows(&blocks, groups)?,
         };
         let step = RowsStep {
             forms: &forms,
             coefficients,
-            keys: &Keys::new(seed, tensor, self.steps + 1),
+            keys: &keys,
             cols,
             first_row,
             global: self.global,
         };
-        let changes = cpu.adamw(&step, gradients, rows)?;
+        let changes = cpu.adamw(&step, gradients.host()?, rows)?;
         self.changes.stored += changes.stored;
         self.changes.delivered += changes.delivered;
         Ok(())
     }
 
     /// Ends a step that all rows have made, and says how many weights it has changed.
-    pub fn finish_step(&mut self) -> Result<Changes> {
+    pub fn finish_step(&mut self, device: &Device) -> Result<Changes> {
         self.steps += 1;
-        self.make_room()?;
-        Ok(std::mem::take(&mut self.changes))
+        let (changes, largest) = if device.is_cuda() {
+            let counters = bytes_of(&self.counters)?;
+            self.counters
+                .all_mut()
+                .copy_from(Slice::Host(&[0; COUNTERS]))?;
+            let count = |at: usize| u64::from_le_bytes(std::array::from_fn(|i| counters[at + i]));
+            let changes = Changes {
+                stored: count(0),
+                delivered: count(8),
+            };
+            (changes, counters[16])
+        } else {
+            let scales = self.weight.scales.all().host()?;
+            (
+                std::mem::take(&mut self.changes),
+                scales.iter().copied().max().unwrap_or(0),
+            )
+        };
+        self.make_room(device, largest)?;
+        Ok(changes)
     }
 
-    /// Doubles the global scale before block scales reach their end. Values stay the same, but where a block scale has no half.
-    fn make_room(&mut self) -> Result<()> {
+    /// Doubles the global scale before block scales, of which `largest` is the largest, reach their end. Values stay the same, but where a
+    /// block scale has no half.
+    fn make_room(&mut self, device: &Device, largest: u8) -> Result<()> {
         /// The first scale from which the global one is doubled: the largest, 448, is 1.4 times as much.
         const FULL: f32 = 320.0;
-        let form = self.forms.weight;
-        let scales = self.weight.scales.all_mut().host()?;
-        let largest = scales.iter().copied().max().unwrap_or(0);
-        if e4m3::decode(largest) < FULL {
+        if !self.forms.weight.is_packed() || e4m3::decode(largest) < FULL {
             return Ok(());
         }
+        let form = self.forms.weight;
         let global = self.global * 2.0;
         let (bytes, beside) = (form.codes().codes, form.rest().codes);
-        let codes = self.weight.codes.all_mut().host()?;
-        let rest = self.rest.all_mut().host()?;
+        // So rarely that a GPU's matrix may come over.
+        let mut codes = self.read_part(device, StatePart::Codes)?;
+        let mut scales = self.read_part(device, StatePart::Scales)?;
+        let mut rest = self.read_part(device, StatePart::Rest)?;
         for (i, scale) in scales.iter_mut().enumerate() {
             let half = e4m3::encode(e4m3::decode(*scale) / 2.0);
             if e4m3::decode(half) * 2.0 == e4m3::decode(*scale) {
@@ -346,36 +577,111 @@ impl Matrix {
             };
             encode_weights(form, &values, global, false, None, field, rest);
         }
+        self.write_weights(device, &codes, &scales)?;
+        self.write_part(StatePart::Rest, &rest)?;
         self.global = global;
         Ok(())
     }
 
-    /// Every array of the state with a name, for checkpoints.
-    pub fn arrays(&mut self) -> [(&'static str, StateArray<'_>); 9] {
-        [
-            ("codes", StateArray::Bytes(&mut self.weight.codes)),
-            ("scales", StateArray::Bytes(&mut self.weight.scales)),
-            ("rest", StateArray::Bytes(&mut self.rest)),
-            ("first.codes", StateArray::Bytes(&mut self.first.codes)),
-            ("first.scales", StateArray::Bytes(&mut self.first.scales)),
-            ("first.globals", StateArray::Floats(&mut self.first.globals)),
-            ("second.codes", StateArray::Bytes(&mut self.second.codes)),
-            ("second.scales", StateArray::Bytes(&mut self.second.scales)),
-            (
-                "second.globals",
-                StateArray::Floats(&mut self.second.globals),
-            ),
-        ]
+    /// The codes `[rows, cols / 2]` and block scales `[rows, cols / 16]` that are delivered; none unless they are NVFP4.
+    pub fn delivered(&self, device: &Device) -> Result<Option<(Vec<u8>, Vec<u8>)>> {
+        match self.forms.weight.is_packed() {
+            true => Ok(Some((
+                self.read_part(device, StatePart::Codes)?,
+                self.read_part(device, StatePart::Scales)?,
+            ))),
+            false => Ok(None),
+        }
     }
-}
 
-/// An array of a parameter's state.
-#[derive(Debug)]
-pub enum StateArray<'a> {
-    /// Codes or scales.
-    Bytes(&'a mut Array<u8>),
-    /// Global scales, or a parameter in float32.
-    Floats(&'a mut Array),
+    fn field(&self, part: StatePart) -> (&FieldArrays, FieldPart) {
+        match part {
+            StatePart::First(part) => (&self.first, part),
+            StatePart::Second(part) => (&self.second, part),
+            StatePart::Scales => (&self.weight, FieldPart::Scales),
+            StatePart::Codes | StatePart::Rest => (&self.weight, FieldPart::Codes),
+        }
+    }
+
+    /// Bytes of a part of the state, the same on every device.
+    pub fn part_bytes(&self, part: StatePart) -> usize {
+        let blocks = self.rows * self.cols / BLOCK;
+        if part == StatePart::Rest {
+            return blocks * self.forms.weight.rest().codes;
+        }
+        let (field, part) = self.field(part);
+        match part {
+            FieldPart::Codes => blocks * field.bytes.codes,
+            FieldPart::Scales => blocks * usize::from(field.bytes.scaled),
+            FieldPart::Globals => 4 * field.globals.len(),
+        }
+    }
+
+    /// A part of the state, row-major and little-endian: the same bytes on every device.
+    pub fn read_part(&self, device: &Device, part: StatePart) -> Result<Vec<u8>> {
+        if part == StatePart::Rest {
+            return bytes_of(&self.rest);
+        }
+        if device.is_cuda()
+            && self.forms.weight.is_packed()
+            && matches!(part, StatePart::Codes | StatePart::Scales)
+        {
+            let mut codes = Array::<u8>::scratch(device, self.part_bytes(StatePart::Codes))?;
+            let mut scales = Array::<u8>::scratch(device, self.part_bytes(StatePart::Scales))?;
+            let chunks = self.weight.codes.all().cuda()?;
+            cuda::unpack_matrix(
+                chunks,
+                (self.rows, self.cols),
+                codes.all_mut().cuda()?,
+                scales.all_mut().cuda()?,
+            )?;
+            return bytes_of(if part == StatePart::Codes {
+                &codes
+            } else {
+                &scales
+            });
+        }
+        let (field, part) = self.field(part);
+        match part {
+            FieldPart::Codes => bytes_of(&field.codes),
+            FieldPart::Scales => bytes_of(&field.scales),
+            FieldPart::Globals => floats_of(&field.globals),
+        }
+    }
+
+    /// Restores codes and block scales of weights.
+    pub fn write_weights(&mut self, device: &Device, codes: &[u8], scales: &[u8]) -> Result<()> {
+        if device.is_cuda() && self.forms.weight.is_packed() {
+            return self.pack(device, 0..self.rows, codes, scales);
+        }
+        self.weight.codes.all_mut().copy_from(Slice::Host(codes))?;
+        self.weight.scales.all_mut().copy_from(Slice::Host(scales))
+    }
+
+    /// Restores a part of the state other than codes and scales of weights.
+    pub fn write_part(&mut self, part: StatePart, bytes: &[u8]) -> Result<()> {
+        let (field, part) = match part {
+            StatePart::Rest => return self.rest.all_mut().copy_from(Slice::Host(bytes)),
+            StatePart::First(part) => (&mut self.first, part),
+            StatePart::Second(part) => (&mut self.second, part),
+            StatePart::Codes | StatePart::Scales => bail!(
+                Internal,
+                "codes and scales of weights are restored together"
+            ),
+        };
+        match part {
+            FieldPart::Codes => field.codes.all_mut().copy_from(Slice::Host(bytes)),
+            FieldPart::Scales => field.scales.all_mut().copy_from(Slice::Host(bytes)),
+            FieldPart::Globals => put_floats(&mut field.globals, bytes),
+        }
+    }
+
+    /// After its parts have been restored: the global scale of its weights, and the steps that have changed it.
+    pub fn restore(&mut self, global: f32, steps: u64) -> Result<()> {
+        check_global_scale(global)?;
+        (self.global, self.steps) = (global, steps);
+        Ok(())
+    }
 }
 
 /// A parameter in float32 with its moments: norms and biases.
@@ -428,18 +734,22 @@ impl Vector {
         self.steps
     }
 
-    /// Every array of the state with a name, for checkpoints.
-    pub fn arrays(&mut self) -> [(&'static str, StateArray<'_>); 3] {
-        [
-            ("values", StateArray::Floats(&mut self.weight)),
-            ("first", StateArray::Floats(&mut self.first)),
-            ("second", StateArray::Floats(&mut self.second)),
-        ]
+    /// Values, first and second moments, as little-endian float32.
+    pub fn read_state(&self) -> Result<[Vec<u8>; 3]> {
+        Ok([
+            floats_of(&self.weight)?,
+            floats_of(&self.first)?,
+            floats_of(&self.second)?,
+        ])
     }
 
-    /// After its arrays have been restored.
-    pub fn restore(&mut self, steps: u64) {
+    /// Restores what [`Vector::read_state`] gave, after so many steps.
+    pub fn write_state(&mut self, [weight, first, second]: [&[u8]; 3], steps: u64) -> Result<()> {
+        put_floats(&mut self.weight, weight)?;
+        put_floats(&mut self.first, first)?;
+        put_floats(&mut self.second, second)?;
         self.steps = steps;
+        Ok(())
     }
 
     /// Makes the gradient zero.
@@ -449,9 +759,18 @@ impl Vector {
 
     /// A step by the gradient, which becomes zero.
     pub fn step(&mut self, device: &Device, coefficients: &Coefficients) -> Result<()> {
-        let Device::Cpu(_) = device else {
-            return only_on_the_cpu(device);
-        };
+        if device.is_cuda() {
+            let moments = [self.first.all().cuda()?, self.second.all().cuda()?];
+            cuda::adamw_vector(
+                coefficients,
+                self.weight.all().cuda()?,
+                moments,
+                self.gradient.all().cuda()?,
+                None,
+            )?;
+            self.steps += 1;
+            return Ok(());
+        }
         let (weight, gradient) = (
             self.weight.all_mut().host()?,
             self.gradient.all_mut().host()?,

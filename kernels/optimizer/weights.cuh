@@ -1,0 +1,131 @@
+// Matrices under training on the device: where a block of 16 weights has its codes, and what they stand for. Mirrors src/format/adamw.rs.
+//
+// Codes and scales of NVFP4 weights are in the order of format/packed.cuh, so that inference reads them as they are. Everything else is
+// row-major: the rest of a weight, moments, and dense weights.
+#pragma once
+#include "format/encode.cuh"
+#include "format/packed.cuh"
+#include "format/residual.cuh"
+
+enum WeightForm { RESIDUAL4, RESIDUAL8, TWO_TERM, ONE_TERM, DENSE_BF16, DENSE_F32 };
+
+// What the second code of two is divided by.
+constexpr float SECOND_TERM = 6.0f;
+
+struct Weights {
+    u8* codes;      // chunks, or row-major values
+    u8* rest;       // row-major
+    float global;
+    int form;
+    int cols;       // a multiple of 16
+    int chunks;     // along a row
+};
+
+// Sixteen 4-bit codes, row-major: code i in bits 4 (i % 8) of a word.
+struct Nibbles {
+    u32 words[2];
+
+    __device__ __forceinline__ u32 at(int i) const { return words[i / 8] >> (4 * (i % 8)) & 15; }
+    __device__ __forceinline__ void put(int i, u32 code) { words[i / 8] |= code << (4 * (i % 8)); }
+};
+
+// Codes of a block in a chunk, and the place of its scale.
+__device__ __forceinline__ const u32* chunk_words(const u8* chunk, int row, int block) {
+    return (const u32*)chunk + 16 * (row % CHUNK_ROWS) + block % CHUNK_BLOCKS / 2;
+}
+__device__ __forceinline__ u8* scale_at(u8* chunk, int row, int block) {
+    return chunk + CHUNK_CODES + row % CHUNK_ROWS * CHUNK_BLOCKS + block % CHUNK_BLOCKS;
+}
+
+// The sixteen bits of pair i of a word that belong to one of its two blocks.
+__device__ __forceinline__ u32 half_of(u32 pair, int second) { return second ? pair >> 16 : pair & 0xffff; }
+
+// The codes of one of the two blocks that four words hold.
+__device__ __forceinline__ Nibbles unpack_block(const u32 (&words)[4], int second) {
+    Nibbles codes = {};
+#pragma unroll
+    for (int t = 0; t < 4; t++) {
+        u32 pairs[4];
+        decode_word(words[t], pairs);
+#pragma unroll
+        for (int i = 0; i < 4; i++) codes.put(4 * t + i, gather_code(half_of(pairs[i], second)));
+    }
+    return codes;
+}
+// The four words of two blocks.
+__device__ __forceinline__ void pack_blocks(const Nibbles& first, const Nibbles& second, u32 (&words)[4]) {
+#pragma unroll
+    for (int t = 0; t < 4; t++) {
+        u32 pairs[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) pairs[i] = spread_code(first.at(4 * t + i), 0) | spread_code(second.at(4 * t + i), 0) << 16;
+        words[t] = encode_word(pairs);
+    }
+}
+
+__device__ __forceinline__ int signed_nibble(u32 code) { return (int)(code << 28) >> 28; }
+
+// What is kept beside the codes of a block, as stored.
+struct Rest {
+    Nibbles nibbles;    // of 4 bits each
+    u32 bytes[4];       // of 8
+};
+
+__device__ __forceinline__ Rest load_rest(const Weights& w, int form, u64 block) {
+    Rest rest = {};
+    if (form == RESIDUAL4 || form == TWO_TERM) {
+        uint2 v = ((const uint2*)w.rest)[block];
+        rest.nibbles.words[0] = v.x, rest.nibbles.words[1] = v.y;
+    } else if (form == RESIDUAL8) {
+        uint4 v = ((const uint4*)w.rest)[block];
+        rest.bytes[0] = v.x, rest.bytes[1] = v.y, rest.bytes[2] = v.z, rest.bytes[3] = v.w;
+    }
+    return rest;
+}
+__device__ __forceinline__ void store_rest(const Weights& w, int form, u64 block, const Rest& rest) {
+    if (form == RESIDUAL4 || form == TWO_TERM) {
+        ((uint2*)w.rest)[block] = make_uint2(rest.nibbles.words[0], rest.nibbles.words[1]);
+    } else if (form == RESIDUAL8) {
+        ((uint4*)w.rest)[block] = make_uint4(rest.bytes[0], rest.bytes[1], rest.bytes[2], rest.bytes[3]);
+    }
+}
+
+// The value of weight i of a block in units of its scale: of all that is stored, or of the code alone.
+__device__ __forceinline__ float weight_quotient(int form, const Nibbles& codes, const Rest& rest, int i, bool whole) {
+    float code = code_to_float(codes.at(i));
+    if (!whole || form == ONE_TERM) return code;
+    if (form == TWO_TERM) return code + code_to_float(rest.nibbles.at(i)) * (1.0f / SECOND_TERM);
+    if (form == RESIDUAL8) {
+        int residual = (int)(rest.bytes[i / 4] << (24 - 8 * (i % 4))) >> 24;
+        return Residual<8>::value(Residual<8>::index(codes.at(i), residual));
+    }
+    return Residual<4>::value(Residual<4>::index(codes.at(i), signed_nibble(rest.nibbles.at(i))));
+}
+
+// Dense values of a block.
+__device__ __forceinline__ void load_dense(const Weights& w, int form, u64 block, float (&values)[BLOCK]) {
+    if (form == DENSE_F32) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            float4 v = ((const float4*)w.codes)[block * 4 + i];
+            values[4 * i] = v.x, values[4 * i + 1] = v.y, values[4 * i + 2] = v.z, values[4 * i + 3] = v.w;
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < BLOCK; i++) values[i] = bf16_to_float(((const u16*)w.codes)[block * BLOCK + i]);
+    }
+}
+
+// The values of a block, the one of `row` from column 16 * column_block on.
+__device__ __forceinline__ void decode_block(const Weights& w, int form, int row, int column_block, bool whole, float (&values)[BLOCK]) {
+    u64 block = (u64)row * (w.cols / BLOCK) + column_block;
+    if (form >= DENSE_BF16) return load_dense(w, form, block, values);
+    u8* chunk = w.codes + ((u64)(row / CHUNK_ROWS) * w.chunks + column_block / CHUNK_BLOCKS) * CHUNK_BYTES;
+    const u32* at = chunk_words(chunk, row, column_block);
+    u32 words[4] = {at[0], at[4], at[8], at[12]};
+    Nibbles codes = unpack_block(words, column_block % 2);
+    Rest rest = load_rest(w, form, block);
+    float unit = scale_to_float(*scale_at(chunk, row, column_block)) * w.global;
+#pragma unroll
+    for (int i = 0; i < BLOCK; i++) values[i] = weight_quotient(form, codes, rest, i, whole) * unit;
+}

@@ -1,0 +1,385 @@
+//! Matrices under training: AdamW on their stored form, and their values for products.
+
+use crate::base::Result;
+use crate::base::error::bail;
+use crate::base::size::product;
+use crate::cuda::driver::{DeviceSlice, Launch, int};
+use crate::cuda::linear::pack_rows;
+use crate::cuda::units::Unit;
+use crate::format::adamw::{
+    Coefficients, FieldBytes, FirstForm, Forms, GROUP_ROWS, Keys, SecondForm, WeightForm,
+};
+use crate::format::nvfp4::BLOCK;
+use crate::format::residual::Bits;
+
+/// What the kernels of this file are passed, by the start of their names.
+pub(super) const ARGUMENTS: &[(&str, usize)] = &[
+    ("adamw_", size_of::<StepArguments>()),
+    ("adamw_vector", size_of::<VectorArguments>()),
+    ("decode_matrix", size_of::<DecodeArguments>()),
+    ("unpack_matrix", size_of::<UnpackArguments>()),
+];
+
+const THREADS: u32 = 128;
+/// Blocks along the second dimension of a grid at most.
+const MOST_ROWS: usize = 65_535;
+
+/// The weights of a matrix `[.., cols]` as they are stored.
+#[derive(Clone, Copy, Debug)]
+pub struct TrainedWeights<'a> {
+    /// How.
+    pub form: WeightForm,
+    /// Elements of a row, a multiple of 16.
+    pub cols: usize,
+    /// The global scale.
+    pub global: f32,
+    /// Codes: of NVFP4 with their scales in the order of inference's kernels, [`chunk_bytes`]; dense values row-major.
+    pub codes: DeviceSlice<'a>,
+    /// What is kept beside them, row-major.
+    pub rest: DeviceSlice<'a>,
+}
+
+/// Moments of a matrix, row-major.
+#[derive(Clone, Copy, Debug)]
+pub struct Moments<'a> {
+    /// Codes.
+    pub codes: DeviceSlice<'a>,
+    /// A scale for each 16 elements, unless they are float32.
+    pub scales: DeviceSlice<'a>,
+    /// A float32 for each group of 8 rows, unless they are float32.
+    pub globals: DeviceSlice<'a>,
+}
+
+/// A step of some rows.
+#[derive(Clone, Copy, Debug)]
+pub struct Step<'a> {
+    /// How the matrix is stored.
+    pub forms: &'a Forms,
+    /// The numbers of the step.
+    pub coefficients: &'a Coefficients,
+    /// The random streams of the matrix.
+    pub keys: &'a Keys,
+    /// The first row, a multiple of 8.
+    pub first_row: usize,
+    /// A float32 that multiplies gradients beside the coefficients' factor. Nothing is done if it is not finite.
+    pub clip: Option<DeviceSlice<'a>>,
+    /// Three 64-bit integers: weights that change as stored and as delivered are added to the first two; the third becomes the largest
+    /// block scale of weights, if it is less.
+    pub counters: DeviceSlice<'a>,
+}
+
+/// Bytes of an NVFP4 matrix in the order of inference's kernels.
+pub fn chunk_bytes(rows: usize, cols: usize) -> Result<usize> {
+    use crate::cuda::linear::{CHUNK_BYTES, CHUNK_K, CHUNK_ROWS};
+    product(
+        "an NVFP4 weight",
+        &[
+            rows.div_ceil(CHUNK_ROWS),
+            cols.div_ceil(CHUNK_K),
+            CHUNK_BYTES,
+        ],
+    )
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct WeightsArgument {
+    codes: u64,
+    rest: u64,
+    global: f32,
+    form: i32,
+    cols: i32,
+    chunks: i32,
+}
+
+impl WeightsArgument {
+    fn new(w: &TrainedWeights<'_>, rows: usize) -> Result<WeightsArgument> {
+        if !w.cols.is_multiple_of(BLOCK) {
+            bail!(
+                Internal,
+                "rows of {} elements; they must be multiples of {BLOCK}",
+                w.cols
+            );
+        }
+        let blocks = product("a matrix", &[rows, w.cols / BLOCK])?;
+        match w.form.is_packed() {
+            true => w.codes.holds("codes", &[chunk_bytes(rows, w.cols)?])?,
+            false => w.codes.holds("weights", &[blocks, w.form.codes().codes])?,
+        }
+        w.rest.holds("residuals", &[blocks, w.form.rest().codes])?;
+        Ok(WeightsArgument {
+            codes: w.codes.address(),
+            rest: w.rest.address(),
+            global: w.global,
+            form: match w.form {
+                WeightForm::Residual(Bits::Four) => 0,
+                WeightForm::Residual(Bits::Eight) => 1,
+                WeightForm::TwoTerm => 2,
+                WeightForm::OneTerm => 3,
+                WeightForm::Bf16 => 4,
+                WeightForm::F32 => 5,
+            },
+            cols: int("columns", w.cols)?,
+            chunks: int("chunks", w.cols.div_ceil(crate::cuda::linear::CHUNK_K))?,
+        })
+    }
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct MomentsArgument {
+    codes: u64,
+    scales: u64,
+    globals: u64,
+    form: i32,
+}
+
+impl MomentsArgument {
+    fn new(
+        m: &Moments<'_>,
+        bytes: FieldBytes,
+        rows: usize,
+        cols: usize,
+        form: i32,
+    ) -> Result<MomentsArgument> {
+        let blocks = product("moments", &[rows, cols / BLOCK])?;
+        m.codes.holds("moments", &[blocks, bytes.codes])?;
+        if bytes.scaled {
+            m.scales.holds("scales of moments", &[blocks])?;
+            m.globals
+                .holds("global scales of moments", &[rows.div_ceil(GROUP_ROWS), 4])?;
+        }
+        Ok(MomentsArgument {
+            codes: m.codes.address(),
+            scales: m.scales.address(),
+            globals: m.globals.address(),
+            form,
+        })
+    }
+}
+
+#[repr(C)]
+struct StepArguments {
+    w: WeightsArgument,
+    first: MomentsArgument,
+    second: MomentsArgument,
+    gradients: u64,
+    keys: Keys,
+    counters: u64,
+    clip: u64,
+    coefficients: Coefficients,
+    first_row: i32,
+    rows: i32,
+    fresh_scales: i32,
+}
+
+/// A step of the rows from `step.first_row` on with their gradients, bf16 `[.., cols]`: see [`crate::format::adamw::step`], whose bits it
+/// gives. `w` and the moments are whole matrices.
+pub fn adamw(
+    step: &Step<'_>,
+    w: &TrainedWeights<'_>,
+    first: &Moments<'_>,
+    second: &Moments<'_>,
+    gradients: DeviceSlice<'_>,
+) -> Result<()> {
+    let row = 2 * w.cols;
+    if !gradients.bytes().is_multiple_of(row) || !step.first_row.is_multiple_of(GROUP_ROWS) {
+        bail!(
+            Internal,
+            "a step of {} bytes of gradients from row {} on, in rows of {}",
+            gradients.bytes(),
+            step.first_row,
+            w.cols
+        );
+    }
+    let (rows, forms) = (gradients.bytes() / row, step.forms);
+    let all = step.first_row + rows;
+    step.counters.holds("counters", &[3, 8])?;
+    if let Some(clip) = step.clip {
+        clip.holds("a factor", &[4])?;
+    }
+    let first_form = match forms.first {
+        FirstForm::Int4 => 0,
+        FirstForm::Nvfp4 => 1,
+        FirstForm::Int8 => 2,
+        FirstForm::F32 => 3,
+    };
+    let second_form = match forms.second {
+        SecondForm::Uint4 => 0,
+        SecondForm::Nvfp4 => 1,
+        SecondForm::Int8 => 2,
+        SecondForm::F32 => 3,
+    };
+    let arguments = StepArguments {
+        w: WeightsArgument::new(w, all)?,
+        first: MomentsArgument::new(first, forms.first.field(), all, w.cols, first_form)?,
+        second: MomentsArgument::new(second, forms.second.field(), all, w.cols, second_form)?,
+        gradients: gradients.address(),
+        keys: *step.keys,
+        counters: step.counters.address(),
+        clip: step.clip.map_or(0, |c| c.address()),
+        coefficients: *step.coefficients,
+        first_row: int("rows", step.first_row)?,
+        rows: int("rows", rows)?,
+        fresh_scales: forms.fresh_scales.into(),
+    };
+    let name = if *forms == Forms::default() {
+        "adamw_default"
+    } else {
+        "adamw_any"
+    };
+    let launch = Launch::new([rows.div_ceil(GROUP_ROWS) as u32, 1, 1], THREADS);
+    // SAFETY: the struct is the kernel's; sizes were checked.
+    unsafe { launch.run(gradients.gpu(), Unit::AdamW, name, &arguments) }
+}
+
+#[repr(C)]
+struct VectorArguments {
+    weights: u64,
+    first: u64,
+    second: u64,
+    gradients: u64,
+    clip: u64,
+    coefficients: Coefficients,
+    count: i32,
+}
+
+/// A step of a parameter in float32 by gradients in float32, which become zero.
+pub fn adamw_vector(
+    coefficients: &Coefficients,
+    weights: DeviceSlice<'_>,
+    [first, second]: [DeviceSlice<'_>; 2],
+    gradients: DeviceSlice<'_>,
+    clip: Option<DeviceSlice<'_>>,
+) -> Result<()> {
+    let count = weights.bytes() / 4;
+    for x in [first, second, gradients] {
+        x.holds("a vector's state", &[count, 4])?;
+    }
+    if let Some(clip) = clip {
+        clip.holds("a factor", &[4])?;
+    }
+    let arguments = VectorArguments {
+        weights: weights.address(),
+        first: first.address(),
+        second: second.address(),
+        gradients: gradients.address(),
+        clip: clip.map_or(0, |c| c.address()),
+        coefficients: *coefficients,
+        count: int("elements", count)?,
+    };
+    let launch = Launch::new([(count as u32).div_ceil(THREADS), 1, 1], THREADS);
+    // SAFETY: the struct is the kernel's; sizes were checked.
+    unsafe { launch.run(weights.gpu(), Unit::AdamW, "adamw_vector", &arguments) }
+}
+
+#[repr(C)]
+struct DecodeArguments {
+    w: WeightsArgument,
+    out: u64,
+    tokens: u64,
+    first_row: i32,
+    rows: i32,
+    whole: i32,
+}
+
+/// The values of some rows of a matrix of `rows` rows, in bf16 to `out` `[.., cols]`: those from `first_row` on, or those that `tokens`,
+/// 32-bit integers, name. Of all that is stored if `whole`, else of what is delivered.
+pub fn decode_matrix(
+    w: &TrainedWeights<'_>,
+    rows: usize,
+    first_row: usize,
+    tokens: Option<DeviceSlice<'_>>,
+    whole: bool,
+    out: DeviceSlice<'_>,
+) -> Result<()> {
+    let count = out.bytes() / (2 * w.cols);
+    let inside = match tokens {
+        Some(tokens) => tokens.bytes() == 4 * count,
+        None => first_row + count <= rows,
+    };
+    if out.bytes() != count * 2 * w.cols || !inside {
+        bail!(
+            Internal,
+            "{count} rows from {first_row} on of a matrix of {rows}, to {} bytes",
+            out.bytes()
+        );
+    }
+    let arguments = DecodeArguments {
+        w: WeightsArgument::new(w, rows)?,
+        out: out.address(),
+        tokens: tokens.map_or(0, |t| t.address()),
+        first_row: int("rows", first_row)?,
+        rows: int("rows", count)?,
+        whole: whole.into(),
+    };
+    let name = if w.form == WeightForm::default() {
+        "decode_matrix_default"
+    } else {
+        "decode_matrix_any"
+    };
+    let grid = [
+        (w.cols / BLOCK).div_ceil(THREADS as usize) as u32,
+        count.min(MOST_ROWS) as u32,
+        1,
+    ];
+    // SAFETY: the struct is the kernel's; sizes were checked. Tokens are the caller's word.
+    unsafe { Launch::new(grid, THREADS).run(out.gpu(), Unit::DecodeMatrix, name, &arguments) }
+}
+
+/// Brings codes `[rows, cols / 2]` and scales `[rows, cols / 16]` into the order of inference's kernels. Rows that are no whole group of 8
+/// are padded with zeros.
+pub fn pack_matrix(
+    codes: DeviceSlice<'_>,
+    scales: DeviceSlice<'_>,
+    (rows, cols): (usize, usize),
+    chunks: DeviceSlice<'_>,
+) -> Result<()> {
+    codes.holds("codes", &[rows, cols / 2])?;
+    scales.holds("scales", &[rows, cols / BLOCK])?;
+    chunks.holds("an NVFP4 weight", &[chunk_bytes(rows, cols)?])?;
+    // SAFETY: all three have room for the rows.
+    unsafe { pack_rows(codes, scales, rows, cols, chunks) }
+}
+
+#[repr(C)]
+struct UnpackArguments {
+    chunks: u64,
+    codes: u64,
+    scales: u64,
+    rows: i32,
+    cols: i32,
+}
+
+/// The inverse of [`pack_matrix`].
+pub fn unpack_matrix(
+    chunks: DeviceSlice<'_>,
+    (rows, cols): (usize, usize),
+    codes: DeviceSlice<'_>,
+    scales: DeviceSlice<'_>,
+) -> Result<()> {
+    codes.holds("codes", &[rows, cols / 2])?;
+    scales.holds("scales", &[rows, cols / BLOCK])?;
+    chunks.holds("an NVFP4 weight", &[chunk_bytes(rows, cols)?])?;
+    let arguments = UnpackArguments {
+        chunks: chunks.address(),
+        codes: codes.address(),
+        scales: scales.address(),
+        rows: int("rows", rows)?,
+        cols: int("columns", cols)?,
+    };
+    let grid = [
+        (cols / BLOCK).div_ceil(THREADS as usize) as u32,
+        rows.min(MOST_ROWS) as u32,
+        1,
+    ];
+    // SAFETY: the struct is the kernel's; sizes were checked.
+    unsafe {
+        Launch::new(grid, THREADS).run(
+            chunks.gpu(),
+            Unit::DecodeMatrix,
+            "unpack_matrix",
+            &arguments,
+        )
+    }
+}

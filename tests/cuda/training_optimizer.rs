@@ -1,0 +1,203 @@
+//! AdamW on matrices in their stored form: the GPU against the CPU, bit by bit, in every form.
+
+use std::time::Instant;
+
+use NVFP4::format::adamw::{
+    Coefficients, FirstForm, Forms, Hyperparameters, SecondForm, WeightForm,
+};
+use NVFP4::format::residual::Bits;
+use NVFP4::model::Device;
+use NVFP4::ops::training::optimizer::{Matrix, StatePart, Vector};
+use NVFP4::ops::{Array, Mixed, Slice, SliceMut};
+use half::bf16;
+
+use super::{gpu, normal};
+
+const FORMS: [(WeightForm, FirstForm, SecondForm); 8] = [
+    (
+        WeightForm::Residual(Bits::Four),
+        FirstForm::Int4,
+        SecondForm::Uint4,
+    ),
+    (
+        WeightForm::Residual(Bits::Eight),
+        FirstForm::Int4,
+        SecondForm::Uint4,
+    ),
+    (
+        WeightForm::Residual(Bits::Four),
+        FirstForm::Nvfp4,
+        SecondForm::Nvfp4,
+    ),
+    (WeightForm::TwoTerm, FirstForm::Int8, SecondForm::Int8),
+    (WeightForm::OneTerm, FirstForm::Int4, SecondForm::F32),
+    (WeightForm::Bf16, FirstForm::F32, SecondForm::F32),
+    (WeightForm::F32, FirstForm::F32, SecondForm::F32),
+    (WeightForm::F32, FirstForm::Int4, SecondForm::Nvfp4),
+];
+
+/// Gradients that bf16 holds, of some rows of very different sizes.
+fn gradients(seed: u64, rows: usize, cols: usize) -> Vec<f32> {
+    let mut values = normal(seed, rows * cols);
+    for (i, row) in values.chunks_exact_mut(cols).enumerate() {
+        let size = [1e-3, 1.0, 1e-9, 0.0, 3e-2][i % 5];
+        row.iter_mut()
+            .for_each(|v| *v = bf16::from_f32(*v * size).to_f32());
+    }
+    values
+}
+
+fn on(device: &Device, values: &[f32]) -> Array<Mixed> {
+    let mut array = Array::scratch(device, values.len()).unwrap();
+    array.all_mut().copy_from(Slice::Host(values)).unwrap();
+    array
+}
+
+#[test]
+fn adamw_gives_the_bits_of_the_cpu() {
+    let Some(gpu) = gpu() else { return };
+    let devices = [Device::cpu(Some(2)).unwrap(), Device::Cuda(gpu)];
+    for (weight, first, second) in FORMS {
+        for fresh_scales in [false, true] {
+            for (rows, cols) in [(8, 128), (37, 48), (64, 640)] {
+                let forms = Forms {
+                    weight,
+                    first,
+                    second,
+                    fresh_scales,
+                };
+                let what = format!("{forms:?} [{rows}, {cols}]");
+                let values: Vec<f32> = normal(7, rows * cols).iter().map(|v| v * 0.03).collect();
+                let mut read = |range: std::ops::Range<usize>, out: &mut [f32]| {
+                    out.copy_from_slice(&values[range.start * cols..range.end * cols]);
+                    Ok(())
+                };
+                let mut matrices = devices
+                    .each_ref()
+                    .map(|device| Matrix::new(device, forms, rows, cols, &mut read).unwrap());
+                for number in 1..=4u64 {
+                    // The last rate makes weights outgrow their scales.
+                    let settings = Hyperparameters {
+                        rate: if number == 4 { 0.05 } else { 2e-3 },
+                        ..Hyperparameters::default()
+                    };
+                    let c = Coefficients::new(&settings, number, 0.7);
+                    let all = gradients(number, rows, cols);
+                    let mut changes = Vec::new();
+                    for (device, matrix) in devices.iter().zip(&mut matrices) {
+                        // In two parts, as an embedding comes.
+                        for part in [0..8, 8..rows] {
+                            if !part.is_empty() {
+                                let part_gradients =
+                                    on(device, &all[part.start * cols..part.end * cols]);
+                                matrix
+                                    .step(device, &c, (5, 3), part.start, part_gradients.all())
+                                    .unwrap();
+                            }
+                        }
+                        changes.push(matrix.finish_step(device).unwrap());
+                    }
+                    assert_eq!(changes[0], changes[1], "{what}, step {number}");
+                    assert!(changes[0].stored > 0);
+                    for part in StatePart::ALL {
+                        let [cpu, gpu] =
+                            [0, 1].map(|i| matrices[i].read_part(&devices[i], part).unwrap());
+                        assert!(cpu == gpu, "{what}, step {number}: {}", part.name());
+                    }
+                    assert_eq!(matrices[0].global(), matrices[1].global());
+                }
+                for whole in [true, false] {
+                    let mut exact = vec![0.0; rows * cols];
+                    matrices[0]
+                        .decode(&devices[0], 0..rows, whole, SliceMut::Host(&mut exact))
+                        .unwrap();
+                    let exact: Vec<f32> =
+                        exact.iter().map(|&v| bf16::from_f32(v).to_f32()).collect();
+                    let mut out = on(&devices[1], &vec![9.0; rows * cols]);
+                    matrices[1]
+                        .decode(&devices[1], 0..rows, whole, out.all_mut())
+                        .unwrap();
+                    let mut values = vec![0.0; rows * cols];
+                    out.all().read(&mut values).unwrap();
+                    assert_eq!(values, exact, "{what}");
+                    let tokens = [5u32, 0, 7, 5];
+                    matrices[1]
+                        .decode_rows(
+                            &devices[1],
+                            &tokens,
+                            whole,
+                            out.first_mut(4 * cols).unwrap(),
+                        )
+                        .unwrap();
+                    out.all().read(&mut values).unwrap();
+                    for (row, token) in values.chunks_exact(cols).zip(tokens) {
+                        assert_eq!(row, &exact[token as usize * cols..][..cols], "{what}");
+                    }
+                }
+            }
+        }
+    }
+    let c = Coefficients::new(&Hyperparameters::default(), 1, 0.5);
+    let (values, gradients) = (normal(1, 1000), normal(2, 1000));
+    let states = devices.each_ref().map(|device| {
+        let mut vector = Vector::new(device, &values).unwrap();
+        for _ in 0..3 {
+            vector
+                .gradient()
+                .copy_from(Slice::Host(&gradients))
+                .unwrap();
+            vector.step(device, &c).unwrap();
+        }
+        vector.read_state().unwrap()
+    });
+    assert!(states[0] == states[1]);
+}
+
+/// Milliseconds for 10^9 weights: `--ignored --nocapture`.
+#[test]
+#[ignore = "measures"]
+fn adamw_speed() {
+    let Some(gpu) = gpu() else { return };
+    let device = Device::Cuda(gpu.clone());
+    let (rows, cols) = (32768, 2560);
+    for (weight, first, second) in FORMS {
+        let forms = Forms {
+            weight,
+            first,
+            second,
+            fresh_scales: false,
+        };
+        let mut read = |range: std::ops::Range<usize>, out: &mut [f32]| {
+            let values = normal(range.start as u64, out.len());
+            out.iter_mut().zip(values).for_each(|(o, v)| *o = v * 0.03);
+            Ok(())
+        };
+        let mut matrix = Matrix::new(&device, forms, rows, cols, &mut read).unwrap();
+        let values: Vec<f32> = normal(3, rows * cols).iter().map(|v| v * 1e-3).collect();
+        let g = on(&device, &values);
+        let mut out: Array<Mixed> = Array::scratch(&device, rows * cols).unwrap();
+        let c = Coefficients::new(&Hyperparameters::default(), 3, 1.0);
+        let time = |body: &mut dyn FnMut()| {
+            let mut times: Vec<f64> = (0..7)
+                .map(|_| {
+                    gpu.synchronize().unwrap();
+                    let start = Instant::now();
+                    (0..10).for_each(|_| body());
+                    gpu.synchronize().unwrap();
+                    start.elapsed().as_secs_f64() / 10.0
+                })
+                .collect();
+            times.sort_by(f64::total_cmp);
+            times[3] * 1e3 / (rows * cols) as f64 * 1e9
+        };
+        let step = time(&mut || matrix.step(&device, &c, (5, 3), 0, g.all()).unwrap());
+        let decode = time(&mut || {
+            matrix
+                .decode(&device, 0..rows, true, out.all_mut())
+                .unwrap()
+        });
+        println!(
+            "{weight:?} {first:?} {second:?}: step {step:.2} ms, decode {decode:.2} ms for 10^9 weights"
+        );
+    }
+}
