@@ -93,6 +93,13 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
     return r;
 }
 
+// 1 / sqrt(x) for a normal x, to two units in the last place.
+__device__ __forceinline__ float rsqrt_approx(float x) {
+    float r;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+
 // A pair of f16 products, subnormals kept.
 __device__ __forceinline__ u32 mul_f16(u32 a, u32 b) {
     u32 r;

@@ -1,5 +1,6 @@
-// AdamW on rows of a matrix in their stored form, in one pass over its memory. Mirrors src/format/adamw.rs and src/cpu/training/optimizer.rs
-// bit for bit.
+// AdamW on rows of a matrix in their stored form, in one pass over its memory. Mirrors src/format/adamw.rs and src/cpu/training/optimizer.rs,
+// bit for bit but for roots and quotients, which are exact to two units in the last place: exact ones would take a fifth of the time, for
+// numbers that are rounded to 4 bits next.
 //
 // A block of threads takes a group of 8 rows. First it looks for the largest gradient and the largest scales of the moments, from which the
 // group's new global scales follow; then each thread updates two blocks of 16 weights at a time, those that share words of a chunk. Gradients
@@ -87,6 +88,7 @@ __device__ __forceinline__ float amax_of(const float (&x)[BLOCK]) {
     for (int i = 0; i < BLOCK; i++) most = fmaxf(most, fabsf(x[i]));
     return most;
 }
+__device__ __forceinline__ float root_of(float x) { return x * rsqrt_approx(fmaxf(x, 1e-37f)); }
 __device__ __forceinline__ float inverse_of(float unit) { return unit > 0 ? 1 / unit : 0; }
 
 __device__ __forceinline__ void load_first(const Moments& m, int form, u64 block, float global, u64 key, u32 index, float (&x)[BLOCK]) {
@@ -102,13 +104,19 @@ __device__ __forceinline__ void load_first(const Moments& m, int form, u64 block
         return;
     }
     Nibbles codes = load_nibbles(m.codes, block);
+    if (form == FIRST_NVFP4) {
 #pragma unroll
-    for (int i = 0; i < BLOCK; i += 4) {
-        u32 draw = form == FIRST_INT4 ? random_bits32(key, (index + i) / 4) : 0;
+        for (int i = 0; i < BLOCK; i++) x[i] = code_to_float(codes.at(i)) * unit;
+        return;
+    }
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            u32 code = codes.at(i + j);
-            x[i + j] = (form == FIRST_INT4 ? decode_first(code, dither8(draw >> (8 * j))) : code_to_float(code)) * unit;
+    for (int half = 0; half < 2; half++) {
+        Bytes bytes = bytes_of_nibbles(codes.words[half] ^ 0x88888888u);
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            int at = 8 * half + i;
+            u32 draw = random_bits32(key, index / 4 + at / 4);
+            x[at] = decode_first(from_nibble(bytes, i), dither8(draw, at % 4)) * unit;
         }
     }
 }
@@ -131,19 +139,18 @@ __device__ __forceinline__ void store_first(const Moments& m, int form, u64 bloc
         return;
     }
     Nibbles codes = {};
+    if (form == FIRST_NVFP4) {
 #pragma unroll
-    for (int i = 0; i < BLOCK; i += 4) {
-        u32 draw = form == FIRST_INT4 ? random_bits32(key, (index + i) / 4) : 0;
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            float q = x[i + j] * inverse;
-            if (form == FIRST_INT4) {
-                codes.put(i + j, encode_first(q, dither8(draw >> (8 * j))));
-            } else {
-                u32 random = random_bits32(key, index + i + j) << 16 | 1 << 15;
-                codes.put(i + j, (__float_as_uint(q) >> 28 & 8) | stochastic(fabsf(q), random));
-            }
+        for (int i = 0; i < BLOCK; i++) {
+            float q = x[i] * inverse;
+            u32 random = random_bits32(key, index + i) << 16 | 1 << 15;
+            codes.put(i, (__float_as_uint(q) >> 28 & 8) | stochastic(fabsf(q), random));
         }
+    } else {
+        float rounded[BLOCK];
+#pragma unroll
+        for (int i = 0; i < BLOCK; i++) rounded[i] = encode_first(x[i] * inverse, dither8(random_bits32(key, index / 4 + i / 4), i % 4));
+        codes.words[0] = low_nibbles(rounded), codes.words[1] = low_nibbles(rounded + 8);
     }
     store_nibbles(m.codes, block, codes);
 }
@@ -162,8 +169,11 @@ __device__ __forceinline__ void load_second(const Moments& m, int form, u64 bloc
         return;
     }
     Nibbles codes = load_nibbles(m.codes, block);
+    Bytes bytes[2] = {bytes_of_nibbles(codes.words[0]), bytes_of_nibbles(codes.words[1])};
 #pragma unroll
-    for (int i = 0; i < BLOCK; i++) x[i] = (form == SECOND_UINT4 ? (float)codes.at(i) : code_to_float(codes.at(i) & 7)) * unit;
+    for (int i = 0; i < BLOCK; i++) {
+        x[i] = (form == SECOND_UINT4 ? from_nibble(bytes[i / 8], i % 8) - TWO_23 : code_to_float(codes.at(i) & 7)) * unit;
+    }
 }
 
 __device__ __forceinline__ void store_second(const Moments& m, int form, u64 block, float global, const u32 (&draws)[BLOCK], const float (&x)[BLOCK],
@@ -177,43 +187,43 @@ __device__ __forceinline__ void store_second(const Moments& m, int form, u64 blo
     m.scales[block] = scale;
     float inverse = inverse_of(scale_to_float(scale) * global);
     Nibbles codes = {};
+    float rounded[BLOCK];
 #pragma unroll
     for (int i = 0; i < BLOCK; i++) {
         float q = x[i] * inverse;
-        u32 draw = draws[i] >> 16;
         if (form == SECOND_UINT4) {
-            codes.put(i, encode_second(q, threshold16(draw), SECOND_MAX));
+            rounded[i] = encode_second(q, fraction16(draws[i], 1));
         } else if (form == SECOND_NVFP4) {
-            codes.put(i, max(stochastic(q, draw << 16 | 1 << 15), 1u));
+            codes.put(i, max(stochastic(q, (draws[i] & 0xffff0000u) | 1 << 15), 1u));
         } else {
-            m.codes[block * BLOCK + i] = encode_second(q, threshold16(draw), WIDE_MAX);
+            m.codes[block * BLOCK + i] = (u8)fminf(fmaxf(round_stochastic(q, fraction16(draws[i], 1)), 1.0f), WIDE_MAX);
         }
     }
+    if (form == SECOND_UINT4) codes.words[0] = low_nibbles(rounded), codes.words[1] = low_nibbles(rounded + 8);
     if (form != SECOND_INT8) store_nibbles(m.codes, block, codes);
 }
 
-// The codes, the rest and the scale of a block of weights; draws hold 16 bits for each in their lower halves.
-__device__ __forceinline__ u32 encode_weights(int form, const float (&x)[BLOCK], float global, u32 scale, bool keeps, const u32 (&draws)[BLOCK],
-                                              Nibbles& codes, Rest& rest) {
+__device__ __forceinline__ u32 code_of_level(int level) { return level < 0 ? 8 - level : level; }
+
+// The scale of a block of weights: as it was, or anew.
+__device__ __forceinline__ u32 weight_scale(const float (&x)[BLOCK], float global, u32 scale, bool keeps) {
     float amax = amax_of(x), unit = scale_to_float(scale) * global;
-    if (!(keeps && amax >= KEPT_LEAST * unit && amax <= KEPT_MOST * unit)) {
-        scale = encode_scale(amax / (E2M1_MAX * global));
-        scale = scale == 0 && amax > 0 ? 1 : scale;
-    }
-    float inverse = inverse_of(scale_to_float(scale) * global);
+    if (keeps && amax >= KEPT_LEAST * unit && amax <= KEPT_MOST * unit) return scale;
+    scale = encode_scale(amax / (E2M1_MAX * global));
+    return scale == 0 && amax > 0 ? 1 : scale;
+}
+
+// The codes and the rest of a block of weights; draws hold 16 bits for each in their lower halves.
+__device__ __forceinline__ void encode_weights(int form, const float (&x)[BLOCK], float inverse, const u32 (&draws)[BLOCK], Nibbles& codes, Rest& rest) {
     codes = {}, rest = {};
 #pragma unroll
     for (int i = 0; i < BLOCK; i++) {
         float q = x[i] * inverse;
         u32 random = draws[i] << 16 | 1 << 15, sign = __float_as_uint(q) >> 28 & 8;
-        if (form == RESIDUAL4) {
-            int residual;
-            codes.put(i, Residual<4>::code(Residual<4>::encode(q, threshold16(draws[i])), residual));
-            rest.nibbles.put(i, residual & 15);
-        } else if (form == RESIDUAL8) {
-            int residual;
-            codes.put(i, Residual<8>::code(Residual<8>::encode(q, threshold16(draws[i])), residual));
-            rest.bytes[i / 4] |= (u32)(residual & 255) << (8 * (i % 4));
+        if (form == RESIDUAL8) {
+            int index = (int)Residual<8>::encode(q, Residual<8>::fraction(draws[i]));
+            codes.put(i, code_of_level((index + 128) >> 8));
+            rest.bytes[i / 4] |= (u32)(index & 255) << (8 * (i % 4));
         } else if (form == TWO_TERM) {
             u32 code = sign | nearest_even(fabsf(q));
             float remainder = (q - code_to_float(code)) * SECOND_TERM;
@@ -223,7 +233,6 @@ __device__ __forceinline__ u32 encode_weights(int form, const float (&x)[BLOCK],
             codes.put(i, sign | stochastic(fabsf(q), random));
         }
     }
-    return scale;
 }
 
 __device__ __forceinline__ void store_dense(const Weights& w, int form, u64 block, const float (&x)[BLOCK], const u32 (&draws)[BLOCK]) {
@@ -232,6 +241,40 @@ __device__ __forceinline__ void store_dense(const Weights& w, int form, u64 bloc
         // What carries out of the lower half goes to the next bf16.
         if (form == DENSE_BF16) ((u16*)w.codes)[block * BLOCK + i] = (__float_as_uint(x[i]) + (draws[i] & 0xffff)) >> 16;
         if (form == DENSE_F32) ((float*)w.codes)[block * BLOCK + i] = x[i];
+    }
+}
+
+// Nibbles that are not zero.
+__device__ __forceinline__ int count_nibbles(u32 x) {
+    x |= x >> 2;
+    return __popc((x | x >> 1) & 0x11111111u);
+}
+// A code of -0 as one of 0.
+__device__ __forceinline__ u32 without_minus_zero(u32 x) {
+    u32 magnitudes = x & 0x77777777u;
+    return magnitudes | (x & ((magnitudes << 1 | magnitudes << 2 | magnitudes << 3) & 0x88888888u));
+}
+
+// How many weights of a block are stored otherwise than before.
+__device__ __forceinline__ void count_changes(int form, bool rescaled, const Nibbles& codes, const Rest& rest, const Nibbles& codes_now,
+                                              const Rest& rest_now, int& stored, int& delivered) {
+    if (rescaled) {
+        stored += BLOCK, delivered += BLOCK;
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        u32 differing = without_minus_zero(codes.words[i]) ^ without_minus_zero(codes_now.words[i]);
+        delivered += count_nibbles(differing);
+        if (form == RESIDUAL8) {
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                u32 bytes = rest.bytes[2 * i + j / 4] ^ rest_now.bytes[2 * i + j / 4];
+                stored += (bytes >> (8 * (j % 4)) & 255) != 0 || (differing >> (4 * j) & 15) != 0;
+            }
+        } else {
+            stored += count_nibbles(differing | (rest.nibbles.words[i] ^ rest_now.nibbles.words[i]));
+        }
     }
 }
 
@@ -282,6 +325,7 @@ __device__ __forceinline__ void adamw(const Arguments& a) {
         u32 words[4] = {};
         if (form < DENSE_BF16) words[0] = at[0], words[1] = at[4], words[2] = at[8], words[3] = at[12];
         Nibbles now[2] = {};
+        u32 codes_now[2][4] = {};
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             int column = 2 * pair + half;
@@ -295,17 +339,20 @@ __device__ __forceinline__ void adamw(const Arguments& a) {
             load_second(a.second, second, block, old2, root);
             Nibbles codes = {};
             Rest rest = {};
+            Indices indices[4] = {};
             u32 scale = 0;
-            float unit = 1;
             if (form >= DENSE_BF16) {
                 load_dense(a.w, form, block, w);
             } else {
-                codes = unpack_block(words, half);
                 rest = load_rest(a.w, form, block);
                 scale = *scale_at(chunk, row, column);
-                unit = scale_to_float(scale) * a.w.global;
+                float unit = scale_to_float(scale) * a.w.global;
+                if (form != RESIDUAL4) codes = unpack_block(words, half);
 #pragma unroll
-                for (int j = 0; j < BLOCK; j++) w[j] = weight_quotient(form, codes, rest, j, true) * unit;
+                for (int j = 0; j < BLOCK; j++) {
+                    if (form == RESIDUAL4 && j % 4 == 0) indices[j / 4] = indices_of(words[j / 4], half, rest, j / 4);
+                    w[j] = (form == RESIDUAL4 ? Residual<4>::value(indices[j / 4].at(j % 4)) : weight_quotient(form, codes, rest, j, true)) * unit;
+                }
             }
             float old[BLOCK];
 #pragma unroll
@@ -315,9 +362,9 @@ __device__ __forceinline__ void adamw(const Arguments& a) {
                 float gradient = g[j] * c.factor;
                 moment[j] = __fmaf_rn(c.rest1, gradient, __fmul_rn(c.beta1, moment[j]));
                 square[j] = __fmaf_rn(__fmul_rn(c.beta2, root[j]), root[j], __fmul_rn(__fmul_rn(c.rest2, gradient), gradient));
-                root[j] = sqrtf(square[j]);
+                root[j] = root_of(square[j]);
                 float denominator = __fmaf_rn(c.correction, root[j], c.eps);
-                w[j] = __fmaf_rn(-c.rate, moment[j] / denominator, __fmul_rn(c.keep, w[j]));
+                w[j] = __fmaf_rn(-c.rate, moment[j] * reciprocal_approx(denominator), __fmul_rn(c.keep, w[j]));
             }
             store_first(a.first, first, block, new1, a.dither, index, moment);
             store_second(a.second, second, block, new2, draws, root, square);
@@ -331,19 +378,37 @@ __device__ __forceinline__ void adamw(const Arguments& a) {
                 stored += changed, delivered += changed;
                 continue;
             }
-            Rest left;
-            u32 scale_now = encode_weights(form, w, a.w.global, scale, keeps, draws, now[half], left);
-            float unit_now = scale_to_float(scale_now) * a.w.global;
+            u32 scale_now = weight_scale(w, a.w.global, scale, keeps);
+            float inverse = inverse_of(scale_to_float(scale_now) * a.w.global);
+            Rest left = {};
+            if (form == RESIDUAL4) {
+                int differing = 0, differing_codes = 0;
 #pragma unroll
-            for (int j = 0; j < BLOCK; j++) {
-                stored += weight_quotient(form, now[half], left, j, true) * unit_now != old[j];
-                delivered += code_to_float(now[half].at(j)) * unit_now != code_to_float(codes.at(j)) * unit;
+                for (int t = 0; t < 4; t++) {
+                    auto encode = [&](int j) { return Residual<4>::encode(w[j] * inverse, Residual<4>::fraction(draws[j])); };
+                    Indices after = Indices::of(encode(4 * t), encode(4 * t + 1), encode(4 * t + 2), encode(4 * t + 3));
+                    u32 changed = after.bytes ^ indices[t].bytes;
+                    differing += count_bytes((changed | changed >> 4) & 0x0f0f0f0fu);
+                    differing_codes += count_bytes(after.levels() ^ indices[t].levels());
+                    codes_now[half][t] = after.codes();
+                    u32 residuals = after.bytes & 0x0f0f0f0fu;
+                    residuals |= residuals >> 4;
+                    left.nibbles.words[t / 2] |= __byte_perm(residuals, 0, 0x4420) << (16 * (t % 2));
+                }
+                stored += scale == scale_now ? differing : BLOCK;
+                delivered += scale == scale_now ? differing_codes : BLOCK;
+            } else {
+                encode_weights(form, w, inverse, draws, now[half], left);
+                count_changes(form, scale != scale_now, codes, rest, now[half], left, stored, delivered);
             }
             store_rest(a.w, form, block, left);
             *scale_at(chunk, row, column) = scale_now;
             most = max(most, scale_now);
         }
-        if (form < DENSE_BF16) {
+        if (form == RESIDUAL4) {
+#pragma unroll
+            for (int t = 0; t < 4; t++) at[4 * t] = word_of_codes(codes_now[0][t], codes_now[1][t]);
+        } else if (form < DENSE_BF16) {
             pack_blocks(now[0], now[1], words);
             at[0] = words[0], at[4] = words[1], at[8] = words[2], at[12] = words[3];
         }

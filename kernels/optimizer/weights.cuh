@@ -26,7 +26,8 @@ struct Nibbles {
     u32 words[2];
 
     __device__ __forceinline__ u32 at(int i) const { return words[i / 8] >> (4 * (i % 8)) & 15; }
-    __device__ __forceinline__ void put(int i, u32 code) { words[i / 8] |= code << (4 * (i % 8)); }
+    // The low four bits of `code`, where there are zeros.
+    __device__ __forceinline__ void put(int i, u32 code) { words[i / 8] |= (code & 15) << (4 * (i % 8)); }
 };
 
 // Codes of a block in a chunk, and the place of its scale.
@@ -63,7 +64,24 @@ __device__ __forceinline__ void pack_blocks(const Nibbles& first, const Nibbles&
     }
 }
 
+// The codes of one of the two blocks that a word holds, in the form of Indices.
+__device__ __forceinline__ u32 codes_of_word(u32 word, int second) {
+    u32 pairs[4];
+    decode_word(word, pairs);
+    int from = second ? 0x0073 : 0x0051;
+    return __byte_perm(__byte_perm(pairs[0], pairs[1], from), __byte_perm(pairs[2], pairs[3], from), 0x5410);
+}
+// The word of such codes of two blocks.
+__device__ __forceinline__ u32 word_of_codes(u32 first, u32 second) {
+    u32 pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) pairs[i] = __byte_perm(first, second, (4 + i) << 12 | i << 4) & (SIGNS | MAGNITUDES);
+    return encode_word(pairs);
+}
+
 __device__ __forceinline__ int signed_nibble(u32 code) { return (int)(code << 28) >> 28; }
+
+__device__ __forceinline__ int signed_level(u32 code) { return code & 8 ? -(int)(code & 7) : (int)(code & 7); }
 
 // What is kept beside the codes of a block, as stored.
 struct Rest {
@@ -97,9 +115,9 @@ __device__ __forceinline__ float weight_quotient(int form, const Nibbles& codes,
     if (form == TWO_TERM) return code + code_to_float(rest.nibbles.at(i)) * (1.0f / SECOND_TERM);
     if (form == RESIDUAL8) {
         int residual = (int)(rest.bytes[i / 4] << (24 - 8 * (i % 4))) >> 24;
-        return Residual<8>::value(Residual<8>::index(codes.at(i), residual));
+        return Residual<8>::value((float)(signed_level(codes.at(i)) * 256 + residual));
     }
-    return Residual<4>::value(Residual<4>::index(codes.at(i), signed_nibble(rest.nibbles.at(i))));
+    return Residual<4>::value((float)(signed_level(codes.at(i)) * 16 + signed_nibble(rest.nibbles.at(i))));
 }
 
 // Dense values of a block.
@@ -116,6 +134,13 @@ __device__ __forceinline__ void load_dense(const Weights& w, int form, u64 block
     }
 }
 
+// Indices 4 t to 4 t + 3 of a block with residuals of 4 bits.
+__device__ __forceinline__ Indices indices_of(u32 word, int second, const Rest& rest, int t) {
+    u32 residuals = rest.nibbles.words[t / 2] >> (16 * (t % 2)) & 0xffff;
+    residuals = (residuals | residuals << 8) & 0x00ff00ffu;
+    return Indices::of(codes_of_word(word, second), (residuals | residuals << 4) & 0x0f0f0f0fu);
+}
+
 // The values of a block, the one of `row` from column 16 * column_block on.
 __device__ __forceinline__ void decode_block(const Weights& w, int form, int row, int column_block, bool whole, float (&values)[BLOCK]) {
     u64 block = (u64)row * (w.cols / BLOCK) + column_block;
@@ -123,9 +148,18 @@ __device__ __forceinline__ void decode_block(const Weights& w, int form, int row
     u8* chunk = w.codes + ((u64)(row / CHUNK_ROWS) * w.chunks + column_block / CHUNK_BLOCKS) * CHUNK_BYTES;
     const u32* at = chunk_words(chunk, row, column_block);
     u32 words[4] = {at[0], at[4], at[8], at[12]};
-    Nibbles codes = unpack_block(words, column_block % 2);
     Rest rest = load_rest(w, form, block);
     float unit = scale_to_float(*scale_at(chunk, row, column_block)) * w.global;
+    if (form == RESIDUAL4 && whole) {
+#pragma unroll
+        for (int t = 0; t < 4; t++) {
+            Indices indices = indices_of(words[t], column_block % 2, rest, t);
+#pragma unroll
+            for (int i = 0; i < 4; i++) values[4 * t + i] = Residual<4>::value(indices.at(i)) * unit;
+        }
+        return;
+    }
+    Nibbles codes = unpack_block(words, column_block % 2);
 #pragma unroll
     for (int i = 0; i < BLOCK; i++) values[i] = weight_quotient(form, codes, rest, i, whole) * unit;
 }

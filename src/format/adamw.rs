@@ -606,13 +606,52 @@ pub struct Globals {
     pub second: [f32; 2],
 }
 
-/// How many weights a step has changed.
+/// How many weights a step has changed: whose codes, or scale, became others.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Changes {
-    /// Of those that are stored.
+    /// With all that is stored.
     pub stored: u64,
-    /// Of those that are delivered: the codes alone.
+    /// With the codes that are delivered alone.
     pub delivered: u64,
+}
+
+/// What is stored of a block of weights, to see what changes.
+struct Stored {
+    scale: u8,
+    codes: [u32; BLOCK],
+    rest: [u8; BLOCK],
+}
+
+impl Stored {
+    fn new(form: WeightForm, codes: &[u8], rest: &[u8], scale: u8) -> Stored {
+        Stored {
+            scale,
+            codes: std::array::from_fn(|i| match form {
+                WeightForm::F32 => float(codes, i).to_bits(),
+                WeightForm::Bf16 => u32::from(u16::from_le_bytes([codes[2 * i], codes[2 * i + 1]])),
+                // Both zeros are one.
+                _ => match nibble(codes, i) {
+                    8 => 0,
+                    code => u32::from(code),
+                },
+            }),
+            rest: std::array::from_fn(|i| match form.rest().codes {
+                0 => 0,
+                BLOCK => rest[i],
+                _ => nibble(rest, i),
+            }),
+        }
+    }
+
+    fn changes(&self, now: &Stored) -> Changes {
+        let mut changes = Changes::default();
+        for i in 0..BLOCK {
+            let delivered = self.scale != now.scale || self.codes[i] != now.codes[i];
+            changes.delivered += u64::from(delivered);
+            changes.stored += u64::from(delivered || self.rest[i] != now.rest[i]);
+        }
+        changes
+    }
 }
 
 /// A step of the block whose first element is number `index` of its tensor, with these gradients.
@@ -633,14 +672,7 @@ pub fn step(
     } = block;
     let scale = codes.scale.as_ref().map_or(0, |s| **s);
     let old = decode_weights(forms.weight, codes.codes, rest, scale, globals.weight, true);
-    let delivered = decode_weights(
-        forms.weight,
-        codes.codes,
-        rest,
-        scale,
-        globals.weight,
-        false,
-    );
+    let before = Stored::new(forms.weight, codes.codes, rest, scale);
     let mut m = decode_first(forms.first, &first, globals.first[0], keys.previous, index);
     let mut roots = decode_second(forms.second, &second, globals.second[0]);
     let draws: [u32; BLOCK] = std::array::from_fn(|i| bits32(keys.rounding, index + i as u32));
@@ -677,19 +709,5 @@ pub fn step(
         rest,
     );
     let scale = codes.scale.as_ref().map_or(0, |s| **s);
-    let now = decode_weights(forms.weight, codes.codes, rest, scale, globals.weight, true);
-    let deliverable = decode_weights(
-        forms.weight,
-        codes.codes,
-        rest,
-        scale,
-        globals.weight,
-        false,
-    );
-    let differing =
-        |a: &[f32; BLOCK], b: &[f32; BLOCK]| a.iter().zip(b).filter(|(a, b)| a != b).count() as u64;
-    Changes {
-        stored: differing(&old, &now),
-        delivered: differing(&delivered, &deliverable),
-    }
+    before.changes(&Stored::new(forms.weight, codes.codes, rest, scale))
 }

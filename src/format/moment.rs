@@ -45,14 +45,12 @@ pub const fn decode_first(code: u8, dither: f32) -> f32 {
     ((code << 4) as i8 >> 4) as f32 - dither
 }
 
-/// The code, 1 to 15, of the square root of a second moment divided by its scales: the upper neighbour if the draw of 16 bits, read as a
-/// fraction, is below the distance from the lower one.
+/// The code, 1 to 15, of the square root of a second moment divided by its scales, rounded down after a draw of 16 bits has been added as
+/// a fraction: to the upper neighbour as often as the distance from the lower one says.
 #[inline(always)]
 pub fn encode_second(quotient: f32, draw: u16) -> u8 {
-    let low = quotient.min(SECOND_MAX).floor();
-    let threshold = (f32::from(draw) + 0.5) * (1.0 / 65536.0);
-    let code = low + f32::from(u8::from(threshold < quotient - low));
-    code.clamp(1.0, SECOND_MAX) as u8
+    let fraction = (f32::from(draw) + 0.5) * (1.0 / 65536.0);
+    (quotient.min(SECOND_MAX) + fraction).floor().max(1.0) as u8
 }
 
 /// The square root of a second moment divided by its scales.

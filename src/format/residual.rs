@@ -30,6 +30,19 @@ impl Bits {
             Bits::Eight => 256,
         }
     }
+
+    /// The outermost point that has a code on either side, in steps.
+    const fn last(self) -> i32 {
+        7 * self.steps() + self.steps() / 2 - 1
+    }
+
+    /// A draw as a fraction, with as many bits as an f32 has beside [`Bits::last`].
+    const fn fraction(self, draw: u16) -> f32 {
+        match self {
+            Bits::Four => (draw as f32 + 0.5) * (1.0 / 65536.0),
+            Bits::Eight => ((draw >> 4) as f32 + 0.5) * (1.0 / 4096.0),
+        }
+    }
 }
 
 /// The magnitude of a level, which may be one beyond the outermost: 8 stands for 8.
@@ -66,8 +79,8 @@ const fn point(index: i32, bits: Bits) -> f32 {
 }
 
 /// The code and the residual for `value`, in units of the block's scale. Saturates at the ends of the grid; a NaN becomes zero.
-/// `draw`, 16 random bits, is read by [`Rounding::Stochastic`] only, which goes to the upper neighbour if the draw, as a fraction, is
-/// below the distance from the lower one.
+/// `draw`, 16 random bits, is read by [`Rounding::Stochastic`] only, which adds it as a fraction to the magnitude and rounds down: what
+/// lies on the grid stays there, and what does not goes to one of its neighbours.
 #[inline(always)]
 pub fn encode(value: f32, bits: Bits, rounding: Rounding, draw: u16) -> (u8, i8) {
     let steps = bits.steps();
@@ -80,21 +93,13 @@ pub fn encode(value: f32, bits: Bits, rounding: Rounding, draw: u16) -> (u8, i8)
     } else {
         (0.5 * x + 4.0).min(8.0)
     };
-    let exact = gaps * steps as f32;
-    let low = exact as i32;
-    let fraction = exact - low as f32;
-    let up = match rounding {
-        Rounding::NearestEven => fraction > 0.5 || (fraction == 0.5 && low % 2 == 1),
-        Rounding::HalfAway => fraction >= 0.5,
-        Rounding::Stochastic => (f32::from(draw) + 0.5) * (1.0 / 65536.0) < fraction,
-    };
-    let index = low + i32::from(up);
-    let index = if value < 0.0 { -index } else { index };
-    // The outermost points that have a code.
-    split(
-        index.clamp(-7 * steps - steps / 2, 7 * steps + steps / 2 - 1),
-        bits,
-    )
+    let exact = (gaps * steps as f32).min(bits.last() as f32);
+    let index = match rounding {
+        Rounding::NearestEven => exact.round_ties_even(),
+        Rounding::HalfAway => (exact + 0.5).floor(),
+        Rounding::Stochastic => (exact + bits.fraction(draw)).floor(),
+    } as i32;
+    split(if value < 0.0 { -index } else { index }, bits)
 }
 
 /// The code and the residual of a point of the grid.
@@ -114,8 +119,7 @@ mod tests {
     use super::*;
 
     fn indices(bits: Bits) -> std::ops::Range<i32> {
-        let steps = bits.steps();
-        -7 * steps - steps / 2..7 * steps + steps / 2
+        -bits.last()..bits.last() + 1
     }
 
     #[test]

@@ -144,7 +144,12 @@ impl Cpu {
                 first: [*first_global, first_now],
                 second: [*second_global, second_now],
             };
-            (*first_global, *second_global) = (first_now, second_now);
+            if forms.first.field().scaled {
+                *first_global = first_now;
+            }
+            if forms.second.field().scaled {
+                *second_global = second_now;
+            }
             let n = gradients.len() / BLOCK;
             let mut rest = rest.chunks_exact_mut(rest_bytes.max(1));
             let fields = blocks(codes, forms.weight.codes(), n)
