@@ -766,6 +766,14 @@ fn what_stands_between_products_is_right_on_an_emulated_gpu() {
     }
 }
 
+/// What training does between products and attention, from the kernels' sources, on the processor.
+#[test]
+fn training_is_right_on_an_emulated_gpu() {
+    if let Some(said) = emulate("training", 900) {
+        assert_eq!(said, "ok\n");
+    }
+}
+
 #[test]
 fn reports_are_read_and_spills_refused() {
     let report = "ptxas info    : Compiling entry function 'f' for 'sm_80'\n\

@@ -11,3 +11,14 @@ __device__ __forceinline__ float gated(float x, float t) { return x / (1 + __exp
 __device__ __forceinline__ float activate(int activation, float x) {
     return gated(x, activation == SILU ? x : 1.5957691f * (x + 0.044715f * x * x * x));
 }
+
+// An activation and its derivative by x: as sigmoid' = sigmoid (1 - sigmoid), that of x s with s = sigmoid(t) is s + x s (1 - s) t'.
+struct Activated {
+    float value, slope;
+};
+__device__ __forceinline__ Activated activate_with_slope(int activation, float x) {
+    float t = activation == SILU ? x : 1.5957691f * (x + 0.044715f * x * x * x);
+    float dt = activation == SILU ? 1 : 1.5957691f * (1 + 3 * 0.044715f * x * x);
+    float s = 1 / (1 + __expf(-t));
+    return {x * s, s + x * s * (1 - s) * dt};
+}

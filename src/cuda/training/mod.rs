@@ -1,11 +1,39 @@
-//! The kernels of training beside those of inference.
+//! Launchers of the kernels of training. Activations and their gradients are bf16, statistics, weights of norms and sums f32; every sum
+//! has a fixed order, so that the same call gives the same bits. Where a launcher does not say otherwise, arrays do not overlap.
 
+mod activation;
+mod array;
+mod embedding;
+mod heads;
+mod loss;
+mod norm;
 mod optimizer;
+mod sizes;
+mod statistics;
 
+pub use activation::{add_bias_rows, column_sums, column_sums_partial, glu_backward, glu_forward};
+pub use array::{add, bf16_to_f32, f32_to_bf16, fill, scale};
+pub use embedding::{TokenRows, scatter_add};
+pub use heads::{Heads, heads_backward, heads_forward, heads_partial};
+pub use loss::{
+    CrossEntropy, L1_PARTIAL, LogitChunk, cross_entropy_chunk, cross_entropy_finish,
+    cross_entropy_gradient, l1_gradient,
+};
+pub use norm::{RmsNormBackward, rms_norm_backward, rms_norm_forward, rms_norm_partial};
 pub use optimizer::{
     Moments, Step, TrainedWeights, adamw, adamw_vector, chunk_bytes, decode_matrix, pack_matrix,
     unpack_matrix,
 };
+pub use statistics::{STATISTICS_PARTIAL, gradient_statistics};
 
 /// What the kernels of this room are passed, by the start of their names.
-pub(super) const ARGUMENTS: &[&[(&str, usize)]] = &[optimizer::ARGUMENTS];
+pub(super) const ARGUMENTS: &[&[(&str, usize)]] = &[
+    activation::ARGUMENTS,
+    array::ARGUMENTS,
+    embedding::ARGUMENTS,
+    heads::ARGUMENTS,
+    loss::ARGUMENTS,
+    norm::ARGUMENTS,
+    optimizer::ARGUMENTS,
+    statistics::ARGUMENTS,
+];

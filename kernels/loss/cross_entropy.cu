@@ -1,0 +1,118 @@
+// Cross-entropy of a head whose columns come in chunks: the logarithm of each row's sum of exponentials, chunk by chunk (Milakov and
+// Gimelshein, arXiv 1805.02867), then the gradients of a chunk from it. A block takes a row. Rows without a label are not read.
+#include "common/reduce.cuh"
+#include "common/values.cuh"
+
+struct Arguments {
+    const float4* logits;   // f32 [rows, columns]
+    const int* labels;      // [rows]; negative: no loss
+    float* max;             // [rows]: the largest logit so far
+    float* sum;             // [rows]: of exp(logit - max) so far
+    float* target;          // [rows]: the label's logit
+    const float* weights;   // [rows]: gradient
+    const float* lse;       // [rows]: gradient
+    uint2* dlogits;         // bf16 [rows, columns]: gradient
+    int first_column;       // the token of the first column
+    int columns;            // a multiple of 4
+    int is_first;           // whether no chunk was before this one
+    float cap;              // logits are cap * tanh(logit / cap); 0: as they are
+};
+
+struct FinishArguments {
+    const float* max;       // [rows]
+    const float* sum;
+    const float* target;
+    const int* labels;
+    const float* weights;
+    float* lse;             // [rows]: max + log(sum)
+    float* losses;          // [rows]: weight * (lse - target)
+    double* total;          // the sum of the losses
+    int rows;
+};
+
+constexpr int THREADS = 256, FINISH_THREADS = 1024;
+// Below every logit, and finite, so that the difference of two of them is a number.
+constexpr float LOWEST = -3.4028235e38f;
+
+__device__ __forceinline__ float capped(float logit, float cap) { return cap > 0 ? cap * tanhf(logit / cap) : logit; }
+
+__device__ __forceinline__ void load_logits(const float4* from, float cap, float (&x)[4]) {
+    float4 v = *from;
+    x[0] = capped(v.x, cap), x[1] = capped(v.y, cap), x[2] = capped(v.z, cap), x[3] = capped(v.w, cap);
+}
+
+// Grid: (rows)
+extern "C" __global__ void __launch_bounds__(THREADS) cross_entropy_chunk(const __grid_constant__ Arguments a) {
+    __shared__ float by_warp[THREADS / WARP];
+    wait_for_earlier_kernels();
+    let_later_kernels_start();
+    int row = blockIdx.x, label = a.labels[row];
+    if (label < 0) return;
+    const float4* logits = a.logits + (size_t)row * (a.columns / 4);
+    float largest = LOWEST, sum = 0;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < a.columns / 4; i += THREADS) {
+        float x[4];
+        load_logits(logits + i, a.cap, x);
+        float before = largest;
+        largest = fmaxf(fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3])), largest);
+        sum = sum * __expf(before - largest) + (__expf(x[0] - largest) + __expf(x[1] - largest)) + (__expf(x[2] - largest) + __expf(x[3] - largest));
+    }
+    float before = a.is_first ? LOWEST : a.max[row];
+    float of_row = fmaxf(before, block_max(largest, by_warp, THREADS / WARP));
+    sum = block_sum(sum * __expf(largest - of_row), by_warp, THREADS / WARP);
+    if (threadIdx.x > 0) return;
+    a.sum[row] = (a.is_first ? 0 : a.sum[row] * __expf(before - of_row)) + sum;
+    a.max[row] = of_row;
+    int column = label - a.first_column;
+    if (0 <= column && column < a.columns) a.target[row] = capped(((const float*)logits)[column], a.cap);
+}
+
+// Grid: (1)
+extern "C" __global__ void __launch_bounds__(FINISH_THREADS) cross_entropy_finish(const __grid_constant__ FinishArguments a) {
+    __shared__ double sums[FINISH_THREADS];
+    wait_for_earlier_kernels();
+    let_later_kernels_start();
+    double sum = 0;
+    for (int row = threadIdx.x; row < a.rows; row += FINISH_THREADS) {
+        bool counts = a.labels[row] >= 0;
+        float lse = counts ? a.max[row] + logf(a.sum[row]) : 0;
+        float loss = counts ? a.weights[row] * (lse - a.target[row]) : 0;
+        a.lse[row] = lse;
+        a.losses[row] = loss;
+        sum += loss;
+    }
+    sums[threadIdx.x] = sum;
+    __syncthreads();
+    for (int half = FINISH_THREADS / 2; half > 0; half /= 2) {
+        if ((int)threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) *a.total = sums[0];
+}
+
+// weight * (softmax - onehot), times the cap's derivative 1 - (l / cap)^2 of a capped logit l. Grid: (rows)
+extern "C" __global__ void __launch_bounds__(THREADS) cross_entropy_gradient(const __grid_constant__ Arguments a) {
+    wait_for_earlier_kernels();
+    let_later_kernels_start();
+    int row = blockIdx.x, label = a.labels[row], pieces = a.columns / 4;
+    const float4* logits = a.logits + (size_t)row * pieces;
+    uint2* dlogits = a.dlogits + (size_t)row * pieces;
+    if (label < 0) {
+        for (int i = threadIdx.x; i < pieces; i += THREADS) dlogits[i] = make_uint2(0, 0);
+        return;
+    }
+    int target = label - a.first_column;
+    float weight = a.weights[row], lse = a.lse[row];
+#pragma unroll 4
+    for (int i = threadIdx.x; i < pieces; i += THREADS) {
+        float x[4];
+        load_logits(logits + i, a.cap, x);
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            float slope = a.cap > 0 ? 1 - (x[e] / a.cap) * (x[e] / a.cap) : 1;
+            x[e] = weight * (__expf(x[e] - lse) - (4 * i + e == target ? 1 : 0)) * slope;
+        }
+        dlogits[i] = make_uint2(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]));
+    }
+}

@@ -1,0 +1,123 @@
+//! What training does with arrays whatever they are: sums, conversions, factors, constants.
+
+use super::super::driver::{DeviceSlice, Launch, int};
+use super::super::units::Unit;
+use super::sizes::{PIECE, bf16_elements, expect_bf16, expect_f32, pieces};
+use crate::base::Result;
+
+/// What the kernels of this file are passed, by the start of their names.
+pub(super) const ARGUMENTS: &[(&str, usize)] = &[
+    ("train_add_partial_sums", size_of::<SumArguments>()),
+    ("train_add", size_of::<ArrayArguments>()),
+    ("train_scale", size_of::<ArrayArguments>()),
+    ("train_fill", size_of::<ArrayArguments>()),
+    ("train_to_", size_of::<ArrayArguments>()),
+];
+
+const THREADS: u32 = 256;
+/// Columns and threads of a block that adds up partial sums.
+const SUM_COLUMNS: u32 = 32;
+const SUM_THREADS: u32 = 512;
+
+#[repr(C)]
+struct SumArguments {
+    partial: u64,
+    sum: u64,
+    parts: i32,
+    stride: i32,
+    width: i32,
+}
+
+/// Partial sums `[parts, stride]`, of which `width` columns from `first` on count.
+pub(super) struct PartialSums<'a> {
+    pub(super) partial: DeviceSlice<'a>,
+    pub(super) parts: usize,
+    pub(super) stride: usize,
+    pub(super) first: usize,
+}
+
+/// `sum` `[width]` `+=` the sum of the rows of `partial`, whose sizes the caller has checked.
+pub(super) fn add_partial_sums(
+    partial: &PartialSums<'_>,
+    sum: DeviceSlice<'_>,
+    width: usize,
+) -> Result<()> {
+    expect_f32("sums", sum, &[width])?;
+    let arguments = SumArguments {
+        partial: partial.partial.address() + (partial.first * size_of::<f32>()) as u64,
+        sum: sum.address(),
+        parts: int("partial sums", partial.parts)?,
+        stride: int("the width of partial sums", partial.stride)?,
+        width: int("the width of sums", width)?,
+    };
+    let blocks = (width as u32).div_ceil(SUM_COLUMNS);
+    let launch = Launch::new([blocks, 1, 1], SUM_THREADS);
+    // SAFETY: the struct is the kernel's; sizes were checked, here and by the caller.
+    unsafe {
+        launch.run(
+            sum.gpu(),
+            Unit::ArrayTraining,
+            "train_add_partial_sums",
+            &arguments,
+        )
+    }
+}
+
+#[repr(C)]
+struct ArrayArguments {
+    x: u64,
+    y: u64,
+    pieces: u64,
+    value: f32,
+}
+
+/// Runs a kernel over `pieces` pieces of arrays that hold as many.
+fn each(
+    name: &str,
+    x: DeviceSlice<'_>,
+    y: Option<DeviceSlice<'_>>,
+    pieces: usize,
+    value: f32,
+) -> Result<()> {
+    let arguments = ArrayArguments {
+        x: x.address(),
+        y: y.map_or(0, |y| y.address()),
+        pieces: pieces as u64,
+        value,
+    };
+    let blocks = int("blocks", pieces.div_ceil(THREADS as usize))?;
+    let launch = Launch::new([blocks as u32, 1, 1], THREADS);
+    // SAFETY: the struct is the kernel's; sizes were checked by the caller.
+    unsafe { launch.run(x.gpu(), Unit::ArrayTraining, name, &arguments) }
+}
+
+/// `x += y` in bf16; their sizes are multiples of 8.
+pub fn add(x: DeviceSlice<'_>, y: DeviceSlice<'_>) -> Result<()> {
+    let pieces = pieces("a sum", x)?;
+    expect_bf16("an addend", y, &[pieces, PIECE])?;
+    each("train_add", x, Some(y), pieces, 0.0)
+}
+
+/// `x *= factor` in bf16; its size is a multiple of 8.
+pub fn scale(x: DeviceSlice<'_>, factor: f32) -> Result<()> {
+    each("train_scale", x, None, pieces("a product", x)?, factor)
+}
+
+/// `x = value` in bf16; its size is a multiple of 8.
+pub fn fill(x: DeviceSlice<'_>, value: f32) -> Result<()> {
+    each("train_fill", x, None, pieces("an array", x)?, value)
+}
+
+/// bf16 `y` = f32 `x`, rounded to the nearest, ties to even; their size is a multiple of 8.
+pub fn f32_to_bf16(x: DeviceSlice<'_>, y: DeviceSlice<'_>) -> Result<()> {
+    let pieces = pieces("a conversion's result", y)?;
+    expect_f32("what is converted", x, &[bf16_elements(y)])?;
+    each("train_to_bf16", y, Some(x), pieces, 0.0)
+}
+
+/// f32 `y` = bf16 `x`; their size is a multiple of 8.
+pub fn bf16_to_f32(x: DeviceSlice<'_>, y: DeviceSlice<'_>) -> Result<()> {
+    let pieces = pieces("what is converted", x)?;
+    expect_f32("a conversion's result", y, &[bf16_elements(x)])?;
+    each("train_to_f32", y, Some(x), pieces, 0.0)
+}

@@ -1,0 +1,250 @@
+//! Losses: cross-entropy of a head whose columns come in chunks, and the absolute difference of hidden states.
+
+use super::super::driver::{DeviceSlice, Launch, int};
+use super::super::units::Unit;
+use super::sizes::{
+    PIECE, expect_bf16, expect_f32, expect_room, expect_words, f32_elements, pieces,
+};
+use crate::base::Result;
+use crate::base::error::bail;
+
+/// What the kernels of this file are passed, by the start of their names.
+pub(super) const ARGUMENTS: &[(&str, usize)] = &[
+    ("cross_entropy_", size_of::<ChunkArguments>()),
+    ("cross_entropy_finish", size_of::<FinishArguments>()),
+    ("l1_gradient", size_of::<L1Arguments>()),
+    ("l1_total", size_of::<L1TotalArguments>()),
+];
+
+const THREADS: u32 = 256;
+const FINISH_THREADS: u32 = 1024;
+/// Blocks of [`l1_gradient`], whatever the size; the threads of the kernel that adds up what they leave, too.
+const L1_BLOCKS: u32 = 512;
+
+/// What is known of each of T rows: `labels` are i32, all others f32, all `[T]`. A row whose label is negative has no loss.
+#[derive(Clone, Copy, Debug)]
+pub struct CrossEntropy<'a> {
+    /// The token that each row should predict.
+    pub labels: DeviceSlice<'a>,
+    /// What each row's loss is multiplied by.
+    pub weights: DeviceSlice<'a>,
+    /// The largest logit of the chunks so far.
+    pub max: DeviceSlice<'a>,
+    /// The sum of `exp(logit - max)` of the chunks so far.
+    pub sum: DeviceSlice<'a>,
+    /// The label's logit.
+    pub target: DeviceSlice<'a>,
+    /// The logarithm of the sum of exponentials; 0 for rows without a loss.
+    pub lse: DeviceSlice<'a>,
+    /// Weight times cross-entropy.
+    pub losses: DeviceSlice<'a>,
+}
+
+impl CrossEntropy<'_> {
+    fn rows(&self) -> Result<usize> {
+        let rows = f32_elements(self.labels);
+        for (what, x) in [
+            ("labels", self.labels),
+            ("weights of losses", self.weights),
+            ("largest logits", self.max),
+            ("sums of exponentials", self.sum),
+            ("logits of labels", self.target),
+            ("logarithms of sums of exponentials", self.lse),
+            ("losses", self.losses),
+        ] {
+            expect_words(what, x, &[rows])?;
+        }
+        Ok(rows)
+    }
+}
+
+/// Some columns of a head's logits.
+#[derive(Clone, Copy, Debug)]
+pub struct LogitChunk<'a> {
+    /// f32 `[T, columns]`.
+    pub logits: DeviceSlice<'a>,
+    /// The token of the first column.
+    pub first_column: usize,
+    /// A multiple of 4.
+    pub columns: usize,
+    /// Bounds logits softly: `cap * tanh(logit / cap)`.
+    pub cap: Option<f32>,
+}
+
+#[repr(C)]
+struct ChunkArguments {
+    logits: u64,
+    labels: u64,
+    max: u64,
+    sum: u64,
+    target: u64,
+    weights: u64,
+    lse: u64,
+    dlogits: u64,
+    first_column: i32,
+    columns: i32,
+    is_first: i32,
+    cap: f32,
+}
+
+/// A kernel that takes a block for each row.
+fn by_row(
+    name: &str,
+    rows: &CrossEntropy<'_>,
+    chunk: &LogitChunk<'_>,
+    dlogits: Option<DeviceSlice<'_>>,
+    is_first: bool,
+) -> Result<()> {
+    let (count, columns) = (rows.rows()?, chunk.columns);
+    if columns == 0 || !columns.is_multiple_of(4) {
+        bail!(
+            Unsupported,
+            "a chunk of {columns} logits a row on a GPU; there must be a multiple of 4"
+        );
+    }
+    if chunk.cap.is_some_and(|cap| !(cap > 0.0 && cap.is_finite())) {
+        bail!(
+            InvalidArgument,
+            "a cap of logits of {:?}; it must be positive",
+            chunk.cap
+        );
+    }
+    expect_f32("logits", chunk.logits, &[count, columns])?;
+    if let Some(dlogits) = dlogits {
+        expect_bf16("gradients of logits", dlogits, &[count, columns])?;
+    }
+    let arguments = ChunkArguments {
+        logits: chunk.logits.address(),
+        labels: rows.labels.address(),
+        max: rows.max.address(),
+        sum: rows.sum.address(),
+        target: rows.target.address(),
+        weights: rows.weights.address(),
+        lse: rows.lse.address(),
+        dlogits: dlogits.map_or(0, |d| d.address()),
+        first_column: int("the first column", chunk.first_column)?,
+        columns: int("columns", columns)?,
+        is_first: i32::from(is_first),
+        cap: chunk.cap.unwrap_or(0.0),
+    };
+    let launch = Launch::new([int("rows", count)? as u32, 1, 1], THREADS);
+    // SAFETY: the struct is the kernel's; sizes were checked.
+    unsafe { launch.run(rows.labels.gpu(), Unit::CrossEntropy, name, &arguments) }
+}
+
+/// Takes a chunk of logits into account in `max`, `sum` and `target` of the rows (Milakov and Gimelshein, arXiv 1805.02867). The first
+/// chunk sets what the others update.
+pub fn cross_entropy_chunk(
+    rows: &CrossEntropy<'_>,
+    chunk: &LogitChunk<'_>,
+    is_first: bool,
+) -> Result<()> {
+    by_row("cross_entropy_chunk", rows, chunk, None, is_first)
+}
+
+#[repr(C)]
+struct FinishArguments {
+    max: u64,
+    sum: u64,
+    target: u64,
+    labels: u64,
+    weights: u64,
+    lse: u64,
+    losses: u64,
+    total: u64,
+    rows: i32,
+}
+
+/// After all chunks: `lse = max + log(sum)` and `losses = weight * (lse - target)` of the rows, and f64 `total` `[1]`, the sum of the losses.
+pub fn cross_entropy_finish(rows: &CrossEntropy<'_>, total: DeviceSlice<'_>) -> Result<()> {
+    let count = rows.rows()?;
+    // An f64.
+    expect_f32("the loss", total, &[2])?;
+    let arguments = FinishArguments {
+        max: rows.max.address(),
+        sum: rows.sum.address(),
+        target: rows.target.address(),
+        labels: rows.labels.address(),
+        weights: rows.weights.address(),
+        lse: rows.lse.address(),
+        losses: rows.losses.address(),
+        total: total.address(),
+        rows: int("rows", count)?,
+    };
+    let launch = Launch::new([1, 1, 1], FINISH_THREADS);
+    // SAFETY: the struct is the kernel's; sizes were checked.
+    unsafe {
+        launch.run(
+            total.gpu(),
+            Unit::CrossEntropy,
+            "cross_entropy_finish",
+            &arguments,
+        )
+    }
+}
+
+/// After [`cross_entropy_finish`]: the gradients of a chunk's logits to bf16 `dlogits` `[T, columns]`, `weight (softmax - onehot)`, times the
+/// derivative of the cap. Those of rows without a loss are zero.
+pub fn cross_entropy_gradient(
+    rows: &CrossEntropy<'_>,
+    chunk: &LogitChunk<'_>,
+    dlogits: DeviceSlice<'_>,
+) -> Result<()> {
+    by_row("cross_entropy_gradient", rows, chunk, Some(dlogits), false)
+}
+
+#[repr(C)]
+struct L1Arguments {
+    h: u64,
+    target: u64,
+    d: u64,
+    partial: u64,
+    pieces: u64,
+    weight: f32,
+}
+
+#[repr(C)]
+struct L1TotalArguments {
+    partial: u64,
+    total: u64,
+    weight: f32,
+}
+
+/// Elements of f32 that the partial sums of [`l1_gradient`] take.
+pub const L1_PARTIAL: usize = L1_BLOCKS as usize;
+
+/// f32 `total` `[1]` = `weight * sum |h - target|`, and bf16 `d` its gradient by `h`, `weight * sign(h - target)`, of bf16 `h` and `target`
+/// of the same size, a multiple of 8. `d` may be `h` or `target`. `partial` has room for [`L1_PARTIAL`] elements.
+pub fn l1_gradient(
+    h: DeviceSlice<'_>,
+    target: DeviceSlice<'_>,
+    weight: f32,
+    d: DeviceSlice<'_>,
+    partial: DeviceSlice<'_>,
+    total: DeviceSlice<'_>,
+) -> Result<()> {
+    let pieces = pieces("hidden states", h)?;
+    expect_bf16("the target of hidden states", target, &[pieces, PIECE])?;
+    expect_bf16("gradients of hidden states", d, &[pieces, PIECE])?;
+    expect_room("partial sums of differences", partial, &[L1_PARTIAL])?;
+    total.holds("the sum of differences", &[size_of::<f32>()])?;
+    let arguments = L1Arguments {
+        h: h.address(),
+        target: target.address(),
+        d: d.address(),
+        partial: partial.address(),
+        pieces: pieces as u64,
+        weight,
+    };
+    let launch = Launch::new([L1_BLOCKS, 1, 1], THREADS);
+    // SAFETY: the struct is the kernel's; sizes were checked.
+    unsafe { launch.run(total.gpu(), Unit::L1, "l1_gradient", &arguments)? };
+    let arguments = L1TotalArguments {
+        partial: partial.address(),
+        total: total.address(),
+        weight,
+    };
+    let launch = Launch::new([1, 1, 1], L1_BLOCKS);
+    // SAFETY: as above.
+    unsafe { launch.run(total.gpu(), Unit::L1, "l1_total", &arguments) }
+}

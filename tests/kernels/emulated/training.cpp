@@ -1,0 +1,398 @@
+// The kernels of training but for attention, products and the optimizer on the CPU, against f64, as they ship, with their instructions
+// emulated as the PTX ISA describes them. Prints "ok" or the first error.
+#include "cuda.hpp"
+
+#include "activation/gate.cuh"
+#include "common/ptx.cuh"
+#include "common/reduce.cuh"
+#include "common/values.cuh"
+
+// Static shared memory may outlive its block, as no two blocks run at once.
+#undef __shared__
+#define __shared__ static
+namespace norm {
+#include "norm/training.cu"
+}
+namespace rope {
+#include "rope/training.cu"
+}
+namespace activation {
+#include "activation/training.cu"
+}
+namespace arrays {
+#include "tensor/training.cu"
+}
+namespace statistics {
+#include "tensor/statistics.cu"
+}
+namespace embedding {
+#include "embed/training.cu"
+}
+namespace loss {
+#include "loss/cross_entropy.cu"
+}
+namespace l1 {
+#include "loss/l1.cu"
+}
+
+// The error of rounding to bf16, relative to the value, and of some operations in f32, relative to the size of their operands.
+constexpr double ROUNDING = 0x1.01p-8, ARITHMETIC = 0x1p-20;
+
+static void expect(bool held, const char* what, int row, int i, double got, double want) {
+    if (!held) printf("%s: (%d, %d) is %g, not %g\n", what, row, i, got, want), exit(1);
+}
+// Refuses a value that is not `want`, rounded to bf16; `size` is that of the terms that were added up in f32 to make it.
+static void expect_bf16(const char* what, int row, int i, double got, double want, double size) {
+    expect(std::fabs(got - want) <= std::fabs(want) * ROUNDING + size * ARITHMETIC, what, row, i, got, want);
+}
+static void expect_f32(const char* what, int i, double got, double want, double size) {
+    expect(std::fabs(got - want) <= size * ARITHMETIC, what, 0, i, got, want);
+}
+
+// bf16 of random values, or NaNs; whole pieces.
+struct Bf16 {
+    std::vector<uint4> pieces;
+    explicit Bf16(size_t count) : pieces(count / PIECE, uint4{~0u, ~0u, ~0u, ~0u}) {}
+    Bf16(size_t count, float size) : Bf16(count) {
+        for (size_t i = 0; i < count; i++) set(i, size * uniform());
+    }
+    void set(size_t i, float x) { ((u16*)pieces.data())[i] = to_bf16(x); }
+    double operator[](size_t i) const { return bf16_to_float(((const u16*)pieces.data())[i]); }
+    uint4* data() { return pieces.data(); }
+};
+// f32 that is aligned to 16 bytes.
+struct F32Array {
+    std::vector<float4> pieces;
+    F32Array(size_t count, float size, float offset = 0) : pieces(ceil_div((int)count, 4)) {
+        for (size_t i = 0; i < count; i++) data()[i] = size * uniform() + offset;
+    }
+    float* data() { return &pieces[0].x; }
+    double operator[](size_t i) const { return (&pieces[0].x)[i]; }
+};
+
+// Adds rows of partial sums to `sum`, as launchers do.
+static void add_partial_sums(const float* partial, int parts, int stride, int width, float* sum) {
+    arrays::SumArguments a = {partial, sum, parts, stride, width};
+    launch(ceil_div(width, WARP), 1, 1, arrays::SUM_WARPS * WARP, [&] { arrays::train_add_partial_sums(a); });
+}
+
+static void check_norm(int rows, int width, int blocks, bool with_residual, bool in_place) {
+    size_t count = (size_t)rows * width;
+    Bf16 x(count, 3), dy(count, 1), residual(count, 1), y(count), dx(count);
+    Bf16 dy_before = dy, x_before = x;
+    F32Array weight(width, 0.5f, 1), dweight(width, 1), partial((size_t)blocks * width, NAN);
+    F32Array dweight_before = dweight;
+    float eps = 1e-5f;
+    int threads = ceil_div(width / PIECE, WARP) * WARP;
+    uint4* dx_at = in_place ? dy.data() : dx.data();
+    norm::NormBackwardArguments b = {x.data(), weight.data(), dy.data(), with_residual ? residual.data() : nullptr, dx_at, partial.data(), rows, width, eps};
+    launch(blocks, 1, 1, threads, [&] { norm::train_norm_backward(b); });
+    add_partial_sums(partial.data(), blocks, width, width, dweight.data());
+    const Bf16& got_dx = in_place ? dy : dx;
+    uint4* y_at = in_place ? x.data() : y.data();
+    norm::NormArguments a = {x.data(), weight.data(), y_at, width, eps};
+    launch(rows, 1, 1, threads, [&] { norm::train_norm(a); });
+    const Bf16& got_y = in_place ? x : y;
+    std::vector<double> sums(width), sizes(width);
+    for (int r = 0; r < rows; r++) {
+        size_t at = (size_t)r * width;
+        double squares = 0, products = 0;
+        for (int i = 0; i < width; i++) {
+            squares += x_before[at + i] * x_before[at + i];
+            products += dy_before[at + i] * weight[i] * x_before[at + i];
+        }
+        double f = 1 / std::sqrt(squares / width + eps);
+        for (int i = 0; i < width; i++) {
+            double xi = x_before[at + i], d = dy_before[at + i], before = with_residual ? residual[at + i] : 0;
+            double want = before + f * (d * weight[i] - xi * f * f * products / width);
+            expect_bf16("a norm", r, i, got_y[at + i], xi * f * weight[i], 1);
+            expect_bf16("a norm backward", r, i, got_dx[at + i], want, 4);
+            sums[i] += d * xi * f, sizes[i] += std::fabs(d * xi * f);
+        }
+    }
+    for (int i = 0; i < width; i++) {
+        expect_f32("the gradient of a norm's weight", i, dweight[i], dweight_before[i] + sums[i], sizes[i] + 1);
+    }
+}
+
+static void check_heads(int rows, int heads, int kv_heads, int dim, int half, bool q_normed, bool k_normed, int blocks, bool in_place) {
+    int all = heads + 2 * kv_heads, width = all * dim, lanes = 1;
+    while (lanes * PIECE < dim) lanes *= 2;
+    size_t count = (size_t)rows * width;
+    Bf16 qkv(count, 2), dout(count, 1), out(count), dqkv(count);
+    Bf16 dout_before = dout, qkv_before = qkv;
+    F32Array q_norm(dim, 0.5f, 1), k_norm(dim, 0.5f, 1), cos((size_t)rows * half, 1), sin((size_t)rows * half, 1);
+    F32Array dq(dim, 1), dk(dim, 1), partial((size_t)blocks * 2 * dim, NAN);
+    F32Array dq_before = dq, dk_before = dk;
+    float eps = 1e-6f;
+    bool normed = q_normed || k_normed;
+    rope::HeadsArguments a = {qkv.data(), dout.data(), in_place ? dout.data() : dqkv.data(), q_normed ? q_norm.data() : nullptr,
+                              k_normed ? k_norm.data() : nullptr, cos.data(), sin.data(), normed ? partial.data() : nullptr,
+                              rows, heads, kv_heads, dim, half, lanes, eps};
+    launch(blocks, 1, 1, rope::THREADS, [&] { rope::train_heads_backward(a); });
+    if (q_normed) add_partial_sums(partial.data(), blocks, 2 * dim, dim, dq.data());
+    if (k_normed) add_partial_sums(partial.data() + dim, blocks, 2 * dim, dim, dk.data());
+    const Bf16& got_d = in_place ? dout : dqkv;
+    a.out = in_place ? qkv.data() : out.data();
+    launch(ceil_div(rows * all, rope::THREADS / lanes), 1, 1, rope::THREADS, [&] { rope::train_heads(a); });
+    const Bf16& got = in_place ? qkv : out;
+    std::vector<double> sums[2] = {std::vector<double>(dim), std::vector<double>(dim)}, sizes[2] = {sums[0], sums[0]};
+    for (int r = 0; r < rows; r++) {
+        for (int h = 0; h < all; h++) {
+            size_t at = (size_t)r * width + h * dim;
+            bool is_value = h >= heads + kv_heads;
+            int which = h >= heads;
+            bool has_norm = !is_value && (which ? k_normed : q_normed);
+            double squares = 0, products = 0;
+            std::vector<double> x(dim), d(dim), y(dim);
+            for (int i = 0; i < dim; i++) x[i] = y[i] = qkv_before[at + i], d[i] = dout_before[at + i], squares += x[i] * x[i];
+            double f = 1 / std::sqrt(squares / dim + eps);
+            auto weight = [&](int i) { return which ? k_norm[i] : q_norm[i]; };
+            for (int i = 0; has_norm && i < dim; i++) y[i] *= f * weight(i);
+            for (int i = 0; !is_value && i < half; i++) {
+                double c = cos[r * half + i], s = sin[r * half + i];
+                double low = y[i], high = y[i + half], dlow = d[i], dhigh = d[i + half];
+                y[i] = low * c - high * s, y[i + half] = high * c + low * s;
+                d[i] = dlow * c + dhigh * s, d[i + half] = dhigh * c - dlow * s;
+            }
+            for (int i = 0; has_norm && i < dim; i++) products += d[i] * weight(i) * x[i];
+            for (int i = 0; i < dim; i++) {
+                double want = d[i];
+                if (has_norm) {
+                    sums[which][i] += d[i] * x[i] * f, sizes[which][i] += std::fabs(d[i] * x[i] * f);
+                    want = f * (d[i] * weight(i) - x[i] * f * f * products / dim);
+                }
+                expect_bf16("a head", r, h * dim + i, got[at + i], y[i], 4);
+                expect_bf16("a head backward", r, h * dim + i, got_d[at + i], want, 4);
+            }
+        }
+    }
+    for (int i = 0; i < dim; i++) {
+        expect_f32("the gradient of queries' norm", i, dq[i], dq_before[i] + sums[0][i], sizes[0][i] + 1);
+        expect_f32("the gradient of keys' norm", i, dk[i], dk_before[i] + sums[1][i], sizes[1][i] + 1);
+    }
+}
+
+static void check_glu(int rows, int width, int kind, bool in_place) {
+    size_t count = (size_t)rows * width;
+    Bf16 gate_up(2 * count, 8), dy(count, 1), y(count), d(2 * count), again(count);
+    Bf16 before = gate_up, dy_before = dy;
+    activation::GluArguments a = {gate_up.data(), nullptr, nullptr, y.data(), width, kind};
+    launch(rows, ceil_div(width / PIECE, activation::THREADS), 1, activation::THREADS, [&] { activation::train_glu(a); });
+    activation::GluArguments b = {gate_up.data(), dy.data(), in_place ? gate_up.data() : d.data(), in_place ? dy.data() : again.data(), width, kind};
+    if (rows == 1) b.y = nullptr;
+    launch(rows, ceil_div(width / PIECE, activation::THREADS), 1, activation::THREADS, [&] { activation::train_glu_backward(b); });
+    const Bf16 &got = in_place ? gate_up : d, &got_y = in_place ? dy : again;
+    for (int r = 0; r < rows; r++) {
+        for (int i = 0; i < width; i++) {
+            size_t at = (size_t)r * width + i, gate_at = at + (size_t)r * width, up_at = gate_at + width;
+            double g = before[gate_at], up = before[up_at], dyi = dy_before[at];
+            double s = 1 / (1 + std::exp(-g)), t = std::tanh(std::sqrt(2 / M_PI) * (g + 0.044715 * g * g * g));
+            double value = kind == SILU ? g * s : 0.5 * g * (1 + t);
+            double slope = kind == SILU ? s + g * s * (1 - s)
+                                        : 0.5 * (1 + t) + 0.5 * g * (1 - t * t) * std::sqrt(2 / M_PI) * (1 + 3 * 0.044715 * g * g);
+            // In f32 the argument of the exponential, up to 50, has an error of 2^-19, and 1 - s one of 2^-25.
+            expect_bf16("a gated unit", r, i, y[at], value * up, 8);
+            expect_bf16("the gradient of a gate", r, i, got[gate_at], dyi * up * slope, 64);
+            expect_bf16("the gradient of up", r, i, got[up_at], dyi * value, 8);
+            if (b.y) expect(got_y[at] == y[at], "a gated unit once more", r, i, got_y[at], y[at]);
+        }
+    }
+}
+
+static void check_bias(int rows, int width, int blocks) {
+    size_t count = (size_t)rows * width;
+    Bf16 x(count, 4), before = x;
+    F32Array bias(width, 1), sum(width, 1), sum_before = sum, partial((size_t)blocks * width, NAN);
+    activation::BiasArguments a = {x.data(), bias.data(), partial.data(), rows, width};
+    launch(ceil_div(width / PIECE, activation::COLUMN_PIECES), blocks, 1, activation::THREADS, [&] { activation::train_column_sums(a); });
+    add_partial_sums(partial.data(), blocks, width, width, sum.data());
+    launch(rows, ceil_div(width / PIECE, activation::THREADS), 1, activation::THREADS, [&] { activation::train_add_bias(a); });
+    for (int i = 0; i < width; i++) {
+        double want = sum_before[i], size = 1;
+        for (int r = 0; r < rows; r++) {
+            size_t at = (size_t)r * width + i;
+            want += before[at], size += std::fabs(before[at]);
+            expect_bf16("a sum with a bias", r, i, x[at], before[at] + bias[i], 0);
+        }
+        expect_f32("the gradient of a bias", i, sum[i], want, size);
+    }
+}
+
+static void check_arrays(int count) {
+    Bf16 x(count, 4), y(count, 1), before = x;
+    F32Array from(count, 3), to(count, NAN);
+    auto run = [&](auto kernel, void* x, const void* y, float value) {
+        arrays::ArrayArguments a = {x, y, (u64)count / PIECE, value};
+        launch(ceil_div(count / PIECE, arrays::THREADS), 1, 1, arrays::THREADS, [&] { kernel(a); });
+    };
+    run([](auto& a) { arrays::train_add(a); }, x.data(), y.data(), 0);
+    for (int i = 0; i < count; i++) expect_bf16("a sum", 0, i, x[i], before[i] + y[i], 0);
+    x = before;
+    run([](auto& a) { arrays::train_scale(a); }, x.data(), nullptr, -0.3f);
+    for (int i = 0; i < count; i++) expect_bf16("a factor", 0, i, x[i], before[i] * -0.3, 0);
+    run([](auto& a) { arrays::train_to_f32(a); }, to.data(), x.data(), 0);
+    for (int i = 0; i < count; i++) expect(to[i] == x[i], "bf16 as f32", 0, i, to[i], x[i]);
+    run([](auto& a) { arrays::train_to_bf16(a); }, x.data(), from.data(), 0);
+    for (int i = 0; i < count; i++) expect_bf16("f32 as bf16", 0, i, x[i], from[i], 0);
+    run([](auto& a) { arrays::train_fill(a); }, x.data(), nullptr, -2.5f);
+    for (int i = 0; i < count; i++) expect(x[i] == -2.5, "one value", 0, i, x[i], -2.5);
+}
+
+// Tokens of rows, of which some occur often, and a gradient of the tokens from `first` on.
+static void check_embedding(int rows, int width, int vocabulary, int first, int held, bool add) {
+    Bf16 dx((size_t)rows * width, 1), gradient((size_t)held * width, 1), before = gradient;
+    std::vector<u32> tokens, order, offsets, ids;
+    for (int i = 0; i < rows; i++) tokens.push_back(noise() % 3 ? noise() % vocabulary : first + 1);
+    for (int token = 0; token < vocabulary; token++) {
+        size_t start = order.size();
+        for (int i = 0; i < rows; i++) {
+            if ((int)tokens[i] == token) order.push_back(i);
+        }
+        if (order.size() > start) ids.push_back(token), offsets.push_back((u32)start);
+    }
+    offsets.push_back((u32)order.size());
+    embedding::Arguments a = {dx.data(), order.data(), offsets.data(), ids.data(), gradient.data(), (u32)first, (u32)held, width, 1.5f, add};
+    launch((unsigned)ids.size(), ceil_div(width / PIECE, embedding::THREADS), 1, embedding::THREADS, [&] { embedding::train_embed(a); });
+    for (int t = 0; t < held; t++) {
+        for (int i = 0; i < width; i++) {
+            double sum = 0, size = 1, old = before[(size_t)t * width + i];
+            bool occurs = false;
+            for (int r = 0; r < rows; r++) {
+                if ((int)tokens[r] != first + t) continue;
+                double x = dx[(size_t)r * width + i];
+                occurs = true, sum += 1.5 * x, size += 1.5 * std::fabs(x);
+            }
+            expect_bf16("the gradient of an embedding", t, i, gradient[(size_t)t * width + i], occurs ? sum + (add ? old : 0) : old, size);
+        }
+    }
+}
+
+static void check_cross_entropy(int rows, std::vector<int> chunks, float cap, float size) {
+    int vocabulary = 0;
+    for (int chunk : chunks) vocabulary += chunk;
+    std::vector<F32Array> logits;
+    for (int chunk : chunks) logits.emplace_back((size_t)rows * chunk, size);
+    F32Array weights(rows, 0.5f, 1);
+    std::vector<float> max(rows, NAN), sum(rows, NAN), target(rows, NAN), lse(rows, NAN), losses(rows, NAN);
+    std::vector<int> labels;
+    for (int r = 0; r < rows; r++) labels.push_back(r % 3 == 1 ? -1 : (int)(noise() % vocabulary));
+    auto of_chunk = [&](size_t c, int first, uint2* dlogits) {
+        return loss::Arguments{logits[c].pieces.data(), labels.data(), max.data(), sum.data(), target.data(), weights.data(), lse.data(), dlogits,
+                               first, chunks[c], c == 0, cap};
+    };
+    for (size_t c = 0, first = 0; c < chunks.size(); first += chunks[c++]) {
+        loss::Arguments a = of_chunk(c, (int)first, nullptr);
+        launch(rows, 1, 1, loss::THREADS, [&] { loss::cross_entropy_chunk(a); });
+    }
+    double total = NAN, want_total = 0;
+    loss::FinishArguments f = {max.data(), sum.data(), target.data(), labels.data(), weights.data(), lse.data(), losses.data(), &total, rows};
+    launch(1, 1, 1, loss::FINISH_THREADS, [&] { loss::cross_entropy_finish(f); });
+    auto capped = [&](double l) { return cap > 0 ? cap * std::tanh(l / cap) : l; };
+    std::vector<double> want_lse(rows);
+    for (int r = 0; r < rows; r++) {
+        double exponentials = 0, of_label = 0;
+        for (size_t c = 0, first = 0; c < chunks.size(); first += chunks[c++]) {
+            for (int i = 0; i < chunks[c]; i++) {
+                double l = capped(logits[c][(size_t)r * chunks[c] + i]);
+                exponentials += std::exp(l);
+                if (labels[r] == (int)first + i) of_label = l;
+            }
+        }
+        want_lse[r] = std::log(exponentials);
+        double want = labels[r] < 0 ? 0 : weights[r] * (want_lse[r] - of_label);
+        if (labels[r] >= 0) expect_f32("the logarithm of a sum of exponentials", r, lse[r], want_lse[r], size);
+        expect_f32("a row's loss", r, losses[r], want, 2 * size);
+        want_total += want;
+    }
+    expect_f32("the loss", 0, total, want_total, 2 * size * rows);
+    for (size_t c = 0, first = 0; c < chunks.size(); first += chunks[c++]) {
+        Bf16 dlogits((size_t)rows * chunks[c] * 2);  // room for rows that are no whole pieces
+        loss::Arguments a = of_chunk(c, (int)first, (uint2*)dlogits.data());
+        launch(rows, 1, 1, loss::THREADS, [&] { loss::cross_entropy_gradient(a); });
+        for (int r = 0; r < rows; r++) {
+            for (int i = 0; i < chunks[c]; i++) {
+                size_t at = (size_t)r * chunks[c] + i;
+                double l = capped(logits[c][at]), p = std::exp(l - want_lse[r]), slope = cap > 0 ? 1 - l / cap * (l / cap) : 1;
+                double want = labels[r] < 0 ? 0 : weights[r] * (p - (labels[r] == (int)first + i)) * slope;
+                // An error of the exponent is one of the factor.
+                expect(std::fabs(dlogits[at] - want) <= std::fabs(want) * ROUNDING + 2 * size * p * ARITHMETIC + ARITHMETIC * std::fabs(p - slope), "the gradient of a logit", r,
+                       (int)first + i, dlogits[at], want);
+            }
+        }
+    }
+}
+
+static void check_statistics(int count, bool odd) {
+    Bf16 g(count, 3);
+    if (odd) {
+        g.set(0, NAN), g.set(count / 2, __uint_as_float(0x7f800000)), g.set(count - 1, -__uint_as_float(0x7f800000));
+        g.set(1, -1e15f);
+    }
+    std::vector<statistics::Statistics> partial(statistics::BLOCKS, {NAN, NAN, NAN});
+    statistics::Statistics total;
+    statistics::Arguments a = {g.data(), partial.data(), (u64)count / PIECE};
+    launch(statistics::BLOCKS, 1, 1, statistics::THREADS, [&] { statistics::gradient_statistics(a); });
+    statistics::TotalArguments b = {partial.data(), &total};
+    launch(1, 1, 1, statistics::BLOCKS, [&] { statistics::gradient_statistics_total(b); });
+    double squares = 0, largest = 0;
+    int nonfinite = 0;
+    for (int i = 0; i < count; i++) {
+        if (!std::isfinite(g[i])) {
+            nonfinite++;
+            continue;
+        }
+        squares += g[i] * g[i];
+        largest = std::max(largest, std::fabs(g[i]));
+    }
+    expect_f32("a sum of squares", count, total.squares, squares, squares);
+    expect(total.largest == largest, "the largest magnitude", count, 0, total.largest, largest);
+    expect(total.nonfinite == nonfinite, "elements that are not finite", count, 0, total.nonfinite, nonfinite);
+}
+
+static void check_l1(int count, bool in_place) {
+    Bf16 h(count, 1), target(count, 1), d(count);
+    for (int i = 0; i < count; i += 5) h.set(i, (float)target[i]);
+    Bf16 before = h;
+    std::vector<float> partial(l1::BLOCKS, NAN);
+    float total = NAN, weight = 0.375f;
+    l1::Arguments a = {h.data(), target.data(), in_place ? h.data() : d.data(), partial.data(), (u64)count / PIECE, weight};
+    launch(l1::BLOCKS, 1, 1, l1::THREADS, [&] { l1::l1_gradient(a); });
+    l1::TotalArguments b = {partial.data(), &total, weight};
+    launch(1, 1, 1, l1::BLOCKS, [&] { l1::l1_total(b); });
+    double want = 0;
+    for (int i = 0; i < count; i++) {
+        double difference = before[i] - target[i], sign = difference > 0 ? 0.375 : difference < 0 ? -0.375 : 0, got = in_place ? h[i] : d[i];
+        expect(got == sign, "the sign of a difference", 0, i, got, sign);
+        want += 0.375 * std::fabs(difference);
+    }
+    expect_f32("a sum of absolute differences", count, total, want, want);
+}
+
+int main() {
+    check_norm(7, 48, 3, true, false);
+    check_norm(3, 272, 2, false, true);
+    check_norm(2, 2560, 2, true, true);
+    check_norm(1, 8192, 1, false, false);
+    check_heads(5, 4, 2, 64, 32, true, true, 2, false);
+    check_heads(3, 3, 1, 80, 16, false, true, 3, true);
+    check_heads(2, 2, 1, 256, 64, true, false, 1, false);
+    check_heads(9, 40, 4, 16, 8, false, false, 2, true);
+    check_heads(2, 32, 8, 128, 64, true, true, 2, true);
+    check_glu(2, 48, SILU, false);
+    check_glu(3, 2064, GELU_TANH, true);
+    check_glu(1, 64, GELU_TANH, false);
+    check_bias(37, 272, 3);
+    check_bias(3, 2064, 1);
+    check_arrays(4112);
+    check_embedding(40, 48, 30, 7, 12, true);
+    check_embedding(37, 1040, 9, 0, 9, false);
+    check_cross_entropy(4, {4, 8}, 0, 8);
+    check_cross_entropy(5, {1028, 60, 4}, 5, 12);
+    check_cross_entropy(2, {2052, 2052}, 0, 60);
+    check_statistics(8 * 131500, false);
+    check_statistics(4112, true);
+    check_l1(4112, false);
+    check_l1(8 * 131500, true);
+    puts("ok");
+}
