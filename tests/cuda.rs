@@ -4,6 +4,8 @@
 mod common;
 #[path = "cuda/tensors.rs"]
 mod tensors;
+#[path = "cuda/training.rs"]
+mod training;
 #[path = "cuda/training_optimizer.rs"]
 mod training_optimizer;
 
