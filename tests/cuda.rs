@@ -6,6 +6,8 @@ mod common;
 mod tensors;
 #[path = "cuda/training.rs"]
 mod training;
+#[path = "cuda/training_model.rs"]
+mod training_model;
 #[path = "cuda/training_optimizer.rs"]
 mod training_optimizer;
 

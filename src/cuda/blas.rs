@@ -10,6 +10,7 @@ use cudarc::cublaslt::sys;
 use super::driver::{Attached, DeviceBuffer, Gpu};
 use crate::base::error::{bail, err};
 use crate::base::{ErrorKind, Result};
+use crate::tensor::product::{Form, Sizes};
 
 /// `CUBLAS_OP_N` and `CUBLAS_OP_T`.
 const AS_IT_IS: i32 = 0;
@@ -32,15 +33,16 @@ pub(super) enum Store {
     F16,
     /// Of operands in bf16.
     Bf16,
+    /// Added to bf16.
+    AddBf16,
 }
 
 /// What an algorithm was chosen for.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct Shape {
     element: Element,
-    m: usize,
-    n: usize,
-    k: usize,
+    form: Form,
+    sizes: Sizes,
     stride: usize,
     store: Store,
 }
@@ -102,6 +104,34 @@ impl Blas {
         stride: usize,
         workspace: &DeviceBuffer,
     ) -> Result<()> {
+        let (form, sizes) = (Form::NT, Sizes { m, n, k });
+        self.matmul(
+            gpu,
+            element,
+            form,
+            sizes,
+            alpha,
+            (x, w),
+            store,
+            (out, stride),
+            workspace,
+        )
+    }
+
+    /// `out (+)= alpha` times the product of `a` and `b` in any form, with rows of `out` `stride` apart.
+    pub(super) fn matmul(
+        &self,
+        gpu: &Gpu,
+        element: Element,
+        form: Form,
+        sizes: Sizes,
+        alpha: f32,
+        (x, w): (u64, u64),
+        store: Store,
+        (out, stride): (u64, usize),
+        workspace: &DeviceBuffer,
+    ) -> Result<()> {
+        let Sizes { m, n, k } = sizes;
         use sys::cublasLtMatmulDescAttributes_t::{
             CUBLASLT_MATMUL_DESC_TRANSA, CUBLASLT_MATMUL_DESC_TRANSB,
         };
@@ -111,6 +141,7 @@ impl Blas {
             Store::Add => (sys::cudaDataType_t::CUDA_R_32F, 1.0),
             Store::F16 => (sys::cudaDataType_t::CUDA_R_16F, 0.0),
             Store::Bf16 => (sys::cudaDataType_t::CUDA_R_16BF, 0.0),
+            Store::AddBf16 => (sys::cudaDataType_t::CUDA_R_16BF, 1.0),
         };
         let layout = |kind, rows: usize, cols: usize, stride: usize| -> Result<_> {
             let layout =
@@ -125,11 +156,16 @@ impl Blas {
             Element::F16 => sys::cudaDataType_t::CUDA_R_16F,
             Element::Bf16 => sys::cudaDataType_t::CUDA_R_16BF,
         };
-        let (a, b, c) = (
-            layout(from, k, n, k)?,
-            layout(from, k, m, k)?,
-            layout(to, n, m, stride)?,
-        );
+        let left = match form {
+            Form::NT => layout(from, k, n, k)?,
+            Form::NN | Form::TN => layout(from, n, k, n)?,
+        };
+        let right = match form {
+            Form::NT | Form::NN => layout(from, k, m, k)?,
+            Form::TN => layout(from, m, k, m)?,
+        };
+        let (a, b, c) = (left, right, layout(to, n, m, stride)?);
+        let transposed = |it_is| if it_is { TRANSPOSED } else { AS_IT_IS };
         let operation = Owned(
             check(
                 result::create_matmul_desc(
@@ -141,8 +177,8 @@ impl Blas {
             result::destroy_matmul_desc,
         );
         for (which, value) in [
-            (CUBLASLT_MATMUL_DESC_TRANSA, TRANSPOSED),
-            (CUBLASLT_MATMUL_DESC_TRANSB, AS_IT_IS),
+            (CUBLASLT_MATMUL_DESC_TRANSA, transposed(form == Form::NT)),
+            (CUBLASLT_MATMUL_DESC_TRANSB, transposed(form == Form::TN)),
         ] {
             // SAFETY: the attribute is one such value.
             let set = unsafe {
@@ -157,9 +193,8 @@ impl Blas {
         }
         let shape = Shape {
             element,
-            m,
-            n,
-            k,
+            form,
+            sizes,
             stride,
             store,
         };
@@ -200,7 +235,9 @@ impl Blas {
                         ),
                         "choosing an algorithm",
                     )
-                    .map_err(|e| e.within(format_args!("a product of [{m}, {k}] and [{n}, {k}]")))?
+                    .map_err(|e| {
+                        e.within(format_args!("a product {form:?} of [{m}, {n}] over {k}"))
+                    })?
                 };
                 self.chosen
                     .lock()

@@ -253,7 +253,9 @@ fn by_kernel(
             Store::F32 => 0,
             Store::F16 => 1,
             Store::Bf16 => 2,
-            Store::Add => bail!(Internal, "W4A4 products are not added to anything"),
+            Store::Add | Store::AddBf16 => {
+                bail!(Internal, "W4A4 products are not added to anything")
+            }
         },
     };
     let ragged = if a.k.is_multiple_of(WHOLE) {
@@ -355,7 +357,7 @@ fn by_library(
     // The library's results in 16 bits are of operands of the same type.
     let (element, bytes) = match store {
         Store::F16 => (Element::F16, 2),
-        Store::Bf16 => (Element::Bf16, 2),
+        Store::Bf16 | Store::AddBf16 => (Element::Bf16, 2),
         Store::F32 | Store::Add => (Element::Bf16, 4),
     };
     let row = product("a row", &[a.k, 2])?;

@@ -58,6 +58,8 @@ units! {
     AttentionPrefill = "attention/prefill.cu",
     AttentionPrefillWide = "attention/prefill_wide.cu",
     AttentionReference = "attention/reference.cu",
+    AttentionTrainingForward = "attention/training_forward.cu",
+    AttentionTrainingBackward = "attention/training_backward.cu",
     Embed = "embed/embed.cu",
     EmbedTraining = "embed/training.cu",
     ExpertsRoute = "experts/route.cu",

@@ -5,6 +5,7 @@
 
 mod dlpack;
 mod dtype;
+pub mod product;
 mod shape;
 mod storage;
 mod weight_type;

@@ -8,7 +8,7 @@ use crate::base::error::bail;
 use crate::format::adamw::GROUP_ROWS;
 use crate::model::training::{Layout, MatrixId, Source, Store, VectorId};
 use crate::ops::training::optimizer::{Changes, Coefficients, Hyperparameters, Matrix, Vector};
-use crate::ops::training::{norm, statistics};
+use crate::ops::training::{array, statistics};
 use crate::ops::{Array, Device, Mixed, Slice, SliceMut};
 
 /// Rows of a gradient that are converted at a time.
@@ -287,7 +287,7 @@ impl Parameters {
         for first in (0..rows).step_by(ROWS) {
             let last = rows.min(first + ROWS);
             let len = (last - first) * cols;
-            norm::convert(
+            array::convert(
                 &self.device,
                 sum.part(first * cols..last * cols)?,
                 self.scratch.first_mut(len)?,
@@ -373,6 +373,6 @@ impl Store for Parameters {
         }
         let cols = self.matrices[matrix].shape().1;
         let range = first_row * cols..first_row * cols + gradient.len();
-        norm::accumulate(&self.device, self.sums[matrix].part_mut(range)?, gradient)
+        array::accumulate(&self.device, self.sums[matrix].part_mut(range)?, gradient)
     }
 }

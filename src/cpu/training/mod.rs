@@ -13,5 +13,4 @@ mod rows;
 pub use attention::{DocumentRows, PackedAttention};
 pub use heads::Heads;
 pub use loss::{CrossEntropy, HeadColumns};
-pub use matmul::{Form, Sizes};
 pub use optimizer::{MatrixRows, Rows, RowsStep, weight_global};

@@ -3,9 +3,11 @@
 
 mod activation;
 mod array;
+mod attention;
 mod embedding;
 mod heads;
 mod loss;
+mod matmul;
 mod norm;
 mod optimizer;
 mod sizes;
@@ -13,12 +15,14 @@ mod statistics;
 
 pub use activation::{add_bias_rows, column_sums, column_sums_partial, glu_backward, glu_forward};
 pub use array::{add, bf16_to_f32, f32_to_bf16, fill, scale};
+pub use attention::{Attention, attention_backward, attention_forward};
 pub use embedding::{TokenRows, scatter_add};
 pub use heads::{Heads, heads_backward, heads_forward, heads_partial};
 pub use loss::{
     CrossEntropy, L1_PARTIAL, LogitChunk, cross_entropy_chunk, cross_entropy_finish,
     cross_entropy_gradient, l1_gradient,
 };
+pub use matmul::matmul;
 pub use norm::{RmsNormBackward, rms_norm_backward, rms_norm_forward, rms_norm_partial};
 pub use optimizer::{
     Moments, Step, TrainedWeights, adamw, adamw_vector, chunk_bytes, decode_matrix, pack_matrix,
@@ -30,6 +34,7 @@ pub use statistics::{STATISTICS_PARTIAL, gradient_statistics};
 pub(super) const ARGUMENTS: &[&[(&str, usize)]] = &[
     activation::ARGUMENTS,
     array::ARGUMENTS,
+    attention::ARGUMENTS,
     embedding::ARGUMENTS,
     heads::ARGUMENTS,
     loss::ARGUMENTS,

@@ -9,7 +9,7 @@ use crate::model::spec::{Activation, AttentionSpec, BlockSpec, MlpSpec, Spec};
 use crate::ops::training::attention::{PackedAttention, attention, attention_backward};
 use crate::ops::training::heads::{HeadOptions, heads, heads_backward};
 use crate::ops::training::matmul::{Form, Sizes, matmul};
-use crate::ops::training::{activation, norm};
+use crate::ops::training::{activation, array, norm};
 use crate::ops::{Array, Device, Mixed, Slice};
 
 /// A block of a model, with rows that go through it.
@@ -430,7 +430,7 @@ impl BlockPass<'_> {
                     dweight,
                 )?;
             }
-            None => norm::add(self.device, s.dx_before.first_mut(len)?, s.dx.first(len)?)?,
+            None => array::add(self.device, s.dx_before.first_mut(len)?, s.dx.first(len)?)?,
         }
         std::mem::swap(&mut s.dx, &mut s.dx_before);
         Ok(())
@@ -487,7 +487,7 @@ impl BlockPass<'_> {
         }
         let (from, eps) = (branch.first(len)?, self.spec.norm_eps);
         norm::rms_norm(device, from, store.vector(id)?, eps, out.first_mut(len)?)?;
-        norm::add(device, out.first_mut(len)?, x.first(len)?)
+        array::add(device, out.first_mut(len)?, x.first(len)?)
     }
 
     /// Makes `s.dbranch` the gradients of what leaves a half of the block before it is normalized, from `s.dx`.

@@ -8,7 +8,7 @@ use crate::base::Result;
 use crate::model::Spec;
 use crate::ops::training::loss::{Chunk, Loss};
 use crate::ops::training::matmul::{Form, Sizes, matmul};
-use crate::ops::training::norm;
+use crate::ops::training::{array, norm};
 use crate::ops::{Array, Device, Mixed};
 
 /// The head of a model, with rows that go through it.
@@ -183,7 +183,7 @@ impl HeadPass<'_> {
                 )?;
             }
         }
-        norm::convert(
+        array::convert(
             device,
             s.head_gradient.first(t * hidden)?,
             s.dx.first_mut(t * hidden)?,
@@ -212,7 +212,7 @@ impl HeadPass<'_> {
             } else {
                 s.gradient
                     .grow(device, self.chunk.min(self.spec.vocab_size) * hidden)?;
-                norm::clear(device, s.gradient.first_mut(len)?)?;
+                array::clear(device, s.gradient.first_mut(len)?)?;
             }
             self.batch.by_token.add(
                 device,

@@ -8,7 +8,7 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::format::adamw::GROUP_ROWS;
 use crate::model::Spec;
-use crate::ops::training::norm;
+use crate::ops::training::array;
 use crate::ops::{Array, Device, Mixed};
 
 /// How a pass uses memory.
@@ -98,7 +98,7 @@ impl Pass {
         first.grow(&self.device, len)?;
         store.embed(self.layout.embedding, &batch.tokens, first.first_mut(len)?)?;
         if self.spec.embedding_scale != 1.0 {
-            norm::scale(
+            array::scale(
                 &self.device,
                 first.first_mut(len)?,
                 self.spec.embedding_scale,
@@ -183,7 +183,7 @@ impl Pass {
             if !embeds {
                 // Rows of a frozen beginning: the head's share alone.
                 let len = batch.rows() * self.spec.hidden_size;
-                norm::clear(&self.device, s.dx.first_mut(len)?)?;
+                array::clear(&self.device, s.dx.first_mut(len)?)?;
             }
             self.head(batch).embedding_backward(store, &loss, s)?;
         }

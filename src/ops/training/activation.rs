@@ -2,9 +2,9 @@
 
 use super::super::activation::Activation;
 use super::super::{Device, Mixed, Slice, SliceMut};
-use super::only_on_the_cpu;
 use crate::base::Result;
 use crate::cpu::Cpu;
+use crate::cuda::training as cuda;
 
 /// `act(gate) * up` of rows `[gate, up]`, each of `width`, to `y` `[T, width]`.
 pub fn glu(
@@ -21,7 +21,9 @@ pub fn glu(
         (Device::Cpu(cpu), Activation::GeluTanh) => {
             cpu.glu_rows(Cpu::GELU_TANH, gate_up.host()?, width, y.host()?)
         }
-        (Device::Cuda(_), _) => only_on_the_cpu(device),
+        (Device::Cuda(_), _) => {
+            cuda::glu_forward(activation.on_gpu(), gate_up.cuda()?, width, y.cuda()?)
+        }
     }
 }
 
@@ -41,6 +43,9 @@ pub fn glu_backward(
         (Device::Cpu(cpu), Activation::GeluTanh) => {
             cpu.glu_rows_backward(Cpu::GELU_TANH, gate_up.host()?, width, dy.host()?)
         }
-        (Device::Cuda(_), _) => only_on_the_cpu(device),
+        (Device::Cuda(_), _) => {
+            let (gate_up, dy) = (gate_up.cuda()?, dy.cuda()?);
+            cuda::glu_backward(activation.on_gpu(), gate_up, width, dy, gate_up, Some(dy))
+        }
     }
 }

@@ -1,10 +1,11 @@
 //! Causal grouped-query attention of rows in which documents follow each other; probabilities are never stored (Dao, arXiv 2307.08691).
 
 use super::super::{Array, Device, Mixed, Slice, SliceMut};
-use super::only_on_the_cpu;
+use super::{scratch, upload};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::cpu::training::DocumentRows;
+use crate::cuda::training as cuda;
 
 pub use crate::cpu::training::PackedAttention;
 
@@ -30,16 +31,9 @@ impl Documents {
             starts.resize(start + length, start as u32);
             ends.resize(start + length, (start + length) as u32);
         }
-        let array = |values: &[u32]| {
-            let mut array = Array::scratch(device, values.len())?;
-            array
-                .first_mut(values.len())?
-                .copy_from(Slice::Host(values))?;
-            Ok(array)
-        };
         Ok(Documents {
-            starts: array(&starts)?,
-            ends: array(&ends)?,
+            starts: upload(device, &starts)?,
+            ends: upload(device, &ends)?,
         })
     }
 
@@ -54,6 +48,19 @@ impl Documents {
             ends: self.ends.all().host()?,
         })
     }
+}
+
+fn on_gpu<'a>(options: &PackedAttention, documents: &'a Documents) -> Result<cuda::Attention<'a>> {
+    Ok(cuda::Attention {
+        heads: options.heads,
+        kv_heads: options.kv_heads,
+        dim: options.dim,
+        scale: options.scale,
+        window: options.window,
+        score_cap: options.score_cap,
+        starts: documents.starts.all().cuda()?,
+        ends: documents.ends.all().cuda()?,
+    })
 }
 
 /// Attention of `qkv`, whose heads are normalized and rotated, to `out` `[T, heads * dim]`; `lse` becomes the natural logarithms of the
@@ -71,7 +78,10 @@ pub fn attention(
             let (out, lse) = (out.host()?, lse.host()?);
             cpu.packed_attention(options, documents.host()?, qkv.host()?, out, lse)
         }
-        Device::Cuda(_) => only_on_the_cpu(device),
+        Device::Cuda(_) => {
+            let options = on_gpu(options, documents)?;
+            cuda::attention_forward(&options, qkv.cuda()?, out.cuda()?, lse.cuda()?)
+        }
     }
 }
 
@@ -90,6 +100,11 @@ pub fn attention_backward(
             let (dout, dqkv) = (dout.host()?, dqkv.host()?);
             cpu.packed_attention_backward(options, documents.host()?, forward, dout, dqkv)
         }
-        Device::Cuda(_) => only_on_the_cpu(device),
+        Device::Cuda(_) => {
+            let mut delta = scratch(device, lse.len())?;
+            let forward = [qkv.cuda()?, out.cuda()?, lse.cuda()?];
+            let (delta, options) = (delta.all_mut().cuda()?, on_gpu(options, documents)?);
+            cuda::attention_backward(&options, forward, dout.cuda()?, delta, dqkv.cuda()?)
+        }
     }
 }

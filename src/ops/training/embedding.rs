@@ -1,16 +1,17 @@
 //! The gradient of an embedding: rows of the residual stream's gradient, added up by token.
 
 use super::super::{Array, Device, Mixed, Slice, SliceMut};
-use super::only_on_the_cpu;
+use super::upload;
 use crate::base::Result;
+use crate::cuda::training as cuda;
 
 /// The rows of a batch in the order of their tokens.
 #[derive(Debug)]
 pub struct RowsByToken {
     /// The tokens that occur, rising.
-    tokens: Vec<u32>,
+    tokens: Array<u32>,
     /// Where each token's rows begin in `rows`, and where the last one's end.
-    offsets: Vec<u32>,
+    offsets: Array<u32>,
     /// Rows, by token, and rising.
     rows: Array<u32>,
 }
@@ -29,12 +30,10 @@ impl RowsByToken {
             }
         }
         offsets.push(order.len() as u32);
-        let mut rows = Array::scratch(device, order.len())?;
-        rows.all_mut().copy_from(Slice::Host(&order))?;
         Ok(RowsByToken {
-            tokens: distinct,
-            offsets,
-            rows,
+            tokens: upload(device, &distinct)?,
+            offsets: upload(device, &offsets)?,
+            rows: upload(device, &order)?,
         })
     }
 
@@ -53,21 +52,37 @@ impl RowsByToken {
             Device::Cpu(_) => {
                 let (dx, gradients, order) =
                     (dx.host()?, gradients.host()?, self.rows.all().host()?);
+                let (tokens, offsets) = (self.tokens.all().host()?, self.offsets.all().host()?);
                 let last = first + gradients.len() / width;
-                for (i, &token) in self.tokens.iter().enumerate() {
+                for (i, &token) in tokens.iter().enumerate() {
                     let token = token as usize;
                     if !(first..last).contains(&token) {
                         continue;
                     }
                     let to = &mut gradients[(token - first) * width..][..width];
-                    for &row in &order[self.offsets[i] as usize..self.offsets[i + 1] as usize] {
+                    for &row in &order[offsets[i] as usize..offsets[i + 1] as usize] {
                         let from = &dx[row as usize * width..][..width];
                         to.iter_mut().zip(from).for_each(|(to, x)| *to += scale * x);
                     }
                 }
                 Ok(())
             }
-            Device::Cuda(_) => only_on_the_cpu(device),
+            Device::Cuda(_) => {
+                let tokens = cuda::TokenRows {
+                    order: self.rows.all().cuda()?,
+                    offsets: self.offsets.all().cuda()?,
+                    ids: self.tokens.all().cuda()?,
+                };
+                cuda::scatter_add(
+                    &tokens,
+                    dx.cuda()?,
+                    width,
+                    scale,
+                    first,
+                    gradients.cuda()?,
+                    true,
+                )
+            }
         }
     }
 }

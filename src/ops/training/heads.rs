@@ -2,9 +2,10 @@
 
 use super::super::rope::Angles;
 use super::super::{Device, Mixed, Slice, SliceMut};
-use super::only_on_the_cpu;
+use super::{gpu, scratch};
 use crate::base::Result;
 use crate::cpu::training::Heads;
+use crate::cuda::training as cuda;
 
 /// How heads are normalized and rotated.
 #[derive(Clone, Copy, Debug)]
@@ -24,6 +25,20 @@ pub struct HeadOptions<'a> {
 }
 
 impl<'a> HeadOptions<'a> {
+    fn on_gpu(&self) -> Result<cuda::Heads<'a>> {
+        let [q, k] = self.norms;
+        let (cos, sin) = self.angles.cos_sin();
+        Ok(cuda::Heads {
+            heads: self.heads,
+            kv_heads: self.kv_heads,
+            dim: self.dim,
+            norms: [gpu(q)?, gpu(k)?],
+            eps: self.eps,
+            cos: cos.cuda()?,
+            sin: sin.cuda()?,
+        })
+    }
+
     fn host(&self) -> Result<Heads<'a>> {
         let [q, k] = self.norms;
         let (cos, sin) = self.angles.cos_sin();
@@ -51,7 +66,7 @@ pub fn heads(
 ) -> Result<()> {
     match device {
         Device::Cpu(cpu) => cpu.heads(&options.host()?, qkv.host()?, out.host()?),
-        Device::Cuda(_) => only_on_the_cpu(device),
+        Device::Cuda(_) => cuda::heads_forward(&options.on_gpu()?, qkv.cuda()?, out.cuda()?),
     }
 }
 
@@ -72,6 +87,17 @@ pub fn heads_backward(
             ];
             cpu.heads_backward(&options.host()?, qkv.host()?, dqkv.host()?, dnorms)
         }
-        Device::Cuda(_) => only_on_the_cpu(device),
+        Device::Cuda(_) => {
+            let rows = qkv.len() / ((options.heads + 2 * options.kv_heads) * options.dim);
+            let mut partial = scratch(device, cuda::heads_partial(rows, options.dim))?;
+            let [q, k] = dnorms;
+            let dnorms = [
+                q.map(SliceMut::cuda).transpose()?,
+                k.map(SliceMut::cuda).transpose()?,
+            ];
+            let dqkv = dqkv.cuda()?;
+            let partial = partial.all_mut().cuda()?;
+            cuda::heads_backward(&options.on_gpu()?, qkv.cuda()?, dqkv, dqkv, partial, dnorms)
+        }
     }
 }

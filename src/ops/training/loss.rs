@@ -2,10 +2,10 @@
 //! gradients of their logits, so that a chunk's logits are all that is ever held.
 
 use super::super::{Array, Device, Mixed, Slice, SliceMut};
-use super::only_on_the_cpu;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::cpu::training::{CrossEntropy, HeadColumns};
+use crate::cuda::training as cuda;
 
 /// What rows should predict.
 #[derive(Debug)]
@@ -57,10 +57,33 @@ pub struct Chunk {
     pub cap: Option<f32>,
 }
 
+impl Chunk {
+    fn on_gpu<'a>(&self, logits: Slice<'a>) -> Result<cuda::LogitChunk<'a>> {
+        Ok(cuda::LogitChunk {
+            logits: logits.cuda()?,
+            first_column: self.first,
+            columns: self.width,
+            cap: self.cap,
+        })
+    }
+}
+
+/// What a GPU knows of rows after some chunks.
+#[derive(Debug)]
+struct OnGpu {
+    largest: Array,
+    sum: Array,
+    target: Array,
+    losses: Array,
+    begun: bool,
+}
+
 /// The loss of rows, while chunks of their logits come by.
 #[derive(Debug)]
 pub struct Loss {
+    /// Of the CPU.
     rows: Vec<CrossEntropy>,
+    on_gpu: Option<OnGpu>,
     /// The logarithm of each row's sum of exponentials.
     lse: Array,
 }
@@ -68,9 +91,35 @@ pub struct Loss {
 impl Loss {
     /// Of `rows` rows, before the first chunk.
     pub fn new(device: &Device, rows: usize) -> Result<Loss> {
+        let on_gpu = match device {
+            Device::Cpu(_) => None,
+            Device::Cuda(_) => Some(OnGpu {
+                largest: Array::scratch(device, rows)?,
+                sum: Array::scratch(device, rows)?,
+                target: Array::scratch(device, rows)?,
+                losses: Array::scratch(device, rows)?,
+                begun: false,
+            }),
+        };
         Ok(Loss {
-            rows: vec![CrossEntropy::START; rows],
+            rows: vec![CrossEntropy::START; if device.is_cuda() { 0 } else { rows }],
+            on_gpu,
             lse: Array::scratch(device, rows)?,
+        })
+    }
+
+    fn of_gpu<'a>(&'a self, targets: &'a Targets) -> Result<cuda::CrossEntropy<'a>> {
+        let Some(on_gpu) = &self.on_gpu else {
+            bail!(Internal, "a loss of the cpu was given to a GPU");
+        };
+        Ok(cuda::CrossEntropy {
+            labels: targets.labels.all().cuda()?,
+            weights: targets.weights.all().cuda()?,
+            max: on_gpu.largest.all().cuda()?,
+            sum: on_gpu.sum.all().cuda()?,
+            target: on_gpu.target.all().cuda()?,
+            lse: self.lse.all().cuda()?,
+            losses: on_gpu.losses.all().cuda()?,
         })
     }
 
@@ -82,37 +131,40 @@ impl Loss {
         chunk: Chunk,
         logits: Slice<'_>,
     ) -> Result<()> {
-        match device {
-            Device::Cpu(cpu) => {
-                cpu.cross_entropy_chunk(&targets.columns(chunk)?, logits.host()?, &mut self.rows)
-            }
-            Device::Cuda(_) => only_on_the_cpu(device),
+        if let Device::Cpu(cpu) = device {
+            return cpu.cross_entropy_chunk(
+                &targets.columns(chunk)?,
+                logits.host()?,
+                &mut self.rows,
+            );
         }
+        let begun = self.on_gpu.as_ref().is_some_and(|g| g.begun);
+        cuda::cross_entropy_chunk(&self.of_gpu(targets)?, &chunk.on_gpu(logits)?, !begun)?;
+        if let Some(on_gpu) = &mut self.on_gpu {
+            on_gpu.begun = true;
+        }
+        Ok(())
     }
 
-    /// After the last chunk: the sum over rows of weight times cross-entropy.
+    /// After the last chunk: the sum over rows of weight times cross-entropy. Waits for a GPU.
     pub fn finish(&mut self, device: &Device, targets: &Targets) -> Result<f64> {
-        match device {
-            Device::Cpu(_) => {
-                let (labels, weights) =
-                    (targets.labels.all().host()?, targets.weights.all().host()?);
-                let mut total = 0.0;
-                for (((row, lse), label), weight) in self
-                    .rows
-                    .iter()
-                    .zip(self.lse.all_mut().host()?)
-                    .zip(labels)
-                    .zip(weights)
-                {
-                    *lse = row.lse();
-                    if *label >= 0 {
-                        total += f64::from(*weight) * f64::from(*lse - row.target);
-                    }
-                }
-                Ok(total)
-            }
-            Device::Cuda(_) => only_on_the_cpu(device),
+        if device.is_cuda() {
+            let mut total = Array::<u8>::scratch(device, size_of::<f64>())?;
+            cuda::cross_entropy_finish(&self.of_gpu(targets)?, total.all_mut().cuda()?)?;
+            let mut bytes = [0; size_of::<f64>()];
+            total.all().read(&mut bytes)?;
+            return Ok(f64::from_le_bytes(bytes));
         }
+        let (labels, weights) = (targets.labels.all().host()?, targets.weights.all().host()?);
+        let mut total = 0.0;
+        let rows = self.rows.iter().zip(self.lse.all_mut().host()?);
+        for (((row, lse), label), weight) in rows.zip(labels).zip(weights) {
+            *lse = row.lse();
+            if *label >= 0 {
+                total += f64::from(*weight) * f64::from(*lse - row.target);
+            }
+        }
+        Ok(total)
     }
 
     /// After [`Loss::finish`]: the gradients of a chunk's logits.
@@ -124,14 +176,13 @@ impl Loss {
         logits: Slice<'_>,
         gradients: SliceMut<'_, Mixed>,
     ) -> Result<()> {
-        match device {
-            Device::Cpu(cpu) => {
-                let gradients = gradients.host()?;
-                gradients.copy_from_slice(logits.host()?);
-                let (lse, weights) = (self.lse.all().host()?, targets.weights.all().host()?);
-                cpu.cross_entropy_gradient(&targets.columns(chunk)?, gradients, lse, weights)
-            }
-            Device::Cuda(_) => only_on_the_cpu(device),
-        }
+        let Device::Cpu(cpu) = device else {
+            let (rows, chunk) = (self.of_gpu(targets)?, chunk.on_gpu(logits)?);
+            return cuda::cross_entropy_gradient(&rows, &chunk, gradients.cuda()?);
+        };
+        let gradients = gradients.host()?;
+        gradients.copy_from_slice(logits.host()?);
+        let (lse, weights) = (self.lse.all().host()?, targets.weights.all().host()?);
+        cpu.cross_entropy_gradient(&targets.columns(chunk)?, gradients, lse, weights)
     }
 }

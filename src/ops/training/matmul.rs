@@ -1,10 +1,10 @@
 //! Products of plain matrices.
 
 use super::super::{Device, Element, Mixed, Slice, SliceMut};
-use super::only_on_the_cpu;
 use crate::base::Result;
+use crate::cuda::training as cuda;
 
-pub use crate::cpu::training::{Form, Sizes};
+pub use crate::tensor::product::{Form, Sizes};
 
 /// The product of `a` and `b`, as `form` says, to `out` `[m, n]`, or added to it: sums in f32, rounded once on a GPU unless `out` is f32.
 pub fn matmul<E: Element<Host = f32>>(
@@ -18,6 +18,6 @@ pub fn matmul<E: Element<Host = f32>>(
 ) -> Result<()> {
     match device {
         Device::Cpu(cpu) => cpu.matmul(form, sizes, a.host()?, b.host()?, out.host()?, add),
-        Device::Cuda(_) => only_on_the_cpu(device),
+        Device::Cuda(_) => cuda::matmul(form, sizes, a.cuda()?, b.cuda()?, out.cuda()?, add),
     }
 }

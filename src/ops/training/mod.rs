@@ -1,7 +1,8 @@
-//! The operations of training, forward beside backward, on arrays in [`Mixed`](super::Mixed) precision: matrix products in three forms,
-//! norms, heads, attention of packed documents, gated units, the loss, the embedding, and the optimizer.
+//! The operations of training, forward beside backward, on arrays in [`Mixed`] precision: matrix products in three forms, norms, heads,
+//! attention of packed documents, gated units, the loss, the embedding, and the optimizer.
 
 pub mod activation;
+pub mod array;
 pub mod attention;
 pub mod embedding;
 pub mod heads;
@@ -11,15 +12,28 @@ pub mod norm;
 pub mod optimizer;
 pub mod statistics;
 
-use super::Device;
+use super::{Array, Device, Mixed, Slice};
 use crate::base::Result;
-use crate::base::error::bail;
 
-/// Refuses a GPU.
-fn only_on_the_cpu<T>(device: &Device) -> Result<T> {
-    bail!(
-        Unsupported,
-        "training on {}: this version trains on the cpu only",
-        device.name()
-    )
+/// Working memory of an operation on a GPU, which goes when what was enqueued with it has run.
+fn scratch(device: &Device, len: usize) -> Result<Array> {
+    Array::scratch(device, len)
+}
+
+/// The same values on a device.
+fn upload<E: super::Element>(device: &Device, values: &[E::Host]) -> Result<Array<E>> {
+    let mut array = Array::scratch(device, values.len())?;
+    array.all_mut().copy_from(Slice::Host(values))?;
+    Ok(array)
+}
+
+/// An array's memory on a GPU.
+type GpuSlice<'a> = crate::cuda::DeviceSlice<'a>;
+
+fn gpu<'a>(x: Option<Slice<'a>>) -> Result<Option<GpuSlice<'a>>> {
+    x.map(Slice::cuda).transpose()
+}
+
+fn gpu_mixed<'a>(x: Option<Slice<'a, Mixed>>) -> Result<Option<GpuSlice<'a>>> {
+    x.map(Slice::cuda).transpose()
 }

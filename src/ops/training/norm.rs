@@ -1,9 +1,10 @@
-//! RMSNorm, as in [`crate::ops::norm`], with its backward pass; sums and additions of rows.
+//! RMSNorm, as in [`crate::ops::norm`], and biases, with their backward passes.
 
 use super::super::{Device, Mixed, Slice, SliceMut};
-use super::only_on_the_cpu;
+use super::{gpu_mixed, scratch};
 use crate::base::Result;
 use crate::base::error::bail;
+use crate::cuda::training as cuda;
 
 /// Normalizes rows of `x`, as long as `weight`, to `out`.
 pub fn rms_norm(
@@ -22,7 +23,7 @@ pub fn rms_norm(
             out.copy_from_slice(x);
             cpu.rms_norm(out, weight.host()?, eps)
         }
-        Device::Cuda(_) => only_on_the_cpu(device),
+        Device::Cuda(_) => cuda::rms_norm_forward(x.cuda()?, weight.cuda()?, eps, out.cuda()?),
     }
 }
 
@@ -43,17 +44,23 @@ pub fn rms_norm_backward(
             let (weight, dweight) = (weight.host()?, dweight.host()?);
             cpu.rms_norm_backward(x.host()?, weight, eps, dx.host()?, residual, dweight)
         }
-        Device::Cuda(_) => only_on_the_cpu(device),
-    }
-}
-
-/// `x += y`; `y` may be one row, which is added to each.
-pub fn add(device: &Device, x: SliceMut<'_, Mixed>, y: Slice<'_, Mixed>) -> Result<()> {
-    match device {
-        Device::Cpu(_) => {
-            super::super::activation::add(device, SliceMut::Host(x.host()?), Slice::Host(y.host()?))
+        Device::Cuda(_) => {
+            let mut partial = scratch(
+                device,
+                cuda::rms_norm_partial(x.len() / weight.len(), weight.len()),
+            )?;
+            let dx = dx.cuda()?;
+            cuda::rms_norm_backward(&cuda::RmsNormBackward {
+                x: x.cuda()?,
+                weight: weight.cuda()?,
+                eps,
+                dy: dx,
+                residual: gpu_mixed(residual)?,
+                dx,
+                partial: partial.all_mut().cuda()?,
+                dweight: dweight.cuda()?,
+            })
         }
-        Device::Cuda(_) => only_on_the_cpu(device),
     }
 }
 
@@ -61,7 +68,7 @@ pub fn add(device: &Device, x: SliceMut<'_, Mixed>, y: Slice<'_, Mixed>) -> Resu
 pub fn add_bias(device: &Device, x: SliceMut<'_, Mixed>, bias: Slice<'_>) -> Result<()> {
     match device {
         Device::Cpu(_) => super::super::activation::add(device, SliceMut::Host(x.host()?), bias),
-        Device::Cuda(_) => only_on_the_cpu(device),
+        Device::Cuda(_) => cuda::add_bias_rows(x.cuda()?, bias.cuda()?),
     }
 }
 
@@ -69,44 +76,10 @@ pub fn add_bias(device: &Device, x: SliceMut<'_, Mixed>, bias: Slice<'_>) -> Res
 pub fn add_bias_backward(device: &Device, dx: Slice<'_, Mixed>, dbias: SliceMut<'_>) -> Result<()> {
     match device {
         Device::Cpu(cpu) => cpu.column_sums(dx.host()?, dbias.host()?),
-        Device::Cuda(_) => only_on_the_cpu(device),
-    }
-}
-
-/// `x *= factor`.
-pub fn scale(device: &Device, x: SliceMut<'_, Mixed>, factor: f32) -> Result<()> {
-    match device {
-        Device::Cpu(_) => {
-            x.host()?.iter_mut().for_each(|x| *x *= factor);
-            Ok(())
+        Device::Cuda(_) => {
+            let width = dbias.len();
+            let mut partial = scratch(device, cuda::column_sums_partial(dx.len() / width, width))?;
+            cuda::column_sums(dx.cuda()?, partial.all_mut().cuda()?, dbias.cuda()?)
         }
-        Device::Cuda(_) => only_on_the_cpu(device),
-    }
-}
-
-/// `x = 0`.
-pub fn clear(device: &Device, x: SliceMut<'_, Mixed>) -> Result<()> {
-    match device {
-        Device::Cpu(_) => {
-            x.host()?.fill(0.0);
-            Ok(())
-        }
-        Device::Cuda(_) => only_on_the_cpu(device),
-    }
-}
-
-/// Rounds f32 to `out`.
-pub fn convert(device: &Device, x: Slice<'_>, out: SliceMut<'_, Mixed>) -> Result<()> {
-    match device {
-        Device::Cpu(_) => SliceMut::<f32>::Host(out.host()?).copy_from(x),
-        Device::Cuda(_) => only_on_the_cpu(device),
-    }
-}
-
-/// `sum += x`.
-pub fn accumulate(device: &Device, sum: SliceMut<'_>, x: Slice<'_, Mixed>) -> Result<()> {
-    match device {
-        Device::Cpu(_) => super::super::activation::add(device, sum, Slice::Host(x.host()?)),
-        Device::Cuda(_) => only_on_the_cpu(device),
     }
 }

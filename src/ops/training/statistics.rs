@@ -1,8 +1,9 @@
 //! What gradients add up to.
 
 use super::super::{Device, Mixed, Slice};
-use super::only_on_the_cpu;
+use super::scratch;
 use crate::base::Result;
+use crate::cuda::training as cuda;
 
 /// What is known of some gradients.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -29,7 +30,25 @@ fn of_host(values: &[f32]) -> Statistics {
 pub fn of_gradients(device: &Device, values: Slice<'_, Mixed>) -> Result<Statistics> {
     match device {
         Device::Cpu(_) => Ok(of_host(values.host()?)),
-        Device::Cuda(_) => only_on_the_cpu(device),
+        Device::Cuda(_) => {
+            let mut partial = scratch(device, cuda::STATISTICS_PARTIAL)?;
+            let mut out = scratch(device, 3)?;
+            cuda::gradient_statistics(
+                values.cuda()?,
+                partial.all_mut().cuda()?,
+                out.all_mut().cuda()?,
+            )?;
+            let mut found = [0.0; 3];
+            out.all().read(&mut found)?;
+            let [squares, _, not_finite] = found;
+            Ok(Statistics {
+                squares: if not_finite == 0.0 {
+                    f64::from(squares)
+                } else {
+                    f64::INFINITY
+                },
+            })
+        }
     }
 }
 
@@ -37,6 +56,10 @@ pub fn of_gradients(device: &Device, values: Slice<'_, Mixed>) -> Result<Statist
 pub fn of_floats(device: &Device, values: Slice<'_>) -> Result<Statistics> {
     match device {
         Device::Cpu(_) => Ok(of_host(values.host()?)),
-        Device::Cuda(_) => only_on_the_cpu(device),
+        Device::Cuda(_) => {
+            let mut host = vec![0.0; values.len()];
+            values.read(&mut host)?;
+            Ok(of_host(&host))
+        }
     }
 }

@@ -1,0 +1,208 @@
+//! Attention of rows in which documents follow each other, forward and backward.
+
+use super::super::driver::{DeviceSlice, Launch, int};
+use super::super::units::Unit;
+use super::sizes::{expect_bf16, expect_room, expect_words};
+use crate::base::Result;
+use crate::base::error::bail;
+
+/// What the kernels of this file are passed, by the start of their names.
+pub(super) const ARGUMENTS: &[(&str, usize)] = &[
+    ("attention_training_", size_of::<Arguments>()),
+    ("attention_training_delta", size_of::<DeltaArguments>()),
+];
+
+/// Rows of a tile, and tiles in shared memory.
+const TILE: usize = 64;
+const TILES: usize = 6;
+/// Queries of a block of the forward pass, and its threads.
+const FORWARD_ROWS: usize = 128;
+const FORWARD_THREADS: u32 = 256;
+const BACKWARD_THREADS: u32 = 128;
+/// Rows of a block of the kernel that adds up products of results and gradients.
+const DELTA_ROWS: usize = 4;
+/// Heads of these sizes have kernels.
+const DIMS: [usize; 6] = [16, 32, 64, 80, 96, 128];
+
+/// How rows attend.
+#[derive(Clone, Copy, Debug)]
+pub struct Attention<'a> {
+    /// Query heads.
+    pub heads: usize,
+    /// Key/value heads; divides `heads`.
+    pub kv_heads: usize,
+    /// Elements of a head: 16, 32, 64, 80, 96 or 128.
+    pub dim: usize,
+    /// Multiplies the product of query and key.
+    pub scale: f32,
+    /// Rows that a query sees, its own included; its whole document up to its own if `None`.
+    pub window: Option<usize>,
+    /// Bounds scores softly: `cap * tanh(score / cap)`.
+    pub score_cap: Option<f32>,
+    /// u32 `[T]`: the first row of each row's document.
+    pub starts: DeviceSlice<'a>,
+    /// u32 `[T]`: one past its last row.
+    pub ends: DeviceSlice<'a>,
+}
+
+#[repr(C)]
+struct Arguments {
+    qkv: u64,
+    out: u64,
+    lse: u64,
+    dout: u64,
+    dqkv: u64,
+    delta: u64,
+    starts: u64,
+    ends: u64,
+    rows: i32,
+    heads: i32,
+    kv_heads: i32,
+    window: i32,
+    scale: f32,
+    cap: f32,
+}
+
+#[repr(C)]
+struct DeltaArguments {
+    out: u64,
+    dout: u64,
+    delta: u64,
+    rows: i32,
+    heads: i32,
+    dim: i32,
+}
+
+impl Attention<'_> {
+    fn rows(&self) -> usize {
+        self.starts.bytes() / size_of::<u32>()
+    }
+
+    /// Bytes of the tiles in shared memory, as `kernels/attention/training.cuh` lays them out.
+    fn shared(&self) -> u32 {
+        let pieces = self.dim / 8;
+        let exchanged = pieces >= 8 && pieces.is_power_of_two();
+        let padding = if exchanged { 0 } else { 16 };
+        (TILES * TILE * (2 * self.dim + padding)) as u32
+    }
+
+    fn arguments(
+        &self,
+        qkv: DeviceSlice<'_>,
+        out: DeviceSlice<'_>,
+        lse: DeviceSlice<'_>,
+    ) -> Result<Arguments> {
+        let (rows, heads, kv_heads, dim) = (self.rows(), self.heads, self.kv_heads, self.dim);
+        if !DIMS.contains(&dim) {
+            bail!(
+                Unsupported,
+                "training attention with heads of {dim} elements on a GPU; there are kernels for {DIMS:?}"
+            );
+        }
+        if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
+            bail!(
+                Internal,
+                "{heads} query heads with {kv_heads} key/value heads"
+            );
+        }
+        expect_words("the first rows of documents", self.starts, &[rows])?;
+        expect_words("the last rows of documents", self.ends, &[rows])?;
+        expect_bf16(
+            "queries, keys and values",
+            qkv,
+            &[rows, heads + 2 * kv_heads, dim],
+        )?;
+        expect_bf16("the results of attention", out, &[rows, heads, dim])?;
+        expect_words("logarithms of sums", lse, &[heads, rows])?;
+        Ok(Arguments {
+            qkv: qkv.address(),
+            out: out.address(),
+            lse: lse.address(),
+            dout: 0,
+            dqkv: 0,
+            delta: 0,
+            starts: self.starts.address(),
+            ends: self.ends.address(),
+            rows: int("rows", rows)?,
+            heads: int("query heads", heads)?,
+            kv_heads: int("key/value heads", kv_heads)?,
+            window: int("a window", self.window.unwrap_or(0).min(i32::MAX as usize))?,
+            scale: self.scale,
+            cap: self.score_cap.unwrap_or(0.0),
+        })
+    }
+}
+
+/// Attention of `qkv`, bf16 `[T, (heads + 2 kv_heads) * dim]`, normalized and rotated, to bf16 `out` `[T, heads * dim]`; f32 `lse`
+/// `[heads, T]` becomes the natural logarithms of the sums of exponentials.
+pub fn attention_forward(
+    options: &Attention<'_>,
+    qkv: DeviceSlice<'_>,
+    out: DeviceSlice<'_>,
+    lse: DeviceSlice<'_>,
+) -> Result<()> {
+    let arguments = options.arguments(qkv, out, lse)?;
+    let grid = [
+        options.rows().div_ceil(FORWARD_ROWS) as u32,
+        options.heads as u32,
+        1,
+    ];
+    let launch = Launch {
+        shared: options.shared(),
+        ..Launch::new(grid, FORWARD_THREADS)
+    };
+    let name = format!("attention_training_forward_{}", options.dim);
+    // SAFETY: the struct is the kernel's; sizes were checked.
+    unsafe { launch.run(qkv.gpu(), Unit::AttentionTrainingForward, &name, &arguments) }
+}
+
+/// The backward pass of [`attention_forward`]: makes bf16 `dqkv` the gradients of `qkv` from those of its results, bf16 `dout`. `delta` has
+/// room for f32 `[heads, T]`.
+pub fn attention_backward(
+    options: &Attention<'_>,
+    [qkv, out, lse]: [DeviceSlice<'_>; 3],
+    dout: DeviceSlice<'_>,
+    delta: DeviceSlice<'_>,
+    dqkv: DeviceSlice<'_>,
+) -> Result<()> {
+    let (rows, heads, kv_heads, dim) =
+        (options.rows(), options.heads, options.kv_heads, options.dim);
+    let mut arguments = options.arguments(qkv, out, lse)?;
+    expect_bf16("gradients of attention", dout, &[rows, heads, dim])?;
+    expect_bf16(
+        "gradients of queries, keys and values",
+        dqkv,
+        &[rows, heads + 2 * kv_heads, dim],
+    )?;
+    expect_room("sums of attention", delta, &[heads, rows])?;
+    (arguments.dout, arguments.delta, arguments.dqkv) =
+        (dout.address(), delta.address(), dqkv.address());
+    let sums = DeltaArguments {
+        out: out.address(),
+        dout: dout.address(),
+        delta: delta.address(),
+        rows: arguments.rows,
+        heads: arguments.heads,
+        dim: int("elements of a head", dim)?,
+    };
+    let (gpu, unit) = (qkv.gpu(), Unit::AttentionTrainingBackward);
+    let launch = Launch::new(
+        [(rows * heads).div_ceil(DELTA_ROWS) as u32, 1, 1],
+        BACKWARD_THREADS,
+    );
+    // SAFETY: the struct is the kernel's; sizes were checked.
+    unsafe { launch.run(gpu, unit, "attention_training_delta", &sums)? };
+    for (kernel, heads) in [("keys", kv_heads), ("queries", heads)] {
+        let launch = Launch {
+            shared: options.shared(),
+            ..Launch::new(
+                [rows.div_ceil(TILE) as u32, heads as u32, 1],
+                BACKWARD_THREADS,
+            )
+        };
+        let name = format!("attention_training_{kernel}_{dim}");
+        // SAFETY: as above.
+        unsafe { launch.run(gpu, unit, &name, &arguments)? };
+    }
+    Ok(())
+}

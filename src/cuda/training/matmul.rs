@@ -1,0 +1,48 @@
+//! Products of plain matrices in bf16, by cuBLASLt, whose algorithm for a shape stays the same as long as the process lives.
+
+use crate::base::Result;
+use crate::base::error::bail;
+use crate::base::memory::Tag;
+use crate::base::size::product;
+use crate::cuda::blas::{Element, Store};
+use crate::cuda::driver::{DeviceBuffer, DeviceSlice};
+use crate::tensor::product::{Form, Sizes};
+
+/// What the library may use beside its operands.
+const WORKSPACE: usize = 32 << 20;
+
+/// The product of `a` and `b`, bf16, as `form` says, to `out` `[m, n]`, or added to it: in f32 if it is twice as large as in bf16.
+pub fn matmul(
+    form: Form,
+    sizes: Sizes,
+    a: DeviceSlice<'_>,
+    b: DeviceSlice<'_>,
+    out: DeviceSlice<'_>,
+    add: bool,
+) -> Result<()> {
+    let Sizes { m, n, k } = sizes;
+    let elements = product("a product", &[m, n])?;
+    let store = match (out.bytes(), add) {
+        (bytes, false) if bytes == 4 * elements => Store::F32,
+        (bytes, true) if bytes == 4 * elements => Store::Add,
+        (bytes, false) if bytes == 2 * elements => Store::Bf16,
+        (bytes, true) if bytes == 2 * elements => Store::AddBf16,
+        (bytes, _) => bail!(Internal, "a product of [{m}, {n}] to {bytes} bytes"),
+    };
+    a.holds("the left operand", &[m, k, 2])?;
+    b.holds("the right operand", &[n, k, 2])?;
+    let gpu = out.gpu();
+    let workspace = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, WORKSPACE)?;
+    let operands = (a.address(), b.address());
+    gpu.need_blas()?.matmul(
+        gpu,
+        Element::Bf16,
+        form,
+        sizes,
+        1.0,
+        operands,
+        store,
+        (out.address(), n),
+        &workspace,
+    )
+}

@@ -1,0 +1,313 @@
+//! Training on a GPU against the CPU: attention, steps of a whole model, and the promise that what resumes goes on to the same bits.
+
+use std::time::Instant;
+
+use NVFP4::model::Device;
+use NVFP4::model::training::Source;
+use NVFP4::ops::training::attention::{Documents, PackedAttention, attention, attention_backward};
+use NVFP4::ops::{Array, Element, Mixed, Slice};
+use NVFP4::train::{Clip, Config, MicroBatch, Recipe, Trainer};
+use half::bf16;
+
+use super::common::golden;
+use super::{gpu, normal};
+
+fn bf16_values(seed: u64, len: usize) -> Vec<f32> {
+    normal(seed, len)
+        .iter()
+        .map(|&v| bf16::from_f32(v).to_f32())
+        .collect()
+}
+
+fn on<E: Element<Host = f32>>(device: &Device, values: &[f32]) -> Array<E> {
+    let mut array = Array::scratch(device, values.len()).unwrap();
+    array.all_mut().copy_from(Slice::Host(values)).unwrap();
+    array
+}
+
+fn read<E: Element<Host = f32>>(array: &Array<E>) -> Vec<f32> {
+    let mut values = vec![0.0; array.len()];
+    array.all().read(&mut values).unwrap();
+    values
+}
+
+/// The relative error in the Euclidean norm.
+fn error(values: &[f32], exact: &[f32]) -> f64 {
+    let squares = |of: &mut dyn Iterator<Item = f64>| of.map(|v| v * v).sum::<f64>();
+    let difference = squares(&mut values.iter().zip(exact).map(|(a, b)| f64::from(a - b)));
+    (difference / squares(&mut exact.iter().map(|&v| f64::from(v)))).sqrt()
+}
+
+struct Attended {
+    out: Vec<f32>,
+    lse: Vec<f32>,
+    dqkv: Vec<f32>,
+}
+
+fn attend(device: &Device, options: &PackedAttention, lengths: &[usize], again: bool) -> Attended {
+    let rows: usize = lengths.iter().sum();
+    let documents = Documents::new(device, lengths).unwrap();
+    let qkv: Array<Mixed> = on(device, &bf16_values(1, rows * options.width()));
+    let dout: Array<Mixed> = on(device, &bf16_values(2, rows * options.q_width()));
+    let mut out: Array<Mixed> = on(device, &vec![9.0; rows * options.q_width()]);
+    let mut dqkv: Array<Mixed> = on(device, &vec![9.0; rows * options.width()]);
+    let mut lse: Array = on(device, &vec![9.0; rows * options.heads]);
+    for _ in 0..if again { 2 } else { 1 } {
+        attention(
+            device,
+            options,
+            &documents,
+            qkv.all(),
+            out.all_mut(),
+            lse.all_mut(),
+        )
+        .unwrap();
+        let forward = (qkv.all(), out.all(), lse.all());
+        attention_backward(
+            device,
+            options,
+            &documents,
+            forward,
+            dout.all(),
+            dqkv.all_mut(),
+        )
+        .unwrap();
+    }
+    let mut sums = read(&lse);
+    if !device.is_cuda() {
+        // Rows of heads here, heads of rows there.
+        let by_row = sums.clone();
+        for (i, sum) in sums.iter_mut().enumerate() {
+            *sum = by_row[i % rows * options.heads + i / rows];
+        }
+    }
+    Attended {
+        out: read(&out),
+        lse: sums,
+        dqkv: read(&dqkv),
+    }
+}
+
+#[test]
+fn attention_of_training_gives_what_the_cpu_gives() {
+    let Some(gpu) = gpu() else { return };
+    let (cpu, gpu) = (Device::cpu(None).unwrap(), Device::Cuda(gpu));
+    for dim in [16, 32, 64, 80, 96, 128] {
+        for (heads, kv_heads) in [(4, 2), (3, 3), (4, 1)] {
+            for (window, score_cap) in [
+                (None, None),
+                (Some(33), None),
+                (Some(1), Some(3.0)),
+                (None, Some(3.0)),
+            ] {
+                for lengths in [&[5, 1, 130, 64, 77][..], &[1], &[200]] {
+                    let options = PackedAttention {
+                        heads,
+                        kv_heads,
+                        dim,
+                        scale: 0.6 / (dim as f32).sqrt(),
+                        window,
+                        score_cap,
+                    };
+                    let exact = attend(&cpu, &options, lengths, false);
+                    let found = attend(&gpu, &options, lengths, false);
+                    let what = format!("{options:?} {lengths:?}");
+                    // bf16 keeps 8 bits: 2^-9 is 2e-3, and probabilities and gradients of scores are rounded too.
+                    assert!(
+                        error(&found.out, &exact.out) < 4e-3,
+                        "{what}: {}",
+                        error(&found.out, &exact.out)
+                    );
+                    assert!(
+                        error(&found.lse, &exact.lse) < 1e-5,
+                        "{what}: {}",
+                        error(&found.lse, &exact.lse)
+                    );
+                    // A document of one row, or a window of one, has no gradients of queries and keys but rounding.
+                    let value = options.kv_heads * dim;
+                    let (mut own, mut right) = (Vec::new(), Vec::new());
+                    for (a, b) in found
+                        .dqkv
+                        .chunks(options.width())
+                        .zip(exact.dqkv.chunks(options.width()))
+                    {
+                        own.extend_from_slice(&a[a.len() - value..]);
+                        right.extend_from_slice(&b[b.len() - value..]);
+                    }
+                    assert!(
+                        error(&own, &right) < 6e-3,
+                        "{what}: values {}",
+                        error(&own, &right)
+                    );
+                    if window != Some(1) && lengths.len() != 1
+                        || lengths == [200] && window != Some(1)
+                    {
+                        assert!(
+                            error(&found.dqkv, &exact.dqkv) < 8e-3,
+                            "{what}: {}",
+                            error(&found.dqkv, &exact.dqkv)
+                        );
+                    }
+                    let again = attend(&gpu, &options, lengths, true);
+                    assert!(
+                        again.out == found.out && again.dqkv == found.dqkv,
+                        "{what}: other bits"
+                    );
+                }
+            }
+        }
+    }
+}
+
+/// Runs of tokens that step by one.
+fn text(seed: usize, rows: usize) -> (Vec<u32>, Vec<i32>) {
+    let tokens: Vec<u32> = (0..=rows)
+        .map(|i| ((seed * 37 + i / 9 * 61 + i) % 320) as u32)
+        .collect();
+    (
+        tokens[..rows].to_vec(),
+        tokens[1..].iter().map(|&t| t as i32).collect(),
+    )
+}
+
+fn losses(trainer: &mut Trainer, steps: std::ops::Range<usize>) -> Vec<f64> {
+    let documents = [40, 1, 130, 85];
+    steps
+        .map(|step| {
+            let (tokens, labels) = text(step, 256);
+            let batch = MicroBatch {
+                tokens: &tokens,
+                documents: &documents,
+                labels: &labels,
+            };
+            trainer.step(&[batch]).unwrap().loss
+        })
+        .collect()
+}
+
+#[test]
+fn a_gpu_trains_as_the_cpu_does() {
+    let Some(gpu) = gpu() else { return };
+    let source = Source::open(&golden("qwen3_tied")).unwrap();
+    for recipe in [
+        Recipe::float32(),
+        Recipe::default(),
+        Recipe {
+            release: true,
+            clip: Clip::Previous(1.0),
+            ..Recipe::default()
+        },
+    ] {
+        let mut config = Config {
+            recipe,
+            steps: 20,
+            ..Config::default()
+        };
+        config.optimizer.rate = 2e-3;
+        let devices = [Device::cpu(None).unwrap(), Device::Cuda(gpu.clone())];
+        let [cpu, found] = devices.each_ref().map(|device| {
+            let mut trainer = Trainer::new(device, &source, &config).unwrap();
+            losses(&mut trainer, 0..20)
+        });
+        for (step, (a, b)) in cpu.iter().zip(&found).enumerate() {
+            assert!(
+                (a / b - 1.0).abs() < 0.02,
+                "{:?}: step {step}: {a} and {b}",
+                config.recipe
+            );
+        }
+        assert!(found[19] < found[0] - 0.3, "{found:?}");
+
+        // Ten steps, and another trainer that goes on: the same bits, also of a checkpoint that the CPU reads.
+        let device = &devices[1];
+        let folder =
+            std::env::temp_dir().join(format!("nvfp4-cuda-training-{}", std::process::id()));
+        let _ = std::fs::remove_dir_all(&folder);
+        let mut first = Trainer::new(device, &source, &config).unwrap();
+        let mut all = losses(&mut first, 0..10);
+        first.save(&folder, &serde_json::Value::Null, 1).unwrap();
+        drop(first);
+        let (mut second, _) = Trainer::resume(device, &source, &folder).unwrap();
+        all.extend(losses(&mut second, 10..20));
+        assert_eq!(all, found);
+        let (mut third, _) = Trainer::resume(&devices[0], &source, &folder).unwrap();
+        let (tokens, labels) = text(99, 256);
+        let batch = MicroBatch {
+            tokens: &tokens,
+            documents: &[256],
+            labels: &labels,
+        };
+        let (mut again, _) = Trainer::resume(device, &source, &folder).unwrap();
+        for delivered in [false, true] {
+            let (a, b) = (
+                third.evaluate(&[batch], delivered).unwrap(),
+                again.evaluate(&[batch], delivered).unwrap(),
+            );
+            assert!((a / b - 1.0).abs() < 0.01, "{a} and {b}");
+        }
+        std::fs::remove_dir_all(&folder).unwrap();
+    }
+}
+
+/// TFLOP/s of attention, with the operations of what is not masked: `--ignored --nocapture`.
+#[test]
+#[ignore = "measures"]
+fn attention_of_training_speed() {
+    let Some(gpu) = gpu() else { return };
+    let device = Device::Cuda(gpu.clone());
+    let options = PackedAttention {
+        heads: 32,
+        kv_heads: 8,
+        dim: 128,
+        scale: 0.088,
+        window: None,
+        score_cap: None,
+    };
+    let lengths = [2048; 4];
+    let rows = 8192;
+    let documents = Documents::new(&device, &lengths).unwrap();
+    let qkv: Array<Mixed> = on(&device, &bf16_values(1, rows * options.width()));
+    let dout: Array<Mixed> = on(&device, &bf16_values(2, rows * options.q_width()));
+    let mut out: Array<Mixed> = on(&device, &vec![0.0; rows * options.q_width()]);
+    let mut dqkv: Array<Mixed> = on(&device, &vec![0.0; rows * options.width()]);
+    let mut lse: Array = on(&device, &vec![0.0; rows * options.heads]);
+    let operations = 4.0 * (rows * 1024 * options.heads * options.dim) as f64;
+    for (name, backward, factor) in [("forward", false, 1.0), ("backward", true, 2.5)] {
+        let mut times: Vec<f64> = (0..20)
+            .map(|_| {
+                gpu.synchronize().unwrap();
+                let start = Instant::now();
+                if backward {
+                    let forward = (qkv.all(), out.all(), lse.all());
+                    attention_backward(
+                        &device,
+                        &options,
+                        &documents,
+                        forward,
+                        dout.all(),
+                        dqkv.all_mut(),
+                    )
+                    .unwrap();
+                } else {
+                    attention(
+                        &device,
+                        &options,
+                        &documents,
+                        qkv.all(),
+                        out.all_mut(),
+                        lse.all_mut(),
+                    )
+                    .unwrap();
+                }
+                gpu.synchronize().unwrap();
+                start.elapsed().as_secs_f64()
+            })
+            .collect();
+        times.sort_by(f64::total_cmp);
+        println!(
+            "{name}: {:.3} ms, {:.0} TFLOP/s",
+            times[10] * 1e3,
+            factor * operations / times[10] / 1e12
+        );
+    }
+}
