@@ -32,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) train_glu(const __grid_con
     load_bf16(row + i, gate);
     load_bf16(row + pieces + i, up);
 #pragma unroll
-    for (int e = 0; e < PIECE; e++) up[e] *= activate(a.activation, gate[e]);
+    for (int e = 0; e < PIECE; e++) up[e] *= activate_with_slope(a.activation, gate[e]).value;  // the bits of the backward pass
     store_bf16(a.y + (size_t)blockIdx.x * pieces + i, up);
 }
 

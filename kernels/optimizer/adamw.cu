@@ -133,7 +133,7 @@ __device__ __forceinline__ void store_first(const Moments& m, int form, u64 bloc
     if (form == FIRST_INT8) {
 #pragma unroll
         for (int i = 0; i < BLOCK; i++) {
-            float r = round_stochastic(x[i] * inverse, threshold16(random_bits32(key, index + i)));
+            float r = round_stochastic(__fmul_rn(x[i], inverse), threshold16(random_bits32(key, index + i)));
             m.codes[block * BLOCK + i] = (u8)(int)fminf(fmaxf(r, -WIDE_MAX), WIDE_MAX);
         }
         return;
@@ -149,7 +149,7 @@ __device__ __forceinline__ void store_first(const Moments& m, int form, u64 bloc
     } else {
         float rounded[BLOCK];
 #pragma unroll
-        for (int i = 0; i < BLOCK; i++) rounded[i] = encode_first(x[i] * inverse, dither8(random_bits32(key, index / 4 + i / 4), i % 4));
+        for (int i = 0; i < BLOCK; i++) rounded[i] = encode_first(__fmul_rn(x[i], inverse), dither8(random_bits32(key, index / 4 + i / 4), i % 4));
         codes.words[0] = low_nibbles(rounded), codes.words[1] = low_nibbles(rounded + 8);
     }
     store_nibbles(m.codes, block, codes);
@@ -190,7 +190,7 @@ __device__ __forceinline__ void store_second(const Moments& m, int form, u64 blo
     float rounded[BLOCK];
 #pragma unroll
     for (int i = 0; i < BLOCK; i++) {
-        float q = x[i] * inverse;
+        float q = __fmul_rn(x[i], inverse);
         if (form == SECOND_UINT4) {
             rounded[i] = encode_second(q, fraction16(draws[i], 1));
         } else if (form == SECOND_NVFP4) {
@@ -218,7 +218,7 @@ __device__ __forceinline__ void encode_weights(int form, const float (&x)[BLOCK]
     codes = {}, rest = {};
 #pragma unroll
     for (int i = 0; i < BLOCK; i++) {
-        float q = x[i] * inverse;
+        float q = __fmul_rn(x[i], inverse);
         u32 random = draws[i] << 16 | 1 << 15, sign = __float_as_uint(q) >> 28 & 8;
         if (form == RESIDUAL8) {
             int index = (int)Residual<8>::encode(q, Residual<8>::fraction(draws[i]));
@@ -385,7 +385,7 @@ __device__ __forceinline__ void adamw(const Arguments& a) {
                 int differing = 0, differing_codes = 0;
 #pragma unroll
                 for (int t = 0; t < 4; t++) {
-                    auto encode = [&](int j) { return Residual<4>::encode(w[j] * inverse, Residual<4>::fraction(draws[j])); };
+                    auto encode = [&](int j) { return Residual<4>::encode(__fmul_rn(w[j], inverse), Residual<4>::fraction(draws[j])); };
                     Indices after = Indices::of(encode(4 * t), encode(4 * t + 1), encode(4 * t + 2), encode(4 * t + 3));
                     u32 changed = after.bytes ^ indices[t].bytes;
                     differing += count_bytes((changed | changed >> 4) & 0x0f0f0f0fu);

@@ -2,6 +2,7 @@
 
 use std::time::Instant;
 
+use NVFP4::base::memory::{self, Tag};
 use NVFP4::model::Device;
 use NVFP4::model::training::Source;
 use NVFP4::ops::training::attention::{Documents, PackedAttention, attention, attention_backward};
@@ -308,6 +309,76 @@ fn attention_of_training_speed() {
             "{name}: {:.3} ms, {:.0} TFLOP/s",
             times[10] * 1e3,
             factor * operations / times[10] / 1e12
+        );
+    }
+}
+
+/// Steps of the model in the folder that NVFP4_TRAIN_MODEL names, 8192 tokens each: `--ignored --nocapture`.
+#[test]
+#[ignore = "measures"]
+fn step_speed() {
+    let (Some(gpu), Ok(path)) = (gpu(), std::env::var("NVFP4_TRAIN_MODEL")) else {
+        return;
+    };
+    let device = Device::Cuda(gpu.clone());
+    let source = Source::open(path.as_ref()).unwrap();
+    for (recompute, lengths) in [
+        (true, vec![4096]),
+        (true, vec![2048; 4]),
+        (false, vec![2048; 4]),
+    ] {
+        memory::reset_peak();
+        let config = Config {
+            recipe: Recipe {
+                release: true,
+                clip: Clip::Previous(1.0),
+                ..Recipe::default()
+            },
+            recompute,
+            ..Config::default()
+        };
+        let start = Instant::now();
+        let mut trainer = Trainer::new(&device, &source, &config).unwrap();
+        gpu.synchronize().unwrap();
+        let made = start.elapsed().as_secs_f64();
+        let bytes = trainer.parameters().bytes() as f64;
+        println!(
+            "made in {made:.1} s; {:.3} bytes a parameter of {}",
+            bytes / trainer.parameters().layout().parameters() as f64,
+            trainer.parameters().layout().parameters()
+        );
+        let rows: usize = lengths.iter().sum();
+        let vocabulary = source.spec().vocab_size as u64;
+        let tokens: Vec<u32> = (0..rows as u64)
+            .map(|i| (NVFP4::format::random::bits(3, i) % vocabulary) as u32)
+            .collect();
+        let labels: Vec<i32> = tokens.iter().map(|&t| t as i32).collect();
+        let batch = MicroBatch {
+            tokens: &tokens,
+            documents: &lengths,
+            labels: &labels,
+        };
+        let mut times: Vec<f64> = (0..6)
+            .map(|_| {
+                let start = Instant::now();
+                let step = trainer.step(&[batch]).unwrap();
+                gpu.synchronize().unwrap();
+                println!(
+                    "loss {:.4} norm {:.3} changed {:.4} {:.4}",
+                    step.loss, step.gradient_norm, step.changed, step.changed_delivered
+                );
+                start.elapsed().as_secs_f64()
+            })
+            .skip(1)
+            .collect();
+        times.sort_by(f64::total_cmp);
+        let peak = |tag| memory::usage(tag).peak as f64 / 1e9;
+        println!(
+            "{lengths:?} recompute {recompute}: {:.0} ms, {:.0} tokens/s; weights {:.2} GB, scratch {:.2} GB",
+            times[2] * 1e3,
+            rows as f64 / times[2],
+            peak(Tag::DeviceWeights),
+            peak(Tag::DeviceScratch)
         );
     }
 }
