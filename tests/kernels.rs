@@ -26,7 +26,9 @@ fn multiply(unit: Unit, target: &str) -> Option<&'static str> {
         Unit::LinearSkinny | Unit::LinearTiled | Unit::AttentionDecode | Unit::AttentionPrefill => {
             Some(F16)
         }
-        Unit::LinearWide => Some(WARPGROUP),
+        Unit::LinearWide
+        | Unit::AttentionTrainingForwardWide
+        | Unit::AttentionTrainingBackwardWide => Some(WARPGROUP),
         Unit::ScaledMmProduct if target.starts_with("sm_12") => Some(NVFP4),
         Unit::ScaledMmProduct => Some(F16),
         _ => None,

@@ -23,8 +23,8 @@ __device__ __forceinline__ u32 low_bytes(float a, float b, float c, float d) {
 __device__ __forceinline__ float fraction16(u32 draw, int at) {
     return __fmaf_rn(from_half(draw, at), 1.0f / 65536, -TWO_23 / 65536 + 1.0f / (1 << 17));
 }
-// (n + 1/2) / 2^8 - 1/2 of byte `at` of a draw.
-__device__ __forceinline__ float dither8(u32 draw, int at) { return __fmaf_rn(from_byte(draw, at), 1.0f / 256, -TWO_23 / 256 - 0.5f + 1.0f / (1 << 9)); }
+// (n + 1/2) / 2^8 - 1/2 of byte `at` of a draw: from 128 on, an f32 steps by 2^-16, so that n stands in its second byte, and the half in its first.
+__device__ __forceinline__ float dither8(u32 draw, int at) { return __uint_as_float(__byte_perm(draw, 0x43000080u, 0x7604 | at << 4)) - 128.5f; }
 
 // Eight values of 4 bits: even ones in the bytes of `even`, odd ones in those of `odd`, or the other way.
 struct Bytes {

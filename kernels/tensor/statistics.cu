@@ -8,21 +8,38 @@ struct Statistics {
     float nonfinite;        // how many elements are infinite or NaN; exact up to 2^24
 };
 
+// What a step knows of a gradient.
+struct Entry {
+    Statistics found;
+    float factor;           // multiplies it; infinite if it or one before it in the step is not finite
+};
+
 struct Arguments {
-    const uint4* g;         // bf16
+    const void* g;          // bf16, or f32
     Statistics* partial;    // [BLOCKS]
     u64 pieces;             // of eight elements
 };
 
 struct TotalArguments {
     const Statistics* partial;  // [BLOCKS]
-    Statistics* total;
+    Entry* entry;
+    const Entry* previous;      // of the same step, or null
+    float bound;                // that the norm is clipped to; may be infinite
 };
 
 constexpr int THREADS = 256, BLOCKS = 512;
 
-// Grid: (BLOCKS)
-extern "C" __global__ void __launch_bounds__(THREADS) gradient_statistics(const __grid_constant__ Arguments a) {
+__device__ __forceinline__ void load_piece(const u16* g, u64 piece, float (&x)[PIECE]) { load_bf16((const uint4*)g + piece, x); }
+__device__ __forceinline__ void load_piece(const float* g, u64 piece, float (&x)[PIECE]) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        float4 v = ((const float4*)g)[2 * piece + i];
+        x[4 * i] = v.x, x[4 * i + 1] = v.y, x[4 * i + 2] = v.z, x[4 * i + 3] = v.w;
+    }
+}
+
+template <class T>
+__device__ __forceinline__ void statistics(const Arguments& a) {
     __shared__ float by_warp[THREADS / WARP];
     wait_for_earlier_kernels();
     let_later_kernels_start();
@@ -31,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) gradient_statistics(const 
 #pragma unroll 4
     for (u64 i = blockIdx.x * THREADS + threadIdx.x; i < a.pieces; i += BLOCKS * THREADS) {
         float g[PIECE], sum = 0;
-        load_bf16(a.g + i, g);
+        load_piece((const T*)a.g, i, g);
 #pragma unroll
         for (int e = 0; e < PIECE; e++) {
             float magnitude = fabsf(g[e]);
@@ -50,6 +67,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) gradient_statistics(const 
     if (threadIdx.x == 0) a.partial[blockIdx.x] = {squares, largest, count};
 }
 
+// Grid: (BLOCKS)
+extern "C" __global__ void __launch_bounds__(THREADS) gradient_statistics(const __grid_constant__ Arguments a) { statistics<u16>(a); }
+extern "C" __global__ void __launch_bounds__(THREADS) gradient_statistics_f32(const __grid_constant__ Arguments a) { statistics<float>(a); }
+
 // Grid: (1)
 extern "C" __global__ void __launch_bounds__(BLOCKS) gradient_statistics_total(const __grid_constant__ TotalArguments a) {
     __shared__ double squares[BLOCKS];
@@ -65,5 +86,9 @@ extern "C" __global__ void __launch_bounds__(BLOCKS) gradient_statistics_total(c
         if ((int)threadIdx.x < half) squares[threadIdx.x] += squares[threadIdx.x + half];
         __syncthreads();
     }
-    if (threadIdx.x == 0) *a.total = {(float)squares[0], largest, nonfinite};
+    if (threadIdx.x == 0) {
+        float sum = (float)squares[0];
+        bool usable = nonfinite == 0 && sum < INFINITY && (!a.previous || a.previous->factor < INFINITY);
+        *a.entry = {{sum, largest, nonfinite}, usable ? fminf(1.0f, a.bound / sqrtf(sum)) : INFINITY};
+    }
 }

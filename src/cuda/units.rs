@@ -60,6 +60,8 @@ units! {
     AttentionReference = "attention/reference.cu",
     AttentionTrainingForward = "attention/training_forward.cu",
     AttentionTrainingBackward = "attention/training_backward.cu",
+    AttentionTrainingForwardWide = "attention/training_forward_wide.cu",
+    AttentionTrainingBackwardWide = "attention/training_backward_wide.cu",
     Embed = "embed/embed.cu",
     EmbedTraining = "embed/training.cu",
     ExpertsRoute = "experts/route.cu",
@@ -103,7 +105,13 @@ units! {
 impl Unit {
     /// Whether it has kernels for an architecture, as the compiler names it.
     pub(crate) fn is_for(self, target: &str) -> bool {
-        target == "sm_90a" || self != Unit::LinearWide
+        let multiplies_by_warpgroups = matches!(
+            self,
+            Unit::LinearWide
+                | Unit::AttentionTrainingForwardWide
+                | Unit::AttentionTrainingBackwardWide
+        );
+        target == "sm_90a" || !multiplies_by_warpgroups
     }
 
     /// Those with kernels for an architecture, as the compiler names it.

@@ -5,10 +5,12 @@ use std::ops::Range;
 use super::recipe::{Clip, Recipe};
 use crate::base::Result;
 use crate::base::error::bail;
+use crate::cpu::Cpu;
 use crate::format::adamw::GROUP_ROWS;
 use crate::model::training::{Layout, MatrixId, Source, Store, VectorId};
+use crate::ops::training::array;
 use crate::ops::training::optimizer::{Changes, Coefficients, Hyperparameters, Matrix, Vector};
-use crate::ops::training::{array, statistics};
+use crate::ops::training::statistics::{GradientStatistics, Statistics};
 use crate::ops::{Array, Device, Mixed, Slice, SliceMut};
 
 /// Rows of a gradient that are converted at a time.
@@ -55,8 +57,8 @@ pub struct Parameters {
     sums: Vec<Array>,
     /// The step that gradients make at once.
     plan: Option<StepPlan>,
-    /// The sum of squares of the gradients that have come.
-    squares: f64,
+    /// Of the gradients that have come.
+    statistics: GradientStatistics,
     report: StepReport,
     scratch: Array<Mixed>,
 }
@@ -65,11 +67,15 @@ impl Parameters {
     /// Those of a checkpoint.
     pub fn new(device: &Device, source: &Source, recipe: &Recipe) -> Result<Parameters> {
         let layout = source.layout();
+        let host = match device {
+            Device::Cpu(cpu) => cpu.clone(),
+            Device::Cuda(_) => Cpu::new(None)?,
+        };
         let matrices = (0..layout.matrices.len()).map(|id| {
             let m = &layout.matrices[id];
-            let read = &mut |rows, out: &mut [f32]| source.matrix(id, rows, out);
-            Matrix::new(device, recipe.forms_of(&m.name), m.rows, m.cols, read)
-                .map_err(|e| e.within(&m.name))
+            let read = |rows: Range<usize>, out: &mut [f32]| source.matrix(id, rows, out);
+            let forms = recipe.forms_of(&m.name);
+            Matrix::new(device, &host, forms, m.rows, m.cols, &read).map_err(|e| e.within(&m.name))
         });
         let vectors = (0..layout.vectors.len()).map(|id| Vector::new(device, &source.vector(id)?));
         let (matrices, vectors) = (
@@ -134,7 +140,7 @@ impl Parameters {
             whole: true,
             sums: Vec::new(),
             plan: None,
-            squares: 0.0,
+            statistics: GradientStatistics::new(device)?,
             report: StepReport::default(),
             scratch: Array::empty(),
         };
@@ -198,7 +204,7 @@ impl Parameters {
 
     /// Begins a step: gradients come until [`Parameters::finish_step`].
     pub(super) fn begin_step(&mut self, plan: StepPlan) -> Result<()> {
-        self.squares = 0.0;
+        self.statistics.clear();
         self.report = StepReport::default();
         self.plan = Some(plan);
         for sum in &mut self.sums {
@@ -233,22 +239,27 @@ impl Parameters {
         let Some(plan) = self.plan.take() else {
             bail!(Internal, "a step ended that had not begun");
         };
+        let device = self.device.clone();
         for (vector, trains) in self.vectors.iter_mut().zip(&self.trains_vectors) {
             if *trains {
-                let found = statistics::of_floats(&self.device, vector.gradient().as_slice())?;
-                self.squares += found.squares;
-                self.report.skipped |= !found.is_finite();
+                let gradient = vector.gradient();
+                self.statistics
+                    .add_floats(&device, gradient.as_slice(), f32::INFINITY)?;
             }
         }
         let mut sums = std::mem::take(&mut self.sums);
-        for (id, sum) in sums.iter().enumerate() {
-            if self.trains[id] {
-                let found = statistics::of_floats(&self.device, sum.all())?;
-                self.squares += found.squares;
-                self.report.skipped |= !found.is_finite();
+        for (sum, trains) in sums.iter().zip(&self.trains) {
+            if *trains {
+                self.statistics
+                    .add_floats(&device, sum.all(), f32::INFINITY)?;
             }
         }
-        self.report.gradient_norm = self.squares.sqrt() * f64::from(plan.factor);
+        let found = self.statistics.read(&device)?;
+        self.report.skipped = !found.iter().all(Statistics::is_finite);
+        // Released gradients came first, and were used up to the first that is not finite.
+        self.report.partial &= found.first().is_some_and(Statistics::is_finite);
+        let squares: f64 = found.iter().map(|of| of.squares).sum();
+        self.report.gradient_norm = squares.sqrt() * f64::from(plan.factor);
         if !self.report.skipped {
             let factor = match self.recipe.clip {
                 Clip::Global(most) | Clip::Previous(most) if self.report.gradient_norm > most => {
@@ -293,7 +304,7 @@ impl Parameters {
                 self.scratch.first_mut(len)?,
             )?;
             let key = (self.recipe.seed, id as u64);
-            self.matrices[id].step(&self.device, &c, key, first, self.scratch.first(len)?)?;
+            self.matrices[id].step(&self.device, &c, key, first, self.scratch.first(len)?, None)?;
         }
         Ok(())
     }
@@ -308,27 +319,16 @@ impl Parameters {
         let Some(plan) = self.plan else {
             bail!(Internal, "a gradient came outside a step");
         };
-        let found = statistics::of_gradients(&self.device, gradient)?;
-        if !found.is_finite() || self.report.skipped {
-            self.report.skipped = true;
-            return Ok(());
-        }
-        self.squares += found.squares;
-        self.report.partial = true;
-        let factor = match self.recipe.clip {
-            Clip::PerTensor(most) => {
-                (most / (found.squares.sqrt() * f64::from(plan.factor))).min(1.0)
-            }
-            _ => 1.0,
+        let bound = match self.recipe.clip {
+            Clip::PerTensor(most) => (most / f64::from(plan.factor)) as f32,
+            _ => f32::INFINITY,
         };
-        let c = self.coefficients(&plan, factor, true);
-        self.matrices[id].step(
-            &self.device,
-            &c,
-            (self.recipe.seed, id as u64),
-            first,
-            gradient,
-        )
+        let number = self.statistics.add(&self.device, gradient, bound)?;
+        self.report.partial = true;
+        let c = self.coefficients(&plan, 1.0, true);
+        let key = (self.recipe.seed, id as u64);
+        let clip = Some(self.statistics.factor(&self.device, number)?);
+        self.matrices[id].step(&self.device, &c, key, first, gradient, clip)
     }
 }
 

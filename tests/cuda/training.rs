@@ -590,7 +590,14 @@ fn cross_entropy_in_chunks_agrees_with_f64() {
 #[test]
 fn statistics_of_gradients_agree_with_f64() {
     let Some(gpu) = gpu() else { return };
-    for (count, odd) in [(8, false), (37 * 48, true), (1024 * 2560, true)] {
+    for (count, odd, is_f32) in [
+        (8, false, false),
+        (37 * 48, true, false),
+        (1024 * 2560, true, false),
+        (8, false, true),
+        (37 * 48, true, true),
+        (1024 * 2560, false, true),
+    ] {
         let mut values = normal(71, count);
         if odd {
             values[0] = f32::NAN;
@@ -599,21 +606,44 @@ fn statistics_of_gradients_agree_with_f64() {
             values[count / 2] = f32::INFINITY;
             values[count - 1] = f32::NEG_INFINITY;
         }
-        let g = Array::of_bf16(&gpu, &values);
-        let run = || {
-            let (partial, out) = (poisoned(&gpu, STATISTICS_PARTIAL * 4), poisoned(&gpu, 12));
-            training::gradient_statistics(g.slice(), (&partial).into(), (&out).into()).unwrap();
-            out
+        let g = match is_f32 {
+            true => Array::of_f32(&gpu, &values),
+            false => Array::of_bf16(&gpu, &values),
         };
-        let out = run();
-        assert_eq!(read_bits(&out), read_bits(&run()));
         let finite = || g.values.iter().copied().filter(|x| x.is_finite());
         let squares: f64 = finite().map(|x| x * x).sum();
         let largest = finite().fold(0.0, |a: f64, x| a.max(x.abs()));
         let nonfinite = (count - finite().count()) as f64;
-        let got = values_of_f32(&out);
-        assert_within(&got[..1], &[squares], 0.0, |_| squares, "a sum of squares");
-        assert_eq!(got[1..], [largest, nonfinite], "{count} elements");
+        for (bound, before) in [
+            (f32::INFINITY, None),
+            (0.5, Some(1.0)),
+            (0.5, Some(f32::INFINITY)),
+        ] {
+            let previous = before.map(|factor| Array::of_f32(&gpu, &[0.0, 0.0, 0.0, factor]));
+            let run = || {
+                let (partial, out) = (poisoned(&gpu, STATISTICS_PARTIAL * 4), poisoned(&gpu, 16));
+                training::gradient_statistics(
+                    g.slice(),
+                    is_f32,
+                    (&partial).into(),
+                    previous.as_ref().map(Array::slice),
+                    bound,
+                    (&out).into(),
+                )
+                .unwrap();
+                out
+            };
+            let out = run();
+            assert_eq!(read_bits(&out), read_bits(&run()));
+            let got = values_of_f32(&out);
+            assert_within(&got[..1], &[squares], 0.0, |_| squares, "a sum of squares");
+            assert_eq!(got[1..3], [largest, nonfinite], "{count} elements");
+            let factor = (f64::from(bound) / squares.sqrt()).min(1.0);
+            match odd || before.is_some_and(f32::is_infinite) {
+                true => assert!(got[3].is_infinite(), "{}", got[3]),
+                false => assert!((got[3] / factor - 1.0).abs() < 1e-5, "{} {factor}", got[3]),
+            }
+        }
     }
 }
 

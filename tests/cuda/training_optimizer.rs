@@ -3,6 +3,7 @@
 
 use std::time::Instant;
 
+use NVFP4::cpu::Cpu;
 use NVFP4::format::adamw::{
     Coefficients, FirstForm, Forms, Hyperparameters, SecondForm, WeightForm,
 };
@@ -58,6 +59,9 @@ fn on(device: &Device, values: &[f32]) -> Array<Mixed> {
 fn adamw_gives_what_the_cpu_gives() {
     let Some(gpu) = gpu() else { return };
     let devices = [Device::cpu(Some(2)).unwrap(), Device::Cuda(gpu)];
+    let Device::Cpu(host) = &devices[0] else {
+        unreachable!()
+    };
     for (weight, first, second) in FORMS {
         for fresh_scales in [false, true] {
             for (rows, cols) in [(8, 128), (37, 48), (64, 640)] {
@@ -69,13 +73,13 @@ fn adamw_gives_what_the_cpu_gives() {
                 };
                 let what = format!("{forms:?} [{rows}, {cols}]");
                 let values: Vec<f32> = normal(7, rows * cols).iter().map(|v| v * 0.03).collect();
-                let mut read = |range: std::ops::Range<usize>, out: &mut [f32]| {
+                let read = |range: std::ops::Range<usize>, out: &mut [f32]| {
                     out.copy_from_slice(&values[range.start * cols..range.end * cols]);
                     Ok(())
                 };
                 let mut matrices = devices
                     .each_ref()
-                    .map(|device| Matrix::new(device, forms, rows, cols, &mut read).unwrap());
+                    .map(|device| Matrix::new(device, host, forms, rows, cols, &read).unwrap());
                 for number in 1..=4u64 {
                     // The last rate makes weights outgrow their scales.
                     let settings = Hyperparameters {
@@ -92,7 +96,14 @@ fn adamw_gives_what_the_cpu_gives() {
                                 let part_gradients =
                                     on(device, &all[part.start * cols..part.end * cols]);
                                 matrix
-                                    .step(device, &c, (5, 3), part.start, part_gradients.all())
+                                    .step(
+                                        device,
+                                        &c,
+                                        (5, 3),
+                                        part.start,
+                                        part_gradients.all(),
+                                        None,
+                                    )
                                     .unwrap();
                             }
                         }
@@ -145,8 +156,14 @@ fn adamw_gives_what_the_cpu_gives() {
                         .zip(&values)
                         .map(|(a, b)| f64::from(a - b).powi(2))
                         .sum();
-                    // Four steps, the last of up to 0.05 either way.
-                    assert!((squares / exact.len() as f64).sqrt() < 0.08, "{what}");
+                    // Four steps, the last of up to 0.05 either way; a code alone is rounded each time, to neighbours 0.03 apart.
+                    let most = if weight == WeightForm::OneTerm {
+                        0.12
+                    } else {
+                        0.08
+                    };
+                    let moved = (squares / exact.len() as f64).sqrt();
+                    assert!(moved < most, "{what}: {moved}");
                     let exact: Vec<f32> =
                         exact.iter().map(|&v| bf16::from_f32(v).to_f32()).collect();
                     let mut out = on(&devices[1], &vec![9.0; rows * cols]);
@@ -193,6 +210,7 @@ fn adamw_gives_what_the_cpu_gives() {
 fn adamw_speed() {
     let Some(gpu) = gpu() else { return };
     let device = Device::Cuda(gpu.clone());
+    let host = Cpu::new(None).unwrap();
     let (rows, cols) = (32768, 2560);
     for (weight, first, second) in FORMS {
         let forms = Forms {
@@ -201,12 +219,12 @@ fn adamw_speed() {
             second,
             fresh_scales: false,
         };
-        let mut read = |range: std::ops::Range<usize>, out: &mut [f32]| {
+        let read = |range: std::ops::Range<usize>, out: &mut [f32]| {
             let values = normal(range.start as u64, out.len());
             out.iter_mut().zip(values).for_each(|(o, v)| *o = v * 0.03);
             Ok(())
         };
-        let mut matrix = Matrix::new(&device, forms, rows, cols, &mut read).unwrap();
+        let mut matrix = Matrix::new(&device, &host, forms, rows, cols, &read).unwrap();
         let values: Vec<f32> = normal(3, rows * cols).iter().map(|v| v * 1e-3).collect();
         let g = on(&device, &values);
         let mut out: Array<Mixed> = Array::scratch(&device, rows * cols).unwrap();
@@ -224,7 +242,7 @@ fn adamw_speed() {
             times.sort_by(f64::total_cmp);
             times[3] * 1e3 / (rows * cols) as f64 * 1e9
         };
-        let step = time(&mut || matrix.step(&device, &c, (5, 3), 0, g.all()).unwrap());
+        let step = time(&mut || matrix.step(&device, &c, (5, 3), 0, g.all(), None).unwrap());
         let decode = time(&mut || {
             matrix
                 .decode(&device, 0..rows, true, out.all_mut())

@@ -13,4 +13,4 @@ mod rows;
 pub use attention::{DocumentRows, PackedAttention};
 pub use heads::Heads;
 pub use loss::{CrossEntropy, HeadColumns};
-pub use optimizer::{MatrixRows, Rows, RowsStep, weight_global};
+pub use optimizer::{MatrixRows, ReadRows, Rows, RowsStep, weight_global};

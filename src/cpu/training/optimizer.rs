@@ -1,5 +1,6 @@
 //! AdamW on rows of a matrix in their stored form.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use super::rows::by_parts;
@@ -215,28 +216,83 @@ impl Cpu {
         });
     }
 
-    /// Stores values `[rows, cols]`, rounded to nearest, as rows of a matrix.
+    /// The largest magnitude of rows `[rows, cols]` that `read` gives; the first that is not finite is an error.
+    pub fn largest_weight(&self, rows: usize, cols: usize, read: &ReadRows<'_>) -> Result<f32> {
+        let mut parts = vec![Ok(0f32); rows.div_ceil(READ)];
+        by_parts(self.pool(), &mut parts, 1, |part, found| {
+            found[0] = with_rows(part, 0..rows, cols, read, |first, values| {
+                match values.iter().position(|v| !v.is_finite()) {
+                    Some(i) => bail!(
+                        InvalidArgument,
+                        "the weight at row {}, column {} is {}, which cannot be trained",
+                        first + i / cols,
+                        i % cols,
+                        values[i]
+                    ),
+                    None => Ok(values.iter().fold(0f32, |most, v| most.max(v.abs()))),
+                }
+            });
+        });
+        parts
+            .into_iter()
+            .try_fold(0f32, |most, part| Ok(most.max(part?)))
+    }
+
+    /// Stores a range of rows of `cols` elements that `read` gives, rounded to nearest: its codes and what is kept beside them.
     pub fn encode_matrix(
         &self,
         form: WeightForm,
-        values: &[f32],
+        rows: Range<usize>,
+        cols: usize,
+        read: &ReadRows<'_>,
         global: f32,
         codes: Rows<'_>,
         rest: &mut [u8],
-    ) {
-        let n = values.len() / BLOCK;
-        let mut rest = rest.chunks_exact_mut(form.rest().codes.max(1));
-        for (values, field) in
-            values
-                .as_chunks::<BLOCK>()
-                .0
-                .iter()
-                .zip(blocks(codes, form.codes(), n))
-        {
-            let rest = rest.next().unwrap_or_default();
-            encode_weights(form, values, global, false, None, field, rest);
-        }
+    ) -> Result<()> {
+        let n = READ * cols / BLOCK;
+        let beside = form.rest().codes;
+        let mut rest = rest.chunks_mut((beside * n).max(1));
+        let mut all: Vec<_> = parts(codes, form.codes(), n)
+            .take(rows.len().div_ceil(READ))
+            .map(|codes| (Some((codes, rest.next().unwrap_or_default())), Ok(())))
+            .collect();
+        by_parts(self.pool(), &mut all, 1, |part, encoded| {
+            let (codes, rest) = encoded[0].0.take().expect("each part is encoded once");
+            encoded[0].1 = with_rows(part, rows.clone(), cols, read, |_, values| {
+                let values = values.as_chunks::<BLOCK>().0;
+                let mut rest = rest.chunks_exact_mut(beside.max(1));
+                for (values, field) in values.iter().zip(blocks(codes, form.codes(), values.len()))
+                {
+                    let rest = rest.next().unwrap_or_default();
+                    encode_weights(form, values, global, false, None, field, rest);
+                }
+                Ok(())
+            });
+        });
+        all.into_iter().try_for_each(|(_, encoded)| encoded)
     }
+}
+
+/// Gives the values of a range of rows, on any thread.
+pub type ReadRows<'a> = dyn Fn(Range<usize>, &mut [f32]) -> Result<()> + Sync + 'a;
+
+/// Rows that a thread reads at a time.
+const READ: usize = 64;
+const _: () = assert!(READ.is_multiple_of(GROUP_ROWS));
+
+/// Reads part `part` of some rows, and gives its first row and its values.
+fn with_rows<T>(
+    part: usize,
+    rows: Range<usize>,
+    cols: usize,
+    read: &ReadRows<'_>,
+    each: impl FnOnce(usize, &[f32]) -> Result<T>,
+) -> Result<T> {
+    let first = rows.start + part * READ;
+    let range = first..rows.end.min(first + READ);
+    let mut values = vec![0.0; range.len() * cols];
+    read(range, &mut values)?;
+    each(first, &values)
 }
 
 /// The global scale of a weight whose largest magnitude is `amax`: a power of two that lets it double.

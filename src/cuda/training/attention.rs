@@ -1,6 +1,6 @@
 //! Attention of rows in which documents follow each other, forward and backward.
 
-use super::super::driver::{DeviceSlice, Launch, int};
+use super::super::driver::{DeviceSlice, Gpu, Launch, int};
 use super::super::units::Unit;
 use super::sizes::{expect_bf16, expect_room, expect_words};
 use crate::base::Result;
@@ -19,6 +19,13 @@ const TILES: usize = 6;
 const FORWARD_ROWS: usize = 128;
 const FORWARD_THREADS: u32 = 256;
 const BACKWARD_THREADS: u32 = 128;
+/// Rows of a block of Hopper's kernels, those that it goes over at a time forward and backward, and its threads.
+const WIDE_ROWS: usize = 128;
+const WIDE_FORWARD_STEP: usize = 128;
+const WIDE_BACKWARD_STEP: usize = 64;
+const WIDE_THREADS: u32 = 256;
+/// Heads of these sizes have kernels for Hopper.
+const WIDE_DIMS: [usize; 2] = [64, 128];
 /// Rows of a block of the kernel that adds up products of results and gradients.
 const DELTA_ROWS: usize = 4;
 /// Heads of these sizes have kernels.
@@ -86,6 +93,11 @@ impl Attention<'_> {
         (TILES * TILE * (2 * self.dim + padding)) as u32
     }
 
+    /// Whether Hopper's kernels serve.
+    fn is_wide(&self, gpu: &Gpu) -> bool {
+        gpu.arch() == (9, 0) && WIDE_DIMS.contains(&self.dim) && self.score_cap.is_none()
+    }
+
     fn arguments(
         &self,
         qkv: DeviceSlice<'_>,
@@ -142,18 +154,37 @@ pub fn attention_forward(
     lse: DeviceSlice<'_>,
 ) -> Result<()> {
     let arguments = options.arguments(qkv, out, lse)?;
-    let grid = [
-        options.rows().div_ceil(FORWARD_ROWS) as u32,
-        options.heads as u32,
-        1,
-    ];
-    let launch = Launch {
-        shared: options.shared(),
-        ..Launch::new(grid, FORWARD_THREADS)
+    let (gpu, dim) = (qkv.gpu(), options.dim);
+    let blocks = |rows: usize| {
+        [
+            options.rows().div_ceil(rows) as u32,
+            options.heads as u32,
+            1,
+        ]
     };
-    let name = format!("attention_training_forward_{}", options.dim);
+    let (unit, name, launch) = if options.is_wide(gpu) {
+        // Queries, and two stages of keys and values.
+        let shared = 2 * dim * (WIDE_ROWS + 4 * WIDE_FORWARD_STEP);
+        (
+            Unit::AttentionTrainingForwardWide,
+            format!("attention_training_forward_wide_{dim}"),
+            Launch {
+                shared: shared as u32,
+                ..Launch::new(blocks(WIDE_ROWS), WIDE_THREADS)
+            },
+        )
+    } else {
+        (
+            Unit::AttentionTrainingForward,
+            format!("attention_training_forward_{dim}"),
+            Launch {
+                shared: options.shared(),
+                ..Launch::new(blocks(FORWARD_ROWS), FORWARD_THREADS)
+            },
+        )
+    };
     // SAFETY: the struct is the kernel's; sizes were checked.
-    unsafe { launch.run(qkv.gpu(), Unit::AttentionTrainingForward, &name, &arguments) }
+    unsafe { launch.run(gpu, unit, &name, &arguments) }
 }
 
 /// The backward pass of [`attention_forward`]: makes bf16 `dqkv` the gradients of `qkv` from those of its results, bf16 `dout`. `delta` has
@@ -192,15 +223,32 @@ pub fn attention_backward(
     );
     // SAFETY: the struct is the kernel's; sizes were checked.
     unsafe { launch.run(gpu, unit, "attention_training_delta", &sums)? };
+    let wide = options.is_wide(gpu);
     for (kernel, heads) in [("keys", kv_heads), ("queries", heads)] {
-        let launch = Launch {
-            shared: options.shared(),
-            ..Launch::new(
-                [rows.div_ceil(TILE) as u32, heads as u32, 1],
-                BACKWARD_THREADS,
+        let (unit, name, launch) = if wide {
+            // Two arrays of a block's rows, and two stages of two arrays that it goes over, with two numbers for each of their rows.
+            let shared =
+                2 * dim * (2 * WIDE_ROWS + 4 * WIDE_BACKWARD_STEP) + 16 * WIDE_BACKWARD_STEP;
+            let grid = [rows.div_ceil(WIDE_ROWS) as u32, heads as u32, 1];
+            (
+                Unit::AttentionTrainingBackwardWide,
+                format!("attention_training_{kernel}_wide_{dim}"),
+                Launch {
+                    shared: shared as u32,
+                    ..Launch::new(grid, WIDE_THREADS)
+                },
+            )
+        } else {
+            let grid = [rows.div_ceil(TILE) as u32, heads as u32, 1];
+            (
+                unit,
+                format!("attention_training_{kernel}_{dim}"),
+                Launch {
+                    shared: options.shared(),
+                    ..Launch::new(grid, BACKWARD_THREADS)
+                },
             )
         };
-        let name = format!("attention_training_{kernel}_{dim}");
         // SAFETY: as above.
         unsafe { launch.run(gpu, unit, &name, &arguments)? };
     }

@@ -28,7 +28,7 @@ pub use optimizer::{
     Moments, Step, TrainedWeights, adamw, adamw_vector, chunk_bytes, decode_matrix, pack_matrix,
     unpack_matrix,
 };
-pub use statistics::{STATISTICS_PARTIAL, gradient_statistics};
+pub use statistics::{STATISTICS_ENTRY, STATISTICS_PARTIAL, gradient_statistics};
 
 /// What the kernels of this room are passed, by the start of their names.
 pub(super) const ARGUMENTS: &[&[(&str, usize)]] = &[

@@ -19,6 +19,8 @@ const STATISTICS: usize = 3;
 
 /// Elements of f32 that the partial statistics of [`gradient_statistics`] take.
 pub const STATISTICS_PARTIAL: usize = BLOCKS as usize * STATISTICS;
+/// Elements of f32 of an entry that it makes.
+pub const STATISTICS_ENTRY: usize = STATISTICS + 1;
 
 #[repr(C)]
 struct StatisticsArguments {
@@ -30,19 +32,31 @@ struct StatisticsArguments {
 #[repr(C)]
 struct TotalArguments {
     partial: u64,
-    total: u64,
+    entry: u64,
+    previous: u64,
+    bound: f32,
 }
 
-/// f32 `out` `[3]`: the sum of squares and the largest magnitude of the finite elements of bf16 `g`, and how many elements are not
-/// finite, exactly up to 2^24. The size of `g` is a multiple of 8. `partial` has room for [`STATISTICS_PARTIAL`] elements.
+/// f32 `entry` `[4]`: the sum of squares and the largest magnitude of the finite elements of `g`, bf16 or f32; how many elements are not
+/// finite, exactly up to 2^24; and the factor that brings its norm to at most `bound`, at most 1: infinite if `g` is not finite, or if that of
+/// the entry `previous` is infinite. The elements of `g` are a multiple of 8. `partial` has room for [`STATISTICS_PARTIAL`] elements.
 pub fn gradient_statistics(
     g: DeviceSlice<'_>,
+    is_f32: bool,
     partial: DeviceSlice<'_>,
-    out: DeviceSlice<'_>,
+    previous: Option<DeviceSlice<'_>>,
+    bound: f32,
+    entry: DeviceSlice<'_>,
 ) -> Result<()> {
-    let pieces = pieces("a gradient", g)?;
+    let (name, narrower) = match is_f32 {
+        true => ("gradient_statistics_f32", 2),
+        false => ("gradient_statistics", 1),
+    };
+    let pieces = pieces("a gradient", g)? / narrower;
     expect_room("partial statistics", partial, &[STATISTICS_PARTIAL])?;
-    out.holds("statistics", &[STATISTICS, size_of::<f32>()])?;
+    for entry in [Some(entry), previous].into_iter().flatten() {
+        entry.holds("statistics", &[STATISTICS_ENTRY, size_of::<f32>()])?;
+    }
     let arguments = StatisticsArguments {
         g: g.address(),
         partial: partial.address(),
@@ -50,23 +64,18 @@ pub fn gradient_statistics(
     };
     let launch = Launch::new([BLOCKS, 1, 1], THREADS);
     // SAFETY: the struct is the kernel's; sizes were checked.
-    unsafe {
-        launch.run(
-            out.gpu(),
-            Unit::Statistics,
-            "gradient_statistics",
-            &arguments,
-        )?
-    };
+    unsafe { launch.run(entry.gpu(), Unit::Statistics, name, &arguments)? };
     let arguments = TotalArguments {
         partial: partial.address(),
-        total: out.address(),
+        entry: entry.address(),
+        previous: previous.map_or(0, |p| p.address()),
+        bound,
     };
     let launch = Launch::new([1, 1, 1], BLOCKS);
     // SAFETY: as above.
     unsafe {
         launch.run(
-            out.gpu(),
+            entry.gpu(),
             Unit::Statistics,
             "gradient_statistics_total",
             &arguments,

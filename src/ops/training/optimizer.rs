@@ -3,10 +3,13 @@
 use std::ops::Range;
 
 use super::super::{Array, Device, Mixed, Slice, SliceMut};
+use super::gpu;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::cpu::Cpu;
 use crate::cpu::training::{MatrixRows, Rows, RowsStep, weight_global};
+
+pub use crate::cpu::training::ReadRows;
 use crate::cuda::training::{self as cuda, Moments, TrainedWeights};
 use crate::format::adamw::{FieldBytes, GROUP_ROWS, decode_weights, encode_weights, step_f32};
 use crate::format::e4m3;
@@ -122,11 +125,8 @@ pub struct Matrix {
     counters: Array<u8>,
 }
 
-/// Gives the values of a range of rows.
-pub type ReadRows<'a> = dyn FnMut(Range<usize>, &mut [f32]) -> Result<()> + 'a;
-
-/// Rows that are encoded at a time.
-const ENCODED: usize = 256;
+/// Rows that are encoded before they go to the device.
+const ENCODED: usize = 4096;
 const _: () = assert!(ENCODED.is_multiple_of(GROUP_ROWS));
 /// Bytes of the counters.
 const COUNTERS: usize = 24;
@@ -211,46 +211,21 @@ fn bytes_of(array: &Array<u8>) -> Result<Vec<u8>> {
 }
 
 impl Matrix {
-    /// A matrix with these values, rounded to nearest, and moments of zero. `read` is called twice for each row.
+    /// A matrix with these values, rounded to nearest, and moments of zero. `read` is called twice for each row, on threads of `host`.
     pub fn new(
         device: &Device,
+        host: &Cpu,
         forms: Forms,
         rows: usize,
         cols: usize,
-        read: &mut ReadRows<'_>,
+        read: &ReadRows<'_>,
     ) -> Result<Matrix> {
         let mut matrix = Matrix::zeroed(device, forms, rows, cols)?;
-        let cpu = match device {
-            Device::Cpu(cpu) => cpu.clone(),
-            Device::Cuda(_) => Cpu::new(None)?,
-        };
-        let mut values = vec![0.0; ENCODED.min(rows) * cols];
-        let runs = || {
-            (0..rows)
-                .step_by(ENCODED)
-                .map(|first| first..rows.min(first + ENCODED))
-        };
-        let mut amax = 0f32;
-        for range in runs() {
-            let values = &mut values[..range.len() * cols];
-            read(range.clone(), values)?;
-            if let Some(i) = values.iter().position(|v| !v.is_finite()) {
-                bail!(
-                    InvalidArgument,
-                    "the weight at row {}, column {} is {}, which cannot be trained",
-                    range.start + i / cols,
-                    i % cols,
-                    values[i]
-                );
-            }
-            amax = values.iter().fold(amax, |most, v| most.max(v.abs()));
-        }
+        let amax = host.largest_weight(rows, cols, read)?;
         // A matrix of zeros must have room to grow.
         matrix.global = weight_global(amax.max(1.0 / 1024.0));
-        for range in runs() {
-            let values = &mut values[..range.len() * cols];
-            read(range.clone(), values)?;
-            matrix.put_rows(device, &cpu, range, values)?;
+        for first in (0..rows).step_by(ENCODED) {
+            matrix.put_rows(device, host, first..rows.min(first + ENCODED), read)?;
         }
         Ok(matrix)
     }
@@ -282,23 +257,13 @@ impl Matrix {
     fn put_rows(
         &mut self,
         device: &Device,
-        cpu: &Cpu,
+        host: &Cpu,
         rows: Range<usize>,
-        values: &[f32],
+        read: &ReadRows<'_>,
     ) -> Result<()> {
         let (form, cols) = (self.forms.weight, self.cols);
         let blocks = rows.start * cols / BLOCK..rows.end * cols / BLOCK;
-        let beside = form.rest().codes;
-        if !device.is_cuda() {
-            let rest = self
-                .rest
-                .part_mut(blocks.start * beside..blocks.end * beside)?
-                .host()?;
-            let (codes, _) = self.weight.rows(&blocks, 0..0)?;
-            cpu.encode_matrix(form, values, self.global, codes, rest);
-            return Ok(());
-        }
-        let bytes = form.codes();
+        let (bytes, beside) = (form.codes(), form.rest().codes);
         let mut codes = vec![0; blocks.len() * bytes.codes];
         let mut scales = vec![0; blocks.len() * usize::from(bytes.scaled)];
         let mut rest = vec![0; blocks.len() * beside];
@@ -306,19 +271,31 @@ impl Matrix {
             codes: &mut codes,
             scales: &mut scales,
         };
-        cpu.encode_matrix(form, values, self.global, encoded, &mut rest);
+        host.encode_matrix(
+            form,
+            rows.clone(),
+            cols,
+            read,
+            self.global,
+            encoded,
+            &mut rest,
+        )?;
+        let of = |bytes: usize| blocks.start * bytes..blocks.end * bytes;
         self.rest
-            .part_mut(blocks.start * beside..blocks.end * beside)?
+            .part_mut(of(beside))?
             .copy_from(Slice::Host(&rest))?;
-        if !bytes.scaled {
-            let range = blocks.start * bytes.codes..blocks.end * bytes.codes;
-            return self
-                .weight
-                .codes
-                .part_mut(range)?
-                .copy_from(Slice::Host(&codes));
+        if device.is_cuda() && bytes.scaled {
+            return self.pack(device, rows, &codes, &scales);
         }
-        self.pack(device, rows, &codes, &scales)
+        let weight = &mut self.weight;
+        weight
+            .codes
+            .part_mut(of(bytes.codes))?
+            .copy_from(Slice::Host(&codes))?;
+        weight
+            .scales
+            .part_mut(of(usize::from(bytes.scaled)))?
+            .copy_from(Slice::Host(&scales))
     }
 
     /// Brings codes and scales of rows from a multiple of [`GROUP_ROWS`] on into the order of a GPU's kernels.
@@ -461,8 +438,9 @@ impl Matrix {
         Ok(())
     }
 
-    /// A step of the rows from `first_row` on, a multiple of [`GROUP_ROWS`], by their gradients `[.., cols]`, which must be finite. When all
-    /// rows have made the step, [`Matrix::finish_step`] ends it. `seed` and `tensor` choose the random bits.
+    /// A step of the rows from `first_row` on, a multiple of [`GROUP_ROWS`], by their gradients `[.., cols]`, which must be finite. They are
+    /// multiplied by `clip`, one f32 on the device, if it is given; nothing is done if that is not finite. When all rows have made the
+    /// step, [`Matrix::finish_step`] ends it. `seed` and `tensor` choose the random bits.
     pub fn step(
         &mut self,
         device: &Device,
@@ -470,6 +448,7 @@ impl Matrix {
         (seed, tensor): (u64, u64),
         first_row: usize,
         gradients: Slice<'_, Mixed>,
+        clip: Option<Slice<'_>>,
     ) -> Result<()> {
         let (cols, forms) = (self.cols, self.forms);
         let count = gradients.len() / cols;
@@ -488,12 +467,20 @@ impl Matrix {
                 coefficients,
                 keys: &keys,
                 first_row,
-                clip: None,
+                clip: gpu(clip)?,
                 counters: self.counters.all().cuda()?,
             };
             let (first, second) = (self.first.on_gpu()?, self.second.on_gpu()?);
             return cuda::adamw(&step, &self.on_gpu()?, &first, &second, gradients.cuda()?);
         };
+        let mut coefficients = *coefficients;
+        if let Some(clip) = clip {
+            let factor = clip.host()?[0];
+            if !factor.is_finite() {
+                return Ok(());
+            }
+            coefficients.factor *= factor;
+        }
         let blocks = first_row * cols / BLOCK..(first_row + count) * cols / BLOCK;
         let groups = first_row / GROUP_ROWS..(first_row + count).div_ceil(GROUP_ROWS);
         let beside = forms.weight.rest().codes;
@@ -508,7 +495,7 @@ impl Matrix {
         };
         let step = RowsStep {
             forms: &forms,
-            coefficients,
+            coefficients: &coefficients,
             keys: &keys,
             cols,
             first_row,

@@ -1,19 +1,19 @@
 //! What gradients add up to.
 
-use super::super::{Device, Mixed, Slice};
-use super::scratch;
+use super::super::{Array, Device, Element, Mixed, Slice};
 use crate::base::Result;
-use crate::cuda::training as cuda;
+use crate::base::error::bail;
+use crate::cuda::training::{self as cuda, STATISTICS_ENTRY, STATISTICS_PARTIAL};
 
-/// What is known of some gradients.
+/// What is known of a gradient.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Statistics {
-    /// The sum of their squares.
+    /// The sum of its squares; infinite if an element is not finite.
     pub squares: f64,
 }
 
 impl Statistics {
-    /// Whether every gradient is finite.
+    /// Whether every element is finite.
     pub fn is_finite(&self) -> bool {
         self.squares.is_finite()
     }
@@ -26,40 +26,143 @@ fn of_host(values: &[f32]) -> Statistics {
     }
 }
 
-/// Of gradients in mixed precision.
-pub fn of_gradients(device: &Device, values: Slice<'_, Mixed>) -> Result<Statistics> {
-    match device {
-        Device::Cpu(_) => Ok(of_host(values.host()?)),
-        Device::Cuda(_) => {
-            let mut partial = scratch(device, cuda::STATISTICS_PARTIAL)?;
-            let mut out = scratch(device, 3)?;
-            cuda::gradient_statistics(
-                values.cuda()?,
-                partial.all_mut().cuda()?,
-                out.all_mut().cuda()?,
-            )?;
-            let mut found = [0.0; 3];
-            out.all().read(&mut found)?;
-            let [squares, _, not_finite] = found;
-            Ok(Statistics {
-                squares: if not_finite == 0.0 {
-                    f64::from(squares)
-                } else {
-                    f64::INFINITY
-                },
-            })
-        }
-    }
+/// Entries of a block of [`GradientStatistics`].
+const BLOCK: usize = 1024;
+
+/// Statistics of the gradients of a step, one after another. On a GPU they stay there until they are asked for, so that nothing waits.
+#[derive(Debug)]
+pub struct GradientStatistics {
+    /// On a GPU, entries of [`cuda::gradient_statistics`]; on the CPU, a factor each.
+    blocks: Vec<Array>,
+    found: Vec<Statistics>,
+    partial: Array,
+    used: usize,
 }
 
-/// Of gradients in f32.
-pub fn of_floats(device: &Device, values: Slice<'_>) -> Result<Statistics> {
-    match device {
-        Device::Cpu(_) => Ok(of_host(values.host()?)),
-        Device::Cuda(_) => {
-            let mut host = vec![0.0; values.len()];
-            values.read(&mut host)?;
-            Ok(of_host(&host))
+impl GradientStatistics {
+    /// None yet.
+    pub fn new(device: &Device) -> Result<GradientStatistics> {
+        let partial = if device.is_cuda() {
+            STATISTICS_PARTIAL
+        } else {
+            0
+        };
+        Ok(GradientStatistics {
+            blocks: Vec::new(),
+            found: Vec::new(),
+            partial: Array::scratch(device, partial)?,
+            used: 0,
+        })
+    }
+
+    /// Forgets all of them, for the next step.
+    pub fn clear(&mut self) {
+        self.used = 0;
+        self.found.clear();
+    }
+
+    /// Adds a gradient in mixed precision, whose norm is to be at most `bound`, and gives its number for [`GradientStatistics::factor`].
+    pub fn add(
+        &mut self,
+        device: &Device,
+        gradient: Slice<'_, Mixed>,
+        bound: f32,
+    ) -> Result<usize> {
+        self.add_any(device, gradient, bound, false)
+    }
+
+    /// Adds a gradient in f32.
+    pub fn add_floats(
+        &mut self,
+        device: &Device,
+        gradient: Slice<'_>,
+        bound: f32,
+    ) -> Result<usize> {
+        self.add_any(device, gradient, bound, true)
+    }
+
+    fn add_any<E: Element<Host = f32>>(
+        &mut self,
+        device: &Device,
+        gradient: Slice<'_, E>,
+        bound: f32,
+        is_f32: bool,
+    ) -> Result<usize> {
+        let number = self.used;
+        if number == self.blocks.len() * BLOCK {
+            let entry = if device.is_cuda() {
+                STATISTICS_ENTRY
+            } else {
+                1
+            };
+            self.blocks.push(Array::scratch(device, BLOCK * entry)?);
         }
+        if device.is_cuda() {
+            let entry = |number: usize| {
+                let at = number % BLOCK * STATISTICS_ENTRY;
+                self.blocks[number / BLOCK]
+                    .part(at..at + STATISTICS_ENTRY)?
+                    .cuda()
+            };
+            let previous = number.checked_sub(1).map(entry).transpose()?;
+            let partial = self.partial.all().cuda()?;
+            cuda::gradient_statistics(
+                gradient.cuda()?,
+                is_f32,
+                partial,
+                previous,
+                bound,
+                entry(number)?,
+            )?;
+        } else {
+            let found = of_host(gradient.host()?);
+            let usable = self.found.iter().chain([&found]).all(Statistics::is_finite);
+            let factor = match usable {
+                true => (f64::from(bound) / found.squares.sqrt()).min(1.0) as f32,
+                false => f32::INFINITY,
+            };
+            let at = number % BLOCK;
+            self.blocks[number / BLOCK]
+                .part_mut(at..at + 1)?
+                .copy_from(Slice::Host(&[factor]))?;
+            self.found.push(found);
+        }
+        self.used += 1;
+        Ok(number)
+    }
+
+    /// What multiplies a gradient so that its norm is at most the bound it was added with, on the device: one f32, at most 1, and infinite if
+    /// it or one before it is not finite.
+    pub fn factor(&self, device: &Device, number: usize) -> Result<Slice<'_>> {
+        if number >= self.used {
+            bail!(Internal, "gradient {number} of {} in a step", self.used);
+        }
+        let at = match device.is_cuda() {
+            true => number % BLOCK * STATISTICS_ENTRY + STATISTICS_ENTRY - 1,
+            false => number % BLOCK,
+        };
+        self.blocks[number / BLOCK].part(at..at + 1)
+    }
+
+    /// All of them, in the order in which they came. Waits for a GPU.
+    pub fn read(&self, device: &Device) -> Result<Vec<Statistics>> {
+        if !device.is_cuda() {
+            return Ok(self.found.clone());
+        }
+        let mut all = Vec::with_capacity(self.used);
+        for (i, block) in self.blocks.iter().enumerate() {
+            let count = self.used.saturating_sub(i * BLOCK).min(BLOCK);
+            let mut entries = vec![0.0; count * STATISTICS_ENTRY];
+            block.part(0..entries.len())?.read(&mut entries)?;
+            all.extend(entries.as_chunks::<STATISTICS_ENTRY>().0.iter().map(
+                |&[squares, _, not_finite, _]| Statistics {
+                    squares: match not_finite == 0.0 {
+                        true => f64::from(squares),
+                        false => f64::INFINITY,
+                    },
+                },
+            ));
+        }
+        Ok(all)
     }
 }

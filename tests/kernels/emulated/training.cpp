@@ -332,10 +332,11 @@ static void check_statistics(int count, bool odd) {
         g.set(PIECE * WARP + 3, -1e15f);  // of the second warp
     }
     std::vector<statistics::Statistics> partial(statistics::BLOCKS, {NAN, NAN, NAN});
-    statistics::Statistics total;
+    statistics::Entry entry, before = {{}, 1};
+    statistics::Statistics& total = entry.found;
     statistics::Arguments a = {g.data(), partial.data(), (u64)count / PIECE};
     launch(statistics::BLOCKS, 1, 1, statistics::THREADS, [&] { statistics::gradient_statistics(a); });
-    statistics::TotalArguments b = {partial.data(), &total};
+    statistics::TotalArguments b = {partial.data(), &entry, &before, 1.5f};
     launch(1, 1, 1, statistics::BLOCKS, [&] { statistics::gradient_statistics_total(b); });
     double squares = 0, largest = 0;
     int nonfinite = 0;
@@ -350,6 +351,11 @@ static void check_statistics(int count, bool odd) {
     expect_f32("a sum of squares", count, total.squares, squares, squares);
     expect(total.largest == largest, "the largest magnitude", count, 0, total.largest, largest);
     expect(total.nonfinite == nonfinite, "elements that are not finite", count, 0, total.nonfinite, nonfinite);
+    double factor = nonfinite ? NAN : std::min(1.0, 1.5 / std::sqrt(squares));
+    if (nonfinite)
+        expect(std::isinf(entry.factor), "a factor of what is not finite", count, 0, entry.factor, factor);
+    else
+        expect_f32("a factor", count, entry.factor, factor, 1);
 }
 
 static void check_l1(int count, bool in_place) {

@@ -1,0 +1,57 @@
+// Attention of training on Hopper: as attention/training.cuh, for heads of 64 and 128 elements without a cap, by wgmma. A warpgroup takes 64
+// rows; operands come from swizzled tiles in shared memory, and probabilities from registers.
+#pragma once
+#include "attention/training.cuh"
+#include "common/wgmma.cuh"
+
+constexpr int WIDE_WARPGROUPS = 2, WIDE_ROWS = 64 * WIDE_WARPGROUPS, WIDE_THREADS = WARPGROUP * WIDE_WARPGROUPS;
+
+// ROWS rows of D elements in shared memory, in blocks of 64 columns; see wgmma_swizzled().
+template <int ROWS, int D>
+struct WideTile {
+    static constexpr int BLOCK_BYTES = ROWS * 128, BYTES = D / 64 * BLOCK_BYTES;
+    u32 address;
+
+    // Starts to copy rows from `first` on, of rows `stride` elements apart; those past `rows` become zeros.
+    __device__ __forceinline__ void load(const u16* from, int first, int rows, size_t stride) const {
+        constexpr int PIECES = D / 8;
+#pragma unroll
+        for (int i = threadIdx.x; i < ROWS * PIECES; i += WIDE_THREADS) {
+            int row = i / PIECES, piece = i % PIECES;
+            bool inside = first + row < rows;
+            copy_async_16(address + piece / 8 * BLOCK_BYTES + row * 128 + ((piece ^ row) & 7) * 16,
+                          from + (inside ? first + row : 0) * stride + piece * 8, inside ? 16 : 0);
+        }
+    }
+    // An operand whose K runs along rows: rows from `row` on, elements from k on.
+    __device__ __forceinline__ u64 along(int row, int k) const { return wgmma_swizzled(address + k / 64 * BLOCK_BYTES + row * 128 + k % 64 * 2, 16); }
+    // An operand whose K runs down rows, from `row` on, and N along them.
+    __device__ __forceinline__ u64 down(int row) const { return wgmma_swizzled(address + row * 128, BLOCK_BYTES); }
+};
+
+// c = 64 rows of x from `row` on, times the first 8 N rows of y transposed. Begins it.
+template <int D, int N, int X, int Y>
+__device__ __forceinline__ void begin_product(float (&c)[N][4], const WideTile<X, D>& x, int row, const WideTile<Y, D>& y) {
+#pragma unroll
+    for (int k = 0; k < D; k += 16) {
+        if (k == 0)
+            wgmma_bf16<false>(c, x.along(row, k), y.along(0, k));
+        else
+            wgmma_bf16<true>(c, x.along(row, k), y.along(0, k));
+    }
+}
+// sum += p times the first 16 K rows of y. Begins it.
+template <int D, int K, int Y>
+__device__ __forceinline__ void begin_adding(float (&sum)[D / 8][4], const u32 (&p)[K][4], const WideTile<Y, D>& y) {
+#pragma unroll
+    for (int k = 0; k < K; k++) wgmma_bf16_rows(sum, p[k], y.down(16 * k));
+}
+// Accumulators as a left operand in bf16.
+template <int K>
+__device__ __forceinline__ void pack_left(u32 (&p)[K][4], const float (&c)[2 * K][4]) {
+#pragma unroll
+    for (int k = 0; k < K; k++) {
+        p[k][0] = pack_bf16(c[2 * k][0], c[2 * k][1]), p[k][1] = pack_bf16(c[2 * k][2], c[2 * k][3]);
+        p[k][2] = pack_bf16(c[2 * k + 1][0], c[2 * k + 1][1]), p[k][3] = pack_bf16(c[2 * k + 1][2], c[2 * k + 1][3]);
+    }
+}
