@@ -6,7 +6,9 @@ use super::recipe::{Clip, Recipe};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::format::adamw::GROUP_ROWS;
+use crate::model::Trained;
 use crate::model::training::{Layout, MatrixId, Source, Store, VectorId};
+use crate::ops::linear::Linear;
 use crate::ops::training::optimizer::{Changes, Coefficients, Hyperparameters, Matrix, Vector};
 use crate::ops::training::{array, statistics};
 use crate::ops::{Array, Device, Mixed, Slice, SliceMut};
@@ -210,9 +212,10 @@ impl Parameters {
         Ok(())
     }
 
-    /// Gives up a step that no gradient has come for, or whose gradients wait.
-    pub(super) fn abandon_step(&mut self) {
+    /// Gives up a step, and says whether released gradients had changed parameters by then.
+    pub(super) fn abandon_step(&mut self) -> bool {
         self.plan = None;
+        self.report.partial
     }
 
     /// The coefficients of a tensor's step. Decay is for matrices.
@@ -329,6 +332,19 @@ impl Parameters {
             first,
             gradient,
         )
+    }
+}
+
+impl Trained for Parameters {
+    fn matrix(&self, id: MatrixId) -> Result<Linear> {
+        Linear::trained(&self.device, self.matrices[id].shared())
+    }
+
+    fn vector(&self, id: VectorId) -> Result<Array> {
+        let values = self.vectors[id].values();
+        let mut copy = Array::zeroed(&self.device, values.len())?;
+        copy.all_mut().copy_from(values)?;
+        Ok(copy)
     }
 }
 
