@@ -55,6 +55,17 @@ fn sizes_of(x: &Tensor, weight: &Tensor, gradient: Option<&Tensor>) -> Result<[u
         );
     }
     tensors::one_place(&[("x", x), ("weight", weight)])?;
+    for (name, tensor) in [("x", Some(x)), ("gradient", gradient)] {
+        if let Some(tensor) = tensor
+            && !tensor.dtype().is_float()
+        {
+            bail!(
+                InvalidArgument,
+                "{name} is of type {}; it must be of a floating type",
+                tensor.dtype().name()
+            );
+        }
+    }
     if let Some(gradient) = gradient {
         tensors::one_place(&[("x", x), ("gradient", gradient)])?;
         if gradient.shape().sizes() != x.shape().with_last(n) {

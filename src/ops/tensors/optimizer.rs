@@ -66,6 +66,13 @@ pub fn rounding_seed(seed: u64, tensor: u64, step: u64) -> u64 {
 impl TensorOptimizer {
     /// Of a weight `[.., K]`, rounded to nearest, with moments of zero.
     pub fn new(device: &Device, weight: &Tensor, forms: Forms) -> Result<TensorOptimizer> {
+        if !weight.dtype().is_float() {
+            bail!(
+                InvalidArgument,
+                "a weight of type {} cannot be trained; it must be of a floating type",
+                weight.dtype().name()
+            );
+        }
         let (rows, cols) = weight.shape().matrix();
         let values = mixed::in_order(device, || {
             let mut values = vec![0.0; weight.shape().elements()];
@@ -113,10 +120,11 @@ impl TensorOptimizer {
                 step.gradient_scale
             );
         }
-        if gradient.shape().sizes() != self.sizes {
+        if gradient.shape().sizes() != self.sizes || !gradient.dtype().is_float() {
             bail!(
                 InvalidArgument,
-                "a gradient of shape {:?} for a weight of shape {:?}",
+                "a gradient of type {} and shape {:?} for a weight of shape {:?}; it must be of a floating type and of that shape",
+                gradient.dtype().name(),
                 gradient.shape().sizes(),
                 self.sizes
             );
