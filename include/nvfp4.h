@@ -416,6 +416,84 @@ extern "C" {
  */
 #define NVFP4_PART_TOOL_CALL 2
 
+/** The rate stays after the warm-up. */
+#define NVFP4_SCHEDULE_CONSTANT 0
+
+/** The rate falls along half a cosine. */
+#define NVFP4_SCHEDULE_COSINE 1
+
+/** The rate falls in a straight line. */
+#define NVFP4_SCHEDULE_LINEAR 2
+
+/** The rate stays, and falls in a straight line over the last `decay_share` of the steps. */
+#define NVFP4_SCHEDULE_STABLE 3
+
+/** Gradients are not clipped. */
+#define NVFP4_CLIP_NEVER 0
+
+/** All gradients together are clipped to the norm `clip_norm`. Not with `release`. */
+#define NVFP4_CLIP_GLOBAL 1
+
+/** All gradients are multiplied by what would have clipped those of the step before to `clip_norm`. Only with `release`. */
+#define NVFP4_CLIP_PREVIOUS 2
+
+/** The gradients of each matrix are clipped to the norm `clip_norm`. Only with `release`. */
+#define NVFP4_CLIP_TENSOR 3
+
+/** An NVFP4 code and a residual of 4 bits, rounded stochastically: 8.5 bits a weight, of which 4.5 are delivered. */
+#define NVFP4_WEIGHT_FORM_RESIDUAL4 0
+
+/** The same with a residual of 8 bits. */
+#define NVFP4_WEIGHT_FORM_RESIDUAL8 1
+
+/** Two E2M1 codes, the second for what the first leaves. */
+#define NVFP4_WEIGHT_FORM_TWO_TERM 2
+
+/** One NVFP4 code, rounded stochastically: 4.5 bits a weight. */
+#define NVFP4_WEIGHT_FORM_ONE_TERM 3
+
+/** bfloat16, rounded stochastically. */
+#define NVFP4_WEIGHT_FORM_BFLOAT16 4
+
+/** float32. */
+#define NVFP4_WEIGHT_FORM_FLOAT32 5
+
+/** First moments as integers of 4 bits with dither, and block scales. */
+#define NVFP4_FIRST_MOMENT_INT4 0
+
+/** First moments in NVFP4, rounded stochastically. */
+#define NVFP4_FIRST_MOMENT_NVFP4 1
+
+/** First moments as integers of 8 bits, rounded stochastically. */
+#define NVFP4_FIRST_MOMENT_INT8 2
+
+/** First moments in float32. */
+#define NVFP4_FIRST_MOMENT_FLOAT32 3
+
+/** Roots of second moments as integers of 4 bits, rounded stochastically, and block scales. */
+#define NVFP4_SECOND_MOMENT_UINT4 0
+
+/** Roots of second moments in NVFP4, rounded stochastically. */
+#define NVFP4_SECOND_MOMENT_NVFP4 1
+
+/** Roots of second moments as integers of 8 bits, rounded stochastically. */
+#define NVFP4_SECOND_MOMENT_INT8 2
+
+/** Second moments in float32. */
+#define NVFP4_SECOND_MOMENT_FLOAT32 3
+
+/** Parameters were updated. */
+#define NVFP4_STEP_UPDATED 0
+
+/** The loss or a gradient was not finite, and no parameter was changed. */
+#define NVFP4_STEP_SKIPPED 1
+
+/** Embeddings, and a head beside them, in bfloat16, which every reader of such directories knows. */
+#define NVFP4_TABLES_BFLOAT16 0
+
+/** Embeddings, and a head beside them, in NVFP4, as they are trained: a quarter of the bytes. */
+#define NVFP4_TABLES_NVFP4 1
+
 /** Cancels long calls. See the chapter on long calls. */
 typedef struct NVFP4_Cancel NVFP4_Cancel;
 
@@ -428,11 +506,17 @@ typedef struct NVFP4_Error NVFP4_Error;
 /** A loaded model. See the model chapter. */
 typedef struct NVFP4_Model NVFP4_Model;
 
+/** A weight with the moments of its AdamW. See the chapter on training by the host's own passes. */
+typedef struct NVFP4_OptimizerState NVFP4_OptimizerState;
+
 /** A session. See the session chapter. */
 typedef struct NVFP4_Session NVFP4_Session;
 
 /** A tensor. See the tensor chapter. */
 typedef struct NVFP4_Tensor NVFP4_Tensor;
+
+/** A trainer. See the training chapter. */
+typedef struct NVFP4_Trainer NVFP4_Trainer;
 
 /** A weight `[N, K]` prepared for products. Immutable; several threads may use it at once. */
 typedef struct NVFP4_Weight NVFP4_Weight;
@@ -812,6 +896,151 @@ typedef struct NVFP4_ChatOptions {
     /** Bytes of `tools`. */
     size_t tools_length;
 } NVFP4_ChatOptions;
+
+/**
+ * How to train. Fill with NVFP4_trainer_options_init(), then change what is to differ. The text is read during the call
+ * only.
+ */
+typedef struct NVFP4_TrainerOptions {
+    /** sizeof(NVFP4_TrainerOptions) as the caller knows it. */
+    uint32_t struct_size;
+    /** One of NVFP4_DEVICE_*. #NVFP4_DEVICE_AUTO is the first GPU, or the CPU where there is none. Default: CPU. */
+    int32_t device_type;
+    /** The number of the device of that type; 0 (or -1) for #NVFP4_DEVICE_AUTO. Default: 0. */
+    int32_t device_index;
+    /** CPU threads of this trainer, or 0 for those of NVFP4_set_threads(). Ignored on a GPU. Default: 0. */
+    int32_t threads;
+    /** One of NVFP4_SCHEDULE_*: the rate after the warm-up. Default: cosine. */
+    int32_t schedule;
+    /** One of NVFP4_CLIP_*. Default: global. */
+    int32_t clip;
+    /** One of NVFP4_WEIGHT_FORM_*: how matrices are held between steps. Default: a residual of 4 bits. */
+    int32_t weights;
+    /** One of NVFP4_FIRST_MOMENT_*. Default: 4 bits. */
+    int32_t first_moments;
+    /** One of NVFP4_SECOND_MOMENT_*. Default: 4 bits. */
+    int32_t second_moments;
+    /**
+     * 1 to use each gradient as soon as it is complete and keep none: no memory for gradients, and one micro-batch in a step.
+     * 0 to sum gradients in float32. Default: 0.
+     */
+    int32_t release;
+    /** 1 to compute activations again in the backward pass rather than keep them. Default: 1. */
+    int32_t recompute;
+    /** Trains only the last so many blocks, with the final norm and an untied head; -1 trains everything. Default: -1. */
+    int32_t last_blocks;
+    /** Steps in all, which the schedule runs over. Default: 1000. */
+    uint64_t steps;
+    /** Steps at the beginning over which the rate rises in a straight line. Default: 0. */
+    uint64_t warmup;
+    /** Chooses the random bits of rounding. Default: 0. */
+    uint64_t seed;
+    /** The highest learning rate. Default: 0.001. */
+    double rate;
+    /** What the rate falls to, as a share of the highest. Default: 0.1. */
+    double floor;
+    /** The share of the steps at their end in which #NVFP4_SCHEDULE_STABLE falls. Default: 0.2. */
+    double decay_share;
+    /**
+     * Decoupled weight decay of matrices: each step multiplies them by 1 - rate x decay. Norms and biases have none. Default:
+     * 0.1.
+     */
+    double weight_decay;
+    /** The decay of first moments. Default: 0.9. */
+    double beta1;
+    /** The decay of second moments. Default: 0.95. */
+    double beta2;
+    /** Added to the root of second moments. Default: 1e-8. */
+    double eps;
+    /** The bound of `clip`. Default: 1. */
+    double clip_norm;
+    /** The share of the steps at their end in which passes use the NVFP4 codes alone, which are what is delivered. Default: 0.15. */
+    double delivered_share;
+    /**
+     * All settings as a JSON object, as NVFP4_trainer_info() gives them as `config`: keys that are missing have their
+     * defaults, and unknown ones are errors. With it, leave every field above but those of the device as it is. Default: NULL.
+     */
+    const char *config;
+    /** Bytes of `config`. */
+    size_t config_length;
+} NVFP4_TrainerOptions;
+
+/**
+ * Documents that go through the model together, one after another; no token sees another document. Later versions may add
+ * fields at the end: functions that take an array of these also take the size of an element.
+ */
+typedef struct NVFP4_MicroBatch {
+    /** The tokens of all documents, as 32-bit integers of either sign. */
+    const int32_t *tokens;
+    /** For each token, the one that should come after it; -100 or any negative number where none counts. */
+    const int32_t *labels;
+    /** Elements of `tokens` and of `labels`. */
+    size_t token_count;
+    /** The number of tokens of each document, which make `token_count` together. NULL with 0 documents: all is one. */
+    const size_t *document_lengths;
+    /** Elements of `document_lengths`. */
+    size_t document_count;
+} NVFP4_MicroBatch;
+
+/** What a step came to. Set `struct_size` before the call. */
+typedef struct NVFP4_StepReport {
+    /** sizeof(NVFP4_StepReport) as the caller knows it. */
+    uint32_t struct_size;
+    /** One of NVFP4_STEP_*. */
+    int32_t outcome;
+    /** The number of the step, from 1. */
+    uint64_t step;
+    /** Labels that counted. */
+    uint64_t targets;
+    /** The mean cross-entropy of the labels that counted, in nats, before the step. */
+    double loss;
+    /** The learning rate. */
+    double rate;
+    /** The norm of all gradients before clipping. */
+    double gradient_norm;
+    /** The share of trained weights of matrices that changed as they are stored. */
+    double changed;
+    /** The share of those that changed as they are delivered, in NVFP4. */
+    double changed_delivered;
+} NVFP4_StepReport;
+
+/** How a weight and its moments are held. Fill with NVFP4_optimizer_options_init(), then change what is to differ. */
+typedef struct NVFP4_OptimizerOptions {
+    /** sizeof(NVFP4_OptimizerOptions) as the caller knows it. */
+    uint32_t struct_size;
+    /** One of NVFP4_WEIGHT_FORM_*. Default: a residual of 4 bits. */
+    int32_t weights;
+    /** One of NVFP4_FIRST_MOMENT_*. Default: 4 bits. */
+    int32_t first_moments;
+    /** One of NVFP4_SECOND_MOMENT_*. Default: 4 bits. */
+    int32_t second_moments;
+    /** 1 to make block scales of weights anew in each step, a baseline; 0 to keep them while they fit. Default: 0. */
+    int32_t fresh_scales;
+    /** Must be 0. */
+    int32_t reserved;
+} NVFP4_OptimizerOptions;
+
+/** The settings of a step of AdamW. Fill with NVFP4_step_options_init(), then change what is to differ. */
+typedef struct NVFP4_StepOptions {
+    /** sizeof(NVFP4_StepOptions) as the caller knows it. */
+    uint32_t struct_size;
+    /** What the gradient is multiplied by, as by clipping. Default: 1. */
+    float gradient_scale;
+    /** The learning rate. Default: 0.001. */
+    double rate;
+    /** The decay of the first moment. Default: 0.9. */
+    double beta1;
+    /** The decay of the second moment. Default: 0.95. */
+    double beta2;
+    /** Added to the root of the second moment. Default: 1e-8. */
+    double eps;
+    /** Decoupled weight decay. Default: 0.1. */
+    double weight_decay;
+    /** Chooses the random bits of rounding, with `tensor` and the number of the step. Default: 0. */
+    uint64_t seed;
+    /** The number of this weight among those of one seed. Default: 0. */
+    uint64_t tensor;
+} NVFP4_StepOptions;
 
 /**
  * @defgroup status Status numbers
@@ -2099,6 +2328,320 @@ NVFP4_API NVFP4_Status NVFP4_detokenizer_retain(NVFP4_Detokenizer *detokenizer);
 
 /** Gives up a reference to a detokenizer. After the last one the handle is stale. */
 NVFP4_API NVFP4_Status NVFP4_detokenizer_release(NVFP4_Detokenizer *detokenizer);
+
+/**
+ * @defgroup trainer Training: steps on a model's weights, which are held in 4 bits with their optimizer's moments
+ *
+ * A trainer holds the parameters of a dense model and steps them by AdamW, as its options say; the host brings the batches.
+ * Only one call at a time may use it: another one meanwhile, even from a callback, fails with #NVFP4_BUSY.
+ * NVFP4_trainer_info() can be called at any time. A call that fails leaves the trainer unchanged, unless its description
+ * says otherwise. The same batches, options and seed give the same bits on the same device and number of processors.
+ */
+
+/** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_TrainerOptions). */
+NVFP4_API NVFP4_Status NVFP4_trainer_options_init(NVFP4_TrainerOptions *options, uint32_t struct_size);
+
+/**
+ * Creates a trainer of a dense model: a directory, or a `.safetensors`, `.dat` or `.gguf` file, whose weights are read and
+ * rounded to the forms of the options. The file stays open.
+ *
+ * - `path`, `path_length`: UTF-8.
+ * - `options`: NULL for the defaults.
+ * - `call`: cancels the call before it reads weights; may be NULL.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_trainer_create(const char *path,
+                                  size_t path_length,
+                                  const NVFP4_TrainerOptions *options,
+                                  const NVFP4_CallOptions *call,
+                                  NVFP4_Trainer **out);
+
+/**
+ * Creates a trainer from a checkpoint, with the settings that it has, and goes on to the same bits as if it had never
+ * stopped. A checkpoint of another model is #NVFP4_INVALID_ARGUMENT, with the names that differ.
+ *
+ * - `path`, `path_length`: the model that training began with, as for NVFP4_trainer_create().
+ * - `directory`, `directory_length`: where NVFP4_trainer_save() has put checkpoints, of which the last one is taken, or one
+ *   of the checkpoints itself.
+ * - `options`: the device and threads; NULL for the CPU. Everything else must be left as it is.
+ * - `call`: cancels the call before it reads the checkpoint; may be NULL.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_trainer_resume(const char *path,
+                                  size_t path_length,
+                                  const char *directory,
+                                  size_t directory_length,
+                                  const NVFP4_TrainerOptions *options,
+                                  const NVFP4_CallOptions *call,
+                                  NVFP4_Trainer **out);
+
+/** Adds a reference to a trainer. */
+NVFP4_API NVFP4_Status NVFP4_trainer_retain(NVFP4_Trainer *trainer);
+
+/** Gives up a reference to a trainer. After the last one the handle is stale; a model that it has given keeps the weights. */
+NVFP4_API
+NVFP4_Status NVFP4_trainer_release(NVFP4_Trainer *trainer);
+
+/**
+ * Makes a step by the gradients of all micro-batches together, in which each label counts the same. Labels that are all
+ * negative, tokens or labels outside the vocabulary, and lengths that do not sum to the tokens are errors, found before
+ * anything is changed.
+ *
+ * A loss or gradient that is not finite changes no parameter and is reported as #NVFP4_STEP_SKIPPED; too many of those in a
+ * row are an error. With `release`, a gradient that is not finite after others were used is #NVFP4_INTERNAL: go on from the
+ * last checkpoint.
+ *
+ * - `batches`, `batch_count`, `batch_size`: micro-batches, each of `batch_size` bytes, which is sizeof(NVFP4_MicroBatch).
+ * - `call`: reports the tokens that are done. Cancels the step between micro-batches, and between blocks of their forward
+ *   passes: everything is then as it was. With `release` it is cancelled only before the backward pass. May be NULL.
+ * - `report`: what the step came to; may be NULL.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_trainer_step(NVFP4_Trainer *trainer,
+                                const NVFP4_MicroBatch *batches,
+                                size_t batch_count,
+                                size_t batch_size,
+                                const NVFP4_CallOptions *call,
+                                NVFP4_StepReport *report);
+
+/**
+ * Writes the mean cross-entropy of the labels that count, in nats. Changes nothing.
+ *
+ * - `batches`, `batch_count`, `batch_size`: as for NVFP4_trainer_step().
+ * - `delivered`: 1 for the NVFP4 codes alone, which are what is exported; 0 for all that is stored.
+ * - `call`: cancels the call between blocks; may be NULL.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_trainer_evaluate(NVFP4_Trainer *trainer,
+                                    const NVFP4_MicroBatch *batches,
+                                    size_t batch_count,
+                                    size_t batch_size,
+                                    int32_t delivered,
+                                    const NVFP4_CallOptions *call,
+                                    double *loss);
+
+/**
+ * Describes a trainer, as JSON: steps, skipped (steps that changed nothing), parameters, trained_weights (of matrices),
+ * bytes (of parameters and moments), config (all settings), architecture, vocab_size, device, trains_delivered. During a
+ * call it is the state from before the call. Later versions may add keys.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_trainer_info(const NVFP4_Trainer *trainer,
+                                char *buffer,
+                                size_t capacity,
+                                size_t *length);
+
+/**
+ * Writes a checkpoint into a directory, under the number of the last step (`step-00000020`), with everything that training
+ * goes on from, and removes all checkpoints there but the last `keep`. What cannot be written whole leaves nothing.
+ *
+ * - `directory`, `directory_length`: UTF-8; made if it is not there.
+ * - `data`, `data_length`: JSON that NVFP4_trainer_data() gives back when the trainer is resumed, such as the place in the
+ *   data; NULL for none.
+ * - `keep`: at least 1.
+ * - `call`: cancels the call at its start; may be NULL.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_trainer_save(NVFP4_Trainer *trainer,
+                                const char *directory,
+                                size_t directory_length,
+                                const char *data,
+                                size_t data_length,
+                                size_t keep,
+                                const NVFP4_CallOptions *call);
+
+/**
+ * Copies the JSON that was saved last with NVFP4_trainer_save(), or with the checkpoint that the trainer was resumed from;
+ * `null` where there is none. For the buffer see TEXT above.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_trainer_data(const NVFP4_Trainer *trainer,
+                                char *buffer,
+                                size_t capacity,
+                                size_t *length);
+
+/**
+ * Writes the model, as it is delivered, to a directory in ModelOpt's layout: matrices in NVFP4 where they are trained in
+ * such a form, else in float32; with config and tokenizer of the model that training began with.
+ *
+ * - `tables`: one of NVFP4_TABLES_*.
+ * - `replace`: 1 to replace a directory that holds a model; 0 to refuse a directory that is not empty.
+ * - `call`: cancels the call at its start; may be NULL.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_trainer_export_directory(NVFP4_Trainer *trainer,
+                                            const char *path,
+                                            size_t path_length,
+                                            int32_t tables,
+                                            int32_t replace,
+                                            const NVFP4_CallOptions *call);
+
+/**
+ * Writes the model, as it is delivered, to a `.dat` file, every tensor in the type that it has in the `.dat` file that
+ * training began with.
+ *
+ * - `call`: cancels the call at its start; may be NULL.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_trainer_export_dat(NVFP4_Trainer *trainer,
+                                      const char *path,
+                                      size_t path_length,
+                                      const NVFP4_CallOptions *call);
+
+/**
+ * Gives the model that is trained, as it is delivered at this time, for sessions between steps. It runs on the memory that
+ * is trained: matrices are not copied. On the CPU its products are slower than those of a loaded model, and have the same
+ * bits.
+ *
+ * While a call runs the model, NVFP4_trainer_step() is #NVFP4_BUSY, and so is the model during a step. A step that changes
+ * weights ends the model: calls that run it or its sessions are #NVFP4_INVALID_ARGUMENT from then on. Release them, and ask
+ * for the model again.
+ *
+ * - `call`: cancels the call; may be NULL.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_trainer_model(NVFP4_Trainer *trainer,
+                                 const NVFP4_CallOptions *call,
+                                 NVFP4_Model **out);
+
+/**
+ * @defgroup optimizer Training by the host's own passes: the optimizer of one weight, and linear layers with a weight in 4 bits
+ *
+ * For hosts that compute gradients themselves, as with TorchSharp's autograd. Functions here that take tensors as `void *`
+ * take an #NVFP4_Tensor, or a pointer to a tensor of libtorch as the drop-in functions do, and all of a call are of one
+ * kind. Results are of that kind too, and where the tensors are. On a GPU tensors are bfloat16 or float32, products and
+ * gradients are rounded to bfloat16, and calls are ordered with libtorch's current stream.
+ */
+
+/** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_OptimizerOptions). */
+NVFP4_API
+NVFP4_Status NVFP4_optimizer_options_init(NVFP4_OptimizerOptions *options,
+                                          uint32_t struct_size);
+
+/** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_StepOptions). */
+NVFP4_API NVFP4_Status NVFP4_step_options_init(NVFP4_StepOptions *options, uint32_t struct_size);
+
+/**
+ * Creates the optimizer of a weight `[.., K]`, K a multiple of 16, whose values are copied and rounded to nearest; moments
+ * are zero.
+ *
+ * - `weight`: a floating tensor, of this library or of libtorch. The state is where it is.
+ * - `options`: NULL for the defaults.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_optimizer_create(void *weight,
+                                    const NVFP4_OptimizerOptions *options,
+                                    NVFP4_OptimizerState **out);
+
+/**
+ * Creates an optimizer from what NVFP4_optimizer_save() copied, on any device: steps go on to the same bits.
+ *
+ * - `device_type`, `device_index`: one of NVFP4_DEVICE_*, and its number.
+ * - `libtorch`: 1 if its results are to be tensors of libtorch, 0 if of this library.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_optimizer_restore(const uint8_t *bytes,
+                                     size_t length,
+                                     int32_t device_type,
+                                     int32_t device_index,
+                                     int32_t libtorch,
+                                     NVFP4_OptimizerState **out);
+
+/** Adds a reference to an optimizer. */
+NVFP4_API NVFP4_Status NVFP4_optimizer_retain(NVFP4_OptimizerState *state);
+
+/** Gives up a reference to an optimizer. After the last one the handle is stale. */
+NVFP4_API NVFP4_Status NVFP4_optimizer_release(NVFP4_OptimizerState *state);
+
+/**
+ * Makes a step of AdamW, with the bias correction of its number. A gradient that is not finite is
+ * #NVFP4_INVALID_ARGUMENT, and changes nothing. Waits for a GPU.
+ *
+ * - `gradient`: of the weight's shape, bfloat16 or float32, on the CPU any floating type, where the weight is.
+ * - `options`: NULL for the defaults.
+ * - `changed`, `changed_delivered`: the number of weights that changed as they are stored, and as they are delivered; each
+ *   may be NULL.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_optimizer_step(NVFP4_OptimizerState *state,
+                                  void *gradient,
+                                  const NVFP4_StepOptions *options,
+                                  uint64_t *changed,
+                                  uint64_t *changed_delivered);
+
+/** Writes the number of steps made, and the bytes held; each may be NULL. */
+NVFP4_API
+NVFP4_Status NVFP4_optimizer_size(const NVFP4_OptimizerState *state,
+                                  uint64_t *steps,
+                                  uint64_t *bytes);
+
+/**
+ * Gives the weight as a tensor of the floating type `dtype`, of the kind that the optimizer was created with.
+ *
+ * - `delivered`: 1 for the NVFP4 codes alone, 0 for all that is stored.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_optimizer_weight(NVFP4_OptimizerState *state,
+                                    int32_t delivered,
+                                    int32_t dtype,
+                                    void **out);
+
+/**
+ * Gives the weight as it is delivered, as NVFP4 in host memory. #NVFP4_UNSUPPORTED for bfloat16 and float32.
+ *
+ * - `codes`: uint8 `[.., K / 2]`.
+ * - `scales`: float8_e4m3fn `[.., K / 16]`.
+ * - `global_scale`: the global scale.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_optimizer_delivered(NVFP4_OptimizerState *state,
+                                       NVFP4_Tensor **codes,
+                                       NVFP4_Tensor **scales,
+                                       float *global_scale);
+
+/**
+ * Copies everything that steps go on from, for NVFP4_optimizer_restore(). Writes the number of bytes to `length`; see
+ * ARRAYS OUT above.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_optimizer_save(NVFP4_OptimizerState *state,
+                                  uint8_t *buffer,
+                                  size_t capacity,
+                                  size_t *length);
+
+/**
+ * Writes a seed for #NVFP4_ROUNDING_STOCHASTIC from three numbers, so that every tensor and step rounds with random bits of
+ * its own, and each element by its index: put it into NVFP4_QuantizeOptions.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_rounding_seed(uint64_t seed,
+                                 uint64_t tensor,
+                                 uint64_t step,
+                                 uint64_t *out);
+
+/**
+ * Multiplies `x` `[.., K]` by a weight `[N, K]`, transposed, whose values are rounded to 4 bits as by NVFP4_ste_weight():
+ * `[.., N]` in the type of `x`. Sums are in float32.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_ste_linear(void *x,
+                              void *weight,
+                              void **out);
+
+/**
+ * The gradients of NVFP4_ste_linear() from those of its result. The gradient of `x` goes through the rounded weight; that of
+ * the weight passes the rounding unchanged (straight-through estimator).
+ *
+ * - `gradient`: `[.., N]`.
+ * - `dx`: the gradient of `x`, in its shape and type; NULL if it is not wanted.
+ * - `dweight`: the gradient of `weight`, in its shape and type; NULL if it is not wanted.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_ste_linear_backward(void *x,
+                                       void *weight,
+                                       void *gradient,
+                                       void **dx,
+                                       void **dweight);
 
 /**
  * @defgroup torchsharp Drop-in functions for TorchSharp hosts, with the signatures those hosts bind

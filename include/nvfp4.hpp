@@ -2038,6 +2038,266 @@ public:
     }
 };
 
+/** How to train; the fields of the C struct, with their defaults, except the JSON text. */
+struct TrainerOptions : NVFP4_TrainerOptions {
+    TrainerOptions() : NVFP4_TrainerOptions()
+    {
+        detail::filled(NVFP4_trainer_options_init(this, sizeof(NVFP4_TrainerOptions)));
+    }
+
+    /** All settings as a JSON object; used instead of the pointer `config`. */
+    std::string config_json;
+};
+
+/** Documents that go through a model together, with the token that should come after each; negative where none counts. The arrays must outlive the call. */
+struct MicroBatch {
+    Span<std::int32_t> tokens, labels;
+    /** The number of tokens of each document; empty if all is one. */
+    Span<std::size_t> document_lengths;
+};
+
+/** Not part of the interface. */
+namespace detail {
+
+/** TrainerOptions as the C struct, valid as long as `options` lives. */
+inline NVFP4_TrainerOptions plain(const TrainerOptions &options)
+{
+    NVFP4_TrainerOptions plain = options;
+    plain.config = options.config_json.empty() ? nullptr : options.config_json.data();
+    plain.config_length = options.config_json.size();
+    return plain;
+}
+
+/** Whether every token has a label. */
+inline bool paired(Span<MicroBatch> batches)
+{
+    for (const MicroBatch &batch : batches)
+        if (batch.tokens.size() != batch.labels.size())
+            return false;
+    return true;
+}
+
+inline Error unpaired() { return Error(NVFP4_INVALID_ARGUMENT, "a batch has another number of labels than of tokens; each token takes one"); }
+
+inline std::vector<NVFP4_MicroBatch> plain(Span<MicroBatch> batches)
+{
+    std::vector<NVFP4_MicroBatch> plain;
+    plain.reserve(batches.size());
+    for (const MicroBatch &b : batches)
+        plain.push_back({b.tokens.data(), b.labels.data(), b.tokens.size(), b.document_lengths.data(), b.document_lengths.size()});
+    return plain;
+}
+
+} // namespace detail
+
+/** Trains a dense model, with weights and both moments of AdamW in 4 bits by default. One call at a time may use it. */
+class Trainer : public detail::Handle<NVFP4_Trainer, NVFP4_trainer_retain, NVFP4_trainer_release> {
+public:
+    using Handle::Handle;
+
+    /** Of the model in a directory or file. */
+    static Result<Trainer> create(std::string_view path, const TrainerOptions &options = TrainerOptions(),
+                                  const NVFP4_CallOptions *call = nullptr)
+    {
+        const NVFP4_TrainerOptions plain = detail::plain(options);
+        Trainer out;
+        return detail::result(NVFP4_trainer_create(path.data(), path.size(), &plain, call, out.put()), std::move(out));
+    }
+
+    /** From the last checkpoint in `directory`, with its settings; `path` is the model that training began with. The options may name a device. */
+    static Result<Trainer> resume(std::string_view path, std::string_view directory, const TrainerOptions &options = TrainerOptions(),
+                                  const NVFP4_CallOptions *call = nullptr)
+    {
+        const NVFP4_TrainerOptions plain = detail::plain(options);
+        Trainer out;
+        return detail::result(NVFP4_trainer_resume(path.data(), path.size(), directory.data(), directory.size(), &plain, call, out.put()),
+                              std::move(out));
+    }
+
+#ifndef NVFP4_NO_EXCEPTIONS
+    explicit Trainer(std::string_view path, const TrainerOptions &options = TrainerOptions(), const NVFP4_CallOptions *call = nullptr)
+        : Trainer(create(path, options, call))
+    {
+    }
+#endif
+
+    /** A second owner of the same trainer. */
+    Result<Trainer> clone() const { return again<Trainer>(); }
+
+    /** One step by all micro-batches together. */
+    Result<NVFP4_StepReport> step(Span<MicroBatch> batches, const NVFP4_CallOptions *call = nullptr)
+    {
+        if (!detail::paired(batches))
+            return detail::failure<NVFP4_StepReport>(detail::unpaired());
+        const std::vector<NVFP4_MicroBatch> plain = detail::plain(batches);
+        NVFP4_StepReport report{};
+        report.struct_size = sizeof report;
+        const NVFP4_Status status = NVFP4_trainer_step(get(), plain.data(), plain.size(), sizeof(NVFP4_MicroBatch), call, &report);
+        return detail::result(status, report);
+    }
+    /** The mean cross-entropy of the labels that count: of what is delivered, or of all that is stored. */
+    Result<double> evaluate(Span<MicroBatch> batches, bool delivered = true, const NVFP4_CallOptions *call = nullptr)
+    {
+        if (!detail::paired(batches))
+            return detail::failure<double>(detail::unpaired());
+        const std::vector<NVFP4_MicroBatch> plain = detail::plain(batches);
+        return detail::value<double>([&](double *out) {
+            return NVFP4_trainer_evaluate(get(), plain.data(), plain.size(), sizeof(NVFP4_MicroBatch), delivered, call, out);
+        });
+    }
+    /** A description of the trainer, as JSON. */
+    Result<std::string> info() const
+    {
+        return detail::text([&](char *buffer, std::size_t capacity, std::size_t *length) {
+            return NVFP4_trainer_info(get(), buffer, capacity, length);
+        });
+    }
+    /** Writes a checkpoint with `data`, which is JSON or empty, and removes all there but the last `keep`. */
+    Result<void> save(std::string_view directory, std::string_view data = {}, std::size_t keep = 2,
+                      const NVFP4_CallOptions *call = nullptr)
+    {
+        return check(NVFP4_trainer_save(get(), directory.data(), directory.size(), data.data(), data.size(), keep, call));
+    }
+    /** The JSON that was saved last, or with the checkpoint that this was resumed from. */
+    Result<std::string> data() const
+    {
+        return detail::text([&](char *buffer, std::size_t capacity, std::size_t *length) {
+            return NVFP4_trainer_data(get(), buffer, capacity, length);
+        });
+    }
+    /** Writes the model, as it is delivered, to a directory in ModelOpt's layout. */
+    Result<void> export_directory(std::string_view path, std::int32_t tables = NVFP4_TABLES_BFLOAT16, bool replace = false,
+                                  const NVFP4_CallOptions *call = nullptr)
+    {
+        return check(NVFP4_trainer_export_directory(get(), path.data(), path.size(), tables, replace, call));
+    }
+    /** The same to a `.dat` file, every tensor in the type that it has in the `.dat` file that training began with. */
+    Result<void> export_dat(std::string_view path, const NVFP4_CallOptions *call = nullptr)
+    {
+        return check(NVFP4_trainer_export_dat(get(), path.data(), path.size(), call));
+    }
+    /** The model that is trained, on the memory that is trained. It ends with the next step that changes weights. */
+    Result<Model> model(const NVFP4_CallOptions *call = nullptr)
+    {
+        Model out;
+        return detail::result(NVFP4_trainer_model(get(), call, out.put()), std::move(out));
+    }
+};
+
+/** How a weight and its moments are held; the fields of the C struct, with their defaults. */
+struct OptimizerOptions : NVFP4_OptimizerOptions {
+    OptimizerOptions() : NVFP4_OptimizerOptions()
+    {
+        detail::filled(NVFP4_optimizer_options_init(this, sizeof(NVFP4_OptimizerOptions)));
+    }
+};
+
+/** The settings of a step of AdamW; the fields of the C struct, with their defaults. */
+struct StepOptions : NVFP4_StepOptions {
+    StepOptions() : NVFP4_StepOptions()
+    {
+        detail::filled(NVFP4_step_options_init(this, sizeof(NVFP4_StepOptions)));
+    }
+};
+
+/** A weight as NVFP4: codes, block scales and the global scale. */
+struct Delivered {
+    Tensor codes, scales;
+    float global_scale = 1;
+};
+
+/** A weight `[.., K]` with the moments of its AdamW, for passes that are computed elsewhere. */
+class Optimizer : public detail::Handle<NVFP4_OptimizerState, NVFP4_optimizer_retain, NVFP4_optimizer_release> {
+public:
+    using Handle::Handle;
+
+    static Result<Optimizer> create(const Tensor &weight, const NVFP4_OptimizerOptions &options = OptimizerOptions())
+    {
+        Optimizer out;
+        return detail::result(NVFP4_optimizer_create(weight.get(), &options, out.put()), std::move(out));
+    }
+
+    /** From what save() gave, on any device. */
+    static Result<Optimizer> restore(Span<std::uint8_t> state, std::int32_t device_type = NVFP4_DEVICE_CPU, std::int32_t device_index = 0)
+    {
+        Optimizer out;
+        return detail::result(NVFP4_optimizer_restore(state.data(), state.size(), device_type, device_index, 0, out.put()),
+                              std::move(out));
+    }
+
+#ifndef NVFP4_NO_EXCEPTIONS
+    explicit Optimizer(const Tensor &weight, const NVFP4_OptimizerOptions &options = OptimizerOptions())
+        : Optimizer(create(weight, options))
+    {
+    }
+#endif
+
+    /** A second owner of the same optimizer. */
+    Result<Optimizer> clone() const { return again<Optimizer>(); }
+
+    /** A step by a gradient of the weight's shape; the number of weights that changed, as stored and as delivered. */
+    Result<std::pair<std::uint64_t, std::uint64_t>> step(const Tensor &gradient, const NVFP4_StepOptions &options = StepOptions())
+    {
+        std::pair<std::uint64_t, std::uint64_t> changed;
+        const NVFP4_Status status = NVFP4_optimizer_step(get(), gradient.get(), &options, &changed.first, &changed.second);
+        return detail::result(status, changed);
+    }
+    /** Steps made. */
+    Result<std::uint64_t> steps() const
+    {
+        return detail::value<std::uint64_t>([&](std::uint64_t *out) { return NVFP4_optimizer_size(get(), out, nullptr); });
+    }
+    /** Bytes held. */
+    Result<std::uint64_t> bytes() const
+    {
+        return detail::value<std::uint64_t>([&](std::uint64_t *out) { return NVFP4_optimizer_size(get(), nullptr, out); });
+    }
+    /** The weight: all that is stored, or the NVFP4 codes alone. */
+    Result<Tensor> weight(bool delivered = false, std::int32_t dtype = NVFP4_DTYPE_FLOAT32) const
+    {
+        void *out = nullptr;
+        const NVFP4_Status status = NVFP4_optimizer_weight(get(), delivered, dtype, &out);
+        return detail::result(status, Tensor(static_cast<NVFP4_Tensor *>(out)));
+    }
+    /** The weight as NVFP4, in host memory. */
+    Result<Delivered> delivered() const
+    {
+        Delivered out;
+        const NVFP4_Status status = NVFP4_optimizer_delivered(get(), out.codes.put(), out.scales.put(), &out.global_scale);
+        return detail::result(status, std::move(out));
+    }
+    /** Everything that steps go on from. */
+    Result<std::vector<std::uint8_t>> save() const
+    {
+        return detail::items<std::uint8_t>([&](std::uint8_t *buffer, std::size_t capacity, std::size_t *length) {
+            return NVFP4_optimizer_save(get(), buffer, capacity, length);
+        });
+    }
+};
+
+/** A seed of stochastic rounding, so that every tensor and step has random bits of its own. */
+inline Result<std::uint64_t> rounding_seed(std::uint64_t seed, std::uint64_t tensor, std::uint64_t step)
+{
+    return detail::value<std::uint64_t>([&](std::uint64_t *out) { return NVFP4_rounding_seed(seed, tensor, step, out); });
+}
+
+/** `x` `[.., K]` times a weight `[N, K]` transposed, whose values are rounded to 4 bits. */
+inline Result<Tensor> ste_linear(const Tensor &x, const Tensor &weight)
+{
+    void *out = nullptr;
+    const NVFP4_Status status = NVFP4_ste_linear(x.get(), weight.get(), &out);
+    return detail::result(status, Tensor(static_cast<NVFP4_Tensor *>(out)));
+}
+
+/** The gradients of x and of weight, from those of the product. */
+inline Result<std::pair<Tensor, Tensor>> ste_linear_backward(const Tensor &x, const Tensor &weight, const Tensor &gradient)
+{
+    void *dx = nullptr, *dweight = nullptr;
+    const NVFP4_Status status = NVFP4_ste_linear_backward(x.get(), weight.get(), gradient.get(), &dx, &dweight);
+    return detail::result(status,
+                          std::make_pair(Tensor(static_cast<NVFP4_Tensor *>(dx)), Tensor(static_cast<NVFP4_Tensor *>(dweight))));
+}
+
 /** The drop-in functions for TorchSharp hosts, whose results are tensors of the same kind as their arguments. */
 namespace drop_in {
 

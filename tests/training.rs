@@ -4,7 +4,8 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use NVFP4::base::Result;
+use NVFP4::base::call::Watch;
+use NVFP4::base::{ErrorKind, Result};
 use NVFP4::format::adamw::{FirstForm, SecondForm, WeightForm};
 use NVFP4::format::residual::Bits;
 use NVFP4::model::training::{Batch, Layout, MatrixId, Options, Pass, Source, Store, VectorId};
@@ -675,5 +676,125 @@ fn exports_are_what_was_trained() {
             (same / loss - 1.0).abs() < 1e-5,
             "{model}: {loss} trained, {same} begun with"
         );
+    }
+}
+
+/// The logits of all tokens.
+fn logits_of(model: &Model, tokens: &[u32]) -> Result<Vec<f32>> {
+    let mut cache = KvCache::new(model.device(), model.spec(), 64, KvType::F32)?;
+    let (mut scratch, mut logits) = (Scratch::new(), Vec::new());
+    model.forward(tokens, &mut cache, &mut scratch, Logits::All, &mut logits)?;
+    Ok(logits)
+}
+
+/// The model on live weights has the bits of the model that is exported and loaded, takes no memory for matrices, and ends with the next
+/// step; it and the step keep out of each other's way.
+#[test]
+fn the_model_runs_on_the_weights_that_are_trained() {
+    let device = Device::cpu(Some(2)).unwrap();
+    let dense = Recipe {
+        keep_high: vec!["mlp".to_owned(), "lm_head".to_owned()],
+        weights: WeightForm::TwoTerm,
+        ..Recipe::default()
+    };
+    for (name, recipe) in [
+        ("qwen3_tied", Recipe::default()),
+        ("qwen3_untied", dense),
+        ("gemma3_wide", Recipe::default()),
+        ("phi3_partial", Recipe::default()),
+        ("llama_biased", Recipe::float32()),
+    ] {
+        let source = Source::open(&golden("model").join(name)).unwrap();
+        let mut trainer = Trainer::new(&device, &source, &config(recipe, 10)).unwrap();
+        let vocabulary = source.spec().vocab_size as u32;
+        let mut batch = Documents::new(5, &[40]);
+        batch.tokens.iter_mut().for_each(|t| *t %= vocabulary);
+        let labels = batch.labels.iter_mut();
+        labels.for_each(|t| *t %= vocabulary as i32);
+        trainer.step(&[batch.batch()]).unwrap();
+        let model = trainer.model(&source).unwrap();
+        assert!(std::ptr::eq(&*model, &*trainer.model(&source).unwrap()));
+        let live = logits_of(&model, &batch.tokens).unwrap();
+        let folder = Folder::new();
+        let place = folder.0.join("model");
+        trainer
+            .export_directory(&source, &place, TableEncoding::Nvfp4, false)
+            .unwrap();
+        let loaded = Model::load(&place, &LoadOptions::new(device.clone())).unwrap();
+        // All tokens at once, and one, as it is decoded.
+        for tokens in [&batch.tokens[..], &batch.tokens[..1]] {
+            let live = logits_of(&model, tokens).unwrap();
+            let loaded = logits_of(&loaded, tokens).unwrap();
+            let live_f64: Vec<f64> = live.iter().map(|&v| f64::from(v)).collect();
+            // Norms that files hold less one have been rounded there: one unit in the last place, over 13 norms.
+            let bound = match source.spec().norm_plus_one {
+                true => 1e-6,
+                false => 0.0,
+            };
+            let error = relative_error(&live_f64, &loaded);
+            assert!(error <= bound, "{name}: {error:e} off the exported model");
+        }
+
+        let held = model.hold().unwrap();
+        let busy = trainer.step(&[batch.batch()]).unwrap_err();
+        assert_eq!(busy.kind(), ErrorKind::Busy, "{busy}");
+        drop(held);
+        assert_eq!(trainer.steps(), 1);
+        trainer.step(&[batch.batch()]).unwrap();
+        let stale = logits_of(&model, &batch.tokens).unwrap_err();
+        assert!(
+            stale.message().contains("ask the trainer for its model"),
+            "{stale}"
+        );
+        let next = trainer.model(&source).unwrap();
+        assert_ne!(live, logits_of(&next, &batch.tokens).unwrap());
+    }
+}
+
+/// A step that is cancelled leaves everything as it was, and so does one with a wrong batch; those of sessions as well.
+#[test]
+fn a_step_that_does_not_happen_changes_nothing() {
+    let folders = [Folder::new(), Folder::new()];
+    for release in [false, true] {
+        let recipe = Recipe {
+            release,
+            clip: Clip::Never,
+            ..Recipe::default()
+        };
+        let source = Source::open(&golden("model").join("qwen3_tied")).unwrap();
+        let mut trainer = trainer(&config(recipe, 10));
+        let batch = Documents::new(5, &[40]);
+        trainer.step(&[batch.batch()]).unwrap();
+        let model = trainer.model(&source).unwrap();
+        let save = |trainer: &Trainer, folder: &Folder| {
+            let place = trainer.save(&folder.0, &serde_json::Value::Null, 1);
+            std::fs::read(place.unwrap().join("state.bin")).unwrap()
+        };
+        let before = save(&trainer, &folders[0]);
+        let mut wrong = Documents::new(6, &[40]);
+        wrong.labels[7] = 1 << 20;
+        let error = trainer.step(&[wrong.batch()]).unwrap_err();
+        assert!(error.message().contains("1048576"), "{error}");
+        // Each time it is asked, one time later.
+        let mut ended = 0;
+        for asked in 0.. {
+            let count = AtomicU32::new(0);
+            let flag = || count.fetch_add(1, Ordering::Relaxed) >= asked;
+            let watch = Watch {
+                flags: &[&flag],
+                progress: None,
+            };
+            match watch.during(|| trainer.step(&[batch.batch()])) {
+                Ok(step) => {
+                    assert_eq!(step.number, 2);
+                    break;
+                }
+                Err(e) => assert_eq!(e.kind(), ErrorKind::Cancelled, "{e}"),
+            }
+            assert!(before == save(&trainer, &folders[1]));
+            assert!(model.hold().is_ok());
+            ended += 1;
+        }
+        assert!(ended > 1 && model.hold().is_err());
     }
 }

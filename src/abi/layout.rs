@@ -7,11 +7,13 @@ use super::call::NVFP4_CallOptions;
 use super::chat::NVFP4_ChatOptions;
 use super::linear::NVFP4_WeightOptions;
 use super::model::{NVFP4_ConvertOptions, NVFP4_LoadOptions, NVFP4_Message};
+use super::optimizer::{NVFP4_OptimizerOptions, NVFP4_StepOptions};
 use super::quantize::NVFP4_QuantizeOptions;
 use super::schema::{NVFP4_NamedTensor, NVFP4_SchemaResult};
 use super::session::{
     NVFP4_GenerateOptions, NVFP4_GenerationResult, NVFP4_SessionOptions, NVFP4_TokenEvent,
 };
+use super::trainer::{NVFP4_MicroBatch, NVFP4_StepReport, NVFP4_TrainerOptions};
 
 /// The size of a struct on a 64-bit machine, and the offsets of its fields.
 macro_rules! layout {
@@ -37,5 +39,15 @@ layout!(NVFP4_GenerateOptions, 104, struct_size: 0, temperature: 4, top_k: 8, to
 layout!(NVFP4_TokenEvent, 40, struct_size: 0, kind: 4, token: 8, index: 12, text: 16, text_length: 24, log_probability: 32, part: 36);
 layout!(NVFP4_GenerationResult, 64, struct_size: 0, finish: 4, prompt_tokens: 8, generated_tokens: 16, prefill_seconds: 24,
     first_token_seconds: 32, decode_seconds: 40, seed: 48, tool_calls: 56);
+layout!(NVFP4_TrainerOptions, 160, struct_size: 0, device_type: 4, device_index: 8, threads: 12, schedule: 16, clip: 20, weights: 24,
+    first_moments: 28, second_moments: 32, release: 36, recompute: 40, last_blocks: 44, steps: 48, warmup: 56, seed: 64, rate: 72,
+    floor: 80, decay_share: 88, weight_decay: 96, beta1: 104, beta2: 112, eps: 120, clip_norm: 128, delivered_share: 136,
+    config: 144, config_length: 152);
+layout!(NVFP4_MicroBatch, 40, tokens: 0, labels: 8, token_count: 16, document_lengths: 24, document_count: 32);
+layout!(NVFP4_StepReport, 64, struct_size: 0, outcome: 4, step: 8, targets: 16, loss: 24, rate: 32, gradient_norm: 40, changed: 48,
+    changed_delivered: 56);
+layout!(NVFP4_OptimizerOptions, 24, struct_size: 0, weights: 4, first_moments: 8, second_moments: 12, fresh_scales: 16, reserved: 20);
+layout!(NVFP4_StepOptions, 64, struct_size: 0, gradient_scale: 4, rate: 8, beta1: 16, beta2: 24, eps: 32, weight_decay: 40, seed: 48,
+    tensor: 56);
 layout!(NVFP4_ChatOptions, 48, struct_size: 0, keep_reasoning: 4, reasoning_budget: 8, variables: 16, variables_length: 24, tools: 32,
     tools_length: 40);

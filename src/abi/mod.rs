@@ -45,4 +45,8 @@ pub mod chat;
 
 pub mod detokenizer;
 
+pub mod trainer;
+
+pub mod optimizer;
+
 pub mod torchsharp;

@@ -46,7 +46,7 @@ fn enter_checked<T>(
 }
 
 /// Whether the tensors of a call are this library's; otherwise they are libtorch's.
-fn are_own(handles: &[(&str, *mut c_void)]) -> Result<bool> {
+pub(super) fn are_own(handles: &[(&str, *mut c_void)]) -> Result<bool> {
     let Some(((name, first), others)) = handles.split_first() else {
         return Ok(true);
     };
@@ -64,14 +64,14 @@ fn are_own(handles: &[(&str, *mut c_void)]) -> Result<bool> {
 }
 
 /// The tensor behind a handle of either kind.
-fn tensor(name: &str, handle: *mut c_void) -> Result<Tensor> {
+pub(super) fn tensor(name: &str, handle: *mut c_void) -> Result<Tensor> {
     if handle.is_null() || handle::is_own(handle) {
         return Ok(Tensor::clone(&*handle::get::<Tensor>(name, handle.cast())?));
     }
     libtorch::view(name, handle)
 }
 
-fn give(tensor: Tensor) -> *mut c_void {
+pub(super) fn give(tensor: Tensor) -> *mut c_void {
     handle::insert(Arc::new(tensor)).cast()
 }
 

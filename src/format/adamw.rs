@@ -14,6 +14,7 @@ use super::nvfp4::BLOCK;
 use super::random::{bits, bits32};
 use super::residual::{self, Bits};
 use super::{Rounding, e2m1, e4m3};
+use crate::base::error::{Result, bail};
 
 /// Rows that share the global scales of their moments.
 pub const GROUP_ROWS: usize = 8;
@@ -210,6 +211,38 @@ impl Default for Hyperparameters {
             eps: 1e-8,
             decay: 0.1,
         }
+    }
+}
+
+impl Hyperparameters {
+    /// Refuses settings that make no sense.
+    pub fn check(&self) -> Result<()> {
+        let Hyperparameters {
+            rate,
+            beta1,
+            beta2,
+            eps,
+            decay,
+        } = *self;
+        if !(rate > 0.0 && rate.is_finite()) {
+            bail!(
+                InvalidArgument,
+                "a learning rate of {rate}; it must be positive"
+            );
+        }
+        if !((0.0..1.0).contains(&beta1) && (0.0..1.0).contains(&beta2)) {
+            bail!(
+                InvalidArgument,
+                "betas of {beta1} and {beta2}; they must be at least 0 and less than 1"
+            );
+        }
+        if !(eps > 0.0 && eps.is_finite() && decay >= 0.0 && rate * decay < 1.0) {
+            bail!(
+                InvalidArgument,
+                "eps {eps} and weight decay {decay}; eps must be positive, and the decay at least 0 and less than 1 / rate"
+            );
+        }
+        Ok(())
     }
 }
 

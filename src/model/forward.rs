@@ -9,6 +9,7 @@ use super::fused::{self, Executor, Source};
 use super::kv_cache::KvCache;
 use super::{Logits, Model};
 use crate::base::error::bail;
+use crate::base::lease::Held;
 use crate::base::turns::Turn;
 use crate::base::{Result, call};
 use crate::ops::Slice;
@@ -183,11 +184,13 @@ impl Model {
         }
     }
 
-    /// Waits until no other call runs this model, unless the call is cancelled meanwhile. Prompts yield after each prefill chunk.
-    fn turn(&self) -> Result<Turn<'_>> {
+    /// Waits until no other call runs this model, unless the call is cancelled meanwhile. Prompts yield after each prefill chunk. Keeps the
+    /// trainer of the weights out, where there is one.
+    fn turn(&self) -> Result<(Turn<'_>, Option<Held>)> {
+        let held = self.hold()?;
         let turn = self.turns.take(call::is_over)?;
         call::check()?;
-        Ok(turn)
+        Ok((turn, held))
     }
 
     /// Runs one token of each of several sequences, like [`Model::forward_batch`], and gives the next tokens, chosen as
@@ -223,7 +226,7 @@ impl Model {
                     }
                 }
                 let caches: Vec<&KvCache> = caches.iter().map(|c| &**c).collect();
-                let turn = self.turn()?;
+                let (turn, _held) = self.turn()?;
                 // Another call waits, and will run other sequences next.
                 let look_ahead = look_ahead && !turn.ends();
                 executor.step_choose(self.source(), tokens, &caches, choices, look_ahead)

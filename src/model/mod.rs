@@ -17,6 +17,7 @@ mod rope;
 pub mod spec;
 pub mod tensors;
 mod text;
+mod trained;
 pub mod training;
 pub mod weights;
 
@@ -31,11 +32,13 @@ use serde::Serialize;
 use twox_hash::XxHash3_64;
 
 use crate::base::error::{bail, err};
+use crate::base::lease::{Held, Lease};
 use crate::base::turns::Turns;
 use crate::base::{Result, call, threads};
 use crate::checkpoint::Checkpoint;
-use crate::text::{AnswerForm, ChatTemplate, Tokenizer};
+use crate::text::{AnswerForm, ChatTemplate, TextFiles, Tokenizer};
 
+use crate::cuda::HostTable;
 use crate::ops::Array;
 
 pub use crate::ops::Device;
@@ -48,6 +51,7 @@ pub use kv_cache::KvCache;
 pub use options::LoadOptions;
 pub use rope::{LongRope, RopeSet};
 pub use spec::Spec;
+pub use trained::Trained;
 pub use weights::Weights;
 
 use generation::Generation;
@@ -182,7 +186,17 @@ fn spec_with_frequencies(checkpoint: &dyn Checkpoint) -> Result<Spec> {
     Ok(spec)
 }
 
-/// A loaded model. Immutable, and shared by everything that runs it.
+/// What a model is made of.
+struct Made {
+    spec: Spec,
+    weights: Weights,
+    /// The embedding on a GPU, where it is in host memory.
+    table: Option<HostTable>,
+    fingerprint: u64,
+    lease: Option<(Arc<Lease>, u64)>,
+}
+
+/// A loaded model, or one that a trainer has given. Immutable, and shared by everything that runs it.
 pub struct Model {
     spec: Spec,
     weights: Weights,
@@ -199,6 +213,8 @@ pub struct Model {
     fingerprint: u64,
     /// Whose turn it is to run a sequence.
     turns: Turns,
+    /// Of weights that are trained: what keeps their trainer out, and since when they are what this model was made of.
+    lease: Option<(Arc<Lease>, u64)>,
 }
 
 impl std::fmt::Debug for Model {
@@ -274,7 +290,33 @@ impl Model {
             }
             _ => load(),
         })?;
-        let text = text?;
+        let (weights, sum, table) = loaded?;
+        let mut fingerprint = XxHash3_64::new();
+        fingerprint.write(format!("{spec:?}").as_bytes());
+        fingerprint.write(&sum.to_le_bytes());
+        let made = Made {
+            spec,
+            weights,
+            table,
+            fingerprint: fingerprint.finish(),
+            lease: None,
+        };
+        Self::of(made, &*checkpoint, text?, options)
+    }
+
+    fn of(
+        made: Made,
+        checkpoint: &dyn Checkpoint,
+        text: TextFiles,
+        options: &LoadOptions,
+    ) -> Result<Arc<Model>> {
+        let Made {
+            spec,
+            weights,
+            table,
+            fingerprint,
+            lease,
+        } = made;
         if let Some(tokenizer) = &text.tokenizer
             && tokenizer.vocab_size() > spec.vocab_size
         {
@@ -288,9 +330,12 @@ impl Model {
         let Generation {
             stop_tokens,
             sampling,
-        } = generation::read(&spec, &metadata.tokenizer, text.tokenizer.as_deref())?;
-        let (weights, sum, table) = loaded?;
-        let executor = match device {
+        } = generation::read(
+            &spec,
+            &checkpoint.metadata().tokenizer,
+            text.tokenizer.as_deref(),
+        )?;
+        let executor = match &options.device {
             Device::Cuda(gpu) => Some(fused::Executor::new(
                 gpu,
                 fused::Source {
@@ -301,11 +346,11 @@ impl Model {
             )?),
             _ => None,
         };
-        let mut fingerprint = XxHash3_64::new();
-        fingerprint.write(format!("{spec:?}").as_bytes());
-        fingerprint.write(&sum.to_le_bytes());
         let mut info = describe(&spec, &weights, options);
-        info.file_format = checkpoint.format();
+        info.file_format = match lease {
+            Some(_) => "training",
+            None => checkpoint.format(),
+        };
         info.weight_bytes += executor.as_ref().map_or(0, |e| e.bytes() as u64);
         info.tokenizer = text.tokenizer.is_some();
         info.chat_template = text.template.is_some();
@@ -326,9 +371,17 @@ impl Model {
             sampling,
             stop_tokens,
             info,
-            fingerprint: fingerprint.finish(),
+            fingerprint,
             turns: Turns::new(),
+            lease,
         }))
+    }
+
+    /// Uses the weights until what is returned is dropped: nobody trains them meanwhile. An error if somebody does, or has since this model
+    /// was made; models that were loaded never give one. Every pass does this itself; who makes several holds the weights over them all.
+    pub fn hold(&self) -> Result<Option<Held>> {
+        let lease = self.lease.as_ref();
+        lease.map(|(lease, epoch)| lease.hold(*epoch)).transpose()
     }
 
     /// What it is made of.
@@ -399,7 +452,8 @@ impl Model {
     }
 
     /// A number that tells this model, as loaded, from others: made of its config and of every weight, with the bits that it is
-    /// held in. The same whatever device holds it and whatever file it came from, but not when quantized in another way.
+    /// held in. The same whatever device holds it and whatever file it came from, but not when quantized in another way. That of a model
+    /// that a trainer has given is one of its own.
     pub fn fingerprint(&self) -> u64 {
         self.fingerprint
     }

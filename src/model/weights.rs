@@ -1,4 +1,4 @@
-//! A model's weights as the forward pass reads them: what the loader makes, and what training will make copies of. Immutable
+//! A model's weights as the forward pass reads them: what the loader makes, or a trainer shares. Immutable
 //! and shared; knows nothing of files beyond the embedding that may stay in one.
 
 use std::sync::Arc;
@@ -101,6 +101,8 @@ pub enum Embedding {
     },
     /// The head, which holds the same values.
     Head,
+    /// A matrix in memory: of a model that is being trained.
+    Matrix(Linear),
 }
 
 /// All of a model's weights.
@@ -180,6 +182,14 @@ impl Block {
 }
 
 impl Weights {
+    /// The table on a GPU that embeds tokens, unless it is in host memory.
+    pub fn table(&self) -> &Linear {
+        match &self.embedding {
+            Embedding::Matrix(table) => table,
+            Embedding::Head | Embedding::File { .. } => &self.head.linear,
+        }
+    }
+
     /// Every linear map, blocks first, then the head.
     pub fn linears(&self) -> impl Iterator<Item = &Linear> {
         self.blocks
@@ -199,7 +209,12 @@ impl Weights {
 
     /// Bytes held in memory in the form that the kernels read. An embedding that stays in its file does not count.
     pub fn bytes(&self) -> usize {
-        self.linears().map(Linear::bytes).sum::<usize>()
+        let table = match &self.embedding {
+            Embedding::Matrix(table) => table.bytes(),
+            Embedding::Head | Embedding::File { .. } => 0,
+        };
+        table
+            + self.linears().map(Linear::bytes).sum::<usize>()
             + self.vectors().map(Array::bytes).sum::<usize>()
     }
 
@@ -238,6 +253,7 @@ impl Weights {
             let token = token as usize;
             match &self.embedding {
                 Embedding::Head => self.head.linear.row(token, row)?,
+                Embedding::Matrix(table) => table.row(token, row)?,
                 Embedding::File { checkpoint, entry } => {
                     checkpoint.rows_f32(entry, token..token + 1, row)?;
                 }

@@ -5,6 +5,7 @@
 
 use std::fmt;
 use std::ops::Range;
+use std::sync::Arc;
 
 use half::bf16;
 
@@ -79,7 +80,7 @@ pub struct Array<E: Element = f32> {
 #[derive(Debug)]
 enum Memory<E: Element> {
     Host(Buffer<E::Host>),
-    Cuda(DeviceBuffer),
+    Cuda(Arc<DeviceBuffer>),
 }
 
 impl Array {
@@ -89,7 +90,8 @@ impl Array {
         let memory = match device {
             Device::Cpu(_) => Memory::Host(values),
             Device::Cuda(gpu) => {
-                Memory::Cuda(DeviceBuffer::from_slice(gpu, Tag::DeviceWeights, &values)?)
+                let buffer = DeviceBuffer::from_slice(gpu, Tag::DeviceWeights, &values)?;
+                Memory::Cuda(Arc::new(buffer))
             }
         };
         Ok(Array { memory, len })
@@ -106,13 +108,22 @@ impl<E: Element> Array<E> {
         }
     }
 
+    /// `len` elements in the memory of a GPU.
+    pub(super) fn of_gpu(buffer: DeviceBuffer, len: usize) -> Array<E> {
+        Array {
+            memory: Memory::Cuda(Arc::new(buffer)),
+            len,
+        }
+    }
+
     /// `len` elements of working memory, whose contents are unspecified.
     pub fn scratch(device: &Device, len: usize) -> Result<Array<E>> {
         let memory = match device {
             Device::Cpu(_) => Memory::Host(Buffer::zeroed(Tag::Scratch, len)?),
             Device::Cuda(gpu) => {
                 let bytes = product("working memory", &[len, E::GPU_BYTES])?;
-                Memory::Cuda(DeviceBuffer::uninit(gpu, Tag::DeviceScratch, bytes)?)
+                let buffer = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, bytes)?;
+                Memory::Cuda(Arc::new(buffer))
             }
         };
         Ok(Array { memory, len })
@@ -124,7 +135,8 @@ impl<E: Element> Array<E> {
             Device::Cpu(_) => Memory::Host(Buffer::zeroed(Tag::Weights, len)?),
             Device::Cuda(gpu) => {
                 let bytes = product("weights", &[len, E::GPU_BYTES])?;
-                Memory::Cuda(DeviceBuffer::zeroed(gpu, Tag::DeviceWeights, bytes)?)
+                let buffer = DeviceBuffer::zeroed(gpu, Tag::DeviceWeights, bytes)?;
+                Memory::Cuda(Arc::new(buffer))
             }
         };
         Ok(Array { memory, len })
@@ -151,6 +163,11 @@ impl<E: Element> Array<E> {
 
     /// The memory on a GPU; an error for an array of the host.
     pub fn on_gpu(&self) -> Result<&DeviceBuffer> {
+        self.shared_on_gpu().map(|buffer| &**buffer)
+    }
+
+    /// The same, to be kept by others too.
+    pub(super) fn shared_on_gpu(&self) -> Result<&Arc<DeviceBuffer>> {
         match &self.memory {
             Memory::Cuda(buffer) => Ok(buffer),
             Memory::Host(_) => Err(err!(
@@ -165,7 +182,7 @@ impl<E: Element> Array<E> {
     pub fn all(&self) -> Slice<'_, E> {
         match &self.memory {
             Memory::Host(values) => Slice::Host(values),
-            Memory::Cuda(buffer) => Slice::Cuda(buffer.into()),
+            Memory::Cuda(buffer) => Slice::Cuda((&**buffer).into()),
         }
     }
 
@@ -173,7 +190,7 @@ impl<E: Element> Array<E> {
     pub fn all_mut(&mut self) -> SliceMut<'_, E> {
         match &mut self.memory {
             Memory::Host(values) => SliceMut::Host(values),
-            Memory::Cuda(buffer) => SliceMut::Cuda((&*buffer).into()),
+            Memory::Cuda(buffer) => SliceMut::Cuda((&**buffer).into()),
         }
     }
 
@@ -197,9 +214,10 @@ impl<E: Element> Array<E> {
         check(&range, self.len)?;
         match &mut self.memory {
             Memory::Host(values) => Ok(SliceMut::Host(&mut values[range])),
-            Memory::Cuda(buffer) => {
-                Ok(SliceMut::Cuda(device_part::<E>((&*buffer).into(), &range)?))
-            }
+            Memory::Cuda(buffer) => Ok(SliceMut::Cuda(device_part::<E>(
+                (&**buffer).into(),
+                &range,
+            )?)),
         }
     }
 
@@ -208,7 +226,7 @@ impl<E: Element> Array<E> {
         let fits = match (&self.memory, device) {
             (Memory::Host(_), Device::Cpu(_)) => self.len >= len,
             (Memory::Cuda(buffer), Device::Cuda(gpu)) => {
-                std::sync::Arc::ptr_eq(buffer.gpu(), gpu) && self.len >= len
+                Arc::ptr_eq(buffer.gpu(), gpu) && self.len >= len
             }
             _ => false,
         };

@@ -31,6 +31,14 @@ impl Device {
         Ok(Device::Cuda(gpu))
     }
 
+    /// The threads of the host that prepare data for the device: its own on the CPU, and new ones beside a GPU.
+    pub fn host_cpu(&self) -> Result<Arc<Cpu>> {
+        match self {
+            Device::Cpu(cpu) => Ok(cpu.clone()),
+            Device::Cuda(_) => Cpu::new(None),
+        }
+    }
+
     /// The processor, for operations on host memory.
     pub(crate) fn host(&self) -> Result<&Arc<Cpu>> {
         match self {

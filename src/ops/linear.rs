@@ -1,17 +1,19 @@
 //! Products with weights: W4A16 for NVFP4, dense for the others, and W4A8 by option. Of host memory, and of tensors in the memory
 //! of the weight's GPU.
 
-use std::sync::Arc;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use half::f16;
 
+use super::training::optimizer::SharedWeight;
 use super::transfer::in_stream_order;
 use super::{Device, Slice, SliceMut, Workspace};
 use crate::base::error::{Result, bail, err};
 use crate::base::memory::Tag;
 use crate::base::size::product;
 pub use crate::cpu::ReadNvfp4;
-use crate::cpu::{Packed, ReadDense};
+use crate::cpu::{Cpu, Packed, ReadDense};
 use crate::cuda::{
     self, DeviceBuffer, DeviceSlice, FloatRows, Gpu, Input, LinearScratch, Matrix, Output,
 };
@@ -49,8 +51,14 @@ pub struct Linear {
 #[derive(Debug)]
 enum Weight {
     Cpu(Packed),
+    /// In the memory of a trainer on the CPU, in another order than kernels read.
+    Trained(SharedWeight),
     Cuda(Matrix),
 }
+
+/// Rows of a trained weight that a thread of the CPU brings into the order of kernels at a time, which is all that is there of it in
+/// that order. A multiple of the rows that kernels take together.
+const TRAINED_ROWS: usize = 256;
 
 impl Linear {
     /// Prepares an NVFP4 weight whose codes and block scales `read` gives a range of rows at a time.
@@ -90,6 +98,24 @@ impl Linear {
         }
     }
 
+    /// A weight in the memory that it is trained in, of which no copy is made. On the CPU products with it are slower than with others:
+    /// a part at a time is brought into the order of the kernels. They have the same bits.
+    pub fn trained(device: &Device, weight: SharedWeight) -> Result<Linear> {
+        let weight = match device {
+            Device::Cpu(_) => Weight::Trained(weight),
+            Device::Cuda(_) => {
+                let (rows, cols) = (weight.rows(), weight.cols());
+                let global = match weight.kind() {
+                    WeightType::Nvfp4 => weight.global(),
+                    _ => 1.0,
+                };
+                let values = weight.on_gpu()?;
+                Weight::Cuda(Matrix::shared(rows, cols, weight.kind(), global, values)?)
+            }
+        };
+        Ok(Linear { weight })
+    }
+
     /// A weight that is on a GPU.
     pub(super) fn on_gpu(matrix: Matrix) -> Linear {
         Linear {
@@ -101,6 +127,7 @@ impl Linear {
     pub fn rows(&self) -> usize {
         match &self.weight {
             Weight::Cpu(packed) => packed.rows(),
+            Weight::Trained(weight) => weight.rows(),
             Weight::Cuda(matrix) => matrix.rows(),
         }
     }
@@ -109,6 +136,7 @@ impl Linear {
     pub fn cols(&self) -> usize {
         match &self.weight {
             Weight::Cpu(packed) => packed.cols(),
+            Weight::Trained(weight) => weight.cols(),
             Weight::Cuda(matrix) => matrix.cols(),
         }
     }
@@ -117,6 +145,7 @@ impl Linear {
     pub fn bytes(&self) -> usize {
         match &self.weight {
             Weight::Cpu(packed) => packed.bytes(),
+            Weight::Trained(weight) => weight.bytes(),
             Weight::Cuda(matrix) => matrix.bytes(),
         }
     }
@@ -125,6 +154,7 @@ impl Linear {
     pub fn kind(&self) -> WeightType {
         match &self.weight {
             Weight::Cpu(packed) => packed.kind(),
+            Weight::Trained(weight) => weight.kind(),
             Weight::Cuda(matrix) => matrix.storage(),
         }
     }
@@ -133,6 +163,14 @@ impl Linear {
     pub fn row(&self, row: usize, out: &mut [f32]) -> Result<()> {
         match &self.weight {
             Weight::Cpu(packed) => packed.row(row, out),
+            Weight::Trained(weight) if row >= weight.rows() || out.len() != weight.cols() => bail!(
+                InvalidArgument,
+                "row {row} into {} floats: the weight has {} rows of {}",
+                out.len(),
+                weight.rows(),
+                weight.cols()
+            ),
+            Weight::Trained(weight) => weight.read(row..row + 1, out),
             Weight::Cuda(matrix) => cuda::table_row(matrix, row, out),
         }
     }
@@ -140,7 +178,7 @@ impl Linear {
     /// The matrix, of a weight on a GPU.
     pub fn matrix(&self) -> Option<&Matrix> {
         match &self.weight {
-            Weight::Cpu(_) => None,
+            Weight::Cpu(_) | Weight::Trained(_) => None,
             Weight::Cuda(matrix) => Some(matrix),
         }
     }
@@ -212,14 +250,18 @@ pub fn linear(
     };
     match device {
         Device::Cpu(cpu) => {
+            let int8 = activations == Activations::Int8;
             let mut packed: Vec<(&Packed, &mut [f32])> = Vec::with_capacity(outputs.len());
             for (w, y) in outputs.iter_mut() {
                 match &w.weight {
                     Weight::Cpu(weight) => packed.push((weight, y.reborrow().host()?)),
+                    Weight::Trained(weight) => {
+                        let y = y.reborrow().host()?;
+                        of_trained(cpu, x.host()?, m, weight, y, int8, workspace)?;
+                    }
                     Weight::Cuda(matrix) => return Err(foreign(matrix.gpu())),
                 }
             }
-            let int8 = activations == Activations::Int8;
             cpu.linear(x.host()?, m, &mut packed, int8, workspace)
         }
         Device::Cuda(gpu) => {
@@ -230,7 +272,9 @@ pub fn linear(
                         matrices.push((matrix, y.reborrow()));
                     }
                     Weight::Cuda(matrix) => return Err(foreign(matrix.gpu())),
-                    Weight::Cpu(_) => return Err(foreign(&format_args!("the cpu"))),
+                    Weight::Cpu(_) | Weight::Trained(_) => {
+                        return Err(foreign(&format_args!("the cpu")));
+                    }
                 }
             }
             // As on the CPU, dense weights take activations as they are.
@@ -247,6 +291,75 @@ pub fn linear(
             }
         }
     }
+}
+
+/// The product with a weight in a trainer's memory: each thread brings some rows into the order of the kernels, which then multiply with
+/// all of these.
+fn of_trained(
+    cpu: &Arc<Cpu>,
+    x: &[f32],
+    m: usize,
+    weight: &SharedWeight,
+    y: &mut [f32],
+    int8: bool,
+    workspace: &mut Workspace,
+) -> Result<()> {
+    let (n, k) = (weight.rows(), weight.cols());
+    if x.len() != m * k || y.len() != m * n {
+        bail!(
+            InvalidArgument,
+            "linear: {} inputs and {} outputs for {m} tokens and a weight [{n}, {k}]; they must be m * K and m * N",
+            x.len(),
+            y.len()
+        );
+    }
+    let pack = |rows: Range<usize>| {
+        let first = rows.start;
+        let within = |range: Range<usize>| first + range.start..first + range.end;
+        match weight.kind() {
+            WeightType::Nvfp4 => Packed::nvfp4(
+                rows.len(),
+                k,
+                weight.global(),
+                &mut |range, codes, scales| weight.read_nvfp4(within(range), codes, scales),
+            ),
+            dense => Packed::dense(rows.len(), k, dense, &mut |range, values| {
+                weight.read(within(range), values)
+            }),
+        }
+    };
+    let threads = cpu.pool().threads();
+    for first in (0..n).step_by(threads * TRAINED_ROWS) {
+        let starts: Vec<usize> = (first..n.min(first + threads * TRAINED_ROWS))
+            .step_by(TRAINED_ROWS)
+            .collect();
+        let packed: Vec<_> = starts.iter().map(|_| Mutex::new(None)).collect();
+        cpu.pool().run(starts.len(), |i| {
+            let made = pack(starts[i]..n.min(starts[i] + TRAINED_ROWS));
+            *packed[i].lock().unwrap_or_else(PoisonError::into_inner) = Some(made);
+        });
+        let packed = packed
+            .into_iter()
+            .map(|made| {
+                let made = made.into_inner().unwrap_or_else(PoisonError::into_inner);
+                made.unwrap_or_else(|| Err(err!(Internal, "rows of a weight were not packed")))
+            })
+            .collect::<Result<Vec<Packed>>>()?;
+        let mut products: Vec<Vec<f32>> = packed.iter().map(|w| vec![0.0; m * w.rows()]).collect();
+        let mut outputs: Vec<(&Packed, &mut [f32])> = packed
+            .iter()
+            .zip(&mut products)
+            .map(|(w, y)| (w, y.as_mut_slice()))
+            .collect();
+        cpu.linear(x, m, &mut outputs, int8, workspace)?;
+        for (start, product) in starts.iter().zip(&products) {
+            let width = product.len() / m.max(1);
+            for (row, values) in product.chunks_exact(width.max(1)).enumerate() {
+                y[row * n + start..][..width].copy_from_slice(values);
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Refuses inputs and outputs of other sizes than the weights'; gives K.
@@ -292,7 +405,7 @@ pub(super) fn of_tensor(
             "a weight on {:?} was given to {gpu:?}; prepare it for that device",
             w.gpu()
         ),
-        Weight::Cpu(_) => bail!(
+        Weight::Cpu(_) | Weight::Trained(_) => bail!(
             InvalidArgument,
             "a weight on the cpu was given to {gpu:?}; prepare it for that device"
         ),

@@ -4,9 +4,10 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::Device;
-use super::tensors::{self, Nvfp4Tensor, ScaleLayout};
-use crate::base::error::Result;
+use super::tensors::{self, Nvfp4Tensor, ScaleLayout, mixed};
+use super::training::matmul::{Form, Sizes, matmul};
+use super::{Array, Device, Mixed, Slice};
+use crate::base::error::{Result, bail};
 use crate::format::nvfp4::{Levels, QuantizeOptions};
 use crate::tensor::{DType, Tensor, WeakTensor};
 
@@ -40,6 +41,107 @@ pub fn dequantize_packed(
 pub fn weight(device: &Device, weight: &Tensor) -> Result<Tensor> {
     let packed = quantize_packed(device, weight)?;
     tensors::dequantize_own(device, &packed, weight.dtype())
+}
+
+/// Rows of `x` `[.., K]`, of a weight `[N, K]`, and of K; where gradients `[.., N]` of the outputs are given, these must fit too.
+fn sizes_of(x: &Tensor, weight: &Tensor, gradient: Option<&Tensor>) -> Result<[usize; 3]> {
+    let ((m, k), (n, cols)) = (x.shape().matrix(), weight.shape().matrix());
+    if weight.shape().rank() != 2 || k != cols {
+        bail!(
+            InvalidArgument,
+            "an input of shape {:?} and a weight of shape {:?}; they must be [.., K] and [N, K]",
+            x.shape().sizes(),
+            weight.shape().sizes()
+        );
+    }
+    tensors::one_place(&[("x", x), ("weight", weight)])?;
+    for (name, tensor) in [("x", Some(x)), ("gradient", gradient)] {
+        if let Some(tensor) = tensor
+            && !tensor.dtype().is_float()
+        {
+            bail!(
+                InvalidArgument,
+                "{name} is of type {}; it must be of a floating type",
+                tensor.dtype().name()
+            );
+        }
+    }
+    if let Some(gradient) = gradient {
+        tensors::one_place(&[("x", x), ("gradient", gradient)])?;
+        if gradient.shape().sizes() != x.shape().with_last(n) {
+            bail!(
+                InvalidArgument,
+                "gradients of shape {:?} of outputs of shape {:?}",
+                gradient.shape().sizes(),
+                x.shape().with_last(n)
+            );
+        }
+    }
+    Ok([m, n, k])
+}
+
+/// The sizes of [`linear_into`]'s result, `[.., N]`, once `x` and `weight` have been checked.
+pub fn linear_sizes(x: &Tensor, weight: &Tensor) -> Result<Vec<usize>> {
+    let [_, n, _] = sizes_of(x, weight, None)?;
+    Ok(x.shape().with_last(n))
+}
+
+fn product(
+    device: &Device,
+    form: Form,
+    sizes: Sizes,
+    a: Slice<'_, Mixed>,
+    b: Slice<'_, Mixed>,
+) -> Result<Array<Mixed>> {
+    let mut out = Array::scratch(device, sizes.m * sizes.n)?;
+    matmul(device, form, sizes, a, b, out.all_mut(), false)?;
+    Ok(out)
+}
+
+/// `x` `[.., K]` times the rounded values of `weight` `[N, K]`, transposed, to `out` `[.., N]` of a floating type. Sums are in f32; on a GPU
+/// operands and results are rounded to bfloat16.
+pub fn linear_into(device: &Device, x: &Tensor, weight: &Tensor, out: &mut Tensor) -> Result<()> {
+    let [m, n, k] = sizes_of(x, weight, None)?;
+    let rounded = self::weight(device, weight)?;
+    mixed::in_order(device, || {
+        let x = mixed::read(device, "x", x)?;
+        let w = mixed::read(device, "weight", &rounded)?;
+        let y = product(device, Form::NT, Sizes { m, n, k }, x.all(), w.all())?;
+        mixed::write(device, "the product", y.all(), out)
+    })
+}
+
+/// The gradients of [`linear_into`] from those of its result, `gradient` `[.., N]`: of `x` through the rounded weight, to `dx`, and of
+/// `weight` as if it had not been rounded, to `dweight`, each where it is wanted.
+pub fn linear_backward_into(
+    device: &Device,
+    x: &Tensor,
+    weight: &Tensor,
+    gradient: &Tensor,
+    dx: Option<&mut Tensor>,
+    dweight: Option<&mut Tensor>,
+) -> Result<()> {
+    let [m, n, k] = sizes_of(x, weight, Some(gradient))?;
+    let rounded = match dx {
+        Some(_) => Some(self::weight(device, weight)?),
+        None => None,
+    };
+    mixed::in_order(device, || {
+        let dy = mixed::read(device, "gradient", gradient)?;
+        if let (Some(out), Some(rounded)) = (dx, &rounded) {
+            let w = mixed::read(device, "weight", rounded)?;
+            let sizes = Sizes { m, n: k, k: n };
+            let dx = product(device, Form::NN, sizes, dy.all(), w.all())?;
+            mixed::write(device, "dx", dx.all(), out)?;
+        }
+        if let Some(out) = dweight {
+            let x = mixed::read(device, "x", x)?;
+            let sizes = Sizes { m: n, n: k, k: m };
+            let dw = product(device, Form::TN, sizes, dy.all(), x.all())?;
+            mixed::write(device, "dweight", dw.all(), out)?;
+        }
+        Ok(())
+    })
 }
 
 /// A cache of the rounded values of weights that do not change. Each is kept as long as its weight lives.
@@ -129,6 +231,47 @@ mod tests {
             assert_eq!(values.to_f32().unwrap()[..], wide.to_f32().unwrap()[..]);
             assert_ne!(values.to_f32().unwrap()[..], w.to_f32().unwrap()[..]);
         }
+    }
+
+    /// Forward and backward against sums in f64 of the rounded values.
+    #[test]
+    fn products_and_their_gradients_are_those_of_the_rounded_weight() {
+        let device = Device::cpu(Some(2)).unwrap();
+        let (m, n, k) = (6, 5, 48);
+        let (x, w) = (random(m, k, DType::F32), random(n, k, DType::BF16));
+        let x = x.view(Shape::contiguous(&[2, 3, k]).unwrap(), 0).unwrap();
+        let dy = Tensor::from_f32(&vec![0.25; m * n], &[2, 3, n], DType::F32).unwrap();
+        let values = |t: &Tensor| -> Vec<f64> {
+            t.to_f32().unwrap().iter().map(|&v| f64::from(v)).collect()
+        };
+        let rounded = values(&weight(&device, &w).unwrap());
+        let sizes = linear_sizes(&x, &w).unwrap();
+        assert_eq!(sizes, [2, 3, n]);
+        let mut y = Tensor::zeros(&sizes, DType::F32).unwrap();
+        linear_into(&device, &x, &w, &mut y).unwrap();
+        let mut dx = Tensor::zeros(&[2, 3, k], DType::F32).unwrap();
+        let mut dw = Tensor::zeros(&[n, k], DType::F32).unwrap();
+        let (to_x, to_w) = (Some(&mut dx), Some(&mut dw));
+        linear_backward_into(&device, &x, &w, &dy, to_x, to_w).unwrap();
+        let near = |got: f64, sum: f64| assert!((got - sum).abs() < 1e-5, "{got} {sum}");
+        let (xs, ys, dxs, dws) = (values(&x), values(&y), values(&dx), values(&dw));
+        for i in 0..m {
+            for j in 0..n {
+                let sum = (0..k).map(|c| xs[i * k + c] * rounded[j * k + c]).sum();
+                near(ys[i * n + j], sum);
+            }
+            for c in 0..k {
+                near(
+                    dxs[i * k + c],
+                    (0..n).map(|j| 0.25 * rounded[j * k + c]).sum(),
+                );
+            }
+        }
+        for c in 0..k {
+            near(dws[c], (0..m).map(|i| 0.25 * xs[i * k + c]).sum());
+        }
+        let e = linear_into(&device, &x, &random(5, 32, DType::F32), &mut y).unwrap_err();
+        assert!(e.message().contains("[2, 3, 48]"), "{e}");
     }
 
     #[test]

@@ -98,6 +98,7 @@ fn stepped(sessions: &mut [&mut Session], tokens: &[u32], pass: &mut Pass<'_>) -
         );
     }
     first.model.check_tokens(tokens)?;
+    let _held = first.model.hold()?;
     // Only eviction changes a session in a way that truncating it cannot undo.
     let saved: Vec<_> = sessions
         .iter()

@@ -112,6 +112,7 @@ impl Session {
         options: &GenerateOptions,
         on_piece: &mut dyn FnMut(Piece<'_>) -> ControlFlow<()>,
     ) -> Result<Generation> {
+        let _held = self.model.hold()?;
         let chat = chat.unwrap_or(&self.conversation.options).clone();
         for name in self.model.chat_template().unread(&chat.variables) {
             tracing::warn!(

@@ -69,6 +69,7 @@ impl Session {
         options: &GenerateOptions,
         on_piece: &mut dyn FnMut(Piece<'_>) -> ControlFlow<()>,
     ) -> Result<Generation> {
+        let _held = self.model.hold()?;
         let text = Transcript::new(&self.model, &self.tokens, options)?;
         self.undone_on_error(|session| session.generate_text(text, None, options, on_piece))
     }

@@ -252,6 +252,7 @@ impl Session {
     /// Appends `tokens` and runs them, `step` at a time; evicts where that is wanted and needed.
     fn append(&mut self, tokens: &[u32], step: usize) -> Result<()> {
         self.model.check_tokens(tokens)?;
+        let _held = self.model.hold()?;
         if self.fits(tokens.len()) {
             return self.run(tokens, step);
         }
@@ -292,6 +293,7 @@ impl Session {
     /// The token that `sampler` chooses next. On a GPU the logits stay on the device where a single token has to be run for it,
     /// and with `look_ahead` the device runs the chosen token before it is asked to.
     fn flush_and_choose(&mut self, sampler: &mut Sampler, look_ahead: bool) -> Result<u32> {
+        let _held = self.model.hold()?;
         let greedy = sampler.options().is_greedy();
         if let Some(token) = self.argmax.filter(|_| greedy) {
             return Ok(token);
@@ -329,6 +331,7 @@ impl Session {
                 "the session is empty, so nothing says what comes next; prefill a prompt first"
             );
         }
+        let _held = self.model.hold()?;
         if !self.logits.is_empty() {
             return Ok(());
         }

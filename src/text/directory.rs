@@ -11,7 +11,7 @@ use crate::base::error::{bail, err};
 use crate::base::{Error, Result};
 
 /// The tokenizer, chat template and special tokens of a model directory.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct TextFiles {
     /// From `tokenizer.json`, if there is one.
     pub tokenizer: Option<Arc<Tokenizer>>,

@@ -5,9 +5,10 @@ use std::ops::Range;
 use super::recipe::{Clip, Recipe};
 use crate::base::Result;
 use crate::base::error::bail;
-use crate::cpu::Cpu;
 use crate::format::adamw::GROUP_ROWS;
+use crate::model::Trained;
 use crate::model::training::{Layout, MatrixId, Source, Store, VectorId};
+use crate::ops::linear::Linear;
 use crate::ops::training::array;
 use crate::ops::training::optimizer::{Changes, Coefficients, Hyperparameters, Matrix, Vector};
 use crate::ops::training::statistics::{GradientStatistics, Statistics};
@@ -67,10 +68,7 @@ impl Parameters {
     /// Those of a checkpoint.
     pub fn new(device: &Device, source: &Source, recipe: &Recipe) -> Result<Parameters> {
         let layout = source.layout();
-        let host = match device {
-            Device::Cpu(cpu) => cpu.clone(),
-            Device::Cuda(_) => Cpu::new(None)?,
-        };
+        let host = device.host_cpu()?;
         let matrices = (0..layout.matrices.len()).map(|id| {
             let m = &layout.matrices[id];
             let read = |rows: Range<usize>, out: &mut [f32]| source.matrix(id, rows, out);
@@ -216,9 +214,10 @@ impl Parameters {
         Ok(())
     }
 
-    /// Gives up a step that no gradient has come for, or whose gradients wait.
-    pub(super) fn abandon_step(&mut self) {
+    /// Gives up a step, and says whether released gradients had changed parameters by then.
+    pub(super) fn abandon_step(&mut self) -> bool {
         self.plan = None;
+        self.report.partial
     }
 
     /// The coefficients of a tensor's step. Decay is for matrices.
@@ -329,6 +328,19 @@ impl Parameters {
         let key = (self.recipe.seed, id as u64);
         let clip = Some(self.statistics.factor(&self.device, number)?);
         self.matrices[id].step(&self.device, &c, key, first, gradient, clip)
+    }
+}
+
+impl Trained for Parameters {
+    fn matrix(&self, id: MatrixId) -> Result<Linear> {
+        Linear::trained(&self.device, self.matrices[id].shared())
+    }
+
+    fn vector(&self, id: VectorId) -> Result<Array> {
+        let values = self.vectors[id].values();
+        let mut copy = Array::zeroed(&self.device, values.len())?;
+        copy.all_mut().copy_from(values)?;
+        Ok(copy)
     }
 }
 

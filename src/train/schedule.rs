@@ -4,6 +4,9 @@ use std::f64::consts::PI;
 
 use serde::{Deserialize, Serialize};
 
+use crate::base::Result;
+use crate::base::error::bail;
+
 /// How the rate falls after the warm-up.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -42,6 +45,24 @@ impl Default for Schedule {
 }
 
 impl Schedule {
+    /// Refuses shares that are none.
+    pub fn check(&self) -> Result<()> {
+        if !(0.0..=1.0).contains(&self.floor) {
+            bail!(
+                InvalidArgument,
+                "a floor of {}; it is a share of the highest rate, 0 to 1",
+                self.floor
+            );
+        }
+        match self.decay {
+            Decay::Stable(last) if !(last > 0.0 && last <= 1.0) => bail!(
+                InvalidArgument,
+                "a rate that falls over {last} of the steps; it is a share of them, more than 0 and at most 1"
+            ),
+            _ => Ok(()),
+        }
+    }
+
     /// The share at step `step`, counted from 0, of `steps`.
     pub fn share(&self, step: u64, steps: u64) -> f64 {
         if step < self.warmup {
@@ -94,5 +115,17 @@ mod tests {
         }
         assert!((schedule(Decay::Cosine).share(60, 110) - 0.55).abs() < 1e-12);
         assert_eq!(schedule(Decay::Stable(0.2)).share(89, 110), 1.0);
+        for (decay, floor) in [
+            (Decay::Stable(0.0), 0.1),
+            (Decay::Stable(f64::NAN), 0.1),
+            (Decay::Cosine, f64::NAN),
+            (Decay::Cosine, 1.5),
+        ] {
+            let wrong = Schedule {
+                floor,
+                ..schedule(decay)
+            };
+            assert!(wrong.check().is_err(), "{wrong:?}");
+        }
     }
 }

@@ -1,14 +1,17 @@
 //! Steps of training.
 
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
 use serde::{Deserialize, Serialize};
 
 use super::parameters::{Parameters, StepPlan, StepReport};
 use super::recipe::{Clip, Recipe};
 use super::schedule::Schedule;
-use crate::base::Result;
 use crate::base::error::bail;
-use crate::model::Spec;
+use crate::base::lease::Lease;
+use crate::base::{Result, call};
 use crate::model::training::{Batch, Options, Pass, Source};
+use crate::model::{Model, Spec};
 use crate::ops::Device;
 use crate::ops::training::optimizer::Hyperparameters;
 
@@ -50,34 +53,11 @@ impl Default for Config {
 impl Config {
     /// Refuses settings that make no sense.
     pub fn check(&self) -> Result<()> {
-        let Hyperparameters {
-            rate,
-            beta1,
-            beta2,
-            eps,
-            decay,
-        } = self.optimizer;
         if self.steps == 0 {
             bail!(InvalidArgument, "training of 0 steps");
         }
-        if !(rate > 0.0 && rate.is_finite()) {
-            bail!(
-                InvalidArgument,
-                "a learning rate of {rate}; it must be positive"
-            );
-        }
-        if !((0.0..1.0).contains(&beta1) && (0.0..1.0).contains(&beta2)) {
-            bail!(
-                InvalidArgument,
-                "betas of {beta1} and {beta2}; they must be at least 0 and less than 1"
-            );
-        }
-        if !(eps > 0.0 && eps.is_finite() && decay >= 0.0 && rate * decay < 1.0) {
-            bail!(
-                InvalidArgument,
-                "eps {eps} and weight decay {decay}; eps must be positive, and the decay at least 0 and less than 1 / rate"
-            );
-        }
+        self.optimizer.check()?;
+        self.schedule.check()?;
         self.recipe.check()
     }
 }
@@ -140,6 +120,10 @@ pub struct Trainer {
     parameters: Parameters,
     pass: Pass,
     progress: Progress,
+    /// Keeps steps, and those who run the model on these weights, out of each other's way.
+    lease: Arc<Lease>,
+    /// The model that was last given, and the epoch of the lease that it is of.
+    given: Mutex<(u64, Weak<Model>)>,
 }
 
 /// How far a trainer has come.
@@ -189,6 +173,8 @@ impl Trainer {
             parameters,
             pass: Pass::new(device, source.spec(), source.layout(), options)?,
             progress: Progress::default(),
+            lease: Lease::new(),
+            given: Mutex::default(),
         })
     }
 
@@ -240,8 +226,28 @@ impl Trainer {
         self.progress.steps as f64 >= first
     }
 
+    /// The model that is trained, to be run between steps on the weights as they are delivered, in the memory that they are trained in: there
+    /// is no second copy of a matrix. `source` is the model that training began with. While a call runs the model, [`Trainer::step`] is
+    /// [`Busy`], and so is the model during a step. A step that changes weights ends this model and its sessions, which then give an error:
+    /// ask for the model again.
+    ///
+    /// [`Busy`]: crate::base::ErrorKind::Busy
+    pub fn model(&self, source: &Source) -> Result<Arc<Model>> {
+        let epoch = self.lease.epoch();
+        let mut given = self.given.lock().unwrap_or_else(PoisonError::into_inner);
+        if let (e, Some(model)) = (given.0, given.1.upgrade())
+            && e == epoch
+        {
+            return Ok(model);
+        }
+        let model = Model::of_trained(&self.device, source, &self.parameters, &self.lease)?;
+        *given = (epoch, Arc::downgrade(&model));
+        Ok(model)
+    }
+
     /// One step by the gradients of all micro-batches together, each target counting the same. If a loss or a gradient is not finite, no
-    /// parameter changes, and the step is counted as skipped; too many of those in a row are an error.
+    /// parameter changes, and the step is counted as skipped; too many of those in a row are an error. It is cancelled with the thread's
+    /// [`call`] between micro-batches, and between blocks of their forward passes, and then has changed nothing.
     pub fn step(&mut self, batches: &[MicroBatch<'_>]) -> Result<Step> {
         let targets: usize = batches.iter().map(MicroBatch::targets).sum();
         if targets == 0 {
@@ -275,10 +281,19 @@ impl Trainer {
                 _ => 1.0,
             },
         };
+        // Wrong batches are found before anything is used of them.
+        let batches: Vec<Batch> = batches
+            .iter()
+            .map(|batch| self.batch(batch, 1.0 / targets as f64))
+            .collect::<Result<_>>()?;
+        let change = self.lease.change()?;
         self.parameters.multiply_with_all(!self.trains_delivered());
         self.parameters.begin_step(plan)?;
-        let (loss, report) = match self.gradients(batches, targets) {
-            Ok(loss) if loss.is_finite() => (loss, self.parameters.finish_step()?),
+        let (loss, report) = match self.gradients(&batches) {
+            Ok(loss) if loss.is_finite() => {
+                change.changed();
+                (loss, self.parameters.finish_step()?)
+            }
             Ok(loss) => {
                 self.parameters.abandon_step();
                 let skipped = StepReport {
@@ -288,10 +303,13 @@ impl Trainer {
                 (loss, skipped)
             }
             Err(e) => {
-                self.parameters.abandon_step();
+                if self.parameters.abandon_step() {
+                    change.changed();
+                }
                 return Err(e);
             }
         };
+        drop(change);
         if report.skipped && report.partial {
             bail!(
                 Internal,
@@ -336,12 +354,21 @@ impl Trainer {
     }
 
     /// The mean loss of all targets, with its gradients given to the parameters.
-    fn gradients(&mut self, batches: &[MicroBatch<'_>], targets: usize) -> Result<f64> {
+    fn gradients(&mut self, batches: &[Batch]) -> Result<f64> {
         let first = self.config.recipe.first_block(self.spec.blocks.len());
+        let tokens = |batches: &[Batch]| batches.iter().map(|b| b.rows() as u64).sum();
+        call::expect(tokens(batches));
         let mut loss = 0.0;
-        for batch in batches {
-            let batch = self.batch(batch, 1.0 / targets as f64)?;
-            loss += self.pass.gradients(&mut self.parameters, &batch, first)?;
+        for (i, batch) in batches.iter().enumerate() {
+            loss += self.pass.gradients(&mut self.parameters, batch, first)?;
+            call::tell(call::Progress {
+                done: tokens(&batches[..=i]),
+                total: tokens(batches),
+            });
+        }
+        // Nothing has been updated by gradients that were kept.
+        if !self.config.recipe.release {
+            call::check()?;
         }
         Ok(loss)
     }
@@ -358,7 +385,8 @@ impl Trainer {
         )
     }
 
-    /// The mean cross-entropy of the targets of batches, in nats, of what is delivered or of all that is stored.
+    /// The mean cross-entropy of the targets of batches, in nats, of what is delivered or of all that is stored. Cancelled with the thread's
+    /// [`call`].
     pub fn evaluate(&mut self, batches: &[MicroBatch<'_>], delivered: bool) -> Result<f64> {
         let targets: usize = batches.iter().map(MicroBatch::targets).sum();
         if targets == 0 {

@@ -786,6 +786,218 @@ static void detokenizers(NVFP4_Model *model)
     OK(NVFP4_detokenizer_release(detokenizer));
 }
 
+/* Everything that is wrong with a batch is found before a step changes anything. */
+static void batches(NVFP4_Trainer *trainer)
+{
+    const int32_t invalid = NVFP4_INVALID_ARGUMENT;
+    int32_t tokens[] = {1, 2, 3, 4}, labels[] = {2, 3, 4, -100};
+    size_t lengths[] = {3, 1};
+    double loss = -1;
+    const NVFP4_MicroBatch good = {tokens, labels, 4, lengths, 2};
+    NVFP4_MicroBatch batch = good;
+    NVFP4_StepReport report = {0};
+    const size_t size = sizeof batch;
+    HANDLE(NVFP4_trainer_step, h, &batch, 1, size, NULL, NULL);
+    HANDLE(NVFP4_trainer_evaluate, h, &batch, 1, size, 1, NULL, &loss);
+    BAD(NVFP4_ABI_MISMATCH, NVFP4_trainer_step, trainer, &batch, 1, size, NULL, &report);
+    report.struct_size = sizeof report;
+    BAD(invalid, NVFP4_trainer_step, trainer, NULL, 0, size, NULL, &report);
+    BAD(invalid, NVFP4_trainer_step, trainer, NULL, 1, size, NULL, &report);
+    BAD(NVFP4_ABI_MISMATCH, NVFP4_trainer_step, trainer, &batch, 1, size - 4, NULL, &report);
+    BAD(invalid, NVFP4_trainer_evaluate, trainer, &batch, 1, size, 1, NULL, NULL);
+    BAD(invalid, NVFP4_trainer_evaluate, trainer, &batch, 1, size, 2, NULL, &loss);
+    batch.tokens = NULL;
+    BAD(invalid, NVFP4_trainer_step, trainer, &batch, 1, size, NULL, &report);
+    SAYS("batches[0]: tokens is NULL");
+    batch = good;
+    batch.labels = NULL;
+    BAD(invalid, NVFP4_trainer_step, trainer, &batch, 1, size, NULL, &report);
+    batch = good;
+    batch.document_count = 1;
+    BAD(invalid, NVFP4_trainer_step, trainer, &batch, 1, size, NULL, &report);
+    SAYS("documents of 3 in all");
+    lengths[1] = 0;
+    BAD(invalid, NVFP4_trainer_step, trainer, &good, 1, size, NULL, &report);
+    SAYS("document 1 has no tokens");
+    lengths[1] = 1;
+    labels[0] = 1 << 20;
+    BAD(invalid, NVFP4_trainer_step, trainer, &good, 1, size, NULL, &report);
+    SAYS("token 1048576 of a batch is outside the vocabulary");
+    BAD(invalid, NVFP4_trainer_evaluate, trainer, &good, 1, size, 1, NULL, &loss);
+    labels[0] = labels[1] = labels[2] = -100;
+    BAD(invalid, NVFP4_trainer_step, trainer, &good, 1, size, NULL, &report);
+    SAYS("nothing to learn");
+    BAD(invalid, NVFP4_trainer_evaluate, trainer, &good, 1, size, 1, NULL, &loss);
+    labels[0] = 2;
+    tokens[3] = -1;
+    BAD(invalid, NVFP4_trainer_step, trainer, &good, 1, size, NULL, &report);
+    SAYS("token 3 is -1");
+    CHECK(loss < 0 && report.step == 0);
+    tokens[3] = 4;
+    OK(NVFP4_trainer_step(trainer, &good, 1, size, NULL, &report));
+    CHECK(report.step == 1 && report.targets == 1);
+}
+
+static void training(const char *path)
+{
+    const int32_t invalid = NVFP4_INVALID_ARGUMENT;
+    const size_t bytes = strlen(path);
+    NVFP4_Trainer *none = NULL, *trainer = NULL;
+    NVFP4_Model *model = NULL;
+    NVFP4_TrainerOptions options;
+    BAD(invalid, NVFP4_trainer_options_init, NULL, sizeof options);
+    BAD(NVFP4_ABI_MISMATCH, NVFP4_trainer_options_init, &options, 0);
+#define DEFAULTS OK(NVFP4_trainer_options_init(&options, sizeof options))
+/* A field that is set like this is refused, with these words. */
+#define FIELD(set, words)                                                                                    \
+    do {                                                                                                     \
+        DEFAULTS;                                                                                            \
+        options.set;                                                                                         \
+        BAD(invalid, NVFP4_trainer_create, path, bytes, &options, NULL, &none);                              \
+        SAYS(words);                                                                                         \
+    } while (0)
+    const double zero = 0;
+    FIELD(rate = zero / zero, "a learning rate of NaN");
+    FIELD(rate = -1, "a learning rate of -1");
+    FIELD(beta1 = 1, "betas of 1");
+    FIELD(eps = zero / zero, "eps NaN");
+    FIELD(weight_decay = -1, "weight decay -1");
+    FIELD(floor = 2, "a floor of 2");
+    FIELD(clip_norm = zero / zero, "clipped to NaN");
+    FIELD(delivered_share = zero / zero, "delivered_share is NaN");
+    FIELD(steps = 0, "0 steps");
+    FIELD(last_blocks = -2, "last_blocks is -2");
+    FIELD(release = 1, "no global norm");
+    FIELD(release = 2, "release is 2");
+    FIELD(recompute = -1, "recompute is -1");
+    FIELD(schedule = 4, "schedule is 4");
+    FIELD(clip = 4, "clip is 4");
+    FIELD(weights = 6, "weights is 6");
+    FIELD(first_moments = 4, "first_moments is 4");
+    FIELD(second_moments = 4, "second_moments is 4");
+    FIELD(device_type = 7, "device_type is 7");
+    FIELD(threads = -1, "threads");
+    DEFAULTS;
+    options.schedule = NVFP4_SCHEDULE_STABLE;
+    options.decay_share = 0;
+    BAD(invalid, NVFP4_trainer_create, path, bytes, &options, NULL, &none);
+    DEFAULTS;
+    options.config = "{\"steps\": 3, \"stepz\": 4}";
+    options.config_length = strlen(options.config);
+    BAD(invalid, NVFP4_trainer_create, path, bytes, &options, NULL, &none);
+    SAYS("stepz");
+    options.config_length = 12;
+    BAD(invalid, NVFP4_trainer_create, path, bytes, &options, NULL, &none);
+    options.rate = 1;
+    BAD(invalid, NVFP4_trainer_create, path, bytes, &options, NULL, &none);
+    SAYS("set either");
+    options.struct_size = 12;
+    BAD(NVFP4_ABI_MISMATCH, NVFP4_trainer_create, path, bytes, &options, NULL, &none);
+    BAD(invalid, NVFP4_trainer_create, NULL, 4, NULL, NULL, &none);
+    BAD(invalid, NVFP4_trainer_create, path, bytes, NULL, NULL, NULL);
+    BAD(NVFP4_NOT_FOUND, NVFP4_trainer_create, "/nowhere", 8, NULL, NULL, &none);
+
+    OK(NVFP4_trainer_create(path, bytes, NULL, NULL, &trainer));
+    HANDLE(NVFP4_trainer_retain, h);
+    RELEASE(NVFP4_trainer_release);
+    batches(trainer);
+    HANDLE(NVFP4_trainer_info, h, text, sizeof text, &length);
+    BAD(NVFP4_BUFFER_TOO_SMALL, NVFP4_trainer_info, trainer, text, 1, &length);
+    HANDLE(NVFP4_trainer_data, h, text, sizeof text, &length);
+    BAD(invalid, NVFP4_trainer_data, trainer, text, sizeof text, NULL);
+    OK(NVFP4_trainer_data(trainer, text, sizeof text, &length));
+    CHECK(length == 4 && strcmp(text, "null") == 0);
+    HANDLE(NVFP4_trainer_save, h, "/dev/null/x", 11, NULL, 0, 1, NULL);
+    BAD(invalid, NVFP4_trainer_save, trainer, NULL, 3, NULL, 0, 1, NULL);
+    BAD(invalid, NVFP4_trainer_save, trainer, "/dev/null/x", 11, "{", 1, 1, NULL);
+    SAYS("data is not JSON");
+    BAD(invalid, NVFP4_trainer_save, trainer, "/dev/null/x", 11, NULL, 0, 0, NULL);
+    BAD(NVFP4_IO, NVFP4_trainer_save, trainer, "/dev/null/x", 11, NULL, 0, 1, NULL);
+    HANDLE(NVFP4_trainer_export_directory, h, "/dev/null/x", 11, 0, 0, NULL);
+    BAD(invalid, NVFP4_trainer_export_directory, trainer, "/dev/null/x", 11, 2, 0, NULL);
+    BAD(invalid, NVFP4_trainer_export_directory, trainer, "/dev/null/x", 11, 0, 2, NULL);
+    BAD(NVFP4_IO, NVFP4_trainer_export_directory, trainer, "/dev/null/x", 11, 0, 0, NULL);
+    HANDLE(NVFP4_trainer_export_dat, h, "/dev/null/x", 11, NULL);
+    BAD(invalid, NVFP4_trainer_export_dat, trainer, "/dev/null/x", 11, NULL);
+    HANDLE(NVFP4_trainer_model, h, NULL, &model);
+    BAD(invalid, NVFP4_trainer_model, trainer, NULL, NULL);
+    CHECK(model == NULL);
+
+    DEFAULTS;
+    BAD(NVFP4_NOT_FOUND, NVFP4_trainer_resume, path, bytes, "/nowhere", 8, &options, NULL, &none);
+    options.rate = 1;
+    BAD(invalid, NVFP4_trainer_resume, path, bytes, "/nowhere", 8, &options, NULL, &none);
+    SAYS("those of its checkpoint");
+    BAD(invalid, NVFP4_trainer_resume, path, bytes, NULL, 8, NULL, NULL, &none);
+    BAD(invalid, NVFP4_trainer_resume, path, bytes, "/nowhere", 8, NULL, NULL, NULL);
+    CHECK(none == NULL);
+    OK(NVFP4_trainer_release(trainer));
+    BAD(NVFP4_INVALID_HANDLE, NVFP4_trainer_info, trainer, text, sizeof text, &length);
+    SAYS("trainer is stale");
+}
+
+static void optimizers(NVFP4_Tensor *t, NVFP4_Tensor *codes)
+{
+    const int32_t invalid = NVFP4_INVALID_ARGUMENT;
+    NVFP4_OptimizerState *none = NULL, *state = NULL;
+    NVFP4_OptimizerOptions options;
+    NVFP4_StepOptions step;
+    NVFP4_Tensor *scales = NULL;
+    void *made = NULL, *second = NULL;
+    uint64_t count = 0;
+    uint8_t bytes[4096];
+    float global = 0;
+    BAD(invalid, NVFP4_optimizer_options_init, NULL, sizeof options);
+    OK(NVFP4_optimizer_options_init(&options, sizeof options));
+    BAD(invalid, NVFP4_step_options_init, NULL, sizeof step);
+    OK(NVFP4_step_options_init(&step, sizeof step));
+    BAD(NVFP4_INVALID_HANDLE, NVFP4_optimizer_create, NULL, NULL, &none);
+    BAD(NVFP4_INVALID_HANDLE, NVFP4_optimizer_create, no_handles[1], NULL, &none);
+    BAD(invalid, NVFP4_optimizer_create, t, NULL, NULL);
+    BAD(invalid, NVFP4_optimizer_create, codes, NULL, &none);
+    options.weights = 6;
+    BAD(invalid, NVFP4_optimizer_create, t, &options, &none);
+    options.weights = 0;
+    options.reserved = 1;
+    BAD(invalid, NVFP4_optimizer_create, t, &options, &none);
+    options.reserved = 0;
+    options.weights = NVFP4_WEIGHT_FORM_BFLOAT16;
+    OK(NVFP4_optimizer_create(t, &options, &state));
+    HANDLE(NVFP4_optimizer_retain, h);
+    RELEASE(NVFP4_optimizer_release);
+    HANDLE(NVFP4_optimizer_step, h, t, NULL, NULL, NULL);
+    BAD(NVFP4_INVALID_HANDLE, NVFP4_optimizer_step, state, NULL, NULL, NULL, NULL);
+    BAD(invalid, NVFP4_optimizer_step, state, codes, NULL, NULL, NULL);
+    step.rate = -1;
+    BAD(invalid, NVFP4_optimizer_step, state, t, &step, NULL, NULL);
+    HANDLE(NVFP4_optimizer_size, h, &count, NULL);
+    HANDLE(NVFP4_optimizer_weight, h, 0, NVFP4_DTYPE_FLOAT32, &made);
+    BAD(invalid, NVFP4_optimizer_weight, state, 2, NVFP4_DTYPE_FLOAT32, &made);
+    BAD(invalid, NVFP4_optimizer_weight, state, 0, 99, &made);
+    BAD(invalid, NVFP4_optimizer_weight, state, 0, NVFP4_DTYPE_FLOAT32, NULL);
+    HANDLE(NVFP4_optimizer_delivered, h, &out, &scales, &global);
+    BAD(NVFP4_UNSUPPORTED, NVFP4_optimizer_delivered, state, &out, &scales, &global);
+    BAD(invalid, NVFP4_optimizer_delivered, state, NULL, &scales, &global);
+    HANDLE(NVFP4_optimizer_save, h, bytes, sizeof bytes, &length);
+    BAD(NVFP4_BUFFER_TOO_SMALL, NVFP4_optimizer_save, state, bytes, 8, &length);
+    OK(NVFP4_optimizer_save(state, bytes, sizeof bytes, &length));
+    BAD(NVFP4_CORRUPT_FILE, NVFP4_optimizer_restore, bytes, length - 1, 0, 0, 0, &none);
+    BAD(NVFP4_CORRUPT_FILE, NVFP4_optimizer_restore, bytes, 3, 0, 0, 0, &none);
+    BAD(invalid, NVFP4_optimizer_restore, NULL, 3, 0, 0, 0, &none);
+    BAD(invalid, NVFP4_optimizer_restore, bytes, length, 0, 0, 2, &none);
+    BAD(invalid, NVFP4_optimizer_restore, bytes, length, 0, 0, 0, NULL);
+    OK(NVFP4_optimizer_release(state));
+
+    BAD(invalid, NVFP4_rounding_seed, 1, 2, 3, NULL);
+    BAD(NVFP4_INVALID_HANDLE, NVFP4_ste_linear, NULL, t, &made);
+    BAD(NVFP4_INVALID_HANDLE, NVFP4_ste_linear, t, no_handles[1], &made);
+    BAD(invalid, NVFP4_ste_linear, t, t, NULL);
+    BAD(invalid, NVFP4_ste_linear, t, codes, &made);
+    BAD(invalid, NVFP4_ste_linear_backward, t, t, t, &made, &second);
+    BAD(invalid, NVFP4_ste_linear_backward, t, t, t, NULL, NULL);
+    CHECK(none == NULL && made == NULL && second == NULL && scales == NULL && count == 0);
+}
+
 static void drop_in(NVFP4_Tensor *t)
 {
     for (int i = 0; i < 4; i++) {
@@ -860,6 +1072,8 @@ int main(int argc, char **argv)
     sessions(model);
     calls(model);
     detokenizers(model);
+    training(argv[2]);
+    optimizers(t, codes);
     drop_in(t);
     no_handles[3] = model;
     products(t, codes, scales);

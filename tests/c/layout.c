@@ -140,5 +140,70 @@ int main(void)
     AT(NVFP4_ChatOptions, tools, 32);
     AT(NVFP4_ChatOptions, tools_length, 40);
 
+    SIZE(NVFP4_TrainerOptions, 160);
+    AT(NVFP4_TrainerOptions, struct_size, 0);
+    AT(NVFP4_TrainerOptions, device_type, 4);
+    AT(NVFP4_TrainerOptions, device_index, 8);
+    AT(NVFP4_TrainerOptions, threads, 12);
+    AT(NVFP4_TrainerOptions, schedule, 16);
+    AT(NVFP4_TrainerOptions, clip, 20);
+    AT(NVFP4_TrainerOptions, weights, 24);
+    AT(NVFP4_TrainerOptions, first_moments, 28);
+    AT(NVFP4_TrainerOptions, second_moments, 32);
+    AT(NVFP4_TrainerOptions, release, 36);
+    AT(NVFP4_TrainerOptions, recompute, 40);
+    AT(NVFP4_TrainerOptions, last_blocks, 44);
+    AT(NVFP4_TrainerOptions, steps, 48);
+    AT(NVFP4_TrainerOptions, warmup, 56);
+    AT(NVFP4_TrainerOptions, seed, 64);
+    AT(NVFP4_TrainerOptions, rate, 72);
+    AT(NVFP4_TrainerOptions, floor, 80);
+    AT(NVFP4_TrainerOptions, decay_share, 88);
+    AT(NVFP4_TrainerOptions, weight_decay, 96);
+    AT(NVFP4_TrainerOptions, beta1, 104);
+    AT(NVFP4_TrainerOptions, beta2, 112);
+    AT(NVFP4_TrainerOptions, eps, 120);
+    AT(NVFP4_TrainerOptions, clip_norm, 128);
+    AT(NVFP4_TrainerOptions, delivered_share, 136);
+    AT(NVFP4_TrainerOptions, config, 144);
+    AT(NVFP4_TrainerOptions, config_length, 152);
+
+    SIZE(NVFP4_MicroBatch, 40);
+    AT(NVFP4_MicroBatch, tokens, 0);
+    AT(NVFP4_MicroBatch, labels, 8);
+    AT(NVFP4_MicroBatch, token_count, 16);
+    AT(NVFP4_MicroBatch, document_lengths, 24);
+    AT(NVFP4_MicroBatch, document_count, 32);
+
+    SIZE(NVFP4_StepReport, 64);
+    AT(NVFP4_StepReport, struct_size, 0);
+    AT(NVFP4_StepReport, outcome, 4);
+    AT(NVFP4_StepReport, step, 8);
+    AT(NVFP4_StepReport, targets, 16);
+    AT(NVFP4_StepReport, loss, 24);
+    AT(NVFP4_StepReport, rate, 32);
+    AT(NVFP4_StepReport, gradient_norm, 40);
+    AT(NVFP4_StepReport, changed, 48);
+    AT(NVFP4_StepReport, changed_delivered, 56);
+
+    SIZE(NVFP4_OptimizerOptions, 24);
+    AT(NVFP4_OptimizerOptions, struct_size, 0);
+    AT(NVFP4_OptimizerOptions, weights, 4);
+    AT(NVFP4_OptimizerOptions, first_moments, 8);
+    AT(NVFP4_OptimizerOptions, second_moments, 12);
+    AT(NVFP4_OptimizerOptions, fresh_scales, 16);
+    AT(NVFP4_OptimizerOptions, reserved, 20);
+
+    SIZE(NVFP4_StepOptions, 64);
+    AT(NVFP4_StepOptions, struct_size, 0);
+    AT(NVFP4_StepOptions, gradient_scale, 4);
+    AT(NVFP4_StepOptions, rate, 8);
+    AT(NVFP4_StepOptions, beta1, 16);
+    AT(NVFP4_StepOptions, beta2, 24);
+    AT(NVFP4_StepOptions, eps, 32);
+    AT(NVFP4_StepOptions, weight_decay, 40);
+    AT(NVFP4_StepOptions, seed, 48);
+    AT(NVFP4_StepOptions, tensor, 56);
+
     return report("layout");
 }

@@ -222,6 +222,16 @@ interrupted() {
     done
 }
 
+# trains COMMAND...: 20 steps on a text that says one thing again and again, and 10 more after a restart. An untrained model has a loss
+# of 5.8, the logarithm of its vocabulary; the last steps use the codes alone, which so few steps hardly change.
+trains() {
+    rm -rf "$work/tuned" "$work/tuned.run"
+    yes "The sky is blue, and the sea is blue too." | head -40 >"$work/story"
+    "$@" "$model" "$work/story" "$work/tuned" 20 >"$work/losses" && "$@" "$model" "$work/story" "$work/tuned" 30 >>"$work/losses" &&
+        [ "$(grep -c '^step .*: loss ' "$work/losses")" -eq 3 ] && [ -e "$work/tuned/config.json" ] &&
+        awk '$2 == "10:" { exit !($4 < 4) }' "$work/losses"
+}
+
 # plugged COMMAND...: a plug-in answers, twice.
 plugged() {
     "$@" "$examples/libplugin.so" "$model" "Why is the sky blue?" >"$work/plugged" && [ "$(wc -c <"$work/plugged")" -gt 20 ]
@@ -255,7 +265,7 @@ check "symbols" symbols
 # What runs, each as NAME and then its command. The tests in C are compiled as two languages, and run as one.
 programs=()
 for std in c99 c11; do
-    for name in layout logging tensors linear schema drop_in sessions conversation errors calls cancel; do
+    for name in layout logging tensors linear schema drop_in sessions conversation training errors calls cancel; do
         check "$name compiles as $std" compile $std $name $name.c
     done
     check "two units as $std" compile $std two_units two_units_a.c two_units_b.c
@@ -279,6 +289,7 @@ programs+=("layout $work/layout-c11" "logging $work/logging-c11" "tensors $work/
     "schema $work/schema-c11" "drop_in $work/drop_in-c11" "two_units $work/two_units-c11"
     "errors $work/errors-c11 $work/declared $model" "sessions $work/sessions-c11 $model $work/scratch"
     "conversation $work/conversation-c11 $thinker $model $work/scratch"
+    "training $work/training-c11 $model ${model%/*}/qwen3_untied $work/scratch"
     "calls $work/calls-c11 $model" "fork $work/fork-c11 $model" "cancel $work/cancel-c11 $long $work/scratch"
     "limits $work/limits-c11 $model $work/scratch"
     "limits-deep $work/limits-c11 $work/deep $work/scratch 25"
@@ -295,7 +306,7 @@ if command -v cmake >/dev/null; then
         programs+=("example-$name $examples/$name")
     done
     programs+=("example-dlopen $examples/dlopen $library" "example-server serve $examples/server"
-        "example-plugin plugged $examples/plugin_host" "example-interrupt interrupted $examples/interrupt")
+        "example-train trains $examples/train" "example-plugin plugged $examples/plugin_host" "example-interrupt interrupted $examples/interrupt")
     for name in chat chat_cpp; do
         programs+=("example-$name converse $examples/$name" "example-$name-without-model fails $examples/$name /nowhere"
             "example-$name-sampling shows_sampling $examples/$name")
@@ -351,7 +362,7 @@ if command -v valgrind >/dev/null; then
         */cancel-*) check "$name under valgrind" "${under[@]}" "$@" 100 ;;
         # An interrupt would end valgrind.
         interrupted) ;;
-        converse | thinks | calls | shows_sampling | fails | serve | plugged) helper=$1 && shift && check "$name under valgrind" "$helper" "${under[@]}" "$@" ;;
+        converse | thinks | calls | shows_sampling | fails | serve | plugged | trains) helper=$1 && shift && check "$name under valgrind" "$helper" "${under[@]}" "$@" ;;
         *) check "$name under valgrind" "${under[@]}" "$@" ;;
         esac
     done

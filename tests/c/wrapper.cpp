@@ -641,6 +641,74 @@ void streams(const std::string &path)
     CHECK(endless.result().finish == NVFP4_FINISH_CANCELLED && other.length() == prompt + 1);
 }
 
+/* A golden model is trained, saved, resumed to the same bits, exported, and run on live weights. */
+void training(const char *model, const std::string &scratch)
+{
+    nvfp4::TrainerOptions options;
+    options.steps = 20;
+    options.rate = 5e-3;
+    options.threads = 1;
+    nvfp4::Trainer trainer(model, options);
+    std::vector<std::int32_t> tokens(40), labels(40);
+    for (std::size_t i = 0; i < tokens.size(); i++) {
+        tokens[i] = static_cast<std::int32_t>((i * i * 3 + 5) % 100);
+        labels[i] = static_cast<std::int32_t>(i % 20 == 19 ? -100 : ((i + 1) * (i + 1) * 3 + 5) % 100);
+    }
+    const std::vector<std::size_t> lengths{20, 20};
+    const nvfp4::MicroBatch batch{tokens, labels, lengths};
+    const double before = trainer.evaluate({batch});
+    for (int i = 0; i < 10; i++)
+        CHECK(trainer.step({batch, batch}).outcome == NVFP4_STEP_UPDATED);
+    trainer.save(scratch + "/training", "{\"at\": 10}");
+    nvfp4::Trainer second = nvfp4::Trainer::resume(model, scratch + "/training");
+    CHECK(second.data() == "{\"at\":10}" && trainer.data() == second.data());
+    for (int i = 10; i < 20; i++) {
+        const NVFP4_StepReport one = trainer.step({batch, batch}), two = second.step({batch, batch});
+        CHECK(one.step == two.step && one.step == static_cast<std::uint64_t>(i) + 1 && one.targets == 76);
+        CHECK(!(one.loss < two.loss) && !(one.loss > two.loss));
+    }
+    const double after = trainer.evaluate({batch}, true), stored = trainer.evaluate({batch}, false);
+    CHECK(after < before - 0.5 && stored < before - 0.5);
+    CHECK(trainer.info().find("\"steps\":20") != std::string::npos);
+    trainer.export_directory(scratch + "/trained", NVFP4_TABLES_NVFP4);
+    CHECK(status_of([&] { trainer.export_directory(scratch + "/trained"); }) == NVFP4_INVALID_ARGUMENT);
+    CHECK(status_of([&] { trainer.export_dat(scratch + "/trained.dat"); }) != NVFP4_OK);
+    nvfp4::LoadOptions load;
+    load.device_type = NVFP4_DEVICE_CPU;
+    const nvfp4::Model loaded(scratch + "/trained", load), live = trainer.model();
+    nvfp4::Session a(loaded), b(live);
+    for (nvfp4::Session *session : {&a, &b})
+        session->prefill(tokens);
+    CHECK(a.logits() == b.logits());
+    CHECK(b.generate().generated_tokens > 0);
+    trainer.clone().step({batch});
+    CHECK(status_of([&] { b.logits(); }) == NVFP4_INVALID_ARGUMENT);
+    CHECK(status_of([&] { trainer.step({nvfp4::MicroBatch{tokens, {1, 2}, {}}}); }) == NVFP4_INVALID_ARGUMENT);
+    options.config_json = "{\"stepz\": 1}";
+    CHECK(status_of([&] { nvfp4::Trainer(model, options); }) == NVFP4_INVALID_ARGUMENT);
+
+    /* One weight by itself. */
+    const std::vector<float> values(64, 0.25F), slopes(64, 0.5F);
+    const nvfp4::Tensor weight = nvfp4::Tensor::borrow(values.data(), {2, 32}), slope = nvfp4::Tensor::borrow(slopes.data(), {2, 32});
+    nvfp4::Optimizer optimizer(weight);
+    nvfp4::StepOptions step;
+    step.rate = 0.05;
+    CHECK(optimizer.step(slope, step).first == 64);
+    nvfp4::Optimizer again = nvfp4::Optimizer::restore(optimizer.save());
+    CHECK(again.step(slope) == optimizer.clone().step(slope) && again.save() == optimizer.save());
+    CHECK(again.steps() == 2 && again.bytes() == optimizer.bytes());
+    const nvfp4::Delivered delivered = optimizer.delivered();
+    CHECK(delivered.codes.bytes() == 32 && delivered.scales.bytes() == 4 && delivered.global_scale > 0);
+    CHECK(optimizer.weight().to_floats() != values && optimizer.weight(true).elements() == 64);
+    CHECK(nvfp4::rounding_seed(1, 2, 3) != nvfp4::rounding_seed(1, 3, 2));
+    const nvfp4::Tensor product = nvfp4::ste_linear(slope, weight);
+    const float rounded = nvfp4::ste_weight(weight).to_floats()[0], sum = 16 * rounded;
+    CHECK((product.shape() == std::vector<std::int64_t>{2, 2} && product.to_floats() == std::vector<float>(4, sum)));
+    const auto gradients = nvfp4::ste_linear_backward(slope, weight, product);
+    CHECK(gradients.first.to_floats() == std::vector<float>(64, 2 * sum * rounded) &&
+          gradients.second.to_floats() == std::vector<float>(64, sum));
+}
+
 } // namespace
 
 int main(int argc, char **argv)
@@ -664,6 +732,7 @@ int main(int argc, char **argv)
     sessions(argv[1], argv[2]);
     conversations(argv[3]);
     streams(argv[1]);
+    training(argv[1], argv[2]);
     CHECK(without_exceptions(argv[1]) == 0);
     nvfp4::reset_memory_peak();
     CHECK(nvfp4::memory().peak == nvfp4::memory().current && nvfp4::memory_budget() == 0);

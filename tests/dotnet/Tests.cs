@@ -68,6 +68,9 @@ static class Tests
             Run("quantizing and products", Quantizing);
             Run("schemas", Schemas);
             Run("models on disk", Converting);
+            Run("training", Training);
+            Run("what is wrong with training", WrongTraining);
+            Run("the optimizer of one weight", OneWeight);
             Run("objects that are disposed of", Disposed);
             Run("sessions that are disposed of in use", DisposedInUse);
             Run("finalizers on another thread", Finalizers);
@@ -1473,6 +1476,142 @@ static class Tests
         Throws<Nvfp4ArgumentException>(() => WeightSchema.Validate(tensors.Take(1)), "层.scale");
         Throws<Nvfp4NotFoundException>(() => WeightSchema.Validate(tensors, "norm"));
         Same(Format.None, WeightSchema.Detect(new NamedTensor[0]).Format);
+    }
+
+    /// A batch of documents in which each token follows from the one before it.
+    static MicroBatch Batch(int first)
+    {
+        var documents = new int[2][];
+        for (int d = 0; d < 2; d++)
+        {
+            documents[d] = new int[d == 0 ? 24 : 17];
+            for (int i = 0, token = first + d; i < documents[d].Length; i++, token = (token * 7 + 3) % 250)
+                documents[d][i] = token;
+        }
+        return MicroBatch.Of(documents);
+    }
+
+    static TrainerOptions InTwentySteps => new TrainerOptions { Device = Device.Cpu, Threads = 1, Steps = 20, Rate = 5e-3 };
+
+    static byte[] StateOf(string directory) => File.ReadAllBytes(Path.Combine(directory, "step-00000020", "state.bin"));
+
+    /// A small model is trained, saved, resumed to the same bits, exported, and run on live weights.
+    static void Training()
+    {
+        string run = Path.Combine(scratch, "run"), other = Path.Combine(scratch, "other"), place = Path.Combine(scratch, "trained");
+        MicroBatch[] batches = { Batch(3), Batch(40) };
+        using (Trainer trainer = Trainer.Create(modelPath, InTwentySteps))
+        {
+            double before = trainer.Evaluate(batches);
+            for (int i = 1; i <= 10; i++)
+            {
+                StepReport report = trainer.Step(batches);
+                Check(report.Outcome == StepOutcome.Updated && report.Step == i && report.Targets == 78 && report.GradientNorm > 0);
+            }
+            trainer.Save(run, "{\"place\":\"漢字\"}");
+            using (Trainer second = Trainer.Resume(modelPath, run, new TrainerOptions { Device = Device.Cpu, Threads = 1 }))
+            {
+                Same("{\"place\":\"漢字\"}", second.Data);
+                long told = 0;
+                for (int i = 10; i < 20; i++)
+                {
+                    StepReport one = trainer.StepAsync(batches).GetAwaiter().GetResult();
+                    StepReport two = second.Step(batches, (done, total) => told = done, CancellationToken.None);
+                    Same(one.Loss, two.Loss);
+                    Same(one.GradientNorm, two.GradientNorm);
+                    Same(82L, told);
+                }
+                trainer.Save(run, keep: 1);
+                second.Save(other);
+                Check(StateOf(run).SequenceEqual(StateOf(other)));
+            }
+            Check(trainer.Evaluate(batches) < before - 0.5 && trainer.Evaluate(batches, delivered: false) < before - 0.5);
+            Same(20L, trainer.Info.Steps);
+            trainer.ExportDirectory(place, Tables.Nvfp4);
+            Throws<Nvfp4Exception>(() => trainer.ExportDirectory(place));
+            Throws<Nvfp4Exception>(() => trainer.ExportDat(place + ".dat"));
+            int[] prompt = batches[0].Tokens.Take(24).ToArray();
+            using (Model live = trainer.Model())
+            using (Model loaded = Model.Load(place, new LoadOptions { Device = Device.Cpu, Threads = 1 }))
+            using (var a = new Session(live))
+            using (var b = new Session(loaded))
+            {
+                a.Prefill(prompt);
+                b.Prefill(prompt);
+                Check(a.Logits.SequenceEqual(b.Logits));
+                int busy = 0;
+                a.Generate(new GenerateOptions { MaxTokens = 4, IgnoreModelStops = true }, piece =>
+                {
+                    Throws<Nvfp4BusyException>(() => trainer.Step(batches), "run the model");
+                    busy++;
+                    return true;
+                });
+                Check(busy > 0);
+                trainer.Step(batches);
+                Throws<Nvfp4Exception>(() => a.Logits.ToString(), "ask the trainer for its model again");
+                using (Model next = trainer.Model())
+                using (var session = new Session(next))
+                    session.Prefill(prompt);
+            }
+        }
+    }
+
+    static void WrongTraining()
+    {
+        Throws<Nvfp4Exception>(() => Trainer.Create(modelPath, new TrainerOptions { Device = Device.Cpu, Rate = double.NaN }), "NaN");
+        Throws<Nvfp4Exception>(() => Trainer.Create(modelPath, new TrainerOptions { Device = Device.Cpu, ConfigJson = "{\"stepz\": 1}" }), "stepz");
+        Throws<Nvfp4NotFoundException>(() => Trainer.Create("/nowhere", InTwentySteps));
+        Throws<ArgumentException>(() => new MicroBatch(new int[3], new int[2]));
+        Trainer trainer = Trainer.Create(modelPath, InTwentySteps);
+        using (var cancellation = new CancellationTokenSource())
+        {
+            cancellation.Cancel();
+            Throws<OperationCanceledException>(() => trainer.Step(new[] { Batch(1) }, null, cancellation.Token));
+        }
+        Throws<Nvfp4Exception>(() => trainer.Step(new MicroBatch(new[] { 1, 2 }, new[] { -100, -100 })), "nothing to learn");
+        Throws<Nvfp4Exception>(() => trainer.Step(new MicroBatch(new[] { 1, 2 }, new[] { 2, 1 << 20 })), "1048576");
+        Throws<Nvfp4Exception>(() => trainer.Step(new MicroBatch(new[] { 1, 2 }, new[] { 2, 3 }, new[] { 1 })), "documents of 1");
+        Throws<Nvfp4Exception>(() => trainer.Step());
+        Throws<ArgumentNullException>(() => trainer.Step((MicroBatch)null));
+        Same(0L, trainer.Info.Steps);
+        trainer.Dispose();
+        Throws<ObjectDisposedException>(() => trainer.Step(Batch(1)));
+    }
+
+    static void OneWeight()
+    {
+        float[] values = Enumerable.Range(0, 64).Select(i => i * 37 % 101 / 101f - 0.5f).ToArray();
+        using (Tensor weight = Tensor.FromArray(values, 2, 32))
+        using (Tensor gradient = Tensor.FromArray(Enumerable.Repeat(0.5f, 64).ToArray(), 2, 32))
+        using (TensorOptimizer one = TensorOptimizer.Create(weight))
+        {
+            var step = new StepOptions { Rate = 0.05, Seed = 4, Tensor = 2 };
+            Check(one.Step(gradient, step) > 0);
+            using (TensorOptimizer two = TensorOptimizer.Restore(one.Save()))
+            {
+                Same(one.Step(gradient, step), two.Step(gradient, step));
+                Check(one.Save().SequenceEqual(two.Save()) && two.Steps == 2 && two.Bytes == one.Bytes);
+            }
+            QuantizedTensor delivered = one.Delivered();
+            using (Tensor exact = delivered.Dequantize())
+            using (Tensor codes = one.Weight(delivered: true))
+                Check(exact.ToFloats().SequenceEqual(codes.ToFloats()));
+            Throws<Nvfp4Exception>(() => TensorOptimizer.Restore(new byte[9]), "9 bytes");
+            using (Tensor rounded = Quantizer.SteWeight(weight))
+            using (Tensor product = TensorOptimizer.SteLinear(gradient, weight))
+            {
+                float[] w = rounded.ToFloats();
+                float expected = 0.5f * w.Take(32).Sum();
+                Check(Math.Abs(product.ToFloats()[0] - expected) < 1e-4);
+                (Tensor dx, Tensor dw) = TensorOptimizer.SteLinearBackward(gradient, weight, product);
+                float[] p = product.ToFloats();
+                Check(Math.Abs(dx.ToFloats()[5] - (p[0] * w[5] + p[1] * w[37])) < 1e-4);
+                Check(Math.Abs(dw.ToFloats()[0] - 0.5f * (p[0] + p[2])) < 1e-4);
+                dx.Dispose();
+                dw.Dispose();
+            }
+            Check(TensorOptimizer.RoundingSeed(1, 2, 3) != TensorOptimizer.RoundingSeed(1, 3, 2));
+        }
     }
 
     static void Converting()

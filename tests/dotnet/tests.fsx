@@ -253,6 +253,26 @@ test "Q4: training" (fun () ->
     same false (anew.Data = kept.Data)
     Environment.SetEnvironmentVariable("TS_Q4_STE_CACHE_EVAL_WEIGHT", null))
 
+test "training in a pipe" (fun () ->
+    let options = TrainerOptions(Device = Device.Cpu, Threads = 1, Steps = 6L, Rate = 5e-3)
+    let batches = [ Train.batch [ [| 1; 2; 3; 4; 5 |]; [| 6; 7; 8 |] ] ]
+    use trainer = reciter |> Train.start options
+    let before = trainer |> Train.evaluate batches
+    for number in 1L .. 6L do
+        same number (trainer |> Train.step batches).Step
+    if not (Train.evaluate batches trainer < before) then failwith "nothing was learned"
+    let run = Path.Combine(scratch, "fsharp-run")
+    trainer |> Train.save run
+    use again = reciter |> Train.resume run
+    same 6L again.Info.Steps
+    same (Train.evaluate batches trainer) (Train.evaluate batches again)
+    use live = trainer |> Train.model
+    use session = new Session(live)
+    session.Prefill [| 1; 2; 3 |]
+    trainer |> Train.step batches |> ignore
+    raises<Nvfp4Exception, _> "ask the trainer" (fun () -> session.Prefill [| 4 |])
+    trainer |> Train.export (Path.Combine(scratch, "fsharp-model")))
+
 test "Q4: managed memory" (fun () ->
     use tensor = x |> Tensor.ofArray [ 4L; 256L ]
     same false (NativeInterop.isManagedTensor tensor)

@@ -1273,6 +1273,216 @@ class Conversations(unittest.TestCase):
         self.assertEqual(drawn[1], drawn[2])
 
 
+class Training(unittest.TestCase):
+    """Training a golden model, from its first step to sessions of what comes of it."""
+
+    def setUp(self):
+        directory = tempfile.TemporaryDirectory()
+        self.addCleanup(directory.cleanup)
+        self.directory = directory.name
+
+    def place(self, name):
+        return os.path.join(self.directory, name)
+
+    def batch(self, number, vocabulary=320):
+        """Documents in which each token says the next but for one bit."""
+        documents = []
+        for length in (24, 17):
+            token, document = 7 + number, []
+            for i in range(length):
+                token = (token * 5 + 3 + (number * i) % 2) % vocabulary
+                document.append(token)
+            documents.append(document)
+        return nvfp4.Batch.of(*documents)
+
+    def trainer(self, **options):
+        return nvfp4.Trainer(GOLDEN, device="cpu", threads=1, **{"steps": 20, "rate": 5e-3, "warmup": 2, **options})
+
+    def test_a_run(self):
+        """20 steps learn; a run that is saved half-way and resumed comes to the same bits; what is exported is what was trained."""
+        with self.trainer(seed=3) as trainer:
+            vocabulary = trainer.info["vocab_size"]
+            batches = [self.batch(number, vocabulary) for number in range(4)]
+            before = trainer.evaluate(batches)
+            reports = []
+            for number in range(20):
+                told = []
+                reports.append(trainer.step([batches[number % 4], batches[(number + 1) % 4]], progress=lambda *at: told.append(at)))
+                self.assertEqual(told[-1], (82, 82))
+                if number == 9:
+                    trainer.save(self.place("run"), {"at": number, "word": "漢字"})
+            self.assertEqual([report.step for report in reports], list(range(1, 21)))
+            self.assertEqual({(report.outcome, report.targets) for report in reports}, {("updated", 78)})
+            self.assertTrue(all(0 < report.changed <= 1 and report.gradient_norm > 0 for report in reports))
+            self.assertAlmostEqual(reports[0].rate, 5e-3 / 2)
+            after = trainer.evaluate(batches)
+            self.assertLess(after, before - 1)
+            self.assertEqual((trainer.info["steps"], trainer.data), (20, {"at": 9, "word": "漢字"}))
+
+            with nvfp4.Trainer.resume(GOLDEN, self.place("run"), device="cpu", threads=1) as second:
+                self.assertEqual((second.info["steps"], second.data["word"]), (10, "漢字"))
+                again = [second.step([batches[number % 4], batches[(number + 1) % 4]]) for number in range(10, 20)]
+                self.assertEqual(again, reports[10:])
+                for one, name in ((trainer, "a"), (second, "b")):
+                    one.save(self.place(name), keep=1)
+            states = [open(os.path.join(self.place(name), "step-00000020", "state.bin"), "rb") for name in "ab"]
+            with states[0], states[1]:
+                self.assertEqual(states[0].read(), states[1].read())
+
+            # The model on live weights has the bits of the one that is exported with tables in NVFP4.
+            trainer.export(self.place("model"), tables="nvfp4")
+            with self.assertRaises(nvfp4.InvalidArgument):
+                trainer.export(self.place("model"))
+            trainer.export(self.place("model"), tables="nvfp4", replace=True)
+            live, loaded = trainer.model(), nvfp4.Model(self.place("model"), device="cpu", threads=1)
+            self.assertEqual(live.info["file_format"], "training")
+            tokens = batches[0].tokens[:24]
+            logits = []
+            for model in (live, loaded):
+                session = model.session(kv_type="float32")
+                session.prefill(tokens)
+                logits.append(list(session.logits()))
+                result = session.generate(max_tokens=8, ignore_model_stops=True)
+                logits[-1] += session.tokens
+                self.assertEqual(result.generated_tokens, 8)
+            self.assertEqual(logits[0], logits[1])
+
+            # While the model runs there is no step, and after a step the model is none any more.
+            session, busy = live.session(), []
+            session.prefill(tokens)
+
+            def during(_piece):
+                try:
+                    trainer.step(batches[0])
+                except nvfp4.Busy as error:
+                    busy.append(str(error))
+
+            session.generate(on_text=during, max_tokens=20, ignore_model_stops=True)
+            self.assertIn("run the model of these weights", busy[0])
+            self.assertEqual(trainer.info["steps"], 20)
+            session.close()
+            session = live.session()
+            session.prefill(tokens)
+            trainer.step(batches[0])
+            for use in (session.logits, lambda: session.generate(max_tokens=1), lambda: live.session().prefill(tokens)):
+                with self.assertRaisesRegex(nvfp4.InvalidArgument, "ask the trainer for its model again"):
+                    use()
+            other = trainer.model()
+            self.assertNotEqual(other, live)
+            other.session().prefill(tokens)
+
+    def test_options(self):
+        """Everything as fields, or everything as one dictionary."""
+        config = self.trainer(weights="two_term", clip="never", last_blocks=1, schedule="stable", decay_share=0.5).info["config"]
+        self.assertEqual((config["recipe"]["weights"], config["recipe"]["clip"], config["recipe"]["last_blocks"]), ("two_term", "never", 1))
+        self.assertEqual(config["schedule"]["decay"], {"stable": 0.5})
+        self.assertEqual(nvfp4.Trainer(GOLDEN, device="cpu", config=config).info["config"], config)
+        for wrong, words in (({"rate": float("nan")}, "learning rate of NaN"), ({"rate": 0.0}, "learning rate of 0"),
+                             ({"beta2": 1.0}, "betas"), ({"floor": float("nan")}, "floor of NaN"), ({"clip_norm": -1.0}, "clipped to -1"),
+                             ({"delivered_share": 2.0}, "delivered_share"), ({"steps": 0}, "0 steps"), ({"last_blocks": -2}, "last_blocks"),
+                             ({"release": True}, "global norm"), ({"weights": 9}, "weight_form"), ({"config": {"recipes": 1}}, "recipes"),
+                             ({"config": {"recipe": {"weights": "six"}}}, "six"), ({"config": {"steps": 5}, "rate": 0.5}, "set either")):
+            with self.assertRaisesRegex((nvfp4.InvalidArgument, TypeError), words):
+                nvfp4.Trainer(GOLDEN, device="cpu", **wrong)
+        with self.assertRaises(nvfp4.NotFound):
+            nvfp4.Trainer("/nowhere", device="cpu")
+
+    def test_released_gradients(self):
+        with self.trainer(release=True, clip="tensor") as trainer:
+            batch = self.batch(1)
+            losses = [trainer.step(batch).loss for _ in range(6)]
+            self.assertLess(losses[-1], losses[0])
+            with self.assertRaisesRegex(nvfp4.InvalidArgument, "2 micro-batches"):
+                trainer.step([batch, batch])
+
+    def test_what_is_wrong(self):
+        """Each is refused, and changes nothing."""
+        trainer = self.trainer()
+        batch = self.batch(0)
+        tokens, labels, documents = batch
+        trainer.step(batch)
+        trainer.save(self.place("before"))
+        for wrong, words in (
+                ((tokens, [-100] * len(tokens), documents), "nothing to learn"), ((tokens, [9999] + labels[1:], documents), "token 9999"),
+                (([9999] + tokens[1:], labels, documents), "token 9999"), (([-1] + tokens[1:], labels, documents), "token 0 is -1"),
+                ((tokens, labels, [3, 4]), "documents of 7"), ((tokens, labels, [41, 0]), "document 1 has no tokens"),
+                ((tokens, labels[1:], documents), "40 labels"), (([], [], []), "nothing to learn")):
+            with self.assertRaisesRegex(nvfp4.InvalidArgument, words):
+                trainer.step([wrong])
+        with self.assertRaises(nvfp4.InvalidArgument):
+            trainer.step([])
+        cancel = nvfp4.Cancel()
+        cancel.trigger()
+        with self.assertRaises(nvfp4.Cancelled):
+            trainer.step(batch, cancel=cancel)
+        trainer.save(self.place("after"))
+        states = [open(os.path.join(self.place(name), "step-00000001", "state.bin"), "rb") for name in ("before", "after")]
+        with states[0], states[1]:
+            self.assertEqual(states[0].read(), states[1].read())
+        with self.assertRaisesRegex(nvfp4.InvalidArgument, "keep is 0"):
+            trainer.save(self.place("after"), keep=0)
+        with self.assertRaises(nvfp4.NotFound):
+            nvfp4.Trainer.resume(GOLDEN, self.place("nothing"), device="cpu")
+        other = os.path.join(os.path.dirname(GOLDEN), "qwen3_untied")
+        with self.assertRaisesRegex(nvfp4.InvalidArgument, "another model.*lm_head.weight is not in the checkpoint"):
+            nvfp4.Trainer.resume(other, self.place("before"), device="cpu")
+        trainer.close()
+        with self.assertRaises(nvfp4.InvalidHandle):
+            trainer.step(batch)
+
+    @needs("numpy")
+    def test_arrays(self):
+        import numpy
+        batch = self.batch(2)
+        with self.trainer() as trainer:
+            arrays = nvfp4.Batch(*(numpy.array(part, dtype=numpy.int64) for part in batch))
+            self.assertEqual(trainer.evaluate(arrays), trainer.evaluate(batch))
+
+    def test_an_optimizer(self):
+        """Steps in float32 are AdamW's; a state in 4 bits that was saved goes on to the same bits."""
+        values = array.array("f", [(i * 37 % 101) / 101 - 0.5 for i in range(64)])
+        slopes = array.array("f", [(i * 53 % 97) / 97 - 0.4 for i in range(64)])
+        weight, gradient = (nvfp4.Tensor(memoryview(data).cast("b").cast("f", (2, 32))) for data in (values, slopes))
+        with nvfp4.Optimizer(weight, weights="float32", first_moments="float32", second_moments="float32") as exact:
+            self.assertEqual(exact.step(gradient, rate=0.01, weight_decay=0.5)[0], 64)
+            expected = [w * (1 - 0.005) - 0.01 * (g / (abs(g) + 1e-8)) for w, g in zip(values, slopes)]
+            for got, want in zip(sum(exact.weight().tolist(), []), expected):
+                self.assertAlmostEqual(got, want, places=6)
+            with self.assertRaises(nvfp4.Unsupported):
+                exact.delivered()
+        one = nvfp4.Optimizer(weight)
+        one.step(gradient, seed=4, tensor=2)
+        two = nvfp4.Optimizer.restore(one.save())
+        for optimizer in (one, two):
+            optimizer.step(gradient, seed=4, tensor=2, gradient_scale=0.5)
+        self.assertEqual(one.save(), two.save())
+        self.assertEqual((two.steps, two.bytes), (2, one.bytes))
+        codes, scales, scale = one.delivered()
+        dense = nvfp4.dequantize(nvfp4.Quantized(codes, scales, scale), dtype="float32")
+        self.assertEqual(dense.tolist(), one.weight(delivered=True).tolist())
+        with self.assertRaises(nvfp4.CorruptFile):
+            nvfp4.Optimizer.restore(one.save()[:-1])
+        with self.assertRaisesRegex(nvfp4.InvalidArgument, "shape"):
+            one.step(nvfp4.Tensor(memoryview(slopes).cast("b").cast("f", (4, 16))))
+
+    def test_a_linear_layer(self):
+        """Products with the rounded weight, and gradients that pass the rounding."""
+        x, w = ([[(i * 7 + j * k) % 5 / 4 - 0.5 for j in range(16)] for i in range(rows)] for rows, k in ((3, 3), (2, 11)))
+        dy = [[1.0, -0.5], [0.25, 2.0], [-1.0, 0.5]]
+        made = [nvfp4.Tensor(memoryview(array.array("f", sum(m, []))).cast("b").cast("f", (len(m), len(m[0])))) for m in (x, w, dy)]
+        rounded = nvfp4.ste_weight(made[1]).tolist()
+        self.assertEqual([[round(v, 5) for v in row] for row in nvfp4.ste_linear(*made[:2]).tolist()],
+                         [[round(sum(a * b for a, b in zip(row, column)), 5) for column in rounded] for row in x])
+        dx, dw = nvfp4.ste_linear_backward(*made)
+        for got, want in ((dx, [[sum(dy[i][j] * rounded[j][c] for j in range(2)) for c in range(16)] for i in range(3)]),
+                          (dw, [[sum(dy[i][j] * x[i][c] for i in range(3)) for c in range(16)] for j in range(2)])):
+            for row, wanted in zip(got.tolist(), want):
+                for value, other in zip(row, wanted):
+                    self.assertAlmostEqual(value, other, places=5)
+        seeds = {nvfp4.rounding_seed(seed, tensor, step) for seed in range(3) for tensor in range(3) for step in range(3)}
+        self.assertEqual(len(seeds), 27)
+
+
 class Result(unittest.TextTestResult):
     def addSkip(self, test, reason):
         super().addSkip(test, reason)

@@ -80,6 +80,33 @@ module Model =
     /// The text of tokens.
     let decode (model: Model) (tokens: int[]) = model.Tokenizer.Decode(tokens)
 
+/// Training of models.
+[<RequireQualifiedAccess>]
+module Train =
+    /// A trainer of the model at a path.
+    let start (options: TrainerOptions) (path: string) = Trainer.Create(path, options)
+
+    /// A trainer from the last checkpoint in a directory, of the model at a path that training began with.
+    let resume (directory: string) (path: string) = Trainer.Resume(path, directory)
+
+    /// A batch of documents in which each token is to give the next one.
+    let batch (documents: int[] seq) = MicroBatch.Of(Seq.toArray documents)
+
+    /// A step by all batches together.
+    let step (batches: MicroBatch seq) (trainer: Trainer) = trainer.Step(Seq.toArray batches)
+
+    /// The mean cross-entropy in nats of what is delivered.
+    let evaluate (batches: MicroBatch seq) (trainer: Trainer) = trainer.Evaluate(Seq.toArray batches)
+
+    /// Writes a checkpoint into a directory.
+    let save (directory: string) (trainer: Trainer) = trainer.Save(directory)
+
+    /// Writes the model to a directory.
+    let export (path: string) (trainer: Trainer) = trainer.ExportDirectory(path)
+
+    /// The model that is trained, until the next step.
+    let model (trainer: Trainer) = trainer.Model()
+
 /// How to generate: `Generate.defaults () |> Generate.temperature 0.7f |> Generate.maxTokens 100`. Each function gives a copy.
 [<RequireQualifiedAccess>]
 module Generate =

@@ -240,4 +240,91 @@ namespace LibNVFP4
         /// <summary>A call of a tool, whole, as JSON, which <see cref="LibNVFP4.ToolCall.FromJson"/> reads.</summary>
         ToolCall = 2,
     }
+
+    /// <summary>How the learning rate goes on after the warm-up.</summary>
+    public enum Schedule
+    {
+        /// <summary>It stays.</summary>
+        Constant = 0,
+        /// <summary>It falls along half a cosine.</summary>
+        Cosine = 1,
+        /// <summary>It falls in a straight line.</summary>
+        Linear = 2,
+        /// <summary>It stays, and falls in a straight line at the end.</summary>
+        Stable = 3,
+    }
+
+    /// <summary>How gradients are clipped.</summary>
+    public enum Clip
+    {
+        /// <summary>Not at all.</summary>
+        Never = 0,
+        /// <summary>All together.</summary>
+        Global = 1,
+        /// <summary>All together, by the norm of the step before; for released gradients.</summary>
+        Previous = 2,
+        /// <summary>Those of each matrix; for released gradients.</summary>
+        Tensor = 3,
+    }
+
+    /// <summary>How weights are held between steps.</summary>
+    public enum WeightForm
+    {
+        /// <summary>An NVFP4 code and a residual of 4 bits.</summary>
+        Residual4 = 0,
+        /// <summary>An NVFP4 code and a residual of 8 bits.</summary>
+        Residual8 = 1,
+        /// <summary>Two E2M1 codes.</summary>
+        TwoTerm = 2,
+        /// <summary>One NVFP4 code.</summary>
+        OneTerm = 3,
+        /// <summary>bfloat16.</summary>
+        BFloat16 = 4,
+        /// <summary>float32.</summary>
+        Float32 = 5,
+    }
+
+    /// <summary>How first moments are held.</summary>
+    public enum FirstMoment
+    {
+        /// <summary>Integers of 4 bits with dither.</summary>
+        Int4 = 0,
+        /// <summary>NVFP4.</summary>
+        Nvfp4 = 1,
+        /// <summary>Integers of 8 bits.</summary>
+        Int8 = 2,
+        /// <summary>float32.</summary>
+        Float32 = 3,
+    }
+
+    /// <summary>How the roots of second moments are held.</summary>
+    public enum SecondMoment
+    {
+        /// <summary>Integers of 4 bits.</summary>
+        UInt4 = 0,
+        /// <summary>NVFP4.</summary>
+        Nvfp4 = 1,
+        /// <summary>Integers of 8 bits.</summary>
+        Int8 = 2,
+        /// <summary>float32, and not the root.</summary>
+        Float32 = 3,
+    }
+
+    /// <summary>What a step of training did.</summary>
+    public enum StepOutcome
+    {
+        /// <summary>It updated parameters.</summary>
+        Updated = 0,
+        /// <summary>Nothing: the loss or a gradient was not finite.</summary>
+        Skipped = 1,
+    }
+
+    /// <summary>What an exported model holds embeddings and head as.</summary>
+    public enum Tables
+    {
+        /// <summary>bfloat16, which every reader knows.</summary>
+        BFloat16 = 0,
+        /// <summary>NVFP4, as they are trained.</summary>
+        Nvfp4 = 1,
+    }
 }

@@ -147,6 +147,16 @@ namespace LibNVFP4
         internal override int Release() => Native.NVFP4_detokenizer_release(handle);
     }
 
+    internal sealed class TrainerHandle : NativeHandle
+    {
+        internal override int Release() => Native.NVFP4_trainer_release(handle);
+    }
+
+    internal sealed class OptimizerStateHandle : NativeHandle
+    {
+        internal override int Release() => Native.NVFP4_optimizer_release(handle);
+    }
+
     /// What ends a call, from any thread, whether that has begun or not.
     internal sealed class CancelHandle : NativeHandle
     {

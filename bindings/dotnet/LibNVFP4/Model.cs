@@ -60,7 +60,7 @@ namespace LibNVFP4
     {
         internal readonly ModelHandle Handle;
 
-        Model(ModelHandle handle)
+        internal Model(ModelHandle handle)
         {
             Handle = handle;
             Info = new ModelInfo(Interop.Text((buffer, capacity, length) => Native.NVFP4_model_info(handle, buffer, capacity, length)));

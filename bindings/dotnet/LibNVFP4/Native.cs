@@ -204,6 +204,86 @@ namespace LibNVFP4
         internal UIntPtr ToolsLength;
     }
 
+    [StructLayout(LayoutKind.Sequential)]
+    internal unsafe struct NativeTrainerOptions
+    {
+        internal uint StructSize;
+        internal int DeviceType;
+        internal int DeviceIndex;
+        internal int Threads;
+        internal int Schedule;
+        internal int Clip;
+        internal int Weights;
+        internal int FirstMoments;
+        internal int SecondMoments;
+        internal int Release;
+        internal int Recompute;
+        internal int LastBlocks;
+        internal ulong Steps;
+        internal ulong Warmup;
+        internal ulong Seed;
+        internal double Rate;
+        internal double Floor;
+        internal double DecayShare;
+        internal double WeightDecay;
+        internal double Beta1;
+        internal double Beta2;
+        internal double Eps;
+        internal double ClipNorm;
+        internal double DeliveredShare;
+        internal byte* Config;
+        internal UIntPtr ConfigLength;
+    }
+
+    [StructLayout(LayoutKind.Sequential)]
+    internal unsafe struct NativeMicroBatch
+    {
+        internal int* Tokens;
+        internal int* Labels;
+        internal UIntPtr TokenCount;
+        internal UIntPtr* DocumentLengths;
+        internal UIntPtr DocumentCount;
+    }
+
+    [StructLayout(LayoutKind.Sequential)]
+    internal unsafe struct NativeStepReport
+    {
+        internal uint StructSize;
+        internal int Outcome;
+        internal ulong Step;
+        internal ulong Targets;
+        internal double Loss;
+        internal double Rate;
+        internal double GradientNorm;
+        internal double Changed;
+        internal double ChangedDelivered;
+    }
+
+    [StructLayout(LayoutKind.Sequential)]
+    internal unsafe struct NativeOptimizerOptions
+    {
+        internal uint StructSize;
+        internal int Weights;
+        internal int FirstMoments;
+        internal int SecondMoments;
+        internal int FreshScales;
+        internal int Reserved;
+    }
+
+    [StructLayout(LayoutKind.Sequential)]
+    internal unsafe struct NativeStepOptions
+    {
+        internal uint StructSize;
+        internal float GradientScale;
+        internal double Rate;
+        internal double Beta1;
+        internal double Beta2;
+        internal double Eps;
+        internal double WeightDecay;
+        internal ulong Seed;
+        internal ulong Tensor;
+    }
+
     internal static unsafe class Native
     {
         /// What the runtime looks for: libNVFP4.so, libNVFP4.dylib or NVFP4.dll.
@@ -653,6 +733,103 @@ namespace LibNVFP4
 
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
         internal static extern int NVFP4_detokenizer_release(IntPtr detokenizer);
+
+        // Training.
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_trainer_options_init(NativeTrainerOptions* options, uint structSize);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_trainer_create(byte* path, UIntPtr pathLength, NativeTrainerOptions* options,
+            NativeCallOptions* call, out TrainerHandle result);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_trainer_resume(byte* path, UIntPtr pathLength, byte* directory,
+            UIntPtr directoryLength, NativeTrainerOptions* options, NativeCallOptions* call, out TrainerHandle result);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_trainer_retain(IntPtr trainer);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_trainer_release(IntPtr trainer);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_trainer_step(TrainerHandle trainer, NativeMicroBatch* batches, UIntPtr batchCount,
+            UIntPtr batchSize, NativeCallOptions* call, NativeStepReport* report);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_trainer_evaluate(TrainerHandle trainer, NativeMicroBatch* batches, UIntPtr batchCount,
+            UIntPtr batchSize, int delivered, NativeCallOptions* call, double* loss);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_trainer_info(TrainerHandle trainer, byte* buffer, UIntPtr capacity, UIntPtr* length);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_trainer_save(TrainerHandle trainer, byte* directory, UIntPtr directoryLength, byte* data,
+            UIntPtr dataLength, UIntPtr keep, NativeCallOptions* call);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_trainer_data(TrainerHandle trainer, byte* buffer, UIntPtr capacity, UIntPtr* length);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_trainer_export_directory(TrainerHandle trainer, byte* path, UIntPtr pathLength,
+            int tables, int replace, NativeCallOptions* call);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_trainer_export_dat(TrainerHandle trainer, byte* path, UIntPtr pathLength,
+            NativeCallOptions* call);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_trainer_model(TrainerHandle trainer, NativeCallOptions* call, out ModelHandle result);
+
+        // Training by the host's own passes.
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_optimizer_options_init(NativeOptimizerOptions* options, uint structSize);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_step_options_init(NativeStepOptions* options, uint structSize);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_optimizer_create(IntPtr weight, NativeOptimizerOptions* options,
+            out OptimizerStateHandle result);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_optimizer_restore(byte* bytes, UIntPtr length, int deviceType, int deviceIndex,
+            int libtorch, out OptimizerStateHandle result);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_optimizer_retain(IntPtr state);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_optimizer_release(IntPtr state);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_optimizer_step(OptimizerStateHandle state, IntPtr gradient, NativeStepOptions* options,
+            ulong* changed, ulong* changedDelivered);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_optimizer_size(OptimizerStateHandle state, ulong* steps, ulong* bytes);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_optimizer_weight(OptimizerStateHandle state, int delivered, int dtype, out IntPtr result);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_optimizer_delivered(OptimizerStateHandle state, out TensorHandle codes,
+            out TensorHandle scales, float* globalScale);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_optimizer_save(OptimizerStateHandle state, byte* buffer, UIntPtr capacity, UIntPtr* length);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_rounding_seed(ulong seed, ulong tensor, ulong step, ulong* result);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_ste_linear(IntPtr x, IntPtr weight, out IntPtr result);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_ste_linear_backward(IntPtr x, IntPtr weight, IntPtr gradient, out IntPtr dx,
+            out IntPtr dweight);
 
         // Drop-in functions.
 

@@ -11,7 +11,8 @@ in the pieces if parts=True asks for it. For tools, reasoning and whole conversa
 
 A model runs on the GPU with room for it, or else on the CPU, unless device= names a device; model.info says which and why.
 
-tensors.py has Tensor, quantize() and products; models.py has Model, Tokenizer, Session and ChatSession. native.py has the C
+tensors.py has Tensor, quantize() and products; models.py has Model, Tokenizer, Session and ChatSession; training.py has Trainer, and
+Optimizer for passes that are computed elsewhere. native.py has the C
 interface itself: what has no wrapper is called as nvfp4.native.lib.NAME.
 
 The library is the one that NVFP4_LIB_PATH names (the file or its folder), or else libNVFP4.so beside these files, or else the one
@@ -30,6 +31,7 @@ from .native import (AbiMismatch, BufferTooSmall, Busy, Cancelled, ContextFull, 
                      InputOutput, Internal, InvalidArgument, InvalidHandle, NotFound, OutOfMemory, OverBudget, Unsupported)
 from .tensors import (Nf4, Quantized, Tensor, Weight, dequantize, dequantize_packed, linear, quantize, quantize_nf4,
                       quantize_packed, scaled_mm, schema, select_backend, ste_clear, ste_weight, swizzle, unswizzle)
+from .training import NO_LABEL, Batch, Optimizer, Step, Trainer, rounding_seed, ste_linear, ste_linear_backward
 
 version = native.lib.version().decode()
 

@@ -37,12 +37,20 @@ CHOICES = {
     "finish": {"none": -1, "stop": 0, "stop_string": 1, "length": 2, "context": 3, "cancelled": 4},
     "event": {"token": 0, "text": 1},
     "part": {"content": 0, "reasoning": 1, "tool_call": 2},
+    "schedule": {"constant": 0, "cosine": 1, "linear": 2, "stable": 3},
+    "clip": {"never": 0, "global": 1, "previous": 2, "tensor": 3},
+    "weight_form": {"residual4": 0, "residual8": 1, "two_term": 2, "one_term": 3, "bfloat16": 4, "float32": 5},
+    "first_moment": {"int4": 0, "nvfp4": 1, "int8": 2, "float32": 3},
+    "second_moment": {"uint4": 0, "nvfp4": 1, "int8": 2, "float32": 3},
+    "step": {"updated": 0, "skipped": 1},
+    "tables": {"bfloat16": 0, "nvfp4": 1},
 }
 
 # The fields of options that take a choice by name, with its table.
 _CHOSEN = {"levels": "levels", "recipe": "recipe", "rounding": "rounding", "nonfinite": "nonfinite", "scale_layout": "scales",
            "compute_path": "compute_path", "dense_dtype": "dtype", "activations": "activations", "kv_type": "kv",
-           "eviction": "eviction", "container": "container"}
+           "eviction": "eviction", "container": "container", "schedule": "schedule", "clip": "clip", "weights": "weight_form",
+           "first_moments": "first_moment", "second_moments": "second_moment"}
 
 # Types by letter: i I 32 bits, l L 64 bits, z size_t, b a byte, f d floats, p any pointer, s text with a NUL, v nothing.
 _TYPES = {"i": ctypes.c_int32, "I": ctypes.c_uint32, "l": ctypes.c_int64, "L": ctypes.c_uint64, "z": ctypes.c_size_t,
@@ -74,6 +82,12 @@ chat_options_init(pI)S session_chat(ppzppppp)S session_chat_messages(ppzppppp)S 
 session_tool_calls(ppzp)S model_render_messages(ppzpipzp)S session_text(ppzp)S session_length(pp)S session_context(pp)S
 session_memory(pp)S session_tokens(ppzp)S session_truncate(pz)S session_reset(p)S session_fork(pp)S session_save(ppzp)S
 session_restore(ppzpp)S session_step(ppzpp)S session_step_sample(ppzpppp)S
+trainer_options_init(pI)S trainer_create(pzppp)S trainer_resume(pzpzppp)S trainer_retain(p)S trainer_release(p)S
+trainer_step(ppzzpp)S trainer_evaluate(ppzzipp)S trainer_info(ppzp)S trainer_save(ppzpzzp)S trainer_data(ppzp)S
+trainer_export_directory(ppziip)S trainer_export_dat(ppzp)S trainer_model(ppp)S
+optimizer_options_init(pI)S step_options_init(pI)S optimizer_create(ppp)S optimizer_restore(pziiip)S optimizer_retain(p)S
+optimizer_release(p)S optimizer_step(ppppp)S optimizer_size(ppp)S optimizer_weight(piip)S optimizer_delivered(pppp)S
+optimizer_save(ppzp)S rounding_seed(LLLp)S ste_linear(ppp)S ste_linear_backward(ppppp)S
 detokenizer_create(ppzpp)S detokenizer_push(pippp)S detokenizer_finish(ppp)S detokenizer_retain(p)S detokenizer_release(p)S
  quantize(ppp)v scaled_mm(ppppb)p empty_cache()v can_use_managed()i is_managed_tensor(p)i to_managed(pii)p managed_prefetch(pi)v
 """
@@ -137,6 +151,28 @@ class GenerationResult(ctypes.Structure):
 
 class ChatOptions(ctypes.Structure):
     _fields_ = _fields("struct_size:I keep_reasoning:i reasoning_budget:l variables:p variables_length:z tools:p tools_length:z")
+
+
+class TrainerOptions(ctypes.Structure):
+    _fields_ = _fields("struct_size:I device_type:i device_index:i threads:i schedule:i clip:i weights:i first_moments:i "
+                       "second_moments:i release:i recompute:i last_blocks:i steps:L warmup:L seed:L rate:d floor:d decay_share:d "
+                       "weight_decay:d beta1:d beta2:d eps:d clip_norm:d delivered_share:d config:p config_length:z")
+
+
+class MicroBatch(ctypes.Structure):
+    _fields_ = _fields("tokens:p labels:p token_count:z document_lengths:p document_count:z")
+
+
+class StepReport(ctypes.Structure):
+    _fields_ = _fields("struct_size:I outcome:i step:L targets:L loss:d rate:d gradient_norm:d changed:d changed_delivered:d")
+
+
+class OptimizerOptions(ctypes.Structure):
+    _fields_ = _fields("struct_size:I weights:i first_moments:i second_moments:i fresh_scales:i reserved:i")
+
+
+class StepOptions(ctypes.Structure):
+    _fields_ = _fields("struct_size:I gradient_scale:f rate:d beta1:d beta2:d eps:d weight_decay:d seed:L tensor:L")
 
 
 LogCallback = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p, ctypes.c_size_t)
@@ -269,7 +305,7 @@ def options(struct, values):
             point("stop_tokens", "stop_token_count", numbers(ctypes.c_int32, tokens))
             point("stop_strings", "stop_string_count", (ctypes.c_char_p * len(strings))(*strings))
             point("stop_string_lengths", "stop_string_count", (ctypes.c_size_t * len(strings))(*map(len, strings)))
-        elif field in ("backend", "system", "variables", "tools") and field in kinds:
+        elif field in ("backend", "system", "variables", "tools", "config") and field in kinds:
             if value:
                 data, length = text_in(value)
                 point(field, field + "_length", (ctypes.c_char * length)(*data))

@@ -176,17 +176,35 @@ impl Matrix {
         storage: WeightType,
         values: DeviceBuffer,
     ) -> Result<Matrix> {
-        let Some(element) = storage.element_bytes() else {
+        if storage == WeightType::Nvfp4 {
             bail!(Internal, "an NVFP4 matrix has scales");
-        };
+        }
+        Self::shared(rows, cols, storage, 1.0, Arc::new(values))
+    }
+
+    /// The weight whose memory someone else has too: values `[rows, cols]`, or the chunks of an NVFP4 weight, which stay what they are
+    /// as long as this is used.
+    pub fn shared(
+        rows: usize,
+        cols: usize,
+        storage: WeightType,
+        global: f32,
+        values: Arc<DeviceBuffer>,
+    ) -> Result<Matrix> {
         check_size(rows, cols)?;
-        values.holds("a weight", &[rows, cols, element])?;
+        match storage.element_bytes() {
+            Some(element) => values.holds("a weight", &[rows, cols, element])?,
+            None => {
+                let chunks = [rows.div_ceil(CHUNK_ROWS), chunk_row(cols)];
+                values.holds("an NVFP4 weight", &chunks)?;
+            }
+        }
         Ok(Matrix {
             storage,
             rows,
             cols,
-            values: Arc::new(values),
-            global: 1.0,
+            values,
+            global,
         })
     }
 

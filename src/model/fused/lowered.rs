@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::memory::Memory;
-use super::operands::{Mixture, glu_divisor, matrix, mixture, shape};
+use super::operands::{Mixture, glu_divisor, matrix, mixture, of_linear, shape};
 use super::plan::{self, BlockShape};
 use super::sizes::Sizes;
 use crate::base::Result;
@@ -177,7 +177,7 @@ impl Lowered {
     pub(super) fn embed(&self, source: Source<'_>, rows: usize, memory: &Memory) -> Result<()> {
         let table = match &self.table {
             Some(table) => Table::Host(table),
-            None => Table::Device(matrix(&source.weights.head)?),
+            None => Table::Device(of_linear(source.weights.table())?),
         };
         let scale = source.spec.embedding_scale;
         let (tokens, residual) = (&memory.tokens, &memory.residual);

@@ -4,8 +4,8 @@ use super::block::BlockPass;
 use super::head::HeadPass;
 use super::scratch::{Saved, Scratch};
 use super::{Batch, Layout, Store};
-use crate::base::Result;
 use crate::base::error::bail;
+use crate::base::{Result, call};
 use crate::format::adamw::GROUP_ROWS;
 use crate::model::Spec;
 use crate::ops::training::array;
@@ -106,6 +106,7 @@ impl Pass {
         }
         self.streams[0] = first;
         for index in 0..self.spec.blocks.len() {
+            call::check()?;
             let number = self.saved_of(index);
             let mut out = std::mem::replace(&mut self.streams[index + 1], Array::empty());
             let mut saved = std::mem::replace(&mut self.saved[number], Saved::new());

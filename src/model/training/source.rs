@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use super::{Layout, MatrixId, VectorId};
 use crate::base::Result;
@@ -10,7 +10,8 @@ use crate::base::error::bail;
 use crate::checkpoint::Checkpoint;
 use crate::model::load::locate;
 use crate::model::tensors::{self, TensorSpec};
-use crate::model::{Spec, open, spec_with_frequencies};
+use crate::model::{Spec, open, spec_with_frequencies, text};
+use crate::text::TextFiles;
 
 /// An opened checkpoint of a model that can be trained.
 pub struct Source {
@@ -20,6 +21,7 @@ pub struct Source {
     /// Of each matrix, and of each vector.
     matrices: Vec<TensorSpec>,
     vectors: Vec<TensorSpec>,
+    text: OnceLock<TextFiles>,
 }
 
 impl Source {
@@ -56,6 +58,7 @@ impl Source {
             layout,
             matrices,
             vectors,
+            text: OnceLock::new(),
         };
         for tensor in source.matrices.iter().chain(&source.vectors) {
             source.found(tensor)?;
@@ -76,6 +79,16 @@ impl Source {
     /// The checkpoint.
     pub fn checkpoint(&self) -> &Arc<dyn Checkpoint> {
         &self.checkpoint
+    }
+
+    /// The tokenizer and the chat template beside it, read by the first call.
+    pub(in crate::model) fn text(&self) -> Result<TextFiles> {
+        if let Some(text) = self.text.get() {
+            return Ok(text.clone());
+        }
+        let (text, ()) = text::beside(&self.checkpoint.metadata().tokenizer, || ())?;
+        let text = text?;
+        Ok(self.text.get_or_init(|| text).clone())
     }
 
     fn found(&self, tensor: &TensorSpec) -> Result<(&crate::checkpoint::Entry, Range<usize>)> {

@@ -5,7 +5,9 @@
 
 mod chunks;
 mod matmul;
+pub(super) mod mixed;
 mod nf4;
+mod optimizer;
 mod prepare;
 mod quantize;
 mod types;
@@ -15,11 +17,12 @@ mod weight;
 pub use crate::format::swizzle::ScaleLayout;
 pub use matmul::{linear, product_sizes, scaled_mm, scaled_mm_into};
 pub use nf4::{Nf4Tensor, dequantize_nf4, quantize_nf4};
+pub use optimizer::{TensorOptimizer, TensorStep, rounding_seed};
 pub(super) use quantize::dequantize_own;
 pub use quantize::{
     dequantize, quantize, quantize_into, quantized_sizes, swizzle_scales, unswizzle_scales,
 };
-pub use types::{Nvfp4Tensor, device_of, one_place};
+pub use types::{Nvfp4Tensor, device_of, new_result, one_place};
 pub use weight::{dense_weight, nf4_weight_for, weight, weight_for};
 
 /// What the tests of this folder share.

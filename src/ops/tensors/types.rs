@@ -171,7 +171,7 @@ pub fn device_of(tensor: &Tensor, processor: impl FnOnce() -> Result<Device>) ->
 }
 
 /// A new tensor on `device` for a result that fills it. Its contents are unspecified until then.
-pub(super) fn new_result(device: &Device, sizes: &[usize], dtype: DType) -> Result<Tensor> {
+pub fn new_result(device: &Device, sizes: &[usize], dtype: DType) -> Result<Tensor> {
     match device {
         Device::Cpu(_) => Tensor::zeros(sizes, dtype),
         Device::Cuda(gpu) => {

@@ -1,6 +1,7 @@
 //! Parameters in the form that training stores them in, and the steps that change them.
 
 use std::ops::Range;
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use super::super::{Array, Device, Mixed, Slice, SliceMut};
 use super::gpu;
@@ -8,13 +9,14 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::cpu::Cpu;
 use crate::cpu::training::{MatrixRows, Rows, RowsStep, weight_global};
-
-pub use crate::cpu::training::ReadRows;
+use crate::cuda::DeviceBuffer;
 use crate::cuda::training::{self as cuda, Moments, TrainedWeights};
 use crate::format::adamw::{FieldBytes, GROUP_ROWS, decode_weights, encode_weights, step_f32};
 use crate::format::e4m3;
 use crate::format::nvfp4::{BLOCK, check_global_scale};
+use crate::tensor::WeightType;
 
+pub use crate::cpu::training::ReadRows;
 pub use crate::format::adamw::{
     Changes, Coefficients, Field, FirstForm, Forms, Hyperparameters, Keys, SecondForm, WeightForm,
 };
@@ -96,12 +98,118 @@ impl FieldArrays {
         ))
     }
 
+    /// Codes and scales of a range of blocks, in host memory.
+    fn codes_of(&self, blocks: &Range<usize>) -> Result<(&[u8], &[u8])> {
+        let of = |bytes: usize| blocks.start * bytes..blocks.end * bytes;
+        let scaled = usize::from(self.bytes.scaled);
+        Ok((
+            self.codes.part(of(self.bytes.codes))?.host()?,
+            self.scales.part(of(scaled))?.host()?,
+        ))
+    }
+
     fn on_gpu(&self) -> Result<Moments<'_>> {
         Ok(Moments {
             codes: self.codes.all().cuda()?,
             scales: self.scales.all().cuda()?,
             globals: self.globals.all().cuda()?,
         })
+    }
+}
+
+// A step that panics leaves its trainer unusable, which a poisoned lock would say once more.
+
+fn reading(weight: &RwLock<FieldArrays>) -> RwLockReadGuard<'_, FieldArrays> {
+    weight.read().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn writing(weight: &RwLock<FieldArrays>) -> RwLockWriteGuard<'_, FieldArrays> {
+    weight.write().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The weights of a [`Matrix`] as they are delivered, in the memory that they are trained in. What is read of them is of the last step;
+/// the global scale is that of the time when this was made, so that whoever has it must not read after another step.
+#[derive(Debug)]
+pub struct SharedWeight {
+    weight: Arc<RwLock<FieldArrays>>,
+    form: WeightForm,
+    rows: usize,
+    cols: usize,
+    global: f32,
+}
+
+impl SharedWeight {
+    /// Output features.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Input features.
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// The global scale.
+    pub fn global(&self) -> f32 {
+        self.global
+    }
+
+    /// Bytes of the codes and scales.
+    pub fn bytes(&self) -> usize {
+        let weight = reading(&self.weight);
+        weight.codes.bytes() + weight.scales.bytes()
+    }
+
+    /// What the values are.
+    pub fn kind(&self) -> WeightType {
+        match self.form {
+            WeightForm::Residual(_) | WeightForm::TwoTerm | WeightForm::OneTerm => {
+                WeightType::Nvfp4
+            }
+            WeightForm::Bf16 => WeightType::BF16,
+            WeightForm::F32 => WeightType::F32,
+        }
+    }
+
+    /// Copies codes and scales of rows in host memory.
+    pub(in super::super) fn read_nvfp4(
+        &self,
+        rows: Range<usize>,
+        codes: &mut [u8],
+        scales: &mut [u8],
+    ) -> Result<()> {
+        let weight = reading(&self.weight);
+        let (from, of) = weight.codes_of(&self.blocks(rows))?;
+        codes.copy_from_slice(from);
+        scales.copy_from_slice(of);
+        Ok(())
+    }
+
+    /// The values of rows in host memory.
+    pub(in super::super) fn read(&self, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
+        let weight = reading(&self.weight);
+        let (codes, scales) = weight.codes_of(&self.blocks(rows))?;
+        let bytes = self.form.codes().codes;
+        for (i, (out, codes)) in out
+            .as_chunks_mut::<BLOCK>()
+            .0
+            .iter_mut()
+            .zip(codes.chunks_exact(bytes))
+            .enumerate()
+        {
+            let scale = scales.get(i).copied().unwrap_or(0);
+            *out = decode_weights(self.form, codes, &[], scale, self.global, false);
+        }
+        Ok(())
+    }
+
+    fn blocks(&self, rows: Range<usize>) -> Range<usize> {
+        rows.start * self.cols / BLOCK..rows.end * self.cols / BLOCK
+    }
+
+    /// The memory on a GPU, in the order of its kernels.
+    pub(in super::super) fn on_gpu(&self) -> Result<Arc<DeviceBuffer>> {
+        Ok(reading(&self.weight).codes.shared_on_gpu()?.clone())
     }
 }
 
@@ -115,7 +223,8 @@ pub struct Matrix {
     global: f32,
     /// Steps that have changed it.
     steps: u64,
-    weight: FieldArrays,
+    /// Shared with what runs the model that is trained: see [`Matrix::shared`].
+    weight: Arc<RwLock<FieldArrays>>,
     rest: Array<u8>,
     first: FieldArrays,
     second: FieldArrays,
@@ -244,7 +353,12 @@ impl Matrix {
             cols,
             global: 1.0,
             steps: 0,
-            weight: FieldArrays::weights(device, forms.weight.codes(), rows, cols)?,
+            weight: Arc::new(RwLock::new(FieldArrays::weights(
+                device,
+                forms.weight.codes(),
+                rows,
+                cols,
+            )?)),
             rest: Array::zeroed(device, rows * cols / BLOCK * forms.weight.rest().codes)?,
             first: FieldArrays::moments(device, forms.first.field(), rows, cols)?,
             second: FieldArrays::moments(device, forms.second.field(), rows, cols)?,
@@ -287,7 +401,7 @@ impl Matrix {
         if device.is_cuda() && bytes.scaled {
             return self.pack(device, rows, &codes, &scales);
         }
-        let weight = &mut self.weight;
+        let mut weight = writing(&self.weight);
         weight
             .codes
             .part_mut(of(bytes.codes))?
@@ -313,8 +427,8 @@ impl Matrix {
         };
         let (codes, scales) = (upload(codes)?, upload(scales)?);
         let at = |row: usize| cuda::chunk_bytes(row, self.cols);
-        let chunks = self
-            .weight
+        let mut weight = writing(&self.weight);
+        let chunks = weight
             .codes
             .part_mut(at(rows.start)?..at(rows.end)?)?
             .cuda()?;
@@ -348,19 +462,19 @@ impl Matrix {
 
     /// Bytes held.
     pub fn bytes(&self) -> usize {
-        self.weight.held()
+        reading(&self.weight).held()
             + self.rest.bytes()
             + self.first.held()
             + self.second.held()
             + self.counters.bytes()
     }
 
-    fn on_gpu(&self) -> Result<TrainedWeights<'_>> {
+    fn on_gpu<'a>(&'a self, weight: &'a FieldArrays) -> Result<TrainedWeights<'a>> {
         Ok(TrainedWeights {
             form: self.forms.weight,
             cols: self.cols,
             global: self.global,
-            codes: self.weight.codes.all().cuda()?,
+            codes: weight.codes.all().cuda()?,
             rest: self.rest.all().cuda()?,
         })
     }
@@ -382,9 +496,10 @@ impl Matrix {
                 out.len()
             );
         }
+        let weight = reading(&self.weight);
         let Device::Cpu(cpu) = device else {
             return cuda::decode_matrix(
-                &self.on_gpu()?,
+                &self.on_gpu(&weight)?,
                 self.rows,
                 rows.start,
                 None,
@@ -394,15 +509,10 @@ impl Matrix {
         };
         let form = self.forms.weight;
         let blocks = rows.start * self.cols / BLOCK..rows.end * self.cols / BLOCK;
-        let part = |bytes: usize| blocks.start * bytes..blocks.end * bytes;
-        let codes = self.weight.codes.part(part(form.codes().codes))?.host()?;
-        let scales = self
-            .weight
-            .scales
-            .part(part(usize::from(form.is_packed())))?
-            .host()?;
-        let rest = self.rest.part(part(form.rest().codes))?.host()?;
-        cpu.decode_matrix(form, (codes, scales), rest, self.global, whole, out.host()?);
+        let codes = weight.codes_of(&blocks)?;
+        let beside = form.rest().codes;
+        let rest = self.rest.part(blocks.start * beside..blocks.end * beside)?;
+        cpu.decode_matrix(form, codes, rest.host()?, self.global, whole, out.host()?);
         Ok(())
     }
 
@@ -429,7 +539,9 @@ impl Matrix {
             let mut tokens = Array::<u32>::scratch(device, rows.len())?;
             tokens.all_mut().copy_from(Slice::Host(rows))?;
             let tokens = Some(tokens.all().cuda()?);
-            return cuda::decode_matrix(&self.on_gpu()?, self.rows, 0, tokens, whole, out.cuda()?);
+            let weight = reading(&self.weight);
+            let w = self.on_gpu(&weight)?;
+            return cuda::decode_matrix(&w, self.rows, 0, tokens, whole, out.cuda()?);
         }
         for (i, &row) in rows.iter().enumerate() {
             let out = out.reborrow().part(i * self.cols..(i + 1) * self.cols)?;
@@ -471,7 +583,9 @@ impl Matrix {
                 counters: self.counters.all().cuda()?,
             };
             let (first, second) = (self.first.on_gpu()?, self.second.on_gpu()?);
-            return cuda::adamw(&step, &self.on_gpu()?, &first, &second, gradients.cuda()?);
+            let weight = writing(&self.weight);
+            let w = self.on_gpu(&weight)?;
+            return cuda::adamw(&step, &w, &first, &second, gradients.cuda()?);
         };
         let mut coefficients = *coefficients;
         if let Some(clip) = clip {
@@ -484,8 +598,9 @@ impl Matrix {
         let blocks = first_row * cols / BLOCK..(first_row + count) * cols / BLOCK;
         let groups = first_row / GROUP_ROWS..(first_row + count).div_ceil(GROUP_ROWS);
         let beside = forms.weight.rest().codes;
+        let mut weight = writing(&self.weight);
         let rows = MatrixRows {
-            codes: self.weight.rows(&blocks, 0..0)?.0,
+            codes: weight.rows(&blocks, 0..0)?.0,
             rest: self
                 .rest
                 .part_mut(blocks.start * beside..blocks.end * beside)?
@@ -522,7 +637,8 @@ impl Matrix {
             };
             (changes, counters[16])
         } else {
-            let scales = self.weight.scales.all().host()?;
+            let weight = reading(&self.weight);
+            let scales = weight.scales.all().host()?;
             (
                 std::mem::take(&mut self.changes),
                 scales.iter().copied().max().unwrap_or(0),
@@ -581,12 +697,25 @@ impl Matrix {
         }
     }
 
-    fn field(&self, part: StatePart) -> (&FieldArrays, FieldPart) {
+    /// Calls `f` with the field that a part belongs to, and what it is of it.
+    fn with_field<T>(&self, part: StatePart, f: impl FnOnce(&FieldArrays, FieldPart) -> T) -> T {
         match part {
-            StatePart::First(part) => (&self.first, part),
-            StatePart::Second(part) => (&self.second, part),
-            StatePart::Scales => (&self.weight, FieldPart::Scales),
-            StatePart::Codes | StatePart::Rest => (&self.weight, FieldPart::Codes),
+            StatePart::First(part) => f(&self.first, part),
+            StatePart::Second(part) => f(&self.second, part),
+            StatePart::Scales => f(&reading(&self.weight), FieldPart::Scales),
+            StatePart::Codes | StatePart::Rest => f(&reading(&self.weight), FieldPart::Codes),
+        }
+    }
+
+    /// The weights as they are delivered, in the memory that they are trained in, for the products of a model that is run while it is
+    /// trained. Good until the next step.
+    pub fn shared(&self) -> SharedWeight {
+        SharedWeight {
+            weight: self.weight.clone(),
+            form: self.forms.weight,
+            rows: self.rows,
+            cols: self.cols,
+            global: self.global,
         }
     }
 
@@ -596,12 +725,11 @@ impl Matrix {
         if part == StatePart::Rest {
             return blocks * self.forms.weight.rest().codes;
         }
-        let (field, part) = self.field(part);
-        match part {
+        self.with_field(part, |field, part| match part {
             FieldPart::Codes => blocks * field.bytes.codes,
             FieldPart::Scales => blocks * usize::from(field.bytes.scaled),
             FieldPart::Globals => 4 * field.globals.len(),
-        }
+        })
     }
 
     /// A part of the state, row-major and little-endian: the same bytes on every device.
@@ -615,9 +743,9 @@ impl Matrix {
         {
             let mut codes = Array::<u8>::scratch(device, self.part_bytes(StatePart::Codes))?;
             let mut scales = Array::<u8>::scratch(device, self.part_bytes(StatePart::Scales))?;
-            let chunks = self.weight.codes.all().cuda()?;
+            let weight = reading(&self.weight);
             cuda::unpack_matrix(
-                chunks,
+                weight.codes.all().cuda()?,
                 (self.rows, self.cols),
                 codes.all_mut().cuda()?,
                 scales.all_mut().cuda()?,
@@ -628,12 +756,11 @@ impl Matrix {
                 &scales
             });
         }
-        let (field, part) = self.field(part);
-        match part {
+        self.with_field(part, |field, part| match part {
             FieldPart::Codes => bytes_of(&field.codes),
             FieldPart::Scales => bytes_of(&field.scales),
             FieldPart::Globals => floats_of(&field.globals),
-        }
+        })
     }
 
     /// Restores codes and block scales of weights.
@@ -641,8 +768,9 @@ impl Matrix {
         if device.is_cuda() && self.forms.weight.is_packed() {
             return self.pack(device, 0..self.rows, codes, scales);
         }
-        self.weight.codes.all_mut().copy_from(Slice::Host(codes))?;
-        self.weight.scales.all_mut().copy_from(Slice::Host(scales))
+        let mut weight = writing(&self.weight);
+        weight.codes.all_mut().copy_from(Slice::Host(codes))?;
+        weight.scales.all_mut().copy_from(Slice::Host(scales))
     }
 
     /// Restores a part of the state other than codes and scales of weights.

@@ -26,6 +26,13 @@ fn of_host(values: &[f32]) -> Statistics {
     }
 }
 
+/// Of one gradient. Waits for a GPU.
+pub fn of_gradient(device: &Device, gradient: Slice<'_, Mixed>) -> Result<Statistics> {
+    let mut all = GradientStatistics::new(device)?;
+    all.add(device, gradient, f32::INFINITY)?;
+    Ok(all.read(device)?[0])
+}
+
 /// Entries of a block of [`GradientStatistics`].
 const BLOCK: usize = 1024;
 

@@ -47,6 +47,15 @@ pub struct ChatTemplate {
     is_trap: AtomicBool,
 }
 
+impl Clone for ChatTemplate {
+    fn clone(&self) -> Self {
+        ChatTemplate {
+            template: self.template.clone(),
+            is_trap: AtomicBool::new(self.is_trap.load(Ordering::Relaxed)),
+        }
+    }
+}
+
 impl ChatTemplate {
     /// The template `source`; `bos` and `eos` are what it may print as `bos_token` and `eos_token`.
     pub fn from_jinja(source: &str, bos: Option<&str>, eos: Option<&str>) -> Result<Self> {

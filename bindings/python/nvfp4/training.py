@@ -1,0 +1,229 @@
+"""Training: trainers of whole models, and the optimizer of one weight for those who compute gradients themselves."""
+
+import collections.abc
+import ctypes
+import json
+import typing
+
+from . import native
+from .models import Model, _tokens, _watched
+from .native import Handle, InvalidArgument, chosen, choice, lib
+from .tensors import Tensor
+
+# Where no label counts.
+NO_LABEL = -100
+
+
+class Step(typing.NamedTuple):
+    """
+    What a step came to. `outcome` is updated, or skipped where the loss or a gradient was not finite; `loss` is the mean cross-entropy
+    of the `targets` labels that counted, in nats, before the step; `changed` and `changed_delivered` are shares of the weights.
+    """
+
+    outcome: str
+    step: int
+    targets: int
+    loss: float
+    rate: float
+    gradient_norm: float
+    changed: float
+    changed_delivered: float
+
+
+class Batch(typing.NamedTuple):
+    """
+    Documents one after another: token ids, for each token the one that should come after it (-100 where none counts), and the number of
+    tokens of each document, which is one where there are none. Sequences of integers, such as lists and numpy arrays.
+    """
+
+    tokens: collections.abc.Sequence
+    labels: collections.abc.Sequence
+    documents: collections.abc.Sequence = ()
+
+    @classmethod
+    def of(cls, *documents):
+        """A batch of documents of token ids, in which each token is to give the next one, and the last one of each nothing."""
+        tokens, labels, lengths = [], [], []
+        for document in documents:
+            ids = [int(token) for token in document]
+            tokens += ids
+            labels += ids[1:] + [NO_LABEL]
+            lengths.append(len(ids))
+        return cls(tokens, labels, lengths)
+
+
+def _batches(batches):
+    """A Batch or several as C takes them, and what their pointers point to."""
+    batches = [batches] if isinstance(batches, Batch) else [Batch(*batch) for batch in batches]
+    out, kept = (native.MicroBatch * len(batches))(), []
+    for one, batch in zip(out, batches):
+        tokens, labels = _tokens(batch.tokens), _tokens(batch.labels)
+        if len(tokens) != len(labels):
+            raise InvalidArgument(f"{len(tokens)} tokens and {len(labels)} labels; each token takes one")
+        lengths = native.numbers(ctypes.c_size_t, [int(length) for length in batch.documents])
+        kept += [tokens, labels, lengths]
+        one.tokens, one.labels, one.token_count = ctypes.addressof(tokens), ctypes.addressof(labels), len(tokens)
+        one.document_lengths, one.document_count = ctypes.addressof(lengths), len(lengths)
+    return out, kept
+
+
+def _options(device, config, options):
+    """The options of a trainer; `config` is a dictionary of all settings, as Trainer.info["config"] has them."""
+    values = {"device": device, **options}
+    if config is not None:
+        values["config"] = json.dumps(config)
+    return native.options(native.TrainerOptions, values)
+
+
+class Trainer(Handle):
+    """
+    Trains the dense model at `path`, with weights and both moments of AdamW in 4 bits by default.
+
+        with nvfp4.Trainer("qwen3-0.6b", steps=1000, rate=1e-4) as trainer:
+            for documents in data:
+                print(trainer.step(nvfp4.Batch.of(*documents)).loss)
+            trainer.export("qwen3-tuned")
+
+    Options: steps, rate, warmup, schedule (cosine, linear, constant, stable), floor, decay_share, weight_decay, beta1, beta2, eps,
+    clip (global, never, previous, tensor), clip_norm, weights (residual4, residual8, two_term, one_term, bfloat16, float32),
+    first_moments (int4, nvfp4, int8, float32), second_moments (uint4, nvfp4, int8, float32), release, recompute, last_blocks,
+    delivered_share, seed, threads; or instead of all of these `config`, a dictionary as info["config"] gives it. `device` is cpu,
+    cuda, cuda:1 or auto. One call at a time may use a trainer; `cancel` is a Cancel, and a call that it ends changes nothing.
+    """
+
+    _kind = "trainer"
+
+    def __init__(self, path, device="auto", config=None, cancel=None, **options):
+        how = _options(device, config, options)
+        self._as_parameter_ = _watched(
+            lambda call: native.value_out(ctypes.c_void_p, lib.trainer_create, *native.text_in(path), ctypes.byref(how), call), cancel)
+
+    @classmethod
+    def resume(cls, path, directory, device="auto", threads=0, cancel=None):
+        """
+        A trainer from the last checkpoint in `directory`, or from the checkpoint that it is, with its settings; `path` is the model that
+        training began with. It goes on to the same bits. `data` is what was saved with it.
+        """
+        how = _options(device, None, {"threads": threads})
+        return cls._own(_watched(
+            lambda call: native.value_out(ctypes.c_void_p, lib.trainer_resume, *native.text_in(path), *native.text_in(directory),
+                                          ctypes.byref(how), call), cancel))
+
+    @property
+    def info(self):
+        """A description of the trainer, as a dictionary: steps, parameters, bytes, config and more."""
+        return json.loads(self._text("info"))
+
+    @property
+    def data(self):
+        """What was last given to save(), or saved with the checkpoint that this was resumed from."""
+        return json.loads(self._text("data"))
+
+    def step(self, batches, progress=None, cancel=None):
+        """
+        A step by a Batch, or by several micro-batches whose gradients are summed, each label counting the same. `progress` takes the
+        tokens that are done and those in all.
+        """
+        out, kept = _batches(batches)
+        report = native.StepReport(struct_size=ctypes.sizeof(native.StepReport))
+        _watched(lambda call: lib.trainer_step(self, out, len(out), ctypes.sizeof(native.MicroBatch), call, ctypes.byref(report)),
+                 cancel, progress)
+        del kept
+        return Step(chosen("step", report.outcome), *(getattr(report, name) for name in Step._fields[1:]))
+
+    def evaluate(self, batches, delivered=True, cancel=None):
+        """The mean cross-entropy of the labels that count: of what is delivered, or of all that is stored."""
+        out, kept = _batches(batches)
+        loss = _watched(
+            lambda call: native.value_out(ctypes.c_double, lib.trainer_evaluate, self, out, len(out),
+                                          ctypes.sizeof(native.MicroBatch), delivered, call), cancel)
+        del kept
+        return loss
+
+    def save(self, directory, data=None, keep=2, cancel=None):
+        """Writes a checkpoint into `directory`, with `data`, and removes all there but the last `keep`."""
+        text = native.text_in(json.dumps(data))
+        _watched(lambda call: lib.trainer_save(self, *native.text_in(directory), *text, keep, call), cancel)
+
+    def export(self, path, tables="bfloat16", replace=False, cancel=None):
+        """Writes the model to a directory in ModelOpt's layout; `tables` (bfloat16, nvfp4) are embeddings and head."""
+        tables = choice("tables", tables)
+        _watched(lambda call: lib.trainer_export_directory(self, *native.text_in(path), tables, replace, call), cancel)
+
+    def export_dat(self, path, cancel=None):
+        """Writes the model to a .dat file, every tensor in the type that it has in the .dat file that training began with."""
+        _watched(lambda call: lib.trainer_export_dat(self, *native.text_in(path), call), cancel)
+
+    def model(self, cancel=None):
+        """
+        The model that is trained, for sessions between steps, on the memory that is trained. It ends with the next step: using it or its
+        sessions raises InvalidArgument from then on, and step() raises Busy while a session runs.
+        """
+        return Model._own(_watched(lambda call: native.value_out(ctypes.c_void_p, lib.trainer_model, self, call), cancel))
+
+
+def rounding_seed(seed, tensor, step):
+    """A seed for quantize(rounding="stochastic"), so that every tensor and step has random bits of its own."""
+    return native.value_out(ctypes.c_uint64, lib.rounding_seed, seed, tensor, step)
+
+
+class Optimizer(Handle):
+    """
+    A weight `[.., K]` with the moments of AdamW, in 4 bits by default, for passes that are computed elsewhere. `weight` is a Tensor.
+    Options: weights, first_moments, second_moments, fresh_scales.
+    """
+
+    _kind = "optimizer"
+
+    def __init__(self, weight, **options):
+        how = native.options(native.OptimizerOptions, options)
+        self._as_parameter_ = native.value_out(ctypes.c_void_p, lib.optimizer_create, weight, ctypes.byref(how))
+
+    @classmethod
+    def restore(cls, state, device="cpu"):
+        """An optimizer from the bytes of save(), on any device, which goes on to the same bits."""
+        data = (ctypes.c_char * len(state)).from_buffer_copy(state)
+        return cls._own(native.value_out(ctypes.c_void_p, lib.optimizer_restore, data, len(state), *native.device(device), 0))
+
+    def step(self, gradient, **options):
+        """
+        A step by a Tensor of the weight's shape; gives the number of weights that changed, as they are stored and as they are delivered.
+        Options: rate, beta1, beta2, eps, weight_decay, gradient_scale, seed, tensor.
+        """
+        how, changed, delivered = native.options(native.StepOptions, options), ctypes.c_uint64(), ctypes.c_uint64()
+        lib.optimizer_step(self, gradient, ctypes.byref(how), ctypes.byref(changed), ctypes.byref(delivered))
+        return changed.value, delivered.value
+
+    @property
+    def steps(self):
+        return native.value_out(ctypes.c_uint64, lambda out: lib.optimizer_size(self, out, None))
+
+    @property
+    def bytes(self):
+        return native.value_out(ctypes.c_uint64, lambda out: lib.optimizer_size(self, None, out))
+
+    def weight(self, delivered=False, dtype="float32"):
+        """The weight as a Tensor: all that is stored, or the NVFP4 codes alone."""
+        return Tensor._own(native.value_out(ctypes.c_void_p, lib.optimizer_weight, self, delivered, choice("dtype", dtype)))
+
+    def delivered(self):
+        """Codes and block scales as Tensors of the host, and the global scale."""
+        codes, scales, scale = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_float()
+        lib.optimizer_delivered(self, ctypes.byref(codes), ctypes.byref(scales), ctypes.byref(scale))
+        return Tensor._own(codes.value), Tensor._own(scales.value), scale.value
+
+    def save(self):
+        """Everything that steps go on from, as bytes."""
+        return bytes(native.items_out(ctypes.c_char, lib.optimizer_save, self))
+
+
+def ste_linear(x, weight):
+    """`x` `[.., K]` times `weight` `[N, K]` transposed, whose values are rounded to 4 bits as by ste_weight()."""
+    return Tensor._own(native.value_out(ctypes.c_void_p, lib.ste_linear, x, weight))
+
+
+def ste_linear_backward(x, weight, gradient):
+    """The gradients of x and of weight, from those of ste_linear()'s result."""
+    dx, dweight = ctypes.c_void_p(), ctypes.c_void_p()
+    lib.ste_linear_backward(x, weight, gradient, ctypes.byref(dx), ctypes.byref(dweight))
+    return Tensor._own(dx.value), Tensor._own(dweight.value)

@@ -1,0 +1,930 @@
+//! Training: steps on a model's weights, which are held in 4 bits with their optimizer's moments.
+//!
+//! A trainer holds the parameters of a dense model and steps them by AdamW, as its options say; the host brings the batches.
+//! Only one call at a time may use it: another one meanwhile, even from a callback, fails with #NVFP4_BUSY.
+//! NVFP4_trainer_info() can be called at any time. A call that fails leaves the trainer unchanged, unless its description
+//! says otherwise. The same batches, options and seed give the same bits on the same device and number of processors.
+
+use std::ffi::c_char;
+use std::path::Path;
+use std::sync::Arc;
+
+use serde_json::{Value, json};
+
+use super::arguments::{
+    Element, Growing, Out, choice, copy_text, count, elements, fill, flag, options, results, slice,
+    text,
+};
+use super::call::{NVFP4_CallOptions, watched};
+use super::guard::{enter, enter_to_free};
+use super::handle::{self, Exclusive, Object, Snapshots};
+use super::library::thread_count;
+use super::model::{NVFP4_Model, tokens_in};
+use super::status::NVFP4_Status;
+use super::tensor::{NVFP4_DEVICE_CPU, device_of};
+use crate::base::call;
+use crate::base::error::{Result, bail, err};
+use crate::format::adamw::{FirstForm, SecondForm, WeightForm};
+use crate::format::residual::Bits;
+use crate::model::training::Source;
+use crate::ops::Device;
+use crate::train::{
+    Clip, Config, Decay, MicroBatch, Outcome, Recipe, Schedule, Step, TableEncoding, Trainer,
+};
+
+/// A trainer. See the training chapter.
+pub struct NVFP4_Trainer {
+    _private: [u8; 0],
+}
+
+struct Training {
+    state: Exclusive<State>,
+}
+
+struct State {
+    trainer: Trainer,
+    source: Source,
+    /// What was saved with the checkpoint that it was resumed from.
+    data: Value,
+}
+
+impl State {
+    fn info(&self) -> Result<String> {
+        let (trainer, parameters) = (&self.trainer, self.trainer.parameters());
+        let config = serde_json::to_value(trainer.config())
+            .map_err(|e| err!(Internal, "the trainer's settings: {e}"))?;
+        Ok(json!({
+            "architecture": trainer.spec().family,
+            "device": trainer.device().name(),
+            "steps": trainer.steps(),
+            "skipped": trainer.skipped(),
+            "trains_delivered": trainer.trains_delivered(),
+            "parameters": parameters.layout().parameters(),
+            "trained_weights": parameters.trained(),
+            "bytes": parameters.bytes(),
+            "vocab_size": trainer.spec().vocab_size,
+            "config": config,
+        })
+        .to_string())
+    }
+}
+
+impl Snapshots for State {
+    type Snapshot = (Result<String>, Value);
+    fn snapshot(&self) -> Self::Snapshot {
+        (self.info(), self.data.clone())
+    }
+    fn begin_use(&mut self) {}
+}
+
+impl Object for Training {
+    type Handle = NVFP4_Trainer;
+    const NAME: &'static str = "NVFP4_Trainer";
+}
+
+/// The rate stays after the warm-up.
+pub const NVFP4_SCHEDULE_CONSTANT: i32 = 0;
+/// The rate falls along half a cosine.
+pub const NVFP4_SCHEDULE_COSINE: i32 = 1;
+/// The rate falls in a straight line.
+pub const NVFP4_SCHEDULE_LINEAR: i32 = 2;
+/// The rate stays, and falls in a straight line over the last `decay_share` of the steps.
+pub const NVFP4_SCHEDULE_STABLE: i32 = 3;
+
+/// Gradients are not clipped.
+pub const NVFP4_CLIP_NEVER: i32 = 0;
+/// All gradients together are clipped to the norm `clip_norm`. Not with `release`.
+pub const NVFP4_CLIP_GLOBAL: i32 = 1;
+/// All gradients are multiplied by what would have clipped those of the step before to `clip_norm`. Only with `release`.
+pub const NVFP4_CLIP_PREVIOUS: i32 = 2;
+/// The gradients of each matrix are clipped to the norm `clip_norm`. Only with `release`.
+pub const NVFP4_CLIP_TENSOR: i32 = 3;
+
+/// An NVFP4 code and a residual of 4 bits, rounded stochastically: 8.5 bits a weight, of which 4.5 are delivered.
+pub const NVFP4_WEIGHT_FORM_RESIDUAL4: i32 = 0;
+/// The same with a residual of 8 bits.
+pub const NVFP4_WEIGHT_FORM_RESIDUAL8: i32 = 1;
+/// Two E2M1 codes, the second for what the first leaves.
+pub const NVFP4_WEIGHT_FORM_TWO_TERM: i32 = 2;
+/// One NVFP4 code, rounded stochastically: 4.5 bits a weight.
+pub const NVFP4_WEIGHT_FORM_ONE_TERM: i32 = 3;
+/// bfloat16, rounded stochastically.
+pub const NVFP4_WEIGHT_FORM_BFLOAT16: i32 = 4;
+/// float32.
+pub const NVFP4_WEIGHT_FORM_FLOAT32: i32 = 5;
+
+/// First moments as integers of 4 bits with dither, and block scales.
+pub const NVFP4_FIRST_MOMENT_INT4: i32 = 0;
+/// First moments in NVFP4, rounded stochastically.
+pub const NVFP4_FIRST_MOMENT_NVFP4: i32 = 1;
+/// First moments as integers of 8 bits, rounded stochastically.
+pub const NVFP4_FIRST_MOMENT_INT8: i32 = 2;
+/// First moments in float32.
+pub const NVFP4_FIRST_MOMENT_FLOAT32: i32 = 3;
+
+/// Roots of second moments as integers of 4 bits, rounded stochastically, and block scales.
+pub const NVFP4_SECOND_MOMENT_UINT4: i32 = 0;
+/// Roots of second moments in NVFP4, rounded stochastically.
+pub const NVFP4_SECOND_MOMENT_NVFP4: i32 = 1;
+/// Roots of second moments as integers of 8 bits, rounded stochastically.
+pub const NVFP4_SECOND_MOMENT_INT8: i32 = 2;
+/// Second moments in float32.
+pub const NVFP4_SECOND_MOMENT_FLOAT32: i32 = 3;
+
+/// How to train. Fill with NVFP4_trainer_options_init(), then change what is to differ. The text is read during the call
+/// only.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct NVFP4_TrainerOptions {
+    /// sizeof(NVFP4_TrainerOptions) as the caller knows it.
+    pub struct_size: u32,
+    /// One of NVFP4_DEVICE_*. #NVFP4_DEVICE_AUTO is the first GPU, or the CPU where there is none. Default: CPU.
+    pub device_type: i32,
+    /// The number of the device of that type; 0 (or -1) for #NVFP4_DEVICE_AUTO. Default: 0.
+    pub device_index: i32,
+    /// CPU threads of this trainer, or 0 for those of NVFP4_set_threads(). Ignored on a GPU. Default: 0.
+    pub threads: i32,
+    /// One of NVFP4_SCHEDULE_*: the rate after the warm-up. Default: cosine.
+    pub schedule: i32,
+    /// One of NVFP4_CLIP_*. Default: global.
+    pub clip: i32,
+    /// One of NVFP4_WEIGHT_FORM_*: how matrices are held between steps. Default: a residual of 4 bits.
+    pub weights: i32,
+    /// One of NVFP4_FIRST_MOMENT_*. Default: 4 bits.
+    pub first_moments: i32,
+    /// One of NVFP4_SECOND_MOMENT_*. Default: 4 bits.
+    pub second_moments: i32,
+    /// 1 to use each gradient as soon as it is complete and keep none: no memory for gradients, and one micro-batch in a step.
+    /// 0 to sum gradients in float32. Default: 0.
+    pub release: i32,
+    /// 1 to compute activations again in the backward pass rather than keep them. Default: 1.
+    pub recompute: i32,
+    /// Trains only the last so many blocks, with the final norm and an untied head; -1 trains everything. Default: -1.
+    pub last_blocks: i32,
+    /// Steps in all, which the schedule runs over. Default: 1000.
+    pub steps: u64,
+    /// Steps at the beginning over which the rate rises in a straight line. Default: 0.
+    pub warmup: u64,
+    /// Chooses the random bits of rounding. Default: 0.
+    pub seed: u64,
+    /// The highest learning rate. Default: 0.001.
+    pub rate: f64,
+    /// What the rate falls to, as a share of the highest. Default: 0.1.
+    pub floor: f64,
+    /// The share of the steps at their end in which #NVFP4_SCHEDULE_STABLE falls. Default: 0.2.
+    pub decay_share: f64,
+    /// Decoupled weight decay of matrices: each step multiplies them by 1 - rate x decay. Norms and biases have none. Default:
+    /// 0.1.
+    pub weight_decay: f64,
+    /// The decay of first moments. Default: 0.9.
+    pub beta1: f64,
+    /// The decay of second moments. Default: 0.95.
+    pub beta2: f64,
+    /// Added to the root of second moments. Default: 1e-8.
+    pub eps: f64,
+    /// The bound of `clip`. Default: 1.
+    pub clip_norm: f64,
+    /// The share of the steps at their end in which passes use the NVFP4 codes alone, which are what is delivered. Default: 0.15.
+    pub delivered_share: f64,
+    /// All settings as a JSON object, as NVFP4_trainer_info() gives them as `config`: keys that are missing have their
+    /// defaults, and unknown ones are errors. With it, leave every field above but those of the device as it is. Default: NULL.
+    pub config: *const c_char,
+    /// Bytes of `config`.
+    pub config_length: usize,
+}
+
+// SAFETY: numbers and a pointer without padding, the first a u32 size.
+unsafe impl Growing for NVFP4_TrainerOptions {
+    const NAME: &'static str = "NVFP4_TrainerOptions";
+    fn defaults() -> Self {
+        let Config {
+            optimizer,
+            schedule,
+            recipe,
+            steps,
+            ..
+        } = Config::default();
+        NVFP4_TrainerOptions {
+            struct_size: size_of::<Self>() as u32,
+            device_type: NVFP4_DEVICE_CPU,
+            device_index: 0,
+            threads: 0,
+            schedule: NVFP4_SCHEDULE_COSINE,
+            clip: NVFP4_CLIP_GLOBAL,
+            weights: NVFP4_WEIGHT_FORM_RESIDUAL4,
+            first_moments: NVFP4_FIRST_MOMENT_INT4,
+            second_moments: NVFP4_SECOND_MOMENT_UINT4,
+            release: 0,
+            recompute: 1,
+            last_blocks: -1,
+            steps,
+            warmup: schedule.warmup,
+            seed: recipe.seed,
+            rate: optimizer.rate,
+            floor: schedule.floor,
+            decay_share: 0.2,
+            weight_decay: optimizer.decay,
+            beta1: optimizer.beta1,
+            beta2: optimizer.beta2,
+            eps: optimizer.eps,
+            clip_norm: recipe.clip.bound().unwrap_or(1.0),
+            delivered_share: recipe.delivered_share,
+            config: std::ptr::null(),
+            config_length: 0,
+        }
+    }
+}
+
+/// The form of weights that one of NVFP4_WEIGHT_FORM_* names.
+pub(super) fn weight_form(name: &str, value: i32) -> Result<WeightForm> {
+    choice(
+        name,
+        value,
+        &[
+            (
+                NVFP4_WEIGHT_FORM_RESIDUAL4,
+                "residual of 4 bits",
+                WeightForm::Residual(Bits::Four),
+            ),
+            (
+                NVFP4_WEIGHT_FORM_RESIDUAL8,
+                "residual of 8 bits",
+                WeightForm::Residual(Bits::Eight),
+            ),
+            (NVFP4_WEIGHT_FORM_TWO_TERM, "two codes", WeightForm::TwoTerm),
+            (NVFP4_WEIGHT_FORM_ONE_TERM, "one code", WeightForm::OneTerm),
+            (NVFP4_WEIGHT_FORM_BFLOAT16, "bfloat16", WeightForm::Bf16),
+            (NVFP4_WEIGHT_FORM_FLOAT32, "float32", WeightForm::F32),
+        ],
+    )
+}
+
+/// The form of first moments that one of NVFP4_FIRST_MOMENT_* names.
+pub(super) fn first_form(value: i32) -> Result<FirstForm> {
+    choice(
+        "first_moments",
+        value,
+        &[
+            (NVFP4_FIRST_MOMENT_INT4, "int4", FirstForm::Int4),
+            (NVFP4_FIRST_MOMENT_NVFP4, "nvfp4", FirstForm::Nvfp4),
+            (NVFP4_FIRST_MOMENT_INT8, "int8", FirstForm::Int8),
+            (NVFP4_FIRST_MOMENT_FLOAT32, "float32", FirstForm::F32),
+        ],
+    )
+}
+
+/// The form of second moments that one of NVFP4_SECOND_MOMENT_* names.
+pub(super) fn second_form(value: i32) -> Result<SecondForm> {
+    choice(
+        "second_moments",
+        value,
+        &[
+            (NVFP4_SECOND_MOMENT_UINT4, "uint4", SecondForm::Uint4),
+            (NVFP4_SECOND_MOMENT_NVFP4, "nvfp4", SecondForm::Nvfp4),
+            (NVFP4_SECOND_MOMENT_INT8, "int8", SecondForm::Int8),
+            (NVFP4_SECOND_MOMENT_FLOAT32, "float32", SecondForm::F32),
+        ],
+    )
+}
+
+impl NVFP4_TrainerOptions {
+    fn device(&self) -> Result<Device> {
+        let threads = thread_count(self.threads)?;
+        device_of(self.device_type, self.device_index, threads)
+    }
+
+    /// Whether nothing is set but the device.
+    fn names_only_a_device(&self) -> bool {
+        let plain = NVFP4_TrainerOptions {
+            device_type: self.device_type,
+            device_index: self.device_index,
+            threads: self.threads,
+            ..Self::defaults()
+        };
+        NVFP4_TrainerOptions {
+            struct_size: plain.struct_size,
+            config: plain.config,
+            config_length: 0,
+            ..*self
+        } == plain
+    }
+
+    /// # Safety
+    /// The text must be readable.
+    unsafe fn read(&self) -> Result<Config> {
+        // SAFETY: promised by the caller.
+        let json = unsafe { text("config", self.config, self.config_length) }?;
+        if !self.config.is_null() {
+            if !self.names_only_a_device() {
+                bail!(
+                    InvalidArgument,
+                    "config says all settings, and another field differs from its default; set either"
+                );
+            }
+            return serde_json::from_str(json).map_err(|e| err!(InvalidArgument, "config: {e}"));
+        }
+        let decay = choice(
+            "schedule",
+            self.schedule,
+            &[
+                (NVFP4_SCHEDULE_CONSTANT, "constant", Decay::Constant),
+                (NVFP4_SCHEDULE_COSINE, "cosine", Decay::Cosine),
+                (NVFP4_SCHEDULE_LINEAR, "linear", Decay::Linear),
+                (
+                    NVFP4_SCHEDULE_STABLE,
+                    "stable",
+                    Decay::Stable(self.decay_share),
+                ),
+            ],
+        )?;
+        let clip = choice(
+            "clip",
+            self.clip,
+            &[
+                (NVFP4_CLIP_NEVER, "never", Clip::Never),
+                (NVFP4_CLIP_GLOBAL, "global", Clip::Global(self.clip_norm)),
+                (
+                    NVFP4_CLIP_PREVIOUS,
+                    "previous",
+                    Clip::Previous(self.clip_norm),
+                ),
+                (NVFP4_CLIP_TENSOR, "tensor", Clip::PerTensor(self.clip_norm)),
+            ],
+        )?;
+        let mut config = Config {
+            recipe: Recipe {
+                weights: weight_form("weights", self.weights)?,
+                first_moments: first_form(self.first_moments)?,
+                second_moments: second_form(self.second_moments)?,
+                delivered_share: self.delivered_share,
+                last_blocks: match self.last_blocks {
+                    -1 => None,
+                    blocks => Some(count("last_blocks", blocks.into())?),
+                },
+                clip,
+                release: flag("release", self.release)?,
+                seed: self.seed,
+                ..Recipe::default()
+            },
+            schedule: Schedule {
+                warmup: self.warmup,
+                decay,
+                floor: self.floor,
+            },
+            steps: self.steps,
+            recompute: flag("recompute", self.recompute)?,
+            ..Config::default()
+        };
+        config.optimizer.rate = self.rate;
+        config.optimizer.beta1 = self.beta1;
+        config.optimizer.beta2 = self.beta2;
+        config.optimizer.eps = self.eps;
+        config.optimizer.decay = self.weight_decay;
+        Ok(config)
+    }
+}
+
+/// Documents that go through the model together, one after another; no token sees another document. Later versions may add
+/// fields at the end: functions that take an array of these also take the size of an element.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct NVFP4_MicroBatch {
+    /// The tokens of all documents, as 32-bit integers of either sign.
+    pub tokens: *const i32,
+    /// For each token, the one that should come after it; -100 or any negative number where none counts.
+    pub labels: *const i32,
+    /// Elements of `tokens` and of `labels`.
+    pub token_count: usize,
+    /// The number of tokens of each document, which make `token_count` together. NULL with 0 documents: all is one.
+    pub document_lengths: *const usize,
+    /// Elements of `document_lengths`.
+    pub document_count: usize,
+}
+
+// SAFETY: pointers and sizes without padding.
+unsafe impl Element for NVFP4_MicroBatch {
+    const NAME: &'static str = "NVFP4_MicroBatch";
+    fn defaults() -> Self {
+        NVFP4_MicroBatch {
+            tokens: std::ptr::null(),
+            labels: std::ptr::null(),
+            token_count: 0,
+            document_lengths: std::ptr::null(),
+            document_count: 0,
+        }
+    }
+}
+
+/// A micro-batch from C, checked.
+struct Documents<'a> {
+    tokens: Vec<u32>,
+    labels: &'a [i32],
+    lengths: Vec<usize>,
+}
+
+/// # Safety
+/// As the header says of the pointers.
+unsafe fn batches_in<'a>(
+    batches: *const NVFP4_MicroBatch,
+    count: usize,
+    size: usize,
+) -> Result<Vec<Documents<'a>>> {
+    // SAFETY: promised by the caller.
+    let batches = unsafe { elements("batches", batches, count, size) }?;
+    if batches.is_empty() {
+        bail!(InvalidArgument, "there are no batches; pass at least one");
+    }
+    let read = |batch: &NVFP4_MicroBatch| {
+        // SAFETY: as above.
+        let (tokens, labels, lengths) = unsafe {
+            (
+                slice("tokens", batch.tokens, batch.token_count)?,
+                slice("labels", batch.labels, batch.token_count)?,
+                slice(
+                    "document_lengths",
+                    batch.document_lengths,
+                    batch.document_count,
+                )?,
+            )
+        };
+        if let Some(i) = lengths.iter().position(|&n| n == 0) {
+            bail!(InvalidArgument, "document {i} has no tokens; leave it out");
+        }
+        Ok(Documents {
+            tokens: tokens_in(tokens)?,
+            labels,
+            lengths: match lengths.is_empty() {
+                true => vec![tokens.len()],
+                false => lengths.to_vec(),
+            },
+        })
+    };
+    let each = batches.iter().enumerate();
+    each.map(|(i, batch)| read(batch).map_err(|e| e.within(format_args!("batches[{i}]"))))
+        .collect()
+}
+
+fn micro_batches<'a>(documents: &'a [Documents<'a>]) -> Vec<MicroBatch<'a>> {
+    let each = documents.iter();
+    each.map(|d| MicroBatch {
+        tokens: &d.tokens,
+        documents: &d.lengths,
+        labels: d.labels,
+    })
+    .collect()
+}
+
+/// Parameters were updated.
+pub const NVFP4_STEP_UPDATED: i32 = 0;
+/// The loss or a gradient was not finite, and no parameter was changed.
+pub const NVFP4_STEP_SKIPPED: i32 = 1;
+
+/// What a step came to. Set `struct_size` before the call.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct NVFP4_StepReport {
+    /// sizeof(NVFP4_StepReport) as the caller knows it.
+    pub struct_size: u32,
+    /// One of NVFP4_STEP_*.
+    pub outcome: i32,
+    /// The number of the step, from 1.
+    pub step: u64,
+    /// Labels that counted.
+    pub targets: u64,
+    /// The mean cross-entropy of the labels that counted, in nats, before the step.
+    pub loss: f64,
+    /// The learning rate.
+    pub rate: f64,
+    /// The norm of all gradients before clipping.
+    pub gradient_norm: f64,
+    /// The share of trained weights of matrices that changed as they are stored.
+    pub changed: f64,
+    /// The share of those that changed as they are delivered, in NVFP4.
+    pub changed_delivered: f64,
+}
+
+// SAFETY: numbers without padding, the first a u32 size.
+unsafe impl Growing for NVFP4_StepReport {
+    const NAME: &'static str = "NVFP4_StepReport";
+    fn defaults() -> Self {
+        NVFP4_StepReport {
+            struct_size: size_of::<Self>() as u32,
+            outcome: NVFP4_STEP_UPDATED,
+            step: 0,
+            targets: 0,
+            loss: 0.0,
+            rate: 0.0,
+            gradient_norm: 0.0,
+            changed: 0.0,
+            changed_delivered: 0.0,
+        }
+    }
+}
+
+impl NVFP4_StepReport {
+    fn of(step: &Step) -> Self {
+        NVFP4_StepReport {
+            outcome: match step.outcome {
+                Outcome::Updated => NVFP4_STEP_UPDATED,
+                Outcome::Skipped => NVFP4_STEP_SKIPPED,
+            },
+            step: step.number,
+            targets: step.targets as u64,
+            loss: step.loss,
+            rate: step.rate,
+            gradient_norm: step.gradient_norm,
+            changed: step.changed,
+            changed_delivered: step.changed_delivered,
+            ..Self::defaults()
+        }
+    }
+}
+
+/// Embeddings, and a head beside them, in bfloat16, which every reader of such directories knows.
+pub const NVFP4_TABLES_BFLOAT16: i32 = 0;
+/// Embeddings, and a head beside them, in NVFP4, as they are trained: a quarter of the bytes.
+pub const NVFP4_TABLES_NVFP4: i32 = 1;
+
+fn insert(trainer: Trainer, source: Source, data: Value) -> *mut NVFP4_Trainer {
+    handle::insert(Arc::new(Training {
+        state: Exclusive::new(State {
+            trainer,
+            source,
+            data,
+        }),
+    }))
+}
+
+/// Runs `body`, which may take long, with exclusive use of a trainer, and with the cancellation and progress of `call`.
+///
+/// # Safety
+/// As for [`watched`].
+unsafe fn with_long<T>(
+    trainer: *const NVFP4_Trainer,
+    call: *const NVFP4_CallOptions,
+    body: impl FnOnce(&mut State) -> Result<T>,
+) -> Result<T> {
+    let object = handle::get::<Training>("trainer", trainer)?;
+    let mut state = object.state.take_long("trainer")?;
+    // SAFETY: promised by the caller.
+    unsafe { watched(call, || body(&mut state)) }
+}
+
+/// Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_TrainerOptions).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_trainer_options_init(
+    options: *mut NVFP4_TrainerOptions,
+    struct_size: u32,
+) -> NVFP4_Status {
+    enter("NVFP4_trainer_options_init", || {
+        // SAFETY: the pointer is as the header asks.
+        unsafe { fill(options, struct_size, NVFP4_TrainerOptions::defaults()) }
+    })
+}
+
+/// Creates a trainer of a dense model: a directory, or a `.safetensors`, `.dat` or `.gguf` file, whose weights are read and
+/// rounded to the forms of the options. The file stays open.
+///
+/// - `path`, `path_length`: UTF-8.
+/// - `options`: NULL for the defaults.
+/// - `call`: cancels the call before it reads weights; may be NULL.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_trainer_create(
+    path: *const c_char,
+    path_length: usize,
+    options: *const NVFP4_TrainerOptions,
+    call: *const NVFP4_CallOptions,
+    out: *mut *mut NVFP4_Trainer,
+) -> NVFP4_Status {
+    enter("NVFP4_trainer_create", || {
+        // SAFETY: the pointers are as the header asks.
+        let (out, path, options) = unsafe {
+            (
+                Out::new("out", out)?,
+                Path::new(text("path", path, path_length)?),
+                self::options(options)?,
+            )
+        };
+        // SAFETY: as above.
+        let config = unsafe { options.read() }?;
+        config.check()?;
+        let device = options.device()?;
+        let create = || {
+            let source = Source::open(path)?;
+            call::check()?;
+            let trainer =
+                Trainer::new(&device, &source, &config).map_err(|e| e.within(path.display()))?;
+            Ok((trainer, source))
+        };
+        // SAFETY: as above.
+        let (trainer, source) = unsafe { watched(call, create) }?;
+        out.set(insert(trainer, source, Value::Null));
+        Ok(())
+    })
+}
+
+/// Creates a trainer from a checkpoint, with the settings that it has, and goes on to the same bits as if it had never
+/// stopped. A checkpoint of another model is #NVFP4_INVALID_ARGUMENT, with the names that differ.
+///
+/// - `path`, `path_length`: the model that training began with, as for NVFP4_trainer_create().
+/// - `directory`, `directory_length`: where NVFP4_trainer_save() has put checkpoints, of which the last one is taken, or one
+///   of the checkpoints itself.
+/// - `options`: the device and threads; NULL for the CPU. Everything else must be left as it is.
+/// - `call`: cancels the call before it reads the checkpoint; may be NULL.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_trainer_resume(
+    path: *const c_char,
+    path_length: usize,
+    directory: *const c_char,
+    directory_length: usize,
+    options: *const NVFP4_TrainerOptions,
+    call: *const NVFP4_CallOptions,
+    out: *mut *mut NVFP4_Trainer,
+) -> NVFP4_Status {
+    enter("NVFP4_trainer_resume", || {
+        // SAFETY: the pointers are as the header asks.
+        let (out, path, directory, options) = unsafe {
+            (
+                Out::new("out", out)?,
+                Path::new(text("path", path, path_length)?),
+                Path::new(text("directory", directory, directory_length)?),
+                self::options(options)?,
+            )
+        };
+        if !options.names_only_a_device() || !options.config.is_null() {
+            bail!(
+                InvalidArgument,
+                "the settings of a trainer that is resumed are those of its checkpoint; leave all options but the device as they are"
+            );
+        }
+        let device = options.device()?;
+        let resume = || {
+            let source = Source::open(path)?;
+            call::check()?;
+            let (trainer, data) = Trainer::resume(&device, &source, directory)?;
+            Ok((trainer, source, data))
+        };
+        // SAFETY: as above.
+        let (trainer, source, data) = unsafe { watched(call, resume) }?;
+        out.set(insert(trainer, source, data));
+        Ok(())
+    })
+}
+
+/// Adds a reference to a trainer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_trainer_retain(trainer: *mut NVFP4_Trainer) -> NVFP4_Status {
+    enter("NVFP4_trainer_retain", || {
+        handle::retain::<Training>("trainer", trainer)
+    })
+}
+
+/// Gives up a reference to a trainer. After the last one the handle is stale; a model that it has given keeps the weights.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_trainer_release(trainer: *mut NVFP4_Trainer) -> NVFP4_Status {
+    enter_to_free("NVFP4_trainer_release", || {
+        handle::release::<Training>("trainer", trainer)
+    })
+}
+
+/// Makes a step by the gradients of all micro-batches together, in which each label counts the same. Labels that are all
+/// negative, tokens or labels outside the vocabulary, and lengths that do not sum to the tokens are errors, found before
+/// anything is changed.
+///
+/// A loss or gradient that is not finite changes no parameter and is reported as #NVFP4_STEP_SKIPPED; too many of those in a
+/// row are an error. With `release`, a gradient that is not finite after others were used is #NVFP4_INTERNAL: go on from the
+/// last checkpoint.
+///
+/// - `batches`, `batch_count`, `batch_size`: micro-batches, each of `batch_size` bytes, which is sizeof(NVFP4_MicroBatch).
+/// - `call`: reports the tokens that are done. Cancels the step between micro-batches, and between blocks of their forward
+///   passes: everything is then as it was. With `release` it is cancelled only before the backward pass. May be NULL.
+/// - `report`: what the step came to; may be NULL.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_trainer_step(
+    trainer: *mut NVFP4_Trainer,
+    batches: *const NVFP4_MicroBatch,
+    batch_count: usize,
+    batch_size: usize,
+    call: *const NVFP4_CallOptions,
+    report: *mut NVFP4_StepReport,
+) -> NVFP4_Status {
+    enter("NVFP4_trainer_step", || {
+        // SAFETY: the pointers are as the header asks.
+        unsafe {
+            let report = results(report)?;
+            let documents = batches_in(batches, batch_count, batch_size)?;
+            let batches = micro_batches(&documents);
+            let step = with_long(trainer, call, |state| state.trainer.step(&batches))?;
+            if let Some(report) = report {
+                report(NVFP4_StepReport::of(&step));
+            }
+        }
+        Ok(())
+    })
+}
+
+/// Writes the mean cross-entropy of the labels that count, in nats. Changes nothing.
+///
+/// - `batches`, `batch_count`, `batch_size`: as for NVFP4_trainer_step().
+/// - `delivered`: 1 for the NVFP4 codes alone, which are what is exported; 0 for all that is stored.
+/// - `call`: cancels the call between blocks; may be NULL.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_trainer_evaluate(
+    trainer: *mut NVFP4_Trainer,
+    batches: *const NVFP4_MicroBatch,
+    batch_count: usize,
+    batch_size: usize,
+    delivered: i32,
+    call: *const NVFP4_CallOptions,
+    loss: *mut f64,
+) -> NVFP4_Status {
+    enter("NVFP4_trainer_evaluate", || {
+        // SAFETY: the pointers are as the header asks.
+        unsafe {
+            let out = Out::new("loss", loss)?;
+            let delivered = flag("delivered", delivered)?;
+            let documents = batches_in(batches, batch_count, batch_size)?;
+            let batches = micro_batches(&documents);
+            out.set(with_long(trainer, call, |state| {
+                state.trainer.evaluate(&batches, delivered)
+            })?);
+        }
+        Ok(())
+    })
+}
+
+/// Describes a trainer, as JSON: steps, skipped (steps that changed nothing), parameters, trained_weights (of matrices),
+/// bytes (of parameters and moments), config (all settings), architecture, vocab_size, device, trains_delivered. During a
+/// call it is the state from before the call. Later versions may add keys.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_trainer_info(
+    trainer: *const NVFP4_Trainer,
+    buffer: *mut c_char,
+    capacity: usize,
+    length: *mut usize,
+) -> NVFP4_Status {
+    enter("NVFP4_trainer_info", || {
+        let object = handle::get::<Training>("trainer", trainer)?;
+        let info = object
+            .state
+            .look("trainer", State::info, |(info, _)| info.clone())?;
+        // SAFETY: the pointers are as the header asks.
+        unsafe { copy_text(&info, buffer, capacity, length) }
+    })
+}
+
+/// Writes a checkpoint into a directory, under the number of the last step (`step-00000020`), with everything that training
+/// goes on from, and removes all checkpoints there but the last `keep`. What cannot be written whole leaves nothing.
+///
+/// - `directory`, `directory_length`: UTF-8; made if it is not there.
+/// - `data`, `data_length`: JSON that NVFP4_trainer_data() gives back when the trainer is resumed, such as the place in the
+///   data; NULL for none.
+/// - `keep`: at least 1.
+/// - `call`: cancels the call at its start; may be NULL.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_trainer_save(
+    trainer: *mut NVFP4_Trainer,
+    directory: *const c_char,
+    directory_length: usize,
+    data: *const c_char,
+    data_length: usize,
+    keep: usize,
+    call: *const NVFP4_CallOptions,
+) -> NVFP4_Status {
+    enter("NVFP4_trainer_save", || {
+        // SAFETY: the pointers are as the header asks.
+        let (directory, data) = unsafe {
+            (
+                Path::new(text("directory", directory, directory_length)?),
+                text("data", data, data_length)?,
+            )
+        };
+        if keep == 0 {
+            bail!(InvalidArgument, "keep is 0; keep at least 1 checkpoint");
+        }
+        let data = match data {
+            "" => Value::Null,
+            json => serde_json::from_str(json)
+                .map_err(|e| err!(InvalidArgument, "data is not JSON: {e}"))?,
+        };
+        let save = |state: &mut State| {
+            state.trainer.save(directory, &data, keep)?;
+            state.data = data;
+            Ok(())
+        };
+        // SAFETY: as above.
+        unsafe { with_long(trainer, call, save) }
+    })
+}
+
+/// Copies the JSON that was saved last with NVFP4_trainer_save(), or with the checkpoint that the trainer was resumed from;
+/// `null` where there is none. For the buffer see TEXT above.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_trainer_data(
+    trainer: *const NVFP4_Trainer,
+    buffer: *mut c_char,
+    capacity: usize,
+    length: *mut usize,
+) -> NVFP4_Status {
+    enter("NVFP4_trainer_data", || {
+        let object = handle::get::<Training>("trainer", trainer)?;
+        let data = object.state.look(
+            "trainer",
+            |state| Ok(state.data.to_string()),
+            |(_, data)| Ok(data.to_string()),
+        )?;
+        // SAFETY: the pointers are as the header asks.
+        unsafe { copy_text(&data, buffer, capacity, length) }
+    })
+}
+
+/// Writes the model, as it is delivered, to a directory in ModelOpt's layout: matrices in NVFP4 where they are trained in
+/// such a form, else in float32; with config and tokenizer of the model that training began with.
+///
+/// - `tables`: one of NVFP4_TABLES_*.
+/// - `replace`: 1 to replace a directory that holds a model; 0 to refuse a directory that is not empty.
+/// - `call`: cancels the call at its start; may be NULL.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_trainer_export_directory(
+    trainer: *mut NVFP4_Trainer,
+    path: *const c_char,
+    path_length: usize,
+    tables: i32,
+    replace: i32,
+    call: *const NVFP4_CallOptions,
+) -> NVFP4_Status {
+    enter("NVFP4_trainer_export_directory", || {
+        let tables = choice(
+            "tables",
+            tables,
+            &[
+                (NVFP4_TABLES_BFLOAT16, "bfloat16", TableEncoding::Bf16),
+                (NVFP4_TABLES_NVFP4, "nvfp4", TableEncoding::Nvfp4),
+            ],
+        )?;
+        let replace = flag("replace", replace)?;
+        // SAFETY: the pointers are as the header asks.
+        unsafe {
+            let path = Path::new(text("path", path, path_length)?);
+            with_long(
+                trainer,
+                call,
+                |State {
+                     trainer, source, ..
+                 }| { trainer.export_directory(source, path, tables, replace) },
+            )
+        }
+    })
+}
+
+/// Writes the model, as it is delivered, to a `.dat` file, every tensor in the type that it has in the `.dat` file that
+/// training began with.
+///
+/// - `call`: cancels the call at its start; may be NULL.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_trainer_export_dat(
+    trainer: *mut NVFP4_Trainer,
+    path: *const c_char,
+    path_length: usize,
+    call: *const NVFP4_CallOptions,
+) -> NVFP4_Status {
+    enter("NVFP4_trainer_export_dat", || {
+        // SAFETY: the pointers are as the header asks.
+        unsafe {
+            let path = Path::new(text("path", path, path_length)?);
+            with_long(
+                trainer,
+                call,
+                |State {
+                     trainer, source, ..
+                 }| { trainer.export_dat(source, path) },
+            )
+        }
+    })
+}
+
+/// Gives the model that is trained, as it is delivered at this time, for sessions between steps. It runs on the memory that
+/// is trained: matrices are not copied. On the CPU its products are slower than those of a loaded model, and have the same
+/// bits.
+///
+/// While a call runs the model, NVFP4_trainer_step() is #NVFP4_BUSY, and so is the model during a step. A step that changes
+/// weights ends the model: calls that run it or its sessions are #NVFP4_INVALID_ARGUMENT from then on. Release them, and ask
+/// for the model again.
+///
+/// - `call`: cancels the call; may be NULL.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_trainer_model(
+    trainer: *mut NVFP4_Trainer,
+    call: *const NVFP4_CallOptions,
+    out: *mut *mut NVFP4_Model,
+) -> NVFP4_Status {
+    enter("NVFP4_trainer_model", || {
+        // SAFETY: the pointers are as the header asks.
+        unsafe {
+            let out = Out::new("out", out)?;
+            let model = with_long(trainer, call, |state| state.trainer.model(&state.source))?;
+            out.set(handle::insert(model));
+        }
+        Ok(())
+    })
+}

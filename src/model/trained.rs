@@ -1,0 +1,97 @@
+//! The model that a trainer trains, to be run between its steps on the weights where they are.
+
+use std::hash::{BuildHasher, RandomState};
+use std::sync::Arc;
+
+use super::training::{MatrixId, ProjectionLayout, Source, VectorId};
+use super::weights::{Attention, Block, Embedding, GatedMlp, Mlp, Norms, Projection, Weights};
+use super::{Device, LoadOptions, Made, Model, fused};
+use crate::base::Result;
+use crate::base::lease::Lease;
+use crate::ops::Array;
+use crate::ops::linear::Linear;
+
+/// Where a model's weights are.
+pub trait Trained {
+    /// A matrix, in the memory that it is trained in.
+    fn matrix(&self, id: MatrixId) -> Result<Linear>;
+
+    /// A copy of a norm or bias.
+    fn vector(&self, id: VectorId) -> Result<Array>;
+}
+
+impl Model {
+    /// The model that training began with at `source`, with the weights as they are now. It takes no memory for matrices. Whoever runs it
+    /// holds `lease`, and is refused once that says that weights have been changed.
+    pub fn of_trained(
+        device: &Device,
+        source: &Source,
+        trained: &dyn Trained,
+        lease: &Arc<Lease>,
+    ) -> Result<Arc<Model>> {
+        let spec = source.spec().clone();
+        if let Device::Cuda(gpu) = device {
+            gpu.prepare(&fused::units(&spec), &crate::base::call::is_over)?;
+        }
+        let text = source.text()?;
+        let made = Made {
+            weights: weights(source, trained)?,
+            spec,
+            table: None,
+            fingerprint: RandomState::new().hash_one(lease.epoch()),
+            lease: Some((lease.clone(), lease.epoch())),
+        };
+        let options = LoadOptions::new(device.clone());
+        Model::of(made, &**source.checkpoint(), text, &options)
+    }
+}
+
+fn weights(source: &Source, trained: &dyn Trained) -> Result<Weights> {
+    let layout = source.layout();
+    let projection = |p: &ProjectionLayout| {
+        Ok(Projection {
+            linear: trained.matrix(p.matrix)?,
+            bias: p.bias.map(|id| trained.vector(id)).transpose()?,
+        })
+    };
+    let vector = |id: &Option<VectorId>| id.map(|id| trained.vector(id)).transpose();
+    let norms = |[pre, post]: &[Option<VectorId>; 2]| {
+        Ok(Norms {
+            pre: vector(pre)?,
+            post: vector(post)?,
+        })
+    };
+    let blocks = layout.blocks.iter().map(|b| {
+        let [q, k, v] = &b.qkv;
+        let [gate, up] = &b.gate_up;
+        Ok(Block {
+            attention_norms: norms(&b.attention_norms)?,
+            attention: Attention {
+                q: projection(q)?,
+                k: projection(k)?,
+                v: projection(v)?,
+                q_norm: vector(&b.qk_norms[0])?,
+                k_norm: vector(&b.qk_norms[1])?,
+                o: projection(&b.o)?,
+            },
+            mlp_norms: norms(&b.mlp_norms)?,
+            mlp: Mlp::Dense(Box::new(GatedMlp {
+                gate: projection(gate)?,
+                up: projection(up)?,
+                down: projection(&b.down)?,
+            })),
+        })
+    });
+    Ok(Weights {
+        blocks: blocks.collect::<Result<_>>()?,
+        embedding: match layout.head == layout.embedding {
+            true => Embedding::Head,
+            false => Embedding::Matrix(trained.matrix(layout.embedding)?),
+        },
+        norm: trained.vector(layout.norm)?,
+        head: Projection {
+            linear: trained.matrix(layout.head)?,
+            bias: None,
+        },
+    })
+}
