@@ -27,6 +27,9 @@ pub(super) struct Args {
     /// is not empty is refused
     #[arg(long)]
     force: bool,
+    /// Let the output head be the embedding, as in the published models of these shapes; without it, it is a tensor of its own
+    #[arg(long)]
+    tied: bool,
     /// The seed of the weights
     #[arg(long, default_value_t = 0)]
     seed: u64,
@@ -54,7 +57,7 @@ enum Arch {
 }
 
 impl Arch {
-    /// The config of a published model of this shape, except that its output head is a tensor of its own.
+    /// The config of a published model of this shape.
     fn config(self) -> Value {
         let qwen3 = |hidden, layers, heads, intermediate| {
             json!({
@@ -132,7 +135,8 @@ fn fill(seed: u64, first: u64, out: &mut [u8]) {
 }
 
 pub(super) fn run(args: &Args) -> Result<()> {
-    let config = args.arch.config();
+    let mut config = args.arch.config();
+    config["tie_word_embeddings"] = args.tied.into();
     let spec = families::read(&config)?;
     let plan = plan(&spec);
     let metadata = Metadata {

@@ -24,6 +24,14 @@ pub struct Angles {
     sin: Array,
 }
 
+fn upload(device: &Device, values: &[f32]) -> Result<Array> {
+    let mut array = Array::scratch(device, values.len())?;
+    array
+        .first_mut(values.len())?
+        .copy_from(Slice::Host(values))?;
+    Ok(array)
+}
+
 impl RopeTable {
     /// Elements of a head that rotate.
     pub fn rotary_dim(&self) -> usize {
@@ -46,17 +54,35 @@ impl Angles {
                 sin.push(angle.sin() * table.attention_factor);
             }
         }
-        let array = |values: &[f32]| {
-            let mut array = Array::scratch(device, values.len())?;
-            array
-                .first_mut(values.len())?
-                .copy_from(Slice::Host(values))?;
-            Ok(array)
+        Ok(Angles {
+            half,
+            cos: upload(device, &cos)?,
+            sin: upload(device, &sin)?,
+        })
+    }
+
+    /// Those of documents of these lengths, one after another, whose rows are at positions from 0 on.
+    pub fn of_documents(device: &Device, table: &RopeTable, documents: &[usize]) -> Result<Angles> {
+        let half = table.frequencies.len();
+        let longest = documents.iter().copied().max().unwrap_or(0);
+        let (mut cos, mut sin) = (Vec::new(), Vec::new());
+        for position in 0..longest {
+            for frequency in &table.frequencies {
+                let (s, c) = (position as f32 * frequency).sin_cos();
+                cos.push(c * table.attention_factor);
+                sin.push(s * table.attention_factor);
+            }
+        }
+        let packed = |of_positions: &[f32]| {
+            let rows = documents
+                .iter()
+                .map(|length| &of_positions[..length * half]);
+            upload(device, &rows.collect::<Vec<_>>().concat())
         };
         Ok(Angles {
             half,
-            cos: array(&cos)?,
-            sin: array(&sin)?,
+            cos: packed(&cos)?,
+            sin: packed(&sin)?,
         })
     }
 

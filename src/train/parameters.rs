@@ -10,7 +10,9 @@ use crate::model::Trained;
 use crate::model::training::{Layout, MatrixId, Source, Store, VectorId};
 use crate::ops::linear::Linear;
 use crate::ops::training::array;
-use crate::ops::training::optimizer::{Changes, Coefficients, Hyperparameters, Matrix, Vector};
+use crate::ops::training::optimizer::{
+    Coefficients, Hyperparameters, Matrix, Vector, finish_steps,
+};
 use crate::ops::training::statistics::{GradientStatistics, Statistics};
 use crate::ops::{Array, Device, Mixed, Slice, SliceMut};
 
@@ -277,13 +279,13 @@ impl Parameters {
                     self.vectors[id].step(&self.device, &c)?;
                 }
             }
-            for (matrix, trains) in self.matrices.iter_mut().zip(&self.trains) {
-                if *trains {
-                    let changes: Changes = matrix.finish_step(&self.device)?;
-                    self.report.changes.0 += changes.stored;
-                    self.report.changes.1 += changes.delivered;
-                }
-            }
+            let trained = self.matrices.iter_mut().zip(&self.trains);
+            let mut stepped: Vec<_> = trained
+                .filter(|(_, trains)| **trains)
+                .map(|(matrix, _)| matrix)
+                .collect();
+            let changes = finish_steps(&device, &mut stepped)?;
+            self.report.changes = (changes.stored, changes.delivered);
         }
         self.sums = sums;
         Ok(self.report)

@@ -61,11 +61,7 @@ impl Batch {
         let angles = spec
             .ropes
             .iter()
-            .map(|set| {
-                let table = set.table(longest);
-                let positions = documents.iter().flat_map(|&n| 0..n as u32);
-                Angles::new(device, positions.map(|p| (table, p)))
-            })
+            .map(|set| Angles::of_documents(device, set.table(longest), documents))
             .collect::<Result<_>>()?;
         Ok(Batch {
             tokens: tokens.to_vec(),

@@ -123,6 +123,14 @@ impl Pass {
         Ok(())
     }
 
+    /// Gives back what only blocks use, unless their forward pass keeps it for the backward pass.
+    fn release_blocks(&mut self, s: &mut Scratch) {
+        if self.options.recompute {
+            self.saved[0] = Saved::new();
+            s.release_blocks();
+        }
+    }
+
     /// The sum over the batch's rows of weight times cross-entropy.
     pub fn loss(&mut self, store: &mut dyn Store, batch: &Batch) -> Result<f64> {
         self.forward(store, batch)?;
@@ -157,12 +165,15 @@ impl Pass {
         s: &mut Scratch,
     ) -> Result<f64> {
         let blocks = self.spec.blocks.len();
+        // Blocks and the head take turns with the largest part of the memory.
+        self.release_blocks(s);
         let (loss, total) = self.head(batch).forward(store, &self.streams[blocks], s)?;
         if !total.is_finite() {
             return Ok(total);
         }
         self.head(batch)
             .backward(store, &loss, &self.streams[blocks], s)?;
+        s.release_head();
         let embeds = first_block == 0 && store.trains(self.layout.embedding);
         for index in (first_block..blocks).rev() {
             let number = self.saved_of(index);
@@ -181,6 +192,7 @@ impl Pass {
             done?;
         }
         if embeds || self.spec.tied {
+            self.release_blocks(s);
             if !embeds {
                 // Rows of a frozen beginning: the head's share alone.
                 let len = batch.rows() * self.spec.hidden_size;

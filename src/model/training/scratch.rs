@@ -90,6 +90,22 @@ impl Scratch {
             dlogits: Array::empty(),
         }
     }
+
+    /// Gives back what only the head uses.
+    pub(super) fn release_head(&mut self) {
+        self.head_gradient = Array::empty();
+        self.logits = Array::empty();
+        self.dlogits = Array::empty();
+    }
+
+    /// Gives back what only blocks use.
+    pub(super) fn release_blocks(&mut self) {
+        self.inner = Array::empty();
+        self.dx_before = Array::empty();
+        self.dbranch = Array::empty();
+        self.dattended = Array::empty();
+        self.dqkv = Array::empty();
+    }
 }
 
 /// Makes each array at least so long.

@@ -624,28 +624,7 @@ impl Matrix {
 
     /// Ends a step that all rows have made, and says how many weights it has changed.
     pub fn finish_step(&mut self, device: &Device) -> Result<Changes> {
-        self.steps += 1;
-        let (changes, largest) = if device.is_cuda() {
-            let counters = bytes_of(&self.counters)?;
-            self.counters
-                .all_mut()
-                .copy_from(Slice::Host(&[0; COUNTERS]))?;
-            let count = |at: usize| u64::from_le_bytes(std::array::from_fn(|i| counters[at + i]));
-            let changes = Changes {
-                stored: count(0),
-                delivered: count(8),
-            };
-            (changes, counters[16])
-        } else {
-            let weight = reading(&self.weight);
-            let scales = weight.scales.all().host()?;
-            (
-                std::mem::take(&mut self.changes),
-                scales.iter().copied().max().unwrap_or(0),
-            )
-        };
-        self.make_room(device, largest)?;
-        Ok(changes)
+        finish_steps(device, &mut [self])
     }
 
     /// Doubles the global scale before block scales, of which `largest` is the largest, reach their end. Values stay the same, but where a
@@ -797,6 +776,47 @@ impl Matrix {
         (self.global, self.steps) = (global, steps);
         Ok(())
     }
+}
+
+/// Ends a step that all rows of some matrices have made, and says how many weights it has changed. Waits for a GPU, once.
+pub fn finish_steps(device: &Device, matrices: &mut [&mut Matrix]) -> Result<Changes> {
+    let found: Vec<(Changes, u8)> = if device.is_cuda() {
+        let zeros = Array::<u8>::zeroed(device, COUNTERS)?;
+        let mut all = Array::<u8>::scratch(device, COUNTERS * matrices.len())?;
+        for (i, matrix) in matrices.iter_mut().enumerate() {
+            let to = all.part_mut(i * COUNTERS..(i + 1) * COUNTERS)?;
+            to.copy_from(matrix.counters.all())?;
+            matrix.counters.all_mut().copy_from(zeros.all())?;
+        }
+        let counted = bytes_of(&all)?;
+        let counted = counted.as_chunks::<COUNTERS>().0.iter();
+        counted
+            .map(|bytes| {
+                let count = |at: usize| u64::from_le_bytes(std::array::from_fn(|i| bytes[at + i]));
+                let changes = Changes {
+                    stored: count(0),
+                    delivered: count(8),
+                };
+                (changes, bytes[16])
+            })
+            .collect()
+    } else {
+        let found = matrices.iter_mut().map(|matrix| {
+            let changes = std::mem::take(&mut matrix.changes);
+            let weight = reading(&matrix.weight);
+            let scales = weight.scales.all().host()?;
+            Ok((changes, scales.iter().copied().max().unwrap_or(0)))
+        });
+        found.collect::<Result<_>>()?
+    };
+    let mut all = Changes::default();
+    for (matrix, (changes, largest)) in matrices.iter_mut().zip(found) {
+        matrix.steps += 1;
+        matrix.make_room(device, largest)?;
+        all.stored += changes.stored;
+        all.delivered += changes.delivered;
+    }
+    Ok(all)
 }
 
 /// A parameter in float32 with its moments: norms and biases.
