@@ -47,7 +47,6 @@ impl HeadPass<'_> {
         let (device, t, hidden) = (self.device, self.batch.rows(), self.spec.hidden_size);
         let widest = self.chunk.min(self.spec.vocab_size);
         s.head_normed.grow(device, t * hidden)?;
-        s.logits.grow(device, t * widest)?;
         s.weight.grow(device, widest * hidden)?;
         let normed = s.head_normed.first_mut(t * hidden)?;
         let weight = store.vector(self.layout.norm)?;
@@ -76,6 +75,8 @@ impl HeadPass<'_> {
             self.spec.hidden_size,
             tokens.len(),
         );
+        let widest = self.chunk.min(self.spec.vocab_size);
+        s.logits.grow(device, t * widest)?;
         store.read(
             self.layout.head,
             tokens.clone(),
