@@ -2335,7 +2335,7 @@ NVFP4_API NVFP4_Status NVFP4_detokenizer_release(NVFP4_Detokenizer *detokenizer)
  * A trainer holds the parameters of a dense model and steps them by AdamW, as its options say; the host brings the batches.
  * Only one call at a time may use it: another one meanwhile, even from a callback, fails with #NVFP4_BUSY.
  * NVFP4_trainer_info() can be called at any time. A call that fails leaves the trainer unchanged, unless its description
- * says otherwise. The same batches, options and seed give the same bits on the same device and number of processors.
+ * says otherwise. The same batches, options and seed give the same bits on the same device with the same number of threads.
  */
 
 /** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_TrainerOptions). */
@@ -2388,8 +2388,8 @@ NVFP4_Status NVFP4_trainer_release(NVFP4_Trainer *trainer);
  * anything is changed.
  *
  * A loss or gradient that is not finite changes no parameter and is reported as #NVFP4_STEP_SKIPPED; too many of those in a
- * row are an error. With `release`, a gradient that is not finite after others were used is #NVFP4_INTERNAL: go on from the
- * last checkpoint.
+ * row are an error. With `release`, a gradient that is not finite after others were used is #NVFP4_INTERNAL, and any error
+ * from then on says so: go on from the last checkpoint.
  *
  * - `batches`, `batch_count`, `batch_size`: micro-batches, each of `batch_size` bytes, which is sizeof(NVFP4_MicroBatch).
  * - `call`: reports the tokens that are done. Cancels the step between micro-batches, and between blocks of their forward
@@ -2509,7 +2509,8 @@ NVFP4_Status NVFP4_trainer_model(NVFP4_Trainer *trainer,
  *
  * For hosts that compute gradients themselves, as with TorchSharp's autograd. Functions here that take tensors as `void *`
  * take an #NVFP4_Tensor, or a pointer to a tensor of libtorch as the drop-in functions do, and all of a call are of one
- * kind. Results are of that kind too, and where the tensors are. On a GPU tensors are bfloat16 or float32, products and
+ * kind. Results are of that kind too, and where the tensors are. Only one call at a time may use an optimizer: another one
+ * meanwhile fails with #NVFP4_BUSY. On a GPU tensors are bfloat16 or float32, products and
  * gradients are rounded to bfloat16, and calls are ordered with libtorch's current stream.
  */
 

@@ -2,7 +2,8 @@
 //!
 //! For hosts that compute gradients themselves, as with TorchSharp's autograd. Functions here that take tensors as `void *`
 //! take an #NVFP4_Tensor, or a pointer to a tensor of libtorch as the drop-in functions do, and all of a call are of one
-//! kind. Results are of that kind too, and where the tensors are. On a GPU tensors are bfloat16 or float32, products and
+//! kind. Results are of that kind too, and where the tensors are. Only one call at a time may use an optimizer: another one
+//! meanwhile fails with #NVFP4_BUSY. On a GPU tensors are bfloat16 or float32, products and
 //! gradients are rounded to bfloat16, and calls are ordered with libtorch's current stream.
 
 use std::ffi::c_void;

@@ -3,7 +3,7 @@
 //! A trainer holds the parameters of a dense model and steps them by AdamW, as its options say; the host brings the batches.
 //! Only one call at a time may use it: another one meanwhile, even from a callback, fails with #NVFP4_BUSY.
 //! NVFP4_trainer_info() can be called at any time. A call that fails leaves the trainer unchanged, unless its description
-//! says otherwise. The same batches, options and seed give the same bits on the same device and number of processors.
+//! says otherwise. The same batches, options and seed give the same bits on the same device with the same number of threads.
 
 use std::ffi::c_char;
 use std::path::Path;
@@ -692,8 +692,8 @@ pub unsafe extern "C" fn NVFP4_trainer_release(trainer: *mut NVFP4_Trainer) -> N
 /// anything is changed.
 ///
 /// A loss or gradient that is not finite changes no parameter and is reported as #NVFP4_STEP_SKIPPED; too many of those in a
-/// row are an error. With `release`, a gradient that is not finite after others were used is #NVFP4_INTERNAL: go on from the
-/// last checkpoint.
+/// row are an error. With `release`, a gradient that is not finite after others were used is #NVFP4_INTERNAL, and any error
+/// from then on says so: go on from the last checkpoint.
 ///
 /// - `batches`, `batch_count`, `batch_size`: micro-batches, each of `batch_size` bytes, which is sizeof(NVFP4_MicroBatch).
 /// - `call`: reports the tokens that are done. Cancels the step between micro-batches, and between blocks of their forward

@@ -305,6 +305,9 @@ impl Trainer {
             Err(e) => {
                 if self.parameters.abandon_step() {
                     change.changed();
+                    return Err(e.within(
+                        "after released gradients had changed parameters, so that training must go on from the last checkpoint",
+                    ));
                 }
                 return Err(e);
             }

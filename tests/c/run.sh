@@ -229,7 +229,7 @@ trains() {
     yes "The sky is blue, and the sea is blue too." | head -40 >"$work/story"
     "$@" "$model" "$work/story" "$work/tuned" 20 >"$work/losses" && "$@" "$model" "$work/story" "$work/tuned" 30 >>"$work/losses" &&
         [ "$(grep -c '^step .*: loss ' "$work/losses")" -eq 3 ] && [ -e "$work/tuned/config.json" ] &&
-        awk '$2 == "10:" { exit !($4 < 4) }' "$work/losses"
+        awk '$2 == "10:" { exit !($4 + 0 < 4) }' "$work/losses"
 }
 
 # plugged COMMAND...: a plug-in answers, twice.

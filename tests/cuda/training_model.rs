@@ -2,12 +2,13 @@
 
 use std::time::Instant;
 
+use NVFP4::base::Result;
 use NVFP4::base::memory::{self, Tag};
-use NVFP4::model::Device;
 use NVFP4::model::training::Source;
+use NVFP4::model::{Device, KvCache, KvType, LoadOptions, Logits, Model, Scratch};
 use NVFP4::ops::training::attention::{Documents, PackedAttention, attention, attention_backward};
 use NVFP4::ops::{Array, Element, Mixed, Slice};
-use NVFP4::train::{Clip, Config, MicroBatch, Recipe, Trainer};
+use NVFP4::train::{Clip, Config, MicroBatch, Recipe, TableEncoding, Trainer};
 use half::bf16;
 
 use super::common::golden;
@@ -247,6 +248,70 @@ fn a_gpu_trains_as_the_cpu_does() {
             assert!((a / b - 1.0).abs() < 0.01, "{a} and {b}");
         }
         std::fs::remove_dir_all(&folder).unwrap();
+    }
+}
+
+/// The model on live weights, through fused kernels, has the bits of the one that is exported and loaded.
+#[test]
+fn a_gpu_runs_the_weights_that_it_trains() {
+    let Some(gpu) = gpu() else { return };
+    let device = Device::Cuda(gpu);
+    let high = Recipe {
+        keep_high: vec!["mlp".to_owned()],
+        ..Recipe::default()
+    };
+    for (name, recipe) in [
+        ("qwen3_tied", Recipe::default()),
+        ("qwen3_untied", high),
+        ("qwen2_tied", Recipe::float32()),
+    ] {
+        let source = Source::open(&golden(name)).unwrap();
+        let mut config = Config {
+            recipe,
+            steps: 20,
+            ..Config::default()
+        };
+        config.optimizer.rate = 2e-3;
+        let mut trainer = Trainer::new(&device, &source, &config).unwrap();
+        losses(&mut trainer, 0..5);
+        let before = memory::usage(Tag::DeviceWeights).current;
+        let model = trainer.model(&source).unwrap();
+        let more = memory::usage(Tag::DeviceWeights).current - before;
+        let matrices: usize = trainer
+            .parameters()
+            .matrices()
+            .iter()
+            .map(|m| m.bytes())
+            .sum();
+        assert!(
+            more < matrices as u64 / 8,
+            "{name}: {more} bytes more than {matrices}"
+        );
+        let place = std::env::temp_dir().join(format!("nvfp4-cuda-live-{}", std::process::id()));
+        let tables = TableEncoding::Nvfp4;
+        trainer
+            .export_directory(&source, &place, tables, true)
+            .unwrap();
+        let loaded = Model::load(&place, &LoadOptions::new(device.clone())).unwrap();
+        let (tokens, _) = text(3, 40);
+        let logits = |model: &Model| {
+            let mut cache = KvCache::new(&device, model.spec(), 64, KvType::F16)?;
+            let (mut scratch, mut logits) = (Scratch::new(), Vec::new());
+            model.forward(&tokens, &mut cache, &mut scratch, Logits::All, &mut logits)?;
+            let mut last = Vec::new();
+            model.forward(&[7], &mut cache, &mut scratch, Logits::Last, &mut last)?;
+            logits.extend(last);
+            Ok(logits)
+        };
+        let found: Result<Vec<f32>> = logits(&model);
+        let (found, expected) = (found.unwrap(), logits(&loaded).unwrap());
+        // An untied embedding is looked up in its own memory, and from a file in host memory: the same values.
+        assert!(found == expected, "{name}: {:e}", error(&found, &expected));
+        losses(&mut trainer, 5..6);
+        assert!(logits(&model).is_err());
+        let next = trainer.model(&source).unwrap();
+        assert!(logits(&next).unwrap() != found);
+        std::fs::remove_dir_all(&place).unwrap();
     }
 }
 

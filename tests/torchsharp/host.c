@@ -365,6 +365,44 @@ static void quantizes_in_training(void)
 }
 
 /* [TC-15] A product against the dense one of the values, and against that of the library's own tensors. */
+/* A weight with its optimizer, and a linear layer, on libtorch's tensors: the same bits as on the library's own, and results are
+ * libtorch's. */
+static void trains(void)
+{
+    const int8_t dtypes[] = {BF16, F32};
+    for (int d = 0; d < 2; d++) {
+        const size_t element = dtypes[d] == F32 ? 4 : 2;
+        Tensor w = matrix(8, 64, dtypes[d]), x = matrix(5, 64, dtypes[d]), g = matrix(8, 64, dtypes[d]);
+        void *own_w = own(w), *own_x = own(x), *own_g = own(g);
+        void *theirs[4] = {NULL}, *mine[4] = {NULL};
+        CHECK(NV(NVFP4_ste_linear)(x, w, &theirs[0]) == NVFP4_OK && is_fresh(theirs[0], dtypes[d], 5, 8));
+        CHECK(NV(NVFP4_ste_linear)(own_x, own_w, &mine[0]) == NVFP4_OK && same_as_own(theirs[0], mine[0], 40 * element));
+        CHECK(NV(NVFP4_ste_linear_backward)(x, w, theirs[0], &theirs[1], &theirs[2]) == NVFP4_OK);
+        CHECK(is_fresh(theirs[1], dtypes[d], 5, 64) && is_fresh(theirs[2], dtypes[d], 8, 64));
+        CHECK(NV(NVFP4_ste_linear_backward)(own_x, own_w, mine[0], &mine[1], &mine[2]) == NVFP4_OK);
+        CHECK(same_as_own(theirs[1], mine[1], 320 * element) && same_as_own(theirs[2], mine[2], 512 * element));
+        CHECK(NV(NVFP4_ste_linear)(own_x, w, &mine[3]) == NVFP4_INVALID_HANDLE && mine[3] == NULL);
+
+        NVFP4_OptimizerState *a = NULL, *b = NULL;
+        uint64_t changed[2] = {0, 0};
+        CHECK(NV(NVFP4_optimizer_create)(w, NULL, &a) == NVFP4_OK && NV(NVFP4_optimizer_create)(own_w, NULL, &b) == NVFP4_OK);
+        for (int i = 0; i < 3; i++)
+            CHECK(NV(NVFP4_optimizer_step)(a, g, NULL, &changed[0], NULL) == NVFP4_OK &&
+                  NV(NVFP4_optimizer_step)(b, own_g, NULL, &changed[1], NULL) == NVFP4_OK && changed[0] == changed[1]);
+        CHECK(NV(NVFP4_optimizer_step)(a, x, NULL, NULL, NULL) == NVFP4_INVALID_ARGUMENT);
+        CHECK(NV(NVFP4_optimizer_weight)(a, 0, dtypes[d], &theirs[3]) == NVFP4_OK && is_fresh(theirs[3], dtypes[d], 8, 64));
+        CHECK(NV(NVFP4_optimizer_weight)(b, 0, dtypes[d], &mine[3]) == NVFP4_OK && same_as_own(theirs[3], mine[3], 512 * element));
+        CHECK(NV(NVFP4_optimizer_release)(a) == NVFP4_OK && NV(NVFP4_optimizer_release)(b) == NVFP4_OK);
+        for (int i = 0; i < 4; i++) {
+            THSTensor_dispose(theirs[i]);
+            CHECK(NV(NVFP4_tensor_release)(mine[i]) == NVFP4_OK);
+        }
+        CHECK(NV(NVFP4_tensor_release)(own_w) == NVFP4_OK && NV(NVFP4_tensor_release)(own_x) == NVFP4_OK &&
+              NV(NVFP4_tensor_release)(own_g) == NVFP4_OK);
+        THSTensor_dispose(w), THSTensor_dispose(x), THSTensor_dispose(g);
+    }
+}
+
 static void multiplies(void)
 {
     struct Product p = product(4, 16, 64);
@@ -744,6 +782,7 @@ static void on_device(void)
 {
     quantizes();
     quantizes_in_training();
+    trains();
     multiplies();
     errors();
     managed();
