@@ -131,6 +131,20 @@ pub struct Step {
     pub changed_delivered: f64,
 }
 
+/// How far a step has come, for whoever watches memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Phase {
+    /// The step has its tokens.
+    BatchReady,
+    /// What gradients are summed in is zero.
+    ZeroGradDone,
+    /// All gradients have come. Those that are released have changed parameters by then.
+    BackwardDone,
+    /// Parameters are updated.
+    OptimizerStepDone,
+}
+
 /// Trains the parameters of a model.
 #[derive(Debug)]
 pub struct Trainer {
@@ -243,6 +257,15 @@ impl Trainer {
     /// One step by the gradients of all micro-batches together, each target counting the same. If a loss or a gradient is not finite, no
     /// parameter changes, and the step is counted as skipped; too many of those in a row are an error.
     pub fn step(&mut self, batches: &[MicroBatch<'_>]) -> Result<Step> {
+        self.step_watched(batches, &mut |_| {})
+    }
+
+    /// The same, and tells `watch` when each phase is over.
+    pub fn step_watched(
+        &mut self,
+        batches: &[MicroBatch<'_>],
+        watch: &mut dyn FnMut(Phase),
+    ) -> Result<Step> {
         let targets: usize = batches.iter().map(MicroBatch::targets).sum();
         if targets == 0 {
             bail!(
@@ -276,8 +299,12 @@ impl Trainer {
             },
         };
         self.parameters.multiply_with_all(!self.trains_delivered());
+        watch(Phase::BatchReady);
         self.parameters.begin_step(plan)?;
-        let (loss, report) = match self.gradients(batches, targets) {
+        watch(Phase::ZeroGradDone);
+        let gradients = self.gradients(batches, targets);
+        watch(Phase::BackwardDone);
+        let (loss, report) = match gradients {
             Ok(loss) if loss.is_finite() => (loss, self.parameters.finish_step()?),
             Ok(loss) => {
                 self.parameters.abandon_step();
@@ -292,6 +319,7 @@ impl Trainer {
                 return Err(e);
             }
         };
+        watch(Phase::OptimizerStepDone);
         if report.skipped && report.partial {
             bail!(
                 Internal,
@@ -356,6 +384,18 @@ impl Trainer {
             batch.labels,
             &weights,
         )
+    }
+
+    /// The most likely token after `tokens`, by what is delivered or by all that is stored: a pass over all of them.
+    pub fn next_token(&mut self, tokens: &[u32], delivered: bool) -> Result<u32> {
+        let batch = MicroBatch {
+            tokens,
+            documents: &[tokens.len()],
+            labels: &vec![-1; tokens.len()],
+        };
+        let batch = self.batch(&batch, 0.0)?;
+        self.parameters.multiply_with_all(!delivered);
+        self.pass.next_token(&mut self.parameters, &batch)
     }
 
     /// The mean cross-entropy of the targets of batches, in nats, of what is delivered or of all that is stored.
