@@ -2,14 +2,22 @@
 //! optimizer in 4 bits by default. Knows nothing of conversations.
 
 pub mod checkpoint;
+mod curve;
+pub mod data;
 mod export;
+pub mod memory;
 mod parameters;
 mod recipe;
+pub mod run;
+mod sample;
 mod schedule;
 mod trainer;
 
+pub use curve::{Curve, Row};
 pub use export::TableEncoding;
+pub use memory::MemoryReport;
 pub use parameters::{Parameters, StepReport};
 pub use recipe::{Clip, Recipe};
+pub use sample::Samples;
 pub use schedule::{Decay, Schedule};
-pub use trainer::{Config, MicroBatch, Outcome, Step, Trainer};
+pub use trainer::{Config, MicroBatch, Outcome, Phase, Step, Trainer};

@@ -111,6 +111,20 @@ pub struct Step {
     pub changed_delivered: f64,
 }
 
+/// How far a step has come, for whoever watches memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Phase {
+    /// The step has its tokens.
+    BatchReady,
+    /// What gradients are summed in is zero.
+    ZeroGradDone,
+    /// All gradients have come. Those that are released have changed parameters by then.
+    BackwardDone,
+    /// Parameters are updated.
+    OptimizerStepDone,
+}
+
 /// Trains the parameters of a model.
 #[derive(Debug)]
 pub struct Trainer {
@@ -249,6 +263,15 @@ impl Trainer {
     /// parameter changes, and the step is counted as skipped; too many of those in a row are an error. It is cancelled with the thread's
     /// [`call`] between micro-batches, and between blocks of their forward passes, and then has changed nothing.
     pub fn step(&mut self, batches: &[MicroBatch<'_>]) -> Result<Step> {
+        self.step_watched(batches, &mut |_| {})
+    }
+
+    /// The same, and tells `watch` when each phase is over.
+    pub fn step_watched(
+        &mut self,
+        batches: &[MicroBatch<'_>],
+        watch: &mut dyn FnMut(Phase),
+    ) -> Result<Step> {
         let targets: usize = batches.iter().map(MicroBatch::targets).sum();
         if targets == 0 {
             bail!(
@@ -288,8 +311,12 @@ impl Trainer {
             .collect::<Result<_>>()?;
         let change = self.lease.change()?;
         self.parameters.multiply_with_all(!self.trains_delivered());
+        watch(Phase::BatchReady);
         self.parameters.begin_step(plan)?;
-        let (loss, report) = match self.gradients(&batches) {
+        watch(Phase::ZeroGradDone);
+        let gradients = self.gradients(&batches);
+        watch(Phase::BackwardDone);
+        let (loss, report) = match gradients {
             Ok(loss) if loss.is_finite() => {
                 change.changed();
                 (loss, self.parameters.finish_step()?)
@@ -313,6 +340,7 @@ impl Trainer {
             }
         };
         drop(change);
+        watch(Phase::OptimizerStepDone);
         if report.skipped && report.partial {
             bail!(
                 Internal,
@@ -386,6 +414,18 @@ impl Trainer {
             batch.labels,
             &weights,
         )
+    }
+
+    /// The most likely token after `tokens`, by what is delivered or by all that is stored: a pass over all of them.
+    pub fn next_token(&mut self, tokens: &[u32], delivered: bool) -> Result<u32> {
+        let batch = MicroBatch {
+            tokens,
+            documents: &[tokens.len()],
+            labels: &vec![-1; tokens.len()],
+        };
+        let batch = self.batch(&batch, 0.0)?;
+        self.parameters.multiply_with_all(!delivered);
+        self.pass.next_token(&mut self.parameters, &batch)
     }
 
     /// The mean cross-entropy of the targets of batches, in nats, of what is delivered or of all that is stored. Cancelled with the thread's

@@ -59,7 +59,7 @@ impl HeadPass<'_> {
         )?;
         let mut loss = Loss::new(device, t)?;
         for tokens in self.chunks() {
-            self.logits(store, &tokens, s)?;
+            self.logits(store, &tokens, t, s)?;
             let logits = s.logits.first(t * tokens.len())?;
             loss.add(device, &self.batch.targets, self.columns(&tokens), logits)?;
         }
@@ -67,14 +67,48 @@ impl HeadPass<'_> {
         Ok((loss, total))
     }
 
-    /// A chunk's logits, and its rows of the head in `s.weight`.
-    fn logits(&self, store: &mut dyn Store, tokens: &Range<usize>, s: &mut Scratch) -> Result<()> {
-        let (device, t, hidden, width) = (
-            self.device,
-            self.batch.rows(),
-            self.spec.hidden_size,
-            tokens.len(),
-        );
+    /// The token with the largest logit after the last row of `x`, the first of those that are equal.
+    pub(super) fn next_token(
+        &self,
+        store: &mut dyn Store,
+        x: &Array<Mixed>,
+        s: &mut Scratch,
+    ) -> Result<u32> {
+        let (device, t, hidden) = (self.device, self.batch.rows(), self.spec.hidden_size);
+        let widest = self.chunk.min(self.spec.vocab_size);
+        s.head_normed.grow(device, hidden)?;
+        s.weight.grow(device, widest * hidden)?;
+        norm::rms_norm(
+            device,
+            x.part((t - 1) * hidden..t * hidden)?,
+            store.vector(self.layout.norm)?,
+            self.spec.norm_eps,
+            s.head_normed.first_mut(hidden)?,
+        )?;
+        let mut logits = vec![0.0; widest];
+        let mut best = (0, f32::NEG_INFINITY);
+        for tokens in self.chunks() {
+            self.logits(store, &tokens, 1, s)?;
+            let logits = &mut logits[..tokens.len()];
+            s.logits.first(tokens.len())?.read(logits)?;
+            for (token, &logit) in tokens.zip(&*logits) {
+                if logit > best.1 {
+                    best = (token as u32, logit);
+                }
+            }
+        }
+        Ok(best.0)
+    }
+
+    /// A chunk's logits of the first `t` rows, and its rows of the head in `s.weight`.
+    fn logits(
+        &self,
+        store: &mut dyn Store,
+        tokens: &Range<usize>,
+        t: usize,
+        s: &mut Scratch,
+    ) -> Result<()> {
+        let (device, hidden, width) = (self.device, self.spec.hidden_size, tokens.len());
         let widest = self.chunk.min(self.spec.vocab_size);
         s.logits.grow(device, t * widest)?;
         store.read(
@@ -110,7 +144,7 @@ impl HeadPass<'_> {
         tokens: &Range<usize>,
         s: &mut Scratch,
     ) -> Result<()> {
-        self.logits(store, tokens, s)?;
+        self.logits(store, tokens, self.batch.rows(), s)?;
         let len = self.batch.rows() * tokens.len();
         s.dlogits.grow(
             self.device,

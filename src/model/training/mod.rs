@@ -4,6 +4,7 @@
 
 mod batch;
 mod block;
+mod fresh;
 mod head;
 mod layout;
 mod pass;
@@ -11,11 +12,12 @@ mod scratch;
 mod source;
 
 pub use batch::Batch;
+pub use fresh::Fresh;
 pub use layout::{
     BlockLayout, Layout, MatrixId, MatrixLayout, ProjectionLayout, VectorId, VectorLayout,
 };
 pub use pass::{Options, Pass};
-pub use source::Source;
+pub use source::{Source, Text};
 
 use std::ops::Range;
 

@@ -141,7 +141,17 @@ impl Pass {
         Ok(loss?.1)
     }
 
-    /// The same, and gives its gradients to the store, unless the loss is not finite. Blocks before `first_block` get none, nor does the
+    /// The most likely token after the last one of the batch; its labels do not matter.
+    pub fn next_token(&mut self, store: &mut dyn Store, batch: &Batch) -> Result<u32> {
+        self.forward(store, batch)?;
+        let mut scratch = std::mem::replace(&mut self.scratch, Scratch::new());
+        let last = &self.streams[self.spec.blocks.len()];
+        let token = self.head(batch).next_token(store, last, &mut scratch);
+        self.scratch = scratch;
+        token
+    }
+
+    /// The same as [`Pass::loss`], and gives its gradients to the store, unless the loss is not finite. Blocks before `first_block` get none, nor does the
     /// embedding unless that is 0 or it is the head.
     pub fn gradients(
         &mut self,

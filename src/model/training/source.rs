@@ -4,14 +4,28 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
+use super::fresh::Fresh;
 use super::{Layout, MatrixId, VectorId};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::checkpoint::Checkpoint;
 use crate::model::load::locate;
 use crate::model::tensors::{self, TensorSpec};
-use crate::model::{Spec, open, spec_with_frequencies, text};
-use crate::text::TextFiles;
+use crate::model::{Spec, generation, open, spec_with_frequencies, text};
+use crate::text::{ChatTemplate, TextFiles, Tokenizer};
+
+/// How a model reads and writes text.
+#[derive(Debug)]
+pub struct Text {
+    /// The tokenizer.
+    pub tokenizer: Arc<Tokenizer>,
+    /// The model's own chat template, if it has one.
+    pub template: Option<ChatTemplate>,
+    /// The token that ends a text, if the model has one.
+    pub eos: Option<u32>,
+    /// Tokens that end an answer.
+    pub stop_tokens: Vec<u32>,
+}
 
 /// An opened checkpoint of a model that can be trained.
 pub struct Source {
@@ -28,6 +42,13 @@ impl Source {
     /// The model at `path`, of any format that can be loaded. Reads no weights.
     pub fn open(path: &Path) -> Result<Source> {
         Self::new(Arc::from(open(path)?)).map_err(|e| e.within(path.display()))
+    }
+
+    /// A model that has yet to learn anything, of the shape that `config.json` in `directory` says, with random weights that `seed`
+    /// chooses: see [`Fresh`].
+    pub fn fresh(directory: &Path, seed: u64) -> Result<Source> {
+        let fresh = Fresh::new(directory, seed).map_err(|e| e.within(directory.display()))?;
+        Self::new(Arc::new(fresh)).map_err(|e| e.within(directory.display()))
     }
 
     /// The model in an opened checkpoint.
@@ -82,13 +103,42 @@ impl Source {
     }
 
     /// The tokenizer and the chat template beside it, read by the first call.
-    pub(in crate::model) fn text(&self) -> Result<TextFiles> {
+    pub(in crate::model) fn text_files(&self) -> Result<TextFiles> {
         if let Some(text) = self.text.get() {
             return Ok(text.clone());
         }
-        let (text, ()) = text::beside(&self.checkpoint.metadata().tokenizer, || ())?;
-        let text = text?;
+        let text = text::read(&self.checkpoint.metadata().tokenizer)?;
         Ok(self.text.get_or_init(|| text).clone())
+    }
+
+    /// Reads how the model treats text.
+    pub fn text(&self) -> Result<Text> {
+        let from = &self.checkpoint.metadata().tokenizer;
+        let files = self.text_files()?;
+        let Some(tokenizer) = files.tokenizer else {
+            bail!(
+                NotFound,
+                "the model has no tokenizer; put a tokenizer.json beside its weights"
+            );
+        };
+        if tokenizer.vocab_size() > self.spec.vocab_size {
+            bail!(
+                CorruptFile,
+                "the tokenizer has ids up to {}, and the embedding only {} rows: they are of different models",
+                tokenizer.vocab_size() - 1,
+                self.spec.vocab_size
+            );
+        }
+        let stop_tokens = generation::read(&self.spec, from, Some(&tokenizer))?.stop_tokens;
+        let named = files.eos.as_deref().and_then(|eos| tokenizer.id_of(eos));
+        Ok(Text {
+            eos: named
+                .or(self.spec.eos.first().copied())
+                .or(stop_tokens.first().copied()),
+            tokenizer,
+            template: files.template,
+            stop_tokens,
+        })
     }
 
     fn found(&self, tensor: &TensorSpec) -> Result<(&crate::checkpoint::Entry, Range<usize>)> {
