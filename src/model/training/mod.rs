@@ -5,14 +5,18 @@
 mod batch;
 mod block;
 mod head;
+mod hidden;
 mod layout;
+mod linear;
 mod pass;
 mod scratch;
 mod source;
 
 pub use batch::Batch;
+pub use hidden::HiddenTargets;
 pub use layout::{
-    BlockLayout, Layout, MatrixId, MatrixLayout, ProjectionLayout, VectorId, VectorLayout,
+    AdapterLayout, BlockLayout, Layout, MatrixId, MatrixLayout, ProjectionLayout, VectorId,
+    VectorLayout,
 };
 pub use pass::{Options, Pass};
 pub use source::Source;
