@@ -10,7 +10,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::moment::{self, dither};
-use super::nvfp4::BLOCK;
+use super::nvfp4::{self, BLOCK};
 use super::random::{bits, bits32};
 use super::residual::{self, Bits};
 use super::{Rounding, e2m1, e4m3};
@@ -433,8 +433,9 @@ pub fn decode_weights(
             let second = e2m1::decode(nibble(rest, i)) * (1.0 / SECOND_TERM);
             (e2m1::decode(nibble(codes, i)) + second) * unit
         }
+        // In the order of products that holds for any global scale; powers of two make no difference.
         WeightForm::Residual(_) | WeightForm::TwoTerm | WeightForm::OneTerm => {
-            e2m1::decode(nibble(codes, i)) * unit
+            nvfp4::decode(nibble(codes, i), scale, global)
         }
     })
 }

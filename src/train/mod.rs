@@ -1,10 +1,12 @@
 //! Floor 7: training. A [`Trainer`] steps the parameters of a model, which it stores as a [`Recipe`] says: weights and both moments of the
 //! optimizer in 4 bits by default. Knows nothing of conversations.
 
+mod adapter;
 pub mod checkpoint;
 mod curve;
 pub mod data;
 mod export;
+mod group;
 pub mod memory;
 mod parameters;
 mod recipe;
@@ -15,9 +17,10 @@ mod trainer;
 
 pub use curve::{Curve, Row};
 pub use export::TableEncoding;
+pub use group::Group;
 pub use memory::MemoryReport;
 pub use parameters::{Parameters, StepReport};
-pub use recipe::{Clip, Recipe};
+pub use recipe::{Clip, Lora, Recipe, ScaleRule};
 pub use sample::Samples;
 pub use schedule::{Decay, Schedule};
-pub use trainer::{Config, MicroBatch, Outcome, Phase, Step, Trainer};
+pub use trainer::{Config, HiddenBatch, MicroBatch, Outcome, Phase, Step, Trainer};

@@ -4,6 +4,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::base::Result;
 use crate::base::error::bail;
+use crate::format::nvfp4::{self, QuantizeOptions};
+use crate::model::training::{Layout, Source};
 use crate::ops::training::optimizer::{FirstForm, Forms, SecondForm, WeightForm};
 
 /// How gradients are bounded before a step.
@@ -30,6 +32,79 @@ impl Clip {
     }
 }
 
+/// How the scale of a block of NVFP4 is chosen.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ScaleRule {
+    /// The largest magnitude lands on 6.
+    #[default]
+    Amax,
+    /// Of the scales that put it on 6 and on 4, the one with the smaller error.
+    FourOverSix,
+}
+
+impl ScaleRule {
+    /// The quantizer's options.
+    pub(super) fn options(self) -> QuantizeOptions {
+        QuantizeOptions {
+            recipe: match self {
+                ScaleRule::Amax => nvfp4::Recipe::Amax,
+                ScaleRule::FourOverSix => nvfp4::Recipe::FourOverSix,
+            },
+            ..QuantizeOptions::default()
+        }
+    }
+}
+
+/// Low-rank adapters over a model that stays as it is (LoRA, Hu et al., arXiv 2106.09685; over 4 bits QLoRA, Dettmers et al.,
+/// arXiv 2305.14314). The matrix `W` of a projection is frozen, and its results gain `alpha / rank * (x A^T) B^T`. A begins uniform in
+/// `+-1 / sqrt(inputs)`, as in peft, and B zero. Both are float32 with moments in float32; no gradient of `W` is ever computed.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Lora {
+    /// Rows of A, and columns of B.
+    pub rank: usize,
+    /// What results are multiplied by, times the rank.
+    pub alpha: f64,
+    /// Projections of blocks whose names (`model.layers.0.self_attn.q_proj`) contain one of these have adapters.
+    pub targets: Vec<String>,
+}
+
+impl Default for Lora {
+    fn default() -> Self {
+        Lora {
+            rank: 16,
+            alpha: 32.0,
+            targets: PROJECTIONS.map(str::to_owned).to_vec(),
+        }
+    }
+}
+
+/// The projections of a block.
+const PROJECTIONS: [&str; 7] = [
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+];
+
+impl Lora {
+    fn check(&self) -> Result<()> {
+        if self.rank == 0 || !(self.alpha > 0.0 && self.alpha.is_finite()) {
+            bail!(
+                InvalidArgument,
+                "adapters of rank {} with alpha {}; both must be positive",
+                self.rank,
+                self.alpha
+            );
+        }
+        Ok(())
+    }
+}
+
 /// How a model is trained.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
@@ -47,7 +122,17 @@ pub struct Recipe {
     /// The share of steps at the end in which passes multiply with what is delivered, the NVFP4 codes alone, so that what is delivered is
     /// what was trained.
     pub delivered_share: f64,
-    /// Trains the last so many blocks, the last norm and an untied head; all parameters if `None`.
+    /// Trains adapters beside frozen matrices instead of all parameters. Matrices that the checkpoint holds in NVFP4 are held with the
+    /// same codes and scales, and what it keeps higher beside them as it is. Of a checkpoint without NVFP4, matrices are quantized as
+    /// `weight_scales` says, 0.5625 bytes a parameter, and those that `keep_high` names stay as they are. `weights` and the forms of
+    /// moments do not matter then.
+    pub lora: Option<Lora>,
+    /// How block scales of matrices that adapters stand beside are chosen: where a checkpoint without NVFP4 is quantized, and where
+    /// adapters are merged into an export. What is trained in NVFP4 chooses the scale of its largest weight, and keeps it from step to
+    /// step: a scale chosen for the least error of one moment would be given up by the next.
+    pub weight_scales: ScaleRule,
+    /// Trains the last so many blocks, the last norm and an untied head, or the last blocks' adapters; all of them if `None`. What is
+    /// not trained has no moments.
     pub last_blocks: Option<usize>,
     /// How gradients are bounded.
     pub clip: Clip,
@@ -66,6 +151,8 @@ impl Default for Recipe {
             second_moments: SecondForm::default(),
             fresh_scales: false,
             keep_high: Vec::new(),
+            lora: None,
+            weight_scales: ScaleRule::default(),
             delivered_share: 0.15,
             last_blocks: None,
             clip: Clip::Global(1.0),
@@ -103,6 +190,9 @@ impl Recipe {
                 "gradients cannot be clipped to {most}; the bound must be positive"
             );
         }
+        if let Some(lora) = &self.lora {
+            lora.check()?;
+        }
         match (self.release, self.clip) {
             (true, Clip::Global(most)) => bail!(
                 InvalidArgument,
@@ -118,12 +208,35 @@ impl Recipe {
         }
     }
 
+    /// The parameters of a model, adapters included.
+    pub(super) fn layout(&self, source: &Source) -> Result<Layout> {
+        let layout = source.layout();
+        let Some(lora) = &self.lora else {
+            return Ok(layout.clone());
+        };
+        let first = self.first_block(layout.blocks.len());
+        let scale = (lora.alpha / lora.rank as f64) as f32;
+        let wants = |name: &str| contains_one(name, &lora.targets);
+        let adapted = layout.with_adapters(first, (lora.rank, scale), &wants);
+        if adapted.matrices.len() == layout.matrices.len() {
+            bail!(
+                InvalidArgument,
+                "no projection of the trained blocks has a name with one of {:?}; there are {}",
+                lora.targets,
+                PROJECTIONS.join(", ")
+            );
+        }
+        Ok(adapted)
+    }
+
+    /// Whether a matrix of this name is kept high.
+    pub(super) fn keeps_high(&self, name: &str) -> bool {
+        contains_one(name, &self.keep_high)
+    }
+
     /// The form of a matrix of this name.
     pub(super) fn forms_of(&self, name: &str) -> Forms {
-        let high = self
-            .keep_high
-            .iter()
-            .any(|part| name.contains(part.as_str()));
+        let high = self.keeps_high(name);
         Forms {
             weight: if high { WeightForm::F32 } else { self.weights },
             first: if high {
@@ -145,4 +258,8 @@ impl Recipe {
         self.last_blocks
             .map_or(0, |last| blocks.saturating_sub(last))
     }
+}
+
+fn contains_one(name: &str, parts: &[String]) -> bool {
+    parts.iter().any(|part| name.contains(part.as_str()))
 }

@@ -4,16 +4,17 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use serde::{Deserialize, Serialize};
 
+use super::group::Group;
 use super::parameters::{Parameters, StepPlan, StepReport};
 use super::recipe::{Clip, Recipe};
 use super::schedule::Schedule;
 use crate::base::error::bail;
 use crate::base::lease::Lease;
 use crate::base::{Result, call};
-use crate::model::training::{Batch, Options, Pass, Source};
+use crate::model::training::{Batch, HiddenTargets, Options, Pass, Source};
 use crate::model::{Model, Spec};
-use crate::ops::Device;
 use crate::ops::training::optimizer::Hyperparameters;
+use crate::ops::{Array, Device, Mixed, Slice};
 
 /// How a trainer works.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -25,6 +26,8 @@ pub struct Config {
     pub optimizer: Hyperparameters,
     /// The rate over steps.
     pub schedule: Schedule,
+    /// Parameters that the optimizer treats differently; of several groups that name one, the first counts.
+    pub groups: Vec<Group>,
     /// Steps in all, which the schedule runs over.
     pub steps: u64,
     /// Computes again in the backward pass what is between the inputs of blocks, rather than keep it.
@@ -42,6 +45,7 @@ impl Default for Config {
             recipe: Recipe::default(),
             optimizer: Hyperparameters::default(),
             schedule: Schedule::default(),
+            groups: Vec::new(),
             steps: 1000,
             recompute: options.recompute,
             head_chunk: options.head_chunk,
@@ -58,6 +62,9 @@ impl Config {
         }
         self.optimizer.check()?;
         self.schedule.check()?;
+        self.groups
+            .iter()
+            .try_for_each(|group| group.check(self.optimizer.rate))?;
         self.recipe.check()
     }
 }
@@ -80,6 +87,23 @@ impl MicroBatch<'_> {
     }
 }
 
+/// Documents one after another with what their last hidden states should be.
+#[derive(Clone, Copy, Debug)]
+pub struct HiddenBatch<'a> {
+    /// Tokens of all documents.
+    pub tokens: &'a [u32],
+    /// The documents' lengths.
+    pub documents: &'a [usize],
+    /// `[tokens, hidden size]`, row-major: what should leave the last norm.
+    pub targets: &'a [f32],
+}
+
+/// A batch on its device, and what it is trained towards where that is hidden states.
+struct Prepared {
+    batch: Batch,
+    hidden: Option<Array<Mixed>>,
+}
+
 /// What a step came to.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -97,9 +121,9 @@ pub struct Step {
     pub number: u64,
     /// What it came to.
     pub outcome: Outcome,
-    /// The mean cross-entropy of its targets, in nats.
+    /// The mean cross-entropy of its targets, in nats, or the mean difference of its hidden states.
     pub loss: f64,
-    /// Targets.
+    /// Targets: labels that count, or rows of hidden states.
     pub targets: usize,
     /// The learning rate.
     pub rate: f64,
@@ -174,18 +198,20 @@ impl Trainer {
         device: &Device,
         source: &Source,
         config: &Config,
-        parameters: Parameters,
+        mut parameters: Parameters,
     ) -> Result<Trainer> {
+        parameters.set_groups(&config.groups)?;
         let options = Options {
             recompute: config.recompute,
             head_chunk: config.head_chunk,
         };
+        let pass = Pass::new(device, source.spec(), parameters.layout(), options)?;
         Ok(Trainer {
             device: device.clone(),
             spec: source.spec().clone(),
             config: config.clone(),
             parameters,
-            pass: Pass::new(device, source.spec(), source.layout(), options)?,
+            pass,
             progress: Progress::default(),
             lease: Lease::new(),
             given: Mutex::default(),
@@ -280,6 +306,59 @@ impl Trainer {
                 batches.iter().map(|b| b.tokens.len()).sum::<usize>()
             );
         }
+        // Wrong batches are found before anything is used of them.
+        let batches = batches.iter().map(|batch| {
+            Ok(Prepared {
+                batch: self.batch(batch, 1.0 / targets as f64)?,
+                hidden: None,
+            })
+        });
+        let batches = batches.collect::<Result<Vec<_>>>()?;
+        self.step_on(&batches, targets, watch)
+    }
+
+    /// One step towards hidden states that are given rather than tokens: the loss is the mean of their absolute differences from what leaves
+    /// the last norm, over all micro-batches. A way to look for mistakes, in which everything but the head takes part: it gets no
+    /// gradient, and an untied one stays as it is. Otherwise as [`Trainer::step`].
+    pub fn step_hidden(&mut self, batches: &[HiddenBatch<'_>]) -> Result<Step> {
+        let rows: usize = batches.iter().map(|b| b.tokens.len()).sum();
+        let mut prepared = Vec::new();
+        for given in batches {
+            let (rows, hidden) = (given.tokens.len(), self.spec.hidden_size);
+            if given.targets.len() != rows * hidden {
+                bail!(
+                    InvalidArgument,
+                    "{} targets of the hidden states of {rows} tokens; there must be {hidden} of each",
+                    given.targets.len()
+                );
+            }
+            let batch = self.batch(
+                &MicroBatch {
+                    tokens: given.tokens,
+                    documents: given.documents,
+                    labels: &vec![-1; rows],
+                },
+                0.0,
+            )?;
+            let mut targets = Array::scratch(&self.device, rows * hidden)?;
+            targets.all_mut().copy_from(Slice::Host(given.targets))?;
+            prepared.push(Prepared {
+                batch,
+                hidden: Some(targets),
+            });
+        }
+        if prepared.is_empty() {
+            bail!(InvalidArgument, "a step without a batch");
+        }
+        self.step_on(&prepared, rows, &mut |_| {})
+    }
+
+    fn step_on(
+        &mut self,
+        batches: &[Prepared],
+        targets: usize,
+        watch: &mut dyn FnMut(Phase),
+    ) -> Result<Step> {
         if self.config.recipe.release && batches.len() > 1 {
             bail!(
                 InvalidArgument,
@@ -304,17 +383,12 @@ impl Trainer {
                 _ => 1.0,
             },
         };
-        // Wrong batches are found before anything is used of them.
-        let batches: Vec<Batch> = batches
-            .iter()
-            .map(|batch| self.batch(batch, 1.0 / targets as f64))
-            .collect::<Result<_>>()?;
         let change = self.lease.change()?;
         self.parameters.multiply_with_all(!self.trains_delivered());
         watch(Phase::BatchReady);
         self.parameters.begin_step(plan)?;
         watch(Phase::ZeroGradDone);
-        let gradients = self.gradients(&batches);
+        let gradients = self.gradients(batches, targets);
         watch(Phase::BackwardDone);
         let (loss, report) = match gradients {
             Ok(loss) if loss.is_finite() => {
@@ -385,13 +459,22 @@ impl Trainer {
     }
 
     /// The mean loss of all targets, with its gradients given to the parameters.
-    fn gradients(&mut self, batches: &[Batch]) -> Result<f64> {
+    fn gradients(&mut self, batches: &[Prepared], targets: usize) -> Result<f64> {
         let first = self.config.recipe.first_block(self.spec.blocks.len());
-        let tokens = |batches: &[Batch]| batches.iter().map(|b| b.rows() as u64).sum();
+        let tokens = |batches: &[Prepared]| batches.iter().map(|b| b.batch.rows() as u64).sum();
+        let weight = (1.0 / (targets * self.spec.hidden_size) as f64) as f32;
         call::expect(tokens(batches));
         let mut loss = 0.0;
         for (i, batch) in batches.iter().enumerate() {
-            loss += self.pass.gradients(&mut self.parameters, batch, first)?;
+            let (parameters, pass) = (&mut self.parameters, &mut self.pass);
+            loss += match &batch.hidden {
+                None => pass.gradients(parameters, &batch.batch, first)?,
+                Some(values) => {
+                    let values = values.all();
+                    let targets = HiddenTargets { values, weight };
+                    pass.hidden_gradients(parameters, &batch.batch, targets, first)?
+                }
+            };
             call::tell(call::Progress {
                 done: tokens(&batches[..=i]),
                 total: tokens(batches),

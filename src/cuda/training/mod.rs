@@ -14,7 +14,7 @@ mod sizes;
 mod statistics;
 
 pub use activation::{add_bias_rows, column_sums, column_sums_partial, glu_backward, glu_forward};
-pub use array::{add, bf16_to_f32, f32_to_bf16, fill, scale};
+pub use array::{add, add_columns, bf16_to_f32, copy_columns, f32_to_bf16, fill, scale};
 pub use attention::{Attention, attention_backward, attention_forward};
 pub use embedding::{TokenRows, scatter_add};
 pub use heads::{Heads, heads_backward, heads_forward, heads_partial};

@@ -1,6 +1,7 @@
 //! A block forward and backward.
 
 use super::layout::{BlockLayout, ProjectionLayout, VectorId};
+use super::linear::Linear;
 use super::scratch::{Saved, Scratch, grow};
 use super::{Batch, Store};
 use crate::base::Result;
@@ -8,7 +9,6 @@ use crate::base::error::bail;
 use crate::model::spec::{Activation, AttentionSpec, BlockSpec, MlpSpec, Spec};
 use crate::ops::training::attention::{PackedAttention, attention, attention_backward};
 use crate::ops::training::heads::{HeadOptions, heads, heads_backward};
-use crate::ops::training::matmul::{Form, Sizes, matmul};
 use crate::ops::training::{activation, array, norm};
 use crate::ops::{Array, Device, Mixed, Slice};
 
@@ -29,6 +29,16 @@ impl BlockPass<'_> {
     /// Elements of the rows' residual stream.
     fn stream(&self) -> usize {
         self.rows() * self.spec.hidden_size
+    }
+
+    /// Projections of rows of `inputs` elements.
+    fn linear<'b>(&'b self, projections: &'b [ProjectionLayout], inputs: usize) -> Linear<'b> {
+        Linear {
+            device: self.device,
+            projections,
+            rows: self.rows(),
+            inputs,
+        }
     }
 
     fn attention(&self) -> PackedAttention {
@@ -98,7 +108,13 @@ impl BlockPass<'_> {
         let [pre, post] = self.layout.attention_norms;
         self.enter(store, pre, x, &mut saved.normed)?;
         let normed = saved.normed.first(stream)?;
-        self.project(store, &self.layout.qkv, normed, hidden, &mut saved.qkv, s)?;
+        self.linear(&self.layout.qkv, hidden).forward(
+            store,
+            normed,
+            &mut saved.qkv,
+            false,
+            (&mut s.weight, &mut s.linear),
+        )?;
         let angles = &self.batch.angles[self.block.attention.rope];
         let qkv = saved.qkv.first(t * width)?;
         let rotated = saved.rotated.first_mut(t * width)?;
@@ -126,13 +142,12 @@ impl BlockPass<'_> {
         let [pre, post] = self.layout.mlp_norms;
         self.enter(store, pre, &saved.middle, &mut saved.mlp_normed)?;
         let normed = saved.mlp_normed.first(stream)?;
-        self.project(
+        self.linear(&self.layout.gate_up, hidden).forward(
             store,
-            &self.layout.gate_up,
             normed,
-            hidden,
             &mut saved.gate_up,
-            s,
+            false,
+            (&mut s.weight, &mut s.linear),
         )?;
         let gate_up = saved.gate_up.first(t * 2 * wide)?;
         activation::glu(
@@ -190,21 +205,13 @@ impl BlockPass<'_> {
 
         let [pre, post] = self.layout.mlp_norms;
         self.leave_backward(store, post, &saved.mlp_branch, s)?;
-        let down = self.layout.down;
-        let sizes = Sizes {
-            m: t,
-            n: wide,
-            k: hidden,
-        };
-        self.read(store, &[down], s)?;
-        matmul(
-            device,
-            Form::NN,
-            sizes,
+        let down = [self.layout.down];
+        let down = self.linear(&down, wide);
+        down.input_gradients(
+            store,
             s.dbranch.first(stream)?,
-            s.weight.first(hidden * wide)?,
             s.inner.first_mut(t * wide)?,
-            false,
+            (&mut s.weight, &mut s.linear),
         )?;
         let gate_up = saved.gate_up.first_mut(t * 2 * wide)?;
         activation::glu_backward(
@@ -215,71 +222,25 @@ impl BlockPass<'_> {
             s.inner.first_mut(t * wide)?,
         )?;
         let (dy, input) = (s.dbranch.first(stream)?, s.inner.first(t * wide)?);
-        gradients(
-            device,
-            store,
-            &[down],
-            (dy, hidden),
-            (input, wide),
-            (&mut s.gradient, &mut s.bias_gradient),
-        )?;
+        down.weight_gradients(store, dy, input, (&mut s.gradient, &mut s.linear))?;
 
-        let both = self.layout.gate_up;
-        let sizes = Sizes {
-            m: t,
-            n: hidden,
-            k: 2 * wide,
-        };
-        self.read(store, &both, s)?;
+        let both = self.linear(&self.layout.gate_up, hidden);
         let dy = saved.gate_up.first(t * 2 * wide)?;
-        let weight = s.weight.first(2 * wide * hidden)?;
-        matmul(
-            device,
-            Form::NN,
-            sizes,
-            dy,
-            weight,
-            s.dx_before.first_mut(stream)?,
-            false,
-        )?;
+        let dx = s.dx_before.first_mut(stream)?;
+        both.input_gradients(store, dy, dx, (&mut s.weight, &mut s.linear))?;
         let input = saved.mlp_normed.first(stream)?;
-        gradients(
-            device,
-            store,
-            &both,
-            (dy, 2 * wide),
-            (input, hidden),
-            (&mut s.gradient, &mut s.bias_gradient),
-        )?;
+        both.weight_gradients(store, dy, input, (&mut s.gradient, &mut s.linear))?;
         self.enter_backward(store, pre, &saved.middle, s)?;
 
         let [pre, post] = self.layout.attention_norms;
         self.leave_backward(store, post, &saved.attention_branch, s)?;
-        let o = self.layout.o;
-        let sizes = Sizes {
-            m: t,
-            n: q_width,
-            k: hidden,
-        };
-        self.read(store, &[o], s)?;
-        matmul(
-            device,
-            Form::NN,
-            sizes,
-            s.dbranch.first(stream)?,
-            s.weight.first(hidden * q_width)?,
-            s.dattended.first_mut(t * q_width)?,
-            false,
-        )?;
-        let (dy, input) = (s.dbranch.first(stream)?, saved.attended.first(t * q_width)?);
-        gradients(
-            device,
-            store,
-            &[o],
-            (dy, hidden),
-            (input, q_width),
-            (&mut s.gradient, &mut s.bias_gradient),
-        )?;
+        let o = [self.layout.o];
+        let o = self.linear(&o, q_width);
+        let dy = s.dbranch.first(stream)?;
+        let dx = s.dattended.first_mut(t * q_width)?;
+        o.input_gradients(store, dy, dx, (&mut s.weight, &mut s.linear))?;
+        let input = saved.attended.first(t * q_width)?;
+        o.weight_gradients(store, dy, input, (&mut s.gradient, &mut s.linear))?;
         let forward = (
             saved.rotated.first(t * width)?,
             saved.attended.first(t * q_width)?,
@@ -294,36 +255,14 @@ impl BlockPass<'_> {
             s.dqkv.first_mut(t * width)?,
         )?;
         self.heads_backward(store, saved, s)?;
+        let qkv = self.linear(&self.layout.qkv, hidden);
         let dy = s.dqkv.first(t * width)?;
-        let input = saved.normed.first(stream)?;
         if needs_input {
-            let sizes = Sizes {
-                m: t,
-                n: hidden,
-                k: width,
-            };
-            let qkv = self.layout.qkv;
-            let rows = self.read_into(store, &qkv, &mut s.weight)?;
-            let weight = s.weight.first(rows * hidden)?;
-            matmul(
-                device,
-                Form::NN,
-                sizes,
-                dy,
-                weight,
-                s.dx_before.first_mut(stream)?,
-                false,
-            )?;
+            let dx = s.dx_before.first_mut(stream)?;
+            qkv.input_gradients(store, dy, dx, (&mut s.weight, &mut s.linear))?;
         }
-        let into = (&mut s.gradient, &mut s.bias_gradient);
-        gradients(
-            device,
-            store,
-            &self.layout.qkv,
-            (dy, width),
-            (input, hidden),
-            into,
-        )?;
+        let input = saved.normed.first(stream)?;
+        qkv.weight_gradients(store, dy, input, (&mut s.gradient, &mut s.linear))?;
         if needs_input || pre.is_some() {
             self.enter_backward(store, pre, x, s)?;
         }
@@ -358,8 +297,8 @@ impl BlockPass<'_> {
         let len = self.rows() * self.attention().width();
         let angles = &self.batch.angles[self.block.attention.rope];
         // Both norms' gradients at once, which the store keeps apart.
-        s.bias_gradient.grow(device, 2 * dim)?;
-        crate::ops::activation::fill(device, s.bias_gradient.first_mut(2 * dim)?, 0.0)?;
+        s.dnorms.grow(device, 2 * dim)?;
+        crate::ops::activation::fill(device, s.dnorms.first_mut(2 * dim)?, 0.0)?;
         let mut q = Array::scratch(device, dim)?;
         crate::ops::activation::fill(device, q.all_mut(), 0.0)?;
         let [q_norm, k_norm] = self.layout.qk_norms;
@@ -368,14 +307,14 @@ impl BlockPass<'_> {
             let dnorms = [
                 q_norm.map(|_| q.all_mut()),
                 match k_norm {
-                    Some(_) => Some(s.bias_gradient.first_mut(dim)?),
+                    Some(_) => Some(s.dnorms.first_mut(dim)?),
                     None => None,
                 },
             ];
             let dqkv = s.dqkv.first_mut(len)?;
             heads_backward(device, &options, saved.qkv.first(len)?, dqkv, dnorms)?;
         }
-        for (norm, gradient) in [(q_norm, q.all()), (k_norm, s.bias_gradient.first(dim)?)] {
+        for (norm, gradient) in [(q_norm, q.all()), (k_norm, s.dnorms.first(dim)?)] {
             if let Some(id) = norm {
                 let (_, to) = store.vector_with_gradient(id)?;
                 crate::ops::activation::add(device, to, gradient)?;
@@ -448,43 +387,16 @@ impl BlockPass<'_> {
         out: &mut Array<Mixed>,
         s: &mut Scratch,
     ) -> Result<()> {
-        let (device, len, hidden) = (self.device, self.stream(), self.spec.hidden_size);
-        let sizes = Sizes {
-            m: self.rows(),
-            n: hidden,
-            k: width,
-        };
-        self.read(store, &[projection], s)?;
-        let weight = s.weight.first(hidden * width)?;
+        let (device, len) = (self.device, self.stream());
+        let projections = [projection];
+        let linear = self.linear(&projections, width);
+        let memory = (&mut s.weight, &mut s.linear);
         let Some(id) = post else {
             out.first_mut(len)?.copy_from(x.first(len)?)?;
-            matmul(
-                device,
-                Form::NT,
-                sizes,
-                rows,
-                weight,
-                out.first_mut(len)?,
-                true,
-            )?;
-            return match projection.bias {
-                Some(bias) => norm::add_bias(device, out.first_mut(len)?, store.vector(bias)?),
-                None => Ok(()),
-            };
+            return linear.forward(store, rows, out, true, memory);
         };
         branch.grow(device, len)?;
-        matmul(
-            device,
-            Form::NT,
-            sizes,
-            rows,
-            weight,
-            branch.first_mut(len)?,
-            false,
-        )?;
-        if let Some(bias) = projection.bias {
-            norm::add_bias(device, branch.first_mut(len)?, store.vector(bias)?)?;
-        }
+        linear.forward(store, rows, branch, false, memory)?;
         let (from, eps) = (branch.first(len)?, self.spec.norm_eps);
         norm::rms_norm(device, from, store.vector(id)?, eps, out.first_mut(len)?)?;
         array::add(device, out.first_mut(len)?, x.first(len)?)
@@ -515,142 +427,4 @@ impl BlockPass<'_> {
         }
         Ok(())
     }
-
-    /// Reads matrices, one below the other, into `s.weight`.
-    fn read(
-        &self,
-        store: &mut dyn Store,
-        projections: &[ProjectionLayout],
-        s: &mut Scratch,
-    ) -> Result<()> {
-        self.read_into(store, projections, &mut s.weight)
-            .map(|_| ())
-    }
-
-    /// The same into any array; gives the rows.
-    fn read_into(
-        &self,
-        store: &mut dyn Store,
-        projections: &[ProjectionLayout],
-        to: &mut Array<Mixed>,
-    ) -> Result<usize> {
-        let shapes: Vec<_> = projections.iter().map(|p| store.shape(p.matrix)).collect();
-        to.grow(
-            self.device,
-            shapes.iter().map(|(rows, cols)| rows * cols).sum(),
-        )?;
-        let (mut at, mut all) = (0, 0);
-        for (projection, (rows, cols)) in projections.iter().zip(shapes) {
-            store.read(
-                projection.matrix,
-                0..rows,
-                to.part_mut(at..at + rows * cols)?,
-            )?;
-            at += rows * cols;
-            all += rows;
-        }
-        Ok(all)
-    }
-
-    /// The products of rows `x` `[T, width]` with matrices, side by side, plus their biases.
-    fn project(
-        &self,
-        store: &mut dyn Store,
-        projections: &[ProjectionLayout],
-        x: Slice<'_, Mixed>,
-        width: usize,
-        out: &mut Array<Mixed>,
-        s: &mut Scratch,
-    ) -> Result<()> {
-        let device = self.device;
-        let n = self.read_into(store, projections, &mut s.weight)?;
-        let sizes = Sizes {
-            m: self.rows(),
-            n,
-            k: width,
-        };
-        let len = self.rows() * n;
-        matmul(
-            device,
-            Form::NT,
-            sizes,
-            x,
-            s.weight.first(n * width)?,
-            out.first_mut(len)?,
-            false,
-        )?;
-        if projections.iter().all(|p| p.bias.is_none()) {
-            return Ok(());
-        }
-        s.bias.grow(device, n)?;
-        let mut at = 0;
-        for projection in projections {
-            let rows = store.shape(projection.matrix).0;
-            let mut to = s.bias.part_mut(at..at + rows)?;
-            match projection.bias {
-                Some(bias) => to.copy_from(store.vector(bias)?)?,
-                None => crate::ops::activation::fill(device, to.reborrow(), 0.0)?,
-            }
-            at += rows;
-        }
-        norm::add_bias(device, out.first_mut(len)?, s.bias.first(n)?)
-    }
-}
-
-/// Gives the store the gradients of matrices that stand one below the other, and of their biases: from the gradients `dy` `[T, n]` of
-/// their products and their input `[T, k]`.
-fn gradients(
-    device: &Device,
-    store: &mut dyn Store,
-    projections: &[ProjectionLayout],
-    (dy, n): (Slice<'_, Mixed>, usize),
-    (input, k): (Slice<'_, Mixed>, usize),
-    (gradient, bias_gradient): (&mut Array<Mixed>, &mut Array),
-) -> Result<()> {
-    let rows = dy.len() / n;
-    if projections.iter().any(|p| p.bias.is_some()) {
-        bias_gradient.grow(device, n)?;
-        crate::ops::activation::fill(device, bias_gradient.first_mut(n)?, 0.0)?;
-        norm::add_bias_backward(device, dy, bias_gradient.first_mut(n)?)?;
-        let mut at = 0;
-        for projection in projections {
-            let rows = store.shape(projection.matrix).0;
-            if let Some(bias) = projection.bias {
-                let (_, to) = store.vector_with_gradient(bias)?;
-                crate::ops::activation::add(device, to, bias_gradient.part(at..at + rows)?)?;
-            }
-            at += rows;
-        }
-    }
-    if !projections.iter().any(|p| store.trains(p.matrix)) {
-        return Ok(());
-    }
-    gradient.grow(device, n * k)?;
-    let sizes = Sizes {
-        m: n,
-        n: k,
-        k: rows,
-    };
-    matmul(
-        device,
-        Form::TN,
-        sizes,
-        dy,
-        input,
-        gradient.first_mut(n * k)?,
-        false,
-    )?;
-    let mut at = 0;
-    for projection in projections {
-        let rows = store.shape(projection.matrix).0;
-        if store.trains(projection.matrix) {
-            store.gradient(
-                projection.matrix,
-                0,
-                gradient.part(at * k..(at + rows) * k)?,
-            )?;
-        }
-        at += rows;
-    }
-    Ok(())
 }

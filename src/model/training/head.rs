@@ -228,11 +228,11 @@ impl HeadPass<'_> {
         norm::rms_norm_backward(device, x, weight, self.spec.norm_eps, dx, None, dweight)
     }
 
-    /// Gives the store the gradients of the embedding, from those of its rows in `s.dx`, and of the head if it is tied.
+    /// Gives the store the gradients of the embedding, from those of its rows in `s.dx`, and of the head if it is tied and there is a loss.
     pub(super) fn embedding_backward(
         &self,
         store: &mut dyn Store,
-        loss: &Loss,
+        loss: Option<&Loss>,
         s: &mut Scratch,
     ) -> Result<()> {
         let (device, t, hidden) = (self.device, self.batch.rows(), self.spec.hidden_size);
@@ -241,7 +241,7 @@ impl HeadPass<'_> {
         }
         for tokens in self.chunks() {
             let len = tokens.len() * hidden;
-            if self.spec.tied {
+            if let (true, Some(loss)) = (self.spec.tied, loss) {
                 self.logit_gradients(store, loss, &tokens, s)?;
                 self.weight_gradients(&tokens, s)?;
             } else {

@@ -6,15 +6,19 @@ mod batch;
 mod block;
 mod fresh;
 mod head;
+mod hidden;
 mod layout;
+mod linear;
 mod pass;
 mod scratch;
 mod source;
 
 pub use batch::Batch;
 pub use fresh::Fresh;
+pub use hidden::HiddenTargets;
 pub use layout::{
-    BlockLayout, Layout, MatrixId, MatrixLayout, ProjectionLayout, VectorId, VectorLayout,
+    AdapterLayout, BlockLayout, Layout, MatrixId, MatrixLayout, ProjectionLayout, VectorId,
+    VectorLayout,
 };
 pub use pass::{Options, Pass};
 pub use source::{Source, Text};

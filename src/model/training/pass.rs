@@ -2,6 +2,7 @@
 
 use super::block::BlockPass;
 use super::head::HeadPass;
+use super::hidden::HiddenTargets;
 use super::scratch::{Saved, Scratch};
 use super::{Batch, Layout, Store};
 use crate::base::error::bail;
@@ -65,6 +66,11 @@ impl Pass {
                 .collect(),
             scratch: Scratch::new(),
         })
+    }
+
+    /// Bytes that gradients of matrices take, before they go to the store.
+    pub fn gradient_bytes(&self) -> usize {
+        self.scratch.gradient.bytes()
     }
 
     fn saved_of(&self, block: usize) -> usize {
@@ -159,10 +165,32 @@ impl Pass {
         batch: &Batch,
         first_block: usize,
     ) -> Result<f64> {
+        self.gradients_of(store, batch, first_block, None)
+    }
+
+    /// The sum over hidden states of weight times the absolute difference to their targets, with its gradients given to the store in the
+    /// same way; the head gets none. Labels and weights of the batch do not matter.
+    pub fn hidden_gradients(
+        &mut self,
+        store: &mut dyn Store,
+        batch: &Batch,
+        targets: HiddenTargets<'_>,
+        first_block: usize,
+    ) -> Result<f64> {
+        self.gradients_of(store, batch, first_block, Some(targets))
+    }
+
+    fn gradients_of(
+        &mut self,
+        store: &mut dyn Store,
+        batch: &Batch,
+        first_block: usize,
+        hidden: Option<HiddenTargets<'_>>,
+    ) -> Result<f64> {
         self.forward(store, batch)?;
-        let blocks = self.spec.blocks.len();
+        let first = first_block.min(self.spec.blocks.len());
         let mut scratch = std::mem::replace(&mut self.scratch, Scratch::new());
-        let result = self.backward(store, batch, first_block.min(blocks), &mut scratch);
+        let result = self.backward(store, batch, first, hidden, &mut scratch);
         self.scratch = scratch;
         result
     }
@@ -172,17 +200,27 @@ impl Pass {
         store: &mut dyn Store,
         batch: &Batch,
         first_block: usize,
+        hidden: Option<HiddenTargets<'_>>,
         s: &mut Scratch,
     ) -> Result<f64> {
         let blocks = self.spec.blocks.len();
         // Blocks and the head take turns with the largest part of the memory.
         self.release_blocks(s);
-        let (loss, total) = self.head(batch).forward(store, &self.streams[blocks], s)?;
+        let (head, x) = (self.head(batch), &self.streams[blocks]);
+        let (loss, total) = match hidden {
+            None => {
+                let (loss, total) = head.forward(store, x, s)?;
+                (Some(loss), total)
+            }
+            Some(targets) => (None, head.hidden(store, targets, x, s)?),
+        };
         if !total.is_finite() {
             return Ok(total);
         }
-        self.head(batch)
-            .backward(store, &loss, &self.streams[blocks], s)?;
+        match &loss {
+            Some(loss) => head.backward(store, loss, x, s)?,
+            None => head.hidden_backward(store, x, s)?,
+        }
         s.release_head();
         let embeds = first_block == 0 && store.trains(self.layout.embedding);
         for index in (first_block..blocks).rev() {
@@ -201,14 +239,15 @@ impl Pass {
             self.saved[number] = saved;
             done?;
         }
-        if embeds || self.spec.tied {
+        if embeds || (self.spec.tied && loss.is_some()) {
             self.release_blocks(s);
             if !embeds {
                 // Rows of a frozen beginning: the head's share alone.
                 let len = batch.rows() * self.spec.hidden_size;
                 array::clear(&self.device, s.dx.first_mut(len)?)?;
             }
-            self.head(batch).embedding_backward(store, &loss, s)?;
+            self.head(batch)
+                .embedding_backward(store, loss.as_ref(), s)?;
         }
         Ok(total)
     }

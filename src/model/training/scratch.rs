@@ -1,5 +1,6 @@
 //! Memory of a pass, which grows to the largest batch it has seen.
 
+use super::linear::LinearScratch;
 use crate::base::Result;
 use crate::ops::{Array, Device, Mixed};
 
@@ -50,9 +51,10 @@ pub(super) struct Scratch {
     pub(super) weight: Array<Mixed>,
     /// The gradients of a weight.
     pub(super) gradient: Array<Mixed>,
-    /// Biases side by side, and their gradients.
-    pub(super) bias: Array,
-    pub(super) bias_gradient: Array,
+    /// Of projections.
+    pub(super) linear: LinearScratch,
+    /// Gradients of the norms of queries and keys.
+    pub(super) dnorms: Array,
     /// `[T, intermediate]`: what goes into the last projection of an MLP, or its gradients.
     pub(super) inner: Array<Mixed>,
     /// `[T, hidden]`: gradients of the residual stream, before a half of a block and behind it.
@@ -76,8 +78,8 @@ impl Scratch {
         Scratch {
             weight: Array::empty(),
             gradient: Array::empty(),
-            bias: Array::empty(),
-            bias_gradient: Array::empty(),
+            linear: LinearScratch::new(),
+            dnorms: Array::empty(),
             inner: Array::empty(),
             dx: Array::empty(),
             dx_before: Array::empty(),
@@ -100,6 +102,7 @@ impl Scratch {
 
     /// Gives back what only blocks use.
     pub(super) fn release_blocks(&mut self) {
+        self.linear = LinearScratch::new();
         self.inner = Array::empty();
         self.dx_before = Array::empty();
         self.dbranch = Array::empty();

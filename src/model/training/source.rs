@@ -8,7 +8,7 @@ use super::fresh::Fresh;
 use super::{Layout, MatrixId, VectorId};
 use crate::base::Result;
 use crate::base::error::bail;
-use crate::checkpoint::Checkpoint;
+use crate::checkpoint::{Checkpoint, Encoding};
 use crate::model::load::locate;
 use crate::model::tensors::{self, TensorSpec};
 use crate::model::{Spec, generation, open, spec_with_frequencies, text};
@@ -161,6 +161,28 @@ impl Source {
         self.checkpoint.rows_f32(entry, rows, out)
     }
 
+    /// How a matrix is stored in the checkpoint.
+    pub fn encoding(&self, id: MatrixId) -> Result<Encoding> {
+        Ok(self.found(&self.matrices[id])?.0.encoding)
+    }
+
+    /// Whether the checkpoint holds matrices in NVFP4.
+    pub fn is_nvfp4(&self) -> Result<bool> {
+        for id in 0..self.matrices.len() {
+            if self.encoding(id)? == Encoding::Nvfp4 {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// Copies the codes and block scales of a matrix that is stored in NVFP4, `cols / 2` and `cols / 16` bytes a row; gives the global scale.
+    pub fn nvfp4(&self, id: MatrixId, codes: &mut [u8], scales: &mut [u8]) -> Result<f32> {
+        let (entry, within) = self.found(&self.matrices[id])?;
+        self.checkpoint.rows_nvfp4(entry, within, codes, scales)?;
+        self.checkpoint.global_scale(entry)
+    }
+
     /// Reads a vector, as it is multiplied with or added: norms that are stored as what is to be added to one have it added.
     pub fn vector(&self, id: VectorId) -> Result<Vec<f32>> {
         let (entry, within) = self.found(&self.vectors[id])?;
@@ -176,6 +198,13 @@ impl Source {
     /// Whether a vector is stored as what is to be added to one.
     pub fn adds_one(&self, id: VectorId) -> bool {
         self.spec.norm_plus_one && !self.layout.vectors[id].is_bias
+    }
+
+    /// Whether a matrix is some rows of an entry of the checkpoint.
+    pub fn is_held_with_others(&self, id: MatrixId) -> bool {
+        let tensor = &self.matrices[id];
+        let found = self.found(tensor);
+        found.is_ok_and(|(entry, _)| entry.shape != tensor.shape)
     }
 
     /// Whether an entry of the checkpoint holds a parameter among others.
