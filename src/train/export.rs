@@ -6,6 +6,8 @@ use super::trainer::Trainer;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::checkpoint::{Checkpoint, DatWriter, Encoding, ModelOptWriter, Planned, Writer};
+use crate::format::nvfp4::{BLOCK, Levels, QuantizeOptions, Recipe, quantize_rows};
+use crate::model::convert::text_files;
 use crate::model::training::{MatrixId, Source, VectorId};
 use crate::ops::SliceMut;
 use crate::ops::training::optimizer::Matrix;
@@ -66,10 +68,13 @@ impl Trainer {
             });
         }
         let metadata = source.checkpoint().metadata();
-        let writer = match replace {
+        let mut writer = match replace {
             true => ModelOptWriter::replace(place, &plan, metadata)?,
             false => ModelOptWriter::create(place, &plan, metadata)?,
         };
+        for (name, content) in text_files(&metadata.tokenizer)? {
+            writer.add_file(&name, content)?;
+        }
         let mut writer: Box<dyn Writer> = Box::new(writer);
         for id in 0..layout.matrices.len() {
             self.write_matrix(&mut *writer, &layout.matrices[id].name, id, encoding(id))?;
@@ -81,7 +86,8 @@ impl Trainer {
         writer.finish()
     }
 
-    /// Writes the model to a `.dat` file, every tensor in the type that it has in the file that training began with.
+    /// Writes the model to a `.dat` file, every tensor in the type that it has in the file that training began with. NVFP4 has no global
+    /// scale there, so what is delivered is rounded to codes whose block scales do without.
     pub fn export_dat(&self, source: &Source, place: &Path) -> Result<()> {
         let checkpoint: &dyn Checkpoint = &**source.checkpoint();
         let mut writer: Box<dyn Writer> = Box::new(DatWriter::create_like(place, checkpoint)?);
@@ -90,6 +96,9 @@ impl Trainer {
             match content {
                 // Not a parameter of training.
                 None => writer.copy(checkpoint, entry)?,
+                Some(Content::Matrix(id)) if entry.encoding == Encoding::Nvfp4 => {
+                    self.write_single_level(&mut *writer, &entry.name, id)?
+                }
                 Some(Content::Matrix(id)) => {
                     self.write_matrix(&mut *writer, &entry.name, id, entry.encoding)?
                 }
@@ -140,13 +149,40 @@ impl Trainer {
             return writer.nvfp4(&codes, &scales);
         }
         writer.begin(name, 1.0)?;
+        self.delivered_rows(matrix, &mut |_, values| writer.values(values))
+    }
+
+    /// Writes a matrix as NVFP4 without a global scale.
+    fn write_single_level(&self, writer: &mut dyn Writer, name: &str, id: MatrixId) -> Result<()> {
+        let matrix: &Matrix = &self.parameters().matrices()[id];
+        let cols = matrix.shape().1;
+        let options = QuantizeOptions {
+            levels: Levels::Single,
+            recipe: Recipe::Sweep,
+            ..QuantizeOptions::default()
+        };
+        writer.begin(name, 1.0)?;
+        self.delivered_rows(matrix, &mut |first, values| {
+            let mut codes = vec![0; values.len() / 2];
+            let mut scales = vec![0; values.len() / BLOCK];
+            quantize_rows(values, cols, first, 1.0, &options, &mut codes, &mut scales)?;
+            writer.nvfp4(&codes, &scales)
+        })
+    }
+
+    /// The values of a matrix as they are delivered, some rows at a time, each time with the first one's number.
+    fn delivered_rows(
+        &self,
+        matrix: &Matrix,
+        take: &mut dyn FnMut(usize, &[f32]) -> Result<()>,
+    ) -> Result<()> {
         let (rows, cols) = matrix.shape();
         let mut values = vec![0.0; ROWS.min(rows) * cols];
         for first in (0..rows).step_by(ROWS) {
             let last = rows.min(first + ROWS);
             let values = &mut values[..(last - first) * cols];
             matrix.decode(self.device(), first..last, false, SliceMut::Host(values))?;
-            writer.values(values)?;
+            take(first, values)?;
         }
         Ok(())
     }
