@@ -10,7 +10,8 @@ use crate::base::Result;
 use crate::base::directory::NewDirectory;
 use crate::base::error::{bail, err};
 use crate::checkpoint::{Checkpoint, DatWriter, Encoding, ModelOptWriter, Planned, Writer};
-use crate::format::nvfp4;
+use crate::format::nvfp4::{self, BLOCK, Levels, QuantizeOptions, Recipe, quantize_rows};
+use crate::model::convert::text_files;
 use crate::model::training::{Layout, MatrixId, Source, VectorId};
 use crate::ops::training::optimizer::Matrix;
 use crate::tensor::DType;
@@ -74,10 +75,13 @@ impl Trainer {
             });
         }
         let metadata = source.checkpoint().metadata();
-        let writer = match replace {
+        let mut writer = match replace {
             true => ModelOptWriter::replace(place, &plan, metadata)?,
             false => ModelOptWriter::create(place, &plan, metadata)?,
         };
+        for (name, content) in text_files(&metadata.tokenizer)? {
+            writer.add_file(&name, content)?;
+        }
         let mut writer: Box<dyn Writer> = Box::new(writer);
         for id in 0..layout.matrices.len() {
             self.write_matrix(&mut *writer, &layout.matrices[id].name, id, encoding(id))?;
@@ -89,7 +93,8 @@ impl Trainer {
         writer.finish()
     }
 
-    /// Writes the model to a `.dat` file, every tensor in the type that it has in the file that training began with.
+    /// Writes the model to a `.dat` file, every tensor in the type that it has in the file that training began with. NVFP4 has no global
+    /// scale there, so what is delivered is rounded to codes whose block scales do without.
     pub fn export_dat(&self, source: &Source, place: &Path) -> Result<()> {
         let checkpoint: &dyn Checkpoint = &**source.checkpoint();
         let mut writer: Box<dyn Writer> = Box::new(DatWriter::create_like(place, checkpoint)?);
@@ -98,6 +103,9 @@ impl Trainer {
             match content {
                 // Not a parameter of training.
                 None => writer.copy(checkpoint, entry)?,
+                Some(Content::Matrix(id)) if entry.encoding == Encoding::Nvfp4 => {
+                    self.write_single_level(&mut *writer, &entry.name, id)?
+                }
                 Some(Content::Matrix(id)) => {
                     self.write_matrix(&mut *writer, &entry.name, id, entry.encoding)?
                 }
@@ -163,6 +171,31 @@ impl Trainer {
         }
         writer.begin(name, 1.0)?;
         matrix.each_delivered(self.device(), &mut |values| writer.values(values))
+    }
+
+    /// Writes a matrix as NVFP4 without a global scale.
+    fn write_single_level(&self, writer: &mut dyn Writer, name: &str, id: MatrixId) -> Result<()> {
+        let matrices = self.parameters().matrices();
+        let cols = matrices[id].shape().1;
+        let options = QuantizeOptions {
+            levels: Levels::Single,
+            recipe: Recipe::Sweep,
+            ..QuantizeOptions::default()
+        };
+        writer.begin(name, 1.0)?;
+        let mut first = 0;
+        let mut write = |values: &[f32]| {
+            let mut codes = vec![0; values.len() / 2];
+            let mut scales = vec![0; values.len() / BLOCK];
+            quantize_rows(values, cols, first, 1.0, &options, &mut codes, &mut scales)?;
+            first += values.len() / cols;
+            writer.nvfp4(&codes, &scales)
+        };
+        let mut adapted = self.parameters().layout().adapted();
+        match adapted.find(|(of, _)| *of == id) {
+            Some((_, adapter)) => write(&adapter::merged(self.device(), matrices, id, adapter)?),
+            None => matrices[id].each_delivered(self.device(), &mut write),
+        }
     }
 
     /// Writes the adapters to a directory as peft reads them, `adapter_model.safetensors` in float32 and `adapter_config.json`. `base` is

@@ -17,7 +17,7 @@ use super::sample::Samples;
 use super::trainer::{MicroBatch, Outcome, Trainer};
 use crate::base::Result;
 use crate::base::call::Cancel;
-use crate::base::error::{bail, err};
+use crate::base::error::{Error, bail, err};
 use crate::base::memory as account;
 use crate::model::training::Text;
 
@@ -61,7 +61,7 @@ pub struct Options<'a> {
     pub samples: Option<(Samples, &'a Text)>,
     /// Ends the run after the step in which it is set.
     pub stop: Cancel,
-    /// Ends the run after the step in which there is such a file.
+    /// Ends the run after the step in which there is such a file, and removes it.
     pub stop_file: Option<PathBuf>,
 }
 
@@ -286,9 +286,8 @@ pub fn run(
         known.check(&position.data)?;
         (place, tokens, seconds) = (position.place, position.tokens, position.seconds);
     }
-    std::fs::create_dir_all(&options.directory).map_err(|e| {
-        crate::base::Error::io(format_args!("making {}", options.directory.display()), e)
-    })?;
+    std::fs::create_dir_all(&options.directory)
+        .map_err(|e| Error::io(format_args!("making {}", options.directory.display()), e))?;
     let steps = trainer.steps();
     let run = Run {
         curve: Curve::open(&options.directory, steps)?,
@@ -313,7 +312,7 @@ impl Run<'_, '_> {
         let mut ending = Ending::Finished;
         let mut first = true;
         while self.trainer.steps() < last {
-            if self.is_stopped() {
+            if self.is_stopped()? {
                 ending = Ending::Stopped;
                 break;
             }
@@ -351,9 +350,16 @@ impl Run<'_, '_> {
         Ok(ending)
     }
 
-    fn is_stopped(&self) -> bool {
-        let file = self.options.stop_file.as_ref();
-        self.options.stop.is_set() || file.is_some_and(|file| file.exists())
+    /// Whether it is to end. A file that says so has done its work.
+    fn is_stopped(&self) -> Result<bool> {
+        if let Some(file) = &self.options.stop_file
+            && file.exists()
+        {
+            std::fs::remove_file(file)
+                .map_err(|e| Error::io(format_args!("removing {}", file.display()), e))?;
+            return Ok(true);
+        }
+        Ok(self.options.stop.is_set())
     }
 
     /// A step, with its evaluation and its row in the table.

@@ -10,7 +10,7 @@ use NVFP4::base::error::{bail, err};
 use NVFP4::base::{Error, Result, leftover, memory as account};
 use NVFP4::model::training::{Source, Text};
 use NVFP4::ops::Device;
-use NVFP4::train::data::{self, Data, Windows};
+use NVFP4::train::data::{self, Data, Report, Windows};
 use NVFP4::train::run::{self, CHECKPOINTS, Ending, Event, Inputs, Observer};
 use NVFP4::train::{Config, MemoryReport, Samples, TableEncoding, Trainer, checkpoint, memory};
 use serde_json::Value;
@@ -45,8 +45,8 @@ pub(super) fn run(args: &Args) -> Result<()> {
     let text = source.text()?;
     let mut show = Show::new(args.json);
     let window = args.window(source.spec().max_positions)?;
-    let (data, windows, evaluation) = args.data(&source, &text, window)?;
-    show.data(data.report(), &windows, &evaluation)?;
+    let (read, windows, evaluation) = args.data(&source, &text, window)?;
+    show.data(&read, &windows, &evaluation)?;
 
     let config = args.config(&device, windows.len())?;
     let explained = |e: Error| memory::explain(e, &source, &config, &device, (args.batch, window));
@@ -70,7 +70,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
     let inputs = Inputs {
         windows,
         evaluation,
-        files: data.report().files.clone(),
+        files: read.files,
         seed: args.seed,
     };
     let options = run::Options {
@@ -169,6 +169,11 @@ impl Args {
         }
     }
 
+    /// Whether a model where this one goes is replaced: only what the run itself has put there.
+    fn replaces(&self) -> bool {
+        self.resume && self.export.is_none()
+    }
+
     fn source(&self) -> Result<Source> {
         match (&self.model, &self.init) {
             (Some(name), None) => Source::open(&model::resolve(name)?),
@@ -193,7 +198,7 @@ impl Args {
                     source.checkpoint().format()
                 );
             }
-        } else if place.exists() && !self.resume && !(place.is_dir() && is_empty(place)?) {
+        } else if place.exists() && !self.replaces() && !(place.is_dir() && is_empty(place)?) {
             bail!(
                 InvalidArgument,
                 "{} exists, and is not replaced; name a new directory for --export",
@@ -208,7 +213,7 @@ impl Args {
         source: &Source,
         text: &Text,
         window: usize,
-    ) -> Result<(Data, Windows, Windows)> {
+    ) -> Result<(Report, Windows, Windows)> {
         let options = self.data_options(window);
         let read = |files: &[PathBuf]| -> Result<Data> {
             let bar = output::count_bar("reading", 0);
@@ -242,16 +247,19 @@ impl Args {
             Some(evaluation) => evaluation.windows()?,
             None => Windows::default(),
         };
-        Ok((data, windows, evaluation))
+        Ok((data.report().clone(), windows, evaluation))
     }
 
     fn export(&self, trainer: &Trainer, source: &Source, place: &Path) -> Result<()> {
         if is_dat(place) {
             return trainer.export_dat(source, place);
         }
-        // A run that was resumed may have exported before it was stopped.
-        let replaces = self.resume && place.exists();
-        trainer.export_directory(source, place, TableEncoding::Bf16, replaces)
+        let replaces = self.replaces() && place.exists();
+        let tables = match self.nvfp4_tables {
+            true => TableEncoding::Nvfp4,
+            false => TableEncoding::Bf16,
+        };
+        trainer.export_directory(source, place, tables, replaces)
     }
 }
 

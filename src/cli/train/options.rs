@@ -169,6 +169,10 @@ pub(in crate::cli) struct Args {
     /// Where the trained model goes: a directory, or a .dat file like the one that training begins with; default: OUT/model
     #[arg(long, value_name = "PATH", help_heading = "Reports")]
     pub(super) export: Option<PathBuf>,
+    /// Write embeddings, and a head beside them, as the NVFP4 that they are trained in, rather than as bfloat16, which is larger and
+    /// which every reader of such directories knows
+    #[arg(long, help_heading = "Reports")]
+    pub(super) nvfp4_tables: bool,
     /// Print each event as a line of JSON
     #[arg(long, help_heading = "Reports")]
     pub(super) json: bool,

@@ -173,6 +173,9 @@ impl Show {
         if self.json {
             return output::json(&ended(Ending::Stopped, trainer, out));
         }
+        if trainer.steps() == 0 {
+            return output::line("stopped before the first step; the same command begins again");
+        }
         output::line(format_args!(
             "stopped after step {} of {}; the same command with --resume goes on",
             trainer.steps(),

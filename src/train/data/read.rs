@@ -40,9 +40,9 @@ pub struct Report {
     pub rows: usize,
     /// Rows that could not be used and were left out.
     pub bad_rows: usize,
-    /// Rows that were longer than a window and lost their ends.
+    /// Rows that were longer than a window and lost their ends, or that of one of their documents.
     pub truncated: usize,
-    /// Rows that were longer than a window and were left out.
+    /// Rows that were longer than a window, or would have been cut before what is to be learned, and were left out, or a document of theirs.
     pub dropped: usize,
 }
 
@@ -61,10 +61,17 @@ pub struct Data {
 struct Refused {
     count: usize,
     named: Vec<String>,
+    /// The last one's file and line, as a row of several documents counts once.
+    last: Option<(PathBuf, usize)>,
 }
 
 impl Refused {
     fn add(&mut self, path: &Path, line: usize, why: impl fmt::Display) {
+        let row = (path.to_owned(), line);
+        if self.last.as_ref() == Some(&row) {
+            return;
+        }
+        self.last = Some(row);
         self.count += 1;
         if self.named.len() < NAMED {
             self.named
@@ -193,6 +200,7 @@ impl Data {
     ) -> Result<()> {
         let window = self.options.window;
         let row = self.rows.last().map_or(0, |row| row + 1);
+        let (mut is_cut, mut is_dropped) = (false, false);
         for (i, mut document) in documents.into_iter().enumerate() {
             let line = document.origin.1;
             if let Some(id) = document.tokens.iter().find(|t| **t as usize >= vocabulary) {
@@ -218,17 +226,17 @@ impl Data {
                         continue;
                     }
                     Long::Drop => {
-                        self.report.dropped += 1;
+                        is_dropped = true;
                         continue;
                     }
                     Long::Truncate => {
                         document.tokens.truncate(window);
                         document.learned.truncate(window);
                         if document.targets() == 0 {
-                            self.report.dropped += 1;
+                            is_dropped = true;
                             continue;
                         }
-                        self.report.truncated += 1;
+                        is_cut = true;
                     }
                 }
             }
@@ -238,6 +246,8 @@ impl Data {
                 self.rows.push(row + if cuts { i + part } else { 0 });
             }
         }
+        self.report.truncated += usize::from(is_cut);
+        self.report.dropped += usize::from(is_dropped);
         Ok(())
     }
 
