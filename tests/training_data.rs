@@ -189,6 +189,14 @@ fn without_a_template_a_target_follows_its_prompt() {
     let file = folder.file("b.tsv", "a\tb\n");
     let data = read(&[file], &text, &all).unwrap();
     assert_eq!(marked(&text, &data.documents()[0]), "[ab<|endoftext|>]");
+    // A conversation too, whatever its template.
+    let file = folder.file("b.jsonl", CONVERSATION);
+    let data = read(&[file], &self::text(Some(THINKING)), &all).unwrap();
+    let said = marked(&text, &data.documents()[0]);
+    assert!(
+        said.starts_with("[<|im_start|>system") && said.ends_with("never answered<|im_end|>\n]"),
+        "{said}"
+    );
     // A text is cut into windows, and no token is lost.
     let long: String = (0..100).map(|i| format!("number {i} of many. ")).collect();
     let file = folder.file("c.txt", &long);
@@ -928,4 +936,85 @@ fn what_the_command_refuses() {
         &["--steps", "3", "--memory-budget", "0.0001"],
         &["leaves no way"],
     );
+}
+
+/// Of each public template in the folder that `NVFP4_TEMPLATES` names, what is learned of a conversation: every answer once, with its end,
+/// and nothing that was asked; or an error where the template says that it cannot be told apart.
+#[test]
+fn public_templates_are_masked() {
+    let Some(folder) = std::env::var_os("NVFP4_TEMPLATES").map(PathBuf::from) else {
+        println!("SKIPPED: NVFP4_TEMPLATES names no folder of templates");
+        return;
+    };
+    let scratch = Folder::new("templates");
+    let file = scratch.file(
+        "a.jsonl",
+        r#"{"messages": [{"role": "user", "content": "AskedFirst"}, {"role": "assistant", "content": "AnsweredFirst"}, {"role": "user", "content": "AskedLast"}, {"role": "assistant", "content": "AnsweredLast"}]}"#,
+    );
+    let mut names: Vec<_> = fs::read_dir(&folder)
+        .unwrap()
+        .map(|e| e.unwrap().path())
+        .filter(|p| p.extension().is_some_and(|e| e == "jinja"))
+        .collect();
+    names.sort();
+    let (mut masked, mut refused) = (0, Vec::new());
+    for path in &names {
+        let name = path.file_stem().unwrap().to_string_lossy().into_owned();
+        let own = folder.join(&name).join("tokenizer.json");
+        let qwen3 = folder.join("qwen3/tokenizer.json");
+        let tokenizer = Tokenizer::from_file(if own.exists() { &own } else { &qwen3 }).unwrap();
+        let source = fs::read_to_string(path).unwrap();
+        let Ok(template) = ChatTemplate::from_jinja(&source, Some("<s>"), Some("</s>")) else {
+            continue;
+        };
+        let vocabulary = tokenizer.vocab_size();
+        let ends = ["<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>"];
+        let ends = ends.iter().filter_map(|end| tokenizer.id_of(end));
+        let text = Text {
+            stop_tokens: ends.collect(),
+            tokenizer: Arc::new(tokenizer),
+            template: Some(template),
+            eos: None,
+        };
+        match data::read(
+            std::slice::from_ref(&file),
+            &text,
+            vocabulary,
+            &Options::default(),
+        ) {
+            Err(e) => refused.push(format!("{name}: {e}")),
+            Ok(data) => {
+                let all = data.documents().iter().map(|d| marked(&text, d));
+                let all: Vec<String> = all.collect();
+                let learned: String = all
+                    .iter()
+                    .flat_map(|d| {
+                        d.split('[')
+                            .skip(1)
+                            .filter_map(|part| part.split(']').next())
+                    })
+                    .collect();
+                println!("{name}: {} documents, {learned:?}", all.len());
+                for (words, count) in [
+                    ("AnsweredFirst", 1),
+                    ("AnsweredLast", 1),
+                    ("AskedFirst", 0),
+                    ("AskedLast", 0),
+                ] {
+                    assert_eq!(
+                        learned.matches(words).count(),
+                        count,
+                        "{name}: {words} in {all:?}"
+                    );
+                }
+                assert!(!learned.contains("start_header_id"), "{name}: {learned}");
+                masked += 1;
+            }
+        }
+    }
+    for refusal in &refused {
+        println!("{refusal}");
+    }
+    println!("{masked} masked, {} refused", refused.len());
+    assert!(masked > 3 * refused.len(), "{refused:?}");
 }

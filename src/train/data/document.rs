@@ -6,7 +6,7 @@ use super::rows::Row;
 use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::model::training::Text;
-use crate::text::{ChatTemplate, Message, Prompt, Tokenizer};
+use crate::text::{ChatTemplate, Message, Prompt};
 
 /// Tokens that are read one after another, and which of them are learned.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -123,9 +123,15 @@ impl Encoder<'_> {
         };
         let mut rendering = Rendering {
             template,
-            tokenizer: &self.text.tokenizer,
+            text: self.text,
             variables,
         };
+        if self.learn_all {
+            let mut document = empty(origin);
+            let whole = rendering.prompt(messages, false)?;
+            document.push(&whole.tokens(&self.text.tokenizer, false)?, true);
+            return Ok(vec![document]);
+        }
         // What is said after the last answer is not learned from.
         let whole = &messages[..=last];
         let mut found = rendering.learned(whole, &turns, origin)?;
@@ -168,7 +174,7 @@ fn empty(origin: (usize, usize)) -> Document {
 /// How conversations are rendered.
 struct Rendering<'a> {
     template: &'a ChatTemplate,
-    tokenizer: &'a Tokenizer,
+    text: &'a Text,
     variables: Map<String, Value>,
 }
 
@@ -176,7 +182,7 @@ impl Rendering<'_> {
     fn prompt(&self, messages: &[Message], answers: bool) -> Result<Prompt> {
         Prompt::new(
             self.template,
-            self.tokenizer,
+            &self.text.tokenizer,
             messages,
             answers,
             &self.variables,
@@ -205,9 +211,9 @@ impl Rendering<'_> {
                 return Ok(None);
             }
             // Apart, as the model continues the tokens of a prompt.
-            let asked = whole.part(at..start).tokens(self.tokenizer, at > 0)?;
+            let asked = whole.part(at..start).tokens(&self.text.tokenizer, at > 0)?;
             document.push(&asked, false);
-            let answer = whole.part(start..end).tokens(self.tokenizer, true)?;
+            let answer = whole.part(start..end).tokens(&self.text.tokenizer, true)?;
             let learned = self.to_the_end(&answer)?;
             document.push(&answer[..learned], true);
             document.push(&answer[learned..], false);
@@ -216,12 +222,20 @@ impl Rendering<'_> {
         Ok(Some(vec![document]))
     }
 
-    /// The number of tokens of an answer up to the one that ends it: a template may write white space after that.
+    /// The number of tokens of an answer up to the one that ends it. A template may write more after that: white space, or the beginning of
+    /// another answer.
     fn to_the_end(&self, answer: &[u32]) -> Result<usize> {
-        let Some(last) = answer.iter().rposition(|&t| self.tokenizer.is_special(t)) else {
+        let is_end = |t: &u32| self.text.stop_tokens.contains(t);
+        if let Some(end) = answer.iter().position(is_end) {
+            return Ok(end + 1);
+        }
+        let Some(last) = answer
+            .iter()
+            .rposition(|&t| self.text.tokenizer.is_special(t))
+        else {
             return Ok(answer.len());
         };
-        let rest = self.tokenizer.decode(&answer[last + 1..], false)?;
+        let rest = self.text.tokenizer.decode(&answer[last + 1..], false)?;
         Ok(match rest.trim().is_empty() {
             true => last + 1,
             false => answer.len(),
