@@ -10,6 +10,7 @@ mod recipe;
 mod schedule;
 mod trainer;
 
+pub use crate::model::training::{Recompute, RecomputedParts};
 pub use export::TableEncoding;
 pub use group::Group;
 pub use parameters::{Parameters, StepReport};

@@ -125,7 +125,7 @@ fn groups_have_rates_and_decays_of_their_own() {
             n if n.contains("v_proj") => (0.0, decay),
             n if n.contains("embed_tokens") => (1.0, 0.0),
             n if n.contains("self_attn") => (0.5, 0.2),
-            n if n == "model.norm.weight" => (1.0, 0.3),
+            "model.norm.weight" => (1.0, 0.3),
             _ => (1.0, decay),
         };
         for ((&w, &a), &b) in before[i].iter().zip(&a[i]).zip(&b[i]) {

@@ -9,6 +9,7 @@ mod hidden;
 mod layout;
 mod linear;
 mod pass;
+mod recompute;
 mod scratch;
 mod source;
 
@@ -19,6 +20,7 @@ pub use layout::{
     VectorLayout,
 };
 pub use pass::{Options, Pass};
+pub use recompute::{Recompute, RecomputedParts};
 pub use source::Source;
 
 use std::ops::Range;
