@@ -11,7 +11,7 @@ use crate::base::memory::{self, Tag};
 use crate::base::size::readable;
 use crate::base::{Error, ErrorKind, Result};
 use crate::model::spec::MlpSpec;
-use crate::model::training::Source;
+use crate::model::training::{Recompute, Source};
 use crate::ops::Device;
 
 const FILE: &str = "memory.json";
@@ -138,6 +138,7 @@ impl Estimate {
             .map(|v| 16 * v.len as u64)
             .sum::<u64>();
         let (t, hidden) = (tokens as u64, spec.hidden_size as u64);
+        let again = config.recompute.parts();
         let (mut saved, mut most) = (0, 0);
         for block in &spec.blocks {
             let a = &block.attention;
@@ -151,10 +152,18 @@ impl Estimate {
                 * (element * ((3 + posts) * hidden + 2 * width + q + 2 * wide)
                     + 4 * a.heads as u64);
             most = most.max(of_block + t * element * (wide + 3 * hidden + q + width));
-            saved += of_block;
-        }
-        if config.recompute {
-            saved = 0;
+            // What the switches of Recompute stand for.
+            let kept = [
+                (again.norms, 2 * hidden),
+                (again.qkv, width),
+                (again.heads, width),
+                (again.attention, q + 2 * a.heads as u64),
+                (again.output, hidden + posts / 2 * hidden),
+                (again.gate_up, 2 * wide),
+                (again.down, posts / 2 * hidden),
+            ];
+            let kept = kept.into_iter().filter(|(again, _)| !again);
+            saved += t * element * kept.map(|(_, elements)| elements).sum::<u64>();
         }
         let streams = (spec.blocks.len() as u64 + 1) * t * hidden * element;
         let chunk = config.head_chunk.min(spec.vocab_size) as u64;
@@ -220,8 +229,8 @@ fn what_fits(
     let mut changes = Vec::new();
     let mut tokens = batch * window;
     let fits = |small: &Config, tokens| of(small, tokens).total() <= there;
-    if !fits(&small, tokens) && !small.recompute {
-        small.recompute = true;
+    if !fits(&small, tokens) && small.recompute != Recompute::Block {
+        small.recompute = Recompute::Block;
         changes.push("computing activations again (without --no-recompute)".to_owned());
     }
     if !fits(&small, tokens) && !small.recipe.release {

@@ -8,7 +8,7 @@ use NVFP4::format::residual::Bits;
 use NVFP4::ops::Device;
 use NVFP4::ops::training::optimizer::{Hyperparameters, WeightForm};
 use NVFP4::train::data::{self, Format, Long};
-use NVFP4::train::{Clip, Config, Decay, Recipe};
+use NVFP4::train::{Clip, Config, Decay, Recipe, Recompute};
 use clap::ValueEnum;
 use serde_json::Value;
 
@@ -340,7 +340,9 @@ impl Args {
                 ScheduleName::Wsd => Decay::Stable(LAST),
             };
         }
-        config.recompute &= !self.no_recompute;
+        if self.no_recompute {
+            config.recompute = Recompute::None;
+        }
         config.check()?;
         Ok(config)
     }
