@@ -10,10 +10,11 @@ mod recipe;
 mod schedule;
 mod trainer;
 
-pub use crate::model::training::{Recompute, RecomputedParts};
+pub use crate::model::training::{ProductForm, Recompute, RecomputedParts};
+pub use crate::ops::training::operand::ScaleRule;
 pub use export::TableEncoding;
 pub use group::Group;
 pub use parameters::{Parameters, StepReport};
-pub use recipe::{Clip, Lora, Recipe, ScaleRule};
+pub use recipe::{Clip, HighBlocks, Lora, Recipe};
 pub use schedule::{Decay, Schedule};
 pub use trainer::{Config, HiddenBatch, MicroBatch, Outcome, Step, Trainer};

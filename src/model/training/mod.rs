@@ -9,6 +9,7 @@ mod hidden;
 mod layout;
 mod linear;
 mod pass;
+mod precision;
 mod recompute;
 mod scratch;
 mod source;
@@ -20,6 +21,7 @@ pub use layout::{
     VectorLayout,
 };
 pub use pass::{Options, Pass};
+pub use precision::{ProductForm, ProductPrecision};
 pub use recompute::{Recompute, RecomputedParts};
 pub use source::Source;
 
