@@ -139,6 +139,17 @@ bad_rows() {
     "${train[@]}" --skip-bad-rows 2>&1 | grep "1 rows that cannot be used left out"
 }
 
+# The model in tests/data, of which its README says how it was trained: its loss on a passage that it has not read, as it was when it was
+# exported, and how it goes on, by AVX-512 or any other instructions.
+verse() {
+    local found
+    found=$("$nvfp4" perplexity --model tests/data/verse-10m --text tests/data/verse-10m/passage.txt --device cpu --json) || return 1
+    echo "$found"
+    python3 -c 'import json, sys; x = json.loads(sys.argv[1])["perplexity"]; assert abs(x / 61.1206 - 1) < 1e-3, x' "$found" &&
+        "$nvfp4" run --model tests/data/verse-10m --device cpu --raw --prompt "HAMLET." --temp 0 --max-tokens 24 | grep "And I will tell you, sir, I will not be a man."
+}
+
+check "the model in tests/data" verse
 check "a run that a file stops half-way" stopped_half_way
 check "the same command again is refused" not_by_mistake
 check "a resumed run, and its reports" resumed
