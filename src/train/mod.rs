@@ -15,6 +15,7 @@ mod sample;
 mod schedule;
 mod trainer;
 
+pub use crate::model::training::{Recompute, RecomputedParts};
 pub use curve::{Curve, Row};
 pub use export::TableEncoding;
 pub use group::Group;

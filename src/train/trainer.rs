@@ -11,7 +11,7 @@ use super::schedule::Schedule;
 use crate::base::error::bail;
 use crate::base::lease::Lease;
 use crate::base::{Result, call};
-use crate::model::training::{Batch, HiddenTargets, Options, Pass, Source};
+use crate::model::training::{Batch, HiddenTargets, Options, Pass, Recompute, Source};
 use crate::model::{Model, Spec};
 use crate::ops::training::optimizer::Hyperparameters;
 use crate::ops::{Array, Device, Mixed, Slice};
@@ -30,8 +30,8 @@ pub struct Config {
     pub groups: Vec<Group>,
     /// Steps in all, which the schedule runs over.
     pub steps: u64,
-    /// Computes again in the backward pass what is between the inputs of blocks, rather than keep it.
-    pub recompute: bool,
+    /// What of the blocks the backward pass computes again, rather than that the forward pass keeps it.
+    pub recompute: Recompute,
     /// Tokens whose logits are computed at a time.
     pub head_chunk: usize,
     /// Steps in a row that may come to nothing because a loss or gradient is not finite.

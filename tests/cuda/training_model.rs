@@ -405,7 +405,7 @@ fn step_speed() {
                 clip: Clip::Previous(1.0),
                 ..Recipe::default()
             },
-            recompute,
+            recompute: recompute.into(),
             ..Config::default()
         };
         let start = Instant::now();

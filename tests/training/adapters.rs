@@ -2,7 +2,7 @@
 
 use NVFP4::format::nvfp4::{self, QuantizeOptions};
 use NVFP4::model::training::Layout;
-use NVFP4::train::{Lora, ScaleRule};
+use NVFP4::train::{Lora, Recompute, ScaleRule};
 
 use super::*;
 
@@ -111,7 +111,7 @@ fn gradients_of_adapters_are_those_of_autograd() {
                 false => values,
             }
         };
-        for recompute in [true, false] {
+        for recompute in [Recompute::Block, Recompute::None] {
             let options = Options {
                 recompute,
                 ..Options::default()

@@ -8,7 +8,7 @@ use NVFP4::format::residual::Bits;
 use NVFP4::ops::Device;
 use NVFP4::ops::training::optimizer::{Hyperparameters, WeightForm};
 use NVFP4::train::data::{self, Format, Long};
-use NVFP4::train::{Clip, Config, Decay, Recipe};
+use NVFP4::train::{Clip, Config, Decay, Recipe, Recompute};
 use clap::ValueEnum;
 use serde_json::Value;
 
@@ -131,8 +131,12 @@ pub(in crate::cli) struct Args {
     /// Keep all gradients until the step's end, in float32
     #[arg(long, help_heading = "Memory")]
     keep_gradients: bool,
-    /// Keep activations for the backward pass rather than compute them again: faster, for more memory
-    #[arg(long, help_heading = "Memory")]
+    /// What of a block the backward pass computes again rather than keep: block (all, the default), none (faster, for more memory), or
+    /// some of norms,qkv,heads,attention,output,gate_up,down
+    #[arg(long, value_name = "PARTS", help_heading = "Memory")]
+    recompute: Option<Recompute>,
+    /// Keep activations for the backward pass rather than compute them again: --recompute none
+    #[arg(long, conflicts_with = "recompute", help_heading = "Memory")]
     no_recompute: bool,
     /// The device: cpu, cuda:N, or auto for the first GPU where there is one, else the CPU
     #[arg(long, default_value = "auto", help_heading = "Memory")]
@@ -340,7 +344,11 @@ impl Args {
                 ScheduleName::Wsd => Decay::Stable(LAST),
             };
         }
-        config.recompute &= !self.no_recompute;
+        match (self.recompute, self.no_recompute) {
+            (Some(recompute), _) => config.recompute = recompute,
+            (None, true) => config.recompute = Recompute::None,
+            (None, false) => {}
+        }
         config.check()?;
         Ok(config)
     }

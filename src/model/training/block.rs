@@ -1,7 +1,8 @@
 //! A block forward and backward.
 
 use super::layout::{BlockLayout, ProjectionLayout, VectorId};
-use super::linear::Linear;
+use super::linear::{Linear, LinearScratch};
+use super::recompute::{Recompute, RecomputedParts};
 use super::scratch::{Saved, Scratch, grow};
 use super::{Batch, Store};
 use crate::base::Result;
@@ -81,6 +82,83 @@ impl BlockPass<'_> {
         saved: &mut Saved,
         s: &mut Scratch,
     ) -> Result<()> {
+        out.grow(self.device, self.stream())?;
+        self.run(store, x, Some(out), saved, Recompute::Block.parts(), s)
+    }
+
+    /// Makes those parts of `saved` again that [`BlockPass::backward`] takes; the others are there.
+    pub(super) fn forward_again(
+        &self,
+        store: &mut dyn Store,
+        x: &Array<Mixed>,
+        saved: &mut Saved,
+        parts: RecomputedParts,
+        s: &mut Scratch,
+    ) -> Result<()> {
+        self.run(store, x, None, saved, parts, s)
+    }
+
+    fn run(
+        &self,
+        store: &mut dyn Store,
+        x: &Array<Mixed>,
+        out: Option<&mut Array<Mixed>>,
+        saved: &mut Saved,
+        parts: RecomputedParts,
+        s: &mut Scratch,
+    ) -> Result<()> {
+        self.run_attention(store, x, saved, parts, s)?;
+        let (device, t, hidden, stream) = (
+            self.device,
+            self.rows(),
+            self.spec.hidden_size,
+            self.stream(),
+        );
+        let wide = self.intermediate();
+        let [pre, post] = self.layout.mlp_norms;
+        if parts.norms {
+            saved.mlp_normed.grow(device, stream)?;
+            self.enter(store, pre, &saved.middle, &mut saved.mlp_normed)?;
+        }
+        if parts.gate_up {
+            saved.gate_up.grow(device, t * 2 * wide)?;
+            let normed = saved.mlp_normed.first(stream)?;
+            self.linear(&self.layout.gate_up, hidden).forward(
+                store,
+                normed,
+                &mut saved.gate_up,
+                false,
+                (&mut s.weight, &mut s.linear),
+            )?;
+        }
+        // The results of the last product are taken again by the norm behind it alone.
+        if out.is_none() && (post.is_none() || !parts.down) {
+            return Ok(());
+        }
+        s.inner.grow(device, t * wide)?;
+        let gate_up = saved.gate_up.first(t * 2 * wide)?;
+        let inner = s.inner.first_mut(t * wide)?;
+        activation::glu(device, self.activation()?, gate_up, wide, inner)?;
+        self.leave(
+            store,
+            (post, self.layout.down),
+            &saved.middle,
+            (s.inner.first(t * wide)?, wide),
+            &mut saved.mlp_branch,
+            out,
+            (&mut s.weight, &mut s.linear),
+        )
+    }
+
+    /// The first half.
+    fn run_attention(
+        &self,
+        store: &mut dyn Store,
+        x: &Array<Mixed>,
+        saved: &mut Saved,
+        parts: RecomputedParts,
+        s: &mut Scratch,
+    ) -> Result<()> {
         let (device, t, hidden, stream) = (
             self.device,
             self.rows(),
@@ -88,90 +166,55 @@ impl BlockPass<'_> {
             self.stream(),
         );
         let options = self.attention();
-        let (width, q_width, wide) = (options.width(), options.q_width(), self.intermediate());
-        grow(
-            device,
-            &mut [
-                (&mut saved.normed, stream),
-                (&mut saved.qkv, t * width),
-                (&mut saved.rotated, t * width),
-                (&mut saved.attended, t * q_width),
-                (&mut saved.middle, stream),
-                (&mut saved.mlp_normed, stream),
-                (&mut saved.gate_up, t * 2 * wide),
-                (&mut s.inner, t * wide),
-                (out, stream),
-            ],
-        )?;
-        saved.lse.grow(device, t * options.heads)?;
-
+        let (width, q_width) = (options.width(), options.q_width());
         let [pre, post] = self.layout.attention_norms;
-        self.enter(store, pre, x, &mut saved.normed)?;
-        let normed = saved.normed.first(stream)?;
-        self.linear(&self.layout.qkv, hidden).forward(
-            store,
-            normed,
-            &mut saved.qkv,
-            false,
-            (&mut s.weight, &mut s.linear),
-        )?;
-        let angles = &self.batch.angles[self.block.attention.rope];
-        let qkv = saved.qkv.first(t * width)?;
-        let rotated = saved.rotated.first_mut(t * width)?;
-        heads(device, &self.heads(&*store, angles)?, qkv, rotated)?;
-        attention(
-            device,
-            &options,
-            &self.batch.documents,
-            saved.rotated.first(t * width)?,
-            saved.attended.first_mut(t * q_width)?,
-            saved.lse.first_mut(t * options.heads)?,
-        )?;
-        let attended = saved.attended.first(t * q_width)?;
-        let branch = &mut saved.attention_branch;
+        if parts.norms {
+            saved.normed.grow(device, stream)?;
+            self.enter(store, pre, x, &mut saved.normed)?;
+        }
+        if parts.qkv {
+            saved.qkv.grow(device, t * width)?;
+            let normed = saved.normed.first(stream)?;
+            self.linear(&self.layout.qkv, hidden).forward(
+                store,
+                normed,
+                &mut saved.qkv,
+                false,
+                (&mut s.weight, &mut s.linear),
+            )?;
+        }
+        if parts.heads {
+            saved.rotated.grow(device, t * width)?;
+            let angles = &self.batch.angles[self.block.attention.rope];
+            let qkv = saved.qkv.first(t * width)?;
+            let rotated = saved.rotated.first_mut(t * width)?;
+            heads(device, &self.heads(&*store, angles)?, qkv, rotated)?;
+        }
+        if parts.attention {
+            saved.attended.grow(device, t * q_width)?;
+            saved.lse.grow(device, t * options.heads)?;
+            attention(
+                device,
+                &options,
+                &self.batch.documents,
+                saved.rotated.first(t * width)?,
+                saved.attended.first_mut(t * q_width)?,
+                saved.lse.first_mut(t * options.heads)?,
+            )?;
+        }
+        if !parts.output {
+            return Ok(());
+        }
+        saved.middle.grow(device, stream)?;
         self.leave(
             store,
             (post, self.layout.o),
             x,
-            (attended, q_width),
-            branch,
-            &mut saved.middle,
-            s,
-        )?;
-
-        let [pre, post] = self.layout.mlp_norms;
-        self.enter(store, pre, &saved.middle, &mut saved.mlp_normed)?;
-        let normed = saved.mlp_normed.first(stream)?;
-        self.linear(&self.layout.gate_up, hidden).forward(
-            store,
-            normed,
-            &mut saved.gate_up,
-            false,
+            (saved.attended.first(t * q_width)?, q_width),
+            &mut saved.attention_branch,
+            Some(&mut saved.middle),
             (&mut s.weight, &mut s.linear),
-        )?;
-        let gate_up = saved.gate_up.first(t * 2 * wide)?;
-        activation::glu(
-            device,
-            self.activation()?,
-            gate_up,
-            wide,
-            s.inner.first_mut(t * wide)?,
-        )?;
-        // Taken out, as the product borrows the rest of the scratch memory.
-        let inner = std::mem::replace(&mut s.inner, Array::empty());
-        let branch = &mut saved.mlp_branch;
-        let rows = (inner.first(t * wide)?, wide);
-        let left = self.leave(
-            store,
-            (post, self.layout.down),
-            &saved.middle,
-            rows,
-            branch,
-            out,
-            s,
-        );
-        s.inner = inner;
-        left
+        )
     }
 
     /// Makes `s.dx`, the gradients of the block's results, those of its input `x`. Gradients of weights go to `store`; those of the input
@@ -376,7 +419,7 @@ impl BlockPass<'_> {
     }
 
     /// Makes `out` the rows `x` plus the last projection of a half, of rows `[T, width]`, normalized where the model does so: `branch`
-    /// is then what it was before.
+    /// is then what it was before, and all that is made without `out`.
     fn leave(
         &self,
         store: &mut dyn Store,
@@ -384,19 +427,20 @@ impl BlockPass<'_> {
         x: &Array<Mixed>,
         (rows, width): (Slice<'_, Mixed>, usize),
         branch: &mut Array<Mixed>,
-        out: &mut Array<Mixed>,
-        s: &mut Scratch,
+        out: Option<&mut Array<Mixed>>,
+        memory: (&mut Array<Mixed>, &mut LinearScratch),
     ) -> Result<()> {
         let (device, len) = (self.device, self.stream());
         let projections = [projection];
         let linear = self.linear(&projections, width);
-        let memory = (&mut s.weight, &mut s.linear);
         let Some(id) = post else {
+            let Some(out) = out else { return Ok(()) };
             out.first_mut(len)?.copy_from(x.first(len)?)?;
             return linear.forward(store, rows, out, true, memory);
         };
         branch.grow(device, len)?;
         linear.forward(store, rows, branch, false, memory)?;
+        let Some(out) = out else { return Ok(()) };
         let (from, eps) = (branch.first(len)?, self.spec.norm_eps);
         norm::rms_norm(device, from, store.vector(id)?, eps, out.first_mut(len)?)?;
         array::add(device, out.first_mut(len)?, x.first(len)?)

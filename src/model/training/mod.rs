@@ -10,6 +10,7 @@ mod hidden;
 mod layout;
 mod linear;
 mod pass;
+mod recompute;
 mod scratch;
 mod source;
 
@@ -21,6 +22,7 @@ pub use layout::{
     VectorLayout,
 };
 pub use pass::{Options, Pass};
+pub use recompute::{Recompute, RecomputedParts};
 pub use source::{Source, Text};
 
 use std::ops::Range;

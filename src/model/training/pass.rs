@@ -3,6 +3,7 @@
 use super::block::BlockPass;
 use super::head::HeadPass;
 use super::hidden::HiddenTargets;
+use super::recompute::Recompute;
 use super::scratch::{Saved, Scratch};
 use super::{Batch, Layout, Store};
 use crate::base::error::bail;
@@ -15,8 +16,8 @@ use crate::ops::{Array, Device, Mixed};
 /// How a pass uses memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Options {
-    /// Whether the backward pass computes again what is between the inputs of blocks, rather than that the forward pass keeps it.
-    pub recompute: bool,
+    /// What of the blocks the backward pass computes again.
+    pub recompute: Recompute,
     /// Tokens whose logits are computed at a time.
     pub head_chunk: usize,
 }
@@ -24,7 +25,7 @@ pub struct Options {
 impl Default for Options {
     fn default() -> Self {
         Options {
-            recompute: true,
+            recompute: Recompute::default(),
             head_chunk: 8192,
         }
     }
@@ -39,8 +40,10 @@ pub struct Pass {
     options: Options,
     /// The inputs of blocks, and the last one's results.
     streams: Vec<Array<Mixed>>,
-    /// Of each block, or the one that all share.
+    /// What is kept of each block.
     saved: Vec<Saved>,
+    /// What is computed again, of one block after another.
+    shared: Saved,
     scratch: Scratch,
 }
 
@@ -61,9 +64,8 @@ impl Pass {
             layout: layout.clone(),
             options,
             streams: (0..=blocks).map(|_| Array::empty()).collect(),
-            saved: (0..if options.recompute { 1 } else { blocks })
-                .map(|_| Saved::new())
-                .collect(),
+            saved: (0..blocks).map(|_| Saved::new()).collect(),
+            shared: Saved::new(),
             scratch: Scratch::new(),
         })
     }
@@ -73,8 +75,16 @@ impl Pass {
         self.scratch.gradient.bytes()
     }
 
-    fn saved_of(&self, block: usize) -> usize {
-        if self.options.recompute { 0 } else { block }
+    /// What a block keeps, with the memory of what is computed again; [`Pass::put_saved`] takes it back.
+    fn take_saved(&mut self, block: usize) -> Saved {
+        let mut saved = std::mem::replace(&mut self.saved[block], Saved::new());
+        saved.swap_recomputed(&mut self.shared, self.options.recompute.parts());
+        saved
+    }
+
+    fn put_saved(&mut self, block: usize, mut saved: Saved) {
+        saved.swap_recomputed(&mut self.shared, self.options.recompute.parts());
+        self.saved[block] = saved;
     }
 
     fn block<'a>(&'a self, batch: &'a Batch, index: usize) -> BlockPass<'a> {
@@ -113,26 +123,25 @@ impl Pass {
         self.streams[0] = first;
         for index in 0..self.spec.blocks.len() {
             call::check()?;
-            let number = self.saved_of(index);
             let mut out = std::mem::replace(&mut self.streams[index + 1], Array::empty());
-            let mut saved = std::mem::replace(&mut self.saved[number], Saved::new());
+            let mut saved = self.take_saved(index);
             let mut scratch = std::mem::replace(&mut self.scratch, Scratch::new());
             let x = &self.streams[index];
             let done =
                 self.block(batch, index)
                     .forward(store, x, &mut out, &mut saved, &mut scratch);
             self.streams[index + 1] = out;
-            self.saved[number] = saved;
+            self.put_saved(index, saved);
             self.scratch = scratch;
             done?;
         }
         Ok(())
     }
 
-    /// Gives back what only blocks use, unless their forward pass keeps it for the backward pass.
+    /// Gives back what only blocks use, and does not stay for the backward pass.
     fn release_blocks(&mut self, s: &mut Scratch) {
-        if self.options.recompute {
-            self.saved[0] = Saved::new();
+        if self.options.recompute != Recompute::None {
+            self.shared = Saved::new();
             s.release_blocks();
         }
     }
@@ -224,19 +233,14 @@ impl Pass {
         s.release_head();
         let embeds = first_block == 0 && store.trains(self.layout.embedding);
         for index in (first_block..blocks).rev() {
-            let number = self.saved_of(index);
-            let mut saved = std::mem::replace(&mut self.saved[number], Saved::new());
-            // The last block's own results are not needed any more, and take what is computed again.
-            let mut out = std::mem::replace(&mut self.streams[index + 1], Array::empty());
+            let mut saved = self.take_saved(index);
+            let parts = self.options.recompute.parts();
             let done = (|| {
                 let (block, x) = (self.block(batch, index), &self.streams[index]);
-                if self.options.recompute {
-                    block.forward(store, x, &mut out, &mut saved, s)?;
-                }
+                block.forward_again(store, x, &mut saved, parts, s)?;
                 block.backward(store, x, &mut saved, s, index > first_block || embeds)
             })();
-            self.streams[index + 1] = out;
-            self.saved[number] = saved;
+            self.put_saved(index, saved);
             done?;
         }
         if embeds || (self.spec.tied && loss.is_some()) {

@@ -1,6 +1,7 @@
 //! Memory of a pass, which grows to the largest batch it has seen.
 
 use super::linear::LinearScratch;
+use super::recompute::RecomputedParts;
 use crate::base::Result;
 use crate::ops::{Array, Device, Mixed};
 
@@ -40,6 +41,42 @@ impl Saved {
             mlp_normed: Array::empty(),
             gate_up: Array::empty(),
             mlp_branch: Array::empty(),
+        }
+    }
+
+    /// Exchanges with `other` all that is computed again.
+    pub(super) fn swap_recomputed(&mut self, other: &mut Saved, parts: RecomputedParts) {
+        let RecomputedParts {
+            norms,
+            qkv,
+            heads,
+            attention,
+            output,
+            gate_up,
+            down,
+        } = parts;
+        let arrays = [
+            (norms, &mut self.normed, &mut other.normed),
+            (norms, &mut self.mlp_normed, &mut other.mlp_normed),
+            (qkv, &mut self.qkv, &mut other.qkv),
+            (heads, &mut self.rotated, &mut other.rotated),
+            (attention, &mut self.attended, &mut other.attended),
+            (
+                output,
+                &mut self.attention_branch,
+                &mut other.attention_branch,
+            ),
+            (output, &mut self.middle, &mut other.middle),
+            (gate_up, &mut self.gate_up, &mut other.gate_up),
+            (down, &mut self.mlp_branch, &mut other.mlp_branch),
+        ];
+        for (recomputed, own, other) in arrays {
+            if recomputed {
+                std::mem::swap(own, other);
+            }
+        }
+        if attention {
+            std::mem::swap(&mut self.lse, &mut other.lse);
         }
     }
 }

@@ -377,6 +377,25 @@ static void check_l1(int count, bool in_place) {
     expect_f32("a sum of absolute differences", count, total, want, want);
 }
 
+static void check_columns(int rows, int width, int first, int columns) {
+    Bf16 all((size_t)rows * width, 1), part((size_t)rows * columns);
+    Bf16 before = all;
+    arrays::ColumnArguments a = {all.data(), part.data(), (u64)rows * columns / PIECE, width / PIECE, columns / PIECE, first / PIECE};
+    int blocks = ceil_div(rows * columns / PIECE, arrays::THREADS);
+    launch(blocks, 1, 1, arrays::THREADS, [&] { arrays::train_columns_copy(a); });
+    for (int r = 0; r < rows; r++)
+        for (int i = 0; i < columns; i++) {
+            double want = before[(size_t)r * width + first + i];
+            expect(part[(size_t)r * columns + i] == want, "copied columns", r, i, part[(size_t)r * columns + i], want);
+        }
+    launch(blocks, 1, 1, arrays::THREADS, [&] { arrays::train_columns_add(a); });
+    for (int r = 0; r < rows; r++)
+        for (int i = 0; i < width; i++) {
+            double x = before[(size_t)r * width + i], want = i >= first && i < first + columns ? 2 * x : x;
+            expect(all[(size_t)r * width + i] == want, "columns that are added to", r, i, all[(size_t)r * width + i], want);
+        }
+}
+
 int main() {
     check_norm(7, 48, 3, true, false);
     check_norm(3, 272, 2, false, true);
@@ -393,6 +412,9 @@ int main() {
     check_bias(37, 272, 3);
     check_bias(3, 2064, 1);
     check_arrays(4112);
+    check_columns(37, 96, 48, 32);
+    check_columns(300, 64, 0, 16);
+    check_columns(5, 48, 0, 48);
     check_embedding(40, 48, 30, 7, 12, true);
     check_embedding(37, 1040, 9, 0, 9, false);
     check_cross_entropy(4, {4, 8}, 0, 8);
