@@ -4,6 +4,8 @@
 mod adapters;
 #[path = "training/hidden.rs"]
 mod hidden;
+#[path = "training/precision.rs"]
+mod precision;
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -17,7 +19,8 @@ use NVFP4::model::training::{Batch, Layout, MatrixId, Options, Pass, Source, Sto
 use NVFP4::model::{KvCache, KvType, LoadOptions, Logits, Model, Scratch};
 use NVFP4::ops::{Array, Device, Mixed, Slice, SliceMut};
 use NVFP4::train::{
-    Clip, Config, Decay, MicroBatch, Outcome, Recipe, Recompute, Schedule, TableEncoding, Trainer,
+    Clip, Config, Decay, MicroBatch, Outcome, ProductForm, Recipe, Recompute, Schedule,
+    TableEncoding, Trainer,
 };
 use safetensors::SafeTensors;
 
@@ -300,7 +303,6 @@ fn gradients_are_those_of_autograd() {
             let options = Options {
                 recompute,
                 head_chunk,
-                ..Options::default()
             };
             let mut store = Dense::new(&device, &source);
             let mut pass = Pass::new(&device, source.spec(), source.layout(), options).unwrap();
@@ -448,6 +450,11 @@ fn what_resumes_goes_on_to_the_same_bits() {
             weights: WeightForm::Residual(Bits::Eight),
             first_moments: FirstForm::Nvfp4,
             second_moments: SecondForm::Int8,
+            ..Recipe::default()
+        },
+        Recipe {
+            activations: ProductForm::Nvfp4,
+            gradients: ProductForm::Nvfp4,
             ..Recipe::default()
         },
         Recipe {

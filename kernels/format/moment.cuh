@@ -6,11 +6,6 @@
 
 constexpr float FIRST_MAX = 7.0f, SECOND_MAX = 15.0f, WIDE_MAX = 127.0f;
 
-// The least e4m3 byte whose value is at least x, which is not negative; saturates.
-__device__ __forceinline__ u32 encode_scale_up(float x) {
-    u32 nearest = encode_scale(x);
-    return nearest + (scale_to_float(nearest) < x && nearest < E4M3_MAX_BYTE);
-}
 // The scale of a block for codes up to `most`.
 __device__ __forceinline__ u32 moment_scale(float amax, float most, float global) { return encode_scale_up(amax / (most * global)); }
 

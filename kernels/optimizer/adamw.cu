@@ -43,11 +43,6 @@ struct Arguments {
 constexpr int THREADS = 128;
 constexpr float KEPT_LEAST = 5.2f, KEPT_MOST = 6.6f;
 
-// Mirrors power_for().
-__device__ __forceinline__ float power_for(float reach, int bits) {
-    int exponent = (int)(__float_as_uint(reach) >> 23 & 0xff) - 127;
-    return __uint_as_float((u32)max(min(max(exponent, -100), 127) + 1 - bits + 127, 1) << 23);
-}
 __device__ __forceinline__ float first_most(int form) { return form == FIRST_INT4 ? FIRST_MAX : form == FIRST_NVFP4 ? E2M1_MAX : WIDE_MAX; }
 __device__ __forceinline__ float second_most(int form) { return form == SECOND_UINT4 ? SECOND_MAX : form == SECOND_NVFP4 ? E2M1_MAX : WIDE_MAX; }
 __device__ __forceinline__ int first_bits(int form) { return form <= FIRST_NVFP4 ? 11 : 15; }

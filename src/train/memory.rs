@@ -128,8 +128,7 @@ impl Estimate {
         for (id, m) in layout.matrices.iter().enumerate() {
             let weights = (m.rows * m.cols) as u64;
             let forms = recipe.forms_of(&m.name);
-            let weight_bytes =
-                |form: WeightForm| form.codes().of_block() + form.rest().of_block();
+            let weight_bytes = |form: WeightForm| form.codes().of_block() + form.rest().of_block();
             let (trains, block_bytes) = if id >= base {
                 (true, 3 * weight_bytes(WeightForm::F32))
             } else if recipe.lora.is_some() {

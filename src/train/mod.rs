@@ -15,13 +15,14 @@ mod sample;
 mod schedule;
 mod trainer;
 
-pub use crate::model::training::{Recompute, RecomputedParts};
+pub use crate::model::training::{ProductForm, Recompute, RecomputedParts};
+pub use crate::ops::training::operand::ScaleRule;
 pub use curve::{Curve, Row};
 pub use export::TableEncoding;
 pub use group::Group;
 pub use memory::MemoryReport;
 pub use parameters::{Parameters, StepReport};
-pub use recipe::{Clip, Lora, Recipe, ScaleRule};
+pub use recipe::{Clip, HighBlocks, Lora, Recipe};
 pub use sample::Samples;
 pub use schedule::{Decay, Schedule};
 pub use trainer::{Config, HiddenBatch, MicroBatch, Outcome, Phase, Step, Trainer};

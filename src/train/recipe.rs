@@ -4,8 +4,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::base::Result;
 use crate::base::error::bail;
-use crate::format::nvfp4::{self, QuantizeOptions};
-use crate::model::training::{Layout, Source};
+use crate::model::training::{Layout, ProductForm, ProductPrecision, Source};
+use crate::ops::training::operand::ScaleRule;
 use crate::ops::training::optimizer::{FirstForm, Forms, SecondForm, WeightForm};
 
 /// How gradients are bounded before a step.
@@ -32,28 +32,14 @@ impl Clip {
     }
 }
 
-/// How the scale of a block of NVFP4 is chosen.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum ScaleRule {
-    /// The largest magnitude lands on 6.
-    #[default]
-    Amax,
-    /// Of the scales that put it on 6 and on 4, the one with the smaller error.
-    FourOverSix,
-}
-
-impl ScaleRule {
-    /// The quantizer's options.
-    pub(super) fn options(self) -> QuantizeOptions {
-        QuantizeOptions {
-            recipe: match self {
-                ScaleRule::Amax => nvfp4::Recipe::Amax,
-                ScaleRule::FourOverSix => nvfp4::Recipe::FourOverSix,
-            },
-            ..QuantizeOptions::default()
-        }
-    }
+/// Blocks at either end of a model.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct HighBlocks {
+    /// Of the first ones, how many.
+    pub first: usize,
+    /// Of the last ones, how many.
+    pub last: usize,
 }
 
 /// Low-rank adapters over a model that stays as it is (LoRA, Hu et al., arXiv 2106.09685; over 4 bits QLoRA, Dettmers et al.,
@@ -117,8 +103,20 @@ pub struct Recipe {
     pub second_moments: SecondForm,
     /// Makes block scales of weights anew in each step; a baseline.
     pub fresh_scales: bool,
-    /// Matrices whose names contain one of these are kept in float32, with their moments.
+    /// Matrices whose names contain one of these are kept in float32, with their moments, and their products in bfloat16.
     pub keep_high: Vec<String>,
+    /// In what the rows that projections of blocks multiply are: in NVFP4 they are rounded to nearest, in blocks along their width, and the
+    /// gradient of the weight is that of the rounded rows. Gradients pass through the rounding as if it were not there.
+    pub activations: ProductForm,
+    /// How block scales of those rows are chosen.
+    pub activation_scales: ScaleRule,
+    /// In what gradients of projections' results are multiplied: in NVFP4 they are rounded stochastically, for the gradient of the rows in
+    /// blocks along their width, and for that of the weight in blocks of 16 tokens, which are rotated by a Hadamard matrix together with the
+    /// rows that they are multiplied with. Rows that are NVFP4 in the forward pass are then rounded anew, after the rotation, as they are
+    /// on hardware that multiplies in 4 bits. Random bits follow from seed, step, micro-batch, matrix and element.
+    pub gradients: ProductForm,
+    /// Blocks whose products stay in bfloat16.
+    pub high_blocks: HighBlocks,
     /// The share of steps at the end in which passes multiply with what is delivered, the NVFP4 codes alone, so that what is delivered is
     /// what was trained.
     pub delivered_share: f64,
@@ -151,6 +149,10 @@ impl Default for Recipe {
             second_moments: SecondForm::default(),
             fresh_scales: false,
             keep_high: Vec::new(),
+            activations: ProductForm::default(),
+            activation_scales: ScaleRule::default(),
+            gradients: ProductForm::default(),
+            high_blocks: HighBlocks::default(),
             lora: None,
             weight_scales: ScaleRule::default(),
             delivered_share: 0.15,
@@ -227,6 +229,22 @@ impl Recipe {
             );
         }
         Ok(adapted)
+    }
+
+    /// The precision of products of a model with this layout. The products of adapters, and of the head, are in bfloat16 always.
+    pub(super) fn precision(&self, layout: &Layout) -> ProductPrecision {
+        let high = |block: usize| {
+            block < self.high_blocks.first || block + self.high_blocks.last >= layout.blocks.len()
+        };
+        let matrices = layout.matrices.iter();
+        ProductPrecision {
+            activations: self.activations,
+            activation_scales: self.activation_scales,
+            gradients: self.gradients,
+            high: matrices
+                .map(|m| m.block.is_none_or(high) || self.keeps_high(&m.name))
+                .collect(),
+        }
     }
 
     /// Whether a matrix of this name is kept high.

@@ -11,6 +11,7 @@ use super::schedule::Schedule;
 use crate::base::error::bail;
 use crate::base::lease::Lease;
 use crate::base::{Result, call};
+use crate::format::random::bits;
 use crate::model::training::{Batch, HiddenTargets, Options, Pass, Recompute, Source};
 use crate::model::{Model, Spec};
 use crate::ops::training::optimizer::Hyperparameters;
@@ -149,6 +150,9 @@ pub enum Phase {
     OptimizerStepDone,
 }
 
+/// The stream of random bits that gradients are rounded with, apart from those of the optimizer.
+const GRADIENTS: u64 = 0x6772_6164;
+
 /// Trains the parameters of a model.
 #[derive(Debug)]
 pub struct Trainer {
@@ -205,7 +209,8 @@ impl Trainer {
             recompute: config.recompute,
             head_chunk: config.head_chunk,
         };
-        let pass = Pass::new(device, source.spec(), parameters.layout(), options)?;
+        let mut pass = Pass::new(device, source.spec(), parameters.layout(), options)?;
+        pass.set_precision(config.recipe.precision(parameters.layout()));
         Ok(Trainer {
             device: device.clone(),
             spec: source.spec().clone(),
@@ -467,6 +472,8 @@ impl Trainer {
         let mut loss = 0.0;
         for (i, batch) in batches.iter().enumerate() {
             let (parameters, pass) = (&mut self.parameters, &mut self.pass);
+            let step = bits(self.config.recipe.seed ^ GRADIENTS, self.progress.steps);
+            pass.set_key(bits(step, i as u64));
             loss += match &batch.hidden {
                 None => pass.gradients(parameters, &batch.batch, first)?,
                 Some(values) => {

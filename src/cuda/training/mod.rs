@@ -9,6 +9,7 @@ mod heads;
 mod loss;
 mod matmul;
 mod norm;
+mod operand;
 mod optimizer;
 mod sizes;
 mod statistics;
@@ -24,6 +25,7 @@ pub use loss::{
 };
 pub use matmul::matmul;
 pub use norm::{RmsNormBackward, rms_norm_backward, rms_norm_forward, rms_norm_partial};
+pub use operand::{OPERAND_MAXIMA, round_columns, round_rows};
 pub use optimizer::{
     Moments, Step, TrainedWeights, adamw, adamw_vector, chunk_bytes, decode_matrix, pack_matrix,
     unpack_matrix,
@@ -39,6 +41,7 @@ pub(super) const ARGUMENTS: &[&[(&str, usize)]] = &[
     heads::ARGUMENTS,
     loss::ARGUMENTS,
     norm::ARGUMENTS,
+    operand::ARGUMENTS,
     optimizer::ARGUMENTS,
     statistics::ARGUMENTS,
 ];

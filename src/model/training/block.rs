@@ -2,6 +2,7 @@
 
 use super::layout::{BlockLayout, ProjectionLayout, VectorId};
 use super::linear::{Linear, LinearScratch};
+use super::precision::ProductPrecision;
 use super::recompute::{Recompute, RecomputedParts};
 use super::scratch::{Saved, Scratch, grow};
 use super::{Batch, Store};
@@ -20,6 +21,9 @@ pub(super) struct BlockPass<'a> {
     pub(super) block: &'a BlockSpec,
     pub(super) layout: &'a BlockLayout,
     pub(super) batch: &'a Batch,
+    pub(super) precision: &'a ProductPrecision,
+    /// What random bits of rounding follow from.
+    pub(super) key: u64,
 }
 
 impl BlockPass<'_> {
@@ -39,6 +43,7 @@ impl BlockPass<'_> {
             projections,
             rows: self.rows(),
             inputs,
+            rounding: self.precision.of(projections, self.key),
         }
     }
 

@@ -10,6 +10,7 @@ mod hidden;
 mod layout;
 mod linear;
 mod pass;
+mod precision;
 mod recompute;
 mod scratch;
 mod source;
@@ -22,6 +23,7 @@ pub use layout::{
     VectorLayout,
 };
 pub use pass::{Options, Pass};
+pub use precision::{ProductForm, ProductPrecision};
 pub use recompute::{Recompute, RecomputedParts};
 pub use source::{Source, Text};
 

@@ -3,6 +3,7 @@
 use super::block::BlockPass;
 use super::head::HeadPass;
 use super::hidden::HiddenTargets;
+use super::precision::ProductPrecision;
 use super::recompute::Recompute;
 use super::scratch::{Saved, Scratch};
 use super::{Batch, Layout, Store};
@@ -38,6 +39,9 @@ pub struct Pass {
     spec: Spec,
     layout: Layout,
     options: Options,
+    precision: ProductPrecision,
+    /// What random bits of rounding follow from.
+    key: u64,
     /// The inputs of blocks, and the last one's results.
     streams: Vec<Array<Mixed>>,
     /// What is kept of each block.
@@ -63,11 +67,23 @@ impl Pass {
             spec: spec.clone(),
             layout: layout.clone(),
             options,
+            precision: ProductPrecision::default(),
+            key: 0,
             streams: (0..=blocks).map(|_| Array::empty()).collect(),
             saved: (0..blocks).map(|_| Saved::new()).collect(),
             shared: Saved::new(),
             scratch: Scratch::new(),
         })
+    }
+
+    /// Chooses the precision of the products of projections; the default is that of what is multiplied.
+    pub fn set_precision(&mut self, precision: ProductPrecision) {
+        self.precision = precision;
+    }
+
+    /// Chooses the random bits of what is rounded stochastically from now on: another key for each batch.
+    pub fn set_key(&mut self, key: u64) {
+        self.key = key;
     }
 
     /// Bytes that gradients of matrices take, before they go to the store.
@@ -94,6 +110,8 @@ impl Pass {
             block: &self.spec.blocks[index],
             layout: &self.layout.blocks[index],
             batch,
+            precision: &self.precision,
+            key: self.key,
         }
     }
 
