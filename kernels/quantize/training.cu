@@ -40,6 +40,8 @@ struct ColumnsArguments {
 
 __device__ __forceinline__ float global_of(float amax) { return power_for(amax, 10); }
 
+__device__ __forceinline__ float not_a_number() { return __uint_as_float(0x7fffffffu); }
+
 // A magnitude; infinity for what is not finite.
 __device__ __forceinline__ float magnitude_of(float x) { return is_finite(x) ? fabsf(x) : INFINITY; }
 
@@ -84,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) train_operand_rows(const _
             round_block(values, global, a.rule, a.key, (blockIdx.x * a.blocks + b) * BLOCK, 1);
         } else {
 #pragma unroll
-            for (int i = 0; i < BLOCK; i++) values[i] = NAN;
+            for (int i = 0; i < BLOCK; i++) values[i] = not_a_number();
         }
         u32 words[BLOCK / 2];
 #pragma unroll
@@ -149,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) train_operand_columns(cons
         if (a.rule != RULE_KEEP && finite) round_block(x, global, a.rule, a.key, index, 2 * a.pairs);
 #pragma unroll
         for (int i = 0; i < ROTATED; i++) {
-            u32 bits = pack_bf16(finite ? x[i] : NAN, 0) & 0xffffu;
+            u32 bits = pack_bf16(finite ? x[i] : not_a_number(), 0) & 0xffffu;
             words[i] = half ? (words[i] & 0xffffu) | bits << 16 : (words[i] & 0xffff0000u) | bits;
         }
     }

@@ -58,7 +58,24 @@ pub(super) fn factor(
     Matrix::new(device, host, FORMS, m.rows, m.cols, &read)
 }
 
-/// A matrix of the model that adapters are trained over: as [`Recipe::lora`] says.
+/// The form of a matrix of the model that adapters are trained over: as [`Recipe::lora`] says.
+pub(super) fn base_form(
+    source: &Source,
+    recipe: &Recipe,
+    id: MatrixId,
+    name: &str,
+) -> Result<WeightForm> {
+    let stored = source.encoding(id)?;
+    let is_high = recipe.keeps_high(name) || source.is_nvfp4()?;
+    Ok(match stored {
+        Encoding::Nvfp4 => WeightForm::OneTerm,
+        _ if !is_high => WeightForm::OneTerm,
+        Encoding::Dense(DType::BF16) => WeightForm::Bf16,
+        _ => WeightForm::F32,
+    })
+}
+
+/// A matrix of the model that adapters are trained over.
 pub(super) fn base(
     device: &Device,
     host: &Cpu,
@@ -82,11 +99,8 @@ pub(super) fn base(
         let global = source.nvfp4(id, &mut codes, &mut scales)?;
         return Matrix::frozen_nvfp4(device, (rows, cols), (&codes, &scales, global));
     }
-    if recipe.keeps_high(&m.name) || source.is_nvfp4()? {
-        let form = match stored {
-            Encoding::Dense(DType::BF16) => WeightForm::Bf16,
-            _ => WeightForm::F32,
-        };
+    let form = base_form(source, recipe, id, &m.name)?;
+    if !form.is_packed() {
         return Matrix::frozen(device, host, form, rows, cols, &read);
     }
     let options = recipe.weight_scales.options();

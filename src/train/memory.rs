@@ -4,6 +4,7 @@ use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
+use super::adapter;
 use super::curve::write_whole;
 use super::trainer::{Config, Phase};
 use crate::base::error::err;
@@ -13,6 +14,7 @@ use crate::base::{Error, ErrorKind, Result};
 use crate::model::spec::MlpSpec;
 use crate::model::training::{Recompute, Source};
 use crate::ops::Device;
+use crate::ops::training::optimizer::WeightForm;
 
 const FILE: &str = "memory.json";
 
@@ -109,8 +111,13 @@ pub struct Estimate {
 impl Estimate {
     /// Of a micro-batch of `tokens` tokens.
     pub fn new(source: &Source, config: &Config, device: &Device, tokens: usize) -> Estimate {
-        let (spec, layout) = (source.spec(), source.layout());
+        let spec = source.spec();
         let recipe = &config.recipe;
+        // A layout that is refused is an error before there is anything to explain.
+        let layout = &recipe
+            .layout(source)
+            .unwrap_or_else(|_| source.layout().clone());
+        let base = source.layout().matrices.len();
         let element: u64 = if matches!(device, Device::Cuda(_)) {
             2
         } else {
@@ -120,11 +127,25 @@ impl Estimate {
         let (mut states, mut gradients, mut widest) = (0u64, 0u64, 0u64);
         for (id, m) in layout.matrices.iter().enumerate() {
             let weights = (m.rows * m.cols) as u64;
-            states += weights / 16 * recipe.forms_of(&m.name).block_bytes() as u64;
-            let trains = match m.block {
-                Some(block) => block >= first,
-                None => first == 0 || (id == layout.head && layout.head != layout.embedding),
+            let forms = recipe.forms_of(&m.name);
+            let weight_bytes = |form: WeightForm| form.codes().of_block() + form.rest().of_block();
+            let (trains, block_bytes) = if id >= base {
+                (true, 3 * weight_bytes(WeightForm::F32))
+            } else if recipe.lora.is_some() {
+                let form = adapter::base_form(source, recipe, id, &m.name);
+                (false, weight_bytes(form.unwrap_or(WeightForm::F32)))
+            } else {
+                let trains = match m.block {
+                    Some(block) => block >= first,
+                    None => first == 0 || (id == layout.head && layout.head != layout.embedding),
+                };
+                let bytes = match trains {
+                    true => forms.block_bytes(),
+                    false => weight_bytes(forms.weight),
+                };
+                (trains, bytes)
             };
+            states += weights / 16 * block_bytes as u64;
             if trains && !recipe.release {
                 gradients += 4 * weights;
             }
@@ -138,7 +159,6 @@ impl Estimate {
             .map(|v| 16 * v.len as u64)
             .sum::<u64>();
         let (t, hidden) = (tokens as u64, spec.hidden_size as u64);
-        let again = config.recompute.parts();
         let (mut saved, mut most) = (0, 0);
         for block in &spec.blocks {
             let a = &block.attention;
@@ -147,23 +167,26 @@ impl Estimate {
             let wide = match &block.mlp {
                 MlpSpec::Dense(_) | MlpSpec::Experts(_) => block.mlp.intermediate_size() as u64,
             };
-            let posts = if block.norms.post { 2 } else { 0 };
-            let of_block = t
-                * (element * ((3 + posts) * hidden + 2 * width + q + 2 * wide)
-                    + 4 * a.heads as u64);
-            most = most.max(of_block + t * element * (wide + 3 * hidden + q + width));
-            // What the switches of Recompute stand for.
-            let kept = [
-                (again.norms, 2 * hidden),
-                (again.qkv, width),
-                (again.heads, width),
-                (again.attention, q + 2 * a.heads as u64),
-                (again.output, hidden + posts / 2 * hidden),
-                (again.gate_up, 2 * wide),
-                (again.down, posts / 2 * hidden),
+            let post = if block.norms.post { hidden } else { 0 };
+            let heads = a.heads as u64;
+            let parts = config.recompute.parts();
+            // Elements, f32 beside them, and whether they are computed again.
+            let arrays = [
+                (2 * hidden, 0, parts.norms),
+                (width, 0, parts.qkv),
+                (width, 0, parts.heads),
+                (q, heads, parts.attention),
+                (hidden + post, 0, parts.output),
+                (2 * wide, 0, parts.gate_up),
+                (post, 0, parts.down),
             ];
-            let kept = kept.into_iter().filter(|(again, _)| !again);
-            saved += t * element * kept.map(|(_, elements)| elements).sum::<u64>();
+            let (mut kept, mut again) = (0, 0);
+            for (elements, floats, recomputed) in arrays {
+                let bytes = t * (element * elements + 4 * floats);
+                *if recomputed { &mut again } else { &mut kept } += bytes;
+            }
+            most = most.max(again + t * element * (wide + 3 * hidden + q + width));
+            saved += kept;
         }
         let streams = (spec.blocks.len() as u64 + 1) * t * hidden * element;
         let chunk = config.head_chunk.min(spec.vocab_size) as u64;
@@ -231,7 +254,7 @@ fn what_fits(
     let fits = |small: &Config, tokens| of(small, tokens).total() <= there;
     if !fits(&small, tokens) && small.recompute != Recompute::Block {
         small.recompute = Recompute::Block;
-        changes.push("computing activations again (without --no-recompute)".to_owned());
+        changes.push("computing activations again (--recompute block)".to_owned());
     }
     if !fits(&small, tokens) && !small.recipe.release {
         small.recipe.release = true;

@@ -131,8 +131,12 @@ pub(in crate::cli) struct Args {
     /// Keep all gradients until the step's end, in float32
     #[arg(long, help_heading = "Memory")]
     keep_gradients: bool,
-    /// Keep activations for the backward pass rather than compute them again: faster, for more memory
-    #[arg(long, help_heading = "Memory")]
+    /// What of a block the backward pass computes again rather than keep: block (all, the default), none (faster, for more memory), or
+    /// some of norms,qkv,heads,attention,output,gate_up,down
+    #[arg(long, value_name = "PARTS", help_heading = "Memory")]
+    recompute: Option<Recompute>,
+    /// Keep activations for the backward pass rather than compute them again: --recompute none
+    #[arg(long, conflicts_with = "recompute", help_heading = "Memory")]
     no_recompute: bool,
     /// The device: cpu, cuda:N, or auto for the first GPU where there is one, else the CPU
     #[arg(long, default_value = "auto", help_heading = "Memory")]
@@ -340,8 +344,10 @@ impl Args {
                 ScheduleName::Wsd => Decay::Stable(LAST),
             };
         }
-        if self.no_recompute {
-            config.recompute = Recompute::None;
+        match (self.recompute, self.no_recompute) {
+            (Some(recompute), _) => config.recompute = recompute,
+            (None, true) => config.recompute = Recompute::None,
+            (None, false) => {}
         }
         config.check()?;
         Ok(config)
