@@ -114,7 +114,12 @@ impl Linear<'_> {
         let len = self.rows * n;
         let sizes = Sizes { m: self.rows, n, k };
         let weight = weight.first(n * k)?;
-        matmul(device, Form::NT, sizes, x, weight, out.first_mut(len)?, add)?;
+        let rows = match self.rounding.rows {
+            None => x,
+            Some(rounding) => rounded_rows(device, x, k, rounding, &mut s.rounded)?,
+        };
+        let to = out.first_mut(len)?;
+        matmul(device, Form::NT, sizes, rows, weight, to, add)?;
         for adapted in self.adapted(store) {
             self.add_adapter(store, &adapted, n, x, out.first_mut(len)?, s)?;
         }
