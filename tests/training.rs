@@ -303,6 +303,7 @@ fn gradients_are_those_of_autograd() {
             let options = Options {
                 recompute,
                 head_chunk,
+                ..Options::default()
             };
             let mut store = Dense::new(&device, &source);
             let mut pass = Pass::new(&device, source.spec(), source.layout(), options).unwrap();

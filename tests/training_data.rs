@@ -918,6 +918,10 @@ fn what_the_command_refuses() {
         &["--accumulate 2"],
     );
     refused(
+        &["--steps", "3", "--offload", "moments"],
+        &["offloaded from a cpu", "leave offload out"],
+    );
+    refused(
         &["--steps", "3", "--export", "x.dat"],
         &["x.dat", "nvfp4 quantize"],
     );

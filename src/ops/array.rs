@@ -142,6 +142,15 @@ impl<E: Element> Array<E> {
         Ok(Array { memory, len })
     }
 
+    /// `len` zeros that a GPU works with in the host's memory; see [`Device::check_offload`]. Counted under `tag`.
+    pub(super) fn offloaded(device: &Device, tag: Tag, len: usize) -> Result<Array<E>> {
+        let Device::Cuda(gpu) = device else {
+            bail!(Internal, "memory of the host for {}", device.name());
+        };
+        let bytes = product("memory of the host", &[len, E::GPU_BYTES])?;
+        Ok(Self::of_gpu(DeviceBuffer::of_host(gpu, tag, bytes)?, len))
+    }
+
     /// Elements.
     pub fn len(&self) -> usize {
         self.len
@@ -234,6 +243,15 @@ impl<E: Element> Array<E> {
             // Frees the old memory before it allocates the new.
             *self = Array::empty();
             *self = Array::scratch(device, len)?;
+        }
+        Ok(())
+    }
+
+    /// The same in the host's memory; see [`Device::check_offload`].
+    pub(crate) fn grow_offloaded(&mut self, device: &Device, len: usize) -> Result<()> {
+        if self.len < len {
+            *self = Array::empty();
+            *self = Array::offloaded(device, Tag::Scratch, len)?;
         }
         Ok(())
     }

@@ -55,6 +55,21 @@ impl Device {
         matches!(self, Device::Cuda(_))
     }
 
+    /// Refuses to keep in the host's memory what the device could keep in its own, where that would save nothing.
+    pub fn check_offload(&self) -> Result<()> {
+        match self {
+            Device::Cpu(_) => bail!(
+                Unsupported,
+                "nothing can be offloaded from a cpu: its memory is the host's; leave offload out"
+            ),
+            Device::Cuda(gpu) if gpu.is_integrated() => bail!(
+                Unsupported,
+                "nothing can be offloaded from {gpu:?}: it shares the host's memory, so that what is offloaded takes as much of it as before; leave offload out"
+            ),
+            Device::Cuda(_) => Ok(()),
+        }
+    }
+
     /// Threads of the host that the device computes with, or that may prepare work for it.
     pub fn threads(&self) -> usize {
         match self {

@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use twox_hash::XxHash3_64;
 
+use super::offload::Offload;
 use super::parameters::Parameters;
 use super::trainer::{Config, Progress, Trainer};
 use crate::base::Result;
@@ -193,7 +194,11 @@ impl Trainer {
     fn read(device: &Device, source: &Source, place: &Path) -> Result<(Trainer, Value)> {
         let header = read_header(place)?;
         check_model(&header, source, &header.config.recipe.layout(source)?)?;
-        let mut trainer = Trainer::empty(device, source, &header.config)?;
+        let mut config = header.config.clone();
+        if device.check_offload().is_err() {
+            config.offload = Offload::default();
+        }
+        let mut trainer = Trainer::empty(device, source, &config)?;
         let expected = describe(trainer.parameters())?;
         for (saved, expected) in header.parameters.iter().zip(&expected) {
             if let (Some(then), Some(now)) = (saved.frozen, expected.frozen)

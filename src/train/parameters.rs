@@ -8,6 +8,7 @@ use twox_hash::XxHash3_64;
 
 use super::adapter;
 use super::group::Group;
+use super::offload::Offload;
 use super::recipe::{Clip, Recipe, contains_one};
 use crate::base::Result;
 use crate::base::error::bail;
@@ -113,16 +114,32 @@ pub struct Parameters {
 
 impl Parameters {
     /// Those of a checkpoint.
-    pub fn new(device: &Device, source: &Source, recipe: &Recipe) -> Result<Parameters> {
-        Self::with(device, source, recipe, true)
+    pub fn new(
+        device: &Device,
+        source: &Source,
+        recipe: &Recipe,
+        offload: Offload,
+    ) -> Result<Parameters> {
+        Self::with(device, source, recipe, offload, true)
     }
 
     /// The same, but for zeros in the place of what is trained, to be restored.
-    pub(super) fn zeroed(device: &Device, source: &Source, recipe: &Recipe) -> Result<Parameters> {
-        Self::with(device, source, recipe, false)
+    pub(super) fn zeroed(
+        device: &Device,
+        source: &Source,
+        recipe: &Recipe,
+        offload: Offload,
+    ) -> Result<Parameters> {
+        Self::with(device, source, recipe, offload, false)
     }
 
-    fn with(device: &Device, source: &Source, recipe: &Recipe, filled: bool) -> Result<Parameters> {
+    fn with(
+        device: &Device,
+        source: &Source,
+        recipe: &Recipe,
+        offload: Offload,
+        filled: bool,
+    ) -> Result<Parameters> {
         let layout = recipe.layout(source)?;
         let base = source.layout().matrices.len();
         let first = recipe.first_block(source.spec().blocks.len());
@@ -153,7 +170,13 @@ impl Parameters {
                         false => Matrix::frozen(device, &host, forms.weight, m.rows, m.cols, &read),
                     }
                 };
-                matrix.map_err(|e| e.within(&m.name))
+                let offloaded = matrix.and_then(|mut matrix| {
+                    if offload.moments {
+                        matrix.offload_moments(device)?;
+                    }
+                    Ok(matrix)
+                });
+                offloaded.map_err(|e| e.within(&m.name))
             })
             .collect::<Result<Vec<_>>>()?;
         let vectors = (0..layout.vectors.len()).map(|id| Vector::new(device, &source.vector(id)?));

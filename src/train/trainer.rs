@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use serde::{Deserialize, Serialize};
 
 use super::group::Group;
+use super::offload::Offload;
 use super::parameters::{Parameters, StepPlan, StepReport};
 use super::recipe::{Clip, Recipe};
 use super::schedule::Schedule;
@@ -35,6 +36,8 @@ pub struct Config {
     pub recompute: Recompute,
     /// Tokens whose logits are computed at a time.
     pub head_chunk: usize,
+    /// What waits in the host's memory. A run that began with it goes on without where there is nothing to offload to, to the same bits.
+    pub offload: Offload,
     /// Steps in a row that may come to nothing because a loss or gradient is not finite.
     pub patience: u64,
 }
@@ -50,6 +53,7 @@ impl Default for Config {
             steps: 1000,
             recompute: options.recompute,
             head_chunk: options.head_chunk,
+            offload: Offload::default(),
             patience: 10,
         }
     }
@@ -187,14 +191,16 @@ impl Trainer {
     /// A trainer of the model of a checkpoint.
     pub fn new(device: &Device, source: &Source, config: &Config) -> Result<Trainer> {
         config.check()?;
-        let parameters = Parameters::new(device, source, &config.recipe)?;
+        config.offload.check(device)?;
+        let parameters = Parameters::new(device, source, &config.recipe, config.offload)?;
         Self::with(device, source, config, parameters)
     }
 
     /// The same with parameters that are yet to be restored.
     pub(super) fn empty(device: &Device, source: &Source, config: &Config) -> Result<Trainer> {
         config.check()?;
-        let parameters = Parameters::zeroed(device, source, &config.recipe)?;
+        config.offload.check(device)?;
+        let parameters = Parameters::zeroed(device, source, &config.recipe, config.offload)?;
         Self::with(device, source, config, parameters)
     }
 
@@ -208,6 +214,7 @@ impl Trainer {
         let options = Options {
             recompute: config.recompute,
             head_chunk: config.head_chunk,
+            offload: config.offload.activations,
         };
         let mut pass = Pass::new(device, source.spec(), parameters.layout(), options)?;
         pass.set_precision(config.recipe.precision(parameters.layout()));

@@ -11,7 +11,8 @@ use NVFP4::ops::training::attention::{Documents, PackedAttention, attention, att
 use NVFP4::ops::training::operand::{OperandRounding, ScaleRule, round_columns, round_rows};
 use NVFP4::ops::{Array, Element, Mixed, Slice};
 use NVFP4::train::{
-    Clip, Config, HiddenBatch, Lora, MicroBatch, ProductForm, Recipe, TableEncoding, Trainer,
+    Clip, Config, HiddenBatch, Lora, MicroBatch, Offload, ProductForm, Recipe, TableEncoding,
+    Trainer,
 };
 use half::bf16;
 
@@ -349,6 +350,74 @@ fn a_gpu_trains_in_every_mode() {
     });
     assert!((a.0 / b.0 - 1.0).abs() < 0.01, "{a:?} and {b:?}");
     assert!(b.1 < b.0, "{b:?}");
+}
+
+/// Moments and inputs of blocks in the host's memory: the same bits, less memory of the device, and a checkpoint that goes on where nothing
+/// can be offloaded.
+#[test]
+fn what_is_offloaded_gives_the_same_bits() {
+    let Some(gpu) = gpu() else { return };
+    let device = Device::Cuda(gpu);
+    let source = Source::open(&golden("qwen3_tied")).unwrap();
+    let settings = |offload| Config {
+        offload,
+        steps: 20,
+        ..Config::default()
+    };
+    let all = Offload {
+        moments: true,
+        activations: true,
+    };
+    if device.check_offload().is_err() {
+        let error = Trainer::new(&device, &source, &settings(all)).unwrap_err();
+        assert!(
+            error.to_string().contains("shares the host's memory"),
+            "{error}"
+        );
+        return;
+    }
+    let used =
+        || [Tag::DeviceWeights, Tag::Weights, Tag::Scratch].map(|tag| memory::usage(tag).current);
+    let run = |offload| {
+        let before = used();
+        let mut trainer = Trainer::new(&device, &source, &settings(offload)).unwrap();
+        let found = losses(&mut trainer, 0..10);
+        let after = used();
+        let more: [i64; 3] = std::array::from_fn(|i| after[i] as i64 - before[i] as i64);
+        (trainer, found, more)
+    };
+    let (kept, wanted, own) = run(Offload::default());
+    drop(kept);
+    for offload in ["moments", "activations", "moments,activations"] {
+        let (trainer, found, more) = run(offload.parse().unwrap());
+        assert_eq!(found, wanted, "{offload}");
+        let moments = own[0] - more[0];
+        let offloads: Offload = offload.parse().unwrap();
+        assert_eq!(
+            moments > 0,
+            offloads.moments,
+            "{offload}: {own:?} and {more:?}"
+        );
+        assert_eq!(more[1], moments, "{offload}: {own:?} and {more:?}");
+        // bf16, 256 tokens, a stream before each block.
+        let streams = 2 * 256 * source.spec().hidden_size * source.spec().blocks.len();
+        let away = if offloads.activations {
+            streams as i64
+        } else {
+            0
+        };
+        assert_eq!(more[2] - own[2], away, "{offload}: {own:?} and {more:?}");
+        if offload == "moments,activations" {
+            let place =
+                std::env::temp_dir().join(format!("nvfp4-cuda-offload-{}", std::process::id()));
+            let _ = std::fs::remove_dir_all(&place);
+            trainer.save(&place, &serde_json::Value::Null, 1).unwrap();
+            let (resumed, _) =
+                Trainer::resume(&Device::cpu(Some(1)).unwrap(), &source, &place).unwrap();
+            assert_eq!(resumed.config().offload, Offload::default());
+            std::fs::remove_dir_all(&place).unwrap();
+        }
+    }
 }
 
 /// The model on live weights, through fused kernels, has the bits of the one that is exported and loaded.

@@ -8,7 +8,7 @@ use NVFP4::format::residual::Bits;
 use NVFP4::ops::Device;
 use NVFP4::ops::training::optimizer::{Hyperparameters, WeightForm};
 use NVFP4::train::data::{self, Format, Long};
-use NVFP4::train::{Clip, Config, Decay, Recipe, Recompute};
+use NVFP4::train::{Clip, Config, Decay, Offload, Recipe, Recompute};
 use clap::ValueEnum;
 use serde_json::Value;
 
@@ -138,6 +138,9 @@ pub(in crate::cli) struct Args {
     /// Keep activations for the backward pass rather than compute them again: --recompute none
     #[arg(long, conflicts_with = "recompute", help_heading = "Memory")]
     no_recompute: bool,
+    /// What a GPU keeps in the host's memory: moments, activations (the inputs of blocks), both with a comma between them, or none
+    #[arg(long, value_name = "WHAT", help_heading = "Memory")]
+    offload: Option<Offload>,
     /// The device: cpu, cuda:N, or auto for the first GPU where there is one, else the CPU
     #[arg(long, default_value = "auto", help_heading = "Memory")]
     pub(super) device: String,
@@ -348,6 +351,9 @@ impl Args {
             (Some(recompute), _) => config.recompute = recompute,
             (None, true) => config.recompute = Recompute::None,
             (None, false) => {}
+        }
+        if let Some(offload) = self.offload {
+            config.offload = offload;
         }
         config.check()?;
         Ok(config)

@@ -40,6 +40,7 @@ pub struct Gpu {
     multiprocessors: usize,
     shared_limit: usize,
     managed: bool,
+    integrated: bool,
     driver_version: i32,
     device: sys::CUdevice,
     context: sys::CUcontext,
@@ -91,6 +92,7 @@ impl Gpu {
         let shared_limit =
             attribute(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize;
         let managed = attribute(CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS)? != 0;
+        let integrated = attribute(CU_DEVICE_ATTRIBUTE_INTEGRATED)? != 0;
         let driver_version = driver()?;
         // SAFETY: retained once here and released once in `drop`.
         let context = check(
@@ -113,6 +115,7 @@ impl Gpu {
             multiprocessors,
             shared_limit,
             managed,
+            integrated,
             driver_version,
             device,
             context,
@@ -194,6 +197,11 @@ impl Gpu {
     /// Whether managed memory may be used by host and device at once.
     pub fn concurrent_managed_access(&self) -> bool {
         self.managed
+    }
+
+    /// Whether its memory is the host's.
+    pub fn is_integrated(&self) -> bool {
+        self.integrated
     }
 
     /// Where this thread's work goes: the device's stream, or the one that is being recorded.

@@ -15,12 +15,20 @@ use crate::base::memory::{Claim, Tag};
 use crate::base::size::product;
 use crate::base::{Error, ErrorKind, Result};
 
-/// Device memory. Freed in stream order: work enqueued before may still use it.
+/// Memory that a device works with, in the order of its stream. Freed in that order, too: work enqueued before may still use it.
 pub struct DeviceBuffer {
     gpu: Arc<Gpu>,
     address: u64,
     bytes: usize,
-    _claim: Claim,
+    owner: Owner,
+}
+
+/// What the bytes of a buffer are of.
+enum Owner {
+    /// The device's pool.
+    Pool { _claim: Claim },
+    /// The host.
+    Host { _memory: Pinned },
 }
 
 fn allocate(gpu: &Gpu, tag: Tag, bytes: usize) -> Result<u64> {
@@ -73,7 +81,18 @@ impl DeviceBuffer {
             gpu: gpu.clone(),
             address,
             bytes,
-            _claim: claim,
+            owner: Owner::Pool { _claim: claim },
+        })
+    }
+
+    /// `bytes` of zeros in page-locked memory of the host, which the device reads and writes where they are: slower, and none of its own.
+    pub fn of_host(gpu: &Arc<Gpu>, tag: Tag, bytes: usize) -> Result<DeviceBuffer> {
+        let memory = Pinned::new(gpu, tag, bytes)?;
+        Ok(DeviceBuffer {
+            gpu: gpu.clone(),
+            address: if bytes == 0 { 0 } else { memory.address() },
+            bytes,
+            owner: Owner::Host { _memory: memory },
         })
     }
 
@@ -202,10 +221,19 @@ impl<'a> From<&'a DeviceBuffer> for DeviceSlice<'a> {
 
 impl Drop for DeviceBuffer {
     fn drop(&mut self) {
-        if self.address != 0 && self.gpu.bind().is_ok() {
-            // SAFETY: allocated from the pool and not used by anything enqueued later. A failure means that the context is
-            // broken, which every further call reports.
-            let _ = unsafe { result::free_async(self.address, self.gpu.stream()) };
+        if self.address == 0 || self.gpu.bind().is_err() {
+            return;
+        }
+        // A failure means that the context is broken, which every further call reports.
+        match self.owner {
+            Owner::Pool { .. } => {
+                // SAFETY: allocated from the pool and not used by anything enqueued later.
+                let _ = unsafe { result::free_async(self.address, self.gpu.stream()) };
+            }
+            // What is enqueued may still use it.
+            Owner::Host { .. } => {
+                let _ = self.gpu.synchronize();
+            }
         }
     }
 }
@@ -238,7 +266,7 @@ impl Pinned {
             unsafe { result::malloc_host(bytes.max(1), 0) },
             "allocating page-locked memory",
         )
-        .map_err(|e| e.within(format_args!("{bytes} bytes for {}", Tag::Scratch.name())))?
+        .map_err(|e| e.within(format_args!("{bytes} bytes for {}", tag.name())))?
         .cast::<u8>();
         // SAFETY: freshly allocated for `bytes` bytes.
         unsafe { data.write_bytes(0, bytes) };

@@ -14,6 +14,7 @@ mod precision;
 mod recompute;
 mod scratch;
 mod source;
+mod streams;
 
 pub use batch::Batch;
 pub use fresh::Fresh;

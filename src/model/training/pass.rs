@@ -6,13 +6,14 @@ use super::hidden::HiddenTargets;
 use super::precision::ProductPrecision;
 use super::recompute::Recompute;
 use super::scratch::{Saved, Scratch};
+use super::streams::Streams;
 use super::{Batch, Layout, Store};
 use crate::base::error::bail;
 use crate::base::{Result, call};
 use crate::format::adamw::GROUP_ROWS;
 use crate::model::Spec;
+use crate::ops::Device;
 use crate::ops::training::array;
-use crate::ops::{Array, Device, Mixed};
 
 /// How a pass uses memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,6 +22,9 @@ pub struct Options {
     pub recompute: Recompute,
     /// Tokens whose logits are computed at a time.
     pub head_chunk: usize,
+    /// Whether the inputs of blocks wait for the backward pass in the host's memory, which only a GPU with memory of its own takes:
+    /// [`Device::check_offload`].
+    pub offload: bool,
 }
 
 impl Default for Options {
@@ -28,6 +32,7 @@ impl Default for Options {
         Options {
             recompute: Recompute::default(),
             head_chunk: 8192,
+            offload: false,
         }
     }
 }
@@ -42,8 +47,7 @@ pub struct Pass {
     precision: ProductPrecision,
     /// What random bits of rounding follow from.
     key: u64,
-    /// The inputs of blocks, and the last one's results.
-    streams: Vec<Array<Mixed>>,
+    streams: Streams,
     /// What is kept of each block.
     saved: Vec<Saved>,
     /// What is computed again, of one block after another.
@@ -61,6 +65,9 @@ impl Pass {
                 options.head_chunk
             );
         }
+        if options.offload {
+            device.check_offload()?;
+        }
         let blocks = spec.blocks.len();
         Ok(Pass {
             device: device.clone(),
@@ -69,7 +76,7 @@ impl Pass {
             options,
             precision: ProductPrecision::default(),
             key: 0,
-            streams: (0..=blocks).map(|_| Array::empty()).collect(),
+            streams: Streams::new(blocks, options.offload),
             saved: (0..blocks).map(|_| Saved::new()).collect(),
             shared: Saved::new(),
             scratch: Scratch::new(),
@@ -126,10 +133,10 @@ impl Pass {
         }
     }
 
-    /// Takes a batch through all blocks; the last one's results are in the last stream.
-    fn forward(&mut self, store: &mut dyn Store, batch: &Batch) -> Result<()> {
+    /// Takes a batch through all blocks; the last one's results are in the last stream. `keeps` what the backward pass begins again from.
+    fn forward(&mut self, store: &mut dyn Store, batch: &Batch, keeps: bool) -> Result<()> {
         let len = batch.rows() * self.spec.hidden_size;
-        let mut first = std::mem::replace(&mut self.streams[0], Array::empty());
+        let mut first = self.streams.take(0);
         first.grow(&self.device, len)?;
         store.embed(self.layout.embedding, &batch.tokens, first.first_mut(len)?)?;
         if self.spec.embedding_scale != 1.0 {
@@ -139,20 +146,23 @@ impl Pass {
                 self.spec.embedding_scale,
             )?;
         }
-        self.streams[0] = first;
+        self.streams.put(0, first);
         for index in 0..self.spec.blocks.len() {
             call::check()?;
-            let mut out = std::mem::replace(&mut self.streams[index + 1], Array::empty());
+            let mut out = self.streams.take(index + 1);
             let mut saved = self.take_saved(index);
             let mut scratch = std::mem::replace(&mut self.scratch, Scratch::new());
-            let x = &self.streams[index];
+            let x = self.streams.at(index);
             let done =
                 self.block(batch, index)
                     .forward(store, x, &mut out, &mut saved, &mut scratch);
-            self.streams[index + 1] = out;
+            self.streams.put(index + 1, out);
             self.put_saved(index, saved);
             self.scratch = scratch;
             done?;
+            if keeps {
+                self.streams.keep(&self.device, index, len)?;
+            }
         }
         Ok(())
     }
@@ -167,9 +177,9 @@ impl Pass {
 
     /// The sum over the batch's rows of weight times cross-entropy.
     pub fn loss(&mut self, store: &mut dyn Store, batch: &Batch) -> Result<f64> {
-        self.forward(store, batch)?;
+        self.forward(store, batch, false)?;
         let mut scratch = std::mem::replace(&mut self.scratch, Scratch::new());
-        let last = &self.streams[self.spec.blocks.len()];
+        let last = self.streams.at(self.spec.blocks.len());
         let loss = self.head(batch).forward(store, last, &mut scratch);
         self.scratch = scratch;
         Ok(loss?.1)
@@ -177,9 +187,9 @@ impl Pass {
 
     /// The most likely token after the last one of the batch; its labels do not matter.
     pub fn next_token(&mut self, store: &mut dyn Store, batch: &Batch) -> Result<u32> {
-        self.forward(store, batch)?;
+        self.forward(store, batch, false)?;
         let mut scratch = std::mem::replace(&mut self.scratch, Scratch::new());
-        let last = &self.streams[self.spec.blocks.len()];
+        let last = self.streams.at(self.spec.blocks.len());
         let token = self.head(batch).next_token(store, last, &mut scratch);
         self.scratch = scratch;
         token
@@ -215,7 +225,7 @@ impl Pass {
         first_block: usize,
         hidden: Option<HiddenTargets<'_>>,
     ) -> Result<f64> {
-        self.forward(store, batch)?;
+        self.forward(store, batch, true)?;
         let first = first_block.min(self.spec.blocks.len());
         let mut scratch = std::mem::replace(&mut self.scratch, Scratch::new());
         let result = self.backward(store, batch, first, hidden, &mut scratch);
@@ -234,7 +244,7 @@ impl Pass {
         let blocks = self.spec.blocks.len();
         // Blocks and the head take turns with the largest part of the memory.
         self.release_blocks(s);
-        let (head, x) = (self.head(batch), &self.streams[blocks]);
+        let (head, x) = (self.head(batch), self.streams.at(blocks));
         let (loss, total) = match hidden {
             None => {
                 let (loss, total) = head.forward(store, x, s)?;
@@ -252,10 +262,12 @@ impl Pass {
         s.release_head();
         let embeds = first_block == 0 && store.trains(self.layout.embedding);
         for index in (first_block..blocks).rev() {
+            let len = batch.rows() * self.spec.hidden_size;
+            self.streams.fetch(index, len)?;
             let mut saved = self.take_saved(index);
             let parts = self.options.recompute.parts();
             let done = (|| {
-                let (block, x) = (self.block(batch, index), &self.streams[index]);
+                let (block, x) = (self.block(batch, index), self.streams.at(index));
                 block.forward_again(store, x, &mut saved, parts, s)?;
                 block.backward(store, x, &mut saved, s, index > first_block || embeds)
             })();
@@ -269,7 +281,7 @@ impl Pass {
                 let len = batch.rows() * self.spec.hidden_size;
                 array::clear(&self.device, s.dx.first_mut(len)?)?;
             }
-            let x = &self.streams[blocks];
+            let x = self.streams.at(blocks);
             self.head(batch)
                 .embedding_backward(store, loss.as_ref(), x, s)?;
         }

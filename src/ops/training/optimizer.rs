@@ -7,6 +7,7 @@ use super::super::{Array, Device, Mixed, Slice, SliceMut};
 use super::gpu;
 use crate::base::Result;
 use crate::base::error::bail;
+use crate::base::memory::Tag;
 use crate::cpu::Cpu;
 use crate::cpu::training::{MatrixRows, Rows, RowsStep, weight_global};
 use crate::cuda::DeviceBuffer;
@@ -81,6 +82,16 @@ impl FieldArrays {
             scales: Array::empty(),
             globals: Array::empty(),
         }
+    }
+
+    /// The same with room in the host's memory, and zeros there.
+    fn offloaded(&self, device: &Device) -> Result<FieldArrays> {
+        Ok(FieldArrays {
+            bytes: self.bytes,
+            codes: Array::offloaded(device, Tag::Weights, self.codes.len())?,
+            scales: Array::offloaded(device, Tag::Weights, self.scales.len())?,
+            globals: Array::offloaded(device, Tag::Weights, self.globals.len())?,
+        })
     }
 
     fn held(&self) -> usize {
@@ -443,6 +454,16 @@ impl Matrix {
                 },
             )?,
         })
+    }
+
+    /// Moves the moments, which must be zeros yet, to the host's memory. A step reads and writes them there, over the bus; see
+    /// [`Device::check_offload`].
+    pub fn offload_moments(&mut self, device: &Device) -> Result<()> {
+        if !self.frozen {
+            self.first = self.first.offloaded(device)?;
+            self.second = self.second.offloaded(device)?;
+        }
+        Ok(())
     }
 
     /// Encodes rows, rounded to nearest.

@@ -1,0 +1,76 @@
+//! The residual stream as it enters blocks, which the backward pass begins again from.
+
+use crate::base::Result;
+use crate::ops::{Array, Device, Mixed, Slice};
+
+/// The inputs of blocks, and the last one's results.
+#[derive(Debug)]
+pub(super) struct Streams {
+    /// Those that stay on the device: all, or the last one alone.
+    kept: Vec<Array<Mixed>>,
+    /// The inputs of blocks in the host's memory, where those are offloaded.
+    away: Vec<Array<Mixed>>,
+    /// Then, on the device: the input of a block and its results, in turns.
+    near: [Array<Mixed>; 2],
+}
+
+impl Streams {
+    /// Of so many blocks.
+    pub(super) fn new(blocks: usize, offloads: bool) -> Streams {
+        let empty = |count| (0..count).map(|_| Array::empty()).collect();
+        Streams {
+            kept: empty(if offloads { 1 } else { blocks + 1 }),
+            away: empty(if offloads { blocks } else { 0 }),
+            near: [Array::empty(), Array::empty()],
+        }
+    }
+
+    fn offloads(&self) -> bool {
+        !self.away.is_empty()
+    }
+
+    /// What enters block `index`, or leaves the last one, on the device.
+    pub(super) fn at(&self, index: usize) -> &Array<Mixed> {
+        match self.offloads() {
+            false => &self.kept[index],
+            true if index == self.away.len() => &self.kept[0],
+            true => &self.near[index % 2],
+        }
+    }
+
+    fn at_mut(&mut self, index: usize) -> &mut Array<Mixed> {
+        match self.offloads() {
+            false => &mut self.kept[index],
+            true if index == self.away.len() => &mut self.kept[0],
+            true => &mut self.near[index % 2],
+        }
+    }
+
+    /// The same, to be written; [`Streams::put`] takes it back.
+    pub(super) fn take(&mut self, index: usize) -> Array<Mixed> {
+        std::mem::replace(self.at_mut(index), Array::empty())
+    }
+
+    pub(super) fn put(&mut self, index: usize, stream: Array<Mixed>) {
+        *self.at_mut(index) = stream;
+    }
+
+    /// When block `index` has run forward: its input, of `len` elements, goes to where it stays for the backward pass.
+    pub(super) fn keep(&mut self, device: &Device, index: usize, len: usize) -> Result<()> {
+        if !self.offloads() {
+            return Ok(());
+        }
+        let (away, near) = (&mut self.away[index], &self.near[index % 2]);
+        away.grow_offloaded(device, len)?;
+        away.first_mut(len)?.copy_from(near.first(len)?)
+    }
+
+    /// Before block `index` runs again: its input comes back.
+    pub(super) fn fetch(&mut self, index: usize, len: usize) -> Result<()> {
+        if !self.offloads() {
+            return Ok(());
+        }
+        let from: Slice<'_, Mixed> = self.away[index].first(len)?;
+        self.near[index % 2].first_mut(len)?.copy_from(from)
+    }
+}

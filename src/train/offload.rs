@@ -1,0 +1,84 @@
+//! What waits in the host's memory for its turn.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+use crate::base::error::{Error, Result, err};
+use crate::ops::Device;
+
+/// What a trainer on a GPU keeps in page-locked memory of the host rather than on the device. Nothing by default; whatever is chosen gives
+/// the same bits. Refused where host and device share their memory: [`Device::check_offload`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Offload {
+    /// The moments of matrices. A step reads and writes them once, over the bus.
+    pub moments: bool,
+    /// The inputs of blocks between the forward and the backward pass: the hidden size for each token of each block.
+    pub activations: bool,
+}
+
+impl Offload {
+    /// Refuses what would save nothing on this device.
+    pub(super) fn check(self, device: &Device) -> Result<()> {
+        match self.moments || self.activations {
+            true => device.check_offload(),
+            false => Ok(()),
+        }
+    }
+}
+
+impl fmt::Display for Offload {
+    /// As [`Offload::from_str`] reads it.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match (self.moments, self.activations) {
+            (false, false) => "none",
+            (true, false) => "moments",
+            (false, true) => "activations",
+            (true, true) => "moments,activations",
+        })
+    }
+}
+
+impl FromStr for Offload {
+    type Err = Error;
+
+    /// `none`, or `moments`, `activations` or both with a comma between them.
+    fn from_str(text: &str) -> Result<Offload> {
+        let mut offload = Offload::default();
+        if text == "none" {
+            return Ok(offload);
+        }
+        for name in text.split(',').map(str::trim) {
+            match name {
+                "moments" => offload.moments = true,
+                "activations" => offload.activations = true,
+                _ => {
+                    return Err(err!(
+                        InvalidArgument,
+                        "'{name}' is nothing that can be offloaded: none, moments, activations, or both with a comma between them"
+                    ));
+                }
+            }
+        }
+        Ok(offload)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn choices_are_read_as_they_are_written() {
+        for text in ["none", "moments", "activations", "moments,activations"] {
+            assert_eq!(text.parse::<Offload>().unwrap().to_string(), text);
+        }
+        let error = "weights".parse::<Offload>().unwrap_err().to_string();
+        assert!(
+            error.contains("'weights'") && error.contains("moments"),
+            "{error}"
+        );
+    }
+}
