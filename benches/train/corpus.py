@@ -3,8 +3,8 @@
 
 SOURCE is a folder of text files (.txt, .txt.gz, .pod; what a package of documentation unpacks to). OUT gets train.jsonl and held.jsonl, a
 document a line, and model/, a Qwen3 of the given shape without weights: config.json, and the byte-level BPE that is trained on the text. Files
-are split by a checksum of their names, one in fifty held out; --hold NAME holds out exactly the files whose names contain NAME. Same input,
-same output. Needs the package tokenizers.
+are split by a checksum of their names, one in fifty held out; --hold NAME holds out exactly the files whose names contain NAME. --match takes only
+the files whose names match a regular expression. Same input, same output. Needs the package tokenizers.
 """
 import argparse
 import gzip
@@ -39,6 +39,7 @@ def main():
     arguments.add_argument("--vocab", type=int, default=8192)
     arguments.add_argument("--shape", choices=SHAPES, default="14m")
     arguments.add_argument("--hold")
+    arguments.add_argument("--match", default="")
     arguments.add_argument("--mebibytes", type=float, default=64)
     a = arguments.parse_args()
 
@@ -48,7 +49,7 @@ def main():
     train, held, size, seen = [], [], 0, set()
     for path in names:
         name = str(path.relative_to(a.source))
-        if "translations" in name:
+        if "translations" in name or not re.search(a.match, name):
             continue
         text = text_of(path)
         if len(text) < 200 or text in seen:

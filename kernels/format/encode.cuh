@@ -23,6 +23,18 @@ __device__ __forceinline__ u32 encode_scale(float x) {
 // As above, but never 0.
 __device__ __forceinline__ u32 encode_scale_above_zero(float x) { return max(encode_scale(x), 1u); }
 
+// The least e4m3 byte whose value is at least x, which is not negative; saturates.
+__device__ __forceinline__ u32 encode_scale_up(float x) {
+    u32 nearest = encode_scale(x);
+    return nearest + (scale_to_float(nearest) < x && nearest < E4M3_MAX_BYTE);
+}
+
+// The smallest power of two 2^p such that reach < 2^(p + bits). Mirrors power_for() of src/format/adamw.rs.
+__device__ __forceinline__ float power_for(float reach, int bits) {
+    int exponent = (int)(__float_as_uint(reach) >> 23 & 0xff) - 127;
+    return __uint_as_float((u32)max(min(max(exponent, -80), 127) + 1 - bits + 127, 1) << 23);
+}
+
 // The magnitude code of a quotient that is not negative, by rounding mode.
 __device__ __forceinline__ u32 nearest_even(float q) {
     return (q > 0.25f) + (q >= 0.75f) + (q > 1.25f) + (q >= 1.75f) + (q > 2.5f) + (q >= 3.5f) + (q > 5.0f);

@@ -47,11 +47,6 @@ constexpr int THREADS = 128;
 constexpr float SMALLEST_NORMAL = 1.17549435e-38f;
 constexpr float KEPT_LEAST = 5.2f, KEPT_MOST = 6.6f;
 
-// Mirrors power_for().
-__device__ __forceinline__ float power_for(float reach, int bits) {
-    int exponent = (int)(__float_as_uint(reach) >> 23 & 0xff) - 127;
-    return __uint_as_float((u32)max(min(max(exponent, -80), 127) + 1 - bits + 127, 1) << 23);
-}
 // What scales of a group's moments after a step are made with: 1 divided by the global scale, and by the largest code too.
 struct Globals {
     float inverse, most;

@@ -1,4 +1,4 @@
-// The quantization of a block of 16 values to NVFP4: what quantize.cu and search.cu share.
+// The quantization of a block of 16 values to NVFP4: what quantize.cu, search.cu and training.cu share.
 #pragma once
 #include "common/note.cuh"
 #include "common/values.cuh"
@@ -135,4 +135,27 @@ __device__ __forceinline__ float step_of(const Arguments& a, u32 scale, float gl
 // The scale that maps the largest magnitude to 6; `sixth` is a sixth of that magnitude.
 __device__ __forceinline__ u32 scale_of(const Arguments& a, float sixth, float global) {
     return a.legacy ? encode_scale(fmaxf(sixth, LEGACY_FLOOR)) : encode_scale_above_zero(sixth / global);
+}
+
+// The squared error of a block for a scale, rounding to nearest, summed pairwise in the same order as on the CPU. Only exact operations may
+// be fused.
+__device__ __forceinline__ double squared_error(const float (&x)[BLOCK], u32 scale, float global) {
+    float step = step_of(scale, global);
+    double exact = (double)scale_to_float(scale) * (double)global;
+    double squares[BLOCK];
+#pragma unroll
+    for (int i = 0; i < BLOCK; i++) {
+        double difference = (double)fabsf(x[i]) - (double)magnitude(nearest_even(fabsf(x[i]) / step)) * exact;
+        squares[i] = __dmul_rn(difference, difference);
+    }
+#pragma unroll
+    for (int width = BLOCK / 2; width > 0; width /= 2)
+#pragma unroll
+        for (int i = 0; i < width; i++) squares[i] = __dadd_rn(squares[i], squares[i + width]);
+    return squares[0];
+}
+
+__device__ __forceinline__ u32 four_over_six(const float (&x)[BLOCK], float amax, float global) {
+    u32 six = encode_scale_above_zero(amax / 6.0f / global), four = encode_scale_above_zero(amax / 4.0f / global);
+    return squared_error(x, four, global) < squared_error(x, six, global) ? four : six;
 }

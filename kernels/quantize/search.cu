@@ -2,29 +2,6 @@
 #include "quantize/block.cuh"
 #include "format/random.cuh"
 
-// The squared error of a block for a scale, rounding to nearest, summed pairwise in the same order as on the CPU. Only exact operations may
-// be fused.
-__device__ __forceinline__ double squared_error(const float (&x)[BLOCK], u32 scale, float global) {
-    float step = step_of(scale, global);
-    double exact = (double)scale_to_float(scale) * (double)global;
-    double squares[BLOCK];
-#pragma unroll
-    for (int i = 0; i < BLOCK; i++) {
-        double difference = (double)fabsf(x[i]) - (double)magnitude(nearest_even(fabsf(x[i]) / step)) * exact;
-        squares[i] = __dmul_rn(difference, difference);
-    }
-#pragma unroll
-    for (int width = BLOCK / 2; width > 0; width /= 2)
-#pragma unroll
-        for (int i = 0; i < width; i++) squares[i] = __dadd_rn(squares[i], squares[i + width]);
-    return squares[0];
-}
-
-__device__ __forceinline__ u32 four_over_six(const float (&x)[BLOCK], float amax, float global) {
-    u32 six = encode_scale_above_zero(amax / 6.0f / global), four = encode_scale_above_zero(amax / 4.0f / global);
-    return squared_error(x, four, global) < squared_error(x, six, global) ? four : six;
-}
-
 // See sweep() in src/format/nvfp4.rs for why no other scale can be the best.
 __device__ __forceinline__ u32 sweep(const float (&x)[BLOCK], float amax, float global) {
     constexpr u32 FIRST_NORMAL = 8;

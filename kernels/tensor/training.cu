@@ -1,4 +1,5 @@
-// What training does with arrays whatever they are: sums of rows of partial sums, sums of two arrays, conversions, factors, constants.
+// What training does with arrays whatever they are: sums of rows of partial sums, sums of two arrays, conversions, factors, constants,
+// columns.
 #include "common/reduce.cuh"
 #include "common/values.cuh"
 
@@ -96,4 +97,34 @@ extern "C" __global__ void __launch_bounds__(THREADS) train_to_f32(const __grid_
     float4* x = (float4*)a.x + 2 * i;
     x[0] = make_float4(y[0], y[1], y[2], y[3]);
     x[1] = make_float4(y[4], y[5], y[6], y[7]);
+}
+
+struct ColumnArguments {
+    uint4* all;             // bf16, rows of `width` pieces
+    uint4* part;            // bf16, rows of `columns` pieces, which are those of `all` from piece `first` on
+    u64 pieces;             // of `part`
+    int width;
+    int columns;
+    int first;
+};
+
+__device__ __forceinline__ uint4* piece_of_all(const ColumnArguments& a, u64 i) {
+    return a.all + i / a.columns * a.width + a.first + i % a.columns;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) train_columns_copy(const __grid_constant__ ColumnArguments a) {
+    u64 i = this_piece();
+    if (i < a.pieces) a.part[i] = *piece_of_all(a, i);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) train_columns_add(const __grid_constant__ ColumnArguments a) {
+    u64 i = this_piece();
+    if (i >= a.pieces) return;
+    uint4* sum = piece_of_all(a, i);
+    float x[PIECE], y[PIECE];
+    load_bf16(sum, x);
+    load_bf16(a.part + i, y);
+#pragma unroll
+    for (int e = 0; e < PIECE; e++) x[e] += y[e];
+    store_bf16(sum, x);
 }

@@ -372,7 +372,7 @@ impl NVFP4_TrainerOptions {
                 floor: self.floor,
             },
             steps: self.steps,
-            recompute: flag("recompute", self.recompute)?,
+            recompute: flag("recompute", self.recompute)?.into(),
             ..Config::default()
         };
         config.optimizer.rate = self.rate;

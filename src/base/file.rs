@@ -130,7 +130,7 @@ impl Temporary {
     }
 
     /// The file with all of its content.
-    pub(super) fn filled(self, content: &[u8]) -> Result<Self> {
+    pub fn filled(self, content: &[u8]) -> Result<Self> {
         self.write_at(content, 0)?;
         self.sync()?;
         Ok(self)

@@ -76,6 +76,11 @@ fn directory_of(file: &Path) -> &Path {
     }
 }
 
+/// What a directory says of a model beside its weights, which need not be there.
+pub fn describe(directory: &Path) -> Result<Metadata> {
+    companion::read(directory)
+}
+
 /// Opens the content of one whole `.dat`, `.safetensors` or `.gguf` file that is already in memory. `name` stands for the file
 /// in messages, and its extension tells `.dat` apart, which has no magic number. `families` are as in [`open`].
 pub fn open_bytes(

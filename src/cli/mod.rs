@@ -19,6 +19,7 @@ mod rm;
 mod run;
 mod sampling;
 mod synth;
+mod train;
 mod view;
 
 use std::process::ExitCode;
@@ -30,7 +31,7 @@ use clap::{Parser, Subcommand};
 #[command(
     name = "nvfp4",
     version,
-    about = "Run, quantize and measure language models with weights in NVFP4"
+    about = "Run, train, quantize and measure language models with weights in NVFP4"
 )]
 struct Cli {
     #[command(subcommand)]
@@ -49,6 +50,8 @@ enum Command {
     Models(models::Args),
     /// Remove a fetched model
     Rm(rm::Args),
+    /// Teach a model what stands in files, with weights and optimizer in 4 bits
+    Train(Box<train::Args>),
     /// Convert a model to NVFP4 on disk
     Quantize(quantize::Args),
     /// List what a model file holds
@@ -84,6 +87,7 @@ fn dispatch(command: Command) -> Result<()> {
         Command::Pull(args) => pull::run(&args),
         Command::Models(args) => models::run(&args),
         Command::Rm(args) => rm::run(&args),
+        Command::Train(args) => train::run(&args),
         Command::Quantize(args) => quantize::run(&args),
         Command::Inspect(args) => inspect::run(&args),
         Command::Synth(args) => synth::run(&args),

@@ -134,17 +134,8 @@ impl ModelArgs {
         )
     }
 
-    fn named(&self, device: &str) -> Result<Device> {
-        if device == "cpu" {
-            Device::cpu(self.threads)
-        } else if let Some(ordinal) = cuda_ordinal(device) {
-            Device::cuda(ordinal).map_err(|e| e.within(format_args!("device '{device}'")))
-        } else {
-            bail!(
-                InvalidArgument,
-                "device '{device}' is not known; use auto, cpu, cuda or cuda:N"
-            )
-        }
+    fn named(&self, name: &str) -> Result<Device> {
+        device(name, self.threads)
     }
 
     pub(super) fn activations(&self) -> Activations {
@@ -201,6 +192,20 @@ impl ModelArgs {
         let model = watch.during(|| Model::load(path, &options));
         bar.finish_and_clear();
         model
+    }
+}
+
+/// The device of this name, with so many threads if it is the CPU.
+pub(super) fn device(name: &str, threads: Option<usize>) -> Result<Device> {
+    if name == "cpu" {
+        Device::cpu(threads)
+    } else if let Some(ordinal) = cuda_ordinal(name) {
+        Device::cuda(ordinal).map_err(|e| e.within(format_args!("device '{name}'")))
+    } else {
+        bail!(
+            InvalidArgument,
+            "device '{name}' is not known; use auto, cpu, cuda or cuda:N"
+        )
     }
 }
 

@@ -89,6 +89,7 @@ units! {
     Quantize = "quantize/quantize.cu",
     QuantizeSearch = "quantize/search.cu",
     Swizzle = "quantize/swizzle.cu",
+    OperandTraining = "quantize/training.cu",
     Rotate = "rope/rotate.cu",
     RopeStore = "rope/store.cu",
     RopeStoreGeneral = "rope/store_general.cu",

@@ -10,7 +10,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::moment::{self, dither};
-use super::nvfp4::BLOCK;
+use super::nvfp4::{self, BLOCK};
 use super::random::{bits, bits16, words};
 use super::residual::{self, Bits, DRAW_BITS};
 use super::{Rounding, e2m1, e4m3};
@@ -435,6 +435,10 @@ pub fn decode_weights(
     global: f32,
     whole: bool,
 ) -> [f32; BLOCK] {
+    if form == WeightForm::OneTerm || form.is_packed() && !whole {
+        // In the order of products that holds for any global scale; powers of two make no difference.
+        return std::array::from_fn(|i| nvfp4::decode(nibble(codes, i), scale, global));
+    }
     let unit = match form.is_packed() {
         true => e4m3::decode(scale) * global,
         false => 1.0,

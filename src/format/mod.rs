@@ -7,6 +7,7 @@ pub mod e4m3;
 pub mod moment;
 pub mod nf4;
 pub mod nvfp4;
+pub mod operand;
 pub mod random;
 pub mod residual;
 pub mod swizzle;

@@ -634,8 +634,14 @@ fn description(source: &Metadata, head_added: bool) -> Result<(Metadata, Files)>
     if head_added && let Some(config) = metadata.config.as_mut().and_then(|c| c.as_object_mut()) {
         config.insert("tie_word_embeddings".to_owned(), false.into());
     }
+    Ok((metadata, text_files(&source.tokenizer)?))
+}
+
+/// The files of a directory, by their names, that hold the tokenizer, the template and the sampling of a source which has them inside;
+/// none for other sources, whose own files are copied.
+pub fn text_files(source: &TokenizerSource) -> Result<Vec<(String, Vec<u8>)>> {
     let mut files = Vec::new();
-    if let TokenizerSource::Vocabulary(vocabulary) = &source.tokenizer {
+    if let TokenizerSource::Vocabulary(vocabulary) = source {
         let tokenizer = Tokenizer::from_vocabulary(&text::spec(vocabulary))
             .map_err(|e| e.within("the tokenizer"))?;
         let text = |id: Option<u32>| id.and_then(|id| vocabulary.tokens.get(id as usize));
@@ -681,5 +687,5 @@ fn description(source: &Metadata, head_added: bool) -> Result<(Metadata, Files)>
             files.push((name.to_owned(), text));
         }
     }
-    Ok((metadata, files))
+    Ok(files)
 }

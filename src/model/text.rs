@@ -30,7 +30,8 @@ pub(super) fn beside<T>(
     Ok((text.unwrap_or_else(PoisonError::into_inner), worked))
 }
 
-fn read(source: &TokenizerSource) -> Result<TextFiles> {
+/// The text side of a checkpoint, empty where it has none.
+pub(super) fn read(source: &TokenizerSource) -> Result<TextFiles> {
     match source {
         TokenizerSource::None => Ok(TextFiles::default()),
         TokenizerSource::Directory(directory) => read_directory(directory),

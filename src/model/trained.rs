@@ -33,7 +33,7 @@ impl Model {
         if let Device::Cuda(gpu) = device {
             gpu.prepare(&fused::units(&spec), &crate::base::call::is_over)?;
         }
-        let text = source.text()?;
+        let text = source.text_files()?;
         let made = Made {
             weights: weights(source, trained)?,
             spec,

@@ -2,6 +2,7 @@
 //! writes, and matched with the tokens that a sequence holds already.
 
 use std::borrow::Cow;
+use std::ops::Range;
 
 use serde_json::{Map, Value};
 
@@ -129,6 +130,14 @@ impl Prompt {
     pub fn after(mut self, bytes: usize) -> Prompt {
         self.text.drain(..bytes);
         self
+    }
+
+    /// The bytes `range` of the rendered text, which lie between characters.
+    pub fn part(&self, range: Range<usize>) -> Prompt {
+        Prompt {
+            text: self.text[range].to_owned(),
+            mark: self.mark,
+        }
     }
 
     /// The same with `first` before it.

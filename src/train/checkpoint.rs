@@ -16,7 +16,7 @@ use super::trainer::{Config, Progress, Trainer};
 use crate::base::Result;
 use crate::base::directory::{self, NewDirectory};
 use crate::base::error::{Error, bail, err};
-use crate::model::training::Source;
+use crate::model::training::{Layout, Source};
 use crate::ops::Device;
 use crate::ops::training::optimizer::StatePart;
 
@@ -36,6 +36,9 @@ struct Saved {
     /// Of a matrix.
     global: Option<f32>,
     steps: u64,
+    /// The checksum of what is frozen, which comes from the model that training began with, and is not in `state.bin`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    frozen: Option<u64>,
     /// Bytes of each of its arrays in `state.bin`, in their order.
     arrays: Vec<(String, u64)>,
 }
@@ -58,35 +61,41 @@ struct Header {
 const VECTOR_PARTS: [&str; 3] = ["values", "first", "second"];
 
 /// What a checkpoint says of the parameters.
-fn describe(parameters: &Parameters) -> Vec<Saved> {
+fn describe(parameters: &Parameters) -> Result<Vec<Saved>> {
     let layout = parameters.layout();
-    let matrices = parameters
-        .matrices()
-        .iter()
-        .zip(&layout.matrices)
-        .map(|(matrix, m)| Saved {
+    let mut all = Vec::new();
+    for (id, m) in layout.matrices.iter().enumerate() {
+        let matrix = &parameters.matrices()[id];
+        let frozen = parameters.checksum(id)?;
+        let part = |part: StatePart| (part.name().to_owned(), matrix.part_bytes(part) as u64);
+        all.push(Saved {
             name: m.name.clone(),
             shape: vec![m.rows, m.cols],
             global: Some(matrix.global()),
             steps: matrix.steps(),
-            arrays: StatePart::ALL
-                .map(|part| (part.name().to_owned(), matrix.part_bytes(part) as u64))
-                .to_vec(),
+            arrays: match frozen {
+                Some(_) => Vec::new(),
+                None => StatePart::ALL.map(part).to_vec(),
+            },
+            frozen,
         });
-    let vectors = parameters
-        .vectors()
-        .iter()
-        .zip(&layout.vectors)
-        .map(|(vector, v)| Saved {
+    }
+    for (id, v) in layout.vectors.iter().enumerate() {
+        let frozen = parameters.vector_checksum(id)?;
+        let part = |name: &str| (name.to_owned(), 4 * v.len as u64);
+        all.push(Saved {
             name: v.name.clone(),
             shape: vec![v.len],
             global: None,
-            steps: vector.steps(),
-            arrays: VECTOR_PARTS
-                .map(|name| (name.to_owned(), 4 * v.len as u64))
-                .to_vec(),
+            steps: parameters.vectors()[id].steps(),
+            arrays: match frozen {
+                Some(_) => Vec::new(),
+                None => VECTOR_PARTS.map(part).to_vec(),
+            },
+            frozen,
         });
-    matrices.chain(vectors).collect()
+    }
+    Ok(all)
 }
 
 /// The checkpoints in a directory, by their steps, rising.
@@ -112,12 +121,13 @@ impl Trainer {
     /// least 1. `data` is given back by [`Trainer::resume`]. What is not written whole leaves nothing, and the checkpoints before stay.
     pub fn save(&self, directory: &Path, data: &Value, keep: usize) -> Result<PathBuf> {
         let place = directory.join(format!("{PREFIX}{:0DIGITS$}", self.progress().steps));
-        let saved = describe(self.parameters());
+        let saved = describe(self.parameters())?;
         let size = saved
             .iter()
             .flat_map(|s| &s.arrays)
             .map(|(_, bytes)| bytes)
             .sum();
+        let matrices = self.parameters().matrices().len();
         let new = NewDirectory::replace(&place, is_checkpoint)?;
         let state = new.file(STATE, size)?;
         let (mut at, mut sum) = (0, XxHash3_64::new());
@@ -128,15 +138,18 @@ impl Trainer {
             Ok(())
         };
         for matrix in self.parameters().matrices() {
+            if matrix.is_frozen() {
+                continue;
+            }
             for part in StatePart::ALL {
                 write(&matrix.read_part(self.device(), part)?)?;
             }
         }
-        for vector in self.parameters().vectors() {
-            vector
-                .read_state()?
-                .iter()
-                .try_for_each(|bytes| write(bytes))?;
+        for (vector, saved) in self.parameters().vectors().iter().zip(&saved[matrices..]) {
+            if saved.frozen.is_none() {
+                let state = vector.read_state()?;
+                state.iter().try_for_each(|bytes| write(bytes))?;
+            }
         }
         state.sync()?;
         let header = Header {
@@ -179,10 +192,19 @@ impl Trainer {
 
     fn read(device: &Device, source: &Source, place: &Path) -> Result<(Trainer, Value)> {
         let header = read_header(place)?;
-        check_model(&header, source)?;
+        check_model(&header, source, &header.config.recipe.layout(source)?)?;
         let mut trainer = Trainer::empty(device, source, &header.config)?;
-        let expected = describe(trainer.parameters());
+        let expected = describe(trainer.parameters())?;
         for (saved, expected) in header.parameters.iter().zip(&expected) {
+            if let (Some(then), Some(now)) = (saved.frozen, expected.frozen)
+                && then != now
+            {
+                bail!(
+                    InvalidArgument,
+                    "{} of the model is not the one that stood still while the checkpoint was trained; resume with the model that training began with",
+                    saved.name
+                );
+            }
             if saved.arrays != expected.arrays {
                 bail!(
                     CorruptFile,
@@ -223,6 +245,9 @@ impl Trainer {
             .iter_mut()
             .zip(matrices)
         {
+            if matrix.is_frozen() {
+                continue;
+            }
             let codes = read(matrix.part_bytes(StatePart::Codes))?;
             let scales = read(matrix.part_bytes(StatePart::Scales))?;
             matrix.write_weights(device, &codes, &scales)?;
@@ -238,6 +263,9 @@ impl Trainer {
             .iter_mut()
             .zip(vectors)
         {
+            if saved.frozen.is_some() {
+                continue;
+            }
             let len = 4 * vector.values().len();
             let (values, first, second) = (read(len)?, read(len)?, read(len)?);
             vector.write_state([&values, &first, &second], saved.steps)?;
@@ -282,8 +310,7 @@ fn read_header(place: &Path) -> Result<Header> {
 }
 
 /// Refuses another model than the one that a checkpoint is of, with the names that differ.
-fn check_model(header: &Header, source: &Source) -> Result<()> {
-    let layout = source.layout();
+fn check_model(header: &Header, source: &Source, layout: &Layout) -> Result<()> {
     let matrices = layout
         .matrices
         .iter()

@@ -2,22 +2,25 @@
 
 use std::path::Path;
 
+use serde_json::json;
+
+use super::adapter;
 use super::trainer::Trainer;
 use crate::base::Result;
-use crate::base::error::bail;
+use crate::base::directory::NewDirectory;
+use crate::base::error::{bail, err};
 use crate::checkpoint::{Checkpoint, DatWriter, Encoding, ModelOptWriter, Planned, Writer};
-use crate::model::training::{MatrixId, Source, VectorId};
-use crate::ops::SliceMut;
+use crate::format::nvfp4::{self, BLOCK, Levels, QuantizeOptions, Recipe, quantize_rows};
+use crate::model::convert::text_files;
+use crate::model::training::{Layout, MatrixId, Source, VectorId};
 use crate::ops::training::optimizer::Matrix;
 use crate::tensor::DType;
-
-/// Rows that are written at a time.
-const ROWS: usize = 256;
 
 /// What a model directory holds embeddings, and a head beside them, as.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum TableEncoding {
-    /// bfloat16, which holds what is delivered exactly, and which every reader of such directories knows.
+    /// bfloat16, which holds what is delivered exactly, and which every reader of such directories knows; NVFP4 where a table is frozen in
+    /// it.
     #[default]
     Bf16,
     /// NVFP4, as they are trained: a quarter of the bytes.
@@ -31,8 +34,11 @@ enum Content {
 }
 
 impl Trainer {
-    /// Writes the model to a directory in ModelOpt's layout: matrices as NVFP4 where they are trained as such, and else in float32; norms
-    /// and biases in float32. An existing model there is replaced if `replace`.
+    /// Writes the model to a directory in ModelOpt's layout: matrices as NVFP4 where they are held as such, and else in bfloat16 or
+    /// float32; norms and biases in float32. Adapters are merged into their matrices, which are quantized again, as
+    /// [`Recipe::weight_scales`] says. An existing model there is replaced if `replace`.
+    ///
+    /// [`Recipe::weight_scales`]: super::Recipe::weight_scales
     pub fn export_directory(
         &self,
         source: &Source,
@@ -41,13 +47,16 @@ impl Trainer {
         replace: bool,
     ) -> Result<()> {
         let layout = source.layout();
+        // Global scales of trained matrices are powers of two; others leave values that bfloat16 does not hold.
+        let is_frozen = |id: MatrixId| self.parameters().matrices()[id].is_frozen();
         let is_table = |id: MatrixId| id == layout.embedding || id == layout.head;
         let encoding =
             |id: MatrixId| match self.parameters().matrices()[id].forms().weight.is_packed() {
-                true if is_table(id) && tables == TableEncoding::Bf16 => {
+                true if is_table(id) && tables == TableEncoding::Bf16 && !is_frozen(id) => {
                     Encoding::Dense(DType::BF16)
                 }
                 true => Encoding::Nvfp4,
+                false if self.parameters().is_exactly_bf16(id) => Encoding::Dense(DType::BF16),
                 false => Encoding::Dense(DType::F32),
             };
         let mut plan = Vec::new();
@@ -66,10 +75,13 @@ impl Trainer {
             });
         }
         let metadata = source.checkpoint().metadata();
-        let writer = match replace {
+        let mut writer = match replace {
             true => ModelOptWriter::replace(place, &plan, metadata)?,
             false => ModelOptWriter::create(place, &plan, metadata)?,
         };
+        for (name, content) in text_files(&metadata.tokenizer)? {
+            writer.add_file(&name, content)?;
+        }
         let mut writer: Box<dyn Writer> = Box::new(writer);
         for id in 0..layout.matrices.len() {
             self.write_matrix(&mut *writer, &layout.matrices[id].name, id, encoding(id))?;
@@ -81,7 +93,8 @@ impl Trainer {
         writer.finish()
     }
 
-    /// Writes the model to a `.dat` file, every tensor in the type that it has in the file that training began with.
+    /// Writes the model to a `.dat` file, every tensor in the type that it has in the file that training began with. NVFP4 has no global
+    /// scale there, so what is delivered is rounded to codes whose block scales do without.
     pub fn export_dat(&self, source: &Source, place: &Path) -> Result<()> {
         let checkpoint: &dyn Checkpoint = &**source.checkpoint();
         let mut writer: Box<dyn Writer> = Box::new(DatWriter::create_like(place, checkpoint)?);
@@ -90,6 +103,9 @@ impl Trainer {
             match content {
                 // Not a parameter of training.
                 None => writer.copy(checkpoint, entry)?,
+                Some(Content::Matrix(id)) if entry.encoding == Encoding::Nvfp4 => {
+                    self.write_single_level(&mut *writer, &entry.name, id)?
+                }
                 Some(Content::Matrix(id)) => {
                     self.write_matrix(&mut *writer, &entry.name, id, entry.encoding)?
                 }
@@ -127,12 +143,26 @@ impl Trainer {
         id: MatrixId,
         encoding: Encoding,
     ) -> Result<()> {
-        let matrix: &Matrix = &self.parameters().matrices()[id];
+        let matrices = self.parameters().matrices();
+        let matrix: &Matrix = &matrices[id];
+        let mut adapted = self.parameters().layout().adapted();
+        if let Some((_, adapter)) = adapted.find(|(of, _)| *of == id) {
+            let values = adapter::merged(self.device(), matrices, id, adapter)?;
+            if encoding != Encoding::Nvfp4 {
+                writer.begin(name, 1.0)?;
+                return writer.values(&values);
+            }
+            let (rows, cols) = matrix.shape();
+            let options = self.config().recipe.weight_scales.options();
+            let quantized = nvfp4::quantize(&values, rows, cols, &options)?;
+            writer.begin(name, quantized.global)?;
+            return writer.nvfp4(&quantized.codes, &quantized.scales);
+        }
         if encoding == Encoding::Nvfp4 {
             let Some((codes, scales)) = matrix.delivered(self.device())? else {
                 bail!(
                     Unsupported,
-                    "{name} is trained in {:?} and cannot be written as NVFP4; export to a directory and convert that",
+                    "{name} is held in {:?} and cannot be written as NVFP4; export to a directory and convert that",
                     matrix.forms().weight
                 );
             };
@@ -140,15 +170,103 @@ impl Trainer {
             return writer.nvfp4(&codes, &scales);
         }
         writer.begin(name, 1.0)?;
-        let (rows, cols) = matrix.shape();
-        let mut values = vec![0.0; ROWS.min(rows) * cols];
-        for first in (0..rows).step_by(ROWS) {
-            let last = rows.min(first + ROWS);
-            let values = &mut values[..(last - first) * cols];
-            matrix.decode(self.device(), first..last, false, SliceMut::Host(values))?;
-            writer.values(values)?;
+        matrix.each_delivered(self.device(), &mut |values| writer.values(values))
+    }
+
+    /// Writes a matrix as NVFP4 without a global scale.
+    fn write_single_level(&self, writer: &mut dyn Writer, name: &str, id: MatrixId) -> Result<()> {
+        let matrices = self.parameters().matrices();
+        let cols = matrices[id].shape().1;
+        let options = QuantizeOptions {
+            levels: Levels::Single,
+            recipe: Recipe::Sweep,
+            ..QuantizeOptions::default()
+        };
+        writer.begin(name, 1.0)?;
+        let mut first = 0;
+        let mut write = |values: &[f32]| {
+            let mut codes = vec![0; values.len() / 2];
+            let mut scales = vec![0; values.len() / BLOCK];
+            quantize_rows(values, cols, first, 1.0, &options, &mut codes, &mut scales)?;
+            first += values.len() / cols;
+            writer.nvfp4(&codes, &scales)
+        };
+        let mut adapted = self.parameters().layout().adapted();
+        match adapted.find(|(of, _)| *of == id) {
+            Some((_, adapter)) => write(&adapter::merged(self.device(), matrices, id, adapter)?),
+            None => matrices[id].each_delivered(self.device(), &mut write),
         }
-        Ok(())
+    }
+
+    /// Writes the adapters to a directory as peft reads them, `adapter_model.safetensors` in float32 and `adapter_config.json`. `base` is
+    /// what the model below them is called: a directory, or a name of the Hugging Face hub. Adapters there are replaced if `replace`.
+    pub fn export_adapter(
+        &self,
+        source: &Source,
+        place: &Path,
+        base: &str,
+        replace: bool,
+    ) -> Result<()> {
+        let Some(lora) = &self.config().recipe.lora else {
+            bail!(
+                InvalidArgument,
+                "all parameters are trained, and there are no adapters to write; export the model"
+            );
+        };
+        let layout = self.parameters().layout();
+        let mut tensors = Vec::new();
+        for (id, adapter) in layout.adapted() {
+            let name = layout.matrices[id].name.as_str();
+            if source.is_held_with_others(id) {
+                bail!(
+                    Unsupported,
+                    "{name} is a part of a larger matrix of the checkpoint, where peft knows no adapter of its own; export the merged model"
+                );
+            }
+            let (outputs, inputs) = self.parameters().matrices()[id].shape();
+            let (a, b) = (self.factor(adapter.a)?, self.factor(adapter.b)?);
+            let module = format!("base_model.model.{}", name.trim_end_matches(".weight"));
+            let across = |i: usize| b[i % adapter.rank * outputs + i / adapter.rank];
+            let b: Vec<f32> = (0..b.len()).map(across).collect();
+            tensors.push((format!("{module}.lora_A.weight"), [adapter.rank, inputs], a));
+            tensors.push((
+                format!("{module}.lora_B.weight"),
+                [outputs, adapter.rank],
+                b,
+            ));
+        }
+        let new = match replace {
+            true => NewDirectory::replace(place, is_adapter)?,
+            false => NewDirectory::create(place)?,
+        };
+        let config = json!({
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base,
+            "r": lora.rank,
+            "lora_alpha": lora.alpha,
+            "lora_dropout": 0.0,
+            "target_modules": modules(layout),
+            "bias": "none",
+            "fan_in_fan_out": false,
+            "inference_mode": true,
+        });
+        let config = serde_json::to_vec_pretty(&config)
+            .map_err(|e| err!(Internal, "writing {ADAPTER_CONFIG}: {e}"))?;
+        let files = vec![
+            new.stage(ADAPTER, &plain_safetensors(&tensors)?)?,
+            new.stage(ADAPTER_CONFIG, &config)?,
+        ];
+        new.commit(files)
+    }
+
+    fn factor(&self, id: MatrixId) -> Result<Vec<f32>> {
+        let mut values = Vec::new();
+        self.parameters().matrices()[id].each_delivered(self.device(), &mut |some| {
+            values.extend_from_slice(some);
+            Ok(())
+        })?;
+        Ok(values)
     }
 
     /// A norm or bias as files hold it.
@@ -160,4 +278,60 @@ impl Trainer {
         }
         Ok(values)
     }
+}
+
+const ADAPTER: &str = "adapter_model.safetensors";
+const ADAPTER_CONFIG: &str = "adapter_config.json";
+
+/// Refuses a directory that holds no adapter to be replaced.
+fn is_adapter(place: &Path) -> Result<()> {
+    match place.join(ADAPTER_CONFIG).exists() {
+        true => Ok(()),
+        false => bail!(
+            InvalidArgument,
+            "{} holds no adapter, and is not replaced; name another directory",
+            place.display()
+        ),
+    }
+}
+
+/// What peft finds the adapted modules by: their last names, where all modules of these names have adapters, else the whole ones.
+fn modules(layout: &Layout) -> Vec<String> {
+    let module = |id: MatrixId| {
+        let name = &layout.matrices[id].name;
+        name.trim_end_matches(".weight").to_owned()
+    };
+    let last = |name: &str| name.rsplit('.').next().unwrap_or(name).to_owned();
+    let adapted: Vec<String> = layout.adapted().map(|(id, _)| module(id)).collect();
+    let mut short: Vec<String> = adapted.iter().map(|name| last(name)).collect();
+    short.sort();
+    short.dedup();
+    let all = layout.blocks.iter().flat_map(|block| block.projections());
+    let named = all.filter(|p| short.contains(&last(&module(p.matrix))));
+    match named.count() == adapted.len() {
+        true => short,
+        false => adapted,
+    }
+}
+
+/// A safetensors file of float32.
+fn plain_safetensors(tensors: &[(String, [usize; 2], Vec<f32>)]) -> Result<Vec<u8>> {
+    let mut header = serde_json::Map::new();
+    let mut at = 0;
+    header.insert("__metadata__".into(), json!({"format": "pt"}));
+    for (name, shape, values) in tensors {
+        let end = at + 4 * values.len();
+        let entry = json!({"dtype": "F32", "shape": shape, "data_offsets": [at, end]});
+        header.insert(name.clone(), entry);
+        at = end;
+    }
+    let mut json =
+        serde_json::to_vec(&header).map_err(|e| err!(Internal, "writing {ADAPTER}: {e}"))?;
+    json.resize(json.len().next_multiple_of(8), b' ');
+    let mut file = (json.len() as u64).to_le_bytes().to_vec();
+    file.extend(json);
+    for (_, _, values) in tensors {
+        file.extend(values.iter().flat_map(|v| v.to_le_bytes()));
+    }
+    Ok(file)
 }

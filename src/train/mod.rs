@@ -1,15 +1,28 @@
 //! Floor 7: training. A [`Trainer`] steps the parameters of a model, which it stores as a [`Recipe`] says: weights and both moments of the
 //! optimizer in 4 bits by default. Knows nothing of conversations.
 
+mod adapter;
 pub mod checkpoint;
+mod curve;
+pub mod data;
 mod export;
+mod group;
+pub mod memory;
 mod parameters;
 mod recipe;
+pub mod run;
+mod sample;
 mod schedule;
 mod trainer;
 
+pub use crate::model::training::{ProductForm, Recompute, RecomputedParts};
+pub use crate::ops::training::operand::ScaleRule;
+pub use curve::{Curve, Row};
 pub use export::TableEncoding;
+pub use group::Group;
+pub use memory::MemoryReport;
 pub use parameters::{Parameters, StepReport};
-pub use recipe::{Clip, Recipe};
+pub use recipe::{Clip, HighBlocks, Lora, Recipe};
+pub use sample::Samples;
 pub use schedule::{Decay, Schedule};
-pub use trainer::{Config, MicroBatch, Outcome, Step, Trainer};
+pub use trainer::{Config, HiddenBatch, MicroBatch, Outcome, Phase, Step, Trainer};

@@ -1,7 +1,13 @@
 //! The parameters of a model under training, and what becomes of their gradients.
 
+use std::hash::Hasher;
 use std::ops::Range;
+use std::sync::OnceLock;
 
+use twox_hash::XxHash3_64;
+
+use super::adapter;
+use super::group::Group;
 use super::recipe::{Clip, Recipe};
 use crate::base::Result;
 use crate::base::error::bail;
@@ -11,7 +17,7 @@ use crate::model::training::{Layout, MatrixId, Source, Store, VectorId};
 use crate::ops::linear::Linear;
 use crate::ops::training::array;
 use crate::ops::training::optimizer::{
-    Coefficients, Hyperparameters, Matrix, Vector, finish_steps,
+    Coefficients, Hyperparameters, Matrix, StatePart, Vector, WeightForm, finish_steps,
 };
 use crate::ops::training::statistics::{GradientStatistics, Statistics};
 use crate::ops::{Array, Device, Mixed, Slice, SliceMut};
@@ -44,6 +50,38 @@ pub struct StepReport {
     pub partial: bool,
 }
 
+/// What a group changes of the optimizer's settings.
+#[derive(Clone, Copy, Debug)]
+struct Settings {
+    rate_factor: f64,
+    /// In the place of the optimizer's.
+    decay: Option<f64>,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Settings {
+            rate_factor: 1.0,
+            decay: None,
+        }
+    }
+}
+
+impl Settings {
+    /// Decay is for matrices.
+    fn of_vectors() -> Settings {
+        Settings {
+            decay: Some(0.0),
+            ..Settings::default()
+        }
+    }
+
+    fn group(&mut self, group: &Group) {
+        self.rate_factor = group.rate_factor;
+        self.decay = group.decay.or(self.decay);
+    }
+}
+
 /// The parameters of a model, in the form a recipe stores them in.
 #[derive(Debug)]
 pub struct Parameters {
@@ -54,6 +92,13 @@ pub struct Parameters {
     vectors: Vec<Vector>,
     trains: Vec<bool>,
     trains_vectors: Vec<bool>,
+    /// Which matrices have had gradients in the step under way.
+    came: Vec<bool>,
+    /// What the optimizer is told of each matrix, and each vector.
+    settings: Vec<Settings>,
+    vector_settings: Vec<Settings>,
+    /// Of each matrix that is frozen.
+    checksums: Vec<OnceLock<u64>>,
     /// Whether passes multiply with all that is stored, or with what is delivered.
     whole: bool,
     /// Of each matrix, where gradients wait for the end of a step.
@@ -69,69 +114,71 @@ pub struct Parameters {
 impl Parameters {
     /// Those of a checkpoint.
     pub fn new(device: &Device, source: &Source, recipe: &Recipe) -> Result<Parameters> {
-        let layout = source.layout();
-        let host = device.host_cpu()?;
-        let matrices = (0..layout.matrices.len()).map(|id| {
-            let m = &layout.matrices[id];
-            let read = |rows: Range<usize>, out: &mut [f32]| source.matrix(id, rows, out);
-            let forms = recipe.forms_of(&m.name);
-            Matrix::new(device, &host, forms, m.rows, m.cols, &read).map_err(|e| e.within(&m.name))
-        });
-        let vectors = (0..layout.vectors.len()).map(|id| Vector::new(device, &source.vector(id)?));
-        let (matrices, vectors) = (
-            matrices.collect::<Result<_>>()?,
-            vectors.collect::<Result<_>>()?,
-        );
-        Self::with(device, source, recipe, matrices, vectors)
+        Self::with(device, source, recipe, true)
     }
 
-    /// Zeros of the same forms, to be restored.
+    /// The same, but for zeros in the place of what is trained, to be restored.
     pub(super) fn zeroed(device: &Device, source: &Source, recipe: &Recipe) -> Result<Parameters> {
-        let layout = source.layout();
-        let matrices = layout
-            .matrices
-            .iter()
-            .map(|m| Matrix::zeroed(device, recipe.forms_of(&m.name), m.rows, m.cols));
-        let vectors = layout
-            .vectors
-            .iter()
-            .map(|v| Vector::new(device, &vec![0.0; v.len]));
-        let (matrices, vectors) = (
-            matrices.collect::<Result<_>>()?,
-            vectors.collect::<Result<_>>()?,
-        );
-        Self::with(device, source, recipe, matrices, vectors)
+        Self::with(device, source, recipe, false)
     }
 
-    fn with(
-        device: &Device,
-        source: &Source,
-        recipe: &Recipe,
-        matrices: Vec<Matrix>,
-        vectors: Vec<Vector>,
-    ) -> Result<Parameters> {
-        let layout = source.layout();
+    fn with(device: &Device, source: &Source, recipe: &Recipe, filled: bool) -> Result<Parameters> {
+        let layout = recipe.layout(source)?;
+        let base = source.layout().matrices.len();
         let first = recipe.first_block(source.spec().blocks.len());
+        let adapts = recipe.lora.is_some();
+        let host = device.host_cpu()?;
         let from = |block: Option<usize>, outside: bool| match block {
             Some(block) => block >= first,
             None => outside,
         };
         // What stands outside the blocks is trained with them all; the last norm and the head always are.
-        let trains = layout
+        let trains: Vec<bool> = layout
             .matrices
             .iter()
             .enumerate()
-            .map(|(id, m)| {
-                from(
+            .map(|(id, m)| match adapts {
+                true => id >= base,
+                false => from(
                     m.block,
                     first == 0 || (id == layout.head && layout.head != layout.embedding),
-                )
+                ),
             })
             .collect();
-        let trains_vectors = layout.vectors.iter().map(|v| from(v.block, true)).collect();
+        let trains_vectors = layout
+            .vectors
+            .iter()
+            .map(|v| !adapts && from(v.block, true))
+            .collect();
+        let matrices = layout.matrices.iter().zip(&trains).enumerate();
+        let matrices = matrices
+            .map(|(id, (m, &trains))| {
+                let forms = recipe.forms_of(&m.name);
+                let matrix = if id >= base {
+                    adapter::factor(device, &host, recipe, id, m, filled)
+                } else if trains && !filled {
+                    Matrix::zeroed(device, forms, m.rows, m.cols)
+                } else if !trains && adapts {
+                    adapter::base(device, &host, source, recipe, id, m)
+                } else {
+                    let read = |rows: Range<usize>, out: &mut [f32]| source.matrix(id, rows, out);
+                    match trains {
+                        true => Matrix::new(device, &host, forms, m.rows, m.cols, &read),
+                        false => Matrix::frozen(device, &host, forms.weight, m.rows, m.cols, &read),
+                    }
+                };
+                matrix.map_err(|e| e.within(&m.name))
+            })
+            .collect::<Result<Vec<_>>>()?;
+        let vectors = (0..layout.vectors.len()).map(|id| Vector::new(device, &source.vector(id)?));
+        let vectors = vectors.collect::<Result<Vec<_>>>()?;
         let mut parameters = Parameters {
             device: device.clone(),
-            layout: layout.clone(),
+            came: vec![false; matrices.len()],
+            settings: vec![Settings::default(); matrices.len()],
+            vector_settings: vec![Settings::of_vectors(); vectors.len()],
+            checksums: matrices.iter().map(|_| OnceLock::new()).collect(),
+            layout,
             recipe: recipe.clone(),
             matrices,
             vectors,
@@ -152,6 +199,30 @@ impl Parameters {
             }
         }
         Ok(parameters)
+    }
+
+    /// Gives parameters the settings of the first group that names them.
+    pub(super) fn set_groups(&mut self, groups: &[Group]) -> Result<()> {
+        let mut used = vec![false; groups.len()];
+        let mut of = |name: &str, settings: &mut Settings| {
+            let names = |group: &Group| group.names.iter().any(|part| name.contains(part.as_str()));
+            if let Some(number) = groups.iter().position(names) {
+                used[number] = true;
+                settings.group(&groups[number]);
+            }
+        };
+        let matrices = self.layout.matrices.iter().zip(&mut self.settings);
+        matrices.for_each(|(m, settings)| of(&m.name, settings));
+        let vectors = self.layout.vectors.iter().zip(&mut self.vector_settings);
+        vectors.for_each(|(v, settings)| of(&v.name, settings));
+        match used.iter().position(|used| !used) {
+            Some(unused) => bail!(
+                InvalidArgument,
+                "no parameter is in the group of names {:?}: there is none of such a name, or groups before it have them all",
+                groups[unused].names
+            ),
+            None => Ok(()),
+        }
     }
 
     /// The parameters by number.
@@ -177,6 +248,38 @@ impl Parameters {
     /// The norms and biases, to be restored.
     pub(super) fn vectors_mut(&mut self) -> &mut [Vector] {
         &mut self.vectors
+    }
+
+    /// The checksum of all that is stored of a matrix that is frozen; none of one that is trained.
+    pub(super) fn checksum(&self, id: MatrixId) -> Result<Option<u64>> {
+        let matrix = &self.matrices[id];
+        if self.trains[id] {
+            return Ok(None);
+        }
+        if let Some(sum) = self.checksums[id].get() {
+            return Ok(Some(*sum));
+        }
+        let mut sum = XxHash3_64::new();
+        for part in [StatePart::Codes, StatePart::Scales, StatePart::Rest] {
+            sum.write(&matrix.read_part(&self.device, part)?);
+        }
+        sum.write(&matrix.global().to_le_bytes());
+        Ok(Some(*self.checksums[id].get_or_init(|| sum.finish())))
+    }
+
+    /// The same of a norm or bias.
+    pub(super) fn vector_checksum(&self, id: VectorId) -> Result<Option<u64>> {
+        if self.trains_vectors[id] {
+            return Ok(None);
+        }
+        let [values, ..] = self.vectors[id].read_state()?;
+        Ok(Some(XxHash3_64::oneshot(&values)))
+    }
+
+    /// Whether all values of a matrix are bfloat16: one that is held as such, and has no adapter that changes it.
+    pub(super) fn is_exactly_bf16(&self, id: MatrixId) -> bool {
+        self.matrices[id].forms().weight == WeightForm::Bf16
+            && self.layout.adapted().all(|(adapted, _)| adapted != id)
     }
 
     /// Bytes of all states.
@@ -207,6 +310,7 @@ impl Parameters {
         self.statistics.clear();
         self.report = StepReport::default();
         self.plan = Some(plan);
+        self.came.fill(false);
         for sum in &mut self.sums {
             crate::ops::activation::fill(&self.device, sum.all_mut(), 0.0)?;
         }
@@ -222,12 +326,11 @@ impl Parameters {
         self.report.partial
     }
 
-    /// The coefficients of a tensor's step. Decay is for matrices.
-    fn coefficients(&self, plan: &StepPlan, factor: f64, decays: bool) -> Coefficients {
+    /// The coefficients of a tensor's step.
+    fn coefficients(&self, plan: &StepPlan, factor: f64, of: Settings) -> Coefficients {
         let mut settings = plan.settings;
-        if !decays {
-            settings.decay = 0.0;
-        }
+        settings.rate *= of.rate_factor;
+        settings.decay = of.decay.unwrap_or(settings.decay);
         Coefficients::new(
             &settings,
             plan.number,
@@ -249,8 +352,8 @@ impl Parameters {
             }
         }
         let mut sums = std::mem::take(&mut self.sums);
-        for (sum, trains) in sums.iter().zip(&self.trains) {
-            if *trains {
+        for (sum, came) in sums.iter().zip(&self.came) {
+            if *came {
                 self.statistics
                     .add_floats(&device, sum.all(), f32::INFINITY)?;
             }
@@ -269,19 +372,19 @@ impl Parameters {
                 _ => 1.0,
             };
             for (id, sum) in sums.iter_mut().enumerate() {
-                if self.trains[id] {
+                if self.came[id] {
                     self.step_from(id, sum, &plan, factor)?;
                 }
             }
             for id in 0..self.vectors.len() {
                 if self.trains_vectors[id] {
-                    let c = self.coefficients(&plan, factor, false);
+                    let c = self.coefficients(&plan, factor, self.vector_settings[id]);
                     self.vectors[id].step(&self.device, &c)?;
                 }
             }
-            let trained = self.matrices.iter_mut().zip(&self.trains);
-            let mut stepped: Vec<_> = trained
-                .filter(|(_, trains)| **trains)
+            let all = self.matrices.iter_mut().zip(&self.came);
+            let mut stepped: Vec<_> = all
+                .filter(|(_, came)| **came)
                 .map(|(matrix, _)| matrix)
                 .collect();
             let changes = finish_steps(&device, &mut stepped)?;
@@ -294,7 +397,7 @@ impl Parameters {
     /// A step of a matrix by gradients in f32.
     fn step_from(&mut self, id: MatrixId, sum: &Array, plan: &StepPlan, factor: f64) -> Result<()> {
         let (rows, cols) = self.matrices[id].shape();
-        let c = self.coefficients(plan, factor, true);
+        let c = self.coefficients(plan, factor, self.settings[id]);
         self.scratch.grow(&self.device, ROWS.min(rows) * cols)?;
         for first in (0..rows).step_by(ROWS) {
             let last = rows.min(first + ROWS);
@@ -326,7 +429,7 @@ impl Parameters {
         };
         let number = self.statistics.add(&self.device, gradient, bound)?;
         self.report.partial = true;
-        let c = self.coefficients(&plan, 1.0, true);
+        let c = self.coefficients(&plan, 1.0, self.settings[id]);
         let key = (self.recipe.seed, id as u64);
         let clip = Some(self.statistics.factor(&self.device, number)?);
         self.matrices[id].step(&self.device, &c, key, first, gradient, clip)
@@ -335,6 +438,12 @@ impl Parameters {
 
 impl Trained for Parameters {
     fn matrix(&self, id: MatrixId) -> Result<Linear> {
+        if self.recipe.lora.is_some() {
+            bail!(
+                Unsupported,
+                "a model cannot be run on weights with adapters that are trained; export it with the adapters merged, and load that"
+            );
+        }
         Linear::trained(&self.device, self.matrices[id].shared())
     }
 
@@ -382,6 +491,7 @@ impl Store for Parameters {
         first_row: usize,
         gradient: Slice<'_, Mixed>,
     ) -> Result<()> {
+        self.came[matrix] = true;
         if self.recipe.release {
             return self.step_at_once(matrix, first_row, gradient);
         }

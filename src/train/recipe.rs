@@ -4,6 +4,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::base::Result;
 use crate::base::error::bail;
+use crate::model::training::{Layout, ProductForm, ProductPrecision, Source};
+use crate::ops::training::operand::ScaleRule;
 use crate::ops::training::optimizer::{FirstForm, Forms, SecondForm, WeightForm};
 
 /// How gradients are bounded before a step.
@@ -30,6 +32,65 @@ impl Clip {
     }
 }
 
+/// Blocks at either end of a model.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct HighBlocks {
+    /// Of the first ones, how many.
+    pub first: usize,
+    /// Of the last ones, how many.
+    pub last: usize,
+}
+
+/// Low-rank adapters over a model that stays as it is (LoRA, Hu et al., arXiv 2106.09685; over 4 bits QLoRA, Dettmers et al.,
+/// arXiv 2305.14314). The matrix `W` of a projection is frozen, and its results gain `alpha / rank * (x A^T) B^T`. A begins uniform in
+/// `+-1 / sqrt(inputs)`, as in peft, and B zero. Both are float32 with moments in float32; no gradient of `W` is ever computed.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Lora {
+    /// Rows of A, and columns of B.
+    pub rank: usize,
+    /// What results are multiplied by, times the rank.
+    pub alpha: f64,
+    /// Projections of blocks whose names (`model.layers.0.self_attn.q_proj`) contain one of these have adapters.
+    pub targets: Vec<String>,
+}
+
+impl Default for Lora {
+    fn default() -> Self {
+        Lora {
+            rank: 16,
+            alpha: 32.0,
+            targets: PROJECTIONS.map(str::to_owned).to_vec(),
+        }
+    }
+}
+
+/// The projections of a block.
+const PROJECTIONS: [&str; 7] = [
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+];
+
+impl Lora {
+    fn check(&self) -> Result<()> {
+        if self.rank == 0 || !(self.alpha > 0.0 && self.alpha.is_finite()) {
+            bail!(
+                InvalidArgument,
+                "adapters of rank {} with alpha {}; both must be positive",
+                self.rank,
+                self.alpha
+            );
+        }
+        Ok(())
+    }
+}
+
 /// How a model is trained.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
@@ -42,12 +103,34 @@ pub struct Recipe {
     pub second_moments: SecondForm,
     /// Makes block scales of weights anew in each step; a baseline.
     pub fresh_scales: bool,
-    /// Matrices whose names contain one of these are kept in float32, with their moments.
+    /// Matrices whose names contain one of these are kept in float32, with their moments, and their products in bfloat16.
     pub keep_high: Vec<String>,
+    /// In what the rows that projections of blocks multiply are: in NVFP4 they are rounded to nearest, in blocks along their width, and the
+    /// gradient of the weight is that of the rounded rows. Gradients pass through the rounding as if it were not there.
+    pub activations: ProductForm,
+    /// How block scales of those rows are chosen.
+    pub activation_scales: ScaleRule,
+    /// In what gradients of projections' results are multiplied: in NVFP4 they are rounded stochastically, for the gradient of the rows in
+    /// blocks along their width, and for that of the weight in blocks of 16 tokens, which are rotated by a Hadamard matrix together with the
+    /// rows that they are multiplied with. Rows that are NVFP4 in the forward pass are then rounded anew, after the rotation, as they are
+    /// on hardware that multiplies in 4 bits. Random bits follow from seed, step, micro-batch, matrix and element.
+    pub gradients: ProductForm,
+    /// Blocks whose products stay in bfloat16.
+    pub high_blocks: HighBlocks,
     /// The share of steps at the end in which passes multiply with what is delivered, the NVFP4 codes alone, so that what is delivered is
     /// what was trained.
     pub delivered_share: f64,
-    /// Trains the last so many blocks, the last norm and an untied head; all parameters if `None`.
+    /// Trains adapters beside frozen matrices instead of all parameters. Matrices that the checkpoint holds in NVFP4 are held with the
+    /// same codes and scales, and what it keeps higher beside them as it is. Of a checkpoint without NVFP4, matrices are quantized as
+    /// `weight_scales` says, 0.5625 bytes a parameter, and those that `keep_high` names stay as they are. `weights` and the forms of
+    /// moments do not matter then.
+    pub lora: Option<Lora>,
+    /// How block scales of matrices that adapters stand beside are chosen: where a checkpoint without NVFP4 is quantized, and where
+    /// adapters are merged into an export. What is trained in NVFP4 chooses the scale of its largest weight, and keeps it from step to
+    /// step: a scale chosen for the least error of one moment would be given up by the next.
+    pub weight_scales: ScaleRule,
+    /// Trains the last so many blocks, the last norm and an untied head, or the last blocks' adapters; all of them if `None`. What is
+    /// not trained has no moments.
     pub last_blocks: Option<usize>,
     /// How gradients are bounded.
     pub clip: Clip,
@@ -66,6 +149,12 @@ impl Default for Recipe {
             second_moments: SecondForm::default(),
             fresh_scales: false,
             keep_high: Vec::new(),
+            activations: ProductForm::default(),
+            activation_scales: ScaleRule::default(),
+            gradients: ProductForm::default(),
+            high_blocks: HighBlocks::default(),
+            lora: None,
+            weight_scales: ScaleRule::default(),
             delivered_share: 0.15,
             last_blocks: None,
             clip: Clip::Global(1.0),
@@ -103,6 +192,9 @@ impl Recipe {
                 "gradients cannot be clipped to {most}; the bound must be positive"
             );
         }
+        if let Some(lora) = &self.lora {
+            lora.check()?;
+        }
         match (self.release, self.clip) {
             (true, Clip::Global(most)) => bail!(
                 InvalidArgument,
@@ -118,12 +210,51 @@ impl Recipe {
         }
     }
 
+    /// The parameters of a model, adapters included.
+    pub(super) fn layout(&self, source: &Source) -> Result<Layout> {
+        let layout = source.layout();
+        let Some(lora) = &self.lora else {
+            return Ok(layout.clone());
+        };
+        let first = self.first_block(layout.blocks.len());
+        let scale = (lora.alpha / lora.rank as f64) as f32;
+        let wants = |name: &str| contains_one(name, &lora.targets);
+        let adapted = layout.with_adapters(first, (lora.rank, scale), &wants);
+        if adapted.matrices.len() == layout.matrices.len() {
+            bail!(
+                InvalidArgument,
+                "no projection of the trained blocks has a name with one of {:?}; there are {}",
+                lora.targets,
+                PROJECTIONS.join(", ")
+            );
+        }
+        Ok(adapted)
+    }
+
+    /// The precision of products of a model with this layout. The products of adapters, and of the head, are in bfloat16 always.
+    pub(super) fn precision(&self, layout: &Layout) -> ProductPrecision {
+        let high = |block: usize| {
+            block < self.high_blocks.first || block + self.high_blocks.last >= layout.blocks.len()
+        };
+        let matrices = layout.matrices.iter();
+        ProductPrecision {
+            activations: self.activations,
+            activation_scales: self.activation_scales,
+            gradients: self.gradients,
+            high: matrices
+                .map(|m| m.block.is_none_or(high) || self.keeps_high(&m.name))
+                .collect(),
+        }
+    }
+
+    /// Whether a matrix of this name is kept high.
+    pub(super) fn keeps_high(&self, name: &str) -> bool {
+        contains_one(name, &self.keep_high)
+    }
+
     /// The form of a matrix of this name.
     pub(super) fn forms_of(&self, name: &str) -> Forms {
-        let high = self
-            .keep_high
-            .iter()
-            .any(|part| name.contains(part.as_str()));
+        let high = self.keeps_high(name);
         Forms {
             weight: if high { WeightForm::F32 } else { self.weights },
             first: if high {
@@ -145,4 +276,8 @@ impl Recipe {
         self.last_blocks
             .map_or(0, |last| blocks.saturating_sub(last))
     }
+}
+
+fn contains_one(name: &str, parts: &[String]) -> bool {
+    parts.iter().any(|part| name.contains(part.as_str()))
 }

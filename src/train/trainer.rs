@@ -4,16 +4,18 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use serde::{Deserialize, Serialize};
 
+use super::group::Group;
 use super::parameters::{Parameters, StepPlan, StepReport};
 use super::recipe::{Clip, Recipe};
 use super::schedule::Schedule;
 use crate::base::error::bail;
 use crate::base::lease::Lease;
 use crate::base::{Result, call};
-use crate::model::training::{Batch, Options, Pass, Source};
+use crate::format::random::bits;
+use crate::model::training::{Batch, HiddenTargets, Options, Pass, Recompute, Source};
 use crate::model::{Model, Spec};
-use crate::ops::Device;
 use crate::ops::training::optimizer::Hyperparameters;
+use crate::ops::{Array, Device, Mixed, Slice};
 
 /// How a trainer works.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -25,10 +27,12 @@ pub struct Config {
     pub optimizer: Hyperparameters,
     /// The rate over steps.
     pub schedule: Schedule,
+    /// Parameters that the optimizer treats differently; of several groups that name one, the first counts.
+    pub groups: Vec<Group>,
     /// Steps in all, which the schedule runs over.
     pub steps: u64,
-    /// Computes again in the backward pass what is between the inputs of blocks, rather than keep it.
-    pub recompute: bool,
+    /// What of the blocks the backward pass computes again, rather than that the forward pass keeps it.
+    pub recompute: Recompute,
     /// Tokens whose logits are computed at a time.
     pub head_chunk: usize,
     /// Steps in a row that may come to nothing because a loss or gradient is not finite.
@@ -42,6 +46,7 @@ impl Default for Config {
             recipe: Recipe::default(),
             optimizer: Hyperparameters::default(),
             schedule: Schedule::default(),
+            groups: Vec::new(),
             steps: 1000,
             recompute: options.recompute,
             head_chunk: options.head_chunk,
@@ -58,6 +63,9 @@ impl Config {
         }
         self.optimizer.check()?;
         self.schedule.check()?;
+        self.groups
+            .iter()
+            .try_for_each(|group| group.check(self.optimizer.rate))?;
         self.recipe.check()
     }
 }
@@ -80,6 +88,23 @@ impl MicroBatch<'_> {
     }
 }
 
+/// Documents one after another with what their last hidden states should be.
+#[derive(Clone, Copy, Debug)]
+pub struct HiddenBatch<'a> {
+    /// Tokens of all documents.
+    pub tokens: &'a [u32],
+    /// The documents' lengths.
+    pub documents: &'a [usize],
+    /// `[tokens, hidden size]`, row-major: what should leave the last norm.
+    pub targets: &'a [f32],
+}
+
+/// A batch on its device, and what it is trained towards where that is hidden states.
+struct Prepared {
+    batch: Batch,
+    hidden: Option<Array<Mixed>>,
+}
+
 /// What a step came to.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -97,9 +122,9 @@ pub struct Step {
     pub number: u64,
     /// What it came to.
     pub outcome: Outcome,
-    /// The mean cross-entropy of its targets, in nats.
+    /// The mean cross-entropy of its targets, in nats, or the mean difference of its hidden states.
     pub loss: f64,
-    /// Targets.
+    /// Targets: labels that count, or rows of hidden states.
     pub targets: usize,
     /// The learning rate.
     pub rate: f64,
@@ -110,6 +135,23 @@ pub struct Step {
     /// The share that changed as they are delivered.
     pub changed_delivered: f64,
 }
+
+/// How far a step has come, for whoever watches memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Phase {
+    /// The step has its tokens.
+    BatchReady,
+    /// What gradients are summed in is zero.
+    ZeroGradDone,
+    /// All gradients have come. Those that are released have changed parameters by then.
+    BackwardDone,
+    /// Parameters are updated.
+    OptimizerStepDone,
+}
+
+/// The stream of random bits that gradients are rounded with, apart from those of the optimizer.
+const GRADIENTS: u64 = 0x6772_6164;
 
 /// Trains the parameters of a model.
 #[derive(Debug)]
@@ -160,18 +202,21 @@ impl Trainer {
         device: &Device,
         source: &Source,
         config: &Config,
-        parameters: Parameters,
+        mut parameters: Parameters,
     ) -> Result<Trainer> {
+        parameters.set_groups(&config.groups)?;
         let options = Options {
             recompute: config.recompute,
             head_chunk: config.head_chunk,
         };
+        let mut pass = Pass::new(device, source.spec(), parameters.layout(), options)?;
+        pass.set_precision(config.recipe.precision(parameters.layout()));
         Ok(Trainer {
             device: device.clone(),
             spec: source.spec().clone(),
             config: config.clone(),
             parameters,
-            pass: Pass::new(device, source.spec(), source.layout(), options)?,
+            pass,
             progress: Progress::default(),
             lease: Lease::new(),
             given: Mutex::default(),
@@ -249,6 +294,15 @@ impl Trainer {
     /// parameter changes, and the step is counted as skipped; too many of those in a row are an error. It is cancelled with the thread's
     /// [`call`] between micro-batches, and between blocks of their forward passes, and then has changed nothing.
     pub fn step(&mut self, batches: &[MicroBatch<'_>]) -> Result<Step> {
+        self.step_watched(batches, &mut |_| {})
+    }
+
+    /// The same, and tells `watch` when each phase is over.
+    pub fn step_watched(
+        &mut self,
+        batches: &[MicroBatch<'_>],
+        watch: &mut dyn FnMut(Phase),
+    ) -> Result<Step> {
         let targets: usize = batches.iter().map(MicroBatch::targets).sum();
         if targets == 0 {
             bail!(
@@ -257,6 +311,59 @@ impl Trainer {
                 batches.iter().map(|b| b.tokens.len()).sum::<usize>()
             );
         }
+        // Wrong batches are found before anything is used of them.
+        let batches = batches.iter().map(|batch| {
+            Ok(Prepared {
+                batch: self.batch(batch, 1.0 / targets as f64)?,
+                hidden: None,
+            })
+        });
+        let batches = batches.collect::<Result<Vec<_>>>()?;
+        self.step_on(&batches, targets, watch)
+    }
+
+    /// One step towards hidden states that are given rather than tokens: the loss is the mean of their absolute differences from what leaves
+    /// the last norm, over all micro-batches. A way to look for mistakes, in which everything but the head takes part: it gets no
+    /// gradient, and an untied one stays as it is. Otherwise as [`Trainer::step`].
+    pub fn step_hidden(&mut self, batches: &[HiddenBatch<'_>]) -> Result<Step> {
+        let rows: usize = batches.iter().map(|b| b.tokens.len()).sum();
+        let mut prepared = Vec::new();
+        for given in batches {
+            let (rows, hidden) = (given.tokens.len(), self.spec.hidden_size);
+            if given.targets.len() != rows * hidden {
+                bail!(
+                    InvalidArgument,
+                    "{} targets of the hidden states of {rows} tokens; there must be {hidden} of each",
+                    given.targets.len()
+                );
+            }
+            let batch = self.batch(
+                &MicroBatch {
+                    tokens: given.tokens,
+                    documents: given.documents,
+                    labels: &vec![-1; rows],
+                },
+                0.0,
+            )?;
+            let mut targets = Array::scratch(&self.device, rows * hidden)?;
+            targets.all_mut().copy_from(Slice::Host(given.targets))?;
+            prepared.push(Prepared {
+                batch,
+                hidden: Some(targets),
+            });
+        }
+        if prepared.is_empty() {
+            bail!(InvalidArgument, "a step without a batch");
+        }
+        self.step_on(&prepared, rows, &mut |_| {})
+    }
+
+    fn step_on(
+        &mut self,
+        batches: &[Prepared],
+        targets: usize,
+        watch: &mut dyn FnMut(Phase),
+    ) -> Result<Step> {
         if self.config.recipe.release && batches.len() > 1 {
             bail!(
                 InvalidArgument,
@@ -281,15 +388,14 @@ impl Trainer {
                 _ => 1.0,
             },
         };
-        // Wrong batches are found before anything is used of them.
-        let batches: Vec<Batch> = batches
-            .iter()
-            .map(|batch| self.batch(batch, 1.0 / targets as f64))
-            .collect::<Result<_>>()?;
         let change = self.lease.change()?;
         self.parameters.multiply_with_all(!self.trains_delivered());
+        watch(Phase::BatchReady);
         self.parameters.begin_step(plan)?;
-        let (loss, report) = match self.gradients(&batches) {
+        watch(Phase::ZeroGradDone);
+        let gradients = self.gradients(batches, targets);
+        watch(Phase::BackwardDone);
+        let (loss, report) = match gradients {
             Ok(loss) if loss.is_finite() => {
                 change.changed();
                 (loss, self.parameters.finish_step()?)
@@ -313,6 +419,7 @@ impl Trainer {
             }
         };
         drop(change);
+        watch(Phase::OptimizerStepDone);
         if report.skipped && report.partial {
             bail!(
                 Internal,
@@ -357,13 +464,24 @@ impl Trainer {
     }
 
     /// The mean loss of all targets, with its gradients given to the parameters.
-    fn gradients(&mut self, batches: &[Batch]) -> Result<f64> {
+    fn gradients(&mut self, batches: &[Prepared], targets: usize) -> Result<f64> {
         let first = self.config.recipe.first_block(self.spec.blocks.len());
-        let tokens = |batches: &[Batch]| batches.iter().map(|b| b.rows() as u64).sum();
+        let tokens = |batches: &[Prepared]| batches.iter().map(|b| b.batch.rows() as u64).sum();
+        let weight = (1.0 / (targets * self.spec.hidden_size) as f64) as f32;
         call::expect(tokens(batches));
         let mut loss = 0.0;
         for (i, batch) in batches.iter().enumerate() {
-            loss += self.pass.gradients(&mut self.parameters, batch, first)?;
+            let (parameters, pass) = (&mut self.parameters, &mut self.pass);
+            let step = bits(self.config.recipe.seed ^ GRADIENTS, self.progress.steps);
+            pass.set_key(bits(step, i as u64));
+            loss += match &batch.hidden {
+                None => pass.gradients(parameters, &batch.batch, first)?,
+                Some(values) => {
+                    let values = values.all();
+                    let targets = HiddenTargets { values, weight };
+                    pass.hidden_gradients(parameters, &batch.batch, targets, first)?
+                }
+            };
             call::tell(call::Progress {
                 done: tokens(&batches[..=i]),
                 total: tokens(batches),
@@ -386,6 +504,18 @@ impl Trainer {
             batch.labels,
             &weights,
         )
+    }
+
+    /// The most likely token after `tokens`, by what is delivered or by all that is stored: a pass over all of them.
+    pub fn next_token(&mut self, tokens: &[u32], delivered: bool) -> Result<u32> {
+        let batch = MicroBatch {
+            tokens,
+            documents: &[tokens.len()],
+            labels: &vec![-1; tokens.len()],
+        };
+        let batch = self.batch(&batch, 0.0)?;
+        self.parameters.multiply_with_all(!delivered);
+        self.pass.next_token(&mut self.parameters, &batch)
     }
 
     /// The mean cross-entropy of the targets of batches, in nats, of what is delivered or of all that is stored. Cancelled with the thread's

@@ -6,9 +6,13 @@ use NVFP4::base::Result;
 use NVFP4::base::memory::{self, Tag};
 use NVFP4::model::training::Source;
 use NVFP4::model::{Device, KvCache, KvType, LoadOptions, Logits, Model, Scratch};
+use NVFP4::ops::training::array;
 use NVFP4::ops::training::attention::{Documents, PackedAttention, attention, attention_backward};
+use NVFP4::ops::training::operand::{OperandRounding, ScaleRule, round_columns, round_rows};
 use NVFP4::ops::{Array, Element, Mixed, Slice};
-use NVFP4::train::{Clip, Config, MicroBatch, Recipe, TableEncoding, Trainer};
+use NVFP4::train::{
+    Clip, Config, HiddenBatch, Lora, MicroBatch, ProductForm, Recipe, TableEncoding, Trainer,
+};
 use half::bf16;
 
 use super::common::golden;
@@ -251,6 +255,102 @@ fn a_gpu_trains_as_the_cpu_does() {
     }
 }
 
+/// Operands in NVFP4 have the bits of the CPU, and columns go where they should.
+#[test]
+fn operands_of_training_have_the_bits_of_the_cpu() {
+    let Some(gpu) = gpu() else { return };
+    let devices = [Device::cpu(Some(2)).unwrap(), Device::Cuda(gpu)];
+    let (rows, width) = (37, 1040);
+    let mut values = bf16_values(5, rows * width);
+    values[..16].fill(0.0);
+    // Eighths, whose sums f32 holds in any order.
+    let eighths: Vec<f32> = values.iter().map(|v| (v * 8.0).round() / 8.0).collect();
+    for rounding in [
+        OperandRounding::Nearest(ScaleRule::Amax),
+        OperandRounding::Nearest(ScaleRule::FourOverSix),
+        OperandRounding::Stochastic(0x1234_5678_9abc_def0),
+    ] {
+        let [a, b] = devices.each_ref().map(|device| {
+            let x: Array<Mixed> = on(device, &values);
+            let mut y: Array<Mixed> = on(device, &values);
+            round_rows(device, x.all(), width, rounding, y.all_mut()).unwrap();
+            let x: Array<Mixed> = on(device, &eighths);
+            let mut z: Array<Mixed> = on(device, &vec![9.0; 48 * width]);
+            round_columns(device, x.all(), width, Some(rounding), z.all_mut()).unwrap();
+            (read(&y), read(&z))
+        });
+        assert!(a == b, "{rounding:?}");
+    }
+    let [a, b] = devices.each_ref().map(|device| {
+        let mut all: Array<Mixed> = on(device, &values);
+        let mut part: Array<Mixed> = on(device, &vec![9.0; rows * 48]);
+        array::copy_columns(device, all.all(), width, 512, part.all_mut()).unwrap();
+        let copied = read(&part);
+        array::add_columns(device, all.all_mut(), width, 16, part.all()).unwrap();
+        let sums = read(&all).into_iter().map(|v| bf16::from_f32(v).to_f32());
+        (copied, sums.collect::<Vec<_>>())
+    });
+    assert!(a == b);
+}
+
+/// Adapters, products in four bits and steps towards hidden states on a GPU as on the CPU; what is computed again has the same bits.
+#[test]
+fn a_gpu_trains_in_every_mode() {
+    let Some(gpu) = gpu() else { return };
+    let devices = [Device::cpu(Some(2)).unwrap(), Device::Cuda(gpu)];
+    let source = Source::open(&golden("qwen3_tied")).unwrap();
+    let adapters = Recipe {
+        lora: Some(Lora {
+            rank: 4,
+            ..Lora::default()
+        }),
+        ..Recipe::default()
+    };
+    let four = Recipe {
+        activations: ProductForm::Nvfp4,
+        gradients: ProductForm::Nvfp4,
+        ..Recipe::default()
+    };
+    for (name, recipe) in [("adapters", adapters), ("four bits", four)] {
+        let run = |device: &Device, recompute: &str| {
+            let mut config = Config {
+                recipe: recipe.clone(),
+                recompute: recompute.parse().unwrap(),
+                steps: 20,
+                ..Config::default()
+            };
+            config.optimizer.rate = 2e-3;
+            let mut trainer = Trainer::new(device, &source, &config).unwrap();
+            losses(&mut trainer, 0..10)
+        };
+        let (exact, found) = (run(&devices[0], "block"), run(&devices[1], "block"));
+        for (a, b) in exact.iter().zip(&found) {
+            assert!(
+                (a / b - 1.0).abs() < 0.02,
+                "{name}: {exact:?} and {found:?}"
+            );
+        }
+        for recompute in ["none", "norms,heads,gate_up", "qkv,attention,output,down"] {
+            assert_eq!(run(&devices[1], recompute), found, "{name}: {recompute}");
+        }
+    }
+    let (tokens, _) = text(1, 64);
+    let targets = bf16_values(8, 64 * source.spec().hidden_size);
+    let [a, b] = devices.each_ref().map(|device| {
+        let mut trainer = Trainer::new(device, &source, &Config::default()).unwrap();
+        let batch = HiddenBatch {
+            tokens: &tokens,
+            documents: &[64],
+            targets: &targets,
+        };
+        let mut steps = (0..5).map(|_| trainer.step_hidden(&[batch]).unwrap().loss);
+        let first = steps.next().unwrap();
+        (first, steps.last().unwrap())
+    });
+    assert!((a.0 / b.0 - 1.0).abs() < 0.01, "{a:?} and {b:?}");
+    assert!(b.1 < b.0, "{b:?}");
+}
+
 /// The model on live weights, through fused kernels, has the bits of the one that is exported and loaded.
 #[test]
 fn a_gpu_runs_the_weights_that_it_trains() {
@@ -405,7 +505,7 @@ fn step_speed() {
                 clip: Clip::Previous(1.0),
                 ..Recipe::default()
             },
-            recompute,
+            recompute: recompute.into(),
             ..Config::default()
         };
         let start = Instant::now();

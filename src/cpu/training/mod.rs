@@ -7,6 +7,7 @@ mod heads;
 mod loss;
 mod matmul;
 mod norm;
+mod operand;
 mod optimizer;
 mod rows;
 

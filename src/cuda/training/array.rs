@@ -1,8 +1,10 @@
-//! What training does with arrays whatever they are: sums, conversions, factors, constants.
+//! What training does with arrays whatever they are: sums, conversions, factors, constants, columns.
+
+use std::ops::Range;
 
 use super::super::driver::{DeviceSlice, Launch, int};
 use super::super::units::Unit;
-use super::sizes::{PIECE, bf16_elements, expect_bf16, expect_f32, pieces};
+use super::sizes::{PIECE, WIDTH, bf16_elements, check_width, expect_bf16, expect_f32, pieces};
 use crate::base::Result;
 
 /// What the kernels of this file are passed, by the start of their names.
@@ -12,6 +14,7 @@ pub(super) const ARGUMENTS: &[(&str, usize)] = &[
     ("train_scale", size_of::<ArrayArguments>()),
     ("train_fill", size_of::<ArrayArguments>()),
     ("train_to_", size_of::<ArrayArguments>()),
+    ("train_columns_", size_of::<ColumnArguments>()),
 ];
 
 const THREADS: u32 = 256;
@@ -120,4 +123,63 @@ pub fn bf16_to_f32(x: DeviceSlice<'_>, y: DeviceSlice<'_>) -> Result<()> {
     let pieces = pieces("what is converted", x)?;
     expect_f32("a conversion's result", y, &[bf16_elements(x)])?;
     each("train_to_f32", y, Some(x), pieces, 0.0)
+}
+
+#[repr(C)]
+struct ColumnArguments {
+    all: u64,
+    part: u64,
+    pieces: u64,
+    width: i32,
+    columns: i32,
+    first: i32,
+}
+
+/// Runs a kernel over `columns` of bf16 `all` `[rows, width]` and `part` `[rows, columns]`.
+fn columns_of(
+    name: &str,
+    all: DeviceSlice<'_>,
+    width: usize,
+    columns: Range<usize>,
+    part: DeviceSlice<'_>,
+) -> Result<()> {
+    check_width("columns", columns.len())?;
+    check_width("the columns before them", columns.start.max(WIDTH))?;
+    check_width("rows with columns", width)?;
+    let rows = bf16_elements(part) / columns.len();
+    expect_bf16("rows with columns", all, &[rows, width])?;
+    expect_bf16("columns", part, &[rows, columns.len()])?;
+    let pieces = rows * columns.len() / PIECE;
+    let arguments = ColumnArguments {
+        all: all.address(),
+        part: part.address(),
+        pieces: pieces as u64,
+        width: int("pieces of a row", width / PIECE)?,
+        columns: int("pieces of columns", columns.len() / PIECE)?,
+        first: int("pieces before columns", columns.start / PIECE)?,
+    };
+    let blocks = int("blocks", pieces.div_ceil(THREADS as usize))?;
+    let launch = Launch::new([blocks as u32, 1, 1], THREADS);
+    // SAFETY: the struct is the kernel's; sizes were checked.
+    unsafe { launch.run(all.gpu(), Unit::ArrayTraining, name, &arguments) }
+}
+
+/// bf16 `part` `[rows, columns]` = those columns of `all` `[rows, width]`; all numbers of columns are multiples of 16.
+pub fn copy_columns(
+    all: DeviceSlice<'_>,
+    width: usize,
+    columns: Range<usize>,
+    part: DeviceSlice<'_>,
+) -> Result<()> {
+    columns_of("train_columns_copy", all, width, columns, part)
+}
+
+/// Adds bf16 `part` `[rows, columns]` to those columns of `all` `[rows, width]`; all numbers of columns are multiples of 16.
+pub fn add_columns(
+    all: DeviceSlice<'_>,
+    width: usize,
+    columns: Range<usize>,
+    part: DeviceSlice<'_>,
+) -> Result<()> {
+    columns_of("train_columns_add", all, width, columns, part)
 }

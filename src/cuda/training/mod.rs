@@ -9,12 +9,13 @@ mod heads;
 mod loss;
 mod matmul;
 mod norm;
+mod operand;
 mod optimizer;
 mod sizes;
 mod statistics;
 
 pub use activation::{add_bias_rows, column_sums, column_sums_partial, glu_backward, glu_forward};
-pub use array::{add, bf16_to_f32, f32_to_bf16, fill, scale};
+pub use array::{add, add_columns, bf16_to_f32, copy_columns, f32_to_bf16, fill, scale};
 pub use attention::{Attention, attention_backward, attention_forward};
 pub use embedding::{TokenRows, scatter_add};
 pub use heads::{Heads, heads_backward, heads_forward, heads_partial};
@@ -24,6 +25,7 @@ pub use loss::{
 };
 pub use matmul::matmul;
 pub use norm::{RmsNormBackward, rms_norm_backward, rms_norm_forward, rms_norm_partial};
+pub use operand::{OPERAND_MAXIMA, round_columns, round_rows};
 pub use optimizer::{
     Moments, Step, TrainedWeights, adamw, adamw_vector, chunk_bytes, decode_matrix, pack_matrix,
     unpack_matrix,
@@ -39,6 +41,7 @@ pub(super) const ARGUMENTS: &[&[(&str, usize)]] = &[
     heads::ARGUMENTS,
     loss::ARGUMENTS,
     norm::ARGUMENTS,
+    operand::ARGUMENTS,
     optimizer::ARGUMENTS,
     statistics::ARGUMENTS,
 ];

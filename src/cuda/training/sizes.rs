@@ -8,7 +8,7 @@ use crate::base::size::product;
 /// Elements of bf16 that a thread takes at once.
 pub(super) const PIECE: usize = 8;
 /// What the width of rows must be a multiple of.
-const WIDTH: usize = 16;
+pub(super) const WIDTH: usize = 16;
 /// Bytes of a bf16.
 const BF16: usize = 2;
 /// Where arrays must begin.

@@ -1,6 +1,9 @@
 //! A block forward and backward.
 
 use super::layout::{BlockLayout, ProjectionLayout, VectorId};
+use super::linear::{Linear, LinearScratch};
+use super::precision::ProductPrecision;
+use super::recompute::{Recompute, RecomputedParts};
 use super::scratch::{Saved, Scratch, grow};
 use super::{Batch, Store};
 use crate::base::Result;
@@ -8,7 +11,6 @@ use crate::base::error::bail;
 use crate::model::spec::{Activation, AttentionSpec, BlockSpec, MlpSpec, Spec};
 use crate::ops::training::attention::{PackedAttention, attention, attention_backward};
 use crate::ops::training::heads::{HeadOptions, heads, heads_backward};
-use crate::ops::training::matmul::{Form, Sizes, matmul};
 use crate::ops::training::{activation, array, norm};
 use crate::ops::{Array, Device, Mixed, Slice};
 
@@ -19,6 +21,9 @@ pub(super) struct BlockPass<'a> {
     pub(super) block: &'a BlockSpec,
     pub(super) layout: &'a BlockLayout,
     pub(super) batch: &'a Batch,
+    pub(super) precision: &'a ProductPrecision,
+    /// What random bits of rounding follow from.
+    pub(super) key: u64,
 }
 
 impl BlockPass<'_> {
@@ -29,6 +34,17 @@ impl BlockPass<'_> {
     /// Elements of the rows' residual stream.
     fn stream(&self) -> usize {
         self.rows() * self.spec.hidden_size
+    }
+
+    /// Projections of rows of `inputs` elements.
+    fn linear<'b>(&'b self, projections: &'b [ProjectionLayout], inputs: usize) -> Linear<'b> {
+        Linear {
+            device: self.device,
+            projections,
+            rows: self.rows(),
+            inputs,
+            rounding: self.precision.of(projections, self.key),
+        }
     }
 
     fn attention(&self) -> PackedAttention {
@@ -71,6 +87,83 @@ impl BlockPass<'_> {
         saved: &mut Saved,
         s: &mut Scratch,
     ) -> Result<()> {
+        out.grow(self.device, self.stream())?;
+        self.run(store, x, Some(out), saved, Recompute::Block.parts(), s)
+    }
+
+    /// Makes those parts of `saved` again that [`BlockPass::backward`] takes; the others are there.
+    pub(super) fn forward_again(
+        &self,
+        store: &mut dyn Store,
+        x: &Array<Mixed>,
+        saved: &mut Saved,
+        parts: RecomputedParts,
+        s: &mut Scratch,
+    ) -> Result<()> {
+        self.run(store, x, None, saved, parts, s)
+    }
+
+    fn run(
+        &self,
+        store: &mut dyn Store,
+        x: &Array<Mixed>,
+        out: Option<&mut Array<Mixed>>,
+        saved: &mut Saved,
+        parts: RecomputedParts,
+        s: &mut Scratch,
+    ) -> Result<()> {
+        self.run_attention(store, x, saved, parts, s)?;
+        let (device, t, hidden, stream) = (
+            self.device,
+            self.rows(),
+            self.spec.hidden_size,
+            self.stream(),
+        );
+        let wide = self.intermediate();
+        let [pre, post] = self.layout.mlp_norms;
+        if parts.norms {
+            saved.mlp_normed.grow(device, stream)?;
+            self.enter(store, pre, &saved.middle, &mut saved.mlp_normed)?;
+        }
+        if parts.gate_up {
+            saved.gate_up.grow(device, t * 2 * wide)?;
+            let normed = saved.mlp_normed.first(stream)?;
+            self.linear(&self.layout.gate_up, hidden).forward(
+                store,
+                normed,
+                &mut saved.gate_up,
+                false,
+                (&mut s.weight, &mut s.linear),
+            )?;
+        }
+        // The results of the last product are taken again by the norm behind it alone.
+        if out.is_none() && (post.is_none() || !parts.down) {
+            return Ok(());
+        }
+        s.inner.grow(device, t * wide)?;
+        let gate_up = saved.gate_up.first(t * 2 * wide)?;
+        let inner = s.inner.first_mut(t * wide)?;
+        activation::glu(device, self.activation()?, gate_up, wide, inner)?;
+        self.leave(
+            store,
+            (post, self.layout.down),
+            &saved.middle,
+            (s.inner.first(t * wide)?, wide),
+            &mut saved.mlp_branch,
+            out,
+            (&mut s.weight, &mut s.linear),
+        )
+    }
+
+    /// The first half.
+    fn run_attention(
+        &self,
+        store: &mut dyn Store,
+        x: &Array<Mixed>,
+        saved: &mut Saved,
+        parts: RecomputedParts,
+        s: &mut Scratch,
+    ) -> Result<()> {
         let (device, t, hidden, stream) = (
             self.device,
             self.rows(),
@@ -78,85 +171,55 @@ impl BlockPass<'_> {
             self.stream(),
         );
         let options = self.attention();
-        let (width, q_width, wide) = (options.width(), options.q_width(), self.intermediate());
-        grow(
-            device,
-            &mut [
-                (&mut saved.normed, stream),
-                (&mut saved.qkv, t * width),
-                (&mut saved.rotated, t * width),
-                (&mut saved.attended, t * q_width),
-                (&mut saved.middle, stream),
-                (&mut saved.mlp_normed, stream),
-                (&mut saved.gate_up, t * 2 * wide),
-                (&mut s.inner, t * wide),
-                (out, stream),
-            ],
-        )?;
-        saved.lse.grow(device, t * options.heads)?;
-
+        let (width, q_width) = (options.width(), options.q_width());
         let [pre, post] = self.layout.attention_norms;
-        self.enter(store, pre, x, &mut saved.normed)?;
-        let normed = saved.normed.first(stream)?;
-        self.project(store, &self.layout.qkv, normed, hidden, &mut saved.qkv, s)?;
-        let angles = &self.batch.angles[self.block.attention.rope];
-        let qkv = saved.qkv.first(t * width)?;
-        let rotated = saved.rotated.first_mut(t * width)?;
-        heads(device, &self.heads(&*store, angles)?, qkv, rotated)?;
-        attention(
-            device,
-            &options,
-            &self.batch.documents,
-            saved.rotated.first(t * width)?,
-            saved.attended.first_mut(t * q_width)?,
-            saved.lse.first_mut(t * options.heads)?,
-        )?;
-        let attended = saved.attended.first(t * q_width)?;
-        let branch = &mut saved.attention_branch;
+        if parts.norms {
+            saved.normed.grow(device, stream)?;
+            self.enter(store, pre, x, &mut saved.normed)?;
+        }
+        if parts.qkv {
+            saved.qkv.grow(device, t * width)?;
+            let normed = saved.normed.first(stream)?;
+            self.linear(&self.layout.qkv, hidden).forward(
+                store,
+                normed,
+                &mut saved.qkv,
+                false,
+                (&mut s.weight, &mut s.linear),
+            )?;
+        }
+        if parts.heads {
+            saved.rotated.grow(device, t * width)?;
+            let angles = &self.batch.angles[self.block.attention.rope];
+            let qkv = saved.qkv.first(t * width)?;
+            let rotated = saved.rotated.first_mut(t * width)?;
+            heads(device, &self.heads(&*store, angles)?, qkv, rotated)?;
+        }
+        if parts.attention {
+            saved.attended.grow(device, t * q_width)?;
+            saved.lse.grow(device, t * options.heads)?;
+            attention(
+                device,
+                &options,
+                &self.batch.documents,
+                saved.rotated.first(t * width)?,
+                saved.attended.first_mut(t * q_width)?,
+                saved.lse.first_mut(t * options.heads)?,
+            )?;
+        }
+        if !parts.output {
+            return Ok(());
+        }
+        saved.middle.grow(device, stream)?;
         self.leave(
             store,
             (post, self.layout.o),
             x,
-            (attended, q_width),
-            branch,
-            &mut saved.middle,
-            s,
-        )?;
-
-        let [pre, post] = self.layout.mlp_norms;
-        self.enter(store, pre, &saved.middle, &mut saved.mlp_normed)?;
-        let normed = saved.mlp_normed.first(stream)?;
-        self.project(
-            store,
-            &self.layout.gate_up,
-            normed,
-            hidden,
-            &mut saved.gate_up,
-            s,
-        )?;
-        let gate_up = saved.gate_up.first(t * 2 * wide)?;
-        activation::glu(
-            device,
-            self.activation()?,
-            gate_up,
-            wide,
-            s.inner.first_mut(t * wide)?,
-        )?;
-        // Taken out, as the product borrows the rest of the scratch memory.
-        let inner = std::mem::replace(&mut s.inner, Array::empty());
-        let branch = &mut saved.mlp_branch;
-        let rows = (inner.first(t * wide)?, wide);
-        let left = self.leave(
-            store,
-            (post, self.layout.down),
-            &saved.middle,
-            rows,
-            branch,
-            out,
-            s,
-        );
-        s.inner = inner;
-        left
+            (saved.attended.first(t * q_width)?, q_width),
+            &mut saved.attention_branch,
+            Some(&mut saved.middle),
+            (&mut s.weight, &mut s.linear),
+        )
     }
 
     /// Makes `s.dx`, the gradients of the block's results, those of its input `x`. Gradients of weights go to `store`; those of the input
@@ -181,30 +244,20 @@ impl BlockPass<'_> {
             device,
             &mut [
                 (&mut s.dx_before, stream),
-                (&mut s.dbranch, stream),
                 (&mut s.dattended, t * q_width),
-                (&mut s.dqkv, t * width),
-                (&mut s.inner, t * wide),
+                (&mut s.inner, t * wide.max(width)),
             ],
         )?;
 
         let [pre, post] = self.layout.mlp_norms;
         self.leave_backward(store, post, &saved.mlp_branch, s)?;
-        let down = self.layout.down;
-        let sizes = Sizes {
-            m: t,
-            n: wide,
-            k: hidden,
-        };
-        self.read(store, &[down], s)?;
-        matmul(
-            device,
-            Form::NN,
-            sizes,
-            s.dbranch.first(stream)?,
-            s.weight.first(hidden * wide)?,
+        let down = [self.layout.down];
+        let down = self.linear(&down, wide);
+        down.input_gradients(
+            store,
+            branch_gradients(post, &s.dx, &s.dbranch).first(stream)?,
             s.inner.first_mut(t * wide)?,
-            false,
+            (&mut s.weight, &mut s.linear),
         )?;
         let gate_up = saved.gate_up.first_mut(t * 2 * wide)?;
         activation::glu_backward(
@@ -214,72 +267,27 @@ impl BlockPass<'_> {
             wide,
             s.inner.first_mut(t * wide)?,
         )?;
-        let (dy, input) = (s.dbranch.first(stream)?, s.inner.first(t * wide)?);
-        gradients(
-            device,
-            store,
-            &[down],
-            (dy, hidden),
-            (input, wide),
-            (&mut s.gradient, &mut s.bias_gradient),
-        )?;
+        let dy = branch_gradients(post, &s.dx, &s.dbranch).first(stream)?;
+        let input = s.inner.first(t * wide)?;
+        down.weight_gradients(store, dy, input, (&mut s.weight, &mut s.linear))?;
 
-        let both = self.layout.gate_up;
-        let sizes = Sizes {
-            m: t,
-            n: hidden,
-            k: 2 * wide,
-        };
-        self.read(store, &both, s)?;
+        let both = self.linear(&self.layout.gate_up, hidden);
         let dy = saved.gate_up.first(t * 2 * wide)?;
-        let weight = s.weight.first(2 * wide * hidden)?;
-        matmul(
-            device,
-            Form::NN,
-            sizes,
-            dy,
-            weight,
-            s.dx_before.first_mut(stream)?,
-            false,
-        )?;
+        let dx = s.dx_before.first_mut(stream)?;
+        both.input_gradients(store, dy, dx, (&mut s.weight, &mut s.linear))?;
         let input = saved.mlp_normed.first(stream)?;
-        gradients(
-            device,
-            store,
-            &both,
-            (dy, 2 * wide),
-            (input, hidden),
-            (&mut s.gradient, &mut s.bias_gradient),
-        )?;
+        both.weight_gradients(store, dy, input, (&mut s.weight, &mut s.linear))?;
         self.enter_backward(store, pre, &saved.middle, s)?;
 
         let [pre, post] = self.layout.attention_norms;
         self.leave_backward(store, post, &saved.attention_branch, s)?;
-        let o = self.layout.o;
-        let sizes = Sizes {
-            m: t,
-            n: q_width,
-            k: hidden,
-        };
-        self.read(store, &[o], s)?;
-        matmul(
-            device,
-            Form::NN,
-            sizes,
-            s.dbranch.first(stream)?,
-            s.weight.first(hidden * q_width)?,
-            s.dattended.first_mut(t * q_width)?,
-            false,
-        )?;
-        let (dy, input) = (s.dbranch.first(stream)?, saved.attended.first(t * q_width)?);
-        gradients(
-            device,
-            store,
-            &[o],
-            (dy, hidden),
-            (input, q_width),
-            (&mut s.gradient, &mut s.bias_gradient),
-        )?;
+        let o = [self.layout.o];
+        let o = self.linear(&o, q_width);
+        let dy = branch_gradients(post, &s.dx, &s.dbranch).first(stream)?;
+        let dx = s.dattended.first_mut(t * q_width)?;
+        o.input_gradients(store, dy, dx, (&mut s.weight, &mut s.linear))?;
+        let input = saved.attended.first(t * q_width)?;
+        o.weight_gradients(store, dy, input, (&mut s.weight, &mut s.linear))?;
         let forward = (
             saved.rotated.first(t * width)?,
             saved.attended.first(t * q_width)?,
@@ -291,39 +299,17 @@ impl BlockPass<'_> {
             &self.batch.documents,
             forward,
             s.dattended.first(t * q_width)?,
-            s.dqkv.first_mut(t * width)?,
+            s.inner.first_mut(t * width)?,
         )?;
         self.heads_backward(store, saved, s)?;
-        let dy = s.dqkv.first(t * width)?;
-        let input = saved.normed.first(stream)?;
+        let qkv = self.linear(&self.layout.qkv, hidden);
+        let dy = s.inner.first(t * width)?;
         if needs_input {
-            let sizes = Sizes {
-                m: t,
-                n: hidden,
-                k: width,
-            };
-            let qkv = self.layout.qkv;
-            let rows = self.read_into(store, &qkv, &mut s.weight)?;
-            let weight = s.weight.first(rows * hidden)?;
-            matmul(
-                device,
-                Form::NN,
-                sizes,
-                dy,
-                weight,
-                s.dx_before.first_mut(stream)?,
-                false,
-            )?;
+            let dx = s.dx_before.first_mut(stream)?;
+            qkv.input_gradients(store, dy, dx, (&mut s.weight, &mut s.linear))?;
         }
-        let into = (&mut s.gradient, &mut s.bias_gradient);
-        gradients(
-            device,
-            store,
-            &self.layout.qkv,
-            (dy, width),
-            (input, hidden),
-            into,
-        )?;
+        let input = saved.normed.first(stream)?;
+        qkv.weight_gradients(store, dy, input, (&mut s.weight, &mut s.linear))?;
         if needs_input || pre.is_some() {
             self.enter_backward(store, pre, x, s)?;
         }
@@ -358,8 +344,8 @@ impl BlockPass<'_> {
         let len = self.rows() * self.attention().width();
         let angles = &self.batch.angles[self.block.attention.rope];
         // Both norms' gradients at once, which the store keeps apart.
-        s.bias_gradient.grow(device, 2 * dim)?;
-        crate::ops::activation::fill(device, s.bias_gradient.first_mut(2 * dim)?, 0.0)?;
+        s.dnorms.grow(device, 2 * dim)?;
+        crate::ops::activation::fill(device, s.dnorms.first_mut(2 * dim)?, 0.0)?;
         let mut q = Array::scratch(device, dim)?;
         crate::ops::activation::fill(device, q.all_mut(), 0.0)?;
         let [q_norm, k_norm] = self.layout.qk_norms;
@@ -368,14 +354,14 @@ impl BlockPass<'_> {
             let dnorms = [
                 q_norm.map(|_| q.all_mut()),
                 match k_norm {
-                    Some(_) => Some(s.bias_gradient.first_mut(dim)?),
+                    Some(_) => Some(s.dnorms.first_mut(dim)?),
                     None => None,
                 },
             ];
-            let dqkv = s.dqkv.first_mut(len)?;
+            let dqkv = s.inner.first_mut(len)?;
             heads_backward(device, &options, saved.qkv.first(len)?, dqkv, dnorms)?;
         }
-        for (norm, gradient) in [(q_norm, q.all()), (k_norm, s.bias_gradient.first(dim)?)] {
+        for (norm, gradient) in [(q_norm, q.all()), (k_norm, s.dnorms.first(dim)?)] {
             if let Some(id) = norm {
                 let (_, to) = store.vector_with_gradient(id)?;
                 crate::ops::activation::add(device, to, gradient)?;
@@ -437,7 +423,7 @@ impl BlockPass<'_> {
     }
 
     /// Makes `out` the rows `x` plus the last projection of a half, of rows `[T, width]`, normalized where the model does so: `branch`
-    /// is then what it was before.
+    /// is then what it was before, and all that is made without `out`.
     fn leave(
         &self,
         store: &mut dyn Store,
@@ -445,52 +431,26 @@ impl BlockPass<'_> {
         x: &Array<Mixed>,
         (rows, width): (Slice<'_, Mixed>, usize),
         branch: &mut Array<Mixed>,
-        out: &mut Array<Mixed>,
-        s: &mut Scratch,
+        out: Option<&mut Array<Mixed>>,
+        memory: (&mut Array<Mixed>, &mut LinearScratch),
     ) -> Result<()> {
-        let (device, len, hidden) = (self.device, self.stream(), self.spec.hidden_size);
-        let sizes = Sizes {
-            m: self.rows(),
-            n: hidden,
-            k: width,
-        };
-        self.read(store, &[projection], s)?;
-        let weight = s.weight.first(hidden * width)?;
+        let (device, len) = (self.device, self.stream());
+        let projections = [projection];
+        let linear = self.linear(&projections, width);
         let Some(id) = post else {
+            let Some(out) = out else { return Ok(()) };
             out.first_mut(len)?.copy_from(x.first(len)?)?;
-            matmul(
-                device,
-                Form::NT,
-                sizes,
-                rows,
-                weight,
-                out.first_mut(len)?,
-                true,
-            )?;
-            return match projection.bias {
-                Some(bias) => norm::add_bias(device, out.first_mut(len)?, store.vector(bias)?),
-                None => Ok(()),
-            };
+            return linear.forward(store, rows, out, true, memory);
         };
         branch.grow(device, len)?;
-        matmul(
-            device,
-            Form::NT,
-            sizes,
-            rows,
-            weight,
-            branch.first_mut(len)?,
-            false,
-        )?;
-        if let Some(bias) = projection.bias {
-            norm::add_bias(device, branch.first_mut(len)?, store.vector(bias)?)?;
-        }
+        linear.forward(store, rows, branch, false, memory)?;
+        let Some(out) = out else { return Ok(()) };
         let (from, eps) = (branch.first(len)?, self.spec.norm_eps);
         norm::rms_norm(device, from, store.vector(id)?, eps, out.first_mut(len)?)?;
         array::add(device, out.first_mut(len)?, x.first(len)?)
     }
 
-    /// Makes `s.dbranch` the gradients of what leaves a half of the block before it is normalized, from `s.dx`.
+    /// Makes `s.dbranch` the gradients of what leaves a half of the block before it is normalized, where it is, from `s.dx`.
     fn leave_backward(
         &self,
         store: &mut dyn Store,
@@ -499,8 +459,9 @@ impl BlockPass<'_> {
         s: &mut Scratch,
     ) -> Result<()> {
         let len = self.stream();
-        s.dbranch.first_mut(len)?.copy_from(s.dx.first(len)?)?;
         if let Some(id) = post {
+            s.dbranch.grow(self.device, len)?;
+            s.dbranch.first_mut(len)?.copy_from(s.dx.first(len)?)?;
             let (weight, dweight) = store.vector_with_gradient(id)?;
             let dx = s.dbranch.first_mut(len)?;
             norm::rms_norm_backward(
@@ -515,142 +476,16 @@ impl BlockPass<'_> {
         }
         Ok(())
     }
-
-    /// Reads matrices, one below the other, into `s.weight`.
-    fn read(
-        &self,
-        store: &mut dyn Store,
-        projections: &[ProjectionLayout],
-        s: &mut Scratch,
-    ) -> Result<()> {
-        self.read_into(store, projections, &mut s.weight)
-            .map(|_| ())
-    }
-
-    /// The same into any array; gives the rows.
-    fn read_into(
-        &self,
-        store: &mut dyn Store,
-        projections: &[ProjectionLayout],
-        to: &mut Array<Mixed>,
-    ) -> Result<usize> {
-        let shapes: Vec<_> = projections.iter().map(|p| store.shape(p.matrix)).collect();
-        to.grow(
-            self.device,
-            shapes.iter().map(|(rows, cols)| rows * cols).sum(),
-        )?;
-        let (mut at, mut all) = (0, 0);
-        for (projection, (rows, cols)) in projections.iter().zip(shapes) {
-            store.read(
-                projection.matrix,
-                0..rows,
-                to.part_mut(at..at + rows * cols)?,
-            )?;
-            at += rows * cols;
-            all += rows;
-        }
-        Ok(all)
-    }
-
-    /// The products of rows `x` `[T, width]` with matrices, side by side, plus their biases.
-    fn project(
-        &self,
-        store: &mut dyn Store,
-        projections: &[ProjectionLayout],
-        x: Slice<'_, Mixed>,
-        width: usize,
-        out: &mut Array<Mixed>,
-        s: &mut Scratch,
-    ) -> Result<()> {
-        let device = self.device;
-        let n = self.read_into(store, projections, &mut s.weight)?;
-        let sizes = Sizes {
-            m: self.rows(),
-            n,
-            k: width,
-        };
-        let len = self.rows() * n;
-        matmul(
-            device,
-            Form::NT,
-            sizes,
-            x,
-            s.weight.first(n * width)?,
-            out.first_mut(len)?,
-            false,
-        )?;
-        if projections.iter().all(|p| p.bias.is_none()) {
-            return Ok(());
-        }
-        s.bias.grow(device, n)?;
-        let mut at = 0;
-        for projection in projections {
-            let rows = store.shape(projection.matrix).0;
-            let mut to = s.bias.part_mut(at..at + rows)?;
-            match projection.bias {
-                Some(bias) => to.copy_from(store.vector(bias)?)?,
-                None => crate::ops::activation::fill(device, to.reborrow(), 0.0)?,
-            }
-            at += rows;
-        }
-        norm::add_bias(device, out.first_mut(len)?, s.bias.first(n)?)
-    }
 }
 
-/// Gives the store the gradients of matrices that stand one below the other, and of their biases: from the gradients `dy` `[T, n]` of
-/// their products and their input `[T, k]`.
-fn gradients(
-    device: &Device,
-    store: &mut dyn Store,
-    projections: &[ProjectionLayout],
-    (dy, n): (Slice<'_, Mixed>, usize),
-    (input, k): (Slice<'_, Mixed>, usize),
-    (gradient, bias_gradient): (&mut Array<Mixed>, &mut Array),
-) -> Result<()> {
-    let rows = dy.len() / n;
-    if projections.iter().any(|p| p.bias.is_some()) {
-        bias_gradient.grow(device, n)?;
-        crate::ops::activation::fill(device, bias_gradient.first_mut(n)?, 0.0)?;
-        norm::add_bias_backward(device, dy, bias_gradient.first_mut(n)?)?;
-        let mut at = 0;
-        for projection in projections {
-            let rows = store.shape(projection.matrix).0;
-            if let Some(bias) = projection.bias {
-                let (_, to) = store.vector_with_gradient(bias)?;
-                crate::ops::activation::add(device, to, bias_gradient.part(at..at + rows)?)?;
-            }
-            at += rows;
-        }
+/// The gradients of what leaves a half of a block: those of the stream, unless it is normalized before it joins that.
+fn branch_gradients<'a>(
+    post: Option<VectorId>,
+    dx: &'a Array<Mixed>,
+    dbranch: &'a Array<Mixed>,
+) -> &'a Array<Mixed> {
+    match post {
+        Some(_) => dbranch,
+        None => dx,
     }
-    if !projections.iter().any(|p| store.trains(p.matrix)) {
-        return Ok(());
-    }
-    gradient.grow(device, n * k)?;
-    let sizes = Sizes {
-        m: n,
-        n: k,
-        k: rows,
-    };
-    matmul(
-        device,
-        Form::TN,
-        sizes,
-        dy,
-        input,
-        gradient.first_mut(n * k)?,
-        false,
-    )?;
-    let mut at = 0;
-    for projection in projections {
-        let rows = store.shape(projection.matrix).0;
-        if store.trains(projection.matrix) {
-            store.gradient(
-                projection.matrix,
-                0,
-                gradient.part(at * k..(at + rows) * k)?,
-            )?;
-        }
-        at += rows;
-    }
-    Ok(())
 }

@@ -19,6 +19,8 @@ pub(super) struct HeadPass<'a> {
     pub(super) batch: &'a Batch,
     /// Tokens of a chunk.
     pub(super) chunk: usize,
+    /// Keeps the gradients of a tied head until those of the embedding come, rather than compute logits once more.
+    pub(super) keeps: bool,
 }
 
 impl HeadPass<'_> {
@@ -46,20 +48,11 @@ impl HeadPass<'_> {
     ) -> Result<(Loss, f64)> {
         let (device, t, hidden) = (self.device, self.batch.rows(), self.spec.hidden_size);
         let widest = self.chunk.min(self.spec.vocab_size);
-        s.head_normed.grow(device, t * hidden)?;
         s.weight.grow(device, widest * hidden)?;
-        let normed = s.head_normed.first_mut(t * hidden)?;
-        let weight = store.vector(self.layout.norm)?;
-        norm::rms_norm(
-            device,
-            x.first(t * hidden)?,
-            weight,
-            self.spec.norm_eps,
-            normed,
-        )?;
+        self.normalize(store, x, s)?;
         let mut loss = Loss::new(device, t)?;
         for tokens in self.chunks() {
-            self.logits(store, &tokens, s)?;
+            self.logits(store, &tokens, t, s)?;
             let logits = s.logits.first(t * tokens.len())?;
             loss.add(device, &self.batch.targets, self.columns(&tokens), logits)?;
         }
@@ -67,14 +60,48 @@ impl HeadPass<'_> {
         Ok((loss, total))
     }
 
-    /// A chunk's logits, and its rows of the head in `s.weight`.
-    fn logits(&self, store: &mut dyn Store, tokens: &Range<usize>, s: &mut Scratch) -> Result<()> {
-        let (device, t, hidden, width) = (
-            self.device,
-            self.batch.rows(),
-            self.spec.hidden_size,
-            tokens.len(),
-        );
+    /// The token with the largest logit after the last row of `x`, the first of those that are equal.
+    pub(super) fn next_token(
+        &self,
+        store: &mut dyn Store,
+        x: &Array<Mixed>,
+        s: &mut Scratch,
+    ) -> Result<u32> {
+        let (device, t, hidden) = (self.device, self.batch.rows(), self.spec.hidden_size);
+        let widest = self.chunk.min(self.spec.vocab_size);
+        s.head_normed.grow(device, hidden)?;
+        s.weight.grow(device, widest * hidden)?;
+        norm::rms_norm(
+            device,
+            x.part((t - 1) * hidden..t * hidden)?,
+            store.vector(self.layout.norm)?,
+            self.spec.norm_eps,
+            s.head_normed.first_mut(hidden)?,
+        )?;
+        let mut logits = vec![0.0; widest];
+        let mut best = (0, f32::NEG_INFINITY);
+        for tokens in self.chunks() {
+            self.logits(store, &tokens, 1, s)?;
+            let logits = &mut logits[..tokens.len()];
+            s.logits.first(tokens.len())?.read(logits)?;
+            for (token, &logit) in tokens.zip(&*logits) {
+                if logit > best.1 {
+                    best = (token as u32, logit);
+                }
+            }
+        }
+        Ok(best.0)
+    }
+
+    /// A chunk's logits of the first `t` rows, and its rows of the head in `s.weight`.
+    fn logits(
+        &self,
+        store: &mut dyn Store,
+        tokens: &Range<usize>,
+        t: usize,
+        s: &mut Scratch,
+    ) -> Result<()> {
+        let (device, hidden, width) = (self.device, self.spec.hidden_size, tokens.len());
         let widest = self.chunk.min(self.spec.vocab_size);
         s.logits.grow(device, t * widest)?;
         store.read(
@@ -110,7 +137,7 @@ impl HeadPass<'_> {
         tokens: &Range<usize>,
         s: &mut Scratch,
     ) -> Result<()> {
-        self.logits(store, tokens, s)?;
+        self.logits(store, tokens, self.batch.rows(), s)?;
         let len = self.batch.rows() * tokens.len();
         s.dlogits.grow(
             self.device,
@@ -126,11 +153,27 @@ impl HeadPass<'_> {
         )
     }
 
-    /// A chunk's gradients of the head, in `s.gradient`, from those of its logits.
-    fn weight_gradients(&self, tokens: &Range<usize>, s: &mut Scratch) -> Result<()> {
+    /// Makes `s.head_normed` what the head takes of the rows `x`.
+    fn normalize(&self, store: &dyn Store, x: &Array<Mixed>, s: &mut Scratch) -> Result<()> {
+        let len = self.batch.rows() * self.spec.hidden_size;
+        s.head_normed.grow(self.device, len)?;
+        norm::rms_norm(
+            self.device,
+            x.first(len)?,
+            store.vector(self.layout.norm)?,
+            self.spec.norm_eps,
+            s.head_normed.first_mut(len)?,
+        )
+    }
+
+    /// Whether the gradients of a tied head are kept.
+    fn keeps_tied(&self, store: &dyn Store) -> bool {
+        self.keeps && self.spec.tied && store.trains(self.layout.head)
+    }
+
+    /// A chunk's gradients of the head, in `s.gradient` or its part of `s.tied`, from those of its logits.
+    fn weight_gradients(&self, tokens: &Range<usize>, kept: bool, s: &mut Scratch) -> Result<()> {
         let (t, hidden, width) = (self.batch.rows(), self.spec.hidden_size, tokens.len());
-        s.gradient
-            .grow(self.device, self.chunk.min(self.spec.vocab_size) * hidden)?;
         let sizes = Sizes {
             m: width,
             n: hidden,
@@ -140,7 +183,16 @@ impl HeadPass<'_> {
             s.dlogits.first(t * width)?,
             s.head_normed.first(t * hidden)?,
         );
-        let out = s.gradient.first_mut(width * hidden)?;
+        let out = match kept {
+            true => s
+                .tied
+                .part_mut(tokens.start * hidden..tokens.end * hidden)?,
+            false => {
+                let widest = self.chunk.min(self.spec.vocab_size);
+                s.gradient.grow(self.device, widest * hidden)?;
+                s.gradient.first_mut(width * hidden)?
+            }
+        };
         matmul(self.device, Form::TN, sizes, dlogits, x, out, false)
     }
 
@@ -156,6 +208,10 @@ impl HeadPass<'_> {
         let (device, t, hidden) = (self.device, self.batch.rows(), self.spec.hidden_size);
         s.head_gradient.grow(device, t * hidden)?;
         grow(device, &mut [(&mut s.dx, t * hidden)])?;
+        let keeps_tied = self.keeps_tied(store);
+        if keeps_tied {
+            s.tied.grow(device, self.spec.vocab_size * hidden)?;
+        }
         for tokens in self.chunks() {
             self.logit_gradients(store, loss, &tokens, s)?;
             let width = tokens.len();
@@ -175,8 +231,10 @@ impl HeadPass<'_> {
                 to,
                 tokens.start > 0,
             )?;
-            if !self.spec.tied && store.trains(self.layout.head) {
-                self.weight_gradients(&tokens, s)?;
+            if keeps_tied {
+                self.weight_gradients(&tokens, true, s)?;
+            } else if !self.spec.tied && store.trains(self.layout.head) {
+                self.weight_gradients(&tokens, false, s)?;
                 store.gradient(
                     self.layout.head,
                     tokens.start,
@@ -194,36 +252,53 @@ impl HeadPass<'_> {
         norm::rms_norm_backward(device, x, weight, self.spec.norm_eps, dx, None, dweight)
     }
 
-    /// Gives the store the gradients of the embedding, from those of its rows in `s.dx`, and of the head if it is tied.
+    /// Gives the store the gradients of the embedding, from those of its rows in `s.dx`, and of the head if it is tied and there is a loss:
+    /// of the rows `x`, as they left the last block.
     pub(super) fn embedding_backward(
         &self,
         store: &mut dyn Store,
-        loss: &Loss,
+        loss: Option<&Loss>,
+        x: &Array<Mixed>,
         s: &mut Scratch,
     ) -> Result<()> {
         let (device, t, hidden) = (self.device, self.batch.rows(), self.spec.hidden_size);
         if !store.trains(self.layout.embedding) {
             return Ok(());
         }
+        let of_head = loss.filter(|_| self.spec.tied);
+        let kept = of_head.is_some() && self.keeps_tied(store);
+        if of_head.is_some() && !kept {
+            self.normalize(store, x, s)?;
+        }
         for tokens in self.chunks() {
             let len = tokens.len() * hidden;
-            if self.spec.tied {
-                self.logit_gradients(store, loss, &tokens, s)?;
-                self.weight_gradients(&tokens, s)?;
-            } else {
-                s.gradient
-                    .grow(device, self.chunk.min(self.spec.vocab_size) * hidden)?;
-                array::clear(device, s.gradient.first_mut(len)?)?;
+            match of_head {
+                Some(_) if kept => {}
+                Some(loss) => {
+                    self.logit_gradients(store, loss, &tokens, s)?;
+                    self.weight_gradients(&tokens, false, s)?;
+                }
+                None => {
+                    s.gradient
+                        .grow(device, self.chunk.min(self.spec.vocab_size) * hidden)?;
+                    array::clear(device, s.gradient.first_mut(len)?)?;
+                }
             }
+            let mut gradient = match kept {
+                true => s
+                    .tied
+                    .part_mut(tokens.start * hidden..tokens.end * hidden)?,
+                false => s.gradient.first_mut(len)?,
+            };
             self.batch.by_token.add(
                 device,
                 s.dx.first(t * hidden)?,
                 self.spec.embedding_scale,
                 tokens.start,
                 hidden,
-                s.gradient.first_mut(len)?,
+                gradient.reborrow(),
             )?;
-            store.gradient(self.layout.embedding, tokens.start, s.gradient.first(len)?)?;
+            store.gradient(self.layout.embedding, tokens.start, gradient.as_slice())?;
         }
         Ok(())
     }

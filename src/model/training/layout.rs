@@ -10,6 +10,10 @@ pub type MatrixId = usize;
 /// The number of a vector in [`Layout::vectors`].
 pub type VectorId = usize;
 
+/// What the names of an adapter's factors end in, before `.weight`.
+const FACTOR_A: &str = "lora_A";
+const FACTOR_B: &str = "lora_B";
+
 /// A matrix of a model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MatrixLayout {
@@ -21,6 +25,13 @@ pub struct MatrixLayout {
     pub cols: usize,
     /// The block it belongs to.
     pub block: Option<usize>,
+}
+
+impl MatrixLayout {
+    /// Whether it is the first factor of an adapter.
+    pub fn is_first_factor(&self) -> bool {
+        self.name.ends_with(&format!(".{FACTOR_A}.weight"))
+    }
 }
 
 /// A norm or a bias.
@@ -36,17 +47,32 @@ pub struct VectorLayout {
     pub is_bias: bool,
 }
 
-/// A matrix and its bias.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// A low-rank adapter beside a projection `[n, k]`, whose results it adds `scale * (x A^T) B^T` to (Hu et al., arXiv 2106.09685).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AdapterLayout {
+    /// A, `[rank, k]`.
+    pub a: MatrixId,
+    /// The transpose of B, `[rank, n]`.
+    pub b: MatrixId,
+    /// Rows of both.
+    pub rank: usize,
+    /// What its results are multiplied by.
+    pub scale: f32,
+}
+
+/// A matrix, its bias, and its adapter.
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ProjectionLayout {
     /// The matrix.
     pub matrix: MatrixId,
     /// The bias.
     pub bias: Option<VectorId>,
+    /// What is trained in the matrix's stead.
+    pub adapter: Option<AdapterLayout>,
 }
 
 /// The parameters of a block.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct BlockLayout {
     /// Queries, keys, values.
     pub qkv: [ProjectionLayout; 3],
@@ -64,8 +90,21 @@ pub struct BlockLayout {
     pub mlp_norms: [Option<VectorId>; 2],
 }
 
+impl BlockLayout {
+    /// Its projections.
+    pub fn projections(&self) -> [&ProjectionLayout; 7] {
+        let ([q, k, v], [gate, up]) = (&self.qkv, &self.gate_up);
+        [q, k, v, &self.o, gate, up, &self.down]
+    }
+
+    fn projections_mut(&mut self) -> [&mut ProjectionLayout; 7] {
+        let ([q, k, v], [gate, up]) = (&mut self.qkv, &mut self.gate_up);
+        [q, k, v, &mut self.o, gate, up, &mut self.down]
+    }
+}
+
 /// All parameters of a model.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Layout {
     /// The matrices, the embedding first.
     pub matrices: Vec<MatrixLayout>,
@@ -87,7 +126,8 @@ impl Layout {
         if let Some(block) = spec.blocks.iter().position(|b| b.mlp.mixture().is_some()) {
             bail!(
                 Unsupported,
-                "block {block} of this {} model is a mixture of experts, which this version does not train; it trains dense models",
+                "block {block} of this {} model is a mixture of experts, which has no backward pass here, so that no block before it can be trained \
+                 either; train a dense model, or train this one elsewhere and quantize the result",
                 spec.family
             );
         }
@@ -129,6 +169,7 @@ impl Layout {
                     Ok(ProjectionLayout {
                         matrix: matrix(&block_name(index, &format!("{name}.weight")))?,
                         bias: vector(&block_name(index, &format!("{name}.bias"))),
+                        adapter: None,
                     })
                 };
                 let norm = |name: &str| vector(&block_name(index, &format!("{name}.weight")));
@@ -160,6 +201,51 @@ impl Layout {
             matrices,
             vectors,
         })
+    }
+
+    /// The same with an adapter of this rank beside every projection of a block from `first_block` on that `wants` names, without its
+    /// `.weight`. The matrices keep their numbers; factors, whose names end in `.lora_A.weight` and `.lora_B.weight`, come after them.
+    pub fn with_adapters(
+        &self,
+        first_block: usize,
+        (rank, scale): (usize, f32),
+        wants: &dyn Fn(&str) -> bool,
+    ) -> Layout {
+        let mut layout = self.clone();
+        let matrices = &mut layout.matrices;
+        for (index, block) in layout.blocks.iter_mut().enumerate().skip(first_block) {
+            for projection in block.projections_mut() {
+                let MatrixLayout {
+                    name, rows, cols, ..
+                } = matrices[projection.matrix].clone();
+                let name = name.trim_end_matches(".weight");
+                if !wants(name) {
+                    continue;
+                }
+                let mut add = |factor: &str, cols: usize| {
+                    matrices.push(MatrixLayout {
+                        name: format!("{name}.{factor}.weight"),
+                        rows: rank,
+                        cols,
+                        block: Some(index),
+                    });
+                    matrices.len() - 1
+                };
+                projection.adapter = Some(AdapterLayout {
+                    a: add(FACTOR_A, cols),
+                    b: add(FACTOR_B, rows),
+                    rank,
+                    scale,
+                });
+            }
+        }
+        layout
+    }
+
+    /// The projections that have adapters.
+    pub fn adapted(&self) -> impl Iterator<Item = (MatrixId, AdapterLayout)> {
+        let all = self.blocks.iter().flat_map(BlockLayout::projections);
+        all.filter_map(|p| Some((p.matrix, p.adapter?)))
     }
 
     /// Parameters in number.

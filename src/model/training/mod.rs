@@ -4,18 +4,28 @@
 
 mod batch;
 mod block;
+mod fresh;
 mod head;
+mod hidden;
 mod layout;
+mod linear;
 mod pass;
+mod precision;
+mod recompute;
 mod scratch;
 mod source;
 
 pub use batch::Batch;
+pub use fresh::Fresh;
+pub use hidden::HiddenTargets;
 pub use layout::{
-    BlockLayout, Layout, MatrixId, MatrixLayout, ProjectionLayout, VectorId, VectorLayout,
+    AdapterLayout, BlockLayout, Layout, MatrixId, MatrixLayout, ProjectionLayout, VectorId,
+    VectorLayout,
 };
 pub use pass::{Options, Pass};
-pub use source::Source;
+pub use precision::{ProductForm, ProductPrecision};
+pub use recompute::{Recompute, RecomputedParts};
+pub use source::{Source, Text};
 
 use std::ops::Range;
 

@@ -2,6 +2,9 @@
 
 use super::block::BlockPass;
 use super::head::HeadPass;
+use super::hidden::HiddenTargets;
+use super::precision::ProductPrecision;
+use super::recompute::Recompute;
 use super::scratch::{Saved, Scratch};
 use super::{Batch, Layout, Store};
 use crate::base::error::bail;
@@ -14,8 +17,8 @@ use crate::ops::{Array, Device, Mixed};
 /// How a pass uses memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Options {
-    /// Whether the backward pass computes again what is between the inputs of blocks, rather than that the forward pass keeps it.
-    pub recompute: bool,
+    /// What of the blocks the backward pass computes again.
+    pub recompute: Recompute,
     /// Tokens whose logits are computed at a time.
     pub head_chunk: usize,
 }
@@ -23,7 +26,7 @@ pub struct Options {
 impl Default for Options {
     fn default() -> Self {
         Options {
-            recompute: true,
+            recompute: Recompute::default(),
             head_chunk: 8192,
         }
     }
@@ -36,10 +39,15 @@ pub struct Pass {
     spec: Spec,
     layout: Layout,
     options: Options,
+    precision: ProductPrecision,
+    /// What random bits of rounding follow from.
+    key: u64,
     /// The inputs of blocks, and the last one's results.
     streams: Vec<Array<Mixed>>,
-    /// Of each block, or the one that all share.
+    /// What is kept of each block.
     saved: Vec<Saved>,
+    /// What is computed again, of one block after another.
+    shared: Saved,
     scratch: Scratch,
 }
 
@@ -59,16 +67,40 @@ impl Pass {
             spec: spec.clone(),
             layout: layout.clone(),
             options,
+            precision: ProductPrecision::default(),
+            key: 0,
             streams: (0..=blocks).map(|_| Array::empty()).collect(),
-            saved: (0..if options.recompute { 1 } else { blocks })
-                .map(|_| Saved::new())
-                .collect(),
+            saved: (0..blocks).map(|_| Saved::new()).collect(),
+            shared: Saved::new(),
             scratch: Scratch::new(),
         })
     }
 
-    fn saved_of(&self, block: usize) -> usize {
-        if self.options.recompute { 0 } else { block }
+    /// Chooses the precision of the products of projections; the default is that of what is multiplied.
+    pub fn set_precision(&mut self, precision: ProductPrecision) {
+        self.precision = precision;
+    }
+
+    /// Chooses the random bits of what is rounded stochastically from now on: another key for each batch.
+    pub fn set_key(&mut self, key: u64) {
+        self.key = key;
+    }
+
+    /// Bytes that gradients of matrices take, before they go to the store.
+    pub fn gradient_bytes(&self) -> usize {
+        self.scratch.gradient.bytes()
+    }
+
+    /// What a block keeps, with the memory of what is computed again; [`Pass::put_saved`] takes it back.
+    fn take_saved(&mut self, block: usize) -> Saved {
+        let mut saved = std::mem::replace(&mut self.saved[block], Saved::new());
+        saved.swap_recomputed(&mut self.shared, self.options.recompute.parts());
+        saved
+    }
+
+    fn put_saved(&mut self, block: usize, mut saved: Saved) {
+        saved.swap_recomputed(&mut self.shared, self.options.recompute.parts());
+        self.saved[block] = saved;
     }
 
     fn block<'a>(&'a self, batch: &'a Batch, index: usize) -> BlockPass<'a> {
@@ -78,6 +110,8 @@ impl Pass {
             block: &self.spec.blocks[index],
             layout: &self.layout.blocks[index],
             batch,
+            precision: &self.precision,
+            key: self.key,
         }
     }
 
@@ -88,6 +122,7 @@ impl Pass {
             layout: &self.layout,
             batch,
             chunk: self.options.head_chunk,
+            keeps: self.options.recompute == Recompute::None,
         }
     }
 
@@ -107,26 +142,25 @@ impl Pass {
         self.streams[0] = first;
         for index in 0..self.spec.blocks.len() {
             call::check()?;
-            let number = self.saved_of(index);
             let mut out = std::mem::replace(&mut self.streams[index + 1], Array::empty());
-            let mut saved = std::mem::replace(&mut self.saved[number], Saved::new());
+            let mut saved = self.take_saved(index);
             let mut scratch = std::mem::replace(&mut self.scratch, Scratch::new());
             let x = &self.streams[index];
             let done =
                 self.block(batch, index)
                     .forward(store, x, &mut out, &mut saved, &mut scratch);
             self.streams[index + 1] = out;
-            self.saved[number] = saved;
+            self.put_saved(index, saved);
             self.scratch = scratch;
             done?;
         }
         Ok(())
     }
 
-    /// Gives back what only blocks use, unless their forward pass keeps it for the backward pass.
+    /// Gives back what only blocks use, and does not stay for the backward pass.
     fn release_blocks(&mut self, s: &mut Scratch) {
-        if self.options.recompute {
-            self.saved[0] = Saved::new();
+        if self.options.recompute != Recompute::None {
+            self.shared = Saved::new();
             s.release_blocks();
         }
     }
@@ -141,7 +175,17 @@ impl Pass {
         Ok(loss?.1)
     }
 
-    /// The same, and gives its gradients to the store, unless the loss is not finite. Blocks before `first_block` get none, nor does the
+    /// The most likely token after the last one of the batch; its labels do not matter.
+    pub fn next_token(&mut self, store: &mut dyn Store, batch: &Batch) -> Result<u32> {
+        self.forward(store, batch)?;
+        let mut scratch = std::mem::replace(&mut self.scratch, Scratch::new());
+        let last = &self.streams[self.spec.blocks.len()];
+        let token = self.head(batch).next_token(store, last, &mut scratch);
+        self.scratch = scratch;
+        token
+    }
+
+    /// The same as [`Pass::loss`], and gives its gradients to the store, unless the loss is not finite. Blocks before `first_block` get none, nor does the
     /// embedding unless that is 0 or it is the head.
     pub fn gradients(
         &mut self,
@@ -149,10 +193,32 @@ impl Pass {
         batch: &Batch,
         first_block: usize,
     ) -> Result<f64> {
+        self.gradients_of(store, batch, first_block, None)
+    }
+
+    /// The sum over hidden states of weight times the absolute difference to their targets, with its gradients given to the store in the
+    /// same way; the head gets none. Labels and weights of the batch do not matter.
+    pub fn hidden_gradients(
+        &mut self,
+        store: &mut dyn Store,
+        batch: &Batch,
+        targets: HiddenTargets<'_>,
+        first_block: usize,
+    ) -> Result<f64> {
+        self.gradients_of(store, batch, first_block, Some(targets))
+    }
+
+    fn gradients_of(
+        &mut self,
+        store: &mut dyn Store,
+        batch: &Batch,
+        first_block: usize,
+        hidden: Option<HiddenTargets<'_>>,
+    ) -> Result<f64> {
         self.forward(store, batch)?;
-        let blocks = self.spec.blocks.len();
+        let first = first_block.min(self.spec.blocks.len());
         let mut scratch = std::mem::replace(&mut self.scratch, Scratch::new());
-        let result = self.backward(store, batch, first_block.min(blocks), &mut scratch);
+        let result = self.backward(store, batch, first, hidden, &mut scratch);
         self.scratch = scratch;
         result
     }
@@ -162,43 +228,50 @@ impl Pass {
         store: &mut dyn Store,
         batch: &Batch,
         first_block: usize,
+        hidden: Option<HiddenTargets<'_>>,
         s: &mut Scratch,
     ) -> Result<f64> {
         let blocks = self.spec.blocks.len();
         // Blocks and the head take turns with the largest part of the memory.
         self.release_blocks(s);
-        let (loss, total) = self.head(batch).forward(store, &self.streams[blocks], s)?;
+        let (head, x) = (self.head(batch), &self.streams[blocks]);
+        let (loss, total) = match hidden {
+            None => {
+                let (loss, total) = head.forward(store, x, s)?;
+                (Some(loss), total)
+            }
+            Some(targets) => (None, head.hidden(store, targets, x, s)?),
+        };
         if !total.is_finite() {
             return Ok(total);
         }
-        self.head(batch)
-            .backward(store, &loss, &self.streams[blocks], s)?;
+        match &loss {
+            Some(loss) => head.backward(store, loss, x, s)?,
+            None => head.hidden_backward(store, x, s)?,
+        }
         s.release_head();
         let embeds = first_block == 0 && store.trains(self.layout.embedding);
         for index in (first_block..blocks).rev() {
-            let number = self.saved_of(index);
-            let mut saved = std::mem::replace(&mut self.saved[number], Saved::new());
-            // The last block's own results are not needed any more, and take what is computed again.
-            let mut out = std::mem::replace(&mut self.streams[index + 1], Array::empty());
+            let mut saved = self.take_saved(index);
+            let parts = self.options.recompute.parts();
             let done = (|| {
                 let (block, x) = (self.block(batch, index), &self.streams[index]);
-                if self.options.recompute {
-                    block.forward(store, x, &mut out, &mut saved, s)?;
-                }
+                block.forward_again(store, x, &mut saved, parts, s)?;
                 block.backward(store, x, &mut saved, s, index > first_block || embeds)
             })();
-            self.streams[index + 1] = out;
-            self.saved[number] = saved;
+            self.put_saved(index, saved);
             done?;
         }
-        if embeds || self.spec.tied {
+        if embeds || (self.spec.tied && loss.is_some()) {
             self.release_blocks(s);
             if !embeds {
                 // Rows of a frozen beginning: the head's share alone.
                 let len = batch.rows() * self.spec.hidden_size;
                 array::clear(&self.device, s.dx.first_mut(len)?)?;
             }
-            self.head(batch).embedding_backward(store, &loss, s)?;
+            let x = &self.streams[blocks];
+            self.head(batch)
+                .embedding_backward(store, loss.as_ref(), x, s)?;
         }
         Ok(total)
     }

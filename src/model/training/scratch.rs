@@ -1,5 +1,7 @@
 //! Memory of a pass, which grows to the largest batch it has seen.
 
+use super::linear::LinearScratch;
+use super::recompute::RecomputedParts;
 use crate::base::Result;
 use crate::ops::{Array, Device, Mixed};
 
@@ -41,28 +43,66 @@ impl Saved {
             mlp_branch: Array::empty(),
         }
     }
+
+    /// Exchanges with `other` all that is computed again.
+    pub(super) fn swap_recomputed(&mut self, other: &mut Saved, parts: RecomputedParts) {
+        let RecomputedParts {
+            norms,
+            qkv,
+            heads,
+            attention,
+            output,
+            gate_up,
+            down,
+        } = parts;
+        let arrays = [
+            (norms, &mut self.normed, &mut other.normed),
+            (norms, &mut self.mlp_normed, &mut other.mlp_normed),
+            (qkv, &mut self.qkv, &mut other.qkv),
+            (heads, &mut self.rotated, &mut other.rotated),
+            (attention, &mut self.attended, &mut other.attended),
+            (
+                output,
+                &mut self.attention_branch,
+                &mut other.attention_branch,
+            ),
+            (output, &mut self.middle, &mut other.middle),
+            (gate_up, &mut self.gate_up, &mut other.gate_up),
+            (down, &mut self.mlp_branch, &mut other.mlp_branch),
+        ];
+        for (recomputed, own, other) in arrays {
+            if recomputed {
+                std::mem::swap(own, other);
+            }
+        }
+        if attention {
+            std::mem::swap(&mut self.lse, &mut other.lse);
+        }
+    }
 }
 
 /// Memory that is used by one operation after another.
 #[derive(Debug)]
 pub(super) struct Scratch {
-    /// The weights of a product.
+    /// The weights of a product of a block, and then their gradients; the weights of a chunk of the head.
     pub(super) weight: Array<Mixed>,
-    /// The gradients of a weight.
+    /// The gradients of a chunk of the head or of the embedding.
     pub(super) gradient: Array<Mixed>,
-    /// Biases side by side, and their gradients.
-    pub(super) bias: Array,
-    pub(super) bias_gradient: Array,
-    /// `[T, intermediate]`: what goes into the last projection of an MLP, or its gradients.
+    /// The gradients of a tied head, where activations are kept.
+    pub(super) tied: Array<Mixed>,
+    /// Of projections.
+    pub(super) linear: LinearScratch,
+    /// Gradients of the norms of queries and keys.
+    pub(super) dnorms: Array,
+    /// `[T, intermediate]`: what goes into the last projection of an MLP, or its gradients; and then those of queries, keys and values.
     pub(super) inner: Array<Mixed>,
     /// `[T, hidden]`: gradients of the residual stream, before a half of a block and behind it.
     pub(super) dx: Array<Mixed>,
     pub(super) dx_before: Array<Mixed>,
     /// `[T, hidden]`: gradients of what leaves a half before it is normalized.
     pub(super) dbranch: Array<Mixed>,
-    /// Gradients of attention's results, and of queries, keys and values.
+    /// Gradients of attention's results.
     pub(super) dattended: Array<Mixed>,
-    pub(super) dqkv: Array<Mixed>,
     /// `[T, hidden]`: what the head takes, and its gradients in f32.
     pub(super) head_normed: Array<Mixed>,
     pub(super) head_gradient: Array,
@@ -76,14 +116,14 @@ impl Scratch {
         Scratch {
             weight: Array::empty(),
             gradient: Array::empty(),
-            bias: Array::empty(),
-            bias_gradient: Array::empty(),
+            tied: Array::empty(),
+            linear: LinearScratch::new(),
+            dnorms: Array::empty(),
             inner: Array::empty(),
             dx: Array::empty(),
             dx_before: Array::empty(),
             dbranch: Array::empty(),
             dattended: Array::empty(),
-            dqkv: Array::empty(),
             head_normed: Array::empty(),
             head_gradient: Array::empty(),
             logits: Array::empty(),
@@ -93,6 +133,8 @@ impl Scratch {
 
     /// Gives back what only the head uses.
     pub(super) fn release_head(&mut self) {
+        self.gradient = Array::empty();
+        self.head_normed = Array::empty();
         self.head_gradient = Array::empty();
         self.logits = Array::empty();
         self.dlogits = Array::empty();
@@ -100,11 +142,11 @@ impl Scratch {
 
     /// Gives back what only blocks use.
     pub(super) fn release_blocks(&mut self) {
+        self.linear = LinearScratch::new();
         self.inner = Array::empty();
         self.dx_before = Array::empty();
         self.dbranch = Array::empty();
         self.dattended = Array::empty();
-        self.dqkv = Array::empty();
     }
 }
 

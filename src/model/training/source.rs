@@ -4,14 +4,28 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
+use super::fresh::Fresh;
 use super::{Layout, MatrixId, VectorId};
 use crate::base::Result;
 use crate::base::error::bail;
-use crate::checkpoint::Checkpoint;
+use crate::checkpoint::{Checkpoint, Encoding};
 use crate::model::load::locate;
 use crate::model::tensors::{self, TensorSpec};
-use crate::model::{Spec, open, spec_with_frequencies, text};
-use crate::text::TextFiles;
+use crate::model::{Spec, generation, open, spec_with_frequencies, text};
+use crate::text::{ChatTemplate, TextFiles, Tokenizer};
+
+/// How a model reads and writes text.
+#[derive(Debug)]
+pub struct Text {
+    /// The tokenizer.
+    pub tokenizer: Arc<Tokenizer>,
+    /// The model's own chat template, if it has one.
+    pub template: Option<ChatTemplate>,
+    /// The token that ends a text, if the model has one.
+    pub eos: Option<u32>,
+    /// Tokens that end an answer.
+    pub stop_tokens: Vec<u32>,
+}
 
 /// An opened checkpoint of a model that can be trained.
 pub struct Source {
@@ -28,6 +42,13 @@ impl Source {
     /// The model at `path`, of any format that can be loaded. Reads no weights.
     pub fn open(path: &Path) -> Result<Source> {
         Self::new(Arc::from(open(path)?)).map_err(|e| e.within(path.display()))
+    }
+
+    /// A model that has yet to learn anything, of the shape that `config.json` in `directory` says, with random weights that `seed`
+    /// chooses: see [`Fresh`].
+    pub fn fresh(directory: &Path, seed: u64) -> Result<Source> {
+        let fresh = Fresh::new(directory, seed).map_err(|e| e.within(directory.display()))?;
+        Self::new(Arc::new(fresh)).map_err(|e| e.within(directory.display()))
     }
 
     /// The model in an opened checkpoint.
@@ -82,13 +103,42 @@ impl Source {
     }
 
     /// The tokenizer and the chat template beside it, read by the first call.
-    pub(in crate::model) fn text(&self) -> Result<TextFiles> {
+    pub(in crate::model) fn text_files(&self) -> Result<TextFiles> {
         if let Some(text) = self.text.get() {
             return Ok(text.clone());
         }
-        let (text, ()) = text::beside(&self.checkpoint.metadata().tokenizer, || ())?;
-        let text = text?;
+        let text = text::read(&self.checkpoint.metadata().tokenizer)?;
         Ok(self.text.get_or_init(|| text).clone())
+    }
+
+    /// Reads how the model treats text.
+    pub fn text(&self) -> Result<Text> {
+        let from = &self.checkpoint.metadata().tokenizer;
+        let files = self.text_files()?;
+        let Some(tokenizer) = files.tokenizer else {
+            bail!(
+                NotFound,
+                "the model has no tokenizer; put a tokenizer.json beside its weights"
+            );
+        };
+        if tokenizer.vocab_size() > self.spec.vocab_size {
+            bail!(
+                CorruptFile,
+                "the tokenizer has ids up to {}, and the embedding only {} rows: they are of different models",
+                tokenizer.vocab_size() - 1,
+                self.spec.vocab_size
+            );
+        }
+        let stop_tokens = generation::read(&self.spec, from, Some(&tokenizer))?.stop_tokens;
+        let named = files.eos.as_deref().and_then(|eos| tokenizer.id_of(eos));
+        Ok(Text {
+            eos: named
+                .or(self.spec.eos.first().copied())
+                .or(stop_tokens.first().copied()),
+            tokenizer,
+            template: files.template,
+            stop_tokens,
+        })
     }
 
     fn found(&self, tensor: &TensorSpec) -> Result<(&crate::checkpoint::Entry, Range<usize>)> {
@@ -111,6 +161,28 @@ impl Source {
         self.checkpoint.rows_f32(entry, rows, out)
     }
 
+    /// How a matrix is stored in the checkpoint.
+    pub fn encoding(&self, id: MatrixId) -> Result<Encoding> {
+        Ok(self.found(&self.matrices[id])?.0.encoding)
+    }
+
+    /// Whether the checkpoint holds matrices in NVFP4.
+    pub fn is_nvfp4(&self) -> Result<bool> {
+        for id in 0..self.matrices.len() {
+            if self.encoding(id)? == Encoding::Nvfp4 {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// Copies the codes and block scales of a matrix that is stored in NVFP4, `cols / 2` and `cols / 16` bytes a row; gives the global scale.
+    pub fn nvfp4(&self, id: MatrixId, codes: &mut [u8], scales: &mut [u8]) -> Result<f32> {
+        let (entry, within) = self.found(&self.matrices[id])?;
+        self.checkpoint.rows_nvfp4(entry, within, codes, scales)?;
+        self.checkpoint.global_scale(entry)
+    }
+
     /// Reads a vector, as it is multiplied with or added: norms that are stored as what is to be added to one have it added.
     pub fn vector(&self, id: VectorId) -> Result<Vec<f32>> {
         let (entry, within) = self.found(&self.vectors[id])?;
@@ -126,6 +198,13 @@ impl Source {
     /// Whether a vector is stored as what is to be added to one.
     pub fn adds_one(&self, id: VectorId) -> bool {
         self.spec.norm_plus_one && !self.layout.vectors[id].is_bias
+    }
+
+    /// Whether a matrix is some rows of an entry of the checkpoint.
+    pub fn is_held_with_others(&self, id: MatrixId) -> bool {
+        let tensor = &self.matrices[id];
+        let found = self.found(tensor);
+        found.is_ok_and(|(entry, _)| entry.shape != tensor.shape)
     }
 
     /// Whether an entry of the checkpoint holds a parameter among others.

@@ -1,8 +1,11 @@
 //! Sums, factors and conversions of arrays.
 
+use std::ops::Range;
+
 use super::super::{Device, Mixed, Slice, SliceMut, activation};
 use super::scratch;
 use crate::base::Result;
+use crate::base::error::bail;
 use crate::cuda::training as cuda;
 
 /// `x += y`.
@@ -49,4 +52,62 @@ pub fn convert(device: &Device, x: Slice<'_>, out: SliceMut<'_, Mixed>) -> Resul
         Device::Cpu(_) => SliceMut::<f32>::Host(out.host()?).copy_from(x),
         Device::Cuda(_) => cuda::f32_to_bf16(x.cuda()?, out.cuda()?),
     }
+}
+
+/// Makes `out` `[rows, n]` the columns from `first` on of `x` `[rows, width]`.
+pub fn copy_columns(
+    device: &Device,
+    x: Slice<'_, Mixed>,
+    width: usize,
+    first: usize,
+    out: SliceMut<'_, Mixed>,
+) -> Result<()> {
+    let columns = columns_of(x.len(), width, first, out.len())?;
+    match device {
+        Device::Cpu(_) => {
+            let rows = x.host()?.chunks_exact(width);
+            for (x, out) in rows.zip(out.host()?.chunks_exact_mut(columns.len())) {
+                out.copy_from_slice(&x[columns.clone()]);
+            }
+            Ok(())
+        }
+        Device::Cuda(_) => cuda::copy_columns(x.cuda()?, width, columns, out.cuda()?),
+    }
+}
+
+/// Adds `x` `[rows, n]` to the columns from `first` on of `sum` `[rows, width]`.
+pub fn add_columns(
+    device: &Device,
+    sum: SliceMut<'_, Mixed>,
+    width: usize,
+    first: usize,
+    x: Slice<'_, Mixed>,
+) -> Result<()> {
+    let columns = columns_of(sum.len(), width, first, x.len())?;
+    match device {
+        Device::Cpu(_) => {
+            let rows = sum.host()?.chunks_exact_mut(width);
+            for (sum, x) in rows.zip(x.host()?.chunks_exact(columns.len())) {
+                sum[columns.clone()]
+                    .iter_mut()
+                    .zip(x)
+                    .for_each(|(s, v)| *s += v);
+            }
+            Ok(())
+        }
+        Device::Cuda(_) => cuda::add_columns(sum.cuda()?, width, columns, x.cuda()?),
+    }
+}
+
+/// The columns of `len` elements in rows of `width` that `part` elements from `first` on are.
+fn columns_of(len: usize, width: usize, first: usize, part: usize) -> Result<Range<usize>> {
+    let rows = len / width.max(1);
+    let n = part / rows.max(1);
+    if rows == 0 || n == 0 || rows * width != len || rows * n != part || first + n > width {
+        bail!(
+            Internal,
+            "{part} elements from column {first} on, of {len} in rows of {width}"
+        );
+    }
+    Ok(first..first + n)
 }

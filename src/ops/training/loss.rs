@@ -2,6 +2,7 @@
 //! gradients of their logits, so that a chunk's logits are all that is ever held.
 
 use super::super::{Array, Device, Mixed, Slice, SliceMut};
+use super::scratch;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::cpu::training::{CrossEntropy, HeadColumns};
@@ -185,4 +186,39 @@ impl Loss {
         let (lse, weights) = (self.lse.all().host()?, targets.weights.all().host()?);
         cpu.cross_entropy_gradient(&targets.columns(chunk)?, gradients, lse, weights)
     }
+}
+
+/// `weight * sum |h - target|`, and its gradients by `h`, `weight * sign(h - target)`, to `d`, of arrays of one size.
+pub fn l1(
+    device: &Device,
+    h: Slice<'_, Mixed>,
+    target: Slice<'_, Mixed>,
+    weight: f32,
+    d: SliceMut<'_, Mixed>,
+) -> Result<f64> {
+    if target.len() != h.len() || d.len() != h.len() {
+        bail!(
+            InvalidArgument,
+            "{} hidden states, {} targets and {} gradients; they must be as many",
+            h.len(),
+            target.len(),
+            d.len()
+        );
+    }
+    let Device::Cpu(cpu) = device else {
+        let mut partial = scratch(device, cuda::L1_PARTIAL)?;
+        let mut total = scratch(device, 1)?;
+        cuda::l1_gradient(
+            h.cuda()?,
+            target.cuda()?,
+            weight,
+            d.cuda()?,
+            partial.all_mut().cuda()?,
+            total.all_mut().cuda()?,
+        )?;
+        let mut sum = [0.0];
+        total.all().read(&mut sum)?;
+        return Ok(f64::from(sum[0]));
+    };
+    Ok(cpu.l1(h.host()?, target.host()?, weight, d.host()?))
 }

@@ -1,5 +1,5 @@
 //! The operations of training, forward beside backward, on arrays in [`Mixed`] precision: matrix products in three forms, norms, heads,
-//! attention of packed documents, gated units, the loss, the embedding, and the optimizer.
+//! attention of packed documents, gated units, the loss, the embedding, operands in NVFP4, and the optimizer.
 
 pub mod activation;
 pub mod array;
@@ -9,6 +9,7 @@ pub mod heads;
 pub mod loss;
 pub mod matmul;
 pub mod norm;
+pub mod operand;
 pub mod optimizer;
 pub mod statistics;
 

@@ -13,7 +13,7 @@ use crate::cuda::DeviceBuffer;
 use crate::cuda::training::{self as cuda, Moments, TrainedWeights};
 use crate::format::adamw::{FieldBytes, GROUP_ROWS, decode_weights, encode_weights, step_f32};
 use crate::format::e4m3;
-use crate::format::nvfp4::{BLOCK, check_global_scale};
+use crate::format::nvfp4::{BLOCK, check_block_scales, check_global_scale};
 use crate::tensor::WeightType;
 
 pub use crate::cpu::training::ReadRows;
@@ -68,6 +68,19 @@ impl FieldArrays {
             scales: Array::zeroed(device, scales)?,
             globals: Array::empty(),
         })
+    }
+
+    /// Those of a matrix that is not trained.
+    fn none() -> FieldArrays {
+        FieldArrays {
+            bytes: FieldBytes {
+                codes: 0,
+                scaled: false,
+            },
+            codes: Array::empty(),
+            scales: Array::empty(),
+            globals: Array::empty(),
+        }
     }
 
     fn held(&self) -> usize {
@@ -213,10 +226,11 @@ impl SharedWeight {
     }
 }
 
-/// A matrix `[rows, cols]` with the moments of its optimizer.
+/// A matrix `[rows, cols]` with the moments of its optimizer, or without them where it is frozen.
 #[derive(Debug)]
 pub struct Matrix {
     forms: Forms,
+    frozen: bool,
     rows: usize,
     cols: usize,
     /// The weights' global scale.
@@ -330,17 +344,73 @@ impl Matrix {
         read: &ReadRows<'_>,
     ) -> Result<Matrix> {
         let mut matrix = Matrix::zeroed(device, forms, rows, cols)?;
+        matrix.fill(device, host, read)?;
+        Ok(matrix)
+    }
+
+    /// The same without moments: a matrix that is never stepped.
+    pub fn frozen(
+        device: &Device,
+        host: &Cpu,
+        weight: WeightForm,
+        rows: usize,
+        cols: usize,
+        read: &ReadRows<'_>,
+    ) -> Result<Matrix> {
+        let mut matrix = Matrix::allocate(device, Self::frozen_forms(weight), true, rows, cols)?;
+        matrix.fill(device, host, read)?;
+        Ok(matrix)
+    }
+
+    /// A matrix that is never stepped, of these NVFP4 codes `[rows, cols / 2]`, block scales `[rows, cols / 16]`, and global scale.
+    pub fn frozen_nvfp4(
+        device: &Device,
+        (rows, cols): (usize, usize),
+        (codes, scales, global): (&[u8], &[u8], f32),
+    ) -> Result<Matrix> {
+        let forms = Self::frozen_forms(WeightForm::OneTerm);
+        let mut matrix = Matrix::allocate(device, forms, true, rows, cols)?;
+        check_block_scales(scales, 0, cols / BLOCK)?;
+        matrix.write_weights(device, codes, scales)?;
+        matrix.restore(global, 0)?;
+        Ok(matrix)
+    }
+
+    fn frozen_forms(weight: WeightForm) -> Forms {
+        Forms {
+            weight,
+            ..Forms::default()
+        }
+    }
+
+    /// Stores these values, rounded to nearest.
+    fn fill(&mut self, device: &Device, host: &Cpu, read: &ReadRows<'_>) -> Result<()> {
+        let (rows, cols) = (self.rows, self.cols);
         let amax = host.largest_weight(rows, cols, read)?;
         // A matrix of zeros must have room to grow.
-        matrix.global = weight_global(amax.max(1.0 / 1024.0));
+        self.global = weight_global(amax.max(1.0 / 1024.0));
         for first in (0..rows).step_by(ENCODED) {
-            matrix.put_rows(device, host, first..rows.min(first + ENCODED), read)?;
+            self.put_rows(device, host, first..rows.min(first + ENCODED), read)?;
         }
-        Ok(matrix)
+        Ok(())
     }
 
     /// A matrix of zeros, with moments of zero.
     pub fn zeroed(device: &Device, forms: Forms, rows: usize, cols: usize) -> Result<Matrix> {
+        Self::allocate(device, forms, false, rows, cols)
+    }
+
+    fn allocate(
+        device: &Device,
+        forms: Forms,
+        frozen: bool,
+        rows: usize,
+        cols: usize,
+    ) -> Result<Matrix> {
+        let moments = |bytes| match frozen {
+            true => Ok(FieldArrays::none()),
+            false => FieldArrays::moments(device, bytes, rows, cols),
+        };
         if rows == 0 || cols == 0 || !cols.is_multiple_of(BLOCK) {
             bail!(
                 Unsupported,
@@ -349,6 +419,7 @@ impl Matrix {
         }
         Ok(Matrix {
             forms,
+            frozen,
             rows,
             cols,
             global: 1.0,
@@ -360,10 +431,17 @@ impl Matrix {
                 cols,
             )?)),
             rest: Array::zeroed(device, rows * cols / BLOCK * forms.weight.rest().codes)?,
-            first: FieldArrays::moments(device, forms.first.field(), rows, cols)?,
-            second: FieldArrays::moments(device, forms.second.field(), rows, cols)?,
+            first: moments(forms.first.field())?,
+            second: moments(forms.second.field())?,
             changes: Changes::default(),
-            counters: Array::zeroed(device, if device.is_cuda() { COUNTERS } else { 0 })?,
+            counters: Array::zeroed(
+                device,
+                if device.is_cuda() && !frozen {
+                    COUNTERS
+                } else {
+                    0
+                },
+            )?,
         })
     }
 
@@ -443,6 +521,11 @@ impl Matrix {
     /// How it is stored.
     pub fn forms(&self) -> &Forms {
         &self.forms
+    }
+
+    /// Whether it is never stepped, and has no moments.
+    pub fn is_frozen(&self) -> bool {
+        self.frozen
     }
 
     /// Rows and columns.
@@ -564,6 +647,13 @@ impl Matrix {
     ) -> Result<()> {
         let (cols, forms) = (self.cols, self.forms);
         let count = gradients.len() / cols;
+        if self.frozen {
+            bail!(
+                Internal,
+                "a step of a frozen matrix [{}, {cols}]",
+                self.rows
+            );
+        }
         if gradients.len() != count * cols || first_row + count > self.rows {
             bail!(
                 Internal,
@@ -684,6 +774,32 @@ impl Matrix {
             StatePart::Scales => f(&reading(&self.weight), FieldPart::Scales),
             StatePart::Codes | StatePart::Rest => f(&reading(&self.weight), FieldPart::Codes),
         }
+    }
+
+    /// Gives the values that are delivered to `each`, some rows at a time, in host memory and in f32.
+    pub fn each_delivered(
+        &self,
+        device: &Device,
+        each: &mut dyn FnMut(&[f32]) -> Result<()>,
+    ) -> Result<()> {
+        /// Blocks that are decoded at a time.
+        const RUN: usize = 1 << 14;
+        let form = self.forms.weight;
+        let bytes = form.codes().codes;
+        let codes = self.read_part(device, StatePart::Codes)?;
+        let scales = self.read_part(device, StatePart::Scales)?;
+        let in_row = self.cols / BLOCK;
+        let run = (RUN / in_row).max(1) * in_row;
+        let mut values = Vec::with_capacity(run * BLOCK);
+        for (i, codes) in codes.chunks(run * bytes).enumerate() {
+            values.clear();
+            for (block, codes) in (i * run..).zip(codes.chunks_exact(bytes)) {
+                let scale = scales.get(block).copied().unwrap_or(0);
+                values.extend(decode_weights(form, codes, &[], scale, self.global, false));
+            }
+            each(&values)?;
+        }
+        Ok(())
     }
 
     /// The weights as they are delivered, in the memory that they are trained in, for the products of a model that is run while it is

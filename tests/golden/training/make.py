@@ -6,6 +6,9 @@ every parameter, in f64. Run with torch, transformers and safetensors installed:
 A case is a file with `tokens`, `documents` (lengths), `labels` (-1 where no loss counts), `weights`, `loss`, and for each parameter its
 gradient, of which a matrix [rows, cols] is kept as two products: `NAME.right` [rows], with cos(0.7 j + 0.3), and `NAME.left` [cols], with
 cos(1.1 i + 0.5). Documents run one by one, so that nothing can leak between them.
+
+`NAME_lora` has adapters of rank 4 beside some projections of a model: their factors, and what autograd gives for those alone. `NAME_l1` has
+`targets` of the hidden states that the head takes, and the gradients of the mean of their absolute differences.
 """
 
 import json
@@ -48,39 +51,107 @@ def load(name):
     return model, config
 
 
-def make(name, seed):
-    model, config = load(name)
-    generator = torch.Generator().manual_seed(seed)
+def draw(config, generator):
     rows = sum(DOCUMENTS)
     tokens = torch.randint(0, config.vocab_size, (rows,), generator=generator)
     labels = torch.randint(0, config.vocab_size, (rows,), generator=generator)
     labels[torch.rand(rows, generator=generator) < 0.25] = -1
     weights = torch.rand(rows, generator=generator, dtype=torch.float64).float()
-    loss, first = 0, 0
+    return tokens, labels, weights
+
+
+def parts():
+    first = 0
     for length in DOCUMENTS:
-        part = slice(first, first + length)
+        yield slice(first, first + length)
+        first += length
+
+
+def cross_entropy(model, tokens, labels, weights):
+    loss = 0
+    for part in parts():
         logits = model(tokens[part][None]).logits[0]
         losses = torch.nn.functional.cross_entropy(logits, labels[part].clamp(min=0), reduction="none")
         loss = loss + (losses * weights[part].double() * (labels[part] >= 0)).sum()
-        first += length
-    loss.backward()
-    out = {
+    return loss
+
+
+def described(tokens, labels, weights, loss):
+    return {
         "tokens": tokens.int(), "labels": labels.int(), "documents": torch.tensor(DOCUMENTS).int(), "weights": weights,
         "loss": loss.detach().float().reshape(1),
     }
+
+
+def add_gradients(out, model):
     for key, value in model.named_parameters():
         gradient = value.grad
+        if gradient is None:
+            continue
         if gradient.dim() == 1:
             out[key] = gradient.float()
         else:
             height, width = gradient.shape
             out[key + ".right"] = (gradient @ torch.cos(0.7 * torch.arange(width).double() + 0.3)).float()
             out[key + ".left"] = (torch.cos(1.1 * torch.arange(height).double() + 0.5) @ gradient).float()
+
+
+def write(name, out, loss):
     save_file(out, HERE / f"{name}.safetensors")
     print(f"{name}: loss {loss.item():.4f}")
+
+
+def make(name, seed):
+    model, config = load(name)
+    tokens, labels, weights = draw(config, torch.Generator().manual_seed(seed))
+    loss = cross_entropy(model, tokens, labels, weights)
+    loss.backward()
+    out = described(tokens, labels, weights, loss)
+    add_gradients(out, model)
+    write(name, out, loss)
+
+
+def make_adapters(name, seed, targets, rank=4, scale=0.5):
+    model, config = load(name)
+    generator = torch.Generator().manual_seed(seed)
+    tokens, labels, weights = draw(config, generator)
+    factors = {}
+    for key, module in model.named_modules():
+        if not key.startswith("model.layers.") or key.rsplit(".", 1)[-1] not in targets:
+            continue
+        outputs, inputs = module.weight.shape
+        shapes = {"lora_A": (rank, inputs), "lora_B": (outputs, rank)}
+        a, b = (torch.randn(shape, generator=generator).mul(0.3).double().requires_grad_() for shape in shapes.values())
+        factors[f"{key}.lora_A.weight"], factors[f"{key}.lora_B.weight"] = a, b
+        module.register_forward_hook(lambda _, x, y, a=a, b=b: y + scale * (x[0] @ a.T) @ b.T)
+    loss = cross_entropy(model, tokens, labels, weights)
+    loss.backward()
+    out = described(tokens, labels, weights, loss)
+    for key, factor in factors.items():
+        out[key], out[key + ".gradient"] = factor.detach().float(), factor.grad.float()
+    write(name + "_lora", out, loss)
+
+
+def make_hidden(name, seed):
+    model, config = load(name)
+    generator = torch.Generator().manual_seed(seed)
+    tokens, labels, weights = draw(config, generator)
+    targets = torch.randn(len(tokens), config.hidden_size, generator=generator)
+    hidden = torch.cat([model.model(tokens[part][None]).last_hidden_state[0] for part in parts()])
+    loss = (hidden - targets.double()).abs().mean()
+    loss.backward()
+    out = described(tokens, labels, weights, loss)
+    out["targets"] = targets
+    add_gradients(out, model)
+    write(name + "_l1", out, loss)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     for seed, name in enumerate(CASES, start=1):
         make(name, seed)
+    for seed, name in enumerate(["qwen3_tied", "qwen2_untied", "gemma3_wide"], start=101):
+        make_adapters(name, seed, ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"])
+    make_adapters("llama_tied", 104, ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
+    for seed, name in enumerate(["qwen3_tied", "qwen3_untied"], start=111):
+        make_hidden(name, seed)

@@ -34,6 +34,9 @@ namespace loss {
 namespace l1 {
 #include "loss/l1.cu"
 }
+namespace operand {
+#include "quantize/training.cu"
+}
 
 // The error of rounding to bf16, relative to the value, and of some operations in f32, relative to the size of their operands.
 constexpr double ROUNDING = 0x1.01p-8, ARITHMETIC = 0x1p-20;
@@ -377,6 +380,137 @@ static void check_l1(int count, bool in_place) {
     expect_f32("a sum of absolute differences", count, total, want, want);
 }
 
+static void check_columns(int rows, int width, int first, int columns) {
+    Bf16 all((size_t)rows * width, 1), part((size_t)rows * columns);
+    Bf16 before = all;
+    arrays::ColumnArguments a = {all.data(), part.data(), (u64)rows * columns / PIECE, width / PIECE, columns / PIECE, first / PIECE};
+    int blocks = ceil_div(rows * columns / PIECE, arrays::THREADS);
+    launch(blocks, 1, 1, arrays::THREADS, [&] { arrays::train_columns_copy(a); });
+    for (int r = 0; r < rows; r++)
+        for (int i = 0; i < columns; i++) {
+            double want = before[(size_t)r * width + first + i];
+            expect(part[(size_t)r * columns + i] == want, "copied columns", r, i, part[(size_t)r * columns + i], want);
+        }
+    launch(blocks, 1, 1, arrays::THREADS, [&] { arrays::train_columns_add(a); });
+    for (int r = 0; r < rows; r++)
+        for (int i = 0; i < width; i++) {
+            double x = before[(size_t)r * width + i], want = i >= first && i < first + columns ? 2 * x : x;
+            expect(all[(size_t)r * width + i] == want, "columns that are added to", r, i, all[(size_t)r * width + i], want);
+        }
+}
+
+// The value of an e4m3 byte, and of an e2m1 code without sign.
+static double scale_value(int byte) {
+    int exponent = byte >> 3, mantissa = byte & 7;
+    return exponent ? std::ldexp(8 + mantissa, exponent - 10) : std::ldexp(mantissa, -9);
+}
+static double code_value(int code) { return (code < 4 ? code : code < 6 ? 2 * code - 4 : code == 6 ? 8 : 12) / 2.0; }
+// The number, below `count`, of the value nearest to x; of two that are as near, the even one.
+template <class Value>
+static int nearest(double x, int count, Value value) {
+    int best = 0;
+    for (int i = 1; i < count; i++) {
+        double d = std::fabs(value(i) - x) - std::fabs(value(best) - x);
+        if (d < 0 || (d == 0 && i % 2 == 0)) best = i;
+    }
+    return best;
+}
+
+// Refuses values of a block that are not those of NVFP4 for x.
+static void expect_rounded(int row, const double (&x)[16], const double (&y)[16], double reach, int rule, u64 key, u32 index, u32 stride) {
+    double global = 1, amax = 0;
+    while (reach < std::ldexp(global, 10)) global /= 2;
+    while (reach >= std::ldexp(global, 10)) global *= 2;
+    for (double v : x) amax = std::fmax(amax, std::fabs(v));
+    // Divided twice in f32, as on the CPU.
+    double sixth = (double)(float)((double)(float)(amax / 6) / global);
+    auto error = [&](int scale) {
+        double sum = 0, step = scale_value(scale) * global;
+        for (double v : x) sum += std::pow(std::fabs(v) - code_value(nearest(std::fabs(v) / step, 8, code_value)) * step, 2);
+        return sum;
+    };
+    int scale = std::max(nearest(sixth, 127, scale_value), amax > 0 ? 1 : 0);
+    if (rule == operand::RULE_STOCHASTIC)
+        for (scale = 0; scale_value(scale) < sixth;) scale++;
+    if (rule == operand::RULE_FOUR_OVER_SIX && amax > 0) {
+        int four = std::max(nearest((double)(float)((double)(float)(amax / 4) / global), 127, scale_value), 1);
+        if (error(four) < error(scale)) scale = four;
+    }
+    double step = scale_value(scale) * global;
+    for (int i = 0; i < 16; i++) {
+        double q = step > 0 ? (float)(std::fabs(x[i]) / step) : 0;
+        int code = nearest(q, 8, code_value);
+        if (rule == operand::RULE_STOCHASTIC) {
+            for (code = 7; code_value(code) > q;) code--;
+            double gap = code < 7 ? code_value(code + 1) - code_value(code) : 1;
+            double threshold = (operand::random_words(key, index + i * stride).x >> 8) / 16777216.0;
+            code += threshold < (q - code_value(code)) / gap;
+        }
+        double want = std::copysign(code_value(code) * step, x[i]);
+        expect(y[i] == want, "an operand", row, i, y[i], want);
+    }
+}
+
+static void check_operand_rows(int rows, int width, int rule, float size) {
+    Bf16 x((size_t)rows * width, size), y((size_t)rows * width);
+    if (width > 16)
+        for (int i = 0; i < 16; i++) x.set(16 + i, 0);
+    u64 key = 0x123456789abcdefull;
+    operand::RowsArguments a = {x.data(), y.data(), key, width / 16, rule};
+    launch(rows, 1, 1, operand::THREADS, [&] { operand::train_operand_rows(a); });
+    for (int r = 0; r < rows; r++) {
+        double amax = 0;
+        for (int i = 0; i < width; i++) amax = std::fmax(amax, std::fabs(x[(size_t)r * width + i]));
+        for (int first = 0; first < width; first += 16) {
+            size_t at = (size_t)r * width + first;
+            double from[16], to[16];
+            for (int i = 0; i < 16; i++) from[i] = x[at + i], to[i] = y[at + i];
+            expect_rounded(r, from, to, amax, rule, key, at, 1);
+        }
+    }
+    x.set(width - 1, INFINITY);
+    launch(rows, 1, 1, operand::THREADS, [&] { operand::train_operand_rows(a); });
+    for (int i = 0; i < width; i++) expect(std::isnan(y[i]), "a row that is not finite", 0, i, y[i], NAN);
+    if (rows > 1) expect(!std::isnan(y[width]), "the row after it", 1, 0, y[width], 0);
+}
+
+static void check_operand_columns(int rows, int width, int rule) {
+    int groups = ceil_div(rows, operand::ROTATED);
+    Bf16 x((size_t)rows * width), y((size_t)groups * operand::ROTATED * width);
+    double amax = 0;
+    for (int i = 0; i < rows * width; i++) {
+        // Multiples of 1/64 up to 4, whose sums f32 holds.
+        x.set(i, std::floor(256 * uniform()) / 64);
+        amax = std::fmax(amax, std::fabs(x[i]));
+    }
+    std::vector<float> maxima(operand::MAXIMA, NAN);
+    u64 key = 0xfedcba987654321ull;
+    operand::MaximaArguments m = {x.data(), maxima.data(), (u64)rows * width / PIECE};
+    operand::ColumnsArguments a = {(u32*)x.data(), (u32*)y.data(), maxima.data(), key, rows, width / 2, rule};
+    auto run = [&] {
+        launch(operand::MAXIMA, 1, 1, operand::THREADS, [&] { operand::train_operand_maxima(m); });
+        launch(ceil_div(width / 2, operand::THREADS), groups, 1, operand::THREADS, [&] { operand::train_operand_columns(a); });
+    };
+    run();
+    for (int first = 0; first < groups * 16; first += 16)
+        for (int j = 0; j < width; j++) {
+            double from[16], to[16];
+            for (int i = 0; i < 16; i++) {
+                from[i] = 0;
+                for (int t = 0; t < 16 && first + t < rows; t++) {
+                    bool negative = (__builtin_popcount(i & t) + (operand::ROTATION_SIGNS >> t & 1)) % 2;
+                    from[i] += (negative ? -0.25 : 0.25) * x[(size_t)(first + t) * width + j];
+                }
+                to[i] = y[(size_t)(first + i) * width + j];
+                if (rule == operand::RULE_KEEP) expect_bf16("a rotated operand", first + i, j, to[i], from[i], 0);
+            }
+            if (rule != operand::RULE_KEEP) expect_rounded(first, from, to, 4 * amax, rule, key, first * width + j, width);
+        }
+    x.set(rows * width - 1, NAN);
+    run();
+    expect(std::isnan(y[0]), "an operand that is not finite", 0, 0, y[0], NAN);
+}
+
 int main() {
     check_norm(7, 48, 3, true, false);
     check_norm(3, 272, 2, false, true);
@@ -393,6 +527,9 @@ int main() {
     check_bias(37, 272, 3);
     check_bias(3, 2064, 1);
     check_arrays(4112);
+    check_columns(37, 96, 48, 32);
+    check_columns(300, 64, 0, 16);
+    check_columns(5, 48, 0, 48);
     check_embedding(40, 48, 30, 7, 12, true);
     check_embedding(37, 1040, 9, 0, 9, false);
     check_cross_entropy(4, {4, 8}, 0, 8);
@@ -402,5 +539,12 @@ int main() {
     check_statistics(4112, true);
     check_l1(4112, false);
     check_l1(8 * 131500, true);
+    for (int rule : {operand::RULE_AMAX, operand::RULE_FOUR_OVER_SIX, operand::RULE_STOCHASTIC}) {
+        check_operand_rows(3, 48, rule, 3);
+        check_operand_rows(2, 4208, rule, 1e-6f);
+        check_operand_columns(37, 48, rule);
+    }
+    check_operand_columns(16, 528, operand::RULE_STOCHASTIC);
+    check_operand_columns(5, 32, operand::RULE_KEEP);
     puts("ok");
 }

@@ -1,0 +1,396 @@
+//! The options of `nvfp4 train`, and the settings that they make.
+
+use std::path::{Path, PathBuf};
+
+use NVFP4::base::error::{bail, err};
+use NVFP4::base::{Error, Result};
+use NVFP4::format::residual::Bits;
+use NVFP4::ops::Device;
+use NVFP4::ops::training::optimizer::{Hyperparameters, WeightForm};
+use NVFP4::train::data::{self, Format, Long};
+use NVFP4::train::{Clip, Config, Decay, Recipe, Recompute};
+use clap::ValueEnum;
+use serde_json::Value;
+
+/// The share of steps over which the rate rises, where nothing else is said.
+const WARMUP: f64 = 0.03;
+/// Tokens of a window, where nothing else is said.
+const WINDOW: usize = 2048;
+/// The share of steps over which the rate falls under `wsd`.
+const LAST: f64 = 0.2;
+
+#[derive(clap::Args)]
+pub(in crate::cli) struct Args {
+    /// The model to begin with: a file, a directory, or ORG/NAME on the hub
+    #[arg(long, required_unless_present = "init", conflicts_with = "init")]
+    pub(super) model: Option<String>,
+    /// Begin with random weights instead: a directory with config.json and tokenizer.json; weights in it are not read
+    #[arg(long, value_name = "DIR")]
+    pub(super) init: Option<PathBuf>,
+    /// Files to learn: .tsv (a line prompt<TAB>answer, # comments), .jsonl (a line an object with messages, with prompt and
+    /// completion, or with text) and .txt
+    #[arg(long, required = true, num_args = 1.., value_name = "FILE")]
+    pub(super) data: Vec<PathBuf>,
+    /// Files to evaluate with, of the same formats
+    #[arg(long, num_args = 1.., value_name = "FILE")]
+    pub(super) eval: Vec<PathBuf>,
+    /// Sets a share of the data's rows aside to evaluate with, as in 0.02
+    #[arg(long, value_name = "SHARE", conflicts_with = "eval")]
+    pub(super) eval_share: Option<f64>,
+    /// The directory of the run: checkpoints, loss.csv, loss.svg, memory.json, and the trained model in model/
+    #[arg(long, value_name = "DIR")]
+    pub(super) out: PathBuf,
+    /// Go on with the run in OUT where its last checkpoint is, to the same bits as if it had never stopped: with the options that
+    /// it began with
+    #[arg(long)]
+    pub(super) resume: bool,
+
+    /// Steps of the optimizer
+    #[arg(long, conflicts_with = "epochs", help_heading = "Training")]
+    steps: Option<u64>,
+    /// How often to see all data; default: 1
+    #[arg(long, help_heading = "Training")]
+    epochs: Option<f64>,
+    /// The highest learning rate; default: 2e-5, which is for fine-tuning
+    #[arg(long, help_heading = "Training")]
+    rate: Option<f64>,
+    /// Steps over which the rate rises; default: 3 % of all
+    #[arg(long, value_name = "STEPS", help_heading = "Training")]
+    warmup: Option<u64>,
+    /// How the rate falls after that, to a tenth: not, along a cosine, in a line, or in a line over the last fifth (wsd); default: cosine
+    #[arg(long, value_enum, help_heading = "Training")]
+    schedule: Option<ScheduleName>,
+    /// The decoupled weight decay; default: 0.01
+    #[arg(long, help_heading = "Training")]
+    weight_decay: Option<f64>,
+    /// The decay of the first moment; default: 0.9
+    #[arg(long, help_heading = "Training")]
+    beta1: Option<f64>,
+    /// The decay of the second moment; default: 0.95
+    #[arg(long, help_heading = "Training")]
+    beta2: Option<f64>,
+    /// The bound of the gradients' norm, 0 for none; default: 1
+    #[arg(long, help_heading = "Training")]
+    clip: Option<f64>,
+    /// Windows that go through the model together
+    #[arg(
+        long,
+        default_value_t = 1,
+        value_name = "WINDOWS",
+        help_heading = "Training"
+    )]
+    pub(super) batch: usize,
+    /// Such batches in a step, whose gradients are added
+    #[arg(
+        long,
+        default_value_t = 1,
+        value_name = "BATCHES",
+        help_heading = "Training"
+    )]
+    pub(super) accumulate: usize,
+    /// Train only the last N blocks, the last norm and an untied head
+    #[arg(long, value_name = "N", help_heading = "Training")]
+    last_blocks: Option<usize>,
+    /// Chooses the order of data, what is set aside, the random bits of rounding and random weights
+    #[arg(long, default_value_t = 0, help_heading = "Training")]
+    pub(super) seed: u64,
+    /// Settings in JSON, by the names in a checkpoint's trainer.json under config; options that are given come first
+    #[arg(long, value_name = "FILE", help_heading = "Training")]
+    config: Option<PathBuf>,
+
+    /// Tokens of a window; default: 2048, or the model's context if that is less
+    #[arg(long, value_name = "TOKENS", help_heading = "Data")]
+    window: Option<usize>,
+    /// What all files hold; default: what their names say
+    #[arg(long, value_enum, help_heading = "Data")]
+    data_format: Option<FormatName>,
+    /// What stands between the documents of a text
+    #[arg(long, value_name = "TEXT", help_heading = "Data")]
+    separator: Option<String>,
+    /// Learn prompts too, and not only answers
+    #[arg(long, help_heading = "Data")]
+    train_on_all: bool,
+    /// What becomes of rows longer than a window; texts are cut into several
+    #[arg(long, value_enum, default_value_t = LongName::Refuse, help_heading = "Data")]
+    long: LongName,
+    /// Leave out rows that cannot be used, and say how many, rather than refuse them all
+    #[arg(long, help_heading = "Data")]
+    skip_bad_rows: bool,
+    /// One row in a window, rather than as many as fit
+    #[arg(long, help_heading = "Data")]
+    no_packing: bool,
+
+    /// How weights and moments are stored: nvfp4 (2.19 bytes a parameter), nvfp4-int8 (2.69, with a residual of 8 bits), float32 (12),
+    /// or a file with a recipe in JSON; default: nvfp4
+    #[arg(long, value_name = "RECIPE", help_heading = "Memory")]
+    recipe: Option<String>,
+    /// Use each gradient as soon as it is whole and keep none, clipping by the norm of the step before; default on a GPU without
+    /// --accumulate
+    #[arg(long, conflicts_with = "keep_gradients", help_heading = "Memory")]
+    release_gradients: bool,
+    /// Keep all gradients until the step's end, in float32
+    #[arg(long, help_heading = "Memory")]
+    keep_gradients: bool,
+    /// What of a block the backward pass computes again rather than keep: block (all, the default), none (faster, for more memory), or
+    /// some of norms,qkv,heads,attention,output,gate_up,down
+    #[arg(long, value_name = "PARTS", help_heading = "Memory")]
+    recompute: Option<Recompute>,
+    /// Keep activations for the backward pass rather than compute them again: --recompute none
+    #[arg(long, conflicts_with = "recompute", help_heading = "Memory")]
+    no_recompute: bool,
+    /// The device: cpu, cuda:N, or auto for the first GPU where there is one, else the CPU
+    #[arg(long, default_value = "auto", help_heading = "Memory")]
+    pub(super) device: String,
+    /// CPU threads; default: one for each core
+    #[arg(long, help_heading = "Memory")]
+    pub(super) threads: Option<usize>,
+    /// The most memory to use, in GB: more is an error that says what would fit
+    #[arg(long, value_name = "GB", help_heading = "Memory")]
+    pub(super) memory_budget: Option<f64>,
+
+    /// Steps between checkpoints; 0 for one at the end alone
+    #[arg(
+        long,
+        default_value_t = 200,
+        value_name = "STEPS",
+        help_heading = "Reports"
+    )]
+    pub(super) save_every: u64,
+    /// Checkpoints to keep
+    #[arg(long, default_value_t = 2, value_name = "N", help_heading = "Reports")]
+    pub(super) keep: usize,
+    /// Steps between evaluations and samples; 0 for those at the end alone
+    #[arg(
+        long,
+        default_value_t = 100,
+        value_name = "STEPS",
+        help_heading = "Reports"
+    )]
+    pub(super) eval_every: u64,
+    /// A prompt to answer at each evaluation, by the likeliest tokens; may be given several times
+    #[arg(long, value_name = "PROMPT", help_heading = "Reports")]
+    pub(super) sample: Vec<String>,
+    /// Where the trained model goes: a directory, or a .dat file like the one that training begins with; default: OUT/model
+    #[arg(long, value_name = "PATH", help_heading = "Reports")]
+    pub(super) export: Option<PathBuf>,
+    /// Write embeddings, and a head beside them, as the NVFP4 that they are trained in, rather than as bfloat16, which is larger and
+    /// which every reader of such directories knows
+    #[arg(long, help_heading = "Reports")]
+    pub(super) nvfp4_tables: bool,
+    /// Print each event as a line of JSON
+    #[arg(long, help_heading = "Reports")]
+    pub(super) json: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, ValueEnum)]
+enum ScheduleName {
+    Constant,
+    Cosine,
+    Linear,
+    Wsd,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum FormatName {
+    Tsv,
+    Jsonl,
+    Text,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum LongName {
+    /// An error that names them
+    Refuse,
+    /// Their ends are cut off
+    Truncate,
+    /// They are left out
+    Drop,
+}
+
+impl Args {
+    /// Refuses values that no run could have.
+    pub(super) fn check(&self) -> Result<()> {
+        for (name, value) in [
+            ("--batch", self.batch),
+            ("--accumulate", self.accumulate),
+            ("--keep", self.keep),
+        ] {
+            if value == 0 {
+                bail!(InvalidArgument, "{name} must be at least 1");
+            }
+        }
+        if self.release_gradients && self.accumulate > 1 {
+            bail!(
+                InvalidArgument,
+                "--release-gradients keeps none to add to, and --accumulate {} asks for sums; give one of them",
+                self.accumulate
+            );
+        }
+        if let Some(budget) = self.memory_budget
+            && !(budget > 0.0 && budget.is_finite())
+        {
+            bail!(
+                InvalidArgument,
+                "--memory-budget is {budget}; it must be positive"
+            );
+        }
+        if let Some(epochs) = self.epochs
+            && !(epochs > 0.0 && epochs.is_finite())
+        {
+            bail!(InvalidArgument, "--epochs is {epochs}; it must be positive");
+        }
+        Ok(())
+    }
+
+    /// Tokens of a window for a model with so many positions.
+    pub(super) fn window(&self, positions: usize) -> Result<usize> {
+        match self.window {
+            None => Ok(WINDOW.min(positions)),
+            Some(window) if window <= positions => Ok(window),
+            Some(window) => bail!(
+                InvalidArgument,
+                "--window {window}, and the model's context has {positions} tokens"
+            ),
+        }
+    }
+
+    /// How data is read for windows of so many tokens.
+    pub(super) fn data_options(&self, window: usize) -> data::Options {
+        data::Options {
+            window,
+            format: self.data_format.map(|format| match format {
+                FormatName::Tsv => Format::Tsv,
+                FormatName::Jsonl => Format::Jsonl,
+                FormatName::Text => Format::Text,
+            }),
+            separator: self.separator.as_deref().map(unescaped),
+            learn_all: self.train_on_all,
+            long: match self.long {
+                LongName::Refuse => Long::Refuse,
+                LongName::Truncate => Long::Truncate,
+                LongName::Drop => Long::Drop,
+            },
+            skip_bad_rows: self.skip_bad_rows,
+            packed: !self.no_packing,
+            seed: self.seed,
+        }
+    }
+
+    /// The trainer's settings for data of so many windows: those of `--config`, or the defaults, with what the options say.
+    pub(super) fn config(&self, device: &Device, windows: usize) -> Result<Config> {
+        let (mut config, has_steps) = match &self.config {
+            Some(file) => {
+                let value: Value = read(file)?;
+                let has_steps = value.get("steps").is_some();
+                let config = serde_json::from_value(value);
+                (
+                    config.map_err(|e| err!(InvalidArgument, "{}: {e}", file.display()))?,
+                    has_steps,
+                )
+            }
+            None => (fine_tuning(), false),
+        };
+        let each = (self.batch * self.accumulate) as f64;
+        let epochs = |epochs: f64| (epochs * windows as f64 / each).ceil() as u64;
+        config.steps = match (self.steps, self.epochs) {
+            (Some(steps), _) => steps,
+            (None, Some(number)) => epochs(number),
+            (None, None) if has_steps => config.steps,
+            (None, None) => epochs(1.0),
+        };
+        if let Some(name) = &self.recipe {
+            config.recipe = recipe(name)?;
+        }
+        config.recipe.seed = self.seed;
+        config.recipe.last_blocks = self.last_blocks.or(config.recipe.last_blocks);
+        let release = match device {
+            _ if self.keep_gradients => false,
+            _ if self.release_gradients => true,
+            Device::Cuda(_) if self.config.is_none() => self.accumulate == 1,
+            _ => config.recipe.release,
+        };
+        config.recipe.release = release;
+        let bound = self
+            .clip
+            .or(config.recipe.clip.bound())
+            .filter(|&c| c != 0.0);
+        config.recipe.clip = match (config.recipe.clip, bound, release) {
+            (_, None, _) => Clip::Never,
+            (Clip::PerTensor(_), Some(most), true) => Clip::PerTensor(most),
+            (_, Some(most), true) => Clip::Previous(most),
+            (_, Some(most), false) => Clip::Global(most),
+        };
+        let optimizer = &mut config.optimizer;
+        for (own, given) in [
+            (&mut optimizer.rate, self.rate),
+            (&mut optimizer.beta1, self.beta1),
+            (&mut optimizer.beta2, self.beta2),
+            (&mut optimizer.decay, self.weight_decay),
+        ] {
+            *own = given.unwrap_or(*own);
+        }
+        match self.warmup {
+            Some(steps) => config.schedule.warmup = steps,
+            None if self.config.is_none() => {
+                config.schedule.warmup = (config.steps as f64 * WARMUP).round() as u64;
+            }
+            None => {}
+        }
+        if let Some(schedule) = self.schedule {
+            config.schedule.decay = match schedule {
+                ScheduleName::Constant => Decay::Constant,
+                ScheduleName::Cosine => Decay::Cosine,
+                ScheduleName::Linear => Decay::Linear,
+                ScheduleName::Wsd => Decay::Stable(LAST),
+            };
+        }
+        match (self.recompute, self.no_recompute) {
+            (Some(recompute), _) => config.recompute = recompute,
+            (None, true) => config.recompute = Recompute::None,
+            (None, false) => {}
+        }
+        config.check()?;
+        Ok(config)
+    }
+}
+
+/// Settings for a model that has learned much already.
+fn fine_tuning() -> Config {
+    Config {
+        optimizer: Hyperparameters {
+            rate: 2e-5,
+            decay: 0.01,
+            ..Hyperparameters::default()
+        },
+        ..Config::default()
+    }
+}
+
+/// The recipe of this name, or in this file.
+fn recipe(name: &str) -> Result<Recipe> {
+    match name {
+        "nvfp4" => Ok(Recipe::default()),
+        "nvfp4-int8" => Ok(Recipe {
+            weights: WeightForm::Residual(Bits::Eight),
+            ..Recipe::default()
+        }),
+        "float32" => Ok(Recipe::float32()),
+        file if Path::new(file).exists() => read(Path::new(file)),
+        other => bail!(
+            NotFound,
+            "--recipe '{other}' is neither nvfp4, nvfp4-int8 or float32 nor a file"
+        ),
+    }
+}
+
+/// What a file of JSON says.
+fn read<T: serde::de::DeserializeOwned>(file: &Path) -> Result<T> {
+    let text = std::fs::read(file)
+        .map_err(|e| Error::io(format_args!("reading {}", file.display()), e))?;
+    serde_json::from_slice(&text).map_err(|e| err!(InvalidArgument, "{}: {e}", file.display()))
+}
+
+/// A text from the command line with `\n` and `\t` as a line break and a tab.
+fn unescaped(text: &str) -> String {
+    text.replace("\\n", "\n").replace("\\t", "\t")
+}

@@ -1,0 +1,142 @@
+//! Operands of products in NVFP4: see [`crate::format::operand`].
+
+use super::super::driver::{DeviceSlice, Launch, int};
+use super::super::units::Unit;
+use super::sizes::{PIECE, check_width, expect_bf16, expect_room, pieces};
+use crate::base::Result;
+use crate::format::operand::{OperandRounding, ROTATED, ScaleRule};
+
+/// What the kernels of this file are passed, by the start of their names.
+pub(super) const ARGUMENTS: &[(&str, usize)] = &[
+    ("train_operand_rows", size_of::<RowsArguments>()),
+    ("train_operand_maxima", size_of::<MaximaArguments>()),
+    ("train_operand_columns", size_of::<ColumnsArguments>()),
+];
+
+const THREADS: u32 = 256;
+/// Elements of f32 that [`round_columns`] takes as working memory.
+pub const OPERAND_MAXIMA: usize = 256;
+
+#[repr(C)]
+struct RowsArguments {
+    x: u64,
+    y: u64,
+    key: u64,
+    blocks: i32,
+    rule: i32,
+}
+
+#[repr(C)]
+struct MaximaArguments {
+    x: u64,
+    maxima: u64,
+    pieces: u64,
+}
+
+#[repr(C)]
+struct ColumnsArguments {
+    x: u64,
+    y: u64,
+    maxima: u64,
+    key: u64,
+    rows: i32,
+    pairs: i32,
+    rule: i32,
+}
+
+/// The number of a rule in the kernels, and the key of its random bits.
+fn rule_of(rounding: Option<OperandRounding>) -> (i32, u64) {
+    match rounding {
+        Some(OperandRounding::Nearest(ScaleRule::Amax)) => (0, 0),
+        Some(OperandRounding::Nearest(ScaleRule::FourOverSix)) => (1, 0),
+        Some(OperandRounding::Stochastic(key)) => (2, key),
+        None => (3, 0),
+    }
+}
+
+/// Rounds bf16 `x` `[rows, width]` in blocks along rows, with a global scale for each row, to `y` of the same size, which may be `x`. Rows
+/// with a value that is not finite become NaN.
+pub fn round_rows(
+    x: DeviceSlice<'_>,
+    width: usize,
+    rounding: OperandRounding,
+    y: DeviceSlice<'_>,
+) -> Result<()> {
+    check_width("an operand", width)?;
+    let rows = pieces("an operand", x)? * PIECE / width;
+    expect_bf16("an operand", x, &[rows, width])?;
+    expect_bf16("a rounded operand", y, &[rows, width])?;
+    let (rule, key) = rule_of(Some(rounding));
+    let arguments = RowsArguments {
+        x: x.address(),
+        y: y.address(),
+        key,
+        blocks: int("blocks of a row", width / 16)?,
+        rule,
+    };
+    let launch = Launch::new([int("rows", rows)? as u32, 1, 1], THREADS);
+    // SAFETY: the struct is the kernel's; sizes were checked.
+    unsafe {
+        launch.run(
+            x.gpu(),
+            Unit::OperandTraining,
+            "train_operand_rows",
+            &arguments,
+        )
+    }
+}
+
+/// Rotates bf16 `x` `[rows, width]` along rows in groups of 16, rounds it in blocks of those 16 where `rounding` is given, with one global
+/// scale, and writes it to `y`, whose rows are a multiple of 16. All becomes NaN where a value is not finite. `maxima` has room for
+/// [`OPERAND_MAXIMA`] elements.
+pub fn round_columns(
+    x: DeviceSlice<'_>,
+    width: usize,
+    rounding: Option<OperandRounding>,
+    maxima: DeviceSlice<'_>,
+    y: DeviceSlice<'_>,
+) -> Result<()> {
+    check_width("an operand", width)?;
+    let pieces = pieces("an operand", x)?;
+    let rows = pieces * PIECE / width;
+    let groups = rows.div_ceil(ROTATED);
+    expect_bf16("an operand", x, &[rows, width])?;
+    expect_bf16("a rotated operand", y, &[groups * ROTATED, width])?;
+    expect_room("maxima of an operand", maxima, &[OPERAND_MAXIMA])?;
+    let arguments = MaximaArguments {
+        x: x.address(),
+        maxima: maxima.address(),
+        pieces: pieces as u64,
+    };
+    let launch = Launch::new([OPERAND_MAXIMA as u32, 1, 1], THREADS);
+    // SAFETY: the struct is the kernel's; sizes were checked.
+    unsafe {
+        launch.run(
+            x.gpu(),
+            Unit::OperandTraining,
+            "train_operand_maxima",
+            &arguments,
+        )?;
+    }
+    let (rule, key) = rule_of(rounding);
+    let arguments = ColumnsArguments {
+        x: x.address(),
+        y: y.address(),
+        maxima: maxima.address(),
+        key,
+        rows: int("rows", rows)?,
+        pairs: int("pairs of a row", width / 2)?,
+        rule,
+    };
+    let blocks = (width / 2).div_ceil(THREADS as usize) as u32;
+    let launch = Launch::new([blocks, int("groups of rows", groups)? as u32, 1], THREADS);
+    // SAFETY: as above.
+    unsafe {
+        launch.run(
+            x.gpu(),
+            Unit::OperandTraining,
+            "train_operand_columns",
+            &arguments,
+        )
+    }
+}

@@ -1,0 +1,321 @@
+//! Files to documents, with what was wrong with them.
+
+use std::fmt;
+use std::fs;
+use std::hash::Hasher;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use twox_hash::XxHash3_64;
+
+use super::document::{Document, Encoder};
+use super::options::{Format, Long, Options};
+use super::rows::{Row, rows};
+use super::window::Windows;
+use crate::base::error::bail;
+use crate::base::{Error, Result, call};
+use crate::format::random;
+use crate::model::training::Text;
+
+/// How many bad rows a message names.
+const NAMED: usize = 6;
+
+/// A file that was read.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DataFile {
+    /// Its path.
+    pub path: PathBuf,
+    /// Its size.
+    pub bytes: u64,
+    /// XXH3 of its content, in hexadecimal.
+    pub checksum: String,
+}
+
+/// What was read.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Report {
+    /// The files.
+    pub files: Vec<DataFile>,
+    /// Rows of them.
+    pub rows: usize,
+    /// Rows that could not be used and were left out.
+    pub bad_rows: usize,
+    /// Rows that were longer than a window and lost their ends, or that of one of their documents.
+    pub truncated: usize,
+    /// Rows that were longer than a window, or would have been cut before what is to be learned, and were left out, or a document of theirs.
+    pub dropped: usize,
+}
+
+/// The documents of files.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Data {
+    options: Options,
+    report: Report,
+    documents: Vec<Document>,
+    /// Of each document, the row it is from: rows are set aside as a whole.
+    rows: Vec<usize>,
+}
+
+/// Rows that cannot be used: the first of them, and how many.
+#[derive(Default)]
+struct Refused {
+    count: usize,
+    named: Vec<String>,
+    /// The last one's file and line, as a row of several documents counts once.
+    last: Option<(PathBuf, usize)>,
+}
+
+impl Refused {
+    fn add(&mut self, path: &Path, line: usize, why: impl fmt::Display) {
+        let row = (path.to_owned(), line);
+        if self.last.as_ref() == Some(&row) {
+            return;
+        }
+        self.last = Some(row);
+        self.count += 1;
+        if self.named.len() < NAMED {
+            self.named
+                .push(format!("{} line {line}: {why}", path.display()));
+        }
+    }
+
+    fn check(&self, rows: usize, what: &str, remedy: &str) -> Result<()> {
+        if self.count == 0 {
+            return Ok(());
+        }
+        let more = match self.count - self.named.len() {
+            0 => String::new(),
+            more => format!("; and {more} more"),
+        };
+        bail!(
+            InvalidArgument,
+            "{} of {rows} rows {what}: {}{more}; {remedy}",
+            self.count,
+            self.named.join("; ")
+        )
+    }
+}
+
+/// Reads files whose rows a model of `vocabulary` tokens is to learn. Tells the thread's [`call`] how many bytes are read, and is cancelled
+/// with it.
+pub fn read(files: &[PathBuf], text: &Text, vocabulary: usize, options: &Options) -> Result<Data> {
+    if options.window < 4 {
+        bail!(
+            InvalidArgument,
+            "a window of {} tokens; it must have at least 4",
+            options.window
+        );
+    }
+    let encoder = Encoder {
+        text,
+        learn_all: options.learn_all,
+    };
+    let mut data = Data {
+        options: options.clone(),
+        report: Report::default(),
+        documents: Vec::new(),
+        rows: Vec::new(),
+    };
+    let (mut bad, mut long) = (Refused::default(), Refused::default());
+    for (number, path) in files.iter().enumerate() {
+        let content =
+            fs::read(path).map_err(|e| Error::io(format_args!("reading {}", path.display()), e))?;
+        let format = match options.format {
+            Some(format) => format,
+            None => Format::of(path)?,
+        };
+        let mut sum = XxHash3_64::new();
+        sum.write(&content);
+        data.report.files.push(DataFile {
+            path: path.clone(),
+            bytes: content.len() as u64,
+            checksum: format!("{:016x}", sum.finish()),
+        });
+        let found = rows(&content, format, options.separator.as_deref());
+        if found.is_empty() {
+            bail!(
+                InvalidArgument,
+                "{} has no row: {}",
+                path.display(),
+                match content.is_empty() {
+                    true => "it is empty",
+                    false => "it has only blank lines and comments",
+                }
+            );
+        }
+        call::expect(found.len() as u64);
+        for (line, row) in found {
+            call::check()?;
+            call::add(1);
+            data.report.rows += 1;
+            let made = row.and_then(|row: Row| encoder.documents(&row, (number, line)));
+            let (documents, cuts) = match made {
+                Ok(made) => made,
+                Err(e) => {
+                    bad.add(path, line, e);
+                    continue;
+                }
+            };
+            data.add(documents, cuts, vocabulary, path, (&mut bad, &mut long))?;
+        }
+    }
+    let rows = data.report.rows;
+    if !options.skip_bad_rows {
+        bad.check(
+            rows,
+            "cannot be used",
+            "mend them, or have them left out (--skip-bad-rows, or `skip_bad_rows` in the options)",
+        )?;
+    }
+    long.check(
+        rows,
+        "are too long",
+        "take a longer window, or have them cut or left out (--long truncate or drop, or `long` in the options)",
+    )?;
+    data.report.bad_rows = bad.count;
+    if data.documents.is_empty() {
+        bail!(
+            InvalidArgument,
+            "none of {rows} rows can be used{}",
+            match bad.named.first() {
+                Some(first) => format!(": {first}"),
+                None =>
+                    ", as all are longer than a window or were cut before what is to be learned"
+                        .to_owned(),
+            }
+        );
+    }
+    Ok(data)
+}
+
+impl Data {
+    /// Adds the documents of a row.
+    fn add(
+        &mut self,
+        documents: Vec<Document>,
+        cuts: bool,
+        vocabulary: usize,
+        path: &Path,
+        (bad, long): (&mut Refused, &mut Refused),
+    ) -> Result<()> {
+        let window = self.options.window;
+        let row = self.rows.last().map_or(0, |row| row + 1);
+        let (mut is_cut, mut is_dropped) = (false, false);
+        for (i, mut document) in documents.into_iter().enumerate() {
+            let line = document.origin.1;
+            if let Some(id) = document.tokens.iter().find(|t| **t as usize >= vocabulary) {
+                bail!(
+                    InvalidArgument,
+                    "{} line {line}: the tokenizer makes token {id}, and the model has {vocabulary}: they are of different models",
+                    path.display()
+                );
+            }
+            if document.targets() == 0 {
+                bad.add(path, line, "nothing in it is to be learned");
+                continue;
+            }
+            let len = document.tokens.len();
+            if len > window && !cuts {
+                match self.options.long {
+                    Long::Refuse => {
+                        long.add(
+                            path,
+                            line,
+                            format_args!("{len} tokens, and a window has {window}"),
+                        );
+                        continue;
+                    }
+                    Long::Drop => {
+                        is_dropped = true;
+                        continue;
+                    }
+                    Long::Truncate => {
+                        document.tokens.truncate(window);
+                        document.learned.truncate(window);
+                        if document.targets() == 0 {
+                            is_dropped = true;
+                            continue;
+                        }
+                        is_cut = true;
+                    }
+                }
+            }
+            for (part, document) in document.cut(window).into_iter().enumerate() {
+                self.documents.push(document);
+                // Parts of a text are as good as rows; the turns of a conversation are one.
+                self.rows.push(row + if cuts { i + part } else { 0 });
+            }
+        }
+        self.report.truncated += usize::from(is_cut);
+        self.report.dropped += usize::from(is_dropped);
+        Ok(())
+    }
+
+    /// What was read.
+    pub fn report(&self) -> &Report {
+        &self.report
+    }
+
+    /// How it was read.
+    pub fn options(&self) -> &Options {
+        &self.options
+    }
+
+    /// The documents.
+    pub fn documents(&self) -> &[Document] {
+        &self.documents
+    }
+
+    /// Takes about this share of all rows out, and at least one, to evaluate with: what is left, and what was taken.
+    pub fn split(self, share: f64) -> Result<(Data, Data)> {
+        let count = self.rows.last().map_or(0, |row| row + 1);
+        let wanted = ((count as f64 * share).round() as usize).max(1);
+        if !(share > 0.0 && share < 1.0) || wanted >= count {
+            bail!(
+                InvalidArgument,
+                "a share of {share} of {count} rows cannot be set aside for evaluation; it must be more than 0 and leave rows to learn, of \
+                 which there must be at least 2"
+            );
+        }
+        // Those that a draw puts first.
+        let mut drawn: Vec<usize> = (0..count).collect();
+        let key = random::bits(self.options.seed, u64::MAX - 1);
+        drawn.sort_by_key(|&row| random::bits(key, row as u64));
+        let mut taken = vec![false; count];
+        drawn[..wanted].iter().for_each(|&row| taken[row] = true);
+        let empty = Data {
+            options: self.options,
+            report: self.report,
+            documents: Vec::new(),
+            rows: Vec::new(),
+        };
+        let mut parts = (empty.clone(), empty);
+        for (document, row) in self.documents.into_iter().zip(self.rows) {
+            let part = if taken[row] {
+                &mut parts.1
+            } else {
+                &mut parts.0
+            };
+            part.documents.push(document);
+            part.rows.push(row);
+        }
+        Ok(parts)
+    }
+
+    /// The windows that its documents make.
+    pub fn windows(&self) -> Result<Windows> {
+        let name = |(file, line): (usize, usize)| match self.report.files.get(file) {
+            Some(file) => format!("{} line {line}", file.path.display()),
+            None => format!("line {line}"),
+        };
+        match self.options.packed {
+            true => Windows::pack(
+                &self.documents,
+                self.options.window,
+                self.options.seed,
+                &name,
+            ),
+            false => Windows::unpacked(&self.documents, &name),
+        }
+    }
+}

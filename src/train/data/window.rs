@@ -1,0 +1,270 @@
+//! Windows of documents, packed so that few tokens are left empty.
+
+use std::collections::BTreeSet;
+
+use super::document::Document;
+use crate::base::Result;
+use crate::base::error::bail;
+use crate::format::random;
+use crate::train::trainer::MicroBatch;
+
+/// Documents that are sorted and packed together. A longer look-ahead would pack no better, and would put rows of one length together.
+const LOOK_AHEAD: usize = 4096;
+/// How many rows a message names.
+const NAMED: usize = 6;
+
+/// Documents one after another that do not see each other, of at most as many tokens as a window has.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Window {
+    /// Tokens of all documents.
+    pub tokens: Vec<u32>,
+    /// The documents' lengths.
+    pub documents: Vec<usize>,
+    /// The token that each row should predict; -1 where none counts. The last of a document predicts nothing.
+    pub labels: Vec<i32>,
+}
+
+impl Window {
+    /// Adds a document.
+    pub fn push(&mut self, document: &Document) {
+        self.tokens.extend_from_slice(&document.tokens);
+        self.documents.push(document.tokens.len());
+        let next = document.tokens.iter().zip(&document.learned).skip(1);
+        self.labels
+            .extend(next.map(|(&token, &learned)| if learned { token as i32 } else { -1 }));
+        self.labels.push(-1);
+    }
+
+    /// Adds another window's documents.
+    pub fn append(&mut self, other: &Window) {
+        self.tokens.extend_from_slice(&other.tokens);
+        self.documents.extend_from_slice(&other.documents);
+        self.labels.extend_from_slice(&other.labels);
+    }
+
+    /// Rows with a label.
+    pub fn targets(&self) -> usize {
+        self.batch().targets()
+    }
+
+    /// What a trainer takes.
+    pub fn batch(&self) -> MicroBatch<'_> {
+        MicroBatch {
+            tokens: &self.tokens,
+            documents: &self.documents,
+            labels: &self.labels,
+        }
+    }
+}
+
+/// Windows to train on, in no particular order.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Windows(Vec<Window>);
+
+impl Windows {
+    /// Windows that were made elsewhere, each of which has a label.
+    pub fn new(windows: Vec<Window>) -> Result<Windows> {
+        if let Some(i) = windows.iter().position(|w| w.targets() == 0) {
+            bail!(
+                InvalidArgument,
+                "none of the {} labels of window {i} counts, so there is nothing to learn from it",
+                windows[i].labels.len()
+            );
+        }
+        Ok(Windows(windows))
+    }
+
+    /// Packs documents into windows of at most `window` tokens: in an order that `seed` chooses, some thousands at a time, the longest
+    /// first, each where it leaves the least room. `name` names where a document is from.
+    pub fn pack(
+        documents: &[Document],
+        window: usize,
+        seed: u64,
+        name: &dyn Fn((usize, usize)) -> String,
+    ) -> Result<Windows> {
+        let mut order: Vec<usize> = (0..documents.len()).collect();
+        shuffle(&mut order, random::bits(seed, u64::MAX));
+        let mut packed: Vec<Vec<usize>> = Vec::new();
+        for part in order.chunks_mut(LOOK_AHEAD) {
+            // Stable, so that documents of one length stay in the order that was chosen.
+            part.sort_by_key(|&i| std::cmp::Reverse(documents[i].tokens.len()));
+            // Of each window with room: the room, and its number.
+            let mut open: BTreeSet<(usize, usize)> = BTreeSet::new();
+            for &i in &*part {
+                let len = documents[i].tokens.len();
+                if len > window {
+                    bail!(
+                        InvalidArgument,
+                        "{}: {len} tokens do not fit in a window of {window}",
+                        name(documents[i].origin)
+                    );
+                }
+                let (room, number) = match open.range((len, 0)..).next().copied() {
+                    Some(found) => {
+                        open.remove(&found);
+                        packed[found.1].push(i);
+                        found
+                    }
+                    None => {
+                        packed.push(vec![i]);
+                        (window, packed.len() - 1)
+                    }
+                };
+                if room > len {
+                    open.insert((room - len, number));
+                }
+            }
+        }
+        Self::of(documents, packed, name)
+    }
+
+    /// One document a window.
+    pub fn unpacked(
+        documents: &[Document],
+        name: &dyn Fn((usize, usize)) -> String,
+    ) -> Result<Windows> {
+        let each = (0..documents.len()).map(|i| vec![i]).collect();
+        Self::of(documents, each, name)
+    }
+
+    fn of(
+        documents: &[Document],
+        packed: Vec<Vec<usize>>,
+        name: &dyn Fn((usize, usize)) -> String,
+    ) -> Result<Windows> {
+        let mut windows = Vec::with_capacity(packed.len());
+        for numbers in packed {
+            let mut window = Window::default();
+            numbers.iter().for_each(|&i| window.push(&documents[i]));
+            if window.targets() == 0 {
+                let rows = numbers.iter().take(NAMED);
+                let rows: Vec<_> = rows.map(|&i| name(documents[i].origin)).collect();
+                bail!(
+                    InvalidArgument,
+                    "nothing in a window of {} tokens is to be learned: {}{}",
+                    window.tokens.len(),
+                    rows.join(", "),
+                    match numbers.len().saturating_sub(NAMED) {
+                        0 => String::new(),
+                        more => format!(" and {more} more"),
+                    }
+                );
+            }
+            windows.push(window);
+        }
+        Ok(Windows(windows))
+    }
+
+    /// All windows.
+    pub fn all(&self) -> &[Window] {
+        &self.0
+    }
+
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Tokens of all windows.
+    pub fn tokens(&self) -> usize {
+        self.0.iter().map(|w| w.tokens.len()).sum()
+    }
+
+    /// Labels that count, of all windows.
+    pub fn targets(&self) -> usize {
+        self.0.iter().map(Window::targets).sum()
+    }
+}
+
+/// Puts items in an order that `key` chooses (Fisher and Yates).
+pub(super) fn shuffle<T>(items: &mut [T], key: u64) {
+    for i in (1..items.len()).rev() {
+        let below = (u128::from(random::bits(key, i as u64)) * (i as u128 + 1)) >> 64;
+        items.swap(i, below as usize);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn documents(lengths: &[usize]) -> Vec<Document> {
+        let mut token = 0;
+        let document = |(i, &len): (usize, &usize)| {
+            let tokens: Vec<u32> = (token..token + len as u32).collect();
+            token += len as u32;
+            Document {
+                learned: tokens.iter().map(|t| t % 3 != 0).collect(),
+                tokens,
+                origin: (0, i + 1),
+            }
+        };
+        lengths.iter().enumerate().map(document).collect()
+    }
+
+    proptest! {
+        /// Every token of every document stands once in some window, beside its own document's tokens, with the label that it should have.
+        #[test]
+        fn packing_keeps_every_token_and_mixes_no_documents(
+            lengths in prop::collection::vec(4usize..40, 1..200),
+            window in 40usize..100,
+            seed in 0u64..1000,
+        ) {
+            let documents = documents(&lengths);
+            let windows = Windows::pack(&documents, window, seed, &|_| String::new()).unwrap();
+            prop_assert_eq!(windows.clone(), Windows::pack(&documents, window, seed, &|_| String::new()).unwrap());
+            let mut seen = vec![false; documents.len()];
+            for w in windows.all() {
+                prop_assert!(w.tokens.len() <= window);
+                prop_assert_eq!(w.documents.iter().sum::<usize>(), w.tokens.len());
+                let mut at = 0;
+                for &len in &w.documents {
+                    let tokens = &w.tokens[at..at + len];
+                    let i = documents.iter().position(|d| d.tokens == tokens);
+                    let i = i.expect("a document is whole");
+                    prop_assert!(!std::mem::replace(&mut seen[i], true), "twice");
+                    for (j, &label) in w.labels[at..at + len].iter().enumerate() {
+                        let expected = match tokens.get(j + 1) {
+                            Some(&next) if next % 3 != 0 => next as i32,
+                            _ => -1,
+                        };
+                        prop_assert_eq!(label, expected);
+                    }
+                    at += len;
+                }
+            }
+            prop_assert!(seen.iter().all(|s| *s));
+            // Two windows that are both at most half full would have been one.
+            let small = windows.all().iter().filter(|w| 2 * w.tokens.len() <= window);
+            prop_assert!(small.count() <= 1);
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_learned_is_named() {
+        let mut all = documents(&[10, 20, 5]);
+        all.iter_mut().for_each(|d| d.learned.fill(false));
+        let name = |(_, line): (usize, usize)| format!("line {line}");
+        let error = Windows::pack(&all, 64, 0, &name).unwrap_err().to_string();
+        assert!(
+            error.contains("35 tokens is to be learned")
+                && error.contains("line 2, line 1, line 3"),
+            "{error}"
+        );
+        let error = Windows::pack(&all, 16, 0, &name).unwrap_err().to_string();
+        assert!(
+            error.contains("line 2: 20 tokens do not fit in a window of 16"),
+            "{error}"
+        );
+        let error = Windows::new(vec![Window::default()])
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains("window 0"), "{error}");
+    }
+}

@@ -1,0 +1,73 @@
+//! What a model under training answers.
+
+use super::trainer::Trainer;
+use crate::base::Result;
+use crate::base::error::bail;
+use crate::model::training::Text;
+use crate::text::{Message, Prompt};
+
+/// Prompts that are continued now and then, each time from its beginning.
+pub struct Samples {
+    prompts: Vec<(String, Vec<u32>)>,
+    tokens: usize,
+}
+
+impl Samples {
+    /// These prompts, each continued by at most `tokens` tokens. Where the model has a chat template, a prompt is a question in a
+    /// conversation; else it is a text to go on with.
+    pub fn new(prompts: &[String], tokens: usize, text: &Text) -> Result<Samples> {
+        let encoded = prompts.iter().map(|prompt| {
+            let tokens = match &text.template {
+                Some(template) => {
+                    let asked = [Message::new("user", prompt)];
+                    Prompt::new(
+                        template,
+                        &text.tokenizer,
+                        &asked,
+                        true,
+                        &serde_json::Map::new(),
+                    )?
+                    .tokens(&text.tokenizer, false)?
+                }
+                None => text.tokenizer.encode(prompt, true)?,
+            };
+            if tokens.is_empty() {
+                bail!(InvalidArgument, "a prompt to continue has no token");
+            }
+            Ok((prompt.clone(), tokens))
+        });
+        Ok(Samples {
+            prompts: encoded.collect::<Result<_>>()?,
+            tokens,
+        })
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.prompts.is_empty()
+    }
+
+    /// Each prompt with the answer of greedy choice, by what is delivered: a pass over all tokens for each of them.
+    pub fn answers(&self, trainer: &mut Trainer, text: &Text) -> Result<Vec<(&str, String)>> {
+        let mut answers = Vec::new();
+        for (prompt, tokens) in &self.prompts {
+            let mut tokens = tokens.clone();
+            let asked = tokens.len();
+            while tokens.len() < asked + self.tokens {
+                let next = trainer.next_token(&tokens, true)?;
+                if text.stop_tokens.contains(&next) {
+                    break;
+                }
+                tokens.push(next);
+            }
+            // A model has rows for tokens that its tokenizer does not know, and may choose them before it has learned anything.
+            let known: Vec<u32> = tokens[asked..]
+                .iter()
+                .copied()
+                .filter(|&t| text.tokenizer.bytes_of(t).is_ok())
+                .collect();
+            answers.push((prompt.as_str(), text.tokenizer.decode(&known, true)?));
+        }
+        Ok(answers)
+    }
+}

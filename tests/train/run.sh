@@ -1,0 +1,162 @@
+#!/usr/bin/env bash
+# `nvfp4 train` as docs/training.md tells a user to use it, with models of some 100,000 parameters: from random weights on the words of a
+# document, stopped half-way and resumed; then questions and answers, killed again and again; what comes out is asked, measured, converted
+# and trained on. The last line is "N passed, N failed, N skipped".
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+source tests/common/checks.sh
+
+build=$(cd "${NVFP4_BUILD:-target/release}" && pwd) || exit 1
+nvfp4=$build/nvfp4
+
+# A shape and a tokenizer, without weights.
+mkdir "$work/shape"
+cp tests/golden/model/qwen3_tied/{config,tokenizer,generation_config}.json "$work/shape"
+
+pretrain() {
+    local batch=(--batch 4)
+    [[ " $* " != *" --batch "* ]] || batch=()
+    "$nvfp4" train --init "$work/shape" --data docs/command.md docs/training.md --eval-share 0.1 --out "$work/run" --device cpu \
+        --steps 60 "${batch[@]}" --window 128 --rate 3e-3 --save-every 10 --eval-every 20 --sample "The model" "$@"
+}
+
+# A file named stop ends a run after its step; it goes on from there.
+stopped_half_way() {
+    pretrain --json >"$work/events" &
+    local run=$!
+    until grep -q '"event":"checkpoint"' "$work/events"; do
+        kill -0 "$run" || return 1
+        sleep 0.02
+    done
+    touch "$work/run/stop"
+    wait "$run" || return 1
+    tail -1 "$work/events"
+    tail -1 "$work/events" | grep -q '"ending":"stopped"' && [ ! -e "$work/run/stop" ] && [ ! -e "$work/run/model" ]
+}
+
+# refused WORDS COMMAND...: it fails, and says so in these words.
+refused() {
+    "${@:2}" >"$work/said" 2>&1 && return 1
+    cat "$work/said"
+    grep -q -- "$1" "$work/said"
+}
+
+# Without --resume it is refused, and so are other data.
+not_by_mistake() {
+    refused "go on with it by --resume, or name another --out" pretrain &&
+        refused "2 windows in a batch instead of 4" pretrain --resume --batch 2
+}
+
+resumed() {
+    pretrain --resume >"$work/said" 2>&1 || { cat "$work/said"; return 1; }
+    cat "$work/said"
+    grep -q "nvfp4 run --model $work/run/model --raw" "$work/said" &&
+        [ "$(wc -l <"$work/run/loss.csv")" -eq 61 ] && [ "$(cut -d, -f1 "$work/run/loss.csv" | tail -n +2)" = "$(seq 60)" ] &&
+        [ "$(ls "$work/run/checkpoints" | wc -l)" -eq 2 ] && grep -q '</svg>' "$work/run/loss.svg" &&
+        python3 - "$work/run" <<'PYTHON'
+import csv, json, sys, xml.dom.minidom
+folder = sys.argv[1]
+rows = list(csv.DictReader(open(f"{folder}/loss.csv")))
+first, last = float(rows[0]["loss"]), float(rows[-1]["eval_loss_delivered"])
+print(f"loss {first:.3f}, and {last:.3f} of what was set aside")
+assert first > 5.5 and last < 4.2, "nothing was learned"
+assert [r["step"] for r in rows if r["eval_loss_delivered"]] == ["20", "40", "60"]
+xml.dom.minidom.parse(f"{folder}/loss.svg")
+memory = json.load(open(f"{folder}/memory.json"))
+assert [p["phase"] for p in memory["phases"]][-3:] == ["zero_grad_done", "backward_done", "optimizer_step_done"]
+assert memory["state_bytes"] <= 2.6 * memory["parameters"]
+PYTHON
+}
+
+# The loss that the inference side finds is that of a model that has learned.
+measured() {
+    "$nvfp4" perplexity --model "$work/run/model" --text docs/command.md --window 128 --device cpu --json | tee /dev/stderr |
+        python3 -c 'import json, sys; assert json.load(sys.stdin)["perplexity"] < 70'
+}
+
+# Questions with answers that can be known.
+questions() {
+    for i in 1 2 3 4 5 6; do
+        for colour in red blue green; do printf 'Is %s %s?\t%s\n' "$i" "$colour" "$([ $colour = blue ] && echo yes || echo no)"; done
+    done >"$work/facts.tsv"
+}
+
+teach() {
+    "$nvfp4" train --model "$1" --data "$work/facts.tsv" --out "$2" --device cpu --epochs 40 --window 64 --rate 4e-3 --save-every 1 \
+        --eval-every 0 "${@:3}" 2>"$work/progress" || { tail -3 "$work/progress"; return 1; }
+}
+
+# Killed three times wherever it is, a checkpoint a step: it comes to the bits of a run that was let alone.
+killed() {
+    questions
+    teach "$work/run/model" "$work/whole" >/dev/null || return 1
+    local resume=()
+    for after in 0.3 0.5 0.4; do
+        # Nothing has begun where the first kill came before the first checkpoint.
+        [ -z "$(ls "$work/taught/checkpoints" 2>/dev/null)" ] || resume=(--resume)
+        teach "$work/run/model" "$work/taught" "${resume[@]}" >/dev/null 2>&1 &
+        sleep "$after"
+        kill -9 $! 2>/dev/null
+        wait $! 2>/dev/null
+    done
+    [ -z "$(ls "$work/taught/checkpoints" 2>/dev/null)" ] || resume=(--resume)
+    teach "$work/run/model" "$work/taught" "${resume[@]}" || return 1
+    cmp "$work/whole/model/model.safetensors" "$work/taught/model/model.safetensors"
+}
+
+# ask MODEL QUESTION
+ask() { "$nvfp4" run --model "$1" --raw --device cpu --temp 0 --max-tokens 4 --prompt "$2"; }
+
+answers() {
+    local right=0 i
+    for i in 1 2 3 4 5 6; do
+        [ "$(ask "$work/taught/model" "Is $i blue?")" = yes ] && right=$((right + 1))
+        [ "$(ask "$work/taught/model" "Is $i red?")" = no ] && right=$((right + 1))
+    done
+    echo "$right of 12 right"
+    [ "$right" -ge 11 ]
+}
+
+# A .dat file is trained, and exported as one of the same layout.
+dat() {
+    mkdir "$work/dat" && "$nvfp4" quantize "$work/run/model" "$work/dat/model.dat" || return 1
+    teach "$work/dat/model.dat" "$work/from-dat" --export "$work/dat/taught.dat" || return 1
+    "$nvfp4" inspect "$work/dat/taught.dat" | head -3 && [ "$(stat -c %s "$work/dat/model.dat")" -eq "$(stat -c %s "$work/dat/taught.dat")" ] &&
+        [ "$(ask "$work/dat/taught.dat" "Is 3 blue?")" = yes ]
+}
+
+# A conversation for a model without a template is ChatML, as it is when one talks to it.
+conversations() {
+    printf '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}\n' >"$work/chat.jsonl"
+    "$nvfp4" train --model "$work/run/model" --data "$work/chat.jsonl" --out "$work/chat" --device cpu --epochs 30 --rate 4e-3 --eval-every 0 &&
+        [ "$("$nvfp4" run --model "$work/chat/model" --device cpu --temp 0 --max-tokens 4 --prompt Hi)" = Ho ]
+}
+
+bad_rows() {
+    printf 'a\tb\nno tab\n' >"$work/bad.tsv"
+    local train=("$nvfp4" train --model "$work/run/model" --data "$work/bad.tsv" --out "$work/bad" --device cpu --steps 1)
+    refused "bad.tsv line 2: 0 tabs" "${train[@]}" && [ ! -e "$work/bad" ] || return 1
+    "${train[@]}" --skip-bad-rows 2>&1 | grep "1 rows that cannot be used left out"
+}
+
+# The model in tests/data, of which its README says how it was trained: its loss on a passage that it has not read, as it was when it was
+# exported, and how it goes on, by AVX-512 or any other instructions.
+verse() {
+    local found
+    found=$("$nvfp4" perplexity --model tests/data/verse-10m --text tests/data/verse-10m/passage.txt --device cpu --json) || return 1
+    echo "$found"
+    python3 -c 'import json, sys; x = json.loads(sys.argv[1])["perplexity"]; assert abs(x / 61.1206 - 1) < 1e-3, x' "$found" &&
+        "$nvfp4" run --model tests/data/verse-10m --device cpu --raw --prompt "HAMLET." --temp 0 --max-tokens 24 | grep "And I will tell you, sir, I will not be a man."
+}
+
+check "the model in tests/data" verse
+check "a run that a file stops half-way" stopped_half_way
+check "the same command again is refused" not_by_mistake
+check "a resumed run, and its reports" resumed
+check "perplexity of what was trained" measured
+check "killed three times" killed
+check "answers that were taught" answers
+check "a .dat file in and out" dat
+check "conversations without a template" conversations
+check "bad rows" bad_rows
+finish
