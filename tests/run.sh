@@ -37,7 +37,8 @@ target=${CARGO_TARGET_DIR:-target}
 target=$(mkdir -p "$target" && cd "$target" && pwd) || exit 1
 export NVFP4_BUILD=$target/release
 
-title() { printf '\n== %s\n' "$*"; }
+# title WORDS...: a heading, with the seconds since the start.
+title() { printf '\n== %s, at %d s\n' "$*" "$SECONDS"; }
 
 # add PASSED FAILED SKIPPED
 add() { passed=$((passed + $1)) failed=$((failed + $2)) skipped=$((skipped + $3)); }

@@ -4,7 +4,7 @@
 use std::fs;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Child, Command, Output};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -667,6 +667,18 @@ fn finish(mut command: Command) -> (Output, String) {
     (output, said)
 }
 
+/// Kills a run as soon as it has written a checkpoint.
+fn kill_after_a_checkpoint(mut run: Child, checkpoints: &Path) {
+    wait_for("a checkpoint", || {
+        match NVFP4::train::checkpoint::list(checkpoints).is_ok_and(|all| !all.is_empty()) {
+            true => ControlFlow::Break(()),
+            false => ControlFlow::Continue(()),
+        }
+    });
+    run.kill().unwrap();
+    assert!(!run.wait().unwrap().success());
+}
+
 fn wait_for(what: &str, mut there: impl FnMut() -> ControlFlow<()>) {
     let start = Instant::now();
     while there().is_continue() {
@@ -782,16 +794,9 @@ fn a_command_that_is_killed_resumes_to_the_same_bits() {
     ];
     let (output, said) = finish(command(&folder, "whole", &options));
     assert!(output.status.success(), "{said}");
-    let mut child = command(&folder, "killed", &options).spawn().unwrap();
+    let child = command(&folder, "killed", &options).spawn().unwrap();
     let checkpoints = folder.path("killed").join(run::CHECKPOINTS);
-    wait_for("a checkpoint", || {
-        match NVFP4::train::checkpoint::list(&checkpoints).is_ok_and(|all| !all.is_empty()) {
-            true => ControlFlow::Break(()),
-            false => ControlFlow::Continue(()),
-        }
-    });
-    child.kill().unwrap();
-    assert!(!child.wait().unwrap().success());
+    kill_after_a_checkpoint(child, &checkpoints);
     let resume: Vec<&str> = options.iter().copied().chain(["--resume"]).collect();
     // Other settings are named.
     let other: Vec<&str> = resume.iter().copied().chain(["--clip", "0.5"]).collect();
@@ -856,16 +861,9 @@ fn a_full_disk_leaves_the_checkpoint_before() {
     let (output, said) = finish(command(&folder, "whole", &options));
     assert!(output.status.success(), "{said}");
     fs::create_dir_all(folder.path("out")).unwrap();
-    let mut child = command(&folder, "out", &options).spawn().unwrap();
+    let child = command(&folder, "out", &options).spawn().unwrap();
     let checkpoints = folder.path("out").join(run::CHECKPOINTS);
-    wait_for("a checkpoint", || {
-        match NVFP4::train::checkpoint::list(&checkpoints).is_ok_and(|all| !all.is_empty()) {
-            true => ControlFlow::Break(()),
-            false => ControlFlow::Continue(()),
-        }
-    });
-    child.kill().unwrap();
-    assert!(!child.wait().unwrap().success());
+    kill_after_a_checkpoint(child, &checkpoints);
     let before = NVFP4::train::checkpoint::list(&checkpoints).unwrap();
     let resume: Vec<&str> = options.iter().copied().chain(["--resume"]).collect();
     // Files of at most 64 kB: a checkpoint has some 240. The signal is ignored, so that writing fails as on a full disk.

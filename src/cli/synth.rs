@@ -27,7 +27,7 @@ pub(super) struct Args {
     /// is not empty is refused
     #[arg(long)]
     force: bool,
-    /// Let the output head be the embedding, as in the published models of these shapes; without it, it is a tensor of its own
+    /// Let the output head be the embedding, as in the smaller ones of the published models; without it, it is a tensor of its own
     #[arg(long)]
     tied: bool,
     /// The seed of the weights
@@ -57,7 +57,7 @@ enum Arch {
 }
 
 impl Arch {
-    /// The config of a published model of this shape.
+    /// The config of a published model of this shape, but for whether its output head is a tensor of its own.
     fn config(self) -> Value {
         let qwen3 = |hidden, layers, heads, intermediate| {
             json!({
@@ -65,7 +65,7 @@ impl Arch {
                 "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128,
                 "intermediate_size": intermediate, "vocab_size": 151_936, "hidden_act": "silu", "attention_bias": false,
                 "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0, "rope_scaling": null,
-                "tie_word_embeddings": false, "torch_dtype": "bfloat16"
+                "torch_dtype": "bfloat16"
             })
         };
         let with = |mut config: Value, changes: Value| {
@@ -98,7 +98,7 @@ impl Arch {
                 "sliding_window": 1024, "sliding_window_pattern": 6, "query_pre_attn_scalar": 256,
                 "max_position_embeddings": 131_072, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0,
                 "rope_local_base_freq": 10_000.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-                "tie_word_embeddings": false, "torch_dtype": "bfloat16"
+                "torch_dtype": "bfloat16"
             }),
         }
     }

@@ -37,6 +37,15 @@ impl RopeTable {
     pub fn rotary_dim(&self) -> usize {
         2 * self.frequencies.len()
     }
+
+    /// Adds the cosines and sines of a position, one for each pair.
+    fn push_angles(&self, position: u32, cos: &mut Vec<f32>, sin: &mut Vec<f32>) {
+        for frequency in &self.frequencies {
+            let angle = position as f32 * frequency;
+            cos.push(angle.cos() * self.attention_factor);
+            sin.push(angle.sin() * self.attention_factor);
+        }
+    }
 }
 
 impl Angles {
@@ -48,11 +57,7 @@ impl Angles {
         let (mut half, mut cos, mut sin) = (0, Vec::new(), Vec::new());
         for (table, position) in rows {
             half = table.frequencies.len();
-            for frequency in &table.frequencies {
-                let angle = position as f32 * frequency;
-                cos.push(angle.cos() * table.attention_factor);
-                sin.push(angle.sin() * table.attention_factor);
-            }
+            table.push_angles(position, &mut cos, &mut sin);
         }
         Ok(Angles {
             half,
@@ -66,12 +71,8 @@ impl Angles {
         let half = table.frequencies.len();
         let longest = documents.iter().copied().max().unwrap_or(0);
         let (mut cos, mut sin) = (Vec::new(), Vec::new());
-        for position in 0..longest {
-            for frequency in &table.frequencies {
-                let (s, c) = (position as f32 * frequency).sin_cos();
-                cos.push(c * table.attention_factor);
-                sin.push(s * table.attention_factor);
-            }
+        for position in 0..longest as u32 {
+            table.push_angles(position, &mut cos, &mut sin);
         }
         let packed = |of_positions: &[f32]| {
             let rows = documents

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::recipe::Recipe;
 use crate::base::Result;
-use crate::base::error::{Error, bail};
+use crate::base::error::bail;
 use crate::checkpoint::Encoding;
 use crate::cpu::Cpu;
 use crate::format::adamw::{FirstForm, Forms, SecondForm, WeightForm};
@@ -129,14 +129,7 @@ pub(super) fn merged(
     id: MatrixId,
     adapter: AdapterLayout,
 ) -> Result<Vec<f32>> {
-    let all = |id: MatrixId| {
-        let mut values = Vec::new();
-        matrices[id].each_delivered(device, &mut |some| {
-            values.extend_from_slice(some);
-            Ok(())
-        })?;
-        Ok::<_, Error>(values)
-    };
+    let all = |id: MatrixId| matrices[id].delivered_values(device);
     let (mut values, a, b) = (all(id)?, all(adapter.a)?, all(adapter.b)?);
     let (rows, cols) = matrices[id].shape();
     for (row, values) in values.chunks_exact_mut(cols).enumerate() {

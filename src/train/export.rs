@@ -224,7 +224,9 @@ impl Trainer {
                 );
             }
             let (outputs, inputs) = self.parameters().matrices()[id].shape();
-            let (a, b) = (self.factor(adapter.a)?, self.factor(adapter.b)?);
+            let values =
+                |id: MatrixId| self.parameters().matrices()[id].delivered_values(self.device());
+            let (a, b) = (values(adapter.a)?, values(adapter.b)?);
             let module = format!("base_model.model.{}", name.trim_end_matches(".weight"));
             let across = |i: usize| b[i % adapter.rank * outputs + i / adapter.rank];
             let b: Vec<f32> = (0..b.len()).map(across).collect();
@@ -258,15 +260,6 @@ impl Trainer {
             new.stage(ADAPTER_CONFIG, &config)?,
         ];
         new.commit(files)
-    }
-
-    fn factor(&self, id: MatrixId) -> Result<Vec<f32>> {
-        let mut values = Vec::new();
-        self.parameters().matrices()[id].each_delivered(self.device(), &mut |some| {
-            values.extend_from_slice(some);
-            Ok(())
-        })?;
-        Ok(values)
     }
 
     /// A norm or bias as files hold it.

@@ -11,7 +11,6 @@ use crate::base::error::err;
 use crate::base::memory::{self, Tag};
 use crate::base::size::readable;
 use crate::base::{Error, ErrorKind, Result};
-use crate::model::spec::MlpSpec;
 use crate::model::training::{Recompute, Source};
 use crate::ops::Device;
 use crate::ops::training::optimizer::WeightForm;
@@ -123,27 +122,21 @@ impl Estimate {
         } else {
             4
         };
-        let first = recipe.first_block(spec.blocks.len());
         let (mut states, mut gradients, mut widest) = (0u64, 0u64, 0u64);
         for (id, m) in layout.matrices.iter().enumerate() {
             let weights = (m.rows * m.cols) as u64;
             let forms = recipe.forms_of(&m.name);
             let weight_bytes = |form: WeightForm| form.codes().of_block() + form.rest().of_block();
-            let (trains, block_bytes) = if id >= base {
-                (true, 3 * weight_bytes(WeightForm::F32))
+            let trains = recipe.trains(source, layout, id);
+            let block_bytes = if id >= base {
+                3 * weight_bytes(WeightForm::F32)
+            } else if trains {
+                forms.block_bytes()
             } else if recipe.lora.is_some() {
                 let form = adapter::base_form(source, recipe, id, &m.name);
-                (false, weight_bytes(form.unwrap_or(WeightForm::F32)))
+                weight_bytes(form.unwrap_or(WeightForm::F32))
             } else {
-                let trains = match m.block {
-                    Some(block) => block >= first,
-                    None => first == 0 || (id == layout.head && layout.head != layout.embedding),
-                };
-                let bytes = match trains {
-                    true => forms.block_bytes(),
-                    false => weight_bytes(forms.weight),
-                };
-                (trains, bytes)
+                weight_bytes(forms.weight)
             };
             states += weights / 16 * block_bytes as u64;
             if trains && !recipe.release {
@@ -164,9 +157,7 @@ impl Estimate {
             let a = &block.attention;
             let q = (a.heads * a.head_dim) as u64;
             let width = q + 2 * (a.kv_heads * a.head_dim) as u64;
-            let wide = match &block.mlp {
-                MlpSpec::Dense(_) | MlpSpec::Experts(_) => block.mlp.intermediate_size() as u64,
-            };
+            let wide = block.mlp.intermediate_size() as u64;
             let post = if block.norms.post { hidden } else { 0 };
             let heads = a.heads as u64;
             let parts = config.recompute.parts();

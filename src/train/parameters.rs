@@ -8,7 +8,7 @@ use twox_hash::XxHash3_64;
 
 use super::adapter;
 use super::group::Group;
-use super::recipe::{Clip, Recipe};
+use super::recipe::{Clip, Recipe, contains_one};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::format::adamw::GROUP_ROWS;
@@ -128,27 +128,13 @@ impl Parameters {
         let first = recipe.first_block(source.spec().blocks.len());
         let adapts = recipe.lora.is_some();
         let host = device.host_cpu()?;
-        let from = |block: Option<usize>, outside: bool| match block {
-            Some(block) => block >= first,
-            None => outside,
-        };
-        // What stands outside the blocks is trained with them all; the last norm and the head always are.
-        let trains: Vec<bool> = layout
-            .matrices
-            .iter()
-            .enumerate()
-            .map(|(id, m)| match adapts {
-                true => id >= base,
-                false => from(
-                    m.block,
-                    first == 0 || (id == layout.head && layout.head != layout.embedding),
-                ),
-            })
-            .collect();
+        let ids = 0..layout.matrices.len();
+        let trains: Vec<bool> = ids.map(|id| recipe.trains(source, &layout, id)).collect();
+        // The last norm always is.
         let trains_vectors = layout
             .vectors
             .iter()
-            .map(|v| !adapts && from(v.block, true))
+            .map(|v| !adapts && v.block.is_none_or(|block| block >= first))
             .collect();
         let matrices = layout.matrices.iter().zip(&trains).enumerate();
         let matrices = matrices
@@ -205,7 +191,7 @@ impl Parameters {
     pub(super) fn set_groups(&mut self, groups: &[Group]) -> Result<()> {
         let mut used = vec![false; groups.len()];
         let mut of = |name: &str, settings: &mut Settings| {
-            let names = |group: &Group| group.names.iter().any(|part| name.contains(part.as_str()));
+            let names = |group: &Group| contains_one(name, &group.names);
             if let Some(number) = groups.iter().position(names) {
                 used[number] = true;
                 settings.group(&groups[number]);
@@ -431,7 +417,7 @@ impl Parameters {
         self.report.partial = true;
         let c = self.coefficients(&plan, 1.0, self.settings[id]);
         let key = (self.recipe.seed, id as u64);
-        let clip = Some(self.statistics.factor(&self.device, number)?);
+        let clip = Some(self.statistics.factor(number)?);
         self.matrices[id].step(&self.device, &c, key, first, gradient, clip)
     }
 }

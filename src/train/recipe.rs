@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::base::Result;
 use crate::base::error::bail;
-use crate::model::training::{Layout, ProductForm, ProductPrecision, Source};
+use crate::model::training::{Layout, MatrixId, ProductForm, ProductPrecision, Source};
 use crate::ops::training::operand::ScaleRule;
 use crate::ops::training::optimizer::{FirstForm, Forms, SecondForm, WeightForm};
 
@@ -276,8 +276,22 @@ impl Recipe {
         self.last_blocks
             .map_or(0, |last| blocks.saturating_sub(last))
     }
+
+    /// Whether a matrix of [`Recipe::layout`] is trained: adapters alone where there are any, which stand behind the model's own.
+    pub(super) fn trains(&self, source: &Source, layout: &Layout, id: MatrixId) -> bool {
+        if self.lora.is_some() {
+            return id >= source.layout().matrices.len();
+        }
+        let first = self.first_block(layout.blocks.len());
+        match layout.matrices[id].block {
+            Some(block) => block >= first,
+            // What stands outside the blocks is trained with them all, and a head of its own always.
+            None => first == 0 || (id == layout.head && layout.head != layout.embedding),
+        }
+    }
 }
 
-fn contains_one(name: &str, parts: &[String]) -> bool {
+/// Whether a name contains one of these parts.
+pub(super) fn contains_one(name: &str, parts: &[String]) -> bool {
     parts.iter().any(|part| name.contains(part.as_str()))
 }

@@ -101,8 +101,9 @@ export NVFP4_REQUIRE=neon
 unset NVFP4_CPU RUSTFLAGS
 
 rust_tests --test cpu --test format_golden
-# Some of these count all memory of their process, which no other test may use meanwhile.
-rust_tests --test model -- --test-threads=1
+# Some of these count all memory of their process, which no other test may use meanwhile. 131,072 positions take ten minutes here, and what
+# is particular to them, the angles, is the same code everywhere.
+rust_tests --test model -- --test-threads=1 --skip long_positions_agree_with_transformers
 # Nothing is left to compile: this puts libNVFP4.so beside the command.
 if cross build --quiet --lib; then
     build=$(cd "$target/$triple/debug" && pwd)

@@ -351,6 +351,7 @@ if command -v valgrind >/dev/null; then
         --suppressions=tests/c/valgrind.supp --error-exitcode=9)
     # Valgrind does not know AVX-512.
     grep -q avx512f /proc/cpuinfo && export NVFP4_CPU=avx2
+    rm -rf "${work:?}/scratch"/*
     for program in "${programs[@]}"; do
         # shellcheck disable=SC2086 # As above.
         set -- $program

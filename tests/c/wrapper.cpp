@@ -670,7 +670,7 @@ void training(const char *model, const std::string &scratch)
     const double after = trainer.evaluate({batch}, true), stored = trainer.evaluate({batch}, false);
     CHECK(after < before - 0.5 && stored < before - 0.5);
     CHECK(trainer.info().find("\"steps\":20") != std::string::npos);
-    trainer.export_directory(scratch + "/trained", NVFP4_TABLES_NVFP4);
+    trainer.export_directory(scratch + "/trained", NVFP4_TABLES_NVFP4, true);
     CHECK(status_of([&] { trainer.export_directory(scratch + "/trained"); }) == NVFP4_INVALID_ARGUMENT);
     CHECK(status_of([&] { trainer.export_dat(scratch + "/trained.dat"); }) != NVFP4_OK);
     nvfp4::LoadOptions load;

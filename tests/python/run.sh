@@ -50,6 +50,14 @@ fails() {
     [ $? -eq 1 ] && cat "$work/said" && grep -q '^NotFound: .*/nowhere' "$work/said"
 }
 
+# A text is learned, and the model that comes out of it knows it better.
+trains() {
+    printf 'the sky is blue and the sea is blue\n%.0s' 1 2 3 4 5 6 7 8 >"$work/text"
+    "$python" examples/python/train.py "$model" "$work/text" "$work/trained" 20 >"$work/losses" || return 1
+    awk 'NR == 1 { first = $1 } { last = $1 } END { print first " nats, then " last; exit !(NR == 20 && last < first - 1) }' "$work/losses" &&
+        [ -f "$work/trained/model.safetensors" ]
+}
+
 # What comes to stdout is the answers alone, and the thought to stderr.
 thinks() {
     "$python" examples/python/thinking.py "$work/thinker" "What?" >"$work/answer" 2>"$work/said" &&
@@ -67,6 +75,7 @@ check "example chat.py without a model" fails
 check "a model that thinks" "$python" tests/common/thinker.py "$work/thinker"
 check "example thinking.py" thinks
 check "example tools.py" calls
+check "example train.py" trains
 if has_numpy; then
     check "example quantize.py" "$python" examples/python/quantize.py
 else

@@ -16,7 +16,7 @@ cp tests/golden/model/qwen3_tied/{config,tokenizer,generation_config}.json "$wor
 pretrain() {
     local batch=(--batch 4)
     [[ " $* " != *" --batch "* ]] || batch=()
-    "$nvfp4" train --init "$work/shape" --data docs/command.md docs/training.md --eval-share 0.1 --out "$work/run" --device cpu \
+    "$nvfp4" train --init "$work/shape" --data tests/data/verse-10m/passage.txt --eval-share 0.1 --out "$work/run" --device cpu \
         --steps 60 "${batch[@]}" --window 128 --rate 3e-3 --save-every 10 --eval-every 20 --sample "The model" "$@"
 }
 
@@ -107,28 +107,29 @@ killed() {
 # ask MODEL QUESTION
 ask() { "$nvfp4" run --model "$1" --raw --device cpu --temp 0 --max-tokens 4 --prompt "$2"; }
 
-answers() {
+# right MODEL LEAST: at least so many of twelve questions are answered as they were taught.
+right() {
     local right=0 i
     for i in 1 2 3 4 5 6; do
-        [ "$(ask "$work/taught/model" "Is $i blue?")" = yes ] && right=$((right + 1))
-        [ "$(ask "$work/taught/model" "Is $i red?")" = no ] && right=$((right + 1))
+        [ "$(ask "$1" "Is $i blue?")" = yes ] && right=$((right + 1))
+        [ "$(ask "$1" "Is $i red?")" = no ] && right=$((right + 1))
     done
     echo "$right of 12 right"
-    [ "$right" -ge 11 ]
+    [ "$right" -ge "$2" ]
 }
 
-# A .dat file is trained, and exported as one of the same layout.
+# A .dat file is trained, and exported as one of the same layout, whose weights are rounded to one level of scales.
 dat() {
     mkdir "$work/dat" && "$nvfp4" quantize "$work/run/model" "$work/dat/model.dat" || return 1
     teach "$work/dat/model.dat" "$work/from-dat" --export "$work/dat/taught.dat" || return 1
-    "$nvfp4" inspect "$work/dat/taught.dat" | head -3 && [ "$(stat -c %s "$work/dat/model.dat")" -eq "$(stat -c %s "$work/dat/taught.dat")" ] &&
-        [ "$(ask "$work/dat/taught.dat" "Is 3 blue?")" = yes ]
+    "$nvfp4" inspect "$work/dat/taught.dat" && [ "$(stat -c %s "$work/dat/model.dat")" -eq "$(stat -c %s "$work/dat/taught.dat")" ] &&
+        right "$work/dat/taught.dat" 9
 }
 
 # A conversation for a model without a template is ChatML, as it is when one talks to it.
 conversations() {
     printf '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}\n' >"$work/chat.jsonl"
-    "$nvfp4" train --model "$work/run/model" --data "$work/chat.jsonl" --out "$work/chat" --device cpu --epochs 30 --rate 4e-3 --eval-every 0 &&
+    "$nvfp4" train --model "$work/run/model" --data "$work/chat.jsonl" --out "$work/chat" --device cpu --epochs 80 --rate 4e-3 --eval-every 0 &&
         [ "$("$nvfp4" run --model "$work/chat/model" --device cpu --temp 0 --max-tokens 4 --prompt Hi)" = Ho ]
 }
 
@@ -155,7 +156,7 @@ check "the same command again is refused" not_by_mistake
 check "a resumed run, and its reports" resumed
 check "perplexity of what was trained" measured
 check "killed three times" killed
-check "answers that were taught" answers
+check "answers that were taught" right "$work/taught/model" 11
 check "a .dat file in and out" dat
 check "conversations without a template" conversations
 check "bad rows" bad_rows

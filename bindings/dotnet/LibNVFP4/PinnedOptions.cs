@@ -1,4 +1,4 @@
-// Options of a generation with their arrays and texts held in place for a call.
+// Arrays held in place for a call, and options of a generation with theirs.
 
 using System;
 using System.Collections.Generic;
@@ -6,11 +6,29 @@ using System.Runtime.InteropServices;
 
 namespace LibNVFP4
 {
-    internal sealed unsafe class PinnedOptions : IDisposable
+    /// Arrays held in place until it is disposed.
+    internal abstract class Pinned : IDisposable
+    {
+        readonly List<GCHandle> pins = new List<GCHandle>();
+
+        public void Dispose()
+        {
+            foreach (GCHandle pin in pins)
+                pin.Free();
+            pins.Clear();
+        }
+
+        protected IntPtr Pin(object array)
+        {
+            GCHandle pin = GCHandle.Alloc(array, GCHandleType.Pinned);
+            pins.Add(pin);
+            return pin.AddrOfPinnedObject();
+        }
+    }
+
+    internal sealed unsafe class PinnedOptions : Pinned
     {
         internal NativeGenerateOptions Raw;
-
-        readonly List<GCHandle> pins = new List<GCHandle>();
 
         internal PinnedOptions(GenerateOptions options)
         {
@@ -45,20 +63,6 @@ namespace LibNVFP4
                 Dispose();
                 throw;
             }
-        }
-
-        public void Dispose()
-        {
-            foreach (GCHandle pin in pins)
-                pin.Free();
-            pins.Clear();
-        }
-
-        IntPtr Pin(object array)
-        {
-            GCHandle pin = GCHandle.Alloc(array, GCHandleType.Pinned);
-            pins.Add(pin);
-            return pin.AddrOfPinnedObject();
         }
     }
 }

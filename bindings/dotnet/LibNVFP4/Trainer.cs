@@ -162,11 +162,9 @@ namespace LibNVFP4
     }
 
     /// Batches held in place for a call.
-    internal sealed unsafe class PinnedBatches : IDisposable
+    internal sealed unsafe class PinnedBatches : Pinned
     {
         internal readonly NativeMicroBatch[] Raw;
-
-        readonly List<GCHandle> pins = new List<GCHandle>();
 
         internal PinnedBatches(MicroBatch[] batches)
         {
@@ -191,20 +189,6 @@ namespace LibNVFP4
                 Dispose();
                 throw;
             }
-        }
-
-        public void Dispose()
-        {
-            foreach (GCHandle pin in pins)
-                pin.Free();
-            pins.Clear();
-        }
-
-        IntPtr Pin(object array)
-        {
-            GCHandle pin = GCHandle.Alloc(array, GCHandleType.Pinned);
-            pins.Add(pin);
-            return pin.AddrOfPinnedObject();
         }
     }
 

@@ -9,7 +9,7 @@ use crate::model::Spec;
 use crate::ops::training::loss::{Chunk, Loss};
 use crate::ops::training::matmul::{Form, Sizes, matmul};
 use crate::ops::training::{array, norm};
-use crate::ops::{Array, Device, Mixed};
+use crate::ops::{Array, Device, Mixed, Slice};
 
 /// The head of a model, with rows that go through it.
 pub(super) struct HeadPass<'a> {
@@ -31,6 +31,11 @@ impl HeadPass<'_> {
             .map(move |first| first..vocab.min(first + chunk))
     }
 
+    /// Tokens of the largest chunk.
+    fn widest(&self) -> usize {
+        self.chunk.min(self.spec.vocab_size)
+    }
+
     fn columns(&self, tokens: &Range<usize>) -> Chunk {
         Chunk {
             first: tokens.start,
@@ -46,10 +51,8 @@ impl HeadPass<'_> {
         x: &Array<Mixed>,
         s: &mut Scratch,
     ) -> Result<(Loss, f64)> {
-        let (device, t, hidden) = (self.device, self.batch.rows(), self.spec.hidden_size);
-        let widest = self.chunk.min(self.spec.vocab_size);
-        s.weight.grow(device, widest * hidden)?;
-        self.normalize(store, x, s)?;
+        let (device, t) = (self.device, self.batch.rows());
+        self.normalize(store, x.first(t * self.spec.hidden_size)?, s)?;
         let mut loss = Loss::new(device, t)?;
         for tokens in self.chunks() {
             self.logits(store, &tokens, t, s)?;
@@ -67,18 +70,9 @@ impl HeadPass<'_> {
         x: &Array<Mixed>,
         s: &mut Scratch,
     ) -> Result<u32> {
-        let (device, t, hidden) = (self.device, self.batch.rows(), self.spec.hidden_size);
-        let widest = self.chunk.min(self.spec.vocab_size);
-        s.head_normed.grow(device, hidden)?;
-        s.weight.grow(device, widest * hidden)?;
-        norm::rms_norm(
-            device,
-            x.part((t - 1) * hidden..t * hidden)?,
-            store.vector(self.layout.norm)?,
-            self.spec.norm_eps,
-            s.head_normed.first_mut(hidden)?,
-        )?;
-        let mut logits = vec![0.0; widest];
+        let (t, hidden) = (self.batch.rows(), self.spec.hidden_size);
+        self.normalize(store, x.part((t - 1) * hidden..t * hidden)?, s)?;
+        let mut logits = vec![0.0; self.widest()];
         let mut best = (0, f32::NEG_INFINITY);
         for tokens in self.chunks() {
             self.logits(store, &tokens, 1, s)?;
@@ -102,8 +96,8 @@ impl HeadPass<'_> {
         s: &mut Scratch,
     ) -> Result<()> {
         let (device, hidden, width) = (self.device, self.spec.hidden_size, tokens.len());
-        let widest = self.chunk.min(self.spec.vocab_size);
-        s.logits.grow(device, t * widest)?;
+        s.weight.grow(device, self.widest() * hidden)?;
+        s.logits.grow(device, t * self.widest())?;
         store.read(
             self.layout.head,
             tokens.clone(),
@@ -139,10 +133,8 @@ impl HeadPass<'_> {
     ) -> Result<()> {
         self.logits(store, tokens, self.batch.rows(), s)?;
         let len = self.batch.rows() * tokens.len();
-        s.dlogits.grow(
-            self.device,
-            self.batch.rows() * self.chunk.min(self.spec.vocab_size),
-        )?;
+        s.dlogits
+            .grow(self.device, self.batch.rows() * self.widest())?;
         let (logits, gradients) = (s.logits.first(len)?, s.dlogits.first_mut(len)?);
         loss.gradients(
             self.device,
@@ -154,16 +146,35 @@ impl HeadPass<'_> {
     }
 
     /// Makes `s.head_normed` what the head takes of the rows `x`.
-    fn normalize(&self, store: &dyn Store, x: &Array<Mixed>, s: &mut Scratch) -> Result<()> {
-        let len = self.batch.rows() * self.spec.hidden_size;
+    pub(super) fn normalize(
+        &self,
+        store: &dyn Store,
+        x: Slice<'_, Mixed>,
+        s: &mut Scratch,
+    ) -> Result<()> {
+        let len = x.len();
         s.head_normed.grow(self.device, len)?;
         norm::rms_norm(
             self.device,
-            x.first(len)?,
+            x,
             store.vector(self.layout.norm)?,
             self.spec.norm_eps,
             s.head_normed.first_mut(len)?,
         )
+    }
+
+    /// Makes `s.dx`, the gradients of the last norm's results, those of the rows `x`.
+    pub(super) fn normalize_backward(
+        &self,
+        store: &mut dyn Store,
+        x: &Array<Mixed>,
+        s: &mut Scratch,
+    ) -> Result<()> {
+        let len = self.batch.rows() * self.spec.hidden_size;
+        let (weight, dweight) = store.vector_with_gradient(self.layout.norm)?;
+        let (x, dx) = (x.first(len)?, s.dx.first_mut(len)?);
+        let eps = self.spec.norm_eps;
+        norm::rms_norm_backward(self.device, x, weight, eps, dx, None, dweight)
     }
 
     /// Whether the gradients of a tied head are kept.
@@ -188,8 +199,7 @@ impl HeadPass<'_> {
                 .tied
                 .part_mut(tokens.start * hidden..tokens.end * hidden)?,
             false => {
-                let widest = self.chunk.min(self.spec.vocab_size);
-                s.gradient.grow(self.device, widest * hidden)?;
+                s.gradient.grow(self.device, self.widest() * hidden)?;
                 s.gradient.first_mut(width * hidden)?
             }
         };
@@ -247,9 +257,7 @@ impl HeadPass<'_> {
             s.head_gradient.first(t * hidden)?,
             s.dx.first_mut(t * hidden)?,
         )?;
-        let (weight, dweight) = store.vector_with_gradient(self.layout.norm)?;
-        let (x, dx) = (x.first(t * hidden)?, s.dx.first_mut(t * hidden)?);
-        norm::rms_norm_backward(device, x, weight, self.spec.norm_eps, dx, None, dweight)
+        self.normalize_backward(store, x, s)
     }
 
     /// Gives the store the gradients of the embedding, from those of its rows in `s.dx`, and of the head if it is tied and there is a loss:
@@ -268,7 +276,7 @@ impl HeadPass<'_> {
         let of_head = loss.filter(|_| self.spec.tied);
         let kept = of_head.is_some() && self.keeps_tied(store);
         if of_head.is_some() && !kept {
-            self.normalize(store, x, s)?;
+            self.normalize(store, x.first(t * hidden)?, s)?;
         }
         for tokens in self.chunks() {
             let len = tokens.len() * hidden;
@@ -279,8 +287,7 @@ impl HeadPass<'_> {
                     self.weight_gradients(&tokens, false, s)?;
                 }
                 None => {
-                    s.gradient
-                        .grow(device, self.chunk.min(self.spec.vocab_size) * hidden)?;
+                    s.gradient.grow(device, self.widest() * hidden)?;
                     array::clear(device, s.gradient.first_mut(len)?)?;
                 }
             }

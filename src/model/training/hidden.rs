@@ -4,7 +4,7 @@ use super::Store;
 use super::head::HeadPass;
 use super::scratch::Scratch;
 use crate::base::Result;
-use crate::ops::training::{loss, norm};
+use crate::ops::training::loss;
 use crate::ops::{Array, Mixed, Slice};
 
 /// What the hidden states of a batch should be.
@@ -26,40 +26,14 @@ impl HeadPass<'_> {
         s: &mut Scratch,
     ) -> Result<f64> {
         let (device, len) = (self.device, self.batch.rows() * self.spec.hidden_size);
-        s.head_normed.grow(device, len)?;
+        self.normalize(store, x.first(len)?, s)?;
         s.dx.grow(device, len)?;
-        let (weight, normed) = (
-            store.vector(self.layout.norm)?,
-            s.head_normed.first_mut(len)?,
-        );
-        norm::rms_norm(device, x.first(len)?, weight, self.spec.norm_eps, normed)?;
         loss::l1(
             device,
             s.head_normed.first(len)?,
             targets.values,
             targets.weight,
             s.dx.first_mut(len)?,
-        )
-    }
-
-    /// Makes `s.dx`, the gradients of the last norm's results, those of the rows `x`.
-    pub(super) fn hidden_backward(
-        &self,
-        store: &mut dyn Store,
-        x: &Array<Mixed>,
-        s: &mut Scratch,
-    ) -> Result<()> {
-        let len = self.batch.rows() * self.spec.hidden_size;
-        let (weight, dweight) = store.vector_with_gradient(self.layout.norm)?;
-        let (x, dx) = (x.first(len)?, s.dx.first_mut(len)?);
-        norm::rms_norm_backward(
-            self.device,
-            x,
-            weight,
-            self.spec.norm_eps,
-            dx,
-            None,
-            dweight,
         )
     }
 }

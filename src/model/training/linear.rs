@@ -114,7 +114,12 @@ impl Linear<'_> {
         let len = self.rows * n;
         let sizes = Sizes { m: self.rows, n, k };
         let weight = weight.first(n * k)?;
-        matmul(device, Form::NT, sizes, x, weight, out.first_mut(len)?, add)?;
+        let rows = match self.rounding.rows {
+            None => x,
+            Some(rounding) => rounded_rows(device, x, k, rounding, &mut s.rounded)?,
+        };
+        let to = out.first_mut(len)?;
+        matmul(device, Form::NT, sizes, rows, weight, to, add)?;
         for adapted in self.adapted(store) {
             self.add_adapter(store, &adapted, n, x, out.first_mut(len)?, s)?;
         }
@@ -313,17 +318,29 @@ impl Linear<'_> {
         s: &mut LinearScratch,
     ) -> Result<()> {
         self.factor(store, adapter.a, s)?;
+        self.narrow(adapter, x, self.inputs, &s.factor, &mut s.inner)
+    }
+
+    /// Makes `to` `[T, rank]` `scale` times rows of `width` elements times a factor transposed.
+    fn narrow(
+        &self,
+        adapter: AdapterLayout,
+        rows: Slice<'_, Mixed>,
+        width: usize,
+        factor: &Array<Mixed>,
+        to: &mut Array<Mixed>,
+    ) -> Result<()> {
         let sizes = Sizes {
             m: self.rows,
             n: adapter.rank,
-            k: self.inputs,
+            k: width,
         };
         let len = self.rows * adapter.rank;
-        s.inner.grow(self.device, len.next_multiple_of(PIECE))?;
-        let a = s.factor.first(adapter.rank * self.inputs)?;
-        let to = s.inner.first_mut(len)?;
-        matmul(self.device, Form::NT, sizes, x, a, to, false)?;
-        let all = s.inner.first_mut(len.next_multiple_of(PIECE))?;
+        to.grow(self.device, len.next_multiple_of(PIECE))?;
+        let factor = factor.first(adapter.rank * width)?;
+        let out = to.first_mut(len)?;
+        matmul(self.device, Form::NT, sizes, rows, factor, out, false)?;
+        let all = to.first_mut(len.next_multiple_of(PIECE))?;
         array::scale(self.device, all, adapter.scale)
     }
 
@@ -353,22 +370,11 @@ impl Linear<'_> {
     ) -> Result<()> {
         let (adapter, outputs) = (adapted.adapter, adapted.outputs);
         self.factor(store, adapter.b, s)?;
-        let sizes = Sizes {
-            m: self.rows,
-            n: adapter.rank,
-            k: outputs,
-        };
-        let len = self.rows * adapter.rank;
-        s.dinner.grow(self.device, len.next_multiple_of(PIECE))?;
         let own = match dy.len() == self.rows * outputs {
             true => dy,
             false => s.share.first(self.rows * outputs)?,
         };
-        let b = s.factor.first(adapter.rank * outputs)?;
-        let to = s.dinner.first_mut(len)?;
-        matmul(self.device, Form::NT, sizes, own, b, to, false)?;
-        let all = s.dinner.first_mut(len.next_multiple_of(PIECE))?;
-        array::scale(self.device, all, adapter.scale)
+        self.narrow(adapter, own, outputs, &s.factor, &mut s.dinner)
     }
 
     /// Gives the store the gradients of an adapter's factors, which are both read before either may change.

@@ -247,7 +247,7 @@ impl Pass {
         }
         match &loss {
             Some(loss) => head.backward(store, loss, x, s)?,
-            None => head.hidden_backward(store, x, s)?,
+            None => head.normalize_backward(store, x, s)?,
         }
         s.release_head();
         let embeds = first_block == 0 && store.trains(self.layout.embedding);

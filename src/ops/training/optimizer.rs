@@ -729,8 +729,7 @@ impl Matrix {
         let global = self.global * 2.0;
         let (bytes, beside) = (form.codes().codes, form.rest().codes);
         // So rarely that a GPU's matrix may come over.
-        let mut codes = self.read_part(device, StatePart::Codes)?;
-        let mut scales = self.read_part(device, StatePart::Scales)?;
+        let (mut codes, mut scales) = self.read_weights(device)?;
         let mut rest = self.read_part(device, StatePart::Rest)?;
         for (i, scale) in scales.iter_mut().enumerate() {
             let half = e4m3::encode(e4m3::decode(*scale) / 2.0);
@@ -758,10 +757,7 @@ impl Matrix {
     /// The codes `[rows, cols / 2]` and block scales `[rows, cols / 16]` that are delivered; none unless they are NVFP4.
     pub fn delivered(&self, device: &Device) -> Result<Option<(Vec<u8>, Vec<u8>)>> {
         match self.forms.weight.is_packed() {
-            true => Ok(Some((
-                self.read_part(device, StatePart::Codes)?,
-                self.read_part(device, StatePart::Scales)?,
-            ))),
+            true => self.read_weights(device).map(Some),
             false => Ok(None),
         }
     }
@@ -786,8 +782,7 @@ impl Matrix {
         const RUN: usize = 1 << 14;
         let form = self.forms.weight;
         let bytes = form.codes().codes;
-        let codes = self.read_part(device, StatePart::Codes)?;
-        let scales = self.read_part(device, StatePart::Scales)?;
+        let (codes, scales) = self.read_weights(device)?;
         let in_row = self.cols / BLOCK;
         let run = (RUN / in_row).max(1) * in_row;
         let mut values = Vec::with_capacity(run * BLOCK);
@@ -800,6 +795,16 @@ impl Matrix {
             each(&values)?;
         }
         Ok(())
+    }
+
+    /// All values that are delivered, row-major.
+    pub fn delivered_values(&self, device: &Device) -> Result<Vec<f32>> {
+        let mut values = Vec::with_capacity(self.rows * self.cols);
+        self.each_delivered(device, &mut |some| {
+            values.extend_from_slice(some);
+            Ok(())
+        })?;
+        Ok(values)
     }
 
     /// The weights as they are delivered, in the memory that they are trained in, for the products of a model that is run while it is
@@ -829,13 +834,21 @@ impl Matrix {
 
     /// A part of the state, row-major and little-endian: the same bytes on every device.
     pub fn read_part(&self, device: &Device, part: StatePart) -> Result<Vec<u8>> {
-        if part == StatePart::Rest {
-            return bytes_of(&self.rest);
+        match part {
+            StatePart::Codes => Ok(self.read_weights(device)?.0),
+            StatePart::Scales => Ok(self.read_weights(device)?.1),
+            StatePart::Rest => bytes_of(&self.rest),
+            part => self.with_field(part, |field, part| match part {
+                FieldPart::Codes => bytes_of(&field.codes),
+                FieldPart::Scales => bytes_of(&field.scales),
+                FieldPart::Globals => floats_of(&field.globals),
+            }),
         }
-        if device.is_cuda()
-            && self.forms.weight.is_packed()
-            && matches!(part, StatePart::Codes | StatePart::Scales)
-        {
+    }
+
+    /// Codes and block scales of weights, row-major.
+    fn read_weights(&self, device: &Device) -> Result<(Vec<u8>, Vec<u8>)> {
+        if device.is_cuda() && self.forms.weight.is_packed() {
             let mut codes = Array::<u8>::scratch(device, self.part_bytes(StatePart::Codes))?;
             let mut scales = Array::<u8>::scratch(device, self.part_bytes(StatePart::Scales))?;
             let weight = reading(&self.weight);
@@ -845,17 +858,10 @@ impl Matrix {
                 codes.all_mut().cuda()?,
                 scales.all_mut().cuda()?,
             )?;
-            return bytes_of(if part == StatePart::Codes {
-                &codes
-            } else {
-                &scales
-            });
+            return Ok((bytes_of(&codes)?, bytes_of(&scales)?));
         }
-        self.with_field(part, |field, part| match part {
-            FieldPart::Codes => bytes_of(&field.codes),
-            FieldPart::Scales => bytes_of(&field.scales),
-            FieldPart::Globals => floats_of(&field.globals),
-        })
+        let weight = reading(&self.weight);
+        Ok((bytes_of(&weight.codes)?, bytes_of(&weight.scales)?))
     }
 
     /// Restores codes and block scales of weights.

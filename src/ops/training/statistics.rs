@@ -39,8 +39,10 @@ const BLOCK: usize = 1024;
 /// Statistics of the gradients of a step, one after another. On a GPU they stay there until they are asked for, so that nothing waits.
 #[derive(Debug)]
 pub struct GradientStatistics {
-    /// On a GPU, entries of [`cuda::gradient_statistics`]; on the CPU, a factor each.
+    /// On a GPU, entries of [`cuda::gradient_statistics`]; on the CPU, a factor each, which is the last number of an entry too.
     blocks: Vec<Array>,
+    /// Numbers of an entry.
+    entry: usize,
     found: Vec<Statistics>,
     partial: Array,
     used: usize,
@@ -49,13 +51,13 @@ pub struct GradientStatistics {
 impl GradientStatistics {
     /// None yet.
     pub fn new(device: &Device) -> Result<GradientStatistics> {
-        let partial = if device.is_cuda() {
-            STATISTICS_PARTIAL
-        } else {
-            0
+        let (partial, entry) = match device.is_cuda() {
+            true => (STATISTICS_PARTIAL, STATISTICS_ENTRY),
+            false => (0, 1),
         };
         Ok(GradientStatistics {
             blocks: Vec::new(),
+            entry,
             found: Vec::new(),
             partial: Array::scratch(device, partial)?,
             used: 0,
@@ -97,18 +99,14 @@ impl GradientStatistics {
     ) -> Result<usize> {
         let number = self.used;
         if number == self.blocks.len() * BLOCK {
-            let entry = if device.is_cuda() {
-                STATISTICS_ENTRY
-            } else {
-                1
-            };
-            self.blocks.push(Array::scratch(device, BLOCK * entry)?);
+            self.blocks
+                .push(Array::scratch(device, BLOCK * self.entry)?);
         }
         if device.is_cuda() {
             let entry = |number: usize| {
-                let at = number % BLOCK * STATISTICS_ENTRY;
+                let at = number % BLOCK * self.entry;
                 self.blocks[number / BLOCK]
-                    .part(at..at + STATISTICS_ENTRY)?
+                    .part(at..at + self.entry)?
                     .cuda()
             };
             let previous = number.checked_sub(1).map(entry).transpose()?;
@@ -123,8 +121,11 @@ impl GradientStatistics {
             )?;
         } else {
             let found = of_host(gradient.host()?);
-            let usable = self.found.iter().chain([&found]).all(Statistics::is_finite);
-            let factor = match usable {
+            let before = match number.checked_sub(1) {
+                Some(previous) => self.factor(previous)?.host()?[0],
+                None => 1.0,
+            };
+            let factor = match found.is_finite() && before.is_finite() {
                 true => (f64::from(bound) / found.squares.sqrt()).min(1.0) as f32,
                 false => f32::INFINITY,
             };
@@ -140,14 +141,11 @@ impl GradientStatistics {
 
     /// What multiplies a gradient so that its norm is at most the bound it was added with, on the device: one f32, at most 1, and infinite if
     /// it or one before it is not finite.
-    pub fn factor(&self, device: &Device, number: usize) -> Result<Slice<'_>> {
+    pub fn factor(&self, number: usize) -> Result<Slice<'_>> {
         if number >= self.used {
             bail!(Internal, "gradient {number} of {} in a step", self.used);
         }
-        let at = match device.is_cuda() {
-            true => number % BLOCK * STATISTICS_ENTRY + STATISTICS_ENTRY - 1,
-            false => number % BLOCK,
-        };
+        let at = (number % BLOCK + 1) * self.entry - 1;
         self.blocks[number / BLOCK].part(at..at + 1)
     }
 

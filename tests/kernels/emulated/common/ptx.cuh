@@ -105,14 +105,7 @@ inline float __fmul_ru(float x, float y) { return directed(FE_UPWARD, x, y, -0.0
 inline float __fmul_rd(float x, float y) { return directed(FE_DOWNWARD, x, y, -0.0f); }
 inline double __dmul_rn(double x, double y) { return x * y; }
 inline double __dadd_rn(double x, double y) { return x + y; }
-inline u32 pack_bf16(float low, float high) {
-    auto one = [](float x) {
-        u32 bits;
-        memcpy(&bits, &x, 4);
-        return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    };
-    return one(low) | one(high) << 16;
-}
+inline u32 pack_bf16(float low, float high) { return to_bf16(low) | (u32)to_bf16(high) << 16; }
 
 // A collective operation of the lanes of a warp in `mask`: when the last lane arrives, `compute` is called with the arguments of all.
 template <class Lane>
