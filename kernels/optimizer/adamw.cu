@@ -273,12 +273,12 @@ __device__ __forceinline__ void count_changes(int form, bool rescaled, const Nib
         u32 differing = differing_codes(codes.words[i], codes_now.words[i]);
         delivered += count_nibbles(differing);
         if (form == RESIDUAL8) {
-            // A zero's sign is the weight's.
-            differing = codes.words[i] ^ codes_now.words[i];
 #pragma unroll
             for (int j = 0; j < 8; j++) {
-                u32 bytes = rest.bytes[2 * i + j / 4] ^ rest_now.bytes[2 * i + j / 4];
-                stored += (bytes >> (8 * (j % 4)) & 255) != 0 || (differing >> (4 * j) & 15) != 0;
+                u32 before = rest.bytes[2 * i + j / 4] >> (8 * (j % 4)) & 255, now = rest_now.bytes[2 * i + j / 4] >> (8 * (j % 4)) & 255;
+                // Of a zero with a residual, the sign is the weight's.
+                u32 code = now ? codes.words[i] ^ codes_now.words[i] : differing;
+                stored += before != now || (code >> (4 * j) & 15) != 0;
             }
         } else {
             stored += count_nibbles(differing | (rest.nibbles.words[i] ^ rest_now.nibbles.words[i]));
@@ -476,7 +476,7 @@ __device__ __forceinline__ void adamw(const Arguments& a) {
                 for (int j = 0; j < 4; j++) {
                     pairs[j] = pair_of_indices(__byte_perm(encoded_lows[j / 2], encoded[2 * t + j / 2], j % 2 ? 0x7632 : 0x5410));
                     codes[j] = pairs[j] & CODES;
-                    differing += differing_f16(pairs[j], old[j]);
+                    differing += differing_f16(values_of_pair(pairs[j]), values_of_pair(old[j]));
                     differing_levels += differing_f16(codes[j], old[j] & CODES);
                 }
                 residuals[t] = residuals_of_pairs(pairs);

@@ -723,9 +723,9 @@ impl Stored {
         let mut changes = Changes::default();
         for i in 0..BLOCK {
             let (old, new) = (self.codes[i], now.codes[i]);
-            // Both zeros are one; with a residual, a zero's sign is the weight's.
+            // Both zeros are one, but with a residual that is not zero their sign is the weight's.
             let zeros = form.is_packed() && (old | new) & 7 == 0;
-            let signed = matches!(form, WeightForm::Residual(_));
+            let signed = matches!(form, WeightForm::Residual(_)) && now.rest[i] != 0;
             let delivered = self.scale != now.scale || (old != new && !zeros);
             let stored = self.rest[i] != now.rest[i] || (signed && old != new);
             changes.delivered += u64::from(delivered);
