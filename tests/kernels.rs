@@ -10,8 +10,15 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use NVFP4::base::{ErrorKind, env};
+use NVFP4::cpu::Cpu;
+use NVFP4::cpu::training::{MatrixRows, Rows, RowsStep, weight_global};
 use NVFP4::cuda::{self, Drawn, ScaledTile, TARGETS, Unit};
+use NVFP4::format::adamw::{
+    Coefficients, FieldBytes, FirstForm, Forms, GROUP_ROWS, Hyperparameters, Keys, SecondForm,
+    WeightForm, decode_weights,
+};
 use NVFP4::format::nvfp4::{self, Levels, NonFinite, QuantizeOptions, Recipe};
+use NVFP4::format::residual::Bits;
 use NVFP4::format::{Rounding, random, swizzle};
 use NVFP4::ops::sample::{self, Choice, SamplingOptions};
 use NVFP4::tensor::DType;
@@ -560,6 +567,292 @@ fn quantized_bits_are_right_on_an_emulated_gpu() {
         assert_eq!(take(w.scales.len()), w.scales, "scales: {}", w.what);
     }
     assert!(rest.is_empty());
+}
+
+/// The bytes of rows of a matrix and of its moments, and of groups' global scales.
+#[derive(Clone, PartialEq)]
+struct TrainedRows {
+    codes: Vec<u8>,
+    scales: Vec<u8>,
+    rest: Vec<u8>,
+    moments: [(Vec<u8>, Vec<u8>, Vec<f32>); 2],
+}
+
+impl TrainedRows {
+    fn new(forms: &Forms, rows: usize, cols: usize) -> TrainedRows {
+        let (blocks, groups) = (rows * cols / 16, rows.div_ceil(GROUP_ROWS));
+        let of = |bytes: FieldBytes| {
+            let scales = if bytes.scaled { blocks } else { 0 };
+            (vec![0; blocks * bytes.codes], vec![0; scales])
+        };
+        let (codes, scales) = of(forms.weight.codes());
+        let (rest, _) = of(forms.weight.rest());
+        TrainedRows {
+            codes,
+            scales,
+            rest,
+            moments: [forms.first.field(), forms.second.field()].map(|field| {
+                let (codes, scales) = of(field);
+                (codes, scales, vec![0.0; groups])
+            }),
+        }
+    }
+
+    /// All of it, as the program takes and gives it.
+    fn parts(&self) -> [(&'static str, Vec<u8>); 9] {
+        let bytes = |globals: &[f32]| globals.iter().flat_map(|g| g.to_le_bytes()).collect();
+        let [first, second] = &self.moments;
+        [
+            ("codes", self.codes.clone()),
+            ("scales", self.scales.clone()),
+            ("residuals", self.rest.clone()),
+            ("first moments", first.0.clone()),
+            ("their scales", first.1.clone()),
+            ("their global scales", bytes(&first.2)),
+            ("second moments", second.0.clone()),
+            ("their scales", second.1.clone()),
+            ("their global scales", bytes(&second.2)),
+        ]
+    }
+}
+
+/// AdamW on matrices in their stored form, and their values, from the kernels' sources, on the processor: the bits of src/format in every
+/// form. Roots are exact here, so that only weights, into which quotients go, may differ: by the last place of the quotient, which decides
+/// the rounding of few.
+#[test]
+fn optimizer_steps_are_right_on_an_emulated_gpu() {
+    let four = WeightForm::Residual(Bits::Four);
+    let forms = [
+        (four, FirstForm::Int4, SecondForm::Uint4),
+        (
+            WeightForm::Residual(Bits::Eight),
+            FirstForm::Int4,
+            SecondForm::Uint4,
+        ),
+        (four, FirstForm::Nvfp4, SecondForm::Nvfp4),
+        (WeightForm::TwoTerm, FirstForm::Int8, SecondForm::Int8),
+        (WeightForm::OneTerm, FirstForm::Int4, SecondForm::F32),
+        (WeightForm::Bf16, FirstForm::F32, SecondForm::F32),
+        (WeightForm::F32, FirstForm::F32, SecondForm::Uint4),
+    ];
+    let cpu = Cpu::new(Some(1)).unwrap();
+    let normal = |seed: u64, i: usize| {
+        let sum: f32 = (0..4)
+            .map(|k| random::uniform(seed, 4 * i as u64 + k))
+            .sum();
+        (sum - 2.0) * 1.7
+    };
+    let mut input = Vec::new();
+    let mut wanted = Vec::new();
+    for (i, (weight, first, second)) in forms.into_iter().enumerate() {
+        // Whole chunks; and chunks, groups and pairs of blocks that are cut short.
+        for (case, (rows, cols)) in [(16, 256), (21, 144)].into_iter().enumerate() {
+            let forms = Forms {
+                weight,
+                first,
+                second,
+                fresh_scales: (i + case) % 4 == 3,
+            };
+            // Some rows are zero at first, with their scales.
+            let size = |row: usize| if row % 5 == 2 { 0.0 } else { 0.03 };
+            let values: Vec<f32> = (0..rows * cols)
+                .map(|i| normal(7, i) * size(i / cols))
+                .collect();
+            let read = |range: std::ops::Range<usize>, out: &mut [f32]| {
+                out.copy_from_slice(&values[range.start * cols..range.end * cols]);
+                Ok(())
+            };
+            let global = weight_global(0.15);
+            let mut state = TrainedRows::new(&forms, rows, cols);
+            let codes = Rows {
+                codes: &mut state.codes,
+                scales: &mut state.scales,
+            };
+            cpu.encode_matrix(weight, 0..rows, cols, &read, global, codes, &mut state.rest)
+                .unwrap();
+            for step in 1..=5u64 {
+                // The last rates make weights outgrow their scales, and all of them anew.
+                let settings = Hyperparameters {
+                    rate: [2e-3, 2e-3, 1e-3, 0.05, 0.9][step as usize - 1],
+                    ..Hyperparameters::default()
+                };
+                let clip = (step % 2 == 0).then_some(0.37f32);
+                let mut c = Coefficients::new(&settings, step, 0.7);
+                let keys = Keys::new(5, 3 + i as u64, step);
+                let first_row = if case == 1 && step == 3 { 8 } else { 0 };
+                let gradients: Vec<u16> = (first_row * cols..rows * cols)
+                    .map(|i| {
+                        let size = [1e-3, 1.0, 1e-9, 0.0, 3e-2, 1e-30][i / cols / 2 % 6];
+                        half::bf16::from_f32(normal(step + 100, i) * size).to_bits()
+                    })
+                    .collect();
+                let head = [
+                    u32::from(forms != Forms::default()),
+                    rows as u32,
+                    cols as u32,
+                    first_row as u32,
+                    match weight {
+                        WeightForm::Residual(Bits::Four) => 0,
+                        WeightForm::Residual(Bits::Eight) => 1,
+                        WeightForm::TwoTerm => 2,
+                        WeightForm::OneTerm => 3,
+                        WeightForm::Bf16 => 4,
+                        WeightForm::F32 => 5,
+                    },
+                    first as u32,
+                    second as u32,
+                    u32::from(forms.fresh_scales),
+                    global.to_bits(),
+                    u32::from(clip.is_some()),
+                    clip.unwrap_or(0.0).to_bits(),
+                ];
+                input.extend(head.iter().flat_map(|v| v.to_le_bytes()));
+                let numbers = [
+                    c.factor,
+                    c.beta1,
+                    c.rest1,
+                    c.beta2,
+                    c.rest2,
+                    c.correction,
+                    c.eps,
+                    c.keep,
+                    c.rate,
+                ];
+                input.extend(numbers.iter().flat_map(|v| v.to_le_bytes()));
+                for key in [keys.rounding, keys.first, keys.previous] {
+                    input.extend(key.to_le_bytes());
+                }
+                let mut put = |bytes: &[u8]| {
+                    input.extend((bytes.len() as u32).to_le_bytes());
+                    input.extend(bytes);
+                };
+                state.parts().iter().for_each(|(_, bytes)| put(bytes));
+                put(&gradients
+                    .iter()
+                    .flat_map(|g| g.to_le_bytes())
+                    .collect::<Vec<_>>());
+
+                c.factor *= clip.unwrap_or(1.0);
+                let this = RowsStep {
+                    forms: &forms,
+                    coefficients: &c,
+                    keys: &keys,
+                    cols,
+                    first_row,
+                    global,
+                };
+                let from = first_row * cols / 16;
+                let (weights, beside) = (forms.weight.codes(), forms.weight.rest().codes);
+                let scaled = |field: FieldBytes| from * usize::from(field.scaled);
+                let [first_moments, second_moments] = &mut state.moments;
+                let (f, s) = (forms.first.field(), forms.second.field());
+                let rows_of = MatrixRows {
+                    codes: Rows {
+                        codes: &mut state.codes[from * weights.codes..],
+                        scales: &mut state.scales[scaled(weights)..],
+                    },
+                    rest: &mut state.rest[from * beside..],
+                    first: (
+                        Rows {
+                            codes: &mut first_moments.0[from * f.codes..],
+                            scales: &mut first_moments.1[scaled(f)..],
+                        },
+                        &mut first_moments.2[first_row / GROUP_ROWS..],
+                    ),
+                    second: (
+                        Rows {
+                            codes: &mut second_moments.0[from * s.codes..],
+                            scales: &mut second_moments.1[scaled(s)..],
+                        },
+                        &mut second_moments.2[first_row / GROUP_ROWS..],
+                    ),
+                };
+                let floats: Vec<f32> = gradients
+                    .iter()
+                    .map(|&g| half::bf16::from_bits(g).to_f32())
+                    .collect();
+                let changes = cpu.adamw(&this, &floats, rows_of).unwrap();
+                let largest = state.scales[scaled(weights)..].iter().max().copied();
+                let what = format!("{forms:?} [{rows}, {cols}], step {step}");
+                let counters = [
+                    changes.stored,
+                    changes.delivered,
+                    u64::from(largest.unwrap_or(0)),
+                ];
+                wanted.push((what, forms, rows * cols, global, state.clone(), counters));
+            }
+        }
+    }
+    let Some(said) = emulate_with("optimizer", 900, &input) else {
+        return;
+    };
+    let mut left = &said[..];
+    for (what, forms, count, global, state, counters) in wanted {
+        let mut take = |n: usize| {
+            assert!(left.len() >= n, "{what}: the program has ended");
+            let (front, back) = left.split_at(n);
+            left = back;
+            front.to_vec()
+        };
+        let mut found = state.clone();
+        for (i, (name, want)) in state.parts().into_iter().enumerate() {
+            let got = take(want.len());
+            let differing = got.iter().zip(&want).filter(|(a, b)| a != b).count();
+            let dense = i == 0 && !forms.weight.is_packed();
+            let most = match i {
+                0 if dense => want.len(),
+                0 | 2 => 2,
+                _ => 0,
+            };
+            assert!(
+                differing <= most,
+                "{what}: {differing} of {} bytes of {name} differ",
+                want.len()
+            );
+            if dense {
+                let values = |codes: &[u8]| -> Vec<f32> {
+                    codes
+                        .chunks_exact(forms.weight.codes().codes)
+                        .flat_map(|block| decode_weights(forms.weight, block, &[], 0, global, true))
+                        .collect()
+                };
+                // The last places of an update, which is as large as 1; a bf16 that is rounded to its other neighbour is 2^-7 of it away.
+                let relative = match forms.weight {
+                    WeightForm::F32 => 1e-6,
+                    _ => 0.01,
+                };
+                for (a, b) in values(&got).iter().zip(&values(&want)) {
+                    let most = relative * b.abs() + 2e-7;
+                    assert!((a - b).abs() <= most, "{what}: {a}, not {b}");
+                }
+            }
+            match i {
+                0 => found.codes = got,
+                1 => found.scales = got,
+                2 => found.rest = got,
+                _ => {}
+            }
+        }
+        for (i, want) in counters.into_iter().enumerate() {
+            let got = u64::from_le_bytes(take(8).try_into().unwrap());
+            let apart = if i < 2 { 2 } else { 0 };
+            assert!(
+                got.abs_diff(want) <= apart,
+                "{what}: counter {i}: {got}, not {want}"
+            );
+        }
+        for whole in [true, false] {
+            let mut values = vec![0.0; count];
+            let codes = (&found.codes[..], &found.scales[..]);
+            cpu.decode_matrix(forms.weight, codes, &found.rest, global, whole, &mut values);
+            let bytes: Vec<u8> = values
+                .iter()
+                .flat_map(|&v| half::bf16::from_f32(v).to_le_bytes())
+                .collect();
+            assert!(take(2 * count) == bytes, "{what}: values, whole: {whole}");
+        }
+    }
+    assert!(left.is_empty());
 }
 
 /// Tokens that the kernels choose, from their sources, on the processor, are those that the CPU chooses: all kinds of logits under

@@ -100,6 +100,23 @@ __device__ __forceinline__ float rsqrt_approx(float x) {
     return r;
 }
 
+// The square root of x, which is normal or zero, to two units in the last place; of what is below, zero.
+__device__ __forceinline__ float sqrt_approx(float x) {
+    float r;
+    asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+
+// In each half: all bits where two f16 differ as numbers, of which none is NaN; else none.
+__device__ __forceinline__ u32 differing_f16(u32 a, u32 b) {
+    u32 r;
+    asm("set.ne.u32.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+
+// Lets the compiler not keep in registers what is in memory.
+__device__ __forceinline__ void forget_memory() { asm volatile("" ::: "memory"); }
+
 // A pair of f16 products, subnormals kept.
 __device__ __forceinline__ u32 mul_f16(u32 a, u32 b) {
     u32 r;

@@ -32,7 +32,7 @@ __device__ __forceinline__ u32 encode_scale_up(float x) {
 // The smallest power of two 2^p such that reach < 2^(p + bits). Mirrors power_for() of src/format/adamw.rs.
 __device__ __forceinline__ float power_for(float reach, int bits) {
     int exponent = (int)(__float_as_uint(reach) >> 23 & 0xff) - 127;
-    return __uint_as_float((u32)max(min(max(exponent, -100), 127) + 1 - bits + 127, 1) << 23);
+    return __uint_as_float((u32)max(min(max(exponent, -80), 127) + 1 - bits + 127, 1) << 23);
 }
 
 // The magnitude code of a quotient that is not negative, by rounding mode.

@@ -13,10 +13,19 @@ __device__ __forceinline__ u64 mix(u64 x) {
 __device__ __forceinline__ u64 random_stream(u64 seed) { return mix(seed + GOLDEN); }
 __device__ __forceinline__ u64 random_bits(u64 stream, u64 counter) { return mix(stream + (counter + 1) * GOLDEN); }
 
-// 32 random bits of the stream `key`, for what is drawn anew for every weight in every step. Mirrors bits32().
-__device__ __forceinline__ u32 random_bits32(u64 key, u32 counter) {
-    u32 x = counter * (u32)(GOLDEN | 1) + (u32)key;
-    x = (x ^ x >> 16) * 0x21f0aaadu;
-    x = ((x ^ x >> 15) + (u32)(key >> 32)) * 0x735a2d97u;
-    return x ^ x >> 15;
+// 64 random bits of the stream `key`, for what is drawn anew for every weight in every step. Mirrors words().
+__device__ __forceinline__ uint2 random_words(u64 key, u32 counter) {
+    u32 x = counter, y = (u32)(key >> 32);
+#pragma unroll
+    for (u32 round = 0; round < 4; round++) {
+        u64 product = (u64)x * 0xd256d193u;
+        x = (u32)(product >> 32) ^ y ^ ((u32)key + (u32)(GOLDEN >> 32) * round);
+        y = (u32)product;
+    }
+    return make_uint2(x, y);
+}
+// Mirrors bits16().
+__device__ __forceinline__ u32 random_bits16(u64 key, u32 index) {
+    uint2 words = random_words(key, index / 4);
+    return (index & 2 ? words.y : words.x) >> (16 * (index % 2)) & 0xffff;
 }

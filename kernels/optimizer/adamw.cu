@@ -1,6 +1,9 @@
 // AdamW on rows of a matrix in their stored form, in one pass over its memory. Mirrors src/format/adamw.rs and src/cpu/training/optimizer.rs,
-// bit for bit but for roots and quotients, which are exact to two units in the last place: exact ones would take a fifth of the time, for
+// bit for bit but for roots and quotients, which are exact to two units in the last place: exact ones would take a third of the time, for
 // numbers that are rounded to 4 bits next.
+//
+// It is bound by the rate at which instructions are issued, and those on integers at half of that, not by memory. So as much as can be is
+// left to fused multiply-adds: conversions, fractions of random bits and rounding are parts of those (format/fraction.cuh).
 //
 // A block of threads takes a group of 8 rows. First it looks for the largest gradient and the largest scales of the moments, from which the
 // group's new global scales follow; then each thread updates two blocks of 16 weights at a time, those that share words of a chunk. Gradients
@@ -41,7 +44,14 @@ struct Arguments {
 };
 
 constexpr int THREADS = 128;
+constexpr float SMALLEST_NORMAL = 1.17549435e-38f;
 constexpr float KEPT_LEAST = 5.2f, KEPT_MOST = 6.6f;
+
+// What scales of a group's moments after a step are made with: 1 divided by the global scale, and by the largest code too.
+struct Globals {
+    float inverse, most;
+};
+__device__ __forceinline__ Globals globals_of(float global, float largest) { return {1 / global, 1 / (largest * global)}; }
 
 __device__ __forceinline__ float first_most(int form) { return form == FIRST_INT4 ? FIRST_MAX : form == FIRST_NVFP4 ? E2M1_MAX : WIDE_MAX; }
 __device__ __forceinline__ float second_most(int form) { return form == SECOND_UINT4 ? SECOND_MAX : form == SECOND_NVFP4 ? E2M1_MAX : WIDE_MAX; }
@@ -71,65 +81,57 @@ __device__ __forceinline__ void load_gradients(const u16* from, float (&g)[BLOCK
     }
 }
 
-__device__ __forceinline__ Nibbles load_nibbles(const u8* codes, u64 block) {
-    uint2 v = ((const uint2*)codes)[block];
-    return {{v.x, v.y}};
-}
-__device__ __forceinline__ void store_nibbles(u8* codes, u64 block, const Nibbles& n) { ((uint2*)codes)[block] = make_uint2(n.words[0], n.words[1]); }
-
 __device__ __forceinline__ float amax_of(const float (&x)[BLOCK]) {
     float most = 0;
 #pragma unroll
     for (int i = 0; i < BLOCK; i++) most = fmaxf(most, fabsf(x[i]));
     return most;
 }
-__device__ __forceinline__ float root_of(float x) { return x * rsqrt_approx(fmaxf(x, 1e-37f)); }
-__device__ __forceinline__ float inverse_of(float unit) { return unit > 0 ? 1 / unit : 0; }
+// The inverse of an e4m3 scale, of the smallest one in place of zero: exact but for its rounding, as that of a number of four bits is far from
+// the middle between two f32.
+__device__ __forceinline__ float inverse_scale(u32 scale) {
+    float x = scale_to_float(max(scale, 1u)), r = reciprocal_approx(x);
+    return __fmaf_rn(r, __fmaf_rn(-x, r, 1), r);
+}
 
-__device__ __forceinline__ void load_first(const Moments& m, int form, u64 block, float global, u64 key, u32 index, float (&x)[BLOCK]) {
+// First moments, divided by `unit`, which is that of the block.
+__device__ __forceinline__ void load_first(const Moments& m, int form, u32 block, float global, u64 key, u32 index, float (&x)[BLOCK], float& unit) {
+    unit = 1;
     if (form == FIRST_F32) {
 #pragma unroll
-        for (int i = 0; i < BLOCK; i++) x[i] = ((const float*)m.codes)[block * BLOCK + i];
+        for (int i = 0; i < BLOCK; i++) x[i] = ((const float*)m.codes)[(u64)block * BLOCK + i];
         return;
     }
-    float unit = scale_to_float(m.scales[block]) * global;
+    unit = scale_to_float(m.scales[block]) * global;
     if (form == FIRST_INT8) {
 #pragma unroll
-        for (int i = 0; i < BLOCK; i++) x[i] = (float)((const signed char*)m.codes)[block * BLOCK + i] * unit;
+        for (int i = 0; i < BLOCK; i++) x[i] = (float)((const signed char*)m.codes)[(u64)block * BLOCK + i];
         return;
     }
     Nibbles codes = load_nibbles(m.codes, block);
     if (form == FIRST_NVFP4) {
 #pragma unroll
-        for (int i = 0; i < BLOCK; i++) x[i] = code_to_float(codes.at(i)) * unit;
+        for (int i = 0; i < BLOCK; i++) x[i] = code_to_float(codes.at(i));
         return;
     }
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        Bytes bytes = bytes_of_nibbles(codes.words[half] ^ 0x88888888u);
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            int at = 8 * half + i;
-            u32 draw = random_bits32(key, index / 4 + at / 4);
-            x[at] = decode_first(from_nibble(bytes, i), dither8(draw, at % 4)) * unit;
-        }
-    }
+    for (int half = 0; half < 2; half++) decode_first8(codes.words[half], random_words(key, index / 8 + half), x + 8 * half);
 }
 
-__device__ __forceinline__ void store_first(const Moments& m, int form, u64 block, float global, u64 key, u32 index, const float (&x)[BLOCK]) {
+__device__ __forceinline__ void store_first(const Moments& m, int form, u32 block, const Globals& now, u64 key, u32 index, const float (&x)[BLOCK]) {
     if (form == FIRST_F32) {
 #pragma unroll
-        for (int i = 0; i < BLOCK; i++) ((float*)m.codes)[block * BLOCK + i] = x[i];
+        for (int i = 0; i < BLOCK; i++) ((float*)m.codes)[(u64)block * BLOCK + i] = x[i];
         return;
     }
-    u32 scale = moment_scale(amax_of(x), first_most(form), global);
+    u32 scale = moment_scale(amax_of(x), now.most);
     m.scales[block] = scale;
-    float inverse = inverse_of(scale_to_float(scale) * global);
+    float inverse = inverse_scale(scale) * now.inverse;
     if (form == FIRST_INT8) {
 #pragma unroll
         for (int i = 0; i < BLOCK; i++) {
-            float r = round_stochastic(__fmul_rn(x[i], inverse), threshold16(random_bits32(key, index + i)));
-            m.codes[block * BLOCK + i] = (u8)(int)fminf(fmaxf(r, -WIDE_MAX), WIDE_MAX);
+            float r = round_stochastic(__fmul_rn(x[i], inverse), fraction16(random_bits16(key, index + i), 0));
+            m.codes[(u64)block * BLOCK + i] = (u8)(int)fminf(fmaxf(r, -WIDE_MAX), WIDE_MAX);
         }
         return;
     }
@@ -138,87 +140,96 @@ __device__ __forceinline__ void store_first(const Moments& m, int form, u64 bloc
 #pragma unroll
         for (int i = 0; i < BLOCK; i++) {
             float q = x[i] * inverse;
-            u32 random = random_bits32(key, index + i) << 16 | 1 << 15;
+            u32 random = random_bits16(key, index + i) << 16 | 1 << 15;
             codes.put(i, (__float_as_uint(q) >> 28 & 8) | stochastic(fabsf(q), random));
         }
     } else {
-        float rounded[BLOCK];
 #pragma unroll
-        for (int i = 0; i < BLOCK; i++) rounded[i] = encode_first(__fmul_rn(x[i], inverse), dither8(random_bits32(key, index / 4 + i / 4), i % 4));
-        codes.words[0] = low_nibbles(rounded), codes.words[1] = low_nibbles(rounded + 8);
+        for (int half = 0; half < 2; half++) codes.words[half] = encode_first8(x + 8 * half, inverse * 65536, random_words(key, index / 8 + half));
     }
     store_nibbles(m.codes, block, codes);
 }
 
-// Roots of second moments.
-__device__ __forceinline__ void load_second(const Moments& m, int form, u64 block, float global, float (&x)[BLOCK]) {
+// Roots of second moments, times `factor`.
+__device__ __forceinline__ void load_second(const Moments& m, int form, u32 block, float global, float factor, float (&x)[BLOCK]) {
     if (form == SECOND_F32) {
 #pragma unroll
-        for (int i = 0; i < BLOCK; i++) x[i] = sqrtf(((const float*)m.codes)[block * BLOCK + i]);
+        for (int i = 0; i < BLOCK; i++) x[i] = sqrtf(((const float*)m.codes)[(u64)block * BLOCK + i]) * factor;
         return;
     }
-    float unit = scale_to_float(m.scales[block]) * global;
+    float unit = scale_to_float(m.scales[block]) * global * factor;
     if (form == SECOND_INT8) {
 #pragma unroll
-        for (int i = 0; i < BLOCK; i++) x[i] = (float)m.codes[block * BLOCK + i] * unit;
+        for (int i = 0; i < BLOCK; i++) x[i] = (float)m.codes[(u64)block * BLOCK + i] * unit;
         return;
     }
     Nibbles codes = load_nibbles(m.codes, block);
-    Bytes bytes[2] = {bytes_of_nibbles(codes.words[0]), bytes_of_nibbles(codes.words[1])};
+    if (form == SECOND_NVFP4) {
 #pragma unroll
-    for (int i = 0; i < BLOCK; i++) {
-        x[i] = (form == SECOND_UINT4 ? from_nibble(bytes[i / 8], i % 8) - TWO_23 : code_to_float(codes.at(i) & 7)) * unit;
-    }
-}
-
-__device__ __forceinline__ void store_second(const Moments& m, int form, u64 block, float global, const u32 (&draws)[BLOCK], const float (&x)[BLOCK],
-                                             const float (&squares)[BLOCK]) {
-    if (form == SECOND_F32) {
-#pragma unroll
-        for (int i = 0; i < BLOCK; i++) ((float*)m.codes)[block * BLOCK + i] = squares[i];
+        for (int i = 0; i < BLOCK; i++) x[i] = code_to_float(codes.at(i) & 7) * unit;
         return;
     }
-    u32 scale = moment_scale(amax_of(x), second_most(form), global);
+#pragma unroll
+    for (int half = 0; half < 2; half++) decode_second8(codes.words[half], unit, x + 8 * half);
+}
+
+// Each of the draws has those of two.
+__device__ __forceinline__ void store_second(const Moments& m, int form, u32 block, const Globals& now, const u32 (&draws)[BLOCK / 2],
+                                             const float (&x)[BLOCK], const float (&squares)[BLOCK]) {
+    if (form == SECOND_F32) {
+#pragma unroll
+        for (int i = 0; i < BLOCK; i++) ((float*)m.codes)[(u64)block * BLOCK + i] = squares[i] < SMALLEST_NORMAL ? 0 : squares[i];
+        return;
+    }
+    u32 scale = moment_scale(amax_of(x), now.most);
     m.scales[block] = scale;
-    float inverse = inverse_of(scale_to_float(scale) * global);
+    float inverse = inverse_scale(scale) * now.inverse;
     Nibbles codes = {};
-    float rounded[BLOCK];
+    if (form == SECOND_UINT4) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) codes.words[half] = encode_second8(x + 8 * half, inverse * 65536, draws + 4 * half);
+        return store_nibbles(m.codes, block, codes);
+    }
 #pragma unroll
     for (int i = 0; i < BLOCK; i++) {
         float q = __fmul_rn(x[i], inverse);
-        if (form == SECOND_UINT4) {
-            rounded[i] = encode_second(q, fraction16(draws[i], 1));
-        } else if (form == SECOND_NVFP4) {
-            codes.put(i, max(stochastic(q, (draws[i] & 0xffff0000u) | 1 << 15), 1u));
+        u32 draw = draws[i / 2] >> (16 * (i % 2)) & 0xffff;
+        if (form == SECOND_NVFP4) {
+            codes.put(i, max(stochastic(q, draw << 16 | 1 << 15), 1u));
         } else {
-            m.codes[block * BLOCK + i] = (u8)fminf(fmaxf(round_stochastic(q, fraction16(draws[i], 1)), 1.0f), WIDE_MAX);
+            m.codes[(u64)block * BLOCK + i] = (u8)fminf(fmaxf(round_stochastic(q, fraction16(draw, 0)), 1.0f), WIDE_MAX);
         }
     }
-    if (form == SECOND_UINT4) codes.words[0] = low_nibbles(rounded), codes.words[1] = low_nibbles(rounded + 8);
-    if (form != SECOND_INT8) store_nibbles(m.codes, block, codes);
+    if (form == SECOND_NVFP4) store_nibbles(m.codes, block, codes);
 }
 
-__device__ __forceinline__ u32 code_of_level(int level) { return level < 0 ? 8 - level : level; }
+// The 18 bits that weight i is rounded by, of the draws of a block.
+__device__ __forceinline__ u32 weight_draw(const u32 (&draws)[BLOCK / 2], int i) { return i % 2 ? draws[i / 2] & 0x3ffff : draws[i / 2] >> 14; }
 
-// The scale of a block of weights: as it was, or anew.
-__device__ __forceinline__ u32 weight_scale(const float (&x)[BLOCK], float global, u32 scale, bool keeps) {
-    float amax = amax_of(x), unit = scale_to_float(scale) * global;
-    if (keeps && amax >= KEPT_LEAST * unit && amax <= KEPT_MOST * unit) return scale;
-    scale = encode_scale(amax / (E2M1_MAX * global));
-    return scale == 0 && amax > 0 ? 1 : scale;
+// Brings a block of weights, in units of its scale, into those of a scale for them, which it gives: as it was, or anew.
+__device__ __forceinline__ u32 rescale(float (&x)[BLOCK], u32 scale, bool keeps, float last) {
+    float amax = amax_of(x);
+    if (keeps && scale > 0 && amax >= KEPT_LEAST && amax <= KEPT_MOST) return scale;
+    float from = scale_to_float(max(scale, 1u));
+    scale = encode_scale(__fmul_rn(__fmul_rn(amax, from), 1.0f / E2M1_MAX));
+    if (scale == 0 && amax > 0) scale = 1;
+    float ratio = from * inverse_scale(scale);
+#pragma unroll
+    for (int i = 0; i < BLOCK; i++) x[i] = fminf(fmaxf(__fmul_rn(x[i], ratio), -last), last);
+    return scale;
 }
 
-// The codes and the rest of a block of weights; draws hold 16 bits for each in their lower halves.
-__device__ __forceinline__ void encode_weights(int form, const float (&x)[BLOCK], float inverse, const u32 (&draws)[BLOCK], Nibbles& codes, Rest& rest) {
+// The codes and the rest of a block of weights in units of its scale.
+__device__ __forceinline__ void encode_weights(int form, const float (&x)[BLOCK], const u32 (&draws)[BLOCK / 2], Nibbles& codes, Rest& rest) {
     codes = {}, rest = {};
 #pragma unroll
     for (int i = 0; i < BLOCK; i++) {
-        float q = __fmul_rn(x[i], inverse);
-        u32 random = draws[i] << 16 | 1 << 15, sign = __float_as_uint(q) >> 28 & 8;
+        float q = x[i];
+        u32 draw = weight_draw(draws, i), random = (draw << 14 & 0xffff0000u) | 1 << 15, sign = __float_as_uint(q) >> 28 & 8;
         if (form == RESIDUAL8) {
-            int index = (int)Residual<8>::encode(q, Residual<8>::fraction(draws[i]));
-            codes.put(i, code_of_level((index + 128) >> 8));
-            rest.bytes[i / 4] |= (u32)(index & 255) << (8 * (i % 4));
+            u32 index = Residual<8>::encode(q, draw) >> Residual<8>::SHIFT & 0x7ff;
+            codes.put(i, sign | index >> 8);
+            rest.bytes[i / 4] |= ((index & 255) ^ 128) << (8 * (i % 4));
         } else if (form == TWO_TERM) {
             u32 code = sign | nearest_even(fabsf(q));
             float remainder = (q - code_to_float(code)) * SECOND_TERM;
@@ -230,12 +241,12 @@ __device__ __forceinline__ void encode_weights(int form, const float (&x)[BLOCK]
     }
 }
 
-__device__ __forceinline__ void store_dense(const Weights& w, int form, u64 block, const float (&x)[BLOCK], const u32 (&draws)[BLOCK]) {
+__device__ __forceinline__ void store_dense(const Weights& w, int form, u32 block, const float (&x)[BLOCK], const u32 (&draws)[BLOCK / 2]) {
 #pragma unroll
     for (int i = 0; i < BLOCK; i++) {
         // What carries out of the lower half goes to the next bf16.
-        if (form == DENSE_BF16) ((u16*)w.codes)[block * BLOCK + i] = (__float_as_uint(x[i]) + (draws[i] & 0xffff)) >> 16;
-        if (form == DENSE_F32) ((float*)w.codes)[block * BLOCK + i] = x[i];
+        if (form == DENSE_BF16) ((u16*)w.codes)[(u64)block * BLOCK + i] = (__float_as_uint(x[i]) + (weight_draw(draws, i) >> 2)) >> 16;
+        if (form == DENSE_F32) ((float*)w.codes)[(u64)block * BLOCK + i] = x[i];
     }
 }
 
@@ -244,10 +255,10 @@ __device__ __forceinline__ int count_nibbles(u32 x) {
     x |= x >> 2;
     return __popc((x | x >> 1) & 0x11111111u);
 }
-// A code of -0 as one of 0.
-__device__ __forceinline__ u32 without_minus_zero(u32 x) {
-    u32 magnitudes = x & 0x77777777u;
-    return magnitudes | (x & ((magnitudes << 1 | magnitudes << 2 | magnitudes << 3) & 0x88888888u));
+// Those of two words of codes that differ as numbers.
+__device__ __forceinline__ u32 differing_codes(u32 a, u32 b) {
+    u32 both = (a | b) & 0x77777777u, zeros = ~(both | both >> 1 | both >> 2) & 0x11111111u;
+    return (a ^ b) & ~(zeros << 3);
 }
 
 // How many weights of a block are stored otherwise than before.
@@ -259,13 +270,15 @@ __device__ __forceinline__ void count_changes(int form, bool rescaled, const Nib
     }
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        u32 differing = without_minus_zero(codes.words[i]) ^ without_minus_zero(codes_now.words[i]);
+        u32 differing = differing_codes(codes.words[i], codes_now.words[i]);
         delivered += count_nibbles(differing);
         if (form == RESIDUAL8) {
 #pragma unroll
             for (int j = 0; j < 8; j++) {
-                u32 bytes = rest.bytes[2 * i + j / 4] ^ rest_now.bytes[2 * i + j / 4];
-                stored += (bytes >> (8 * (j % 4)) & 255) != 0 || (differing >> (4 * j) & 15) != 0;
+                u32 before = rest.bytes[2 * i + j / 4] >> (8 * (j % 4)) & 255, now = rest_now.bytes[2 * i + j / 4] >> (8 * (j % 4)) & 255;
+                // Of a zero with a residual, the sign is the weight's.
+                u32 code = now ? codes.words[i] ^ codes_now.words[i] : differing;
+                stored += before != now || (code >> (4 * j) & 15) != 0;
             }
         } else {
             stored += count_nibbles(differing | (rest.nibbles.words[i] ^ rest_now.nibbles.words[i]));
@@ -273,9 +286,24 @@ __device__ __forceinline__ void count_changes(int form, bool rescaled, const Nib
     }
 }
 
+// Of a sum of up to 2^15 words that have all bits in each half or none, how many low and high halves those were.
+struct Halves {
+    int low, high;
+    __device__ __forceinline__ Halves(u32 sum) {
+        // A low half is 2^16 - 1, and a high one -2^16.
+        low = (int)((0u - sum) & 0xffff);
+        high = (int)(((u32)low - ((sum + (u32)low) >> 16)) & 0xffff);
+    }
+};
+
 template <bool ANY>
 __device__ __forceinline__ void adamw(const Arguments& a) {
     __shared__ float shared[THREADS / WARP];
+    // With residuals of 4 bits, what each thread has no registers for: pairs of codes and residuals as stored, and the first block's as
+    // Residual::encode() gave them, two in a word.
+    __shared__ uint4 before[4][THREADS], encoded_first[2][THREADS];
+    // Of first and of second moments.
+    __shared__ Globals now[2];
     wait_for_earlier_kernels();
     const int form = ANY ? a.w.form : RESIDUAL4, first = ANY ? a.first.form : FIRST_INT4, second = ANY ? a.second.form : SECOND_UINT4;
     const bool keeps = !ANY || !a.fresh_scales;
@@ -287,27 +315,32 @@ __device__ __forceinline__ void adamw(const Arguments& a) {
     int cols = a.w.cols, blocks = cols / BLOCK, pairs = ceil_div(blocks, 2), group = a.first_row / CHUNK_ROWS + blockIdx.x;
     int row0 = blockIdx.x * CHUNK_ROWS, rows = min(CHUNK_ROWS, a.rows - row0);
 
-    float largest = 0, scale1 = 0, scale2 = 0;
-    u64 begin = (u64)(a.first_row + row0) * blocks;
+    // Blocks are counted in 32 bits.
+    u32 begin = (u32)(a.first_row + row0) * blocks, magnitudes = 0, byte1 = 0, byte2 = 0;
     for (int i = threadIdx.x; i < rows * blocks; i += THREADS) {
-        float g[BLOCK];
-        load_gradients(a.gradients + ((u64)row0 * blocks + i) * BLOCK, g);
-        largest = fmaxf(largest, amax_of(g));
-        if (first != FIRST_F32) scale1 = fmaxf(scale1, scale_to_float(a.first.scales[begin + i]));
-        if (second != SECOND_F32) scale2 = fmaxf(scale2, scale_to_float(a.second.scales[begin + i]));
+        const uint4* from = (const uint4*)a.gradients + 2 * ((u64)row0 * blocks + i);
+        uint4 v = from[0], next = from[1];
+        u32 words[8] = {v.x, v.y, v.z, v.w, next.x, next.y, next.z, next.w};
+#pragma unroll
+        for (int j = 0; j < 8; j++) magnitudes = max_bf16(magnitudes, words[j] & 0x7fff7fffu);
+        if (first != FIRST_F32) byte1 = max(byte1, (u32)a.first.scales[begin + i]);
+        if (second != SECOND_F32) byte2 = max(byte2, (u32)a.second.scales[begin + i]);
     }
-    largest = block_max(largest, shared) * c.factor;
-    scale1 = block_max(scale1, shared), scale2 = block_max(scale2, shared);
+    // Read before the barriers of block_max(), as they become others after those.
     float old1 = first == FIRST_F32 ? 0 : a.first.globals[group], old2 = second == SECOND_F32 ? 0 : a.second.globals[group];
+    float largest = block_max(fmaxf(bf16_to_float((u16)magnitudes), bf16_to_float((u16)(magnitudes >> 16))), shared) * c.factor;
+    float scale1 = block_max(scale_to_float(byte1), shared), scale2 = block_max(scale_to_float(byte2), shared);
     float m = (first_most(first) + 0.5f) * scale1 * old1, s = second_most(second) * scale2 * old2;
     float new1 = power_for(__fmaf_rn(c.beta1, m, c.rest1 * largest), first_bits(first));
     float new2 = power_for(sqrtf(__fmaf_rn(c.beta2 * s, s, c.rest2 * largest * largest)), second_bits(second));
-    __syncthreads();
     if (threadIdx.x == 0) {
+        now[0] = globals_of(new1, first_most(first)), now[1] = globals_of(new2, second_most(second));
         if (first != FIRST_F32) a.first.globals[group] = new1;
         if (second != SECOND_F32) a.second.globals[group] = new2;
     }
-
+    __syncthreads();
+    const float rest1 = c.rest1 * c.factor, rest2 = sqrtf(c.rest2) * c.factor, beta2 = sqrtf(c.beta2);
+    const float rate = form < DENSE_BF16 ? -c.rate / a.w.global : -c.rate;
     int stored = 0, delivered = 0;
     u32 most = 0;
     // Neighbouring threads take the pairs of a chunk's row, then its rows.
@@ -317,52 +350,82 @@ __device__ __forceinline__ void adamw(const Arguments& a) {
         if (row >= rows || pair >= pairs) continue;
         u8* chunk = a.w.codes + ((u64)group * a.w.chunks + pair / PAIRS) * CHUNK_BYTES;
         u32* at = (u32*)chunk + 16 * row + pair % PAIRS;
+        u32 first_block = begin + row * blocks + 2 * pair;
+        bool both = 2 * pair + 1 < blocks;
         u32 words[4] = {};
         if (form < DENSE_BF16) words[0] = at[0], words[1] = at[4], words[2] = at[8], words[3] = at[12];
-        Nibbles now[2] = {};
-        u32 codes_now[2][4] = {};
+        Nibbles codes_now[2] = {};
+        u32 encoded[BLOCK / 2];
+        bool rescaled[2] = {};
+        if (form == RESIDUAL4) {
+            Nibbles lows = load_nibbles(a.w.rest, first_block), highs = {};
+            if (both) highs = load_nibbles(a.w.rest, first_block + 1);
+#pragma unroll
+            for (int t = 0; t < 4; t++) {
+                u32 pairs[4];
+                load_pairs(words[t], lows, highs, t, pairs);
+                before[t][threadIdx.x] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+            }
+        }
 #pragma unroll
         for (int half = 0; half < 2; half++) {
+            if (half && !both) break;
+            forget_memory();
             int column = 2 * pair + half;
-            if (column >= blocks) break;
-            u64 block = begin + (u64)row * blocks + column;
-            u32 index = (u32)block * BLOCK;
-            float g[BLOCK], moment[BLOCK], root[BLOCK], square[BLOCK], w[BLOCK];
-            u32 draws[BLOCK];
-            load_gradients(a.gradients + ((u64)(row0 + row) * blocks + column) * BLOCK, g);
-            load_first(a.first, first, block, old1, a.previous, index, moment);
-            load_second(a.second, second, block, old2, root);
+            u32 block = first_block + half, index = block * BLOCK;
+            float g[BLOCK], moment[BLOCK], root[BLOCK], square[BLOCK], w[BLOCK], unit1;
+            load_gradients(a.gradients + (u64)(block - (u32)a.first_row * blocks) * BLOCK, g);
+            load_first(a.first, first, block, old1, a.previous, index, moment, unit1);
+            load_second(a.second, second, block, old2, beta2, root);
             Nibbles codes = {};
             Rest rest = {};
-            Indices indices[4] = {};
             u32 scale = 0;
+            float kept = c.keep, step = rate, old[BLOCK];
             if (form >= DENSE_BF16) {
                 load_dense(a.w, form, block, w);
-            } else {
-                rest = load_rest(a.w, form, block);
-                scale = *scale_at(chunk, row, column);
-                float unit = scale_to_float(scale) * a.w.global;
-                if (form != RESIDUAL4) codes = unpack_block(words, half);
 #pragma unroll
-                for (int j = 0; j < BLOCK; j++) {
-                    if (form == RESIDUAL4 && j % 4 == 0) indices[j / 4] = indices_of(words[j / 4], half, rest, j / 4);
-                    w[j] = (form == RESIDUAL4 ? Residual<4>::value(indices[j / 4].at(j % 4)) : weight_quotient(form, codes, rest, j, true)) * unit;
+                for (int j = 0; j < BLOCK; j++) old[j] = w[j];
+            } else {
+                scale = *scale_at(chunk, row, column);
+                if (scale == 0) kept = 0;
+                step = rate * inverse_scale(scale);
+                if (form == RESIDUAL4) {
+                    kept *= 16384;
+#pragma unroll
+                    for (int t = 0; t < 4; t++) {
+                        uint4 four = before[t][threadIdx.x];
+                        u32 pairs[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+                        for (int j = 0; j < 4; j++) {
+                            u32 value = values_of_pair(pairs[j]);
+                            w[4 * t + j] = half ? f16_high(value) : f16_low(value);
+                        }
+                    }
+                } else {
+                    rest = load_rest(a.w, form, block);
+                    codes = unpack_block(words, half);
+#pragma unroll
+                    for (int j = 0; j < BLOCK; j++) w[j] = weight_quotient(form, codes, rest, j, true);
                 }
             }
-            float old[BLOCK];
+            float beta1 = c.beta1 * unit1;
 #pragma unroll
             for (int j = 0; j < BLOCK; j++) {
-                old[j] = w[j];
-                draws[j] = random_bits32(a.rounding, index + j);
-                float gradient = g[j] * c.factor;
-                moment[j] = __fmaf_rn(c.rest1, gradient, __fmul_rn(c.beta1, moment[j]));
-                square[j] = __fmaf_rn(__fmul_rn(c.beta2, root[j]), root[j], __fmul_rn(__fmul_rn(c.rest2, gradient), gradient));
-                root[j] = root_of(square[j]);
+                moment[j] = __fmaf_rn(moment[j], beta1, __fmul_rn(rest1, g[j]));
+                float fresh = __fmul_rn(rest2, g[j]);
+                square[j] = __fmaf_rn(root[j], root[j], __fmul_rn(fresh, fresh));
+                root[j] = sqrt_approx(square[j]);
                 float denominator = __fmaf_rn(c.correction, root[j], c.eps);
-                w[j] = __fmaf_rn(-c.rate, moment[j] * reciprocal_approx(denominator), __fmul_rn(c.keep, w[j]));
+                w[j] = __fmaf_rn(step, moment[j] * reciprocal_approx(denominator), __fmul_rn(kept, w[j]));
             }
-            store_first(a.first, first, block, new1, a.dither, index, moment);
-            store_second(a.second, second, block, new2, draws, root, square);
+            u32 draws[BLOCK / 2];
+#pragma unroll
+            for (int j = 0; j < BLOCK / 4; j++) {
+                uint2 two = random_words(a.rounding, index / 4 + j);
+                draws[2 * j] = two.x, draws[2 * j + 1] = two.y;
+            }
+            store_first(a.first, first, block, now[0], a.dither, index, moment);
+            store_second(a.second, second, block, now[1], draws, root, square);
             if (form >= DENSE_BF16) {
                 store_dense(a.w, form, block, w, draws);
                 float after[BLOCK];
@@ -373,38 +436,63 @@ __device__ __forceinline__ void adamw(const Arguments& a) {
                 stored += changed, delivered += changed;
                 continue;
             }
-            u32 scale_now = weight_scale(w, a.w.global, scale, keeps);
-            float inverse = inverse_of(scale_to_float(scale_now) * a.w.global);
-            Rest left = {};
+            u32 scale_now = rescale(w, scale, keeps, form == RESIDUAL4 ? Residual<4>::LAST : form == RESIDUAL8 ? Residual<8>::LAST : INFINITY);
+            rescaled[half] = scale != scale_now;
             if (form == RESIDUAL4) {
-                int differing = 0, differing_codes = 0;
 #pragma unroll
-                for (int t = 0; t < 4; t++) {
-                    auto encode = [&](int j) { return Residual<4>::encode(__fmul_rn(w[j], inverse), Residual<4>::fraction(draws[j])); };
-                    Indices after = Indices::of(encode(4 * t), encode(4 * t + 1), encode(4 * t + 2), encode(4 * t + 3));
-                    u32 changed = after.bytes ^ indices[t].bytes;
-                    differing += count_bytes((changed | changed >> 4) & 0x0f0f0f0fu);
-                    differing_codes += count_bytes(after.levels() ^ indices[t].levels());
-                    codes_now[half][t] = after.codes();
-                    u32 residuals = after.bytes & 0x0f0f0f0fu;
-                    residuals |= residuals >> 4;
-                    left.nibbles.words[t / 2] |= __byte_perm(residuals, 0, 0x4420) << (16 * (t % 2));
+                for (int j = 0; j < BLOCK; j += 2) {
+                    u32 low = Residual<4>::encode(w[j], weight_draw(draws, j)), high = Residual<4>::encode(w[j + 1], weight_draw(draws, j + 1));
+                    encoded[j / 2] = upper_halves(low, high);
                 }
-                stored += scale == scale_now ? differing : BLOCK;
-                delivered += scale == scale_now ? differing_codes : BLOCK;
+                if (!half) {
+#pragma unroll
+                    for (int j = 0; j < 2; j++) {
+                        encoded_first[j][threadIdx.x] = make_uint4(encoded[4 * j], encoded[4 * j + 1], encoded[4 * j + 2], encoded[4 * j + 3]);
+                    }
+                }
             } else {
-                encode_weights(form, w, inverse, draws, now[half], left);
-                count_changes(form, scale != scale_now, codes, rest, now[half], left, stored, delivered);
+                Rest left;
+                encode_weights(form, w, draws, codes_now[half], left);
+                count_changes(form, rescaled[half], codes, rest, codes_now[half], left, stored, delivered);
+                store_rest(a.w, form, block, left);
             }
-            store_rest(a.w, form, block, left);
             *scale_at(chunk, row, column) = scale_now;
             most = max(most, scale_now);
         }
         if (form == RESIDUAL4) {
+            forget_memory();
+            u32 differing = 0, differing_levels = 0, residuals[4];
+            if (!both) {
 #pragma unroll
-            for (int t = 0; t < 4; t++) at[4 * t] = word_of_codes(codes_now[0][t], codes_now[1][t]);
+                for (int j = 0; j < BLOCK / 2; j++) encoded[j] = ABSENT;
+            }
+#pragma unroll
+            for (int t = 0; t < 4; t++) {
+                uint4 four = before[t][threadIdx.x];
+                u32 old[4] = {four.x, four.y, four.z, four.w}, pairs[4], codes[4];
+                uint4 firsts = encoded_first[t / 2][threadIdx.x];
+                u32 encoded_lows[2] = {t % 2 ? firsts.z : firsts.x, t % 2 ? firsts.w : firsts.y};
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    pairs[j] = pair_of_indices(__byte_perm(encoded_lows[j / 2], encoded[2 * t + j / 2], j % 2 ? 0x7632 : 0x5410));
+                    codes[j] = pairs[j] & CODES;
+                    differing += differing_f16(values_of_pair(pairs[j]), values_of_pair(old[j]));
+                    differing_levels += differing_f16(codes[j], old[j] & CODES);
+                }
+                residuals[t] = residuals_of_pairs(pairs);
+                at[4 * t] = encode_word(codes);
+            }
+            Halves all(differing), of_codes(differing_levels);
+            stored += (rescaled[0] ? BLOCK : all.low) + (rescaled[1] ? BLOCK : all.high);
+            delivered += (rescaled[0] ? BLOCK : of_codes.low) + (rescaled[1] ? BLOCK : of_codes.high);
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                int from = half ? 0x7632 : 0x5410;
+                Nibbles left = {{__byte_perm(residuals[0], residuals[1], from), __byte_perm(residuals[2], residuals[3], from)}};
+                if (!half || both) store_nibbles(a.w.rest, first_block + half, left);
+            }
         } else if (form < DENSE_BF16) {
-            pack_blocks(now[0], now[1], words);
+            pack_blocks(codes_now[0], codes_now[1], words);
             at[0] = words[0], at[4] = words[1], at[8] = words[2], at[12] = words[3];
         }
     }
@@ -418,7 +506,7 @@ __device__ __forceinline__ void adamw(const Arguments& a) {
 }
 
 // Grid: (ceil(rows / 8)). The default forms, and any.
-extern "C" __global__ void __launch_bounds__(THREADS) adamw_default(const __grid_constant__ Arguments a) { adamw<false>(a); }
+extern "C" __global__ void __launch_bounds__(THREADS, 4) adamw_default(const __grid_constant__ Arguments a) { adamw<false>(a); }
 extern "C" __global__ void __launch_bounds__(THREADS) adamw_any(const __grid_constant__ Arguments a) { adamw<true>(a); }
 
 struct VectorArguments {

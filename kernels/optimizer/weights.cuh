@@ -30,6 +30,12 @@ struct Nibbles {
     __device__ __forceinline__ void put(int i, u32 code) { words[i / 8] |= (code & 15) << (4 * (i % 8)); }
 };
 
+__device__ __forceinline__ Nibbles load_nibbles(const u8* codes, u64 block) {
+    uint2 v = ((const uint2*)codes)[block];
+    return {{v.x, v.y}};
+}
+__device__ __forceinline__ void store_nibbles(u8* codes, u64 block, const Nibbles& n) { ((uint2*)codes)[block] = make_uint2(n.words[0], n.words[1]); }
+
 // Codes of a block in a chunk, and the place of its scale.
 __device__ __forceinline__ const u32* chunk_words(const u8* chunk, int row, int block) {
     return (const u32*)chunk + 16 * (row % CHUNK_ROWS) + block % CHUNK_BLOCKS / 2;
@@ -64,24 +70,7 @@ __device__ __forceinline__ void pack_blocks(const Nibbles& first, const Nibbles&
     }
 }
 
-// The codes of one of the two blocks that a word holds, in the form of Indices.
-__device__ __forceinline__ u32 codes_of_word(u32 word, int second) {
-    u32 pairs[4];
-    decode_word(word, pairs);
-    int from = second ? 0x0073 : 0x0051;
-    return __byte_perm(__byte_perm(pairs[0], pairs[1], from), __byte_perm(pairs[2], pairs[3], from), 0x5410);
-}
-// The word of such codes of two blocks.
-__device__ __forceinline__ u32 word_of_codes(u32 first, u32 second) {
-    u32 pairs[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) pairs[i] = __byte_perm(first, second, (4 + i) << 12 | i << 4) & (SIGNS | MAGNITUDES);
-    return encode_word(pairs);
-}
-
 __device__ __forceinline__ int signed_nibble(u32 code) { return (int)(code << 28) >> 28; }
-
-__device__ __forceinline__ int signed_level(u32 code) { return code & 8 ? -(int)(code & 7) : (int)(code & 7); }
 
 // What is kept beside the codes of a block, as stored.
 struct Rest {
@@ -114,10 +103,9 @@ __device__ __forceinline__ float weight_quotient(int form, const Nibbles& codes,
     if (!whole || form == ONE_TERM) return code;
     if (form == TWO_TERM) return code + code_to_float(rest.nibbles.at(i)) * (1.0f / SECOND_TERM);
     if (form == RESIDUAL8) {
-        int residual = (int)(rest.bytes[i / 4] << (24 - 8 * (i % 4))) >> 24;
-        return Residual<8>::value((float)(signed_level(codes.at(i)) * 256 + residual));
+        return Residual<8>::value(codes.at(i), (int)(rest.bytes[i / 4] << (24 - 8 * (i % 4))) >> 24);
     }
-    return Residual<4>::value((float)(signed_level(codes.at(i)) * 16 + signed_nibble(rest.nibbles.at(i))));
+    return Residual<4>::value(codes.at(i), signed_nibble(rest.nibbles.at(i)));
 }
 
 // Dense values of a block.
@@ -134,11 +122,10 @@ __device__ __forceinline__ void load_dense(const Weights& w, int form, u64 block
     }
 }
 
-// Indices 4 t to 4 t + 3 of a block with residuals of 4 bits.
-__device__ __forceinline__ Indices indices_of(u32 word, int second, const Rest& rest, int t) {
-    u32 residuals = rest.nibbles.words[t / 2] >> (16 * (t % 2)) & 0xffff;
-    residuals = (residuals | residuals << 8) & 0x00ff00ffu;
-    return Indices::of(codes_of_word(word, second), (residuals | residuals << 4) & 0x0f0f0f0fu);
+// Pairs of two blocks' codes and residuals of 4 bits, elements 4 t to 4 t + 3, as format/residual.cuh has them.
+__device__ __forceinline__ void load_pairs(u32 word, const Nibbles& first, const Nibbles& second, int t, u32 (&pairs)[4]) {
+    decode_word(word, pairs);
+    join_residuals(__byte_perm(first.words[t / 2], second.words[t / 2], t % 2 ? 0x7632 : 0x5410), pairs);
 }
 
 // The values of a block, the one of `row` from column 16 * column_block on.
@@ -151,11 +138,17 @@ __device__ __forceinline__ void decode_block(const Weights& w, int form, int row
     Rest rest = load_rest(w, form, block);
     float unit = scale_to_float(*scale_at(chunk, row, column_block)) * w.global;
     if (form == RESIDUAL4 && whole) {
+        // The other block's codes go with residuals of zero, not with these.
+        const Nibbles none = {};
 #pragma unroll
         for (int t = 0; t < 4; t++) {
-            Indices indices = indices_of(words[t], column_block % 2, rest, t);
+            u32 pairs[4];
+            load_pairs(words[t], column_block % 2 ? none : rest.nibbles, column_block % 2 ? rest.nibbles : none, t, pairs);
 #pragma unroll
-            for (int i = 0; i < 4; i++) values[4 * t + i] = Residual<4>::value(indices.at(i)) * unit;
+            for (int i = 0; i < 4; i++) {
+                u32 value = values_of_pair(pairs[i]);
+                values[4 * t + i] = (column_block % 2 ? f16_high(value) : f16_low(value)) * 16384.0f * unit;
+            }
         }
         return;
     }

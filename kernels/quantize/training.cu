@@ -58,7 +58,7 @@ __device__ __forceinline__ void round_block(float (&x)[BLOCK], float global, int
 #pragma unroll
     for (int i = 0; i < BLOCK; i++) {
         float q = scale ? fabsf(x[i]) / step : 0;
-        u32 code = rule == RULE_STOCHASTIC ? stochastic(q, random_bits32(key, index + i * stride)) : nearest_even(q);
+        u32 code = rule == RULE_STOCHASTIC ? stochastic(q, random_words(key, index + i * stride).x) : nearest_even(q);
         x[i] = copysignf(magnitude(code) * decoded * global, x[i]);
     }
 }

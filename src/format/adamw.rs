@@ -11,8 +11,8 @@ use serde::{Deserialize, Serialize};
 
 use super::moment::{self, dither};
 use super::nvfp4::{self, BLOCK};
-use super::random::{bits, bits32};
-use super::residual::{self, Bits};
+use super::random::{bits, bits16, words};
+use super::residual::{self, Bits, DRAW_BITS};
 use super::{Rounding, e2m1, e4m3};
 use crate::base::error::{Result, bail};
 
@@ -328,17 +328,36 @@ impl Keys {
     }
 }
 
-/// The dither of element `index`: one draw of 32 bits serves four elements.
+/// The draw of element `index`'s dither: those of eight elements are drawn at once.
 #[inline(always)]
-fn dither_of(key: u64, index: u32) -> f32 {
-    dither((bits32(key, index / 4) >> (8 * (index % 4))) as u8)
+fn dither_draw(key: u64, index: u32) -> u8 {
+    (words(key, index / 8)[(index / 4 % 2) as usize] >> (8 * (index % 4))) as u8
 }
 
-/// The smallest power of two `2^p` such that `reach < 2^(p + bits)`; of what is not a normal number, that of the smallest one.
+/// The draws of a weight, of [`DRAW_BITS`], and of its second moment, of 16 bits. Those of four elements are drawn at once: neighbours share
+/// a word, of which each weight takes one end, and its second moment the other. What little two of them have in common is in bits that
+/// decide one rounding in thousands.
+#[inline(always)]
+fn rounding_draws(key: u64, index: u32) -> (u32, u16) {
+    let word = words(key, index / 4)[(index / 2 % 2) as usize];
+    match index % 2 {
+        0 => (word >> (32 - DRAW_BITS), word as u16),
+        _ => (word & ((1 << DRAW_BITS) - 1), (word >> 16) as u16),
+    }
+}
+
+/// The inverse of a block scale, of the smallest one in place of zero.
+#[inline(always)]
+fn inverse(scale: u8) -> f32 {
+    1.0 / e4m3::decode(scale.max(1))
+}
+
+/// The smallest power of two `2^p` such that `reach < 2^(p + bits)`, where what is below 2^-80 counts as that: inverses of scales, in the
+/// steps that moments are rounded in, stay finite.
 #[inline(always)]
 pub fn power_for(reach: f32, bits: i32) -> f32 {
     let exponent = (reach.to_bits() >> 23 & 0xff) as i32 - 127;
-    f32::from_bits(((exponent.clamp(-100, 127) + 1 - bits + 127).max(1) as u32) << 23)
+    f32::from_bits(((exponent.clamp(-80, 127) + 1 - bits + 127).max(1) as u32) << 23)
 }
 
 /// Bits above the global scale that a group's largest first moment has: its largest block scale lies between 128 and 448.
@@ -416,7 +435,19 @@ pub fn decode_weights(
     global: f32,
     whole: bool,
 ) -> [f32; BLOCK] {
-    let unit = e4m3::decode(scale) * global;
+    if form == WeightForm::OneTerm || form.is_packed() && !whole {
+        // In the order of products that holds for any global scale; powers of two make no difference.
+        return std::array::from_fn(|i| nvfp4::decode(nibble(codes, i), scale, global));
+    }
+    let unit = match form.is_packed() {
+        true => e4m3::decode(scale) * global,
+        false => 1.0,
+    };
+    decode_quotients(form, codes, rest, whole).map(|q| q * unit)
+}
+
+/// The values of a block of weights divided by their scales.
+fn decode_quotients(form: WeightForm, codes: &[u8], rest: &[u8], whole: bool) -> [f32; BLOCK] {
     std::array::from_fn(|i| match form {
         WeightForm::F32 => float(codes, i),
         WeightForm::Bf16 => {
@@ -427,27 +458,49 @@ pub fn decode_weights(
                 Bits::Four => (nibble(rest, i) << 4) as i8 >> 4,
                 Bits::Eight => rest[i] as i8,
             };
-            residual::decode(nibble(codes, i), residual, bits) * unit
+            residual::decode(nibble(codes, i), residual, bits)
         }
         WeightForm::TwoTerm if whole => {
             let second = e2m1::decode(nibble(rest, i)) * (1.0 / SECOND_TERM);
-            (e2m1::decode(nibble(codes, i)) + second) * unit
+            e2m1::decode(nibble(codes, i)) + second
         }
-        // In the order of products that holds for any global scale; powers of two make no difference.
         WeightForm::Residual(_) | WeightForm::TwoTerm | WeightForm::OneTerm => {
-            nvfp4::decode(nibble(codes, i), scale, global)
+            e2m1::decode(nibble(codes, i))
         }
     })
 }
 
-/// Stores a block of weights. Rounds stochastically by 16 bits a weight in `draws`, or to nearest without. A scale is kept if `keeps`
-/// and the block's largest weight allows it; saturates where the largest scale does not reach.
+/// Stores a block of weights, rounded to nearest. Saturates where the largest scale does not reach.
 pub fn encode_weights(
     form: WeightForm,
     values: &[f32; BLOCK],
     global: f32,
+    codes: Field<'_>,
+    rest: &mut [u8],
+) {
+    match form.is_packed() {
+        true => encode_quotients(
+            form,
+            &values.map(|v| v / global),
+            1.0,
+            false,
+            None,
+            codes,
+            rest,
+        ),
+        false => encode_quotients(form, values, 1.0, false, None, codes, rest),
+    }
+}
+
+/// Stores a block of weights that are divided by the global scale and the block scale `from`. Rounds stochastically by [`DRAW_BITS`] bits a
+/// weight in `draws`, or to nearest without. If `keeps`, and the block's largest weight allows it, `from` is kept, which then is the one
+/// stored.
+fn encode_quotients(
+    form: WeightForm,
+    quotients: &[f32; BLOCK],
+    from: f32,
     keeps: bool,
-    draws: Option<&[u16; BLOCK]>,
+    draws: Option<&[u32; BLOCK]>,
     codes: Field<'_>,
     rest: &mut [u8],
 ) {
@@ -456,15 +509,16 @@ pub fn encode_weights(
         None => Rounding::NearestEven,
     };
     let draw = |i: usize| draws.map_or(0, |draws| draws[i]);
+    let draw16 = |i: usize| (draw(i) >> (DRAW_BITS - 16)) as u16;
     let scale = match form {
-        WeightForm::F32 => return put_floats(codes.codes, values),
+        WeightForm::F32 => return put_floats(codes.codes, quotients),
         WeightForm::Bf16 => {
             for (i, bytes) in codes.codes.chunks_exact_mut(2).enumerate() {
-                let bits = values[i].to_bits();
+                let bits = quotients[i].to_bits();
                 let rounded = match draws {
                     // What carries out of the lower half goes to the next bfloat16.
-                    Some(draws) => bits.wrapping_add(u32::from(draws[i])) >> 16,
-                    None => u32::from(half::bf16::from_f32(values[i]).to_bits()),
+                    Some(_) => bits.wrapping_add(u32::from(draw16(i))) >> 16,
+                    None => u32::from(half::bf16::from_f32(quotients[i]).to_bits()),
                 };
                 bytes.copy_from_slice(&(rounded as u16).to_le_bytes());
             }
@@ -472,22 +526,20 @@ pub fn encode_weights(
         }
         _ => codes.scale.expect("an NVFP4 code has a block scale"),
     };
-    let amax = moment::amax(values);
-    let unit = e4m3::decode(*scale) * global;
-    if !(keeps && amax >= KEPT[0] * unit && amax <= KEPT[1] * unit) {
+    let amax = moment::amax(quotients);
+    let mut ratio = 1.0;
+    if !(keeps && (KEPT[0]..=KEPT[1]).contains(&amax)) {
         // Never zero where a weight is not.
-        let exact = amax / (e2m1::MAX * global);
-        *scale = match e4m3::encode(exact) {
+        *scale = match e4m3::encode(amax * from * (1.0 / e2m1::MAX)) {
             0 if amax > 0.0 => 1,
             byte => byte,
         };
+        ratio = from * inverse(*scale);
     }
-    let unit = e4m3::decode(*scale) * global;
-    let inverse = if unit > 0.0 { 1.0 / unit } else { 0.0 };
     let mut firsts = [0; BLOCK];
     let mut seconds = [0u8; BLOCK];
     for i in 0..BLOCK {
-        let q = values[i] * inverse;
+        let q = quotients[i] * ratio;
         (firsts[i], seconds[i]) = match form {
             WeightForm::Residual(bits) => {
                 let (code, residual) = residual::encode(q, bits, rounding, draw(i));
@@ -496,9 +548,9 @@ pub fn encode_weights(
             WeightForm::TwoTerm => {
                 let code = e2m1::encode(q, Rounding::NearestEven, 0);
                 let remainder = (q - e2m1::decode(code)) * SECOND_TERM;
-                (code, encode_e2m1(remainder, rounding, draw(i)))
+                (code, encode_e2m1(remainder, rounding, draw16(i)))
             }
-            _ => (encode_e2m1(q, rounding, draw(i)), 0),
+            _ => (encode_e2m1(q, rounding, draw16(i)), 0),
         };
     }
     put_nibbles(codes.codes, firsts);
@@ -517,25 +569,23 @@ fn encode_e2m1(value: f32, rounding: Rounding, draw: u16) -> u8 {
     e2m1::encode(value, rounding, u32::from(draw) << 16 | 1 << 15)
 }
 
-/// The first moments of a block.
-fn decode_first(
-    form: FirstForm,
-    field: &Field<'_>,
-    global: f32,
-    key: u64,
-    index: u32,
-) -> [f32; BLOCK] {
-    let unit = field
+/// Of a field in scales, their product, or 1.
+fn unit_of(field: &Field<'_>, global: f32) -> f32 {
+    field
         .scale
         .as_ref()
-        .map_or(0.0, |s| e4m3::decode(**s) * global);
+        .map_or(1.0, |s| e4m3::decode(**s) * global)
+}
+
+/// The first moments of a block, divided by their scales.
+fn decode_first(form: FirstForm, field: &Field<'_>, key: u64, index: u32) -> [f32; BLOCK] {
     std::array::from_fn(|i| match form {
         FirstForm::F32 => float(field.codes, i),
-        FirstForm::Int8 => f32::from(field.codes[i] as i8) * unit,
-        FirstForm::Nvfp4 => e2m1::decode(nibble(field.codes, i)) * unit,
+        FirstForm::Int8 => f32::from(field.codes[i] as i8),
+        FirstForm::Nvfp4 => e2m1::decode(nibble(field.codes, i)),
         FirstForm::Int4 => {
-            let dither = dither_of(key, index + i as u32);
-            moment::decode_first(nibble(field.codes, i), dither) * unit
+            let dither = dither(dither_draw(key, index + i as u32));
+            moment::decode_first(nibble(field.codes, i), dither)
         }
     })
 }
@@ -551,18 +601,17 @@ fn encode_first(
     let Some(scale) = field.scale else {
         return put_floats(field.codes, values);
     };
-    *scale = moment::scale(moment::amax(values), form.max(), global);
-    let unit = e4m3::decode(*scale) * global;
-    let inverse = if unit > 0.0 { 1.0 / unit } else { 0.0 };
+    *scale = moment::scale(moment::amax(values), 1.0 / (form.max() * global));
+    let inverse = inverse(*scale) / global;
     let codes: [u8; BLOCK] = std::array::from_fn(|i| {
-        let (q, index) = (values[i] * inverse, index + i as u32);
+        let (value, index) = (values[i], index + i as u32);
         match form {
-            FirstForm::Int4 => moment::encode_first(q, dither_of(key, index)),
-            FirstForm::Nvfp4 => encode_e2m1(q, Rounding::Stochastic, bits32(key, index) as u16),
+            FirstForm::Int4 => moment::encode_first(value, inverse, dither_draw(key, index)),
+            FirstForm::Nvfp4 => {
+                encode_e2m1(value * inverse, Rounding::Stochastic, bits16(key, index))
+            }
             FirstForm::Int8 | FirstForm::F32 => {
-                let threshold = (f32::from(bits32(key, index) as u16) + 0.5) * (1.0 / 65536.0);
-                let low = q.floor();
-                let rounded = low + f32::from(u8::from(threshold < q - low));
+                let rounded = round_stochastic(value * inverse, bits16(key, index));
                 rounded.clamp(-moment::WIDE_MAX, moment::WIDE_MAX) as i8 as u8
             }
         }
@@ -573,17 +622,19 @@ fn encode_first(
     }
 }
 
-/// The roots of second moments of a block.
-fn decode_second(form: SecondForm, field: &Field<'_>, global: f32) -> [f32; BLOCK] {
-    let unit = field
-        .scale
-        .as_ref()
-        .map_or(0.0, |s| e4m3::decode(**s) * global);
+/// An integer next to a value: the upper one as often as the distance from the lower one says.
+fn round_stochastic(value: f32, draw: u16) -> f32 {
+    let (low, threshold) = (value.floor(), (f32::from(draw) + 0.5) * (1.0 / 65536.0));
+    low + f32::from(u8::from(threshold < value - low))
+}
+
+/// The roots of second moments of a block, divided by their scales.
+fn decode_second(form: SecondForm, field: &Field<'_>) -> [f32; BLOCK] {
     std::array::from_fn(|i| match form {
         SecondForm::F32 => float(field.codes, i).sqrt(),
-        SecondForm::Int8 => f32::from(field.codes[i]) * unit,
-        SecondForm::Nvfp4 => e2m1::decode(nibble(field.codes, i) & 7) * unit,
-        SecondForm::Uint4 => moment::decode_second(nibble(field.codes, i)) * unit,
+        SecondForm::Int8 => f32::from(field.codes[i]),
+        SecondForm::Nvfp4 => e2m1::decode(nibble(field.codes, i) & 7),
+        SecondForm::Uint4 => moment::decode_second(nibble(field.codes, i)),
     })
 }
 
@@ -595,19 +646,14 @@ fn encode_second(
     field: Field<'_>,
 ) {
     let scale = field.scale.expect("a root has a block scale");
-    *scale = moment::scale(moment::amax(roots), form.max(), global);
-    let unit = e4m3::decode(*scale) * global;
-    let inverse = if unit > 0.0 { 1.0 / unit } else { 0.0 };
-    let codes: [u8; BLOCK] = std::array::from_fn(|i| {
-        let q = roots[i] * inverse;
-        match form {
-            SecondForm::Uint4 => moment::encode_second(q, draws[i]),
-            SecondForm::Nvfp4 => encode_e2m1(q, Rounding::Stochastic, draws[i]).max(1),
-            SecondForm::Int8 | SecondForm::F32 => {
-                let (low, threshold) = (q.floor(), (f32::from(draws[i]) + 0.5) * (1.0 / 65536.0));
-                let rounded = low + f32::from(u8::from(threshold < q - low));
-                rounded.clamp(1.0, moment::WIDE_MAX) as u8
-            }
+    *scale = moment::scale(moment::amax(roots), 1.0 / (form.max() * global));
+    let inverse = inverse(*scale) / global;
+    let codes: [u8; BLOCK] = std::array::from_fn(|i| match form {
+        SecondForm::Uint4 => moment::encode_second(roots[i], inverse, draws[i]),
+        SecondForm::Nvfp4 => encode_e2m1(roots[i] * inverse, Rounding::Stochastic, draws[i]).max(1),
+        SecondForm::Int8 | SecondForm::F32 => {
+            let rounded = round_stochastic(roots[i] * inverse, draws[i]);
+            rounded.clamp(1.0, moment::WIDE_MAX) as u8
         }
     });
     match form {
@@ -663,11 +709,7 @@ impl Stored {
             codes: std::array::from_fn(|i| match form {
                 WeightForm::F32 => float(codes, i).to_bits(),
                 WeightForm::Bf16 => u32::from(u16::from_le_bytes([codes[2 * i], codes[2 * i + 1]])),
-                // Both zeros are one.
-                _ => match nibble(codes, i) {
-                    8 => 0,
-                    code => u32::from(code),
-                },
+                _ => u32::from(nibble(codes, i)),
             }),
             rest: std::array::from_fn(|i| match form.rest().codes {
                 0 => 0,
@@ -677,12 +719,17 @@ impl Stored {
         }
     }
 
-    fn changes(&self, now: &Stored) -> Changes {
+    fn changes(&self, now: &Stored, form: WeightForm) -> Changes {
         let mut changes = Changes::default();
         for i in 0..BLOCK {
-            let delivered = self.scale != now.scale || self.codes[i] != now.codes[i];
+            let (old, new) = (self.codes[i], now.codes[i]);
+            // Both zeros are one, but with a residual that is not zero their sign is the weight's.
+            let zeros = form.is_packed() && (old | new) & 7 == 0;
+            let signed = matches!(form, WeightForm::Residual(_)) && now.rest[i] != 0;
+            let delivered = self.scale != now.scale || (old != new && !zeros);
+            let stored = self.rest[i] != now.rest[i] || (signed && old != new);
             changes.delivered += u64::from(delivered);
-            changes.stored += u64::from(delivered || self.rest[i] != now.rest[i]);
+            changes.stored += u64::from(delivered || stored);
         }
         changes
     }
@@ -704,44 +751,57 @@ pub fn step(
         first,
         second,
     } = block;
+    let packed = forms.weight.is_packed();
     let scale = codes.scale.as_ref().map_or(0, |s| **s);
-    let old = decode_weights(forms.weight, codes.codes, rest, scale, globals.weight, true);
     let before = Stored::new(forms.weight, codes.codes, rest, scale);
-    let mut m = decode_first(forms.first, &first, globals.first[0], keys.previous, index);
-    let mut roots = decode_second(forms.second, &second, globals.second[0]);
-    let draws: [u32; BLOCK] = std::array::from_fn(|i| bits32(keys.rounding, index + i as u32));
-    let (mut w, mut squares) = (old, [0.0; BLOCK]);
+    let m = decode_first(forms.first, &first, keys.previous, index);
+    let r = decode_second(forms.second, &second);
+    // What does not depend on the element; the weight is updated in units of its scale.
+    let beta1 = c.beta1 * unit_of(&first, globals.first[0]);
+    let rest1 = c.rest1 * c.factor;
+    let beta2 = c.beta2.sqrt() * unit_of(&second, globals.second[0]);
+    let rest2 = c.rest2.sqrt() * c.factor;
+    let (from, rate, keep) = match packed {
+        true => {
+            let keep = if scale == 0 { 0.0 } else { c.keep };
+            let rate = -c.rate / globals.weight * inverse(scale);
+            (e4m3::decode(scale.max(1)), rate, keep)
+        }
+        false => (1.0, -c.rate, c.keep),
+    };
+    let mut w = decode_quotients(forms.weight, codes.codes, rest, true);
+    let (mut firsts, mut roots, mut squares) = ([0.0; BLOCK], [0.0; BLOCK], [0.0; BLOCK]);
     for i in 0..BLOCK {
-        let g = gradients[i] * c.factor;
-        m[i] = c.rest1.mul_add(g, c.beta1 * m[i]);
-        squares[i] = (c.beta2 * roots[i]).mul_add(roots[i], c.rest2 * g * g);
+        let g = gradients[i];
+        firsts[i] = m[i].mul_add(beta1, rest1 * g);
+        let (old, new) = (r[i] * beta2, rest2 * g);
+        let square = old.mul_add(old, new * new);
+        // What a GPU takes the root of is a normal number, or zero.
+        squares[i] = if square < f32::MIN_POSITIVE {
+            0.0
+        } else {
+            square
+        };
         roots[i] = squares[i].sqrt();
         let denominator = c.correction.mul_add(roots[i], c.eps);
-        w[i] = (-c.rate).mul_add(m[i] / denominator, c.keep * w[i]);
+        w[i] = rate.mul_add(firsts[i] / denominator, keep * w[i]);
     }
-    encode_first(forms.first, &m, globals.first[1], keys.first, index, first);
+    let (first_now, second_now) = (globals.first[1], globals.second[1]);
+    encode_first(forms.first, &firsts, first_now, keys.first, index, first);
+    let draws: [_; BLOCK] =
+        std::array::from_fn(|i| rounding_draws(keys.rounding, index + i as u32));
     match forms.second {
         SecondForm::F32 => put_floats(second.codes, &squares),
-        form => {
-            let draws = draws.map(|d| (d >> 16) as u16);
-            encode_second(form, &roots, globals.second[1], &draws, second);
-        }
+        form => encode_second(form, &roots, second_now, &draws.map(|d| d.1), second),
     }
-    let draws = draws.map(|d| d as u16);
     let field = Field {
         codes: codes.codes,
         scale: codes.scale.as_deref_mut(),
     };
-    let keeps = !forms.fresh_scales;
-    encode_weights(
-        forms.weight,
-        &w,
-        globals.weight,
-        keeps,
-        Some(&draws),
-        field,
-        rest,
-    );
+    let keeps = !forms.fresh_scales && scale != 0;
+    let draws = draws.map(|d| d.0);
+    encode_quotients(forms.weight, &w, from, keeps, Some(&draws), field, rest);
     let scale = codes.scale.as_ref().map_or(0, |s| **s);
-    before.changes(&Stored::new(forms.weight, codes.codes, rest, scale))
+    let now = Stored::new(forms.weight, codes.codes, rest, scale);
+    before.changes(&now, forms.weight)
 }

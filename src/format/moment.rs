@@ -20,11 +20,16 @@ pub const SECOND_MAX: f32 = 15.0;
 /// The largest code of a first or second moment in 8 bits.
 pub const WIDE_MAX: f32 = 127.0;
 
-/// The scale of a block whose largest magnitude is `amax`, for codes up to `max` under a global scale.
+/// The scale of a block whose largest magnitude is `amax`; `inverse` is 1 divided by the largest code and the global scale.
 #[inline]
-pub fn scale(amax: f32, max: f32, global: f32) -> u8 {
-    e4m3::encode_up(amax / (max * global))
+pub fn scale(amax: f32, inverse: f32) -> u8 {
+    e4m3::encode_up(amax * inverse)
 }
+
+/// Steps of a code that quotients are counted in before they are rounded to one.
+const STEPS: f32 = 65536.0;
+/// An f32 of 2^23 and more steps by one.
+const TWO_23: f32 = 8_388_608.0;
 
 /// The dither of a draw of 8 bits, in [-1/2, 1/2): a multiple of 2^-8 plus half of one, so that its mean is zero.
 #[inline(always)]
@@ -32,11 +37,13 @@ pub const fn dither(draw: u8) -> f32 {
     (draw as f32 + 0.5) * (1.0 / 256.0) - 0.5
 }
 
-/// The code, four bits in two's complement, of a first moment divided by its scales.
+/// The code, four bits in two's complement, of a first moment: `inverse` is that of its scales, and `draw` that of its dither. The nearest
+/// to the quotient plus the dither.
 #[inline(always)]
-pub fn encode_first(quotient: f32, dither: f32) -> u8 {
-    let rounded = (quotient + dither).round_ties_even();
-    rounded.clamp(-FIRST_MAX, FIRST_MAX) as i8 as u8 & 15
+pub fn encode_first(value: f32, inverse: f32, draw: u8) -> u8 {
+    // The dither plus a half, in steps, above a number under which there is room for negative codes.
+    let fraction = 1.5 * TWO_23 + (f32::from(draw) * 256.0 + 128.0);
+    (value.mul_add(inverse * STEPS, fraction).to_bits() >> 16) as u8 & 15
 }
 
 /// A first moment divided by its scales.
@@ -45,12 +52,12 @@ pub const fn decode_first(code: u8, dither: f32) -> f32 {
     ((code << 4) as i8 >> 4) as f32 - dither
 }
 
-/// The code, 1 to 15, of the square root of a second moment divided by its scales, rounded down after a draw of 16 bits has been added as
-/// a fraction: to the upper neighbour as often as the distance from the lower one says.
+/// The code, 1 to 15, of the square root of a second moment, rounded down after a draw of 16 bits has been added as a fraction: to the
+/// upper neighbour as often as the distance from the lower one says. `inverse` is that of its scales.
 #[inline(always)]
-pub fn encode_second(quotient: f32, draw: u16) -> u8 {
-    let fraction = (f32::from(draw) + 0.5) * (1.0 / 65536.0);
-    (quotient.min(SECOND_MAX) + fraction).floor().max(1.0) as u8
+pub fn encode_second(root: f32, inverse: f32, draw: u16) -> u8 {
+    let steps = root.mul_add(inverse * STEPS, TWO_23 + f32::from(draw));
+    ((steps.to_bits() >> 16) as u8 & 15).max(1)
 }
 
 /// The square root of a second moment divided by its scales.
@@ -67,7 +74,7 @@ pub fn amax(block: &[f32; BLOCK]) -> f32 {
 
 #[cfg(test)]
 mod tests {
-    use super::super::random::{bits, bits32};
+    use super::super::random::{bits, bits16};
     use super::*;
 
     #[test]
@@ -84,8 +91,10 @@ mod tests {
             let key = bits(seed, 0);
             let (mut sum, mut largest) = (0.0, 0f32);
             for i in 0..N {
-                let d = dither((bits32(key, i) >> 24) as u8);
-                let error = decode_first(encode_first(value, d), d) - value;
+                let draw = (bits16(key, i) >> 8) as u8;
+                // Under scales of 1/4.
+                let code = encode_first(value * 0.25, 4.0, draw);
+                let error = decode_first(code, dither(draw)) - value;
                 sum += f64::from(error);
                 largest = largest.max(error.abs());
             }
@@ -102,7 +111,7 @@ mod tests {
         for (seed, value) in [(1, 1.0), (2, 1.0005), (3, 7.4), (4, 14.9995), (5, 15.0)] {
             let key = bits(seed, 0);
             let sum: f64 = (0..N)
-                .map(|i| decode_second(encode_second(value, bits32(key, i) as u16)))
+                .map(|i| decode_second(encode_second(value * 4.0, 0.25, bits16(key, i))))
                 .map(f64::from)
                 .sum();
             let bound = 5.0 * 0.5 / f64::from(N).sqrt();
@@ -112,9 +121,9 @@ mod tests {
             );
         }
         for draw in [0, 1, u16::MAX] {
-            assert_eq!(encode_second(0.0, draw), 1);
-            assert_eq!(encode_second(0.3, draw), 1);
-            assert_eq!(encode_second(15.0, draw), 15);
+            assert_eq!(encode_second(0.0, 1.0, draw), 1);
+            assert_eq!(encode_second(0.3, 1.0, draw), 1);
+            assert_eq!(encode_second(15.0, 1.0, draw), 15);
         }
     }
 
@@ -123,14 +132,14 @@ mod tests {
         for global in [1.0, 2f32.powi(-30), 0.37] {
             for i in 0..1000 {
                 let amax = global * 1.013f32.powi(i) * 1e-2;
-                let byte = scale(amax, SECOND_MAX, global);
+                let byte = scale(amax, 1.0 / (SECOND_MAX * global));
                 let reach = SECOND_MAX * e4m3::decode(byte) * global;
                 assert!(
                     reach >= amax * (1.0 - 1e-6) || byte == e4m3::MAX_BYTE,
                     "{amax}"
                 );
             }
-            assert_eq!(scale(0.0, FIRST_MAX, global), 0);
+            assert_eq!(scale(0.0, 1.0 / (FIRST_MAX * global)), 0);
         }
     }
 }

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::adamw::power_for;
 use super::nvfp4::{self, BLOCK, Levels, NonFinite, QuantizeOptions};
-use super::random::bits32;
+use super::random::words;
 use super::{Rounding, e2m1, e4m3};
 
 /// How the scale of a block is chosen.
@@ -81,7 +81,7 @@ pub fn round_block(
             let scale = e4m3::encode_up(amax / e2m1::MAX / global);
             let step = e4m3::decode(scale) * global;
             std::array::from_fn(|i| {
-                let draw = bits32(key, index.wrapping_add(i as u32 * stride));
+                let [draw, _] = words(key, index.wrapping_add(i as u32 * stride));
                 let code = e2m1::encode(x[i] / step, Rounding::Stochastic, draw);
                 nvfp4::decode(code, scale, global)
             })

@@ -26,19 +26,29 @@ pub const fn uniform(seed: u64, counter: u64) -> f32 {
     (bits(seed, counter) >> 40) as f32 * (1.0 / (1u32 << 24) as f32)
 }
 
-/// 32 random bits for position `counter` of the stream `key`, in a third of the instructions of [`bits`] on a GPU: for what is
-/// drawn anew for every weight in every step. A key is a result of [`bits`]; its halves enter before and between two rounds of
-/// multiplication and shift.
+/// 64 random bits, as two words, for position `counter` of the stream `key`, in eight instructions of a GPU: for what is drawn anew for
+/// every weight in every step. A key is a result of [`bits`].
+///
+/// Four rounds of Philox 2x32 (Salmon et al., SC 2011), the fewest after which the tests below find nothing: a bijection of the counter and
+/// half of the key under the other half.
 #[inline(always)]
-pub const fn bits32(key: u64, counter: u32) -> u32 {
-    let x = counter
-        .wrapping_mul(GOLDEN as u32 | 1)
-        .wrapping_add(key as u32);
-    let x = (x ^ (x >> 16)).wrapping_mul(0x21f0_aaad);
-    let x = (x ^ (x >> 15))
-        .wrapping_add((key >> 32) as u32)
-        .wrapping_mul(0x735a_2d97);
-    x ^ (x >> 15)
+pub const fn words(key: u64, counter: u32) -> [u32; 2] {
+    let (mut x, mut y) = (counter, (key >> 32) as u32);
+    let mut round = 0;
+    while round < 4 {
+        let product = x as u64 * 0xd256_d193;
+        let round_key = (key as u32).wrapping_add(((GOLDEN >> 32) as u32).wrapping_mul(round));
+        x = (product >> 32) as u32 ^ y ^ round_key;
+        y = product as u32;
+        round += 1;
+    }
+    [x, y]
+}
+
+/// The half of [`words`] for position `index / 4` that belongs to `index`: 16 random bits.
+#[inline(always)]
+pub const fn bits16(key: u64, index: u32) -> u16 {
+    (words(key, index / 4)[(index / 2 % 2) as usize] >> (16 * (index % 2))) as u16
 }
 
 #[cfg(test)]
@@ -72,57 +82,89 @@ mod tests {
         }
     }
 
-    /// Bits, pairs of neighbouring positions and pairs of neighbouring keys, each fair and without correlation.
+    /// The words for a position, in one.
+    fn joined(key: u64, counter: u32) -> u64 {
+        let [x, y] = words(key, counter);
+        u64::from(x) << 32 | u64::from(y)
+    }
+
+    /// Bits are fair, and independent of those at other positions, under other keys, and of each other: whatever two draws have in common
+    /// shows in the exclusive or of one with the other, rotated by any number of bits.
     #[test]
-    fn short_draws_are_fair_and_independent() {
+    fn words_are_fair_and_independent() {
         const N: u32 = 1 << 14;
-        // Five standard deviations of a fair coin.
-        let limit = 2.5 * f64::from(N).sqrt();
-        for step in 0..4 {
+        // Six standard deviations of a fair coin: more than 10^5 of them are thrown.
+        let limit = 3.0 * f64::from(N).sqrt();
+        let check = |what: &str, draw: &dyn Fn(u32) -> u64| {
+            let mut ones = [0u32; 64];
+            for counter in 0..N {
+                let b = draw(counter);
+                for (i, n) in ones.iter_mut().enumerate() {
+                    *n += (b >> i & 1) as u32;
+                }
+            }
+            for n in ones {
+                let excess = f64::from(n) - f64::from(N) / 2.0;
+                assert!(excess.abs() < limit, "{what}: {ones:?}");
+            }
+        };
+        for step in 0..3 {
             let (key, next) = (bits(5, step), bits(5, step + 1));
-            for (what, draw) in [
-                ("bits", &(|c| bits32(key, c)) as &dyn Fn(u32) -> u32),
-                ("positions", &|c| bits32(key, c) ^ bits32(key, c + 1)),
-                ("rows", &|c| bits32(key, c) ^ bits32(key, c + 4096)),
-                ("keys", &|c| bits32(key, c) ^ bits32(next, c)),
-                ("halves", &|c| {
-                    bits32(key, c).rotate_left(16) ^ bits32(key, c)
-                }),
-            ] {
-                let mut ones = [0u32; 32];
-                for counter in 0..N {
-                    let b = draw(counter);
-                    for (i, n) in ones.iter_mut().enumerate() {
-                        *n += (b >> i) & 1;
-                    }
-                }
-                for n in ones {
-                    let excess = f64::from(n) - f64::from(N) / 2.0;
-                    assert!(excess.abs() < limit, "{what}, step {step}: {ones:?}");
-                }
+            check("bits", &|c| joined(key, c));
+            check("keys", &|c| joined(key, c) ^ joined(next, c));
+            // Of neighbours, rows and matrices.
+            for distance in [1, 2, 3, 4, 8, 64, 160, 1024, 4096, 1 << 20] {
+                let what = format!("positions {distance} apart");
+                check(&what, &|c| joined(key, c) ^ joined(key, c + distance));
+            }
+            for bit in 0..32 {
+                // Counters without the bit, so that no pair is seen twice.
+                let without = |c: u32| (c >> bit) << bit << 1 | c & ((1 << bit) - 1);
+                check(&format!("avalanche of bit {bit}"), &|c| {
+                    joined(key, without(c)) ^ joined(key, without(c) ^ 1 << bit)
+                });
+            }
+            for by in 1..64 {
+                let what = format!("bits {by} apart");
+                check(&what, &|c| joined(key, c) ^ joined(key, c).rotate_left(by));
+                let what = format!("bits {by} apart of neighbours");
+                check(&what, &|c| {
+                    joined(key, c) ^ joined(key, c + 1).rotate_left(by)
+                });
+                let what = format!("bits {by} apart of steps");
+                check(&what, &|c| joined(key, c) ^ joined(next, c).rotate_left(by));
             }
         }
     }
 
-    /// Thresholds of 16 bits fill 256 cells evenly (chi-squared), alone and in pairs.
+    /// Bytes fill 256 cells evenly (chi-squared), and so do the top halves of any two bytes of a draw, of two neighbours, or of two steps.
     #[test]
-    fn short_draws_are_uniform() {
+    fn words_are_uniform() {
         const N: u32 = 1 << 16;
-        for seed in 0..4 {
-            let key = bits(seed, 9);
-            for shift in [0, 8, 16, 24] {
-                let mut cells = [0u32; 256];
-                (0..N).for_each(|c| cells[(bits32(key, c) >> shift & 255) as usize] += 1);
-                let expected = f64::from(N) / 256.0;
-                let chi: f64 = cells
-                    .iter()
-                    .map(|&n| (f64::from(n) - expected).powi(2) / expected)
-                    .sum();
-                // 255 degrees of freedom: mean 255, standard deviation 22.6.
-                assert!(
-                    (142.0..368.0).contains(&chi),
-                    "seed {seed}, bits {shift}: {chi}"
-                );
+        let check = |what: &str, cell: &dyn Fn(u32) -> u64| {
+            let mut cells = [0u32; 256];
+            (0..N).for_each(|c| cells[(cell(c) & 255) as usize] += 1);
+            let expected = f64::from(N) / 256.0;
+            let chi: f64 = cells
+                .iter()
+                .map(|&n| (f64::from(n) - expected).powi(2) / expected)
+                .sum();
+            // 255 degrees of freedom: mean 255, standard deviation 22.6.
+            assert!((142.0..368.0).contains(&chi), "{what}: {chi}");
+        };
+        for seed in 0..2 {
+            let (key, next) = (bits(seed, 9), bits(seed, 10));
+            for i in (0..64).step_by(8) {
+                check(&format!("byte at {i}"), &|c| joined(key, c) >> i);
+                for j in (0..64).step_by(8) {
+                    let pair = |a: u64, b: u64| (a >> i & 0xf0) | (b >> (j + 4) & 15);
+                    let what = format!("bytes at {i} and {j}");
+                    if i != j {
+                        check(&what, &|c| pair(joined(key, c), joined(key, c)));
+                    }
+                    check(&what, &|c| pair(joined(key, c), joined(key, c + 1)));
+                    check(&what, &|c| pair(joined(key, c), joined(next, c)));
+                }
             }
         }
     }

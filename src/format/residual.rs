@@ -1,15 +1,19 @@
 //! Weights that an optimizer updates: an E2M1 code and a residual that is counted in steps of the code's own neighbourhood.
 //!
-//! The 15 values of E2M1 are levels -7 to 7, and each gap between neighbours is cut into `2^bits` equal steps. A weight is the level
-//! nearest to it and a signed residual of `bits` bits: the number of steps above (of the gap above the level) or below (of the gap below).
-//! So the grid is fine where values are dense, needs no scale of its own, and a residual that leaves its range carries into the code. Beyond
-//! the outermost levels the grid goes on with steps of the outermost gap, for half of it.
+//! The 8 magnitudes of E2M1 are levels 0 to 7, and each gap between neighbours is cut into `2^bits` equal steps. A weight is the level
+//! nearest to its magnitude and a signed residual of `bits` bits: the number of steps that it lies further from zero, or less far. So the
+//! grid is fine where values are dense, needs no scale of its own, and a residual that leaves its range carries into the code. Beyond the
+//! outermost level the grid goes on with steps of the outermost gap, for half of it. A weight nearer to zero than to any other level has a
+//! code of 0 or -0 for its sign, and a residual that is not negative.
+//!
+//! Counted in steps from zero, magnitudes are a float with 2 bits of exponent and `bits + 1` of mantissa, subnormals included: shifted to
+//! the place of an f32's exponent and mantissa, such an index is the magnitude times 2^-126. That is how it is decoded, and encoded.
 //!
 //! The code alone is the weight rounded to the nearest level, which is what is delivered.
 
 use serde::{Deserialize, Serialize};
 
-use super::{Rounding, e2m1};
+use super::Rounding;
 
 /// Bits of a residual.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -31,113 +35,107 @@ impl Bits {
         }
     }
 
-    /// The outermost point that has a code on either side, in steps.
-    const fn last(self) -> i32 {
-        7 * self.steps() + self.steps() / 2 - 1
+    /// The outermost point, in steps.
+    const fn last(self) -> u32 {
+        (7 * self.steps() + self.steps() / 2 - 1) as u32
     }
 
-    /// A draw as a fraction, with as many bits as an f32 has beside [`Bits::last`].
-    const fn fraction(self, draw: u16) -> f32 {
+    /// Where an index starts in the bits of an f32.
+    const fn shift(self) -> u32 {
         match self {
-            Bits::Four => (draw as f32 + 0.5) * (1.0 / 65536.0),
-            Bits::Eight => ((draw >> 4) as f32 + 0.5) * (1.0 / 4096.0),
+            Bits::Four => 23 - 5,
+            Bits::Eight => 23 - 9,
         }
     }
 }
 
-/// The magnitude of a level, which may be one beyond the outermost: 8 stands for 8.
-const fn magnitude(level: u32) -> f32 {
-    match level {
-        8 => 8.0,
-        level => e2m1::decode(level as u8),
-    }
-}
+/// Random bits that a weight is rounded by.
+pub const DRAW_BITS: u32 = 18;
+/// 2^126, and its inverse: f32 products with them are exact but where they become subnormal.
+const UP: f32 = f32::from_bits((126 + 127) << 23);
+const DOWN: f32 = f32::from_bits(1 << 23);
 
-/// The level of an E2M1 code, -7 to 7. Both zeros are level 0.
-const fn level(code: u8) -> i32 {
-    let magnitude = (code & 7) as i32;
+/// The value of a code with its residual, exactly: at most 6 or 10 bits.
+pub const fn decode(code: u8, residual: i8, bits: Bits) -> f32 {
+    let index = (code & 7) as i32 * bits.steps() + residual as i32;
+    let magnitude = f32::from_bits(index.unsigned_abs() << bits.shift()) * UP;
     if code & 8 != 0 { -magnitude } else { magnitude }
 }
 
-/// The value of a code with its residual, exactly: at most 6 + 7 bits.
-pub const fn decode(code: u8, residual: i8, bits: Bits) -> f32 {
-    point(level(code) * bits.steps() + residual as i32, bits)
-}
-
-/// The value of a point of the grid, counted in steps from zero.
-const fn point(index: i32, bits: Bits) -> f32 {
-    let (whole, part) = (
-        index.unsigned_abs() / bits.steps() as u32,
-        index.unsigned_abs() % bits.steps() as u32,
-    );
-    let low = magnitude(whole);
-    let value = match part {
-        0 => low,
-        _ => low + (magnitude(whole + 1) - low) * part as f32 / bits.steps() as f32,
-    };
-    if index < 0 { -value } else { value }
-}
-
 /// The code and the residual for `value`, in units of the block's scale. Saturates at the ends of the grid; a NaN becomes zero.
-/// `draw`, 16 random bits, is read by [`Rounding::Stochastic`] only, which adds it as a fraction to the magnitude and rounds down: what
-/// lies on the grid stays there, and what does not goes to one of its neighbours.
+/// `draw`, [`DRAW_BITS`] random bits, is read by [`Rounding::Stochastic`] only, which adds it as a fraction to the magnitude and rounds
+/// down: what lies on the grid stays there, and what does not goes to one of its neighbours. A fraction of 4-bit residuals has as many bits
+/// as a draw, so that the mean is right.
 #[inline(always)]
-pub fn encode(value: f32, bits: Bits, rounding: Rounding, draw: u16) -> (u8, i8) {
-    let steps = bits.steps();
-    let x = if value.is_nan() { 0.0 } else { value.abs() };
-    // Where the value lies between levels, in gaps from zero.
-    let gaps = if x < 2.0 {
-        2.0 * x
-    } else if x < 4.0 {
-        x + 2.0
-    } else {
-        (0.5 * x + 4.0).min(8.0)
+pub fn encode(value: f32, bits: Bits, rounding: Rounding, draw: u32) -> (u8, i8) {
+    let shift = bits.shift();
+    let value = if value.is_nan() { 0.0 } else { value };
+    // At most infinity, to which a step may be added.
+    let exact = (value.abs() * DOWN).to_bits();
+    let half = 1 << (shift - 1);
+    let rounded = match rounding {
+        Rounding::NearestEven => exact + half - 1 + (exact >> shift & 1),
+        Rounding::HalfAway => exact + half,
+        Rounding::Stochastic => exact + (draw >> (DRAW_BITS - shift)),
     };
-    let exact = (gaps * steps as f32).min(bits.last() as f32);
-    let index = match rounding {
-        Rounding::NearestEven => exact.round_ties_even(),
-        Rounding::HalfAway => (exact + 0.5).floor(),
-        Rounding::Stochastic => (exact + bits.fraction(draw)).floor(),
-    } as i32;
-    split(if value < 0.0 { -index } else { index }, bits)
+    let (code, residual) = split((rounded >> shift).min(bits.last()), bits);
+    (code | u8::from(value.is_sign_negative()) << 3, residual)
 }
 
-/// The code and the residual of a point of the grid.
-const fn split(index: i32, bits: Bits) -> (u8, i8) {
-    let steps = bits.steps();
-    let level = (index + steps / 2).div_euclid(steps);
-    let code = match level {
-        0.. => level as u8,
-        _ => 8 | -level as u8,
-    };
-    (code, (index - level * steps) as i8)
+/// The code and the residual of a magnitude, in steps.
+const fn split(index: u32, bits: Bits) -> (u8, i8) {
+    let level = (index as i32 + bits.steps() / 2) / bits.steps();
+    (level as u8, (index as i32 - level * bits.steps()) as i8)
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::random;
+    use super::super::{e2m1, random};
     use super::*;
 
-    fn indices(bits: Bits) -> std::ops::Range<i32> {
-        -bits.last()..bits.last() + 1
+    /// Every point of the grid, in rising order, with its code and residual.
+    fn points(bits: Bits) -> impl Iterator<Item = (f32, (u8, i8))> {
+        let last = bits.last() as i32;
+        (-last..=last).map(move |index| {
+            let (code, residual) = split(index.unsigned_abs(), bits);
+            let code = code | u8::from(index < 0) << 3;
+            (decode(code, residual, bits), (code, residual))
+        })
+    }
+
+    /// Levels are E2M1's, and gaps are cut evenly.
+    #[test]
+    fn the_grid_is_that_of_e2m1_in_steps() {
+        for bits in [Bits::Four, Bits::Eight] {
+            let level = |i: i32| match i {
+                8 => 8.0,
+                i => e2m1::decode(i as u8),
+            };
+            for (value, (code, residual)) in points(bits) {
+                let index = i32::from(code & 7) * bits.steps() + i32::from(residual);
+                let (whole, part) = (index / bits.steps(), index % bits.steps());
+                let gap = level(whole + 1) - level(whole);
+                let magnitude = level(whole) + gap * part as f32 / bits.steps() as f32;
+                let sign = if code & 8 != 0 { -1.0 } else { 1.0 };
+                assert_eq!(value, sign * magnitude);
+            }
+        }
     }
 
     #[test]
     fn points_rise_and_are_their_own_encoding() {
         for bits in [Bits::Four, Bits::Eight] {
             let mut previous = f32::NEG_INFINITY;
-            for index in indices(bits) {
-                let (code, residual) = split(index, bits);
-                let value = decode(code, residual, bits);
-                assert!(value > previous, "{bits:?} {index}");
+            for (value, stored) in points(bits) {
+                assert!(value > previous, "{bits:?} {stored:?}");
                 previous = value;
                 for rounding in [
                     Rounding::NearestEven,
                     Rounding::HalfAway,
                     Rounding::Stochastic,
                 ] {
-                    assert_eq!(encode(value, bits, rounding, u16::MAX), (code, residual));
-                    assert_eq!(encode(value, bits, rounding, 0), (code, residual));
+                    assert_eq!(encode(value, bits, rounding, (1 << DRAW_BITS) - 1), stored);
+                    assert_eq!(encode(value, bits, rounding, 0), stored);
                 }
             }
         }
@@ -146,9 +144,7 @@ mod tests {
     #[test]
     fn the_code_alone_is_the_nearest_level() {
         for bits in [Bits::Four, Bits::Eight] {
-            for index in indices(bits) {
-                let (code, residual) = split(index, bits);
-                let value = decode(code, residual, bits);
+            for (value, (code, _)) in points(bits) {
                 let nearest = e2m1::decode(e2m1::encode(value, Rounding::NearestEven, 0));
                 let own = e2m1::decode(code);
                 assert!(
@@ -156,6 +152,24 @@ mod tests {
                     "{bits:?}: {value} has the code of {own}"
                 );
             }
+        }
+    }
+
+    /// The mean over all draws is the value, to the last bit that a magnitude has.
+    #[test]
+    fn all_draws_together_are_exact() {
+        for value in [0.0131f32, 0.2499, -1.77, 1.9999, 3.999, -5.03, 6.51] {
+            let sum: f64 = (0..1 << DRAW_BITS)
+                .map(|draw| {
+                    let (code, residual) = encode(value, Bits::Four, Rounding::Stochastic, draw);
+                    f64::from(decode(code, residual, Bits::Four))
+                })
+                .sum();
+            let mean = sum / f64::from(1 << DRAW_BITS);
+            assert!(
+                (mean - f64::from(value)).abs() <= 2f64.powi(-24),
+                "{value}: {mean}"
+            );
         }
     }
 
@@ -172,7 +186,7 @@ mod tests {
         ] {
             let sum: f64 = (0..N)
                 .map(|i| {
-                    let draw = random::bits(seed, i) as u16;
+                    let draw = (random::bits(seed, i) >> (64 - DRAW_BITS)) as u32;
                     let (code, residual) = encode(value, Bits::Four, Rounding::Stochastic, draw);
                     f64::from(decode(code, residual, Bits::Four))
                 })
@@ -186,8 +200,8 @@ mod tests {
     #[test]
     fn values_beyond_the_grid_saturate() {
         for bits in [Bits::Four, Bits::Eight] {
-            let ends = [indices(bits).start, indices(bits).end - 1];
-            let [low, high] = ends.map(|index| split(index, bits));
+            let ends = [points(bits).next(), points(bits).last()];
+            let [low, high] = ends.map(|end| end.unwrap().1);
             assert_eq!(encode(f32::INFINITY, bits, Rounding::NearestEven, 0), high);
             assert_eq!(encode(-1e30, bits, Rounding::Stochastic, 7), low);
             assert_eq!((high.0, low.0), (7, 15));

@@ -264,7 +264,7 @@ impl Cpu {
                 for (values, field) in values.iter().zip(blocks(codes, form.codes(), values.len()))
                 {
                     let rest = rest.next().unwrap_or_default();
-                    encode_weights(form, values, global, false, None, field, rest);
+                    encode_weights(form, values, global, field, rest);
                 }
                 Ok(())
             });

@@ -767,7 +767,7 @@ impl Matrix {
                 codes,
                 scale: Some(scale),
             };
-            encode_weights(form, &values, global, false, None, field, rest);
+            encode_weights(form, &values, global, field, rest);
         }
         self.write_weights(device, &codes, &scales)?;
         self.write_part(StatePart::Rest, &rest)?;

@@ -443,7 +443,7 @@ static void expect_rounded(int row, const double (&x)[16], const double (&y)[16]
         if (rule == operand::RULE_STOCHASTIC) {
             for (code = 7; code_value(code) > q;) code--;
             double gap = code < 7 ? code_value(code + 1) - code_value(code) : 1;
-            double threshold = (operand::random_bits32(key, index + i * stride) >> 8) / 16777216.0;
+            double threshold = (operand::random_words(key, index + i * stride).x >> 8) / 16777216.0;
             code += threshold < (q - code_value(code)) / gap;
         }
         double want = std::copysign(code_value(code) * step, x[i]);

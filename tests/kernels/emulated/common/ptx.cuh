@@ -77,6 +77,9 @@ inline u32 at_least_f16(u32 a, u32 b) {
 inline u32 at_least_bf16(u32 a, u32 b) {
     return each_half(bf16_to_float, a, b, 0, [](double x, double y, double) { return x >= y ? 0x3f80 : 0; });
 }
+inline u32 differing_f16(u32 a, u32 b) {
+    return each_half(f16_to_float, a, b, 0, [](double x, double y, double) { return x != y ? 0xffff : 0; });
+}
 inline u16 to_f16_up(float x) {
     u16 r = to_f16(x);
     if (!(f16_to_float(r) < x)) return r;
@@ -84,6 +87,7 @@ inline u16 to_f16_up(float x) {
 }
 inline float max_float(float a, float b) { return max_nan(a, b); }
 inline float reciprocal_approx(float x) { return 1 / x; }
+inline float sqrt_approx(float x) { return x < 0x1p-126f ? 0 : std::sqrt(x); }
 
 // Fused multiply-add with directed rounding, hidden from the compiler, which assumes rounding to nearest.
 __attribute__((noinline)) inline float directed(int mode, float x, float y, float z) {
@@ -97,6 +101,7 @@ inline float __fmaf_rn(float x, float y, float z) { return directed(FE_TONEAREST
 inline float __fmaf_ru(float x, float y, float z) { return directed(FE_UPWARD, x, y, z); }
 inline float __fmaf_rd(float x, float y, float z) { return directed(FE_DOWNWARD, x, y, z); }
 inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __fmul_ru(float x, float y) { return directed(FE_UPWARD, x, y, -0.0f); }
 inline float __fmul_rd(float x, float y) { return directed(FE_DOWNWARD, x, y, -0.0f); }
 inline double __dmul_rn(double x, double y) { return x * y; }
 inline double __dadd_rn(double x, double y) { return x + y; }
@@ -386,5 +391,6 @@ inline uint4 load_global_16(const void* global) {
     memcpy(&v, global, sizeof v);
     return v;
 }
+inline void forget_memory() {}
 inline void wait_for_earlier_kernels() {}
 inline void let_later_kernels_start() {}
