@@ -133,8 +133,9 @@ impl Pass {
         }
     }
 
-    /// Takes a batch through all blocks; the last one's results are in the last stream. `keeps` what the backward pass begins again from.
-    fn forward(&mut self, store: &mut dyn Store, batch: &Batch, keeps: bool) -> Result<()> {
+    /// Takes a batch through all blocks; the last one's results are in the last stream. Inputs of blocks from `kept` on stay for the
+    /// backward pass.
+    fn forward(&mut self, store: &mut dyn Store, batch: &Batch, kept: usize) -> Result<()> {
         let len = batch.rows() * self.spec.hidden_size;
         let mut first = self.streams.take(0);
         first.grow(&self.device, len)?;
@@ -160,7 +161,7 @@ impl Pass {
             self.put_saved(index, saved);
             self.scratch = scratch;
             done?;
-            if keeps {
+            if index >= kept {
                 self.streams.keep(&self.device, index, len)?;
             }
         }
@@ -177,9 +178,10 @@ impl Pass {
 
     /// The sum over the batch's rows of weight times cross-entropy.
     pub fn loss(&mut self, store: &mut dyn Store, batch: &Batch) -> Result<f64> {
-        self.forward(store, batch, false)?;
+        let blocks = self.spec.blocks.len();
+        self.forward(store, batch, blocks)?;
         let mut scratch = std::mem::replace(&mut self.scratch, Scratch::new());
-        let last = self.streams.at(self.spec.blocks.len());
+        let last = self.streams.at(blocks);
         let loss = self.head(batch).forward(store, last, &mut scratch);
         self.scratch = scratch;
         Ok(loss?.1)
@@ -187,9 +189,10 @@ impl Pass {
 
     /// The most likely token after the last one of the batch; its labels do not matter.
     pub fn next_token(&mut self, store: &mut dyn Store, batch: &Batch) -> Result<u32> {
-        self.forward(store, batch, false)?;
+        let blocks = self.spec.blocks.len();
+        self.forward(store, batch, blocks)?;
         let mut scratch = std::mem::replace(&mut self.scratch, Scratch::new());
-        let last = self.streams.at(self.spec.blocks.len());
+        let last = self.streams.at(blocks);
         let token = self.head(batch).next_token(store, last, &mut scratch);
         self.scratch = scratch;
         token
@@ -225,8 +228,8 @@ impl Pass {
         first_block: usize,
         hidden: Option<HiddenTargets<'_>>,
     ) -> Result<f64> {
-        self.forward(store, batch, true)?;
         let first = first_block.min(self.spec.blocks.len());
+        self.forward(store, batch, first)?;
         let mut scratch = std::mem::replace(&mut self.scratch, Scratch::new());
         let result = self.backward(store, batch, first, hidden, &mut scratch);
         self.scratch = scratch;
