@@ -2,6 +2,8 @@
 
 #[path = "training/adapters.rs"]
 mod adapters;
+#[path = "training/exact.rs"]
+mod exact;
 #[path = "training/hidden.rs"]
 mod hidden;
 #[path = "training/precision.rs"]
