@@ -6,6 +6,8 @@ mod adapters;
 mod exact;
 #[path = "training/hidden.rs"]
 mod hidden;
+#[path = "training/memory.rs"]
+mod memory;
 #[path = "training/precision.rs"]
 mod precision;
 

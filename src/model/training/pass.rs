@@ -128,6 +128,8 @@ impl Pass {
 
     /// Takes a batch through all blocks; the last one's results are in the last stream.
     fn forward(&mut self, store: &mut dyn Store, batch: &Batch) -> Result<()> {
+        // Of the embedding's gradients, or of an evaluation.
+        self.scratch.release_head();
         let len = batch.rows() * self.spec.hidden_size;
         let mut first = std::mem::replace(&mut self.streams[0], Array::empty());
         first.grow(&self.device, len)?;
