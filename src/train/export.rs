@@ -234,12 +234,17 @@ impl Trainer {
             true => NewDirectory::replace(place, is_adapter)?,
             false => NewDirectory::create(place)?,
         };
+        // Whole, as it is in peft's own files, which some readers insist on.
+        let alpha = match lora.alpha.fract() == 0.0 {
+            true => json!(lora.alpha as u64),
+            false => json!(lora.alpha),
+        };
         let config = json!({
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "base_model_name_or_path": base,
             "r": lora.rank,
-            "lora_alpha": lora.alpha,
+            "lora_alpha": alpha,
             "lora_dropout": 0.0,
             "target_modules": modules(layout),
             "bias": "none",
