@@ -2,8 +2,12 @@
 
 #[path = "training/adapters.rs"]
 mod adapters;
+#[path = "training/exact.rs"]
+mod exact;
 #[path = "training/hidden.rs"]
 mod hidden;
+#[path = "training/memory.rs"]
+mod memory;
 #[path = "training/precision.rs"]
 mod precision;
 

@@ -626,6 +626,11 @@ fn a_rate_below_what_is_stored_is_a_warning() {
 
 /// `nvfp4 train` on a model of random weights.
 fn command(folder: &Folder, out: &str, more: &[&str]) -> Command {
+    command_from("--init", folder, out, more)
+}
+
+/// `nvfp4 train` on what is there of a model: all of it, or all but the weights.
+fn command_from(begin: &str, folder: &Folder, out: &str, more: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_nvfp4"));
     let data = folder.path("text.txt");
     if !data.exists() {
@@ -633,7 +638,7 @@ fn command(folder: &Folder, out: &str, more: &[&str]) -> Command {
     }
     command
         .arg("train")
-        .arg("--init")
+        .arg(begin)
         .arg(golden("model/qwen3_tied"))
         .arg("--data")
         .arg(data)
@@ -820,6 +825,21 @@ fn a_command_that_is_killed_resumes_to_the_same_bits() {
     assert_eq!(model("killed"), model("whole"));
 }
 
+/// Sends what Ctrl-C sends, as soon as there are two steps in the table.
+fn interrupt_after_a_step(run: &Child, table: &Path) {
+    wait_for("a step", || {
+        match fs::read_to_string(table).is_ok_and(|t| t.lines().count() > 2) {
+            true => ControlFlow::Break(()),
+            false => ControlFlow::Continue(()),
+        }
+    });
+    let sent = Command::new("kill")
+        .args(["-INT", &run.id().to_string()])
+        .status()
+        .unwrap();
+    assert!(sent.success());
+}
+
 /// Ctrl-C ends a run after its step, with a checkpoint.
 #[test]
 fn a_command_that_is_interrupted_saves_and_says_how_to_go_on() {
@@ -828,18 +848,7 @@ fn a_command_that_is_interrupted_saves_and_says_how_to_go_on() {
         .stdout(std::process::Stdio::piped())
         .spawn()
         .unwrap();
-    let table = folder.path("out/loss.csv");
-    wait_for("a step", || {
-        match fs::read_to_string(&table).is_ok_and(|t| t.lines().count() > 2) {
-            true => ControlFlow::Break(()),
-            false => ControlFlow::Continue(()),
-        }
-    });
-    let sent = Command::new("kill")
-        .args(["-INT", &child.id().to_string()])
-        .status()
-        .unwrap();
-    assert!(sent.success());
+    interrupt_after_a_step(&child, &folder.path("out/loss.csv"));
     assert!(child.wait().unwrap().success());
     let mut said = String::new();
     std::io::Read::read_to_string(&mut child.stdout.take().unwrap(), &mut said).unwrap();
@@ -851,6 +860,164 @@ fn a_command_that_is_interrupted_saves_and_says_how_to_go_on() {
         NVFP4::train::checkpoint::list(&folder.path("out").join(run::CHECKPOINTS)).unwrap();
     let step: u64 = last_row(&folder, "out")[0].parse().unwrap();
     assert_eq!(checkpoints.iter().map(|c| c.0).collect::<Vec<_>>(), [step]);
+}
+
+/// A file of settings changes what it says, options come before it, and the defaults are for the rest.
+#[test]
+fn settings_that_a_file_leaves_out_have_their_defaults() {
+    let folder = Folder::new("settings");
+    let text = folder.file("text.txt", sentences(40));
+    let groups = serde_json::json!([{"names": ["proj"], "rate_factor": 0.5, "decay": 0.25}]);
+    let config = |name: &str, value: Value| folder.file(name, value.to_string());
+    let some = config("a.json", serde_json::json!({"groups": groups}));
+    let more = serde_json::json!({
+        "groups": groups, "optimizer": {"rate": 3e-4}, "schedule": {"warmup": 2}, "steps": 3, "recipe": {"lora": {"rank": 2}},
+    });
+    let more = config("b.json", more);
+    for (out, begin, file, options, wanted) in [
+        (
+            "some",
+            "--init",
+            &some,
+            &["--steps", "34"][..],
+            (2e-5, 0.01, 1, 34),
+        ),
+        ("more", "--model", &more, &[], (3e-4, 0.01, 2, 3)),
+        (
+            "before",
+            "--model",
+            &more,
+            &["--rate", "1e-3", "--weight-decay", "0.5"],
+            (1e-3, 0.5, 2, 3),
+        ),
+        (
+            "adapters",
+            "--model",
+            &some,
+            &[
+                "--steps",
+                "2",
+                "--adapter",
+                "2",
+                "--adapter-targets",
+                "up_proj",
+            ],
+            (2e-4, 0.01, 0, 2),
+        ),
+    ] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_nvfp4"));
+        command
+            .arg("train")
+            .arg(begin)
+            .arg(golden("model/qwen3_tied"));
+        command.arg("--data").arg(&text).arg("--config").arg(file);
+        command.args([
+            "--window",
+            "32",
+            "--device",
+            "cpu",
+            "--threads",
+            "2",
+            "--out",
+        ]);
+        command.arg(folder.path(out)).args(options);
+        let (output, said) = finish(command);
+        assert!(output.status.success(), "{said}");
+        let step = format!("checkpoints/step-{:08}/trainer.json", wanted.3);
+        let saved = fs::read(folder.path(out).join(step)).unwrap();
+        let saved: Value = serde_json::from_slice(&saved).unwrap();
+        let found = &saved["config"];
+        assert_eq!(found["optimizer"]["rate"], wanted.0);
+        assert_eq!(found["optimizer"]["decay"], wanted.1);
+        assert_eq!(found["schedule"]["warmup"], wanted.2);
+        assert_eq!(found["groups"], groups);
+    }
+}
+
+/// Adapters of a run that was killed, or interrupted, are those of one that was let alone, byte for byte; the model with them in it is written when it is
+/// asked for, also of a run that has ended.
+#[test]
+fn adapters_of_a_command_are_files_of_their_own() {
+    let folder = Folder::new("adapters");
+    let options = "--steps 40 --save-every 8 --adapter 4 --adapter-alpha 6 --adapter-targets q_proj,down_proj \
+                   --activations nvfp4 --gradients nvfp4 --keep-high up_proj --eval-share 0.05";
+    let options: Vec<&str> = options.split_whitespace().collect();
+    let with = |out: &str, more: &[&str]| {
+        let options: Vec<&str> = options.iter().chain(more).copied().collect();
+        command_from("--model", &folder, out, &options)
+    };
+    let files = |out: &str| {
+        let place = folder.path(out).join("adapter");
+        let mut names: Vec<_> = fs::read_dir(place)
+            .unwrap()
+            .map(|e| e.unwrap().path())
+            .collect();
+        names.sort();
+        names
+            .into_iter()
+            .map(|p| fs::read(p).unwrap())
+            .collect::<Vec<_>>()
+    };
+    let (output, said) = finish(with("whole", &[]));
+    assert!(output.status.success(), "{said}");
+    assert!(
+        said.contains("whole/adapter: trained adapters")
+            && said.contains("adapters of rank 4")
+            && said.contains("the same command with --resume --merge"),
+        "{said}"
+    );
+    let whole = files("whole");
+    assert_eq!(whole.len(), 2);
+    let settings: Value = serde_json::from_slice(&whole[0]).unwrap();
+    let base = fs::canonicalize(golden("model/qwen3_tied")).unwrap();
+    assert_eq!(settings["base_model_name_or_path"], base.to_str().unwrap());
+    assert_eq!(
+        (settings["r"].as_u64(), settings["lora_alpha"].as_f64()),
+        (Some(4), Some(6.0))
+    );
+    assert!(!folder.path("whole/model").exists());
+    let saved = fs::read(folder.path("whole/checkpoints/step-00000040/trainer.json")).unwrap();
+    let saved: Value = serde_json::from_slice(&saved).unwrap();
+    let recipe = &saved["config"]["recipe"];
+    assert_eq!(
+        (&recipe["activations"], &recipe["gradients"]),
+        (&"nvfp4".into(), &"nvfp4".into())
+    );
+    assert_eq!(recipe["keep_high"], serde_json::json!(["up_proj"]));
+
+    let (output, said) = finish(with("whole", &[]));
+    assert_eq!(output.status.code(), Some(1));
+    assert!(
+        said.contains("came to step 40; go on with it by --resume"),
+        "{said}"
+    );
+
+    let mut child = with("interrupted", &[]).spawn().unwrap();
+    interrupt_after_a_step(&child, &folder.path("interrupted/loss.csv"));
+    assert!(child.wait().unwrap().success());
+    assert!(!folder.path("interrupted/adapter").exists());
+    let (output, said) = finish(with("interrupted", &["--resume"]));
+    assert!(output.status.success(), "{said}");
+    assert!(files("interrupted") == whole);
+
+    let child = with("killed", &[]).spawn().unwrap();
+    kill_after_a_checkpoint(child, &folder.path("killed").join(run::CHECKPOINTS));
+    assert!(!folder.path("killed/adapter").exists());
+    let (output, said) = finish(with("killed", &["--resume", "--last-blocks", "1"]));
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(
+        said.contains("recipe.last_blocks null, and now 1"),
+        "{said}"
+    );
+    for more in [&["--resume"][..], &["--resume", "--merge"], &["--resume"]] {
+        let (output, said) = finish(with("killed", more));
+        assert!(output.status.success(), "{said}");
+        // But for the place, which is not in them.
+        assert!(files("killed") == whole, "{more:?}");
+        let merges = more.contains(&"--merge");
+        assert_eq!(said.contains("nvfp4 run --model"), merges, "{said}");
+    }
+    Source::open(&folder.path("killed/model")).unwrap();
 }
 
 /// A checkpoint that does not fit on the disk leaves the one before it as it was.
@@ -925,19 +1092,46 @@ fn what_the_command_refuses() {
         &["--steps", "3", "--export", "x.dat"],
         &["x.dat", "nvfp4 quantize"],
     );
+    refused(&["--adapter", "4"], &["--init", "--adapter"]);
+    refused(&["--merge"], &["--merge", "--adapter"]);
+    let over_a_model = |more: &[&str], words: &[&str]| {
+        let more: Vec<&str> = more.iter().copied().chain(["--adapter", "4"]).collect();
+        let (output, said) = finish(command_from("--model", &folder, "out", &more));
+        assert_eq!(output.status.code(), Some(1), "{more:?}: {said}");
+        for word in words {
+            assert!(said.contains(word), "{more:?}: '{word}' is not in: {said}");
+        }
+        assert!(!folder.path("out").exists());
+    };
+    over_a_model(
+        &["--recipe", "nvfp4-int8"],
+        &["--recipe nvfp4-int8", "--adapter 4"],
+    );
+    over_a_model(&["--nvfp4-tables"], &["--nvfp4-tables", "--adapter"]);
+    over_a_model(&["--export", "x"], &["--export x", "--adapter", "--merge"]);
+    over_a_model(
+        &["--adapter-targets", "query"],
+        &["[\"query\"]", "gate_proj"],
+    );
+    over_a_model(&["--adapter-alpha", "0"], &["rank 4 with alpha 0"]);
+    let budget = ["--steps", "3", "--memory-budget", "0.0022"];
     refused(
-        &["--steps", "3", "--memory-budget", "0.003"],
+        &budget,
         &[
             "memory budget",
             "takes about",
             "for weights and moments",
-            "which fits in 3.0 MB, with",
+            "which fits in 2.2 MB, with releasing gradients (--release-gradients)",
         ],
     );
     refused(
         &["--steps", "3", "--memory-budget", "0.0001"],
         &["leaves no way"],
     );
+    // What is said to fit does.
+    let more: Vec<&str> = budget.into_iter().chain(["--release-gradients"]).collect();
+    let (output, said) = finish(command(&folder, "out", &more));
+    assert!(output.status.success(), "{said}");
 }
 
 /// Of each public template in the folder that `NVFP4_TEMPLATES` names, what is learned of a conversation: every answer once, with its end,

@@ -99,6 +99,14 @@ impl Array {
 }
 
 impl<E: Element> Array<E> {
+    /// Bytes of an element in the memory of a device.
+    pub fn element_bytes(device: &Device) -> usize {
+        match device {
+            Device::Cpu(_) => size_of::<E::Host>(),
+            Device::Cuda(_) => E::GPU_BYTES,
+        }
+    }
+
     /// An array without elements, which takes no memory of any device.
     pub fn empty() -> Array<E> {
         let none = Buffer::zeroed(Tag::Scratch, 0).expect("an empty buffer allocates nothing");

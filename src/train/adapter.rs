@@ -20,7 +20,8 @@ const ROWS: usize = 256;
 /// The stream of random bits that first factors begin with, apart from those of rounding.
 const STREAM: u64 = 0x6c6f_7261;
 
-const FORMS: Forms = Forms {
+/// The forms of adapters.
+pub(super) const FORMS: Forms = Forms {
     weight: WeightForm::F32,
     first: FirstForm::F32,
     second: SecondForm::F32,

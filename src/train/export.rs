@@ -207,22 +207,15 @@ impl Trainer {
         base: &str,
         replace: bool,
     ) -> Result<()> {
-        let Some(lora) = &self.config().recipe.lora else {
-            bail!(
-                InvalidArgument,
-                "all parameters are trained, and there are no adapters to write; export the model"
-            );
+        let recipe = &self.config().recipe;
+        recipe.check_adapter_export(source)?;
+        let Some(lora) = &recipe.lora else {
+            bail!(Internal, "adapters to write of a recipe without them");
         };
         let layout = self.parameters().layout();
         let mut tensors = Vec::new();
         for (id, adapter) in layout.adapted() {
             let name = layout.matrices[id].name.as_str();
-            if source.is_held_with_others(id) {
-                bail!(
-                    Unsupported,
-                    "{name} is a part of a larger matrix of the checkpoint, where peft knows no adapter of its own; export the merged model"
-                );
-            }
             let (outputs, inputs) = self.parameters().matrices()[id].shape();
             let values =
                 |id: MatrixId| self.parameters().matrices()[id].delivered_values(self.device());
@@ -241,12 +234,17 @@ impl Trainer {
             true => NewDirectory::replace(place, is_adapter)?,
             false => NewDirectory::create(place)?,
         };
+        // Whole, as it is in peft's own files, which some readers insist on.
+        let alpha = match lora.alpha.fract() == 0.0 {
+            true => json!(lora.alpha as u64),
+            false => json!(lora.alpha),
+        };
         let config = json!({
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "base_model_name_or_path": base,
             "r": lora.rank,
-            "lora_alpha": lora.alpha,
+            "lora_alpha": alpha,
             "lora_dropout": 0.0,
             "target_modules": modules(layout),
             "bias": "none",
@@ -270,6 +268,31 @@ impl Trainer {
             values.iter_mut().for_each(|v| *v -= 1.0);
         }
         Ok(values)
+    }
+}
+
+impl super::Recipe {
+    /// Refuses what [`Trainer::export_adapter`] could not write after training by this recipe.
+    pub fn check_adapter_export(&self, source: &Source) -> Result<()> {
+        if self.lora.is_none() {
+            bail!(
+                InvalidArgument,
+                "all parameters are trained, and there are no adapters to write; export the model"
+            );
+        }
+        let layout = self.layout(source)?;
+        let held = layout
+            .adapted()
+            .find(|(id, _)| source.is_held_with_others(*id));
+        if let Some((id, _)) = held {
+            bail!(
+                Unsupported,
+                "{} is a part of a larger matrix of the checkpoint, where peft knows no adapter of its own; export the merged model \
+                 (nvfp4 train: --merge)",
+                layout.matrices[id].name
+            );
+        }
+        Ok(())
     }
 }
 

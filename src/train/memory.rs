@@ -4,18 +4,20 @@ use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
-use super::adapter;
 use super::curve::write_whole;
+use super::parameters::Parameters;
 use super::trainer::{Config, Phase};
 use crate::base::error::err;
 use crate::base::memory::{self, Tag};
 use crate::base::size::readable;
 use crate::base::{Error, ErrorKind, Result};
-use crate::model::training::{Recompute, Source};
-use crate::ops::Device;
-use crate::ops::training::optimizer::WeightForm;
+use crate::model::training::{PassMemory, Recompute, Source};
+use crate::ops::training::optimizer::Matrix;
+use crate::ops::{Array, Device, Mixed};
 
 const FILE: &str = "memory.json";
+/// What must be there beside an estimate, as a part of it: for what is small.
+const MARGIN: u64 = 50;
 
 /// Use of memory at the ends of phases.
 pub struct MemoryReport {
@@ -103,90 +105,56 @@ pub struct Estimate {
     pub states: u64,
     /// Gradients that are kept.
     pub gradients: u64,
-    /// What the passes of a micro-batch hold, and the products' weights.
+    /// What the passes of a micro-batch hold at their peak, with the weights of a product.
     pub activations: u64,
+    /// Of all these, what a GPU keeps in the host's memory.
+    pub offloaded: u64,
 }
 
 impl Estimate {
     /// Of a micro-batch of `tokens` tokens.
     pub fn new(source: &Source, config: &Config, device: &Device, tokens: usize) -> Estimate {
-        let spec = source.spec();
         let recipe = &config.recipe;
         // A layout that is refused is an error before there is anything to explain.
         let layout = &recipe
             .layout(source)
             .unwrap_or_else(|_| source.layout().clone());
-        let base = source.layout().matrices.len();
-        let element: u64 = if matches!(device, Device::Cuda(_)) {
-            2
-        } else {
-            4
-        };
-        let (mut states, mut gradients, mut widest) = (0u64, 0u64, 0u64);
+        let trains = |id| recipe.trains(source, layout, id);
+        let (mut states, mut gradients, mut converted, mut offloaded) = (0, 0, 0, 0);
         for (id, m) in layout.matrices.iter().enumerate() {
-            let weights = (m.rows * m.cols) as u64;
-            let forms = recipe.forms_of(&m.name);
-            let weight_bytes = |form: WeightForm| form.codes().of_block() + form.rest().of_block();
-            let trains = recipe.trains(source, layout, id);
-            let block_bytes = if id >= base {
-                3 * weight_bytes(WeightForm::F32)
-            } else if trains {
-                forms.block_bytes()
-            } else if recipe.lora.is_some() {
-                let form = adapter::base_form(source, recipe, id, &m.name);
-                weight_bytes(form.unwrap_or(WeightForm::F32))
-            } else {
-                weight_bytes(forms.weight)
+            let forms = Parameters::forms(source, recipe, id, m).unwrap_or_default();
+            let trains = trains(id);
+            let bytes = |frozen| {
+                Matrix::bytes_of(device, forms, frozen, m.rows, m.cols).unwrap_or_default()
             };
-            states += weights / 16 * block_bytes as u64;
+            states += bytes(!trains);
+            if config.offload.moments {
+                offloaded += bytes(!trains) - bytes(true);
+            }
             if trains && !recipe.release {
-                gradients += 4 * weights;
-            }
-            if m.block.is_some() {
-                widest = widest.max(weights);
+                gradients += size_of::<f32>() * m.rows * m.cols;
+                converted = converted.max(Parameters::converted(m.rows, m.cols));
             }
         }
-        states += layout
-            .vectors
-            .iter()
-            .map(|v| 16 * v.len as u64)
-            .sum::<u64>();
-        let (t, hidden) = (tokens as u64, spec.hidden_size as u64);
-        let (mut saved, mut most) = (0, 0);
-        for block in &spec.blocks {
-            let a = &block.attention;
-            let q = (a.heads * a.head_dim) as u64;
-            let width = q + 2 * (a.kv_heads * a.head_dim) as u64;
-            let wide = block.mlp.intermediate_size() as u64;
-            let post = if block.norms.post { hidden } else { 0 };
-            let heads = a.heads as u64;
-            let parts = config.recompute.parts();
-            // Elements, f32 beside them, and whether they are computed again.
-            let arrays = [
-                (2 * hidden, 0, parts.norms),
-                (width, 0, parts.qkv),
-                (width, 0, parts.heads),
-                (q, heads, parts.attention),
-                (hidden + post, 0, parts.output),
-                (2 * wide, 0, parts.gate_up),
-                (post, 0, parts.down),
-            ];
-            let (mut kept, mut again) = (0, 0);
-            for (elements, floats, recomputed) in arrays {
-                let bytes = t * (element * elements + 4 * floats);
-                *if recomputed { &mut again } else { &mut kept } += bytes;
-            }
-            most = most.max(again + t * element * (wide + 3 * hidden + q + width));
-            saved += kept;
-        }
-        let streams = (spec.blocks.len() as u64 + 1) * t * hidden * element;
-        let chunk = config.head_chunk.min(spec.vocab_size) as u64;
-        let head = t * hidden * (element + 4) + t * chunk * (4 + element);
-        let products = 2 * element * widest.max(chunk * hidden).max(2 * widest);
+        gradients += Array::<Mixed>::element_bytes(device) * converted;
+        // With their moments and gradients.
+        let vectors: usize = layout.vectors.iter().map(|v| v.len).sum();
+        states += 4 * size_of::<f32>() * vectors;
+        let pass = PassMemory {
+            device,
+            spec: source.spec(),
+            layout,
+            options: config.pass_options(),
+            precision: &recipe.precision(layout),
+            trains: &trains,
+            first_block: recipe.first_block(layout.blocks.len()),
+        };
+        let away = pass.offloaded(tokens);
         Estimate {
-            states,
-            gradients,
-            activations: streams + saved + most + head + products,
+            states: states as u64,
+            gradients: gradients as u64,
+            activations: (pass.bytes(tokens) + away) as u64,
+            offloaded: (offloaded + away) as u64,
         }
     }
 
@@ -210,14 +178,17 @@ pub fn explain(
     }
     let of = |config: &Config, tokens| Estimate::new(source, config, device, tokens);
     let asked = of(config, batch * window);
-    let there = match (memory::budget(), device) {
-        (Some(budget), _) => Some(budget),
-        (None, Device::Cuda(gpu)) => gpu.memory().ok().map(|(_, total)| total as u64),
-        (None, _) => memory::of_machine(),
+    let room = match (memory::budget(), device) {
+        (Some(budget), _) => Some(Room::Budget(budget)),
+        (None, Device::Cuda(gpu)) => gpu.memory().ok().map(|(_, total)| Room::Device {
+            bytes: total as u64,
+            offloads: device.check_offload().is_ok(),
+        }),
+        (None, _) => memory::of_machine().map(Room::Budget),
     };
     let mut advice = String::new();
-    if let Some(there) = there {
-        advice = what_fits(&of, config, (batch, window), there);
+    if let Some(room) = room {
+        advice = what_fits(&of, config, (batch, window), room);
     }
     Error::new(
         error.kind(),
@@ -232,17 +203,44 @@ pub fn explain(
     )
 }
 
-/// The first of several ways to take less that fits in `there` bytes.
+/// What memory there is.
+#[derive(Clone, Copy)]
+enum Room {
+    /// For all that is taken, wherever it is.
+    Budget(u64),
+    /// On a GPU, from which something may be offloaded.
+    Device { bytes: u64, offloads: bool },
+}
+
+impl Room {
+    fn bytes(self) -> u64 {
+        match self {
+            Room::Budget(bytes) | Room::Device { bytes, .. } => bytes,
+        }
+    }
+
+    /// What counts of an estimate.
+    fn of(self, estimate: &Estimate) -> u64 {
+        match self {
+            Room::Budget(_) => estimate.total(),
+            Room::Device { .. } => estimate.total() - estimate.offloaded,
+        }
+    }
+}
+
+/// The first of several ways to take less that fits.
 fn what_fits(
     of: &dyn Fn(&Config, usize) -> Estimate,
     config: &Config,
     (batch, window): (usize, usize),
-    there: u64,
+    room: Room,
 ) -> String {
+    let there = room.bytes();
     let mut small = config.clone();
     let mut changes = Vec::new();
     let mut tokens = batch * window;
-    let fits = |small: &Config, tokens| of(small, tokens).total() <= there;
+    let within = |estimate: &Estimate| room.of(estimate) + room.of(estimate) / MARGIN <= there;
+    let fits = |small: &Config, tokens| within(&of(small, tokens));
     if !fits(&small, tokens) && small.recompute != Recompute::Block {
         small.recompute = Recompute::Block;
         changes.push("computing activations again (--recompute block)".to_owned());
@@ -250,6 +248,13 @@ fn what_fits(
     if !fits(&small, tokens) && !small.recipe.release {
         small.recipe.release = true;
         changes.push("releasing gradients (--release-gradients)".to_owned());
+    }
+    if !fits(&small, tokens)
+        && let Room::Device { offloads: true, .. } = room
+        && !small.offload.moments
+    {
+        small.offload.moments = true;
+        changes.push("moments in the host's memory (--offload moments)".to_owned());
     }
     if !fits(&small, tokens) && batch > 1 {
         let most = (1..batch)
@@ -268,12 +273,12 @@ fn what_fits(
         changes.push(format!("--window {less}"));
     }
     let found = of(&small, tokens);
-    if found.total() > there {
+    if !within(&found) {
         return format!(
             "; of {}, that leaves no way: even {} takes {}",
             readable(there),
             changes.join(", "),
-            readable(found.total())
+            readable(room.of(&found))
         );
     }
     match changes.is_empty() {
@@ -283,7 +288,7 @@ fn what_fits(
         ),
         false => format!(
             "; about {}, which fits in {}, with {}",
-            readable(found.total()),
+            readable(room.of(&found)),
             readable(there),
             changes.join(", ")
         ),

@@ -14,11 +14,11 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::format::adamw::GROUP_ROWS;
 use crate::model::Trained;
-use crate::model::training::{Layout, MatrixId, Source, Store, VectorId};
+use crate::model::training::{Layout, MatrixId, MatrixLayout, Source, Store, VectorId};
 use crate::ops::linear::Linear;
 use crate::ops::training::array;
 use crate::ops::training::optimizer::{
-    Coefficients, Hyperparameters, Matrix, StatePart, Vector, WeightForm, finish_steps,
+    Coefficients, Forms, Hyperparameters, Matrix, StatePart, Vector, WeightForm, finish_steps,
 };
 use crate::ops::training::statistics::{GradientStatistics, Statistics};
 use crate::ops::{Array, Device, Mixed, Slice, SliceMut};
@@ -156,7 +156,7 @@ impl Parameters {
         let matrices = layout.matrices.iter().zip(&trains).enumerate();
         let matrices = matrices
             .map(|(id, (m, &trains))| {
-                let forms = recipe.forms_of(&m.name);
+                let forms = Self::forms(source, recipe, id, m)?;
                 let matrix = if id >= base {
                     adapter::factor(device, &host, recipe, id, m, filled)
                 } else if trains && !filled {
@@ -208,6 +208,23 @@ impl Parameters {
             }
         }
         Ok(parameters)
+    }
+
+    /// The forms of a matrix of [`Recipe::layout`]; of one that is not trained, the weight's counts.
+    pub(super) fn forms(
+        source: &Source,
+        recipe: &Recipe,
+        id: MatrixId,
+        m: &MatrixLayout,
+    ) -> Result<Forms> {
+        if id >= source.layout().matrices.len() {
+            return Ok(adapter::FORMS);
+        }
+        let mut forms = recipe.forms_of(&m.name);
+        if recipe.lora.is_some() {
+            forms.weight = adapter::base_form(source, recipe, id, &m.name)?;
+        }
+        Ok(forms)
     }
 
     /// Gives parameters the settings of the first group that names them.
@@ -403,11 +420,17 @@ impl Parameters {
         Ok(self.report)
     }
 
+    /// Elements of the memory in which kept gradients of a matrix are converted.
+    pub(super) fn converted(rows: usize, cols: usize) -> usize {
+        ROWS.min(rows) * cols
+    }
+
     /// A step of a matrix by gradients in f32.
     fn step_from(&mut self, id: MatrixId, sum: &Array, plan: &StepPlan, factor: f64) -> Result<()> {
         let (rows, cols) = self.matrices[id].shape();
         let c = self.coefficients(plan, factor, self.settings[id]);
-        self.scratch.grow(&self.device, ROWS.min(rows) * cols)?;
+        self.scratch
+            .grow(&self.device, Self::converted(rows, cols))?;
         for first in (0..rows).step_by(ROWS) {
             let last = rows.min(first + ROWS);
             let len = (last - first) * cols;

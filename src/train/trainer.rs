@@ -60,6 +60,15 @@ impl Default for Config {
 }
 
 impl Config {
+    /// How passes use memory.
+    pub(super) fn pass_options(&self) -> Options {
+        Options {
+            recompute: self.recompute,
+            head_chunk: self.head_chunk,
+            offload: self.offload.activations,
+        }
+    }
+
     /// Refuses settings that make no sense.
     pub fn check(&self) -> Result<()> {
         if self.steps == 0 {
@@ -211,11 +220,7 @@ impl Trainer {
         mut parameters: Parameters,
     ) -> Result<Trainer> {
         parameters.set_groups(&config.groups)?;
-        let options = Options {
-            recompute: config.recompute,
-            head_chunk: config.head_chunk,
-            offload: config.offload.activations,
-        };
+        let options = config.pass_options();
         let mut pass = Pass::new(device, source.spec(), parameters.layout(), options)?;
         pass.set_precision(config.recipe.precision(parameters.layout()));
         Ok(Trainer {

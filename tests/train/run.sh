@@ -74,10 +74,10 @@ measured() {
         python3 -c 'import json, sys; assert json.load(sys.stdin)["perplexity"] < 70'
 }
 
-# Questions with answers that can be known.
+# questions YES NO: with answers that can be known.
 questions() {
     for i in 1 2 3 4 5 6; do
-        for colour in red blue green; do printf 'Is %s %s?\t%s\n' "$i" "$colour" "$([ $colour = blue ] && echo yes || echo no)"; done
+        for colour in red blue green; do printf 'Is %s %s?\t%s\n' "$i" "$colour" "$([ $colour = blue ] && echo "$1" || echo "$2")"; done
     done >"$work/facts.tsv"
 }
 
@@ -88,7 +88,7 @@ teach() {
 
 # Killed three times wherever it is, a checkpoint a step: it comes to the bits of a run that was let alone.
 killed() {
-    questions
+    questions yes no
     teach "$work/run/model" "$work/whole" >/dev/null || return 1
     local resume=()
     for after in 0.3 0.5 0.4; do
@@ -107,15 +107,44 @@ killed() {
 # ask MODEL QUESTION
 ask() { "$nvfp4" run --model "$1" --raw --device cpu --temp 0 --max-tokens 4 --prompt "$2"; }
 
-# right MODEL LEAST: at least so many of twelve questions are answered as they were taught.
+# right MODEL LEAST [YES NO]: at least so many of twelve questions are answered as they were taught.
 right() {
     local right=0 i
     for i in 1 2 3 4 5 6; do
-        [ "$(ask "$1" "Is $i blue?")" = yes ] && right=$((right + 1))
-        [ "$(ask "$1" "Is $i red?")" = no ] && right=$((right + 1))
+        [ "$(ask "$1" "Is $i blue?")" = "${3:-yes}" ] && right=$((right + 1))
+        [ "$(ask "$1" "Is $i red?")" = "${4:-no}" ] && right=$((right + 1))
     done
     echo "$right of 12 right"
     [ "$right" -ge "$2" ]
+}
+
+# adapt OPTIONS...: adapters that learn the questions, beside what was trained from random weights.
+adapt() {
+    "$nvfp4" train --model "$work/run/model" --data "$work/facts.tsv" --out "$work/adapted" --device cpu --epochs 60 --window 64 --rate 5e-3 \
+        --save-every 20 --eval-every 0 --adapter 16 "$@" 2>"$work/progress" || { tail -3 "$work/progress"; return 1; }
+}
+
+# Stopped, refused, resumed, and merged when that is asked for: the base stays as it was, and what is merged has learned. The answers are of
+# words that the base has met, as its table stays.
+adapters() {
+    local before
+    questions the and
+    before=$(sha256sum "$work"/run/model/*)
+    adapt --json >"$work/events" &
+    local run=$!
+    until grep -q '"event":"checkpoint"' "$work/events"; do
+        kill -0 "$run" || return 1
+        sleep 0.02
+    done
+    touch "$work/adapted/stop"
+    wait "$run" || return 1
+    grep -q '"ending":"stopped"' "$work/events" && [ ! -e "$work/adapted/adapter" ] || return 1
+    refused "go on with it by --resume" adapt || return 1
+    adapt --resume >"$work/said" || return 1
+    cat "$work/said"
+    grep -q "from_pretrained(model, \"$work/adapted/adapter\")" "$work/said" && [ ! -e "$work/adapted/model" ] &&
+        [ "$(cd "$work/adapted/adapter" && echo *)" = "adapter_config.json adapter_model.safetensors" ] || return 1
+    adapt --resume --merge && right "$work/adapted/model" 10 the and && [ "$before" = "$(sha256sum "$work"/run/model/*)" ]
 }
 
 # A .dat file is trained, and exported as one of the same layout, whose weights are rounded to one level of scales.
@@ -158,6 +187,7 @@ check "perplexity of what was trained" measured
 check "killed three times" killed
 check "answers that were taught" right "$work/taught/model" 11
 check "a .dat file in and out" dat
+check "adapters" adapters
 check "conversations without a template" conversations
 check "bad rows" bad_rows
 finish

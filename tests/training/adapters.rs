@@ -352,6 +352,100 @@ fn adapters_are_exported_beside_and_within_the_model() {
     }
 }
 
+/// What `nvfp4 train` wrote, and what peft makes of it: every parameter as it stands in the file, and with the model below it the
+/// likelihoods that a pass of training has. What is exported now has the same files, names, shapes and settings.
+#[test]
+fn peft_reads_what_is_exported() {
+    let device = Device::cpu(Some(2)).unwrap();
+    let source = Source::open(&golden("model/qwen3_tied")).unwrap();
+    let place = golden("training/qwen3_tied_peft");
+    let read = |place: &Path, name: &str| std::fs::read(place.join(name)).unwrap();
+    let settings = |place: &Path| -> serde_json::Value {
+        serde_json::from_slice(&read(place, "adapter_config.json")).unwrap()
+    };
+    let (written, known) = (
+        read(&place, "adapter_model.safetensors"),
+        read(&place, "expected.safetensors"),
+    );
+    let written = SafeTensors::deserialize(&written).unwrap();
+    let known = SafeTensors::deserialize(&known).unwrap();
+    assert_eq!(known.len(), written.len() + 2);
+    for name in written.names() {
+        let (own, of_peft) = (written.tensor(name).unwrap(), known.tensor(name).unwrap());
+        assert_eq!(own.dtype(), of_peft.dtype(), "{name}");
+        assert_eq!(own.shape(), of_peft.shape(), "{name}");
+        assert!(own.data() == of_peft.data(), "{name} has other values");
+    }
+
+    let targets = ["q_proj", "v_proj", "down_proj"];
+    let wants = |name: &str| targets.iter().any(|part| name.ends_with(part));
+    let layout = source.layout().with_adapters(0, (4, 3.0), &wants);
+    let base = source.layout().matrices.len();
+    let factors = layout.matrices[base..].iter().map(|m| {
+        let values = floats(&written, &format!("base_model.model.{}", m.name));
+        let values = match m.is_first_factor() {
+            true => values,
+            false => transposed(&values, 4),
+        };
+        (values, Vec::new())
+    });
+    let mut store = Adapted {
+        inner: Dense::new(&device, &source),
+        base,
+        factors: factors.collect(),
+        layout: layout.clone(),
+    };
+    let options = Options::default();
+    let mut pass = Pass::new(&device, source.spec(), &layout, options).unwrap();
+    let tokens: Vec<u32> = integers(&known, "tokens")
+        .iter()
+        .map(|&t| t as u32)
+        .collect();
+    let (rows, vocabulary) = (tokens.len(), source.spec().vocab_size);
+    let logits = floats(&known, "logits");
+    for row in 0..rows {
+        let label = 53 * row % vocabulary;
+        let mut weights = vec![0.0; rows];
+        weights[row] = 1.0;
+        let labels = vec![label as i32; rows];
+        let batch = Batch::new(&device, source.spec(), &tokens, &[rows], &labels, &weights);
+        let found = pass.loss(&mut store, &batch.unwrap()).unwrap();
+        let logits = &logits[row * vocabulary..][..vocabulary];
+        let sum: f64 = logits.iter().map(|&v| f64::from(v).exp()).sum();
+        let wanted = sum.ln() - f64::from(logits[label]);
+        assert!(
+            (found - wanted).abs() < 1e-5 * wanted,
+            "row {row}: {found}, and {wanted} by peft"
+        );
+    }
+
+    let mut recipe = recipe(&targets);
+    recipe.lora = Some(Lora {
+        rank: 4,
+        alpha: 12.0,
+        ..recipe.lora.unwrap()
+    });
+    let trainer = Trainer::new(&device, &source, &config(recipe, 10)).unwrap();
+    let folder = Folder::new();
+    let now = folder.0.join("adapter");
+    trainer
+        .export_adapter(&source, &now, "qwen3_tied", false)
+        .unwrap();
+    assert_eq!(settings(&now), settings(&place));
+    assert_eq!(std::fs::read_dir(&now).unwrap().count(), 2);
+    let now = read(&now, "adapter_model.safetensors");
+    let now = SafeTensors::deserialize(&now).unwrap();
+    assert_eq!(now.len(), written.len());
+    for name in written.names() {
+        let (own, of_golden) = (now.tensor(name).unwrap(), written.tensor(name).unwrap());
+        assert_eq!(
+            (own.dtype(), own.shape()),
+            (of_golden.dtype(), of_golden.shape()),
+            "{name}"
+        );
+    }
+}
+
 #[test]
 fn adapters_that_fit_nothing_are_refused() {
     let source = Source::open(&golden("model/qwen3_untied")).unwrap();

@@ -1,9 +1,10 @@
 //! `nvfp4 train`: teaches a model what stands in files, with weights and optimizer in 4 bits, and writes what it has become.
 
+mod delivery;
 mod options;
 mod show;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use NVFP4::base::call::{Cancel, Progress, Watch};
 use NVFP4::base::error::{bail, err};
@@ -12,16 +13,15 @@ use NVFP4::model::training::{Source, Text};
 use NVFP4::ops::Device;
 use NVFP4::train::data::{self, Data, Report, Windows};
 use NVFP4::train::run::{self, CHECKPOINTS, Ending, Event, Inputs, Observer};
-use NVFP4::train::{Config, MemoryReport, Samples, TableEncoding, Trainer, checkpoint, memory};
+use NVFP4::train::{Config, MemoryReport, Samples, Trainer, checkpoint, memory};
 use serde_json::Value;
 
 pub(super) use options::Args;
 
+use self::delivery::{Delivery, is_empty};
 use self::show::Show;
 use super::{model, output};
 
-/// Where the model that a run delivers is, in its directory.
-const MODEL: &str = "model";
 /// Tokens that answer a prompt.
 const SAMPLE_TOKENS: usize = 32;
 /// A file of this name in the directory of a run ends it.
@@ -39,16 +39,16 @@ pub(super) fn run(args: &Args) -> Result<()> {
         name => model::device(name, args.threads)?,
     };
     let mut report = MemoryReport::new(&device);
+    let settings = args.settings()?;
     let source = args.source()?;
-    let place = args.export_place();
-    args.check_export(&source, &place)?;
+    let delivery = Delivery::new(args, &source, &settings.config.recipe)?;
     let text = source.text()?;
     let mut show = Show::new(args.json);
     let window = args.window(source.spec().max_positions)?;
     let (read, windows, evaluation) = args.data(&source, &text, window)?;
     show.data(&read, &windows, &evaluation)?;
 
-    let config = args.config(&device, windows.len())?;
+    let config = args.config(&settings, &device, windows.len())?;
     let explained = |e: Error| memory::explain(e, &source, &config, &device, (args.batch, window));
     let (mut trainer, at) = match &earlier {
         None => (
@@ -101,8 +101,8 @@ pub(super) fn run(args: &Args) -> Result<()> {
     if ending == Ending::Stopped {
         return show.stopped(&trainer, &args.out);
     }
-    args.export(&trainer, &source, &place)?;
-    show.finished(&trainer, &place, text.template.is_some())
+    delivery.write(args, &trainer, &source)?;
+    show.finished(&trainer, &delivery, text.template.is_some())
 }
 
 /// Refuses other settings than those of the checkpoint that a run goes on from.
@@ -169,43 +169,12 @@ impl Args {
         }
     }
 
-    /// Whether a model where this one goes is replaced: only what the run itself has put there.
-    fn replaces(&self) -> bool {
-        self.resume && self.export.is_none()
-    }
-
     fn source(&self) -> Result<Source> {
         match (&self.model, &self.init) {
             (Some(name), None) => Source::open(&model::resolve(name)?),
             (None, Some(directory)) => Source::fresh(directory, self.seed),
             _ => bail!(Internal, "clap requires one of --model and --init"),
         }
-    }
-
-    fn export_place(&self) -> PathBuf {
-        self.export.clone().unwrap_or_else(|| self.out.join(MODEL))
-    }
-
-    /// Refuses before training what could not be exported after it.
-    fn check_export(&self, source: &Source, place: &Path) -> Result<()> {
-        if is_dat(place) {
-            if source.checkpoint().format() != "dat" {
-                bail!(
-                    InvalidArgument,
-                    "--export to {} takes the layout of the .dat file that training begins with, and this begins with {}; export to a \
-                     directory, and convert that by `nvfp4 quantize`",
-                    place.display(),
-                    source.checkpoint().format()
-                );
-            }
-        } else if place.exists() && !self.replaces() && !(place.is_dir() && is_empty(place)?) {
-            bail!(
-                InvalidArgument,
-                "{} exists, and is not replaced; name a new directory for --export",
-                place.display()
-            );
-        }
-        Ok(())
     }
 
     fn data(
@@ -249,28 +218,6 @@ impl Args {
         };
         Ok((data.report().clone(), windows, evaluation))
     }
-
-    fn export(&self, trainer: &Trainer, source: &Source, place: &Path) -> Result<()> {
-        if is_dat(place) {
-            return trainer.export_dat(source, place);
-        }
-        let replaces = self.replaces() && place.exists();
-        let tables = match self.nvfp4_tables {
-            true => TableEncoding::Nvfp4,
-            false => TableEncoding::Bf16,
-        };
-        trainer.export_directory(source, place, tables, replaces)
-    }
-}
-
-fn is_dat(place: &Path) -> bool {
-    place.extension().is_some_and(|e| e == "dat")
-}
-
-fn is_empty(directory: &Path) -> Result<bool> {
-    let mut names = std::fs::read_dir(directory)
-        .map_err(|e| Error::io(format_args!("listing {}", directory.display()), e))?;
-    Ok(names.next().is_none())
 }
 
 impl Observer for Show {

@@ -8,7 +8,7 @@ use NVFP4::format::residual::Bits;
 use NVFP4::ops::Device;
 use NVFP4::ops::training::optimizer::{Hyperparameters, WeightForm};
 use NVFP4::train::data::{self, Format, Long};
-use NVFP4::train::{Clip, Config, Decay, Offload, Recipe, Recompute};
+use NVFP4::train::{Clip, Config, Decay, Lora, Offload, ProductForm, Recipe, Recompute};
 use clap::ValueEnum;
 use serde_json::Value;
 
@@ -18,6 +18,11 @@ const WARMUP: f64 = 0.03;
 const WINDOW: usize = 2048;
 /// The share of steps over which the rate falls under `wsd`.
 const LAST: f64 = 0.2;
+/// The learning rates where nothing else is said, of a model's own parameters and of adapters.
+const RATE: f64 = 2e-5;
+const ADAPTER_RATE: f64 = 2e-4;
+/// What alpha is for a rank, where nothing else is said.
+const ALPHA: f64 = 2.0;
 
 #[derive(clap::Args)]
 pub(in crate::cli) struct Args {
@@ -37,7 +42,7 @@ pub(in crate::cli) struct Args {
     /// Sets a share of the data's rows aside to evaluate with, as in 0.02
     #[arg(long, value_name = "SHARE", conflicts_with = "eval")]
     pub(super) eval_share: Option<f64>,
-    /// The directory of the run: checkpoints, loss.csv, loss.svg, memory.json, and the trained model in model/
+    /// The directory of the run: checkpoints, loss.csv, loss.svg, memory.json, and the trained model in model/, or adapters in adapter/
     #[arg(long, value_name = "DIR")]
     pub(super) out: PathBuf,
     /// Go on with the run in OUT where its last checkpoint is, to the same bits as if it had never stopped: with the options that
@@ -51,7 +56,7 @@ pub(in crate::cli) struct Args {
     /// How often to see all data; default: 1
     #[arg(long, help_heading = "Training")]
     epochs: Option<f64>,
-    /// The highest learning rate; default: 2e-5, which is for fine-tuning
+    /// The highest learning rate; default: 2e-5, which is for fine-tuning, and 2e-4 for adapters
     #[arg(long, help_heading = "Training")]
     rate: Option<f64>,
     /// Steps over which the rate rises; default: 3 % of all
@@ -88,15 +93,41 @@ pub(in crate::cli) struct Args {
         help_heading = "Training"
     )]
     pub(super) accumulate: usize,
-    /// Train only the last N blocks, the last norm and an untied head
+    /// Train only the last N blocks, the last norm and an untied head, or only the last N blocks' adapters
     #[arg(long, value_name = "N", help_heading = "Training")]
     last_blocks: Option<usize>,
     /// Chooses the order of data, what is set aside, the random bits of rounding and random weights
     #[arg(long, default_value_t = 0, help_heading = "Training")]
     pub(super) seed: u64,
-    /// Settings in JSON, by the names in a checkpoint's trainer.json under config; options that are given come first
+    /// Settings in JSON, by the names in a checkpoint's trainer.json under config; options that are given come first, and what neither says has
+    /// the defaults. Some settings have no option: groups of parameters with a rate or a decay of their own, and in the recipe high_blocks and how block scales are chosen
     #[arg(long, value_name = "FILE", help_heading = "Training")]
     config: Option<PathBuf>,
+
+    /// Train low-rank adapters (LoRA) of this rank beside the model, which is held in NVFP4 and stays as it is
+    #[arg(long, value_name = "RANK", help_heading = "Adapters")]
+    adapter: Option<usize>,
+    /// What adapters' results are multiplied by, times the rank; default: twice the rank
+    #[arg(
+        long,
+        value_name = "ALPHA",
+        requires = "adapter",
+        help_heading = "Adapters"
+    )]
+    adapter_alpha: Option<f64>,
+    /// The projections that have an adapter, by parts of their names with commas between them, as in q_proj,v_proj; default: all
+    #[arg(
+        long,
+        value_name = "NAMES",
+        value_delimiter = ',',
+        requires = "adapter",
+        help_heading = "Adapters"
+    )]
+    adapter_targets: Option<Vec<String>>,
+    /// Write the model with the adapters in it too, quantized again, to OUT/model or where --export says; also of a run that has
+    /// ended, with --resume
+    #[arg(long, help_heading = "Adapters")]
+    pub(super) merge: bool,
 
     /// Tokens of a window; default: 2048, or the model's context if that is less
     #[arg(long, value_name = "TOKENS", help_heading = "Data")]
@@ -122,8 +153,24 @@ pub(in crate::cli) struct Args {
 
     /// How weights and moments are stored: nvfp4 (2.19 bytes a parameter), nvfp4-int8 (2.69, with a residual of 8 bits), float32 (12),
     /// or a file with a recipe in JSON; default: nvfp4
-    #[arg(long, value_name = "RECIPE", help_heading = "Memory")]
+    #[arg(long, value_name = "RECIPE", help_heading = "Precision")]
     recipe: Option<String>,
+    /// Matrices to keep in float32 with their moments, and their products in bf16, by parts of their names with commas between them; with
+    /// adapters, to keep as the model has them rather than in NVFP4
+    #[arg(
+        long,
+        value_name = "NAMES",
+        value_delimiter = ',',
+        help_heading = "Precision"
+    )]
+    keep_high: Option<Vec<String>>,
+    /// In what the rows that blocks' products take are: nvfp4 rounds them as a tensor core for NVFP4 takes them; default: bf16
+    #[arg(long, value_enum, value_name = "FORM", help_heading = "Precision")]
+    activations: Option<FormName>,
+    /// In what the gradients that blocks' products take are: nvfp4 rounds them stochastically; default: bf16
+    #[arg(long, value_enum, value_name = "FORM", help_heading = "Precision")]
+    gradients: Option<FormName>,
+
     /// Use each gradient as soon as it is whole and keep none, clipping by the norm of the step before; default on a GPU without
     /// --accumulate
     #[arg(long, conflicts_with = "keep_gradients", help_heading = "Memory")]
@@ -173,7 +220,8 @@ pub(in crate::cli) struct Args {
     /// A prompt to answer at each evaluation, by the likeliest tokens; may be given several times
     #[arg(long, value_name = "PROMPT", help_heading = "Reports")]
     pub(super) sample: Vec<String>,
-    /// Where the trained model goes: a directory, or a .dat file like the one that training begins with; default: OUT/model
+    /// Where the trained model goes: a directory, or a .dat file like the one that training begins with; default: OUT/model. Adapters go to
+    /// OUT/adapter, and the model with them in it is asked for by --merge
     #[arg(long, value_name = "PATH", help_heading = "Reports")]
     pub(super) export: Option<PathBuf>,
     /// Write embeddings, and a head beside them, as the NVFP4 that they are trained in, rather than as bfloat16, which is larger and
@@ -194,6 +242,21 @@ enum ScheduleName {
 }
 
 #[derive(Clone, Copy, ValueEnum)]
+enum FormName {
+    Bf16,
+    Nvfp4,
+}
+
+impl From<FormName> for ProductForm {
+    fn from(name: FormName) -> ProductForm {
+        match name {
+            FormName::Bf16 => ProductForm::Bf16,
+            FormName::Nvfp4 => ProductForm::Nvfp4,
+        }
+    }
+}
+
+#[derive(Clone, Copy, ValueEnum)]
 enum FormatName {
     Tsv,
     Jsonl,
@@ -208,6 +271,20 @@ enum LongName {
     Truncate,
     /// They are left out
     Drop,
+}
+
+/// Settings before it is known how much data there is.
+pub(super) struct Settings {
+    pub(super) config: Config,
+    /// What `--config` says.
+    file: Value,
+}
+
+impl Settings {
+    /// Whether the file has a setting; the defaults of options are for what it leaves out.
+    fn says(&self, pointer: &str) -> bool {
+        self.file.pointer(pointer).is_some()
+    }
 }
 
 impl Args {
@@ -279,37 +356,136 @@ impl Args {
         }
     }
 
-    /// The trainer's settings for data of so many windows: those of `--config`, or the defaults, with what the options say.
-    pub(super) fn config(&self, device: &Device, windows: usize) -> Result<Config> {
-        let (mut config, has_steps) = match &self.config {
-            Some(file) => {
-                let value: Value = read(file)?;
-                let has_steps = value.get("steps").is_some();
-                let config = serde_json::from_value(value);
-                (
-                    config.map_err(|e| err!(InvalidArgument, "{}: {e}", file.display()))?,
-                    has_steps,
-                )
-            }
-            None => (fine_tuning(), false),
+    /// What is trained, and in what precision: as `--config` or the defaults have it, with what the options say.
+    pub(super) fn settings(&self) -> Result<Settings> {
+        let mut settings = Settings {
+            config: fine_tuning(),
+            file: Value::Null,
         };
+        if let Some(file) = &self.config {
+            let value: Value = read(file)?;
+            let config: Config = serde_json::from_value(value.clone())
+                .map_err(|e| err!(InvalidArgument, "{}: {e}", file.display()))?;
+            let defaults = std::mem::replace(&mut settings.config, config).optimizer;
+            settings.file = value;
+            if !settings.says("/optimizer/rate") {
+                settings.config.optimizer.rate = defaults.rate;
+            }
+            if !settings.says("/optimizer/decay") {
+                settings.config.optimizer.decay = defaults.decay;
+            }
+        }
+        let says_rate = settings.says("/optimizer/rate");
+        let config = &mut settings.config;
+        if let Some(name) = &self.recipe {
+            config.recipe = self.named_recipe(name)?;
+        }
+        let recipe = &mut config.recipe;
+        if let Some(rank) = self.adapter {
+            let earlier = recipe.lora.take();
+            let alpha = earlier.as_ref().map(|lora| lora.alpha);
+            let targets = earlier.map_or(Lora::default().targets, |lora| lora.targets);
+            recipe.lora = Some(Lora {
+                rank,
+                alpha: self.adapter_alpha.or(alpha).unwrap_or(ALPHA * rank as f64),
+                targets: self.adapter_targets.clone().unwrap_or(targets),
+            });
+        }
+        if let Some(names) = &self.keep_high {
+            recipe.keep_high.clone_from(names);
+        }
+        for (own, given) in [
+            (&mut recipe.activations, self.activations),
+            (&mut recipe.gradients, self.gradients),
+        ] {
+            *own = given.map_or(*own, ProductForm::from);
+        }
+        if !says_rate && recipe.lora.is_some() {
+            config.optimizer.rate = ADAPTER_RATE;
+        }
+        match &config.recipe.lora {
+            Some(_) => self.check_adapters()?,
+            None if self.merge => bail!(
+                InvalidArgument,
+                "--merge writes a model with its adapters in it, and no adapters are trained; give --adapter too, or leave --merge out"
+            ),
+            None => {}
+        }
+        Ok(settings)
+    }
+
+    /// Refuses what adapters leave nothing to do for.
+    fn check_adapters(&self) -> Result<()> {
+        if self.init.is_some() {
+            bail!(
+                InvalidArgument,
+                "--init begins with random weights, and adapters leave them as they are; name a model that has learned by --model, or train \
+                 without --adapter"
+            );
+        }
+        if self.nvfp4_tables {
+            bail!(
+                InvalidArgument,
+                "--nvfp4-tables is for tables that are trained, and adapters leave them as they are; leave it out, or train without --adapter"
+            );
+        }
+        if let (Some(place), false) = (&self.export, self.merge) {
+            bail!(
+                InvalidArgument,
+                "--export {} says where a model goes, and --adapter trains none of its own; give --merge for the model with the adapters in it",
+                place.display()
+            );
+        }
+        Ok(())
+    }
+
+    /// The recipe of this name, or in this file.
+    fn named_recipe(&self, name: &str) -> Result<Recipe> {
+        let recipe = match name {
+            "nvfp4" => Recipe::default(),
+            "nvfp4-int8" => Recipe {
+                weights: WeightForm::Residual(Bits::Eight),
+                ..Recipe::default()
+            },
+            "float32" => Recipe::float32(),
+            file if Path::new(file).exists() => return read(Path::new(file)),
+            other => bail!(
+                NotFound,
+                "--recipe '{other}' is neither nvfp4, nvfp4-int8 or float32 nor a file"
+            ),
+        };
+        match self.adapter {
+            Some(rank) => bail!(
+                InvalidArgument,
+                "--recipe {name} says how a model's own weights are stored while they are trained, and --adapter {rank} trains none of them; give \
+                 one of the two"
+            ),
+            None => Ok(recipe),
+        }
+    }
+
+    /// The trainer's settings for data of so many windows.
+    pub(super) fn config(
+        &self,
+        settings: &Settings,
+        device: &Device,
+        windows: usize,
+    ) -> Result<Config> {
+        let mut config = settings.config.clone();
         let each = (self.batch * self.accumulate) as f64;
         let epochs = |epochs: f64| (epochs * windows as f64 / each).ceil() as u64;
         config.steps = match (self.steps, self.epochs) {
             (Some(steps), _) => steps,
             (None, Some(number)) => epochs(number),
-            (None, None) if has_steps => config.steps,
+            (None, None) if settings.says("/steps") => config.steps,
             (None, None) => epochs(1.0),
         };
-        if let Some(name) = &self.recipe {
-            config.recipe = recipe(name)?;
-        }
         config.recipe.seed = self.seed;
         config.recipe.last_blocks = self.last_blocks.or(config.recipe.last_blocks);
         let release = match device {
             _ if self.keep_gradients => false,
             _ if self.release_gradients => true,
-            Device::Cuda(_) if self.config.is_none() => self.accumulate == 1,
+            Device::Cuda(_) if !settings.says("/recipe/release") => self.accumulate == 1,
             _ => config.recipe.release,
         };
         config.recipe.release = release;
@@ -334,7 +510,7 @@ impl Args {
         }
         match self.warmup {
             Some(steps) => config.schedule.warmup = steps,
-            None if self.config.is_none() => {
+            None if !settings.says("/schedule/warmup") => {
                 config.schedule.warmup = (config.steps as f64 * WARMUP).round() as u64;
             }
             None => {}
@@ -364,28 +540,11 @@ impl Args {
 fn fine_tuning() -> Config {
     Config {
         optimizer: Hyperparameters {
-            rate: 2e-5,
+            rate: RATE,
             decay: 0.01,
             ..Hyperparameters::default()
         },
         ..Config::default()
-    }
-}
-
-/// The recipe of this name, or in this file.
-fn recipe(name: &str) -> Result<Recipe> {
-    match name {
-        "nvfp4" => Ok(Recipe::default()),
-        "nvfp4-int8" => Ok(Recipe {
-            weights: WeightForm::Residual(Bits::Eight),
-            ..Recipe::default()
-        }),
-        "float32" => Ok(Recipe::float32()),
-        file if Path::new(file).exists() => read(Path::new(file)),
-        other => bail!(
-            NotFound,
-            "--recipe '{other}' is neither nvfp4, nvfp4-int8 or float32 nor a file"
-        ),
     }
 }
 

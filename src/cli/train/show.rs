@@ -1,7 +1,7 @@
 //! A run as a person at a terminal, a log or a program sees it.
 
 use std::io::IsTerminal;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use NVFP4::base::{Result, memory as account};
@@ -11,6 +11,7 @@ use NVFP4::train::run::{Ending, Event};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{Value, json};
 
+use super::delivery::Delivery;
 use crate::cli::output;
 
 /// The time between two lines of a log.
@@ -84,13 +85,20 @@ impl Show {
                 "parameters": parameters.trained(), "state_bytes": parameters.bytes(), "config": config,
             }));
         }
+        let what = match &config.recipe.lora {
+            None => String::new(),
+            Some(lora) => format!(
+                " of adapters of rank {}, with the model below them,",
+                lora.rank
+            ),
+        };
         self.say(format!(
-            "{}: {:.1} M parameters in {} on {}, {} steps{}",
+            "{}: {} parameters{what} in {} on {}, {} steps{}",
             match resumed {
                 true => format!("resuming after step {}", trainer.steps()),
                 false => "training".to_owned(),
             },
-            parameters.trained() as f64 / 1e6,
+            count(parameters.trained()),
             output::size(parameters.bytes() as u64),
             trainer.device().name(),
             config.steps,
@@ -150,6 +158,13 @@ impl Show {
                 step,
                 delivered,
                 stored,
+            } if delivered == stored => {
+                self.say(format!("step {step}: evaluation loss {delivered:.4}"));
+            }
+            Event::Evaluation {
+                step,
+                delivered,
+                stored,
             } => self.say(format!(
                 "step {step}: evaluation loss {delivered:.4} as delivered, {stored:.4} as stored"
             )),
@@ -171,7 +186,7 @@ impl Show {
     pub(super) fn stopped(&mut self, trainer: &Trainer, out: &Path) -> Result<()> {
         self.end();
         if self.json {
-            return output::json(&ended(Ending::Stopped, trainer, out));
+            return output::json(&ended(Ending::Stopped, trainer, Some(out)));
         }
         if trainer.steps() == 0 {
             return output::line("stopped before the first step; the same command begins again");
@@ -183,12 +198,36 @@ impl Show {
         ))
     }
 
-    /// The model is there.
-    pub(super) fn finished(&mut self, trainer: &Trainer, place: &Path, talks: bool) -> Result<()> {
+    /// What was trained is there.
+    pub(super) fn finished(
+        &mut self,
+        trainer: &Trainer,
+        delivery: &Delivery,
+        talks: bool,
+    ) -> Result<()> {
         self.end();
         if self.json {
-            return output::json(&ended(Ending::Finished, trainer, place));
+            let place = delivery.adapter.as_ref().or(delivery.model.as_ref());
+            let mut said = ended(Ending::Finished, trainer, place.map(PathBuf::as_path));
+            if delivery.adapter.is_some() {
+                said["merged"] = json!(delivery.model);
+            }
+            return output::json(&said);
         }
+        if let Some(place) = &delivery.adapter {
+            let place = place.display();
+            output::line(format_args!(
+                "{place}: trained adapters; to use them in transformers: peft.PeftModel.from_pretrained(model, \"{place}\"){}",
+                match delivery.model {
+                    Some(_) => "",
+                    None =>
+                        "; to have the model with them in it: the same command with --resume --merge",
+                }
+            ))?;
+        }
+        let Some(place) = &delivery.model else {
+            return Ok(());
+        };
         let place = place.display();
         match talks {
             true => output::line(format_args!(
@@ -207,8 +246,16 @@ impl Show {
     }
 }
 
+/// A number of parameters, for a person.
+fn count(parameters: usize) -> String {
+    match parameters as f64 {
+        few if few < 1e6 => format!("{:.1} k", few / 1e3),
+        many => format!("{:.1} M", many / 1e6),
+    }
+}
+
 /// What a run with `--json` says at its end.
-fn ended(ending: Ending, trainer: &Trainer, place: &Path) -> Value {
+fn ended(ending: Ending, trainer: &Trainer, place: Option<&Path>) -> Value {
     json!({
         "event": "end", "ending": ending, "step": trainer.steps(), "skipped": trainer.skipped(), "path": place,
         "state_bytes": trainer.parameters().bytes(), "peak_bytes": account::total().peak,

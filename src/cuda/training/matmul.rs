@@ -9,7 +9,7 @@ use crate::cuda::driver::{DeviceBuffer, DeviceSlice};
 use crate::tensor::product::{Form, Sizes};
 
 /// What the library may use beside its operands.
-const WORKSPACE: usize = 32 << 20;
+pub const WORKSPACE: usize = 32 << 20;
 
 /// The product of `a` and `b`, bf16, as `form` says, to `out` `[m, n]`, or added to it: in f32 if it is twice as large as in bf16.
 pub fn matmul(

@@ -23,7 +23,7 @@ pub use loss::{
     CrossEntropy, L1_PARTIAL, LogitChunk, cross_entropy_chunk, cross_entropy_finish,
     cross_entropy_gradient, l1_gradient,
 };
-pub use matmul::matmul;
+pub use matmul::{WORKSPACE as PRODUCT_WORKSPACE, matmul};
 pub use norm::{RmsNormBackward, rms_norm_backward, rms_norm_forward, rms_norm_partial};
 pub use operand::{OPERAND_MAXIMA, round_columns, round_rows};
 pub use optimizer::{

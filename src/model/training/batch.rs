@@ -72,6 +72,17 @@ impl Batch {
         })
     }
 
+    /// Bytes that a batch of `rows` tokens takes at most.
+    pub(super) fn bytes(spec: &Spec, rows: usize) -> usize {
+        let pairs = spec
+            .ropes
+            .iter()
+            .map(|set| set.table(rows).frequencies.len());
+        // Where documents begin and end; labels and weights; and tokens, rows, and where the rows of a token begin, in their order.
+        let numbers = 2 + 2 + 3;
+        size_of::<f32>() * (rows * (numbers + 2 * pairs.sum::<usize>()) + 1)
+    }
+
     /// Tokens.
     pub fn rows(&self) -> usize {
         self.tokens.len()

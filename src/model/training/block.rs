@@ -4,7 +4,7 @@ use super::layout::{BlockLayout, ProjectionLayout, VectorId};
 use super::linear::{Linear, LinearScratch};
 use super::precision::ProductPrecision;
 use super::recompute::{Recompute, RecomputedParts};
-use super::scratch::{Saved, Scratch, grow};
+use super::scratch::{Saved, SavedSizes, Scratch, grow};
 use super::{Batch, Store};
 use crate::base::Result;
 use crate::base::error::bail;
@@ -13,6 +13,65 @@ use crate::ops::training::attention::{PackedAttention, attention, attention_back
 use crate::ops::training::heads::{HeadOptions, heads, heads_backward};
 use crate::ops::training::{activation, array, norm};
 use crate::ops::{Array, Device, Mixed, Slice};
+
+/// Elements of what rows take in a block.
+pub(super) struct BlockSizes {
+    /// The residual stream.
+    pub(super) stream: usize,
+    /// Queries, keys and values.
+    pub(super) qkv: usize,
+    /// What attention makes, and a number for each row and head.
+    pub(super) attended: usize,
+    pub(super) lse: usize,
+    /// What goes into the last projection of the MLP.
+    pub(super) wide: usize,
+}
+
+impl BlockSizes {
+    pub(super) fn new(spec: &Spec, block: &BlockSpec, rows: usize) -> BlockSizes {
+        let attention = packed_attention(&block.attention);
+        BlockSizes {
+            stream: rows * spec.hidden_size,
+            qkv: rows * attention.width(),
+            attended: rows * attention.q_width(),
+            lse: rows * attention.heads,
+            wide: rows * block.mlp.intermediate_size(),
+        }
+    }
+
+    /// What the backward pass takes from the forward pass.
+    pub(super) fn saved(&self, layout: &BlockLayout) -> SavedSizes {
+        let branch = |[_, post]: [Option<VectorId>; 2]| post.map_or(0, |_| self.stream);
+        SavedSizes {
+            normed: self.stream,
+            qkv: self.qkv,
+            rotated: self.qkv,
+            attended: self.attended,
+            lse: self.lse,
+            attention_branch: branch(layout.attention_norms),
+            middle: self.stream,
+            mlp_normed: self.stream,
+            gate_up: 2 * self.wide,
+            mlp_branch: branch(layout.mlp_norms),
+        }
+    }
+
+    /// What goes into the last projection of the MLP, its gradients, and those of queries, keys and values, one after another.
+    pub(super) fn inner(&self) -> usize {
+        self.wide.max(self.qkv)
+    }
+}
+
+fn packed_attention(spec: &AttentionSpec) -> PackedAttention {
+    PackedAttention {
+        heads: spec.heads,
+        kv_heads: spec.kv_heads,
+        dim: spec.head_dim,
+        scale: spec.scale,
+        window: spec.window,
+        score_cap: spec.score_cap,
+    }
+}
 
 /// A block of a model, with rows that go through it.
 pub(super) struct BlockPass<'a> {
@@ -48,23 +107,11 @@ impl BlockPass<'_> {
     }
 
     fn attention(&self) -> PackedAttention {
-        let AttentionSpec {
-            heads,
-            kv_heads,
-            head_dim,
-            window,
-            scale,
-            score_cap,
-            ..
-        } = self.block.attention;
-        PackedAttention {
-            heads,
-            kv_heads,
-            dim: head_dim,
-            scale,
-            window,
-            score_cap,
-        }
+        packed_attention(&self.block.attention)
+    }
+
+    fn sizes(&self) -> BlockSizes {
+        BlockSizes::new(self.spec, self.block, self.rows())
     }
 
     fn intermediate(&self) -> usize {
@@ -120,13 +167,14 @@ impl BlockPass<'_> {
             self.stream(),
         );
         let wide = self.intermediate();
+        let sizes = self.sizes().saved(self.layout);
         let [pre, post] = self.layout.mlp_norms;
         if parts.norms {
-            saved.mlp_normed.grow(device, stream)?;
+            saved.mlp_normed.grow(device, sizes.mlp_normed)?;
             self.enter(store, pre, &saved.middle, &mut saved.mlp_normed)?;
         }
         if parts.gate_up {
-            saved.gate_up.grow(device, t * 2 * wide)?;
+            saved.gate_up.grow(device, sizes.gate_up)?;
             let normed = saved.mlp_normed.first(stream)?;
             self.linear(&self.layout.gate_up, hidden).forward(
                 store,
@@ -172,13 +220,14 @@ impl BlockPass<'_> {
         );
         let options = self.attention();
         let (width, q_width) = (options.width(), options.q_width());
+        let sizes = self.sizes().saved(self.layout);
         let [pre, post] = self.layout.attention_norms;
         if parts.norms {
-            saved.normed.grow(device, stream)?;
+            saved.normed.grow(device, sizes.normed)?;
             self.enter(store, pre, x, &mut saved.normed)?;
         }
         if parts.qkv {
-            saved.qkv.grow(device, t * width)?;
+            saved.qkv.grow(device, sizes.qkv)?;
             let normed = saved.normed.first(stream)?;
             self.linear(&self.layout.qkv, hidden).forward(
                 store,
@@ -189,15 +238,15 @@ impl BlockPass<'_> {
             )?;
         }
         if parts.heads {
-            saved.rotated.grow(device, t * width)?;
+            saved.rotated.grow(device, sizes.rotated)?;
             let angles = &self.batch.angles[self.block.attention.rope];
             let qkv = saved.qkv.first(t * width)?;
             let rotated = saved.rotated.first_mut(t * width)?;
             heads(device, &self.heads(&*store, angles)?, qkv, rotated)?;
         }
         if parts.attention {
-            saved.attended.grow(device, t * q_width)?;
-            saved.lse.grow(device, t * options.heads)?;
+            saved.attended.grow(device, sizes.attended)?;
+            saved.lse.grow(device, sizes.lse)?;
             attention(
                 device,
                 &options,
@@ -210,7 +259,7 @@ impl BlockPass<'_> {
         if !parts.output {
             return Ok(());
         }
-        saved.middle.grow(device, stream)?;
+        saved.middle.grow(device, sizes.middle)?;
         self.leave(
             store,
             (post, self.layout.o),
@@ -240,12 +289,13 @@ impl BlockPass<'_> {
         );
         let options = self.attention();
         let (width, q_width, wide) = (options.width(), options.q_width(), self.intermediate());
+        let sizes = self.sizes();
         grow(
             device,
             &mut [
-                (&mut s.dx_before, stream),
-                (&mut s.dattended, t * q_width),
-                (&mut s.inner, t * wide.max(width)),
+                (&mut s.dx_before, sizes.stream),
+                (&mut s.dattended, sizes.attended),
+                (&mut s.inner, sizes.inner()),
             ],
         )?;
 

@@ -23,7 +23,32 @@ pub(super) struct HeadPass<'a> {
     pub(super) keeps: bool,
 }
 
+/// Elements of what rows take in a head.
+pub(super) struct HeadSizes {
+    /// What the head takes.
+    pub(super) stream: usize,
+    /// Its rows for a chunk, or their gradients.
+    pub(super) weight: usize,
+    /// Logits of a chunk.
+    pub(super) logits: usize,
+}
+
+impl HeadSizes {
+    pub(super) fn new(spec: &Spec, chunk: usize, rows: usize) -> HeadSizes {
+        let widest = chunk.min(spec.vocab_size);
+        HeadSizes {
+            stream: rows * spec.hidden_size,
+            weight: widest * spec.hidden_size,
+            logits: rows * widest,
+        }
+    }
+}
+
 impl HeadPass<'_> {
+    fn sizes(&self, rows: usize) -> HeadSizes {
+        HeadSizes::new(self.spec, self.chunk, rows)
+    }
+
     fn chunks(&self) -> impl Iterator<Item = Range<usize>> + use<> {
         let (vocab, chunk) = (self.spec.vocab_size, self.chunk);
         (0..vocab)
@@ -96,8 +121,9 @@ impl HeadPass<'_> {
         s: &mut Scratch,
     ) -> Result<()> {
         let (device, hidden, width) = (self.device, self.spec.hidden_size, tokens.len());
-        s.weight.grow(device, self.widest() * hidden)?;
-        s.logits.grow(device, t * self.widest())?;
+        let sizes = self.sizes(t);
+        s.weight.grow(device, sizes.weight)?;
+        s.logits.grow(device, sizes.logits)?;
         store.read(
             self.layout.head,
             tokens.clone(),
@@ -133,8 +159,8 @@ impl HeadPass<'_> {
     ) -> Result<()> {
         self.logits(store, tokens, self.batch.rows(), s)?;
         let len = self.batch.rows() * tokens.len();
-        s.dlogits
-            .grow(self.device, self.batch.rows() * self.widest())?;
+        let sizes = self.sizes(self.batch.rows());
+        s.dlogits.grow(self.device, sizes.logits)?;
         let (logits, gradients) = (s.logits.first(len)?, s.dlogits.first_mut(len)?);
         loss.gradients(
             self.device,
@@ -199,7 +225,7 @@ impl HeadPass<'_> {
                 .tied
                 .part_mut(tokens.start * hidden..tokens.end * hidden)?,
             false => {
-                s.gradient.grow(self.device, self.widest() * hidden)?;
+                s.gradient.grow(self.device, self.sizes(t).weight)?;
                 s.gradient.first_mut(width * hidden)?
             }
         };
@@ -287,7 +313,7 @@ impl HeadPass<'_> {
                     self.weight_gradients(&tokens, false, s)?;
                 }
                 None => {
-                    s.gradient.grow(device, self.widest() * hidden)?;
+                    s.gradient.grow(device, self.sizes(t).weight)?;
                     array::clear(device, s.gradient.first_mut(len)?)?;
                 }
             }

@@ -1,8 +1,8 @@
 //! Projections that take the same rows, forward and backward: one product for all of them, their biases, and their adapters.
 
-use super::Store;
-use super::layout::{AdapterLayout, ProjectionLayout};
+use super::layout::{AdapterLayout, Layout, ProjectionLayout};
 use super::precision::Rounding;
+use super::{MatrixId, Store};
 use crate::base::Result;
 use crate::ops::training::matmul::{Form, Sizes, matmul};
 use crate::ops::training::operand::{self, OperandRounding, ROTATED};
@@ -37,6 +37,103 @@ impl LinearScratch {
             drounded: Array::empty(),
             share: Array::empty(),
         }
+    }
+}
+
+/// Elements of the memory that projections use.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct LinearSizes {
+    /// The matrices, and then their gradients.
+    pub(super) weight: usize,
+    /// Those of [`LinearScratch`].
+    bias: usize,
+    factor: usize,
+    inner: usize,
+    dinner: usize,
+    rounded: usize,
+    drounded: usize,
+    share: usize,
+}
+
+/// Which passes projections are taken through.
+#[derive(Clone, Copy)]
+pub(super) struct Passes {
+    pub(super) forward: bool,
+    pub(super) backward: bool,
+    /// Whether the gradients of the rows are made.
+    pub(super) inputs: bool,
+}
+
+impl LinearSizes {
+    /// Of projections of `rows` rows. `trains` says which matrices get gradients.
+    pub(super) fn new(
+        layout: &Layout,
+        projections: &[ProjectionLayout],
+        rows: usize,
+        rounding: &Rounding,
+        (passes, trains): (Passes, &dyn Fn(MatrixId) -> bool),
+    ) -> LinearSizes {
+        let Passes {
+            forward,
+            backward,
+            inputs,
+        } = passes;
+        let mut sizes = LinearSizes::default();
+        if !forward && !backward {
+            return sizes;
+        }
+        let matrices = projections.iter().map(|p| &layout.matrices[p.matrix]);
+        let (n, k) = matrices.fold((0, 0), |(n, _), m| (n + m.rows, m.cols));
+        sizes.weight = n * k;
+        if projections.iter().any(|p| p.bias.is_some()) {
+            sizes.bias = n;
+        }
+        let adapted = projections
+            .iter()
+            .filter_map(|p| Some((p.adapter?, p.matrix)));
+        for (adapter, matrix) in adapted {
+            let outputs = layout.matrices[matrix].rows;
+            let inner = (rows * adapter.rank).next_multiple_of(PIECE);
+            sizes.factor = sizes.factor.max(adapter.rank * k.max(outputs));
+            sizes.inner = inner;
+            sizes.dinner = if backward { inner } else { 0 };
+            if outputs != n {
+                sizes.share = sizes.share.max(rows * outputs);
+            }
+        }
+        let trains = backward && projections.iter().any(|p| trains(p.matrix));
+        let tokens = rows.next_multiple_of(ROTATED);
+        match (rounding.gradients.is_some(), rounding.rows.is_some()) {
+            // Both operands of the weights' gradients are rotated.
+            (true, _) if trains => sizes.rounded = tokens * k,
+            (_, true) if forward || trains => sizes.rounded = rows * k,
+            _ => {}
+        }
+        if rounding.gradients.is_some() && (trains || inputs) {
+            sizes.drounded = n * if trains { tokens } else { rows };
+        }
+        sizes
+    }
+
+    /// What serves one after the other.
+    pub(super) fn max(self, other: LinearSizes) -> LinearSizes {
+        LinearSizes {
+            weight: self.weight.max(other.weight),
+            bias: self.bias.max(other.bias),
+            factor: self.factor.max(other.factor),
+            inner: self.inner.max(other.inner),
+            dinner: self.dinner.max(other.dinner),
+            rounded: self.rounded.max(other.rounded),
+            drounded: self.drounded.max(other.drounded),
+            share: self.share.max(other.share),
+        }
+    }
+
+    /// Bytes of [`LinearScratch`], where an element of activations has `element`.
+    pub(super) fn scratch_bytes(&self, element: usize) -> usize {
+        let elements =
+            self.factor + self.inner + self.dinner + self.rounded + self.drounded + self.share;
+        element * elements + size_of::<f32>() * self.bias
     }
 }
 
@@ -268,12 +365,7 @@ impl Linear<'_> {
     }
 
     /// Reads a factor of an adapter into `s.factor`.
-    fn factor(
-        &self,
-        store: &mut dyn Store,
-        matrix: super::MatrixId,
-        s: &mut LinearScratch,
-    ) -> Result<()> {
+    fn factor(&self, store: &mut dyn Store, matrix: MatrixId, s: &mut LinearScratch) -> Result<()> {
         let (rows, cols) = store.shape(matrix);
         s.factor.grow(self.device, rows * cols)?;
         store.read(matrix, 0..rows, s.factor.first_mut(rows * cols)?)
@@ -452,7 +544,7 @@ mod tests {
     use super::*;
     use crate::format::operand::{global_of, rotate, rotated_amax, round_block};
     use crate::format::random::uniform;
-    use crate::model::training::{MatrixId, ProductForm, ProductPrecision, VectorId};
+    use crate::model::training::{ProductForm, ProductPrecision, VectorId};
     use crate::ops::training::operand::ScaleRule;
 
     const T: usize = 21;

@@ -9,6 +9,7 @@ mod head;
 mod hidden;
 mod layout;
 mod linear;
+mod memory;
 mod pass;
 mod precision;
 mod recompute;
@@ -23,6 +24,7 @@ pub use layout::{
     AdapterLayout, BlockLayout, Layout, MatrixId, MatrixLayout, ProjectionLayout, VectorId,
     VectorLayout,
 };
+pub use memory::PassMemory;
 pub use pass::{Options, Pass};
 pub use precision::{ProductForm, ProductPrecision};
 pub use recompute::{Recompute, RecomputedParts};

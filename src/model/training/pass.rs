@@ -136,6 +136,8 @@ impl Pass {
     /// Takes a batch through all blocks; the last one's results are in the last stream. Inputs of blocks from `kept` on stay for the
     /// backward pass.
     fn forward(&mut self, store: &mut dyn Store, batch: &Batch, kept: usize) -> Result<()> {
+        // Of the embedding's gradients, or of an evaluation.
+        self.scratch.release_head();
         let len = batch.rows() * self.spec.hidden_size;
         let mut first = self.streams.take(0);
         first.grow(&self.device, len)?;

@@ -6,27 +6,30 @@ use crate::base::Result;
 use crate::ops::{Array, Device, Mixed};
 
 /// What the backward pass of a block takes from its forward pass.
-#[derive(Debug)]
-pub(super) struct Saved {
+#[derive(Debug, Default)]
+pub(super) struct Saved<M = Array<Mixed>, F = Array> {
     /// What attention's projections take, `[T, hidden]`.
-    pub(super) normed: Array<Mixed>,
+    pub(super) normed: M,
     /// Queries, keys and values as projected, and as they attend.
-    pub(super) qkv: Array<Mixed>,
-    pub(super) rotated: Array<Mixed>,
+    pub(super) qkv: M,
+    pub(super) rotated: M,
     /// What attention makes, and the logarithms of its sums.
-    pub(super) attended: Array<Mixed>,
-    pub(super) lse: Array,
+    pub(super) attended: M,
+    pub(super) lse: F,
     /// What leaves attention before it is normalized, where it is.
-    pub(super) attention_branch: Array<Mixed>,
+    pub(super) attention_branch: M,
     /// The residual stream between the halves.
-    pub(super) middle: Array<Mixed>,
+    pub(super) middle: M,
     /// What the MLP's projections take.
-    pub(super) mlp_normed: Array<Mixed>,
+    pub(super) mlp_normed: M,
     /// Gate and up, `[T, 2 intermediate]`.
-    pub(super) gate_up: Array<Mixed>,
+    pub(super) gate_up: M,
     /// What leaves the MLP before it is normalized, where it is.
-    pub(super) mlp_branch: Array<Mixed>,
+    pub(super) mlp_branch: M,
 }
+
+/// The same as numbers of elements.
+pub(super) type SavedSizes = Saved<usize, usize>;
 
 impl Saved {
     pub(super) fn new() -> Saved {
@@ -43,9 +46,50 @@ impl Saved {
             mlp_branch: Array::empty(),
         }
     }
+}
 
+impl SavedSizes {
+    fn all(&self) -> [usize; 10] {
+        [
+            self.normed,
+            self.qkv,
+            self.rotated,
+            self.attended,
+            self.lse,
+            self.attention_branch,
+            self.middle,
+            self.mlp_normed,
+            self.gate_up,
+            self.mlp_branch,
+        ]
+    }
+
+    /// What serves one after the other.
+    pub(super) fn max(&self, other: &SavedSizes) -> SavedSizes {
+        SavedSizes {
+            normed: self.normed.max(other.normed),
+            qkv: self.qkv.max(other.qkv),
+            rotated: self.rotated.max(other.rotated),
+            attended: self.attended.max(other.attended),
+            lse: self.lse.max(other.lse),
+            attention_branch: self.attention_branch.max(other.attention_branch),
+            middle: self.middle.max(other.middle),
+            mlp_normed: self.mlp_normed.max(other.mlp_normed),
+            gate_up: self.gate_up.max(other.gate_up),
+            mlp_branch: self.mlp_branch.max(other.mlp_branch),
+        }
+    }
+
+    /// Bytes, where an element of activations has `element`.
+    pub(super) fn bytes(&self, element: usize) -> usize {
+        let elements: usize = self.all().iter().sum();
+        element * (elements - self.lse) + size_of::<f32>() * self.lse
+    }
+}
+
+impl<M, F> Saved<M, F> {
     /// Exchanges with `other` all that is computed again.
-    pub(super) fn swap_recomputed(&mut self, other: &mut Saved, parts: RecomputedParts) {
+    pub(super) fn swap_recomputed(&mut self, other: &mut Self, parts: RecomputedParts) {
         let RecomputedParts {
             norms,
             qkv,

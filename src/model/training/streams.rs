@@ -20,9 +20,19 @@ impl Streams {
         let empty = |count| (0..count).map(|_| Array::empty()).collect();
         Streams {
             kept: empty(if offloads { 1 } else { blocks + 1 }),
-            away: empty(if offloads { blocks } else { 0 }),
+            away: empty(Self::away(blocks, offloads)),
             near: [Array::empty(), Array::empty()],
         }
+    }
+
+    /// How many are in the host's memory.
+    pub(super) fn away(blocks: usize, offloads: bool) -> usize {
+        if offloads { blocks } else { 0 }
+    }
+
+    /// How many are on the device.
+    pub(super) fn kept(blocks: usize, offloads: bool) -> usize {
+        if offloads { 3 } else { blocks + 1 }
     }
 
     fn offloads(&self) -> bool {

@@ -90,6 +90,12 @@ pub struct Loss {
 }
 
 impl Loss {
+    /// Bytes of the working memory of `rows` rows.
+    pub fn bytes(device: &Device, rows: usize) -> usize {
+        let arrays = if device.is_cuda() { 5 } else { 1 };
+        arrays * size_of::<f32>() * rows
+    }
+
     /// Of `rows` rows, before the first chunk.
     pub fn new(device: &Device, rows: usize) -> Result<Loss> {
         let on_gpu = match device {

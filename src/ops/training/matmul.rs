@@ -6,6 +6,14 @@ use crate::cuda::training as cuda;
 
 pub use crate::tensor::product::{Form, Sizes};
 
+/// Bytes that a product takes beside its operands, while it runs.
+pub fn workspace(device: &Device) -> usize {
+    match device {
+        Device::Cpu(_) => 0,
+        Device::Cuda(_) => cuda::PRODUCT_WORKSPACE,
+    }
+}
+
 /// The product of `a` and `b`, as `form` says, to `out` `[m, n]`, or added to it: sums in f32, rounded once on a GPU unless `out` is f32.
 pub fn matmul<E: Element<Host = f32>>(
     device: &Device,

@@ -33,6 +33,20 @@ struct FieldArrays {
     globals: Array,
 }
 
+/// Bytes of codes and of scales of weights `[rows, cols]`.
+fn weight_bytes(
+    is_cuda: bool,
+    bytes: FieldBytes,
+    rows: usize,
+    cols: usize,
+) -> Result<(usize, usize)> {
+    let blocks = rows * cols / BLOCK;
+    Ok(match is_cuda && bytes.scaled {
+        true => (cuda::chunk_bytes(rows, cols)?, 0),
+        false => (blocks * bytes.codes, blocks * usize::from(bytes.scaled)),
+    })
+}
+
 impl FieldArrays {
     /// Moments.
     fn moments(
@@ -58,11 +72,7 @@ impl FieldArrays {
         rows: usize,
         cols: usize,
     ) -> Result<FieldArrays> {
-        let blocks = rows * cols / BLOCK;
-        let (codes, scales) = match device {
-            Device::Cuda(_) if bytes.scaled => (cuda::chunk_bytes(rows, cols)?, 0),
-            _ => (blocks * bytes.codes, blocks * usize::from(bytes.scaled)),
-        };
+        let (codes, scales) = weight_bytes(device.is_cuda(), bytes, rows, cols)?;
         Ok(FieldArrays {
             bytes,
             codes: Array::zeroed(device, codes)?,
@@ -562,6 +572,27 @@ impl Matrix {
     /// Steps that have changed it.
     pub fn steps(&self) -> u64 {
         self.steps
+    }
+
+    /// Bytes that a matrix of these forms will hold; of a frozen one, of the weight's form.
+    pub fn bytes_of(
+        device: &Device,
+        forms: Forms,
+        frozen: bool,
+        rows: usize,
+        cols: usize,
+    ) -> Result<usize> {
+        let blocks = rows * cols / BLOCK;
+        let (codes, scales) = weight_bytes(device.is_cuda(), forms.weight.codes(), rows, cols)?;
+        let weight = codes + scales + blocks * forms.weight.rest().codes;
+        if frozen {
+            return Ok(weight);
+        }
+        let globals = size_of::<f32>() * rows.div_ceil(GROUP_ROWS);
+        let moments = [forms.first.field(), forms.second.field()];
+        let counters = if device.is_cuda() { COUNTERS } else { 0 };
+        let moments = moments.map(|of| blocks * of.of_block() + globals);
+        Ok(weight + moments.iter().sum::<usize>() + counters)
     }
 
     /// Bytes held.

@@ -1,0 +1,199 @@
+//! The memory that a pass takes, from the sizes that its parts allocate by, and from what of it is there at the same time.
+
+use super::block::BlockSizes;
+use super::head::HeadSizes;
+use super::layout::{BlockLayout, ProjectionLayout};
+use super::linear::{LinearSizes, Passes};
+use super::precision::ProductPrecision;
+use super::recompute::Recompute;
+use super::scratch::SavedSizes;
+use super::streams::Streams;
+use super::{Batch, Layout, MatrixId, Options};
+use crate::model::Spec;
+use crate::ops::training::loss::Loss;
+use crate::ops::training::matmul;
+use crate::ops::{Array, Device, Mixed};
+
+/// A pass of training that is yet to be made.
+pub struct PassMemory<'a> {
+    /// Where it runs.
+    pub device: &'a Device,
+    /// The model.
+    pub spec: &'a Spec,
+    /// Its parameters.
+    pub layout: &'a Layout,
+    /// How it uses memory.
+    pub options: Options,
+    /// In what its products are.
+    pub precision: &'a ProductPrecision,
+    /// Which matrices get gradients.
+    pub trains: &'a dyn Fn(MatrixId) -> bool,
+    /// The first block that gets any.
+    pub first_block: usize,
+}
+
+/// What blocks take one after another, in elements.
+#[derive(Clone, Copy, Default)]
+struct Blocks {
+    linear: LinearSizes,
+    inner: usize,
+    /// Gradients of the residual stream before a half, of a branch of it, and of what attention makes.
+    dx_before: usize,
+    dbranch: usize,
+    dattended: usize,
+}
+
+impl Blocks {
+    fn max(self, other: Blocks) -> Blocks {
+        Blocks {
+            linear: self.linear.max(other.linear),
+            inner: self.inner.max(other.inner),
+            dx_before: self.dx_before.max(other.dx_before),
+            dbranch: self.dbranch.max(other.dbranch),
+            dattended: self.dattended.max(other.dattended),
+        }
+    }
+
+    fn bytes(&self, element: usize) -> usize {
+        let elements = self.inner + self.dx_before + self.dbranch + self.dattended;
+        element * elements + self.linear.scratch_bytes(element)
+    }
+}
+
+impl PassMemory<'_> {
+    /// Bytes of the host's memory that a batch of `rows` tokens takes beside a GPU.
+    pub fn offloaded(&self, rows: usize) -> usize {
+        let away = Streams::away(self.spec.blocks.len(), self.options.offload);
+        Array::<Mixed>::element_bytes(self.device) * away * rows * self.spec.hidden_size
+    }
+
+    /// Bytes of the device that gradients of a batch of `rows` tokens at their peak; what is small beside them is left out.
+    pub fn bytes(&self, rows: usize) -> usize {
+        let PassMemory {
+            device,
+            spec,
+            layout,
+            options,
+            ..
+        } = *self;
+        let element = Array::<Mixed>::element_bytes(device);
+        let parts = options.recompute.parts();
+        let (mut kept, mut shared) = (0, SavedSizes::default());
+        let (mut forward, mut backward) = (Blocks::default(), Blocks::default());
+        for (index, (block, own)) in spec.blocks.iter().zip(&layout.blocks).enumerate() {
+            let sizes = BlockSizes::new(spec, block, rows);
+            let mut again = SavedSizes::default();
+            let mut saved = sizes.saved(own);
+            saved.swap_recomputed(&mut again, parts);
+            kept += saved.bytes(element);
+            shared = shared.max(&again);
+            forward = forward.max(Blocks {
+                linear: self.linear_forward(own, rows),
+                inner: sizes.wide,
+                ..Blocks::default()
+            });
+            if index >= self.first_block {
+                let posts = [own.attention_norms[1], own.mlp_norms[1]];
+                let normalizes = posts.iter().any(Option::is_some);
+                backward = backward.max(Blocks {
+                    linear: self.linear_backward(index, rows),
+                    inner: sizes.inner(),
+                    dx_before: sizes.stream,
+                    dbranch: if normalizes { sizes.stream } else { 0 },
+                    dattended: sizes.attended,
+                });
+            }
+        }
+        let weight = forward.linear.max(backward.linear).weight;
+        let shared = shared.bytes(element);
+
+        let head = HeadSizes::new(spec, options.head_chunk, rows);
+        let streams = Streams::kept(spec.blocks.len(), options.offload) * head.stream;
+        let keeps = options.recompute == Recompute::None;
+        let trains_head = (self.trains)(layout.head);
+        let keeps_tied = keeps && spec.tied && trains_head;
+        let tied = match keeps_tied {
+            true => spec.vocab_size * spec.hidden_size,
+            false => 0,
+        };
+        let weight = weight.max(head.weight);
+        // Gradients of the stream come in between.
+        let always = element * (streams + weight + tied + head.stream)
+            + kept
+            + Batch::bytes(spec, rows)
+            + Loss::bytes(device, rows)
+            + matmul::workspace(device);
+
+        let float = size_of::<f32>();
+        let logits = (float + element) * head.logits;
+        let own_gradient = |wanted| element * if wanted { head.weight } else { 0 };
+        let of_head =
+            (element + float) * head.stream + logits + own_gradient(!spec.tied && trains_head);
+        let of_embedding = match (self.embeds(), spec.tied) {
+            _ if keeps_tied => 0,
+            (true, true) => element * head.stream + logits + own_gradient(true),
+            (true, false) => own_gradient(true),
+            (false, _) => 0,
+        };
+        let head = of_head.max(of_embedding);
+        // What blocks take stays until the embedding's turn, if that comes, or for good where nothing is computed again.
+        let both = forward.max(backward).bytes(element);
+        let most = match keeps {
+            true => shared + both + head,
+            false if self.embeds() || spec.tied => {
+                let blocks = forward.bytes(element).max(backward.bytes(element));
+                head.max(shared + blocks)
+            }
+            false => head.max(shared + both),
+        };
+        always + most
+    }
+
+    fn linear_forward(&self, block: &BlockLayout, rows: usize) -> LinearSizes {
+        let passes = Passes {
+            forward: true,
+            backward: false,
+            inputs: false,
+        };
+        let of = |projections| self.linear(projections, rows, passes);
+        of(&block.qkv)
+            .max(of(&[block.o]))
+            .max(of(&block.gate_up))
+            .max(of(&[block.down]))
+    }
+
+    /// With what is computed again.
+    fn linear_backward(&self, index: usize, rows: usize) -> LinearSizes {
+        let (block, parts) = (&self.layout.blocks[index], self.options.recompute.parts());
+        let of = |projections, forward, inputs| {
+            let passes = Passes {
+                forward,
+                backward: true,
+                inputs,
+            };
+            self.linear(projections, rows, passes)
+        };
+        let inputs = index > self.first_block || self.embeds();
+        let down = parts.down && block.mlp_norms[1].is_some();
+        of(&block.qkv[..], parts.qkv, inputs)
+            .max(of(&[block.o], parts.output, true))
+            .max(of(&block.gate_up, parts.gate_up, true))
+            .max(of(&[block.down], down, true))
+    }
+
+    fn linear(&self, projections: &[ProjectionLayout], rows: usize, passes: Passes) -> LinearSizes {
+        let rounding = self.precision.of(projections, 0);
+        LinearSizes::new(
+            self.layout,
+            projections,
+            rows,
+            &rounding,
+            (passes, self.trains),
+        )
+    }
+
+    /// Whether the embedding gets gradients of its rows.
+    fn embeds(&self) -> bool {
+        self.first_block == 0 && (self.trains)(self.layout.embedding)
+    }
+}

@@ -1,0 +1,106 @@
+//! What is said to be needed, against what is taken. Counts memory, which wants a process of its own; nextest gives it one.
+
+use NVFP4::base::memory;
+use NVFP4::train::memory::Estimate;
+use NVFP4::train::{Lora, RecomputedParts};
+
+use super::*;
+
+/// What an estimate may be off by, of all: what is small is left out, such as gradients of the norms of heads, and a page of statistics.
+const TOLERANCE: f64 = 0.005;
+
+/// The peak of some steps, and the estimate of it, both without the parameters' states; the states are exact.
+fn peak_and_estimate(source: &Source, config: &Config, tokens: usize) -> (u64, u64) {
+    let device = Device::cpu(Some(2)).unwrap();
+    let vocabulary = source.spec().vocab_size as u32;
+    let mut batch = Documents::new(1, &[tokens / 2, tokens - tokens / 2]);
+    batch.tokens.iter_mut().for_each(|t| *t %= vocabulary);
+    let labels = batch.labels.iter_mut();
+    labels.for_each(|t| *t %= vocabulary as i32);
+
+    let before = memory::total().current;
+    let mut trainer = Trainer::new(&device, source, config).unwrap();
+    memory::reset_peak();
+    // What stays of a step is there in the next.
+    for _ in 0..2 {
+        trainer.step(&[batch.batch()]).unwrap();
+    }
+    let estimate = Estimate::new(source, config, &device, tokens);
+    assert_eq!(estimate.states, trainer.parameters().bytes() as u64);
+    let peak = memory::total().peak - before;
+    (peak - estimate.states, estimate.total() - estimate.states)
+}
+
+#[test]
+fn estimates_are_the_peaks_of_steps() {
+    let adapters = |targets: &[&str]| Recipe {
+        lora: Some(Lora {
+            rank: 8,
+            alpha: 16.0,
+            targets: targets.iter().map(|t| (*t).to_owned()).collect(),
+        }),
+        ..Recipe::default()
+    };
+    let rounded = Recipe {
+        activations: ProductForm::Nvfp4,
+        gradients: ProductForm::Nvfp4,
+        ..Recipe::default()
+    };
+    let released = Recipe {
+        release: true,
+        clip: Clip::Never,
+        ..Recipe::float32()
+    };
+    let last = Recipe {
+        last_blocks: Some(1),
+        ..Recipe::default()
+    };
+    let recipes = [
+        ("nvfp4", Recipe::default()),
+        ("float32, released", released),
+        ("rounded", rounded.clone()),
+        ("the last block", last),
+        ("adapters", adapters(&["proj"])),
+        (
+            "some adapters, rounded",
+            Recipe {
+                lora: adapters(&["q_proj", "up_proj"]).lora,
+                last_blocks: Some(1),
+                ..rounded
+            },
+        ),
+    ];
+    let parts = RecomputedParts {
+        norms: true,
+        heads: true,
+        gate_up: true,
+        ..RecomputedParts::default()
+    };
+    let mut wrong = Vec::new();
+    for name in ["qwen3_tied", "qwen3_untied", "llama_biased", "gemma3_wide"] {
+        let source = Source::open(&golden("model").join(name)).unwrap();
+        for (recipe_name, recipe) in &recipes {
+            for recompute in [Recompute::Block, Recompute::None, Recompute::Parts(parts)] {
+                // A head in few pieces or in many leads to other peaks.
+                for head_chunk in [16, 8192] {
+                    let config = Config {
+                        recompute,
+                        head_chunk,
+                        ..config(recipe.clone(), 10)
+                    };
+                    let (peak, estimate) = peak_and_estimate(&source, &config, 220);
+                    let off = estimate as f64 / peak as f64 - 1.0;
+                    let line = format!(
+                        "{name}, {recipe_name}, {recompute} again, chunks of {head_chunk}: {estimate} for {peak}, {:+.2} %",
+                        100.0 * off
+                    );
+                    println!("{line}");
+                    if off.abs() > TOLERANCE {
+                        wrong.push(line);
+                    }
+                }
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
