@@ -230,21 +230,23 @@ impl Parameters {
     /// Gives parameters the settings of the first group that names them.
     pub(super) fn set_groups(&mut self, groups: &[Group]) -> Result<()> {
         let mut used = vec![false; groups.len()];
-        let mut of = |name: &str, settings: &mut Settings| {
+        let mut of = |name: &str, settings: &mut Settings, trains: bool| {
             let names = |group: &Group| contains_one(name, &group.names);
             if let Some(number) = groups.iter().position(names) {
-                used[number] = true;
+                used[number] |= trains;
                 settings.group(&groups[number]);
             }
         };
         let matrices = self.layout.matrices.iter().zip(&mut self.settings);
-        matrices.for_each(|(m, settings)| of(&m.name, settings));
+        let matrices = matrices.zip(&self.trains);
+        matrices.for_each(|((m, settings), trains)| of(&m.name, settings, *trains));
         let vectors = self.layout.vectors.iter().zip(&mut self.vector_settings);
-        vectors.for_each(|(v, settings)| of(&v.name, settings));
+        let vectors = vectors.zip(&self.trains_vectors);
+        vectors.for_each(|((v, settings), trains)| of(&v.name, settings, *trains));
         match used.iter().position(|used| !used) {
             Some(unused) => bail!(
                 InvalidArgument,
-                "no parameter is in the group of names {:?}: there is none of such a name, or groups before it have them all",
+                "no parameter that is trained is in the group of names {:?}: there is none of such a name, or groups before it have them all",
                 groups[unused].names
             ),
             None => Ok(()),

@@ -10,6 +10,7 @@ use NVFP4::ops::training::array;
 use NVFP4::ops::training::attention::{Documents, PackedAttention, attention, attention_backward};
 use NVFP4::ops::training::operand::{OperandRounding, ScaleRule, round_columns, round_rows};
 use NVFP4::ops::{Array, Element, Mixed, Slice};
+use NVFP4::train::memory::Estimate;
 use NVFP4::train::{
     Clip, Config, HiddenBatch, Lora, MicroBatch, Offload, ProductForm, Recipe, TableEncoding,
     Trainer,
@@ -613,12 +614,15 @@ fn step_speed() {
             .collect();
         times.sort_by(f64::total_cmp);
         let peak = |tag| memory::usage(tag).peak as f64 / 1e9;
+        let estimate = Estimate::new(&source, &config, &device, rows);
         println!(
-            "{lengths:?} recompute {recompute}: {:.0} ms, {:.0} tokens/s; weights {:.2} GB, scratch {:.2} GB",
+            "{lengths:?} recompute {recompute}: {:.0} ms, {:.0} tokens/s; weights {:.2} GB of {:.2} estimated, scratch {:.2} of {:.2}",
             times[2] * 1e3,
             rows as f64 / times[2],
             peak(Tag::DeviceWeights),
-            peak(Tag::DeviceScratch)
+            estimate.states as f64 / 1e9,
+            peak(Tag::DeviceScratch),
+            (estimate.gradients + estimate.activations) as f64 / 1e9
         );
     }
 }

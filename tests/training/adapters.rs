@@ -2,7 +2,7 @@
 
 use NVFP4::format::nvfp4::{self, QuantizeOptions};
 use NVFP4::model::training::Layout;
-use NVFP4::train::{Lora, Recompute, ScaleRule};
+use NVFP4::train::{Group, Lora, Recompute, ScaleRule};
 
 use super::*;
 
@@ -458,6 +458,19 @@ fn adapters_that_fit_nothing_are_refused() {
     assert!(
         unknown.contains("[\"query\"]") && unknown.contains("gate_proj"),
         "{unknown}"
+    );
+    // Nothing of it is trained.
+    let mut grouped = config(recipe(&SEVEN), 10);
+    grouped.groups = vec![Group {
+        names: vec!["embed_tokens".to_owned(), "norm".to_owned()],
+        ..Group::default()
+    }];
+    let group = Trainer::new(&device, &source, &grouped).unwrap_err();
+    assert!(
+        group
+            .message()
+            .contains("no parameter that is trained is in the group"),
+        "{group}"
     );
     let mut none = recipe(&SEVEN);
     none.lora.as_mut().unwrap().rank = 0;

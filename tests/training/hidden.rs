@@ -145,7 +145,10 @@ fn groups_have_rates_and_decays_of_their_own() {
         made.unwrap_err().to_string()
     };
     let error = refused(group(&["embeddings"], 1.0, None));
-    assert!(error.contains("no parameter is in the group"), "{error}");
+    assert!(
+        error.contains("no parameter that is trained is in the group"),
+        "{error}"
+    );
     let error = refused(group(&["embed"], -1.0, None));
     assert!(error.contains("rate_factor -1"), "{error}");
 }

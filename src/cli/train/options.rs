@@ -100,7 +100,8 @@ pub(in crate::cli) struct Args {
     #[arg(long, default_value_t = 0, help_heading = "Training")]
     pub(super) seed: u64,
     /// Settings in JSON, by the names in a checkpoint's trainer.json under config; options that are given come first, and what neither says has
-    /// the defaults. Some settings have no option: groups of parameters with a rate or a decay of their own, and in the recipe high_blocks and how block scales are chosen
+    /// the defaults. Some settings have no option: groups of parameters with a rate or a decay of their own, and in the recipe high_blocks and
+    /// how block scales are chosen
     #[arg(long, value_name = "FILE", help_heading = "Training")]
     config: Option<PathBuf>,
 
