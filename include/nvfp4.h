@@ -2489,6 +2489,26 @@ NVFP4_Status NVFP4_trainer_export_dat(NVFP4_Trainer *trainer,
                                       const NVFP4_CallOptions *call);
 
 /**
+ * Writes the adapters of a trainer with `recipe.lora` in its config to a directory as peft reads them: `adapter_model.safetensors` in
+ * float32 and `adapter_config.json`. NVFP4_trainer_export_directory() writes the model with the adapters in it.
+ *
+ * - `base`, `base_length`: what the model below them is called in `adapter_config.json`: a directory, or a name of the Hugging Face hub.
+ * - `replace`: 1 to replace a directory that holds an adapter; 0 to refuse a directory that is not empty.
+ * - `call`: cancels the call at its start; may be NULL.
+ *
+ * #NVFP4_INVALID_ARGUMENT where all parameters are trained; #NVFP4_UNSUPPORTED where a checkpoint holds adapted matrices as parts of
+ * larger ones, for which peft has no such adapter.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_trainer_export_adapter(NVFP4_Trainer *trainer,
+                                          const char *path,
+                                          size_t path_length,
+                                          const char *base,
+                                          size_t base_length,
+                                          int32_t replace,
+                                          const NVFP4_CallOptions *call);
+
+/**
  * Gives the model that is trained, as it is delivered at this time, for sessions between steps. It runs on the memory that
  * is trained: matrices are not copied. On the CPU its products are slower than those of a loaded model, and have the same
  * bits.

@@ -2176,6 +2176,12 @@ public:
     {
         return check(NVFP4_trainer_export_dat(get(), path.data(), path.size(), call));
     }
+    /** Writes the adapters to a directory as peft reads them; `base` is what the model below them is called there. */
+    Result<void> export_adapter(std::string_view path, std::string_view base, bool replace = false,
+                                const NVFP4_CallOptions *call = nullptr)
+    {
+        return check(NVFP4_trainer_export_adapter(get(), path.data(), path.size(), base.data(), base.size(), replace, call));
+    }
     /** The model that is trained, on the memory that is trained. It ends with the next step that changes weights. */
     Result<Model> model(const NVFP4_CallOptions *call = nullptr)
     {

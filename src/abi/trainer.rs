@@ -903,6 +903,48 @@ pub unsafe extern "C" fn NVFP4_trainer_export_dat(
     })
 }
 
+/// Writes the adapters of a trainer with `recipe.lora` in its config to a directory as peft reads them: `adapter_model.safetensors` in
+/// float32 and `adapter_config.json`. NVFP4_trainer_export_directory() writes the model with the adapters in it.
+///
+/// - `base`, `base_length`: what the model below them is called in `adapter_config.json`: a directory, or a name of the Hugging Face hub.
+/// - `replace`: 1 to replace a directory that holds an adapter; 0 to refuse a directory that is not empty.
+/// - `call`: cancels the call at its start; may be NULL.
+///
+/// #NVFP4_INVALID_ARGUMENT where all parameters are trained; #NVFP4_UNSUPPORTED where a checkpoint holds adapted matrices as parts of
+/// larger ones, for which peft has no such adapter.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_trainer_export_adapter(
+    trainer: *mut NVFP4_Trainer,
+    path: *const c_char,
+    path_length: usize,
+    base: *const c_char,
+    base_length: usize,
+    replace: i32,
+    call: *const NVFP4_CallOptions,
+) -> NVFP4_Status {
+    enter("NVFP4_trainer_export_adapter", || {
+        let replace = flag("replace", replace)?;
+        // SAFETY: the pointers are as the header asks.
+        unsafe {
+            let path = Path::new(text("path", path, path_length)?);
+            let base = text("base", base, base_length)?;
+            if base.is_empty() {
+                bail!(
+                    InvalidArgument,
+                    "base is empty; name the model that the adapters belong to"
+                );
+            }
+            with_long(
+                trainer,
+                call,
+                |State {
+                     trainer, source, ..
+                 }| { trainer.export_adapter(source, path, base, replace) },
+            )
+        }
+    })
+}
+
 /// Gives the model that is trained, as it is delivered at this time, for sessions between steps. It runs on the memory that
 /// is trained: matrices are not copied. On the CPU its products are slower than those of a loaded model, and have the same
 /// bits.

@@ -919,6 +919,13 @@ static void training(const char *path)
     BAD(NVFP4_IO, NVFP4_trainer_export_directory, trainer, "/dev/null/x", 11, 0, 0, NULL);
     HANDLE(NVFP4_trainer_export_dat, h, "/dev/null/x", 11, NULL);
     BAD(invalid, NVFP4_trainer_export_dat, trainer, "/dev/null/x", 11, NULL);
+    HANDLE(NVFP4_trainer_export_adapter, h, "/dev/null/x", 11, "base", 4, 0, NULL);
+    BAD(invalid, NVFP4_trainer_export_adapter, trainer, NULL, 3, "base", 4, 0, NULL);
+    BAD(invalid, NVFP4_trainer_export_adapter, trainer, "/dev/null/x", 11, NULL, 0, 0, NULL);
+    SAYS("base is empty");
+    BAD(invalid, NVFP4_trainer_export_adapter, trainer, "/dev/null/x", 11, "base", 4, 2, NULL);
+    BAD(invalid, NVFP4_trainer_export_adapter, trainer, "/dev/null/x", 11, "base", 4, 0, NULL);
+    SAYS("no adapters to write; export the model");
     HANDLE(NVFP4_trainer_model, h, NULL, &model);
     BAD(invalid, NVFP4_trainer_model, trainer, NULL, NULL);
     CHECK(model == NULL);

@@ -5,7 +5,9 @@
 #include <atomic>
 #include <cmath>
 #include <cstdio>
+#include <fstream>
 #include <functional>
+#include <iterator>
 #include <numeric>
 #include <thread>
 
@@ -686,6 +688,20 @@ void training(const char *model, const std::string &scratch)
     CHECK(status_of([&] { trainer.step({nvfp4::MicroBatch{tokens, {1, 2}, {}}}); }) == NVFP4_INVALID_ARGUMENT);
     options.config_json = "{\"stepz\": 1}";
     CHECK(status_of([&] { nvfp4::Trainer(model, options); }) == NVFP4_INVALID_ARGUMENT);
+
+    /* Adapters, in peft's files. */
+    nvfp4::TrainerOptions few;
+    few.config_json = "{\"recipe\": {\"lora\": {\"rank\": 2}}}";
+    few.threads = 1;
+    nvfp4::Trainer adapters(model, few);
+    CHECK(adapters.step({batch}).outcome == NVFP4_STEP_UPDATED);
+    adapters.export_adapter(scratch + "/adapter", "the-base");
+    std::ifstream config(scratch + "/adapter/adapter_config.json");
+    const std::string said((std::istreambuf_iterator<char>(config)), {});
+    CHECK(said.find("\"the-base\"") != std::string::npos && said.find("\"r\": 2") != std::string::npos);
+    CHECK(status_of([&] { adapters.export_adapter(scratch + "/adapter", "the-base"); }) == NVFP4_INVALID_ARGUMENT);
+    adapters.export_adapter(scratch + "/adapter", "the-base", true);
+    CHECK(status_of([&] { trainer.export_adapter(scratch + "/other", "the-base"); }) == NVFP4_INVALID_ARGUMENT);
 
     /* One weight by itself. */
     const std::vector<float> values(64, 0.25F), slopes(64, 0.5F);

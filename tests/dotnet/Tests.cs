@@ -69,6 +69,7 @@ static class Tests
             Run("schemas", Schemas);
             Run("models on disk", Converting);
             Run("training", Training);
+            Run("adapters", Adapters);
             Run("what is wrong with training", WrongTraining);
             Run("the optimizer of one weight", OneWeight);
             Run("objects that are disposed of", Disposed);
@@ -1553,6 +1554,23 @@ static class Tests
                 using (var session = new Session(next))
                     session.Prefill(prompt);
             }
+        }
+    }
+
+    /// Adapters go to files as peft reads them.
+    static void Adapters()
+    {
+        var small = new TrainerOptions { Device = Device.Cpu, Threads = 1, ConfigJson = "{\"recipe\": {\"lora\": {\"rank\": 2}}}" };
+        using (Trainer trainer = Trainer.Create(modelPath, small))
+        {
+            string adapter = Path.Combine(scratch, "adapter");
+            trainer.Step(new[] { Batch(3) });
+            trainer.ExportAdapter(adapter, "the-base");
+            Check(File.ReadAllText(Path.Combine(adapter, "adapter_config.json")).Contains("\"the-base\""));
+            Check(File.Exists(Path.Combine(adapter, "adapter_model.safetensors")));
+            Throws<Nvfp4Exception>(() => trainer.ExportAdapter(adapter, "the-base"));
+            trainer.ExportAdapter(adapter, "the-base", replace: true);
+            Throws<ArgumentException>(() => trainer.ExportAdapter(adapter, null));
         }
     }
 

@@ -9,6 +9,7 @@ import array
 import ctypes
 import gc
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -1297,6 +1298,22 @@ class Training(unittest.TestCase):
 
     def trainer(self, **options):
         return nvfp4.Trainer(GOLDEN, device="cpu", threads=1, **{"steps": 20, "rate": 5e-3, "warmup": 2, **options})
+
+    def test_adapters(self):
+        """Adapters go to files as peft reads them."""
+        with nvfp4.Trainer(GOLDEN, device="cpu", threads=1, config={"recipe": {"lora": {"rank": 2}}}) as trainer:
+            trainer.step([self.batch(0, trainer.info["vocab_size"])])
+            place = self.place("adapter")
+            trainer.export_adapter(place, "the-base")
+            with open(os.path.join(place, "adapter_config.json"), encoding="utf-8") as file:
+                config = json.load(file)
+            self.assertEqual((config["base_model_name_or_path"], config["r"], config["peft_type"]), ("the-base", 2, "LORA"))
+            self.assertTrue(os.path.exists(os.path.join(place, "adapter_model.safetensors")))
+            with self.assertRaises(nvfp4.InvalidArgument):
+                trainer.export_adapter(place, "the-base")
+            trainer.export_adapter(place, "the-base", replace=True)
+        with self.trainer() as trainer, self.assertRaises(nvfp4.InvalidArgument):
+            trainer.export_adapter(self.place("other"), "the-base")
 
     def test_a_run(self):
         """20 steps learn; a run that is saved half-way and resumed comes to the same bits; what is exported is what was trained."""

@@ -104,6 +104,9 @@ module Train =
     /// Writes the model to a directory.
     let export (path: string) (trainer: Trainer) = trainer.ExportDirectory(path)
 
+    /// Writes the adapters to a directory as peft reads them, with what the model below them is called there.
+    let exportAdapter (path: string) (baseModel: string) (trainer: Trainer) = trainer.ExportAdapter(path, baseModel)
+
     /// The model that is trained, until the next step.
     let model (trainer: Trainer) = trainer.Model()
 

@@ -780,6 +780,10 @@ namespace LibNVFP4
             NativeCallOptions* call);
 
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_trainer_export_adapter(TrainerHandle trainer, byte* path, UIntPtr pathLength,
+            byte* baseModel, UIntPtr baseLength, int replace, NativeCallOptions* call);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
         internal static extern int NVFP4_trainer_model(TrainerHandle trainer, NativeCallOptions* call, out ModelHandle result);
 
         // Training by the host's own passes.

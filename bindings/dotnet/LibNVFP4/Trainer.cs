@@ -404,6 +404,19 @@ namespace LibNVFP4
                 Interop.Check(Native.NVFP4_trainer_export_dat(Handle, at, Interop.Size(place.Length), null));
         }
 
+        /// <summary>Writes the adapters to a directory as peft reads them, where the trainer has adapters.</summary>
+        /// <param name="path">The directory.</param>
+        /// <param name="baseModel">What the model below them is called there: a directory, or a name of the Hugging Face hub.</param>
+        /// <param name="replace">Whether a directory that holds an adapter is replaced.</param>
+        public void ExportAdapter(string path, string baseModel, bool replace = false)
+        {
+            byte[] place = Interop.Utf8(path, nameof(path)), name = Interop.Utf8(baseModel, nameof(baseModel));
+            fixed (byte* at = place)
+            fixed (byte* text = name)
+                Interop.Check(Native.NVFP4_trainer_export_adapter(Handle, at, Interop.Size(place.Length), text, Interop.Size(name.Length),
+                    Interop.Flag(replace), null));
+        }
+
         /// <summary>The model that is trained, for sessions between steps, on the memory that is trained. It ends with the next step: calls that use it or its sessions are an <see cref="Nvfp4Exception"/> from then on.</summary>
         public Model Model()
         {

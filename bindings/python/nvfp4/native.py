@@ -84,7 +84,7 @@ session_memory(pp)S session_tokens(ppzp)S session_truncate(pz)S session_reset(p)
 session_restore(ppzpp)S session_step(ppzpp)S session_step_sample(ppzpppp)S
 trainer_options_init(pI)S trainer_create(pzppp)S trainer_resume(pzpzppp)S trainer_retain(p)S trainer_release(p)S
 trainer_step(ppzzpp)S trainer_evaluate(ppzzipp)S trainer_info(ppzp)S trainer_save(ppzpzzp)S trainer_data(ppzp)S
-trainer_export_directory(ppziip)S trainer_export_dat(ppzp)S trainer_model(ppp)S
+trainer_export_directory(ppziip)S trainer_export_dat(ppzp)S trainer_export_adapter(ppzpzip)S trainer_model(ppp)S
 optimizer_options_init(pI)S step_options_init(pI)S optimizer_create(ppp)S optimizer_restore(pziiip)S optimizer_retain(p)S
 optimizer_release(p)S optimizer_step(ppppp)S optimizer_size(ppp)S optimizer_weight(piip)S optimizer_delivered(pppp)S
 optimizer_save(ppzp)S rounding_seed(LLLp)S ste_linear(ppp)S ste_linear_backward(ppppp)S

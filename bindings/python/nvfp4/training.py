@@ -154,6 +154,11 @@ class Trainer(Handle):
         """Writes the model to a .dat file, every tensor in the type that it has in the .dat file that training began with."""
         _watched(lambda call: lib.trainer_export_dat(self, *native.text_in(path), call), cancel)
 
+    def export_adapter(self, path, base, replace=False, cancel=None):
+        """Writes the adapters to a directory as peft reads them; `base` is what the model below them is called there."""
+        texts = *native.text_in(path), *native.text_in(base)
+        _watched(lambda call: lib.trainer_export_adapter(self, *texts, replace, call), cancel)
+
     def model(self, cancel=None):
         """
         The model that is trained, for sessions between steps, on the memory that is trained. It ends with the next step: using it or its
