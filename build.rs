@@ -2,7 +2,6 @@
 //! needs none: of a cdylib, rustc exports the `no_mangle` functions only, and `.ci/run` compares what the file exports with
 //! what the header declares.
 
-use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -48,38 +47,90 @@ fn link_soname(soname: &str) {
 #[cfg(not(unix))]
 fn link_soname(_: &str) {}
 
-/// Writes `kernels.rs`, the table that `src/cuda/registry.rs` includes. Its entries are machine code of every unit for every
-/// architecture if `NVFP4_EMBED_KERNELS` is 1, which takes NVRTC; by default there are none, and kernels are compiled when they
-/// are first used.
+/// Writes `kernels.rs`, the table that `src/cuda/registry.rs` includes: machine code of every unit, compressed, for the architectures
+/// that `NVFP4_EMBED_KERNELS` asks for, which takes NVRTC. By default there is none, and kernels are compiled when they are first used.
 fn embed_kernels() {
     println!("cargo::rustc-check-cfg=cfg(embedded_kernels)");
-    println!("cargo::rerun-if-env-changed=NVFP4_EMBED_KERNELS");
-    println!("cargo::rerun-if-env-changed=NVFP4_NVRTC");
+    for name in ["NVFP4_EMBED_KERNELS", "NVFP4_EMBED_CACHE", "NVFP4_NVRTC"] {
+        println!("cargo::rerun-if-env-changed={name}");
+    }
     let folder = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
-    let (count, entries) = match std::env::var("NVFP4_EMBED_KERNELS").as_deref() {
-        Err(_) | Ok("" | "0") => (0, String::new()),
-        Ok("1") => {
+    let targets = wanted_targets().unwrap_or_else(|e| panic!("{e}"));
+    let (count, entries) = match targets[..] {
+        [] => (0, String::new()),
+        _ => {
             println!("cargo::rustc-cfg=embedded_kernels");
-            compile_all(&folder).unwrap_or_else(|e| panic!("NVFP4_EMBED_KERNELS=1: {e}"))
+            compile_all(&targets, &folder).unwrap_or_else(|e| panic!("NVFP4_EMBED_KERNELS: {e}"))
         }
-        Ok(other) => panic!(
-            "NVFP4_EMBED_KERNELS is '{other}'; it takes 1, or 0 for kernels that are compiled when first used"
-        ),
     };
     let table = format!("static EMBEDDED: [Embedded; {count}] = [\n{entries}];\n");
     std::fs::write(folder.join("kernels.rs"), table).expect("writing kernels.rs");
 }
 
-/// Compiles everything into the folder, and returns the number of entries of the table and the entries.
-fn compile_all(folder: &Path) -> Result<(usize, String), String> {
-    let path = std::env::var_os("NVFP4_NVRTC")
+/// A path from the environment, where an empty one is none.
+fn path_from(name: &str) -> Option<PathBuf> {
+    std::env::var_os(name)
         .filter(|p| !p.is_empty())
-        .map(PathBuf::from);
-    let compiler = Compiler::load(path.as_deref())?;
-    let jobs: Vec<(Unit, &str)> = TARGETS
+        .map(PathBuf::from)
+}
+
+/// The architectures that `NVFP4_EMBED_KERNELS` names.
+fn wanted_targets() -> Result<Vec<&'static str>, String> {
+    let wanted = std::env::var("NVFP4_EMBED_KERNELS").unwrap_or_default();
+    match wanted.as_str() {
+        "" | "0" => Ok(Vec::new()),
+        "1" => Ok(TARGETS.to_vec()),
+        list => {
+            let known = |name: &str| TARGETS.iter().copied().find(|&target| target == name);
+            list.split(',').map(|name| known(name).ok_or_else(|| format!(
+                "NVFP4_EMBED_KERNELS names '{name}'; it takes architectures of {TARGETS:?} with commas between them, 1 for all of them, or 0 for kernels that are compiled when first used"
+            ))).collect()
+        }
+    }
+}
+
+/// Compiles everything into the folder, and returns the number of entries of the table and the entries. What `NVFP4_EMBED_CACHE`, a
+/// folder, has from another build is taken from there, and what it lacks is put there: a compiler takes most of a minute for each
+/// architecture.
+fn compile_all(targets: &[&'static str], folder: &Path) -> Result<(usize, String), String> {
+    let compiler = Compiler::load(path_from("NVFP4_NVRTC").as_deref())?;
+    let (major, minor) = compiler.version();
+    let cache = path_from("NVFP4_EMBED_CACHE");
+    if let Some(cache) = &cache {
+        std::fs::create_dir_all(cache).map_err(|e| format!("creating {}: {e}", cache.display()))?;
+    }
+    let jobs: Vec<(Unit, &str)> = targets
         .iter()
         .flat_map(|&target| Unit::for_target(target).map(move |unit| (unit, target)))
         .collect();
+    // An entry of the table: a packed image in the folder, and how long it is when it is unpacked.
+    let entry = |unit: Unit, target: &str| {
+        let sum = units::fingerprint(unit, target);
+        let name = unit.path().replace(['/', '.'], "-");
+        let name = format!("{name}-{target}-{sum:016x}-{major}.{minor}.cubin.z");
+        let cached = cache.as_ref().map(|cache| cache.join(&name));
+        let found = cached.as_ref().and_then(|path| {
+            let packed = std::fs::read(path).ok()?;
+            let image = miniz_oxide::inflate::decompress_to_vec_zlib(&packed).ok()?;
+            Some((packed, image.len()))
+        });
+        let (packed, length) = match found {
+            Some(found) => found,
+            None => {
+                let (image, _) = compiler.compile(unit.source(), target)?;
+                let packed = miniz_oxide::deflate::compress_to_vec_zlib(&image, 9);
+                if let Some(path) = cached {
+                    write_whole(&path, &packed)?;
+                }
+                (packed, image.len())
+            }
+        };
+        let path = folder.join(&name);
+        write_whole(&path, &packed)?;
+        Ok::<_, String>(format!(
+            "    Embedded {{ unit: Unit::{unit:?}, target: {target:?}, fingerprint: {sum:#018x}, is_current: OnceLock::new(), length: {length}, packed: include_bytes!({path:?}) }},\n"
+        ))
+    };
     let (next, done) = (AtomicUsize::new(0), Mutex::new(vec![None; jobs.len()]));
     let work = || {
         loop {
@@ -87,10 +138,8 @@ fn compile_all(folder: &Path) -> Result<(usize, String), String> {
             let Some(&(unit, target)) = jobs.get(at) else {
                 return;
             };
-            let image = compiler
-                .compile(unit.source(), target)
-                .map(|(image, _)| image);
-            done.lock().expect("no thread panicked")[at] = Some(image);
+            let made = entry(unit, target);
+            done.lock().expect("no thread panicked")[at] = Some(made);
         }
     };
     let threads = std::env::var("NUM_JOBS")
@@ -99,23 +148,18 @@ fn compile_all(folder: &Path) -> Result<(usize, String), String> {
         .unwrap_or(1);
     std::thread::scope(|scope| (0..threads).for_each(|_| drop(scope.spawn(work))));
 
-    let mut entries = String::new();
-    for ((unit, target), image) in jobs
-        .iter()
-        .zip(done.into_inner().expect("no thread panicked"))
-    {
-        let path = folder.join(format!(
-            "{}-{target}.cubin",
-            unit.path().replace(['/', '.'], "-")
-        ));
-        std::fs::write(&path, image.expect("every job is done")?)
-            .map_err(|e| format!("writing {}: {e}", path.display()))?;
-        let sum = units::fingerprint(*unit, target);
-        writeln!(
-            entries,
-            "    Embedded {{ unit: Unit::{unit:?}, target: {target:?}, fingerprint: {sum:#018x}, is_current: OnceLock::new(), image: include_bytes!({path:?}) }},"
-        )
-        .expect("a string takes any text");
-    }
-    Ok((jobs.len(), entries))
+    let entries = done.into_inner().expect("no thread panicked");
+    let entries: Result<String, String> = entries
+        .into_iter()
+        .map(|made| made.expect("every job is done"))
+        .collect();
+    Ok((jobs.len(), entries?))
+}
+
+/// A file that has its name once it is whole, as two builds may make it at a time.
+fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), String> {
+    let part = path.with_extension(format!("{}.part", std::process::id()));
+    std::fs::write(&part, bytes)
+        .and_then(|()| std::fs::rename(&part, path))
+        .map_err(|e| format!("writing {}: {e}", path.display()))
 }

@@ -276,7 +276,7 @@ macro_rules! targets {
     };
 }
 
-targets! { sm_80 sm_89 sm_90a sm_100a sm_120a sm_121a }
+targets! { sm_80 sm_86 sm_89 sm_90a sm_100a sm_103a sm_120a sm_121a }
 
 /// Compiles a program of tests/kernels/emulated for the processor, with this `__CUDA_ARCH__`, and runs it: what it says.
 /// Nothing where there is no compiler.

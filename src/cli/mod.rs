@@ -10,6 +10,7 @@ mod inspect;
 mod model;
 mod models;
 mod output;
+mod pages;
 mod perplexity;
 mod prompting;
 mod pull;
@@ -25,7 +26,7 @@ mod view;
 use std::process::ExitCode;
 
 use NVFP4::base::{Result, leftover};
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 
 #[derive(Parser)]
 #[command(
@@ -64,6 +65,9 @@ enum Command {
     Perplexity(perplexity::Args),
     /// Say what this machine and build support
     Diagnose(diagnose::Args),
+    /// Write manual pages and shell completions into a folder, for packages
+    #[command(hide = true)]
+    Pages(pages::Args),
 }
 
 /// Parses the arguments and runs the subcommand.
@@ -94,6 +98,7 @@ fn dispatch(command: Command) -> Result<()> {
         Command::Bench(args) => bench::run(&args),
         Command::Perplexity(args) => perplexity::run(&args),
         Command::Diagnose(args) => diagnose::run(&args),
+        Command::Pages(args) => pages::run(&args, &Cli::command()),
     }
 }
 
@@ -103,7 +108,6 @@ mod tests {
 
     #[test]
     fn the_arguments_fit_together() {
-        use clap::CommandFactory;
         Cli::command().debug_assert();
     }
 }

@@ -3,6 +3,8 @@
 
 use std::sync::OnceLock;
 
+use miniz_oxide::inflate::decompress_slice_iter_to_slice;
+
 use super::driver::{self, Attached, Gpu, KernelUnit, Source, compiler, target};
 use super::units::{Unit, fingerprint, source};
 use super::{
@@ -10,29 +12,47 @@ use super::{
     rows, sample, scaled_mm, tensor, training, unfused,
 };
 use crate::base::Result;
+use crate::base::error::err;
 
-/// Machine code that a package brings along.
+/// Machine code that a package brings along, as a zlib stream: there are some 8 MB of it for each architecture, of which a process
+/// uses one.
 struct Embedded {
     unit: Unit,
     target: &'static str,
     fingerprint: u64,
     /// Whether that is the fingerprint of the sources here, once somebody has looked.
     is_current: OnceLock<bool>,
-    image: &'static [u8],
+    /// Bytes of the image.
+    length: usize,
+    packed: &'static [u8],
+}
+
+impl Embedded {
+    /// The machine code. A damaged library is an error.
+    fn unpack(&self) -> Result<Vec<u8>> {
+        let mut image = vec![0; self.length];
+        let packed = std::iter::once(self.packed);
+        match decompress_slice_iter_to_slice(&mut image, packed, true, false) {
+            Ok(length) if length == self.length => Ok(image),
+            _ => Err(err!(
+                Internal,
+                "the kernels of {} for {} in this library are damaged; install it again",
+                self.unit.path(),
+                self.target
+            )),
+        }
+    }
 }
 
 // `static EMBEDDED: [Embedded; N]`, written by `build.rs`; empty unless the build was asked for it.
 include!(concat!(env!("OUT_DIR"), "/kernels.rs"));
 
-fn embedded(unit: Unit, target: &str) -> Option<&'static [u8]> {
+fn embedded(unit: Unit, target: &str) -> Option<&'static Embedded> {
     let found = EMBEDDED
         .iter()
         .find(|e| e.unit == unit && e.target == target)?;
     let is_current = || found.fingerprint == fingerprint(unit, target);
-    found
-        .is_current
-        .get_or_init(is_current)
-        .then_some(found.image)
+    found.is_current.get_or_init(is_current).then_some(found)
 }
 
 /// Whether every kernel for an architecture is embedded, so that it needs no compiler.
@@ -107,8 +127,8 @@ impl KernelUnit for Unit {
         Unit::is_for(self, target)
     }
 
-    fn embedded(self, target: &str) -> Option<&'static [u8]> {
-        embedded(self, target)
+    fn embedded(self, target: &str) -> Option<Result<Vec<u8>>> {
+        embedded(self, target).map(Embedded::unpack)
     }
 
     fn argument_bytes(self, kernel: &str) -> Option<usize> {
@@ -138,29 +158,57 @@ impl Attached for HasKernels {}
 
 #[cfg(all(test, embedded_kernels))]
 mod tests {
-    use std::borrow::Cow;
-
     use super::driver::{TARGETS, image};
     use super::*;
 
+    /// Architectures that this build embeds kernels for: all of them, or those that it was asked for.
+    fn targets() -> impl Iterator<Item = &'static str> {
+        let has = |target: &str| EMBEDDED.iter().any(|e| e.target == target);
+        TARGETS.iter().copied().filter(move |target| has(target))
+    }
+
     #[test]
     fn embedded_kernels_need_no_compiler() {
-        for &target in TARGETS {
+        assert!(targets().count() > 0);
+        for target in targets() {
             for unit in Unit::for_target(target) {
-                let image = image(unit, target).unwrap();
                 assert!(
-                    matches!(image, Cow::Borrowed(_)),
+                    embedded(unit, target).is_some(),
                     "{} for {target} is not embedded",
                     unit.path()
                 );
                 assert!(
-                    image.starts_with(b"\x7fELF"),
+                    image(unit, target).unwrap().starts_with(b"\x7fELF"),
                     "{} for {target} is no machine code",
                     unit.path()
                 );
             }
         }
         assert!(is_embedded((9, 0)) && !is_embedded((7, 5)));
+    }
+
+    #[test]
+    fn damaged_kernels_are_an_error() {
+        let whole = &EMBEDDED[0];
+        let damaged = |length, packed| Embedded {
+            unit: whole.unit,
+            target: whole.target,
+            fingerprint: whole.fingerprint,
+            is_current: OnceLock::new(),
+            length,
+            packed,
+        };
+        let mut flipped = whole.packed.to_vec();
+        flipped[whole.packed.len() / 2] ^= 0x10;
+        for other in [
+            damaged(whole.length, flipped.leak()),
+            damaged(whole.length, &whole.packed[..whole.packed.len() / 2]),
+            damaged(whole.length - 1, whole.packed),
+            damaged(whole.length + 1, whole.packed),
+        ] {
+            let said = other.unpack().unwrap_err().to_string();
+            assert!(said.contains(whole.unit.path()), "{said}");
+        }
     }
 
     /// Drop-in calls ask each time. The sources of an architecture's kernels are some 1.5 MB with the headers: once is enough.

@@ -30,8 +30,8 @@ pub(in crate::cuda) trait KernelUnit: Copy + Send + Sync {
     /// Whether it has kernels for an architecture, as [`target`] names it.
     fn is_for(self, target: &str) -> bool;
 
-    /// Machine code that the library brings along.
-    fn embedded(self, target: &str) -> Option<&'static [u8]>;
+    /// Machine code that the library brings along, or that it is damaged.
+    fn embedded(self, target: &str) -> Option<Result<Vec<u8>>>;
 
     /// Bytes of the one argument that a kernel takes.
     fn argument_bytes(self, kernel: &str) -> Option<usize>;
@@ -57,13 +57,13 @@ pub(in crate::cuda) fn compile(source: Source<'_>, target: &str) -> Result<(Vec<
 }
 
 /// Machine code of a unit: what is embedded, else from the cache on disk, else compiled and put there.
-pub(in crate::cuda) fn image(unit: impl KernelUnit, target: &str) -> Result<Cow<'static, [u8]>> {
+pub(in crate::cuda) fn image(unit: impl KernelUnit, target: &str) -> Result<Vec<u8>> {
     if let Some(image) = unit.embedded(target) {
-        return Ok(Cow::Borrowed(image));
+        return image;
     }
     let version = compiler()?;
     let Some(folder) = env::kernel_cache() else {
-        return Ok(Cow::Owned(compile(unit.source(), target)?.0));
+        return Ok(compile(unit.source(), target)?.0);
     };
     let mut key = XxHash3_64::new();
     key.write(&unit.fingerprint(target).to_le_bytes());
@@ -80,7 +80,7 @@ pub(in crate::cuda) fn image(unit: impl KernelUnit, target: &str) -> Result<Cow<
             .map(|(i, s)| (i, u64::from_le_bytes(*s)))
         && XxHash3_64::oneshot(image) == sum
     {
-        return Ok(Cow::Owned(image.to_vec()));
+        return Ok(image.to_vec());
     }
     let (image, _) = compile(unit.source(), target)?;
     let mut kept = image.clone();
@@ -95,7 +95,7 @@ pub(in crate::cuda) fn image(unit: impl KernelUnit, target: &str) -> Result<Cow<
             path.display()
         );
     }
-    Ok(Cow::Owned(image))
+    Ok(image)
 }
 
 /// Machine code loaded into the current context.

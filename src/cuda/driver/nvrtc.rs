@@ -18,7 +18,9 @@ pub(crate) struct Source<'a> {
 }
 
 /// Architectures that every kernel is tested for and that packages embed, as [`target`] names them.
-pub const TARGETS: &[&str] = &["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a", "sm_121a"];
+pub const TARGETS: &[&str] = &[
+    "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a", "sm_121a",
+];
 
 /// The compiler's name of an architecture: `sm_90a`. From Hopper on, with the features that only this architecture has.
 pub fn target((major, minor): (i32, i32)) -> String {

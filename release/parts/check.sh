@@ -1,0 +1,22 @@
+# Builds the natives again, from a copy of the same commit in another folder and with kernels that are compiled anew, and packs them: each
+# byte must be as before.
+# shellcheck shell=bash
+
+part_check() {
+    local again=$OUT/again arch name
+    source release/parts/natives.sh
+    source release/parts/archives.sh
+    [ -e "$OUT/source.commit" ] || fail "there is nothing in $OUT to compare with: run 'bash release/build.sh natives archives'"
+    rm -rf "$again"
+    export_source "$(<"$OUT/source.commit")" "$again/elsewhere/source"
+    for arch in $ARCHES; do
+        build_native "$arch" "$again/elsewhere/source" "$again/elsewhere/cargo" "$again/elsewhere/kernels" "$again/natives/linux-$arch"
+        diff -r "$(native_folder "$arch")" "$again/natives/linux-$arch" || fail "the natives for $arch are not reproducible"
+        say "the natives for $arch: the same bytes"
+        make_archive "$arch" "$again/elsewhere/source" "$again/natives/linux-$arch" "$again/archives" "$again/dist"
+        for name in "$again/dist/"*"linux-$arch"*; do
+            cmp "$name" "$OUT/dist/$(basename "$name")" || fail "$(basename "$name") is not reproducible"
+        done
+        say "the archives for $arch: the same bytes"
+    done
+}

@@ -1,0 +1,66 @@
+#!/usr/bin/env bash
+# Tries the archives in systems that have nothing of ours: bash release/try.sh [ARCH...]
+#
+# For x86_64 that is Debian 11, for aarch64 Debian 12 under qemu-user: each a root that debootstrap makes, with gcc, make, cmake and
+# pkg-config, and without a network. There the archive is unpacked; the C example is built as the archive's README.md says, and by CMake; both
+# answer with the model of tests/data, and so does the command, word for word; the command prints its help, a manual page and what it
+# finds. Needs root, and Debian packages that it names where they are missing. Roots are kept in $NVFP4_RELEASE/roots.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source release/common.sh
+
+# The kernel runs programs for AArch64 with qemu, also those that a program in the root starts.
+emulate_aarch64() {
+    local registry=/proc/sys/fs/binfmt_misc qemu magic mask
+    [ "$(uname -m)" != aarch64 ] || return 0
+    [ -e $registry/register ] || mount -t binfmt_misc binfmt_misc $registry || fail "binfmt_misc cannot be mounted, which qemu needs"
+    [ ! -e $registry/qemu-aarch64 ] || return 0
+    need qemu-aarch64-static qemu-user-static
+    qemu=$(command -v qemu-aarch64-static)
+    # An ELF file of 64 bits, little-endian, a program or a shared one, for machine 183. F: the interpreter is opened now, outside the root.
+    magic='\x7fELF\x02\x01\x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x02\x00\xb7\x00'
+    mask='\xff\xff\xff\xff\xff\xff\xff\x00\xff\xff\xff\xff\xff\xff\xff\xff\xfe\xff\xff\xff'
+    printf '%s' ":qemu-aarch64:M::$magic:$mask:$qemu:F" >$registry/register
+}
+
+# make_root ARCH FOLDER
+make_root() {
+    local arch=$1 root=$2 suite debian
+    [ ! -e "$root/whole" ] || return 0
+    case $arch in
+        x86_64) suite=bullseye debian=amd64 ;;
+        aarch64) suite=bookworm debian=arm64 ;;
+    esac
+    say "a root of Debian $suite for $debian"
+    rm -rf "$root" && mkdir -p "$root"
+    debootstrap --arch="$debian" --variant=minbase --include=gcc,libc6-dev,make,cmake,pkg-config,xz-utils "$suite" "$root" \
+        >"$root.log" || { tail -5 "$root.log"; fail "debootstrap could not make $root"; }
+    touch "$root/whole"
+}
+
+try() {
+    local arch=$1 root=$OUT/roots/$1 archive=$OUT/dist/nvfp4-$VERSION-linux-$1.tar.xz name
+    [ -e "$archive" ] || fail "$archive is missing: run 'bash release/build.sh'"
+    [ "$arch" != aarch64 ] || emulate_aarch64
+    make_root "$arch" "$root"
+    name=$(basename "$archive" .tar.xz)
+    rm -rf "$root/try" && mkdir "$root/try"
+    cp -r "$archive" tests/data/verse-10m release/try-inside.sh "$root/try"
+    say "trying $name"
+    # Of its own network there is not even an address.
+    unshare --net chroot "$root" /usr/bin/env -i PATH=/usr/bin:/bin HOME=/root LC_ALL=C.UTF-8 bash /try/try-inside.sh "$name" ||
+        fail "$name failed in $root"
+    say "$name: all of it worked"
+}
+
+for arch in "$@"; do
+    [[ " ${KNOWN_ARCHES[*]} " == *" $arch "* ]] || usage "there is no architecture '$arch': it takes ${KNOWN_ARCHES[*]}"
+done
+[ -d "$OUT/dist" ] || fail "there are no archives in $OUT: run 'bash release/build.sh'"
+OUT=$(cd "$OUT" && pwd)
+[ "$(id -u)" -eq 0 ] || fail "chroot needs root"
+need debootstrap debootstrap
+read -ra arches <<<"$ARCHES"
+for arch in "${@:-${arches[@]}}"; do
+    try "$arch"
+done

@@ -1,0 +1,170 @@
+#!/usr/bin/env bash
+# What a release is made of, without the long compilation of one: bash tests/release/run.sh, with libNVFP4.so and nvfp4 in
+# $NVFP4_BUILD (target/release if unset).
+#
+# The scripts refuse what they cannot do in one line; manual pages and completions say what --help does; the archive's tree, laid out
+# from the library that is there, is whole, packs to the same bytes, and works where it is unpacked (release/try-inside.sh, which
+# release/try.sh runs in bare systems); the licences of every crate that is linked are there. The last line is "N passed, N failed, N
+# skipped".
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+source tests/common/checks.sh
+
+build=$(cd "${NVFP4_BUILD:-target/release}" && pwd) || exit 1
+nvfp4=$build/nvfp4
+tree=$work/nvfp4
+
+# in_release PART COMMAND...: with the functions of the scripts.
+in_release() (
+    set -e
+    source release/common.sh
+    source "release/parts/$1.sh"
+    shift
+    "$@"
+)
+
+# refuses CODE WORDS COMMAND...: the command ends with the code, and says the words in one line.
+refuses() {
+    local code=$1 words=$2 said
+    shift 2
+    said=$("$@" 2>&1 >"$work/out")
+    [ $? -eq "$code" ] && echo "$said" && [ "$(wc -l <<<"$said")" -eq 1 ] && grep -qF -- "$words" <<<"$said"
+}
+
+# Parts share their variables, and are told by name.
+scripts_are_clean() { shellcheck -x -e SC1091,SC2034,SC2153 release/*.sh release/parts/*.sh; }
+
+subcommands() { "$nvfp4" --help | sed -n '/^Commands:/,/^$/s/^  \([a-z]*\) .*/\1/p' | grep -vx help; }
+
+# Every option and every word of help, by the name that --help gives it.
+pages_say_what_help_does() {
+    local name option page
+    subcommands >"$work/subcommands"
+    [ "$(wc -l <"$work/subcommands")" -ge 12 ] || return 1
+    [ "$(find "$tree/share/man/man1" -type f | wc -l)" -eq $(($(wc -l <"$work/subcommands") + 1)) ] || return 1
+    while read -r name; do
+        page=$tree/share/man/man1/nvfp4-$name.1
+        grep -q "^\.TH nvfp4-$name 1 .*nvfp4 $("$nvfp4" --version | cut -d' ' -f2)" "$page" || { echo "$page has no title"; return 1; }
+        grep -qF "nvfp4\\-$name(1)" "$tree/share/man/man1/nvfp4.1" || { echo "nvfp4.1 does not name $name"; return 1; }
+        for option in $("$nvfp4" "$name" --help | grep -oE '^ +(-[a-zA-Z], )?--[a-z0-9-]+' | grep -oE -- '--.*'); do
+            grep -qF -- "${option//-/\\-}" "$page" || { echo "$page lacks $option"; return 1; }
+        done
+    done <"$work/subcommands"
+}
+
+pages_render() { man --warnings -E UTF-8 -l "$tree/share/man/man1/$1.1" 2>"$work/warnings" | grep -A1 NAME && [ ! -s "$work/warnings" ]; }
+
+# completes WORDS... WANTED: bash offers the last word as the completion of what is before it.
+completes() {
+    local words=("${@:1:$#-1}") wanted=${*: -1}
+    (
+        source "$tree/share/bash-completion/completions/nvfp4"
+        COMP_WORDS=("${words[@]}") COMP_CWORD=$((${#words[@]} - 1)) COMPREPLY=()
+        _nvfp4 nvfp4 "${words[-1]}" "${words[-2]}"
+        printf '%s\n' "${COMPREPLY[@]}" | tee /dev/stderr | grep -qxe "$wanted"
+    )
+}
+
+does_not_complete() { ! completes "$@"; }
+
+# Each file that an archive has, but for headers' and examples' names, which the tree has from the folders themselves.
+tree_is_whole() {
+    local version file
+    version=$(sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -1)
+    for file in README.md bin/nvfp4 include/nvfp4.h include/nvfp4.hpp "lib/libNVFP4.so.$version" lib/libNVFP4.so.0 lib/libNVFP4.so \
+        lib/pkgconfig/nvfp4.pc lib/cmake/NVFP4/NVFP4Config.cmake lib/cmake/NVFP4/NVFP4ConfigVersion.cmake \
+        share/bash-completion/completions/nvfp4 share/zsh/site-functions/_nvfp4 share/fish/vendor_completions.d/nvfp4.fish \
+        share/doc/nvfp4/{LICENSE-MIT,LICENSE-APACHE,THIRD-PARTY.txt,CHANGELOG.md} share/nvfp4/examples/CMakeLists.txt; do
+        [ -e "$tree/$file" ] || { echo "$file is missing"; return 1; }
+    done
+    diff -r examples/c "$tree/share/nvfp4/examples/c" && diff -r examples/cpp "$tree/share/nvfp4/examples/cpp" &&
+        ! grep -rIlF "$work" "$tree"
+}
+
+# Times, owners, modes and the order in a folder do not matter.
+packs_to_the_same_bytes() {
+    mkdir -p "$work/first/tree" "$work/second/tree" && cp -r include examples "$work/first/tree" || return 1
+    (umask 077 && cd "$work/first/tree" && find . -type f | sort -r | cpio --quiet -pdm "$work/second/tree" 2>/dev/null ||
+        cp -r . "$work/second/tree") && find "$work/second/tree" -type f -exec touch -d 2001-01-01 {} + &&
+        in_release archives pack "$work/first/tree" "$work/first.tar.xz" 1700000000 &&
+        in_release archives pack "$work/second/tree" "$work/second.tar.xz" 1700000000 && cmp "$work/first.tar.xz" "$work/second.tar.xz" &&
+        tar tvf "$work/first.tar.xz" --numeric-owner --utc | grep -E '^-rw-r--r-- 0/0 .* 2023-11-14 22:13 tree/include/nvfp4.h$'
+}
+
+unpacked_it_works() {
+    mkdir "$work/try" && in_release archives pack "$tree" "$work/try/nvfp4.tar.xz" 1700000000 &&
+        cp -r tests/data/verse-10m release/try-inside.sh "$work/try" && bash "$work/try/try-inside.sh" nvfp4
+}
+
+# What the archive's README.md says to do, as it stands there.
+readme_is_right() {
+    local commands
+    commands=$(awk '/^```sh/ { on = 1; next } /^```/ { on = 0 } on' "$tree/README.md") && [ -n "$commands" ] || return 1
+    cd "$tree" && eval "${commands//MODEL/$OLDPWD/tests/data/verse-10m}" >"$work/said" && cat "$work/said" && [ "$(wc -c <"$work/said")" -gt 20 ]
+}
+
+licences_are_complete() {
+    local unnamed
+    unnamed=$(in_release archives unnamed_crates .) && echo "release/THIRD-PARTY.txt lacks: $unnamed" && [ -z "$unnamed" ]
+}
+
+# Nor does one that is left out go unseen.
+a_missing_licence_is_named() {
+    mkdir -p "$work/source/release" && cp -r Cargo.toml Cargo.lock src benches build.rs "$work/source" || return 1
+    grep -v '^    half [0-9]' release/THIRD-PARTY.txt >"$work/source/release/THIRD-PARTY.txt"
+    in_release archives unnamed_crates "$work/source" | tee /dev/stderr | grep -qxE 'half [0-9.]+'
+}
+
+if command -v shellcheck >/dev/null; then
+    check "shellcheck" scripts_are_clean
+else
+    for script in release/*.sh release/parts/*.sh; do
+        check "$script can be read" bash -n "$script"
+    done
+fi
+export NVFP4_RELEASE=$work/nothing
+check "no such part" refuses 2 "'wheel'" bash release/build.sh natives wheel
+check "no such architecture" refuses 2 "'riscv64'" env NVFP4_RELEASE_ARCHES="x86_64 riscv64" bash release/build.sh
+check "no natives" refuses 1 "bash release/build.sh natives" bash release/build.sh archives
+check "nothing to compare with" refuses 1 "bash release/build.sh natives" bash release/build.sh check
+check "no such architecture to try" refuses 2 "'riscv64'" bash release/try.sh riscv64
+check "nothing to try" refuses 1 "bash release/build.sh" bash release/try.sh
+check "no such kernels" refuses 2 "'sm_42'" env NVFP4_RELEASE_KERNELS=sm_90a,sm_42 bash release/build.sh
+
+if command -v cmake >/dev/null; then
+    check "the archive's tree" in_release archives lay_out . "$build" "$tree" "$nvfp4"
+    check "the tree is whole" tree_is_whole
+    check "manual pages say what --help does" pages_say_what_help_does
+    if command -v man >/dev/null; then
+        check "nvfp4.1 renders" pages_render nvfp4
+        check "nvfp4-train.1 renders" pages_render nvfp4-train
+    else
+        skip "manual pages render" "man is missing"
+    fi
+    check "bash completes subcommands" completes nvfp4 quan quantize
+    check "bash completes options" completes nvfp4 run --mod --model
+    check "bash does not offer what is hidden" does_not_complete nvfp4 pag pages
+    for shell in zsh fish; do
+        if command -v $shell >/dev/null; then
+            check "$shell reads its completions" $shell -n "$tree/share/$shell"/*/*nvfp4*
+        else
+            skip "$shell reads its completions" "$shell is missing"
+        fi
+    done
+    check "packing twice" packs_to_the_same_bytes
+    if command -v pkg-config >/dev/null; then
+        check "unpacked somewhere, it works" unpacked_it_works
+        check "what its README.md says" readme_is_right
+    else
+        skip "an archive that is unpacked" "pkg-config is missing"
+    fi
+else
+    skip "the archive" "cmake is missing"
+fi
+if command -v cargo >/dev/null; then
+    check "every crate's licence is named" licences_are_complete
+    check "a missing licence is named" a_missing_licence_is_named
+else
+    skip "licences" "cargo is missing"
+fi
+finish
