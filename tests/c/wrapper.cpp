@@ -695,12 +695,11 @@ void training(const char *model, const std::string &scratch)
     few.threads = 1;
     nvfp4::Trainer adapters(model, few);
     CHECK(adapters.step({batch}).outcome == NVFP4_STEP_UPDATED);
-    adapters.export_adapter(scratch + "/adapter", "the-base");
+    adapters.export_adapter(scratch + "/adapter", "the-base", true);
     std::ifstream config(scratch + "/adapter/adapter_config.json");
     const std::string said((std::istreambuf_iterator<char>(config)), {});
     CHECK(said.find("\"the-base\"") != std::string::npos && said.find("\"r\": 2") != std::string::npos);
     CHECK(status_of([&] { adapters.export_adapter(scratch + "/adapter", "the-base"); }) == NVFP4_INVALID_ARGUMENT);
-    adapters.export_adapter(scratch + "/adapter", "the-base", true);
     CHECK(status_of([&] { trainer.export_adapter(scratch + "/other", "the-base"); }) == NVFP4_INVALID_ARGUMENT);
 
     /* One weight by itself. */
