@@ -4,6 +4,8 @@
 # What decides the bytes of the natives, beside rustc.
 readonly ZIG=ziglang==0.17.1 ZIGBUILD=cargo-zigbuild==0.24.1 NVRTC=nvidia-cuda-nvrtc==13.0.88
 readonly CYCLONEDX=0.5.9 ABOUT=0.9.3
+# What packs the wheels, and looks at them.
+readonly SETUPTOOLS=setuptools==84.2.1 BUILD=build==1.6.1 AUDITWHEEL=auditwheel==6.8.2
 readonly GLIBC=2.28
 readonly KNOWN_ARCHES=(x86_64 aarch64)
 
@@ -38,19 +40,24 @@ export_source() {
     git rev-parse "$1" >"$2.commit"
 }
 
-# The folder of a virtual environment with what PyPI has of the tools. A file in it says that it is whole, as it cannot be moved.
-python_tools() {
-    local folder=$OUT/tools/python-${ZIG#*==}-${ZIGBUILD#*==}-${NVRTC#*==}
+# virtual_environment NAME REQUIREMENT...: the folder of one, which is named after the versions in it as well. A file in it says that it is
+# whole, as it cannot be moved.
+virtual_environment() {
+    local folder=$OUT/tools/$1
+    shift
+    folder+=$(printf -- '-%s' "${@#*==}")
     if [ ! -e "$folder/whole" ]; then
         need python3 "python3 and python3-venv"
         rm -rf "$folder"
         python3 -m venv "$folder" >&2 || fail "python3 -m venv does not work: install python3-venv"
-        "$folder/bin/python" -m pip install --quiet --disable-pip-version-check "$ZIG" "$ZIGBUILD" "$NVRTC" >&2 ||
-            fail "pip could not install $ZIG, $ZIGBUILD and $NVRTC"
+        "$folder/bin/python" -m pip install --quiet --disable-pip-version-check "$@" >&2 || fail "pip could not install $*"
         touch "$folder/whole"
     fi
     echo "$folder"
 }
+
+# What PyPI has of the tools that compile.
+python_tools() { virtual_environment python "$ZIG" "$ZIGBUILD" "$NVRTC"; }
 
 # cargo_tool NAME VERSION [OPTION...]: the path of a tool that cargo installs.
 cargo_tool() {
@@ -89,6 +96,21 @@ need_target() {
 }
 
 native_folder() { echo "$OUT/natives/linux-$1"; }
+
+# The sums of all artifacts, after each part that makes some.
+sum_artifacts() {
+    local sums
+    sums=$(cd "$OUT/dist" && find . -type f ! -name SHA256SUMS -printf '%P\n' | LC_ALL=C sort | xargs -d '\n' sha256sum --)
+    echo "$sums" >"$OUT/dist/SHA256SUMS"
+}
+
+# The notices of Rust's standard library, which is linked into the natives too.
+standard_library_notices() {
+    local file
+    file=$(rustc --print sysroot)/share/doc/rust/COPYRIGHT-library.html
+    [ -e "$file" ] || fail "rustc has no $file, the notices of its standard library: install Rust by rustup"
+    echo "$file"
+}
 
 # unnamed_crates SOURCE: the crates, with their versions, that are linked for either architecture and that its THIRD-PARTY.txt does not name.
 unnamed_crates() {

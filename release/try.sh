@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
-# Tries the archives in systems that have nothing of ours: bash release/try.sh [ARCH...]
+# Tries the archives and the wheels in systems that have nothing of ours: bash release/try.sh [ARCH...]
 #
-# For x86_64 that is Debian 11, for aarch64 Debian 12 under qemu-user: each a root that debootstrap makes, with gcc, make, cmake and
-# pkg-config, and without a network. There the archive is unpacked; the C example is built as the archive's README.md says, and by CMake; both
-# answer with the model of tests/data, and so does the command, word for word; the command prints its help, a manual page and what it
-# finds. Needs root, and Debian packages that it names where they are missing. Roots are kept in $NVFP4_RELEASE/roots.
+# For x86_64 that is Debian 11, for aarch64 Debian 12 under qemu-user: each a root that debootstrap makes, with gcc, make, cmake,
+# pkg-config and Python, and without a network. There the archive is unpacked (try-inside.sh); the C example is built as the archive's
+# README.md says, and by CMake; both answer with the model of tests/data, and so does the command, word for word; the command prints its
+# help, a manual page and what it finds. The wheel is installed into a virtual environment, and answers too (try-wheel.sh). Needs root, and
+# Debian packages that it names where they are missing. Roots are kept in $NVFP4_RELEASE/roots.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source release/common.sh
+source release/parts/wheels.sh
 
 # The kernel runs programs for AArch64 with qemu, also those that a program in the root starts.
 emulate_aarch64() {
@@ -23,40 +25,48 @@ emulate_aarch64() {
     printf '%s' ":qemu-aarch64:M::$magic:$mask:$qemu:F" >$registry/register
 }
 
-# make_root ARCH FOLDER
+# What the roots have beside a minimal Debian.
+readonly PACKAGES=gcc,libc6-dev,make,cmake,pkg-config,xz-utils,python3-venv
+
+# make_root ARCH FOLDER: again, if the one that is there was made with other packages.
 make_root() {
     local arch=$1 root=$2 suite debian
-    [ ! -e "$root/whole" ] || return 0
+    ! cmp -s "$root/whole" - <<<"$PACKAGES" || return 0
     case $arch in
         x86_64) suite=bullseye debian=amd64 ;;
         aarch64) suite=bookworm debian=arm64 ;;
     esac
     say "a root of Debian $suite for $debian"
     rm -rf "$root" && mkdir -p "$root"
-    debootstrap --arch="$debian" --variant=minbase --include=gcc,libc6-dev,make,cmake,pkg-config,xz-utils "$suite" "$root" \
+    debootstrap --arch="$debian" --variant=minbase --include="$PACKAGES" "$suite" "$root" \
         >"$root.log" || { tail -5 "$root.log"; fail "debootstrap could not make $root"; }
-    touch "$root/whole"
+    echo "$PACKAGES" >"$root/whole"
 }
 
+# inside ROOT COMMAND...: without a network, of which there is not even an address.
+inside() { unshare --net chroot "$1" /usr/bin/env -i PATH=/usr/bin:/bin HOME=/root LC_ALL=C.UTF-8 "${@:2}"; }
+
 try() {
-    local arch=$1 root=$OUT/roots/$1 archive=$OUT/dist/nvfp4-$VERSION-linux-$1.tar.xz name
-    [ -e "$archive" ] || fail "$archive is missing: run 'bash release/build.sh'"
+    local arch=$1 root=$OUT/roots/$1 archive=nvfp4-$VERSION-linux-$1.tar.xz wheel artifact
+    wheel=$(wheel_name "$arch")
+    for artifact in "$archive" "$wheel"; do
+        [ -e "$OUT/dist/$artifact" ] || fail "$OUT/dist/$artifact is missing: run 'bash release/build.sh'"
+    done
     [ "$arch" != aarch64 ] || emulate_aarch64
     make_root "$arch" "$root"
-    name=$(basename "$archive" .tar.xz)
     rm -rf "$root/try" && mkdir "$root/try"
-    cp -r "$archive" tests/data/verse-10m release/try-inside.sh "$root/try"
-    say "trying $name"
-    # Of its own network there is not even an address.
-    unshare --net chroot "$root" /usr/bin/env -i PATH=/usr/bin:/bin HOME=/root LC_ALL=C.UTF-8 bash /try/try-inside.sh "$name" ||
-        fail "$name failed in $root"
-    say "$name: all of it worked"
+    cp -rL "$OUT/dist/$archive" "$OUT/dist/$wheel" tests/data/verse-10m release/try-{inside,wheel}.sh "$root/try"
+    say "trying $archive"
+    inside "$root" bash /try/try-inside.sh "${archive%.tar.xz}" || fail "$archive failed in $root"
+    say "trying $wheel"
+    inside "$root" bash /try/try-wheel.sh "$wheel" || fail "$wheel failed in $root"
+    say "$arch: all of it worked"
 }
 
 for arch in "$@"; do
     [[ " ${KNOWN_ARCHES[*]} " == *" $arch "* ]] || usage "there is no architecture '$arch': it takes ${KNOWN_ARCHES[*]}"
 done
-[ -d "$OUT/dist" ] || fail "there are no archives in $OUT: run 'bash release/build.sh'"
+[ -d "$OUT/dist" ] || fail "there is nothing to try in $OUT: run 'bash release/build.sh'"
 OUT=$(cd "$OUT" && pwd)
 [ "$(id -u)" -eq 0 ] || fail "chroot needs root"
 need debootstrap debootstrap

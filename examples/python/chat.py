@@ -10,18 +10,19 @@ import sys
 import nvfp4
 
 
-def answer(chat, text):
+def answer(chat: nvfp4.ChatSession, text: str) -> None:
     # The pieces come as they are generated. Leaving the loop ends the answer, and so does Ctrl-C. Tokens are sampled as the model
     # recommends; chat.ask(text, temperature=0.3) would change that.
     stream = chat.ask(text)
     for piece in stream:
         print(piece, end="", flush=True)
-    result = stream.result
+    result = stream.result  # None if the answer was stopped before it began.
     print()
-    print(f"[{result.generated_tokens} tokens, the first after {result.first_token_seconds:.2f} s]", file=sys.stderr)
+    if result:
+        print(f"[{result.generated_tokens} tokens, the first after {result.first_token_seconds:.2f} s]", file=sys.stderr)
 
 
-def main():
+def main() -> int:
     if len(sys.argv) not in (2, 3):
         print(f"usage: {sys.argv[0]} MODEL [PROMPT]", file=sys.stderr)
         return 2

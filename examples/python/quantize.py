@@ -4,22 +4,26 @@
 """
 
 import sys
+from typing import Tuple
 
 import numpy as np
 import nvfp4
+from numpy.typing import NDArray
+from nvfp4.types import Recipe
 
 
-def distance(a, b):
+def distance(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
     """The relative L2 distance of a from b."""
-    return np.linalg.norm(a - b) / np.linalg.norm(b)
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
-def main():
+def main() -> int:
     random = np.random.default_rng(1)
     weight = random.normal(0, 0.02, (64, 256)).astype("float32")
     x = random.normal(0, 1, (4, 256)).astype("float32")
     good = True
-    for recipe in ("amax", "four_over_six", "sweep"):
+    recipes: Tuple[Recipe, ...] = ("amax", "four_over_six", "sweep")
+    for recipe in recipes:
         # Neither the input nor the results are copied on their way between numpy and the library.
         quantized = nvfp4.quantize(weight, recipe=recipe)
         of_weight = distance(nvfp4.dequantize(quantized).numpy(), weight)

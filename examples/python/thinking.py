@@ -8,11 +8,13 @@ most, and once without any.
 """
 
 import sys
+from typing import List
 
 import nvfp4
+from nvfp4.types import TurnOptions
 
 
-def main():
+def main() -> int:
     if len(sys.argv) != 3:
         print(f"usage: {sys.argv[0]} MODEL PROMPT", file=sys.stderr)
         return 2
@@ -23,7 +25,8 @@ def main():
     print()
     # The same question again: the tokens in the session are not run again.
     question = chat.messages[:-1]
-    for how in ({"reasoning_budget": 200}, {"think": False}):
+    ways: List[TurnOptions] = [{"reasoning_budget": 200}, {"think": False}]
+    for how in ways:
         result = chat.complete(question, **how)
         print(f"[{result.generated_tokens} tokens, {len(result.reasoning)} characters of reasoning]", file=sys.stderr)
         print(result.text)

@@ -13,11 +13,11 @@ TOOLS = [{"type": "function", "function": {
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}}]
 
 
-def weather(city):
+def weather(city: object) -> str:
     return f"Rain in {city}, 12 degrees."
 
 
-def main():
+def main() -> int:
     if len(sys.argv) != 3:
         print(f"usage: {sys.argv[0]} MODEL PROMPT", file=sys.stderr)
         return 2

@@ -8,7 +8,7 @@ import sys
 import nvfp4
 
 
-def main():
+def main() -> int:
     if len(sys.argv) not in (4, 5):
         print(__doc__, file=sys.stderr)
         return 2

@@ -14,7 +14,7 @@ part_archives() {
         [ -e "$(native_folder "$arch")/nvfp4" ] || fail "there is no library for $arch in $OUT: run 'bash release/build.sh natives'"
         make_archive "$arch" "$OUT/source" "$(native_folder "$arch")" "$OUT/archives" "$OUT/dist"
     done
-    (cd "$OUT/dist" && sha256sum -- *.tar.xz *.json >SHA256SUMS)
+    sum_artifacts
     say "artifacts, in $OUT/dist:"
     (cd "$OUT/dist" && stat -c '%10s  %n' -- *)
 }
@@ -25,8 +25,7 @@ make_archive() {
     local name=nvfp4-$VERSION-linux-$arch copyright
     rm -rf "${work:?}/$name" "${work:?}/$name-debug" && mkdir -p "$work" "$result"
     lay_out "$source" "$natives" "$work/$name" "$(host_command)"
-    copyright=$(rustc --print sysroot)/share/doc/rust/COPYRIGHT-library.html
-    [ -e "$copyright" ] || fail "rustc has no $copyright, the notices of its standard library: install Rust by rustup"
+    copyright=$(standard_library_notices)
     install -m 644 "$copyright" "$work/$name/share/doc/nvfp4/RUST-STANDARD-LIBRARY.html"
     bill_of_materials "$arch" "$source" "$result/$name.cdx.json"
     install -m 644 "$result/$name.cdx.json" "$work/$name/share/doc/nvfp4/nvfp4.cdx.json"

@@ -6,7 +6,8 @@ part_check() {
     local again=$OUT/again arch name
     source release/parts/natives.sh
     source release/parts/archives.sh
-    [ -e "$OUT/source.commit" ] || fail "there is nothing in $OUT to compare with: run 'bash release/build.sh natives archives'"
+    source release/parts/wheels.sh
+    [ -e "$OUT/source.commit" ] || fail "there is nothing in $OUT to compare with: run 'bash release/build.sh'"
     rm -rf "$again"
     export_source "$(<"$OUT/source.commit")" "$again/elsewhere/source"
     for arch in $ARCHES; do
@@ -14,9 +15,10 @@ part_check() {
         diff -r "$(native_folder "$arch")" "$again/natives/linux-$arch" || fail "the natives for $arch are not reproducible"
         say "the natives for $arch: the same bytes"
         make_archive "$arch" "$again/elsewhere/source" "$again/natives/linux-$arch" "$again/archives" "$again/dist"
-        for name in "$again/dist/"*"linux-$arch"*; do
+        make_wheel "$arch" "$again/elsewhere/source" "$again/natives/linux-$arch/libNVFP4.so" "$again/wheels" "$again/dist"
+        for name in "$again/dist/"*"linux"*"$arch"*; do
             cmp "$name" "$OUT/dist/$(basename "$name")" || fail "$(basename "$name") is not reproducible"
         done
-        say "the archives for $arch: the same bytes"
+        say "the archives and the wheel for $arch: the same bytes"
     done
 }

@@ -2,28 +2,47 @@
 # The Python package and its examples: bash tests/python/run.sh, with libNVFP4.so in $NVFP4_BUILD (target/release if unset).
 #
 # NVFP4_PYTHON is the interpreter (python3 if unset). Where it has no numpy, pip fetches one for it into target/python. What needs
-# torch runs where the interpreter has it. Tests that numpy or torch are missing for say SKIPPED, or fail if NVFP4_REQUIRE names it.
+# torch runs where the interpreter has it. Types are checked by mypy, in a virtual environment there. Tests that numpy, torch or mypy are
+# missing for say SKIPPED, or fail if NVFP4_REQUIRE names it.
 # The last line is "N passed, N failed, N skipped".
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 source tests/common/checks.sh
 
+readonly MYPY=mypy==2.4.1 NUMPY='numpy>=2,<3'
 python=${NVFP4_PYTHON:-python3}
+fetched=${CARGO_TARGET_DIR:-target}/python
 export NVFP4_BUILD PYTHONDONTWRITEBYTECODE=1
 NVFP4_BUILD=$(cd "${NVFP4_BUILD:-target/release}" && pwd) || exit 1
 
+tag() { "$python" -c 'import sys; print(sys.implementation.cache_tag)'; }
 has_numpy() { "$python" -c 'import numpy' 2>/dev/null; }
 
 # The folder gets its name when it is whole.
 fetch_numpy() {
-    local folder=${CARGO_TARGET_DIR:-target}/python/numpy-$("$python" -c 'import sys; print(sys.implementation.cache_tag)')
+    local folder
+    folder=$fetched/numpy-$(tag)
     if [ ! -d "$folder" ]; then
         mkdir -p "$(dirname "$folder")" && rm -rf "$folder.part" &&
             "$python" -m pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: --target "$folder.part" \
-                'numpy>=2,<3' >/dev/null 2>&1 && mv "$folder.part" "$folder" || return
+                "$NUMPY" >/dev/null 2>&1 && mv "$folder.part" "$folder" || return
     fi
     PYTHONPATH=$(cd "$folder" && pwd)${PYTHONPATH:+:$PYTHONPATH}
     export PYTHONPATH
+}
+
+# A virtual environment cannot be moved: a file says that it is whole.
+fetch_mypy() {
+    local folder
+    folder=$fetched/${MYPY/==/-}-$(tag)
+    if [ ! -e "$folder/whole" ]; then
+        mkdir -p "$fetched" && rm -rf "$folder" && "$python" -m venv "$folder" >/dev/null 2>&1 &&
+            env -u PYTHONPATH "$folder/bin/python" -m pip install --quiet --disable-pip-version-check --only-binary :all: "$MYPY" "$NUMPY" \
+                >/dev/null 2>&1 &&
+            touch "$folder/whole" || return
+    fi
+    typed=$(cd "$folder/bin" && pwd)/python
+    export MYPYPATH=$PWD/bindings/python MYPY_CACHE_DIR=$folder/cache
 }
 
 has_numpy || again fetch_numpy
@@ -76,9 +95,28 @@ check "a model that thinks" "$python" tests/common/thinker.py "$work/thinker"
 check "example thinking.py" thinks
 check "example tools.py" calls
 check "example train.py" trains
+# mypy's own view of a module, and what Python has, must be the same.
+stubs_are_right() { PYTHONPATH=$1 "$typed" -m mypy.stubtest nvfp4.models nvfp4.tensors nvfp4.training; }
+
+a_wrong_stub_is_seen() {
+    mkdir "$work/drifted" && cp -r bindings/python/nvfp4 "$work/drifted" &&
+        sed -i 's/def truncate(self, length: int)/def truncate(self, size: int)/' "$work/drifted/nvfp4/models.pyi" || return 1
+    MYPYPATH=$work/drifted stubs_are_right "$work/drifted" >"$work/said"
+    [ $? -eq 1 ] && cat "$work/said" && grep -q 'nvfp4.models.Session.truncate' "$work/said"
+}
+
 if has_numpy; then
     check "example quantize.py" "$python" examples/python/quantize.py
 else
     skip "example quantize.py" "numpy is missing" numpy
+fi
+if again fetch_mypy; then
+    check "mypy: the package" "$typed" -m mypy --strict bindings/python/nvfp4
+    check "mypy: the examples" "$typed" -m mypy --strict examples/python/*.py
+    check "mypy: right and wrong uses" "$typed" -m mypy --strict tests/python/typed_use.py
+    check "the stubs say what the code does" stubs_are_right bindings/python
+    check "a stub that does not is seen" a_wrong_stub_is_seen
+else
+    skip "mypy" "pip cannot install $MYPY for $python" mypy
 fi
 finish

@@ -1,23 +1,27 @@
 """The Python package: test_nvfp4.py. See run.sh.
 
 Numbers are held against exact fractions of the decoded codes, text against a model that recites it (reciter.py), conversations
-against one that thinks and calls tools (thinker.py), and the declarations against nvfp4.h. What numpy and torch have part in is
+against one that thinks and calls tools (thinker.py), and the declarations and the names of types against nvfp4.h. What numpy and torch have part in is
 skipped where they are missing.
 """
 
 import array
 import ctypes
+import fcntl
 import gc
 import importlib.util
 import json
 import os
+import pty
 import re
+import select
 import shutil
 import signal
 import struct
 import subprocess
 import sys
 import tempfile
+import termios
 import threading
 import time
 import unittest
@@ -172,10 +176,201 @@ class Loading(unittest.TestCase):
             with open(os.path.join(beside, "native.py"), "w", encoding="utf-8") as file:
                 file.write(newer)
             said = self.load(directory, NVFP4_LIB_PATH=BUILD).stderr
-            self.assertRegex(said, r"ImportError: .*libNVFP4\.so: .* nvfp4\.h 12\.34\.56 .*; install libNVFP4 12\.34\.56 or later")
-        said = self.load(NVFP4_LIB_PATH="libc.so.6").stderr
-        self.assertIn("ImportError", said)
-        self.assertIn("NVFP4_abi_version", said)
+            self.refused(said, rf"{BUILD}/libNVFP4\.so is libNVFP4 {nvfp4.version} .*nvfp4 12\.34\.56 needs .*: install libNVFP4 12\.34\.56 or later")
+        self.refused(self.load(NVFP4_LIB_PATH="libc.so.6").stderr, r"libc\.so\.6 is no libNVFP4.* NVFP4_version\); nvfp4 .* needs libNVFP4")
+
+    def refused(self, said, pattern):
+        """The last line of what Python says is an ImportError."""
+        self.assertRegex(said.splitlines()[-1], "^ImportError: " + pattern)
+
+    def test_other_versions(self):
+        """Libraries that say another version of themselves, beside the package: each is refused with both versions."""
+        if not shutil.which("gcc"):
+            self.skipTest("gcc is missing")
+        number, here = native.VERSION_NUMBER, native.ABI_VERSION
+        for version, told, interface, wanted in (
+                ("0.0.9", 9, here, rf"with binary interface {here}; nvfp4 {native.VERSION} needs .*: install libNVFP4 {native.VERSION} or later"),
+                ("9.9.9", 90909, here + 1, rf"with binary interface {here + 1}; .* with binary interface {here}: install the nvfp4 package of version 9\.9\.9"),
+                (native.VERSION, number, here - 1, rf"with binary interface {here - 1}; .*: install libNVFP4 {native.VERSION} or later"),
+                (native.VERSION, number, here, r"has no NVFP4_\w+, though it says that it is libNVFP4")):
+            with tempfile.TemporaryDirectory() as directory:
+                beside = shutil.copytree(os.path.join(PACKAGE, "nvfp4"), os.path.join(directory, "nvfp4"))
+                source, library = os.path.join(directory, "library.c"), os.path.join(beside, "libNVFP4.so")
+                with open(source, "w", encoding="utf-8") as file:
+                    file.write(f'const char *NVFP4_version(void) {{ return "{version}"; }}\n'
+                               f"int NVFP4_version_number(void) {{ return {told}; }}\nint NVFP4_abi_version(void) {{ return {interface}; }}\n")
+                subprocess.run(["gcc", "-shared", "-fPIC", source, "-o", library], check=True)
+                # Nor is another library taken in its place.
+                self.refused(self.load(directory, LD_LIBRARY_PATH=BUILD).stderr, re.escape(library) + ".*" + wanted)
+
+    def test_other_machines(self):
+        with tempfile.TemporaryDirectory() as directory:
+            library = os.path.join(directory, "libNVFP4.so")
+            with open(os.path.join(BUILD, "libNVFP4.so"), "rb") as file:
+                header = bytearray(file.read(4096))
+            other, name = (183, "aarch64") if header[18] == 62 else (62, "x86_64")
+            header[18:20] = other.to_bytes(2, "little")
+            for data, wanted in ((header, f"it is for {name}, and this Python for {os.uname().machine}; nvfp4 .* needs .* for "),
+                                 (b"a text", "it is no shared library; nvfp4 .* needs libNVFP4"), (header[:18], "")):
+                with open(library, "wb") as file:
+                    file.write(data)
+                self.refused(self.load(NVFP4_LIB_PATH=directory).stderr, f"{library} cannot be loaded: {wanted}")
+
+    def test_one_line_at_a_terminal(self):
+        done = subprocess.run([sys.executable, "-m", "nvfp4", "--version"], capture_output=True, text=True,
+                              env={**os.environ, "PYTHONPATH": PACKAGE, "NVFP4_LIB_PATH": "/nowhere"})
+        self.assertEqual(len(done.stderr.splitlines()), 1, done.stderr)
+        self.assertRegex(done.stderr, r"libNVFP4\.so was not found, and nvfp4 .* /nowhere: cannot open")
+
+
+class Types(unittest.TestCase):
+    """The names for annotations say what the library takes."""
+
+    CHOICES = {"Dtype": "dtype", "ScaleLayout": "scales", "Activations": "activations", "Levels": "levels", "Recipe": "recipe",
+               "Rounding": "rounding", "Nonfinite": "nonfinite", "ComputePath": "compute_path", "Container": "container", "KvType": "kv",
+               "Eviction": "eviction", "Part": "part", "Schedule": "schedule", "Clip": "clip", "WeightForm": "weight_form",
+               "FirstMoments": "first_moment", "SecondMoments": "second_moment", "Outcome": "step", "Tables": "tables", "LogLevel": "log"}
+    # Options that a struct has as pointers, or as fields of other names.
+    OPTIONS = {"QuantizeOptions": (native.QuantizeOptions, {}), "LoadOptions": (native.LoadOptions, {"device"}),
+               "WeightOptions": (native.WeightOptions, {"device"}), "SessionOptions": (native.SessionOptions, set()),
+               "GenerationOptions": (native.GenerateOptions, {"stop"}), "TrainerOptions": (native.TrainerOptions, set()),
+               "OptimizerOptions": (native.OptimizerOptions, set()), "OptimizerStepOptions": (native.StepOptions, set())}
+    # Fields that are no option by themselves, or are one by another name, or have a parameter of their own.
+    OTHERS = {"struct_size", "reserved", "call", "device_type", "device_index", "config", "system"}
+
+    def test_choices(self):
+        for name, table in self.CHOICES.items():
+            self.assertEqual(set(getattr(nvfp4.types, name).__args__), set(native.CHOICES[table]), name)
+        self.assertEqual({*nvfp4.types.Finish.__args__, "none"}, set(native.CHOICES["finish"]))
+        self.assertEqual({*nvfp4.types.Format.__args__, "none", "mixed"}, set(native.CHOICES["format"]))
+        self.assertLessEqual(set(nvfp4.types.FloatDtype.__args__), set(native.CHOICES["dtype"]))
+
+    def test_options(self):
+        for name, (struct, more) in self.OPTIONS.items():
+            fields = {field for field, *_ in struct._fields_ if field not in self.OTHERS}
+            fields -= {field for field in fields if field.startswith("stop_") or field.endswith("_length")}
+            if name == "WeightOptions":
+                fields.discard("scale_layout")  # A Quantized says it.
+            self.assertEqual(set(getattr(nvfp4.types, name).__annotations__), fields | set(more), name)
+        self.assertEqual(set(nvfp4.types.TurnOptions.__annotations__), set(nvfp4.models._CHAT_OPTIONS))
+
+    def test_nothing_is_left_out(self):
+        """What the package has is in __all__, and the other way round."""
+        public = {name for name, value in vars(nvfp4).items() if not name.startswith("_") and getattr(value, "__module__", "nvfp4").startswith("nvfp4")}
+        public -= {"models", "tensors", "training", "ctypes", "itertools", "json", "annotations"}
+        self.assertEqual(public, set(nvfp4.__all__))
+
+
+class Command(unittest.TestCase):
+    """python -m nvfp4."""
+
+    @classmethod
+    def setUpClass(cls):
+        cls.folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(cls.folder.cleanup)
+        cls.model = os.path.join(cls.folder.name, "thinker")
+        thinker.write(cls.model)
+
+    ENVIRONMENT = {**os.environ, "PYTHONPATH": PACKAGE, "NVFP4_LIB_PATH": BUILD, "TERM": "dumb"}
+
+    def run_with(self, *arguments, typed=b""):
+        done = subprocess.run([sys.executable, "-m", "nvfp4", *arguments], input=typed, capture_output=True, env=self.ENVIRONMENT)
+        return done.returncode, done.stdout.decode(), done.stderr.decode()
+
+    def test_version_and_diagnose(self):
+        self.assertEqual(self.run_with("--version"), (0, f"nvfp4 {nvfp4.version} ({BUILD}/libNVFP4.so)\n", ""))
+        code, out, _ = self.run_with("diagnose")
+        self.assertEqual((code, json.loads(out)), (0, nvfp4.diagnose()))
+
+    def test_a_pipe(self):
+        """One question a line; answers alone come to stdout, and the reasoning to stderr."""
+        code, out, said = self.run_with("chat", self.model, typed="Hi\n\n/usr/bin is what?\n/reset\nAnd you?\n".encode())
+        self.assertEqual((code, out), (0, 3 * (thinker.ANSWER + "\n")))
+        self.assertEqual(said, 3 * (thinker.THOUGHT.lstrip("\n")))
+        code, out, said = self.run_with("chat", self.model, "--think", "off", "--max-tokens", "3", "--system", "s", "--seed", "1",
+                                        "--stop", "x", "--top-k", "4", "--kv", "float32", "--context", "500", typed=b"Hi")
+        self.assertEqual((code, said), (0, ""))
+        self.assertTrue(out.strip() and thinker.ANSWER.startswith(out.strip()), out)
+
+    def test_failures(self):
+        """One line each, without a traceback; what was asked before is answered."""
+        for arguments, typed, wanted, before in (
+                (["/nowhere"], b"", "^nvfp4: .*/nowhere", ""), ([self.model, "--device", "tpu"], b"", "^nvfp4: device is 'tpu'; it can be cpu, ", ""),
+                ([self.model, "--temperature", "-1"], b"Hi\n", "^nvfp4: .*temperature", ""),
+                ([self.model, "--think", "off"], b"Hi\n/nothing\nHi\n", "^nvfp4: there is no command /nothing; ", thinker.ANSWER + "\n"),
+                ([self.model, "--think", "off"], b"Hi\n\xff\n", "^nvfp4: .*utf-8", thinker.ANSWER + "\n")):
+            code, out, said = self.run_with("chat", *arguments, typed=typed)
+            self.assertEqual((code, out, len(said.splitlines())), (1, before, 1), said)
+            self.assertRegex(said, wanted)
+        code, out, said = self.run_with("chat", self.model, "--seed", "-1")
+        self.assertEqual((code, out), (2, ""))
+        self.assertIn("--seed: it is '-1'; it takes a number from 0 on", said)
+
+    def test_nobody_reads(self):
+        program = subprocess.Popen([sys.executable, "-m", "nvfp4", "chat", self.model], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                   stderr=subprocess.PIPE, env=self.ENVIRONMENT)
+        program.stdout.close()
+        self.assertNotIn(b"Traceback", program.communicate(b"Hi\n" * 3)[1])
+        self.assertEqual(program.returncode, 1)
+
+    def test_a_terminal(self):
+        """Ctrl-C ends an answer and not the program, Ctrl-D ends it, and mistakes end nothing."""
+        program, terminal = self.terminal("chat", GOLDEN, "--ignore-stops", "--device", "cpu", "--temperature", "0")
+        terminal.wait("> ")
+        terminal.type("Hi\n")
+        terminal.wait("\n.{20}")
+        terminal.type("\x03")
+        terminal.wait("> $")
+        terminal.type("/nothing\n")
+        terminal.wait("there is no command /nothing.*> $")
+        terminal.interrupt()
+        terminal.wait("Ctrl-C again or Ctrl-D ends the program.*> $")
+        terminal.type("/help\n")
+        terminal.wait("/reset .*> $")
+        terminal.type("\x04")
+        self.assertEqual(program.wait(60), 0, terminal.seen)
+        self.assertNotIn("Traceback", terminal.seen)
+
+        program, terminal = self.terminal("chat", self.model)
+        terminal.wait("> $")
+        terminal.type("Hi\n")
+        terminal.wait(r"\x1b\[2mL.*\x1b\[22m\r\nBlue.*> $")
+        terminal.interrupt()
+        terminal.wait("Ctrl-C again.*> $")
+        terminal.interrupt()
+        self.assertEqual(program.wait(60), 130, terminal.seen)
+
+    def terminal(self, *arguments):
+        ours, theirs = pty.openpty()
+        self.addCleanup(os.close, ours)
+        program = subprocess.Popen([sys.executable, "-m", "nvfp4", *arguments], stdin=theirs, stdout=theirs, stderr=theirs,
+                                   env=self.ENVIRONMENT, preexec_fn=lambda: (os.setsid(), fcntl.ioctl(0, termios.TIOCSCTTY, 0)))
+        os.close(theirs)
+        self.addCleanup(lambda: (program.kill(), program.wait()))
+        return program, Keyboard(self, ours)
+
+
+class Keyboard:
+    """A terminal's other end: what is typed, and what has been seen since."""
+
+    def __init__(self, test, file):
+        self.test, self.file, self.seen = test, file, ""
+
+    def type(self, text):
+        self.seen = ""
+        os.write(self.file, text.encode())
+
+    def interrupt(self):
+        """Ctrl-C at a prompt: Python sees no interrupt that comes between its prompt and its waiting for a key."""
+        time.sleep(0.5)
+        self.type("\x03")
+
+    def wait(self, pattern):
+        end = time.monotonic() + 60
+        while not re.search(pattern, self.seen, re.S):
+            if not select.select([self.file], [], [], max(0, end - time.monotonic()))[0]:
+                self.test.fail(f"no {pattern!r} in {self.seen!r}")
+            self.seen += os.read(self.file, 4096).decode(errors="replace")
 
 
 class Library(unittest.TestCase):

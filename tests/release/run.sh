@@ -4,7 +4,7 @@
 #
 # The scripts refuse what they cannot do in one line; manual pages and completions say what --help does; the archive's tree, laid out
 # from the library that is there, is whole, packs to the same bytes, and works where it is unpacked (release/try-inside.sh, which
-# release/try.sh runs in bare systems); the licences of every crate that is linked are there. The last line is "N passed, N failed, N
+# release/try.sh runs in bare systems); so does a wheel (release/try-wheel.sh); the licences of every crate that is linked are there. The last line is "N passed, N failed, N
 # skipped".
 set -uo pipefail
 cd "$(dirname "$0")/../.."
@@ -12,6 +12,7 @@ source tests/common/checks.sh
 
 build=$(cd "${NVFP4_BUILD:-target/release}" && pwd) || exit 1
 nvfp4=$build/nvfp4
+version=$(sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -1)
 tree=$work/nvfp4
 
 # in_release PART COMMAND...: with the functions of the scripts.
@@ -69,8 +70,7 @@ does_not_complete() { ! completes "$@"; }
 
 # Each file that an archive has, but for headers' and examples' names, which the tree has from the folders themselves.
 tree_is_whole() {
-    local version file
-    version=$(sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -1)
+    local file
     for file in README.md bin/nvfp4 include/nvfp4.h include/nvfp4.hpp "lib/libNVFP4.so.$version" lib/libNVFP4.so.0 lib/libNVFP4.so \
         lib/pkgconfig/nvfp4.pc lib/cmake/NVFP4/NVFP4Config.cmake lib/cmake/NVFP4/NVFP4ConfigVersion.cmake \
         share/bash-completion/completions/nvfp4 share/zsh/site-functions/_nvfp4 share/fish/vendor_completions.d/nvfp4.fish \
@@ -94,6 +94,62 @@ packs_to_the_same_bytes() {
 unpacked_it_works() {
     mkdir "$work/try" && in_release archives pack "$tree" "$work/try/nvfp4.tar.xz" 1700000000 &&
         cp -r tests/data/verse-10m release/try-inside.sh "$work/try" && bash "$work/try/try-inside.sh" nvfp4
+}
+
+# pack_package LIBRARY PLATFORM EPOCH RESULT: a wheel of the checkout's package. Its tools are kept with those of releases.
+pack_package() {
+    local python
+    python=$(NVFP4_RELEASE=${CARGO_TARGET_DIR:-target}/distribution in_release wheels wheel_tools)/bin/python || return
+    [ "${python:0:1}" = / ] || python=$PWD/$python
+    in_release wheels stage_package . "$1" "$work/package" && mkdir -p "$4" &&
+        in_release wheels pack_wheel "$python" "$work/package" "$2" "$3" "$4"
+}
+
+# Nor do the folder's times and modes matter.
+a_wheel_packs() {
+    local name=nvfp4-$version-py3-none-linux_$(uname -m).whl file
+    pack_package "$build/libNVFP4.so" "linux_$(uname -m)" 1700000000 "$work/wheel" &&
+        (umask 077 && pack_package "$build/libNVFP4.so" "linux_$(uname -m)" 1700000000 "$work/wheel-again") &&
+        cmp "$work/wheel/$name" "$work/wheel-again/$name" && python3 -m zipfile -l "$work/wheel/$name" >"$work/list" || return 1
+    cat "$work/list"
+    for file in nvfp4/{libNVFP4.so,py.typed,__main__.py} "nvfp4-$version.dist-info/licenses"/{LICENSE-MIT,LICENSE-APACHE,THIRD-PARTY.txt} \
+        $(cd bindings/python && find nvfp4 -name '*.py' -o -name '*.pyi'); do
+        grep -qE "^$file +2023-11-14" "$work/list" || { echo "$file is missing"; return 1; }
+    done
+    python3 -m zipfile -e "$work/wheel/$name" "$work/unpacked" &&
+        (cd "$work/unpacked/"*.dist-info && grep -xF "Version: $version" METADATA && grep -qxF 'Description-Content-Type: text/markdown' METADATA &&
+            grep -qxF 'License-Expression: MIT OR Apache-2.0' METADATA && ! grep Private METADATA && grep -xF 'Root-Is-Purelib: false' WHEEL)
+}
+
+a_wheel_works() {
+    mkdir "$work/try-wheel" && cp -r "$work/wheel/"*.whl tests/data/verse-10m release/try-wheel.sh "$work/try-wheel" &&
+        bash "$work/try-wheel/try-wheel.sh" "$(basename "$work/wheel/"*.whl)"
+}
+
+# The library of this machine asks for a newer glibc than a release's.
+a_newer_glibc_is_refused() {
+    local name=nvfp4-$version-py3-none-manylinux_2_28_$(uname -m).whl
+    pack_package "$build/libNVFP4.so" "manylinux_2_28_$(uname -m)" 1700000000 "$work/newer" || return 1
+    NVFP4_RELEASE=${CARGO_TARGET_DIR:-target}/distribution in_release wheels inspect_wheel "$(uname -m)" "$work/newer/$name" >"$work/said" 2>&1
+    [ $? -eq 1 ] && cat "$work/said" && tail -1 "$work/said" | grep -qF "auditwheel does not find that $work/newer/$name runs with glibc 2.28"
+}
+
+newest_glibc() { readelf -VW "$build/libNVFP4.so" | grep -oE 'GLIBC_[0-9.]+' | sort -uV | tail -1; }
+
+# What its page on PyPI says, with small models in the place of the one that it names: one that recites, and one that learns.
+wheel_page_is_right() {
+    local program=0 model
+    mkdir "$work/page" && python3 tests/python/reciter.py "$work/reciter" "Because." || return 1
+    for model in "$work/reciter" "$work/reciter" "$PWD/tests/golden/model/qwen3_tied"; do
+        program=$((program + 1))
+        ln -sfn "$model" "$work/page/qwen3-nvfp4"
+        awk -v n=$program '/^```python/ { on = ++k == n; next } /^```/ { on = 0 } on' bindings/python/README.md >"$work/page/$program.py"
+        # The second one takes numpy, which the wheel's environment has not.
+        [ $program -ne 2 ] || { python3 -c 'import numpy' && export PYTHONPATH=$work/unpacked; } 2>/dev/null || continue
+        (cd "$work/page" && "$([ $program -eq 2 ] && echo python3 || echo "$work/try-wheel/environment/bin/python")" $program.py >$program.said) || return 1
+        unset PYTHONPATH
+    done
+    grep -xc 'Because.' "$work/page/1.said" | grep -x 2 && [ "$(wc -l <"$work/page/3.said")" -eq 100 ] && [ -e "$work/page/qwen3-tuned" ]
 }
 
 # What the archive's README.md says to do, as it stands there.
@@ -124,9 +180,10 @@ else
 fi
 export NVFP4_RELEASE=$work/nothing
 check "no such part" refuses 2 "'wheel'" bash release/build.sh natives wheel
+check "no natives for wheels" refuses 1 "bash release/build.sh natives wheels" bash release/build.sh wheels
 check "no such architecture" refuses 2 "'riscv64'" env NVFP4_RELEASE_ARCHES="x86_64 riscv64" bash release/build.sh
 check "no natives" refuses 1 "bash release/build.sh natives" bash release/build.sh archives
-check "nothing to compare with" refuses 1 "bash release/build.sh natives" bash release/build.sh check
+check "nothing to compare with" refuses 1 "bash release/build.sh" bash release/build.sh check
 check "no such architecture to try" refuses 2 "'riscv64'" bash release/try.sh riscv64
 check "nothing to try" refuses 1 "bash release/build.sh" bash release/try.sh
 check "no such kernels" refuses 2 "'sm_42'" env NVFP4_RELEASE_KERNELS=sm_90a,sm_42 bash release/build.sh
@@ -160,6 +217,18 @@ if command -v cmake >/dev/null; then
     fi
 else
     skip "the archive" "cmake is missing"
+fi
+if (NVFP4_RELEASE=${CARGO_TARGET_DIR:-target}/distribution again in_release wheels wheel_tools) >"$work/log" 2>&1; then
+    check "a wheel packs, twice to the same bytes" a_wheel_packs
+    check "installed without a network, it answers" a_wheel_works
+    check "what its page says" wheel_page_is_right
+    if [ "$(printf '%s\n' GLIBC_2.28 "$(newest_glibc)" | sort -V | tail -1)" != GLIBC_2.28 ]; then
+        check "a wheel for a newer glibc is refused" a_newer_glibc_is_refused
+    else
+        skip "a wheel for a newer glibc is refused" "this machine's is not newer"
+    fi
+else
+    skip "wheels" "$(tail -1 "$work/log")"
 fi
 if command -v cargo >/dev/null; then
     check "every crate's licence is named" licences_are_complete

@@ -12,19 +12,23 @@ in the pieces if parts=True asks for it. For tools, reasoning and whole conversa
 A model runs on the GPU with room for it, or else on the CPU, unless device= names a device; model.info says which and why.
 
 tensors.py has Tensor, quantize() and products; models.py has Model, Tokenizer, Session and ChatSession; training.py has Trainer, and
-Optimizer for passes that are computed elsewhere. native.py has the C
-interface itself: what has no wrapper is called as nvfp4.native.lib.NAME.
+Optimizer for passes that are computed elsewhere; types.py has the names of options and choices, for annotations. native.py has the C
+interface itself: what has no wrapper is called as nvfp4.native.lib.NAME. The stubs beside models.py, tensors.py and training.py have their
+types. `python -m nvfp4` is a conversation in the terminal.
 
-The library is the one that NVFP4_LIB_PATH names (the file or its folder), or else libNVFP4.so beside these files, or else the one
-that the system's loader finds. Errors are nvfp4.Error, one class for each status, and the message is the library's. Objects are
+The library is the one that NVFP4_LIB_PATH names (the file or its folder), or else libNVFP4.so beside these files, as in a wheel, or else
+the one that the system's loader finds. Errors are nvfp4.Error, one class for each status, and the message is the library's. Objects are
 given up by close(), by the end of a `with`, or with their last use. Calls may come from any thread, and run at the same time.
 """
+
+from __future__ import annotations
 
 import ctypes
 import itertools
 import json
+from typing import Any, Callable, Dict, Optional, Tuple
 
-from . import native
+from . import native, types
 from .models import (Cancel, ChatSession, Detokenizer, Generation, Model, Piece, Session, Stream, Tokenizer, ToolCall,
                      convert, step, step_sample)
 from .native import (AbiMismatch, BufferTooSmall, Busy, Cancelled, ContextFull, CorruptFile, DeviceUnavailable, Error,
@@ -33,15 +37,26 @@ from .tensors import (Nf4, Quantized, Tensor, Weight, dequantize, dequantize_pac
                       quantize_packed, scaled_mm, schema, select_backend, ste_clear, ste_weight, swizzle, unswizzle)
 from .training import NO_LABEL, Batch, Optimizer, Step, Trainer, rounding_seed, ste_linear, ste_linear_backward
 
-version = native.lib.version().decode()
+__all__ = [
+    "NO_LABEL", "AbiMismatch", "Batch", "BufferTooSmall", "Busy", "Cancel", "Cancelled", "ChatSession", "ContextFull", "CorruptFile",
+    "Detokenizer", "DeviceUnavailable", "Error", "Generation", "InputOutput", "Internal", "InvalidArgument", "InvalidHandle", "Model",
+    "Nf4", "NotFound", "Optimizer", "OutOfMemory", "OverBudget", "Piece", "Quantized", "Session", "Step", "Stream", "Tensor", "Tokenizer",
+    "ToolCall", "Trainer", "Unsupported", "Weight", "convert", "dequantize", "dequantize_packed", "diagnose", "empty_cache", "linear",
+    "memory", "memory_budget", "native", "quantize", "quantize_nf4", "quantize_packed", "reset_memory_peak", "rounding_seed", "scaled_mm",
+    "schema", "select_backend", "set_log", "set_memory_budget", "set_threads", "ste_clear", "ste_linear", "ste_linear_backward",
+    "ste_weight", "step", "step_sample", "swizzle", "synchronize", "types", "unswizzle", "version",
+]
+
+version: str = native.lib.version().decode()
 
 
-def diagnose():
+def diagnose() -> Dict[str, Any]:
     """What the library supports on this machine, and why something is missing, as a dictionary."""
-    return json.loads(native.text_out(native.lib.diagnose))
+    out: Dict[str, Any] = json.loads(native.text_out(native.lib.diagnose))
+    return out
 
 
-def memory():
+def memory() -> Dict[str, Tuple[int, int]]:
     """Bytes in use by purpose, now and at the peak since the last reset_memory_peak(): {"weights": (current, peak), ..}."""
     out = {}
     for tag, number in native.CHOICES["memory"].items():
@@ -51,60 +66,62 @@ def memory():
     return out
 
 
-def reset_memory_peak():
+def reset_memory_peak() -> None:
     """Sets all peaks to what is in use now."""
     native.lib.memory_reset_peak()
 
 
-def memory_budget():
+def memory_budget() -> int:
     """The most bytes that may be in use; 0 if there is no limit."""
-    return native.value_out(ctypes.c_uint64, native.lib.memory_get_budget)
+    return int(native.value_out(ctypes.c_uint64, native.lib.memory_get_budget))
 
 
-def set_memory_budget(number_of_bytes):
+def set_memory_budget(number_of_bytes: int) -> None:
     """Makes allocations beyond it fail with OverBudget; 0 removes the limit."""
     native.lib.memory_set_budget(number_of_bytes)
 
 
-def synchronize(device="cuda"):
+def synchronize(device: str = "cuda") -> None:
     """Waits until all work that calls have enqueued on a device has run, and raises an error that the device has found in it."""
     native.lib.device_synchronize(*native.device(device))
 
 
-def empty_cache():
+def empty_cache() -> None:
     """Frees what is kept for reuse."""
     native.lib.empty_cache()
 
 
-def set_threads(threads):
+def set_threads(threads: int) -> None:
     """Sets the CPU threads of later calls and objects; 0 leaves it to the environment and the machine."""
     native.lib.set_threads(threads)
 
 
-_log = None  # The token of what set_log() was given last.
+_log: Optional[int] = None  # The token of what set_log() was given last.
 _words = itertools.count(1)
-_listening = {}  # The callbacks that the library has, each by its word.
+_listening: Dict[int, Any] = {}  # The callbacks that the library has, each by its word.
 
 
-@native.LogRelease
-def _released(word):
+@native.LogRelease  # type: ignore[untyped-decorator]
+def _released(word: int) -> None:
     del _listening[word]
 
 
-def set_log(function, level="warn"):
+def set_log(function: Optional[Callable[[str, str], object]], level: types.LogLevel = "warn") -> None:
     """Calls `function` with the level's name and a line of text for each log message, on any thread. None removes it."""
     global _log
 
-    def take(_word, number, message, length):
-        function(native.chosen("log", number), ctypes.string_at(message, length).decode(errors="replace"))
-        return 0
-
-    token, level = None, native.choice("log", level)
+    token, threshold = None, native.choice("log", level)
     if function:
+        told = function
+
+        def take(_word: int, number: int, message: int, length: int) -> int:
+            told(native.chosen("log", number), ctypes.string_at(message, length).decode(errors="replace"))
+            return 0
+
         word = next(_words)
         _listening[word] = native.LogCallback(take)
         try:
-            token = native.value_out(ctypes.c_uint64, native.lib.log_add, _listening[word], word, level, _released)
+            token = native.value_out(ctypes.c_uint64, native.lib.log_add, _listening[word], word, threshold, _released)
         except native.Error:
             del _listening[word]
             raise

@@ -4,18 +4,31 @@ What a function does stands in nvfp4.h; tests/python compares every line here wi
 their names without NVFP4_: one that returns a status raises the Error that belongs to it.
 """
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import os
+import platform
 import re
 import types
+from typing import TYPE_CHECKING, Any, Callable, Dict, Generator, List, Mapping, Optional, Sequence, Tuple, Type, TypeVar, Union
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from .models import Cancel
+    from .types import Path, Progress, Text
+
+_Struct = TypeVar("_Struct", bound=ctypes.Structure)
 
 # The header that this was written for.
 ABI_VERSION = 1
 VERSION_NUMBER = 100
+VERSION = ".".join(str(VERSION_NUMBER // step % 100) for step in (10000, 100, 1))
 
 # By the first part of its name in C, each choice: NVFP4_RECIPE_AMAX is CHOICES["recipe"]["amax"].
-CHOICES = {
+CHOICES: Dict[str, Dict[str, int]] = {
     "log": {"error": 1, "warn": 2, "info": 3, "debug": 4, "trace": 5},
     "memory": {"total": 0, "weights": 1, "kv_cache": 2, "scratch": 3, "tensor": 4, "device_weights": 5,
                "device_kv_cache": 6, "device_scratch": 7, "device_tensor": 8},
@@ -53,7 +66,7 @@ _CHOSEN = {"levels": "levels", "recipe": "recipe", "rounding": "rounding", "nonf
            "first_moments": "first_moment", "second_moments": "second_moment"}
 
 # Types by letter: i I 32 bits, l L 64 bits, z size_t, b a byte, f d floats, p any pointer, s text with a NUL, v nothing.
-_TYPES = {"i": ctypes.c_int32, "I": ctypes.c_uint32, "l": ctypes.c_int64, "L": ctypes.c_uint64, "z": ctypes.c_size_t,
+_TYPES: Dict[str, Any] = {"i": ctypes.c_int32, "I": ctypes.c_uint32, "l": ctypes.c_int64, "L": ctypes.c_uint64, "z": ctypes.c_size_t,
           "b": ctypes.c_int8, "f": ctypes.c_float, "d": ctypes.c_double, "p": ctypes.c_void_p, "s": ctypes.c_char_p, "v": None}
 
 # Each function with the types that it takes and that it returns; S is a status.
@@ -93,7 +106,7 @@ detokenizer_create(ppzpp)S detokenizer_push(pippp)S detokenizer_finish(ppp)S det
 """
 
 
-def _fields(text):
+def _fields(text: str) -> List[Tuple[str, Any]]:
     return [(name, _TYPES[letter]) for name, letter in (field.split(":") for field in text.split())]
 
 
@@ -188,25 +201,82 @@ class Error(Exception):
     status = 0
 
 
-# The exception of each status, each an Error and what Python has for it.
-ERRORS = {}
-for _number, (_name, _also) in enumerate({
-        "InvalidArgument": ValueError, "Unsupported": None, "OutOfMemory": MemoryError, "OverBudget": MemoryError,
-        "InputOutput": OSError, "CorruptFile": ValueError, "NotFound": FileNotFoundError, "ContextFull": None, "Busy": None,
-        "Cancelled": None, "BufferTooSmall": None, "InvalidHandle": ValueError, "AbiMismatch": None,
-        "DeviceUnavailable": None, "Internal": None}.items(), start=1):
-    ERRORS[_number] = type(_name, (Error, _also) if _also else (Error,), {"status": _number, "__module__": "nvfp4"})
-globals().update({error.__name__: error for error in ERRORS.values()})
+class InvalidArgument(Error, ValueError):
+    status = 1
 
 
-def _check(status, _function, _arguments):
+class Unsupported(Error):
+    status = 2
+
+
+class OutOfMemory(Error, MemoryError):
+    status = 3
+
+
+class OverBudget(Error, MemoryError):
+    status = 4
+
+
+class InputOutput(Error, OSError):
+    status = 5
+
+
+class CorruptFile(Error, ValueError):
+    status = 6
+
+
+class NotFound(Error, FileNotFoundError):
+    status = 7
+
+
+class ContextFull(Error):
+    status = 8
+
+
+class Busy(Error):
+    status = 9
+
+
+class Cancelled(Error):
+    status = 10
+
+
+class BufferTooSmall(Error):
+    status = 11
+
+
+class InvalidHandle(Error, ValueError):
+    status = 12
+
+
+class AbiMismatch(Error):
+    status = 13
+
+
+class DeviceUnavailable(Error):
+    status = 14
+
+
+class Internal(Error):
+    status = 15
+
+
+# The exception of each status.
+ERRORS: Dict[int, Type[Error]] = {error.status: error for error in (
+    InvalidArgument, Unsupported, OutOfMemory, OverBudget, InputOutput, CorruptFile, NotFound, ContextFull, Busy, Cancelled,
+    BufferTooSmall, InvalidHandle, AbiMismatch, DeviceUnavailable, Internal)}
+for _error in (Error, *ERRORS.values()):
+    _error.__module__ = "nvfp4"  # Where everybody takes them from.
+
+
+def _check(status: int, _function: Any, _arguments: Any) -> None:
     if status:
         raise ERRORS.get(status, Error)(lib.last_error().decode())
 
 
-def _fitting(kind):
+def _fitting(kind: Any) -> Any:
     """The parameter type of numbers of a ctypes type, which itself would cut off what does not fit."""
-    def from_param(value):
+    def from_param(value: Any) -> Any:
         out = kind(value)
         if isinstance(value, int) and out.value != value:
             raise OverflowError(f"{value} does not fit into the {8 * ctypes.sizeof(kind)} bits that it has")
@@ -218,7 +288,7 @@ def _fitting(kind):
 _PARAMETERS = {letter: _fitting(kind) if letter in "iIlLzb" else kind for letter, kind in _TYPES.items()}
 
 
-def _candidates():
+def _candidates() -> List[str]:
     """Where the library may be: what was named, alone; or else beside this package, or where the system's loader looks."""
     name = "libNVFP4.so"
     named = os.environ.get("NVFP4_LIB_PATH")
@@ -227,38 +297,76 @@ def _candidates():
     return [os.path.join(os.path.dirname(os.path.abspath(__file__)), name), name]
 
 
-def _load():
+# What ELF files say of the processor that they are for, by what Python calls it.
+_MACHINES = {3: "i386", 40: "arm", 62: "x86_64", 183: "aarch64", 243: "riscv64"}
+
+
+def _refusal(message: str, path: Optional[str] = None) -> ImportError:
+    """The one error of loading. With the name, `python -m nvfp4` shows it in one line."""
+    return ImportError(message, name=__package__, path=path)
+
+
+def _unfit(path: str, error: OSError) -> str:
+    """Why a file that is there cannot be loaded. Of one for another processor the loader says that it is not there."""
+    try:
+        with open(path, "rb") as file:
+            header = file.read(20)
+    except OSError as unread:
+        return str(unread.strerror)
+    if header[:4] != b"\x7fELF":
+        return "it is no shared library"
+    number, here = int.from_bytes(header[18:20], "little" if header[5] == 1 else "big"), platform.machine()
+    machine = _MACHINES.get(number, f"machine {number} of ELF")
+    return str(error).replace(f"{path}: ", "") if machine == here else f"it is for {machine}, and this Python for {here}"
+
+
+def _check_versions(library: ctypes.CDLL, path: str) -> None:
+    """Raises unless the library is one that this package was made for, or a later one with the same binary interface."""
+    needed = f"nvfp4 {VERSION} needs libNVFP4 {VERSION} or later with binary interface {ABI_VERSION}"
+    try:
+        version, number, interface = library.NVFP4_version, library.NVFP4_version_number(), library.NVFP4_abi_version()
+    except AttributeError as error:
+        raise _refusal(f"{path} is no libNVFP4, or one from before its versions ({error}); {needed}", path) from None
+    version.restype = ctypes.c_char_p
+    if (interface, max(number, VERSION_NUMBER)) != (ABI_VERSION, number):
+        mend = (f"install libNVFP4 {VERSION} or later" if interface <= ABI_VERSION
+                else f"install the nvfp4 package of version {version().decode()}, which is for that library")
+        raise _refusal(f"{path} is libNVFP4 {version().decode()} with binary interface {interface}; {needed}: {mend}", path)
+
+
+def _load() -> types.SimpleNamespace:
     tried = []
     for path in _candidates():
         try:
             library = ctypes.CDLL(path)
-            version = library.NVFP4_abi_version()
-        except (OSError, AttributeError) as error:
+        except OSError as error:
+            if os.sep in path and os.path.exists(path):
+                raise _refusal(f"{path} cannot be loaded: {_unfit(path, error)}; nvfp4 {VERSION} needs libNVFP4 {VERSION} or later "
+                               f"for {platform.machine()}", path) from None
             tried.append(str(error) if path in str(error) else f"{path}: {error}")
             continue
-        if version != ABI_VERSION:
-            raise ImportError(f"{path} has version {version} of the binary interface, and this package needs {ABI_VERSION}")
+        _check_versions(library, path)
         functions = types.SimpleNamespace(path=path)
         for name, taken, returned in re.findall(r"(\w+)\((\w*)\)(\w)", FUNCTIONS):
             try:
                 function = library["NVFP4_" + name]
             except AttributeError:
-                raise ImportError(f"{path} is older than this package: it has no NVFP4_{name}") from None
+                raise _refusal(f"{path} has no NVFP4_{name}, though it says that it is libNVFP4 {library.NVFP4_version().decode()}; "
+                               f"nvfp4 {VERSION} needs a whole libNVFP4 {VERSION} or later", path) from None
             function.argtypes = [_PARAMETERS[letter] for letter in taken]
             function.restype = _TYPES["i" if returned == "S" else returned]
             if returned == "S":
-                function.errcheck = _check
+                function.errcheck = _check  # type: ignore[assignment] # None of its parameters is looked at.
             setattr(functions, name, function)
-        if library.NVFP4_check_version(ABI_VERSION, VERSION_NUMBER):
-            raise ImportError(f"{path}: {functions.last_error().decode()}")
         return functions
-    raise ImportError("libNVFP4.so was not found; name the file or its folder in NVFP4_LIB_PATH. Tried: " + "; ".join(tried))
+    raise _refusal(f"libNVFP4.so was not found, and nvfp4 {VERSION} needs libNVFP4 {VERSION} or later; name the file or its folder in "
+                   f"NVFP4_LIB_PATH. Tried: {'; '.join(tried)}")
 
 
 lib = _load()
 
 
-def choice(table, name):
+def choice(table: str, name: str) -> int:
     """The number of a choice, or an error that lists them all."""
     try:
         return CHOICES[table][name]
@@ -266,12 +374,12 @@ def choice(table, name):
         raise InvalidArgument(f"{table} is {name!r}; it can be {', '.join(CHOICES[table])}") from None
 
 
-def chosen(table, number):
+def chosen(table: str, number: int) -> str:
     """The name of a choice."""
     return next((name for name, value in CHOICES[table].items() if value == number), str(number))
 
 
-def device(name):
+def device(name: str) -> Tuple[int, int]:
     """Type and index of a device: "cpu", "cuda", "cuda:1" or "auto"."""
     kind, _, index = name.partition(":")
     if index and not index.isdecimal():
@@ -279,7 +387,7 @@ def device(name):
     return choice("device", kind), int(index or 0)
 
 
-def options(struct, values):
+def options(struct: Type[_Struct], values: Mapping[str, Any]) -> _Struct:
     """
     A struct of options with its defaults, but for `values`: choices by name, flags as booleans, text as it is, a device as
     device=, and what ends a text as stop=, which holds tokens and strings; bytes are strings in UTF-8.
@@ -287,10 +395,10 @@ def options(struct, values):
     out = struct()
     name = "_".join(re.findall("[A-Z][a-z]+", struct.__name__)).lower()
     getattr(lib, name + "_init")(ctypes.byref(out), ctypes.sizeof(out))
-    kinds = dict(struct._fields_)
+    kinds: Dict[str, Any] = {name: kind for name, kind, *_ in struct._fields_}
     out.kept = []  # What the pointers in it point to.
 
-    def point(field, count, array):
+    def point(field: str, count: str, array: ctypes.Array[Any]) -> None:
         out.kept.append(array)
         setattr(out, field, ctypes.addressof(array))
         setattr(out, count, len(array))
@@ -308,7 +416,7 @@ def options(struct, values):
         elif field in ("backend", "system", "variables", "tools", "config") and field in kinds:
             if value:
                 data, length = text_in(value)
-                point(field, field + "_length", (ctypes.c_char * length)(*data))
+                point(field, field + "_length", (ctypes.c_char * length).from_buffer_copy(data))
         elif field in _CHOSEN and field in kinds:
             setattr(out, field, choice(_CHOSEN[field], value))
         elif field in kinds and kinds[field] is not ctypes.c_void_p and field not in ("struct_size", "reserved"):
@@ -318,18 +426,19 @@ def options(struct, values):
     return out
 
 
-def numbers(kind, values):
+def numbers(kind: Any, values: Sequence[int]) -> ctypes.Array[Any]:
     """A ctypes array of numbers that fit."""
-    return (kind * len(values))(*map(_fitting(kind).from_param, values))
+    out: ctypes.Array[Any] = (kind * len(values))(*map(_fitting(kind).from_param, values))
+    return out
 
 
-def text_in(text):
+def text_in(text: Union[Text, Path]) -> Tuple[bytes, int]:
     """Text as C takes it: pointer and length in bytes."""
     data = bytes(text) if isinstance(text, (bytes, bytearray)) else os.fsencode(text) if isinstance(text, os.PathLike) else text.encode()
     return data, len(data)
 
 
-def items_out(kind, function, *arguments):
+def items_out(kind: Any, function: Callable[..., Any], *arguments: Any) -> Any:
     """The ctypes array of what `function(*arguments, buffer, capacity, &count)` copies out."""
     count = ctypes.c_size_t()
     function(*arguments, None, 0, ctypes.byref(count))
@@ -342,12 +451,12 @@ def items_out(kind, function, *arguments):
             continue
 
 
-def text_out(function, *arguments):
+def text_out(function: Callable[..., Any], *arguments: Any) -> str:
     """The text that `function(*arguments, buffer, capacity, &length)` copies out."""
-    return items_out(ctypes.c_char, function, *arguments).decode()
+    return bytes(items_out(ctypes.c_char, function, *arguments)).decode()
 
 
-def value_out(kind, function, *arguments):
+def value_out(kind: Any, function: Callable[..., Any], *arguments: Any) -> Any:
     """The one value that `function(*arguments, &value)` writes."""
     out = kind()
     function(*arguments, ctypes.byref(out))
@@ -355,11 +464,11 @@ def value_out(kind, function, *arguments):
 
 
 @contextlib.contextmanager
-def callback(kind, function):
+def callback(kind: Any, function: Callable[..., Any]) -> Generator[Any, None, None]:
     """`function` as a callback of C for one call: False ends the call, and so does an exception, which then leaves it."""
-    raised = []
+    raised: List[BaseException] = []
 
-    def guarded(_user, *arguments):
+    def guarded(_user: Any, *arguments: Any) -> int:
         try:
             return int(function(*arguments) is False)
         except BaseException as error:
@@ -374,7 +483,8 @@ def callback(kind, function):
 
 
 @contextlib.contextmanager
-def call_options(cancel=None, flag=None, progress=None):
+def call_options(cancel: Optional[Cancel] = None, flag: Optional[ctypes.c_int32] = None,
+                 progress: Optional[Progress] = None) -> Generator[Optional[int], None, None]:
     """
     The address of what may end a call: a Cancel, a c_int32, and `progress`, which is told how far it is and ends it by False or an
     exception. None where there is none of them.
@@ -401,39 +511,39 @@ class Handle:
     """One reference to an object of the library. close() gives it up, and so do the end of a `with` and the last use."""
 
     _kind = ""
-    _as_parameter_ = None  # The handle: ctypes passes it where this object is an argument, and keeps the object until then.
+    _as_parameter_: Optional[int] = None  # The handle: ctypes passes it where this object is an argument, and keeps the object until then.
 
     @classmethod
-    def _own(cls, handle):
+    def _own(cls, handle: Optional[int]) -> Self:
         out = cls.__new__(cls)
         out._as_parameter_ = handle
         return out
 
-    def close(self):
+    def close(self) -> None:
         """Gives up the object; using it is an error then. What else needs it keeps it alive."""
         handle, self._as_parameter_ = self._as_parameter_, None
         if handle:
             getattr(lib, self._kind + "_release")(handle)
 
-    def _second(self):
+    def _second(self) -> Self:
         """Another owner of the same object."""
         getattr(lib, self._kind + "_retain")(self)
         return self._own(self._as_parameter_)
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __del__(self):
+    def __del__(self) -> None:
         self.close()
 
-    def _text(self, name):
+    def _text(self, name: str) -> str:
         return text_out(getattr(lib, f"{self._kind}_{name}"), self)
 
-    def _value(self, kind, name):
+    def _value(self, kind: Any, name: str) -> Any:
         return value_out(kind, getattr(lib, f"{self._kind}_{name}"), self)
 
-    def _items(self, kind, name):
+    def _items(self, kind: Any, name: str) -> Any:
         return items_out(kind, getattr(lib, f"{self._kind}_{name}"), self)

@@ -1,0 +1,118 @@
+"""What mypy must accept and what it must refuse: nothing here runs. See run.sh.
+
+Each wrong use says with which error mypy refuses it; as ignores that are not needed are errors, it must.
+"""
+
+from __future__ import annotations
+
+import array
+import pathlib
+from typing import Dict, List, Optional, Tuple, Type
+
+import nvfp4
+from nvfp4.types import Finish, GenerationOptions, Part
+from typing_extensions import assert_type
+
+numbers = array.array("f", [1.0] * 32)
+
+
+def tensors() -> None:
+    tensor = nvfp4.Tensor(memoryview(numbers).cast("B").cast("f", (2, 16)))
+    assert_type(tensor.shape, Tuple[int, ...])
+    quantized = nvfp4.quantize(tensor, recipe="sweep", rounding="stochastic", seed=1, progress=lambda done, total: done < total)
+    assert_type(quantized.codes, nvfp4.Tensor)
+    assert_type(nvfp4.dequantize(quantized, dtype="bfloat16"), nvfp4.Tensor)
+    assert_type(nvfp4.dequantize(nvfp4.quantize_nf4(tensor)), nvfp4.Tensor)
+    elsewhere = nvfp4.Quantized(b"\x00" * 8, b"\x38", 1.0, "swizzled")
+    assert_type(elsewhere.codes, bytes)
+    nvfp4.scaled_mm(quantized, elsewhere)
+    weight = nvfp4.Weight(quantized, compute_path="kernel_only", device="cpu")
+    assert_type(nvfp4.linear(numbers, weight, activations="int8"), nvfp4.Tensor)
+
+    nvfp4.quantize(tensor, recipe="best")  # type: ignore[arg-type]
+    nvfp4.quantize(tensor, colour="red")  # type: ignore[call-arg]
+    nvfp4.quantize([1.0, 2.0])  # type: ignore[arg-type]
+    nvfp4.quantize("text")  # type: ignore[arg-type]
+    nvfp4.Tensor(numbers, dtype="float8")  # type: ignore[call-overload]
+    nvfp4.Tensor.zeros((2, 2), dtype=float)  # type: ignore[arg-type]
+    nvfp4.dequantize(tensor)  # type: ignore[arg-type]
+    nvfp4.scaled_mm(quantized, tensor)  # type: ignore[arg-type]
+    nvfp4.Weight(tensor, device="cpu")  # type: ignore[call-overload]
+    tensor.shape = (1,)  # type: ignore[misc]
+
+
+def sessions() -> None:
+    model = nvfp4.Model(pathlib.Path("model"), quantize={"recipe": "amax"}, device="cuda:1", activations="int8")
+    session = model.session(context=100, kv_type="float32", eviction="drop_oldest", system="Be brief.")
+    session.prefill(model.tokenizer.encode("text"))
+    how: GenerationOptions = {"temperature": 0.5, "stop": ["\n", 7], "max_tokens": 3}
+    result = session.generate(lambda piece: print(piece.token, piece.part), **how)
+    assert_type(result.finish, Finish)
+    assert_type(session.logits(), "array.array[float]")
+    assert_type(session.fork(), nvfp4.Session)
+    for piece in session.stream(parts=True, **how):
+        assert_type(piece, nvfp4.Piece)
+        assert_type(piece.part, Part)
+    statuses: List[Optional[Type[nvfp4.Error]]] = []
+    assert_type(nvfp4.step_sample([session], [1], temperature=0.0), List[int])
+    assert_type(nvfp4.step_sample([session], [1], [how], statuses=statuses), List[Optional[int]])
+    text, finish = nvfp4.Detokenizer(model, stop="x").push(1)
+    assert_type(finish, Optional[Finish])
+
+    nvfp4.Model("model", device=0)  # type: ignore[arg-type]
+    nvfp4.Model("model", quantize={"recipe": "best"})  # type: ignore[arg-type]
+    model.session(kv_type="int8")  # type: ignore[arg-type]
+    model.session(think=True)  # type: ignore[call-arg]
+    session.prefill("text")  # type: ignore[arg-type]
+    session.generate(temperature="hot")  # type: ignore[arg-type]
+    session.generate(think=True)  # type: ignore[call-arg]
+    nvfp4.step_sample([session], [1], [how], temperature=0.0)  # type: ignore[call-overload]
+    if result.finish == "done":  # type: ignore[comparison-overlap]
+        pass
+
+
+def chats() -> None:
+    chat = nvfp4.Model("model").chat("Be brief.", think=False, context=100)
+    stream = chat.ask("Why?", parts=True, reasoning_budget=10, temperature=0.3)
+    assert_type(stream.result, Optional[nvfp4.Generation])
+    assert_type(chat.say("Why?", think=True).tool_calls, List[nvfp4.ToolCall])
+    chat.complete([*chat.messages, {"role": "user", "content": "Why?"}])
+    assert_type(nvfp4.ChatSession.restore(nvfp4.Model("model"), "file", think=True), nvfp4.ChatSession)
+
+    stream.result.text  # type: ignore[union-attr]
+    chat.ask("Why?", thinking=True)  # type: ignore[call-arg]
+    chat.complete("Why?")  # type: ignore[arg-type]
+    chat.ask(7)  # type: ignore[arg-type]
+
+
+def training() -> None:
+    with nvfp4.Trainer("model", steps=10, schedule="cosine", weights="residual8", first_moments="int8") as trainer:
+        assert_type(trainer, nvfp4.Trainer)
+        step = trainer.step([nvfp4.Batch.of([1, 2, 3]), nvfp4.Batch([1], [2])])
+        assert_type(step.loss, float)
+        assert_type(trainer.evaluate(nvfp4.Batch.of(range(3))), float)
+        trainer.export("out", tables="nvfp4")
+
+        nvfp4.Trainer("model", schedule="sine")  # type: ignore[arg-type]
+        trainer.step([1, 2, 3])  # type: ignore[list-item]
+        trainer.export("out", tables="float32")  # type: ignore[arg-type]
+        if step.outcome == "failed":  # type: ignore[comparison-overlap]
+            pass
+    optimizer = nvfp4.Optimizer(nvfp4.Tensor(numbers), second_moments="uint4")
+    assert_type(optimizer.step(nvfp4.Tensor(numbers), rate=0.1), Tuple[int, int])
+    assert_type(optimizer.save(), bytes)
+
+    nvfp4.Optimizer(numbers)  # type: ignore[arg-type]
+
+
+def library() -> None:
+    assert_type(nvfp4.memory(), Dict[str, Tuple[int, int]])
+    nvfp4.set_log(lambda level, line: print(level, line), level="debug")
+    try:
+        nvfp4.synchronize("cuda")
+    except nvfp4.NotFound as error:
+        assert_type(error.status, int)
+        error.filename
+
+    nvfp4.set_log(print, level="loud")  # type: ignore[arg-type]
+    nvfp4.diagnose().nothing  # type: ignore[attr-defined]
