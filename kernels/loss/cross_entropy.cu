@@ -4,16 +4,16 @@
 #include "common/values.cuh"
 
 struct Arguments {
-    const float4* logits;   // f32 [rows, columns]
+    const float* logits;    // f32 [rows, columns]
     const int* labels;      // [rows]; negative: no loss
     float* max;             // [rows]: the largest logit so far
     float* sum;             // [rows]: of exp(logit - max) so far
     float* target;          // [rows]: the label's logit
     const float* weights;   // [rows]: gradient
     const float* lse;       // [rows]: gradient
-    uint2* dlogits;         // bf16 [rows, columns]: gradient
+    u16* dlogits;           // bf16 [rows, columns]: gradient
     int first_column;       // the token of the first column
-    int columns;            // a multiple of 4
+    int columns;            // a multiple of 4, but for the ragged kernels
     int is_first;           // whether no chunk was before this one
     float cap;              // logits are cap * tanh(logit / cap); 0: as they are
 };
@@ -36,27 +36,50 @@ constexpr float LOWEST = -3.4028235e38f;
 
 __device__ __forceinline__ float capped(float logit, float cap) { return cap > 0 ? cap * tanhf(logit / cap) : logit; }
 
-__device__ __forceinline__ void load_logits(const float4* from, float cap, float (&x)[4]) {
-    float4 v = *from;
-    x[0] = capped(v.x, cap), x[1] = capped(v.y, cap), x[2] = capped(v.z, cap), x[3] = capped(v.w, cap);
+// COUNT logits, 4 where a row's length is a multiple of it, else 1.
+template <int COUNT>
+__device__ __forceinline__ void load_logits(const float* from, float cap, float (&x)[COUNT]) {
+    if constexpr (COUNT == 4) {
+        float4 v = *(const float4*)from;
+        x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
+    } else {
+        x[0] = *from;
+    }
+#pragma unroll
+    for (int e = 0; e < COUNT; e++) x[e] = capped(x[e], cap);
 }
 
-// Grid: (rows)
-extern "C" __global__ void __launch_bounds__(THREADS) cross_entropy_chunk(const __grid_constant__ Arguments a) {
+template <int COUNT>
+__device__ __forceinline__ void store_gradients(u16* to, const float (&x)[COUNT]) {
+    if constexpr (COUNT == 4) {
+        *(uint2*)to = make_uint2(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]));
+    } else {
+        *to = (u16)pack_bf16(x[0], 0);
+    }
+}
+
+template <int COUNT>
+__device__ __forceinline__ void chunk(const Arguments& a) {
     __shared__ float by_warp[THREADS / WARP];
     wait_for_earlier_kernels();
     let_later_kernels_start();
     int row = blockIdx.x, label = a.labels[row];
     if (label < 0) return;
-    const float4* logits = a.logits + (size_t)row * (a.columns / 4);
+    const float* logits = a.logits + (size_t)row * a.columns;
     float largest = LOWEST, sum = 0;
 #pragma unroll 4
-    for (int i = threadIdx.x; i < a.columns / 4; i += THREADS) {
-        float x[4];
-        load_logits(logits + i, a.cap, x);
+    for (int i = threadIdx.x; i < a.columns / COUNT; i += THREADS) {
+        float x[COUNT];
+        load_logits(logits + COUNT * i, a.cap, x);
         float before = largest;
-        largest = fmaxf(fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3])), largest);
-        sum = sum * __expf(before - largest) + (__expf(x[0] - largest) + __expf(x[1] - largest)) + (__expf(x[2] - largest) + __expf(x[3] - largest));
+        if constexpr (COUNT == 4) {
+            largest = fmaxf(fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3])), largest);
+            sum = sum * __expf(before - largest) + (__expf(x[0] - largest) + __expf(x[1] - largest)) +
+                  (__expf(x[2] - largest) + __expf(x[3] - largest));
+        } else {
+            largest = fmaxf(x[0], largest);
+            sum = sum * __expf(before - largest) + __expf(x[0] - largest);
+        }
     }
     float before = a.is_first ? LOWEST : a.max[row];
     float of_row = fmaxf(before, block_max(largest, by_warp, THREADS / WARP));
@@ -65,8 +88,42 @@ extern "C" __global__ void __launch_bounds__(THREADS) cross_entropy_chunk(const 
     a.sum[row] = (a.is_first ? 0 : a.sum[row] * __expf(before - of_row)) + sum;
     a.max[row] = of_row;
     int column = label - a.first_column;
-    if (0 <= column && column < a.columns) a.target[row] = capped(((const float*)logits)[column], a.cap);
+    if (0 <= column && column < a.columns) a.target[row] = capped(logits[column], a.cap);
 }
+
+// weight * (softmax - onehot), times the cap's derivative 1 - (l / cap)^2 of a capped logit l.
+template <int COUNT>
+__device__ __forceinline__ void gradient(const Arguments& a) {
+    wait_for_earlier_kernels();
+    let_later_kernels_start();
+    int row = blockIdx.x, label = a.labels[row], pieces = a.columns / COUNT;
+    const float* logits = a.logits + (size_t)row * a.columns;
+    u16* dlogits = a.dlogits + (size_t)row * a.columns;
+    if (label < 0) {
+        const float zeros[COUNT] = {};
+        for (int i = threadIdx.x; i < pieces; i += THREADS) store_gradients(dlogits + COUNT * i, zeros);
+        return;
+    }
+    int target = label - a.first_column;
+    float weight = a.weights[row], lse = a.lse[row];
+#pragma unroll 4
+    for (int i = threadIdx.x; i < pieces; i += THREADS) {
+        float x[COUNT];
+        load_logits(logits + COUNT * i, a.cap, x);
+#pragma unroll
+        for (int e = 0; e < COUNT; e++) {
+            float slope = a.cap > 0 ? 1 - (x[e] / a.cap) * (x[e] / a.cap) : 1;
+            x[e] = weight * (__expf(x[e] - lse) - (COUNT * i + e == target ? 1 : 0)) * slope;
+        }
+        store_gradients(dlogits + COUNT * i, x);
+    }
+}
+
+// Grid of these four: (rows). The ragged ones take rows of any length.
+extern "C" __global__ void __launch_bounds__(THREADS) cross_entropy_chunk(const __grid_constant__ Arguments a) { chunk<4>(a); }
+extern "C" __global__ void __launch_bounds__(THREADS) cross_entropy_chunk_ragged(const __grid_constant__ Arguments a) { chunk<1>(a); }
+extern "C" __global__ void __launch_bounds__(THREADS) cross_entropy_gradient(const __grid_constant__ Arguments a) { gradient<4>(a); }
+extern "C" __global__ void __launch_bounds__(THREADS) cross_entropy_gradient_ragged(const __grid_constant__ Arguments a) { gradient<1>(a); }
 
 // Grid: (1)
 extern "C" __global__ void __launch_bounds__(FINISH_THREADS) cross_entropy_finish(const __grid_constant__ FinishArguments a) {
@@ -89,30 +146,4 @@ extern "C" __global__ void __launch_bounds__(FINISH_THREADS) cross_entropy_finis
         __syncthreads();
     }
     if (threadIdx.x == 0) *a.total = sums[0];
-}
-
-// weight * (softmax - onehot), times the cap's derivative 1 - (l / cap)^2 of a capped logit l. Grid: (rows)
-extern "C" __global__ void __launch_bounds__(THREADS) cross_entropy_gradient(const __grid_constant__ Arguments a) {
-    wait_for_earlier_kernels();
-    let_later_kernels_start();
-    int row = blockIdx.x, label = a.labels[row], pieces = a.columns / 4;
-    const float4* logits = a.logits + (size_t)row * pieces;
-    uint2* dlogits = a.dlogits + (size_t)row * pieces;
-    if (label < 0) {
-        for (int i = threadIdx.x; i < pieces; i += THREADS) dlogits[i] = make_uint2(0, 0);
-        return;
-    }
-    int target = label - a.first_column;
-    float weight = a.weights[row], lse = a.lse[row];
-#pragma unroll 4
-    for (int i = threadIdx.x; i < pieces; i += THREADS) {
-        float x[4];
-        load_logits(logits + i, a.cap, x);
-#pragma unroll
-        for (int e = 0; e < 4; e++) {
-            float slope = a.cap > 0 ? 1 - (x[e] / a.cap) * (x[e] / a.cap) : 1;
-            x[e] = weight * (__expf(x[e] - lse) - (4 * i + e == target ? 1 : 0)) * slope;
-        }
-        dlogits[i] = make_uint2(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]));
-    }
 }

@@ -478,6 +478,7 @@ fn cross_entropy_in_chunks_agrees_with_f64() {
         (37, vec![1028, 60, 4], None, 8.0),
         (37, vec![16384, 2000], Some(30.0), 10.0),
         (1024, vec![8192, 4096], None, 20.0),
+        (37, vec![1028, 61, 1], Some(30.0), 8.0),
     ] {
         let vocabulary: usize = chunks.iter().sum();
         let weights = Array::f32(&gpu, 61, rows, 1.0);
@@ -576,13 +577,13 @@ fn cross_entropy_in_chunks_agrees_with_f64() {
             assert_within(&got, &want, ROUNDING, |i| sizes[i], &what);
         }
         let wrong = LogitChunk {
-            columns: 6,
+            columns: 0,
             ..chunk(0)
         };
         expect_kind(
             training::cross_entropy_chunk(&of_rows, &wrong, true),
-            ErrorKind::Unsupported,
-            "multiple of 4",
+            ErrorKind::InvalidArgument,
+            "without logits",
         );
     }
 }

@@ -65,7 +65,7 @@ pub struct LogitChunk<'a> {
     pub logits: DeviceSlice<'a>,
     /// The token of the first column.
     pub first_column: usize,
-    /// A multiple of 4.
+    /// At least one; a multiple of 4 is fastest.
     pub columns: usize,
     /// Bounds logits softly: `cap * tanh(logit / cap)`.
     pub cap: Option<f32>,
@@ -87,21 +87,22 @@ struct ChunkArguments {
     cap: f32,
 }
 
-/// A kernel that takes a block for each row.
+/// A kernel that takes a block for each row, and the one for rows whose length is not a multiple of 4.
 fn by_row(
-    name: &str,
+    [name, ragged]: [&str; 2],
     rows: &CrossEntropy<'_>,
     chunk: &LogitChunk<'_>,
     dlogits: Option<DeviceSlice<'_>>,
     is_first: bool,
 ) -> Result<()> {
     let (count, columns) = (rows.rows()?, chunk.columns);
-    if columns == 0 || !columns.is_multiple_of(4) {
-        bail!(
-            Unsupported,
-            "a chunk of {columns} logits a row on a GPU; there must be a multiple of 4"
-        );
+    if columns == 0 {
+        bail!(InvalidArgument, "a chunk without logits");
     }
+    let name = match columns.is_multiple_of(4) {
+        true => name,
+        false => ragged,
+    };
     if chunk.cap.is_some_and(|cap| !(cap > 0.0 && cap.is_finite())) {
         bail!(
             InvalidArgument,
@@ -139,7 +140,13 @@ pub fn cross_entropy_chunk(
     chunk: &LogitChunk<'_>,
     is_first: bool,
 ) -> Result<()> {
-    by_row("cross_entropy_chunk", rows, chunk, None, is_first)
+    by_row(
+        ["cross_entropy_chunk", "cross_entropy_chunk_ragged"],
+        rows,
+        chunk,
+        None,
+        is_first,
+    )
 }
 
 #[repr(C)]
@@ -190,7 +197,13 @@ pub fn cross_entropy_gradient(
     chunk: &LogitChunk<'_>,
     dlogits: DeviceSlice<'_>,
 ) -> Result<()> {
-    by_row("cross_entropy_gradient", rows, chunk, Some(dlogits), false)
+    by_row(
+        ["cross_entropy_gradient", "cross_entropy_gradient_ragged"],
+        rows,
+        chunk,
+        Some(dlogits),
+        false,
+    )
 }
 
 #[repr(C)]

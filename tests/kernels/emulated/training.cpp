@@ -281,13 +281,13 @@ static void check_cross_entropy(int rows, std::vector<int> chunks, float cap, fl
     std::vector<float> max(rows, NAN), sum(rows, NAN), target(rows, NAN), lse(rows, NAN), losses(rows, NAN);
     std::vector<int> labels;
     for (int r = 0; r < rows; r++) labels.push_back(r % 3 == 1 ? -1 : (int)(noise() % vocabulary));
-    auto of_chunk = [&](size_t c, int first, uint2* dlogits) {
-        return loss::Arguments{logits[c].pieces.data(), labels.data(), max.data(), sum.data(), target.data(), weights.data(), lse.data(), dlogits,
+    auto of_chunk = [&](size_t c, int first, u16* dlogits) {
+        return loss::Arguments{logits[c].data(), labels.data(), max.data(), sum.data(), target.data(), weights.data(), lse.data(), dlogits,
                                first, chunks[c], c == 0, cap};
     };
     for (size_t c = 0, first = 0; c < chunks.size(); first += chunks[c++]) {
         loss::Arguments a = of_chunk(c, (int)first, nullptr);
-        launch(rows, 1, 1, loss::THREADS, [&] { loss::cross_entropy_chunk(a); });
+        launch(rows, 1, 1, loss::THREADS, [&] { chunks[c] % 4 ? loss::cross_entropy_chunk_ragged(a) : loss::cross_entropy_chunk(a); });
     }
     double total = NAN, want_total = 0;
     loss::FinishArguments f = {max.data(), sum.data(), target.data(), labels.data(), weights.data(), lse.data(), losses.data(), &total, rows};
@@ -312,8 +312,8 @@ static void check_cross_entropy(int rows, std::vector<int> chunks, float cap, fl
     expect_f32("the loss", 0, total, want_total, 2 * size * rows);
     for (size_t c = 0, first = 0; c < chunks.size(); first += chunks[c++]) {
         Bf16 dlogits((size_t)rows * chunks[c] * 2);  // room for rows that are no whole pieces
-        loss::Arguments a = of_chunk(c, (int)first, (uint2*)dlogits.data());
-        launch(rows, 1, 1, loss::THREADS, [&] { loss::cross_entropy_gradient(a); });
+        loss::Arguments a = of_chunk(c, (int)first, (u16*)dlogits.data());
+        launch(rows, 1, 1, loss::THREADS, [&] { chunks[c] % 4 ? loss::cross_entropy_gradient_ragged(a) : loss::cross_entropy_gradient(a); });
         for (int r = 0; r < rows; r++) {
             for (int i = 0; i < chunks[c]; i++) {
                 size_t at = (size_t)r * chunks[c] + i;
@@ -535,6 +535,7 @@ int main() {
     check_cross_entropy(4, {4, 8}, 0, 8);
     check_cross_entropy(5, {1028, 60, 4}, 5, 12);
     check_cross_entropy(2, {2052, 2052}, 0, 60);
+    check_cross_entropy(4, {260, 61, 1}, 5, 8);
     check_statistics(8 * 131500, false);
     check_statistics(4112, true);
     check_l1(4112, false);
