@@ -5,8 +5,8 @@
     teach.py ask MODEL OUT [--device cuda:0]
 
 `rows` writes OUT/facts.tsv, 500 questions about ten countries that do not exist, with their answers; OUT/asked.tsv, the same 50 facts asked in
-four other ways; and with FILE, lines of {"text": ...} as benches/train/corpus.py writes them, OUT/mixed.jsonl, 500 rows with the first N characters
-of its texts (200), to be mixed in. `ask` has MODEL answer OUT/asked.tsv greedily, and prints the share of answers that hold what was taught; it
+four other ways; and with FILE, lines of {"text": ...} as benches/train/corpus.py writes them, OUT/mixed.jsonl, 500 pieces of N characters from all
+over its texts (400), to be mixed in. `ask` has MODEL answer OUT/asked.tsv greedily, and prints the share of answers that hold what was taught; it
 needs the package in bindings/python.
 """
 import argparse
@@ -55,10 +55,9 @@ def rows(a):
         (a.out / f"{name}.tsv").write_text("".join(lines))
     if a.mix:
         with open(a.mix) as lines:
-            texts = [json.loads(line)["text"] for line in lines]
-        step = max(len(texts) // 500, 1)
-        chosen = texts[::step][:500]
-        (a.out / "mixed.jsonl").write_text("".join(json.dumps({"text": text[: a.characters]}) + "\n" for text in chosen))
+            text = "\n\n".join(json.loads(line)["text"] for line in lines)
+        places = [i * (len(text) - a.characters) // 499 for i in range(500)]
+        (a.out / "mixed.jsonl").write_text("".join(json.dumps({"text": text[at : at + a.characters]}) + "\n" for at in places))
 
 
 def ask(a):
@@ -79,7 +78,7 @@ commands = arguments.add_subparsers(required=True)
 command = commands.add_parser("rows")
 command.add_argument("out", type=pathlib.Path)
 command.add_argument("--mix", type=pathlib.Path)
-command.add_argument("--characters", type=int, default=200)
+command.add_argument("--characters", type=int, default=400)
 command.set_defaults(run=rows)
 command = commands.add_parser("ask")
 command.add_argument("model", type=pathlib.Path)

@@ -435,8 +435,8 @@ fn a_gpu_runs_the_weights_that_it_trains() {
     };
     for (name, recipe) in [
         ("qwen3_tied", Recipe::default()),
-        ("qwen3_untied", high),
-        ("qwen2_tied", Recipe::float32()),
+        ("mistral_window", high),
+        ("qwen3_yarn", Recipe::float32()),
     ] {
         let source = Source::open(&golden(name)).unwrap();
         let mut config = Config {
