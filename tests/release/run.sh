@@ -71,7 +71,7 @@ does_not_complete() { ! completes "$@"; }
 # Each file that an archive has, but for headers' and examples' names, which the tree has from the folders themselves.
 tree_is_whole() {
     local file
-    for file in README.md bin/nvfp4 include/nvfp4.h include/nvfp4.hpp "lib/libNVFP4.so.$version" lib/libNVFP4.so.0 lib/libNVFP4.so \
+    for file in README.md bin/nvfp4 include/nvfp4.h include/nvfp4.hpp "lib/libNVFP4.so.$version" "lib/libNVFP4.so.${version%%.*}" lib/libNVFP4.so \
         lib/pkgconfig/nvfp4.pc lib/cmake/NVFP4/NVFP4Config.cmake lib/cmake/NVFP4/NVFP4ConfigVersion.cmake \
         share/bash-completion/completions/nvfp4 share/zsh/site-functions/_nvfp4 share/fish/vendor_completions.d/nvfp4.fish \
         share/doc/nvfp4/{LICENSE-MIT,LICENSE-APACHE,THIRD-PARTY.txt,CHANGELOG.md} share/nvfp4/examples/CMakeLists.txt; do
