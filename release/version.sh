@@ -135,7 +135,8 @@ CARGO_TARGET_DIR=$(mkdir -p "${CARGO_TARGET_DIR:-target}" && cd "${CARGO_TARGET_
 export CARGO_TARGET_DIR
 copy=$(mktemp -d)
 trap 'rm -rf "$copy"' EXIT
-mkdir "$copy/tree" && git archive HEAD | tar x -C "$copy/tree"
+# With times of now, so that cargo takes nothing there for compiled.
+mkdir "$copy/tree" && git archive HEAD | tar xm -C "$copy/tree"
 (cd "$copy/tree" && change_all "$abi") || exit
 left=$(cd "$copy/tree" && left_over) || true
 [ -z "$left" ] || fail "$(head -1 <<<"$left" | cut -d: -f1,2) has ${old} still: name the file among TEXTS or KEPT of release/version.sh"

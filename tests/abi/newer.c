@@ -50,11 +50,13 @@ static void tensors(void)
     codes = scales = NULL;
     quantize.unknown = 1;
     FAILS(NVFP4_ABI_MISMATCH, NVFP4_tensor_quantize(input, &quantize.known, &codes, &scales, &global_scale));
-    SAYS("NVFP4_QuantizeOptions has a field at byte 40 ");
+    snprintf(text, sizeof text, "NVFP4_QuantizeOptions has a field at byte %zu ", sizeof quantize.known);
+    SAYS(text);
     quantize.unknown = 0;
     call.unknown = (uint64_t)1 << 56;
     FAILS(NVFP4_ABI_MISMATCH, NVFP4_tensor_quantize(input, &quantize.known, &codes, &scales, &global_scale));
-    SAYS("NVFP4_CallOptions has a field at byte 47 ");
+    snprintf(text, sizeof text, "NVFP4_CallOptions has a field at byte %zu ", sizeof call.known + 7);
+    SAYS(text);
     CHECK(codes == NULL && scales == NULL);
 
     OPTIONS(NVFP4_WeightOptions, weight, NVFP4_weight_options_init);

@@ -95,10 +95,10 @@ both() { says "$@" && grep -F "major: abidiff: " <<<"$said"; }
 # The other way round: what was added is taken away.
 is_major_backwards() {
     local said
-    perl -0777 -p -e 's/NVFP4_API\s+NVFP4_Status NVFP4_set_threads/NVFP4_API int32_t NVFP4_fresh(void);\n$&/' $header >"$work/added.h"
+    perl -0777 -p -e 's/NVFP4_API\s+NVFP4_Status NVFP4_set_threads/NVFP4_API int32_t NVFP4_added_here(void);\n$&/' $header >"$work/added.h"
     said=$(bash release/compare.sh "$work/added.h" $header) || return
     echo "$said"
-    [ "$(tail -1 <<<"$said")" = major ] && grep -xF "major: NVFP4_fresh() is gone" <<<"$said"
+    [ "$(tail -1 <<<"$said")" = major ] && grep -xF "major: NVFP4_added_here() is gone" <<<"$said"
 }
 
 libraries_are_compared_by_names() {
@@ -154,20 +154,20 @@ else
     check "a field in the middle" both major "NVFP4_LoadOptions has" 's/(uint32_t struct_size;)([^}]*\} NVFP4_LoadOptions)/$1 int32_t first; int32_t second;$2/'
     check "a field is gone" both major "NVFP4_StepReport.changed_delivered is gone" 's/double changed_delivered;(\s*\} NVFP4_StepReport)/$1/'
     check "a field has another name" says major "had 'int32_t recompute'" 's/int32_t recompute;/int32_t recomputed;/'
-    check "a field at the end" says minor "NVFP4_QuantizeOptions.more is new at the end" 's/(\n\} NVFP4_QuantizeOptions)/\n    uint64_t more;$1/'
-    check "a field at the end of an element" says minor "NVFP4_MicroBatch.more is new at the end" 's/(\n\} NVFP4_MicroBatch)/\n    uint64_t more;$1/'
+    check "a field at the end" says minor "NVFP4_QuantizeOptions.added_here is new at the end" 's/(\n\} NVFP4_QuantizeOptions)/\n    uint64_t added_here;$1/'
+    check "a field at the end of an element" says minor "NVFP4_MicroBatch.added_here is new at the end" 's/(\n\} NVFP4_MicroBatch)/\n    uint64_t added_here;$1/'
     check "a field at the end, and another type before" both major "had 'uint64_t seed'" \
-        's/uint64_t (seed;[^}]*)(\} NVFP4_QuantizeOptions)/double $1    uint64_t more;\n$2/'
+        's/uint64_t (seed;[^}]*)(\} NVFP4_QuantizeOptions)/double $1    uint64_t added_here;\n$2/'
     check "a field at the end of what has no size" says major "is not told which size" \
-        's/size_t batch_size/size_t each/g + s/(\n\} NVFP4_MicroBatch)/\n    uint64_t more;$1/'
+        's/size_t batch_size/size_t each/g + s/(\n\} NVFP4_MicroBatch)/\n    uint64_t added_here;$1/'
     check "a reserved field in use" says minor "NVFP4_SessionOptions.reserved is threads now" 's/int32_t reserved(;[^}]*\} NVFP4_SessionOptions)/int32_t threads$1/'
     check "another callback" both major "NVFP4_LogCallback is" 's/(NVFP4_LogCallback\)\(void \*user, int32_t) level/$1 level, int32_t thread/'
     check "another type behind a name" both major "NVFP4_Status is int64_t" 's/typedef int32_t NVFP4_Status/typedef int64_t NVFP4_Status/'
-    check "a new function" says minor "NVFP4_fresh() is new" 's/NVFP4_API\s+NVFP4_Status NVFP4_set_threads/NVFP4_API int32_t NVFP4_fresh(void);\n$&/'
-    check "a new handle" says minor "NVFP4_Fresh is new" 's/typedef struct NVFP4_Model NVFP4_Model;/typedef struct NVFP4_Fresh NVFP4_Fresh;\n$&/'
+    check "a new function" says minor "NVFP4_added_here() is new" 's/NVFP4_API\s+NVFP4_Status NVFP4_set_threads/NVFP4_API int32_t NVFP4_added_here(void);\n$&/'
+    check "a new handle" says minor "NVFP4_AddedHere is new" 's/typedef struct NVFP4_Model NVFP4_Model;/typedef struct NVFP4_AddedHere NVFP4_AddedHere;\n$&/'
     check "a constant has another value" says major "NVFP4_BUSY is 19, and was 9" 's/#define NVFP4_BUSY 9/#define NVFP4_BUSY 19/'
     check "a constant is gone" says major "NVFP4_BUSY is gone" 's/#define NVFP4_BUSY 9//'
-    check "a new constant" says minor "NVFP4_FRESH is new" 's/#define NVFP4_BUSY 9/#define NVFP4_FRESH 77\n$&/'
+    check "a new constant" says minor "NVFP4_ADDED_HERE is new" 's/#define NVFP4_BUSY 9/#define NVFP4_ADDED_HERE 77\n$&/'
     check "another version alone" says patch patch 's/(#define NVFP4_VERSION_NUMBER) \d+/$1 90909/'
     sed 's/^typedef int32_t NVFP4_Status;/&\nextern int strange[3];/' $header >"$work/strange.h"
     check "what is not understood" refuses "not understood: 'extern int strange[3]'" \
