@@ -129,8 +129,8 @@ if [ -n "$last" ]; then
     fi
 fi
 
-# The version where it is no part of a longer one, and the soname.
-export WHOLE="(?<![0-9])(?<![0-9]\.)${old//./\\.}(?![0-9])(?!\.[0-9])" SONAME="libNVFP4\.so\.${old%%.*}(?![0-9])"
+# The version where it is no part of a longer one, as it is not after a name such as NVFP4 and a point; and the soname.
+export WHOLE="(?<![0-9])(?<!(?<![A-Za-z])[0-9]\.)${old//./\\.}(?![0-9])(?!\.[0-9])" SONAME="libNVFP4\.so\.${old%%.*}(?![0-9])"
 CARGO_TARGET_DIR=$(mkdir -p "${CARGO_TARGET_DIR:-target}" && cd "${CARGO_TARGET_DIR:-target}" && pwd)
 export CARGO_TARGET_DIR
 copy=$(mktemp -d)

@@ -128,6 +128,8 @@ check "nothing new" from 's/## Unreleased\n\n- A change.\n\n//' CHANGELOG.md ref
 check "an empty section" from 's/- A change.\n//' CHANGELOG.md refuses 1 "is empty" "$next_patch"
 check "another version's section" from 's/## Unreleased/## 9.9.9 (unreleased)/' CHANGELOG.md refuses 1 "begins with '9.9.9 (unreleased)'" "$next_patch"
 check "a version that nobody knows of" from "s/\$/\nSince $old.\n/" docs/sessions.md refuses 1 "docs/sessions.md:" "$next_patch"
+check "a version after a name" from "s/\$/\nLibNVFP4.$old.nupkg\n/" docs/sessions.md refuses 1 "docs/sessions.md:" "$next_patch"
+check "a longer version" from "s/\$/\nlibother 1$old, 2.$old and $old.1\n/" docs/sessions.md bumps "$next_patch" "$abi" "$(today "$next_patch")"
 check "a place that has gone" from 's/^VERSION_NUMBER =/NUMBER =/m' bindings/python/nvfp4/native.py refuses 1 "bindings/python/nvfp4/native.py" "$next_patch"
 check "a patch release" from "" "" patch_release
 check "a minor release" from 's/NVFP4_API\s+NVFP4_Status NVFP4_set_threads\(.*?;//' "$kept" minor_release
