@@ -120,3 +120,25 @@ unnamed_crates() {
     done | awk '$1 != "nvfp4" { print $1, substr($2, 2) }' | sort -u) \
         <(sed -nE 's/^    ([^ ]+ [0-9][^ ]*)$/\1/p' "$source/release/THIRD-PARTY.txt" | sort -u)
 }
+
+# The first heading of CHANGELOG.md, without its marks: "VERSION (unreleased)", "VERSION (DATE)" or "Unreleased".
+changelog_heading() { sed -n 's/^## //p' CHANGELOG.md | head -1; }
+
+# is_unreleased VERSION: whether CHANGELOG.md says so of it.
+is_unreleased() { [ "$(changelog_heading)" = "$1 (unreleased)" ]; }
+
+# The newest version whose header is kept in tests/abi.
+last_header() {
+    local found
+    found=$(find tests/abi -path 'tests/abi/*/nvfp4.h' | cut -d/ -f3 | sort -V | tail -1)
+    [ -n "$found" ] || fail "tests/abi has the header of no release"
+    echo "$found"
+}
+
+# Installs abidiff where that is allowed.
+install_abidiff() {
+    local as_root=()
+    [ "$(id -u)" -eq 0 ] || as_root=(sudo -n)
+    "${as_root[@]}" apt-get update -qq &&
+        DEBIAN_FRONTEND=noninteractive "${as_root[@]}" apt-get install -y -qq --no-install-recommends abigail-tools
+}

@@ -41,10 +41,11 @@ if [ -e "$prefix/lib/libNVFP4.a" ]; then
     step "chat.c with the static library says the same"
 fi
 
+version=$(pkg-config --modversion nvfp4)
 mkdir project && cat >project/CMakeLists.txt <<END
 cmake_minimum_required(VERSION 3.18)
 project(chat LANGUAGES C)
-find_package(NVFP4 0.1 REQUIRED)
+find_package(NVFP4 ${version%.*} REQUIRED)
 add_executable(chat "$example")
 target_link_libraries(chat PRIVATE NVFP4::NVFP4)
 END

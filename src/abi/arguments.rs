@@ -262,6 +262,8 @@ unsafe fn copy_known<T>(name: &str, from: *const u8, size: usize, to: &mut T) ->
 pub(super) unsafe trait Element: Copy {
     /// Its name in the header.
     const NAME: &'static str;
+    /// The sizes that it had in earlier versions.
+    const EARLIER: &'static [usize] = &[];
     /// The values of fields that an older caller does not know.
     fn defaults() -> Self;
 }
@@ -283,7 +285,7 @@ pub(super) unsafe fn elements<T: Element>(
         T::NAME,
         format_args!("the size of an element of {name}"),
         size,
-        &[],
+        T::EARLIER,
     )?;
     check_array(name, data, len)?;
     if len

@@ -1,5 +1,6 @@
 //! Sizes and offsets of the structs in the header, which hosts in other languages mirror: changing one breaks them.
-//! `tests/c/layout.c` asserts the same numbers, so a difference between the layouts of the two compilers is found.
+//! `tests/c/layout.c` asserts the same numbers, so a difference between the layouts of the two compilers is found. A struct that grows
+//! keeps the size that it had in its `EARLIER`, which programs of `tests/abi` miss if it does not.
 
 use std::mem::offset_of;
 
@@ -51,3 +52,117 @@ layout!(NVFP4_StepOptions, 64, struct_size: 0, gradient_scale: 4, rate: 8, beta1
     tensor: 56);
 layout!(NVFP4_ChatOptions, 48, struct_size: 0, keep_reasoning: 4, reasoning_budget: 8, variables: 16, variables_length: 24, tools: 32,
     tools_length: 40);
+
+#[cfg(test)]
+mod tests {
+    use super::super::arguments::{Element, Growing, elements, fill, options, results};
+    use super::*;
+
+    /// What a later version makes of a struct, which is then the earlier shape: one more field at its end, whose default is not 0.
+    #[repr(C)]
+    #[derive(Clone, Copy)]
+    struct Later<T> {
+        known: T,
+        added: u64,
+    }
+    // SAFETY: T is what the trait asks for, and a u64 follows it without padding, which `memory` asserts.
+    unsafe impl<T: Growing> Growing for Later<T> {
+        const NAME: &'static str = T::NAME;
+        const EARLIER: &'static [usize] = &[size_of::<T>()];
+        fn defaults() -> Self {
+            Later {
+                known: T::defaults(),
+                added: 7,
+            }
+        }
+    }
+    // SAFETY: as above.
+    unsafe impl<T: Element> Element for Later<T> {
+        const NAME: &'static str = T::NAME;
+        const EARLIER: &'static [usize] = &[size_of::<T>()];
+        fn defaults() -> Self {
+            Later {
+                known: T::defaults(),
+                added: 7,
+            }
+        }
+    }
+
+    fn bytes<T: Copy>(values: &[T]) -> &[u8] {
+        // SAFETY: neither the structs nor integers have padding, so all of their bytes are there.
+        unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) }
+    }
+
+    /// A host's memory with two structs as they are today, every byte 0x5a but for what the first begins with.
+    fn memory<T>(struct_size: Option<u32>) -> Vec<u64> {
+        assert_eq!(size_of::<Later<T>>(), size_of::<T>() + 8);
+        let mut memory = vec![0x5a5a_5a5a_5a5a_5a5a; size_of::<T>() / 4];
+        if let Some(size) = struct_size {
+            // SAFETY: a u64 has room for a u32.
+            unsafe { memory.as_mut_ptr().cast::<u32>().write(size) };
+        }
+        memory
+    }
+
+    /// Options, or results: all of what the host has is read and written, and nothing after it.
+    fn grows<T: Growing>() {
+        let size = size_of::<T>();
+        let host = memory::<T>(Some(size as u32));
+        // SAFETY: as many bytes are there as the size at the beginning says.
+        let read = unsafe { options::<Later<T>>(host.as_ptr().cast()) }.unwrap();
+        assert_eq!(bytes(&[read.known]), &bytes(&host)[..size], "{}", T::NAME);
+        assert_eq!(read.added, 7, "{}", T::NAME);
+
+        let defaults = <Later<T> as Growing>::defaults();
+        for result in [false, true] {
+            let mut written = host.clone();
+            let place = written.as_mut_ptr().cast::<Later<T>>();
+            // SAFETY: as above, and nobody else uses the memory.
+            unsafe {
+                match result {
+                    false => fill(place, size as u32, defaults).unwrap(),
+                    true => results(place).unwrap().unwrap()(defaults),
+                }
+            }
+            let (written, known) = (bytes(&written), [defaults.known]);
+            assert_eq!(written[..4], (size as u32).to_ne_bytes(), "{}", T::NAME);
+            assert_eq!(written[4..size], bytes(&known)[4..], "{}", T::NAME);
+            assert_eq!(written[size..], bytes(&host)[size..], "{}", T::NAME);
+        }
+    }
+
+    /// Two elements of an array.
+    fn grows_in_arrays<T: Element>() {
+        let size = size_of::<T>();
+        let host = memory::<T>(None);
+        // SAFETY: two elements of that size are there.
+        let read = unsafe { elements::<Later<T>>("items", host.as_ptr().cast(), 2, size) }.unwrap();
+        for (i, item) in read.iter().enumerate() {
+            let there = &bytes(&host)[i * size..][..size];
+            assert_eq!(bytes(&[item.known]), there, "{}", T::NAME);
+            assert_eq!(item.added, 7, "{}", T::NAME);
+        }
+        assert_eq!(read.len(), 2);
+    }
+
+    #[test]
+    fn a_later_library_takes_the_structs_of_today() {
+        grows::<NVFP4_CallOptions>();
+        grows::<NVFP4_ChatOptions>();
+        grows::<NVFP4_ConvertOptions>();
+        grows::<NVFP4_GenerateOptions>();
+        grows::<NVFP4_GenerationResult>();
+        grows::<NVFP4_LoadOptions>();
+        grows::<NVFP4_OptimizerOptions>();
+        grows::<NVFP4_QuantizeOptions>();
+        grows::<NVFP4_SchemaResult>();
+        grows::<NVFP4_SessionOptions>();
+        grows::<NVFP4_StepOptions>();
+        grows::<NVFP4_StepReport>();
+        grows::<NVFP4_TrainerOptions>();
+        grows::<NVFP4_WeightOptions>();
+        grows_in_arrays::<NVFP4_Message>();
+        grows_in_arrays::<NVFP4_MicroBatch>();
+        grows_in_arrays::<NVFP4_NamedTensor>();
+    }
+}

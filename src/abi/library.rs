@@ -417,16 +417,24 @@ fn diagnosis() -> serde_json::Value {
     })
 }
 
-/// The text that a version number was printed from must be the header's numbers.
+/// A number of the version in Cargo.toml.
+const fn part(text: &str) -> i32 {
+    match i32::from_str_radix(text, 10) {
+        Ok(number) => number,
+        Err(_) => panic!("a version is three numbers"),
+    }
+}
+
+/// The header's numbers must be those of the version that is told as text.
 const _: () = {
-    let text = VERSION.as_bytes();
-    assert!(text[0] as i32 - 48 == NVFP4_VERSION_MAJOR);
-    assert!(text[2] as i32 - 48 == NVFP4_VERSION_MINOR);
-    assert!(text[4] as i32 - 48 == NVFP4_VERSION_PATCH);
-    assert!(CStr::from_bytes_with_nul(text).is_ok() && text.len() == 6);
-    let parts = NVFP4_VERSION_MAJOR * 10000 + NVFP4_VERSION_MINOR * 100 + NVFP4_VERSION_PATCH;
+    assert!(part(env!("CARGO_PKG_VERSION_MAJOR")) == NVFP4_VERSION_MAJOR);
+    assert!(part(env!("CARGO_PKG_VERSION_MINOR")) == NVFP4_VERSION_MINOR);
+    assert!(part(env!("CARGO_PKG_VERSION_PATCH")) == NVFP4_VERSION_PATCH);
+    assert!(env!("CARGO_PKG_VERSION_PRE").is_empty());
+    assert!(CStr::from_bytes_with_nul(VERSION.as_bytes()).is_ok());
+    let number = NVFP4_VERSION_MAJOR * 10000 + NVFP4_VERSION_MINOR * 100 + NVFP4_VERSION_PATCH;
     assert!(
-        parts == NVFP4_VERSION_NUMBER && NVFP4_VERSION_MINOR < 100 && NVFP4_VERSION_PATCH < 100
+        number == NVFP4_VERSION_NUMBER && NVFP4_VERSION_MINOR < 100 && NVFP4_VERSION_PATCH < 100
     );
 };
 
@@ -441,23 +449,26 @@ mod tests {
         for older in [0, 99, NVFP4_VERSION_NUMBER] {
             assert!(check_version(NVFP4_ABI_VERSION, older).is_ok());
         }
+        let (abi, number) = (NVFP4_ABI_VERSION, NVFP4_VERSION_NUMBER);
         let here = format!(
-            "the library that was loaded is {} (ABI 1)",
+            "the library that was loaded is {} (ABI {abi})",
             env!("CARGO_PKG_VERSION")
         );
-        let newer = check_version(1, NVFP4_VERSION_NUMBER + 200).unwrap_err();
+        let newer = check_version(abi, number + 200).unwrap_err();
+        let theirs = dotted(number + 200);
         assert_eq!(
             newer.message(),
             format!(
-                "this program was built with nvfp4.h 0.3.0 (ABI 1), and {here}; install libNVFP4 0.3.0 or later"
+                "this program was built with nvfp4.h {theirs} (ABI {abi}), and {here}; install libNVFP4 {theirs} or later"
             )
         );
-        let other = check_version(0, 90).unwrap_err();
+        let other = check_version(abi - 1, 90).unwrap_err();
         assert_eq!(
             other.message(),
             format!(
-                "this program was built with nvfp4.h 0.0.90 (ABI 0), and {here}; install libNVFP4 0.0.90, or build the program \
-                 with the library's nvfp4.h"
+                "this program was built with nvfp4.h 0.0.90 (ABI {}), and {here}; install libNVFP4 0.0.90, or build the program \
+                 with the library's nvfp4.h",
+                abi - 1
             )
         );
     }

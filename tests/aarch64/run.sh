@@ -15,6 +15,7 @@ compiler=aarch64-linux-gnu-gcc
 emulator=(qemu-aarch64 -L /usr/aarch64-linux-gnu)
 model=tests/golden/model/qwen3_tied
 target=${CARGO_TARGET_DIR:-target}
+soname=libNVFP4.so.$(sed -n 's/^version = "\([0-9]*\).*/\1/p' Cargo.toml | head -1)
 mkdir "$work/scratch"
 
 # Prints the Debian packages of what is missing.
@@ -70,8 +71,8 @@ symbols() {
     aarch64-linux-gnu-nm -D --defined-only "$build/libNVFP4.so" | awk '{ print $NF }' | sort -u >"$work/exported" || return 1
     diff --label "exported by libNVFP4.so" --label "declared in nvfp4.h" -u "$work/exported" "$work/declared" || return 1
     dynamic=$(aarch64-linux-gnu-readelf -dW "$build/libNVFP4.so") || return 1
-    grep -q 'SONAME.*\[libNVFP4\.so\.0\]' <<<"$dynamic" || { echo "no soname libNVFP4.so.0"; return 1; }
-    [ "$(readlink "$build/libNVFP4.so.0")" = libNVFP4.so ] || { echo "no link libNVFP4.so.0 beside it"; return 1; }
+    grep -qF "[$soname]" <<<"$(grep SONAME <<<"$dynamic")" || { echo "no soname $soname"; return 1; }
+    [ "$(readlink "$build/$soname")" = libNVFP4.so ] || { echo "no link $soname beside it"; return 1; }
     grep -q 'FLAGS_1.*NODELETE' <<<"$dynamic" || { echo "not linked with -z nodelete"; return 1; }
 }
 

@@ -12,6 +12,9 @@ source tests/common/checks.sh
 build=$(cd "${NVFP4_BUILD:-target/release}" && pwd) || exit 1
 library=$build/libNVFP4.so
 model=$PWD/tests/golden/model/qwen3_tied
+version=$(sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -1)
+# The soname, and the version of symbols where they have one, are the major version's.
+soname=libNVFP4.so.${version%%.*} node=NVFP4_${version%%.*}
 mkdir "$work/scratch"
 # The same with room for prompts that take a while.
 long=$work/long
@@ -43,8 +46,8 @@ symbols() {
     nm -D --defined-only "$library" | awk '{ print $NF }' | sort -u >"$work/exported" || return 1
     dynamic=$(readelf -dW "$library") || return 1
     diff --label "exported by libNVFP4.so" --label "declared in nvfp4.h" -u "$work/exported" "$work/declared" || return 1
-    grep -q 'SONAME.*\[libNVFP4\.so\.0\]' <<<"$dynamic" || { echo "no soname libNVFP4.so.0"; return 1; }
-    [ "$(readlink "$build/libNVFP4.so.0")" = libNVFP4.so ] || { echo "no link libNVFP4.so.0 beside it"; return 1; }
+    grep -qF "[$soname]" <<<"$(grep SONAME <<<"$dynamic")" || { echo "no soname $soname"; return 1; }
+    [ "$(readlink "$build/$soname")" = libNVFP4.so ] || { echo "no link $soname beside it"; return 1; }
     grep -q 'FLAGS_1.*NODELETE' <<<"$dynamic" || { echo "not linked with -z nodelete"; return 1; }
     ! nm -D --undefined-only "$library" | grep -wE '(socket|connect|getaddrinfo)(@.*)?' || return 1
     ! grep NEEDED <<<"$dynamic" | grep -vE '\[(lib(c|m|gcc_s|dl|pthread|rt)\.so\.[0-9]+|ld-linux[^]]*)\]'
@@ -85,8 +88,6 @@ wrapped() {
     diff --label "called through nvfp4.hpp" --label "declared in nvfp4.h" -u "$work/called" "$work/declared"
 }
 
-version=$(sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -1)
-
 # install FROM PREFIX
 install() {
     cmake -S cmake -B "$2-build" -DNVFP4_BUILD_DIR="$1" -DCMAKE_INSTALL_PREFIX="$2" && cmake --install "$2-build"
@@ -108,7 +109,7 @@ install_tree() {
     local folder
     folder=$(dirname "$(find "$work/prefix" -name libNVFP4.so)")
     ls -l "$folder"
-    [ "$(readlink "$folder/libNVFP4.so")" = libNVFP4.so.0 ] && [ "$(readlink "$folder/libNVFP4.so.0")" = "libNVFP4.so.$version" ] &&
+    [ "$(readlink "$folder/libNVFP4.so")" = "$soname" ] && [ "$(readlink "$folder/$soname")" = "libNVFP4.so.$version" ] &&
         [ ! -h "$folder/libNVFP4.so.$version" ]
 }
 
@@ -164,12 +165,12 @@ versioned() {
     cmake -S cmake -B "$work/versioned-build" -DNVFP4_BUILD_DIR="$work/static-build" -DNVFP4_SYMBOL_VERSIONS=ON \
         -DCMAKE_INSTALL_PREFIX="$work/versioned" && cmake --build "$work/versioned-build" &&
         cmake --install "$work/versioned-build" || return 1
-    library=$(find "$work/versioned" -name libNVFP4.so.0)
-    [ -n "$library" ] && readelf -d "$library" | grep 'SONAME.*\[libNVFP4.so.0\]' >/dev/null && readelf -d "$library" | grep NODELETE >/dev/null &&
-        nm -D --defined-only --with-symbol-versions "$library" | awk '{ print $3 }' | grep -v '^NVFP4_0$' | sort >"$work/versions"
-    diff --label "versioned" --label "declared in nvfp4.h" -u "$work/versions" <(sed 's/$/@@NVFP4_0/' "$work/declared" | sort) &&
+    library=$(find "$work/versioned" -name "$soname")
+    [ -n "$library" ] && readelf -d "$library" | grep SONAME | grep -F "[$soname]" >/dev/null && readelf -d "$library" | grep NODELETE >/dev/null &&
+        nm -D --defined-only --with-symbol-versions "$library" | awk '{ print $3 }' | grep -vx "$node" | sort >"$work/versions"
+    diff --label "versioned" --label "declared in nvfp4.h" -u "$work/versions" <(sed "s/\$/@@$node/" "$work/declared" | sort) &&
         gcc -std=c99 -Iinclude examples/c/02_quantize.c "$library" -Wl,-rpath,"$(dirname "$library")" -lm -o "$work/with-versions" &&
-        "$work/with-versions" && objdump -T "$work/with-versions" | grep 'NVFP4_0.*NVFP4_tensor_quantize' >/dev/null
+        "$work/with-versions" && objdump -T "$work/with-versions" | grep "$node.*NVFP4_tensor_quantize" >/dev/null
 }
 
 build_examples() {

@@ -4,8 +4,8 @@
 #
 # The scripts refuse what they cannot do in one line; manual pages and completions say what --help does; the archive's tree, laid out
 # from the library that is there, is whole, packs to the same bytes, and works where it is unpacked (release/try-inside.sh, which
-# release/try.sh runs in bare systems); so does a wheel (release/try-wheel.sh); the licences of every crate that is linked are there. The last line is "N passed, N failed, N
-# skipped".
+# release/try.sh runs in bare systems); so does a wheel (release/try-wheel.sh); the crate is small and has what compiles it; the licences of
+# every crate that is linked are there. The last line is "N passed, N failed, N skipped".
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 source tests/common/checks.sh
@@ -71,7 +71,7 @@ does_not_complete() { ! completes "$@"; }
 # Each file that an archive has, but for headers' and examples' names, which the tree has from the folders themselves.
 tree_is_whole() {
     local file
-    for file in README.md bin/nvfp4 include/nvfp4.h include/nvfp4.hpp "lib/libNVFP4.so.$version" lib/libNVFP4.so.0 lib/libNVFP4.so \
+    for file in README.md bin/nvfp4 include/nvfp4.h include/nvfp4.hpp "lib/libNVFP4.so.$version" "lib/libNVFP4.so.${version%%.*}" lib/libNVFP4.so \
         lib/pkgconfig/nvfp4.pc lib/cmake/NVFP4/NVFP4Config.cmake lib/cmake/NVFP4/NVFP4ConfigVersion.cmake \
         share/bash-completion/completions/nvfp4 share/zsh/site-functions/_nvfp4 share/fish/vendor_completions.d/nvfp4.fish \
         share/doc/nvfp4/{LICENSE-MIT,LICENSE-APACHE,THIRD-PARTY.txt,CHANGELOG.md} share/nvfp4/examples/CMakeLists.txt; do
@@ -159,6 +159,24 @@ readme_is_right() {
     cd "$tree" && eval "${commands//MODEL/$OLDPWD/tests/data/verse-10m}" >"$work/said" && cat "$work/said" && [ "$(wc -c <"$work/said")" -gt 20 ]
 }
 
+# The crate as crates.io would have it, but for compiling it: what compiles it is in it, what needs models is not, and it is small.
+a_crate_packs() {
+    local file unpacked=$work/crate/package/nvfp4-$version
+    CARGO_TARGET_DIR=$work/crate cargo package --quiet --locked --no-verify --allow-dirty &&
+        tar xf "$unpacked.crate" -C "$work/crate/package" && ls -l "$unpacked.crate" && [ "$(stat -c %s "$unpacked.crate")" -lt 10000000 ] || return 1
+    diff -r src "$unpacked/src" && diff -r kernels "$unpacked/kernels" || return 1
+    for file in build.rs include/nvfp4.h include/nvfp4.hpp LICENSE-MIT LICENSE-APACHE release/THIRD-PARTY.txt CHANGELOG.md Cargo.lock; do
+        cmp "$file" "$unpacked/$file" || return 1
+    done
+    diff - <(cd "$unpacked" && printf '%s\n' *) <<<"$(printf '%s\n' CHANGELOG.md Cargo.lock Cargo.toml Cargo.toml.orig LICENSE-APACHE LICENSE-MIT \
+        build.rs include kernels release src)" || return 1
+    # Its page has no picture, and no link that leads nowhere without the repository.
+    for file in name version description license readme keywords categories rust-version; do
+        grep -q "^$file = " "$unpacked/Cargo.toml" || { echo "Cargo.toml lacks $file"; return 1; }
+    done
+    ! grep -nF '](' src/README.md | grep -v '](https://'
+}
+
 licences_are_complete() {
     local unnamed
     unnamed=$(in_release archives unnamed_crates .) && echo "release/THIRD-PARTY.txt lacks: $unnamed" && [ -z "$unnamed" ]
@@ -231,6 +249,7 @@ else
     skip "wheels" "$(tail -1 "$work/log")"
 fi
 if command -v cargo >/dev/null; then
+    check "a crate packs" a_crate_packs
     check "every crate's licence is named" licences_are_complete
     check "a missing licence is named" a_missing_licence_is_named
 else

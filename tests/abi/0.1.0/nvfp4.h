@@ -1,0 +1,2755 @@
+/*
+ * libNVFP4: 4-bit floating point with block scales (NVFP4) for any host language. Quantize, multiply, and run Qwen3-class
+ * language models whose weights stay in 4 bits.
+ *
+ *     NVFP4_Model *model = NULL;
+ *     NVFP4_Session *session = NULL;
+ *     if (NVFP4_model_load(path, strlen(path), NULL, NULL, &model) ||
+ *         NVFP4_session_create(model, NULL, &session) ||
+ *         NVFP4_session_chat(session, question, strlen(question), NULL, print_piece, NULL, NULL))
+ *         fprintf(stderr, "%s\n", NVFP4_last_error());
+ *
+ * This file is the authority on the C interface: what is not in it is not part of it. It is generated from the library's
+ * source; change it there. These are all the rules; OUT OF MEMORY, ASYNCHRONOUS ERRORS and REPRODUCIBILITY follow in detail
+ * below.
+ *
+ * OWNERSHIP. Handles are reference-counted. A function that creates one gives the caller a reference, _retain adds one, and
+ * _release gives one up (and accepts NULL). A handle keeps what it needs alive - a session its model, a view its memory - so
+ * handles may be released in any order. A handle that is NULL, released, of another type or of another copy of the library gives
+ * NVFP4_INVALID_HANDLE. The value of a released handle is never used again.
+ *
+ * ERRORS. A function that can fail returns an NVFP4_Status: NVFP4_OK (0) or a positive number. NVFP4_last_error() then gives a
+ * message of one line for people, kept for each thread; NVFP4_take_error() turns it into an object that any thread may read.
+ * Results go through pointers at the end of the parameters, and are untouched on failure unless the function says otherwise.
+ *
+ * THREADS. Any thread may call any function. A call needs 96 KiB of stack, besides the caller's own frames and callbacks. Calls on
+ * one handle may overlap where the parameter is const. Where it is not const, a call has exclusive use of the handle, and an
+ * overlapping call fails with NVFP4_BUSY.
+ *
+ * CALLBACKS take the host's user data (void *user) first and return an int32_t: 0 to go on, anything else to cancel. They run on
+ * the thread that made the call, and never after it returns (log callbacks excepted). They must not throw or longjmp. They may call
+ * the library, but not with a handle that is in use.
+ *
+ * CANCELLING. Long calls take NVFP4_CallOptions: a cancel handle or a flag that any thread may set, even before the call begins.
+ *
+ * SIGNALS. The library handles none, raises none, and blocks all in its own threads; a signal interrupts no call. A signal handler
+ * may call NVFP4_cancel_trigger() and NVFP4_cancel_reset(), and nothing else.
+ *
+ * FORK. A child process has its parent's models, sessions and tensors in host memory, and can use them. A session that was in use
+ * by a thread of the parent at the fork gives NVFP4_BUSY in the child for ever, but can be released. CUDA does not work in the
+ * child of a process that has used it: everything on a GPU gives NVFP4_DEVICE_UNAVAILABLE there.
+ *
+ * UNLOADING. There is no init and no shutdown. Once loaded, the library stays in the process, even after dlclose(). A plugin that
+ * is unloaded itself must first remove its log callbacks, and release the tensors over its own memory. A process may end at any
+ * time.
+ *
+ * VERSIONS. NVFP4_ABI_VERSION changes only when a program built with an older header would break. NVFP4_check_version() says
+ * whether a library is compatible with a program, and what to install if not. On Linux the soname is libNVFP4.so.0, after
+ * NVFP4_VERSION_MAJOR; libNVFP4.so is a link to it, for compilers and for hosts that load it by that name.
+ *
+ * TEXT is UTF-8. In: a pointer and a length in bytes; no NUL is needed. Out: the caller's buffer and its capacity. The length in
+ * bytes is always written. The text is copied if it fits, followed by a NUL if that fits too; otherwise the result is
+ * NVFP4_BUFFER_TOO_SMALL. A NULL buffer with capacity 0 asks for the length alone. ARRAYS OUT work the same, in elements.
+ *
+ * STRUCTS start with struct_size, the sizeof the struct as the caller was compiled; for elements of arrays it is a parameter.
+ * Options have an _init function that sets struct_size and the defaults, and NULL stands for the defaults. In results the caller
+ * sets struct_size. Later versions add fields at the end. A field that an older caller does not know has its default; a field that a
+ * newer caller uses and the library does not know gives NVFP4_ABI_MISMATCH, as does a size that no version had. Flags are
+ * int32_t, 0 or 1.
+ */
+
+/*
+ * OUT OF MEMORY. Nothing but values crosses this interface: no exception, no panic, no signal, no exit, and no line on standard
+ * error. Where the system refuses memory or threads, calls fail with NVFP4_OUT_OF_MEMORY, change nothing, and work again once
+ * there is memory. _release always works. For this the library reserves 8 MiB of address space from the first call on, which
+ * takes memory only when it is used. Calls that run third-party code which allocates reserve more while they run: 512 bytes for
+ * each byte of text to be tokenized, 32 for each byte of a tokenizer.json, 16 for each byte of a message to be rendered. A call
+ * that cannot have its reserve fails before it begins. Not covered are: a chat template, which is a program, that makes more of
+ * its messages than that; the driver of a GPU; the C library where it ends the process itself, for which 1 MiB is kept; a system
+ * that grants memory it does not have, and ends processes when they use it; and the stack of a process's first thread, if its
+ * 96 KiB have not been touched before the process runs out of address space.
+ *
+ * ASYNCHRONOUS ERRORS. A call on tensors of a CUDA device checks its arguments, enqueues its work and returns; it waits for the
+ * device only where this file says so. Two errors are found only when the work runs: values to be quantized that are not finite,
+ * and block scales to be multiplied that are NaN or negative. They fail a later call on tensors of that device, on any thread,
+ * with NVFP4_INVALID_ARGUMENT: the next one that waits for the device, or one before it if the device has got that far. The message
+ * names the function that was given the tensor, its number among the calls that the device has checked, and the first wrong
+ * element. The results of the faulty call, and everything computed from them, are undefined; the call that reports the error has
+ * failed like any other. Each error is reported once; of several at once the message gives the first in full, and how many
+ * there were. NVFP4_device_synchronize() waits for them. On the CPU a call has done its work, and reported its errors, when it
+ * returns.
+ *
+ * REPRODUCIBILITY. On the CPU, a token's logits have the same bits whether it is run alone, in a batch with others, or in a prompt
+ * divided in any way, on any number of threads and with any instruction set. On a GPU the same calls in the same order on the same
+ * kind of GPU give the same bits. A prompt, a decode step, and a step with another number of sessions sum in different orders
+ * there, so their logits differ by rounding; where two tokens are nearly equally probable, so may the choice. From the same
+ * logits every device chooses the same token.
+ */
+
+#ifndef NVFP4_H
+#define NVFP4_H
+
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__GNUC__) || defined(__clang__)
+#define NVFP4_API __attribute__((visibility("default")))
+#else
+#define NVFP4_API
+#endif
+
+/* Defined in dlpack.h, which only hosts that use DLPack need. */
+struct DLManagedTensor;
+struct DLManagedTensorVersioned;
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/** Success. */
+#define NVFP4_OK 0
+
+/** An argument is outside what the function accepts: NULL, wrong shape, wrong dtype, out of range. */
+#define NVFP4_INVALID_ARGUMENT 1
+
+/** The request is well formed, but this build, device, format or architecture cannot do it. */
+#define NVFP4_UNSUPPORTED 2
+
+/** The system refused memory. */
+#define NVFP4_OUT_OF_MEMORY 3
+
+/** The allocation would exceed the budget of NVFP4_memory_set_budget(). */
+#define NVFP4_OVER_BUDGET 4
+
+/** Reading or writing a file failed. */
+#define NVFP4_IO 5
+
+/** A file's content contradicts itself or its format. */
+#define NVFP4_CORRUPT_FILE 6
+
+/** A named thing (file, tensor, key) is not there. */
+#define NVFP4_NOT_FOUND 7
+
+/** The tokens would not fit in the context. */
+#define NVFP4_CONTEXT_FULL 8
+
+/** The handle is in use by another call. */
+#define NVFP4_BUSY 9
+
+/** A callback, a cancel handle or a cancel flag ended the call. */
+#define NVFP4_CANCELLED 10
+
+/** The caller's buffer is too small; the required length was written. */
+#define NVFP4_BUFFER_TOO_SMALL 11
+
+/** A handle is NULL, stale, foreign or of another type. */
+#define NVFP4_INVALID_HANDLE 12
+
+/** A struct_size or version does not fit this library. */
+#define NVFP4_ABI_MISMATCH 13
+
+/** No such device, or its driver is missing. */
+#define NVFP4_DEVICE_UNAVAILABLE 14
+
+/** A bug in this library; the message is that of its panic. A handle that was in exclusive use can only be released. */
+#define NVFP4_INTERNAL 15
+
+/** Version of the library this header belongs to. */
+#define NVFP4_VERSION_MAJOR 0
+
+/** See #NVFP4_VERSION_MAJOR. */
+#define NVFP4_VERSION_MINOR 1
+
+/** See #NVFP4_VERSION_MAJOR. */
+#define NVFP4_VERSION_PATCH 0
+
+/** The three as one number that grows with each version: major * 10000 + minor * 100 + patch. */
+#define NVFP4_VERSION_NUMBER 100
+
+/**
+ * Version of the binary interface (ABI) that this header describes. A program built with one number runs with any library
+ * that reports the same number.
+ */
+#define NVFP4_ABI_VERSION 1
+
+/** Log errors inside the library. */
+#define NVFP4_LOG_ERROR 1
+
+/** Log warnings, and more severe messages. */
+#define NVFP4_LOG_WARN 2
+
+/** Log milestones, and more severe messages. */
+#define NVFP4_LOG_INFO 3
+
+/** Log details, every error returned among them, and more severe messages. */
+#define NVFP4_LOG_DEBUG 4
+
+/** Log everything. */
+#define NVFP4_LOG_TRACE 5
+
+/** All tags together. Its peak is the peak of the sum. */
+#define NVFP4_MEMORY_TOTAL 0
+
+/** Weights in the form the kernels read. */
+#define NVFP4_MEMORY_WEIGHTS 1
+
+/** Cached keys and values of sessions. */
+#define NVFP4_MEMORY_KV_CACHE 2
+
+/** Activations and workspaces. */
+#define NVFP4_MEMORY_SCRATCH 3
+
+/** Tensors made through the tensor chapter or as results. */
+#define NVFP4_MEMORY_TENSOR 4
+
+/** Weights on GPUs. All NVFP4_MEMORY_DEVICE_* count GPU memory, and the others host memory. */
+#define NVFP4_MEMORY_DEVICE_WEIGHTS 5
+
+/** Cached keys and values of sessions on GPUs. */
+#define NVFP4_MEMORY_DEVICE_KV_CACHE 6
+
+/** Activations and workspaces on GPUs. */
+#define NVFP4_MEMORY_DEVICE_SCRATCH 7
+
+/** Tensors on GPUs. */
+#define NVFP4_MEMORY_DEVICE_TENSOR 8
+
+/** No managed memory. */
+#define NVFP4_MANAGED_DISABLED 0
+
+/** Managed memory where the device supports it, and other memory where it does not. */
+#define NVFP4_MANAGED_PREFERRED 1
+
+/** Managed memory, or an error. */
+#define NVFP4_MANAGED_REQUIRED 2
+
+/** Unsigned byte; also a pair of packed 4-bit codes. All NVFP4_DTYPE_* are libtorch's numbers. */
+#define NVFP4_DTYPE_UINT8 0
+
+/** Signed byte. */
+#define NVFP4_DTYPE_INT8 1
+
+/** 16-bit integer. */
+#define NVFP4_DTYPE_INT16 2
+
+/** 32-bit integer. */
+#define NVFP4_DTYPE_INT32 3
+
+/** 64-bit integer. */
+#define NVFP4_DTYPE_INT64 4
+
+/** IEEE half precision. */
+#define NVFP4_DTYPE_FLOAT16 5
+
+/** IEEE single precision. */
+#define NVFP4_DTYPE_FLOAT32 6
+
+/** IEEE double precision. */
+#define NVFP4_DTYPE_FLOAT64 7
+
+/** A byte that is 0 or 1. */
+#define NVFP4_DTYPE_BOOL 11
+
+/** bfloat16. */
+#define NVFP4_DTYPE_BFLOAT16 15
+
+/** E4M3 without infinities, the type of NVFP4 block scales. */
+#define NVFP4_DTYPE_FLOAT8_E4M3FN 24
+
+/** A pair of E2M1 codes in one byte; an element is the pair. */
+#define NVFP4_DTYPE_FLOAT4_E2M1FN_X2 45
+
+/** The host's memory. All NVFP4_DEVICE_* are libtorch's numbers. */
+#define NVFP4_DEVICE_CPU 0
+
+/** A CUDA device, numbered from 0. */
+#define NVFP4_DEVICE_CUDA 1
+
+/**
+ * The library's choice of a device for a model or a weight; its index is 0 (or -1). A model gets the GPU that has room for
+ * it, or else the CPU, and NVFP4_model_info() says why; a weight gets CUDA device 0 if there is one, or else the CPU.
+ */
+#define NVFP4_DEVICE_AUTO -1
+
+/** Two levels of scales: a global scale for the whole tensor, and the block scales. */
+#define NVFP4_LEVELS_TWO 0
+
+/** Block scales alone; the global scale is 1. */
+#define NVFP4_LEVELS_SINGLE 1
+
+/** The single-level rule of NVFP4_quantize(). */
+#define NVFP4_LEVELS_LEGACY 2
+
+/** The largest magnitude of a block becomes 6. */
+#define NVFP4_RECIPE_AMAX 0
+
+/** The largest magnitude of a block becomes 6 or 4, whichever has the smaller squared error. */
+#define NVFP4_RECIPE_FOUR_OVER_SIX 1
+
+/** Each block takes the scale, of all E4M3 scales, with the smallest squared error. */
+#define NVFP4_RECIPE_SWEEP 2
+
+/** To the nearest code; a tie goes to the even one, as in the hardware. */
+#define NVFP4_ROUNDING_NEAREST_EVEN 0
+
+/** To the nearest code; a tie goes away from zero. */
+#define NVFP4_ROUNDING_HALF_AWAY 1
+
+/** Randomly up or down, so that the expected result is the value. The seed makes it repeatable. */
+#define NVFP4_ROUNDING_STOCHASTIC 2
+
+/** NaN and infinity are errors that name the first index. */
+#define NVFP4_NONFINITE_ERROR 0
+
+/** NaN counts as 0, an infinity as the largest value that fits. */
+#define NVFP4_NONFINITE_SATURATE 1
+
+/** Scales row-major, `[.., K / 16]`. */
+#define NVFP4_SCALES_LINEAR 0
+
+/** Scales in the 128 x 4 tiles that tensor cores read, padded with zeros, as a tensor of one dimension. */
+#define NVFP4_SCALES_SWIZZLED 1
+
+/**
+ * Activations that are not quantized (W4A16 with an NVFP4 weight): on the CPU in float; on a GPU in float16, each row
+ * scaled by a power of two that keeps it in range, or in bfloat16 if the weight is bfloat16.
+ */
+#define NVFP4_ACTIVATIONS_EXACT 0
+
+/**
+ * Activations quantized to 8 bits, with a scale for each 32 values along K (W4A8). Faster, but not exact. Ignored with
+ * dense weights. On the CPU only: with an NVFP4 weight on a GPU it is #NVFP4_UNSUPPORTED.
+ */
+#define NVFP4_ACTIVATIONS_INT8 1
+
+/**
+ * A kernel for the weight's format if the device has one, or else the decoded weight: today the same as
+ * #NVFP4_COMPUTE_PATH_KERNEL_OR_FALLBACK, but a later version may choose what is faster.
+ */
+#define NVFP4_COMPUTE_PATH_AUTO 0
+
+/** A kernel for the weight's format, or #NVFP4_UNSUPPORTED. */
+#define NVFP4_COMPUTE_PATH_KERNEL_ONLY 1
+
+/** A kernel for the weight's format if the device has one, or else the decoded weight. */
+#define NVFP4_COMPUTE_PATH_KERNEL_OR_FALLBACK 2
+
+/** The decoded weight. */
+#define NVFP4_COMPUTE_PATH_DEQUANT_MATMUL_ONLY 3
+
+/** No 4-bit weight. */
+#define NVFP4_FORMAT_NONE 0
+
+/** NVFP4: E2M1 codes with an E4M3 scale for each 16 values along K. */
+#define NVFP4_FORMAT_NVFP4 1
+
+/** NF4, as bitsandbytes stores it. */
+#define NVFP4_FORMAT_NF4 2
+
+/** Weights of several formats. */
+#define NVFP4_FORMAT_MIXED 3
+
+/** A directory with safetensors in ModelOpt's layout, config and tokenizer. */
+#define NVFP4_CONTAINER_MODELOPT 0
+
+/** A `.dat` file of TorchSharp with single-level scales, and config and tokenizer beside it. */
+#define NVFP4_CONTAINER_DAT 1
+
+/** Cached keys and values in IEEE half precision. */
+#define NVFP4_KV_FLOAT16 0
+
+/** Cached keys and values in IEEE single precision: unrounded, in twice the memory. */
+#define NVFP4_KV_FLOAT32 1
+
+/** Refuse tokens that do not fit: #NVFP4_CONTEXT_FULL, or #NVFP4_FINISH_CONTEXT within a generation. */
+#define NVFP4_EVICTION_ERROR 0
+
+/**
+ * Drop old tokens: the older half of those after the first `keep`, or more if that is not enough. The remaining tokens are
+ * run again. A chat drops whole turns, but never what precedes the first user message, nor the last question.
+ */
+#define NVFP4_EVICTION_DROP_OLDEST 1
+
+/**
+ * A new random seed for each generation, which reports it in its result. Steps of sessions use one that is chosen when the
+ * session is created, and again when it is truncated.
+ */
+#define NVFP4_SEED_NEW 18446744073709551615ull
+
+/** Nothing has ended the text yet. */
+#define NVFP4_FINISH_NONE -1
+
+/** A stop token ended the text. */
+#define NVFP4_FINISH_STOP 0
+
+/** A stop string ended the text. */
+#define NVFP4_FINISH_STOP_STRING 1
+
+/** `max_tokens` tokens were generated. */
+#define NVFP4_FINISH_LENGTH 2
+
+/** The context is full. */
+#define NVFP4_FINISH_CONTEXT 3
+
+/** A callback, a cancel handle or a cancel flag ended it. The tokens generated until then are kept. */
+#define NVFP4_FINISH_CANCELLED 4
+
+/** A token, with the text that it completes. */
+#define NVFP4_EVENT_TOKEN 0
+
+/**
+ * Text without a token: more text of the token before, or text that was held back because it might have begun a stop
+ * string or a marker.
+ */
+#define NVFP4_EVENT_TEXT 1
+
+/** The text itself: the answer in a chat, or everything that is generated outside a chat. */
+#define NVFP4_PART_CONTENT 0
+
+/** The model's reasoning before its answer. */
+#define NVFP4_PART_REASONING 1
+
+/**
+ * A complete tool call: a JSON object with `id`, `type` and `function`, which has `name` and `arguments`, a string of
+ * JSON.
+ */
+#define NVFP4_PART_TOOL_CALL 2
+
+/** The rate stays after the warm-up. */
+#define NVFP4_SCHEDULE_CONSTANT 0
+
+/** The rate falls along half a cosine. */
+#define NVFP4_SCHEDULE_COSINE 1
+
+/** The rate falls in a straight line. */
+#define NVFP4_SCHEDULE_LINEAR 2
+
+/** The rate stays, and falls in a straight line over the last `decay_share` of the steps. */
+#define NVFP4_SCHEDULE_STABLE 3
+
+/** Gradients are not clipped. */
+#define NVFP4_CLIP_NEVER 0
+
+/** All gradients together are clipped to the norm `clip_norm`. Not with `release`. */
+#define NVFP4_CLIP_GLOBAL 1
+
+/** All gradients are multiplied by what would have clipped those of the step before to `clip_norm`. Only with `release`. */
+#define NVFP4_CLIP_PREVIOUS 2
+
+/** The gradients of each matrix are clipped to the norm `clip_norm`. Only with `release`. */
+#define NVFP4_CLIP_TENSOR 3
+
+/** An NVFP4 code and a residual of 4 bits, rounded stochastically: 8.5 bits a weight, of which 4.5 are delivered. */
+#define NVFP4_WEIGHT_FORM_RESIDUAL4 0
+
+/** The same with a residual of 8 bits. */
+#define NVFP4_WEIGHT_FORM_RESIDUAL8 1
+
+/** Two E2M1 codes, the second for what the first leaves. */
+#define NVFP4_WEIGHT_FORM_TWO_TERM 2
+
+/** One NVFP4 code, rounded stochastically: 4.5 bits a weight. */
+#define NVFP4_WEIGHT_FORM_ONE_TERM 3
+
+/** bfloat16, rounded stochastically. */
+#define NVFP4_WEIGHT_FORM_BFLOAT16 4
+
+/** float32. */
+#define NVFP4_WEIGHT_FORM_FLOAT32 5
+
+/** First moments as integers of 4 bits with dither, and block scales. */
+#define NVFP4_FIRST_MOMENT_INT4 0
+
+/** First moments in NVFP4, rounded stochastically. */
+#define NVFP4_FIRST_MOMENT_NVFP4 1
+
+/** First moments as integers of 8 bits, rounded stochastically. */
+#define NVFP4_FIRST_MOMENT_INT8 2
+
+/** First moments in float32. */
+#define NVFP4_FIRST_MOMENT_FLOAT32 3
+
+/** Roots of second moments as integers of 4 bits, rounded stochastically, and block scales. */
+#define NVFP4_SECOND_MOMENT_UINT4 0
+
+/** Roots of second moments in NVFP4, rounded stochastically. */
+#define NVFP4_SECOND_MOMENT_NVFP4 1
+
+/** Roots of second moments as integers of 8 bits, rounded stochastically. */
+#define NVFP4_SECOND_MOMENT_INT8 2
+
+/** Second moments in float32. */
+#define NVFP4_SECOND_MOMENT_FLOAT32 3
+
+/** Parameters were updated. */
+#define NVFP4_STEP_UPDATED 0
+
+/** The loss or a gradient was not finite, and no parameter was changed. */
+#define NVFP4_STEP_SKIPPED 1
+
+/** Embeddings, and a head beside them, in bfloat16, which every reader of such directories knows. */
+#define NVFP4_TABLES_BFLOAT16 0
+
+/** Embeddings, and a head beside them, in NVFP4, as they are trained: a quarter of the bytes. */
+#define NVFP4_TABLES_NVFP4 1
+
+/** Cancels long calls. See the chapter on long calls. */
+typedef struct NVFP4_Cancel NVFP4_Cancel;
+
+/** Converts the tokens of one sequence to text. See the detokenizer chapter. */
+typedef struct NVFP4_Detokenizer NVFP4_Detokenizer;
+
+/** An error as an object, which may go to another thread. See NVFP4_take_error(). Immutable. */
+typedef struct NVFP4_Error NVFP4_Error;
+
+/** A loaded model. See the model chapter. */
+typedef struct NVFP4_Model NVFP4_Model;
+
+/** A weight with the moments of its AdamW. See the chapter on training by the host's own passes. */
+typedef struct NVFP4_OptimizerState NVFP4_OptimizerState;
+
+/** A session. See the session chapter. */
+typedef struct NVFP4_Session NVFP4_Session;
+
+/** A tensor. See the tensor chapter. */
+typedef struct NVFP4_Tensor NVFP4_Tensor;
+
+/** A trainer. See the training chapter. */
+typedef struct NVFP4_Trainer NVFP4_Trainer;
+
+/** A weight `[N, K]` prepared for products. Immutable; several threads may use it at once. */
+typedef struct NVFP4_Weight NVFP4_Weight;
+
+/**
+ * The result of a call: #NVFP4_OK, or one of the errors from #NVFP4_INVALID_ARGUMENT on. A number never gets another
+ * meaning.
+ */
+typedef int32_t NVFP4_Status;
+
+/**
+ * Receives a log message: one line of UTF-8, `length` bytes without a NUL. Unlike other callbacks it stays registered, and
+ * is called on any thread that logs, on several at once too. Calls of the library from within it are not logged; it may
+ * add and remove log callbacks, even itself, but should do no more. Its return value is ignored; return 0.
+ */
+typedef int32_t (*NVFP4_LogCallback)(void *user, int32_t level, const char *message, size_t length);
+
+/** Called when the user data of a log callback is no longer used. */
+typedef void (*NVFP4_LogRelease)(void *user);
+
+/**
+ * Receives the progress of a long call, now and then, on the thread that made it: `done` of `total`, in bytes of a file,
+ * values of a tensor, or tokens (those of the prompt, then those generated). Returns 0 to go on, anything else to cancel.
+ * It should be quick: the call waits for it. It may call the library, but not use the model that is being run: that gives
+ * #NVFP4_BUSY.
+ */
+typedef int32_t (*NVFP4_ProgressCallback)(void *user, uint64_t done, uint64_t total);
+
+/**
+ * How a long call is cancelled and reports its progress. Fill with NVFP4_call_options_init(), then change what is to
+ * differ. The struct and what it points to must stay valid until the call returns.
+ */
+typedef struct NVFP4_CallOptions {
+    /** sizeof(NVFP4_CallOptions) as the caller knows it. */
+    uint32_t struct_size;
+    /** Must be 0. */
+    int32_t reserved;
+    /** Cancels the call when it is triggered, or if it already has been. Default: NULL. */
+    const NVFP4_Cancel *cancel;
+    /**
+     * Cancels the call when it is not 0: a variable of the host, which any thread and any signal handler may write.
+     * Aligned to 4 bytes. Default: NULL.
+     */
+    const volatile int32_t *cancel_flag;
+    /** Called with the progress, and once more at the end. Default: NULL. */
+    NVFP4_ProgressCallback progress;
+    /** The first argument of `progress`. */
+    void *user;
+} NVFP4_CallOptions;
+
+/**
+ * Frees memory that the host lent to a tensor: called once with the data pointer and the host's user data, on the thread
+ * that ends the last use of the memory.
+ */
+typedef void (*NVFP4_Deleter)(void *data, void *user);
+
+/** How to quantize. Fill with NVFP4_quantize_options_init(), then change what is to differ. */
+typedef struct NVFP4_QuantizeOptions {
+    /** sizeof(NVFP4_QuantizeOptions) as the caller knows it. */
+    uint32_t struct_size;
+    /** One of NVFP4_LEVELS_*. Default: two. */
+    int32_t levels;
+    /** One of NVFP4_RECIPE_*. Default: amax. */
+    int32_t recipe;
+    /** One of NVFP4_ROUNDING_*. Default: to nearest even. */
+    int32_t rounding;
+    /** One of NVFP4_NONFINITE_*. Default: error. */
+    int32_t nonfinite;
+    /** One of NVFP4_SCALES_*. Default: linear. */
+    int32_t scale_layout;
+    /** Seed of stochastic rounding. Default: 0. */
+    uint64_t seed;
+    /**
+     * Cancels NVFP4_tensor_quantize() and reports its progress, in values. Must be NULL where a model is loaded or
+     * converted, which has one in its own options. Default: NULL.
+     */
+    const NVFP4_CallOptions *call;
+} NVFP4_QuantizeOptions;
+
+/** How to prepare a weight. Fill with NVFP4_weight_options_init(), then change what is to differ. */
+typedef struct NVFP4_WeightOptions {
+    /** sizeof(NVFP4_WeightOptions) as the caller knows it. */
+    uint32_t struct_size;
+    /** One of NVFP4_COMPUTE_PATH_*. Default: auto. */
+    int32_t compute_path;
+    /** One of NVFP4_DEVICE_*. Default: CPU. */
+    int32_t device_type;
+    /** Which device of that type. Default: 0. */
+    int32_t device_index;
+    /** One of NVFP4_SCALES_*, for NVFP4 weights. Default: linear. */
+    int32_t scale_layout;
+    /**
+     * The type that a decoded weight is stored in: #NVFP4_DTYPE_FLOAT32, which decoding gives, or #NVFP4_DTYPE_FLOAT16 or
+     * #NVFP4_DTYPE_BFLOAT16, to which it is rounded to nearest even. Default: float32.
+     */
+    int32_t dense_dtype;
+    /**
+     * 1 to count only GPU kernels as kernels, as TorchSharp.Q4.Extension does: on the CPU the kernel-only path is then an
+     * error, and the other paths decode. Default: 0.
+     */
+    int32_t exclude_cpu_kernels;
+    /** Must be 0. */
+    int32_t reserved;
+    /** The name of the backend to insist on, in UTF-8, or NULL for any. Default: NULL. */
+    const char *backend;
+    /** Bytes of `backend`. */
+    size_t backend_length;
+} NVFP4_WeightOptions;
+
+/**
+ * The description of a host's tensor; its elements are not needed. Later versions may add fields at the end: functions
+ * that take an array of these also take the size of an element.
+ */
+typedef struct NVFP4_NamedTensor {
+    /** Its name, in UTF-8. */
+    const char *name;
+    /** Bytes of `name`. */
+    size_t name_length;
+    /**
+     * The element type, one of NVFP4_DTYPE_*. Tensors of other types may be in the set too, but not as parts of a 4-bit
+     * weight.
+     */
+    int32_t dtype;
+    /** Number of dimensions, at most 8. */
+    int32_t rank;
+    /** `rank` sizes, outermost first. */
+    const int64_t *sizes;
+} NVFP4_NamedTensor;
+
+/** A summary of the 4-bit weights in a set of tensors. NVFP4_schema_report() has the details. */
+typedef struct NVFP4_SchemaResult {
+    /** sizeof(NVFP4_SchemaResult) as the caller knows it. */
+    uint32_t struct_size;
+    /** One of NVFP4_FORMAT_*. */
+    int32_t format;
+    /** Number of tensors examined: those under the prefix. */
+    size_t tensors;
+    /** Number of 4-bit weights among them. */
+    size_t weights;
+    /** Number of problems that NVFP4_schema_validate() would report. */
+    size_t problems;
+    /** If there is exactly one weight, its output features N, or 0 if the shapes do not determine them. */
+    int64_t out_features;
+    /** If there is exactly one weight, its input features K, or 0 if the shapes do not determine them. */
+    int64_t in_features;
+    /** If there is exactly one weight, the number of values that share a scale, or 0 if the shapes do not determine it. */
+    int64_t block;
+} NVFP4_SchemaResult;
+
+/** How to load a model. Fill with NVFP4_load_options_init(), then change what is to differ. */
+typedef struct NVFP4_LoadOptions {
+    /** sizeof(NVFP4_LoadOptions) as the caller knows it. */
+    uint32_t struct_size;
+    /**
+     * One of NVFP4_DEVICE_*. #NVFP4_DEVICE_AUTO is a GPU that has room for the model and supports it, or else the CPU. If
+     * loading on that GPU fails for lack of memory or kernels, it starts again on the CPU. Default: CPU.
+     */
+    int32_t device_type;
+    /** The number of the device of that type; 0 (or -1) for #NVFP4_DEVICE_AUTO. Default: 0. */
+    int32_t device_index;
+    /** CPU threads of this model, or 0 for those of NVFP4_set_threads(), which models share. Ignored on a GPU. Default: 0. */
+    int32_t threads;
+    /** One of NVFP4_ACTIVATIONS_*; on a GPU only #NVFP4_ACTIVATIONS_EXACT. Default: exact. */
+    int32_t activations;
+    /** 1 to load only tokenizer, embedding, final norm and output head, without the layers. Default: 0. */
+    int32_t sampling_only;
+    /** Cancels the call and reports the bytes read; NULL for neither. Default: NULL. */
+    const NVFP4_CallOptions *call;
+} NVFP4_LoadOptions;
+
+/**
+ * A message of a conversation. Later versions may add fields at the end: functions that take an array of these also take
+ * the size of an element.
+ */
+typedef struct NVFP4_Message {
+    /** The role: "system", "user" or "assistant", in UTF-8. */
+    const char *role;
+    /** Bytes of `role`. */
+    size_t role_length;
+    /** The text, in UTF-8. */
+    const char *content;
+    /** Bytes of `content`. */
+    size_t content_length;
+} NVFP4_Message;
+
+/** How to convert a model. Fill with NVFP4_convert_options_init(), then change what is to differ. */
+typedef struct NVFP4_ConvertOptions {
+    /** sizeof(NVFP4_ConvertOptions) as the caller knows it. */
+    uint32_t struct_size;
+    /** One of NVFP4_CONTAINER_*: what is written. Default: ModelOpt. */
+    int32_t container;
+    /**
+     * 1 to replace a directory that holds a model and no subdirectories, with everything in it; 0 to refuse a directory
+     * that is not empty. Default: 0.
+     */
+    int32_t replace;
+    /** 1 to leave the output head unquantized. Default: 0. */
+    int32_t keep_head;
+    /** Cancels the call and reports the bytes of the source that are done; NULL for neither. Default: NULL. */
+    const NVFP4_CallOptions *call;
+} NVFP4_ConvertOptions;
+
+/** How to make a session. Fill with NVFP4_session_options_init(), then change what is to differ. */
+typedef struct NVFP4_SessionOptions {
+    /** sizeof(NVFP4_SessionOptions) as the caller knows it. */
+    uint32_t struct_size;
+    /** One of NVFP4_KV_*. Default: half precision. */
+    int32_t kv_type;
+    /** One of NVFP4_EVICTION_*. Default: error. */
+    int32_t eviction;
+    /** Must be 0. */
+    int32_t reserved;
+    /**
+     * The most tokens to hold; memory is allocated as they are appended. 0, the default, is the context length of the
+     * model.
+     */
+    size_t context;
+    /** Tokens at the beginning that eviction never drops. Default: 0. A chat's system prompt stays in any case. */
+    size_t keep;
+    /** The system prompt of NVFP4_session_chat(), in UTF-8. Default: NULL, none. Copied. */
+    const char *system;
+    /** Bytes of `system`. */
+    size_t system_length;
+} NVFP4_SessionOptions;
+
+/**
+ * How to generate. Fill with NVFP4_generate_options_init(), or with the model's recommended settings by
+ * NVFP4_model_generate_options(), then change what is to differ. Arrays and texts are read during the call only.
+ */
+typedef struct NVFP4_GenerateOptions {
+    /** sizeof(NVFP4_GenerateOptions) as the caller knows it. */
+    uint32_t struct_size;
+    /** Divides the logits before the softmax. 0, the default, takes the argmax. */
+    float temperature;
+    /** Draws from this many of the most probable tokens. Default: 0, all. */
+    int32_t top_k;
+    /**
+     * Draws from the fewest of the most probable tokens whose probabilities reach this sum. 0 takes the argmax. Default:
+     * 1, all.
+     */
+    float top_p;
+    /** Leaves out tokens less probable than this fraction of the most probable one. Default: 0, none. */
+    float min_p;
+    /**
+     * Makes tokens that have occurred less probable: divides their logits if positive, else multiplies them. Default: 1,
+     * no penalty.
+     */
+    float repetition_penalty;
+    /** 1 treats the model's own stop tokens like any other token. Default: 0. */
+    int32_t ignore_model_stops;
+    /** 1 computes each token from the whole sequence without the KV cache, for comparison; slow. Default: 0. */
+    int32_t replay;
+    /**
+     * 1 passes each token's log-probability to the callback, which copies the logits of each token to the host. Default:
+     * 0.
+     */
+    int32_t log_probabilities;
+    /** Must be 0. */
+    int32_t reserved;
+    /**
+     * The most tokens to generate. Default: SIZE_MAX, as many as fit in the context. With 0 a prompt is run and nothing is
+     * generated.
+     */
+    size_t max_tokens;
+    /**
+     * Makes the draws repeatable: the same logits, options, seed and position give the same token. The position counts all
+     * tokens appended before, including those that eviction has dropped. Default: #NVFP4_SEED_NEW.
+     */
+    uint64_t seed;
+    /** Tokens that end the text, besides the model's own stop tokens. A stop token is not appended. Default: NULL. */
+    const int32_t *stop_tokens;
+    /** Elements of `stop_tokens`. */
+    size_t stop_token_count;
+    /**
+     * Stop strings, in UTF-8: each ends the text and is not part of it. Special tokens give no text, but a stop string may
+     * contain the name of one. Default: NULL.
+     */
+    const char *const *stop_strings;
+    /** Bytes of each of `stop_strings`. */
+    const size_t *stop_string_lengths;
+    /** Elements of `stop_strings` and of `stop_string_lengths`. */
+    size_t stop_string_count;
+    /** Cancels the call and reports the tokens run; NULL for neither. Default: NULL. */
+    const NVFP4_CallOptions *call;
+} NVFP4_GenerateOptions;
+
+/**
+ * A token or a piece of text of a generation. Later versions may add fields at the end: a field exists if `struct_size`
+ * includes it.
+ */
+typedef struct NVFP4_TokenEvent {
+    /** sizeof(NVFP4_TokenEvent) as the library knows it. */
+    uint32_t struct_size;
+    /** One of NVFP4_EVENT_*. */
+    int32_t kind;
+    /** The token, or -1 if the event has none. */
+    int32_t token;
+    /** The index of the session in a batch; 0 for a single session. */
+    int32_t index;
+    /**
+     * The new text: whole UTF-8 characters, without a NUL after them. Empty while a character, or a possible stop string
+     * or marker of the model, is incomplete. The #NVFP4_PART_CONTENT texts of all events together are the text of the
+     * generation, unless the callback ends it. Valid during the callback.
+     */
+    const char *text;
+    /** Bytes of `text`. */
+    size_t text_length;
+    /**
+     * The natural logarithm of the token's probability by the model's own logits, before temperature, penalties and
+     * filters; NaN unless `log_probabilities` of the options is 1.
+     */
+    float log_probability;
+    /** The kind of text that this is, or that is to come: one of NVFP4_PART_*. */
+    int32_t part;
+} NVFP4_TokenEvent;
+
+/**
+ * Receives each token when it is generated, and the text. Returns 0 to go on, anything else to end the generation, which
+ * keeps that token.
+ */
+typedef int32_t (*NVFP4_TokenCallback)(void *user, const NVFP4_TokenEvent *event);
+
+/** The result of a generation. Set `struct_size` before the call. */
+typedef struct NVFP4_GenerationResult {
+    /** sizeof(NVFP4_GenerationResult) as the caller knows it. */
+    uint32_t struct_size;
+    /** One of NVFP4_FINISH_*. */
+    int32_t finish;
+    /** Tokens before the first generated one: all those in the session, or in a chat those that the turn added. */
+    size_t prompt_tokens;
+    /** Tokens generated, which are the last ones of the session. */
+    size_t generated_tokens;
+    /** Seconds to run the part of the prompt that was not cached. */
+    double prefill_seconds;
+    /** Seconds from the call to the first token. */
+    double first_token_seconds;
+    /** Seconds from the first token to the end. */
+    double decode_seconds;
+    /** The seed of the draws; the same seed repeats them. */
+    uint64_t seed;
+    /** Number of tool calls in the answer; NVFP4_session_tool_calls() gives them. */
+    size_t tool_calls;
+} NVFP4_GenerationResult;
+
+/**
+ * How a turn is rendered and answered. Fill with NVFP4_chat_options_init(), then change what is to differ. Texts are read
+ * during the call only.
+ */
+typedef struct NVFP4_ChatOptions {
+    /** sizeof(NVFP4_ChatOptions) as the caller knows it. */
+    uint32_t struct_size;
+    /**
+     * 1 keeps the reasoning of earlier answers in the session, even if the template would remove it. A turn then runs only
+     * its new tokens, but the model gets a prompt unlike those it was trained on, and the context fills sooner. Default:
+     * 0.
+     */
+    int32_t keep_reasoning;
+    /**
+     * The most tokens of reasoning, or -1 for any number. After that many the library closes the reasoning with the text
+     * that the model's maker provides for this, and the answer follows. No effect on models without reasoning. Default:
+     * -1.
+     */
+    int64_t reasoning_budget;
+    /**
+     * Variables of the model's chat template: a JSON object such as `{"enable_thinking": false}`, or NULL for none. A
+     * variable that the template never reads has no effect, and is logged as a warning. Default: NULL.
+     */
+    const char *variables;
+    /** Bytes of `variables`. */
+    size_t variables_length;
+    /**
+     * The tools that the model may call: a JSON array of `{"type": "function", "function": {"name": ..., "description":
+     * ..., "parameters": {...}}}`, or NULL for none. #NVFP4_UNSUPPORTED if the template does not support tools. Default:
+     * NULL.
+     */
+    const char *tools;
+    /** Bytes of `tools`. */
+    size_t tools_length;
+} NVFP4_ChatOptions;
+
+/**
+ * How to train. Fill with NVFP4_trainer_options_init(), then change what is to differ. The text is read during the call
+ * only.
+ */
+typedef struct NVFP4_TrainerOptions {
+    /** sizeof(NVFP4_TrainerOptions) as the caller knows it. */
+    uint32_t struct_size;
+    /** One of NVFP4_DEVICE_*. #NVFP4_DEVICE_AUTO is the first GPU, or the CPU where there is none. Default: CPU. */
+    int32_t device_type;
+    /** The number of the device of that type; 0 (or -1) for #NVFP4_DEVICE_AUTO. Default: 0. */
+    int32_t device_index;
+    /** CPU threads of this trainer, or 0 for those of NVFP4_set_threads(). Ignored on a GPU. Default: 0. */
+    int32_t threads;
+    /** One of NVFP4_SCHEDULE_*: the rate after the warm-up. Default: cosine. */
+    int32_t schedule;
+    /** One of NVFP4_CLIP_*. Default: global. */
+    int32_t clip;
+    /** One of NVFP4_WEIGHT_FORM_*: how matrices are held between steps. Default: a residual of 4 bits. */
+    int32_t weights;
+    /** One of NVFP4_FIRST_MOMENT_*. Default: 4 bits. */
+    int32_t first_moments;
+    /** One of NVFP4_SECOND_MOMENT_*. Default: 4 bits. */
+    int32_t second_moments;
+    /**
+     * 1 to use each gradient as soon as it is complete and keep none: no memory for gradients, and one micro-batch in a step.
+     * 0 to sum gradients in float32. Default: 0.
+     */
+    int32_t release;
+    /** 1 to compute activations again in the backward pass rather than keep them. Default: 1. */
+    int32_t recompute;
+    /** Trains only the last so many blocks, with the final norm and an untied head; -1 trains everything. Default: -1. */
+    int32_t last_blocks;
+    /** Steps in all, which the schedule runs over. Default: 1000. */
+    uint64_t steps;
+    /** Steps at the beginning over which the rate rises in a straight line. Default: 0. */
+    uint64_t warmup;
+    /** Chooses the random bits of rounding. Default: 0. */
+    uint64_t seed;
+    /** The highest learning rate. Default: 0.001. */
+    double rate;
+    /** What the rate falls to, as a share of the highest. Default: 0.1. */
+    double floor;
+    /** The share of the steps at their end in which #NVFP4_SCHEDULE_STABLE falls. Default: 0.2. */
+    double decay_share;
+    /**
+     * Decoupled weight decay of matrices: each step multiplies them by 1 - rate x decay. Norms and biases have none. Default:
+     * 0.1.
+     */
+    double weight_decay;
+    /** The decay of first moments. Default: 0.9. */
+    double beta1;
+    /** The decay of second moments. Default: 0.95. */
+    double beta2;
+    /** Added to the root of second moments. Default: 1e-8. */
+    double eps;
+    /** The bound of `clip`. Default: 1. */
+    double clip_norm;
+    /** The share of the steps at their end in which passes use the NVFP4 codes alone, which are what is delivered. Default: 0.15. */
+    double delivered_share;
+    /**
+     * All settings as a JSON object, as NVFP4_trainer_info() gives them as `config`: keys that are missing have their
+     * defaults, and unknown ones are errors. With it, leave every field above but those of the device as it is. Default: NULL.
+     */
+    const char *config;
+    /** Bytes of `config`. */
+    size_t config_length;
+} NVFP4_TrainerOptions;
+
+/**
+ * Documents that go through the model together, one after another; no token sees another document. Later versions may add
+ * fields at the end: functions that take an array of these also take the size of an element.
+ */
+typedef struct NVFP4_MicroBatch {
+    /** The tokens of all documents, as 32-bit integers of either sign. */
+    const int32_t *tokens;
+    /** For each token, the one that should come after it; -100 or any negative number where none counts. */
+    const int32_t *labels;
+    /** Elements of `tokens` and of `labels`. */
+    size_t token_count;
+    /** The number of tokens of each document, which make `token_count` together. NULL with 0 documents: all is one. */
+    const size_t *document_lengths;
+    /** Elements of `document_lengths`. */
+    size_t document_count;
+} NVFP4_MicroBatch;
+
+/** What a step came to. Set `struct_size` before the call. */
+typedef struct NVFP4_StepReport {
+    /** sizeof(NVFP4_StepReport) as the caller knows it. */
+    uint32_t struct_size;
+    /** One of NVFP4_STEP_*. */
+    int32_t outcome;
+    /** The number of the step, from 1. */
+    uint64_t step;
+    /** Labels that counted. */
+    uint64_t targets;
+    /** The mean cross-entropy of the labels that counted, in nats, before the step. */
+    double loss;
+    /** The learning rate. */
+    double rate;
+    /** The norm of all gradients before clipping. */
+    double gradient_norm;
+    /** The share of trained weights of matrices that changed as they are stored. */
+    double changed;
+    /** The share of those that changed as they are delivered, in NVFP4. */
+    double changed_delivered;
+} NVFP4_StepReport;
+
+/** How a weight and its moments are held. Fill with NVFP4_optimizer_options_init(), then change what is to differ. */
+typedef struct NVFP4_OptimizerOptions {
+    /** sizeof(NVFP4_OptimizerOptions) as the caller knows it. */
+    uint32_t struct_size;
+    /** One of NVFP4_WEIGHT_FORM_*. Default: a residual of 4 bits. */
+    int32_t weights;
+    /** One of NVFP4_FIRST_MOMENT_*. Default: 4 bits. */
+    int32_t first_moments;
+    /** One of NVFP4_SECOND_MOMENT_*. Default: 4 bits. */
+    int32_t second_moments;
+    /** 1 to make block scales of weights anew in each step, a baseline; 0 to keep them while they fit. Default: 0. */
+    int32_t fresh_scales;
+    /** Must be 0. */
+    int32_t reserved;
+} NVFP4_OptimizerOptions;
+
+/** The settings of a step of AdamW. Fill with NVFP4_step_options_init(), then change what is to differ. */
+typedef struct NVFP4_StepOptions {
+    /** sizeof(NVFP4_StepOptions) as the caller knows it. */
+    uint32_t struct_size;
+    /** What the gradient is multiplied by, as by clipping. Default: 1. */
+    float gradient_scale;
+    /** The learning rate. Default: 0.001. */
+    double rate;
+    /** The decay of the first moment. Default: 0.9. */
+    double beta1;
+    /** The decay of the second moment. Default: 0.95. */
+    double beta2;
+    /** Added to the root of the second moment. Default: 1e-8. */
+    double eps;
+    /** Decoupled weight decay. Default: 0.1. */
+    double weight_decay;
+    /** Chooses the random bits of rounding, with `tensor` and the number of the step. Default: 0. */
+    uint64_t seed;
+    /** The number of this weight among those of one seed. Default: 0. */
+    uint64_t tensor;
+} NVFP4_StepOptions;
+
+/**
+ * @defgroup status Status numbers
+ *
+ * Every function that can fail returns an #NVFP4_Status. On any value but #NVFP4_OK outputs are untouched, unless the
+ * function says otherwise, and the calling thread's last error message is set.
+ */
+
+/** The name of a status without its prefix ("INVALID_ARGUMENT"), or "unknown". The text is static. */
+NVFP4_API const char *NVFP4_status_name(NVFP4_Status status);
+
+/**
+ * @defgroup last_error The last error of a thread
+ *
+ * Each thread keeps the message and status of its last call that failed. An error can also be taken out as an object, which may go to
+ * another thread.
+ */
+
+/**
+ * The message of the last call that failed on this thread: one line that says what was wrong and what would be right.
+ * Empty if none has failed yet, never NULL. Valid until the next call on this thread that fails or belongs to the drop-in
+ * chapter; do not free it.
+ */
+NVFP4_API
+const char *NVFP4_last_error(void);
+
+/**
+ * The status that belongs to NVFP4_last_error(). After a function of the drop-in chapter, which returns no status, it
+ * tells success from failure.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_last_status(void);
+
+/**
+ * Copies the message of NVFP4_last_error() into `buffer`, for hosts that may change threads between two calls. For the
+ * buffer see TEXT above. This function never changes the last error: if it fails itself, only its status says so.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_last_error_copy(char *buffer,
+                                   size_t capacity,
+                                   size_t *length);
+
+/**
+ * Moves this thread's last error into an object with one reference, for another thread or for later; NVFP4_last_status()
+ * is #NVFP4_OK afterwards. `out` gets NULL if no call has failed.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_take_error(NVFP4_Error **out);
+
+/** The status of the call that failed; #NVFP4_OK for NULL, #NVFP4_INVALID_HANDLE if `error` is not a live NVFP4_Error. */
+NVFP4_API
+NVFP4_Status NVFP4_error_status(const NVFP4_Error *error);
+
+/**
+ * The message of the call that failed, as NVFP4_last_error() had it. Valid until the last reference is released. Empty for
+ * NULL and if `error` is not a live NVFP4_Error; never NULL.
+ */
+NVFP4_API
+const char *NVFP4_error_message(const NVFP4_Error *error);
+
+/** Adds a reference to an error. */
+NVFP4_API NVFP4_Status NVFP4_error_retain(NVFP4_Error *error);
+
+/** Gives up a reference to an error. After the last one the handle is stale. */
+NVFP4_API NVFP4_Status NVFP4_error_release(NVFP4_Error *error);
+
+/**
+ * @defgroup library The library itself: versions, logging, threads and the capabilities of this machine
+ */
+
+/** Version of the loaded library, as "major.minor.patch". The text is static. */
+NVFP4_API const char *NVFP4_version(void);
+
+/**
+ * The #NVFP4_ABI_VERSION of the loaded library. A host that loads the library by name compares it with the one it was
+ * built with.
+ */
+NVFP4_API
+int32_t NVFP4_abi_version(void);
+
+/** The #NVFP4_VERSION_NUMBER of the loaded library. */
+NVFP4_API int32_t NVFP4_version_number(void);
+
+/**
+ * Checks that the loaded library is compatible with a program, which calls NVFP4_check_version(#NVFP4_ABI_VERSION,
+ * #NVFP4_VERSION_NUMBER): the library must have the same binary interface and be no older than the header that the program
+ * was built with. Otherwise the result is #NVFP4_ABI_MISMATCH, and the message names both versions and says what to
+ * install.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_check_version(int32_t abi_version,
+                                 int32_t version_number);
+
+/**
+ * Adds a log callback for the whole process: from now on it gets messages of `level`, one of NVFP4_LOG_*, and more severe
+ * ones. Callbacks added before stay. Writes a number to `token` that NVFP4_log_remove() takes; numbers are not reused.
+ * #NVFP4_UNSUPPORTED if the process is a Rust program with a `tracing` subscriber of its own, which gets the messages
+ * already.
+ *
+ * - `release`: called once with `user` when the callback has been removed and will not be called again, on any thread; not
+ *   called if this function fails. May be NULL.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_log_add(NVFP4_LogCallback callback,
+                           void *user,
+                           int32_t level,
+                           NVFP4_LogRelease release,
+                           uint64_t *token);
+
+/**
+ * Removes a callback of NVFP4_log_add(). When the function returns, the callback is not running and will not be called
+ * again, and its user data has been released. Called from within a log callback it does not wait: other threads may still
+ * be running the callback, and `release` is called when they are done. #NVFP4_NOT_FOUND if no callback has this token.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_log_remove(uint64_t token);
+
+/**
+ * Sets how many CPU threads are used by later calls, and by objects created later, unless their own options say otherwise.
+ * From 0 to 1024; 0 takes the environment variable NVFP4_THREADS, or one thread per core. Results do not depend on it.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_set_threads(int32_t threads);
+
+/**
+ * Describes what this library can do on this machine, as JSON: version, CPU instruction set levels with the one in use,
+ * the backends of linear layers, the CUDA backend (driver, devices, kernel compiler) with the reason why something is
+ * unavailable, memory, and the environment variables that are set. Opens each GPU for a moment. Later versions may add
+ * keys.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_diagnose(char *buffer,
+                            size_t capacity,
+                            size_t *length);
+
+/**
+ * @defgroup call Long calls: cancellation and progress
+ *
+ * Calls that may take long - loading, converting, quantizing, prompts, generations, session files - take an
+ * #NVFP4_CallOptions, directly or within their options. Products of tensors take none and cannot be cancelled. A call can
+ * be cancelled in three ways: by a cancel handle, by a flag in the host's memory, or by what its progress callback
+ * returns. All of them are checked at least every 50 ms, on all devices, also while a prompt is run and while a call waits
+ * for another. A cancel handle or flag that is set before a call begins ends the call at its start. One cancel handle may
+ * serve many calls.
+ */
+
+/** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_CallOptions). */
+NVFP4_API NVFP4_Status NVFP4_call_options_init(NVFP4_CallOptions *options, uint32_t struct_size);
+
+/** Creates a cancel handle, not triggered yet. */
+NVFP4_API NVFP4_Status NVFP4_cancel_create(NVFP4_Cancel **out);
+
+/**
+ * Cancels the calls that were given the handle, including those that have yet to begin: a generation ends with the tokens
+ * it has, anything else fails with #NVFP4_CANCELLED. May be called from any thread, callback or signal handler: it takes
+ * no lock and no memory. #NVFP4_INVALID_HANDLE if the handle is not a live cancel handle; NVFP4_last_error() is not
+ * changed.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_cancel_trigger(NVFP4_Cancel *cancel);
+
+/**
+ * Makes the handle not triggered again, for further calls. May be called wherever NVFP4_cancel_trigger() may, and does not
+ * change NVFP4_last_error() either. A call that has already seen it triggered still ends; one that has not goes on.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_cancel_reset(NVFP4_Cancel *cancel);
+
+/** Writes 1 if the handle is triggered, else 0. */
+NVFP4_API NVFP4_Status NVFP4_cancel_is_triggered(const NVFP4_Cancel *cancel, int32_t *triggered);
+
+/** Adds a reference to a cancel handle. */
+NVFP4_API NVFP4_Status NVFP4_cancel_retain(NVFP4_Cancel *cancel);
+
+/**
+ * Gives up a reference to a cancel handle. After the last one the handle is stale; calls that run with it go on, and keep
+ * its last state.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_cancel_release(NVFP4_Cancel *cancel);
+
+/**
+ * @defgroup memory Memory: usage by purpose, a budget, and managed memory
+ *
+ * The library counts its own large allocations in bytes, for the whole process, in host memory and on GPUs. One budget
+ * covers them all. Not counted are the memory of a GPU's driver, libraries and compiled kernels, and GPU memory that is
+ * free but kept for reuse, which NVFP4_empty_cache() frees.
+ *
+ * Managed (unified) memory has the same address on the host and on CUDA devices, and its pages move between them. The
+ * library puts a tensor there only when the host asks for it, by NVFP4_to_managed() or NVFP4_tensor_by_managed_policy().
+ * The environment variable TS_Q4_DISABLE_UM (1, true or yes) disables it altogether.
+ */
+
+/**
+ * Writes the bytes in use under `tag`, one of NVFP4_MEMORY_*: now, and the peak since the start or the last
+ * NVFP4_memory_reset_peak().
+ */
+NVFP4_API NVFP4_Status NVFP4_memory_stats(int32_t tag, uint64_t *current, uint64_t *peak);
+
+/** Sets all peaks to what is in use now. */
+NVFP4_API NVFP4_Status NVFP4_memory_reset_peak(void);
+
+/**
+ * Sets the most bytes that all tags together may use, on the host and on GPUs; 0 removes the limit. An allocation that
+ * would exceed it fails with #NVFP4_OVER_BUDGET. Existing allocations stay.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_memory_set_budget(uint64_t bytes);
+
+/** Writes the limit set by NVFP4_memory_set_budget(), or 0 if there is none. */
+NVFP4_API NVFP4_Status NVFP4_memory_get_budget(uint64_t *bytes);
+
+/** Sets the process's policy on managed memory, one of NVFP4_MANAGED_*. It starts as #NVFP4_MANAGED_PREFERRED. */
+NVFP4_API NVFP4_Status NVFP4_memory_set_managed_policy(int32_t policy);
+
+/** Writes the policy in force: the one that was set, or #NVFP4_MANAGED_DISABLED where TS_Q4_DISABLE_UM says so. */
+NVFP4_API
+NVFP4_Status NVFP4_memory_get_managed_policy(int32_t *policy);
+
+/**
+ * Writes 1 if tensors can be in managed memory of the CUDA device `device_index`, else 0: there is no such device, it
+ * cannot share memory with the host while it works, or managed memory is disabled. NVFP4_diagnose() says which.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_memory_can_be_managed(int32_t device_index,
+                                         int32_t *can);
+
+/**
+ * Applies the policy to a tensor that the CUDA device `device_index` will use, such as a weight. `out` gets a copy in
+ * managed memory, prefetched to the device, or another handle of the tensor itself, which stays where it is. `read_mostly`
+ * is 1 if it will be read far more often than written. The call fails if the policy requires managed memory and there is
+ * none.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_tensor_by_managed_policy(const NVFP4_Tensor *tensor,
+                                            int32_t device_index,
+                                            int32_t read_mostly,
+                                            NVFP4_Tensor **out);
+
+/**
+ * @defgroup tensor Tensors: typed, shaped views of memory
+ *
+ * A tensor is immutable in type and shape and may be used by several threads at once. The host must keep its memory
+ * readable and unchanged while a call uses it.
+ *
+ * A tensor may be in host memory, in the memory of a CUDA device, or in managed memory, which counts as a device's here.
+ * Computations with it run on its device and give tensors there; a function that works on host memory alone refuses it
+ * with #NVFP4_UNSUPPORTED. Calls use device memory in the order of the legacy default stream: after the work that the
+ * process enqueued there before the call, and before the work that it enqueues there later. A host that uses other streams
+ * waits for them before a call, and lets them wait for the default stream after it.
+ */
+
+/**
+ * Makes a tensor over the host's memory, without a copy.
+ *
+ * - `data`: the first element, aligned to its type. The library only reads it; it is not const because NVFP4_tensor_data()
+ *   and DLPack hand it out for writing. NVFP4_tensor_from_host_read_only() is for memory that must not be written.
+ * - `shape`, `rank`: the sizes, outermost first, and their number, at most 8; NULL and 0 for a scalar.
+ * - `strides`: `rank` strides in elements, none negative, or NULL for a contiguous row-major tensor.
+ * - `dtype`: one of NVFP4_DTYPE_*.
+ * - `deleter`, `user`: the deleter is called as deleter(data, user) when the library no longer uses the memory. That may
+ *   be after the release of the tensor, because other objects may share it. NULL if the memory outlives every use. Not
+ *   called if this function fails.
+ * - `out`: the tensor, one reference for the caller.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_tensor_from_host(void *data,
+                                    const int64_t *shape,
+                                    int32_t rank,
+                                    const int64_t *strides,
+                                    int32_t dtype,
+                                    NVFP4_Deleter deleter,
+                                    void *user,
+                                    NVFP4_Tensor **out);
+
+/**
+ * The same over memory that must not be written: the tensor and its views are read-only, which NVFP4_tensor_is_read_only()
+ * and NVFP4_tensor_to_dlpack_versioned() report.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_tensor_from_host_read_only(const void *data,
+                                              const int64_t *shape,
+                                              int32_t rank,
+                                              const int64_t *strides,
+                                              int32_t dtype,
+                                              NVFP4_Deleter deleter,
+                                              void *user,
+                                              NVFP4_Tensor **out);
+
+/**
+ * Makes a tensor over memory of the CUDA device `device_index`, or over managed memory for it, without a copy. The
+ * parameters are those of NVFP4_tensor_from_host(), with `data` an address on the device. When `deleter` is called, the
+ * library's work with the memory may still be running, but comes before anything that is enqueued on the legacy default
+ * stream from then on.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_tensor_from_device(void *data,
+                                      const int64_t *shape,
+                                      int32_t rank,
+                                      const int64_t *strides,
+                                      int32_t dtype,
+                                      int32_t device_index,
+                                      NVFP4_Deleter deleter,
+                                      void *user,
+                                      NVFP4_Tensor **out);
+
+/**
+ * Makes a contiguous tensor of zeros in the library's own memory, aligned to at least 64 bytes: on the host
+ * (#NVFP4_DEVICE_CPU and 0) or on a CUDA device (#NVFP4_DEVICE_CUDA and its number).
+ */
+NVFP4_API
+NVFP4_Status NVFP4_tensor_empty(const int64_t *shape,
+                                int32_t rank,
+                                int32_t dtype,
+                                int32_t device_type,
+                                int32_t device_index,
+                                NVFP4_Tensor **out);
+
+/** Copies a tensor, wherever it is, to host memory or to the memory of a CUDA device, as a contiguous row-major tensor. */
+NVFP4_API
+NVFP4_Status NVFP4_tensor_copy_to_device(const NVFP4_Tensor *tensor,
+                                         int32_t device_type,
+                                         int32_t device_index,
+                                         NVFP4_Tensor **out);
+
+/**
+ * Waits until all work that calls have enqueued on a device has run, and fails if the device has found an error in it: see
+ * ASYNCHRONOUS ERRORS above. After #NVFP4_OK the results of all earlier calls are valid. On the host (#NVFP4_DEVICE_CPU
+ * and 0) there is never anything to wait for.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_device_synchronize(int32_t device_type,
+                                      int32_t device_index);
+
+/**
+ * Makes another view of a tensor's memory, which the view keeps alive: a transpose, a slice, another shape. `offset` is in
+ * elements from the first one of `tensor`; `strides`, in elements, may be NULL for contiguous row-major. A view that would
+ * exceed the tensor's memory is #NVFP4_INVALID_ARGUMENT.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_tensor_view(const NVFP4_Tensor *tensor,
+                               const int64_t *shape,
+                               int32_t rank,
+                               const int64_t *strides,
+                               int64_t offset,
+                               NVFP4_Tensor **out);
+
+/** Adds a reference to a tensor. */
+NVFP4_API NVFP4_Status NVFP4_tensor_retain(NVFP4_Tensor *tensor);
+
+/** Gives up a reference to a tensor. After the last one the handle is stale. */
+NVFP4_API NVFP4_Status NVFP4_tensor_release(NVFP4_Tensor *tensor);
+
+/** Writes the element type, one of NVFP4_DTYPE_*. */
+NVFP4_API NVFP4_Status NVFP4_tensor_dtype(const NVFP4_Tensor *tensor, int32_t *dtype);
+
+/**
+ * Writes where the memory is: one of NVFP4_DEVICE_*, and the number of the device of that type. Managed memory belongs to
+ * the CUDA device that works with it; NVFP4_is_managed_tensor() recognises it.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_tensor_device(const NVFP4_Tensor *tensor,
+                                 int32_t *device_type,
+                                 int32_t *device_index);
+
+/** Copies the sizes, outermost first. Writes the number of dimensions to `rank`; see ARRAYS OUT above. */
+NVFP4_API
+NVFP4_Status NVFP4_tensor_shape(const NVFP4_Tensor *tensor,
+                                int64_t *shape,
+                                size_t capacity,
+                                size_t *rank);
+
+/** Copies the strides in elements. Writes the number of dimensions to `rank`; see ARRAYS OUT above. */
+NVFP4_API
+NVFP4_Status NVFP4_tensor_strides(const NVFP4_Tensor *tensor,
+                                  int64_t *strides,
+                                  size_t capacity,
+                                  size_t *rank);
+
+/**
+ * Writes the address of the first element, a device address if the memory is on a device. Valid as long as the caller has
+ * a reference to the tensor. Do not write through it while a call uses the tensor, nor ever if the tensor is read-only.
+ * Not to be used if the tensor has no elements.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_tensor_data(const NVFP4_Tensor *tensor,
+                               void **data);
+
+/**
+ * Writes 1 to `read_only` if the memory must not be written, as its lender has said, else 0. The library itself never
+ * writes to a tensor that it is given; results are new tensors.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_tensor_is_read_only(const NVFP4_Tensor *tensor,
+                                       int32_t *read_only);
+
+/** Writes the bytes that the elements take without gaps between them, which NVFP4_tensor_copy_to_host() copies. */
+NVFP4_API
+NVFP4_Status NVFP4_tensor_bytes(const NVFP4_Tensor *tensor,
+                                uint64_t *bytes);
+
+/**
+ * Copies the elements, wherever they are, to `destination` in host memory, contiguous and row-major. `bytes` must be
+ * exactly what NVFP4_tensor_bytes() gives. From a GPU the call waits for the copy; if it then fails because of an earlier
+ * call (see ASYNCHRONOUS ERRORS above), `destination` has been written.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_tensor_copy_to_host(const NVFP4_Tensor *tensor,
+                                       void *destination,
+                                       size_t bytes);
+
+/**
+ * Converts the elements, whatever their type, to float and copies them to `destination` in host memory, contiguous and
+ * row-major, as NVFP4_tensor_copy_to_host() does. `elements` must be exactly the tensor's number of elements. Packed 4-bit
+ * codes cannot be converted: use NVFP4_tensor_dequantize().
+ */
+NVFP4_API
+NVFP4_Status NVFP4_tensor_copy_as_float(const NVFP4_Tensor *tensor,
+                                        float *destination,
+                                        size_t elements);
+
+/**
+ * Takes ownership of a DLPack tensor in host memory (kDLCPU), CUDA memory (kDLCUDA) or managed memory (kDLCUDAManaged),
+ * without a copy. Its deleter is called when the library no longer uses the memory, on any thread. If this function fails,
+ * the DLPack tensor stays the caller's.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_tensor_from_dlpack(struct DLManagedTensor *managed,
+                                      NVFP4_Tensor **out);
+
+/**
+ * The same for a versioned DLPack tensor. With the flag DLPACK_FLAG_BITMASK_READ_ONLY the tensor and its views are
+ * read-only: see NVFP4_tensor_is_read_only(). #NVFP4_UNSUPPORTED for a major version other than 1 (nothing but the version
+ * is read then), for padded elements of fewer than 8 bits, and for flags that this library does not know.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_tensor_from_dlpack_versioned(struct DLManagedTensorVersioned *managed,
+                                                NVFP4_Tensor **out);
+
+/**
+ * Makes a DLPack tensor over the tensor's memory, without a copy; managed memory is exported as kDLCUDA. It keeps the
+ * memory alive until its consumer calls its deleter, which may be after the release of `tensor`. A read-only tensor is
+ * #NVFP4_UNSUPPORTED, because this form of DLPack has no read-only flag.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_tensor_to_dlpack(const NVFP4_Tensor *tensor,
+                                    struct DLManagedTensor **out);
+
+/**
+ * The same in the versioned form, with the read-only flag if the tensor is read-only. The version is 1.0, or 1.1 for
+ * float8 and float4, which 1.1 introduced.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_tensor_to_dlpack_versioned(const NVFP4_Tensor *tensor,
+                                              struct DLManagedTensorVersioned **out);
+
+/**
+ * @defgroup quantize Number formats: NVFP4 and NF4, both ways
+ *
+ * An NVFP4 tensor has three parts: 4-bit codes (E2M1), two to a byte with the even index in the low nibble; block scales
+ * (E4M3), one for each 16 values along the last dimension K; and one float, the global scale. A value is code x block
+ * scale x global scale. NVFP4 is converted where its tensors are, on the CPU or on a GPU; NF4 on the CPU only, in host
+ * memory.
+ */
+
+/** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_QuantizeOptions). */
+NVFP4_API
+NVFP4_Status NVFP4_quantize_options_init(NVFP4_QuantizeOptions *options,
+                                         uint32_t struct_size);
+
+/**
+ * Quantizes a tensor along its last dimension K to NVFP4.
+ *
+ * - `input`: `[.., K]` of a floating type, any strides; K a multiple of 16. On a GPU not float64.
+ * - `options`: NULL for the defaults.
+ * - `codes`: uint8 `[.., K / 2]`.
+ * - `scales`: float8_e4m3fn `[.., K / 16]`, or one dimension if swizzled.
+ * - `global_scale`: the global scale; 1 with a single level.
+ *
+ * A tensor on a GPU is quantized there, to the same bits as on the CPU: in one pass for a single level, in two for two
+ * levels, and after a copy if its rows are unevenly spaced or not aligned to 16 bytes. With two levels the call waits for
+ * the global scale, and fails itself if a value is not finite. With a single level it does not wait, and a later call
+ * fails: see ASYNCHRONOUS ERRORS above.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_tensor_quantize(const NVFP4_Tensor *input,
+                                   const NVFP4_QuantizeOptions *options,
+                                   NVFP4_Tensor **codes,
+                                   NVFP4_Tensor **scales,
+                                   float *global_scale);
+
+/**
+ * Expands NVFP4 to `[.., K]` of the floating type `dtype`: code x block scale x global_scale, exactly, then rounded to
+ * float and to `dtype`. On a CUDA device the call waits until the scales have been checked, but not for the values.
+ *
+ * - `codes`: uint8 or float4_e2m1fn_x2 `[.., K / 2]`.
+ * - `scales`: float8_e4m3fn, or uint8 holding its bytes, in the layout `scale_layout`, one of NVFP4_SCALES_*. A scale that
+ *   is NaN or negative is an error.
+ * - `global_scale`: finite and not negative.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_tensor_dequantize(const NVFP4_Tensor *codes,
+                                     const NVFP4_Tensor *scales,
+                                     float global_scale,
+                                     int32_t scale_layout,
+                                     int32_t dtype,
+                                     NVFP4_Tensor **out);
+
+/**
+ * Quantizes a tensor, flattened, to NF4 in the layout of bitsandbytes: blocks of `block` values (64 is usual), two codes
+ * to a byte, the first in the high nibble. The tensor is in host memory and has n values.
+ *
+ * - `codes`: uint8 `[ceil(n / 2)]`.
+ * - `absmax`: float32 `[ceil(n / block)]`, the largest magnitude of each block.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_tensor_quantize_nf4(const NVFP4_Tensor *input,
+                                       int64_t block,
+                                       NVFP4_Tensor **codes,
+                                       NVFP4_Tensor **absmax);
+
+/**
+ * Expands NF4, in host memory, to a tensor of the given shape and floating type. `codes` and `absmax` are as
+ * NVFP4_tensor_quantize_nf4() gives them. `quant_map` holds the 16 values of the codes; NULL takes the standard ones.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_tensor_dequantize_nf4(const NVFP4_Tensor *codes,
+                                         const NVFP4_Tensor *absmax,
+                                         const NVFP4_Tensor *quant_map,
+                                         int64_t block,
+                                         const int64_t *shape,
+                                         int32_t rank,
+                                         int32_t dtype,
+                                         NVFP4_Tensor **out);
+
+/** Reorders row-major block scales `[rows, K / 16]` to #NVFP4_SCALES_SWIZZLED. */
+NVFP4_API NVFP4_Status NVFP4_scales_swizzle(const NVFP4_Tensor *scales, NVFP4_Tensor **out);
+
+/** Reorders swizzled block scales to row-major `[rows, k_blocks]`, where k_blocks is K / 16. */
+NVFP4_API
+NVFP4_Status NVFP4_scales_unswizzle(const NVFP4_Tensor *scales,
+                                    int64_t rows,
+                                    int64_t k_blocks,
+                                    NVFP4_Tensor **out);
+
+/**
+ * Quantizes a weight `[.., K]` for training in 4 bits, with block scales alone: NVFP4_quantize() with a status. `qdata`
+ * and `scale` are described there.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_quantize_packed(const NVFP4_Tensor *weight,
+                                   NVFP4_Tensor **qdata,
+                                   NVFP4_Tensor **scale);
+
+/** Expands the result of NVFP4_quantize_packed() to `[.., K]` of the floating type `dtype`. */
+NVFP4_API
+NVFP4_Status NVFP4_dequantize_packed(const NVFP4_Tensor *qdata,
+                                     const NVFP4_Tensor *scale,
+                                     int32_t dtype,
+                                     NVFP4_Tensor **out);
+
+/**
+ * Rounds a weight `[.., K]` to 4 bits and back, for the forward pass of training in 4 bits: the values that
+ * NVFP4_quantize_packed() stores, in the weight's own type. The gradient of these values is used unchanged as the gradient
+ * of the weight (straight-through estimator).
+ *
+ * - `keep`: 0 to compute the values anew. 1 to cache them, for a weight that does not change: the first call computes them
+ *   and waits, and later calls give a handle of the same tensor, which must not be written. They are kept as long as the
+ *   weight's memory lives, or until NVFP4_ste_clear().
+ */
+NVFP4_API
+NVFP4_Status NVFP4_ste_weight(const NVFP4_Tensor *weight,
+                              int32_t keep,
+                              NVFP4_Tensor **out);
+
+/**
+ * Drops the values that NVFP4_ste_weight() has cached: call it when weights have changed. NVFP4_empty_cache() drops those
+ * of weights that no longer exist.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_ste_clear(void);
+
+/**
+ * @defgroup linear Products with weights in 4 bits
+ *
+ * There is no silent fallback: activations are quantized only if an option says so, and a weight is decoded to a dense one
+ * only if the compute path allows it. NVFP4_weight_report() reports the backend that was chosen, and the reason where it
+ * is a fallback. There are three backends: "nvfp4-kernel" and "nf4-kernel" read the 4-bit codes; "dequant-matmul" decodes
+ * the weight once, when it is prepared, and stores it dense. In this version the CPU and CUDA devices have "nvfp4-kernel"
+ * and "dequant-matmul".
+ *
+ * A product is computed where its tensors are, and its result is there too: on the CPU for tensors in host memory, and on
+ * a CUDA device for tensors in that device's memory or in managed memory, in stream order as the tensor chapter states.
+ * The one exception is an input in host memory for a weight on a CUDA device: it is copied there, and the result is copied
+ * back. Otherwise the tensors of a call and its weight must be in the same place; if not, the call fails with
+ * #NVFP4_INVALID_ARGUMENT and a message that names both places. On a CUDA device tensors may be float16, bfloat16 or
+ * float32, but not float64.
+ *
+ * A weight for a CUDA device is prepared from tensors in host memory, or in that device's memory without a copy through
+ * the host. The call that prepares it waits for the device, and fails if a block scale is NaN or negative or a value of a
+ * dense weight is not finite. Products with the weight need no such checks.
+ */
+
+/** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_WeightOptions). */
+NVFP4_API NVFP4_Status NVFP4_weight_options_init(NVFP4_WeightOptions *options, uint32_t struct_size);
+
+/**
+ * Says as JSON which backend a weight of `format` (#NVFP4_FORMAT_NVFP4 or #NVFP4_FORMAT_NF4) would get with these options,
+ * or fails as preparing it would. `options`: NULL for the defaults.
+ *
+ * - "format": "nvfp4" or "nf4".
+ * - "backend": "nvfp4-kernel", "nf4-kernel" or "dequant-matmul".
+ * - "path": "Auto", "KernelOnly", "KernelOrFallback" or "DequantMatmulOnly".
+ * - "device": its name, as in NVFP4_diagnose().
+ * - "fallback_reason": why it is not the kernel of the format, if that was wanted but could not be chosen; else null.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_backend_select(int32_t format,
+                                  const NVFP4_WeightOptions *options,
+                                  char *buffer,
+                                  size_t capacity,
+                                  size_t *length);
+
+/**
+ * Prepares the NVFP4 weight `[N, K]` for products: copies it in the order that the kernels read. The tensors may be
+ * released afterwards. The weight is on the CPU, or on the CUDA device whose memory the tensors are in. The parameters are
+ * those of NVFP4_tensor_dequantize(). NVFP4_weight_create_nvfp4() is the same with options.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_weight_create(const NVFP4_Tensor *codes,
+                                 const NVFP4_Tensor *scales,
+                                 float global_scale,
+                                 int32_t scale_layout,
+                                 NVFP4_Weight **out);
+
+/**
+ * Prepares the NVFP4 weight `[N, K]` for products, as `options` say. NULL stands for the defaults, with the CUDA device
+ * whose memory the tensors are in, if they are on one. The tensors may be released afterwards. A decoded weight takes 16
+ * or 32 bits for each value: see NVFP4_weight_size().
+ *
+ * - `codes`, `scales`, `global_scale`: as NVFP4_tensor_dequantize() takes them.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_weight_create_nvfp4(const NVFP4_Tensor *codes,
+                                       const NVFP4_Tensor *scales,
+                                       float global_scale,
+                                       const NVFP4_WeightOptions *options,
+                                       NVFP4_Weight **out);
+
+/**
+ * Prepares the NF4 weight `[n, k]`, whose tensors are in host memory, for products, as `options` say; NULL for the
+ * defaults. `k` must be a multiple of 16. The tensors may be released afterwards. In this version no device has a kernel
+ * for NF4: the weight is decoded to 16 or 32 bits for each value, or refused if the compute path is kernel-only.
+ *
+ * - `codes`: uint8, `n * k / 2` elements in any shape, the first code of a byte in the high nibble.
+ * - `absmax`: of a floating type, one scale for each `block` values of the flattened weight.
+ * - `quant_map`: the 16 values of the codes; NULL takes the standard ones.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_weight_create_nf4(const NVFP4_Tensor *codes,
+                                     const NVFP4_Tensor *absmax,
+                                     const NVFP4_Tensor *quant_map,
+                                     int64_t block,
+                                     int64_t n,
+                                     int64_t k,
+                                     const NVFP4_WeightOptions *options,
+                                     NVFP4_Weight **out);
+
+/**
+ * Prepares the dense weight `[N, K]` of a floating type for products, on the CPU or on the CUDA device whose memory it is in. K
+ * must be a multiple of 16.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_weight_create_dense(const NVFP4_Tensor *weight,
+                                       NVFP4_Weight **out);
+
+/**
+ * Describes a prepared weight and its backend, as JSON: the keys of NVFP4_backend_select(), and "n", "k", "stored"
+ * ("nvfp4", "f32", "f16" or "bf16") and "bytes" in memory. A weight of NVFP4_weight_create_dense() has format "dense",
+ * backend "dense-matmul" and no path. Later versions may add keys.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_weight_report(const NVFP4_Weight *weight,
+                                 char *buffer,
+                                 size_t capacity,
+                                 size_t *length);
+
+/** Adds a reference to a weight. */
+NVFP4_API NVFP4_Status NVFP4_weight_retain(NVFP4_Weight *weight);
+
+/** Gives up a reference to a weight. After the last one the handle is stale. */
+NVFP4_API NVFP4_Status NVFP4_weight_release(NVFP4_Weight *weight);
+
+/** Writes a weight's N (output features), K (input features) and bytes in memory. */
+NVFP4_API
+NVFP4_Status NVFP4_weight_size(const NVFP4_Weight *weight,
+                               int64_t *n,
+                               int64_t *k,
+                               uint64_t *bytes);
+
+/**
+ * Multiplies `input` `[.., K]` by `weight` `[N, K]` transposed, accumulating in float.
+ *
+ * - `input`: of a floating type, any strides; in host memory, or in the memory of the weight's CUDA device.
+ * - `activations`: one of NVFP4_ACTIVATIONS_*.
+ * - `dtype`: the floating type of the result `[.., N]`, which is in the memory that the input is in.
+ *
+ * The call does not wait for the CUDA device if the input is on it. On the CPU, a row of the result has the same bits
+ * whatever other rows are in the call, and on any number of threads. On a GPU the same call on the same machine gives the
+ * same bits.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_linear(const NVFP4_Weight *weight,
+                          const NVFP4_Tensor *input,
+                          int32_t activations,
+                          int32_t dtype,
+                          NVFP4_Tensor **out);
+
+/**
+ * Multiplies two NVFP4 matrices (W4A4): a `[M, K]` times b `[N, K]` transposed, as `[M, N]` of the floating type `dtype`.
+ * The result is the product of the exact decoded values, accumulated in float; only the order of summation is unspecified.
+ * NVFP4_scaled_mm() is the same without global scales. The tensors are as for NVFP4_tensor_dequantize().
+ *
+ * All four tensors must be in the same place, and the result is there too. On a CUDA device the call does not wait: scales
+ * that are NaN or negative fail a later call, see ASYNCHRONOUS ERRORS above. Codes and scales that are not contiguous, or
+ * not aligned to 16 and 4 bytes, are copied first.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_matmul(const NVFP4_Tensor *a_codes,
+                          const NVFP4_Tensor *a_scales,
+                          float a_global_scale,
+                          const NVFP4_Tensor *b_codes,
+                          const NVFP4_Tensor *b_scales,
+                          float b_global_scale,
+                          int32_t scale_layout,
+                          int32_t dtype,
+                          NVFP4_Tensor **out);
+
+/**
+ * @defgroup schema Schemas: finding and checking the 4-bit weights in a set of named tensors
+ *
+ * Only names, types and shapes are read, so hosts need not pass the tensors themselves. Known are NVFP4 as TorchSharp
+ * hosts store it (`.qdata` and `.scale`, with or without `.weight` before), and as ModelOpt, compressed-tensors and
+ * torchao do; and NF4 as TorchSharp hosts (`.weight`, `.absmax` and `.quant_map`) and bitsandbytes (`.weight`,
+ * `.weight.absmax` and so on) store it. One part is enough for a weight to be found; missing parts are then reported as
+ * problems.
+ */
+
+/**
+ * Finds the 4-bit weights of a set of tensors.
+ *
+ * - `tensors`, `count`: the set; names must be unique.
+ * - `tensor_size`: sizeof(NVFP4_NamedTensor), as the caller knows it.
+ * - `prefix`, `prefix_length`: examines only the tensor of this name and those whose names begin with it and a dot, such
+ *   as those of one layer; NULL and 0 for all.
+ * - `result`: the caller sets its struct_size. A set without 4-bit weights has the format #NVFP4_FORMAT_NONE.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_schema_detect(const NVFP4_NamedTensor *tensors,
+                                 size_t count,
+                                 size_t tensor_size,
+                                 const char *prefix,
+                                 size_t prefix_length,
+                                 NVFP4_SchemaResult *result);
+
+/**
+ * Describes the 4-bit weights of a set of tensors, as JSON: "format" ("none", "nvfp4", "nf4" or "mixed"), "tensors" (their
+ * number), "problems", and "weights", each with its "name", "format", "convention", "keys" by role, "missing" keys,
+ * "extra" keys of its module, "out_features", "in_features", "block" (null if the shapes do not determine it) and
+ * "faults". The parameters are those of NVFP4_schema_detect(). Later versions may add keys.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_schema_report(const NVFP4_NamedTensor *tensors,
+                                 size_t count,
+                                 size_t tensor_size,
+                                 const char *prefix,
+                                 size_t prefix_length,
+                                 char *buffer,
+                                 size_t capacity,
+                                 size_t *length);
+
+/**
+ * Checks the 4-bit weights of a set of tensors: no part may be missing, and types and shapes must fit together. The
+ * message lists all problems, missing tensors first. #NVFP4_NOT_FOUND if there is no 4-bit weight, #NVFP4_INVALID_ARGUMENT
+ * if one has a problem. The parameters are those of NVFP4_schema_detect().
+ */
+NVFP4_API
+NVFP4_Status NVFP4_schema_validate(const NVFP4_NamedTensor *tensors,
+                                   size_t count,
+                                   size_t tensor_size,
+                                   const char *prefix,
+                                   size_t prefix_length);
+
+/**
+ * @defgroup model Models: weights on disk, and weights, tokenizer and chat template in memory
+ *
+ * A model is immutable. Any number of sessions, on any threads, may run it at once.
+ */
+
+/** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_LoadOptions). */
+NVFP4_API NVFP4_Status NVFP4_load_options_init(NVFP4_LoadOptions *options, uint32_t struct_size);
+
+/**
+ * Loads a model: a directory, or a `.safetensors`, `.dat` or `.gguf` file.
+ *
+ * - `path`, `path_length`: UTF-8.
+ * - `options`: NULL for the defaults.
+ * - `quantize`: how to quantize dense weights to NVFP4 while loading; NULL keeps weights as they are stored.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_model_load(const char *path,
+                              size_t path_length,
+                              const NVFP4_LoadOptions *options,
+                              const NVFP4_QuantizeOptions *quantize,
+                              NVFP4_Model **out);
+
+/** Adds a reference to a model. */
+NVFP4_API NVFP4_Status NVFP4_model_retain(NVFP4_Model *model);
+
+/** Gives up a reference to a model. After the last one the handle is stale; sessions keep the weights. */
+NVFP4_API NVFP4_Status NVFP4_model_release(NVFP4_Model *model);
+
+/**
+ * Describes a model, as JSON: architecture, device, device_choice (one line that says why this device, for
+ * #NVFP4_DEVICE_AUTO; else null), parameters (their number), weight_bytes, formats, sizes, kv_bytes_per_token,
+ * stop_tokens. Later versions may add keys.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_model_info(const NVFP4_Model *model,
+                              char *buffer,
+                              size_t capacity,
+                              size_t *length);
+
+/** Writes the size of the vocabulary, which is the number of logits for a token. */
+NVFP4_API NVFP4_Status NVFP4_model_vocab_size(const NVFP4_Model *model, size_t *size);
+
+/**
+ * Converts text to token ids. `add_special` 1 adds the special tokens that the model expects around a text, often a first
+ * one; a rendered chat has them already. Writes the number of tokens to `count`; see ARRAYS OUT above. Asking for the
+ * number first does not double the work: the tokens are kept for this thread's next call, if that has the same text.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_model_tokenize(const NVFP4_Model *model,
+                                  const char *text,
+                                  size_t text_length,
+                                  int32_t add_special,
+                                  int32_t *tokens,
+                                  size_t capacity,
+                                  size_t *count);
+
+/**
+ * Converts token ids to text. `skip_special` 1 leaves out special tokens such as `<|im_end|>`. Ids in the model's
+ * vocabulary that its tokenizer does not have, as many models pad it, give no text; ids outside the vocabulary are
+ * #NVFP4_INVALID_ARGUMENT. Bytes that are not valid UTF-8 become U+FFFD: for a stream of tokens use a detokenizer or the
+ * text of a generation, which wait for whole characters. Asking for the length first does not double the work, as for
+ * NVFP4_model_tokenize().
+ */
+NVFP4_API
+NVFP4_Status NVFP4_model_detokenize(const NVFP4_Model *model,
+                                    const int32_t *tokens,
+                                    size_t count,
+                                    int32_t skip_special,
+                                    char *buffer,
+                                    size_t capacity,
+                                    size_t *length);
+
+/**
+ * Renders a conversation with the model's chat template (ChatML if it has none): `count` messages, each of `message_size`
+ * bytes, which is sizeof(NVFP4_Message). `add_generation_prompt` 1 appends the beginning of the assistant's answer. Asking
+ * for the length first does not double the work, as for NVFP4_model_tokenize().
+ */
+NVFP4_API
+NVFP4_Status NVFP4_model_render_chat(const NVFP4_Model *model,
+                                     const NVFP4_Message *messages,
+                                     size_t count,
+                                     size_t message_size,
+                                     int32_t add_generation_prompt,
+                                     char *buffer,
+                                     size_t capacity,
+                                     size_t *length);
+
+/** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_ConvertOptions). */
+NVFP4_API NVFP4_Status NVFP4_convert_options_init(NVFP4_ConvertOptions *options, uint32_t struct_size);
+
+/**
+ * Converts a model on disk to NVFP4 on disk, one tensor at a time: linear weights are quantized, the rest is kept. The
+ * destination is replaced as a whole once the new model is complete; a call that fails leaves it unchanged, and leaves no
+ * other files behind.
+ *
+ * - `source`: what NVFP4_model_load() takes.
+ * - `destination`: a directory that does not exist or is empty, or one to replace; for `.dat` a file, which is replaced if
+ *   it exists.
+ * - `options`: NULL for the defaults.
+ * - `quantize`: NULL for the defaults: two-level scales for ModelOpt, single-level scales for `.dat`, and the recipe amax.
+ *   The recipe sweep has a smaller error and takes two to three times as long.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_model_convert(const char *source,
+                                 size_t source_length,
+                                 const char *destination,
+                                 size_t destination_length,
+                                 const NVFP4_ConvertOptions *options,
+                                 const NVFP4_QuantizeOptions *quantize);
+
+/**
+ * @defgroup session Sessions: conversations and other sequences of tokens, with their KV cache
+ *
+ * A session holds its tokens with their cached keys and values, so that a call runs only new tokens. It keeps its model
+ * alive. Only one call at a time may use it: another one meanwhile, even from a callback, fails with #NVFP4_BUSY. Its
+ * length, memory and messages can be read at any time; during a call they are those from before the call. A call that
+ * fails leaves the session unchanged.
+ */
+
+/** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_SessionOptions). */
+NVFP4_API NVFP4_Status NVFP4_session_options_init(NVFP4_SessionOptions *options, uint32_t struct_size);
+
+/** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_GenerateOptions). */
+NVFP4_API
+NVFP4_Status NVFP4_generate_options_init(NVFP4_GenerateOptions *options,
+                                         uint32_t struct_size);
+
+/** Creates an empty session of a model. `options`: NULL for the defaults. */
+NVFP4_API
+NVFP4_Status NVFP4_session_create(const NVFP4_Model *model,
+                                  const NVFP4_SessionOptions *options,
+                                  NVFP4_Session **out);
+
+/** Adds a reference to a session. */
+NVFP4_API NVFP4_Status NVFP4_session_retain(NVFP4_Session *session);
+
+/**
+ * Gives up a reference to a session. After the last one the handle is stale; a call that is using the session is not
+ * disturbed.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_session_release(NVFP4_Session *session);
+
+/**
+ * Appends tokens and runs them, many at a time: the prefill of a prompt.
+ *
+ * - `call`: cancels the call and reports the tokens run; may be NULL.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_session_prefill(NVFP4_Session *session,
+                                   const int32_t *tokens,
+                                   size_t count,
+                                   const NVFP4_CallOptions *call);
+
+/** Appends tokens and runs them one after the other, which is slower: for comparison. See REPRODUCIBILITY above. */
+NVFP4_API
+NVFP4_Status NVFP4_session_prefill_token_by_token(NVFP4_Session *session,
+                                                  const int32_t *tokens,
+                                                  size_t count,
+                                                  const NVFP4_CallOptions *call);
+
+/**
+ * Appends one token and runs it: a decode step. Tokens before it that have not been run yet are run too: the last token of
+ * a generation, or those that remain after an eviction.
+ *
+ * - `call`: as for NVFP4_session_prefill().
+ */
+NVFP4_API
+NVFP4_Status NVFP4_session_decode(NVFP4_Session *session,
+                                  int32_t token,
+                                  const NVFP4_CallOptions *call);
+
+/**
+ * Copies the logits of the next token, one for each token id. Writes their number, the vocabulary size, to `count`; see
+ * ARRAYS OUT above. Runs tokens that have not been run yet, as NVFP4_session_decode() does.
+ *
+ * - `call`: as for NVFP4_session_prefill().
+ */
+NVFP4_API
+NVFP4_Status NVFP4_session_logits(NVFP4_Session *session,
+                                  float *logits,
+                                  size_t capacity,
+                                  size_t *count,
+                                  const NVFP4_CallOptions *call);
+
+/**
+ * Chooses the next token as NVFP4_session_generate() would, without appending it. `options`: NULL for the argmax; options
+ * on stops and lengths are ignored.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_session_sample(NVFP4_Session *session,
+                                  const NVFP4_GenerateOptions *options,
+                                  int32_t *token);
+
+/**
+ * Fills `options` as NVFP4_generate_options_init() does, and with the temperature, top_k, top_p, min_p and repetition
+ * penalty that the model recommends in `generation_config.json` or in a GGUF file's metadata. What it does not recommend
+ * has the default; with no recommendation at all that is the argmax. The model's own stop tokens need no option.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_model_generate_options(const NVFP4_Model *model,
+                                          NVFP4_GenerateOptions *options,
+                                          uint32_t struct_size);
+
+/**
+ * Generates tokens after those in the session, which must not be empty: prefill a prompt first. A cancelled generation
+ * does not fail, and keeps what it has: see #NVFP4_FINISH_CANCELLED.
+ *
+ * - `options`: NULL for the defaults.
+ * - `callback`, `user`: receives the tokens and text; may be NULL. NVFP4_session_text() gives the text afterwards.
+ * - `result`: how it ended, counts and times; may be NULL.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_session_generate(NVFP4_Session *session,
+                                    const NVFP4_GenerateOptions *options,
+                                    NVFP4_TokenCallback callback,
+                                    void *user,
+                                    NVFP4_GenerationResult *result);
+
+/**
+ * Copies the text of the last generation, or in a chat the content of the last answer; empty before the first. An
+ * incomplete character at its end is left out: if the next generation completes it, that text begins with it. For the
+ * buffer see TEXT above.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_session_text(NVFP4_Session *session,
+                                char *buffer,
+                                size_t capacity,
+                                size_t *length);
+
+/** Writes the number of tokens in the session; during a call, the number from before it. */
+NVFP4_API NVFP4_Status NVFP4_session_length(const NVFP4_Session *session, size_t *length);
+
+/** Writes the most tokens that the session can hold. */
+NVFP4_API NVFP4_Status NVFP4_session_context(const NVFP4_Session *session, size_t *context);
+
+/**
+ * Writes the bytes of the session's KV cache, including those it shares with forks; during a call, the bytes from before
+ * it.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_session_memory(const NVFP4_Session *session,
+                                  uint64_t *bytes);
+
+/** Copies the tokens in the session. Writes their number to `count`; see ARRAYS OUT above. */
+NVFP4_API
+NVFP4_Status NVFP4_session_tokens(NVFP4_Session *session,
+                                  int32_t *tokens,
+                                  size_t capacity,
+                                  size_t *count);
+
+/**
+ * Drops the tokens from position `length` on. If the cut is inside an answer, the conversation then ends with the rest of
+ * that answer, otherwise with the last whole answer before it. Draws continue from position `length`. With `length` 0 it
+ * is NVFP4_session_reset().
+ */
+NVFP4_API
+NVFP4_Status NVFP4_session_truncate(NVFP4_Session *session,
+                                    size_t length);
+
+/** Drops all tokens and the conversation. The options stay. */
+NVFP4_API NVFP4_Status NVFP4_session_reset(NVFP4_Session *session);
+
+/** Creates a second session in the same state. The two share the memory of their KV caches as far as neither writes to it. */
+NVFP4_API
+NVFP4_Status NVFP4_session_fork(NVFP4_Session *session,
+                                NVFP4_Session **out);
+
+/**
+ * Writes the session to a file, including its KV cache and conversation. An existing file is replaced only when the new
+ * one is complete.
+ *
+ * - `call`: cancels the call and reports the bytes written; may be NULL.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_session_save(NVFP4_Session *session,
+                                const char *path,
+                                size_t path_length,
+                                const NVFP4_CallOptions *call);
+
+/**
+ * Creates a session from a file of NVFP4_session_save(), in the state that was saved. `model` must be the model that ran
+ * it.
+ *
+ * - `call`: cancels the call and reports the bytes read; may be NULL.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_session_restore(const NVFP4_Model *model,
+                                   const char *path,
+                                   size_t path_length,
+                                   const NVFP4_CallOptions *call,
+                                   NVFP4_Session **out);
+
+/**
+ * Appends `tokens[i]` to `sessions[i]`, for `count` sessions, and runs them all in one pass over the weights, which takes
+ * little longer than a decode step of one session. The sessions must be distinct and of the same model handle. A call that
+ * fails leaves all of them unchanged.
+ *
+ * Where only the next tokens are wanted, NVFP4_session_step_sample() is faster: this function copies the logits of every
+ * session to the host.
+ *
+ * - `call`: cancels the pass; may be NULL. Its progress callback is not called.
+ * - `statuses`: may be NULL; then a session that cannot be run fails the call. Otherwise `count` elements, all written if
+ *   the other arguments are valid. A session whose handle is stale or in use, whose context is full, that is listed twice,
+ *   or whose token is not in the vocabulary gets its status and stays unchanged, and the others are run. The call then
+ *   returns #NVFP4_OK, with the message of the first such session in NVFP4_last_error(). The sessions that were run get
+ *   the status of the call.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_session_step(NVFP4_Session *const *sessions,
+                                const int32_t *tokens,
+                                size_t count,
+                                const NVFP4_CallOptions *call,
+                                NVFP4_Status *statuses);
+
+/**
+ * NVFP4_session_step() that also chooses the next token of each session, on the device of the model: on a GPU no logits
+ * are copied to the host. `next[i]` is the token that NVFP4_session_sample() would choose, and is not appended: to
+ * generate, pass it as the token of the next step, until a stop token or your length limit ends that sequence; a
+ * detokenizer says when. Sequences may join and leave between any two steps. Keep the order of `sessions`: with the same
+ * sessions, and `next` as their tokens, a GPU has already begun the next step when it is called.
+ *
+ * - `options`: how to choose, `options[i]` for `sessions[i]`; options on stops and lengths are ignored. NULL, for one
+ *   session or for all, takes the argmax. Several sessions may share one: draws depend on its seed and on the number of
+ *   tokens appended to each session. If `options[i]->call` is cancelled before the pass begins, that session is left out
+ *   with the status #NVFP4_CANCELLED; its progress callback is not called.
+ * - `call`, `statuses`: as for NVFP4_session_step().
+ * - `next`: `count` tokens, unchanged for sessions that were not run. May be the same array as `tokens`.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_session_step_sample(NVFP4_Session *const *sessions,
+                                       const int32_t *tokens,
+                                       size_t count,
+                                       const NVFP4_GenerateOptions *const *options,
+                                       const NVFP4_CallOptions *call,
+                                       int32_t *next,
+                                       NVFP4_Status *statuses);
+
+/**
+ * @defgroup chat Chat: conversations in the format that a model was trained on
+ *
+ * A turn takes the conversation in the format of common chat servers, and generates the answer. It is a JSON array of
+ * messages, each an object with `role` (system, developer, user, assistant or tool) and `content` (a string, or an array
+ * of parts `{"type": "text", "text": ...}`). An assistant's message may also have `reasoning_content`, the reasoning
+ * before the answer, and `tool_calls`; a tool's message has the `tool_call_id` that it answers.
+ *
+ * The model's chat template (ChatML if it has none) renders that as text. The longest common prefix of this text and the
+ * tokens in the session is kept in the cache, and only the rest is run. So regenerating an answer, changing an earlier
+ * message or the system prompt, and passing the results of tools are turns like any other. Names of special tokens within
+ * messages are treated as plain text.
+ */
+
+/** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_ChatOptions). */
+NVFP4_API NVFP4_Status NVFP4_chat_options_init(NVFP4_ChatOptions *options, uint32_t struct_size);
+
+/**
+ * Adds a user message to the conversation of the session and generates the answer. The first turn needs an empty session,
+ * and begins with the system prompt of the session's options.
+ *
+ * - `text`, `text_length`: the user's message, in UTF-8.
+ * - `chat`: NULL for the options of the turn before, or the defaults.
+ * - The rest is as for NVFP4_session_generate(). Cancelled before its first token is due, it fails with #NVFP4_CANCELLED.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_session_chat(NVFP4_Session *session,
+                                const char *text,
+                                size_t text_length,
+                                const NVFP4_ChatOptions *chat,
+                                const NVFP4_GenerateOptions *options,
+                                NVFP4_TokenCallback callback,
+                                void *user,
+                                NVFP4_GenerationResult *result);
+
+/**
+ * Generates the answer to a conversation that is passed as a whole; the system prompt of the session's options is not
+ * used. With `max_tokens` 0 the prompt is run and nothing is generated, so that steps of many sessions can continue from
+ * there.
+ *
+ * - `messages`, `messages_length`: a JSON array, as described at the beginning of this chapter. Error messages name the
+ *   line and column, or the number of the message.
+ * - `chat`: NULL for the options of the turn before, or the defaults.
+ * - The rest is as for NVFP4_session_chat().
+ */
+NVFP4_API
+NVFP4_Status NVFP4_session_chat_messages(NVFP4_Session *session,
+                                         const char *messages,
+                                         size_t messages_length,
+                                         const NVFP4_ChatOptions *chat,
+                                         const NVFP4_GenerateOptions *options,
+                                         NVFP4_TokenCallback callback,
+                                         void *user,
+                                         NVFP4_GenerationResult *result);
+
+/**
+ * Copies the conversation of the chat turns, as a JSON array of messages like those of NVFP4_session_chat_messages(),
+ * including the last answer with its reasoning and tool calls; during a call, the conversation from before it. For the
+ * buffer see TEXT above.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_session_messages(const NVFP4_Session *session,
+                                    char *buffer,
+                                    size_t capacity,
+                                    size_t *length);
+
+/** Copies the model's reasoning before the last answer; empty if there was none. For the buffer see TEXT above. */
+NVFP4_API
+NVFP4_Status NVFP4_session_reasoning(NVFP4_Session *session,
+                                     char *buffer,
+                                     size_t capacity,
+                                     size_t *length);
+
+/**
+ * Copies the tool calls of the last answer, as a JSON array of objects like those of #NVFP4_PART_TOOL_CALL. Pass their
+ * results as messages of the role tool. For the buffer see TEXT above.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_session_tool_calls(NVFP4_Session *session,
+                                      char *buffer,
+                                      size_t capacity,
+                                      size_t *length);
+
+/**
+ * Copies the text that a turn with these messages is rendered as. `add_generation_prompt` 1 appends the beginning of the
+ * assistant's answer. Asking for the length first does not double the work, as for NVFP4_model_tokenize(). In this text,
+ * names of special tokens within messages look like the template's own: do not tokenize it if the messages are untrusted,
+ * but let a session run them.
+ *
+ * - `messages`, `messages_length`, `chat`: as for NVFP4_session_chat_messages(); `chat` NULL for the defaults.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_model_render_messages(const NVFP4_Model *model,
+                                         const char *messages,
+                                         size_t messages_length,
+                                         const NVFP4_ChatOptions *chat,
+                                         int32_t add_generation_prompt,
+                                         char *buffer,
+                                         size_t capacity,
+                                         size_t *length);
+
+/**
+ * @defgroup detokenizer Detokenizers: text from tokens one by one, for hosts that step many sessions
+ *
+ * A detokenizer follows one sequence. It takes each token, gives the text that the token completes, in whole characters,
+ * and says when the sequence ends, as NVFP4_session_generate() would: by a stop token, a stop string, or its length. Text
+ * that may be the beginning of a stop string is held back until that is decided.
+ */
+
+/**
+ * Creates a detokenizer of a model, which must have a tokenizer.
+ *
+ * - `tokens`, `count`: the tokens before the first one that is pushed. Their text is not given, but may end within a
+ *   character, which the next token completes. NULL and 0 at the start of a text, such as an answer.
+ * - `options`: when the sequence ends: stop tokens and strings, whether the model's own stop tokens count, and the most
+ *   tokens. NULL for the defaults. Copied.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_detokenizer_create(const NVFP4_Model *model,
+                                      const int32_t *tokens,
+                                      size_t count,
+                                      const NVFP4_GenerateOptions *options,
+                                      NVFP4_Detokenizer **out);
+
+/**
+ * Adds the next token. Writes the text that it completes, UTF-8 with a NUL after it, to `text`, and its length in bytes to
+ * `length`; the text is valid until the next call with this detokenizer. Writes to `finish`, one of NVFP4_FINISH_*,
+ * whether and how the sequence ends with this token. A stop token is not part of the sequence and gives no text; any other
+ * last token is part of it. A sequence that has ended takes no more tokens.
+ *
+ * - `length`, `finish`: may be NULL.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_detokenizer_push(NVFP4_Detokenizer *detokenizer,
+                                    int32_t token,
+                                    const char **text,
+                                    size_t *length,
+                                    int32_t *finish);
+
+/**
+ * Ends the sequence if no token has. Gives the text that was held back because it might have begun a stop string; after a
+ * stop string there is none. An incomplete character gives no text: see NVFP4_detokenizer_create() for continuing it.
+ *
+ * - `text`, `length`: as for NVFP4_detokenizer_push().
+ */
+NVFP4_API
+NVFP4_Status NVFP4_detokenizer_finish(NVFP4_Detokenizer *detokenizer,
+                                      const char **text,
+                                      size_t *length);
+
+/** Adds a reference to a detokenizer. */
+NVFP4_API NVFP4_Status NVFP4_detokenizer_retain(NVFP4_Detokenizer *detokenizer);
+
+/** Gives up a reference to a detokenizer. After the last one the handle is stale. */
+NVFP4_API NVFP4_Status NVFP4_detokenizer_release(NVFP4_Detokenizer *detokenizer);
+
+/**
+ * @defgroup trainer Training: steps on a model's weights, which are held in 4 bits with their optimizer's moments
+ *
+ * A trainer holds the parameters of a dense model and steps them by AdamW, as its options say; the host brings the batches.
+ * Only one call at a time may use it: another one meanwhile, even from a callback, fails with #NVFP4_BUSY.
+ * NVFP4_trainer_info() can be called at any time. A call that fails leaves the trainer unchanged, unless its description
+ * says otherwise. The same batches, options and seed give the same bits on the same device with the same number of threads.
+ */
+
+/** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_TrainerOptions). */
+NVFP4_API NVFP4_Status NVFP4_trainer_options_init(NVFP4_TrainerOptions *options, uint32_t struct_size);
+
+/**
+ * Creates a trainer of a dense model: a directory, or a `.safetensors`, `.dat` or `.gguf` file, whose weights are read and
+ * rounded to the forms of the options. The file stays open.
+ *
+ * - `path`, `path_length`: UTF-8.
+ * - `options`: NULL for the defaults.
+ * - `call`: cancels the call before it reads weights; may be NULL.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_trainer_create(const char *path,
+                                  size_t path_length,
+                                  const NVFP4_TrainerOptions *options,
+                                  const NVFP4_CallOptions *call,
+                                  NVFP4_Trainer **out);
+
+/**
+ * Creates a trainer from a checkpoint, with the settings that it has, and goes on to the same bits as if it had never
+ * stopped. A checkpoint of another model is #NVFP4_INVALID_ARGUMENT, with the names that differ.
+ *
+ * - `path`, `path_length`: the model that training began with, as for NVFP4_trainer_create().
+ * - `directory`, `directory_length`: where NVFP4_trainer_save() has put checkpoints, of which the last one is taken, or one
+ *   of the checkpoints itself.
+ * - `options`: the device and threads; NULL for the CPU. Everything else must be left as it is.
+ * - `call`: cancels the call before it reads the checkpoint; may be NULL.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_trainer_resume(const char *path,
+                                  size_t path_length,
+                                  const char *directory,
+                                  size_t directory_length,
+                                  const NVFP4_TrainerOptions *options,
+                                  const NVFP4_CallOptions *call,
+                                  NVFP4_Trainer **out);
+
+/** Adds a reference to a trainer. */
+NVFP4_API NVFP4_Status NVFP4_trainer_retain(NVFP4_Trainer *trainer);
+
+/** Gives up a reference to a trainer. After the last one the handle is stale; a model that it has given keeps the weights. */
+NVFP4_API
+NVFP4_Status NVFP4_trainer_release(NVFP4_Trainer *trainer);
+
+/**
+ * Makes a step by the gradients of all micro-batches together, in which each label counts the same. Labels that are all
+ * negative, tokens or labels outside the vocabulary, and lengths that do not sum to the tokens are errors, found before
+ * anything is changed.
+ *
+ * A loss or gradient that is not finite changes no parameter and is reported as #NVFP4_STEP_SKIPPED; too many of those in a
+ * row are an error. With `release`, a gradient that is not finite after others were used is #NVFP4_INTERNAL, and any error
+ * from then on says so: go on from the last checkpoint.
+ *
+ * - `batches`, `batch_count`, `batch_size`: micro-batches, each of `batch_size` bytes, which is sizeof(NVFP4_MicroBatch).
+ * - `call`: reports the tokens that are done. Cancels the step between micro-batches, and between blocks of their forward
+ *   passes: everything is then as it was. With `release` it is cancelled only before the backward pass. May be NULL.
+ * - `report`: what the step came to; may be NULL.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_trainer_step(NVFP4_Trainer *trainer,
+                                const NVFP4_MicroBatch *batches,
+                                size_t batch_count,
+                                size_t batch_size,
+                                const NVFP4_CallOptions *call,
+                                NVFP4_StepReport *report);
+
+/**
+ * Writes the mean cross-entropy of the labels that count, in nats. Changes nothing.
+ *
+ * - `batches`, `batch_count`, `batch_size`: as for NVFP4_trainer_step().
+ * - `delivered`: 1 for the NVFP4 codes alone, which are what is exported; 0 for all that is stored.
+ * - `call`: cancels the call between blocks; may be NULL.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_trainer_evaluate(NVFP4_Trainer *trainer,
+                                    const NVFP4_MicroBatch *batches,
+                                    size_t batch_count,
+                                    size_t batch_size,
+                                    int32_t delivered,
+                                    const NVFP4_CallOptions *call,
+                                    double *loss);
+
+/**
+ * Describes a trainer, as JSON: steps, skipped (steps that changed nothing), parameters, trained_weights (of matrices),
+ * bytes (of parameters and moments), config (all settings), architecture, vocab_size, device, trains_delivered. During a
+ * call it is the state from before the call. Later versions may add keys.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_trainer_info(const NVFP4_Trainer *trainer,
+                                char *buffer,
+                                size_t capacity,
+                                size_t *length);
+
+/**
+ * Writes a checkpoint into a directory, under the number of the last step (`step-00000020`), with everything that training
+ * goes on from, and removes all checkpoints there but the last `keep`. What cannot be written whole leaves nothing.
+ *
+ * - `directory`, `directory_length`: UTF-8; made if it is not there.
+ * - `data`, `data_length`: JSON that NVFP4_trainer_data() gives back when the trainer is resumed, such as the place in the
+ *   data; NULL for none.
+ * - `keep`: at least 1.
+ * - `call`: cancels the call at its start; may be NULL.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_trainer_save(NVFP4_Trainer *trainer,
+                                const char *directory,
+                                size_t directory_length,
+                                const char *data,
+                                size_t data_length,
+                                size_t keep,
+                                const NVFP4_CallOptions *call);
+
+/**
+ * Copies the JSON that was saved last with NVFP4_trainer_save(), or with the checkpoint that the trainer was resumed from;
+ * `null` where there is none. For the buffer see TEXT above.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_trainer_data(const NVFP4_Trainer *trainer,
+                                char *buffer,
+                                size_t capacity,
+                                size_t *length);
+
+/**
+ * Writes the model, as it is delivered, to a directory in ModelOpt's layout: matrices in NVFP4 where they are trained in
+ * such a form, else in float32; with config and tokenizer of the model that training began with.
+ *
+ * - `tables`: one of NVFP4_TABLES_*.
+ * - `replace`: 1 to replace a directory that holds a model; 0 to refuse a directory that is not empty.
+ * - `call`: cancels the call at its start; may be NULL.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_trainer_export_directory(NVFP4_Trainer *trainer,
+                                            const char *path,
+                                            size_t path_length,
+                                            int32_t tables,
+                                            int32_t replace,
+                                            const NVFP4_CallOptions *call);
+
+/**
+ * Writes the model, as it is delivered, to a `.dat` file, every tensor in the type that it has in the `.dat` file that
+ * training began with.
+ *
+ * - `call`: cancels the call at its start; may be NULL.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_trainer_export_dat(NVFP4_Trainer *trainer,
+                                      const char *path,
+                                      size_t path_length,
+                                      const NVFP4_CallOptions *call);
+
+/**
+ * Writes the adapters of a trainer with `recipe.lora` in its config to a directory as peft reads them: `adapter_model.safetensors` in
+ * float32 and `adapter_config.json`. NVFP4_trainer_export_directory() writes the model with the adapters in it.
+ *
+ * - `base`, `base_length`: what the model below them is called in `adapter_config.json`: a directory, or a name of the Hugging Face hub.
+ * - `replace`: 1 to replace a directory that holds an adapter; 0 to refuse a directory that is not empty.
+ * - `call`: cancels the call at its start; may be NULL.
+ *
+ * #NVFP4_INVALID_ARGUMENT where all parameters are trained; #NVFP4_UNSUPPORTED where a checkpoint holds adapted matrices as parts of
+ * larger ones, for which peft has no such adapter.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_trainer_export_adapter(NVFP4_Trainer *trainer,
+                                          const char *path,
+                                          size_t path_length,
+                                          const char *base,
+                                          size_t base_length,
+                                          int32_t replace,
+                                          const NVFP4_CallOptions *call);
+
+/**
+ * Gives the model that is trained, as it is delivered at this time, for sessions between steps. It runs on the memory that
+ * is trained: matrices are not copied. On the CPU its products are slower than those of a loaded model, and have the same
+ * bits.
+ *
+ * While a call runs the model, NVFP4_trainer_step() is #NVFP4_BUSY, and so is the model during a step. A step that changes
+ * weights ends the model: calls that run it or its sessions are #NVFP4_INVALID_ARGUMENT from then on. Release them, and ask
+ * for the model again.
+ *
+ * - `call`: cancels the call; may be NULL.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_trainer_model(NVFP4_Trainer *trainer,
+                                 const NVFP4_CallOptions *call,
+                                 NVFP4_Model **out);
+
+/**
+ * @defgroup optimizer Training by the host's own passes: the optimizer of one weight, and linear layers with a weight in 4 bits
+ *
+ * For hosts that compute gradients themselves, as with TorchSharp's autograd. Functions here that take tensors as `void *`
+ * take an #NVFP4_Tensor, or a pointer to a tensor of libtorch as the drop-in functions do, and all of a call are of one
+ * kind. Results are of that kind too, and where the tensors are. Only one call at a time may use an optimizer: another one
+ * meanwhile fails with #NVFP4_BUSY. On a GPU tensors are bfloat16 or float32, products and
+ * gradients are rounded to bfloat16, and calls are ordered with libtorch's current stream.
+ */
+
+/** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_OptimizerOptions). */
+NVFP4_API
+NVFP4_Status NVFP4_optimizer_options_init(NVFP4_OptimizerOptions *options,
+                                          uint32_t struct_size);
+
+/** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_StepOptions). */
+NVFP4_API NVFP4_Status NVFP4_step_options_init(NVFP4_StepOptions *options, uint32_t struct_size);
+
+/**
+ * Creates the optimizer of a weight `[.., K]`, K a multiple of 16, whose values are copied and rounded to nearest; moments
+ * are zero.
+ *
+ * - `weight`: a floating tensor, of this library or of libtorch. The state is where it is.
+ * - `options`: NULL for the defaults.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_optimizer_create(void *weight,
+                                    const NVFP4_OptimizerOptions *options,
+                                    NVFP4_OptimizerState **out);
+
+/**
+ * Creates an optimizer from what NVFP4_optimizer_save() copied, on any device: steps go on to the same bits.
+ *
+ * - `device_type`, `device_index`: one of NVFP4_DEVICE_*, and its number.
+ * - `libtorch`: 1 if its results are to be tensors of libtorch, 0 if of this library.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_optimizer_restore(const uint8_t *bytes,
+                                     size_t length,
+                                     int32_t device_type,
+                                     int32_t device_index,
+                                     int32_t libtorch,
+                                     NVFP4_OptimizerState **out);
+
+/** Adds a reference to an optimizer. */
+NVFP4_API NVFP4_Status NVFP4_optimizer_retain(NVFP4_OptimizerState *state);
+
+/** Gives up a reference to an optimizer. After the last one the handle is stale. */
+NVFP4_API NVFP4_Status NVFP4_optimizer_release(NVFP4_OptimizerState *state);
+
+/**
+ * Makes a step of AdamW, with the bias correction of its number. A gradient that is not finite is
+ * #NVFP4_INVALID_ARGUMENT, and changes nothing. Waits for a GPU.
+ *
+ * - `gradient`: of the weight's shape, bfloat16 or float32, on the CPU any floating type, where the weight is.
+ * - `options`: NULL for the defaults.
+ * - `changed`, `changed_delivered`: the number of weights that changed as they are stored, and as they are delivered; each
+ *   may be NULL.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_optimizer_step(NVFP4_OptimizerState *state,
+                                  void *gradient,
+                                  const NVFP4_StepOptions *options,
+                                  uint64_t *changed,
+                                  uint64_t *changed_delivered);
+
+/** Writes the number of steps made, and the bytes held; each may be NULL. */
+NVFP4_API
+NVFP4_Status NVFP4_optimizer_size(const NVFP4_OptimizerState *state,
+                                  uint64_t *steps,
+                                  uint64_t *bytes);
+
+/**
+ * Gives the weight as a tensor of the floating type `dtype`, of the kind that the optimizer was created with.
+ *
+ * - `delivered`: 1 for the NVFP4 codes alone, 0 for all that is stored.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_optimizer_weight(NVFP4_OptimizerState *state,
+                                    int32_t delivered,
+                                    int32_t dtype,
+                                    void **out);
+
+/**
+ * Gives the weight as it is delivered, as NVFP4 in host memory. #NVFP4_UNSUPPORTED for bfloat16 and float32.
+ *
+ * - `codes`: uint8 `[.., K / 2]`.
+ * - `scales`: float8_e4m3fn `[.., K / 16]`.
+ * - `global_scale`: the global scale.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_optimizer_delivered(NVFP4_OptimizerState *state,
+                                       NVFP4_Tensor **codes,
+                                       NVFP4_Tensor **scales,
+                                       float *global_scale);
+
+/**
+ * Copies everything that steps go on from, for NVFP4_optimizer_restore(). Writes the number of bytes to `length`; see
+ * ARRAYS OUT above.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_optimizer_save(NVFP4_OptimizerState *state,
+                                  uint8_t *buffer,
+                                  size_t capacity,
+                                  size_t *length);
+
+/**
+ * Writes a seed for #NVFP4_ROUNDING_STOCHASTIC from three numbers, so that every tensor and step rounds with random bits of
+ * its own, and each element by its index: put it into NVFP4_QuantizeOptions.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_rounding_seed(uint64_t seed,
+                                 uint64_t tensor,
+                                 uint64_t step,
+                                 uint64_t *out);
+
+/**
+ * Multiplies `x` `[.., K]` by a weight `[N, K]`, transposed, whose values are rounded to 4 bits as by NVFP4_ste_weight():
+ * `[.., N]` in the type of `x`. Sums are in float32.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_ste_linear(void *x,
+                              void *weight,
+                              void **out);
+
+/**
+ * The gradients of NVFP4_ste_linear() from those of its result. The gradient of `x` goes through the rounded weight; that of
+ * the weight passes the rounding unchanged (straight-through estimator).
+ *
+ * - `gradient`: `[.., N]`.
+ * - `dx`: the gradient of `x`, in its shape and type; NULL if it is not wanted.
+ * - `dweight`: the gradient of `weight`, in its shape and type; NULL if it is not wanted.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_ste_linear_backward(void *x,
+                                       void *weight,
+                                       void *gradient,
+                                       void **dx,
+                                       void **dweight);
+
+/**
+ * @defgroup torchsharp Drop-in functions for TorchSharp hosts, with the signatures those hosts bind
+ *
+ * They take tensor handles as `void *`: either #NVFP4_Tensor, or pointers to tensors of libtorch (2.10 or later), which
+ * TorchSharp has in Tensor.Handle. All handles of a call must be of one kind. Results are new handles of that kind, never
+ * those that were passed, and the caller releases or disposes of them. libtorch is looked up in the process when such a
+ * handle is passed; it is not needed otherwise.
+ *
+ * The functions return no status: after a call, NVFP4_last_status() is #NVFP4_OK or says why a result is NULL. When
+ * NVFP4_quantize, NVFP4_scaled_mm or NVFP4_to_managed fails on tensors of TorchSharp, its own error check after the call
+ * throws the message.
+ *
+ * On a GPU they are asynchronous, like libtorch: errors that the device finds fail a later call, see ASYNCHRONOUS ERRORS
+ * above.
+ *
+ * libtorch's tensors may have any strides and offset, and may require a gradient; results never do. They are read in
+ * place, and results are allocated by libtorch. On a GPU the work is ordered with libtorch's current stream.
+ */
+
+/**
+ * Quantizes `input` `[.., K]` (float16, bfloat16 or float32; K a multiple of 16) with block scales alone.
+ *
+ * - `qdata`: uint8 `[.., K / 2]`, the even index in the low nibble; NULL on failure.
+ * - `scale`: float8_e4m3fn `[.., K / 16]`, row-major: amax / 6, clamped to [2^-16, 448]; NULL on failure.
+ *
+ * The results are where the input is. On a GPU they have the same bits as on the CPU, and the call does not wait. For
+ * libtorch's tensors they are matrices: the leading dimensions are flattened into one.
+ */
+NVFP4_API
+void NVFP4_quantize(void *input,
+                    void **qdata,
+                    void **scale);
+
+/**
+ * Multiplies two NVFP4 matrices: `[M, N]` of `out_dtype` (5 float16, 15 bfloat16 or 6 float32), or NULL on failure.
+ *
+ * - `mat1`: uint8 `[M, K / 2]`.
+ * - `mat2`: uint8 `[K / 2, N]`, the transposed view of `[N, K / 2]`.
+ * - `scale_a`, `scale_b`: float8_e4m3fn, or uint8 holding its bytes, in swizzled order (#NVFP4_SCALES_SWIZZLED) for M rows
+ *   and for N rows.
+ *
+ * The product is computed where the four tensors are, and the result is there too; the call does not wait for a GPU: see
+ * NVFP4_matmul().
+ */
+NVFP4_API
+void *NVFP4_scaled_mm(void *mat1,
+                      void *mat2,
+                      void *scale_a,
+                      void *scale_b,
+                      int8_t out_dtype);
+
+/**
+ * Frees what the library keeps for reuse: workspaces, the threads of calls that name no device, and free memory of the
+ * GPUs in use, for which it waits. Objects that are in use keep what they need. Not needed before the process ends.
+ */
+NVFP4_API
+void NVFP4_empty_cache(void);
+
+/**
+ * Whether tensors can be in managed (unified) memory of CUDA device 0: 1 or 0. NVFP4_diagnose() says why not. Also 0 if
+ * the process has a libtorch that cannot use such memory.
+ */
+NVFP4_API
+int32_t NVFP4_can_use_managed(void);
+
+/** Whether a tensor is in managed memory: 1 or 0; also 0 if the handle is not a tensor. */
+NVFP4_API int32_t NVFP4_is_managed_tensor(void *tensor);
+
+/**
+ * Gives a tensor with the values of `input` in managed memory: a copy, or another handle of `input` if that is in managed
+ * memory already. NULL on failure. The tensor belongs to the CUDA device `prefetch_device`; with -1 to the device of the
+ * input, or to device 0 if that is in host memory.
+ *
+ * - `prefetch_device`: the CUDA device to prefetch it to, or -1 for none.
+ * - `read_mostly`: non-zero if it will be read far more often than written.
+ */
+NVFP4_API
+void *NVFP4_to_managed(void *input,
+                       int32_t prefetch_device,
+                       int32_t read_mostly);
+
+/** Prefetches a tensor in managed memory to the CUDA device `device_index`, or to the host with -1. */
+NVFP4_API void NVFP4_managed_prefetch(void *tensor, int32_t device_index);
+
+#ifdef __cplusplus
+}  /* extern "C" */
+#endif
+
+#endif  /* NVFP4_H */
